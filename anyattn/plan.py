@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -43,8 +43,8 @@ def available(hardware: Hardware) -> dict[str, str | None]:
     return {"torch": None}
 
 
-def choose(problem: Problem, hardware: Hardware, backend: str | None = None) -> Plan:
-    """The plan for ``problem`` on ``hardware``; ``backend`` insists on one.
+def choose(problem: Problem, hardware: Hardware, backend: str | None = None, options: dict[str, int] | None = None) -> Plan:
+    """The plan for ``problem`` on ``hardware``; ``backend`` insists on one, ``options`` (tile_m, tile_n) on tiles.
 
     Raises ``ValueError`` for a name that is no backend and ``BackendError`` for one that cannot run this problem.
     """
@@ -53,7 +53,8 @@ def choose(problem: Problem, hardware: Hardware, backend: str | None = None) -> 
     reason = available(hardware).get(backend or "torch")
     if reason is not None:
         raise BackendError(f"backend={backend!r} cannot run here: {reason}; pass backend=None to let anyattn choose")
-    return _torch_plan(problem, hardware, asked=backend is not None)
+    plan = _torch_plan(problem, hardware, asked=backend is not None)
+    return replace(plan, **options) if options else plan  # type: ignore[arg-type]
 
 
 def _torch_plan(problem: Problem, hardware: Hardware, asked: bool) -> Plan:

@@ -61,7 +61,7 @@ class _Tracer(Builder):
         if slot is None:
             slot = len(self.tensors)
             self.tensors.append(tensor)
-        return View(self, slot, tensor, (None,) * tensor.ndim).settled()
+        return View(self, slot, tensor, (None,) * tensor.ndim)
 
 
 class _InterceptCaptured(TorchFunctionMode):
