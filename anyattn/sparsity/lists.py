@@ -1,0 +1,68 @@
+"""Between a grid of tile classes and the lists that kernels read: how many tiles a row has, and which."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from anyattn.mods.bounds import FULL, PARTIAL
+
+__all__ = ["grid_of_lists", "lists_of_grid", "ordered"]
+
+_BATCH_TILES = 2**22  # tiles enumerated at once: their coordinates take 16 bytes each
+
+
+def lists_of_grid(classes: Tensor, separate_full: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Counts and ascending indices of the partial tiles, then of the full ones (None unless ``separate_full``: all are listed as partial).
+
+    classes: uint8 (B, H, M, N) -> int32 (B, H, M), (B, H, M, N), (B, H, M), (B, H, M, N).
+    """
+    if not separate_full:
+        return *ordered(classes, (PARTIAL, FULL)), None, None
+    return *ordered(classes, (PARTIAL,)), *ordered(classes, (FULL,))
+
+
+def ordered(classes: Tensor, listed: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """How many tiles of each row are of a ``listed`` class, and their columns, ascending; the tail is 0."""
+    rows, columns = classes.shape[-2:]
+    indices = _zeros((*classes.shape[:-2], rows, columns), classes.device)
+    counts = torch.zeros(classes.shape[:-1], dtype=torch.int32, device=classes.device)
+    step = max(1, _BATCH_TILES // max(columns, 1))
+    for at in np.ndindex(*classes.shape[:-2]):
+        for first in range(0, rows, step):
+            part = classes[at][first : first + step]
+            hit = part == listed[0] if len(listed) == 1 else part != 0
+            count = hit.sum(-1, dtype=torch.int32)
+            row, column = hit.nonzero().unbind(1)
+            start = count.cumsum(0) - count
+            position = torch.arange(len(row), device=row.device) - start[row]
+            indices[at].view(-1)[(row + first) * columns + position] = column.to(torch.int32)
+            counts[at][first : first + step] = count
+    return counts, indices
+
+
+def _zeros(shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """Zeros whose pages the system provides when first written: most of a long mask's index tensor is never touched."""
+    if device.type == "cpu":
+        return torch.from_numpy(np.zeros(shape, dtype=np.int32))
+    return torch.zeros(shape, dtype=torch.int32, device=device)
+
+
+def grid_of_lists(
+    mask_cnt: Tensor, mask_idx: Tensor, full_cnt: Tensor | None, full_idx: Tensor | None, columns: int | None = None
+) -> Tensor:
+    """uint8 classes (B, H, M, N) of lists; entries beyond a row's count are not read, and N defaults to the lists' width."""
+    columns = mask_idx.shape[-1] if columns is None else columns
+    classes = torch.zeros(*mask_idx.shape[:-1], columns, dtype=torch.uint8, device=mask_idx.device)
+    for cnt, idx, value in ((mask_cnt, mask_idx, PARTIAL), (full_cnt, full_idx, FULL)):
+        if cnt is None or idx is None:
+            continue
+        for at in np.ndindex(*classes.shape[:-2]):
+            step = max(1, _BATCH_TILES // max(idx.shape[-1], 1))
+            for first in range(0, classes.shape[-2], step):
+                part = slice(first, first + step)
+                listed = torch.arange(idx.shape[-1], device=idx.device) < cnt[at][part, None]
+                row, position = listed.nonzero().unbind(1)
+                classes[at][row + first, idx[at][part][row, position].to(torch.int64)] = value
+    return classes
