@@ -252,7 +252,7 @@ def expected(case: Case, dtype: torch.dtype, captured_dtype: torch.dtype | None 
     dlse = torch.randn(q.shape[:3], generator=g, dtype=torch.float64).to(wide)
 
     def call(precision: torch.dtype) -> dict[str, Any]:
-        leaves = tuple(t.to(torch.promote_types(precision, t.dtype)).requires_grad_() if t.is_floating_point() else t for t in tensors)
+        leaves = tuple(oracle._leaf(t, precision) if t.is_floating_point() else t for t in tensors)
         return {**variant.mods(leaves, shape), "sink": sink, "captured": [t for t in leaves if t.is_floating_point()]}
 
     exact, plain = call(torch.float64), call(wide)
