@@ -98,6 +98,7 @@ class _Work:
         self.dsink = None if call.sink is None else torch.zeros_like(call.sink)
         self.draws = [torch.zeros(_DRAWS, *t.shape, dtype=torch.float64) for t in captured]
         self.random = torch.Generator().manual_seed(0)
+        self.tied = 0.0
 
     def add(self, b: int, h: Tensor, dout: Tensor | None, dlse: Tensor | None) -> None:
         call, u2, w2 = self.call, self.u2, self.w2
@@ -120,7 +121,9 @@ class _Work:
         v2 = v.square()
         out2 = spread @ v2 - 2 * (spread @ v) * out + spread.sum(-1, keepdim=True) * out.square() + (u2 + w2 * _depth(k.shape[1])) * (p2 @ v2)
         each = spread + u2 * p2
-        shared = w2 * _length(k.shape[1]) * out.square()
+        # equal scores give equal probabilities, whose rounding errors (uniform, variance unit^2 / 3) are equal too
+        self.tied = u2 / 3 if bool((product == product[..., :1]).all()) else 0.0
+        shared = (self.tied + w2 * _length(k.shape[1])) * out.square()
         _accumulate(self.out, b, h, out2.clamp_min(0), each, shared)
         self.lse[b, h] = (row2[..., 0] + w2 * (lse.square() + _length(k.shape[1]))).sqrt()
         row2 = row2 + w2 * lse.square()[..., None]
@@ -142,7 +145,7 @@ class _Work:
         total = each + p2 * delta2
         inner, whole = each * slope.square(), total * slope.square()
         weighted = p2 * (weight2 + w2 * _depth(q.shape[1]))
-        shared = w2 * _length(q.shape[1]) * (p.mT @ dout).square()
+        shared = (self.tied + w2 * _length(q.shape[1])) * (p.mT @ dout).square()
         _accumulate(self.dv, b, kv, weighted.mT @ dout2, weighted.mT, shared)
         ds = p * net * slope
         common = p * slope
