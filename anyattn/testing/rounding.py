@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from anyattn.mods.trace import TracedMod
-from anyattn.oracle import Mod, _Call, _chunks, _scale, _upcast, _upcast_mods, _visible, _apply, _indices
+from anyattn.oracle import Mod, _apply, _Call, _chunks, _scale, _upcast, _upcast_mods, _visible
 
 __all__ = ["Noise", "Noises", "rounding"]
 
@@ -119,7 +119,9 @@ class _Work:
         out = p @ v
         spread = p2 * score2
         v2 = v.square()
-        out2 = spread @ v2 - 2 * (spread @ v) * out + spread.sum(-1, keepdim=True) * out.square() + (u2 + w2 * _depth(k.shape[1])) * (p2 @ v2)
+        out2 = (
+            spread @ v2 - 2 * (spread @ v) * out + spread.sum(-1, keepdim=True) * out.square() + (u2 + w2 * _depth(k.shape[1])) * (p2 @ v2)
+        )
         each = spread + u2 * p2
         # equal scores give equal probabilities, whose rounding errors (uniform, variance unit^2 / 3) are equal too
         self.tied = u2 / 3 if bool((product == product[..., :1]).all()) else 0.0
@@ -138,7 +140,9 @@ class _Work:
         dp = dout @ v.mT
         delta = (dout * out).sum(-1, keepdim=True)
         dp2 = w2 * _depth(v.shape[-1]) * (dout2 @ v.square().mT) + u2 * dp.square()
-        delta2 = (dout2 * (u2 * out.square() + out2)).sum(-1, keepdim=True) + w2 * _depth(v.shape[-1]) * (dout2 * out.square()).sum(-1, keepdim=True)
+        delta2 = (dout2 * (u2 * out.square() + out2)).sum(-1, keepdim=True) + w2 * _depth(v.shape[-1]) * (dout2 * out.square()).sum(
+            -1, keepdim=True
+        )
         delta2 = delta2 + u2 * delta.square()
         net = dp - delta if dlse is None else dp - delta + dlse[..., None]
         each = p2 * (net.square() * (weight2 + 2 * u2) + dp2)
@@ -160,7 +164,9 @@ class _Work:
             self.dsink[h] += (p_sink.square() * (net_sink.square() * (row2[..., 0] + sink2 + u2) + delta2[..., 0])).sum(-1)
         if pulls is not None:
             for draw in range(_DRAWS):
-                for whole_, part in zip(self.draws, pulls(total.sqrt() * torch.randn(total.shape, generator=self.random, dtype=total.dtype))):
+                for whole_, part in zip(
+                    self.draws, pulls(total.sqrt() * torch.randn(total.shape, generator=self.random, dtype=total.dtype))
+                ):
                     if part is not None:
                         whole_[draw] += part
 
@@ -169,7 +175,6 @@ class _Work:
         if self.call.score is None or product.numel() == 0:
             return product, torch.ones_like(product), None
         at = visible.nonzero(as_tuple=True)
-        _, heads, rows, cols = _indices(self.call, b, h)
         score = product[at].requires_grad_()
         value = _apply(self.call.score, score, torch.full_like(at[0], b), h[at[0]], at[1], at[2]).to(score.dtype).expand(score.shape)
         slope = None
@@ -191,7 +196,13 @@ class _Work:
         dsink = None if self.dsink is None else _single(self.dsink.sqrt())
         captured = [_single(d.square().mean(0).sqrt()) for d in self.draws]
         return Noises(
-            self.out.noise(), lse, self.dq.noise(), self.dk.noise(), self.dv.noise(), dsink, tuple(None if s is None else captured[s] for s in slots)
+            self.out.noise(),
+            lse,
+            self.dq.noise(),
+            self.dk.noise(),
+            self.dv.noise(),
+            dsink,
+            tuple(None if s is None else captured[s] for s in slots),
         )
 
 
