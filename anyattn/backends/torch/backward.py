@@ -18,7 +18,7 @@ from anyattn.backends.torch.forward import Scores
 from anyattn.backends.torch.memory import empty, zeros
 from anyattn.backends.torch.spans import RowTile
 from anyattn.backends.torch.stages import Tile
-from anyattn.backends.torch.tiles import LOG2E, Call, Chunk, Heads, chunks, row_heads
+from anyattn.backends.torch.tiles import LOG2E, Call, Chunk, Heads, ascending, chunks, row_heads
 
 __all__ = ["backward"]
 
@@ -57,7 +57,7 @@ def backward(call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | 
         for row_tile in group.row_tiles:
             dq_tile = _row_tile(call, heads, row_tile, statistics, operands, scores)
             at = (heads.batches, heads.q_heads, slice(row_tile.q_lo, row_tile.q_hi))
-            dq[at] = row_heads(dq_tile, heads.tile(row_tile, Chunk(0, 0, ())))
+            dq[at] = ascending(dq_tile, heads.tile(row_tile, Chunk(0, 0, ())))
         for total, part in ((dk, operands.dk), (dv, operands.dv)):
             target = total[heads.batches, heads.kv_heads]
             target += part.view(target.shape)
@@ -118,8 +118,9 @@ def _row_tile(
     rows = (row_tile.q_lo, row_tile.q_hi)
     q, dout = heads.rows(statistics.q, *rows), heads.rows(statistics.dout, *rows)
     lse, delta = heads.rows(statistics.lse, *rows, stat), heads.rows(statistics.delta, *rows, stat)
+    lse = lse - scores.scores.shift_of(heads.tile(row_tile, Chunk(0, 0, ())), lse)
     dq = torch.zeros(q.shape, dtype=stat, device=q.device)
-    for chunk in chunks(row_tile, call.plan.tile_n):
+    for chunk in chunks(row_tile, call.plan.tile_n_backward):
         tile = heads.tile(row_tile, chunk)
         here = slice(chunk.lo, chunk.hi)
         p, by_score = scores.probabilities(q, operands.keys, tile, chunk, lse)
