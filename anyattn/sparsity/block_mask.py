@@ -11,6 +11,7 @@ from torch.nn.attention import flex_attention as torch_flex
 from torch.utils import _pytree as pytree
 
 from anyattn.mods.bounds import EMPTY, FULL, PARTIAL
+from anyattn.mods.dependence import dependence
 from anyattn.mods.trace import trace
 from anyattn.sparsity.arguments import length, pair
 from anyattn.sparsity.block_sparse import BlockSparseTensors
@@ -77,6 +78,16 @@ class BlockMask(torch_flex.BlockMask):
         """The same mask as ours; nothing is copied."""
         return block_mask if isinstance(block_mask, cls) else _like(block_mask, {}, cls)
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether the lists are known to follow from ``mask_mod``, so that a reader may work from either alone.
+
+        True for what ``create_block_mask`` made and for slices and crops of it, until a field is assigned. False where the lists of one
+        batch entry or head stand for all while ``mask_mod`` tells them apart.
+        """
+        known = self.__dict__.get("_exact")
+        return known is not None and all(a is b for a, b in zip(known, _identity(self), strict=True))
+
     def block_sparse(self) -> BlockSparseTensors:
         """The lists as kernels read them, for tiles of ``BLOCK_SIZE``."""
         return BlockSparseTensors.from_block_mask(self)
@@ -107,7 +118,7 @@ class BlockMask(torch_flex.BlockMask):
         mod = _sliced(self.mask_mod, *(_as_map(p) for p in batch_heads), _as_map(rows), self.BLOCK_SIZE[0])
         lengths = (q_length, self.seq_lengths[1])
         made = type(self).from_kv_blocks(*lists, self.BLOCK_SIZE, mod, lengths, compute_q_blocks=self.q_indices is not None)  # type: ignore[misc, arg-type]
-        return _with_write_order(made, self)
+        return _with_write_order(_marked(made, self.is_exact), self)
 
     def _lists_4d(self) -> list[Tensor | None]:
         lists: list[Tensor | None] = [getattr(self, name) for name in _LISTS[:4]]
@@ -127,7 +138,7 @@ class BlockMask(torch_flex.BlockMask):
         classes = grid_of_lists(*self._lists_4d())[..., :rows, :columns]  # type: ignore[arg-type]
         separate, both = self.full_kv_num_blocks is not None, self.q_indices is not None
         made = block_mask_of_classes(classes, self.mask_mod, new, self.BLOCK_SIZE, separate, compute_q_blocks=both)
-        return _with_write_order(made, self)
+        return _with_write_order(_marked(made, self.is_exact), self)
 
     def sparsity(self) -> float:
         """The percentage of the mask's area that its listed blocks leave out (torch's formula: a tail block counts with its whole area)."""
@@ -155,7 +166,18 @@ def _like(mask: torch_flex.BlockMask, changed: dict[str, Any], cls: type[BlockMa
     made = object.__new__(cls or type(mask))
     made.__dict__.update(vars(mask))
     made.__dict__.update(changed)
-    return made  # type: ignore[return-value]
+    return _marked(made, getattr(mask, "is_exact", False))  # type: ignore[arg-type]
+
+
+def _identity(mask: torch_flex.BlockMask) -> tuple:
+    """The objects that the lists and the mask are: assigning another to a field changes it."""
+    lists = (mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices)
+    return (mask.mask_mod, mask.seq_lengths, mask.BLOCK_SIZE, *lists)
+
+
+def _marked(mask: BlockMask, is_exact: bool) -> BlockMask:
+    mask._exact = _identity(mask) if is_exact else None  # type: ignore[attr-defined]
+    return mask
 
 
 def _with_write_order(made: BlockMask, origin: torch_flex.BlockMask) -> BlockMask:
@@ -321,8 +343,11 @@ def create_block_mask(
     tile = pair("BLOCK_SIZE", BLOCK_SIZE)
     if not isinstance(dq_kv_order, bool):
         raise ValueError(f"dq_kv_order is {dq_kv_order!r}; wanted a bool (explicit orders go to BlockMask.from_kv_blocks)")
-    classes = classes_of_mask(trace(mask_mod, "mask"), lengths, tile, batch, device)
+    traced = trace(mask_mod, "mask")
+    classes = classes_of_mask(traced, lengths, tile, batch, device)
     mask = block_mask_of_classes(classes, mask_mod, lengths, tile, separate_full_blocks, batch=batch)
+    deps = dependence(traced.expr)
+    _marked(mask, not (any(d.b for d in deps) and batch[0] == 1) and not (any(d.h for d in deps) and batch[1] == 1))
     if compute_dq_write_order:
         _add_write_order(mask, dq_kv_order)
     return mask
