@@ -17,7 +17,7 @@ from anyattn.problem import Problem
 if TYPE_CHECKING:
     from anyattn.sparsity.block_sparse import BlockSparseTensors
 
-__all__ = ["flex_problem", "kernel_options", "wanted"]
+__all__ = ["block_lengths", "flex_problem", "kernel_options", "tensors", "wanted"]
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # Options of torch's kernels that change how its Triton code is built, not what is computed: accepted, without effect here.
@@ -72,7 +72,7 @@ def flex_problem(
     deterministic: bool,
 ) -> Problem:
     """The problem of one ``flex_attention`` call; raises before any work is done."""
-    key, value = _tensors(query, key, value, enable_gqa)
+    key, value = tensors(query, key, value, enable_gqa)
     aux = _aux(aux_tensors, query.device)
     batch, heads, seqlen_q, head_dim = query.shape
     lengths = (batch, heads, seqlen_q, key.shape[2])
@@ -99,7 +99,8 @@ def flex_problem(
     )
 
 
-def _tensors(query: Any, key: Any, value: Any, enable_gqa: bool) -> tuple[Tensor, Tensor]:
+def tensors(query: Any, key: Any, value: Any, enable_gqa: bool) -> tuple[Tensor, Tensor]:
+    """key and value, checked against query, a batch of 1 shared."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} is a {type(tensor).__name__}; wanted a torch.Tensor of shape (batch, heads, length, head_dim)")
@@ -170,19 +171,24 @@ def _blocks(block_mask: Any, query: Tensor, key: Tensor) -> tuple[BlockSparseTen
     if not isinstance(block_mask, TorchBlockMask):
         cure = "pass a function of (b, h, q_idx, kv_idx) as mask_mod" if callable(block_mask) else "make one with anyattn.create_block_mask"
         raise TypeError(f"block_mask is a {type(block_mask).__name__}; wanted a BlockMask (anyattn's or torch's): {cure}")
+    block_lengths(block_mask, query, key)
+    if block_mask.kv_num_blocks.device != query.device:
+        raise ValueError(f"block_mask is on {block_mask.kv_num_blocks.device} but query is on {query.device}; move it with .to({str(query.device)!r})")
+    return BlockSparseTensors.from_block_mask(block_mask), bool(getattr(block_mask, "is_exact", False)), block_mask.mask_mod
+
+
+def block_lengths(block_mask: Any, query: Tensor, key: Tensor) -> None:
+    """Raises if a block mask was made for other lengths, batches or heads."""
     lengths = (query.shape[2], key.shape[2])
     if tuple(block_mask.seq_lengths) != lengths:
         raise ValueError(
             f"block_mask was made for lengths (q, kv) = {tuple(block_mask.seq_lengths)} but query and key have {lengths}; make it for these "
             f"lengths: create_block_mask(mask_mod, B, H, {lengths[0]}, {lengths[1]})"
         )
-    if block_mask.kv_num_blocks.device != query.device:
-        raise ValueError(f"block_mask is on {block_mask.kv_num_blocks.device} but query is on {query.device}; move it with .to({str(query.device)!r})")
     listed = tuple(block_mask.kv_num_blocks.shape[:-1])
     for got, have, axis in zip(listed[-2:], query.shape[:2], ("batch", "heads"), strict=False):
         if got not in (1, have):
             raise ValueError(f"block_mask has {axis} {got} but query has {have}; wanted 1 (shared) or {have}")
-    return BlockSparseTensors.from_block_mask(block_mask), bool(getattr(block_mask, "is_exact", False)), block_mask.mask_mod
 
 
 def _scale(scale: Any, head_dim: int) -> float:

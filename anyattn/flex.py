@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from anyattn import autograd, check, hardware, plan
@@ -60,13 +61,24 @@ def flex_attention(
     Source: FlexAttention (Dong et al., arXiv:2412.05496).
     """
     wants_lse, wants_max = check.wanted(return_lse, return_aux)
+    if torch.compiler.is_compiling():
+        from anyattn import ops
+
+        out, lse, max_scores = ops.compiled_flex_attention(
+            query, key, value, score_mod, block_mask, mask_mod, aux_tensors, scale, enable_gqa, sink, wants_max, backend
+        )
+        return _returned(out, lse, max_scores if wants_max else None, return_lse, return_aux)
     problem = check.flex_problem(
         query, key, value, score_mod, block_mask, mask_mod, aux_tensors, scale, enable_gqa, sink, wants_lse, wants_max, deterministic
     )
     chosen = plan.choose(problem, hardware.of(query.device.type), backend, check.kernel_options(kernel_options))
     out, lse, max_scores = autograd.compute(problem, chosen)
+    return _returned(out, lse, max_scores, return_lse, return_aux)
+
+
+def _returned(out: Tensor, lse: Tensor | None, max_scores: Tensor | None, return_lse: bool, return_aux: AuxRequest | None) -> Any:
     if return_aux is not None:
         from torch.nn.attention.flex_attention import AuxOutput
 
-        return out, AuxOutput(lse=lse, max_scores=max_scores)
+        return out, AuxOutput(lse=lse if return_aux.lse else None, max_scores=max_scores)
     return (out, lse) if return_lse else out
