@@ -333,11 +333,13 @@ class _Solver:
         return self._choose(this.args[0], lambda: value(1), lambda: value(0))
 
     def _literal(self, node: int) -> int | None:
-        """The value of a captured or literal integer."""
-        this = self.nodes[node]
-        if this.op == "cast" and category(this.dtype) == "int":
-            return self._literal(this.args[0])
-        value = this.attr if this.op == "const" else self.mod.scalars[this.attr] if this.op == "scalar" else None  # type: ignore[index]
+        """The value of an integer computed from captured and literal numbers alone."""
+        builder = Builder()
+        number = builder.build(builder.copy(self.mod.expr, node))
+        if any(n.op in ("index", "load") for n in number.nodes):
+            return None
+        value = run(number, {}, self.mod.scalars, ())[0]
+        value = value.item() if isinstance(value, Tensor) else value
         return value if isinstance(value, int) else None
 
     def _threshold_scaled(self, node: int, at_least: bool, bound: int) -> Ranges:

@@ -67,5 +67,8 @@ def grid_of_lists(
         position = torch.arange(idx.shape[-1], device=idx.device)
         for part in _batches(idx):
             row, at = (position < cnt[part, None]).nonzero().unbind(1)
-            classes[part].view(-1)[row * columns + idx[part][row, at].to(torch.int64)] = value
+            column = idx[part][row, at].to(torch.int64)
+            if bool(((column < 0) | (column >= columns)).any()):
+                raise ValueError(f"block lists name column {int(column.min())} to {int(column.max())} of {columns}; the lists are damaged")
+            classes[part].view(-1)[row * columns + column] = value
     return classes.reshape(*lead, columns)
