@@ -30,6 +30,7 @@ class BlockMask(torch_flex.BlockMask):
     It is a subclass, so torch's ``flex_attention`` takes it, and anyattn takes torch's. What it adds: slicing keeps a working ``mask_mod``
     and true ``seq_lengths``; ``_adjust`` crops any mask correctly; ``contiguous()``; ``block_sparse()``, the lists as kernels read them.
     Entries of ``*_indices`` beyond a row's count are 0 where anyattn built the lists; torch leaves them undefined.
+    ``is_exact`` says that the lists are known to follow from ``mask_mod``: a backend may then find the visible keys by either.
     """
 
     @classmethod
