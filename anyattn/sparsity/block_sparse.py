@@ -185,9 +185,8 @@ def _coarser(classes: Tensor, dim: int, parts: int) -> Tensor:
     pad = -size % parts
     if pad and size:
         classes = torch.cat([classes, classes.narrow(dim, size - 1, 1).expand(*_with(classes.shape, dim, pad))], dim)
-    grouped = classes.unflatten(dim, (-1, parts))
-    within = dim - 1 if dim == -2 else -1
-    least, most = (grouped.amin(within), grouped.amax(within)) if parts and size else (grouped.sum(within),) * 2
+    grouped = classes.unflatten(dim, ((size + pad) // parts, parts))
+    least, most = grouped.amin(dim), grouped.amax(dim)
     return torch.where(least == FULL, FULL, torch.where(most == EMPTY, EMPTY, PARTIAL)).to(torch.uint8)
 
 

@@ -28,7 +28,7 @@ def lists_of_grid(classes: Tensor, separate_full: bool) -> tuple[Tensor, Tensor,
 def ordered(classes: Tensor, listed: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """How many tiles of each row are of a ``listed`` class, and their columns, ascending; the tail is 0."""
     columns = classes.shape[-1]
-    grid = classes.reshape(-1, columns)
+    grid = classes.reshape(classes.shape[:-1].numel(), columns)
     counts = torch.zeros(len(grid), dtype=torch.int32, device=classes.device)
     indices = _zeros((len(grid), columns), classes.device)
     for part in _batches(grid):
