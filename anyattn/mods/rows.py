@@ -130,7 +130,7 @@ class _Solver:
             return a
         left, right = self.out.nodes[a], self.out.nodes[b]
         if left.op == right.op == "const":
-            return self.number((min if op == "min" else max)(left.attr, right.attr))  # type: ignore[type-var]
+            return self.number((min if op == "min" else max)(left.attr, right.attr))  # type: ignore[type-var, call-overload]
         return self.out.add(op, a, b)
 
     # -- sets of ranges
@@ -149,7 +149,7 @@ class _Solver:
     def union(self, a: Ranges, b: Ranges) -> Ranges:
         for some, rest in ((a, b), (b, a)):
             if len(some) == 1 and some[0][0] is None and some[0][1] in self.conditions and rest:
-                condition, (lo, hi) = self.conditions[some[0][1]], rest[0]  # type: ignore[index]
+                condition, (lo, hi) = self.conditions[some[0][1]], rest[0]  # type: ignore[index, call-overload]
                 return [self._select(condition, (None, None), (lo, hi)), *rest[1:]]
         result = list(a)
         for lo, hi in b:
@@ -368,7 +368,7 @@ class _Solver:
         if len(at) != 1 or self.nodes[this.args[at[0]]].op != "index":
             raise _NotRangesError
         others = tuple(self.free(a) for d, a in enumerate(this.args) if d != at[0])
-        return self.mod.tensors[this.attr].detach().movedim(at[0], -1), others  # type: ignore[index]
+        return self.mod.tensors[this.attr].detach().movedim(at[0], -1), others  # type: ignore[index, call-overload]
 
     def _derived(self, tensor: Tensor, indices: tuple[int, ...]) -> int:
         self.tensors.append(tensor)
@@ -445,9 +445,9 @@ class _Solver:
         for position in sorted(order):
             this = self.out.nodes[position]
             if this.op == "load":
-                values[position] = self.tensors[this.attr].detach()  # type: ignore[index]
+                values[position] = self.tensors[this.attr].detach()  # type: ignore[index, call-overload]
             elif this.op in ("const", "scalar"):
-                values[position] = this.attr if this.op == "const" else self.mod.scalars[this.attr]  # type: ignore[index]
+                values[position] = this.attr if this.op == "const" else self.mod.scalars[this.attr]  # type: ignore[index, call-overload]
             else:
                 values[position] = apply(this, [values[a] for a in this.args], self.tensors)
         result = values[bound]

@@ -139,7 +139,9 @@ def _documents(rng: random.Random, length: int, B: int, H: int) -> Callable:
         return lambda b, h, q, k: compare(ids[b, q], ids[b, k])
     other = torch.tensor([rng.choice(ids[0].tolist()) for _ in range(length)])
     one = ids[0].contiguous()
-    return rng.choice([lambda b, h, q, k: ids[b, q] == ids[b, k], lambda b, h, q, k: other[q] == one[k], lambda b, h, q, k: one[k] != one[q] + 1])
+    return rng.choice(
+        [lambda b, h, q, k: ids[b, q] == ids[b, k], lambda b, h, q, k: other[q] == one[k], lambda b, h, q, k: one[k] != one[q] + 1]
+    )
 
 
 def _keep(rng: random.Random, length: int, B: int, H: int) -> Callable:
@@ -150,7 +152,9 @@ def _keep(rng: random.Random, length: int, B: int, H: int) -> Callable:
 
 def _row_only(rng: random.Random, length: int, B: int, H: int) -> Callable:
     n, r = rng.randrange(1, 5), rng.randrange(4)
-    return rng.choice([lambda b, h, q, k: q % n == r, lambda b, h, q, k: h != r, lambda b, h, q, k: (b + h) % 2 == 0, lambda b, h, q, k: q >= 0])
+    return rng.choice(
+        [lambda b, h, q, k: q % n == r, lambda b, h, q, k: h != r, lambda b, h, q, k: (b + h) % 2 == 0, lambda b, h, q, k: q >= 0]
+    )
 
 
 def _clamped(rng: random.Random, length: int, B: int, H: int) -> Callable:
@@ -165,7 +169,9 @@ def _periodic(rng: random.Random, length: int, B: int, H: int) -> Callable:
 
 def _scattered(rng: random.Random, length: int, B: int, H: int) -> Callable:
     table = torch.tensor([rng.randrange(-length, length) for _ in range(length)])
-    return rng.choice([lambda b, h, q, k: table[q] == table[k], lambda b, h, q, k: table[table[k]] > q, lambda b, h, q, k: table[k - q] * b < q])
+    return rng.choice(
+        [lambda b, h, q, k: table[q] == table[k], lambda b, h, q, k: table[table[k]] > q, lambda b, h, q, k: table[k - q] * b < q]
+    )
 
 
 def _real(rng: random.Random, length: int, B: int, H: int) -> Callable:

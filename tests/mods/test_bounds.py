@@ -151,7 +151,7 @@ def test_loads_out_of_range(mod, seqlen_q, seqlen_k, where):
 
 def test_loads_of_a_score():
     check_loads(trace(lambda s, b, h, q, k: s + table[q - k], "score"), 1, 1, 16, 16)
-    with pytest.raises(ValueError, match="score_mod .*index 16"):
+    with pytest.raises(ValueError, match=r"score_mod .*index 16"):
         check_loads(trace(lambda s, b, h, q, k: s + table[q], "score"), 1, 1, 17, 16)
     with pytest.raises(ValueError, match="computed from the score"):
         check_loads(trace(lambda s, b, h, q, k: s + table[s.to(torch.int64)], "score"), 1, 1, 16, 16)

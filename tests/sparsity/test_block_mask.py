@@ -83,7 +83,9 @@ def document_causal(b, h, q_idx, kv_idx):
 @pytest.mark.filterwarnings("ignore")
 def test_torch_flex_attention_takes_ours():
     q, k, v = qkv(100, 100)
-    ours, theirs = (f(document_causal, None, None, 100, 100, "cpu", BLOCK_SIZE=32) for f in (create_block_mask, torch_flex.create_block_mask))
+    ours, theirs = (
+        f(document_causal, None, None, 100, 100, "cpu", BLOCK_SIZE=32) for f in (create_block_mask, torch_flex.create_block_mask)
+    )
     run = torch_flex.flex_attention
     whole = run(q, k, v, block_mask=theirs)
     assert torch.equal(run(q, k, v, block_mask=ours), whole)
@@ -168,7 +170,12 @@ def test_adjust_does_not_grow():
 def test_from_kv_blocks_equals_torch():
     made = torch_flex.create_block_mask(document_causal, 1, 1, 100, 100, "cpu", BLOCK_SIZE=32)
     arguments = (made.kv_num_blocks, made.kv_indices, made.full_kv_num_blocks, made.full_kv_indices)
-    for given, kwargs in ((arguments, {}), (arguments[:2], {}), ([a[0, 0] for a in arguments], {}), (arguments, {"seq_lengths": (100, 100)})):
+    for given, kwargs in (
+        (arguments, {}),
+        (arguments[:2], {}),
+        ([a[0, 0] for a in arguments], {}),
+        (arguments, {"seq_lengths": (100, 100)}),
+    ):
         ours, theirs = (c.from_kv_blocks(*given, BLOCK_SIZE=32, **kwargs) for c in (BlockMask, torch_flex.BlockMask))
         assert ours.kv_indices is given[1] and not ours.is_exact
         assert_same(ours, theirs)
@@ -243,27 +250,27 @@ def test_write_order_is_torchs():
 
 
 BAD = [
-    (dict(Q_LEN=-1), ValueError, "Q_LEN is -1; wanted an integer >= 0"),
-    (dict(KV_LEN=64.0), TypeError, "KV_LEN is 64.0 .float.; wanted an integer >= 0; pass 64"),
-    (dict(Q_LEN=True), TypeError, "Q_LEN is True"),
-    (dict(Q_LEN=None), TypeError, "Q_LEN is None"),
-    (dict(B=-2), ValueError, "B is -2"),
-    (dict(H="8"), TypeError, "H is '8'"),
-    (dict(BLOCK_SIZE=0), ValueError, "BLOCK_SIZE is 0; wanted an integer >= 1"),
-    (dict(BLOCK_SIZE=(64, -1)), ValueError, r"BLOCK_SIZE\[1\] is -1"),
-    (dict(BLOCK_SIZE=(64, 64, 64)), ValueError, "wanted one integer or a pair"),
-    (dict(mask_mod=lambda b, h, q: q > 0), TypeError, "takes 3 arguments; wanted 4"),
-    (dict(mask_mod=None), TypeError, "mask_mod is a NoneType"),
-    (dict(mask_mod=lambda b, h, q, k: q - k), ModError, "return a bool"),
-    (dict(mask_mod=lambda b, h, q, k: ids[q] == 0, Q_LEN=101), ValueError, "index 100 .*q_idx=100.*wanted an index from -100 to 99"),
-    (dict(mask_mod=document_causal, device="meta"), ValueError, "device is 'meta' but mask_mod 'document_causal' captures a tensor"),
-    (dict(dq_kv_order=torch.zeros(1)), ValueError, "dq_kv_order is"),
+    ({"Q_LEN": -1}, ValueError, "Q_LEN is -1; wanted an integer >= 0"),
+    ({"KV_LEN": 64.0}, TypeError, "KV_LEN is 64.0 .float.; wanted an integer >= 0; pass 64"),
+    ({"Q_LEN": True}, TypeError, "Q_LEN is True"),
+    ({"Q_LEN": None}, TypeError, "Q_LEN is None"),
+    ({"B": -2}, ValueError, "B is -2"),
+    ({"H": "8"}, TypeError, "H is '8'"),
+    ({"BLOCK_SIZE": 0}, ValueError, "BLOCK_SIZE is 0; wanted an integer >= 1"),
+    ({"BLOCK_SIZE": (64, -1)}, ValueError, r"BLOCK_SIZE\[1\] is -1"),
+    ({"BLOCK_SIZE": (64, 64, 64)}, ValueError, "wanted one integer or a pair"),
+    ({"mask_mod": lambda b, h, q: q > 0}, TypeError, "takes 3 arguments; wanted 4"),
+    ({"mask_mod": None}, TypeError, "mask_mod is a NoneType"),
+    ({"mask_mod": lambda b, h, q, k: q - k}, ModError, "return a bool"),
+    ({"mask_mod": lambda b, h, q, k: ids[q] == 0, "Q_LEN": 101}, ValueError, "index 100 .*q_idx=100.*wanted an index from -100 to 99"),
+    ({"mask_mod": document_causal, "device": "meta"}, ValueError, "device is 'meta' but mask_mod 'document_causal' captures a tensor"),
+    ({"dq_kv_order": torch.zeros(1)}, ValueError, "dq_kv_order is"),
 ]
 
 
 @pytest.mark.parametrize(("change", "error", "message"), BAD, ids=[m for _, _, m in BAD])
 def test_bad_arguments(change, error, message):
-    arguments = dict(mask_mod=masks.causal(), B=1, H=1, Q_LEN=64, KV_LEN=64, device="cpu")
+    arguments = {"mask_mod": masks.causal(), "B": 1, "H": 1, "Q_LEN": 64, "KV_LEN": 64, "device": "cpu"}
     with pytest.raises(error, match=message):
         create_block_mask(**{**arguments, **change})
 

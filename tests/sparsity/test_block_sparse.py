@@ -100,7 +100,7 @@ def test_retile_mismatch_names_both_tiles():
 
 
 def lists_of(mask_cnt, mask_idx, full_cnt=None, full_idx=None, **kwargs):
-    as_int = lambda x: None if x is None else torch.tensor(x, dtype=torch.int32)[None, None]  # noqa: E731
+    as_int = lambda x: None if x is None else torch.tensor(x, dtype=torch.int32)[None, None]
     return BlockSparseTensors(*map(as_int, (mask_cnt, mask_idx, full_cnt, full_idx)), **{"tile": (16, 16), **kwargs})
 
 
@@ -130,20 +130,34 @@ def test_bad_construction():
         ((cnt[0], idx), {"tile": 16}, ValueError, "wanted 3 dimensions"),
         ((cnt, idx[:, :, :1]), {"tile": 16}, ValueError, r"wanted \(B, H, M\) and \(B, H, M, N\)"),
         ((cnt, idx, cnt, idx[..., :2]), {"tile": 16}, ValueError, "wanted the same"),
-        ((cnt, idx), {"tile": 16, "lengths": (16, 48)}, ValueError, r"2 x 3 tiles, but lengths \(16, 48\) in tiles of \(16, 16\) make 1 x 3"),
+        (
+            (cnt, idx),
+            {"tile": 16, "lengths": (16, 48)},
+            ValueError,
+            r"2 x 3 tiles, but lengths \(16, 48\) in tiles of \(16, 16\) make 1 x 3",
+        ),
     ]:
         with pytest.raises(error, match=message):
             BlockSparseTensors(*arguments, **kwargs)
 
 
 def test_bad_arguments():
-    good = dict(tile_m=16, tile_n=16, batch_size=1, num_heads=1, seqlen_q=32, seqlen_k=32, mask_mod=masks.causal(), device="cpu")
+    good = {
+        "tile_m": 16,
+        "tile_n": 16,
+        "batch_size": 1,
+        "num_heads": 1,
+        "seqlen_q": 32,
+        "seqlen_k": 32,
+        "mask_mod": masks.causal(),
+        "device": "cpu",
+    }
     for change, error, message in [
-        (dict(tile_m=0), ValueError, "tile_m is 0"),
-        (dict(tile_n=1.5), TypeError, "tile_n is 1.5"),
-        (dict(seqlen_q=-3), ValueError, "seqlen_q is -3"),
-        (dict(num_heads=[1]), TypeError, "num_heads is a list"),
-        (dict(mask_mod=lambda b, h, q, k, aux_tensors: q >= k), TypeError, "passes no aux_tensors"),
+        ({"tile_m": 0}, ValueError, "tile_m is 0"),
+        ({"tile_n": 1.5}, TypeError, "tile_n is 1.5"),
+        ({"seqlen_q": -3}, ValueError, "seqlen_q is -3"),
+        ({"num_heads": [1]}, TypeError, "num_heads is a list"),
+        ({"mask_mod": lambda b, h, q, k, aux_tensors: q >= k}, TypeError, "passes no aux_tensors"),
     ]:
         with pytest.raises(error, match=message):
             compute_block_sparsity(**{**good, **change})

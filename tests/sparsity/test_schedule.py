@@ -1,5 +1,7 @@
 """Work lists cover every listed tile once, longest first, and keep workers evenly busy."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -27,7 +29,7 @@ def test_covers_every_tile_once(counts, workers, max_pieces):
         pieces.sort()
         assert len(pieces) <= (max_pieces or len(pieces))
         assert pieces[0][0] == 0 and pieces[-1][1] == int(counts[at])
-        assert all(a[1] == b[0] and b[0] < b[1] for a, b in zip(pieces, pieces[1:], strict=False))
+        assert all(a[1] == b[0] and b[0] < b[1] for a, b in itertools.pairwise(pieces))
     lengths = (work[:, 4] - work[:, 3]).tolist()
     assert lengths == sorted(lengths, reverse=True)
 
