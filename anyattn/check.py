@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from anyattn.mods.bounds import check_loads
+from anyattn.mods.rows import row_ranges
 from anyattn.mods.trace import TracedMod, trace
 from anyattn.problem import Problem
 
@@ -77,10 +78,13 @@ def flex_problem(
     batch, heads, seqlen_q, head_dim = query.shape
     lengths = (batch, heads, seqlen_q, key.shape[2])
     score = _traced(score_mod, "score", query, aux, lengths)
-    blocks, exact, block_mod = _blocks(block_mask, query, key)
     predicates = []
-    if blocks is not None:
-        predicates.append(_traced(block_mod, "mask", query, aux, lengths, "block_mask.mask_mod"))
+    blocks = None
+    if block_mask is not None:
+        check_block_mask(block_mask, query, key)
+        listed = _traced(block_mask.mask_mod, "mask", query, aux, lengths, "block_mask.mask_mod")
+        predicates.append(listed)
+        blocks = lists_of(block_mask, listed)
     if mask_mod is not None:
         predicates.append(_traced(mask_mod, "mask", query, aux, lengths))
     return Problem(
@@ -91,7 +95,6 @@ def flex_problem(
         score,
         tuple(p for p in predicates if p is not None),
         blocks,
-        exact,
         _sink(sink, query),
         wants_lse,
         wants_max,
@@ -160,21 +163,25 @@ def _traced(mod: Any, kind: str, query: Tensor, aux: list[Tensor] | None, length
     return traced
 
 
-def _blocks(block_mask: Any, query: Tensor, key: Tensor) -> tuple[BlockSparseTensors | None, bool, Callable | None]:
-    """The lists of a block mask, whether they are known to follow from its mask_mod, and that mask_mod."""
-    if block_mask is None:
-        return None, False, None
-    from torch.nn.attention.flex_attention import BlockMask as TorchBlockMask
-
+def lists_of(block_mask: Any, mask: TracedMod) -> BlockSparseTensors | None:
+    """The lists of a block mask, None where the row ranges of the mask that they were computed from say the same more finely."""
     from anyattn.sparsity.block_sparse import BlockSparseTensors
 
-    if not isinstance(block_mask, TorchBlockMask):
+    if getattr(block_mask, "is_exact", False) and row_ranges(mask) is not None:
+        return None
+    return BlockSparseTensors.from_block_mask(block_mask)
+
+
+def check_block_mask(block_mask: Any, query: Tensor, key: Tensor) -> None:
+    """Raises if this is no block mask, or one for another device, other lengths, batches or heads."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    if not isinstance(block_mask, BlockMask):
         cure = "pass a function of (b, h, q_idx, kv_idx) as mask_mod" if callable(block_mask) else "make one with anyattn.create_block_mask"
         raise TypeError(f"block_mask is a {type(block_mask).__name__}; wanted a BlockMask (anyattn's or torch's): {cure}")
     block_lengths(block_mask, query, key)
     if block_mask.kv_num_blocks.device != query.device:
         raise ValueError(f"block_mask is on {block_mask.kv_num_blocks.device} but query is on {query.device}; move it with .to({str(query.device)!r})")
-    return BlockSparseTensors.from_block_mask(block_mask), bool(getattr(block_mask, "is_exact", False)), block_mask.mask_mod
 
 
 def block_lengths(block_mask: Any, query: Tensor, key: Tensor) -> None:

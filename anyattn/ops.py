@@ -7,6 +7,7 @@ through here, which saves the dispatcher's overhead. An operator takes no list o
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -53,11 +54,6 @@ def _problem(
     scale: float,
     wants_max: bool,
 ) -> Problem:
-    blocks = None
-    if block_lists:
-        from anyattn.sparsity.block_sparse import BlockSparseTensors
-
-        blocks = BlockSparseTensors(*block_lists[:2], *(block_lists[2:] or (None, None)), tile=(block_size[0], block_size[1]))
     score = _traced("score", score_program, score_scalars, score_tensors)
     predicates, taken = [], 0
     for program, scalars in zip(mask_programs.splitlines(), mask_scalars, strict=True):
@@ -65,7 +61,13 @@ def _problem(
         count = len(expr.tensor_slots)
         predicates.append(TracedMod("mask", expr, _numbers(expr, scalars), tuple(mask_tensors[taken : taken + count]), "compiled mask"))
         taken += count
-    return Problem(q, k, v, scale, score, tuple(predicates), blocks, is_exact, sink, True, wants_max)
+    blocks = None
+    if block_lists:
+        counts, indices, full_counts, full_indices = block_lists if len(block_lists) == 4 else [*block_lists, None, None]
+        fields = {"kv_num_blocks": counts, "kv_indices": indices, "full_kv_num_blocks": full_counts, "full_kv_indices": full_indices}
+        mask = SimpleNamespace(**fields, BLOCK_SIZE=tuple(block_size), seq_lengths=(q.shape[2], k.shape[2]), is_exact=is_exact)
+        blocks = check.lists_of(mask, predicates[0])
+    return Problem(q, k, v, scale, score, tuple(predicates), blocks, sink, True, wants_max)
 
 
 @torch.library.custom_op("anyattn::attend", mutates_args=())

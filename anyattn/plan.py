@@ -73,7 +73,7 @@ def _torch_plan(problem: Problem, hardware: Hardware, asked: bool) -> Plan:
 
 def _tile_m(problem: Problem, why: list[str]) -> int:
     tile_m = min(256, max(problem.seqlen_q, 1))
-    if problem.blocks is not None and not problem.exact_blocks:
+    if problem.blocks is not None:
         block_m = problem.blocks.tile[0]
         tile_m = next(t for t in range(min(block_m, 512), 0, -1) if block_m % t == 0)
         why.append(f"row tile {tile_m}: divides the block mask's {block_m}")

@@ -23,7 +23,6 @@ class Problem:
     q: (B, Hq, Sq, D), k: (B, Hkv, Sk, D), v: (B, Hkv, Sk, Dv), one dtype and device, any strides; Hq is a multiple of Hkv.
     predicates: the element masks. With ``blocks``, the first predicate belongs to the lists: it decides inside the listed partial tiles,
     listed full tiles need no asking, unlisted tiles are invisible; the other predicates hold everywhere.
-    exact_blocks: the lists were computed from the first predicate, so either may serve to find the visible tiles.
     sink: (Hq,) logits that join the softmax's denominator.
     """
 
@@ -34,7 +33,6 @@ class Problem:
     score: TracedMod | None = None
     predicates: tuple[TracedMod, ...] = ()
     blocks: BlockSparseTensors | None = None
-    exact_blocks: bool = False
     sink: Tensor | None = None
     wants_lse: bool = False
     wants_max: bool = False

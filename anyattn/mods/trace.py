@@ -82,7 +82,10 @@ def _is_symbolic(item: Any) -> bool:
 
 
 def name_of(fn: Callable) -> str:
-    inner = getattr(fn, "func", None) or getattr(fn, "fn", None) or fn
+    """What a mod is called in messages: a wrapped mod's name, else the function's, else its class's."""
+    if isinstance(getattr(fn, "name", None), str):
+        return fn.name  # type: ignore[attr-defined]
+    inner = getattr(fn, "func", None) or fn
     return getattr(inner, "__name__", None) or type(inner).__name__
 
 

@@ -29,7 +29,10 @@ class BlockMask(torch_flex.BlockMask):
     It is a subclass, so torch's ``flex_attention`` takes it, and anyattn takes torch's. What it adds: slicing keeps a working ``mask_mod``
     and true ``seq_lengths``; ``_adjust`` crops any mask correctly; ``contiguous()``; ``block_sparse()``, the lists as kernels read them.
     Entries of ``*_indices`` beyond a row's count are 0 where anyattn built the lists; torch leaves them undefined.
+    ``is_exact`` says that the lists are known to follow from ``mask_mod``: a backend may then find the visible keys by either.
     """
+
+    is_exact: bool = False
 
     @classmethod
     def from_kv_blocks(
@@ -323,6 +326,7 @@ def create_block_mask(
         raise ValueError(f"dq_kv_order is {dq_kv_order!r}; wanted a bool (explicit orders go to BlockMask.from_kv_blocks)")
     classes = classes_of_mask(trace(mask_mod, "mask"), lengths, tile, batch, device)
     mask = block_mask_of_classes(classes, mask_mod, lengths, tile, separate_full_blocks, batch=batch)
+    mask.is_exact = True
     if compute_dq_write_order:
         _add_write_order(mask, dq_kv_order)
     return mask

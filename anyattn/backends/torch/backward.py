@@ -18,7 +18,7 @@ from anyattn.backends.torch.forward import Scores
 from anyattn.backends.torch.memory import empty, zeros
 from anyattn.backends.torch.spans import RowTile
 from anyattn.backends.torch.stages import Tile
-from anyattn.backends.torch.tiles import LOG2E, Call, Chunk, Heads, chunks, row_heads
+from anyattn.backends.torch.tiles import LOG2E, Call, Chunk, Heads, ascending, chunks, row_heads
 
 __all__ = ["backward"]
 
@@ -57,7 +57,7 @@ def backward(call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | 
         for row_tile in group.row_tiles:
             dq_tile = _row_tile(call, heads, row_tile, statistics, operands, scores)
             at = (heads.batches, heads.q_heads, slice(row_tile.q_lo, row_tile.q_hi))
-            dq[at] = row_heads(dq_tile, heads.tile(row_tile, Chunk(0, 0, ())))
+            dq[at] = ascending(dq_tile, heads.tile(row_tile, Chunk(0, 0, ())))
         for total, part in ((dk, operands.dk), (dv, operands.dv)):
             target = total[heads.batches, heads.kv_heads]
             target += part.view(target.shape)

