@@ -18,7 +18,8 @@ _SCORES_AT_ONCE = 2**21  # scores of one tile over all its heads: 8 MB in float3
 
 @dataclass(frozen=True)
 class Plan:
-    """backend: who computes. tile_m, tile_n: query rows and keys of one tile. pairs_at_once: (batch, head) pairs computed together.
+    """backend: who computes. tile_m, tile_n: query rows and keys of one tile (the backward pass keeps two tiles of scores at once and takes
+    narrower ones). pairs_at_once: (batch, head) pairs computed together.
 
     product_dtype: the dtype of the two matrix products. why: one line per decision, for people.
     """
@@ -26,6 +27,7 @@ class Plan:
     backend: str
     tile_m: int
     tile_n: int
+    tile_n_backward: int
     pairs_at_once: int
     product_dtype: torch.dtype
     why: tuple[str, ...] = ()
@@ -33,7 +35,7 @@ class Plan:
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
             raise ValueError(f"backend={self.backend!r} is not one of {', '.join(map(repr, BACKENDS))}")
-        for name in ("tile_m", "tile_n", "pairs_at_once"):
+        for name in ("tile_m", "tile_n", "tile_n_backward", "pairs_at_once"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
 
@@ -68,7 +70,7 @@ def _torch_plan(problem: Problem, hardware: Hardware, asked: bool) -> Plan:
     pairs = max(1, _SCORES_AT_ONCE // (tile_m * tile_n))
     if pairs * tile_m < 1024:  # few heads: taller tiles keep the products large
         why.append(f"tiles of {tile_m} x {tile_n} scores, {pairs} heads at once")
-    return Plan("torch", tile_m, tile_n, pairs, dtype, tuple(why))
+    return Plan("torch", tile_m, tile_n, max(1, tile_n // 4), pairs, dtype, tuple(why))
 
 
 def _tile_m(problem: Problem, why: list[str]) -> int:

@@ -118,8 +118,9 @@ def _row_tile(
     rows = (row_tile.q_lo, row_tile.q_hi)
     q, dout = heads.rows(statistics.q, *rows), heads.rows(statistics.dout, *rows)
     lse, delta = heads.rows(statistics.lse, *rows, stat), heads.rows(statistics.delta, *rows, stat)
+    lse = lse - scores.scores.shift_of(heads.tile(row_tile, Chunk(0, 0, ())), lse)
     dq = torch.zeros(q.shape, dtype=stat, device=q.device)
-    for chunk in chunks(row_tile, call.plan.tile_n):
+    for chunk in chunks(row_tile, call.plan.tile_n_backward):
         tile = heads.tile(row_tile, chunk)
         here = slice(chunk.lo, chunk.hi)
         p, by_score = scores.probabilities(q, operands.keys, tile, chunk, lse)

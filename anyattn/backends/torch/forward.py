@@ -37,13 +37,29 @@ class Scores:
         self.call = call
         self.bias: Bound | None = None
         self.mod: Bound | None = None
+        self.shift: Bound | None = None  # a bias that is the same along a row: the probabilities do not see it, only the statistics do
         score = call.problem.score
         if score is not None:
             bias = additive_bias(score.expr, LOG2E)
             bound = bind(bias or score.expr, score.scalars, score.tensors, call.problem)
-            self.bias, self.mod = (bound, None) if bias is not None else (None, bound)
+            if bias is None:
+                self.mod = bound
+            elif bound.stage in ("per_head", "row") and _is_finite(bound):
+                self.shift = bound
+            else:
+                self.bias = bound
         # a mod is computed in the statistics' dtype whatever the inputs' is: positions and biases do not fit bfloat16
-        self.dtype = call.dtype if score is None else call.problem.stat_dtype
+        self.dtype = call.dtype if self.bias is None and self.mod is None else call.problem.stat_dtype
+
+    def shift_of(self, tile: Tile, like: Tensor) -> Tensor | float:
+        """What ``shift`` adds to the base-2 scores of each row, shaped as ``like`` (count, stacked rows, 1)."""
+        if self.shift is None:
+            return 0.0
+        value = self.shift.on(tile)[0]
+        if not isinstance(value, Tensor):
+            return float(value)
+        batch, heads, rows, _ = tile.shape
+        return value.to(like.dtype).expand(batch, heads, rows, 1).reshape(like.shape)
 
     def products(self, q: Tensor, keys: Tensor, chunk: Chunk, factor: float, name: str = "scores") -> Tensor:
         """(count, rows, columns) of ``factor * scale * q k^T``; the memory is lent until the next call."""
@@ -84,6 +100,7 @@ def forward(call: Call) -> Result:
             at = (*place, slice(row_tile.q_lo, row_tile.q_hi))
             acc, row_max, row_sum = _stream(call, heads, row_tile, scores, keys, values)
             tile = heads.tile(row_tile, Chunk(0, 0, ()))
+            row_max += scores.shift_of(tile, row_max)
             if highest is not None:
                 highest[at] = ascending((row_max * LN2).masked_fill_(row_sum == 0, -math.inf), tile)[..., 0]
             if problem.sink is not None:
@@ -122,17 +139,32 @@ def _stream(
     q = heads.rows(call.problem.q, row_tile.q_lo, row_tile.q_hi)
     shape = (q.shape[0], q.shape[1], 1)
     lowest = torch.finfo(call.dtype).min / 2  # never -inf, so that -inf - maximum is -inf and not NaN
-    acc = torch.zeros((*shape[:2], values.values.shape[-1]), dtype=stat, device=q.device)
-    row_max, row_sum = torch.full(shape, lowest, dtype=stat, device=q.device), torch.zeros(shape, dtype=stat, device=q.device)
+    acc = row_sum = row_max = None
     for chunk in chunks(row_tile, call.plan.tile_n):
         s = scores.of(q, keys, heads.tile(row_tile, chunk), chunk)
-        new_max = torch.maximum(row_max, s.amax(-1, keepdim=True))
+        highest = s.amax(-1, keepdim=True)
+        new_max = highest.clamp_min_(lowest) if row_max is None else torch.maximum(row_max, highest)
         p = s.sub_(new_max).exp2_()
-        rescale = (row_max - new_max).exp2_()
-        row_sum.mul_(rescale).add_(p.sum(-1, keepdim=True, dtype=stat))
-        acc.mul_(rescale).add_(values.weighted(p.to(call.dtype), chunk))
+        part, part_sum = values.weighted(p if p.dtype == call.dtype else _narrow(call, p), chunk), p.sum(-1, keepdim=True, dtype=stat)
+        if acc is None or row_sum is None or row_max is None:
+            acc, row_sum = part.to(stat), part_sum
+        else:
+            rescale = (row_max - new_max).to(stat).exp2_()
+            row_sum, acc = row_sum.mul_(rescale).add_(part_sum), acc.mul_(rescale).add_(part)
         row_max = new_max
-    return acc, row_max, row_sum
+    if acc is None or row_sum is None or row_max is None:  # nobody in this tile sees a key
+        acc = torch.zeros((*shape[:2], values.values.shape[-1]), dtype=stat, device=q.device)
+        return acc, torch.full(shape, lowest, dtype=stat, device=q.device), torch.zeros(shape, dtype=stat, device=q.device)
+    return acc, row_max.to(stat), row_sum
+
+
+def _narrow(call: Call, p: Tensor) -> Tensor:
+    return call.workspace.take("narrow", tuple(p.shape), call.dtype).copy_(p)
+
+
+def _is_finite(bound: Bound) -> bool:
+    value = bound.hoisted[bound.expr.outputs[0]]
+    return bool(torch.isfinite(value).all()) if isinstance(value, Tensor) else math.isfinite(value)
 
 
 def _add_sink(sink: Tensor, heads: Heads, acc: Tensor, row_max: Tensor, row_sum: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:

@@ -115,6 +115,11 @@ class Bound:
             if wanted and min(seqlen_q, seqlen_k) > 0:
                 self.hoisted.update(zip(wanted, run(_only(expr, tuple(wanted)), leaves, scalars, tensors), strict=True))
 
+    @property
+    def stage(self) -> str:
+        """The stage of the only output."""
+        return self.staging.stage[self.expr.outputs[0]]
+
     def part(self, node: int, tile: Tile) -> Any:
         """A hoisted node's value on a tile, as a view that broadcasts to the tile's shape."""
         value = self.hoisted[node]
