@@ -80,17 +80,29 @@ def _window(dtype: str) -> Bar:
     return Bar(f"window 512 at S=16,384 {dtype}, time over its share of tiles", 1.25, over_share, at_least=False)
 
 
+def _mask_ratio(variant: str) -> Callable[[Found], float]:
+    return lambda found: found.ratio(f"masks/{variant}/32768", "flex-mask")
+
+
+def _mask_seconds(variant: str) -> Callable[[Found], float]:
+    return lambda found: found.seconds(f"masks/{variant}/131072")
+
+
+def _long_mask(variant: str, key: str) -> Callable[[Found], float]:
+    return lambda found: found.probes["long-masks"][variant][key]
+
+
 def _mask_bars() -> list[Bar]:
     bars = []
     for v in ("causal", "document-causal"):
         bars += [
-            Bar(f"mask {v} 32,768 vs compiled create_block_mask", 20, lambda f, v=v: f.ratio(f"masks/{v}/32768", "flex-mask")),
-            Bar(f"mask {v} 131,072", 0.5, lambda f, v=v: f.seconds(f"masks/{v}/131072"), at_least=False, unit="s"),
-            Bar(f"mask {v} 1,048,576", 15, lambda f, v=v: f.probes["long-masks"][v]["seconds"], at_least=False, unit="s"),
+            Bar(f"mask {v} 32,768 vs compiled create_block_mask", 20, _mask_ratio(v)),
+            Bar(f"mask {v} 131,072", 0.5, _mask_seconds(v), at_least=False, unit="s"),
+            Bar(f"mask {v} 1,048,576", 15, _long_mask(v, "seconds"), at_least=False, unit="s"),
             Bar(
                 f"mask {v} 1,048,576 peak memory",
                 2048,
-                lambda f, v=v: f.probes["long-masks"][v]["peak_extra_mib"],
+                _long_mask(v, "peak_extra_mib"),
                 at_least=False,
                 unit="MiB",
             ),

@@ -20,9 +20,7 @@ def _forward_peers(variant: str) -> tuple[str, ...]:
 
 FORWARD = [Case("forward", "forward", v, _forward_peers(v), dtype=d) for d in _DTYPES for v in ("full", *GALLERY)]
 BACKWARD = [Case("backward", "backward", v, ("sdpa",), dtype=d) for d in _DTYPES for v in ("full", "causal")]
-WINDOW = [
-    Case("window", "forward", "window-512", ("anyattn-full", "flex"), Shape.square(16_384), dtype=d, rounds=3) for d in _DTYPES
-]
+WINDOW = [Case("window", "forward", "window-512", ("anyattn-full", "flex"), Shape.square(16_384), dtype=d, rounds=3) for d in _DTYPES]
 MASKS = [
     *(Case("masks", "mask", v, ("flex-mask",), Shape.square(32_768), dtype="") for v in ("causal", "document-causal")),
     *(Case("masks", "mask", v, (), Shape.square(131_072), dtype="") for v in ("causal", "document-causal")),

@@ -47,7 +47,7 @@ class _Part:
         self.q_heads = (kv_heads[:, None] * ratio + torch.arange(ratio)).flatten()
         q, k, v = (t.detach() for t in (inputs.q, inputs.k, inputs.v))  # type: ignore[union-attr]
         self.qkv = (self.of_queries(q), k[:, kv_heads], v[:, kv_heads])
-        self.mods: dict[str, Callable] = {}
+        self.mods: dict[str, Any] = {}
         mask, score = inputs.variant.mask, inputs.variant.score
         if mask is not None:
             self.mods["mask"] = lambda b, h, q_idx, kv_idx: mask(b, self.q_heads[h], rows[q_idx], kv_idx)

@@ -87,7 +87,8 @@ def _anyattn(inputs: Inputs) -> Callable[[], Any]:
 
     mask, score = inputs.variant.mask, inputs.variant.score
     if inputs.case.kind == "mask":
-        return lambda: anyattn.create_block_mask(mask, *inputs.grid(), device=inputs.case.device)
+        visible = inputs.variant.masked()
+        return lambda: anyattn.create_block_mask(visible, *inputs.grid(), device=inputs.case.device)
     block_mask = anyattn.create_block_mask(mask, *inputs.grid(), device=inputs.case.device) if mask else None
     inputs.block_masks[OURS] = block_mask
     return _attention_call(inputs, lambda q, k, v: anyattn.flex_attention(q, k, v, score, block_mask))
@@ -133,7 +134,8 @@ def _flex_mask(inputs: Inputs) -> Callable[[], Any]:
 
     torch.compiler.reset()
     compiled = torch.compile(create_block_mask)
-    return lambda: compiled(inputs.variant.mask, *inputs.grid(), device=inputs.case.device)
+    visible = inputs.variant.masked()
+    return lambda: compiled(visible, *inputs.grid(), device=inputs.case.device)
 
 
 PEERS: dict[str, Peer] = {

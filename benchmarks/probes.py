@@ -62,8 +62,8 @@ def _long_masks() -> dict[str, Any]:
     torch.manual_seed(0)
     found: dict[str, Any] = {"seqlen": 2**20}
     for name in ("causal", "document-causal"):
-        anyattn.create_block_mask(VARIANTS[name](4096, 1, "cpu").mask, 1, 1, 4096, 4096, device="cpu")
-        mask = VARIANTS[name](2**20, 1, "cpu").mask
+        anyattn.create_block_mask(VARIANTS[name](4096, 1, "cpu").masked(), 1, 1, 4096, 4096, device="cpu")
+        mask = VARIANTS[name](2**20, 1, "cpu").masked()
         before, start = psutil.Process().memory_info().rss, time.perf_counter()
         made = anyattn.create_block_mask(mask, 1, 1, 2**20, 2**20, device="cpu")
         found[name] = {"seconds": time.perf_counter() - start, "peak_extra_mib": (_peak_bytes() - before) / _MIB}

@@ -27,8 +27,9 @@ def as_markdown(machine: dict[str, Any], found: Found) -> str:
         "",
         f"`{machine['command']}` on {machine['cpu']}, {machine['threads']} threads, {machine['capability']} {bf16} bf16 instructions; "
         f"torch {machine['torch']}, Python {machine['python']}, {machine['system']}.",
-        "Rounds are interleaved; times are medians, ± half the distance between the quartiles; GFLOP/s count unmasked pairs only; a ratio is",
-        "how many times as fast anyattn was in the same run; budget is the share of the allowed error against float64 (1 is the limit).",
+        "Rounds are interleaved; times are medians, ± half the distance between the quartiles; GFLOP/s count unmasked pairs only; a ratio",
+        "is how many times as fast anyattn was in the same run; budget is the share of the allowed error against float64 (1 is the limit);",
+        "a round during which other processes were busy is repeated; (disturbed) marks a case that had too few quiet ones.",
         "",
     ]
     for group in dict.fromkeys(record.group for record in found.records.values()):
@@ -68,7 +69,8 @@ def describe_record(record: Record) -> str:
         return f"{record.case}: REFUSED, {record.refused}"
     ratios = ", ".join(f"{record.ratio(p):.2f}x {p}" for p in record.timings if p != OURS)
     missing = "".join(f", no {name}: {why}" for name, why in record.unavailable.items())
-    return f"{record.case}: {_time(record, OURS)}, {ratios or 'no peer'}{missing}"
+    noisy = ", while other processes were busy" if record.extra.get("disturbed_used") else ""
+    return f"{record.case}: {_time(record, OURS)}, {ratios or 'no peer'}{missing}{noisy}"
 
 
 def _table(records: list[Record]) -> list[str]:
@@ -80,7 +82,8 @@ def _table(records: list[Record]) -> list[str]:
         if r.refused:
             rows.append(f"| {r.case} | {r.shape} | **{r.budget.get(OURS, float('nan')):.3g}** | refused | {' | ' * (2 * len(peers) - 1)} |")
             continue
-        cells = [r.case, r.shape, f"{r.budget[OURS]:.2f}" if has_flops else "equal", _time(r, OURS)]
+        noisy = " (disturbed)" if r.extra.get("disturbed_used") else ""
+        cells = [r.case + noisy, r.shape, f"{r.budget[OURS]:.2f}" if has_flops else "equal", _time(r, OURS)]
         for p in peers:
             cells += [_time(r, p), f"{r.ratio(p):.2f}x"] if p in r.timings else ["-", "-"]
         rows.append("| " + " | ".join(cells) + " |")

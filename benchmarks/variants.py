@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -15,8 +16,13 @@ __all__ = ["VARIANTS", "Variant", "visible_pairs"]
 class Variant:
     """mask: (b, h, q_idx, kv_idx) -> bool, or None for everything. score: (score, b, h, q_idx, kv_idx) -> score, or None."""
 
-    mask: Callable | None = None
-    score: Callable | None = None
+    mask: Callable[..., Any] | None = None
+    score: Callable[..., Any] | None = None
+
+    def masked(self) -> Callable[..., Any]:
+        """The mask of a variant that has one."""
+        assert self.mask is not None
+        return self.mask
 
 
 def _causal(b, h, q_idx, kv_idx):
