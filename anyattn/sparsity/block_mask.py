@@ -344,6 +344,10 @@ def create_block_mask(
     >>> mask.kv_num_blocks.tolist(), mask.full_kv_num_blocks.tolist()
     ([[[1, 1, 1, 1]]], [[[0, 1, 2, 3]]])
     """
+    if torch.compiler.is_compiling():  # sizes and captured values decide what is built: none of it belongs in a graph
+        outside: Any = torch.compiler.disable(create_block_mask)
+        order = (separate_full_blocks, compute_dq_write_order, dq_kv_order)
+        return outside(mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE, _compile, *order)
     lengths = (length("Q_LEN", Q_LEN), length("KV_LEN", KV_LEN))
     batch = (1 if B is None else length("B", B), 1 if H is None else length("H", H))
     tile = pair("BLOCK_SIZE", BLOCK_SIZE)
