@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Union
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from anyattn.mods.trace import TracedMod
 
 __all__ = ["Gradients", "Oracle", "attention", "gradients", "same_dtype", "same_dtype_gradients"]
 
-Mod = Union[TracedMod, Callable[..., Tensor]]
+Mod = TracedMod | Callable[..., Tensor]
 _CHUNK = 1 << 22  # scores held at once: 32 MiB of float64 per intermediate
 
 
@@ -216,7 +216,8 @@ def _apply(mod: Mod, *args: Tensor) -> Tensor:
         value = mod(*args)
         return value if isinstance(value, Tensor) else torch.as_tensor(value, device=args[0].device)
     score, indices = (args[0], args[1:]) if mod.kind == "score" else (None, args)
-    return evaluate(mod, *indices, score=score)
+    b, h, q_idx, kv_idx = indices
+    return evaluate(mod, b, h, q_idx, kv_idx, score)
 
 
 def _masked_product(a: Tensor, b: Tensor, visible: Tensor, contract: str) -> Tensor:
@@ -244,9 +245,7 @@ def _run(call: _Call, formula: Callable[[_Call, int, Tensor], Oracle]) -> Oracle
     batch, heads, seqlen_q, _ = call.q.shape
     wide = torch.promote_types(call.q.dtype, torch.float32)
     rows = (batch, heads, seqlen_q)
-    result = Oracle(
-        call.q.new_zeros((*rows, call.v.shape[3])), call.q.new_zeros(rows, dtype=wide), call.q.new_zeros(rows, dtype=wide)
-    )
+    result = Oracle(call.q.new_zeros((*rows, call.v.shape[3])), call.q.new_zeros(rows, dtype=wide), call.q.new_zeros(rows, dtype=wide))
     for b, h in _chunks(call):
         for whole, part in zip(result, formula(call, b, h)):
             whole[b, h] = part

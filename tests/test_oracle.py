@@ -45,7 +45,7 @@ SHAPE = cases.Shape(2, 4, 2, 7, 9, 5, 3)
 def test_loops(name):
     variant = cases.VARIANTS[name]
     g = torch.Generator().manual_seed(3)
-    q, k, v, _ = cases.inputs("normal", *SHAPE, torch.float64, 0)
+    q, k, v, _ = cases.inputs("normal", SHAPE, torch.float64, 0)
     mods = variant.mods(variant.make(SHAPE, g), SHAPE)
     if mods["score"] is not None:
         single = mods["score"]
@@ -63,7 +63,7 @@ def test_loops(name):
 @pytest.mark.parametrize("name", ["gated_sink", "t5", "islands", "relative_window"])
 def test_a_traced_mod_means_what_its_function_means(name):
     variant = cases.VARIANTS[name]
-    q, k, v, dout = cases.inputs("normal", *SHAPE, torch.float64, 0)
+    q, k, v, dout = cases.inputs("normal", SHAPE, torch.float64, 0)
     tensors = [t.requires_grad_() if t.is_floating_point() else t for t in variant.make(SHAPE, torch.Generator().manual_seed(3))]
     mods = variant.mods(tuple(tensors), SHAPE)
     traced = {kind: None if f is None else trace(f, kind, score_dtype=torch.float64) for kind, f in mods.items()}
@@ -82,7 +82,7 @@ def test_gradients_against_finite_differences():
     """A central difference along random directions; its own error, of order step^2, is what bounds the comparison."""
     variant = cases.VARIANTS["gated_sink"]
     g = torch.Generator().manual_seed(5)
-    q, k, v, dout = cases.inputs("normal", *SHAPE, torch.float64, 0)
+    q, k, v, dout = cases.inputs("normal", SHAPE, torch.float64, 0)
     dlse = torch.randn(q.shape[:3], generator=g, dtype=torch.float64)
     (table,) = variant.make(SHAPE, g)
     sink = torch.randn(4, generator=g, dtype=torch.float64)
@@ -103,7 +103,7 @@ def test_gradients_against_finite_differences():
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_torch_agrees(causal):
-    q, k, v, dout = cases.inputs("normal", 2, 4, 2, 50, 50, 16, 16, torch.float64, 1)
+    q, k, v, dout = cases.inputs("normal", cases.Shape(2, 4, 2, 50, 50, 16, 16), torch.float64, 1)
     mask = (lambda b, h, i, j: i >= j) if causal else None
     leaves = [t.clone().requires_grad_() for t in (q, k, v)]
     out = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=causal, enable_gqa=True)
@@ -117,8 +117,8 @@ def test_torch_agrees(causal):
 
 
 def test_a_row_that_sees_nothing():
-    q, k, v, dout = cases.inputs("normal", 1, 2, 1, 6, 6, 4, 4, torch.float32, 0)
-    mask = lambda b, h, i, j: (i != 2) & (j <= i)  # noqa: E731
+    q, k, v, dout = cases.inputs("normal", cases.Shape(1, 2, 1, 6, 6, 4, 4), torch.float32, 0)
+    mask = lambda b, h, i, j: (i != 2) & (j <= i)
     for sink in (None, torch.tensor([0.5, -2.0])):
         for f, g in ((oracle.attention, oracle.gradients), (oracle.same_dtype, oracle.same_dtype_gradients)):
             result, grads = f(q, k, v, mask=mask, sink=sink), g(q, k, v, dout, mask=mask, sink=sink)
@@ -131,9 +131,9 @@ def test_a_row_that_sees_nothing():
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 def test_what_is_masked_changes_nothing(poison):
     """Also where the key is visible to other rows, and where the mod itself is infinite under the mask."""
-    q, k, v, dout = cases.inputs("normal", 1, 2, 2, 6, 8, 4, 4, torch.float64, 0)
-    mask = lambda b, h, i, j: (j <= i) & (j < 6)  # noqa: E731
-    score = lambda s, b, h, i, j: s / torch.clamp(i - j + 1, min=0)  # noqa: E731
+    q, k, v, dout = cases.inputs("normal", cases.Shape(1, 2, 2, 6, 8, 4, 4), torch.float64, 0)
+    mask = lambda b, h, i, j: (j <= i) & (j < 6)
+    score = lambda s, b, h, i, j: s / torch.clamp(i - j + 1, min=0)
     want, grads = oracle.attention(q, k, v, mask=mask, score=score), oracle.gradients(q, k, v, dout, mask=mask, score=score)
     k[:, :, 6:], v[:, :, 6:] = poison, poison
     got, got_grads = oracle.attention(q, k, v, mask=mask, score=score), oracle.gradients(q, k, v, dout, mask=mask, score=score)
@@ -144,7 +144,7 @@ def test_what_is_masked_changes_nothing(poison):
 
 
 def test_a_poisoned_key_reaches_only_the_rows_that_see_it():
-    q, k, v, _ = cases.inputs("normal", 1, 1, 1, 6, 6, 4, 4, torch.float64, 0)
+    q, k, v, _ = cases.inputs("normal", cases.Shape(1, 1, 1, 6, 6, 4, 4), torch.float64, 0)
     k[:, :, 4], v[:, :, 4] = math.nan, math.nan
     out = oracle.attention(q, k, v, mask=lambda b, h, i, j: j <= i).out
     assert torch.isfinite(out[:, :, :4]).all() and torch.isnan(out[:, :, 4:]).all()
@@ -153,7 +153,7 @@ def test_a_poisoned_key_reaches_only_the_rows_that_see_it():
 @pytest.mark.parametrize("shape", [(0, 2, 1, 3, 3, 4, 4), (1, 2, 1, 0, 3, 4, 4), (1, 2, 1, 3, 0, 4, 4), (1, 2, 1, 0, 0, 4, 4)])
 @pytest.mark.parametrize("mod", [None, "mods"])
 def test_empty_shapes(shape, mod):
-    q, k, v, dout = cases.inputs("normal", *shape, torch.float32, 0)
+    q, k, v, dout = cases.inputs("normal", cases.Shape(*shape), torch.float32, 0)
     mods = {} if mod is None else {"mask": lambda b, h, i, j: i >= j, "score": lambda s, b, h, i, j: s * 2}
     sink = torch.ones(2)
     for f, g in ((oracle.attention, oracle.gradients), (oracle.same_dtype, oracle.same_dtype_gradients)):
@@ -165,7 +165,7 @@ def test_empty_shapes(shape, mod):
 
 
 def test_inputs_are_left_alone():
-    q, k, v, dout = cases.inputs("normal", *SHAPE, torch.float64, 0)
+    q, k, v, dout = cases.inputs("normal", SHAPE, torch.float64, 0)
     before = [t.clone() for t in (q, k, v, dout)]
     oracle.gradients(q, k, v, dout, mask=lambda b, h, i, j: i >= j)
     oracle.same_dtype_gradients(q, k, v, dout, mask=lambda b, h, i, j: i >= j)

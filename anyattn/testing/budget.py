@@ -4,9 +4,12 @@ For every row (last dimension: a query row of out and dq, a key row of dk and dv
 
     rms(got - fp64) <= 2 rms(same_dtype - fp64) + eps/2 rms(fp64 row) [+ 4 rms(row_sigma)]
 
-and overall ``max|got - fp64| <= 2 max|same_dtype - fp64| + eps max|fp64| [+ 4 max sigma]``; all finite; -inf exactly where fp64 has it. eps is
-that of ``same_dtype``'s dtype. ``same_dtype`` is one draw of the rounding errors; the bracket is what is missing where a row is made of few
-of them (``anyattn.testing.rounding``), and is 0 unless ``noise`` is passed.
+and overall
+
+    max|got - fp64| <= 2 max|same_dtype - fp64| + eps max|fp64| [+ 4 max sigma]
+
+all finite, -inf exactly where fp64 has it. eps is that of ``same_dtype``'s dtype. ``same_dtype`` is one draw of the rounding errors; the
+bracket is what that leaves out where a row is made of few of them (``anyattn.testing.rounding``), and is 0 unless ``noise`` is passed.
 """
 
 from __future__ import annotations

@@ -23,14 +23,23 @@ __all__ = ["CASES", "KINDS", "VARIANTS", "Case", "Expected", "Shape", "Variant",
 KINDS = ("normal", "peaky", "coded")
 
 
-def inputs(
-    kind: str, batch: int, heads_q: int, heads_kv: int, seqlen_q: int, seqlen_k: int, head_dim: int, head_dim_v: int, dtype: torch.dtype, seed: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+class Shape(NamedTuple):
+    batch: int
+    heads_q: int
+    heads_kv: int
+    seqlen_q: int
+    seqlen_k: int
+    head_dim: int
+    head_dim_v: int
+
+
+def inputs(kind: str, shape: Shape, dtype: torch.dtype, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """q, k, v and dout in (B, H, S, D), rounded to ``dtype``.
 
     normal: standard normal. peaky: scores four times as large. coded: zero scores and values that name their key, so that a lost or
     doubled key shows however long the row is.
     """
+    batch, heads_q, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v = shape
     g = torch.Generator().manual_seed(seed)
     q = torch.randn(batch, heads_q, seqlen_q, head_dim, generator=g, dtype=torch.float64)
     k = torch.randn(batch, heads_kv, seqlen_k, head_dim, generator=g, dtype=torch.float64)
@@ -46,16 +55,6 @@ def inputs(
         raise ValueError(f"kind={kind!r} is not one of {', '.join(KINDS)}")
     q, k, v, dout = (t.to(dtype) for t in (q, k, v, dout))
     return q, k, v, dout
-
-
-class Shape(NamedTuple):
-    batch: int
-    heads_q: int
-    heads_kv: int
-    seqlen_q: int
-    seqlen_k: int
-    head_dim: int
-    head_dim_v: int
 
 
 @dataclass(frozen=True)
@@ -243,7 +242,7 @@ class Expected(NamedTuple):
 def expected(case: Case, dtype: torch.dtype, captured_dtype: torch.dtype | None = None, backward: bool = True) -> Expected:
     """Draws the case's inputs in ``dtype`` (captured tensors at least float32 unless told) and computes what it must give."""
     shape, variant = case.shape, VARIANTS[case.variant]
-    q, k, v, dout = inputs(case.kind, *shape, dtype, case.seed)
+    q, k, v, dout = inputs(case.kind, shape, dtype, case.seed)
     g = torch.Generator().manual_seed(case.seed + 1)
     wide = torch.promote_types(dtype, torch.float32)
     drawn = variant.make(shape, g)
@@ -252,7 +251,7 @@ def expected(case: Case, dtype: torch.dtype, captured_dtype: torch.dtype | None 
     dlse = torch.randn(q.shape[:3], generator=g, dtype=torch.float64).to(wide)
 
     def call(precision: torch.dtype) -> dict[str, Any]:
-        leaves = tuple(t.to(torch.promote_types(precision, t.dtype)).requires_grad_() if t.is_floating_point() else t for t in tensors)
+        leaves = tuple(oracle._leaf(t, precision) if t.is_floating_point() else t for t in tensors)
         return {**variant.mods(leaves, shape), "sink": sink, "captured": [t for t in leaves if t.is_floating_point()]}
 
     exact, plain = call(torch.float64), call(wide)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from anyattn.mods.trace import TracedMod
-from anyattn.oracle import Mod, _Call, _chunks, _scale, _upcast, _upcast_mods, _visible, _apply, _indices
+from anyattn.oracle import Mod, _apply, _Call, _chunks, _scale, _upcast, _upcast_mods, _visible
 
 __all__ = ["Noise", "Noises", "rounding"]
 
@@ -72,8 +72,9 @@ def rounding(
     captured: Sequence[Tensor] = (),
 ) -> Noises:
     """The rounding noise of every result of one call; arguments as in ``oracle.gradients``, in the dtype that is judged."""
-    unit = torch.finfo(q.dtype).eps / 2
-    wide_unit = torch.finfo(torch.promote_types(q.dtype, torch.float32)).eps / 2
+    oracles_own = 2.0 if q.dtype is torch.float64 else 1.0  # there the oracle errs as much as what it judges
+    unit = oracles_own * torch.finfo(q.dtype).eps / 2
+    wide_unit = oracles_own * torch.finfo(torch.promote_types(q.dtype, torch.float32)).eps / 2
     call = _Call(*_upcast(q, k, v, sink), *_upcast_mods(score, mask), _scale(q, scale))
     slots: list[int | None] = list(range(len(captured)))
     if isinstance(call.score, TracedMod):
@@ -98,6 +99,7 @@ class _Work:
         self.dsink = None if call.sink is None else torch.zeros_like(call.sink)
         self.draws = [torch.zeros(_DRAWS, *t.shape, dtype=torch.float64) for t in captured]
         self.random = torch.Generator().manual_seed(0)
+        self.tied = 0.0
 
     def add(self, b: int, h: Tensor, dout: Tensor | None, dlse: Tensor | None) -> None:
         call, u2, w2 = self.call, self.u2, self.w2
@@ -118,9 +120,13 @@ class _Work:
         out = p @ v
         spread = p2 * score2
         v2 = v.square()
-        out2 = spread @ v2 - 2 * (spread @ v) * out + spread.sum(-1, keepdim=True) * out.square() + (u2 + w2 * _depth(k.shape[1])) * (p2 @ v2)
+        out2 = (
+            spread @ v2 - 2 * (spread @ v) * out + spread.sum(-1, keepdim=True) * out.square() + (u2 + w2 * _depth(k.shape[1])) * (p2 @ v2)
+        )
         each = spread + u2 * p2
-        shared = w2 * _length(k.shape[1]) * out.square()
+        # equal scores give equal probabilities, whose rounding errors (uniform, variance unit^2 / 3) are equal too
+        self.tied = u2 / 3 if bool((product == product[..., :1]).all()) else 0.0
+        shared = (self.tied + w2 * _length(k.shape[1])) * out.square()
         _accumulate(self.out, b, h, out2.clamp_min(0), each, shared)
         self.lse[b, h] = (row2[..., 0] + w2 * (lse.square() + _length(k.shape[1]))).sqrt()
         row2 = row2 + w2 * lse.square()[..., None]
@@ -135,14 +141,16 @@ class _Work:
         dp = dout @ v.mT
         delta = (dout * out).sum(-1, keepdim=True)
         dp2 = w2 * _depth(v.shape[-1]) * (dout2 @ v.square().mT) + u2 * dp.square()
-        delta2 = (dout2 * (u2 * out.square() + out2)).sum(-1, keepdim=True) + w2 * _depth(v.shape[-1]) * (dout2 * out.square()).sum(-1, keepdim=True)
+        delta2 = (dout2 * (u2 * out.square() + out2)).sum(-1, keepdim=True) + w2 * _depth(v.shape[-1]) * (dout2 * out.square()).sum(
+            -1, keepdim=True
+        )
         delta2 = delta2 + u2 * delta.square()
         net = dp - delta if dlse is None else dp - delta + dlse[..., None]
         each = p2 * (net.square() * (weight2 + 2 * u2) + dp2)
         total = each + p2 * delta2
         inner, whole = each * slope.square(), total * slope.square()
         weighted = p2 * (weight2 + w2 * _depth(q.shape[1]))
-        shared = w2 * _length(q.shape[1]) * (p.mT @ dout).square()
+        shared = (self.tied + w2 * _length(q.shape[1])) * (p.mT @ dout).square()
         _accumulate(self.dv, b, kv, weighted.mT @ dout2, weighted.mT, shared)
         ds = p * net * slope
         common = p * slope
@@ -157,7 +165,9 @@ class _Work:
             self.dsink[h] += (p_sink.square() * (net_sink.square() * (row2[..., 0] + sink2 + u2) + delta2[..., 0])).sum(-1)
         if pulls is not None:
             for draw in range(_DRAWS):
-                for whole_, part in zip(self.draws, pulls(total.sqrt() * torch.randn(total.shape, generator=self.random, dtype=total.dtype))):
+                for whole_, part in zip(
+                    self.draws, pulls(total.sqrt() * torch.randn(total.shape, generator=self.random, dtype=total.dtype))
+                ):
                     if part is not None:
                         whole_[draw] += part
 
@@ -166,7 +176,6 @@ class _Work:
         if self.call.score is None or product.numel() == 0:
             return product, torch.ones_like(product), None
         at = visible.nonzero(as_tuple=True)
-        _, heads, rows, cols = _indices(self.call, b, h)
         score = product[at].requires_grad_()
         value = _apply(self.call.score, score, torch.full_like(at[0], b), h[at[0]], at[1], at[2]).to(score.dtype).expand(score.shape)
         slope = None
@@ -188,7 +197,13 @@ class _Work:
         dsink = None if self.dsink is None else _single(self.dsink.sqrt())
         captured = [_single(d.square().mean(0).sqrt()) for d in self.draws]
         return Noises(
-            self.out.noise(), lse, self.dq.noise(), self.dk.noise(), self.dv.noise(), dsink, tuple(None if s is None else captured[s] for s in slots)
+            self.out.noise(),
+            lse,
+            self.dq.noise(),
+            self.dk.noise(),
+            self.dv.noise(),
+            dsink,
+            tuple(None if s is None else captured[s] for s in slots),
         )
 
 

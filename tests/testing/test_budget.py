@@ -25,7 +25,7 @@ def window_mask(b, h, q, k):
 
 @functools.lru_cache(maxsize=64)
 def expected(kind: str, dtype: str, seqlen: int, seed: int):
-    q, k, v, dout = cases.inputs(kind, 1, 4, 2, seqlen, seqlen, 32, 32, DTYPES[dtype], seed)
+    q, k, v, dout = cases.inputs(kind, cases.Shape(1, 4, 2, seqlen, seqlen, 32, 32), DTYPES[dtype], seed)
     args = (q, k, v, dout)
     forward, plain = oracle.attention(q, k, v, mask=window_mask), oracle.same_dtype(q, k, v, mask=window_mask)
     back, plain_back = oracle.gradients(*args, mask=window_mask), oracle.same_dtype_gradients(*args, mask=window_mask)
