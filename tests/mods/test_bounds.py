@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anyattn.mods import bounds
+from anyattn.mods import bounds, range_tables
 from anyattn.mods.bounds import DOUBT, check_loads, classify, judge, refine
 from anyattn.mods.rows import row_ranges
 from anyattn.mods.trace import trace
@@ -75,6 +75,25 @@ def test_wild_values_are_left_open():
     ):
         wanted = brute_classes(dense(mod, 4, 4), 2, 2)
         assert torch.equal(refine(trace(mod, "mask"), (4, 4), (2, 2), (1, 1)), wanted)
+
+
+def test_unknown_stays_unknown():
+    """A value past what intervals can hold must not come back as a known one after a division or a minimum."""
+    big = torch.tensor([2**63 - 1, -(2**63), 2**62, 0])
+    for mod in (
+        lambda b, h, q, k: big[k] // 1000 > 5 * 10**15,
+        lambda b, h, q, k: torch.clamp(big[k], max=5) // 1000 < -5 * 10**15,
+        lambda b, h, q, k: (torch.clamp(big[q], min=q) >> 3) > 2**59,
+        lambda b, h, q, k: ~torch.abs(big[k] + q) < -(2**61),
+    ):
+        assert torch.equal(refine(trace(mod, "mask"), (4, 4), (2, 2), (1, 1)), brute_classes(dense(mod, 4, 4), 2, 2))
+
+
+def test_long_tables_are_looked_up_in_blocks(monkeypatch):
+    monkeypatch.setattr(range_tables, "_MAX_BLOCKS", 5)
+    for seed in range(60):
+        mod = random_mask(seed, 23)
+        assert torch.equal(refine(trace(mod, "mask"), (23, 23), (4, 3), (2, 2)), brute_classes(dense(mod, 23, 23, 2, 2), 4, 3))
 
 
 @pytest.mark.parametrize("lengths", [(0, 0), (0, 7), (7, 0)], ids=str)
