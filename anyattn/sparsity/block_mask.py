@@ -289,8 +289,9 @@ def block_mask_of_classes(
 ) -> BlockMask:
     """The block mask of a grid of classes, uint8 (B, H, M, N).
 
-    A tail tile is listed as partial even if all its pairs inside the sequences are visible, as torch does: its kernels apply no bounds to
-    full blocks on every path. batch: (B, H) to give the lists; they are copied for each, as torch's kernels expect.
+    A tail tile is listed as partial even if all its pairs inside the sequences are visible: torch counts the padding as hidden, and the
+    lists are torch's, block for block. batch: (B, H) to give the lists; they are copied for each, since torch's Triton kernels find a
+    head's list by the contiguous stride.
     """
     classes = _with_partial_tails(classes, lengths, tile)
     grids = (classes, classes.transpose(-1, -2)) if compute_q_blocks else (classes,)
