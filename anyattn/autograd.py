@@ -35,7 +35,9 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, problem: Problem, plan: Plan, *inputs: Tensor | None) -> Any:  # type: ignore[override]
-        detached = _with_inputs(replace(problem, wants_lse=True), tuple(t if t is None else t.detach() for t in inputs))
+        # a plan of whole spans recomputes its probabilities without the log-sum-exp
+        keeps_lse = problem.wants_lse or not plan.whole_spans
+        detached = _with_inputs(replace(problem, wants_lse=keeps_lse), tuple(t if t is None else t.detach() for t in inputs))
         result = backend_of(plan).forward(detached, plan)
         ctx.problem, ctx.plan = detached, plan
         ctx.save_for_backward(*inputs, result.out, result.lse)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from anyattn.mods.rows import limits
 from anyattn.mods.trace import TracedMod
 
 if TYPE_CHECKING:
@@ -61,6 +63,12 @@ class Problem:
     @property
     def seqlen_k(self) -> int:
         return self.k.shape[2]
+
+    @cached_property
+    def row_limits(self) -> tuple[tuple[Tensor, Tensor] | None, ...]:
+        """For each predicate its ranges of visible keys per row, ``rows.limits``: (lo, hi), each (n, B or 1, H or 1, Sq); None if it has none."""
+        lengths = (self.seqlen_q, self.seqlen_k, self.batch, self.heads_q)
+        return tuple(limits(p, *lengths, self.q.device) for p in self.predicates)
 
     @property
     def stat_dtype(self) -> torch.dtype:

@@ -22,10 +22,10 @@ from anyattn.mods.range_tables import RangeTables
 from anyattn.mods.rows import RowRanges, limits, row_ranges
 from anyattn.mods.trace import TracedMod
 
-__all__ = ["EMPTY", "FULL", "PARTIAL", "check_loads", "classify", "classify_limits"]
+__all__ = ["DOUBT", "EMPTY", "FULL", "PARTIAL", "check_loads", "classify", "classify_limits", "judge", "refine"]
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
-_DOUBT = 3
+DOUBT = 3  # of the intermediate maps only
 _BATCH_BOXES = 2**17  # boxes judged at once
 _BATCH_PAIRS = 2**21  # (q, kv) pairs evaluated at once: 16 MB per int64 value
 _BATCH_TILES = 2**23  # tiles written at once
@@ -67,7 +67,7 @@ def classify(
         assert lo_hi is not None
         found = classify_limits(*lo_hi, seqlen_k, tile_m, tile_n)
         return found.expand(batch, heads, -1, -1)
-    return _Refiner(mod, (seqlen_q, seqlen_k), (tile_m, tile_n), (batch, heads), device).classes()
+    return refine(mod, (seqlen_q, seqlen_k), (tile_m, tile_n), (batch, heads), device)
 
 
 # ---- from row ranges
@@ -130,6 +130,23 @@ def _coverage(first: Tensor, last: Tensor, skip: Tensor, columns: int) -> Tensor
 # ---- by refinement
 
 
+def refine(
+    mod: TracedMod, lengths: tuple[int, int], tile: tuple[int, int], batch: tuple[int, int], device: torch.device | str = "cpu"
+) -> Tensor:
+    """What ``classify`` returns, for any mask: judged by interval arithmetic, then settled."""
+    refiner = _Refiner(mod, lengths, tile, batch, device)
+    found = refiner.judged()
+    refiner.settle(found)
+    return found
+
+
+def judge(
+    mod: TracedMod, lengths: tuple[int, int], tile: tuple[int, int], batch: tuple[int, int], device: torch.device | str = "cpu"
+) -> Tensor:
+    """Classes by interval arithmetic alone: EMPTY and FULL are certain, the rest is DOUBT. No pair is looked at."""
+    return _Refiner(mod, lengths, tile, batch, device).judged()
+
+
 class _Refiner:
     """Judges squares of tiles from coarse to fine; the map of classes doubles in resolution as it goes."""
 
@@ -140,12 +157,12 @@ class _Refiner:
         self.tables = RangeTables(mod.tensors, device)
         self.grid = (-(-lengths[0] // tile[0]), -(-lengths[1] // tile[1]))
 
-    def classes(self) -> Tensor:
+    def judged(self) -> Tensor:
         size = 1
         while max(self.grid) > _COARSE * size:
             size *= _STEP
         shape = tuple(-(-n // size) for n in self.grid)
-        found = torch.full((*self.batch, *shape), _DOUBT, dtype=torch.uint8, device=self.device)
+        found = torch.full((*self.batch, *shape), DOUBT, dtype=torch.uint8, device=self.device)
         while True:
             self._judge(found, size)
             if size == 1:
@@ -153,11 +170,10 @@ class _Refiner:
             size //= _STEP
             rows, columns = (-(-n // size) for n in self.grid)
             found = found.repeat_interleave(_STEP, -2)[..., :rows, :].repeat_interleave(_STEP, -1)[..., :columns].contiguous()
-        self._settle(found)
         return found
 
     def _doubtful(self, found: Tensor, batch: int) -> Iterator[Tensor]:
-        yield from (found == _DOUBT).nonzero().split(batch)
+        yield from (found == DOUBT).nonzero().split(batch)
 
     def _write(self, found: Tensor, where: Tensor, classes: Tensor) -> None:
         found[tuple(where.unbind(1))] = classes
@@ -177,7 +193,7 @@ class _Refiner:
             b, h = where[:, 0], where[:, 1]
             verdict = spans(self.mod.expr, {"b": (b, b), "h": (h, h), "q_idx": q, "kv_idx": kv}, self.mod.scalars, self.tables)
             span = verdict[self.mod.expr.outputs[0]]
-            classes = torch.where(span.lo, FULL, torch.where(span.hi, _DOUBT, EMPTY)).to(torch.uint8)
+            classes = torch.where(span.lo, FULL, torch.where(span.hi, DOUBT, EMPTY)).to(torch.uint8)
             self._write(found, where, classes.expand(len(where)))
 
     def _values(self, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Any:
@@ -185,7 +201,7 @@ class _Refiner:
         value = run(self.mod.expr, leaves, self.mod.scalars, self.mod.tensors)[0]
         return value if isinstance(value, Tensor) else torch.tensor(value, device=self.device)
 
-    def _settle(self, found: Tensor) -> None:
+    def settle(self, found: Tensor) -> None:
         """Exact classes of the tiles still in doubt. A position past a sequence's end is replaced by the last one inside."""
         along_q, along_kv = _samples(self.tile)
         for where in self._doubtful(found, max(1, _BATCH_PAIRS // len(along_q))):

@@ -87,7 +87,9 @@ def apply(node: Node, args: list[Any], tensors: Sequence[Tensor]) -> Any:
                 return f(*args)
             except (ArithmeticError, ValueError):
                 return TORCH_OPS[node.op](*(torch.tensor(a, dtype=torch.float64) for a in args)).item()
-        args = [_as_tensor(a) for a in args]
+        # a comparison's operands are as exact as Python's numbers; any other operation computes in its own dtype
+        strong = None if is_weak(node.dtype) or node.dtype is torch.bool else node.dtype
+        args = [_as_tensor(a, strong or (torch.float64 if isinstance(a, float) else None)) for a in args]
     elif len(args) == 2 and not (isinstance(args[0], Tensor) and node.op in _SCALAR_SECOND):
         like = next(a for a in args if isinstance(a, Tensor))
         args = [a if isinstance(a, Tensor) else torch.full((), a, dtype=like.dtype, device=like.device) for a in args]

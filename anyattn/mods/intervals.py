@@ -39,9 +39,9 @@ def spans(expr: Expr, box: Box, scalars: Sequence[int | float], tables: RangeTab
     for node in expr.nodes:
         args = [found[a] for a in node.args]
         if node.op == "index":
-            found.append(Span(*box[node.attr]))  # type: ignore[index]
+            found.append(Span(*box[node.attr]))  # type: ignore[index, call-overload]
         elif node.op in ("const", "scalar"):
-            number = node.attr if node.op == "const" else scalars[node.attr]  # type: ignore[index]
+            number = node.attr if node.op == "const" else scalars[node.attr]  # type: ignore[index, call-overload]
             found.append(_point(number, node, device))  # type: ignore[arg-type]
         elif node.op == "load":
             found.append(_load(node, args, tables))
@@ -305,9 +305,9 @@ def _cast(node: Node, args: list[Span]) -> Span:
             return _fit(node, a.lo, a.hi, wild=a.wild)
         bad = ~((a.lo.abs() < WILD / 2) & (a.hi.abs() < WILD / 2))
         return _fit(node, a.lo.masked_fill(bad, 0).to(torch.int64), a.hi.masked_fill(bad, 0).to(torch.int64), bad)
-    bad = (a.lo <= -WILD) | (a.hi >= WILD) if a.wild else None
+    unknown = (a.lo <= -WILD) | (a.hi >= WILD) if a.wild else None
     a = _as_number(a)
-    return _finite(node, a.lo.to(_dtype(node)), a.hi.to(_dtype(node)), bad)
+    return _finite(node, a.lo.to(_dtype(node)), a.hi.to(_dtype(node)), unknown)
 
 
 _Rule = Callable[[Node, list[Span]], Span]

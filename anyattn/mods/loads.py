@@ -34,7 +34,7 @@ def check_loads(mod: TracedMod, B: int, H: int, seqlen_q: int, seqlen_k: int) ->
         for node in mod.expr.nodes
         if node.op == "load"
         for dim, arg in enumerate(node.args)
-        if not _plainly_inside(mod, arg, sizes, mod.tensors[node.attr].shape[dim])  # type: ignore[index]
+        if not _plainly_inside(mod, arg, sizes, mod.tensors[node.attr].shape[dim])  # type: ignore[index, call-overload]
     ]
     if not doubtful:
         return
@@ -46,10 +46,9 @@ def check_loads(mod: TracedMod, B: int, H: int, seqlen_q: int, seqlen_k: int) ->
     found = spans(indices, box, mod.scalars, RangeTables(mod.tensors, device)) if not indices.uses_score else None
     deps = dependence(mod.expr)
     for (slot, dim, arg), position in zip(doubtful, positions, strict=True):
-        size = mod.tensors[slot].shape[dim]  # type: ignore[index]
-        if found is not None and not found[position].wild:
-            if bool((found[position].lo >= -size) & (found[position].hi < size)):
-                continue
+        size = mod.tensors[slot].shape[dim]  # type: ignore[index, call-overload]
+        if found is not None and not found[position].wild and bool((found[position].lo >= -size) & (found[position].hi < size)):
+            continue
         _settle(mod, slot, dim, arg, deps[arg], sizes)  # type: ignore[arg-type]
 
 
@@ -57,7 +56,7 @@ def _plainly_inside(mod: TracedMod, arg: int, sizes: dict[str, int], size: int) 
     node = mod.expr.nodes[arg]
     if node.op == "const":
         return -size <= node.attr < size  # type: ignore[operator]
-    return node.op == "index" and sizes[node.attr] <= size  # type: ignore[index]
+    return node.op == "index" and sizes[node.attr] <= size  # type: ignore[index, call-overload]
 
 
 def _without_dead_nodes(expr: Expr) -> tuple[Expr, tuple[int, ...]]:

@@ -83,7 +83,8 @@ def _unsorted_runs(table: Tensor, values: Tensor) -> tuple[Tensor, Tensor] | Non
     if own is None:
         return None
     n = table.shape[-1]
-    rows, order = table.to(torch.int64).reshape(-1, n).sort(dim=-1, stable=True)
+    rows, order = table.to(torch.int64).reshape(-1, n).contiguous().sort(dim=-1, stable=True)
+    rows = rows.contiguous()
     start, end = (t.reshape(-1, n).gather(1, order) for t in own)
     asked = values.reshape(rows.shape[0], -1).contiguous()
     at = torch.searchsorted(rows, asked).clamp(max=max(n - 1, 0))

@@ -11,6 +11,7 @@ from torch.nn.attention import flex_attention as torch_flex
 from torch.utils import _pytree as pytree
 
 from anyattn.mods.bounds import EMPTY, FULL, PARTIAL
+from anyattn.mods.dependence import dependence
 from anyattn.mods.trace import trace
 from anyattn.sparsity.arguments import length, pair
 from anyattn.sparsity.block_sparse import BlockSparseTensors
@@ -31,8 +32,6 @@ class BlockMask(torch_flex.BlockMask):
     Entries of ``*_indices`` beyond a row's count are 0 where anyattn built the lists; torch leaves them undefined.
     ``is_exact`` says that the lists are known to follow from ``mask_mod``: a backend may then find the visible keys by either.
     """
-
-    is_exact: bool = False
 
     @classmethod
     def from_kv_blocks(
@@ -61,7 +60,7 @@ class BlockMask(torch_flex.BlockMask):
             seq_lengths = (kv_indices.shape[-2] * size[0], kv_indices.shape[-1] * size[1])
         backward: list[Tensor | None] = [None] * 4
         if compute_q_blocks:
-            classes = [grid_of_lists(n, i, None, None) for n, i in ((kv_num_blocks, kv_indices),)]
+            classes = [grid_of_lists(kv_num_blocks, kv_indices, None, None)]
             if full_kv_num_blocks is not None and full_kv_indices is not None:
                 classes.append(grid_of_lists(full_kv_num_blocks, full_kv_indices, None, None))
             # each list on its own: nothing stops a caller from naming a block in both
@@ -73,12 +72,23 @@ class BlockMask(torch_flex.BlockMask):
         order = {name: value for name, value in order.items() if value is not None}
         mask_mod = mask_mod if mask_mod is not None else torch_flex.noop_mask
         forward = (kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices)
-        return cls(seq_lengths, *forward, *backward, BLOCK_SIZE=size, mask_mod=mask_mod, **order)  # type: ignore[arg-type]
+        fields: dict[str, Any] = dict(zip(_LISTS, (*forward, *backward), strict=True))
+        return cls(seq_lengths=seq_lengths, BLOCK_SIZE=size, mask_mod=mask_mod, **fields, **order)
 
     @classmethod
     def from_torch(cls, block_mask: torch_flex.BlockMask) -> BlockMask:
         """The same mask as ours; nothing is copied."""
         return block_mask if isinstance(block_mask, cls) else _like(block_mask, {}, cls)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the lists are known to follow from ``mask_mod``, so that a reader may work from either alone.
+
+        True for what ``create_block_mask`` made and for slices and crops of it, until a field is assigned. False where the lists of one
+        batch entry or head stand for all while ``mask_mod`` tells them apart.
+        """
+        known = self.__dict__.get("_exact")
+        return known is not None and all(a is b for a, b in zip(known, _identity(self), strict=True))
 
     def block_sparse(self) -> BlockSparseTensors:
         """The lists as kernels read them, for tiles of ``BLOCK_SIZE``."""
@@ -97,26 +107,30 @@ class BlockMask(torch_flex.BlockMask):
         index = index if isinstance(index, tuple) else (index,)
         if len(index) > 3:
             raise IndexError(f"a BlockMask is indexed by (batch, head, query block); got {len(index)} indices")
-        picks = []
-        for name, size, item in zip(("batch", "head", "query block"), self._lists_4d()[0].shape, [*index, *[slice(None)] * 3], strict=False):
-            picks.append(_positions(name, size, item, self.kv_num_blocks.device))
-        lists = [None if t is None else _take(t, picks) for t in self._lists_4d()]
-        rows = picks[2]
-        last = self.seq_lengths[0] - (self.kv_num_blocks.shape[-1] - 1) * self.BLOCK_SIZE[0]
+        lists = self._lists_4d()
+        sizes, names = lists["kv_num_blocks"].shape, ("batch", "head", "query block")
+        padded = (*index, *(slice(None),) * (3 - len(index)))
+        batch, head, rows = (_positions(*place, lists["kv_indices"].device) for place in zip(names, sizes, padded, strict=True))
+        taken: dict[str, Any] = {name: None if t is None else _take(t, [batch, head, rows]) for name, t in lists.items()}
         q_length = len(rows) * self.BLOCK_SIZE[0]
-        if len(rows) and int(rows[-1]) == self.kv_num_blocks.shape[-1] - 1:
-            q_length += last - self.BLOCK_SIZE[0]
-        batch_heads = [p if n > 1 else None for p, n in zip(picks[:2], self._lists_4d()[0].shape, strict=False)]
-        mod = _sliced(self.mask_mod, *(_as_map(p) for p in batch_heads), _as_map(rows), self.BLOCK_SIZE[0])
-        lengths = (q_length, self.seq_lengths[1])
-        made = type(self).from_kv_blocks(*lists, self.BLOCK_SIZE, mod, lengths, compute_q_blocks=self.q_indices is not None)  # type: ignore[misc, arg-type]
-        return _with_write_order(made, self)
+        if len(rows) and int(rows[-1]) == sizes[2] - 1:  # the last block may be short
+            q_length -= sizes[2] * self.BLOCK_SIZE[0] - self.seq_lengths[0]
+        # a dimension of size 1 stands for every batch entry or head, so the mask goes on counting them itself
+        b_map, h_map = (_as_map(p) if n > 1 else None for p, n in zip((batch, head), sizes, strict=False))
+        options: dict[str, Any] = {
+            "BLOCK_SIZE": self.BLOCK_SIZE,
+            "mask_mod": _sliced(self.mask_mod, b_map, h_map, _as_map(rows), self.BLOCK_SIZE[0]),
+            "seq_lengths": (q_length, self.seq_lengths[1]),
+            "compute_q_blocks": self.q_indices is not None,
+        }
+        made = type(self).from_kv_blocks(**taken, **options)
+        return _with_write_order(_marked(made, self.is_exact), self)
 
-    def _lists_4d(self) -> list[Tensor | None]:
-        lists: list[Tensor | None] = [getattr(self, name) for name in _LISTS[:4]]
-        while lists[1].ndim < 4:  # type: ignore[union-attr]
-            lists = [None if t is None else t.unsqueeze(0) for t in lists]
-        return lists
+    def _lists_4d(self) -> dict[str, Any]:
+        """The four lists of the forward direction, with batch and head dimensions even where torch's older slices dropped them."""
+        lists = {name: getattr(self, name) for name in _LISTS[:4]}
+        missing = (1,) * (4 - self.kv_indices.ndim)
+        return {name: None if t is None else t.reshape(*missing, *t.shape) for name, t in lists.items()}
 
     def _adjust(self, new_q_len: int, new_kv_len: int) -> BlockMask:
         """The mask of the first ``new_q_len`` rows and ``new_kv_len`` keys.
@@ -127,10 +141,10 @@ class BlockMask(torch_flex.BlockMask):
         if any(n > old for n, old in zip(new, self.seq_lengths, strict=True)):
             raise ValueError(f"this BlockMask covers {tuple(self.seq_lengths)} and cannot grow to {new}; build one with create_block_mask")
         rows, columns = (-(-n // t) for n, t in zip(new, self.BLOCK_SIZE, strict=True))
-        classes = grid_of_lists(*self._lists_4d())[..., :rows, :columns]  # type: ignore[arg-type]
+        classes = grid_of_lists(*self._lists_4d().values())[..., :rows, :columns]
         separate, both = self.full_kv_num_blocks is not None, self.q_indices is not None
         made = block_mask_of_classes(classes, self.mask_mod, new, self.BLOCK_SIZE, separate, compute_q_blocks=both)
-        return _with_write_order(made, self)
+        return _with_write_order(_marked(made, self.is_exact), self)
 
     def sparsity(self) -> float:
         """The percentage of the mask's area that its listed blocks leave out (torch's formula: a tail block counts with its whole area)."""
@@ -158,7 +172,18 @@ def _like(mask: torch_flex.BlockMask, changed: dict[str, Any], cls: type[BlockMa
     made = object.__new__(cls or type(mask))
     made.__dict__.update(vars(mask))
     made.__dict__.update(changed)
-    return made  # type: ignore[return-value]
+    return _marked(made, getattr(mask, "is_exact", False))  # type: ignore[arg-type]
+
+
+def _identity(mask: torch_flex.BlockMask) -> tuple:
+    """The objects that the lists and the mask are: assigning another to a field changes it."""
+    lists = (mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices)
+    return (mask.mask_mod, mask.seq_lengths, mask.BLOCK_SIZE, *lists)
+
+
+def _marked(mask: BlockMask, is_exact: bool) -> BlockMask:
+    mask._exact = _identity(mask) if is_exact else None  # type: ignore[attr-defined]
+    return mask
 
 
 def _with_write_order(made: BlockMask, origin: torch_flex.BlockMask) -> BlockMask:
@@ -269,12 +294,12 @@ def block_mask_of_classes(
     """
     classes = _with_partial_tails(classes, lengths, tile)
     grids = (classes, classes.transpose(-1, -2)) if compute_q_blocks else (classes,)
-    lists = [t for grid in grids for t in lists_of_grid(grid, separate_full)]
-    lists += [None] * (8 - len(lists))
+    fields: dict[str, Any] = dict.fromkeys(_LISTS)
+    fields.update(zip(_LISTS, (t for grid in grids for t in lists_of_grid(grid, separate_full)), strict=False))
     if batch is not None:
-        lists = [None if t is None else t.expand(*batch, *t.shape[2:]).contiguous() for t in lists]
+        fields = {name: None if t is None else t.expand(*batch, *t.shape[2:]).contiguous() for name, t in fields.items()}
     mask_mod = mask_mod if mask_mod is not None else torch_flex.noop_mask
-    return BlockMask(lengths, *lists, BLOCK_SIZE=tile, mask_mod=mask_mod)  # type: ignore[arg-type]
+    return BlockMask(seq_lengths=lengths, BLOCK_SIZE=tile, mask_mod=mask_mod, **fields)
 
 
 def _with_partial_tails(classes: Tensor, lengths: tuple[int, int], tile: tuple[int, int]) -> Tensor:
@@ -324,9 +349,11 @@ def create_block_mask(
     tile = pair("BLOCK_SIZE", BLOCK_SIZE)
     if not isinstance(dq_kv_order, bool):
         raise ValueError(f"dq_kv_order is {dq_kv_order!r}; wanted a bool (explicit orders go to BlockMask.from_kv_blocks)")
-    classes = classes_of_mask(trace(mask_mod, "mask"), lengths, tile, batch, device)
+    traced = trace(mask_mod, "mask")
+    classes = classes_of_mask(traced, lengths, tile, batch, device)
     mask = block_mask_of_classes(classes, mask_mod, lengths, tile, separate_full_blocks, batch=batch)
-    mask.is_exact = True
+    deps = dependence(traced.expr)
+    _marked(mask, not (any(d.b for d in deps) and batch[0] == 1) and not (any(d.h for d in deps) and batch[1] == 1))
     if compute_dq_write_order:
         _add_write_order(mask, dq_kv_order)
     return mask
@@ -337,9 +364,9 @@ def _register() -> None:
     if torch_flex.BlockMask in pytree.SUPPORTED_NODES and BlockMask not in pytree.SUPPORTED_NODES:
         pytree.register_pytree_node(
             BlockMask,
-            torch_flex.BlockMask._flatten,
-            BlockMask._unflatten,
-            flatten_with_keys_fn=torch_flex.BlockMask._flatten_with_keys,
+            torch_flex.BlockMask._flatten,  # type: ignore[arg-type]
+            BlockMask._unflatten,  # type: ignore[arg-type]
+            flatten_with_keys_fn=torch_flex.BlockMask._flatten_with_keys,  # type: ignore[arg-type]
             serialized_type_name="anyattn.BlockMask",
         )
 

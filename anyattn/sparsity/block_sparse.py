@@ -121,7 +121,9 @@ class BlockSparseTensors:
 
     def _finer(self, classes: Tensor, dim: int, parts: int) -> Tensor:
         if self.lengths is None:
-            raise ValueError("these block lists do not know their sequence lengths, so they cannot be cut finer; pass lengths=(seqlen_q, seqlen_k)")
+            raise ValueError(
+                "these block lists do not know their sequence lengths, so they cannot be cut finer; pass lengths=(seqlen_q, seqlen_k)"
+            )
         new = self.tile[dim] // parts
         return classes.repeat_interleave(parts, dim).narrow(dim, 0, -(-self.lengths[dim] // new))
 
@@ -143,20 +145,22 @@ class BlockSparseTensors:
     def to(self, device: torch.device | str) -> BlockSparseTensors:
         """The same lists on another device."""
         names = ("mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx")
-        moved = {n: None if getattr(self, n) is None else getattr(self, n).to(device) for n in names}
+        moved: dict[str, Any] = {n: None if getattr(self, n) is None else getattr(self, n).to(device) for n in names}
         return replace(self, **moved)
 
     @classmethod
     def from_block_mask(cls, block_mask: Any) -> BlockSparseTensors:
         """Lists of a block mask, torch's or ours, of any block size; torch's lists may be unsorted and hold anything in their tails."""
-        lists = [block_mask.kv_num_blocks, block_mask.kv_indices, block_mask.full_kv_num_blocks, block_mask.full_kv_indices]
-        while lists[1].ndim < 4:
-            lists = [None if t is None else t.unsqueeze(0) for t in lists]
+        fields = (block_mask.kv_num_blocks, block_mask.kv_indices, block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
+        missing = (1,) * (4 - block_mask.kv_indices.ndim)  # slices of older torch drop batch and head
+        reshaped: Any = (None if t is None else t.reshape(*missing, *t.shape) for t in fields)
+        cnt, idx, full_cnt, full_idx = reshaped
         lengths = tuple(block_mask.seq_lengths)
-        tile = tuple(min(size, max(n, 1)) for size, n in zip(block_mask.BLOCK_SIZE, lengths, strict=True))  # torch's "no mask" is one huge block
+        # torch's "no mask" is one block of 2^30 x 2^30
+        tile = tuple(min(size, max(n, 1)) for size, n in zip(block_mask.BLOCK_SIZE, lengths, strict=True))
         rows, columns = (-(-n // t) for n, t in zip(lengths, tile, strict=True))
-        classes = grid_of_lists(*lists, columns=max(columns, lists[1].shape[-1]))[..., :rows, :columns]
-        return cls.from_classes(classes, tile, lengths, lists[2] is not None)  # type: ignore[arg-type]
+        classes = grid_of_lists(cnt, idx, full_cnt, full_idx, columns=max(columns, idx.shape[-1]))[..., :rows, :columns]
+        return cls.from_classes(classes, tile, lengths, full_cnt is not None)  # type: ignore[arg-type]
 
     def to_block_mask(self, mask_mod: Any = None, lengths: tuple[int, int] | None = None) -> Any:
         """The ``anyattn.BlockMask`` of these lists; ``mask_mod`` is what its partial tiles show (None: everything)."""
@@ -172,8 +176,8 @@ class BlockSparseTensors:
         mask, (m, n) = int(self.mask_block_cnt.sum()), self.grid
         total = self.mask_block_cnt.shape[0] * self.mask_block_cnt.shape[1] * m * n
         return (
-            f"BlockSparseTensors({m} x {n} tiles of {self.tile[0]} x {self.tile[1]}, {tuple(self.mask_block_cnt.shape[:2])} batches x heads: "
-            f"{mask} mask, {full} full, {total - mask - full} skipped)"
+            f"BlockSparseTensors({m} x {n} tiles of {self.tile[0]} x {self.tile[1]}, {tuple(self.mask_block_cnt.shape[:2])} "
+            f"batches x heads: {mask} mask, {full} full, {total - mask - full} skipped)"
         )
 
 
@@ -185,9 +189,8 @@ def _coarser(classes: Tensor, dim: int, parts: int) -> Tensor:
     pad = -size % parts
     if pad and size:
         classes = torch.cat([classes, classes.narrow(dim, size - 1, 1).expand(*_with(classes.shape, dim, pad))], dim)
-    grouped = classes.unflatten(dim, (-1, parts))
-    within = dim - 1 if dim == -2 else -1
-    least, most = (grouped.amin(within), grouped.amax(within)) if parts and size else (grouped.sum(within),) * 2
+    grouped = classes.unflatten(dim, ((size + pad) // parts, parts))
+    least, most = grouped.amin(dim), grouped.amax(dim)
     return torch.where(least == FULL, FULL, torch.where(most == EMPTY, EMPTY, PARTIAL)).to(torch.uint8)
 
 
@@ -206,7 +209,8 @@ def _check_shapes(name: str, cnt: Any, idx: Any) -> None:
         if tensor.ndim != rank:
             raise ValueError(f"{what} has shape {tuple(tensor.shape)}; wanted {rank} dimensions {dims}, with B = H = 1 to broadcast")
     if cnt.shape != idx.shape[:3]:
-        raise ValueError(f"{name}_block_cnt has shape {tuple(cnt.shape)} and {name}_block_idx {tuple(idx.shape)}; wanted (B, H, M) and (B, H, M, N)")
+        shapes = f"{name}_block_cnt has shape {tuple(cnt.shape)} and {name}_block_idx {tuple(idx.shape)}"
+        raise ValueError(f"{shapes}; wanted (B, H, M) and (B, H, M, N)")
     if cnt.device != idx.device:
         raise ValueError(f"{name}_block_cnt is on {cnt.device} and {name}_block_idx on {idx.device}; wanted one device")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -39,8 +40,8 @@ def compute_block_sparsity(
     A tail tile counts as full when all its pairs *inside the sequences* are visible, as in FlashAttention, whose kernels mask the tail of
     every tile themselves; ``create_block_mask`` counts it as partial, as torch does.
 
-    Raises ``TypeError`` or ``ValueError`` for bad sizes, ``ModError`` for a mask that cannot be expressed, ``ValueError`` for one that reads
-    a captured tensor out of range.
+    Raises ``TypeError`` or ``ValueError`` for bad sizes, ``ModError`` for a mask that cannot be expressed, ``ValueError`` for one that
+    reads a captured tensor out of range.
 
     >>> compute_block_sparsity(128, 128, 1, 1, 768, 896, lambda b, h, q, k: q + 128 >= k, device="cpu")
     BlockSparseTensors(6 x 7 tiles of 128 x 128, (1, 1) batches x heads: 6 mask, 21 full, 15 skipped)
@@ -67,4 +68,5 @@ def _expanded(lists: BlockSparseTensors, batch: int, heads: int) -> BlockSparseT
         return None if tensor is None else tensor.expand(batch, heads, *tensor.shape[2:]).contiguous()
 
     names = ("mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx")
-    return BlockSparseTensors(*(full(getattr(lists, n)) for n in names), tile=lists.tile, lengths=lists.lengths)  # type: ignore[arg-type]
+    fields: dict[str, Any] = {name: full(getattr(lists, name)) for name in names}
+    return replace(lists, **fields)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from anyattn.mods.bounds import FULL, PARTIAL
+from anyattn.mods.bounds import EMPTY, FULL, PARTIAL
 
 __all__ = ["grid_of_lists", "lists_of_grid", "ordered"]
 
@@ -25,21 +27,23 @@ def lists_of_grid(classes: Tensor, separate_full: bool) -> tuple[Tensor, Tensor,
 
 def ordered(classes: Tensor, listed: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """How many tiles of each row are of a ``listed`` class, and their columns, ascending; the tail is 0."""
-    rows, columns = classes.shape[-2:]
-    indices = _zeros((*classes.shape[:-2], rows, columns), classes.device)
-    counts = torch.zeros(classes.shape[:-1], dtype=torch.int32, device=classes.device)
-    step = max(1, _BATCH_TILES // max(columns, 1))
-    for at in np.ndindex(*classes.shape[:-2]):
-        for first in range(0, rows, step):
-            part = classes[at][first : first + step]
-            hit = part == listed[0] if len(listed) == 1 else part != 0
-            count = hit.sum(-1, dtype=torch.int32)
-            row, column = hit.nonzero().unbind(1)
-            start = count.cumsum(0) - count
-            position = torch.arange(len(row), device=row.device) - start[row]
-            indices[at].view(-1)[(row + first) * columns + position] = column.to(torch.int32)
-            counts[at][first : first + step] = count
-    return counts, indices
+    columns = classes.shape[-1]
+    grid = classes.reshape(classes.shape[:-1].numel(), columns)
+    counts = torch.zeros(len(grid), dtype=torch.int32, device=classes.device)
+    indices = _zeros((len(grid), columns), classes.device)
+    for part in _batches(grid):
+        hit = grid[part] == listed[0] if len(listed) == 1 else grid[part] != EMPTY
+        count = hit.sum(-1, dtype=torch.int32)
+        row, column = hit.nonzero().unbind(1)
+        position = torch.arange(len(row), device=row.device) - (count.cumsum(0) - count)[row]
+        indices[part].view(-1)[row * columns + position] = column.to(torch.int32)
+        counts[part] = count
+    return counts.reshape(classes.shape[:-1]), indices.reshape(classes.shape)
+
+
+def _batches(grid: Tensor) -> Iterator[slice]:
+    step = max(1, _BATCH_TILES // max(grid.shape[-1], 1))
+    return (slice(first, first + step) for first in range(0, len(grid), step))
 
 
 def _zeros(shape: tuple[int, ...], device: torch.device) -> Tensor:
@@ -54,15 +58,17 @@ def grid_of_lists(
 ) -> Tensor:
     """uint8 classes (B, H, M, N) of lists; entries beyond a row's count are not read, and N defaults to the lists' width."""
     columns = mask_idx.shape[-1] if columns is None else columns
-    classes = torch.zeros(*mask_idx.shape[:-1], columns, dtype=torch.uint8, device=mask_idx.device)
+    lead = mask_idx.shape[:-1]
+    classes = torch.zeros(lead.numel(), columns, dtype=torch.uint8, device=mask_idx.device)
     for cnt, idx, value in ((mask_cnt, mask_idx, PARTIAL), (full_cnt, full_idx, FULL)):
         if cnt is None or idx is None:
             continue
-        for at in np.ndindex(*classes.shape[:-2]):
-            step = max(1, _BATCH_TILES // max(idx.shape[-1], 1))
-            for first in range(0, classes.shape[-2], step):
-                part = slice(first, first + step)
-                listed = torch.arange(idx.shape[-1], device=idx.device) < cnt[at][part, None]
-                row, position = listed.nonzero().unbind(1)
-                classes[at][row + first, idx[at][part][row, position].to(torch.int64)] = value
-    return classes
+        cnt, idx = cnt.reshape(-1), idx.reshape(lead.numel(), idx.shape[-1])
+        position = torch.arange(idx.shape[-1], device=idx.device)
+        for part in _batches(idx):
+            row, at = (position < cnt[part, None]).nonzero().unbind(1)
+            column = idx[part][row, at].to(torch.int64)
+            if bool(((column < 0) | (column >= columns)).any()):
+                raise ValueError(f"block lists name column {int(column.min())} to {int(column.max())} of {columns}; the lists are damaged")
+            classes[part].view(-1)[row * columns + column] = value
+    return classes.reshape(*lead, columns)

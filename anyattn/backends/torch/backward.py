@@ -18,7 +18,7 @@ from anyattn.backends.torch.forward import Scores
 from anyattn.backends.torch.memory import empty, zeros
 from anyattn.backends.torch.spans import RowTile
 from anyattn.backends.torch.stages import Tile
-from anyattn.backends.torch.tiles import LOG2E, Call, Chunk, Heads, ascending, chunks, row_heads
+from anyattn.backends.torch.tiles import LOG2E, Call, Chunk, Heads, ascending, chunks, finite_or_zero, row_heads
 
 __all__ = ["backward"]
 
@@ -78,8 +78,7 @@ class _Operands:
         # 0 x NaN: the scores come from the keys as they are, everything weighted by them from finite ones
         self.finite_keys = self.keys
         if not call.all_finite:
-            self.finite_keys = self.keys.masked_fill(~torch.isfinite(self.keys), 0.0)
-            self.values = self.values.masked_fill(~torch.isfinite(self.values), 0.0)
+            self.finite_keys, self.values = finite_or_zero(self.keys), finite_or_zero(self.values)
         self.dk = torch.zeros(self.keys.shape, dtype=stat, device=device)
         self.dv = torch.zeros(self.values.shape, dtype=stat, device=device)
 
@@ -99,7 +98,6 @@ class ScoreGradients:
         else:
             score = self._wide(self.scores.products(q, keys, chunk, 1.0))
             modified, by_score = self.captured.modified(row_heads(score, tile), tile)
-            modified = modified.mul(LOG2E) if modified.shape == tile.shape else modified.mul(LOG2E).expand(tile.shape).contiguous()
             self.call.masks.apply(modified, tile, chunk.asked)
             modified = modified.view(score.shape)
         return modified.sub_(lse).exp2_(), by_score

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anyattn.backends.torch.lower import lowered
 from anyattn.backends.torch.memory import zeros
 from anyattn.backends.torch.spans import Segment
 from anyattn.backends.torch.stages import Bound, Tile, bind
-from anyattn.backends.torch.tiles import Call
+from anyattn.backends.torch.tiles import LOG2E, Call
 from anyattn.mods.dependence import dependence
 from anyattn.mods.grad import LoadGradient, score_gradients
 from anyattn.mods.ir import Builder, Expr
@@ -44,6 +45,8 @@ class CapturedGradients:
         derivatives = [builder.copy(gradients.expr, w) for w in wanted]
         # of an additive mod the derivatives do not see the score, and the modified score is computed elsewhere
         joint = builder.build(*derivatives[1:]) if is_additive else builder.build(value, *derivatives)
+        if not is_additive:
+            joint = lowered(joint, (LOG2E, *(1.0 for _ in derivatives)), is_half=call.problem.q.element_size() == 2)
         self.by_score_is_one = is_additive or _is_one(joint, joint.outputs[1])
         self.bound = bind(joint, score.scalars, score.tensors, call.problem)
         self.sums = [_Sum(call, gradients.expr, g) for g in self.loads]
@@ -53,9 +56,10 @@ class CapturedGradients:
                 self.totals[g.slot] = zeros(tuple(tensor.shape), call.problem.stat_dtype, tensor.device)
 
     def modified(self, score: Tensor, tile: Tile) -> tuple[Tensor, Tensor | None]:
-        """The mod's value and its derivative by the score (None where it is 1) on a tile of scores."""
+        """The mod's value in base 2 and its derivative by the score (None where it is 1) on a tile of scores."""
         value, by_score, *self._by_load = self.bound.on(tile, score)
-        value = value if isinstance(value, Tensor) else torch.full((1, 1, 1, 1), value, dtype=score.dtype, device=score.device)
+        modified = self.call.workspace.take("modified", tile.shape, score.dtype)
+        value = modified.copy_(value) if isinstance(value, Tensor) else modified.fill_(value)
         return value, None if self.by_score_is_one else by_score
 
     def add(self, dscore: Tensor, tile: Tile, asked: tuple[Segment, ...]) -> None:
@@ -137,5 +141,6 @@ class _Sum:
         for index, size, stride in zip(indices, self.sizes, total.stride(), strict=True):
             index = index if isinstance(index, Tensor) else torch.tensor(index, device=part.device)
             flat = flat + torch.where(index < 0, index + size, index) * stride
-        part = part.sum([d for d in range(4) if flat.shape[d] == 1 and part.shape[d] != 1], keepdim=True)
+        shared = [d for d in range(4) if flat.shape[d] == 1 and part.shape[d] != 1]
+        part = part.sum(shared, keepdim=True) if shared else part
         total.view(-1).index_add_(0, flat.expand(part.shape).reshape(-1), part.reshape(-1))

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from anyattn.backends.torch.lower import lowered
 from anyattn.backends.torch.memory import empty
 from anyattn.backends.torch.spans import RowTile
 from anyattn.backends.torch.stages import Bound, Tile, bind
@@ -41,7 +42,8 @@ class Scores:
         score = call.problem.score
         if score is not None:
             bias = additive_bias(score.expr, LOG2E)
-            bound = bind(bias or score.expr, score.scalars, score.tensors, call.problem)
+            expr = bias or lowered(score.expr, (LOG2E,), is_half=call.problem.q.element_size() == 2)
+            bound = bind(expr, score.scalars, score.tensors, call.problem)
             if bias is None:
                 self.mod = bound
             elif bound.stage in ("per_head", "row") and _is_finite(bound):
@@ -78,8 +80,8 @@ class Scores:
         elif self.mod is not None:
             modified = self.mod.on(tile, view, owns_score=True)[0]
             if not isinstance(modified, Tensor) or modified.shape != view.shape:
-                modified = view.copy_(modified)  # a mod that ignores the score
-            view = modified.mul_(LOG2E) if modified.is_contiguous() else view.copy_(modified).mul_(LOG2E)
+                modified = view.copy_(modified) if isinstance(modified, Tensor) else view.fill_(modified)  # a mod that ignores the score
+            view = modified if modified.is_contiguous() else view.copy_(modified)
         self.call.masks.apply(view, tile, chunk.asked)
         return view.view(scores.shape)
 

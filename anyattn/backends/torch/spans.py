@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from anyattn.mods.bounds import classify
-from anyattn.mods.rows import limits
 from anyattn.problem import Problem
 from anyattn.sparsity.block_sparse import BlockSparseTensors
 
@@ -68,8 +67,7 @@ class _Source:
 
 def cover(problem: Problem, tile_m: int, pairs_at_once: int) -> Coverage:
     """Row tiles of ``tile_m`` rows for every batch entry and head, at most ``pairs_at_once`` (batch, head) pairs to a group."""
-    shape = (problem.seqlen_q, problem.seqlen_k, problem.batch, problem.heads_q)
-    ranges = tuple(limits(p, *shape, problem.q.device) for p in problem.predicates)
+    ranges = problem.row_limits
     sources = []
     if problem.blocks is not None:
         sources.append(_from_lists(problem.blocks, 0 if problem.predicates else None, tile_m, problem))

@@ -18,7 +18,7 @@ from anyattn.mods.ir import Expr
 from anyattn.plan import Plan
 from anyattn.problem import Problem
 
-__all__ = ["LN2", "LOG2E", "Call", "Chunk", "Heads", "Masks", "ascending", "chunks", "row_heads"]
+__all__ = ["LN2", "LOG2E", "Call", "Chunk", "Heads", "Masks", "ascending", "chunks", "finite_or_zero", "row_heads"]
 
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
@@ -86,6 +86,10 @@ def row_heads(x: Tensor, tile: Tile) -> Tensor:
     """A (count, stacked rows, n) tensor seen as (batch entries, query heads, rows, n), rows still descending."""
     batch, heads, rows, _ = tile.shape
     return x.view(batch, heads, rows, x.shape[-1])
+
+
+def finite_or_zero(x: Tensor) -> Tensor:
+    return x.masked_fill(~torch.isfinite(x), 0.0)
 
 
 def ascending(x: Tensor, tile: Tile) -> Tensor:
