@@ -61,7 +61,24 @@ def choose(problem: Problem, hardware: Hardware, backend: str | None = None, opt
     if reason is not None:
         raise BackendError(f"backend={backend!r} cannot run here: {reason}; pass backend=None to let anyattn choose")
     plan = _torch_plan(problem, hardware, asked=backend is not None)
-    return replace(plan, **options) if options else plan  # type: ignore[arg-type]
+    return _with_options(plan, problem, options or {})
+
+
+def _with_options(plan: Plan, problem: Problem, options: dict[str, int]) -> Plan:
+    """The plan with the tiles asked for; a row tile must divide the block mask's, so there the nearest one below that does is taken."""
+    if "tile_m" in options:
+        tile_m = options["tile_m"]
+        if problem.blocks is not None:
+            tile_m = _divisor(problem.blocks.tile[0], tile_m)
+        plan = replace(plan, tile_m=tile_m, why=(*plan.why, f"row tile {tile_m}: kernel_options tile_m={options['tile_m']}"))
+    if "tile_n" in options:
+        plan = replace(plan, tile_n=options["tile_n"], tile_n_backward=options["tile_n"])
+    return plan
+
+
+def _divisor(number: int, most: int) -> int:
+    """The largest divisor of ``number`` that is at most ``most``."""
+    return next(d for d in range(min(number, most), 0, -1) if number % d == 0)
 
 
 def _torch_plan(problem: Problem, hardware: Hardware, asked: bool) -> Plan:
@@ -95,7 +112,7 @@ def _tile_m(problem: Problem, why: list[str]) -> int:
     tile_m = min(256, max(problem.seqlen_q, 1))
     if problem.blocks is not None:
         block_m = problem.blocks.tile[0]
-        tile_m = next(t for t in range(min(block_m, 512), 0, -1) if block_m % t == 0)
+        tile_m = _divisor(block_m, 512)
         why.append(f"row tile {tile_m}: divides the block mask's {block_m}")
     elif any(_mean_width(limit) < 4 * tile_m for limit in problem.row_limits) and tile_m > 128:
         tile_m = 128

@@ -141,5 +141,6 @@ class _Sum:
         for index, size, stride in zip(indices, self.sizes, total.stride(), strict=True):
             index = index if isinstance(index, Tensor) else torch.tensor(index, device=part.device)
             flat = flat + torch.where(index < 0, index + size, index) * stride
-        part = part.sum([d for d in range(4) if flat.shape[d] == 1 and part.shape[d] != 1], keepdim=True)
+        shared = [d for d in range(4) if flat.shape[d] == 1 and part.shape[d] != 1]
+        part = part.sum(shared, keepdim=True) if shared else part
         total.view(-1).index_add_(0, flat.expand(part.shape).reshape(-1), part.reshape(-1))

@@ -108,7 +108,7 @@ class Bound:
         h = torch.arange(heads, device=device).view(-1, 1, 1)
         whole = torch.arange(seqlen_q, device=device).view(-1, 1), torch.arange(seqlen_k, device=device)
         # entry y of a diagonal vector holds the value at q - kv = Sq - 1 - y
-        along = torch.arange(seqlen_q - 1, -seqlen_k, -1, device=device), torch.zeros((), dtype=torch.int64, device=device)
+        along = torch.arange(-seqlen_q + 1, max(seqlen_k, 1), device=device).neg_(), torch.zeros((), dtype=torch.int64, device=device)
         for stages, (q_idx, kv_idx) in ((("per_head", "row", "col"), whole), (("diagonal",), along)):
             wanted = [i for i in self.staging.boundary if self.staging.stage[i] in stages]
             leaves = {"b": b, "h": h, "q_idx": q_idx, "kv_idx": kv_idx, "score": None}
