@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 
 from anyattn.mods.ir import Builder, Expr, category
 
