@@ -25,7 +25,9 @@ def test_a_mask_without_ranges():
     assert "captures  nothing" in text and "ranges    none" in text
 
 
-@pytest.mark.parametrize(("mod", "form"), [(scores.softcap(3.0), "general"), (scores.alibi(torch.ones(2, requires_grad=True)), "score + bias")])
+@pytest.mark.parametrize(
+    ("mod", "form"), [(scores.softcap(3.0), "general"), (scores.alibi(torch.ones(2, requires_grad=True)), "score + bias")]
+)
 def test_a_score(mod, form):
     text = str(explain_mod(mod))
     assert f"form      {form}" in text and mod.name in text and trace(mod, "score").key in text
@@ -39,7 +41,11 @@ def test_names_are_not_mixed_up():
 
 
 def test_aux_tensors_and_kinds():
-    text = str(explain_mod(lambda b, h, q_idx, kv_idx, aux_tensors: aux_tensors[0][q_idx] == kv_idx, aux_tensors=[torch.zeros(4, dtype=torch.int32)]))
+    text = str(
+        explain_mod(
+            lambda b, h, q_idx, kv_idx, aux_tensors: aux_tensors[0][q_idx] == kv_idx, aux_tensors=[torch.zeros(4, dtype=torch.int32)]
+        )
+    )
     assert "tensor 0: int32 (4,) on cpu" in text
     assert "score_mod" in str(explain_mod(lambda a, b, h, q_idx, kv_idx: a, "score"))
     with pytest.raises(ModError):

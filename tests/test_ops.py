@@ -51,7 +51,11 @@ def test_gallery(name):
 
 
 def test_captured_parameters_get_gradients():
-    slopes, table, cap = scores.alibi_slopes(H).requires_grad_(), torch.randn(H, 21, requires_grad=True), torch.tensor(3.0, requires_grad=True)
+    slopes, table, cap = (
+        scores.alibi_slopes(H).requires_grad_(),
+        torch.randn(H, 21, requires_grad=True),
+        torch.tensor(3.0, requires_grad=True),
+    )
     score = scores.alibi(slopes).then(scores.relative_bias(table)).then(scores.softcap(cap))
     same_with_gradients(lambda q, k, v: anyattn.flex_attention(q, k, v, score_mod=score), inputs(), (slopes, table, cap))
 
@@ -62,9 +66,7 @@ def test_sink_lse_gqa_and_two_masks():
     block_mask = anyattn.create_block_mask(masks.sliding_window(9, 9), 1, 1, S, S, device="cpu", BLOCK_SIZE=16)
 
     def call(q, k, v):
-        return anyattn.flex_attention(
-            q, k, v, block_mask=block_mask, mask_mod=mask, sink=sink, enable_gqa=True, return_lse=True, scale=0.3
-        )
+        return anyattn.flex_attention(q, k, v, block_mask=block_mask, mask_mod=mask, sink=sink, enable_gqa=True, return_lse=True, scale=0.3)
 
     same_with_gradients(call, inputs(heads_kv=2), (sink,))
 
@@ -170,9 +172,23 @@ def operands(score, mask, *, blocks=False, sink=None, wants_max=False, grad=True
         made = anyattn.create_block_mask(mask, 1, 1, S, S, device="cpu", BLOCK_SIZE=16)
         lists = [made.kv_num_blocks, made.kv_indices, made.full_kv_num_blocks, made.full_kv_indices]
     return (
-        q, k, v, sink, s.program if s else "", s.scalars if s else torch.empty(0, dtype=torch.float64), s.tensors if s else [],
-        m.program if m else "", [m.scalars] if m else [], m.tensors if m else [], lists, [16, 16] if blocks else [], False, 0.25, wants_max, "",
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        sink,
+        s.program if s else "",
+        s.scalars if s else torch.empty(0, dtype=torch.float64),
+        s.tensors if s else [],
+        m.program if m else "",
+        [m.scalars] if m else [],
+        m.tensors if m else [],
+        lists,
+        [16, 16] if blocks else [],
+        False,
+        0.25,
+        wants_max,
+        "",
+    )
 
 
 OPCHECKS = {

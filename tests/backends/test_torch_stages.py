@@ -17,11 +17,16 @@ from anyattn.mods.trace import trace
 from anyattn.testing import budget, cases
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "fuzz"))
-from mods import chains, mask_of, score_of, trees  # noqa: E402
+from mods import chains, mask_of, score_of, trees
 
 B, H, M, N = 2, 3, 21, 27
 SHAPE = cases.Shape(B, H, H, M, N, 4, 4)
-LEAVES = {"b": torch.arange(B).view(-1, 1, 1, 1), "h": torch.arange(H).view(-1, 1, 1), "q_idx": torch.arange(M).view(-1, 1), "kv_idx": torch.arange(N)}
+LEAVES = {
+    "b": torch.arange(B).view(-1, 1, 1, 1),
+    "h": torch.arange(H).view(-1, 1, 1),
+    "q_idx": torch.arange(M).view(-1, 1),
+    "kv_idx": torch.arange(N),
+}
 TILES = [Tile(0, B, 0, H, 0, M, 0, N), Tile(0, 1, 1, 3, 5, 13, 0, 7), Tile(1, 2, 0, 1, 20, 21, 26, 27), Tile(0, 2, 2, 3, 3, 20, 11, 27)]
 
 

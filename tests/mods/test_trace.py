@@ -299,7 +299,7 @@ def over_lines(b, h, q, k):
         & (k > 0)
         and (q
              > k)
-    )  # fmt: skip
+    )
 
 
 def chain_over_lines(b, h, q, k):
@@ -307,7 +307,7 @@ def chain_over_lines(b, h, q, k):
         q - 3
         <= k
         <= q
-    )  # fmt: skip
+    )
 
 
 ILLEGAL = {
@@ -408,7 +408,7 @@ def test_structure_enters_the_key():
             lambda b, h, q, k: q >= k + 2, lambda b, h, q, k: table[h, q] > 0, lambda b, h, q, k: table[0, q] > 0,
             lambda b, h, q, k: bucket[q] > 0,
         )
-    ]  # fmt: skip
+    ]
     assert len(set(keys)) == len(keys)
 
 
@@ -559,7 +559,7 @@ def test_swapped_and_aliased_tensors():
         lambda t: (t + 1).item(), lambda t: [1, 2, 3, 4, 5, 6][t], lambda t: t.sum(),
     ],
     ids=["item", "int", "float", "tolist", "numpy", "if", "range", "derived", "index", "sum"],
-)  # fmt: skip
+)
 def test_reading_a_captured_tensors_value(read):
     def make(t):
         return lambda b, h, q, k: q - k < read(t)
