@@ -95,14 +95,14 @@ def _tree(rng: random.Random, length: int, B: int, H: int, depth: int, ranges_on
         kind = rng.choice(_RANGE_LEAVES if ranges_only else _RANGE_LEAVES + _OTHER_LEAVES)
         return kind(rng, length, B, H)
     x, y, z = (_tree(rng, length, B, H, rng.randrange(depth), ranges_only) for _ in range(3))
-    kind = rng.choice("&&||~^?")
-    if kind == "&":
+    joint = rng.choice("&&||~^?")
+    if joint == "&":
         return lambda b, h, q, k: x(b, h, q, k) & y(b, h, q, k)
-    if kind == "|":
+    if joint == "|":
         return lambda b, h, q, k: x(b, h, q, k) | y(b, h, q, k)
-    if kind == "~":
+    if joint == "~":
         return lambda b, h, q, k: ~x(b, h, q, k)
-    if kind == "^":
+    if joint == "^":
         return lambda b, h, q, k: x(b, h, q, k) ^ y(b, h, q, k)
     return lambda b, h, q, k: torch.where(x(b, h, q, k), y(b, h, q, k), z(b, h, q, k))
 
