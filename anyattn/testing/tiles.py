@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,12 +12,12 @@ from torch import Tensor
 from anyattn.mods import masks
 from anyattn.mods.bounds import EMPTY, FULL, PARTIAL
 from anyattn.mods.evaluate import evaluate
-from anyattn.mods.trace import TracedMod, trace
+from anyattn.mods.trace import trace
 
 __all__ = ["brute_classes", "dense", "library_masks", "random_mask"]
 
 
-def dense(mod: TracedMod | Callable, seqlen_q: int, seqlen_k: int, B: int = 1, H: int = 1) -> Tensor:
+def dense(mod: Any, seqlen_q: int, seqlen_k: int, B: int = 1, H: int = 1) -> Tensor:
     """bool (B, H, seqlen_q, seqlen_k): every pair, one by one."""
     b, h = torch.arange(B)[:, None, None, None], torch.arange(H)[:, None, None]
     q_idx, kv_idx = torch.arange(seqlen_q)[:, None], torch.arange(seqlen_k)
