@@ -59,6 +59,7 @@ class _Reverse:
             leaf = node.op == "score" or (node.op == "load" and category(node.dtype) == "float")
             self.needed[i] = leaf or (category(node.dtype) == "float" and node.op != "load" and any(self.needed[a] for a in node.args))
         self.cotangent: dict[int, int] = {}
+        self.conditional: set[int] = set()  # cotangents that passed a `where`: 0 in the branch that it does not take
 
     # -- arithmetic in the score's dtype, with the literals that derivatives are full of folded away
     def number(self, value: float) -> int:
@@ -88,6 +89,13 @@ class _Reverse:
             return self.number(x + y)
         return b if x == 0 else a if y == 0 else self.op("add", a, b)
 
+    def sum(self, a: int, b: int) -> int:
+        """Two cotangents of one node together."""
+        total = self.add(a, b)
+        if a in self.conditional or b in self.conditional:
+            self.conditional.add(total)
+        return total
+
     def neg(self, a: int) -> int:
         x = self.literal(a)
         return self.number(-x) if x is not None else self.op("neg", a)
@@ -97,10 +105,8 @@ class _Reverse:
 
     def guarded(self, g: int, factor: Callable[[], int]) -> int:
         """``g * factor``, and 0 where g is 0: a factor that is infinite in a branch not taken must not make NaN of it."""
-        if self.literal(g) == 0:
-            return g
         product = self.mul(g, factor())
-        if self.literal(g) is not None:
+        if g not in self.conditional or self.literal(g) is not None:
             return product
         return self.op("where", self.op("eq", g, self.number(0.0)), self.number(0.0), product)
 
@@ -116,9 +122,12 @@ class _Reverse:
             elif node.op == "load":
                 loads.append((node.attr, g, [self.primal[a] for a in node.args]))
             else:
-                for a, part in zip(node.args, self.parts(i, g), strict=True):
+                parts = self.parts(i, g)
+                if node.op == "where" or g in self.conditional:
+                    self.conditional.update(p for p in parts if p is not None)
+                for a, part in zip(node.args, parts, strict=True):
                     if self.needed[a] and part is not None:
-                        self.cotangent[a] = self.add(self.cotangent[a], part) if a in self.cotangent else part
+                        self.cotangent[a] = self.sum(self.cotangent[a], part) if a in self.cotangent else part
         outputs, described = [score], []
         for slot, g, indices in reversed(loads):
             described.append(LoadGradient(slot, len(outputs), tuple(range(len(outputs) + 1, len(outputs) + 1 + len(indices)))))
@@ -146,7 +155,7 @@ _STEPS = frozenset(("floor", "ceil", "trunc", "round", "sign", "floordiv"))
 _Unary = Callable[[_Reverse, int, int, int], int]
 _UNARY: dict[str, _Unary] = {
     "neg": lambda r, g, x, out: r.neg(g),
-    "abs": lambda r, g, x, out: r.mul(g, r.op("sign", x)),
+    "abs": lambda r, g, x, out: r.guarded(g, lambda: r.op("sign", x)),
     "exp": lambda r, g, x, out: r.guarded(g, lambda: out),
     "exp2": lambda r, g, x, out: r.guarded(g, lambda: r.mul(out, r.number(math.log(2.0)))),
     "expm1": lambda r, g, x, out: r.guarded(g, lambda: r.add(out, r.number(1.0))),
@@ -156,11 +165,11 @@ _UNARY: dict[str, _Unary] = {
     "sqrt": lambda r, g, x, out: r.guarded(g, lambda: r.op("div", r.number(0.5), out)),
     "rsqrt": lambda r, g, x, out: r.guarded(g, lambda: r.mul(r.number(-0.5), r.op("div", out, x))),
     "reciprocal": lambda r, g, x, out: r.guarded(g, lambda: r.neg(r.mul(out, out))),
-    "sin": lambda r, g, x, out: r.mul(g, r.op("cos", x)),
-    "cos": lambda r, g, x, out: r.neg(r.mul(g, r.op("sin", x))),
-    "tanh": lambda r, g, x, out: r.mul(g, r.op("sub", r.number(1.0), r.mul(out, out))),
-    "sigmoid": lambda r, g, x, out: r.mul(g, r.mul(out, r.op("sub", r.number(1.0), out))),
-    "erf": lambda r, g, x, out: r.mul(g, r.mul(r.number(2.0 / math.sqrt(math.pi)), r.op("exp", r.neg(r.mul(x, x))))),
+    "sin": lambda r, g, x, out: r.guarded(g, lambda: r.op("cos", x)),
+    "cos": lambda r, g, x, out: r.guarded(g, lambda: r.neg(r.op("sin", x))),
+    "tanh": lambda r, g, x, out: r.guarded(g, lambda: r.op("sub", r.number(1.0), r.mul(out, out))),
+    "sigmoid": lambda r, g, x, out: r.guarded(g, lambda: r.mul(out, r.op("sub", r.number(1.0), out))),
+    "erf": lambda r, g, x, out: r.guarded(g, lambda: r.mul(r.number(2.0 / math.sqrt(math.pi)), r.op("exp", r.neg(r.mul(x, x))))),
 }
 
 

@@ -218,3 +218,10 @@ def test_gallery(name):
     mod = variant.mods(variant.make(SHAPE, torch.Generator().manual_seed(3)), SHAPE)["score"]
     if mod is not None:
         agree(mod, ulps=64)
+
+
+@pytest.mark.parametrize("f", [torch.tanh, torch.sigmoid, torch.sin, torch.cos, torch.erf, abs], ids=lambda f: f.__name__)
+def test_a_branch_not_taken_contributes_nothing_even_where_it_is_nan(f):
+    expr = trace(lambda s, b, h, q, k: torch.where(s > 0, f(torch.log(s)), s), "score").expr
+    (by_score,) = run(score_gradients(expr).expr, {"score": torch.tensor([-1.0])}, (), ())
+    assert by_score.tolist() == [1.0]

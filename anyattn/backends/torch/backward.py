@@ -8,6 +8,7 @@ and the captured tensors' gradients are summed over the tiles in a fixed order, 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +17,8 @@ from torch import Tensor
 from anyattn.backends.torch.captured import CapturedGradients
 from anyattn.backends.torch.forward import Scores
 from anyattn.backends.torch.memory import empty, zeros
-from anyattn.backends.torch.spans import RowTile
+from anyattn.backends.torch.rectangles import blocks
+from anyattn.backends.torch.spans import Group, RowTile
 from anyattn.backends.torch.stages import Tile
 from anyattn.backends.torch.tiles import LOG2E, Call, Chunk, Heads, ascending, chunks, finite_or_zero, row_heads
 
@@ -54,8 +56,8 @@ def backward(call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | 
     for group in call.coverage.groups:
         heads = Heads(problem, group, call.dtype)
         operands = _Operands(call, heads)
-        for row_tile in group.row_tiles:
-            dq_tile = _row_tile(call, heads, row_tile, statistics, operands, scores)
+        for row_tile, start in _with_starts(call, group, heads, statistics, operands, None if dlse is not None else (dout, out, lse)):
+            dq_tile = _row_tile(call, heads, row_tile, statistics, operands, scores, start)
             at = (heads.batches, heads.q_heads, slice(row_tile.q_lo, row_tile.q_hi))
             dq[at] = ascending(dq_tile, heads.tile(row_tile, Chunk(0, 0, ())))
         for total, part in ((dk, operands.dk), (dv, operands.dv)):
@@ -67,6 +69,27 @@ def backward(call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | 
         share = torch.exp2(problem.sink.to(stat)[:, None, None] * LOG2E - statistics.lse)
         dsink = (share * statistics.delta).sum((0, 2, 3)).neg_().to(problem.sink.dtype)
     return dq, dk.to(problem.k.dtype), dv.to(problem.v.dtype), dsink, *scores.captured.results()
+
+
+def _with_starts(
+    call: Call, group: Group, heads: Heads, statistics: _Statistics, operands: _Operands, rows: tuple[Tensor, Tensor, Tensor] | None
+) -> Iterator[tuple[RowTile, Tensor | None]]:
+    """The row tiles with the dQ that a rectangle has already given them; its dK and dV are added to the group's.
+
+    rows: dout, out and lse as given; None where a gradient of lse asks for more than ATen's kernel knows.
+    """
+    if rows is None:
+        yield from ((row_tile, None) for row_tile in group.row_tiles)
+        return
+    for block in blocks(call, group):
+        if block.rectangle is None:
+            yield from ((row_tile, None) for row_tile in block.row_tiles)
+            continue
+        r = block.rectangle
+        dq, dk, dv = r.backward(call, heads, operands.keys, operands.values, statistics.q, (statistics.dout, *rows[1:]))
+        operands.dk[:, r.lo : r.hi] += dk
+        operands.dv[:, r.lo : r.hi] += dv
+        yield from ((row_tile, r.rows_of(dq.contiguous(), row_tile, heads)) for row_tile in block.row_tiles)
 
 
 class _Operands:
@@ -109,7 +132,7 @@ class ScoreGradients:
 
 
 def _row_tile(
-    call: Call, heads: Heads, row_tile: RowTile, statistics: _Statistics, operands: _Operands, scores: ScoreGradients
+    call: Call, heads: Heads, row_tile: RowTile, statistics: _Statistics, operands: _Operands, scores: ScoreGradients, start: Tensor | None
 ) -> Tensor:
     """dQ of one row tile (count, rows, D); adds to the group's dK and dV and to the captured tensors' gradients."""
     stat, scale = call.problem.stat_dtype, call.problem.scale
@@ -117,7 +140,7 @@ def _row_tile(
     q, dout = heads.rows(statistics.q, *rows), heads.rows(statistics.dout, *rows)
     lse, delta = heads.rows(statistics.lse, *rows, stat), heads.rows(statistics.delta, *rows, stat)
     lse = lse - scores.scores.shift_of(heads.tile(row_tile, Chunk(0, 0, ())), lse)
-    dq = torch.zeros(q.shape, dtype=stat, device=q.device)
+    dq = torch.zeros(q.shape, dtype=stat, device=q.device) if start is None else start.clone()
     for chunk in chunks(row_tile, call.plan.tile_n_backward):
         tile = heads.tile(row_tile, chunk)
         here = slice(chunk.lo, chunk.hi)

@@ -7,6 +7,7 @@ scores live in base 2, so that the exponential is one exp2, and the output is di
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,8 @@ from torch import Tensor
 
 from anyattn.backends.torch.lower import lowered
 from anyattn.backends.torch.memory import empty
-from anyattn.backends.torch.spans import RowTile
+from anyattn.backends.torch.rectangles import blocks
+from anyattn.backends.torch.spans import Group, RowTile
 from anyattn.backends.torch.stages import Bound, Tile, bind
 from anyattn.backends.torch.tiles import LN2, LOG2E, Call, Chunk, Heads, ascending, chunks, row_heads
 from anyattn.mods.linear import additive_bias
@@ -98,9 +100,9 @@ def forward(call: Call) -> Result:
         heads = Heads(problem, group, call.dtype)
         keys, values = heads.keys(problem.k), _Values(call, heads)
         place = (heads.batches, heads.q_heads)
-        for row_tile in group.row_tiles:
+        for row_tile, start in _with_starts(call, group, heads, keys, values.as_given):
             at = (*place, slice(row_tile.q_lo, row_tile.q_hi))
-            acc, row_max, row_sum = _stream(call, heads, row_tile, scores, keys, values)
+            acc, row_max, row_sum = _stream(call, heads, row_tile, scores, keys, values, start)
             tile = heads.tile(row_tile, Chunk(0, 0, ()))
             row_max += scores.shift_of(tile, row_max)
             if highest is not None:
@@ -113,11 +115,24 @@ def forward(call: Call) -> Result:
     return Result(out, lse, highest)
 
 
+def _with_starts(
+    call: Call, group: Group, heads: Heads, keys: Tensor, values: Tensor
+) -> Iterator[tuple[RowTile, tuple[Tensor, Tensor] | None]]:
+    """The row tiles with what a rectangle has already summed for them: normalised output and base-2 log-sum-exp, or None."""
+    for block in blocks(call, group):
+        if block.rectangle is None:
+            yield from ((row_tile, None) for row_tile in block.row_tiles)
+            continue
+        out, lse = block.rectangle.forward(call, heads, keys, values)
+        for row_tile in block.row_tiles:
+            yield row_tile, (block.rectangle.rows_of(out, row_tile, heads), block.rectangle.rows_of(lse, row_tile, heads))
+
+
 class _Values:
     """V as a batch of matrices, guarded against NaN and infinity at keys that a row does not see: 0 x NaN must not reach its output."""
 
     def __init__(self, call: Call, heads: Heads):
-        self.values = heads.keys(call.problem.v)
+        self.values = self.as_given = heads.keys(call.problem.v)
         self.bad: Tensor | None = None
         if not call.all_finite:
             finite = torch.isfinite(self.values)
@@ -134,14 +149,20 @@ class _Values:
 
 
 def _stream(
-    call: Call, heads: Heads, row_tile: RowTile, scores: Scores, keys: Tensor, values: _Values
+    call: Call, heads: Heads, row_tile: RowTile, scores: Scores, keys: Tensor, values: _Values, start: tuple[Tensor, Tensor] | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Unnormalised output (count, rows, Dv), row maximum in base 2 and row sum (count, rows, 1) of one row tile."""
+    """Unnormalised output (count, rows, Dv), row maximum in base 2 and row sum (count, rows, 1) of one row tile.
+
+    start: the normalised output and the base-2 log-sum-exp of keys that are not among the tile's segments.
+    """
     stat = call.problem.stat_dtype
     q = heads.rows(call.problem.q, row_tile.q_lo, row_tile.q_hi)
     shape = (q.shape[0], q.shape[1], 1)
     lowest = torch.finfo(call.dtype).min / 2  # never -inf, so that -inf - maximum is -inf and not NaN
     acc = row_sum = row_max = None
+    if start is not None:
+        acc, row_max = start
+        row_sum = torch.ones_like(row_max)
     for chunk in chunks(row_tile, call.plan.tile_n):
         s = scores.of(q, keys, heads.tile(row_tile, chunk), chunk)
         highest = s.amax(-1, keepdim=True)
