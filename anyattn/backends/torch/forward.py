@@ -65,8 +65,9 @@ class Scores:
         """
         if self.bias is not None or self.mod is not None or self.call.problem.wants_max:
             return False
-        longest = [torch.linalg.vector_norm(t, dim=-1, dtype=self.call.problem.stat_dtype).amax() for t in (self.call.problem.q, self.call.problem.k)]
-        return bool(longest[0] * longest[1] * (abs(self.call.problem.scale) * LOG2E) < _SMALL)
+        problem = self.call.problem
+        longest = [torch.linalg.vector_norm(t, dim=-1, dtype=problem.stat_dtype).amax() for t in (problem.q, problem.k)]
+        return bool(longest[0] * longest[1] * (abs(problem.scale) * LOG2E) < _SMALL)
 
     def shift_of(self, tile: Tile, like: Tensor) -> Tensor | float:
         """What ``shift`` adds to the base-2 scores of each row, shaped as ``like`` (count, stacked rows, 1)."""
