@@ -86,7 +86,8 @@ class _InterceptCaptured(TorchFunctionMode):
                 return FUNCTIONS[name](*args, **kwargs)
             return Value.__torch_function__(func, types, args, kwargs)
         result = func(*args, **kwargs)
-        if not isinstance(result, torch.Tensor) and getattr(func, "__name__", "") not in _METADATA:
+        of_a_tensor = any(isinstance(a, torch.Tensor) for a in args)
+        if of_a_tensor and not isinstance(result, torch.Tensor) and getattr(func, "__name__", "") not in _METADATA:
             self.tracer.reads_values = True
         return result
 

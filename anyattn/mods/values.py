@@ -342,6 +342,16 @@ def _filled(value: Any = None, default_dtype: bool = False) -> Callable[..., Val
     return apply
 
 
+def _tensor(x: Any, dtype: Any = None, **_: Any) -> Any:
+    """torch.tensor of one number; of a list, which has no meaning per (q, kv), captured numbers become constants."""
+    if isinstance(x, (list, tuple)):
+        for item in x:
+            if isinstance(item, Value):
+                item._python_number("torch.tensor of a list")
+    _builder, (value,) = _values(x)
+    return _to(value, dtype or value.dtype)
+
+
 def _getitem(x: Any, key: Any) -> Any:
     if isinstance(x, torch.Tensor):
         builder = next(k.builder for k in (key if isinstance(key, tuple) else (key,)) if isinstance(k, (Value, View)))
@@ -426,6 +436,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{name: _filled(0) for name in ("new_zeros", "zeros_like")},
     **{name: _filled() for name in ("new_full", "full_like", "new_tensor")},
     **{name: (lambda x, *_, **__: x) for name in ("clone", "contiguous", "cpu", "squeeze", "view", "reshape", "expand")},
+    **dict.fromkeys(("tensor", "as_tensor", "scalar_tensor"), _tensor),
     "getitem": _getitem,
 }  # fmt: skip
 _SUPPORTED = "a mod is arithmetic on single numbers; it may use Python's operators and: " + ", ".join(sorted(FUNCTIONS))

@@ -211,7 +211,9 @@ ARITHMETIC = {
     "reflected": lambda s, b, h, q, k: 1 - s + 2 * q - 3 / (1 + k) + 7 // (1 + q) + 5 % (1 + k),
     "python_loop": lambda s, b, h, q, k: sum((s * i for i in range(three)), s),
     "math_of_captured": lambda s, b, h, q, k: s * math.sqrt(three),
-    "xlogy_free": lambda s, b, h, q, k: s * (q == k) + ~(q < k) * 2,
+    "tensor_of_captured": lambda s, b, h, q, k: torch.maximum(s, torch.tensor(three * 0.1)) + torch.tensor(three) * torch.as_tensor(q),
+    "list_of_captured": lambda s, b, h, q, k: s + torch.tensor([1, three, 5])[h],
+    "products_of_conditions": lambda s, b, h, q, k: s * (q == k) + ~(q < k) * 2,
 }
 
 

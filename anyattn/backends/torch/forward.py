@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -19,9 +18,6 @@ from anyattn.backends.torch.spans import RowTile
 from anyattn.backends.torch.stages import Bound, Tile, bind
 from anyattn.backends.torch.tiles import LN2, LOG2E, Call, Chunk, Heads, ascending, chunks, row_heads
 from anyattn.mods.linear import additive_bias
-
-# 2^64 times a row of 2^40 keys is far from float32's 2^127, and so is its reciprocal
-_SMALL = 64.0
 
 __all__ = ["Result", "Scores", "forward"]
 
@@ -56,18 +52,6 @@ class Scores:
                 self.bias = bound
         # a mod is computed in the statistics' dtype whatever the inputs' is: positions and biases do not fit bfloat16
         self.dtype = call.dtype if self.bias is None and self.mod is None else call.problem.stat_dtype
-
-    @cached_property
-    def are_small(self) -> bool:
-        """Whether no score can leave +-``_SMALL`` in base 2, by |q . k| <= |q| |k|: then exp2 needs no maximum subtracted from it.
-
-        Two passes over the tile and every rescaling fall away. NaN and infinity in q or k answer no.
-        """
-        if self.bias is not None or self.mod is not None or self.call.problem.wants_max:
-            return False
-        problem = self.call.problem
-        longest = [torch.linalg.vector_norm(t, dim=-1, dtype=problem.stat_dtype).amax() for t in (problem.q, problem.k)]
-        return bool(longest[0] * longest[1] * (abs(problem.scale) * LOG2E) < _SMALL)
 
     def shift_of(self, tile: Tile, like: Tensor) -> Tensor | float:
         """What ``shift`` adds to the base-2 scores of each row, shaped as ``like`` (count, stacked rows, 1)."""
@@ -140,13 +124,6 @@ class _Values:
             self.bad = finite.logical_not().to(self.values.dtype)
             self.values = self.values.masked_fill(finite.logical_not(), 0.0)
 
-    def add_weighted(self, acc: Tensor, p: Tensor, chunk: Chunk) -> None:
-        """``acc += p @ v``."""
-        if self.bad is None and acc.dtype == p.dtype:
-            acc.baddbmm_(p, self.values[:, chunk.lo : chunk.hi])
-        else:
-            acc += self.weighted(p, chunk)
-
     def weighted(self, p: Tensor, chunk: Chunk) -> Tensor:
         """(count, rows, Dv) of ``p @ v``."""
         result = torch.bmm(p, self.values[:, chunk.lo : chunk.hi])
@@ -164,8 +141,6 @@ def _stream(
     q = heads.rows(call.problem.q, row_tile.q_lo, row_tile.q_hi)
     shape = (q.shape[0], q.shape[1], 1)
     lowest = torch.finfo(call.dtype).min / 2  # never -inf, so that -inf - maximum is -inf and not NaN
-    if scores.are_small:
-        return _stream_small(call, heads, row_tile, scores, q, keys, values)
     acc = row_sum = row_max = None
     for chunk in chunks(row_tile, call.plan.tile_n):
         s = scores.of(q, keys, heads.tile(row_tile, chunk), chunk)
@@ -183,20 +158,6 @@ def _stream(
         acc = torch.zeros((*shape[:2], values.values.shape[-1]), dtype=stat, device=q.device)
         return acc, torch.full(shape, lowest, dtype=stat, device=q.device), torch.zeros(shape, dtype=stat, device=q.device)
     return acc, row_max.to(stat), row_sum
-
-
-def _stream_small(
-    call: Call, heads: Heads, row_tile: RowTile, scores: Scores, q: Tensor, keys: Tensor, values: _Values
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``_stream`` where the scores are known to be small: the maximum stays 0."""
-    stat = call.problem.stat_dtype
-    row_sum = torch.zeros((q.shape[0], q.shape[1], 1), dtype=stat, device=q.device)
-    acc = torch.zeros((*q.shape[:2], values.values.shape[-1]), dtype=stat, device=q.device)
-    for chunk in chunks(row_tile, call.plan.tile_n):
-        p = scores.of(q, keys, heads.tile(row_tile, chunk), chunk).exp2_()
-        row_sum += p.sum(-1, keepdim=True, dtype=stat)
-        values.add_weighted(acc, p, chunk)
-    return acc, torch.zeros_like(row_sum), row_sum
 
 
 def _narrow(call: Call, p: Tensor) -> Tensor:
