@@ -32,8 +32,9 @@ TORCH_OPS: dict[str, Callable[..., Tensor]] = {
     "shl": torch.bitwise_left_shift,
     "shr": torch.bitwise_right_shift,
 }  # fmt: skip
-_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
-_SCALAR_SECOND = frozenset(("add", "sub", "mul", "div", "floordiv", "mod", "fmod", "pow", "and", "or", "xor", *_COMPARISONS))
+_SCALAR_SECOND = frozenset(
+    ("add", "sub", "mul", "div", "floordiv", "mod", "fmod", "pow", "and", "or", "xor", "eq", "ne", "lt", "le", "gt", "ge")
+)
 
 
 def evaluate(mod: TracedMod, b: Any, h: Any, q_idx: Any, kv_idx: Any, score: Tensor | None = None) -> Tensor:

@@ -131,8 +131,9 @@ def softcap(cap: float | Tensor) -> Score:
     Source: Gemma 2 (arXiv:2408.00118).
     """
     cap = _positive("cap", cap)
-    name = f"softcap({'tensor' if isinstance(cap, Tensor) else cap})"
-    return Score(lambda score, b, h, q_idx, kv_idx: cap * torch.tanh(score / cap), name)
+    return Score(
+        lambda score, b, h, q_idx, kv_idx: cap * torch.tanh(score / cap), f"softcap({cap if not isinstance(cap, Tensor) else 'tensor'})"
+    )
 
 
 def temperature(t: float | Tensor) -> Score:

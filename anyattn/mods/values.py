@@ -39,9 +39,7 @@ class View:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise mod_error(
-            f"a mod cannot use .{name} of a captured tensor that is indexed in part", "index every dimension, as in table[h, q_idx]"
-        )
+        raise mod_error(f"a mod cannot use .{name} of a captured tensor indexed in part", "index every dimension, as in table[h, q_idx]")
 
     @property
     def ndim(self) -> int:

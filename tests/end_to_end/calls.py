@@ -39,11 +39,14 @@ def results(case: cases.Case, want: cases.Expected, backward: bool = True, **opt
     return {name: t.detach() for name, t in named.items() if t is not None}
 
 
-def judge(q, k, v, *, score=None, mask=None, sink=None, scale=None, dout=None, captured=(), label="", **options) -> dict[str, Tensor]:  # type: ignore[no-untyped-def]
+def judge(
+    q, k, v, *, score=None, mask=None, sink=None, scale=None, dout=None, captured=(), label="", meant=None, **options
+) -> dict[str, Tensor]:  # type: ignore[no-untyped-def]
     """Calls flex_attention on these very tensors (strides and all), forward and backward, and judges every result by the budget.
 
     score, mask: functions that work on single numbers and on broadcast tensors alike; a block mask in ``options`` replaces ``mask`` in
-    the library's call only. captured: the float64 tensors that ``score`` closes over and wants gradients for.
+    the library's call only. captured: the float64 tensors that ``score`` closes over and wants gradients for. meant: the q, k, v that the
+    oracle gets instead, without the garbage that must not matter.
     """
     leaves = [t.detach().requires_grad_() for t in (q, k, v)]
     logits = None if sink is None else sink.detach().requires_grad_()
@@ -63,6 +66,7 @@ def judge(q, k, v, *, score=None, mask=None, sink=None, scale=None, dout=None, c
     names = ["dq", "dk", "dv", *(["dsink"] if sink is not None else []), *(f"captured{i}" for i in range(len(captured)))]
     got = {"out": out.detach(), "lse": lse.detach(), **dict(zip(names, grads))}
     only = {"out": only_out.detach(), **dict(zip(names, only_grads))}
+    q, k, v = meant or (q, k, v)
     keys = [t.expand(q.shape[0], *t.shape[1:]) for t in (k, v)]
     mods = {"score": score, "mask": mask, "sink": sink, "scale": scale}
     want = {f.__name__: f(q, *keys, **mods) for f in (oracle.attention, oracle.same_dtype)}

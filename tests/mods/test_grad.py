@@ -76,17 +76,40 @@ def agree(fn, score=SCORE, ulps=16.0):
 positive = lambda s: torch.abs(s) + 0.3
 learned = table_of(H, N)
 UNARY = {
-    "neg": lambda s: -s, "abs": torch.abs, "exp": torch.exp, "exp2": torch.exp2, "log": lambda s: torch.log(positive(s)), "sin": torch.sin,
-    "log2": lambda s: torch.log2(positive(s)), "log1p": lambda s: torch.log1p(positive(s)), "expm1": torch.expm1, "cos": torch.cos,
-    "sqrt": lambda s: torch.sqrt(positive(s)), "rsqrt": lambda s: torch.rsqrt(positive(s)), "tanh": torch.tanh, "sigmoid": torch.sigmoid,
-    "erf": torch.erf, "reciprocal": lambda s: torch.reciprocal(positive(s)), "floor": lambda s: torch.floor(s) + s, "ceil": lambda s: torch.ceil(s) * s,
-    "trunc": lambda s: torch.trunc(s) - s, "round": lambda s: torch.round(s * 3), "sign": lambda s: torch.sign(s) * s,
-}  # fmt: skip
+    "neg": lambda s: -s,
+    "abs": torch.abs,
+    "exp": torch.exp,
+    "exp2": torch.exp2,
+    "log": lambda s: torch.log(positive(s)),
+    "sin": torch.sin,
+    "log2": lambda s: torch.log2(positive(s)),
+    "log1p": lambda s: torch.log1p(positive(s)),
+    "expm1": torch.expm1,
+    "cos": torch.cos,
+    "sqrt": lambda s: torch.sqrt(positive(s)),
+    "rsqrt": lambda s: torch.rsqrt(positive(s)),
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "erf": torch.erf,
+    "reciprocal": lambda s: torch.reciprocal(positive(s)),
+    "floor": lambda s: torch.floor(s) + s,
+    "ceil": lambda s: torch.ceil(s) * s,
+    "trunc": lambda s: torch.trunc(s) - s,
+    "round": lambda s: torch.round(s * 3),
+    "sign": lambda s: torch.sign(s) * s,
+}
 BINARY = {
-    "add": lambda x, y: x + y, "sub": lambda x, y: x - y, "mul": lambda x, y: x * y, "div": lambda x, y: x / (y + 5),
-    "floordiv": lambda x, y: (x * 3) // (y + 5) + x, "mod": lambda x, y: (x * 3) % (y * y + 0.7), "fmod": lambda x, y: torch.fmod(x * 3, y * y + 0.7),
-    "pow": lambda x, y: positive(x) ** y, "min": torch.minimum, "max": torch.maximum,
-}  # fmt: skip
+    "add": lambda x, y: x + y,
+    "sub": lambda x, y: x - y,
+    "mul": lambda x, y: x * y,
+    "div": lambda x, y: x / (y + 5),
+    "floordiv": lambda x, y: (x * 3) // (y + 5) + x,
+    "mod": lambda x, y: (x * 3) % (y * y + 0.7),
+    "fmod": lambda x, y: torch.fmod(x * 3, y * y + 0.7),
+    "pow": lambda x, y: positive(x) ** y,
+    "min": torch.minimum,
+    "max": torch.maximum,
+}
 NO_DERIVATIVE = {"not", "and", "or", "xor", "shl", "shr", "eq", "ne", "lt", "le", "gt", "ge", "where", "cast"}
 
 

@@ -45,11 +45,23 @@ def test_copy_replaces():
 @pytest.mark.parametrize(
     ("op", "args", "want"),
     [
-        ("add", (2, 3), 5), ("sub", (2.5, 1.0), 1.5), ("floordiv", (-7, 2), -4), ("mod", (-7, 2), 1), ("mod", (7, -2), -1), ("pow", (2, 10), 1024),
-        ("min", (2, -3), -3), ("abs", (-2.5,), 2.5), ("round", (2.5,), 2.0), ("round", (math.inf,), math.inf), ("sign", (-3,), -1), ("shl", (1, 5), 32),
-        ("exp", (0.0,), 1.0), ("lt", (1, 2), True), ("not", (5,), -6),
+        ("add", (2, 3), 5),
+        ("sub", (2.5, 1.0), 1.5),
+        ("floordiv", (-7, 2), -4),
+        ("mod", (-7, 2), 1),
+        ("mod", (7, -2), -1),
+        ("pow", (2, 10), 1024),
+        ("min", (2, -3), -3),
+        ("abs", (-2.5,), 2.5),
+        ("round", (2.5,), 2.0),
+        ("round", (math.inf,), math.inf),
+        ("sign", (-3,), -1),
+        ("shl", (1, 5), 32),
+        ("exp", (0.0,), 1.0),
+        ("lt", (1, 2), True),
+        ("not", (5,), -6),
     ],
-)  # fmt: skip
+)
 def test_literals_fold(op, args, want):
     b = Builder()
     node = b.nodes[b.add(op, *(b.const(a) for a in args))]
