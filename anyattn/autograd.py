@@ -59,7 +59,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _with_inputs(problem: Problem, inputs: tuple[Tensor | None, ...]) -> Problem:
-    q, k, v, sink, *captured = inputs
-    score = replace(problem.score, tensors=tuple(captured)) if problem.score is not None else None
+    q, k, v, sink, *captured = inputs  # only the sink may be None
+    score = replace(problem.score, tensors=tuple(captured)) if problem.score is not None else None  # type: ignore[arg-type]
     assert q is not None and k is not None and v is not None
     return replace(problem, q=q, k=k, v=v, sink=sink, score=score)

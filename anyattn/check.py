@@ -23,10 +23,12 @@ __all__ = ["block_lengths", "flex_problem", "kernel_options", "tensors", "wanted
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # Options of torch's kernels that change how its Triton code is built, not what is computed: accepted, without effect here.
 _TORCH_OPTIONS = frozenset(
-    "num_warps num_stages BLOCK_M BLOCK_N BLOCK_M1 BLOCK_N1 BLOCK_M2 BLOCK_N2 PRESCALE_QK ROWS_GUARANTEED_SAFE BLOCKS_ARE_CONTIGUOUS "
-    "WRITE_DQ FORCE_USE_FLEX_ATTENTION USE_TMA kpack matrix_instr_nonkdim waves_per_eu BACKEND fwd_num_warps fwd_num_stages "
-    "bwd_num_warps bwd_num_stages".split()
-)
+    [
+        "num_warps", "num_stages", "BLOCK_M", "BLOCK_N", "BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2", "PRESCALE_QK",
+        "ROWS_GUARANTEED_SAFE", "BLOCKS_ARE_CONTIGUOUS", "WRITE_DQ", "FORCE_USE_FLEX_ATTENTION", "USE_TMA", "kpack",
+        "matrix_instr_nonkdim", "waves_per_eu", "BACKEND", "fwd_num_warps", "fwd_num_stages", "bwd_num_warps", "bwd_num_stages",
+    ]
+)  # fmt: skip
 
 
 def wanted(return_lse: bool, return_aux: Any) -> tuple[bool, bool]:
@@ -53,7 +55,8 @@ def kernel_options(options: Any) -> dict[str, int]:
                 raise ValueError(f"kernel_options[{name!r}]={value!r}; wanted a positive int")
             found[name] = value
         elif name not in _TORCH_OPTIONS:
-            raise ValueError(f"kernel_options has an unknown name {name!r}; wanted tile_m, tile_n (or torch's {', '.join(sorted(_TORCH_OPTIONS))})")
+            known = ", ".join(sorted(_TORCH_OPTIONS))
+            raise ValueError(f"kernel_options has an unknown name {name!r}; wanted tile_m, tile_n (or torch's {known})")
     return found
 
 
@@ -77,7 +80,7 @@ def flex_problem(
     aux = _aux(aux_tensors, query.device)
     batch, heads, seqlen_q, head_dim = query.shape
     lengths = (batch, heads, seqlen_q, key.shape[2])
-    score = _traced(score_mod, "score", query, aux, lengths)
+    score = None if score_mod is None else _traced(score_mod, "score", query, aux, lengths)
     predicates = []
     blocks = None
     if block_mask is not None:
@@ -124,7 +127,9 @@ def tensors(query: Any, key: Any, value: Any, enable_gqa: bool) -> tuple[Tensor,
         raise ValueError(f"query has shape {tuple(query.shape)} with head_dim 0; wanted at least 1")
     heads_kv = key.shape[1]
     if heads_q != heads_kv and not enable_gqa:
-        raise ValueError(f"query has {heads_q} heads but key and value have {heads_kv}; pass enable_gqa=True to share K/V heads among query heads")
+        raise ValueError(
+            f"query has {heads_q} heads but key and value have {heads_kv}; pass enable_gqa=True to share K/V heads among query heads"
+        )
     if heads_q != heads_kv and (heads_kv == 0 or heads_q % heads_kv):
         raise ValueError(f"query has {heads_q} heads, not a multiple of the {heads_kv} of key and value; wanted Hq % Hkv == 0")
     if key.shape[0] != batch:
@@ -147,16 +152,14 @@ def _aux(aux_tensors: Any, device: torch.device) -> list[Tensor] | None:
     return list(aux_tensors)
 
 
-def _traced(mod: Any, kind: str, query: Tensor, aux: list[Tensor] | None, lengths: tuple[int, ...], name: str = "") -> TracedMod | None:
-    if mod is None:
-        return None
+def _traced(mod: Any, kind: str, query: Tensor, aux: list[Tensor] | None, lengths: tuple[int, ...], name: str = "") -> TracedMod:
     score_dtype = torch.float64 if query.dtype is torch.float64 else torch.float32
     traced = trace(mod, kind, score_dtype=score_dtype, aux_tensors=aux, device=query.device)
     for tensor in traced.tensors:
         if tensor.device != query.device and tensor.ndim > 0:
             raise ValueError(
-                f"{name or kind + '_mod'} {traced.name!r} captures a tensor of shape {tuple(tensor.shape)} on {tensor.device} but query is on "
-                f"{query.device}; move it with .to()"
+                f"{name or kind + '_mod'} {traced.name!r} captures a tensor of shape {tuple(tensor.shape)} on {tensor.device} but query "
+                f"is on {query.device}; move it with .to()"
             )
     batch, heads, seqlen_q, seqlen_k = lengths
     check_loads(traced, batch, heads, seqlen_q, seqlen_k)
@@ -181,7 +184,9 @@ def check_block_mask(block_mask: Any, query: Tensor, key: Tensor) -> None:
         raise TypeError(f"block_mask is a {type(block_mask).__name__}; wanted a BlockMask (anyattn's or torch's): {cure}")
     block_lengths(block_mask, query, key)
     if block_mask.kv_num_blocks.device != query.device:
-        raise ValueError(f"block_mask is on {block_mask.kv_num_blocks.device} but query is on {query.device}; move it with .to({str(query.device)!r})")
+        raise ValueError(
+            f"block_mask is on {block_mask.kv_num_blocks.device} but query is on {query.device}; move it with .to({str(query.device)!r})"
+        )
 
 
 def block_lengths(block_mask: Any, query: Tensor, key: Tensor) -> None:
@@ -189,8 +194,8 @@ def block_lengths(block_mask: Any, query: Tensor, key: Tensor) -> None:
     lengths = (query.shape[2], key.shape[2])
     if tuple(block_mask.seq_lengths) != lengths:
         raise ValueError(
-            f"block_mask was made for lengths (q, kv) = {tuple(block_mask.seq_lengths)} but query and key have {lengths}; make it for these "
-            f"lengths: create_block_mask(mask_mod, B, H, {lengths[0]}, {lengths[1]})"
+            f"block_mask was made for lengths (q, kv) = {tuple(block_mask.seq_lengths)} but query and key have {lengths}; make it for "
+            f"these lengths: create_block_mask(mask_mod, B, H, {lengths[0]}, {lengths[1]})"
         )
     listed = tuple(block_mask.kv_num_blocks.shape[:-1])
     for got, have, axis in zip(listed[-2:], query.shape[:2], ("batch", "heads"), strict=False):
@@ -217,7 +222,8 @@ def _sink(sink: Any, query: Tensor) -> Tensor | None:
         raise TypeError(f"sink is a {type(sink).__name__}; wanted a float tensor of shape ({query.shape[1]},), one logit per query head")
     if tuple(sink.shape) != (query.shape[1],) or not sink.is_floating_point():
         raise ValueError(
-            f"sink has shape {tuple(sink.shape)} and dtype {sink.dtype}; wanted a float tensor of shape ({query.shape[1]},), one logit per query head"
+            f"sink has shape {tuple(sink.shape)} and dtype {sink.dtype}; wanted a float tensor of shape ({query.shape[1]},), one logit "
+            f"per query head"
         )
     if sink.device != query.device:
         raise ValueError(f"sink is on {sink.device} but query is on {query.device}; move it with .to()")

@@ -37,7 +37,8 @@ class ModExplanation:
             return ["  captures  nothing"]
         numbers = [f"scalar {i} = {s}" for i, s in enumerate(self.mod.scalars)]
         tensors = [
-            f"tensor {i}: {str(t.dtype).removeprefix('torch.')} {tuple(t.shape)} on {t.device}{', receives a gradient' if t.requires_grad else ''}"
+            f"tensor {i}: {str(t.dtype).removeprefix('torch.')} {tuple(t.shape)} on {t.device}"
+            f"{', receives a gradient' if t.requires_grad else ''}"
             for i, t in enumerate(self.mod.tensors)
         ]
         return ["  captures  (run-time inputs: other values compile nothing)", *(f"    {line}" for line in (*numbers, *tensors))]
@@ -85,7 +86,8 @@ class Explanation:
         lines = [str(m) for m in self.mods]
         p = self.plan
         lines.append(
-            f"plan      backend {p.backend}, {p.tile_m} query rows x {p.tile_n} keys to a tile, {p.pairs_at_once} (batch, head) pairs at once"
+            f"plan      backend {p.backend}, {p.tile_m} query rows x {p.tile_n} keys to a tile, "
+            f"{p.pairs_at_once} (batch, head) pairs at once"
         )
         lines += [f"    {why}" for why in p.why]
         lines.append("backends")

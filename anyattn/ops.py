@@ -7,6 +7,7 @@ through here, which saves the dispatcher's overhead. An operator takes no list o
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -146,17 +147,19 @@ def attend_backward(
 def _(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *args: Any) -> list[Tensor]:
     score_tensors, wants_captured = args[2], args[-1]
     nothing = q.new_empty(0)
-    captured = [torch.empty_like(t, memory_format=torch.contiguous_format) if w else nothing for t, w in zip(score_tensors, wants_captured, strict=True)]
-    return [*(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v)), torch.empty_like(sink) if sink is not None else nothing, *captured]
+    dense = partial(torch.empty_like, memory_format=torch.contiguous_format)
+    captured = [dense(t) if w else nothing for t, w in zip(score_tensors, wants_captured, strict=True)]
+    return [dense(q), dense(k), dense(v), torch.empty_like(sink) if sink is not None else nothing, *captured]
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
     q, k, v, sink, program, scalars, tensors, *rest = inputs
     out, lse, highest = output
-    mask_programs, mask_scalars, mask_tensors, block_lists, block_size, is_exact, scale, wants_max, backend = rest
+    mask_programs, mask_scalars, mask_tensors, block_lists, block_size, is_exact, scale, _, backend = rest
     ctx.save_for_backward(q, k, v, sink, scalars, out, lse, *tensors, *mask_scalars, *mask_tensors, *block_lists)
     ctx.counts = (len(tensors), len(mask_scalars), len(mask_tensors), len(block_lists))
-    ctx.program, ctx.mask_programs, ctx.block_size, ctx.is_exact, ctx.scale, ctx.backend = program, mask_programs, block_size, is_exact, scale, backend
+    ctx.program, ctx.mask_programs, ctx.scale, ctx.backend = program, mask_programs, scale, backend
+    ctx.block_size, ctx.is_exact = block_size, is_exact
     ctx.wants_captured = [t.is_floating_point() and t.requires_grad for t in tensors]
     ctx.mark_non_differentiable(highest)
     ctx.set_materialize_grads(False)
@@ -180,8 +183,25 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any) -> tu
     # one entry per input of `attend`: a list of tensors takes a list, a list of ints one None unless it is empty (then torch cannot
     # tell it from a list of tensors)
     mask_scalars, mask_tensors, block_lists = ([None] * n for n in ctx.counts[1:])
-    block_size = None if ctx.block_size else []
-    return dq, dk, dv, dsink if sink is not None else None, None, None, by_tensor, None, mask_scalars, mask_tensors, block_lists, block_size, None, None, None, None
+    block_size: list | None = None if ctx.block_size else []
+    return (
+        dq,
+        dk,
+        dv,
+        dsink if sink is not None else None,
+        None,
+        None,
+        by_tensor,
+        None,
+        mask_scalars,
+        mask_tensors,
+        block_lists,
+        block_size,
+        None,
+        None,
+        None,
+        None,
+    )
 
 
 attend.register_autograd(_gradients, setup_context=_save)
@@ -225,13 +245,15 @@ def compiled_flex_attention(
     )  # fmt: skip
 
 
-def _frozen(mod: Any, kind: type, name: str, query: Tensor, aux_tensors: Any) -> Any:
+def _frozen(mod: Any, kind: type[Mask] | type[Score], name: str, query: Tensor, aux_tensors: Any) -> Any:
     if not isinstance(mod, kind):
         raise TypeError(
-            f"{name} is a plain {type(mod).__name__} inside torch.compile or torch.export; wanted a wrapped mod: make it outside the compiled "
-            f"function with anyattn.mod(f)"
+            f"{name} is a plain {type(mod).__name__} inside torch.compile or torch.export; wanted a wrapped mod: make it outside the "
+            f"compiled function with anyattn.mod(f)"
         )
     found = mod.frozen.get("torch.float64" if kind is Score and query.dtype is torch.float64 else "torch.float32")
     if found is None or aux_tensors is not None:
-        raise TypeError(f"{name} takes aux_tensors inside torch.compile or torch.export; wanted a mod that captures its tensors: anyattn.mod(f)")
+        raise TypeError(
+            f"{name} takes aux_tensors inside torch.compile or torch.export; wanted a mod that captures its tensors: anyattn.mod(f)"
+        )
     return found

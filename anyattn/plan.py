@@ -25,7 +25,8 @@ class Plan:
     """backend: who computes. tile_m, tile_n: query rows and keys of one tile (the backward pass keeps two tiles of scores at once and takes
     narrower ones). pairs_at_once: (batch, head) pairs computed together.
 
-    product_dtype: the dtype of the two matrix products. whole_spans: a row tile's visible scores are computed whole, not streamed. why: one line per decision, for people.
+    product_dtype: the dtype of the two matrix products. whole_spans: a row tile's visible scores are computed whole, not
+    streamed. why: one line per decision, for people.
     """
 
     backend: str

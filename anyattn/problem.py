@@ -66,7 +66,7 @@ class Problem:
 
     @cached_property
     def row_limits(self) -> tuple[tuple[Tensor, Tensor] | None, ...]:
-        """For each predicate its ranges of visible keys per row, ``rows.limits``: (lo, hi), each (n, B or 1, H or 1, Sq); None if it has none."""
+        """For each predicate its ranges of visible keys per row, ``rows.limits``: (lo, hi), each (n, B or 1, H or 1, Sq), or None."""
         lengths = (self.seqlen_q, self.seqlen_k, self.batch, self.heads_q)
         return tuple(limits(p, *lengths, self.q.device) for p in self.predicates)
 

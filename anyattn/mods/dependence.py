@@ -70,7 +70,13 @@ def _of(node: Node, expr: Expr, args: list[Dep]) -> Dep:
         return _LEAF[node.attr]  # type: ignore[index]
     if node.op == "score":
         return Dep(score=True)
-    union = Dep(*(any(getattr(a, n) for a in args) for n in ("b", "h", "q", "kv", "score")))
+    union = Dep(
+        b=any(a.b for a in args),
+        h=any(a.h for a in args),
+        q=any(a.q for a in args),
+        kv=any(a.kv for a in args),
+        score=any(a.score for a in args),
+    )
     slope = _slope(node, expr, args, union)
     return replace(union, slope=slope, diagonal=_diagonal(node, args, union, slope))
 

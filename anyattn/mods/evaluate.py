@@ -32,7 +32,9 @@ TORCH_OPS: dict[str, Callable[..., Tensor]] = {
     "shl": torch.bitwise_left_shift,
     "shr": torch.bitwise_right_shift,
 }  # fmt: skip
-_SCALAR_SECOND = frozenset(("add", "sub", "mul", "div", "floordiv", "mod", "fmod", "pow", "and", "or", "xor", "eq", "ne", "lt", "le", "gt", "ge"))
+_SCALAR_SECOND = frozenset(
+    ("add", "sub", "mul", "div", "floordiv", "mod", "fmod", "pow", "and", "or", "xor", "eq", "ne", "lt", "le", "gt", "ge")
+)
 
 
 def evaluate(mod: TracedMod, b: Any, h: Any, q_idx: Any, kv_idx: Any, score: Tensor | None = None) -> Tensor:
@@ -65,7 +67,7 @@ def run(expr: Expr, leaves: Mapping[str, Any], scalars: Sequence[int | float], t
         elif node.op == "const":
             values.append(node.attr)
         elif node.op == "scalar":
-            values.append(scalars[node.attr])  # type: ignore[index]
+            values.append(scalars[node.attr])  # type: ignore[call-overload]
         else:
             values.append(apply(node, [values[a] for a in node.args], tensors))
     return [values[o] for o in expr.outputs]
@@ -74,7 +76,7 @@ def run(expr: Expr, leaves: Mapping[str, Any], scalars: Sequence[int | float], t
 def apply(node: Node, args: list[Any], tensors: Sequence[Tensor]) -> Any:
     """One operation on tensors; on Python numbers where all its arguments are such (weak values, literals)."""
     if node.op == "load":
-        return _load(tensors[node.attr], args)  # type: ignore[index]
+        return _load(tensors[node.attr], args)  # type: ignore[call-overload]
     on_host = not any(isinstance(a, Tensor) for a in args)
     if node.op == "cast":
         if on_host and is_weak(node.dtype):

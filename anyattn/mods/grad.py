@@ -130,7 +130,7 @@ class _Reverse:
                         self.cotangent[a] = self.sum(self.cotangent[a], part) if a in self.cotangent else part
         outputs, described = [score], []
         for slot, g, indices in reversed(loads):
-            described.append(LoadGradient(slot, len(outputs), tuple(range(len(outputs) + 1, len(outputs) + 1 + len(indices)))))
+            described.append(LoadGradient(slot, len(outputs), tuple(range(len(outputs) + 1, len(outputs) + 1 + len(indices)))))  # type: ignore[arg-type]
             outputs += [g, *indices]
         return Gradients(self.builder.build(*outputs), tuple(described))
 

@@ -153,7 +153,7 @@ class Expr:
     @cached_property
     def tensor_slots(self) -> tuple[int, ...]:
         """The captured tensors that are read, ascending."""
-        return tuple(sorted({node.attr for node in self.nodes if node.op == "load"}))  # type: ignore[type-var]
+        return tuple(sorted({node.attr for node in self.nodes if node.op == "load"}))  # type: ignore[type-var, misc]
 
     @cached_property
     def uses_score(self) -> bool:
@@ -246,7 +246,7 @@ class Builder:
             absorbing = node.op == "or"
             for literal, this, other in ((literals[0], *node.args), (literals[1], *reversed(node.args))):
                 if literal is not None:
-                    return this if literal is absorbing else other
+                    return this if literal is absorbing else other  # type: ignore[return-value]
             return node.args[0] if node.args[0] == node.args[1] else None
         if node.op == "where":
             if literals[0] is not None:

@@ -157,7 +157,8 @@ def sink_window(sink: int, window: int) -> Mask:
     _whole("sink", sink, 0)
     _whole("window", window, 0)
     return Mask(
-        lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & ((kv_idx < sink) | (q_idx - kv_idx <= window)), f"sink_window(sink={sink}, window={window})"
+        lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & ((kv_idx < sink) | (q_idx - kv_idx <= window)),
+        f"sink_window(sink={sink}, window={window})",
     )
 
 

@@ -126,9 +126,14 @@ def pair_bias(bias: Tensor) -> Score:
 
 
 def softcap(cap: float | Tensor) -> Score:
-    """Soft limit ``cap * tanh(score / cap)``. cap: a positive number, or a tensor of rank 0 that may learn. Source: Gemma 2 (arXiv:2408.00118)."""
+    """Soft limit ``cap * tanh(score / cap)``. cap: a positive number, or a tensor of rank 0 that may learn.
+
+    Source: Gemma 2 (arXiv:2408.00118).
+    """
     cap = _positive("cap", cap)
-    return Score(lambda score, b, h, q_idx, kv_idx: cap * torch.tanh(score / cap), f"softcap({cap if not isinstance(cap, Tensor) else 'tensor'})")
+    return Score(
+        lambda score, b, h, q_idx, kv_idx: cap * torch.tanh(score / cap), f"softcap({cap if not isinstance(cap, Tensor) else 'tensor'})"
+    )
 
 
 def temperature(t: float | Tensor) -> Score:

@@ -63,7 +63,8 @@ class View:
             keys[at : at + 1] = [slice(None)] * (rank - len(keys) + 1)
         if len(keys) > rank:
             raise mod_error(
-                f"a captured tensor of shape {tuple(self.tensor.shape)} is indexed with {len(keys)} indices where {rank} dimensions are left",
+                f"a captured tensor of shape {tuple(self.tensor.shape)} is indexed with {len(keys)} indices where {rank} dimensions are "
+                f"left",
                 "give one index per dimension",
             )
         indices = list(self.indices)
@@ -287,7 +288,7 @@ def _div(x: Any, y: Any, rounding_mode: str | None = None) -> Value:
         return _binary("div")(x, y)
     if rounding_mode == "floor":
         return _binary("floordiv")(x, y)
-    builder, (a, b) = _values(x, y)
+    _, (a, b) = _values(x, y)
     whole = category(result_dtype([a.kind, b.kind])) != "float"
     if not whole:
         return _unary("trunc")(_binary("div")(a, b))
@@ -352,7 +353,7 @@ def _tensor(x: Any, dtype: Any = None, **_: Any) -> Any:
 def _getitem(x: Any, key: Any) -> Any:
     if isinstance(x, torch.Tensor):
         builder = next(k.builder for k in (key if isinstance(key, tuple) else (key,)) if isinstance(k, (Value, View)))
-        x = builder.capture(x)
+        x = builder.capture(x)  # type: ignore[attr-defined]
     if isinstance(x, Value):
         raise mod_error("a mod's index or score is one number and cannot be indexed", "index the captured tensor instead")
     return x[key]
@@ -421,12 +422,14 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "rrshift": _binary("shr", swapped=True),
     "bitwise_left_shift": _binary("shl"),
     "bitwise_right_shift": _binary("shr"),
-    **{name: _binary(op) for name, op in {"greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le", "not_equal": "ne"}.items()},
+    **{name: _binary(op) for name, op in {"greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le"}.items()},
+    "not_equal": _binary("ne"),
     "to": _to,
     "type": _to,
     "type_as": _to,
-    **{name: _cast(dtype) for name, dtype in {"float": torch.float32, "double": torch.float64, "half": torch.float16, "bool": torch.bool,
-                                               "bfloat16": torch.bfloat16, "int": torch.int32, "long": torch.int64, "short": torch.int16}.items()},
+    **{name: _cast(dtype) for name, dtype in {"float": torch.float32, "double": torch.float64, "half": torch.float16,
+                                               "bfloat16": torch.bfloat16, "bool": torch.bool, "int": torch.int32, "long": torch.int64,
+                                               "short": torch.int16}.items()},
     **{name: _filled(1) for name in ("new_ones", "ones_like")},
     **{name: _filled(0) for name in ("new_zeros", "zeros_like")},
     **{name: _filled() for name in ("new_full", "full_like", "new_tensor")},
@@ -443,4 +446,4 @@ for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "
 for _name in ("eq", "ne", "lt", "le", "gt", "ge", "neg", "abs", "invert", "pos"):
     for _class in (Value, View):
         setattr(_class, f"__{_name}__", FUNCTIONS[_name])
-Value.__getitem__ = _getitem  # type: ignore[attr-defined]
+setattr(Value, "__getitem__", _getitem)  # noqa: B010 - mypy reads an assignment as a generic class

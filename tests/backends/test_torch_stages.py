@@ -96,7 +96,8 @@ def test_stages():
     table = torch.zeros(H, M + N)
     for fn, stage in (
         (lambda s, b, h, q, k: s * 2, "tile"), (lambda s, b, h, q, k: table[h, 0], "per_head"), (lambda s, b, h, q, k: table[h, q], "row"),
-        (lambda s, b, h, q, k: table[h, k], "col"), (lambda s, b, h, q, k: table[h, q - k], "diagonal"), (lambda s, b, h, q, k: table[h, q + k], "tile"),
+        (lambda s, b, h, q, k: table[h, k], "col"), (lambda s, b, h, q, k: table[h, q - k], "diagonal"),
+        (lambda s, b, h, q, k: table[h, q + k], "tile"),
     ):  # fmt: skip
         assert Bound(trace(fn, "score").expr, (), (table,), B, H, M, N, torch.device("cpu")).stage == stage
 

@@ -148,7 +148,10 @@ def _row_tile(
         _accumulate(operands.dv[:, here], _narrow(call, p, "p"), dout)
         dp = call.workspace.take("dp", tuple(p.shape), call.dtype)
         torch.baddbmm(dp, dout, operands.values[:, here].transpose(1, 2), beta=0, out=dp)
-        dscore = dp.sub_(delta).mul_(p) if dp.dtype == stat else p.mul_(call.workspace.take("wide dp", tuple(p.shape), stat).copy_(dp).sub_(delta))
+        if dp.dtype == stat:
+            dscore = dp.sub_(delta).mul_(p)
+        else:
+            dscore = p.mul_(call.workspace.take("wide dp", tuple(p.shape), stat).copy_(dp).sub_(delta))
         scores.captured.add(row_heads(dscore, tile), tile, chunk.asked)
         if by_score is not None:
             dscore = row_heads(dscore, tile).mul_(by_score)

@@ -15,7 +15,7 @@ from torch import Tensor
 from anyattn.backends.torch.lower import lowered
 from anyattn.backends.torch.memory import zeros
 from anyattn.backends.torch.spans import Segment
-from anyattn.backends.torch.stages import Bound, Tile, bind
+from anyattn.backends.torch.stages import Tile, bind
 from anyattn.backends.torch.tiles import LOG2E, Call
 from anyattn.mods.dependence import dependence
 from anyattn.mods.grad import LoadGradient, score_gradients
@@ -103,7 +103,8 @@ class _Sum:
             self.plain = [n.attr for n in nodes]
         self.diagonal = any(d.diagonal for d in deps) and all(d.diagonal or d.per_head for d in deps)
         builder = Builder()
-        self.bound = bind(builder.build(*(builder.copy(expr, p) for p in positions)), score.scalars, score.tensors, problem) if nodes else None
+        copied = builder.build(*(builder.copy(expr, p) for p in positions)) if nodes else None
+        self.bound = None if copied is None else bind(copied, score.scalars, score.tensors, problem)
 
     def add(self, total: Tensor, part: Tensor, tile: Tile) -> None:
         if self.plain is not None:
@@ -116,7 +117,8 @@ class _Sum:
 
     def _add_slice(self, total: Tensor, part: Tensor, tile: Tile) -> None:
         assert self.plain is not None
-        limits = {"b": (tile.b_lo, tile.b_hi), "h": (tile.h_lo, tile.h_hi), "q_idx": (tile.q_lo, tile.q_hi), "kv_idx": (tile.k_lo, tile.k_hi)}
+        pairs = {"b": (tile.b_lo, tile.b_hi), "h": (tile.h_lo, tile.h_hi)}
+        limits = {**pairs, "q_idx": (tile.q_lo, tile.q_hi), "kv_idx": (tile.k_lo, tile.k_hi)}
         axes = [_AXES[p] for p in self.plain if isinstance(p, str)]
         absent = [a for a in range(4) if a not in axes]
         part = part.flip(2) if 2 in axes else part

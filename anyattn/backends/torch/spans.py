@@ -145,7 +145,9 @@ def _from_lists(blocks: BlockSparseTensors, predicate: int | None, tile_m: int, 
     for b in range(batch):
         stretches.append([])
         for h in range(heads):
-            by_block = [_merge([(i, full) for cnt, idx, full in lists for i in idx[b][h][m][: cnt[b][h][m]]], block_n, problem) for m in range(rows)]
+            by_block = [
+                _merge([(i, full) for cnt, idx, full in lists for i in idx[b][h][m][: cnt[b][h][m]]], block_n, problem) for m in range(rows)
+            ]
             stretches[b].append([by_block[t * tile_m // block_m] for t in range(tiles)])
     return _Source(predicate, batch, heads, stretches)
 

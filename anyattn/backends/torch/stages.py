@@ -97,7 +97,15 @@ class Bound:
     """An expression with its captured values and lengths: ``on(tile, score)`` gives its outputs there."""
 
     def __init__(
-        self, expr: Expr, scalars: Sequence, tensors: Sequence[Tensor], batch: int, heads: int, seqlen_q: int, seqlen_k: int, device: torch.device
+        self,
+        expr: Expr,
+        scalars: Sequence,
+        tensors: Sequence[Tensor],
+        batch: int,
+        heads: int,
+        seqlen_q: int,
+        seqlen_k: int,
+        device: torch.device,
     ):
         self.expr, self.tensors = expr, tensors
         self.staging = _staging(expr)
@@ -151,7 +159,10 @@ class Bound:
         """The outputs, all of stage per_head or diagonal, on the diagonals of ``tile``: (b, h, 1, rows + columns - 1)."""
         found = []
         for o in self.expr.outputs:
-            value = self.part(o, tile) if self.staging.stage[o] != "diagonal" else self._window(self._at_heads(self.hoisted[o], tile)[:, :, 0], tile)[:, :, None]
+            if self.staging.stage[o] == "diagonal":
+                value = self._window(self._at_heads(self.hoisted[o], tile)[:, :, 0], tile)[:, :, None]
+            else:
+                value = self.part(o, tile)
             found.append(value)
         return found
 

@@ -204,7 +204,8 @@ class Call:
     @cached_property
     def all_finite(self) -> bool:
         """Whether k and v hold only finite values (a sum that overflows says no, which only costs time)."""
-        return all(bool(torch.isfinite(t.sum(dtype=torch.float64 if t.dtype is torch.float64 else torch.float32))) for t in (self.problem.k, self.problem.v))
+        k, v = self.problem.k, self.problem.v
+        return all(bool(torch.isfinite(t.sum(dtype=self.problem.stat_dtype))) for t in (k, v))
 
     def walk(self) -> Iterator[tuple[Heads, RowTile]]:
         for group in self.coverage.groups:

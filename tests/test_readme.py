@@ -1,0 +1,23 @@
+"""The README's examples run as they stand."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+README = (Path(__file__).resolve().parent.parent / "README.md").read_text()
+EXAMPLES = dict(re.findall(r"^## ([^\n]+)\n(?:(?!^## ).)*?```python\n(.*?)```", README, flags=re.S | re.M))
+
+
+def test_every_example_is_found() -> None:
+    assert len(EXAMPLES) == README.count("```python")
+
+
+@pytest.mark.parametrize("title", EXAMPLES)
+def test_example(title: str) -> None:
+    if "torch.compile" in EXAMPLES[title] and shutil.which("g++") is None:
+        pytest.skip("torch.compile on the CPU needs g++")
+    exec(compile(EXAMPLES[title], f"README.md, {title}", "exec"), {"__name__": "readme"})
