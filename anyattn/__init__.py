@@ -1,6 +1,76 @@
-"""anyattn: any attention that can be written as a few lines of Python, at the speed of a hand-written kernel."""
+"""anyattn: any attention that can be written as a few lines of Python, at the speed of a hand-written kernel.
+
+Public names are loaded when first used, so that ``import anyattn`` costs next to nothing beyond importing torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from anyattn.errors import BackendError, ModError
 
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
+
+    from anyattn.explain import explain
+    from anyattn.flex import flex_attention
+    from anyattn.mods import masks, scores
+    from anyattn.mods.algebra import Mask, Score, and_masks, mod, or_masks
+    from anyattn.sparsity.block_mask import BlockMask, create_block_mask
+    from anyattn.sparsity.block_sparse import BlockSparseTensors
+    from anyattn.sparsity.compute import compute_block_sparsity
+
 __version__ = "0.1.0"
-__all__ = ["BackendError", "ModError", "__version__"]
+_HOME = {
+    "AuxOutput": "torch.nn.attention.flex_attention",
+    "AuxRequest": "torch.nn.attention.flex_attention",
+    "BlockMask": "anyattn.sparsity.block_mask",
+    "BlockSparseTensors": "anyattn.sparsity.block_sparse",
+    "Mask": "anyattn.mods.algebra",
+    "Score": "anyattn.mods.algebra",
+    "and_masks": "anyattn.mods.algebra",
+    "compute_block_sparsity": "anyattn.sparsity.compute",
+    "create_block_mask": "anyattn.sparsity.block_mask",
+    "explain": "anyattn.explain",
+    "flex_attention": "anyattn.flex",
+    "mod": "anyattn.mods.algebra",
+    "or_masks": "anyattn.mods.algebra",
+}
+_MODULES = {"masks": "anyattn.mods.masks", "scores": "anyattn.mods.scores"}
+
+__all__ = [
+    "AuxOutput",
+    "AuxRequest",
+    "BackendError",
+    "BlockMask",
+    "BlockSparseTensors",
+    "Mask",
+    "ModError",
+    "Score",
+    "__version__",
+    "and_masks",
+    "compute_block_sparsity",
+    "create_block_mask",
+    "explain",
+    "flex_attention",
+    "masks",
+    "mod",
+    "or_masks",
+    "scores",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        value = getattr(importlib.import_module(_HOME[name]), name)
+    elif name in _MODULES:
+        value = importlib.import_module(_MODULES[name])
+    else:
+        raise AttributeError(f"module 'anyattn' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

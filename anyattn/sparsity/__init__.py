@@ -1,0 +1,8 @@
+"""Which tiles of (query rows x keys) an attention visits: lists of partial and full tiles, and the block masks made of them."""
+
+from anyattn.sparsity.block_mask import BlockMask, create_block_mask
+from anyattn.sparsity.block_sparse import BlockSparseTensors
+from anyattn.sparsity.compute import compute_block_sparsity
+from anyattn.sparsity.schedule import work_list
+
+__all__ = ["BlockMask", "BlockSparseTensors", "compute_block_sparsity", "create_block_mask", "work_list"]

@@ -1,0 +1,5 @@
+"""Attention with torch operations: the CPU backend, and a fallback-free reference on anything torch runs on."""
+
+from anyattn.backends.torch.run import backward, forward
+
+__all__ = ["backward", "forward"]

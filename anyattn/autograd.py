@@ -1,0 +1,65 @@
+"""Ties a backend's forward and backward into torch's autograd."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from anyattn.plan import Plan
+from anyattn.problem import Problem
+
+__all__ = ["backend_of", "compute"]
+
+
+def backend_of(plan: Plan) -> Any:
+    """The module with ``forward`` and ``backward`` of the plan's backend, imported when first used."""
+    return importlib.import_module(f"anyattn.backends.{plan.backend}")
+
+
+def compute(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """out, lse, max_scores of ``problem``; out and lse carry gradients to ``problem.grad_inputs`` where autograd records."""
+    if not problem.needs_grad:
+        result = backend_of(plan).forward(problem, plan)
+        return result.out, result.lse, result.max_scores
+    out, lse, highest = _Attention.apply(problem, plan, *problem.grad_inputs)
+    return out, lse if problem.wants_lse else None, highest
+
+
+class _Attention(torch.autograd.Function):
+    """One node of the autograd graph; ``problem`` rides along, its tensors are saved by torch so that in-place edits are noticed."""
+
+    @staticmethod
+    def forward(ctx: Any, problem: Problem, plan: Plan, *inputs: Tensor | None) -> Any:  # type: ignore[override]
+        # a plan of whole spans recomputes its probabilities without the log-sum-exp
+        keeps_lse = problem.wants_lse or not plan.whole_spans
+        detached = _with_inputs(replace(problem, wants_lse=keeps_lse), tuple(t if t is None else t.detach() for t in inputs))
+        result = backend_of(plan).forward(detached, plan)
+        ctx.problem, ctx.plan = detached, plan
+        ctx.save_for_backward(*inputs, result.out, result.lse)
+        ctx.set_materialize_grads(False)
+        if result.max_scores is not None:
+            ctx.mark_non_differentiable(result.max_scores)
+        return result.out, result.lse, result.max_scores
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any) -> Any:  # type: ignore[override]
+        *inputs, out, lse = ctx.saved_tensors
+        needed = ctx.needs_input_grad[2:]
+        if dout is None:
+            dout = torch.zeros_like(out)
+        tensors = tuple(t if t is None else t.detach().requires_grad_(n) for t, n in zip(inputs, needed, strict=True))
+        grads = backend_of(ctx.plan).backward(_with_inputs(ctx.problem, tensors), ctx.plan, out, lse, dout, dlse)
+        return None, None, *(g if n else None for g, n in zip(grads, needed, strict=True))
+
+
+def _with_inputs(problem: Problem, inputs: tuple[Tensor | None, ...]) -> Problem:
+    q, k, v, sink, *captured = inputs
+    score = replace(problem.score, tensors=tuple(captured)) if problem.score is not None else None
+    assert q is not None and k is not None and v is not None
+    return replace(problem, q=q, k=k, v=v, sink=sink, score=score)

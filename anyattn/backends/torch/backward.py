@@ -1,0 +1,153 @@
+"""The streaming backward pass: the forward's tiles again, with the probabilities recomputed from the saved log-sum-exp.
+
+With P the probabilities of a row, dP = dO V^T and delta = rowsum(dO * O) - dLSE, the derivative by the modified score is
+dS = P * (dP - delta) (FlashAttention, arXiv:2205.14135, appendix B). Every query row tile is visited once: dQ is finished there, dK, dV
+and the captured tensors' gradients are summed over the tiles in a fixed order, so that reruns agree bitwise.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from anyattn.backends.torch.captured import CapturedGradients
+from anyattn.backends.torch.forward import Scores
+from anyattn.backends.torch.memory import empty, zeros
+from anyattn.backends.torch.spans import RowTile
+from anyattn.backends.torch.stages import Tile
+from anyattn.backends.torch.tiles import LOG2E, Call, Chunk, Heads, ascending, chunks, finite_or_zero, row_heads
+
+__all__ = ["backward"]
+
+
+@dataclass(frozen=True, eq=False)
+class _Statistics:
+    """Per query row: base-2 log-sum-exp (+inf where a row sees nothing, so that its probabilities are 0), delta, and the clean inputs."""
+
+    lse: Tensor  # (B, Hq, Sq, 1)
+    delta: Tensor  # (B, Hq, Sq, 1)
+    q: Tensor
+    dout: Tensor
+
+    @staticmethod
+    def of(call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> _Statistics:
+        stat, q = call.problem.stat_dtype, call.problem.q
+        blind = torch.isneginf(lse)
+        if bool(blind.any()):  # whatever stands in a row that sees nothing must not meet its zero probabilities
+            dout, q = (t.masked_fill(blind[..., None], 0.0) for t in (dout, q))
+        delta = (dout.to(stat) * out).sum(-1)
+        if dlse is not None:
+            delta -= dlse
+        return _Statistics((lse * LOG2E).masked_fill_(blind, math.inf)[..., None], delta.masked_fill_(blind, 0.0)[..., None], q, dout)
+
+
+def backward(call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    problem = call.problem
+    stat, device = problem.stat_dtype, problem.q.device
+    statistics = _Statistics.of(call, out, lse, dout, dlse)
+    dq = empty(tuple(problem.q.shape), problem.q.dtype, device)
+    dk, dv = (zeros(tuple(t.shape), stat, device) for t in (problem.k, problem.v))
+    scores = ScoreGradients(call)
+    for group in call.coverage.groups:
+        heads = Heads(problem, group, call.dtype)
+        operands = _Operands(call, heads)
+        for row_tile in group.row_tiles:
+            dq_tile = _row_tile(call, heads, row_tile, statistics, operands, scores)
+            at = (heads.batches, heads.q_heads, slice(row_tile.q_lo, row_tile.q_hi))
+            dq[at] = ascending(dq_tile, heads.tile(row_tile, Chunk(0, 0, ())))
+        for total, part in ((dk, operands.dk), (dv, operands.dv)):
+            target = total[heads.batches, heads.kv_heads]
+            target += part.view(target.shape)
+    dsink = None
+    if problem.sink is not None:
+        # the sink's probability is a row's exp2(sink - lse); its value is 0, so only delta remains of dP - delta
+        share = torch.exp2(problem.sink.to(stat)[:, None, None] * LOG2E - statistics.lse)
+        dsink = (share * statistics.delta).sum((0, 2, 3)).neg_().to(problem.sink.dtype)
+    return dq, dk.to(problem.k.dtype), dv.to(problem.v.dtype), dsink, *scores.captured.results()
+
+
+class _Operands:
+    """A group's K and V as matrices, and their gradients' sums."""
+
+    def __init__(self, call: Call, heads: Heads):
+        stat, device = call.problem.stat_dtype, call.problem.q.device
+        self.keys, self.values = heads.keys(call.problem.k), heads.keys(call.problem.v)
+        # 0 x NaN: the scores come from the keys as they are, everything weighted by them from finite ones
+        self.finite_keys = self.keys
+        if not call.all_finite:
+            self.finite_keys, self.values = finite_or_zero(self.keys), finite_or_zero(self.values)
+        self.dk = torch.zeros(self.keys.shape, dtype=stat, device=device)
+        self.dv = torch.zeros(self.values.shape, dtype=stat, device=device)
+
+
+class ScoreGradients:
+    """Probabilities and score derivatives of one tile, and what flows into the score mod's captured tensors."""
+
+    def __init__(self, call: Call):
+        self.call, self.scores = call, Scores(call)
+        self.captured = CapturedGradients(call, is_additive=self.scores.mod is None)
+        self.dtype = call.problem.stat_dtype
+
+    def probabilities(self, q: Tensor, keys: Tensor, tile: Tile, chunk: Chunk, lse: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(count, rows, columns) probabilities, and the derivative of the modified score by the score where it is not 1."""
+        if self.scores.mod is None:
+            modified, by_score = self._wide(self.scores.of(q, keys, tile, chunk)), None
+        else:
+            score = self._wide(self.scores.products(q, keys, chunk, 1.0))
+            modified, by_score = self.captured.modified(row_heads(score, tile), tile)
+            self.call.masks.apply(modified, tile, chunk.asked)
+            modified = modified.view(score.shape)
+        return modified.sub_(lse).exp2_(), by_score
+
+    def _wide(self, scores: Tensor) -> Tensor:
+        if scores.dtype == self.dtype:
+            return scores
+        return self.call.workspace.take("wide scores", tuple(scores.shape), self.dtype).copy_(scores)
+
+
+def _row_tile(
+    call: Call, heads: Heads, row_tile: RowTile, statistics: _Statistics, operands: _Operands, scores: ScoreGradients
+) -> Tensor:
+    """dQ of one row tile (count, rows, D); adds to the group's dK and dV and to the captured tensors' gradients."""
+    stat, scale = call.problem.stat_dtype, call.problem.scale
+    rows = (row_tile.q_lo, row_tile.q_hi)
+    q, dout = heads.rows(statistics.q, *rows), heads.rows(statistics.dout, *rows)
+    lse, delta = heads.rows(statistics.lse, *rows, stat), heads.rows(statistics.delta, *rows, stat)
+    lse = lse - scores.scores.shift_of(heads.tile(row_tile, Chunk(0, 0, ())), lse)
+    dq = torch.zeros(q.shape, dtype=stat, device=q.device)
+    for chunk in chunks(row_tile, call.plan.tile_n_backward):
+        tile = heads.tile(row_tile, chunk)
+        here = slice(chunk.lo, chunk.hi)
+        p, by_score = scores.probabilities(q, operands.keys, tile, chunk, lse)
+        _accumulate(operands.dv[:, here], _narrow(call, p, "p"), dout)
+        dp = call.workspace.take("dp", tuple(p.shape), call.dtype)
+        torch.baddbmm(dp, dout, operands.values[:, here].transpose(1, 2), beta=0, out=dp)
+        dscore = dp.sub_(delta).mul_(p) if dp.dtype == stat else p.mul_(call.workspace.take("wide dp", tuple(p.shape), stat).copy_(dp).sub_(delta))
+        scores.captured.add(row_heads(dscore, tile), tile, chunk.asked)
+        if by_score is not None:
+            dscore = row_heads(dscore, tile).mul_(by_score)
+            call.masks.zero(dscore, tile, chunk.asked)  # the derivative of a hidden score may be anything
+            dscore = dscore.view(p.shape)
+        narrow = _narrow(call, dscore, "ds")
+        _accumulate(operands.dk[:, here], narrow, q, scale)
+        dq = _add_product(dq, narrow, operands.finite_keys[:, here], scale)
+    return dq
+
+
+def _narrow(call: Call, x: Tensor, name: str) -> Tensor:
+    return x if x.dtype == call.dtype else call.workspace.take(name, tuple(x.shape), call.dtype).copy_(x)
+
+
+def _accumulate(total: Tensor, x: Tensor, y: Tensor, factor: float = 1.0) -> None:
+    """``total += factor * x^T y`` per matrix."""
+    if total.dtype == x.dtype:
+        total.baddbmm_(x.transpose(1, 2), y, alpha=factor)
+    else:
+        total.add_(torch.bmm(x.transpose(1, 2), y), alpha=factor)
+
+
+def _add_product(total: Tensor, x: Tensor, y: Tensor, factor: float) -> Tensor:
+    return total.baddbmm_(x, y, alpha=factor) if total.dtype == x.dtype else total.add_(torch.bmm(x, y), alpha=factor)

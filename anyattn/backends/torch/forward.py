@@ -1,0 +1,179 @@
+"""The streaming forward pass: for each tile of query rows, softmax over its visible keys, chunk by chunk, with a running maximum.
+
+The recurrence is the online softmax of Milakov and Gimelshein (arXiv:1805.02867) as FlashAttention arranges it (arXiv:2205.14135):
+scores live in base 2, so that the exponential is one exp2, and the output is divided by the row sum once, at the end.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from anyattn.backends.torch.lower import lowered
+from anyattn.backends.torch.memory import empty
+from anyattn.backends.torch.spans import RowTile
+from anyattn.backends.torch.stages import Bound, Tile, bind
+from anyattn.backends.torch.tiles import LN2, LOG2E, Call, Chunk, Heads, ascending, chunks, row_heads
+from anyattn.mods.linear import additive_bias
+
+__all__ = ["Result", "Scores", "forward"]
+
+
+@dataclass(frozen=True)
+class Result:
+    """out: (B, Hq, Sq, Dv) in the inputs' dtype. lse, max_scores: (B, Hq, Sq) in the statistics' dtype, natural logarithm, or None."""
+
+    out: Tensor
+    lse: Tensor | None
+    max_scores: Tensor | None
+
+
+class Scores:
+    """Modified, masked scores of one tile, in base 2."""
+
+    def __init__(self, call: Call):
+        self.call = call
+        self.bias: Bound | None = None
+        self.mod: Bound | None = None
+        self.shift: Bound | None = None  # a bias that is the same along a row: the probabilities do not see it, only the statistics do
+        score = call.problem.score
+        if score is not None:
+            bias = additive_bias(score.expr, LOG2E)
+            expr = bias or lowered(score.expr, (LOG2E,), is_half=call.problem.q.element_size() == 2)
+            bound = bind(expr, score.scalars, score.tensors, call.problem)
+            if bias is None:
+                self.mod = bound
+            elif bound.stage in ("per_head", "row") and _is_finite(bound):
+                self.shift = bound
+            else:
+                self.bias = bound
+        # a mod is computed in the statistics' dtype whatever the inputs' is: positions and biases do not fit bfloat16
+        self.dtype = call.dtype if self.bias is None and self.mod is None else call.problem.stat_dtype
+
+    def shift_of(self, tile: Tile, like: Tensor) -> Tensor | float:
+        """What ``shift`` adds to the base-2 scores of each row, shaped as ``like`` (count, stacked rows, 1)."""
+        if self.shift is None:
+            return 0.0
+        value = self.shift.on(tile)[0]
+        if not isinstance(value, Tensor):
+            return float(value)
+        batch, heads, rows, _ = tile.shape
+        return value.to(like.dtype).expand(batch, heads, rows, 1).reshape(like.shape)
+
+    def products(self, q: Tensor, keys: Tensor, chunk: Chunk, factor: float, name: str = "scores") -> Tensor:
+        """(count, rows, columns) of ``factor * scale * q k^T``; the memory is lent until the next call."""
+        shape = (q.shape[0], q.shape[1], chunk.hi - chunk.lo)
+        out = self.call.workspace.take(name, shape, q.dtype)
+        return torch.baddbmm(out, q, keys[:, chunk.lo : chunk.hi].transpose(1, 2), beta=0, alpha=factor * self.call.problem.scale, out=out)
+
+    def of(self, q: Tensor, keys: Tensor, tile: Tile, chunk: Chunk) -> Tensor:
+        scores = self.products(q, keys, chunk, 1.0 if self.mod else LOG2E)
+        if scores.dtype != self.dtype:
+            wide = self.call.workspace.take("wide scores", scores.shape, self.dtype)
+            scores = wide.copy_(scores)
+        view = row_heads(scores, tile)
+        if self.bias is not None:
+            view += self.bias.on(tile)[0]
+        elif self.mod is not None:
+            modified = self.mod.on(tile, view, owns_score=True)[0]
+            if not isinstance(modified, Tensor) or modified.shape != view.shape:
+                modified = view.copy_(modified) if isinstance(modified, Tensor) else view.fill_(modified)  # a mod that ignores the score
+            view = modified if modified.is_contiguous() else view.copy_(modified)
+        self.call.masks.apply(view, tile, chunk.asked)
+        return view.view(scores.shape)
+
+
+def forward(call: Call) -> Result:
+    problem = call.problem
+    stat, device = problem.stat_dtype, problem.q.device
+    rows = (problem.batch, problem.heads_q, problem.seqlen_q)
+    out = empty((*rows, problem.v.shape[3]), problem.q.dtype, device)
+    lse = empty(rows, stat, device) if problem.wants_lse else None
+    highest = empty(rows, stat, device) if problem.wants_max else None
+    scores = Scores(call)
+    for group in call.coverage.groups:
+        heads = Heads(problem, group, call.dtype)
+        keys, values = heads.keys(problem.k), _Values(call, heads)
+        place = (heads.batches, heads.q_heads)
+        for row_tile in group.row_tiles:
+            at = (*place, slice(row_tile.q_lo, row_tile.q_hi))
+            acc, row_max, row_sum = _stream(call, heads, row_tile, scores, keys, values)
+            tile = heads.tile(row_tile, Chunk(0, 0, ()))
+            row_max += scores.shift_of(tile, row_max)
+            if highest is not None:
+                highest[at] = ascending((row_max * LN2).masked_fill_(row_sum == 0, -math.inf), tile)[..., 0]
+            if problem.sink is not None:
+                row_max, row_sum = _add_sink(problem.sink, heads, acc, row_max, row_sum, tile)
+            out[at] = ascending(acc.div_(row_sum.masked_fill(row_sum == 0, 1.0)), tile)
+            if lse is not None:
+                lse[at] = ascending(row_max.mul_(LN2).add_(row_sum.log()), tile)[..., 0]
+    return Result(out, lse, highest)
+
+
+class _Values:
+    """V as a batch of matrices, guarded against NaN and infinity at keys that a row does not see: 0 x NaN must not reach its output."""
+
+    def __init__(self, call: Call, heads: Heads):
+        self.values = heads.keys(call.problem.v)
+        self.bad: Tensor | None = None
+        if not call.all_finite:
+            finite = torch.isfinite(self.values)
+            self.bad = finite.logical_not().to(self.values.dtype)
+            self.values = self.values.masked_fill(finite.logical_not(), 0.0)
+
+    def weighted(self, p: Tensor, chunk: Chunk) -> Tensor:
+        """(count, rows, Dv) of ``p @ v``."""
+        result = torch.bmm(p, self.values[:, chunk.lo : chunk.hi])
+        if self.bad is not None:
+            seen = torch.bmm((p != 0).to(p.dtype), self.bad[:, chunk.lo : chunk.hi])
+            result.masked_fill_(seen > 0, math.nan)  # a row that does see it gets what the definition says
+        return result
+
+
+def _stream(
+    call: Call, heads: Heads, row_tile: RowTile, scores: Scores, keys: Tensor, values: _Values
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Unnormalised output (count, rows, Dv), row maximum in base 2 and row sum (count, rows, 1) of one row tile."""
+    stat = call.problem.stat_dtype
+    q = heads.rows(call.problem.q, row_tile.q_lo, row_tile.q_hi)
+    shape = (q.shape[0], q.shape[1], 1)
+    lowest = torch.finfo(call.dtype).min / 2  # never -inf, so that -inf - maximum is -inf and not NaN
+    acc = row_sum = row_max = None
+    for chunk in chunks(row_tile, call.plan.tile_n):
+        s = scores.of(q, keys, heads.tile(row_tile, chunk), chunk)
+        highest = s.amax(-1, keepdim=True)
+        new_max = highest.clamp_min_(lowest) if row_max is None else torch.maximum(row_max, highest)
+        p = s.sub_(new_max).exp2_()
+        part, part_sum = values.weighted(p if p.dtype == call.dtype else _narrow(call, p), chunk), p.sum(-1, keepdim=True, dtype=stat)
+        if acc is None or row_sum is None or row_max is None:
+            acc, row_sum = part.to(stat), part_sum
+        else:
+            rescale = (row_max - new_max).to(stat).exp2_()
+            row_sum, acc = row_sum.mul_(rescale).add_(part_sum), acc.mul_(rescale).add_(part)
+        row_max = new_max
+    if acc is None or row_sum is None or row_max is None:  # nobody in this tile sees a key
+        acc = torch.zeros((*shape[:2], values.values.shape[-1]), dtype=stat, device=q.device)
+        return acc, torch.full(shape, lowest, dtype=stat, device=q.device), torch.zeros(shape, dtype=stat, device=q.device)
+    return acc, row_max.to(stat), row_sum
+
+
+def _narrow(call: Call, p: Tensor) -> Tensor:
+    return call.workspace.take("narrow", tuple(p.shape), call.dtype).copy_(p)
+
+
+def _is_finite(bound: Bound) -> bool:
+    value = bound.hoisted[bound.expr.outputs[0]]
+    return bool(torch.isfinite(value).all()) if isinstance(value, Tensor) else math.isfinite(value)
+
+
+def _add_sink(sink: Tensor, heads: Heads, acc: Tensor, row_max: Tensor, row_sum: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
+    """The maximum and the sum with one more key per row, whose score is the head's logit and whose value is 0; rescales ``acc``."""
+    batch, count, rows, _ = tile.shape
+    logit = (sink[heads.q_heads].to(acc.dtype) * LOG2E).view(1, count, 1, 1).expand(batch, count, rows, 1).reshape(row_max.shape)
+    new_max = torch.maximum(row_max, logit)
+    rescale = (row_max - new_max).exp2_()
+    acc.mul_(rescale)
+    return new_max, row_sum * rescale + (logit - new_max).exp2_()

@@ -1,0 +1,79 @@
+"""Rewrites a score expression for torch's CPU operations: constants gathered, and a tanh that does not cost more than the matrix products.
+
+torch.tanh takes 1.04 ns an element here, where expm1 takes 0.35, sigmoid 0.11 and a whole score of float32 attention 1.4.
+``tanh(x) = t / (t + 2)`` with ``t = expm1(2 x)`` is as accurate (2 x is kept below 40, where the quotient is 1); ``2 sigmoid(2 x) - 1``
+loses relative accuracy near 0, which inputs of 16 bits do not notice.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from anyattn.mods.dependence import dependence
+from anyattn.mods.ir import Builder, Expr, Node
+
+__all__ = ["lowered"]
+
+
+@lru_cache(maxsize=1024)
+def lowered(expr: Expr, factors: tuple[float, ...], is_half: bool) -> Expr:
+    """``expr`` with output i multiplied by ``factors[i]``; is_half: the inputs have 16 bits."""
+    scaled = Builder()
+    outputs = []
+    for position, factor in zip(expr.outputs, factors, strict=True):
+        copied = scaled.copy(expr, position)
+        dtype = scaled.nodes[copied].dtype
+        outputs.append(copied if factor == 1.0 else scaled.add("mul", copied, scaled.const(factor, dtype)))
+    return _Lowering(scaled.build(*outputs), is_half).run()
+
+
+class _Lowering:
+    def __init__(self, expr: Expr, is_half: bool):
+        self.expr, self.is_half = expr, is_half
+        self.sees_score = [d.score for d in dependence(expr)]
+        self.builder = Builder()
+        self.new: list[int] = []
+        self._scaled: set[int] = set()  # products made by _times: a value, then a factor free of the score
+
+    def run(self) -> Expr:
+        for i, node in enumerate(self.expr.nodes):
+            args = [self.new[a] for a in node.args]
+            if self.sees_score[i] and node.op == "tanh":
+                self.new.append(self._tanh(args[0], node))
+            elif self.sees_score[i] and node.op in ("mul", "div"):
+                self.new.append(self._product(node, args))
+            else:
+                self.new.append(self.builder.add(node.op, *args, dtype=node.dtype, attr=node.attr))
+        return self.builder.build(*(self.new[o] for o in self.expr.outputs))
+
+    def _tanh(self, x: int, node: Node) -> int:
+        b = self.builder
+
+        def number(value: float) -> int:
+            return b.const(value, node.dtype)
+
+        doubled = self._times(x, number(2.0))
+        if self.is_half:
+            return b.add("sub", b.add("mul", b.add("sigmoid", doubled), number(2.0)), number(1.0))
+        t = b.add("expm1", b.add("min", doubled, number(40.0)))
+        return b.add("div", t, b.add("add", t, number(2.0)))
+
+    def _product(self, node: Node, args: list[int]) -> int:
+        left, right = node.args
+        if not self.sees_score[right]:
+            factor = args[1] if node.op == "mul" else self.builder.add("reciprocal", args[1])
+            return self._times(args[0], factor)
+        if not self.sees_score[left] and node.op == "mul":
+            return self._times(args[1], args[0])
+        return self.builder.add(node.op, *args)
+
+    def _times(self, x: int, factor: int) -> int:
+        """``x * factor`` for a factor that does not see the score; a product of such factors is made once, not once a score."""
+        inner = self.builder.nodes[x]
+        if inner.op == "mul" and x in self._scaled:
+            return self._remember(self.builder.add("mul", inner.args[0], self.builder.add("mul", inner.args[1], factor)))
+        return self._remember(self.builder.add("mul", x, factor))
+
+    def _remember(self, product: int) -> int:
+        self._scaled.add(product)
+        return product

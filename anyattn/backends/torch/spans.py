@@ -1,0 +1,207 @@
+"""Which stretches of keys each tile of query rows reads, and which predicates decide inside them.
+
+A *row tile* is a run of query rows that are computed together for a block of batch entries and heads (a *group*) whose lists agree. Its
+*segments* are disjoint ascending stretches of keys: a segment without predicates is seen whole by every row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from anyattn.mods.bounds import classify
+from anyattn.problem import Problem
+from anyattn.sparsity.block_sparse import BlockSparseTensors
+
+__all__ = ["Coverage", "Group", "RowTile", "Segment", "cover"]
+
+_TILE_N = 128  # width of the tiles into which a mask without row ranges is classified
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Keys ``lo <= kv < hi``; ``predicates`` are the positions in ``Problem.predicates`` to be asked there."""
+
+    lo: int
+    hi: int
+    predicates: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class RowTile:
+    q_lo: int
+    q_hi: int
+    segments: tuple[Segment, ...]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Batch entries ``b_lo:b_hi`` and query heads ``h_lo:h_hi``, computed together because their lists agree."""
+
+    b_lo: int
+    b_hi: int
+    h_lo: int
+    h_hi: int
+    row_tiles: tuple[RowTile, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Coverage:
+    """The groups, and for each predicate its row ranges (lo, hi), each (n, B or 1, H or 1, Sq), or None where it must be evaluated."""
+
+    groups: tuple[Group, ...]
+    ranges: tuple[tuple[Tensor, Tensor] | None, ...]
+
+
+# One source of segments: for a (b, h) its row tiles' stretches as (lo, hi, is_full); dims says over what it is broadcast.
+@dataclass(frozen=True, eq=False)
+class _Source:
+    predicate: int | None
+    batch: int
+    heads: int
+    stretches: list[list[list[list[tuple[int, int, bool]]]]]  # [b][h][row tile]
+
+
+def cover(problem: Problem, tile_m: int, pairs_at_once: int) -> Coverage:
+    """Row tiles of ``tile_m`` rows for every batch entry and head, at most ``pairs_at_once`` (batch, head) pairs to a group."""
+    ranges = problem.row_limits
+    sources = []
+    if problem.blocks is not None:
+        sources.append(_from_lists(problem.blocks, 0 if problem.predicates else None, tile_m, problem))
+    for i, predicate in enumerate(problem.predicates):
+        if problem.blocks is not None and i == 0:
+            continue
+        limit = ranges[i]
+        if limit is not None:
+            sources.append(_from_ranges(*limit, i, tile_m))
+        else:
+            lengths = (problem.seqlen_q, problem.seqlen_k)
+            classes = classify(predicate, *lengths, tile_m, _TILE_N, problem.batch, problem.heads_q, problem.q.device)
+            blocks = BlockSparseTensors.from_classes(classes, (tile_m, _TILE_N), lengths)
+            sources.append(_from_lists(blocks, i, tile_m, problem))
+    return Coverage(tuple(_groups(problem, sources, tile_m, pairs_at_once)), ranges)
+
+
+def _from_ranges(lo: Tensor, hi: Tensor, predicate: int, tile_m: int) -> _Source:
+    """Per row tile and range: every row sees [max lo, min hi), some row sees [min lo, max hi)."""
+    n, batch, heads, rows = lo.shape
+    tiles = -(-rows // tile_m)
+    pad = tiles * tile_m - rows
+    empty = lo >= hi
+    big = torch.iinfo(lo.dtype).max
+
+    def per_tile(x: Tensor, fill: int, largest: bool) -> Tensor:
+        x = torch.nn.functional.pad(x, (0, pad), value=fill).view(n, batch, heads, tiles, tile_m)
+        return x.amax(-1) if largest else x.amin(-1)
+
+    lo_seen, hi_seen = lo.masked_fill(empty, big), hi.masked_fill(empty, 0)
+    lo_every, hi_every = lo.masked_fill(empty, big), hi.masked_fill(empty, 0)
+    table = torch.stack(
+        [per_tile(lo_seen, big, False), per_tile(hi_seen, 0, True), per_tile(lo_every, 0, True), per_tile(hi_every, big, False)], -1
+    )  # (n, batch, heads, tiles, 4)
+    stretches: list = table.permute(1, 2, 3, 0, 4).tolist()
+    for per_head in stretches:
+        for per_tile_list in per_head:
+            for t, found in enumerate(per_tile_list):
+                per_tile_list[t] = _sweep([tuple(r) for r in found])
+    return _Source(predicate, batch, heads, stretches)
+
+
+def _sweep(found: list[tuple[int, ...]]) -> list[tuple[int, int, bool]]:
+    """Disjoint ascending (lo, hi, full) stretches of a union of ranges given as (some_lo, some_hi, every_lo, every_hi)."""
+    found = [r for r in found if r[0] < r[1]]
+    if len(found) == 1:
+        some_lo, some_hi, every_lo, every_hi = found[0]
+        if every_lo >= every_hi:
+            return [(some_lo, some_hi, False)]
+        parts = [(some_lo, every_lo, False), (every_lo, every_hi, True), (every_hi, some_hi, False)]
+        return [p for p in parts if p[0] < p[1]]
+    edges = sorted({e for r in found for e in (r if r[2] < r[3] else r[:2])})
+    stretches: list[tuple[int, int, bool]] = []
+    for lo, hi in pairwise(edges):
+        if not any(r[0] <= lo and hi <= r[1] for r in found):
+            continue
+        full = any(r[2] <= lo and hi <= r[3] for r in found)
+        if stretches and stretches[-1][1] == lo and stretches[-1][2] == full:
+            stretches[-1] = (stretches[-1][0], hi, full)
+        else:
+            stretches.append((lo, hi, full))
+    return stretches
+
+
+def _from_lists(blocks: BlockSparseTensors, predicate: int | None, tile_m: int, problem: Problem) -> _Source:
+    """Stretches of adjacent listed tiles of one kind; the lists' row tiles are a multiple of ``tile_m`` or equal to it."""
+    block_m, block_n = blocks.tile
+    assert block_m % tile_m == 0, f"row tile {tile_m} does not divide the lists' tile {block_m}"
+    batch, heads, rows = blocks.mask_block_cnt.shape
+    lists = [(blocks.mask_block_cnt.tolist(), blocks.mask_block_idx.tolist(), False)]
+    if blocks.full_block_cnt is not None and blocks.full_block_idx is not None:
+        lists.append((blocks.full_block_cnt.tolist(), blocks.full_block_idx.tolist(), True))
+    tiles = -(-problem.seqlen_q // tile_m)
+    stretches: list = []
+    for b in range(batch):
+        stretches.append([])
+        for h in range(heads):
+            by_block = [_merge([(i, full) for cnt, idx, full in lists for i in idx[b][h][m][: cnt[b][h][m]]], block_n, problem) for m in range(rows)]
+            stretches[b].append([by_block[t * tile_m // block_m] for t in range(tiles)])
+    return _Source(predicate, batch, heads, stretches)
+
+
+def _merge(listed: list[tuple[int, bool]], block_n: int, problem: Problem) -> list[tuple[int, int, bool]]:
+    stretches: list[tuple[int, int, bool]] = []
+    for i, full in sorted(listed):
+        lo, hi = i * block_n, min((i + 1) * block_n, problem.seqlen_k)
+        if lo >= hi:
+            continue
+        if stretches and stretches[-1][1] == lo and stretches[-1][2] == full:
+            stretches[-1] = (stretches[-1][0], hi, full)
+        else:
+            stretches.append((lo, hi, full))
+    return stretches
+
+
+def _groups(problem: Problem, sources: list[_Source], tile_m: int, pairs_at_once: int) -> list[Group]:
+    """(batch, head) rectangles whose stretches agree, cut to ``pairs_at_once`` pairs and to whole or single K/V heads."""
+    rows = [(r, min(r + tile_m, problem.seqlen_q)) for r in range(0, problem.seqlen_q, tile_m)]
+    by_batch = any(s.batch > 1 and any(x != s.stretches[0] for x in s.stretches[1:]) for s in sources)
+    by_head = any(s.heads > 1 and any(x != per_b[0] for per_b in s.stretches for x in per_b[1:]) for s in sources)
+    groups = []
+    head_chunks = [(h, h + 1) for h in range(problem.heads_q)] if by_head else _head_chunks(problem, pairs_at_once)
+    batch_step = 1 if by_batch else max(1, pairs_at_once // max(1, head_chunks[0][1] - head_chunks[0][0])) if head_chunks else 1
+    known: dict[tuple[int, int], tuple[RowTile, ...]] = {}
+    for b_lo in range(0, problem.batch, batch_step):
+        for h_lo, h_hi in head_chunks:
+            at = (b_lo if by_batch else 0, h_lo if by_head else 0)
+            if at not in known:
+                known[at] = tuple(RowTile(lo, hi, _intersect(problem, sources, at, t)) for t, (lo, hi) in enumerate(rows))
+            groups.append(Group(b_lo, min(b_lo + batch_step, problem.batch), h_lo, h_hi, known[at]))
+    return groups
+
+
+def _head_chunks(problem: Problem, pairs_at_once: int) -> list[tuple[int, int]]:
+    ratio = problem.qhead_per_kvhead
+    if pairs_at_once >= ratio:
+        step = max(1, pairs_at_once // ratio) * ratio
+        return [(h, min(h + step, problem.heads_q)) for h in range(0, problem.heads_q, step)]
+    chunks = []
+    for kv_head in range(problem.heads_kv):
+        first, last = kv_head * ratio, (kv_head + 1) * ratio
+        chunks += [(h, min(h + pairs_at_once, last)) for h in range(first, last, pairs_at_once)]
+    return chunks
+
+
+def _intersect(problem: Problem, sources: list[_Source], at: tuple[int, int], tile: int) -> tuple[Segment, ...]:
+    """What every source sees; a segment asks the predicates of those sources that are not full there."""
+    segments = [Segment(0, problem.seqlen_k)] if problem.seqlen_k else []
+    for source in sources:
+        stretches = source.stretches[min(at[0], source.batch - 1)][min(at[1], source.heads - 1)][tile]
+        segments = [
+            Segment(max(s.lo, lo), min(s.hi, hi), s.predicates if full or source.predicate is None else (*s.predicates, source.predicate))
+            for s in segments
+            for lo, hi, full in stretches
+            if max(s.lo, lo) < min(s.hi, hi)
+        ]
+    return tuple(segments)

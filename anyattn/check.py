@@ -1,0 +1,224 @@
+"""Every user error of the front doors: arguments in, a validated ``Problem`` out."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from anyattn.mods.bounds import check_loads
+from anyattn.mods.rows import row_ranges
+from anyattn.mods.trace import TracedMod, trace
+from anyattn.problem import Problem
+
+if TYPE_CHECKING:
+    from anyattn.sparsity.block_sparse import BlockSparseTensors
+
+__all__ = ["block_lengths", "flex_problem", "kernel_options", "tensors", "wanted"]
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+# Options of torch's kernels that change how its Triton code is built, not what is computed: accepted, without effect here.
+_TORCH_OPTIONS = frozenset(
+    "num_warps num_stages BLOCK_M BLOCK_N BLOCK_M1 BLOCK_N1 BLOCK_M2 BLOCK_N2 PRESCALE_QK ROWS_GUARANTEED_SAFE BLOCKS_ARE_CONTIGUOUS "
+    "WRITE_DQ FORCE_USE_FLEX_ATTENTION USE_TMA kpack matrix_instr_nonkdim waves_per_eu BACKEND fwd_num_warps fwd_num_stages "
+    "bwd_num_warps bwd_num_stages".split()
+)
+
+
+def wanted(return_lse: bool, return_aux: Any) -> tuple[bool, bool]:
+    """(lse, max_scores) wanted by torch's two ways of asking."""
+    if return_lse and return_aux is not None:
+        raise ValueError("return_lse=True and return_aux are both given; wanted one of them: use return_aux=AuxRequest(lse=True)")
+    if return_aux is None:
+        return bool(return_lse), False
+    if not hasattr(return_aux, "lse") or not hasattr(return_aux, "max_scores"):
+        raise TypeError(f"return_aux is a {type(return_aux).__name__}; wanted anyattn.AuxRequest(lse=..., max_scores=...)")
+    return bool(return_aux.lse), bool(return_aux.max_scores)
+
+
+def kernel_options(options: Any) -> dict[str, int]:
+    """The options that mean something here: tile_m and tile_n."""
+    if options is None:
+        return {}
+    if not isinstance(options, dict):
+        raise TypeError(f"kernel_options is a {type(options).__name__}; wanted a dict such as {{'tile_m': 128, 'tile_n': 1024}}")
+    found = {}
+    for name, value in options.items():
+        if name in ("tile_m", "tile_n"):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"kernel_options[{name!r}]={value!r}; wanted a positive int")
+            found[name] = value
+        elif name not in _TORCH_OPTIONS:
+            raise ValueError(f"kernel_options has an unknown name {name!r}; wanted tile_m, tile_n (or torch's {', '.join(sorted(_TORCH_OPTIONS))})")
+    return found
+
+
+def flex_problem(
+    query: Any,
+    key: Any,
+    value: Any,
+    score_mod: Callable | None,
+    block_mask: Any,
+    mask_mod: Callable | None,
+    aux_tensors: Any,
+    scale: Any,
+    enable_gqa: bool,
+    sink: Any,
+    wants_lse: bool,
+    wants_max: bool,
+    deterministic: bool,
+) -> Problem:
+    """The problem of one ``flex_attention`` call; raises before any work is done."""
+    key, value = tensors(query, key, value, enable_gqa)
+    aux = _aux(aux_tensors, query.device)
+    batch, heads, seqlen_q, head_dim = query.shape
+    lengths = (batch, heads, seqlen_q, key.shape[2])
+    score = _traced(score_mod, "score", query, aux, lengths)
+    predicates = []
+    blocks = None
+    if block_mask is not None:
+        check_block_mask(block_mask, query, key)
+        listed = _traced(block_mask.mask_mod, "mask", query, aux, lengths, "block_mask.mask_mod")
+        predicates.append(listed)
+        blocks = lists_of(block_mask, listed)
+    if mask_mod is not None:
+        predicates.append(_traced(mask_mod, "mask", query, aux, lengths))
+    return Problem(
+        query,
+        key,
+        value,
+        _scale(scale, head_dim),
+        score,
+        tuple(p for p in predicates if p is not None),
+        blocks,
+        _sink(sink, query),
+        wants_lse,
+        wants_max,
+        bool(deterministic),
+    )
+
+
+def tensors(query: Any, key: Any, value: Any, enable_gqa: bool) -> tuple[Tensor, Tensor]:
+    """key and value, checked against query, a batch of 1 shared."""
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} is a {type(tensor).__name__}; wanted a torch.Tensor of shape (batch, heads, length, head_dim)")
+        if tensor.ndim != 4:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; wanted 4 dimensions (batch, heads, length, head_dim): unsqueeze it")
+        if tensor.dtype not in DTYPES:
+            raise TypeError(f"{name} has dtype {tensor.dtype}; wanted float64, float32, bfloat16 or float16: convert it with .to()")
+        if tensor.dtype != query.dtype:
+            raise TypeError(f"{name} has dtype {tensor.dtype} but query has {query.dtype}; wanted one dtype: convert one with .to()")
+        if tensor.device != query.device:
+            raise ValueError(f"{name} is on {tensor.device} but query is on {query.device}; wanted one device: move one with .to()")
+    batch, heads_q, _, head_dim = query.shape
+    if key.shape[3] != head_dim:
+        raise ValueError(f"key has head_dim {key.shape[3]} but query has {head_dim}; wanted the same last dimension")
+    if value.shape[:3] != key.shape[:3]:
+        raise ValueError(f"value has (batch, heads, length) {tuple(value.shape[:3])} but key has {tuple(key.shape[:3])}; wanted the same")
+    if head_dim == 0:
+        raise ValueError(f"query has shape {tuple(query.shape)} with head_dim 0; wanted at least 1")
+    heads_kv = key.shape[1]
+    if heads_q != heads_kv and not enable_gqa:
+        raise ValueError(f"query has {heads_q} heads but key and value have {heads_kv}; pass enable_gqa=True to share K/V heads among query heads")
+    if heads_q != heads_kv and (heads_kv == 0 or heads_q % heads_kv):
+        raise ValueError(f"query has {heads_q} heads, not a multiple of the {heads_kv} of key and value; wanted Hq % Hkv == 0")
+    if key.shape[0] != batch:
+        if key.shape[0] != 1:
+            raise ValueError(f"key has batch {key.shape[0]} but query has {batch}; wanted the same, or 1 to share it")
+        key, value = (t.expand(batch, *t.shape[1:]) for t in (key, value))
+    return key, value
+
+
+def _aux(aux_tensors: Any, device: torch.device) -> list[Tensor] | None:
+    if aux_tensors is None:
+        return None
+    if isinstance(aux_tensors, Tensor) or not isinstance(aux_tensors, Sequence):
+        raise TypeError(f"aux_tensors is a {type(aux_tensors).__name__}; wanted a list of tensors: aux_tensors=[table]")
+    for i, tensor in enumerate(aux_tensors):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"aux_tensors[{i}] is a {type(tensor).__name__}; wanted a torch.Tensor")
+        if tensor.device != device:
+            raise ValueError(f"aux_tensors[{i}] is on {tensor.device} but query is on {device}; move it with .to()")
+    return list(aux_tensors)
+
+
+def _traced(mod: Any, kind: str, query: Tensor, aux: list[Tensor] | None, lengths: tuple[int, ...], name: str = "") -> TracedMod | None:
+    if mod is None:
+        return None
+    score_dtype = torch.float64 if query.dtype is torch.float64 else torch.float32
+    traced = trace(mod, kind, score_dtype=score_dtype, aux_tensors=aux, device=query.device)
+    for tensor in traced.tensors:
+        if tensor.device != query.device and tensor.ndim > 0:
+            raise ValueError(
+                f"{name or kind + '_mod'} {traced.name!r} captures a tensor of shape {tuple(tensor.shape)} on {tensor.device} but query is on "
+                f"{query.device}; move it with .to()"
+            )
+    batch, heads, seqlen_q, seqlen_k = lengths
+    check_loads(traced, batch, heads, seqlen_q, seqlen_k)
+    return traced
+
+
+def lists_of(block_mask: Any, mask: TracedMod) -> BlockSparseTensors | None:
+    """The lists of a block mask, None where the row ranges of the mask that they were computed from say the same more finely."""
+    from anyattn.sparsity.block_sparse import BlockSparseTensors
+
+    if getattr(block_mask, "is_exact", False) and row_ranges(mask) is not None:
+        return None
+    return BlockSparseTensors.from_block_mask(block_mask)
+
+
+def check_block_mask(block_mask: Any, query: Tensor, key: Tensor) -> None:
+    """Raises if this is no block mask, or one for another device, other lengths, batches or heads."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    if not isinstance(block_mask, BlockMask):
+        cure = "pass a function of (b, h, q_idx, kv_idx) as mask_mod" if callable(block_mask) else "make one with anyattn.create_block_mask"
+        raise TypeError(f"block_mask is a {type(block_mask).__name__}; wanted a BlockMask (anyattn's or torch's): {cure}")
+    block_lengths(block_mask, query, key)
+    if block_mask.kv_num_blocks.device != query.device:
+        raise ValueError(f"block_mask is on {block_mask.kv_num_blocks.device} but query is on {query.device}; move it with .to({str(query.device)!r})")
+
+
+def block_lengths(block_mask: Any, query: Tensor, key: Tensor) -> None:
+    """Raises if a block mask was made for other lengths, batches or heads."""
+    lengths = (query.shape[2], key.shape[2])
+    if tuple(block_mask.seq_lengths) != lengths:
+        raise ValueError(
+            f"block_mask was made for lengths (q, kv) = {tuple(block_mask.seq_lengths)} but query and key have {lengths}; make it for these "
+            f"lengths: create_block_mask(mask_mod, B, H, {lengths[0]}, {lengths[1]})"
+        )
+    listed = tuple(block_mask.kv_num_blocks.shape[:-1])
+    for got, have, axis in zip(listed[-2:], query.shape[:2], ("batch", "heads"), strict=False):
+        if got not in (1, have):
+            raise ValueError(f"block_mask has {axis} {got} but query has {have}; wanted 1 (shared) or {have}")
+
+
+def _scale(scale: Any, head_dim: int) -> float:
+    if scale is None:
+        return 1.0 / math.sqrt(head_dim)
+    if isinstance(scale, Tensor) and scale.ndim == 0:
+        scale = scale.item()
+    if not isinstance(scale, numbers.Real) or isinstance(scale, bool):
+        raise TypeError(f"scale is a {type(scale).__name__}; wanted a number, or None for 1 / sqrt(head_dim)")
+    if not math.isfinite(scale):
+        raise ValueError(f"scale={scale!r}; wanted a finite number, or None for 1 / sqrt(head_dim)")
+    return float(scale)
+
+
+def _sink(sink: Any, query: Tensor) -> Tensor | None:
+    if sink is None:
+        return None
+    if not isinstance(sink, Tensor):
+        raise TypeError(f"sink is a {type(sink).__name__}; wanted a float tensor of shape ({query.shape[1]},), one logit per query head")
+    if tuple(sink.shape) != (query.shape[1],) or not sink.is_floating_point():
+        raise ValueError(
+            f"sink has shape {tuple(sink.shape)} and dtype {sink.dtype}; wanted a float tensor of shape ({query.shape[1]},), one logit per query head"
+        )
+    if sink.device != query.device:
+        raise ValueError(f"sink is on {sink.device} but query is on {query.device}; move it with .to()")
+    return sink

@@ -1,0 +1,126 @@
+"""What anyattn makes of a mod, and how a call would be computed, as text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from anyattn import check, hardware, plan
+from anyattn.mods.dependence import dependence
+from anyattn.mods.ir import Expr
+from anyattn.mods.linear import additive_bias
+from anyattn.mods.rows import row_ranges
+from anyattn.mods.trace import TracedMod, trace
+
+__all__ = ["Explanation", "ModExplanation", "explain", "explain_mod"]
+
+
+@dataclass(frozen=True)
+class ModExplanation:
+    """One mod as its readers see it: the program with what each line depends on, row ranges (masks), captures, key."""
+
+    mod: TracedMod
+
+    def __str__(self) -> str:
+        mod = self.mod
+        lines = [f"{mod.kind}_mod {mod.name}", f"  key       {mod.key}", "  program   (value, dtype, operation, what it depends on)"]
+        lines += [f"    {line}" for line in _annotated(mod.expr)]
+        lines += self._captures()
+        lines += self._structure()
+        return "\n".join(lines)
+
+    def _captures(self) -> list[str]:
+        if not self.mod.scalars and not self.mod.tensors:
+            return ["  captures  nothing"]
+        numbers = [f"scalar {i} = {s}" for i, s in enumerate(self.mod.scalars)]
+        tensors = [
+            f"tensor {i}: {str(t.dtype).removeprefix('torch.')} {tuple(t.shape)} on {t.device}{', receives a gradient' if t.requires_grad else ''}"
+            for i, t in enumerate(self.mod.tensors)
+        ]
+        return ["  captures  (run-time inputs: other values compile nothing)", *(f"    {line}" for line in (*numbers, *tensors))]
+
+    def _structure(self) -> list[str]:
+        if self.mod.kind == "score":
+            bias = additive_bias(self.mod.expr)
+            return [
+                "  form      score + bias: the bias is added, never recomputed"
+                if bias
+                else "  form      general: evaluated on every visible score"
+            ]
+        ranges = row_ranges(self.mod)
+        if ranges is None:
+            return ["  ranges    none: the mask is evaluated inside partial tiles"]
+        found = [f"  ranges    {ranges.count} per query row: lo <= kv_idx < hi, with (lo, hi) outputs of"]
+        return [*found, *(f"    {line}" for line in _annotated(ranges.expr))]
+
+
+def _annotated(expr: Expr) -> list[str]:
+    deps = dependence(expr)
+    *nodes, outputs = str(expr).splitlines()
+    width = max((len(n) for n in nodes), default=0)
+    return [*(f"{n:<{width}}   # {d}" for n, d in zip(nodes, deps, strict=True)), outputs]
+
+
+def explain_mod(fn: Callable, kind: str | None = None, *, aux_tensors: list[Tensor] | None = None) -> ModExplanation:
+    """What ``fn`` means to anyattn. kind: ``"mask"`` or ``"score"``, by default told by the number of arguments. Raises as tracing does."""
+    if kind is None:
+        from anyattn.mods.algebra import mod
+
+        kind = mod(fn).kind
+    return ModExplanation(trace(fn, kind, aux_tensors=aux_tensors))
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """How one call would be computed: the mods, the plan and the reason for each of its decisions, and which backends were possible."""
+
+    mods: tuple[ModExplanation, ...]
+    plan: plan.Plan
+    backends: dict[str, str | None]
+
+    def __str__(self) -> str:
+        lines = [str(m) for m in self.mods]
+        p = self.plan
+        lines.append(
+            f"plan      backend {p.backend}, {p.tile_m} query rows x {p.tile_n} keys to a tile, {p.pairs_at_once} (batch, head) pairs at once"
+        )
+        lines += [f"    {why}" for why in p.why]
+        lines.append("backends")
+        lines += [f"    {name}: {'available' if why is None else 'not here: ' + why}" for name, why in self.backends.items()]
+        return "\n".join(lines)
+
+
+def explain(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable | None = None,
+    block_mask: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    mask_mod: Callable | None = None,
+    aux_tensors: list[Tensor] | None = None,
+    sink: Tensor | None = None,
+    deterministic: bool = False,
+    backend: str | None = None,
+) -> Explanation:
+    """What ``flex_attention`` with these arguments would do, without doing it. ``print`` the result.
+
+    Arguments and errors are those of ``flex_attention``.
+
+    >>> import torch
+    >>> q = torch.randn(1, 2, 64, 16)
+    >>> explain(q, q, q, mask_mod=lambda b, h, q_idx, kv_idx: q_idx >= kv_idx).plan.backend
+    'torch'
+    """
+    problem = check.flex_problem(
+        query, key, value, score_mod, block_mask, mask_mod, aux_tensors, scale, enable_gqa, sink, False, False, deterministic
+    )
+    machine = hardware.of(query.device.type)
+    chosen = plan.choose(problem, machine, backend)
+    traced = [problem.score, *problem.predicates]
+    return Explanation(tuple(ModExplanation(m) for m in traced if m is not None), chosen, plan.available(machine))

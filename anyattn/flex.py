@@ -1,0 +1,84 @@
+"""The door with PyTorch's names: ``flex_attention``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from anyattn import autograd, check, hardware, plan
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import AuxRequest, BlockMask
+
+__all__ = ["flex_attention"]
+
+
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable | None = None,
+    block_mask: BlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: dict[str, Any] | None = None,
+    *,
+    return_aux: AuxRequest | None = None,
+    mask_mod: Callable | None = None,
+    aux_tensors: Sequence[Tensor] | None = None,
+    sink: Tensor | None = None,
+    deterministic: bool = False,
+    backend: str | None = None,
+) -> Any:
+    """Attention whose scores and mask are a few lines of Python: ``softmax(mask(score_mod(scale * q k^T)) [, sink]) v``.
+
+    query: (B, Hq, Sq, D); key: (B, Hkv, Sk, D); value: (B, Hkv, Sk, Dv); one dtype of float64, float32, bfloat16, float16, one device,
+    any strides. With ``enable_gqa`` Hq may be a multiple of Hkv. A batch of 1 in key and value is shared by every query batch entry.
+    score_mod: ``(score, b, h, q_idx, kv_idx) -> score``; the score comes scaled, in float32 (float64 for float64 inputs).
+    block_mask: anyattn's or torch's ``BlockMask``. mask_mod: ``(b, h, q_idx, kv_idx) -> bool``; both given, both must allow.
+    scale: default 1 / sqrt(D). aux_tensors: what a mod's trailing argument receives. sink: (Hq,), one logit per head in the denominator.
+    return_lse, return_aux: also return the natural log-sum-exp and the maximal score per row, (B, Hq, Sq), float32 (float64).
+    kernel_options: ``{"tile_m": int, "tile_n": int}`` override the plan; torch's names are accepted and ignored where they mean nothing here.
+    deterministic: bitwise equal over reruns (always so on the CPU). backend: insist on one of ``anyattn.plan.BACKENDS``.
+
+    Returns out (B, Hq, Sq, Dv), or ``(out, lse)``, or ``(out, AuxOutput)``. Gradients flow to query, key, value, sink, the score mod's
+    captured float tensors, and through lse. A row that sees nothing gives 0 and lse -inf.
+
+    Raises ``TypeError``/``ValueError`` naming the argument, ``ModError`` for a mod that cannot be expressed, ``BackendError`` for a named
+    backend that cannot run this.
+
+    >>> import torch, anyattn
+    >>> q, k, v = torch.randn(3, 1, 2, 100, 16)
+    >>> window = 8
+    >>> out = anyattn.flex_attention(q, k, v, mask_mod=lambda b, h, q, k: (q >= k) & (q - k < window))
+    >>> out.shape
+    torch.Size([1, 2, 100, 16])
+
+    Source: FlexAttention (Dong et al., arXiv:2412.05496).
+    """
+    wants_lse, wants_max = check.wanted(return_lse, return_aux)
+    if torch.compiler.is_compiling():
+        from anyattn import ops
+
+        out, lse, max_scores = ops.compiled_flex_attention(
+            query, key, value, score_mod, block_mask, mask_mod, aux_tensors, scale, enable_gqa, sink, wants_max, backend
+        )
+        return _returned(out, lse, max_scores if wants_max else None, return_lse, return_aux)
+    problem = check.flex_problem(
+        query, key, value, score_mod, block_mask, mask_mod, aux_tensors, scale, enable_gqa, sink, wants_lse, wants_max, deterministic
+    )
+    chosen = plan.choose(problem, hardware.of(query.device.type), backend, check.kernel_options(kernel_options))
+    out, lse, max_scores = autograd.compute(problem, chosen)
+    return _returned(out, lse, max_scores, return_lse, return_aux)
+
+
+def _returned(out: Tensor, lse: Tensor | None, max_scores: Tensor | None, return_lse: bool, return_aux: AuxRequest | None) -> Any:
+    if return_aux is not None:
+        from torch.nn.attention.flex_attention import AuxOutput
+
+        return out, AuxOutput(lse=lse if return_aux.lse else None, max_scores=max_scores)
+    return (out, lse) if return_lse else out

@@ -1,0 +1,188 @@
+"""Wrapped mods that compose: ``&``, ``|``, ``~`` for masks, ``then`` for scores.
+
+A wrapped mod is still a function of the same arguments, so torch's own ``flex_attention`` takes it too. Wrapping also traces the mod once
+and keeps the result as a string and tensors, which is what an operator inside ``torch.compile`` needs; there, numbers that the mod
+captures are those of the moment of wrapping, while eager calls read them anew each time.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch
+
+from anyattn.mods import codec
+from anyattn.mods.trace import TracedMod, name_of, trace
+
+__all__ = ["Frozen", "Mask", "Score", "and_masks", "mod", "or_masks"]
+
+F = TypeVar("F", bound=Callable)
+
+
+class Frozen:
+    """A traced mod in the forms an operator takes: its program as text, captured numbers as a float64 tensor, captured tensors."""
+
+    def __init__(self, traced: TracedMod):
+        self.program = codec.encode(traced.expr)
+        self.scalars = torch.tensor([float(s) for s in traced.scalars], dtype=torch.float64)
+        self.tensors = list(traced.tensors)
+
+
+class _Wrapped:
+    """A mod with a name. ``fn`` is the user's function; ``frozen`` its trace, by score dtype."""
+
+    kind: str
+    dtypes: tuple[torch.dtype, ...] = (torch.float32,)
+
+    def __init__(self, fn: Callable, name: str | None = None):
+        self.fn = fn.fn if isinstance(fn, _Wrapped) else fn
+        self.name = name or (fn.name if isinstance(fn, _Wrapped) else name_of(fn))
+        self.__name__ = self.name
+        # a mod that waits for aux_tensors can be traced only by the call that brings them
+        takes_aux = _required_arguments(self.fn) == {"mask": 5, "score": 6}[self.kind]
+        self.frozen = {} if takes_aux else {str(d): Frozen(trace(self.fn, self.kind, score_dtype=d)) for d in self.dtypes}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name})"
+
+
+class Mask(_Wrapped):
+    """A mask mod ``(b, h, q_idx, kv_idx) -> bool`` that composes.
+
+    >>> from anyattn import masks
+    >>> masks.causal() & ~masks.sliding_window(2, 0)
+    Mask(causal & ~sliding_window(left=2, right=0))
+    """
+
+    kind = "mask"
+
+    def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return self.fn(b, h, q_idx, kv_idx)
+
+    def __and__(self, other: Callable) -> Mask:
+        return _joined("&", self, other)
+
+    def __rand__(self, other: Callable) -> Mask:
+        return _joined("&", other, self)
+
+    def __or__(self, other: Callable) -> Mask:
+        return _joined("|", self, other)
+
+    def __ror__(self, other: Callable) -> Mask:
+        return _joined("|", other, self)
+
+    def __invert__(self) -> Mask:
+        inner = self.fn
+
+        def inverted(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+            return ~inner(b, h, q_idx, kv_idx)
+
+        return Mask(inverted, f"~{_grouped(self.name)}")
+
+
+class Score(_Wrapped):
+    """A score mod ``(score, b, h, q_idx, kv_idx) -> score`` that chains.
+
+    >>> from anyattn import scores
+    >>> scores.temperature(2.0).then(scores.softcap(30.0))
+    Score(temperature(2.0) then softcap(30.0))
+    """
+
+    kind = "score"
+    dtypes = (torch.float32, torch.float64)
+
+    def __call__(self, score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return self.fn(score, b, h, q_idx, kv_idx)
+
+    def then(self, other: Callable) -> Score:
+        """The score mod that applies ``other`` to what this one returns."""
+        first, second = self.fn, Score(other)
+
+        def chained(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+            return second.fn(first(score, b, h, q_idx, kv_idx), b, h, q_idx, kv_idx)
+
+        return Score(chained, f"{self.name} then {second.name}")
+
+
+def mod(fn: Callable) -> Mask | Score:
+    """Wraps a mod by its number of arguments: 4 (or 5 with ``aux_tensors``) make a ``Mask``, 5 with ``score`` first make a ``Score``.
+
+    A function of 5 arguments is a mask only if its last argument is called ``aux_tensors``. Needed inside ``torch.compile`` and
+    ``torch.export``; elsewhere plain functions do as well. Raises ``TypeError`` for other functions, ``ModError`` for a body that cannot
+    be expressed.
+
+    >>> import anyattn
+    >>> anyattn.mod(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx)
+    Mask(<lambda>)
+    """
+    if isinstance(fn, (Mask, Score)):
+        return fn
+    if not callable(fn):
+        raise TypeError(f"fn is a {type(fn).__name__}; wanted a function of (b, h, q_idx, kv_idx) or (score, b, h, q_idx, kv_idx)")
+    names = _positional(fn)
+    if len(names) == 4 or (len(names) == 5 and names[-1] == "aux_tensors"):
+        return Mask(fn)
+    if len(names) == 5 or (len(names) == 6 and names[-1] == "aux_tensors"):
+        return Score(fn)
+    raise TypeError(
+        f"fn {name_of(fn)!r} takes {len(names)} arguments {tuple(names)}; wanted (b, h, q_idx, kv_idx) for a mask or "
+        "(score, b, h, q_idx, kv_idx) for a score, each with an optional trailing aux_tensors"
+    )
+
+
+def and_masks(*mask_mods: Callable) -> Mask:
+    """The mask that allows what every one of ``mask_mods`` allows; everything if there is none. torch's function of the same name."""
+    return _folded("&", mask_mods, empty=True)
+
+
+def or_masks(*mask_mods: Callable) -> Mask:
+    """The mask that allows what any one of ``mask_mods`` allows; nothing if there is none. torch's function of the same name."""
+    return _folded("|", mask_mods, empty=False)
+
+
+def _folded(symbol: str, mask_mods: Iterable[Callable], empty: bool) -> Mask:
+    given = list(mask_mods)
+    for i, m in enumerate(given):
+        if not callable(m):
+            raise TypeError(f"mask_mods[{i}] is a {type(m).__name__}; wanted a function of (b, h, q_idx, kv_idx)")
+    if not given:
+        return Mask(lambda b, h, q_idx, kv_idx: (q_idx == q_idx) if empty else (q_idx != q_idx), "full" if empty else "nothing")
+    joined = given[0] if isinstance(given[0], Mask) else Mask(given[0])
+    for other in given[1:]:
+        joined = _joined(symbol, joined, other)
+    return joined
+
+
+def _joined(symbol: str, left: Callable, right: Callable) -> Mask:
+    for side in (left, right):
+        if not callable(side) or isinstance(side, Score):
+            raise TypeError(f"cannot join a mask with a {type(side).__name__} by {symbol}; wanted masks (functions of b, h, q_idx, kv_idx)")
+    a, b_ = (m if isinstance(m, Mask) else Mask(m) for m in (left, right))
+    f, g = a.fn, b_.fn
+    if symbol == "&":
+
+        def joined(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+            return f(b, h, q_idx, kv_idx) & g(b, h, q_idx, kv_idx)
+
+    else:
+
+        def joined(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+            return f(b, h, q_idx, kv_idx) | g(b, h, q_idx, kv_idx)
+
+    return Mask(joined, f"{_grouped(a.name, symbol)} {symbol} {_grouped(b_.name, symbol)}")
+
+
+def _grouped(name: str, symbol: str = "~") -> str:
+    needs = any(f" {s} " in name for s in "&|" if s != symbol)
+    return f"({name})" if needs else name
+
+
+def _positional(fn: Callable) -> list[str]:
+    parameters = inspect.signature(fn).parameters.values()
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty]
+
+
+def _required_arguments(fn: Callable) -> int:
+    return len(_positional(fn))

@@ -1,0 +1,195 @@
+"""What a mod captures, and copies of it with the captured numbers replaced.
+
+``rebuild`` and ``walk`` visit the same places in the same order: closure cells, defaults, globals that the code names, functools.partial
+arguments, bound methods, callable instances. ``walk`` also says what the mod's *structure* is, so that a later function of the same code
+with other numbers and tensors is recognised without calling it. It answers None when something captured could change the mod's meaning
+unseen (a user's module, class or container): such a mod is simply traced on every call.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+__all__ = ["Found", "rebuild", "walk"]
+
+_CONSTANTS = (bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type(Ellipsis))
+_STABLE_MODULES = ("torch", "math", "operator", "functools", "numpy", "anyattn", "builtins")
+_OWN = "anyattn.mods."
+
+
+@dataclass(frozen=True)
+class Found:
+    """The structure (hashable, equal for equal code and kinds), and the captured numbers and tensors in visiting order."""
+
+    structure: tuple
+    numbers: tuple[int | float, ...]
+    tensors: tuple[torch.Tensor, ...]
+
+
+class _Unknown(Exception):
+    pass
+
+
+@functools.lru_cache(maxsize=4096)
+def _global_names(code: types.CodeType) -> tuple[str, ...]:
+    names = list(code.co_names)
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType):
+            names.extend(_global_names(const))
+    return tuple(dict.fromkeys(names))
+
+
+def _is_number(item: Any) -> bool:
+    return type(item) in (int, float)
+
+
+def _from_stable_module(item: Any) -> bool:
+    return (getattr(item, "__module__", None) or "builtins").split(".")[0] in _STABLE_MODULES
+
+
+def _instance_state(item: Any) -> dict | None:
+    """The attributes of a callable instance that the rebuilt copy replaces."""
+    return vars(item) if callable(item) and not isinstance(item, type) and hasattr(item, "__dict__") else None
+
+
+# ---- copies with other numbers
+
+
+def rebuild(fn: Callable, lift: Callable[[int | float], Any]) -> Callable:
+    """A copy of ``fn`` in which every captured int and float is ``lift(number)``."""
+    return _rebuild(fn, lift, {})
+
+
+def _rebuild(item: Any, lift: Callable, done: dict[int, Any]) -> Any:
+    if _is_number(item):
+        return lift(item)
+    if id(item) in done:
+        return done[id(item)]
+    done[id(item)] = item  # a function that captures itself keeps the original inside
+    if isinstance(item, types.FunctionType):
+        copy: Any = item if item.__module__ and _library_code(item) else _rebuild_function(item, lift, done)
+    elif isinstance(item, functools.partial):
+        args = [_rebuild(a, lift, done) for a in item.args]
+        copy = functools.partial(_rebuild(item.func, lift, done), *args, **{k: _rebuild(v, lift, done) for k, v in item.keywords.items()})
+    elif isinstance(item, types.MethodType):
+        copy = types.MethodType(_rebuild(item.__func__, lift, done), _rebuild_instance(item.__self__, lift, done))
+    elif isinstance(item, types.ModuleType) or _instance_state(item) is None or (_from_stable_module(item) and not _is_own(item)):
+        copy = item
+    else:
+        copy = _rebuild_instance(item, lift, done)
+    done[id(item)] = copy
+    return copy
+
+
+def _library_code(fn: types.FunctionType) -> bool:
+    """torch's and Python's own functions hold no captured values, unless they are closures over the user's (torch's ``and_masks``)."""
+    return fn.__closure__ is None and _from_stable_module(fn) and not fn.__module__.startswith(_OWN)
+
+
+def _is_own(item: Any) -> bool:
+    return type(item).__module__.startswith(_OWN)
+
+
+def _rebuild_function(fn: types.FunctionType, lift: Callable, done: dict[int, Any]) -> types.FunctionType:
+    cells = []
+    for cell in fn.__closure__ or ():
+        try:
+            cells.append(types.CellType(_rebuild_contents(cell.cell_contents, lift, done)))
+        except ValueError:  # a cell not filled yet
+            cells.append(cell)
+    names = fn.__globals__
+    if not _from_stable_module(fn):
+        replaced = {n: _rebuild(names[n], lift, done) for n in _global_names(fn.__code__) if n in names}
+        names = {**names, **replaced}
+    defaults = fn.__defaults__ and tuple(_rebuild(d, lift, done) for d in fn.__defaults__)
+    copy = types.FunctionType(fn.__code__, names, fn.__name__, defaults, tuple(cells) or None)
+    copy.__kwdefaults__ = fn.__kwdefaults__ and {k: _rebuild(v, lift, done) for k, v in fn.__kwdefaults__.items()}
+    return copy
+
+
+def _rebuild_contents(item: Any, lift: Callable, done: dict[int, Any]) -> Any:
+    """A cell's contents; a tuple of functions (torch's ``and_masks``) is entered too."""
+    if type(item) in (tuple, list) and any(callable(i) for i in item):
+        return type(item)(_rebuild(i, lift, done) for i in item)
+    return _rebuild(item, lift, done)
+
+
+def _rebuild_instance(item: Any, lift: Callable, done: dict[int, Any]) -> Any:
+    state = getattr(item, "__dict__", None)
+    if state is None or isinstance(item, type):
+        return item
+    try:
+        copy = object.__new__(type(item))
+    except TypeError:
+        return item
+    done[id(item)] = copy
+    copy.__dict__.update({k: _rebuild_contents(v, lift, done) for k, v in state.items()})
+    return copy
+
+
+# ---- recognising
+
+
+def walk(fn: Callable) -> Found | None:
+    """What ``fn`` captures, or None if that cannot be known without calling it."""
+    numbers: list[int | float] = []
+    tensors: list[torch.Tensor] = []
+    try:
+        structure = _walk(fn, numbers, tensors, {})
+    except _Unknown:
+        return None
+    return Found(structure, tuple(numbers), tuple(tensors))
+
+
+def _walk(item: Any, numbers: list, tensors: list, seen: dict[int, int]) -> tuple:
+    if _is_number(item):
+        numbers.append(item)
+        return (type(item),)
+    if isinstance(item, torch.Tensor):
+        tensors.append(item)
+        return ("tensor",)
+    if isinstance(item, _CONSTANTS):
+        return (type(item), item)
+    if id(item) in seen:
+        return ("again", seen[id(item)])
+    seen[id(item)] = len(seen)
+    if isinstance(item, types.FunctionType):
+        return ("builtin", item) if _library_code(item) else _walk_function(item, numbers, tensors, seen)
+    if isinstance(item, functools.partial):
+        parts = [item.func, *item.args, *item.keywords.values()]
+        return ("partial", tuple(item.keywords), *(_walk(p, numbers, tensors, seen) for p in parts))
+    if isinstance(item, types.ModuleType) and item.__name__.split(".")[0] in _STABLE_MODULES:
+        return ("module", item.__name__)
+    if isinstance(item, (types.BuiltinFunctionType, type)) and _from_stable_module(item):
+        return ("builtin", item)
+    if _is_own(item):
+        state = vars(item)
+        return (type(item), tuple(state), *(_walk_contents(v, numbers, tensors, seen) for v in state.values()))
+    raise _Unknown
+
+
+def _walk_contents(item: Any, numbers: list, tensors: list, seen: dict[int, int]) -> tuple:
+    if type(item) in (tuple, list) and any(callable(i) for i in item):
+        return (type(item), *(_walk(i, numbers, tensors, seen) for i in item))
+    return _walk(item, numbers, tensors, seen)
+
+
+def _walk_function(fn: types.FunctionType, numbers: list, tensors: list, seen: dict[int, int]) -> tuple:
+    parts = []
+    for cell in fn.__closure__ or ():
+        try:
+            parts.append(_walk_contents(cell.cell_contents, numbers, tensors, seen))
+        except ValueError:
+            parts.append(("empty",))
+    if not _from_stable_module(fn):
+        names = fn.__globals__
+        parts.extend((n, *_walk(names[n], numbers, tensors, seen)) for n in _global_names(fn.__code__) if n in names)
+    parts.extend(_walk(d, numbers, tensors, seen) for d in fn.__defaults__ or ())
+    parts.extend((k, *_walk(d, numbers, tensors, seen)) for k, d in (fn.__kwdefaults__ or {}).items())
+    return ("function", fn.__code__, tuple(parts))

@@ -1,0 +1,180 @@
+"""The library of masks, each written once in the mod language.
+
+Positions are logical: ``q_idx`` and ``kv_idx`` count from 0 inside their own sequences. Every function returns a ``Mask``, which composes
+with ``&``, ``|`` and ``~`` and can be passed as ``mask_mod``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anyattn.mods.algebra import Mask
+
+__all__ = [
+    "block_diagonal",
+    "causal",
+    "causal_bottom_right",
+    "chunked",
+    "dilated",
+    "document",
+    "document_from_cu_seqlens",
+    "full",
+    "left_padding",
+    "prefix_lm",
+    "sink_window",
+    "sliding_window",
+    "tree",
+]
+
+
+def _whole(name: str, value: Any, least: int | None = None) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}={value!r} is a {type(value).__name__}; wanted an int")
+    if least is not None and value < least:
+        raise ValueError(f"{name}={value}; wanted at least {least}")
+    return value
+
+
+def _ids(name: str, value: Any, ranks: tuple[int, ...], shape: str) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} is a {type(value).__name__}; wanted an integer tensor of shape {shape}")
+    if value.ndim not in ranks or value.is_floating_point() or value.is_complex() or value.dtype is torch.bool:
+        raise ValueError(f"{name} has shape {tuple(value.shape)} and dtype {value.dtype}; wanted an integer tensor of shape {shape}")
+    return value
+
+
+def full() -> Mask:
+    """Every query sees every key."""
+    return Mask(lambda b, h, q_idx, kv_idx: kv_idx >= 0, "full")
+
+
+def causal(offset: int = 0) -> Mask:
+    """A query sees the keys up to its own place: ``kv_idx <= q_idx + offset``. offset 0 is the top-left aligned mask of torch.
+
+    >>> causal()
+    Mask(causal)
+    """
+    _whole("offset", offset)
+    return Mask(lambda b, h, q_idx, kv_idx: q_idx + offset >= kv_idx, f"causal(offset={offset})" if offset else "causal")
+
+
+def causal_bottom_right(seqlen_q: int, seqlen_k: int) -> Mask:
+    """Causal with the last query seeing the last key, FlashAttention's ``causal=True``: offset ``seqlen_k - seqlen_q``."""
+    return causal(_whole("seqlen_k", seqlen_k, 0) - _whole("seqlen_q", seqlen_q, 0))
+
+
+def sliding_window(left: int | None, right: int | None, offset: int = 0) -> Mask:
+    """A query at place ``p = q_idx + offset`` sees ``p - left <= kv_idx <= p + right``: so many neighbours on each side and itself.
+
+    None or -1 is no limit on that side; ``sliding_window(-1, 0)`` is causal. Source: FlashAttention's ``window_size``.
+    """
+    for name, side in (("left", left), ("right", right)):
+        if side is not None:
+            _whole(name, side, -1)
+    _whole("offset", offset)
+    has_left, has_right = left not in (None, -1), right not in (None, -1)
+    name = f"sliding_window(left={left}, right={right})"
+
+    if has_left and has_right:
+        return Mask(lambda b, h, q_idx, kv_idx: (q_idx + offset - kv_idx <= left) & (kv_idx - q_idx - offset <= right), name)
+    if has_left:
+        return Mask(lambda b, h, q_idx, kv_idx: q_idx + offset - kv_idx <= left, name)
+    if has_right:
+        return Mask(lambda b, h, q_idx, kv_idx: kv_idx - q_idx - offset <= right, name)
+    return Mask(full().fn, name)
+
+
+def prefix_lm(prefix_length: int | Tensor) -> Mask:
+    """Everyone sees the prefix, the rest is causal: ``kv_idx < prefix or kv_idx <= q_idx``.
+
+    prefix_length: one int, or an integer tensor (B,) with one per batch entry. Source: T5 (arXiv:1910.10683), the prefix language model.
+    """
+    if isinstance(prefix_length, Tensor):
+        lengths = _ids("prefix_length", prefix_length, (1,), "(B,)")
+        return Mask(lambda b, h, q_idx, kv_idx: (kv_idx < lengths[b]) | (q_idx >= kv_idx), "prefix_lm(per batch)")
+    _whole("prefix_length", prefix_length, 0)
+    return Mask(lambda b, h, q_idx, kv_idx: (kv_idx < prefix_length) | (q_idx >= kv_idx), f"prefix_lm({prefix_length})")
+
+
+def document(ids: Tensor) -> Mask:
+    """Packed documents: a query sees the keys of its own document. ids: integers (S,), or (B, S) with a packing per batch entry.
+
+    >>> document(torch.tensor([0, 0, 1, 1, 1]))
+    Mask(document)
+    """
+    _ids("ids", ids, (1, 2), "(S,) or (B, S)")
+    if ids.ndim == 1:
+        return Mask(lambda b, h, q_idx, kv_idx: ids[q_idx] == ids[kv_idx], "document")
+    return Mask(lambda b, h, q_idx, kv_idx: ids[b, q_idx] == ids[b, kv_idx], "document")
+
+
+def document_from_cu_seqlens(cu_seqlens: Tensor) -> Mask:
+    """``document`` for documents laid end to end: document i holds positions ``cu_seqlens[i] <= p < cu_seqlens[i + 1]``.
+
+    cu_seqlens: integers (documents + 1,), from 0, not falling. Raises ``ValueError`` naming the first entry that breaks this.
+    """
+    _ids("cu_seqlens", cu_seqlens, (1,), "(documents + 1,)")
+    steps = cu_seqlens.diff()
+    if cu_seqlens.numel() < 1 or int(cu_seqlens[0]) != 0:
+        raise ValueError(f"cu_seqlens starts with {cu_seqlens[:1].tolist()}; wanted 0, then each document's end")
+    if bool((steps < 0).any()):
+        bad = int((steps < 0).nonzero()[0, 0]) + 1
+        raise ValueError(f"cu_seqlens[{bad}]={int(cu_seqlens[bad])} is less than the entry before it; wanted entries that do not fall")
+    numbers = torch.arange(steps.numel(), dtype=torch.int32, device=cu_seqlens.device)
+    return document(torch.repeat_interleave(numbers, steps.to(torch.int64)))
+
+
+def chunked(chunk: int) -> Mask:
+    """Chunked causal attention (Llama 4): a query sees the keys of its own chunk of ``chunk`` positions, up to its own place."""
+    _whole("chunk", chunk, 1)
+    return Mask(lambda b, h, q_idx, kv_idx: (q_idx // chunk == kv_idx // chunk) & (q_idx >= kv_idx), f"chunked({chunk})")
+
+
+def dilated(window: int, dilation: int) -> Mask:
+    """Every ``dilation``-th key of a causal window: ``window`` of them besides the query's own. Source: Longformer (arXiv:2004.05150)."""
+    _whole("window", window, 0)
+    _whole("dilation", dilation, 1)
+    return Mask(
+        lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (q_idx - kv_idx <= window * dilation) & ((q_idx - kv_idx) % dilation == 0),
+        f"dilated(window={window}, dilation={dilation})",
+    )
+
+
+def left_padding(leftpad: Tensor) -> Mask:
+    """Batches padded on the left: keys before ``leftpad[b]`` are padding. leftpad: integers (B,)."""
+    _ids("leftpad", leftpad, (1,), "(B,)")
+    return Mask(lambda b, h, q_idx, kv_idx: kv_idx >= leftpad[b], "left_padding")
+
+
+def sink_window(sink: int, window: int) -> Mask:
+    """Causal attention to the first ``sink`` keys and to the ``window`` keys before the query, and itself.
+
+    Source: StreamingLLM (arXiv:2309.17453).
+    """
+    _whole("sink", sink, 0)
+    _whole("window", window, 0)
+    return Mask(
+        lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & ((kv_idx < sink) | (q_idx - kv_idx <= window)), f"sink_window(sink={sink}, window={window})"
+    )
+
+
+def block_diagonal(block: int) -> Mask:
+    """Attention inside blocks of ``block`` positions only, both directions."""
+    _whole("block", block, 1)
+    return Mask(lambda b, h, q_idx, kv_idx: q_idx // block == kv_idx // block, f"block_diagonal({block})")
+
+
+def tree(bitmask: Tensor) -> Mask:
+    """Any mask given bit by bit, such as the ancestors in a tree of draft tokens: key j is visible to query i if bit j of row i is set.
+
+    bitmask: int64 (Sq,) for up to 64 keys, or (Sq, words) with bit ``j % 64`` of word ``j // 64``. Source: SpecInfer (arXiv:2305.09781).
+    """
+    _ids("bitmask", bitmask, (1, 2), "(Sq,) or (Sq, words)")
+    if bitmask.dtype is not torch.int64:
+        raise ValueError(f"bitmask has dtype {bitmask.dtype}; wanted torch.int64, 64 keys to a word")
+    words = bitmask if bitmask.ndim == 2 else bitmask[:, None]
+    # >> keeps the sign bit, & 1 takes one bit of it: right for bit 63 too
+    return Mask(lambda b, h, q_idx, kv_idx: ((words[q_idx, kv_idx // 64] >> (kv_idx % 64)) & 1) != 0, "tree")

@@ -1,0 +1,87 @@
+"""Least and greatest entry of a captured tensor over a range of one index: sparse tables, built once per mask and dimension."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["RangeTables"]
+
+_MAX_BLOCKS = 2**15  # longer dimensions are looked up in blocks of a power of two: 15 levels of 32,768 entries at most
+
+
+class RangeTables:
+    """Answers range queries on the tensors of one mask.
+
+    A table of a dimension of n entries takes O(n log n) memory up to 32,768 entries, O(n) beyond; ranges of a longer dimension are widened
+    to whole blocks, which keeps the answer sound and leaves it exact for tiles aligned to the block.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], device: torch.device | str) -> None:
+        self.tensors, self.device = [t.detach() for t in tensors], device
+        self._tables: dict[tuple[int, int], tuple[Tensor, Tensor, int]] = {}
+        self._whole: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def lookup(self, slot: int, indices: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """Bounds of ``tensors[slot][i0, i1, ...]`` while each index runs over its (first, last); negative indices wrap as in torch."""
+        tensor = self._numbers(self.tensors[slot]).to(self.device)
+        if tensor.numel() == 0:
+            nothing = torch.zeros((), dtype=tensor.dtype, device=self.device)
+            return nothing, nothing
+        ranges = [_wrapped(lo, hi, n) for (lo, hi), n in zip(indices, tensor.shape, strict=True)]
+        moving = [d for d, (lo, hi) in enumerate(ranges) if not bool((lo == hi).all())]
+        if not moving:
+            value = tensor[tuple(lo for lo, _ in ranges)] if ranges else tensor
+            return value, value
+        if len(moving) > 1:  # a rectangle of a table: its values are only known to lie between the table's extremes
+            if slot not in self._whole:
+                self._whole[slot] = tensor.amin(), tensor.amax()
+            return self._whole[slot]
+        return self._along(slot, tensor, moving[0], ranges)
+
+    @staticmethod
+    def _numbers(tensor: Tensor) -> Tensor:
+        if tensor.dtype is torch.bool:
+            return tensor.to(torch.uint8)
+        return tensor if tensor.is_floating_point() else tensor.to(torch.int64)
+
+    def _along(self, slot: int, tensor: Tensor, dim: int, ranges: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        if (slot, dim) not in self._tables:
+            self._tables[slot, dim] = _build(tensor.movedim(dim, -1))
+        least, most, block = self._tables[slot, dim]
+        others = tuple(lo for d, (lo, _) in enumerate(ranges) if d != dim)
+        first, last = (r // block for r in ranges[dim])
+        level = torch.log2((last - first + 1).double()).floor().to(torch.int64)
+        second = last - (torch.ones_like(level) << level) + 1
+        at, to = (level, *others, first), (level, *others, second)
+        return torch.minimum(least[at], least[to]), torch.maximum(most[at], most[to])
+
+
+def _wrapped(lo: Tensor, hi: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    negative = hi < 0
+    crosses = (lo < 0) & ~negative
+    lo, hi = torch.where(negative, lo + n, lo), torch.where(negative, hi + n, hi)
+    return torch.where(crosses, 0, lo).clamp(0, n - 1), torch.where(crosses, n - 1, hi).clamp(0, n - 1)
+
+
+def _build(rows: Tensor) -> tuple[Tensor, Tensor, int]:
+    """(least, most) of shape (levels, *lead, blocks), level k covering 2^k blocks from each position, and the block's size."""
+    n = rows.shape[-1]
+    block = 1
+    while -(-n // block) > _MAX_BLOCKS:
+        block *= 2
+    blocks = -(-n // block)
+    if blocks * block != n:
+        rows = torch.cat([rows, rows[..., -1:].expand(*rows.shape[:-1], blocks * block - n)], -1)
+    grouped = rows.reshape(*rows.shape[:-1], blocks, block)
+    least, most = [grouped.amin(-1)], [grouped.amax(-1)]
+    span = 1
+    while 2 * span <= blocks:
+        for table, pick in ((least, torch.minimum), (most, torch.maximum)):
+            previous = table[-1]
+            merged = pick(previous[..., : blocks - span], previous[..., span:])
+            table.append(torch.cat([merged, previous[..., blocks - span :]], -1))  # the last entries are never asked for
+        span *= 2
+    return torch.stack(least), torch.stack(most), block

@@ -1,0 +1,118 @@
+"""Row ranges: where a mask is, for every query row, a short union of ranges ``lo <= kv_idx < hi``, those limits.
+
+Causal, sliding window, prefix, sink + window, chunks and packed documents are all of this kind, and so is what ``&``, ``|``, ``~`` and
+``torch.where`` make of them. A kernel then compares a column with two numbers per row instead of evaluating the mask, and the classes of
+tiles follow from the limits without looking at any (q, kv) pair. What is derived (``solver.py``) is exact; what cannot be derived is None.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from anyattn.mods.dependence import dependence
+from anyattn.mods.evaluate import run
+from anyattn.mods.ir import Expr
+from anyattn.mods.solver import NO_LIMIT, NotRangesError, Solver
+from anyattn.mods.trace import TracedMod
+
+__all__ = ["MAX_RANGES", "NO_LIMIT", "RowRanges", "limits", "row_ranges"]
+
+MAX_RANGES = 4  # a kernel keeps two registers per range and row
+
+
+@dataclass(frozen=True, eq=False)
+class RowRanges:
+    """Row ranges in symbolic form.
+
+    expr: outputs ``lo0, hi0, lo1, hi1, ...``, int64 functions of b, h and q_idx alone. kv_idx (>= 0) is visible exactly when
+    ``lo_i <= kv_idx < hi_i`` for some i. Limits are not clipped (hi may be ``NO_LIMIT``, lo may be negative), a range with lo >= hi is
+    empty, and ranges may overlap; ``limits`` returns them clipped, sorted and disjoint.
+    scalars, tensors: run-time values for the slots of ``expr``; the mod's own, then tensors derived from their values.
+    """
+
+    expr: Expr
+    scalars: tuple[int | float, ...]
+    tensors: tuple[Tensor, ...]
+
+    @property
+    def count(self) -> int:
+        return len(self.expr.outputs) // 2
+
+
+def row_ranges(mod: TracedMod) -> RowRanges | None:
+    """The row ranges of a mask, None where it has none that can be derived.
+
+    Reads the values of captured integer tensors that kv_idx indexes (are they sorted? is each id one run?), in O(their size).
+
+    >>> from anyattn.mods.trace import trace
+    >>> row_ranges(trace(lambda b, h, q, k: (q >= k) & (q - k < 64), "mask")).count
+    1
+    """
+    if mod.kind != "mask":
+        raise TypeError(f"row_ranges takes a mask; {mod.name!r} is a {mod.kind} mod")
+    solver = Solver(mod)
+    try:
+        ranges = solver.solve(mod.expr.outputs[0], True)
+    except (NotRangesError, RecursionError):
+        return None
+    if len(ranges) > MAX_RANGES:
+        return None
+    out = solver.out
+    outputs = [p for lo, hi in ranges or [(solver.number(0), solver.number(0))] for p in (solver.lower(lo), solver.upper(hi))]
+    return RowRanges(out.build(*outputs), mod.scalars, tuple(solver.tensors))
+
+
+# ---- numbers
+
+
+def limits(
+    mod: TracedMod | RowRanges, seqlen_q: int, seqlen_k: int, B: int = 1, H: int = 1, device: torch.device | str | None = None
+) -> tuple[Tensor, Tensor] | None:
+    """``lo, hi`` of shape (n, B or 1, H or 1, seqlen_q), int32, n <= 4: row q of (b, h) sees kv exactly where lo <= kv < hi for some n.
+
+    Clipped to [0, seqlen_k]; per row sorted, disjoint and with a gap between neighbours; empty ranges (lo = hi) come last and start
+    where the one before ends, so a row's span is ``lo[0]`` to ``hi[-1]``. A dimension of size 1 is broadcast: the mask ignores it.
+    None where the mask has no row ranges. O(seqlen_q) time and memory per (b, h) that differs.
+    """
+    ranges = mod if isinstance(mod, RowRanges) else row_ranges(mod)
+    if ranges is None:
+        return None
+    device = device if device is not None else (ranges.tensors[0].device if ranges.tensors else "cpu")
+    leaves = {
+        "b": torch.arange(B, device=device)[:, None, None],
+        "h": torch.arange(H, device=device)[:, None],
+        "q_idx": torch.arange(seqlen_q, device=device),
+    }
+    deps = dependence(ranges.expr)
+    shape = (
+        B if any(deps[o].b for o in ranges.expr.outputs) else 1,
+        H if any(deps[o].h for o in ranges.expr.outputs) else 1,
+        seqlen_q,
+    )
+    values = run(ranges.expr, leaves, ranges.scalars, ranges.tensors)
+
+    def column(value: Tensor | int) -> Tensor:
+        if not isinstance(value, Tensor):
+            return torch.full(shape, min(max(value, 0), seqlen_k), dtype=torch.int32, device=device)
+        return value.clamp(0, seqlen_k).to(device=device, dtype=torch.int32).expand(shape)
+
+    lo, hi = torch.stack([column(v) for v in values[0::2]]), torch.stack([column(v) for v in values[1::2]])
+    return (lo, torch.maximum(lo, hi)) if len(lo) == 1 else _disjoint(lo, hi, seqlen_k)
+
+
+def _disjoint(lo: Tensor, hi: Tensor, seqlen_k: int) -> tuple[Tensor, Tensor]:
+    """The same sets with ranges sorted, overlapping or touching ones merged, empty ones last."""
+    empty = hi <= lo
+    lo, order = lo.masked_fill(empty, seqlen_k + 1).sort(dim=0)
+    hi = hi.masked_fill(empty, 0).gather(0, order)
+    reach = hi.cummax(dim=0).values
+    starts = torch.cat([torch.zeros_like(lo[:1]), (lo[1:] > reach[:-1]).to(lo.dtype)])
+    group = starts.cumsum(dim=0)
+    new_lo = torch.full_like(lo, seqlen_k + 1).scatter_reduce(0, group, lo, "amin")
+    new_hi = torch.zeros_like(hi).scatter_reduce(0, group, hi, "amax")
+    used = int((new_hi > new_lo).sum(dim=0).max()) if new_lo.numel() else 1
+    new_lo, new_hi = new_lo[: max(used, 1)], new_hi[: max(used, 1)].cummax(dim=0).values
+    return torch.minimum(new_lo, new_hi), new_hi

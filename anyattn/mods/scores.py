@@ -1,0 +1,137 @@
+"""The library of score mods, each written once in the mod language. Every function returns a ``Score``, which chains with ``then``.
+
+The score that a mod receives is already scaled. Float tensors given here receive gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anyattn.mods.algebra import Score
+
+__all__ = ["alibi", "alibi_slopes", "head_bias", "pair_bias", "relative_bias", "softcap", "t5_bias", "temperature"]
+
+
+def _floats(name: str, value: Any, ranks: tuple[int, ...], shape: str) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} is a {type(value).__name__}; wanted a float tensor of shape {shape}")
+    if value.ndim not in ranks or not value.is_floating_point():
+        raise ValueError(f"{name} has shape {tuple(value.shape)} and dtype {value.dtype}; wanted a float tensor of shape {shape}")
+    return value
+
+
+def _positive(name: str, value: Any) -> float | Tensor:
+    if isinstance(value, Tensor):
+        return _floats(name, value, (0,), "()")
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name}={value!r} is a {type(value).__name__}; wanted a positive number")
+    if not value > 0 or not math.isfinite(value):
+        raise ValueError(f"{name}={value!r}; wanted a positive finite number")
+    return float(value)
+
+
+def alibi_slopes(num_heads: int) -> Tensor:
+    """ALiBi's slopes, float32 (num_heads,): the geometric series 2^(-8/n), 2^(-16/n), ... for n a power of two.
+
+    For other counts, the slopes of the next smaller power of two n, then every second one of 2n. Source: ALiBi (arXiv:2108.12409).
+
+    >>> alibi_slopes(4).tolist()
+    [0.25, 0.0625, 0.015625, 0.00390625]
+    """
+    if isinstance(num_heads, bool) or not isinstance(num_heads, int):
+        raise TypeError(f"num_heads={num_heads!r} is a {type(num_heads).__name__}; wanted an int")
+    if num_heads < 1:
+        raise ValueError(f"num_heads={num_heads}; wanted at least 1")
+    power = 2 ** int(math.log2(num_heads))
+
+    def series(n: int) -> list[float]:
+        return [2.0 ** (-8.0 * (i + 1) / n) for i in range(n)]
+
+    return torch.tensor(series(power) + series(2 * power)[0::2][: num_heads - power])
+
+
+def alibi(slopes: Tensor) -> Score:
+    """Linear bias by distance, ``score - slopes[h] * |q_idx - kv_idx|``. slopes: (Hq,), see ``alibi_slopes``.
+
+    Source: ALiBi (arXiv:2108.12409); the absolute value makes it mean the same without a causal mask, as in FlashAttention.
+    """
+    _floats("slopes", slopes, (1,), "(Hq,)")
+    return Score(lambda score, b, h, q_idx, kv_idx: score - slopes[h] * (q_idx - kv_idx).abs(), "alibi")
+
+
+def relative_bias(table: Tensor) -> Score:
+    """A learned bias per clipped distance: ``score + table[h, clamp(q_idx - kv_idx, -m, m) + m]``.
+
+    table: (2m + 1,) or (Hq, 2m + 1). Source: Shaw et al. (arXiv:1803.02155), as a bias on the score.
+    """
+    _floats("table", table, (1, 2), "(2m + 1,) or (Hq, 2m + 1)")
+    if table.shape[-1] % 2 == 0:
+        raise ValueError(f"table has {table.shape[-1]} distances; wanted an odd number 2m + 1, from -m to m")
+    reach = table.shape[-1] // 2
+    if table.ndim == 1:
+        return Score(lambda score, b, h, q_idx, kv_idx: score + table[torch.clamp(q_idx - kv_idx, -reach, reach) + reach], "relative_bias")
+    return Score(lambda score, b, h, q_idx, kv_idx: score + table[h, torch.clamp(q_idx - kv_idx, -reach, reach) + reach], "relative_bias")
+
+
+def t5_bias(table: Tensor, bidirectional: bool = True, max_distance: int = 128) -> Score:
+    """T5's bucketed relative bias: near distances have a bucket each, far ones share buckets that grow geometrically to ``max_distance``.
+
+    table: (buckets, Hq), as in T5's checkpoints. bidirectional: half the buckets for keys after the query (encoder); otherwise keys after
+    the query share bucket 0 (decoder). Source: T5 (arXiv:1910.10683), section 2.1.
+    """
+    _floats("table", table, (2,), "(buckets, Hq)")
+    buckets = table.shape[0] // 2 if bidirectional else table.shape[0]
+    exact = buckets // 2
+    if exact < 1:
+        raise ValueError(f"table has {table.shape[0]} buckets; wanted at least {4 if bidirectional else 2}")
+    if isinstance(max_distance, bool) or not isinstance(max_distance, int) or max_distance <= exact:
+        raise ValueError(f"max_distance={max_distance!r}; wanted an int above {exact}, the distances with a bucket of their own")
+    growth = (buckets - exact) / math.log(max_distance / exact)
+
+    def biased(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        behind = q_idx - kv_idx  # positive: the key lies before the query
+        distance = behind.abs() if bidirectional else torch.clamp(behind, min=0)
+        far = exact + (torch.log(torch.clamp(distance, min=1).to(torch.float32) / exact) * growth).to(torch.int64)
+        bucket = torch.where(distance < exact, distance, torch.clamp(far, max=buckets - 1))
+        if bidirectional:
+            bucket = bucket + torch.where(behind < 0, buckets, 0)
+        return score + table[bucket, h]
+
+    return Score(biased, "t5_bias")
+
+
+def head_bias(bias: Tensor) -> Score:
+    """One number per query head added to its scores. bias: (Hq,). (It shifts LSE; with a sink it shifts the output too.)"""
+    _floats("bias", bias, (1,), "(Hq,)")
+    return Score(lambda score, b, h, q_idx, kv_idx: score + bias[h], "head_bias")
+
+
+def pair_bias(bias: Tensor) -> Score:
+    """A bias for every pair: ``score + bias[b, h, q_idx, kv_idx]``; a dimension of size 1 in B or H is shared.
+
+    bias: (B or 1, Hq or 1, Sq, Sk). Source: AlphaFold's pair representation (Jumper et al., 2021, supplement 1.6).
+    """
+    _floats("bias", bias, (4,), "(B or 1, Hq or 1, Sq, Sk)")
+    if bias.shape[0] == 1 and bias.shape[1] == 1:
+        return Score(lambda score, b, h, q_idx, kv_idx: score + bias[0, 0, q_idx, kv_idx], "pair_bias")
+    if bias.shape[0] == 1:
+        return Score(lambda score, b, h, q_idx, kv_idx: score + bias[0, h, q_idx, kv_idx], "pair_bias")
+    if bias.shape[1] == 1:
+        return Score(lambda score, b, h, q_idx, kv_idx: score + bias[b, 0, q_idx, kv_idx], "pair_bias")
+    return Score(lambda score, b, h, q_idx, kv_idx: score + bias[b, h, q_idx, kv_idx], "pair_bias")
+
+
+def softcap(cap: float | Tensor) -> Score:
+    """Soft limit ``cap * tanh(score / cap)``. cap: a positive number, or a tensor of rank 0 that may learn. Source: Gemma 2 (arXiv:2408.00118)."""
+    cap = _positive("cap", cap)
+    return Score(lambda score, b, h, q_idx, kv_idx: cap * torch.tanh(score / cap), f"softcap({cap if not isinstance(cap, Tensor) else 'tensor'})")
+
+
+def temperature(t: float | Tensor) -> Score:
+    """``score / t``. t: a positive number, or a tensor of rank 0 that may learn."""
+    t = _positive("t", t)
+    return Score(lambda score, b, h, q_idx, kv_idx: score / t, f"temperature({t if not isinstance(t, Tensor) else 'tensor'})")

@@ -1,0 +1,252 @@
+"""Traces a user's mod into the IR by calling it once on symbolic values.
+
+Captured numbers become run-time scalars: the function that is called is a copy whose numeric closure cells, defaults, globals and
+instance attributes hold symbolic numbers. Where the body needs a Python number after all (``range(n)``), that one number is traced again
+as a constant and becomes part of the key. Captured tensors become run-time inputs when they are indexed (or, at rank 0, computed with).
+
+A trace costs about 0.1 ms. ``captures.py`` recognises a function seen before, with other values in its captures, and skips it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from anyattn.errors import ModError
+from anyattn.mods import captures
+from anyattn.mods.ir import Builder, Expr, category
+from anyattn.mods.values import FUNCTIONS, NeedsNumber, Value, View, mod_error
+
+__all__ = ["TracedMod", "name_of", "trace"]
+
+_INPUTS = {"mask": ("b", "h", "q_idx", "kv_idx"), "score": ("score", "b", "h", "q_idx", "kv_idx")}
+
+
+@dataclass(frozen=True, eq=False)
+class TracedMod:
+    """A mod ready to run: its program and the run-time values of this call.
+
+    kind: ``"mask"`` (output torch.bool) or ``"score"`` (output of the score's dtype).
+    scalars: the captured numbers, by scalar slot. tensors: the captured tensors, by tensor slot.
+    """
+
+    kind: str
+    expr: Expr
+    scalars: tuple[int | float, ...]
+    tensors: tuple[torch.Tensor, ...]
+    name: str = field(compare=False, default="mod")
+
+    @property
+    def key(self) -> str:
+        return self.expr.key
+
+
+class _Tracer(Builder):
+    """A builder that also numbers the captured tensors and numbers it meets."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+        self.tensors: list[torch.Tensor] = []
+
+    def capture(self, tensor: torch.Tensor) -> Any:
+        if tensor.layout is not torch.strided or tensor.is_complex() or tensor.is_quantized:
+            raise mod_error(f"a captured tensor is {tensor.layout} {tensor.dtype}", "capture a dense tensor of a real dtype")
+        slot = next((i for i, t in enumerate(self.tensors) if t is tensor), None)
+        if slot is None:
+            slot = len(self.tensors)
+            self.tensors.append(tensor)
+        return View(self, slot, tensor, (None,) * tensor.ndim)
+
+
+class _InterceptCaptured(TorchFunctionMode):
+    """Sends torch calls that involve a symbolic value to the table of functions; ``tensor[value]`` reaches only a mode."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if any(_is_symbolic(a) for a in (*args, *kwargs.values())):
+            name = getattr(func, "__name__", "").strip("_")
+            if name in FUNCTIONS:
+                return FUNCTIONS[name](*args, **kwargs)
+            return Value.__torch_function__(func, types, args, kwargs)
+        return func(*args, **kwargs)
+
+
+def _is_symbolic(item: Any) -> bool:
+    return isinstance(item, (Value, View)) or (isinstance(item, (tuple, list)) and any(_is_symbolic(i) for i in item))
+
+
+def name_of(fn: Callable) -> str:
+    """What a mod is called in messages: a wrapped mod's name, else the function's, else its class's."""
+    if isinstance(getattr(fn, "name", None), str):
+        return fn.name  # type: ignore[attr-defined]
+    inner = getattr(fn, "func", None) or fn
+    return getattr(inner, "__name__", None) or type(inner).__name__
+
+
+def trace(
+    fn: Callable,
+    kind: str,
+    *,
+    score_dtype: torch.dtype = torch.float32,
+    aux_tensors: Sequence[torch.Tensor] | None = None,
+    device: torch.device | str = "cpu",
+) -> TracedMod:
+    """The ``TracedMod`` of a user's function.
+
+    fn: any callable of ``(b, h, q_idx, kv_idx)`` for a mask or ``(score, b, h, q_idx, kv_idx)`` for a score, each with an optional
+    trailing ``aux_tensors``. score_dtype: float32, or float64 for float64 inputs. aux_tensors: what the trailing argument receives.
+
+    Raises ``TypeError`` for a wrong number of arguments and ``ModError`` for a body that the IR cannot express.
+
+    >>> trace(lambda b, h, q, k: q >= k, "mask").expr.output.op
+    'ge'
+    """
+    if isinstance(fn, TracedMod):
+        return fn
+    takes_aux = _takes_aux(fn, kind, aux_tensors)
+    aux = list(aux_tensors) if takes_aux and aux_tensors is not None else []
+    found = captures.walk(fn)
+    memo = _Memo.of(found, kind, score_dtype, aux, device) if found is not None else None
+    if memo is not None and (known := memo.lookup()) is not None:
+        return known
+    pinned: frozenset[int] = frozenset()
+    while True:
+        try:
+            expr, tracer, numbers = _run(fn, kind, score_dtype, aux if takes_aux else None, pinned, torch.device(device))
+            break
+        except NeedsNumber as need:
+            pinned |= need.slots
+    expr, scalars, tensors = _compact(expr, numbers, tracer.tensors)
+    if memo is not None:
+        memo.remember(expr, scalars, tensors, numbers, pinned, name_of(fn))
+    return TracedMod(kind, expr, tuple(numbers[s] for s in scalars), tuple(tensors), name_of(fn))
+
+
+def _takes_aux(fn: Callable, kind: str, aux_tensors: Sequence | None) -> bool:
+    if not callable(fn):
+        raise TypeError(f"{kind}_mod is a {type(fn).__name__}; wanted a function of ({', '.join(_INPUTS[kind])})")
+    wanted = len(_INPUTS[kind])
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):
+        return False
+    positional = [p for p in signature.parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    required = [p for p in positional if p.default is p.empty]
+    takes_any = any(p.kind is p.VAR_POSITIONAL for p in signature.parameters.values())
+    if takes_any:
+        return aux_tensors is not None and len(required) > wanted
+    if len(required) == wanted + 1 or (len(required) <= wanted < len(positional) and positional[wanted].name == "aux_tensors"):
+        if aux_tensors is None and len(required) == wanted + 1:
+            raise TypeError(
+                f"{kind}_mod {name_of(fn)!r} takes {wanted + 1} arguments, the last being aux_tensors, but the call passes no "
+                f"aux_tensors; pass aux_tensors=[...] or write it with {wanted} arguments ({', '.join(_INPUTS[kind])})"
+            )
+        return aux_tensors is not None
+    if len(required) > wanted or len(positional) < wanted:
+        raise TypeError(
+            f"{kind}_mod {name_of(fn)!r} takes {len(required)} arguments; wanted {wanted} ({', '.join(_INPUTS[kind])}) "
+            f"or {wanted + 1} with a trailing aux_tensors"
+        )
+    return False
+
+
+def _run(
+    fn: Callable, kind: str, score_dtype: torch.dtype, aux: list | None, pinned: frozenset[int], device: torch.device
+) -> tuple[Expr, _Tracer, list[int | float]]:
+    """One trace: the expression with scalar slots numbered as ``captures`` finds the numbers."""
+    tracer = _Tracer(device)
+    numbers: list[int | float] = []
+
+    def lift(number: int | float) -> Any:
+        slot = len(numbers)
+        numbers.append(number)
+        if slot in pinned:
+            return number
+        return Value(tracer, tracer.add("scalar", dtype=type(number), attr=slot))
+
+    lifted = captures.rebuild(fn, lift)
+    inputs = []
+    for name in _INPUTS[kind]:
+        if name == "score":
+            inputs.append(Value(tracer, tracer.add("score", dtype=score_dtype)))
+        else:
+            inputs.append(Value(tracer, tracer.add("index", dtype=torch.int64, attr=name)))
+    with _InterceptCaptured():
+        result = lifted(*inputs, *([aux] if aux is not None else []))
+        return tracer.build(_result_node(result, tracer, kind, score_dtype, fn)), tracer, numbers
+
+
+def _result_node(result: Any, tracer: _Tracer, kind: str, score_dtype: torch.dtype, fn: Callable) -> int:
+    if isinstance(result, (tuple, list, dict, str, type(None))):
+        raise ModError(
+            f"{kind}_mod {name_of(fn)!r} returned {'nothing' if result is None else type(result).__name__}; "
+            f"return one {'bool' if kind == 'mask' else 'score'} (is a `return` missing?)"
+        )
+    value = Value.lift(tracer, result)
+    if kind == "mask":
+        if value.kind is not torch.bool:
+            raise ModError(f"mask_mod {name_of(fn)!r} returned a {value.kind} value; return a bool, as in `x != 0` or `q_idx >= kv_idx`")
+        return value.node
+    if category(value.kind) == "bool":
+        raise ModError(f"score_mod {name_of(fn)!r} returned a bool; a condition on positions is a mask: pass it as mask_mod")
+    return tracer.cast(value.node, score_dtype)
+
+
+def _compact(expr: Expr, numbers: list, tensors: list[torch.Tensor]) -> tuple[Expr, list[int], list[torch.Tensor]]:
+    """Renumbers scalar and tensor slots by first use, so that equal mods have equal keys whatever else they capture."""
+    scalars: list[int] = []
+    slots: list[int] = []
+    nodes = []
+    for node in expr.nodes:
+        if node.op in ("scalar", "load"):
+            order = scalars if node.op == "scalar" else slots
+            if node.attr not in order:
+                order.append(node.attr)  # type: ignore[arg-type]
+            node = node._replace(attr=order.index(node.attr))  # type: ignore[arg-type]
+        nodes.append(node)
+    return Expr(tuple(nodes), expr.outputs), scalars, [tensors[s] for s in slots]
+
+
+class _Memo:
+    """What earlier traces of the same code taught, looked up by code and kinds of captures, then by the numbers that were pinned."""
+
+    table: dict[tuple, list[tuple]] = {}
+
+    def __init__(self, identity: tuple, found: captures.Found, kind: str, aux: list[torch.Tensor]):
+        self.identity, self.found, self.kind = identity, found, kind
+        self.tensors = [*found.tensors, *aux]
+
+    @classmethod
+    def of(cls, found: captures.Found, kind: str, score_dtype: torch.dtype, aux: list, device: Any) -> _Memo:
+        described = tuple((t.dtype, t.shape, t.device) for t in (*found.tensors, *aux))
+        same = tuple(next(j for j, u in enumerate((*found.tensors, *aux)) if u is t) for t in (*found.tensors, *aux))
+        return cls((found.structure, kind, score_dtype, described, same, str(device)), found, kind, aux)
+
+    def lookup(self) -> TracedMod | None:
+        for expr, scalars, tensor_paths, pinned, name in self.table.get(self.identity, ()):
+            if all(_same_number(self.found.numbers[s], value) for s, value in pinned):
+                return TracedMod(
+                    self.kind, expr, tuple(self.found.numbers[s] for s in scalars), tuple(self.tensors[p] for p in tensor_paths), name
+                )
+        return None
+
+    def remember(self, expr: Expr, scalars: list[int], tensors: list, numbers: list, pinned: frozenset[int], name: str) -> None:
+        paths = [next((i for i, t in enumerate(self.tensors) if t is tensor), None) for tensor in tensors]
+        if None in paths or len(numbers) != len(self.found.numbers):
+            return  # the body made a tensor of its own (a view, a constant): its values are this trace's only
+        entries = self.table.setdefault(self.identity, [])
+        if len(entries) >= 64:  # a number that changes each call is needed as a Python number: remembering would only grow
+            entries.clear()
+        if len(self.table) > 4096:
+            self.table.clear()
+        entries.append((expr, tuple(scalars), tuple(paths), tuple((s, numbers[s]) for s in sorted(pinned)), name))
+
+
+def _same_number(a: Any, b: Any) -> bool:
+    return type(a) is type(b) and (a == b or (a != a and b != b))

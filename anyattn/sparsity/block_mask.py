@@ -1,0 +1,374 @@
+"""``create_block_mask`` and ``BlockMask``: torch's names and meaning, built from the mask's structure instead of from all its pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import flex_attention as torch_flex
+from torch.utils import _pytree as pytree
+
+from anyattn.mods.bounds import EMPTY, FULL, PARTIAL
+from anyattn.mods.dependence import dependence
+from anyattn.mods.trace import trace
+from anyattn.sparsity.arguments import length, pair
+from anyattn.sparsity.block_sparse import BlockSparseTensors
+from anyattn.sparsity.compute import classes_of_mask
+from anyattn.sparsity.lists import grid_of_lists, lists_of_grid
+
+__all__ = ["BlockMask", "block_mask_of_classes", "create_block_mask"]
+
+_PAIRS = ("kv", "full_kv", "q", "full_q")
+_LISTS = tuple(f"{side}_{what}" for side in _PAIRS for what in ("num_blocks", "indices"))
+
+
+class BlockMask(torch_flex.BlockMask):
+    """torch's ``BlockMask``: lists of partial and full tiles in both directions, the mask they were made of, its block size and lengths.
+
+    It is a subclass, so torch's ``flex_attention`` takes it, and anyattn takes torch's. What it adds: slicing keeps a working ``mask_mod``
+    and true ``seq_lengths``; ``_adjust`` crops any mask correctly; ``contiguous()``; ``block_sparse()``, the lists as kernels read them.
+    Entries of ``*_indices`` beyond a row's count are 0 where anyattn built the lists; torch leaves them undefined.
+    ``is_exact`` says that the lists are known to follow from ``mask_mod``: a backend may then find the visible keys by either.
+    """
+
+    @classmethod
+    def from_kv_blocks(
+        cls,
+        kv_num_blocks: Tensor,
+        kv_indices: Tensor,
+        full_kv_num_blocks: Tensor | None = None,
+        full_kv_indices: Tensor | None = None,
+        BLOCK_SIZE: int | tuple[int, int] = 128,
+        mask_mod: Callable | None = None,
+        seq_lengths: tuple[int, int] | None = None,
+        compute_q_blocks: bool = True,
+        **order: Any,
+    ) -> BlockMask:
+        """A mask from the lists of key blocks of each row of query blocks; the other direction is derived.
+
+        kv_num_blocks: int32 (..., M). kv_indices: int32 (..., M, N). full_*: the same for blocks that need no mask, or None.
+        mask_mod: what the partial blocks show, None for everything. seq_lengths: default whole blocks. order: torch's ``dq_*`` arguments.
+        """
+        if kv_indices.dim() < 2:
+            raise RuntimeError(f"kv_indices has shape {tuple(kv_indices.shape)}; a BlockMask has at least 2 dimensions (rows, columns)")
+        if (full_kv_num_blocks is None) != (full_kv_indices is None):
+            raise AssertionError("full_kv_num_blocks and full_kv_indices: pass both or neither")
+        size = pair("BLOCK_SIZE", BLOCK_SIZE)
+        if seq_lengths is None:
+            seq_lengths = (kv_indices.shape[-2] * size[0], kv_indices.shape[-1] * size[1])
+        backward: list[Tensor | None] = [None] * 4
+        if compute_q_blocks:
+            classes = [grid_of_lists(kv_num_blocks, kv_indices, None, None)]
+            if full_kv_num_blocks is not None and full_kv_indices is not None:
+                classes.append(grid_of_lists(full_kv_num_blocks, full_kv_indices, None, None))
+            # each list on its own: nothing stops a caller from naming a block in both
+            for at, grid in enumerate(classes):
+                backward[2 * at : 2 * at + 2] = lists_of_grid(grid.transpose(-1, -2), False)[:2]
+        dq_order = order.pop("dq_kv_order", None)
+        if dq_order is not None:
+            order["dq_kv_order_spt" if isinstance(dq_order, bool) else "dq_kv_order"] = dq_order
+        order = {name: value for name, value in order.items() if value is not None}
+        mask_mod = mask_mod if mask_mod is not None else torch_flex.noop_mask
+        forward = (kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices)
+        fields: dict[str, Any] = dict(zip(_LISTS, (*forward, *backward), strict=True))
+        return cls(seq_lengths=seq_lengths, BLOCK_SIZE=size, mask_mod=mask_mod, **fields, **order)
+
+    @classmethod
+    def from_torch(cls, block_mask: torch_flex.BlockMask) -> BlockMask:
+        """The same mask as ours; nothing is copied."""
+        return block_mask if isinstance(block_mask, cls) else _like(block_mask, {}, cls)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the lists are known to follow from ``mask_mod``, so that a reader may work from either alone.
+
+        True for what ``create_block_mask`` made and for slices and crops of it, until a field is assigned. False where the lists of one
+        batch entry or head stand for all while ``mask_mod`` tells them apart.
+        """
+        known = self.__dict__.get("_exact")
+        return known is not None and all(a is b for a, b in zip(known, _identity(self), strict=True))
+
+    def block_sparse(self) -> BlockSparseTensors:
+        """The lists as kernels read them, for tiles of ``BLOCK_SIZE``."""
+        return BlockSparseTensors.from_block_mask(self)
+
+    def __getitem__(self, index: Any) -> BlockMask:
+        """The mask of some batch entries, heads and rows of query blocks; an integer keeps its dimension, with size 1.
+
+        The result's ``mask_mod`` counts b, h and q_idx from the slice's beginning, and ``seq_lengths`` from its rows.
+
+        >>> mask = create_block_mask(lambda b, h, q, k: q >= k, 1, 1, 512, 512, device="cpu")
+        >>> part = mask[:, :, 2:]
+        >>> part.shape, bool(part.mask_mod(*map(torch.tensor, (0, 0, 0, 256))))
+        ((1, 1, 256, 512), True)
+        """
+        index = index if isinstance(index, tuple) else (index,)
+        if len(index) > 3:
+            raise IndexError(f"a BlockMask is indexed by (batch, head, query block); got {len(index)} indices")
+        lists = self._lists_4d()
+        sizes, names = lists["kv_num_blocks"].shape, ("batch", "head", "query block")
+        padded = (*index, *(slice(None),) * (3 - len(index)))
+        batch, head, rows = (_positions(*place, lists["kv_indices"].device) for place in zip(names, sizes, padded, strict=True))
+        taken: dict[str, Any] = {name: None if t is None else _take(t, [batch, head, rows]) for name, t in lists.items()}
+        q_length = len(rows) * self.BLOCK_SIZE[0]
+        if len(rows) and int(rows[-1]) == sizes[2] - 1:  # the last block may be short
+            q_length -= sizes[2] * self.BLOCK_SIZE[0] - self.seq_lengths[0]
+        # a dimension of size 1 stands for every batch entry or head, so the mask goes on counting them itself
+        b_map, h_map = (_as_map(p) if n > 1 else None for p, n in zip((batch, head), sizes, strict=False))
+        options: dict[str, Any] = {
+            "BLOCK_SIZE": self.BLOCK_SIZE,
+            "mask_mod": _sliced(self.mask_mod, b_map, h_map, _as_map(rows), self.BLOCK_SIZE[0]),
+            "seq_lengths": (q_length, self.seq_lengths[1]),
+            "compute_q_blocks": self.q_indices is not None,
+        }
+        made = type(self).from_kv_blocks(**taken, **options)
+        return _with_write_order(_marked(made, self.is_exact), self)
+
+    def _lists_4d(self) -> dict[str, Any]:
+        """The four lists of the forward direction, with batch and head dimensions even where torch's older slices dropped them."""
+        lists = {name: getattr(self, name) for name in _LISTS[:4]}
+        missing = (1,) * (4 - self.kv_indices.ndim)
+        return {name: None if t is None else t.reshape(*missing, *t.shape) for name, t in lists.items()}
+
+    def _adjust(self, new_q_len: int, new_kv_len: int) -> BlockMask:
+        """The mask of the first ``new_q_len`` rows and ``new_kv_len`` keys.
+
+        A block that becomes a tail turns from full to partial. Raises ``ValueError`` for lengths beyond the mask's own.
+        """
+        new = (length("new_q_len", new_q_len), length("new_kv_len", new_kv_len))
+        if any(n > old for n, old in zip(new, self.seq_lengths, strict=True)):
+            raise ValueError(f"this BlockMask covers {tuple(self.seq_lengths)} and cannot grow to {new}; build one with create_block_mask")
+        rows, columns = (-(-n // t) for n, t in zip(new, self.BLOCK_SIZE, strict=True))
+        classes = grid_of_lists(*self._lists_4d().values())[..., :rows, :columns]
+        separate, both = self.full_kv_num_blocks is not None, self.q_indices is not None
+        made = block_mask_of_classes(classes, self.mask_mod, new, self.BLOCK_SIZE, separate, compute_q_blocks=both)
+        return _with_write_order(_marked(made, self.is_exact), self)
+
+    def sparsity(self) -> float:
+        """The percentage of the mask's area that its listed blocks leave out (torch's formula: a tail block counts with its whole area)."""
+        return super().sparsity() if self.numel() else 0.0
+
+    def to_dense(self) -> Tensor:
+        """int32 (B, H, M, N): 1 where a block is listed."""
+        lists = [getattr(self, name) for name in _LISTS[:4]]
+        return (grid_of_lists(*lists) != EMPTY).to(torch.int32)
+
+    def to(self, device: torch.device | str) -> BlockMask:
+        """The lists on another device; tensors that ``mask_mod`` captures stay where they are."""
+        return _like(self, {n: t.to(device) for n, t in self._tensors().items()})
+
+    def contiguous(self) -> BlockMask:
+        """The same mask with every list in contiguous memory."""
+        return _like(self, {n: t.contiguous() for n, t in self._tensors().items()})
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {n: t for n, t in vars(self).items() if isinstance(t, Tensor)}
+
+
+def _like(mask: torch_flex.BlockMask, changed: dict[str, Any], cls: type[BlockMask] | None = None) -> BlockMask:
+    """A copy of ``mask`` with some fields changed; fields are taken by name, for torch adds to them from version to version."""
+    made = object.__new__(cls or type(mask))
+    made.__dict__.update(vars(mask))
+    made.__dict__.update(changed)
+    return _marked(made, getattr(mask, "is_exact", False))  # type: ignore[arg-type]
+
+
+def _identity(mask: torch_flex.BlockMask) -> tuple:
+    """The objects that the lists and the mask are: assigning another to a field changes it."""
+    lists = (mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices)
+    return (mask.mask_mod, mask.seq_lengths, mask.BLOCK_SIZE, *lists)
+
+
+def _marked(mask: BlockMask, is_exact: bool) -> BlockMask:
+    mask._exact = _identity(mask) if is_exact else None  # type: ignore[attr-defined]
+    return mask
+
+
+def _with_write_order(made: BlockMask, origin: torch_flex.BlockMask) -> BlockMask:
+    """Carries over what torch's deterministic backward asks for, recomputed for the new lists."""
+    if getattr(origin, "dq_kv_order", None) is not None:
+        raise NotImplementedError("a BlockMask with an explicit dq_kv_order cannot be sliced or cropped; build it anew for its new shape")
+    if getattr(origin, "dq_write_order", None) is not None:
+        _add_write_order(made, origin.dq_kv_order_spt)
+    return made
+
+
+def _add_write_order(mask: BlockMask, dq_kv_order: bool | None) -> None:
+    compute = getattr(torch_flex, "_compute_dq_write_order_from_block_mask", None)
+    if compute is None:
+        raise NotImplementedError(f"torch {torch.__version__} has no dq write order for block masks; it came with torch 2.13")
+    mask.dq_write_order, mask.dq_write_order_full = compute(mask, dq_kv_order=dq_kv_order)
+    mask.dq_kv_order, mask.dq_kv_order_spt = None, dq_kv_order
+
+
+# ---- slicing
+
+
+def _positions(name: str, size: int, item: Any, device: torch.device) -> Tensor:
+    """The positions that one index picks, int64."""
+    everything = torch.arange(size, device=device)
+    if isinstance(item, slice):
+        return everything[item]
+    if isinstance(item, Tensor):
+        return everything[item if item.dtype is torch.bool else item.to(device=device, dtype=torch.int64)].reshape(-1)
+    if isinstance(item, (list, range)):
+        return everything[torch.tensor(list(item), dtype=torch.int64, device=device)]
+    at = length(f"{name} index", item, -size)
+    if at >= size:
+        raise IndexError(f"{name} index is {at}, but this BlockMask has {size}; wanted {-size} to {size - 1}")
+    return everything[at].reshape(1)
+
+
+def _take(tensor: Tensor, picks: list[Tensor]) -> Tensor:
+    for dim, pick in enumerate(picks):
+        if len(pick) != tensor.shape[dim] or not torch.equal(pick, torch.arange(len(pick), device=pick.device)):
+            tensor = tensor.index_select(dim, pick)
+    return tensor
+
+
+def _as_map(picked: Tensor | None) -> tuple[int, int] | Tensor | None:
+    """How a position in the slice becomes one in the whole: (start, step), a table, or None for unchanged."""
+    if picked is None or len(picked) == 0:
+        return None
+    start = int(picked[0])
+    step = int(picked[1]) - start if len(picked) > 1 else 1
+    if not torch.equal(picked, start + step * torch.arange(len(picked), device=picked.device)):
+        return picked
+    return None if (start, step) == (0, 1) else (start, step)
+
+
+def _sliced(mask_mod: Callable, b_map: Any, h_map: Any, block_map: Any, block: int) -> Callable:
+    """``mask_mod`` with b, h and q_idx counted from a slice's beginning; only what changes is part of the new function."""
+    for place, mapping in enumerate((b_map, h_map)):
+        if mapping is not None:
+            mask_mod = _remapped(mask_mod, place, mapping)
+    if block_map is None:
+        return mask_mod
+    if isinstance(block_map, tuple) and (block_map[1] == 1):
+        return _shifted_rows(mask_mod, block_map[0] * block)
+    return _chosen_rows(mask_mod, block_map, block)
+
+
+def _remapped(mask_mod: Callable, place: int, mapping: tuple[int, int] | Tensor) -> Callable:
+    if isinstance(mapping, Tensor):
+        table = mapping
+        if place == 0:
+            return lambda b, h, q_idx, kv_idx: mask_mod(table[b], h, q_idx, kv_idx)
+        return lambda b, h, q_idx, kv_idx: mask_mod(b, table[h], q_idx, kv_idx)
+    start, step = mapping
+    if place == 0:
+        return lambda b, h, q_idx, kv_idx: mask_mod(b * step + start, h, q_idx, kv_idx)
+    return lambda b, h, q_idx, kv_idx: mask_mod(b, h * step + start, q_idx, kv_idx)
+
+
+def _shifted_rows(mask_mod: Callable, offset: int) -> Callable:
+    return lambda b, h, q_idx, kv_idx: mask_mod(b, h, q_idx + offset, kv_idx)
+
+
+def _chosen_rows(mask_mod: Callable, block_map: tuple[int, int] | Tensor, block: int) -> Callable:
+    if isinstance(block_map, Tensor):
+        table = block_map
+        return lambda b, h, q_idx, kv_idx: mask_mod(b, h, table[q_idx // block] * block + q_idx % block, kv_idx)
+    start, step = block_map
+    return lambda b, h, q_idx, kv_idx: mask_mod(b, h, (q_idx // block * step + start) * block + q_idx % block, kv_idx)
+
+
+# ---- building
+
+
+def block_mask_of_classes(
+    classes: Tensor,
+    mask_mod: Callable | None,
+    lengths: tuple[int, int],
+    tile: tuple[int, int],
+    separate_full: bool = True,
+    compute_q_blocks: bool = True,
+    batch: tuple[int, int] | None = None,
+) -> BlockMask:
+    """The block mask of a grid of classes, uint8 (B, H, M, N).
+
+    A tail tile is listed as partial even if all its pairs inside the sequences are visible, as torch does: its kernels apply no bounds to
+    full blocks on every path. batch: (B, H) to give the lists; they are copied for each, as torch's kernels expect.
+    """
+    classes = _with_partial_tails(classes, lengths, tile)
+    grids = (classes, classes.transpose(-1, -2)) if compute_q_blocks else (classes,)
+    fields: dict[str, Any] = dict.fromkeys(_LISTS)
+    fields.update(zip(_LISTS, (t for grid in grids for t in lists_of_grid(grid, separate_full)), strict=False))
+    if batch is not None:
+        fields = {name: None if t is None else t.expand(*batch, *t.shape[2:]).contiguous() for name, t in fields.items()}
+    mask_mod = mask_mod if mask_mod is not None else torch_flex.noop_mask
+    return BlockMask(seq_lengths=lengths, BLOCK_SIZE=tile, mask_mod=mask_mod, **fields)
+
+
+def _with_partial_tails(classes: Tensor, lengths: tuple[int, int], tile: tuple[int, int]) -> Tensor:
+    if all(n % t == 0 for n, t in zip(lengths, tile, strict=True)):
+        return classes
+    classes = classes.clone()
+    for dim in (-2, -1):
+        if lengths[dim] % tile[dim] and classes.shape[dim]:
+            classes.select(dim, -1).clamp_(max=PARTIAL)
+    assert FULL > PARTIAL > EMPTY
+    return classes
+
+
+def create_block_mask(
+    mask_mod: Callable,
+    B: int | None,
+    H: int | None,
+    Q_LEN: int,
+    KV_LEN: int,
+    device: torch.device | str | None = None,
+    BLOCK_SIZE: int | tuple[int, int] = 128,
+    _compile: bool = False,
+    separate_full_blocks: bool = True,
+    compute_dq_write_order: bool = False,
+    dq_kv_order: bool = True,
+) -> BlockMask:
+    """The ``BlockMask`` of a mask, with torch's signature and, block for block, torch's lists; only what is visible at all is looked at.
+
+    mask_mod: a function of ``(b, h, q_idx, kv_idx)`` that returns a bool. B, H: None where the mask ignores them (dimension 1, which
+    broadcasts). Q_LEN, KV_LEN: lengths in tokens, 0 allowed. device: default where the mask's captured tensors are, else the accelerator,
+    else "cpu". BLOCK_SIZE: query rows and keys of a block. _compile: accepted and needless. separate_full_blocks: False lists full blocks
+    as partial ones. compute_dq_write_order, dq_kv_order: as in torch 2.13.
+
+    A tail block (a length that BLOCK_SIZE does not divide) is partial even if everything in range is visible, as in torch.
+
+    Memory: the lists, and one byte per block while building; time is proportional to rows and blocks, never to pairs, for masks that are
+    ranges per row (causal, windows, prefix, documents, their combinations).
+
+    Raises ``TypeError`` or ``ValueError`` naming the argument; ``ModError`` for a mask that cannot be expressed.
+
+    >>> mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 512, 512, device="cpu")
+    >>> mask.kv_num_blocks.tolist(), mask.full_kv_num_blocks.tolist()
+    ([[[1, 1, 1, 1]]], [[[0, 1, 2, 3]]])
+    """
+    lengths = (length("Q_LEN", Q_LEN), length("KV_LEN", KV_LEN))
+    batch = (1 if B is None else length("B", B), 1 if H is None else length("H", H))
+    tile = pair("BLOCK_SIZE", BLOCK_SIZE)
+    if not isinstance(dq_kv_order, bool):
+        raise ValueError(f"dq_kv_order is {dq_kv_order!r}; wanted a bool (explicit orders go to BlockMask.from_kv_blocks)")
+    traced = trace(mask_mod, "mask")
+    classes = classes_of_mask(traced, lengths, tile, batch, device)
+    mask = block_mask_of_classes(classes, mask_mod, lengths, tile, separate_full_blocks, batch=batch)
+    deps = dependence(traced.expr)
+    _marked(mask, not (any(d.b for d in deps) and batch[0] == 1) and not (any(d.h for d in deps) and batch[1] == 1))
+    if compute_dq_write_order:
+        _add_write_order(mask, dq_kv_order)
+    return mask
+
+
+def _register() -> None:
+    """Makes ours a pytree wherever torch made its own one."""
+    if torch_flex.BlockMask in pytree.SUPPORTED_NODES and BlockMask not in pytree.SUPPORTED_NODES:
+        pytree.register_pytree_node(
+            BlockMask,
+            torch_flex.BlockMask._flatten,  # type: ignore[arg-type]
+            BlockMask._unflatten,  # type: ignore[arg-type]
+            flatten_with_keys_fn=torch_flex.BlockMask._flatten_with_keys,  # type: ignore[arg-type]
+            serialized_type_name="anyattn.BlockMask",
+        )
+
+
+_register()

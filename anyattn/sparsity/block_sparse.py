@@ -1,0 +1,228 @@
+"""Lists of the tiles that a mask leaves partial or full: the form in which kernels read block sparsity."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anyattn.mods.bounds import EMPTY, FULL, PARTIAL
+from anyattn.sparsity.arguments import length, pair
+from anyattn.sparsity.lists import grid_of_lists, lists_of_grid
+
+__all__ = ["BlockSparseTensors"]
+
+
+@dataclass(frozen=True, eq=False)
+class BlockSparseTensors:
+    """Per tile of query rows, the key tiles to visit: partial ones (the mask is evaluated) and full ones (it is not).
+
+    mask_block_cnt: int32 (B, H, M), number of partial tiles of each row of tiles; B and H may be 1, which broadcasts.
+    mask_block_idx: int32 (B, H, M, N), their columns, strictly increasing; the tail is 0.
+    full_block_cnt, full_block_idx: the same for full tiles, or None: then every visited tile is in the mask list.
+    tile: (tile_m, tile_n), the query rows and keys of a tile. There is no default: both sides must agree on it.
+    lengths: (seqlen_q, seqlen_k) that the lists were built for, where known.
+
+    Raises ``TypeError`` or ``ValueError`` for tensors that cannot be such lists; ``validate()`` also reads what the lists hold.
+
+    >>> import anyattn
+    >>> lists = anyattn.compute_block_sparsity(128, 128, 1, 1, 256, 256, lambda b, h, q, k: q >= k, device="cpu")
+    >>> lists.mask_block_cnt.tolist(), lists.full_block_cnt.tolist()
+    ([[[1, 1]]], [[[0, 1]]])
+
+    The layout is FlashAttention's (``BlockSparseTensorsTorch`` in flash_attn/cute).
+    """
+
+    mask_block_cnt: Tensor
+    mask_block_idx: Tensor
+    full_block_cnt: Tensor | None = None
+    full_block_idx: Tensor | None = None
+    tile: tuple[int, int] = None  # type: ignore[assignment]  # required; checked below, after the optional lists
+    lengths: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        if self.tile is None:
+            raise TypeError("BlockSparseTensors needs tile=(tile_m, tile_n), the tile that its lists were built for")
+        object.__setattr__(self, "tile", pair("tile", self.tile))
+        if self.lengths is not None:
+            q, kv = self.lengths
+            object.__setattr__(self, "lengths", (length("lengths[0]", q), length("lengths[1]", kv)))
+        if (self.full_block_cnt is None) != (self.full_block_idx is None):
+            raise ValueError("full_block_cnt and full_block_idx: one is given, the other is None; pass both or neither")
+        _check_shapes("mask", self.mask_block_cnt, self.mask_block_idx)
+        if self.full_block_cnt is not None and self.full_block_idx is not None:
+            _check_shapes("full", self.full_block_cnt, self.full_block_idx)
+            if self.full_block_idx.shape != self.mask_block_idx.shape:
+                raise ValueError(
+                    f"full_block_idx has shape {tuple(self.full_block_idx.shape)}, mask_block_idx {tuple(self.mask_block_idx.shape)}; "
+                    "wanted the same (B, H, M, N)"
+                )
+            if self.full_block_idx.device != self.mask_block_idx.device:
+                raise ValueError(f"full_block_idx is on {self.full_block_idx.device}, mask_block_idx on {self.mask_block_idx.device}")
+        if self.lengths is not None:
+            wanted = tuple(-(-n // t) for n, t in zip(self.lengths, self.tile, strict=True))
+            if self.grid != wanted:
+                raise ValueError(
+                    f"the lists have {self.grid[0]} x {self.grid[1]} tiles, but lengths {self.lengths} in tiles of {self.tile} make "
+                    f"{wanted[0]} x {wanted[1]}; pass the tile and the lengths that the lists were built for"
+                )
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """(M, N): tiles along the query rows and along the keys."""
+        return self.mask_block_idx.shape[-2], self.mask_block_idx.shape[-1]
+
+    @property
+    def device(self) -> torch.device:
+        return self.mask_block_cnt.device
+
+    @classmethod
+    def from_classes(
+        cls, classes: Tensor, tile: tuple[int, int], lengths: tuple[int, int] | None = None, separate_full: bool = True
+    ) -> BlockSparseTensors:
+        """Lists of a grid of classes, uint8 (B, H, M, N), as ``mods.bounds.classify`` returns it."""
+        return cls(*lists_of_grid(classes, separate_full), tile=tile, lengths=lengths)
+
+    def classes(self) -> Tensor:
+        """The grid of classes, uint8 (B, H, M, N): 0 empty, 1 partial, 2 full."""
+        return grid_of_lists(self.mask_block_cnt, self.mask_block_idx, self.full_block_cnt, self.full_block_idx)
+
+    def visited(self) -> Tensor:
+        """int32 (B, H, M): how many tiles each row of tiles visits."""
+        return self.mask_block_cnt if self.full_block_cnt is None else self.mask_block_cnt + self.full_block_cnt
+
+    def transposed(self) -> BlockSparseTensors:
+        """Per tile of keys, the query tiles that visit it (what the backward pass of dk and dv reads); ``tile`` is then (keys, rows)."""
+        lengths = None if self.lengths is None else self.lengths[::-1]
+        return self.from_classes(self.classes().transpose(-1, -2), self.tile[::-1], lengths, self.full_block_cnt is not None)
+
+    def retile(self, tile_m: int, tile_n: int) -> BlockSparseTensors:
+        """The same sparsity in tiles of (tile_m, tile_n), each side a multiple or a divisor of its present size.
+
+        A coarser tile is full when all its parts are, empty when all are, else partial. A finer tile takes the class of the tile it is cut
+        from: full and empty stay exact, a part of a partial tile is listed as partial. The mask must say what the partial tiles show.
+
+        Raises ``ValueError`` naming both tiles where neither size divides the other.
+        """
+        wanted = pair("tile", (tile_m, tile_n))
+        if wanted == self.tile:
+            return self
+        if any(new % old and old % new for new, old in zip(wanted, self.tile, strict=True)):
+            raise ValueError(
+                f"the block lists were built for tiles of {self.tile}, but tiles of {wanted} are wanted, and on one side neither size is a "
+                f"multiple of the other; build the lists with BLOCK_SIZE={wanted}, or choose a kernel tile that fits {self.tile}"
+            )
+        classes = self.classes()
+        for dim, new, old in ((-2, wanted[0], self.tile[0]), (-1, wanted[1], self.tile[1])):
+            classes = _coarser(classes, dim, new // old) if new >= old else self._finer(classes, dim, old // new)
+        return self.from_classes(classes, wanted, self.lengths, self.full_block_cnt is not None)
+
+    def _finer(self, classes: Tensor, dim: int, parts: int) -> Tensor:
+        if self.lengths is None:
+            raise ValueError(
+                "these block lists do not know their sequence lengths, so they cannot be cut finer; pass lengths=(seqlen_q, seqlen_k)"
+            )
+        new = self.tile[dim] // parts
+        return classes.repeat_interleave(parts, dim).narrow(dim, 0, -(-self.lengths[dim] // new))
+
+    def validate(self) -> BlockSparseTensors:
+        """Raises ``ValueError`` unless counts are in range, lists strictly increasing with a tail of 0, and partial and full disjoint.
+
+        Reads all lists, O(tiles). Returns itself.
+        """
+        _check_contents("mask", self.mask_block_cnt, self.mask_block_idx)
+        if self.full_block_cnt is not None and self.full_block_idx is not None:
+            _check_contents("full", self.full_block_cnt, self.full_block_idx)
+            as_mask = grid_of_lists(self.mask_block_cnt, self.mask_block_idx, None, None) == PARTIAL
+            both = as_mask & (self.classes() == FULL)
+            if bool(both.any()):
+                b, h, m, n = both.nonzero()[0].tolist()
+                raise ValueError(f"tile {n} of row {m} (b={b}, h={h}) is listed as mask block and as full block; list it once")
+        return self
+
+    def to(self, device: torch.device | str) -> BlockSparseTensors:
+        """The same lists on another device."""
+        names = ("mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx")
+        moved: dict[str, Any] = {n: None if getattr(self, n) is None else getattr(self, n).to(device) for n in names}
+        return replace(self, **moved)
+
+    @classmethod
+    def from_block_mask(cls, block_mask: Any) -> BlockSparseTensors:
+        """Lists of a block mask, torch's or ours, of any block size; torch's lists may be unsorted and hold anything in their tails."""
+        fields = (block_mask.kv_num_blocks, block_mask.kv_indices, block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
+        missing = (1,) * (4 - block_mask.kv_indices.ndim)  # slices of older torch drop batch and head
+        reshaped: Any = (None if t is None else t.reshape(*missing, *t.shape) for t in fields)
+        cnt, idx, full_cnt, full_idx = reshaped
+        lengths = tuple(block_mask.seq_lengths)
+        # torch's "no mask" is one block of 2^30 x 2^30
+        tile = tuple(min(size, max(n, 1)) for size, n in zip(block_mask.BLOCK_SIZE, lengths, strict=True))
+        rows, columns = (-(-n // t) for n, t in zip(lengths, tile, strict=True))
+        classes = grid_of_lists(cnt, idx, full_cnt, full_idx, columns=max(columns, idx.shape[-1]))[..., :rows, :columns]
+        return cls.from_classes(classes, tile, lengths, full_cnt is not None)  # type: ignore[arg-type]
+
+    def to_block_mask(self, mask_mod: Any = None, lengths: tuple[int, int] | None = None) -> Any:
+        """The ``anyattn.BlockMask`` of these lists; ``mask_mod`` is what its partial tiles show (None: everything)."""
+        from anyattn.sparsity.block_mask import block_mask_of_classes
+
+        lengths = lengths if lengths is not None else self.lengths
+        if lengths is None:
+            lengths = (self.grid[0] * self.tile[0], self.grid[1] * self.tile[1])
+        return block_mask_of_classes(self.classes(), mask_mod, lengths, self.tile, self.full_block_cnt is not None)
+
+    def __repr__(self) -> str:
+        full = 0 if self.full_block_cnt is None else int(self.full_block_cnt.sum())
+        mask, (m, n) = int(self.mask_block_cnt.sum()), self.grid
+        total = self.mask_block_cnt.shape[0] * self.mask_block_cnt.shape[1] * m * n
+        return (
+            f"BlockSparseTensors({m} x {n} tiles of {self.tile[0]} x {self.tile[1]}, {tuple(self.mask_block_cnt.shape[:2])} "
+            f"batches x heads: {mask} mask, {full} full, {total - mask - full} skipped)"
+        )
+
+
+def _coarser(classes: Tensor, dim: int, parts: int) -> Tensor:
+    """Joins ``parts`` neighbours; those past the end say nothing, so a group that is cut off is judged by what it has."""
+    if parts == 1:
+        return classes
+    size = classes.shape[dim]
+    pad = -size % parts
+    if pad and size:
+        classes = torch.cat([classes, classes.narrow(dim, size - 1, 1).expand(*_with(classes.shape, dim, pad))], dim)
+    grouped = classes.unflatten(dim, ((size + pad) // parts, parts))
+    least, most = grouped.amin(dim), grouped.amax(dim)
+    return torch.where(least == FULL, FULL, torch.where(most == EMPTY, EMPTY, PARTIAL)).to(torch.uint8)
+
+
+def _with(shape: torch.Size, dim: int, size: int) -> list[int]:
+    result = list(shape)
+    result[dim] = size
+    return result
+
+
+def _check_shapes(name: str, cnt: Any, idx: Any) -> None:
+    for what, tensor, rank, dims in ((f"{name}_block_cnt", cnt, 3, "(B, H, M)"), (f"{name}_block_idx", idx, 4, "(B, H, M, N)")):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{what} is a {type(tensor).__name__}; wanted an int32 tensor {dims}")
+        if tensor.dtype is not torch.int32:
+            raise TypeError(f"{what} is {tensor.dtype}; wanted torch.int32, as tensor.to(torch.int32)")
+        if tensor.ndim != rank:
+            raise ValueError(f"{what} has shape {tuple(tensor.shape)}; wanted {rank} dimensions {dims}, with B = H = 1 to broadcast")
+    if cnt.shape != idx.shape[:3]:
+        shapes = f"{name}_block_cnt has shape {tuple(cnt.shape)} and {name}_block_idx {tuple(idx.shape)}"
+        raise ValueError(f"{shapes}; wanted (B, H, M) and (B, H, M, N)")
+    if cnt.device != idx.device:
+        raise ValueError(f"{name}_block_cnt is on {cnt.device} and {name}_block_idx on {idx.device}; wanted one device")
+
+
+def _check_contents(name: str, cnt: Tensor, idx: Tensor) -> None:
+    columns = idx.shape[-1]
+    if bool(((cnt < 0) | (cnt > columns)).any()):
+        raise ValueError(f"{name}_block_cnt holds {int(cnt.min())} to {int(cnt.max())}; wanted 0 to {columns}, the number of key tiles")
+    listed = torch.arange(columns, device=idx.device) < cnt[..., None]
+    if bool((listed & ((idx < 0) | (idx >= columns))).any()):
+        raise ValueError(f"{name}_block_idx lists a tile outside 0 to {columns - 1}")
+    if bool((listed[..., 1:] & (idx[..., 1:] <= idx[..., :-1])).any()):
+        raise ValueError(f"{name}_block_idx is not strictly increasing within its counts; sort each row and list every tile once")
+    if bool((~listed & (idx != 0)).any()):
+        raise ValueError(f"{name}_block_idx is not 0 after the listed tiles; fill the tail with 0")

@@ -1,0 +1,72 @@
+"""From a mask to the lists of its tiles: the door below ``create_block_mask``, with FlashAttention's names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anyattn.mods.bounds import check_loads, classify
+from anyattn.mods.trace import TracedMod, trace
+from anyattn.sparsity.arguments import device_of, length
+from anyattn.sparsity.block_sparse import BlockSparseTensors
+
+__all__ = ["classes_of_mask", "compute_block_sparsity"]
+
+
+def compute_block_sparsity(
+    tile_m: int,
+    tile_n: int,
+    batch_size: int | None,
+    num_heads: int | None,
+    seqlen_q: int,
+    seqlen_k: int,
+    mask_mod: Callable,
+    aux_tensors: Sequence[Tensor] | None = None,
+    device: torch.device | str | None = None,
+    compute_full_blocks: bool = True,
+    use_fast_sampling: bool = False,
+) -> BlockSparseTensors:
+    """The partial and full tiles of a mask, as FlashAttention's function of this name returns them.
+
+    tile_m, tile_n: query rows and keys of a tile. batch_size, num_heads: None where the mask ignores them (the lists then broadcast).
+    mask_mod: a function of ``(b, h, q_idx, kv_idx)``, with a trailing ``aux_tensors`` where those are given. device: default as for
+    ``create_block_mask``. compute_full_blocks: False lists full tiles as mask blocks and leaves ``full_block_*`` None.
+    use_fast_sampling: accepted for compatibility; the classes are exact either way, and never cost a look at all pairs.
+
+    A tail tile counts as full when all its pairs *inside the sequences* are visible, as in FlashAttention, whose kernels mask the tail of
+    every tile themselves; ``create_block_mask`` counts it as partial, as torch does.
+
+    Raises ``TypeError`` or ``ValueError`` for bad sizes, ``ModError`` for a mask that cannot be expressed, ``ValueError`` for one that
+    reads a captured tensor out of range.
+
+    >>> compute_block_sparsity(128, 128, 1, 1, 768, 896, lambda b, h, q, k: q + 128 >= k, device="cpu")
+    BlockSparseTensors(6 x 7 tiles of 128 x 128, (1, 1) batches x heads: 6 mask, 21 full, 15 skipped)
+    """
+    tile = (length("tile_m", tile_m, 1), length("tile_n", tile_n, 1))
+    lengths = (length("seqlen_q", seqlen_q), length("seqlen_k", seqlen_k))
+    batch = 1 if batch_size is None else length("batch_size", batch_size)
+    heads = 1 if num_heads is None else length("num_heads", num_heads)
+    traced = trace(mask_mod, "mask", aux_tensors=aux_tensors)
+    classes = classes_of_mask(traced, lengths, tile, (batch, heads), device)
+    lists = BlockSparseTensors.from_classes(classes, tile, lengths, compute_full_blocks)
+    return _expanded(lists, batch, heads)
+
+
+def classes_of_mask(mod: TracedMod, lengths: tuple[int, int], tile: tuple[int, int], batch: tuple[int, int], device: Any) -> Tensor:
+    """``bounds.classify`` after checking that the mask reads inside its captured tensors; B and H are 1 where the mask ignores them."""
+    where = device_of(device, mod)
+    check_loads(mod, *batch, *lengths)
+    return classify(mod, *lengths, *tile, *batch, where)
+
+
+def _expanded(lists: BlockSparseTensors, batch: int, heads: int) -> BlockSparseTensors:
+    def full(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor.expand(batch, heads, *tensor.shape[2:]).contiguous()
+
+    names = ("mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx")
+    fields: dict[str, Any] = {name: full(getattr(lists, name)) for name in names}
+    return replace(lists, **fields)

@@ -1,0 +1,98 @@
+"""The one rule by which results are judged: row by row, against float64, in units of what the plain formula errs.
+
+For every row (last dimension: a query row of out and dq, a key row of dk and dv; of LSE, all queries of a head)
+
+    rms(got - fp64) <= 2 rms(same_dtype - fp64) + eps/2 rms(fp64 row) [+ 4 rms(row_sigma)]
+
+and overall
+
+    max|got - fp64| <= 2 max|same_dtype - fp64| + eps max|fp64| [+ 4 max sigma]
+
+all finite, -inf exactly where fp64 has it. eps is that of ``same_dtype``'s dtype. ``same_dtype`` is one draw of the rounding errors; the
+bracket is what that leaves out where a row is made of few of them (``anyattn.testing.rounding``), and is 0 unless ``noise`` is passed.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from anyattn.testing.rounding import Noise
+
+__all__ = ["check", "share"]
+
+_SHORTEST_ROW = 16  # rows of fewer elements are judged together with their neighbours: one error is no statistic
+_SIGMAS = 4.0
+
+
+def check(name: str, got: Tensor, fp64: Tensor, same_dtype: Tensor, noise: Noise | None = None) -> float:
+    """Raises ``AssertionError`` naming the worst row and its share if ``got`` exceeds its budget, returns the share otherwise.
+
+    got: the result under test. fp64: the oracle's. same_dtype: the plain formula's, in the dtype that sets eps. All of one shape.
+    """
+    assert got.shape == fp64.shape == same_dtype.shape, f"{name}: shapes {tuple(got.shape)}, {tuple(fp64.shape)}, {tuple(same_dtype.shape)}"
+    worst, where = _worst(got, fp64, same_dtype, noise)
+    assert worst <= 1.0, f"{name}: {where} uses {worst:.3g} of its budget ({tuple(got.shape)} {got.dtype})"
+    return worst
+
+
+def share(got: Tensor, fp64: Tensor, same_dtype: Tensor, noise: Noise | None = None) -> float:
+    """The greatest part of its budget that any row uses, or that the greatest error does; at most 1 passes, inf means not finite."""
+    return _worst(got, fp64, same_dtype, noise)[0]
+
+
+def _worst(got: Tensor, fp64: Tensor, same_dtype: Tensor, noise: Noise | None) -> tuple[float, str]:
+    if got.numel() == 0:
+        return 0.0, "nothing"
+    eps = torch.finfo(same_dtype.dtype).eps
+    result, expected, plain = (t.detach().double().cpu() for t in (got, fp64, same_dtype))
+    minus = expected == -math.inf
+    if bool((~torch.isfinite(expected) & ~minus).any()):
+        raise ValueError("the oracle's result is not finite: this case has no defined answer")
+    if bool(((result == -math.inf) != minus).any()):
+        return math.inf, f"{_place((result == -math.inf) != minus)} is -inf on one side only,"
+    result, expected, plain = (torch.where(minus, 0.0, t) for t in (result, expected, plain))
+    for tensor, whose in ((result, "got"), (plain, "same_dtype")):
+        if bool((~torch.isfinite(tensor)).any()):
+            return math.inf, f"{_place(~torch.isfinite(tensor))} of {whose} is not finite,"
+    error, yardstick = result - expected, plain - expected
+    sigma = torch.zeros_like(expected) if noise is None else torch.where(minus, 0.0, noise.sigma.cpu())
+    slack = torch.zeros_like(expected) if noise is None else torch.where(minus, 0.0, _SIGMAS * noise.row_sigma.cpu())
+    rows = [_row_rms(t) for t in (error, yardstick, expected, slack)]
+    by_row = _ratio(rows[0], 2 * rows[1] + eps / 2 * rows[2] + rows[3])
+    top = [float(t.abs().max()) for t in (error, yardstick, expected, sigma)]
+    overall = float(_ratio(torch.tensor(top[0]), torch.tensor(2 * top[1] + eps * top[2] + _SIGMAS * top[3])))
+    if overall > float(by_row.max()):
+        return overall, f"the greatest error, at {_place(error.abs() == error.abs().max())},"
+    return float(by_row.max()), f"row {_row_name(by_row, expected)}"
+
+
+def _as_rows(tensor: Tensor) -> Tensor:
+    """(rows, elements): rows by the last dimension, neighbours taken together while they are short."""
+    start = max(0, tensor.ndim - 1)
+    while start > 0 and math.prod(tensor.shape[start:]) < _SHORTEST_ROW:
+        start -= 1
+    return tensor.reshape(-1, max(1, math.prod(tensor.shape[start:])))
+
+
+def _row_rms(tensor: Tensor) -> Tensor:
+    rows = _as_rows(tensor)
+    top = rows.abs().amax(-1)
+    unit = torch.where(top > 0, top, 1.0)[:, None]  # squares of tiny numbers would vanish
+    return (rows / unit).square().mean(-1).sqrt() * top
+
+
+def _ratio(error: Tensor, budget: Tensor) -> Tensor:
+    return torch.where(error == 0, 0.0, error / budget)
+
+
+def _place(where: Tensor) -> str:
+    return str(tuple(where.nonzero()[0].tolist()))
+
+
+def _row_name(by_row: Tensor, like: Tensor) -> str:
+    row = int(by_row.argmax()) * (like.numel() // by_row.numel())
+    position = [int(i) for i in torch.unravel_index(torch.tensor(row), like.shape)] if like.ndim else []
+    return f"starting at {tuple(position)} of {by_row.numel()}"

@@ -1,0 +1,71 @@
+"""Poisoned memory: inside ``enabled()`` every buffer that the package allocates starts as garbage and stands between guard bands.
+
+Floats start as NaN, integers as bytes 0x7f, bools as True, so that a result which depends on what was never written shows; the bands on
+both sides must be untouched when the context ends, so that a write past either end shows too.
+
+>>> from anyattn.testing import poison
+>>> with poison.enabled():
+...     out = anyattn.flex_attention(q, k, v)  # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Log", "enabled"]
+
+_GUARD = 64  # elements on either side, so that the alignment of the result does not change
+
+
+class Log:
+    """What was allocated: ``count`` buffers of ``total_bytes``."""
+
+    def __init__(self) -> None:
+        self.count, self.total_bytes = 0, 0
+        self._whole: list[tuple[Tensor, int]] = []
+
+    def allocate(self, shape: tuple[int, ...], *, dtype: torch.dtype, device: Any = None) -> Tensor:
+        size = math.prod(shape)
+        whole = _garbage(torch.empty(size + 2 * _GUARD, dtype=dtype, device=device))
+        self.count += 1
+        self.total_bytes += size * whole.element_size()
+        self._whole.append((whole, size))
+        return whole[_GUARD : _GUARD + size].view(shape)
+
+    def check(self) -> None:
+        """Raises ``AssertionError`` if a guard band was written."""
+        for whole, size in self._whole:
+            for band, side in ((whole[:_GUARD], "before"), (whole[_GUARD + size :], "after")):
+                untouched = _garbage(torch.empty_like(band))
+                assert torch.equal(band.view(torch.uint8), untouched.view(torch.uint8)), (
+                    f"memory {side} a buffer of {size} {whole.dtype} elements was overwritten"
+                )
+
+
+def _garbage(tensor: Tensor) -> Tensor:
+    if tensor.is_floating_point():
+        return tensor.fill_(math.nan)
+    if tensor.dtype is torch.bool:
+        return tensor.fill_(True)
+    tensor.view(torch.uint8).fill_(0x7F)
+    return tensor
+
+
+@contextlib.contextmanager
+def enabled() -> Iterator[Log]:
+    """Poisons every allocation of the torch backend inside; checks the guard bands at the end. Not for several threads at once."""
+    from anyattn.backends.torch import memory
+
+    log, plain = Log(), memory._allocate
+    memory._allocate = log.allocate
+    try:
+        yield log
+    finally:
+        memory._allocate = plain
+    log.check()

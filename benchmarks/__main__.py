@@ -1,0 +1,94 @@
+"""``python -m benchmarks``: runs cases and probes, prints a table, writes JSON and Markdown on request."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import sys
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import machine, report
+from benchmarks.bars import Found
+from benchmarks.case import Case, Record
+from benchmarks.cases import CASES
+from benchmarks.probes import PROBES, measure
+from benchmarks.runner import run_case
+
+_PROBE_GROUPS = {"memory": ("memory",), "masks": ("long-masks",), "host": ("first-call", "closure", "import")}
+_GROUPS = list(dict.fromkeys([*(case.group for case in CASES), *_PROBE_GROUPS]))
+
+
+def _chosen(cases: list[Case], groups: tuple[str, ...], pattern: str | None) -> list[Case]:
+    cases = [case for case in cases if not groups or case.group in groups]
+    return [case for case in cases if pattern is None or fnmatch.fnmatch(case.name, f"*{pattern}*")]
+
+
+@click.command()
+@click.option("--group", "groups", multiple=True, type=click.Choice(_GROUPS), help="Only these groups (may be repeated).")
+@click.option("--filter", "pattern", help="Only cases whose name group/variant/S/dtype contains this (with * and ?); no probes.")
+@click.option("--rounds", default=9, show_default=True, type=click.IntRange(3), help="Interleaved rounds of each case.")
+@click.option("--seconds", default=40.0, show_default=True, help="Start no further round of a case after this long.")
+@click.option("--out", type=click.Path(path_type=Path), help="Write OUT.json and OUT.md.")
+@click.option("--list", "list_only", is_flag=True, help="Name the cases and probes and stop.")
+def main(groups: tuple[str, ...], pattern: str | None, rounds: int, seconds: float, out: Path | None, list_only: bool) -> None:
+    """Time anyattn against its peers, in interleaved rounds, on random data, after judging its results."""
+    console = Console()
+    cases = _chosen(CASES, groups, pattern)
+    probes = [p for g, names in _PROBE_GROUPS.items() if not groups or g in groups for p in names] if pattern is None else []
+    assert set(probes) <= set(PROBES)
+    if list_only:
+        console.print("\n".join([*(f"{c.name}  {c.shape}  vs {', '.join(c.peers) or '-'}" for c in cases), *probes]), highlight=False)
+        return
+    if not cases and not probes:
+        raise click.UsageError("no case matches; --list names them")
+    where = machine.describe("python -m benchmarks " + " ".join(sys.argv[1:]))
+    found = Found({}, {})
+    for case in cases:
+        with console.status(f"{case.name} ({case.shape})"):
+            found.records[case.name] = record = _run(case, rounds, seconds)
+        console.print(report.describe_record(record), highlight=False, soft_wrap=True)
+        _write(out, where, found)
+    for probe in probes:
+        with console.status(probe):
+            found.probes[probe] = measure(probe)
+        console.print(f"{probe}: {json.dumps(found.probes[probe])}", highlight=False, soft_wrap=True)
+        _write(out, where, found)
+    _print_bars(console, found)
+    if any(record.refused for record in found.records.values()):
+        sys.exit(1)
+
+
+def _run(case: Case, rounds: int, seconds: float) -> Record:
+    """A case that raises is a refusal too: the other figures are still wanted."""
+    try:
+        return run_case(case, rounds, seconds)
+    except Exception as error:
+        record = Record.of(case)
+        record.refused = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        return record
+
+
+def _write(out: Path | None, where: dict, found: Found) -> None:
+    """After every case, so that an interrupted run keeps what it has."""
+    if out is None:
+        return
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.with_suffix(".json").write_text(json.dumps(report.as_json(where, found), indent=1) + "\n")
+    out.with_suffix(".md").write_text(report.as_markdown(where, found))
+
+
+def _print_bars(console: Console, found: Found) -> None:
+    table = Table("bar", "measured", "floor", "aim", "", title="Bars")
+    for row in report.bar_rows(found):
+        if row[1] != "not measured":
+            verdict = row[4].strip("*")
+            table.add_row(*row[:4], f"[{'green' if verdict == 'pass' else 'red'}]{verdict}")
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()

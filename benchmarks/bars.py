@@ -1,0 +1,137 @@
+"""What has to be reached, as data: one row a bar, read from a run's records."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.case import OURS, Record
+from benchmarks.cases import GALLERY
+from benchmarks.runner import geometric_mean
+
+__all__ = ["BARS", "Bar", "Found"]
+
+
+@dataclass(frozen=True)
+class Found:
+    """A run: records by case name, probes by name."""
+
+    records: dict[str, Record]
+    probes: dict[str, dict[str, Any]]
+
+    def ratio(self, case: str, peer: str) -> float:
+        return self.records[case].ratio(peer)
+
+    def gallery(self, dtype: str) -> dict[str, float]:
+        return {v: self.ratio(f"forward/{v}/4096/{dtype}", "flex") for v in GALLERY}
+
+    def seconds(self, case: str) -> float:
+        return self.records[case].timings[OURS].median
+
+
+@dataclass(frozen=True)
+class Bar:
+    """measure: raises ``KeyError`` when the run did not measure it. at_least: else at most. note: what else to say of the figure."""
+
+    name: str
+    floor: float
+    measure: Callable[[Found], float]
+    at_least: bool = True
+    unit: str = "x"
+    aim: float | None = None
+    note: Callable[[Found], str] = lambda found: ""
+
+    def passes(self, value: float) -> bool:
+        return (operator.ge if self.at_least else operator.le)(value, self.floor)
+
+
+def _versus(group: str, variant: str, dtype: str, floor: float, aim: float | None) -> Bar:
+    return Bar(
+        f"{group} {variant} {dtype} vs SDPA",
+        floor,
+        lambda found: found.ratio(f"{group}/{variant}/4096/{dtype}", "sdpa"),
+        aim=aim,
+    )
+
+
+def _worst_note(dtype: str) -> Callable[[Found], str]:
+    def note(found: Found) -> str:
+        ratios = found.gallery(dtype)
+        return min(ratios, key=lambda name: ratios[name])
+
+    return note
+
+
+def _gallery(dtype: str, each: float, mean: float) -> list[Bar]:
+    name = f"gallery forward {dtype} vs compiled flex"
+    return [
+        Bar(f"{name}, worst", each, lambda found: min(found.gallery(dtype).values()), note=_worst_note(dtype)),
+        Bar(f"{name}, geometric mean", mean, lambda found: geometric_mean(found.gallery(dtype).values())),
+    ]
+
+
+def _window(dtype: str) -> Bar:
+    def over_share(found: Found) -> float:
+        record = found.records[f"window/window-512/16384/{dtype}"]
+        return record.timings[OURS].median / (record.timings["anyattn-full"].median * record.extra["tile_share"])
+
+    return Bar(f"window 512 at S=16,384 {dtype}, time over its share of tiles", 1.25, over_share, at_least=False)
+
+
+def _mask_ratio(variant: str) -> Callable[[Found], float]:
+    return lambda found: found.ratio(f"masks/{variant}/32768", "flex-mask")
+
+
+def _mask_seconds(variant: str) -> Callable[[Found], float]:
+    return lambda found: found.seconds(f"masks/{variant}/131072")
+
+
+def _long_mask(variant: str, key: str) -> Callable[[Found], float]:
+    return lambda found: found.probes["long-masks"][variant][key]
+
+
+def _mask_bars() -> list[Bar]:
+    bars = []
+    for v in ("causal", "document-causal"):
+        bars += [
+            Bar(f"mask {v} 32,768 vs compiled create_block_mask", 20, _mask_ratio(v)),
+            Bar(f"mask {v} 131,072", 0.5, _mask_seconds(v), at_least=False, unit="s"),
+            Bar(f"mask {v} 1,048,576", 15, _long_mask(v, "seconds"), at_least=False, unit="s"),
+            Bar(
+                f"mask {v} 1,048,576 peak memory",
+                2048,
+                _long_mask(v, "peak_extra_mib"),
+                at_least=False,
+                unit="MiB",
+            ),
+        ]
+    return bars
+
+
+def _host(name: str, probe: str, key: str, most: float, unit: str) -> Bar:
+    return Bar(name, most, lambda found: found.probes[probe][key], at_least=False, unit=unit)
+
+
+BARS: list[Bar] = [
+    _versus("forward", "full", "float32", 0.9, 1.0),
+    _versus("forward", "causal", "float32", 0.9, 1.0),
+    _versus("forward", "full", "bfloat16", 1.8, 2.5),
+    _versus("forward", "causal", "bfloat16", 1.5, 1.8),
+    *_gallery("float32", 0.9, 1.3),
+    *_gallery("bfloat16", 1.2, 2.0),
+    _versus("backward", "full", "float32", 0.9, None),
+    _versus("backward", "causal", "float32", 0.9, None),
+    _versus("backward", "full", "bfloat16", 1.3, None),
+    _versus("backward", "causal", "bfloat16", 1.3, None),
+    _window("float32"),
+    _window("bfloat16"),
+    _host("peak extra memory, S=65,536 H1 window 512, forward + backward", "memory", "peak_extra_mib", 300 * 1e6 / 2**20, "MiB"),
+    *_mask_bars(),
+    _host("first call with a new mod", "first-call", "worst", 0.5, "s"),
+    _host("very first call of a process", "first-call", "very_first", 0.5, "s"),
+    _host("extra host time of a new closure", "closure", "extra_ms", 1.0, "ms"),
+    _host("import anyattn beyond torch", "import", "package_s", 1.0, "s"),
+    _host("import anyattn and reach flex_attention, beyond torch", "import", "with_flex_attention_s", 1.0, "s"),
+]

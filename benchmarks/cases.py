@@ -1,0 +1,29 @@
+"""The cases. A GPU's cases are further rows with ``device="cuda"`` and that machine's peers."""
+
+from __future__ import annotations
+
+from benchmarks.case import Case, Shape
+
+__all__ = ["CASES", "GALLERY"]
+
+# the variants of ``anyattn demo``, each against compiled flex_attention
+GALLERY = ("causal", "window-512", "document", "prefix-lm", "sink-window", "alibi", "t5-bias", "softcap", "head-bias", "own-mod")
+_MASKS_ONLY = ("window-512", "document", "prefix-lm", "sink-window")  # torch SDPA can do these with a dense bool mask
+_DTYPES = ("float32", "bfloat16")
+
+
+def _forward_peers(variant: str) -> tuple[str, ...]:
+    if variant in ("full", "causal"):
+        return ("sdpa", "flex")
+    return ("flex", "sdpa-mask") if variant in _MASKS_ONLY else ("flex",)
+
+
+FORWARD = [Case("forward", "forward", v, _forward_peers(v), dtype=d) for d in _DTYPES for v in ("full", *GALLERY)]
+BACKWARD = [Case("backward", "backward", v, ("sdpa",), dtype=d) for d in _DTYPES for v in ("full", "causal")]
+WINDOW = [Case("window", "forward", "window-512", ("anyattn-full", "flex"), Shape.square(16_384), dtype=d, rounds=3) for d in _DTYPES]
+MASKS = [
+    *(Case("masks", "mask", v, ("flex-mask",), Shape.square(32_768), dtype="") for v in ("causal", "document-causal")),
+    *(Case("masks", "mask", v, (), Shape.square(131_072), dtype="") for v in ("causal", "document-causal")),
+]
+
+CASES: list[Case] = [*FORWARD, *BACKWARD, *WINDOW, *MASKS]

@@ -1,0 +1,52 @@
+"""Where and with what a figure was measured."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["describe"]
+
+
+def describe(command: str) -> dict[str, Any]:
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "command": command,
+        "commit": _commit(),
+        "cpu": _cpu_name(),
+        "threads": torch.get_num_threads(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "bf16_instructions": _has_bf16(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "system": platform.system(),
+    }
+
+
+def _commit() -> str:
+    """The short hash, with "+" when tracked files differ from it."""
+
+    def git(*args: str) -> str:
+        done = subprocess.run(["git", *args], capture_output=True, text=True, cwd=Path(__file__).parent)
+        return done.stdout.strip() if done.returncode == 0 else ""
+
+    return (git("rev-parse", "--short", "HEAD") or "unknown") + ("+" if git("status", "--porcelain", "-uno") else "")
+
+
+def _cpu_info() -> str:
+    path = Path("/proc/cpuinfo")
+    return path.read_text() if path.exists() else ""
+
+
+def _cpu_name() -> str:
+    names = [line.split(":", 1)[1].strip() for line in _cpu_info().splitlines() if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _has_bf16() -> bool:
+    return "avx512_bf16" in _cpu_info() or "amx_bf16" in _cpu_info()

@@ -1,0 +1,170 @@
+"""What has to be measured in a process of its own: peak memory, first calls, import time. Each probe prints one JSON object.
+
+``python -m benchmarks.probes NAME`` runs one here; ``measure(NAME)`` runs it in a fresh process.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+__all__ = ["PROBES", "measure"]
+
+_MIB = 2**20
+
+
+def _peak_bytes() -> int:
+    """The highest resident set of this process so far."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # kilobytes on Linux
+
+
+def _memory() -> dict[str, Any]:
+    """Forward and backward of one head, 65,536 long, window 512: the peak above the inputs, outputs and gradients included."""
+    import psutil
+    import torch
+
+    import anyattn
+
+    window = 512
+
+    def mask(b, h, q_idx, kv_idx):
+        return (q_idx >= kv_idx) & (q_idx - kv_idx < window)
+
+    def train(seqlen: int) -> tuple[int, float]:
+        q, k, v = (torch.randn(1, 1, seqlen, 64, requires_grad=True) for _ in range(3))
+        dout = torch.randn(1, 1, seqlen, 64)
+        before, start = psutil.Process().memory_info().rss, time.perf_counter()
+        block_mask = anyattn.create_block_mask(mask, 1, 1, seqlen, seqlen, device="cpu")
+        anyattn.flex_attention(q, k, v, block_mask=block_mask).backward(dout)
+        return before, time.perf_counter() - start
+
+    train(4096)  # the libraries' own memory: code pages, threads, oneDNN's kernels
+    before, seconds = train(65_536)
+    return {"seqlen": 65_536, "peak_extra_mib": (_peak_bytes() - before) / _MIB, "seconds": seconds}
+
+
+def _long_masks() -> dict[str, Any]:
+    """``create_block_mask`` at 1,048,576: seconds, and peak memory above what was there before."""
+    import psutil
+    import torch
+
+    import anyattn
+    from benchmarks.variants import VARIANTS
+
+    torch.manual_seed(0)
+    found: dict[str, Any] = {"seqlen": 2**20}
+    for name in ("causal", "document-causal"):
+        anyattn.create_block_mask(VARIANTS[name](4096, 1, "cpu").masked(), 1, 1, 4096, 4096, device="cpu")
+        mask = VARIANTS[name](2**20, 1, "cpu").masked()
+        before, start = psutil.Process().memory_info().rss, time.perf_counter()
+        made = anyattn.create_block_mask(mask, 1, 1, 2**20, 2**20, device="cpu")
+        found[name] = {"seconds": time.perf_counter() - start, "peak_extra_mib": (_peak_bytes() - before) / _MIB}
+        del made
+    return found
+
+
+def _first_call() -> dict[str, Any]:
+    """The first call with each gallery variant in one process, from the plain functions on: mask, trace, plan, result."""
+    import torch
+
+    import anyattn
+    from benchmarks.cases import GALLERY
+    from benchmarks.variants import VARIANTS
+
+    q, k, v = torch.randn(3, 1, 2, 256, 64)
+    start = time.perf_counter()
+    anyattn.flex_attention(q, k, v, mask_mod=lambda b, h, q_idx, kv_idx: q_idx * 2 > kv_idx)
+    found = {"very first": time.perf_counter() - start}
+    for name in GALLERY:
+        variant = VARIANTS[name](256, 2, "cpu")
+        start = time.perf_counter()
+        anyattn.flex_attention(q, k, v, variant.score, mask_mod=variant.mask)
+        found[name] = time.perf_counter() - start
+    inductor = "torch._inductor.compile_fx" in sys.modules
+    return {"seconds": found, "worst": max(list(found.values())[1:]), "very_first": found["very first"], "inductor": inductor}
+
+
+def _closure() -> dict[str, Any]:
+    """A new closure with known code, against the same closure again: extra host time, and whether anything was compiled."""
+    import torch
+
+    import anyattn
+
+    def make(width: int, slope: float) -> tuple[Callable, Callable]:
+        table = torch.full((2,), slope)
+
+        def mask(b, h, q_idx, kv_idx):
+            return (q_idx >= kv_idx) & (q_idx - kv_idx < width)
+
+        def score(score, b, h, q_idx, kv_idx):
+            return score - table[h] * (q_idx - kv_idx)
+
+        return mask, score
+
+    q, k, v = torch.randn(3, 1, 2, 64, 16)
+
+    def call(mods: tuple[Callable, Callable]) -> float:
+        mask, score = mods
+        start = time.perf_counter()
+        anyattn.flex_attention(q, k, v, score, mask_mod=mask)
+        return time.perf_counter() - start
+
+    old = make(8, 0.5)
+    for _ in range(20):
+        call(old)
+    again, fresh = [], []
+    for i in range(200):
+        again.append(call(old))
+        fresh.append(call(make(9 + i % 50, 0.01 * i)))
+    same, new = statistics.median(again), statistics.median(fresh)
+    return {"same_closure_ms": same * 1e3, "new_closure_ms": new * 1e3, "extra_ms": (new - same) * 1e3}
+
+
+def _import_time() -> dict[str, Any]:
+    """``import anyattn`` and reaching ``flex_attention``, after torch is imported."""
+    import torch  # noqa: F401
+
+    start = time.perf_counter()
+    import anyattn
+
+    package = time.perf_counter() - start
+    anyattn.flex_attention  # noqa: B018
+    return {"package_s": package, "with_flex_attention_s": time.perf_counter() - start}
+
+
+PROBES: dict[str, Callable[[], dict[str, Any]]] = {
+    "memory": _memory,
+    "long-masks": _long_masks,
+    "first-call": _first_call,
+    "closure": _closure,
+    "import": _import_time,
+}
+
+
+def measure(name: str, repeats: int = 1, timeout_s: float = 600) -> dict[str, Any]:
+    """Runs the probe ``name`` in ``repeats`` fresh processes; the last one's figures, with all under "all" if there are several."""
+    found = []
+    for _ in range(repeats):
+        done = subprocess.run(
+            [sys.executable, "-m", "benchmarks.probes", name],
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            cwd=Path(__file__).resolve().parent.parent,
+        )
+        if done.returncode:
+            raise RuntimeError(f"probe {name} failed:\n{done.stderr[-2000:]}")
+        found.append(json.loads(done.stdout.splitlines()[-1]))
+    return found[0] if repeats == 1 else {**found[-1], "all": found}
+
+
+if __name__ == "__main__":
+    print(json.dumps(PROBES[sys.argv[1]]()))

@@ -1,0 +1,74 @@
+"""How the tests of this folder call ``flex_attention`` on a case and gather every result by name."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+import anyattn
+from anyattn import oracle
+from anyattn.testing import budget, cases, poison
+from anyattn.testing.rounding import rounding
+
+flex = anyattn.flex_attention
+
+
+def results(case: cases.Case, want: cases.Expected, backward: bool = True, **options) -> dict[str, Tensor]:  # type: ignore[no-untyped-def]
+    """out, lse and all gradients of the case, computed in poisoned memory."""
+    leaves = [t.clone().requires_grad_(backward) for t in (want.q, want.k, want.v)]
+    sink = None if want.sink is None else want.sink.clone().requires_grad_(backward)
+    tensors = tuple(t.clone().requires_grad_(backward) if t.is_floating_point() else t for t in want.tensors)
+    mods = cases.VARIANTS[case.variant].mods(tensors, case.shape)
+    with poison.enabled():
+        out, lse = flex(*leaves, score_mod=mods["score"], mask_mod=mods["mask"], sink=sink, enable_gqa=True, return_lse=True, **options)
+        named = {"out": out, "lse": lse}
+        if backward:
+            # LSE is -inf, a constant, where nothing is seen: 0 * inf must not enter the sum
+            loss = (out.double() * want.dout.double()).sum() + (torch.where(lse.isneginf(), 0.0, lse).double() * want.dlse.double()).sum()
+            loss.backward()
+            named |= {"dq": leaves[0].grad, "dk": leaves[1].grad, "dv": leaves[2].grad}
+            if sink is not None:
+                named["dsink"] = sink.grad
+            floats = [t for t in tensors if t.is_floating_point()]
+            named |= {f"captured{i}": t.grad for i, t in enumerate(floats)}
+    return {name: t.detach() for name, t in named.items() if t is not None}
+
+
+def judge(q, k, v, *, score=None, mask=None, sink=None, scale=None, dout=None, captured=(), label="", **options) -> dict[str, Tensor]:  # type: ignore[no-untyped-def]
+    """Calls flex_attention on these very tensors (strides and all), forward and backward, and judges every result by the budget.
+
+    score, mask: functions that work on single numbers and on broadcast tensors alike; a block mask in ``options`` replaces ``mask`` in
+    the library's call only. captured: the float64 tensors that ``score`` closes over and wants gradients for.
+    """
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    logits = None if sink is None else sink.detach().requires_grad_()
+    for t in captured:
+        t.requires_grad_().grad = None
+    if "block_mask" not in options:
+        options["mask_mod"] = mask
+    with poison.enabled():
+        out, lse = flex(*leaves, score_mod=score, sink=logits, scale=scale, enable_gqa=True, return_lse=True, **options)
+        if dout is None:
+            dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64).to(q.dtype)
+        wanted = [t for t in (*leaves, logits, *captured) if t is not None]
+        grads = torch.autograd.grad(out, wanted, dout)
+    names = ["dq", "dk", "dv", *(["dsink"] if sink is not None else []), *(f"captured{i}" for i in range(len(captured)))]
+    got = {"out": out.detach(), "lse": lse.detach(), **dict(zip(names, grads))}
+    keys = [t.expand(q.shape[0], *t.shape[1:]) for t in (k, v)]
+    mods = {"score": score, "mask": mask, "sink": sink, "scale": scale}
+    want = {f.__name__: f(q, *keys, **mods) for f in (oracle.attention, oracle.same_dtype)}
+    back = [f(q, *keys, dout, **mods, captured=captured) for f in (oracle.gradients, oracle.same_dtype_gradients)]
+    noise = rounding(q, *keys, dout, **mods, captured=captured)
+    for name, value in got.items():
+        if name in ("out", "lse"):
+            reference = [getattr(want[f], name) for f in ("attention", "same_dtype")] + [getattr(noise, name)]
+        elif name.startswith("captured"):
+            reference = [t.captured[int(name[8:])] for t in (*back, noise)]
+        else:
+            reference = [getattr(t, name) for t in (*back, noise)]
+            if name in ("dk", "dv") and value.shape != reference[0].shape:  # a batch of 1 shared by all
+                reference = [t.sum(0, keepdim=True) for t in reference[:2]] + [
+                    type(noise.out)(*(t.square().sum(0, keepdim=True).sqrt() for t in reference[2]))
+                ]
+        budget.check(f"{label} {name}", value, *reference)
+    return got

@@ -1,0 +1,129 @@
+"""flex_attention on random calls: mask trees, score chains, lengths, head ratios, head dims, strides, tiles, dtypes.
+
+200 fixed calls as a rule; with ANYATTN_FUZZ=n (or ``make fuzz``) n fresh ones, whose seeds are printed and can be given back as
+ANYATTN_FUZZ_SEED.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent.parent / "end_to_end"))
+
+from calls import judge
+from mods import chains, mask_of, score_of, trees
+
+import anyattn
+from anyattn.testing import cases
+
+FRESH = int(os.environ.get("ANYATTN_FUZZ") or os.environ.get("ANYATTN_FUZZ_EXAMPLES") or 0)
+FIRST_SEED = int(os.environ.get("ANYATTN_FUZZ_SEED") or (random.SystemRandom().randrange(10**6) if FRESH else 0))
+SHARDS = 8
+LENGTHS = (0, 1, 2, 3, 7, 31, 33, 64, 65, 97, 127, 128, 129, 130)
+RARE_LENGTHS = (255, 256, 257, 400)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One random call; its repr is all that is needed to repeat it."""
+
+    mask: tuple | None
+    chain: list
+    batch: int
+    heads_kv: int
+    ratio: int
+    seqlen_q: int
+    seqlen_k: int
+    head_dim: int
+    head_dim_v: int
+    dtype: torch.dtype
+    kind: str
+    strides: tuple
+    block: int | None
+    tile: tuple | None
+    has_sink: bool
+    seed: int
+
+
+lengths = st.one_of(st.sampled_from(LENGTHS), st.sampled_from(LENGTHS), st.sampled_from(RARE_LENGTHS))
+dims = st.sampled_from((1, 4, 8, 16, 20, 33, 64))
+calls = st.builds(
+    Call,
+    mask=st.one_of(st.none(), trees(), trees()),
+    chain=chains,
+    batch=st.integers(1, 3),
+    heads_kv=st.integers(1, 2),
+    ratio=st.sampled_from((1, 2, 3, 5, 8)),
+    seqlen_q=lengths,
+    seqlen_k=lengths,
+    head_dim=dims,
+    head_dim_v=dims,
+    dtype=st.sampled_from((torch.float32, torch.float64, torch.bfloat16, torch.float16)),
+    kind=st.sampled_from(cases.KINDS),
+    strides=st.tuples(*[st.sampled_from(("plain", "transposed", "offset", "expanded"))] * 3),
+    block=st.one_of(st.none(), st.sampled_from((16, 48, 128))),
+    tile=st.one_of(st.none(), st.tuples(st.sampled_from((1, 16, 64, 100)), st.sampled_from((8, 64, 129)))),
+    has_sink=st.booleans(),
+    seed=st.integers(0, 99),
+)
+
+
+def _laid_out(tensor: torch.Tensor, how: str) -> torch.Tensor:
+    if how == "transposed":
+        return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+    if how == "offset":
+        return torch.nn.functional.pad(tensor, (3, 5))[..., 3:-5]
+    if how == "expanded" and tensor.shape[1] > 1:
+        return tensor[:, :1].expand(tensor.shape)
+    return tensor
+
+
+def run(call: Call) -> None:
+    heads = call.heads_kv * call.ratio
+    shape = cases.Shape(call.batch, heads, call.heads_kv, call.seqlen_q, call.seqlen_k, call.head_dim, call.head_dim_v)
+    q, k, v, _ = cases.inputs(call.kind, shape, call.dtype, call.seed)
+    q, k, v = (_laid_out(t, how) for t, how in zip((q, k, v), call.strides))
+    score, captured = score_of(call.chain, heads)
+    mask = None if call.mask is None else mask_of(call.mask)
+    sink = torch.linspace(-2, 2, heads, dtype=torch.float64).to(call.dtype) if call.has_sink else None
+    options: dict = {}
+    if call.block is not None and mask is not None:
+        options["block_mask"] = anyattn.create_block_mask(
+            mask, call.batch, heads, call.seqlen_q, call.seqlen_k, device="cpu", BLOCK_SIZE=call.block
+        )
+    if call.tile is not None:
+        options["kernel_options"] = dict(zip(("tile_m", "tile_n"), call.tile))
+    judge(q, k, v, score=score, mask=mask, sink=sink, captured=captured, **options)
+
+
+@pytest.mark.parametrize("shard", range(SHARDS))
+def test_random_calls(shard):
+    seed = FIRST_SEED + shard
+    if FRESH:
+        print(f"ANYATTN_FUZZ_SEED={FIRST_SEED} (shard {shard})", file=sys.stderr)
+
+    @hypothesis.seed(seed)
+    @settings(
+        max_examples=-(-(FRESH or 200) // SHARDS),
+        deadline=None,
+        database=None,
+        print_blob=bool(FRESH),
+        suppress_health_check=list(HealthCheck),
+        phases=(Phase.generate, Phase.shrink),
+    )
+    @hypothesis.given(calls)
+    def many(call: Call) -> None:
+        run(call)
+
+    many()

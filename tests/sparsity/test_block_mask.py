@@ -1,0 +1,284 @@
+"""create_block_mask makes torch's lists, block for block, and what it returns is torch's BlockMask to torch."""
+
+import copy
+import pickle
+import resource
+
+import pytest
+import torch
+from torch.nn.attention import flex_attention as torch_flex
+from torch.utils import _pytree as pytree
+
+from anyattn import ModError
+from anyattn.mods import masks
+from anyattn.sparsity import BlockMask, BlockSparseTensors, create_block_mask
+from anyattn.testing.tiles import brute_classes, dense, library_masks, random_mask
+
+SIDES = ("kv", "full_kv", "q", "full_q")
+
+
+def lists(mask, side):
+    """Counts, and indices with what lies beyond them cleared (torch leaves that undefined)."""
+    cnt, idx = getattr(mask, f"{side}_num_blocks"), getattr(mask, f"{side}_indices")
+    return None if cnt is None else (cnt, idx * (torch.arange(idx.shape[-1]) < cnt[..., None]))
+
+
+def assert_same(ours, theirs):
+    assert ours.seq_lengths == theirs.seq_lengths and ours.BLOCK_SIZE == theirs.BLOCK_SIZE and ours.shape == theirs.shape
+    for side in SIDES:
+        a, b = lists(ours, side), lists(theirs, side)
+        assert (a is None) == (b is None), side
+        for x, y in zip(a or (), b or (), strict=True):
+            assert x.dtype == y.dtype == torch.int32 and x.is_contiguous() and torch.equal(x, y), side
+
+
+@pytest.mark.parametrize("lengths", [(64, 64), (30, 50), (1, 96)], ids=str)
+@pytest.mark.parametrize("block", [16, (8, 32)], ids=str)
+def test_equals_torch(lengths, block):
+    for name, mod in library_masks(*lengths).items():
+        if name in ("tree", "prefix_per_batch", "document_per_batch"):
+            continue  # minutes of vmap in torch for no new case
+        for batch in ((None, None), (2, 3)):
+            ours = create_block_mask(mod, *batch, *lengths, "cpu", block)
+            assert_same(ours, torch_flex.create_block_mask(mod, *batch, *lengths, "cpu", block))
+            ours.block_sparse().validate()
+
+
+@pytest.mark.parametrize("lengths", [(64, 64), (30, 50), (97, 31), (200, 7)], ids=str)
+@pytest.mark.parametrize("block", [1, 16, (5, 32), 128], ids=str)
+def test_equals_brute_force_in_torchs_meaning(lengths, block):
+    tile = (block, block) if isinstance(block, int) else block
+    trees = {f"tree {seed}": random_mask(seed, max(lengths)) for seed in range(8)}
+    for name, mod in {**library_masks(*lengths), **trees}.items():
+        wanted = brute_classes(dense(mod, *lengths, 2, 2), *tile, pad=True)
+        assert torch.equal(create_block_mask(mod, 2, 2, *lengths, "cpu", block).block_sparse().classes(), wanted), name
+
+
+def test_separate_full_blocks():
+    ours = create_block_mask(masks.causal(), 1, 1, 64, 64, "cpu", 16, separate_full_blocks=False)
+    assert ours.full_kv_num_blocks is None and ours.full_q_indices is None
+    assert ours.kv_num_blocks.tolist() == [[[1, 2, 3, 4]]] and ours.q_num_blocks.tolist() == [[[4, 3, 2, 1]]]
+    ours.block_sparse().validate()
+
+
+def test_describes_itself_like_torch():
+    ours, theirs = (f(masks.causal(), 2, 1, 96, 80, "cpu", BLOCK_SIZE=16) for f in (create_block_mask, torch_flex.create_block_mask))
+    assert str(ours) == str(theirs) and ours.sparsity() == theirs.sparsity() and ours.numel() == theirs.numel()
+    assert torch.equal(ours.to_dense(), theirs.to_dense()) and ours.to_string(4) == theirs.to_string(4)
+    assert "kv_num_blocks=torch.Size([2, 1, 6])" in repr(ours) and isinstance(ours, torch_flex.BlockMask)
+
+
+def qkv(q_len, kv_len, heads=2):
+    g = torch.Generator().manual_seed(0)
+    return [torch.randn(2, heads, n, 16, generator=g) for n in (q_len, kv_len, kv_len)]
+
+
+ids = torch.tensor([0] * 20 + [1] * 50 + [2] * 30)
+
+
+def document_causal(b, h, q_idx, kv_idx):
+    return (ids[q_idx] == ids[kv_idx]) & (q_idx >= kv_idx)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_torch_flex_attention_takes_ours():
+    q, k, v = qkv(100, 100)
+    ours, theirs = (
+        f(document_causal, None, None, 100, 100, "cpu", BLOCK_SIZE=32) for f in (create_block_mask, torch_flex.create_block_mask)
+    )
+    run = torch_flex.flex_attention
+    whole = run(q, k, v, block_mask=theirs)
+    assert torch.equal(run(q, k, v, block_mask=ours), whole)
+    # slices with a mask that works: torch's own raise here
+    assert torch.equal(run(q[:, :, 32:96], k, v, block_mask=ours[:, :, 1:3]), whole[:, :, 32:96])
+    assert torch.equal(run(q[:, :, 96:], k, v, block_mask=ours[:, :, -1]), whole[:, :, 96:])
+
+
+def sliced_dense(mask):
+    """What a mask shows by its lists and mask_mod together."""
+    classes = mask.block_sparse().classes()
+    (q_len, kv_len), (m, n) = mask.seq_lengths, mask.BLOCK_SIZE
+    by_pair = classes.repeat_interleave(m, -2)[..., :q_len, :].repeat_interleave(n, -1)[..., :kv_len]
+    B, H = classes.shape[:2]
+    return (by_pair == 2) | ((by_pair == 1) & dense(mask.mask_mod, q_len, kv_len, B, H))
+
+
+SLICES = [
+    (0,),
+    (-1,),
+    (slice(1, 3),),
+    (slice(None), 1),
+    (slice(None, None, 2), slice(1, None)),
+    (torch.tensor([2, 0]), torch.tensor([1, 1, 0])),
+    (slice(None), slice(None), 2),
+    (slice(None), slice(None), slice(1, 3)),
+    (slice(None), slice(None), slice(0, None, 2)),
+    (2, 1, torch.tensor([3, 0, 1])),
+    (torch.tensor([True, False, True]), slice(None), slice(0, 0)),
+]
+
+
+@pytest.mark.parametrize("index", SLICES, ids=str)
+@pytest.mark.parametrize("q_len", [64, 60])
+def test_slices_show_what_the_whole_shows(index, q_len):
+    per_batch = torch.tensor([[0] * 30 + [1] * 34, [0] * 64, [0] * 10 + [4] * 54])
+
+    def mod(b, h, q, k):
+        return (per_batch[b, q] == per_batch[b, k]) & (q + 5 * h >= k)
+
+    mask = create_block_mask(mod, 3, 2, q_len, 64, "cpu", 16)
+    if index[-1] is SLICES[9][-1] and q_len == 60:
+        index = (*index[:-1], torch.tensor([0, 2, 3]))  # the short last block comes last
+    whole = dense(mod, q_len, 64, 3, 2)
+    keep = [slice(i, i + 1) if isinstance(i, int) and i >= 0 else slice(-1, None) if isinstance(i, int) else i for i in index]
+    rows = torch.arange(q_len)
+    if len(keep) == 3:
+        blocks = torch.arange(4)[keep[2]]
+        rows = torch.cat([rows[b * 16 : (b + 1) * 16] for b in blocks.tolist()] or [rows[:0]])
+    wanted = whole[keep[0]]
+    wanted = (wanted[:, keep[1]] if len(keep) > 1 else wanted)[:, :, rows]
+    part = mask[index]
+    assert isinstance(part, BlockMask) and part.is_exact and part.seq_lengths == (len(rows), 64)
+    assert torch.equal(sliced_dense(part), wanted)
+    again = part[:, :, 1:] if part.kv_num_blocks.shape[-1] > 1 else part
+    assert torch.equal(sliced_dense(again), wanted[:, :, 16 * (again is not part) :])
+
+
+def test_bad_slices():
+    mask = create_block_mask(masks.causal(), 1, 2, 64, 64, "cpu", 16)
+    with pytest.raises(IndexError, match="head index is 2, but this BlockMask has 2"):
+        mask[0, 2]
+    with pytest.raises(ValueError, match="query block index is -5"):
+        mask[0, 0, -5]
+    with pytest.raises(IndexError, match="got 4 indices"):
+        mask[0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("new", [(64, 64), (40, 64), (33, 17), (1, 1), (0, 64)], ids=str)
+def test_adjust_crops_any_mask(new):
+    mod = masks.document(torch.tensor([3] * 30 + [1] * 34)) | masks.causal(10)
+    cropped = create_block_mask(mod, 1, 1, 64, 64, "cpu", 16)._adjust(*new)
+    assert cropped.seq_lengths == new and cropped.is_exact and torch.equal(sliced_dense(cropped), dense(mod, *new))
+    cropped.block_sparse().validate()
+
+
+def test_adjust_does_not_grow():
+    with pytest.raises(ValueError, match=r"covers \(64, 64\) and cannot grow to \(65, 64\)"):
+        create_block_mask(masks.causal(), 1, 1, 64, 64, "cpu", 16)._adjust(65, 64)
+
+
+def test_from_kv_blocks_equals_torch():
+    made = torch_flex.create_block_mask(document_causal, 1, 1, 100, 100, "cpu", BLOCK_SIZE=32)
+    arguments = (made.kv_num_blocks, made.kv_indices, made.full_kv_num_blocks, made.full_kv_indices)
+    for given, kwargs in (
+        (arguments, {}),
+        (arguments[:2], {}),
+        ([a[0, 0] for a in arguments], {}),
+        (arguments, {"seq_lengths": (100, 100)}),
+    ):
+        ours, theirs = (c.from_kv_blocks(*given, BLOCK_SIZE=32, **kwargs) for c in (BlockMask, torch_flex.BlockMask))
+        assert ours.kv_indices is given[1] and not ours.is_exact
+        assert_same(ours, theirs)
+    with pytest.raises(AssertionError, match="both or neither"):
+        BlockMask.from_kv_blocks(*arguments[:3])
+    with pytest.raises(RuntimeError, match="at least 2 dimensions"):
+        BlockMask.from_kv_blocks(arguments[0][0, 0, 0], arguments[1][0, 0, 0])
+    assert BlockMask.from_kv_blocks(*arguments, compute_q_blocks=False).q_indices is None
+
+
+def test_from_torch_and_back():
+    theirs = torch_flex.create_block_mask(document_causal, 1, 1, 100, 100, "cpu", BLOCK_SIZE=(16, 32))
+    ours = BlockMask.from_torch(theirs)
+    assert_same(ours, theirs)
+    assert ours.mask_mod is document_causal and BlockMask.from_torch(ours) is ours and not ours.is_exact
+    listed = BlockSparseTensors.from_block_mask(theirs).validate()
+    assert listed.tile == (16, 32) and listed.lengths == (100, 100)
+    assert_same(listed.to_block_mask(document_causal), theirs)
+
+
+def test_is_exact_ends_with_an_assignment():
+    mask = create_block_mask(masks.causal(), 1, 1, 64, 64, "cpu", 16)
+    for copied in (mask, mask.to("cpu"), mask.contiguous(), copy.copy(mask), copy.deepcopy(mask)):
+        assert copied.is_exact
+    mask.mask_mod = masks.full()
+    assert not mask.is_exact and not mask.contiguous().is_exact
+    assert not create_block_mask(lambda b, h, q, k: q + b >= k, None, None, 64, 64, "cpu", 16).is_exact
+    assert create_block_mask(lambda b, h, q, k: q + b >= k, 2, None, 64, 64, "cpu", 16).is_exact
+
+
+def test_copies():
+    mask = create_block_mask(document_causal, 1, 1, 100, 100, "cpu", 32)
+    mask.kv_indices = mask.kv_indices.transpose(-1, -2).contiguous().transpose(-1, -2)
+    assert not mask.kv_indices.is_contiguous()
+    assert mask.contiguous().kv_indices.is_contiguous() and not mask.kv_indices.is_contiguous()
+    assert_same(pickle.loads(pickle.dumps(mask.contiguous())), mask.contiguous())
+    assert mask.to("meta").kv_indices.device.type == "meta"
+
+
+def test_flattens_as_torchs_does():
+    mask = create_block_mask(document_causal, 1, 1, 100, 100, "cpu", 32)
+    leaves, context = mask._flatten()
+    back = BlockMask._unflatten(leaves, context)
+    assert type(back) is BlockMask
+    assert_same(back, mask)
+    if torch_flex.BlockMask in pytree.SUPPORTED_NODES:
+        assert len(pytree.tree_leaves(mask)) >= 8
+
+
+def test_sizes_and_defaults():
+    causal = masks.causal()
+    assert create_block_mask(causal, None, None, 256, 256).BLOCK_SIZE == (128, 128)
+    if not torch.accelerator.is_available():
+        assert create_block_mask(causal, None, None, 256, 256).kv_indices.device.type == "cpu"
+    assert create_block_mask(causal, 3, 5, 256, 300, "cpu").kv_indices.shape == (3, 5, 2, 3)
+    for lengths in ((0, 0), (0, 40), (40, 0)):
+        empty = create_block_mask(causal, 1, 1, *lengths, "cpu", 16)
+        assert empty.kv_indices.shape == (1, 1, -(-lengths[0] // 16), -(-lengths[1] // 16)) and empty.sparsity() == 0.0
+    assert create_block_mask(causal, 0, 1, 16, 16, "cpu", 16).kv_indices.shape == (0, 1, 1, 1)
+
+
+def test_write_order_is_torchs():
+    if not hasattr(torch_flex, "_compute_dq_write_order_from_block_mask"):
+        pytest.skip("this torch has no dq write order")
+    options = {"BLOCK_SIZE": 32, "compute_dq_write_order": True, "dq_kv_order": False}
+    ours, theirs = (f(document_causal, 1, 1, 100, 100, "cpu", **options) for f in (create_block_mask, torch_flex.create_block_mask))
+    assert ours.dq_kv_order_spt is theirs.dq_kv_order_spt is False
+    for side, order in (("q", "dq_write_order"), ("full_q", "dq_write_order_full")):
+        listed = torch.arange(4) < getattr(ours, f"{side}_num_blocks")[..., None]
+        assert torch.equal(getattr(ours, order) * listed, getattr(theirs, order) * listed)
+    assert ours[:, :, :2].dq_write_order is not None and ours._adjust(50, 50).dq_write_order is not None
+
+
+BAD = [
+    ({"Q_LEN": -1}, ValueError, "Q_LEN is -1; wanted an integer >= 0"),
+    ({"KV_LEN": 64.0}, TypeError, "KV_LEN is 64.0 .float.; wanted an integer >= 0; pass 64"),
+    ({"Q_LEN": True}, TypeError, "Q_LEN is True"),
+    ({"Q_LEN": None}, TypeError, "Q_LEN is None"),
+    ({"B": -2}, ValueError, "B is -2"),
+    ({"H": "8"}, TypeError, "H is '8'"),
+    ({"BLOCK_SIZE": 0}, ValueError, "BLOCK_SIZE is 0; wanted an integer >= 1"),
+    ({"BLOCK_SIZE": (64, -1)}, ValueError, r"BLOCK_SIZE\[1\] is -1"),
+    ({"BLOCK_SIZE": (64, 64, 64)}, ValueError, "wanted one integer or a pair"),
+    ({"mask_mod": lambda b, h, q: q > 0}, TypeError, "takes 3 arguments; wanted 4"),
+    ({"mask_mod": None}, TypeError, "mask_mod is a NoneType"),
+    ({"mask_mod": lambda b, h, q, k: q - k}, ModError, "return a bool"),
+    ({"mask_mod": lambda b, h, q, k: ids[q] == 0, "Q_LEN": 101}, ValueError, "index 100 .*q_idx=100.*wanted an index from -100 to 99"),
+    ({"mask_mod": document_causal, "device": "meta"}, ValueError, "device is 'meta' but mask_mod 'document_causal' captures a tensor"),
+    ({"dq_kv_order": torch.zeros(1)}, ValueError, "dq_kv_order is"),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "message"), BAD, ids=[m for _, _, m in BAD])
+def test_bad_arguments(change, error, message):
+    arguments = {"mask_mod": masks.causal(), "B": 1, "H": 1, "Q_LEN": 64, "KV_LEN": 64, "device": "cpu"}
+    with pytest.raises(error, match=message):
+        create_block_mask(**{**arguments, **change})
+
+
+def test_a_long_mask_stays_small():
+    """131,072 x 131,072 pairs would take 16 GiB; the lists of both directions take 16 MB."""
+    ids = torch.arange(2**17) // 3000
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    mask = create_block_mask(masks.document(ids) & masks.causal(), None, None, 2**17, 2**17, "cpu")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300 * 1024
+    assert mask.kv_indices.shape == (1, 1, 1024, 1024) and int(mask.kv_num_blocks.sum()) < 4 * 1024

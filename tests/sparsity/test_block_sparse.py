@@ -1,0 +1,168 @@
+"""BlockSparseTensors: what compute_block_sparsity returns, its checks, re-tiling and transposition."""
+
+import pytest
+import torch
+
+from anyattn.mods import masks
+from anyattn.sparsity import BlockMask, BlockSparseTensors, compute_block_sparsity, create_block_mask
+from anyattn.testing.tiles import brute_classes, dense, library_masks, random_mask
+
+LENGTHS = [(1, 1), (16, 16), (31, 64), (64, 31), (100, 100), (97, 61)]
+TILES = [(16, 16), (8, 32), (5, 7), (64, 128)]
+
+
+def causal_768_896(**kwargs):
+    return compute_block_sparsity(128, 128, 1, 1, 768, 896, masks.causal_bottom_right(768, 896), device="cpu", **kwargs)
+
+
+def test_the_768_by_896_causal_example():
+    """6 x 7 tiles: 6 mask blocks along the diagonal, which ends in the bottom-right corner, 21 full below it, 15 skipped."""
+    lists = causal_768_896()
+    assert lists.grid == (6, 7)
+    assert lists.mask_block_cnt.tolist() == [[[1, 1, 1, 1, 1, 1]]]
+    assert lists.mask_block_idx[0, 0, :, 0].tolist() == [1, 2, 3, 4, 5, 6]
+    assert lists.full_block_cnt.tolist() == [[[1, 2, 3, 4, 5, 6]]]
+    for m in range(6):
+        assert lists.full_block_idx[0, 0, m].tolist() == [*range(m + 1), *[0] * (6 - m)]
+    assert int(lists.mask_block_cnt.sum()), int(lists.full_block_cnt.sum()) == (6, 21)
+    assert int((lists.classes() == 0).sum()) == 15
+    assert "6 mask, 21 full, 15 skipped" in repr(lists.validate())
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_equals_brute_force(lengths):
+    trees = {f"tree {seed}": random_mask(seed, max(lengths)) for seed in range(100, 106)}
+    for name, mod in {**library_masks(*lengths), **trees}.items():
+        mask = dense(mod, *lengths, 2, 2)
+        for tile in TILES:
+            lists = compute_block_sparsity(*tile, 2, 2, *lengths, mod, device="cpu")
+            assert torch.equal(lists.classes(), brute_classes(mask, *tile)), (name, tile)
+            assert lists.mask_block_cnt.shape[:2] == (2, 2) and lists.tile == tile and lists.lengths == lengths
+
+
+def test_lists_are_valid_both_ways():
+    for mod in library_masks(61, 100).values():
+        lists = compute_block_sparsity(8, 16, 2, 2, 61, 100, mod, device="cpu").validate()
+        turned = lists.transposed().validate()
+        assert turned.tile == (16, 8) and turned.lengths == (100, 61)
+        assert torch.equal(turned.classes(), lists.classes().transpose(-1, -2))
+        assert torch.equal(turned.transposed().mask_block_idx, lists.mask_block_idx)
+
+
+def test_options():
+    without = causal_768_896(compute_full_blocks=False).validate()
+    assert without.full_block_cnt is None and without.mask_block_cnt.tolist() == [[[2, 3, 4, 5, 6, 7]]]
+    assert torch.equal(without.visited(), causal_768_896().visited()) and without.transposed().full_block_idx is None
+    assert torch.equal(causal_768_896(use_fast_sampling=True).classes(), causal_768_896().classes())
+    table = torch.tensor([3, 5])
+    lists = compute_block_sparsity(
+        2, 2, 2, None, 8, 8, lambda b, h, q, k, aux_tensors: k < aux_tensors[0][b], aux_tensors=[table], device="cpu"
+    )
+    assert torch.equal(lists.classes(), brute_classes(dense(lambda b, h, q, k: k < table[b], 8, 8, 2, 1), 2, 2))
+
+
+def test_a_full_tail_is_full_here_and_partial_in_a_block_mask():
+    lists = compute_block_sparsity(16, 16, 1, 1, 40, 40, masks.full(), device="cpu")
+    assert lists.full_block_cnt.tolist() == [[[3, 3, 3]]] and lists.mask_block_cnt.sum() == 0
+    mask = lists.to_block_mask(masks.full())
+    assert isinstance(mask, BlockMask) and mask.full_kv_num_blocks.tolist() == [[[2, 2, 0]]]
+    assert torch.equal(mask.kv_indices, create_block_mask(masks.full(), 1, 1, 40, 40, "cpu", 16).kv_indices)
+
+
+@pytest.mark.parametrize("lengths", [(64, 64), (61, 100), (5, 3)], ids=str)
+def test_retile_coarser_is_exact(lengths):
+    for name, mod in library_masks(*lengths).items():
+        lists = compute_block_sparsity(4, 8, 2, 2, *lengths, mod, device="cpu")
+        for tile in [(8, 8), (4, 32), (16, 16), (64, 128)]:
+            coarse = lists.retile(*tile).validate()
+            assert torch.equal(coarse.classes(), brute_classes(dense(mod, *lengths, 2, 2), *tile)), (name, tile)
+
+
+@pytest.mark.parametrize("lengths", [(64, 64), (61, 100), (5, 3)], ids=str)
+def test_retile_finer_covers(lengths):
+    """Full and empty parts are so for sure; what was partial stays listed."""
+    for mod in library_masks(*lengths).values():
+        lists = compute_block_sparsity(16, 32, 2, 2, *lengths, mod, device="cpu")
+        for tile in [(8, 8), (1, 32), (32, 16)]:
+            fine, exact = lists.retile(*tile).validate().classes(), brute_classes(dense(mod, *lengths, 2, 2), *tile)
+            assert torch.equal(fine[fine != 1], exact[fine != 1])
+
+
+def test_retile_mismatch_names_both_tiles():
+    lists = causal_768_896()
+    assert lists.retile(128, 128) is lists
+    with pytest.raises(ValueError, match=r"built for tiles of \(128, 128\), but tiles of \(96, 64\) are wanted"):
+        lists.retile(96, 64)
+    unknown = BlockSparseTensors(lists.mask_block_cnt, lists.mask_block_idx, tile=(128, 128))
+    assert unknown.retile(256, 128).grid == (3, 7)
+    with pytest.raises(ValueError, match="do not know their sequence lengths"):
+        unknown.retile(64, 128)
+
+
+def lists_of(mask_cnt, mask_idx, full_cnt=None, full_idx=None, **kwargs):
+    as_int = lambda x: None if x is None else torch.tensor(x, dtype=torch.int32)[None, None]
+    return BlockSparseTensors(*map(as_int, (mask_cnt, mask_idx, full_cnt, full_idx)), **{"tile": (16, 16), **kwargs})
+
+
+def test_validate():
+    lists_of([2, 0], [[0, 2, 0], [0, 0, 0]], [1, 1], [[1, 0, 0], [2, 0, 0]]).validate()
+    for bad, message in [
+        (lists_of([2], [[2, 0, 0]]), "mask_block_idx is not strictly increasing"),
+        (lists_of([2], [[1, 1, 0]]), "not strictly increasing"),
+        (lists_of([4], [[0, 1, 2]]), "mask_block_cnt holds 4 to 4; wanted 0 to 3"),
+        (lists_of([-1], [[0, 1, 2]]), "mask_block_cnt holds -1"),
+        (lists_of([1], [[3, 0, 0]]), "outside 0 to 2"),
+        (lists_of([1], [[0, 0, 2]]), "not 0 after the listed"),
+        (lists_of([1], [[1, 0, 0]], [2], [[0, 1, 0]]), "tile 1 of row 0 .b=0, h=0. is listed as mask block and as full block"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            bad.validate()
+
+
+def test_bad_construction():
+    cnt, idx = torch.zeros(1, 1, 2, dtype=torch.int32), torch.zeros(1, 1, 2, 3, dtype=torch.int32)
+    for arguments, kwargs, error, message in [
+        ((cnt, idx), {}, TypeError, "needs tile="),
+        ((cnt, idx), {"tile": (16, 0)}, ValueError, r"tile\[1\] is 0"),
+        ((cnt, idx, cnt), {"tile": 16}, ValueError, "pass both or neither"),
+        ((cnt.long(), idx), {"tile": 16}, TypeError, "mask_block_cnt is torch.int64; wanted torch.int32"),
+        (([0], idx), {"tile": 16}, TypeError, "mask_block_cnt is a list"),
+        ((cnt[0], idx), {"tile": 16}, ValueError, "wanted 3 dimensions"),
+        ((cnt, idx[:, :, :1]), {"tile": 16}, ValueError, r"wanted \(B, H, M\) and \(B, H, M, N\)"),
+        ((cnt, idx, cnt, idx[..., :2]), {"tile": 16}, ValueError, "wanted the same"),
+        (
+            (cnt, idx),
+            {"tile": 16, "lengths": (16, 48)},
+            ValueError,
+            r"2 x 3 tiles, but lengths \(16, 48\) in tiles of \(16, 16\) make 1 x 3",
+        ),
+    ]:
+        with pytest.raises(error, match=message):
+            BlockSparseTensors(*arguments, **kwargs)
+
+
+def test_bad_arguments():
+    good = {
+        "tile_m": 16,
+        "tile_n": 16,
+        "batch_size": 1,
+        "num_heads": 1,
+        "seqlen_q": 32,
+        "seqlen_k": 32,
+        "mask_mod": masks.causal(),
+        "device": "cpu",
+    }
+    for change, error, message in [
+        ({"tile_m": 0}, ValueError, "tile_m is 0"),
+        ({"tile_n": 1.5}, TypeError, "tile_n is 1.5"),
+        ({"seqlen_q": -3}, ValueError, "seqlen_q is -3"),
+        ({"num_heads": [1]}, TypeError, "num_heads is a list"),
+        ({"mask_mod": lambda b, h, q, k, aux_tensors: q >= k}, TypeError, "passes no aux_tensors"),
+    ]:
+        with pytest.raises(error, match=message):
+            compute_block_sparsity(**{**good, **change})
+
+
+def test_damaged_lists_are_noticed():
+    with pytest.raises(ValueError, match="column 7 to 7 of 3"):
+        lists_of([1], [[7, 0, 0]]).classes()
