@@ -89,23 +89,24 @@ def _torch_plan(problem: Problem, hardware: Hardware, asked: bool) -> Plan:
         dtype = torch.float32
     tile_m = _tile_m(problem, why)
     tile_n = min(1024, max(problem.seqlen_k, 1))
-    whole_spans = _whole_spans(problem, dtype)
+    width = int(min([problem.seqlen_k, *(_mean_width(limit) + tile_m for limit in problem.row_limits)]))
+    whole_spans = _whole_spans(problem, dtype, width)
     if whole_spans:
-        why.append(f"whole rows of scores in {str(dtype).removeprefix('torch.')}: no score mod, sink or statistics ask for more")
-    width = max(problem.seqlen_k, 1) if whole_spans else tile_n
-    pairs = max(1, (_SPAN_SCORES_AT_ONCE if whole_spans else _SCORES_AT_ONCE) // (tile_m * width))
+        why.append("whole rows of scores, not streamed: no score mod, sink or statistics ask for more")
+    at_once = _SPAN_SCORES_AT_ONCE if whole_spans else _SCORES_AT_ONCE
+    pairs = max(1, at_once // (tile_m * max(width if whole_spans else tile_n, 1)))
     return Plan("torch", tile_m, tile_n, max(1, tile_n // 4), pairs, dtype, whole_spans, tuple(why))
 
 
-def _whole_spans(problem: Problem, dtype: torch.dtype) -> bool:
+def _whole_spans(problem: Problem, dtype: torch.dtype, width: int) -> bool:
     """Whether a row tile's scores are kept whole, for torch's fused softmax, instead of being streamed with a running maximum.
 
-    That takes the scores in the products' dtype, which is what the plain formula does too: 2.6 times as fast as torch's SDPA in bfloat16 on
-    a CPU with bfloat16 instructions, against 1.8 for streaming. In float32 streaming is the faster one.
+    In 16 bits that takes the scores in the products' dtype, which is what the plain formula does too: 2.6 times as fast as torch's SDPA in
+    bfloat16 on a CPU with bfloat16 instructions, against 1.8 for streaming. In float32 streaming wins, for narrow windows too.
     """
     plain = problem.score is None and problem.sink is None and not (problem.wants_lse or problem.wants_max)
     ranged = all(limit is not None for limit in problem.row_limits) or problem.blocks is not None
-    return plain and ranged and dtype in (torch.bfloat16, torch.float16) and problem.seqlen_k <= _LONGEST_SPAN
+    return plain and ranged and dtype.itemsize == 2 and width <= _LONGEST_SPAN
 
 
 def _tile_m(problem: Problem, why: list[str]) -> int:

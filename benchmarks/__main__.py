@@ -32,9 +32,12 @@ def _chosen(cases: list[Case], groups: tuple[str, ...], pattern: str | None) -> 
 @click.option("--filter", "pattern", help="Only cases whose name group/variant/S/dtype contains this (with * and ?); no probes.")
 @click.option("--rounds", default=9, show_default=True, type=click.IntRange(3), help="Interleaved rounds of each case.")
 @click.option("--seconds", default=40.0, show_default=True, help="Start no further round of a case after this long.")
+@click.option("--patience", default=30.0, show_default=True, help="Wait this long per case for other processes to end.")
 @click.option("--out", type=click.Path(path_type=Path), help="Write OUT.json and OUT.md.")
 @click.option("--list", "list_only", is_flag=True, help="Name the cases and probes and stop.")
-def main(groups: tuple[str, ...], pattern: str | None, rounds: int, seconds: float, out: Path | None, list_only: bool) -> None:
+def main(
+    groups: tuple[str, ...], pattern: str | None, rounds: int, seconds: float, patience: float, out: Path | None, list_only: bool
+) -> None:
     """Time anyattn against its peers, in interleaved rounds, on random data, after judging its results."""
     console = Console()
     cases = _chosen(CASES, groups, pattern)
@@ -49,7 +52,7 @@ def main(groups: tuple[str, ...], pattern: str | None, rounds: int, seconds: flo
     found = Found({}, {})
     for case in cases:
         with console.status(f"{case.name} ({case.shape})"):
-            found.records[case.name] = record = _run(case, rounds, seconds)
+            found.records[case.name] = record = _run(case, rounds, seconds, patience)
         console.print(report.describe_record(record), highlight=False, soft_wrap=True)
         _write(out, where, found)
     for probe in probes:
@@ -62,10 +65,10 @@ def main(groups: tuple[str, ...], pattern: str | None, rounds: int, seconds: flo
         sys.exit(1)
 
 
-def _run(case: Case, rounds: int, seconds: float) -> Record:
+def _run(case: Case, rounds: int, seconds: float, patience: float) -> Record:
     """A case that raises is a refusal too: the other figures are still wanted."""
     try:
-        return run_case(case, rounds, seconds)
+        return run_case(case, rounds, seconds, patience)
     except Exception as error:
         record = Record.of(case)
         record.refused = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"

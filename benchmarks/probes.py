@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import resource
 import statistics
 import subprocess
 import sys
@@ -15,20 +15,37 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 __all__ = ["PROBES", "measure"]
 
 _MIB = 2**20
 
 
-def _peak_bytes() -> int:
-    """The highest resident set of this process so far."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # kilobytes on Linux
+class Peak:
+    """The highest resident set from here on, above what is resident now."""
+
+    def __init__(self) -> None:
+        with contextlib.suppress(OSError):  # Linux: forget the high-water mark so far
+            Path("/proc/self/clear_refs").write_text("5")
+        self._before = psutil.Process().memory_info().rss
+
+    def mib(self) -> float:
+        return (_high_water_bytes() - self._before) / _MIB
+
+
+def _high_water_bytes() -> int:
+    status = Path("/proc/self/status")
+    if status.exists():  # not getrusage here: its figure starts with that of the process that forked this one
+        found = [line.split() for line in status.read_text().splitlines() if line.startswith("VmHWM:")]
+        return int(found[0][1]) * 1024
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
 
 
 def _memory() -> dict[str, Any]:
     """Forward and backward of one head, 65,536 long, window 512: the peak above the inputs, outputs and gradients included."""
-    import psutil
     import torch
 
     import anyattn
@@ -38,22 +55,21 @@ def _memory() -> dict[str, Any]:
     def mask(b, h, q_idx, kv_idx):
         return (q_idx >= kv_idx) & (q_idx - kv_idx < window)
 
-    def train(seqlen: int) -> tuple[int, float]:
+    def train(seqlen: int) -> tuple[float, float]:
         q, k, v = (torch.randn(1, 1, seqlen, 64, requires_grad=True) for _ in range(3))
         dout = torch.randn(1, 1, seqlen, 64)
-        before, start = psutil.Process().memory_info().rss, time.perf_counter()
+        peak, start = Peak(), time.perf_counter()
         block_mask = anyattn.create_block_mask(mask, 1, 1, seqlen, seqlen, device="cpu")
         anyattn.flex_attention(q, k, v, block_mask=block_mask).backward(dout)
-        return before, time.perf_counter() - start
+        return peak.mib(), time.perf_counter() - start
 
     train(4096)  # the libraries' own memory: code pages, threads, oneDNN's kernels
-    before, seconds = train(65_536)
-    return {"seqlen": 65_536, "peak_extra_mib": (_peak_bytes() - before) / _MIB, "seconds": seconds}
+    extra, seconds = train(65_536)
+    return {"seqlen": 65_536, "peak_extra_mib": extra, "seconds": seconds}
 
 
 def _long_masks() -> dict[str, Any]:
     """``create_block_mask`` at 1,048,576: seconds, and peak memory above what was there before."""
-    import psutil
     import torch
 
     import anyattn
@@ -64,9 +80,9 @@ def _long_masks() -> dict[str, Any]:
     for name in ("causal", "document-causal"):
         anyattn.create_block_mask(VARIANTS[name](4096, 1, "cpu").masked(), 1, 1, 4096, 4096, device="cpu")
         mask = VARIANTS[name](2**20, 1, "cpu").masked()
-        before, start = psutil.Process().memory_info().rss, time.perf_counter()
+        peak, start = Peak(), time.perf_counter()
         made = anyattn.create_block_mask(mask, 1, 1, 2**20, 2**20, device="cpu")
-        found[name] = {"seconds": time.perf_counter() - start, "peak_extra_mib": (_peak_bytes() - before) / _MIB}
+        found[name] = {"seconds": time.perf_counter() - start, "peak_extra_mib": peak.mib()}
         del made
     return found
 

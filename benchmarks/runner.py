@@ -51,14 +51,23 @@ class Others:
         tick = 0.02  # the kernel counts in hundredths of a second
         return max(0.0, self._last[0] - busy - tick) / max(self._last[1] - at, tick)
 
+    def wait(self, patience_s: float) -> float:
+        """Sleeps until half a second went by quietly, at most about ``patience_s``; the seconds that took."""
+        start = time.perf_counter()
+        while time.perf_counter() - start < patience_s:
+            time.sleep(0.5)
+            if self.cores() <= _DISTURBED:
+                break
+        return time.perf_counter() - start
+
 
 def interleave(
-    calls: dict[str, Callable[[], Any]], rounds: int, seconds: Callable, budget_s: float
+    calls: dict[str, Callable[[], Any]], rounds: int, seconds: Callable, budget_s: float, patience_s: float = 0.0
 ) -> tuple[dict[str, Timing], dict[str, Any]]:
     """Every round times every call once, beginning with another one each time, until ``budget_s`` is spent but at least 3 times.
 
-    Rounds during which other processes were busy are repeated, and count only if fewer than 3 quiet ones came about. Returns the timings,
-    and how many rounds were disturbed and whether those had to be used.
+    Rounds during which other processes were busy are repeated when they no longer are, for which ``patience_s`` in all are spent, and
+    count only if fewer than 3 quiet ones came about. Returns the timings, how many rounds were disturbed and whether those had to be used.
     """
     repeats = {}
     for name, call in calls.items():
@@ -66,12 +75,17 @@ def interleave(
         repeats[name] = max(1, math.ceil(_SAMPLE / seconds(call, 1)))
     quiet: list[dict[str, float]] = []
     disturbed: list[dict[str, float]] = []
-    names, start = list(calls), time.perf_counter()
+    names, start, others = list(calls), time.perf_counter(), Others()
     while len(quiet) < rounds:
         tried = len(quiet) + len(disturbed)
-        others, turn = Others(), tried % len(names)
+        turn = tried % len(names)
+        others.cores()
         sample = {name: seconds(calls[name], repeats[name]) for name in names[turn:] + names[:turn]}
-        (disturbed if others.cores() > _DISTURBED else quiet).append(sample)
+        is_quiet = others.cores() <= _DISTURBED
+        (quiet if is_quiet else disturbed).append(sample)
+        if not is_quiet:
+            waited = others.wait(patience_s)
+            start, patience_s = start + waited, patience_s - waited  # waiting is not on the case's budget
         if tried >= 2 and time.perf_counter() - start > budget_s:
             break
     used = quiet if len(quiet) >= 3 else quiet + disturbed
@@ -79,7 +93,7 @@ def interleave(
     return {name: Timing(tuple(sample[name] for sample in used)) for name in names}, about
 
 
-def run_case(case: Case, rounds: int, budget_s: float) -> Record:
+def run_case(case: Case, rounds: int, budget_s: float, patience_s: float = 0.0) -> Record:
     """Builds, judges and times one case. Nothing is timed if anyattn's result fails its budget (``Record.refused``).
 
     A peer whose result fails is timed all the same, with its share in the record: it is no claim of ours.
@@ -101,7 +115,7 @@ def run_case(case: Case, rounds: int, budget_s: float) -> Record:
         what = "its lists differ from the mask" if case.kind == "mask" else f"it uses {record.budget[OURS]:.3g} of its error budget"
         record.refused = f"anyattn's result is wrong here ({what}); not timed"
         return record
-    record.timings, about = interleave(calls, case.rounds or rounds, clock(case.device), budget_s)
+    record.timings, about = interleave(calls, case.rounds or rounds, clock(case.device), budget_s, patience_s)
     record.extra.update(about)
     return record
 

@@ -24,6 +24,8 @@ FLOORS: dict[str, int] = {
     "anyattn.explain": 0,
     "anyattn.ops": 0,
     "anyattn.oracle": 0,
+    "anyattn.explanation": 0,
+    "anyattn.ops": 0,
     "anyattn.testing": 0,
     "anyattn.problem": 1,
     "anyattn.check": 1,

@@ -3,11 +3,12 @@
 ``rebuild`` and ``walk`` visit the same places in the same order: closure cells, defaults, globals that the code names, functools.partial
 arguments, bound methods, callable instances. ``walk`` also says what the mod's *structure* is, so that a later function of the same code
 with other numbers and tensors is recognised without calling it. It answers None when something captured could change the mod's meaning
-unseen (a user's module, class or container): such a mod is simply traced on every call.
+unseen (a user's module, class, container, object or function attribute): such a mod is simply traced on every call.
 """
 
 from __future__ import annotations
 
+import dis
 import functools
 import types
 from collections.abc import Callable
@@ -50,7 +51,9 @@ def _is_number(item: Any) -> bool:
 
 
 def _from_stable_module(item: Any) -> bool:
-    return (getattr(item, "__module__", None) or "builtins").split(".")[0] in _STABLE_MODULES
+    """Whether Python's, torch's or our own code: what has no module (a method of C code) is Python's, a function without one a user's."""
+    default = "" if isinstance(item, types.FunctionType) else "builtins"
+    return (getattr(item, "__module__", None) or default).split(".")[0] in _STABLE_MODULES
 
 
 def _instance_state(item: Any) -> dict | None:
@@ -73,10 +76,11 @@ def _rebuild(item: Any, lift: Callable, done: dict[int, Any]) -> Any:
         return done[id(item)]
     done[id(item)] = item  # a function that captures itself keeps the original inside
     if isinstance(item, types.FunctionType):
-        copy: Any = item if item.__module__ and _library_code(item) else _rebuild_function(item, lift, done)
+        copy: Any = item if _library_code(item) else _rebuild_function(item, lift, done)
     elif isinstance(item, functools.partial):
+        inner = _rebuild(item.func, lift, done)  # before its arguments, as in _walk: numbers are known by their order
         args = [_rebuild(a, lift, done) for a in item.args]
-        copy = functools.partial(_rebuild(item.func, lift, done), *args, **{k: _rebuild(v, lift, done) for k, v in item.keywords.items()})
+        copy = functools.partial(inner, *args, **{k: _rebuild(v, lift, done) for k, v in item.keywords.items()})
     elif isinstance(item, types.MethodType):
         copy = types.MethodType(_rebuild(item.__func__, lift, done), _rebuild_instance(item.__self__, lift, done))
     elif isinstance(item, types.ModuleType) or _instance_state(item) is None or (_from_stable_module(item) and not _is_own(item)):
@@ -89,7 +93,7 @@ def _rebuild(item: Any, lift: Callable, done: dict[int, Any]) -> Any:
 
 def _library_code(fn: types.FunctionType) -> bool:
     """torch's and Python's own functions hold no captured values, unless they are closures over the user's (torch's ``and_masks``)."""
-    return fn.__closure__ is None and _from_stable_module(fn) and not fn.__module__.startswith(_OWN)
+    return fn.__closure__ is None and _from_stable_module(fn) and not (fn.__module__ or "").startswith(_OWN)
 
 
 def _is_own(item: Any) -> bool:
@@ -110,6 +114,7 @@ def _rebuild_function(fn: types.FunctionType, lift: Callable, done: dict[int, An
     defaults = fn.__defaults__ and tuple(_rebuild(d, lift, done) for d in fn.__defaults__)
     copy = types.FunctionType(fn.__code__, names, fn.__name__, defaults, tuple(cells) or None)
     copy.__kwdefaults__ = fn.__kwdefaults__ and {k: _rebuild(v, lift, done) for k, v in fn.__kwdefaults__.items()}
+    copy.__dict__.update(fn.__dict__)
     return copy
 
 
@@ -166,12 +171,16 @@ def _walk(item: Any, numbers: list, tensors: list, seen: dict[int, int]) -> tupl
         return ("partial", tuple(item.keywords), *(_walk(p, numbers, tensors, seen) for p in parts))
     if isinstance(item, types.ModuleType) and item.__name__.split(".")[0] in _STABLE_MODULES:
         return ("module", item.__name__)
-    if isinstance(item, (types.BuiltinFunctionType, type)) and _from_stable_module(item):
+    if isinstance(item, (types.BuiltinFunctionType, type)) and _from_stable_module(item) and not _has_state(item):
         return ("builtin", item)
-    if _is_own(item):
-        state = vars(item)
-        return (type(item), tuple(state), *(_walk_contents(v, numbers, tensors, seen) for v in state.values()))
+    if _is_own(item) and callable(getattr(item, "fn", None)):
+        return (type(item), _walk(item.fn, numbers, tensors, seen))  # a wrapped mod: the rest of it is made from fn
     raise _Unknown
+
+
+def _has_state(item: Any) -> bool:
+    """Whether a built-in function is the method of some object, such as ``some_dict.get``."""
+    return not isinstance(getattr(item, "__self__", None), (types.NoneType, types.ModuleType, type))
 
 
 def _walk_contents(item: Any, numbers: list, tensors: list, seen: dict[int, int]) -> tuple:
@@ -180,7 +189,17 @@ def _walk_contents(item: Any, numbers: list, tensors: list, seen: dict[int, int]
     return _walk(item, numbers, tensors, seen)
 
 
+@functools.lru_cache(maxsize=4096)
+def _imports_unknown(code: types.CodeType) -> bool:
+    """Whether the body imports a user's module, whose values it could read unseen."""
+    imported = [i.argval for i in dis.get_instructions(code) if i.opname == "IMPORT_NAME"]
+    inner = (c for c in code.co_consts if isinstance(c, types.CodeType))
+    return any(name.split(".")[0] not in _STABLE_MODULES for name in imported) or any(map(_imports_unknown, inner))
+
+
 def _walk_function(fn: types.FunctionType, numbers: list, tensors: list, seen: dict[int, int]) -> tuple:
+    if fn.__dict__ or (not _from_stable_module(fn) and _imports_unknown(fn.__code__)):
+        raise _Unknown  # the body may read the function's attributes or an imported module's
     parts = []
     for cell in fn.__closure__ or ():
         try:

@@ -13,7 +13,7 @@ from anyattn.mods.ir import DType, Expr, Node, is_weak, verify
 
 __all__ = ["decode", "encode"]
 
-_WEAK = {"int": int, "float": float}
+_WEAK: dict[str, type] = {"int": int, "float": float}
 
 
 def encode(expr: Expr) -> str:
@@ -39,7 +39,10 @@ def _dtype_name(dtype: DType) -> str:
 
 
 def _dtype(name: str) -> DType:
-    return _WEAK[name] if name in _WEAK else getattr(torch, name)
+    dtype = _WEAK[name] if name in _WEAK else getattr(torch, name)
+    if not is_weak(dtype) and not isinstance(dtype, torch.dtype):
+        raise ValueError(f"torch.{name} is no dtype")
+    return dtype
 
 
 def _plain(attr: Any) -> Any:

@@ -7,6 +7,7 @@ diagonal, so one vector of S_q + S_k values holds all of it.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from anyattn.mods.ir import Expr, Node
 
@@ -49,6 +50,7 @@ _LEAF = {
 _COMPARISONS = frozenset(("eq", "ne", "lt", "le", "gt", "ge"))
 
 
+@lru_cache(maxsize=4096)
 def dependence(expr: Expr) -> tuple[Dep, ...]:
     """One ``Dep`` per node of ``expr``.
 

@@ -115,8 +115,15 @@ def _finite(node: Node, lo: Tensor, hi: Tensor, bad: Tensor | None = None, slack
     return Span(lo.masked_fill(unknown, float("nan")), hi.masked_fill(unknown, float("nan")))
 
 
-def _result(node: Node, lo: Tensor, hi: Tensor, bad: Tensor | None = None) -> Span:
-    return _fit(node, lo, hi, bad) if category(node.dtype) == "int" else _finite(node, lo, hi, bad)
+def _result(node: Node, args: list[Span], lo: Tensor, hi: Tensor, bad: Tensor | None = None) -> Span:
+    """The span of an arithmetic result: of an unknown operand nothing is known afterwards."""
+    if category(node.dtype) == "float":
+        return _finite(node, lo, hi, bad)
+    for a in args:
+        if a.wild:
+            unknown = (a.lo <= -WILD) | (a.hi >= WILD)
+            bad = unknown if bad is None else bad | unknown
+    return _fit(node, lo, hi, bad)
 
 
 def _hull(*values: Tensor) -> tuple[Tensor, Tensor]:
@@ -131,22 +138,22 @@ def _hull(*values: Tensor) -> tuple[Tensor, Tensor]:
 
 def _add(node: Node, args: list[Span]) -> Span:
     a, b = args
-    return _result(node, a.lo + b.lo, a.hi + b.hi)
+    return _result(node, args, a.lo + b.lo, a.hi + b.hi)
 
 
 def _sub(node: Node, args: list[Span]) -> Span:
     a, b = args
-    return _result(node, a.lo - b.hi, a.hi - b.lo)
+    return _result(node, args, a.lo - b.hi, a.hi - b.lo)
 
 
 def _neg(node: Node, args: list[Span]) -> Span:
-    return _result(node, -args[0].hi, -args[0].lo)
+    return _result(node, args, -args[0].hi, -args[0].lo)
 
 
 def _abs(node: Node, args: list[Span]) -> Span:
     a = args[0]
     low, high = _hull(a.lo.abs(), a.hi.abs())
-    return _result(node, torch.where((a.lo <= 0) & (a.hi >= 0), torch.zeros_like(low), low), high)
+    return _result(node, args, torch.where((a.lo <= 0) & (a.hi >= 0), torch.zeros_like(low), low), high)
 
 
 def _mul(node: Node, args: list[Span]) -> Span:
@@ -155,7 +162,7 @@ def _mul(node: Node, args: list[Span]) -> Span:
     if category(node.dtype) == "int":
         size = torch.maximum(a.lo.abs(), a.hi.abs()).double() * torch.maximum(b.lo.abs(), b.hi.abs()).double()
         bad = size >= WILD / 2
-    return _result(node, *_hull(a.lo * b.lo, a.lo * b.hi, a.hi * b.lo, a.hi * b.hi), bad)
+    return _result(node, args, *_hull(a.lo * b.lo, a.lo * b.hi, a.hi * b.lo, a.hi * b.hi), bad)
 
 
 def _over(divide: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Node, list[Span]], Span]:
@@ -167,7 +174,7 @@ def _over(divide: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Node, list[Sp
             return _where_points(node, args)
         zero = ~((b.lo > 0) | (b.hi < 0))
         low, high = (t.masked_fill(zero, 1) for t in (b.lo, b.hi))
-        return _result(node, *_hull(divide(a.lo, low), divide(a.lo, high), divide(a.hi, low), divide(a.hi, high)), zero)
+        return _result(node, args, *_hull(divide(a.lo, low), divide(a.lo, high), divide(a.hi, low), divide(a.hi, high)), zero)
 
     return rule
 
@@ -231,7 +238,7 @@ def _shift_right(node: Node, args: list[Span]) -> Span:
     a, b = args
     known = (b.lo >= 0) & (b.hi < 63)
     low, high = b.lo.clamp(0, 62), b.hi.clamp(0, 62)
-    return _fit(node, *_hull(a.lo >> low, a.lo >> high, a.hi >> low, a.hi >> high), ~known)
+    return _result(node, args, *_hull(a.lo >> low, a.lo >> high, a.hi >> low, a.hi >> high), ~known)
 
 
 def _bits(node: Node, args: list[Span]) -> Span:
@@ -253,7 +260,7 @@ def _bits(node: Node, args: list[Span]) -> Span:
 
 def _not(node: Node, args: list[Span]) -> Span:
     a = args[0]
-    return Span(~a.hi, ~a.lo) if node.dtype is torch.bool else _fit(node, ~a.hi, ~a.lo)
+    return Span(~a.hi, ~a.lo) if node.dtype is torch.bool else _result(node, args, ~a.hi, ~a.lo)
 
 
 def _as_number(a: Span) -> Span:

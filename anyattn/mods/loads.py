@@ -17,6 +17,7 @@ from anyattn.mods.trace import TracedMod
 __all__ = ["check_loads"]
 
 _TILE = 128
+_INSIDE: set[tuple] = set()  # calls of which it is known: by expression, captured numbers, shapes and lengths
 
 
 def check_loads(mod: TracedMod, B: int, H: int, seqlen_q: int, seqlen_k: int) -> None:
@@ -38,6 +39,17 @@ def check_loads(mod: TracedMod, B: int, H: int, seqlen_q: int, seqlen_k: int) ->
     ]
     if not doubtful:
         return
+    known = (mod.expr, mod.scalars, tuple(t.shape for t in mod.tensors), tuple(sizes.values()))
+    if known in _INSIDE:
+        return
+    _check_doubtful(mod, doubtful, sizes)
+    if not any(node.op == "load" for _, _, arg in doubtful for node in _index(mod, arg).nodes):  # no captured value can move them
+        if len(_INSIDE) > 4096:
+            _INSIDE.clear()
+        _INSIDE.add(known)
+
+
+def _check_doubtful(mod: TracedMod, doubtful: list[tuple[Any, int, int]], sizes: dict[str, int]) -> None:
     device = mod.tensors[0].device
     box = {name: (torch.zeros(1, dtype=torch.int64, device=device), torch.full((1,), n - 1, device=device)) for name, n in sizes.items()}
     box["score"] = (torch.full((1,), float("nan"), device=device),) * 2
@@ -50,6 +62,11 @@ def check_loads(mod: TracedMod, B: int, H: int, seqlen_q: int, seqlen_k: int) ->
         if found is not None and not found[position].wild and bool((found[position].lo >= -size) & (found[position].hi < size)):
             continue
         _settle(mod, slot, dim, arg, deps[arg], sizes)  # type: ignore[arg-type]
+
+
+def _index(mod: TracedMod, arg: int) -> Expr:
+    builder = Builder()
+    return builder.build(builder.copy(mod.expr, arg))
 
 
 def _plainly_inside(mod: TracedMod, arg: int, sizes: dict[str, int], size: int) -> bool:
@@ -66,8 +83,7 @@ def _without_dead_nodes(expr: Expr) -> tuple[Expr, tuple[int, ...]]:
 
 
 def _settle(mod: TracedMod, slot: int, dim: int, arg: int, dep: Dep, sizes: dict[str, int]) -> None:
-    builder = Builder()
-    index = builder.build(builder.copy(mod.expr, arg))
+    index = _index(mod, arg)
     size = mod.tensors[slot].shape[dim]
     if index.uses_score:
         raise ValueError(_message(mod, slot, dim, "an index computed from the score, which has no known range"))

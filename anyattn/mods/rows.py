@@ -8,6 +8,7 @@ tiles follow from the limits without looking at any (q, kv) pair. What is derive
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -53,6 +54,16 @@ def row_ranges(mod: TracedMod) -> RowRanges | None:
     """
     if mod.kind != "mask":
         raise TypeError(f"row_ranges takes a mask; {mod.name!r} is a {mod.kind} mod")
+    return _derive(mod) if mod.tensors else _derive_once(mod.expr, mod.scalars)
+
+
+@lru_cache(maxsize=1024)
+def _derive_once(expr: Expr, scalars: tuple[int | float, ...]) -> RowRanges | None:
+    """Without captured tensors, whose values may change in place, the answer holds for good."""
+    return _derive(TracedMod("mask", expr, scalars, ()))
+
+
+def _derive(mod: TracedMod) -> RowRanges | None:
     solver = Solver(mod)
     try:
         ranges = solver.solve(mod.expr.outputs[0], True)
@@ -105,6 +116,25 @@ def limits(
 
 def _disjoint(lo: Tensor, hi: Tensor, seqlen_k: int) -> tuple[Tensor, Tensor]:
     """The same sets with ranges sorted, overlapping or touching ones merged, empty ones last."""
+    return _two_disjoint(lo, hi, seqlen_k) if len(lo) == 2 else _many_disjoint(lo, hi, seqlen_k)
+
+
+def _two_disjoint(lo: Tensor, hi: Tensor, seqlen_k: int) -> tuple[Tensor, Tensor]:
+    lo = torch.where(hi <= lo, seqlen_k + 1, lo)  # an empty range comes last and touches nothing
+    swap = lo[1] < lo[0]
+    first_lo, second_lo = torch.minimum(lo[0], lo[1]), torch.maximum(lo[0], lo[1])
+    first_hi, second_hi = torch.where(swap, hi[1], hi[0]), torch.where(swap, hi[0], hi[1])
+    joined = (second_lo <= first_hi) & (second_lo <= seqlen_k)
+    first_hi = torch.where(joined, torch.maximum(first_hi, second_hi), first_hi)
+    first_lo, first_hi = (torch.where(first_lo > seqlen_k, 0, t) for t in (first_lo, first_hi))
+    single = joined | (second_lo > seqlen_k)
+    if bool(single.all()):
+        return first_lo[None], first_hi[None]
+    second = (torch.where(single, first_hi, t) for t in (second_lo, second_hi))
+    return tuple(torch.stack(pair) for pair in zip((first_lo, first_hi), second, strict=True))  # type: ignore[return-value]
+
+
+def _many_disjoint(lo: Tensor, hi: Tensor, seqlen_k: int) -> tuple[Tensor, Tensor]:
     empty = hi <= lo
     lo, order = lo.masked_fill(empty, seqlen_k + 1).sort(dim=0)
     hi = hi.masked_fill(empty, 0).gather(0, order)

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -20,7 +20,8 @@ from torch.overrides import TorchFunctionMode
 from anyattn.errors import ModError
 from anyattn.mods import captures
 from anyattn.mods.ir import Builder, Expr, category
-from anyattn.mods.values import FUNCTIONS, NeedsNumber, Value, View, mod_error
+from anyattn.mods.source import mod_error
+from anyattn.mods.values import FUNCTIONS, NeedsNumber, Value, View
 
 __all__ = ["TracedMod", "name_of", "trace"]
 
@@ -53,6 +54,7 @@ class _Tracer(Builder):
         super().__init__()
         self.device = device
         self.tensors: list[torch.Tensor] = []
+        self.reads_values = False  # the body asked a captured tensor for a Python number: this trace holds for these values only
 
     def capture(self, tensor: torch.Tensor) -> Any:
         if tensor.layout is not torch.strided or tensor.is_complex() or tensor.is_quantized:
@@ -64,8 +66,17 @@ class _Tracer(Builder):
         return View(self, slot, tensor, (None,) * tensor.ndim)
 
 
+_METADATA = frozenset(
+    ("__get__", "size", "dim", "ndimension", "numel", "nelement", "__len__", "is_floating_point", "element_size", "get_device")
+)
+
+
 class _InterceptCaptured(TorchFunctionMode):
     """Sends torch calls that involve a symbolic value to the table of functions; ``tensor[value]`` reaches only a mode."""
+
+    def __init__(self, tracer: _Tracer) -> None:
+        super().__init__()
+        self.tracer = tracer
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -74,7 +85,11 @@ class _InterceptCaptured(TorchFunctionMode):
             if name in FUNCTIONS:
                 return FUNCTIONS[name](*args, **kwargs)
             return Value.__torch_function__(func, types, args, kwargs)
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        of_a_tensor = any(isinstance(a, torch.Tensor) for a in args)
+        if of_a_tensor and not isinstance(result, torch.Tensor) and getattr(func, "__name__", "") not in _METADATA:
+            self.tracer.reads_values = True
+        return result
 
 
 def _is_symbolic(item: Any) -> bool:
@@ -114,7 +129,7 @@ def trace(
     found = captures.walk(fn)
     memo = _Memo.of(found, kind, score_dtype, aux, device) if found is not None else None
     if memo is not None and (known := memo.lookup()) is not None:
-        return known
+        return replace(known, name=name_of(fn))  # equal programs may have names of their own
     pinned: frozenset[int] = frozenset()
     while True:
         try:
@@ -123,8 +138,8 @@ def trace(
         except NeedsNumber as need:
             pinned |= need.slots
     expr, scalars, tensors = _compact(expr, numbers, tracer.tensors)
-    if memo is not None:
-        memo.remember(expr, scalars, tensors, numbers, pinned, name_of(fn))
+    if memo is not None and not tracer.reads_values:
+        memo.remember(expr, scalars, tensors, numbers, pinned)
     return TracedMod(kind, expr, tuple(numbers[s] for s in scalars), tuple(tensors), name_of(fn))
 
 
@@ -177,7 +192,7 @@ def _run(
             inputs.append(Value(tracer, tracer.add("score", dtype=score_dtype)))
         else:
             inputs.append(Value(tracer, tracer.add("index", dtype=torch.int64, attr=name)))
-    with _InterceptCaptured():
+    with _InterceptCaptured(tracer):
         result = lifted(*inputs, *([aux] if aux is not None else []))
         return tracer.build(_result_node(result, tracer, kind, score_dtype, fn)), tracer, numbers
 
@@ -216,7 +231,7 @@ def _compact(expr: Expr, numbers: list, tensors: list[torch.Tensor]) -> tuple[Ex
 class _Memo:
     """What earlier traces of the same code taught, looked up by code and kinds of captures, then by the numbers that were pinned."""
 
-    table: dict[tuple, list[tuple]] = {}
+    table: ClassVar[dict[tuple, list[tuple]]] = {}
 
     def __init__(self, identity: tuple, found: captures.Found, kind: str, aux: list[torch.Tensor]):
         self.identity, self.found, self.kind = identity, found, kind
@@ -226,17 +241,17 @@ class _Memo:
     def of(cls, found: captures.Found, kind: str, score_dtype: torch.dtype, aux: list, device: Any) -> _Memo:
         described = tuple((t.dtype, t.shape, t.device) for t in (*found.tensors, *aux))
         same = tuple(next(j for j, u in enumerate((*found.tensors, *aux)) if u is t) for t in (*found.tensors, *aux))
-        return cls((found.structure, kind, score_dtype, described, same, str(device)), found, kind, aux)
+        default = torch.get_default_dtype()  # what captured floats make of integers
+        return cls((found.structure, kind, score_dtype, default, described, same, str(device)), found, kind, aux)
 
     def lookup(self) -> TracedMod | None:
-        for expr, scalars, tensor_paths, pinned, name in self.table.get(self.identity, ()):
+        for expr, scalars, tensor_paths, pinned in self.table.get(self.identity, ()):
             if all(_same_number(self.found.numbers[s], value) for s, value in pinned):
-                return TracedMod(
-                    self.kind, expr, tuple(self.found.numbers[s] for s in scalars), tuple(self.tensors[p] for p in tensor_paths), name
-                )
+                numbers = tuple(self.found.numbers[s] for s in scalars)
+                return TracedMod(self.kind, expr, numbers, tuple(self.tensors[p] for p in tensor_paths))
         return None
 
-    def remember(self, expr: Expr, scalars: list[int], tensors: list, numbers: list, pinned: frozenset[int], name: str) -> None:
+    def remember(self, expr: Expr, scalars: list[int], tensors: list, numbers: list, pinned: frozenset[int]) -> None:
         paths = [next((i for i, t in enumerate(self.tensors) if t is tensor), None) for tensor in tensors]
         if None in paths or len(numbers) != len(self.found.numbers):
             return  # the body made a tensor of its own (a view, a constant): its values are this trace's only
@@ -245,7 +260,7 @@ class _Memo:
             entries.clear()
         if len(self.table) > 4096:
             self.table.clear()
-        entries.append((expr, tuple(scalars), tuple(paths), tuple((s, numbers[s]) for s in sorted(pinned)), name))
+        entries.append((expr, tuple(scalars), tuple(paths), tuple((s, numbers[s]) for s in sorted(pinned))))
 
 
 def _same_number(a: Any, b: Any) -> bool:

@@ -9,19 +9,15 @@ What has no meaning as one number per (q, kv), such as a Python ``if``, raises `
 
 from __future__ import annotations
 
-import re
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from anyattn.errors import ModError
 from anyattn.mods.ir import OPS, Builder, category, is_weak, result_dtype
+from anyattn.mods.source import mod_error, truth_cure
 
-__all__ = ["NeedsNumber", "Value", "View", "mod_error", "user_line"]
-
-_LIBRARY = ("anyattn/mods/", "torch/", "functools.py", "contextlib.py")
+__all__ = ["FUNCTIONS", "NeedsNumber", "Value", "View"]
 
 
 class NeedsNumber(Exception):
@@ -31,43 +27,23 @@ class NeedsNumber(Exception):
         self.slots = slots
 
 
-def user_line() -> tuple[str, str]:
-    """The place and the text of the innermost line that is the user's own."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and any(part in frame.f_code.co_filename.replace("\\", "/") for part in _LIBRARY):
-        frame = frame.f_back
-    import linecache
-
-    text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}", text
-
-
-def mod_error(problem: str, cure: str) -> ModError:
-    place, text = user_line()
-    return ModError(f"{problem}\n  at {place}\n    {text or '<source not available>'}\n  {cure}")
-
-
-def _truth_cure(text: str) -> str:
-    if re.search(r"\band\b", text):
-        return "use & instead of `and`, with parentheses around each comparison: (a < b) & (c < d)"
-    if re.search(r"\bor\b", text):
-        return "use | instead of `or`, with parentheses around each comparison: (a < b) | (c < d)"
-    if re.search(r"\bnot\b", text):
-        return "use ~ instead of `not`: ~(a < b)"
-    if re.search(r"[^<>=]+[<>]=?[^<>=]+[<>]=?[^<>=]+", text):
-        return "split the chained comparison and join it with &: (a <= b) & (b < c)"
-    if re.search(r"\b(min|max)\(", text):
-        return "use torch.minimum / torch.maximum instead of min / max"
-    if re.search(r"\b(if|while|assert)\b", text):
-        return "use torch.where(condition, value_if_true, value_if_false) instead of branching on an index or a score"
-    return "compare with torch operations (&, |, ~, torch.where): there is no Python truth value per (q, kv)"
-
-
 class View:
     """A captured tensor with some dimensions indexed: ``indices[d]`` is a node, or None while dimension d is still whole."""
 
     def __init__(self, builder: Builder, slot: int, tensor: torch.Tensor, indices: tuple[int | None, ...]):
         self.builder, self.slot, self.tensor, self.indices = builder, slot, tensor, indices
+        self.dtype, self.device = tensor.dtype, tensor.device
+
+    __hash__ = object.__hash__
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise mod_error(f"a mod cannot use .{name} of a captured tensor indexed in part", "index every dimension, as in table[h, q_idx]")
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -171,10 +147,11 @@ class Value:
             return item.settled(required=True)
         if isinstance(item, torch.Tensor):
             return builder.capture(item).settled(required=True)  # type: ignore[attr-defined]
-        if isinstance(item, (bool, int, float)):
-            return Value(builder, builder.const(item))
-        if hasattr(item, "item") and getattr(item, "shape", None) == ():  # numpy scalars
-            return Value(builder, builder.const(item.item()))
+        if hasattr(item, "item") and getattr(item, "shape", None) == ():  # numpy scalars; np.float64 is a float as well
+            item = item.item()
+        for number in (bool, int, float):
+            if isinstance(item, number):  # an IntEnum member is an int: the IR knows exact types only
+                return Value(builder, builder.const(number(item)))
         raise mod_error(f"a mod cannot compute with a {type(item).__name__}", "use numbers, indices, the score and captured tensors")
 
     # -- what Python asks of a number
@@ -182,7 +159,7 @@ class Value:
         scalars = _scalar_slots(self.builder, self.node)
         if scalars is not None:
             raise NeedsNumber(scalars)
-        raise mod_error(f"{use} needs one Python number, but this value differs per (b, h, q_idx, kv_idx)", _truth_cure(user_line()[1]))
+        raise mod_error(f"{use} needs one Python number, but this value differs per (b, h, q_idx, kv_idx)", truth_cure())
 
     def __bool__(self) -> bool:
         return self._python_number("a truth value")
@@ -225,6 +202,14 @@ class Value:
         if name in FUNCTIONS:
             return lambda *args, **kwargs: FUNCTIONS[name](self, *args, **kwargs)
         raise mod_error(f"tensor method or attribute .{name} has no meaning inside a mod", _SUPPORTED)
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *args: Any, **kwargs: Any) -> Any:
+        """numpy's functions, which ``np.float64(2) * q_idx`` calls too."""
+        name = {"power": "pow", "left_shift": "lshift", "right_shift": "rshift"}.get(ufunc.__name__, ufunc.__name__)
+        if method != "__call__" or kwargs or name not in FUNCTIONS:
+            raise mod_error(f"numpy's {ufunc.__name__} has no meaning inside a mod", _SUPPORTED)
+        x, *rest = args
+        return FUNCTIONS[name](x if isinstance(x, Value) else Value.lift(self.builder, x), *rest)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -354,6 +339,16 @@ def _filled(value: Any = None, default_dtype: bool = False) -> Callable[..., Val
     return apply
 
 
+def _tensor(x: Any, dtype: Any = None, **_: Any) -> Any:
+    """torch.tensor of one number; of a list, which has no meaning per (q, kv), captured numbers become constants."""
+    if isinstance(x, (list, tuple)):
+        for item in x:
+            if isinstance(item, Value):
+                item._python_number("torch.tensor of a list")
+    _builder, (value,) = _values(x)
+    return _to(value, dtype or value.dtype)
+
+
 def _getitem(x: Any, key: Any) -> Any:
     if isinstance(x, torch.Tensor):
         builder = next(k.builder for k in (key if isinstance(key, tuple) else (key,)) if isinstance(k, (Value, View)))
@@ -436,12 +431,16 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{name: _filled(0) for name in ("new_zeros", "zeros_like")},
     **{name: _filled() for name in ("new_full", "full_like", "new_tensor")},
     **{name: (lambda x, *_, **__: x) for name in ("clone", "contiguous", "cpu", "squeeze", "view", "reshape", "expand")},
+    **dict.fromkeys(("tensor", "as_tensor", "scalar_tensor"), _tensor),
     "getitem": _getitem,
 }  # fmt: skip
 _SUPPORTED = "a mod is arithmetic on single numbers; it may use Python's operators and: " + ", ".join(sorted(FUNCTIONS))
 
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"):
-    setattr(Value, f"__{_name}__", FUNCTIONS[_name])
-    setattr(Value, f"__r{_name}__", FUNCTIONS["r" + _name])
-for _name in ("eq", "ne", "lt", "le", "gt", "ge", "neg", "abs", "invert", "pos", "getitem"):
-    setattr(Value, f"__{_name}__", FUNCTIONS[_name])
+    for _class in (Value, View):  # a View says there which dimensions are still to be indexed
+        setattr(_class, f"__{_name}__", FUNCTIONS[_name])
+        setattr(_class, f"__r{_name}__", FUNCTIONS["r" + _name])
+for _name in ("eq", "ne", "lt", "le", "gt", "ge", "neg", "abs", "invert", "pos"):
+    for _class in (Value, View):
+        setattr(_class, f"__{_name}__", FUNCTIONS[_name])
+Value.__getitem__ = _getitem  # type: ignore[attr-defined]

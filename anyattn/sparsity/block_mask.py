@@ -289,8 +289,9 @@ def block_mask_of_classes(
 ) -> BlockMask:
     """The block mask of a grid of classes, uint8 (B, H, M, N).
 
-    A tail tile is listed as partial even if all its pairs inside the sequences are visible, as torch does: its kernels apply no bounds to
-    full blocks on every path. batch: (B, H) to give the lists; they are copied for each, as torch's kernels expect.
+    A tail tile is listed as partial even if all its pairs inside the sequences are visible: torch counts the padding as hidden, and the
+    lists are torch's, block for block. batch: (B, H) to give the lists; they are copied for each, since torch's Triton kernels find a
+    head's list by the contiguous stride.
     """
     classes = _with_partial_tails(classes, lengths, tile)
     grids = (classes, classes.transpose(-1, -2)) if compute_q_blocks else (classes,)
@@ -344,6 +345,10 @@ def create_block_mask(
     >>> mask.kv_num_blocks.tolist(), mask.full_kv_num_blocks.tolist()
     ([[[1, 1, 1, 1]]], [[[0, 1, 2, 3]]])
     """
+    if torch.compiler.is_compiling():  # sizes and captured values decide what is built: none of it belongs in a graph
+        outside: Any = torch.compiler.disable(create_block_mask)
+        order = (separate_full_blocks, compute_dq_write_order, dq_kv_order)
+        return outside(mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE, _compile, *order)
     lengths = (length("Q_LEN", Q_LEN), length("KV_LEN", KV_LEN))
     batch = (1 if B is None else length("B", B), 1 if H is None else length("H", H))
     tile = pair("BLOCK_SIZE", BLOCK_SIZE)

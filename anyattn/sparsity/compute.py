@@ -59,8 +59,9 @@ def compute_block_sparsity(
 def classes_of_mask(mod: TracedMod, lengths: tuple[int, int], tile: tuple[int, int], batch: tuple[int, int], device: Any) -> Tensor:
     """``bounds.classify`` after checking that the mask reads inside its captured tensors; B and H are 1 where the mask ignores them."""
     where = device_of(device, mod)
-    check_loads(mod, *batch, *lengths)
-    return classify(mod, *lengths, *tile, *batch, where)
+    with torch.no_grad():  # a mask may compare learned parameters; where tiles lie has no gradient
+        check_loads(mod, *batch, *lengths)
+        return classify(mod, *lengths, *tile, *batch, where)
 
 
 def _expanded(lists: BlockSparseTensors, batch: int, heads: int) -> BlockSparseTensors:

@@ -226,7 +226,7 @@ class Expected(NamedTuple):
     k: Tensor
     v: Tensor
     dout: Tensor
-    dlse: Tensor
+    dlse: Tensor | None
     sink: Tensor | None
     tensors: tuple[Tensor, ...]
     results: dict[str, tuple[Tensor, Tensor, Noise]]
@@ -239,8 +239,13 @@ class Expected(NamedTuple):
             budget.check(f"{label} {name}", got[name], fp64, plain, noise)
 
 
-def expected(case: Case, dtype: torch.dtype, captured_dtype: torch.dtype | None = None, backward: bool = True) -> Expected:
-    """Draws the case's inputs in ``dtype`` (captured tensors at least float32 unless told) and computes what it must give."""
+def expected(
+    case: Case, dtype: torch.dtype, captured_dtype: torch.dtype | None = None, backward: bool = True, with_lse: bool = True
+) -> Expected:
+    """Draws the case's inputs in ``dtype`` (captured tensors at least float32 unless told) and computes what it must give.
+
+    with_lse: False for a call that does not ask for LSE: a backend may then go another way, and no gradient comes through it.
+    """
     shape, variant = case.shape, VARIANTS[case.variant]
     q, k, v, dout = inputs(case.kind, shape, dtype, case.seed)
     g = torch.Generator().manual_seed(case.seed + 1)
@@ -248,7 +253,7 @@ def expected(case: Case, dtype: torch.dtype, captured_dtype: torch.dtype | None 
     drawn = variant.make(shape, g)
     tensors = tuple(t.to(captured_dtype or wide) if t.is_floating_point() else t for t in drawn)
     sink = torch.randn(shape.heads_q, generator=g, dtype=torch.float64).to(dtype) if variant.has_sink else None
-    dlse = torch.randn(q.shape[:3], generator=g, dtype=torch.float64).to(wide)
+    dlse = torch.randn(q.shape[:3], generator=g, dtype=torch.float64).to(wide) if with_lse else None
 
     def call(precision: torch.dtype) -> dict[str, Any]:
         leaves = tuple(oracle._leaf(t, precision) if t.is_floating_point() else t for t in tensors)
@@ -260,7 +265,8 @@ def expected(case: Case, dtype: torch.dtype, captured_dtype: torch.dtype | None 
     forward, by_hand = (f(q, k, v, **a) for f, a in zip((oracle.attention, oracle.same_dtype), without))
     noise = rounding(q, k, v, dout if backward else None, dlse=dlse if backward else None, **exact)
     results["out"] = (forward.out, by_hand.out, noise.out)
-    results["lse"] = (forward.lse, by_hand.lse, noise.lse)
+    if with_lse:
+        results["lse"] = (forward.lse, by_hand.lse, noise.lse)
     if backward:
         true, hand = (f(q, k, v, dout, dlse=dlse, **a) for f, a in ((oracle.gradients, exact), (oracle.same_dtype_gradients, plain)))
         for name in ("dq", "dk", "dv", "dsink"):

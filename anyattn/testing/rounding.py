@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -89,122 +89,148 @@ def rounding(
     return work.result(dout is not None, slots)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Forward:
+    """The forward of some heads of one batch entry: values in float64 and the variances of their rounding errors."""
+
+    q: Tensor  # (heads, Sq, D)
+    k: Tensor  # (heads, Sk, D)
+    v: Tensor  # (heads, Sk, Dv)
+    slope: Tensor  # (heads, Sq, Sk), derivative of the score mod by the score
+    pull: Callable[[Tensor], Sequence[Tensor | None]] | None  # a gradient by the modified scores back to the captured tensors
+    p: Tensor  # (heads, Sq, Sk), probabilities
+    p_sink: Tensor | None  # (heads, Sq)
+    score2: Tensor  # (heads, Sq, Sk), variance of the modified scores
+    row2: Tensor  # (heads, Sq, 1), relative variance of a row's sum, its LSE's rounding included
+    tied2: float  # relative variance of the probabilities that all keys share because their scores are equal
+    out: Tensor  # (heads, Sq, Dv)
+    out2: Tensor  # (heads, Sq, Dv)
+
+
 class _Work:
+    """Sums variances over heads and batch entries; u2 is the variance unit of a stored value, w2 of an accumulated one."""
+
     def __init__(self, call: _Call, unit: float, wide_unit: float, captured: Sequence[Tensor]):
         clean = [torch.nan_to_num(t, 0.0, 0.0, 0.0) for t in (call.q, call.k, call.v)]
         self.call, self.u2, self.w2, self.captured = call._replace(q=clean[0], k=clean[1], v=clean[2]), unit**2, wide_unit**2, captured
         self.out, self.dq = _Sum(call.q.new_zeros(*call.q.shape[:3], call.v.shape[3])), _Sum(call.q)
         self.dk, self.dv = _Sum(call.k), _Sum(call.v)
-        self.lse = call.q.new_zeros(call.q.shape[:3])
-        self.dsink = None if call.sink is None else torch.zeros_like(call.sink)
-        self.draws = [torch.zeros(_DRAWS, *t.shape, dtype=torch.float64) for t in captured]
+        self.lse2 = call.q.new_zeros(call.q.shape[:3])
+        self.dsink2 = None if call.sink is None else torch.zeros_like(call.sink)
+        self.captured2 = [torch.zeros_like(t) for t in captured]
         self.random = torch.Generator().manual_seed(0)
-        self.tied = 0.0
 
     def add(self, b: int, h: Tensor, dout: Tensor | None, dlse: Tensor | None) -> None:
+        forward = self._forward(b, h)
+        if dout is not None:
+            self._gradients(b, h, forward, dout, dlse)
+
+    def _forward(self, b: int, h: Tensor) -> _Forward:
         call, u2, w2 = self.call, self.u2, self.w2
-        kv = h // (call.q.shape[1] // max(1, call.k.shape[1]))
+        kv = self._kv_heads(h)
         q, k, v = call.q[b, h], call.k[b, kv], call.v[b, kv]
         visible = _visible(call, b, h)
         product = q @ k.mT * call.scale
-        term2 = _depth(q.shape[-1]) * (q.square() @ k.square().mT) * call.scale**2
-        modified, slope, pulls = self._modified(product, visible, b, h)
+        terms = _depth(q.shape[-1]) * (q.square() @ k.square().mT) * call.scale**2
+        modified, slope, pull = self._modified(product, visible, b, h)
         scores = torch.where(visible, modified, -math.inf)
         seen = torch.isfinite(scores)
-        finite = torch.where(seen, modified, 0.0)
-        score2 = torch.where(seen, slope.square() * (w2 * term2 + u2 * product.square()) + (u2 + w2) * finite.square(), 0.0)
-        sink = None if call.sink is None else call.sink[h][:, None]
-        p, lse, p_sink = _softmax(scores, sink)
-        p2 = p.square()
-        row2 = (p2 * (score2 + u2)).sum(-1, keepdim=True)  # relative error of a row's sum
-        out = p @ v
-        spread = p2 * score2
-        v2 = v.square()
-        out2 = (
-            spread @ v2 - 2 * (spread @ v) * out + spread.sum(-1, keepdim=True) * out.square() + (u2 + w2 * _depth(k.shape[1])) * (p2 @ v2)
-        )
-        each = spread + u2 * p2
-        # equal scores give equal probabilities, whose rounding errors (uniform, variance unit^2 / 3) are equal too
-        self.tied = u2 / 3 if bool((product == product[..., :1]).all()) else 0.0
-        shared = (self.tied + w2 * _length(k.shape[1])) * out.square()
-        _accumulate(self.out, b, h, out2.clamp_min(0), each, shared)
-        self.lse[b, h] = (row2[..., 0] + w2 * (lse.square() + _length(k.shape[1]))).sqrt()
-        row2 = row2 + w2 * lse.square()[..., None]
-        out2 = out2.clamp_min(0) + shared
-        if dout is None:
-            return
-        self._gradients(b, h, kv, q, k, v, dout, dlse, p, p_sink, score2 + row2 + u2, row2, out, out2, slope, pulls)
+        before = slope.square() * (w2 * terms + u2 * product.square())
+        score2 = torch.where(seen, before + (u2 + w2) * torch.where(seen, modified, 0.0).square(), 0.0)
+        p, lse, p_sink = _softmax(scores, None if call.sink is None else call.sink[h][:, None])
+        p2, v2, out = p.square(), v.square(), p @ v
+        row2 = (p2 * (score2 + u2)).sum(-1, keepdim=True)
+        # sum of p^2 score2 (v - out)^2, then of p's own rounding and of the products' accumulation
+        moved = p2 * score2
+        out2 = moved @ v2 - 2 * (moved @ v) * out + moved.sum(-1, keepdim=True) * out.square()
+        out2 = out2.clamp_min(0) + (u2 + w2 * _depth(k.shape[1])) * (p2 @ v2)
+        # equal scores give equal probabilities, whose errors are equal too: at worst those of a whole row, or of a whole column
+        is_tied = product.numel() > 0 and bool((product == product[..., :1, :1]).all())
+        tied2 = float(score2.max()) + u2 if is_tied else 0.0
+        shared = ((u2 if is_tied else 0.0) + w2 * _length(k.shape[1])) * out.square()
+        _accumulate(self.out, b, h, out2, moved + u2 * p2, shared)
+        self.lse2[b, h] = torch.where(lse == -math.inf, 0.0, row2[..., 0] + w2 * (lse.square() + _length(k.shape[1])))
+        row2 = row2 + w2 * torch.where(lse == -math.inf, 0.0, lse).square()[..., None]
+        return _Forward(q, k, v, slope, pull, p, p_sink, score2, row2, tied2, out, out2 + shared)
 
-    def _gradients(self, b, h, kv, q, k, v, dout, dlse, p, p_sink, weight2, row2, out, out2, slope, pulls) -> None:  # type: ignore[no-untyped-def]
-        u2, w2, scale2 = self.u2, self.w2, self.call.scale**2
-        p2, dout2 = p.square(), dout.square()
-        dp = dout @ v.mT
-        delta = (dout * out).sum(-1, keepdim=True)
-        dp2 = w2 * _depth(v.shape[-1]) * (dout2 @ v.square().mT) + u2 * dp.square()
-        delta2 = (dout2 * (u2 * out.square() + out2)).sum(-1, keepdim=True) + w2 * _depth(v.shape[-1]) * (dout2 * out.square()).sum(
-            -1, keepdim=True
-        )
-        delta2 = delta2 + u2 * delta.square()
+    def _gradients(self, b: int, h: Tensor, f: _Forward, dout: Tensor, dlse: Tensor | None) -> None:
+        u2, w2, scale2, kv = self.u2, self.w2, self.call.scale**2, self._kv_heads(h)
+        seqlen_q, seqlen_k, deep = f.p.shape[1], f.p.shape[2], _depth(f.v.shape[-1])
+        p2, dout2, out_sq = f.p.square(), dout.square(), f.out.square()
+        relative2 = f.score2 + f.row2 + u2  # of a recomputed probability
+        weights = p2 * (relative2 + w2 * _depth(seqlen_q))
+        _accumulate(self.dv, b, kv, weights.mT @ dout2, weights.mT, (f.tied2 + w2 * _length(seqlen_q)) * (f.p.mT @ dout).square())
+        dp, delta = dout @ f.v.mT, (dout * f.out).sum(-1, keepdim=True)
+        dp2 = w2 * deep * (dout2 @ f.v.square().mT) + u2 * dp.square()
+        delta2 = (dout2 * (u2 * out_sq + f.out2 + w2 * deep * out_sq)).sum(-1, keepdim=True) + u2 * delta.square()
         net = dp - delta if dlse is None else dp - delta + dlse[..., None]
-        each = p2 * (net.square() * (weight2 + 2 * u2) + dp2)
-        total = each + p2 * delta2
-        inner, whole = each * slope.square(), total * slope.square()
-        weighted = p2 * (weight2 + w2 * _depth(q.shape[1]))
-        shared = (self.tied + w2 * _length(q.shape[1])) * (p.mT @ dout).square()
-        _accumulate(self.dv, b, kv, weighted.mT @ dout2, weighted.mT, shared)
-        ds = p * net * slope
-        common = p * slope
-        inner = inner + w2 * _depth(k.shape[1]) * ds.square()
-        shared = delta2 * (common @ k).square() + w2 * _length(k.shape[1]) * (ds @ k).square()
-        _accumulate(self.dq, b, h, scale2 * (inner @ k.square()), inner, scale2 * shared)
-        whole = (whole + w2 * _depth(q.shape[1]) * ds.square()).mT
-        _accumulate(self.dk, b, kv, scale2 * (whole @ q.square()), whole, scale2 * w2 * _length(q.shape[1]) * (ds.mT @ q).square())
-        if p_sink is not None and self.dsink is not None:
+        own = p2 * (net.square() * (relative2 + 2 * u2) + dp2)  # of dS, but for delta's error, which a row shares
+        ds = f.p * net
+        self._captured(f, ds, own + p2 * delta2)
+        # a derivative such as 1 - tanh^2 is a difference of numbers near 1 or near the greatest derivative, whatever is left of them
+        bent2 = 0.0 if f.pull is None or not f.slope.numel() else 4 * w2 * max(1.0, float(f.slope.abs().max())) ** 2
+        common, ds = f.p * f.slope, ds * f.slope
+        own = own * f.slope.square() + bent2 * (p2 * net.square())
+        rows = own + w2 * _depth(seqlen_k) * ds.square()
+        shared = delta2 * (common @ f.k).square() + w2 * _length(seqlen_k) * (ds @ f.k).square()
+        _accumulate(self.dq, b, h, scale2 * (rows @ f.k.square()), rows, scale2 * shared)
+        columns = (own + delta2 * common.square() + w2 * _depth(seqlen_q) * ds.square()).mT
+        shared = w2 * _length(seqlen_q) * (ds.mT @ f.q).square()
+        _accumulate(self.dk, b, kv, scale2 * (columns @ f.q.square()), columns, scale2 * shared)
+        if f.p_sink is not None and self.call.sink is not None and self.dsink2 is not None:
             net_sink = delta[..., 0] if dlse is None else delta[..., 0] - dlse
-            sink2 = u2 * (1 + self.call.sink[h][:, None].square())  # type: ignore[index]
-            self.dsink[h] += (p_sink.square() * (net_sink.square() * (row2[..., 0] + sink2 + u2) + delta2[..., 0])).sum(-1)
-        if pulls is not None:
-            for draw in range(_DRAWS):
-                for whole_, part in zip(
-                    self.draws, pulls(total.sqrt() * torch.randn(total.shape, generator=self.random, dtype=total.dtype))
-                ):
-                    if part is not None:
-                        whole_[draw] += part
+            relative = f.row2[..., 0] + u2 * (2 + self.call.sink[h][:, None].square())
+            self.dsink2[h] += (f.p_sink.square() * (net_sink.square() * relative + delta2[..., 0])).sum(-1)
 
-    def _modified(self, product: Tensor, visible: Tensor, b: int, h: Tensor):  # type: ignore[no-untyped-def]
+    def _captured(self, f: _Forward, ds: Tensor, ds2: Tensor) -> None:
+        """The variance of the captured tensors' gradients, from draws of dS with its variance: only the mod's derivative is known."""
+        if f.pull is None or not self.captured:
+            return
+        size = ds[0].numel()
+        sigma = (ds2 + self.w2 * _depth(size) * ds.square()).sqrt()
+        for _ in range(_DRAWS):
+            draw = f.pull(sigma * torch.randn(sigma.shape, generator=self.random, dtype=sigma.dtype))
+            for total, part in zip(self.captured2, draw):
+                if part is not None:
+                    total += part.square() / _DRAWS
+        for total, part in zip(self.captured2, f.pull(ds)):
+            if part is not None:
+                total += self.w2 * _length(size) * part.square()
+
+    def _kv_heads(self, h: Tensor) -> Tensor:
+        return h // (self.call.q.shape[1] // max(1, self.call.k.shape[1]))
+
+    def _modified(
+        self, product: Tensor, visible: Tensor, b: int, h: Tensor
+    ) -> tuple[Tensor, Tensor, Callable[[Tensor], Sequence[Tensor | None]] | None]:
         """The mod's value, its derivative by the score, and a function that pulls a gradient back to the captured tensors."""
         if self.call.score is None or product.numel() == 0:
             return product, torch.ones_like(product), None
         at = visible.nonzero(as_tuple=True)
         score = product[at].requires_grad_()
         value = _apply(self.call.score, score, torch.full_like(at[0], b), h[at[0]], at[1], at[2]).to(score.dtype).expand(score.shape)
-        slope = None
+        slope = torch.zeros_like(score)
         if value.requires_grad:
-            (slope,) = torch.autograd.grad(value, score, torch.ones_like(value), retain_graph=True, allow_unused=True)
+            (found,) = torch.autograd.grad(value, score, torch.ones_like(value), retain_graph=True, allow_unused=True)
+            slope = slope if found is None else torch.nan_to_num(found, 0.0, 0.0, 0.0)
 
-        def pulls(d: Tensor) -> Sequence[Tensor | None]:
+        def pull(d: Tensor) -> Sequence[Tensor | None]:
+            if not value.requires_grad:
+                return [None] * len(self.captured)
             return torch.autograd.grad(value, self.captured, d[at], retain_graph=True, allow_unused=True)
 
         dense = torch.zeros_like(product)
-        slopes = torch.zeros_like(score) if slope is None else torch.nan_to_num(slope, 0.0, 0.0, 0.0)
-        return dense.index_put(at, value.detach()), dense.index_put(at, slopes), pulls if self.captured and value.requires_grad else None
+        return dense.index_put(at, value.detach()), dense.index_put(at, slope), pull
 
     def result(self, backward: bool, slots: list[int | None]) -> Noises:
-        n = max(1, self.lse.shape[-1])
-        lse = Noise(self.lse, self.lse / math.sqrt(n))
+        # LSE's row is all queries of a head: as many independent errors as there are rows of weight
+        effective = self.lse2.sum(-1, keepdim=True).square() / self.lse2.square().sum(-1, keepdim=True).clamp_min(1e-300)
+        lse = Noise(self.lse2.sqrt(), (self.lse2 / effective.clamp_min(1.0)).sqrt())
         if not backward:
             return Noises(self.out.noise(), lse, None, None, None, None, ())
-        dsink = None if self.dsink is None else _single(self.dsink.sqrt())
-        captured = [_single(d.square().mean(0).sqrt()) for d in self.draws]
-        return Noises(
-            self.out.noise(),
-            lse,
-            self.dq.noise(),
-            self.dk.noise(),
-            self.dv.noise(),
-            dsink,
-            tuple(None if s is None else captured[s] for s in slots),
-        )
+        dsink = None if self.dsink2 is None else _single(self.dsink2)
+        captured = tuple(None if slot is None else _single(self.captured2[slot]) for slot in slots)
+        return Noises(self.out.noise(), lse, self.dq.noise(), self.dk.noise(), self.dv.noise(), dsink, captured)
 
 
 def _softmax(scores: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -217,8 +243,8 @@ def _softmax(scores: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor, Tenso
     return (p, lse, None) if sink is None else (p[..., :-1], lse, p[..., -1])
 
 
-def _single(sigma: Tensor) -> Noise:
-    return Noise(sigma, sigma)
+def _single(variance: Tensor) -> Noise:
+    return Noise(variance.sqrt(), variance.sqrt())
 
 
 def _accumulate(total: _Sum, b: int, h: Tensor, variance: Tensor, contributions: Tensor, shared: Tensor) -> None:

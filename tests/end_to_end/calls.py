@@ -14,31 +14,39 @@ flex = anyattn.flex_attention
 
 
 def results(case: cases.Case, want: cases.Expected, backward: bool = True, **options) -> dict[str, Tensor]:  # type: ignore[no-untyped-def]
-    """out, lse and all gradients of the case, computed in poisoned memory."""
+    """out, lse and all gradients of the case, computed in poisoned memory; without LSE if ``want`` has none."""
     leaves = [t.clone().requires_grad_(backward) for t in (want.q, want.k, want.v)]
     sink = None if want.sink is None else want.sink.clone().requires_grad_(backward)
     tensors = tuple(t.clone().requires_grad_(backward) if t.is_floating_point() else t for t in want.tensors)
     mods = cases.VARIANTS[case.variant].mods(tensors, case.shape)
+    options |= {"score_mod": mods["score"], "mask_mod": mods["mask"], "sink": sink, "enable_gqa": True}
     with poison.enabled():
-        out, lse = flex(*leaves, score_mod=mods["score"], mask_mod=mods["mask"], sink=sink, enable_gqa=True, return_lse=True, **options)
-        named = {"out": out, "lse": lse}
+        named = {}
+        if want.dlse is None:
+            named["out"] = flex(*leaves, **options)
+        else:
+            named["out"], named["lse"] = flex(*leaves, return_lse=True, **options)
         if backward:
-            # LSE is -inf, a constant, where nothing is seen: 0 * inf must not enter the sum
-            loss = (out.double() * want.dout.double()).sum() + (torch.where(lse.isneginf(), 0.0, lse).double() * want.dlse.double()).sum()
+            loss = (named["out"].double() * want.dout.double()).sum()
+            if want.dlse is not None:
+                # LSE is -inf, a constant, where nothing is seen: 0 * inf must not enter the sum
+                loss = loss + (torch.where(named["lse"].isneginf(), 0.0, named["lse"]).double() * want.dlse.double()).sum()
             loss.backward()
             named |= {"dq": leaves[0].grad, "dk": leaves[1].grad, "dv": leaves[2].grad}
             if sink is not None:
                 named["dsink"] = sink.grad
-            floats = [t for t in tensors if t.is_floating_point()]
-            named |= {f"captured{i}": t.grad for i, t in enumerate(floats)}
+            named |= {f"captured{i}": t.grad for i, t in enumerate(t for t in tensors if t.is_floating_point())}
     return {name: t.detach() for name, t in named.items() if t is not None}
 
 
-def judge(q, k, v, *, score=None, mask=None, sink=None, scale=None, dout=None, captured=(), label="", **options) -> dict[str, Tensor]:  # type: ignore[no-untyped-def]
+def judge(
+    q, k, v, *, score=None, mask=None, sink=None, scale=None, dout=None, captured=(), label="", meant=None, **options
+) -> dict[str, Tensor]:  # type: ignore[no-untyped-def]
     """Calls flex_attention on these very tensors (strides and all), forward and backward, and judges every result by the budget.
 
     score, mask: functions that work on single numbers and on broadcast tensors alike; a block mask in ``options`` replaces ``mask`` in
-    the library's call only. captured: the float64 tensors that ``score`` closes over and wants gradients for.
+    the library's call only. captured: the float64 tensors that ``score`` closes over and wants gradients for. meant: the q, k, v that the
+    oracle gets instead, without the garbage that must not matter.
     """
     leaves = [t.detach().requires_grad_() for t in (q, k, v)]
     logits = None if sink is None else sink.detach().requires_grad_()
@@ -52,8 +60,13 @@ def judge(q, k, v, *, score=None, mask=None, sink=None, scale=None, dout=None, c
             dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64).to(q.dtype)
         wanted = [t for t in (*leaves, logits, *captured) if t is not None]
         grads = torch.autograd.grad(out, wanted, dout)
+        # asked for the output alone, a backend may go another way
+        only_out = flex(*leaves, score_mod=score, sink=logits, scale=scale, enable_gqa=True, **options)
+        only_grads = torch.autograd.grad(only_out, wanted, dout)
     names = ["dq", "dk", "dv", *(["dsink"] if sink is not None else []), *(f"captured{i}" for i in range(len(captured)))]
     got = {"out": out.detach(), "lse": lse.detach(), **dict(zip(names, grads))}
+    only = {"out": only_out.detach(), **dict(zip(names, only_grads))}
+    q, k, v = meant or (q, k, v)
     keys = [t.expand(q.shape[0], *t.shape[1:]) for t in (k, v)]
     mods = {"score": score, "mask": mask, "sink": sink, "scale": scale}
     want = {f.__name__: f(q, *keys, **mods) for f in (oracle.attention, oracle.same_dtype)}
@@ -71,4 +84,6 @@ def judge(q, k, v, *, score=None, mask=None, sink=None, scale=None, dout=None, c
                     type(noise.out)(*(t.square().sum(0, keepdim=True).sqrt() for t in reference[2]))
                 ]
         budget.check(f"{label} {name}", value, *reference)
+        if name != "lse":
+            budget.check(f"{label} {name} without lse", only[name], *reference)
     return got

@@ -65,7 +65,11 @@ CASES = {
     "return_aux a bool": (lambda: flex(return_aux=True), TypeError, ["return_aux", "bool", "AuxRequest"]),
     "block_mask a function": (lambda: flex(block_mask=causal), TypeError, ["block_mask", "function", "BlockMask", "mask_mod"]),
     "block_mask a tensor": (lambda: flex(block_mask=Q), TypeError, ["block_mask", "Tensor", "create_block_mask"]),
-    "block_mask of other lengths": (lambda: flex(block_mask=blocks(128, 24)), ValueError, ["block_mask", "128, 24", "16, 24", "create_block_mask"]),
+    "block_mask of other lengths": (
+        lambda: flex(block_mask=blocks(128, 24)),
+        ValueError,
+        ["block_mask", "128, 24", "16, 24", "create_block_mask"],
+    ),
     "block_mask of other heads": (lambda: flex(block_mask=blocks(16, 24, heads=3)), ValueError, ["block_mask", "3", "4", "1"]),
     "block_mask of other batch": (lambda: flex(block_mask=blocks(16, 24, batch=3)), ValueError, ["block_mask", "batch 3", "2"]),
     "score_mod a number": (lambda: flex(score_mod=1.0), TypeError, ["score_mod", "float", "function"]),
@@ -93,7 +97,11 @@ CASES = {
         (IndexError, ValueError),
         ["mask_mod", "10", "-2[34]"],
     ),
-    "table of heads too short": (lambda: flex(score_mod=lambda s, b, h, q, k: s + SHORT[:3][h]), (IndexError, ValueError), ["score_mod", "3"]),
+    "table of heads too short": (
+        lambda: flex(score_mod=lambda s, b, h, q, k: s + SHORT[:3][h]),
+        (IndexError, ValueError),
+        ["score_mod", "3"],
+    ),
     "captured tensor elsewhere": (
         lambda: flex(score_mod=lambda s, b, h, q, k: s + ELSEWHERE[k]),
         ValueError,

@@ -100,7 +100,7 @@ def score_of(chain: list[tuple], heads: int) -> tuple[Callable | None, list[Tens
         return None, []
     captured: list[Tensor] = []
     parts = []
-    for name, n in chain:
+    for name, n in sorted(chain, key=lambda step: step[0] == "hidden"):  # last, or a negative scale would make it +inf
         part, tensors = _step(name, n, heads)
         parts.append(part)
         captured += tensors

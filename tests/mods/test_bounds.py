@@ -5,14 +5,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anyattn.mods import bounds
+from anyattn.mods import bounds, range_tables
 from anyattn.mods.bounds import DOUBT, check_loads, classify, judge, refine
 from anyattn.mods.rows import row_ranges
 from anyattn.mods.trace import trace
 from anyattn.testing.tiles import brute_classes, dense, library_masks, random_mask
 
-LENGTHS = [(1, 1), (2, 3), (5, 16), (16, 5), (16, 16), (17, 17), (31, 64), (64, 31), (64, 64), (61, 67), (96, 32), (100, 100)]
-TILES = [(1, 1), (4, 4), (16, 16), (8, 16), (16, 8), (7, 5), (128, 64)]
+SIDES = (1, 2, 15, 16, 17, 31, 64, 97)
+LENGTHS = [(n, m) for i, n in enumerate(SIDES) for m in (SIDES[(i + 1) % 8], n, SIDES[(5 * i + 3) % 8])]  # 24 pairs
+TILES = [(m, n) for m in (1, 5, 8, 16, 32, 128) for n in (4, 16, 64)]  # 18
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
@@ -75,6 +76,25 @@ def test_wild_values_are_left_open():
     ):
         wanted = brute_classes(dense(mod, 4, 4), 2, 2)
         assert torch.equal(refine(trace(mod, "mask"), (4, 4), (2, 2), (1, 1)), wanted)
+
+
+def test_unknown_stays_unknown():
+    """A value past what intervals can hold must not come back as a known one after a division or a minimum."""
+    big = torch.tensor([2**63 - 1, -(2**63), 2**62, 0])
+    for mod in (
+        lambda b, h, q, k: big[k] // 1000 > 5 * 10**15,
+        lambda b, h, q, k: torch.clamp(big[k], max=5) // 1000 < -5 * 10**15,
+        lambda b, h, q, k: (torch.clamp(big[q], min=q) >> 3) > 2**59,
+        lambda b, h, q, k: ~torch.abs(big[k] + q) < -(2**61),
+    ):
+        assert torch.equal(refine(trace(mod, "mask"), (4, 4), (2, 2), (1, 1)), brute_classes(dense(mod, 4, 4), 2, 2))
+
+
+def test_long_tables_are_looked_up_in_blocks(monkeypatch):
+    monkeypatch.setattr(range_tables, "_MAX_BLOCKS", 5)
+    for seed in range(60):
+        mod = random_mask(seed, 23)
+        assert torch.equal(refine(trace(mod, "mask"), (23, 23), (4, 3), (2, 2)), brute_classes(dense(mod, 23, 23, 2, 2), 4, 3))
 
 
 @pytest.mark.parametrize("lengths", [(0, 0), (0, 7), (7, 0)], ids=str)
@@ -155,3 +175,22 @@ def test_loads_of_a_score():
         check_loads(trace(lambda s, b, h, q, k: s + table[q], "score"), 1, 1, 17, 16)
     with pytest.raises(ValueError, match="computed from the score"):
         check_loads(trace(lambda s, b, h, q, k: s + table[s.to(torch.int64)], "score"), 1, 1, 16, 16)
+
+
+def test_what_is_remembered_of_loads():
+    """Being inside is known per length, shape and captured number; a table that indexes a table is read anew each time."""
+
+    def shifted(table, by):
+        return trace(lambda b, h, q, k: table[q - k + by] > 3, "mask")
+
+    for _ in range(2):
+        check_loads(shifted(table, 0), 1, 1, 16, 16)
+        for mod, seqlen_q in ((shifted(table, 0), 17), (shifted(table, 1), 16), (shifted(table[:8], 0), 16)):
+            with pytest.raises(ValueError, match="reads dimension 0"):
+                check_loads(mod, 1, 1, seqlen_q, 16)
+    buckets = torch.arange(16)
+    nested = trace(lambda b, h, q, k: table[buckets[q]] > 3, "mask")
+    check_loads(nested, 1, 1, 16, 16)
+    buckets[3] = 16
+    with pytest.raises(ValueError, match="index 16 .*q_idx=3"):
+        check_loads(nested, 1, 1, 16, 16)

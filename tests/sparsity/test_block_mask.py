@@ -237,6 +237,22 @@ def test_sizes_and_defaults():
     assert create_block_mask(causal, 0, 1, 16, 16, "cpu", 16).kv_indices.shape == (0, 1, 1, 1)
 
 
+def test_called_from_compiled_code():
+    """torch.compile(create_block_mask) is what torch's users are told to write; here it is needless, and must stay harmless."""
+    compiled = torch.compile(create_block_mask, backend="eager")
+    for length in (64, 96):
+        assert_same(
+            compiled(document_causal, 1, 1, length, length, "cpu", 32), create_block_mask(document_causal, 1, 1, length, length, "cpu", 32)
+        )
+
+
+def test_learned_parameters_in_a_mask():
+    threshold = torch.nn.Parameter(torch.linspace(-1, 1, 64))
+    mod = lambda b, h, q, k: threshold[k] * threshold[q] > 0.1
+    classes = create_block_mask(mod, 1, 1, 64, 64, "cpu", 16).block_sparse().classes()
+    assert torch.equal(classes, brute_classes(dense(mod, 64, 64), 16, 16)) and not classes.requires_grad
+
+
 def test_write_order_is_torchs():
     if not hasattr(torch_flex, "_compute_dq_write_order_from_block_mask"):
         pytest.skip("this torch has no dq write order")

@@ -1,0 +1,181 @@
+"""Planted bugs: the tests must fail under every one of them, or they prove nothing.
+
+A mutant replaces a piece of one function's source, or an entry of a table, while ``active(name)`` lasts; the production code knows nothing
+of it. ``ANYATTN_MUTANT=name pytest`` runs any tests under one (``tests/conftest.py``). Each names a ``killer``, a check of
+``tests/testing/test_mutants.py`` that fails under it. A bug that a user finds becomes a mutant first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["MUTANTS", "Mutant", "active"]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """``where`` is ``module:function`` or ``module:Class.method`` below ``anyattn``; ``old``, once in its source, becomes ``new``."""
+
+    name: str
+    where: str
+    old: str
+    new: str
+    killer: str
+
+
+_FORWARD, _BACKWARD, _TILES = "backends.torch.forward", "backends.torch.backward", "backends.torch.tiles"
+_SPANS, _STAGES, _CAPTURED = "backends.torch.spans", "backends.torch.stages", "backends.torch.captured"
+_WHOLE = "backends.torch.whole_spans"
+_PAST_THE_END = "x = empty(shape, dtype, device); x.as_strided((x.numel() + 1,), (1,)).zero_(); return x"
+
+MUTANTS = {
+    m.name: m
+    for m in (
+        # the forward's arithmetic
+        Mutant(
+            "scale_1_percent_off", f"{_FORWARD}:Scores.products",
+            "* self.call.problem.scale", "* self.call.problem.scale * 1.01", "full",
+        ),
+        Mutant("lost_last_key", f"{_SPANS}:_intersect", "Segment(0, problem.seqlen_k)", "Segment(0, problem.seqlen_k - 1)", "full"),
+        Mutant("stale_maximum", f"{_FORWARD}:_stream", "row_max = new_max", "row_max = new_max if row_max is None else row_max", "chunks"),
+        Mutant("output_not_rescaled", f"{_FORWARD}:_stream", "acc.mul_(rescale).add_(part)", "acc.add_(part)", "chunks"),
+        Mutant("sum_not_rescaled", f"{_FORWARD}:_stream", "row_sum.mul_(rescale).add_(part_sum)", "row_sum.add_(part_sum)", "chunks"),
+        Mutant("dropped_chunk", f"{_FORWARD}:_stream", "acc.mul_(rescale).add_(part)", "acc.mul_(rescale)", "chunks"),
+        Mutant("lse_in_base_2", f"{_FORWARD}:forward", "row_max.mul_(LN2).add_(row_sum.log())", "row_max.add_(row_sum.log2())", "full"),
+        Mutant("sink_counted_twice", f"{_FORWARD}:_add_sink", "(logit - new_max).exp2_()", "2 * (logit - new_max).exp2_()", "sink"),
+        Mutant("sink_does_not_rescale", f"{_FORWARD}:_add_sink", "acc.mul_(rescale)", "pass", "sink"),
+        Mutant("nan_of_hidden_values", f"{_FORWARD}:_Values.__init__", "if not call.all_finite", "if False", "garbage"),
+        Mutant(
+            "mask_forgotten_with_a_mod", f"{_FORWARD}:Scores.of",
+            "self.call.masks.apply(view, tile, chunk.asked)", "pass", "relative_window",
+        ),
+        # which keys and heads
+        Mutant("window_one_too_wide", f"{_TILES}:Masks._visible", "columns < hi", "columns <= hi", "window"),
+        Mutant("window_one_too_narrow", f"{_TILES}:Masks._visible", "columns >= lo", "columns > lo", "window"),
+        Mutant("last_stretch_unmasked", f"{_TILES}:Masks._covers", "for segment in asked:", "for segment in asked[:-1]:", "causal"),
+        Mutant("wrong_gqa_head", f"{_TILES}:Heads.keys", "x[self.batches, self.kv_heads]", "x[self.batches, self.kv_heads].flip(1)", "gqa"),
+        Mutant("rows_in_reverse", f"{_TILES}:Masks._rows_of", ".flip(3)", "", "causal"),
+        Mutant(
+            "partial_taken_for_full", f"{_SPANS}:_from_ranges",
+            "per_tile(hi_every, big, False)", "per_tile(hi_every, 0, True)", "causal",
+        ),
+        Mutant(
+            "band_edge_taken_for_full", f"{_SPANS}:_from_ranges",
+            "per_tile(lo_every, 0, True)", "per_tile(lo_every, big, False)", "window",
+        ),
+        Mutant("full_blocks_dropped", f"{_SPANS}:_from_lists", "lists.append(", "repr(", "block_mask"),
+        Mutant("block_end_off_by_one", f"{_SPANS}:_merge", "(i + 1) * block_n", "(i + 1) * block_n - 1", "block_mask"),
+        Mutant(
+            "block_row_off_by_one", f"{_SPANS}:_from_lists",
+            "t * tile_m // block_m", "min((t + 1) * tile_m // block_m, rows - 1)", "block_mask",
+        ),
+        Mutant("heads_share_one_mask", f"{_SPANS}:_groups", "any(x != per_b[0]", "any(x is None", "by_head"),
+        Mutant("batch_shares_one_mask", f"{_SPANS}:_groups", "any(x != s.stretches[0]", "any(x is None", "by_batch"),
+        # mods
+        Mutant("head_offset_forgotten", f"{_STAGES}:Bound._at_heads", "tile.h_lo : tile.h_hi", ": tile.h_hi - tile.h_lo", "by_head"),
+        Mutant("batch_offset_forgotten", f"{_STAGES}:Bound._at_heads", "tile.b_lo : tile.b_hi", ": tile.b_hi - tile.b_lo", "by_batch"),
+        Mutant(
+            "distance_off_by_one", f"{_STAGES}:Bound.__init__",
+            "torch.arange(-seqlen_q + 1, max", "torch.arange(-seqlen_q, max", "relative_window",
+        ),
+        Mutant("index_in_32_bits", "mods.evaluate:_load", "i if isinstance(i, Tensor)", "i.int() if isinstance(i, Tensor)", "huge_table"),
+        Mutant("stale_closure", "mods.trace:_Memo.lookup", "self.found.numbers[s] for s in scalars", "10 + s for s in scalars", "closures"),
+        Mutant("subtracted_bias_added", "mods.linear:additive_bias", 'node.op == "sub", right', "False, right", "alibi"),
+        # the backward
+        Mutant("stale_lse", f"{_BACKWARD}:_Statistics.of", "(lse * LOG2E)", "(lse.roll(1, -1) * LOG2E)", "full"),
+        Mutant("delta_dropped", f"{_BACKWARD}:_Statistics.of", "(dout.to(stat) * out)", "(dout.to(stat) * out * 0)", "full"),
+        Mutant("lse_gradient_ignored", f"{_BACKWARD}:_Statistics.of", "delta -= dlse", "pass", "full"),
+        Mutant("dk_not_scaled", f"{_BACKWARD}:_row_tile", "narrow, q, scale", "narrow, q, 1.0", "full"),
+        Mutant("dv_two_percent_off", f"{_BACKWARD}:_row_tile", '_narrow(call, p, "p"), dout', '_narrow(call, p, "p"), dout, 1.02', "full"),
+        Mutant("gqa_gradients_overwritten", f"{_BACKWARD}:backward", "target += part.view", "target[:] = part.view", "by_head"),
+        Mutant(
+            "hidden_derivative_kept", f"{_BACKWARD}:_row_tile",
+            "call.masks.zero(dscore, tile, chunk.asked)", "pass", "infinite_derivative",
+        ),
+        Mutant("sink_gradient_sign", f"{_BACKWARD}:backward", ".neg_()", "", "sink"),
+        Mutant("diagonal_sums_shifted", f"{_CAPTURED}:_Sum._add_diagonals", "width + 1, 1)", "width, 1)", "relative"),
+        Mutant(
+            "shared_index_counted_once", f"{_CAPTURED}:_Sum._add_indexed",
+            "part.sum(shared, keepdim=True)", "part.amax(shared, True)", "relative",
+        ),
+        Mutant("tanh_derivative", "mods.grad:_UNARY", "tanh", "sigmoid", "softcap"),
+        Mutant("branches_swapped", "mods.grad:_Reverse.parts", "condition, g, zero)", "condition, zero, g)", "where"),
+        # low precision without statistics
+        Mutant(
+            "span_rows_not_cleared", f"{_WHOLE}:_Rows.probabilities",
+            "scores, call.masks.zero)", "scores, lambda *_: None)", "blind_half",
+        ),
+        Mutant("span_runs_on_one_another", f"{_WHOLE}:_Rows.gathered", "at += run.hi - run.lo", "at += 0", "runs_half"),
+        Mutant("span_dk_not_scaled", f"{_WHOLE}:_row_tile", "spans, call.problem.scale)", "spans, 1.0)", "full_half"),
+        # memory
+        Mutant("sums_start_anywhere", "backends.torch.memory:zeros", ".zero_()", "", "full"),
+        Mutant("written_past_the_end", "backends.torch.memory:zeros", "return empty(shape, dtype, device).zero_()", _PAST_THE_END, "full"),
+        Mutant("input_overwritten", f"{_TILES}:Heads.keys", ".to(self.dtype)", ".to(self.dtype).mul_(1.0)", "inputs"),
+    )
+}  # fmt: skip
+
+
+@contextlib.contextmanager
+def active(name: str) -> Iterator[None]:
+    """The package with one bug in it. Raises ``LookupError`` if the code no longer has the text that the mutant replaces."""
+    mutant = MUTANTS[name]
+    module_name, path = mutant.where.split(":")
+    module = importlib.import_module(f"anyattn.{module_name}")
+    owner: Any = module
+    *parents, last = path.split(".")
+    for parent in parents:
+        owner = getattr(owner, parent)
+    original = inspect.getattr_static(owner, last)
+    if isinstance(original, dict):
+        with _table_entry(original, mutant):
+            yield
+        return
+    mutated = _rewritten(original, mutant, module)
+    places = [(owner, last)] if parents else _bindings(original)
+    for place, attribute in places:
+        setattr(place, attribute, mutated)
+    try:
+        yield
+    finally:
+        for place, attribute in places:
+            setattr(place, attribute, original)
+
+
+@contextlib.contextmanager
+def _table_entry(table: dict[str, Any], mutant: Mutant) -> Iterator[None]:
+    """Replaces the entry ``old`` of a table by its entry ``new``."""
+    original = table[mutant.old]
+    table[mutant.old] = table[mutant.new]
+    try:
+        yield
+    finally:
+        table[mutant.old] = original
+
+
+def _rewritten(original: Any, mutant: Mutant, module: Any) -> Any:
+    plain = original.__func__ if isinstance(original, staticmethod) else inspect.unwrap(original)
+    source = textwrap.dedent(inspect.getsource(plain))
+    if source.count(mutant.old) != 1:
+        raise LookupError(f"mutant {mutant.name}: {mutant.old!r} stands {source.count(mutant.old)} times in {mutant.where}; wanted once")
+    code = compile(source.replace(mutant.old, mutant.new), f"<mutant {mutant.name}>", "exec", flags=annotations.compiler_flag)
+    found: dict[str, Any] = {}
+    exec(code, vars(module), found)
+    return found[plain.__name__]
+
+
+def _bindings(function: Callable) -> list[tuple[Any, str]]:
+    """Every module of the package that holds ``function`` under some name: importers have their own reference."""
+    return [
+        (module, attribute)
+        for module_name, module in list(sys.modules.items())
+        if module_name.split(".")[0] == "anyattn" and module is not None
+        for attribute, value in list(vars(module).items())
+        if value is function
+    ]

@@ -1,0 +1,204 @@
+"""``torch.compile`` and ``torch.export`` see attention as one operator, and get what an eager call gives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import anyattn
+from anyattn import masks, scores
+from anyattn.ops import attend
+from anyattn.testing import cases
+
+B, H, S, D = 2, 4, 48, 8
+SHAPE = cases.Shape(B, H, H, S, S, D, D)
+
+
+def inputs(*, heads_kv=H, dtype=torch.float32, grad=True):
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(B, n, S, D, generator=g, dtype=dtype) for n in (H, heads_kv, heads_kv))
+    return [t.requires_grad_(grad) for t in (q, k, v)]
+
+
+def compiled(call):
+    torch._dynamo.reset()
+    return torch.compile(call, fullgraph=True, backend="aot_eager")
+
+
+def same_with_gradients(call, tensors, extra=()):
+    """The compiled call's outputs and gradients are the eager call's."""
+    results = []
+    for f in (call, compiled(call)):
+        outs = f(*tensors)
+        outs = outs if isinstance(outs, tuple) else (outs,)
+        total = sum((o * torch.linspace(0.5, 1.5, o.numel(), dtype=o.dtype).view(o.shape)).sum() for o in outs)
+        results.append((outs, torch.autograd.grad(total, [*tensors, *extra])))
+    for eager, other in zip(results[0][0] + results[0][1], results[1][0] + results[1][1]):
+        # the operator may get other strides and so other sums: a few roundings of the greatest element, never more
+        assert other.dtype is eager.dtype and other.shape == eager.shape
+        assert float((eager - other).abs().max()) <= 32 * torch.finfo(eager.dtype).eps * float(eager.abs().max())
+
+
+@pytest.mark.parametrize("name", ["causal", "window", "alibi", "t5", "softcap", "pair_bias", "gated_sink"])
+def test_gallery(name):
+    if name not in cases.VARIANTS:
+        pytest.skip(f"no such variant: {sorted(cases.VARIANTS)}")
+    variant = cases.VARIANTS[name]
+    made = variant.make(SHAPE, torch.Generator().manual_seed(1))
+    mods = variant.mods(made, SHAPE)
+    score, mask = (anyattn.mod(m) if m is not None else None for m in (mods["score"], mods["mask"]))
+    same_with_gradients(lambda q, k, v: anyattn.flex_attention(q, k, v, score_mod=score, mask_mod=mask), inputs())
+
+
+def test_captured_parameters_get_gradients():
+    slopes, table, cap = (
+        scores.alibi_slopes(H).requires_grad_(),
+        torch.randn(H, 21, requires_grad=True),
+        torch.tensor(3.0, requires_grad=True),
+    )
+    score = scores.alibi(slopes).then(scores.relative_bias(table)).then(scores.softcap(cap))
+    same_with_gradients(lambda q, k, v: anyattn.flex_attention(q, k, v, score_mod=score), inputs(), (slopes, table, cap))
+
+
+def test_sink_lse_gqa_and_two_masks():
+    sink = torch.randn(H, requires_grad=True)
+    mask = masks.causal()
+    block_mask = anyattn.create_block_mask(masks.sliding_window(9, 9), 1, 1, S, S, device="cpu", BLOCK_SIZE=16)
+
+    def call(q, k, v):
+        return anyattn.flex_attention(q, k, v, block_mask=block_mask, mask_mod=mask, sink=sink, enable_gqa=True, return_lse=True, scale=0.3)
+
+    same_with_gradients(call, inputs(heads_kv=2), (sink,))
+
+
+@pytest.mark.parametrize("maker", ["ours", "torchs"])
+@pytest.mark.parametrize("mask", [masks.causal(), masks.document(torch.arange(S) // 7) | masks.dilated(3, 2)], ids=["ranges", "tiles"])
+def test_block_masks(mask, maker):
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    create = anyattn.create_block_mask if maker == "ours" else create_block_mask
+    block_mask = create(mask, 1, 1, S, S, device="cpu", BLOCK_SIZE=16)
+    score = scores.softcap(2.0)
+    same_with_gradients(lambda q, k, v: anyattn.flex_attention(q, k, v, score_mod=score, block_mask=block_mask), inputs())
+
+
+def test_max_scores():
+    mask = masks.causal()
+
+    def call(q, k, v):
+        out, aux = anyattn.flex_attention(q, k, v, mask_mod=mask, return_aux=anyattn.AuxRequest(lse=True, max_scores=True))
+        return out, aux.lse, aux.max_scores
+
+    tensors = inputs(grad=False)
+    for eager, other in zip(call(*tensors), compiled(call)(*tensors)):
+        assert torch.equal(eager, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_other_dtypes(dtype):
+    score, mask = scores.softcap(2.0), masks.causal()
+    same_with_gradients(lambda q, k, v: anyattn.flex_attention(q, k, v, score_mod=score, mask_mod=mask), inputs(dtype=dtype))
+
+
+def test_transposed_inputs():
+    q, k, v = (t.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for t in inputs())
+    same_with_gradients(lambda q, k, v: anyattn.flex_attention(q, k, v).sin(), (q, k, v))
+
+
+def test_inductor():
+    mask = masks.causal()
+    call = lambda q, k, v: anyattn.flex_attention(q, k, v, mask_mod=mask)
+    tensors = inputs()
+    torch._dynamo.reset()
+    got = torch.compile(call, fullgraph=True)(*tensors)
+    assert torch.equal(got, call(*tensors))
+    grads = [torch.autograd.grad(o.sum(), tensors) for o in (got, call(*tensors))]
+    assert all(torch.equal(a, b) for a, b in zip(*grads))
+
+
+def test_one_graph_for_other_values_of_captured_tensors():
+    graphs = []
+
+    def count(graph, example):
+        graphs.append(graph)
+        return graph.forward
+
+    bias = torch.zeros(H)
+    score = scores.head_bias(bias)
+    torch._dynamo.reset()
+    call = torch.compile(lambda q, k, v: anyattn.flex_attention(q, k, v, score_mod=score, return_lse=True), fullgraph=True, backend=count)
+    tensors = inputs(grad=False)
+    before = call(*tensors)[1]
+    bias += 1.0
+    after = call(*tensors)[1]
+    assert len(graphs) == 1 and not torch.equal(before, after)
+
+
+def test_export():
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.score, self.mask = scores.softcap(4.0), masks.causal() & masks.sliding_window(11, None)
+
+        def forward(self, q, k, v):
+            return anyattn.flex_attention(q, k, v, score_mod=self.score, mask_mod=self.mask)
+
+    tensors = tuple(inputs(grad=False))
+    exported = torch.export.export(Layer(), tensors)
+    assert any("anyattn" in str(node.target) for node in exported.graph.nodes)
+    assert torch.equal(exported.module()(*tensors), Layer()(*tensors))
+
+
+@pytest.mark.parametrize("where", ["score_mod", "mask_mod"])
+def test_a_plain_function_says_what_to_do(where):
+    plain = {"score_mod": lambda s, b, h, q, k: s * 2, "mask_mod": lambda b, h, q, k: q >= k}[where]
+    with pytest.raises(Exception, match=rf"{where} is a plain function inside torch.compile.*anyattn\.mod\(f\)") as error:
+        compiled(lambda q, k, v: anyattn.flex_attention(q, k, v, **{where: plain}))(*inputs())
+    assert "TypeError" in f"{type(error.value)} {error.value}"
+
+
+def test_aux_tensors_say_what_to_do():
+    mod = anyattn.mod(lambda s, b, h, q, k, aux_tensors: s + aux_tensors[0][h])
+    with pytest.raises(Exception, match="wanted a mod that captures its tensors"):
+        compiled(lambda q, k, v: anyattn.flex_attention(q, k, v, score_mod=mod, aux_tensors=[torch.zeros(H)]))(*inputs())
+
+
+def operands(score, mask, *, blocks=False, sink=None, wants_max=False, grad=True):
+    q, k, v = inputs(grad=grad)
+    s = score.frozen["torch.float32"] if score else None
+    m = mask.frozen["torch.float32"] if mask else None
+    lists = []
+    if blocks:
+        made = anyattn.create_block_mask(mask, 1, 1, S, S, device="cpu", BLOCK_SIZE=16)
+        lists = [made.kv_num_blocks, made.kv_indices, made.full_kv_num_blocks, made.full_kv_indices]
+    return (
+        q,
+        k,
+        v,
+        sink,
+        s.program if s else "",
+        s.scalars if s else torch.empty(0, dtype=torch.float64),
+        s.tensors if s else [],
+        m.program if m else "",
+        [m.scalars] if m else [],
+        m.tensors if m else [],
+        lists,
+        [16, 16] if blocks else [],
+        False,
+        0.25,
+        wants_max,
+        "",
+    )
+
+
+OPCHECKS = {
+    "bare": lambda: operands(None, None),
+    "score_and_mask": lambda: operands(scores.alibi(scores.alibi_slopes(H).requires_grad_()), masks.causal()),
+    "blocks_and_sink": lambda: operands(None, masks.document(torch.arange(S) // 5), blocks=True, sink=torch.zeros(H, requires_grad=True)),
+    "max_scores": lambda: operands(scores.softcap(2.0), None, wants_max=True, grad=False),
+}
+
+
+@pytest.mark.parametrize("name", OPCHECKS)
+def test_opcheck(name):
+    torch.library.opcheck(attend, OPCHECKS[name]())

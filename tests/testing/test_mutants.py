@@ -1,0 +1,135 @@
+"""Every planted bug is caught, by the check that it names; with no bug, all checks pass."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "end_to_end"))
+
+import test_edge_cases as edge
+from calls import judge, results
+
+import anyattn
+from anyattn.testing import cases, mutants
+
+SMALL = cases.Shape(2, 4, 2, 67, 67, 16, 16)
+TALL = cases.Shape(1, 2, 1, 300, 310, 8, 8)
+
+
+@functools.cache
+def wanted(variant: str, shape: cases.Shape, kind: str, dtype: torch.dtype, with_lse: bool) -> tuple[cases.Case, cases.Expected]:
+    case = cases.Case(variant, shape, kind)
+    return case, cases.expected(case, dtype, with_lse=with_lse)
+
+
+def case(variant: str, shape=SMALL, kind="normal", dtype=torch.float32, with_lse=True, **options) -> Callable[[], None]:
+    def check() -> None:
+        which, want = wanted(variant, shape, kind, dtype, with_lse)
+        want.check(results(which, want, **options), variant)
+
+    return check
+
+
+def half(variant: str, shape=SMALL) -> Callable[[], None]:
+    return case(variant, shape, dtype=torch.bfloat16, with_lse=False)
+
+
+def block_mask(block: int) -> Callable[[], None]:
+    """Torch's lists, which are taken as they are; those that anyattn made say no more than their mask does."""
+
+    def check() -> None:
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        q, k, v = edge.qkv(1, 2, 1, 130, 141, 8, 8)
+        mask = lambda b, h, i, j: (j <= i) & ((j < 100) | (i == 120))
+        made = create_block_mask(mask, None, None, 130, 141, device="cpu", BLOCK_SIZE=block)
+        judge(q, k, v, mask=mask, block_mask=made, kernel_options={"tile_m": 16})
+
+    return check
+
+
+def by(name: str) -> Callable[[], None]:
+    """Masks that differ by head or batch entry, which splits the work, and biases that must follow."""
+
+    def check() -> None:
+        q, k, v = edge.qkv(2, 4, 2, 80, 90, 8, 8)
+        mask = {"head": lambda b, h, i, j: i - j >= 3 * h, "batch": lambda b, h, i, j: i - j >= 3 * b}[name]
+        bias = torch.linspace(-1, 1, 4, dtype=torch.float64)
+        score = {"head": lambda s, b, h, i, j: s + bias[h] * j * 0.1, "batch": lambda s, b, h, i, j: s + bias[b] * j * 0.1}[name]
+        judge(q, k, v, mask=mask)
+        judge(q, k, v, mask=mask, score=score, captured=[bias])
+
+    return check
+
+
+def blind_half() -> None:
+    q, k, v = edge.qkv(1, 2, 1, 100, 100, 8, 8, dtype=torch.bfloat16)
+    judge(q, k, v, mask=lambda b, h, i, j: (j <= i) & (i < 90) & (j >= 10))
+
+
+def where() -> None:
+    judge(*edge.qkv(1, 2, 1, 40, 50, 8, 8), score=lambda s, b, h, i, j: torch.where(i >= j, s * 2.0, s * 0.5))
+
+
+def runs_half() -> None:
+    q, k, v = edge.qkv(1, 1, 1, 100, 700, 8, 8, dtype=torch.bfloat16)
+    judge(q, k, v, mask=lambda b, h, i, j: (j < 20) | ((j >= 400 + i) & (j < 500 + i)))
+
+
+CHECKS: dict[str, Callable[[], None]] = {
+    "full": case("full"),
+    "causal": case("causal", TALL),
+    "window": case("window", TALL),
+    "islands": case("islands"),
+    "sink": case("sink"),
+    "alibi": case("alibi"),
+    "relative": case("relative"),
+    "relative_window": case("relative_window"),
+    "head_bias": case("head_bias"),
+    "softcap": case("softcap"),
+    "chunks": case("full", kind="peaky", kernel_options={"tile_m": 16, "tile_n": 16}),
+    "gqa": case("causal", SMALL, kernel_options={"tile_m": 32}),
+    "full_half": half("full"),
+    "blind_half": blind_half,
+    "runs_half": runs_half,
+    "block_mask": block_mask(32),
+    "by_head": by("head"),
+    "by_batch": by("batch"),
+    "where": where,
+    "garbage": lambda: edge.test_12_garbage_in_padding(float("nan"), "mask_mod"),
+    "infinite_derivative": edge.test_16_a_derivative_that_is_infinite_under_the_mask,
+    "closures": edge.test_17_two_closures_with_equal_code,
+    "huge_table": edge.test_05_a_captured_table_indexed_past_two_to_the_31,
+    "inputs": edge.test_inputs_are_never_modified,
+}
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_without_a_bug_the_checks_pass(name):
+    CHECKS[name]()
+
+
+@pytest.mark.parametrize("name", mutants.MUTANTS)
+def test_killed(name):
+    check = CHECKS[mutants.MUTANTS[name].killer]
+    with mutants.active(name), pytest.raises((AssertionError, RuntimeError, IndexError)):
+        check()
+    check()  # and the bug is gone afterwards
+
+
+def test_there_are_enough():
+    assert len(mutants.MUTANTS) >= 20
+
+
+def test_a_seam_that_moved_is_reported(monkeypatch):
+    mutant = mutants.Mutant("moved", "oracle:attention", "no such text", "", "full")
+    monkeypatch.setitem(mutants.MUTANTS, "moved", mutant)
+    with pytest.raises(LookupError, match=r"'no such text' stands 0 times in oracle:attention"), mutants.active("moved"):
+        pass
+    assert anyattn.__version__
