@@ -1,0 +1,68 @@
+"""``anyattn doctor``: versions, backends and why one is unavailable, and a few results checked against float64."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import time
+
+import click
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import anyattn
+from anyattn import gallery, hardware, plan
+from anyattn.cli.judge import shares
+
+__all__ = ["command"]
+
+_PACKAGES = ("torch", "numpy", "triton", "nvidia-cutlass-dsl", "matplotlib")
+# A mask by ranges, captured ids, a score mod with a table, and a mod of nobody's: one per path through the library.
+_CHECKED = ("causal", "document", "t5_bias", "own")
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+@click.command("doctor")
+def command() -> int:
+    """Check versions, backends and a few results; ends with status 1 if a result is wrong."""
+    console = Console()
+    machine = Table(show_header=False, box=None, pad_edge=False)
+    machine.add_row("anyattn", anyattn.__version__)
+    machine.add_row("python", platform.python_version())
+    for package in _PACKAGES:
+        machine.add_row(package, _version(package))
+    devices = ["cpu", *(f"cuda:{i} {torch.cuda.get_device_name(i)}" for i in range(torch.cuda.device_count()))]
+    machine.add_row("devices", ", ".join(devices))
+    machine.add_row("threads", str(torch.get_num_threads()))
+    for name, why in plan.available(hardware.of("cpu")).items():
+        machine.add_row(f"backend {name}", "available" if why is None else f"unavailable: {why}")
+    console.print(machine, highlight=False)
+    started = time.perf_counter()
+    worst = {f"{name} {dtype}": _worst(name, dtype) for name in _CHECKED for dtype in (torch.float32, torch.bfloat16)}
+    seconds = time.perf_counter() - started
+    wrong = [f"{name} uses {share:.3g} of its error budget" for name, share in worst.items() if not share <= 1]
+    if wrong:
+        console.print("[red]wrong:[/] " + "; ".join(wrong), highlight=False)
+        return 1
+    console.print(
+        f"[green]well[/]: {len(worst)} self-checks, forward and backward, at most {max(worst.values()):.0%} of the error "
+        f"budget used, {seconds:.1f} s",
+        highlight=False,
+    )
+    return 0
+
+
+def _worst(name: str, dtype: torch.dtype) -> float:
+    mods = gallery.VARIANTS[name].mods(gallery.Setting(seqlen=192, heads=2))
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dout = (torch.randn(1, 2, 192, 32, generator=generator).to(dtype) for _ in range(4))
+    q, k, v = (t.requires_grad_() for t in (q, k, v))
+    out = anyattn.flex_attention(q, k, v, mods.score, mask_mod=mods.mask)
+    return max(shares(mods, (q, k, v), dout, out, torch.autograd.grad(out, (q, k, v), dout)).values())

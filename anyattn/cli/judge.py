@@ -1,0 +1,39 @@
+"""Judges a result of the gallery against float64, as shares of the error budget."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anyattn import oracle
+from anyattn.gallery import Mods
+from anyattn.testing import budget
+from anyattn.testing.rounding import rounding
+
+__all__ = ["shares"]
+
+
+def shares(mods: Mods, qkv: tuple[Tensor, ...], dout: Tensor, out: Tensor, gradients: tuple[Tensor, ...]) -> dict[str, float]:
+    """The share of its budget that the last head's out, dq, dk and dv each use; at most 1 is right.
+
+    One head, since float64 attention from the definition is slow and dense; equally many query and key heads.
+    """
+    head = qkv[0].shape[1] - 1
+    part = [t.detach()[:, head:] for t in (*qkv, dout)]
+    given: dict[str, Any] = {}
+    if mods.mask is not None:
+        mask = mods.mask
+        given["mask"] = lambda b, h, q_idx, kv_idx: mask(b, h + head, q_idx, kv_idx)
+    if mods.score is not None:
+        score = mods.score
+        given["score"] = lambda s, b, h, q_idx, kv_idx: score(s, b, h + head, q_idx, kv_idx)
+    with torch.enable_grad():
+        fp64 = (oracle.attention(*part[:3], **given).out, *oracle.gradients(*part, **given)[:3])
+        plain = (oracle.same_dtype(*part[:3], **given).out, *oracle.same_dtype_gradients(*part, **given)[:3])
+        noise = rounding(*part, **given)
+    noises = (noise.out, noise.dq, noise.dk, noise.dv)
+    mine = [t.detach()[:, head:] for t in (out, *gradients)]
+    compared = zip(("out", "dq", "dk", "dv"), mine, fp64, plain, noises)
+    return {name: budget.share(got, exact, by_hand, rough) for name, got, exact, by_hand, rough in compared}

@@ -1,0 +1,93 @@
+"""From what a person types to a mod: a name of the gallery, a call of the library of masks, or ``file.py:function``."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from anyattn import gallery
+from anyattn.mods import masks, scores
+from anyattn.mods.algebra import Mask, Score, mod
+
+__all__ = ["load", "named_mods"]
+
+
+def named_mods(text: str, setting: gallery.Setting) -> gallery.Mods:
+    """The mods that ``text`` names. Raises ``click.BadParameter`` saying what is wrong and what could be typed instead."""
+    if text in gallery.VARIANTS:
+        return gallery.VARIANTS[text].mods(setting)
+    wrapped = load(text)
+    return gallery.Mods(mask=wrapped) if isinstance(wrapped, Mask) else gallery.Mods(score=wrapped)
+
+
+def load(text: str) -> Mask | Score:
+    """A mask or score from ``file.py:function`` or from an expression such as ``causal() & sliding_window(256, 0)``."""
+    head, colon, name = text.rpartition(":")
+    found = _from_file(Path(head), name) if colon and head.endswith(".py") else _from_library(text)
+    try:
+        return mod(found)
+    except (TypeError, ValueError) as error:
+        raise click.BadParameter(f"{text}: {error}") from error
+
+
+def _from_file(path: Path, name: str) -> Callable:
+    if not path.is_file():
+        raise click.BadParameter(f"there is no file {str(path)!r}")
+    spec = importlib.util.spec_from_file_location(f"anyattn_user_{path.stem}", path)
+    assert spec is not None and spec.loader is not None  # the name ends in .py
+    module = importlib.util.module_from_spec(spec)
+    # dataclasses and pickle look a class's module up by name while it is being made
+    sys.modules[spec.name] = module
+    sys.path.insert(0, str(path.parent.resolve()))
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise click.BadParameter(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
+    finally:
+        sys.path.remove(str(path.parent.resolve()))
+    if not hasattr(module, name):
+        has = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise click.BadParameter(f"{path} has no {name!r}; it has {', '.join(has) or 'no functions'}")
+    return getattr(module, name)
+
+
+def _from_library(text: str) -> Any:
+    wanted = f"wanted one of {', '.join(gallery.VARIANTS)}; a call like 'causal() & sliding_window(256, 0)'; or file.py:function"
+    try:
+        return _value(ast.parse(text, mode="eval").body)
+    except (SyntaxError, LookupError) as error:
+        detail = f" ({error.args[0]})" if isinstance(error, LookupError) else ""
+        raise click.BadParameter(f"{text!r} is no mask{detail}; {wanted}") from error
+    except (TypeError, ValueError) as error:
+        raise click.BadParameter(f"{text}: {error}") from error
+
+
+def _value(node: ast.expr) -> Any:
+    """Evaluates calls of the library, ``&``, ``|`` and ``~`` over them, and literals: nothing else, so no code can be typed in."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.BitAnd, ast.BitOr)):
+        left, right = _value(node.left), _value(node.right)
+        return left & right if isinstance(node.op, ast.BitAnd) else left | right
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Invert):
+        return ~_value(node.operand)
+    if isinstance(node, ast.Name):
+        return _library(node.id)()
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        given = [_value(argument) for argument in node.args]
+        return _library(node.func.id)(*given, **{k.arg: _value(k.value) for k in node.keywords if k.arg})
+    try:
+        return ast.literal_eval(node)
+    except ValueError as error:
+        raise LookupError(f"{ast.unparse(node)!r} is not a call or a number") from error
+
+
+def _library(name: str) -> Callable:
+    for module in (masks, scores):
+        if name in module.__all__:
+            return getattr(module, name)
+    raise LookupError(f"no {name!r} in the library: {', '.join((*masks.__all__, *scores.__all__))}")

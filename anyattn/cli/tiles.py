@@ -1,0 +1,64 @@
+"""A mask's tile grid for one batch entry and head, and its drawing in the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from rich.text import Text
+
+from anyattn.pictures import EMPTY, FULL, PALETTE, PARTIAL, TilePanel
+from anyattn.sparsity.compute import compute_block_sparsity
+
+__all__ = ["coarser", "drawing", "legend", "panel"]
+
+_ELEMENTS = 1024  # longest sequence whose single elements are worth drawing
+# Two characters are about square; the characters differ too, for terminals and eyes without colour.
+_MARKS = {FULL: ("██", PALETTE["full"]), PARTIAL: ("▒▒", PALETTE["partial"]), EMPTY: ("··", "grey50")}
+
+
+def panel(title: str, mask: Callable, seqlen: tuple[int, int], tile: tuple[int, int], batch: int = 0, head: int = 0) -> TilePanel:
+    """The tiles of ``mask`` over ``seqlen`` (queries, keys) in tiles of ``tile``, and its elements where they can be seen."""
+    lists = compute_block_sparsity(*tile, batch + 1, head + 1, *seqlen, mask, device="cpu")
+    classes = lists.classes()
+    grid = classes[min(batch, classes.shape[0] - 1), min(head, classes.shape[1] - 1)].numpy()
+    visible = None
+    if max(seqlen) <= _ELEMENTS:
+        place = [torch.tensor(i) for i in (batch, head)]
+        seen = mask(*place, torch.arange(seqlen[0])[:, None], torch.arange(seqlen[1]))
+        visible = torch.as_tensor(seen).expand(seqlen).numpy()
+    return TilePanel(title, grid, tile, seqlen, visible)
+
+
+def coarser(classes: np.ndarray, most_rows: int, most_columns: int) -> tuple[np.ndarray, int]:
+    """The grid with squares of tiles merged until it fits, and how many a side: mixed squares are partial."""
+    factor = max(1, -(-classes.shape[0] // most_rows), -(-classes.shape[1] // most_columns))
+    if factor == 1:
+        return classes, 1
+    rows, columns = (-(-size // factor) for size in classes.shape)
+    # edge padding repeats the last tiles, which changes no square's being all full or all empty
+    padding = [(0, rows * factor - classes.shape[0]), (0, columns * factor - classes.shape[1])]
+    squares = np.pad(classes, padding, mode="edge").reshape(rows, factor, columns, factor)
+    low, high = squares.min((1, 3)), squares.max((1, 3))
+    return np.where(low == high, low, PARTIAL), factor
+
+
+def drawing(classes: np.ndarray) -> Text:
+    """The grid in colour, a row of tiles to a line."""
+    text = Text(no_wrap=True)
+    for row in classes.tolist():
+        for kind in row:
+            mark, colour = _MARKS[kind]
+            text.append(mark, style=colour)
+        text.append("\n")
+    return text
+
+
+def legend(shown: TilePanel) -> Text:
+    """What the marks mean, with the count of each."""
+    text = Text()
+    for kind, name in ((FULL, "full"), (PARTIAL, "partial"), (EMPTY, "empty")):
+        mark, colour = _MARKS[kind]
+        text.append(mark, style=colour).append(f" {name} {shown.count(kind)}   ")
+    return text.append(f"{shown.count(EMPTY) / max(shown.classes.size, 1):.1%} skipped")

@@ -1,0 +1,138 @@
+"""The gallery: the variants that the demo runs, the benchmarks time and the docs show, as data.
+
+A variant is a function from a ``Setting`` to the pair of mods it stands for, written as a user would write it.
+
+>>> from anyattn import gallery
+>>> gallery.VARIANTS["causal"].mods(gallery.Setting(seqlen=64, heads=2)).mask
+Mask(causal)
+"""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from anyattn.mods import masks, scores
+
+__all__ = ["VARIANTS", "Mods", "Setting", "Variant"]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The sizes that a variant's mods are made for: ``heads`` query heads over ``seqlen`` queries and keys."""
+
+    seqlen: int
+    heads: int
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        for name in ("seqlen", "heads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+
+    def random(self, *shape: int, seed: int) -> torch.Tensor:
+        """float32, standard normal, the same for the same seed."""
+        return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(self.device)
+
+
+@dataclass(frozen=True)
+class Mods:
+    """``mask(b, h, q_idx, kv_idx) -> bool`` or None for everything; ``score(score, b, h, q_idx, kv_idx)`` or None for no change."""
+
+    mask: Callable[..., Any] | None = None
+    score: Callable[..., Any] | None = None
+
+
+@dataclass(frozen=True)
+class Variant:
+    """name: for the command line. title, meaning: for people. mods: makes the pair for a setting.
+
+    is_additive: the score mod adds a bias that does not depend on the score, so that torch can do the same job with a dense bias.
+    """
+
+    name: str
+    title: str
+    meaning: str
+    mods: Callable[[Setting], Mods]
+    is_additive: bool = True
+
+    @property
+    def code(self) -> str:
+        """The body of the function that makes the mods, as text."""
+        lines = textwrap.dedent(inspect.getsource(self.mods)).splitlines()
+        return textwrap.dedent("\n".join(lines[1:])).strip()
+
+
+def _causal(setting: Setting) -> Mods:
+    return Mods(masks.causal())
+
+
+def _sliding_window(setting: Setting) -> Mods:
+    return Mods(masks.sliding_window(left=setting.seqlen // 8, right=0))
+
+
+def _document(setting: Setting) -> Mods:
+    # lengths as uneven as real documents are
+    ends = torch.tensor([0.0, 0.08, 0.30, 0.36, 0.60, 0.71, 1.0]).mul(setting.seqlen).long()
+    return Mods(masks.document_from_cu_seqlens(ends.to(setting.device)))
+
+
+def _prefix_lm(setting: Setting) -> Mods:
+    return Mods(masks.prefix_lm(setting.seqlen // 4))
+
+
+def _sink_window(setting: Setting) -> Mods:
+    return Mods(masks.sink_window(sink=4, window=setting.seqlen // 8))
+
+
+def _alibi(setting: Setting) -> Mods:
+    slopes = scores.alibi_slopes(setting.heads).to(setting.device)
+    return Mods(masks.causal(), scores.alibi(slopes))
+
+
+def _t5_bias(setting: Setting) -> Mods:
+    table = setting.random(32, setting.heads, seed=2)
+    return Mods(None, scores.t5_bias(table, bidirectional=True, max_distance=128))
+
+
+def _softcap(setting: Setting) -> Mods:
+    return Mods(masks.causal(), scores.softcap(2.0))
+
+
+def _head_bias(setting: Setting) -> Mods:
+    return Mods(masks.causal(), scores.head_bias(setting.random(setting.heads, seed=3)))
+
+
+def _own(setting: Setting) -> Mods:
+    paragraph = max(1, setting.seqlen // 16)
+
+    def mask(b, h, q_idx, kv_idx):
+        mine, theirs = q_idx // paragraph, kv_idx // paragraph
+        return (q_idx >= kv_idx) & ((mine == theirs) | (theirs % 4 == 0))
+
+    def score(score, b, h, q_idx, kv_idx):
+        return score - torch.log1p(torch.abs(q_idx - kv_idx).float())
+
+    return Mods(mask, score)
+
+
+VARIANTS: dict[str, Variant] = {
+    variant.name: variant
+    for variant in (
+        Variant("causal", "Causal", "A query sees the keys up to its own place.", _causal),
+        Variant("sliding_window", "Sliding window", "A query sees the keys just before it, and itself.", _sliding_window),
+        Variant("document", "Document", "Sequences packed end to end; a query sees its own sequence.", _document),
+        Variant("prefix_lm", "Prefix LM", "Everyone sees the prompt, the rest is causal.", _prefix_lm),
+        Variant("sink_window", "Sink + window", "A sliding window that keeps the first tokens in view.", _sink_window),
+        Variant("alibi", "ALiBi", "Causal; scores fall with the distance, at a slope per head.", _alibi),
+        Variant("t5_bias", "T5 bias", "A learned bias per bucket of distances and head.", _t5_bias),
+        Variant("softcap", "Softcap", "Causal; scores are squeezed by a tanh, as in Gemma 2.", _softcap, is_additive=False),
+        Variant("head_bias", "Per-head bias", "Causal; a learned number per head is added.", _head_bias),
+        Variant("own", "One of your own", "Own paragraph and every fourth one, near keys preferred.", _own),
+    )
+}

@@ -1,0 +1,254 @@
+"""Pictures of masks and score mods, as PNG or SVG: which tiles a kernel skips, masks or runs bare.
+
+A mask is drawn tile by tile: **full** (no mask is evaluated), **partial** (the mask is evaluated in it) and **empty**
+(never loaded). Where the sequences are short enough the single elements inside partial tiles are drawn too. A score mod
+is drawn as what it adds to a score of zero, or, where it does not depend on the position, as a curve over the score.
+
+Needs matplotlib (``pip install 'anyattn[viz]'``), imported when the first picture is made. The background is opaque and
+the text dark, so that a picture reads the same on a dark page as on a light one; the two tile colours differ in
+lightness as well as in hue, for colour-blind eyes and for paper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["EMPTY", "FULL", "PALETTE", "PARTIAL", "CurvePanel", "HeatPanel", "TilePanel", "figure", "save"]
+
+EMPTY, PARTIAL, FULL = 0, 1, 2
+PALETTE = {"full": "#1f5fa8", "partial": "#f2a43a", "hidden": "#fbe3bd", "empty": "#e6e9ed"}
+_INK, _QUIET, _PAPER = "#1d2430", "#5d6878", "#ffffff"
+_CURVES = ("#1f5fa8", "#f2a43a", "#2f9e77", "#b3477d", "#7a5cc2", "#5d6878")
+# Above this many elements a side a pixel of the picture holds several, and single elements tell nothing.
+_MAX_ELEMENTS = 1024
+# White lines between more tiles than this would cover the tiles.
+_MAX_RULED_TILES = 64
+
+
+@dataclass(frozen=True)
+class TilePanel:
+    """One mask, for one batch entry and head.
+
+    ``classes`` is ``(q_tiles, kv_tiles)`` of EMPTY, PARTIAL and FULL; ``visible``, if given, is the mask itself,
+    ``(seqlen_q, seqlen_k)`` of bool, and is drawn inside partial tiles.
+    """
+
+    title: str
+    classes: np.ndarray
+    tile: tuple[int, int]
+    seqlen: tuple[int, int]
+    visible: np.ndarray | None = None
+
+    def __post_init__(self) -> None:
+        wanted = tuple(-(-length // size) for length, size in zip(self.seqlen, self.tile))
+        if self.classes.shape != wanted:
+            raise ValueError(
+                f"classes has shape {self.classes.shape}, but seqlen={self.seqlen} in tiles of {self.tile} is {wanted}"
+            )
+        if self.visible is not None and self.visible.shape != self.seqlen:
+            raise ValueError(f"visible has shape {self.visible.shape}, wanted seqlen={self.seqlen}")
+
+    def count(self, kind: int) -> int:
+        """How many tiles are of this class."""
+        return int((self.classes == kind).sum())
+
+
+@dataclass(frozen=True)
+class HeatPanel:
+    """What a score mod adds to a score of zero, ``(seqlen_q, seqlen_k)`` of float; NaN where a mask hides the place."""
+
+    title: str
+    values: np.ndarray
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class CurvePanel:
+    """What a score mod makes of a score: ``curves`` maps a label to values over ``scores``."""
+
+    title: str
+    scores: np.ndarray
+    curves: dict[str, np.ndarray]
+    note: str = ""
+
+
+Panel = TilePanel | HeatPanel | CurvePanel
+
+
+def _pixels(panel: TilePanel) -> np.ndarray:
+    """Colour numbers at element resolution, or one per tile where elements are too many: 0 to 3, as in _LEGEND."""
+    kinds = np.where(panel.classes == FULL, 3, np.where(panel.classes == PARTIAL, 2, 0)).astype(np.uint8)
+    if max(panel.seqlen) > _MAX_ELEMENTS or panel.visible is None:
+        return kinds
+    rows, columns = panel.seqlen
+    fine = kinds.repeat(panel.tile[0], axis=0).repeat(panel.tile[1], axis=1)[:rows, :columns]
+    fine[(fine == 2) & ~panel.visible] = 1
+    return fine
+
+
+_LEGEND = (
+    ("full", "full: computed without a mask"),
+    ("partial", "partial: the mask decides each element"),
+    ("hidden", "hidden element of a partial tile"),
+    ("empty", "empty: skipped, never loaded"),
+)
+
+
+def _draw_tiles(axes: Axes, panel: TilePanel) -> None:
+    from matplotlib.colors import ListedColormap
+
+    colours = ListedColormap([PALETTE["empty"], PALETTE["hidden"], PALETTE["partial"], PALETTE["full"]])
+    rows, columns = panel.seqlen
+    grid_m, grid_n = panel.classes.shape
+    pixels = _pixels(panel)
+    # The last tile may be ragged; one pixel per tile is stretched to the padded length and then cut by the limits.
+    is_fine = pixels.shape == panel.seqlen
+    extent = (0, columns, rows, 0) if is_fine else (0, grid_n * panel.tile[1], grid_m * panel.tile[0], 0)
+    axes.imshow(pixels, cmap=colours, vmin=0, vmax=3, extent=extent, interpolation="nearest", aspect="auto")
+    axes.set_xlim(0, columns)
+    axes.set_ylim(rows, 0)
+    if max(grid_m, grid_n) <= _MAX_RULED_TILES:
+        width = 0.7 if max(grid_m, grid_n) <= 32 else 0.35
+        axes.hlines(np.arange(1, grid_m) * panel.tile[0], 0, columns, colors=_PAPER, linewidth=width)
+        axes.vlines(np.arange(1, grid_n) * panel.tile[1], 0, rows, colors=_PAPER, linewidth=width)
+    skipped = panel.count(EMPTY) / max(panel.classes.size, 1)
+    note = f"{panel.count(FULL)} full, {panel.count(PARTIAL)} partial, {panel.count(EMPTY)} empty ({skipped:.0%} skipped)"
+    _label(axes, panel.title, note)
+    _place_axis(axes, rows, columns)
+
+
+def _draw_heat(axes: Axes, panel: HeatPanel) -> None:
+    from matplotlib import colormaps
+
+    shown = panel.values[np.isfinite(panel.values)]
+    reach = max(float(np.abs(shown).max()) if shown.size else 0.0, 1e-6)
+    rows, columns = panel.values.shape
+    colours = colormaps["RdYlBu"].with_extremes(bad=PALETTE["empty"])
+    extent = (0, columns, rows, 0)
+    image = axes.imshow(
+        panel.values, cmap=colours, vmin=-reach, vmax=reach, extent=extent, interpolation="nearest", aspect="auto"
+    )
+    bar = axes.figure.colorbar(image, ax=axes, fraction=0.046, pad=0.03)
+    bar.ax.tick_params(labelsize=7, colors=_QUIET, length=2)
+    bar.outline.set_visible(False)
+    _label(axes, panel.title, panel.note)
+    _place_axis(axes, rows, columns)
+
+
+def _draw_curves(axes: Axes, panel: CurvePanel) -> None:
+    axes.plot(panel.scores, panel.scores, color=_QUIET, linewidth=0.9, linestyle=(0, (4, 3)), label="unchanged")
+    for (label, values), colour in zip(panel.curves.items(), _CURVES):
+        axes.plot(panel.scores, values, color=colour, linewidth=1.6, label=label)
+    axes.legend(fontsize=7, frameon=False, labelcolor=_INK, loc="upper left")
+    axes.set_xlabel("score", fontsize=8, color=_QUIET)
+    axes.set_ylabel("score after the mod", fontsize=8, color=_QUIET)
+    axes.set_box_aspect(1)
+    axes.tick_params(labelsize=7, colors=_QUIET, length=2)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_color(PALETTE["empty"])
+    _label(axes, panel.title, panel.note)
+
+
+def _label(axes: Axes, title: str, note: str) -> None:
+    axes.set_title(title, fontsize=11, color=_INK, loc="left", pad=18, fontweight="bold")
+    axes.text(0, 1.02, note, transform=axes.transAxes, fontsize=7.5, color=_QUIET, va="bottom", ha="left")
+
+
+def _place_axis(axes: Axes, rows: int, columns: int) -> None:
+    """Query positions down, key positions across, as a score matrix is written."""
+    axes.set_box_aspect(1 if rows == columns else min(max(rows / columns, 0.4), 2.5))
+    axes.set_xticks([0, columns // 2, columns])
+    axes.set_yticks([0, rows // 2, rows])
+    axes.tick_params(labelsize=7, colors=_QUIET, length=2)
+    axes.set_xlabel("key position", fontsize=8, color=_QUIET, labelpad=2)
+    axes.set_ylabel("query position", fontsize=8, color=_QUIET, labelpad=2)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+
+
+def _matplotlib_figure(**options: Any) -> Figure:
+    try:
+        # Not pyplot: it would pick a window system and keep every figure alive.
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("pictures need matplotlib: pip install 'anyattn[viz]'") from error
+    return Figure(**options)
+
+
+def figure(panels: Sequence[Panel], *, heading: str = "", columns: int = 4) -> Figure:
+    """Draw panels in a grid, with one legend for all.
+
+    Args:
+        panels: at least one ``TilePanel``, ``HeatPanel`` or ``CurvePanel``.
+        heading: a line above everything.
+        columns: panels side by side.
+
+    Returns:
+        A matplotlib ``Figure``, for :func:`save`.
+
+    Raises:
+        ValueError: no panels.
+        ImportError: matplotlib is missing.
+    """
+    if not panels:
+        raise ValueError("panels is empty: give at least one")
+    columns = min(columns, len(panels))
+    rows = -(-len(panels) // columns)
+    has_tiles = any(isinstance(panel, TilePanel) for panel in panels)
+    # Inches, so that text keeps its size however many panels there are.
+    head, foot, side = 0.55 if heading else 0.1, 0.5 if has_tiles else 0.1, 3.3
+    height = rows * side + head + foot
+    fig = _matplotlib_figure(figsize=(columns * side, height), facecolor=_PAPER, layout="constrained")
+    fig.get_layout_engine().set(rect=(0.005, foot / height, 0.99, 1 - (head + foot) / height), wspace=0.06, hspace=0.06)
+    grid = fig.subplots(rows, columns, squeeze=False).ravel()
+    for axes, panel in zip(grid, panels):
+        axes.set_facecolor(_PAPER)
+        if isinstance(panel, TilePanel):
+            _draw_tiles(axes, panel)
+        elif isinstance(panel, HeatPanel):
+            _draw_heat(axes, panel)
+        else:
+            _draw_curves(axes, panel)
+    for axes in grid[len(panels) :]:
+        axes.set_visible(False)
+    if heading:
+        fig.text(0.012, 1 - 0.3 / height, heading, fontsize=13, color=_INK, va="center", fontweight="bold")
+    if has_tiles:
+        _draw_legend(fig, columns, has_elements=any(isinstance(p, TilePanel) and p.visible is not None for p in panels))
+    return fig
+
+
+def _draw_legend(fig: Figure, columns: int, has_elements: bool) -> None:
+    from matplotlib.patches import Patch
+
+    entries = [(name, text) for name, text in _LEGEND if has_elements or name != "hidden"]
+    patches = [Patch(facecolor=PALETTE[name], label=text) for name, text in entries]
+    per_row = len(entries) if columns >= 3 else max(1, columns)
+    fig.legend(
+        handles=patches, loc="lower left", ncols=per_row, frameon=False, fontsize=8, labelcolor=_INK, handlelength=1.1
+    )
+
+
+def save(fig: Figure, *paths: str | Path) -> None:
+    """Write a figure to each path; the suffix, ``.png`` or ``.svg``, chooses the format. Folders are made.
+
+    Raises:
+        ValueError: another suffix.
+    """
+    for path in map(Path, paths):
+        if path.suffix.lower() not in (".png", ".svg"):
+            raise ValueError(f"cannot write {path}: the name must end in .png or .svg")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # No date inside: the same mask gives the same file.
+        fig.savefig(path, dpi=160, facecolor=fig.get_facecolor(), metadata={"Date": None} if path.suffix == ".svg" else None)
