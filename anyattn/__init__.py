@@ -13,7 +13,7 @@ from anyattn.errors import BackendError, ModError
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
 
-    from anyattn.explain import explain
+    from anyattn.explanation import explain
     from anyattn.flex import flex_attention
     from anyattn.mods import masks, scores
     from anyattn.mods.algebra import Mask, Score, and_masks, mod, or_masks
@@ -32,7 +32,7 @@ _HOME = {
     "and_masks": "anyattn.mods.algebra",
     "compute_block_sparsity": "anyattn.sparsity.compute",
     "create_block_mask": "anyattn.sparsity.block_mask",
-    "explain": "anyattn.explain",
+    "explain": "anyattn.explanation",
     "flex_attention": "anyattn.flex",
     "mod": "anyattn.mods.algebra",
     "or_masks": "anyattn.mods.algebra",

@@ -177,9 +177,11 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any) -> tu
     )  # fmt: skip
     dq, dk, dv, dsink, *captured = grads
     by_tensor = [g if w else None for g, w in zip(captured, ctx.wants_captured, strict=True)]
-    # one entry per input of `attend`, lists as lists: the mask's scalars and tensors, the block lists and the block size take none
-    lists_of_none = [[None] * n for n in (*ctx.counts[1:], len(ctx.block_size))]
-    return dq, dk, dv, dsink if sink is not None else None, None, None, by_tensor, None, *lists_of_none, None, None, None, None
+    # one entry per input of `attend`: a list of tensors takes a list, a list of ints one None unless it is empty (then torch cannot
+    # tell it from a list of tensors)
+    mask_scalars, mask_tensors, block_lists = ([None] * n for n in ctx.counts[1:])
+    block_size = None if ctx.block_size else []
+    return dq, dk, dv, dsink if sink is not None else None, None, None, by_tensor, None, mask_scalars, mask_tensors, block_lists, block_size, None, None, None, None
 
 
 attend.register_autograd(_gradients, setup_context=_save)

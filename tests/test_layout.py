@@ -22,6 +22,8 @@ FLOORS: dict[str, int] = {
     "anyattn.gallery": 0,
     "anyattn.pictures": 0,
     "anyattn.oracle": 0,
+    "anyattn.explanation": 0,
+    "anyattn.ops": 0,
     "anyattn.testing": 0,
     "anyattn.problem": 1,
     "anyattn.check": 1,

@@ -11,8 +11,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-
 from anyattn.mods.ir import Builder, Expr, category
 
 __all__ = ["Gradients", "LoadGradient", "score_gradients"]
@@ -40,6 +38,7 @@ def score_gradients(expr: Expr) -> Gradients:
     """The derivatives of a traced score mod's expression.
 
     >>> from anyattn.mods.trace import trace
+    >>> import torch
     >>> bias = torch.zeros(4)
     >>> g = score_gradients(trace(lambda s, b, h, q, k: 2.0 * s + bias[h], "score").expr)
     >>> [g.expr.nodes[o].attr for o in g.expr.outputs[:2]]

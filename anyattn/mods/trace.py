@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -66,7 +66,9 @@ class _Tracer(Builder):
         return View(self, slot, tensor, (None,) * tensor.ndim)
 
 
-_METADATA = frozenset(("__get__", "size", "dim", "ndimension", "numel", "nelement", "__len__", "is_floating_point", "element_size", "get_device"))
+_METADATA = frozenset(
+    ("__get__", "size", "dim", "ndimension", "numel", "nelement", "__len__", "is_floating_point", "element_size", "get_device")
+)
 
 
 class _InterceptCaptured(TorchFunctionMode):
@@ -84,7 +86,8 @@ class _InterceptCaptured(TorchFunctionMode):
                 return FUNCTIONS[name](*args, **kwargs)
             return Value.__torch_function__(func, types, args, kwargs)
         result = func(*args, **kwargs)
-        if not isinstance(result, torch.Tensor) and getattr(func, "__name__", "") not in _METADATA:
+        of_a_tensor = any(isinstance(a, torch.Tensor) for a in args)
+        if of_a_tensor and not isinstance(result, torch.Tensor) and getattr(func, "__name__", "") not in _METADATA:
             self.tracer.reads_values = True
         return result
 
@@ -228,7 +231,7 @@ def _compact(expr: Expr, numbers: list, tensors: list[torch.Tensor]) -> tuple[Ex
 class _Memo:
     """What earlier traces of the same code taught, looked up by code and kinds of captures, then by the numbers that were pinned."""
 
-    table: dict[tuple, list[tuple]] = {}
+    table: ClassVar[dict[tuple, list[tuple]]] = {}
 
     def __init__(self, identity: tuple, found: captures.Found, kind: str, aux: list[torch.Tensor]):
         self.identity, self.found, self.kind = identity, found, kind
@@ -244,7 +247,8 @@ class _Memo:
     def lookup(self) -> TracedMod | None:
         for expr, scalars, tensor_paths, pinned in self.table.get(self.identity, ()):
             if all(_same_number(self.found.numbers[s], value) for s, value in pinned):
-                return TracedMod(self.kind, expr, tuple(self.found.numbers[s] for s in scalars), tuple(self.tensors[p] for p in tensor_paths))
+                numbers = tuple(self.found.numbers[s] for s in scalars)
+                return TracedMod(self.kind, expr, numbers, tuple(self.tensors[p] for p in tensor_paths))
         return None
 
     def remember(self, expr: Expr, scalars: list[int], tensors: list, numbers: list, pinned: frozenset[int]) -> None:

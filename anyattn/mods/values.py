@@ -39,7 +39,7 @@ class View:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise mod_error(f"a mod cannot use .{name} of a captured tensor that is indexed in part", "index every dimension, as in table[h, q_idx]")
+        raise mod_error(f"a mod cannot use .{name} of a captured tensor indexed in part", "index every dimension, as in table[h, q_idx]")
 
     @property
     def ndim(self) -> int:
@@ -431,7 +431,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{name: _filled(0) for name in ("new_zeros", "zeros_like")},
     **{name: _filled() for name in ("new_full", "full_like", "new_tensor")},
     **{name: (lambda x, *_, **__: x) for name in ("clone", "contiguous", "cpu", "squeeze", "view", "reshape", "expand")},
-    **{name: _tensor for name in ("tensor", "as_tensor", "scalar_tensor")},
+    **dict.fromkeys(("tensor", "as_tensor", "scalar_tensor"), _tensor),
     "getitem": _getitem,
 }  # fmt: skip
 _SUPPORTED = "a mod is arithmetic on single numbers; it may use Python's operators and: " + ", ".join(sorted(FUNCTIONS))

@@ -174,6 +174,24 @@ def _scattered(rng: random.Random, length: int, B: int, H: int) -> Callable:
     )
 
 
+def _divided(rng: random.Random, length: int, B: int, H: int) -> Callable:
+    """Divisors that differ per key, and change sign without being 0."""
+    m, r = rng.randrange(length), rng.randrange(-4, 5)
+    return rng.choice(
+        [
+            lambda b, h, q, k: q % (k + 1) == r,
+            lambda b, h, q, k: (3 * q - r) // (2 * k - 2 * m - 1) > r,
+            lambda b, h, q, k: (q - k) % (2 * q - 2 * m - 1) < r,
+        ]
+    )
+
+
+def _jumping(rng: random.Random, length: int, B: int, H: int) -> Callable:
+    """One short range per row, at a place that has nothing to do with the next row's."""
+    starts, size = torch.tensor([rng.randrange(length) for _ in range(length)]), rng.randrange(1, 4)
+    return lambda b, h, q, k: (k >= starts[q]) & (k < starts[q] + size)
+
+
 def _real(rng: random.Random, length: int, B: int, H: int) -> Callable:
     x = rng.uniform(0.1, 3.0)
     bias = torch.tensor([rng.choice([rng.random(), float("inf"), float("-inf"), float("nan")]) for _ in range(length)])
@@ -188,5 +206,5 @@ def _real(rng: random.Random, length: int, B: int, H: int) -> Callable:
     )
 
 
-_RANGE_LEAVES: list[Callable] = [_linear, _linear, _per_row, _distance, _blocks, _documents, _keep, _row_only]
-_OTHER_LEAVES: list[Callable] = [_clamped, _periodic, _scattered, _real]
+_RANGE_LEAVES: list[Callable] = [_linear, _linear, _per_row, _distance, _blocks, _documents, _keep, _row_only, _jumping]
+_OTHER_LEAVES: list[Callable] = [_clamped, _periodic, _scattered, _divided, _real]

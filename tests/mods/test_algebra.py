@@ -27,22 +27,41 @@ def plain(b, h, q_idx, kv_idx):
 def test_every_composition_is_that_of_the_sets():
     a, b, c, p = map(dense, (A, B_, C, plain))
     for mask, want in (
-        (A & B_, a & b), (A | B_, a | b), (~A, ~a), (A & ~(B_ | C), a & ~(b | c)), (A & plain, a & p), (plain & A, p & a), (plain | A, p | a),
-        (and_masks(A, B_, plain), a & b & p), (or_masks(plain, B_, C), p | b | c), (and_masks(), torch.ones(M, N, dtype=torch.bool)),
-        (or_masks(), torch.zeros(M, N, dtype=torch.bool)), (and_masks(plain), p), (~~A, a), (~(A & B_) | C, ~(a & b) | c),
-    ):  # fmt: skip
+        (A & B_, a & b),
+        (A | B_, a | b),
+        (~A, ~a),
+        (A & ~(B_ | C), a & ~(b | c)),
+        (A & plain, a & p),
+        (plain & A, p & a),
+        (plain | A, p | a),
+        (and_masks(A, B_, plain), a & b & p),
+        (or_masks(plain, B_, C), p | b | c),
+        (and_masks(), torch.ones(M, N, dtype=torch.bool)),
+        (or_masks(), torch.zeros(M, N, dtype=torch.bool)),
+        (and_masks(plain), p),
+        (~~A, a),
+        (~(A & B_) | C, ~(a & b) | c),
+    ):
         assert torch.equal(dense(mask), want), mask
 
 
 @pytest.mark.parametrize(
     ("mask", "name"),
     [
-        (A, "causal"), (masks.causal(2), "causal(offset=2)"), (A & B_, "causal & sliding_window(left=2, right=1)"),
-        (A & B_ & C, "causal & sliding_window(left=2, right=1) & block_diagonal(3)"), ((A | C) & A, "(causal | block_diagonal(3)) & causal"),
-        (~(A & C), "~(causal & block_diagonal(3))"), (~A | C, "~causal | block_diagonal(3)"), (A | (A & C), "causal | (causal & block_diagonal(3))"),
-        (mod(plain), "plain"), (A & plain, "causal & plain"), (and_masks(), "full"), (or_masks(), "nothing"),
+        (A, "causal"),
+        (masks.causal(2), "causal(offset=2)"),
+        (A & B_, "causal & sliding_window(left=2, right=1)"),
+        (A & B_ & C, "causal & sliding_window(left=2, right=1) & block_diagonal(3)"),
+        ((A | C) & A, "(causal | block_diagonal(3)) & causal"),
+        (~(A & C), "~(causal & block_diagonal(3))"),
+        (~A | C, "~causal | block_diagonal(3)"),
+        (A | (A & C), "causal | (causal & block_diagonal(3))"),
+        (mod(plain), "plain"),
+        (A & plain, "causal & plain"),
+        (and_masks(), "full"),
+        (or_masks(), "nothing"),
     ],
-)  # fmt: skip
+)
 def test_mask_names(mask, name):
     assert mask.name == name == mask.__name__ and repr(mask) == f"Mask({name})"
 
@@ -71,12 +90,15 @@ def test_mod_tells_kinds_apart():
 @pytest.mark.parametrize(
     ("make", "error", "words"),
     [
-        (lambda: mod(3), TypeError, "fn is a int"), (lambda: mod(lambda q, k: q), TypeError, "takes 2 arguments"),
+        (lambda: mod(3), TypeError, "fn is a int"),
+        (lambda: mod(lambda q, k: q), TypeError, "takes 2 arguments"),
         (lambda: mod(lambda b, h, q, k: q > k > 1), ModError, "split the chained comparison"),
-        (lambda: A & 3, TypeError, "cannot join a mask with a int by &"), (lambda: A | scores.softcap(1.0), TypeError, "with a Score by |"),
-        (lambda: and_masks(A, None), TypeError, r"mask_mods\[1\] is a NoneType"), (lambda: scores.softcap(1.0).then(A), TypeError, "takes 4 arguments"),
+        (lambda: A & 3, TypeError, "cannot join a mask with a int by &"),
+        (lambda: A | scores.softcap(1.0), TypeError, "with a Score by |"),
+        (lambda: and_masks(A, None), TypeError, r"mask_mods\[1\] is a NoneType"),
+        (lambda: scores.softcap(1.0).then(A), TypeError, "takes 4 arguments"),
     ],
-)  # fmt: skip
+)
 def test_errors(make, error, words):
     with pytest.raises(error, match=words):
         make()
@@ -103,6 +125,6 @@ def test_eager_calls_read_captured_numbers_anew():
 
     wrapped, values = mod(f), torch.eye(4).view(1, 1, 4, 4)
     zeros = torch.zeros(1, 1, 4, 4)
-    for window in (1, 2):  # noqa: B007
+    for window in (1, 2):
         seen = anyattn.flex_attention(zeros, zeros, values, mask_mod=wrapped)[0, 0] > 0
         assert all(bool(seen[i, j]) == (0 <= i - j <= window) for i, j in itertools.product(range(4), repeat=2))

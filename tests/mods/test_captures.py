@@ -87,8 +87,8 @@ UNKNOWN = {
     "method": Owner().method,
     "class": lambda b, h, q, k: q > Owner.n,
     "module": lambda b, h, q, k: q > settings.n,
-    "list": lambda b, h, q, k, box=[1, 2]: q > box[0],  # noqa: B006
-    "method_of_dict": lambda b, h, q, k, get={0: 1}.get: q > get(0),  # noqa: B008
+    "list": lambda b, h, q, k, box=[1, 2]: q > box[0],
+    "method_of_dict": lambda b, h, q, k, get={0: 1}.get: q > get(0),
     "nn_module": torch.nn.Linear(1, 1),
 }
 

@@ -62,8 +62,21 @@ def test_weak_numbers_stay_weak():
     assert again == expr and any(is_weak(node.dtype) for node in again.nodes)
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", "[[], [0]]", '[[["nosuch",[],"int64",null]],[0]]', '[[["add",[0,0],"int64",null]],[0]]',
-                                  '[[["index",[],"int65","b"]],[0]]', '[[["index",[],"int64","z"]],[0]]', "print()", '[[["const",[],"nn",1]],[0]]'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{}",
+        "[]",
+        "[[], [0]]",
+        '[[["nosuch",[],"int64",null]],[0]]',
+        '[[["add",[0,0],"int64",null]],[0]]',
+        '[[["index",[],"int65","b"]],[0]]',
+        '[[["index",[],"int64","z"]],[0]]',
+        "print()",
+        '[[["const",[],"nn",1]],[0]]',
+    ],
+)
 def test_other_text_is_refused(text):
     with pytest.raises(ValueError, match="not a mod's program"):
         codec.decode(text)

@@ -16,10 +16,15 @@ from anyattn.mods.ir import Expr
 from anyattn.mods.trace import trace
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "fuzz"))
-from mods import chains, mask_of, score_of, trees  # noqa: E402
+from mods import chains, mask_of, score_of, trees
 
 B, H, M, N = 2, 3, 7, 9
-LEAVES = {"b": torch.arange(B).view(-1, 1, 1, 1), "h": torch.arange(H).view(-1, 1, 1), "q_idx": torch.arange(M).view(-1, 1), "kv_idx": torch.arange(N)}
+LEAVES = {
+    "b": torch.arange(B).view(-1, 1, 1, 1),
+    "h": torch.arange(H).view(-1, 1, 1),
+    "q_idx": torch.arange(M).view(-1, 1),
+    "kv_idx": torch.arange(N),
+}
 SCORE = torch.randn(B, H, M, N, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 table = torch.randn(H, M + N, generator=torch.Generator().manual_seed(1))
 ids = torch.randint(0, 3, (B, N), generator=torch.Generator().manual_seed(2))

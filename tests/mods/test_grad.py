@@ -18,11 +18,16 @@ from anyattn.mods.trace import trace
 from anyattn.testing import cases
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "fuzz"))
-from mods import chains, score_of  # noqa: E402
+from mods import chains, score_of
 
 H, M, N = 2, 5, 7
 EPS = sys.float_info.epsilon
-LEAVES = {"b": torch.zeros(1, 1, 1, 1, dtype=torch.int64), "h": torch.arange(H).view(-1, 1, 1), "q_idx": torch.arange(M).view(-1, 1), "kv_idx": torch.arange(N)}
+LEAVES = {
+    "b": torch.zeros(1, 1, 1, 1, dtype=torch.int64),
+    "h": torch.arange(H).view(-1, 1, 1),
+    "q_idx": torch.arange(M).view(-1, 1),
+    "kv_idx": torch.arange(N),
+}
 SCORE = torch.randn(1, H, M, N, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 WEIGHT = torch.randn(1, H, M, N, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
@@ -40,7 +45,10 @@ def both_gradients(fn, score):
     value = evaluate(traced, *LEAVES.values(), score=leaf).expand(score.shape)
     theirs = torch.autograd.grad((value * WEIGHT).sum() + 0 * leaf.sum(), [leaf, *floats], allow_unused=True, materialize_grads=True)
     with torch.no_grad():
-        values = [v if isinstance(v, torch.Tensor) else torch.tensor(v) for v in run(found.expr, {**LEAVES, "score": score}, traced.scalars, traced.tensors)]
+        values = [
+            v if isinstance(v, torch.Tensor) else torch.tensor(v)
+            for v in run(found.expr, {**LEAVES, "score": score}, traced.scalars, traced.tensors)
+        ]
         ours = [(values[0] * WEIGHT).expand(score.shape)]
         for tensor in floats:
             total = torch.zeros_like(tensor)
@@ -68,17 +76,40 @@ def agree(fn, score=SCORE, ulps=16.0):
 positive = lambda s: torch.abs(s) + 0.3
 learned = table_of(H, N)
 UNARY = {
-    "neg": lambda s: -s, "abs": torch.abs, "exp": torch.exp, "exp2": torch.exp2, "log": lambda s: torch.log(positive(s)), "sin": torch.sin,
-    "log2": lambda s: torch.log2(positive(s)), "log1p": lambda s: torch.log1p(positive(s)), "expm1": torch.expm1, "cos": torch.cos,
-    "sqrt": lambda s: torch.sqrt(positive(s)), "rsqrt": lambda s: torch.rsqrt(positive(s)), "tanh": torch.tanh, "sigmoid": torch.sigmoid,
-    "erf": torch.erf, "reciprocal": lambda s: torch.reciprocal(positive(s)), "floor": lambda s: torch.floor(s) + s, "ceil": lambda s: torch.ceil(s) * s,
-    "trunc": lambda s: torch.trunc(s) - s, "round": lambda s: torch.round(s * 3), "sign": lambda s: torch.sign(s) * s,
-}  # fmt: skip
+    "neg": lambda s: -s,
+    "abs": torch.abs,
+    "exp": torch.exp,
+    "exp2": torch.exp2,
+    "log": lambda s: torch.log(positive(s)),
+    "sin": torch.sin,
+    "log2": lambda s: torch.log2(positive(s)),
+    "log1p": lambda s: torch.log1p(positive(s)),
+    "expm1": torch.expm1,
+    "cos": torch.cos,
+    "sqrt": lambda s: torch.sqrt(positive(s)),
+    "rsqrt": lambda s: torch.rsqrt(positive(s)),
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "erf": torch.erf,
+    "reciprocal": lambda s: torch.reciprocal(positive(s)),
+    "floor": lambda s: torch.floor(s) + s,
+    "ceil": lambda s: torch.ceil(s) * s,
+    "trunc": lambda s: torch.trunc(s) - s,
+    "round": lambda s: torch.round(s * 3),
+    "sign": lambda s: torch.sign(s) * s,
+}
 BINARY = {
-    "add": lambda x, y: x + y, "sub": lambda x, y: x - y, "mul": lambda x, y: x * y, "div": lambda x, y: x / (y + 5),
-    "floordiv": lambda x, y: (x * 3) // (y + 5) + x, "mod": lambda x, y: (x * 3) % (y * y + 0.7), "fmod": lambda x, y: torch.fmod(x * 3, y * y + 0.7),
-    "pow": lambda x, y: positive(x) ** y, "min": torch.minimum, "max": torch.maximum,
-}  # fmt: skip
+    "add": lambda x, y: x + y,
+    "sub": lambda x, y: x - y,
+    "mul": lambda x, y: x * y,
+    "div": lambda x, y: x / (y + 5),
+    "floordiv": lambda x, y: (x * 3) // (y + 5) + x,
+    "mod": lambda x, y: (x * 3) % (y * y + 0.7),
+    "fmod": lambda x, y: torch.fmod(x * 3, y * y + 0.7),
+    "pow": lambda x, y: positive(x) ** y,
+    "min": torch.minimum,
+    "max": torch.maximum,
+}
 NO_DERIVATIVE = {"not", "and", "or", "xor", "shl", "shr", "eq", "ne", "lt", "le", "gt", "ge", "where", "cast"}
 
 
@@ -148,7 +179,9 @@ LOADS = {
     "constant": lambda s, b, h, q, k: q * 1.0,
     "alibi": scores.alibi(vector),
     "t5": scores.t5_bias(table_of(8, H, seed=5), True, 6),
-    "chain": scores.relative_bias(table_of(H, 7, seed=6)).then(scores.softcap(scalar.detach().abs().requires_grad_())).then(scores.temperature(2.0)),
+    "chain": scores.relative_bias(table_of(H, 7, seed=6))
+    .then(scores.softcap(scalar.detach().abs().requires_grad_()))
+    .then(scores.temperature(2.0)),
 }
 
 

@@ -45,11 +45,23 @@ def test_copy_replaces():
 @pytest.mark.parametrize(
     ("op", "args", "want"),
     [
-        ("add", (2, 3), 5), ("sub", (2.5, 1.0), 1.5), ("floordiv", (-7, 2), -4), ("mod", (-7, 2), 1), ("mod", (7, -2), -1), ("pow", (2, 10), 1024),
-        ("min", (2, -3), -3), ("abs", (-2.5,), 2.5), ("round", (2.5,), 2.0), ("round", (math.inf,), math.inf), ("sign", (-3,), -1), ("shl", (1, 5), 32),
-        ("exp", (0.0,), 1.0), ("lt", (1, 2), True), ("not", (5,), -6),
+        ("add", (2, 3), 5),
+        ("sub", (2.5, 1.0), 1.5),
+        ("floordiv", (-7, 2), -4),
+        ("mod", (-7, 2), 1),
+        ("mod", (7, -2), -1),
+        ("pow", (2, 10), 1024),
+        ("min", (2, -3), -3),
+        ("abs", (-2.5,), 2.5),
+        ("round", (2.5,), 2.0),
+        ("round", (math.inf,), math.inf),
+        ("sign", (-3,), -1),
+        ("shl", (1, 5), 32),
+        ("exp", (0.0,), 1.0),
+        ("lt", (1, 2), True),
+        ("not", (5,), -6),
     ],
-)  # fmt: skip
+)
 def test_literals_fold(op, args, want):
     b = Builder()
     node = b.nodes[b.add(op, *(b.const(a) for a in args))]
@@ -80,13 +92,26 @@ def test_boolean_simplifications():
 def test_number_simplifications():
     b = Builder()
     x, zero, one = index(b), b.const(0, torch.int64), b.const(1, torch.int64)
-    assert b.add("add", x, zero) == x == b.add("sub", x, zero) == b.add("mul", one, x) == b.add("floordiv", x, one) == b.cast(x, torch.int64)
+    assert (
+        b.add("add", x, zero) == x == b.add("sub", x, zero) == b.add("mul", one, x) == b.add("floordiv", x, one) == b.cast(x, torch.int64)
+    )
     f, z = b.add("score", dtype=torch.float32), b.const(0.0, torch.float32)
     assert b.add("add", f, z) != f, "-0.0 + 0.0 is 0.0"
     assert b.nodes[b.add("floordiv", f, b.const(1.0, torch.float32))].op == "floordiv", "a float divided by one is floored"
 
 
-DTYPES = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64]
+DTYPES = [
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+]
 
 
 @pytest.mark.parametrize("left", [*DTYPES, int, float], ids=str)
@@ -136,7 +161,9 @@ def test_every_operation_has_one_meaning_on_host_and_in_torch():
             continue
         for values in ((3, 2), (-7, 2), (1, 1)) if "float" not in spec.operands else ((0.75, 0.5), (0.25, 2.0), (1.0, 1.0)):
             want = spec.on_host(*values[: spec.arity])
-            got = TORCH_OPS[name](*(torch.tensor(v, dtype=torch.float64 if isinstance(v, float) else None) for v in values[: spec.arity])).item()
+            got = TORCH_OPS[name](
+                *(torch.tensor(v, dtype=torch.float64 if isinstance(v, float) else None) for v in values[: spec.arity])
+            ).item()
             assert abs(got - want) <= math.ulp(want), (name, values, got, want)
 
 

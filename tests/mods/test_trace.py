@@ -299,7 +299,7 @@ def over_lines(b, h, q, k):
         & (k > 0)
         and (q
              > k)
-    )  # fmt: skip
+    )
 
 
 def chain_over_lines(b, h, q, k):
@@ -307,7 +307,7 @@ def chain_over_lines(b, h, q, k):
         q - 3
         <= k
         <= q
-    )  # fmt: skip
+    )
 
 
 ILLEGAL = {
@@ -326,13 +326,13 @@ ILLEGAL = {
     "chain_over_lines": (chain_over_lines, "q - 3 <= k", "split the chained comparison"),
     "loop_over_tensor": (lambda b, h, q, k: sum(t[0] for t in table[h]) > q, "table[h]", "index it"),
     "len": (lambda b, h, q, k: len(q) > 0, "len(q)", "captured tensor.shape"),
-    "loop_over_index": (lambda b, h, q, k: [i for i in q][0] == k, "in q", "loop over range"),
+    "loop_over_index": (lambda b, h, q, k: [i for i in q][0] == k, "in q", "loop over range"),  # noqa: C416, RUF015
     "range_of_index": (lambda b, h, q, k: sum(range(q)) > k, "range(q)", "one Python number"),
     "item": (lambda b, h, q, k: q.item() > k, "q.item()", ".item() needs one Python number"),
     "function": (lambda b, h, q, k: torch.cumsum(q, 0) > k, "torch.cumsum(q, 0)", "torch.cumsum has no meaning"),
     "method": (lambda b, h, q, k: q.softmax(-1) > k, "q.softmax", ".softmax has no meaning"),
     "numpy": (lambda b, h, q, k: np.hypot(q, k) > 3, "np.hypot(q, k)", "numpy's hypot"),
-    "list": (lambda b, h, q, k: q + [1] > k, "q + [1]", "use numbers"),
+    "list": (lambda b, h, q, k: q + [1] > k, "q + [1]", "use numbers"),  # noqa: RUF005
     "in": (lambda b, h, q, k: q in (1, 2), "q in (1, 2)", ""),
     "text": (lambda b, h, q, k: q + "a" > k, 'q + "a"', "use numbers"),
     "unindexed": (lambda b, h, q, k: table[q] > 0, "table[q]", "index every dimension"),
@@ -405,9 +405,10 @@ def test_structure_enters_the_key():
         trace(f, "mask").key
         for f in (
             lambda b, h, q, k: q >= k, lambda b, h, q, k: q > k, lambda b, h, q, k: k >= q, lambda b, h, q, k: q >= k + 1,
-            lambda b, h, q, k: q >= k + 2, lambda b, h, q, k: table[h, q] > 0, lambda b, h, q, k: table[0, q] > 0, lambda b, h, q, k: bucket[q] > 0,
+            lambda b, h, q, k: q >= k + 2, lambda b, h, q, k: table[h, q] > 0, lambda b, h, q, k: table[0, q] > 0,
+            lambda b, h, q, k: bucket[q] > 0,
         )
-    ]  # fmt: skip
+    ]
     assert len(set(keys)) == len(keys)
 
 
@@ -447,7 +448,7 @@ def test_rebinding_a_cell():
         return q - k < width
 
     same_mask(f)
-    for width in (3, -1, 2.5):
+    for width in (3, -1, 2.5):  # noqa: B007
         same_mask(f)
     width = torch.tensor(2)
     same_mask(f)
@@ -473,7 +474,8 @@ def test_rebinding_a_global(monkeypatch):
     same_mask(calls_below_limit)
 
 
-@pytest.mark.parametrize("make", [lambda o: o, lambda o: o.__call__, lambda o: lambda b, h, q, k: o(b, h, q, k)], ids=["object", "method", "inside"])
+@pytest.mark.parametrize("make", [lambda o: o, lambda o: o.__call__,
+                                  lambda o: lambda b, h, q, k: o(b, h, q, k)], ids=["object", "method", "inside"])
 @pytest.mark.parametrize("kind", [Callable_, Banded], ids=["object", "module"])
 def test_rebinding_an_attribute(kind, make):
     owner = kind(1)
@@ -552,11 +554,12 @@ def test_swapped_and_aliased_tensors():
 @pytest.mark.parametrize(
     "read",
     [
-        lambda t: t.item(), int, float, lambda t: t.tolist(), lambda t: t.numpy().item(), lambda t: 4 if t > 2 else 1, lambda t: len(range(t)),
+        lambda t: t.item(), int, float, lambda t: t.tolist(), lambda t: t.numpy().item(), lambda t: 4 if t > 2 else 1,
+        lambda t: len(range(t)),
         lambda t: (t + 1).item(), lambda t: [1, 2, 3, 4, 5, 6][t], lambda t: t.sum(),
     ],
     ids=["item", "int", "float", "tolist", "numpy", "if", "range", "derived", "index", "sum"],
-)  # fmt: skip
+)
 def test_reading_a_captured_tensors_value(read):
     def make(t):
         return lambda b, h, q, k: q - k < read(t)
