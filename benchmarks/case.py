@@ -111,6 +111,18 @@ class Record:
     def of(cls, case: Case) -> Record:
         return cls(case.name, case.group, case.kind, case.variant, case.dtype, str(case.shape))
 
+    @classmethod
+    def from_json(cls, figures: dict[str, Any]) -> Record:
+        """The record that ``as_json`` gave ``figures`` of."""
+        plain = dict(figures)
+        contenders = plain.pop("contenders")
+        return cls(**plain, timings={name: Timing(tuple(c["rounds_s"])) for name, c in contenders.items()})
+
+    @property
+    def is_quiet(self) -> bool:
+        """Timed, and in rounds during which nothing else ran."""
+        return bool(self.timings) and not self.extra.get("disturbed_used", False)
+
     def ratio(self, peer: str) -> float:
         """How many times as fast as ``peer`` anyattn was, in this run."""
         return self.timings[peer].median / self.timings[OURS].median
