@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,12 +12,12 @@ from torch import Tensor
 from anyattn.mods import masks
 from anyattn.mods.bounds import EMPTY, FULL, PARTIAL
 from anyattn.mods.evaluate import evaluate
-from anyattn.mods.trace import TracedMod, trace
+from anyattn.mods.trace import trace
 
 __all__ = ["brute_classes", "dense", "library_masks", "random_mask"]
 
 
-def dense(mod: TracedMod | Callable, seqlen_q: int, seqlen_k: int, B: int = 1, H: int = 1) -> Tensor:
+def dense(mod: Any, seqlen_q: int, seqlen_k: int, B: int = 1, H: int = 1) -> Tensor:
     """bool (B, H, seqlen_q, seqlen_k): every pair, one by one."""
     b, h = torch.arange(B)[:, None, None, None], torch.arange(H)[:, None, None]
     q_idx, kv_idx = torch.arange(seqlen_q)[:, None], torch.arange(seqlen_k)
@@ -95,14 +96,14 @@ def _tree(rng: random.Random, length: int, B: int, H: int, depth: int, ranges_on
         kind = rng.choice(_RANGE_LEAVES if ranges_only else _RANGE_LEAVES + _OTHER_LEAVES)
         return kind(rng, length, B, H)
     x, y, z = (_tree(rng, length, B, H, rng.randrange(depth), ranges_only) for _ in range(3))
-    kind = rng.choice("&&||~^?")
-    if kind == "&":
+    joint = rng.choice("&&||~^?")
+    if joint == "&":
         return lambda b, h, q, k: x(b, h, q, k) & y(b, h, q, k)
-    if kind == "|":
+    if joint == "|":
         return lambda b, h, q, k: x(b, h, q, k) | y(b, h, q, k)
-    if kind == "~":
+    if joint == "~":
         return lambda b, h, q, k: ~x(b, h, q, k)
-    if kind == "^":
+    if joint == "^":
         return lambda b, h, q, k: x(b, h, q, k) ^ y(b, h, q, k)
     return lambda b, h, q, k: torch.where(x(b, h, q, k), y(b, h, q, k), z(b, h, q, k))
 

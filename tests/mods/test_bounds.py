@@ -192,5 +192,5 @@ def test_what_is_remembered_of_loads():
     nested = trace(lambda b, h, q, k: table[buckets[q]] > 3, "mask")
     check_loads(nested, 1, 1, 16, 16)
     buckets[3] = 16
-    with pytest.raises(ValueError, match="index 16 .*q_idx=3"):
+    with pytest.raises(ValueError, match=r"index 16 .*q_idx=3"):
         check_loads(nested, 1, 1, 16, 16)
