@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-__all__ = ["OURS", "Case", "Record", "Shape", "Timing"]
+__all__ = ["OTHER_JOB", "OURS", "Case", "Record", "Shape", "Timing"]
 
 OURS = "anyattn"
+OTHER_JOB = ("anyattn-full",)  # contenders whose result is another case's: judged there, and of other FLOPs
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ class Record:
                 "median_s": t.median,
                 "spread": t.spread,
                 "rounds_s": list(t.seconds),
-                "gflops": self.flops / t.median / 1e9 if self.flops else None,
+                "gflops": self.flops / t.median / 1e9 if self.flops and name not in OTHER_JOB else None,
                 "anyattn_is_times_as_fast": self.ratio(name) if OURS in self.timings else None,
             }
             for name, t in self.timings.items()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.bars import BARS, Bar, Found
-from benchmarks.case import OURS, Record
+from benchmarks.case import OTHER_JOB, OURS, Record
 
 __all__ = ["as_json", "as_markdown", "bar_rows", "describe_record"]
 
@@ -92,7 +92,11 @@ def _time(record: Record, name: str) -> str:
     timing = record.timings[name]
     text = f"{_figure(timing.median * 1e3)} ms ±{timing.spread * 100:.0f} %"
     failed = record.budget.get(name, 0.0) > 1.0
-    return text + (f", {record.flops / timing.median / 1e9:.0f} GF/s" if record.flops else "") + (" (fails the budget)" if failed else "")
+    return (
+        text
+        + (f", {record.flops / timing.median / 1e9:.0f} GF/s" if record.flops and name not in OTHER_JOB else "")
+        + (" (fails the budget)" if failed else "")
+    )
 
 
 def _figure(value: float) -> str:
