@@ -6,6 +6,7 @@ import fnmatch
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
@@ -34,9 +35,17 @@ def _chosen(cases: list[Case], groups: tuple[str, ...], pattern: str | None) -> 
 @click.option("--seconds", default=40.0, show_default=True, help="Start no further round of a case after this long.")
 @click.option("--patience", default=30.0, show_default=True, help="Wait this long per case for other processes to end.")
 @click.option("--out", type=click.Path(path_type=Path), help="Write OUT.json and OUT.md.")
+@click.option("--keep", is_flag=True, help="Keep what OUT.json has from quiet rounds of this commit, and measure the rest.")
 @click.option("--list", "list_only", is_flag=True, help="Name the cases and probes and stop.")
 def main(
-    groups: tuple[str, ...], pattern: str | None, rounds: int, seconds: float, patience: float, out: Path | None, list_only: bool
+    groups: tuple[str, ...],
+    pattern: str | None,
+    rounds: int,
+    seconds: float,
+    patience: float,
+    out: Path | None,
+    keep: bool,
+    list_only: bool,
 ) -> None:
     """Time anyattn against its peers, in interleaved rounds, on random data, after judging its results."""
     console = Console()
@@ -49,13 +58,13 @@ def main(
     if not cases and not probes:
         raise click.UsageError("no case matches; --list names them")
     where = machine.describe("python -m benchmarks " + " ".join(sys.argv[1:]))
-    found = Found({}, {})
-    for case in cases:
+    found = _earlier(out, where["commit"]) if keep else Found({}, {})
+    for case in [case for case in cases if case.name not in found.records]:
         with console.status(f"{case.name} ({case.shape})"):
             found.records[case.name] = record = _run(case, rounds, seconds, patience)
         console.print(report.describe_record(record), highlight=False, soft_wrap=True)
         _write(out, where, found)
-    for probe in probes:
+    for probe in [probe for probe in probes if probe not in found.probes]:
         with console.status(probe):
             found.probes[probe] = measure(probe)
         console.print(f"{probe}: {json.dumps(found.probes[probe])}", highlight=False, soft_wrap=True)
@@ -63,6 +72,20 @@ def main(
     _print_bars(console, found)
     if any(record.refused for record in found.records.values()):
         sys.exit(1)
+
+
+def _earlier(out: Path | None, commit: str) -> Found:
+    """What an earlier run of the same commit wrote, without the cases that were refused or disturbed."""
+    if out is None:
+        raise click.UsageError("--keep needs --out, the files to keep from")
+    path = out.with_suffix(".json")
+    if not path.exists():
+        return Found({}, {})
+    figures: dict[str, Any] = json.loads(path.read_text())
+    if figures["machine"]["commit"] != commit:
+        raise click.UsageError(f"{path} is of commit {figures['machine']['commit']}, this is {commit}; run without --keep")
+    records = [Record.from_json(case) for case in figures["cases"]]
+    return Found({r.case: r for r in records if r.is_quiet}, figures["probes"])
 
 
 def _run(case: Case, rounds: int, seconds: float, patience: float) -> Record:
@@ -88,8 +111,8 @@ def _print_bars(console: Console, found: Found) -> None:
     table = Table("bar", "measured", "floor", "aim", "", title="Bars")
     for row in report.bar_rows(found):
         if row[1] != "not measured":
-            verdict = row[4].strip("*")
-            table.add_row(*row[:4], f"[{'green' if verdict == 'pass' else 'red'}]{verdict}")
+            verdict = row[4].replace("*", "")
+            table.add_row(*row[:4], f"[{'green' if verdict.startswith('pass') else 'red'}]{verdict}")
     console.print(table)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.case import OURS, Record
@@ -21,14 +21,24 @@ class Found:
     records: dict[str, Record]
     probes: dict[str, dict[str, Any]]
 
+    disturbed: set[str] = field(default_factory=set)  # cases that figures were taken from although other processes were busy
+
+    def record(self, case: str) -> Record:
+        record = self.records[case]
+        if not record.timings:
+            raise KeyError(case)
+        if not record.is_quiet:
+            self.disturbed.add(case)
+        return record
+
     def ratio(self, case: str, peer: str) -> float:
-        return self.records[case].ratio(peer)
+        return self.record(case).ratio(peer)
 
     def gallery(self, dtype: str) -> dict[str, float]:
         return {v: self.ratio(f"forward/{v}/4096/{dtype}", "flex") for v in GALLERY}
 
     def seconds(self, case: str) -> float:
-        return self.records[case].timings[OURS].median
+        return self.record(case).timings[OURS].median
 
 
 @dataclass(frozen=True)
@@ -74,7 +84,7 @@ def _gallery(dtype: str, each: float, mean: float) -> list[Bar]:
 
 def _window(dtype: str) -> Bar:
     def over_share(found: Found) -> float:
-        record = found.records[f"window/window-512/16384/{dtype}"]
+        record = found.record(f"window/window-512/16384/{dtype}")
         return record.timings[OURS].median / (record.timings["anyattn-full"].median * record.extra["tile_share"])
 
     return Bar(f"window 512 at S=16,384 {dtype}, time over its share of tiles", 1.25, over_share, at_least=False)

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-__all__ = ["OURS", "Case", "Record", "Shape", "Timing"]
+__all__ = ["OTHER_JOB", "OURS", "Case", "Record", "Shape", "Timing"]
 
 OURS = "anyattn"
+OTHER_JOB = ("anyattn-full",)  # contenders whose result is another case's: judged there, and of other FLOPs
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,18 @@ class Record:
     def of(cls, case: Case) -> Record:
         return cls(case.name, case.group, case.kind, case.variant, case.dtype, str(case.shape))
 
+    @classmethod
+    def from_json(cls, figures: dict[str, Any]) -> Record:
+        """The record that ``as_json`` gave ``figures`` of."""
+        plain = dict(figures)
+        contenders = plain.pop("contenders")
+        return cls(**plain, timings={name: Timing(tuple(c["rounds_s"])) for name, c in contenders.items()})
+
+    @property
+    def is_quiet(self) -> bool:
+        """Timed, and in rounds during which nothing else ran."""
+        return bool(self.timings) and not self.extra.get("disturbed_used", False)
+
     def ratio(self, peer: str) -> float:
         """How many times as fast as ``peer`` anyattn was, in this run."""
         return self.timings[peer].median / self.timings[OURS].median
@@ -121,7 +134,7 @@ class Record:
                 "median_s": t.median,
                 "spread": t.spread,
                 "rounds_s": list(t.seconds),
-                "gflops": self.flops / t.median / 1e9 if self.flops else None,
+                "gflops": self.flops / t.median / 1e9 if self.flops and name not in OTHER_JOB else None,
                 "anyattn_is_times_as_fast": self.ratio(name) if OURS in self.timings else None,
             }
             for name, t in self.timings.items()

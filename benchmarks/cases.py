@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from anyattn import gallery
 from benchmarks.case import Case, Shape
 
 __all__ = ["CASES", "GALLERY"]
 
-# the variants of ``anyattn demo``, each against compiled flex_attention
-GALLERY = ("causal", "window-512", "document", "prefix-lm", "sink-window", "alibi", "t5-bias", "softcap", "head-bias", "own-mod")
-_MASKS_ONLY = ("window-512", "document", "prefix-lm", "sink-window")  # torch SDPA can do these with a dense bool mask
+# each against compiled flex_attention
+GALLERY = tuple(gallery.VARIANTS)
+_MASKS_ONLY = ("sliding_window", "document", "prefix_lm", "sink_window")  # torch SDPA can do these with a dense bool mask
 _DTYPES = ("float32", "bfloat16")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.bars import BARS, Bar, Found
-from benchmarks.case import OURS, Record
+from benchmarks.case import OTHER_JOB, OURS, Record
 
 __all__ = ["as_json", "as_markdown", "bar_rows", "describe_record"]
 
@@ -50,17 +50,15 @@ def bar_rows(found: Found) -> list[tuple[str, str, str, str, str]]:
 def _bar_row(bar: Bar, found: Found) -> tuple[str, str, str, str, str]:
     sign = "≥" if bar.at_least else "≤"
     floor, aim = f"{sign} {_figure(bar.floor)} {bar.unit}", "" if bar.aim is None else f"{_figure(bar.aim)} {bar.unit}"
+    found.disturbed.clear()
     try:
         value, note = bar.measure(found), bar.note(found)
     except KeyError as missing:
-        refused = found.records.get(str(missing.args[0])) if missing.args else None
-        return bar.name, "refused" if refused or _has_refused(found) else "not measured", floor, aim, "-"
+        record = found.records.get(str(missing.args[0]))
+        return bar.name, "refused" if record is not None else "not measured", floor, aim, "-"
     text = f"{_figure(value)} {bar.unit}" + (f" ({note})" if note else "")
-    return bar.name, text, floor, aim, "pass" if bar.passes(value) else "**short**"
-
-
-def _has_refused(found: Found) -> bool:
-    return any(r.refused for r in found.records.values())
+    verdict = "pass" if bar.passes(value) else "**short**"
+    return bar.name, text, floor, aim, verdict + (" (disturbed)" if found.disturbed else "")
 
 
 def describe_record(record: Record) -> str:
@@ -69,7 +67,7 @@ def describe_record(record: Record) -> str:
         return f"{record.case}: REFUSED, {record.refused}"
     ratios = ", ".join(f"{record.ratio(p):.2f}x {p}" for p in record.timings if p != OURS)
     missing = "".join(f", no {name}: {why}" for name, why in record.unavailable.items())
-    noisy = ", while other processes were busy" if record.extra.get("disturbed_used") else ""
+    noisy = ", while other processes were busy" if not record.is_quiet else ""
     return f"{record.case}: {_time(record, OURS)}, {ratios or 'no peer'}{missing}{noisy}"
 
 
@@ -82,7 +80,7 @@ def _table(records: list[Record]) -> list[str]:
         if r.refused:
             rows.append(f"| {r.case} | {r.shape} | **{r.budget.get(OURS, float('nan')):.3g}** | refused | {' | ' * (2 * len(peers) - 1)} |")
             continue
-        noisy = " (disturbed)" if r.extra.get("disturbed_used") else ""
+        noisy = " (disturbed)" if not r.is_quiet else ""
         cells = [r.case + noisy, r.shape, f"{r.budget[OURS]:.2f}" if has_flops else "equal", _time(r, OURS)]
         for p in peers:
             cells += [_time(r, p), f"{r.ratio(p):.2f}x"] if p in r.timings else ["-", "-"]
@@ -94,7 +92,11 @@ def _time(record: Record, name: str) -> str:
     timing = record.timings[name]
     text = f"{_figure(timing.median * 1e3)} ms ±{timing.spread * 100:.0f} %"
     failed = record.budget.get(name, 0.0) > 1.0
-    return text + (f", {record.flops / timing.median / 1e9:.0f} GF/s" if record.flops else "") + (" (fails the budget)" if failed else "")
+    return (
+        text
+        + (f", {record.flops / timing.median / 1e9:.0f} GF/s" if record.flops and name not in OTHER_JOB else "")
+        + (" (fails the budget)" if failed else "")
+    )
 
 
 def _figure(value: float) -> str:

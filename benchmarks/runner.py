@@ -9,7 +9,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.case import OURS, Case, Record, Timing
+from benchmarks.case import OTHER_JOB, OURS, Case, Record, Timing
 from benchmarks.judge import judge
 from benchmarks.peers import PEERS, Inputs, Unavailable
 from benchmarks.variants import visible_pairs
@@ -18,7 +18,6 @@ __all__ = ["Others", "clock", "geometric_mean", "interleave", "run_case"]
 
 _DISTURBED = 0.15  # cores that other processes may use during a round without its being repeated
 _SAMPLE = 0.02  # seconds: shorter calls are repeated within a sample, so that the clock and a scheduler's tick matter little
-_OTHER_JOB = ("anyattn-full",)  # contenders whose result is another case's, and is judged there
 
 
 def clock(device: str) -> Callable[[Callable[[], Any], int], float]:
@@ -110,7 +109,7 @@ def run_case(case: Case, rounds: int, budget_s: float, patience_s: float = 0.0) 
             record.unavailable[name] = str(reason)
     record.extra.update(_facts(inputs))
     record.flops = case.flops(record.extra.get("pairs", 0))
-    record.budget = judge(inputs, {name: call() for name, call in calls.items() if name not in _OTHER_JOB})
+    record.budget = judge(inputs, {name: call() for name, call in calls.items() if name not in OTHER_JOB})
     if not record.budget[OURS] <= 1.0:
         what = "its lists differ from the mask" if case.kind == "mask" else f"it uses {record.budget[OURS]:.3g} of its error budget"
         record.refused = f"anyattn's result is wrong here ({what}); not timed"

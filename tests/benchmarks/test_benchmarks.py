@@ -103,6 +103,13 @@ def test_unavailable_peers_do_not_stop_a_case() -> None:
         PEERS["sdpa"].prepare(Inputs.of(Case("t", "forward", "alibi", (), SMALL)))
 
 
+def test_records_survive_json() -> None:
+    record = Record("c", "g", "forward", "v", "float32", "s", {OURS: Timing((1.0, 2.0))}, {OURS: 0.5}, {}, None, 7, {"pairs": 3})
+    again = Record.from_json(json.loads(json.dumps(record.as_json())))
+    assert again == record and again.is_quiet
+    assert not replace(record, extra={"disturbed_used": True}).is_quiet and not replace(record, timings={}).is_quiet
+
+
 def test_bars_and_reports() -> None:
     def record(name: str, mine: float, peer: str, theirs: float) -> Record:
         case = Case("forward", "forward", name, (peer,), dtype="float32")
@@ -117,8 +124,10 @@ def test_bars_and_reports() -> None:
     assert rows["gallery forward float32 vs compiled flex, geometric mean"][4] == "pass"
     assert rows["import anyattn beyond torch"][4] == "pass"
     assert rows["backward full float32 vs SDPA"][1] == "not measured"
+    records[0].extra["disturbed_used"] = True
+    assert report.bar_rows(found)[0][4] == "**short** (disturbed)"
     text = report.as_markdown({**MACHINE, "bf16_instructions": True}, found)
-    assert "| forward/full/4096/float32 |" in text and "0.80x" in text
+    assert "| forward/full/4096/float32 (disturbed) |" in text and "0.80x" in text
     assert json.loads(json.dumps(report.as_json(MACHINE, found)))["cases"][0]["contenders"]["sdpa"]["anyattn_is_times_as_fast"] == 0.8
 
 
@@ -129,6 +138,9 @@ def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert done.exit_code == 0, done.output
     assert json.loads(out.with_suffix(".json").read_text())["cases"][0]["variant"] == "softcap"
     assert "softcap" in out.with_suffix(".md").read_text()
+    again = CliRunner().invoke(command.main, ["--filter", "soft", "--rounds", "3", "--out", str(out), "--keep"])
+    assert again.exit_code == 0, again.output
+    assert CliRunner().invoke(command.main, ["--filter", "soft", "--keep"]).exit_code == 2
     nothing = CliRunner().invoke(command.main, ["--filter", "no such case"])
     assert nothing.exit_code == 2 and "no case matches" in nothing.output
     listed = CliRunner().invoke(command.main, ["--list"])
