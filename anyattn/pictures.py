@@ -210,7 +210,9 @@ def figure(panels: Sequence[Panel], *, heading: str = "", columns: int = 4) -> F
     head, foot, side = 0.55 if heading else 0.1, 0.5 if has_tiles else 0.1, 3.3
     height = rows * side + head + foot
     fig = _matplotlib_figure(figsize=(columns * side, height), facecolor=_PAPER, layout="constrained")
-    fig.get_layout_engine().set(rect=(0.005, foot / height, 0.99, 1 - (head + foot) / height), wspace=0.06, hspace=0.06)
+    fig.get_layout_engine().set(  # type: ignore[union-attr, call-arg]
+        rect=(0.005, foot / height, 0.99, 1 - (head + foot) / height), wspace=0.06, hspace=0.06
+    )
     grid = fig.subplots(rows, columns, squeeze=False).ravel()
     for axes, panel in zip(grid, panels):
         axes.set_facecolor(_PAPER)

@@ -25,8 +25,6 @@ FLOORS: dict[str, int] = {
     "anyattn.cli": 0,
     "anyattn.gallery": 0,
     "anyattn.pictures": 0,
-    "anyattn.explain": 0,
-    "anyattn.ops": 0,
     "anyattn.oracle": 0,
     "anyattn.testing": 0,
     "anyattn.check": 1,

@@ -8,7 +8,7 @@ import torch
 from anyattn import gallery
 from anyattn.cli.loading import named_mods
 from anyattn.errors import BackendError, ModError
-from anyattn.explain import explain
+from anyattn.explanation import explain
 
 __all__ = ["command"]
 

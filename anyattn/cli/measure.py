@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ __all__ = ["extra_memory", "medians"]
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
-def medians(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+def medians(calls: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
     """Median seconds of each call, the calls taking turns, so that whatever else the machine does falls on all of them."""
     taken: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):

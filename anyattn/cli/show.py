@@ -17,7 +17,7 @@ __all__ = ["command"]
 
 @click.command("show")
 @click.argument("mask")
-@click.option("--seqlen", default=2048, show_default=True, type=click.IntRange(1), help="Queries, and keys unless --seqlen-k says otherwise.")
+@click.option("--seqlen", default=2048, show_default=True, type=click.IntRange(1), help="Queries; keys too unless --seqlen-k is given.")
 @click.option("--seqlen-k", type=click.IntRange(1), help="Keys.")
 @click.option("--block", default=128, show_default=True, type=click.IntRange(1), help="Tile size, rows and columns.")
 @click.option("--batch", default=0, show_default=True, type=click.IntRange(0), help="Which batch entry.")

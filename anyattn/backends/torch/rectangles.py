@@ -45,8 +45,10 @@ class Rectangle:
         out, lse = getattr(torch.ops.aten, _FORWARD)(q[None], k, v, scale=call.problem.scale)
         return out[0].contiguous(), lse[0].to(call.problem.stat_dtype)[..., None] * LOG2E
 
-    def backward(self, call: Call, heads: Heads, keys: Tensor, values: Tensor, q: Tensor, rows: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
-        """dq (count, stacked rows, D), dk and dv (count, hi - lo, ...); ``q`` and ``rows`` (dout, out, natural lse) are (B, Hq, Sq, ...)."""
+    def backward(
+        self, call: Call, heads: Heads, keys: Tensor, values: Tensor, q: Tensor, rows: tuple[Tensor, Tensor, Tensor]
+    ) -> tuple[Tensor, ...]:
+        """dq (count, stacked rows, D), dk and dv (count, hi - lo, ...); ``q``, ``rows`` (dout, out, natural lse): (B, Hq, Sq, ...)."""
         dout, out, lse = (heads.rows(x if x.ndim == 4 else x[..., None], self.q_lo, self.q_hi, x.dtype)[None] for x in rows)
         k, v = (t[None, :, self.lo : self.hi] for t in (keys, values))
         q = heads.rows(q, self.q_lo, self.q_hi)[None]
@@ -78,7 +80,8 @@ def _is_served(call: Call) -> bool:
     same_width = problem.q.shape[3] == problem.v.shape[3]
     plain = problem.score is None and not problem.wants_max
     exact = call.dtype == problem.q.dtype and call.dtype in (torch.float32, torch.float64)
-    return plain and exact and same_width and problem.q.device.type == "cpu" and all(hasattr(torch.ops.aten, n) for n in (_FORWARD, _BACKWARD))
+    has_kernels = problem.q.device.type == "cpu" and all(hasattr(torch.ops.aten, n) for n in (_FORWARD, _BACKWARD))
+    return plain and exact and same_width and has_kernels
 
 
 def _shared(tiles: tuple[RowTile, ...]) -> Rectangle | None:
