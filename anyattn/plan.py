@@ -88,15 +88,18 @@ def _torch_plan(problem: Problem, hardware: Hardware, asked: bool) -> Plan:
     if dtype not in hardware.fast_dtypes:
         why.append(f"products in float32: {hardware.device} multiplies {str(dtype).removeprefix('torch.')} slowly")
         dtype = torch.float32
-    tile_m = _tile_m(problem, why)
+    tile_m = _tile_m(problem, dtype.itemsize == 2, why)
     tile_n = min(1024, max(problem.seqlen_k, 1))
     width = int(min([problem.seqlen_k, *(_mean_width(limit) + tile_m for limit in problem.row_limits)]))
     whole_spans = _whole_spans(problem, dtype, width)
     if whole_spans:
         why.append("whole rows of scores, not streamed: no score mod, sink or statistics ask for more")
+        if problem.blocks is None and width >= 8 * tile_m and problem.seqlen_q >= 4 * tile_m:
+            tile_m *= 2  # fewer copies of the keys side by side, fewer additions to their gradients
     at_once = _SPAN_SCORES_AT_ONCE if whole_spans else _SCORES_AT_ONCE
     pairs = max(1, at_once // (tile_m * max(width if whole_spans else tile_n, 1)))
-    return Plan("torch", tile_m, tile_n, max(1, tile_n // 4), pairs, dtype, whole_spans, tuple(why))
+    tile_n_backward = min(tile_n, 2**16 // tile_m)
+    return Plan("torch", tile_m, tile_n, tile_n_backward, pairs, dtype, whole_spans, tuple(why))
 
 
 def _whole_spans(problem: Problem, dtype: torch.dtype, width: int) -> bool:
@@ -110,15 +113,15 @@ def _whole_spans(problem: Problem, dtype: torch.dtype, width: int) -> bool:
     return plain and ranged and dtype.itemsize == 2 and width <= _LONGEST_SPAN
 
 
-def _tile_m(problem: Problem, why: list[str]) -> int:
+def _tile_m(problem: Problem, is_half: bool, why: list[str]) -> int:
     tile_m = min(256, max(problem.seqlen_q, 1))
     if problem.blocks is not None:
         block_m = problem.blocks.tile[0]
         tile_m = _divisor(block_m, 512)
         why.append(f"row tile {tile_m}: divides the block mask's {block_m}")
-    elif any(_mean_width(limit) < 4 * tile_m for limit in problem.row_limits) and tile_m > 128:
+    elif problem.predicates and not is_half and tile_m > 128:
         tile_m = 128
-        why.append("row tile 128: rows see few keys, and a tall tile computes what only some of its rows see")
+        why.append("row tile 128: a taller one computes more of what only some of its rows see")
     return tile_m
 
 

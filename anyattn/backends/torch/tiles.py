@@ -18,7 +18,7 @@ from anyattn.mods.ir import Expr
 from anyattn.plan import Plan
 from anyattn.problem import Problem
 
-__all__ = ["LN2", "LOG2E", "Call", "Chunk", "Heads", "Masks", "ascending", "chunks", "finite_or_zero", "row_heads"]
+__all__ = ["LN2", "LOG2E", "Call", "Chunk", "Heads", "Masks", "ascending", "chunks", "finite_or_zero", "is_finite", "row_heads"]
 
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
@@ -86,6 +86,11 @@ def row_heads(x: Tensor, tile: Tile) -> Tensor:
     """A (count, stacked rows, n) tensor seen as (batch entries, query heads, rows, n), rows still descending."""
     batch, heads, rows, _ = tile.shape
     return x.view(batch, heads, rows, x.shape[-1])
+
+
+def is_finite(x: Tensor) -> bool:
+    """Whether ``x`` holds neither NaN nor infinity, by its sum, in its own dtype where that cannot overflow (which copies nothing)."""
+    return bool(torch.isfinite(x.sum(dtype=torch.float32 if x.dtype is torch.float16 else None)))
 
 
 def finite_or_zero(x: Tensor) -> Tensor:
@@ -204,11 +209,4 @@ class Call:
     @cached_property
     def all_finite(self) -> bool:
         """Whether k and v hold only finite values (a sum that overflows says no, which only costs time)."""
-        k, v = self.problem.k, self.problem.v
-        return all(bool(torch.isfinite(t.sum(dtype=self.problem.stat_dtype))) for t in (k, v))
-
-    def walk(self) -> Iterator[tuple[Heads, RowTile]]:
-        for group in self.coverage.groups:
-            heads = Heads(self.problem, group, self.dtype)
-            for row_tile in group.row_tiles:
-                yield heads, row_tile
+        return is_finite(self.problem.k) and is_finite(self.problem.v)

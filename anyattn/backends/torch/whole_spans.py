@@ -14,7 +14,7 @@ from torch import Tensor
 
 from anyattn.backends.torch.memory import empty, zeros
 from anyattn.backends.torch.spans import RowTile
-from anyattn.backends.torch.tiles import Call, Chunk, Heads, ascending, chunks, finite_or_zero, row_heads
+from anyattn.backends.torch.tiles import Call, Chunk, Heads, ascending, chunks, finite_or_zero, is_finite, row_heads
 
 __all__ = ["backward", "forward"]
 
@@ -129,7 +129,7 @@ def _row_tile(rows: _Rows, row_tile: RowTile, spans: _Spans, dout: Tensor, dk: T
     q, do = heads.rows(call.problem.q, *place), heads.rows(dout, *place)
     keys = rows.gathered("keys", rows.keys, spans)
     p = rows.probabilities(row_tile, spans, q, keys)
-    if spans.runs and any(r.asked for r in spans.runs) and not _all_finite(q, do):
+    if spans.runs and any(r.asked for r in spans.runs) and not (is_finite(q) and is_finite(do)):
         # a row that sees nothing may hold anything, and 0 x NaN must not reach dK and dV
         blind = (p.amax(-1, keepdim=True) == 0).expand(-1, -1, 1)
         q, do = q.masked_fill(blind, 0), do.masked_fill(blind, 0)
@@ -141,10 +141,6 @@ def _row_tile(rows: _Rows, row_tile: RowTile, spans: _Spans, dout: Tensor, dk: T
     _add_to_runs(dk, torch.bmm(ds.transpose(1, 2), q), spans, call.problem.scale)
     finite_keys = keys if rows.finite_keys is rows.keys else rows.gathered("finite keys", rows.finite_keys, spans)
     return torch.bmm(ds, finite_keys).mul_(call.problem.scale)
-
-
-def _all_finite(*tensors: Tensor) -> bool:
-    return all(bool(torch.isfinite(t.sum(dtype=torch.float32))) for t in tensors)
 
 
 def _add_to_runs(total: Tensor, part: Tensor, spans: _Spans, factor: float) -> None:
