@@ -119,7 +119,7 @@ def _tile_m(problem: Problem, is_half: bool, why: list[str]) -> int:
         block_m = problem.blocks.tile[0]
         tile_m = _divisor(block_m, 512)
         why.append(f"row tile {tile_m}: divides the block mask's {block_m}")
-    elif problem.predicates and not is_half and tile_m > 128:
+    elif tile_m > 128 and not is_half and any(_mean_width(limit) < problem.seqlen_k for limit in problem.row_limits):
         tile_m = 128
         why.append("row tile 128: a taller one computes more of what only some of its rows see")
     return tile_m
