@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 import torch
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -131,30 +132,28 @@ def _forward_and_backward(attend: Callable[..., Tensor], qkv: tuple[Tensor, ...]
 def _table(rows: list[_Row], size: _Size) -> Table:
     dtype = str(size.dtype).removeprefix("torch.")
     heading = f"S={size.seqlen} H={size.heads} D={size.head_dim} {dtype}, tiles of {size.block}, {torch.get_num_threads()} threads"
-    table = Table(title=heading, title_justify="left", header_style="bold")
+    table = Table(title=heading, title_justify="left", header_style="bold", box=box.SIMPLE, padding=(0, 1, 0, 0))
     table.add_column("variant", no_wrap=True)
-    for name in ("skipped", "partial", "full", "error", "anyattn", "torch", "speed-up", "memory", "torch's"):
+    for name in ("tiles\nskip/part/full", "error", "ms\nours/torch", "speed", "MB\nours/torch"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("torch does it by")
+    table.add_column("torch does\nit by")
     for row in rows:
         fine = "green" if row.budget <= 1 else "bold red"
         ratio = row.theirs / row.mine
         table.add_row(
             row.title,
-            *(str(count) for count in row.counts),
+            "/".join(str(count) for count in row.counts),
             f"[{fine}]{row.budget:.0%}[/]",
-            f"{row.mine * 1e3:.0f} ms",
-            f"{row.theirs * 1e3:.0f} ms",
+            f"{row.mine * 1e3:.0f}/{row.theirs * 1e3:.0f}",
             f"[{'green' if ratio >= 1 else 'yellow'}]{ratio:.1f}x[/]",
-            _megabytes(row.memory),
-            _megabytes(row.peer_memory),
+            f"{_megabytes(row.memory)}/{_megabytes(row.peer_memory)}",
             row.peer,
         )
     return table
 
 
 def _megabytes(size: int | None) -> str:
-    return "-" if size is None else f"{size / 2**20:.0f} MB"
+    return "-" if size is None else f"{size / 2**20:.0f}"
 
 
 def _draw(variants: list[gallery.Variant], folder: Path) -> str:
