@@ -1,0 +1,111 @@
+"""The command line as a person meets it: what it prints, its exit codes, and one clear line for every mistake."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+
+import pytest
+import torch
+
+from anyattn import cli, gallery
+from anyattn.cli import BAD_ARGUMENTS, INTERRUPTED
+
+PNG, SVG = b"\x89PNG", b"<?xml"
+
+
+def call(*arguments: object) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of ``anyattn ARGUMENTS``."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as ended:
+        cli.main([str(a) for a in arguments])
+    return int(ended.value.code or 0), out.getvalue(), err.getvalue()
+
+
+@pytest.fixture
+def mods(tmp_path):
+    path = tmp_path / "mods.py"
+    path.write_text(
+        "def near(b, h, q_idx, kv_idx):\n    return (q_idx >= kv_idx) & (q_idx - kv_idx < 40)\n\n"
+        "def halved(score, b, h, q_idx, kv_idx):\n    return score * 0.5\n\n"
+        "def branching(b, h, q_idx, kv_idx):\n    return True if q_idx > kv_idx else False\n\n"
+        "def short(b, h):\n    return b\n"
+    )
+    return path
+
+
+def test_demo_judges_every_variant_it_ran_and_draws_the_masks(tmp_path):
+    code, out, _ = call("demo", "--seqlen", 128, "--heads", 2, "--head-dim", 16, "--rounds", 1, "--out", tmp_path)
+    assert code == 0
+    for variant in gallery.VARIANTS.values():
+        assert variant.title in out
+    assert (tmp_path / "gallery.png").read_bytes().startswith(PNG) and (tmp_path / "gallery.svg").read_bytes().startswith(SVG)
+
+
+def test_demo_fails_when_a_result_is_over_its_budget(tmp_path, monkeypatch):
+    from anyattn.cli import demo
+
+    monkeypatch.setattr(demo, "shares", lambda *a: {"out": 1.5})
+    code, out, _ = call("demo", "--seqlen", 64, "--heads", 1, "--rounds", 1, "--only", "causal", "--out", tmp_path)
+    assert code == 1 and "150%" in out
+
+
+def test_show_counts_the_tiles_of_a_library_mask():
+    code, out, _ = call("show", "causal", "--seqlen", 512, "--block", 128)
+    assert code == 0 and "██▒▒" in out
+
+
+def test_show_draws_a_mask_from_a_file(mods, tmp_path):
+    picture = tmp_path / "near.svg"
+    code, out, _ = call("show", f"{mods}:near", "--seqlen", 256, "--block", 64, "--out", picture)
+    assert code == 0 and "near" in out and picture.read_bytes().startswith(SVG)
+
+
+def test_explain_says_what_a_mask_and_a_score_mod_are(mods):
+    code, mask, _ = call("explain", f"{mods}:near")
+    assert code == 0 and "ranges" in mask and "q - kv" in mask and "backend torch" in mask
+    code, score, _ = call("explain", f"{mods}:halved")
+    assert code == 0 and "score_mod" in score and "mul" in score
+
+
+def test_doctor_checks_results_and_names_the_backends():
+    code, out, _ = call("doctor")
+    assert code == 0 and torch.__version__.split("+")[0] in out and "torch" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["show", "nonsense"], ["nonsense"]),
+        (["show", "missing.py:f"], ["missing.py"]),
+        (["show", "{mods}:absent"], ["absent"]),
+        (["show", "{mods}:short"], ["short", "arguments"]),
+        (["explain", "{mods}:branching"], ["torch.where"]),
+        (["show", "causal", "--seqlen", "0"], ["--seqlen", "0"]),
+        (["demo", "--only", "nonsense"], ["nonsense"]),
+        (["nonsense"], ["nonsense"]),
+    ],
+)
+def test_a_mistake_ends_in_one_line(arguments, words, mods):
+    code, _, err = call(*(a.format(mods=mods) for a in arguments))
+    assert code == BAD_ARGUMENTS, err
+    assert len(err.strip().splitlines()) == 1 and all(word in err for word in words), err
+
+
+def test_ctrl_c_ends_in_one_line(monkeypatch):
+    from anyattn.cli import doctor
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(doctor, "_worst", interrupted)
+    code, _, err = call("doctor")
+    assert code == INTERRUPTED and len(err.strip().splitlines()) == 1
+
+
+def test_the_gallery_holds_what_it_promises():
+    titles = [v.title for v in gallery.VARIANTS.values()]
+    assert len(titles) == len(set(titles)) == 10
+    for variant in gallery.VARIANTS.values():
+        mods = variant.mods(gallery.Setting(96, 4))
+        assert mods.mask is not None or mods.score is not None
