@@ -20,7 +20,7 @@ from anyattn.backends.torch.memory import empty, zeros
 from anyattn.backends.torch.rectangles import blocks
 from anyattn.backends.torch.spans import Group, RowTile
 from anyattn.backends.torch.stages import Tile
-from anyattn.backends.torch.tiles import LOG2E, Call, Chunk, Heads, ascending, chunks, finite_or_zero, row_heads
+from anyattn.backends.torch.tiles import LOG2E, Call, Chunk, Heads, chunks, finite_or_zero, row_heads, store
 
 __all__ = ["backward"]
 
@@ -54,12 +54,12 @@ def backward(call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | 
     dk, dv = (zeros(tuple(t.shape), stat, device) for t in (problem.k, problem.v))
     scores = ScoreGradients(call)
     for group in call.coverage.groups:
-        heads = Heads(problem, group, call.dtype)
+        heads = Heads(problem, group, call.dtype, call.workspace)
         operands = _Operands(call, heads)
         for row_tile, start in _with_starts(call, group, heads, statistics, operands, None if dlse is not None else (dout, out, lse)):
             dq_tile = _row_tile(call, heads, row_tile, statistics, operands, scores, start)
             at = (heads.batches, heads.q_heads, slice(row_tile.q_lo, row_tile.q_hi))
-            dq[at] = ascending(dq_tile, heads.tile(row_tile, Chunk(0, 0, ())))
+            store(dq[at], dq_tile, heads.tile(row_tile, Chunk(0, 0, ())), call.workspace)
         for total, part in ((dk, operands.dk), (dv, operands.dv)):
             target = total[heads.batches, heads.kv_heads]
             target += part.view(target.shape)
@@ -137,10 +137,10 @@ def _row_tile(
     """dQ of one row tile (count, rows, D); adds to the group's dK and dV and to the captured tensors' gradients."""
     stat, scale = call.problem.stat_dtype, call.problem.scale
     rows = (row_tile.q_lo, row_tile.q_hi)
-    q, dout = heads.rows(statistics.q, *rows), heads.rows(statistics.dout, *rows)
-    lse, delta = heads.rows(statistics.lse, *rows, stat), heads.rows(statistics.delta, *rows, stat)
+    q, dout = heads.rows(statistics.q, *rows, "q"), heads.rows(statistics.dout, *rows, "dout")
+    lse, delta = heads.rows(statistics.lse, *rows, "lse", stat), heads.rows(statistics.delta, *rows, "delta", stat)
     lse = lse - scores.scores.shift_of(heads.tile(row_tile, Chunk(0, 0, ())), lse)
-    dq = torch.zeros(q.shape, dtype=stat, device=q.device) if start is None else start.clone()
+    dq = call.workspace.take("dq", tuple(q.shape), stat).zero_() if start is None else start.clone()
     for chunk in chunks(row_tile, call.plan.tile_n_backward):
         tile = heads.tile(row_tile, chunk)
         here = slice(chunk.lo, chunk.hi)

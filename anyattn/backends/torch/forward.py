@@ -18,7 +18,7 @@ from anyattn.backends.torch.memory import empty
 from anyattn.backends.torch.rectangles import blocks
 from anyattn.backends.torch.spans import Group, RowTile
 from anyattn.backends.torch.stages import Bound, Tile, bind
-from anyattn.backends.torch.tiles import LN2, LOG2E, Call, Chunk, Heads, ascending, chunks, row_heads
+from anyattn.backends.torch.tiles import LN2, LOG2E, Call, Chunk, Heads, chunks, row_heads, store
 from anyattn.mods.linear import additive_bias
 
 __all__ = ["Result", "Scores", "forward"]
@@ -97,7 +97,7 @@ def forward(call: Call) -> Result:
     highest = empty(rows, stat, device) if problem.wants_max else None
     scores = Scores(call)
     for group in call.coverage.groups:
-        heads = Heads(problem, group, call.dtype)
+        heads = Heads(problem, group, call.dtype, call.workspace)
         keys, values = heads.keys(problem.k), _Values(call, heads)
         place = (heads.batches, heads.q_heads)
         for row_tile, start in _with_starts(call, group, heads, keys, values.as_given):
@@ -106,12 +106,12 @@ def forward(call: Call) -> Result:
             tile = heads.tile(row_tile, Chunk(0, 0, ()))
             row_max += scores.shift_of(tile, row_max)
             if highest is not None:
-                highest[at] = ascending((row_max * LN2).masked_fill_(row_sum == 0, -math.inf), tile)[..., 0]
+                store(highest[at][..., None], (row_max * LN2).masked_fill_(row_sum == 0, -math.inf), tile, call.workspace)
             if problem.sink is not None:
                 row_max, row_sum = _add_sink(problem.sink, heads, acc, row_max, row_sum, tile)
-            out[at] = ascending(acc.div_(row_sum.masked_fill(row_sum == 0, 1.0)), tile)
+            store(out[at], acc.div_(row_sum.masked_fill(row_sum == 0, 1.0)), tile, call.workspace)
             if lse is not None:
-                lse[at] = ascending(row_max.mul_(LN2).add_(row_sum.log()), tile)[..., 0]
+                store(lse[at][..., None], row_max.mul_(LN2).add_(row_sum.log()), tile, call.workspace)
     return Result(out, lse, highest)
 
 
@@ -132,6 +132,7 @@ class _Values:
     """V as a batch of matrices, guarded against NaN and infinity at keys that a row does not see: 0 x NaN must not reach its output."""
 
     def __init__(self, call: Call, heads: Heads):
+        self.workspace = call.workspace
         self.values = self.as_given = heads.keys(call.problem.v)
         self.bad: Tensor | None = None
         if not call.all_finite:
@@ -139,9 +140,10 @@ class _Values:
             self.bad = finite.logical_not().to(self.values.dtype)
             self.values = self.values.masked_fill(finite.logical_not(), 0.0)
 
-    def weighted(self, p: Tensor, chunk: Chunk) -> Tensor:
-        """(count, rows, Dv) of ``p @ v``."""
-        result = torch.bmm(p, self.values[:, chunk.lo : chunk.hi])
+    def weighted(self, p: Tensor, chunk: Chunk, name: str) -> Tensor:
+        """(count, rows, Dv) of ``p @ v``; the memory is lent until the next call with the same ``name``."""
+        out = self.workspace.take(name, (*p.shape[:2], self.values.shape[-1]), p.dtype)
+        result = torch.bmm(p, self.values[:, chunk.lo : chunk.hi], out=out)
         if self.bad is not None:
             seen = torch.bmm((p != 0).to(p.dtype), self.bad[:, chunk.lo : chunk.hi])
             result.masked_fill_(seen > 0, math.nan)  # a row that does see it gets what the definition says
@@ -156,7 +158,7 @@ def _stream(
     start: the normalised output and the base-2 log-sum-exp of keys that are not among the tile's segments.
     """
     stat = call.problem.stat_dtype
-    q = heads.rows(call.problem.q, row_tile.q_lo, row_tile.q_hi)
+    q = heads.rows(call.problem.q, row_tile.q_lo, row_tile.q_hi, "q")
     shape = (q.shape[0], q.shape[1], 1)
     lowest = torch.finfo(call.dtype).min / 2  # never -inf, so that -inf - maximum is -inf and not NaN
     acc = row_sum = row_max = None
@@ -168,7 +170,8 @@ def _stream(
         highest = s.amax(-1, keepdim=True)
         new_max = highest.clamp_min_(lowest) if row_max is None else torch.maximum(row_max, highest)
         p = s.sub_(new_max).exp2_()
-        part, part_sum = values.weighted(p if p.dtype == call.dtype else _narrow(call, p), chunk), p.sum(-1, keepdim=True, dtype=stat)
+        part_sum = p.sum(-1, keepdim=True, dtype=stat)
+        part = values.weighted(p if p.dtype == call.dtype else _narrow(call, p), chunk, "first p @ v" if acc is None else "p @ v")
         if acc is None or row_sum is None or row_max is None:
             acc, row_sum = part.to(stat), part_sum
         else:

@@ -40,7 +40,7 @@ class Rectangle:
 
     def forward(self, call: Call, heads: Heads, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Normalised output (count, stacked rows, Dv) and base-2 log-sum-exp (count, stacked rows, 1)."""
-        q = heads.rows(call.problem.q, self.q_lo, self.q_hi)
+        q = heads.rows(call.problem.q, self.q_lo, self.q_hi, "block q")
         k, v = (t[None, :, self.lo : self.hi] for t in (keys, values))
         out, lse = getattr(torch.ops.aten, _FORWARD)(q[None], k, v, scale=call.problem.scale)
         return out[0].contiguous(), lse[0].to(call.problem.stat_dtype)[..., None] * LOG2E
@@ -49,9 +49,12 @@ class Rectangle:
         self, call: Call, heads: Heads, keys: Tensor, values: Tensor, q: Tensor, rows: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, ...]:
         """dq (count, stacked rows, D), dk and dv (count, hi - lo, ...); ``q``, ``rows`` (dout, out, natural lse): (B, Hq, Sq, ...)."""
-        dout, out, lse = (heads.rows(x if x.ndim == 4 else x[..., None], self.q_lo, self.q_hi, x.dtype)[None] for x in rows)
+        dout, out, lse = (
+            heads.rows(x if x.ndim == 4 else x[..., None], self.q_lo, self.q_hi, f"block {name}", x.dtype)[None]
+            for name, x in zip(("dout", "out", "lse"), rows, strict=True)
+        )
         k, v = (t[None, :, self.lo : self.hi] for t in (keys, values))
-        q = heads.rows(q, self.q_lo, self.q_hi)[None]
+        q = heads.rows(q, self.q_lo, self.q_hi, "block q")[None]
         grads = getattr(torch.ops.aten, _BACKWARD)(dout, q, k, v, out, lse[..., 0].contiguous(), 0.0, False, scale=call.problem.scale)
         return tuple(g[0] for g in grads)
 

@@ -18,7 +18,7 @@ from anyattn.mods.ir import Expr
 from anyattn.plan import Plan
 from anyattn.problem import Problem
 
-__all__ = ["LN2", "LOG2E", "Call", "Chunk", "Heads", "Masks", "ascending", "chunks", "finite_or_zero", "is_finite", "row_heads"]
+__all__ = ["LN2", "LOG2E", "Call", "Chunk", "Heads", "Masks", "chunks", "finite_or_zero", "is_finite", "row_heads", "store"]
 
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
@@ -57,9 +57,9 @@ def chunks(row_tile: RowTile, width: int) -> list[Chunk]:
 class Heads:
     """A group's tensors as batches of matrices: one per (batch entry, K/V head), query heads that share K/V stacked as rows."""
 
-    def __init__(self, problem: Problem, group: Group, dtype: torch.dtype):
+    def __init__(self, problem: Problem, group: Group, dtype: torch.dtype, workspace: Workspace):
         ratio = problem.qhead_per_kvhead
-        self.group, self.dtype = group, dtype
+        self.group, self.dtype, self.workspace = group, dtype, workspace
         kv_lo, kv_hi = group.h_lo // ratio, (group.h_hi - 1) // ratio + 1
         self.kv_heads = slice(kv_lo, kv_hi)
         self.batches = slice(group.b_lo, group.b_hi)
@@ -72,10 +72,14 @@ class Heads:
         part = part if part.stride(-1) == 1 else part.contiguous()
         return part.reshape(self.count, *part.shape[2:])
 
-    def rows(self, x: Tensor, lo: int, hi: int, dtype: torch.dtype | None = None) -> Tensor:
-        """(count, query heads per K/V head x rows, D) of a (B, Hq, Sq, D) tensor; rows descend, see ``stages``."""
-        part = x[self.batches, self.q_heads, lo:hi].to(dtype or self.dtype).flip(2)
-        return part.reshape(self.count, -1, part.shape[-1])
+    def rows(self, x: Tensor, lo: int, hi: int, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """(count, query heads per K/V head x rows, D) of a (B, Hq, Sq, D) tensor; rows descend, see ``stages``.
+
+        The memory is lent until the next call with the same ``name``.
+        """
+        part = x[self.batches, self.q_heads, lo:hi]
+        out = self.workspace.take(f"rows of {name}", tuple(part.shape), dtype or self.dtype)
+        return _reverse_rows(part, out).view(self.count, -1, part.shape[-1])
 
     def tile(self, row_tile: RowTile, chunk: Chunk) -> Tile:
         g = self.group
@@ -97,9 +101,16 @@ def finite_or_zero(x: Tensor) -> Tensor:
     return x.masked_fill(~torch.isfinite(x), 0.0)
 
 
-def ascending(x: Tensor, tile: Tile) -> Tensor:
-    """``row_heads`` with the rows in the order of q_idx, a copy."""
-    return row_heads(x, tile).flip(2)
+def _reverse_rows(x: Tensor, out: Tensor) -> Tensor:
+    """``out``, filled with ``x`` (b, h, rows, n) rows reversed. flip would take fresh memory, whose page faults cost more than the copy."""
+    backwards = torch.arange(x.shape[2] - 1, -1, -1, device=x.device)
+    return torch.index_select(x, 2, backwards, out=out) if x.dtype == out.dtype else out.copy_(x.index_select(2, backwards))
+
+
+def store(target: Tensor, x: Tensor, tile: Tile, workspace: Workspace) -> None:
+    """Writes a (count, stacked rows, n) result into ``target`` (b, h, rows, n), whose rows ascend with q_idx."""
+    rows = row_heads(x, tile)
+    target.copy_(_reverse_rows(rows, workspace.take("ascending", tuple(rows.shape), rows.dtype)))
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from anyattn.backends.torch.memory import empty, zeros
 from anyattn.backends.torch.spans import RowTile
-from anyattn.backends.torch.tiles import Call, Chunk, Heads, ascending, chunks, finite_or_zero, is_finite, row_heads
+from anyattn.backends.torch.tiles import Call, Chunk, Heads, chunks, finite_or_zero, is_finite, row_heads, store
 
 __all__ = ["backward", "forward"]
 
@@ -83,7 +83,7 @@ def forward(call: Call) -> Tensor:
     problem = call.problem
     out = empty((problem.batch, problem.heads_q, problem.seqlen_q, problem.v.shape[3]), problem.q.dtype, problem.q.device)
     for group in call.coverage.groups:
-        heads = Heads(problem, group, call.dtype)
+        heads = Heads(problem, group, call.dtype, call.workspace)
         rows = _Rows(call, heads)
         bad = None if call.all_finite else (~torch.isfinite(heads.keys(problem.v))).to(call.dtype)
         for row_tile in group.row_tiles:
@@ -92,12 +92,12 @@ def forward(call: Call) -> Tensor:
             if not spans.width:
                 out[at] = 0
                 continue
-            q = heads.rows(problem.q, row_tile.q_lo, row_tile.q_hi)
+            q = heads.rows(problem.q, row_tile.q_lo, row_tile.q_hi, "q")
             p = rows.probabilities(row_tile, spans, q, rows.gathered("keys", rows.keys, spans))
-            result = torch.bmm(p, rows.gathered("values", rows.values, spans))
+            result = _product(call, p, rows.gathered("values", rows.values, spans))
             if bad is not None:
                 result.masked_fill_(torch.bmm((p != 0).to(p.dtype), rows.gathered("bad", bad, spans)) > 0, torch.nan)
-            out[at] = ascending(result, heads.tile(row_tile, Chunk(0, 0, ())))
+            store(out[at], result, heads.tile(row_tile, Chunk(0, 0, ())), call.workspace)
     return out
 
 
@@ -107,7 +107,7 @@ def backward(call: Call, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     dq = zeros(tuple(problem.q.shape), problem.q.dtype, problem.q.device)
     dk, dv = (zeros(tuple(t.shape), problem.stat_dtype, problem.q.device) for t in (problem.k, problem.v))
     for group in call.coverage.groups:
-        heads = Heads(problem, group, call.dtype)
+        heads = Heads(problem, group, call.dtype, call.workspace)
         rows = _Rows(call, heads)
         part_dk, part_dv = (torch.zeros(x.shape, dtype=problem.stat_dtype, device=x.device) for x in (rows.keys, rows.values))
         for row_tile in group.row_tiles:
@@ -115,7 +115,7 @@ def backward(call: Call, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             if spans.width:
                 at = (heads.batches, heads.q_heads, slice(row_tile.q_lo, row_tile.q_hi))
                 dq_tile = _row_tile(rows, row_tile, spans, dout, part_dk, part_dv)
-                dq[at] = ascending(dq_tile, heads.tile(row_tile, Chunk(0, 0, ())))
+                store(dq[at], dq_tile, heads.tile(row_tile, Chunk(0, 0, ())), call.workspace)
         for total, part in ((dk, part_dk), (dv, part_dv)):
             target = total[heads.batches, heads.kv_heads]
             target += part.view(target.shape)
@@ -126,21 +126,26 @@ def _row_tile(rows: _Rows, row_tile: RowTile, spans: _Spans, dout: Tensor, dk: T
     """dQ (count, rows, D) of one row tile; adds to the group's dK and dV."""
     call, heads = rows.call, rows.heads
     place = (row_tile.q_lo, row_tile.q_hi)
-    q, do = heads.rows(call.problem.q, *place), heads.rows(dout, *place)
+    q, do = heads.rows(call.problem.q, *place, "q"), heads.rows(dout, *place, "dout")
     keys = rows.gathered("keys", rows.keys, spans)
     p = rows.probabilities(row_tile, spans, q, keys)
     if spans.runs and any(r.asked for r in spans.runs) and not (is_finite(q) and is_finite(do)):
         # a row that sees nothing may hold anything, and 0 x NaN must not reach dK and dV
         blind = (p.amax(-1, keepdim=True) == 0).expand(-1, -1, 1)
         q, do = q.masked_fill(blind, 0), do.masked_fill(blind, 0)
-    _add_to_runs(dv, torch.bmm(p.transpose(1, 2), do), spans, 1.0)
+    _add_to_runs(dv, _product(call, p.transpose(1, 2), do), spans, 1.0)
     values = rows.gathered("values", rows.values, spans)
     ds = call.workspace.take("ds", tuple(p.shape), call.dtype)
     torch.baddbmm(ds, do, rows.transposed("values^T", values), beta=0, out=ds)
     torch.ops.aten._softmax_backward_data.out(ds, p, -1, call.dtype, grad_input=ds)
-    _add_to_runs(dk, torch.bmm(ds.transpose(1, 2), q), spans, call.problem.scale)
+    _add_to_runs(dk, _product(call, ds.transpose(1, 2), q), spans, call.problem.scale)
     finite_keys = keys if rows.finite_keys is rows.keys else rows.gathered("finite keys", rows.finite_keys, spans)
-    return torch.bmm(ds, finite_keys).mul_(call.problem.scale)
+    return _product(call, ds, finite_keys).mul_(call.problem.scale)
+
+
+def _product(call: Call, x: Tensor, y: Tensor) -> Tensor:
+    """``x @ y`` in memory that is lent until the next product."""
+    return torch.bmm(x, y, out=call.workspace.take("product", (x.shape[0], x.shape[1], y.shape[2]), x.dtype))
 
 
 def _add_to_runs(total: Tensor, part: Tensor, spans: _Spans, factor: float) -> None:
