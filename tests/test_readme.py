@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shutil
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,9 @@ def test_every_example_is_found() -> None:
 
 
 @pytest.mark.parametrize("title", EXAMPLES)
-def test_example(title: str) -> None:
+def test_example(title: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if "torch.compile" in EXAMPLES[title] and shutil.which("g++") is None:
         pytest.skip("torch.compile on the CPU needs g++")
-    exec(compile(EXAMPLES[title], f"README.md, {title}", "exec"), {"__name__": "readme"})
+    module = types.ModuleType("readme_example")
+    monkeypatch.setitem(sys.modules, module.__name__, module)  # Dynamo of torch 2.11 imports the module that a function names
+    exec(compile(EXAMPLES[title], f"README.md, {title}", "exec"), module.__dict__)
