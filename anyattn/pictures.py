@@ -248,9 +248,12 @@ def save(fig: Figure, *paths: str | Path) -> None:
     Raises:
         ValueError: another suffix.
     """
+    from matplotlib import rc_context
+
     for path in map(Path, paths):
         if path.suffix.lower() not in (".png", ".svg"):
             raise ValueError(f"cannot write {path}: the name must end in .png or .svg")
         path.parent.mkdir(parents=True, exist_ok=True)
-        # No date inside: the same mask gives the same file.
-        fig.savefig(path, dpi=160, facecolor=fig.get_facecolor(), metadata={"Date": None} if path.suffix == ".svg" else None)
+        # No date and no random ids inside: the same panels give the same file.
+        with rc_context({"svg.hashsalt": "anyattn"}):
+            fig.savefig(path, dpi=160, facecolor=fig.get_facecolor(), metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
