@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -52,7 +53,7 @@ def test_tile_colours_differ_in_lightness() -> None:
         return sum(w * int(colour[i : i + 2], 16) for w, i in zip((0.299, 0.587, 0.114), (1, 3, 5)))
 
     shades = sorted(lightness(pictures.PALETTE[name]) for name in ("full", "partial", "empty"))
-    assert min(b - a for a, b in zip(shades, shades[1:])) > 40
+    assert min(b - a for a, b in pairwise(shades)) > 40
 
 
 def test_the_gallery_is_complete_and_documented() -> None:

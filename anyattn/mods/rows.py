@@ -9,17 +9,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from anyattn.mods.dependence import dependence
+from anyattn.mods.dependence import Dep, dependence
 from anyattn.mods.evaluate import run
 from anyattn.mods.ir import Expr
 from anyattn.mods.solver import NO_LIMIT, NotRangesError, Solver
 from anyattn.mods.trace import TracedMod
 
-__all__ = ["MAX_RANGES", "NO_LIMIT", "RowRanges", "limits", "row_ranges"]
+__all__ = ["MAX_RANGES", "NO_LIMIT", "RowRanges", "limits", "limits_of_rows", "row_ranges"]
 
 MAX_RANGES = 4  # a kernel keeps two registers per range and row
 
@@ -97,21 +98,44 @@ def limits(
         "h": torch.arange(H, device=device)[:, None],
         "q_idx": torch.arange(seqlen_q, device=device),
     }
-    deps = dependence(ranges.expr)
-    shape = (
-        B if any(deps[o].b for o in ranges.expr.outputs) else 1,
-        H if any(deps[o].h for o in ranges.expr.outputs) else 1,
-        seqlen_q,
-    )
+    sees = _sees(ranges)
+    return _limits(ranges, leaves, (B if sees.b else 1, H if sees.h else 1, seqlen_q), seqlen_k, seqlen_k, device)
+
+
+def limits_of_rows(mod: TracedMod | RowRanges, b: Tensor, q_idx: Tensor, seqlen_k: Tensor, H: int) -> tuple[Tensor, Tensor] | None:
+    """``limits`` for rows of many sequences at once: ``lo, hi`` of shape (n, 1, H or 1, rows), int32.
+
+    b, q_idx, seqlen_k: int64 (rows,), each row's batch entry, its position and the keys of its sequence.
+    """
+    ranges = mod if isinstance(mod, RowRanges) else row_ranges(mod)
+    if ranges is None:
+        return None
+    leaves = {"b": b, "h": torch.arange(H, device=b.device)[:, None], "q_idx": q_idx}
+    longest = int(seqlen_k.max()) if len(seqlen_k) else 0
+    return _limits(ranges, leaves, (1, H if _sees(ranges).h else 1, len(b)), seqlen_k, longest, b.device)
+
+
+def _sees(ranges: RowRanges) -> Dep:
+    deps = [dependence(ranges.expr)[o] for o in ranges.expr.outputs]
+    return Dep(b=any(d.b for d in deps), h=any(d.h for d in deps))
+
+
+def _limits(
+    ranges: RowRanges, leaves: dict[str, Tensor], shape: tuple[int, ...], seqlen_k: int | Tensor, longest: int, device: Any
+) -> tuple[Tensor, Tensor]:
+    """The limits at the rows of ``leaves``, clipped to each row's ``seqlen_k``; ``longest`` is the greatest of them."""
     values = run(ranges.expr, leaves, ranges.scalars, ranges.tensors)
 
     def column(value: Tensor | int) -> Tensor:
-        if not isinstance(value, Tensor):
-            return torch.full(shape, min(max(value, 0), seqlen_k), dtype=torch.int32, device=device)
-        return value.clamp(0, seqlen_k).to(device=device, dtype=torch.int32).expand(shape)
+        value = value if isinstance(value, Tensor) else torch.tensor(value, device=device)
+        if isinstance(seqlen_k, int):
+            value = value.clamp(0, seqlen_k)
+        else:
+            value = torch.minimum(value.clamp(min=0), seqlen_k)
+        return value.to(device=device, dtype=torch.int32).expand(shape)
 
     lo, hi = torch.stack([column(v) for v in values[0::2]]), torch.stack([column(v) for v in values[1::2]])
-    return (lo, torch.maximum(lo, hi)) if len(lo) == 1 else _disjoint(lo, hi, seqlen_k)
+    return (lo, torch.maximum(lo, hi)) if len(lo) == 1 else _disjoint(lo, hi, longest)
 
 
 def _disjoint(lo: Tensor, hi: Tensor, seqlen_k: int) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,37 @@
+"""Arithmetic that means the same on Python ints, integer tensors (elementwise) and CuTe DSL integers.
+
+``+ - *`` and ``//`` by a positive number already do; these are the operations that Python spells differently for each.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["ceil_div", "maximum", "minimum"]
+
+
+def minimum(a: Any, b: Any) -> Any:
+    return _either(a, b, min, torch.minimum, "min")
+
+
+def maximum(a: Any, b: Any) -> Any:
+    return _either(a, b, max, torch.maximum, "max")
+
+
+def ceil_div(a: Any, b: Any) -> Any:
+    """``a / b`` rounded up, for b > 0 and a > -b."""
+    return (a + (b - 1)) // b
+
+
+def _either(a: Any, b: Any, on_ints: Any, on_tensors: Any, name: str) -> Any:
+    if isinstance(a, int) and isinstance(b, int):
+        return on_ints(a, b)
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        like = a if isinstance(a, Tensor) else b
+        return on_tensors(*(torch.as_tensor(x, dtype=like.dtype, device=like.device) if not isinstance(x, Tensor) else x for x in (a, b)))
+    import cutlass  # whoever has a CuTe integer has CUTLASS
+
+    return getattr(cutlass, name)(a, b)
