@@ -9,7 +9,7 @@ and a bounded batch, never S x S, and the mod never sees an index outside its se
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from anyattn.mods.range_tables import RangeTables
 from anyattn.mods.rows import RowRanges, limits, row_ranges
 from anyattn.mods.trace import TracedMod
 
-__all__ = ["DOUBT", "EMPTY", "FULL", "PARTIAL", "check_loads", "classify", "classify_limits", "judge", "refine"]
+__all__ = ["DOUBT", "EMPTY", "FULL", "PARTIAL", "Boxes", "Grid", "Refiner", "check_loads", "classify", "classify_limits", "judge", "refine"]
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 DOUBT = 3  # of the intermediate maps only
@@ -82,19 +82,16 @@ def classify_limits(lo: Tensor, hi: Tensor, seqlen_k: int, tile_m: int, tile_n: 
     pad = rows * tile_m - seqlen_q
     if pad:  # the last row once more says nothing new
         lo, hi = (torch.cat([t, t[..., -1:].expand(*t.shape[:-1], pad)], -1) for t in (lo, hi))
-    # (row tiles of every b and h, n, rows): tiles that a range touches, and tiles that it covers
+    # (row tiles of every b and h, n, rows)
     lo, hi = (t.reshape(n, batch * heads * rows, tile_m).transpose(0, 1) for t in (lo, hi))
-    first = torch.div(lo, tile_n, rounding_mode="floor")
-    last = torch.div(hi + (tile_n - 1), tile_n, rounding_mode="floor")
-    from_ = torch.div(lo + (tile_n - 1), tile_n, rounding_mode="floor")
-    until = torch.where(hi == seqlen_k, columns, torch.div(hi, tile_n, rounding_mode="floor"))
+    (first, last), (from_, until) = tiles_of_limits(lo, hi, seqlen_k, columns, tile_n)
     empty = hi <= lo
     classes = torch.empty(batch * heads * rows, columns, dtype=torch.uint8, device=lo.device)
-    connected = n == 1 and _connected(first[:, 0], last[:, 0], empty[:, 0])
+    is_one = connected(first, last, empty)
     step = max(1, _BATCH_TILES // columns)
     for at in range(0, len(classes), step):
         part = slice(at, at + step)
-        if connected:
+        if is_one:
             column = torch.arange(columns, dtype=lo.dtype, device=lo.device)
             touched = _between(column, first[part, 0].amin(-1), last[part, 0].amax(-1))
             covered = _between(column, from_[part, 0].amax(-1), until[part, 0].amin(-1))
@@ -105,11 +102,25 @@ def classify_limits(lo: Tensor, hi: Tensor, seqlen_k: int, tile_m: int, tile_n: 
     return classes.reshape(batch, heads, rows, columns)
 
 
-def _connected(first: Tensor, last: Tensor, empty: Tensor) -> bool:
-    """Whether in every row tile each row's tiles touch the next row's: their union is then one range."""
-    if bool(empty.any()):
+def tiles_of_limits(
+    lo: Tensor, hi: Tensor, seqlen_k: int | Tensor, columns: int | Tensor, tile_n: int
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """The tiles, first and end, that each range ``lo <= kv < hi`` touches, and those that it covers up to their end or the keys'."""
+    first = torch.div(lo, tile_n, rounding_mode="floor")
+    last = torch.div(hi + (tile_n - 1), tile_n, rounding_mode="floor")
+    from_ = torch.div(lo + (tile_n - 1), tile_n, rounding_mode="floor")
+    until = torch.where(hi == seqlen_k, columns, torch.div(hi, tile_n, rounding_mode="floor"))
+    return (first, last), (from_, until)
+
+
+def connected(first: Tensor, last: Tensor, empty: Tensor) -> bool:
+    """Whether in every row tile each row's tiles are one range that touches the next row's: their union is then one range.
+
+    first, last, empty: (row tiles, n, rows).
+    """
+    if first.shape[1] != 1 or bool(empty.any()):
         return False
-    apart = (first[:, 1:] > last[:, :-1]) | (first[:, :-1] > last[:, 1:])
+    apart = (first[..., 1:] > last[..., :-1]) | (first[..., :-1] > last[..., 1:])
     return not bool(apart.any())
 
 
@@ -134,42 +145,88 @@ def refine(
     mod: TracedMod, lengths: tuple[int, int], tile: tuple[int, int], batch: tuple[int, int], device: torch.device | str = "cpu"
 ) -> Tensor:
     """What ``classify`` returns, for any mask: judged by interval arithmetic, then settled."""
-    refiner = _Refiner(mod, lengths, tile, batch, device)
-    found = refiner.judged()
-    refiner.settle(found)
-    return found
+    return Refiner(mod, _Rectangle(lengths, tile, batch, device)).classes()
 
 
 def judge(
     mod: TracedMod, lengths: tuple[int, int], tile: tuple[int, int], batch: tuple[int, int], device: torch.device | str = "cpu"
 ) -> Tensor:
     """Classes by interval arithmetic alone: EMPTY and FULL are certain, the rest is DOUBT. No pair is looked at."""
-    return _Refiner(mod, lengths, tile, batch, device).judged()
+    return Refiner(mod, _Rectangle(lengths, tile, batch, device)).judged()
 
 
-class _Refiner:
-    """Judges squares of tiles from coarse to fine; the map of classes doubles in resolution as it goes."""
+class Boxes(NamedTuple):
+    """Rectangles of pairs, one per entry of each tensor; first and last q and kv are inclusive and lie inside their sequence."""
 
-    def __init__(
-        self, mod: TracedMod, lengths: tuple[int, int], tile: tuple[int, int], batch: tuple[int, int], device: torch.device | str
-    ) -> None:
-        self.mod, self.lengths, self.tile, self.batch, self.device = mod, lengths, tile, batch, device
-        self.tables = RangeTables(mod.tensors, device)
-        self.grid = (-(-lengths[0] // tile[0]), -(-lengths[1] // tile[1]))
+    b: Tensor
+    h: Tensor
+    q: tuple[Tensor, Tensor]
+    kv: tuple[Tensor, Tensor]
+
+
+class Grid(Protocol):
+    """The tiles of one or of many sequences as a map of classes, which exists for squares of any ``size`` x ``size`` tiles too.
+
+    tile: (tile_m, tile_n). longest: the most query rows and the most keys of a sequence.
+    """
+
+    tile: tuple[int, int]
+    longest: tuple[int, int]
+    device: torch.device | str
+
+    def shape(self, size: int) -> tuple[int, ...]:
+        """The shape of the map of squares."""
+
+    def cut(self, found: Tensor, size: int, parts: int) -> Tensor:
+        """The map of squares of ``size``, from that of squares ``parts`` times as large."""
+
+    def boxes(self, where: Tensor, size: int) -> Boxes:
+        """The pairs of the squares whose indices in the map are the rows of ``where``."""
+
+
+class _Rectangle:
+    """A ``Grid`` of sequences of equal lengths; maps are (B, H, M, N)."""
+
+    def __init__(self, lengths: tuple[int, int], tile: tuple[int, int], batch: tuple[int, int], device: torch.device | str) -> None:
+        self.longest, self.tile, self.batch, self.device = lengths, tile, batch, device
+
+    def shape(self, size: int) -> tuple[int, ...]:
+        return (*self.batch, *(-(-n // (size * t)) for n, t in zip(self.longest, self.tile, strict=True)))
+
+    def cut(self, found: Tensor, size: int, parts: int) -> Tensor:
+        rows, columns = self.shape(size)[2:]
+        return found.repeat_interleave(parts, -2)[..., :rows, :].repeat_interleave(parts, -1)[..., :columns].contiguous()
+
+    def boxes(self, where: Tensor, size: int) -> Boxes:
+        edges = []
+        for axis in (0, 1):
+            first = where[:, 2 + axis] * (size * self.tile[axis])
+            edges.append((first, (first + size * self.tile[axis] - 1).clamp(max=self.longest[axis] - 1)))
+        return Boxes(where[:, 0], where[:, 1], *edges)
+
+
+class Refiner:
+    """Judges squares of tiles from coarse to fine; the map of classes grows in resolution as it goes. Then settles what is in doubt."""
+
+    def __init__(self, mod: TracedMod, grid: Grid) -> None:
+        self.mod, self.grid, self.device = mod, grid, grid.device
+        self.tables = RangeTables(mod.tensors, grid.device)
+
+    def classes(self) -> Tensor:
+        found = self.judged()
+        self.settle(found)
+        return found
 
     def judged(self) -> Tensor:
         size = 1
-        while max(self.grid) > _COARSE * size:
+        while max(-(-n // t) for n, t in zip(self.grid.longest, self.grid.tile, strict=True)) > _COARSE * size:
             size *= _STEP
-        shape = tuple(-(-n // size) for n in self.grid)
-        found = torch.full((*self.batch, *shape), DOUBT, dtype=torch.uint8, device=self.device)
-        while True:
-            self._judge(found, size)
-            if size == 1:
-                break
+        found = torch.full(self.grid.shape(size), DOUBT, dtype=torch.uint8, device=self.device)
+        self._judge(found, size)
+        while size > 1:
             size //= _STEP
-            rows, columns = (-(-n // size) for n in self.grid)
-            found = found.repeat_interleave(_STEP, -2)[..., :rows, :].repeat_interleave(_STEP, -1)[..., :columns].contiguous()
+            found = self.grid.cut(found, size, _STEP)
+            self._judge(found, size)
         return found
 
     def _doubtful(self, found: Tensor, batch: int) -> Iterator[Tensor]:
@@ -178,19 +235,10 @@ class _Refiner:
     def _write(self, found: Tensor, where: Tensor, classes: Tensor) -> None:
         found[tuple(where.unbind(1))] = classes
 
-    def _edges(self, where: Tensor, size: int) -> list[tuple[Tensor, Tensor]]:
-        """First and last (inclusive) q and kv of squares of ``size`` tiles."""
-        edges = []
-        for axis in (0, 1):
-            first = where[:, 2 + axis] * (size * self.tile[axis])
-            edges.append((first, (first + size * self.tile[axis] - 1).clamp(max=self.lengths[axis] - 1)))
-        return edges
-
     def _judge(self, found: Tensor, size: int) -> None:
         """Interval arithmetic on every square in doubt."""
         for where in self._doubtful(found, _BATCH_BOXES):
-            q, kv = self._edges(where, size)
-            b, h = where[:, 0], where[:, 1]
+            b, h, q, kv = self.grid.boxes(where, size)
             verdict = spans(self.mod.expr, {"b": (b, b), "h": (h, h), "q_idx": q, "kv_idx": kv}, self.mod.scalars, self.tables)
             span = verdict[self.mod.expr.outputs[0]]
             classes = torch.where(span.lo, FULL, torch.where(span.hi, DOUBT, EMPTY)).to(torch.uint8)
@@ -203,14 +251,17 @@ class _Refiner:
 
     def settle(self, found: Tensor) -> None:
         """Exact classes of the tiles still in doubt. A position past a sequence's end is replaced by the last one inside."""
-        along_q, along_kv = _samples(self.tile)
+        extent = tuple(
+            max(1, min(t, n)) for t, n in zip(self.grid.tile, self.grid.longest, strict=True)
+        )  # no sequence fills more of a tile
+        along_q, along_kv = (t.to(self.device) for t in _samples(*extent))
         for where in self._doubtful(found, max(1, _BATCH_PAIRS // len(along_q))):
-            b, h, q, kv = self._positions(where, along_q.to(self.device), along_kv.to(self.device))
+            b, h, q, kv = self._positions(where, along_q, along_kv)
             seen = self._values(b[:, None], h[:, None], q, kv).expand(len(where), len(along_q))
             mixed = seen.any(1) & ~seen.all(1)
             self._write(found, where[mixed], torch.tensor(PARTIAL, dtype=torch.uint8, device=self.device))
-        at_q, at_kv = (torch.arange(n, device=self.device) for n in self.tile)
-        for where in self._doubtful(found, max(1, _BATCH_PAIRS // (self.tile[0] * self.tile[1]))):
+        at_q, at_kv = (torch.arange(n, device=self.device) for n in extent)
+        for where in self._doubtful(found, max(1, _BATCH_PAIRS // (extent[0] * extent[1]))):
             b, h, q, kv = self._positions(where, at_q, at_kv)
             visible = self._values(b[:, None, None], h[:, None, None], q[:, :, None], kv[:, None, :])
             visible = visible.expand(len(where), *visible.shape[1:]) if visible.ndim == 3 else visible.expand(len(where), 1, 1)
@@ -218,14 +269,13 @@ class _Refiner:
             self._write(found, where, classes.to(torch.uint8))
 
     def _positions(self, where: Tensor, along_q: Tensor, along_kv: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        q = (where[:, 2, None] * self.tile[0] + along_q).clamp(max=self.lengths[0] - 1)
-        kv = (where[:, 3, None] * self.tile[1] + along_kv).clamp(max=self.lengths[1] - 1)
-        return where[:, 0], where[:, 1], q, kv
+        b, h, (first_q, last_q), (first_kv, last_kv) = self.grid.boxes(where, 1)
+        q, kv = first_q[:, None] + along_q, first_kv[:, None] + along_kv
+        return b, h, torch.minimum(q, last_q[:, None]), torch.minimum(kv, last_kv[:, None])
 
 
-def _samples(tile: tuple[int, int]) -> tuple[Tensor, Tensor]:
+def _samples(m: int, n: int) -> tuple[Tensor, Tensor]:
     """Positions inside a tile at which visible and hidden pairs are likely to show: corners, then a spread without a period."""
-    m, n = tile
     spread = torch.arange(20, dtype=torch.float64)
     q = torch.cat([torch.tensor([0, 0, m - 1, m - 1]), ((spread * 0.7548776662) % 1 * m).to(torch.int64)])
     kv = torch.cat([torch.tensor([0, n - 1, 0, n - 1]), ((spread * 0.5698402910) % 1 * n).to(torch.int64)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from anyattn.mods.ir import Builder, Expr
 from anyattn.mods.range_tables import RangeTables
 from anyattn.mods.trace import TracedMod
 
-__all__ = ["check_loads"]
+__all__ = ["check_loads", "check_loads_ragged"]
 
 _TILE = 128
 _INSIDE: set[tuple] = set()  # calls of which it is known: by expression, captured numbers, shapes and lengths
@@ -30,43 +31,82 @@ def check_loads(mod: TracedMod, B: int, H: int, seqlen_q: int, seqlen_k: int) ->
     sizes = {"b": B, "h": H, "q_idx": seqlen_q, "kv_idx": seqlen_k}
     if min(sizes.values()) == 0:
         return
-    doubtful = [
-        (node.attr, dim, arg)
-        for node in mod.expr.nodes
-        if node.op == "load"
-        for dim, arg in enumerate(node.args)
-        if not _plainly_inside(mod, arg, sizes, mod.tensors[node.attr].shape[dim])  # type: ignore[index, call-overload]
-    ]
+    doubtful = _doubtful(mod, sizes)
     if not doubtful:
         return
     known = (mod.expr, mod.scalars, tuple(t.shape for t in mod.tensors), tuple(sizes.values()))
     if known in _INSIDE:
         return
-    _check_doubtful(mod, doubtful, sizes)
+    device = mod.tensors[0].device
+    box = {name: (torch.zeros(1, dtype=torch.int64, device=device), torch.full((1,), n - 1, device=device)) for name, n in sizes.items()}
+    deps = dependence(mod.expr)
+    for slot, dim, arg in _still_doubtful(mod, doubtful, box):
+        _settle(mod, slot, dim, arg, deps[arg], sizes)
     if not any(node.op == "load" for _, _, arg in doubtful for node in _index(mod, arg).nodes):  # no captured value can move them
         if len(_INSIDE) > 4096:
             _INSIDE.clear()
         _INSIDE.add(known)
 
 
-def _check_doubtful(mod: TracedMod, doubtful: list[tuple[Any, int, int]], sizes: dict[str, int]) -> None:
-    device = mod.tensors[0].device
-    box = {name: (torch.zeros(1, dtype=torch.int64, device=device), torch.full((1,), n - 1, device=device)) for name, n in sizes.items()}
-    box["score"] = (torch.full((1,), float("nan"), device=device),) * 2
-    indices = Expr(mod.expr.nodes, tuple(arg for _, _, arg in doubtful))
-    indices, positions = _without_dead_nodes(indices)
+def check_loads_ragged(mod: TracedMod, H: int, seqlens_q: Tensor, seqlens_k: Tensor, q_first: Tensor | None = None) -> None:
+    """``check_loads`` for a ragged batch: b is a sequence, and q_idx and kv_idx run over its own rows and keys only.
+
+    seqlens_q, seqlens_k: int64 (B,). q_first: int64 (B,), the q_idx of each sequence's first row; default 0. Pairs of a sequence without
+    rows or without keys do not exist, so nothing is read for it.
+    """
+    q_first = torch.zeros_like(seqlens_q) if q_first is None else q_first
+    b = ((seqlens_q > 0) & (seqlens_k > 0)).nonzero()[:, 0]
+    if H == 0 or len(b) == 0:
+        return
+    last_q, last_kv = (q_first + seqlens_q - 1)[b], (seqlens_k - 1)[b]
+    most_q = max(int(last_q.max()) + 1, -int(q_first[b].min()))  # a row before 0 counts from a tensor's end
+    sizes = {"b": int(b[-1]) + 1, "h": H, "q_idx": most_q, "kv_idx": int(last_kv.max()) + 1}
+    doubtful = _doubtful(mod, sizes)
+    if not doubtful:
+        return
+    zero = torch.zeros_like(b)
+    box = {"b": (b, b), "h": (zero, zero + (H - 1)), "q_idx": (q_first[b], last_q), "kv_idx": (zero, last_kv)}
+    for slot, dim, arg in _still_doubtful(mod, doubtful, box):
+        _settle_ragged(mod, slot, dim, _index_without_score(mod, slot, dim, arg), H, seqlens_q, seqlens_k, q_first)
+
+
+def _doubtful(mod: TracedMod, sizes: dict[str, int]) -> list[tuple[int, int, int]]:
+    """(slot, dimension, index's node) of the loads that are not plainly inside, in the order in which they are computed."""
+    return [
+        (node.attr, dim, arg)  # type: ignore[misc]
+        for node in mod.expr.nodes
+        if node.op == "load"
+        for dim, arg in enumerate(node.args)
+        if not _plainly_inside(mod, arg, sizes, mod.tensors[node.attr].shape[dim])  # type: ignore[index, call-overload]
+    ]
+
+
+def _still_doubtful(
+    mod: TracedMod, doubtful: list[tuple[int, int, int]], box: dict[str, tuple[Tensor, Tensor]]
+) -> Iterator[tuple[int, int, int]]:
+    """Those that interval arithmetic over ``box`` does not show to be inside."""
+    device = box["b"][0].device
+    indices, positions = _without_dead_nodes(Expr(mod.expr.nodes, tuple(arg for _, _, arg in doubtful)))
     found = spans(indices, box, mod.scalars, RangeTables(mod.tensors, device)) if not indices.uses_score else None
-    deps = dependence(mod.expr)
     for (slot, dim, arg), position in zip(doubtful, positions, strict=True):
-        size = mod.tensors[slot].shape[dim]  # type: ignore[index, call-overload]
-        if found is not None and not found[position].wild and bool((found[position].lo >= -size) & (found[position].hi < size)):
-            continue
-        _settle(mod, slot, dim, arg, deps[arg], sizes)  # type: ignore[arg-type]
+        size = mod.tensors[slot].shape[dim]
+        if found is not None and not found[position].wild:
+            inside = (found[position].lo >= -size) & (found[position].hi < size)
+            if bool(inside.all()):
+                continue
+        yield slot, dim, arg
 
 
 def _index(mod: TracedMod, arg: int) -> Expr:
     builder = Builder()
     return builder.build(builder.copy(mod.expr, arg))
+
+
+def _index_without_score(mod: TracedMod, slot: int, dim: int, arg: int) -> Expr:
+    index = _index(mod, arg)
+    if index.uses_score:
+        raise ValueError(_message(mod, slot, dim, "an index computed from the score, which has no known range"))
+    return index
 
 
 def _plainly_inside(mod: TracedMod, arg: int, sizes: dict[str, int], size: int) -> bool:
@@ -83,10 +123,8 @@ def _without_dead_nodes(expr: Expr) -> tuple[Expr, tuple[int, ...]]:
 
 
 def _settle(mod: TracedMod, slot: int, dim: int, arg: int, dep: Dep, sizes: dict[str, int]) -> None:
-    index = _index(mod, arg)
+    index = _index_without_score(mod, slot, dim, arg)
     size = mod.tensors[slot].shape[dim]
-    if index.uses_score:
-        raise ValueError(_message(mod, slot, dim, "an index computed from the score, which has no known range"))
     device = mod.tensors[0].device
     if dep.q and dep.kv and not dep.diagonal:
         _settle_by_tiles(mod, slot, dim, index, sizes)
@@ -122,24 +160,48 @@ def _settle_by_tiles(mod: TracedMod, slot: int, dim: int, index: Expr, sizes: di
     """The index stays inside exactly where the mask ``-size <= index < size`` is full."""
     from anyattn.mods.bounds import FULL, classify  # bounds imports this module
 
+    classes = classify(_inside(mod, slot, dim, index), sizes["q_idx"], sizes["kv_idx"], _TILE, _TILE, sizes["b"], sizes["h"])
+    outside = (classes != FULL).nonzero()
+    if len(outside):
+        b, h, i, j = outside[0].tolist()
+        rows, columns = range(i * _TILE, min((i + 1) * _TILE, sizes["q_idx"])), range(j * _TILE, min((j + 1) * _TILE, sizes["kv_idx"]))
+        _raise_outside(mod, slot, dim, index, b, h, rows, columns)
+
+
+def _settle_ragged(mod: TracedMod, slot: int, dim: int, index: Expr, H: int, seqlens_q: Tensor, seqlens_k: Tensor, q_first: Tensor) -> None:
+    from anyattn.mods.bounds import FULL  # these import this module
+    from anyattn.mods.ragged import classify_ragged
+    from anyattn.mods.ragged_tiles import RaggedTiles
+
+    classes = classify_ragged(_inside(mod, slot, dim, index), seqlens_q, seqlens_k, _TILE, _TILE, H, q_first)
+    outside = (classes != FULL).nonzero()
+    if len(outside):
+        h = int(outside[0, 0])
+        b, i, j = (int(x) for x in RaggedTiles(seqlens_q, seqlens_k, (_TILE, _TILE)).locate(outside[0, 1]))
+        first, most = int(q_first[b]), (int(seqlens_q[b]), int(seqlens_k[b]))
+        rows = range(first + i * _TILE, first + min((i + 1) * _TILE, most[0]))
+        _raise_outside(mod, slot, dim, index, b, h, rows, range(j * _TILE, min((j + 1) * _TILE, most[1])))
+
+
+def _inside(mod: TracedMod, slot: int, dim: int, index: Expr) -> TracedMod:
+    """The mask that shows the pairs at which the index stays inside."""
     size = mod.tensors[slot].shape[dim]
     builder = Builder()
     node = builder.copy(index)
     low = builder.add("ge", node, builder.const(-size, torch.int64))
     high = builder.add("lt", node, builder.const(size, torch.int64))
-    inside = TracedMod("mask", builder.build(builder.add("and", low, high)), mod.scalars, mod.tensors, mod.name)
-    classes = classify(inside, sizes["q_idx"], sizes["kv_idx"], _TILE, _TILE, sizes["b"], sizes["h"])
-    outside = (classes != FULL).nonzero()
-    if len(outside):
-        b, h, i, j = outside[0].tolist()
-        q, kv = i * _TILE, j * _TILE
-        rows, columns = torch.arange(q, min(q + _TILE, sizes["q_idx"])), torch.arange(kv, min(kv + _TILE, sizes["kv_idx"]))
-        device = mod.tensors[0].device
-        leaves = {"b": b, "h": h, "q_idx": rows.to(device)[:, None], "kv_idx": columns.to(device)}
-        value = _run(index, leaves, mod)
-        at = ((value < -size) | (value >= size)).nonzero()[0].tolist()
-        place = f"b={b}, h={h}, q_idx={q + at[0]}, kv_idx={kv + at[1]}"
-        raise ValueError(_message(mod, slot, dim, f"index {int(value[tuple(at)])} (at {place})"))
+    return TracedMod("mask", builder.build(builder.add("and", low, high)), mod.scalars, mod.tensors, mod.name)
+
+
+def _raise_outside(mod: TracedMod, slot: int, dim: int, index: Expr, b: int, h: int, rows: range, columns: range) -> None:
+    """Raises for the first pair of these at which the index leaves its dimension; there is one."""
+    size, device = mod.tensors[slot].shape[dim], mod.tensors[0].device
+    q, kv = (torch.arange(r.start, r.stop, device=device) for r in (rows, columns))
+    value = _run(index, {"b": b, "h": h, "q_idx": q[:, None], "kv_idx": kv}, mod)
+    value = value.broadcast_to(len(rows), len(columns))
+    at = ((value < -size) | (value >= size)).nonzero()[0].tolist()
+    place = f"b={b}, h={h}, q_idx={rows[at[0]]}, kv_idx={columns[at[1]]}"
+    raise ValueError(_message(mod, slot, dim, f"index {int(value[tuple(at)])} (at {place})"))
 
 
 def _message(mod: TracedMod, slot: int, dim: int, what: str) -> str:

@@ -1,0 +1,167 @@
+"""Where the tiles of many sequences of different lengths lie in one flat list: [sequence][row tile][key tile].
+
+Everything is a vector over the whole batch, so that nothing ever loops over sequences; what needs more than the list itself is done window
+by window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["RaggedTiles", "Window"]
+
+_BATCH_TILES = 2**20  # tiles located at once: 8 bytes for each of their coordinates
+
+
+class Window(NamedTuple):
+    """Row tiles ``rows`` of all sequences', laid end to end, and the stretch ``tiles`` of the flat list that belongs to them."""
+
+    rows: slice
+    tiles: slice
+
+
+@dataclass(frozen=True, eq=False)
+class RaggedTiles:
+    """The tiles of a ragged batch. seqlens_q, seqlens_k: int64 (B,), 0 or more. tile: (query rows, keys).
+
+    Sequence b has num_m[b] x num_n[b] tiles. Its first row tile is number first_row[b] among all row tiles and its first tile number
+    first_tile[b] in the flat list; both are int64 (B + 1,) and end with the totals.
+
+    >>> tiles = RaggedTiles(torch.tensor([100, 0, 300]), torch.tensor([200, 50, 300]), (128, 128))
+    >>> tiles.num_m.tolist(), tiles.num_n.tolist(), tiles.first_row.tolist(), tiles.first_tile.tolist()
+    ([1, 0, 3], [2, 1, 3], [0, 1, 1, 4], [0, 2, 2, 11])
+    """
+
+    seqlens_q: Tensor
+    seqlens_k: Tensor
+    tile: tuple[int, int]
+
+    @property
+    def device(self) -> torch.device:
+        return self.seqlens_q.device
+
+    @property
+    def batch(self) -> int:
+        return len(self.seqlens_q)
+
+    @cached_property
+    def num_m(self) -> Tensor:
+        return (self.seqlens_q + (self.tile[0] - 1)) // self.tile[0]
+
+    @cached_property
+    def num_n(self) -> Tensor:
+        return (self.seqlens_k + (self.tile[1] - 1)) // self.tile[1]
+
+    @cached_property
+    def first_row(self) -> Tensor:
+        return _ends(self.num_m)
+
+    @cached_property
+    def first_tile(self) -> Tensor:
+        return _ends(self.num_m * self.num_n)
+
+    @cached_property
+    def total_m(self) -> int:
+        return int(self.first_row[-1])
+
+    @cached_property
+    def total_n(self) -> int:
+        """The length of the flat list."""
+        return int(self.first_tile[-1])
+
+    @cached_property
+    def max_n(self) -> int:
+        """The most key tiles of any sequence."""
+        return int(self.num_n.max()) if self.batch else 0
+
+    @cached_property
+    def longest(self) -> tuple[int, int]:
+        """The most query rows and the most keys of any sequence."""
+        return (int(self.seqlens_q.max()), int(self.seqlens_k.max())) if self.batch else (0, 0)
+
+    @cached_property
+    def sequence_of_row(self) -> Tensor:
+        """int64 (total_m,): the sequence that each row tile belongs to."""
+        return torch.repeat_interleave(torch.arange(self.batch, device=self.device), self.num_m, output_size=self.total_m)
+
+    @cached_property
+    def row_in_sequence(self) -> Tensor:
+        """int64 (total_m,): each row tile's number inside its sequence."""
+        return torch.arange(self.total_m, device=self.device) - self.first_row[self.sequence_of_row]
+
+    @cached_property
+    def row_begins(self) -> Tensor:
+        """int64 (total_m + 1,): where each row tile's entries begin in the flat list."""
+        return _ends(self.num_n[self.sequence_of_row])
+
+    def locate(self, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Sequence, row tile and key tile of places in the flat list."""
+        b = torch.searchsorted(self.first_tile, at, right=True) - 1
+        inside, width = at - self.first_tile[b], self.num_n[b]
+        m = inside // width
+        return b, m, inside - m * width
+
+    def place(self, b: Tensor, m: Tensor, n: Tensor) -> Tensor:
+        """The places in the flat list of key tile n of row tile m of sequence b."""
+        return self.first_tile[b] + m * self.num_n[b] + n
+
+    def windows(self, budget: int, per_row: int = 0, per_tile: int = 1) -> Iterator[Window]:
+        """The whole list in stretches of whole row tiles whose cost is about ``budget``."""
+        cost = self.row_begins * per_tile + torch.arange(self.total_m + 1, device=self.device) * per_row
+        steps = torch.arange(0, int(cost[-1]) + budget, budget, device=self.device)
+        rows = torch.cat([torch.searchsorted(cost, steps), torch.tensor([0, self.total_m], device=self.device)]).clamp(max=self.total_m)
+        rows = rows.unique()
+        ends, places = rows.tolist(), self.row_begins[rows].tolist()
+        for i in range(len(ends) - 1):
+            yield Window(slice(ends[i], ends[i + 1]), slice(places[i], places[i + 1]))
+
+    def pieces(self) -> Iterator[tuple[slice, tuple[Tensor, Tensor, Tensor]]]:
+        """The whole list piece by piece, each with its ``locate``."""
+        for first in range(0, self.total_n, _BATCH_TILES):
+            piece = slice(first, min(first + _BATCH_TILES, self.total_n))
+            yield piece, self.locate(torch.arange(piece.start, piece.stop, device=self.device))
+
+    # ---- the same batch in other tiles; classes: (heads, total_n) of any dtype
+
+    def with_tile(self, tile: tuple[int, int]) -> RaggedTiles:
+        return RaggedTiles(self.seqlens_q, self.seqlens_k, tile)
+
+    def turned(self) -> RaggedTiles:
+        """Keys as rows and rows as keys."""
+        return RaggedTiles(self.seqlens_k, self.seqlens_q, self.tile[::-1])
+
+    def turn(self, classes: Tensor) -> Tensor:
+        """The classes in the order of ``turned()``."""
+        made, turned = torch.empty_like(classes), self.turned()
+        for piece, (b, n, m) in turned.pieces():
+            made[:, piece] = classes[:, self.place(b, m, n)]
+        return made
+
+    def cut(self, classes: Tensor, whole: RaggedTiles) -> Tensor:
+        """Each tile's class is that of the tile of ``whole`` that it is cut from; the tiles of ``whole`` are multiples of these."""
+        parts = [big // small for big, small in zip(whole.tile, self.tile, strict=True)]
+        made = torch.empty(len(classes), self.total_n, dtype=classes.dtype, device=classes.device)
+        for piece, (b, m, n) in self.pieces():
+            made[:, piece] = classes[:, whole.place(b, m // parts[0], n // parts[1])]
+        return made
+
+    def least_and_most(self, classes: Tensor, small: RaggedTiles) -> tuple[Tensor, Tensor]:
+        """The least and the greatest class of the tiles of ``small`` that each tile is made of."""
+        parts = [big // little for big, little in zip(self.tile, small.tile, strict=True)]
+        least, most = (torch.full((len(classes), self.total_n), fill, dtype=classes.dtype, device=classes.device) for fill in (255, 0))
+        for piece, (b, m, n) in small.pieces():
+            to = self.place(b, m // parts[0], n // parts[1]).expand(len(classes), -1)
+            least.scatter_reduce_(1, to, classes[:, piece], "amin")
+            most.scatter_reduce_(1, to, classes[:, piece], "amax")
+        return least, most
+
+
+def _ends(counts: Tensor) -> Tensor:
+    """0 and the running totals, int64."""
+    return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
