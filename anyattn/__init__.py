@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from anyattn.sparsity.block_mask import BlockMask, create_block_mask
     from anyattn.sparsity.block_sparse import BlockSparseTensors
     from anyattn.sparsity.compute import compute_block_sparsity
+    from anyattn.sparsity.varlen import VarlenBlockSparseTensors, compute_varlen_block_sparsity
 
 __version__ = "0.1.0"
 _HOME = {
@@ -30,8 +31,10 @@ _HOME = {
     "BlockSparseTensors": "anyattn.sparsity.block_sparse",
     "Mask": "anyattn.mods.algebra",
     "Score": "anyattn.mods.algebra",
+    "VarlenBlockSparseTensors": "anyattn.sparsity.varlen",
     "and_masks": "anyattn.mods.algebra",
     "compute_block_sparsity": "anyattn.sparsity.compute",
+    "compute_varlen_block_sparsity": "anyattn.sparsity.varlen",
     "create_block_mask": "anyattn.sparsity.block_mask",
     "explain": "anyattn.explanation",
     "flash_attn_combine": "anyattn.flash",
@@ -53,9 +56,11 @@ __all__ = [
     "Mask",
     "ModError",
     "Score",
+    "VarlenBlockSparseTensors",
     "__version__",
     "and_masks",
     "compute_block_sparsity",
+    "compute_varlen_block_sparsity",
     "create_block_mask",
     "explain",
     "flash_attn_combine",

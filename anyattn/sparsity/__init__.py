@@ -4,5 +4,14 @@ from anyattn.sparsity.block_mask import BlockMask, create_block_mask
 from anyattn.sparsity.block_sparse import BlockSparseTensors
 from anyattn.sparsity.compute import compute_block_sparsity
 from anyattn.sparsity.schedule import work_list
+from anyattn.sparsity.varlen import VarlenBlockSparseTensors, compute_varlen_block_sparsity
 
-__all__ = ["BlockMask", "BlockSparseTensors", "compute_block_sparsity", "create_block_mask", "work_list"]
+__all__ = [
+    "BlockMask",
+    "BlockSparseTensors",
+    "VarlenBlockSparseTensors",
+    "compute_block_sparsity",
+    "compute_varlen_block_sparsity",
+    "create_block_mask",
+    "work_list",
+]

@@ -6,10 +6,11 @@ import operator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from anyattn.mods.trace import TracedMod
 
-__all__ = ["device_of", "length", "pair"]
+__all__ = ["check_retile", "device_of", "length", "pair", "ragged_lengths"]
 
 
 def length(name: str, value: Any, least: int = 0) -> int:
@@ -38,6 +39,62 @@ def pair(name: str, value: Any) -> tuple[int, int]:
         return length(f"{name}[0]", value[0], 1), length(f"{name}[1]", value[1], 1)
     number = length(name, value, 1)
     return number, number
+
+
+def check_retile(present: tuple[int, int], wanted: tuple[int, int], build: str) -> None:
+    """Raises ``ValueError`` unless lists of tiles of ``present`` can be made into lists of tiles of ``wanted``; ``build``: the way out."""
+    if any(new % old and old % new for new, old in zip(wanted, present, strict=True)):
+        raise ValueError(
+            f"the block lists were built for tiles of {present}, but tiles of {wanted} are wanted, and on one side neither size is a "
+            f"multiple of the other; build the lists with {build}, or choose a kernel tile that fits {present}"
+        )
+
+
+def ragged_lengths(side: str, cu_seqlens: Any, seqused: Any) -> Tensor:
+    """The lengths of a ragged batch, int64 (B,): ``seqused`` where given, else the steps of ``cu_seqlens``, which may then be None.
+
+    side: "q" or "k". Raises ``TypeError`` or ``ValueError`` naming the first bad entry.
+    """
+    if cu_seqlens is None and seqused is None:
+        raise TypeError(f"cu_seqlens_{side} is None; pass it, (B + 1,) integers from 0, or seqused_{side}, (B,) lengths")
+    steps = None if cu_seqlens is None else _steps(f"cu_seqlens_{side}", cu_seqlens)
+    if seqused is None:
+        return steps  # type: ignore[return-value]
+    used = _whole_numbers(f"seqused_{side}", seqused, "(B,)")
+    most = steps if steps is not None else torch.full_like(used, torch.iinfo(torch.int32).max)
+    if used.shape != most.shape:
+        raise ValueError(f"seqused_{side} has {len(used)} entries, but cu_seqlens_{side} has {len(most) + 1}; wanted B and B + 1")
+    if used.device != most.device:
+        raise ValueError(f"seqused_{side} is on {used.device} and cu_seqlens_{side} on {most.device}; wanted one device")
+    bad = ((used < 0) | (used > most)).nonzero()
+    if len(bad):
+        b = int(bad[0])
+        room = "wanted 0 or more" if steps is None else f"wanted 0 to {int(most[b])}, the length that cu_seqlens_{side} gives the sequence"
+        raise ValueError(f"seqused_{side}[{b}] is {int(used[b])}; {room}")
+    return used
+
+
+def _steps(name: str, cu_seqlens: Any) -> Tensor:
+    ends = _whole_numbers(name, cu_seqlens, "(B + 1,)")
+    if len(ends) == 0 or int(ends[0]) != 0:
+        raise ValueError(f"{name} starts with {ends[:1].tolist()}; wanted 0, then the end of each sequence")
+    steps = ends.diff()
+    falls = (steps < 0).nonzero()
+    if len(falls):
+        i = int(falls[0])
+        raise ValueError(f"{name}[{i + 1}] is {int(ends[i + 1])}, less than {int(ends[i])} before it; wanted entries that do not fall")
+    return steps
+
+
+def _whole_numbers(name: str, value: Any, shape: str) -> Tensor:
+    wanted = f"an int32 or int64 tensor {shape}"
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} is a {type(value).__name__}; wanted {wanted}")
+    if value.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name} is {value.dtype}; wanted {wanted}, as tensor.to(torch.int64)")
+    if value.ndim != 1:
+        raise ValueError(f"{name} has shape {tuple(value.shape)}; wanted {wanted}")
+    return value.to(torch.int64)
 
 
 def device_of(device: Any, mod: TracedMod) -> torch.device:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anyattn.mods.bounds import EMPTY, FULL, PARTIAL
-from anyattn.sparsity.arguments import length, pair
-from anyattn.sparsity.lists import grid_of_lists, lists_of_grid
+from anyattn.mods.bounds import FULL, PARTIAL
+from anyattn.sparsity.arguments import check_retile, length, pair
+from anyattn.sparsity.lists import grid_of_lists, joined, lists_of_grid
 
 __all__ = ["BlockSparseTensors"]
 
@@ -109,11 +109,7 @@ class BlockSparseTensors:
         wanted = pair("tile", (tile_m, tile_n))
         if wanted == self.tile:
             return self
-        if any(new % old and old % new for new, old in zip(wanted, self.tile, strict=True)):
-            raise ValueError(
-                f"the block lists were built for tiles of {self.tile}, but tiles of {wanted} are wanted, and on one side neither size is a "
-                f"multiple of the other; build the lists with BLOCK_SIZE={wanted}, or choose a kernel tile that fits {self.tile}"
-            )
+        check_retile(self.tile, wanted, f"BLOCK_SIZE={wanted}")
         classes = self.classes()
         for dim, new, old in ((-2, wanted[0], self.tile[0]), (-1, wanted[1], self.tile[1])):
             classes = _coarser(classes, dim, new // old) if new >= old else self._finer(classes, dim, old // new)
@@ -191,7 +187,7 @@ def _coarser(classes: Tensor, dim: int, parts: int) -> Tensor:
         classes = torch.cat([classes, classes.narrow(dim, size - 1, 1).expand(*_with(classes.shape, dim, pad))], dim)
     grouped = classes.unflatten(dim, ((size + pad) // parts, parts))
     least, most = grouped.amin(dim), grouped.amax(dim)
-    return torch.where(least == FULL, FULL, torch.where(most == EMPTY, EMPTY, PARTIAL)).to(torch.uint8)
+    return joined(least, most)
 
 
 def _with(shape: torch.Size, dim: int, size: int) -> list[int]:

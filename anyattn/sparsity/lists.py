@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from anyattn.mods.bounds import EMPTY, FULL, PARTIAL
+from anyattn.mods.ragged_tiles import RaggedTiles
 
-__all__ = ["grid_of_lists", "lists_of_grid", "ordered"]
+__all__ = ["classes_of_ragged", "grid_of_lists", "joined", "lists_of_grid", "ordered", "ordered_ragged"]
 
 _BATCH_TILES = 2**22  # tiles enumerated at once: their coordinates take 16 bytes each
 
@@ -39,6 +40,11 @@ def ordered(classes: Tensor, listed: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         indices[part].view(-1)[row * columns + position] = column.to(torch.int32)
         counts[part] = count
     return counts.reshape(classes.shape[:-1]), indices.reshape(classes.shape)
+
+
+def joined(least: Tensor, most: Tensor) -> Tensor:
+    """The class of tiles made of others, from the least and the greatest class of those."""
+    return torch.where(least == FULL, FULL, torch.where(most == EMPTY, EMPTY, PARTIAL)).to(torch.uint8)
 
 
 def _batches(grid: Tensor) -> Iterator[slice]:
@@ -72,3 +78,47 @@ def grid_of_lists(
                 raise ValueError(f"block lists name column {int(column.min())} to {int(column.max())} of {columns}; the lists are damaged")
             classes[part].view(-1)[row * columns + column] = value
     return classes.reshape(*lead, columns)
+
+
+# ---- of many sequences, in the flat order of RaggedTiles
+
+
+def ordered_ragged(classes: Tensor, tiles: RaggedTiles, listed: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """``ordered`` for uint8 classes (H, total_n): int32 counts (H, total_m) and columns (H, total_n), where each row owns its own tiles."""
+    heads = len(classes)
+    counts = torch.zeros(heads, tiles.total_m, dtype=torch.int32, device=classes.device)
+    indices = torch.zeros(classes.shape, dtype=torch.int32, device=classes.device)
+    for window in tiles.windows(_BATCH_TILES, per_tile=max(heads, 1)):
+        part = classes[:, window.tiles]
+        hit = part == listed[0] if len(listed) == 1 else part != EMPTY
+        begins = tiles.row_begins[window.rows.start : window.rows.stop + 1] - window.tiles.start
+        before = torch.nn.functional.pad(hit.cumsum(1, dtype=torch.int32), (1, 0))
+        counts[:, window.rows] = before[:, begins[1:]] - before[:, begins[:-1]]
+        h, at = hit.nonzero().unbind(1)
+        begin = begins[torch.searchsorted(begins, at, right=True) - 1]
+        place = begin + before[h, at] - before[h, begin]
+        indices[h, window.tiles.start + place] = (at - begin).to(torch.int32)
+    return counts, indices
+
+
+def classes_of_ragged(tiles: RaggedTiles, lists: list[tuple[Tensor, Tensor, int]]) -> Tensor:
+    """uint8 classes (H, total_n) of flat lists: counts (H, total_m), columns (H, total_n), and the class that they list."""
+    classes = torch.zeros(lists[0][1].shape, dtype=torch.uint8, device=tiles.device)
+    for window in tiles.windows(_BATCH_TILES, per_tile=max(len(classes), 1)):
+        rows = torch.arange(window.rows.start, window.rows.stop, device=tiles.device)
+        begins = tiles.row_begins[window.rows.start : window.rows.stop + 1]
+        row = rows.repeat_interleave(begins.diff())
+        position = torch.arange(window.tiles.start, window.tiles.stop, device=tiles.device) - tiles.row_begins[row]
+        for counts, indices, value in lists:
+            h, at = (position < counts[:, row]).nonzero().unbind(1)
+            column = indices[h, at + window.tiles.start].to(torch.int64)
+            outside = (column < 0) | (column >= tiles.num_n[tiles.sequence_of_row[row[at]]])
+            if bool(outside.any()):
+                bad = int(outside.nonzero()[0])
+                b, m = int(tiles.sequence_of_row[row[at[bad]]]), int(tiles.row_in_sequence[row[at[bad]]])
+                raise ValueError(
+                    f"block lists name key tile {int(column[bad])} in row tile {m} of sequence {b}, which has {int(tiles.num_n[b])} key "
+                    "tiles; the lists are damaged"
+                )
+            classes[h, tiles.row_begins[row[at]] + column] = value
+    return classes

@@ -14,7 +14,7 @@ from anyattn.mods.bounds import EMPTY, FULL, PARTIAL
 from anyattn.mods.evaluate import evaluate
 from anyattn.mods.trace import trace
 
-__all__ = ["brute_classes", "dense", "library_masks", "random_mask"]
+__all__ = ["brute_classes", "brute_classes_ragged", "dense", "library_masks", "random_lengths", "random_mask"]
 
 
 def dense(mod: Any, seqlen_q: int, seqlen_k: int, B: int = 1, H: int = 1) -> Tensor:
@@ -37,6 +37,29 @@ def brute_classes(mask: Tensor, tile_m: int, tile_n: int, pad: bool = False) -> 
     seen = count(mask)
     size = torch.full_like(seen, tile_m * tile_n) if pad else count(torch.ones_like(mask))
     return torch.where(seen == 0, EMPTY, torch.where(seen == size, FULL, PARTIAL)).to(torch.uint8)
+
+
+def random_lengths(seed: int, tile: tuple[int, int], batch: int, most: int = 100) -> tuple[Tensor, Tensor]:
+    """Lengths of the queries and keys of a ragged batch, int64 (batch,): none, one, around a tile, anything up to ``most``."""
+    rng = random.Random(seed)
+
+    def side(size: int) -> Tensor:
+        choices = (0, 1, 2, size - 1, size, size + 1, 2 * size, 2 * size + 1, rng.randrange(most + 1), rng.randrange(most + 1))
+        return torch.tensor([min(rng.choice(choices), most) for _ in range(batch)], dtype=torch.int64)
+
+    return side(tile[0]), side(tile[1])
+
+
+def brute_classes_ragged(
+    mod: Any, seqlens_q: Tensor, seqlens_k: Tensor, tile: tuple[int, int], H: int = 1, q_first: Tensor | None = None
+) -> Tensor:
+    """uint8 (H, total_tiles): every pair of every sequence, one sequence after another, in ``classify_ragged``'s order."""
+    traced, h, parts = trace(mod, "mask"), torch.arange(H)[:, None, None], [torch.zeros(H, 0, dtype=torch.uint8)]
+    for b, (m, n) in enumerate(zip(seqlens_q.tolist(), seqlens_k.tolist(), strict=True)):
+        rows = torch.arange(m)[:, None] + (0 if q_first is None else int(q_first[b]))
+        seen = evaluate(traced, torch.tensor(b), h, rows, torch.arange(n)).expand(H, m, n)
+        parts.append(brute_classes(seen, *tile).reshape(H, -1))
+    return torch.cat(parts, 1)
 
 
 def library_masks(seqlen_q: int, seqlen_k: int, B: int = 2, seed: int = 0) -> dict[str, Callable]:
