@@ -22,36 +22,53 @@ __all__ = ["CacheCall", "cache_call"]
 class CacheCall:
     """The attention of one call, and what comes before it: rotating queries and new keys, and writing the new rows.
 
-    problem.q: the queries as given. first, second: where each new row goes, the two leading indices into the caches.
+    problem.q: the queries as given.
     """
 
     problem: Problem
     k_cache: Tensor
     v_cache: Tensor
-    new_k: Tensor | None  # (total_new, Hkv, D)
-    new_v: Tensor | None
-    first: Tensor | None
-    second: Tensor | None
-    cos: Tensor | None
-    sin: Tensor | None
-    q_positions: Tensor | None  # (rows of storage,)
-    k_positions: Tensor | None  # (total_new,)
-    interleaved: bool
+    new: _NewRows | None
+    turn: _Turn | None
 
     def prepared(self) -> Problem:
         """Appends to the caches and returns the attention over what they then hold."""
-        new_k = self.new_k
-        problem = self.problem
-        if self.cos is not None and self.sin is not None and new_k is not None:
-            new_k = rotary.apply_rotary(new_k, self.cos, self.sin, self.k_positions, self.interleaved)
+        problem, new, turn = self.problem, self.new, self.turn
+        if new is None:
+            return problem
+        new_k = new.k
+        if turn is not None:
+            new_k = turn.applied(new_k, turn.k_positions)
             batch, heads, seqlen, width = problem.q.shape
-            rows = problem.q.transpose(1, 2).reshape(batch * seqlen, heads, width)
-            turned = rotary.apply_rotary(rows, self.cos, self.sin, self.q_positions, self.interleaved)
-            problem = replace(problem, q=turned.view(batch, seqlen, heads, width).transpose(1, 2))
-        if new_k is not None and self.new_v is not None:
-            append.append(self.k_cache, new_k, self.first, self.second)
-            append.append(self.v_cache, self.new_v, self.first, self.second)
+            rows = turn.applied(problem.q.transpose(1, 2).reshape(batch * seqlen, heads, width), turn.q_positions)
+            problem = replace(problem, q=rows.view(batch, seqlen, heads, width).transpose(1, 2))
+        append.append(self.k_cache, new_k, new.first, new.second)
+        append.append(self.v_cache, new.v, new.first, new.second)
         return problem
+
+
+@dataclass(frozen=True, eq=False)
+class _NewRows:
+    """k, v: (total_new, Hkv, D or Dv). first, second: int64 (total_new,), where each goes, the caches' two leading indices."""
+
+    k: Tensor
+    v: Tensor
+    first: Tensor
+    second: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class _Turn:
+    """Rotary tables and the position of every row of the queries' storage and of every new key."""
+
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool
+    q_positions: Tensor
+    k_positions: Tensor
+
+    def applied(self, x: Tensor, positions: Tensor) -> Tensor:
+        return rotary.apply_rotary(x, self.cos, self.sin, positions, self.interleaved)
 
 
 def cache_call(
@@ -110,26 +127,17 @@ def cache_call(
         is_cache=True,
     )
     check_flash.check_max("max_seqlen_q", max_seqlen_q, sequences.max_seqlen_q)
-    first = second = None
+    new = None
     if k is not None:
         append.check_append(info, rows, table, k_cache.shape[1], k_cache.shape[0])
-        first, second = append.slots(info, rows, table, k_cache.shape[1])
+        append.check_apart("k_cache", k_cache)
+        append.check_apart("v_cache", v_cache)
+        places = append.slots(info, rows, table, k_cache.shape[1])
+        new = _NewRows(k.reshape(-1, *k.shape[-2:]), v.reshape(-1, *v.shape[-2:]), *places)
     elif table is not None:
-        check_flash.check_pages_used(sequences, k_cache.shape[0])
-    positions = _positions(q, k, info, sequences, rotary_cos, rotary_sin, options)
-    return CacheCall(
-        check_flash.problem_of(q, k_cache, v_cache, sequences, options, 0),
-        k_cache,
-        v_cache,
-        None if k is None else k.reshape(-1, *k.shape[-2:]),
-        None if v is None else v.reshape(-1, *v.shape[-2:]),
-        first,
-        second,
-        rotary_cos,
-        rotary_sin,
-        *positions,
-        bool(interleaved),
-    )
+        append.check_pages(table, sequences.k_start, sequences.k_start + sequences.seqlens_k, sequences.page_size, k_cache.shape[0])
+    turn = _turn(q, k, info, sequences, rotary_cos, rotary_sin, bool(interleaved), options)
+    return CacheCall(check_flash.problem_of(q, k_cache, v_cache, sequences, options, 0), k_cache, v_cache, new, turn)
 
 
 def _check_storage(q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any, cu_seqlens_q: Any, page_table: Any) -> None:
@@ -138,7 +146,8 @@ def _check_storage(q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any, cu_seqlen
     kind = "(cache batch, capacity, heads, head_dim)" if page_table is None else "(pages, page_size, heads, head_dim)"
     check_flash.storage({"q": q, "k_cache": k_cache, "v_cache": v_cache}, kind, 4, skip="q")
     if k_cache.shape[:3] != v_cache.shape[:3]:
-        raise ValueError(f"v_cache has shape {tuple(v_cache.shape)} but k_cache has {tuple(k_cache.shape)}; wanted the same but for head_dim")
+        shapes = f"v_cache has shape {tuple(v_cache.shape)} but k_cache has {tuple(k_cache.shape)}"
+        raise ValueError(f"{shapes}; wanted the same but for head_dim")
     if (k is None) != (v is None):
         raise ValueError(f"{'k' if k is None else 'v'} is None but {'v' if k is None else 'k'} is given; pass both or neither")
     if k is None:
@@ -181,7 +190,7 @@ def _check_leftpad(cached: Tensor, leftpad: Tensor | None) -> None:
 def _cache_rows(given: Any, batch: int, k_cache: Tensor, table: Tensor | None, device: torch.device) -> Tensor:
     """The row of the cache of each batch entry."""
     if given is not None and table is not None:
-        raise ValueError("cache_batch_idx and page_table are both given; wanted one: the page table already says where each entry's rows are")
+        raise ValueError("cache_batch_idx and page_table are both given; wanted one: a page table already says where each entry's rows are")
     if given is None:
         if table is None and k_cache.shape[0] < batch:
             raise ValueError(f"k_cache has batch {k_cache.shape[0]} but q has {batch}; wanted at least as many, or cache_batch_idx")
@@ -190,29 +199,31 @@ def _cache_rows(given: Any, batch: int, k_cache: Tensor, table: Tensor | None, d
     assert rows is not None
     if len(rows) and int(rows.max()) >= k_cache.shape[0]:
         at = int(rows.argmax())
-        raise ValueError(f"cache_batch_idx[{at}]={int(rows[at])} but k_cache has {k_cache.shape[0]} rows; wanted 0 to {k_cache.shape[0] - 1}")
+        have = k_cache.shape[0]
+        raise ValueError(f"cache_batch_idx[{at}]={int(rows[at])} but k_cache has {have} rows; wanted 0 to {have - 1}")
     return rows
 
 
-def _positions(
-    q: Tensor, k: Tensor | None, info: SeqlenInfoQKNewK, sequences: Sequences, cos: Any, sin: Any, options: Options
-) -> tuple[Tensor | None, Tensor | None]:
-    """Rotary positions of every row of q's storage and of every new key, None without rotary."""
+def _turn(
+    q: Tensor, k: Tensor | None, info: SeqlenInfoQKNewK, s: Sequences, cos: Any, sin: Any, interleaved: bool, options: Options
+) -> _Turn | None:
+    """The rotary part of the call: new key j at ``seqlen_rotary + j``, query i likewise if causal or windowed, else at seqlen_rotary."""
     if cos is None and sin is None:
-        return None, None
+        return None
     if k is None:
-        raise ValueError("rotary_cos is given without k and v; rotary embedding belongs to appending: pass the new keys, or rotate q yourself")
-    new = torch.repeat_interleave(info.seqlen_k_new)
-    within = torch.arange(len(new), device=q.device) - (info.seqlen_k_new.cumsum(0) - info.seqlen_k_new)[new]
-    k_positions = info.seqlen_rotary[new] + within
-    s = sequences
-    entry = s.row_entry
-    at = info.seqlen_rotary[entry]
-    if options.causal or any(side not in (None, -1) for side in options.window_size):
-        at = at + torch.arange(len(entry), device=q.device) - s.row_base[entry]
+        raise ValueError("rotary_cos is given without k and v; wanted the new keys too: what is cached is turned already, and so must q be")
+    k_positions = _counted_from(info.seqlen_rotary, info.seqlen_k_new)
+    moves = options.causal or any(side not in (None, -1) for side in options.window_size)
+    used = _counted_from(info.seqlen_rotary, s.seqlens_q) if moves else info.seqlen_rotary[s.row_entry]
     q_positions = torch.zeros(q.shape[:-2].numel(), dtype=torch.int64, device=q.device)
-    rows = s.q_row[entry] * (q.shape[1] if q.ndim == 4 else 0) + s.q_start[entry] + torch.arange(len(entry), device=q.device) - s.row_base[entry]
-    q_positions[rows] = at
-    last = max((int(p.max()) for p in (k_positions, q_positions) if len(p)), default=0)
+    per_row = q.shape[1] if q.ndim == 4 else 0
+    q_positions[_counted_from(s.q_row * per_row + s.q_start, s.seqlens_q)] = used
+    last = max((int(p.max()) for p in (k_positions, used) if len(p)), default=-1)
     rotary.check_rotary(cos, sin, q.shape[-1], last, q.device)
-    return q_positions, k_positions
+    return _Turn(cos, sin, interleaved, q_positions, k_positions)
+
+
+def _counted_from(start: Tensor, counts: Tensor) -> Tensor:
+    """``start[b], start[b] + 1, ...``, ``counts[b]`` of them, for one entry after the other."""
+    entry = torch.repeat_interleave(counts)
+    return torch.arange(len(entry), device=start.device) + (start - counts.cumsum(0) + counts)[entry]

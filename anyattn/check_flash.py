@@ -14,6 +14,7 @@ from torch import Tensor
 from anyattn import check
 from anyattn.geometry.seqlen_info import SeqlenInfoQK
 from anyattn.geometry.sequences import Sequences
+from anyattn.kvcache.append import check_pages
 from anyattn.mods import masks, scores
 from anyattn.mods.compose import chained
 from anyattn.mods.loads import check_loads, check_loads_ragged
@@ -24,7 +25,6 @@ __all__ = [
     "Options",
     "batch_of_ends",
     "check_max",
-    "check_pages_used",
     "combine_arguments",
     "dense_problem",
     "ends",
@@ -133,7 +133,7 @@ def varlen_problem(
     ):
         check_max(name, given, have)
     if table is not None:
-        check_pages_used(sequences, k.shape[0])
+        check_pages(table, sequences.k_start, sequences.k_start + sequences.seqlens_k, sequences.page_size, k.shape[0])
     offset = sequences.seqlens_k - sequences.seqlens_q
     same = not bool(offset.any())
     return problem_of(q, k, v, sequences, options, 0 if same else offset)
@@ -159,7 +159,7 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences | None, opt
         predicates.append(traced(options.mask_mod if options.mask_mod is not None else masks.full(), "mask"))
     elif options.mask_mod is not None:
         predicates.append(traced(options.mask_mod, "mask"))
-    band = _band(options.causal, options.window_size, offset)
+    band = _band(options.causal, options.window_size, offset, bare.seqlen_q, bare.seqlen_k)
     if band is not None:
         predicates.append(trace(band, "mask", device=q.device))
     score = None
@@ -337,24 +337,11 @@ def pages(page_table: Any, batch: int, pool: Tensor) -> Tensor:
     return page_table
 
 
-def check_pages_used(sequences: Sequences, num_pages: int) -> None:
-    """Raises where a page that holds keys in use is not in the pool."""
-    s = sequences
-    assert s.page_table is not None
-    position = torch.arange(s.page_table.shape[1], device=s.page_table.device)
-    first, last = s.k_start // s.page_size, (s.k_start + s.seqlens_k + s.page_size - 1) // s.page_size
-    used = (position >= first[:, None]) & (position < last[:, None])
-    bad = used & ((s.page_table < 0) | (s.page_table >= num_pages))
-    if bool(bad.any()):
-        b, i = bad.nonzero()[0].tolist()
-        raise ValueError(f"page_table[{b}, {i}]={int(s.page_table[b, i])}; wanted 0 to {num_pages - 1}, for there are {num_pages} pages")
-
-
 # ---- mods
 
 
-def _band(causal: Any, window_size: Any, offset: int | Tensor) -> Callable | None:
-    """The mask of ``causal`` and ``window_size``, None if both leave everything visible."""
+def _band(causal: Any, window_size: Any, offset: int | Tensor, most_q: int, most_k: int) -> Callable | None:
+    """The mask of ``causal`` and ``window_size``, None if both leave everything visible in sequences of at most so many rows and keys."""
     if not isinstance(window_size, Sequence) or len(window_size) != 2:
         raise TypeError(f"window_size={window_size!r}; wanted a pair (left, right) of ints, -1 or None for no limit")
     for i, side in enumerate(window_size):
@@ -363,6 +350,8 @@ def _band(causal: Any, window_size: Any, offset: int | Tensor) -> Callable | Non
     left, right = (None if side == -1 else side for side in window_size)
     if causal:
         right = 0 if right is None else min(right, 0)
+    left = None if left is not None and left >= most_k - 1 else left
+    right = None if right is not None and right >= most_q - 1 else right  # the last query stands at the last key
     if left is None and right is None:
         return None
     return masks.causal(offset) if (left, right) == (None, 0) else masks.sliding_window(left, right, offset)

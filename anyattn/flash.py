@@ -103,9 +103,10 @@ def flash_attn_varlen_func(
     """Attention over sequences of different lengths, packed one after the other; every option of ``flash_attn_func``, per sequence.
 
     q: (total_q, Hq, D) with cu_seqlens_q, int32 or int64 (B + 1,), from 0: sequence i is rows ``cu_seqlens_q[i]`` to
-    ``cu_seqlens_q[i + 1]``; or (B, Sq, Hq, D) without. k, v: packed by cu_seqlens_k, or (B, Sk, Hkv, D), or pages (pages, page_size, Hkv, D)
-    with page_table, integers (B, pages per sequence). seqused_q, seqused_k: integers (B,), how many of a sequence's rows are in use
-    (needed with pages); what stands in the others never matters. Lengths may be 0 and differ between q and k.
+    ``cu_seqlens_q[i + 1]``; or (B, Sq, Hq, D) without. k, v: packed by cu_seqlens_k, or (B, Sk, Hkv, D), or pages
+    (pages, page_size, Hkv, D) with page_table, integers (B, pages per sequence).
+    seqused_q, seqused_k: integers (B,), how many of a sequence's rows are in use (needed with pages); what stands in the others never
+    matters. Lengths may be 0 and differ between q and k.
     max_seqlen_q, max_seqlen_k: ints or tensors of no dimensions, not needed here and only checked.
     Mods see (sequence, head, query in its sequence, key in its sequence).
     validate: True also refuses packed rows behind the last sequence; None checks cu_seqlens where that costs nothing (on the CPU),
@@ -165,10 +166,10 @@ def flash_attn_with_kvcache(
     """Decoding: appends new keys and values to a cache in place, then attends to all that it holds.
 
     q: (B, Sq, Hq, D), or (total_q, Hq, D) with cu_seqlens_q. k_cache, v_cache: (B_cache, capacity, Hkv, D or Dv); with page_table,
-    integers (B, pages per sequence), pages (pages, page_size, Hkv, D or Dv) of any size and order. k, v: (B, new, Hkv, D or Dv) to append, or
-    (total_q, ...) laid out as q.
+    integers (B, pages per sequence), pages (pages, page_size, Hkv, D or Dv) of any size and order. k, v: (B, new, Hkv, D or Dv) to
+    append, or (total_q, ...) laid out as q.
     cache_seqlens: int or integers (B,), rows of each entry's cache in use before appending, padding included; None is all of it.
-    cache_batch_idx: integers (B,), the cache row of each entry. cache_leftpad: integers (B,), rows at the cache's beginning that are padding.
+    cache_batch_idx: integers (B,), the cache row of each entry. cache_leftpad: integers (B,), padding rows at the cache's beginning.
     rotary_cos, rotary_sin: (positions, rotary_dim / 2), applied to the new keys at ``cache_seqlens + j`` and to the queries at
     ``cache_seqlens + i`` if causal or windowed, else all at ``cache_seqlens``; rotary_interleaved pairs dimensions (0, 1), (2, 3), ...,
     otherwise (0, rotary_dim / 2), ...

@@ -28,6 +28,8 @@ FLOORS: dict[str, int] = {
     "anyattn.oracle": 0,
     "anyattn.testing": 0,
     "anyattn.check": 1,
+    "anyattn.check_cache": 1,
+    "anyattn.check_flash": 1,
     "anyattn.problem": 1,
     "anyattn.autograd": 1,
     "anyattn.plan": 2,

@@ -111,9 +111,25 @@ class Sequences:
         """(total keys,): kv_idx of each key."""
         return torch.arange(len(self.key_entry), device=self.key_base.device) - self.key_base[self.key_entry]
 
-    def storage_rows(self, entry: int) -> Tensor:
-        """(seqlen_k,): with a page table, where each key of a sequence is in the pool seen as one run of rows."""
+    @cached_property
+    def alike(self) -> list[int]:
+        """For each sequence the first of the run of neighbours to which it belongs whose rows lie at one stride in storage.
+
+        Such neighbours agree in lengths, positions and, within their rows of storage, in place; their rows follow one another.
+        """
+        host = self.on_host
+        first = list(range(self.batch))
+        for b in range(1, self.batch):
+            same = all(getattr(host, n)[b] == getattr(host, n)[b - 1] for n in ("seqlens_q", "seqlens_k", "q_start", "k_start", "q_first"))
+            k_follows = self.page_table is not None or host.k_row[b] == host.k_row[b - 1] + 1
+            if same and k_follows and host.q_row[b] == host.q_row[b - 1] + 1:
+                first[b] = first[b - 1]
+        return first
+
+    def storage_rows(self, lo: int, hi: int) -> Tensor:
+        """(hi - lo, seqlen_k): where each key of sequences that are alike and have pages is in the pool, seen as one run of rows."""
         assert self.page_table is not None
         host = self.on_host
-        rows = torch.arange(host.k_start[entry], host.k_start[entry] + host.seqlens_k[entry], device=self.page_table.device)
-        return self.page_table[entry].to(torch.int64)[rows // self.page_size] * self.page_size + rows % self.page_size
+        rows = torch.arange(host.k_start[lo], host.k_start[lo] + host.seqlens_k[lo], device=self.page_table.device)
+        pages = self.page_table[lo:hi].index_select(1, rows // self.page_size).to(torch.int64)
+        return pages.mul_(self.page_size).add_(rows % self.page_size)

@@ -26,9 +26,9 @@ def split_range(n_block_min: Any, n_block_max: Any, split_idx: Any, splits: Any)
 def num_splits(num_m_blocks: int, num_n_blocks: int, heads: int, batch: int, sm_count: int, max_splits: int = 128) -> int:
     """Into how many pieces to divide the keys so that ``sm_count`` processors finish soonest; a pure function.
 
-    num_m_blocks, num_n_blocks: row tiles, and key tiles that each visits, of one (batch entry, head). heads: K/V heads where query heads are
-    packed, else query heads. The time of s splits is that of its waves, ``ceil(tiles * s / sm_count)`` times a piece's key tiles and what
-    starting one costs, plus what combining costs; the least s with the least time is taken.
+    num_m_blocks, num_n_blocks: row tiles, and key tiles that each visits, of one (batch entry, head). heads: K/V heads where query heads
+    are packed, else query heads. The time of s splits is that of its waves, ``ceil(tiles * s / sm_count)`` times a piece's key tiles and
+    what starting one costs, plus what combining costs; the least s with the least time is taken.
 
     Raises ``ValueError`` for a negative count, or for ``sm_count`` or ``max_splits`` below 1.
 

@@ -13,8 +13,8 @@ __all__ = ["KeyRows"]
 class KeyRows:
     """(count, keys, D) of one group: one matrix per (batch entry, K/V head).
 
-    x: (batch entries, K/V heads, keys, D), a view of storage; with ``storage_rows`` (int64, one per key) x is instead a page pool (pages,
-    K/V heads of the call, page_size, D), of which the heads ``kv_heads`` are taken.
+    x: (batch entries, K/V heads, keys, D), a view of storage; with ``storage_rows``, int64 (batch entries, keys), x is instead a page pool
+    (pages, K/V heads of the call, page_size, D), of which the heads ``kv_heads`` are taken.
     is_read_once: each key is asked for once, so what must be copied is copied run by run into memory that stays in a cache. Copied runs
     are laid out head by head, which the matrix products read faster than a cache's own layout: that pays for the copy.
     """
@@ -69,15 +69,17 @@ class KeyRows:
 
 
 def _as_rows(pool: Tensor, storage_rows: Tensor, kv_heads: slice) -> tuple[Tensor, Tensor]:
-    """The pool as (rows, D) and the row of each (K/V head, key)."""
+    """The pool as (rows, D), and the row of each key, (batch entries x K/V heads, keys)."""
     _, heads, page_size, width = pool.shape
     head = torch.arange(heads, device=pool.device)[kv_heads, None]
+    rows = storage_rows[:, None]
     by_token = pool.transpose(1, 2)  # how a pool is stored: (pages, page_size, heads, D)
     if by_token.is_contiguous():
-        return by_token.reshape(-1, width), storage_rows * heads + head
+        return by_token.reshape(-1, width), (rows * heads + head).flatten(0, 1)
     if pool.is_contiguous():
-        page, slot = storage_rows // page_size, storage_rows % page_size
-        return pool.view(-1, width), (page * heads + head) * page_size + slot
+        page, slot = rows // page_size, rows % page_size
+        return pool.view(-1, width), ((page * heads + head) * page_size + slot).flatten(0, 1)
     # any other strides: the tokens in use are brought together first, for the pool may be far larger than they are
-    found = by_token[storage_rows // page_size, storage_rows % page_size]  # (keys, heads, D)
-    return found.reshape(-1, width), torch.arange(len(storage_rows), device=pool.device) * heads + head
+    found = by_token[storage_rows // page_size, storage_rows % page_size]  # (entries, keys, heads, D)
+    token = torch.arange(storage_rows.numel(), device=pool.device).view(len(storage_rows), 1, -1)
+    return found.reshape(-1, width), (token * heads + head).flatten(0, 1)

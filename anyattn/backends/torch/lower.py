@@ -7,12 +7,15 @@ loses relative accuracy near 0, which inputs of 16 bits do not notice.
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
+
+import torch
 
 from anyattn.mods.dependence import dependence
 from anyattn.mods.ir import Builder, Expr, Node
 
-__all__ = ["lowered"]
+__all__ = ["lowered", "steady"]
 
 
 @lru_cache(maxsize=1024)
@@ -25,6 +28,33 @@ def lowered(expr: Expr, factors: tuple[float, ...], is_half: bool) -> Expr:
         dtype = scaled.nodes[copied].dtype
         outputs.append(copied if factor == 1.0 else scaled.add("mul", copied, scaled.const(factor, dtype)))
     return _Lowering(scaled.build(*outputs), is_half).run()
+
+
+@lru_cache(maxsize=1024)
+def steady(expr: Expr) -> Expr:
+    """``expr`` by operations whose result does not depend on where in memory an element stands.
+
+    torch's exp2, sigmoid and pow round the last elements of their memory, which do not fill a vector, in another way than the others.
+    """
+    builder = Builder()
+    new: list[int] = []
+    for node in expr.nodes:
+        args = [new[a] for a in node.args]
+
+        def number(value: float, dtype: object = node.dtype) -> int:
+            return builder.const(value, dtype)  # type: ignore[arg-type]
+
+        if node.op == "exp2":
+            new.append(builder.add("exp", builder.add("mul", args[0], number(math.log(2.0)))))
+        elif node.op == "sigmoid":
+            power = builder.add("exp", builder.add("neg", args[0]))
+            new.append(builder.add("reciprocal", builder.add("add", power, number(1.0))))
+        elif node.op == "pow" and node.dtype is torch.float32:
+            wide = (builder.cast(a, torch.float64) for a in args)
+            new.append(builder.cast(builder.add("pow", *wide), torch.float32))
+        else:
+            new.append(builder.add(node.op, *args, dtype=node.dtype, attr=node.attr))
+    return builder.build(*(new[o] for o in expr.outputs))
 
 
 class _Lowering:

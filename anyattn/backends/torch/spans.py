@@ -21,6 +21,8 @@ from anyattn.sparsity.block_sparse import BlockSparseTensors
 __all__ = ["Coverage", "Group", "RowTile", "Segment", "cover", "split_of"]
 
 _TILE_N = 128  # width of the tiles in which a mask without row ranges is classified, and keys are divided among splits
+_FEW_KEYS, _TOGETHER = 256, 64  # sequences of a cache with at most so many keys are computed together, at most so many of them
+_SCORES_OF_A_SEQUENCE = 2**21  # of a cache, at once, over all its heads
 
 
 @dataclass(frozen=True)
@@ -41,13 +43,17 @@ class RowTile:
 
 @dataclass(frozen=True)
 class Group:
-    """Batch entries ``b_lo:b_hi`` and query heads ``h_lo:h_hi``, computed together because their lists agree."""
+    """Batch entries ``b_lo:b_hi`` and query heads ``h_lo:h_hi``, computed together because their lists agree.
+
+    is_small: sequences of a cache with few keys. How many there are together must not change a bit of any.
+    """
 
     b_lo: int
     b_hi: int
     h_lo: int
     h_hi: int
     row_tiles: tuple[RowTile, ...]
+    is_small: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -238,8 +244,9 @@ def _merge(listed: list[tuple[int, bool]], block_n: int, problem: Problem) -> li
 
 def _groups(problem: Problem, sources: list[_Source], tile_m: int, pairs_at_once: int) -> list[Group]:
     """(batch, head) rectangles whose stretches agree, cut to ``pairs_at_once`` pairs and to whole or single K/V heads."""
-    is_ragged = problem.sequences is not None
-    by_batch = is_ragged or any(s.batch > 1 and any(x != s.stretches[0] for x in s.stretches[1:]) for s in sources)
+    if problem.sequences is not None:
+        return _ragged_groups(problem, sources, tile_m, pairs_at_once)
+    by_batch = any(s.batch > 1 and any(x != s.stretches[0] for x in s.stretches[1:]) for s in sources)
     by_head = any(s.heads > 1 and any(x != per_b[0] for per_b in s.stretches for x in per_b[1:]) for s in sources)
     groups = []
     head_chunks = [(h, h + 1) for h in range(problem.heads_q)] if by_head else _head_chunks(problem, pairs_at_once)
@@ -252,6 +259,35 @@ def _groups(problem: Problem, sources: list[_Source], tile_m: int, pairs_at_once
                 known[at] = _row_tiles(problem, sources, at, tile_m)
             groups.append(Group(b_lo, min(b_lo + batch_step, problem.batch), h_lo, h_hi, known[at]))
     return groups
+
+
+def _ragged_groups(problem: Problem, sources: list[_Source], tile_m: int, pairs_at_once: int) -> list[Group]:
+    """One sequence to a group, or, of a cache, neighbours that are alike and have few keys.
+
+    How a sequence of a cache is computed follows from it alone, so that its bits do not depend on the batch.
+    """
+    assert problem.sequences is not None
+    s, host = problem.sequences, problem.sequences.on_host
+    groups = []
+    b_lo = 0
+    while b_lo < s.batch:
+        seqlen_q, seqlen_k = host.seqlens_q[b_lo], host.seqlens_k[b_lo]
+        is_small = s.is_cache and problem.score is None and seqlen_k <= _FEW_KEYS
+        b_hi = b_lo + 1
+        while is_small and b_hi < min(s.batch, b_lo + _TOGETHER) and s.alike[b_hi] == s.alike[b_lo] and _agree(sources, b_lo, b_hi):
+            b_hi += 1
+        if s.is_cache:
+            pairs_at_once = max(1, _SCORES_OF_A_SEQUENCE // max(1, min(tile_m, seqlen_q) * min(1024, seqlen_k)))
+        by_head = any(x != source.stretches[b_lo][0] for source in sources for x in source.stretches[b_lo][1:])
+        for h_lo, h_hi in [(h, h + 1) for h in range(problem.heads_q)] if by_head else _head_chunks(problem, pairs_at_once):
+            row_tiles = _row_tiles(problem, sources, (b_lo, h_lo if by_head else 0), tile_m)
+            groups.append(Group(b_lo, b_hi, h_lo, h_hi, row_tiles, is_small))
+        b_lo = b_hi
+    return groups
+
+
+def _agree(sources: list[_Source], one: int, other: int) -> bool:
+    return all(s.stretches[one] == s.stretches[other] for s in sources)
 
 
 def _row_tiles(problem: Problem, sources: list[_Source], at: tuple[int, int], tile_m: int) -> tuple[RowTile, ...]:

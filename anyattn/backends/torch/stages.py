@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from anyattn.backends.torch.lower import steady
 from anyattn.mods.dependence import dependence
 from anyattn.mods.evaluate import TORCH_OPS, apply, run
 from anyattn.mods.ir import Builder, Expr
@@ -47,8 +48,8 @@ _IN_PLACE = frozenset(TORCH_OPS) - {"where", "eq", "ne", "lt", "le", "gt", "ge"}
 class Tile:
     """Where a tile lies: batch entries, query heads, query rows and keys, as half-open ranges counted from 0 in their sequence.
 
-    q_first: the position of query row 0, as a mod sees it. row_base, key_base: the sequence's first row and key when all sequences' stand
-    end to end.
+    q_first: the position of query row 0, as a mod sees it. row_base, key_base: the (first) sequence's first row and key when all sequences'
+    stand end to end, seqlen_q and seqlen_k of each; None where every entry is all of its storage.
     """
 
     b_lo: int
@@ -62,10 +63,27 @@ class Tile:
     q_first: int = 0
     row_base: int = 0
     key_base: int = 0
+    seqlen_q: int | None = None
+    seqlen_k: int | None = None
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
         return (self.b_hi - self.b_lo, self.h_hi - self.h_lo, self.q_hi - self.q_lo, self.k_hi - self.k_lo)
+
+    def rows_of(self, x: Tensor, dim: int) -> Tensor:
+        """The tile's rows of what stands end to end along ``dim``; of several sequences one after the other along dimension ``dim - 2``."""
+        return self._entries(x, dim, dim - 2, self.row_base, self.seqlen_q, self.q_lo, self.q_hi)
+
+    def keys_of(self, x: Tensor, dim: int) -> Tensor:
+        """The same for keys, several sequences along dimension ``dim - 3``."""
+        return self._entries(x, dim, dim - 3, self.key_base, self.seqlen_k, self.k_lo, self.k_hi)
+
+    def _entries(self, x: Tensor, dim: int, entry_dim: int, base: int, size: int | None, lo: int, hi: int) -> Tensor:
+        count = self.b_hi - self.b_lo
+        if size is None or count == 1:
+            return x.narrow(dim, base + lo, hi - lo)
+        whole = x.narrow(dim, base, count * size).unflatten(dim, (count, size)).narrow(dim + 1, lo, hi - lo)
+        return whole.transpose(entry_dim, dim).squeeze(dim)
 
     def columns(self, lo: int, hi: int) -> Tile:
         return replace(self, k_lo=lo, k_hi=hi)
@@ -161,10 +179,11 @@ class Bound:
         stage = self.staging.stage[node]
         value = self._at_heads(value, tile)
         if stage == "row":
-            return value[:, :, tile.row_base + tile.q_lo : tile.row_base + tile.q_hi].flip(2)
-        if stage in ("col", "entry_col"):
-            base = tile.key_base if stage == "entry_col" else 0
-            return value[:, :, :, base + tile.k_lo : base + tile.k_hi]
+            return tile.rows_of(value, 2).flip(2)
+        if stage == "entry_col":
+            return tile.keys_of(value, 3)
+        if stage == "col":
+            return value[:, :, :, tile.k_lo : tile.k_hi]
         return self._sheared(value[:, :, 0], tile) if stage == "diagonal" else value
 
     @staticmethod
@@ -232,6 +251,8 @@ def _only(expr: Expr, outputs: tuple[int, ...]) -> Expr:
 
 
 def bind(expr: Expr, scalars: Sequence, tensors: Sequence[Tensor], problem: Problem) -> Bound:
-    """``expr`` made ready for the tiles of ``problem``."""
+    """``expr`` made ready for the tiles of ``problem``; for a cache by operations that round alike whatever else is in the batch."""
+    if problem.sequences is not None and problem.sequences.is_cache:
+        expr = steady(expr)
     sizes = (problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)
     return Bound(expr, scalars, tensors, *sizes, problem.q.device, problem.sequences)

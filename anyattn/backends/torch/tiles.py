@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -79,13 +79,13 @@ class Heads:
         self.q_heads = slice(group.h_lo, group.h_hi)
         self.q_rows, self.q_start = slice(group.b_lo, group.b_hi), 0
         self.k_rows, self.keys_used = slice(group.b_lo, group.b_hi), slice(None)
-        self._place = (0, 0, 0)
+        self._place: tuple[int, ...] = ()
         if problem.sequences is not None:
-            host, b = problem.sequences.on_host, group.b_lo
-            self.q_rows, self.q_start = slice(host.q_row[b], host.q_row[b] + 1), host.q_start[b]
-            self.k_rows = slice(host.k_row[b], host.k_row[b] + 1)
+            host, b, entries = problem.sequences.on_host, group.b_lo, group.b_hi - group.b_lo
+            self.q_rows, self.q_start = slice(host.q_row[b], host.q_row[b] + entries), host.q_start[b]
+            self.k_rows = slice(host.k_row[b], host.k_row[b] + entries)
             self.keys_used = slice(host.k_start[b], host.k_start[b] + host.seqlens_k[b])
-            self._place = (host.q_first[b], host.row_base[b], host.key_base[b])
+            self._place = (host.q_first[b], host.row_base[b], host.key_base[b], host.seqlens_q[b], host.seqlens_k[b])
         self.count = (group.b_hi - group.b_lo) * (self.kv_heads.stop - self.kv_heads.start)
 
     def keys(self, x: Tensor, name: str) -> KeyRows:
@@ -97,9 +97,9 @@ class Heads:
 
     @cached_property
     def storage_rows(self) -> Tensor | None:
-        """(keys,): where the sequence's keys are in a page pool, None without pages."""
+        """(entries, keys): where the sequences' keys are in a page pool, None without pages."""
         sequences = self.problem.sequences
-        return None if sequences is None or sequences.page_table is None else sequences.storage_rows(self.group.b_lo)
+        return None if sequences is None or sequences.page_table is None else sequences.storage_rows(self.group.b_lo, self.group.b_hi)
 
     def add_to_keys(self, total: Tensor, part: Tensor) -> None:
         """Adds ``part`` (count, keys, D) to what belongs to this group in ``total``, stored as the keys are."""
@@ -108,8 +108,9 @@ class Heads:
             target += part.view(target.shape)
             return
         page, slot = self.storage_rows // total.shape[2], self.storage_rows % total.shape[2]
-        # (keys, K/V heads, D); a page that serves two places of a sequence receives from both
-        total.transpose(1, 2)[:, :, self.kv_heads].index_put_((page, slot), part.transpose(0, 1), accumulate=True)
+        per_key = part.view(len(page), -1, *part.shape[1:]).transpose(1, 2)  # (entries, keys, K/V heads, D)
+        # a page that serves several places receives from all of them
+        total.transpose(1, 2)[:, :, self.kv_heads].index_put_((page, slot), per_key, accumulate=True)
 
     def place(self, x: Tensor, row_tile: RowTile) -> Tensor:
         """The view of a row tile in ``x`` (B, Hq, Sq, ...), stored as the queries are."""
@@ -237,7 +238,7 @@ class Masks:
         if place not in self._known:
             if len(self._known) >= 16:
                 self._known.clear()
-            self._known[place] = _Cover.of(self._visible(predicate, tile), dtype)
+            self._known[place] = _Cover.of(self._visible(predicate, replace(tile, b_hi=tile.b_lo + 1)), dtype)
         return self._known[place]
 
     def _visible(self, predicate: int, tile: Tile) -> Tensor:
@@ -260,7 +261,7 @@ class Masks:
     def _rows_of(limit: Tensor, tile: Tile) -> Tensor:
         limit = limit if limit.shape[1] == 1 else limit[:, tile.b_lo : tile.b_hi]
         limit = limit if limit.shape[2] == 1 else limit[:, :, tile.h_lo : tile.h_hi]
-        return limit[:, :, :, tile.row_base + tile.q_lo : tile.row_base + tile.q_hi, None].flip(3)  # (n, b, h, rows, 1)
+        return tile.rows_of(limit, 3)[..., None].flip(3)  # (n, b, h, rows, 1)
 
 
 def _sees_distance_only(expr: Expr) -> bool:
