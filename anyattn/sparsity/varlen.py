@@ -286,9 +286,9 @@ def compute_varlen_block_sparsity(
     cu_seqlens_q, cu_seqlens_k: int32 or int64 (B + 1,), the ends of the packed sequences, from 0; may be None beside a seqused.
     seqused_q, seqused_k: int32 or int64 (B,), the rows and keys in use of each sequence, where fewer than it has room for.
     device: default where the mask's captured tensors are, else where the lengths are.
-    compute_full_blocks: False lists full tiles as mask blocks and leaves ``full_block_*`` None. layout: "flat" or "padded". The lists have one head, which broadcasts, where the mask ignores heads.
+    compute_full_blocks: False lists full tiles as mask blocks and leaves ``full_block_*`` None. layout: "flat" or "padded".
 
-    A tail tile counts as full when all its pairs *inside the sequence* are visible, as in ``compute_block_sparsity``.
+    The lists have one head, which broadcasts, where the mask ignores heads. A tail tile is full when all its pairs *inside the sequence* are visible.
 
     Raises ``TypeError`` or ``ValueError`` for bad sizes and lengths, ``ModError`` for a mask that cannot be expressed, ``ValueError`` for
     one that would read a captured tensor out of its range.
