@@ -288,7 +288,8 @@ def compute_varlen_block_sparsity(
     device: default where the mask's captured tensors are, else where the lengths are.
     compute_full_blocks: False lists full tiles as mask blocks and leaves ``full_block_*`` None. layout: "flat" or "padded".
 
-    The lists have one head, which broadcasts, where the mask ignores heads. A tail tile is full when all its pairs *inside the sequence* are visible.
+    The lists have one head, which broadcasts, where the mask ignores heads. A tail tile is
+    full when all its pairs *inside the sequence* are visible.
 
     Raises ``TypeError`` or ``ValueError`` for bad sizes and lengths, ``ModError`` for a mask that cannot be expressed, ``ValueError`` for
     one that would read a captured tensor out of its range.
@@ -301,8 +302,7 @@ def compute_varlen_block_sparsity(
     tile = (length("tile_m", tile_m, 1), length("tile_n", tile_n, 1))
     varlen_checks.check_layout(layout)
     seqlens = [ragged_lengths("q", cu_seqlens_q, seqused_q), ragged_lengths("k", cu_seqlens_k, seqused_k)]
-    if len(seqlens[0]) != len(seqlens[1]):
-        raise ValueError(f"there are {len(seqlens[0])} sequences of queries and {len(seqlens[1])} of keys; wanted equally many")
+    varlen_checks.check_batch(*seqlens)
     traced = trace(mask_mod, "mask", aux_tensors=aux_tensors)
     if num_heads is None and any(d.h for d in dependence(traced.expr)):
         raise ValueError("num_heads is None, but mask_mod uses h; pass the number of query heads")
