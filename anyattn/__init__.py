@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
 
     from anyattn.explanation import explain
+    from anyattn.flash import flash_attn_combine, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
     from anyattn.flex import flex_attention
     from anyattn.mods import masks, scores
     from anyattn.mods.algebra import Mask, Score, and_masks, mod, or_masks
@@ -36,6 +37,10 @@ _HOME = {
     "compute_varlen_block_sparsity": "anyattn.sparsity.varlen",
     "create_block_mask": "anyattn.sparsity.block_mask",
     "explain": "anyattn.explanation",
+    "flash_attn_combine": "anyattn.flash",
+    "flash_attn_func": "anyattn.flash",
+    "flash_attn_varlen_func": "anyattn.flash",
+    "flash_attn_with_kvcache": "anyattn.flash",
     "flex_attention": "anyattn.flex",
     "mod": "anyattn.mods.algebra",
     "or_masks": "anyattn.mods.algebra",
@@ -58,6 +63,10 @@ __all__ = [
     "compute_varlen_block_sparsity",
     "create_block_mask",
     "explain",
+    "flash_attn_combine",
+    "flash_attn_func",
+    "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
     "flex_attention",
     "masks",
     "mod",

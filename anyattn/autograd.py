@@ -13,12 +13,16 @@ from torch.autograd.function import once_differentiable
 from anyattn.plan import Plan
 from anyattn.problem import Problem
 
-__all__ = ["backend_of", "compute"]
+__all__ = ["backend_module", "backend_of", "compute"]
 
 
 def backend_of(plan: Plan) -> Any:
     """The module with ``forward`` and ``backward`` of the plan's backend, imported when first used."""
-    return importlib.import_module(f"anyattn.backends.{plan.backend}")
+    return backend_module(plan.backend)
+
+
+def backend_module(name: str) -> Any:
+    return importlib.import_module(f"anyattn.backends.{name}")
 
 
 def compute(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor | None, Tensor | None]:

@@ -18,7 +18,18 @@ from anyattn.problem import Problem
 if TYPE_CHECKING:
     from anyattn.sparsity.block_sparse import BlockSparseTensors
 
-__all__ = ["block_lengths", "flex_problem", "kernel_options", "tensors", "wanted"]
+__all__ = [
+    "DTYPES",
+    "aux_list",
+    "block_lengths",
+    "flex_problem",
+    "kernel_options",
+    "scale_of",
+    "sink_logits",
+    "tensors",
+    "traced",
+    "wanted",
+]
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # Options of torch's kernels that change how its Triton code is built, not what is computed: accepted, without effect here.
@@ -77,7 +88,7 @@ def flex_problem(
 ) -> Problem:
     """The problem of one ``flex_attention`` call; raises before any work is done."""
     key, value = tensors(query, key, value, enable_gqa)
-    aux = _aux(aux_tensors, query.device)
+    aux = aux_list(aux_tensors, query.device)
     batch, heads, seqlen_q, head_dim = query.shape
     lengths = (batch, heads, seqlen_q, key.shape[2])
     score = None if score_mod is None else _traced(score_mod, "score", query, aux, lengths)
@@ -94,11 +105,11 @@ def flex_problem(
         query,
         key,
         value,
-        _scale(scale, head_dim),
+        scale_of("scale", scale, head_dim),
         score,
         tuple(p for p in predicates if p is not None),
         blocks,
-        _sink(sink, query),
+        sink_logits(sink, query),
         wants_lse,
         wants_max,
         bool(deterministic),
@@ -139,7 +150,7 @@ def tensors(query: Any, key: Any, value: Any, enable_gqa: bool) -> tuple[Tensor,
     return key, value
 
 
-def _aux(aux_tensors: Any, device: torch.device) -> list[Tensor] | None:
+def aux_list(aux_tensors: Any, device: torch.device) -> list[Tensor] | None:
     if aux_tensors is None:
         return None
     if isinstance(aux_tensors, Tensor) or not isinstance(aux_tensors, Sequence):
@@ -153,17 +164,22 @@ def _aux(aux_tensors: Any, device: torch.device) -> list[Tensor] | None:
 
 
 def _traced(mod: Any, kind: str, query: Tensor, aux: list[Tensor] | None, lengths: tuple[int, ...], name: str = "") -> TracedMod:
+    found = traced(mod, kind, query, aux, name)
+    check_loads(found, *lengths)
+    return found
+
+
+def traced(mod: Any, kind: str, query: Tensor, aux: list[Tensor] | None, name: str = "") -> TracedMod:
+    """A mod traced for ``query``'s dtype and device; where its loads lie is still to be checked."""
     score_dtype = torch.float64 if query.dtype is torch.float64 else torch.float32
-    traced = trace(mod, kind, score_dtype=score_dtype, aux_tensors=aux, device=query.device)
-    for tensor in traced.tensors:
+    found = trace(mod, kind, score_dtype=score_dtype, aux_tensors=aux, device=query.device)
+    for tensor in found.tensors:
         if tensor.device != query.device and tensor.ndim > 0:
             raise ValueError(
-                f"{name or kind + '_mod'} {traced.name!r} captures a tensor of shape {tuple(tensor.shape)} on {tensor.device} but query "
+                f"{name or kind + '_mod'} {found.name!r} captures a tensor of shape {tuple(tensor.shape)} on {tensor.device} but query "
                 f"is on {query.device}; move it with .to()"
             )
-    batch, heads, seqlen_q, seqlen_k = lengths
-    check_loads(traced, batch, heads, seqlen_q, seqlen_k)
-    return traced
+    return found
 
 
 def lists_of(block_mask: Any, mask: TracedMod) -> BlockSparseTensors | None:
@@ -203,19 +219,19 @@ def block_lengths(block_mask: Any, query: Tensor, key: Tensor) -> None:
             raise ValueError(f"block_mask has {axis} {got} but query has {have}; wanted 1 (shared) or {have}")
 
 
-def _scale(scale: Any, head_dim: int) -> float:
+def scale_of(name: str, scale: Any, head_dim: int) -> float:
     if scale is None:
         return 1.0 / math.sqrt(head_dim)
     if isinstance(scale, Tensor) and scale.ndim == 0:
         scale = scale.item()
     if not isinstance(scale, numbers.Real) or isinstance(scale, bool):
-        raise TypeError(f"scale is a {type(scale).__name__}; wanted a number, or None for 1 / sqrt(head_dim)")
+        raise TypeError(f"{name} is a {type(scale).__name__}; wanted a number, or None for 1 / sqrt(head_dim)")
     if not math.isfinite(scale):
-        raise ValueError(f"scale={scale!r}; wanted a finite number, or None for 1 / sqrt(head_dim)")
+        raise ValueError(f"{name}={scale!r}; wanted a finite number, or None for 1 / sqrt(head_dim)")
     return float(scale)
 
 
-def _sink(sink: Any, query: Tensor) -> Tensor | None:
+def sink_logits(sink: Any, query: Tensor) -> Tensor | None:
     if sink is None:
         return None
     if not isinstance(sink, Tensor):

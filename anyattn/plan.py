@@ -12,7 +12,7 @@ from anyattn.errors import BackendError
 from anyattn.hardware import Hardware
 from anyattn.problem import Problem
 
-__all__ = ["BACKENDS", "Plan", "available", "choose"]
+__all__ = ["BACKENDS", "Plan", "available", "choose", "combiner"]
 
 BACKENDS = ("torch",)
 _SCORES_AT_ONCE = 2**21  # scores of one tile over all its heads: 8 MB in float32, which stays in a CPU's last-level cache
@@ -25,8 +25,8 @@ class Plan:
     """backend: who computes. tile_m, tile_n: query rows and keys of one tile (the backward pass keeps two tiles of scores at once and takes
     narrower ones). pairs_at_once: (batch, head) pairs computed together.
 
-    product_dtype: the dtype of the two matrix products. whole_spans: a row tile's visible scores are computed whole, not
-    streamed. why: one line per decision, for people.
+    num_splits: the keys of each row tile are divided among so many partial results. product_dtype: the dtype of the two matrix products.
+    whole_spans: a row tile's visible scores are computed whole, not streamed. why: one line per decision, for people.
     """
 
     backend: str
@@ -36,12 +36,13 @@ class Plan:
     pairs_at_once: int
     product_dtype: torch.dtype
     whole_spans: bool = False
+    num_splits: int = 1
     why: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
             raise ValueError(f"backend={self.backend!r} is not one of {', '.join(map(repr, BACKENDS))}")
-        for name in ("tile_m", "tile_n", "tile_n_backward", "pairs_at_once"):
+        for name in ("tile_m", "tile_n", "tile_n_backward", "pairs_at_once", "num_splits"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
 
@@ -63,6 +64,11 @@ def choose(problem: Problem, hardware: Hardware, backend: str | None = None, opt
         raise BackendError(f"backend={backend!r} cannot run here: {reason}; pass backend=None to let anyattn choose")
     plan = _torch_plan(problem, hardware, asked=backend is not None)
     return _with_options(plan, problem, options or {})
+
+
+def combiner(hardware: Hardware) -> str:
+    """The backend that merges partial results."""
+    return next(name for name, reason in available(hardware).items() if reason is None)
 
 
 def _with_options(plan: Plan, problem: Problem, options: dict[str, int]) -> Plan:
@@ -91,7 +97,10 @@ def _torch_plan(problem: Problem, hardware: Hardware, asked: bool) -> Plan:
     tile_m = _tile_m(problem, dtype.itemsize == 2, why)
     tile_n = min(1024, max(problem.seqlen_k, 1))
     width = int(min([problem.seqlen_k, *(_mean_width(limit) + tile_m for limit in problem.row_limits)]))
-    whole_spans = _whole_spans(problem, dtype, width)
+    splits = problem.num_splits or 1
+    if problem.num_splits == 0:
+        why.append("one split: torch's matrix products share every row tile among all threads already")
+    whole_spans = splits == 1 and _whole_spans(problem, dtype, width)
     if whole_spans:
         why.append("whole rows of scores, not streamed: no score mod, sink or statistics ask for more")
         if problem.blocks is None and width >= 8 * tile_m and problem.seqlen_q >= 4 * tile_m:
@@ -99,7 +108,7 @@ def _torch_plan(problem: Problem, hardware: Hardware, asked: bool) -> Plan:
     at_once = _SPAN_SCORES_AT_ONCE if whole_spans else _SCORES_AT_ONCE
     pairs = max(1, at_once // (tile_m * max(width if whole_spans else tile_n, 1)))
     tile_n_backward = min(tile_n, 2**16 // tile_m)
-    return Plan("torch", tile_m, tile_n, tile_n_backward, pairs, dtype, whole_spans, tuple(why))
+    return Plan("torch", tile_m, tile_n, tile_n_backward, pairs, dtype, whole_spans, splits, tuple(why))
 
 
 def _whole_spans(problem: Problem, dtype: torch.dtype, width: int) -> bool:
@@ -108,6 +117,8 @@ def _whole_spans(problem: Problem, dtype: torch.dtype, width: int) -> bool:
     In 16 bits that takes the scores in the products' dtype, which is what the plain formula does too: 2.6 times as fast as torch's SDPA in
     bfloat16 on a CPU with bfloat16 instructions, against 1.8 for streaming. In float32 streaming wins, for narrow windows too.
     """
+    if problem.sequences is not None and problem.sequences.is_cache:
+        return False  # a choice by the widths of the batch would let one entry change another's last bits
     plain = problem.score is None and problem.sink is None and not (problem.wants_lse or problem.wants_max)
     ranged = all(limit is not None for limit in problem.row_limits) or problem.blocks is not None
     return plain and ranged and dtype.itemsize == 2 and width <= _LONGEST_SPAN
@@ -119,6 +130,9 @@ def _tile_m(problem: Problem, is_half: bool, why: list[str]) -> int:
         block_m = problem.blocks.tile[0]
         tile_m = _divisor(block_m, 512)
         why.append(f"row tile {tile_m}: divides the block mask's {block_m}")
+    elif tile_m > 128 and not is_half and problem.sequences is not None and problem.sequences.is_cache:
+        tile_m = 128
+        why.append("row tile 128: for a cache the batch's widths are not asked, so that one entry cannot change another's last bits")
     elif tile_m > 128 and not is_half and any(_mean_width(limit) < problem.seqlen_k for limit in problem.row_limits):
         tile_m = 128
         why.append("row tile 128: a taller one computes more of what only some of its rows see")

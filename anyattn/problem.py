@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from anyattn.mods.rows import limits
+from anyattn.mods.rows import limits, limits_of_rows
 from anyattn.mods.trace import TracedMod
 
 if TYPE_CHECKING:
+    from anyattn.geometry.sequences import Sequences
     from anyattn.sparsity.block_sparse import BlockSparseTensors
 
 __all__ = ["Problem"]
@@ -26,6 +27,9 @@ class Problem:
     predicates: the element masks. With ``blocks``, the first predicate belongs to the lists: it decides inside the listed partial tiles,
     listed full tiles need no asking, unlisted tiles are invisible; the other predicates hold everywhere.
     sink: (Hq,) logits that join the softmax's denominator.
+    sequences: None where every batch entry is all of its storage. Else the tensors are storage, whose first dimension need not be the
+    batch (packed, cached, paged), and this says where each entry's rows are; storage rows that belong to none give 0 and -inf.
+    num_splits: the keys of each row tile are divided among so many partial results, which are combined; 0 leaves it to the plan.
     """
 
     q: Tensor
@@ -39,10 +43,12 @@ class Problem:
     wants_lse: bool = False
     wants_max: bool = False
     deterministic: bool = False
+    sequences: Sequences | None = None
+    num_splits: int = 1
 
     @property
     def batch(self) -> int:
-        return self.q.shape[0]
+        return self.q.shape[0] if self.sequences is None else self.sequences.batch
 
     @property
     def heads_q(self) -> int:
@@ -58,15 +64,23 @@ class Problem:
 
     @property
     def seqlen_q(self) -> int:
-        return self.q.shape[2]
+        """The greatest number of queries of a batch entry."""
+        return self.q.shape[2] if self.sequences is None else self.sequences.max_seqlen_q
 
     @property
     def seqlen_k(self) -> int:
-        return self.k.shape[2]
+        """The greatest number of keys of a batch entry."""
+        return self.k.shape[2] if self.sequences is None else self.sequences.max_seqlen_k
 
     @cached_property
     def row_limits(self) -> tuple[tuple[Tensor, Tensor] | None, ...]:
-        """For each predicate its ranges of visible keys per row, ``rows.limits``: (lo, hi), each (n, B or 1, H or 1, Sq), or None."""
+        """For each predicate its ranges of visible keys per row, ``rows.limits``: (lo, hi), each (n, B or 1, H or 1, Sq), or None.
+
+        With ``sequences`` their rows stand end to end: (n, 1, H or 1, total rows).
+        """
+        if self.sequences is not None:
+            s = self.sequences
+            return tuple(limits_of_rows(p, s.row_entry, s.row_position, s.seqlens_k[s.row_entry], self.heads_q) for p in self.predicates)
         lengths = (self.seqlen_q, self.seqlen_k, self.batch, self.heads_q)
         return tuple(limits(p, *lengths, self.q.device) for p in self.predicates)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from anyattn.geometry.integers import ceil_div, maximum, minimum
+from anyattn.geometry.splits import split_range
 
 __all__ = ["BlockInfo"]
 
@@ -63,9 +64,7 @@ class BlockInfo:
         first, end = self._keys_of_rows(seqlen_info, *self._rows(seqlen_info, m_block))
         n_block_min, n_block_max = _tiles(first, end, self.tile_n)
         if self.is_split_kv:
-            per_split = ceil_div(n_block_max - n_block_min, self.num_splits)
-            n_block_min = minimum(n_block_min + split_idx * per_split, n_block_max)
-            n_block_max = minimum(n_block_min + per_split, n_block_max)
+            return split_range(n_block_min, n_block_max, split_idx, self.num_splits)
         return n_block_min, n_block_max
 
     def get_m_block_min_max(self, seqlen_info: Any, n_block: Any) -> tuple[Any, Any]:

@@ -51,12 +51,17 @@ def full() -> Mask:
     return Mask(lambda b, h, q_idx, kv_idx: kv_idx >= 0, "full")
 
 
-def causal(offset: int = 0) -> Mask:
+def causal(offset: int | Tensor = 0) -> Mask:
     """A query sees the keys up to its own place: ``kv_idx <= q_idx + offset``. offset 0 is the top-left aligned mask of torch.
+
+    offset: one int, or an integer tensor (B,) with one per batch entry.
 
     >>> causal()
     Mask(causal)
     """
+    if isinstance(offset, Tensor):
+        places = _ids("offset", offset, (1,), "(B,)")
+        return Mask(lambda b, h, q_idx, kv_idx: q_idx + places[b] >= kv_idx, "causal(offset per batch)")
     _whole("offset", offset)
     return Mask(lambda b, h, q_idx, kv_idx: q_idx + offset >= kv_idx, f"causal(offset={offset})" if offset else "causal")
 
@@ -66,17 +71,26 @@ def causal_bottom_right(seqlen_q: int, seqlen_k: int) -> Mask:
     return causal(_whole("seqlen_k", seqlen_k, 0) - _whole("seqlen_q", seqlen_q, 0))
 
 
-def sliding_window(left: int | None, right: int | None, offset: int = 0) -> Mask:
+def sliding_window(left: int | None, right: int | None, offset: int | Tensor = 0) -> Mask:
     """A query at place ``p = q_idx + offset`` sees ``p - left <= kv_idx <= p + right``: so many neighbours on each side and itself.
 
-    None or -1 is no limit on that side; ``sliding_window(-1, 0)`` is causal. Source: FlashAttention's ``window_size``.
+    None or -1 is no limit on that side; ``sliding_window(-1, 0)`` is causal. A number below -1 ends the window short of the query's own
+    place; where nothing is left between the two sides, nothing is seen. offset: one int, or an integer tensor (B,) with one per batch
+    entry. Source: FlashAttention's ``window_size``.
     """
     for name, side in (("left", left), ("right", right)):
         if side is not None:
-            _whole(name, side, -1)
-    _whole("offset", offset)
+            _whole(name, side)
     has_left, has_right = left not in (None, -1), right not in (None, -1)
     name = f"sliding_window(left={left}, right={right})"
+    if isinstance(offset, Tensor) and (has_left or has_right):
+        places = _ids("offset", offset, (1,), "(B,)")
+        if has_left and has_right:
+            return Mask(lambda b, h, q_idx, kv_idx: (kv_idx >= q_idx + places[b] - left) & (kv_idx <= q_idx + places[b] + right), name)
+        if has_left:
+            return Mask(lambda b, h, q_idx, kv_idx: kv_idx >= q_idx + places[b] - left, name)
+        return Mask(lambda b, h, q_idx, kv_idx: kv_idx <= q_idx + places[b] + right, name)
+    offset = 0 if isinstance(offset, Tensor) else _whole("offset", offset)
 
     if has_left and has_right:
         return Mask(lambda b, h, q_idx, kv_idx: (q_idx + offset - kv_idx <= left) & (kv_idx - q_idx - offset <= right), name)

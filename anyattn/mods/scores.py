@@ -54,12 +54,21 @@ def alibi_slopes(num_heads: int) -> Tensor:
     return torch.tensor(series(power) + series(2 * power)[0::2][: num_heads - power])
 
 
-def alibi(slopes: Tensor) -> Score:
-    """Linear bias by distance, ``score - slopes[h] * |q_idx - kv_idx|``. slopes: (Hq,), see ``alibi_slopes``.
+def alibi(slopes: Tensor, offset: int | Tensor = 0) -> Score:
+    """Linear bias by distance, ``score - slopes[h] * |q_idx + offset - kv_idx|``. slopes: (Hq,) or (B, Hq), see ``alibi_slopes``.
 
+    offset: where the first query stands among the keys, one int or an integer tensor (B,) with one per batch entry.
     Source: ALiBi (arXiv:2108.12409); the absolute value makes it mean the same without a causal mask, as in FlashAttention.
     """
-    _floats("slopes", slopes, (1,), "(Hq,)")
+    _floats("slopes", slopes, (1, 2), "(Hq,) or (B, Hq)")
+    if isinstance(offset, Tensor):
+        if slopes.ndim == 2:
+            return Score(lambda score, b, h, q_idx, kv_idx: score - slopes[b, h] * (q_idx + offset[b] - kv_idx).abs(), "alibi")
+        return Score(lambda score, b, h, q_idx, kv_idx: score - slopes[h] * (q_idx + offset[b] - kv_idx).abs(), "alibi")
+    if slopes.ndim == 2:
+        return Score(lambda score, b, h, q_idx, kv_idx: score - slopes[b, h] * (q_idx + offset - kv_idx).abs(), "alibi")
+    if offset:
+        return Score(lambda score, b, h, q_idx, kv_idx: score - slopes[h] * (q_idx + offset - kv_idx).abs(), "alibi")
     return Score(lambda score, b, h, q_idx, kv_idx: score - slopes[h] * (q_idx - kv_idx).abs(), "alibi")
 
 

@@ -114,7 +114,7 @@ BAD = [
     (lambda: masks.causal(1.5), TypeError, "offset=1.5 is a float; wanted an int"),
     (lambda: masks.causal(True), TypeError, "offset=True is a bool"),
     (lambda: masks.causal_bottom_right(-1, 4), ValueError, "seqlen_q=-1; wanted at least 0"),
-    (lambda: masks.sliding_window(-2, 0), ValueError, "left=-2"),
+    (lambda: masks.sliding_window(True, 0), TypeError, "left=True"),
     (lambda: masks.sliding_window(2, 1.0), TypeError, "right=1.0"),
     (lambda: masks.prefix_lm(-1), ValueError, "prefix_length=-1"),
     (lambda: masks.prefix_lm(torch.ones(2)), ValueError, "wanted an integer tensor of shape .B,."),

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from anyattn.backends.torch.captured import CapturedGradients
 from anyattn.backends.torch.forward import Scores
-from anyattn.backends.torch.memory import empty, zeros
+from anyattn.backends.torch.memory import zeros
 from anyattn.backends.torch.rectangles import blocks
 from anyattn.backends.torch.spans import Group, RowTile
 from anyattn.backends.torch.stages import Tile
-from anyattn.backends.torch.tiles import LOG2E, Call, Chunk, Heads, chunks, finite_or_zero, row_heads, store
+from anyattn.backends.torch.tiles import LOG2E, Call, Chunk, Heads, chunks, finite_or_zero, row_heads, rows_of_queries, store
 
 __all__ = ["backward"]
 
@@ -50,7 +50,7 @@ def backward(call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | 
     problem = call.problem
     stat, device = problem.stat_dtype, problem.q.device
     statistics = _Statistics.of(call, out, lse, dout, dlse)
-    dq = empty(tuple(problem.q.shape), problem.q.dtype, device)
+    dq = rows_of_queries(problem, (problem.q.shape[3],), problem.q.dtype, 0.0)
     dk, dv = (zeros(tuple(t.shape), stat, device) for t in (problem.k, problem.v))
     scores = ScoreGradients(call)
     for group in call.coverage.groups:
@@ -58,11 +58,9 @@ def backward(call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | 
         operands = _Operands(call, heads)
         for row_tile, start in _with_starts(call, group, heads, statistics, operands, None if dlse is not None else (dout, out, lse)):
             dq_tile = _row_tile(call, heads, row_tile, statistics, operands, scores, start)
-            at = (heads.batches, heads.q_heads, slice(row_tile.q_lo, row_tile.q_hi))
-            store(dq[at], dq_tile, heads.tile(row_tile, Chunk(0, 0, ())), call.workspace)
-        for total, part in ((dk, operands.dk), (dv, operands.dv)):
-            target = total[heads.batches, heads.kv_heads]
-            target += part.view(target.shape)
+            store(heads.place(dq, row_tile), dq_tile, heads.tile(row_tile, Chunk(0, 0, ())), call.workspace)
+        heads.add_to_keys(dk, operands.dk)
+        heads.add_to_keys(dv, operands.dv)
     dsink = None
     if problem.sink is not None:
         # the sink's probability is a row's exp2(sink - lse); its value is 0, so only delta remains of dP - delta
@@ -97,7 +95,7 @@ class _Operands:
 
     def __init__(self, call: Call, heads: Heads):
         stat, device = call.problem.stat_dtype, call.problem.q.device
-        self.keys, self.values = heads.keys(call.problem.k), heads.keys(call.problem.v)
+        self.keys, self.values = (heads.keys(x, name).whole() for name, x in (("k", call.problem.k), ("v", call.problem.v)))
         # 0 x NaN: the scores come from the keys as they are, everything weighted by them from finite ones
         self.finite_keys = self.keys
         if not call.all_finite:
@@ -117,9 +115,9 @@ class ScoreGradients:
     def probabilities(self, q: Tensor, keys: Tensor, tile: Tile, chunk: Chunk, lse: Tensor) -> tuple[Tensor, Tensor | None]:
         """(count, rows, columns) probabilities, and the derivative of the modified score by the score where it is not 1."""
         if self.scores.mod is None:
-            modified, by_score = self._wide(self.scores.of(q, keys, tile, chunk)), None
+            modified, by_score = self._wide(self.scores.of(q, keys[:, chunk.lo : chunk.hi], tile, chunk)), None
         else:
-            score = self._wide(self.scores.products(q, keys, chunk, 1.0))
+            score = self._wide(self.scores.products(q, keys[:, chunk.lo : chunk.hi], 1.0))
             modified, by_score = self.captured.modified(row_heads(score, tile), tile)
             self.call.masks.apply(modified, tile, chunk.asked)
             modified = modified.view(score.shape)

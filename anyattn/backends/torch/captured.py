@@ -102,6 +102,8 @@ class _Sum:
         if all(n.op in ("index", "const") for n in nodes) and len(set(names)) == len(names):
             self.plain = [n.attr for n in nodes]
         self.diagonal = any(d.diagonal for d in deps) and all(d.diagonal or d.per_head for d in deps)
+        if problem.sequences is not None and any(d.b for d in deps):
+            self.diagonal = False  # sequences do not share their diagonals
         builder = Builder()
         copied = builder.build(*(builder.copy(expr, p) for p in positions)) if nodes else None
         self.bound = None if copied is None else bind(copied, score.scalars, score.tensors, problem)
@@ -118,7 +120,7 @@ class _Sum:
     def _add_slice(self, total: Tensor, part: Tensor, tile: Tile) -> None:
         assert self.plain is not None
         pairs = {"b": (tile.b_lo, tile.b_hi), "h": (tile.h_lo, tile.h_hi)}
-        limits = {**pairs, "q_idx": (tile.q_lo, tile.q_hi), "kv_idx": (tile.k_lo, tile.k_hi)}
+        limits = {**pairs, "q_idx": (tile.q_first + tile.q_lo, tile.q_first + tile.q_hi), "kv_idx": (tile.k_lo, tile.k_hi)}
         axes = [_AXES[p] for p in self.plain if isinstance(p, str)]
         absent = [a for a in range(4) if a not in axes]
         part = part.flip(2) if 2 in axes else part

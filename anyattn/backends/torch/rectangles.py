@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from anyattn.backends.torch.keys import KeyRows
 from anyattn.backends.torch.spans import Group, RowTile, Segment
 from anyattn.backends.torch.tiles import LOG2E, Call, Heads
 
@@ -38,10 +39,10 @@ class Rectangle:
         part = stacked[:, :, self.q_hi - row_tile.q_hi : self.q_hi - row_tile.q_lo]
         return part.reshape(heads.count, -1, x.shape[-1])
 
-    def forward(self, call: Call, heads: Heads, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, call: Call, heads: Heads, keys: KeyRows, values: KeyRows) -> tuple[Tensor, Tensor]:
         """Normalised output (count, stacked rows, Dv) and base-2 log-sum-exp (count, stacked rows, 1)."""
         q = heads.rows(call.problem.q, self.q_lo, self.q_hi, "block q")
-        k, v = (t[None, :, self.lo : self.hi] for t in (keys, values))
+        k, v = (t.run(self.lo, self.hi)[None] for t in (keys, values))
         out, lse = getattr(torch.ops.aten, _FORWARD)(q[None], k, v, scale=call.problem.scale)
         return out[0].contiguous(), lse[0].to(call.problem.stat_dtype)[..., None] * LOG2E
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import torch
 from torch import Tensor
 
 from anyattn.backends.torch import backward as backward_pass
 from anyattn.backends.torch import forward as forward_pass
 from anyattn.backends.torch import whole_spans
+from anyattn.backends.torch.combine import combine
 from anyattn.backends.torch.forward import Result
 from anyattn.backends.torch.memory import Workspace
-from anyattn.backends.torch.spans import cover
-from anyattn.backends.torch.tiles import Call, Masks
+from anyattn.backends.torch.spans import cover, split_of
+from anyattn.backends.torch.tiles import Call, Masks, blank_unused_rows
 from anyattn.plan import Plan
 from anyattn.problem import Problem
 
@@ -24,8 +28,25 @@ def _call(problem: Problem, plan: Plan) -> Call:
 
 def forward(problem: Problem, plan: Plan) -> Result:
     """out, lse and max_scores (the last two None unless wanted) of ``problem``."""
+    if plan.num_splits > 1:
+        return _forward_by_splits(problem, plan)
     call = _call(problem, plan)
     return Result(whole_spans.forward(call), None, None) if _by_spans(problem, plan) else forward_pass.forward(call)
+
+
+def _forward_by_splits(problem: Problem, plan: Plan) -> Result:
+    """Each split computes what it sees of every row tile, in the statistics' dtype; the sink joins when they are combined."""
+    call = _call(replace(problem, sink=None, wants_lse=True), plan)
+    parts = []
+    for split in range(plan.num_splits):
+        coverage = split_of(call.coverage, split, plan.num_splits)
+        parts.append(forward_pass.forward(replace(call, coverage=coverage), problem.stat_dtype))
+    sink = None if problem.sink is None else problem.sink.to(problem.stat_dtype)[:, None]
+    out, lse = combine(torch.stack([p.out for p in parts]), torch.stack([p.lse for p in parts if p.lse is not None]), sink)
+    if problem.sink is not None:
+        blank_unused_rows(problem, lse)
+    highest = torch.stack([p.max_scores for p in parts if p.max_scores is not None]).amax(0) if problem.wants_max else None
+    return Result(out.to(problem.q.dtype), lse if problem.wants_lse else None, highest)
 
 
 def backward(problem: Problem, plan: Plan, out: Tensor, lse: Tensor | None, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -6,19 +6,21 @@ A *row tile* is a run of query rows that are computed together for a block of ba
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
+from itertools import groupby, pairwise
 
 import torch
 from torch import Tensor
 
-from anyattn.mods.bounds import classify
+from anyattn.geometry.splits import split_range
+from anyattn.mods.bounds import EMPTY, FULL, classify
+from anyattn.mods.ragged import classify_ragged
 from anyattn.problem import Problem
 from anyattn.sparsity.block_sparse import BlockSparseTensors
 
-__all__ = ["Coverage", "Group", "RowTile", "Segment", "cover"]
+__all__ = ["Coverage", "Group", "RowTile", "Segment", "cover", "split_of"]
 
-_TILE_N = 128  # width of the tiles into which a mask without row ranges is classified
+_TILE_N = 128  # width of the tiles in which a mask without row ranges is classified, and keys are divided among splits
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class Group:
 
 @dataclass(frozen=True, eq=False)
 class Coverage:
-    """The groups, and for each predicate its row ranges (lo, hi), each (n, B or 1, H or 1, Sq), or None where it must be evaluated."""
+    """The groups, and for each predicate its row ranges, ``Problem.row_limits``, or None where it must be evaluated."""
 
     groups: tuple[Group, ...]
     ranges: tuple[tuple[Tensor, Tensor] | None, ...]
@@ -70,13 +72,21 @@ def cover(problem: Problem, tile_m: int, pairs_at_once: int) -> Coverage:
     ranges = problem.row_limits
     sources = []
     if problem.blocks is not None:
-        sources.append(_from_lists(problem.blocks, 0 if problem.predicates else None, tile_m, problem))
+        listed = 0 if problem.predicates else None
+        if problem.sequences is not None:
+            sources.append(_from_flat_classes(problem.blocks.classes(), problem.blocks.tile, listed, tile_m, problem))
+        else:
+            sources.append(_from_lists(problem.blocks, listed, tile_m, problem))
     for i, predicate in enumerate(problem.predicates):
         if problem.blocks is not None and i == 0:
             continue
         limit = ranges[i]
         if limit is not None:
-            sources.append(_from_ranges(*limit, i, tile_m))
+            sources.append(_from_ranges(*limit, i, tile_m, problem))
+        elif problem.sequences is not None:
+            s = problem.sequences
+            flat = classify_ragged(predicate, s.seqlens_q, s.seqlens_k, tile_m, _TILE_N, problem.heads_q, s.q_first)
+            sources.append(_from_flat_classes(flat, (tile_m, _TILE_N), i, tile_m, problem))
         else:
             lengths = (problem.seqlen_q, problem.seqlen_k)
             classes = classify(predicate, *lengths, tile_m, _TILE_N, problem.batch, problem.heads_q, problem.q.device)
@@ -85,29 +95,90 @@ def cover(problem: Problem, tile_m: int, pairs_at_once: int) -> Coverage:
     return Coverage(tuple(_groups(problem, sources, tile_m, pairs_at_once)), ranges)
 
 
-def _from_ranges(lo: Tensor, hi: Tensor, predicate: int, tile_m: int) -> _Source:
+def split_of(coverage: Coverage, split: int, splits: int) -> Coverage:
+    """The part of every row tile that one of ``splits`` workers computes: an equal share of the key tiles between its first and last."""
+
+    def part(row_tile: RowTile) -> RowTile:
+        if not row_tile.segments:
+            return row_tile
+        first, last = row_tile.segments[0].lo // _TILE_N, -(-row_tile.segments[-1].hi // _TILE_N)
+        lo, hi = (n * _TILE_N for n in split_range(first, last, split, splits))
+        kept = (replace(s, lo=max(s.lo, lo), hi=min(s.hi, hi)) for s in row_tile.segments if max(s.lo, lo) < min(s.hi, hi))
+        return replace(row_tile, segments=tuple(kept))
+
+    groups = tuple(replace(g, row_tiles=tuple(part(t) for t in g.row_tiles)) for g in coverage.groups)
+    return replace(coverage, groups=groups)
+
+
+def _from_ranges(lo: Tensor, hi: Tensor, predicate: int, tile_m: int, problem: Problem) -> _Source:
     """Per row tile and range: every row sees [max lo, min hi), some row sees [min lo, max hi)."""
-    n, batch, heads, rows = lo.shape
-    tiles = -(-rows // tile_m)
-    pad = tiles * tile_m - rows
     empty = lo >= hi
     big = torch.iinfo(lo.dtype).max
+    rows = _rows_of_tiles(lo.shape[-1], tile_m, problem)
+    lo, hi = lo.masked_fill(empty, big), hi.masked_fill(empty, 0)
+    lo, hi = (x[..., rows] for x in (lo, hi))  # (n, batch, heads, tiles, tile_m)
+    table = torch.stack([lo.amin(-1), hi.amax(-1), lo.amax(-1), hi.amin(-1)], -1)  # (n, batch, heads, tiles, 4)
+    _, batch, heads, _, _ = table.shape
+    found: list = table.permute(1, 2, 3, 0, 4).tolist()
+    stretches = [[[_sweep([tuple(r) for r in ranges]) for ranges in per_head] for per_head in per_batch] for per_batch in found]
+    if problem.sequences is None:
+        return _Source(predicate, batch, heads, stretches)
+    return _Source(predicate, problem.batch, heads, _by_sequence(stretches[0], _tile_counts(problem, tile_m)))
 
-    def per_tile(x: Tensor, fill: int, largest: bool) -> Tensor:
-        x = torch.nn.functional.pad(x, (0, pad), value=fill).view(n, batch, heads, tiles, tile_m)
-        return x.amax(-1) if largest else x.amin(-1)
 
-    lo_seen, hi_seen = lo.masked_fill(empty, big), hi.masked_fill(empty, 0)
-    lo_every, hi_every = lo.masked_fill(empty, big), hi.masked_fill(empty, 0)
-    table = torch.stack(
-        [per_tile(lo_seen, big, False), per_tile(hi_seen, 0, True), per_tile(lo_every, 0, True), per_tile(hi_every, big, False)], -1
-    )  # (n, batch, heads, tiles, 4)
-    stretches: list = table.permute(1, 2, 3, 0, 4).tolist()
-    for per_head in stretches:
-        for per_tile_list in per_head:
-            for t, found in enumerate(per_tile_list):
-                per_tile_list[t] = _sweep([tuple(r) for r in found])
-    return _Source(predicate, batch, heads, stretches)
+def _rows_of_tiles(rows: int, tile_m: int, problem: Problem) -> Tensor:
+    """(tiles, tile_m): the rows of each row tile among all rows end to end; a short tile's last row stands again for those it lacks."""
+    device = problem.q.device
+    within = torch.arange(tile_m, device=device)
+    if problem.sequences is None:
+        return (torch.arange(0, rows, tile_m, device=device)[:, None] + within).clamp(max=max(rows - 1, 0))
+    s = problem.sequences
+    counts = (s.seqlens_q + (tile_m - 1)) // tile_m
+    entry = torch.repeat_interleave(counts)
+    tile = torch.arange(len(entry), device=device) - (counts.cumsum(0) - counts)[entry]
+    first, last = s.row_base[entry] + tile * tile_m, (s.row_base + s.seqlens_q - 1)[entry]
+    return torch.minimum(first[:, None] + within, last[:, None])
+
+
+def _tile_counts(problem: Problem, tile_m: int) -> list[int]:
+    assert problem.sequences is not None
+    return [-(-n // tile_m) for n in problem.sequences.on_host.seqlens_q]
+
+
+def _by_sequence(per_head: list[list], counts: list[int]) -> list[list[list]]:
+    """[h][row tiles of all sequences] as [b][h][row tile]."""
+    found, start = [], 0
+    for count in counts:
+        found.append([tiles[start : start + count] for tiles in per_head])
+        start += count
+    return found
+
+
+def _from_flat_classes(classes: Tensor, tile: tuple[int, int], predicate: int | None, tile_m: int, problem: Problem) -> _Source:
+    """Stretches of the classes (H or 1, tiles of all sequences), as ``mods.ragged.classify_ragged`` lays them out."""
+    assert problem.sequences is not None
+    assert tile[0] % tile_m == 0, f"row tile {tile_m} does not divide the lists' tile {tile[0]}"
+    host = problem.sequences.on_host
+    stretches: list = [[] for _ in host.seqlens_q]
+    for per_head in classes.tolist():
+        start = 0
+        for b, (seqlen_q, seqlen_k) in enumerate(zip(host.seqlens_q, host.seqlens_k, strict=True)):
+            rows, columns = -(-seqlen_q // tile[0]), -(-seqlen_k // tile[1])
+            by_block = [_runs(per_head[start + m * columns : start + (m + 1) * columns], tile[1], seqlen_k) for m in range(rows)]
+            stretches[b].append([by_block[t * tile_m // tile[0]] for t in range(-(-seqlen_q // tile_m))])
+            start += rows * columns
+    return _Source(predicate, problem.batch, len(classes), stretches)
+
+
+def _runs(classes: list[int], block_n: int, seqlen_k: int) -> list[tuple[int, int, bool]]:
+    """Adjacent tiles of one class as one stretch; empty ones are left out."""
+    stretches, start = [], 0
+    for kind, run in groupby(classes):
+        end = start + sum(1 for _ in run)
+        if kind != EMPTY:
+            stretches.append((start * block_n, min(end * block_n, seqlen_k), kind == FULL))
+        start = end
+    return stretches
 
 
 def _sweep(found: list[tuple[int, ...]]) -> list[tuple[int, int, bool]]:
@@ -167,8 +238,8 @@ def _merge(listed: list[tuple[int, bool]], block_n: int, problem: Problem) -> li
 
 def _groups(problem: Problem, sources: list[_Source], tile_m: int, pairs_at_once: int) -> list[Group]:
     """(batch, head) rectangles whose stretches agree, cut to ``pairs_at_once`` pairs and to whole or single K/V heads."""
-    rows = [(r, min(r + tile_m, problem.seqlen_q)) for r in range(0, problem.seqlen_q, tile_m)]
-    by_batch = any(s.batch > 1 and any(x != s.stretches[0] for x in s.stretches[1:]) for s in sources)
+    is_ragged = problem.sequences is not None
+    by_batch = is_ragged or any(s.batch > 1 and any(x != s.stretches[0] for x in s.stretches[1:]) for s in sources)
     by_head = any(s.heads > 1 and any(x != per_b[0] for per_b in s.stretches for x in per_b[1:]) for s in sources)
     groups = []
     head_chunks = [(h, h + 1) for h in range(problem.heads_q)] if by_head else _head_chunks(problem, pairs_at_once)
@@ -178,9 +249,18 @@ def _groups(problem: Problem, sources: list[_Source], tile_m: int, pairs_at_once
         for h_lo, h_hi in head_chunks:
             at = (b_lo if by_batch else 0, h_lo if by_head else 0)
             if at not in known:
-                known[at] = tuple(RowTile(lo, hi, _intersect(problem, sources, at, t)) for t, (lo, hi) in enumerate(rows))
+                known[at] = _row_tiles(problem, sources, at, tile_m)
             groups.append(Group(b_lo, min(b_lo + batch_step, problem.batch), h_lo, h_hi, known[at]))
     return groups
+
+
+def _row_tiles(problem: Problem, sources: list[_Source], at: tuple[int, int], tile_m: int) -> tuple[RowTile, ...]:
+    seqlen_q, seqlen_k = problem.seqlen_q, problem.seqlen_k
+    if problem.sequences is not None:
+        host = problem.sequences.on_host
+        seqlen_q, seqlen_k = host.seqlens_q[at[0]], host.seqlens_k[at[0]]
+    starts = range(0, seqlen_q, tile_m)
+    return tuple(RowTile(lo, min(lo + tile_m, seqlen_q), _intersect(seqlen_k, sources, at, t)) for t, lo in enumerate(starts))
 
 
 def _head_chunks(problem: Problem, pairs_at_once: int) -> list[tuple[int, int]]:
@@ -195,9 +275,9 @@ def _head_chunks(problem: Problem, pairs_at_once: int) -> list[tuple[int, int]]:
     return chunks
 
 
-def _intersect(problem: Problem, sources: list[_Source], at: tuple[int, int], tile: int) -> tuple[Segment, ...]:
+def _intersect(seqlen_k: int, sources: list[_Source], at: tuple[int, int], tile: int) -> tuple[Segment, ...]:
     """What every source sees; a segment asks the predicates of those sources that are not full there."""
-    segments = [Segment(0, problem.seqlen_k)] if problem.seqlen_k else []
+    segments = [Segment(0, seqlen_k)] if seqlen_k else []
     for source in sources:
         stretches = source.stretches[min(at[0], source.batch - 1)][min(at[1], source.heads - 1)][tile]
         segments = [

@@ -9,11 +9,15 @@ per_head   once a call                  (B or 1, H or 1, 1, 1)
 row        once a call                  (B or 1, H or 1, Sq, 1), a tile takes its rows
 col        once a call                  (B or 1, H or 1, 1, Sk), a tile takes its columns
 diagonal   once a call                  (B or 1, H or 1, Sq + Sk - 1), a tile is a sheared view
+entry_col  once a call                  (1, H or 1, 1, all keys), of a batch of sequences where a column also sees b
 tile       for every tile               (b, h, rows, columns), in place where the operand is not needed again
 =========  ===========================  ==================================================
 
 The rows of a tile stand in descending order of q_idx. Then a step down a column and a step along a row both lower q_idx - kv_idx by one,
 and a diagonal vector is read in place through strides (1, 1): a bias by distance costs one addition and no memory traffic of its own.
+
+In a batch of sequences of different lengths rows stand end to end, (1, H or 1, all rows, 1); columns and diagonals are those of the longest
+sequence, which the others share.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -31,6 +35,9 @@ from anyattn.mods.evaluate import TORCH_OPS, apply, run
 from anyattn.mods.ir import Builder, Expr
 from anyattn.problem import Problem
 
+if TYPE_CHECKING:
+    from anyattn.geometry.sequences import Sequences
+
 __all__ = ["Bound", "Tile", "bind"]
 
 _IN_PLACE = frozenset(TORCH_OPS) - {"where", "eq", "ne", "lt", "le", "gt", "ge"}
@@ -38,7 +45,11 @@ _IN_PLACE = frozenset(TORCH_OPS) - {"where", "eq", "ne", "lt", "le", "gt", "ge"}
 
 @dataclass(frozen=True)
 class Tile:
-    """Where a tile lies: batch entries, query heads, query rows and keys, as half-open ranges."""
+    """Where a tile lies: batch entries, query heads, query rows and keys, as half-open ranges counted from 0 in their sequence.
+
+    q_first: the position of query row 0, as a mod sees it. row_base, key_base: the sequence's first row and key when all sequences' stand
+    end to end.
+    """
 
     b_lo: int
     b_hi: int
@@ -48,6 +59,9 @@ class Tile:
     q_hi: int
     k_lo: int
     k_hi: int
+    q_first: int = 0
+    row_base: int = 0
+    key_base: int = 0
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -68,7 +82,7 @@ class _Staging:
 
 
 @lru_cache(maxsize=1024)
-def _staging(expr: Expr) -> _Staging:
+def _staging(expr: Expr, is_ragged: bool) -> _Staging:
     deps = dependence(expr)
     stage = []
     for d in deps:
@@ -76,12 +90,12 @@ def _staging(expr: Expr) -> _Staging:
             stage.append("tile")
         elif d.per_head:
             stage.append("per_head")
-        elif d.diagonal:
+        elif d.diagonal and not (is_ragged and d.b):
             stage.append("diagonal")
         elif d.q and d.kv:
             stage.append("tile")
         else:
-            stage.append("row" if d.q else "col")
+            stage.append("row" if d.q else "entry_col" if is_ragged and d.b else "col")
     schedule = tuple(i for i, s in enumerate(stage) if s == "tile" and expr.nodes[i].op != "score")
     read = {a for i in schedule for a in expr.nodes[i].args} | set(expr.outputs)
     last_use = [-1] * len(expr.nodes)
@@ -106,22 +120,33 @@ class Bound:
         seqlen_q: int,
         seqlen_k: int,
         device: torch.device,
+        sequences: Sequences | None = None,
     ):
         self.expr, self.tensors = expr, tensors
-        self.staging = _staging(expr)
-        self.seqlen_q, self.seqlen_k = seqlen_q, seqlen_k
+        self.staging = _staging(expr, sequences is not None)
+        # entry y of a diagonal vector holds the value at q - kv = greatest_difference - y
+        self.greatest_difference = seqlen_q - 1 if sequences is None else sequences.end_position - 1
         self.hoisted: dict[int, Any] = {}
-        self._scalars = scalars
+        if min(batch, heads, seqlen_q, seqlen_k) == 0:
+            return
         b = torch.arange(batch, device=device).view(-1, 1, 1, 1)
         h = torch.arange(heads, device=device).view(-1, 1, 1)
-        whole = torch.arange(seqlen_q, device=device).view(-1, 1), torch.arange(seqlen_k, device=device)
-        # entry y of a diagonal vector holds the value at q - kv = Sq - 1 - y
-        along = torch.arange(-seqlen_q + 1, max(seqlen_k, 1), device=device).neg_(), torch.zeros((), dtype=torch.int64, device=device)
-        for stages, (q_idx, kv_idx) in ((("per_head", "row", "col"), whole), (("diagonal",), along)):
-            wanted = [i for i in self.staging.boundary if self.staging.stage[i] in stages]
-            leaves = {"b": b, "h": h, "q_idx": q_idx, "kv_idx": kv_idx, "score": None}
-            if wanted and min(seqlen_q, seqlen_k) > 0:
-                self.hoisted.update(zip(wanted, run(_only(expr, tuple(wanted)), leaves, scalars, tensors), strict=True))
+        zero = torch.zeros((), dtype=torch.int64, device=device)
+        least = 1 - seqlen_k if sequences is None else sequences.least_difference
+        places = {"col": (b, zero, torch.arange(seqlen_k, device=device)), "per_head": (b, zero, zero)}
+        if "diagonal" in self.staging.stage:
+            places["diagonal"] = (b, torch.arange(self.greatest_difference, least - 1, -1, device=device), zero)
+        if sequences is None:
+            places["row"] = (b, torch.arange(seqlen_q, device=device).view(-1, 1), zero)
+        else:
+            places["row"] = (sequences.row_entry.view(-1, 1), sequences.row_position.view(-1, 1), zero)
+            if "entry_col" in self.staging.stage:
+                places["entry_col"] = (sequences.key_entry, zero, sequences.key_position)
+        for stage, (entry, q_idx, kv_idx) in places.items():
+            wanted = tuple(i for i in self.staging.boundary if self.staging.stage[i] == stage)
+            if wanted:
+                leaves = {"b": entry, "h": h, "q_idx": q_idx, "kv_idx": kv_idx, "score": None}
+                self.hoisted.update(zip(wanted, run(_only(expr, wanted), leaves, scalars, tensors), strict=True))
 
     @property
     def stage(self) -> str:
@@ -136,9 +161,10 @@ class Bound:
         stage = self.staging.stage[node]
         value = self._at_heads(value, tile)
         if stage == "row":
-            return value[:, :, tile.q_lo : tile.q_hi].flip(2)
-        if stage == "col":
-            return value[:, :, :, tile.k_lo : tile.k_hi]
+            return value[:, :, tile.row_base + tile.q_lo : tile.row_base + tile.q_hi].flip(2)
+        if stage in ("col", "entry_col"):
+            base = tile.key_base if stage == "entry_col" else 0
+            return value[:, :, :, base + tile.k_lo : base + tile.k_hi]
         return self._sheared(value[:, :, 0], tile) if stage == "diagonal" else value
 
     @staticmethod
@@ -148,11 +174,11 @@ class Bound:
         return value if value.shape[1] == 1 else value[:, tile.h_lo : tile.h_hi]
 
     def _sheared(self, vector: Tensor, tile: Tile) -> Tensor:
-        """(b, h, rows, columns) from (b, h, Sq + Sk - 1): row r (descending), column c reads entry r + c of the tile's window."""
+        """(b, h, rows, columns) from (b, h, differences): row r (descending), column c reads entry r + c of the tile's window."""
         return self._window(vector, tile).unfold(2, tile.k_hi - tile.k_lo, 1)
 
     def _window(self, vector: Tensor, tile: Tile) -> Tensor:
-        start = self.seqlen_q - tile.q_hi + tile.k_lo
+        start = self.greatest_difference + 1 - tile.q_first - tile.q_hi + tile.k_lo
         return vector[:, :, start : start + tile.q_hi - tile.q_lo + tile.k_hi - tile.k_lo - 1]
 
     def along_diagonals(self, tile: Tile) -> list[Any]:
@@ -207,6 +233,5 @@ def _only(expr: Expr, outputs: tuple[int, ...]) -> Expr:
 
 def bind(expr: Expr, scalars: Sequence, tensors: Sequence[Tensor], problem: Problem) -> Bound:
     """``expr`` made ready for the tiles of ``problem``."""
-    return Bound(
-        expr, scalars, tensors, problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k, problem.q.device
-    )
+    sizes = (problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)
+    return Bound(expr, scalars, tensors, *sizes, problem.q.device, problem.sequences)

@@ -10,7 +10,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from anyattn.backends.torch.memory import Workspace
+from anyattn.backends.torch.keys import KeyRows
+from anyattn.backends.torch.memory import Workspace, empty
 from anyattn.backends.torch.spans import Coverage, Group, RowTile, Segment
 from anyattn.backends.torch.stages import Bound, Tile, bind
 from anyattn.mods.dependence import dependence
@@ -18,7 +19,21 @@ from anyattn.mods.ir import Expr
 from anyattn.plan import Plan
 from anyattn.problem import Problem
 
-__all__ = ["LN2", "LOG2E", "Call", "Chunk", "Heads", "Masks", "chunks", "finite_or_zero", "is_finite", "row_heads", "store"]
+__all__ = [
+    "LN2",
+    "LOG2E",
+    "Call",
+    "Chunk",
+    "Heads",
+    "Masks",
+    "blank_unused_rows",
+    "chunks",
+    "finite_or_zero",
+    "is_finite",
+    "row_heads",
+    "rows_of_queries",
+    "store",
+]
 
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
@@ -59,31 +74,81 @@ class Heads:
 
     def __init__(self, problem: Problem, group: Group, dtype: torch.dtype, workspace: Workspace):
         ratio = problem.qhead_per_kvhead
-        self.group, self.dtype, self.workspace = group, dtype, workspace
-        kv_lo, kv_hi = group.h_lo // ratio, (group.h_hi - 1) // ratio + 1
-        self.kv_heads = slice(kv_lo, kv_hi)
-        self.batches = slice(group.b_lo, group.b_hi)
+        self.problem, self.group, self.dtype, self.workspace = problem, group, dtype, workspace
+        self.kv_heads = slice(group.h_lo // ratio, (group.h_hi - 1) // ratio + 1)
         self.q_heads = slice(group.h_lo, group.h_hi)
-        self.count = (group.b_hi - group.b_lo) * (kv_hi - kv_lo)
+        self.q_rows, self.q_start = slice(group.b_lo, group.b_hi), 0
+        self.k_rows, self.keys_used = slice(group.b_lo, group.b_hi), slice(None)
+        self._place = (0, 0, 0)
+        if problem.sequences is not None:
+            host, b = problem.sequences.on_host, group.b_lo
+            self.q_rows, self.q_start = slice(host.q_row[b], host.q_row[b] + 1), host.q_start[b]
+            self.k_rows = slice(host.k_row[b], host.k_row[b] + 1)
+            self.keys_used = slice(host.k_start[b], host.k_start[b] + host.seqlens_k[b])
+            self._place = (host.q_first[b], host.row_base[b], host.key_base[b])
+        self.count = (group.b_hi - group.b_lo) * (self.kv_heads.stop - self.kv_heads.start)
 
-    def keys(self, x: Tensor) -> Tensor:
-        """(count, Sk, D) of a (B, Hkv, Sk, D) tensor, in the dtype of the products; a view where strides allow."""
-        part = x[self.batches, self.kv_heads].to(self.dtype)
-        part = part if part.stride(-1) == 1 else part.contiguous()
-        return part.reshape(self.count, *part.shape[2:])
+    def keys(self, x: Tensor, name: str) -> KeyRows:
+        """(count, keys, D) of the keys or values ``x``, in the dtype of the products."""
+        is_read_once = len(self.group.row_tiles) == 1
+        if self.storage_rows is not None:
+            return KeyRows(x, self.dtype, self.workspace, name, is_read_once, self.storage_rows, self.kv_heads)
+        return KeyRows(x[self.k_rows, self.kv_heads, self.keys_used], self.dtype, self.workspace, name, is_read_once)
+
+    @cached_property
+    def storage_rows(self) -> Tensor | None:
+        """(keys,): where the sequence's keys are in a page pool, None without pages."""
+        sequences = self.problem.sequences
+        return None if sequences is None or sequences.page_table is None else sequences.storage_rows(self.group.b_lo)
+
+    def add_to_keys(self, total: Tensor, part: Tensor) -> None:
+        """Adds ``part`` (count, keys, D) to what belongs to this group in ``total``, stored as the keys are."""
+        if self.storage_rows is None:
+            target = total[self.k_rows, self.kv_heads, self.keys_used]
+            target += part.view(target.shape)
+            return
+        page, slot = self.storage_rows // total.shape[2], self.storage_rows % total.shape[2]
+        # (keys, K/V heads, D); a page that serves two places of a sequence receives from both
+        total.transpose(1, 2)[:, :, self.kv_heads].index_put_((page, slot), part.transpose(0, 1), accumulate=True)
+
+    def place(self, x: Tensor, row_tile: RowTile) -> Tensor:
+        """The view of a row tile in ``x`` (B, Hq, Sq, ...), stored as the queries are."""
+        return x[self.q_rows, self.q_heads, self.q_start + row_tile.q_lo : self.q_start + row_tile.q_hi]
 
     def rows(self, x: Tensor, lo: int, hi: int, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """(count, query heads per K/V head x rows, D) of a (B, Hq, Sq, D) tensor; rows descend, see ``stages``.
 
         The memory is lent until the next call with the same ``name``.
         """
-        part = x[self.batches, self.q_heads, lo:hi]
+        part = x[self.q_rows, self.q_heads, self.q_start + lo : self.q_start + hi]
         out = self.workspace.take(f"rows of {name}", tuple(part.shape), dtype or self.dtype)
         return _reverse_rows(part, out).view(self.count, -1, part.shape[-1])
 
     def tile(self, row_tile: RowTile, chunk: Chunk) -> Tile:
         g = self.group
-        return Tile(g.b_lo, g.b_hi, g.h_lo, g.h_hi, row_tile.q_lo, row_tile.q_hi, chunk.lo, chunk.hi)
+        return Tile(g.b_lo, g.b_hi, g.h_lo, g.h_hi, row_tile.q_lo, row_tile.q_hi, chunk.lo, chunk.hi, *self._place)
+
+
+def rows_of_queries(problem: Problem, tail: tuple[int, ...], dtype: torch.dtype, blank: float) -> Tensor:
+    """(B, Hq, Sq, *tail), stored as the queries are, uninitialised but for rows of storage that belong to no sequence: ``blank``."""
+    out = empty((*problem.q.shape[:3], *tail), dtype, problem.q.device)
+    return out.fill_(blank) if _has_unused_rows(problem) else out
+
+
+def blank_unused_rows(problem: Problem, lse: Tensor) -> None:
+    """Sets ``lse`` (B, Hq, Sq) to -inf where a row of storage belongs to no sequence."""
+    if _has_unused_rows(problem):
+        assert problem.sequences is not None
+        s = problem.sequences
+        used = torch.zeros(lse.shape[0], lse.shape[2], dtype=torch.bool, device=lse.device)
+        within = torch.arange(len(s.row_entry), device=lse.device) - s.row_base[s.row_entry]
+        used[s.q_row[s.row_entry], s.q_start[s.row_entry] + within] = True
+        lse.masked_fill_(~used[:, None], -math.inf)
+
+
+def _has_unused_rows(problem: Problem) -> bool:
+    sequences = problem.sequences
+    return sequences is not None and sum(sequences.on_host.seqlens_q) < problem.q.shape[0] * problem.q.shape[2]
 
 
 def row_heads(x: Tensor, tile: Tile) -> Tensor:
@@ -168,7 +233,7 @@ class Masks:
     def _cover(self, predicate: int, tile: Tile, dtype: torch.dtype) -> _Cover:
         if not self._is_diagonal[predicate]:
             return _Cover.of(self._visible(predicate, tile), dtype)
-        place = (predicate, dtype, tile.q_hi - tile.k_lo, tile.q_hi - tile.q_lo, tile.k_hi - tile.k_lo)
+        place = (predicate, dtype, tile.q_first + tile.q_hi - tile.k_lo, tile.q_hi - tile.q_lo, tile.k_hi - tile.k_lo)
         if place not in self._known:
             if len(self._known) >= 16:
                 self._known.clear()
@@ -195,7 +260,7 @@ class Masks:
     def _rows_of(limit: Tensor, tile: Tile) -> Tensor:
         limit = limit if limit.shape[1] == 1 else limit[:, tile.b_lo : tile.b_hi]
         limit = limit if limit.shape[2] == 1 else limit[:, :, tile.h_lo : tile.h_hi]
-        return limit[:, :, :, tile.q_lo : tile.q_hi, None].flip(3)  # (n, b, h, rows, 1)
+        return limit[:, :, :, tile.row_base + tile.q_lo : tile.row_base + tile.q_hi, None].flip(3)  # (n, b, h, rows, 1)
 
 
 def _sees_distance_only(expr: Expr) -> bool:
@@ -219,5 +284,5 @@ class Call:
 
     @cached_property
     def all_finite(self) -> bool:
-        """Whether k and v hold only finite values (a sum that overflows says no, which only costs time)."""
+        """Whether k and v hold only finite values (a sum that overflows says no, which only costs time). Reads all of both."""
         return is_finite(self.problem.k) and is_finite(self.problem.v)

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from anyattn.backends.torch.memory import empty, zeros
+from anyattn.backends.torch.memory import zeros
 from anyattn.backends.torch.spans import RowTile
-from anyattn.backends.torch.tiles import Call, Chunk, Heads, chunks, finite_or_zero, is_finite, row_heads, store
+from anyattn.backends.torch.tiles import Call, Chunk, Heads, chunks, finite_or_zero, is_finite, row_heads, rows_of_queries, store
 
 __all__ = ["backward", "forward"]
 
@@ -35,11 +35,11 @@ class _Spans:
 class _Rows:
     """One group's operands and the probabilities of its row tiles."""
 
-    def __init__(self, call: Call, heads: Heads):
+    def __init__(self, call: Call, heads: Heads, needs_finite: bool):
         self.call, self.heads = call, heads
-        self.keys, self.values = heads.keys(call.problem.k), heads.keys(call.problem.v)
+        self.keys, self.values = (heads.keys(x, name).whole() for name, x in (("k", call.problem.k), ("v", call.problem.v)))
         self.finite_keys = self.keys
-        if not call.all_finite:
+        if needs_finite and not call.all_finite:
             self.finite_keys, self.values = finite_or_zero(self.keys), finite_or_zero(self.values)
 
     def gathered(self, name: str, x: Tensor, spans: _Spans) -> Tensor:
@@ -81,23 +81,24 @@ class _Rows:
 def forward(call: Call) -> Tensor:
     """out (B, Hq, Sq, Dv) of ``call.problem``."""
     problem = call.problem
-    out = empty((problem.batch, problem.heads_q, problem.seqlen_q, problem.v.shape[3]), problem.q.dtype, problem.q.device)
+    out = rows_of_queries(problem, (problem.v.shape[3],), problem.q.dtype, 0.0)
     for group in call.coverage.groups:
         heads = Heads(problem, group, call.dtype, call.workspace)
-        rows = _Rows(call, heads)
-        bad = None if call.all_finite else (~torch.isfinite(heads.keys(problem.v))).to(call.dtype)
+        rows = _Rows(call, heads, needs_finite=False)
         for row_tile in group.row_tiles:
-            at = (heads.batches, heads.q_heads, slice(row_tile.q_lo, row_tile.q_hi))
             spans = _Spans.of(row_tile, problem.seqlen_k)
             if not spans.width:
-                out[at] = 0
+                heads.place(out, row_tile).zero_()
                 continue
             q = heads.rows(problem.q, row_tile.q_lo, row_tile.q_hi, "q")
             p = rows.probabilities(row_tile, spans, q, rows.gathered("keys", rows.keys, spans))
-            result = _product(call, p, rows.gathered("values", rows.values, spans))
-            if bad is not None:
-                result.masked_fill_(torch.bmm((p != 0).to(p.dtype), rows.gathered("bad", bad, spans)) > 0, torch.nan)
-            store(out[at], result, heads.tile(row_tile, Chunk(0, 0, ())), call.workspace)
+            values = rows.gathered("values", rows.values, spans)
+            result = _product(call, p, values)
+            if not is_finite(result):  # 0 x NaN: a row must not meet what it does not see
+                result = _product(call, p, finite_or_zero(values))
+                bad = torch.isfinite(values).logical_not_().to(p.dtype)
+                result.masked_fill_(torch.bmm((p != 0).to(p.dtype), bad) > 0, torch.nan)
+            store(heads.place(out, row_tile), result, heads.tile(row_tile, Chunk(0, 0, ())), call.workspace)
     return out
 
 
@@ -108,17 +109,15 @@ def backward(call: Call, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     dk, dv = (zeros(tuple(t.shape), problem.stat_dtype, problem.q.device) for t in (problem.k, problem.v))
     for group in call.coverage.groups:
         heads = Heads(problem, group, call.dtype, call.workspace)
-        rows = _Rows(call, heads)
+        rows = _Rows(call, heads, needs_finite=True)
         part_dk, part_dv = (torch.zeros(x.shape, dtype=problem.stat_dtype, device=x.device) for x in (rows.keys, rows.values))
         for row_tile in group.row_tiles:
             spans = _Spans.of(row_tile, problem.seqlen_k)
             if spans.width:
-                at = (heads.batches, heads.q_heads, slice(row_tile.q_lo, row_tile.q_hi))
                 dq_tile = _row_tile(rows, row_tile, spans, dout, part_dk, part_dv)
-                store(dq[at], dq_tile, heads.tile(row_tile, Chunk(0, 0, ())), call.workspace)
-        for total, part in ((dk, part_dk), (dv, part_dv)):
-            target = total[heads.batches, heads.kv_heads]
-            target += part.view(target.shape)
+                store(heads.place(dq, row_tile), dq_tile, heads.tile(row_tile, Chunk(0, 0, ())), call.workspace)
+        heads.add_to_keys(dk, part_dk)
+        heads.add_to_keys(dv, part_dv)
     return dq, dk.to(problem.k.dtype), dv.to(problem.v.dtype)
 
 

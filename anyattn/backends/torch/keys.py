@@ -1,0 +1,83 @@
+"""One group's keys or values as a batch of matrices, whole or a run of keys at a time, wherever they are stored."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from anyattn.backends.torch.memory import Workspace
+
+__all__ = ["KeyRows"]
+
+
+class KeyRows:
+    """(count, keys, D) of one group: one matrix per (batch entry, K/V head).
+
+    x: (batch entries, K/V heads, keys, D), a view of storage; with ``storage_rows`` (int64, one per key) x is instead a page pool (pages,
+    K/V heads of the call, page_size, D), of which the heads ``kv_heads`` are taken.
+    is_read_once: each key is asked for once, so what must be copied is copied run by run into memory that stays in a cache. Copied runs
+    are laid out head by head, which the matrix products read faster than a cache's own layout: that pays for the copy.
+    """
+
+    def __init__(
+        self,
+        x: Tensor,
+        dtype: torch.dtype,
+        workspace: Workspace,
+        name: str,
+        is_read_once: bool,
+        storage_rows: Tensor | None = None,
+        kv_heads: slice = slice(None),
+    ):
+        self.dtype, self.workspace, self.name = dtype, workspace, name
+        self._rows: Tensor | None = None
+        if storage_rows is None:
+            self._view = x if x.stride(-1) == 1 else x.contiguous()
+            self.shape = (x.shape[0] * x.shape[1], x.shape[2], x.shape[3])
+            is_direct = x.dtype == dtype
+        else:
+            self._view, self._rows = _as_rows(x, storage_rows, kv_heads)
+            self.shape = (self._rows.shape[0], self._rows.shape[1], x.shape[3])
+            is_direct = False
+        self._whole = None
+        if is_direct:
+            self._whole = self._view.reshape(self.shape)
+        elif not is_read_once:
+            copied = self._view if self._rows is None else self._view.index_select(0, self._rows.reshape(-1))
+            self._whole = copied.to(dtype).reshape(self.shape)
+
+    def run(self, lo: int, hi: int) -> Tensor:
+        """(count, hi - lo, D) in the dtype of the products; memory of a copied run is lent until the next."""
+        return self._copy(lo, hi) if self._whole is None else self._whole[:, lo:hi]
+
+    def whole(self) -> Tensor:
+        """All keys at once."""
+        return self.run(0, self.shape[1])
+
+    def _copy(self, lo: int, hi: int) -> Tensor:
+        count, _, width = self.shape
+        if self._rows is None:
+            part = self._view[:, :, lo:hi]
+            out = self.workspace.take(f"run of {self.name}", tuple(part.shape), self.dtype)
+            return out.copy_(part).view(count, hi - lo, width)
+        rows = self._rows[:, lo:hi].reshape(-1)
+        taken = self.workspace.take(f"rows of {self.name}", (len(rows), width), self._view.dtype)
+        torch.index_select(self._view, 0, rows, out=taken)
+        if taken.dtype != self.dtype:
+            taken = self.workspace.take(f"run of {self.name}", tuple(taken.shape), self.dtype).copy_(taken)
+        return taken.view(count, hi - lo, width)
+
+
+def _as_rows(pool: Tensor, storage_rows: Tensor, kv_heads: slice) -> tuple[Tensor, Tensor]:
+    """The pool as (rows, D) and the row of each (K/V head, key)."""
+    _, heads, page_size, width = pool.shape
+    head = torch.arange(heads, device=pool.device)[kv_heads, None]
+    by_token = pool.transpose(1, 2)  # how a pool is stored: (pages, page_size, heads, D)
+    if by_token.is_contiguous():
+        return by_token.reshape(-1, width), storage_rows * heads + head
+    if pool.is_contiguous():
+        page, slot = storage_rows // page_size, storage_rows % page_size
+        return pool.view(-1, width), (page * heads + head) * page_size + slot
+    # any other strides: the tokens in use are brought together first, for the pool may be far larger than they are
+    found = by_token[storage_rows // page_size, storage_rows % page_size]  # (keys, heads, D)
+    return found.reshape(-1, width), torch.arange(len(storage_rows), device=pool.device) * heads + head

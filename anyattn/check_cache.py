@@ -1,0 +1,218 @@
+"""Every user error of ``flash_attn_with_kvcache``, and what a call is to append, settled before anything is written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anyattn import check_flash
+from anyattn.check_flash import Options
+from anyattn.geometry.seqlen_info import SeqlenInfoQKNewK
+from anyattn.geometry.sequences import Sequences
+from anyattn.kvcache import append, rotary
+from anyattn.problem import Problem
+
+__all__ = ["CacheCall", "cache_call"]
+
+
+@dataclass(frozen=True, eq=False)
+class CacheCall:
+    """The attention of one call, and what comes before it: rotating queries and new keys, and writing the new rows.
+
+    problem.q: the queries as given. first, second: where each new row goes, the two leading indices into the caches.
+    """
+
+    problem: Problem
+    k_cache: Tensor
+    v_cache: Tensor
+    new_k: Tensor | None  # (total_new, Hkv, D)
+    new_v: Tensor | None
+    first: Tensor | None
+    second: Tensor | None
+    cos: Tensor | None
+    sin: Tensor | None
+    q_positions: Tensor | None  # (rows of storage,)
+    k_positions: Tensor | None  # (total_new,)
+    interleaved: bool
+
+    def prepared(self) -> Problem:
+        """Appends to the caches and returns the attention over what they then hold."""
+        new_k = self.new_k
+        problem = self.problem
+        if self.cos is not None and self.sin is not None and new_k is not None:
+            new_k = rotary.apply_rotary(new_k, self.cos, self.sin, self.k_positions, self.interleaved)
+            batch, heads, seqlen, width = problem.q.shape
+            rows = problem.q.transpose(1, 2).reshape(batch * seqlen, heads, width)
+            turned = rotary.apply_rotary(rows, self.cos, self.sin, self.q_positions, self.interleaved)
+            problem = replace(problem, q=turned.view(batch, seqlen, heads, width).transpose(1, 2))
+        if new_k is not None and self.new_v is not None:
+            append.append(self.k_cache, new_k, self.first, self.second)
+            append.append(self.v_cache, self.new_v, self.first, self.second)
+        return problem
+
+
+def cache_call(
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    k: Any,
+    v: Any,
+    rotary_cos: Any,
+    rotary_sin: Any,
+    cache_seqlens: Any,
+    cache_batch_idx: Any,
+    cache_leftpad: Any,
+    page_table: Any,
+    cu_seqlens_q: Any,
+    max_seqlen_q: Any,
+    interleaved: bool,
+    options: Options,
+) -> CacheCall:
+    """One call, checked; nothing is written."""
+    _check_storage(q, k_cache, v_cache, k, v, cu_seqlens_q, page_table)
+    device = q.device
+    batch = q.shape[0] if cu_seqlens_q is None else check_flash.batch_of_ends("cu_seqlens_q", cu_seqlens_q)
+    ends = check_flash.ends("cu_seqlens_q", cu_seqlens_q, q, None)
+    table = None if page_table is None else check_flash.pages(page_table, batch, k_cache)
+    capacity = k_cache.shape[1] if table is None else table.shape[1] * k_cache.shape[1]
+    cached = _cached(cache_seqlens, batch, capacity, device)
+    leftpad = check_flash.sequence_lengths("cache_leftpad", cache_leftpad, batch, device)
+    _check_leftpad(cached, leftpad)
+    rows = _cache_rows(cache_batch_idx, batch, k_cache, table, device)
+    number = torch.arange(batch, device=device)
+    zero = torch.zeros_like(number)
+    info = SeqlenInfoQKNewK.create(
+        number,
+        q.shape[1] if ends is None else None,
+        None,
+        k.shape[1] if k is not None and k.ndim == 4 else 0,
+        ends,
+        None,
+        ends if k is not None and k.ndim == 3 else None,
+        None,
+        cached,
+        leftpad,
+    )
+    info = replace(info, **{name: getattr(info, name) + zero for name in ("leftpad_k", "offset_k", "seqlen_q", "seqlen_k_new", "seqlen_k")})
+    sequences = Sequences(
+        seqlens_q=info.seqlen_q,
+        seqlens_k=info.seqlen_k,
+        q_row=number if ends is None else zero,
+        q_start=info.offset_q + zero,
+        k_row=rows,
+        k_start=info.offset_k,
+        q_first=info.seqlen_k - info.seqlen_q,
+        page_table=table,
+        page_size=k_cache.shape[1] if table is not None else 0,
+        is_cache=True,
+    )
+    check_flash.check_max("max_seqlen_q", max_seqlen_q, sequences.max_seqlen_q)
+    first = second = None
+    if k is not None:
+        append.check_append(info, rows, table, k_cache.shape[1], k_cache.shape[0])
+        first, second = append.slots(info, rows, table, k_cache.shape[1])
+    elif table is not None:
+        check_flash.check_pages_used(sequences, k_cache.shape[0])
+    positions = _positions(q, k, info, sequences, rotary_cos, rotary_sin, options)
+    return CacheCall(
+        check_flash.problem_of(q, k_cache, v_cache, sequences, options, 0),
+        k_cache,
+        v_cache,
+        None if k is None else k.reshape(-1, *k.shape[-2:]),
+        None if v is None else v.reshape(-1, *v.shape[-2:]),
+        first,
+        second,
+        rotary_cos,
+        rotary_sin,
+        *positions,
+        bool(interleaved),
+    )
+
+
+def _check_storage(q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any, cu_seqlens_q: Any, page_table: Any) -> None:
+    q_shape = "(batch, length, heads, head_dim)" if cu_seqlens_q is None else "(total, heads, head_dim)"
+    check_flash.storage({"q": q}, q_shape, 4 if cu_seqlens_q is None else 3)
+    kind = "(cache batch, capacity, heads, head_dim)" if page_table is None else "(pages, page_size, heads, head_dim)"
+    check_flash.storage({"q": q, "k_cache": k_cache, "v_cache": v_cache}, kind, 4, skip="q")
+    if k_cache.shape[:3] != v_cache.shape[:3]:
+        raise ValueError(f"v_cache has shape {tuple(v_cache.shape)} but k_cache has {tuple(k_cache.shape)}; wanted the same but for head_dim")
+    if (k is None) != (v is None):
+        raise ValueError(f"{'k' if k is None else 'v'} is None but {'v' if k is None else 'k'} is given; pass both or neither")
+    if k is None:
+        return
+    rank = k.ndim if isinstance(k, Tensor) and cu_seqlens_q is not None and k.ndim == 3 else 4
+    new = "(batch, new, heads, head_dim)" if rank == 4 else "(total, heads, head_dim), laid out as q is"
+    check_flash.storage({"q": q, "k": k, "v": v}, new, rank, skip="q")
+    for name, rows, cache in (("k", k, k_cache), ("v", v, v_cache)):
+        if rows.shape[-2:] != cache.shape[-2:]:
+            raise ValueError(f"{name} has (heads, head_dim) {tuple(rows.shape[-2:])} but {name}_cache has {tuple(cache.shape[-2:])}")
+    if k.shape[:-2] != v.shape[:-2]:
+        raise ValueError(f"v has shape {tuple(v.shape)} but k has {tuple(k.shape)}; wanted the same but for head_dim")
+    batch = q.shape[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1
+    if rank == 4 and k.shape[0] != batch:
+        raise ValueError(f"k has batch {k.shape[0]} but q has {batch}; wanted the same")
+    if rank == 3 and k.shape[0] != q.shape[0]:
+        raise ValueError(f"k has {k.shape[0]} rows but q has {q.shape[0]}; packed new keys are laid out as q is, by cu_seqlens_q")
+
+
+def _cached(given: Any, batch: int, capacity: int, device: torch.device) -> Tensor:
+    """Rows of each entry's cache in use, padding included."""
+    if given is None:
+        given = capacity
+    if isinstance(given, int) and not isinstance(given, bool):
+        given = torch.full((batch,), given, dtype=torch.int64, device=device)
+    cached = check_flash.sequence_lengths("cache_seqlens", given, batch, device)
+    assert cached is not None
+    if len(cached) and int(cached.max()) > capacity:
+        at = int(cached.argmax())
+        raise ValueError(f"cache_seqlens[{at}]={int(cached[at])} but the cache has room for {capacity} rows; wanted at most {capacity}")
+    return cached
+
+
+def _check_leftpad(cached: Tensor, leftpad: Tensor | None) -> None:
+    if leftpad is not None and bool((leftpad > cached).any()):
+        at = int((leftpad > cached).nonzero()[0])
+        raise ValueError(f"cache_leftpad[{at}]={int(leftpad[at])} but cache_seqlens[{at}]={int(cached[at])}; wanted at most that")
+
+
+def _cache_rows(given: Any, batch: int, k_cache: Tensor, table: Tensor | None, device: torch.device) -> Tensor:
+    """The row of the cache of each batch entry."""
+    if given is not None and table is not None:
+        raise ValueError("cache_batch_idx and page_table are both given; wanted one: the page table already says where each entry's rows are")
+    if given is None:
+        if table is None and k_cache.shape[0] < batch:
+            raise ValueError(f"k_cache has batch {k_cache.shape[0]} but q has {batch}; wanted at least as many, or cache_batch_idx")
+        return torch.arange(batch, device=device)
+    rows = check_flash.sequence_lengths("cache_batch_idx", given, batch, device)
+    assert rows is not None
+    if len(rows) and int(rows.max()) >= k_cache.shape[0]:
+        at = int(rows.argmax())
+        raise ValueError(f"cache_batch_idx[{at}]={int(rows[at])} but k_cache has {k_cache.shape[0]} rows; wanted 0 to {k_cache.shape[0] - 1}")
+    return rows
+
+
+def _positions(
+    q: Tensor, k: Tensor | None, info: SeqlenInfoQKNewK, sequences: Sequences, cos: Any, sin: Any, options: Options
+) -> tuple[Tensor | None, Tensor | None]:
+    """Rotary positions of every row of q's storage and of every new key, None without rotary."""
+    if cos is None and sin is None:
+        return None, None
+    if k is None:
+        raise ValueError("rotary_cos is given without k and v; rotary embedding belongs to appending: pass the new keys, or rotate q yourself")
+    new = torch.repeat_interleave(info.seqlen_k_new)
+    within = torch.arange(len(new), device=q.device) - (info.seqlen_k_new.cumsum(0) - info.seqlen_k_new)[new]
+    k_positions = info.seqlen_rotary[new] + within
+    s = sequences
+    entry = s.row_entry
+    at = info.seqlen_rotary[entry]
+    if options.causal or any(side not in (None, -1) for side in options.window_size):
+        at = at + torch.arange(len(entry), device=q.device) - s.row_base[entry]
+    q_positions = torch.zeros(q.shape[:-2].numel(), dtype=torch.int64, device=q.device)
+    rows = s.q_row[entry] * (q.shape[1] if q.ndim == 4 else 0) + s.q_start[entry] + torch.arange(len(entry), device=q.device) - s.row_base[entry]
+    q_positions[rows] = at
+    last = max((int(p.max()) for p in (k_positions, q_positions) if len(p)), default=0)
+    rotary.check_rotary(cos, sin, q.shape[-1], last, q.device)
+    return q_positions, k_positions

@@ -1,0 +1,451 @@
+"""Every user error of FlashAttention's doors: arguments in, a validated ``Problem`` out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anyattn import check
+from anyattn.geometry.seqlen_info import SeqlenInfoQK
+from anyattn.geometry.sequences import Sequences
+from anyattn.mods import masks, scores
+from anyattn.mods.compose import chained
+from anyattn.mods.loads import check_loads, check_loads_ragged
+from anyattn.mods.trace import TracedMod, trace
+from anyattn.problem import Problem
+
+__all__ = [
+    "Options",
+    "batch_of_ends",
+    "check_max",
+    "check_pages_used",
+    "combine_arguments",
+    "dense_problem",
+    "ends",
+    "pages",
+    "problem_of",
+    "sequence_lengths",
+    "storage",
+    "varlen_problem",
+]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the three doors have in common, as the user gave it."""
+
+    softmax_scale: Any = None
+    causal: Any = False
+    window_size: Any = (-1, -1)
+    softcap: Any = 0.0
+    alibi_slopes: Any = None
+    sink: Any = None
+    score_mod: Callable | None = None
+    mask_mod: Callable | None = None
+    block_sparse_tensors: Any = None
+    aux_tensors: Sequence[Tensor] | None = None
+    deterministic: bool = False
+    return_lse: bool = False
+    num_splits: Any = 1
+
+
+def dense_problem(q: Any, k: Any, v: Any, options: Options) -> Problem:
+    """The problem of one ``flash_attn_func`` call."""
+    storage({"q": q, "k": k, "v": v}, "(batch, length, heads, head_dim)", 4)
+    _same_heads("k", k, "v", v)
+    if not q.shape[0] == k.shape[0]:
+        raise ValueError(f"k has batch {k.shape[0]} but q has {q.shape[0]}; wanted the same")
+    if k.shape[1] != v.shape[1]:
+        raise ValueError(f"v has length {v.shape[1]} but k has {k.shape[1]}; wanted the same")
+    return problem_of(q, k, v, None, options, k.shape[1] - q.shape[1])
+
+
+def varlen_problem(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: Any,
+    max_seqlen_k: Any,
+    seqused_q: Any,
+    seqused_k: Any,
+    page_table: Any,
+    validate: bool | None,
+    options: Options,
+) -> Problem:
+    """The problem of one ``flash_attn_varlen_func`` call."""
+    q_shape = "(batch, length, heads, head_dim)" if cu_seqlens_q is None else "(total, heads, head_dim)"
+    storage({"q": q}, q_shape, 4 if cu_seqlens_q is None else 3)
+    if page_table is not None and cu_seqlens_k is not None:
+        raise ValueError("cu_seqlens_k and page_table are both given; wanted one: paged keys are counted by seqused_k")
+    if page_table is not None:
+        k_shape, k_rank = "(pages, page_size, heads, head_dim)", 4
+    else:
+        k_shape, k_rank = ("(batch, length, heads, head_dim)", 4) if cu_seqlens_k is None else ("(total, heads, head_dim)", 3)
+    storage({"q": q, "k": k, "v": v}, k_shape, k_rank, skip="q")
+    _same_heads("k", k, "v", v)
+    if k.shape[: k_rank - 2] != v.shape[: k_rank - 2]:
+        raise ValueError(f"v has shape {tuple(v.shape)} but k has {tuple(k.shape)}; wanted the same but for head_dim")
+    batch = _batch(q, cu_seqlens_q, cu_seqlens_k, k, page_table)
+    device = q.device
+    info = SeqlenInfoQK.create(
+        torch.arange(batch, device=device),
+        q.shape[1] if cu_seqlens_q is None else None,
+        k.shape[1] if cu_seqlens_k is None else None,
+        ends("cu_seqlens_q", cu_seqlens_q, q, validate),
+        ends("cu_seqlens_k", cu_seqlens_k, k, validate),
+        sequence_lengths("seqused_q", seqused_q, batch, device),
+        sequence_lengths("seqused_k", seqused_k, batch, device),
+        tile_m=1,
+        tile_n=1,
+    )
+    if page_table is not None:
+        if seqused_k is None:
+            raise ValueError("seqused_k is None with a page_table; wanted the number of keys of each sequence, (batch,) integers")
+        table, capacity = pages(page_table, batch, k), page_table.shape[1] * k.shape[1]
+    else:
+        table, capacity = None, k.shape[1] if cu_seqlens_k is None else None
+    zero = torch.zeros(batch, dtype=torch.int64, device=device)
+    number = torch.arange(batch, device=device)
+    sequences = Sequences(
+        seqlens_q=info.seqlen_q + zero,
+        seqlens_k=info.seqlen_k + zero,
+        q_row=zero if info.has_cu_seqlens_q else number,
+        q_start=info.offset_q + zero,
+        k_row=zero if info.has_cu_seqlens_k else number,
+        k_start=info.offset_k + zero,
+        q_first=zero,
+        page_table=table,
+        page_size=k.shape[1] if table is not None else 0,
+    )
+    _check_used(sequences, q, cu_seqlens_q, "seqused_q", None if cu_seqlens_q is not None else q.shape[1])
+    _check_used(sequences, k, cu_seqlens_k, "seqused_k", capacity)
+    for name, given, have in (
+        ("max_seqlen_q", max_seqlen_q, sequences.max_seqlen_q),
+        ("max_seqlen_k", max_seqlen_k, sequences.max_seqlen_k),
+    ):
+        check_max(name, given, have)
+    if table is not None:
+        check_pages_used(sequences, k.shape[0])
+    offset = sequences.seqlens_k - sequences.seqlens_q
+    same = not bool(offset.any())
+    return problem_of(q, k, v, sequences, options, 0 if same else offset)
+
+
+def problem_of(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences | None, options: Options, offset: int | Tensor) -> Problem:
+    """What the doors share once they know where everything is. offset: the first query's place among the keys, less its ``q_idx``."""
+    heads = q.shape[-2]
+    q4, k4, v4 = (_heads_first(t) for t in (q, k, v))
+    aux = check.aux_list(options.aux_tensors, q.device)
+    sink = check.sink_logits(options.sink, q4)
+    bare = Problem(q4, k4, v4, check.scale_of("softmax_scale", options.softmax_scale, q.shape[-1]), sequences=sequences)
+
+    def traced(mod: Callable, kind: str) -> TracedMod:
+        found = check.traced(mod, kind, q4, aux)
+        _check_loads(found, bare)
+        return found
+
+    predicates = []
+    blocks = None
+    if options.block_sparse_tensors is not None:
+        blocks = _blocks(options.block_sparse_tensors, bare)
+        predicates.append(traced(options.mask_mod if options.mask_mod is not None else masks.full(), "mask"))
+    elif options.mask_mod is not None:
+        predicates.append(traced(options.mask_mod, "mask"))
+    band = _band(options.causal, options.window_size, offset)
+    if band is not None:
+        predicates.append(trace(band, "mask", device=q.device))
+    score = None
+    for mod in (_softcap(options.softcap), _alibi(options.alibi_slopes, bare.batch, heads, offset, q.device), options.score_mod):
+        if mod is not None:
+            found = traced(mod, "score")
+            score = found if score is None else chained(score, found)
+    return Problem(
+        q4,
+        k4,
+        v4,
+        bare.scale,
+        score,
+        tuple(predicates),
+        blocks,
+        sink,
+        bool(options.return_lse),
+        False,
+        bool(options.deterministic),
+        sequences,
+        _splits(options.num_splits),
+    )
+
+
+def _check_loads(mod: TracedMod, problem: Problem) -> None:
+    if problem.sequences is None:
+        check_loads(mod, problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)
+    else:
+        s = problem.sequences
+        check_loads_ragged(mod, problem.heads_q, s.seqlens_q, s.seqlens_k, s.q_first)
+
+
+# ---- tensors
+
+
+def storage(tensors: dict[str, Any], shape: str, rank: int, skip: str = "") -> None:
+    """Raises unless all are tensors of one float dtype and device, those but ``skip`` of ``rank`` dimensions; the first sets the pace."""
+    first_name, first = next(iter(tensors.items()))
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} is a {type(tensor).__name__}; wanted a torch.Tensor of shape {shape}")
+        if name != skip and tensor.ndim != rank:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; wanted {rank} dimensions {shape}")
+        if tensor.dtype not in check.DTYPES:
+            raise TypeError(f"{name} has dtype {tensor.dtype}; wanted float64, float32, bfloat16 or float16: convert it with .to()")
+        if tensor.dtype != first.dtype:
+            raise TypeError(f"{name} has dtype {tensor.dtype} but {first_name} has {first.dtype}; wanted one dtype: convert one with .to()")
+        if tensor.device != first.device:
+            raise ValueError(f"{name} is on {tensor.device} but {first_name} is on {first.device}; wanted one device: move one with .to()")
+    head_dim, heads = first.shape[-1], first.shape[-2]
+    if head_dim == 0:
+        raise ValueError(f"{first_name} has shape {tuple(first.shape)} with head_dim 0; wanted at least 1")
+    for name, tensor in tensors.items():
+        if name.startswith("k") and tensor.shape[-1] != head_dim:
+            raise ValueError(f"{name} has head_dim {tensor.shape[-1]} but {first_name} has {head_dim}; wanted the same last dimension")
+        if name.startswith("k") and (tensor.shape[-2] == 0 or heads % tensor.shape[-2]) and heads != tensor.shape[-2]:
+            raise ValueError(f"{first_name} has {heads} heads, not a multiple of the {tensor.shape[-2]} of {name}; wanted Hq % Hkv == 0")
+
+
+def _same_heads(k_name: str, k: Tensor, v_name: str, v: Tensor) -> None:
+    if k.shape[-2] != v.shape[-2]:
+        raise ValueError(f"{v_name} has {v.shape[-2]} heads but {k_name} has {k.shape[-2]}; wanted the same")
+
+
+def _heads_first(x: Tensor) -> Tensor:
+    """(B, S, H, D) or packed (total, H, D) as (B or 1, H, S, D), a view."""
+    return (x if x.ndim == 4 else x[None]).transpose(1, 2)
+
+
+# ---- lengths
+
+
+def _batch(q: Tensor, cu_seqlens_q: Any, cu_seqlens_k: Any, k: Tensor, page_table: Any) -> int:
+    counts = {
+        "cu_seqlens_q": None if cu_seqlens_q is None else batch_of_ends("cu_seqlens_q", cu_seqlens_q),
+        "cu_seqlens_k": None if cu_seqlens_k is None else batch_of_ends("cu_seqlens_k", cu_seqlens_k),
+        "q": None if cu_seqlens_q is not None else q.shape[0],
+        "k": None if cu_seqlens_k is not None or page_table is not None else k.shape[0],
+    }
+    found = {name: count for name, count in counts.items() if count is not None}
+    first = next(iter(found))
+    for name, count in found.items():
+        if count != found[first]:
+            raise ValueError(f"{name} says a batch of {count} but {first} of {found[first]}; wanted the same number of sequences")
+    return found[first]
+
+
+def batch_of_ends(name: str, given: Any) -> int:
+    """The number of sequences that a cu_seqlens tells apart."""
+    _integers(name, given, 1, "(batch + 1,)")
+    if len(given) == 0:
+        raise ValueError(f"{name} is empty; wanted batch + 1 entries, the first 0")
+    return len(given) - 1
+
+
+def ends(name: str, given: Any, packed: Tensor, validate: bool | None) -> Tensor | None:
+    """cu_seqlens as int64, checked: from 0, never falling, never past the packed rows; with ``validate`` ending exactly there.
+
+    validate None: on the CPU, where looking costs nothing, all but the exact end; elsewhere nothing, for it would wait for the device.
+    """
+    if given is None:
+        return None
+    if given.device != packed.device:
+        raise ValueError(f"{name} is on {given.device} but q is on {packed.device}; move it with .to()")
+    found = given.to(torch.int64)
+    if validate is False or (validate is None and packed.device.type != "cpu"):
+        return found
+    total = packed.shape[0]
+    listed = found.tolist()
+    if listed[0] != 0:
+        raise ValueError(f"{name}[0]={listed[0]}; wanted 0, then each sequence's end")
+    for i, (a, b) in enumerate(pairwise(listed)):
+        if b < a:
+            raise ValueError(f"{name}[{i + 1}]={b} is less than {name}[{i}]={a}; wanted entries that do not fall")
+        if b > total:
+            raise ValueError(f"{name}[{i + 1}]={b} is past the {total} rows of the packed tensor; wanted at most {total}")
+    if validate and listed[-1] != total:
+        raise ValueError(f"{name}[{len(listed) - 1}]={listed[-1]} ends before the {total} rows of the packed tensor; wanted {total}")
+    return found
+
+
+def sequence_lengths(name: str, given: Any, batch: int, device: torch.device) -> Tensor | None:
+    """(batch,) integers as int64, not negative."""
+    if given is None:
+        return None
+    _integers(name, given, 1, f"({batch},)")
+    if len(given) != batch:
+        raise ValueError(f"{name} has {len(given)} entries; wanted {batch}, one per sequence")
+    if given.device != device:
+        raise ValueError(f"{name} is on {given.device} but q is on {device}; move it with .to()")
+    if len(given) and int(given.min()) < 0:
+        at = int(given.argmin())
+        raise ValueError(f"{name}[{at}]={int(given[at])}; wanted 0 or more")
+    return given.to(torch.int64)
+
+
+def _integers(name: str, given: Any, rank: int, shape: str) -> None:
+    if not isinstance(given, Tensor):
+        raise TypeError(f"{name} is a {type(given).__name__}; wanted an int32 or int64 tensor of shape {shape}")
+    if given.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name} has dtype {given.dtype}; wanted int32 or int64: convert it with .to(torch.int32)")
+    if given.ndim != rank:
+        raise ValueError(f"{name} has shape {tuple(given.shape)}; wanted {shape}")
+
+
+def _check_used(sequences: Sequences, x: Tensor, ends: Any, name: str, capacity: int | None) -> None:
+    """Raises where a sequence uses more rows than it has."""
+    host = sequences.on_host
+    used = host.seqlens_q if name == "seqused_q" else host.seqlens_k
+    room = [capacity] * len(used) if capacity is not None else ends.diff().tolist()
+    for i, (n, most) in enumerate(zip(used, room, strict=True)):
+        if n > most:
+            raise ValueError(f"{name}[{i}]={n} but sequence {i} has room for {most}; wanted at most {most}")
+
+
+def check_max(name: str, given: Any, have: int) -> None:
+    if given is None:
+        return
+    if isinstance(given, Tensor) and given.ndim == 0:
+        given = given.item()
+    if isinstance(given, bool) or not isinstance(given, int):
+        raise TypeError(f"{name} is a {type(given).__name__}; wanted an int, a tensor of no dimensions, or None")
+    if given < have:
+        raise ValueError(f"{name}={given} but the longest sequence has {have}; wanted at least {have}, or None")
+
+
+def pages(page_table: Any, batch: int, pool: Tensor) -> Tensor:
+    _integers("page_table", page_table, 2, f"({batch}, pages)")
+    if page_table.shape[0] != batch:
+        raise ValueError(f"page_table has {page_table.shape[0]} rows; wanted {batch}, one per sequence")
+    if page_table.device != pool.device:
+        raise ValueError(f"page_table is on {page_table.device} but the pages are on {pool.device}; move it with .to()")
+    if pool.shape[1] == 0:
+        raise ValueError(f"the pages have shape {tuple(pool.shape)} with page_size 0; wanted at least 1")
+    return page_table
+
+
+def check_pages_used(sequences: Sequences, num_pages: int) -> None:
+    """Raises where a page that holds keys in use is not in the pool."""
+    s = sequences
+    assert s.page_table is not None
+    position = torch.arange(s.page_table.shape[1], device=s.page_table.device)
+    first, last = s.k_start // s.page_size, (s.k_start + s.seqlens_k + s.page_size - 1) // s.page_size
+    used = (position >= first[:, None]) & (position < last[:, None])
+    bad = used & ((s.page_table < 0) | (s.page_table >= num_pages))
+    if bool(bad.any()):
+        b, i = bad.nonzero()[0].tolist()
+        raise ValueError(f"page_table[{b}, {i}]={int(s.page_table[b, i])}; wanted 0 to {num_pages - 1}, for there are {num_pages} pages")
+
+
+# ---- mods
+
+
+def _band(causal: Any, window_size: Any, offset: int | Tensor) -> Callable | None:
+    """The mask of ``causal`` and ``window_size``, None if both leave everything visible."""
+    if not isinstance(window_size, Sequence) or len(window_size) != 2:
+        raise TypeError(f"window_size={window_size!r}; wanted a pair (left, right) of ints, -1 or None for no limit")
+    for i, side in enumerate(window_size):
+        if side is not None and (isinstance(side, bool) or not isinstance(side, int)):
+            raise TypeError(f"window_size[{i}]={side!r} is a {type(side).__name__}; wanted an int, -1 or None for no limit")
+    left, right = (None if side == -1 else side for side in window_size)
+    if causal:
+        right = 0 if right is None else min(right, 0)
+    if left is None and right is None:
+        return None
+    return masks.causal(offset) if (left, right) == (None, 0) else masks.sliding_window(left, right, offset)
+
+
+def _softcap(softcap: Any) -> Callable | None:
+    if isinstance(softcap, bool) or not isinstance(softcap, (int, float)) or not math.isfinite(softcap) or softcap < 0:
+        raise ValueError(f"softcap={softcap!r}; wanted a positive number, or 0.0 for none")
+    return scores.softcap(float(softcap)) if softcap else None
+
+
+def _alibi(slopes: Any, batch: int, heads: int, offset: int | Tensor, device: torch.device) -> Callable | None:
+    if slopes is None:
+        return None
+    if not isinstance(slopes, Tensor) or not slopes.is_floating_point() or tuple(slopes.shape) not in ((heads,), (batch, heads)):
+        what = f"shape {tuple(slopes.shape)} and dtype {slopes.dtype}" if isinstance(slopes, Tensor) else f"type {type(slopes).__name__}"
+        raise ValueError(f"alibi_slopes has {what}; wanted a float tensor of shape ({heads},) or ({batch}, {heads})")
+    if slopes.device != device:
+        raise ValueError(f"alibi_slopes is on {slopes.device} but q is on {device}; move it with .to()")
+    return scores.alibi(slopes, offset)
+
+
+def _splits(given: Any) -> int:
+    if isinstance(given, bool) or not isinstance(given, int):
+        raise TypeError(f"num_splits={given!r} is a {type(given).__name__}; wanted an int, 0 to choose")
+    if given < 0:
+        raise ValueError(f"num_splits={given}; wanted at least 1, or 0 to choose")
+    return given
+
+
+def _blocks(given: Any, problem: Problem) -> Any:
+    """Block lists, checked against the problem's lengths, heads and device."""
+    from anyattn.sparsity.block_sparse import BlockSparseTensors
+    from anyattn.sparsity.varlen import VarlenBlockSparseTensors
+
+    wanted = BlockSparseTensors if problem.sequences is None else VarlenBlockSparseTensors
+    if not isinstance(given, wanted):
+        door = "compute_block_sparsity" if problem.sequences is None else "compute_varlen_block_sparsity"
+        raise TypeError(f"block_sparse_tensors is a {type(given).__name__}; wanted {wanted.__name__}: make it with anyattn.{door}")
+    if given.device != problem.q.device:
+        raise ValueError(f"block_sparse_tensors is on {given.device} but q is on {problem.q.device}; move it with .to()")
+    if isinstance(given, VarlenBlockSparseTensors):
+        assert problem.sequences is not None
+        for name, listed, have in (
+            ("seqlens_q", given.seqlens_q, problem.sequences.seqlens_q),
+            ("seqlens_k", given.seqlens_k, problem.sequences.seqlens_k),
+        ):
+            if not torch.equal(listed.to(torch.int64), have):
+                what = f"{name} {_short(listed)} but the call has {_short(have)}"
+                raise ValueError(f"block_sparse_tensors was built for {what}; build it for these")
+        heads = given.mask_block_cnt.shape[0]
+        if heads not in (1, problem.heads_q):
+            raise ValueError(f"block_sparse_tensors has {heads} heads but q has {problem.heads_q}; wanted 1 (shared) or {problem.heads_q}")
+        return given
+    tiles = tuple(-(-n // t) for n, t in zip((problem.seqlen_q, problem.seqlen_k), given.tile, strict=True))
+    if given.grid != tiles or given.lengths not in (None, (problem.seqlen_q, problem.seqlen_k)):
+        raise ValueError(
+            f"block_sparse_tensors has {given.grid[0]} x {given.grid[1]} tiles of {given.tile} for lengths {given.lengths}, but q and k "
+            f"have lengths {(problem.seqlen_q, problem.seqlen_k)}, {tiles[0]} x {tiles[1]} tiles; build it for these"
+        )
+    for got, size, axis in zip(given.mask_block_cnt.shape[:2], (problem.batch, problem.heads_q), ("batch", "heads"), strict=True):
+        if got not in (1, size):
+            raise ValueError(f"block_sparse_tensors has {axis} {got} but q has {size}; wanted 1 (shared) or {size}")
+    return given
+
+
+def _short(x: Tensor) -> str:
+    listed = x[:8].tolist()
+    return f"{listed}" if len(x) <= 8 else f"{str(listed)[:-1]}, ...]"
+
+
+def combine_arguments(out_partial: Any, lse_partial: Any) -> tuple[Tensor, Tensor]:
+    """``flash_attn_combine``'s arguments, checked."""
+    for name, tensor in (("out_partial", out_partial), ("lse_partial", lse_partial)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} is a {type(tensor).__name__}; wanted a float32 tensor")
+        if tensor.dtype not in (torch.float32, torch.float64):
+            raise TypeError(f"{name} has dtype {tensor.dtype}; wanted float32: partial results in 16 bits have lost what merging needs")
+    if out_partial.ndim not in (4, 5) or out_partial.shape[:-1] != lse_partial.shape:
+        raise ValueError(
+            f"out_partial has shape {tuple(out_partial.shape)} and lse_partial {tuple(lse_partial.shape)}; wanted (splits, batch, length, "
+            "heads, head_dim) or (splits, total, heads, head_dim), and the same without head_dim"
+        )
+    if out_partial.shape[0] == 0:
+        raise ValueError("out_partial has no splits; wanted at least 1")
+    return out_partial, lse_partial

@@ -1,0 +1,243 @@
+"""The doors with FlashAttention's names: whole batches, packed sequences, and a cache that grows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from anyattn import autograd, check_flash, hardware, plan
+from anyattn.check_flash import Options
+from anyattn.problem import Problem
+
+if TYPE_CHECKING:
+    from anyattn.sparsity.block_sparse import BlockSparseTensors
+    from anyattn.sparsity.varlen import VarlenBlockSparseTensors
+
+__all__ = ["flash_attn_combine", "flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sink: Tensor | None = None,
+    score_mod: Callable | None = None,
+    mask_mod: Callable | None = None,
+    block_sparse_tensors: BlockSparseTensors | None = None,
+    aux_tensors: Sequence[Tensor] | None = None,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    num_splits: int = 1,
+    backend: str | None = None,
+) -> Any:
+    """Attention over a batch of sequences of one length.
+
+    q: (B, Sq, Hq, D); k: (B, Sk, Hkv, D); v: (B, Sk, Hkv, Dv); one dtype of float64, float32, bfloat16, float16, one device, any strides;
+    Hq a multiple of Hkv. softmax_scale: default 1 / sqrt(D).
+    causal: query i sees the keys up to ``i + Sk - Sq`` (the last query sees the last key). window_size: (left, right) neighbours visible on
+    each side of that place; -1 or None is no limit, a number below -1 ends the window short of it. causal, window and mask_mod are ANDed.
+    softcap: ``cap * tanh(score / cap)``, 0.0 for none; then alibi_slopes, (Hq,) or (B, Hq): minus slope times the distance to the key; then
+    score_mod ``(score, b, h, q_idx, kv_idx) -> score``. sink: (Hq,), one logit per head in the denominator.
+    mask_mod: ``(b, h, q_idx, kv_idx) -> bool``. block_sparse_tensors: lists of the tiles that mask_mod leaves partial or full; without a
+    mask_mod a partial tile shows everything. aux_tensors: what a mod's trailing argument receives.
+    num_splits: the keys are divided among so many partial results, 0 chooses. deterministic, backend: as in ``flex_attention``.
+
+    Returns out (B, Sq, Hq, Dv), or with return_lse ``(out, lse)``, lse (B, Hq, Sq) the natural log-sum-exp in float32 (float64). A row
+    that sees nothing gives 0 and lse -inf. Gradients flow to q, k, v, sink, alibi_slopes, the score mod's tensors, and through lse.
+
+    Raises ``TypeError``/``ValueError`` naming the argument, ``ModError`` for a mod that cannot be expressed, ``BackendError`` for a named
+    backend that cannot run this.
+
+    >>> import torch, anyattn
+    >>> q, k, v = torch.randn(3, 2, 100, 4, 16)
+    >>> anyattn.flash_attn_func(q, k, v, causal=True, window_size=(31, 0)).shape
+    torch.Size([2, 100, 4, 16])
+
+    Source: FlashAttention-2 and -3 (Dao, arXiv:2307.08691; Shah et al., arXiv:2407.08608).
+    """
+    options = Options(
+        softmax_scale, causal, window_size, softcap, alibi_slopes, sink, score_mod, mask_mod, block_sparse_tensors, aux_tensors,
+        deterministic, return_lse, num_splits,
+    )  # fmt: skip
+    out, lse = _computed(check_flash.dense_problem(q, k, v, options), backend)
+    return (out.transpose(1, 2), lse) if return_lse else out.transpose(1, 2)
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | Tensor | None = None,
+    max_seqlen_k: int | Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    page_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sink: Tensor | None = None,
+    score_mod: Callable | None = None,
+    mask_mod: Callable | None = None,
+    block_sparse_tensors: VarlenBlockSparseTensors | None = None,
+    aux_tensors: Sequence[Tensor] | None = None,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    num_splits: int = 1,
+    validate: bool | None = None,
+    backend: str | None = None,
+) -> Any:
+    """Attention over sequences of different lengths, packed one after the other; every option of ``flash_attn_func``, per sequence.
+
+    q: (total_q, Hq, D) with cu_seqlens_q, int32 or int64 (B + 1,), from 0: sequence i is rows ``cu_seqlens_q[i]`` to
+    ``cu_seqlens_q[i + 1]``; or (B, Sq, Hq, D) without. k, v: packed by cu_seqlens_k, or (B, Sk, Hkv, D), or pages (pages, page_size, Hkv, D)
+    with page_table, integers (B, pages per sequence). seqused_q, seqused_k: integers (B,), how many of a sequence's rows are in use
+    (needed with pages); what stands in the others never matters. Lengths may be 0 and differ between q and k.
+    max_seqlen_q, max_seqlen_k: ints or tensors of no dimensions, not needed here and only checked.
+    Mods see (sequence, head, query in its sequence, key in its sequence).
+    validate: True also refuses packed rows behind the last sequence; None checks cu_seqlens where that costs nothing (on the CPU),
+    False does not.
+
+    Returns out, laid out as q with head_dim Dv, or ``(out, lse)``, lse (Hq, total_q), or (B, Hq, Sq) where q is not packed. Rows that
+    are in no sequence give 0 and lse -inf. Gradients as in ``flash_attn_func``. Raises as ``flash_attn_func``, and ``ValueError`` naming
+    the first entry of cu_seqlens, seqused or page_table that is wrong.
+
+    >>> import torch, anyattn
+    >>> q, k, v = torch.randn(3, 150, 4, 16)
+    >>> ends = torch.tensor([0, 100, 150])
+    >>> anyattn.flash_attn_varlen_func(q, k, v, cu_seqlens_q=ends, cu_seqlens_k=ends, causal=True).shape
+    torch.Size([150, 4, 16])
+
+    Source: FlashAttention-2 and -3 (Dao, arXiv:2307.08691; Shah et al., arXiv:2407.08608).
+    """
+    options = Options(
+        softmax_scale, causal, window_size, softcap, alibi_slopes, sink, score_mod, mask_mod, block_sparse_tensors, aux_tensors,
+        deterministic, return_lse, num_splits,
+    )  # fmt: skip
+    problem = check_flash.varlen_problem(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k, page_table, validate, options
+    )
+    return _laid_out(*_computed(problem, backend), cu_seqlens_q is not None, return_lse)
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    page_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    max_seqlen_q: int | Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sink: Tensor | None = None,
+    score_mod: Callable | None = None,
+    mask_mod: Callable | None = None,
+    aux_tensors: Sequence[Tensor] | None = None,
+    rotary_interleaved: bool = True,
+    num_splits: int = 0,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Any:
+    """Decoding: appends new keys and values to a cache in place, then attends to all that it holds.
+
+    q: (B, Sq, Hq, D), or (total_q, Hq, D) with cu_seqlens_q. k_cache, v_cache: (B_cache, capacity, Hkv, D or Dv); with page_table,
+    integers (B, pages per sequence), pages (pages, page_size, Hkv, D or Dv) of any size and order. k, v: (B, new, Hkv, D or Dv) to append, or
+    (total_q, ...) laid out as q.
+    cache_seqlens: int or integers (B,), rows of each entry's cache in use before appending, padding included; None is all of it.
+    cache_batch_idx: integers (B,), the cache row of each entry. cache_leftpad: integers (B,), rows at the cache's beginning that are padding.
+    rotary_cos, rotary_sin: (positions, rotary_dim / 2), applied to the new keys at ``cache_seqlens + j`` and to the queries at
+    ``cache_seqlens + i`` if causal or windowed, else all at ``cache_seqlens``; rotary_interleaved pairs dimensions (0, 1), (2, 3), ...,
+    otherwise (0, rotary_dim / 2), ...
+    Mods see logical positions: keys counted behind the padding, and as q_idx the query's place among them, ``seqlen_k - seqlen_q + i``, so
+    that a mod written for training decodes unchanged. The other options are those of ``flash_attn_func``.
+
+    Nothing of the cache but the appended rows is written, and nothing at all if an error is raised; what lies past the rows in use never
+    matters. The output does not depend, bit for bit, on where pages lie, nor, at a given num_splits, on the rest of the batch.
+
+    Returns out, laid out as q with head_dim Dv, or ``(out, lse)``, lse (B, Hq, Sq) or (Hq, total_q). No gradients: the result is detached.
+
+    Raises ``TypeError``/``ValueError`` naming the argument: rows beyond the capacity, a page outside the pool, a cache row appended to
+    twice, rotary tables that are too short or too wide, and whatever ``flash_attn_func`` refuses.
+
+    >>> import torch, anyattn
+    >>> k_cache, v_cache = torch.zeros(2, 2, 64, 4, 16)  # room for 64 keys of 2 sequences
+    >>> q, k, v = torch.randn(3, 2, 1, 4, 16)
+    >>> lengths = torch.tensor([5, 9])
+    >>> anyattn.flash_attn_with_kvcache(q, k_cache, v_cache, k=k, v=v, cache_seqlens=lengths, causal=True).shape
+    torch.Size([2, 1, 4, 16])
+
+    Source: FlashAttention's function of this name; paged caches: Kwon et al. (arXiv:2309.06180).
+    """
+    from anyattn.check_cache import cache_call
+
+    options = Options(
+        softmax_scale, causal, window_size, softcap, alibi_slopes, sink, score_mod, mask_mod, None, aux_tensors, False, return_lse,
+        num_splits,
+    )  # fmt: skip
+    with torch.no_grad():
+        call = cache_call(
+            q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, page_table, cu_seqlens_q,
+            max_seqlen_q, rotary_interleaved, options,
+        )  # fmt: skip
+        chosen = plan.choose(call.problem, hardware.of(q.device.type), backend)
+        out, lse, _ = autograd.compute(call.prepared(), chosen)
+    return _laid_out(out, lse, cu_seqlens_q is not None, return_lse)
+
+
+def flash_attn_combine(out_partial: Tensor, lse_partial: Tensor) -> tuple[Tensor, Tensor]:
+    """Merges attention over disjoint parts of the keys into attention over all of them.
+
+    out_partial: float32 (splits, B, S, H, Dv) or (splits, total, H, Dv). lse_partial: the same without Dv, natural logarithm; -inf where a
+    part has seen nothing, and then whatever stands in its output does not matter.
+
+    Returns out and lse without the first dimension, in the arguments' dtypes; 0 and -inf where no part has seen anything. Differentiable.
+    Raises ``TypeError``/``ValueError`` naming the argument.
+
+    >>> import torch
+    >>> out, lse = torch.randn(3, 2, 5, 4, 16), torch.randn(3, 2, 5, 4)
+    >>> flash_attn_combine(out, lse)[0].shape
+    torch.Size([2, 5, 4, 16])
+
+    Source: split-KV decoding, "Flash-Decoding" (Dao, Haziza, Massa, Sizov, 2023).
+    """
+    out_partial, lse_partial = check_flash.combine_arguments(out_partial, lse_partial)
+    chosen = plan.combiner(hardware.of(out_partial.device.type))
+    return autograd.backend_module(chosen).combine(out_partial, lse_partial)
+
+
+def _computed(problem: Problem, backend: str | None) -> tuple[Tensor, Tensor | None]:
+    """out (B or 1, Hq, S, Dv) and lse (B or 1, Hq, S), stored as the queries are."""
+    chosen = plan.choose(problem, hardware.of(problem.q.device.type), backend)
+    out, lse, _ = autograd.compute(problem, chosen)
+    return out, lse
+
+
+def _laid_out(out: Tensor, lse: Tensor | None, is_packed: bool, return_lse: bool) -> Any:
+    out = out.transpose(1, 2)
+    if is_packed:
+        out, lse = out[0], None if lse is None else lse[0]
+    return (out, lse) if return_lse else out

@@ -1,0 +1,34 @@
+"""Score mods one after the other, joined as expressions: no function is called or traced anew."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+from anyattn.mods.ir import Builder, Expr
+from anyattn.mods.trace import TracedMod
+
+__all__ = ["chained"]
+
+
+def chained(first: TracedMod, second: TracedMod) -> TracedMod:
+    """The score mod that applies ``second`` to what ``first`` returns. Both are score mods of one score dtype."""
+    assert first.kind == second.kind == "score"
+    expr = _chained(first.expr, second.expr, len(first.scalars), len(first.tensors))
+    return TracedMod(
+        "score", expr, first.scalars + second.scalars, first.tensors + second.tensors, f"{first.name} then {second.name}"
+    )
+
+
+@lru_cache(maxsize=256)
+def _chained(first: Expr, second: Expr, scalars: int, tensors: int) -> Expr:
+    builder = Builder()
+    score = builder.copy(first)
+    shifted = _renumbered(second, {"scalar": scalars, "load": tensors})
+    inputs = {i: score for i, node in enumerate(shifted.nodes) if node.op == "score"}
+    return builder.build(builder.copy(shifted, replace=inputs))
+
+
+def _renumbered(expr: Expr, shift: dict[str, int]) -> Expr:
+    """``expr`` with the numbers of its scalar and tensor slots raised."""
+    return replace(expr, nodes=tuple(n._replace(attr=n.attr + shift[n.op]) if n.op in shift else n for n in expr.nodes))  # type: ignore[operator]
