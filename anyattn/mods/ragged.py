@@ -17,7 +17,7 @@ from anyattn.mods.trace import TracedMod
 
 __all__ = ["classify_ragged", "refine_ragged"]
 
-_BATCH_ROWS = 2**20  # query rows whose limits are held at once, times heads; a tile counts as a row
+_BATCH_ROWS = 2**20  # ranges of query rows held at once, of all heads; a tile counts as one
 
 
 def classify_ragged(
@@ -42,7 +42,7 @@ def classify_ragged(
         return torch.zeros(heads, tiles.total_n, dtype=torch.uint8, device=tiles.device)
     ranges = row_ranges(mod)
     if ranges is not None:
-        return _of_ranges(ranges, tiles, H, q_first).expand(heads, -1)
+        return _of_ranges(ranges, tiles, heads, q_first).expand(heads, -1)
     return refine_ragged(mod, tiles, heads, q_first)
 
 
@@ -54,15 +54,15 @@ def refine_ragged(mod: TracedMod, tiles: RaggedTiles, heads: int, q_first: Tenso
 # ---- from row ranges
 
 
-def _of_ranges(ranges: RowRanges, tiles: RaggedTiles, H: int, q_first: Tensor) -> Tensor:
-    """uint8 (H or 1, total_tiles)."""
+def _of_ranges(ranges: RowRanges, tiles: RaggedTiles, heads: int, q_first: Tensor) -> Tensor:
+    """uint8 (heads or 1, total_tiles)."""
     parts = []
     rows = min(tiles.tile[0], tiles.longest[0])  # of a row tile: where every sequence is shorter, not even one tile is full of them
-    for window in tiles.windows(_BATCH_ROWS, per_row=H * rows, per_tile=H):
+    for window in tiles.windows(_BATCH_ROWS, per_row=heads * rows * ranges.count, per_tile=heads):
         row_tiles = torch.arange(window.rows.start, window.rows.stop, device=tiles.device)
         row_tiles = row_tiles[tiles.num_n[tiles.sequence_of_row[row_tiles]] > 0]
         if len(row_tiles):
-            parts.append(_classes_of_rows(ranges, tiles, row_tiles, rows, H, q_first, window.tiles))
+            parts.append(_classes_of_rows(ranges, tiles, row_tiles, rows, heads, q_first, window.tiles))
     return torch.cat(parts, 1)
 
 

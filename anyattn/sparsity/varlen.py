@@ -285,10 +285,11 @@ def compute_varlen_block_sparsity(
     kv_idx count inside it, and the mask never sees one outside.
     cu_seqlens_q, cu_seqlens_k: int32 or int64 (B + 1,), the ends of the packed sequences, from 0; may be None beside a seqused.
     seqused_q, seqused_k: int32 or int64 (B,), the rows and keys in use of each sequence, where fewer than it has room for.
-    device: default the device of the lengths. compute_full_blocks: False lists full tiles as mask blocks and leaves ``full_block_*`` None.
-    layout: "flat" or "padded". The lists have one head, which broadcasts, where the mask ignores heads.
+    device: default where the mask's captured tensors are, else where the lengths are.
+    compute_full_blocks: False lists full tiles as mask blocks and leaves ``full_block_*`` None. layout: "flat" or "padded".
 
-    A tail tile counts as full when all its pairs *inside the sequence* are visible, as in ``compute_block_sparsity``.
+    The lists have one head, which broadcasts, where the mask ignores heads. A tail tile is
+    full when all its pairs *inside the sequence* are visible.
 
     Raises ``TypeError`` or ``ValueError`` for bad sizes and lengths, ``ModError`` for a mask that cannot be expressed, ``ValueError`` for
     one that would read a captured tensor out of its range.
@@ -301,13 +302,12 @@ def compute_varlen_block_sparsity(
     tile = (length("tile_m", tile_m, 1), length("tile_n", tile_n, 1))
     varlen_checks.check_layout(layout)
     seqlens = [ragged_lengths("q", cu_seqlens_q, seqused_q), ragged_lengths("k", cu_seqlens_k, seqused_k)]
-    if len(seqlens[0]) != len(seqlens[1]):
-        raise ValueError(f"there are {len(seqlens[0])} sequences of queries and {len(seqlens[1])} of keys; wanted equally many")
+    varlen_checks.check_batch(*seqlens)
     traced = trace(mask_mod, "mask", aux_tensors=aux_tensors)
     if num_heads is None and any(d.h for d in dependence(traced.expr)):
         raise ValueError("num_heads is None, but mask_mod uses h; pass the number of query heads")
     heads = 1 if num_heads is None else length("num_heads", num_heads)
-    where = device_of(seqlens[0].device if device is None else device, traced)
+    where = device_of(seqlens[0].device if device is None and not traced.tensors else device, traced)
     seqlens_q, seqlens_k = (t.to(where) for t in seqlens)
     with torch.no_grad():  # a mask may compare learned parameters; where tiles lie has no gradient
         check_loads_ragged(traced, heads, seqlens_q, seqlens_k)

@@ -11,6 +11,7 @@ from anyattn.mods.ragged_tiles import RaggedTiles
 from anyattn.sparsity.arguments import length
 
 __all__ = [
+    "check_batch",
     "check_classes",
     "check_contents",
     "check_disjoint",
@@ -30,6 +31,11 @@ def check_layout(layout: Any) -> None:
 def check_place(name: str, value: Any, count: int, what: str) -> None:
     if length(name, value) >= count:
         raise ValueError(f"{name} is {value}, but there are {count} {what}" + (f"; wanted 0 to {count - 1}" if count else ""))
+
+
+def check_batch(seqlens_q: Tensor, seqlens_k: Tensor) -> None:
+    if len(seqlens_q) != len(seqlens_k):
+        raise ValueError(f"there are {len(seqlens_q)} sequences of queries and {len(seqlens_k)} of keys; wanted equally many")
 
 
 def check_lengths(seqlens_q: Any, seqlens_k: Any) -> None:

@@ -92,6 +92,20 @@ def test_heads() -> None:
     assert classify_ragged(trace(per_head, "mask"), seqlens, seqlens, 8, 8, 0).shape == (0, 26)
 
 
+def test_rows_that_jump() -> None:
+    """One range per row that leaves tiles out between one row and the next: going right, going left, to and fro."""
+    seqlens_q, seqlens_k = torch.tensor([12, 5, 20]), torch.tensor([120, 70, 200])
+    to_and_fro = torch.tensor([0, 90, 10, 60, 50, 8, 70, 33]).repeat(3)
+    for mod in (
+        lambda b, h, q, k: (k >= 10 * q) & (k < 10 * q + 2),
+        lambda b, h, q, k: (k >= 110 - 10 * q) & (k < 114 - 10 * q),
+        lambda b, h, q, k: (k >= to_and_fro[q]) & (k < to_and_fro[q] + 9),
+    ):
+        assert row_ranges(trace(mod, "mask")).count == 1  # type: ignore[union-attr]
+        for tile in [(8, 4), (3, 4), (32, 8)]:
+            check(mod, seqlens_q, seqlens_k, tile, 1)
+
+
 def test_packed_tables() -> None:
     """The natural document mask of a packed batch: one table over all tokens, found through the ends of the sequences."""
     seqlens = torch.tensor([37, 0, 1, 64, 100])
