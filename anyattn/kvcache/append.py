@@ -14,7 +14,7 @@ from torch import Tensor
 from anyattn.geometry.integers import ceil_div
 from anyattn.geometry.seqlen_info import SeqlenInfoQKNewK
 
-__all__ = ["append", "check_append", "check_apart", "check_pages", "slots"]
+__all__ = ["append", "check_apart", "check_append", "check_pages", "slots"]
 
 
 def slots(info: SeqlenInfoQKNewK, cache_rows: Tensor | None, page_table: Tensor | None, page_size: int) -> tuple[Tensor, Tensor]:
@@ -73,7 +73,7 @@ def check_append(info: SeqlenInfoQKNewK, cache_rows: Tensor | None, page_table: 
     width = page_table.shape[1]
     room = f"page_table[{{b}}] has {width} pages of {page_size} rows, {width * page_size} in all"
     _check_capacity(info, page_table, width * page_size, room, "give it more pages")
-    _, new, end = _extents(info, page_table)
+    end = _extents(info, page_table)[2]
     check_pages(page_table, end - info.seqlen_k, end, page_size, num_pages)
     _check_slots(info, page_table, page_size)
 
@@ -168,8 +168,8 @@ def _check_slots(info: SeqlenInfoQKNewK, page_table: Tensor, page_size: int) -> 
         entry, row = (x[list(twice)].tolist() for x in _new_rows(info, page_table))
         page, where = int(first[twice[0]]), [f"page_table[{b}, {r // page_size}] (row {r} of entry {b})" for b, r in zip(entry, row)]
         raise ValueError(
-            f"{where[0]} and {where[1]} are both page {page}, so k and v would be appended to its row {int(second[twice[0]])} twice; wanted "
-            f"pages of its own for every entry that appends: copy the shared page first"
+            f"{where[0]} and {where[1]} are both page {page}, so k and v would be appended to its row {int(second[twice[0]])} twice; "
+            f"wanted pages of its own for every entry that appends: copy the shared page first"
         )
 
 
