@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from anyattn.errors import BackendError, ModError
+from anyattn.errors import BackendError, ModError, OutOfPagesError
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from anyattn.explanation import explain
     from anyattn.flash import flash_attn_combine, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
     from anyattn.flex import flex_attention
+    from anyattn.kvcache.pages import PagedKVCache
     from anyattn.mods import masks, scores
     from anyattn.mods.algebra import Mask, Score, and_masks, mod, or_masks
     from anyattn.sparsity.block_mask import BlockMask, create_block_mask
@@ -30,6 +31,7 @@ _HOME = {
     "BlockMask": "anyattn.sparsity.block_mask",
     "BlockSparseTensors": "anyattn.sparsity.block_sparse",
     "Mask": "anyattn.mods.algebra",
+    "PagedKVCache": "anyattn.kvcache.pages",
     "Score": "anyattn.mods.algebra",
     "VarlenBlockSparseTensors": "anyattn.sparsity.varlen",
     "and_masks": "anyattn.mods.algebra",
@@ -55,6 +57,8 @@ __all__ = [
     "BlockSparseTensors",
     "Mask",
     "ModError",
+    "OutOfPagesError",
+    "PagedKVCache",
     "Score",
     "VarlenBlockSparseTensors",
     "__version__",

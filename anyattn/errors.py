@@ -5,7 +5,7 @@ Bad arguments raise ``ValueError`` or ``TypeError``; the classes here add what t
 
 from __future__ import annotations
 
-__all__ = ["BackendError", "ModError"]
+__all__ = ["BackendError", "ModError", "OutOfPagesError"]
 
 
 class ModError(ValueError):
@@ -17,3 +17,7 @@ class ModError(ValueError):
 
 class BackendError(RuntimeError):
     """A backend was named explicitly and cannot run this call; the message says why and what could."""
+
+
+class OutOfPagesError(RuntimeError):
+    """A ``PagedKVCache`` has too few free pages; the message says how many are needed and free. The cache is as it was."""

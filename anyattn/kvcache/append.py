@@ -1,0 +1,183 @@
+"""New keys and values into a cache, in place: which slot each row gets, what must be refused first, and the write itself.
+
+A cache is (B_cache, S_cache, H, D), or a pool of pages (num_pages, page_size, H, D) that a page table hands out; either way two leading
+indices name a row. New row j of batch entry b goes to the entry's logical storage row ``leftpad_k + seqlen_k_og + j``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anyattn.geometry.integers import ceil_div
+from anyattn.geometry.seqlen_info import SeqlenInfoQKNewK
+
+__all__ = ["append", "check_apart", "check_append", "check_pages", "slots"]
+
+
+def slots(info: SeqlenInfoQKNewK, cache_rows: Tensor | None, page_table: Tensor | None, page_size: int) -> tuple[Tensor, Tensor]:
+    """The two leading indices into the cache of every new row of a batch, entry after entry; int64 (total_new,) each.
+
+    info: fields of the whole batch, int64 (B,) (a Python int where all entries agree). cache_rows: int64 (B,), each entry's row of a
+    contiguous cache; unused with pages. page_table: (B, max_pages) of any integer dtype, or None for a contiguous cache. page_size: rows
+    of a page; unused without pages. What they may not hold is ``check_append``'s.
+
+    >>> info = SeqlenInfoQKNewK.create(torch.arange(2), 2, 32, 2, seqused_k=torch.tensor([7, 3]))
+    >>> slots(info, torch.tensor([5, 9]), None, 0)
+    (tensor([5, 5, 9, 9]), tensor([7, 8, 3, 4]))
+    >>> slots(info, None, torch.tensor([[4, 6], [1, 0]]), 8)
+    (tensor([4, 6, 1, 1]), tensor([7, 0, 3, 4]))
+    """
+    if page_table is None:
+        assert cache_rows is not None, "a contiguous cache needs cache_rows"
+        entry, row = _new_rows(info, cache_rows)
+        return cache_rows[entry], row
+    entry, row = _new_rows(info, page_table)
+    return page_table[entry, row // page_size].long(), row % page_size
+
+
+def append(cache: Tensor, rows: Tensor, first: Tensor, second: Tensor) -> None:
+    """``cache[first, second] = rows``, in place, and nothing else of the cache is touched.
+
+    cache: (B_cache, S_cache, H, D) or (num_pages, page_size, H, D), any strides that keep its rows apart (``check_apart``). rows:
+    (total_new, H, D) of the cache's dtype, any strides. first, second: what ``slots`` gives, no pair twice.
+
+    >>> cache = torch.zeros(2, 4, 1, 1)
+    >>> append(cache, torch.tensor([[[7.0]], [[8.0]]]), torch.tensor([1, 1]), torch.tensor([2, 3]))
+    >>> cache[..., 0, 0].tolist()
+    [[0.0, 0.0, 0.0, 0.0], [0.0, 0.0, 7.0, 8.0]]
+    """
+    cache.index_put_((first, second), rows)
+
+
+def check_append(info: SeqlenInfoQKNewK, cache_rows: Tensor | None, page_table: Tensor | None, page_size: int, num_pages: int) -> None:
+    """Raises ``ValueError`` for whatever would make appending, or reading afterwards, leave the cache or write a slot twice.
+
+    info, cache_rows, page_table: as in ``slots``; every length and every cache row is taken to be in range before the new rows come.
+    page_size, num_pages: the second and the first dimension of the cache, which without pages are its capacity and its rows. Refused:
+    entries that do not fit with their new rows, pages in use that the pool does not have, a cache row or a slot that is appended to twice.
+
+    >>> info = SeqlenInfoQKNewK.create(torch.arange(2), 2, 32, 2, seqused_k=torch.tensor([7, 31]))
+    >>> check_append(info, torch.tensor([5, 9]), None, 32, 16)
+    Traceback (most recent call last):
+    ValueError: k and v append 2 rows to the 31 of entry 1 (cache_seqlens[1]), 33 in all, but each row of k_cache holds 32; wanted at most \
+32: append fewer, or make the cache longer
+    """
+    if page_table is None:
+        assert cache_rows is not None, "a contiguous cache needs cache_rows"
+        _check_capacity(info, cache_rows, page_size, f"each row of k_cache holds {page_size}", "make the cache longer")
+        _check_cache_rows(info, cache_rows)
+        return
+    width = page_table.shape[1]
+    room = f"page_table[{{b}}] has {width} pages of {page_size} rows, {width * page_size} in all"
+    _check_capacity(info, page_table, width * page_size, room, "give it more pages")
+    end = _extents(info, page_table)[2]
+    check_pages(page_table, end - info.seqlen_k, end, page_size, num_pages)
+    _check_slots(info, page_table, page_size)
+
+
+def check_pages(page_table: Tensor, begin: Tensor, end: Tensor, page_size: int, num_pages: int) -> None:
+    """Raises ``ValueError`` where a page that holds storage rows ``begin[b]`` to ``end[b]``, int64 (B,), is not in the pool.
+
+    page_table: integers (B, max_pages). What it says of pages that hold no such row is not looked at.
+
+    >>> check_pages(torch.tensor([[2, 9]]), torch.tensor([0]), torch.tensor([17]), 16, 8)
+    Traceback (most recent call last):
+    ValueError: page_table[0, 1]=9, but the pool has 8 pages; wanted 0 to 7 for the 2 pages that rows 0 to 16 of entry 0 are in: correct it
+    """
+    if page_table.numel() == 0:
+        return
+    least, greatest = torch.aminmax(page_table)
+    if int(least) >= 0 and int(greatest) < num_pages:  # entries that are not in use are mostly 0, so most calls end here
+        return
+    position = torch.arange(page_table.shape[1], device=page_table.device)
+    first, last = begin // page_size, ceil_div(end, page_size)
+    used = (position >= first[:, None]) & (position < last[:, None]) & (begin < end)[:, None]
+    outside = used & ((page_table < 0) | (page_table >= num_pages))
+    if bool(outside.any()):
+        b, i = outside.nonzero()[0].tolist()
+        raise ValueError(
+            f"page_table[{b}, {i}]={int(page_table[b, i])}, but the pool has {num_pages} pages; wanted 0 to {num_pages - 1} for the "
+            f"{int(last[b] - first[b])} pages that rows {int(begin[b])} to {int(end[b]) - 1} of entry {b} are in: correct it"
+        )
+
+
+def check_apart(name: str, cache: Tensor) -> None:
+    """Raises ``ValueError`` if a dimension of the cache is expanded, so that one write would change several rows.
+
+    >>> check_apart("k_cache", torch.zeros(1, 8, 2, 4).expand(3, -1, -1, -1))
+    Traceback (most recent call last):
+    ValueError: k_cache has shape (3, 8, 2, 4) and strides (0, 8, 4, 1): its dimension 0 is expanded, so rows share memory and cannot be \
+appended to; wanted a cache with memory of its own: .contiguous()
+    """
+    for dim, (size, stride) in enumerate(zip(cache.shape, cache.stride())):
+        if size > 1 and stride == 0:
+            raise ValueError(
+                f"{name} has shape {tuple(cache.shape)} and strides {cache.stride()}: its dimension {dim} is expanded, so rows share "
+                f"memory and cannot be appended to; wanted a cache with memory of its own: .contiguous()"
+            )
+
+
+def _extents(info: SeqlenInfoQKNewK, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(B,) each: the storage row that the new rows begin at, how many they are, and the row behind them."""
+    start, new = (_vector(x, like) for x in (info.leftpad_k + info.seqlen_k_og, info.seqlen_k_new))
+    return start, new, start + new
+
+
+def _vector(x: Any, like: Tensor) -> Tensor:
+    return x if isinstance(x, Tensor) else torch.full((like.shape[0],), x, dtype=torch.int64, device=like.device)
+
+
+def _new_rows(info: SeqlenInfoQKNewK, like: Tensor) -> tuple[Tensor, Tensor]:
+    """(total_new,) each: the batch entry and the logical storage row of every new row."""
+    start, new, _ = _extents(info, like)
+    entry = torch.repeat_interleave(new)
+    # start, less what precedes the entry among all new rows: one vector to look up instead of two
+    shift = start - (new.cumsum(0) - new)
+    return entry, torch.arange(len(entry), device=entry.device) + shift[entry]
+
+
+def _check_capacity(info: SeqlenInfoQKNewK, like: Tensor, capacity: int, room: str, cure: str) -> None:
+    start, new, end = _extents(info, like)
+    over = end > capacity
+    if bool(over.any()):
+        b = int(over.nonzero()[0])
+        raise ValueError(
+            f"k and v append {int(new[b])} rows to the {int(start[b])} of entry {b} (cache_seqlens[{b}]), {int(end[b])} in all, but "
+            f"{room.format(b=b)}; wanted at most {capacity}: append fewer, or {cure}"
+        )
+
+
+def _check_cache_rows(info: SeqlenInfoQKNewK, cache_rows: Tensor) -> None:
+    appending = (_extents(info, cache_rows)[1] > 0).nonzero().flatten()
+    twice = _equal_pair(cache_rows[appending])
+    if twice is not None:
+        a, b = (int(appending[i]) for i in twice)
+        raise ValueError(
+            f"cache_batch_idx[{a}] and cache_batch_idx[{b}] are both {int(cache_rows[a])}, so k and v would be appended to one cache row "
+            f"twice; wanted a row of its own for every entry that appends: give one of them another row"
+        )
+
+
+def _check_slots(info: SeqlenInfoQKNewK, page_table: Tensor, page_size: int) -> None:
+    first, second = slots(info, None, page_table, page_size)
+    twice = _equal_pair(first * page_size + second)
+    if twice is not None:
+        entry, row = (x[list(twice)].tolist() for x in _new_rows(info, page_table))
+        page, where = int(first[twice[0]]), [f"page_table[{b}, {r // page_size}] (row {r} of entry {b})" for b, r in zip(entry, row)]
+        raise ValueError(
+            f"{where[0]} and {where[1]} are both page {page}, so k and v would be appended to its row {int(second[twice[0]])} twice; "
+            f"wanted pages of its own for every entry that appends: copy the shared page first"
+        )
+
+
+def _equal_pair(keys: Tensor) -> tuple[int, int] | None:
+    """Where two equal elements are, the first in the tensor first; None if all differ."""
+    ordered, order = keys.sort(stable=True)
+    same = ordered[1:] == ordered[:-1]
+    if not bool(same.any()):
+        return None
+    at = int(same.nonzero()[0])
+    return int(order[at]), int(order[at + 1])

@@ -1,0 +1,284 @@
+"""A pool of pages for keys and values, and which sequence holds which of them.
+
+Source: Kwon et al., PagedAttention (arXiv:2309.06180).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from anyattn.errors import OutOfPagesError
+from anyattn.geometry.integers import ceil_div
+from anyattn.geometry.seqlen_info import SeqlenInfoQKNewK
+from anyattn.kvcache import append
+from anyattn.sparsity.arguments import length
+
+__all__ = ["PagedKVCache"]
+
+Handles = int | Sequence[int]
+Counts = int | Sequence[int]
+
+
+@dataclass(eq=False)
+class _Sequence:
+    """pages: int32, on the host, in the order of the tokens. lengths: tokens held, by layer; they differ only in the middle of a step."""
+
+    pages: Tensor
+    lengths: list[int]
+
+
+class PagedKVCache:
+    """Keys and values of many sequences that grow, in pages that are handed out as they are needed and go back when one is freed.
+
+    num_pages, page_size: the pool, shared by all sequences; each of its pages holds page_size tokens in every layer. num_heads_kv,
+    head_dim: of the keys; head_dim_v: of the values, the same if None. num_layers: pools of that shape, filled in step, under one page
+    table. dtype, device: of the pools.
+
+    A decode step is one ``reserve``, one ``anyattn.flash_attn_with_kvcache`` per layer, which appends, and one ``advance``. ``append`` is
+    for keys and values that are there already. Methods take one handle or a list; what belongs to a call is checked, and pages are
+    found, before anything is changed. The cache is for inference, records no gradients, and is not for several threads at once.
+
+    Raises ``TypeError``/``ValueError`` for sizes and tensors that do not fit and for a handle that was freed or never given, and
+    ``OutOfPagesError`` where the pool is too small.
+
+    >>> import torch, anyattn
+    >>> cache = anyattn.PagedKVCache(num_pages=8, page_size=16, num_heads_kv=2, head_dim=4, num_layers=3, dtype=torch.float32)
+    >>> sequences = [cache.add_sequence(), cache.add_sequence()]
+    >>> cache.reserve(sequences, [5, 20])  # the prompts' lengths; then one forward pass for each, and
+    >>> cache.advance(sequences, [5, 20])
+    >>> for step in range(2):
+    ...     cache.reserve(sequences, 1)
+    ...     for layer in range(3):
+    ...         q, k, v = torch.randn(3, 2, 1, 2, 4)
+    ...         out = anyattn.flash_attn_with_kvcache(
+    ...             q, cache.k_cache(layer), cache.v_cache(layer), k=k, v=v, causal=True,
+    ...             cache_seqlens=cache.seqlens(sequences), page_table=cache.page_table(sequences),
+    ...         )
+    ...     cache.advance(sequences, 1)
+    >>> cache.seqlens(sequences)
+    tensor([ 7, 22], dtype=torch.int32)
+    >>> cache
+    PagedKVCache(8 pages of 16 tokens, 5 of them free; 2 sequences; 3 layers, 2 heads, head_dim 4, torch.float32 on cpu)
+    """
+
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        num_heads_kv: int,
+        head_dim: int,
+        *,
+        head_dim_v: int | None = None,
+        num_layers: int = 1,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.num_pages, self.page_size = length("num_pages", num_pages), length("page_size", page_size, 1)
+        self.num_heads_kv, self.num_layers = length("num_heads_kv", num_heads_kv, 1), length("num_layers", num_layers, 1)
+        self.head_dim = length("head_dim", head_dim, 1)
+        self.head_dim_v = self.head_dim if head_dim_v is None else length("head_dim_v", head_dim_v, 1)
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise TypeError(f"dtype is {dtype!r}; wanted a float dtype of torch, such as torch.bfloat16")
+        shape = (self.num_layers, self.num_pages, self.page_size, self.num_heads_kv)
+        self._k = torch.zeros(*shape, self.head_dim, dtype=dtype, device=device)
+        self._v = torch.zeros(*shape, self.head_dim_v, dtype=dtype, device=device)
+        self._free = list(range(self.num_pages - 1, -1, -1))  # a stack: what was freed last is handed out first, while it is warm
+        self._sequences: dict[int, _Sequence] = {}
+        self._next_handle = 0
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that no sequence holds."""
+        return len(self._free)
+
+    def add_sequence(self) -> int:
+        """The handle of a new, empty sequence. It holds no page yet, and its number is never given again."""
+        handle = self._next_handle
+        self._next_handle += 1
+        self._sequences[handle] = _Sequence(torch.empty(0, dtype=torch.int32), [0] * self.num_layers)
+        return handle
+
+    def free(self, handles: Handles) -> None:
+        """Gives the sequences' pages back; their handles are no longer known."""
+        for handle, sequence in zip(_listed(handles), self._of(handles, once=True)):
+            self._free += reversed(sequence.pages.tolist())
+            del self._sequences[handle]
+
+    def reserve(self, handles: Handles, new_tokens: Counts) -> None:
+        """Hands out the pages that ``new_tokens`` more tokens of each sequence need, those that it has counted: for all, or for none.
+
+        new_tokens: one int for all sequences, or one for each. Raises ``OutOfPagesError`` if there are too few.
+        """
+        sequences = self._of(handles, once=True)
+        counts = _counts("new_tokens", new_tokens, len(sequences))
+        self._hand_out(sequences, [self._in_all(s) + n for s, n in zip(sequences, counts)])
+
+    def append(self, handles: Handles, k: Tensor | Sequence[Tensor], v: Tensor | Sequence[Tensor], layer: int = 0) -> None:
+        """Writes keys and values of one layer behind what the sequences hold in it, on pages that it reserves.
+
+        k: (B, S_new, Hkv, D), or a list of B tensors (S_new, Hkv, D), whose lengths may differ; v: the same with Dv. The cache's dtype.
+        A new token has been appended when it is in every layer: until then ``seqlens(handles, layer)`` tells, and ``advance`` refuses.
+        """
+        sequences, at = self._of(handles, once=True), self._layer(layer)
+        pools = (self._k[at], self._v[at])
+        (k_rows, new), (v_rows, new_v) = (_rows(n, x, len(sequences), pool) for n, x, pool in zip("kv", (k, v), pools))
+        if new != new_v:
+            raise ValueError(f"k has {new} new tokens by sequence but v has {new_v}; wanted the same")
+        held = [s.lengths[at] for s in sequences]
+        self._hand_out(sequences, [have + count for have, count in zip(held, new)])
+        device = self._k.device
+        info = SeqlenInfoQKNewK.create(
+            torch.arange(len(sequences), device=device),
+            0,
+            0,
+            0,
+            cu_seqlens_k_new=torch.tensor([0, *new], device=device).cumsum(0),
+            seqused_k=torch.tensor(held, dtype=torch.int64, device=device),
+        )
+        first, second = append.slots(info, None, self._table(sequences), self.page_size)
+        with torch.no_grad():
+            append.append(pools[0], k_rows, first, second)
+            append.append(pools[1], v_rows, first, second)
+        for sequence, count in zip(sequences, new):
+            sequence.lengths[at] += count
+
+    def advance(self, handles: Handles, n: Counts) -> None:
+        """Counts ``n`` more tokens of each sequence, which an attention call has appended in every layer.
+
+        n: one int for all sequences, or one for each. Raises ``ValueError`` if their pages are not reserved.
+        """
+        sequences = self._of(handles, once=True)
+        counts = _counts("n", n, len(sequences))
+        for handle, sequence, count in zip(_listed(handles), sequences, counts):
+            held, room = self._in_all(sequence), len(sequence.pages) * self.page_size
+            if max(sequence.lengths) != held:
+                raise ValueError(
+                    f"sequence {handle} holds {sequence.lengths} tokens by layer, so it cannot advance in all at once: append to the "
+                    f"other layers first (append counts its own tokens)"
+                )
+            if held + count > room:
+                raise ValueError(
+                    f"n={count} for sequence {handle}, which holds {held} tokens on {len(sequence.pages)} pages of {self.page_size}; "
+                    f"wanted at most {room - held}: call reserve before the tokens are appended"
+                )
+        for sequence, count in zip(sequences, counts):
+            sequence.lengths = [have + count for have in sequence.lengths]
+
+    def k_cache(self, layer: int = 0) -> Tensor:
+        """The pool of keys of a layer, (num_pages, page_size, Hkv, D): the cache itself, not a copy."""
+        return self._k[self._layer(layer)]
+
+    def v_cache(self, layer: int = 0) -> Tensor:
+        """The pool of values of a layer, (num_pages, page_size, Hkv, Dv): the cache itself, not a copy."""
+        return self._v[self._layer(layer)]
+
+    def page_table(self, handles: Handles) -> Tensor:
+        """int32 (B, max_pages) on the cache's device: the pages of each sequence, reserved ones included, then 0."""
+        return self._table(self._of(handles))
+
+    def seqlens(self, handles: Handles, layer: int | None = None) -> Tensor:
+        """int32 (B,) on the cache's device: tokens that each sequence holds in a layer, or, for None, in every layer."""
+        sequences = self._of(handles)
+        at = None if layer is None else self._layer(layer)
+        held = [self._in_all(s) if at is None else s.lengths[at] for s in sequences]
+        return torch.tensor(held, dtype=torch.int32, device=self._k.device)
+
+    def __repr__(self) -> str:
+        width = f"head_dim {self.head_dim}" + (f" (values {self.head_dim_v})" if self.head_dim_v != self.head_dim else "")
+        return (
+            f"PagedKVCache({self.num_pages} pages of {self.page_size} tokens, {self.free_pages} of them free; {len(self._sequences)} "
+            f"sequences; {self.num_layers} layers, {self.num_heads_kv} heads, {width}, {self._k.dtype} on {self._k.device})"
+        )
+
+    # ---- within
+
+    def _of(self, handles: Handles, once: bool = False) -> list[_Sequence]:
+        """The sequences of handles, all of them known; once: none may be named twice."""
+        listed = _listed(handles)
+        for handle in listed:
+            if handle in self._sequences:
+                continue
+            if 0 <= handle < self._next_handle:
+                raise ValueError(f"sequence {handle} was freed and its pages may be another's now; add_sequence() starts a new one")
+            raise ValueError(f"sequence {handle} is unknown to this cache; wanted a handle that its add_sequence() returned")
+        if once and len(set(listed)) < len(listed):
+            twice = next(handle for i, handle in enumerate(listed) if handle in listed[:i])
+            raise ValueError(f"handles has sequence {twice} twice; wanted each once: leave one out")
+        return [self._sequences[handle] for handle in listed]
+
+    def _in_all(self, sequence: _Sequence) -> int:
+        return min(sequence.lengths)
+
+    def _layer(self, layer: int) -> int:
+        at = length("layer", layer)
+        if at >= self.num_layers:
+            raise ValueError(f"layer is {at} but the cache has {self.num_layers}; wanted 0 to {self.num_layers - 1}, or more num_layers")
+        return at
+
+    def _hand_out(self, sequences: list[_Sequence], lengths: list[int]) -> None:
+        """Gives every sequence the pages that so many tokens need, or raises and gives none."""
+        missing = [max(0, ceil_div(n, self.page_size) - len(s.pages)) for s, n in zip(sequences, lengths)]
+        if sum(missing) > len(self._free):
+            raise OutOfPagesError(
+                f"{sum(missing)} more pages of {self.page_size} tokens are needed, but of {self.num_pages} only {len(self._free)} are "
+                f"free; nothing was changed: free a sequence, or make the cache with a greater num_pages"
+            )
+        for sequence, count in zip(sequences, missing):
+            if count:
+                taken = torch.tensor([self._free.pop() for _ in range(count)], dtype=torch.int32)
+                sequence.pages = torch.cat((sequence.pages, taken))
+
+    def _table(self, sequences: list[_Sequence]) -> Tensor:
+        if not sequences:
+            return torch.zeros(0, 0, dtype=torch.int32, device=self._k.device)
+        return pad_sequence([s.pages for s in sequences], batch_first=True).to(self._k.device)
+
+
+def _listed(handles: Any) -> list[int]:
+    if isinstance(handles, Tensor) and handles.ndim:
+        handles = handles.tolist()
+    if isinstance(handles, (list, tuple, range)):
+        return [length(f"handles[{i}]", handle) for i, handle in enumerate(handles)]
+    return [length("handles", handles)]
+
+
+def _counts(name: str, value: Any, batch: int) -> list[int]:
+    """One count for each of ``batch`` sequences."""
+    if isinstance(value, Tensor) and value.ndim:
+        value = value.tolist()
+    if not isinstance(value, (list, tuple)):
+        return [length(name, value)] * batch
+    if len(value) != batch:
+        raise ValueError(f"{name} has {len(value)} entries for {batch} sequences; wanted one for each, or one int for all")
+    return [length(f"{name}[{i}]", n) for i, n in enumerate(value)]
+
+
+def _rows(name: str, given: Any, batch: int, pool: Tensor) -> tuple[Tensor, list[int]]:
+    """(total_new, H, D), the rows of all sequences laid end to end, and how many each has."""
+    heads, width = pool.shape[2:]
+    if isinstance(given, Tensor):
+        if given.ndim != 4 or given.shape[0] != batch or given.shape[2:] != (heads, width):
+            raise ValueError(f"{name} has shape {tuple(given.shape)}; wanted ({batch}, new tokens, {heads}, {width}), or a list of {batch}")
+        given = given.unbind(0)
+    elif not isinstance(given, (list, tuple)):
+        raise TypeError(
+            f"{name} is a {type(given).__name__}; wanted a tensor ({batch}, new tokens, {heads}, {width}), or a list of {batch}"
+        )
+    if len(given) != batch:
+        raise ValueError(f"{name} has {len(given)} tensors for {batch} sequences; wanted one for each: (new tokens, {heads}, {width})")
+    for i, rows in enumerate(given):
+        if not isinstance(rows, Tensor):
+            raise TypeError(f"{name}[{i}] is a {type(rows).__name__}; wanted a tensor (new tokens, {heads}, {width})")
+        if rows.ndim != 3 or rows.shape[1:] != (heads, width):
+            raise ValueError(f"{name}[{i}] has shape {tuple(rows.shape)}; wanted (new tokens, {heads}, {width})")
+        if rows.dtype is not pool.dtype or rows.device != pool.device:
+            raise ValueError(
+                f"{name}[{i}] is {rows.dtype} on {rows.device} but the cache is {pool.dtype} on {pool.device}; convert it with .to()"
+            )
+    return (torch.cat(list(given)) if given else pool.new_empty(0, heads, width)), [len(rows) for rows in given]
