@@ -43,15 +43,15 @@ MUTANTS = {
             "scale_1_percent_off", f"{_FORWARD}:Scores.products",
             "* self.call.problem.scale", "* self.call.problem.scale * 1.01", "full",
         ),
-        Mutant("lost_last_key", f"{_SPANS}:_intersect", "Segment(0, problem.seqlen_k)", "Segment(0, problem.seqlen_k - 1)", "full"),
+        Mutant("lost_last_key", f"{_SPANS}:_intersect", "Segment(0, seqlen_k)", "Segment(0, seqlen_k - 1)", "full"),
         Mutant("stale_maximum", f"{_FORWARD}:_stream", "row_max = new_max", "row_max = new_max if row_max is None else row_max", "chunks"),
         Mutant("output_not_rescaled", f"{_FORWARD}:_stream", "acc.mul_(rescale).add_(part)", "acc.add_(part)", "chunks"),
         Mutant("sum_not_rescaled", f"{_FORWARD}:_stream", "row_sum.mul_(rescale).add_(part_sum)", "row_sum.add_(part_sum)", "chunks"),
         Mutant("dropped_chunk", f"{_FORWARD}:_stream", "acc.mul_(rescale).add_(part)", "acc.mul_(rescale)", "chunks"),
         Mutant("lse_in_base_2", f"{_FORWARD}:forward", "row_max.mul_(LN2).add_(row_sum.log())", "row_max.add_(row_sum.log2())", "full"),
-        Mutant("sink_counted_twice", f"{_FORWARD}:_add_sink", "(logit - new_max).exp2_()", "2 * (logit - new_max).exp2_()", "sink"),
+        Mutant("sink_counted_twice", f"{_FORWARD}:_add_sink", "+ _exp2(logit - new_max,", "+ 2 * _exp2(logit - new_max,", "sink"),
         Mutant("sink_does_not_rescale", f"{_FORWARD}:_add_sink", "acc.mul_(rescale)", "pass", "sink"),
-        Mutant("nan_of_hidden_values", f"{_FORWARD}:_Values.__init__", "if not call.all_finite", "if False", "garbage"),
+        Mutant("nan_of_hidden_values", f"{_FORWARD}:Values.weighted", "if not self.is_guarded", "if True", "garbage"),
         Mutant(
             "mask_forgotten_with_a_mod", f"{_FORWARD}:Scores.of",
             "self.call.masks.apply(view, tile, chunk.asked)", "pass", "relative_window",
@@ -60,15 +60,18 @@ MUTANTS = {
         Mutant("window_one_too_wide", f"{_TILES}:Masks._visible", "columns < hi", "columns <= hi", "window"),
         Mutant("window_one_too_narrow", f"{_TILES}:Masks._visible", "columns >= lo", "columns > lo", "window"),
         Mutant("last_stretch_unmasked", f"{_TILES}:Masks._covers", "for segment in asked:", "for segment in asked[:-1]:", "causal"),
-        Mutant("wrong_gqa_head", f"{_TILES}:Heads.keys", "x[self.batches, self.kv_heads]", "x[self.batches, self.kv_heads].flip(1)", "gqa"),
+        Mutant(
+            "wrong_gqa_head", f"{_TILES}:Heads.keys",
+            "x[self.k_rows, self.kv_heads, self.keys_used]", "x[self.k_rows, self.kv_heads, self.keys_used].flip(1)", "gqa",
+        ),
         Mutant("rows_in_reverse", f"{_TILES}:Masks._rows_of", ".flip(3)", "", "causal"),
         Mutant(
             "partial_taken_for_full", f"{_SPANS}:_from_ranges",
-            "per_tile(hi_every, big, False)", "per_tile(hi_every, 0, True)", "causal",
+            "hi.amin(-1)", "hi.amax(-1)", "causal",
         ),
         Mutant(
             "band_edge_taken_for_full", f"{_SPANS}:_from_ranges",
-            "per_tile(lo_every, 0, True)", "per_tile(lo_every, big, False)", "window",
+            "lo.amax(-1)", "lo.amin(-1)", "window",
         ),
         Mutant("full_blocks_dropped", f"{_SPANS}:_from_lists", "lists.append(", "repr(", "block_mask"),
         Mutant("block_end_off_by_one", f"{_SPANS}:_merge", "(i + 1) * block_n", "(i + 1) * block_n - 1", "block_mask"),
@@ -83,7 +86,7 @@ MUTANTS = {
         Mutant("batch_offset_forgotten", f"{_STAGES}:Bound._at_heads", "tile.b_lo : tile.b_hi", ": tile.b_hi - tile.b_lo", "by_batch"),
         Mutant(
             "distance_off_by_one", f"{_STAGES}:Bound.__init__",
-            "torch.arange(-seqlen_q + 1, max", "torch.arange(-seqlen_q, max", "relative_window",
+            "torch.arange(self.greatest_difference, least", "torch.arange(self.greatest_difference + 1, least", "relative_window",
         ),
         Mutant("index_in_32_bits", "mods.evaluate:_load", "i if isinstance(i, Tensor)", "i.int() if isinstance(i, Tensor)", "huge_table"),
         Mutant("stale_closure", "mods.trace:_Memo.lookup", "self.found.numbers[s] for s in scalars", "10 + s for s in scalars", "closures"),
@@ -94,7 +97,7 @@ MUTANTS = {
         Mutant("lse_gradient_ignored", f"{_BACKWARD}:_Statistics.of", "delta -= dlse", "pass", "full"),
         Mutant("dk_not_scaled", f"{_BACKWARD}:_row_tile", "narrow, q, scale", "narrow, q, 1.0", "full"),
         Mutant("dv_two_percent_off", f"{_BACKWARD}:_row_tile", '_narrow(call, p, "p"), dout', '_narrow(call, p, "p"), dout, 1.02', "full"),
-        Mutant("gqa_gradients_overwritten", f"{_BACKWARD}:backward", "target += part.view", "target[:] = part.view", "by_head"),
+        Mutant("gqa_gradients_overwritten", f"{_TILES}:Heads.add_to_keys", "target += part.view", "target[:] = part.view", "by_head"),
         Mutant(
             "hidden_derivative_kept", f"{_BACKWARD}:_row_tile",
             "call.masks.zero(dscore, tile, chunk.asked)", "pass", "infinite_derivative",
@@ -117,7 +120,10 @@ MUTANTS = {
         # memory
         Mutant("sums_start_anywhere", "backends.torch.memory:zeros", ".zero_()", "", "full"),
         Mutant("written_past_the_end", "backends.torch.memory:zeros", "return empty(shape, dtype, device).zero_()", _PAST_THE_END, "full"),
-        Mutant("input_overwritten", f"{_TILES}:Heads.keys", ".to(self.dtype)", ".to(self.dtype).mul_(1.0)", "inputs"),
+        Mutant(
+            "input_overwritten", "backends.torch.keys:KeyRows.__init__",
+            "self._view.reshape(self.shape)", "self._view.reshape(self.shape).mul_(1.0)", "inputs",
+        ),
     )
 }  # fmt: skip
 

@@ -111,7 +111,7 @@ BAD = [
     (lambda: scores.alibi_slopes(0), ValueError, "num_heads=0"),
     (lambda: scores.alibi_slopes(2.0), TypeError, "num_heads=2.0"),
     (lambda: scores.alibi([1.0]), TypeError, "slopes is a list"),
-    (lambda: scores.alibi(torch.ones(2, 2)), ValueError, r"slopes has shape \(2, 2\)"),
+    (lambda: scores.alibi(torch.ones(2, 2, 2)), ValueError, r"slopes has shape \(2, 2, 2\)"),
     (lambda: scores.head_bias(torch.ones(2, dtype=torch.int64)), ValueError, "torch.int64; wanted a float tensor"),
     (lambda: scores.relative_bias(torch.ones(4)), ValueError, "4 distances; wanted an odd number"),
     (lambda: scores.t5_bias(torch.ones(3, 2)), ValueError, "3 buckets; wanted at least 4"),
