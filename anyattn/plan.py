@@ -18,6 +18,7 @@ BACKENDS = ("torch",)
 _SCORES_AT_ONCE = 2**21  # scores of one tile over all its heads: 8 MB in float32, which stays in a CPU's last-level cache
 _SPAN_SCORES_AT_ONCE = 2**22  # the same for whole rows of bfloat16 scores
 _LONGEST_SPAN = 2**15
+_FEW_ROWS = 16
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,8 @@ def _whole_spans(problem: Problem, dtype: torch.dtype, width: int) -> bool:
     """
     if problem.sequences is not None and problem.sequences.is_cache:
         return False  # a choice by the widths of the batch would let one entry change another's last bits
+    if problem.seqlen_q <= _FEW_ROWS:
+        return False  # laying keys side by side costs D / rows of the products
     plain = problem.score is None and problem.sink is None and not (problem.wants_lse or problem.wants_max)
     ranged = all(limit is not None for limit in problem.row_limits) or problem.blocks is not None
     return plain and ranged and dtype.itemsize == 2 and width <= _LONGEST_SPAN
