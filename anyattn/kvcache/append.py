@@ -57,7 +57,8 @@ def check_append(info: SeqlenInfoQKNewK, cache_rows: Tensor | None, page_table: 
 
     info, cache_rows, page_table: as in ``slots``; every length and every cache row is taken to be in range before the new rows come.
     page_size, num_pages: the second and the first dimension of the cache, which without pages are its capacity and its rows. Refused:
-    entries that do not fit with their new rows, pages in use that the pool does not have, a cache row or a slot that is appended to twice.
+    entries that do not fit with their new rows, pages in use that the pool does not have, a cache row or a page that is appended to twice.
+    A page or row that another entry only reads is not looked for.
 
     >>> info = SeqlenInfoQKNewK.create(torch.arange(2), 2, 32, 2, seqused_k=torch.tensor([7, 31]))
     >>> check_append(info, torch.tensor([5, 9]), None, 32, 16)
@@ -75,7 +76,7 @@ def check_append(info: SeqlenInfoQKNewK, cache_rows: Tensor | None, page_table: 
     _check_capacity(info, page_table, width * page_size, room, "give it more pages")
     end = _extents(info, page_table)[2]
     check_pages(page_table, end - info.seqlen_k, end, page_size, num_pages)
-    _check_slots(info, page_table, page_size)
+    _check_own_pages(info, page_table, page_size)
 
 
 def check_pages(page_table: Tensor, begin: Tensor, end: Tensor, page_size: int, num_pages: int) -> None:
@@ -133,9 +134,14 @@ def _vector(x: Any, like: Tensor) -> Tensor:
 def _new_rows(info: SeqlenInfoQKNewK, like: Tensor) -> tuple[Tensor, Tensor]:
     """(total_new,) each: the batch entry and the logical storage row of every new row."""
     start, new, _ = _extents(info, like)
-    entry = torch.repeat_interleave(new)
-    # start, less what precedes the entry among all new rows: one vector to look up instead of two
-    shift = start - (new.cumsum(0) - new)
+    return _end_to_end(start, new)
+
+
+def _end_to_end(start: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+    """The ranges ``start[b]`` to ``start[b] + count[b]`` one after the other: each element's b, and the element."""
+    entry = torch.repeat_interleave(count)
+    # start, less what precedes the range: one vector to look up instead of two
+    shift = start - (count.cumsum(0) - count)
     return entry, torch.arange(len(entry), device=entry.device) + shift[entry]
 
 
@@ -161,15 +167,19 @@ def _check_cache_rows(info: SeqlenInfoQKNewK, cache_rows: Tensor) -> None:
         )
 
 
-def _check_slots(info: SeqlenInfoQKNewK, page_table: Tensor, page_size: int) -> None:
-    first, second = slots(info, None, page_table, page_size)
-    twice = _equal_pair(first * page_size + second)
+def _check_own_pages(info: SeqlenInfoQKNewK, page_table: Tensor, page_size: int) -> None:
+    """Whole pages, not just slots: where one entry appends, another that appends holds keys already, or will."""
+    start, new, end = _extents(info, page_table)
+    first = start // page_size
+    entry, position = _end_to_end(first, torch.where(new > 0, ceil_div(end, page_size) - first, 0))
+    pages = page_table[entry, position]
+    twice = _equal_pair(pages)
     if twice is not None:
-        entry, row = (x[list(twice)].tolist() for x in _new_rows(info, page_table))
-        page, where = int(first[twice[0]]), [f"page_table[{b}, {r // page_size}] (row {r} of entry {b})" for b, r in zip(entry, row)]
+        (a, i), (b, j) = ((int(entry[n]), int(position[n])) for n in twice)
         raise ValueError(
-            f"{where[0]} and {where[1]} are both page {page}, so k and v would be appended to its row {int(second[twice[0]])} twice; "
-            f"wanted pages of its own for every entry that appends: copy the shared page first"
+            f"page_table[{a}, {i}] and page_table[{b}, {j}] are both page {int(pages[twice[0]])}, and k and v would be appended to it for "
+            f"both (rows from {int(start[a])} of entry {a}, from {int(start[b])} of entry {b}); wanted pages of its own for every entry "
+            f"that appends: copy the shared page first"
         )
 
 
