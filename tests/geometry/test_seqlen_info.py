@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import random
+import subprocess
+import sys
 from dataclasses import astuple
+from pathlib import Path
 
 import pytest
 import torch
@@ -86,3 +91,50 @@ def test_a_tile_is_asked_for() -> None:
         SeqlenInfo.create(0, 1)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="tile_m"):
         SeqlenInfoQK.create(0, 1, 1)  # type: ignore[call-arg]
+
+
+KERNEL = '''
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+from cutlass.cute.runtime import make_fake_compact_tensor
+
+from anyattn.geometry.block_info import BlockInfo
+from anyattn.geometry.seqlen_info import SeqlenInfo, SeqlenInfoQK, SeqlenInfoQKNewK
+
+
+@cute.kernel
+def kernel(cu: cute.Tensor, used: cute.Tensor, out: cute.Tensor, left: Int32, right: Int32, splits: Int32):
+    b, m, n = cute.arch.block_idx()
+    info = SeqlenInfoQK.create(b, 128, 256, cu, cu, None, used, cu, tile_m=128, tile_n=64)
+    one = SeqlenInfo.create(b, 128, cu, used, tile=64)
+    growing = SeqlenInfoQKNewK.create(b, 1, 256, 4, seqused_k=used, leftpad_k=used)
+    blocks = BlockInfo(128, 64, True, True, True, left, right, 4, splits)
+    lo, hi = blocks.get_n_block_min_max(info, m, n)
+    found = [lo, hi, *blocks.get_m_block_min_max(info, n), *blocks.get_n_block_k_new_min_max(growing, m, n)]
+    found += [blocks.get_n_block_min_causal_local_mask(info, m, lo), blocks.get_n_block_min_before_local_mask(info, m, lo)]
+    found += [info.padded_offset_q, info.block_offset, info.block_idx_offset, info.num_n_blocks, one.offset_padded, growing.seqlen_rotary]
+    rows = info.offset_batch_Q(out, b, 0)
+    for i in cutlass.range_constexpr(len(found)):
+        rows[i] = found[i]
+    info.offset_batch_K(out, b, 0, padded=True, multiple=2, ragged=True)[0] = lo
+
+
+@cute.jit
+def launch(cu: cute.Tensor, used: cute.Tensor, out: cute.Tensor, left: Int32, right: Int32, splits: Int32):
+    kernel(cu, used, out, left, right, splits).launch(grid=[4, 4, 4], block=[1, 1, 1])
+
+
+tensors = [make_fake_compact_tensor(cutlass.Int32, (cute.sym_int(),)) for _ in range(3)]
+cute.compile(launch, *tensors, Int32(1), Int32(1), Int32(1))
+'''
+
+
+@pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="needs nvidia-cutlass-dsl")
+def test_the_formulas_compile_in_a_kernel(tmp_path: Path) -> None:
+    """The same formulas on CuTe DSL integers, cross-compiled for Hopper; in a process of its own, for the target is read at import."""
+    script = tmp_path / "kernel.py"
+    script.write_text(KERNEL)
+    environment = {**os.environ, "CUTE_DSL_ARCH": "sm_90a", "PYTHONPATH": str(Path(__file__).parent.parent.parent)}
+    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]

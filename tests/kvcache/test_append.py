@@ -200,10 +200,11 @@ def test_exactly_full_is_accepted_and_one_more_is_not() -> None:
 
 @pytest.mark.parametrize("value", [-1, 6, 10**9])
 @pytest.mark.parametrize(("cached", "new"), [(8, 1), (9, 0), (1, 8)], ids=["appended to", "read", "both"])
-def test_pages_in_use_must_be_in_the_pool(value: int, cached: int, new: int) -> None:
+@pytest.mark.parametrize("unused", [0, 9])
+def test_pages_in_use_must_be_in_the_pool(value: int, cached: int, new: int, unused: int) -> None:
     pages = "the 3 pages that rows 0 to 8 of entry 1 are in"
     with pytest.raises(ValueError, match=rf"page_table\[1, 2\]={value}, but the pool has 6 pages; wanted 0 to 5 for {pages}"):
-        Case([0, 0], [3, cached], [1, new], [0, 1], [[0, 9, 9], [1, 2, value]], (6, 4)).check()
+        Case([0, 0], [3, cached], [1, new], [0, 1], [[0, unused, unused], [1, 2, value]], (6, 4)).check()
 
 
 def test_the_first_bad_page_is_named() -> None:

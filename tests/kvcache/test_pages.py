@@ -260,9 +260,10 @@ def test_a_token_counts_when_every_layer_has_it() -> None:
     assert [cache.seqlens([a, b], layer).tolist() for layer in range(2)] == [[0, 0], [5, 5]]
     with pytest.raises(ValueError, match=r"sequence 0 holds \[0, 5\] tokens by layer.*append to the other layers first"):
         cache.advance([a, b], 1)
-    cache.append([b, a], k.flip(0), k.flip(0), layer=0)
-    assert cache.seqlens([b, a]).tolist() == [5, 5] and cache.free_pages == 4
-    assert torch.equal(stored(cache.k_cache(0), cache.page_table(a)[0], 5), stored(cache.k_cache(1), cache.page_table(a)[0], 5))
+    cache.append(a, k[:1, :2], k[:1, :2], layer=1)  # behind what this layer has, whatever the others do
+    cache.append([b, a], [k[1], torch.cat((k[0], k[0, :2]))], [k[1], torch.cat((k[0], k[0, :2]))], layer=0)
+    assert cache.seqlens([b, a]).tolist() == [5, 7] and cache.free_pages == 4
+    assert torch.equal(stored(cache.k_cache(0), cache.page_table(a)[0], 7), stored(cache.k_cache(1), cache.page_table(a)[0], 7))
 
 
 def test_handles_in_any_form() -> None:

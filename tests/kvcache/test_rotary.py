@@ -66,6 +66,16 @@ def test_equals_complex_multiplication(dtype: torch.dtype, head_dim: int, half: 
 
 
 @pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_is_rounded_once(dtype: torch.dtype, interleaved: bool) -> None:
+    """Nearly every element is the true value's nearest: tables or products that were rounded too would move every third."""
+    cos, sin = tables(300, 32, torch.float32)
+    x, positions = torch.randn(200, 4, 64).to(dtype), torch.randint(300, (200,))
+    moved = apply_rotary(x, cos, sin, positions, interleaved) != definition(x, cos, sin, positions, interleaved).to(dtype)
+    assert int(moved.sum()) * 100 < moved.numel()
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_any_strides(dtype: torch.dtype, interleaved: bool) -> None:
     torch.manual_seed(1)

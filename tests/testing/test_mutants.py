@@ -11,8 +11,13 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "end_to_end"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "geometry"))
 
+import sequences as seq
+import test_block_info as blocks
 import test_edge_cases as edge
+import test_flash_varlen as varlen
+import test_kvcache as kvcache
 from calls import judge, results
 
 import anyattn
@@ -82,6 +87,38 @@ def runs_half() -> None:
     judge(q, k, v, mask=lambda b, h, i, j: (j < 20) | ((j >= 400 + i) & (j < 500 + i)))
 
 
+def packed() -> None:
+    """Lengths that differ between sequences and sides, an offset per sequence, a bias that knows its sequence."""
+    batch = seq.ragged([40, 3, 70], [50, 90, 20])
+    bias = torch.tensor([0.5, -2.0, 3.0], dtype=torch.float64)
+    for meaning in (
+        seq.Meaning(causal=True, score_mod=lambda s, b, h, i, j: s + bias[b] * (i % 3)),
+        seq.Meaning(mask_mod=lambda b, h, i, j: (i + j * j + b) % 3 != 0),
+    ):
+        got, _ = varlen.results(batch, meaning, varlen.packed_call)
+        seq.judge(got, batch, meaning)
+
+
+def used() -> None:
+    batch = seq.ragged([4, 9], [5, 30])
+    got, _ = varlen.results(batch, seq.Meaning(), varlen.used_call)
+    seq.judge(got, batch, seq.Meaning())
+
+
+def cache(meaning: str = "causal", **setting) -> Callable[[], None]:
+    def check() -> None:
+        kvcache.check(kvcache.Setting(**{"new": 3, "queries": 3, **setting}), kvcache.MEANINGS[meaning])
+
+    return check
+
+
+def splits() -> None:
+    batch = seq.ragged([3, 40], [500, 300])
+    meaning = seq.Meaning(causal=True, sink=torch.tensor([0.5, -1.0, 2.0, 0.0]))
+    got, _ = varlen.results(batch, meaning, varlen.packed_call, num_splits=3)
+    seq.judge(got, batch, meaning)
+
+
 CHECKS: dict[str, Callable[[], None]] = {
     "full": case("full"),
     "causal": case("causal", TALL),
@@ -107,6 +144,17 @@ CHECKS: dict[str, Callable[[], None]] = {
     "closures": edge.test_17_two_closures_with_equal_code,
     "huge_table": edge.test_05_a_captured_table_indexed_past_two_to_the_31,
     "inputs": edge.test_inputs_are_never_modified,
+    "packed": packed,
+    "used": used,
+    "pages": cache(page_size=3),
+    "leftpad": cache(leftpad=(5, 0, 33, 12), capacity=140),
+    "leftpad_rotary": cache(leftpad=(5, 0, 33, 12), rotary_dim=8),
+    "rotary": cache(rotary_dim=8),
+    "rows": cache(shuffled_rows=True),
+    "places": cache("mods see places"),
+    "bits": lambda: kvcache.test_the_batch_changes_no_bit_of_an_entry((20, 20, 20, 20), 1),
+    "splits": splits,
+    "blocks": lambda: blocks.test_ranges_are_tight_and_transposes_of_each_other(0),
 }
 
 

@@ -108,7 +108,7 @@ class Heads:
             target += part.view(target.shape)
             return
         page, slot = self.storage_rows // total.shape[2], self.storage_rows % total.shape[2]
-        per_key = part.view(len(page), -1, *part.shape[1:]).transpose(1, 2)  # (entries, keys, K/V heads, D)
+        per_key = part.view(len(page), self.count // len(page), *part.shape[1:]).transpose(1, 2)  # (entries, keys, K/V heads, D)
         # a page that serves several places receives from all of them
         total.transpose(1, 2)[:, :, self.kv_heads].index_put_((page, slot), per_key, accumulate=True)
 
