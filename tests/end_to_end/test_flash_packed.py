@@ -306,7 +306,7 @@ def cu(*listed, dtype=torch.int32):  # type: ignore[no-untyped-def]
 
 def lists_of(*lengths, heads=None):  # type: ignore[no-untyped-def]
     made = calls.ends(lengths)
-    return anyattn.compute_varlen_block_sparsity(16, 16, heads, lambda b, h, i, j: i >= j, cu_seqlens_q=made, cu_seqlens_k=made)
+    return anyattn.compute_varlen_block_sparsity(16, 16, heads, lambda b, h, i, j: i >= j + (h if heads else 0), cu_seqlens_q=made, cu_seqlens_k=made)
 
 
 BAD = {
