@@ -1,0 +1,217 @@
+"""FlashAttention's doors on random calls: lengths, forms of storage, options, mods, splits, caches, dtypes.
+
+60 fixed calls of each door as a rule; with ANYATTN_FUZZ=n (or ``make fuzz``) n fresh ones in all, whose seeds are printed and can be given
+back as ANYATTN_FUZZ_SEED.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent.parent / "end_to_end"))
+
+import flash_calls as calls
+import flash_reference as reference
+from mods import chains, mask_of, score_of, trees
+from test_flash_cache import Setting, check
+from test_flash_packed import FORMS, Stored, judged, paged
+
+import anyattn
+
+FRESH = int(os.environ.get("ANYATTN_FUZZ") or os.environ.get("ANYATTN_FUZZ_EXAMPLES") or 0)
+FIRST_SEED = int(os.environ.get("ANYATTN_FUZZ_SEED") or (random.SystemRandom().randrange(10**6) if FRESH else 0))
+SHARDS, FIXED = 2, 60
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+lengths = st.one_of(st.sampled_from((0, 1, 2, 3, 7, 31, 33, 64, 65)), st.sampled_from((0, 1, 127, 128, 129, 200)))
+sides = st.one_of(st.none(), st.just(-1), st.integers(-6, 80))
+heads = st.tuples(st.sampled_from((1, 2, 3, 5, 8)), st.integers(1, 2)).map(lambda x: (x[0] * x[1], x[1]))
+dims = st.tuples(*[st.sampled_from((1, 4, 8, 16, 20, 33, 64))] * 2)
+
+
+@dataclass(frozen=True)
+class Options:
+    """A recipe of options that prints itself."""
+
+    mask: tuple | None
+    chain: list
+    causal: bool
+    window: tuple
+    softcap: float
+    slopes: str
+    has_sink: bool
+    scale: float | None
+
+    def recipe(self, query_heads: int) -> calls.Recipe:
+        score, captured = score_of(self.chain, query_heads)
+        mask = None if self.mask is None else mask_of(self.mask)
+
+        def options(t: dict[str, torch.Tensor]) -> dict:
+            given = {"causal": self.causal, "window_size": self.window, "softcap": self.softcap, "softmax_scale": self.scale}
+            return given | {"score_mod": score, "mask_mod": mask, "sink": t.get("sink"), "alibi_slopes": t.get("alibi_slopes")}
+
+        def shapes(h: int, b: int, n: int) -> dict[str, tuple[int, ...]]:
+            slopes = {"one": {"alibi_slopes": (h,)}, "each": {"alibi_slopes": (b, h)}, "none": {}}[self.slopes]
+            return slopes | ({"sink": (h,)} if self.has_sink else {})
+
+        return calls.Recipe(options, shapes)
+
+
+options = st.builds(
+    Options,
+    mask=st.one_of(st.none(), st.none(), trees(2)),
+    chain=chains,
+    causal=st.booleans(),
+    window=st.one_of(st.just((-1, -1)), st.tuples(sides, sides)),
+    softcap=st.sampled_from((0.0, 0.0, 1.5, 20.0)),
+    slopes=st.sampled_from(("none", "none", "one", "each")),
+    has_sink=st.booleans(),
+    scale=st.sampled_from((None, None, 0.3)),
+)
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """One random call of ``flash_attn_varlen_func``, or of ``flash_attn_func`` in the form "dense"; its repr is enough to repeat it."""
+
+    form: str
+    lengths: list
+    heads: tuple
+    dims: tuple
+    dtype: torch.dtype
+    kind: str
+    options: Options
+    splits: int
+    blocks: tuple | None
+    with_lse: bool
+    seed: int
+
+
+sequences = st.builds(
+    Sequences,
+    form=st.sampled_from((*FORMS, "pages of 5", "packed", "dense")),
+    lengths=st.lists(st.tuples(lengths, lengths), min_size=1, max_size=5),
+    heads=heads,
+    dims=dims,
+    dtype=st.sampled_from(DTYPES),
+    kind=st.sampled_from(("normal", "peaky", "coded")),
+    options=options,
+    splits=st.sampled_from((0, 1, 1, 1, 2, 3, 9)),
+    blocks=st.one_of(st.none(), st.none(), st.sampled_from(((16, 16), (48, 8), (128, 64)))),
+    with_lse=st.booleans(),
+    seed=st.integers(0, 99),
+)
+
+
+def run_sequences(call: Sequences) -> None:
+    per_entry = call.lengths[:3] if call.form != "dense" else [call.lengths[0]] * min(2, len(call.lengths))
+    n_q, n_k = ([pair[i] for pair in per_entry] for i in (0, 1))
+    made = calls.ragged(n_q, n_k, call.heads, call.dims, call.dtype, call.kind, call.seed)
+    recipe, more = call.options.recipe(call.heads[0]), {"num_splits": call.splits}
+    if call.form == "dense":
+        tensors = recipe.draw(call.heads[0], len(n_q), made.longest, call.dtype)
+        q, k, v, dout, dlse = (torch.stack(part) for part in (made.q, made.k, made.v, made.dout, made.dlse))
+        given, dlse = recipe.options(tensors), dlse.transpose(1, 2) if call.with_lse else None
+        if call.blocks is not None and given["mask_mod"] is not None:
+            lists = anyattn.compute_block_sparsity(
+                *call.blocks, len(n_q), call.heads[0], n_q[0], n_k[0], given["mask_mod"], device="cpu"
+            )  # fmt: skip
+            more["block_sparse_tensors"] = lists
+        got = calls.call(anyattn.flash_attn_func, (q, k, v), tensors, given | more, dout, dlse, call.with_lse)
+        reference.judge(reference.dense(q, k, v), got, recipe.options, tensors, dout, dlse)
+        return
+    stored: Stored = paged(made, 5) if call.form == "pages of 5" else FORMS[call.form](made)
+    if call.blocks is not None and call.options.mask is not None and call.form.startswith("packed") and "padded" not in call.form:
+        ends = {n: stored.where[n] for n in ("cu_seqlens_q", "cu_seqlens_k")}
+        more["block_sparse_tensors"] = anyattn.compute_varlen_block_sparsity(
+            *call.blocks, call.heads[0], mask_of(call.options.mask), **ends
+        )
+    judged(made, stored, recipe, with_lse=call.with_lse, **more)
+
+
+@dataclass(frozen=True)
+class Cache:
+    """One random call of ``flash_attn_with_kvcache``."""
+
+    setting: Setting
+    options: Options
+    splits: int
+
+
+@st.composite
+def caches(draw: Callable) -> Cache:
+    batch = draw(st.integers(1, 4))
+    each = lambda strategy: tuple(draw(strategy) for _ in range(batch))
+    is_packed = draw(st.booleans())
+    queries = each(st.integers(0, 9)) if is_packed else (draw(st.integers(0, 9)),) * batch
+    new = draw(st.sampled_from((None, (), "other")))
+    if new == "other":
+        new = (draw(st.integers(1, 7)),) * batch
+    cached = each(lengths)
+    found_heads, found_dims = draw(heads), draw(dims)
+    widest = found_dims[0] // 2
+    setting = Setting(
+        cached=cached,
+        queries=queries,
+        new=new,
+        packed=is_packed,
+        leftpad=draw(st.sampled_from((None, tuple(draw(st.integers(0, n)) for n in cached)))),
+        page_size=draw(st.sampled_from((0, 1, 3, 16, 64, 128))),
+        rows=draw(st.sampled_from((None, tuple(draw(st.permutations(range(batch + 3)))[:batch])))),
+        rotary_dim=2 * draw(st.integers(0, widest)) if new is not None and widest else 0,
+        interleaved=draw(st.booleans()),
+        capacity=max(cached) + 9 + draw(st.integers(0, 70)),
+        heads=found_heads,
+        dims=found_dims,
+        dtype=draw(st.sampled_from(DTYPES)),
+        seed=draw(st.integers(0, 99)),
+    )
+    return Cache(setting, draw(options), draw(st.sampled_from((0, 1, 2, 3, 9))))
+
+
+def _needs_places(chain: list, mask: tuple | None) -> bool:
+    """Whether a mod reads a table at q_idx, which for more queries than keys is negative here."""
+    return any(step[0] in ("row_gate",) for step in chain) or (mask is not None and "documents" in str(mask))
+
+
+def run_cache(call: Cache) -> None:
+    s, chosen = call.setting, call.options
+    firsts = [c - (s.leftpad or (0,) * len(s.cached))[b] + s.appended[b] - s.queries[b] for b, c in enumerate(s.cached)]
+    if min(firsts) < 0 and _needs_places(chosen.chain, chosen.mask):
+        return
+    check(s, chosen.recipe(s.heads[0]), num_splits=call.splits)
+
+
+@pytest.mark.parametrize("shard", range(SHARDS))
+@pytest.mark.parametrize(("drawn", "run"), [(sequences, run_sequences), (caches(), run_cache)], ids=["sequences", "cache"])
+def test_random_calls(drawn, run, shard):
+    seed = FIRST_SEED + shard
+    if FRESH:
+        print(f"ANYATTN_FUZZ_SEED={FIRST_SEED} (shard {shard})", file=sys.stderr)
+
+    @hypothesis.seed(seed)
+    @settings(
+        max_examples=-(-(FRESH // 2 or FIXED) // SHARDS),
+        deadline=None,
+        database=None,
+        print_blob=bool(FRESH),
+        suppress_health_check=list(HealthCheck),
+        phases=(Phase.generate, Phase.shrink),
+    )
+    @hypothesis.given(drawn)
+    def many(call: Sequences | Cache) -> None:
+        run(call)
+
+    many()
