@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from anyattn import gallery
+from benchmarks import sequences
 from benchmarks.case import Case, Shape
 
 __all__ = ["CASES", "GALLERY"]
@@ -27,4 +28,4 @@ MASKS = [
     *(Case("masks", "mask", v, (), Shape.square(131_072), dtype="") for v in ("causal", "document-causal")),
 ]
 
-CASES: list[Case] = [*FORWARD, *BACKWARD, *WINDOW, *MASKS]
+CASES: list[Case] = [*FORWARD, *BACKWARD, *WINDOW, *MASKS, *sequences.CASES]

@@ -17,6 +17,8 @@ from typing import Any
 
 import psutil
 
+from benchmarks import sequence_probes
+
 __all__ = ["PROBES", "measure"]
 
 _MIB = 2**20
@@ -162,6 +164,7 @@ PROBES: dict[str, Callable[[], dict[str, Any]]] = {
     "first-call": _first_call,
     "closure": _closure,
     "import": _import_time,
+    **sequence_probes.PROBES,
 }
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import psutil
 
+from benchmarks import sequences
 from benchmarks.case import OTHER_JOB, OURS, Case, Record, Timing
 from benchmarks.judge import judge
 from benchmarks.peers import PEERS, Inputs, Unavailable
@@ -97,7 +98,26 @@ def run_case(case: Case, rounds: int, budget_s: float, patience_s: float = 0.0) 
 
     A peer whose result fails is timed all the same, with its share in the record: it is no claim of ours.
     """
-    record, inputs = Record.of(case), Inputs.of(case)
+    record = Record.of(case)
+    calls, facts, judged = (_sequences if case.kind in sequences.KINDS else _grid)(case, record)
+    record.extra.update(facts)
+    record.flops = case.flops(record.extra.get("pairs", 0))
+    record.budget = judged({name: call() for name, call in calls.items() if name not in OTHER_JOB})
+    if not record.budget[OURS] <= 1.0:
+        what = "its lists differ from the mask" if case.kind == "mask" else f"it uses {record.budget[OURS]:.3g} of its error budget"
+        record.refused = f"anyattn's result is wrong here ({what}); not timed"
+        return record
+    record.timings, about = interleave(calls, case.rounds or rounds, clock(case.device), budget_s, patience_s)
+    record.extra.update(about)
+    return record
+
+
+_Contest = tuple[dict[str, Callable[[], Any]], dict[str, Any], Callable[[dict[str, Any]], dict[str, float]]]
+
+
+def _grid(case: Case, record: Record) -> _Contest:
+    """The calls to time, facts for the record, and the judge, of a case that is one grid of queries and keys."""
+    inputs = Inputs.of(case)
     calls: dict[str, Callable[[], Any]] = {}
     for name in (OURS, *case.peers):
         peer = PEERS[name]
@@ -107,16 +127,14 @@ def run_case(case: Case, rounds: int, budget_s: float, patience_s: float = 0.0) 
             calls[name] = peer.prepare(inputs)
         except Unavailable as reason:
             record.unavailable[name] = str(reason)
-    record.extra.update(_facts(inputs))
-    record.flops = case.flops(record.extra.get("pairs", 0))
-    record.budget = judge(inputs, {name: call() for name, call in calls.items() if name not in OTHER_JOB})
-    if not record.budget[OURS] <= 1.0:
-        what = "its lists differ from the mask" if case.kind == "mask" else f"it uses {record.budget[OURS]:.3g} of its error budget"
-        record.refused = f"anyattn's result is wrong here ({what}); not timed"
-        return record
-    record.timings, about = interleave(calls, case.rounds or rounds, clock(case.device), budget_s, patience_s)
-    record.extra.update(about)
-    return record
+    return calls, _facts(inputs), lambda results: judge(inputs, results)
+
+
+def _sequences(case: Case, record: Record) -> _Contest:
+    """The same of a ragged batch or a cache."""
+    inputs = sequences.prepare(case)
+    calls = {name: sequences.PEERS[name](inputs) for name in (OURS, *case.peers)}
+    return calls, inputs.facts(), inputs.judge
 
 
 def _facts(inputs: Inputs) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What the tests of FlashAttention's doors share: a gallery of options, random sequences, ways to store them, and a call with all gradients."""
+"""What the tests of FlashAttention's doors share: options, random sequences, ways to store them, and a call with all gradients."""
 
 from __future__ import annotations
 
@@ -25,11 +25,14 @@ class Recipe:
     shapes: Callable[[int, int, int], dict[str, tuple[int, ...]]] = lambda heads, batch, longest: {}
 
     def draw(self, heads: int, batch: int, longest: int, dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor]:
-        """Leaves that want gradients: slopes in (0, 1), all else normal; the sink in the inputs' dtype, the others at least float32."""
+        """Leaves that want gradients: small slopes, all else normal; the sink in the inputs' dtype, the others at least float32.
+
+        Steep slopes over long sequences would make probabilities that float32 has no normal numbers for, which the budget does not know.
+        """
         g = torch.Generator().manual_seed(seed)
         found = {}
         for name, shape in self.shapes(heads, max(batch, 1), max(longest, 1)).items():
-            x = torch.rand(shape, generator=g) if name == "alibi_slopes" else torch.randn(shape, generator=g)
+            x = torch.rand(shape, generator=g) * 0.15 if name == "alibi_slopes" else torch.randn(shape, generator=g)
             found[name] = x.to(dtype if name == "sink" else torch.promote_types(dtype, torch.float32)).requires_grad_()
         return found
 
@@ -64,23 +67,15 @@ RECIPES: dict[str, Recipe] = {
     "empty_band": Recipe(lambda t: {"window_size": (2, -4)}),
     "softcap": Recipe(lambda t: {"causal": True, "softcap": 2.0}),
     "alibi": Recipe(lambda t: {"alibi_slopes": t["alibi_slopes"]}, lambda h, b, n: {"alibi_slopes": (h,)}),
-    "alibi_by_entry": Recipe(
-        lambda t: {"causal": True, "alibi_slopes": t["alibi_slopes"]}, lambda h, b, n: {"alibi_slopes": (b, h)}
-    ),
-    "alibi_softcap": Recipe(
-        lambda t: {"softcap": 3.0, "alibi_slopes": t["alibi_slopes"]}, lambda h, b, n: {"alibi_slopes": (h,)}
-    ),
+    "alibi_by_entry": Recipe(lambda t: {"causal": True, "alibi_slopes": t["alibi_slopes"]}, lambda h, b, n: {"alibi_slopes": (b, h)}),
+    "alibi_softcap": Recipe(lambda t: {"softcap": 3.0, "alibi_slopes": t["alibi_slopes"]}, lambda h, b, n: {"alibi_slopes": (h,)}),
     "sink": Recipe(lambda t: {"causal": True, "sink": t["sink"]}, _sinks),
     "sink_empty_band": Recipe(lambda t: {"window_size": (2, -4), "sink": t["sink"]}, _sinks),
-    "bias_key": Recipe(
-        lambda t: {"score_mod": lambda s, b, h, i, j: s + t["table"][h, j]}, lambda h, b, n: {"table": (h, n)}
-    ),
+    "bias_key": Recipe(lambda t: {"score_mod": lambda s, b, h, i, j: s + t["table"][h, j]}, lambda h, b, n: {"table": (h, n)}),
     "bias_row": Recipe(
         lambda t: {"causal": True, "score_mod": lambda s, b, h, i, j: s + t["table"][h, i]}, lambda h, b, n: {"table": (h, n)}
     ),
-    "bias_entry": Recipe(
-        lambda t: {"score_mod": lambda s, b, h, i, j: s + t["table"][b] * (j % 5)}, lambda h, b, n: {"table": (b,)}
-    ),
+    "bias_entry": Recipe(lambda t: {"score_mod": lambda s, b, h, i, j: s + t["table"][b] * (j % 5)}, lambda h, b, n: {"table": (b,)}),
     "distance": Recipe(
         lambda t: {"causal": True, "score_mod": lambda s, b, h, i, j: s + t["table"][h, torch.clamp(i - j, -10, 10) + 10]},
         lambda h, b, n: {"table": (h, 21)},
@@ -163,7 +158,11 @@ def in_a_row(parts: Sequence[Tensor], room: Sequence[int] | None = None, tail: i
 
 
 def side_by_side(
-    parts: Sequence[Tensor], capacity: int, rows: Sequence[int] | None = None, count: int | None = None, leftpad: Sequence[int] | None = None
+    parts: Sequence[Tensor],
+    capacity: int,
+    rows: Sequence[int] | None = None,
+    count: int | None = None,
+    leftpad: Sequence[int] | None = None,
 ) -> Tensor:
     """(B or count, capacity, H, D), part b in row ``rows[b]`` from ``leftpad[b]`` on; NaN where nothing belongs."""
     out = parts[0].new_full((len(parts) if count is None else count, capacity, *parts[0].shape[1:]), NAN)

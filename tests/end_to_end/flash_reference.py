@@ -1,4 +1,4 @@
-"""What FlashAttention's doors must give, from the definition: plain unpacking here, the mathematics by ``anyattn.oracle``, one sequence at a time.
+"""What FlashAttention's doors must give, from the definition: unpacking by plain Python, the mathematics by ``anyattn.oracle``.
 
 Nothing else of the library has a part in it. ``dense``, ``packed`` and ``cached`` take the doors' arguments and give the sequences that
 they describe; ``judge`` compares a door's results, laid out as the door returns them, with what the sequences give.
@@ -130,7 +130,9 @@ def cached(
             new_v = v_cache.new_zeros(0, *v_cache.shape[2:])
         positions = [old + i if follows else old for i in range(len(queries))]
         turned = [turn(queries, positions, rotary_cos, rotary_sin, rotary_interleaved, w) for w in (torch.float64, None)]
-        keys = [turn(new_k, [old + j for j in range(len(new_k))], rotary_cos, rotary_sin, rotary_interleaved, w) for w in (torch.float64, None)]
+        keys = [
+            turn(new_k, [old + j for j in range(len(new_k))], rotary_cos, rotary_sin, rotary_interleaved, w) for w in (torch.float64, None)
+        ]
         row = b if cache_batch_idx is None else int(cache_batch_idx[b])
         if page_table is None:
             rows = torch.arange(pad, old + len(new_k))
@@ -150,7 +152,7 @@ def cached(
 
 
 def turn(x: Tensor, positions: list[int], cos: Tensor | None, sin: Tensor | None, interleaved: bool, dtype: torch.dtype | None) -> Tensor:
-    """Rotary embedding of x (rows, H, D) one pair at a time, in ``dtype``, else in float32 or x's own if that is wider; not rounded after."""
+    """Rotary embedding of x (rows, H, D) one pair at a time, in ``dtype``, else float32 or x's own if wider; not rounded."""
     x = x.to(dtype or torch.promote_types(x.dtype, torch.float32))
     if cos is None or sin is None:
         return x

@@ -214,8 +214,8 @@ BAD = {
     "block lists a mask": (lambda: flash(block_sparse_tensors=lambda b, h, i, j: i > j), TypeError, r"block_sparse_tensors.*function"),
     "block lists of other lengths": (lambda: flash(block_sparse_tensors=lists(64, 24)), ValueError, r"block_sparse_tensors.*64.*16"),
     "block lists of a shorter k": (lambda: flash(block_sparse_tensors=lists(16, 20)), ValueError, r"block_sparse_tensors.*20.*24"),
-    "block lists of other heads": (lambda: flash(block_sparse_tensors=lists(16, 24, heads=3)), ValueError, r"block_sparse_tensors.*heads 3"),
-    "block lists of other batch": (lambda: flash(block_sparse_tensors=lists(16, 24, batch=3)), ValueError, r"block_sparse_tensors.*batch 3"),
+    "block lists, heads": (lambda: flash(block_sparse_tensors=lists(16, 24, heads=3)), ValueError, r"block_sparse_tensors.*heads 3"),
+    "block lists, batch": (lambda: flash(block_sparse_tensors=lists(16, 24, batch=3)), ValueError, r"block_sparse_tensors.*batch 3"),
 }  # fmt: skip
 SHORT = torch.arange(10.0)
 

@@ -1,4 +1,4 @@
-"""``flash_attn_with_kvcache`` against a reference that unpacks, turns and appends by itself; what must be exact, and what must stay as it is.
+"""``flash_attn_with_kvcache`` against a reference that unpacks, turns and appends by itself; what must be exact or stay as it is.
 
 ``test_kvcache.py`` lists settings one by one; here everything that an entry of the batch has differs from its neighbour's, and whatever
 no entry uses is NaN, or a page number that does not exist.

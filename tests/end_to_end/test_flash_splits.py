@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import flash_calls as calls
@@ -52,8 +53,8 @@ def in_parts(made: calls.Ragged, cuts: list[int], **options: Any) -> tuple[list[
     """Leaves, and the partial results over the keys between the cuts; causal and windows are counted in whole sequences by a mask."""
     q, k, v = (torch.stack(part).requires_grad_() for part in (made.q, made.k, made.v))
     outs, lses = [], []
-    for a, b in zip(cuts, cuts[1:]):
-        mask = options.get("mask")
+    mask = options.get("mask")
+    for a, b in pairwise(cuts):
         shifted = None if mask is None else (lambda entry, h, i, j, a=a: mask(entry, h, i, j + a))
         out, lse = flash_attn_func(q, k[:, a:b], v[:, a:b], mask_mod=shifted, return_lse=True)
         outs.append(out)
@@ -108,7 +109,7 @@ def drawn(shape: tuple[int, ...], spread: float, hidden: float) -> tuple[Tensor,
 def test_random_parts(shape, spread, hidden):
     outs, lses = drawn(shape, spread, hidden)
     out, lse = flash_attn_combine(outs, lses)
-    assert out.dtype == lse.dtype == torch.float32 and out.shape == shape[1:] + (20,) and lse.shape == shape[1:]
+    assert out.dtype == lse.dtype == torch.float32 and out.shape == (*shape[1:], 20) and lse.shape == shape[1:]
     exact, by_hand = plain(outs.double(), lses.double()), plain(outs, lses)
     budget.check("out", out, exact[0], by_hand[0])
     budget.check("lse", lse, exact[1], by_hand[1])

@@ -55,7 +55,7 @@ class Options:
     scale: float | None
 
     def recipe(self, query_heads: int) -> calls.Recipe:
-        score, captured = score_of(self.chain, query_heads)
+        score, _ = score_of(self.chain, query_heads)
         mask = None if self.mask is None else mask_of(self.mask)
 
         def options(t: dict[str, torch.Tensor]) -> dict:
