@@ -19,7 +19,12 @@ from benchmarks.cases import CASES
 from benchmarks.probes import PROBES, measure
 from benchmarks.runner import run_case
 
-_PROBE_GROUPS = {"memory": ("memory",), "masks": ("long-masks",), "host": ("first-call", "closure", "import")}
+_PROBE_GROUPS = {
+    "memory": ("memory",),
+    "masks": ("long-masks",),
+    "host": ("first-call", "closure", "import"),
+    "sequences": ("decode-host", "ragged-lists"),
+}
 _GROUPS = list(dict.fromkeys([*(case.group for case in CASES), *_PROBE_GROUPS]))
 
 

@@ -124,6 +124,35 @@ def _host(name: str, probe: str, key: str, most: float, unit: str) -> Bar:
     return Bar(name, most, lambda found: found.probes[probe][key], at_least=False, unit=unit)
 
 
+def _sequence_bars() -> list[Bar]:
+    bars = []
+    for d in ("float32", "bfloat16"):
+        documents, decode = f"sequences/documents/16384/{d}", f"sequences/decode/1/{d}"
+        bars += [
+            Bar(f"64 documents, causal, {d} vs SDPA on the padded batch", 3, lambda found, c=documents: found.ratio(c, "sdpa-padded")),
+            Bar(
+                f"64 documents {d}, time over one call a document",
+                1.15,
+                lambda found, c=documents: 1 / found.ratio(c, "per-document"),
+                at_least=False,
+            ),
+            Bar(f"decode 16 x 8,192 keys, 32/8 heads, {d} vs SDPA enable_gqa", 1.5, lambda found, c=decode: found.ratio(c, "sdpa-gqa")),
+            *(
+                Bar(
+                    f"decode {d}, pages of {n} over contiguous",
+                    1.3,
+                    lambda found, c=decode, n=n: found.ratio(c, f"paged-{n}"),
+                    at_least=False,
+                )
+                for n in (128, 16)
+            ),
+        ]
+    for batch in (1, 16):
+        bars.append(_host(f"host time of a decode call, batch {batch}", "decode-host", f"batch {batch}, contiguous", 300, "us"))
+    lists = lambda found: found.probes["ragged-lists"]["causal"]["lists_s"]
+    return [*bars, Bar("block lists of 1,000 sequences, causal", 1, lists, at_least=False, unit="s")]
+
+
 BARS: list[Bar] = [
     _versus("forward", "full", "float32", 0.9, 1.0),
     _versus("forward", "causal", "float32", 0.9, 1.0),
@@ -144,4 +173,5 @@ BARS: list[Bar] = [
     _host("extra host time of a new closure", "closure", "extra_ms", 1.0, "ms"),
     _host("import anyattn beyond torch", "import", "package_s", 1.0, "s"),
     _host("import anyattn and reach flex_attention, beyond torch", "import", "with_flex_attention_s", 1.0, "s"),
+    *_sequence_bars(),
 ]

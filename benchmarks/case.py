@@ -11,6 +11,7 @@ import torch
 __all__ = ["OTHER_JOB", "OURS", "Case", "Record", "Shape", "Timing"]
 
 OURS = "anyattn"
+_PRODUCTS = {"forward": 2, "backward": 5, "mask": 0, "documents": 2, "decode": 2}  # matrix products of each kind
 OTHER_JOB = ("anyattn-full",)  # contenders whose result is another case's: judged there, and of other FLOPs
 
 
@@ -35,7 +36,9 @@ class Shape:
 
 @dataclass(frozen=True)
 class Case:
-    """One thing to time. kind: forward, backward or mask (building a block mask). peers: names in ``peers.PEERS``, besides anyattn.
+    """One thing to time. kind: forward, backward, mask (building a block mask), documents or decode (``sequences.py``).
+
+    peers: names in ``peers.PEERS``, or of the calls of a case of sequences, besides anyattn.
 
     dtype: a torch dtype's name, empty for masks. device: where it runs, which also decides the clock.
     """
@@ -50,8 +53,8 @@ class Case:
     rounds: int | None = None  # fewer for the long ones
 
     def __post_init__(self) -> None:
-        if self.kind not in ("forward", "backward", "mask"):
-            raise ValueError(f"kind={self.kind!r} is not forward, backward or mask")
+        if self.kind not in _PRODUCTS:
+            raise ValueError(f"kind={self.kind!r} is not one of {', '.join(_PRODUCTS)}")
 
     @property
     def name(self) -> str:
@@ -68,8 +71,7 @@ class Case:
 
         Forward: two products; backward: five (the scores again, dV, dP, dQ, dK), as FlashAttention counts.
         """
-        products = {"forward": 2, "backward": 5, "mask": 0}[self.kind]
-        return products * 2 * self.shape.head_dim * pairs
+        return _PRODUCTS[self.kind] * 2 * self.shape.head_dim * pairs
 
 
 @dataclass(frozen=True)

@@ -27,4 +27,15 @@ MASKS = [
     *(Case("masks", "mask", v, (), Shape.square(131_072), dtype="") for v in ("causal", "document-causal")),
 ]
 
-CASES: list[Case] = [*FORWARD, *BACKWARD, *WINDOW, *MASKS]
+SEQUENCES = [
+    *(
+        Case("sequences", "documents", "documents", ("sdpa-padded", "per-document"), Shape.square(16_384), dtype=d, rounds=5)
+        for d in _DTYPES
+    ),
+    *(
+        Case("sequences", "decode", "decode", ("sdpa-gqa", "paged-128", "paged-16"), Shape(16, 32, 8, 1, 8192, 128), dtype=d)
+        for d in _DTYPES
+    ),
+]
+
+CASES: list[Case] = [*FORWARD, *BACKWARD, *WINDOW, *MASKS, *SEQUENCES]
