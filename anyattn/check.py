@@ -171,6 +171,8 @@ def _traced(mod: Any, kind: str, query: Tensor, aux: list[Tensor] | None, length
 
 def traced(mod: Any, kind: str, query: Tensor, aux: list[Tensor] | None, name: str = "") -> TracedMod:
     """A mod traced for ``query``'s dtype and device; where its loads lie is still to be checked."""
+    if isinstance(mod, TracedMod):
+        return mod
     score_dtype = torch.float64 if query.dtype is torch.float64 else torch.float32
     found = trace(mod, kind, score_dtype=score_dtype, aux_tensors=aux, device=query.device)
     for tensor in found.tensors:

@@ -11,7 +11,7 @@ from torch import Tensor
 from anyattn import check_flash
 from anyattn.check_flash import Options
 from anyattn.geometry.seqlen_info import SeqlenInfoQKNewK
-from anyattn.geometry.sequences import Sequences
+from anyattn.geometry.sequences import Sequences, end_to_end
 from anyattn.kvcache import append, rotary
 from anyattn.problem import Problem
 
@@ -113,12 +113,12 @@ def cache_call(
         cached,
         leftpad,
     )
-    info = replace(info, **{name: getattr(info, name) + zero for name in ("leftpad_k", "offset_k", "seqlen_q", "seqlen_k_new", "seqlen_k")})
+    info = _as_vectors(info, zero)
     sequences = Sequences(
         seqlens_q=info.seqlen_q,
         seqlens_k=info.seqlen_k,
         q_row=number if ends is None else zero,
-        q_start=info.offset_q + zero,
+        q_start=info.offset_q,
         k_row=rows,
         k_start=info.offset_k,
         q_first=info.seqlen_k - info.seqlen_q,
@@ -129,7 +129,7 @@ def cache_call(
     check_flash.check_max("max_seqlen_q", max_seqlen_q, sequences.max_seqlen_q)
     new = None
     if k is not None:
-        append.check_append(info, rows, table, k_cache.shape[1], k_cache.shape[0])
+        append.check_append(info, None if cache_batch_idx is None else rows, table, k_cache.shape[1], k_cache.shape[0])
         append.check_apart("k_cache", k_cache)
         append.check_apart("v_cache", v_cache)
         places = append.slots(info, rows, table, k_cache.shape[1])
@@ -138,6 +138,11 @@ def cache_call(
         append.check_pages(table, sequences.k_start, sequences.k_start + sequences.seqlens_k, sequences.page_size, k_cache.shape[0])
     turn = _turn(q, k, info, sequences, rotary_cos, rotary_sin, bool(interleaved), options)
     return CacheCall(check_flash.problem_of(q, k_cache, v_cache, sequences, options, 0), k_cache, v_cache, new, turn)
+
+
+def _as_vectors(info: SeqlenInfoQKNewK, zero: Tensor) -> SeqlenInfoQKNewK:
+    """Every field as one number per entry."""
+    return SeqlenInfoQKNewK(*(f if isinstance(f, Tensor) else zero + f if f else zero for f in vars(info).values()))
 
 
 def _check_storage(q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any, cu_seqlens_q: Any, page_table: Any) -> None:
@@ -212,18 +217,12 @@ def _turn(
         return None
     if k is None:
         raise ValueError("rotary_cos is given without k and v; wanted the new keys too: what is cached is turned already, and so must q be")
-    k_positions = _counted_from(info.seqlen_rotary, info.seqlen_k_new)
+    k_positions = end_to_end(info.seqlen_rotary, info.seqlen_k_new)[1]
     moves = options.causal or any(side not in (None, -1) for side in options.window_size)
-    used = _counted_from(info.seqlen_rotary, s.seqlens_q) if moves else info.seqlen_rotary[s.row_entry]
+    used = end_to_end(info.seqlen_rotary, s.seqlens_q)[1] if moves else info.seqlen_rotary[s.row_entry]
     q_positions = torch.zeros(q.shape[:-2].numel(), dtype=torch.int64, device=q.device)
     per_row = q.shape[1] if q.ndim == 4 else 0
-    q_positions[_counted_from(s.q_row * per_row + s.q_start, s.seqlens_q)] = used
+    q_positions[end_to_end(s.q_row * per_row + s.q_start, s.seqlens_q)[1]] = used
     last = max((int(p.max()) for p in (k_positions, used) if len(p)), default=-1)
     rotary.check_rotary(cos, sin, q.shape[-1], last, q.device)
     return _Turn(cos, sin, interleaved, q_positions, k_positions)
-
-
-def _counted_from(start: Tensor, counts: Tensor) -> Tensor:
-    """``start[b], start[b] + 1, ...``, ``counts[b]`` of them, for one entry after the other."""
-    entry = torch.repeat_interleave(counts)
-    return torch.arange(len(entry), device=start.device) + (start - counts.cumsum(0) + counts)[entry]

@@ -46,8 +46,8 @@ class Options:
     softcap: Any = 0.0
     alibi_slopes: Any = None
     sink: Any = None
-    score_mod: Callable | None = None
-    mask_mod: Callable | None = None
+    score_mod: Callable | TracedMod | None = None
+    mask_mod: Callable | TracedMod | None = None
     block_sparse_tensors: Any = None
     aux_tensors: Sequence[Tensor] | None = None
     deterministic: bool = False
@@ -147,7 +147,7 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences | None, opt
     sink = check.sink_logits(options.sink, q4)
     bare = Problem(q4, k4, v4, check.scale_of("softmax_scale", options.softmax_scale, q.shape[-1]), sequences=sequences)
 
-    def traced(mod: Callable, kind: str) -> TracedMod:
+    def traced(mod: Callable | TracedMod, kind: str) -> TracedMod:
         found = check.traced(mod, kind, q4, aux)
         _check_loads(found, bare)
         return found

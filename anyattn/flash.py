@@ -68,8 +68,12 @@ def flash_attn_func(
         softmax_scale, causal, window_size, softcap, alibi_slopes, sink, score_mod, mask_mod, block_sparse_tensors, aux_tensors,
         deterministic, return_lse, num_splits,
     )  # fmt: skip
-    out, lse = _computed(check_flash.dense_problem(q, k, v, options), backend)
-    return (out.transpose(1, 2), lse) if return_lse else out.transpose(1, 2)
+    if torch.compiler.is_compiling():
+        from anyattn.flash_ops import compiled_flash
+
+        found = compiled_flash(q, k, v, (None,) * 5, options, backend)
+        return found if return_lse else found[0]
+    return _computed(check_flash.dense_problem(q, k, v, options), backend, False, return_lse)
 
 
 def flash_attn_varlen_func(
@@ -128,10 +132,15 @@ def flash_attn_varlen_func(
         softmax_scale, causal, window_size, softcap, alibi_slopes, sink, score_mod, mask_mod, block_sparse_tensors, aux_tensors,
         deterministic, return_lse, num_splits,
     )  # fmt: skip
+    if torch.compiler.is_compiling():
+        from anyattn.flash_ops import compiled_flash
+
+        found = compiled_flash(q, k, v, (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table), options, backend)
+        return found if return_lse else found[0]
     problem = check_flash.varlen_problem(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k, page_table, validate, options
     )
-    return _laid_out(*_computed(problem, backend), cu_seqlens_q is not None, return_lse)
+    return _computed(problem, backend, cu_seqlens_q is not None, return_lse)
 
 
 def flash_attn_with_kvcache(
@@ -193,12 +202,20 @@ def flash_attn_with_kvcache(
 
     Source: FlashAttention's function of this name; paged caches: Kwon et al. (arXiv:2309.06180).
     """
-    from anyattn.check_cache import cache_call
-
     options = Options(
         softmax_scale, causal, window_size, softcap, alibi_slopes, sink, score_mod, mask_mod, None, aux_tensors, False, return_lse,
         num_splits,
     )  # fmt: skip
+    if torch.compiler.is_compiling():
+        from anyattn.flash_ops import compiled_decode
+
+        if isinstance(cache_seqlens, int):
+            cache_seqlens = torch.full((len(q) if cu_seqlens_q is None else len(cu_seqlens_q) - 1,), cache_seqlens, device=q.device)
+        given = (k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, page_table, cu_seqlens_q)
+        found = compiled_decode(q.detach(), k_cache, v_cache, given, rotary_interleaved, options, backend)
+        return found if return_lse else found[0]
+    from anyattn.check_cache import cache_call
+
     with torch.no_grad():
         call = cache_call(
             q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, page_table, cu_seqlens_q,
@@ -230,11 +247,10 @@ def flash_attn_combine(out_partial: Tensor, lse_partial: Tensor) -> tuple[Tensor
     return autograd.backend_module(chosen).combine(out_partial, lse_partial)
 
 
-def _computed(problem: Problem, backend: str | None) -> tuple[Tensor, Tensor | None]:
-    """out (B or 1, Hq, S, Dv) and lse (B or 1, Hq, S), stored as the queries are."""
+def _computed(problem: Problem, backend: str | None, is_packed: bool, return_lse: bool) -> Any:
     chosen = plan.choose(problem, hardware.of(problem.q.device.type), backend)
     out, lse, _ = autograd.compute(problem, chosen)
-    return out, lse
+    return _laid_out(out, lse, is_packed, return_lse)
 
 
 def _laid_out(out: Tensor, lse: Tensor | None, is_packed: bool, return_lse: bool) -> Any:

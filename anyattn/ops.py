@@ -21,13 +21,13 @@ from anyattn.mods.ir import Expr
 from anyattn.mods.trace import TracedMod
 from anyattn.problem import Problem
 
-__all__ = ["attend", "compiled_flex_attention"]
+__all__ = ["NO_MOD", "attend", "compiled_flex_attention", "frozen_mod", "traced_mod"]
 
-_NO_MOD = ""
+NO_MOD = ""
 
 
-def _traced(kind: str, program: str, scalars: Tensor, tensors: list[Tensor]) -> TracedMod | None:
-    if program == _NO_MOD:
+def traced_mod(kind: str, program: str, scalars: Tensor, tensors: list[Tensor]) -> TracedMod | None:
+    if program == NO_MOD:
         return None
     expr = codec.decode(program)
     return TracedMod(kind, expr, _numbers(expr, scalars), tuple(tensors), "compiled mod")
@@ -55,7 +55,7 @@ def _problem(
     scale: float,
     wants_max: bool,
 ) -> Problem:
-    score = _traced("score", score_program, score_scalars, score_tensors)
+    score = traced_mod("score", score_program, score_scalars, score_tensors)
     predicates, taken = [], 0
     for program, scalars in zip(mask_programs.splitlines(), mask_scalars, strict=True):
         expr = codec.decode(program)
@@ -223,29 +223,29 @@ def compiled_flex_attention(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``flex_attention`` as one operator call, written so that Dynamo can trace it: mods must be wrapped."""
     key, value = check.tensors(query, key, value, enable_gqa)
-    frozen = _frozen(score_mod, Score, "score_mod", query, aux_tensors) if score_mod is not None else None
+    frozen = frozen_mod(score_mod, Score, "score_mod", query, aux_tensors) if score_mod is not None else None
     masks, block_lists, block_size, is_exact = [], [], [], False
     if block_mask is not None:
         check.block_lengths(block_mask, query, key)
-        masks.append(_frozen(block_mask.mask_mod, Mask, "block_mask.mask_mod", query, aux_tensors))
+        masks.append(frozen_mod(block_mask.mask_mod, Mask, "block_mask.mask_mod", query, aux_tensors))
         block_lists = [block_mask.kv_num_blocks, block_mask.kv_indices]
         if block_mask.full_kv_num_blocks is not None:
             block_lists += [block_mask.full_kv_num_blocks, block_mask.full_kv_indices]
         block_size, is_exact = list(block_mask.BLOCK_SIZE), getattr(block_mask, "is_exact", False)
     if mask_mod is not None:
-        masks.append(_frozen(mask_mod, Mask, "mask_mod", query, aux_tensors))
+        masks.append(frozen_mod(mask_mod, Mask, "mask_mod", query, aux_tensors))
     mask_tensors = []
     for m in masks:
         mask_tensors += m.tensors
     return attend(
         query, key, value, sink,
-        _NO_MOD if frozen is None else frozen.program, query.new_empty(0, dtype=torch.float64) if frozen is None else frozen.scalars,
+        NO_MOD if frozen is None else frozen.program, query.new_empty(0, dtype=torch.float64) if frozen is None else frozen.scalars,
         [] if frozen is None else frozen.tensors, "\n".join([m.program for m in masks]), [m.scalars for m in masks], mask_tensors,
         block_lists, block_size, is_exact, query.shape[3] ** -0.5 if scale is None else float(scale), wants_max, backend or "",
     )  # fmt: skip
 
 
-def _frozen(mod: Any, kind: type[Mask] | type[Score], name: str, query: Tensor, aux_tensors: Any) -> Any:
+def frozen_mod(mod: Any, kind: type[Mask] | type[Score], name: str, query: Tensor, aux_tensors: Any) -> Any:
     if not isinstance(mod, kind):
         raise TypeError(
             f"{name} is a plain {type(mod).__name__} inside torch.compile or torch.export; wanted a wrapped mod: make it outside the "

@@ -13,8 +13,6 @@ from benchmarks.runner import geometric_mean
 
 __all__ = ["BARS", "Bar", "Found"]
 
-_RAGGED = ("causal", "window-512")
-
 
 @dataclass(frozen=True)
 class Found:
@@ -122,10 +120,6 @@ def _mask_bars() -> list[Bar]:
     return bars
 
 
-def _ragged_lists(mask: str) -> Callable[[Found], float]:
-    return lambda found: found.probes["ragged-lists"][mask]["seconds"]
-
-
 def _host(name: str, probe: str, key: str, most: float, unit: str) -> Bar:
     return Bar(name, most, lambda found: found.probes[probe][key], at_least=False, unit=unit)
 
@@ -133,29 +127,30 @@ def _host(name: str, probe: str, key: str, most: float, unit: str) -> Bar:
 def _sequence_bars() -> list[Bar]:
     bars = []
     for d in ("float32", "bfloat16"):
-        documents, decode, pages = f"sequences/documents/16384/{d}", f"sequences/decode/8192/{d}", f"sequences/decode-pages/8192/{d}"
+        documents, decode = f"sequences/documents/16384/{d}", f"sequences/decode/1/{d}"
         bars += [
-            _times_as_fast(f"64 documents of 16,384 tokens {d} vs SDPA on the padded batch", 3, documents, "sdpa"),
-            _time_over(f"64 documents of 16,384 tokens {d}, time over one call per document", 1.15, documents, OURS, "anyattn-each"),
-            _times_as_fast(f"decode B16 8,192 keys {d} vs SDPA", 1.5, decode, "sdpa"),
+            Bar(f"64 documents, causal, {d} vs SDPA on the padded batch", 3, lambda found, c=documents: found.ratio(c, "sdpa-padded")),
+            Bar(
+                f"64 documents {d}, time over one call a document",
+                1.15,
+                lambda found, c=documents: 1 / found.ratio(c, "per-document"),
+                at_least=False,
+            ),
+            Bar(f"decode 16 x 8,192 keys, 32/8 heads, {d} vs SDPA enable_gqa", 1.5, lambda found, c=decode: found.ratio(c, "sdpa-gqa")),
             *(
-                _time_over(f"decode {d}, time of shuffled pages of {n} over contiguous", 1.3, pages, f"anyattn-pages-{n}", OURS)
+                Bar(
+                    f"decode {d}, pages of {n} over contiguous",
+                    1.3,
+                    lambda found, c=decode, n=n: found.ratio(c, f"paged-{n}"),
+                    at_least=False,
+                )
                 for n in (128, 16)
             ),
         ]
-    return bars
-
-
-def _times_as_fast(name: str, floor: float, case: str, peer: str) -> Bar:
-    return Bar(name, floor, lambda found: found.ratio(case, peer))
-
-
-def _time_over(name: str, most: float, case: str, mine: str, other: str) -> Bar:
-    def over(found: Found) -> float:
-        timings = found.record(case).timings
-        return timings[mine].median / timings[other].median
-
-    return Bar(name, most, over, at_least=False)
+    for batch in (1, 16):
+        bars.append(_host(f"host time of a decode call, batch {batch}", "decode-host", f"batch {batch}, contiguous", 300, "us"))
+    lists = lambda found: found.probes["ragged-lists"]["causal"]["lists_s"]
+    return [*bars, Bar("block lists of 1,000 sequences, causal", 1, lists, at_least=False, unit="s")]
 
 
 BARS: list[Bar] = [
@@ -179,6 +174,4 @@ BARS: list[Bar] = [
     _host("import anyattn beyond torch", "import", "package_s", 1.0, "s"),
     _host("import anyattn and reach flex_attention, beyond torch", "import", "with_flex_attention_s", 1.0, "s"),
     *_sequence_bars(),
-    *(_host(f"host time of a decode call, batch {n}", "decode-host", f"batch_{n}_us", 300, "us") for n in (1, 16)),
-    *(Bar(f"block lists of 1,000 sequences of 1 to 4,096, {mask}", 1.0, _ragged_lists(mask), at_least=False, unit="s") for mask in _RAGGED),
 ]

@@ -11,7 +11,7 @@ import torch
 __all__ = ["OTHER_JOB", "OURS", "Case", "Record", "Shape", "Timing"]
 
 OURS = "anyattn"
-_PRODUCTS = {"forward": 2, "backward": 5, "mask": 0, "varlen": 2, "decode": 2}
+_PRODUCTS = {"forward": 2, "backward": 5, "mask": 0, "documents": 2, "decode": 2}  # matrix products of each kind
 OTHER_JOB = ("anyattn-full",)  # contenders whose result is another case's: judged there, and of other FLOPs
 
 
@@ -36,8 +36,9 @@ class Shape:
 
 @dataclass(frozen=True)
 class Case:
-    """One thing to time. kind: forward, backward, mask (building a block mask), or varlen and decode (``sequences.py``). peers: names in
-    ``peers.PEERS``, or ``sequences.PEERS``, besides anyattn.
+    """One thing to time. kind: forward, backward, mask (building a block mask), documents or decode (``sequences.py``).
+
+    peers: names in ``peers.PEERS``, or of the calls of a case of sequences, besides anyattn.
 
     dtype: a torch dtype's name, empty for masks. device: where it runs, which also decides the clock.
     """
@@ -58,7 +59,7 @@ class Case:
     @property
     def name(self) -> str:
         """group/variant/S/dtype: what filters and bars look for."""
-        length = str(max(self.shape.seqlen_q, self.shape.seqlen_k))
+        length = str(self.shape.seqlen_q)
         return "/".join(p for p in (self.group, self.variant, length, self.dtype) if p)
 
     @property

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from anyattn import gallery
-from benchmarks import sequences
 from benchmarks.case import Case, Shape
 
 __all__ = ["CASES", "GALLERY"]
@@ -28,4 +27,15 @@ MASKS = [
     *(Case("masks", "mask", v, (), Shape.square(131_072), dtype="") for v in ("causal", "document-causal")),
 ]
 
-CASES: list[Case] = [*FORWARD, *BACKWARD, *WINDOW, *MASKS, *sequences.CASES]
+SEQUENCES = [
+    *(
+        Case("sequences", "documents", "documents", ("sdpa-padded", "per-document"), Shape.square(16_384), dtype=d, rounds=5)
+        for d in _DTYPES
+    ),
+    *(
+        Case("sequences", "decode", "decode", ("sdpa-gqa", "paged-128", "paged-16"), Shape(16, 32, 8, 1, 8192, 128), dtype=d)
+        for d in _DTYPES
+    ),
+]
+
+CASES: list[Case] = [*FORWARD, *BACKWARD, *WINDOW, *MASKS, *SEQUENCES]

@@ -17,8 +17,6 @@ from typing import Any
 
 import psutil
 
-from benchmarks import sequence_probes
-
 __all__ = ["PROBES", "measure"]
 
 _MIB = 2**20
@@ -158,13 +156,62 @@ def _import_time() -> dict[str, Any]:
     return {"package_s": package, "with_flex_attention_s": time.perf_counter() - start}
 
 
+def _decode_host() -> dict[str, Any]:
+    """One decode call that appends, causal, over caches of two keys, on one thread: microseconds, hardly any of them arithmetic."""
+    import torch
+
+    import anyattn
+
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {}
+    for batch in (1, 16):
+        q, k, v = (torch.randn(batch, 1, heads, 128) for heads in (32, 8, 8))
+        caches = [torch.randn(batch, 64, 8, 128) for _ in range(2)]
+        pools = [torch.randn(batch * 4, 16, 8, 128) for _ in range(2)]
+        table = torch.randperm(batch * 4).view(batch, 4).to(torch.int32)
+        alike, mixed = torch.full((batch,), 1, dtype=torch.int32), (torch.arange(batch) % 3).to(torch.int32)
+        for name, given, options in (
+            ("contiguous", caches, {"cache_seqlens": alike}),
+            ("paged", pools, {"cache_seqlens": alike, "page_table": table}),
+            ("of several lengths", caches, {"cache_seqlens": mixed}),
+        ):
+            times = []
+            for _ in range(400):
+                start = time.perf_counter()
+                anyattn.flash_attn_with_kvcache(q, *given, k=k, v=v, causal=True, **options)
+                times.append((time.perf_counter() - start) * 1e6)
+            found[f"batch {batch}, {name}"] = statistics.median(times[50:])
+    return found
+
+
+def _ragged_lists() -> dict[str, Any]:
+    """Block lists of 1,000 sequences of 1 to 4,096 tokens, forward and transposed, by mask: seconds, the third time."""
+    import torch
+
+    import anyattn
+    from anyattn import masks
+
+    lengths = torch.randint(1, 4097, (1000,), generator=torch.Generator().manual_seed(0))
+    ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    found: dict[str, Any] = {"tokens": int(ends[-1])}
+    for mask in (masks.causal(), masks.sink_window(4, 512), masks.dilated(64, 4)):
+        for _ in range(3):
+            start = time.perf_counter()
+            lists = anyattn.compute_varlen_block_sparsity(128, 128, None, mask, cu_seqlens_q=ends, cu_seqlens_k=ends)
+            made = time.perf_counter()
+            lists.transposed()
+            found[mask.name] = {"lists_s": made - start, "transposed_s": time.perf_counter() - made}
+    return found
+
+
 PROBES: dict[str, Callable[[], dict[str, Any]]] = {
     "memory": _memory,
     "long-masks": _long_masks,
     "first-call": _first_call,
     "closure": _closure,
     "import": _import_time,
-    **sequence_probes.PROBES,
+    "decode-host": _decode_host,
+    "ragged-lists": _ragged_lists,
 }
 
 

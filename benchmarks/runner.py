@@ -9,15 +9,16 @@ from typing import Any
 
 import psutil
 
-from benchmarks import sequences
 from benchmarks.case import OTHER_JOB, OURS, Case, Record, Timing
 from benchmarks.judge import judge
 from benchmarks.peers import PEERS, Inputs, Unavailable
+from benchmarks.sequences import Decode, Documents
 from benchmarks.variants import visible_pairs
 
 __all__ = ["Others", "clock", "geometric_mean", "interleave", "run_case"]
 
 _DISTURBED = 0.15  # cores that other processes may use during a round without its being repeated
+_SEQUENCES: dict[str, Any] = {"documents": Documents, "decode": Decode}
 _SAMPLE = 0.02  # seconds: shorter calls are repeated within a sample, so that the clock and a scheduler's tick matter little
 
 
@@ -98,26 +99,9 @@ def run_case(case: Case, rounds: int, budget_s: float, patience_s: float = 0.0) 
 
     A peer whose result fails is timed all the same, with its share in the record: it is no claim of ours.
     """
-    record = Record.of(case)
-    calls, facts, judged = (_sequences if case.kind in sequences.KINDS else _grid)(case, record)
-    record.extra.update(facts)
-    record.flops = case.flops(record.extra.get("pairs", 0))
-    record.budget = judged({name: call() for name, call in calls.items() if name not in OTHER_JOB})
-    if not record.budget[OURS] <= 1.0:
-        what = "its lists differ from the mask" if case.kind == "mask" else f"it uses {record.budget[OURS]:.3g} of its error budget"
-        record.refused = f"anyattn's result is wrong here ({what}); not timed"
-        return record
-    record.timings, about = interleave(calls, case.rounds or rounds, clock(case.device), budget_s, patience_s)
-    record.extra.update(about)
-    return record
-
-
-_Contest = tuple[dict[str, Callable[[], Any]], dict[str, Any], Callable[[dict[str, Any]], dict[str, float]]]
-
-
-def _grid(case: Case, record: Record) -> _Contest:
-    """The calls to time, facts for the record, and the judge, of a case that is one grid of queries and keys."""
-    inputs = Inputs.of(case)
+    if case.kind in _SEQUENCES:
+        return _run_sequences(case, rounds, budget_s, patience_s)
+    record, inputs = Record.of(case), Inputs.of(case)
     calls: dict[str, Callable[[], Any]] = {}
     for name in (OURS, *case.peers):
         peer = PEERS[name]
@@ -127,14 +111,30 @@ def _grid(case: Case, record: Record) -> _Contest:
             calls[name] = peer.prepare(inputs)
         except Unavailable as reason:
             record.unavailable[name] = str(reason)
-    return calls, _facts(inputs), lambda results: judge(inputs, results)
+    record.extra.update(_facts(inputs))
+    record.flops = case.flops(record.extra.get("pairs", 0))
+    record.budget = judge(inputs, {name: call() for name, call in calls.items() if name not in OTHER_JOB})
+    if not record.budget[OURS] <= 1.0:
+        what = "its lists differ from the mask" if case.kind == "mask" else f"it uses {record.budget[OURS]:.3g} of its error budget"
+        record.refused = f"anyattn's result is wrong here ({what}); not timed"
+        return record
+    record.timings, about = interleave(calls, case.rounds or rounds, clock(case.device), budget_s, patience_s)
+    record.extra.update(about)
+    return record
 
 
-def _sequences(case: Case, record: Record) -> _Contest:
-    """The same of a ragged batch or a cache."""
-    inputs = sequences.prepare(case)
-    calls = {name: sequences.PEERS[name](inputs) for name in (OURS, *case.peers)}
-    return calls, inputs.facts(), inputs.judge
+def _run_sequences(case: Case, rounds: int, budget_s: float, patience_s: float) -> Record:
+    record, job = Record.of(case), _SEQUENCES[case.kind](case)
+    calls = job.calls()
+    record.extra.update(job.facts())
+    record.flops = case.flops(record.extra["pairs"])
+    record.budget = job.judge({name: call() for name, call in calls.items()})
+    if not record.budget[OURS] <= 1.0:
+        record.refused = f"anyattn's result is wrong here (it uses {record.budget[OURS]:.3g} of its error budget); not timed"
+        return record
+    record.timings, about = interleave(calls, case.rounds or rounds, clock(case.device), budget_s, patience_s)
+    record.extra.update(about)
+    return record
 
 
 def _facts(inputs: Inputs) -> dict[str, Any]:

@@ -20,6 +20,7 @@ FLOORS: dict[str, int] = {
     "anyattn": 0,
     "anyattn.flex": 0,
     "anyattn.flash": 0,
+    "anyattn.flash_ops": 0,
     "anyattn.ops": 0,
     "anyattn.explanation": 0,
     "anyattn.cli": 0,

@@ -9,7 +9,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["OnHost", "Sequences"]
+__all__ = ["OnHost", "Sequences", "end_to_end"]
+
+
+def end_to_end(start: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+    """The ranges ``start[b]`` to ``start[b] + count[b]`` one after the other, int64: each element's b, and the element.
+
+    >>> end_to_end(torch.tensor([5, 0]), torch.tensor([2, 3]))
+    (tensor([0, 0, 1, 1, 1]), tensor([5, 6, 0, 1, 2]))
+    """
+    entry = torch.repeat_interleave(count)
+    # start, less what precedes the range: one vector to look up instead of two
+    shift = start - (count.cumsum(0) - count)
+    return entry, torch.arange(len(entry), device=entry.device) + shift[entry]
 
 
 class OnHost(NamedTuple):
@@ -98,8 +110,7 @@ class Sequences:
     @cached_property
     def row_position(self) -> Tensor:
         """(total queries,): q_idx of each row."""
-        start = self.q_first - self.row_base
-        return torch.arange(len(self.row_entry), device=start.device) + start[self.row_entry]
+        return end_to_end(self.q_first, self.seqlens_q)[1]
 
     @cached_property
     def key_entry(self) -> Tensor:
@@ -109,7 +120,7 @@ class Sequences:
     @cached_property
     def key_position(self) -> Tensor:
         """(total keys,): kv_idx of each key."""
-        return torch.arange(len(self.key_entry), device=self.key_base.device) - self.key_base[self.key_entry]
+        return end_to_end(torch.zeros_like(self.seqlens_k), self.seqlens_k)[1]
 
     @cached_property
     def alike(self) -> list[int]:

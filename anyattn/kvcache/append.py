@@ -13,6 +13,7 @@ from torch import Tensor
 
 from anyattn.geometry.integers import ceil_div
 from anyattn.geometry.seqlen_info import SeqlenInfoQKNewK
+from anyattn.geometry.sequences import end_to_end
 
 __all__ = ["append", "check_apart", "check_append", "check_pages", "slots"]
 
@@ -58,6 +59,7 @@ def check_append(info: SeqlenInfoQKNewK, cache_rows: Tensor | None, page_table: 
     info, cache_rows, page_table: as in ``slots``; every length and every cache row is taken to be in range before the new rows come.
     page_size, num_pages: the second and the first dimension of the cache, which without pages are its capacity and its rows. Refused:
     entries that do not fit with their new rows, pages in use that the pool does not have, a cache row or a page that is appended to twice.
+    cache_rows None without pages: every entry has a row of its own.
     A page or row that another entry only reads is not looked for.
 
     >>> info = SeqlenInfoQKNewK.create(torch.arange(2), 2, 32, 2, seqused_k=torch.tensor([7, 31]))
@@ -67,9 +69,10 @@ def check_append(info: SeqlenInfoQKNewK, cache_rows: Tensor | None, page_table: 
 32: append fewer, or make the cache longer
     """
     if page_table is None:
-        assert cache_rows is not None, "a contiguous cache needs cache_rows"
-        _check_capacity(info, cache_rows, page_size, f"each row of k_cache holds {page_size}", "make the cache longer")
-        _check_cache_rows(info, cache_rows)
+        like = info.seqlen_k if cache_rows is None else cache_rows
+        _check_capacity(info, like, page_size, f"each row of k_cache holds {page_size}", "make the cache longer")
+        if cache_rows is not None:
+            _check_cache_rows(info, cache_rows)
         return
     width = page_table.shape[1]
     room = f"page_table[{{b}}] has {width} pages of {page_size} rows, {width * page_size} in all"
@@ -134,15 +137,7 @@ def _vector(x: Any, like: Tensor) -> Tensor:
 def _new_rows(info: SeqlenInfoQKNewK, like: Tensor) -> tuple[Tensor, Tensor]:
     """(total_new,) each: the batch entry and the logical storage row of every new row."""
     start, new, _ = _extents(info, like)
-    return _end_to_end(start, new)
-
-
-def _end_to_end(start: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-    """The ranges ``start[b]`` to ``start[b] + count[b]`` one after the other: each element's b, and the element."""
-    entry = torch.repeat_interleave(count)
-    # start, less what precedes the range: one vector to look up instead of two
-    shift = start - (count.cumsum(0) - count)
-    return entry, torch.arange(len(entry), device=entry.device) + shift[entry]
+    return end_to_end(start, new)
 
 
 def _check_capacity(info: SeqlenInfoQKNewK, like: Tensor, capacity: int, room: str, cure: str) -> None:
@@ -171,7 +166,7 @@ def _check_own_pages(info: SeqlenInfoQKNewK, page_table: Tensor, page_size: int)
     """Whole pages, not just slots: where one entry appends, another that appends holds keys already, or will."""
     start, new, end = _extents(info, page_table)
     first = start // page_size
-    entry, position = _end_to_end(first, torch.where(new > 0, ceil_div(end, page_size) - first, 0))
+    entry, position = end_to_end(first, torch.where(new > 0, ceil_div(end, page_size) - first, 0))
     pages = page_table[entry, position]
     twice = _equal_pair(pages)
     if twice is not None:

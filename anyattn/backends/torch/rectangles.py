@@ -70,10 +70,13 @@ class RowBlock:
 
 def blocks(call: Call, group: Group) -> Iterator[RowBlock]:
     """The row tiles of ``group`` in blocks, each with a rectangle where ATen's kernel can serve one."""
-    per_block = max(1, _ROWS // call.plan.tile_m) if _is_served(call) else 1
+    if not group.row_tiles or group.row_tiles[-1].q_hi < _LEAST or not _is_served(call):
+        yield RowBlock(group.row_tiles, None)
+        return
+    per_block = max(1, _ROWS // call.plan.tile_m)
     for start in range(0, len(group.row_tiles), per_block):
         tiles = group.row_tiles[start : start + per_block]
-        rectangle = _shared(tiles) if _is_served(call) else None
+        rectangle = _shared(tiles)
         if rectangle is not None:
             tiles = tuple(replace(t, segments=_without(t.segments, rectangle)) for t in tiles)
         yield RowBlock(tiles, rectangle)

@@ -169,6 +169,8 @@ def finite_or_zero(x: Tensor) -> Tensor:
 
 def _reverse_rows(x: Tensor, out: Tensor) -> Tensor:
     """``out``, filled with ``x`` (b, h, rows, n) rows reversed. flip would take fresh memory, whose page faults cost more than the copy."""
+    if x.shape[2] == 1:
+        return out.copy_(x)
     backwards = torch.arange(x.shape[2] - 1, -1, -1, device=x.device)
     return torch.index_select(x, 2, backwards, out=out) if x.dtype == out.dtype else out.copy_(x.index_select(2, backwards))
 
@@ -176,6 +178,9 @@ def _reverse_rows(x: Tensor, out: Tensor) -> Tensor:
 def store(target: Tensor, x: Tensor, tile: Tile, workspace: Workspace) -> None:
     """Writes a (count, stacked rows, n) result into ``target`` (b, h, rows, n), whose rows ascend with q_idx."""
     rows = row_heads(x, tile)
+    if rows.shape[2] == 1:
+        target.copy_(rows)
+        return
     target.copy_(_reverse_rows(rows, workspace.take("ascending", tuple(rows.shape), rows.dtype)))
 
 
