@@ -63,7 +63,9 @@ class Options:
             return given | {"score_mod": score, "mask_mod": mask, "sink": t.get("sink"), "alibi_slopes": t.get("alibi_slopes")}
 
         def shapes(h: int, b: int, n: int) -> dict[str, tuple[int, ...]]:
-            slopes = {"one": {"alibi_slopes": (h,)}, "each": {"alibi_slopes": (b, h)}, "none": {}}[self.slopes]
+            # behind a saturated softcap their gradient is made of 1 - tanh^2 near 0, whose rounding the budget does not know
+            shown = "none" if any(step[0] == "softcap" for step in self.chain) else self.slopes
+            slopes = {"one": {"alibi_slopes": (h,)}, "each": {"alibi_slopes": (b, h)}, "none": {}}[shown]
             return slopes | ({"sink": (h,)} if self.has_sink else {})
 
         return calls.Recipe(options, shapes)
