@@ -136,8 +136,8 @@ MUTANTS = {
         Mutant("unused_rows_left", f"{_TILES}:rows_of_queries", "out.fill_(blank) if", "out if", "used"),
         # caches
         Mutant(
-            "page_off_by_one", f"{_KEYS}:_as_rows",
-            "rows = storage_rows[:, None]", "rows = (storage_rows[:, None] + page_size) % (len(pool) * page_size)", "pages",
+            "page_off_by_one", f"{_KEYS}:PoolRows.of",
+            "rows = self.storage_rows[:, None]", "rows = (self.storage_rows[:, None] + page_size) % (len(pool) * page_size)", "pages",
         ),
         Mutant("slot_off_by_one", f"{_APPEND}:slots", "row // page_size]", "(row + 1) // page_size]", "pages"),
         Mutant(
