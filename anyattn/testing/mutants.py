@@ -160,7 +160,7 @@ MUTANTS = {
         Mutant("bits_by_place", f"{_FORWARD}:_exp2", "if is_small else", "if False else", "bits"),
         # splits
         Mutant("split_lost", f"{_RUN}:_forward_by_splits", "range(plan.num_splits)", "range(plan.num_splits - 1)", "splits"),
-        Mutant("split_weight_dropped", "backends.torch.combine:combine", "(outs * weights[..., None])", "outs.clone()", "splits"),
+        Mutant("split_weight_dropped", "backends.torch.combine:combine", "(seen * weights[..., None])", "seen", "splits"),
         Mutant(
             "sink_in_every_split", f"{_RUN}:_forward_by_splits",
             "replace(problem, sink=None, wants_lse=True)", "replace(problem, wants_lse=True)", "splits",
