@@ -54,20 +54,20 @@ def wanted(return_lse: bool, return_aux: Any) -> tuple[bool, bool]:
 
 
 def kernel_options(options: Any) -> dict[str, int]:
-    """The options that mean something here: tile_m and tile_n."""
+    """The options that mean something here: tile_m, tile_n and num_splits."""
     if options is None:
         return {}
     if not isinstance(options, dict):
         raise TypeError(f"kernel_options is a {type(options).__name__}; wanted a dict such as {{'tile_m': 128, 'tile_n': 1024}}")
     found = {}
     for name, value in options.items():
-        if name in ("tile_m", "tile_n"):
+        if name in ("tile_m", "tile_n", "num_splits"):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"kernel_options[{name!r}]={value!r}; wanted a positive int")
             found[name] = value
         elif name not in _TORCH_OPTIONS:
             known = ", ".join(sorted(_TORCH_OPTIONS))
-            raise ValueError(f"kernel_options has an unknown name {name!r}; wanted tile_m, tile_n (or torch's {known})")
+            raise ValueError(f"kernel_options has an unknown name {name!r}; wanted tile_m, tile_n, num_splits (or torch's {known})")
     return found
 
 

@@ -348,6 +348,8 @@ def _band(causal: Any, window_size: Any, offset: int | Tensor, most_q: int, most
         if side is not None and (isinstance(side, bool) or not isinstance(side, int)):
             raise TypeError(f"window_size[{i}]={side!r} is a {type(side).__name__}; wanted an int, -1 or None for no limit")
     left, right = (None if side == -1 else side for side in window_size)
+    if not isinstance(causal, bool):
+        raise TypeError(f"causal={causal!r} is a {type(causal).__name__}; wanted True or False")
     if causal:
         right = 0 if right is None else min(right, 0)
     left = None if left is not None and left >= most_k - 1 else left
@@ -430,6 +432,8 @@ def combine_arguments(out_partial: Any, lse_partial: Any) -> tuple[Tensor, Tenso
             raise TypeError(f"{name} is a {type(tensor).__name__}; wanted a float32 tensor")
         if tensor.dtype not in (torch.float32, torch.float64):
             raise TypeError(f"{name} has dtype {tensor.dtype}; wanted float32: partial results in 16 bits have lost what merging needs")
+    if out_partial.device != lse_partial.device:
+        raise ValueError(f"lse_partial is on {lse_partial.device} but out_partial is on {out_partial.device}; move one with .to()")
     if out_partial.ndim not in (4, 5) or out_partial.shape[:-1] != lse_partial.shape:
         raise ValueError(
             f"out_partial has shape {tuple(out_partial.shape)} and lse_partial {tuple(lse_partial.shape)}; wanted (splits, batch, length, "

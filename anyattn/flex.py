@@ -42,8 +42,8 @@ def flex_attention(
     block_mask: anyattn's or torch's ``BlockMask``. mask_mod: ``(b, h, q_idx, kv_idx) -> bool``; both given, both must allow.
     scale: default 1 / sqrt(D). aux_tensors: what a mod's trailing argument receives. sink: (Hq,), one logit per head in the denominator.
     return_lse, return_aux: also return the natural log-sum-exp and the maximal score per row, (B, Hq, Sq), float32 (float64).
-    kernel_options: ``{"tile_m": int, "tile_n": int}`` override the plan; torch's names are accepted and ignored where they mean
-        nothing here.
+    kernel_options: ``{"tile_m": int, "tile_n": int, "num_splits": int}`` override the plan; torch's names are accepted and ignored where
+        they mean nothing here.
     deterministic: bitwise equal over reruns (always so on the CPU). backend: insist on one of ``anyattn.plan.BACKENDS``.
 
     Returns out (B, Hq, Sq, Dv), or ``(out, lse)``, or ``(out, AuxOutput)``. Gradients flow to query, key, value, sink, the score mod's

@@ -54,7 +54,7 @@ def available(hardware: Hardware) -> dict[str, str | None]:
 
 
 def choose(problem: Problem, hardware: Hardware, backend: str | None = None, options: dict[str, int] | None = None) -> Plan:
-    """The plan for ``problem`` on ``hardware``; ``backend`` insists on one, ``options`` (tile_m, tile_n) on tiles.
+    """The plan for ``problem`` on ``hardware``; ``backend`` insists on one, ``options`` (tile_m, tile_n, num_splits) on numbers.
 
     Raises ``ValueError`` for a name that is no backend and ``BackendError`` for one that cannot run this problem.
     """
@@ -81,6 +81,8 @@ def _with_options(plan: Plan, problem: Problem, options: dict[str, int]) -> Plan
         plan = replace(plan, tile_m=tile_m, why=(*plan.why, f"row tile {tile_m}: kernel_options tile_m={options['tile_m']}"))
     if "tile_n" in options:
         plan = replace(plan, tile_n=options["tile_n"], tile_n_backward=options["tile_n"])
+    if options.get("num_splits", 1) > 1:
+        plan = replace(plan, num_splits=options["num_splits"], whole_spans=False)
     return plan
 
 

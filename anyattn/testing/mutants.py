@@ -136,8 +136,8 @@ MUTANTS = {
         Mutant("unused_rows_left", f"{_TILES}:rows_of_queries", "out.fill_(blank) if", "out if", "used"),
         # caches
         Mutant(
-            "page_off_by_one", f"{_KEYS}:_as_rows",
-            "rows = storage_rows[:, None]", "rows = (storage_rows[:, None] + page_size) % (len(pool) * page_size)", "pages",
+            "page_off_by_one", f"{_KEYS}:PoolRows.of",
+            "rows = self.storage_rows[:, None]", "rows = (self.storage_rows[:, None] + page_size) % (len(pool) * page_size)", "pages",
         ),
         Mutant("slot_off_by_one", f"{_APPEND}:slots", "row // page_size]", "(row + 1) // page_size]", "pages"),
         Mutant(
@@ -160,7 +160,7 @@ MUTANTS = {
         Mutant("bits_by_place", f"{_FORWARD}:_exp2", "if is_small else", "if False else", "bits"),
         # splits
         Mutant("split_lost", f"{_RUN}:_forward_by_splits", "range(plan.num_splits)", "range(plan.num_splits - 1)", "splits"),
-        Mutant("split_weight_dropped", "backends.torch.combine:combine", "(outs * weights[..., None])", "outs.clone()", "splits"),
+        Mutant("split_weight_dropped", "backends.torch.combine:combine", "(seen * weights[..., None])", "seen", "splits"),
         Mutant(
             "sink_in_every_split", f"{_RUN}:_forward_by_splits",
             "replace(problem, sink=None, wants_lse=True)", "replace(problem, wants_lse=True)", "splits",

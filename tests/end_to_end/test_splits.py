@@ -7,11 +7,13 @@ import itertools
 import pytest
 import sequences as seq
 import torch
+from calls import results as flex_results
 from sequences import Meaning
 from test_flash_varlen import dense_call, packed_call, results
 
 import anyattn
 from anyattn.geometry.splits import num_splits, split_range
+from anyattn.testing import cases
 
 SINK = torch.tensor([0.5, -1.0, 2.0, 0.0])
 MEANINGS = {
@@ -120,3 +122,12 @@ def test_number_of_splits() -> None:
         with pytest.raises(ValueError, match=next(iter(bad))):
             num_splits(**({"num_m_blocks": 1, "num_n_blocks": 1, "heads": 1, "batch": 1, "sm_count": 1} | bad))
 
+
+
+@pytest.mark.parametrize("variant", ["causal", "sink", "relative_window", "islands"])
+def test_flex_attention(variant: str) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        case = cases.Case(variant, cases.Shape(2, 4, 2, 67, 300, 16, 16), "normal")
+        for with_lse in (True, False):
+            want = cases.expected(case, dtype, with_lse=with_lse)
+            want.check(flex_results(case, want, kernel_options={"num_splits": 3}), variant)

@@ -17,9 +17,12 @@ def combine(outs: Tensor, lses: Tensor, sink: Tensor | None = None) -> tuple[Ten
     joins the denominator once.
     """
     top = lses.amax(0) if sink is None else torch.maximum(lses.amax(0), sink)
-    finite_top = top.masked_fill(torch.isneginf(top), 0.0)
+    finite_top = top.masked_fill(torch.isneginf(top), 0.0).detach()  # any number near the greatest will do
     weights = torch.exp(lses - finite_top)
     total = weights.sum(0) if sink is None else weights.sum(0) + torch.exp(sink - finite_top)
-    weighted = (outs * weights[..., None]).masked_fill_((weights == 0)[..., None], 0.0)
-    out = weighted.sum(0).div_(total.masked_fill(total == 0, 1.0)[..., None])
-    return out, torch.where(total == 0, -math.inf, finite_top + total.log())
+    # cleared before they are weighted, not after: 0 x NaN would come back as a gradient
+    seen = outs.masked_fill((weights == 0)[..., None], 0.0)
+    blind = total == 0
+    total = total.masked_fill(blind, 1.0)
+    out = (seen * weights[..., None]).sum(0) / total[..., None]
+    return out, (finite_top + total.log()).masked_fill(blind, -math.inf)

@@ -7,14 +7,14 @@ from torch import Tensor
 
 from anyattn.backends.torch.memory import Workspace
 
-__all__ = ["KeyRows"]
+__all__ = ["KeyRows", "PoolRows"]
 
 
 class KeyRows:
     """(count, keys, D) of one group: one matrix per (batch entry, K/V head).
 
-    x: (batch entries, K/V heads, keys, D), a view of storage; with ``storage_rows``, int64 (batch entries, keys), x is instead a page pool
-    (pages, K/V heads of the call, page_size, D), of which the heads ``kv_heads`` are taken.
+    x: (batch entries, K/V heads, keys, D), a view of storage; with ``pool_rows`` instead a page pool (pages, K/V heads of the call,
+    page_size, D).
     is_read_once: each key is asked for once, so what must be copied is copied run by run into memory that stays in a cache. Copied runs
     are laid out head by head, which the matrix products read faster than a cache's own layout: that pays for the copy.
     """
@@ -26,17 +26,16 @@ class KeyRows:
         workspace: Workspace,
         name: str,
         is_read_once: bool,
-        storage_rows: Tensor | None = None,
-        kv_heads: slice = slice(None),
+        pool_rows: PoolRows | None = None,
     ):
         self.dtype, self.workspace, self.name = dtype, workspace, name
         self._rows: Tensor | None = None
-        if storage_rows is None:
+        if pool_rows is None:
             self._view = x if x.stride(-1) == 1 else x.contiguous()
             self.shape = (x.shape[0] * x.shape[1], x.shape[2], x.shape[3])
             is_direct = x.dtype == dtype
         else:
-            self._view, self._rows = _as_rows(x, storage_rows, kv_heads)
+            self._view, self._rows = pool_rows.of(x)
             self.shape = (self._rows.shape[0], self._rows.shape[1], x.shape[3])
             is_direct = False
         self._whole = None
@@ -68,18 +67,30 @@ class KeyRows:
         return taken.view(count, hi - lo, width)
 
 
-def _as_rows(pool: Tensor, storage_rows: Tensor, kv_heads: slice) -> tuple[Tensor, Tensor]:
-    """The pool as (rows, D), and the row of each key, (batch entries x K/V heads, keys)."""
-    _, heads, page_size, width = pool.shape
-    head = torch.arange(heads, device=pool.device)[kv_heads, None]
-    rows = storage_rows[:, None]
-    by_token = pool.transpose(1, 2)  # how a pool is stored: (pages, page_size, heads, D)
-    if by_token.is_contiguous():
-        return by_token.reshape(-1, width), (rows * heads + head).flatten(0, 1)
-    if pool.is_contiguous():
-        page, slot = rows // page_size, rows % page_size
-        return pool.view(-1, width), ((page * heads + head) * page_size + slot).flatten(0, 1)
-    # any other strides: the tokens in use are brought together first, for the pool may be far larger than they are
-    found = by_token[storage_rows // page_size, storage_rows % page_size]  # (entries, keys, heads, D)
-    token = torch.arange(storage_rows.numel(), device=pool.device).view(len(storage_rows), 1, -1)
-    return found.reshape(-1, width), (token * heads + head).flatten(0, 1)
+class PoolRows:
+    """Where the keys of one group are in page pools of the call: (batch entries x K/V heads, keys) rows of a pool seen as (rows, D).
+
+    storage_rows: int64 (batch entries, keys), each key's row in a pool seen as (pages x page_size). kv_heads: the heads of the group.
+    """
+
+    def __init__(self, storage_rows: Tensor, kv_heads: slice):
+        self.storage_rows, self.kv_heads = storage_rows, kv_heads
+        self._by_token: Tensor | None = None
+
+    def of(self, pool: Tensor) -> tuple[Tensor, Tensor]:
+        """``pool`` (pages, K/V heads, page_size, D) as (rows, D), and the rows."""
+        _, heads, page_size, width = pool.shape
+        head = torch.arange(heads, device=pool.device)[self.kv_heads, None]
+        rows = self.storage_rows[:, None]
+        by_token = pool.transpose(1, 2)  # how a pool is stored: (pages, page_size, heads, D)
+        if by_token.is_contiguous():
+            if self._by_token is None:  # the same for keys and values
+                self._by_token = (rows * heads + head).flatten(0, 1)
+            return by_token.reshape(-1, width), self._by_token
+        if pool.is_contiguous():
+            page, slot = rows // page_size, rows % page_size
+            return pool.view(-1, width), ((page * heads + head) * page_size + slot).flatten(0, 1)
+        # any other strides: the tokens in use are brought together first, for the pool may be far larger than they are
+        found = by_token[self.storage_rows // page_size, self.storage_rows % page_size]  # (entries, keys, heads, D)
+        token = torch.arange(rows.numel(), device=pool.device).view(len(rows), 1, -1)
+        return found.reshape(-1, width), (token * heads + head).flatten(0, 1)

@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from anyattn.backends.torch.keys import KeyRows
+from anyattn.backends.torch.keys import KeyRows, PoolRows
 from anyattn.backends.torch.memory import Workspace, empty
 from anyattn.backends.torch.spans import Coverage, Group, RowTile, Segment
 from anyattn.backends.torch.stages import Bound, Tile, bind
@@ -91,23 +91,26 @@ class Heads:
     def keys(self, x: Tensor, name: str) -> KeyRows:
         """(count, keys, D) of the keys or values ``x``, in the dtype of the products."""
         is_read_once = len(self.group.row_tiles) == 1
-        if self.storage_rows is not None:
-            return KeyRows(x, self.dtype, self.workspace, name, is_read_once, self.storage_rows, self.kv_heads)
+        if self.pool_rows is not None:
+            return KeyRows(x, self.dtype, self.workspace, name, is_read_once, self.pool_rows)
         return KeyRows(x[self.k_rows, self.kv_heads, self.keys_used], self.dtype, self.workspace, name, is_read_once)
 
     @cached_property
-    def storage_rows(self) -> Tensor | None:
-        """(entries, keys): where the sequences' keys are in a page pool, None without pages."""
+    def pool_rows(self) -> PoolRows | None:
+        """Where the sequences' keys are in page pools, None without pages."""
         sequences = self.problem.sequences
-        return None if sequences is None or sequences.page_table is None else sequences.storage_rows(self.group.b_lo, self.group.b_hi)
+        if sequences is None or sequences.page_table is None:
+            return None
+        return PoolRows(sequences.storage_rows(self.group.b_lo, self.group.b_hi), self.kv_heads)
 
     def add_to_keys(self, total: Tensor, part: Tensor) -> None:
         """Adds ``part`` (count, keys, D) to what belongs to this group in ``total``, stored as the keys are."""
-        if self.storage_rows is None:
+        if self.pool_rows is None:
             target = total[self.k_rows, self.kv_heads, self.keys_used]
             target += part.view(target.shape)
             return
-        page, slot = self.storage_rows // total.shape[2], self.storage_rows % total.shape[2]
+        rows = self.pool_rows.storage_rows
+        page, slot = rows // total.shape[2], rows % total.shape[2]
         per_key = part.view(len(page), self.count // len(page), *part.shape[1:]).transpose(1, 2)  # (entries, keys, K/V heads, D)
         # a page that serves several places receives from all of them
         total.transpose(1, 2)[:, :, self.kv_heads].index_put_((page, slot), per_key, accumulate=True)
