@@ -383,7 +383,6 @@ def test_rows_behind_the_last_sequence_are_legal_unless_validated(validate):
     assert not out[13:].any() and torch.isneginf(lse[:, 13:]).all() and torch.isfinite(out).all()
 
 
-@pytest.mark.xfail(strict=True, reason="the backward reads the caller's own page_table, whatever it says by then")
 def test_a_page_table_changed_before_the_backward():
     """Other tensors that say where rows are may change in between: they were copied, or read. Torch's own way, an error, would do too."""
     made = calls.ragged([5, 17], [5, 17])
