@@ -263,3 +263,48 @@ def test_a_table_over_the_packed_rows() -> None:
     seq.judge(got, batch, meaning, shared=shared)
     with pytest.raises(ValueError, match="captured tensor"):
         packed_call(batch.q, batch.k, batch.v, score_mod=lambda s, b, h, i, j: s + table[cu[b] + i + 1])
+
+
+EMPTY_ENDED = {  # a table for the last position that exists, and the lengths beyond which nothing of it may be read
+    "entry without queries": (3, ([3, 4, 5, 0], [3, 4, 5, 6])),
+    "entry without keys": (3, ([3, 4, 5, 6], [3, 4, 5, 0])),
+    "entry without both": (3, ([3, 4, 5, 0], [3, 4, 5, 0])),
+    "first entry without keys": (10, ([15, 10, 4], [0, 10, 4])),
+    "first entry without queries": (10, ([0, 10, 4], [15, 10, 4])),
+    "no pair at all": (0, ([3, 0], [0, 5])),
+}
+OF_TABLES = {
+    "bias by entry": lambda t: {"score_mod": lambda s, b, h, i, j: s + t[b]},
+    "factor by entry": lambda t: {"score_mod": lambda s, b, h, i, j: s * t[b]},
+    "slope by entry": lambda t: {"score_mod": lambda s, b, h, i, j: s + t[b] * (i - j)},
+    "bias by entry and key": lambda t: {"score_mod": lambda s, b, h, i, j: s + t[b] * j},
+    "bias by row": lambda t: {"score_mod": lambda s, b, h, i, j: s + t[i]},
+    "bias by key": lambda t: {"score_mod": lambda s, b, h, i, j: s + t[j]},
+    "bias by distance": lambda t: {"score_mod": lambda s, b, h, i, j: s + t[(i - j).abs()]},
+    "mask by entry": lambda t: {"mask_mod": lambda b, h, i, j: (t[b] < 2) & (i - j < 3)},
+    "mask by row and key": lambda t: {"mask_mod": lambda b, h, i, j: t[i] <= t[j]},
+    "mask by parity": lambda t: {"mask_mod": lambda b, h, i, j: (t[i] + b + j) % 2 < 1},
+}
+
+
+@pytest.mark.parametrize("mods", OF_TABLES)
+@pytest.mark.parametrize("lengths", EMPTY_ENDED)
+def test_nothing_is_read_for_a_sequence_without_pairs(lengths: str, mods: str) -> None:
+    """A mod is never asked about a sequence without queries or keys, so its tables need not reach there."""
+    size, (lengths_q, lengths_k) = EMPTY_ENDED[lengths]
+    if size == 3 and ("row" in mods or "key" in mods or "distance" in mods or "parity" in mods):
+        size = 5  # these read by position
+    table = torch.linspace(0, 1, 20)
+    batch = seq.ragged(lengths_q, lengths_k)
+    got, _ = results(batch, Meaning(**OF_TABLES[mods](table[:size])), packed_call)
+    seq.judge(got, batch, Meaning(**OF_TABLES[mods](table)), label=f"{lengths}, {mods}")
+
+
+@pytest.mark.parametrize("mods", OF_TABLES)
+@pytest.mark.parametrize("lengths", [(2, 0, 5), (2, 5, 0), (0, 5, 5)])
+def test_nothing_is_read_for_a_batch_without_pairs(lengths: tuple[int, int, int], mods: str) -> None:
+    b, sq, sk = lengths
+    q, k, v = torch.randn(b, sq, 4, 8), torch.randn(b, sk, 2, 8), torch.randn(b, sk, 2, 8)
+    for splits in (1, 2):
+        out, lse = anyattn.flash_attn_func(q, k, v, return_lse=True, num_splits=splits, **OF_TABLES[mods](torch.ones(0)))
+        assert not out.any() and bool(torch.isneginf(lse).all())

@@ -45,7 +45,7 @@ class Scores:
         self.shift: Bound | None = None  # a bias that is the same along a row: the probabilities do not see it, only the statistics do
         problem = call.problem
         score = problem.score
-        if score is not None and min(problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k) > 0:  # else nothing is scored
+        if score is not None and problem.has_pairs:  # else nothing is scored
             bias = additive_bias(score.expr, LOG2E)
             expr = bias or lowered(score.expr, (LOG2E,), is_half=problem.q.element_size() == 2)
             bound = bind(expr, score.scalars, score.tensors, problem)
