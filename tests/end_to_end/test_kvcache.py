@@ -291,6 +291,7 @@ def bad_calls() -> dict[str, tuple[dict[str, Any], str]]:
         "k of another batch": ({"k": torch.ones(3, 1, 2, 16), "v": torch.ones(3, 1, 2, 16)}, "k has batch 3"),
         "splits": ({"num_splits": -1}, "num_splits=-1"),
         "window of one": ({"window_size": (3,)}, "window_size"),
+        "window and rotary": ({"window_size": 3, "rotary_cos": cos, "rotary_sin": cos}, "window_size=3"),
         "a mod that leaves its table": ({"score_mod": lambda s, b, h, i, j: s + cos[i * 100, 0]}, "captured tensor"),
         "a mod that branches": ({"mask_mod": lambda b, h, i, j: i > j and j > 3}, "and"),
     }
@@ -312,6 +313,14 @@ def test_an_expanded_cache_is_refused() -> None:
     cache, new = torch.randn(1, 64, 2, 16).expand(4, -1, -1, -1), torch.randn(4, 1, 2, 16)
     with pytest.raises(ValueError, match="k_cache"):
         anyattn.flash_attn_with_kvcache(torch.randn(4, 1, 4, 16), cache, cache, k=new, v=new, cache_seqlens=3)
+
+
+def test_one_cache_for_keys_and_values_is_refused() -> None:
+    cache, new = torch.randn(4, 64, 2, 16), torch.randn(4, 1, 2, 16)
+    before = cache.clone()
+    with pytest.raises(ValueError, match="k_cache and v_cache"):
+        anyattn.flash_attn_with_kvcache(torch.randn(4, 1, 4, 16), cache, cache, k=new, v=new, cache_seqlens=3)
+    assert torch.equal(cache, before)
 
 
 def test_the_result_is_detached() -> None:
