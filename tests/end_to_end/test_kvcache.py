@@ -206,6 +206,15 @@ def test_the_batch_changes_no_bit_of_an_entry(cached: tuple[int, ...], splits: i
             assert torch.equal(one[0], out[b]) and torch.equal(one_lse[0], lse[b]), (meaning, b)
 
 
+def test_an_infinite_bias_of_one_entry_changes_no_bit_of_another() -> None:
+    bias = torch.tensor([0.3, 1.7, -torch.inf])
+    q, caches = torch.randn(3, 1, 4, 16), torch.randn(2, 3, 64, 2, 16)
+    options = {"cache_seqlens": 33, "return_lse": True, "score_mod": lambda s, b, h, i, j: s + bias[b]}
+    both = anyattn.flash_attn_with_kvcache(q, *caches, **options)
+    alone = anyattn.flash_attn_with_kvcache(q[:2], *caches[:, :2], **options)
+    assert all(torch.equal(x[:2], y) for x, y in zip(both, alone))
+
+
 def test_packed_queries() -> None:
     """Queries, and new keys, of different numbers per entry, laid end to end by cu_seqlens_q."""
     cached, counts = [20, 7, 33], [3, 0, 6]

@@ -20,6 +20,7 @@ from anyattn.backends.torch.spans import Group, RowTile
 from anyattn.backends.torch.stages import Bound, Tile, bind
 from anyattn.backends.torch.tiles import LN2, LOG2E, Call, Chunk, Heads, chunks, is_finite, row_heads, rows_of_queries, store
 from anyattn.mods.linear import additive_bias
+from anyattn.problem import Problem
 
 __all__ = ["Result", "Scores", "Values", "forward"]
 
@@ -51,7 +52,7 @@ class Scores:
             bound = bind(expr, score.scalars, score.tensors, problem)
             if bias is None:
                 self.mod = bound
-            elif bound.stage in ("per_head", "row") and _is_finite(bound):
+            elif bound.stage in ("per_head", "row") and not _is_cache(problem) and _is_finite(bound):
                 self.shift = bound
             else:
                 self.bias = bound
@@ -201,6 +202,11 @@ def _exp2(x: Tensor, is_small: bool) -> Tensor:
 
 def _narrow(call: Call, p: Tensor) -> Tensor:
     return call.workspace.take("narrow", tuple(p.shape), call.dtype).copy_(p)
+
+
+def _is_cache(problem: Problem) -> bool:
+    """Whether one entry's bits may not depend on another's: no decision may then look at the whole batch."""
+    return problem.sequences is not None and problem.sequences.is_cache
 
 
 def _is_finite(bound: Bound) -> bool:
