@@ -308,3 +308,20 @@ def test_nothing_is_read_for_a_batch_without_pairs(lengths: tuple[int, int, int]
     for splits in (1, 2):
         out, lse = anyattn.flash_attn_func(q, k, v, return_lse=True, num_splits=splits, **OF_TABLES[mods](torch.ones(0)))
         assert not out.any() and bool(torch.isneginf(lse).all())
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("has_sink", [False, True])
+def test_whatever_stands_in_rows_that_see_nothing(has_sink: bool, splits: int) -> None:
+    """NaN in the q and dout of padding rows reaches no gradient, the sink's neither; dlse of such a row goes to the sink."""
+    sink = torch.tensor([0.5, -1.0, 2.0, 0.0]).requires_grad_() if has_sink else None
+    mods = {"mask_mod": lambda b, h, i, j: (i >= 6) & ((j + i) % 3 > 0), "sink": sink, "num_splits": splits, "return_lse": True}
+    clean = [torch.randn(1, 40, heads, 8) for heads in (4, 2, 2)]
+    dout, dlse = torch.randn(1, 40, 4, 8), torch.randn(1, 4, 40) if has_sink else torch.zeros(1, 4, 40)
+    found = []
+    for filling in (0.0, seq.NAN):
+        q, k, v = (t.clone() for t in clean)
+        q[:, :6] = dout[:, :6] = filling
+        leaves = [t.requires_grad_() for t in (q, k, v)] + ([sink] if sink is not None else [])
+        found.append(torch.autograd.grad(anyattn.flash_attn_func(q, k, v, **mods), leaves, [dout.clone(), dlse]))
+    assert all(torch.equal(a, b) and bool(a.isfinite().all()) for a, b in zip(*found))

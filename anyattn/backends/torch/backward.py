@@ -20,7 +20,7 @@ from anyattn.backends.torch.memory import zeros
 from anyattn.backends.torch.rectangles import blocks
 from anyattn.backends.torch.spans import Group, RowTile
 from anyattn.backends.torch.stages import Tile
-from anyattn.backends.torch.tiles import LOG2E, Call, Chunk, Heads, chunks, finite_or_zero, row_heads, rows_of_queries, store
+from anyattn.backends.torch.tiles import LOG2E, Call, Chunk, Heads, chunks, finite_or_zero, is_finite, row_heads, rows_of_queries, store
 
 __all__ = ["backward"]
 
@@ -38,12 +38,22 @@ class _Statistics:
     def of(call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> _Statistics:
         stat, q = call.problem.stat_dtype, call.problem.q
         blind = torch.isneginf(lse)
-        if bool(blind.any()):  # whatever stands in a row that sees nothing must not meet its zero probabilities
-            dout, q = (t.masked_fill(blind[..., None], 0.0) for t in (dout, q))
+        idle = blind if call.problem.sink is None else blind | _sees_only_the_sink(call.problem.sink, q, out, lse, dout)
+        if bool(idle.any()):  # whatever stands in a row that sees nothing must not meet its zero probabilities
+            dout, q = (t.masked_fill(idle[..., None], 0.0) for t in (dout, q))
         delta = (dout.to(stat) * out).sum(-1)
         if dlse is not None:
             delta -= dlse
         return _Statistics((lse * LOG2E).masked_fill_(blind, math.inf)[..., None], delta.masked_fill_(blind, 0.0)[..., None], q, dout)
+
+
+def _sees_only_the_sink(sink: Tensor, q: Tensor, out: Tensor, lse: Tensor, dout: Tensor) -> Tensor:
+    """(B, Hq, Sq) rows that see no key and hold, in q or dout, what is not finite; of the others it does not matter."""
+    if is_finite(q) and is_finite(dout):
+        return torch.zeros_like(lse, dtype=torch.bool)
+    logit = sink.to(lse.dtype)[:, None]
+    rounding = 4 * torch.finfo(lse.dtype).eps * logit.abs()  # the logit goes to base 2 and back
+    return ((lse - logit).abs() <= rounding) & (out == 0).all(-1)
 
 
 def backward(call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
