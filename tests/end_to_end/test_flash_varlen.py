@@ -325,3 +325,24 @@ def test_whatever_stands_in_rows_that_see_nothing(has_sink: bool, splits: int) -
         leaves = [t.requires_grad_() for t in (q, k, v)] + ([sink] if sink is not None else [])
         found.append(torch.autograd.grad(anyattn.flash_attn_func(q, k, v, **mods), leaves, [dout.clone(), dlse]))
     assert all(torch.equal(a, b) and bool(a.isfinite().all()) for a, b in zip(*found))
+
+
+FAR = {
+    "rows at -1e9": lambda s, b, h, i, j: torch.where(i >= 3, s, -1e9),
+    "all at -1e9": lambda s, b, h, i, j: s * 0 - 1e9,
+    "a constant": lambda s, b, h, i, j: s + 30_000.0,
+    "a bias by row": lambda s, b, h, i, j: s + 3e6 * i,
+    "a slope": lambda s, b, h, i, j: s + 1e5 * (j // 20),
+}
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("name", FAR)
+def test_gradients_of_scores_far_from_zero(name: str, splits: int) -> None:
+    """The log-sum-exp of 50 scores at -1e9 is -1e9 in float32: their number must not be lost on the way back."""
+    for sink in (None, torch.tensor([0.5, -1.0, 2.0, 0.0])):
+        for dtype in (torch.float32, torch.bfloat16):
+            meaning = Meaning(score_mod=FAR[name], sink=sink)
+            batch = seq.ragged([8, 3, 70], [50, 200, 7], dtype=dtype)
+            got, _ = results(batch, meaning, packed_call, num_splits=splits)
+            seq.judge({n: got[n] for n in ("dq", "dk", "dv")}, batch, meaning, label=name)

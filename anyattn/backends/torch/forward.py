@@ -22,7 +22,7 @@ from anyattn.backends.torch.tiles import LN2, LOG2E, Call, Chunk, Heads, chunks,
 from anyattn.mods.linear import additive_bias
 from anyattn.problem import Problem
 
-__all__ = ["Result", "Scores", "Values", "forward"]
+__all__ = ["Result", "Scores", "Values", "forward", "sink_logits"]
 
 _FEW_ROWS = 32
 
@@ -214,10 +214,15 @@ def _is_finite(bound: Bound) -> bool:
     return bool(torch.isfinite(value).all()) if isinstance(value, Tensor) else math.isfinite(value)
 
 
+def sink_logits(sink: Tensor, heads: Heads, tile: Tile, like: Tensor) -> Tensor:
+    """The sink's logit in base 2 of every row, shaped as ``like`` (count, stacked rows, 1)."""
+    batch, count, rows, _ = tile.shape
+    return (sink[heads.q_heads].to(like.dtype) * LOG2E).view(1, count, 1, 1).expand(batch, count, rows, 1).reshape(like.shape)
+
+
 def _add_sink(sink: Tensor, heads: Heads, acc: Tensor, row_max: Tensor, row_sum: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
     """The maximum and the sum with one more key per row, whose score is the head's logit and whose value is 0; rescales ``acc``."""
-    batch, count, rows, _ = tile.shape
-    logit = (sink[heads.q_heads].to(acc.dtype) * LOG2E).view(1, count, 1, 1).expand(batch, count, rows, 1).reshape(row_max.shape)
+    logit = sink_logits(sink, heads, tile, row_max)
     new_max = torch.maximum(row_max, logit)
     rescale = _exp2(row_max - new_max, heads.group.is_small)
     acc.mul_(rescale)
