@@ -132,12 +132,14 @@ def cache_call(
         append.check_append(info, None if cache_batch_idx is None else rows, table, k_cache.shape[1], k_cache.shape[0])
         append.check_apart("k_cache", k_cache)
         append.check_apart("v_cache", v_cache)
+        if k_cache.data_ptr() == v_cache.data_ptr() and k_cache.numel() > 0:
+            raise ValueError("k_cache and v_cache begin in the same memory, so v would be written over k; wanted a cache for each")
         places = append.slots(info, rows, table, k_cache.shape[1])
         new = _NewRows(k.reshape(-1, *k.shape[-2:]), v.reshape(-1, *v.shape[-2:]), *places)
     elif table is not None:
         append.check_pages(table, sequences.k_start, sequences.k_start + sequences.seqlens_k, sequences.page_size, k_cache.shape[0])
-    turn = _turn(q, k, info, sequences, rotary_cos, rotary_sin, bool(interleaved), options)
-    return CacheCall(check_flash.problem_of(q, k_cache, v_cache, sequences, options, 0), k_cache, v_cache, new, turn)
+    problem = check_flash.problem_of(q, k_cache, v_cache, sequences, options, 0)  # before the rotary part, which reads the options too
+    return CacheCall(problem, k_cache, v_cache, new, _turn(q, k, info, sequences, rotary_cos, rotary_sin, bool(interleaved), options))
 
 
 def _as_vectors(info: SeqlenInfoQKNewK, zero: Tensor) -> SeqlenInfoQKNewK:

@@ -78,11 +78,21 @@ class Problem:
 
         With ``sequences`` their rows stand end to end: (n, 1, H or 1, total rows).
         """
+        rows = self.seqlen_q if self.sequences is None else len(self.sequences.row_entry)
+        if not self.has_pairs:  # then no mod may be asked: a captured table need not have a single entry
+            nothing = torch.zeros((1, 1, 1, rows), dtype=torch.int32, device=self.q.device)
+            return ((nothing, nothing),) * len(self.predicates)
         if self.sequences is not None:
             s = self.sequences
-            return tuple(limits_of_rows(p, s.row_entry, s.row_position, s.seqlens_k[s.row_entry], self.heads_q) for p in self.predicates)
-        lengths = (self.seqlen_q, self.seqlen_k, self.batch, self.heads_q)
+            return tuple(limits_of_rows(p, *s.asked_rows, s.seqlens_k[s.row_entry], self.heads_q) for p in self.predicates)
+        lengths = (rows, self.seqlen_k, self.batch, self.heads_q)
         return tuple(limits(p, *lengths, self.q.device) for p in self.predicates)
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether there is any (query, key) about which a mod can be asked."""
+        entries = self.sequences.has_pairs if self.sequences is not None else min(self.batch, self.seqlen_q, self.seqlen_k) > 0
+        return entries and self.heads_q > 0
 
     @property
     def stat_dtype(self) -> torch.dtype:

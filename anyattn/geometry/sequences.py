@@ -95,16 +95,15 @@ class Sequences:
 
     @cached_property
     def end_position(self) -> int:
-        """One more than the last query position of any sequence."""
+        """One more than the last query position of any sequence with pairs."""
         host = self.on_host
-        return max((f + n for f, n in zip(host.q_first, host.seqlens_q, strict=True) if n), default=0)
+        return max((f + n for f, n, asked in zip(host.q_first, host.seqlens_q, self._with_pairs, strict=True) if asked), default=0)
 
     @cached_property
     def least_difference(self) -> int:
-        """The least ``q_idx - kv_idx`` of any sequence."""
+        """The least ``q_idx - kv_idx`` of any pair of a sequence."""
         host = self.on_host
-        found = (f - n + 1 for f, n, m in zip(host.q_first, host.seqlens_k, host.seqlens_q, strict=True) if n and m)
-        return min(found, default=0)
+        return min((f - n + 1 for f, n, asked in zip(host.q_first, host.seqlens_k, self._with_pairs, strict=True) if asked), default=0)
 
     @cached_property
     def row_entry(self) -> Tensor:
@@ -112,19 +111,47 @@ class Sequences:
         return torch.repeat_interleave(self.seqlens_q)
 
     @cached_property
-    def row_position(self) -> Tensor:
-        """(total queries,): q_idx of each row."""
-        return end_to_end(self.q_first, self.seqlens_q)[1]
+    def _with_pairs(self) -> list[bool]:
+        """For each sequence whether it has both queries and keys."""
+        host = self.on_host
+        return [n > 0 and m > 0 for n, m in zip(host.seqlens_q, host.seqlens_k, strict=True)]
 
     @cached_property
-    def key_entry(self) -> Tensor:
-        """(total keys,): the sequence of each key."""
-        return torch.repeat_interleave(self.seqlens_k)
+    def has_pairs(self) -> bool:
+        """Whether any sequence has both queries and keys; if none has, there is nothing that a mod could be asked about."""
+        return any(self._with_pairs)
 
     @cached_property
-    def key_position(self) -> Tensor:
-        """(total keys,): kv_idx of each key."""
-        return end_to_end(torch.zeros_like(self.seqlens_k), self.seqlens_k)[1]
+    def asked_entry(self) -> Tensor:
+        """(B,): the b that mods are asked about in each sequence's place; needs ``has_pairs``.
+
+        Itself, but for a sequence without queries or without keys: none of its pairs exists, so a captured table need not reach to it, and
+        what a mod says of the first sequence with pairs stands there unread.
+        """
+        spare = self._with_pairs.index(True)
+        return torch.tensor([b if asked else spare for b, asked in enumerate(self._with_pairs)], device=self.seqlens_q.device)
+
+    @cached_property
+    def asked_rows(self) -> tuple[Tensor, Tensor]:
+        """(total queries,) each: the b and q_idx that mods are asked about for each row; see ``asked_entry``."""
+        return self._asked(self.q_first, self.seqlens_q)
+
+    @cached_property
+    def asked_keys(self) -> tuple[Tensor, Tensor]:
+        """(total keys,) each: the b and kv_idx that mods are asked about for each key; see ``asked_entry``."""
+        return self._asked(torch.zeros_like(self.seqlens_k), self.seqlens_k)
+
+    def _asked(self, first: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+        entry, position = end_to_end(first, count)
+        if all(self._with_pairs):
+            return entry, position
+        asked = self.asked_entry[entry]
+        return asked, torch.where(asked == entry, position, first[asked])
+
+    @cached_property
+    def longest_asked_k(self) -> int:
+        """The greatest number of keys of a sequence with queries."""
+        return max((n for n, asked in zip(self.on_host.seqlens_k, self._with_pairs, strict=True) if asked), default=0)
 
     @cached_property
     def alike(self) -> list[int]:

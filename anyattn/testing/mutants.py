@@ -130,7 +130,7 @@ MUTANTS = {
         ),
         Mutant(
             "entry_forgotten", f"{_STAGES}:Bound.__init__",
-            "(sequences.row_entry.view(-1, 1),", "(sequences.row_entry.view(-1, 1) * 0,", "packed",
+            "(row_entry.view(-1, 1),", "(row_entry.view(-1, 1) * 0,", "packed",
         ),
         Mutant("tiles_of_another_sequence", f"{_SPANS}:_by_sequence", "start += count", "start += 0", "packed"),
         Mutant("unused_rows_left", f"{_TILES}:rows_of_queries", "out.fill_(blank) if", "out if", "used"),

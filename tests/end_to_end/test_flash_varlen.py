@@ -270,3 +270,84 @@ def test_windows_wider_than_any_integer_of_64_bits() -> None:
     for window, meaning in (((2**70, 3), (-1, 3)), ((-(2**70), 3), (-40, 3)), ((3, -(2**70)), (3, -40)), ((2**63, 2**63), (-1, -1))):
         out, _ = packed_call(batch.q, batch.k, batch.v, window_size=window)
         seq.judge({"out": out}, batch, Meaning(window_size=meaning), label=str(window))
+EMPTY_ENDED = {  # a table for the last position that exists, and the lengths beyond which nothing of it may be read
+    "entry without queries": (3, ([3, 4, 5, 0], [3, 4, 5, 6])),
+    "entry without keys": (3, ([3, 4, 5, 6], [3, 4, 5, 0])),
+    "entry without both": (3, ([3, 4, 5, 0], [3, 4, 5, 0])),
+    "first entry without keys": (10, ([15, 10, 4], [0, 10, 4])),
+    "first entry without queries": (10, ([0, 10, 4], [15, 10, 4])),
+    "no pair at all": (0, ([3, 0], [0, 5])),
+}
+OF_TABLES = {
+    "bias by entry": lambda t: {"score_mod": lambda s, b, h, i, j: s + t[b]},
+    "factor by entry": lambda t: {"score_mod": lambda s, b, h, i, j: s * t[b]},
+    "slope by entry": lambda t: {"score_mod": lambda s, b, h, i, j: s + t[b] * (i - j)},
+    "bias by entry and key": lambda t: {"score_mod": lambda s, b, h, i, j: s + t[b] * j},
+    "bias by row": lambda t: {"score_mod": lambda s, b, h, i, j: s + t[i]},
+    "bias by key": lambda t: {"score_mod": lambda s, b, h, i, j: s + t[j]},
+    "bias by distance": lambda t: {"score_mod": lambda s, b, h, i, j: s + t[(i - j).abs()]},
+    "mask by entry": lambda t: {"mask_mod": lambda b, h, i, j: (t[b] < 2) & (i - j < 3)},
+    "mask by row and key": lambda t: {"mask_mod": lambda b, h, i, j: t[i] <= t[j]},
+    "mask by parity": lambda t: {"mask_mod": lambda b, h, i, j: (t[i] + b + j) % 2 < 1},
+}
+
+
+@pytest.mark.parametrize("mods", OF_TABLES)
+@pytest.mark.parametrize("lengths", EMPTY_ENDED)
+def test_nothing_is_read_for_a_sequence_without_pairs(lengths: str, mods: str) -> None:
+    """A mod is never asked about a sequence without queries or keys, so its tables need not reach there."""
+    size, (lengths_q, lengths_k) = EMPTY_ENDED[lengths]
+    if size == 3 and ("row" in mods or "key" in mods or "distance" in mods or "parity" in mods):
+        size = 5  # these read by position
+    table = torch.linspace(0, 1, 20)
+    batch = seq.ragged(lengths_q, lengths_k)
+    got, _ = results(batch, Meaning(**OF_TABLES[mods](table[:size])), packed_call)
+    seq.judge(got, batch, Meaning(**OF_TABLES[mods](table)), label=f"{lengths}, {mods}")
+
+
+@pytest.mark.parametrize("mods", OF_TABLES)
+@pytest.mark.parametrize("lengths", [(2, 0, 5), (2, 5, 0), (0, 5, 5)])
+def test_nothing_is_read_for_a_batch_without_pairs(lengths: tuple[int, int, int], mods: str) -> None:
+    b, sq, sk = lengths
+    q, k, v = torch.randn(b, sq, 4, 8), torch.randn(b, sk, 2, 8), torch.randn(b, sk, 2, 8)
+    for splits in (1, 2):
+        out, lse = anyattn.flash_attn_func(q, k, v, return_lse=True, num_splits=splits, **OF_TABLES[mods](torch.ones(0)))
+        assert not out.any() and bool(torch.isneginf(lse).all())
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("has_sink", [False, True])
+def test_whatever_stands_in_rows_that_see_nothing(has_sink: bool, splits: int) -> None:
+    """NaN in the q and dout of padding rows reaches no gradient, the sink's neither; dlse of such a row goes to the sink."""
+    sink = torch.tensor([0.5, -1.0, 2.0, 0.0]).requires_grad_() if has_sink else None
+    mods = {"mask_mod": lambda b, h, i, j: (i >= 6) & ((j + i) % 3 > 0), "sink": sink, "num_splits": splits, "return_lse": True}
+    clean = [torch.randn(1, 40, heads, 8) for heads in (4, 2, 2)]
+    dout, dlse = torch.randn(1, 40, 4, 8), torch.randn(1, 4, 40) if has_sink else torch.zeros(1, 4, 40)
+    found = []
+    for filling in (0.0, seq.NAN):
+        q, k, v = (t.clone() for t in clean)
+        q[:, :6] = dout[:, :6] = filling
+        leaves = [t.requires_grad_() for t in (q, k, v)] + ([sink] if sink is not None else [])
+        found.append(torch.autograd.grad(anyattn.flash_attn_func(q, k, v, **mods), leaves, [dout.clone(), dlse]))
+    assert all(torch.equal(a, b) and bool(a.isfinite().all()) for a, b in zip(*found))
+
+
+FAR = {
+    "rows at -1e9": lambda s, b, h, i, j: torch.where(i >= 3, s, -1e9),
+    "all at -1e9": lambda s, b, h, i, j: s * 0 - 1e9,
+    "a constant": lambda s, b, h, i, j: s + 30_000.0,
+    "a bias by row": lambda s, b, h, i, j: s + 3e6 * i,
+    "a slope": lambda s, b, h, i, j: s + 1e5 * (j // 20),
+}
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("name", FAR)
+def test_gradients_of_scores_far_from_zero(name: str, splits: int) -> None:
+    """The log-sum-exp of 50 scores at -1e9 is -1e9 in float32: their number must not be lost on the way back."""
+    for sink in (None, torch.tensor([0.5, -1.0, 2.0, 0.0])):
+        for dtype in (torch.float32, torch.bfloat16):
+            meaning = Meaning(score_mod=FAR[name], sink=sink)
+            batch = seq.ragged([8, 3, 70], [50, 200, 7], dtype=dtype)
+            got, _ = results(batch, meaning, packed_call, num_splits=splits)
+            seq.judge({n: got[n] for n in ("dq", "dk", "dv")}, batch, meaning, label=name)

@@ -206,6 +206,15 @@ def test_the_batch_changes_no_bit_of_an_entry(cached: tuple[int, ...], splits: i
             assert torch.equal(one[0], out[b]) and torch.equal(one_lse[0], lse[b]), (meaning, b)
 
 
+def test_an_infinite_bias_of_one_entry_changes_no_bit_of_another() -> None:
+    bias = torch.tensor([0.3, 1.7, -torch.inf])
+    q, caches = torch.randn(3, 1, 4, 16), torch.randn(2, 3, 64, 2, 16)
+    options = {"cache_seqlens": 33, "return_lse": True, "score_mod": lambda s, b, h, i, j: s + bias[b]}
+    both = anyattn.flash_attn_with_kvcache(q, *caches, **options)
+    alone = anyattn.flash_attn_with_kvcache(q[:2], *caches[:, :2], **options)
+    assert all(torch.equal(x[:2], y) for x, y in zip(both, alone))
+
+
 def test_packed_queries() -> None:
     """Queries, and new keys, of different numbers per entry, laid end to end by cu_seqlens_q."""
     cached, counts = [20, 7, 33], [3, 0, 6]
@@ -291,6 +300,7 @@ def bad_calls() -> dict[str, tuple[dict[str, Any], str]]:
         "k of another batch": ({"k": torch.ones(3, 1, 2, 16), "v": torch.ones(3, 1, 2, 16)}, "k has batch 3"),
         "splits": ({"num_splits": -1}, "num_splits=-1"),
         "window of one": ({"window_size": (3,)}, "window_size"),
+        "window and rotary": ({"window_size": 3, "rotary_cos": cos, "rotary_sin": cos}, "window_size=3"),
         "a mod that leaves its table": ({"score_mod": lambda s, b, h, i, j: s + cos[i * 100, 0]}, "captured tensor"),
         "a mod that branches": ({"mask_mod": lambda b, h, i, j: i > j and j > 3}, "and"),
     }
@@ -312,6 +322,14 @@ def test_an_expanded_cache_is_refused() -> None:
     cache, new = torch.randn(1, 64, 2, 16).expand(4, -1, -1, -1), torch.randn(4, 1, 2, 16)
     with pytest.raises(ValueError, match="k_cache"):
         anyattn.flash_attn_with_kvcache(torch.randn(4, 1, 4, 16), cache, cache, k=new, v=new, cache_seqlens=3)
+
+
+def test_one_cache_for_keys_and_values_is_refused() -> None:
+    cache, new = torch.randn(4, 64, 2, 16), torch.randn(4, 1, 2, 16)
+    before = cache.clone()
+    with pytest.raises(ValueError, match="k_cache and v_cache"):
+        anyattn.flash_attn_with_kvcache(torch.randn(4, 1, 4, 16), cache, cache, k=new, v=new, cache_seqlens=3)
+    assert torch.equal(cache, before)
 
 
 def test_the_result_is_detached() -> None:

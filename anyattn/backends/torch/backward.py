@@ -15,14 +15,16 @@ import torch
 from torch import Tensor
 
 from anyattn.backends.torch.captured import CapturedGradients
-from anyattn.backends.torch.forward import Scores
+from anyattn.backends.torch.forward import Scores, sink_logits
 from anyattn.backends.torch.memory import zeros
 from anyattn.backends.torch.rectangles import blocks
 from anyattn.backends.torch.spans import Group, RowTile
 from anyattn.backends.torch.stages import Tile
-from anyattn.backends.torch.tiles import LOG2E, Call, Chunk, Heads, chunks, finite_or_zero, row_heads, rows_of_queries, store
+from anyattn.backends.torch.tiles import LOG2E, Call, Chunk, Heads, chunks, finite_or_zero, is_finite, row_heads, rows_of_queries, store
 
 __all__ = ["backward"]
+
+_FAR = 1024.0  # a base-2 log-sum-exp beyond this has rounded away more than 2^-13 of what it was told of the sum
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,12 +40,22 @@ class _Statistics:
     def of(call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> _Statistics:
         stat, q = call.problem.stat_dtype, call.problem.q
         blind = torch.isneginf(lse)
-        if bool(blind.any()):  # whatever stands in a row that sees nothing must not meet its zero probabilities
-            dout, q = (t.masked_fill(blind[..., None], 0.0) for t in (dout, q))
+        idle = blind if call.problem.sink is None else blind | _sees_only_the_sink(call.problem.sink, q, out, lse, dout)
+        if bool(idle.any()):  # whatever stands in a row that sees nothing must not meet its zero probabilities
+            dout, q = (t.masked_fill(idle[..., None], 0.0) for t in (dout, q))
         delta = (dout.to(stat) * out).sum(-1)
         if dlse is not None:
             delta -= dlse
         return _Statistics((lse * LOG2E).masked_fill_(blind, math.inf)[..., None], delta.masked_fill_(blind, 0.0)[..., None], q, dout)
+
+
+def _sees_only_the_sink(sink: Tensor, q: Tensor, out: Tensor, lse: Tensor, dout: Tensor) -> Tensor:
+    """(B, Hq, Sq) rows that see no key and hold, in q or dout, what is not finite; of the others it does not matter."""
+    if is_finite(q) and is_finite(dout):
+        return torch.zeros_like(lse, dtype=torch.bool)
+    logit = sink.to(lse.dtype)[:, None]
+    rounding = 4 * torch.finfo(lse.dtype).eps * logit.abs()  # the logit goes to base 2 and back
+    return ((lse - logit).abs() <= rounding) & (out == 0).all(-1)
 
 
 def backward(call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -105,23 +117,48 @@ class _Operands:
 
 
 class ScoreGradients:
-    """Probabilities and score derivatives of one tile, and what flows into the score mod's captured tensors."""
+    """Scores and their derivatives on one tile, what makes them probabilities, and what flows into the score mod's captured tensors."""
 
     def __init__(self, call: Call):
         self.call, self.scores = call, Scores(call)
         self.captured = CapturedGradients(call, is_additive=self.scores.mod is None)
         self.dtype = call.problem.stat_dtype
 
-    def probabilities(self, q: Tensor, keys: Tensor, tile: Tile, chunk: Chunk, lse: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(count, rows, columns) probabilities, and the derivative of the modified score by the score where it is not 1."""
+    def modified(self, q: Tensor, keys: Tensor, tile: Tile, chunk: Chunk) -> tuple[Tensor, Tensor | None]:
+        """(count, rows, columns) masked scores in base 2, and their derivative by the score where it is not 1."""
         if self.scores.mod is None:
-            modified, by_score = self._wide(self.scores.of(q, keys[:, chunk.lo : chunk.hi], tile, chunk)), None
-        else:
-            score = self._wide(self.scores.products(q, keys[:, chunk.lo : chunk.hi], 1.0))
-            modified, by_score = self.captured.modified(row_heads(score, tile), tile)
-            self.call.masks.apply(modified, tile, chunk.asked)
-            modified = modified.view(score.shape)
-        return modified.sub_(lse).exp2_(), by_score
+            return self._wide(self.scores.of(q, keys[:, chunk.lo : chunk.hi], tile, chunk)), None
+        score = self._wide(self.scores.products(q, keys[:, chunk.lo : chunk.hi], 1.0))
+        modified, by_score = self.captured.modified(row_heads(score, tile), tile)
+        self.call.masks.apply(modified, tile, chunk.asked)
+        return modified.view(score.shape), by_score
+
+    def normaliser(
+        self, q: Tensor, keys: Tensor, heads: Heads, row_tile: RowTile, lse: Tensor, is_whole: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """What is to be subtracted from a row's base-2 scores to give its probabilities' logarithms, as two terms (count, rows, 1).
+
+        Far from 0 the log-sum-exp has no digits left for the sum: 1,000 scores of -1e9 would each get the probability 1. There the row's
+        maximum and the logarithm of its sum are found again, and kept apart. is_whole: the row tile holds all keys that its rows see, none
+        were left to a rectangle, which has no score mod that could take scores so far.
+        """
+        shift = self.scores.shift_of(heads.tile(row_tile, Chunk(0, 0, ())), lse)
+        far = torch.isfinite(lse) & (lse.abs() > _FAR)
+        if not is_whole or not bool(far.any()):
+            return lse - shift, None
+        top = torch.full_like(lse, torch.finfo(lse.dtype).min / 2)
+        total = torch.zeros_like(lse)
+        for chunk in chunks(row_tile, self.call.plan.tile_n_backward):
+            s = self.modified(q, keys, heads.tile(row_tile, chunk), chunk)[0]
+            higher = torch.maximum(top, s.amax(-1, keepdim=True))
+            total = total * (top - higher).exp2_() + s.sub_(higher).exp2_().sum(-1, keepdim=True)
+            top = higher
+        sink = self.call.problem.sink
+        if sink is not None:
+            logit = sink_logits(sink, heads, heads.tile(row_tile, Chunk(0, 0, ())), lse) - shift
+            higher = torch.maximum(top, logit)
+            total, top = total * (top - higher).exp2_() + (logit - higher).exp2_(), higher
+        return torch.where(far, top, lse - shift), torch.where(far, total.log2_(), 0.0)
 
     def _wide(self, scores: Tensor) -> Tensor:
         if scores.dtype == self.dtype:
@@ -137,12 +174,13 @@ def _row_tile(
     rows = (row_tile.q_lo, row_tile.q_hi)
     q, dout = heads.rows(statistics.q, *rows, "q"), heads.rows(statistics.dout, *rows, "dout")
     lse, delta = heads.rows(statistics.lse, *rows, "lse", stat), heads.rows(statistics.delta, *rows, "delta", stat)
-    lse = lse - scores.scores.shift_of(heads.tile(row_tile, Chunk(0, 0, ())), lse)
+    top, log_sum = scores.normaliser(q, operands.keys, heads, row_tile, lse, is_whole=start is None)
     dq = call.workspace.take("dq", tuple(q.shape), stat).zero_() if start is None else start.clone()
     for chunk in chunks(row_tile, call.plan.tile_n_backward):
         tile = heads.tile(row_tile, chunk)
         here = slice(chunk.lo, chunk.hi)
-        p, by_score = scores.probabilities(q, operands.keys, tile, chunk, lse)
+        modified, by_score = scores.modified(q, operands.keys, tile, chunk)
+        p = modified.sub_(top).sub_(log_sum).exp2_() if log_sum is not None else modified.sub_(top).exp2_()
         _accumulate(operands.dv[:, here], _narrow(call, p, "p"), dout)
         dp = call.workspace.take("dp", tuple(p.shape), call.dtype)
         torch.baddbmm(dp, dout, operands.values[:, here].transpose(1, 2), beta=0, out=dp)

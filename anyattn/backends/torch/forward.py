@@ -20,8 +20,9 @@ from anyattn.backends.torch.spans import Group, RowTile
 from anyattn.backends.torch.stages import Bound, Tile, bind
 from anyattn.backends.torch.tiles import LN2, LOG2E, Call, Chunk, Heads, chunks, is_finite, row_heads, rows_of_queries, store
 from anyattn.mods.linear import additive_bias
+from anyattn.problem import Problem
 
-__all__ = ["Result", "Scores", "Values", "forward"]
+__all__ = ["Result", "Scores", "Values", "forward", "sink_logits"]
 
 _FEW_ROWS = 32
 
@@ -45,13 +46,13 @@ class Scores:
         self.shift: Bound | None = None  # a bias that is the same along a row: the probabilities do not see it, only the statistics do
         problem = call.problem
         score = problem.score
-        if score is not None and min(problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k) > 0:  # else nothing is scored
+        if score is not None and problem.has_pairs:  # else nothing is scored
             bias = additive_bias(score.expr, LOG2E)
             expr = bias or lowered(score.expr, (LOG2E,), is_half=problem.q.element_size() == 2)
             bound = bind(expr, score.scalars, score.tensors, problem)
             if bias is None:
                 self.mod = bound
-            elif bound.stage in ("per_head", "row") and _is_finite(bound):
+            elif bound.stage in ("per_head", "row") and not _is_cache(problem) and _is_finite(bound):
                 self.shift = bound
             else:
                 self.bias = bound
@@ -203,15 +204,25 @@ def _narrow(call: Call, p: Tensor) -> Tensor:
     return call.workspace.take("narrow", tuple(p.shape), call.dtype).copy_(p)
 
 
+def _is_cache(problem: Problem) -> bool:
+    """Whether one entry's bits may not depend on another's: no decision may then look at the whole batch."""
+    return problem.sequences is not None and problem.sequences.is_cache
+
+
 def _is_finite(bound: Bound) -> bool:
     value = bound.hoisted[bound.expr.outputs[0]]
     return bool(torch.isfinite(value).all()) if isinstance(value, Tensor) else math.isfinite(value)
 
 
+def sink_logits(sink: Tensor, heads: Heads, tile: Tile, like: Tensor) -> Tensor:
+    """The sink's logit in base 2 of every row, shaped as ``like`` (count, stacked rows, 1)."""
+    batch, count, rows, _ = tile.shape
+    return (sink[heads.q_heads].to(like.dtype) * LOG2E).view(1, count, 1, 1).expand(batch, count, rows, 1).reshape(like.shape)
+
+
 def _add_sink(sink: Tensor, heads: Heads, acc: Tensor, row_max: Tensor, row_sum: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
     """The maximum and the sum with one more key per row, whose score is the head's logit and whose value is 0; rescales ``acc``."""
-    batch, count, rows, _ = tile.shape
-    logit = (sink[heads.q_heads].to(acc.dtype) * LOG2E).view(1, count, 1, 1).expand(batch, count, rows, 1).reshape(row_max.shape)
+    logit = sink_logits(sink, heads, tile, row_max)
     new_max = torch.maximum(row_max, logit)
     rescale = _exp2(row_max - new_max, heads.group.is_small)
     acc.mul_(rescale)

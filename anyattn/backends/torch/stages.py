@@ -145,21 +145,24 @@ class Bound:
         # entry y of a diagonal vector holds the value at q - kv = greatest_difference - y
         self.greatest_difference = seqlen_q - 1 if sequences is None else sequences.end_position - 1
         self.hoisted: dict[int, Any] = {}
-        if min(batch, heads, seqlen_q, seqlen_k) == 0:
+        if min(batch, heads, seqlen_q, seqlen_k) == 0 or (sequences is not None and not sequences.has_pairs):
             return
-        b = torch.arange(batch, device=device).view(-1, 1, 1, 1)
+        entries = torch.arange(batch, device=device) if sequences is None else sequences.asked_entry
+        b = entries.view(-1, 1, 1, 1)
         h = torch.arange(heads, device=device).view(-1, 1, 1)
         zero = torch.zeros((), dtype=torch.int64, device=device)
-        least = 1 - seqlen_k if sequences is None else sequences.least_difference
-        places = {"col": (b, zero, torch.arange(seqlen_k, device=device)), "per_head": (b, zero, zero)}
+        least, columns = (1 - seqlen_k, seqlen_k) if sequences is None else (sequences.least_difference, sequences.longest_asked_k)
+        places = {"col": (b, zero, torch.arange(columns, device=device)), "per_head": (b, zero, zero)}
         if "diagonal" in self.staging.stage:
             places["diagonal"] = (b, torch.arange(self.greatest_difference, least - 1, -1, device=device), zero)
         if sequences is None:
             places["row"] = (b, torch.arange(seqlen_q, device=device).view(-1, 1), zero)
         else:
-            places["row"] = (sequences.row_entry.view(-1, 1), sequences.row_position.view(-1, 1), zero)
+            row_entry, row_position = sequences.asked_rows
+            places["row"] = (row_entry.view(-1, 1), row_position.view(-1, 1), zero)
             if "entry_col" in self.staging.stage:
-                places["entry_col"] = (sequences.key_entry, zero, sequences.key_position)
+                key_entry, key_position = sequences.asked_keys
+                places["entry_col"] = (key_entry, zero, key_position)
         for stage, (entry, q_idx, kv_idx) in places.items():
             wanted = tuple(i for i in self.staging.boundary if self.staging.stage[i] == stage)
             if wanted:
