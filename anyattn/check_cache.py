@@ -90,30 +90,18 @@ def cache_call(
 ) -> CacheCall:
     """One call, checked; nothing is written."""
     _check_storage(q, k_cache, v_cache, k, v, cu_seqlens_q, page_table)
-    device = q.device
     batch = q.shape[0] if cu_seqlens_q is None else check_flash.batch_of_ends("cu_seqlens_q", cu_seqlens_q)
     ends = check_flash.ends("cu_seqlens_q", cu_seqlens_q, q, None)
     table = None if page_table is None else check_flash.pages(page_table, batch, k_cache)
-    capacity = k_cache.shape[1] if table is None else table.shape[1] * k_cache.shape[1]
-    cached = _cached(cache_seqlens, batch, capacity, device)
-    leftpad = check_flash.sequence_lengths("cache_leftpad", cache_leftpad, batch, device)
+    cached = _cached(cache_seqlens, batch, k_cache.shape[1] if table is None else table.shape[1] * k_cache.shape[1], q.device)
+    leftpad = check_flash.sequence_lengths("cache_leftpad", cache_leftpad, batch, q.device)
     _check_leftpad(cached, leftpad)
-    rows = _cache_rows(cache_batch_idx, batch, k_cache, table, device)
-    number = torch.arange(batch, device=device)
+    rows = _cache_rows(cache_batch_idx, batch, k_cache, table, q.device)
+    number = torch.arange(batch, device=q.device)
     zero = torch.zeros_like(number)
-    info = SeqlenInfoQKNewK.create(
-        number,
-        q.shape[1] if ends is None else None,
-        None,
-        k.shape[1] if k is not None and k.ndim == 4 else 0,
-        ends,
-        None,
-        ends if k is not None and k.ndim == 3 else None,
-        None,
-        cached,
-        leftpad,
-    )
-    info = _as_vectors(info, zero)
+    per_entry, packed = (0 if k is None or k.ndim == 3 else k.shape[1]), (ends if k is not None and k.ndim == 3 else None)
+    seqlen_q = q.shape[1] if ends is None else None
+    info = _as_vectors(SeqlenInfoQKNewK.create(number, seqlen_q, None, per_entry, ends, None, packed, None, cached, leftpad), zero)
     sequences = Sequences(
         seqlens_q=info.seqlen_q,
         seqlens_k=info.seqlen_k,
@@ -127,19 +115,24 @@ def cache_call(
         is_cache=True,
     )
     check_flash.check_max("max_seqlen_q", max_seqlen_q, sequences.max_seqlen_q)
-    new = None
-    if k is not None:
-        append.check_append(info, None if cache_batch_idx is None else rows, table, k_cache.shape[1], k_cache.shape[0])
-        append.check_apart("k_cache", k_cache)
-        append.check_apart("v_cache", v_cache)
-        if k_cache.data_ptr() == v_cache.data_ptr() and k_cache.numel() > 0:
-            raise ValueError("k_cache and v_cache begin in the same memory, so v would be written over k; wanted a cache for each")
-        places = append.slots(info, rows, table, k_cache.shape[1])
-        new = _NewRows(k.reshape(-1, *k.shape[-2:]), v.reshape(-1, *v.shape[-2:]), *places)
-    elif table is not None:
+    new = None if k is None else _new_rows(k, v, k_cache, v_cache, info, rows, cache_batch_idx is not None, table)
+    if new is None and table is not None:
         append.check_pages(table, sequences.k_start, sequences.k_start + sequences.seqlens_k, sequences.page_size, k_cache.shape[0])
     problem = check_flash.problem_of(q, k_cache, v_cache, sequences, options, 0)  # before the rotary part, which reads the options too
     return CacheCall(problem, k_cache, v_cache, new, _turn(q, k, info, sequences, rotary_cos, rotary_sin, bool(interleaved), options))
+
+
+def _new_rows(
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, info: SeqlenInfoQKNewK, rows: Tensor, chosen: bool, table: Tensor | None
+) -> _NewRows:
+    """The rows to append and their places. chosen: the user named the cache rows, which may then not differ."""
+    append.check_append(info, rows if chosen else None, table, k_cache.shape[1], k_cache.shape[0])
+    append.check_apart("k_cache", k_cache)
+    append.check_apart("v_cache", v_cache)
+    if k_cache.data_ptr() == v_cache.data_ptr() and k_cache.numel() > 0:
+        raise ValueError("k_cache and v_cache begin in the same memory, so v would be written over k; wanted a cache for each")
+    places = append.slots(info, rows, table, k_cache.shape[1])
+    return _NewRows(k.reshape(-1, *k.shape[-2:]), v.reshape(-1, *v.shape[-2:]), *places)
 
 
 def _as_vectors(info: SeqlenInfoQKNewK, zero: Tensor) -> SeqlenInfoQKNewK:

@@ -84,22 +84,14 @@ def varlen_problem(
     options: Options,
 ) -> Problem:
     """The problem of one ``flash_attn_varlen_func`` call."""
-    q_shape = "(batch, length, heads, head_dim)" if cu_seqlens_q is None else "(total, heads, head_dim)"
-    storage({"q": q}, q_shape, 4 if cu_seqlens_q is None else 3)
-    if page_table is not None and cu_seqlens_k is not None:
-        raise ValueError("cu_seqlens_k and page_table are both given; wanted one: paged keys are counted by seqused_k")
-    if page_table is not None:
-        k_shape, k_rank = "(pages, page_size, heads, head_dim)", 4
-    else:
-        k_shape, k_rank = ("(batch, length, heads, head_dim)", 4) if cu_seqlens_k is None else ("(total, heads, head_dim)", 3)
-    storage({"q": q, "k": k, "v": v}, k_shape, k_rank, skip="q")
-    _same_heads("k", k, "v", v)
-    if k.shape[: k_rank - 2] != v.shape[: k_rank - 2]:
-        raise ValueError(f"v has shape {tuple(v.shape)} but k has {tuple(k.shape)}; wanted the same but for head_dim")
-    batch = _batch(q, cu_seqlens_q, cu_seqlens_k, k, page_table)
-    device = q.device
+    _check_varlen_storage(q, k, v, cu_seqlens_q, cu_seqlens_k, page_table)
+    batch, device = _batch(q, cu_seqlens_q, cu_seqlens_k, k, page_table), q.device
+    if page_table is not None and seqused_k is None:
+        raise ValueError("seqused_k is None with a page_table; wanted the number of keys of each sequence, (batch,) integers")
+    table = None if page_table is None else pages(page_table, batch, k)
+    number = torch.arange(batch, device=device)
     info = SeqlenInfoQK.create(
-        torch.arange(batch, device=device),
+        number,
         q.shape[1] if cu_seqlens_q is None else None,
         k.shape[1] if cu_seqlens_k is None else None,
         ends("cu_seqlens_q", cu_seqlens_q, q, validate),
@@ -109,15 +101,33 @@ def varlen_problem(
         tile_m=1,
         tile_n=1,
     )
-    if page_table is not None:
-        if seqused_k is None:
-            raise ValueError("seqused_k is None with a page_table; wanted the number of keys of each sequence, (batch,) integers")
-        table, capacity = pages(page_table, batch, k), page_table.shape[1] * k.shape[1]
-    else:
-        table, capacity = None, k.shape[1] if cu_seqlens_k is None else None
-    zero = torch.zeros(batch, dtype=torch.int64, device=device)
-    number = torch.arange(batch, device=device)
-    sequences = Sequences(
+    sequences = _sequences(info, number, table, k.shape[1])
+    _check_used(sequences, cu_seqlens_q, "seqused_q", None if cu_seqlens_q is not None else q.shape[1])
+    capacity = table.shape[1] * k.shape[1] if table is not None else None if cu_seqlens_k is not None else k.shape[1]
+    _check_used(sequences, cu_seqlens_k, "seqused_k", capacity)
+    check_max("max_seqlen_q", max_seqlen_q, sequences.max_seqlen_q)
+    check_max("max_seqlen_k", max_seqlen_k, sequences.max_seqlen_k)
+    if table is not None:
+        check_pages(table, sequences.k_start, sequences.k_start + sequences.seqlens_k, sequences.page_size, k.shape[0])
+    offset = sequences.seqlens_k - sequences.seqlens_q
+    return problem_of(q, k, v, sequences, options, offset if bool(offset.any()) else 0)
+
+
+def _check_varlen_storage(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, page_table: Any) -> None:
+    padded, packed = ("(batch, length, heads, head_dim)", 4), ("(total, heads, head_dim)", 3)
+    storage({"q": q}, *(padded if cu_seqlens_q is None else packed))
+    if page_table is not None and cu_seqlens_k is not None:
+        raise ValueError("cu_seqlens_k and page_table are both given; wanted one: paged keys are counted by seqused_k")
+    shape, rank = ("(pages, page_size, heads, head_dim)", 4) if page_table is not None else padded if cu_seqlens_k is None else packed
+    storage({"q": q, "k": k, "v": v}, shape, rank, skip="q")
+    _same_heads("k", k, "v", v)
+    if k.shape[: rank - 2] != v.shape[: rank - 2]:
+        raise ValueError(f"v has shape {tuple(v.shape)} but k has {tuple(k.shape)}; wanted the same but for head_dim")
+
+
+def _sequences(info: SeqlenInfoQK, number: Tensor, table: Tensor | None, page_size: int) -> Sequences:
+    zero = torch.zeros_like(number)
+    return Sequences(
         seqlens_q=info.seqlen_q + zero,
         seqlens_k=info.seqlen_k + zero,
         q_row=zero if info.has_cu_seqlens_q else number,
@@ -126,20 +136,8 @@ def varlen_problem(
         k_start=info.offset_k + zero,
         q_first=zero,
         page_table=table,
-        page_size=k.shape[1] if table is not None else 0,
+        page_size=page_size if table is not None else 0,
     )
-    _check_used(sequences, q, cu_seqlens_q, "seqused_q", None if cu_seqlens_q is not None else q.shape[1])
-    _check_used(sequences, k, cu_seqlens_k, "seqused_k", capacity)
-    for name, given, have in (
-        ("max_seqlen_q", max_seqlen_q, sequences.max_seqlen_q),
-        ("max_seqlen_k", max_seqlen_k, sequences.max_seqlen_k),
-    ):
-        check_max(name, given, have)
-    if table is not None:
-        check_pages(table, sequences.k_start, sequences.k_start + sequences.seqlens_k, sequences.page_size, k.shape[0])
-    offset = sequences.seqlens_k - sequences.seqlens_q
-    same = not bool(offset.any())
-    return problem_of(q, k, v, sequences, options, 0 if same else offset)
 
 
 def problem_of(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences | None, options: Options, offset: int | Tensor) -> Problem:
@@ -308,7 +306,7 @@ def _integers(name: str, given: Any, rank: int, shape: str) -> None:
         raise ValueError(f"{name} has shape {tuple(given.shape)}; wanted {shape}")
 
 
-def _check_used(sequences: Sequences, x: Tensor, ends: Any, name: str, capacity: int | None) -> None:
+def _check_used(sequences: Sequences, ends: Any, name: str, capacity: int | None) -> None:
     """Raises where a sequence uses more rows than it has."""
     host = sequences.on_host
     used = host.seqlens_q if name == "seqused_q" else host.seqlens_k
