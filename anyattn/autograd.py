@@ -41,7 +41,7 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, problem: Problem, plan: Plan, *inputs: Tensor | None) -> Any:  # type: ignore[override]
         # a plan of whole spans recomputes its probabilities without the log-sum-exp
         keeps_lse = problem.wants_lse or not plan.whole_spans
-        detached = _with_inputs(replace(problem, wants_lse=keeps_lse), tuple(t if t is None else t.detach() for t in inputs))
+        detached = _with_inputs(problem.like(wants_lse=keeps_lse), tuple(t if t is None else t.detach() for t in inputs))
         result = backend_of(plan).forward(detached, plan)
         ctx.problem, ctx.plan = detached, plan
         ctx.save_for_backward(*inputs, result.out, result.lse)
@@ -66,4 +66,4 @@ def _with_inputs(problem: Problem, inputs: tuple[Tensor | None, ...]) -> Problem
     q, k, v, sink, *captured = inputs  # only the sink may be None
     score = replace(problem.score, tensors=tuple(captured)) if problem.score is not None else None  # type: ignore[arg-type]
     assert q is not None and k is not None and v is not None
-    return replace(problem, q=q, k=k, v=v, sink=sink, score=score)
+    return problem.like(q=q, k=k, v=v, sink=sink, score=score)

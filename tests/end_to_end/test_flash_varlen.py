@@ -346,3 +346,11 @@ def test_gradients_of_scores_far_from_zero(name: str, splits: int) -> None:
             batch = seq.ragged([8, 3, 70], [50, 200, 7], dtype=dtype)
             got, _ = results(batch, meaning, packed_call, num_splits=splits)
             seq.judge({n: got[n] for n in ("dq", "dk", "dv")}, batch, meaning, label=name)
+
+
+@pytest.mark.parametrize("heads,kv_heads", [(0, 2), (2, 0), (3, 2), (2, 4)])
+def test_heads_that_cannot_share_keys_are_refused(heads: int, kv_heads: int) -> None:
+    q, k = torch.randn(1, 5, heads, 8), torch.randn(1, 5, kv_heads, 8)
+    with pytest.raises(ValueError, match=f"q has {heads} heads but k has {kv_heads}"):
+        anyattn.flash_attn_func(q, k, k)
+    assert anyattn.flash_attn_func(q[:, :, :0], k[:, :, :0], k[:, :, :0]).shape == (1, 5, 0, 8)
