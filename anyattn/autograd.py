@@ -41,6 +41,8 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, problem: Problem, plan: Plan, *inputs: Tensor | None) -> Any:  # type: ignore[override]
         # a plan of whole spans recomputes its probabilities without the log-sum-exp
         keeps_lse = problem.wants_lse or not plan.whole_spans
+        if problem.sequences is not None:
+            problem = problem.like(sequences=problem.sequences.kept())
         detached = _with_inputs(problem.like(wants_lse=keeps_lse), tuple(t if t is None else t.detach() for t in inputs))
         result = backend_of(plan).forward(detached, plan)
         ctx.problem, ctx.plan = detached, plan

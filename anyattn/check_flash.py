@@ -36,6 +36,9 @@ __all__ = [
 ]
 
 
+_FAR = 2**40
+
+
 @dataclass(frozen=True)
 class Options:
     """What the three doors have in common, as the user gave it."""
@@ -348,7 +351,8 @@ def _band(causal: Any, window_size: Any, offset: int | Tensor, most_q: int, most
     for i, side in enumerate(window_size):
         if side is not None and (isinstance(side, bool) or not isinstance(side, int)):
             raise TypeError(f"window_size[{i}]={side!r} is a {type(side).__name__}; wanted an int, -1 or None for no limit")
-    left, right = (None if side == -1 else side for side in window_size)
+    # a side that is further away than any key is as good as none, or hides all
+    left, right = (None if side in (-1, None) else max(min(side, _FAR), -_FAR) for side in window_size)
     if not isinstance(causal, bool):
         raise TypeError(f"causal={causal!r} is a {type(causal).__name__}; wanted True or False")
     if causal:

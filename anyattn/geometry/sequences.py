@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -65,6 +65,10 @@ class Sequences:
     @property
     def batch(self) -> int:
         return len(self.seqlens_q)
+
+    def kept(self) -> Sequences:
+        """The same with a page table of its own, for a use that comes later: a decoder changes its table in place."""
+        return self if self.page_table is None else replace(self, page_table=self.page_table.clone())
 
     @cached_property
     def row_base(self) -> Tensor:

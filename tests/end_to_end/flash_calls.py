@@ -80,6 +80,10 @@ RECIPES: dict[str, Recipe] = {
         lambda t: {"causal": True, "score_mod": lambda s, b, h, i, j: s + t["table"][h, torch.clamp(i - j, -10, 10) + 10]},
         lambda h, b, n: {"table": (h, 21)},
     ),
+    "product": Recipe(
+        lambda t: {"score_mod": lambda s, b, h, i, j: s * t["table"][h, i] + t["bias"][(i + j) % 5]},
+        lambda h, b, n: {"table": (h, n), "bias": (5,)},
+    ),
     "gate_entry_row": Recipe(
         lambda t: {"window_size": (12, 3), "score_mod": lambda s, b, h, i, j: s * torch.sigmoid(t["table"][b, i]) + t["bias"][h]},
         lambda h, b, n: {"table": (b, n), "bias": (h,)},

@@ -131,7 +131,7 @@ SETTINGS = {
     "no queries": Setting(queries=(0,) * 4, new=(2,) * 4),
     "all alike": Setting(cached=(30,) * 4, queries=(2,) * 4, page_size=16),
 }  # fmt: skip
-NEVER_BEFORE_KEY_0 = ("bias_row", "gate_entry_row", "distance")  # recipes with tables that have no row -1
+NEVER_BEFORE_KEY_0 = ("bias_row", "product", "gate_entry_row", "distance")  # recipes with tables that have no row -1
 ALWAYS = ("causal", "everything", "window")
 MATRIX = [
     (name, setting, (i + j) % 5)
@@ -205,6 +205,9 @@ def outcome(s: Setting, name: str, splits: int, entries: list[int] | None = None
 
 
 STORED = {
+    # neighbours of one length are computed together; widths that do not fill a vector register round as they would alone
+    "alike": Setting((20,) * 4, queries=(3,) * 4, heads=(6, 2), dims=(24, 8)),
+    "some alike": Setting((700, 20, 20, 700), queries=(1,) * 4, heads=(6, 2), dims=(24, 8), capacity=711, page_size=16),
     "contiguous": Setting(queries=(3,) * 4, rotary_dim=8),
     "pages": Setting(queries=(3,) * 4, page_size=16, leftpad=(5, 0, 33, 12)),
     "long": Setting((1500, 20, 700, 700), queries=(2,) * 4, page_size=64, capacity=1600),

@@ -381,3 +381,21 @@ def test_bad_input(name):
 def test_rows_behind_the_last_sequence_are_legal_unless_validated(validate):
     out, lse = varlen(cu_seqlens_q=cu(0, 5, 13), cu_seqlens_k=cu(0, 5, 13), validate=validate, return_lse=True)
     assert not out[13:].any() and torch.isneginf(lse[:, 13:]).all() and torch.isfinite(out).all()
+
+
+def test_a_page_table_changed_before_the_backward():
+    """Other tensors that say where rows are may change in between: they were copied, or read. Torch's own way, an error, would do too."""
+    made = calls.ragged([5, 17], [5, 17])
+    stored = paged(made, 4)
+    leaves = [t.clone().requires_grad_() for t in stored.qkv]
+    where = {n: t.long().clamp(0) for n, t in stored.where.items()}
+    out = flash_attn_varlen_func(*leaves, **where, causal=True)
+    before = torch.autograd.grad(out, leaves, stored.dout, retain_graph=True)
+    for t in where.values():
+        t.copy_(t.flip(-1))
+    try:
+        after = torch.autograd.grad(out, leaves, stored.dout)
+    except RuntimeError as error:
+        assert "modified by an inplace operation" in str(error)
+    else:
+        assert all(calls.same_bits(a, b) for a, b in zip(before, after))

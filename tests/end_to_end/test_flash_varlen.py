@@ -265,6 +265,11 @@ def test_a_table_over_the_packed_rows() -> None:
         packed_call(batch.q, batch.k, batch.v, score_mod=lambda s, b, h, i, j: s + table[cu[b] + i + 1])
 
 
+def test_windows_wider_than_any_integer_of_64_bits() -> None:
+    batch = seq.ragged([9, 30], [9, 30])
+    for window, meaning in (((2**70, 3), (-1, 3)), ((-(2**70), 3), (-40, 3)), ((3, -(2**70)), (3, -40)), ((2**63, 2**63), (-1, -1))):
+        out, _ = packed_call(batch.q, batch.k, batch.v, window_size=window)
+        seq.judge({"out": out}, batch, Meaning(window_size=meaning), label=str(window))
 EMPTY_ENDED = {  # a table for the last position that exists, and the lengths beyond which nothing of it may be read
     "entry without queries": (3, ([3, 4, 5, 0], [3, 4, 5, 6])),
     "entry without keys": (3, ([3, 4, 5, 6], [3, 4, 5, 0])),
