@@ -270,6 +270,8 @@ def test_windows_wider_than_any_integer_of_64_bits() -> None:
     for window, meaning in (((2**70, 3), (-1, 3)), ((-(2**70), 3), (-40, 3)), ((3, -(2**70)), (3, -40)), ((2**63, 2**63), (-1, -1))):
         out, _ = packed_call(batch.q, batch.k, batch.v, window_size=window)
         seq.judge({"out": out}, batch, Meaning(window_size=meaning), label=str(window))
+
+
 EMPTY_ENDED = {  # a table for the last position that exists, and the lengths beyond which nothing of it may be read
     "entry without queries": (3, ([3, 4, 5, 0], [3, 4, 5, 6])),
     "entry without keys": (3, ([3, 4, 5, 6], [3, 4, 5, 0])),
@@ -359,3 +361,16 @@ def test_heads_that_cannot_share_keys_are_refused(heads: int, kv_heads: int) -> 
     with pytest.raises(ValueError, match=f"q has {heads} heads but k has {kv_heads}"):
         anyattn.flash_attn_func(q, k, k)
     assert anyattn.flash_attn_func(q[:, :, :0], k[:, :, :0], k[:, :, :0]).shape == (1, 5, 0, 8)
+
+
+@pytest.mark.parametrize("name", ["row ranges", "evaluated", "block lists"])
+def test_a_mask_whose_table_changes_before_the_backward_pass_is_refused(name: str) -> None:
+    """As torch refuses it for its own operations: the gradient would be that of another mask."""
+    ids = torch.arange(40) // 10
+    mask = {"row ranges": lambda b, h, i, j: ids[i] == ids[j]}.get(name, lambda b, h, i, j: (ids[i] + ids[j]) % 3 != 0)
+    lists = anyattn.compute_block_sparsity(16, 16, 1, 1, 40, 40, mask) if name == "block lists" else None
+    q = torch.randn(1, 40, 2, 8, requires_grad=True)
+    out = anyattn.flash_attn_func(q, q, q, mask_mod=mask, block_sparse_tensors=lists)
+    ids.fill_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
