@@ -42,11 +42,12 @@ class _Attention(torch.autograd.Function):
         # a plan of whole spans recomputes its probabilities without the log-sum-exp
         keeps_lse = problem.wants_lse or not plan.whole_spans
         if problem.sequences is not None:
-            problem = replace(problem, sequences=problem.sequences.kept())
-        detached = _with_inputs(replace(problem, wants_lse=keeps_lse), tuple(t if t is None else t.detach() for t in inputs))
+            problem = problem.like(sequences=problem.sequences.kept())
+        detached = _with_inputs(problem.like(wants_lse=keeps_lse), tuple(t if t is None else t.detach() for t in inputs))
         result = backend_of(plan).forward(detached, plan)
         ctx.problem, ctx.plan = detached, plan
-        ctx.save_for_backward(*inputs, result.out, result.lse)
+        # what the masks read is asked again in the backward pass, though no gradient flows there
+        ctx.save_for_backward(*inputs, result.out, result.lse, *(t for p in problem.predicates for t in p.tensors if not t.is_inference()))
         ctx.set_materialize_grads(False)
         if result.max_scores is not None:
             ctx.mark_non_differentiable(result.max_scores)
@@ -55,8 +56,9 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any) -> Any:  # type: ignore[override]
-        *inputs, out, lse = ctx.saved_tensors
         needed = ctx.needs_input_grad[2:]
+        saved = ctx.saved_tensors
+        inputs, (out, lse) = saved[: len(needed)], saved[len(needed) : len(needed) + 2]
         if dout is None:
             dout = torch.zeros_like(out)
         tensors = tuple(t if t is None else t.detach().requires_grad_(n) for t, n in zip(inputs, needed, strict=True))
@@ -68,4 +70,4 @@ def _with_inputs(problem: Problem, inputs: tuple[Tensor | None, ...]) -> Problem
     q, k, v, sink, *captured = inputs  # only the sink may be None
     score = replace(problem.score, tensors=tuple(captured)) if problem.score is not None else None  # type: ignore[arg-type]
     assert q is not None and k is not None and v is not None
-    return replace(problem, q=q, k=k, v=v, sink=sink, score=score)
+    return problem.like(q=q, k=k, v=v, sink=sink, score=score)

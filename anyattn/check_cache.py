@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ class CacheCall:
             new_k = turn.applied(new_k, turn.k_positions)
             batch, heads, seqlen, width = problem.q.shape
             rows = turn.applied(problem.q.transpose(1, 2).reshape(batch * seqlen, heads, width), turn.q_positions)
-            problem = replace(problem, q=rows.view(batch, seqlen, heads, width).transpose(1, 2))
+            problem = problem.like(q=rows.view(batch, seqlen, heads, width).transpose(1, 2))
         append.append(self.k_cache, new_k, new.first, new.second)
         append.append(self.v_cache, new.v, new.first, new.second)
         return problem

@@ -216,8 +216,9 @@ def storage(tensors: dict[str, Any], shape: str, rank: int, skip: str = "") -> N
     for name, tensor in tensors.items():
         if name.startswith("k") and tensor.shape[-1] != head_dim:
             raise ValueError(f"{name} has head_dim {tensor.shape[-1]} but {first_name} has {head_dim}; wanted the same last dimension")
-        if name.startswith("k") and (tensor.shape[-2] == 0 or heads % tensor.shape[-2]) and heads != tensor.shape[-2]:
-            raise ValueError(f"{first_name} has {heads} heads, not a multiple of the {tensor.shape[-2]} of {name}; wanted Hq % Hkv == 0")
+        if name.startswith("k") and (0 in (heads, tensor.shape[-2]) or heads % tensor.shape[-2]) and heads != tensor.shape[-2]:
+            have = f"{first_name} has {heads} heads but {name} has {tensor.shape[-2]}"
+            raise ValueError(f"{have}; wanted Hq a multiple of Hkv, and not 0 unless both are")
 
 
 def _same_heads(k_name: str, k: Tensor, v_name: str, v: Tensor) -> None:

@@ -46,7 +46,8 @@ def flash_attn_func(
     causal: query i sees the keys up to ``i + Sk - Sq`` (the last query sees the last key). window_size: (left, right) neighbours visible on
     each side of that place; -1 or None is no limit, a number below -1 ends the window short of it. causal, window and mask_mod are ANDed.
     softcap: ``cap * tanh(score / cap)``, 0.0 for none; then alibi_slopes, (Hq,) or (B, Hq): minus slope times the distance to the key; then
-    score_mod ``(score, b, h, q_idx, kv_idx) -> score``. sink: (Hq,), one logit per head in the denominator.
+    score_mod ``(score, b, h, q_idx, kv_idx) -> score``, of whose results those below -1e38 count as -inf.
+    sink: (Hq,), one logit per head in the denominator.
     mask_mod: ``(b, h, q_idx, kv_idx) -> bool``. block_sparse_tensors: lists of the tiles that mask_mod leaves partial or full; without a
     mask_mod a partial tile shows everything. aux_tensors: what a mod's trailing argument receives.
     num_splits: the keys are divided among so many partial results, 0 chooses. deterministic, backend: as in ``flex_attention``.

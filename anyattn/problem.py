@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -71,6 +71,13 @@ class Problem:
     def seqlen_k(self) -> int:
         """The greatest number of keys of a batch entry."""
         return self.k.shape[2] if self.sequences is None else self.sequences.max_seqlen_k
+
+    def like(self, **changes: Any) -> Problem:
+        """``dataclasses.replace`` for what leaves predicates and lengths as they are: the row limits, once known, go along."""
+        other = replace(self, **changes)
+        if "row_limits" in vars(self):
+            vars(other)["row_limits"] = self.row_limits
+        return other
 
     @cached_property
     def row_limits(self) -> tuple[tuple[Tensor, Tensor] | None, ...]:

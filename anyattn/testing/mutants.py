@@ -163,7 +163,7 @@ MUTANTS = {
         Mutant("split_weight_dropped", "backends.torch.combine:combine", "(seen * weights[..., None])", "seen", "splits"),
         Mutant(
             "sink_in_every_split", f"{_RUN}:_forward_by_splits",
-            "replace(problem, sink=None, wants_lse=True)", "replace(problem, wants_lse=True)", "splits",
+            "problem.like(sink=None, wants_lse=True)", "problem.like(wants_lse=True)", "splits",
         ),
         Mutant(
             "split_end_lost", "geometry.splits:split_range",

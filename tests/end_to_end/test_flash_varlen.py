@@ -353,3 +353,24 @@ def test_gradients_of_scores_far_from_zero(name: str, splits: int) -> None:
             batch = seq.ragged([8, 3, 70], [50, 200, 7], dtype=dtype)
             got, _ = results(batch, meaning, packed_call, num_splits=splits)
             seq.judge({n: got[n] for n in ("dq", "dk", "dv")}, batch, meaning, label=name)
+
+
+@pytest.mark.parametrize("heads,kv_heads", [(0, 2), (2, 0), (3, 2), (2, 4)])
+def test_heads_that_cannot_share_keys_are_refused(heads: int, kv_heads: int) -> None:
+    q, k = torch.randn(1, 5, heads, 8), torch.randn(1, 5, kv_heads, 8)
+    with pytest.raises(ValueError, match=f"q has {heads} heads but k has {kv_heads}"):
+        anyattn.flash_attn_func(q, k, k)
+    assert anyattn.flash_attn_func(q[:, :, :0], k[:, :, :0], k[:, :, :0]).shape == (1, 5, 0, 8)
+
+
+@pytest.mark.parametrize("name", ["row ranges", "evaluated", "block lists"])
+def test_a_mask_whose_table_changes_before_the_backward_pass_is_refused(name: str) -> None:
+    """As torch refuses it for its own operations: the gradient would be that of another mask."""
+    ids = torch.arange(40) // 10
+    mask = {"row ranges": lambda b, h, i, j: ids[i] == ids[j]}.get(name, lambda b, h, i, j: (ids[i] + ids[j]) % 3 != 0)
+    lists = anyattn.compute_block_sparsity(16, 16, 1, 1, 40, 40, mask) if name == "block lists" else None
+    q = torch.randn(1, 40, 2, 8, requires_grad=True)
+    out = anyattn.flash_attn_func(q, q, q, mask_mod=mask, block_sparse_tensors=lists)
+    ids.fill_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()

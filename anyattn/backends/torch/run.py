@@ -36,7 +36,7 @@ def forward(problem: Problem, plan: Plan) -> Result:
 
 def _forward_by_splits(problem: Problem, plan: Plan) -> Result:
     """Each split computes what it sees of every row tile, in the statistics' dtype; the sink joins when they are combined."""
-    call = _call(replace(problem, sink=None, wants_lse=True), plan)
+    call = _call(problem.like(sink=None, wants_lse=True), plan)
     parts = []
     for split in range(plan.num_splits):
         coverage = split_of(call.coverage, split, plan.num_splits)
