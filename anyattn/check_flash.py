@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 
-_FAR = 2**40
+_FAR = 2**40  # further than any position, and still a number of 64 bits when positions are added
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,7 @@ def flash_attn_varlen_func(
     max_seqlen_q, max_seqlen_k: ints or tensors of no dimensions, not needed here and only checked.
     Mods see (sequence, head, query in its sequence, key in its sequence).
     validate: True also refuses packed rows behind the last sequence; None checks cu_seqlens where that costs nothing (on the CPU),
-    False does not.
+    False takes the caller's word for it.
 
     Returns out, laid out as q with head_dim Dv, or ``(out, lse)``, lse (Hq, total_q), or (B, Hq, Sq) where q is not packed. Rows that
     are in no sequence give 0 and lse -inf. Gradients as in ``flash_attn_func``. Raises as ``flash_attn_func``, and ``ValueError`` naming
