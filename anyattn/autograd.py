@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from anyattn.plan import Plan
+from anyattn import hardware
+from anyattn.plan import Plan, for_backward
 from anyattn.problem import Problem
 
-__all__ = ["backend_module", "backend_of", "backward_of", "compute"]
+__all__ = ["backend_module", "backend_of", "backward", "compute"]
 
 
 def backend_of(plan: Plan) -> Any:
@@ -21,9 +22,10 @@ def backend_of(plan: Plan) -> Any:
     return backend_module(plan.backend)
 
 
-def backward_of(plan: Plan) -> Any:
-    """The module with ``backward`` for the plan, which may be another backend's."""
-    return backend_module(plan.backward or plan.backend)
+def backward(problem: Problem, plan: Plan, *results: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Gradients of ``problem.grad_inputs``. results: out, lse, dout and dlse of the forward pass that ``plan`` made."""
+    chosen = for_backward(plan, problem, hardware.of(problem.q.device.type))
+    return backend_of(chosen).backward(problem, chosen, *results)
 
 
 def backend_module(name: str) -> Any:
@@ -67,7 +69,7 @@ class _Attention(torch.autograd.Function):
         if dout is None:
             dout = torch.zeros_like(out)
         tensors = tuple(t if t is None else t.detach().requires_grad_(n) for t, n in zip(inputs, needed, strict=True))
-        grads = backward_of(ctx.plan).backward(_with_inputs(ctx.problem, tensors), ctx.plan, out, lse, dout, dlse)
+        grads = backward(_with_inputs(ctx.problem, tensors), ctx.plan, out, lse, dout, dlse)
         return None, None, *(g if n else None for g, n in zip(grads, needed, strict=True))
 
 

@@ -146,17 +146,18 @@ def flash_backward(
     chosen = replace(plan.choose(problem, hardware.of(q.device.type), backend or None), whole_spans=False)
     rows = (out if out.ndim == 4 else out[None]).transpose(1, 2), lse if lse.ndim == 3 else lse[None]
     douts = (dout if dout.ndim == 4 else dout[None]).transpose(1, 2), dlse if dlse is None or dlse.ndim == 3 else dlse[None]
-    dq, dk, dv, dsink, *captured = autograd.backward_of(chosen).backward(problem, chosen, *rows, *douts)
+    dq, dk, dv, dsink, *captured = autograd.backward(problem, chosen, *rows, *douts)
     by_tensor = {id(t): g for t, g in zip(problem.score.tensors if problem.score else (), captured, strict=True)}
     found = [*(_as(g, t) for g, t in zip((dq, dk, dv), (q, k, v), strict=True)), by_tensor.get(id(alibi_slopes)), dsink]
     found += [by_tensor.get(id(t)) for t in score_tensors]
     return [q.new_empty(0) if g is None or not w else g.contiguous() for g, w in zip(found, wants, strict=True)]
 
 
-def _as(grad: Tensor, like: Tensor) -> Tensor:
+def _as(grad: Tensor | None, like: Tensor) -> Tensor | None:
     """A gradient (B or 1, H, S, D) laid out as the door's argument was."""
-    grad = grad.transpose(1, 2)
-    return grad if like.ndim == 4 else grad[0]
+    if grad is None:
+        return None
+    return grad.transpose(1, 2) if like.ndim == 4 else grad.transpose(1, 2)[0]
 
 
 @flash_backward.register_fake

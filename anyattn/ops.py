@@ -139,7 +139,7 @@ def attend_backward(
         is_exact, scale, False,
     )  # fmt: skip
     chosen = plan.choose(problem, hardware.of(q.device.type), backend or None)
-    grads = autograd.backward_of(chosen).backward(problem, chosen, out, lse, dout, dlse)
+    grads = autograd.backward(problem, chosen, out, lse, dout, dlse)
     return [g if g is not None else q.new_empty(0) for g in grads]
 
 

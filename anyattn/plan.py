@@ -13,7 +13,7 @@ from anyattn.errors import BackendError
 from anyattn.hardware import Hardware
 from anyattn.problem import Problem
 
-__all__ = ["BACKENDS", "Plan", "available", "choose", "combiner"]
+__all__ = ["BACKENDS", "Plan", "available", "choose", "combiner", "for_backward"]
 
 BACKENDS = ("torch", "hopper")
 _SCORES_AT_ONCE = 2**21  # scores of one tile over all its heads: 8 MB in float32, which stays in a CPU's last-level cache
@@ -26,8 +26,8 @@ _FEW_ROWS = 16
 class Plan:
     """backend: who computes the forward pass; backward: the backward pass, if another.
 
-    tile_m, tile_n: query rows and keys of one tile of the torch backend (its backward pass keeps two tiles of scores at once and takes
-    narrower ones). pairs_at_once: (batch, head) pairs computed together.
+    tile_m, tile_n: query rows and keys of one tile (torch's backward pass keeps two tiles of scores at once and takes narrower ones).
+    pairs_at_once: (batch, head) pairs that torch's passes compute together.
 
     num_splits: the keys of each row tile are divided among so many partial results. product_dtype: the dtype of the two matrix products.
     whole_spans: a row tile's visible scores are computed whole, not streamed. why: one line per decision, for people.
@@ -80,12 +80,24 @@ def choose(problem: Problem, hardware: Hardware, backend: str | None = None, opt
     against = "" if backend == "torch" else available(hardware)["hopper"] or _reason_against_problem(problem)
     if backend == "hopper" and against:
         raise BackendError(f"backend='hopper' cannot run this call: {against}; pass backend=None to let anyattn choose")
-    plan = _with_options(_torch_plan(problem, hardware, backend == "torch", against), problem, options or {})
     if backend == "torch" or against:
+        return _with_options(_torch_plan(problem, hardware, backend == "torch", against), problem, options or {})
+    return _hopper_plan(problem, "asked for" if backend else f"{hardware.name} has it, and the call is of its kind")
+
+
+def for_backward(plan: Plan, problem: Problem, hardware: Hardware) -> Plan:
+    """The plan for the backward pass of what ``plan`` computed forward, with the log-sum-exp kept where it is another backend's."""
+    if not plan.backward:
         return plan
-    reason = "asked for" if backend else f"{hardware.name} has it, and the call is of its kind"
-    why = (f"hopper: {reason}", "backward: torch, for hopper has none yet", *plan.why[1:])
-    return replace(plan, backend="hopper", backward="torch", whole_spans=False, why=why)
+    return replace(choose(problem, hardware, plan.backward), whole_spans=False)
+
+
+def _hopper_plan(problem: Problem, reason: str) -> Plan:
+    """Asks nothing of the mask's rows: on a GPU that would wait for them."""
+    from anyattn.backends.hopper.run import config_of
+
+    tiles, why = config_of(problem).tiles, (f"hopper: {reason}", "backward: torch, for hopper has none yet")
+    return Plan("hopper", tiles.tile_m, tiles.tile_n, tiles.tile_n, 1, problem.q.dtype, backward="torch", why=why)
 
 
 def _reason_against_problem(problem: Problem) -> str | None:

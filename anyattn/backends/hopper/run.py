@@ -14,7 +14,7 @@ from anyattn.backends.hopper.supports import Band, band_of
 from anyattn.plan import Plan
 from anyattn.problem import Problem
 
-__all__ = ["Result", "forward"]
+__all__ = ["Result", "config_of", "forward"]
 
 
 class Result(NamedTuple):
@@ -27,10 +27,22 @@ class Result(NamedTuple):
 
 def forward(problem: Problem, plan: Plan) -> Result:
     """out and lse of a problem that ``supports.reason_against`` has nothing against."""
-    band = _joint_band(problem)
+    config, band = config_of(problem), _joint_band(problem)
     score, q = problem.score, problem.q
-    expr = None if score is None else score.expr
-    config = Config(
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if problem.wants_lse else None
+    sink = None if problem.sink is None else problem.sink.detach().float().contiguous()
+    scalars, tensors = ((), ()) if score is None else (score.scalars, score.tensors)
+    numbers = (band.left or 0, band.right or 0)
+    launch(config, (q, problem.k, problem.v), out, lse, sink, problem.scale * math.log2(math.e), numbers, scalars, tensors)
+    return Result(out, lse, None)
+
+
+def config_of(problem: Problem) -> Config:
+    """What the kernel for ``problem`` is specialised for."""
+    band, q = _joint_band(problem), problem.q
+    expr = None if problem.score is None else problem.score.expr
+    return Config(
         q.shape[3],
         q.dtype is torch.bfloat16,
         tiles_for(q.shape[3], expr, band != Band(None, None)),
@@ -40,13 +52,6 @@ def forward(problem: Problem, plan: Plan) -> Result:
         problem.sink is not None,
         problem.wants_lse,
     )
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if problem.wants_lse else None
-    sink = None if problem.sink is None else problem.sink.detach().float().contiguous()
-    scalars, tensors = ((), ()) if score is None else (score.scalars, score.tensors)
-    numbers = (band.left or 0, band.right or 0)
-    launch(config, (q, problem.k, problem.v), out, lse, sink, problem.scale * math.log2(math.e), numbers, scalars, tensors)
-    return Result(out, lse, None)
 
 
 def _joint_band(problem: Problem) -> Band:
