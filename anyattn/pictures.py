@@ -228,7 +228,22 @@ def figure(panels: Sequence[Panel], *, heading: str = "", columns: int = 4) -> F
         fig.text(0.012, 1 - 0.3 / height, heading, fontsize=13, color=_INK, va="center", fontweight="bold")
     if has_tiles:
         _draw_legend(fig, columns, has_elements=any(isinstance(p, TilePanel) and p.visible is not None for p in panels))
+    _settle(fig)
     return fig
+
+
+def _settle(fig: Figure) -> None:
+    """Lay the panels out now, and round where they lie.
+
+    The layout's solver visits its variables in the order of their addresses, so that its last bits change from figure
+    to figure; an SVG's clip ids are hashes of those very bits.
+    """
+    from matplotlib.transforms import Bbox
+
+    fig.draw_without_rendering()
+    fig.set_layout_engine("none")
+    for axes in fig.axes:
+        axes.set_position(Bbox(axes.get_position(original=True).get_points().round(6)))
 
 
 def _draw_legend(fig: Figure, columns: int, has_elements: bool) -> None:

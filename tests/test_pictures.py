@@ -38,10 +38,11 @@ def test_wrong_shapes_are_named() -> None:
 def test_files_are_reproducible_and_show_their_counts(tmp_path: Path) -> None:
     heat = pictures.HeatPanel("Bias", np.array([[0.0, np.nan], [1.0, -2.0]]))
     curve = pictures.CurvePanel("Cap", np.linspace(-1, 1, 5), {"all": np.tanh(np.linspace(-1, 1, 5))})
-    first, second = tmp_path / "1.svg", tmp_path / "2.svg"
-    for path in (first, second):
+    # The layout's solver is not reproducible: about one figure in eight differed in its last bits.
+    files = [tmp_path / f"{i}.svg" for i in range(24)]
+    for path in files:
         pictures.save(pictures.figure([_causal(), heat, curve], heading="All"), path)
-    assert first.read_bytes() == second.read_bytes()
+    assert len({path.read_bytes() for path in files}) == 1
     pictures.save(pictures.figure([_causal((4096, 4096), (128, 128))]), tmp_path / "long.png")
     assert (tmp_path / "long.png").stat().st_size > 5000
     with pytest.raises(ValueError, match=r"\.png or \.svg"):
