@@ -93,12 +93,12 @@ def flex_problem(
     lengths = (batch, heads, seqlen_q, key.shape[2])
     score = None if score_mod is None else _traced(score_mod, "score", query, aux, lengths)
     predicates = []
-    blocks = None
+    blocks, follows = None, False
     if block_mask is not None:
         check_block_mask(block_mask, query, key)
         listed = _traced(block_mask.mask_mod, "mask", query, aux, lengths, "block_mask.mask_mod")
         predicates.append(listed)
-        blocks = lists_of(block_mask, listed)
+        blocks, follows = lists_of(block_mask, listed)
     if mask_mod is not None:
         predicates.append(_traced(mask_mod, "mask", query, aux, lengths))
     return Problem(
@@ -113,6 +113,7 @@ def flex_problem(
         wants_lse,
         wants_max,
         bool(deterministic),
+        blocks_follow=follows,
     )
 
 
@@ -184,13 +185,22 @@ def traced(mod: Any, kind: str, query: Tensor, aux: list[Tensor] | None, name: s
     return found
 
 
-def lists_of(block_mask: Any, mask: TracedMod) -> BlockSparseTensors | None:
-    """The lists of a block mask, None where the row ranges of the mask that they were computed from say the same more finely."""
+def lists_of(block_mask: Any, mask: TracedMod) -> tuple[BlockSparseTensors | None, bool]:
+    """The lists of a block mask, and whether they follow from the mask, so that a backend may work from either alone.
+
+    None on a CPU where the row ranges of the mask that they were computed from say the same more finely; elsewhere asking a captured
+    tensor for its ranges would wait for the device.
+    """
     from anyattn.sparsity.block_sparse import BlockSparseTensors
 
-    if getattr(block_mask, "is_exact", False) and row_ranges(mask) is not None:
-        return None
-    return BlockSparseTensors.from_block_mask(block_mask)
+    if not getattr(block_mask, "is_exact", False):
+        return BlockSparseTensors.from_block_mask(block_mask), False
+    lists = (block_mask.kv_num_blocks, block_mask.kv_indices, block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
+    if lists[0].device.type == "cpu" and row_ranges(mask) is not None:
+        return None, True
+    lengths = tuple(block_mask.seq_lengths)
+    tile = tuple(min(size, max(n, 1)) for size, n in zip(block_mask.BLOCK_SIZE, lengths, strict=True))
+    return BlockSparseTensors(*lists, tile=tile, lengths=lengths), True  # type: ignore[arg-type]
 
 
 def check_block_mask(block_mask: Any, query: Tensor, key: Tensor) -> None:

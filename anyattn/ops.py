@@ -62,13 +62,13 @@ def _problem(
         count = len(expr.tensor_slots)
         predicates.append(TracedMod("mask", expr, _numbers(expr, scalars), tuple(mask_tensors[taken : taken + count]), "compiled mask"))
         taken += count
-    blocks = None
+    blocks, follows = None, False
     if block_lists:
         counts, indices, full_counts, full_indices = block_lists if len(block_lists) == 4 else [*block_lists, None, None]
         fields = {"kv_num_blocks": counts, "kv_indices": indices, "full_kv_num_blocks": full_counts, "full_kv_indices": full_indices}
         mask = SimpleNamespace(**fields, BLOCK_SIZE=tuple(block_size), seq_lengths=(q.shape[2], k.shape[2]), is_exact=is_exact)
-        blocks = check.lists_of(mask, predicates[0])
-    return Problem(q, k, v, scale, score, tuple(predicates), blocks, sink, True, wants_max)
+        blocks, follows = check.lists_of(mask, predicates[0])
+    return Problem(q, k, v, scale, score, tuple(predicates), blocks, sink, True, wants_max, blocks_follow=follows)
 
 
 @torch.library.custom_op("anyattn::attend", mutates_args=())

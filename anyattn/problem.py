@@ -27,6 +27,7 @@ class Problem:
     predicates: the element masks. With ``blocks``, the first predicate belongs to the lists: it decides inside the listed partial tiles,
     listed full tiles need no asking, unlisted tiles are invisible; the other predicates hold everywhere.
     sink: (Hq,) logits that join the softmax's denominator.
+    blocks_follow: the lists follow from the first predicate, so that a backend may work from either alone.
     sequences: None where every batch entry is all of its storage. Else the tensors are storage, whose first dimension need not be the
     batch (packed, cached, paged), and this says where each entry's rows are; storage rows that belong to none give 0 and -inf.
     num_splits: the keys of each row tile are divided among so many partial results, which are combined; 0 leaves it to the plan.
@@ -45,6 +46,7 @@ class Problem:
     deterministic: bool = False
     sequences: Sequences | None = None
     num_splits: int = 1
+    blocks_follow: bool = False
 
     @property
     def batch(self) -> int:

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 from anyattn.mods.dependence import dependence
 from anyattn.mods.ir import Expr
+from anyattn.mods.rows import NO_LIMIT
 
-__all__ = ["HEAD_DIMS", "Config", "Tiles", "tiles_for"]
+__all__ = ["HEAD_DIMS", "TILE_M", "Ask", "Config", "Tiles", "padded", "sides", "slots", "tiles_for"]
 
-HEAD_DIMS = (64, 128, 256)
+HEAD_DIMS = (64, 96, 128, 192, 256)  # what a row is padded to, in shared memory only
+TILE_M = 128  # query rows of every kernel that goes by lists
 _SHARED_MEMORY = 227 * 1024
 _REGISTERS = {2: (240, 24), 3: (160, 32)}  # of a consumer and of a producer thread, by warp groups that multiply: 65,536 an SM
+
+
+def padded(head_dim: int) -> int:
+    """The head dimension of the kernel that computes ``head_dim``: the copy engine fills up with zeros."""
+    for wider in HEAD_DIMS:
+        if head_dim <= wider:
+            return wider
+    raise ValueError(f"head_dim={head_dim}; wanted at most {HEAD_DIMS[-1]}")
 
 
 @dataclass(frozen=True)
@@ -43,43 +54,132 @@ class Tiles:
     def registers(self) -> tuple[int, int]:
         return _REGISTERS[self.warp_groups]
 
-    def shared_memory(self, head_dim: int) -> int:
-        """Bytes of 16-bit tiles: Q (which O reuses), and ``stages`` of K and V; barriers and alignment beside them."""
-        return 2 * head_dim * (self.tile_m + 2 * self.stages * self.tile_n) + 2048
+
+@dataclass(frozen=True)
+class Ask:
+    """How a predicate is asked in the kernel. by_row: ``expr``'s outputs are lo, hi, lo, hi, ..., the ranges of keys that a row sees
+    (``mods.rows.RowRanges``), and a key's column is compared with them; else ``expr`` is the mask itself."""
+
+    expr: Expr
+    by_row: bool
 
 
 @dataclass(frozen=True)
 class Config:
     """One kernel. Run-time numbers (lengths, strides, scales, window bounds, captured values) are no part of it.
 
-    is_bf16: else float16. score: the score mod's expression or None. has_left, has_right: whether row i of the queries sees keys from
-    ``i + left`` on, and up to ``i + right``. has_sink, has_lse: as the call asks.
+    head_dim, head_dim_v: as padded. is_bf16: else float16. score: the score mod's expression or None.
+    bands: row ranges ``lo, hi`` of predicates that are bands around a row's place (``sides``); the kernel derives its tiles from them.
+    lists: None, or the layout of the lists of tiles to visit: "dense" (B, H, M, N), "ragged" (H, total_m, max_n) or "flat" (H, total_n).
+    per_entry, per_head: the lists differ from batch entry to entry, from head to head. list_cut: (rows, keys) of a list's tile in units of the kernel's. partial: what decides inside listed partial tiles (None: nothing).
+    always: predicates that hold in every tile. has_order: the row tiles come in a given order; spread: heads of the row tiles that share
+    one place in it: "all" (of the batch), "heads" (of an entry) or "none".
+    has_entries: a table says where each batch entry's rows are. is_paged: K and V are a pool of pages.
+    has_sink, has_lse, has_max: as the call asks.
     """
 
     head_dim: int
+    head_dim_v: int
     is_bf16: bool
     tiles: Tiles
     score: Expr | None = None
-    has_left: bool = False
-    has_right: bool = False
+    bands: tuple[Expr, ...] = ()
+    lists: str | None = None
+    per_entry: bool = False
+    per_head: bool = False
+    list_cut: tuple[int, int] = (1, 1)
+    partial: Ask | None = None
+    always: tuple[Ask, ...] = ()
+    has_order: bool = False
+    spread: str = "all"
+    has_entries: bool = False
+    is_paged: bool = False
     has_sink: bool = False
     has_lse: bool = False
+    has_max: bool = False
 
     def __post_init__(self) -> None:
-        if self.head_dim not in HEAD_DIMS:
-            raise ValueError(f"head_dim={self.head_dim}; wanted one of {', '.join(map(str, HEAD_DIMS))}")
-        needed = self.tiles.shared_memory(self.head_dim)
+        for name in ("head_dim", "head_dim_v"):
+            if getattr(self, name) not in HEAD_DIMS:
+                raise ValueError(f"{name}={getattr(self, name)}; wanted one of {', '.join(map(str, HEAD_DIMS))}")
+        if self.lists not in (None, "dense", "ragged", "flat") or self.spread not in ("all", "heads", "none"):
+            raise ValueError(f"lists={self.lists!r}, spread={self.spread!r}; wanted names that the kernel knows")
+        if self.lists is not None and self.bands:
+            raise ValueError("bands and lists are both given; with lists a band is one of the predicates that hold always")
+        needed = self.shared_memory(False)
         if needed > _SHARED_MEMORY:
             raise ValueError(f"{self.tiles} at head_dim {self.head_dim} takes {needed} bytes of shared memory; an SM has {_SHARED_MEMORY}")
 
+    def __hash__(self) -> int:
+        return self._hash
 
-def tiles_for(head_dim: int, score: Expr | None, has_band: bool) -> Tiles:
-    """The tiles for a head dimension: as large as registers allow without spilling, which ``tests/backends/test_hopper.py`` watches.
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, name) for name in self.__dataclass_fields__))
 
-    A score mod needs registers that three warp groups do not have, and one that reads a table for every score needs more.
+    def shared_memory(self, own_out: bool) -> int:
+        """Bytes: 16-bit tiles of Q, of O in Q's place or its own, ``stages`` of K and V; barriers, the board and alignment beside them."""
+        tiles, (d, dv) = self.tiles, (self.head_dim, self.head_dim_v)
+        rows = d + dv if own_out else max(d, dv)
+        return 2 * (tiles.tile_m * rows + tiles.stages * tiles.tile_n * (d + dv)) + 3072
+
+    @property
+    def own_out(self) -> bool:
+        """Whether O has shared memory of its own: then the next row tile's Q is loaded while O leaves."""
+        return self.shared_memory(True) <= _SHARED_MEMORY
+
+    @property
+    def has_left(self) -> bool:
+        return any(sides(band)[0] for band in self.bands)
+
+    @property
+    def has_right(self) -> bool:
+        return any(sides(band)[1] for band in self.bands)
+
+    @property
+    def exprs(self) -> tuple[Expr, ...]:
+        """All expressions, in the order in which their captured numbers and tensors are given: score, bands, partial, always."""
+        asked = ((self.partial,) if self.partial else ()) + self.always
+        return ((self.score,) if self.score else ()) + self.bands + tuple(ask.expr for ask in asked)
+
+
+@lru_cache(maxsize=1024)
+def slots(expr: Expr) -> tuple[int, int]:
+    """How many captured numbers and tensors an expression may read: one more than its highest slots."""
+    highest = [max((int(n.attr) for n in expr.nodes if n.op == op), default=-1) for op in ("scalar", "load")]  # type: ignore[call-overload]
+    return highest[0] + 1, highest[1] + 1
+
+
+@lru_cache(maxsize=1024)
+def sides(ranges: Expr) -> tuple[bool, bool] | None:
+    """Whether one range of keys per row is bounded to the left and to the right by lines parallel to the diagonal; None if otherwise."""
+    if len(ranges.outputs) != 2:
+        return None
+    found = []
+    for output, is_open in zip(ranges.outputs, (lambda x: x <= 0, lambda x: x >= NO_LIMIT), strict=True):
+        node, slope = ranges.nodes[output], dependence(ranges)[output].slope
+        if node.op == "const" and is_open(node.attr):  # type: ignore[no-untyped-call]
+            found.append(False)
+        elif slope == (1, 0):
+            found.append(True)
+        else:
+            return None
+    return found[0], found[1]
+
+
+def tiles_for(head_dim: int, head_dim_v: int, score: Expr | None, is_masked: bool, tile_n: int | None = None) -> Tiles:
+    """The tiles for padded head dimensions: as large as registers allow without spilling, which ``tests/backends/test_hopper.py`` watches.
+
+    A score mod needs registers that three warp groups do not have, and one that reads a table for every score needs more. tile_n: what the
+    keys of a tile must divide, a list's tile or a page.
     """
     reads_each = score is not None and any(n.op == "load" and d.q and d.kv for n, d in zip(score.nodes, dependence(score), strict=True))
-    if head_dim == 64 and score is None and not has_band:
+    if head_dim == head_dim_v == 64 and score is None and not is_masked:
         return Tiles(192, 128, 3)
-    tile_n = {64: 64, 128: 64, 256: 48}[head_dim] if reads_each else {64: 128, 128: 128, 256: 80}[head_dim]
-    return Tiles(128, tile_n, 3 if head_dim == 64 else 2)
+    most = {64: 64, 96: 64, 128: 64, 192: 48, 256: 48} if reads_each else {64: 128, 96: 128, 128: 128, 192: 112, 256: 80}
+    keys = most[max(head_dim, head_dim_v)]
+    if head_dim == 192 and head_dim_v <= 128 and not reads_each:
+        keys = 128
+    if tile_n is not None:
+        keys = next(n for n in range(keys // 16 * 16, 0, -16) if tile_n % n == 0)
+    return Tiles(128, keys, 3 if max(head_dim, head_dim_v) <= 96 else 2)

@@ -1,4 +1,4 @@
-"""The end of a tile: the sink joins, the output is divided by the row's sum and leaves through shared memory, the log-sum-exp directly."""
+"""The end of a row tile: the sink joins, the output is divided by the row's sum and leaves through shared memory, the statistics directly."""
 
 import math
 from typing import Any
@@ -8,6 +8,7 @@ import cutlass.cute as cute
 from cutlass import Float32, const_expr
 from cutlass.cute.nvgpu import cpasync, warp
 
+from anyattn.backends.hopper.emit import select
 from anyattn.backends.hopper.fragment import rows_and_columns
 from anyattn.backends.hopper.softmax import LOG2E
 
@@ -23,7 +24,7 @@ class Epilogue:
 
     @cute.jit
     def finished(self, acc, row_max, row_sum, scale_log2, sink, head):
-        """Divides ``acc`` by the rows' sums and leaves the natural log-sum-exp in ``row_sum``."""
+        """Divides ``acc`` by the rows' sums; leaves the natural log-sum-exp in ``row_sum`` and the highest score in ``row_max``."""
         scale = Float32(LOG2E) if const_expr(self.config.score is not None) else scale_log2
         out = rows_and_columns(acc)
         for r in cutlass.range_constexpr(cute.size(row_max)):
@@ -34,40 +35,78 @@ class Epilogue:
             if const_expr(self.config.has_sink):
                 logit = Float32(sink[head]) * Float32(LOG2E)
                 higher = cute.arch.fmax(top, logit)
-                rescale = cute.math.exp2(top - higher, fastmath=True)
+                rescale = select(top == -Float32.inf, Float32(0.0), cute.math.exp2(top - higher, fastmath=True), "float")
                 total = total * rescale + cute.math.exp2(logit - higher, fastmath=True)
+                row_max[r] = top * Float32(math.log(2.0))
                 top = higher
+            else:
+                row_max[r] = top * Float32(math.log(2.0))
             inverse = rescale * cute.arch.rcp_approx(total) if total > 0.0 else Float32(0.0)
             out[r, None].store(out[r, None].load() * inverse)
-            row_sum[r] = (top + cute.math.log2(total, fastmath=True)) * Float32(math.log(2.0))
+            found = (top + cute.math.log2(total, fastmath=True)) * Float32(math.log(2.0))
+            row_sum[r] = select(total > 0.0, found, -Float32.inf, "float")
 
     @cute.jit
-    def stored(self, acc, lse_rows, mma, thread, out_copy, out_in_smem, lse, place, seqlen_q):
-        """Writes the tile's output and log-sum-exp; the copy engine leaves out rows past the last one."""
-        tile_m, head_dim = self.config.tiles.tile_m, self.config.head_dim
-        m_block, head, _, entry = place
-        atom, out = out_copy
-        if const_expr(self.config.has_lse):
-            positions = rows_and_columns(mma.get_slice(thread).partition_C(cute.make_identity_tensor((tile_m, head_dim))))
-            if positions[0, 0][1] == 0:  # of the four threads that hold a row, the first
-                for r in cutlass.range_constexpr(cute.size(lse_rows)):
-                    row = positions[r, 0][0] + m_block * tile_m
-                    if row < seqlen_q:
-                        lse[row, head, entry] = lse_rows[r]
+    def stored(self, acc, row_max, lse_rows, mma, thread, outputs, out_in_smem, facts):
+        """Writes a row tile's output and statistics. outputs: (copy atom, its target, out, lse, highest scores)."""
+        tile_m, head_dim = self.config.tiles.tile_m, self.config.head_dim_v
+        atom, target, out, lse, highest = outputs
+        positions = rows_and_columns(mma.get_slice(thread).partition_C(cute.make_identity_tensor((tile_m, head_dim))))
+        first_row = positions[0, 0][0] + facts.m_block * tile_m
+        for statistic, rows in ((lse, lse_rows), (highest, row_max)):
+            if const_expr(statistic is not None):
+                if positions[0, 0][1] == 0:  # of the four threads that hold a row, the first
+                    for r in cutlass.range_constexpr(cute.size(rows)):
+                        if first_row + r * 8 < facts.seqlen_q:
+                            statistic[first_row + r * 8 + facts.q_start, facts.head, facts.q_row] = rows[r]
+        if const_expr(self.config.has_entries):
+            # what follows a sequence's last row is another sequence's: a tile that it cuts is written row by row
+            if (facts.m_block + 1) * tile_m > facts.seqlen_q:
+                self._rows_stored(acc, positions, first_row, out, facts)
+            else:
+                self._tile_stored(acc, mma, thread, atom, target, out_in_smem, facts)
+        else:
+            self._tile_stored(acc, mma, thread, atom, target, out_in_smem, facts)
+
+    @cute.jit
+    def _rows_stored(self, acc, positions, first_row, out, facts):
+        rows = rows_and_columns(acc)
+        rest = cute.domain_offset((facts.q_start, 0), out[None, None, facts.head, facts.q_row])
+        head_dim = cute.size(out, mode=[1])
+        for r in cutlass.range_constexpr(cute.size(rows, mode=[0])):
+            if first_row + r * 8 < facts.seqlen_q:
+                for c in cutlass.range_constexpr(cute.size(rows, mode=[1])):
+                    column = positions[0, c][1]
+                    if column < head_dim:
+                        rest[first_row + r * 8, column] = self.dtype(rows[r, c])
+
+    @cute.jit
+    def _tile_stored(self, acc, mma, thread, atom, target, out_in_smem, facts):
+        """Through shared memory and the copy engine, which leaves out rows past the tensor's last one."""
+        tile_m, head_dim = self.config.tiles.tile_m, self.config.head_dim_v
         narrow = cute.make_rmem_tensor_like(acc, self.dtype)
         narrow.store(acc.load().to(self.dtype))
         threads = 128 * self.config.tiles.warp_groups
-        cute.arch.barrier(barrier_id=_BARRIER, number_of_threads=threads)  # the output takes Q's memory: nobody may still read Q
+        is_first_warp = cute.arch.make_warp_uniform(thread // 32) == 0
+        if const_expr(self.config.own_out):
+            if is_first_warp:
+                cute.arch.cp_async_bulk_wait_group(0, read=True)  # the tile before may still be leaving
+        # the output takes memory that others may still read: the tile before it, or Q
+        cute.arch.barrier(barrier_id=_BARRIER, number_of_threads=threads)
         copy = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype), mma)
         mine = copy.get_slice(thread)
         cute.copy(copy, mine.retile(narrow), mine.partition_D(out_in_smem[None, None, 0]))
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=_BARRIER, number_of_threads=threads)
-        target = cute.local_tile(out[None, None, head, entry], (tile_m, head_dim), (m_block, 0))
-        source, target = cpasync.tma_partition(
-            atom, 0, cute.make_layout(1), cute.group_modes(out_in_smem, 0, 2), cute.group_modes(target, 0, 2)
+        rows = cute.domain_offset((facts.q_start, 0), target[None, None, facts.head, facts.q_row])
+        tile = cute.local_tile(rows, (tile_m, head_dim), (facts.m_block, 0))
+        source, goal = cpasync.tma_partition(
+            atom, 0, cute.make_layout(1), cute.group_modes(out_in_smem, 0, 2), cute.group_modes(tile, 0, 2)
         )
-        if cute.arch.make_warp_uniform(thread // 32) == 0:
-            cute.copy(atom, source[None, 0], target)
+        if is_first_warp:
+            cute.copy(atom, source[None, 0], goal)
             cute.arch.cp_async_bulk_commit_group()
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            if const_expr(not self.config.own_out):
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+        if const_expr(not self.config.own_out):
+            cute.arch.barrier(barrier_id=_BARRIER, number_of_threads=threads)  # Q's memory is given back by all together

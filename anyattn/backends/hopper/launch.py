@@ -17,28 +17,18 @@ _kernels: dict[tuple, Any] = {}
 _lock = threading.Lock()
 
 
-def launch(
-    config: Config,
-    qkv: tuple[Tensor, Tensor, Tensor],
-    out: Tensor,
-    lse: Tensor | None,
-    sink: Tensor | None,
-    scale_log2: float,
-    band: tuple[int, int],
-    scalars: tuple[int | float, ...],
-    tensors: tuple[Tensor, ...],
-) -> None:
-    """Runs the kernel on the current stream; shapes as in ``HopperForward.__call__``."""
+def launch(config: Config, arguments: tuple) -> None:
+    """Runs the kernel on the current stream. arguments: those of ``HopperForward.__call__`` without the stream."""
     import cuda.bindings.driver as cuda
 
-    stream = cuda.CUstream(torch.cuda.current_stream(out.device).cuda_stream)
-    given = [cute_tensor(t) for t in (*qkv, out)]
-    optional = [None if t is None else cute_tensor(t) for t in (lse, sink)]
-    captured = tuple(cute_tensor(_indexable(t)) for t in tensors)
+    *given, scalars, tensors = arguments
     numbers = tuple(_number(s) for s in scalars)
-    arguments = (*given, *optional, scale_log2, *band, numbers, captured, stream)
+    captured = tuple(cute_tensor(_indexable(t)) for t in tensors)
+    converted = [cute_tensor(x) if isinstance(x, Tensor) else x if x is None else _number(x) for x in given]
+    stream = cuda.CUstream(torch.cuda.current_stream(arguments[0].device).cuda_stream)
     kinds = (tuple(type(n) for n in numbers), tuple((t.dtype, max(t.ndim, 1)) for t in tensors))
-    compiled(config, kinds, arguments)(*arguments)
+    converted = (*converted, numbers, captured, stream)
+    compiled(config, kinds, converted)(*converted)
 
 
 def compiled(config: Config, kinds: tuple, arguments: tuple) -> Any:
@@ -46,15 +36,12 @@ def compiled(config: Config, kinds: tuple, arguments: tuple) -> Any:
     with _lock:
         if (config, kinds) not in _kernels:
             import cutlass.cute as cute
-            from cutlass import Float32, Int32
 
             from anyattn.backends.hopper.kernel import HopperForward
 
-            *tensors, scale_log2, left, right, scalars, captured, stream = arguments
-            example = (*tensors, Float32(scale_log2), Int32(left), Int32(right), scalars, captured, stream)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of CuTe DSL's own deprecations
-                _kernels[config, kinds] = cute.compile(HopperForward(config), *example)
+                _kernels[config, kinds] = cute.compile(HopperForward(config), *arguments)
         return _kernels[config, kinds]
 
 

@@ -1,11 +1,13 @@
-"""The producer: one warp that asks the copy engine (TMA) for Q once, and for tile after tile of K and V while there is room for them."""
+"""The producer: one warp that posts row tiles on the board and asks the copy engine (TMA) for Q, then tile after tile of K and V."""
 
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import pipeline
+from cutlass import Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import cpasync
+
+from anyattn.backends.hopper.visits import Facts
 
 __all__ = ["Loads"]
 
@@ -16,38 +18,105 @@ class Loads:
     config: Any
 
     @cute.jit
-    def load(self, copies, tiles_in_smem, pipes, place, n_min, n_max):
-        """copies: (atom, tensor) of q, k, v. place: (m_block, query head, K/V head, batch entry). Tiles go from the last to the first."""
-        tile_m, tile_n, head_dim = self.config.tiles.tile_m, self.config.tiles.tile_n, self.config.head_dim
-        (q_atom, q), (k_atom, k), (v_atom, v) = copies
-        m_block, head, kv_head, entry = place
-        q_pipe, k_pipe, v_pipe = pipes
-        q_from, q_to = self._partition(
-            q_atom, tiles_in_smem[0], cute.local_tile(q[None, None, head, entry], (tile_m, head_dim), (m_block, 0))
-        )
-        k_from, k_to = self._partition(
-            k_atom, tiles_in_smem[1], cute.local_tile(k[None, None, kv_head, entry], (tile_n, head_dim), (None, 0))
-        )
-        v_from, v_to = self._partition(
-            v_atom, tiles_in_smem[2], cute.local_tile(v[None, None, kv_head, entry], (head_dim, tile_n), (0, None))
-        )
+    def load(self, copies, tiles_in_smem, pipes, board, tables, lengths, sizes, captured):
+        """copies: (atom, tensor) of q, k, v. board: (row tiles, key tiles) in shared memory. Key tiles go from the last to the first."""
         producer = pipeline.PipelineUserType.Producer
-        q_state = pipeline.make_pipeline_state(producer, 1)
-        k_state = pipeline.make_pipeline_state(producer, self.config.tiles.stages)
-        v_state = pipeline.make_pipeline_state(producer, self.config.tiles.stages)
-        q_pipe.producer_acquire(q_state)
-        cute.copy(q_atom, q_from, q_to[None, 0], tma_bar_ptr=q_pipe.producer_get_barrier(q_state))
-        for i in cutlass.range(n_max - n_min, unroll=1):
-            n_block = n_max - 1 - i
-            k_pipe.producer_acquire(k_state)
-            cute.copy(k_atom, k_from[None, n_block], k_to[None, k_state.index], tma_bar_ptr=k_pipe.producer_get_barrier(k_state))
-            k_state.advance()
-            v_pipe.producer_acquire(v_state)
-            cute.copy(v_atom, v_from[None, n_block], v_to[None, v_state.index], tma_bar_ptr=v_pipe.producer_get_barrier(v_state))
-            v_state.advance()
+        stages = self.config.tiles.stages
+        states = tuple(pipeline.make_pipeline_state(producer, n) for n in (1, stages, stages, 2))
+        q_state, k_state, v_state, work_state = states
+        worker, _, _ = cute.arch.block_idx()
+        workers, _, _ = cute.arch.grid_dim()
+        total = sizes.rows * sizes.spread
+        base = Int32(0)
+        turn = Int32(0)
+        while base < total:
+            # to and fro: who had the longest of one round has the shortest of the next
+            work = base + (worker if turn % 2 == 0 else workers - 1 - worker)
+            if work < total:
+                m_block, head, entry = self.row_tile(work, tables, sizes)
+                if m_block >= 0:
+                    q_row, q_start, seqlen_q, k_row, k_start, seqlen_k, q_first = self.storage(entry, tables, lengths)
+                    left, right = Int32(0), Int32(0)
+                    if const_expr(self.config.lists is None):
+                        left, right = self.band(entry, head, q_first, captured)
+                        visits, masked, bare, behind, last = self.band_visits(m_block, seqlen_q, seqlen_k, left, right)
+                        plan = last
+                    else:
+                        (visits, masked, bare, behind), plan = self.list_visits(m_block, entry, head, seqlen_k, tables)
+                    facts = Facts(
+                        Int32(1), m_block, head, entry, visits, masked, bare, behind, seqlen_q, seqlen_k, q_row, q_start, q_first, left, right
+                    )  # fmt: skip
+                    self._post(board[0], pipes[3], work_state, facts)
+                    work_state.advance()
+                    if visits > 0:
+                        place = (m_block, head, entry, q_row, q_start, k_row, k_start)
+                        sources = self._sources(copies, place, tiles_in_smem, sizes)
+                        pipes[0].producer_acquire(q_state)
+                        (q_atom, q_from, q_to), k_copy, v_copy = sources
+                        cute.copy(q_atom, q_from, q_to[None, 0], tma_bar_ptr=pipes[0].producer_get_barrier(q_state))
+                        q_state.advance()
+                        n, asked = self._visit(Int32(0), plan)
+                        for i in cutlass.range(visits, unroll=1):
+                            following, asks = self._visit(cutlass.min(i + 1, visits - 1), plan)  # read long before it is needed
+                            self._fetch(pipes[1], k_state, k_copy, n, entry, tables, sizes, board[1], asked)
+                            k_state.advance()
+                            self._fetch(pipes[2], v_state, v_copy, n, entry, tables, sizes, None, asked)
+                            v_state.advance()
+                            n, asked = following, asks
+            base += workers
+            turn += 1
+        self._post(board[0], pipes[3], work_state, Facts(*(Int32(0) for _ in Facts._fields)))
+        work_state.advance()
         # a block that ends while its copies are still being read would hand their memory to another
-        k_pipe.producer_tail(k_state)
-        v_pipe.producer_tail(v_state)
+        for pipe, state in zip(pipes, (q_state, k_state, v_state, work_state), strict=True):
+            pipe.producer_tail(state)
+
+    @cute.jit
+    def _visit(self, i, plan):
+        if const_expr(self.config.lists is None):
+            return plan - i, Int32(1)
+        return self.listed(i, plan)
+
+    @cute.jit
+    def _post(self, board, pipe, state, facts):
+        pipe.producer_acquire(state)
+        for i in cutlass.range_constexpr(len(facts)):
+            board[i, state.index] = facts[i]
+        pipe.producer_commit(state)
+
+    @cute.jit
+    def _fetch(self, pipe, state, copy, n, entry, tables, sizes, board, asked):
+        """Key tile ``n`` into the next free stage; which tile it is goes on the board before the stage is called full."""
+        atom, source, target = copy
+        pipe.sync_object_empty.wait(state.index, state.phase)
+        if const_expr(board is not None):
+            board[state.index] = n * 2 + asked
+        pipe.sync_object_full.arrive(state.index, None)
+        barrier = pipe.producer_get_barrier(state)
+        if const_expr(self.config.is_paged):
+            page, tile = tables.pages[entry, n // sizes.tiles_in_page], n % sizes.tiles_in_page
+            cute.copy(atom, source[None, tile, page], target[None, state.index], tma_bar_ptr=barrier)
+        else:
+            cute.copy(atom, source[None, n], target[None, state.index], tma_bar_ptr=barrier)
+
+    @cute.jit
+    def _sources(self, copies, place, in_smem, sizes):
+        """(atom, source, target) of q, k and v; K's and V's with a mode for the tile, and for the page where there are pages."""
+        tile_m, tile_n = self.config.tiles.tile_m, self.config.tiles.tile_n
+        d, dv = self.config.head_dim, self.config.head_dim_v
+        (q_atom, q), (k_atom, k), (v_atom, v) = copies
+        m_block, head, entry, q_row, q_start, k_row, k_start = place
+        kv_head = head // sizes.ratio
+        q_rows = cute.domain_offset((q_start, 0), q[None, None, head, q_row])
+        q_source = cute.local_tile(q_rows, (tile_m, d), (m_block, 0))
+        if const_expr(self.config.is_paged):
+            k_source = cute.local_tile(k[None, None, kv_head, None], (tile_n, d), (None, 0, None))
+            v_source = cute.local_tile(v[None, None, kv_head, None], (dv, tile_n), (0, None, None))
+        else:
+            k_source = cute.local_tile(cute.domain_offset((k_start, 0), k[None, None, kv_head, k_row]), (tile_n, d), (None, 0))
+            v_source = cute.local_tile(cute.domain_offset((0, k_start), v[None, None, kv_head, k_row]), (dv, tile_n), (0, None))
+        given = ((q_atom, in_smem[0], q_source), (k_atom, in_smem[1], k_source), (v_atom, in_smem[2], v_source))
+        return tuple((atom, *self._partition(atom, smem, source)) for atom, smem, source in given)
 
     def _partition(self, atom: Any, in_smem: Any, in_gmem: Any) -> tuple[Any, Any]:
         """(source, target) of the copies, the target with a mode for the stages."""

@@ -4,14 +4,16 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, const_expr, pipeline
+from cutlass import Float32, Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import warpgroup
 
 from anyattn.backends.hopper.fragment import narrowed, rows_and_columns
+from anyattn.backends.hopper.visits import Facts
 
 __all__ = ["Multiplies"]
 
 _TURN = 1  # the first of the named barriers by which warp groups take turns
+_CLEANED = 8  # the first of those at which each warp group meets after wiping V
 
 
 class Multiplies:
@@ -20,9 +22,9 @@ class Multiplies:
     config: Any
 
     @cute.jit
-    def multiply(self, thread, mmas, in_smem, pipes, out_copy, lse, sink, place, lengths, scale_log2, mods, band, blocks):
-        """One row tile. blocks: (n_min, n_left, n_right, n_max): key tiles ``n_left <= n < n_right`` need no mask."""
-        tiles, head_dim = self.config.tiles, self.config.head_dim
+    def multiply(self, thread, mmas, in_smem, pipes, board, outputs, sink, scale_log2, captured):
+        """Row tile after row tile, as the board says. outputs: (copy of out, out, lse, highest scores)."""
+        tiles = self.config.tiles
         mma_qk, mma_pv = mmas
         group = cute.arch.make_warp_uniform(thread // 128)
         groups = cute.make_layout(tiles.warp_groups, stride=128)
@@ -32,69 +34,95 @@ class Multiplies:
             qk.make_fragment_B(qk.partition_B(in_smem[1])),
             pv.make_fragment_B(pv.partition_B(in_smem[2])),
         )
-        shape_s = mma_qk.get_slice(thread).partition_shape_C((tiles.tile_m, tiles.tile_n))
-        acc = cute.make_rmem_tensor(mma_pv.get_slice(thread).partition_shape_C((tiles.tile_m, head_dim)), Float32)
-        acc.fill(0.0)
-        rows = cute.size(rows_and_columns(acc), mode=[0])
-        row_max, row_sum, row_scale = (cute.make_rmem_tensor(rows, Float32) for _ in range(3))
-        row_max.fill(-Float32.inf)
-        row_sum.fill(0.0)
         positions = rows_and_columns(mma_qk.get_slice(thread).partition_C(cute.make_identity_tensor((tiles.tile_m, tiles.tile_n))))
         consumer = pipeline.PipelineUserType.Consumer
-        q_state = pipeline.make_pipeline_state(consumer, 1)
-        k_state = pipeline.make_pipeline_state(consumer, tiles.stages)
-        v_state = pipeline.make_pipeline_state(consumer, tiles.stages)
+        q_state, k_state, v_state, work_state = (
+            pipeline.make_pipeline_state(consumer, n) for n in (1, tiles.stages, tiles.stages, 2)
+        )
         self._first_turn(group)
-        pipes[0].consumer_wait(q_state)
-        n_min, n_left, n_right, n_max = blocks
-        n = n_max - 1
-        if n_max > n_min:
-            scores = cute.make_rmem_tensor(shape_s, Float32)
-            pipes[1].consumer_wait(k_state)
-            self._my_turn(group)
-            self._product(mma_qk, scores, operands[0][None, None, None, 0], operands[1][None, None, None, k_state.index], True)
-            self._next_turn(group)
-            warpgroup.wait_group(0)
-            pipes[1].consumer_release(k_state)
-            k_state.advance()
-            origin = (place[0] * tiles.tile_m, n * tiles.tile_n)
-            self.modified(scores, positions, origin, place, lengths, scale_log2, mods, True)
-            self.masked(scores, positions, origin, lengths, band)
-            self.exponentials(scores, row_max, row_sum, row_scale, scale_log2, True, True)
-            p = narrowed(scores, self.dtype)
-            state = (mmas, operands, shape_s, acc, p, row_max, row_sum, row_scale, positions, pipes, group)
-            given = (place, lengths, scale_log2, mods, band)
-            if const_expr(self.config.has_right):
-                while n > n_min and n > n_right:
-                    n -= 1
-                    self._step(state, given, k_state, v_state, n, True)
-                    k_state.advance()
-                    v_state.advance()
-            while n > n_min and n > n_left:
-                n -= 1
-                self._step(state, given, k_state, v_state, n, False)
-                k_state.advance()
-                v_state.advance()
-            if const_expr(self.config.has_left):
-                while n > n_min:
-                    n -= 1
-                    self._step(state, given, k_state, v_state, n, True)
-                    k_state.advance()
-                    v_state.advance()
-            pipes[2].consumer_wait(v_state)
-            self._product(mma_pv, acc, p, operands[2][None, None, None, v_state.index], False)
-            warpgroup.wait_group(0)
-            pipes[2].consumer_release(v_state)
-        self.finished(acc, row_max, row_sum, scale_log2, sink, place[1])
-        self.stored(acc, row_sum, mma_pv, thread, out_copy, in_smem[3], lse, place, lengths[0])
+        more = Int32(1)
+        while more != 0:
+            pipes[3].consumer_wait(work_state)
+            facts = Facts(*(board[0][i, work_state.index] for i in range(len(Facts._fields))))
+            more = facts.more
+            pipes[3].consumer_release(work_state)
+            work_state.advance()
+            if more != 0:
+                acc = cute.make_rmem_tensor(mma_pv.get_slice(thread).partition_shape_C((tiles.tile_m, self.config.head_dim_v)), Float32)
+                acc.fill(0.0)
+                row_max, row_sum, row_scale = (cute.make_rmem_tensor(cute.size(rows_and_columns(acc), mode=[0]), Float32) for _ in range(3))
+                row_max.fill(-Float32.inf)
+                row_sum.fill(0.0)
+                if facts.total > 0:
+                    pipes[0].consumer_wait(q_state)
+                    shape_s = mma_qk.get_slice(thread).partition_shape_C((tiles.tile_m, tiles.tile_n))
+                    fixed = (mmas, operands, shape_s, positions, pipes, board[1], group)
+                    sums = (acc, row_max, row_sum, row_scale)
+                    given = (facts, scale_log2, captured, self.row_limits(positions, facts, captured))
+                    k_state, v_state = self._visits(fixed, sums, given, k_state, v_state, in_smem[2], thread)
+                    if const_expr(self.config.own_out):
+                        pipes[0].consumer_release(q_state)
+                self.finished(acc, row_max, row_sum, scale_log2, sink, facts.head)
+                self.stored(acc, row_max, row_sum, mma_pv, thread, outputs, in_smem[3], facts)
+                if facts.total > 0:
+                    if const_expr(not self.config.own_out):
+                        pipes[0].consumer_release(q_state)
+                    q_state.advance()
 
     @cute.jit
-    def _step(self, state, given, k_state, v_state, n, is_masked: cutlass.Constexpr):
-        """The first product of tile ``n`` and the second of the tile before it, then the softmax of tile ``n``."""
-        (mma_qk, mma_pv), (q, k, v), shape_s, acc, p, row_max, row_sum, row_scale, positions, pipes, group = state
-        place, lengths, scale_log2, mods, band = given
+    def _visits(self, fixed, sums, given, k_state, v_state, v_in_smem, thread):
+        """All key tiles of a row tile: the first, then masked, bare and again masked ones."""
+        (mma_qk, mma_pv), operands, shape_s, positions, pipes, board, group = fixed
+        acc, row_max, row_sum, row_scale = sums
+        facts, scale_log2, captured, limits = given
         scores = cute.make_rmem_tensor(shape_s, Float32)
         pipes[1].consumer_wait(k_state)
+        visit = board[k_state.index]
+        self._my_turn(group)
+        self._product(mma_qk, scores, operands[0][None, None, None, 0], operands[1][None, None, None, k_state.index], True)
+        self._next_turn(group)
+        warpgroup.wait_group(0)
+        pipes[1].consumer_release(k_state)
+        k_state.advance()
+        n = visit // 2
+        self.modified(scores, positions, n, facts, scale_log2, captured, True)
+        self.masked(scores, positions, n, facts, captured, limits, visit % 2, True)
+        self.exponentials(scores, row_max, row_sum, row_scale, scale_log2, True, True)
+        p = narrowed(scores, self.dtype)
+        if const_expr(self.config.has_entries):
+            self._wiped(v_in_smem, pipes[2], v_state, facts.seqlen_k - n * self.config.tiles.tile_n, thread, group)
+        for _ in cutlass.range(facts.masked, unroll=1):
+            self._step(fixed, sums, p, given, k_state, v_state, True)
+            k_state.advance()
+            v_state.advance()
+        for _ in cutlass.range(facts.bare, unroll=1):
+            self._step(fixed, sums, p, given, k_state, v_state, False)
+            k_state.advance()
+            v_state.advance()
+        if const_expr(self.config.has_left):
+            for _ in cutlass.range(facts.behind, unroll=1):
+                self._step(fixed, sums, p, given, k_state, v_state, True)
+                k_state.advance()
+                v_state.advance()
+        pipes[2].consumer_wait(v_state)
+        self._product(mma_pv, acc, p, operands[2][None, None, None, v_state.index], False)
+        warpgroup.wait_group(0)
+        pipes[2].consumer_release(v_state)
+        v_state.advance()
+        return k_state, v_state
+
+    @cute.jit
+    def _step(self, fixed, sums, p, given, k_state, v_state, is_masked: cutlass.Constexpr):
+        """The first product of a tile and the second of the tile before it, then the softmax of the tile."""
+        (mma_qk, mma_pv), (q, k, v), shape_s, positions, pipes, board, group = fixed
+        acc, row_max, row_sum, row_scale = sums
+        facts, scale_log2, captured, limits = given
+        asks = is_masked or len(self.config.always) > 0
+        scores = cute.make_rmem_tensor(shape_s, Float32)
+        pipes[1].consumer_wait(k_state)
+        n = Int32(0)
+        if const_expr(asks or self.config.score is not None):
+            n = board[k_state.index] // 2
         self._my_turn(group)
         self._product(mma_qk, scores, q[None, None, None, 0], k[None, None, None, k_state.index], True)
         pipes[2].consumer_wait(v_state)
@@ -102,11 +130,10 @@ class Multiplies:
         self._next_turn(group)
         warpgroup.wait_group(1)
         pipes[1].consumer_release(k_state)
-        origin = (place[0] * self.config.tiles.tile_m, n * self.config.tiles.tile_n)
-        self.modified(scores, positions, origin, place, lengths, scale_log2, mods, False)
-        if const_expr(is_masked):
-            self.masked(scores, positions, origin, lengths, band)
-        self.exponentials(scores, row_max, row_sum, row_scale, scale_log2, False, is_masked)
+        self.modified(scores, positions, n, facts, scale_log2, captured, False)
+        if const_expr(asks):
+            self.masked(scores, positions, n, facts, captured, limits, Int32(1) if is_masked else Int32(0), False)
+        self.exponentials(scores, row_max, row_sum, row_scale, scale_log2, False, asks)
         warpgroup.wait_group(0)
         pipes[2].consumer_release(v_state)
         p.store(narrowed(scores, self.dtype).load())
@@ -123,6 +150,21 @@ class Multiplies:
             cute.gemm(atom, acc, a[None, None, i], b[None, None, i], acc)
             atom.set(warpgroup.Field.ACCUMULATE, True)
         warpgroup.commit_group()
+
+    @cute.jit
+    def _wiped(self, v, pipe, state, room, thread, group):
+        """Zeros in V's rows from ``room`` on: what lies past the last key may be NaN, which a probability of 0 does not undo.
+
+        Each warp group wipes all of them, so that none has to wait for another.
+        """
+        tile_n, head_dim = self.config.tiles.tile_n, self.config.head_dim_v
+        if room < tile_n:
+            pipe.consumer_wait(state)
+            tile = v[None, None, state.index]
+            for i in cutlass.range(room * head_dim + thread % 128, tile_n * head_dim, 128, unroll=1):
+                tile[i % head_dim, i // head_dim] = self.dtype(0.0)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.barrier(barrier_id=_CLEANED + group, number_of_threads=128)
 
     @cute.jit
     def _first_turn(self, group):

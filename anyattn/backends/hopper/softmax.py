@@ -5,9 +5,10 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, const_expr
+from cutlass import Boolean, Float32, Int32, const_expr
 
-from anyattn.backends.hopper.emit import emit, select
+from anyattn.backends.hopper.config import slots
+from anyattn.backends.hopper.emit import emit, emit_rows, select
 from anyattn.backends.hopper.fragment import rows_and_columns
 
 __all__ = ["LOG2E", "Softmax"]
@@ -20,45 +21,111 @@ class Softmax:
 
     config: Any
 
+    def captured(self, captured: Any, at: int) -> tuple[tuple, tuple]:
+        """The numbers and tensors of expression ``at`` of ``config.exprs``, out of all of them."""
+        before = [slots(expr) for expr in self.config.exprs[: at + 1]]
+        numbers, tensors = (sum(count[i] for count in before[:-1]) for i in (0, 1))
+        return captured[0][numbers : numbers + before[-1][0]], captured[1][tensors : tensors + before[-1][1]]
+
+    def _places(self, positions: Any, n: Any, facts: Any, is_edge: bool) -> dict[str, Any]:
+        """Where a thread's scores lie, as mods see it. A row or key past the last is computed and not used; no mod is asked about it."""
+        tile_m, tile_n = self.config.tiles.tile_m, self.config.tiles.tile_n
+        rows, columns = cute.size(positions, mode=[0]), cute.size(positions, mode=[1])
+        row, column = positions[0, 0][0] + facts.m_block * tile_m, positions[0, 0][1] + n * tile_n
+        q_idx = [cutlass.min(row + _offset(positions, r, 0), facts.seqlen_q - 1) + facts.q_first for r in range(rows)]
+        kv_idx = [column + _offset(positions, c, 1) for c in range(columns)]
+        if is_edge:
+            kv_idx = [cutlass.min(k, facts.seqlen_k - 1) for k in kv_idx]
+        return {"b": facts.entry, "h": facts.head, "q_idx": q_idx, "kv_idx": kv_idx}
+
     @cute.jit
-    def modified(self, scores, positions, origin, place, lengths, scale_log2, mods, is_edge: cutlass.Constexpr):
-        """Applies the score mod to the tile whose first row and key are ``origin``. is_edge: the tile may reach past the last key."""
+    def modified(self, scores, positions, n, facts, scale_log2, captured, is_edge: cutlass.Constexpr):
+        """Applies the score mod to key tile ``n``. is_edge: the tile may reach past the last key."""
         if const_expr(self.config.score is not None):
             s = rows_and_columns(scores)
-            rows, columns = cute.size(s, mode=[0]), cute.size(s, mode=[1])
             scale = scale_log2 * Float32(1.0 / LOG2E)
-            # a row past the last one is computed and never stored; a mod must not be asked about it
-            q_idx = [cutlass.min(positions[r, 0][0] + origin[0], lengths[0] - 1) for r in range(rows)]
-            kv_idx = [positions[0, c][1] + origin[1] for c in range(columns)]
-            if const_expr(is_edge):
-                kv_idx = [cutlass.min(k, lengths[1] - 1) for k in kv_idx]
-            places = {"b": place[3], "h": place[1], "q_idx": q_idx, "kv_idx": kv_idx}
-            scalars, tensors = mods
+            scalars, tensors = self.captured(captured, 0)
+            places = self._places(positions, n, facts, is_edge)
             emit(
                 self.config.score, scalars, tensors, places, lambda r, c: s[r, c] * scale, lambda r, c, x: s.__setitem__((r, c), Float32(x))
             )  # fmt: skip
 
     @cute.jit
-    def masked(self, scores, positions, origin, lengths, band):
-        """-inf for the keys that a row does not see, and for those past the last."""
+    def row_limits(self, positions, facts, captured):
+        """For each predicate that is asked by row: for each row of the thread lo, hi, lo, hi, ... of the keys that it sees."""
+        found = []
+        for at, ask in self.asked:
+            if const_expr(ask.by_row):
+                scalars, tensors = self.captured(captured, at)
+                q_idx = self._places(positions, Int32(0), facts, False)["q_idx"]
+                found.append(emit_rows(ask.expr, scalars, tensors, facts.entry, facts.head, q_idx))
+            else:
+                found.append(None)
+        return found
+
+    @cute.jit
+    def masked(self, scores, positions, n, facts, captured, limits, is_partial, is_edge: cutlass.Constexpr):
+        """-inf for the keys of tile ``n`` that a row does not see. is_partial: whether the partial predicate is asked."""
+        config = self.config
         s = rows_and_columns(scores)
-        for r in cutlass.range_constexpr(cute.size(s, mode=[0])):
-            row = positions[r, 0][0] + origin[0]
-            end = lengths[1] - origin[1]
-            if const_expr(self.config.has_right):
-                end = cutlass.min(end, row + band[1] - origin[1])
-            for c in cutlass.range_constexpr(cute.size(s, mode=[1])):
-                column = positions[0, c][1]
-                seen = column < end
-                if const_expr(self.config.has_left):
-                    seen = seen & (column >= row + band[0] - origin[1])
-                s[r, c] = select(seen, s[r, c], -Float32.inf, "float")
+        rows, columns = cute.size(s, mode=[0]), cute.size(s, mode=[1])
+        # columns are counted from the thread's first, so that what is compared is a literal
+        first = positions[0, 0][1] + n * config.tiles.tile_n
+        for r in cutlass.range_constexpr(rows):
+            row = positions[0, 0][0] + _offset(positions, r, 0) + facts.m_block * config.tiles.tile_m
+            ranges = []
+            if const_expr(is_edge or config.has_right or config.has_left):
+                end = facts.seqlen_k - first
+                if const_expr(config.has_right):
+                    end = cutlass.min(end, row + facts.right - first) if const_expr(is_edge) else row + facts.right - first
+                ranges.append([(row + facts.left - first if const_expr(config.has_left) else None, end)])
+            for at, ask, rows_limits in self._asked_now(limits, "always"):
+                ranges.append(_pairs(rows_limits[r], first))
+            self._hide(s, r, ranges)
+        for at, ask, rows_limits in self._asked_now(limits, "each"):
+            self._ask_each(s, ask, at, positions, n, facts, captured, is_edge)
+        if const_expr(config.partial is not None):
+            if is_partial != 0:
+                if const_expr(config.partial.by_row):
+                    for r in cutlass.range_constexpr(rows):
+                        self._hide(s, r, [_pairs(limits[0][r], first)])
+                else:
+                    self._ask_each(s, config.partial, self.asked[0][0], positions, n, facts, captured, is_edge)
+
+    def _asked_now(self, limits: Any, which: str) -> list:
+        found = [(at, ask, limits[i]) for i, (at, ask) in enumerate(self.asked) if ask is not self.config.partial]
+        return [x for x in found if x[1].by_row == (which == "always")]
+
+    def _hide(self, s: Any, r: int, ranges: list) -> None:
+        """-inf in row ``r`` but where, for every list of (lo, hi), a column lies in one of them; None is no bound."""
+        if not ranges:
+            return
+        for c in range(cute.size(s, mode=[1])):
+            place = _column(c)
+            seen: Any = None
+            for pairs in ranges:
+                inside: Any = None
+                for low, high in pairs:
+                    here = Int32(place) < high
+                    here = here & (Int32(place) >= low) if low is not None else here
+                    inside = here if inside is None else inside | here
+                seen = inside if seen is None else seen & inside
+            s[r, c] = select(seen, s[r, c], -Float32.inf, "float")
+
+    def _ask_each(self, s: Any, ask: Any, at: int, positions: Any, n: Any, facts: Any, captured: Any, is_edge: bool) -> None:
+        scalars, tensors = self.captured(captured, at)
+        places = self._places(positions, n, facts, is_edge)
+
+        def store(r: int, c: int, seen: Any) -> None:
+            s[r, c] = select(Boolean(seen) if not isinstance(seen, bool) else seen, s[r, c], -Float32.inf, "float")
+
+        emit(ask.expr, scalars, tensors, places, None, store)
 
     @cute.jit
     def exponentials(self, scores, row_max, row_sum, row_scale, scale_log2, is_first: cutlass.Constexpr, may_be_blind: cutlass.Constexpr):
         """Turns scores into exp2((score - row's maximum) * scale) in place; ``row_scale`` is what earlier sums are to be multiplied by.
 
-        may_be_blind: a row may have seen nothing yet; its maximum is then taken as 0, so that -inf minus it is -inf and not NaN.
+        may_be_blind: a row may have seen nothing yet; 0 then stands for its maximum, so that -inf minus it is -inf and not NaN.
         """
         scale = Float32(LOG2E) if const_expr(self.config.score is not None) else scale_log2
         s = rows_and_columns(scores)
@@ -67,12 +134,32 @@ class Softmax:
             top = row.reduce(cute.ReductionOp.MAX, -Float32.inf if const_expr(is_first) else row_max[r], 0)
             for offset in (2, 1):  # four threads hold a row
                 top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=offset))
-            if const_expr(may_be_blind):
-                top = select(top == -Float32.inf, Float32(0.0), top, "float")
+            base = top
+            if const_expr(may_be_blind or self.config.score is not None):  # a score mod may hide what it likes
+                base = select(top == -Float32.inf, Float32(0.0), top, "float")
             if const_expr(not is_first):
-                row_scale[r] = cute.math.exp2((row_max[r] - top) * scale, fastmath=True)
-            p = cute.math.exp2(row * scale - top * scale, fastmath=True)
+                row_scale[r] = cute.math.exp2((row_max[r] - base) * scale, fastmath=True)
+            p = cute.math.exp2(row * scale - base * scale, fastmath=True)
             total = p.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
             row_sum[r] = total if const_expr(is_first) else row_sum[r] * row_scale[r] + total
             row_max[r] = top
             s[r, None].store(p)
+
+
+def _column(c: int) -> int:
+    """The column, from a thread's first, of its ``c``-th score of a row: wgmma gives a thread pairs that lie 8 apart."""
+    return c // 2 * 8 + c % 2
+
+
+def _offset(positions: Any, i: int, mode: int) -> int:
+    """How far a thread's ``i``-th row (mode 0) or column (mode 1) lies from its first; rows lie 8 apart, those of 64-row blocks beside."""
+    return _column(i) if mode else i * 8
+
+
+def _pairs(row: tuple, first: Any) -> list[tuple]:
+    """(lo, hi) of each range, counted from column ``first``."""
+    return [(_after(low, first), _after(high, first)) for low, high in zip(row[0::2], row[1::2], strict=True)]
+
+
+def _after(limit: Any, first: Any) -> Any:
+    return Int32(limit) - first
