@@ -17,12 +17,15 @@ _SHARED_MEMORY = 227 * 1024
 _REGISTERS = {2: (240, 24), 3: (160, 32)}  # of a consumer and of a producer thread, by warp groups that multiply: 65,536 an SM
 
 
-def padded(head_dim: int) -> int:
-    """The head dimension of the kernel that computes ``head_dim``: the copy engine fills up with zeros."""
-    for wider in HEAD_DIMS:
-        if head_dim <= wider:
-            return wider
-    raise ValueError(f"head_dim={head_dim}; wanted at most {HEAD_DIMS[-1]}")
+def padded(head_dim: int, head_dim_v: int) -> tuple[int, int]:
+    """The head dimensions of the kernel that computes these: the copy engine fills up with zeros.
+
+    Raises ``ValueError`` where one is larger than any kernel's.
+    """
+    if max(head_dim, head_dim_v) > HEAD_DIMS[-1]:
+        raise ValueError(f"head_dim={head_dim}, head_dim_v={head_dim_v}; wanted at most {HEAD_DIMS[-1]}")
+    d, dv = (next(n for n in HEAD_DIMS if given <= n) for given in (head_dim, head_dim_v))
+    return (d, dv) if d == dv else (max(d, 128) if d == 96 else d, max(dv, 128) if dv == 96 else dv)
 
 
 @dataclass(frozen=True)
@@ -104,9 +107,11 @@ class Config:
                 raise ValueError(f"{name}={getattr(self, name)}; wanted one of {', '.join(map(str, HEAD_DIMS))}")
         if self.lists not in (None, "dense", "ragged", "flat") or self.spread not in ("all", "heads", "none"):
             raise ValueError(f"lists={self.lists!r}, spread={self.spread!r}; wanted names that the kernel knows")
+        if self.head_dim != self.head_dim_v and 96 in (self.head_dim, self.head_dim_v):
+            raise ValueError(f"head_dim={self.head_dim}, head_dim_v={self.head_dim_v}; wanted 128 instead of 96, for O takes Q's place")
         if self.lists is not None and self.bands:
             raise ValueError("bands and lists are both given; with lists a band is one of the predicates that hold always")
-        needed = self.shared_memory(False)
+        needed = self.shared_memory(1)
         if needed > _SHARED_MEMORY:
             raise ValueError(f"{self.tiles} at head_dim {self.head_dim} takes {needed} bytes of shared memory; an SM has {_SHARED_MEMORY}")
 
@@ -117,16 +122,15 @@ class Config:
     def _hash(self) -> int:
         return hash(tuple(getattr(self, name) for name in self.__dataclass_fields__))
 
-    def shared_memory(self, own_out: bool) -> int:
-        """Bytes: 16-bit tiles of Q, of O in Q's place or its own, ``stages`` of K and V; barriers, the board and alignment beside them."""
+    def shared_memory(self, q_stages: int) -> int:
+        """Bytes: 16-bit tiles of Q, whose place O takes, and ``stages`` of K and V; barriers, the board and alignment beside them."""
         tiles, (d, dv) = self.tiles, (self.head_dim, self.head_dim_v)
-        rows = d + dv if own_out else max(d, dv)
-        return 2 * (tiles.tile_m * rows + tiles.stages * tiles.tile_n * (d + dv)) + 3072
+        return 2 * (q_stages * tiles.tile_m * max(d, dv) + tiles.stages * tiles.tile_n * (d + dv)) + 3072
 
     @property
-    def own_out(self) -> bool:
-        """Whether O has shared memory of its own: then the next row tile's Q is loaded while O leaves."""
-        return self.shared_memory(True) <= _SHARED_MEMORY
+    def q_stages(self) -> int:
+        """Tiles of Q in flight: with two the next row tile's Q is there before this one's output has left."""
+        return 2 if self.shared_memory(2) <= _SHARED_MEMORY else 1
 
     @property
     def has_left(self) -> bool:

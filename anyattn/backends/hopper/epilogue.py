@@ -14,7 +14,7 @@ from anyattn.backends.hopper.softmax import LOG2E
 
 __all__ = ["Epilogue"]
 
-_BARRIER = 6  # the named barrier at which the multiplying warp groups meet around the store
+_BARRIER = 4  # the first of the named barriers at which each multiplying warp group meets around its store
 
 
 class Epilogue:
@@ -47,8 +47,9 @@ class Epilogue:
             row_sum[r] = select(total > 0.0, found, -Float32.inf, "float")
 
     @cute.jit
-    def stored(self, acc, row_max, lse_rows, mma, thread, outputs, out_in_smem, facts):
-        """Writes a row tile's output and statistics. outputs: (copy atom, its target, out, lse, highest scores)."""
+    def stored(self, acc, row_max, lse_rows, mma, thread, group, outputs, out_in_smem, facts):
+        """Writes a row tile's output and statistics. outputs: (copy atom, its target, out, lse, highest scores). out_in_smem: None for a
+        row tile without visits, which has no shared memory."""
         tile_m, head_dim = self.config.tiles.tile_m, self.config.head_dim_v
         atom, target, out, lse, highest = outputs
         positions = rows_and_columns(mma.get_slice(thread).partition_C(cute.make_identity_tensor((tile_m, head_dim))))
@@ -59,14 +60,16 @@ class Epilogue:
                     for r in cutlass.range_constexpr(cute.size(rows)):
                         if first_row + r * 8 < facts.seqlen_q:
                             statistic[first_row + r * 8 + facts.q_start, facts.head, facts.q_row] = rows[r]
-        if const_expr(self.config.has_entries):
-            # what follows a sequence's last row is another sequence's: a tile that it cuts is written row by row
-            if (facts.m_block + 1) * tile_m > facts.seqlen_q:
+        if const_expr(out_in_smem is None):
+            self._rows_stored(acc, positions, first_row, out, facts)
+        elif const_expr(self.config.has_entries):
+            # what follows a sequence's last row is another sequence's: rows that it cuts are written one by one
+            if facts.m_block * tile_m + (group + 1) * 64 > facts.seqlen_q:
                 self._rows_stored(acc, positions, first_row, out, facts)
             else:
-                self._tile_stored(acc, mma, thread, atom, target, out_in_smem, facts)
+                self._tile_stored(acc, mma, thread, group, atom, target, out_in_smem, facts)
         else:
-            self._tile_stored(acc, mma, thread, atom, target, out_in_smem, facts)
+            self._tile_stored(acc, mma, thread, group, atom, target, out_in_smem, facts)
 
     @cute.jit
     def _rows_stored(self, acc, positions, first_row, out, facts):
@@ -81,32 +84,24 @@ class Epilogue:
                         rest[first_row + r * 8, column] = self.dtype(rows[r, c])
 
     @cute.jit
-    def _tile_stored(self, acc, mma, thread, atom, target, out_in_smem, facts):
-        """Through shared memory and the copy engine, which leaves out rows past the tensor's last one."""
-        tile_m, head_dim = self.config.tiles.tile_m, self.config.head_dim_v
+    def _tile_stored(self, acc, mma, thread, group, atom, target, out_in_smem, facts):
+        """A warp group's rows, through shared memory and the copy engine, which leaves out those past the tensor's last one."""
+        head_dim, groups = self.config.head_dim_v, self.config.tiles.warp_groups
         narrow = cute.make_rmem_tensor_like(acc, self.dtype)
         narrow.store(acc.load().to(self.dtype))
-        threads = 128 * self.config.tiles.warp_groups
-        is_first_warp = cute.arch.make_warp_uniform(thread // 32) == 0
-        if const_expr(self.config.own_out):
-            if is_first_warp:
-                cute.arch.cp_async_bulk_wait_group(0, read=True)  # the tile before may still be leaving
-        # the output takes memory that others may still read: the tile before it, or Q
-        cute.arch.barrier(barrier_id=_BARRIER, number_of_threads=threads)
+        # the rows of Q whose place they take are read by nobody outside the group
+        cute.arch.barrier(barrier_id=_BARRIER + group, number_of_threads=128)
         copy = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype), mma)
         mine = copy.get_slice(thread)
-        cute.copy(copy, mine.retile(narrow), mine.partition_D(out_in_smem[None, None, 0]))
+        cute.copy(copy, mine.retile(narrow), mine.partition_D(out_in_smem))
         cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.barrier(barrier_id=_BARRIER, number_of_threads=threads)
+        cute.arch.barrier(barrier_id=_BARRIER + group, number_of_threads=128)
         rows = cute.domain_offset((facts.q_start, 0), target[None, None, facts.head, facts.q_row])
-        tile = cute.local_tile(rows, (tile_m, head_dim), (facts.m_block, 0))
+        goal = cute.local_tile(rows, (64, head_dim), (facts.m_block * groups + group, 0))
+        source = cute.local_tile(out_in_smem, (64, head_dim), (group, 0))
         source, goal = cpasync.tma_partition(
-            atom, 0, cute.make_layout(1), cute.group_modes(out_in_smem, 0, 2), cute.group_modes(tile, 0, 2)
+            atom, 0, cute.make_layout(1), cute.group_modes(source, 0, 2), cute.group_modes(goal, 0, 2)
         )
-        if is_first_warp:
-            cute.copy(atom, source[None, 0], goal)
+        if cute.arch.make_warp_uniform(thread // 32) % 4 == 0:
+            cute.copy(atom, source, goal)
             cute.arch.cp_async_bulk_commit_group()
-            if const_expr(not self.config.own_out):
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
-        if const_expr(not self.config.own_out):
-            cute.arch.barrier(barrier_id=_BARRIER, number_of_threads=threads)  # Q's memory is given back by all together

@@ -52,6 +52,7 @@ class HopperForward(Visits, Loads, Multiplies, Softmax, Epilogue):
         order: cute.Tensor | None,
         entries: cute.Tensor | None,
         pages: cute.Tensor | None,
+        counter: cute.Tensor,
         scale_log2: Float32,
         rows: Int32,
         spread: Int32,
@@ -64,7 +65,7 @@ class HopperForward(Visits, Loads, Multiplies, Softmax, Epilogue):
         """q, out: (B, Hq, Sq, D), k, v: (B, Hkv, Sk, D), strides multiples of 16 bytes, the last 1; lse, highest: (B, Hq, Sq) float32; sink:
         (Hq,). With ``entries`` B is what storage has, with ``pages`` k and v are (pages, Hkv, page size, D).
 
-        partial_count to pages: see ``visits.Tables``. scale_log2: the softmax scale times log2(e). rows, spread, section: see
+        partial_count to pages: see ``visits.Tables``. counter: two zeros, int32, which the kernel leaves as zeros. scale_log2: the softmax scale times log2(e). rows, spread, section: see
         ``visits.Sizes``. workers: thread blocks, each of which takes row tiles in turn. scalars, tensors: captured values, those of each of
         ``config.exprs`` in turn.
         """
@@ -88,17 +89,20 @@ class HopperForward(Visits, Loads, Multiplies, Softmax, Epilogue):
             helpers.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (tile_m, tile_n, head_dim_v), self.dtype, 1),
         )
         one = [cute.slice_(layout, (None, None, 0)) for layout in layouts]
+        # each warp group sends its own rows of O
+        part = cute.slice_(helpers.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (64, tile_n, head_dim_v), self.dtype, 1), (None, None, 0))
         read, write = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         q_atom, q = cpasync.make_tiled_tma_atom(read, q, one[0], (tile_m, head_dim))
         k_atom, k = cpasync.make_tiled_tma_atom(read, k, one[1], (tile_n, head_dim))
         v_atom, v = cpasync.make_tiled_tma_atom(read, v, one[2], (head_dim_v, tile_n))
-        out_atom, out = cpasync.make_tiled_tma_atom(write, plain_out, one[3], (tile_m, head_dim_v))
+        out_atom, out = cpasync.make_tiled_tma_atom(write, plain_out, part, (64, head_dim_v))
         self.bytes = [cute.size_in_bytes(self.dtype, layout) for layout in one[:3]]
+        self.q_size = max(cute.cosize(one[0]), cute.cosize(one[3]))
         self.storage_of_block = self._shared(layouts)
         tables = (partial_count, partial_index, full_count, full_index, order, entries, pages)
         sizes = (rows, spread, section, heads, ratio, lengths[1] // tile_n)
         self.kernel(
-            (q_atom, k_atom, v_atom), (q, k, v), (out_atom, out, plain_out, lse, highest), sink, scale_log2, tables, lengths, sizes,
+            (q_atom, k_atom, v_atom), (q, k, v), (out_atom, out, plain_out, lse, highest), sink, scale_log2, (*tables, counter), lengths, sizes,
             (scalars, tensors), layouts, (mma_qk, mma_pv),
         ).launch(
             grid=(workers, 1, 1),
@@ -108,24 +112,27 @@ class HopperForward(Visits, Loads, Multiplies, Softmax, Epilogue):
         )  # fmt: skip
 
     def _shared(self, layouts: tuple) -> Any:
-        stages, dtype, own_out = self.config.tiles.stages, self.dtype, self.config.own_out
+        stages, q_stages, dtype = self.config.tiles.stages, self.config.q_stages, self.dtype
         sizes = [cute.cosize(layout) for layout in layouts]
-        q_or_out = sizes[0] if own_out else max(sizes[0], sizes[3])
 
         @cute.struct
         class Storage:
-            q_barriers: cute.struct.MemRange[cutlass.Int64, 2]  # full and empty, for each stage
+            q_barriers: cute.struct.MemRange[cutlass.Int64, 2 * q_stages]  # full and empty, for each stage
             k_barriers: cute.struct.MemRange[cutlass.Int64, 2 * stages]
             v_barriers: cute.struct.MemRange[cutlass.Int64, 2 * stages]
             work_barriers: cute.struct.MemRange[cutlass.Int64, 4]
             work: cute.struct.Align[cute.struct.MemRange[cutlass.Int32, 2 * FACTS], 16]
             visit: cute.struct.MemRange[cutlass.Int32, 8]
-            q: cute.struct.Align[cute.struct.MemRange[dtype, q_or_out], 1024]
+            q: cute.struct.Align[cute.struct.MemRange[dtype, q_stages * self.q_size], 1024]
             k: cute.struct.Align[cute.struct.MemRange[dtype, sizes[1]], 1024]
             v: cute.struct.Align[cute.struct.MemRange[dtype, sizes[2]], 1024]
-            out: cute.struct.Align[cute.struct.MemRange[dtype, sizes[3] if own_out else 8], 1024]
 
         return Storage
+
+    def _staged(self, layout: Any) -> Any:
+        """The outer layout of Q's or O's tile with a mode for the stage; both take the same places."""
+        tile = cute.slice_(layout.outer, (None, None, 0))
+        return cute.append(tile, cute.make_layout(self.config.q_stages, stride=self.q_size))
 
     @cute.kernel
     def kernel(self, atoms, gmem, outputs, sink, scale_log2, tables, lengths, sizes, captured, layouts, mmas):
@@ -139,7 +146,7 @@ class HopperForward(Visits, Loads, Multiplies, Softmax, Epilogue):
         threads = 128 * tiles.warp_groups
         agent = pipeline.Agent.Thread
         pipes = (
-            self._pipe(storage.q_barriers.data_ptr(), 1, self.bytes[0]),
+            self._pipe(storage.q_barriers.data_ptr(), self.config.q_stages, self.bytes[0]),
             self._pipe(storage.k_barriers.data_ptr(), tiles.stages, self.bytes[1]),
             self._pipe(storage.v_barriers.data_ptr(), tiles.stages, self.bytes[2]),
             pipeline.PipelineAsync.create(
@@ -149,9 +156,11 @@ class HopperForward(Visits, Loads, Multiplies, Softmax, Epilogue):
                 consumer_group=pipeline.CooperativeGroup(agent, threads),
             ),
         )
-        smem = tuple(
-            part.get_tensor(layout.outer, swizzle=layout.inner)
-            for part, layout in zip((storage.q, storage.k, storage.v, storage.out if self.config.own_out else storage.q), layouts)
+        smem = (
+            storage.q.get_tensor(self._staged(layouts[0]), swizzle=layouts[0].inner),
+            storage.k.get_tensor(layouts[1].outer, swizzle=layouts[1].inner),
+            storage.v.get_tensor(layouts[2].outer, swizzle=layouts[2].inner),
+            storage.q.get_tensor(self._staged(layouts[3]), swizzle=layouts[3].inner),
         )
         board = (storage.work.get_tensor(cute.make_layout((FACTS, 2))), storage.visit.get_tensor(cute.make_layout(8)))
         cute.arch.mbarrier_init_fence()
@@ -160,7 +169,7 @@ class HopperForward(Visits, Loads, Multiplies, Softmax, Epilogue):
             cute.arch.setmaxregister_decrease(tiles.registers[1])
             if warp == 0:
                 copies = tuple(zip(atoms, gmem))
-                self.load(copies, smem, pipes, board, Tables(*tables), lengths, Sizes(*sizes), captured)
+                self.load(copies, smem, pipes, board, Tables(*tables[:-1]), tables[-1], lengths, Sizes(*sizes), captured)
         else:
             cute.arch.setmaxregister_increase(tiles.registers[0])
             self.multiply(thread - 128, mmas, smem, pipes, board, outputs, sink, scale_log2, captured)

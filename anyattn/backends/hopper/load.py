@@ -18,58 +18,74 @@ class Loads:
     config: Any
 
     @cute.jit
-    def load(self, copies, tiles_in_smem, pipes, board, tables, lengths, sizes, captured):
+    def load(self, copies, tiles_in_smem, pipes, board, tables, counter, lengths, sizes, captured):
         """copies: (atom, tensor) of q, k, v. board: (row tiles, key tiles) in shared memory. Key tiles go from the last to the first."""
         producer = pipeline.PipelineUserType.Producer
         stages = self.config.tiles.stages
-        states = tuple(pipeline.make_pipeline_state(producer, n) for n in (1, stages, stages, 2))
-        q_state, k_state, v_state, work_state = states
-        worker, _, _ = cute.arch.block_idx()
+        q_state, k_state, v_state, work_state = (
+            pipeline.make_pipeline_state(producer, n) for n in (self.config.q_stages, stages, stages, 2)
+        )
+        work, _, _ = cute.arch.block_idx()
         workers, _, _ = cute.arch.grid_dim()
         total = sizes.rows * sizes.spread
-        base = Int32(0)
-        turn = Int32(0)
-        while base < total:
-            # to and fro: who had the longest of one round has the shortest of the next
-            work = base + (worker if turn % 2 == 0 else workers - 1 - worker)
-            if work < total:
-                m_block, head, entry = self.row_tile(work, tables, sizes)
-                if m_block >= 0:
-                    q_row, q_start, seqlen_q, k_row, k_start, seqlen_k, q_first = self.storage(entry, tables, lengths)
-                    left, right = Int32(0), Int32(0)
-                    if const_expr(self.config.lists is None):
-                        left, right = self.band(entry, head, q_first, captured)
-                        visits, masked, bare, behind, last = self.band_visits(m_block, seqlen_q, seqlen_k, left, right)
-                        plan = last
-                    else:
-                        (visits, masked, bare, behind), plan = self.list_visits(m_block, entry, head, seqlen_k, tables)
-                    facts = Facts(
-                        Int32(1), m_block, head, entry, visits, masked, bare, behind, seqlen_q, seqlen_k, q_row, q_start, q_first, left, right
-                    )  # fmt: skip
-                    self._post(board[0], pipes[3], work_state, facts)
-                    work_state.advance()
-                    if visits > 0:
-                        place = (m_block, head, entry, q_row, q_start, k_row, k_start)
-                        sources = self._sources(copies, place, tiles_in_smem, sizes)
-                        pipes[0].producer_acquire(q_state)
-                        (q_atom, q_from, q_to), k_copy, v_copy = sources
-                        cute.copy(q_atom, q_from, q_to[None, 0], tma_bar_ptr=pipes[0].producer_get_barrier(q_state))
-                        q_state.advance()
-                        n, asked = self._visit(Int32(0), plan)
-                        for i in cutlass.range(visits, unroll=1):
-                            following, asks = self._visit(cutlass.min(i + 1, visits - 1), plan)  # read long before it is needed
-                            self._fetch(pipes[1], k_state, k_copy, n, entry, tables, sizes, board[1], asked)
-                            k_state.advance()
-                            self._fetch(pipes[2], v_state, v_copy, n, entry, tables, sizes, None, asked)
-                            v_state.advance()
-                            n, asked = following, asks
-            base += workers
-            turn += 1
+        while work < total:
+            following = self._drawn(counter, total, workers)
+            m_block, head, entry = self.row_tile(work, tables, sizes)
+            if m_block >= 0:
+                q_row, q_start, seqlen_q, k_row, k_start, seqlen_k, q_first = self.storage(entry, tables, lengths)
+                left, right = Int32(0), Int32(0)
+                if const_expr(self.config.lists is None):
+                    left, right = self.band(entry, head, q_first, captured)
+                    visits, masked, bare, behind, last = self.band_visits(m_block, seqlen_q, seqlen_k, left, right)
+                    plan = last
+                else:
+                    (visits, masked, bare, behind), plan = self.list_visits(m_block, entry, head, seqlen_k, tables)
+                facts = Facts(
+                    Int32(1), m_block, head, entry, visits, masked, bare, behind, seqlen_q, seqlen_k, q_row, q_start, q_first, left, right
+                )  # fmt: skip
+                place = (m_block, head, entry, q_row, q_start, k_row, k_start)
+                (q_atom, q_from, q_to), k_copy, v_copy = self._sources(copies, place, tiles_in_smem, sizes)
+                if visits > 0:
+                    pipes[0].producer_acquire(q_state)
+                    cute.copy(q_atom, q_from, q_to[None, q_state.index], tma_bar_ptr=pipes[0].producer_get_barrier(q_state))
+                    q_state.advance()
+                self._post(board[0], pipes[3], work_state, facts)
+                work_state.advance()
+                if visits > 0:
+                    n, asked = self._visit(Int32(0), plan)
+                    for i in cutlass.range(visits, unroll=1):
+                        after, asks = self._visit(cutlass.min(i + 1, visits - 1), plan)  # read long before it is needed
+                        self._fetch(pipes[1], k_state, k_copy, n, entry, tables, sizes, board[1], asked)
+                        k_state.advance()
+                        self._fetch(pipes[2], v_state, v_copy, n, entry, tables, sizes, None, asked)
+                        v_state.advance()
+                        n, asked = after, asks
+            work = cute.arch.shuffle_sync(following, 0)
         self._post(board[0], pipes[3], work_state, Facts(*(Int32(0) for _ in Facts._fields)))
         work_state.advance()
+        self._left(counter, total, workers)
         # a block that ends while its copies are still being read would hand their memory to another
         for pipe, state in zip(pipes, (q_state, k_state, v_state, work_state), strict=True):
             pipe.producer_tail(state)
+
+    @cute.jit
+    def _drawn(self, counter, total, workers):
+        """The next piece of work that nobody has taken, in the first lane. Blocks that draw finish together, however uneven the pieces."""
+        found = total
+        if total > workers:
+            if cute.arch.lane_idx() == 0:
+                found = workers + cute.arch.atomic_add(counter.iterator, Int32(1))
+        return found
+
+    @cute.jit
+    def _left(self, counter, total, workers):
+        """The last block to leave sets the counter back for the next kernel."""
+        if total > workers:
+            if cute.arch.lane_idx() == 0:
+                before = cute.arch.atomic_add(counter.iterator + 1, Int32(1), sem="acq_rel", scope="gpu")
+                if before == workers - 1:
+                    counter[0] = Int32(0)
+                    counter[1] = Int32(0)
 
     @cute.jit
     def _visit(self, i, plan):

@@ -36,11 +36,11 @@ class Multiplies:
         )
         positions = rows_and_columns(mma_qk.get_slice(thread).partition_C(cute.make_identity_tensor((tiles.tile_m, tiles.tile_n))))
         consumer = pipeline.PipelineUserType.Consumer
-        q_state, k_state, v_state, work_state = (
-            pipeline.make_pipeline_state(consumer, n) for n in (1, tiles.stages, tiles.stages, 2)
+        q_state, q_done, k_state, v_state, work_state = (
+            pipeline.make_pipeline_state(consumer, n) for n in (self.config.q_stages, self.config.q_stages, tiles.stages, tiles.stages, 2)
         )
         self._first_turn(group)
-        more = Int32(1)
+        more, owed = Int32(1), Int32(0)  # owed: Q's memory of the row tile before, from which O may still be leaving
         while more != 0:
             pipes[3].consumer_wait(work_state)
             facts = Facts(*(board[0][i, work_state.index] for i in range(len(Facts._fields))))
@@ -56,41 +56,64 @@ class Multiplies:
                 if facts.total > 0:
                     pipes[0].consumer_wait(q_state)
                     shape_s = mma_qk.get_slice(thread).partition_shape_C((tiles.tile_m, tiles.tile_n))
-                    fixed = (mmas, operands, shape_s, positions, pipes, board[1], group)
+                    of_tile = (operands[0][None, None, None, q_state.index], operands[1], operands[2])
+                    fixed = (mmas, of_tile, shape_s, positions, pipes, board[1], group)
                     sums = (acc, row_max, row_sum, row_scale)
                     given = (facts, scale_log2, captured, self.row_limits(positions, facts, captured))
-                    k_state, v_state = self._visits(fixed, sums, given, k_state, v_state, in_smem[2], thread)
-                    if const_expr(self.config.own_out):
-                        pipes[0].consumer_release(q_state)
-                self.finished(acc, row_max, row_sum, scale_log2, sink, facts.head)
-                self.stored(acc, row_max, row_sum, mma_pv, thread, outputs, in_smem[3], facts)
-                if facts.total > 0:
-                    if const_expr(not self.config.own_out):
-                        pipes[0].consumer_release(q_state)
+                    p = self._first(fixed, sums, given, k_state, v_state, in_smem[2], thread)
+                    k_state.advance()
+                    if const_expr(self.config.q_stages > 1):
+                        if owed != 0:
+                            self._give_back(pipes[0], q_done, thread)
+                            q_done.advance()
+                    owed = Int32(1)
+                    k_state, v_state = self._visits(fixed, sums, p, given, k_state, v_state)
+                    self.finished(acc, row_max, row_sum, scale_log2, sink, facts.head)
+                    self.stored(acc, row_max, row_sum, mma_pv, thread, group, outputs, in_smem[3][None, None, q_state.index], facts)
+                    if const_expr(self.config.q_stages == 1):
+                        self._give_back(pipes[0], q_state, thread)
                     q_state.advance()
+                else:
+                    self.finished(acc, row_max, row_sum, scale_log2, sink, facts.head)
+                    self.stored(acc, row_max, row_sum, mma_pv, thread, group, outputs, None, facts)
+        if const_expr(self.config.q_stages > 1):
+            if owed != 0:
+                self._give_back(pipes[0], q_done, thread)
 
     @cute.jit
-    def _visits(self, fixed, sums, given, k_state, v_state, v_in_smem, thread):
-        """All key tiles of a row tile: the first, then masked, bare and again masked ones."""
-        (mma_qk, mma_pv), operands, shape_s, positions, pipes, board, group = fixed
+    def _give_back(self, pipe, state, thread):
+        """Q's memory to the loader, once O, which took its place, has been read out of it."""
+        if cute.arch.make_warp_uniform(thread // 32) % 4 == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        pipe.consumer_release(state)
+
+    @cute.jit
+    def _first(self, fixed, sums, given, k_state, v_state, v_in_smem, thread):
+        """The first product and softmax of a row tile; its probabilities."""
+        (mma_qk, mma_pv), (q, k, _), shape_s, positions, pipes, board, group = fixed
         acc, row_max, row_sum, row_scale = sums
         facts, scale_log2, captured, limits = given
         scores = cute.make_rmem_tensor(shape_s, Float32)
         pipes[1].consumer_wait(k_state)
         visit = board[k_state.index]
         self._my_turn(group)
-        self._product(mma_qk, scores, operands[0][None, None, None, 0], operands[1][None, None, None, k_state.index], True)
+        self._product(mma_qk, scores, q, k[None, None, None, k_state.index], True)
         self._next_turn(group)
         warpgroup.wait_group(0)
         pipes[1].consumer_release(k_state)
-        k_state.advance()
         n = visit // 2
         self.modified(scores, positions, n, facts, scale_log2, captured, True)
         self.masked(scores, positions, n, facts, captured, limits, visit % 2, True)
         self.exponentials(scores, row_max, row_sum, row_scale, scale_log2, True, True)
-        p = narrowed(scores, self.dtype)
         if const_expr(self.config.has_entries):
             self._wiped(v_in_smem, pipes[2], v_state, facts.seqlen_k - n * self.config.tiles.tile_n, thread, group)
+        return narrowed(scores, self.dtype)
+
+    @cute.jit
+    def _visits(self, fixed, sums, p, given, k_state, v_state):
+        """The key tiles of a row tile after its first: masked, bare and again masked ones."""
+        (mma_qk, mma_pv), operands, shape_s, positions, pipes, board, group = fixed
+        acc, facts = sums[0], given[0]
         for _ in cutlass.range(facts.masked, unroll=1):
             self._step(fixed, sums, p, given, k_state, v_state, True)
             k_state.advance()
@@ -124,7 +147,7 @@ class Multiplies:
         if const_expr(asks or self.config.score is not None):
             n = board[k_state.index] // 2
         self._my_turn(group)
-        self._product(mma_qk, scores, q[None, None, None, 0], k[None, None, None, k_state.index], True)
+        self._product(mma_qk, scores, q, k[None, None, None, k_state.index], True)
         pipes[2].consumer_wait(v_state)
         self._product(mma_pv, acc, p, v[None, None, None, v_state.index], False)
         self._next_turn(group)

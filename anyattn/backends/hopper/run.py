@@ -59,8 +59,8 @@ def forward(problem: Problem, plan: Plan) -> Result:
     launch(
         call.config,
         (
-            q, problem.k, v, out, lse, highest, sink, *lists, call.order, call.entries, pages, problem.scale * math.log2(math.e), call.rows,
-            call.spread, section, workers, call.numbers, call.captured,
+            q, problem.k, v, out, lse, highest, sink, *lists, call.order, call.entries, pages, _counter(q.device),
+            problem.scale * math.log2(math.e), call.rows, call.spread, section, workers, call.numbers, call.captured,
         ),
     )  # fmt: skip
     return Result(out, lse, highest)
@@ -162,6 +162,22 @@ def _statistic(problem: Problem) -> Tensor:
     if problem.sequences is None:
         return torch.empty(shape, dtype=torch.float32, device=device)
     return torch.full(shape, -math.inf, dtype=torch.float32, device=device)
+
+
+_counters: dict[tuple[torch.device, int], Tensor] = {}
+
+
+def _counter(device: torch.device) -> Tensor:
+    """Two zeros from which a kernel's blocks draw their work, and which it leaves as zeros.
+
+    Kernels of one stream follow one another and share them. A graph may run beside anything and gets its own.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(2, dtype=torch.int32, device=device)
+    key = (device, torch.cuda.current_stream(device).cuda_stream)
+    if key not in _counters:
+        _counters[key] = torch.zeros(2, dtype=torch.int32, device=device)
+    return _counters[key]
 
 
 def _multiprocessors(device: torch.device) -> int:

@@ -58,7 +58,7 @@ def _band(mask: TracedMod) -> RowRanges | None:
 
 def specialised(problem: Problem, parts: Parts, list_tile: tuple[int, int] | None, **flags: Any) -> tuple[Config, tuple, tuple]:
     """The config, and the captured numbers and tensors of its expressions, one after the other. flags: further fields of the config."""
-    d, dv = padded(problem.q.shape[3]), padded(problem.v.shape[3])
+    d, dv = padded(problem.q.shape[3], problem.v.shape[3])
     score = problem.score if problem.score is not None or problem.scale > 0 else _IDENTITY
     expr = None if score is None else score.expr
     page = problem.k.shape[2] if flags.get("is_paged") else None
