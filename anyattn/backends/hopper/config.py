@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
+from anyattn.backends.hopper.staging import reads_apart, reads_straight
 from anyattn.mods.dependence import dependence
 from anyattn.mods.ir import Expr
 from anyattn.mods.rows import NO_LIMIT
@@ -177,13 +178,15 @@ def tiles_for(head_dim: int, head_dim_v: int, score: Expr | None, is_masked: boo
     A score mod needs registers that three warp groups do not have, and one that reads a table for every score needs more. tile_n: what the
     keys of a tile must divide, a list's tile or a page.
     """
-    reads_each = score is not None and any(n.op == "load" and d.q and d.kv for n, d in zip(score.nodes, dependence(score), strict=True))
     if head_dim == head_dim_v == 64 and score is None and not is_masked:
         return Tiles(192, 128, 3)
-    most = {64: 64, 96: 64, 128: 64, 192: 48, 256: 48} if reads_each else {64: 128, 96: 128, 128: 128, 192: 112, 256: 80}
-    keys = most[max(head_dim, head_dim_v)]
-    if head_dim == 192 and head_dim_v <= 128 and not reads_each:
-        keys = 128
+    widest = max(head_dim, head_dim_v)
+    if score is not None and reads_apart(score):
+        keys = 64 if widest <= 128 else 48
+    elif score is not None and reads_straight(score):
+        keys = {192: 96, 256: 64}.get(widest, 128)
+    else:
+        keys = 128 if head_dim == 192 and head_dim_v <= 128 else {192: 112, 256: 80}.get(widest, 128)
     if tile_n is not None:
         keys = next(n for n in range(keys // 16 * 16, 0, -16) if tile_n % n == 0)
-    return Tiles(128, keys, 3 if max(head_dim, head_dim_v) <= 96 else 2)
+    return Tiles(128, keys, 3 if widest <= 96 else 2)

@@ -1,14 +1,14 @@
 """A mod's expression as CuTe operations on a fragment of scores.
 
 What depends on neither position is computed once, on the row once a row (a thread holds two of 64), on the column once a column, and only
-the rest once a score. Positions are 32-bit; addresses are not, for a tensor's strides are 64-bit numbers.
+the rest once a score. A whole number that grows evenly from column to column, such as a distance, is turned into a float once a row; a
+table read by such a number is addressed once a row. Positions are 32-bit; addresses are not, for a tensor's strides are 64-bit numbers.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import cutlass
@@ -17,10 +17,11 @@ from cutlass import Boolean, Float32, Int32, Int64
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
+from anyattn.backends.hopper.staging import stages, straight
 from anyattn.mods.dependence import dependence
 from anyattn.mods.ir import Expr, Node, category
 
-__all__ = ["emit", "emit_rows", "select"]
+__all__ = ["emit", "emit_rows", "first_read", "select"]
 
 _TYPES = {"float": Float32, "int": Int32, "bool": Boolean}
 
@@ -75,18 +76,78 @@ def emit(
     places: dict[str, Any],
     score: Callable[[int, int], Any] | None,
     store: Callable[[int, int, Any], None],
+    reads_ahead: bool = False,
 ) -> None:
     """Calls ``store(r, c, value)`` with the expression's value at every row and column of a fragment.
 
-    places: b and h, and q_idx and kv_idx as lists, one position for each row and column. score(r, c): the score there.
+    places: b and h, and q_idx and kv_idx as lists, one position for each row and column; steps: how far each column lies from the first, in
+    literals. score(r, c): the score there. reads_ahead: no index of a straight read is negative (``first_read``), nor past the end.
     """
     once = _run(expr, scalars, tensors, "once", {}, {"b": places["b"], "h": places["h"]})
     rows = [_run(expr, scalars, tensors, "row", dict(once), {"q_idx": q}) for q in places["q_idx"]]
-    for c, kv in enumerate(places["kv_idx"]):
-        column = _run(expr, scalars, tensors, "col", dict(once), {"kv_idx": kv})
+    columns = [_run(expr, scalars, tensors, "col", dict(once), {"kv_idx": kv}) for kv in places["kv_idx"]]
+    along = _along_rows(expr, scalars, tensors, rows, columns[0], places["steps"], reads_ahead)
+    for c, column in enumerate(columns):
         for r, row in enumerate(rows):
-            values = _run(expr, scalars, tensors, "tile", {**row, **column}, {"score": None if score is None else score(r, c)})
+            known = {i: at[r](c) for i, at in along.items()}
+            leaves = {"score": None if score is None else score(r, c)}
+            values = _run(expr, scalars, tensors, "tile", {**row, **column, **known}, leaves)
             store(r, c, values[expr.outputs[0]])
+
+
+def first_read(expr: Expr, scalars: Sequence[Any], tensors: Sequence[Any], places: dict[str, Any]) -> Any:
+    """The least of the indices by which ``emit`` may read ahead, over a thread's rows and columns; None if there are no such reads."""
+    least = None
+    once = _run(expr, scalars, tensors, "once", {}, {"b": places["b"], "h": places["h"]})
+    column = _run(expr, scalars, tensors, "col", dict(once), {"kv_idx": places["kv_idx"][0]})
+    for q in places["q_idx"]:
+        row = _run(expr, scalars, tensors, "row", dict(once), {"q_idx": q})
+        for i in straight(expr)[1]:
+            index = expr.nodes[i].args[-1]
+            place = _reach(expr, index, places["steps"])[0] + _at_first(expr, scalars, tensors, index, row, column)
+            least = place if least is None else cutlass.min(least, place)
+    return least
+
+
+def _along_rows(
+    expr: Expr, scalars: Sequence[Any], tensors: Sequence[Any], rows: list[dict], first: dict[int, Any], steps: list[int], reads_ahead: bool
+) -> dict[int, list[Callable[[int], Any]]]:
+    """For each straight node, row by row, its value as a function of the column: one conversion or address a row, then literals."""
+    casts, reads = straight(expr)
+    found: dict[int, list[Callable[[int], Any]]] = {}
+    for i in casts:
+        step = dependence(expr)[expr.nodes[i].args[0]].slope[1]  # type: ignore[index]
+        bases = [Float32(_at_first(expr, scalars, tensors, expr.nodes[i].args[0], row, first)) for row in rows]
+        found[i] = [lambda c, base=base, step=step: base + Float32(float(step * steps[c])) for base in bases]  # type: ignore[misc]
+    for i in reads if reads_ahead else ():
+        node = expr.nodes[i]
+        low, step = _reach(expr, node.args[-1], steps)
+        tensor, kind = tensors[node.attr], category(node.dtype)  # type: ignore[index]
+        views = []
+        for row in rows:
+            start = _at_first(expr, scalars, tensors, node.args[-1], row, first) + low
+            place = (*_wrapped(expr, node.args[:-1], [row[a] for a in node.args[:-1]], tensor), start)
+            offset = cute.crd2idx(place if len(place) > 1 else place[0], tensor.layout)
+            views.append(cute.make_tensor(tensor.iterator + offset, cute.make_layout(max(map(abs, steps)) * abs(step) + 1)))
+        found[i] = [lambda c, view=view, low=low, step=step, kind=kind: _of_kind(view[step * steps[c] - low], kind) for view in views]  # type: ignore[misc]
+    return found
+
+
+def _reach(expr: Expr, index: int, steps: list[int]) -> tuple[int, int]:
+    """(least offset from the first column's value, change by column) of a straight whole number."""
+    step = dependence(expr)[index].slope[1]  # type: ignore[index]
+    return min(step * s for s in steps), step
+
+
+def _at_first(expr: Expr, scalars: Sequence[Any], tensors: Sequence[Any], node: int, row: dict, first: dict) -> Any:
+    """A whole number's value at a row's first column."""
+    needed, pending = set(), [node]
+    while pending:
+        at = pending.pop()
+        if at not in needed:
+            needed.add(at)
+            pending += expr.nodes[at].args
+    return _whole(_run(expr, scalars, tensors, "tile", {**row, **first}, {}, needed)[node])
 
 
 def emit_rows(expr: Expr, scalars: Sequence[Any], tensors: Sequence[Any], b: Any, h: Any, q_idx: Sequence[Any]) -> list[tuple]:
@@ -100,11 +161,17 @@ def emit_rows(expr: Expr, scalars: Sequence[Any], tensors: Sequence[Any], b: Any
 
 
 def _run(
-    expr: Expr, scalars: Sequence[Any], tensors: Sequence[Any], stage: str, values: dict[int, Any], leaves: dict[str, Any]
+    expr: Expr,
+    scalars: Sequence[Any],
+    tensors: Sequence[Any],
+    stage: str,
+    values: dict[int, Any],
+    leaves: dict[str, Any],
+    needed: Collection[int] | None = None,
 ) -> dict[int, Any]:
-    """Adds to ``values`` those of the nodes that are due at this stage."""
-    for i, (node, due) in enumerate(zip(expr.nodes, _stages(expr), strict=True)):
-        if due != stage:
+    """Adds to ``values`` those of the nodes that are due at this stage, of the ``needed`` ones if given, and not known yet."""
+    for i, (node, due) in enumerate(zip(expr.nodes, stages(expr), strict=True)):
+        if due != stage or i in values or (needed is not None and i not in needed):
             continue
         if node.op in ("index", "score"):
             values[i] = leaves[node.attr if node.op == "index" else "score"]  # type: ignore[index]
@@ -113,11 +180,6 @@ def _run(
         else:
             values[i] = _operation(node, [values[a] for a in node.args], expr, tensors)
     return values
-
-
-@lru_cache(maxsize=256)
-def _stages(expr: Expr) -> tuple[str, ...]:
-    return tuple("tile" if d.score or (d.q and d.kv) else "row" if d.q else "col" if d.kv else "once" for d in dependence(expr))
 
 
 def _operation(node: Node, args: list[Any], expr: Expr, tensors: Sequence[Any]) -> Any:
@@ -173,16 +235,22 @@ def _load(node: Node, args: list[Any], expr: Expr, tensor: Any, kind: str) -> An
     """A captured tensor's entry; a negative index counts from the end, which an index that is a position cannot be."""
     if not args:
         return _of_kind(tensor[0], kind)
+    place = _wrapped(expr, node.args, args, tensor)
+    found = tensor[tuple(place)] if len(place) > 1 else tensor[place[0]]
+    return _of_kind(found, kind)
+
+
+def _wrapped(expr: Expr, nodes: Sequence[int], values: Sequence[Any], tensor: Any) -> list[Any]:
+    """Indices of a tensor's first dimensions, those that may be negative counted from the end."""
     place = []
-    for dim, (arg, value) in enumerate(zip(node.args, args, strict=True)):
+    for dim, (arg, value) in enumerate(zip(nodes, values, strict=True)):
         if expr.nodes[arg].op == "index":
             place.append(value)
         elif isinstance(value, int):
             place.append(value if value >= 0 else Int32(tensor.shape[dim]) + value)
         else:
             place.append(select(value < 0, value + Int32(tensor.shape[dim]), value, "int"))
-    found = tensor[tuple(place)] if len(place) > 1 else tensor[place[0]]
-    return _of_kind(found, kind)
+    return place
 
 
 def _of_kind(found: Any, kind: str) -> Any:

@@ -43,10 +43,8 @@ class Multiplies:
         more, owed = Int32(1), Int32(0)  # owed: Q's memory of the row tile before, from which O may still be leaving
         while more != 0:
             pipes[3].consumer_wait(work_state)
-            facts = Facts(*(board[0][i, work_state.index] for i in range(len(Facts._fields))))
+            facts = self._facts(board[0], work_state)
             more = facts.more
-            pipes[3].consumer_release(work_state)
-            work_state.advance()
             if more != 0:
                 acc = cute.make_rmem_tensor(mma_pv.get_slice(thread).partition_shape_C((tiles.tile_m, self.config.head_dim_v)), Float32)
                 acc.fill(0.0)
@@ -68,6 +66,7 @@ class Multiplies:
                             q_done.advance()
                     owed = Int32(1)
                     k_state, v_state = self._visits(fixed, sums, p, given, k_state, v_state)
+                    facts = self._facts(board[0], work_state)  # read again rather than kept in registers
                     self.finished(acc, row_max, row_sum, scale_log2, sink, facts.head)
                     self.stored(acc, row_max, row_sum, mma_pv, thread, group, outputs, in_smem[3][None, None, q_state.index], facts)
                     if const_expr(self.config.q_stages == 1):
@@ -76,9 +75,14 @@ class Multiplies:
                 else:
                     self.finished(acc, row_max, row_sum, scale_log2, sink, facts.head)
                     self.stored(acc, row_max, row_sum, mma_pv, thread, group, outputs, None, facts)
+            pipes[3].consumer_release(work_state)
+            work_state.advance()
         if const_expr(self.config.q_stages > 1):
             if owed != 0:
                 self._give_back(pipes[0], q_done, thread)
+
+    def _facts(self, board: Any, state: Any) -> Facts:
+        return Facts(*(board[i, state.index] for i in range(len(Facts._fields))))
 
     @cute.jit
     def _give_back(self, pipe, state, thread):

@@ -8,8 +8,9 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
 from anyattn.backends.hopper.config import slots
-from anyattn.backends.hopper.emit import emit, emit_rows, select
+from anyattn.backends.hopper.emit import emit, emit_rows, first_read, select
 from anyattn.backends.hopper.fragment import rows_and_columns
+from anyattn.backends.hopper.staging import reads_straight
 
 __all__ = ["LOG2E", "Softmax"]
 
@@ -36,7 +37,7 @@ class Softmax:
         kv_idx = [column + _offset(positions, c, 1) for c in range(columns)]
         if is_edge:
             kv_idx = [cutlass.min(k, facts.seqlen_k - 1) for k in kv_idx]
-        return {"b": facts.entry, "h": facts.head, "q_idx": q_idx, "kv_idx": kv_idx}
+        return {"b": facts.entry, "h": facts.head, "q_idx": q_idx, "kv_idx": kv_idx, "steps": [_column(c) for c in range(columns)]}
 
     @cute.jit
     def modified(self, scores, positions, n, facts, scale_log2, captured, is_edge: cutlass.Constexpr):
@@ -46,9 +47,14 @@ class Softmax:
             scale = scale_log2 * Float32(1.0 / LOG2E)
             scalars, tensors = self.captured(captured, 0)
             places = self._places(positions, n, facts, is_edge)
-            emit(
-                self.config.score, scalars, tensors, places, lambda r, c: s[r, c] * scale, lambda r, c, x: s.__setitem__((r, c), Float32(x))
-            )  # fmt: skip
+            read, write = (lambda r, c: s[r, c] * scale), (lambda r, c, x: s.__setitem__((r, c), Float32(x)))
+            if const_expr(reads_straight(self.config.score) and not is_edge):
+                if first_read(self.config.score, scalars, tensors, places) >= 0:
+                    emit(self.config.score, scalars, tensors, places, read, write, True)
+                else:
+                    emit(self.config.score, scalars, tensors, places, read, write)
+            else:
+                emit(self.config.score, scalars, tensors, places, read, write)
 
     @cute.jit
     def row_limits(self, positions, facts, captured):
