@@ -1,4 +1,4 @@
-"""How often each value of a mod's expression has to be computed in a fragment of scores; pure analysis, for emitter and heuristics."""
+"""How often each value of a mod's expression is computed in a fragment of scores; pure analysis, for the emitter and the choice of tiles."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ __all__ = ["reads_apart", "reads_straight", "stages", "straight"]
 
 @lru_cache(maxsize=256)
 def stages(expr: Expr) -> tuple[str, ...]:
-    """For each node "once", "row", "col" or "tile": what it changes with."""
+    """For each node "once", "row", "col" or "tile": with what it changes."""
     return tuple("tile" if d.score or (d.q and d.kv) else "row" if d.q else "col" if d.kv else "once" for d in dependence(expr))
 
 
 @lru_cache(maxsize=256)
 def straight(expr: Expr) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Nodes that change by a fixed step from column to column: whole numbers turned into floats, and reads along a tensor's last dimension."""
-    stages, deps = stages(expr), dependence(expr)
+    """Nodes that go by a whole number that grows evenly from key to key: (those that turn it into a float, reads along a last dimension)."""
+    due, deps = stages(expr), dependence(expr)
     casts, reads = [], []
     for i, node in enumerate(expr.nodes):
-        if stages[i] != "tile" or not node.args:
+        if due[i] != "tile" or not node.args:
             continue
         last = node.args[-1]
-        if stages[last] != "tile" or deps[last].slope is None or category(expr.nodes[last].dtype) != "int":
+        if due[last] != "tile" or deps[last].slope is None or category(expr.nodes[last].dtype) != "int":
             continue
         if node.op == "cast" and category(node.dtype) == "float":
             casts.append(i)
-        elif node.op == "load" and all(stages[a] in ("once", "row") for a in node.args[:-1]):
+        elif node.op == "load" and all(due[a] in ("once", "row") for a in node.args[:-1]):
             reads.append(i)
     return tuple(casts), tuple(reads)
 
 
 def reads_apart(expr: Expr) -> bool:
     """Whether some tensor is read for every score at a place of its own, not along its last dimension."""
-    straight = straight(expr)[1]
-    return any(n.op == "load" and due == "tile" and i not in straight for i, (n, due) in enumerate(zip(expr.nodes, stages(expr))))
+    along = straight(expr)[1]
+    return any(n.op == "load" and due == "tile" and i not in along for i, (n, due) in enumerate(zip(expr.nodes, stages(expr), strict=True)))
 
 
-def readsstraight(expr: Expr) -> bool:
-    """Whether ``emit`` may read ahead."""
+def reads_straight(expr: Expr) -> bool:
+    """Whether some tensor is read for every score along its last dimension."""
     return bool(straight(expr)[1])
