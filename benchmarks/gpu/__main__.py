@@ -36,7 +36,7 @@ _PACKAGES = ("torch", "triton", "nvidia-cutlass-dsl", "fa3-fwd", "tokenspeed-fa3
 @click.command(context_settings={"show_default": True})
 @click.option("--group", "groups", multiple=True, type=click.Choice(_GROUPS), help="Only these groups, in this order (may be repeated).")
 @click.option("--only", help="Only cases and probes in whose name this regular expression finds something.")
-@click.option("--seconds", default=540.0, help="Start nothing after this long.")
+@click.option("--seconds", default=480.0, help="Start nothing after this long.")
 @click.option("--case-seconds", default=3.0, help="Start no further round of a case after this long.")
 @click.option("--rounds", default=30, type=click.IntRange(1), help="Interleaved rounds of each case, at most.")
 @click.option("--hang", default=90.0, help="A step (compiling included) that takes longer is a hang; its process is ended.")
@@ -121,7 +121,7 @@ def _work(store: Store, cases: list[GpuCase], probes: list[str], limits: Limits,
         if time.monotonic() > deadline:
             click.echo(f"time is up before {case.name}")
             break
-        banned = state.banned.get(case.name, {})
+        banned = state.banned_in(case.name, case.peers)
         try:
             record = _record(case, limits, banned, lambda contestant, case=case: watch(case.name, contestant), cold)
         except DeviceLost as error:

@@ -48,18 +48,24 @@ def _our_door(inputs: Inputs) -> tuple[Callable[..., Any], str]:
 
 def backend_of(inputs: Inputs) -> tuple[str, str]:
     """Which of anyattn's backends computes the case, and, if it is torch's, why none of the others does."""
-    from anyattn import BackendError, plan
+    import anyattn
+    from anyattn import plan
 
-    call, _ = _our_door(inputs)
-    why = ""
-    for name in plan.BACKENDS:
-        if name != "torch" and inputs.case.door != "mask":
-            try:
-                call(backend=name)
-                return name, ""
-            except BackendError as reason:
-                why = str(reason)
-    return ("" if inputs.case.door == "mask" else "torch"), why
+    door, reasons = inputs.case.door, []
+    if door == "mask":
+        return "", ""
+    if door in ("flex", "host"):
+        chosen = anyattn.explain(*inputs.bhsd, inputs.mods.score, inputs.block_mask).plan
+        return chosen.backend, "; ".join(chosen.why) if chosen.backend == "torch" else ""
+    call, _ = _our_door(inputs)  # explain() does not know this door: insist on one backend after the other
+    for name in sorted(set(plan.BACKENDS) - {"torch"}, key=lambda name: name != "hopper"):
+        try:
+            call(backend=name)
+        except anyattn.BackendError as reason:
+            reasons.append(str(reason))
+        else:
+            return name, ""
+    return "torch", "; ".join(reasons)
 
 
 def _anyattn_mod(inputs: Inputs) -> Entry:

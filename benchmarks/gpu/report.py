@@ -12,10 +12,10 @@ from benchmarks.report import bar_rows
 
 __all__ = ["BARS", "as_json", "as_markdown", "describe", "found_in", "shown_bars"]
 
-_LEGEND = """Rounds are interleaved in shuffled order; a figure is the median over rounds; `x` says how many times as fast as that peer
-anyattn was, the median of the ratios within each round. TF/s count the visible pairs' products only. difference: the largest relative RMS
-between a contestant's result and anyattn's (0 for block masks: the same tiles); one marked **wrong** computed something else.
-backend: which of anyattn's computed the case; `anyattn-mod` has the mask as a function and no block mask."""
+_LEGEND = """Rounds are interleaved in shuffled order; a figure is the median over rounds, ± half the distance between the quartiles; `x` says how
+many times as fast as that peer anyattn was, the median of the ratios within each round. TF/s count visible pairs only. difference: the
+largest relative RMS between a contestant's result and anyattn's (0 for block masks: the same tiles); one marked **wrong** computed
+something else. backend: which of anyattn's computed the case; `anyattn-mod` has the mask as a function and no block mask."""
 
 
 def as_json(machine: dict[str, Any], found: Found) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def as_markdown(machine: dict[str, Any], found: Found) -> str:
 def shown_bars(found: Found) -> list[tuple[str, str, str, str, str]]:
     """(bar, measured, floor, aim, reached or short) of every bar."""
     rows = bar_rows(found, BARS)
-    return [(*row[:4], row[4].replace("pass", "reached")) for row in rows]
+    return [(row[0], row[1].replace("refused", "no figure"), *row[2:4], row[4].replace("pass", "reached")) for row in rows]
 
 
 def _table(records: list[Record]) -> list[str]:
@@ -95,10 +95,11 @@ def _cell(record: Record, name: str) -> str:
 
 
 def _speed(record: Record, name: str) -> str:
-    seconds = record.timings[name].median
+    timing = record.timings[name]
+    seconds, spread = timing.median, f" ±{timing.spread * 100:.0f} %"
     if record.flops:
-        return f"{record.flops / seconds / 1e12:.0f} TF/s"
-    return f"{seconds * 1e6:.1f} us" if seconds < 1e-3 else f"{seconds * 1e3:.2f} ms"
+        return f"{record.flops / seconds / 1e12:.0f} TF/s{spread}"
+    return (f"{seconds * 1e6:.1f} us" if seconds < 1e-3 else f"{seconds * 1e3:.2f} ms") + spread
 
 
 def describe(record: Record) -> str:

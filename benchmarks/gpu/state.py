@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,12 @@ class State:
         self.banned.setdefault(case, {})[contestant] = self.error or reason
         self.under_way, self.error = None, ""
         return True
+
+    def banned_in(self, case: str, names: Iterable[str]) -> dict[str, str]:
+        """Which of a case's contestants not to try, and why: those that died in it, and peers that died in two others already."""
+        deaths = [name for banned in self.banned.values() for name in banned]
+        often = {name: "its process died in two other cases" for name in names if deaths.count(name) >= 2}
+        return {**often, **self.banned.get(case, {})}
 
 
 class Store:

@@ -58,7 +58,7 @@ class CudaClock:
         call()
         host = time.perf_counter() - start
         seconds = min(self.sample(call, 1, _LONGEST_HEAD_START if self._has_head_start else 0.0) for _ in range(2))
-        times = max(1, min(1000, math.ceil(limits.sample / seconds)))
+        times = max(1, min(1000, math.ceil(limits.sample / max(seconds, 1e-6))))
         return times, min(_LONGEST_HEAD_START, 1.5 * times * host + 2e-4) if self._has_head_start else 0.0
 
     def sample(self, call: Call, times: int, head_start: float) -> float:

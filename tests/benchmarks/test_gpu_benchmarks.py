@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from benchmarks.bars import Found
 from benchmarks.case import OURS, Shape, Timing
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import bars, peers, probes, report, runner
+from benchmarks.gpu import bars, peers, probes, report, runner, timing
 from benchmarks.gpu.cases import CASES, DENSE, GpuCase, chosen
 from benchmarks.gpu.inputs import Inputs, intervals
 from benchmarks.gpu.runner import GpuRecord, difference, is_wrong, run_case
@@ -26,6 +26,39 @@ from benchmarks.gpu.variants import VARIANTS, Setting, document_lengths
 SMALL = Shape.square(96, heads=2, head_dim=16, batch=2)
 LIMITS = Limits(rounds=6, seconds=60, least=3)
 MACHINE: dict[str, Any] = {"date": "today", "commit": "abc", "command": "it", "gpu": "a GPU", "versions": {"torch": "2"}}
+
+
+def test_the_device_is_timed_with_the_calls_queued_and_the_cache_cold(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[Any] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool):
+            self.at = 0
+
+        def record(self) -> None:
+            done.append("event")
+            self.at = len(done)
+
+        def synchronize(self) -> None:
+            done.append("wait")
+
+        def elapsed_time(self, other: Event) -> float:
+            return 10.0 * (other.at - self.at - 1)  # ms: 10 a call
+
+    class Cache:
+        def zero_(self) -> None:
+            done.append("flush")
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("idle"))
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: done.append("sleep"), raising=False)
+    monkeypatch.setattr(timing.torch, "empty", lambda *a, **k: Cache())
+    clock = timing.CudaClock()
+    assert round(clock.sample(lambda: done.append("call"), 3, 1e-3), 9) == 0.01
+    assert done == ["idle", "sleep", "flush", "event", "call", "call", "call", "event", "wait"]
+    times, head_start = clock.times(lambda: done.append("call"), Limits(sample=0.05))
+    assert times == 5 and 2e-4 <= head_start <= 0.02
+    assert timing.CudaClock(has_head_start=False).times(lambda: None, Limits())[1] == 0.0
 
 
 class FakeClock:
@@ -165,7 +198,7 @@ def test_a_case_runs_here_and_missing_peers_are_named(door: str, variant: str, o
     record = run_case(GpuCase("t", door, variant, SMALL, others), LIMITS, "cpu", CLOCKS)
     here = {OURS, *(name for name in others if name.startswith("anyattn") or name == "sdpa")}
     assert set(record.timings) == here and set(record.unavailable) == set(others) - here
-    assert record.extra["backend"] == "torch" and "hopper" in record.extra["why_torch"]
+    assert record.extra["backend"] == "torch" and "NVIDIA GPU" in record.extra["why_torch"]
     assert all(difference <= runner.LARGEST_DIFFERENCE for difference in record.budget.values())
     assert json.loads(json.dumps(record.as_json()))["case"] == record.case
 
@@ -249,6 +282,14 @@ def test_what_was_under_way_is_banned_and_the_rest_kept(tmp_path: Path) -> None:
     assert store.state() == State()
 
 
+def test_a_peer_that_keeps_dying_is_left_out_everywhere() -> None:
+    state = State(banned={"a": {"fa3": "hung", OURS: "hung"}, "b": {OURS: "hung"}})
+    assert state.banned_in("c", ("fa3", "fa4")) == {}
+    state.banned["b"]["fa3"] = "hung"
+    assert set(state.banned_in("c", ("fa3", "fa4"))) == {"fa3"}  # anyattn itself is tried again
+    assert state.banned_in("a", ("fa3",)) == {"fa3": "hung", OURS: "hung"}
+
+
 def test_a_dead_child_is_replaced_without_its_contestant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, runs = Store(tmp_path / "gpu"), []
 
@@ -310,7 +351,7 @@ def test_tables_name_backends_speeds_and_gaps() -> None:
     record.unavailable["fa4"] = "it hung"
     text = report.as_markdown(MACHINE, found)
     line = next(line for line in text.splitlines() if line.startswith("| variants/causal"))
-    assert "torch (mod: hopper)" in line and "51 TF/s" in line and "2.00x" in line
+    assert "torch (mod: hopper)" in line and "51 TF/s ±0 %" in line and "2.00x" in line
     assert "- variants/causal/d128/8192: no fa4: it hung" in text and "| masks/causal/8192 |" in text and "10.0 us" in text
     assert "no fa4 (it hung)" in report.describe(record)
 
