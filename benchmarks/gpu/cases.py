@@ -66,7 +66,7 @@ def _dense(variant: str, seqlen: int, head_dim: int) -> GpuCase:
 
 
 def _variant(name: str) -> GpuCase:
-    peers = ("anyattn-mod", *_FLEX)
+    peers: tuple[str, ...] = ("anyattn-mod", *_FLEX)
     if name in MASK_VARIANTS:
         peers += ("cudnn-fe",)
     if name in ("full", "causal", "softcap", "sliding_window", "document", "document-causal"):

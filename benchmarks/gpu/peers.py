@@ -97,11 +97,12 @@ def _anyattn_flash(inputs: Inputs) -> Entry:
 
 
 def _anyattn_mods(inputs: Inputs) -> Entry:
-    """A call with library mods, another job: what tracing and looking up a mod costs the host."""
+    """A call with library mods, another job: what looking up mods and handing over what they capture costs the host."""
     import anyattn
 
-    qkv, score = inputs.bhsd, anyattn.scores.alibi(anyattn.scores.alibi_slopes(inputs.case.shape.heads_q).to(inputs.device))
-    return lambda: anyattn.flex_attention(*qkv, score, mask_mod=anyattn.masks.causal()), "other"
+    qkv, mask = inputs.bhsd, anyattn.masks.causal()
+    score = anyattn.scores.alibi(anyattn.scores.alibi_slopes(inputs.case.shape.heads_q).to(inputs.device))
+    return lambda: anyattn.flex_attention(*qkv, score, mask_mod=mask), "other"
 
 
 def _module(name: str) -> Any:

@@ -12,7 +12,8 @@ from benchmarks.report import bar_rows
 
 __all__ = ["BARS", "as_json", "as_markdown", "describe", "found_in", "shown_bars"]
 
-_LEGEND = """Rounds are interleaved in shuffled order; a figure is the median over rounds, ± half the distance between the quartiles; `x` says how
+_LEGEND = """\
+Rounds are interleaved in shuffled order; a figure is the median over rounds, ± half the distance between the quartiles; `x` says how
 many times as fast as that peer anyattn was, the median of the ratios within each round. TF/s count visible pairs only. difference: the
 largest relative RMS between a contestant's result and anyattn's (0 for block masks: the same tiles); one marked **wrong** computed
 something else. backend: which of anyattn's computed the case; `anyattn-mod` has the mask as a function and no block mask."""
