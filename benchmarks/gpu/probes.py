@@ -18,6 +18,7 @@ from typing import Any
 __all__ = ["PROBES", "measure"]
 
 _SHAPES = 1000
+_CACHES = ("XDG_CACHE_HOME", "CUTE_DSL_CACHE_DIR", "TRITON_CACHE_DIR")  # where anyattn and its compilers keep what they compiled
 
 
 def _first_call() -> dict[str, Any]:
@@ -81,7 +82,7 @@ PROBES: dict[str, Callable[[], dict[str, Any]]] = {"first-call": _first_call, "c
 def measure(name: str, timeout_s: float = 120) -> dict[str, Any]:
     """A probe's figures, or ``{"error": why there are none}``."""
     with tempfile.TemporaryDirectory() as folder:
-        environment = {**os.environ, "XDG_CACHE_HOME": folder}  # an empty cache of anyattn's, and nobody else's spoilt
+        environment = {**os.environ, **dict.fromkeys(_CACHES, folder)}  # empty at first, and nobody else's is spoilt
         if name != "first-call":
             return _in_process(name, environment, timeout_s)
         cold, warm = (_in_process(name, environment, timeout_s) for _ in range(2))

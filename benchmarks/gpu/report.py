@@ -15,8 +15,8 @@ __all__ = ["BARS", "as_json", "as_markdown", "describe", "found_in", "shown_bars
 _LEGEND = """\
 Rounds are interleaved in shuffled order; a figure is the median over rounds, ± half the distance between the quartiles; `x` says how
 many times as fast as that peer anyattn was, the median of the ratios within each round. TF/s count visible pairs only. difference: the
-largest relative RMS between a contestant's result and anyattn's (0 for block masks: the same tiles); one marked **wrong** computed
-something else. backend: which of anyattn's computed the case; `anyattn-mod` has the mask as a function and no block mask."""
+largest relative RMS between a contestant's result and anyattn's (0 for block masks: the same tiles); one marked **differs** computed
+something else (or, if all do, anyattn). backend: which of anyattn's computed the case; `anyattn-mod` has the mask as a function and no block mask."""
 
 
 def as_json(machine: dict[str, Any], found: Found) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def _cell(record: Record, name: str) -> str:
     if name != OURS and OURS in record.timings:
         parts.append(f"{record.ratio(name):.2f}x")
     if is_wrong(record, name):
-        parts.append(f"**wrong** ({record.budget[name]:.1e})")
+        parts.append(f"**differs** ({record.budget[name]:.1e})")
     return ", ".join(parts)
 
 

@@ -234,7 +234,7 @@ def test_a_peer_that_computes_something_else_is_flagged_and_clears_no_bar(monkey
     monkeypatch.setitem(peers.CONTESTANTS, "fa3", lambda inputs: (lambda: peers.CONTESTANTS["sdpa"](inputs)[0]() * 1.1, "bhsd"))
     record = run_case(GpuCase("gqa", "flash", "full", SMALL, ("fa3", "sdpa")), LIMITS, "cpu", CLOCKS)
     assert is_wrong(record, "fa3") and not is_wrong(record, "sdpa")
-    assert "**wrong**" in "\n".join(report.as_markdown(MACHINE, Found({record.case: record}, {})).splitlines())
+    assert "**differs**" in "\n".join(report.as_markdown(MACHINE, Found({record.case: record}, {})).splitlines())
     with pytest.raises(KeyError):
         bars.versus(Found({record.case: record}, {}), record.case, ["fa3"])
     assert bars.versus(Found({record.case: record}, {}), record.case, ["fa3", "sdpa"]) == 1.0
@@ -399,3 +399,23 @@ def test_the_worker_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.Mon
     assert store.state().under_way is None and "refused" in (tmp_path / "gpu.md").read_text()
     command._work(store, cases, [], LIMITS, command.time.monotonic() + 100, 60, True)
     assert [name for name, _ in ran[2:]] == [case.name for case in cases if case.name not in found.records]
+
+
+def test_first_calls_begin_with_empty_caches_that_the_second_process_finds_filled(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, int]] = []
+
+    def child(command: list[str], env: dict[str, str], **rest: Any) -> Any:
+        folder = Path(env["XDG_CACHE_HOME"])
+        assert env["CUTE_DSL_CACHE_DIR"] == env["TRITON_CACHE_DIR"] == str(folder)
+        seen.append((str(folder), len(list(folder.iterdir()))))
+        (folder / "kernel").write_text("")
+        backend = "torch" if torch_only else "hopper"
+        return type("Done", (), {"returncode": 0, "stdout": json.dumps({"causal": len(seen), "backend": backend})})
+
+    monkeypatch.setattr(probes.subprocess, "run", child)
+    torch_only = False
+    figures = probes.measure("first-call")
+    assert (figures["cold_s"], figures["warm_s"]) == (1, 2)
+    assert seen[0][0] == seen[1][0] and [files for _, files in seen] == [0, 1] and not Path(seen[0][0]).exists()
+    torch_only = True
+    assert "cold_s" not in probes.measure("first-call")  # nothing was compiled: no figure
