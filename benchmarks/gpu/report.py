@@ -16,7 +16,8 @@ _LEGEND = """\
 Rounds are interleaved in shuffled order; a figure is the median over rounds, ± half the distance between the quartiles; `x` says how
 many times as fast as that peer anyattn was, the median of the ratios within each round. TF/s count visible pairs only. difference: the
 largest relative RMS between a contestant's result and anyattn's (0 for block masks: the same tiles); one marked **differs** computed
-something else (or, if all do, anyattn). backend: which of anyattn's computed the case; `anyattn-mod` has the mask as a function and no block mask."""
+something else (or, if all do, anyattn did). backend: which of anyattn's computed the case; `anyattn-mod` has the mask as a function and
+no block mask."""
 
 
 def as_json(machine: dict[str, Any], found: Found) -> dict[str, Any]:
