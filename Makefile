@@ -2,7 +2,7 @@
 # run starts at once. Needed beforehand: python3.10 or newer with pip, and a C compiler.
 #   make demo    the gallery forward and backward, pictures in ./demo, then a sentence encoder and a decoder
 #   make test    ruff, mypy, pytest          make lint   the first two
-#   make fuzz    long random testing         make bench  the speed tables
+#   make fuzz    long random testing         make bench  the speed tables (make bench-gpu: on a GPU)
 # PIP_FLAGS is handed to every pip install. PyPI's torch for Linux carries CUDA; for the small CPU build say
 #   make test PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu"
 
@@ -16,7 +16,7 @@ BENCH     ?=
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-gpu test-long lint format fuzz bench docs setup clean
+.PHONY: demo test test-gpu test-long lint format fuzz bench bench-gpu docs setup clean
 .DEFAULT_GOAL := test
 
 setup: $(STAMP)
@@ -62,6 +62,10 @@ fuzz: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks $(BENCH)
+
+# anyattn beside its peers on a Hopper GPU; which of them are installed is its own affair (docs/benchmarks-gpu.md)
+bench-gpu: $(STAMP)
+	$(BIN)/python -m benchmarks.gpu $(BENCH)
 
 docs: $(STAMP)
 	$(BIN)/python docs/make_gallery.py

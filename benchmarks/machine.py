@@ -32,7 +32,10 @@ def _commit() -> str:
     """The short hash, with "+" when tracked files differ from it."""
 
     def git(*args: str) -> str:
-        done = subprocess.run(["git", *args], capture_output=True, text=True, cwd=Path(__file__).parent)
+        try:
+            done = subprocess.run(["git", *args], capture_output=True, text=True, cwd=Path(__file__).parent)
+        except FileNotFoundError:  # a copy of the files on a machine without git
+            return ""
         return done.stdout.strip() if done.returncode == 0 else ""
 
     return (git("rev-parse", "--short", "HEAD") or "unknown") + ("+" if git("status", "--porcelain", "-uno") else "")

@@ -1,0 +1,114 @@
+"""A case's tensors, in each layout that a contestant wants, and its mods."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.cases import GpuCase
+from benchmarks.gpu.variants import VARIANTS, Mods, Setting, document_lengths
+from benchmarks.variants import visible_pairs
+
+__all__ = ["Inputs", "intervals"]
+
+
+class Inputs:
+    """Random normal q, k, v of a case, the same for every contestant.
+
+    bshd: contiguous (batch, length, heads, head dim), FlashAttention's layout. bhsd: a contiguous copy, torch's layout. packed: bshd as
+    one row of tokens.
+    """
+
+    def __init__(self, case: GpuCase, device: str, dtype: torch.dtype = torch.bfloat16):
+        shape = case.shape
+        self.case, self.device, self.variant = case, device, VARIANTS[case.variant]
+        self.bshd: tuple[Tensor, ...] = ()
+        if case.door != "mask":
+            random = torch.Generator(device).manual_seed(0)
+            sizes = ((shape.seqlen_q, shape.heads_q), (shape.seqlen_k, shape.heads_kv), (shape.seqlen_k, shape.heads_kv))
+            self.bshd = tuple(
+                torch.randn(shape.batch, s, h, shape.head_dim, generator=random, device=device, dtype=torch.float32).to(dtype)
+                for s, h in sizes
+            )
+
+    @cached_property
+    def bhsd(self) -> tuple[Tensor, ...]:
+        return tuple(t.transpose(1, 2).contiguous() for t in self.bshd)
+
+    @property
+    def packed(self) -> tuple[Tensor, ...]:
+        return tuple(t.flatten(0, 1) for t in self.bshd)
+
+    @cached_property
+    def mods(self) -> Mods:
+        return self.variant.mods(Setting(self.case.shape.seqlen_k, self.case.shape.heads_q, self.device))
+
+    @property
+    def lengths(self) -> list[int]:
+        """Of the documents of all batch entries, one after the other."""
+        return document_lengths(self.case.shape.seqlen_q) * self.case.shape.batch
+
+    @cached_property
+    def cu_seqlens(self) -> Tensor:
+        return torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32, device=self.device)
+
+    @property
+    def grid(self) -> tuple[int, int, int, int]:
+        return 1, 1, self.case.shape.seqlen_q, self.case.shape.seqlen_k
+
+    @cached_property
+    def block_mask(self) -> Any:
+        """anyattn's, or None where everything is visible."""
+        import anyattn
+
+        mask = self.mods.mask
+        return None if mask is None else anyattn.create_block_mask(mask, *self.grid, device=self.device)
+
+    def pairs(self) -> int:
+        """Visible pairs of all batch entries and heads, counted on the mask itself."""
+        if not self.case.products:
+            return 0
+        shape = self.case.shape
+        return visible_pairs(self.mods.mask, shape.seqlen_q, shape.seqlen_k, self.device) * shape.batch * shape.heads_q
+
+    def comparable(self, result: Any, layout: str) -> Any:
+        """A contestant's result as (batch, length, heads, head dim); a block mask as it is."""
+        if layout == "mask":
+            return result
+        out = result[0] if isinstance(result, (tuple, list)) else result
+        if layout == "bhsd":
+            return out.transpose(1, 2)
+        return out.reshape(self.bshd[0].shape) if layout == "packed" else out
+
+
+def intervals(mask: Any, seqlen_q: int, seqlen_k: int, device: str, rows_at_once: int = 1024) -> Tensor:
+    """The keys that each query sees as int32 endpoints (n, seqlen_q), n odd: ``[0, F0), [F1, F2), ...``, ascending.
+
+    Found by looking at the mask, so that it is the same one. Of a query with fewer intervals than another the last ones are empty.
+    """
+    if mask is None:
+        return torch.full((1, seqlen_q), seqlen_k, dtype=torch.int32, device=device)
+    zero, keys = torch.zeros((), dtype=torch.int64, device=device), torch.arange(seqlen_k, device=device)
+    parts = []
+    for first in range(0, seqlen_q, rows_at_once):
+        rows = torch.arange(first, min(first + rows_at_once, seqlen_q), device=device)[:, None]
+        seen = mask(zero, zero, rows, keys).expand(len(rows), seqlen_k)
+        edges = torch.nn.functional.pad(seen, (1, 1)).int().diff().ne(0)  # (rows, seqlen_k + 1): where visible keys begin and end
+        edges[:, 0] ^= True  # the first interval's 0 is not listed; where keys do not begin at 0 that interval is [0, 0)
+        parts.append(_listed(edges))
+    longest = max(part.shape[1] for part in parts)
+    padded = [torch.cat([p, p[:, -1:].expand(-1, longest - p.shape[1])], dim=1) for p in parts]
+    return torch.cat(padded).T.contiguous()
+
+
+def _listed(edges: Tensor) -> Tensor:
+    """The places of each row's true entries, int32 (rows, n), n odd and the same for all: filled up with the row's last one."""
+    counts = edges.sum(1)
+    most = int(counts.max()) | 1
+    places = torch.arange(edges.shape[1], device=edges.device).where(edges, edges.shape[1]).sort(dim=1).values[:, :most]
+    last = places.gather(1, (counts - 1).clamp(min=0)[:, None])
+    return places.where(torch.arange(most, device=edges.device) < counts[:, None], last).int()

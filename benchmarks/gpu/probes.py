@@ -1,0 +1,108 @@
+"""What needs a process of its own: first calls with a cold and a warm disk cache, and how often a kernel is compiled.
+
+``python -m benchmarks.gpu.probes NAME`` prints one JSON object; ``measure(NAME)`` runs that in fresh processes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["PROBES", "measure"]
+
+_SHAPES = 1000
+_CACHES = ("XDG_CACHE_HOME", "CUTE_DSL_CACHE_DIR", "TRITON_CACHE_DIR")  # where anyattn and its compilers keep what they compiled
+
+
+def _first_call() -> dict[str, Any]:
+    """The first call of a process with a library mask, then the first with a library score mod, with CUDA and torch already awake."""
+    import torch
+
+    import anyattn
+
+    q, k, v = torch.randn(3, 1, 8, 1024, 128, device="cuda", dtype=torch.bfloat16)
+    (q @ q.transpose(2, 3)).sum().item()  # CUDA's context and cuBLAS are not ours
+    found: dict[str, Any] = {}
+    alibi = anyattn.scores.alibi(anyattn.scores.alibi_slopes(8).cuda())
+    for name, score in (("causal", None), ("alibi", alibi)):
+        start = time.perf_counter()
+        anyattn.flex_attention(q, k, v, score, mask_mod=anyattn.masks.causal())
+        torch.cuda.synchronize()
+        found[name] = time.perf_counter() - start
+    found["backend"] = anyattn.explain(q, k, v, mask_mod=anyattn.masks.causal()).plan.backend
+    return found
+
+
+def _count() -> int:
+    """Kernels compiled so far in this process: ``launch.compilations``, a number or a function, else the kernels that it keeps."""
+    from anyattn.backends.hopper import launch
+
+    counter = getattr(launch, "compilations", None)
+    if counter is None:
+        return len(launch._kernels)
+    return int(counter() if callable(counter) else counter)
+
+
+def _compilations() -> dict[str, Any]:
+    """How many kernels 1,000 random shapes with one mod take, and how many more the same code over other values."""
+    import torch
+
+    import anyattn
+
+    def windowed(width: int) -> Callable:
+        return lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (q_idx - kv_idx < width)
+
+    pick, mask = random.Random(0), windowed(100)
+    for _ in range(_SHAPES):
+        ratio, heads_kv = pick.choice((1, 2, 4)), pick.randint(1, 3)
+        sizes = [(heads_kv * ratio, pick.randint(1, 400)), *[(heads_kv, pick.randint(1, 400))] * 2]
+        batch = pick.randint(1, 3)
+        q, k, v = (torch.randn(batch, h, s, 128, device="cuda", dtype=torch.bfloat16) for h, s in sizes)
+        anyattn.flex_attention(q, k, v, mask_mod=mask, enable_gqa=ratio > 1)
+    torch.cuda.synchronize()
+    after_shapes = _count()
+    anyattn.flex_attention(q, k, v, mask_mod=windowed(37), enable_gqa=True)
+    torch.cuda.synchronize()
+    backend = anyattn.explain(q, k, v, mask_mod=mask, enable_gqa=True).plan.backend
+    if backend == "torch":  # it compiles nothing: no figures for the bars
+        return {"backend": backend, "shapes": _SHAPES}
+    return {"random_shapes": after_shapes, "new_closure": _count() - after_shapes, "shapes": _SHAPES, "backend": backend}
+
+
+PROBES: dict[str, Callable[[], dict[str, Any]]] = {"first-call": _first_call, "compilations": _compilations}
+
+
+def measure(name: str, timeout_s: float = 120) -> dict[str, Any]:
+    """A probe's figures, or ``{"error": why there are none}``."""
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {**os.environ, **dict.fromkeys(_CACHES, folder)}  # empty at first, and nobody else's is spoilt
+        if name != "first-call":
+            return _in_process(name, environment, timeout_s)
+        cold, warm = (_in_process(name, environment, timeout_s) for _ in range(2))
+    found: dict[str, Any] = {"cold": cold, "warm": warm}
+    for key, figures in (("cold_s", cold), ("warm_s", warm)):
+        if figures.get("backend", "torch") != "torch":  # torch's operations compile nothing: no figure for the bars
+            found[key] = figures["causal"]
+    return found
+
+
+def _in_process(name: str, environment: dict[str, str], timeout_s: float) -> dict[str, Any]:
+    try:
+        command = [sys.executable, "-m", "benchmarks.gpu.probes", name]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        return {"error": f"it took more than {timeout_s:.0f} s"}
+    if done.returncode:
+        return {"error": (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1][:300]}
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+if __name__ == "__main__":
+    print(json.dumps(PROBES[sys.argv[1]]()))

@@ -1,0 +1,75 @@
+"""The files of a run: what was measured, and what was under way, so that a process that dies takes only one contestant with it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.bars import Found
+from benchmarks.gpu import report
+
+__all__ = ["State", "Store"]
+
+
+@dataclass
+class State:
+    """under_way: (case, contestant; "" while none is called). banned: case -> contestant -> why it is left out. error: if known."""
+
+    under_way: tuple[str, str] | None = None
+    banned: dict[str, dict[str, str]] = field(default_factory=dict)
+    error: str = ""
+
+    def ban(self, reason: str) -> bool:
+        """Bans what was under way; False if nothing was."""
+        if self.under_way is None:
+            return False
+        case, contestant = self.under_way
+        self.banned.setdefault(case, {})[contestant] = self.error or reason
+        self.under_way, self.error = None, ""
+        return True
+
+    def banned_in(self, case: str, names: Iterable[str]) -> dict[str, str]:
+        """Which of a case's contestants not to try, and why: those that died in it, and peers that died in two others already."""
+        deaths = [name for banned in self.banned.values() for name in banned]
+        often = {name: "its process died in two other cases" for name in names if deaths.count(name) >= 2}
+        return {**often, **self.banned.get(case, {})}
+
+
+class Store:
+    """OUT.json (figures), OUT.md (tables), OUT.state.json (what is under way)."""
+
+    def __init__(self, out: Path):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        self._figures, self._tables = out.with_name(out.name + ".json"), out.with_name(out.name + ".md")
+        self._state = out.with_name(out.name + ".state.json")
+
+    def clear(self) -> None:
+        for path in (self._figures, self._tables, self._state):
+            path.unlink(missing_ok=True)
+
+    def found(self) -> Found:
+        return report.found_in(json.loads(self._figures.read_text())) if self._figures.exists() else Found({}, {})
+
+    def save(self, machine: dict[str, Any], found: Found) -> None:
+        _replace(self._figures, json.dumps(report.as_json(machine, found), indent=1) + "\n")
+        _replace(self._tables, report.as_markdown(machine, found))
+
+    def state(self) -> State:
+        if not self._state.exists():
+            return State()
+        plain = json.loads(self._state.read_text())
+        under_way = plain.pop("under_way")
+        return State(under_way=tuple(under_way) if under_way else None, **plain)
+
+    def save_state(self, state: State) -> None:
+        _replace(self._state, json.dumps(vars(state)))
+
+
+def _replace(path: Path, text: str) -> None:
+    """Whole or not at all, whenever the process ends."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(text)
+    part.replace(path)
