@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ def backward(problem: Problem, plan: Plan, *results: Tensor | None) -> tuple[Ten
     return backend_of(chosen).backward(problem, chosen, *results)
 
 
+@lru_cache(maxsize=8)
 def backend_module(name: str) -> Any:
     return importlib.import_module(f"anyattn.backends.{name}")
 

@@ -6,6 +6,7 @@ import math
 import numbers
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ __all__ = [
     "block_lengths",
     "flex_problem",
     "kernel_options",
+    "read_lists",
     "scale_of",
     "sink_logits",
     "tensors",
@@ -40,6 +42,9 @@ _TORCH_OPTIONS = frozenset(
         "matrix_instr_nonkdim", "waves_per_eu", "BACKEND", "fwd_num_warps", "fwd_num_stages", "bwd_num_warps", "bwd_num_stages",
     ]
 )  # fmt: skip
+
+
+_lists: WeakKeyDictionary[Any, tuple[tuple, tuple, BlockSparseTensors]] = WeakKeyDictionary()  # of block masks, while they live
 
 
 def wanted(return_lse: bool, return_aux: Any) -> tuple[bool, bool]:
@@ -186,11 +191,30 @@ def traced(mod: Any, kind: str, query: Tensor, aux: list[Tensor] | None, name: s
 
 def lists_of(block_mask: Any, mask: TracedMod) -> BlockSparseTensors | None:
     """The lists of a block mask, None where the row ranges of the mask that they were computed from say the same more finely."""
+    # where ids are captured, finding their ranges reads them: too long a wait where they are not in the CPU's memory
+    may_ask = not mask.tensors or block_mask.kv_indices.device.type == "cpu"
+    if may_ask and getattr(block_mask, "is_exact", False) and row_ranges(mask) is not None:
+        return None
+    return read_lists(block_mask)
+
+
+def read_lists(block_mask: Any) -> BlockSparseTensors:
+    """``BlockSparseTensors.from_block_mask``, kept as long as the mask's lists are the same tensors and nobody wrote to them.
+
+    Only writes that torch counts are noticed, so not those of a kernel that torch does not know.
+    """
     from anyattn.sparsity.block_sparse import BlockSparseTensors
 
-    if getattr(block_mask, "is_exact", False) and row_ranges(mask) is not None:
-        return None
-    return BlockSparseTensors.from_block_mask(block_mask)
+    fields = (block_mask.kv_num_blocks, block_mask.kv_indices, block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
+    if type(block_mask).__hash__ is None or any(t is not None and t.is_inference() for t in fields):  # torch counts none of these's
+        return BlockSparseTensors.from_block_mask(block_mask)
+    facts = (tuple(block_mask.seq_lengths), tuple(block_mask.BLOCK_SIZE), *(None if t is None else (t.shape, t._version) for t in fields))
+    known = _lists.get(block_mask)
+    if known is not None and known[1] == facts and all(a is b for a, b in zip(known[0], fields, strict=True)):
+        return known[2]
+    blocks = BlockSparseTensors.from_block_mask(block_mask)
+    _lists[block_mask] = (fields, facts, blocks)
+    return blocks
 
 
 def check_block_mask(block_mask: Any, query: Tensor, key: Tensor) -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,8 +38,7 @@ __all__ = [
 _FAR = 2**40  # further than any position, and still a number of 64 bits when positions are added
 
 
-@dataclass(frozen=True)
-class Options:
+class Options(NamedTuple):
     """What the three doors have in common, as the user gave it."""
 
     softmax_scale: Any = None

@@ -72,6 +72,13 @@ class Problem:
         """The greatest number of keys of a batch entry."""
         return self.k.shape[2] if self.sequences is None else self.sequences.max_seqlen_k
 
+    @classmethod
+    def of_fields(cls, fields: dict[str, Any]) -> Problem:
+        """A problem of all these fields, by name: the constructor takes longer than a remembered call may."""
+        made = object.__new__(cls)
+        vars(made).update(fields)
+        return made
+
     def like(self, **changes: Any) -> Problem:
         """``dataclasses.replace`` for what leaves predicates and lengths as they are: the row limits, once known, go along."""
         other = replace(self, **changes)
