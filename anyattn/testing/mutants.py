@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from anyattn import recall
+
 __all__ = ["MUTANTS", "Mutant", "active"]
 
 
@@ -210,12 +212,14 @@ def active(name: str) -> Iterator[None]:
             yield
         return
     mutated = _rewritten(original, mutant, module)
+    recall.clear()  # a remembered call does not go where the bug is
     places = [(owner, last)] if parents else _bindings(original)
     for place, attribute in places:
         setattr(place, attribute, mutated)
     try:
         yield
     finally:
+        recall.clear()
         for place, attribute in places:
             setattr(place, attribute, original)
 
