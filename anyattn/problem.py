@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -81,10 +81,8 @@ class Problem:
 
     def like(self, **changes: Any) -> Problem:
         """``dataclasses.replace`` for what leaves predicates and lengths as they are: the row limits, once known, go along."""
-        other = replace(self, **changes)
-        if "row_limits" in vars(self):
-            vars(other)["row_limits"] = self.row_limits
-        return other
+        assert changes.keys() <= vars(self).keys(), changes
+        return self.of_fields(vars(self) | changes)
 
     @cached_property
     def row_limits(self) -> tuple[tuple[Tensor, Tensor] | None, ...]:

@@ -11,6 +11,7 @@ No tensor and no function of a user's is kept, and no more than ``2 * _MOST`` ca
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -129,14 +130,15 @@ class _Store:
     def put(self, key: tuple, value: _Remembered) -> None:
         if len(self.young) >= _MOST:
             self.old, self.young = self.young, {}
-        self.young[key] = value
+        with contextlib.suppress(TypeError):  # a key that cannot be hashed
+            self.young[key] = value
 
 
 _store = _Store()
 
 
 def clear() -> None:
-    """Forgets every call."""
+    """Forgets every call; for tests and measurements, which look at what a first call does."""
     _store.young, _store.old = {}, {}
 
 
@@ -206,7 +208,8 @@ def _scale_fact(scale: Any) -> bool:
 def _lists_facts(block_mask: Any) -> tuple:
     lists = (block_mask.kv_num_blocks, block_mask.kv_indices, block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
     is_exact = getattr(block_mask, "is_exact", False)
-    return type(block_mask), block_mask.seq_lengths, block_mask.BLOCK_SIZE, is_exact, *[_maybe_seen(t) for t in lists]
+    sizes = [None if t is None else (t.shape, t.dtype, t.device) for t in lists]
+    return type(block_mask), block_mask.seq_lengths, block_mask.BLOCK_SIZE, is_exact, *sizes
 
 
 def _flex_facts(call: FlexCall, backend: Any, options: Any) -> _Facts | None:
@@ -232,7 +235,6 @@ def _flex_facts(call: FlexCall, backend: Any, options: Any) -> _Facts | None:
         )  # fmt: skip
         mods = (score_facts, lists, *[_mod_facts(m, True) for m in masks])
         key = ("flex", tensors, flags, mods, torch.is_grad_enabled(), torch.get_default_dtype())
-        hash(key)
         return _Facts(key, score, masks, aux)
     except (_Unfit, *_UNREADABLE):
         return None
@@ -258,7 +260,6 @@ def _flash_facts(q: Any, k: Any, v: Any, given: Options, backend: Any) -> _Facts
         )  # fmt: skip
         mods = (None if score is None else _mod_facts(score, False), *[_mod_facts(m, True) for m in masks])
         key = ("flash", tensors, flags, mods, torch.is_grad_enabled(), torch.get_default_dtype())
-        hash(key)
         return _Facts(key, score, masks, aux)
     except (_Unfit, *_UNREADABLE):
         return None
@@ -267,10 +268,17 @@ def _flash_facts(q: Any, k: Any, v: Any, given: Options, backend: Any) -> _Facts
 # ---- calls
 
 
+def _found(facts: _Facts | None) -> _Remembered | None:
+    try:
+        return None if facts is None else _store.get(facts.key)
+    except TypeError:  # an argument that cannot be hashed, and so is a wrong one
+        return None
+
+
 def flex_call(call: FlexCall, backend: str | None, options: Any) -> tuple[Problem, Plan]:
     """The problem and the plan of a ``flex_attention`` call. options: ``kernel_options``. Raises as ``check.flex_problem`` and the plan."""
     facts = None if _is_listened_to() else _flex_facts(call, backend, options)
-    known = None if facts is None else _store.get(facts.key)
+    known = _found(facts)
     if known is None or facts is None:
         problem = check.flex_problem(*call)
         chosen = plan.choose(problem, hardware.of(problem.q.device.type), backend, check.kernel_options(options))
@@ -296,7 +304,7 @@ def flex_call(call: FlexCall, backend: str | None, options: Any) -> tuple[Proble
 def flash_call(q: Any, k: Any, v: Any, given: Options, backend: str | None) -> tuple[Problem, Plan]:
     """The problem and the plan of a ``flash_attn_func`` call. Raises as ``check_flash.dense_problem`` and the plan."""
     facts = None if _is_listened_to() else _flash_facts(q, k, v, given, backend)
-    known = None if facts is None else _store.get(facts.key)
+    known = _found(facts)
     if known is None or facts is None:
         problem = check_flash.dense_problem(q, k, v, given)
         chosen = plan.choose(problem, hardware.of(problem.q.device.type), backend)
@@ -331,10 +339,10 @@ def _remember_flex(call: FlexCall, backend: Any, options: Any, problem: Problem,
     try:
         score = None if problem.score is None else _Recipe.of(problem.score)
         masks = tuple(_Recipe.of(p) for p in problem.predicates)
+        shares = call.key.shape[0] != call.query.shape[0]
+        _store.put(facts.key, _Remembered(chosen, _fields_of(problem), score, masks, problem.blocks is not None, shares))
     except _Unfit:
         return
-    shares = call.key.shape[0] != call.query.shape[0]
-    _store.put(facts.key, _Remembered(chosen, _fields_of(problem), score, masks, problem.blocks is not None, shares))
 
 
 def _remember_flash(q: Any, k: Any, v: Any, given: Options, backend: Any, problem: Problem, chosen: Plan) -> None:
@@ -351,13 +359,11 @@ def _remember_flash(q: Any, k: Any, v: Any, given: Options, backend: Any, proble
     try:
         score = None if problem.score is None else _chained_recipe(problem.score, own, given.alibi_slopes)
         masks = [_Recipe.of(p) for p in problem.predicates]
+        if len(masks) > (given.mask_mod is not None):  # the band of causal and window_size comes last; the facts settle its numbers
+            masks[-1] = _settled(problem.predicates[-1])
+        _store.put(facts.key, _Remembered(chosen, _fields_of(problem), score, tuple(masks), False, False))
     except _Unfit:
         return
-    if given.mask_mod is None and masks:  # the band: the facts settle its numbers
-        masks = [_settled(problem.predicates[0])]
-    elif len(masks) > 1:
-        masks[1] = _settled(problem.predicates[1])
-    _store.put(facts.key, _Remembered(chosen, _fields_of(problem), score, tuple(masks), False, False))
 
 
 def _settled(mod: TracedMod) -> _Recipe:

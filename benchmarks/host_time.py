@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 import anyattn
-from anyattn import autograd, check, check_flash, hardware, plan
+from anyattn import autograd, check, check_flash, hardware, plan, recall
 from anyattn.check_flash import Options
 from anyattn.mods.trace import trace
 
-__all__ = ["CALLS", "measured", "microseconds", "stubbed"]
+__all__ = ["measured", "microseconds", "stubbed"]
 
 _HOPPER = hardware.Hardware("cuda", "a Hopper GPU", 0, frozenset((torch.bfloat16,)), (9, 0), 132)
 _SHAPE = (1, 2, 128, 64)
@@ -43,15 +43,10 @@ def stubbed() -> Iterator[None]:
             made[key] = run.Result(torch.empty_like(problem.q), lse, None)
         return made[key]
 
-    recall = _recall()
     recall.clear()
     with mock.patch.object(hardware, "of", lambda *a: _HOPPER), mock.patch.object(door, "forward", forward):
         yield
     recall.clear()
-
-
-def _recall() -> Any:
-    return importlib.import_module("anyattn.recall")
 
 
 def _tensors(heads_first: bool = True, grad: bool = False) -> tuple[Tensor, Tensor, Tensor]:
@@ -94,11 +89,8 @@ def _calls() -> dict[str, Callable[[], Any]]:
     }
 
 
-CALLS = _calls
-
-
 def _stages() -> dict[str, Callable[[], Any]]:
-    """What a call costs that is not remembered, room by room; ``flex, block mask`` for flex and ``flash, causal`` for flash."""
+    """What the rooms behind the doors cost where a call is not remembered: of a flex call with a block mask, and of a causal flash."""
     from anyattn.backends.hopper import run, supports
 
     q, k, v = _tensors()
