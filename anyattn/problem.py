@@ -118,4 +118,8 @@ class Problem:
 
     @property
     def needs_grad(self) -> bool:
-        return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in self.grad_inputs)
+        if torch.is_grad_enabled():
+            for t in self.grad_inputs:
+                if t is not None and t.requires_grad:
+                    return True
+        return False
