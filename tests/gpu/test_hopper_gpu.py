@@ -13,7 +13,9 @@ from anyattn.testing import budget
 from anyattn.testing.rounding import rounding
 
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0) and importlib.util.find_spec("cutlass") is not None
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU and nvidia-cutlass-dsl")]
+pytestmark = pytest.mark.gpu
+if not HAS_HOPPER:
+    pytest.skip("needs a Hopper GPU and nvidia-cutlass-dsl", allow_module_level=True)
 
 
 def qkv(batch=2, heads=4, kv_heads=2, sq=300, sk=333, d=128, dtype=torch.bfloat16, kind="normal"):  # type: ignore[no-untyped-def]
