@@ -283,7 +283,7 @@ def flex_call(call: FlexCall, backend: str | None, options: Any) -> tuple[Proble
         problem = check.flex_problem(*call)
         chosen = plan.choose(problem, hardware.of(problem.q.device.type), backend, check.kernel_options(options))
         if facts is not None:
-            _remember_flex(call, backend, options, problem, chosen)
+            _remember_flex(call, backend, options, facts, problem, chosen)
         return problem, chosen
     key, value = call.key, call.value
     if known.shares_keys:
@@ -309,7 +309,7 @@ def flash_call(q: Any, k: Any, v: Any, given: Options, backend: str | None) -> t
         problem = check_flash.dense_problem(q, k, v, given)
         chosen = plan.choose(problem, hardware.of(problem.q.device.type), backend)
         if facts is not None:
-            _remember_flash(q, k, v, given, backend, problem, chosen)
+            _remember_flash(q, k, v, given, backend, facts, problem, chosen)
         return problem, chosen
     fields = dict(known.fields)
     fields["q"], fields["k"], fields["v"], fields["sink"] = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), given.sink
@@ -327,14 +327,18 @@ def flash_call(q: Any, k: Any, v: Any, given: Options, backend: str | None) -> t
 # ---- remembering
 
 
-def _remember_flex(call: FlexCall, backend: Any, options: Any, problem: Problem, chosen: Plan) -> None:
+# The facts are read once more behind the checks, and a call during which they changed is not remembered: another thread may have
+# rebound what a mod captures, and the first trace of a mod's code may find more of its numbers to be facts.
+
+
+def _remember_flex(call: FlexCall, backend: Any, options: Any, facts: _Facts, problem: Problem, chosen: Plan) -> None:
     if not chosen.is_reusable:
         return
     asked = [problem.score, *problem.predicates]
     if not _settle([m for m in asked if m is not None], problem):
         return
-    facts = _flex_facts(call, backend, options)  # once more: the first trace of a pattern says which numbers are facts
-    if facts is None:
+    still = _flex_facts(call, backend, options)
+    if still is None or still.key != facts.key:
         return
     try:
         score = None if problem.score is None else _Recipe.of(problem.score)
@@ -345,7 +349,7 @@ def _remember_flex(call: FlexCall, backend: Any, options: Any, problem: Problem,
         return
 
 
-def _remember_flash(q: Any, k: Any, v: Any, given: Options, backend: Any, problem: Problem, chosen: Plan) -> None:
+def _remember_flash(q: Any, k: Any, v: Any, given: Options, backend: Any, facts: _Facts, problem: Problem, chosen: Plan) -> None:
     if not chosen.is_reusable:
         return
     aux = None if given.aux_tensors is None else list(given.aux_tensors)
@@ -353,8 +357,8 @@ def _remember_flash(q: Any, k: Any, v: Any, given: Options, backend: Any, proble
     users = [m for m in (own, None if given.mask_mod is None else problem.predicates[0]) if m is not None]
     if not _settle(users, problem):
         return
-    facts = _flash_facts(q, k, v, given, backend)
-    if facts is None:
+    still = _flash_facts(q, k, v, given, backend)
+    if still is None or still.key != facts.key:
         return
     try:
         score = None if problem.score is None else _chained_recipe(problem.score, own, given.alibi_slopes)
