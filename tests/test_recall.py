@@ -12,6 +12,7 @@ import pytest
 import torch
 from remembered import LENGTH, K, Q, V, call, flash, flex, follows, made, narrow, qkv, wide
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import anyattn
 from anyattn import autograd, check, check_flash, masks, recall, scores
@@ -197,7 +198,32 @@ def test_where_nothing_is_remembered(checked):
     assert len(checked) == 4 and recall.size() == 0
 
 
-def test_functorch_sees_every_operation(checked):
+class Listening(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def test_whoever_listens_hears_a_first_call(checked):
+    call()
+    with Listening():
+        call()
+    torch.func.vmap(lambda x: (call(), x)[1])(torch.ones(2))
+    assert len(checked) == 3
+    call()
+    assert len(checked) == 3
+
+
+def test_calls_with_and_without_gradients_have_plans_of_their_own():
+    def planned(q):
+        return recall.flex_call(recall.FlexCall(q, K, V, None, None, None, None, None, False, None, False, False, False), None, None)[1]
+
+    bare, leaf = Q.clone(), Q.clone().requires_grad_()
+    with torch.no_grad():
+        inside = planned(leaf)
+    assert planned(bare) is planned(bare) is not planned(leaf) is planned(leaf) is not inside
+
+
+def test_functorch_gives_the_same_error():
     call()
     many = torch.stack([Q, 2 * Q])
     found = message(lambda: torch.func.vmap(lambda q: flex(q, K, V))(many))
