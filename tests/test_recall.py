@@ -213,10 +213,18 @@ def test_whoever_listens_hears_a_first_call(checked):
     assert len(checked) == 3
 
 
-def test_calls_with_and_without_gradients_have_plans_of_their_own():
-    def planned(q):
-        return recall.flex_call(recall.FlexCall(q, K, V, None, None, None, None, None, False, None, False, False, False), None, None)[1]
+def planned(q):
+    return recall.flex_call(recall.FlexCall(q, K, V, None, None, None, None, None, False, None, False, False, False), None, None)[1]
 
+
+def test_other_strides_and_alignments_have_plans_of_their_own():
+    """For what a kernel prepares once for a plan may hang on them."""
+    turned = Q.transpose(1, 2).contiguous().transpose(1, 2)
+    shifted = torch.empty(Q.numel() + 1)[1:].view(Q.shape)
+    assert len({id(planned(q)) for q in (Q, Q.clone(), turned, shifted)}) == 3
+
+
+def test_calls_with_and_without_gradients_have_plans_of_their_own():
     bare, leaf = Q.clone(), Q.clone().requires_grad_()
     with torch.no_grad():
         inside = planned(leaf)
