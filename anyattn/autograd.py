@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from anyattn import hardware
+from anyattn.mods.trace import TracedMod
 from anyattn.plan import Plan, for_backward
 from anyattn.problem import Problem
 
@@ -28,6 +30,7 @@ def backward(problem: Problem, plan: Plan, *results: Tensor | None) -> tuple[Ten
     return backend_of(chosen).backward(problem, chosen, *results)
 
 
+@lru_cache(maxsize=8)
 def backend_module(name: str) -> Any:
     return importlib.import_module(f"anyattn.backends.{name}")
 
@@ -42,17 +45,17 @@ def compute(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor | None, Tensor
 
 
 class _Attention(torch.autograd.Function):
-    """One node of the autograd graph; ``problem`` rides along, its tensors are saved by torch so that in-place edits are noticed."""
+    """One node of the autograd graph; ``problem`` rides along without its tensors, which torch saves: it notices in-place edits."""
 
     @staticmethod
     def forward(ctx: Any, problem: Problem, plan: Plan, *inputs: Tensor | None) -> Any:  # type: ignore[override]
         # a plan of whole spans recomputes its probabilities without the log-sum-exp
         keeps_lse = problem.wants_lse or not plan.whole_spans
-        if problem.sequences is not None:
-            problem = problem.like(sequences=problem.sequences.kept())
-        detached = _with_inputs(problem.like(wants_lse=keeps_lse), tuple(t if t is None else t.detach() for t in inputs))
-        result = backend_of(plan).forward(detached, plan)
-        ctx.problem, ctx.plan = detached, plan
+        sequences = None if problem.sequences is None else problem.sequences.kept()
+        if keeps_lse is not problem.wants_lse or sequences is not None:
+            problem = problem.like(wants_lse=keeps_lse, sequences=sequences)
+        result = backend_of(plan).forward(problem, plan)
+        ctx.problem, ctx.plan = _without_inputs(problem), plan
         # what the masks read is asked again in the backward pass, though no gradient flows there
         ctx.save_for_backward(*inputs, result.out, result.lse, *(t for p in problem.predicates for t in p.tensors if not t.is_inference()))
         ctx.set_materialize_grads(False)
@@ -71,6 +74,12 @@ class _Attention(torch.autograd.Function):
         tensors = tuple(t if t is None else t.detach().requires_grad_(n) for t, n in zip(inputs, needed, strict=True))
         grads = backward(_with_inputs(ctx.problem, tensors), ctx.plan, out, lse, dout, dlse)
         return None, None, *(g if n else None for g, n in zip(grads, needed, strict=True))
+
+
+def _without_inputs(problem: Problem) -> Problem:
+    """Only for ``_with_inputs``. What the forward pass found out of the mask's rows goes along."""
+    score = problem.score and TracedMod(problem.score.kind, problem.score.expr, problem.score.scalars, (), problem.score.name)
+    return problem.like(q=None, k=None, v=None, sink=None, score=score)
 
 
 def _with_inputs(problem: Problem, inputs: tuple[Tensor | None, ...]) -> Problem:

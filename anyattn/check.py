@@ -6,6 +6,7 @@ import math
 import numbers
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ __all__ = [
     "block_lengths",
     "flex_problem",
     "kernel_options",
+    "read_lists",
     "scale_of",
     "sink_logits",
     "tensors",
@@ -40,6 +42,9 @@ _TORCH_OPTIONS = frozenset(
         "matrix_instr_nonkdim", "waves_per_eu", "BACKEND", "fwd_num_warps", "fwd_num_stages", "bwd_num_warps", "bwd_num_stages",
     ]
 )  # fmt: skip
+
+
+_lists: WeakKeyDictionary[Any, tuple[tuple, tuple, BlockSparseTensors]] = WeakKeyDictionary()  # of block masks, while they live
 
 
 def wanted(return_lse: bool, return_aux: Any) -> tuple[bool, bool]:
@@ -188,19 +193,32 @@ def traced(mod: Any, kind: str, query: Tensor, aux: list[Tensor] | None, name: s
 def lists_of(block_mask: Any, mask: TracedMod) -> tuple[BlockSparseTensors | None, bool]:
     """The lists of a block mask, and whether they follow from the mask, so that a backend may work from either alone.
 
-    None on a CPU where the row ranges of the mask that they were computed from say the same more finely; elsewhere asking a captured
-    tensor for its ranges would wait for the device.
+    None on a CPU where the row ranges of the mask that they were computed from say the same more finely; elsewhere finding the ranges of
+    captured ids would wait for the device.
+    """
+    follows = getattr(block_mask, "is_exact", False)
+    if follows and block_mask.kv_indices.device.type == "cpu" and row_ranges(mask) is not None:
+        return None, True
+    return read_lists(block_mask), follows
+
+
+def read_lists(block_mask: Any) -> BlockSparseTensors:
+    """``BlockSparseTensors.from_block_mask``, kept as long as the mask's lists are the same tensors and nobody wrote to them.
+
+    Only writes that torch counts are noticed, so not those of a kernel that torch does not know.
     """
     from anyattn.sparsity.block_sparse import BlockSparseTensors
 
-    if not getattr(block_mask, "is_exact", False):
-        return BlockSparseTensors.from_block_mask(block_mask), False
-    lists = (block_mask.kv_num_blocks, block_mask.kv_indices, block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
-    if lists[0].device.type == "cpu" and row_ranges(mask) is not None:
-        return None, True
-    lengths = tuple(block_mask.seq_lengths)
-    tile = tuple(min(size, max(n, 1)) for size, n in zip(block_mask.BLOCK_SIZE, lengths, strict=True))
-    return BlockSparseTensors(*lists, tile=tile, lengths=lengths), True  # type: ignore[arg-type]
+    fields = (block_mask.kv_num_blocks, block_mask.kv_indices, block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
+    if type(block_mask).__hash__ is None or any(t is not None and t.is_inference() for t in fields):  # torch counts none of these's
+        return BlockSparseTensors.from_block_mask(block_mask)
+    facts = (tuple(block_mask.seq_lengths), tuple(block_mask.BLOCK_SIZE), *(None if t is None else (t.shape, t._version) for t in fields))
+    known = _lists.get(block_mask)
+    if known is not None and known[1] == facts and all(a is b for a, b in zip(known[0], fields, strict=True)):
+        return known[2]
+    blocks = BlockSparseTensors.from_block_mask(block_mask)
+    _lists[block_mask] = (fields, facts, blocks)
+    return blocks
 
 
 def check_block_mask(block_mask: Any, query: Tensor, key: Tensor) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from anyattn.geometry.seqlen_info import SeqlenInfoQK
 from anyattn.geometry.sequences import Sequences
 from anyattn.kvcache.append import check_pages
 from anyattn.mods import masks, scores
+from anyattn.mods.algebra import Mask
 from anyattn.mods.compose import chained
 from anyattn.mods.loads import check_loads, check_loads_ragged
 from anyattn.mods.trace import TracedMod, trace
@@ -39,8 +40,7 @@ __all__ = [
 _FAR = 2**40  # further than any position, and still a number of 64 bits when positions are added
 
 
-@dataclass(frozen=True)
-class Options:
+class Options(NamedTuple):
     """What the three doors have in common, as the user gave it."""
 
     softmax_scale: Any = None
@@ -359,13 +359,23 @@ def _band(causal: Any, window_size: Any, offset: int | Tensor, most_q: int, most
     right = None if right is not None and right >= most_q - 1 else right  # the last query stands at the last key
     if left is None and right is None:
         return None
+    return _band_mask(left, right, offset) if isinstance(offset, int) else _new_band_mask(left, right, offset)
+
+
+def _new_band_mask(left: int | None, right: int | None, offset: int | Tensor) -> Mask:
     return masks.causal(offset) if (left, right) == (None, 0) else masks.sliding_window(left, right, offset)
+
+
+_band_mask = lru_cache(maxsize=256)(_new_band_mask)  # making one traces it; not for offsets in tensors, which would be kept
 
 
 def _softcap(softcap: Any) -> Callable | None:
     if isinstance(softcap, bool) or not isinstance(softcap, (int, float)) or not math.isfinite(softcap) or softcap < 0:
         raise ValueError(f"softcap={softcap!r}; wanted a positive number, or 0.0 for none")
-    return scores.softcap(float(softcap)) if softcap else None
+    return _softcap_score(float(softcap)) if softcap else None
+
+
+_softcap_score = lru_cache(maxsize=64)(scores.softcap)
 
 
 def _alibi(slopes: Any, batch: int, heads: int, offset: int | Tensor, device: torch.device) -> Callable | None:

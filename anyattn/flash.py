@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from anyattn import autograd, check_flash, hardware, plan
+from anyattn import autograd, check_flash, hardware, plan, recall
 from anyattn.check_flash import Options
-from anyattn.problem import Problem
 
 if TYPE_CHECKING:
     from anyattn.sparsity.block_sparse import BlockSparseTensors
@@ -74,7 +73,9 @@ def flash_attn_func(
 
         found = compiled_flash(q, k, v, (None,) * 5, options, backend)
         return found if return_lse else found[0]
-    return _computed(check_flash.dense_problem(q, k, v, options), backend, False, return_lse)
+    problem, chosen = recall.flash_call(q, k, v, options, backend)
+    out, lse, _ = autograd.compute(problem, chosen)
+    return _laid_out(out, lse, False, return_lse)
 
 
 def flash_attn_varlen_func(
@@ -141,7 +142,9 @@ def flash_attn_varlen_func(
     problem = check_flash.varlen_problem(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k, page_table, validate, options
     )
-    return _computed(problem, backend, cu_seqlens_q is not None, return_lse)
+    chosen = plan.choose(problem, hardware.of(problem.q.device.type), backend)
+    out, lse, _ = autograd.compute(problem, chosen)
+    return _laid_out(out, lse, cu_seqlens_q is not None, return_lse)
 
 
 def flash_attn_with_kvcache(
@@ -246,12 +249,6 @@ def flash_attn_combine(out_partial: Tensor, lse_partial: Tensor) -> tuple[Tensor
     out_partial, lse_partial = check_flash.combine_arguments(out_partial, lse_partial)
     chosen = plan.combiner(hardware.of(out_partial.device.type))
     return autograd.backend_module(chosen).combine(out_partial, lse_partial)
-
-
-def _computed(problem: Problem, backend: str | None, is_packed: bool, return_lse: bool) -> Any:
-    chosen = plan.choose(problem, hardware.of(problem.q.device.type), backend)
-    out, lse, _ = autograd.compute(problem, chosen)
-    return _laid_out(out, lse, is_packed, return_lse)
 
 
 def _laid_out(out: Tensor, lse: Tensor | None, is_packed: bool, return_lse: bool) -> Any:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from anyattn import autograd, check, hardware, plan
+from anyattn import autograd, check, recall
+from anyattn.recall import FlexCall
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import AuxRequest, BlockMask
@@ -69,10 +70,10 @@ def flex_attention(
             query, key, value, score_mod, block_mask, mask_mod, aux_tensors, scale, enable_gqa, sink, wants_max, backend
         )
         return _returned(out, lse, max_scores if wants_max else None, return_lse, return_aux)
-    problem = check.flex_problem(
+    call = FlexCall(
         query, key, value, score_mod, block_mask, mask_mod, aux_tensors, scale, enable_gqa, sink, wants_lse, wants_max, deterministic
     )
-    chosen = plan.choose(problem, hardware.of(query.device.type), backend, check.kernel_options(kernel_options))
+    problem, chosen = recall.flex_call(call, backend, kernel_options)
     return _returned(*autograd.compute(problem, chosen), return_lse, return_aux)
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +33,8 @@ class Plan:
 
     num_splits: the keys of each row tile are divided among so many partial results. product_dtype: the dtype of the two matrix products.
     whole_spans: a row tile's visible scores are computed whole, not streamed. why: one line per decision, for people.
+    is_reusable: the plan holds for every call of the same facts (shapes, strides, programs, masks' numbers), whatever tensors hold.
+    prepared: what the backend keeps for the calls that share this plan; it must follow from those facts alone.
     """
 
     backend: str
@@ -43,6 +47,8 @@ class Plan:
     num_splits: int = 1
     backward: str = ""
     why: tuple[str, ...] = ()
+    is_reusable: bool = True
+    prepared: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
@@ -57,6 +63,7 @@ def available(hardware: Hardware) -> dict[str, str | None]:
     return {"torch": None, "hopper": _reason_against_hopper(hardware)}
 
 
+@lru_cache(maxsize=16)  # looking for a package costs 10 us
 def _reason_against_hopper(hardware: Hardware) -> str | None:
     if hardware.device != "cuda" or hardware.capability is None:
         return f"it needs an NVIDIA GPU, and the tensors are on {hardware.device}"
@@ -74,10 +81,11 @@ def choose(problem: Problem, hardware: Hardware, backend: str | None = None, opt
     """
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"backend={backend!r} is not a backend; wanted None (choose for me) or one of {', '.join(map(repr, BACKENDS))}")
-    reason = available(hardware).get(backend or "torch")
+    possible = available(hardware)
+    reason = possible.get(backend or "torch")
     if reason is not None:
         raise BackendError(f"backend={backend!r} cannot run here: {reason}; pass backend=None to let anyattn choose")
-    against = "" if backend == "torch" else available(hardware)["hopper"] or _reason_against_problem(problem)
+    against = "" if backend == "torch" else possible["hopper"] or _reason_against_problem(problem)
     if backend == "hopper" and against:
         raise BackendError(f"backend='hopper' cannot run this call: {against}; pass backend=None to let anyattn choose")
     if backend == "torch" or against:
@@ -150,7 +158,9 @@ def _torch_plan(problem: Problem, hardware: Hardware, asked: bool, against_other
     at_once = _SPAN_SCORES_AT_ONCE if whole_spans else _SCORES_AT_ONCE
     pairs = max(1, at_once // (tile_m * max(width if whole_spans else tile_n, 1)))
     tile_n_backward = min(tile_n, 2**16 // tile_m)
-    return Plan("torch", tile_m, tile_n, tile_n_backward, pairs, dtype, whole_spans, splits, why=tuple(why))
+    # the rows' widths were read from what the masks capture
+    is_reusable = problem.sequences is None and not any(p.tensors for p in problem.predicates)
+    return Plan("torch", tile_m, tile_n, tile_n_backward, pairs, dtype, whole_spans, splits, why=tuple(why), is_reusable=is_reusable)
 
 
 def _whole_spans(problem: Problem, dtype: torch.dtype, width: int) -> bool:

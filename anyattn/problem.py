@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -74,12 +74,17 @@ class Problem:
         """The greatest number of keys of a batch entry."""
         return self.k.shape[2] if self.sequences is None else self.sequences.max_seqlen_k
 
+    @classmethod
+    def of_fields(cls, fields: dict[str, Any]) -> Problem:
+        """A problem of all these fields, by name: the constructor takes longer than a remembered call may."""
+        made = object.__new__(cls)
+        vars(made).update(fields)
+        return made
+
     def like(self, **changes: Any) -> Problem:
         """``dataclasses.replace`` for what leaves predicates and lengths as they are: the row limits, once known, go along."""
-        other = replace(self, **changes)
-        if "row_limits" in vars(self):
-            vars(other)["row_limits"] = self.row_limits
-        return other
+        assert changes.keys() <= vars(self).keys(), changes
+        return self.of_fields(vars(self) | changes)
 
     @cached_property
     def row_limits(self) -> tuple[tuple[Tensor, Tensor] | None, ...]:
@@ -115,4 +120,8 @@ class Problem:
 
     @property
     def needs_grad(self) -> bool:
-        return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in self.grad_inputs)
+        if torch.is_grad_enabled():
+            for t in self.grad_inputs:
+                if t is not None and t.requires_grad:
+                    return True
+        return False

@@ -33,6 +33,7 @@ FLOORS: dict[str, int] = {
     "anyattn.check_flash": 1,
     "anyattn.problem": 1,
     "anyattn.autograd": 1,
+    "anyattn.recall": 1,
     "anyattn.plan": 2,
     "anyattn.hardware": 2,
     "anyattn.sparsity": 3,

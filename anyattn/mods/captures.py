@@ -153,28 +153,29 @@ def walk(fn: Callable) -> Found | None:
 
 
 def _walk(item: Any, numbers: list, tensors: list, seen: dict[int, int]) -> tuple:
+    """The structure of ``item``; the first entry of each tuple says of what kind the rest is (``recognise.py`` reads them again)."""
     if _is_number(item):
         numbers.append(item)
-        return (type(item),)
+        return ("number", type(item))
     if isinstance(item, torch.Tensor):
         tensors.append(item)
         return ("tensor",)
     if isinstance(item, _CONSTANTS):
-        return (type(item), item)
+        return ("constant", type(item), item)
     if id(item) in seen:
         return ("again", seen[id(item)])
     seen[id(item)] = len(seen)
     if isinstance(item, types.FunctionType):
-        return ("builtin", item) if _library_code(item) else _walk_function(item, numbers, tensors, seen)
+        return ("same", item) if _library_code(item) else _walk_function(item, numbers, tensors, seen)
     if isinstance(item, functools.partial):
         parts = [item.func, *item.args, *item.keywords.values()]
-        return ("partial", tuple(item.keywords), *(_walk(p, numbers, tensors, seen) for p in parts))
+        return ("partial", tuple(item.keywords), tuple(_walk(p, numbers, tensors, seen) for p in parts))
     if isinstance(item, types.ModuleType) and item.__name__.split(".")[0] in _STABLE_MODULES:
-        return ("module", item.__name__)
+        return ("same", item)
     if isinstance(item, (types.BuiltinFunctionType, type)) and _from_stable_module(item) and not _has_state(item):
-        return ("builtin", item)
+        return ("same", item)
     if _is_own(item) and callable(getattr(item, "fn", None)):
-        return (type(item), _walk(item.fn, numbers, tensors, seen))  # a wrapped mod: the rest of it is made from fn
+        return ("wrapped", type(item), _walk(item.fn, numbers, tensors, seen))  # the rest of a wrapped mod is made from fn
     raise _Unknown
 
 
@@ -185,7 +186,7 @@ def _has_state(item: Any) -> bool:
 
 def _walk_contents(item: Any, numbers: list, tensors: list, seen: dict[int, int]) -> tuple:
     if type(item) in (tuple, list) and any(callable(i) for i in item):
-        return (type(item), *(_walk(i, numbers, tensors, seen) for i in item))
+        return ("sequence", type(item), tuple(_walk(i, numbers, tensors, seen) for i in item))
     return _walk(item, numbers, tensors, seen)
 
 
@@ -200,15 +201,16 @@ def _imports_unknown(code: types.CodeType) -> bool:
 def _walk_function(fn: types.FunctionType, numbers: list, tensors: list, seen: dict[int, int]) -> tuple:
     if fn.__dict__ or (not _from_stable_module(fn) and _imports_unknown(fn.__code__)):
         raise _Unknown  # the body may read the function's attributes or an imported module's
-    parts = []
+    cells = []
     for cell in fn.__closure__ or ():
         try:
-            parts.append(_walk_contents(cell.cell_contents, numbers, tensors, seen))
+            cells.append(_walk_contents(cell.cell_contents, numbers, tensors, seen))
         except ValueError:
-            parts.append(("empty",))
+            cells.append(("empty",))
+    names: tuple[tuple[str, tuple], ...] = ()
     if not _from_stable_module(fn):
-        names = fn.__globals__
-        parts.extend((n, *_walk(names[n], numbers, tensors, seen)) for n in _global_names(fn.__code__) if n in names)
-    parts.extend(_walk(d, numbers, tensors, seen) for d in fn.__defaults__ or ())
-    parts.extend((k, *_walk(d, numbers, tensors, seen)) for k, d in (fn.__kwdefaults__ or {}).items())
-    return ("function", fn.__code__, tuple(parts))
+        known = fn.__globals__
+        names = tuple((n, _walk(known[n], numbers, tensors, seen) if n in known else ("empty",)) for n in _global_names(fn.__code__))
+    defaults = tuple(_walk(d, numbers, tensors, seen) for d in fn.__defaults__ or ())
+    keywords = tuple((k, _walk(d, numbers, tensors, seen)) for k, d in (fn.__kwdefaults__ or {}).items())
+    return ("function", fn.__code__, fn.__module__, tuple(cells), names, defaults, keywords)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from anyattn.mods.ir import Builder, Expr
 from anyattn.mods.range_tables import RangeTables
 from anyattn.mods.trace import TracedMod
 
-__all__ = ["check_loads", "check_loads_ragged"]
+__all__ = ["Doubt", "check_loads", "check_loads_ragged", "doubt"]
 
 _TILE = 128
 _INSIDE: set[tuple] = set()  # calls of which it is known: by expression, captured numbers, shapes and lengths
@@ -46,6 +46,20 @@ def check_loads(mod: TracedMod, B: int, H: int, seqlen_q: int, seqlen_k: int) ->
         if len(_INSIDE) > 4096:
             _INSIDE.clear()
         _INSIDE.add(known)
+
+
+class Doubt(NamedTuple):
+    """On what besides shapes it hangs whether loads are inside: on captured numbers, on what captured tensors hold."""
+
+    of_numbers: bool
+    of_values: bool
+
+
+def doubt(mod: TracedMod, B: int, H: int, seqlen_q: int, seqlen_k: int) -> Doubt:
+    """What ``check_loads`` would have to ask again of a mod with the same program and tensors of the same shapes."""
+    found = _doubtful(mod, {"b": B, "h": H, "q_idx": seqlen_q, "kv_idx": seqlen_k})
+    ops = {node.op for _, _, arg in found for node in _index(mod, arg).nodes}
+    return Doubt("scalar" in ops, "load" in ops or "score" in ops)
 
 
 def check_loads_ragged(mod: TracedMod, H: int, seqlens_q: Tensor, seqlens_k: Tensor, q_first: Tensor | None = None) -> None:

@@ -4,15 +4,15 @@ Captured numbers become run-time scalars: the function that is called is a copy 
 instance attributes hold symbolic numbers. Where the body needs a Python number after all (``range(n)``), that one number is traced again
 as a constant and becomes part of the key. Captured tensors become run-time inputs when they are indexed (or, at rank 0, computed with).
 
-A trace costs about 0.1 ms. ``captures.py`` recognises a function seen before, with other values in its captures, and skips it.
+A trace costs about 0.1 ms. ``recognise.py`` knows a function seen before, with other values in its captures, and skips it.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -20,12 +20,21 @@ from torch.overrides import TorchFunctionMode
 from anyattn.errors import ModError
 from anyattn.mods import captures
 from anyattn.mods.ir import Builder, Expr, category
+from anyattn.mods.recognise import Pattern, Reading, recognise
 from anyattn.mods.source import mod_error
 from anyattn.mods.values import FUNCTIONS, NeedsNumber, Value, View
 
-__all__ = ["TracedMod", "name_of", "trace"]
+__all__ = ["Source", "TracedMod", "name_of", "trace"]
 
 _INPUTS = {"mask": ("b", "h", "q_idx", "kv_idx"), "score": ("score", "b", "h", "q_idx", "kv_idx")}
+
+
+class Source(NamedTuple):
+    """Where a mod's run-time values come from: which of the numbers, and of the tensors (aux_tensors last), that its reading finds."""
+
+    pattern: Pattern
+    scalars: tuple[int, ...]
+    tensors: tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +43,7 @@ class TracedMod:
 
     kind: ``"mask"`` (output torch.bool) or ``"score"`` (output of the score's dtype).
     scalars: the captured numbers, by scalar slot. tensors: the captured tensors, by tensor slot.
+    source: how to find them again in a mod of the same pattern, None where only a trace can tell.
     """
 
     kind: str
@@ -41,6 +51,7 @@ class TracedMod:
     scalars: tuple[int | float, ...]
     tensors: tuple[torch.Tensor, ...]
     name: str = field(compare=False, default="mod")
+    source: Source | None = field(compare=False, default=None, repr=False)
 
     @property
     def key(self) -> str:
@@ -124,12 +135,12 @@ def trace(
     """
     if isinstance(fn, TracedMod):
         return fn
-    takes_aux = _takes_aux(fn, kind, aux_tensors)
+    reading = recognise(fn)
+    takes_aux = _takes_aux(fn, kind, aux_tensors, reading)
     aux = list(aux_tensors) if takes_aux and aux_tensors is not None else []
-    found = captures.walk(fn)
-    memo = _Memo.of(found, kind, score_dtype, aux, device) if found is not None else None
-    if memo is not None and (known := memo.lookup()) is not None:
-        return replace(known, name=name_of(fn))  # equal programs may have names of their own
+    memo = _Memo.of(reading, kind, score_dtype, aux, torch.device(device)) if reading is not None else None
+    if memo is not None and (known := memo.lookup(fn)) is not None:
+        return known
     pinned: frozenset[int] = frozenset()
     while True:
         try:
@@ -138,12 +149,21 @@ def trace(
         except NeedsNumber as need:
             pinned |= need.slots
     expr, scalars, tensors = _compact(expr, numbers, tracer.tensors)
-    if memo is not None and not tracer.reads_values:
-        memo.remember(expr, scalars, tensors, numbers, pinned)
-    return TracedMod(kind, expr, tuple(numbers[s] for s in scalars), tuple(tensors), name_of(fn))
+    source = memo.remember(expr, scalars, tensors, numbers, pinned) if memo is not None and not tracer.reads_values else None
+    return TracedMod(kind, expr, tuple(numbers[s] for s in scalars), tuple(tensors), name_of(fn), source)
 
 
-def _takes_aux(fn: Callable, kind: str, aux_tensors: Sequence | None) -> bool:
+def _takes_aux(fn: Callable, kind: str, aux_tensors: Sequence | None, reading: Reading | None) -> bool:
+    """Whether ``fn`` is to get aux_tensors; once a signature was looked at, its pattern knows."""
+    if reading is None:
+        return _signature_takes_aux(fn, kind, aux_tensors)
+    known, asked = reading.pattern.takes_aux, (kind, aux_tensors is not None)
+    if asked not in known:
+        known[asked] = _signature_takes_aux(fn, kind, aux_tensors)
+    return known[asked]
+
+
+def _signature_takes_aux(fn: Callable, kind: str, aux_tensors: Sequence | None) -> bool:
     if not callable(fn):
         raise TypeError(f"{kind}_mod is a {type(fn).__name__}; wanted a function of ({', '.join(_INPUTS[kind])})")
     wanted = len(_INPUTS[kind])
@@ -233,34 +253,38 @@ class _Memo:
 
     table: ClassVar[dict[tuple, list[tuple]]] = {}
 
-    def __init__(self, identity: tuple, found: captures.Found, kind: str, aux: list[torch.Tensor]):
-        self.identity, self.found, self.kind = identity, found, kind
-        self.tensors = [*found.tensors, *aux]
+    def __init__(self, identity: tuple, reading: Reading, kind: str, tensors: list[torch.Tensor]):
+        self.identity, self.reading, self.kind, self.tensors = identity, reading, kind, tensors
 
     @classmethod
-    def of(cls, found: captures.Found, kind: str, score_dtype: torch.dtype, aux: list, device: Any) -> _Memo:
-        described = tuple((t.dtype, t.shape, t.device) for t in (*found.tensors, *aux))
-        same = tuple(next(j for j, u in enumerate((*found.tensors, *aux)) if u is t) for t in (*found.tensors, *aux))
+    def of(cls, reading: Reading, kind: str, score_dtype: torch.dtype, aux: list, device: torch.device) -> _Memo:
+        tensors = [*reading.tensors, *aux]
+        described = tuple((t.dtype, t.shape, t.device) for t in tensors)
+        same = tuple(next(j for j, u in enumerate(tensors) if u is t) for t in tensors) if len(tensors) > 1 else ()
         default = torch.get_default_dtype()  # what captured floats make of integers
-        return cls((found.structure, kind, score_dtype, default, described, same, str(device)), found, kind, aux)
+        return cls((reading.pattern, len(aux), kind, score_dtype, default, described, same, device), reading, kind, tensors)
 
-    def lookup(self) -> TracedMod | None:
-        for expr, scalars, tensor_paths, pinned in self.table.get(self.identity, ()):
-            if all(_same_number(self.found.numbers[s], value) for s, value in pinned):
-                numbers = tuple(self.found.numbers[s] for s in scalars)
-                return TracedMod(self.kind, expr, numbers, tuple(self.tensors[p] for p in tensor_paths))
+    def lookup(self, fn: Callable) -> TracedMod | None:
+        found = self.reading.numbers
+        for expr, pinned, source in self.table.get(self.identity, ()):
+            if all(_same_number(found[s], value) for s, value in pinned):
+                numbers, tensors = tuple([found[s] for s in source.scalars]), tuple([self.tensors[p] for p in source.tensors])
+                return TracedMod(self.kind, expr, numbers, tensors, name_of(fn), source)  # equal programs have names of their own
         return None
 
-    def remember(self, expr: Expr, scalars: list[int], tensors: list, numbers: list, pinned: frozenset[int]) -> None:
-        paths = [next((i for i, t in enumerate(self.tensors) if t is tensor), None) for tensor in tensors]
-        if None in paths or len(numbers) != len(self.found.numbers):
-            return  # the body made a tensor of its own (a view, a constant): its values are this trace's only
+    def remember(self, expr: Expr, scalars: list[int], tensors: list, numbers: list, pinned: frozenset[int]) -> Source | None:
+        paths = [next((i for i, t in enumerate(self.tensors) if t is tensor), -1) for tensor in tensors]
+        if -1 in paths or len(numbers) != len(self.reading.numbers):
+            return None  # the body made a tensor of its own (a view, a constant): its values are this trace's only
         entries = self.table.setdefault(self.identity, [])
         if len(entries) >= 64:  # a number that changes each call is needed as a Python number: remembering would only grow
             entries.clear()
         if len(self.table) > 4096:
             self.table.clear()
-        entries.append((expr, tuple(scalars), tuple(paths), tuple((s, numbers[s]) for s in sorted(pinned))))
+        self.reading.pattern.fix(tuple(pinned))
+        source = Source(self.reading.pattern, tuple(scalars), tuple(paths))
+        entries.append((expr, tuple((s, numbers[s]) for s in sorted(pinned)), source))
+        return source
 
 
 def _same_number(a: Any, b: Any) -> bool:

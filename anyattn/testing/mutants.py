@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from anyattn import recall
+
 __all__ = ["MUTANTS", "Mutant", "active"]
 
 
@@ -90,7 +92,11 @@ MUTANTS = {
             "torch.arange(self.greatest_difference, least", "torch.arange(self.greatest_difference + 1, least", "relative_window",
         ),
         Mutant("index_in_32_bits", "mods.evaluate:_load", "i if isinstance(i, Tensor)", "i.int() if isinstance(i, Tensor)", "huge_table"),
-        Mutant("stale_closure", "mods.trace:_Memo.lookup", "self.found.numbers[s] for s in scalars", "10 + s for s in scalars", "closures"),
+        Mutant(
+            "stale_closure", "mods.trace:_Memo.lookup",
+            "[found[s] for s in source.scalars]", "[10 + s for s in source.scalars]", "closures_of_other_lengths",
+        ),
+        Mutant("stale_call", "recall:_Recipe.made", "[numbers[s] for s in self.scalars]", "[10 + s for s in self.scalars]", "closures"),
         Mutant("subtracted_bias_added", "mods.linear:additive_bias", 'node.op == "sub", right', "False, right", "alibi"),
         # the backward
         Mutant("stale_lse", f"{_BACKWARD}:_Statistics.of", "(lse * LOG2E)", "(lse.roll(1, -1) * LOG2E)", "full"),
@@ -206,12 +212,14 @@ def active(name: str) -> Iterator[None]:
             yield
         return
     mutated = _rewritten(original, mutant, module)
+    recall.clear()  # a remembered call does not go where the bug is
     places = [(owner, last)] if parents else _bindings(original)
     for place, attribute in places:
         setattr(place, attribute, mutated)
     try:
         yield
     finally:
+        recall.clear()
         for place, attribute in places:
             setattr(place, attribute, original)
 

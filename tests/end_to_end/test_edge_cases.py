@@ -438,6 +438,17 @@ def test_17_two_closures_with_equal_code():
     assert not torch.equal(first, second)
 
 
+def test_17_closures_with_equal_code_in_calls_of_other_lengths():
+    """Such a call is planned anew, while the mods' programs are known."""
+
+
+    def window(left):
+        return lambda b, h, i, j: (i >= j) & (i - j <= left)
+
+    for left, length in ((2, 60), (30, 61)):
+        judge(*qkv(1, 2, 1, length, length, 8, 8), mask=window(left), label=f"{left}")
+
+
 # ---- 18. traces and compilations
 
 

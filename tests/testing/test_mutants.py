@@ -142,6 +142,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     "garbage": lambda: edge.test_12_garbage_in_padding(float("nan"), "mask_mod"),
     "infinite_derivative": edge.test_16_a_derivative_that_is_infinite_under_the_mask,
     "closures": edge.test_17_two_closures_with_equal_code,
+    "closures_of_other_lengths": edge.test_17_closures_with_equal_code_in_calls_of_other_lengths,
     "huge_table": edge.test_05_a_captured_table_indexed_past_two_to_the_31,
     "inputs": edge.test_inputs_are_never_modified,
     "packed": packed,

@@ -1,10 +1,10 @@
-"""From a problem to the kernel's ``Config`` and to the values that its expressions capture."""
+"""From a problem to the kernel's ``Config``, and to where the values that its expressions capture are found."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from anyattn.backends.hopper.config import TILE_M, Ask, Config, padded, sides, slots, tiles_for
@@ -14,29 +14,99 @@ from anyattn.mods.rows import RowRanges, row_ranges
 from anyattn.mods.trace import TracedMod
 from anyattn.problem import Problem
 
-__all__ = ["Parts", "list_tile_misfit", "ranges_unread", "specialised", "split"]
+__all__ = ["Special", "fitting", "list_tile_misfit", "ranges_unread", "specialised"]
 
 _FAR = 2**30  # further than any position; twice that is still a number of 32 bits
 _MOST_RANGES = 2  # of a row, that the kernel keeps in registers
+_SCORE = -1  # among sources, beside numbers of predicates
 
 
-@dataclass(frozen=True)
-class Parts:
-    """What a problem's predicates become: bands from which tiles follow, or one that lists of tiles belong to, and the rest."""
+class Special(NamedTuple):
+    """What calls of the same facts share.
 
-    bands: tuple[RowRanges, ...] = ()
-    listed: TracedMod | None = None
-    always: tuple[TracedMod, ...] = ()
+    sources: for each of ``config.exprs`` the predicate whose numbers and tensors it captures (-1: the score mod), and how many.
+    listed: the predicate that the lists belong to, None without lists. list_tile: (query rows, keys) of the lists' tiles.
+    """
+
+    config: Config
+    sources: tuple[tuple[int, int, int], ...]
+    listed: int | None
+    list_tile: tuple[int, int] | None
+
+    def captured(self, problem: Problem) -> tuple[tuple[int | float, ...], tuple[Tensor, ...]]:
+        """The numbers and tensors of ``config.exprs``, one after the other."""
+        numbers: list[int | float] = []
+        tensors: list[Tensor] = []
+        for at, count, tensor_count in self.sources:
+            mod = problem.score if at == _SCORE else problem.predicates[at]
+            if mod is not None:  # the score mod that stands for none captures nothing
+                numbers += [max(-_FAR, min(x, _FAR)) if isinstance(x, int) else x for x in mod.scalars[:count]]
+                tensors += mod.tensors[:tensor_count]
+        return tuple(numbers), tuple(tensors)
 
 
-def split(problem: Problem) -> Parts:
-    """Bands alone need no lists. Else the first predicate that is none has lists, which ``problem`` may bring along."""
+def specialised(problem: Problem) -> Special:
+    """What the kernel for ``problem`` is specialised for; asks nothing of what tensors hold.
+
+    Bands alone need no lists of tiles. Else the first predicate that is none has lists, which ``problem`` may bring along.
+    """
     bands = [_band(p) for p in problem.predicates]
     may_go_by_mask = problem.blocks is None or problem.blocks_follow
-    if may_go_by_mask and all(b is not None for b in bands):
-        return Parts(bands=tuple(b for b in bands if b is not None))
-    at = 0 if problem.blocks is not None else next(i for i, b in enumerate(bands) if b is None)
-    return Parts(listed=problem.predicates[at], always=tuple(p for i, p in enumerate(problem.predicates) if i != at))
+    listed = None
+    if not (may_go_by_mask and all(b is not None for b in bands)):
+        listed = 0 if problem.blocks is not None else bands.index(None)
+    list_tile = None
+    if listed is not None:
+        list_tile = (TILE_M, TILE_M) if problem.blocks is None else fitting(problem.blocks.tile)
+    score = problem.score if problem.score is not None or problem.scale > 0 else _IDENTITY
+    sources = [] if score is None else [(_SCORE, *slots(score.expr))]
+    flags: dict[str, Any] = {} if listed is not None else {"bands": tuple(b.expr for b in bands if b is not None)}
+    if listed is None:
+        sources += [(i, *slots(b.expr)) for i, b in enumerate(bands) if b is not None]
+    else:
+        first = problem.predicates[listed]
+        asked = [] if _shows_all(first) else [(listed, _ask(first))]
+        others = [(i, _ask(p)) for i, p in enumerate(problem.predicates) if i != listed]
+        flags |= {"partial": asked[0][1] if asked else None, "always": tuple(ask for _, ask in others)}
+        sources += [(i, *slots(ask.expr)) for i, ask in asked + others]
+    config = _config(problem, None if score is None else score.expr, list_tile, flags | _storage(problem, listed is not None))
+    return Special(config, tuple(sources), listed, list_tile)
+
+
+def _config(problem: Problem, score: Expr | None, list_tile: tuple[int, int] | None, flags: dict[str, Any]) -> Config:
+    d, dv = padded(problem.q.shape[3], problem.v.shape[3])
+    divides = list_tile[1] if list_tile is not None else problem.k.shape[2] if flags["is_paged"] else None
+    tiles = tiles_for(d, dv, score, bool(problem.predicates) or flags["has_entries"], divides)
+    cut = (1, 1) if list_tile is None else (list_tile[0] // tiles.tile_m, list_tile[1] // tiles.tile_n)
+    is_bf16 = problem.q.dtype is torch.bfloat16
+    asked = {"has_sink": problem.sink is not None, "has_lse": problem.wants_lse, "has_max": problem.wants_max}
+    return Config(d, dv, is_bf16, tiles, score, list_cut=cut, **flags, **asked)
+
+
+def _storage(problem: Problem, has_lists: bool) -> dict[str, Any]:
+    """The config's fields that say how sequences and lists are stored."""
+    sequences, blocks = problem.sequences, problem.blocks
+    if sequences is None:
+        if not has_lists:
+            return {"has_entries": False, "is_paged": False}
+        batch, heads = (1, 1) if blocks is None else blocks.mask_block_cnt.shape[:2]
+        if blocks is None:
+            deps = [d for p in problem.predicates for d in dependence(p.expr)]
+            batch, heads = problem.batch if any(d.b for d in deps) else 1, problem.heads_q if any(d.h for d in deps) else 1
+        spread = "none" if heads > 1 else "heads" if batch > 1 else "all"
+        spreads = {"per_entry": batch > 1, "per_head": heads > 1, "spread": spread}
+        return {"has_entries": False, "is_paged": False, "lists": "dense", "has_order": True, **spreads}
+    found = {"has_entries": True, "is_paged": sequences.page_table is not None, "has_order": True, "spread": "heads"}
+    if has_lists:
+        layout = "flat" if blocks is None or blocks.layout == "flat" else "ragged"
+        per_head = any(d.h for p in problem.predicates for d in dependence(p.expr)) if blocks is None else blocks.mask_block_cnt.shape[0] > 1
+        found |= {"lists": layout, "per_head": per_head}
+    return found
+
+
+def fitting(tile: tuple[int, int]) -> tuple[int, int]:
+    """The tile in which lists in tiles of ``tile`` are read."""
+    return (-(-tile[0] // TILE_M) * TILE_M, -(-tile[1] // TILE_M) * TILE_M) if list_tile_misfit(tile) else tile
 
 
 def list_tile_misfit(tile: tuple[int, int]) -> bool:
@@ -48,7 +118,9 @@ def ranges_unread(mask: TracedMod) -> RowRanges | None:
     """The row ranges of a mask where finding them takes no look at what captured tensors hold, which on a GPU would wait for them."""
     if any(n.op == "load" and d.kv for n, d in zip(mask.expr.nodes, dependence(mask.expr), strict=True)):
         return None
-    return row_ranges(mask)
+    ranges = row_ranges(mask)
+    # what ranges capture is looked up in the mask's own numbers and tensors
+    return ranges if ranges is not None and len(ranges.tensors) <= len(mask.tensors) else None
 
 
 def _band(mask: TracedMod) -> RowRanges | None:
@@ -56,56 +128,20 @@ def _band(mask: TracedMod) -> RowRanges | None:
     return ranges if ranges is not None and sides(ranges.expr) is not None else None
 
 
-def specialised(problem: Problem, parts: Parts, list_tile: tuple[int, int] | None, **flags: Any) -> tuple[Config, tuple, tuple]:
-    """The config, and the captured numbers and tensors of its expressions, one after the other. flags: further fields of the config."""
-    d, dv = padded(problem.q.shape[3], problem.v.shape[3])
-    score = problem.score if problem.score is not None or problem.scale > 0 else _IDENTITY
-    expr = None if score is None else score.expr
-    page = problem.k.shape[2] if flags.get("is_paged") else None
-    divides = page if list_tile is None else list_tile[1]
-    is_masked = bool(problem.predicates) or flags.get("has_entries", False)
-    tiles = tiles_for(d, dv, expr, is_masked, divides)
-    partial = None if parts.listed is None or _shows_all(parts.listed) else _ask(parts.listed)
-    always = [_ask(p) for p in parts.always]
-    cut = (1, 1) if list_tile is None else (list_tile[0] // tiles.tile_m, list_tile[1] // tiles.tile_n)
-    config = Config(
-        d, dv, str(problem.q.dtype) == "torch.bfloat16", tiles, expr, tuple(b.expr for b in parts.bands), list_cut=cut,
-        partial=None if partial is None else partial[0], always=tuple(a[0] for a in always), has_sink=problem.sink is not None,
-        has_lse=problem.wants_lse, has_max=problem.wants_max, **flags,
-    )  # fmt: skip
-    captured = [score] if score is not None else []
-    captured += [*parts.bands, *(a[1] for a in ([partial] if partial else []) + always)]
-    return config, *_captured(config, captured)
-
-
-def _ask(mask: TracedMod) -> tuple[Ask, TracedMod | RowRanges]:
+def _ask(mask: TracedMod) -> Ask:
     ranges = ranges_unread(mask)
-    if ranges is not None and ranges.count <= _MOST_RANGES:
-        return Ask(ranges.expr, True), ranges
-    return Ask(mask.expr, False), mask
+    by_row = ranges is not None and ranges.count <= _MOST_RANGES
+    return Ask(ranges.expr if by_row and ranges is not None else mask.expr, by_row)
 
 
 def _shows_all(mask: TracedMod) -> bool:
     return mask.expr.output.op == "const" and bool(mask.expr.output.attr)
 
 
-def _captured(config: Config, mods: list[TracedMod | RowRanges]) -> tuple[tuple, tuple]:
-    numbers: list[int | float] = []
-    tensors: list[Tensor] = []
-    for expr, mod in zip(config.exprs, mods, strict=True):
-        count = slots(expr)
-        numbers += [max(-_FAR, min(x, _FAR)) if isinstance(x, int) else x for x in mod.scalars[: count[0]]]
-        tensors += mod.tensors[: count[1]]
-    return tuple(numbers), tuple(tensors)
-
-
 def _identity() -> TracedMod:
     """The score mod that changes nothing: with it the scale is applied before a row's maximum is sought, as a negative one needs."""
-    import torch
-
     builder = Builder()
-    expr: Expr = builder.build(builder.add("score", dtype=torch.float32))
-    return TracedMod("score", expr, (), (), "identity")
+    return TracedMod("score", builder.build(builder.add("score", dtype=torch.float32)), (), (), "identity")
 
 
 _IDENTITY = _identity()

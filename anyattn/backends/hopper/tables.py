@@ -2,90 +2,130 @@
 
 from __future__ import annotations
 
-import weakref
-from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
+from anyattn.backends.hopper.config import TILE_M
+from anyattn.backends.hopper.specialise import Special
 from anyattn.geometry.integers import ceil_div
 from anyattn.geometry.sequences import Sequences
+from anyattn.mods.trace import TracedMod
+from anyattn.problem import Problem
 
-__all__ = ["Lists", "order_of_entries", "order_of_lists", "remembered", "table_of"]
-
-
-@dataclass(frozen=True, eq=False)
-class Lists:
-    """Lists of tiles as the kernel reads them; ``layout`` and the tensors as in ``config.Config`` and ``visits.Tables``."""
-
-    layout: str
-    tile: tuple[int, int]
-    partial_count: Tensor
-    partial_index: Tensor
-    full_count: Tensor | None
-    full_index: Tensor | None
-
-    @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        return self.partial_count, self.partial_index, self.full_count, self.full_index
-
-    @property
-    def visited(self) -> Tensor:
-        return self.partial_count if self.full_count is None else self.partial_count + self.full_count
+__all__ = ["TablesOnHost", "visits_of"]
 
 
-_kept: OrderedDict[tuple, tuple] = OrderedDict()
-_MOST_KEPT = 64
+class TablesOnHost(NamedTuple):
+    """``visits.Tables`` as torch tensors."""
+
+    partial_count: Tensor | None = None
+    partial_index: Tensor | None = None
+    full_count: Tensor | None = None
+    full_index: Tensor | None = None
+    order: Tensor | None = None
+    entries: Tensor | None = None
+    pages: Tensor | None = None
 
 
-def remembered(tensors: tuple[Tensor, ...], kind: Any, make: Callable[[], Any]) -> Any:
-    """``make()``, once for these tensors as long as they live and nobody writes into them."""
-    key = (kind, *map(id, tensors))
-    found = _kept.get(key)
-    versions = tuple(t._version for t in tensors)
-    if found is not None and found[1] == versions and all(ref() is t for ref, t in zip(found[0], tensors, strict=True)):
-        return found[2]
-    value = make()
-    _kept[key] = (tuple(map(weakref.ref, tensors)), versions, value)
-    _kept.move_to_end(key)
-    while len(_kept) > _MOST_KEPT:
-        _kept.popitem(last=False)
-    return value
+# what was made for a batch or for lists, as long as they live; both are frozen
+_of_sequences: WeakKeyDictionary[Sequences, dict[tuple, Any]] = WeakKeyDictionary()
+_of_lists: WeakKeyDictionary[Any, dict[tuple, Any]] = WeakKeyDictionary()
 
 
-def order_of_lists(lists: Lists, cut_m: int, tiles_m: int) -> tuple[Tensor, str]:
-    """The row tiles, those that visit most first, int32 (rows, 3); and which heads share each: "all", "heads" or "none".
+def visits_of(problem: Problem, special: Special) -> TablesOnHost:
+    """All tables of a call. Those of a mask without lists are made anew for each."""
+    sequences, blocks, config = problem.sequences, problem.blocks, special.config
+    if special.listed is None:
+        return TablesOnHost() if sequences is None else _ragged(problem, special, None)
+    if sequences is not None:
+        return _ragged(problem, special, blocks if blocks is not None else _ragged_lists(problem, problem.predicates[special.listed]))
+    if blocks is None:
+        return _dense(problem, special, _made_lists(problem, problem.predicates[special.listed], config.per_entry, config.per_head))
+    known = _of_lists.setdefault(blocks, {})
+    key = (special.list_tile, problem.q.shape[2])
+    if key not in known:
+        known[key] = _dense(problem, special, blocks.retile(*special.list_tile))
+    return known[key]
 
-    cut_m: row tiles of the kernel in one of the lists'; tiles_m: row tiles of the kernel.
+
+def _dense(problem: Problem, special: Special, lists: Any) -> TablesOnHost:
+    tensors = (lists.mask_block_cnt, lists.mask_block_idx, lists.full_block_cnt, lists.full_block_idx)
+    visited = tensors[0] if tensors[2] is None else tensors[0] + tensors[2]
+    order = _longest_first(visited, special.config.list_cut[0], ceil_div(problem.q.shape[2], TILE_M))
+    return TablesOnHost(*tensors, order)
+
+
+def _longest_first(visited: Tensor, cut: int, tiles: int) -> Tensor:
+    """The row tiles, those that visit most first, int32 (rows, 3): m_block, head, entry.
+
+    visited: (B, H, M), tiles that each of the lists' row tiles visits; ``cut`` of the kernel's ``tiles`` make one.
     """
-    visited = lists.visited
-    batch, heads, _ = visited.shape
-    if cut_m > 1:
-        visited = visited.repeat_interleave(cut_m, 2)[..., :tiles_m]
+    _, heads, _ = visited.shape
+    if cut > 1:
+        visited = visited.repeat_interleave(cut, 2, output_size=cut * visited.shape[2])[..., :tiles]
     order = visited.reshape(-1).argsort(descending=True, stable=True)
-    spread = "all" if batch == heads == 1 else "heads" if heads == 1 else "none"
-    places = (order % tiles_m, order // tiles_m % heads, order // (tiles_m * heads))
-    return torch.stack(places, 1).to(torch.int32), spread
+    places = (order % tiles, order // tiles % heads, order // (tiles * heads))
+    return torch.stack(places, 1).to(torch.int32)
 
 
-def table_of(sequences: Sequences, places: tuple[Tensor, Tensor] | None = None) -> Tensor:
-    """``visits.Tables.entries`` of a ragged batch. places: each entry's first row tile and first index in ragged lists."""
-    s = sequences
+def _made_lists(problem: Problem, mask: TracedMod, per_entry: bool, per_head: bool) -> Any:
+    """Lists of a mask that came without."""
+    from anyattn.sparsity.block_sparse import BlockSparseTensors
+    from anyattn.sparsity.compute import classes_of_mask
+
+    lengths, tile = (problem.q.shape[2], problem.k.shape[2]), (TILE_M, TILE_M)
+    classes = classes_of_mask(mask, lengths, tile, (problem.batch, problem.heads_q), problem.q.device)
+    classes = classes.expand(problem.batch if per_entry else 1, problem.heads_q if per_head else 1, *classes.shape[2:])
+    return BlockSparseTensors.from_classes(classes, tile, lengths)
+
+
+def _ragged_lists(problem: Problem, mask: TracedMod) -> Any:
+    from anyattn.mods.ragged import classify_ragged
+    from anyattn.sparsity.varlen import VarlenBlockSparseTensors
+
+    assert problem.sequences is not None
+    lengths = (problem.sequences.seqlens_q, problem.sequences.seqlens_k)
+    classes = classify_ragged(mask, *lengths, TILE_M, TILE_M, problem.heads_q)
+    return VarlenBlockSparseTensors.from_classes(classes, (TILE_M, TILE_M), *lengths)
+
+
+def _ragged(problem: Problem, special: Special, lists: Any) -> TablesOnHost:
+    sequences, config = problem.sequences, special.config
+    assert sequences is not None
+    pages = None if sequences.page_table is None else sequences.page_table.to(torch.int32)
+    tile_m = config.tiles.tile_m
+    entries, length = problem.q.shape[0], problem.q.shape[2]
+    # at least as many row tiles as there are, without asking
+    most = min(problem.batch * ceil_div(length, tile_m), entries * length // tile_m + problem.batch)
+    known = _of_sequences.setdefault(sequences, {})
+    key = (tile_m, most, config.has_right)
+    if key not in known:
+        known[key] = _order_of_entries(sequences, tile_m, most, config.has_right)
+    if lists is None:
+        if "entries" not in known:
+            known["entries"] = _entries(sequences, None)  # type: ignore[index]
+        return TablesOnHost(order=known[key], entries=known["entries"], pages=pages)  # type: ignore[index]
+    places = _entries(sequences, (lists.cu_block_cnt[:-1], lists.cu_block_idx[:-1]))
+    tensors = (lists.mask_block_cnt, lists.mask_block_idx, lists.full_block_cnt, lists.full_block_idx)
+    return TablesOnHost(*tensors, known[key], places, pages)
+
+
+def _entries(s: Sequences, places: tuple[Tensor, Tensor] | None) -> Tensor:
+    """``visits.Tables.entries``. places: each entry's first row tile and first index in ragged lists."""
     zero = torch.zeros_like(s.q_row)
     first, index = places if places is not None else (zero, zero)
     columns = (s.q_row, s.q_start, s.seqlens_q, s.k_row, s.k_start, s.seqlens_k, s.q_first, first.to(zero.dtype), index.to(zero.dtype))
     return torch.stack(columns, 1).to(torch.int32)
 
 
-def order_of_entries(sequences: Sequences, tile_m: int, most: int, ends_with_row: bool) -> Tensor:
-    """The row tiles of a ragged batch, int32 (most, 3), about longest first; -1 for those that are not. most: no batch has more.
+def _order_of_entries(s: Sequences, tile_m: int, most: int, ends_with_row: bool) -> Tensor:
+    """The row tiles of a ragged batch, int32 (most, 3), about longest first; m_block is -1 in those that are not.
 
     Asks nothing of the host. ends_with_row: a row sees keys up to its own place.
     """
-    s = sequences
     tiles = ceil_div(s.seqlens_q, tile_m)
     ends = tiles.cumsum(0)
     number = torch.arange(most, device=ends.device)

@@ -1,0 +1,408 @@
+"""Remembers calls: what was checked and planned for one call holds for the next one of the same facts.
+
+The facts are everything that the checks and the plan look at: shapes, strides, dtypes, devices, alignment and requires_grad of every
+tensor, the patterns of the mods (``mods/recognise.py``) and the numbers on which more than a score hangs, the block mask's sizes, and the
+options with their types. What the mods capture is read again on every call and enters the problem as its run-time values. A call is not
+remembered where its checks or its plan hang on what tensors hold, where a mod can be understood only by tracing it, and where something
+listens to torch's operations (functorch, dispatch modes, tracing).
+
+No tensor and no function of a user's is kept, and no more than ``2 * _MOST`` calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from anyattn import check, check_flash, hardware, plan
+from anyattn.check_flash import Options
+from anyattn.mods.ir import Expr
+from anyattn.mods.loads import doubt
+from anyattn.mods.recognise import Reading, recognise
+from anyattn.mods.trace import TracedMod
+from anyattn.plan import Plan
+from anyattn.problem import Problem
+
+__all__ = ["FlexCall", "clear", "flash_call", "flex_call", "size"]
+
+_MOST = 512
+_PLAIN = frozenset((Tensor, torch.nn.Parameter))  # a subclass may mean anything by an operation
+_UNREADABLE = (AttributeError, TypeError, ValueError, RuntimeError)  # what asking a wrong argument for its facts can raise
+
+
+class _Unfit(Exception):
+    """This call cannot be remembered."""
+
+
+class FlexCall(NamedTuple):
+    """The arguments of one ``flex_attention`` call; lse and max_scores as they are wanted, whichever way was asked."""
+
+    query: Any
+    key: Any
+    value: Any
+    score_mod: Any
+    block_mask: Any
+    mask_mod: Any
+    aux_tensors: Any
+    scale: Any
+    enable_gqa: Any
+    sink: Any
+    wants_lse: bool
+    wants_max: bool
+    deterministic: Any
+
+
+class _Facts(NamedTuple):
+    """key: all facts of a call. What was read on the way: the score mod, the masks in order, the tensors passed along for them."""
+
+    key: tuple
+    score: Reading | None
+    masks: tuple[Reading, ...]
+    aux: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class _Recipe:
+    """How to make a traced mod of a later call: the program, and where in its reading the run-time values are.
+
+    before: numbers that the call's facts settle and that come first. fixed: the mod itself, if it has no run-time values at all.
+    """
+
+    kind: str
+    expr: Expr
+    before: tuple[int | float, ...]
+    scalars: tuple[int, ...]
+    tensors: tuple[int, ...]
+    name: str
+    fixed: TracedMod | None = None
+
+    @classmethod
+    def of(cls, mod: TracedMod) -> _Recipe:
+        if mod.source is None:
+            if mod.tensors:
+                raise _Unfit
+            return cls(mod.kind, mod.expr, mod.scalars, (), (), mod.name, mod)
+        return cls(mod.kind, mod.expr, (), mod.source.scalars, mod.source.tensors, mod.name, None if mod.scalars or mod.tensors else mod)
+
+    def made(self, reading: Reading | None, aux: tuple[Tensor, ...], leading: tuple[Tensor, ...] = ()) -> TracedMod:
+        """The mod of a call that was read so; leading: tensors that come before those of the reading."""
+        if self.fixed is not None:
+            return self.fixed
+        scalars, tensors = self.before, leading
+        if reading is not None:
+            numbers, found = reading.numbers, (*reading.tensors, *aux)
+            scalars += tuple([numbers[s] for s in self.scalars])
+            tensors += tuple([found[t] for t in self.tensors])
+        return TracedMod(self.kind, self.expr, scalars, tensors, self.name)
+
+
+class _Remembered(NamedTuple):
+    """fields: the problem's, but for its tensors and mods. shares_keys: key and value of batch 1 stand for every query batch entry."""
+
+    plan: Plan
+    fields: dict[str, Any]
+    score: _Recipe | None
+    masks: tuple[_Recipe, ...]
+    has_lists: bool
+    shares_keys: bool
+
+
+class _Store:
+    """The latest calls: a full ``young`` becomes ``old``, and what is asked of the old becomes young again."""
+
+    def __init__(self) -> None:
+        self.young: dict[tuple, _Remembered] = {}
+        self.old: dict[tuple, _Remembered] = {}
+
+    def get(self, key: tuple) -> _Remembered | None:
+        found = self.young.get(key)
+        if found is None:
+            found = self.old.get(key)
+            if found is not None:
+                self.put(key, found)
+        return found
+
+    def put(self, key: tuple, value: _Remembered) -> None:
+        if len(self.young) >= _MOST:
+            self.old, self.young = self.young, {}
+        with contextlib.suppress(TypeError):  # a key that cannot be hashed
+            self.young[key] = value
+
+
+_store = _Store()
+
+
+def clear() -> None:
+    """Forgets every call; for tests and measurements, which look at what a first call does."""
+    _store.young, _store.old = {}, {}
+
+
+def size() -> int:
+    """How many calls are remembered."""
+    return len(_store.young) + len(_store.old)
+
+
+# ---- facts
+
+
+def _is_listened_to() -> bool:
+    """Whether something sees torch's operations before they run; then they are all made, as on a first call."""
+    c = torch._C
+    return bool(c._are_functorch_transforms_active() or c._len_torch_dispatch_stack() or c._is_tracing())  # type: ignore[attr-defined]
+
+
+def _seen(x: Any) -> tuple:
+    """The facts of a tensor; the last 4 bits of its address say how it is aligned."""
+    if type(x) not in _PLAIN:
+        raise _Unfit
+    return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15, x.requires_grad
+
+
+def _maybe_seen(x: Any) -> tuple | None:
+    return None if x is None else _seen(x)
+
+
+def _aux_of(given: Any) -> tuple[Tensor, ...]:
+    if given is None:
+        return ()
+    if type(given) not in (list, tuple):
+        raise _Unfit
+    return tuple(given)
+
+
+def _read(mod: Any) -> Reading:
+    reading = recognise(mod)
+    if reading is None:
+        raise _Unfit
+    return reading
+
+
+def _mod_facts(reading: Reading, is_mask: bool) -> tuple:
+    """A mask's numbers decide which keys are seen, so they are facts; a score mod's are not, but for those its pattern names."""
+    pattern, numbers, tensors = reading
+    settled = tuple(numbers) if is_mask else tuple([numbers[s] for s in pattern.fixed])
+    if not tensors:
+        return pattern, settled
+    return pattern, settled, tuple([_seen(t) for t in tensors]), _identical(tensors)
+
+
+def _identical(tensors: Any) -> tuple[int, ...]:
+    """Which of the tensors are the same one."""
+    return tuple([next(j for j, u in enumerate(tensors) if u is t) for t in tensors]) if len(tensors) > 1 else ()
+
+
+def _scale_fact(scale: Any) -> bool:
+    """Whether a scale is given; a usable number is no fact, it goes into the problem as it comes."""
+    if scale is None:
+        return False
+    if type(scale) not in (float, int) or not math.isfinite(scale):
+        raise _Unfit
+    return True
+
+
+def _lists_facts(block_mask: Any) -> tuple:
+    lists = (block_mask.kv_num_blocks, block_mask.kv_indices, block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
+    is_exact = getattr(block_mask, "is_exact", False)
+    sizes = [None if t is None else (t.shape, t.dtype, t.device) for t in lists]
+    return type(block_mask), block_mask.seq_lengths, block_mask.BLOCK_SIZE, is_exact, *sizes
+
+
+def _flex_facts(call: FlexCall, backend: Any, options: Any) -> _Facts | None:
+    """None for a call that cannot be remembered."""
+    try:
+        aux = _aux_of(call.aux_tensors)
+        lists = None
+        score, score_facts = None, None
+        masks: tuple[Reading, ...] = ()
+        if call.score_mod is not None:
+            score = _read(call.score_mod)
+            score_facts = _mod_facts(score, False)
+        if call.block_mask is not None:
+            lists = _lists_facts(call.block_mask)
+            masks = (_read(call.block_mask.mask_mod),)
+        if call.mask_mod is not None:
+            masks += (_read(call.mask_mod),)
+        tensors = (_seen(call.query), _seen(call.key), _seen(call.value), _maybe_seen(call.sink), *[_seen(t) for t in aux], _identical(aux))
+        flags = (
+            bool(call.enable_gqa), call.wants_lse, call.wants_max, bool(call.deterministic), backend, _scale_fact(call.scale),
+            None if options is None else tuple([(name, type(value), value) for name, value in options.items()]),
+            call.mask_mod is None, call.aux_tensors is None,
+        )  # fmt: skip
+        mods = (score_facts, lists, *[_mod_facts(m, True) for m in masks])
+        key = ("flex", tensors, flags, mods, torch.is_grad_enabled(), torch.get_default_dtype())
+        return _Facts(key, score, masks, aux)
+    except (_Unfit, *_UNREADABLE):
+        return None
+
+
+def _flash_facts(q: Any, k: Any, v: Any, given: Options, backend: Any) -> _Facts | None:
+    """None for a call that cannot be remembered."""
+    try:
+        if given.block_sparse_tensors is not None:
+            return None
+        aux = _aux_of(given.aux_tensors)
+        score = None if given.score_mod is None else _read(given.score_mod)
+        masks = () if given.mask_mod is None else (_read(given.mask_mod),)
+        tensors = (
+            _seen(q), _seen(k), _seen(v), _maybe_seen(given.sink), _maybe_seen(given.alibi_slopes), *[_seen(t) for t in aux],
+            _identical(aux),
+        )  # fmt: skip
+        window = given.window_size
+        numbers = (given.causal, *window, given.softcap, given.num_splits)
+        flags = (
+            numbers, tuple([type(n) for n in numbers]), type(window), bool(given.return_lse), bool(given.deterministic), backend,
+            _scale_fact(given.softmax_scale), given.aux_tensors is None,
+        )  # fmt: skip
+        mods = (None if score is None else _mod_facts(score, False), *[_mod_facts(m, True) for m in masks])
+        key = ("flash", tensors, flags, mods, torch.is_grad_enabled(), torch.get_default_dtype())
+        return _Facts(key, score, masks, aux)
+    except (_Unfit, *_UNREADABLE):
+        return None
+
+
+# ---- calls
+
+
+def _found(facts: _Facts | None) -> _Remembered | None:
+    try:
+        return None if facts is None else _store.get(facts.key)
+    except TypeError:  # an argument that cannot be hashed, and so is a wrong one
+        return None
+
+
+def flex_call(call: FlexCall, backend: str | None, options: Any) -> tuple[Problem, Plan]:
+    """The problem and the plan of a ``flex_attention`` call. options: ``kernel_options``. Raises as ``check.flex_problem`` and the plan."""
+    facts = None if _is_listened_to() else _flex_facts(call, backend, options)
+    known = _found(facts)
+    if known is None or facts is None:
+        problem = check.flex_problem(*call)
+        chosen = plan.choose(problem, hardware.of(problem.q.device.type), backend, check.kernel_options(options))
+        if facts is not None:
+            _remember_flex(call, backend, options, facts, problem, chosen)
+        return problem, chosen
+    key, value = call.key, call.value
+    if known.shares_keys:
+        key, value = (t.expand(call.query.shape[0], *t.shape[1:]) for t in (key, value))
+    fields = dict(known.fields)
+    fields["q"], fields["k"], fields["v"], fields["sink"] = call.query, key, value, call.sink
+    if call.scale is not None:
+        fields["scale"] = float(call.scale)
+    if known.score is not None:
+        fields["score"] = known.score.made(facts.score, facts.aux)
+    if known.masks:
+        fields["predicates"] = tuple([r.made(m, facts.aux) for r, m in zip(known.masks, facts.masks, strict=True)])
+    if known.has_lists:
+        fields["blocks"] = check.read_lists(call.block_mask)
+    return Problem.of_fields(fields), known.plan
+
+
+def flash_call(q: Any, k: Any, v: Any, given: Options, backend: str | None) -> tuple[Problem, Plan]:
+    """The problem and the plan of a ``flash_attn_func`` call. Raises as ``check_flash.dense_problem`` and the plan."""
+    facts = None if _is_listened_to() else _flash_facts(q, k, v, given, backend)
+    known = _found(facts)
+    if known is None or facts is None:
+        problem = check_flash.dense_problem(q, k, v, given)
+        chosen = plan.choose(problem, hardware.of(problem.q.device.type), backend)
+        if facts is not None:
+            _remember_flash(q, k, v, given, backend, facts, problem, chosen)
+        return problem, chosen
+    fields = dict(known.fields)
+    fields["q"], fields["k"], fields["v"], fields["sink"] = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), given.sink
+    if given.softmax_scale is not None:
+        fields["scale"] = float(given.softmax_scale)
+    if known.score is not None:
+        leading = () if given.alibi_slopes is None else (given.alibi_slopes,)
+        fields["score"] = known.score.made(facts.score, facts.aux, leading)
+    if known.masks:
+        read = (*facts.masks, None)  # the band of causal and window_size comes last
+        fields["predicates"] = tuple([r.made(m, facts.aux) for r, m in zip(known.masks, read, strict=False)])
+    return Problem.of_fields(fields), known.plan
+
+
+# ---- remembering
+
+
+# The facts are read once more behind the checks, and a call during which they changed is not remembered: another thread may have
+# rebound what a mod captures, and the first trace of a mod's code may find more of its numbers to be facts.
+
+
+def _remember_flex(call: FlexCall, backend: Any, options: Any, facts: _Facts, problem: Problem, chosen: Plan) -> None:
+    if not chosen.is_reusable:
+        return
+    asked = [problem.score, *problem.predicates]
+    if not _settle([m for m in asked if m is not None], problem):
+        return
+    still = _flex_facts(call, backend, options)
+    if still is None or still.key != facts.key:
+        return
+    try:
+        score = None if problem.score is None else _Recipe.of(problem.score)
+        masks = tuple(_Recipe.of(p) for p in problem.predicates)
+        shares = call.key.shape[0] != call.query.shape[0]
+        _store.put(facts.key, _Remembered(chosen, _fields_of(problem), score, masks, problem.blocks is not None, shares))
+    except _Unfit:
+        return
+
+
+def _remember_flash(q: Any, k: Any, v: Any, given: Options, backend: Any, facts: _Facts, problem: Problem, chosen: Plan) -> None:
+    if not chosen.is_reusable:
+        return
+    aux = None if given.aux_tensors is None else list(given.aux_tensors)
+    own = None if given.score_mod is None else check.traced(given.score_mod, "score", problem.q, aux)
+    users = [m for m in (own, None if given.mask_mod is None else problem.predicates[0]) if m is not None]
+    if not _settle(users, problem):
+        return
+    still = _flash_facts(q, k, v, given, backend)
+    if still is None or still.key != facts.key:
+        return
+    try:
+        score = None if problem.score is None else _chained_recipe(problem.score, own, given.alibi_slopes)
+        masks = [_Recipe.of(p) for p in problem.predicates]
+        if len(masks) > (given.mask_mod is not None):  # the band of causal and window_size comes last; the facts settle its numbers
+            masks[-1] = _settled(problem.predicates[-1])
+        _store.put(facts.key, _Remembered(chosen, _fields_of(problem), score, tuple(masks), False, False))
+    except _Unfit:
+        return
+
+
+def _settled(mod: TracedMod) -> _Recipe:
+    return _Recipe(mod.kind, mod.expr, mod.scalars, (), (), mod.name, mod)
+
+
+def _chained_recipe(score: TracedMod, own: TracedMod | None, slopes: Tensor | None) -> _Recipe:
+    """The recipe of ``softcap then alibi_slopes then`` the user's own: the first two bring settled numbers, and the slopes."""
+    if own is not None and own.source is None:
+        raise _Unfit
+    own_scalars, own_tensors = ((), ()) if own is None or own.source is None else (own.source.scalars, own.source.tensors)
+    before = score.scalars[: len(score.scalars) - len(own_scalars)]
+    if len(score.tensors) - len(own_tensors) != (slopes is not None):
+        raise _Unfit
+    fixed = score if own is None and not score.tensors else None
+    return _Recipe("score", score.expr, before, own_scalars, own_tensors, score.name, fixed)
+
+
+def _settle(mods: list[TracedMod], problem: Problem) -> bool:
+    """Whether the checks of these mods hold for calls of the same facts; makes facts of the numbers on which they hang."""
+    for mod in mods:
+        if mod.source is None:
+            return False
+        hangs = doubt(mod, problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)
+        if hangs.of_values:
+            return False
+        if hangs.of_numbers:
+            mod.source.pattern.fix(mod.source.scalars)
+    return True
+
+
+def _fields_of(problem: Problem) -> dict[str, Any]:
+    """All fields, the tensors and what the mods captured left out."""
+    return {
+        "q": None, "k": None, "v": None, "scale": problem.scale, "score": None, "predicates": (), "blocks": None, "sink": None,
+        "wants_lse": problem.wants_lse, "wants_max": problem.wants_max, "deterministic": problem.deterministic, "sequences": None,
+        "num_splits": problem.num_splits, "blocks_follow": problem.blocks_follow,
+    }  # fmt: skip

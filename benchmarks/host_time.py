@@ -1,0 +1,167 @@
+"""``python -m benchmarks.host_time``: microseconds of the host that a warm eager call takes.
+
+On a machine without the GPU the call is planned as if for a Hopper GPU, whose backend is replaced by one that returns tensors made
+beforehand: what is left is our own Python. ``--device cuda`` makes the calls for real, launches included, and does not wait for the
+kernels. Each line is the least mean of several runs, since everything that disturbs a run makes it longer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import timeit
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import click
+import torch
+from torch import Tensor
+
+import anyattn
+from anyattn import autograd, check, check_flash, hardware, plan, recall
+from anyattn.check_flash import Options
+from anyattn.mods.trace import trace
+
+__all__ = ["measured", "microseconds", "stubbed"]
+
+_HOPPER = hardware.Hardware("cuda", "a Hopper GPU", 0, frozenset((torch.bfloat16,)), (9, 0), 132)
+_SHAPE = (1, 2, 128, 64)
+
+
+@contextlib.contextmanager
+def stubbed() -> Iterator[None]:
+    """Calls on CPU tensors are planned for Hopper, and its kernel does nothing."""
+    run = importlib.import_module("anyattn.backends.hopper.run")
+    door = importlib.import_module("anyattn.backends.hopper")
+    made: dict[Any, Any] = {}
+
+    def forward(problem: Any, chosen: Any) -> Any:
+        key = (problem.q.shape, problem.wants_lse)
+        if key not in made:
+            lse = torch.empty(problem.q.shape[:3]) if problem.wants_lse else None
+            made[key] = run.Result(torch.empty_like(problem.q), lse, None)
+        return made[key]
+
+    recall.clear()
+    with mock.patch.object(hardware, "of", lambda *a: _HOPPER), mock.patch.object(door, "forward", forward):
+        yield
+    recall.clear()
+
+
+def _tensors(device: str, heads_first: bool = True, grad: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    batch, heads, length, dim = _SHAPE
+    shape = _SHAPE if heads_first else (batch, length, heads, dim)
+    q, k, v = (torch.randn(shape, dtype=torch.bfloat16, device=device).requires_grad_(grad) for _ in range(3))
+    return q, k, v
+
+
+def _flex(device: str, grad: bool = False, **options: Any) -> Callable[[], Any]:
+    q, k, v = _tensors(device, grad=grad)
+    return lambda: anyattn.flex_attention(q, k, v, **options)
+
+
+def _fresh_closures(device: str) -> Callable[[], Any]:
+    q, k, v = _tensors(device)
+    numbers = iter(range(1, 10**9))
+
+    def call() -> Any:
+        window = float(next(numbers))
+        return anyattn.flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: s - (i - j) * window)
+
+    return call
+
+
+def _new_lengths(device: str) -> Callable[[], Any]:
+    """No such call is remembered: what a call costs whose mods alone are known."""
+    lengths = iter(range(1, 10**9))
+
+    def call() -> Any:
+        length = 1 + next(lengths) % 4096
+        longer = torch.empty_strided((1, length, 2, 64), (length * 128, 128, 64, 1), dtype=torch.bfloat16, device=device)
+        return anyattn.flash_attn_func(longer, longer, longer, causal=True)
+
+    return call
+
+
+def _calls(device: str) -> dict[str, Callable[[], Any]]:
+    q, k, v = _tensors(device, heads_first=False)
+    slopes = anyattn.scores.alibi_slopes(_SHAPE[1]).to(device)
+    causal = anyattn.create_block_mask(lambda b, h, q, k: q >= k, 1, 1, 128, 128, device=device)
+    return {
+        "flex, no mod": _flex(device),
+        "flex, score mod": _flex(device, score_mod=lambda s, b, h, i, j: s + (j - i)),
+        "flex, score mod of the library": _flex(device, score_mod=anyattn.scores.alibi(slopes)),
+        "flex, a new closure each time": _fresh_closures(device),
+        "flex, block mask": _flex(device, block_mask=causal),
+        "flex, mask mod": _flex(device, mask_mod=lambda b, h, i, j: i >= j),
+        "flex, score mod, gradients": _flex(device, True, score_mod=lambda s, b, h, i, j: s + (j - i)),
+        "flash, causal": lambda: anyattn.flash_attn_func(q, k, v, causal=True),
+        "flash, causal, a new length each time": _new_lengths(device),
+        "flash, causal, softcap, ALiBi": lambda: anyattn.flash_attn_func(q, k, v, causal=True, softcap=30.0, alibi_slopes=slopes),
+    }
+
+
+def _peers(device: str) -> dict[str, Callable[[], Any]]:
+    q, k, v = _tensors(device)
+    return {"torch's SDPA, causal": lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)}
+
+
+def _stages(device: str) -> dict[str, Callable[[], Any]]:
+    """What the rooms behind the doors cost where a call is not remembered: of a flex call with a block mask, and of a causal flash."""
+    from anyattn.backends.hopper import run, supports
+
+    q, k, v = _tensors(device)
+    machine = hardware.of(device)
+    causal = anyattn.create_block_mask(lambda b, h, q, k: q >= k, 1, 1, 128, 128, device=device)
+    door = (q, k, v, None, causal, None, None, None, False, None, False, False, False)
+    problem = check.flex_problem(*door)
+    chosen = plan.choose(problem, machine)
+    q4, k4, v4 = _tensors(device, heads_first=False)
+    return {
+        "flex checks": lambda: check.flex_problem(*door),
+        "  tensors": lambda: check.tensors(q, k, v, False),
+        "  block mask": lambda: check.check_block_mask(causal, q, k),
+        "  trace, seen before": lambda: trace(causal.mask_mod, "mask", device=device),
+        "  lists": lambda: check.lists_of(causal, problem.predicates[0]),
+        "flash checks": lambda: check_flash.dense_problem(q4, k4, v4, Options(causal=True)),
+        "plan": lambda: plan.choose(problem, machine),
+        "  available": lambda: plan.available(machine),
+        "  supports": lambda: supports.reason_against(problem),
+        "  config": lambda: run.config_of(problem),
+        "autograd and backend": lambda: autograd.compute(problem, chosen),
+    }
+
+
+def microseconds(call: Callable[[], Any], repeat: int = 7, number: int = 300) -> float:
+    for _ in range(20):
+        call()
+    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    return min(timeit.repeat(call, wait, repeat=repeat, number=number)) / number * 1e6
+
+
+def measured(device: str) -> dict[str, float]:
+    """Microseconds by name: the doors, then the rooms behind them."""
+    if device == "cpu":
+        with stubbed():
+            return {name: microseconds(call) for name, call in {**_calls(device), **_stages(device)}.items()}
+    return {name: microseconds(call) for name, call in {**_calls(device), **_stages(device), **_peers(device)}.items()}
+
+
+@click.command()
+@click.option("--device", default="cpu", show_default=True, type=click.Choice(["cpu", "cuda"]), help="cpu: with a stand-in for the GPU.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a table.")
+def main(device: str, as_json: bool) -> None:
+    """Host time of warm eager calls."""
+    torch.set_num_threads(1)
+    found = measured(device)
+    if as_json:
+        click.echo(json.dumps(found))
+        return
+    for name, time in found.items():
+        click.echo(f"{name:<40}{time:8.1f} us")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+"""The measurement of host time measures what it says: planned for Hopper, no kernel run, and warm calls are remembered ones."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from anyattn import check, check_flash
+from benchmarks import host_time
+
+pytest.importorskip("cutlass")
+
+
+def test_calls_are_planned_for_hopper_and_remembered(monkeypatch):
+    checked = []
+    for module, name in ((check, "flex_problem"), (check_flash, "dense_problem")):
+        original = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *a, original=original: (checked.append(1), original(*a))[1])
+    with host_time.stubbed():
+        for name, call in host_time._calls("cpu").items():
+            call()
+            before = len(checked)
+            call()
+            assert (len(checked) == before) is not name.endswith("a new length each time"), name
+
+
+def test_command_line(monkeypatch):
+    monkeypatch.setattr(host_time, "microseconds", lambda call: (call(), 1.5)[1])
+    found = CliRunner().invoke(host_time.main, ["--json"], catch_exceptions=False)
+    assert set(json.loads(found.output).values()) == {1.5}
+    assert "flash, causal " in CliRunner().invoke(host_time.main, [], catch_exceptions=False).output
