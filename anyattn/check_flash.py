@@ -14,6 +14,7 @@ from torch import Tensor
 from anyattn import check
 from anyattn.geometry.seqlen_info import SeqlenInfoQK
 from anyattn.geometry.sequences import Sequences
+from anyattn.kept import kept
 from anyattn.kvcache.append import check_pages
 from anyattn.mods import masks, scores
 from anyattn.mods.algebra import Mask
@@ -85,6 +86,27 @@ def varlen_problem(
 ) -> Problem:
     """The problem of one ``flash_attn_varlen_func`` call."""
     _check_varlen_storage(q, k, v, cu_seqlens_q, cu_seqlens_k, page_table)
+    tables = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table)
+    lengths = (max_seqlen_q, max_seqlen_k)
+
+    def checked() -> tuple[Sequences, int | Tensor]:
+        return _checked_sequences(q, k, tables, lengths, validate)
+
+    # (a page table changes from step to step, and the sequences hold on to it)
+    may_keep = page_table is None and not any(isinstance(n, Tensor) for n in lengths)
+    if may_keep and all(t is None or type(t) is Tensor for t in tables):
+        facts = ("varlen", q.shape[:-2], k.shape[:-2], q.device, lengths, tuple(map(type, lengths)), validate)
+        sequences, offset = kept(tables, facts, checked)
+    else:
+        sequences, offset = checked()
+    return problem_of(q, k, v, sequences, options, offset)
+
+
+def _checked_sequences(
+    q: Tensor, k: Tensor, tables: tuple[Tensor | None, ...], lengths: tuple[Any, Any], validate: bool | None
+) -> tuple[Sequences, int | Tensor]:
+    """Where each sequence is, and the offset of its queries among its keys. Looks at what the tables hold."""
+    cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table = tables
     batch, device = _batch(q, cu_seqlens_q, cu_seqlens_k, k, page_table), q.device
     if page_table is not None and seqused_k is None:
         raise ValueError("seqused_k is None with a page_table; wanted the number of keys of each sequence, (batch,) integers")
@@ -105,12 +127,12 @@ def varlen_problem(
     _check_used(sequences, cu_seqlens_q, "seqused_q", None if cu_seqlens_q is not None else q.shape[1])
     capacity = table.shape[1] * k.shape[1] if table is not None else None if cu_seqlens_k is not None else k.shape[1]
     _check_used(sequences, cu_seqlens_k, "seqused_k", capacity)
-    check_max("max_seqlen_q", max_seqlen_q, sequences.max_seqlen_q)
-    check_max("max_seqlen_k", max_seqlen_k, sequences.max_seqlen_k)
+    check_max("max_seqlen_q", lengths[0], sequences.max_seqlen_q)
+    check_max("max_seqlen_k", lengths[1], sequences.max_seqlen_k)
     if table is not None:
         check_pages(table, sequences.k_start, sequences.k_start + sequences.seqlens_k, sequences.page_size, k.shape[0])
     offset = sequences.seqlens_k - sequences.seqlens_q
-    return problem_of(q, k, v, sequences, options, offset if bool(offset.any()) else 0)
+    return sequences, offset if bool(offset.any()) else 0
 
 
 def _check_varlen_storage(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, page_table: Any) -> None:

@@ -51,9 +51,7 @@ class TilePanel:
     def __post_init__(self) -> None:
         wanted = tuple(-(-length // size) for length, size in zip(self.seqlen, self.tile))
         if self.classes.shape != wanted:
-            raise ValueError(
-                f"classes has shape {self.classes.shape}, but seqlen={self.seqlen} in tiles of {self.tile} is {wanted}"
-            )
+            raise ValueError(f"classes has shape {self.classes.shape}, but seqlen={self.seqlen} in tiles of {self.tile} is {wanted}")
         if self.visible is not None and self.visible.shape != self.seqlen:
             raise ValueError(f"visible has shape {self.visible.shape}, wanted seqlen={self.seqlen}")
 
@@ -134,9 +132,7 @@ def _draw_heat(axes: Axes, panel: HeatPanel) -> None:
     rows, columns = panel.values.shape
     colours = colormaps["RdYlBu"].with_extremes(bad=PALETTE["empty"])
     extent = (0, columns, rows, 0)
-    image = axes.imshow(
-        panel.values, cmap=colours, vmin=-reach, vmax=reach, extent=extent, interpolation="nearest", aspect="auto"
-    )
+    image = axes.imshow(panel.values, cmap=colours, vmin=-reach, vmax=reach, extent=extent, interpolation="nearest", aspect="auto")
     bar = axes.figure.colorbar(image, ax=axes, fraction=0.046, pad=0.03)
     bar.ax.tick_params(labelsize=7, colors=_QUIET, length=2)
     bar.outline.set_visible(False)
@@ -252,9 +248,7 @@ def _draw_legend(fig: Figure, columns: int, has_elements: bool) -> None:
     entries = [(name, text) for name, text in _LEGEND if has_elements or name != "hidden"]
     patches = [Patch(facecolor=PALETTE[name], label=text) for name, text in entries]
     per_row = len(entries) if columns >= 3 else max(1, columns)
-    fig.legend(
-        handles=patches, loc="lower left", ncols=per_row, frameon=False, fontsize=8, labelcolor=_INK, handlelength=1.1
-    )
+    fig.legend(handles=patches, loc="lower left", ncols=per_row, frameon=False, fontsize=8, labelcolor=_INK, handlelength=1.1)
 
 
 def save(fig: Figure, *paths: str | Path) -> None:

@@ -49,9 +49,10 @@ HANDED_DOWN: dict[str, set[str]] = {
     "anyattn.plan": {"Plan"},
     "anyattn.hardware": {"Hardware"},
     "anyattn.sparsity.block_sparse": {"BlockSparseTensors"},
+    "anyattn.sparsity.varlen": {"VarlenBlockSparseTensors"},
 }
 # May be imported by everyone, and so import nothing but one another.
-SHARED = ("anyattn.mods", "anyattn.errors")
+SHARED = ("anyattn.mods", "anyattn.errors", "anyattn.kept")
 DECLARED = {"torch", "numpy", "click", "rich", "triton", "cutlass", "cuda", "matplotlib", "anyattn"}
 
 

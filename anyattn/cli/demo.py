@@ -64,9 +64,7 @@ class _Row:
 @click.option("--rounds", default=5, show_default=True, type=click.IntRange(1), help="Timed rounds; the median counts.")
 @click.option("--only", "names", multiple=True, type=click.Choice(list(gallery.VARIANTS)), help="Only this variant (may be repeated).")
 @click.option("--out", default="demo", show_default=True, type=click.Path(path_type=Path, file_okay=False), help="Where pictures go.")
-def command(
-    seqlen: int, heads: int, head_dim: int, dtype: str, block: int, rounds: int, names: tuple[str, ...], out: Path
-) -> int:
+def command(seqlen: int, heads: int, head_dim: int, dtype: str, block: int, rounds: int, names: tuple[str, ...], out: Path) -> int:
     """Run the gallery of variants forward and backward, and draw it; ends with status 1 if a result is over its error budget."""
     size = _Size(seqlen, heads, head_dim, getattr(torch, dtype), block, rounds)
     variants = [variant for variant in gallery.VARIANTS.values() if not names or variant.name in names]

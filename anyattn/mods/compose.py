@@ -15,9 +15,7 @@ def chained(first: TracedMod, second: TracedMod) -> TracedMod:
     """The score mod that applies ``second`` to what ``first`` returns. Both are score mods of one score dtype."""
     assert first.kind == second.kind == "score"
     expr = _chained(first.expr, second.expr, len(first.scalars), len(first.tensors))
-    return TracedMod(
-        "score", expr, first.scalars + second.scalars, first.tensors + second.tensors, f"{first.name} then {second.name}"
-    )
+    return TracedMod("score", expr, first.scalars + second.scalars, first.tensors + second.tensors, f"{first.name} then {second.name}")
 
 
 @lru_cache(maxsize=256)

@@ -166,9 +166,7 @@ def padded(
     return out
 
 
-def paged(
-    parts: list[Tensor], page_size: int, table: Tensor, num_pages: int, leftpad: Sequence[int] | None = None
-) -> Tensor:
+def paged(parts: list[Tensor], page_size: int, table: Tensor, num_pages: int, leftpad: Sequence[int] | None = None) -> Tensor:
     """(num_pages, page_size, heads, D): part i in the pages of row i of ``table``; NaN wherever nothing belongs."""
     heads, _, d = parts[0].shape
     out = torch.full((num_pages, page_size, heads, d), NAN, dtype=parts[0].dtype)

@@ -441,7 +441,6 @@ def test_17_two_closures_with_equal_code():
 def test_17_closures_with_equal_code_in_calls_of_other_lengths():
     """Such a call is planned anew, while the mods' programs are known."""
 
-
     def window(left):
         return lambda b, h, i, j: (i >= j) & (i - j <= left)
 

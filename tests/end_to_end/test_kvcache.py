@@ -90,9 +90,7 @@ def made(s: Setting, meaning: Meaning) -> Case:
             options["cache_batch_idx"] = torch.tensor(rows, dtype=torch.int32)
         store = lambda parts: seq.padded(parts, s.capacity, rows, count + 2 if s.shuffled_rows else count, pads)
     batch = seq.Ragged(old_q, keys, values, old.dout)
-    return Case(
-        (q_call, store(old.k), store(old.v)), options, batch, [t.shape[1] - s.queries for t in keys], (store(keys), store(values))
-    )
+    return Case((q_call, store(old.k), store(old.v)), options, batch, [t.shape[1] - s.queries for t in keys], (store(keys), store(values)))
 
 
 def same_or_nan(a: Tensor, b: Tensor) -> bool:

@@ -123,7 +123,6 @@ def test_number_of_splits() -> None:
             num_splits(**({"num_m_blocks": 1, "num_n_blocks": 1, "heads": 1, "batch": 1, "sm_count": 1} | bad))
 
 
-
 @pytest.mark.parametrize("variant", ["causal", "sink", "relative_window", "islands"])
 def test_flex_attention(variant: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):

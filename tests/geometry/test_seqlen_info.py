@@ -93,7 +93,7 @@ def test_a_tile_is_asked_for() -> None:
         SeqlenInfoQK.create(0, 1, 1)  # type: ignore[call-arg]
 
 
-KERNEL = '''
+KERNEL = """
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
@@ -127,7 +127,7 @@ def launch(cu: cute.Tensor, used: cute.Tensor, out: cute.Tensor, left: Int32, ri
 
 tensors = [make_fake_compact_tensor(cutlass.Int32, (cute.sym_int(),)) for _ in range(3)]
 cute.compile(launch, *tensors, Int32(1), Int32(1), Int32(1))
-'''
+"""
 
 
 @pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="needs nvidia-cutlass-dsl")

@@ -294,20 +294,11 @@ def early(b, h, q, k):
 
 def over_lines(b, h, q, k):
     near = q - k < 3
-    return (
-        near
-        & (k > 0)
-        and (q
-             > k)
-    )
+    return near & (k > 0) and (q > k)
 
 
 def chain_over_lines(b, h, q, k):
-    return (
-        q - 3
-        <= k
-        <= q
-    )
+    return q - 3 <= k <= q
 
 
 ILLEGAL = {
@@ -404,8 +395,13 @@ def test_structure_enters_the_key():
     keys = [
         trace(f, "mask").key
         for f in (
-            lambda b, h, q, k: q >= k, lambda b, h, q, k: q > k, lambda b, h, q, k: k >= q, lambda b, h, q, k: q >= k + 1,
-            lambda b, h, q, k: q >= k + 2, lambda b, h, q, k: table[h, q] > 0, lambda b, h, q, k: table[0, q] > 0,
+            lambda b, h, q, k: q >= k,
+            lambda b, h, q, k: q > k,
+            lambda b, h, q, k: k >= q,
+            lambda b, h, q, k: q >= k + 1,
+            lambda b, h, q, k: q >= k + 2,
+            lambda b, h, q, k: table[h, q] > 0,
+            lambda b, h, q, k: table[0, q] > 0,
             lambda b, h, q, k: bucket[q] > 0,
         )
     ]
@@ -474,8 +470,9 @@ def test_rebinding_a_global(monkeypatch):
     same_mask(calls_below_limit)
 
 
-@pytest.mark.parametrize("make", [lambda o: o, lambda o: o.__call__,
-                                  lambda o: lambda b, h, q, k: o(b, h, q, k)], ids=["object", "method", "inside"])
+@pytest.mark.parametrize(
+    "make", [lambda o: o, lambda o: o.__call__, lambda o: lambda b, h, q, k: o(b, h, q, k)], ids=["object", "method", "inside"]
+)
 @pytest.mark.parametrize("kind", [Callable_, Banded], ids=["object", "module"])
 def test_rebinding_an_attribute(kind, make):
     owner = kind(1)
@@ -554,9 +551,16 @@ def test_swapped_and_aliased_tensors():
 @pytest.mark.parametrize(
     "read",
     [
-        lambda t: t.item(), int, float, lambda t: t.tolist(), lambda t: t.numpy().item(), lambda t: 4 if t > 2 else 1,
+        lambda t: t.item(),
+        int,
+        float,
+        lambda t: t.tolist(),
+        lambda t: t.numpy().item(),
+        lambda t: 4 if t > 2 else 1,
         lambda t: len(range(t)),
-        lambda t: (t + 1).item(), lambda t: [1, 2, 3, 4, 5, 6][t], lambda t: t.sum(),
+        lambda t: (t + 1).item(),
+        lambda t: [1, 2, 3, 4, 5, 6][t],
+        lambda t: t.sum(),
     ],
     ids=["item", "int", "float", "tolist", "numpy", "if", "range", "derived", "index", "sum"],
 )

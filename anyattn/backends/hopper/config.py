@@ -75,9 +75,10 @@ class Config:
     head_dim, head_dim_v: as padded. is_bf16: else float16. score: the score mod's expression or None.
     bands: row ranges ``lo, hi`` of predicates that are bands around a row's place (``sides``); the kernel derives its tiles from them.
     lists: None, or the layout of the lists of tiles to visit: "dense" (B, H, M, N), "ragged" (H, total_m, max_n) or "flat" (H, total_n).
-    per_entry, per_head: the lists differ from batch entry to entry, from head to head. list_cut: (rows, keys) of a list's tile in units of the kernel's. partial: what decides inside listed partial tiles (None: nothing).
-    always: predicates that hold in every tile. has_order: the row tiles come in a given order; spread: heads of the row tiles that share
-    one place in it: "all" (of the batch), "heads" (of an entry) or "none".
+    per_entry, per_head: the lists differ from batch entry to entry, from head to head. list_cut: (rows, keys) of a list's tile in units
+    of the kernel's. partial: what decides inside listed partial tiles (None: nothing). always: predicates that hold in every tile.
+    has_order: the row tiles come in a given order. spread: the heads that share one place in it: "all" (of the batch), "heads" (of an
+    entry) or "none".
     has_entries: a table says where each batch entry's rows are. is_paged: K and V are a pool of pages.
     has_sink, has_lse, has_max: as the call asks.
     """
@@ -110,6 +111,8 @@ class Config:
             raise ValueError(f"lists={self.lists!r}, spread={self.spread!r}; wanted names that the kernel knows")
         if self.head_dim != self.head_dim_v and 96 in (self.head_dim, self.head_dim_v):
             raise ValueError(f"head_dim={self.head_dim}, head_dim_v={self.head_dim_v}; wanted 128 instead of 96, for O takes Q's place")
+        if any(sides(band) is None for band in self.bands):
+            raise ValueError("bands has row ranges that are no band around a row's place; wanted them as partial or always")
         if self.lists is not None and self.bands:
             raise ValueError("bands and lists are both given; with lists a band is one of the predicates that hold always")
         needed = self.shared_memory(1)
@@ -135,11 +138,11 @@ class Config:
 
     @property
     def has_left(self) -> bool:
-        return any(sides(band)[0] for band in self.bands)
+        return any(found[0] for band in self.bands if (found := sides(band)))
 
     @property
     def has_right(self) -> bool:
-        return any(sides(band)[1] for band in self.bands)
+        return any(found[1] for band in self.bands if (found := sides(band)))
 
     @property
     def exprs(self) -> tuple[Expr, ...]:

@@ -1,4 +1,4 @@
-"""The end of a row tile: the sink joins, the output is divided by the row's sum and leaves through shared memory, the statistics directly."""
+"""The end of a row tile: the sink joins, the output is divided by the rows' sums and leaves through shared memory."""
 
 import math
 from typing import Any
@@ -99,9 +99,7 @@ class Epilogue:
         rows = cute.domain_offset((facts.q_start, 0), target[None, None, facts.head, facts.q_row])
         goal = cute.local_tile(rows, (64, head_dim), (facts.m_block * groups + group, 0))
         source = cute.local_tile(out_in_smem, (64, head_dim), (group, 0))
-        source, goal = cpasync.tma_partition(
-            atom, 0, cute.make_layout(1), cute.group_modes(source, 0, 2), cute.group_modes(goal, 0, 2)
-        )
+        source, goal = cpasync.tma_partition(atom, 0, cute.make_layout(1), cute.group_modes(source, 0, 2), cute.group_modes(goal, 0, 2))
         if cute.arch.make_warp_uniform(thread // 32) % 4 == 0:
             cute.copy(atom, source, goal)
             cute.arch.cp_async_bulk_commit_group()

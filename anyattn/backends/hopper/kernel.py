@@ -62,12 +62,12 @@ class HopperForward(Visits, Loads, Multiplies, Softmax, Epilogue):
         tensors: tuple,
         stream: cuda.CUstream,
     ):
-        """q, out: (B, Hq, Sq, D), k, v: (B, Hkv, Sk, D), strides multiples of 16 bytes, the last 1; lse, highest: (B, Hq, Sq) float32; sink:
-        (Hq,). With ``entries`` B is what storage has, with ``pages`` k and v are (pages, Hkv, page size, D).
+        """q, out: (B, Hq, Sq, D), k, v: (B, Hkv, Sk, D), strides multiples of 16 bytes, the last 1; lse, highest: (B, Hq, Sq) float32;
+        sink: (Hq,). With ``entries`` B is what storage has, with ``pages`` k and v are (pages, Hkv, page size, D).
 
-        partial_count to pages: see ``visits.Tables``. counter: two zeros, int32, which the kernel leaves as zeros. scale_log2: the softmax scale times log2(e). rows, spread, section: see
-        ``visits.Sizes``. workers: thread blocks, each of which takes row tiles in turn. scalars, tensors: captured values, those of each of
-        ``config.exprs`` in turn.
+        partial_count to pages: see ``visits.Tables``. counter: two zeros, int32, which the kernel leaves as zeros. scale_log2: the softmax
+        scale times log2(e). rows, spread, section: see ``visits.Sizes``. workers: thread blocks, each of which takes row tiles in turn.
+        scalars, tensors: captured values, those of each of ``config.exprs`` in turn.
         """
         tiles, head_dim, head_dim_v = self.config.tiles, self.config.head_dim, self.config.head_dim_v
         tile_m, tile_n = tiles.tile_m, tiles.tile_n
@@ -102,8 +102,8 @@ class HopperForward(Visits, Loads, Multiplies, Softmax, Epilogue):
         tables = (partial_count, partial_index, full_count, full_index, order, entries, pages)
         sizes = (rows, spread, section, heads, ratio, lengths[1] // tile_n)
         self.kernel(
-            (q_atom, k_atom, v_atom), (q, k, v), (out_atom, out, plain_out, lse, highest), sink, scale_log2, (*tables, counter), lengths, sizes,
-            (scalars, tensors), layouts, (mma_qk, mma_pv),
+            (q_atom, k_atom, v_atom), (q, k, v), (out_atom, out, plain_out, lse, highest), sink, scale_log2, (*tables, counter), lengths,
+            sizes, (scalars, tensors), layouts, (mma_qk, mma_pv),
         ).launch(
             grid=(workers, 1, 1),
             block=[128 * (tiles.warp_groups + 1), 1, 1],

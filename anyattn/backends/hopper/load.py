@@ -43,7 +43,7 @@ class Loads:
                 facts = Facts(
                     Int32(1), m_block, head, entry, visits, masked, bare, behind, seqlen_q, seqlen_k, q_row, q_start, q_first, left, right
                 )  # fmt: skip
-                place = (m_block, head, entry, q_row, q_start, k_row, k_start)
+                place = (m_block, head, q_row, q_start, k_row, k_start)
                 (q_atom, q_from, q_to), k_copy, v_copy = self._sources(copies, place, tiles_in_smem, sizes)
                 if visits > 0:
                     pipes[0].producer_acquire(q_state)
@@ -121,7 +121,7 @@ class Loads:
         tile_m, tile_n = self.config.tiles.tile_m, self.config.tiles.tile_n
         d, dv = self.config.head_dim, self.config.head_dim_v
         (q_atom, q), (k_atom, k), (v_atom, v) = copies
-        m_block, head, entry, q_row, q_start, k_row, k_start = place
+        m_block, head, q_row, q_start, k_row, k_start = place
         kv_head = head // sizes.ratio
         q_rows = cute.domain_offset((q_start, 0), q[None, None, head, q_row])
         q_source = cute.local_tile(q_rows, (tile_m, d), (m_block, 0))

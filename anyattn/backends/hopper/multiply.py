@@ -94,8 +94,8 @@ class Multiplies:
     @cute.jit
     def _first(self, fixed, sums, given, k_state, v_state, v_in_smem, thread):
         """The first product and softmax of a row tile; its probabilities."""
-        (mma_qk, mma_pv), (q, k, _), shape_s, positions, pipes, board, group = fixed
-        acc, row_max, row_sum, row_scale = sums
+        (mma_qk, _), (q, k, _), shape_s, positions, pipes, board, group = fixed
+        _, row_max, row_sum, row_scale = sums
         facts, scale_log2, captured, limits = given
         scores = cute.make_rmem_tensor(shape_s, Float32)
         pipes[1].consumer_wait(k_state)
@@ -116,7 +116,7 @@ class Multiplies:
     @cute.jit
     def _visits(self, fixed, sums, p, given, k_state, v_state):
         """The key tiles of a row tile after its first: masked, bare and again masked ones."""
-        (mma_qk, mma_pv), operands, shape_s, positions, pipes, board, group = fixed
+        (_, mma_pv), operands, _, _, pipes, _, _ = fixed
         acc, facts = sums[0], given[0]
         for _ in cutlass.range(facts.masked, unroll=1):
             self._step(fixed, sums, p, given, k_state, v_state, True)

@@ -74,7 +74,7 @@ class Softmax:
         """-inf for the keys of tile ``n`` that a row does not see. is_partial: whether the partial predicate is asked."""
         config = self.config
         s = rows_and_columns(scores)
-        rows, columns = cute.size(s, mode=[0]), cute.size(s, mode=[1])
+        rows = cute.size(s, mode=[0])
         # columns are counted from the thread's first, so that what is compared is a literal
         first = positions[0, 0][1] + n * config.tiles.tile_n
         for r in cutlass.range_constexpr(rows):
@@ -85,10 +85,10 @@ class Softmax:
                 if const_expr(config.has_right):
                     end = cutlass.min(end, row + facts.right - first) if const_expr(is_edge) else row + facts.right - first
                 ranges.append([(row + facts.left - first if const_expr(config.has_left) else None, end)])
-            for at, ask, rows_limits in self._asked_now(limits, "always"):
+            for _, _, rows_limits in self._asked_now(limits, True):
                 ranges.append(_pairs(rows_limits[r], first))
             self._hide(s, r, ranges)
-        for at, ask, rows_limits in self._asked_now(limits, "each"):
+        for at, ask, _ in self._asked_now(limits, False):
             self._ask_each(s, ask, at, positions, n, facts, captured, is_edge)
         if const_expr(config.partial is not None):
             if is_partial != 0:
@@ -98,9 +98,10 @@ class Softmax:
                 else:
                     self._ask_each(s, config.partial, self.asked[0][0], positions, n, facts, captured, is_edge)
 
-    def _asked_now(self, limits: Any, which: str) -> list:
+    def _asked_now(self, limits: Any, by_row: bool) -> list:
+        """(place in ``config.exprs``, ask, its limits) of the predicates that hold always, of one way of asking."""
         found = [(at, ask, limits[i]) for i, (at, ask) in enumerate(self.asked) if ask is not self.config.partial]
-        return [x for x in found if x[1].by_row == (which == "always")]
+        return [x for x in found if x[1].by_row == by_row]
 
     def _hide(self, s: Any, r: int, ranges: list) -> None:
         """-inf in row ``r`` but where, for every list of (lo, hi), a column lies in one of them; None is no bound."""

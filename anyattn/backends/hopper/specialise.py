@@ -79,28 +79,29 @@ def _config(problem: Problem, score: Expr | None, list_tile: tuple[int, int] | N
     tiles = tiles_for(d, dv, score, bool(problem.predicates) or flags["has_entries"], divides)
     cut = (1, 1) if list_tile is None else (list_tile[0] // tiles.tile_m, list_tile[1] // tiles.tile_n)
     is_bf16 = problem.q.dtype is torch.bfloat16
-    asked = {"has_sink": problem.sink is not None, "has_lse": problem.wants_lse, "has_max": problem.wants_max}
+    asked: dict[str, Any] = {"has_sink": problem.sink is not None, "has_lse": problem.wants_lse, "has_max": problem.wants_max}
     return Config(d, dv, is_bf16, tiles, score, list_cut=cut, **flags, **asked)
 
 
 def _storage(problem: Problem, has_lists: bool) -> dict[str, Any]:
     """The config's fields that say how sequences and lists are stored."""
     sequences, blocks = problem.sequences, problem.blocks
+    depends = [d for p in problem.predicates for d in dependence(p.expr)]
     if sequences is None:
         if not has_lists:
             return {"has_entries": False, "is_paged": False}
-        batch, heads = (1, 1) if blocks is None else blocks.mask_block_cnt.shape[:2]
-        if blocks is None:
-            deps = [d for p in problem.predicates for d in dependence(p.expr)]
-            batch, heads = problem.batch if any(d.b for d in deps) else 1, problem.heads_q if any(d.h for d in deps) else 1
+        if blocks is not None:
+            batch, heads = blocks.mask_block_cnt.shape[:2]
+        else:
+            batch, heads = problem.batch if any(d.b for d in depends) else 1, problem.heads_q if any(d.h for d in depends) else 1
         spread = "none" if heads > 1 else "heads" if batch > 1 else "all"
         spreads = {"per_entry": batch > 1, "per_head": heads > 1, "spread": spread}
         return {"has_entries": False, "is_paged": False, "lists": "dense", "has_order": True, **spreads}
     found = {"has_entries": True, "is_paged": sequences.page_table is not None, "has_order": True, "spread": "heads"}
-    if has_lists:
-        layout = "flat" if blocks is None or blocks.layout == "flat" else "ragged"
-        per_head = any(d.h for p in problem.predicates for d in dependence(p.expr)) if blocks is None else blocks.mask_block_cnt.shape[0] > 1
-        found |= {"lists": layout, "per_head": per_head}
+    if has_lists and blocks is None:
+        found |= {"lists": "flat", "per_head": any(d.h for d in depends)}
+    elif has_lists:
+        found |= {"lists": "flat" if blocks.layout == "flat" else "ragged", "per_head": blocks.mask_block_cnt.shape[0] > 1}  # type: ignore
     return found
 
 
@@ -135,7 +136,8 @@ def _ask(mask: TracedMod) -> Ask:
 
 
 def _shows_all(mask: TracedMod) -> bool:
-    return mask.expr.output.op == "const" and bool(mask.expr.output.attr)
+    ranges = ranges_unread(mask)
+    return ranges is not None and sides(ranges.expr) == (False, False)
 
 
 def _identity() -> TracedMod:

@@ -1,4 +1,4 @@
-"""How often each value of a mod's expression is computed in a fragment of scores; pure analysis, for the emitter and the choice of tiles."""
+"""How often each value of a mod's expression is computed in a fragment of scores: analysis for the emitter and the choice of tiles."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def stages(expr: Expr) -> tuple[str, ...]:
 
 @lru_cache(maxsize=256)
 def straight(expr: Expr) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Nodes that go by a whole number that grows evenly from key to key: (those that turn it into a float, reads along a last dimension)."""
+    """Nodes that go by a whole number that grows evenly from key to key: casts of it to float, and reads along a last dimension."""
     due, deps = stages(expr), dependence(expr)
     casts, reads = [], []
     for i, node in enumerate(expr.nodes):

@@ -12,6 +12,7 @@ from anyattn.backends.hopper.config import TILE_M
 from anyattn.backends.hopper.specialise import Special
 from anyattn.geometry.integers import ceil_div
 from anyattn.geometry.sequences import Sequences
+from anyattn.mods.bounds import classify
 from anyattn.mods.trace import TracedMod
 from anyattn.problem import Problem
 
@@ -31,7 +32,7 @@ class TablesOnHost(NamedTuple):
 
 
 # what was made for a batch or for lists, as long as they live; both are frozen
-_of_sequences: WeakKeyDictionary[Sequences, dict[tuple, Any]] = WeakKeyDictionary()
+_of_sequences: WeakKeyDictionary[Sequences, dict[Any, Any]] = WeakKeyDictionary()
 _of_lists: WeakKeyDictionary[Any, dict[tuple, Any]] = WeakKeyDictionary()
 
 
@@ -45,6 +46,7 @@ def visits_of(problem: Problem, special: Special) -> TablesOnHost:
     if blocks is None:
         return _dense(problem, special, _made_lists(problem, problem.predicates[special.listed], config.per_entry, config.per_head))
     known = _of_lists.setdefault(blocks, {})
+    assert special.list_tile is not None
     key = (special.list_tile, problem.q.shape[2])
     if key not in known:
         known[key] = _dense(problem, special, blocks.retile(*special.list_tile))
@@ -74,10 +76,9 @@ def _longest_first(visited: Tensor, cut: int, tiles: int) -> Tensor:
 def _made_lists(problem: Problem, mask: TracedMod, per_entry: bool, per_head: bool) -> Any:
     """Lists of a mask that came without."""
     from anyattn.sparsity.block_sparse import BlockSparseTensors
-    from anyattn.sparsity.compute import classes_of_mask
 
     lengths, tile = (problem.q.shape[2], problem.k.shape[2]), (TILE_M, TILE_M)
-    classes = classes_of_mask(mask, lengths, tile, (problem.batch, problem.heads_q), problem.q.device)
+    classes = classify(mask, *lengths, *tile, problem.batch, problem.heads_q, problem.q.device)
     classes = classes.expand(problem.batch if per_entry else 1, problem.heads_q if per_head else 1, *classes.shape[2:])
     return BlockSparseTensors.from_classes(classes, tile, lengths)
 
@@ -106,8 +107,8 @@ def _ragged(problem: Problem, special: Special, lists: Any) -> TablesOnHost:
         known[key] = _order_of_entries(sequences, tile_m, most, config.has_right)
     if lists is None:
         if "entries" not in known:
-            known["entries"] = _entries(sequences, None)  # type: ignore[index]
-        return TablesOnHost(order=known[key], entries=known["entries"], pages=pages)  # type: ignore[index]
+            known["entries"] = _entries(sequences, None)
+        return TablesOnHost(order=known[key], entries=known["entries"], pages=pages)
     places = _entries(sequences, (lists.cu_block_cnt[:-1], lists.cu_block_idx[:-1]))
     tensors = (lists.mask_block_cnt, lists.mask_block_idx, lists.full_block_cnt, lists.full_block_idx)
     return TablesOnHost(*tensors, known[key], places, pages)

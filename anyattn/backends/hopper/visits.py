@@ -147,7 +147,7 @@ class Visits:
 
     @cute.jit
     def list_visits(self, m_block, entry, head, seqlen_k, tables):
-        """(total, masked, bare, behind), then what ``listed`` needs: (partial tiles, whether a full tile goes first, lists, sizes, skips)."""
+        """(total, masked, bare, behind), and for ``listed`` (partial tiles, whether a full one goes first, lists, sizes, skips)."""
         cut_m, cut_n = self.config.list_cut
         row = m_block // cut_m
         partial, full = self._lists(row, entry, head, seqlen_k, tables)
@@ -160,7 +160,8 @@ class Visits:
         full_first = Int32(1) if full_is_cut else Int32(0)
         masked = partials if full_is_cut else cutlass.max(partials - 1, 0)
         bare = cutlass.max(total - 1 - masked, 0)
-        return (total, masked, bare, Int32(0)), (partials, full_first, (partial_list, full_list), (partial_size, full_size), (partial_skip, full_skip))
+        lists, sizes, skips = (partial_list, full_list), (partial_size, full_size), (partial_skip, full_skip)
+        return (total, masked, bare, Int32(0)), (partials, full_first, lists, sizes, skips)
 
     @cute.jit
     def _lists(self, row, entry, head, seqlen_k, tables):
@@ -197,7 +198,7 @@ class Visits:
 
     @cute.jit
     def listed(self, i, plan):
-        """(key tile, whether the partial predicate is asked) of visit ``i``. plan: from ``list_visits``. Each list is gone through backwards."""
+        """(key tile, whether the partial predicate is asked) of visit ``i``; lists are gone through backwards. plan: ``list_visits``."""
         cut = self.config.list_cut[1]
         partials, full_first, lists, sizes, skips = plan
         in_partial = (i >= full_first) & (i < partials + full_first)

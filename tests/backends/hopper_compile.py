@@ -1,0 +1,113 @@
+"""Cross-compiles the kernels of one head dimension for sm_90a; prints {name: bytes of local memory}. Arguments: folder, head_dim, head_dim_v.
+
+A process of its own: the architecture is an environment variable that CuTe DSL reads once.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import sys
+import warnings
+from pathlib import Path
+
+warnings.simplefilter("ignore")
+
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass import Float32, Int32
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+from anyattn import masks
+from anyattn.backends.hopper.config import Ask, Config, slots, tiles_for
+from anyattn.backends.hopper.kernel import HopperForward
+from anyattn.mods.rows import row_ranges
+from anyattn.mods.trace import trace
+
+TYPES = {torch.float32: Float32, torch.int64: cutlass.Int64}
+
+
+def fake(dtype, rank: int, divisible: int = 1, alignment: int = 4):  # type: ignore[no-untyped-def]
+    strides = (*(cute.sym_int64(divisibility=divisible) for _ in range(rank - 1)), 1)
+    return make_fake_tensor(dtype, tuple(cute.sym_int() for _ in range(rank)), strides, assumed_align=alignment)
+
+
+def frame_sizes(cubin: Path) -> list[int]:
+    """Bytes of local memory of each kernel, from the ELF sections .nv.info (attribute 0x11): what is spilled lies there."""
+    data = cubin.read_bytes()
+    start, (size, count) = struct.unpack_from("<Q", data, 40)[0], struct.unpack_from("<HH", data, 58)
+    sections = [struct.unpack_from("<IIQQQQ", data, start + size * i) for i in range(count)]
+    found = []
+    for *_, at, length in (s for s in sections if s[1] == 0x70000000):
+        end = at + length
+        while at < end:
+            kind, attribute, extent = struct.unpack_from("<BBH", data, at)
+            if kind == 4 and attribute == 0x11:
+                found.append(struct.unpack_from("<II", data, at + 4)[1])
+            at += 4 + (extent if kind == 4 else 0)
+    return found
+
+
+def compile(config: Config, mods: list, folder: Path) -> list[int]:  # type: ignore[type-arg]
+    kernel = HopperForward(config)
+    big = [fake(kernel.dtype, 4, 8, 16) for _ in range(4)]
+    statistics = [fake(Float32, 3) if wanted else None for wanted in (config.has_lse, config.has_max)]
+    sink = fake(Float32, 1) if config.has_sink else None
+    ranks = {None: (), "dense": (3, 4, 3, 4), "ragged": (2, 3, 2, 3), "flat": (2, 2, 2, 2)}[config.lists]
+    lists = [fake(Int32, rank) for rank in ranks] or [None] * 4
+    tables = [fake(Int32, 2) if wanted else None for wanted in (config.has_order, config.has_entries, config.is_paged)]
+    scalars, tensors = [], []
+    for mod, expr in zip(mods, config.exprs, strict=True):
+        numbers, captured = slots(expr)
+        scalars += [Float32(1.0) if isinstance(x, float) else Int32(0) for x in mod.scalars[:numbers]]
+        tensors += [fake(TYPES[t.dtype], t.ndim, alignment=t.element_size()) for t in mod.tensors[:captured]]
+    sizes = (Float32(1.0), Int32(1), Int32(1), Int32(1), Int32(1))
+    folder.mkdir()
+    given = (*big, *statistics, sink, *lists, *tables, fake(Int32, 1), *sizes, tuple(scalars), tuple(tensors), make_fake_stream())
+    cute.compile(kernel, *given, options=f"--keep-cubin --dump-dir={folder}")
+    return [size for cubin in folder.glob("*.cubin") for size in frame_sizes(cubin)]
+
+
+def cases() -> dict[str, tuple[list, dict]]:  # type: ignore[type-arg]
+    """name: the mods in the order of ``Config.exprs``, and the config's fields."""
+    slopes, table, ids = torch.rand(4), torch.rand(4, 100), torch.arange(10) // 3
+    alibi = trace(lambda s, b, h, q, k: s - slopes[h] * (q - k), "score")
+    relative = trace(lambda s, b, h, q, k: s + table[h, q - k], "score")
+    by_token = trace(lambda s, b, h, q, k: s + table[ids[q], ids[k]], "score")
+    capped = trace(lambda s, b, h, q, k: 30.0 * torch.tanh(s / 30.0), "score")
+    causal, window, sinks = (row_ranges(trace(m, "mask")) for m in (masks.causal(), masks.sliding_window(9, 0), masks.sink_window(4, 9)))
+    document = trace(masks.document(ids), "mask")
+    assert causal is not None and window is not None and sinks is not None
+    ends = {"bands": (causal.expr,)}
+    each, entries = Ask(document.expr, False), {"has_entries": True, "has_order": True, "spread": "heads"}
+    return {
+        "full": ([], {"has_sink": True}),
+        "causal": ([causal], ends),
+        "window": ([window], {"bands": (window.expr,), "has_max": True}),
+        "alibi": ([alibi, causal], {"score": alibi.expr, **ends}),
+        "relative": ([relative, causal], {"score": relative.expr, **ends}),
+        "by_token": ([by_token, causal], {"score": by_token.expr, **ends}),
+        "capped": ([capped, window], {"score": capped.expr, "bands": (window.expr,)}),
+        "sinks": ([sinks], {"lists": "dense", "partial": Ask(sinks.expr, True), "has_order": True}),
+        "document": ([document], {"lists": "dense", "partial": each, "has_order": True, "has_sink": True}),
+        "document and causal": ([document, causal], {"lists": "dense", "partial": each, "always": (Ask(causal.expr, True),)}),
+        "ragged": ([causal], {**ends, **entries}),
+        "ragged lists": ([document], {"lists": "ragged", "partial": each, **entries}),
+        "pages": ([causal], {**ends, **entries, "is_paged": True}),
+    }
+
+
+def main(folder: Path, head_dim: int, head_dim_v: int) -> None:
+    result = {}
+    for i, (name, (mods, fields)) in enumerate(cases().items()):
+        listed = 128 if "lists" in fields or "is_paged" in fields else None
+        tiles = tiles_for(head_dim, head_dim_v, fields.get("score"), bool(mods), listed)
+        cut = (1, 128 // tiles.tile_n) if "lists" in fields else (1, 1)
+        config = Config(head_dim, head_dim_v, i % 2 == 0, tiles, list_cut=cut, has_lse=True, **fields)
+        result[name] = compile(config, mods, folder / str(i))
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
