@@ -1,4 +1,4 @@
-"""Cross-compiles the kernels of one head dimension for sm_90a; prints {name: bytes of local memory}. Arguments: folder, head_dim, head_dim_v.
+"""Cross-compiles the kernels of a head dimension for sm_90a; prints {name: bytes of local memory}. Arguments: folder, head_dim, head_dim_v.
 
 A process of its own: the architecture is an environment variable that CuTe DSL reads once.
 """
