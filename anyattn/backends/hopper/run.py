@@ -14,7 +14,7 @@ from anyattn.backends.hopper.supports import Band, band_of
 from anyattn.plan import Plan
 from anyattn.problem import Problem
 
-__all__ = ["Result", "config_of", "forward"]
+__all__ = ["Result", "arguments_of", "config_of", "forward"]
 
 
 class Result(NamedTuple):
@@ -27,15 +27,20 @@ class Result(NamedTuple):
 
 def forward(problem: Problem, plan: Plan) -> Result:
     """out and lse of a problem that ``supports.reason_against`` has nothing against."""
-    config, band = config_of(problem), _joint_band(problem)
-    score, q = problem.score, problem.q
+    q = problem.q
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if problem.wants_lse else None
-    sink = None if problem.sink is None else problem.sink.detach().float().contiguous()
-    scalars, tensors = ((), ()) if score is None else (score.scalars, score.tensors)
-    numbers = (band.left or 0, band.right or 0)
-    launch(config, (q, problem.k, problem.v), out, lse, sink, problem.scale * math.log2(math.e), numbers, scalars, tensors)
+    launch(config_of(problem), arguments_of(problem, out, lse))
     return Result(out, lse, None)
+
+
+def arguments_of(problem: Problem, out: Tensor, lse: Tensor | None) -> tuple:
+    """What ``HopperForward.__call__`` takes for ``problem``, without the stream."""
+    band, score = _joint_band(problem), problem.score
+    sink = None if problem.sink is None else problem.sink.detach().float().contiguous()
+    captured = ((), ()) if score is None else (score.scalars, score.tensors)
+    numbers = (problem.scale * math.log2(math.e), band.left or 0, band.right or 0)
+    return (problem.q, problem.k, problem.v, out, lse, sink, *numbers, *captured)
 
 
 def config_of(problem: Problem) -> Config:
