@@ -86,14 +86,14 @@ def _example(kind: Any, rest: Iterator, is_nested: bool) -> Any:
     from cutlass import Float32, Int32
 
     if isinstance(kind, torch.dtype):
-        return _fake_tensor(kind, next(rest), next(rest), is_nested)
+        return _fake_tensor(kind, next(rest), is_nested)
     if isinstance(kind, int):  # a tuple of so many
         return tuple(_example(next(rest), rest, is_nested=True) for _ in range(kind))
     return {float: Float32(0.0), int: Int32(0), bool: Int32(0), type(None): None}[kind]
 
 
-def _fake_tensor(dtype: torch.dtype, rank: int, is_dense: bool, is_nested: bool) -> Any:
-    """Sizes in 32 bits, strides in 64. is_dense: the last stride is 1.
+def _fake_tensor(dtype: torch.dtype, rank: int, is_nested: bool) -> Any:
+    """Sizes in 32 bits, strides in 64, the last 1 unless ``rank`` is negative.
 
     The kernel's own 16-bit tensors (q, k, v, out) are read by TMA: addresses and strides are multiples of 16 bytes. A captured tensor
     has whatever strides its owner gave it.
@@ -101,7 +101,7 @@ def _fake_tensor(dtype: torch.dtype, rank: int, is_dense: bool, is_nested: bool)
     import cutlass.cute as cute
     from cutlass.cute.runtime import make_fake_tensor
 
-    rank = max(rank, 1)  # a single value has one dimension in the kernel
+    is_dense, rank = rank >= 0, abs(rank) or 1  # a single value has one dimension in the kernel
     is_wide = not is_nested and dtype in _WIDE and rank >= 3
     last = [1] if is_dense else [cute.sym_int64()]
     strides = [cute.sym_int64(divisibility=8) if is_wide else cute.sym_int64() for _ in range(rank - 1)] + last
@@ -203,7 +203,7 @@ def load(payload: Payload) -> Callable[..., None]:
 
             _load_runtime(payload.facts["runtime"])
             try:
-                module = tvm_ffi.load_module(str(path))
+                module: Any = tvm_ffi.load_module(str(path))
             except RuntimeError as error:
                 raise OSError(f"a compiled kernel cannot be loaded: {error}") from error
         else:

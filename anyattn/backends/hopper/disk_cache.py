@@ -92,7 +92,7 @@ def open_cache() -> DiskCache | None:
 def _opened(folder: Path) -> DiskCache | None:
     reason = why_not(folder)
     if reason is not None:
-        text = f"anyattn keeps no compiled kernels: {reason}. They are compiled again in every process; ANYATTN_CACHE_DIR names another place"
+        text = f"anyattn keeps no compiled kernels: {reason}. Every process compiles its own; ANYATTN_CACHE_DIR names another place"
         warnings.warn(text, RuntimeWarning, stacklevel=5)
         return None
     return DiskCache(folder)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from anyattn.backends.hopper import build, disk_cache
 from anyattn.backends.hopper.config import Config
 from anyattn.backends.hopper.content import NoContentError, key_of
 
-__all__ = ["kinds_of", "launch", "prepare", "warm"]
+__all__ = ["compiling_only", "kinds_of", "launch", "prepare", "warm"]
 
 
 class _Known(dict[tuple, Callable[..., None]]):
@@ -30,6 +30,8 @@ class _Known(dict[tuple, Callable[..., None]]):
 
 _kernels: dict[Config, _Known] = {}
 _lock = threading.RLock()
+_is_compiling_only = False
+_BOOL = torch.bool
 _SLOT = "_launch_kernels"  # in the __dict__ of a config object, as functools.cached_property would keep it
 
 
@@ -52,41 +54,59 @@ def launch(config: Config, arguments: tuple) -> None:
 def kinds_of(arguments: tuple) -> tuple[tuple, bool]:
     """What a kernel is specialised for in its arguments, flat; and whether they can be handed over as they are.
 
-    A tensor is its dtype, its rank, and whether its last stride is 1; a number or None is its type; a tuple its length, then its items.
+    A tensor is its dtype and its rank, the latter negative where the last stride is not 1; a number or None is its type; a tuple is its
+    length, and then its items.
 
-    >>> kinds_of((torch.zeros(2, 3), None, 1.0, (2,)))
-    ((torch.float32, 2, True, <class 'NoneType'>, <class 'float'>, 1, <class 'int'>), True)
+    >>> kinds_of((torch.zeros(2, 3).T, None, 1.0, (2,)))
+    ((torch.float32, -2, <class 'NoneType'>, <class 'float'>, 1, <class 'int'>), True)
     """
     kinds: list[Any] = []
-    is_plain = True
-    waiting = [iter(arguments)]
-    while waiting:
-        for a in waiting[-1]:
-            if isinstance(a, Tensor):
-                dtype, rank = a.dtype, a.ndim
-                # of a last dimension of one entry, no stride is ever used
-                kinds += (dtype, rank, rank == 0 or a.stride(-1) == 1 or a.shape[-1] == 1)
-                if rank == 0 or dtype is torch.bool:
-                    is_plain = False
-            elif isinstance(a, tuple):
-                kinds.append(len(a))
-                waiting.append(iter(a))
-                break
-            else:
-                kinds.append(type(a))
-        else:
-            waiting.pop()
+    is_plain = _add_kinds(kinds, arguments)
     return tuple(kinds), is_plain
+
+
+def _add_kinds(kinds: list[Any], items: tuple) -> bool:
+    """One loop without calls: this is most of what a launch costs."""
+    is_plain = True
+    for a in items:
+        if isinstance(a, Tensor):
+            dtype, strides = a.dtype, a.stride()
+            if not strides or dtype is _BOOL:
+                is_plain = False
+            rank = len(strides)
+            # of a last dimension of one entry, no stride is ever used
+            kinds += (dtype, rank if not rank or strides[-1] == 1 or a.shape[-1] == 1 else -rank)
+        elif isinstance(a, tuple):
+            kinds.append(len(a))
+            if a and not _add_kinds(kinds, a):
+                is_plain = False
+        else:
+            kinds.append(type(a))
+    return is_plain
 
 
 def prepare(config: Config, kinds: tuple) -> Callable[..., None]:
     """The kernel as a function of the arguments: from this process, from disk, or compiled now."""
     with _lock:
+        if _is_compiling_only:
+            warm(config, kinds)
+            return lambda *arguments: None
         known = _kernels.setdefault(config, _Known())
         config.__dict__[_SLOT] = known
         if kinds not in known:
             known[kinds] = _found_or_made(config, kinds) if build.has_tvm_ffi() else build.dlpack_function(config, kinds)
         return known[kinds]
+
+
+@contextlib.contextmanager
+def compiling_only() -> Iterator[None]:
+    """Inside, kernels that this process has not loaded yet go to disk and are not run: tensors may be the CPU's, results are undefined."""
+    global _is_compiling_only
+    before, _is_compiling_only = _is_compiling_only, True
+    try:
+        yield
+    finally:
+        _is_compiling_only = before
 
 
 def _found_or_made(config: Config, kinds: tuple) -> Callable[..., None]:
