@@ -33,9 +33,7 @@ class _Variant:
 @click.command("warmup")
 @click.option("--head-dim", "head_dims", multiple=True, type=click.Choice(_HEAD_DIMS), help="Only this one (may be repeated).")
 @click.option("--mask", "masks", multiple=True, type=click.Choice(_MASKS), help="Only this one (may be repeated).")
-@click.option(
-    "--dtype", "dtypes", multiple=True, default=("bfloat16",), type=click.Choice(_DTYPES), help="Of the inputs; bfloat16 by default."
-)
+@click.option("--dtype", "dtypes", multiple=True, default=_DTYPES[:1], type=click.Choice(_DTYPES), help="bfloat16 by default.")
 @click.option("--arch", type=click.Choice(("sm_90a",)), help="Compile for this GPU, also where there is none.")
 @click.option("--jobs", default=0, type=click.IntRange(0), help="Processes at a time; 0, the default, is one for each core.")
 def command(head_dims: tuple[str, ...], masks: tuple[str, ...], dtypes: tuple[str, ...], arch: str | None, jobs: int) -> int:

@@ -1,7 +1,7 @@
 """Compiled kernels on disk, private to the user: one file each, named by the content of what it was made from.
 
-A file is ``payload | facts as JSON | SHA-256 of both and the name | length of the facts | mark``: what is torn or altered has the wrong
-sum and is never loaded, but made again and replaced. Files appear by ``os.replace``, so that a reader sees all of one or none. Processes
+A file is ``payload | facts as JSON | length of the facts | mark | SHA-256 of all that and the name``: what is torn or altered has the
+wrong sum and is never loaded, but made again and replaced. Files appear by ``os.replace``, so that a reader sees all of one or none. Processes
 that want the same kernel wait on a lock that the system takes back from a process that died.
 
 ``ANYATTN_CACHE_DIR`` names the folder (default: ``anyattn`` in the user's cache folder), ``ANYATTN_CACHE=0`` does without.
@@ -27,7 +27,8 @@ from typing import Any, NamedTuple
 __all__ = ["DiskCache", "Entry", "Payload", "default_folder", "is_on", "open_cache", "why_not"]
 
 _MARK = b"anyattn1"
-_TAIL = struct.Struct("<32sQ8s")  # sum, length of the facts, mark
+_TAIL = struct.Struct("<Q8s")  # length of the facts, mark
+_SUM_SIZE = hashlib.sha256().digest_size
 _SUFFIX, _LOCK = ".kernel", ".lock"
 _PATIENCE = 120.0  # seconds to wait for another process, which compiles in a few, before doing its work again
 
@@ -192,15 +193,14 @@ def _sum(content: bytes, key: str) -> bytes:
 
 def _pack(payload: Payload, key: str) -> bytes:
     facts = json.dumps(payload.facts, sort_keys=True).encode()
-    content = payload.data + facts
-    return content + _TAIL.pack(_sum(content, key), len(facts), _MARK)
+    content = payload.data + facts + _TAIL.pack(len(facts), _MARK)
+    return content + _sum(content, key)
 
 
 def _unpack(packed: bytes, key: str) -> Payload | None:
-    if len(packed) < _TAIL.size:
+    content, digest = packed[:-_SUM_SIZE], packed[-_SUM_SIZE:]
+    if len(content) < _TAIL.size or content[-len(_MARK) :] != _MARK or digest != _sum(content, key):
         return None
-    content, (digest, length, mark) = packed[: -_TAIL.size], _TAIL.unpack(packed[-_TAIL.size :])
-    if mark != _MARK or length > len(content) or digest != _sum(content, key):
-        return None
-    at = len(content) - length
-    return Payload(content[:at], json.loads(content[at:]))
+    end = len(content) - _TAIL.size
+    length, _ = _TAIL.unpack(content[end:])
+    return Payload(content[: end - length], json.loads(content[end - length : end]))
