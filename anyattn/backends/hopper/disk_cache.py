@@ -1,7 +1,7 @@
 """Compiled kernels on disk, private to the user: one file each, named by the content of what it was made from.
 
-A file is ``payload | facts as JSON | length of the facts | mark | SHA-256 of all that and the name``: what is torn or altered has the
-wrong sum and is never loaded, but made again and replaced. Files appear by ``os.replace``, so that a reader sees all of one or none. Processes
+A file is ``payload | facts as JSON | length of the facts | mark | SHA-256 of all that and the name``: what is torn or altered has the wrong
+sum and is never loaded, but made again and replaced. Files appear by ``os.replace``, so that a reader sees all of one or none. Processes
 that want the same kernel wait on a lock that the system takes back from a process that died.
 
 ``ANYATTN_CACHE_DIR`` names the folder (default: ``anyattn`` in the user's cache folder), ``ANYATTN_CACHE=0`` does without.
