@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 
-import anyattn
 from anyattn.backends.hopper.config import Config
 from anyattn.mods.ir import Expr
 
@@ -21,7 +20,7 @@ __all__ = ["ARCH", "NoContentError", "canonical", "key_of", "sources"]
 
 ARCH = "sm_90a"
 _PACKAGES = (
-    "nvidia-cutlass-dsl", "nvidia-cutlass-dsl-libs-core", "nvidia-cutlass-dsl-libs-cu12", "nvidia-cutlass-dsl-libs-cu13", "apache-tvm-ffi",
+    "anyattn", "nvidia-cutlass-dsl", "nvidia-cutlass-dsl-libs-core", "nvidia-cutlass-dsl-libs-cu12", "nvidia-cutlass-dsl-libs-cu13", "apache-tvm-ffi",
 )  # fmt: skip
 # every module that a kernel is traced through lies in these; tests/backends/test_hopper_launch.py follows the imports
 SOURCES = ("backends/hopper", "geometry", "mods")
@@ -66,12 +65,12 @@ def _surroundings() -> str:
     """What else makes a kernel another: our sources, the compiler, and the processor that the launching code is written for."""
     versions = [f"{name}={_version(name)}" for name in _PACKAGES]
     python = ".".join(map(str, sys.version_info[:2]))
-    return "\n".join((ARCH, f"anyattn={anyattn.__version__}", f"python={python}", *versions, _processor(), sources()))
+    return "\n".join((ARCH, f"python={python}", *versions, _processor(), sources()))
 
 
 def sources() -> str:
     """A sum over the text of all modules that take part in tracing a kernel."""
-    root, total = Path(anyattn.__file__).parent, hashlib.sha256()
+    root, total = Path(__file__).parent.parent.parent, hashlib.sha256()
     for path in sorted(p for folder in SOURCES for p in (root / folder).rglob("*.py")):
         text = path.read_bytes()
         total.update(f"{path.relative_to(root).as_posix()} {len(text)}\n".encode() + text)
