@@ -240,6 +240,21 @@ def test_with_no_name_or_no_cache_a_kernel_stays_in_memory(built: list[tuple], m
     assert len(list(tmp_path.rglob("*.kernel"))) == 1
 
 
+def test_what_cannot_be_loaded_is_compiled_and_said(built: list[tuple], monkeypatch: pytest.MonkeyPatch) -> None:
+    loads = iter([OSError("not permitted"), lambda *arguments: ran.append(arguments)])
+
+    def load(payload: disk_cache.Payload) -> Any:
+        found = next(loads)
+        if isinstance(found, OSError):
+            raise found
+        return found
+
+    monkeypatch.setattr(build, "load", load)
+    with pytest.warns(RuntimeWarning, match="not permitted"):
+        launch.launch(config(), (1.0,))
+    assert len(built) == 2 and ran == [(1.0,)]
+
+
 def test_compiling_only_runs_nothing_and_keeps_nothing_in_memory(built: list[tuple]) -> None:
     c = config()
     with launch.compiling_only():
@@ -247,6 +262,20 @@ def test_compiling_only_runs_nothing_and_keeps_nothing_in_memory(built: list[tup
     assert len(built) == 1 and not ran
     launch.launch(c, (1.0,))
     assert len(built) == 1 and ran == [(1.0,)], "it was found on disk"
+
+
+@needs_compiler
+def test_bytes_that_are_no_library_are_an_error_to_go_on_from() -> None:
+    facts = {"form": "library", "runtime": build._runtime(), "function": "f"}
+    for other in ({}, {"runtime": "nowhere.so"}):
+        with pytest.raises(OSError):
+            build.load(disk_cache.Payload(b"no library", facts | other))
+
+
+@needs_compiler
+def test_an_argument_of_no_known_kind_is_named() -> None:
+    with pytest.raises(TypeError, match="str; wanted a tensor"):
+        build._example(str, iter(()), is_nested=False)
 
 
 # --- compiling

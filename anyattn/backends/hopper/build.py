@@ -89,7 +89,11 @@ def _example(kind: Any, rest: Iterator, is_nested: bool) -> Any:
         return _fake_tensor(kind, next(rest), is_nested)
     if isinstance(kind, int):  # a tuple of so many
         return tuple(_example(next(rest), rest, is_nested=True) for _ in range(kind))
-    return {float: Float32(0.0), int: Int32(0), bool: Int32(0), type(None): None}[kind]
+    if kind is type(None):
+        return None
+    if not issubclass(kind, (int, float)):
+        raise TypeError(f"an argument of a kernel is a {kind.__name__}; wanted a tensor, None, an int, a float, or a tuple of these")
+    return Float32(0.0) if issubclass(kind, float) else Int32(0)
 
 
 def _fake_tensor(dtype: torch.dtype, rank: int, is_nested: bool) -> Any:
@@ -120,28 +124,33 @@ def _element(dtype: torch.dtype) -> Any:
 def dlpack_function(config: Config, kinds: tuple) -> Callable[..., None]:
     """The kernel as a function of torch's tensors where tvm-ffi is missing: tens of microseconds a launch, and never from disk."""
     import cuda.bindings.driver as cuda
-    from cutlass import Float32, Int32
-    from cutlass.cute.runtime import from_dlpack
 
-    function = _compiled(config, kinds, False)
-
-    def wrapped(item: Any, is_nested: bool = False) -> Any:
-        if isinstance(item, torch.Tensor):
-            is_wide = not is_nested and item.dtype in _WIDE and item.ndim >= 3
-            tensor = from_dlpack(item.detach(), assumed_align=16 if is_wide else item.element_size())
-            return tensor.mark_layout_dynamic(leading_dim=item.ndim - 1)
-        if isinstance(item, tuple):
-            return tuple(wrapped(x, is_nested=True) for x in item)
-        if isinstance(item, float):
-            return Float32(item)
-        return None if item is None else Int32(item)
+    # CuTe's own tensors need a stride of 1 somewhere: others are copied
+    function = _compiled(config, tuple(abs(k) if isinstance(k, int) else k for k in kinds), False)
 
     def call(*arguments: Any) -> None:
         device = next(a.device for a in arguments if isinstance(a, torch.Tensor))
         stream = cuda.CUstream(torch.cuda.current_stream(device).cuda_stream)
-        function(*(wrapped(a) for a in arguments), stream)
+        function(*(_wrapped(a, is_nested=False) for a in arguments), stream)
 
     return call
+
+
+def _wrapped(item: Any, is_nested: bool) -> Any:
+    """``item`` as CuTe's own type, of the layout that ``_example`` promised."""
+    from cutlass import Float32, Int32
+    from cutlass.cute.runtime import from_dlpack
+
+    if isinstance(item, torch.Tensor):
+        item = item.detach()
+        item = item if item.stride(-1) == 1 else item.clone(memory_format=torch.contiguous_format)
+        is_wide = not is_nested and item.dtype in _WIDE and item.ndim >= 3
+        return from_dlpack(item, assumed_align=16 if is_wide else item.element_size()).mark_layout_dynamic(leading_dim=item.ndim - 1)
+    if isinstance(item, tuple):
+        return tuple(_wrapped(x, is_nested=True) for x in item)
+    if isinstance(item, float):
+        return Float32(item)
+    return None if item is None else Int32(item)
 
 
 def _linked(code: bytes) -> bytes | None:

@@ -20,8 +20,13 @@ __all__ = ["ARCH", "NoContentError", "canonical", "key_of", "sources"]
 
 ARCH = "sm_90a"
 _PACKAGES = (
-    "anyattn", "nvidia-cutlass-dsl", "nvidia-cutlass-dsl-libs-core", "nvidia-cutlass-dsl-libs-cu12", "nvidia-cutlass-dsl-libs-cu13", "apache-tvm-ffi",
-)  # fmt: skip
+    "anyattn",
+    "nvidia-cutlass-dsl",
+    "nvidia-cutlass-dsl-libs-core",
+    "nvidia-cutlass-dsl-libs-cu12",
+    "nvidia-cutlass-dsl-libs-cu13",
+    "apache-tvm-ffi",
+)
 # every module that a kernel is traced through lies in these; tests/backends/test_hopper_launch.py follows the imports
 SOURCES = ("backends/hopper", "geometry", "mods")
 
@@ -47,7 +52,7 @@ def canonical(item: object) -> str:
         return "(" + ",".join(map(canonical, item)) + ")"
     if isinstance(item, (torch.dtype, bool, int, float, str)) or item is None:
         return repr(item)
-    if isinstance(item, type):
+    if isinstance(item, type) and "<" not in item.__qualname__:  # a class made inside a function is not known by its name
         return f"{item.__module__}.{item.__qualname__}"
     raise NoContentError(f"{type(item).__name__} has no content to name a kernel by")
 

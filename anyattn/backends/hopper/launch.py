@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -110,11 +111,11 @@ def compiling_only() -> Iterator[None]:
 
 
 def _found_or_made(config: Config, kinds: tuple) -> Callable[..., None]:
-    payload = warm(config, kinds)
-    with contextlib.suppress(OSError):
-        return build.load(payload)
-    # a library that this machine will not load, where no folder for temporary files may hold code; an object file is written to memory
-    return build.load(build.make(config, kinds, may_link=False))
+    try:
+        return build.load(warm(config, kinds))
+    except OSError as error:  # where no folder for temporary files may hold code, say; an object file is written to memory
+        warnings.warn(f"anyattn compiles a kernel again that cannot be loaded from disk: {error}", RuntimeWarning, stacklevel=4)
+        return build.load(build.make(config, kinds, may_link=False))
 
 
 def warm(config: Config, kinds: tuple) -> disk_cache.Payload:
