@@ -53,7 +53,7 @@ HANDED_DOWN: dict[str, set[str]] = {
 }
 # May be imported by everyone, and so import nothing but one another.
 SHARED = ("anyattn.mods", "anyattn.errors", "anyattn.kept")
-DECLARED = {"torch", "numpy", "click", "rich", "triton", "cutlass", "cuda", "matplotlib", "anyattn"}
+DECLARED = {"torch", "numpy", "click", "rich", "triton", "cutlass", "cuda", "tvm_ffi", "filelock", "matplotlib", "anyattn"}
 
 
 @dataclass(frozen=True)

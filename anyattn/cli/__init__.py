@@ -1,4 +1,4 @@
-"""The command line: ``anyattn demo | show | explain | doctor``. Bad arguments and Ctrl-C end in one line on stderr."""
+"""The command line: ``anyattn demo | show | explain | doctor | cache | warmup``. Bad arguments and Ctrl-C end in one line on stderr."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ _COMMANDS = {
     "show": ("anyattn.cli.show", "Draw a mask's tiles: full, partial, empty."),
     "explain": ("anyattn.cli.explain", "Say what anyattn makes of a mod, and how it would be run."),
     "doctor": ("anyattn.cli.doctor", "Check versions, backends and a few results."),
+    "cache": ("anyattn.cli.cache", "List or remove the compiled kernels on disk."),
+    "warmup": ("anyattn.cli.warmup", "Compile the common kernels into the disk cache."),
 }
 
 

@@ -13,11 +13,12 @@ from rich.table import Table
 
 import anyattn
 from anyattn import gallery, hardware, plan
+from anyattn.backends.hopper import build, disk_cache
 from anyattn.cli.judge import shares
 
 __all__ = ["command"]
 
-_PACKAGES = ("torch", "numpy", "triton", "nvidia-cutlass-dsl", "matplotlib")
+_PACKAGES = ("torch", "numpy", "triton", "nvidia-cutlass-dsl", "apache-tvm-ffi", "matplotlib")
 # A mask by ranges, captured ids, a score mod with a table, and a mod of nobody's: one per path through the library.
 _CHECKED = ("causal", "document", "t5_bias", "own")
 
@@ -43,6 +44,8 @@ def command() -> int:
     machine.add_row("threads", str(torch.get_num_threads()))
     for name, why in plan.available(hardware.of("cpu")).items():
         machine.add_row(f"backend {name}", "available" if why is None else f"unavailable: {why}")
+    machine.add_row("kernel cache", _cache())
+    machine.add_row("kernel launches", _launches())
     console.print(machine, highlight=False)
     started = time.perf_counter()
     worst = {f"{name} {dtype}": _worst(name, dtype) for name in _CHECKED for dtype in (torch.float32, torch.bfloat16)}
@@ -57,6 +60,18 @@ def command() -> int:
         highlight=False,
     )
     return 0
+
+
+def _launches() -> str:
+    return "by tvm-ffi" if build.has_tvm_ffi() else "slow, and no kernel is kept on disk: apache-tvm-ffi is missing"
+
+
+def _cache() -> str:
+    if not disk_cache.is_on():
+        return "off (ANYATTN_CACHE)"
+    folder = disk_cache.default_folder()
+    reason = disk_cache.why_not(folder)
+    return str(folder) if reason is None else f"unused: {reason}"
 
 
 def _worst(name: str, dtype: torch.dtype) -> float:

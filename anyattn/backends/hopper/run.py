@@ -88,7 +88,7 @@ def _counter(device: torch.device) -> Tensor:
 
     Kernels of one stream follow one another and share them. A graph may run beside anything and gets its own.
     """
-    if torch.cuda.is_current_stream_capturing():
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():  # a CPU's when only compiling
         return torch.zeros(2, dtype=torch.int32, device=device)
     key = (device, torch.cuda.current_stream(device).cuda_stream)
     if key not in _counters:
@@ -98,4 +98,4 @@ def _counter(device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=16)
 def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -1,0 +1,67 @@
+"""``anyattn cache``: the compiled kernels that are kept on disk."""
+
+from __future__ import annotations
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from anyattn.backends.hopper import disk_cache
+from anyattn.backends.hopper.disk_cache import DiskCache
+
+__all__ = ["command"]
+
+
+@click.group("cache")
+def command() -> None:
+    """List or remove the compiled kernels on disk."""
+
+
+@command.command("list")
+def list_kernels() -> None:
+    """List the kernels: variant, head dimension, dtype, size and age."""
+    cache, console = _cache(), Console()
+    entries = cache.entries()
+    if not entries:
+        console.print(f"no kernels in {cache.folder}", highlight=False, soft_wrap=True)
+        return
+    table = Table("variant", "head dim", "dtype", "size", "age", box=None, pad_edge=False, header_style="bold")
+    for entry in entries:
+        facts = entry.facts
+        name = str(facts.get("name", "?")) if entry.is_sound else "torn or altered: made again when needed"
+        table.add_row(name, str(facts.get("head_dim", "")), str(facts.get("dtype", "")), _size(entry.size), _age(entry.age))
+    console.print(table, highlight=False)
+    total = _size(sum(entry.size for entry in entries))
+    console.print(f"{_count(len(entries))}, {total}, in {cache.folder}", highlight=False, soft_wrap=True)
+
+
+@command.command("clear")
+def clear() -> None:
+    """Remove all kernels; programs that are running keep theirs."""
+    cache = _cache()
+    count, size = cache.clear()
+    Console().print(f"removed {_count(count)}, {_size(size)}, from {cache.folder}", highlight=False, soft_wrap=True)
+
+
+def _cache() -> DiskCache:
+    """The user's cache, be it turned off or not."""
+    folder = disk_cache.default_folder()
+    reason = disk_cache.why_not(folder)
+    if reason is not None:
+        raise click.ClickException(reason)
+    return DiskCache(folder)
+
+
+def _count(kernels: int) -> str:
+    return f"{kernels} kernel" + "s" * (kernels != 1)
+
+
+def _size(size: int) -> str:
+    return f"{size / 1024:.0f} KiB" if size < 1024**2 else f"{size / 1024**2:.1f} MiB"
+
+
+def _age(seconds: float) -> str:
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"

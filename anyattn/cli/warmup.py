@@ -1,0 +1,107 @@
+"""``anyattn warmup``: compiles the common kernels into the disk cache before a program asks for them, several at a time."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+
+import click
+from rich.console import Console
+
+__all__ = ["command"]
+
+_HEAD_DIMS = ("64", "128", "256")
+_MASKS = ("full", "causal", "window")
+_DTYPES = ("bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class _Variant:
+    mask: str
+    head_dim: int
+    dtype: str
+    has_lse: bool  # as training asks for it
+
+    def __str__(self) -> str:
+        return f"{self.mask} D {self.head_dim} {self.dtype}{', lse' if self.has_lse else ''}"
+
+
+@click.command("warmup")
+@click.option("--head-dim", "head_dims", multiple=True, type=click.Choice(_HEAD_DIMS), help="Only this one (may be repeated).")
+@click.option("--mask", "masks", multiple=True, type=click.Choice(_MASKS), help="Only this one (may be repeated).")
+@click.option("--dtype", "dtypes", multiple=True, default=_DTYPES[:1], type=click.Choice(_DTYPES), help="bfloat16 by default.")
+@click.option("--arch", type=click.Choice(("sm_90a",)), help="Compile for this GPU, also where there is none.")
+@click.option("--jobs", default=0, type=click.IntRange(0), help="Processes at a time; 0, the default, is one for each core.")
+def command(head_dims: tuple[str, ...], masks: tuple[str, ...], dtypes: tuple[str, ...], arch: str | None, jobs: int) -> int:
+    """Compile the common kernels (full, causal and window, with and without lse) into the disk cache.
+
+    What is there already is not compiled again. The launching code is made for this machine's processor: another kind of processor
+    compiles anew.
+    """
+    _check(arch)
+    dims = [int(d) for d in head_dims or _HEAD_DIMS]
+    variants = [_Variant(*v) for v in itertools.product(masks or _MASKS, dims, dict.fromkeys(dtypes), (False, True))]
+    console, started, failed = Console(), time.perf_counter(), 0
+    # a forked child of a process whose torch has threads may hang
+    context = multiprocessing.get_context("spawn")
+    workers = min(len(variants), jobs or len(os.sched_getaffinity(0)))
+    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+        try:
+            waiting = {pool.submit(_compile, variant): variant for variant in variants}
+            for future in as_completed(waiting):
+                error = future.exception()
+                failed += error is not None
+                text = f"[red]failed[/]: {error}" if error is not None else f"{future.result():.1f} s"
+                console.print(f"{waiting[future]}: {text}", highlight=False, soft_wrap=True)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    seconds = time.perf_counter() - started
+    console.print(f"{len(variants) - failed} of {len(variants)} kernels ready, {seconds:.1f} s", highlight=False)
+    return 1 if failed else 0
+
+
+def _check(arch: str | None) -> None:
+    """Says what keeps kernels from being compiled or kept."""
+    import importlib.util
+
+    import torch
+
+    from anyattn.backends.hopper import build, disk_cache
+
+    if not disk_cache.is_on():
+        raise click.ClickException("ANYATTN_CACHE=0 turns the disk cache off, so that nothing would be kept")
+    reason = disk_cache.why_not(disk_cache.default_folder())
+    if reason is not None:
+        raise click.ClickException(reason)
+    if importlib.util.find_spec("cutlass") is None or not build.has_tvm_ffi():
+        raise click.ClickException("compiling needs nvidia-cutlass-dsl and apache-tvm-ffi: pip install 'anyattn[cute]'")
+    if arch is None and not (torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)):
+        raise click.ClickException("there is no Hopper GPU here; --arch sm_90a compiles for one all the same")
+
+
+def _compile(variant: _Variant) -> float:
+    """Seconds that it took, in a process of its own."""
+    import torch
+
+    from anyattn import masks, plan
+    from anyattn.backends.hopper import launch, run
+    from anyattn.hardware import Hardware
+    from anyattn.mods.trace import trace
+    from anyattn.problem import Problem
+
+    started = time.perf_counter()
+    torch.set_num_threads(1)
+    dtype = getattr(torch, variant.dtype)
+    mask = {"full": None, "causal": masks.causal(), "window": masks.sliding_window(128, 0)}[variant.mask]
+    q = torch.zeros(1, 1, 64, variant.head_dim, dtype=dtype)
+    predicates = () if mask is None else (trace(mask, "mask"),)
+    problem = Problem(q=q, k=q, v=q, scale=1.0, predicates=predicates, wants_lse=variant.has_lse)
+    hardware = Hardware("cuda", "Hopper", 0, frozenset((torch.bfloat16, torch.float16, torch.float32)), (9, 0), 132)
+    with launch.compiling_only():
+        run.forward(problem, plan.choose(problem, hardware, "hopper"))
+    return time.perf_counter() - started

@@ -1,0 +1,219 @@
+"""The disk cache: what is torn, altered or not the user's own is never loaded, and a kernel is made once however many ask for it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+
+from anyattn.backends.hopper import disk_cache
+from anyattn.backends.hopper.disk_cache import DiskCache, Payload
+
+SPAWN = multiprocessing.get_context("spawn")
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> DiskCache:
+    folder = tmp_path / "anyattn" / "kernels"
+    assert disk_cache.why_not(folder) is None
+    return DiskCache(folder)
+
+
+class Maker:
+    """Counts how often it was asked."""
+
+    def __init__(self, data: bytes = b"machine code " * 50) -> None:
+        self.data, self.calls = data, 0
+
+    def __call__(self) -> Payload:
+        self.calls += 1
+        return Payload(self.data, {"name": "full", "head_dim": 64})
+
+
+def never() -> Payload:
+    raise AssertionError("made although it was there")
+
+
+def test_what_is_made_is_found_again(cache: DiskCache) -> None:
+    maker = Maker()
+    made = cache.get_or_make("a1", maker)
+    assert maker.calls == 1 and cache.get_or_make("a1", never) == made == DiskCache(cache.folder).get("a1")
+    assert cache.get("b2") is None
+    cache.get_or_make("b2", Maker(b""))
+    assert cache.get("b2") == Payload(b"", {"name": "full", "head_dim": 64})
+    assert cache.path("a1").stat().st_mode & 0o777 == 0o600 and cache.folder.stat().st_mode & 0o777 == 0o700
+    assert not list(cache.folder.glob("*.part"))
+
+
+@pytest.mark.parametrize("kept", [0, 1, 47, 48, 300, -1])
+def test_a_torn_file_is_made_again(cache: DiskCache, kept: int) -> None:
+    cache.get_or_make("a1", Maker())
+    whole = cache.path("a1").read_bytes()
+    cache.path("a1").write_bytes(whole[:kept])
+    maker = Maker()
+    assert cache.get("a1") is None and not cache.entries()[0].is_sound
+    assert cache.get_or_make("a1", maker).data == maker.data and maker.calls == 1
+    assert cache.path("a1").read_bytes() == whole
+
+
+def test_no_altered_byte_goes_unseen(cache: DiskCache) -> None:
+    cache.get_or_make("a1", Maker(b"0123456789"))
+    whole = cache.path("a1").read_bytes()
+    for at in range(len(whole)):
+        altered = bytearray(whole)
+        altered[at] ^= 1
+        cache.path("a1").write_bytes(altered)
+        assert cache.get("a1") is None, f"byte {at}"
+    for text in (whole + b"x", b"x" + whole, whole + whole):
+        cache.path("a1").write_bytes(text)
+        assert cache.get("a1") is None
+
+
+def test_a_file_under_another_name_is_not_taken(cache: DiskCache) -> None:
+    cache.get_or_make("a1", Maker())
+    os.rename(cache.path("a1"), cache.path("b2"))
+    assert cache.get("b2") is None
+
+
+def test_a_making_that_fails_leaves_nothing(cache: DiskCache) -> None:
+    def failing() -> Payload:
+        raise RuntimeError("no compiler")
+
+    with pytest.raises(RuntimeError, match="no compiler"):
+        cache.get_or_make("a1", failing)
+    assert cache.get("a1") is None and cache.get_or_make("a1", Maker()).data == Maker().data
+
+
+def test_a_disk_that_refuses_costs_no_kernel(cache: DiskCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    maker = Maker()
+    assert cache.get_or_make("a1", maker).data == maker.data
+    assert cache.get("a1") is None and not list(cache.folder.glob("*.part"))
+
+
+def _slow_make(folder: str, counter: str) -> None:
+    """In a process of its own: asks for a kernel, and notes in ``counter`` if it had to make it."""
+
+    def make() -> Payload:
+        with open(counter, "ab", buffering=0) as file:
+            file.write(b"x")
+        time.sleep(1.0)
+        return Payload(b"code", {})
+
+    assert DiskCache(Path(folder)).get_or_make("a1", make).data == b"code"
+
+
+def test_processes_at_once_make_it_once(cache: DiskCache, tmp_path: Path) -> None:
+    counter = tmp_path / "counter"
+    processes = [SPAWN.Process(target=_slow_make, args=(str(cache.folder), str(counter))) for _ in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+        assert process.exitcode == 0
+    assert counter.read_bytes() == b"x"
+
+
+def _make_for_ever(folder: str, counter: str) -> None:
+    def make() -> Payload:
+        Path(counter).write_bytes(b"x")
+        time.sleep(600)
+        raise AssertionError
+
+    DiskCache(Path(folder)).get_or_make("a1", make)
+
+
+def test_a_dead_owner_of_a_lock_blocks_nobody(cache: DiskCache, tmp_path: Path) -> None:
+    counter = tmp_path / "counter"
+    owner = SPAWN.Process(target=_make_for_ever, args=(str(cache.folder), str(counter)))
+    owner.start()
+    deadline = time.monotonic() + 120
+    while not counter.exists():
+        assert time.monotonic() < deadline and owner.is_alive()
+        time.sleep(0.02)
+    assert owner.pid is not None
+    os.kill(owner.pid, signal.SIGKILL)
+    owner.join()
+    maker, started = Maker(), time.monotonic()
+    cache.get_or_make("a1", maker)
+    assert maker.calls == 1 and time.monotonic() - started < 30
+
+
+def test_a_lock_held_too_long_is_passed_by(cache: DiskCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    from filelock import FileLock
+
+    monkeypatch.setattr(disk_cache, "_PATIENCE", 0.1)
+    with FileLock(cache.folder / "a1.lock"):
+        maker = Maker()
+        assert cache.get_or_make("a1", maker).data == maker.data and maker.calls == 1
+
+
+def test_listing_and_clearing(cache: DiskCache) -> None:
+    for key in ("a1", "b2"):
+        cache.get_or_make(key, Maker())
+    os.utime(cache.path("a1"), (time.time() - 7200,) * 2)
+    (cache.folder / "left.part").write_bytes(b"of a process that died")
+    (cache.folder / "notes.txt").write_text("not ours")
+    newest, oldest = cache.entries()
+    assert (newest.path.name, oldest.path.name) == ("b2.kernel", "a1.kernel") and oldest.age > 7000 and newest.is_sound
+    assert cache.clear() == (2, newest.size + oldest.size)
+    assert cache.entries() == [] and [p.name for p in cache.folder.iterdir()] == ["notes.txt"]
+
+
+def opened() -> tuple[DiskCache | None, str]:
+    """What ``open_cache`` gives, and what it warned of."""
+    disk_cache._opened.cache_clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = disk_cache.open_cache()
+    return found, " ".join(str(w.message) for w in caught)
+
+
+def test_the_environment_says_where_and_whether(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for name in ("ANYATTN_CACHE", "ANYATTN_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    assert disk_cache.default_folder() == tmp_path / "home/.cache/anyattn/kernels"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert disk_cache.default_folder() == tmp_path / "xdg/anyattn/kernels"
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # to be ignored, says its specification
+    assert disk_cache.default_folder() == tmp_path / "home/.cache/anyattn/kernels"
+    monkeypatch.setenv("ANYATTN_CACHE_DIR", str(tmp_path / "mine"))
+    found, said = opened()
+    assert found is not None and found.folder == tmp_path / "mine/kernels" and not said
+    for off in ("0", "off", "False"):
+        monkeypatch.setenv("ANYATTN_CACHE", off)
+        assert opened() == (None, "")
+    monkeypatch.setenv("ANYATTN_CACHE", "1")
+    assert opened()[0] is not None
+
+
+def test_a_folder_that_others_could_write_into_is_refused(cache: DiskCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ANYATTN_CACHE_DIR", str(cache.folder.parent))
+    for mode in (0o755, 0o770, 0o701):
+        cache.folder.chmod(mode)
+        found, said = opened()
+        assert found is None and "wanted 0700" in said and str(cache.folder) in said and "ANYATTN_CACHE_DIR" in said
+    assert disk_cache.open_cache() is None, "it is said once, and stays refused"
+    cache.folder.chmod(0o700)
+    assert opened()[0] is not None
+
+
+def test_a_folder_of_another_user_is_refused(cache: DiskCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner = cache.folder.stat().st_uid
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    assert f"belongs to user {owner}" in str(disk_cache.why_not(cache.folder))
+
+
+def test_a_place_that_cannot_be_a_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert "is not a folder" in str(disk_cache.why_not(tmp_path / "file"))
+    assert "cannot be made" in str(disk_cache.why_not(tmp_path / "file" / "kernels"))
