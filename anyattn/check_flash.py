@@ -5,22 +5,35 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from anyattn import check
+from anyattn.bands import TableOffset, band
+from anyattn.check_lengths import (
+    NEEDS_USED,
+    batch_of,
+    batch_of_ends,
+    check_max,
+    check_used,
+    ends,
+    offset_unread,
+    pages,
+    sequence_lengths,
+    takes_their_word,
+    unread_sequences,
+)
 from anyattn.geometry.seqlen_info import SeqlenInfoQK
 from anyattn.geometry.sequences import Sequences
+from anyattn.geometry.stored import LengthTables, StoredSequences
 from anyattn.kept import kept
 from anyattn.kvcache.append import check_pages
 from anyattn.mods import masks, scores
-from anyattn.mods.algebra import Mask
 from anyattn.mods.compose import chained
-from anyattn.mods.loads import check_loads, check_loads_ragged
-from anyattn.mods.trace import TracedMod, trace
+from anyattn.mods.loads import check_loads, check_loads_ragged, plainly_inside
+from anyattn.mods.trace import TracedMod
 from anyattn.problem import Problem
 
 __all__ = [
@@ -36,9 +49,6 @@ __all__ = [
     "storage",
     "varlen_problem",
 ]
-
-
-_FAR = 2**40  # further than any position, and still a number of 64 bits when positions are added
 
 
 class Options(NamedTuple):
@@ -86,20 +96,32 @@ def varlen_problem(
 ) -> Problem:
     """The problem of one ``flash_attn_varlen_func`` call."""
     _check_varlen_storage(q, k, v, cu_seqlens_q, cu_seqlens_k, page_table)
-    tables = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table)
-    lengths = (max_seqlen_q, max_seqlen_k)
+    lengths, pool = (max_seqlen_q, max_seqlen_k), None if page_table is None else k
+    if takes_their_word(q.device, validate):
+        tables = LengthTables(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+        unread = unread_sequences(q, k, tables, lengths, page_table)
+        return problem_of(q, k, v, unread, options, offset_unread(unread, any_needs_grad(q, k, v, options)))
+    given = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table)
 
     def checked() -> tuple[Sequences, int | Tensor]:
-        return _checked_sequences(q, k, tables, lengths, validate)
+        return _checked_sequences(q, k, given, lengths, validate)
 
     # (a page table changes from step to step, and the sequences hold on to it)
-    may_keep = page_table is None and not any(isinstance(n, Tensor) for n in lengths)
-    if may_keep and all(t is None or type(t) is Tensor for t in tables):
+    may_keep = pool is None and not any(isinstance(n, Tensor) for n in lengths)
+    if may_keep and all(t is None or type(t) is Tensor for t in given):
         facts = ("varlen", q.shape[:-2], k.shape[:-2], q.device, lengths, tuple(map(type, lengths)), validate)
-        sequences, offset = kept(tables, facts, checked)
+        sequences, offset = kept(given, facts, checked)
     else:
         sequences, offset = checked()
     return problem_of(q, k, v, sequences, options, offset)
+
+
+def any_needs_grad(q: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
+    """Whether a backward pass may come: a score mod's tensors may have gradients that are not seen here."""
+    if not torch.is_grad_enabled():
+        return False
+    known = (q, k, v, options.sink, options.alibi_slopes)
+    return options.score_mod is not None or any(isinstance(t, Tensor) and t.requires_grad for t in known)
 
 
 def _checked_sequences(
@@ -107,9 +129,9 @@ def _checked_sequences(
 ) -> tuple[Sequences, int | Tensor]:
     """Where each sequence is, and the offset of its queries among its keys. Looks at what the tables hold."""
     cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table = tables
-    batch, device = _batch(q, cu_seqlens_q, cu_seqlens_k, k, page_table), q.device
+    batch, device = batch_of(q, cu_seqlens_q, cu_seqlens_k, k, page_table), q.device
     if page_table is not None and seqused_k is None:
-        raise ValueError("seqused_k is None with a page_table; wanted the number of keys of each sequence, (batch,) integers")
+        raise ValueError(NEEDS_USED)
     table = None if page_table is None else pages(page_table, batch, k)
     number = torch.arange(batch, device=device)
     info = SeqlenInfoQK.create(
@@ -124,9 +146,9 @@ def _checked_sequences(
         tile_n=1,
     )
     sequences = _sequences(info, number, table, k.shape[1])
-    _check_used(sequences, cu_seqlens_q, "seqused_q", None if cu_seqlens_q is not None else q.shape[1])
+    check_used(sequences, cu_seqlens_q, "seqused_q", None if cu_seqlens_q is not None else q.shape[1])
     capacity = table.shape[1] * k.shape[1] if table is not None else None if cu_seqlens_k is not None else k.shape[1]
-    _check_used(sequences, cu_seqlens_k, "seqused_k", capacity)
+    check_used(sequences, cu_seqlens_k, "seqused_k", capacity)
     check_max("max_seqlen_q", lengths[0], sequences.max_seqlen_q)
     check_max("max_seqlen_k", lengths[1], sequences.max_seqlen_k)
     if table is not None:
@@ -162,7 +184,7 @@ def _sequences(info: SeqlenInfoQK, number: Tensor, table: Tensor | None, page_si
     )
 
 
-def problem_of(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences | None, options: Options, offset: int | Tensor) -> Problem:
+def problem_of(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences | None, options: Options, offset: Any) -> Problem:
     """What the doors share once they know where everything is. offset: the first query's place among the keys, less its ``q_idx``."""
     heads = q.shape[-2]
     q4, k4, v4 = (_heads_first(t) for t in (q, k, v))
@@ -182,10 +204,11 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences | None, opt
         predicates.append(traced(options.mask_mod if options.mask_mod is not None else masks.full(), "mask"))
     elif options.mask_mod is not None:
         predicates.append(traced(options.mask_mod, "mask"))
-    band = _band(options.causal, options.window_size, offset, bare.seqlen_q, bare.seqlen_k)
-    if band is not None:
-        predicates.append(trace(band, "mask", device=q.device))
+    visible = band(options.causal, options.window_size, offset, bare.bound_q, bare.bound_k, q.device)
+    if visible is not None:
+        predicates.append(visible)
     score = None
+    offset = offset if sequences is None or not isinstance(offset, TableOffset) else sequences.seqlens_k - sequences.seqlens_q
     for mod in (_softcap(options.softcap), _alibi(options.alibi_slopes, bare.batch, heads, offset, q.device), options.score_mod):
         if mod is not None:
             found = traced(mod, "score")
@@ -212,6 +235,9 @@ def _check_loads(mod: TracedMod, problem: Problem) -> None:
         check_loads(mod, problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)
     else:
         s = problem.sequences
+        # what is inside for all sequences of these sizes needs no look at the tables
+        if isinstance(s, StoredSequences) and plainly_inside(mod, s.batch, problem.heads_q, s.bound_q, s.bound_k):
+            return
         check_loads_ragged(mod, problem.heads_q, s.seqlens_q, s.seqlens_k, s.q_first)
 
 
@@ -253,142 +279,7 @@ def _heads_first(x: Tensor) -> Tensor:
     return (x if x.ndim == 4 else x[None]).transpose(1, 2)
 
 
-# ---- lengths
-
-
-def _batch(q: Tensor, cu_seqlens_q: Any, cu_seqlens_k: Any, k: Tensor, page_table: Any) -> int:
-    counts = {
-        "cu_seqlens_q": None if cu_seqlens_q is None else batch_of_ends("cu_seqlens_q", cu_seqlens_q),
-        "cu_seqlens_k": None if cu_seqlens_k is None else batch_of_ends("cu_seqlens_k", cu_seqlens_k),
-        "q": None if cu_seqlens_q is not None else q.shape[0],
-        "k": None if cu_seqlens_k is not None or page_table is not None else k.shape[0],
-    }
-    found = {name: count for name, count in counts.items() if count is not None}
-    first = next(iter(found))
-    for name, count in found.items():
-        if count != found[first]:
-            raise ValueError(f"{name} says a batch of {count} but {first} of {found[first]}; wanted the same number of sequences")
-    return found[first]
-
-
-def batch_of_ends(name: str, given: Any) -> int:
-    """The number of sequences that a cu_seqlens tells apart."""
-    _integers(name, given, 1, "(batch + 1,)")
-    if len(given) == 0:
-        raise ValueError(f"{name} is empty; wanted batch + 1 entries, the first 0")
-    return len(given) - 1
-
-
-def ends(name: str, given: Any, packed: Tensor, validate: bool | None) -> Tensor | None:
-    """cu_seqlens as int64, checked: from 0, never falling, never past the packed rows; with ``validate`` ending exactly there.
-
-    validate None: on the CPU, where looking costs nothing, all but the exact end; elsewhere nothing, for it would wait for the device.
-    """
-    if given is None:
-        return None
-    if given.device != packed.device:
-        raise ValueError(f"{name} is on {given.device} but q is on {packed.device}; move it with .to()")
-    found = given.to(torch.int64)
-    if validate is False or (validate is None and packed.device.type != "cpu"):
-        return found
-    total = packed.shape[0]
-    listed = found.tolist()
-    if listed[0] != 0:
-        raise ValueError(f"{name}[0]={listed[0]}; wanted 0, then each sequence's end")
-    for i, (a, b) in enumerate(pairwise(listed)):
-        if b < a:
-            raise ValueError(f"{name}[{i + 1}]={b} is less than {name}[{i}]={a}; wanted entries that do not fall")
-        if b > total:
-            raise ValueError(f"{name}[{i + 1}]={b} is past the {total} rows of the packed tensor; wanted at most {total}")
-    if validate and listed[-1] != total:
-        raise ValueError(f"{name}[{len(listed) - 1}]={listed[-1]} ends before the {total} rows of the packed tensor; wanted {total}")
-    return found
-
-
-def sequence_lengths(name: str, given: Any, batch: int, device: torch.device) -> Tensor | None:
-    """(batch,) integers as int64, not negative."""
-    if given is None:
-        return None
-    _integers(name, given, 1, f"({batch},)")
-    if len(given) != batch:
-        raise ValueError(f"{name} has {len(given)} entries; wanted {batch}, one per sequence")
-    if given.device != device:
-        raise ValueError(f"{name} is on {given.device} but q is on {device}; move it with .to()")
-    if len(given) and int(given.min()) < 0:
-        at = int(given.argmin())
-        raise ValueError(f"{name}[{at}]={int(given[at])}; wanted 0 or more")
-    return given.to(torch.int64)
-
-
-def _integers(name: str, given: Any, rank: int, shape: str) -> None:
-    if not isinstance(given, Tensor):
-        raise TypeError(f"{name} is a {type(given).__name__}; wanted an int32 or int64 tensor of shape {shape}")
-    if given.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"{name} has dtype {given.dtype}; wanted int32 or int64: convert it with .to(torch.int32)")
-    if given.ndim != rank:
-        raise ValueError(f"{name} has shape {tuple(given.shape)}; wanted {shape}")
-
-
-def _check_used(sequences: Sequences, ends: Any, name: str, capacity: int | None) -> None:
-    """Raises where a sequence uses more rows than it has."""
-    host = sequences.on_host
-    used = host.seqlens_q if name == "seqused_q" else host.seqlens_k
-    room = [capacity] * len(used) if capacity is not None else ends.diff().tolist()
-    for i, (n, most) in enumerate(zip(used, room, strict=True)):
-        if n > most:
-            raise ValueError(f"{name}[{i}]={n} but sequence {i} has room for {most}; wanted at most {most}")
-
-
-def check_max(name: str, given: Any, have: int) -> None:
-    if given is None:
-        return
-    if isinstance(given, Tensor) and given.ndim == 0:
-        given = given.item()
-    if isinstance(given, bool) or not isinstance(given, int):
-        raise TypeError(f"{name} is a {type(given).__name__}; wanted an int, a tensor of no dimensions, or None")
-    if given < have:
-        raise ValueError(f"{name}={given} but the longest sequence has {have}; wanted at least {have}, or None")
-
-
-def pages(page_table: Any, batch: int, pool: Tensor) -> Tensor:
-    _integers("page_table", page_table, 2, f"({batch}, pages)")
-    if page_table.shape[0] != batch:
-        raise ValueError(f"page_table has {page_table.shape[0]} rows; wanted {batch}, one per sequence")
-    if page_table.device != pool.device:
-        raise ValueError(f"page_table is on {page_table.device} but the pages are on {pool.device}; move it with .to()")
-    if pool.shape[1] == 0:
-        raise ValueError(f"the pages have shape {tuple(pool.shape)} with page_size 0; wanted at least 1")
-    return page_table
-
-
 # ---- mods
-
-
-def _band(causal: Any, window_size: Any, offset: int | Tensor, most_q: int, most_k: int) -> Callable | None:
-    """The mask of ``causal`` and ``window_size``, None if both leave everything visible in sequences of at most so many rows and keys."""
-    if not isinstance(window_size, Sequence) or len(window_size) != 2:
-        raise TypeError(f"window_size={window_size!r}; wanted a pair (left, right) of ints, -1 or None for no limit")
-    for i, side in enumerate(window_size):
-        if side is not None and (isinstance(side, bool) or not isinstance(side, int)):
-            raise TypeError(f"window_size[{i}]={side!r} is a {type(side).__name__}; wanted an int, -1 or None for no limit")
-    # a side that is further away than any key is as good as none, or hides all
-    left, right = (None if side in (-1, None) else max(min(side, _FAR), -_FAR) for side in window_size)
-    if not isinstance(causal, bool):
-        raise TypeError(f"causal={causal!r} is a {type(causal).__name__}; wanted True or False")
-    if causal:
-        right = 0 if right is None else min(right, 0)
-    left = None if left is not None and left >= most_k - 1 else left
-    right = None if right is not None and right >= most_q - 1 else right  # the last query stands at the last key
-    if left is None and right is None:
-        return None
-    return _band_mask(left, right, offset) if isinstance(offset, int) else _new_band_mask(left, right, offset)
-
-
-def _new_band_mask(left: int | None, right: int | None, offset: int | Tensor) -> Mask:
-    return masks.causal(offset) if (left, right) == (None, 0) else masks.sliding_window(left, right, offset)
-
-
-_band_mask = lru_cache(maxsize=256)(_new_band_mask)  # making one traces it; not for offsets in tensors, which would be kept
 
 
 def _softcap(softcap: Any) -> Callable | None:
@@ -432,9 +323,14 @@ def _blocks(given: Any, problem: Problem) -> Any:
         raise ValueError(f"block_sparse_tensors is on {given.device} but q is on {problem.q.device}; move it with .to()")
     if isinstance(given, VarlenBlockSparseTensors):
         assert problem.sequences is not None
+        is_unread = isinstance(problem.sequences, StoredSequences)  # then the lists' lengths are believed, as the tables are
         for name, listed, have in (
-            ("seqlens_q", given.seqlens_q, problem.sequences.seqlens_q),
-            ("seqlens_k", given.seqlens_k, problem.sequences.seqlens_k),
+            ()
+            if is_unread
+            else (
+                ("seqlens_q", given.seqlens_q, problem.sequences.seqlens_q),
+                ("seqlens_k", given.seqlens_k, problem.sequences.seqlens_k),
+            )
         ):
             if not torch.equal(listed.to(torch.int64), have):
                 what = f"{name} {_short(listed)} but the call has {_short(have)}"

@@ -74,6 +74,16 @@ class Problem:
         """The greatest number of keys of a batch entry."""
         return self.k.shape[2] if self.sequences is None else self.sequences.max_seqlen_k
 
+    @property
+    def bound_q(self) -> int:
+        """At least ``seqlen_q``, and known without a look at what tensors on a GPU hold."""
+        return self.q.shape[2] if self.sequences is None else self.sequences.bound_q
+
+    @property
+    def bound_k(self) -> int:
+        """At least ``seqlen_k``, and known without a look at what tensors on a GPU hold."""
+        return self.k.shape[2] if self.sequences is None else self.sequences.bound_k
+
     @classmethod
     def of_fields(cls, fields: dict[str, Any]) -> Problem:
         """A problem of all these fields, by name: the constructor takes longer than a remembered call may."""
@@ -107,6 +117,12 @@ class Problem:
         """Whether there is any (query, key) about which a mod can be asked."""
         entries = self.sequences.has_pairs if self.sequences is not None else min(self.batch, self.seqlen_q, self.seqlen_k) > 0
         return entries and self.heads_q > 0
+
+    @property
+    def may_have_pairs(self) -> bool:
+        """Whether ``has_pairs`` can be true, as far as that is known without a look at what tensors on a GPU hold."""
+        sizes = (self.batch, *self.q.shape, *self.k.shape)
+        return min(sizes) > 0 and min(self.bound_q, self.bound_k) > 0
 
     @property
     def stat_dtype(self) -> torch.dtype:

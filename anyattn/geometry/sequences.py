@@ -93,6 +93,16 @@ class Sequences:
     def max_seqlen_k(self) -> int:
         return max(self.on_host.seqlens_k, default=0)
 
+    @property
+    def bound_q(self) -> int:
+        """No sequence has more queries."""
+        return self.max_seqlen_q
+
+    @property
+    def bound_k(self) -> int:
+        """No sequence has more keys."""
+        return self.max_seqlen_k
+
     @cached_property
     def end_position(self) -> int:
         """One more than the last query position of any sequence with pairs."""

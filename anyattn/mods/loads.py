@@ -15,7 +15,7 @@ from anyattn.mods.ir import Builder, Expr
 from anyattn.mods.range_tables import RangeTables
 from anyattn.mods.trace import TracedMod
 
-__all__ = ["Doubt", "check_loads", "check_loads_ragged", "doubt"]
+__all__ = ["Doubt", "check_loads", "check_loads_ragged", "doubt", "plainly_inside"]
 
 _TILE = 128
 _INSIDE: set[tuple] = set()  # calls of which it is known: by expression, captured numbers, shapes and lengths
@@ -46,6 +46,21 @@ def check_loads(mod: TracedMod, B: int, H: int, seqlen_q: int, seqlen_k: int) ->
         if len(_INSIDE) > 4096:
             _INSIDE.clear()
         _INSIDE.add(known)
+
+
+def plainly_inside(mod: TracedMod, B: int, H: int, seqlen_q: int, seqlen_k: int) -> bool:
+    """Whether every load is inside at all (b, h, q_idx, kv_idx) of these sizes, as far as the sizes and the mod's numbers show it.
+
+    False where only what captured tensors hold could show it: on a GPU finding out would wait for them.
+    """
+    sizes = {"b": B, "h": H, "q_idx": seqlen_q, "kv_idx": seqlen_k}
+    if min(sizes.values()) == 0:
+        return True
+    doubtful = _doubtful(mod, sizes)
+    if any(node.op in ("load", "score") for _, _, arg in doubtful for node in _index(mod, arg).nodes):
+        return False
+    box = {name: (torch.zeros(1, dtype=torch.int64), torch.full((1,), n - 1)) for name, n in sizes.items()}
+    return not doubtful or next(_still_doubtful(mod, doubtful, box), None) is None
 
 
 class Doubt(NamedTuple):

@@ -34,7 +34,7 @@ def reason_against(problem: Problem) -> str | None:
         reason = None if mod is None else _against_mod(mod)
         if reason:
             return reason
-    if not problem.has_pairs:
+    if not problem.may_have_pairs:
         return "there is nothing to multiply"
     return _against_lists(problem) or _against_layout(problem)
 

@@ -1,0 +1,23 @@
+"""What the kernel that makes a ragged batch's tables is specialised for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["MOST_ENTRIES", "THREADS", "TablesConfig"]
+
+THREADS = 1024  # of a block, and bins of costs
+MOST_ENTRIES = (2048, 16384)  # four bytes each in shared memory
+
+
+@dataclass(frozen=True)
+class TablesConfig:
+    """tile_m: query rows of the big kernel's tiles. ends_with_row: a row sees keys up to its own place. most_entries: of a batch."""
+
+    tile_m: int
+    ends_with_row: bool
+    most_entries: int
+
+    def __post_init__(self) -> None:
+        if self.most_entries not in MOST_ENTRIES:
+            raise ValueError(f"most_entries={self.most_entries}; wanted one of {MOST_ENTRIES}")

@@ -1,0 +1,114 @@
+"""A ragged batch as its tables say, which nobody has looked at: what the tables hold may be on a GPU, and may change before it is used."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from anyattn.geometry.sequences import Sequences
+
+__all__ = ["LengthTables", "StoredSequences"]
+
+
+class LengthTables(NamedTuple):
+    """Integers of 32 or 64 bits: ends (B + 1,) of packed sequences, from 0, and rows in use (B,); None where the call has none."""
+
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    seqused_q: Tensor | None
+    seqused_k: Tensor | None
+
+
+class StoredSequences(Sequences):
+    """``Sequences`` whose fields are computed from the tables when they are asked for; a kernel may read the tables instead.
+
+    tables: what says where the sequences are. batch: how many there are. rows_q, rows_k: what one row of storage has room for: all packed
+    rows, a padded length, or the rows of all pages of an entry. bound_q, bound_k: no sequence has more queries, more keys.
+
+    >>> s = StoredSequences(LengthTables(torch.tensor([0, 3, 5]), None, None, torch.tensor([2, 7])), 2, 5, 9, 3, 7)
+    >>> s.seqlens_q.tolist(), s.q_start.tolist(), s.seqlens_k.tolist(), s.k_row.tolist()
+    ([3, 2], [0, 3], [2, 7], [0, 1])
+    """
+
+    def __init__(
+        self,
+        tables: LengthTables,
+        batch: int,
+        rows_q: int,
+        rows_k: int,
+        bound_q: int,
+        bound_k: int,
+        page_table: Tensor | None = None,
+        page_size: int = 0,
+        device: torch.device | None = None,
+    ):
+        # the dataclass is frozen, and its vectors are properties here
+        vars(self).update(
+            tables=tables, size=batch, rows_q=rows_q, rows_k=rows_k, bound_q=bound_q, bound_k=bound_k, page_table=page_table,
+            page_size=page_size, is_cache=False, device=device,
+        )  # fmt: skip
+
+    tables: LengthTables
+    size: int
+    rows_q: int
+    rows_k: int
+    bound_q: int  # type: ignore[assignment]
+    bound_k: int  # type: ignore[assignment]
+    device: torch.device | None
+
+    @property
+    def batch(self) -> int:
+        return self.size
+
+    def kept(self) -> Sequences:
+        """The same with tables of its own, for a use that comes later."""
+        own = LengthTables(*(None if t is None else t.clone() for t in self.tables))
+        if self.tables.cu_seqlens_q is self.tables.cu_seqlens_k:
+            own = own._replace(cu_seqlens_k=own.cu_seqlens_q)
+        pages = None if self.page_table is None else self.page_table.clone()
+        sizes = (self.size, self.rows_q, self.rows_k, self.bound_q, self.bound_k)
+        return StoredSequences(own, *sizes, pages, self.page_size, self.device)
+
+    @cached_property
+    def seqlens_q(self) -> Tensor:  # type: ignore[override]
+        return self._lengths(self.tables.cu_seqlens_q, self.tables.seqused_q, self.rows_q)
+
+    @cached_property
+    def seqlens_k(self) -> Tensor:  # type: ignore[override]
+        return self._lengths(self.tables.cu_seqlens_k, self.tables.seqused_k, self.rows_k)
+
+    @cached_property
+    def q_row(self) -> Tensor:  # type: ignore[override]
+        return self.q_first if self.tables.cu_seqlens_q is not None else self._number
+
+    @cached_property
+    def q_start(self) -> Tensor:  # type: ignore[override]
+        ends = self.tables.cu_seqlens_q
+        return self.q_first if ends is None else ends[:-1].to(torch.int64)
+
+    @cached_property
+    def k_row(self) -> Tensor:  # type: ignore[override]
+        return self.q_first if self.tables.cu_seqlens_k is not None else self._number
+
+    @cached_property
+    def k_start(self) -> Tensor:  # type: ignore[override]
+        ends = self.tables.cu_seqlens_k
+        return self.q_first if ends is None else ends[:-1].to(torch.int64)
+
+    @cached_property
+    def q_first(self) -> Tensor:  # type: ignore[override]
+        return torch.zeros_like(self._number)
+
+    @cached_property
+    def _number(self) -> Tensor:
+        return torch.arange(self.size, device=self.device)
+
+    def _lengths(self, ends: Tensor | None, used: Tensor | None, rows: int) -> Tensor:
+        if used is not None:
+            return used.to(torch.int64)
+        if ends is not None:
+            return ends.diff().to(torch.int64)
+        return torch.full((self.size,), rows, device=self.device)
