@@ -18,6 +18,7 @@ import torch
 from anyattn.backends.hopper.config import Config
 from anyattn.backends.hopper.content import ARCH
 from anyattn.backends.hopper.disk_cache import Payload
+from anyattn.backends.hopper.tables_config import TablesConfig
 
 __all__ = ["compiled_object", "dlpack_function", "has_tvm_ffi", "load", "make"]
 
@@ -31,19 +32,24 @@ def has_tvm_ffi() -> bool:
     return importlib.util.find_spec("tvm_ffi") is not None
 
 
-def make(config: Config, kinds: tuple, may_link: bool = True) -> Payload:
+def make(config: Config | TablesConfig, kinds: tuple, may_link: bool = True) -> Payload:
     """The kernel compiled: a shared library where the machine has a linker, which loads in milliseconds, else an object file."""
     code = compiled_object(config, kinds)
     library, runtime = _linked(code) if may_link else None, _runtime()
     facts = {
-        "name": _name(config),
-        "head_dim": config.head_dim,
-        "dtype": "bfloat16" if config.is_bf16 else "float16",
+        **_described(config),
         "function": _FUNCTION,
         "runtime": runtime,
         "form": "object" if library is None else "library",
     }
     return Payload(code if library is None else library, facts)
+
+
+def _described(config: Config | TablesConfig) -> dict[str, Any]:
+    """What ``anyattn cache`` shows of a kernel."""
+    if isinstance(config, TablesConfig):
+        return {"name": "tables of sequences", "head_dim": 0, "dtype": "int32"}
+    return {"name": _name(config), "head_dim": config.head_dim, "dtype": "bfloat16" if config.is_bf16 else "float16"}
 
 
 def _name(config: Config) -> str:
@@ -59,7 +65,7 @@ def _name(config: Config) -> str:
     return " + ".join(["lists" if config.lists else band, *filter(None, extras)])
 
 
-def compiled_object(config: Config, kinds: tuple) -> bytes:
+def compiled_object(config: Config | TablesConfig, kinds: tuple) -> bytes:
     """The host's and the device's code as one object file, to be called through tvm-ffi."""
     with tempfile.TemporaryDirectory(prefix="anyattn-") as folder:
         path = Path(folder) / "kernel.o"
@@ -67,18 +73,20 @@ def compiled_object(config: Config, kinds: tuple) -> bytes:
         return path.read_bytes()
 
 
-def _compiled(config: Config, kinds: tuple, through_tvm_ffi: bool) -> Any:
+def _compiled(config: Config | TablesConfig, kinds: tuple, through_tvm_ffi: bool) -> Any:
     import cutlass.cute as cute
     from cutlass.cute.runtime import make_fake_stream
 
     from anyattn.backends.hopper.kernel import HopperForward
+    from anyattn.backends.hopper.ordering import SequenceTables
 
     stream = make_fake_stream(use_tvm_ffi_env_stream=through_tvm_ffi)
     options = f"--gpu-arch {ARCH}" + (" --enable-tvm-ffi" if through_tvm_ffi else "")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of CuTe DSL's own deprecations
         # what is exported needs no engine of its own, which would write the machine code a second time
-        return cute.compile(HopperForward(config), *_examples(kinds), stream, options=options, no_jit_engine=through_tvm_ffi)
+        kernel = SequenceTables(config) if isinstance(config, TablesConfig) else HopperForward(config)
+        return cute.compile(kernel, *_examples(kinds), stream, options=options, no_jit_engine=through_tvm_ffi)
 
 
 def _examples(kinds: tuple) -> list[Any]:
@@ -126,7 +134,7 @@ def _element(dtype: torch.dtype) -> Any:
     return getattr(cutlass, names.get(name, name.capitalize()))
 
 
-def dlpack_function(config: Config, kinds: tuple) -> Callable[..., None]:
+def dlpack_function(config: Config | TablesConfig, kinds: tuple) -> Callable[..., None]:
     """The kernel as a function of torch's tensors where tvm-ffi is missing: tens of microseconds a launch, and never from disk."""
     import cuda.bindings.driver as cuda
 

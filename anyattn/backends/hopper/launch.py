@@ -18,6 +18,7 @@ from torch import Tensor
 from anyattn.backends.hopper import build, disk_cache
 from anyattn.backends.hopper.config import Config
 from anyattn.backends.hopper.content import NoContentError, key_of
+from anyattn.backends.hopper.tables_config import TablesConfig
 
 __all__ = ["compiling_only", "kinds_of", "launch", "prepare", "warm"]
 
@@ -29,14 +30,14 @@ class _Known(dict[tuple, Callable[..., None]]):
         return _Known, ()
 
 
-_kernels: dict[Config, _Known] = {}
+_kernels: dict[Config | TablesConfig, _Known] = {}
 _lock = threading.RLock()
 _is_compiling_only = False
 _BOOL = torch.bool
 _SLOT = "_launch_kernels"  # in the __dict__ of a config object, as functools.cached_property would keep it
 
 
-def launch(config: Config, arguments: tuple) -> None:
+def launch(config: Config | TablesConfig, arguments: tuple) -> None:
     """Runs the kernel for ``config`` on the current stream of the tensors' device.
 
     arguments: what ``HopperForward.__call__`` takes, in order, without the stream: CUDA tensors, None, floats (float32 in the kernel),
@@ -86,7 +87,7 @@ def _add_kinds(kinds: list[Any], items: tuple) -> bool:
     return is_plain
 
 
-def prepare(config: Config, kinds: tuple) -> Callable[..., None]:
+def prepare(config: Config | TablesConfig, kinds: tuple) -> Callable[..., None]:
     """The kernel as a function of the arguments: from this process, from disk, or compiled now."""
     with _lock:
         if _is_compiling_only:
@@ -110,7 +111,7 @@ def compiling_only() -> Iterator[None]:
         _is_compiling_only = before
 
 
-def _found_or_made(config: Config, kinds: tuple) -> Callable[..., None]:
+def _found_or_made(config: Config | TablesConfig, kinds: tuple) -> Callable[..., None]:
     try:
         return build.load(warm(config, kinds))
     except OSError as error:  # where no folder for temporary files may hold code, say; an object file is written to memory
@@ -118,7 +119,7 @@ def _found_or_made(config: Config, kinds: tuple) -> Callable[..., None]:
         return build.load(build.make(config, kinds, may_link=False))
 
 
-def warm(config: Config, kinds: tuple) -> disk_cache.Payload:
+def warm(config: Config | TablesConfig, kinds: tuple) -> disk_cache.Payload:
     """The kernel as it lies on disk, compiled if it is not there yet; nothing is loaded, and no GPU is needed."""
     cache = disk_cache.open_cache()
     try:

@@ -84,19 +84,22 @@ class SequenceTables:
 
     # ---- tables
 
-    @cute.jit
-    def tables(self, given, entries, order, bin_keys):
+    def shared(self) -> Any:
         most = self.config.most_entries
 
         @cute.struct
         class Storage:
-            ends: cute.struct.MemRange[Int32, most]
+            ends: cute.struct.MemRange[Int32, most]  # type: ignore[valid-type]
             counts: cute.struct.MemRange[Int32, THREADS]
-            sums: cute.struct.MemRange[Int32, THREADS]
+            sums: cute.struct.MemRange[Int32, 32]
 
-        storage = SmemAllocator().allocate(Storage)
-        ends = storage.ends.get_tensor(cute.make_layout(most))
-        counts, sums = (part.get_tensor(cute.make_layout(THREADS)) for part in (storage.counts, storage.sums))
+        return Storage
+
+    @cute.jit
+    def tables(self, given, entries, order, bin_keys):
+        storage = SmemAllocator().allocate(self.shared())
+        ends = storage.ends.get_tensor(cute.make_layout(self.config.most_entries))
+        counts, sums = storage.counts.get_tensor(cute.make_layout(THREADS)), storage.sums.get_tensor(cute.make_layout(32))
         thread, _, _ = cute.arch.thread_idx()
         counts[thread] = Int32(0)
         # ends: the row tiles of all entries up to this one
@@ -162,16 +165,27 @@ class SequenceTables:
     @cute.jit
     def scanned(self, mine, sums, thread):
         """The sum of ``mine`` over this thread and those before it."""
-        sums[thread] = mine
+        lane, warp = thread % 32, thread // 32
+        within = self.scanned_by_warp(mine, lane)
+        if lane == 31:
+            sums[warp] = within
         cute.arch.sync_threads()
-        for i in cutlass.range_constexpr(THREADS.bit_length() - 1):
-            other = Int32(0)
-            if thread >= 2**i:
-                other = sums[thread - 2**i]
-            cute.arch.sync_threads()
-            sums[thread] += other
-            cute.arch.sync_threads()
-        return sums[thread]
+        of_warps = Int32(0)
+        if lane < THREADS // 32:
+            of_warps = sums[lane]
+        of_warps = cute.arch.shuffle_sync(self.scanned_by_warp(of_warps, lane), cutlass.max(warp - 1, 0))
+        cute.arch.sync_threads()  # sums are used again
+        if warp > 0:
+            within += of_warps
+        return within
+
+    @cute.jit
+    def scanned_by_warp(self, value, lane):
+        for i in cutlass.range_constexpr(5):
+            other = cute.arch.shuffle_sync_up(value, 2**i)
+            if lane >= 2**i:
+                value += other
+        return value
 
     @cute.jit
     def located(self, number, given, ends, entries, bin_keys):

@@ -14,6 +14,7 @@ from anyattn.backends.hopper.config import Config
 from anyattn.backends.hopper.launch import launch
 from anyattn.backends.hopper.specialise import Special, specialised
 from anyattn.geometry.integers import ceil_div
+from anyattn.geometry.stored import StoredSequences
 from anyattn.plan import Plan
 from anyattn.problem import Problem
 
@@ -34,11 +35,11 @@ def forward(problem: Problem, plan: Plan) -> Result:
     """out and the statistics of a problem that ``supports.reason_against`` has nothing against."""
     special = _special(problem, plan)
     config, q, v = special.config, problem.q, problem.v
-    visits = tables.visits_of(problem, special)
-    # rows that belong to no sequence are 0 and -inf, and no kernel comes by them
-    make = torch.empty if problem.sequences is None else torch.zeros
+    # rows that belong to no sequence are 0 and -inf; the kernel does not come by them
+    make = torch.zeros if _fills(problem) else torch.empty
     out = make((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device)
     lse, highest = (_statistic(problem) if wanted else None for wanted in (problem.wants_lse, problem.wants_max))
+    visits = tables.visits_of(problem, special, (out, lse, highest))
     sink = None if problem.sink is None else problem.sink.detach().float().contiguous()
     rows = ceil_div(q.shape[2], config.tiles.tile_m) if visits.order is None else len(visits.order)
     spread = {"all": problem.batch * problem.heads_q, "heads": problem.heads_q, "none": 1}[config.spread]
@@ -73,9 +74,14 @@ def _section(problem: Problem) -> int:
     return max(1, _CACHE_FOR_KEYS // max(row, 1)) * problem.qhead_per_kvhead
 
 
+def _fills(problem: Problem) -> bool:
+    """Whether results are filled before the kernel runs: of stored sequences the kernel that makes their tables wipes the gaps alone."""
+    return problem.sequences is not None and not isinstance(problem.sequences, StoredSequences)
+
+
 def _statistic(problem: Problem) -> Tensor:
     shape, device = problem.q.shape[:3], problem.q.device
-    if problem.sequences is None:
+    if not _fills(problem):
         return torch.empty(shape, dtype=torch.float32, device=device)
     return torch.full(shape, -math.inf, dtype=torch.float32, device=device)
 

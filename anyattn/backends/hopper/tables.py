@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -9,9 +10,12 @@ import torch
 from torch import Tensor
 
 from anyattn.backends.hopper.config import TILE_M
+from anyattn.backends.hopper.launch import launch
 from anyattn.backends.hopper.specialise import Special
+from anyattn.backends.hopper.tables_config import MOST_ENTRIES, THREADS, TablesConfig
 from anyattn.geometry.integers import ceil_div
 from anyattn.geometry.sequences import Sequences
+from anyattn.geometry.stored import StoredSequences
 from anyattn.mods.bounds import classify
 from anyattn.mods.trace import TracedMod
 from anyattn.problem import Problem
@@ -36,13 +40,21 @@ _of_sequences: WeakKeyDictionary[Sequences, dict[Any, Any]] = WeakKeyDictionary(
 _of_lists: WeakKeyDictionary[Any, dict[tuple, Any]] = WeakKeyDictionary()
 
 
-def visits_of(problem: Problem, special: Special) -> TablesOnHost:
-    """All tables of a call. Those of a mask without lists are made anew for each."""
+# out, lse, highest scores, as far as the call wants them
+Results = tuple[Tensor, Tensor | None, Tensor | None]
+
+
+def visits_of(problem: Problem, special: Special, results: Results | None = None) -> TablesOnHost:
+    """All tables of a call. Those of a mask without lists are made anew for each.
+
+    Of ``StoredSequences`` the rows of ``results``, which it needs, that belong to no sequence are set to 0 and -inf on the way.
+    """
     sequences, blocks, config = problem.sequences, problem.blocks, special.config
     if special.listed is None:
-        return TablesOnHost() if sequences is None else _ragged(problem, special, None)
+        return TablesOnHost() if sequences is None else _ragged(problem, special, None, results)
     if sequences is not None:
-        return _ragged(problem, special, blocks if blocks is not None else _ragged_lists(problem, problem.predicates[special.listed]))
+        lists = blocks if blocks is not None else _ragged_lists(problem, problem.predicates[special.listed])
+        return _ragged(problem, special, lists, results)
     if blocks is None:
         return _dense(problem, special, _made_lists(problem, problem.predicates[special.listed], config.per_entry, config.per_head))
     known = _of_lists.setdefault(blocks, {})
@@ -93,7 +105,7 @@ def _ragged_lists(problem: Problem, mask: TracedMod) -> Any:
     return VarlenBlockSparseTensors.from_classes(classes, (TILE_M, TILE_M), *lengths)
 
 
-def _ragged(problem: Problem, special: Special, lists: Any) -> TablesOnHost:
+def _ragged(problem: Problem, special: Special, lists: Any, results: Results | None) -> TablesOnHost:
     sequences, config = problem.sequences, special.config
     assert sequences is not None
     pages = None if sequences.page_table is None else sequences.page_table.to(torch.int32)
@@ -101,17 +113,49 @@ def _ragged(problem: Problem, special: Special, lists: Any) -> TablesOnHost:
     entries, length = problem.q.shape[0], problem.q.shape[2]
     # at least as many row tiles as there are, without asking
     most = min(problem.batch * ceil_div(length, tile_m), entries * length // tile_m + problem.batch)
-    known = _of_sequences.setdefault(sequences, {})
-    key = (tile_m, most, config.has_right)
-    if key not in known:
-        known[key] = _order_of_entries(sequences, tile_m, most, config.has_right)
+    if isinstance(sequences, StoredSequences):
+        assert results is not None
+        order, places = _prepared(sequences, tile_m, most, config.has_right, results)
+    else:
+        known = _of_sequences.setdefault(sequences, {})
+        key = (tile_m, most, config.has_right)
+        if key not in known:
+            known[key] = _order_of_entries(sequences, *key), _entries(sequences, None)
+        order, places = known[key]
     if lists is None:
-        if "entries" not in known:
-            known["entries"] = _entries(sequences, None)
-        return TablesOnHost(order=known[key], entries=known["entries"], pages=pages)
+        return TablesOnHost(order=order, entries=places, pages=pages)
     places = _entries(sequences, (lists.cu_block_cnt[:-1], lists.cu_block_idx[:-1]))
     tensors = (lists.mask_block_cnt, lists.mask_block_idx, lists.full_block_cnt, lists.full_block_idx)
-    return TablesOnHost(*tensors, known[key], places, pages)
+    return TablesOnHost(*tensors, order, places, pages)
+
+
+def _prepared(s: StoredSequences, tile_m: int, most: int, ends_with_row: bool, results: Results) -> tuple[Tensor, Tensor]:
+    """(order, entries) by one launch, which also wipes the results' rows of no sequence.
+
+    Made anew for each call: what the tables hold may have changed in ways that torch does not count, and wiping is a launch anyway.
+    """
+    out, device = results[0], results[0].device
+    is_large = s.batch > MOST_ENTRIES[-1]
+    order = entries = None
+    if not is_large:
+        order = torch.empty((most, 3), dtype=torch.int32, device=device)
+        entries = torch.empty((s.batch, 9), dtype=torch.int32, device=device)
+    blocks, heads, wiped = 0 if is_large else 1, 1, (None, None, None)
+    if s.tables.cu_seqlens_q is not None or s.tables.seqused_q is not None:
+        heads, wiped = out.shape[1], results  # type: ignore[assignment]
+        blocks += min(ceil_div(out.shape[0] * out.shape[2], _ROWS_AT_ONCE), max(1, _MOST_BLOCKS // heads))
+    if blocks:
+        config = _tables_config(tile_m, ends_with_row, MOST_ENTRIES[s.batch > MOST_ENTRIES[0]])
+        bin_keys = ceil_div(s.bound_k + 1, THREADS)
+        launch(config, (*s.tables, entries, order, *wiped, s.batch, s.rows_q, s.rows_k, bin_keys, blocks, heads))
+    if order is None or entries is None:
+        return _order_of_entries(s, tile_m, most, ends_with_row), _entries(s, None)
+    return order, entries
+
+
+_ROWS_AT_ONCE = THREADS  # of storage that a block looks at, one a thread
+_MOST_BLOCKS = 528  # four for each multiprocessor of an H200, of which two fit at once
+_tables_config = lru_cache(maxsize=64)(TablesConfig)
 
 
 def _entries(s: Sequences, places: tuple[Tensor, Tensor] | None) -> Tensor:
