@@ -23,7 +23,8 @@ class _Block:
     """What the threads of one block share."""
 
     def __init__(self, threads: int):
-        self.barrier, self.lock, self.seen = threading.Barrier(threads, timeout=60), threading.Lock(), [0] * threads
+        self.barrier, self.warps = threading.Barrier(threads, timeout=30), [threading.Barrier(32, timeout=30) for _ in range(threads // 32)]
+        self.lock, self.seen = threading.Lock(), [0] * threads
         self.shared: dict[str, np.ndarray] = {}
 
 
@@ -69,13 +70,13 @@ def _atomic_add(pointer: _Pointer, value: int) -> int:
 
 
 def _exchanged(value: int, source: Callable[[int], int]) -> int:
-    """The value of another lane of the warp. All warps of the block meet here, which the kernel's own do not need."""
+    """The value of another lane of the warp."""
     block, thread = _here.block, _here.thread
     block.seen[thread] = value
-    block.barrier.wait()
+    block.warps[thread // 32].wait()
     lane = source(thread % 32)
     found = block.seen[thread // 32 * 32 + lane] if 0 <= lane < 32 else value
-    block.barrier.wait()
+    block.warps[thread // 32].wait()
     return found
 
 
@@ -107,7 +108,7 @@ def _range(*args: int, **_: Any) -> range:
 
 def runnable(kernel: type, **constants: Any) -> type:
     """The class as plain Python, without the DSL; ``constants`` stand in for the module's own."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(kernel)))
+    tree = ast.increment_lineno(ast.parse(textwrap.dedent(inspect.getsource(kernel))), inspect.getsourcelines(kernel)[1] - 1)
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef):
             node.decorator_list = []
@@ -133,7 +134,8 @@ def run_block(call: Callable[[], None], threads: int, place: tuple[int, int], gr
             call()
         except BaseException as error:
             failed.append(error)
-            block.barrier.abort()
+            for barrier in (block.barrier, *block.warps):
+                barrier.abort()
 
     running = [threading.Thread(target=body, args=(i,)) for i in range(threads)]
     for thread in running:

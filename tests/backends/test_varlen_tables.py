@@ -33,6 +33,11 @@ def stored(lengths: dict[str, Any], rows_q: int, rows_k: int, dtype: torch.dtype
     return StoredSequences(found, batch, rows_q, rows_k, rows_q, rows_k)
 
 
+def has_gaps(s: StoredSequences) -> bool:
+    """Whether the host asks for wiping at all."""
+    return s.tables.cu_seqlens_q is not None or s.tables.seqused_q is not None
+
+
 def made(s: StoredSequences, heads: int, ends_with_row: bool, blocks: int = 3) -> tuple[np.ndarray, ...]:
     """(entries, order, out, lse, bin_keys): by the kernel; out and lse are poisoned before."""
     storage = 1 if s.tables.cu_seqlens_q is not None else s.batch
@@ -44,11 +49,12 @@ def made(s: StoredSequences, heads: int, ends_with_row: bool, blocks: int = 3) -
     kernel.shared = lambda: {"ends": 2048, "counts": THREADS, "sums": 32}
     given = (*(None if t is None else python.Memory(t.numpy()) for t in s.tables), s.batch, s.rows_q, s.rows_k)
     arrays = [python.Memory(x) for x in (entries, order, out, lse)]
-    for block in range(blocks):
+    outputs = (arrays[2], arrays[3], None) if has_gaps(s) else (None, None, None)
+    for block in range(blocks if has_gaps(s) else 1):
         for head in range(heads):
 
             def call() -> None:
-                kernel.kernel(given, arrays[0], arrays[1], (arrays[2], arrays[3], None), bin_keys)
+                kernel.kernel(given, arrays[0], arrays[1], outputs, bin_keys)
 
             python.run_block(call, THREADS, (block, head), (blocks, heads))
     return entries, order, out, lse, np.array(bin_keys)
@@ -96,8 +102,8 @@ def check_gaps(s: StoredSequences, out: np.ndarray, lse: np.ndarray) -> None:
     used = np.zeros((out.shape[0], out.shape[2]), dtype=bool)
     for row, start, n in zip(s.q_row.tolist(), s.q_start.tolist(), s.seqlens_q.tolist(), strict=True):
         used[row, start : start + n] = True
-    if s.tables.cu_seqlens_q is None and s.tables.seqused_q is None:
-        return  # the host asks for no wiping
+    if not has_gaps(s):
+        return
     for head in range(out.shape[1]):
         assert np.isnan(out[:, head][used]).all() and np.isnan(lse[:, head][used]).all()
         assert (out[:, head][~used] == 0).all() and (lse[:, head][~used] == -math.inf).all()
