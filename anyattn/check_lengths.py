@@ -10,7 +10,7 @@ from torch import Tensor
 
 from anyattn.bands import TableOffset
 from anyattn.geometry.sequences import Sequences
-from anyattn.geometry.stored import LengthTables, StoredSequences
+from anyattn.geometry.stored import LengthTables, StoredSequences, StoredSizes
 
 __all__ = [
     "NEEDS_USED",
@@ -48,7 +48,8 @@ def unread_sequences(q: Tensor, k: Tensor, tables: LengthTables, lengths: tuple[
     rows_q = q.shape[0] if cu_seqlens_q is not None else q.shape[1]
     rows_k = k.shape[0] if cu_seqlens_k is not None else k.shape[1] * (1 if table is None else table.shape[1])
     bound_q, bound_k = _bound("max_seqlen_q", lengths[0], rows_q), _bound("max_seqlen_k", lengths[1], rows_k)
-    return StoredSequences(tables, batch, rows_q, rows_k, bound_q, bound_k, table, k.shape[1] if table is not None else 0, q.device)
+    sizes = StoredSizes(batch, rows_q, rows_k, bound_q, bound_k, k.shape[1] if table is not None else 0)
+    return StoredSequences(tables, sizes, table, q.device)
 
 
 def _bound(name: str, given: Any, rows: int) -> int:

@@ -113,10 +113,12 @@ def flash_attn_varlen_func(
     (pages, page_size, Hkv, D) with page_table, integers (B, pages per sequence).
     seqused_q, seqused_k: integers (B,), how many of a sequence's rows are in use (needed with pages); what stands in the others never
     matters. Lengths may be 0 and differ between q and k.
-    max_seqlen_q, max_seqlen_k: ints or tensors of no dimensions, not needed here and only checked.
+    max_seqlen_q, max_seqlen_k: ints or tensors of no dimensions, not needed here; no sequence may be longer.
     Mods see (sequence, head, query in its sequence, key in its sequence).
-    validate: True also refuses packed rows behind the last sequence; None checks cu_seqlens where that costs nothing (on the CPU),
-    False takes the caller's word for it.
+    validate: True looks at all that the tables hold, and also refuses packed rows behind the last sequence; None looks where that costs
+    nothing (on the CPU), False leaves out cu_seqlens. On a GPU, unless validate is True, no table is read on the host: the call does not
+    wait, and a CUDA graph that has captured it reads what the tables hold by then. What they hold wrongly is not noticed there: a row in
+    two sequences gives one of its results, rows outside storage are left out, a page outside the pool reads any memory.
 
     Returns out, laid out as q with head_dim Dv, or ``(out, lse)``, lse (Hq, total_q), or (B, Hq, Sq) where q is not packed. Rows that
     are in no sequence give 0 and lse -inf. Gradients as in ``flash_attn_func``. Raises as ``flash_attn_func``, and ``ValueError`` naming
@@ -139,10 +141,8 @@ def flash_attn_varlen_func(
 
         found = compiled_flash(q, k, v, (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table), options, backend)
         return found if return_lse else found[0]
-    problem = check_flash.varlen_problem(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k, page_table, validate, options
-    )
-    chosen = plan.choose(problem, hardware.of(problem.q.device.type), backend)
+    tables = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table)
+    problem, chosen = recall.varlen_call(q, k, v, recall.Places(tables, (max_seqlen_q, max_seqlen_k), validate), options, backend)
     out, lse, _ = autograd.compute(problem, chosen)
     return _laid_out(out, lse, cu_seqlens_q is not None, return_lse)
 

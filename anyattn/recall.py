@@ -13,22 +13,24 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from anyattn import check, check_flash, hardware, plan
+from anyattn import check, check_flash, check_lengths, hardware, plan
 from anyattn.check_flash import Options
+from anyattn.geometry.stored import LengthTables, StoredSequences, StoredSizes
 from anyattn.mods.ir import Expr
-from anyattn.mods.loads import doubt
+from anyattn.mods.loads import doubt, plainly_inside
 from anyattn.mods.recognise import Reading, recognise
 from anyattn.mods.trace import TracedMod
 from anyattn.plan import Plan
 from anyattn.problem import Problem
 
-__all__ = ["FlexCall", "clear", "flash_call", "flex_call", "size"]
+__all__ = ["FlexCall", "Places", "clear", "flash_call", "flex_call", "size", "varlen_call"]
 
 _MOST = 512
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))  # a subclass may mean anything by an operation
@@ -55,6 +57,17 @@ class FlexCall(NamedTuple):
     wants_lse: bool
     wants_max: bool
     deterministic: Any
+
+
+class Places(NamedTuple):
+    """What says where a ``flash_attn_varlen_func`` call's sequences are.
+
+    tables: cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k and page_table. most: max_seqlen_q and max_seqlen_k.
+    """
+
+    tables: tuple[Any, Any, Any, Any, Any]
+    most: tuple[Any, Any]
+    validate: bool | None
 
 
 class _Facts(NamedTuple):
@@ -102,7 +115,10 @@ class _Recipe:
 
 
 class _Remembered(NamedTuple):
-    """fields: the problem's, but for its tensors and mods. shares_keys: key and value of batch 1 stand for every query batch entry."""
+    """fields: the problem's, but for its tensors and mods. shares_keys: key and value of batch 1 stand for every query batch entry.
+
+    sizes: of ``StoredSequences``, what comes behind its tables. band: which of the tables the last mask reads.
+    """
 
     plan: Plan
     fields: dict[str, Any]
@@ -110,6 +126,8 @@ class _Remembered(NamedTuple):
     masks: tuple[_Recipe, ...]
     has_lists: bool
     shares_keys: bool
+    sizes: StoredSizes | None = None
+    band: tuple[int, ...] = ()
 
 
 class _Store:
@@ -265,6 +283,23 @@ def _flash_facts(q: Any, k: Any, v: Any, given: Options, backend: Any) -> _Facts
         return None
 
 
+def _varlen_facts(q: Any, k: Any, v: Any, places: Places, given: Options, backend: Any) -> _Facts | None:
+    """None for a call that cannot be remembered, such as one whose tables are looked at."""
+    try:
+        if not check_lengths.takes_their_word(q.device, places.validate) or any(type(n) not in (int, type(None)) for n in places.most):
+            return None
+        found = _flash_facts(q, k, v, given, backend)
+        if found is None:
+            return None
+        tables = [t for t in places.tables if t is not None]
+        if any(type(t) is not Tensor for t in tables):
+            return None
+        seen = tuple([None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in places.tables])
+        return found._replace(key=("varlen", found.key, seen, _identical(tables), places.most))
+    except _UNREADABLE:
+        return None
+
+
 # ---- calls
 
 
@@ -309,7 +344,7 @@ def flash_call(q: Any, k: Any, v: Any, given: Options, backend: str | None) -> t
         problem = check_flash.dense_problem(q, k, v, given)
         chosen = plan.choose(problem, hardware.of(problem.q.device.type), backend)
         if facts is not None:
-            _remember_flash(q, k, v, given, backend, facts, problem, chosen)
+            _remember_flash(given, lambda: _flash_facts(q, k, v, given, backend), facts, problem, chosen)
         return problem, chosen
     fields = dict(known.fields)
     fields["q"], fields["k"], fields["v"], fields["sink"] = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), given.sink
@@ -322,6 +357,36 @@ def flash_call(q: Any, k: Any, v: Any, given: Options, backend: str | None) -> t
         read = (*facts.masks, None)  # the band of causal and window_size comes last
         fields["predicates"] = tuple([r.made(m, facts.aux) for r, m in zip(known.masks, read, strict=False)])
     return Problem.of_fields(fields), known.plan
+
+
+def varlen_call(q: Any, k: Any, v: Any, places: Places, given: Options, backend: str | None) -> tuple[Problem, Plan]:
+    """The problem and the plan of a ``flash_attn_varlen_func`` call. Raises as ``check_flash.varlen_problem`` and the plan."""
+    facts = None if _is_listened_to() else _varlen_facts(q, k, v, places, given, backend)
+    known = _found(facts)
+    tables = places.tables
+    if known is None or facts is None:
+        problem = check_flash.varlen_problem(q, k, v, *tables[:2], *places.most, *tables[2:], places.validate, given)
+        chosen = plan.choose(problem, hardware.of(problem.q.device.type), backend)
+        if facts is not None:
+            _remember_flash(given, lambda: _varlen_facts(q, k, v, places, given, backend), facts, problem, chosen, tables)
+        return problem, chosen
+    fields = dict(known.fields)
+    fields["q"], fields["k"], fields["v"], fields["sink"] = _heads_first(q), _heads_first(k), _heads_first(v), given.sink
+    fields["sequences"] = StoredSequences(LengthTables(*tables[:4]), known.sizes, tables[4], q.device)  # type: ignore[arg-type]
+    if given.softmax_scale is not None:
+        fields["scale"] = float(given.softmax_scale)
+    if known.score is not None:
+        fields["score"] = known.score.made(facts.score, facts.aux, () if given.alibi_slopes is None else (given.alibi_slopes,))
+    if known.masks:
+        users = [r.made(m, facts.aux) for r, m in zip(known.masks, facts.masks, strict=False)]
+        bands = [r.made(None, (), tuple([tables[i] for i in known.band])) for r in known.masks[len(users) :]]
+        fields["predicates"] = (*users, *bands)
+    return Problem.of_fields(fields), known.plan
+
+
+def _heads_first(x: Tensor) -> Tensor:
+    """(B, S, H, D) or packed (total, H, D) as (B or 1, H, S, D), a view."""
+    return x.transpose(1, 2) if x.ndim == 4 else x.unsqueeze(0).transpose(1, 2)
 
 
 # ---- remembering
@@ -349,7 +414,10 @@ def _remember_flex(call: FlexCall, backend: Any, options: Any, facts: _Facts, pr
         return
 
 
-def _remember_flash(q: Any, k: Any, v: Any, given: Options, backend: Any, facts: _Facts, problem: Problem, chosen: Plan) -> None:
+def _remember_flash(
+    given: Options, again: Callable[[], _Facts | None], facts: _Facts, problem: Problem, chosen: Plan, tables: tuple[Any, ...] = ()
+) -> None:
+    """again: reads the call's facts once more. tables: of a call with sequences."""
     if not chosen.is_reusable:
         return
     aux = None if given.aux_tensors is None else list(given.aux_tensors)
@@ -357,21 +425,32 @@ def _remember_flash(q: Any, k: Any, v: Any, given: Options, backend: Any, facts:
     users = [m for m in (own, None if given.mask_mod is None else problem.predicates[0]) if m is not None]
     if not _settle(users, problem):
         return
-    still = _flash_facts(q, k, v, given, backend)
+    still = again()
     if still is None or still.key != facts.key:
         return
     try:
         score = None if problem.score is None else _chained_recipe(problem.score, own, given.alibi_slopes)
-        masks = [_Recipe.of(p) for p in problem.predicates]
-        if len(masks) > (given.mask_mod is not None):  # the band of causal and window_size comes last; the facts settle its numbers
-            masks[-1] = _settled(problem.predicates[-1])
-        _store.put(facts.key, _Remembered(chosen, _fields_of(problem), score, tuple(masks), False, False))
+        count, bands = int(given.mask_mod is not None), problem.predicates[int(given.mask_mod is not None) :]
+        # the band of causal and window_size comes last; the facts settle its numbers
+        masks = (*[_Recipe.of(p) for p in problem.predicates[:count]], *map(_settled, bands))
+        band = _places_among(tables, bands[0].tensors) if bands else ()
+        s = problem.sequences
+        sizes = s.sizes if isinstance(s, StoredSequences) else None
+        _store.put(facts.key, _Remembered(chosen, _fields_of(problem), score, masks, False, False, sizes, band))
     except _Unfit:
         return
 
 
+def _places_among(tables: tuple[Any, ...], read: tuple[Tensor, ...]) -> tuple[int, ...]:
+    """Which of the call's tables are these."""
+    found = tuple(next((i for i, t in enumerate(tables) if t is x), -1) for x in read)
+    if -1 in found:  # computed from the tables
+        raise _Unfit
+    return found
+
+
 def _settled(mod: TracedMod) -> _Recipe:
-    return _Recipe(mod.kind, mod.expr, mod.scalars, (), (), mod.name, mod)
+    return _Recipe(mod.kind, mod.expr, mod.scalars, (), (), mod.name, None if mod.tensors else mod)
 
 
 def _chained_recipe(score: TracedMod, own: TracedMod | None, slopes: Tensor | None) -> _Recipe:
@@ -391,7 +470,10 @@ def _settle(mods: list[TracedMod], problem: Problem) -> bool:
     for mod in mods:
         if mod.source is None:
             return False
-        hangs = doubt(mod, problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)
+        sizes = (problem.batch, problem.heads_q, problem.bound_q, problem.bound_k)
+        if problem.sequences is not None and not plainly_inside(mod, *sizes):
+            return False  # then the lengths were looked at
+        hangs = doubt(mod, *sizes)
         if hangs.of_values:
             return False
         if hangs.of_numbers:

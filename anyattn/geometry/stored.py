@@ -10,7 +10,7 @@ from torch import Tensor
 
 from anyattn.geometry.sequences import Sequences
 
-__all__ = ["LengthTables", "StoredSequences"]
+__all__ = ["LengthTables", "StoredSequences", "StoredSizes"]
 
 
 class LengthTables(NamedTuple):
@@ -22,36 +22,38 @@ class LengthTables(NamedTuple):
     seqused_k: Tensor | None
 
 
+class StoredSizes(NamedTuple):
+    """batch: how many sequences. rows_q, rows_k: what one row of storage has room for: all packed rows, a padded length, or the rows of
+    all pages of an entry. bound_q, bound_k: no sequence has more queries, more keys. page_size: 0 without pages."""
+
+    batch: int
+    rows_q: int
+    rows_k: int
+    bound_q: int
+    bound_k: int
+    page_size: int = 0
+
+
 class StoredSequences(Sequences):
     """``Sequences`` whose fields are computed from the tables when they are asked for; a kernel may read the tables instead.
 
-    tables: what says where the sequences are. batch: how many there are. rows_q, rows_k: what one row of storage has room for: all packed
-    rows, a padded length, or the rows of all pages of an entry. bound_q, bound_k: no sequence has more queries, more keys.
+    tables: what says where the sequences are.
 
-    >>> s = StoredSequences(LengthTables(torch.tensor([0, 3, 5]), None, None, torch.tensor([2, 7])), 2, 5, 9, 3, 7)
+    >>> s = StoredSequences(LengthTables(torch.tensor([0, 3, 5]), None, None, torch.tensor([2, 7])), StoredSizes(2, 5, 9, 3, 7))
     >>> s.seqlens_q.tolist(), s.q_start.tolist(), s.seqlens_k.tolist(), s.k_row.tolist()
     ([3, 2], [0, 3], [2, 7], [0, 1])
     """
 
-    def __init__(
-        self,
-        tables: LengthTables,
-        batch: int,
-        rows_q: int,
-        rows_k: int,
-        bound_q: int,
-        bound_k: int,
-        page_table: Tensor | None = None,
-        page_size: int = 0,
-        device: torch.device | None = None,
-    ):
+    def __init__(self, tables: LengthTables, sizes: StoredSizes, page_table: Tensor | None = None, device: torch.device | None = None):
+        batch, rows_q, rows_k, bound_q, bound_k, page_size = sizes
         # the dataclass is frozen, and its vectors are properties here
         vars(self).update(
-            tables=tables, size=batch, rows_q=rows_q, rows_k=rows_k, bound_q=bound_q, bound_k=bound_k, page_table=page_table,
+            tables=tables, sizes=sizes, size=batch, rows_q=rows_q, rows_k=rows_k, bound_q=bound_q, bound_k=bound_k, page_table=page_table,
             page_size=page_size, is_cache=False, device=device,
         )  # fmt: skip
 
     tables: LengthTables
+    sizes: StoredSizes
     size: int
     rows_q: int
     rows_k: int
@@ -69,8 +71,7 @@ class StoredSequences(Sequences):
         if self.tables.cu_seqlens_q is self.tables.cu_seqlens_k:
             own = own._replace(cu_seqlens_k=own.cu_seqlens_q)
         pages = None if self.page_table is None else self.page_table.clone()
-        sizes = (self.size, self.rows_q, self.rows_k, self.bound_q, self.bound_k)
-        return StoredSequences(own, *sizes, pages, self.page_size, self.device)
+        return StoredSequences(own, self.sizes, pages, self.device)
 
     @cached_property
     def seqlens_q(self) -> Tensor:  # type: ignore[override]

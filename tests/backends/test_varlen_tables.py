@@ -14,7 +14,7 @@ import torch
 from anyattn.backends.hopper import tables
 from anyattn.backends.hopper.tables_config import TablesConfig
 from anyattn.geometry.integers import ceil_div
-from anyattn.geometry.stored import LengthTables, StoredSequences
+from anyattn.geometry.stored import LengthTables, StoredSequences, StoredSizes
 
 if importlib.util.find_spec("cutlass") is None:
     pytest.skip("needs nvidia-cutlass-dsl", allow_module_level=True)
@@ -30,7 +30,7 @@ TILE = 16  # row tiles of a batch that Python gets through
 def stored(lengths: dict[str, Any], rows_q: int, rows_k: int, dtype: torch.dtype = torch.int32) -> StoredSequences:
     found = LengthTables(*(None if lengths.get(n) is None else torch.tensor(lengths[n], dtype=dtype) for n in LengthTables._fields))
     batch = next(len(t) - n.startswith("cu") for n, t in zip(LengthTables._fields, found, strict=True) if t is not None)
-    return StoredSequences(found, batch, rows_q, rows_k, rows_q, rows_k)
+    return StoredSequences(found, StoredSizes(batch, rows_q, rows_k, rows_q, rows_k))
 
 
 def has_gaps(s: StoredSequences) -> bool:
@@ -66,6 +66,7 @@ def cost(row: np.ndarray, entries: np.ndarray, ends_with_row: bool) -> int:
     return int(min(seqlen_k, (m_block + 1) * TILE + seqlen_k - seqlen_q)) if ends_with_row else int(seqlen_k)
 
 
+MANY = np.cumsum([0, *(i * 7 % 33 for i in range(150))]).tolist()
 CASES: dict[str, tuple[dict[str, Any], int, int]] = {
     "packed": ({"cu_seqlens_q": [0, 30, 30, 31, 90], "cu_seqlens_k": [0, 12, 40, 40, 333]}, 95, 340),
     "one": ({"cu_seqlens_q": [0, 70], "cu_seqlens_k": [0, 70]}, 70, 70),
@@ -75,7 +76,7 @@ CASES: dict[str, tuple[dict[str, Any], int, int]] = {
     "queries padded": ({"cu_seqlens_k": [0, 12, 40]}, 20, 40),
     "all empty": ({"cu_seqlens_q": [0, 0, 0], "cu_seqlens_k": [0, 0, 9]}, 5, 9),
     "from 3": ({"cu_seqlens_q": [3, 8, 9], "cu_seqlens_k": [0, 5, 6]}, 12, 6),
-    "more entries than threads": ({n: np.cumsum([0, *(i * 7 % 33 for i in range(150))]).tolist() for n in ("cu_seqlens_q", "cu_seqlens_k")}, 2500, 2500),
+    "more entries than threads": (dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), MANY), 2500, 2500),
 }  # fmt: skip
 
 
