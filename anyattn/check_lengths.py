@@ -66,9 +66,9 @@ def offset_unread(s: StoredSequences, is_for_later: bool) -> int | Tensor | Tabl
     """The offset of each sequence's queries among its keys. is_for_later: until then the tables may have changed."""
     cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = s.tables
     is_told = cu_seqlens_q is not None or seqused_q is not None
-    if cu_seqlens_q is cu_seqlens_k and seqused_q is seqused_k and (is_told or s.rows_q == s.rows_k):
+    if cu_seqlens_q is cu_seqlens_k and seqused_q is seqused_k and (is_told or s.sizes.rows_q == s.sizes.rows_k):
         return 0
-    return s.seqlens_k - s.seqlens_q if is_for_later else TableOffset(s.tables, s.rows_q, s.rows_k)
+    return s.seqlens_k - s.seqlens_q if is_for_later else TableOffset(s.tables, s.sizes.rows_q, s.sizes.rows_k)
 
 
 # ---- one table at a time

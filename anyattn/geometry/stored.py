@@ -45,25 +45,25 @@ class StoredSequences(Sequences):
     """
 
     def __init__(self, tables: LengthTables, sizes: StoredSizes, page_table: Tensor | None = None, device: torch.device | None = None):
-        batch, rows_q, rows_k, bound_q, bound_k, page_size = sizes
         # the dataclass is frozen, and its vectors are properties here
-        vars(self).update(
-            tables=tables, sizes=sizes, size=batch, rows_q=rows_q, rows_k=rows_k, bound_q=bound_q, bound_k=bound_k, page_table=page_table,
-            page_size=page_size, is_cache=False, device=device,
-        )  # fmt: skip
+        own = {"tables": tables, "sizes": sizes, "page_table": page_table, "page_size": sizes.page_size, "is_cache": False, "device": device}
+        vars(self).update(own)
 
     tables: LengthTables
     sizes: StoredSizes
-    size: int
-    rows_q: int
-    rows_k: int
-    bound_q: int  # type: ignore[assignment]
-    bound_k: int  # type: ignore[assignment]
     device: torch.device | None
 
     @property
     def batch(self) -> int:
-        return self.size
+        return self.sizes.batch
+
+    @property
+    def bound_q(self) -> int:
+        return self.sizes.bound_q
+
+    @property
+    def bound_k(self) -> int:
+        return self.sizes.bound_k
 
     def kept(self) -> Sequences:
         """The same with tables of its own, for a use that comes later."""
@@ -75,11 +75,11 @@ class StoredSequences(Sequences):
 
     @cached_property
     def seqlens_q(self) -> Tensor:  # type: ignore[override]
-        return self._lengths(self.tables.cu_seqlens_q, self.tables.seqused_q, self.rows_q)
+        return self._lengths(self.tables.cu_seqlens_q, self.tables.seqused_q, self.sizes.rows_q)
 
     @cached_property
     def seqlens_k(self) -> Tensor:  # type: ignore[override]
-        return self._lengths(self.tables.cu_seqlens_k, self.tables.seqused_k, self.rows_k)
+        return self._lengths(self.tables.cu_seqlens_k, self.tables.seqused_k, self.sizes.rows_k)
 
     @cached_property
     def q_row(self) -> Tensor:  # type: ignore[override]
@@ -105,11 +105,11 @@ class StoredSequences(Sequences):
 
     @cached_property
     def _number(self) -> Tensor:
-        return torch.arange(self.size, device=self.device)
+        return torch.arange(self.sizes.batch, device=self.device)
 
     def _lengths(self, ends: Tensor | None, used: Tensor | None, rows: int) -> Tensor:
         if used is not None:
             return used.to(torch.int64)
         if ends is not None:
             return ends.diff().to(torch.int64)
-        return torch.full((self.size,), rows, device=self.device)
+        return torch.full((self.sizes.batch,), rows, device=self.device)

@@ -41,13 +41,13 @@ def has_gaps(s: StoredSequences) -> bool:
 def made(s: StoredSequences, heads: int, ends_with_row: bool, blocks: int = 3) -> tuple[np.ndarray, ...]:
     """(entries, order, out, lse, bin_keys): by the kernel; out and lse are poisoned before."""
     storage = 1 if s.tables.cu_seqlens_q is not None else s.batch
-    most = min(s.batch * ceil_div(s.rows_q, TILE), storage * s.rows_q // TILE + s.batch)
+    most = min(s.batch * ceil_div(s.sizes.rows_q, TILE), storage * s.sizes.rows_q // TILE + s.batch)
     entries, order = np.full((s.batch, 9), -7, np.int32), np.full((most, 3), -7, np.int32)
-    out, lse = np.full((storage, heads, s.rows_q, 8), np.nan, np.float32), np.full((storage, heads, s.rows_q), np.nan, np.float32)
+    out, lse = np.full((storage, heads, s.sizes.rows_q, 8), np.nan, np.float32), np.full((storage, heads, s.sizes.rows_q), np.nan, np.float32)
     bin_keys = ceil_div(s.bound_k + 1, THREADS)
     kernel = python.runnable(SequenceTables, THREADS=THREADS)(TablesConfig(TILE, ends_with_row, 2048))
     kernel.shared = lambda: {"ends": 2048, "counts": THREADS, "sums": 32}
-    given = (*(None if t is None else python.Memory(t.numpy()) for t in s.tables), s.batch, s.rows_q, s.rows_k)
+    given = (*(None if t is None else python.Memory(t.numpy()) for t in s.tables), s.batch, s.sizes.rows_q, s.sizes.rows_k)
     arrays = [python.Memory(x) for x in (entries, order, out, lse)]
     outputs = (arrays[2], arrays[3], None) if has_gaps(s) else (None, None, None)
     for block in range(blocks if has_gaps(s) else 1):

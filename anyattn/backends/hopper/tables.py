@@ -147,7 +147,7 @@ def _prepared(s: StoredSequences, tile_m: int, most: int, ends_with_row: bool, r
     if blocks:
         config = _tables_config(tile_m, ends_with_row, MOST_ENTRIES[s.batch > MOST_ENTRIES[0]])
         bin_keys = ceil_div(s.bound_k + 1, THREADS)
-        launch(config, (*s.tables, entries, order, *wiped, s.batch, s.rows_q, s.rows_k, bin_keys, blocks, heads))
+        launch(config, (*s.tables, entries, order, *wiped, s.batch, s.sizes.rows_q, s.sizes.rows_k, bin_keys, blocks, heads))
     if order is None or entries is None:
         return _order_of_entries(s, tile_m, most, ends_with_row), _entries(s, None)
     return order, entries
