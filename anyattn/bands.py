@@ -80,11 +80,10 @@ def _template(
     """The mask traced with tables that stand for any, and which of (keys', queries') table each of its tensors is."""
     tables = [None if dtype is None else torch.zeros(2, dtype=dtype) for dtype in dtypes]
 
-    def length(kind: str | int, table: Any, b: Any) -> Any:
-        return table[b] if kind == _USED else table[b + 1] - table[b] if kind == _ENDS else kind
+    of_keys, of_queries = (_reader(kind, table) for kind, table in zip((keys, queries), tables, strict=True))
 
     def visible(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        place = q_idx + length(keys, tables[0], b) - length(queries, tables[1], b)
+        place = q_idx + of_keys(b) - of_queries(b)
         if left is None:
             return place + right >= kv_idx
         from_left = kv_idx >= place - left
@@ -92,3 +91,10 @@ def _template(
 
     found = trace(visible, "mask")
     return found, tuple(next(i for i, t in enumerate(tables) if t is x) for x in found.tensors)
+
+
+def _reader(kind: str | int, table: Any) -> Callable:
+    """The length of entry b, in the mod language."""
+    if kind == _USED:
+        return lambda b: table[b]
+    return (lambda b: table[b + 1] - table[b]) if kind == _ENDS else lambda b: kind

@@ -46,7 +46,7 @@ class StoredSequences(Sequences):
 
     def __init__(self, tables: LengthTables, sizes: StoredSizes, page_table: Tensor | None = None, device: torch.device | None = None):
         # the dataclass is frozen, and its vectors are properties here
-        own = {"tables": tables, "sizes": sizes, "page_table": page_table, "page_size": sizes.page_size, "is_cache": False, "device": device}
+        own = {"tables": tables, "sizes": sizes, "page_table": page_table, "page_size": sizes.page_size, "device": device}
         vars(self).update(own)
 
     tables: LengthTables

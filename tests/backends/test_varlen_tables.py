@@ -43,7 +43,7 @@ def made(s: StoredSequences, heads: int, ends_with_row: bool, blocks: int = 3) -
     storage = 1 if s.tables.cu_seqlens_q is not None else s.batch
     most = min(s.batch * ceil_div(s.sizes.rows_q, TILE), storage * s.sizes.rows_q // TILE + s.batch)
     entries, order = np.full((s.batch, 9), -7, np.int32), np.full((most, 3), -7, np.int32)
-    out, lse = np.full((storage, heads, s.sizes.rows_q, 8), np.nan, np.float32), np.full((storage, heads, s.sizes.rows_q), np.nan, np.float32)
+    out, lse = (np.full((storage, heads, s.sizes.rows_q, *more), np.nan, np.float32) for more in ((8,), ()))
     bin_keys = ceil_div(s.bound_k + 1, THREADS)
     kernel = python.runnable(SequenceTables, THREADS=THREADS)(TablesConfig(TILE, ends_with_row, 2048))
     kernel.shared = lambda: {"ends": 2048, "counts": THREADS, "sums": 32}
