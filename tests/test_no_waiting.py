@@ -22,7 +22,9 @@ if importlib.util.find_spec("cutlass") is None:
     pytest.skip("needs nvidia-cutlass-dsl", allow_module_level=True)
 
 H200 = Hardware("cuda", "an H200", 0, frozenset((torch.float16, torch.bfloat16, torch.float32)), (9, 0), 132)
-_METHODS = frozenset(("tolist", "item", "__bool__", "__int__", "__float__", "__index__", "__contains__", "numpy", "cpu", "equal", "nonzero"))
+_METHODS = frozenset(
+    ("tolist", "item", "__bool__", "__int__", "__float__", "__index__", "__contains__", "numpy", "cpu", "equal", "nonzero")
+)
 _OPERATIONS = frozenset(
     ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "unique_dim", "_unique2", "masked_select", "unique_consecutive", "item")
 )
