@@ -54,7 +54,7 @@ class _NoReadingOperations(TorchDispatchMode):
 
 @contextlib.contextmanager
 def no_reading(through_dispatch: bool = True) -> Iterator[None]:
-    """Both modes see what the other does not: ``tolist`` of a CPU tensor is no operation. A dispatch mode keeps calls from being recalled."""
+    """Each mode sees what the other does not: ``tolist`` of a CPU tensor is no operation. With a dispatch mode no call is recalled."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(_NoReadingMethods())
         if through_dispatch:
