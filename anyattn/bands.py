@@ -13,7 +13,7 @@ from anyattn.geometry.stored import LengthTables
 from anyattn.mods import masks
 from anyattn.mods.trace import TracedMod, trace
 
-__all__ = ["TableOffset", "band"]
+__all__ = ["TableOffset", "band", "sides_in_sight"]
 
 _FAR = 2**40  # further than any position, and still a number of 64 bits when positions are added
 
@@ -29,21 +29,27 @@ class TableOffset(NamedTuple):
     rows_k: int
 
 
-def band(causal: Any, window_size: Any, offset: int | Tensor | TableOffset, most_q: int, most_k: int, device: Any) -> TracedMod | None:
-    """The mask, None if both leave everything visible in sequences of at most so many rows and keys."""
-    if not isinstance(window_size, Sequence) or len(window_size) != 2:
+def sides_in_sight(causal: Any, window_size: Any, most_q: int, most_k: int) -> tuple[int | None, int | None]:
+    """(left, right) of the band, None where a side hides nothing in sequences of at most so many rows and keys."""
+    if not isinstance(window_size, (tuple, list, Sequence)) or len(window_size) != 2:
         raise TypeError(f"window_size={window_size!r}; wanted a pair (left, right) of ints, -1 or None for no limit")
     for i, side in enumerate(window_size):
         if side is not None and (isinstance(side, bool) or not isinstance(side, int)):
             raise TypeError(f"window_size[{i}]={side!r} is a {type(side).__name__}; wanted an int, -1 or None for no limit")
     # a side that is further away than any key is as good as none, or hides all
-    left, right = (None if side in (-1, None) else max(min(side, _FAR), -_FAR) for side in window_size)
+    left, right = [None if side in (-1, None) else max(min(side, _FAR), -_FAR) for side in window_size]
     if not isinstance(causal, bool):
         raise TypeError(f"causal={causal!r} is a {type(causal).__name__}; wanted True or False")
     if causal:
         right = 0 if right is None else min(right, 0)
     left = None if left is not None and left >= most_k - 1 else left
     right = None if right is not None and right >= most_q - 1 else right  # the last query stands at the last key
+    return left, right
+
+
+def band(causal: Any, window_size: Any, offset: int | Tensor | TableOffset, most_q: int, most_k: int, device: Any) -> TracedMod | None:
+    """The mask, None if it leaves everything visible."""
+    left, right = sides_in_sight(causal, window_size, most_q, most_k)
     if left is None and right is None:
         return None
     if isinstance(offset, TableOffset):

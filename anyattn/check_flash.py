@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from anyattn import check
+from anyattn import check, check_lengths
 from anyattn.bands import TableOffset, band
 from anyattn.check_lengths import (
     NEEDS_USED,
@@ -22,7 +22,6 @@ from anyattn.check_lengths import (
     offset_unread,
     pages,
     sequence_lengths,
-    takes_their_word,
     unread_sequences,
 )
 from anyattn.geometry.seqlen_info import SeqlenInfoQK
@@ -97,7 +96,7 @@ def varlen_problem(
     """The problem of one ``flash_attn_varlen_func`` call."""
     _check_varlen_storage(q, k, v, cu_seqlens_q, cu_seqlens_k, page_table)
     lengths, pool = (max_seqlen_q, max_seqlen_k), None if page_table is None else k
-    if takes_their_word(q.device, validate):
+    if check_lengths.takes_their_word(q.device, validate):
         tables = LengthTables(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
         unread = unread_sequences(q, k, tables, lengths, page_table)
         return problem_of(q, k, v, unread, options, offset_unread(unread, any_needs_grad(q, k, v, options)))

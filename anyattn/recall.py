@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from anyattn import check, check_flash, check_lengths, hardware, plan
+from anyattn import check, check_flash, hardware, plan
 from anyattn.check_flash import Options
 from anyattn.geometry.stored import LengthTables, StoredSequences, StoredSizes
 from anyattn.mods.ir import Expr
@@ -29,6 +29,7 @@ from anyattn.mods.recognise import Reading, recognise
 from anyattn.mods.trace import TracedMod
 from anyattn.plan import Plan
 from anyattn.problem import Problem
+from anyattn.recall_varlen import Places, facts_of_places, seen_rows
 
 __all__ = ["FlexCall", "Places", "clear", "flash_call", "flex_call", "size", "varlen_call"]
 
@@ -59,24 +60,15 @@ class FlexCall(NamedTuple):
     deterministic: Any
 
 
-class Places(NamedTuple):
-    """What says where a ``flash_attn_varlen_func`` call's sequences are.
-
-    tables: cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k and page_table. most: max_seqlen_q and max_seqlen_k.
-    """
-
-    tables: tuple[Any, Any, Any, Any, Any]
-    most: tuple[Any, Any]
-    validate: bool | None
-
-
 class _Facts(NamedTuple):
-    """key: all facts of a call. What was read on the way: the score mod, the masks in order, the tensors passed along for them."""
+    """key: all facts of a call. What was read on the way: the score mod, the masks in order, the tensors passed along for them, and the
+    sizes of sequences, which may be no facts."""
 
     key: tuple
     score: Reading | None
     masks: tuple[Reading, ...]
     aux: tuple[Tensor, ...]
+    sizes: StoredSizes | None = None
 
 
 @dataclass(frozen=True)
@@ -117,7 +109,7 @@ class _Recipe:
 class _Remembered(NamedTuple):
     """fields: the problem's, but for its tensors and mods. shares_keys: key and value of batch 1 stand for every query batch entry.
 
-    sizes: of ``StoredSequences``, what comes behind its tables. band: which of the tables the last mask reads.
+    band: which of a call's tables the last mask reads.
     """
 
     plan: Plan
@@ -126,7 +118,6 @@ class _Remembered(NamedTuple):
     masks: tuple[_Recipe, ...]
     has_lists: bool
     shares_keys: bool
-    sizes: StoredSizes | None = None
     band: tuple[int, ...] = ()
 
 
@@ -258,8 +249,8 @@ def _flex_facts(call: FlexCall, backend: Any, options: Any) -> _Facts | None:
         return None
 
 
-def _flash_facts(q: Any, k: Any, v: Any, given: Options, backend: Any) -> _Facts | None:
-    """None for a call that cannot be remembered."""
+def _flash_facts(q: Any, k: Any, v: Any, given: Options, backend: Any, seen: Callable[[Any], tuple] = _seen) -> _Facts | None:
+    """None for a call that cannot be remembered. seen: the facts of q, k, v."""
     try:
         if given.block_sparse_tensors is not None:
             return None
@@ -267,7 +258,7 @@ def _flash_facts(q: Any, k: Any, v: Any, given: Options, backend: Any) -> _Facts
         score = None if given.score_mod is None else _read(given.score_mod)
         masks = () if given.mask_mod is None else (_read(given.mask_mod),)
         tensors = (
-            _seen(q), _seen(k), _seen(v), _maybe_seen(given.sink), _maybe_seen(given.alibi_slopes), *[_seen(t) for t in aux],
+            seen(q), seen(k), seen(v), _maybe_seen(given.sink), _maybe_seen(given.alibi_slopes), *[_seen(t) for t in aux],
             _identical(aux),
         )  # fmt: skip
         window = given.window_size
@@ -285,19 +276,16 @@ def _flash_facts(q: Any, k: Any, v: Any, given: Options, backend: Any) -> _Facts
 
 def _varlen_facts(q: Any, k: Any, v: Any, places: Places, given: Options, backend: Any) -> _Facts | None:
     """None for a call that cannot be remembered, such as one whose tables are looked at."""
+    if type(q) not in _PLAIN or type(k) not in _PLAIN or type(v) not in _PLAIN:
+        return None
     try:
-        if not check_lengths.takes_their_word(q.device, places.validate) or any(type(n) not in (int, type(None)) for n in places.most):
-            return None
-        found = _flash_facts(q, k, v, given, backend)
-        if found is None:
-            return None
-        tables = [t for t in places.tables if t is not None]
-        if any(type(t) is not Tensor for t in tables):
-            return None
-        seen = tuple([None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in places.tables])
-        return found._replace(key=("varlen", found.key, seen, _identical(tables), places.most))
+        of_places = facts_of_places(q, k, v, places, given)
+        found = None if of_places is None else _flash_facts(q, k, v, given, backend, seen_rows)
     except _UNREADABLE:
         return None
+    if of_places is None or found is None:
+        return None
+    return found._replace(key=("varlen", found.key, of_places[0]), sizes=of_places[1])
 
 
 # ---- calls
@@ -364,7 +352,7 @@ def varlen_call(q: Any, k: Any, v: Any, places: Places, given: Options, backend:
     facts = None if _is_listened_to() else _varlen_facts(q, k, v, places, given, backend)
     known = _found(facts)
     tables = places.tables
-    if known is None or facts is None:
+    if known is None or facts is None or facts.sizes is None:
         problem = check_flash.varlen_problem(q, k, v, *tables[:2], *places.most, *tables[2:], places.validate, given)
         chosen = plan.choose(problem, hardware.of(problem.q.device.type), backend)
         if facts is not None:
@@ -372,7 +360,7 @@ def varlen_call(q: Any, k: Any, v: Any, places: Places, given: Options, backend:
         return problem, chosen
     fields = dict(known.fields)
     fields["q"], fields["k"], fields["v"], fields["sink"] = _heads_first(q), _heads_first(k), _heads_first(v), given.sink
-    fields["sequences"] = StoredSequences(LengthTables(*tables[:4]), known.sizes, tables[4], q.device)  # type: ignore[arg-type]
+    fields["sequences"] = StoredSequences(LengthTables(*tables[:4]), facts.sizes, tables[4], q.device)
     if given.softmax_scale is not None:
         fields["scale"] = float(given.softmax_scale)
     if known.score is not None:
@@ -434,9 +422,7 @@ def _remember_flash(
         # the band of causal and window_size comes last; the facts settle its numbers
         masks = (*[_Recipe.of(p) for p in problem.predicates[:count]], *map(_settled, bands))
         band = _places_among(tables, bands[0].tensors) if bands else ()
-        s = problem.sequences
-        sizes = s.sizes if isinstance(s, StoredSequences) else None
-        _store.put(facts.key, _Remembered(chosen, _fields_of(problem), score, masks, False, False, sizes, band))
+        _store.put(facts.key, _Remembered(chosen, _fields_of(problem), score, masks, False, False, band))
     except _Unfit:
         return
 

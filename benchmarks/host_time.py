@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 import anyattn
-from anyattn import autograd, check, check_flash, hardware, plan, recall
+from anyattn import autograd, check, check_flash, check_lengths, hardware, plan, recall
 from anyattn.check_flash import Options
 from anyattn.mods.trace import trace
 
@@ -45,7 +45,14 @@ def stubbed() -> Iterator[None]:
         return made[key]
 
     recall.clear()
-    with mock.patch.object(hardware, "of", lambda *a: _HOPPER), mock.patch.object(door, "forward", forward):
+    pretended = (
+        mock.patch.object(hardware, "of", lambda *a: _HOPPER),
+        mock.patch.object(door, "forward", forward),
+        mock.patch.object(check_lengths, "takes_their_word", lambda device, validate: validate is not True),
+    )
+    with contextlib.ExitStack() as stack:
+        for patch in pretended:
+            stack.enter_context(patch)
         yield
     recall.clear()
 
@@ -85,6 +92,22 @@ def _new_lengths(device: str) -> Callable[[], Any]:
     return call
 
 
+def _varlen(device: str, is_new: bool) -> Callable[[], Any]:
+    """Packed sequences; is_new: with another number of rows each time, as in training and serving."""
+    most, rows = 1024, 256
+    q = torch.randn(most, 2, 64, dtype=torch.bfloat16, device=device)
+    packed = [q[: rows + i] for i in range(most - rows)] if is_new else [q]
+    cu_q, cu_k = (torch.tensor([0, 100, rows], dtype=torch.int32, device=device) for _ in range(2))
+    numbers = iter(range(10**9))
+
+    def call() -> Any:
+        x = packed[next(numbers) % len(packed)]
+        given = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": rows, "max_seqlen_k": rows}
+        return anyattn.flash_attn_varlen_func(x, x, x, causal=True, **given)
+
+    return call
+
+
 def _calls(device: str) -> dict[str, Callable[[], Any]]:
     q, k, v = _tensors(device, heads_first=False)
     slopes = anyattn.scores.alibi_slopes(_SHAPE[1]).to(device)
@@ -100,6 +123,8 @@ def _calls(device: str) -> dict[str, Callable[[], Any]]:
         "flash, causal": lambda: anyattn.flash_attn_func(q, k, v, causal=True),
         "flash, causal, a new length each time": _new_lengths(device),
         "flash, causal, softcap, ALiBi": lambda: anyattn.flash_attn_func(q, k, v, causal=True, softcap=30.0, alibi_slopes=slopes),
+        "varlen, causal": _varlen(device, False),
+        "varlen, causal, other lengths each time": _varlen(device, True),
     }
 
 

@@ -80,8 +80,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple]]:
     """CPU tensors are taken for a Hopper GPU's; launches are noted and not made."""
     notes: list[tuple] = []
     monkeypatch.setattr(hardware, "of", lambda *a: H200)
-    for module in (check_lengths, check_flash):
-        monkeypatch.setattr(module, "takes_their_word", lambda device, validate: validate is not True)
+    monkeypatch.setattr(check_lengths, "takes_their_word", lambda device, validate: validate is not True)
     # mods' indices are settled on the CPU, from sizes: captured tensors without contents show that theirs are not asked for
     monkeypatch.setattr(check_flash, "plainly_inside", without_contents(check_flash.plainly_inside))
     for module in (tables, run):
@@ -99,7 +98,7 @@ def ends(*numbers: int) -> torch.Tensor:
     return torch.tensor(numbers, dtype=torch.int32)
 
 
-SLOPES, BIAS = torch.rand(4), torch.rand(4, 800)
+SLOPES, BIAS = torch.rand(4), torch.rand(4, 2000)
 
 
 def calls() -> dict[str, dict[str, Any]]:
@@ -119,7 +118,7 @@ def calls() -> dict[str, dict[str, Any]]:
         "padded queries": {"q": torch.randn(3, 50, 4, 64).bfloat16(), "k": k, "v": k, "cu_seqlens_k": cu_k, "causal": True},
         "alibi and softcap": given | {"causal": True, "softcap": 20.0, "alibi_slopes": SLOPES},
         "alibi per entry": given | {"alibi_slopes": SLOPES.expand(3, 4).contiguous()},
-        "score mod": given | {"score_mod": lambda s, b, h, i, j: s + BIAS[h, i - j + 400]},
+        "score mod": given | {"score_mod": lambda s, b, h, i, j: s + BIAS[h, i - j + 999]},
         "nothing in it": given | {"cu_seqlens_q": ends(0, 0, 0, 0)},
         "lse": given | {"return_lse": True, "causal": True},
     }
@@ -146,6 +145,68 @@ def test_a_remembered_call_reads_nothing_and_launches_the_same(name: str, launch
     (config, before), (_, first), (again, after), (_, second) = launched
     assert config is again and [a for a in before if isinstance(a, int)] == [a for a in after if isinstance(a, int)]
     assert first[-2] == second[-2] and all(a is b for a, b in zip(first[-1], second[-1], strict=True))
+
+
+def described(notes: list[tuple]) -> list[Any]:
+    """Launches as far as they do not hang on where fresh tensors are."""
+
+    def of(item: Any) -> Any:
+        if isinstance(item, tuple):
+            return tuple(map(of, item))
+        return (item.shape, item.stride(), item.dtype) if isinstance(item, torch.Tensor) else item
+
+    return [(config, of(arguments)) for config, arguments in notes]
+
+
+def other_lengths(name: str) -> dict[str, Any]:
+    """The same call with more sequences and rows, and another greatest length."""
+    call = dict(calls()[name])
+    for n in ("q", "k", "v"):
+        if call[n].ndim == 3:
+            call[n] = packed(900)
+    for n, numbers in {"cu_seqlens_q": (0, 1, 1, 450, 900), "cu_seqlens_k": (0, 450, 500, 700, 900)}.items():
+        if n in call:
+            call[n] = ends(*numbers).to(call[n].dtype)
+    if call["cu_seqlens_q"].dtype == torch.int32 and name == "self":
+        call["cu_seqlens_k"], call["k"], call["v"] = call["cu_seqlens_q"], call["q"], call["q"]
+    call |= {n: ends(1, 0, 100, 200) for n in ("seqused_q", "seqused_k") if n in call}
+    if "page_table" in call:
+        call["page_table"] = torch.zeros(4, 7, dtype=torch.int32)
+    return call | {n: 450 for n in ("max_seqlen_q", "max_seqlen_k") if n in call}
+
+
+def test_a_longer_call_is_checked_again(launched: list[tuple]) -> None:
+    short = torch.rand(4, 450)
+    mod = {"score_mod": lambda s, b, h, i, j: s + short[h, i - j + 200]}
+    with torch.no_grad():
+        anyattn.flash_attn_varlen_func(**calls()["full"] | mod)
+        with pytest.raises(ValueError, match="reads dimension 1"):
+            anyattn.flash_attn_varlen_func(**other_lengths("full") | mod)
+
+
+@pytest.mark.parametrize("name", ["full", "self", "causal", "window", "seqused", "int64", "score mod", "lse", "no greatest lengths"])
+def test_one_memory_serves_all_lengths(name: str, launched: list[tuple]) -> None:
+    """Packed sequences are different in every step: their lengths must not make a call a new one, nor may a result depend on the memory."""
+    with torch.no_grad():
+        anyattn.flash_attn_varlen_func(**calls()[name])
+        known = recall.size()
+        launched.clear()
+        anyattn.flash_attn_varlen_func(**other_lengths(name))
+        assert recall.size() == known + (name == "score mod")  # whose index hangs on how far positions go
+        by_memory = described(launched)
+        launched.clear()
+        recall.clear()
+        anyattn.flash_attn_varlen_func(**other_lengths(name))
+        assert described(launched) == by_memory
+
+
+def test_a_window_that_begins_to_matter_is_seen(launched: list[tuple]) -> None:
+    call = calls()["causal"]
+    with torch.no_grad():
+        anyattn.flash_attn_varlen_func(**call | {"window_size": (300, 0), "causal": False})  # as wide as the longest sequence
+        anyattn.flash_attn_varlen_func(**call | {"window_size": (300, 0), "causal": False, "max_seqlen_k": 400})
+    kernels = [config for config, _ in launched[1::2]]
+    assert [c.has_left for c in kernels] == [False, True]
 
 
 def test_with_gradients_too(launched: list[tuple]) -> None:

@@ -15,7 +15,7 @@ pytest.importorskip("cutlass")
 
 def test_calls_are_planned_for_hopper_and_remembered(monkeypatch):
     checked = []
-    for module, name in ((check, "flex_problem"), (check_flash, "dense_problem")):
+    for module, name in ((check, "flex_problem"), (check_flash, "dense_problem"), (check_flash, "varlen_problem")):
         original = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *a, original=original: (checked.append(1), original(*a))[1])
     with host_time.stubbed():

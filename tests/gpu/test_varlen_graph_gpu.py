@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import math
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -123,7 +124,7 @@ def test_against_the_oracle(numbers: list[int]) -> None:
     """Every sequence by itself; rows of none are 0 and -inf. Keys have another packing than queries."""
     inputs, keys = qkv(), SECOND
     out, lse = call(inputs, ends(numbers), ends(keys), causal=True)
-    for (a, b), (c, d) in zip(zip(numbers, numbers[1:]), zip(keys, keys[1:]), strict=True):
+    for (a, b), (c, d) in zip(pairwise(numbers), pairwise(keys), strict=True):
         if a == b:
             continue
         q, k, v = (t[x:y].transpose(0, 1)[None].cpu() for t, x, y in zip(inputs, (a, c, c), (b, d, d), strict=True))

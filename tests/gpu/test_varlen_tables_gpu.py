@@ -9,10 +9,14 @@ import pytest
 import torch
 
 import anyattn
+from anyattn import masks
 from anyattn.backends.hopper import tables
+from anyattn.backends.hopper.config import Config, Tiles
 from anyattn.backends.hopper.tables_config import MOST_ENTRIES, THREADS
 from anyattn.geometry.integers import ceil_div
 from anyattn.geometry.stored import LengthTables, StoredSequences, StoredSizes
+from anyattn.mods.rows import row_ranges
+from anyattn.mods.trace import trace
 
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0) and importlib.util.find_spec("cutlass") is not None
 pytestmark = pytest.mark.gpu
@@ -20,6 +24,9 @@ if not HAS_HOPPER:
     pytest.skip("needs a Hopper GPU and nvidia-cutlass-dsl", allow_module_level=True)
 
 TILE = 128
+CAUSAL = row_ranges(trace(masks.causal(), "mask"))
+assert CAUSAL is not None
+KERNELS = [Config(64, 64, True, Tiles(TILE, 128, 2), bands=bands, has_entries=True, has_order=True) for bands in ((), (CAUSAL.expr,))]
 
 
 def ends(lengths: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -45,7 +52,7 @@ def prepared(s: StoredSequences, ends_with_row: bool, heads: int = 3) -> tuple[t
     most = min(s.batch * ceil_div(s.sizes.rows_q, TILE), storage * s.sizes.rows_q // TILE + s.batch)
     out = torch.full((storage, heads, s.sizes.rows_q, 64), math.nan, dtype=torch.bfloat16, device="cuda")
     lse = torch.full(out.shape[:3], math.nan, device="cuda")
-    return *tables._prepared(s, TILE, most, ends_with_row, (out, lse, None)), out, lse
+    return *tables._prepared(s, KERNELS[ends_with_row], most, (out, lse, None)), out, lse
 
 
 @pytest.mark.parametrize("ends_with_row", [False, True])

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from anyattn.backends.hopper.config import TILE_M
+from anyattn.backends.hopper.config import TILE_M, Config
 from anyattn.backends.hopper.launch import launch
 from anyattn.backends.hopper.specialise import Special
 from anyattn.backends.hopper.tables_config import MOST_ENTRIES, THREADS, TablesConfig
@@ -115,7 +115,7 @@ def _ragged(problem: Problem, special: Special, lists: Any, results: Results | N
     most = min(problem.batch * ceil_div(length, tile_m), entries * length // tile_m + problem.batch)
     if isinstance(sequences, StoredSequences):
         assert results is not None
-        order, places = _prepared(sequences, tile_m, most, config.has_right, results)
+        order, places = _prepared(sequences, config, most, results)
     else:
         known = _of_sequences.setdefault(sequences, {})
         key = (tile_m, most, config.has_right)
@@ -129,7 +129,7 @@ def _ragged(problem: Problem, special: Special, lists: Any, results: Results | N
     return TablesOnHost(*tensors, order, places, pages)
 
 
-def _prepared(s: StoredSequences, tile_m: int, most: int, ends_with_row: bool, results: Results) -> tuple[Tensor, Tensor]:
+def _prepared(s: StoredSequences, config: Config, most: int, results: Results) -> tuple[Tensor, Tensor]:
     """(order, entries) by one launch, which also wipes the results' rows of no sequence.
 
     Made anew for each call: what the tables hold may have changed in ways that torch does not count, and wiping is a launch anyway.
@@ -145,17 +145,23 @@ def _prepared(s: StoredSequences, tile_m: int, most: int, ends_with_row: bool, r
         heads, wiped = out.shape[1], results  # type: ignore[assignment]
         blocks += min(ceil_div(out.shape[0] * out.shape[2], _ROWS_AT_ONCE), max(1, _MOST_BLOCKS // heads))
     if blocks:
-        config = _tables_config(tile_m, ends_with_row, MOST_ENTRIES[s.batch > MOST_ENTRIES[0]])
         bin_keys = ceil_div(s.bound_k + 1, THREADS)
-        launch(config, (*s.tables, entries, order, *wiped, s.batch, s.sizes.rows_q, s.sizes.rows_k, bin_keys, blocks, heads))
+        launch(
+            _tables_config(config, s.batch > MOST_ENTRIES[0]),
+            (*s.tables, entries, order, *wiped, s.batch, s.sizes.rows_q, s.sizes.rows_k, bin_keys, blocks, heads),
+        )
     if order is None or entries is None:
-        return _order_of_entries(s, tile_m, most, ends_with_row), _entries(s, None)
+        return _order_of_entries(s, config.tiles.tile_m, most, config.has_right), _entries(s, None)
     return order, entries
 
 
 _ROWS_AT_ONCE = THREADS  # of storage that a block looks at, one a thread
 _MOST_BLOCKS = 528  # four for each multiprocessor of an H200, of which two fit at once
-_tables_config = lru_cache(maxsize=64)(TablesConfig)
+
+
+@lru_cache(maxsize=256)
+def _tables_config(config: Config, is_large: bool) -> TablesConfig:
+    return TablesConfig(config.tiles.tile_m, config.has_right, MOST_ENTRIES[is_large])
 
 
 def _entries(s: Sequences, places: tuple[Tensor, Tensor] | None) -> Tensor:
