@@ -322,18 +322,7 @@ def _blocks(given: Any, problem: Problem) -> Any:
         raise ValueError(f"block_sparse_tensors is on {given.device} but q is on {problem.q.device}; move it with .to()")
     if isinstance(given, VarlenBlockSparseTensors):
         assert problem.sequences is not None
-        is_unread = isinstance(problem.sequences, StoredSequences)  # then the lists' lengths are believed, as the tables are
-        for name, listed, have in (
-            ()
-            if is_unread
-            else (
-                ("seqlens_q", given.seqlens_q, problem.sequences.seqlens_q),
-                ("seqlens_k", given.seqlens_k, problem.sequences.seqlens_k),
-            )
-        ):
-            if not torch.equal(listed.to(torch.int64), have):
-                what = f"{name} {_short(listed)} but the call has {_short(have)}"
-                raise ValueError(f"block_sparse_tensors was built for {what}; build it for these")
+        _check_built_for(given, problem.sequences)
         heads = given.mask_block_cnt.shape[0]
         if heads not in (1, problem.heads_q):
             raise ValueError(f"block_sparse_tensors has {heads} heads but q has {problem.heads_q}; wanted 1 (shared) or {problem.heads_q}")
@@ -348,6 +337,20 @@ def _blocks(given: Any, problem: Problem) -> Any:
         if got not in (1, size):
             raise ValueError(f"block_sparse_tensors has {axis} {got} but q has {size}; wanted 1 (shared) or {size}")
     return given
+
+
+def _check_built_for(lists: Any, sequences: Sequences) -> None:
+    """Raises where ragged lists were built for other sequences; where no table is read, for another number of them."""
+    if isinstance(sequences, StoredSequences):
+        if len(lists.seqlens_q) != sequences.batch:
+            have = f"{len(lists.seqlens_q)} sequences but the call has {sequences.batch}"
+            raise ValueError(f"block_sparse_tensors was built for {have}; build it for these")
+        return
+    for name in ("seqlens_q", "seqlens_k"):
+        listed, have = getattr(lists, name), getattr(sequences, name)
+        if not torch.equal(listed.to(torch.int64), have):
+            what = f"{name} {_short(listed)} but the call has {_short(have)}"
+            raise ValueError(f"block_sparse_tensors was built for {what}; build it for these")
 
 
 def _short(x: Tensor) -> str:

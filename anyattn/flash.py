@@ -118,7 +118,8 @@ def flash_attn_varlen_func(
     validate: True looks at all that the tables hold, and also refuses packed rows behind the last sequence; None looks where that costs
     nothing (on the CPU), False leaves out cu_seqlens. On a GPU, unless validate is True, no table is read on the host: the call does not
     wait, and a CUDA graph that has captured it reads what the tables hold by then. What they hold wrongly is not noticed there: a row in
-    two sequences gives one of its results, rows outside storage are left out, a page outside the pool reads any memory.
+    two sequences gives one of its results, rows outside storage are left out; a page outside the pool, a greatest length that is
+    too small and block lists built for other lengths make results mean nothing.
 
     Returns out, laid out as q with head_dim Dv, or ``(out, lse)``, lse (Hq, total_q), or (B, Hq, Sq) where q is not packed. Rows that
     are in no sequence give 0 and lse -inf. Gradients as in ``flash_attn_func``. Raises as ``flash_attn_func``, and ``ValueError`` naming

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from anyattn.backends.hopper import tables
+from anyattn.backends.hopper import build, launch, tables
 from anyattn.backends.hopper.tables_config import TablesConfig
 from anyattn.geometry.integers import ceil_div
 from anyattn.geometry.stored import LengthTables, StoredSequences, StoredSizes
@@ -124,3 +124,12 @@ def test_wrong_tables_write_nothing_outside(lengths: dict[str, Any]) -> None:
     for start, n, rows in ((entries[:, 1], entries[:, 2], 40), (entries[:, 4], entries[:, 5], 12)):
         assert (start >= 0).all() and (n >= 0).all() and (start + n <= rows).all()
     assert ((order[:, 0] >= -1) & (order[:, 0] < 40) & (order[:, 2] >= 0) & (order[:, 2] < s.batch)).all()
+
+
+@pytest.mark.parametrize("has_tables,has_results", [(True, True), (True, False), (False, True)])
+def test_it_compiles(has_tables: bool, has_results: bool) -> None:
+    ends, used = torch.zeros(3, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
+    made = (torch.zeros(2, 9, dtype=torch.int32), torch.zeros(4, 3, dtype=torch.int32)) if has_tables else (None, None)
+    results = (torch.zeros(1, 2, 8, 64, dtype=torch.bfloat16), torch.zeros(1, 2, 8), None) if has_results else (None, None, None)
+    kinds, _ = launch.kinds_of((ends, None, used, used, *made, *results, 2, 8, 8, 1, 2, 1))
+    assert build.compiled_object(TablesConfig(128, True, 16384), kinds)

@@ -8,6 +8,7 @@ import torch
 from sequences import Meaning
 
 import anyattn
+from anyattn import check_lengths
 from anyattn.testing import poison
 
 TABLE = torch.linspace(-1.5, 1.5, 4 * 70, dtype=torch.float64).view(4, 70)
@@ -84,6 +85,33 @@ def test_packed(name: str) -> None:
     for return_lse in (True, False):
         got, shared = results(batch, meaning, packed_call, return_lse=return_lse)
         seq.judge(got, batch, meaning, shared=shared, label=name)
+
+
+@pytest.fixture
+def unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables are believed unseen, as on a GPU."""
+    monkeypatch.setattr(check_lengths, "takes_their_word", lambda device, validate: validate is not True)
+
+
+@pytest.mark.parametrize("name", MEANINGS)
+def test_packed_with_tables_that_nobody_looked_at(name: str, unread: None) -> None:
+    meaning = MEANINGS[name]()
+    batch = seq.ragged(*LENGTHS, dv=8)
+    got, shared = results(batch, meaning, packed_call)
+    seq.judge(got, batch, meaning, shared=shared, label=name)
+    assert all(torch.equal(a, b) for a, b in zip(*(results(batch, meaning, packed_call, **o)[0]["out"] for o in ({}, {"validate": True}))))
+
+
+def test_tables_may_change_before_the_backward_pass(unread: None) -> None:
+    q, k, v = torch.randn(3, 90, 4, 16)
+    found = []
+    for later in ([0, 50, 90], [0, 1, 90]):
+        cu_q, cu_k = torch.tensor([0, 50, 90]), torch.tensor([0, 20, 90])
+        leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+        out = anyattn.flash_attn_varlen_func(*leaves, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, causal=True)
+        cu_q.copy_(torch.tensor(later))
+        found.append(torch.autograd.grad(out.square().sum(), leaves))
+    assert all(torch.equal(a, b) for a, b in zip(*found))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
