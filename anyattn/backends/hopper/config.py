@@ -33,13 +33,15 @@ def padded(head_dim: int, head_dim_v: int) -> tuple[int, int]:
 class Tiles:
     """tile_m: query rows, 64 for each warp group that multiplies. tile_n: keys. stages: tiles of K and of V in flight.
 
-    ping_pong: the warp groups take turns, one multiplies while another exponentiates.
+    ping_pong: the warp groups take turns, one multiplies while another exponentiates. emulated: of 8 exponentials so many are computed by
+    multiplications and additions, where special functions are what a tile waits for.
     """
 
     tile_m: int
     tile_n: int
     stages: int
     ping_pong: bool = True
+    emulated: int = 0
 
     def __post_init__(self) -> None:
         if self.tile_m not in (128, 192):
@@ -73,6 +75,7 @@ class Config:
     """One kernel. Run-time numbers (lengths, strides, scales, window bounds, captured values) are no part of it.
 
     head_dim, head_dim_v: as padded. is_bf16: else float16. score: the score mod's expression or None.
+    is_factored: constant factors may be taken off the score mod's end, for they are above 0 (``staging.factored``).
     bands: row ranges ``lo, hi`` of predicates that are bands around a row's place (``sides``); the kernel derives its tiles from them.
     lists: None, or the layout of the lists of tiles to visit: "dense" (B, H, M, N), "ragged" (H, total_m, max_n) or "flat" (H, total_n).
     per_entry, per_head: the lists differ from batch entry to entry, from head to head. list_cut: (rows, keys) of a list's tile in units
@@ -88,6 +91,7 @@ class Config:
     is_bf16: bool
     tiles: Tiles
     score: Expr | None = None
+    is_factored: bool = True
     bands: tuple[Expr, ...] = ()
     lists: str | None = None
     per_entry: bool = False

@@ -6,6 +6,8 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import dsl_user_op
 
 from anyattn.backends.hopper.config import slots
 from anyattn.backends.hopper.emit import emit, emit_rows, first_read, select
@@ -44,17 +46,28 @@ class Softmax:
         """Applies the score mod to key tile ``n``. is_edge: the tile may reach past the last key."""
         if const_expr(self.config.score is not None):
             s = rows_and_columns(scores)
+            core = self.score.core
             scale = scale_log2 * Float32(1.0 / LOG2E)
             scalars, tensors = self.captured(captured, 0)
+            if const_expr(self.score.before is not None):
+                scale = scale * Float32(emit_rows(self.score.before, scalars, tensors, facts.entry, facts.head, [Int32(0)])[0][0])
             places = self._places(positions, n, facts, is_edge)
             read, write = (lambda r, c: s[r, c] * scale), (lambda r, c, x: s.__setitem__((r, c), Float32(x)))
-            if const_expr(reads_straight(self.config.score) and not is_edge):
-                if first_read(self.config.score, scalars, tensors, places) >= 0:
-                    emit(self.config.score, scalars, tensors, places, read, write, True)
+            if const_expr(reads_straight(core) and not is_edge):
+                if first_read(core, scalars, tensors, places) >= 0:
+                    emit(core, scalars, tensors, places, read, write, True)
                 else:
-                    emit(self.config.score, scalars, tensors, places, read, write)
+                    emit(core, scalars, tensors, places, read, write)
             else:
-                emit(self.config.score, scalars, tensors, places, read, write)
+                emit(core, scalars, tensors, places, read, write)
+
+    def rate(self, scale_log2: Any, captured: Any) -> Any:
+        """By what a fragment's scores are multiplied in the exponent of 2."""
+        if self.config.score is None:
+            return scale_log2
+        if self.score.after is None:
+            return Float32(LOG2E)
+        return Float32(emit_rows(self.score.after, *self.captured(captured, 0), Int32(0), Int32(0), [Int32(0)])[0][0]) * Float32(LOG2E)
 
     @cute.jit
     def row_limits(self, positions, facts, captured):
@@ -129,12 +142,11 @@ class Softmax:
         emit(ask.expr, scalars, tensors, places, None, store)
 
     @cute.jit
-    def exponentials(self, scores, row_max, row_sum, row_scale, scale_log2, is_first: cutlass.Constexpr, may_be_blind: cutlass.Constexpr):
+    def exponentials(self, scores, row_max, row_sum, row_scale, rate, is_first: cutlass.Constexpr, may_be_blind: cutlass.Constexpr):
         """Turns scores into exp2((score - row's maximum) * scale) in place; ``row_scale`` is what earlier sums are to be multiplied by.
 
         may_be_blind: a row may have seen nothing yet; 0 then stands for its maximum, so that -inf minus it is -inf and not NaN.
         """
-        scale = Float32(LOG2E) if const_expr(self.config.score is not None) else scale_log2
         s = rows_and_columns(scores)
         for r in cutlass.range_constexpr(cute.size(row_max)):
             row = s[r, None].load()
@@ -145,12 +157,45 @@ class Softmax:
             if const_expr(may_be_blind or self.config.score is not None):  # a score mod may hide what it likes
                 base = select(top == -Float32.inf, Float32(0.0), top, "float")
             if const_expr(not is_first):
-                row_scale[r] = cute.math.exp2((row_max[r] - base) * scale, fastmath=True)
-            p = cute.math.exp2(row * scale - base * scale, fastmath=True)
+                row_scale[r] = cute.math.exp2((row_max[r] - base) * rate, fastmath=True)
+            shifted = base * rate
+            if const_expr(self.config.tiles.emulated == 0):
+                p = cute.math.exp2(row * rate - shifted, fastmath=True)
+                s[r, None].store(p)
+            else:
+                for c in cutlass.range_constexpr(cute.size(s, mode=[1])):
+                    power = s[r, c] * rate - shifted
+                    s[r, c] = _exp2(power) if const_expr(c % 8 < self.config.tiles.emulated) else cute.math.exp2(power, fastmath=True)
+                p = s[r, None].load()
             total = p.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
             row_sum[r] = total if const_expr(is_first) else row_sum[r] * row_scale[r] + total
             row_max[r] = top
-            s[r, None].store(p)
+
+
+# 2^x for -1/2 <= x <= 1/2, exact at 0; relative error 1.1e-4, a fortieth of what rounding to bfloat16 does to a probability
+_POLYNOMIAL = (1.0, 0.69328293, 0.24221096, 0.05500893)
+_ROUNDS = 1.5 * 2**23  # added to a float, leaves its whole part in the low bits
+
+
+@dsl_user_op
+def _bits(x: Any, kind: Any, *, loc: Any = None, ip: Any = None) -> Any:
+    """A 32-bit number's bits as another kind of number."""
+    return kind(llvm.bitcast(kind.mlir_type, x.ir_value(loc=loc, ip=ip), loc=loc, ip=ip))
+
+
+def _exp2(x: Any) -> Any:
+    """exp2 on the pipes that multiply and add, for those scores that the one for special functions has no time for; 0 at -127 and below.
+
+    Source: Cody and Waite's reduction (Software Manual for the Elementary Functions, 1980).
+    """
+    x = cute.arch.fmax(x, Float32(-127.0))
+    shifted = x + Float32(_ROUNDS)
+    whole = _bits(shifted, Int32) << 23
+    part = x - (shifted - Float32(_ROUNDS))
+    value = Float32(_POLYNOMIAL[3])
+    for coefficient in _POLYNOMIAL[2::-1]:
+        value = value * part + Float32(coefficient)
+    return _bits(_bits(value, Int32) + whole, Float32)
 
 
 def _column(c: int) -> int:

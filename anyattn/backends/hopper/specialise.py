@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from anyattn.backends.hopper.config import TILE_M, Ask, Config, padded, sides, slots, tiles_for
+from anyattn.backends.hopper.staging import factored
 from anyattn.mods.dependence import dependence
 from anyattn.mods.ir import Builder, Expr
 from anyattn.mods.rows import RowRanges, row_ranges
@@ -25,13 +27,21 @@ class Special(NamedTuple):
     """What calls of the same facts share.
 
     sources: for each of ``config.exprs`` the predicate whose numbers and tensors it captures (-1: the score mod), and how many.
+    positive: the score mod's numbers that must be above 0 where ``config.is_factored``.
     listed: the predicate that the lists belong to, None without lists. list_tile: (query rows, keys) of the lists' tiles.
     """
 
     config: Config
     sources: tuple[tuple[int, int, int], ...]
+    positive: tuple[int, ...]
     listed: int | None
     list_tile: tuple[int, int] | None
+
+    def config_for(self, problem: Problem) -> Config:
+        """The config, which hangs on the sign of numbers that the score mod captures."""
+        if self.positive and any(problem.score.scalars[i] <= 0 for i in self.positive):  # type: ignore[union-attr]
+            return replace(self.config, is_factored=False)
+        return self.config
 
     def captured(self, problem: Problem) -> tuple[tuple[int | float, ...], tuple[Tensor, ...]]:
         """The numbers and tensors of ``config.exprs``, one after the other."""
@@ -70,7 +80,8 @@ def specialised(problem: Problem) -> Special:
         flags |= {"partial": asked[0][1] if asked else None, "always": tuple(ask for _, ask in others)}
         sources += [(i, *slots(ask.expr)) for i, ask in asked + others]
     config = _config(problem, None if score is None else score.expr, list_tile, flags | _storage(problem, listed is not None))
-    return Special(config, tuple(sources), listed, list_tile)
+    positive = () if score is None else factored(score.expr).positive
+    return Special(config, tuple(sources), positive, listed, list_tile)
 
 
 def _config(problem: Problem, score: Expr | None, list_tile: tuple[int, int] | None, flags: dict[str, Any]) -> Config:
