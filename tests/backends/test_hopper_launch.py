@@ -76,9 +76,17 @@ def test_each_part_of_a_config_and_of_the_kinds_changes_the_key() -> None:
     other = {"head_dim": 64, "is_bf16": False, "tiles": Tiles(128, 64, 2), "score": score}
     keys = [key_of(config(), ())]
     for field in dataclasses.fields(Config):
-        keys.append(key_of(config(**{field.name: other.get(field.name, True)}), ()))
+        assert field.name in other or isinstance(field.default, bool), f"give {field.name} another value here"
+        keys.append(key_of(config(**{field.name: other.get(field.name, not field.default)}), ()))
     keys += [key_of(config(), kinds) for kinds in ((FLOAT,), (INT,), (1, INT), (torch.float32, 1), (torch.float32, -1), (type(None),))]
     assert len(set(keys)) == len(keys)
+
+
+def test_a_kernel_is_listed_by_a_name_for_people() -> None:
+    score = trace(lambda s, b, h, i, j: s * 0.5, "score").expr
+    assert build._name(config()) == "full"
+    assert build._name(config(has_right=True, has_lse=True)) == "causal + lse"
+    assert build._name(config(has_left=True, has_right=True, has_sink=True, score=score)) == f"window + score {score.key[:8]} + sink"
 
 
 def test_keys_are_the_same_in_every_process() -> None:

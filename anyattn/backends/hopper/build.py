@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import os
 import shutil
@@ -18,6 +19,7 @@ import torch
 from anyattn.backends.hopper.config import Config
 from anyattn.backends.hopper.content import ARCH
 from anyattn.backends.hopper.disk_cache import Payload
+from anyattn.mods.ir import Expr
 
 __all__ = ["compiled_object", "dlpack_function", "has_tvm_ffi", "load", "make"]
 
@@ -47,11 +49,16 @@ def make(config: Config, kinds: tuple, may_link: bool = True) -> Payload:
 
 
 def _name(config: Config) -> str:
-    """What a person calls the variant."""
-    left, right = config.has_left, config.has_right
-    band = {(False, False): "full", (False, True): "causal", (True, True): "window", (True, False): "left"}[left, right]
-    extras = [f"score {config.score.key[:8]}" if config.score is not None else "", "sink" if config.has_sink else ""]
-    return " + ".join([band, *filter(None, extras), *(["lse"] if config.has_lse else [])])
+    """What a person calls the variant: its band, then whatever else the config has or is."""
+    fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name != "is_bf16"}
+    band = fields.pop("has_left", False), fields.pop("has_right", False)
+    words = [{(False, False): "full", (False, True): "causal", (True, True): "window"}.get(band, "left")]
+    for name, value in fields.items():
+        if isinstance(value, Expr):
+            words.append(f"{name} {value.key[:8]}")
+        elif value is True:
+            words.append(name.removeprefix("has_").removeprefix("is_"))
+    return " + ".join(words)
 
 
 def compiled_object(config: Config, kinds: tuple) -> bytes:
