@@ -186,6 +186,10 @@ def test_the_environment_says_where_and_whether(tmp_path: Path, monkeypatch: pyt
     assert disk_cache.default_folder() == tmp_path / "xdg/anyattn/kernels"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # to be ignored, says its specification
     assert disk_cache.default_folder() == tmp_path / "home/.cache/anyattn/kernels"
+    with monkeypatch.context() as patch:
+        patch.setattr(os.path, "expanduser", lambda path: path)
+        found, said = opened()
+        assert found is None and "no home folder" in said and not Path("~").exists()
     monkeypatch.setenv("ANYATTN_CACHE_DIR", str(tmp_path / "mine"))
     found, said = opened()
     assert found is not None and found.folder == tmp_path / "mine/kernels" and not said

@@ -60,13 +60,16 @@ def default_folder() -> Path:
     """Where kernels are kept: ``kernels`` in ``ANYATTN_CACHE_DIR``, else in ``anyattn`` in the user's cache folder."""
     chosen = os.environ.get("ANYATTN_CACHE_DIR")
     if chosen:
-        return Path(chosen).expanduser() / "kernels"
+        return Path(os.path.abspath(os.path.expanduser(chosen))) / "kernels"
     base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "anyattn" / "kernels"
+    # expanduser leaves the ~ of a user without a home
+    return Path(base if os.path.isabs(base) else os.path.expanduser("~/.cache")) / "anyattn" / "kernels"
 
 
 def why_not(folder: Path) -> str | None:
     """Makes ``folder`` (0700) if it is missing; None if it is the user's alone, else why it is not used."""
+    if not folder.is_absolute():
+        return f"{folder} is nowhere: this user has no home folder"
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
