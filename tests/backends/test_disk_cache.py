@@ -168,6 +168,16 @@ def test_listing_and_clearing(cache: DiskCache) -> None:
     assert cache.entries() == [] and [p.name for p in cache.folder.iterdir()] == ["notes.txt"]
 
 
+def test_the_oldest_go_when_there_are_too_many(cache: DiskCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_cache, "_MOST", 3)
+    for i, key in enumerate(("a1", "b2", "c3")):
+        cache.get_or_make(key, Maker())
+        os.utime(cache.path(key), (1000 - i, 1000 - i))
+    cache.get_or_make("d4", Maker())
+    assert {e.path.stem for e in cache.entries()} == {"a1", "b2", "d4"}
+    assert {p.stem for p in cache.folder.iterdir()} == {"a1", "b2", "d4"}
+
+
 def opened() -> tuple[DiskCache | None, str]:
     """What ``open_cache`` gives, and what it warned of."""
     disk_cache._opened.cache_clear()

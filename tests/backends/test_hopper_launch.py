@@ -359,3 +359,54 @@ def test_other_ways_to_load(tmp_path: Path, environment: dict[str, str]) -> None
 def test_it_compiles_for_wrapped_tensors_too() -> None:
     p = problem(score=scaled(2.0, torch.zeros(64, 2).T), wants_lse=True)
     assert callable(build.dlpack_function(*named(p)))
+
+
+# What a kernel says of arguments that pass its checks on a machine whose driver is missing: it was about to load its device code.
+ACCEPTED = "CUDA"
+
+
+@pytest.fixture(scope="module")
+def checked() -> Any:
+    """Launches one config with CPU tensors that claim to be a GPU's; what the kernel said, and how many kernels there are by now."""
+    from pretend_cuda import on_cuda
+
+    patch = pytest.MonkeyPatch()
+    load = build.load
+    patch.setattr(launch, "_kernels", {})
+    patch.setattr(build, "load", lambda payload: (lambda function: lambda *a: function(*on_cuda(a)))(load(payload)))
+    patch.setenv("ANYATTN_CACHE", "0")
+    made = config(head_dim=64, tiles=Tiles(128, 64, 2), score=trace(scaled(2.0, torch.zeros(2, 64)), "score").expr, has_right=True)
+
+    def go(q: torch.Tensor, table: torch.Tensor, right: int = 1) -> tuple[str, int]:
+        with pytest.raises((ValueError, TypeError, RuntimeError)) as raised:
+            launch.launch(made, (q, q, q, q, None, None, 1.0, 0, right, (2.0,), (table,)))
+        return str(raised.value), len(launch._kernels[made])
+
+    yield go
+    patch.undo()
+
+
+@needs_compiler
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU would read this memory")
+def test_a_kernel_takes_every_layout_that_its_kind_promises(checked: Any) -> None:
+    q, table = torch.zeros(3, 2, 64, 64, dtype=torch.bfloat16), torch.zeros(2, 64)
+    queries = [q, q[1:2], q[:, 1:], q[:, :, 5:6], torch.zeros(3, 64, 2, 64, dtype=torch.bfloat16).transpose(1, 2)]
+    queries += [q.as_strided((1, 2, 64, 64), (3, 4096, 64, 1)), q.clone().requires_grad_()]
+    for x in queries:
+        said, kernels = checked(x, table)
+        assert ACCEPTED in said and kernels == 1, (x.shape, x.stride(), said)
+    for t in (torch.zeros(2, 6)[:, :1], torch.zeros(6, 2).T[:, :1], torch.zeros(2, 65)[:, 1:]):
+        said, kernels = checked(q, t)
+        assert ACCEPTED in said and kernels == 1, (t.shape, t.stride(), said)
+    for t in (torch.zeros(64, 2).T, torch.zeros(2, 1).expand(2, 64), torch.zeros(2, 128)[:, ::2]):
+        said, kernels = checked(q, t)
+        assert ACCEPTED in said and kernels == 2, (t.shape, t.stride(), said)
+
+
+@needs_compiler
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU would read this memory")
+def test_a_kernel_refuses_what_it_was_not_made_for(checked: Any) -> None:
+    wide, table = torch.zeros(3, 2, 64, 72, dtype=torch.bfloat16), torch.zeros(2, 64)
+    for q, words in ((wide[..., 1:65], "alignment=16"), (torch.zeros(3, 2, 64, 65, dtype=torch.bfloat16)[..., :64], "divisible by 8")):
+        assert words in checked(q, table)[0]
+    assert "int32 range" in checked(wide[..., :64], table, right=2**40)[0]

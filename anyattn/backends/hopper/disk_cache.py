@@ -30,6 +30,7 @@ _MARK = b"anyattn1"
 _TAIL = struct.Struct("<Q8s")  # length of the facts, mark
 _SUM_SIZE = hashlib.sha256().digest_size
 _SUFFIX, _LOCK = ".kernel", ".lock"
+_MOST = 1000  # kernels kept, some 100 KiB each
 _PATIENCE = 120.0  # seconds to wait for another process, which compiles in a few, before doing its work again
 
 
@@ -184,10 +185,23 @@ class DiskCache:
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(name, self.path(key))
+            self._prune()
         except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(name)
             raise
+
+    def _prune(self) -> None:
+        """Removes the oldest kernels beyond ``_MOST``, and what else goes by their names."""
+        paths = list(self.folder.glob("*" + _SUFFIX))
+        if len(paths) > _MOST:
+            times = {}
+            for path in paths:
+                with contextlib.suppress(OSError):
+                    times[path] = path.stat().st_mtime_ns
+            for path in sorted(times, key=lambda p: times[p])[: len(times) - _MOST]:
+                path.unlink(missing_ok=True)
+                path.with_suffix(_LOCK).unlink(missing_ok=True)
 
 
 def _sum(content: bytes, key: str) -> bytes:
