@@ -370,20 +370,18 @@ def checked() -> Any:
     """Launches one config with CPU tensors that claim to be a GPU's; what the kernel said, and how many kernels there are by now."""
     from pretend_cuda import on_cuda
 
-    patch = pytest.MonkeyPatch()
-    load = build.load
-    patch.setattr(launch, "_kernels", {})
-    patch.setattr(build, "load", lambda payload: (lambda function: lambda *a: function(*on_cuda(a)))(load(payload)))
-    patch.setenv("ANYATTN_CACHE", "0")
+    load, kernels = build.load, {}  # kept from call to call; the patches are not
     made = config(head_dim=64, tiles=Tiles(128, 64, 2), score=trace(scaled(2.0, torch.zeros(2, 64)), "score").expr, has_right=True)
 
     def go(q: torch.Tensor, table: torch.Tensor, right: int = 1) -> tuple[str, int]:
-        with pytest.raises((ValueError, TypeError, RuntimeError)) as raised:
+        with pytest.MonkeyPatch.context() as patch, pytest.raises((ValueError, TypeError, RuntimeError)) as raised:
+            patch.setattr(launch, "_kernels", kernels)
+            patch.setattr(build, "load", lambda payload: (lambda function: lambda *a: function(*on_cuda(a)))(load(payload)))
+            patch.setenv("ANYATTN_CACHE", "0")
             launch.launch(made, (q, q, q, q, None, None, 1.0, 0, right, (2.0,), (table,)))
-        return str(raised.value), len(launch._kernels[made])
+        return str(raised.value), len(kernels[made])
 
-    yield go
-    patch.undo()
+    return go
 
 
 @needs_compiler
