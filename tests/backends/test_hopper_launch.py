@@ -10,6 +10,7 @@ import os
 import pickle
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +149,7 @@ def test_what_has_no_content_has_no_name() -> None:
 
 
 @pytest.fixture
-def built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple]:
+def built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[tuple]]:
     """Compiling and loading replaced by notes: what was compiled, as (config, kinds); a launch appends its arguments."""
     notes: list[tuple] = []
 
@@ -159,10 +160,12 @@ def built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple]:
     monkeypatch.setattr(build, "make", make)
     monkeypatch.setattr(build, "load", lambda payload: lambda *arguments: ran.append(arguments))
     monkeypatch.setattr(build, "has_tvm_ffi", lambda: True)
-    monkeypatch.setattr(launch, "_kernels", {})
     monkeypatch.setenv("ANYATTN_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("ANYATTN_CACHE", raising=False)
     ran.clear()
-    return notes
+    launch.forget()
+    yield notes
+    launch.forget()
 
 
 ran: list[tuple] = []
@@ -261,6 +264,14 @@ def test_what_cannot_be_loaded_is_compiled_and_said(built: list[tuple], monkeypa
     with pytest.warns(RuntimeWarning, match="not permitted"):
         launch.launch(config(), (1.0,))
     assert len(built) == 2 and ran == [(1.0,)]
+
+
+def test_what_is_forgotten_is_found_on_disk(built: list[tuple]) -> None:
+    c = config()
+    for _ in range(3):
+        launch.launch(c, (1.0,))
+        launch.forget()
+    assert len(built) == 1 and len(ran) == 3
 
 
 def test_compiling_only_runs_nothing_and_keeps_nothing_in_memory(built: list[tuple]) -> None:
