@@ -185,8 +185,8 @@ def tiles_for(head_dim: int, head_dim_v: int, score: Expr | None, is_masked: boo
     A score mod needs registers that three warp groups do not have, and one that reads a table for every score needs more. tile_n: what the
     keys of a tile must divide, a list's tile or a page.
     """
-    if head_dim == head_dim_v == 64 and score is None and not is_masked:
-        return Tiles(192, 128, 3)
+    if head_dim == head_dim_v == 64 and score is None and tile_n is None:
+        return Tiles(192, 128, 2 if is_masked else 3)
     widest = max(head_dim, head_dim_v)
     if score is not None and reads_apart(score):
         keys = 64 if widest <= 128 else 48

@@ -161,13 +161,14 @@ class Multiplies:
         self.modified(scores, positions, n, facts, scale_log2, captured, False)
         if const_expr(asks):
             self.masked(scores, positions, n, facts, captured, limits, Int32(1) if is_masked else Int32(0), False)
-        self.exponentials(scores, row_max, row_sum, row_scale, rate, False, asks)
+        rescales = self.exponentials(scores, row_max, row_sum, row_scale, rate, False, asks)
         warpgroup.wait_group(0)
         pipes[2].consumer_release(v_state)
         p.store(narrowed(scores, self.dtype).load())
-        out = rows_and_columns(acc)
-        for r in cutlass.range_constexpr(cute.size(row_scale)):
-            out[r, None].store(out[r, None].load() * row_scale[r])
+        if rescales:
+            out = rows_and_columns(acc)
+            for r in cutlass.range_constexpr(cute.size(row_scale)):
+                out[r, None].store(out[r, None].load() * row_scale[r])
 
     @cute.jit
     def _product(self, mma, acc, a, b, from_zero: cutlass.Constexpr):

@@ -17,6 +17,7 @@ from anyattn.backends.hopper.staging import reads_straight
 __all__ = ["LOG2E", "Softmax"]
 
 LOG2E = math.log2(math.e)
+_SLACK = 8.0  # probabilities grow to 2^8 at most, which 16 bits hold as precisely as 1
 
 
 class Softmax:
@@ -143,16 +144,23 @@ class Softmax:
 
     @cute.jit
     def exponentials(self, scores, row_max, row_sum, row_scale, rate, is_first: cutlass.Constexpr, may_be_blind: cutlass.Constexpr):
-        """Turns scores into exp2((score - row's maximum) * scale) in place; ``row_scale`` is what earlier sums are to be multiplied by.
+        """Turns scores into exp2((score - row's maximum) * rate) in place; ``row_scale`` is what earlier sums are to be multiplied by, and
+        the result whether any row of the warp needs that.
 
-        may_be_blind: a row may have seen nothing yet; 0 then stands for its maximum, so that -inf minus it is -inf and not NaN.
+        What is taken off may lag behind the true maximum by some powers of 2, so that sums are seldom rescaled. may_be_blind: a row may
+        have seen nothing yet; 0 then stands for its maximum, so that -inf minus it is -inf and not NaN.
         """
         s = rows_and_columns(scores)
+        rescales = cutlass.Boolean(False)
         for r in cutlass.range_constexpr(cute.size(row_max)):
             row = s[r, None].load()
             top = row.reduce(cute.ReductionOp.MAX, -Float32.inf if const_expr(is_first) else row_max[r], 0)
             for offset in (2, 1):  # four threads hold a row
                 top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=offset))
+            if const_expr(not is_first):
+                moves = (top - row_max[r]) * rate > (0.0 if self.config.has_max else _SLACK)
+                top = select(moves, top, row_max[r], "float")
+                rescales = rescales | moves
             base = top
             if const_expr(may_be_blind or self.config.score is not None):  # a score mod may hide what it likes
                 base = select(top == -Float32.inf, Float32(0.0), top, "float")
@@ -170,6 +178,7 @@ class Softmax:
             total = p.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
             row_sum[r] = total if const_expr(is_first) else row_sum[r] * row_scale[r] + total
             row_max[r] = top
+        return cute.arch.vote_any_sync(rescales)
 
 
 # 2^x for -1/2 <= x <= 1/2, exact at 0; relative error 1.1e-4, a fortieth of what rounding to bfloat16 does to a probability
