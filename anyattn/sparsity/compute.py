@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,8 +13,9 @@ from anyattn.mods.bounds import check_loads, classify
 from anyattn.mods.trace import TracedMod, trace
 from anyattn.sparsity.arguments import device_of, length
 from anyattn.sparsity.block_sparse import BlockSparseTensors
+from anyattn.sparsity.lists import lists_of_grid
 
-__all__ = ["classes_of_mask", "compute_block_sparsity"]
+__all__ = ["TileLists", "classes_of_mask", "compute_block_sparsity", "tile_lists"]
 
 
 def compute_block_sparsity(
@@ -54,6 +55,38 @@ def compute_block_sparsity(
     classes = classes_of_mask(traced, lengths, tile, (batch, heads), device)
     lists = BlockSparseTensors.from_classes(classes, tile, lengths, compute_full_blocks)
     return _expanded(lists, batch, heads)
+
+
+class TileLists(NamedTuple):
+    """Per row of tiles, how many partial and full tiles there are, int32 (B', H', M), and which, ascending, int32 (B', H', M, N).
+
+    B' and H' are 1 where the mask ignores b or h. Entries beyond a count are 0.
+    """
+
+    partial_count: Tensor
+    partial_index: Tensor
+    full_count: Tensor
+    full_index: Tensor
+
+
+def tile_lists(
+    mask: TracedMod,
+    batch: int,
+    heads: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    tile: tuple[int, int],
+    device: torch.device | str | None = None,
+) -> TileLists:
+    """The lists of a traced mask for a kernel's own tiles, any size; what ``compute_block_sparsity`` computes, less its checks.
+
+    The caller has shown that the mask reads inside its captured tensors (``mods.loads.check_loads``). Only pairs inside the sequences
+    count: a tail tile whose pairs are all visible is full.
+    """
+    where = device_of(device, mask)
+    with torch.no_grad():
+        classes = classify(mask, seqlen_q, seqlen_k, *tile, batch, heads, where)
+        return TileLists(*lists_of_grid(classes, separate_full=True))  # type: ignore[arg-type]
 
 
 def classes_of_mask(mod: TracedMod, lengths: tuple[int, int], tile: tuple[int, int], batch: tuple[int, int], device: Any) -> Tensor:
