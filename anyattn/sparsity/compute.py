@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -52,8 +54,13 @@ def compute_block_sparsity(
     batch = 1 if batch_size is None else length("batch_size", batch_size)
     heads = 1 if num_heads is None else length("num_heads", num_heads)
     traced = trace(mask_mod, "mask", aux_tensors=aux_tensors)
-    classes = classes_of_mask(traced, lengths, tile, (batch, heads), device)
-    lists = BlockSparseTensors.from_classes(classes, tile, lengths, compute_full_blocks)
+    where = device_of(device, traced)
+    options = {"wants_columns": False, "separate_full": compute_full_blocks, "has_full_tails": True}
+    if (found := device_lists(traced, lengths, tile, (batch, heads), where, **options)) is not None:
+        lists = BlockSparseTensors(*found, tile=tile, lengths=lengths)  # type: ignore[arg-type]
+    else:
+        classes = classes_of_mask(traced, lengths, tile, (batch, heads), where)
+        lists = BlockSparseTensors.from_classes(classes, tile, lengths, compute_full_blocks)
     return _expanded(lists, batch, heads)
 
 
@@ -81,12 +88,45 @@ def tile_lists(
     """The lists of a traced mask for a kernel's own tiles, any size; what ``compute_block_sparsity`` computes, less its checks.
 
     The caller has shown that the mask reads inside its captured tensors (``mods.loads.check_loads``). Only pairs inside the sequences
-    count: a tail tile whose pairs are all visible is full.
+    count: a tail tile whose pairs are all visible is full. On a CUDA device nothing waits for it (see ``device_lists``).
     """
-    where = device_of(device, mask)
-    with torch.no_grad():
-        classes = classify(mask, seqlen_q, seqlen_k, *tile, batch, heads, where)
-        return TileLists(*lists_of_grid(classes, separate_full=True))  # type: ignore[arg-type]
+    lengths, where = (seqlen_q, seqlen_k), device_of(device, mask)
+    if (found := device_lists(mask, lengths, tile, (batch, heads), where, wants_columns=False, has_full_tails=True)) is None:
+        with torch.no_grad():
+            found = list(lists_of_grid(classify(mask, *lengths, *tile, batch, heads, where), separate_full=True))
+    return TileLists(*found)  # type: ignore[arg-type]
+
+
+def device_lists(
+    mask: TracedMod,
+    lengths: tuple[int, int],
+    tile: tuple[int, int],
+    batch: tuple[int, int],
+    device: torch.device,
+    *,
+    wants_columns: bool,
+    has_full_tails: bool,
+    separate_full: bool = True,
+) -> list[Tensor | None] | None:
+    """The lists made by Triton kernels that the host never waits for (``backends.triton.tile_lists``); None where they cannot be used.
+
+    They can on a CUDA device where Triton is installed, unless the mask captures a whole number of 2 ** 40 or more. Raises ``ValueError``
+    for a mask that reads outside a captured tensor, except by an index that follows from captured values: that is held inside.
+    """
+    if device.type != "cuda" or not _has_triton():
+        return None
+    from anyattn.backends.triton import tile_lists as kernels
+
+    if not kernels.can_list(mask, lengths):
+        return None
+    check_loads(mask, *batch, *lengths, reads_values=False)
+    options = {"wants_columns": wants_columns, "separate_full": separate_full, "has_full_tails": has_full_tails}
+    return kernels.list_tiles(mask, lengths, tile, batch, device, **options)
+
+
+@lru_cache(maxsize=1)
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def classes_of_mask(mod: TracedMod, lengths: tuple[int, int], tile: tuple[int, int], batch: tuple[int, int], device: Any) -> Tensor:

@@ -75,8 +75,9 @@ def list_tiles(
         q_last, kv_last = tl.minimum(q_first + TILE_M, seqlen_q) - 1, tl.minimum(kv_first + TILE_N, seqlen_k) - 1
         row_hulls, column_hulls = hulls + bh * rows + m, hulls + column_hulls_at + bh * columns + n
         certain, possible = VERDICT(
-            b, h, q_first, q_last, kv_first, kv_last, row_hulls, count * rows, column_hulls, count * columns, scalars, tensors
-        )
+            b, h, q_first, q_last, kv_first, kv_last, row_hulls, count * rows, column_hulls, count * columns, scalars, tensors,
+            TILE_M, TILE_N,
+        )  # fmt: skip
         found = tl.where(certain, _FULL, tl.where(possible, _DOUBT, _EMPTY))
         found = tl.where(is_tile, found, _EMPTY).to(tl.int32)
         if tl.max((found == _DOUBT).to(tl.int32), 0) > 0:

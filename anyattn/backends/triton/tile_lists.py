@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from anyattn.backends.triton import generated
-from anyattn.backends.triton.emit import packed_scalars, packed_tensors
+from anyattn.backends.triton.emit import packed_scalars
 from anyattn.backends.triton.spans import MOST_INDEX_BITS, MOST_SCALAR_BITS, mask_source
 from anyattn.mods.dependence import dependence
 from anyattn.mods.ir import Expr
@@ -18,12 +19,14 @@ from anyattn.mods.trace import TracedMod
 __all__ = ["can_list", "list_tiles"]
 
 _MOST_CHUNK = 1024
+# Where one kernel does all: the positions of all tiles of a row together, and how many leaves have to be evaluated at them.
+_MOST_POSITIONS, _MOST_LEAVES = 2**14, 4
 
 
 class _Mask(NamedTuple):
-    """A mask's functions, and what its lists depend on."""
+    """A mask's kernels, and what its lists depend on."""
 
-    functions: Any
+    kernels: Any
     row_leaves: int
     column_leaves: int
     sees_b: bool
@@ -32,10 +35,45 @@ class _Mask(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _mask(expr: Expr) -> _Mask:
-    source = mask_source(expr)
-    deps = dependence(expr)
-    functions = generated.load(source.text, f"mask_{expr.key}")
-    return _Mask(functions, source.row_leaves, source.column_leaves, any(d.b for d in deps), any(d.h for d in deps))
+    source, deps = mask_source(expr), dependence(expr)
+    kernels = generated.load("\n\n".join([source.text, *_entries(expr)]), f"mask_{expr.key}")
+    return _Mask(kernels, source.row_leaves, source.column_leaves, any(d.b for d in deps), any(d.h for d in deps))
+
+
+_NUMBERS = ("seqlen_q", "seqlen_k", "rows", "columns", "heads", "column_hulls_at")
+_LISTS = tuple(f"{side}_{what}" for side in ("row", "column") for what in ("partial_count", "partial_index", "full_count", "full_index"))
+
+
+def _entries(expr: Expr) -> list[str]:
+    """The kernels to launch: they name every captured value as an argument, for Triton compiles anew for numbers inside of tuples."""
+    scalars = [f"s{node.attr}" for node in expr.nodes if node.op == "scalar"]
+    scalars = sorted(set(scalars), key=lambda name: int(name[1:]))
+    ranks = {node.attr: len(node.args) for node in expr.nodes if node.op == "load"}
+    tensors = {f"t{slot}": [f"t{slot}_{i}" for i in range(2 * ranks[slot])] for slot in sorted(ranks)}  # type: ignore[type-var]
+    numbers = [f"{name}: tl.int64" for name in [*scalars, *(n for names in tensors.values() for n in names)]]
+    captured = ", ".join([*(f"{name}: tl.int32" for name in _NUMBERS), *numbers, *tensors])
+    packed = f"{_tuple(scalars)}, {_tuple(_tuple([t, *names]) for t, names in tensors.items())}, {', '.join(_NUMBERS)}"
+    plain = [*_NUMBERS, *scalars, *(n for names in tensors.values() for n in names), *tensors]
+    head = f"@triton.jit(do_not_specialize={plain!r}, do_not_specialize_on_alignment={plain!r})\ndef "
+    store, lists = ("TILE_M", "TILE_N", "BLOCK"), ("TILE_M", "TILE_N", "CHUNK", "BLOCK_M", "BLOCK_N", "SEPARATE_FULL", "HAS_FULL_TAILS")
+    made = [
+        f"{head}store_hulls(hulls, {captured}, {_constants(store)}):\n"
+        f"    tile_classes.store_hulls(hulls, {packed}, store_row_hulls, store_column_hulls, {', '.join(store)})\n"
+    ]
+    for name, verdict in (("list_tiles", "verdict"), ("list_tiles_at_once", "verdict_at_once")):
+        made.append(
+            f"{head}{name}({', '.join(_LISTS)}, hulls, {captured}, {_constants(lists)}):\n"
+            f"    tile_classes.list_tiles({_tuple(_LISTS[:4])}, {_tuple(_LISTS[4:])}, hulls, {packed}, value, {verdict}, {', '.join(lists)})\n"
+        )
+    return made
+
+
+def _tuple(names: Iterable[str]) -> str:
+    return "(" + "".join(f"{name}, " for name in names) + ")"
+
+
+def _constants(names: Iterable[str]) -> str:
+    return ", ".join(f"{name}: tl.constexpr" for name in names)
 
 
 def can_list(mod: TracedMod, lengths: tuple[int, int]) -> bool:
@@ -88,28 +126,29 @@ def _launch(
     grid: tuple[int, int],
     has_full_tails: bool,
 ) -> None:
-    from anyattn.backends.triton.tile_classes import list_tiles as kernel
-    from anyattn.backends.triton.tile_classes import store_hulls
-
     (rows, columns), count, first = grid, sizes[0] * sizes[1], found[0]
     assert first is not None
-    scalars, tensors = packed_scalars(mod.scalars), packed_tensors(tuple(t.detach() for t in mod.tensors))
+    tensors = [t.detach() if t.requires_grad else t for t in mod.tensors]
+    strides = [n for t in tensors for pair in zip(t.stride(), t.shape, strict=True) for n in pair]
     numbers = (*lengths, rows, columns, sizes[1], 2 * mask.row_leaves * count * rows)
-    hulls = first
-    if mask.row_leaves or mask.column_leaves:
-        hulls = torch.empty(numbers[-1] + 2 * mask.column_leaves * count * columns, dtype=torch.int64, device=first.device)
-        stores = mask.functions.store_row_hulls, mask.functions.store_column_hulls
-        store_hulls[rows + columns, count](hulls, scalars, tensors, *numbers, *stores, *tile, _power_of_2(max(tile), 1024))
-    lists = [t if t is not None else first for t in found]
+    captured = (*numbers, *packed_scalars(mod.scalars), *strides, *tensors)
+    kernel, hulls = mask.kernels.list_tiles, first
     chunk = _power_of_2(max(rows, columns), _MOST_CHUNK)
+    leaves = mask.row_leaves + mask.column_leaves
+    if leaves:
+        if leaves <= _MOST_LEAVES and chunk * _power_of_2(max(tile), _MOST_POSITIONS + 1) <= _MOST_POSITIONS:
+            kernel = mask.kernels.list_tiles_at_once
+        else:
+            size = numbers[-1] + 2 * mask.column_leaves * count * columns
+            hulls = torch.empty(size, dtype=torch.int64, device=first.device)
+            mask.kernels.store_hulls[rows + columns, count](hulls, *captured, *tile, _power_of_2(max(tile), 1024))
+    lists = [t if t is not None else first for t in found]
     block = _power_of_2(tile[0], 32), _power_of_2(tile[1], 128)
+    programs = rows + (columns if len(lists) > 4 else 0)
     options = (found[2] is not None, has_full_tails)
-    functions = (mask.functions.value, mask.functions.verdict)
-    kernel[rows + (columns if len(lists) > 4 else 0), count](
-        tuple(lists[:4]), tuple(lists[-4:]), hulls, scalars, tensors, *numbers, *functions, *tile, chunk, *block, *options
-    )
+    kernel[programs, count](*lists[:4], *lists[-4:], hulls, *captured, *tile, chunk, *block, *options)
 
 
 def _power_of_2(size: int, most: int) -> int:
-    """The least power of two that is not less than ``size``, ``most`` at the most."""
-    return min(1 << (size - 1).bit_length(), most)
+    """The least power of two that is not less than ``size``, 16 at the least and ``most`` at the most."""
+    return min(max(16, 1 << (size - 1).bit_length()), most)
