@@ -10,9 +10,15 @@ import torch
 import triton
 import triton.language as tl
 
-from anyattn.backends.triton import emit, generated
+from anyattn.backends.triton import emit, generated, tile_lists
+from anyattn.mods.bounds import classify
 from anyattn.mods.evaluate import run
 from anyattn.mods.ir import OPS, Builder, category
+from anyattn.mods.trace import trace
+from anyattn.sparsity import block_mask, compute, compute_block_sparsity, create_block_mask
+from anyattn.sparsity.block_mask import _with_partial_tails
+from anyattn.sparsity.lists import lists_of_grid
+from anyattn.testing.tiles import library_masks, random_mask
 
 ROWS, COLUMNS = 16, 32
 
@@ -30,7 +36,7 @@ def everywhere(out, scalars, tensors, score, FN: tl.constexpr, M: tl.constexpr, 
 
 def by_triton(expr, scalars, tensors, score=None):  # type: ignore[no-untyped-def]
     out = torch.empty(ROWS, COLUMNS, dtype=expr.output.dtype)
-    fn = generated.load("@triton.jit".join(["", emit.function("mod", expr).removeprefix("@triton.jit")]), expr.key).mod
+    fn = generated.load(emit.function("mod", expr), f"mod_{expr.key}").mod
     packed = emit.packed_scalars(scalars), emit.packed_tensors(tensors)
     everywhere[(1,)](out, *packed, out if score is None else score, fn, ROWS, COLUMNS, score is not None)
     return out
@@ -109,3 +115,112 @@ def test_every_cast(source, target):  # type: ignore[no-untyped-def]
     expr = builder.build(builder.cast(builder.add("load", q, dtype=source, attr=0), target))
     tensors = [operands(source, ROWS)]
     assert torch.equal(by_triton(expr, (), tensors), by_torch(expr, (), tensors))
+
+
+# ---- lists of tiles
+
+
+ALL = [(True, True), (False, True), (True, False)]  # has_full_tails, separate_full
+
+
+def assert_lists(mod, lengths, tile, batch=(2, 2), options=ALL):  # type: ignore[no-untyped-def]
+    """The kernels' lists, both ways, are those of the classes that torch operations find."""
+    traced = trace(mod, "mask")
+    classes = classify(traced, *lengths, *tile, *batch)
+    for has_full_tails, separate in options:
+        choice = {"wants_columns": True, "separate_full": separate, "has_full_tails": has_full_tails}
+        found = tile_lists.list_tiles(traced, lengths, tile, batch, torch.device("cpu"), **choice)
+        grid = classes if has_full_tails else _with_partial_tails(classes, lengths, tile)
+        wanted = [*lists_of_grid(grid, separate), *lists_of_grid(grid.transpose(-1, -2), separate)]
+        for ours, theirs in zip(found, wanted, strict=True):
+            assert (ours is None) == (theirs is None)
+            assert ours is None or (ours.dtype is torch.int32 and ours.is_contiguous() and torch.equal(ours, theirs))
+
+
+@pytest.fixture(params=["two kernels", "many chunks"])
+def way(request, monkeypatch):  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(tile_lists, "_MOST_POSITIONS", 0)
+    if request.param == "many chunks":
+        monkeypatch.setattr(tile_lists, "_MOST_CHUNK", 2)
+
+
+SHAPES = [((30, 50), (5, 32)), ((97, 31), (48, 16)), ((64, 64), (128, 128)), ((1, 70), (16, 24))]
+
+
+@pytest.mark.parametrize("name", library_masks(64, 64))
+def test_library_masks(name):  # type: ignore[no-untyped-def]
+    for at, (lengths, tile) in enumerate(SHAPES):
+        assert_lists(library_masks(*lengths)[name], lengths, tile, options=ALL if at > 1 else [(at == 1, True)])
+
+
+@pytest.mark.parametrize("name", ["document_per_batch", "document_causal", "tree", "causal_offset", "padding_causal"])
+def test_several_ways(name, way):  # type: ignore[no-untyped-def]
+    assert_lists(library_masks(97, 31)[name], (97, 31), (20, 6))
+
+
+@pytest.mark.parametrize("seed", range(32))
+def test_random_masks(seed):  # type: ignore[no-untyped-def]
+    lengths, tile = SHAPES[seed % len(SHAPES)]
+    assert_lists(random_mask(1000 + seed, max(lengths)), lengths, tile, options=[ALL[seed // 4 % 3]])
+
+
+def wild(table):  # type: ignore[no-untyped-def]
+    """Sentinels in captured whole numbers: sums of them leave int64, and what the mask shows is what wrapped around."""
+    return lambda b, h, q, k: (q + table[k] >= table[q]) | (table[q] - 3 * table[k] > k)
+
+
+MORE_MASKS = {
+    "sentinels": wild(torch.tensor([0, 2**62, -(2**63), 2**63 - 1, 5, -(2**61), 2**61] * 9)),
+    "int32 wraps": lambda b, h, q, k, t=torch.tensor([0, 2**31 - 1, -(2**31), 7] * 15, dtype=torch.int32): t[q] + 5 > t[k],
+    "int8": lambda b, h, q, k, t=torch.tensor([0, 127, -128, 3] * 15, dtype=torch.int8): (t[q] + t[k] > 0) & (-t[k] < 100),
+    "uint8": lambda b, h, q, k, t=torch.tensor([0, 255, 3] * 20, dtype=torch.uint8): t[q] - t[k] < 7,
+    "bools": lambda b, h, q, k, t=torch.arange(60) > 20: t[q] == t[k],
+    "bools differ": lambda b, h, q, k, t=torch.arange(60) > 20: (t[q] != t[k]) ^ (q > k),
+    "floats": lambda b, h, q, k, t=torch.linspace(-1, 1, 60): t[q] * 2 - t[k] > 0.3,
+    "float of places": lambda b, h, q, k: torch.exp(-(q - k) * 0.1) > 0.5,
+    "float number": lambda b, h, q, k: q * 0.5 >= k - 0.1,
+    "nothing": lambda b, h, q, k: k < 0,
+    "rows only": lambda b, h, q, k: q % 3 == 1,
+    "one number": lambda b, h, q, k: h > 0,
+    "unsorted ids": lambda b, h, q, k, t=torch.arange(60) * 7 % 5: t[q] == t[k],
+    "squares": lambda b, h, q, k: q * q - k * k * k > 100,
+    "remainders": lambda b, h, q, k: (q - k) % 16 < 9,
+    "bits": lambda b, h, q, k: ((q ^ k) & 6) == 2,
+    "negative divisor": lambda b, h, q, k: q // -7 <= -(k // 3),
+    "strided": lambda b, h, q, k, t=torch.arange(240).reshape(60, 4).T: t[h, q] >= t[b, k],
+    "from the end": lambda b, h, q, k, t=torch.arange(60): t[q - k] >= 30,
+    "loads of loads": lambda b, h, q, k, t=torch.arange(60).flip(0): t[t[q]] >= t[k],
+    "per head": lambda b, h, q, k, t=torch.tensor([3, 40]): (q - k).abs() <= t[h] + b,
+}
+
+
+@pytest.mark.parametrize("name", MORE_MASKS)
+def test_more_masks(name):  # type: ignore[no-untyped-def]
+    assert_lists(MORE_MASKS[name], (50, 60), (11, 16), options=ALL[:1])
+    assert_lists(MORE_MASKS[name], (60, 45), (30, 8), (1, 1), options=ALL[1:2])
+
+
+@pytest.mark.parametrize("lengths", [(0, 5), (5, 0), (0, 0)])
+def test_nothing_to_list(lengths):  # type: ignore[no-untyped-def]
+    assert_lists(lambda b, h, q, k: q >= k, lengths, (16, 16))
+
+
+def test_block_masks_by_the_kernels(monkeypatch):  # type: ignore[no-untyped-def]
+    """The front doors take the kernels' lists as they are."""
+    made = []
+    monkeypatch.setattr(compute, "device_lists", lambda *args, **options: made.append(1) or tile_lists.list_tiles(*args, **options))
+    monkeypatch.setattr(block_mask, "device_lists", compute.device_lists)
+    for name in ("causal", "document_per_batch", "tree"):
+        mod = library_masks(40, 70)[name]
+        ours, lists = create_block_mask(mod, 2, 3, 40, 70, "cpu", (16, 32)), compute_block_sparsity(16, 32, 2, 3, 40, 70, mod, device="cpu")
+        assert made == [1, 1], name
+        made.clear()
+        with monkeypatch.context() as plain:
+            plain.setattr(compute, "device_lists", lambda *args, **options: None)
+            plain.setattr(block_mask, "device_lists", compute.device_lists)
+            theirs, other = create_block_mask(mod, 2, 3, 40, 70, "cpu", (16, 32)), compute_block_sparsity(16, 32, 2, 3, 40, 70, mod, device="cpu")
+        for field in ("kv", "full_kv", "q", "full_q"):
+            for part in ("num_blocks", "indices"):
+                assert torch.equal(getattr(ours, f"{field}_{part}"), getattr(theirs, f"{field}_{part}")), (name, field, part)
+        assert torch.equal(lists.classes(), other.classes()), name
+        assert ours.is_exact == theirs.is_exact

@@ -100,7 +100,7 @@ def list_tiles(
     """
     mask = _mask(mod.expr)
     sizes = (batch[0] if mask.sees_b else 1, batch[1] if mask.sees_h else 1)
-    tile = (min(tile[0], max(lengths[0], 1)), min(tile[1], max(lengths[1], 1)))
+    tile = (min(tile[0], 2**MOST_INDEX_BITS), min(tile[1], 2**MOST_INDEX_BITS))  # torch's "no mask" is one block of 2 ** 30
     rows, columns = -(-lengths[0] // tile[0]), -(-lengths[1] // tile[1])
     found = _empty_lists(sizes, rows, columns, device, separate_full)
     if wants_columns:
@@ -134,16 +134,17 @@ def _launch(
     captured = (*numbers, *packed_scalars(mod.scalars), *strides, *tensors)
     kernel, hulls = mask.kernels.list_tiles, first
     chunk = _power_of_2(max(rows, columns), _MOST_CHUNK)
+    extent = (min(tile[0], lengths[0]), min(tile[1], lengths[1]))  # the positions that a tile has at most
     leaves = mask.row_leaves + mask.column_leaves
     if leaves:
-        if leaves <= _MOST_LEAVES and chunk * _power_of_2(max(tile), _MOST_POSITIONS + 1) <= _MOST_POSITIONS:
+        if leaves <= _MOST_LEAVES and chunk * _power_of_2(max(tile), 2 * _MOST_POSITIONS) <= _MOST_POSITIONS:
             kernel = mask.kernels.list_tiles_at_once
         else:
             size = numbers[-1] + 2 * mask.column_leaves * count * columns
             hulls = torch.empty(size, dtype=torch.int64, device=first.device)
-            mask.kernels.store_hulls[rows + columns, count](hulls, *captured, *tile, _power_of_2(max(tile), 1024))
+            mask.kernels.store_hulls[rows + columns, count](hulls, *captured, *tile, _power_of_2(max(extent), 1024))
     lists = [t if t is not None else first for t in found]
-    block = _power_of_2(tile[0], 32), _power_of_2(tile[1], 128)
+    block = _power_of_2(extent[0], 32), _power_of_2(extent[1], 128)
     programs = rows + (columns if len(lists) > 4 else 0)
     options = (found[2] is not None, has_full_tails)
     kernel[programs, count](*lists[:4], *lists[-4:], hulls, *captured, *tile, chunk, *block, *options)
