@@ -22,7 +22,7 @@ _TILE = 128
 _INSIDE: set[tuple] = set()  # calls of which it is known: by expression, captured numbers, shapes and lengths
 
 
-def check_loads(mod: TracedMod, B: int, H: int, seqlen_q: int, seqlen_k: int, reads_values: bool = True) -> None:
+def check_loads(mod: TracedMod, B: int, H: int, seqlen_q: int, seqlen_k: int, *, reads_values: bool = True) -> None:
     """Raises ``ValueError`` if ``mod`` would index a captured tensor out of its range at some (b, h, q_idx, kv_idx).
 
     Negative indices count from the end, as in torch. Cheap where an index is b, h, q_idx or kv_idx itself; otherwise the range of the

@@ -296,14 +296,12 @@ def block_mask_of_classes(
     classes = _with_partial_tails(classes, lengths, tile)
     grids = (classes, classes.transpose(-1, -2)) if compute_q_blocks else (classes,)
     lists = [t for grid in grids for t in lists_of_grid(grid, separate_full)]
-    return _of_lists(lists, mask_mod if mask_mod is not None else torch_flex.noop_mask, lengths, tile, batch)
-
-
-def _of_lists(
-    lists: list[Tensor | None], mask_mod: Callable, lengths: tuple[int, int], tile: tuple[int, int], batch: tuple[int, int] | None
-) -> BlockMask:
     if batch is not None:
-        lists = [t if t is None or t.shape[:2] == batch else t.expand(*batch, *t.shape[2:]).contiguous() for t in lists]
+        lists = [None if t is None else t.expand(*batch, *t.shape[2:]).contiguous() for t in lists]
+    return _of_lists(lists, mask_mod if mask_mod is not None else torch_flex.noop_mask, lengths, tile)
+
+
+def _of_lists(lists: list[Tensor | None], mask_mod: Callable, lengths: tuple[int, int], tile: tuple[int, int]) -> BlockMask:
     fields: dict[str, Any] = dict.fromkeys(_LISTS)
     fields.update(zip(_LISTS, lists, strict=False))
     return BlockMask(seq_lengths=lengths, BLOCK_SIZE=tile, mask_mod=mask_mod, **fields)
@@ -365,9 +363,9 @@ def create_block_mask(
         raise ValueError(f"dq_kv_order is {dq_kv_order!r}; wanted a bool (explicit orders go to BlockMask.from_kv_blocks)")
     traced = trace(mask_mod, "mask")
     where = device_of(device, traced)
-    options = {"wants_columns": True, "separate_full": separate_full_blocks, "has_full_tails": False}
+    options = {"wants_columns": True, "separate_full": separate_full_blocks, "has_full_tails": False, "broadcasts": False}
     if (found := device_lists(traced, lengths, tile, batch, where, **options)) is not None:
-        mask = _of_lists(found, mask_mod, lengths, tile, batch)
+        mask = _of_lists(found, mask_mod, lengths, tile)
     else:
         classes = classes_of_mask(traced, lengths, tile, batch, where)
         mask = block_mask_of_classes(classes, mask_mod, lengths, tile, separate_full_blocks, batch=batch)

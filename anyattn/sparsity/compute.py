@@ -19,6 +19,8 @@ from anyattn.sparsity.lists import lists_of_grid
 
 __all__ = ["TileLists", "classes_of_mask", "compute_block_sparsity", "tile_lists"]
 
+_FIELDS = ("mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx")
+
 
 def compute_block_sparsity(
     tile_m: int,
@@ -55,13 +57,12 @@ def compute_block_sparsity(
     heads = 1 if num_heads is None else length("num_heads", num_heads)
     traced = trace(mask_mod, "mask", aux_tensors=aux_tensors)
     where = device_of(device, traced)
-    options = {"wants_columns": False, "separate_full": compute_full_blocks, "has_full_tails": True}
+    options = {"wants_columns": False, "separate_full": compute_full_blocks, "has_full_tails": True, "broadcasts": False}
     if (found := device_lists(traced, lengths, tile, (batch, heads), where, **options)) is not None:
-        lists = BlockSparseTensors(*found, tile=tile, lengths=lengths)  # type: ignore[arg-type]
-    else:
-        classes = classes_of_mask(traced, lengths, tile, (batch, heads), where)
-        lists = BlockSparseTensors.from_classes(classes, tile, lengths, compute_full_blocks)
-    return _expanded(lists, batch, heads)
+        fields: dict[str, Any] = dict(zip(_FIELDS, found, strict=True))
+        return BlockSparseTensors(**fields, tile=tile, lengths=lengths)
+    classes = classes_of_mask(traced, lengths, tile, (batch, heads), where)
+    return _expanded(BlockSparseTensors.from_classes(classes, tile, lengths, compute_full_blocks), batch, heads)
 
 
 class TileLists(NamedTuple):
@@ -91,7 +92,9 @@ def tile_lists(
     count: a tail tile whose pairs are all visible is full. On a CUDA device nothing waits for it (see ``device_lists``).
     """
     lengths, where = (seqlen_q, seqlen_k), device_of(device, mask)
-    if (found := device_lists(mask, lengths, tile, (batch, heads), where, wants_columns=False, has_full_tails=True)) is None:
+    if (
+        found := device_lists(mask, lengths, tile, (batch, heads), where, wants_columns=False, has_full_tails=True, broadcasts=True)
+    ) is None:
         with torch.no_grad():
             found = list(lists_of_grid(classify(mask, *lengths, *tile, batch, heads, where), separate_full=True))
     return TileLists(*found)  # type: ignore[arg-type]
@@ -106,6 +109,7 @@ def device_lists(
     *,
     wants_columns: bool,
     has_full_tails: bool,
+    broadcasts: bool,
     separate_full: bool = True,
 ) -> list[Tensor | None] | None:
     """The lists made by Triton kernels that the host never waits for (``backends.triton.tile_lists``); None where they cannot be used.
@@ -121,7 +125,7 @@ def device_lists(
         return None
     check_loads(mask, *batch, *lengths, reads_values=False)
     options = {"wants_columns": wants_columns, "separate_full": separate_full, "has_full_tails": has_full_tails}
-    return kernels.list_tiles(mask, lengths, tile, batch, device, **options)
+    return kernels.list_tiles(mask, lengths, tile, batch, device, broadcasts=broadcasts, **options)
 
 
 @lru_cache(maxsize=1)
@@ -141,6 +145,5 @@ def _expanded(lists: BlockSparseTensors, batch: int, heads: int) -> BlockSparseT
     def full(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else tensor.expand(batch, heads, *tensor.shape[2:]).contiguous()
 
-    names = ("mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx")
-    fields: dict[str, Any] = {name: full(getattr(lists, name)) for name in names}
+    fields: dict[str, Any] = {name: full(getattr(lists, name)) for name in _FIELDS}
     return replace(lists, **fields)

@@ -3,8 +3,6 @@ interpreter has to be chosen before Triton is imported."""
 
 import os
 
-assert os.environ.get("TRITON_INTERPRET") == "1"
-
 import pytest
 import torch
 import triton
@@ -20,6 +18,7 @@ from anyattn.sparsity.block_mask import _with_partial_tails
 from anyattn.sparsity.lists import lists_of_grid
 from anyattn.testing.tiles import library_masks, random_mask
 
+assert os.environ.get("TRITON_INTERPRET") == "1"
 ROWS, COLUMNS = 16, 32
 
 
@@ -43,7 +42,8 @@ def by_triton(expr, scalars, tensors, score=None):  # type: ignore[no-untyped-de
 
 
 def by_torch(expr, scalars, tensors, score=None):  # type: ignore[no-untyped-def]
-    leaves = {"b": torch.tensor(1), "h": torch.tensor(2), "q_idx": torch.arange(ROWS)[:, None], "kv_idx": torch.arange(COLUMNS), "score": score}
+    b, h, q, kv = torch.tensor(1), torch.tensor(2), torch.arange(ROWS)[:, None], torch.arange(COLUMNS)
+    leaves = {"b": b, "h": h, "q_idx": q, "kv_idx": kv, "score": score}
     return torch.broadcast_to(torch.as_tensor(run(expr, leaves, scalars, tensors)[0]), (ROWS, COLUMNS))
 
 
@@ -62,19 +62,16 @@ def operands(dtype, count):  # type: ignore[no-untyped-def]
     return (values.abs() if dtype is torch.uint8 else values).to(dtype)
 
 
-CASES = [
-    (op, dtype)
-    for op, spec in OPS.items()
-    for dtype in (torch.bool, torch.int8, torch.uint8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64)
-    if op != "cast" and category(dtype) in spec.operands
-]
+WHOLE = (torch.bool, torch.int8, torch.uint8, torch.int32, torch.int64)
+REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+CASES = [(op, dtype) for op, spec in OPS.items() for dtype in WHOLE + REAL if op != "cast" and category(dtype) in spec.operands]
 
 
 EXACT = ("add", "sub", "mul", "neg", "abs", "min", "max", "floor", "ceil", "trunc", "round", "sign", "where")
 
 
 def same(op, ours, theirs):  # type: ignore[no-untyped-def]
-    """Equal; for rounded functions within 8 roundings of the computation's dtype (float64: of a power's exponent too) and 2 of the result's.
+    """Equal; for rounded functions within 8 roundings of the computation's dtype (of a power's exponent too) and 2 of the result's.
 
     Triton's interpreter cuts bfloat16 off where hardware rounds it.
     """
@@ -128,7 +125,7 @@ def assert_lists(mod, lengths, tile, batch=(2, 2), options=ALL):  # type: ignore
     traced = trace(mod, "mask")
     classes = classify(traced, *lengths, *tile, *batch)
     for has_full_tails, separate in options:
-        choice = {"wants_columns": True, "separate_full": separate, "has_full_tails": has_full_tails}
+        choice = {"wants_columns": True, "separate_full": separate, "has_full_tails": has_full_tails, "broadcasts": True}
         found = tile_lists.list_tiles(traced, lengths, tile, batch, torch.device("cpu"), **choice)
         grid = classes if has_full_tails else _with_partial_tails(classes, lengths, tile)
         wanted = [*lists_of_grid(grid, separate), *lists_of_grid(grid.transpose(-1, -2), separate)]
@@ -169,28 +166,32 @@ def wild(table):  # type: ignore[no-untyped-def]
     return lambda b, h, q, k: (q + table[k] >= table[q]) | (table[q] - 3 * table[k] > k)
 
 
+def with_table(table, mod):  # type: ignore[no-untyped-def]
+    return lambda b, h, q, k: mod(table, b, h, q, k)
+
+
 MORE_MASKS = {
     "sentinels": wild(torch.tensor([0, 2**62, -(2**63), 2**63 - 1, 5, -(2**61), 2**61] * 9)),
-    "int32 wraps": lambda b, h, q, k, t=torch.tensor([0, 2**31 - 1, -(2**31), 7] * 15, dtype=torch.int32): t[q] + 5 > t[k],
-    "int8": lambda b, h, q, k, t=torch.tensor([0, 127, -128, 3] * 15, dtype=torch.int8): (t[q] + t[k] > 0) & (-t[k] < 100),
-    "uint8": lambda b, h, q, k, t=torch.tensor([0, 255, 3] * 20, dtype=torch.uint8): t[q] - t[k] < 7,
-    "bools": lambda b, h, q, k, t=torch.arange(60) > 20: t[q] == t[k],
-    "bools differ": lambda b, h, q, k, t=torch.arange(60) > 20: (t[q] != t[k]) ^ (q > k),
-    "floats": lambda b, h, q, k, t=torch.linspace(-1, 1, 60): t[q] * 2 - t[k] > 0.3,
+    "int32 wraps": with_table(torch.tensor([0, 2**31 - 1, -(2**31), 7] * 15, dtype=torch.int32), lambda t, b, h, q, k: t[q] + 5 > t[k]),
+    "int8": with_table(torch.tensor([0, 127, -128, 3] * 15, dtype=torch.int8), lambda t, b, h, q, k: (t[q] + t[k] > 0) & (-t[k] < 100)),
+    "uint8": with_table(torch.tensor([0, 255, 3] * 20, dtype=torch.uint8), lambda t, b, h, q, k: t[q] - t[k] < 7),
+    "bools": with_table(torch.arange(60) > 20, lambda t, b, h, q, k: t[q] == t[k]),
+    "bools differ": with_table(torch.arange(60) > 20, lambda t, b, h, q, k: (t[q] != t[k]) ^ (q > k)),
+    "floats": with_table(torch.linspace(-1, 1, 60), lambda t, b, h, q, k: t[q] * 2 - t[k] > 0.3),
     "float of places": lambda b, h, q, k: torch.exp(-(q - k) * 0.1) > 0.5,
     "float number": lambda b, h, q, k: q * 0.5 >= k - 0.1,
     "nothing": lambda b, h, q, k: k < 0,
     "rows only": lambda b, h, q, k: q % 3 == 1,
     "one number": lambda b, h, q, k: h > 0,
-    "unsorted ids": lambda b, h, q, k, t=torch.arange(60) * 7 % 5: t[q] == t[k],
+    "unsorted ids": with_table(torch.arange(60) * 7 % 5, lambda t, b, h, q, k: t[q] == t[k]),
     "squares": lambda b, h, q, k: q * q - k * k * k > 100,
     "remainders": lambda b, h, q, k: (q - k) % 16 < 9,
     "bits": lambda b, h, q, k: ((q ^ k) & 6) == 2,
     "negative divisor": lambda b, h, q, k: q // -7 <= -(k // 3),
-    "strided": lambda b, h, q, k, t=torch.arange(240).reshape(60, 4).T: t[h, q] >= t[b, k],
-    "from the end": lambda b, h, q, k, t=torch.arange(60): t[q - k] >= 30,
-    "loads of loads": lambda b, h, q, k, t=torch.arange(60).flip(0): t[t[q]] >= t[k],
-    "per head": lambda b, h, q, k, t=torch.tensor([3, 40]): (q - k).abs() <= t[h] + b,
+    "strided": with_table(torch.arange(240).reshape(60, 4).T, lambda t, b, h, q, k: t[h, q] >= t[b, k]),
+    "from the end": with_table(torch.arange(60), lambda t, b, h, q, k: t[q - k] >= 30),
+    "loads of loads": with_table(torch.arange(60).flip(0), lambda t, b, h, q, k: t[t[q]] >= t[k]),
+    "per head": with_table(torch.tensor([3, 40]), lambda t, b, h, q, k: (q - k).abs() <= t[h] + b),
 }
 
 
@@ -208,19 +209,26 @@ def test_nothing_to_list(lengths):  # type: ignore[no-untyped-def]
 def test_block_masks_by_the_kernels(monkeypatch):  # type: ignore[no-untyped-def]
     """The front doors take the kernels' lists as they are."""
     made = []
-    monkeypatch.setattr(compute, "device_lists", lambda *args, **options: made.append(1) or tile_lists.list_tiles(*args, **options))
-    monkeypatch.setattr(block_mask, "device_lists", compute.device_lists)
+
+    def by_kernels(*args, **options):  # type: ignore[no-untyped-def]
+        made.append(1)
+        return tile_lists.list_tiles(*args, **{"separate_full": True, **options})
+
+    def both(mod):  # type: ignore[no-untyped-def]
+        sizes = (2, 3, 40, 70)
+        return create_block_mask(mod, *sizes, "cpu", (16, 32)), compute_block_sparsity(16, 32, *sizes, mod, device="cpu")
+
     for name in ("causal", "document_per_batch", "tree"):
         mod = library_masks(40, 70)[name]
-        ours, lists = create_block_mask(mod, 2, 3, 40, 70, "cpu", (16, 32)), compute_block_sparsity(16, 32, 2, 3, 40, 70, mod, device="cpu")
-        assert made == [1, 1], name
+        theirs, other = both(mod)
+        with monkeypatch.context() as patched:
+            for module in (compute, block_mask):
+                patched.setattr(module, "device_lists", by_kernels)
+            ours, lists = both(mod)
+        assert len(made) == 2, name
         made.clear()
-        with monkeypatch.context() as plain:
-            plain.setattr(compute, "device_lists", lambda *args, **options: None)
-            plain.setattr(block_mask, "device_lists", compute.device_lists)
-            theirs, other = create_block_mask(mod, 2, 3, 40, 70, "cpu", (16, 32)), compute_block_sparsity(16, 32, 2, 3, 40, 70, mod, device="cpu")
         for field in ("kv", "full_kv", "q", "full_q"):
             for part in ("num_blocks", "indices"):
                 assert torch.equal(getattr(ours, f"{field}_{part}"), getattr(theirs, f"{field}_{part}")), (name, field, part)
-        assert torch.equal(lists.classes(), other.classes()), name
+        assert torch.equal(lists.mask_block_idx, other.mask_block_idx) and torch.equal(lists.full_block_cnt, other.full_block_cnt), name
         assert ours.is_exact == theirs.is_exact

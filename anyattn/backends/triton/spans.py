@@ -23,8 +23,8 @@ MOST_INDEX_BITS = 30  # sequences are shorter than 2 ** this: the caller checks
 MOST_SCALAR_BITS = 40  # captured whole numbers are less than 2 ** this: the caller checks
 _WILD_BITS = 61
 _WILD = 2**_WILD_BITS  # as a bound: unknown. Two of them still add up in int64
-_EASY = frozenset(("add", "sub", "neg", "abs", "min", "max", "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "xor", "not", "where", "cast"))
 _COMPARE = {"lt": ("<", False), "le": ("<=", False), "gt": ("<", True), "ge": ("<=", True)}  # operator, and whether to swap the operands
+_EASY = frozenset(("add", "sub", "neg", "abs", "min", "max", "eq", "ne", "and", "or", "xor", "not", "where", "cast", *_COMPARE))
 
 
 class MaskSource(NamedTuple):
@@ -104,8 +104,8 @@ class _Writer:
         lo, hi, _ = self.known[self.expr.outputs[0]]
         head = (
             "@triton.jit\n"
-            f"def {name}(\n    b, h, q_first, q_last, kv_first, kv_last, row_hulls, row_step, column_hulls, column_step, scalars, tensors,\n"
-            "    TILE_M: tl.constexpr, TILE_N: tl.constexpr,\n):\n"
+            f"def {name}(\n    b, h, q_first, q_last, kv_first, kv_last, row_hulls, row_step, column_hulls, column_step,\n"
+            "    scalars, tensors, TILE_M: tl.constexpr, TILE_N: tl.constexpr,\n):\n"
         )
         return head + "\n".join(f"    {line}" for line in [*self.lines, f"return {lo}, {hi}"]) + "\n"
 
@@ -274,8 +274,8 @@ class _Writer:
     def _floordiv(self, at: int, a: _Span, b: _Span) -> _Span:
         if not self._is_free(self.nodes[at].args[1]):
             return self._unknown(at)
-        by = f"tl.where({b.lo} == 0, 1, {b.lo})"
-        self.lines += [f"by{at} = {by}", f"low{at} = functions.floor_div({a.lo}, by{at})", f"high{at} = functions.floor_div({a.hi}, by{at})"]
+        self.lines.append(f"by{at} = tl.where({b.lo} == 0, 1, {b.lo})")
+        self.lines += [f"{end}{at} = functions.floor_div({value}, by{at})" for end, value in (("low", a.lo), ("high", a.hi))]
         lo, hi = f"tl.minimum(low{at}, high{at})", f"tl.maximum(low{at}, high{at})"
         return self._fit(at, lo, hi, a.bits, a, b)
 
@@ -324,7 +324,8 @@ class _Writer:
 
     def _eq(self, at: int, a: _Span, b: _Span) -> _Span:
         if category(self.nodes[self.nodes[at].args[0]].dtype) == "bool":
-            return self._named(at, *(f"({x}) == 0" for x in reversed(_differ(a, b))))
+            certain, possible = _differ(a, b)
+            return self._named(at, f"({possible}) == 0", f"({certain}) == 0")
         point = f"({a.lo} == {a.hi}) & ({b.lo} == {b.hi}) & ({a.lo} == {b.lo})"
         return self._named(at, point, f"({a.lo} <= {b.hi}) & ({b.lo} <= {a.hi})")
 

@@ -63,7 +63,8 @@ def _entries(expr: Expr) -> list[str]:
     for name, verdict in (("list_tiles", "verdict"), ("list_tiles_at_once", "verdict_at_once")):
         made.append(
             f"{head}{name}({', '.join(_LISTS)}, hulls, {captured}, {_constants(lists)}):\n"
-            f"    tile_classes.list_tiles({_tuple(_LISTS[:4])}, {_tuple(_LISTS[4:])}, hulls, {packed}, value, {verdict}, {', '.join(lists)})\n"
+            f"    lists = {_tuple(_LISTS[:4])}, {_tuple(_LISTS[4:])}\n"
+            f"    tile_classes.list_tiles(lists[0], lists[1], hulls, {packed}, value, {verdict}, {', '.join(lists)})\n"
         )
     return made
 
@@ -92,14 +93,15 @@ def list_tiles(
     wants_columns: bool,
     separate_full: bool,
     has_full_tails: bool,
+    broadcasts: bool,
 ) -> list[Tensor | None]:
     """Counts and indices of the partial tiles of each row of tiles, then of the full ones, then the same four of each column if wanted.
 
-    int32, (B', H', M) and (B', H', M, N), where B' and H' are 1 if the mask ignores b or h. Ascending; 0 beyond a count. separate_full:
-    False lists full tiles as partial ones and leaves their own lists None. has_full_tails: see ``tile_classes.list_tiles``.
+    int32, (B, H, M) and (B, H, M, N). Ascending; 0 beyond a count. separate_full: False lists full tiles as partial ones and leaves their
+    own lists None. has_full_tails: see ``tile_classes.list_tiles``. broadcasts: B and H are 1 where the mask ignores b or h.
     """
     mask = _mask(mod.expr)
-    sizes = (batch[0] if mask.sees_b else 1, batch[1] if mask.sees_h else 1)
+    sizes = (batch[0] if mask.sees_b or not broadcasts else 1, batch[1] if mask.sees_h or not broadcasts else 1)
     tile = (min(tile[0], 2**MOST_INDEX_BITS), min(tile[1], 2**MOST_INDEX_BITS))  # torch's "no mask" is one block of 2 ** 30
     rows, columns = -(-lengths[0] // tile[0]), -(-lengths[1] // tile[1])
     found = _empty_lists(sizes, rows, columns, device, separate_full)
