@@ -138,6 +138,7 @@ def assert_lists(mod, lengths, tile, batch=(2, 2), options=ALL):  # type: ignore
 def way(request, monkeypatch):  # type: ignore[no-untyped-def]
     monkeypatch.setattr(tile_lists, "_MOST_POSITIONS", 0)
     if request.param == "many chunks":
+        monkeypatch.setattr(tile_lists, "_FEW", 1)
         monkeypatch.setattr(tile_lists, "_MOST_CHUNK", 2)
 
 

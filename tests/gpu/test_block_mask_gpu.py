@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-import anyattn
 from anyattn import masks
 from anyattn.mods.algebra import Mask
 from anyattn.mods.trace import TracedMod, trace
@@ -124,7 +123,7 @@ def test_compiled_once_for_all_sizes() -> None:
     from anyattn.backends.triton import tile_lists as kernels
 
     for at, window in enumerate((1, 2, 16, 100, 128, 1000)):
-        create_block_mask(masks.sliding_window(window, 0), None, None, 500 + 128 * at, 700 + 16 * at, "cuda")
+        create_block_mask(masks.sliding_window(window, 0), None, None, 1 + 1000 * at, 16 + 16 * at, "cuda")
     kernel = kernels._mask(trace(masks.sliding_window(7, 0), "mask").expr).kernels.list_tiles
     assert len(kernel.device_caches[torch.cuda.current_device()][0]) == 1
 
@@ -136,12 +135,3 @@ def test_an_index_outside() -> None:
     far = torch.full((200,), 10**6, dtype=torch.int64, device="cuda")
     mask = create_block_mask(lambda b, h, q, k: table[far[q]] == 0, None, None, 200, 200)  # held inside
     assert mask.full_kv_num_blocks is not None and int(mask.kv_num_blocks.sum() + mask.full_kv_num_blocks.sum()) == 4
-
-
-def test_torchs_own_attention_takes_it() -> None:
-    q, k, v = (torch.randn(1, 2, 512, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    ids = torch.arange(512, device="cuda") // 100
-    mask = create_block_mask(masks.document(ids) & masks.causal(), None, None, 512, 512)
-    ours = anyattn.flex_attention(q, k, v, block_mask=mask)
-    theirs = torch.compile(torch.nn.attention.flex_attention.flex_attention)(q, k, v, block_mask=mask)
-    assert float((ours.float() - theirs.float()).abs().max()) <= 2 * torch.finfo(torch.bfloat16).eps * float(theirs.float().abs().max())

@@ -18,7 +18,7 @@ from anyattn.mods.trace import TracedMod
 
 __all__ = ["can_list", "list_tiles"]
 
-_MOST_CHUNK = 1024
+_FEW, _MOST_CHUNK = 64, 1024  # tiles of a row judged at once
 # Where one kernel does all: the positions of all tiles of a row together, and how many leaves have to be evaluated at them.
 _MOST_POSITIONS, _MOST_LEAVES = 2**14, 4
 
@@ -27,6 +27,8 @@ class _Mask(NamedTuple):
     """A mask's kernels, and what its lists depend on."""
 
     kernels: Any
+    scalar_slots: tuple[int, ...]
+    tensor_slots: tuple[int, ...]
     row_leaves: int
     column_leaves: int
     sees_b: bool
@@ -36,20 +38,26 @@ class _Mask(NamedTuple):
 @lru_cache(maxsize=1024)
 def _mask(expr: Expr) -> _Mask:
     source, deps = mask_source(expr), dependence(expr)
-    kernels = generated.load("\n\n".join([source.text, *_entries(expr)]), f"mask_{expr.key}")
-    return _Mask(kernels, source.row_leaves, source.column_leaves, any(d.b for d in deps), any(d.h for d in deps))
+    scalars, ranks = _slots(expr)
+    kernels = generated.load("\n\n".join([source.text, *_entries(scalars, ranks)]), f"mask_{expr.key}")
+    return _Mask(kernels, scalars, tuple(ranks), source.row_leaves, source.column_leaves, any(d.b for d in deps), any(d.h for d in deps))
 
 
 _NUMBERS = ("seqlen_q", "seqlen_k", "rows", "columns", "heads", "column_hulls_at")
 _LISTS = tuple(f"{side}_{what}" for side in ("row", "column") for what in ("partial_count", "partial_index", "full_count", "full_index"))
 
 
-def _entries(expr: Expr) -> list[str]:
+def _slots(expr: Expr) -> tuple[tuple[int, ...], dict[int, int]]:
+    """The captured numbers that are read, ascending, and the captured tensors with their ranks."""
+    scalars: set[Any] = {node.attr for node in expr.nodes if node.op == "scalar"}
+    ranks: dict[Any, int] = {node.attr: len(node.args) for node in expr.nodes if node.op == "load"}
+    return tuple(sorted(scalars)), {slot: ranks[slot] for slot in sorted(ranks)}
+
+
+def _entries(scalar_slots: tuple[int, ...], ranks: dict[int, int]) -> list[str]:
     """The kernels to launch: they name every captured value as an argument, for Triton compiles anew for numbers inside of tuples."""
-    scalars = [f"s{node.attr}" for node in expr.nodes if node.op == "scalar"]
-    scalars = sorted(set(scalars), key=lambda name: int(name[1:]))
-    ranks = {node.attr: len(node.args) for node in expr.nodes if node.op == "load"}
-    tensors = {f"t{slot}": [f"t{slot}_{i}" for i in range(2 * ranks[slot])] for slot in sorted(ranks)}  # type: ignore[type-var]
+    scalars = [f"s{slot}" for slot in scalar_slots]
+    tensors = {f"t{slot}": [f"t{slot}_{i}" for i in range(2 * rank)] for slot, rank in ranks.items()}
     numbers = [f"{name}: tl.int64" for name in [*scalars, *(n for names in tensors.values() for n in names)]]
     captured = ", ".join([*(f"{name}: tl.int32" for name in _NUMBERS), *numbers, *tensors])
     packed = f"{_tuple(scalars)}, {_tuple(_tuple([t, *names]) for t, names in tensors.items())}, {', '.join(_NUMBERS)}"
@@ -104,18 +112,26 @@ def list_tiles(
     sizes = (batch[0] if mask.sees_b or not broadcasts else 1, batch[1] if mask.sees_h or not broadcasts else 1)
     tile = (min(tile[0], 2**MOST_INDEX_BITS), min(tile[1], 2**MOST_INDEX_BITS))  # torch's "no mask" is one block of 2 ** 30
     rows, columns = -(-lengths[0] // tile[0]), -(-lengths[1] // tile[1])
-    found = _empty_lists(sizes, rows, columns, device, separate_full)
-    if wants_columns:
-        found += _empty_lists(sizes, columns, rows, device, separate_full)
+    found = _empty_lists(sizes, (rows, columns), device, 2 if separate_full else 1, wants_columns)
     if min(*sizes, rows, columns) == 0:
         return [None if t is None else t.zero_() for t in found]
     _launch(mask, mod, found, lengths, tile, sizes, (rows, columns), has_full_tails)
     return found
 
 
-def _empty_lists(sizes: tuple[int, int], lines: int, length: int, device: torch.device, separate_full: bool) -> list[Tensor | None]:
-    shapes = ((*sizes, lines), (*sizes, lines, length))
-    return [torch.empty(s, dtype=torch.int32, device=device) if i < 2 or separate_full else None for i, s in enumerate(shapes * 2)]
+def _empty_lists(
+    sizes: tuple[int, int], grid: tuple[int, int], device: torch.device, classes: int, wants_columns: bool
+) -> list[Tensor | None]:
+    """Memory for the lists; those of one shape share an allocation, for each takes as long as a tenth of the whole call may."""
+    is_joint = wants_columns and grid[0] == grid[1]
+    found: list[Tensor | None] = []
+    for lines, length in (grid, grid[::-1])[: 1 + (wants_columns and not is_joint)]:
+        many = (1 + is_joint) * classes
+        counts = torch.empty((many, *sizes, lines), dtype=torch.int32, device=device).unbind(0)
+        indices = torch.empty((many, *sizes, lines, length), dtype=torch.int32, device=device).unbind(0)
+        for at in range(0, many, classes):
+            found += [counts[at], indices[at], *((counts[at + 1], indices[at + 1]) if classes > 1 else (None, None))]
+    return found
 
 
 def _launch(
@@ -130,13 +146,12 @@ def _launch(
 ) -> None:
     (rows, columns), count, first = grid, sizes[0] * sizes[1], found[0]
     assert first is not None
-    tensors = [t.detach() if t.requires_grad else t for t in mod.tensors]
+    tensors = [t.detach() if t.requires_grad else t for t in (mod.tensors[slot] for slot in mask.tensor_slots)]
     strides = [n for t in tensors for pair in zip(t.stride(), t.shape, strict=True) for n in pair]
     numbers = (*lengths, rows, columns, sizes[1], 2 * mask.row_leaves * count * rows)
-    captured = (*numbers, *packed_scalars(mod.scalars), *strides, *tensors)
+    captured = (*numbers, *packed_scalars([mod.scalars[slot] for slot in mask.scalar_slots]), *strides, *tensors)
     kernel, hulls = mask.kernels.list_tiles, first
-    chunk = _power_of_2(max(rows, columns), _MOST_CHUNK)
-    extent = (min(tile[0], lengths[0]), min(tile[1], lengths[1]))  # the positions that a tile has at most
+    chunk = _FEW if max(rows, columns) <= _FEW else _MOST_CHUNK  # few sizes: each is a compilation
     leaves = mask.row_leaves + mask.column_leaves
     if leaves:
         if leaves <= _MOST_LEAVES and chunk * _power_of_2(max(tile), 2 * _MOST_POSITIONS) <= _MOST_POSITIONS:
@@ -144,9 +159,9 @@ def _launch(
         else:
             size = numbers[-1] + 2 * mask.column_leaves * count * columns
             hulls = torch.empty(size, dtype=torch.int64, device=first.device)
-            mask.kernels.store_hulls[rows + columns, count](hulls, *captured, *tile, _power_of_2(max(extent), 1024))
+            mask.kernels.store_hulls[rows + columns, count](hulls, *captured, *tile, _power_of_2(max(tile), 1024))
     lists = [t if t is not None else first for t in found]
-    block = _power_of_2(extent[0], 32), _power_of_2(extent[1], 128)
+    block = _power_of_2(tile[0], 32), _power_of_2(tile[1], 128)
     programs = rows + (columns if len(lists) > 4 else 0)
     options = (found[2] is not None, has_full_tails)
     kernel[programs, count](*lists[:4], *lists[-4:], hulls, *captured, *tile, chunk, *block, *options)
