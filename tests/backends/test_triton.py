@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from anyattn import masks
+from anyattn.mods.ir import OPS, Builder, category
 from anyattn.mods.loads import check_loads
 from anyattn.mods.trace import trace
 from anyattn.sparsity import compute_block_sparsity, create_block_mask
@@ -39,17 +40,21 @@ def test_in_the_interpreter() -> None:
 POINTERS = {torch.int64: "*i64", torch.int32: "*i32", torch.bool: "*i1"}
 
 
-def compiled(kernel: Any, tensors: tuple[torch.Tensor, ...], constants: dict[str, Any]) -> Any:
+def built(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> Any:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    return triton.compile(ASTSource(kernel, types, constants), target=GPUTarget("cuda", 90, 32))
+
+
+def compiled(kernel: Any, tensors: tuple[torch.Tensor, ...], constants: dict[str, Any]) -> Any:
     named = {f"t{i}": POINTERS[t.dtype] for i, t in enumerate(tensors)}
     types = {}
     for parameter in kernel.params:
         pointer = named.get(parameter.name, "*i64" if parameter.name == "hulls" else "*i32")
         types[parameter.name] = "constexpr" if parameter.is_constexpr else parameter.annotation_type or pointer
-    return triton.compile(ASTSource(kernel, types, constants), target=GPUTarget("cuda", 90, 32))
+    return built(kernel, types, constants)
 
 
 @pytest.mark.parametrize("name", [*library_masks(64, 64), "random 0", "random 1", "random 2"])
@@ -68,6 +73,39 @@ def test_compiles_for_hopper(name: str) -> None:
             made.append(compiled(mask.kernels.list_tiles_at_once, traced.tensors, {**tile, **options}))
     for kernel in made:
         assert "cubin" in kernel.asm and "ld.local" not in kernel.asm["ptx"]
+
+
+KERNEL = """
+@triton.jit
+def everywhere(out, t0, t1):
+    q, kv = tl.arange(0, 16)[:, None], tl.arange(0, 32)[None, :]
+    value = mod(0, 0, q, kv, (), ((t0, 1, 16), (t1, 1, 32)))
+    tl.store(out + q * 32 + kv, tl.broadcast_to(value, (16, 32)).to(tl.float32))
+"""
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.bool, torch.int8, torch.uint8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64],
+    ids=str,
+)
+def test_every_operation_compiles(dtype: torch.dtype) -> None:
+    """All operations on one dtype, in one kernel each."""
+    from anyattn.backends.triton import emit, generated
+
+    builder = Builder()
+    q, kv = (builder.add("index", dtype=torch.int64, attr=name) for name in ("q_idx", "kv_idx"))
+    a, b = builder.add("load", q, dtype=dtype, attr=0), builder.add("load", kv, dtype=dtype, attr=1)
+    total = builder.const(0.0, torch.float32)
+    for op, spec in OPS.items():
+        if op != "cast" and category(dtype) in spec.operands:
+            args = {1: [a], 2: [a, b], 3: [builder.add("lt", q, kv), a, b]}[spec.arity]
+            total = builder.add("add", total, builder.cast(builder.add(op, *args), torch.float32))
+    expr = builder.build(total)
+    kernel = generated.load(emit.function("mod", expr) + KERNEL, f"all_{dtype}").everywhere
+    name = {torch.bool: "i1", torch.uint8: "u8", torch.float16: "fp16", torch.bfloat16: "bf16"}.get(dtype)
+    name = name or str(dtype).replace("torch.int", "i").replace("torch.float", "fp")
+    assert "cubin" in built(kernel, {"out": "*fp32", "t0": f"*{name}", "t1": f"*{name}"}, {}).asm
 
 
 # ---- nothing waits

@@ -24,11 +24,12 @@ LEAVES = {name: name for name in ("b", "h", "q_idx", "kv_idx", "score")}
 _HALVES = (torch.float16, torch.bfloat16)
 _TEMPLATES = {
     "exp": "tl.exp({0})", "exp2": "tl.exp2({0})", "log": "tl.log({0})", "log2": "tl.log2({0})", "log1p": "functions.log1p({0})",
-    "expm1": "functions.expm1({0})", "sqrt": "tl.sqrt({0})", "rsqrt": "1 / tl.sqrt({0})", "sin": "tl.sin({0})", "cos": "tl.cos({0})",
-    "tanh": "functions.tanh({0})", "sigmoid": "functions.sigmoid({0})", "erf": "tl.erf({0})", "reciprocal": "1 / {0}",
+    "expm1": "functions.expm1({0})",
+    "sqrt": "functions.sqrt({0})", "rsqrt": "functions.divide(1, functions.sqrt({0}))", "sin": "tl.sin({0})", "cos": "tl.cos({0})",
+    "tanh": "functions.tanh({0})", "sigmoid": "functions.sigmoid({0})", "erf": "tl.erf({0})", "reciprocal": "functions.divide(1, {0})",
     "floor": "tl.floor({0})", "ceil": "tl.ceil({0})", "trunc": "functions.trunc({0})", "round": "functions.round_even({0})",
     "sign": "functions.sign({0})", "abs": "tl.abs({0})", "neg": "-{0}", "add": "{0} + {1}", "sub": "{0} - {1}", "mul": "{0} * {1}",
-    "div": "{0} / {1}", "and": "{0} & {1}", "or": "{0} | {1}", "xor": "{0} ^ {1}", "eq": "{0} == {1}", "ne": "{0} != {1}",
+    "div": "functions.divide({0}, {1})", "and": "{0} & {1}", "or": "{0} | {1}", "xor": "{0} ^ {1}", "eq": "{0} == {1}", "ne": "{0} != {1}",
     "lt": "{0} < {1}", "le": "{0} <= {1}", "gt": "{0} > {1}", "ge": "{0} >= {1}", "where": "tl.where({0}, {1}, {2})",
 }  # fmt: skip
 _BY_KIND = {
@@ -155,7 +156,7 @@ def _power(node: Node, expr: Expr, args: list[str]) -> str:
     if exponent.op == "const" and exponent.attr in (1, 2, 3):
         text = " * ".join([args[0]] * int(exponent.attr))  # type: ignore[call-overload]
     elif exponent.op == "const" and exponent.attr == 0.5 and kind == "float":
-        text = f"tl.sqrt({args[0]})"
+        text = f"functions.sqrt({args[0]})"
     else:
         text = _BY_KIND["pow", kind].format(*args)
     return f"({text}).to({name})"

@@ -22,14 +22,32 @@ def floor_mod(a, b):
 
 
 @triton.jit
+def divide(a, b):
+    """Rounded to nearest; Triton's own quotient of float32 is off by up to 2 units in the last place."""
+    if b.dtype == tl.float64:
+        return a / b
+    else:
+        return tl.div_rn(tl.cast(a, tl.float32), b)
+
+
+@triton.jit
+def sqrt(x):
+    """Rounded to nearest, as ``divide``."""
+    if x.dtype == tl.float64:
+        return tl.sqrt(x)
+    else:
+        return tl.sqrt_rn(x)
+
+
+@triton.jit
 def floor_div_real(a, b):
     """torch's: the quotient less its remainder is whole but for rounding, which decides whether it is rounded down or to nearest."""
     rest = a % b
-    quotient = (a - rest) / b
+    quotient = divide(a - rest, b)
     quotient = tl.where((rest != 0) & ((rest < 0) != (b < 0)), quotient - 1, quotient)
     down = tl.floor(quotient)
     down = tl.where(quotient - down > 0.5, down + 1, down)
-    return tl.where(b == 0, a / b, tl.where(quotient == 0, a / b * 0, down))
+    return tl.where(b == 0, divide(a, b), tl.where(quotient == 0, divide(a, b) * 0, down))
 
 
 @triton.jit

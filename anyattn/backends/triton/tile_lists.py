@@ -13,7 +13,7 @@ from anyattn.backends.triton import generated
 from anyattn.backends.triton.emit import packed_scalars
 from anyattn.backends.triton.spans import MOST_INDEX_BITS, MOST_SCALAR_BITS, mask_source
 from anyattn.mods.dependence import dependence
-from anyattn.mods.ir import Expr
+from anyattn.mods.ir import Expr, category
 from anyattn.mods.trace import TracedMod
 
 __all__ = ["can_list", "list_tiles"]
@@ -33,6 +33,7 @@ class _Mask(NamedTuple):
     column_leaves: int
     sees_b: bool
     sees_h: bool
+    options: dict[str, Any]  # what the kernels are compiled with
 
 
 @lru_cache(maxsize=1024)
@@ -40,7 +41,11 @@ def _mask(expr: Expr) -> _Mask:
     source, deps = mask_source(expr), dependence(expr)
     scalars, ranks = _slots(expr)
     kernels = generated.load("\n\n".join([source.text, *_entries(scalars, ranks)]), f"mask_{expr.key}")
-    return _Mask(kernels, scalars, tuple(ranks), source.row_leaves, source.column_leaves, any(d.b for d in deps), any(d.h for d in deps))
+    # a product and a sum rounded once would make another comparison true than in torch
+    has_floats = any(category(node.dtype) == "float" for node in expr.nodes)
+    options = {"enable_fp_fusion": False} if has_floats else {}
+    sees_b, sees_h = any(d.b for d in deps), any(d.h for d in deps)
+    return _Mask(kernels, scalars, tuple(ranks), source.row_leaves, source.column_leaves, sees_b, sees_h, options)
 
 
 _NUMBERS = ("seqlen_q", "seqlen_k", "rows", "columns", "heads", "column_hulls_at")
@@ -159,12 +164,12 @@ def _launch(
         else:
             size = numbers[-1] + 2 * mask.column_leaves * count * columns
             hulls = torch.empty(size, dtype=torch.int64, device=first.device)
-            mask.kernels.store_hulls[rows + columns, count](hulls, *captured, *tile, _power_of_2(max(tile), 1024))
+            mask.kernels.store_hulls[rows + columns, count](hulls, *captured, *tile, _power_of_2(max(tile), 1024), **mask.options)
     lists = [t if t is not None else first for t in found]
     block = _power_of_2(tile[0], 32), _power_of_2(tile[1], 128)
     programs = rows + (columns if len(lists) > 4 else 0)
     options = (found[2] is not None, has_full_tails)
-    kernel[programs, count](*lists[:4], *lists[-4:], hulls, *captured, *tile, chunk, *block, *options)
+    kernel[programs, count](*lists[:4], *lists[-4:], hulls, *captured, *tile, chunk, *block, *options, **mask.options)
 
 
 def _power_of_2(size: int, most: int) -> int:
