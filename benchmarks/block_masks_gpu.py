@@ -17,6 +17,7 @@ from torch.nn.attention import flex_attention as torch_flex
 
 import anyattn
 from anyattn import masks
+from anyattn.mods.algebra import Mask
 
 LISTS = [f"{side}_{part}" for side in ("kv", "full_kv", "q", "full_q") for part in ("num_blocks", "indices")]
 
@@ -27,7 +28,7 @@ def document_ids(length: int) -> torch.Tensor:
     return torch.bucketize(torch.arange(length), cuts, right=True).to(torch.int32).cuda()
 
 
-def mods(length: int) -> dict[str, Callable]:
+def mods(length: int) -> dict[str, Mask]:
     ids = document_ids(length)
     return {
         "causal": masks.causal(),
@@ -76,7 +77,7 @@ def main(lengths: str, rounds: int, calls: int) -> None:
         for name, mod in mods(length).items():
             makers = {
                 "anyattn": lambda mod=mod, n=length: anyattn.create_block_mask(mod, None, None, n, n, "cuda"),
-                "torch": lambda mod=mod, n=length: compiled(mod, None, None, n, n, "cuda"),
+                "torch": lambda mod=mod.fn, n=length: compiled(mod, None, None, n, n, "cuda"),
             }
             same = all(torch.equal(a, b) for a, b in zip(*(listed(make()) for make in makers.values()), strict=True))
             assert same, f"the lists of {name} at {length} are not torch's"

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -214,3 +216,40 @@ def test_what_the_kernels_leave_to_torch(launches: list[tuple]) -> None:
     assert not kernels.can_list(trace(lambda b, h, q, k: q + far >= k, "mask"), (8, 8))
     assert kernels.can_list(trace(lambda b, h, q, k: q + 1.5e300 >= k, "mask"), (8, 8))
     assert not kernels.can_list(trace(masks.causal(), "mask"), (2**30, 8))
+
+
+def test_compiled_for_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lengths, captured numbers, strides and addresses are no part of what Triton compiles for: a mask is compiled for few tiles and many."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import make_backend
+    from triton.runtime.jit import compute_cache_key, create_function_from_signature
+
+    from anyattn.backends.triton import tile_lists as kernels
+
+    found: dict[tuple[str, str], set] = {}
+    target = make_backend(GPUTarget("cuda", 90, 32))
+
+    def launched(key: str, kernel: Any) -> Any:
+        bind, texts = create_function_from_signature(kernel.signature, kernel.params, target), {}  # type: ignore[var-annotated]
+
+        def launch(*args: Any, **options: Any) -> None:
+            _, special, rest = bind(*args, **options)
+            found.setdefault((key, kernel.__name__), set()).add(compute_cache_key(texts, special, rest))
+
+        return type("Grid", (), {"__getitem__": lambda self, grid: launch})()
+
+    real = kernels._mask
+
+    def mask_of(expr: Any) -> Any:
+        mask = real(expr)
+        names = ("list_tiles", "list_tiles_at_once", "store_hulls")
+        return mask._replace(kernels=SimpleNamespace(**{n: launched(expr.key, getattr(mask.kernels, n)) for n in names}))
+
+    monkeypatch.setattr(kernels, "_mask", mask_of)
+    rng, table = random.Random(0), torch.zeros(20001, dtype=torch.int32)
+    for at in range(60):
+        lengths = tuple(rng.choice([1, 16, 17, rng.randrange(1, 20000)]) for _ in range(2))
+        for mod in (masks.sliding_window(rng.choice([1, 2, 16, 1000, 2**33]), 0), masks.document(table[at % 3 :]) & masks.causal()):
+            options = {"wants_columns": True, "separate_full": True, "has_full_tails": False, "broadcasts": False}
+            kernels.list_tiles(trace(mod, "mask"), lengths, (128, 128), (1, 1), torch.device("cpu"), **options)  # type: ignore[arg-type]
+    assert found and all(len(keys) <= 2 for keys in found.values()), {name: len(keys) for name, keys in found.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -66,8 +67,8 @@ def _entries(scalar_slots: tuple[int, ...], ranks: dict[int, int]) -> list[str]:
     numbers = [f"{name}: tl.int64" for name in [*scalars, *(n for names in tensors.values() for n in names)]]
     captured = ", ".join([*(f"{name}: tl.int32" for name in _NUMBERS), *numbers, *tensors])
     packed = f"{_tuple(scalars)}, {_tuple(_tuple([t, *names]) for t, names in tensors.items())}, {', '.join(_NUMBERS)}"
-    plain = [*_NUMBERS, *scalars, *(n for names in tensors.values() for n in names), *tensors]
-    head = f"@triton.jit(do_not_specialize={plain!r}, do_not_specialize_on_alignment={plain!r})\ndef "
+    plain = [*_LISTS, "hulls", *_NUMBERS, *scalars, *(n for names in tensors.values() for n in names), *tensors]
+    head = f"_PLAIN = {plain!r}\n\n\n@triton.jit(do_not_specialize=_PLAIN, do_not_specialize_on_alignment=_PLAIN)\ndef "
     store, lists = ("TILE_M", "TILE_N", "BLOCK"), ("TILE_M", "TILE_N", "CHUNK", "BLOCK_M", "BLOCK_N", "SEPARATE_FULL", "HAS_FULL_TAILS")
     made = [
         f"{head}store_hulls(hulls, {captured}, {_constants(store)}):\n"
@@ -91,8 +92,10 @@ def _constants(names: Iterable[str]) -> str:
 
 
 def can_list(mod: TracedMod, lengths: tuple[int, int]) -> bool:
-    """Whether the numbers of this call are of the sizes that the kernels' bounds were written for."""
+    """Whether the numbers of this call are of the sizes that the kernels' bounds were written for, and no captured tensor is empty."""
     limit = 2**MOST_SCALAR_BITS
+    if not all(t.numel() for t in mod.tensors):
+        return False
     return max(lengths) < 2**MOST_INDEX_BITS and all(not isinstance(s, int) or -limit < s < limit for s in mod.scalars)
 
 
@@ -120,8 +123,16 @@ def list_tiles(
     found = _empty_lists(sizes, (rows, columns), device, 2 if separate_full else 1, wants_columns)
     if min(*sizes, rows, columns) == 0:
         return [None if t is None else t.zero_() for t in found]
-    _launch(mask, mod, found, lengths, tile, sizes, (rows, columns), has_full_tails)
+    with _current(found[0]):
+        _launch(mask, mod, found, lengths, tile, sizes, (rows, columns), has_full_tails)
     return found
+
+
+def _current(tensor: Tensor | None) -> AbstractContextManager:
+    """Triton launches on the current device."""
+    assert tensor is not None
+    is_current = tensor.device.type != "cuda" or torch.cuda.device_count() < 2 or tensor.device.index == torch.cuda.current_device()
+    return nullcontext() if is_current else torch.cuda.device(tensor.device)
 
 
 def _empty_lists(
