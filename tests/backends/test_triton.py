@@ -219,7 +219,7 @@ def test_what_the_kernels_leave_to_torch(launches: list[tuple]) -> None:
 
 
 def test_compiled_for_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lengths, captured numbers, strides and addresses are no part of what Triton compiles for: a mask is compiled for few tiles and many."""
+    """Lengths, captured numbers, strides and addresses are no part of what Triton compiles for; few tiles and many are."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import make_backend
     from triton.runtime.jit import compute_cache_key, create_function_from_signature

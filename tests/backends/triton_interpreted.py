@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from anyattn import masks
 from anyattn.backends.triton import emit, generated, tile_lists
 from anyattn.mods.bounds import classify
 from anyattn.mods.evaluate import run
@@ -151,9 +152,9 @@ def test_library_masks(name):  # type: ignore[no-untyped-def]
         assert_lists(library_masks(*lengths)[name], lengths, tile, options=ALL if at > 1 else [(at == 1, True)])
 
 
-@pytest.mark.parametrize("name", ["document_per_batch", "document_causal", "tree", "causal_offset", "padding_causal"])
+@pytest.mark.parametrize("name", ["document_causal", "tree", "causal_offset", "padding_causal"])
 def test_several_ways(name, way):  # type: ignore[no-untyped-def]
-    assert_lists(library_masks(97, 31)[name], (97, 31), (20, 6))
+    assert_lists(library_masks(97, 31)[name], (97, 31), (20, 6), (2, 1), options=ALL[:1])
 
 
 @pytest.mark.parametrize("seed", range(32))
@@ -191,6 +192,9 @@ MORE_MASKS = {
     "negative divisor": lambda b, h, q, k: q // -7 <= -(k // 3),
     "strided": with_table(torch.arange(240).reshape(60, 4).T, lambda t, b, h, q, k: t[h, q] >= t[b, k]),
     "from the end": with_table(torch.arange(60), lambda t, b, h, q, k: t[q - k] >= 30),
+    "blocks": with_table(torch.arange(24).reshape(4, 6) % 5 < 2, lambda t, b, h, q, k: t[q // 16, k // 11]),
+    "numbered blocks": with_table(torch.arange(24).reshape(4, 6) % 5, lambda t, b, h, q, k: (t[q // 16, k // 11] > 2) | (q == k)),
+    "int32 blocks": with_table((torch.arange(24).reshape(4, 6) % 5).int(), lambda t, b, h, q, k: t[q // 16, k // 16] + t[q // 20, 0] == 4),
     "loads of loads": with_table(torch.arange(60).flip(0), lambda t, b, h, q, k: t[t[q]] >= t[k]),
     "per head": with_table(torch.tensor([3, 40]), lambda t, b, h, q, k: (q - k).abs() <= t[h] + b),
 }
@@ -233,3 +237,30 @@ def test_block_masks_by_the_kernels(monkeypatch):  # type: ignore[no-untyped-def
                 assert torch.equal(getattr(ours, f"{field}_{part}"), getattr(theirs, f"{field}_{part}")), (name, field, part)
         assert torch.equal(lists.mask_block_idx, other.mask_block_idx) and torch.equal(lists.full_block_cnt, other.full_block_cnt), name
         assert ours.is_exact == theirs.is_exact
+
+
+def test_bounds_settle_what_they_should(monkeypatch):  # type: ignore[no-untyped-def]
+    """No tile of these is evaluated whole: bounds and samples are enough."""
+    from anyattn.backends.triton import tile_classes
+
+    def never(*args):  # type: ignore[no-untyped-def]
+        raise AssertionError("a tile is evaluated pair by pair")
+
+    monkeypatch.setattr(tile_classes, "_settled", never)
+    sorted_ids = torch.arange(96) // 21
+    cases = {
+        "causal": masks.causal(),
+        "window": masks.sliding_window(30, 0),
+        "sink": masks.sink_window(16, 47),
+        "prefix": masks.prefix_lm(20),
+        "document": masks.document(sorted_ids),
+        "document_causal": masks.document(sorted_ids) & masks.causal(),
+        "chunked": masks.chunked(32),
+        "padding": masks.left_padding(torch.tensor([3, 50])),
+        "blocks": with_table(torch.arange(36).reshape(6, 6) % 5 < 2, lambda t, b, h, q, k: t[q // 16, k // 16] & (q >= k)),
+        "captured window": with_table(torch.tensor([3, 40]), lambda t, b, h, q, k: (q - k).abs() <= t[b]),
+    }
+    for mod in cases.values():
+        assert_lists(mod, (96, 96), (16, 16), options=ALL[:1])
+    with pytest.raises(Exception, match="pair by pair"):
+        assert_lists(lambda b, h, q, k: (q * k) % 10007 != 10006, (96, 96), (16, 16), options=ALL[:1])

@@ -289,6 +289,22 @@ class _Writer:
         hi = f"tl.where({b.lo} > 0, tl.where(same{at}, {a.hi} - from{at} * by{at}, by{at} - 1), 0)"
         return self._fit(at, lo, hi, b.bits, a, b)
 
+    def _load(self, at: int, *places: _Span) -> _Span:
+        """An entry chosen by both positions: known where all of the tile reads the same one, as a mask of blocks does."""
+        dtype, slot = self.nodes[at].dtype, f"tensors[{self.nodes[at].attr}]"
+        offset = [f"functions.inside({p.lo}, {slot}[{2 + 2 * i}]) * {slot}[{1 + 2 * i}]" for i, p in enumerate(places)]
+        self.lines += [f"one{at} = {' & '.join(f'({p.lo} == {p.hi})' for p in places)}"]
+        self.lines += [f"entry{at} = tl.load({' + '.join([f'{slot}[0]', *offset])})"]
+        if dtype is torch.bool:
+            return self._named(at, f"one{at} & entry{at}", f"(one{at} == 0) | entry{at}")
+        self.lines.append(f"whole{at} = entry{at}.to(tl.int64)")
+        least, most, bits = -_WILD, _WILD, _WILD_BITS
+        if dtype is not torch.int64:
+            info = torch.iinfo(dtype)  # type: ignore[arg-type]
+            least, most, bits = info.min, info.max, info.bits
+        span = self._named(at, f"tl.where(one{at}, whole{at}, {least})", f"tl.where(one{at}, whole{at}, {most})", bits)
+        return span if bits < _WILD_BITS else self._wild_where(at, f"(lo{at} <= {-_WILD}) | (hi{at} >= {_WILD})")
+
     def _min(self, at: int, a: _Span, b: _Span) -> _Span:
         return self._named(at, f"tl.minimum({a.lo}, {b.lo})", f"tl.minimum({a.hi}, {b.hi})", max(a.bits, b.bits))
 
