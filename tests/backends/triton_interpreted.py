@@ -260,7 +260,12 @@ def test_bounds_settle_what_they_should(monkeypatch):  # type: ignore[no-untyped
         "blocks": with_table(torch.arange(36).reshape(6, 6) % 5 < 2, lambda t, b, h, q, k: t[q // 16, k // 16] & (q >= k)),
         "captured window": with_table(torch.tensor([3, 40]), lambda t, b, h, q, k: (q - k).abs() <= t[b]),
     }
-    for mod in cases.values():
-        assert_lists(mod, (96, 96), (16, 16), options=ALL[:1])
+    evaluated = []
+    for name, mod in cases.items():
+        try:
+            assert_lists(mod, (96, 96), (16, 16), options=ALL[:1])
+        except triton.runtime.errors.InterpreterError:
+            evaluated.append(name)
+    assert not evaluated
     with pytest.raises(Exception, match="pair by pair"):
-        assert_lists(lambda b, h, q, k: (q * k) % 10007 != 10006, (96, 96), (16, 16), options=ALL[:1])
+        assert_lists(lambda b, h, q, k: (q ^ k) != 255, (96, 96), (16, 16), options=ALL[:1])
