@@ -17,7 +17,7 @@ from anyattn.mods.trace import trace
 from anyattn.sparsity import block_mask, compute, compute_block_sparsity, create_block_mask
 from anyattn.sparsity.block_mask import _with_partial_tails
 from anyattn.sparsity.lists import lists_of_grid
-from anyattn.testing.tiles import library_masks, random_mask
+from anyattn.testing.tiles import brute_classes, dense, library_masks, random_mask
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
 ROWS, COLUMNS = 16, 32
@@ -121,10 +121,10 @@ def test_every_cast(source, target):  # type: ignore[no-untyped-def]
 ALL = [(True, True), (False, True), (True, False)]  # has_full_tails, separate_full
 
 
-def assert_lists(mod, lengths, tile, batch=(2, 2), options=ALL):  # type: ignore[no-untyped-def]
-    """The kernels' lists, both ways, are those of the classes that torch operations find."""
+def assert_lists(mod, lengths, tile, batch=(2, 2), options=ALL, classes=None):  # type: ignore[no-untyped-def]
+    """The kernels' lists, both ways, are those of the classes that torch operations find, unless others are given."""
     traced = trace(mod, "mask")
-    classes = classify(traced, *lengths, *tile, *batch)
+    classes = classify(traced, *lengths, *tile, *batch) if classes is None else classes
     for has_full_tails, separate in options:
         choice = {"wants_columns": True, "separate_full": separate, "has_full_tails": has_full_tails, "broadcasts": True}
         found = tile_lists.list_tiles(traced, lengths, tile, batch, torch.device("cpu"), **choice)
@@ -204,6 +204,31 @@ MORE_MASKS = {
 def test_more_masks(name):  # type: ignore[no-untyped-def]
     assert_lists(MORE_MASKS[name], (50, 60), (11, 16), options=ALL[:1])
     assert_lists(MORE_MASKS[name], (60, 45), (30, 8), (1, 1), options=ALL[1:2])
+
+
+def test_a_needle():  # type: ignore[no-untyped-def]
+    """One pair unlike all others of its tile, in the first and the last place of every step of the search."""
+    for q_at, kv_at in ((0, 0), (31, 15), (32, 16), (37, 16), (47, 31), (48, 30), (96, 0)):
+        for hides in (True, False):
+            needle = lambda b, h, q, k, i=q_at, j=kv_at, hides=hides: (((q ^ i) | (k ^ j)) != 0) == hides
+            assert_lists(needle, (97, 32), (48, 16), (1, 1), options=ALL[:1])
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64])
+def test_sums_that_wrap_around(dtype):  # type: ignore[no-untyped-def]
+    """Over tiles in which the table is constant, so that bounds are points: they must not outgrow the dtype that torch adds in."""
+    info = torch.iinfo(dtype)
+    table = torch.tensor([info.max, info.min, 3, info.max // 2 + 1, info.max], dtype=dtype).repeat_interleave(16)
+    for mod in (
+        lambda b, h, q, k: table[q] + table[k] > 0,
+        lambda b, h, q, k: table[q] - table[k] > 0,
+        lambda b, h, q, k: (table[q] + table[k]).abs() > 5,
+        lambda b, h, q, k: -(table[q] - table[k]) < table[k],
+        lambda b, h, q, k: table[q] * table[k] > 100,
+        lambda b, h, q, k: (table[q] + table[k] + 1 > table[q]) & (q >= k),
+    ):
+        # brute force: row ranges take it that int64 is never left
+        assert_lists(mod, (80, 80), (16, 16), (1, 1), options=ALL[:1], classes=brute_classes(dense(mod, 80, 80), 16, 16))
 
 
 @pytest.mark.parametrize("lengths", [(0, 5), (5, 0), (0, 0)])
