@@ -135,9 +135,7 @@ def _sampled(found, b, h, q_first, q_last, kv_first, kv_last, scalars, tensors, 
 
 
 @triton.jit
-def _settled(
-    b, h, q_first, q_last, kv_first, kv_last, scalars, tensors, VALUE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
-):
+def _settled(b, h, q_first, q_last, kv_first, kv_last, scalars, tensors, VALUE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """The class of one tile, by looking at its pairs until a visible and a hidden one have been met."""
     some, every = tl.full((), 0, tl.int32), tl.full((), 1, tl.int32)
     q, kv = q_first, kv_first
