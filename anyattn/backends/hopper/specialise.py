@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from anyattn.mods.rows import RowRanges, row_ranges
 from anyattn.mods.trace import TracedMod
 from anyattn.problem import Problem
 
-__all__ = ["Special", "fitting", "list_tile_misfit", "ranges_unread", "specialised"]
+__all__ = ["Special", "fitting", "list_tile_misfit", "ranges_unread", "specialised", "tile_of"]
 
 _FAR = 2**30  # further than any position; twice that is still a number of 32 bits
 _MOST_RANGES = 2  # of a row, that the kernel keeps in registers
@@ -67,7 +68,7 @@ def specialised(problem: Problem) -> Special:
         listed = 0 if problem.blocks is not None else bands.index(None)
     list_tile = None
     if listed is not None:
-        list_tile = (TILE_M, TILE_M) if problem.blocks is None else fitting(problem.blocks.tile)
+        list_tile = (TILE_M, TILE_M) if problem.blocks is None else fitting(tile_of(problem.blocks))
     score = problem.score if problem.score is not None or problem.scale > 0 else _IDENTITY
     sources = [] if score is None else [(_SCORE, *slots(score.expr))]
     flags: dict[str, Any] = {} if listed is not None else {"bands": tuple(b.expr for b in bands if b is not None)}
@@ -86,7 +87,9 @@ def specialised(problem: Problem) -> Special:
 
 def _config(problem: Problem, score: Expr | None, list_tile: tuple[int, int] | None, flags: dict[str, Any]) -> Config:
     d, dv = padded(problem.q.shape[3], problem.v.shape[3])
-    divides = list_tile[1] if list_tile is not None else problem.k.shape[2] if flags["is_paged"] else None
+    # a tile of keys is part of one of the lists', and of one page
+    whole = [size for size in (list_tile[1] if list_tile else 0, problem.k.shape[2] if flags["is_paged"] else 0) if size]
+    divides = math.gcd(*whole) if whole else None
     tiles = tiles_for(d, dv, score, divides)
     cut = (1, 1) if list_tile is None else (list_tile[0] // tiles.tile_m, list_tile[1] // tiles.tile_n)
     is_bf16 = problem.q.dtype is torch.bfloat16
@@ -114,6 +117,13 @@ def _storage(problem: Problem, has_lists: bool) -> dict[str, Any]:
     elif has_lists:
         found |= {"lists": "flat" if blocks.layout == "flat" else "ragged", "per_head": blocks.mask_block_cnt.shape[0] > 1}  # type: ignore
     return found
+
+
+def tile_of(blocks: Any) -> tuple[int, int]:
+    """The tile of block lists. One that holds a whole sequence may as well be larger, and is taken to be whole tiles of the kernel's."""
+    lengths = getattr(blocks, "lengths", None) or (math.inf, math.inf)
+    rows, keys = (-(-size // TILE_M) * TILE_M if size >= n else size for size, n in zip(blocks.tile, lengths, strict=True))
+    return rows, keys
 
 
 def fitting(tile: tuple[int, int]) -> tuple[int, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from anyattn.backends.hopper.config import HEAD_DIMS, TILE_M
-from anyattn.backends.hopper.specialise import list_tile_misfit
+from anyattn.backends.hopper.specialise import list_tile_misfit, tile_of
 from anyattn.mods.trace import TracedMod
 from anyattn.problem import Problem
 
@@ -50,10 +50,10 @@ def _against_mod(mod: TracedMod) -> str | None:
 
 def _against_lists(problem: Problem) -> str | None:
     blocks = problem.blocks
-    if blocks is None or not list_tile_misfit(blocks.tile):
+    if blocks is None or not list_tile_misfit(tile_of(blocks)):
         return None
-    rows, keys = blocks.tile
-    if problem.sequences is None and problem.blocks_follow and all(TILE_M % n == 0 or n % TILE_M == 0 for n in blocks.tile):
+    rows, keys = tile_of(blocks)
+    if problem.sequences is None and problem.blocks_follow and all(TILE_M % n == 0 or n % TILE_M == 0 for n in (rows, keys)):
         return None  # joined to larger tiles, for the mask says the rest
     return f"its row tiles are {TILE_M} rows and its key tiles multiples of 16, and these block lists are in tiles of {rows} x {keys}"
 
