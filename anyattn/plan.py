@@ -13,6 +13,7 @@ from torch import Tensor
 
 from anyattn.errors import BackendError
 from anyattn.hardware import Hardware
+from anyattn.mods.native import has_native
 from anyattn.problem import Problem
 
 __all__ = ["BACKENDS", "Plan", "available", "choose", "combiner", "for_backward"]
@@ -88,6 +89,10 @@ def choose(problem: Problem, hardware: Hardware, backend: str | None = None, opt
     against = "" if backend == "torch" else possible["hopper"] or _reason_against_problem(problem)
     if backend == "hopper" and against:
         raise BackendError(f"backend='hopper' cannot run this call: {against}; pass backend=None to let anyattn choose")
+    native = has_native((problem.score, *problem.predicates))
+    if native is not None and (backend == "torch" or against):
+        way_out = against or "backend='torch' is named; pass backend='hopper'"
+        raise BackendError(f"only the Hopper kernel can run the CuTe function {native}: {way_out}, or write it as plain Python")
     if backend == "torch" or against:
         return _with_options(_torch_plan(problem, hardware, backend == "torch", against), problem, options or {})
     return _hopper_plan(problem, "asked for" if backend else f"{hardware.name} has it, and the call is of its kind")

@@ -24,7 +24,7 @@ from anyattn.mods.recognise import Pattern, Reading, recognise
 from anyattn.mods.source import mod_error
 from anyattn.mods.values import FUNCTIONS, NeedsNumber, Value, View
 
-__all__ = ["Source", "TracedMod", "name_of", "trace"]
+__all__ = ["Source", "TracedMod", "is_native", "name_of", "trace"]
 
 _INPUTS = {"mask": ("b", "h", "q_idx", "kv_idx"), "score": ("score", "b", "h", "q_idx", "kv_idx")}
 
@@ -115,6 +115,11 @@ def name_of(fn: Callable) -> str:
     return getattr(inner, "__name__", None) or type(inner).__name__
 
 
+def is_native(fn: Any) -> bool:
+    """Whether ``fn`` was made by ``@cute.jit``, as CuTe DSL marks it; asks without importing CuTe."""
+    return getattr(fn, "_decorator_kind", None) == "jit" and hasattr(fn, "_dsl_cls")
+
+
 def trace(
     fn: Callable,
     kind: str,
@@ -135,6 +140,11 @@ def trace(
     """
     if isinstance(fn, TracedMod):
         return fn
+    if is_native(getattr(fn, "func", fn)):
+        raise ModError(
+            f"{kind}_mod {name_of(fn)!r} is a CuTe function (@cute.jit), which cannot be read here, but only run by the Hopper kernel: pass "
+            f"it as it is to an attention function with backend='hopper', or write it as plain Python of ({', '.join(_INPUTS[kind])})"
+        )
     reading = recognise(fn)
     takes_aux = _takes_aux(fn, kind, aux_tensors, reading)
     aux = list(aux_tensors) if takes_aux and aux_tensors is not None else []

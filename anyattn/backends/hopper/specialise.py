@@ -10,6 +10,7 @@ from torch import Tensor
 from anyattn.backends.hopper.config import TILE_M, Ask, Config, padded, sides, slots, tiles_for
 from anyattn.mods.dependence import dependence
 from anyattn.mods.ir import Builder, Expr
+from anyattn.mods.native import has_native
 from anyattn.mods.rows import RowRanges, row_ranges
 from anyattn.mods.trace import TracedMod
 from anyattn.problem import Problem
@@ -48,13 +49,16 @@ class Special(NamedTuple):
 def specialised(problem: Problem) -> Special:
     """What the kernel for ``problem`` is specialised for; asks nothing of what tensors hold.
 
-    Bands alone need no lists of tiles. Else the first predicate that is none has lists, which ``problem`` may bring along.
+    Bands and CuTe functions alone need no lists of tiles. Else the first predicate that is none has lists, which ``problem`` may bring along.
     """
     bands = [_band(p) for p in problem.predicates]
-    may_go_by_mask = problem.blocks is None or problem.blocks_follow
+    # what a CuTe function shows nobody knows: it is asked in every tile, unless the caller brings its lists
+    unlisted = [i for i, p in enumerate(problem.predicates) if bands[i] is None and has_native([p]) is None]
     listed = None
-    if not (may_go_by_mask and all(b is not None for b in bands)):
-        listed = 0 if problem.blocks is not None else bands.index(None)
+    if problem.blocks is not None and not (problem.blocks_follow and not unlisted):
+        listed = 0
+    elif unlisted:
+        listed = unlisted[0]
     list_tile = None
     if listed is not None:
         list_tile = (TILE_M, TILE_M) if problem.blocks is None else fitting(problem.blocks.tile)
@@ -63,6 +67,9 @@ def specialised(problem: Problem) -> Special:
     flags: dict[str, Any] = {} if listed is not None else {"bands": tuple(b.expr for b in bands if b is not None)}
     if listed is None:
         sources += [(i, *slots(b.expr)) for i, b in enumerate(bands) if b is not None]
+        always = [(i, _ask(p)) for i, p in enumerate(problem.predicates) if bands[i] is None]
+        flags["always"] = tuple(ask for _, ask in always)
+        sources += [(i, *slots(ask.expr)) for i, ask in always]
     else:
         first = problem.predicates[listed]
         asked = [] if _shows_all(first) else [(listed, _ask(first))]
