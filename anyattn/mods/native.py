@@ -7,6 +7,7 @@ have to look inside refuses.
 
 from __future__ import annotations
 
+import dis
 import hashlib
 import inspect
 import itertools
@@ -26,7 +27,7 @@ from anyattn.mods.trace import TracedMod, is_native, name_of
 __all__ = ["NativeFunction", "has_native", "native_mod"]
 
 _INPUTS = {"mask": INDICES, "score": ("score", *INDICES)}
-_LIBRARIES = ("cutlass", "cuda", "torch", "math", "operator", "functools", "builtins")  # named by their names; versions are in every key
+_LIBRARIES = ("cutlass", "cuda", "torch", "math", "operator", "functools", "builtins", "_operator")  # named by their names; versions are in every key
 _numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 _counter = itertools.count()
 
@@ -34,7 +35,8 @@ _counter = itertools.count()
 class NativeFunction(str):
     """What a jitted function is called by its content, and the ``function``; functions of one content are one.
 
-    has_content: the name holds in every process; else it stands for this very object, and kernels with it are kept in memory alone.
+    has_content: the name holds in every process, and follows what closure and globals hold; else it stands for this very object, whose
+    captures are read once, and kernels with it are kept in memory alone.
     """
 
     function: Callable
@@ -43,11 +45,10 @@ class NativeFunction(str):
     @classmethod
     def of(cls, function: Callable) -> NativeFunction:
         """Raises ``ModError`` where the function captures a tensor."""
-        raw = inspect.unwrap(function)
         try:
-            name, has_content = hashlib.sha256(_content(raw, ()).encode()).hexdigest()[:32], True
+            name, has_content = hashlib.sha256(_content(function, ()).encode()).hexdigest()[:32], True
         except _NoContent:
-            name, has_content = f"object {_numbers.setdefault(raw, next(_counter))}", False
+            name, has_content = f"object {_numbers.setdefault(function, next(_counter))}", False
         made = cls(name)
         made.function, made.has_content = function, has_content
         return made
@@ -62,7 +63,7 @@ class _NoContent(Exception):
 
 def _content(item: Any, within: tuple) -> str:
     """What ``item`` is, as text that is the same in every process. within: the functions whose text is being written."""
-    if item is None or type(item) in (bool, int, float, str, bytes):
+    if item is None or type(item) in (bool, int, float, str, bytes, torch.dtype):
         return repr(item)
     if type(item) in (tuple, list):
         return f"{type(item).__name__}({','.join(_content(x, within) for x in item)})"
@@ -74,10 +75,12 @@ def _content(item: Any, within: tuple) -> str:
         raise _NoContent
     if (getattr(item, "__module__", None) or "").split(".")[0] in _LIBRARIES and hasattr(item, "__qualname__"):
         return f"{item.__module__}.{item.__qualname__}"
-    if isinstance(item, types.FunctionType):
-        raw = inspect.unwrap(item)
-        return f"function {within.index(raw)}" if raw in within else _function_content(raw, (*within, raw))
-    raise _NoContent
+    if not isinstance(item, types.FunctionType):
+        raise _NoContent
+    raw = item.__wrapped__ if is_native(item) else item
+    if hasattr(raw, "__wrapped__"):  # a decorator of the user's, which may do anything
+        raise _NoContent
+    return f"function {within.index(raw)}" if raw in within else _function_content(raw, (*within, raw))
 
 
 def _function_content(fn: types.FunctionType, within: tuple) -> str:
@@ -97,9 +100,12 @@ def _function_content(fn: types.FunctionType, within: tuple) -> str:
 def _code(code: types.CodeType) -> tuple[str, tuple[str, ...]]:
     """A sum over what the code says, and the names that it may look up among globals; those of inner functions too."""
     inner = [_code(c) for c in code.co_consts if isinstance(c, types.CodeType)]
+    steps = list(dis.get_instructions(code))
+    if any(i.opname == "IMPORT_NAME" and i.argval.split(".")[0] not in _LIBRARIES for i in steps):
+        raise _NoContent
     constants = [repr(c) for c in code.co_consts if not isinstance(c, types.CodeType)]
     said = (code.co_code.hex(), constants, code.co_names, code.co_varnames, code.co_freevars, code.co_argcount, [text for text, _ in inner])
-    names = [*code.co_names, *(n for _, found in inner for n in found)]
+    names = [i.argval for i in steps if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")] + [n for _, found in inner for n in found]
     return hashlib.sha256(repr(said).encode()).hexdigest(), tuple(dict.fromkeys(names))
 
 

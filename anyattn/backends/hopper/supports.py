@@ -35,9 +35,8 @@ def reason_against(problem: Problem) -> str | None:
         reason = None if mod is None else _against_mod(mod)
         if reason:
             return reason
-    native = has_native((problem.score, *problem.predicates))
-    if native is not None and problem.needs_grad:
-        return f"an input requires grad, and nobody can differentiate the CuTe function {native}: detach the inputs, or use torch.no_grad()"
+    if problem.needs_grad and has_native((problem.score, *problem.predicates)):
+        return "an input requires grad, and a CuTe function has no derivative: detach the inputs, or use torch.no_grad()"
     if not problem.has_pairs:
         return "there is nothing to multiply"
     return _against_lists(problem) or _against_layout(problem)
