@@ -8,6 +8,7 @@ Positions are those of plain Python mods: a row's or key's index in its own sequ
 """
 
 import sys
+import warnings
 from pathlib import Path
 
 import cutlass
@@ -67,7 +68,9 @@ def compiled(options: str = "--gpu-arch sm_90a"):  # type: ignore[no-untyped-def
     tensors = batch(1, 128, "cpu")
     _, given = call(*tensors)
     kernel = HopperForward(described(*tensors).config)
-    return cute.compile(kernel, *placeholders(given), make_fake_stream(), options=options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # CuTe DSL's own, of deprecations and of tuples
+        return cute.compile(kernel, *placeholders(given), make_fake_stream(), options=options)
 
 
 def main() -> None:
@@ -89,7 +92,7 @@ def main() -> None:
         plain = anyattn.flex_attention(q, k, v, plain_bias, mask_mod=anyattn.masks.causal(), **given)
         apart = max(float((out - other).abs().max()) for other in (same, plain))
         print(f"batch {size}, length {seqlen}: the three agree to {apart:.1e}")
-        if not apart < 2**-5:  # some roundings of a bfloat16 below 4
+        if not apart < 2**-4:  # two roundings of a bfloat16 between 4 and 8
             sys.exit("they disagree")
 
 

@@ -27,7 +27,16 @@ from anyattn.mods.trace import TracedMod, is_native, name_of
 __all__ = ["NativeFunction", "has_native", "native_mod"]
 
 _INPUTS = {"mask": INDICES, "score": ("score", *INDICES)}
-_LIBRARIES = ("cutlass", "cuda", "torch", "math", "operator", "functools", "builtins", "_operator")  # named by their names; versions are in every key
+_LIBRARIES = (
+    "cutlass",
+    "cuda",
+    "torch",
+    "math",
+    "operator",
+    "functools",
+    "builtins",
+    "_operator",
+)  # named by their names; versions are in every key
 _numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 _counter = itertools.count()
 
@@ -47,6 +56,11 @@ class NativeFunction(str):
         """Raises ``ModError`` where the function captures a tensor."""
         try:
             name, has_content = hashlib.sha256(_content(function, ()).encode()).hexdigest()[:32], True
+        except _CapturesTensor:
+            raise ModError(
+                f"the CuTe function {name_of(function)!r} captures a tensor; pass it as aux_tensors=[...] and read it from the argument of "
+                f"that name"
+            ) from None
         except _NoContent:
             name, has_content = f"object {_numbers.setdefault(function, next(_counter))}", False
         made = cls(name)
@@ -61,6 +75,10 @@ class _NoContent(Exception):
     """Something captured has no text that says what it is."""
 
 
+class _CapturesTensor(Exception):
+    pass
+
+
 def _content(item: Any, within: tuple) -> str:
     """What ``item`` is, as text that is the same in every process. within: the functions whose text is being written."""
     if item is None or type(item) in (bool, int, float, str, bytes, torch.dtype):
@@ -68,7 +86,7 @@ def _content(item: Any, within: tuple) -> str:
     if type(item) in (tuple, list):
         return f"{type(item).__name__}({','.join(_content(x, within) for x in item)})"
     if isinstance(item, Tensor):
-        raise ModError("a CuTe function captures a tensor; pass it as aux_tensors=[...] and read it from the argument of that name")
+        raise _CapturesTensor
     if isinstance(item, types.ModuleType):
         if item.__name__.split(".")[0] in _LIBRARIES:
             return f"module {item.__name__}"
@@ -77,7 +95,7 @@ def _content(item: Any, within: tuple) -> str:
         return f"{item.__module__}.{item.__qualname__}"
     if not isinstance(item, types.FunctionType):
         raise _NoContent
-    raw = item.__wrapped__ if is_native(item) else item
+    raw = item.__wrapped__ if is_native(item) else item  # type: ignore[attr-defined]
     if hasattr(raw, "__wrapped__"):  # a decorator of the user's, which may do anything
         raise _NoContent
     return f"function {within.index(raw)}" if raw in within else _function_content(raw, (*within, raw))
@@ -88,9 +106,10 @@ def _function_content(fn: types.FunctionType, within: tuple) -> str:
     cells = []
     for cell in fn.__closure__ or ():
         try:
-            cells.append(_content(cell.cell_contents, within))
-        except ValueError as error:
+            held = cell.cell_contents
+        except ValueError as error:  # not filled yet
             raise _NoContent from error
+        cells.append(_content(held, within))
     names = [f"{n}={_content(fn.__globals__[n], within)}" for n in _code(fn.__code__)[1] if n in fn.__globals__]
     defaults = _content(fn.__defaults__, within) + "".join(f"{k}={_content(v, within)}" for k, v in (fn.__kwdefaults__ or {}).items())
     return f"({_code(fn.__code__)[0]};{';'.join(cells)};{';'.join(names)};{defaults})"
@@ -117,9 +136,17 @@ def native_mod(fn: Any, kind: str, aux_tensors: Sequence[Tensor] | None) -> Trac
     if not is_native(fn):
         return None
     wanted = (*_INPUTS[kind], "aux_tensors")
-    have = [p for p in inspect.signature(fn).parameters.values() if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    have = [
+        p
+        for p in inspect.signature(fn).parameters.values()
+        if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
     if len(have) != len(wanted):
-        hint = "; sequence lengths are not handed over: pass what it needs of them in aux_tensors" if "seqlen_info" in [p.name for p in have] else ""
+        hint = (
+            "; sequence lengths are not handed over: pass what it needs of them in aux_tensors"
+            if "seqlen_info" in [p.name for p in have]
+            else ""
+        )
         raise TypeError(
             f"{kind}_mod {name_of(fn)!r} is a CuTe function of {len(have)} parameters ({', '.join(p.name for p in have)}); wanted "
             f"{len(wanted)}: ({', '.join(wanted)}){hint}"

@@ -66,12 +66,12 @@ def cases() -> dict[str, tuple[list, dict]]:  # type: ignore[type-arg]
     ends, entries = {"bands": (band.expr,)}, {"has_entries": True, "has_order": True, "spread": "heads"}
     found: dict[str, tuple[list, dict]] = {name: ([mod, band], {"score": mod.expr, **ends}) for name, mod in scores.items()}  # type: ignore
     found |= {f"{name} everywhere": ([mod], {"always": (Ask(mod.expr, False),)}) for name, mod in asked.items()}  # type: ignore
-    document = Ask(asked["same_document"].expr, False)  # type: ignore
+    document, hidden = (Ask(asked[name].expr, False) for name in ("same_document", "causal"))  # type: ignore
     return found | {
         "capped": ([capped, band], {"score": capped.expr, **ends}),
         "listed": ([asked["same_document"]], {"lists": "dense", "partial": document, "has_order": True}),
         "band and mask": ([band, asked["same_document"]], {**ends, "always": (document,), "has_sink": True}),
-        "ragged": ([scores["relative"], asked["causal"]], {"score": scores["relative"].expr, "always": (Ask(asked["causal"].expr, False),), **entries}),  # type: ignore
+        "ragged": ([scores["relative"], asked["causal"]], {"score": scores["relative"].expr, "always": (hidden,), **entries}),  # type: ignore
     }
 
 

@@ -127,7 +127,7 @@ def _check(config: Config, statistics: dict[str, Any], tables: dict[str, Any], s
         raise TypeError(f"arguments has no {', '.join(unknown)}; wanted some of {', '.join(_TABLES)}")
     has = {"lse": config.has_lse, "highest": config.has_max, "sink": config.has_sink, "order": config.has_order}
     has |= {"entries": config.has_entries, "pages": config.is_paged}
-    has |= {name: config.lists is not None for name in ("partial_count", "partial_index")}
+    has |= dict.fromkeys(("partial_count", "partial_index"), config.lists is not None)
     given = statistics | tables
     for name, wanted in has.items():
         if (given.get(name) is not None) != wanted:

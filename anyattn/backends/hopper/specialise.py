@@ -49,7 +49,7 @@ class Special(NamedTuple):
 def specialised(problem: Problem) -> Special:
     """What the kernel for ``problem`` is specialised for; asks nothing of what tensors hold.
 
-    Bands and CuTe functions alone need no lists of tiles. Else the first predicate that is none has lists, which ``problem`` may bring along.
+    Bands and CuTe functions alone need no lists of tiles. Else the first predicate that is neither has lists, which ``problem`` may bring.
     """
     bands = [_band(p) for p in problem.predicates]
     # what a CuTe function shows nobody knows: it is asked in every tile, unless the caller brings its lists
