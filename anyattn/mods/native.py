@@ -22,9 +22,10 @@ from torch import Tensor
 
 from anyattn.errors import ModError
 from anyattn.mods.ir import INDICES, Builder, Expr
-from anyattn.mods.trace import TracedMod, is_native, name_of
+from anyattn.mods.recognise import Pattern, Reading
+from anyattn.mods.trace import Source, TracedMod, is_native, name_of
 
-__all__ = ["NativeFunction", "has_native", "native_mod"]
+__all__ = ["NativeFunction", "has_native", "native_mod", "native_reading"]
 
 _INPUTS = {"mask": INDICES, "score": ("score", *INDICES)}
 _LIBRARIES = (
@@ -39,6 +40,8 @@ _LIBRARIES = (
 )  # named by their names; versions are in every key
 _numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 _counter = itertools.count()
+_MOST_PATTERNS = 1024
+_patterns: dict[str, Pattern] = {}
 
 
 class NativeFunction(str):
@@ -156,7 +159,22 @@ def native_mod(fn: Any, kind: str, aux_tensors: Sequence[Tensor] | None) -> Trac
             f"mask_mod {name_of(fn)!r} has __vec_size__={fn.__vec_size__}: it packs bits; wanted one Boolean for each (q_idx, kv_idx)"
         )
     tensors = tuple(aux_tensors or ())
-    return TracedMod(kind, _expression(NativeFunction.of(fn), kind, len(tensors)), (), tensors, name_of(fn))
+    function = NativeFunction.of(fn)
+    source = Source(_pattern(function), (), tuple(range(len(tensors)))) if function.has_content else None
+    return TracedMod(kind, _expression(function, kind, len(tensors)), (), tensors, name_of(fn), source)
+
+
+def native_reading(fn: Any) -> Reading | None:
+    """As ``recognise.recognise``, for a CuTe function: all that it captures is in its name. None where that says too little."""
+    function = NativeFunction.of(fn)
+    return Reading(_pattern(function), [], []) if function.has_content else None
+
+
+def _pattern(function: NativeFunction) -> Pattern:
+    name = str(function)
+    if len(_patterns) >= _MOST_PATTERNS:
+        _patterns.clear()
+    return _patterns.setdefault(name, Pattern(("native", name)))
 
 
 def _expression(function: NativeFunction, kind: str, tensors: int) -> Expr:

@@ -135,14 +135,32 @@ def test_what_anyattn_reads_keeps_its_place_beside_them() -> None:
     assert other.lists is None and joined.lists == "dense"
 
 
-def test_calls_with_them_are_not_remembered() -> None:
+def test_calls_with_them_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With this call's tables, and as long as the functions say the same."""
+    monkeypatch.setattr(recall.hardware, "of", lambda kind: H200)
     recall.clear()
-    q = qkv()
-    call = recall.FlexCall(q, q, q, biased, None, None, [TABLE], None, False, None, False, False, False)
-    for _ in range(2):
-        with pytest.raises(anyattn.BackendError):
-            recall.flex_call(call, None, None)
-    assert recall.size() == 0
+    q, tables = qkv(), [TABLE, TABLE + 1]
+
+    def called(score: Any, table: torch.Tensor) -> tuple[Problem, plan.Plan]:
+        return recall.flex_call(recall.FlexCall(q, q, q, score, None, hidden, [table], None, False, None, False, False, False), None, None)
+
+    (first, made), (again, reused) = called(biased, tables[0]), called(biased, tables[1])
+    assert reused is made and recall.size() == 1
+    assert again.score is not None and again.score.tensors == (tables[1],) and again.predicates[0].tensors == (tables[1],)
+    assert specialised(again).config == specialised(first).config
+    before = called(scaled, TABLE)[0]
+    monkeypatch.setitem(scaled.__wrapped__.__globals__, "FACTOR", 8.0)
+    assert specialised(called(scaled, TABLE)[0]).config != specialised(before).config
+    assert recall.size() == 3
+    called(looked_up, TABLE)  # what it captures cannot be compared
+    assert recall.size() == 3
+    with pytest.raises(anyattn.BackendError, match="no derivative"):
+        called(biased, TABLE.clone().requires_grad_())
+    options = Options(softcap=3.0, alibi_slopes=torch.ones(2), score_mod=biased, mask_mod=hidden, aux_tensors=[TABLE])
+    rows = q.transpose(1, 2)
+    found = [recall.flash_call(rows, rows, rows, options._replace(aux_tensors=[t]), None)[0] for t in tables]
+    assert [p.score.tensors[1] is t for p, t in zip(found, tables, strict=True)] == [True, True]  # type: ignore[union-attr]
+    assert recall.size() == 4
 
 
 def test_it_is_explained() -> None:
