@@ -6,7 +6,7 @@ options with their types. What the mods capture is read again on every call and 
 remembered where its checks or its plan hang on what tensors hold, where a mod can be understood only by tracing it, and where something
 listens to torch's operations (functorch, dispatch modes, tracing).
 
-No tensor and no function of a user's is kept, but for CuTe functions, which are part of their programs, and no more than ``2 * _MOST`` calls.
+No tensor and no function of a user's is kept, but for CuTe functions, which are their programs, and no more than ``2 * _MOST`` calls.
 """
 
 from __future__ import annotations

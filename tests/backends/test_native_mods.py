@@ -385,7 +385,10 @@ def test_one_compiled_kernel_takes_other_shapes(tmp_path: Path) -> None:
         warnings.simplefilter("ignore")
         compiled = cute.compile(kernel, *direct.placeholders(one), make_fake_stream(), options=options)
     assert compiled is not None and list(tmp_path.glob("*.cubin"))
-    assert len(direct.as_cute(other)) == len(other)
+    # CuTe's tensors do as well as torch's
+    wrapped = direct.as_cute(other)
+    again = direct.arguments(described(wide, wide[:, :2], score_mod=biased, aux_tensors=[TABLE]), *wrapped[:4], wrapped[14], scale=2.0)
+    assert again[15:20] == other[15:20] and all(a is b for a, b in zip(direct.as_cute(again)[:4], wrapped[:4], strict=True))
 
 
 def test_arguments_and_config_must_agree() -> None:

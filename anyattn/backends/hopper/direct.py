@@ -145,8 +145,14 @@ def placeholders(given: tuple) -> tuple:
 
 
 def as_cute(given: tuple) -> tuple:
-    """``arguments`` of torch tensors as CuTe's own, laid out as ``placeholders`` says.
+    """``arguments`` as CuTe's own types: torch tensors laid out as ``placeholders`` says, numbers of 32 bits; CuTe's stay as they are.
 
     Tensors are not copied, but for captured ones whose last stride is not 1.
     """
-    return tuple(build.wrapped(item, is_nested=False) for item in indexable(given))
+    return tuple(_as_cute(item, is_nested=False) for item in indexable(given))
+
+
+def _as_cute(item: Any, is_nested: bool) -> Any:
+    if isinstance(item, tuple):
+        return tuple(_as_cute(x, is_nested=True) for x in item)
+    return build.wrapped(item, is_nested) if item is None or isinstance(item, (Tensor, int, float)) else item
