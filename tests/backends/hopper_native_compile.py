@@ -79,7 +79,7 @@ def main(folder: Path) -> None:
     result = {}
     for i, (name, (mods, fields)) in enumerate(cases().items()):
         head_dim = (128, 64)[i % 2]
-        tiles = tiles_for(head_dim, head_dim, fields.get("score"), True, 128 if "lists" in fields else None)
+        tiles = tiles_for(head_dim, head_dim, fields.get("score"), 128 if "lists" in fields or "always" in fields else None)
         cut = (1, 128 // tiles.tile_n) if "lists" in fields else (1, 1)
         config = Config(head_dim, head_dim, i % 2 == 0, tiles, list_cut=cut, has_lse=True, **fields)
         result[name] = compile(config, mods, folder / str(i))

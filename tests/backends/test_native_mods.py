@@ -105,6 +105,7 @@ def test_all_three_doors_take_them() -> None:
         special = specialised(problem)
         # nothing is known of the mask: every tile is visited, and it is asked in each
         assert special.config.lists is None and special.config.partial is None
+        assert special.config.tiles.tile_m == 128  # three warp groups have no registers for it
         assert [ask.expr.output.attr.function for ask in special.config.always] == [hidden]  # type: ignore[union-attr]
         assert special.captured(problem) == ((), (TABLE, TABLE))
 
@@ -405,6 +406,17 @@ def test_arguments_and_config_must_agree() -> None:
         with pytest.raises(error, match=words):
             direct.arguments(found, q, q, q, q, counter, **options)
     direct.arguments(found.config, q, q, q, q, counter, lse=lse, tensors=(TABLE,))
+
+
+def test_factors_must_be_above_0() -> None:
+    """Those that are applied behind the search for the maximum."""
+    q, counter = qkv(), torch.zeros(2, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"scale=-0\.5; wanted a number above 0"):
+        direct.arguments(described(q, q), q, q, q, q, counter, scale=-0.5)
+    capped = described(q, q, score_mod=anyattn.scores.softcap(5.0))
+    direct.arguments(capped, q, q, q, q, counter)
+    with pytest.raises(ValueError, match=r"scalars\[0\]=-5\.0, which multiplies the scores"):
+        direct.arguments(capped, q, q, q, q, counter, scalars=(-5.0,))
 
 
 def test_descriptions_say_what_they_cannot() -> None:

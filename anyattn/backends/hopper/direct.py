@@ -25,6 +25,7 @@ from anyattn.backends.hopper.config import Config, slots
 from anyattn.backends.hopper.launch import indexable, kinds_of
 from anyattn.backends.hopper.run import heads_side_by_side
 from anyattn.backends.hopper.specialise import specialised
+from anyattn.backends.hopper.staging import factored
 from anyattn.backends.hopper.supports import reason_against
 from anyattn.geometry.integers import ceil_div
 from anyattn.mods.native import native_mod
@@ -77,7 +78,7 @@ def describe(
     if special.listed is not None:
         name = predicates[special.listed].name
         raise ValueError(f"mask_mod {name!r} needs lists of tiles; wanted a band such as causal, a CuTe function, or a Config(lists=...)")
-    return Described(special.config, *special.captured(problem))
+    return Described(special.config_for(problem), *special.captured(problem))
 
 
 def arguments(
@@ -108,7 +109,9 @@ def arguments(
     """
     config, *captured = described if isinstance(described, Described) else (described, (), ())
     scalars, tensors = (tuple(old if new is None else new) for old, new in zip(captured, (scalars, tensors), strict=True))
+    factor = 1.0 / math.sqrt(q.shape[3]) if scale is None else scale
     _check(config, {"lse": lse, "highest": highest, "sink": sink}, tables, len(scalars), len(tensors))
+    _check_signs(config, factor, scalars)
     order, entries = tables.get("order"), tables.get("entries")
     heads, ratio = q.shape[1], q.shape[1] // k.shape[1]
     batch = q.shape[0] if entries is None else entries.shape[0]
@@ -116,9 +119,20 @@ def arguments(
     spread = {"all": batch * heads, "heads": heads, "none": 1}[config.spread]
     section = min(spread, heads_side_by_side(k.shape[2] * (q.shape[3] + v.shape[3]) * 2, ratio))
     blocks = max(1, min(rows * spread, 132 if workers is None else workers))
-    factor = (1.0 / math.sqrt(q.shape[3]) if scale is None else scale) * math.log2(math.e)
     found = tuple(tables.get(name) for name in _TABLES)
-    return (q, k, v, out, lse, highest, sink, *found, counter, factor, rows, spread, section, blocks, scalars, tensors)
+    return (q, k, v, out, lse, highest, sink, *found, counter, factor * math.log2(math.e), rows, spread, section, blocks, scalars, tensors)
+
+
+def _check_signs(config: Config, scale: float, scalars: tuple[int | float, ...]) -> None:
+    """Where factors are applied behind the search for a row's maximum they must be above 0."""
+    if config.score is not None and not config.is_factored:
+        return
+    cure = "a number above 0, or a Config with a score and is_factored=False"
+    if scale <= 0:
+        raise ValueError(f"scale={scale!r}; wanted {cure}")
+    for i in factored(config.score).positive if config.score is not None else ():
+        if scalars[i] <= 0:
+            raise ValueError(f"scalars[{i}]={scalars[i]!r}, which multiplies the scores; wanted {cure}")
 
 
 def _check(config: Config, statistics: dict[str, Any], tables: dict[str, Any], scalars: int, tensors: int) -> None:

@@ -19,7 +19,7 @@ from anyattn.backends.hopper import build, disk_cache
 from anyattn.backends.hopper.config import Config
 from anyattn.backends.hopper.content import NoContentError, key_of
 
-__all__ = ["compiling_only", "indexable", "kinds_of", "launch", "prepare", "warm"]
+__all__ = ["compiling_only", "forget", "indexable", "kinds_of", "launch", "prepare", "warm"]
 
 
 class _Known(dict[tuple, Callable[..., None]]):
@@ -97,6 +97,14 @@ def prepare(config: Config, kinds: tuple) -> Callable[..., None]:
         if kinds not in known:
             known[kinds] = _found_or_made(config, kinds) if build.has_tvm_ffi() else build.dlpack_function(config, kinds)
         return known[kinds]
+
+
+def forget() -> None:
+    """Drops all kernels that this process knows, also those that hang on config objects: the next launch looks on disk again."""
+    with _lock:
+        for known in _kernels.values():
+            known.clear()
+        _kernels.clear()
 
 
 @contextlib.contextmanager

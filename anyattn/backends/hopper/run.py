@@ -33,7 +33,7 @@ class Result(NamedTuple):
 def forward(problem: Problem, plan: Plan) -> Result:
     """out and the statistics of a problem that ``supports.reason_against`` has nothing against."""
     special = _special(problem, plan)
-    config, q, v = special.config, problem.q, problem.v
+    config, q, v = special.config_for(problem), problem.q, problem.v
     visits = tables.visits_of(problem, special)
     # rows that belong to no sequence are 0 and -inf, and no kernel comes by them
     make = torch.empty if problem.sequences is None else torch.zeros

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from anyattn.backends.hopper.config import TILE_M, Ask, Config, padded, sides, slots, tiles_for
+from anyattn.backends.hopper.staging import factored
 from anyattn.mods.dependence import dependence
 from anyattn.mods.ir import Builder, Expr
 from anyattn.mods.native import has_native
@@ -26,13 +28,21 @@ class Special(NamedTuple):
     """What calls of the same facts share.
 
     sources: for each of ``config.exprs`` the predicate whose numbers and tensors it captures (-1: the score mod), and how many.
+    positive: the score mod's numbers that must be above 0 where ``config.is_factored``.
     listed: the predicate that the lists belong to, None without lists. list_tile: (query rows, keys) of the lists' tiles.
     """
 
     config: Config
     sources: tuple[tuple[int, int, int], ...]
+    positive: tuple[int, ...]
     listed: int | None
     list_tile: tuple[int, int] | None
+
+    def config_for(self, problem: Problem) -> Config:
+        """The config, which hangs on the sign of numbers that the score mod captures."""
+        if self.positive and any(problem.score.scalars[i] <= 0 for i in self.positive):  # type: ignore[union-attr]
+            return replace(self.config, is_factored=False)
+        return self.config
 
     def captured(self, problem: Problem) -> tuple[tuple[int | float, ...], tuple[Tensor, ...]]:
         """The numbers and tensors of ``config.exprs``, one after the other."""
@@ -77,17 +87,20 @@ def specialised(problem: Problem) -> Special:
         flags |= {"partial": asked[0][1] if asked else None, "always": tuple(ask for _, ask in others)}
         sources += [(i, *slots(ask.expr)) for i, ask in asked + others]
     config = _config(problem, None if score is None else score.expr, list_tile, flags | _storage(problem, listed is not None))
-    return Special(config, tuple(sources), listed, list_tile)
+    positive = () if score is None or problem.scale <= 0 else factored(score.expr).positive
+    return Special(config, tuple(sources), positive, listed, list_tile)
 
 
 def _config(problem: Problem, score: Expr | None, list_tile: tuple[int, int] | None, flags: dict[str, Any]) -> Config:
     d, dv = padded(problem.q.shape[3], problem.v.shape[3])
     divides = list_tile[1] if list_tile is not None else problem.k.shape[2] if flags["is_paged"] else None
-    tiles = tiles_for(d, dv, score, bool(problem.predicates) or flags["has_entries"], divides)
+    tiles = tiles_for(d, dv, score, divides)
+    if flags.get("always") and tiles.tile_m != TILE_M:  # asking about every score takes registers that three warp groups do not have
+        tiles = tiles_for(d, dv, score, TILE_M)
     cut = (1, 1) if list_tile is None else (list_tile[0] // tiles.tile_m, list_tile[1] // tiles.tile_n)
     is_bf16 = problem.q.dtype is torch.bfloat16
     asked: dict[str, Any] = {"has_sink": problem.sink is not None, "has_lse": problem.wants_lse, "has_max": problem.wants_max}
-    return Config(d, dv, is_bf16, tiles, score, list_cut=cut, **flags, **asked)
+    return Config(d, dv, is_bf16, tiles, score, problem.scale > 0, list_cut=cut, **flags, **asked)
 
 
 def _storage(problem: Problem, has_lists: bool) -> dict[str, Any]:
