@@ -120,8 +120,12 @@ def flex(q, k, v, **options):  # type: ignore[no-untyped-def]
     return anyattn.flex_attention(*cuda, enable_gqa=True, return_lse=True, backend="hopper", **options)
 
 
-@pytest.mark.parametrize("d,dtype", [(64, torch.float16), (128, torch.bfloat16), (256, torch.bfloat16)])
-@pytest.mark.parametrize("name", SCORES)
+HEAD_DIMS = ((64, torch.float16), (256, torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    "name,d,dtype", [*((name, 128, torch.bfloat16) for name in SCORES), *(("relative", d, dtype) for d, dtype in HEAD_DIMS)]
+)
 def test_score_mods(name: str, d: int, dtype: torch.dtype) -> None:
     given = SCORES[name]
     q, k, v = qkv(d=d, dtype=dtype)

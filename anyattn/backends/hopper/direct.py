@@ -155,7 +155,9 @@ def _check(config: Config, statistics: dict[str, Any], tables: dict[str, Any], s
 
 def placeholders(given: tuple) -> tuple:
     """What stands for ``arguments`` of torch tensors in ``cute.compile``: sizes and strides of any value, no memory, no GPU needed."""
-    return tuple(build.examples(kinds_of(indexable(given))[0]))
+    kinds, _ = kinds_of(indexable(given))
+    # ``as_cute`` lays a last dimension out with stride 1, whatever a tensor's is
+    return tuple(build.examples(tuple(abs(kind) if isinstance(kind, int) else kind for kind in kinds)))
 
 
 def as_cute(given: tuple) -> tuple:
