@@ -13,6 +13,7 @@ from anyattn.backends.hopper.config import TILE_M, Ask, Config, padded, sides, s
 from anyattn.backends.hopper.staging import factored
 from anyattn.mods.dependence import dependence
 from anyattn.mods.ir import Builder, Expr
+from anyattn.mods.native import has_native
 from anyattn.mods.rows import RowRanges, row_ranges
 from anyattn.mods.trace import TracedMod
 from anyattn.problem import Problem
@@ -59,13 +60,16 @@ class Special(NamedTuple):
 def specialised(problem: Problem) -> Special:
     """What the kernel for ``problem`` is specialised for; asks nothing of what tensors hold.
 
-    Bands alone need no lists of tiles. Else the first predicate that is none has lists, which ``problem`` may bring along.
+    Bands and CuTe functions alone need no lists of tiles. Else the first predicate that is neither has lists, which ``problem`` may bring.
     """
     bands = [_band(p) for p in problem.predicates]
-    may_go_by_mask = problem.blocks is None or problem.blocks_follow
+    # what a CuTe function shows nobody knows: it is asked in every tile, unless the caller brings its lists
+    unlisted = [i for i, p in enumerate(problem.predicates) if bands[i] is None and has_native([p]) is None]
     listed = None
-    if not (may_go_by_mask and all(b is not None for b in bands)):
-        listed = 0 if problem.blocks is not None else bands.index(None)
+    if problem.blocks is not None and not (problem.blocks_follow and not unlisted):
+        listed = 0
+    elif unlisted:
+        listed = unlisted[0]
     list_tile = None
     if listed is not None:
         list_tile = (TILE_M, TILE_M) if problem.blocks is None else fitting(tile_of(problem.blocks))
@@ -74,6 +78,9 @@ def specialised(problem: Problem) -> Special:
     flags: dict[str, Any] = {} if listed is not None else {"bands": tuple(b.expr for b in bands if b is not None)}
     if listed is None:
         sources += [(i, *slots(b.expr)) for i, b in enumerate(bands) if b is not None]
+        always = [(i, _ask(p)) for i, p in enumerate(problem.predicates) if bands[i] is None]
+        flags["always"] = tuple(ask for _, ask in always)
+        sources += [(i, *slots(ask.expr)) for i, ask in always]
     else:
         first = problem.predicates[listed]
         asked = [] if _shows_all(first) else [(listed, _ask(first))]
@@ -91,6 +98,8 @@ def _config(problem: Problem, score: Expr | None, list_tile: tuple[int, int] | N
     whole = [size for size in (list_tile[1] if list_tile else 0, problem.k.shape[2] if flags["is_paged"] else 0) if size]
     divides = math.gcd(*whole) if whole else None
     tiles = tiles_for(d, dv, score, divides)
+    if flags.get("always") and tiles.tile_m != TILE_M:  # asking about every score takes registers that three warp groups do not have
+        tiles = tiles_for(d, dv, score, TILE_M)
     cut = (1, 1) if list_tile is None else (list_tile[0] // tiles.tile_m, list_tile[1] // tiles.tile_n)
     is_bf16 = problem.q.dtype is torch.bfloat16
     asked: dict[str, Any] = {"has_sink": problem.sink is not None, "has_lse": problem.wants_lse, "has_max": problem.wants_max}

@@ -6,6 +6,7 @@ import torch
 
 from anyattn.backends.hopper.config import HEAD_DIMS, TILE_M
 from anyattn.backends.hopper.specialise import list_tile_misfit, tile_of
+from anyattn.mods.native import has_native
 from anyattn.mods.trace import TracedMod
 from anyattn.problem import Problem
 
@@ -15,7 +16,7 @@ _WRITTEN = frozenset(
     [
         "index", "score", "scalar", "const", "load", "cast", "where", "add", "sub", "mul", "div", "neg", "abs", "min", "max", "and", "or",
         "not", "eq", "ne", "lt", "le", "gt", "ge", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sin", "cos", "tanh", "sigmoid", "erf",
-        "floor", "reciprocal",
+        "floor", "reciprocal", "tensor", "native",
     ]
 )  # fmt: skip
 _FAR = 2**31  # no captured number of more bits than the kernel counts in
@@ -34,6 +35,8 @@ def reason_against(problem: Problem) -> str | None:
         reason = None if mod is None else _against_mod(mod)
         if reason:
             return reason
+    if problem.needs_grad and has_native((problem.score, *problem.predicates)):
+        return "an input requires grad, and a CuTe function has no derivative: detach the inputs, or use torch.no_grad()"
     if not problem.has_pairs:
         return "there is nothing to multiply"
     return _against_lists(problem) or _against_layout(problem)
