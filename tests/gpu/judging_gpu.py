@@ -32,6 +32,8 @@ BACKEND = "torch" if MODE == "cpu" else "hopper"
 KINDS = ("normal", "peaky", "coded")
 NAN = float("nan")
 
+not_on_the_cpu = pytest.mark.skipif(MODE == "cpu", reason="about the hopper backend")
+where_calls_run = pytest.mark.skipif(not RUNS, reason="compiles nothing that the other tests do not")
 on_the_gpu_alone = pytest.mark.skipif(MODE != "gpu", reason="about the device itself")
 
 # the yardstick is the plain formula, not the plain formula with partial sums kept in 16 bits
