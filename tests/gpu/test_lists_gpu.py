@@ -44,7 +44,9 @@ MASKS: dict[str, Any] = {
 }
 
 
-def block_mask(mask: Any, tile: Any = 128, by: tuple[int | None, int | None] = (None, None), sq: int = SQ, sk: int = SK, **more: Any) -> Any:
+def block_mask(
+    mask: Any, tile: Any = 128, by: tuple[int | None, int | None] = (None, None), sq: int = SQ, sk: int = SK, **more: Any
+) -> Any:
     return anyattn.create_block_mask(both(mask)[0], *by, sq, sk, device=DEVICE, BLOCK_SIZE=tile, **more)
 
 

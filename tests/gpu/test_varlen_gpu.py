@@ -104,7 +104,9 @@ def test_float16() -> None:
         judged("causal", form, dtype=torch.float16)
 
 
-@pytest.mark.parametrize("lengths", [([0, 0, 5], [3, 0, 5]), ([1], [1]), ([1, 1, 1], [500, 1, 0]), ([128] * 5, [128] * 5), ([640], [1])], ids=str)
+@pytest.mark.parametrize(
+    "lengths", [([0, 0, 5], [3, 0, 5]), ([1], [1]), ([1, 1, 1], [500, 1, 0]), ([128] * 5, [128] * 5), ([640], [1])], ids=str
+)
 def test_few_and_short(lengths: tuple[list[int], list[int]]) -> None:
     for form in ("packed", "padded", "pages of 16"):
         for name in ("full", "causal", "document"):
