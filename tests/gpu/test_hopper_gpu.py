@@ -1,4 +1,4 @@
-"""The Hopper forward, judged as everything else: whole batches that need no lists of tiles, and its backward, torch's on the same device."""
+"""The Hopper forward on whole batches that need no lists of tiles, judged as everything else; its backward is torch's."""
 
 from __future__ import annotations
 
