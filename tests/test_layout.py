@@ -50,6 +50,8 @@ HANDED_DOWN: dict[str, set[str]] = {
     "anyattn.hardware": {"Hardware"},
     "anyattn.sparsity.block_sparse": {"BlockSparseTensors"},
     "anyattn.sparsity.varlen": {"VarlenBlockSparseTensors"},
+    # a mask that comes without lists gets them from where everybody does
+    "anyattn.sparsity.compute": {"tile_lists"},
 }
 # May be imported by everyone, and so import nothing but one another.
 SHARED = ("anyattn.mods", "anyattn.errors", "anyattn.kept")

@@ -17,11 +17,11 @@ from cutlass import Boolean, Float32, Int32, Int64
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
-from anyattn.backends.hopper.staging import lines, stages, straight
+from anyattn.backends.hopper.staging import Bias, lines, stages, straight
 from anyattn.mods.dependence import dependence
 from anyattn.mods.ir import Expr, Node, category
 
-__all__ = ["emit", "emit_rows", "first_read", "select"]
+__all__ = ["emit", "emit_bias", "emit_rows", "first_read", "select"]
 
 _TYPES = {"float": Float32, "int": Int32, "bool": Boolean}
 
@@ -93,6 +93,21 @@ def emit(
             leaves = {"score": None if score is None else score(r, c)}
             values = _run(expr, scalars, tensors, "tile", {**row, **column, **known}, leaves)
             store(r, c, values[expr.outputs[0]])
+
+
+def emit_bias(expr: Expr, found: Bias, scalars: Sequence[Any], tensors: Sequence[Any], places: dict[str, Any]) -> list[tuple[Any, Any]]:
+    """For each row (bias at its first column, change by key); the change may be a literal, 0.0 where there is none."""
+    once = _run(expr, scalars, tensors, "once", {}, {"b": places["b"], "h": places["h"]})
+    column = _run(expr, scalars, tensors, "col", dict(once), {"kv_idx": places["kv_idx"][0]})
+    result = []
+    for q in places["q_idx"]:
+        row = _run(expr, scalars, tensors, "row", dict(once), {"q_idx": q})
+        if found.node in lines(expr):
+            start, change = _slanted(expr, scalars, tensors, row, column, straight(expr)[0])[found.node]
+        else:
+            start, change = Float32(row[found.node]), 0.0
+        result.append((-start, -change) if found.is_subtracted else (start, change))
+    return result
 
 
 def first_read(expr: Expr, scalars: Sequence[Any], tensors: Sequence[Any], places: dict[str, Any]) -> Any:

@@ -10,13 +10,14 @@ from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import dsl_user_op
 
 from anyattn.backends.hopper.config import slots
-from anyattn.backends.hopper.emit import emit, emit_rows, first_read, select
+from anyattn.backends.hopper.emit import emit, emit_bias, emit_rows, first_read, select
 from anyattn.backends.hopper.fragment import rows_and_columns
 from anyattn.backends.hopper.staging import reads_straight
 
 __all__ = ["LOG2E", "Softmax"]
 
 LOG2E = math.log2(math.e)
+_SLACK = 8.0  # probabilities grow to 2^8 at most, which 16 bits hold as precisely as 1
 
 
 class Softmax:
@@ -43,8 +44,14 @@ class Softmax:
 
     @cute.jit
     def modified(self, scores, positions, n, facts, scale_log2, captured, is_edge: cutlass.Constexpr):
-        """Applies the score mod to key tile ``n``. is_edge: the tile may reach past the last key."""
-        if const_expr(self.config.score is not None):
+        """Applies the score mod to key tile ``n``. is_edge: the tile may reach past the last key.
+
+        Returns for each row what is still to be added to its scores, None for nothing.
+        """
+        lifts = None
+        if const_expr(self.bias is not None):
+            lifts = self._biased(rows_and_columns(scores), positions, n, facts, scale_log2, captured, is_edge)
+        elif const_expr(self.config.score is not None):
             s = rows_and_columns(scores)
             core = self.score.core
             scale = scale_log2 * Float32(1.0 / LOG2E)
@@ -60,10 +67,24 @@ class Softmax:
                     emit(core, scalars, tensors, places, read, write)
             else:
                 emit(core, scalars, tensors, places, read, write)
+        return lifts
+
+    def _biased(self, s: Any, positions: Any, n: Any, facts: Any, scale_log2: Any, captured: Any, is_edge: bool) -> list:
+        """Adds what of a bias changes along a row, in units of the raw products; the rest is returned."""
+        places = self._places(positions, n, facts, is_edge)
+        unscaled = cute.arch.rcp_approx(scale_log2 * Float32(1.0 / LOG2E))
+        lifts = []
+        for r, (start, change) in enumerate(emit_bias(self.config.score, self.bias, *self.captured(captured, 0), places)):
+            lifts.append(start * unscaled)
+            if not (isinstance(change, float) and change == 0.0):
+                step = Float32(change) * unscaled
+                for c in range(cute.size(s, mode=[1])):
+                    s[r, c] = s[r, c] + step * Float32(float(_column(c)))
+        return lifts
 
     def rate(self, scale_log2: Any, captured: Any) -> Any:
         """By what a fragment's scores are multiplied in the exponent of 2."""
-        if self.config.score is None:
+        if self.config.score is None or self.bias is not None:
             return scale_log2
         if self.score.after is None:
             return Float32(LOG2E)
@@ -142,23 +163,33 @@ class Softmax:
         emit(ask.expr, scalars, tensors, places, None, store)
 
     @cute.jit
-    def exponentials(self, scores, row_max, row_sum, row_scale, rate, is_first: cutlass.Constexpr, may_be_blind: cutlass.Constexpr):
-        """Turns scores into exp2((score - row's maximum) * scale) in place; ``row_scale`` is what earlier sums are to be multiplied by.
+    def exponentials(self, scores, lifts, row_max, row_sum, row_scale, rate, is_first: cutlass.Constexpr, may_be_blind: cutlass.Constexpr):
+        """Turns scores into exp2((score - row's maximum) * rate) in place; ``row_scale`` is what earlier sums are to be multiplied by, and
+        the result whether any row of the warp needs that. lifts: what is to be added to each row's scores, or None.
 
-        may_be_blind: a row may have seen nothing yet; 0 then stands for its maximum, so that -inf minus it is -inf and not NaN.
+        What is taken off may lag behind the true maximum by some powers of 2, so that sums are seldom rescaled. may_be_blind: a row may
+        have seen nothing yet; 0 then stands for its maximum, so that -inf minus it is -inf and not NaN.
         """
         s = rows_and_columns(scores)
+        rescales = cutlass.Boolean(False)
         for r in cutlass.range_constexpr(cute.size(row_max)):
             row = s[r, None].load()
-            top = row.reduce(cute.ReductionOp.MAX, -Float32.inf if const_expr(is_first) else row_max[r], 0)
+            held = -Float32.inf if const_expr(is_first or lifts is not None) else row_max[r]
+            top = row.reduce(cute.ReductionOp.MAX, held, 0)
             for offset in (2, 1):  # four threads hold a row
                 top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=offset))
+            if const_expr(lifts is not None):
+                top = top + lifts[r]
+            if const_expr(not is_first):
+                moves = (top - row_max[r]) * rate > (0.0 if self.config.has_max else _SLACK)
+                top = select(moves, top, row_max[r], "float")
+                rescales = rescales | moves
             base = top
             if const_expr(may_be_blind or self.config.score is not None):  # a score mod may hide what it likes
                 base = select(top == -Float32.inf, Float32(0.0), top, "float")
             if const_expr(not is_first):
                 row_scale[r] = cute.math.exp2((row_max[r] - base) * rate, fastmath=True)
-            shifted = base * rate
+            shifted = base * rate if const_expr(lifts is None) else (base - lifts[r]) * rate
             if const_expr(self.config.tiles.emulated == 0):
                 p = cute.math.exp2(row * rate - shifted, fastmath=True)
                 s[r, None].store(p)
@@ -170,6 +201,7 @@ class Softmax:
             total = p.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
             row_sum[r] = total if const_expr(is_first) else row_sum[r] * row_scale[r] + total
             row_max[r] = top
+        return cute.arch.vote_any_sync(rescales)
 
 
 # 2^x for -1/2 <= x <= 1/2, exact at 0; relative error 1.1e-4, a fortieth of what rounding to bfloat16 does to a probability

@@ -80,18 +80,18 @@ def specialised(problem: Problem) -> Special:
         flags |= {"partial": asked[0][1] if asked else None, "always": tuple(ask for _, ask in others)}
         sources += [(i, *slots(ask.expr)) for i, ask in asked + others]
     config = _config(problem, None if score is None else score.expr, list_tile, flags | _storage(problem, listed is not None))
-    positive = () if score is None else factored(score.expr).positive
+    positive = () if score is None or problem.scale <= 0 else factored(score.expr).positive
     return Special(config, tuple(sources), positive, listed, list_tile)
 
 
 def _config(problem: Problem, score: Expr | None, list_tile: tuple[int, int] | None, flags: dict[str, Any]) -> Config:
     d, dv = padded(problem.q.shape[3], problem.v.shape[3])
     divides = list_tile[1] if list_tile is not None else problem.k.shape[2] if flags["is_paged"] else None
-    tiles = tiles_for(d, dv, score, bool(problem.predicates) or flags["has_entries"], divides)
+    tiles = tiles_for(d, dv, score, divides)
     cut = (1, 1) if list_tile is None else (list_tile[0] // tiles.tile_m, list_tile[1] // tiles.tile_n)
     is_bf16 = problem.q.dtype is torch.bfloat16
     asked: dict[str, Any] = {"has_sink": problem.sink is not None, "has_lse": problem.wants_lse, "has_max": problem.wants_max}
-    return Config(d, dv, is_bf16, tiles, score, list_cut=cut, **flags, **asked)
+    return Config(d, dv, is_bf16, tiles, score, problem.scale > 0, list_cut=cut, **flags, **asked)
 
 
 def _storage(problem: Problem, has_lists: bool) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import torch
 from anyattn.mods.dependence import dependence
 from anyattn.mods.ir import Builder, Expr, Node, category
 
-__all__ = ["Factored", "factored", "lines", "reads_apart", "reads_straight", "stages", "straight"]
+__all__ = ["Bias", "Factored", "bias", "factored", "is_special", "lines", "reads_apart", "reads_straight", "stages", "straight"]
 
 
 @lru_cache(maxsize=256)
@@ -41,6 +41,12 @@ def reads_apart(expr: Expr) -> bool:
     """Whether some tensor is read for every score at a place of its own, not along its last dimension."""
     along = straight(expr)[1]
     return any(n.op == "load" and due == "tile" and i not in along for i, (n, due) in enumerate(zip(expr.nodes, stages(expr), strict=True)))
+
+
+def is_special(expr: Expr) -> bool:
+    """Whether every score takes an operation of the pipe for special functions, beside its exponential."""
+    special = ("exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sin", "cos", "tanh", "sigmoid", "reciprocal")
+    return any(n.op in special and due == "tile" for n, due in zip(expr.nodes, stages(expr), strict=True))
 
 
 def reads_straight(expr: Expr) -> bool:
@@ -137,3 +143,27 @@ def lines(expr: Expr) -> tuple[int, ...]:
         if keeps or (node.op == "div" and others and node.args[0] in on_line):
             found.add(i)
     return tuple(sorted(found))
+
+
+class Bias(NamedTuple):
+    """A score mod that is ``score + bias`` or ``score - bias``: node of ``expr``, and which of the two."""
+
+    node: int
+    is_subtracted: bool
+
+
+@lru_cache(maxsize=256)
+def bias(expr: Expr) -> Bias | None:
+    """The bias of a score mod that only adds one which is the same along a row, or grows evenly along it (ALiBi).
+
+    What is the same along a row moves its maximum and nothing else, so that it is added once a row; what grows takes one multiply-add.
+    """
+    output = expr.nodes[expr.outputs[0]]
+    if output.op not in ("add", "sub") or category(output.dtype) != "float":
+        return None
+    is_score = [expr.nodes[a].op == "score" for a in output.args]
+    if is_score not in ([True, False], [False, True]) or (output.op == "sub" and not is_score[0]):
+        return None
+    node = output.args[is_score.index(False)]
+    is_even = node in lines(expr) or (stages(expr)[node] in ("once", "row") and category(expr.nodes[node].dtype) == "float")
+    return Bias(node, output.op == "sub") if is_even else None

@@ -12,7 +12,6 @@ from anyattn.backends.hopper.config import TILE_M
 from anyattn.backends.hopper.specialise import Special
 from anyattn.geometry.integers import ceil_div
 from anyattn.geometry.sequences import Sequences
-from anyattn.mods.bounds import classify
 from anyattn.mods.trace import TracedMod
 from anyattn.problem import Problem
 
@@ -76,11 +75,13 @@ def _longest_first(visited: Tensor, cut: int, tiles: int) -> Tensor:
 def _made_lists(problem: Problem, mask: TracedMod, per_entry: bool, per_head: bool) -> Any:
     """Lists of a mask that came without."""
     from anyattn.sparsity.block_sparse import BlockSparseTensors
+    from anyattn.sparsity.compute import tile_lists
 
     lengths, tile = (problem.q.shape[2], problem.k.shape[2]), (TILE_M, TILE_M)
-    classes = classify(mask, *lengths, *tile, problem.batch, problem.heads_q, problem.q.device)
-    classes = classes.expand(problem.batch if per_entry else 1, problem.heads_q if per_head else 1, *classes.shape[2:])
-    return BlockSparseTensors.from_classes(classes, tile, lengths)
+    found = tile_lists(mask, problem.batch, problem.heads_q, *lengths, tile, problem.q.device)
+    batch, heads = problem.batch if per_entry else 1, problem.heads_q if per_head else 1
+    lists = (t if t is None else t.expand(batch, heads, *t.shape[2:]) for t in found)
+    return BlockSparseTensors(*lists, tile=tile, lengths=lengths)
 
 
 def _ragged_lists(problem: Problem, mask: TracedMod) -> Any:
