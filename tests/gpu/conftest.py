@@ -44,26 +44,17 @@ def _without_a_gpu() -> Iterator[None]:
         yield
         return
     import torch
-
-    from anyattn import check, hardware
-    from anyattn.backends.hopper import launch
+    from judging_gpu import compiled, without_a_gpu
 
     torch.set_num_threads(1)
-    h200 = hardware.Hardware("cuda", "Hopper", 0, frozenset((torch.bfloat16, torch.float16, torch.float32)), (9, 0), 132)
     # a forked child of a process whose torch has threads may hang
     pool = ProcessPoolExecutor(_JOBS, mp_context=multiprocessing.get_context("spawn")) if MODE == "compile" else None
 
     def note(config: Any, kinds: tuple) -> None:
-        from judging_gpu import compiled
-
         if (config, kinds) not in _noted:
             _noted[config, kinds] = None if pool is None else pool.submit(compiled, config, kinds)
 
-    with pytest.MonkeyPatch.context() as patch, launch.compiling_only():
-        patch.setattr(hardware, "of", lambda *_: h200)
-        patch.setattr(launch, "warm", note)
-        # on a CPU alone are lists left aside for a mask's row ranges
-        patch.setattr(check, "lists_of", lambda lists, mask: (check.read_lists(lists), getattr(lists, "is_exact", False)))
+    with without_a_gpu(note):
         yield
     if pool is not None:
         pool.shutdown()

@@ -6,14 +6,17 @@ gpu (default)   the kernel on a Hopper GPU, judged there
 cpu             the same calls on the torch backend of the CPU: proves inputs, masks, oracles and budgets of the tests themselves
 compile         no call runs: what it would launch is compiled into the disk cache, several kernels at a time (``conftest.py``)
 list            the same without compiling: says which kernels there are, and that the backend takes every call
+
+``ANYATTN_GPU_JUDGE=0`` runs calls and judges nothing, for tools that look on.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -148,7 +151,7 @@ def poisoned(*sizes: int) -> None:
 
 def check(label: str, got: dict[str, Tensor], q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None = None, **mods: Any) -> None:
     """Judges what there is of out, lse, max, dq, dk and dv, computed on q, k, v (B, H, S, D) with the oracle's mods."""
-    if not RUNS:
+    if not RUNS or os.environ.get("ANYATTN_GPU_JUDGE") == "0":
         return
     exact, plain = oracle.attention(q, k, v, **mods), oracle.same_dtype(q, k, v, **mods)
     noise = rounding(q, k, v, dout, **mods)
@@ -194,6 +197,22 @@ def judge(
     mods = {"score": exact_score, "mask": exact_mask, "sink": sink, "scale": scale}
     check(label, got, *(qkv if meant is None else meant), dout, **mods)
     return out.detach()
+
+
+@contextlib.contextmanager
+def without_a_gpu(note: Callable[[Any, tuple], Any] | None = None) -> Iterator[None]:
+    """Inside, the CPU is taken for a Hopper GPU, and what would be launched is noted, or else compiled into the disk cache."""
+    from anyattn import check, hardware
+    from anyattn.backends.hopper import launch
+
+    h200 = hardware.Hardware("cuda", "Hopper", 0, frozenset((torch.bfloat16, torch.float16, torch.float32)), (9, 0), 132)
+    with pytest.MonkeyPatch.context() as patch, launch.compiling_only():
+        patch.setattr(hardware, "of", lambda *_: h200)
+        # on a CPU alone are lists left aside for a mask's row ranges
+        patch.setattr(check, "lists_of", lambda lists, mask: (check.read_lists(lists), getattr(lists, "is_exact", False)))
+        if note is not None:
+            patch.setattr(launch, "warm", note)
+        yield
 
 
 def compiled(config: Any, kinds: tuple) -> float:
