@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import subprocess
 import sys
 import time
@@ -33,8 +34,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     arguments = [a for a in session.config.invocation_params.args if not str(a).startswith("--durations")]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *map(str, arguments)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=session.config.invocation_params.dir)
-    tail = done.stdout if done.returncode else "".join(line + "\n" for line in done.stdout.splitlines() if line.startswith("kernels:"))
-    print(f"\ncompiled ahead in {time.perf_counter() - started:.1f} s\n{tail[-6000:]}", flush=True)
+    reporter: Any = session.config.pluginmanager.get_plugin("terminalreporter")
+    tail = done.stdout[-6000:] + done.stderr[-2000:] if done.returncode else "".join(re.findall(r"kernels: .*", done.stdout))
+    reporter.write_line(f"compiled ahead in {time.perf_counter() - started:.1f} s; {tail}")
 
 
 @pytest.fixture(autouse=True, scope="session")
