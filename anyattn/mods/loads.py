@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -21,12 +22,15 @@ _TILE = 128
 _INSIDE: set[tuple] = set()  # calls of which it is known: by expression, captured numbers, shapes and lengths
 
 
-def check_loads(mod: TracedMod, B: int, H: int, seqlen_q: int, seqlen_k: int) -> None:
+def check_loads(mod: TracedMod, B: int, H: int, seqlen_q: int, seqlen_k: int, *, reads_values: bool = True) -> None:
     """Raises ``ValueError`` if ``mod`` would index a captured tensor out of its range at some (b, h, q_idx, kv_idx).
 
     Negative indices count from the end, as in torch. Cheap where an index is b, h, q_idx or kv_idx itself; otherwise the range of the
     index over all positions decides, and where that is too coarse the index is evaluated exactly: in O(S) where it depends on one
     position or on q_idx - kv_idx only, else tile by tile, only where in doubt.
+
+    reads_values: False checks only what needs no captured tensor's values, and does that on the CPU: then nothing waits for the device
+    that the tensors are on.
     """
     sizes = {"b": B, "h": H, "q_idx": seqlen_q, "kv_idx": seqlen_k}
     if min(sizes.values()) == 0:
@@ -37,12 +41,18 @@ def check_loads(mod: TracedMod, B: int, H: int, seqlen_q: int, seqlen_k: int) ->
     known = (mod.expr, mod.scalars, tuple(t.shape for t in mod.tensors), tuple(sizes.values()))
     if known in _INSIDE:
         return
+    by_values = [load for load in doubtful if any(node.op == "load" for node in _index(mod, load[2]).nodes)]
+    if not reads_values:
+        doubtful = [load for load in doubtful if load not in by_values]
+        if not doubtful:
+            return
+        mod = replace(mod, tensors=tuple(torch.empty((), dtype=t.dtype).expand(t.shape) for t in mod.tensors))
     device = mod.tensors[0].device
     box = {name: (torch.zeros(1, dtype=torch.int64, device=device), torch.full((1,), n - 1, device=device)) for name, n in sizes.items()}
     deps = dependence(mod.expr)
     for slot, dim, arg in _still_doubtful(mod, doubtful, box):
         _settle(mod, slot, dim, arg, deps[arg], sizes)
-    if not any(node.op == "load" for _, _, arg in doubtful for node in _index(mod, arg).nodes):  # no captured value can move them
+    if not by_values:  # no captured value can move them
         if len(_INSIDE) > 4096:
             _INSIDE.clear()
         _INSIDE.add(known)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ from anyattn.mods.recognise import Pattern, Reading, recognise
 from anyattn.mods.source import mod_error
 from anyattn.mods.values import FUNCTIONS, NeedsNumber, Value, View
 
-__all__ = ["Source", "TracedMod", "name_of", "trace"]
+__all__ = ["Source", "TracedMod", "is_native", "name_of", "refuse_native", "trace"]
 
 _INPUTS = {"mask": ("b", "h", "q_idx", "kv_idx"), "score": ("score", "b", "h", "q_idx", "kv_idx")}
 
@@ -115,6 +116,24 @@ def name_of(fn: Callable) -> str:
     return getattr(inner, "__name__", None) or type(inner).__name__
 
 
+def is_native(fn: Any) -> bool:
+    """Whether ``fn`` was made by ``@cute.jit``, as CuTe DSL marks it; asks without importing CuTe."""
+    return getattr(fn, "_decorator_kind", None) == "jit" and hasattr(fn, "_dsl_cls")
+
+
+def refuse_native(fn: Any, kind: str) -> None:
+    """Raises ``ModError`` for a CuTe function, also under ``functools.partial``."""
+    if is_native(getattr(fn, "func", fn)):
+        raise _unreadable(f"{kind}_mod {name_of(fn)!r} is", kind)
+
+
+def _unreadable(what: str, kind: str) -> ModError:
+    return ModError(
+        f"{what} a CuTe function (@cute.jit), which cannot be read here, but only run by the Hopper kernel: pass the CuTe function itself "
+        f"to an attention function with backend='hopper', or write it as plain Python of ({', '.join(_INPUTS[kind])})"
+    )
+
+
 def trace(
     fn: Callable,
     kind: str,
@@ -135,6 +154,7 @@ def trace(
     """
     if isinstance(fn, TracedMod):
         return fn
+    refuse_native(fn, kind)
     reading = recognise(fn)
     takes_aux = _takes_aux(fn, kind, aux_tensors, reading)
     aux = list(aux_tensors) if takes_aux and aux_tensors is not None else []
@@ -148,6 +168,10 @@ def trace(
             break
         except NeedsNumber as need:
             pinned |= need.slots
+        except Exception as error:
+            if not type(error).__module__.startswith("cutlass"):
+                raise
+            raise _unreadable(f"{kind}_mod {name_of(fn)!r} calls", kind) from error
     expr, scalars, tensors = _compact(expr, numbers, tracer.tensors)
     source = memo.remember(expr, scalars, tensors, numbers, pinned) if memo is not None and not tracer.reads_values else None
     return TracedMod(kind, expr, tuple(numbers[s] for s in scalars), tuple(tensors), name_of(fn), source)
@@ -167,28 +191,46 @@ def _signature_takes_aux(fn: Callable, kind: str, aux_tensors: Sequence | None) 
     if not callable(fn):
         raise TypeError(f"{kind}_mod is a {type(fn).__name__}; wanted a function of ({', '.join(_INPUTS[kind])})")
     wanted = len(_INPUTS[kind])
-    try:
-        signature = inspect.signature(fn)
-    except (TypeError, ValueError):
+    found = _arguments(fn)
+    if found is None:
         return False
-    positional = [p for p in signature.parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    required = [p for p in positional if p.default is p.empty]
-    takes_any = any(p.kind is p.VAR_POSITIONAL for p in signature.parameters.values())
+    positional, required, takes_any = found
     if takes_any:
-        return aux_tensors is not None and len(required) > wanted
-    if len(required) == wanted + 1 or (len(required) <= wanted < len(positional) and positional[wanted].name == "aux_tensors"):
-        if aux_tensors is None and len(required) == wanted + 1:
+        return aux_tensors is not None and required > wanted
+    if required == wanted + 1 or (required <= wanted < len(positional) and positional[wanted] == "aux_tensors"):
+        if aux_tensors is None and required == wanted + 1:
             raise TypeError(
                 f"{kind}_mod {name_of(fn)!r} takes {wanted + 1} arguments, the last being aux_tensors, but the call passes no "
                 f"aux_tensors; pass aux_tensors=[...] or write it with {wanted} arguments ({', '.join(_INPUTS[kind])})"
             )
         return aux_tensors is not None
-    if len(required) > wanted or len(positional) < wanted:
+    if required > wanted or len(positional) < wanted:
         raise TypeError(
-            f"{kind}_mod {name_of(fn)!r} takes {len(required)} arguments; wanted {wanted} ({', '.join(_INPUTS[kind])}) "
+            f"{kind}_mod {name_of(fn)!r} takes {required} arguments; wanted {wanted} ({', '.join(_INPUTS[kind])}) "
             f"or {wanted + 1} with a trailing aux_tensors"
         )
     return False
+
+
+_PRETENDERS = frozenset(("__wrapped__", "__signature__"))
+
+
+def _arguments(fn: Callable) -> tuple[tuple[str, ...], int, bool] | None:
+    """The names of the positional arguments, how many of them are required, and whether any more are taken; None if it does not say."""
+    is_function = type(fn) is FunctionType
+    called, skipped = (fn, 0) if is_function else (type(fn).__call__, 1)
+    pretends = called.__dict__ if is_function else _PRETENDERS.intersection(getattr(fn, "__dict__", ()))
+    if type(called) is FunctionType and not pretends:
+        code = called.__code__  # what inspect would find, in a tenth of the time: this is on the way of every call
+        names = code.co_varnames[skipped : code.co_argcount]
+        return names, len(names) - len(called.__defaults__ or ()), bool(code.co_flags & inspect.CO_VARARGS)
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    required = sum(p.default is p.empty for p in positional)
+    return tuple(p.name for p in positional), required, any(p.kind is p.VAR_POSITIONAL for p in parameters)
 
 
 def _run(

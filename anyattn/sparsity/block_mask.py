@@ -13,9 +13,9 @@ from torch.utils import _pytree as pytree
 from anyattn.mods.bounds import EMPTY, FULL, PARTIAL
 from anyattn.mods.dependence import dependence
 from anyattn.mods.trace import trace
-from anyattn.sparsity.arguments import length, pair
+from anyattn.sparsity.arguments import device_of, length, pair
 from anyattn.sparsity.block_sparse import BlockSparseTensors
-from anyattn.sparsity.compute import classes_of_mask
+from anyattn.sparsity.compute import classes_of_mask, device_lists
 from anyattn.sparsity.lists import grid_of_lists, lists_of_grid
 
 __all__ = ["BlockMask", "block_mask_of_classes", "create_block_mask"]
@@ -295,11 +295,15 @@ def block_mask_of_classes(
     """
     classes = _with_partial_tails(classes, lengths, tile)
     grids = (classes, classes.transpose(-1, -2)) if compute_q_blocks else (classes,)
-    fields: dict[str, Any] = dict.fromkeys(_LISTS)
-    fields.update(zip(_LISTS, (t for grid in grids for t in lists_of_grid(grid, separate_full)), strict=False))
+    lists = [t for grid in grids for t in lists_of_grid(grid, separate_full)]
     if batch is not None:
-        fields = {name: None if t is None else t.expand(*batch, *t.shape[2:]).contiguous() for name, t in fields.items()}
-    mask_mod = mask_mod if mask_mod is not None else torch_flex.noop_mask
+        lists = [None if t is None else t.expand(*batch, *t.shape[2:]).contiguous() for t in lists]
+    return _of_lists(lists, mask_mod if mask_mod is not None else torch_flex.noop_mask, lengths, tile)
+
+
+def _of_lists(lists: list[Tensor | None], mask_mod: Callable, lengths: tuple[int, int], tile: tuple[int, int]) -> BlockMask:
+    fields: dict[str, Any] = dict.fromkeys(_LISTS)
+    fields.update(zip(_LISTS, lists, strict=False))
     return BlockMask(seq_lengths=lengths, BLOCK_SIZE=tile, mask_mod=mask_mod, **fields)
 
 
@@ -339,6 +343,9 @@ def create_block_mask(
     Memory: the lists, and one byte per block while building; time is proportional to rows and blocks, never to pairs, for masks that are
     ranges per row (causal, windows, prefix, documents, their combinations).
 
+    On a CUDA device, where Triton is installed, nothing waits for the device: the call returns while the lists are being made. An index
+    into a captured tensor that follows from another captured tensor's values is then not checked, but held inside the tensor.
+
     Raises ``TypeError`` or ``ValueError`` naming the argument; ``ModError`` for a mask that cannot be expressed.
 
     >>> mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 512, 512, device="cpu")
@@ -355,8 +362,13 @@ def create_block_mask(
     if not isinstance(dq_kv_order, bool):
         raise ValueError(f"dq_kv_order is {dq_kv_order!r}; wanted a bool (explicit orders go to BlockMask.from_kv_blocks)")
     traced = trace(mask_mod, "mask")
-    classes = classes_of_mask(traced, lengths, tile, batch, device)
-    mask = block_mask_of_classes(classes, mask_mod, lengths, tile, separate_full_blocks, batch=batch)
+    where = device_of(device, traced)
+    options = {"wants_columns": True, "separate_full": separate_full_blocks, "has_full_tails": False, "broadcasts": False}
+    if (found := device_lists(traced, lengths, tile, batch, where, **options)) is not None:
+        mask = _of_lists(found, mask_mod, lengths, tile)
+    else:
+        classes = classes_of_mask(traced, lengths, tile, batch, where)
+        mask = block_mask_of_classes(classes, mask_mod, lengths, tile, separate_full_blocks, batch=batch)
     deps = dependence(traced.expr)
     _marked(mask, not (any(d.b for d in deps) and batch[0] == 1) and not (any(d.h for d in deps) and batch[1] == 1))
     if compute_dq_write_order:

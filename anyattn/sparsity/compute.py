@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,8 +15,11 @@ from anyattn.mods.bounds import check_loads, classify
 from anyattn.mods.trace import TracedMod, trace
 from anyattn.sparsity.arguments import device_of, length
 from anyattn.sparsity.block_sparse import BlockSparseTensors
+from anyattn.sparsity.lists import lists_of_grid
 
-__all__ = ["classes_of_mask", "compute_block_sparsity"]
+__all__ = ["TileLists", "classes_of_mask", "compute_block_sparsity", "tile_lists"]
+
+_FIELDS = ("mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx")
 
 
 def compute_block_sparsity(
@@ -51,9 +56,81 @@ def compute_block_sparsity(
     batch = 1 if batch_size is None else length("batch_size", batch_size)
     heads = 1 if num_heads is None else length("num_heads", num_heads)
     traced = trace(mask_mod, "mask", aux_tensors=aux_tensors)
-    classes = classes_of_mask(traced, lengths, tile, (batch, heads), device)
-    lists = BlockSparseTensors.from_classes(classes, tile, lengths, compute_full_blocks)
-    return _expanded(lists, batch, heads)
+    where = device_of(device, traced)
+    options = {"wants_columns": False, "separate_full": compute_full_blocks, "has_full_tails": True, "broadcasts": False}
+    if (found := device_lists(traced, lengths, tile, (batch, heads), where, **options)) is not None:
+        fields: dict[str, Any] = dict(zip(_FIELDS, found, strict=True))
+        return BlockSparseTensors(**fields, tile=tile, lengths=lengths)
+    classes = classes_of_mask(traced, lengths, tile, (batch, heads), where)
+    return _expanded(BlockSparseTensors.from_classes(classes, tile, lengths, compute_full_blocks), batch, heads)
+
+
+class TileLists(NamedTuple):
+    """Per row of tiles, how many partial and full tiles there are, int32 (B', H', M), and which, ascending, int32 (B', H', M, N).
+
+    B' and H' are 1 where the mask ignores b or h. Entries beyond a count are 0.
+    """
+
+    partial_count: Tensor
+    partial_index: Tensor
+    full_count: Tensor
+    full_index: Tensor
+
+
+def tile_lists(
+    mask: TracedMod,
+    batch: int,
+    heads: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    tile: tuple[int, int],
+    device: torch.device | str | None = None,
+) -> TileLists:
+    """The lists of a traced mask for a kernel's own tiles, any size; what ``compute_block_sparsity`` computes, less its checks.
+
+    The caller has shown that the mask reads inside its captured tensors (``mods.loads.check_loads``). Only pairs inside the sequences
+    count: a tail tile whose pairs are all visible is full. On a CUDA device nothing waits for it (see ``device_lists``).
+    """
+    lengths, where = (seqlen_q, seqlen_k), device_of(device, mask)
+    if (
+        found := device_lists(mask, lengths, tile, (batch, heads), where, wants_columns=False, has_full_tails=True, broadcasts=True)
+    ) is None:
+        with torch.no_grad():
+            found = list(lists_of_grid(classify(mask, *lengths, *tile, batch, heads, where), separate_full=True))
+    return TileLists(*found)  # type: ignore[arg-type]
+
+
+def device_lists(
+    mask: TracedMod,
+    lengths: tuple[int, int],
+    tile: tuple[int, int],
+    batch: tuple[int, int],
+    device: torch.device,
+    *,
+    wants_columns: bool,
+    has_full_tails: bool,
+    broadcasts: bool,
+    separate_full: bool = True,
+) -> list[Tensor | None] | None:
+    """The lists made by Triton kernels that the host never waits for (``backends.triton.tile_lists``); None where they cannot be used.
+
+    They can on a CUDA device where Triton is installed, unless the mask captures a whole number of 2 ** 40 or more. Raises ``ValueError``
+    for a mask that reads outside a captured tensor, except by an index that follows from captured values: that is held inside.
+    """
+    if device.type != "cuda" or not _has_triton():
+        return None
+    from anyattn.backends.triton import tile_lists as kernels
+
+    if not kernels.can_list(mask, lengths):
+        return None
+    check_loads(mask, *batch, *lengths, reads_values=False)
+    options = {"wants_columns": wants_columns, "separate_full": separate_full, "has_full_tails": has_full_tails}
+    return kernels.list_tiles(mask, lengths, tile, batch, device, broadcasts=broadcasts, **options)
+
+
+@lru_cache(maxsize=1)
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def classes_of_mask(mod: TracedMod, lengths: tuple[int, int], tile: tuple[int, int], batch: tuple[int, int], device: Any) -> Tensor:
@@ -68,6 +145,5 @@ def _expanded(lists: BlockSparseTensors, batch: int, heads: int) -> BlockSparseT
     def full(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else tensor.expand(batch, heads, *tensor.shape[2:]).contiguous()
 
-    names = ("mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx")
-    fields: dict[str, Any] = {name: full(getattr(lists, name)) for name in names}
+    fields: dict[str, Any] = {name: full(getattr(lists, name)) for name in _FIELDS}
     return replace(lists, **fields)

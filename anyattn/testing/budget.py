@@ -47,7 +47,8 @@ def _worst(got: Tensor, fp64: Tensor, same_dtype: Tensor, noise: Noise | None) -
     if got.numel() == 0:
         return 0.0, "nothing"
     eps = torch.finfo(same_dtype.dtype).eps
-    result, expected, plain = (t.detach().double().cpu() for t in (got, fp64, same_dtype))
+    device = fp64.device  # judged where the oracle computed
+    result, expected, plain = (t.detach().to(device, torch.float64) for t in (got, fp64, same_dtype))
     minus = expected == -math.inf
     if bool((~torch.isfinite(expected) & ~minus).any()):
         raise ValueError("the oracle's result is not finite: this case has no defined answer")
@@ -58,8 +59,8 @@ def _worst(got: Tensor, fp64: Tensor, same_dtype: Tensor, noise: Noise | None) -
         if bool((~torch.isfinite(tensor)).any()):
             return math.inf, f"{_place(~torch.isfinite(tensor))} of {whose} is not finite,"
     error, yardstick = result - expected, plain - expected
-    sigma = torch.zeros_like(expected) if noise is None else torch.where(minus, 0.0, noise.sigma.cpu())
-    slack = torch.zeros_like(expected) if noise is None else torch.where(minus, 0.0, _SIGMAS * noise.row_sigma.cpu())
+    sigma = torch.zeros_like(expected) if noise is None else torch.where(minus, 0.0, noise.sigma.to(device))
+    slack = torch.zeros_like(expected) if noise is None else torch.where(minus, 0.0, _SIGMAS * noise.row_sigma.to(device))
     rows = [_row_rms(t) for t in (error, yardstick, expected, slack)]
     by_row = _ratio(rows[0], 2 * rows[1] + eps / 2 * rows[2] + rows[3])
     top = [float(t.abs().max()) for t in (error, yardstick, expected, sigma)]

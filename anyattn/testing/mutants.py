@@ -131,7 +131,7 @@ MUTANTS = {
         ),
         Mutant("queries_of_another_sequence", f"{_TILES}:Heads.rows", "self.q_start + lo : self.q_start + hi", "lo:hi", "packed"),
         Mutant(
-            "offset_of_another_sequence", "check_flash:varlen_problem",
+            "offset_of_another_sequence", "check_flash:_checked_sequences",
             "sequences.seqlens_q\n", "sequences.seqlens_q.flip(0)\n", "packed",
         ),
         Mutant(

@@ -50,7 +50,7 @@ class _Sum:
 
     def __init__(self, like: Tensor):
         self.variance, self.shared = torch.zeros_like(like), torch.zeros_like(like)
-        self.first, self.second = (torch.zeros(like.shape[:-1], dtype=like.dtype) for _ in range(2))
+        self.first, self.second = (like.new_zeros(like.shape[:-1]) for _ in range(2))
 
     def noise(self) -> Noise:
         dof = torch.where(self.second > 0, self.first.square() / self.second.clamp_min(1e-300), 1.0)
@@ -190,7 +190,8 @@ class _Work:
         size = ds[0].numel()
         sigma = (ds2 + self.w2 * _depth(size) * ds.square()).sqrt()
         for _ in range(_DRAWS):
-            draw = f.pull(sigma * torch.randn(sigma.shape, generator=self.random, dtype=sigma.dtype))
+            # drawn on the CPU, so that a budget is the same wherever it is judged
+            draw = f.pull(sigma * torch.randn(sigma.shape, generator=self.random, dtype=sigma.dtype).to(sigma.device))
             for total, part in zip(self.captured2, draw):
                 if part is not None:
                     total += part.square() / _DRAWS

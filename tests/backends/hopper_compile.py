@@ -102,7 +102,7 @@ def main(folder: Path, head_dim: int, head_dim_v: int) -> None:
     result = {}
     for i, (name, (mods, fields)) in enumerate(cases().items()):
         listed = 128 if "lists" in fields or "is_paged" in fields else None
-        tiles = tiles_for(head_dim, head_dim_v, fields.get("score"), bool(mods), listed)
+        tiles = tiles_for(head_dim, head_dim_v, fields.get("score"), listed)
         cut = (1, 128 // tiles.tile_n) if "lists" in fields else (1, 1)
         config = Config(head_dim, head_dim_v, i % 2 == 0, tiles, list_cut=cut, has_lse=True, **fields)
         result[name] = compile(config, mods, folder / str(i))

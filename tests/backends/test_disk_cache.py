@@ -168,6 +168,16 @@ def test_listing_and_clearing(cache: DiskCache) -> None:
     assert cache.entries() == [] and [p.name for p in cache.folder.iterdir()] == ["notes.txt"]
 
 
+def test_the_oldest_go_when_there_are_too_many(cache: DiskCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_cache, "_MOST", 3)
+    for i, key in enumerate(("a1", "b2", "c3")):
+        cache.get_or_make(key, Maker())
+        os.utime(cache.path(key), (1000 - i, 1000 - i))
+    cache.get_or_make("d4", Maker())
+    assert {e.path.stem for e in cache.entries()} == {"a1", "b2", "d4"}
+    assert {p.stem for p in cache.folder.iterdir()} == {"a1", "b2", "d4"}
+
+
 def opened() -> tuple[DiskCache | None, str]:
     """What ``open_cache`` gives, and what it warned of."""
     disk_cache._opened.cache_clear()
@@ -186,6 +196,10 @@ def test_the_environment_says_where_and_whether(tmp_path: Path, monkeypatch: pyt
     assert disk_cache.default_folder() == tmp_path / "xdg/anyattn/kernels"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # to be ignored, says its specification
     assert disk_cache.default_folder() == tmp_path / "home/.cache/anyattn/kernels"
+    with monkeypatch.context() as patch:
+        patch.setattr(os.path, "expanduser", lambda path: path)
+        found, said = opened()
+        assert found is None and "no home folder" in said and not Path("~").exists()
     monkeypatch.setenv("ANYATTN_CACHE_DIR", str(tmp_path / "mine"))
     found, said = opened()
     assert found is not None and found.folder == tmp_path / "mine/kernels" and not said

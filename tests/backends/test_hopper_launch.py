@@ -10,6 +10,7 @@ import os
 import pickle
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,13 @@ needs_compiler = pytest.mark.skipif(
 
 def config(**changes: Any) -> Config:
     return Config(**({"head_dim": 128, "head_dim_v": 128, "is_bf16": True, "tiles": Tiles(128, 128, 2)} | changes))
+
+
+def band(mask: Any) -> Any:
+    """The expression of a mask's row ranges."""
+    ranges = row_ranges(trace(mask, "mask"))
+    assert ranges is not None
+    return ranges.expr
 
 
 def scaled(by: float, table: torch.Tensor) -> Any:
@@ -83,9 +91,18 @@ def test_each_part_of_a_config_and_of_the_kinds_changes_the_key() -> None:
     }
     keys = [key_of(config(), ())]
     for field in dataclasses.fields(Config):
-        keys.append(key_of(config(**{field.name: other.get(field.name, True)}), ()))
+        assert field.name in other or isinstance(field.default, bool), f"give {field.name} another value here"
+        keys.append(key_of(config(**{field.name: other.get(field.name, not field.default)}), ()))
     keys += [key_of(config(), kinds) for kinds in ((FLOAT,), (INT,), (1, INT), (torch.float32, 1), (torch.float32, -1), (type(None),))]
     assert len(set(keys)) == len(keys)
+
+
+def test_a_kernel_is_listed_by_a_name_for_people() -> None:
+    score = trace(lambda s, b, h, i, j: s * 0.5, "score").expr
+    assert build._name(config()) == "full"
+    assert build._name(config(bands=(band(masks.causal()),), has_lse=True)) == "causal + lse"
+    window = config(bands=(band(masks.sliding_window(5, 0)),), has_sink=True, score=score)
+    assert build._name(window) == f"window + score {score.key[:8]} + sink"
 
 
 def test_keys_are_the_same_in_every_process() -> None:
@@ -147,7 +164,7 @@ def test_what_has_no_content_has_no_name() -> None:
 
 
 @pytest.fixture
-def built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple]:
+def built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[tuple]]:
     """Compiling and loading replaced by notes: what was compiled, as (config, kinds); a launch appends its arguments."""
     notes: list[tuple] = []
 
@@ -158,10 +175,12 @@ def built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple]:
     monkeypatch.setattr(build, "make", make)
     monkeypatch.setattr(build, "load", lambda payload: lambda *arguments: ran.append(arguments))
     monkeypatch.setattr(build, "has_tvm_ffi", lambda: True)
-    monkeypatch.setattr(launch, "_kernels", {})
     monkeypatch.setenv("ANYATTN_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("ANYATTN_CACHE", raising=False)
     ran.clear()
-    return notes
+    launch.forget()
+    yield notes
+    launch.forget()
 
 
 ran: list[tuple] = []
@@ -260,6 +279,14 @@ def test_what_cannot_be_loaded_is_compiled_and_said(built: list[tuple], monkeypa
     with pytest.warns(RuntimeWarning, match="not permitted"):
         launch.launch(config(), (1.0,))
     assert len(built) == 2 and ran == [(1.0,)]
+
+
+def test_what_is_forgotten_is_found_on_disk(built: list[tuple]) -> None:
+    c = config()
+    for _ in range(3):
+        launch.launch(c, (1.0,))
+        launch.forget()
+    assert len(built) == 1 and len(ran) == 3
 
 
 def test_compiling_only_runs_nothing_and_keeps_nothing_in_memory(built: list[tuple]) -> None:
@@ -363,3 +390,59 @@ def test_other_ways_to_load(tmp_path: Path, environment: dict[str, str]) -> None
 def test_it_compiles_for_wrapped_tensors_too() -> None:
     p = problem(score=scaled(2.0, torch.zeros(64, 2).T), wants_lse=True)
     assert callable(build.dlpack_function(*named(p)))
+
+
+# What a kernel says of arguments that pass its checks on a machine whose driver is missing: it was about to load its device code.
+ACCEPTED = "CUDA"
+
+
+@pytest.fixture(scope="module")
+def checked() -> Any:
+    """Launches one config with CPU tensors that claim to be a GPU's; what the kernel said, and how many kernels there are by now."""
+    from pretend_cuda import on_cuda
+
+    load, kernels = build.load, {}  # kept from call to call; the patches are not
+    made = config(
+        head_dim=64,
+        tiles=Tiles(128, 64, 2),
+        head_dim_v=64,
+        score=trace(scaled(2.0, torch.zeros(2, 64)), "score").expr,
+        bands=(band(masks.causal()),),
+    )
+
+    def go(q: torch.Tensor, table: torch.Tensor, right: int = 1) -> tuple[str, int]:
+        with pytest.MonkeyPatch.context() as patch, pytest.raises((ValueError, TypeError, RuntimeError)) as raised:
+            patch.setattr(launch, "_kernels", kernels)
+            patch.setattr(build, "load", lambda payload: (lambda function: lambda *a: function(*on_cuda(a)))(load(payload)))
+            patch.setenv("ANYATTN_CACHE", "0")
+            counter = torch.zeros(2, dtype=torch.int32)
+            launch.launch(made, (q, q, q, q, *[None] * 10, counter, 1.0, right, 1, 1, 1, (2.0, 0), (table,)))
+        return str(raised.value), len(kernels[made])
+
+    return go
+
+
+@needs_compiler
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU would read this memory")
+def test_a_kernel_takes_every_layout_that_its_kind_promises(checked: Any) -> None:
+    q, table = torch.zeros(3, 2, 64, 64, dtype=torch.bfloat16), torch.zeros(2, 64)
+    queries = [q, q[1:2], q[:, 1:], q[:, :, 5:6], torch.zeros(3, 64, 2, 64, dtype=torch.bfloat16).transpose(1, 2)]
+    queries += [q.as_strided((1, 2, 64, 64), (3, 4096, 64, 1)), q.clone().requires_grad_()]
+    for x in queries:
+        said, kernels = checked(x, table)
+        assert ACCEPTED in said and kernels == 1, (x.shape, x.stride(), said)
+    for t in (torch.zeros(2, 6)[:, :1], torch.zeros(6, 2).T[:, :1], torch.zeros(2, 65)[:, 1:]):
+        said, kernels = checked(q, t)
+        assert ACCEPTED in said and kernels == 1, (t.shape, t.stride(), said)
+    for t in (torch.zeros(64, 2).T, torch.zeros(2, 1).expand(2, 64), torch.zeros(2, 128)[:, ::2]):
+        said, kernels = checked(q, t)
+        assert ACCEPTED in said and kernels == 2, (t.shape, t.stride(), said)
+
+
+@needs_compiler
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU would read this memory")
+def test_a_kernel_refuses_what_it_was_not_made_for(checked: Any) -> None:
+    wide, table = torch.zeros(3, 2, 64, 72, dtype=torch.bfloat16), torch.zeros(2, 64)
+    for q, words in ((wide[..., 1:65], "alignment=16"), (torch.zeros(3, 2, 64, 65, dtype=torch.bfloat16)[..., :64], "divisible by 8")):
+        assert words in checked(q, table)[0]
+    assert "int32 range" in checked(wide[..., :64], table, right=2**40)[0]

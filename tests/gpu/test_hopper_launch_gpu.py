@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ def scaled(by: float, table: torch.Tensor) -> Any:
 
 
 @pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple]:
+def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[tuple]]:
     """What is compiled from here on: no kernel is known, in memory or on disk."""
     notes: list[tuple] = []
     real = build._compiled
@@ -53,10 +54,11 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple]:
         return real(config, kinds, *rest)
 
     monkeypatch.setattr(build, "_compiled", noting)
-    monkeypatch.setattr(launch, "_kernels", {})
     monkeypatch.setenv("ANYATTN_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv("ANYATTN_CACHE", raising=False)
-    return notes
+    launch.forget()
+    yield notes
+    launch.forget()
 
 
 VARIANTS = {
@@ -87,7 +89,7 @@ def test_both_ways_to_launch_give_the_same_bits(name: str, compiled: list[tuple]
         on_gpu = table[:, :1].cuda().expand_as(table) if table.ndim == 2 and table.stride(1) == 0 else table.cuda()
         options["score"] = MODS[kind](on_gpu)
     direct = run(qkv(), **options)
-    monkeypatch.setattr(launch, "_kernels", {})
+    launch.forget()
     monkeypatch.setattr(build, "has_tvm_ffi", lambda: False)
     wrapped = run(qkv(), **options)
     pairs = zip(*(x if isinstance(x, tuple) else (x,) for x in (direct, wrapped)), strict=True)

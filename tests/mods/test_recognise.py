@@ -141,7 +141,11 @@ def test_a_wrapped_mod_with_another_function():
         agrees(mask)
 
 
-@pytest.mark.parametrize("fn", [3, None, len, torch.abs, types.SimpleNamespace(), object, [].append, "text"], ids=str)
+@pytest.mark.parametrize(
+    "fn",
+    [3, None, len, torch.abs, types.SimpleNamespace(), object, [].append, "text"],
+    ids=lambda x: getattr(x, "__name__", type(x).__name__),
+)
 def test_what_is_no_function_of_python(fn):
     assert recognise.recognise(fn) is None
 

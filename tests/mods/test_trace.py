@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import functools
 import importlib.util
+import inspect
 import itertools
 import math
 import operator
@@ -599,3 +600,44 @@ def test_default_dtype_is_part_of_the_meaning():
     finally:
         torch.set_default_dtype(torch.float32)
     assert len(keys) == 2
+
+
+class _Called:
+    def __call__(self, b, h, q, k, more=3):
+        return q + more >= k
+
+
+class _Any:
+    def __call__(self, *args):
+        return args[2] >= args[3]
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda b, h, q, k: q,
+        lambda b, h, q, k, x=1, *, y: q,
+        lambda *args: args,
+        lambda b, h, *rest, y=2: b,
+        functools.wraps(lambda a: a)(lambda b, h, q, k: q),
+        functools.partial(lambda b, h, q, k, n: q, n=4),
+        _Called(),
+        _Called().__call__,
+        _Any(),
+        masks.causal(),
+        max,
+    ],
+)
+def test_arguments_are_those_of_the_signature(fn):
+    from anyattn.mods.trace import _arguments
+
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except ValueError:
+        assert _arguments(fn) is None
+        return
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    names, required, takes_any = _arguments(fn)
+    assert names == tuple(p.name for p in positional)
+    assert required == len([p for p in positional if p.default is p.empty])
+    assert takes_any == any(p.kind is p.VAR_POSITIONAL for p in parameters)

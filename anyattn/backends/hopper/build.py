@@ -20,7 +20,7 @@ from anyattn.backends.hopper.content import ARCH
 from anyattn.backends.hopper.disk_cache import Payload
 from anyattn.backends.hopper.tables_config import TablesConfig
 
-__all__ = ["compiled_object", "dlpack_function", "has_tvm_ffi", "load", "make"]
+__all__ = ["compiled_object", "dlpack_function", "examples", "has_tvm_ffi", "load", "make", "wrapped"]
 
 _FUNCTION = "anyattn_hopper_forward"
 _WIDE = (torch.bfloat16, torch.float16)
@@ -86,10 +86,10 @@ def _compiled(config: Config | TablesConfig, kinds: tuple, through_tvm_ffi: bool
         warnings.simplefilter("ignore")  # of CuTe DSL's own deprecations
         # what is exported needs no engine of its own, which would write the machine code a second time
         kernel = SequenceTables(config) if isinstance(config, TablesConfig) else HopperForward(config)
-        return cute.compile(kernel, *_examples(kinds), stream, options=options, no_jit_engine=through_tvm_ffi)
+        return cute.compile(kernel, *examples(kinds), stream, options=options, no_jit_engine=through_tvm_ffi)
 
 
-def _examples(kinds: tuple) -> list[Any]:
+def examples(kinds: tuple) -> list[Any]:
     """Placeholders of the ``kinds`` of a call's arguments (``launch.kinds_of``)."""
     rest = iter(kinds)
     return [_example(kind, rest, is_nested=False) for kind in rest]
@@ -144,12 +144,12 @@ def dlpack_function(config: Config | TablesConfig, kinds: tuple) -> Callable[...
     def call(*arguments: Any) -> None:
         device = next(a.device for a in arguments if isinstance(a, torch.Tensor))
         stream = cuda.CUstream(torch.cuda.current_stream(device).cuda_stream)
-        function(*(_wrapped(a, is_nested=False) for a in arguments), stream)
+        function(*(wrapped(a, is_nested=False) for a in arguments), stream)
 
     return call
 
 
-def _wrapped(item: Any, is_nested: bool) -> Any:
+def wrapped(item: Any, is_nested: bool) -> Any:
     """``item`` as CuTe's own type, of the layout that ``_example`` promised."""
     from cutlass import Float32, Int32
     from cutlass.cute.runtime import from_dlpack
@@ -160,7 +160,7 @@ def _wrapped(item: Any, is_nested: bool) -> Any:
         is_wide = not is_nested and item.dtype in _WIDE and item.ndim >= 3
         return from_dlpack(item, assumed_align=16 if is_wide else item.element_size()).mark_layout_dynamic(leading_dim=item.ndim - 1)
     if isinstance(item, tuple):
-        return tuple(_wrapped(x, is_nested=True) for x in item)
+        return tuple(wrapped(x, is_nested=True) for x in item)
     if isinstance(item, float):
         return Float32(item)
     return None if item is None else Int32(item)

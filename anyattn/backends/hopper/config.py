@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from anyattn.backends.hopper.staging import reads_apart, reads_straight
+from anyattn.backends.hopper.staging import is_special, reads_apart, reads_straight
 from anyattn.mods.dependence import dependence
 from anyattn.mods.ir import Expr
 from anyattn.mods.rows import NO_LIMIT
@@ -33,13 +33,15 @@ def padded(head_dim: int, head_dim_v: int) -> tuple[int, int]:
 class Tiles:
     """tile_m: query rows, 64 for each warp group that multiplies. tile_n: keys. stages: tiles of K and of V in flight.
 
-    ping_pong: the warp groups take turns, one multiplies while another exponentiates.
+    ping_pong: the warp groups take turns, one multiplies while another exponentiates. emulated: of 8 exponentials so many are computed by
+    multiplications and additions, where special functions are what a tile waits for.
     """
 
     tile_m: int
     tile_n: int
     stages: int
     ping_pong: bool = True
+    emulated: int = 0
 
     def __post_init__(self) -> None:
         if self.tile_m not in (128, 192):
@@ -73,6 +75,7 @@ class Config:
     """One kernel. Run-time numbers (lengths, strides, scales, window bounds, captured values) are no part of it.
 
     head_dim, head_dim_v: as padded. is_bf16: else float16. score: the score mod's expression or None.
+    is_factored: constant factors may be taken off the score mod's end, for they and the scale are above 0 (``staging.factored``, ``bias``).
     bands: row ranges ``lo, hi`` of predicates that are bands around a row's place (``sides``); the kernel derives its tiles from them.
     lists: None, or the layout of the lists of tiles to visit: "dense" (B, H, M, N), "ragged" (H, total_m, max_n) or "flat" (H, total_n).
     per_entry, per_head: the lists differ from batch entry to entry, from head to head. list_cut: (rows, keys) of a list's tile in units
@@ -88,6 +91,7 @@ class Config:
     is_bf16: bool
     tiles: Tiles
     score: Expr | None = None
+    is_factored: bool = True
     bands: tuple[Expr, ...] = ()
     lists: str | None = None
     per_entry: bool = False
@@ -154,8 +158,8 @@ class Config:
 @lru_cache(maxsize=1024)
 def slots(expr: Expr) -> tuple[int, int]:
     """How many captured numbers and tensors an expression may read: one more than its highest slots."""
-    highest = [max((int(n.attr) for n in expr.nodes if n.op == op), default=-1) for op in ("scalar", "load")]  # type: ignore[call-overload]
-    return highest[0] + 1, highest[1] + 1
+    numbers = max((int(n.attr) for n in expr.nodes if n.op == "scalar"), default=-1)  # type: ignore[call-overload]
+    return numbers + 1, max(expr.tensor_slots, default=-1) + 1
 
 
 @lru_cache(maxsize=1024)
@@ -175,13 +179,13 @@ def sides(ranges: Expr) -> tuple[bool, bool] | None:
     return found[0], found[1]
 
 
-def tiles_for(head_dim: int, head_dim_v: int, score: Expr | None, is_masked: bool, tile_n: int | None = None) -> Tiles:
+def tiles_for(head_dim: int, head_dim_v: int, score: Expr | None, tile_n: int | None = None) -> Tiles:
     """The tiles for padded head dimensions: as large as registers allow without spilling, which ``tests/backends/test_hopper.py`` watches.
 
     A score mod needs registers that three warp groups do not have, and one that reads a table for every score needs more. tile_n: what the
     keys of a tile must divide, a list's tile or a page.
     """
-    if head_dim == head_dim_v == 64 and score is None and not is_masked:
+    if head_dim == head_dim_v == 64 and score is None and tile_n is None:
         return Tiles(192, 128, 3)
     widest = max(head_dim, head_dim_v)
     if score is not None and reads_apart(score):
@@ -192,4 +196,5 @@ def tiles_for(head_dim: int, head_dim_v: int, score: Expr | None, is_masked: boo
         keys = 128 if head_dim == 192 and head_dim_v <= 128 else {192: 112, 256: 80}.get(widest, 128)
     if tile_n is not None:
         keys = next(n for n in range(keys // 16 * 16, 0, -16) if tile_n % n == 0)
-    return Tiles(128, keys, 3 if widest <= 96 else 2)
+    emulated = 2 if score is not None and reads_straight(score) else 1 if score is not None and is_special(score) else 0
+    return Tiles(128, keys, 3 if widest <= 96 else 2, emulated=emulated)

@@ -30,6 +30,7 @@ _MARK = b"anyattn1"
 _TAIL = struct.Struct("<Q8s")  # length of the facts, mark
 _SUM_SIZE = hashlib.sha256().digest_size
 _SUFFIX, _LOCK = ".kernel", ".lock"
+_MOST = 1000  # kernels kept, some 100 KiB each
 _PATIENCE = 120.0  # seconds to wait for another process, which compiles in a few, before doing its work again
 
 
@@ -60,13 +61,16 @@ def default_folder() -> Path:
     """Where kernels are kept: ``kernels`` in ``ANYATTN_CACHE_DIR``, else in ``anyattn`` in the user's cache folder."""
     chosen = os.environ.get("ANYATTN_CACHE_DIR")
     if chosen:
-        return Path(chosen).expanduser() / "kernels"
+        return Path(os.path.abspath(os.path.expanduser(chosen))) / "kernels"
     base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "anyattn" / "kernels"
+    # expanduser leaves the ~ of a user without a home
+    return Path(base if os.path.isabs(base) else os.path.expanduser("~/.cache")) / "anyattn" / "kernels"
 
 
 def why_not(folder: Path) -> str | None:
     """Makes ``folder`` (0700) if it is missing; None if it is the user's alone, else why it is not used."""
+    if not folder.is_absolute():
+        return f"{folder} is nowhere: this user has no home folder"
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
@@ -181,10 +185,23 @@ class DiskCache:
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(name, self.path(key))
+            self._prune()
         except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(name)
             raise
+
+    def _prune(self) -> None:
+        """Removes the oldest kernels beyond ``_MOST``, and what else goes by their names."""
+        paths = list(self.folder.glob("*" + _SUFFIX))
+        if len(paths) > _MOST:
+            times = {}
+            for path in paths:
+                with contextlib.suppress(OSError):
+                    times[path] = path.stat().st_mtime_ns
+            for path in sorted(times, key=lambda p: times[p])[: len(times) - _MOST]:
+                path.unlink(missing_ok=True)
+                path.with_suffix(_LOCK).unlink(missing_ok=True)
 
 
 def _sum(content: bytes, key: str) -> bytes:

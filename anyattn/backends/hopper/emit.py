@@ -17,11 +17,12 @@ from cutlass import Boolean, Float32, Int32, Int64
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
-from anyattn.backends.hopper.staging import stages, straight
+from anyattn.backends.hopper.native import call_native
+from anyattn.backends.hopper.staging import Bias, lines, stages, straight
 from anyattn.mods.dependence import dependence
 from anyattn.mods.ir import Expr, Node, category
 
-__all__ = ["emit", "emit_rows", "first_read", "select"]
+__all__ = ["emit", "emit_bias", "emit_rows", "first_read", "select"]
 
 _TYPES = {"float": Float32, "int": Int32, "bool": Boolean}
 
@@ -95,6 +96,21 @@ def emit(
             store(r, c, values[expr.outputs[0]])
 
 
+def emit_bias(expr: Expr, found: Bias, scalars: Sequence[Any], tensors: Sequence[Any], places: dict[str, Any]) -> list[tuple[Any, Any]]:
+    """For each row (bias at its first column, change by key); the change may be a literal, 0.0 where there is none."""
+    once = _run(expr, scalars, tensors, "once", {}, {"b": places["b"], "h": places["h"]})
+    column = _run(expr, scalars, tensors, "col", dict(once), {"kv_idx": places["kv_idx"][0]})
+    result = []
+    for q in places["q_idx"]:
+        row = _run(expr, scalars, tensors, "row", dict(once), {"q_idx": q})
+        if found.node in lines(expr):
+            start, change = _slanted(expr, scalars, tensors, row, column, straight(expr)[0])[found.node]
+        else:
+            start, change = Float32(row[found.node]), 0.0
+        result.append((-start, -change) if found.is_subtracted else (start, change))
+    return result
+
+
 def first_read(expr: Expr, scalars: Sequence[Any], tensors: Sequence[Any], places: dict[str, Any]) -> Any:
     """The least of the indices by which ``emit`` may read ahead, over a thread's rows and columns; None if there are no such reads."""
     least = None
@@ -115,10 +131,10 @@ def _along_rows(
     """For each straight node, row by row, its value as a function of the column: one conversion or address a row, then literals."""
     casts, reads = straight(expr)
     found: dict[int, list[Callable[[int], Any]]] = {}
-    for i in casts:
-        step = dependence(expr)[expr.nodes[i].args[0]].slope[1]  # type: ignore[index]
-        bases = [Float32(_at_first(expr, scalars, tensors, expr.nodes[i].args[0], row, first)) for row in rows]
-        found[i] = [lambda c, base=base, step=step: base + Float32(float(step * steps[c])) for base in bases]  # type: ignore[misc]
+    slanted = [_slanted(expr, scalars, tensors, row, first, casts) for row in rows]
+    used = [i for i in lines(expr) if i in expr.outputs or any(i in n.args for j, n in enumerate(expr.nodes) if j not in lines(expr))]
+    for i in used:
+        found[i] = [lambda c, line=line[i]: _on_line(line, steps[c]) for line in slanted]  # type: ignore[misc]
     for i in reads if reads_ahead else ():
         node = expr.nodes[i]
         low, step = _reach(expr, node.args[-1], steps)
@@ -131,6 +147,41 @@ def _along_rows(
             views.append(cute.make_tensor(tensor.iterator + offset, cute.make_layout(max(map(abs, steps)) * abs(step) + 1)))
         found[i] = [lambda c, view=view, low=low, step=step, kind=kind: _of_kind(view[step * steps[c] - low], kind) for view in views]  # type: ignore[misc]
     return found
+
+
+def _slanted(
+    expr: Expr, scalars: Sequence[Any], tensors: Sequence[Any], row: dict[int, Any], first: dict[int, Any], casts: Sequence[int]
+) -> dict[int, tuple[Any, Any]]:
+    """(value at the first column, change by key) of a row's float nodes that grow evenly; the change may be a literal."""
+    found: dict[int, tuple[Any, Any]] = {}
+    for i in lines(expr):
+        node = expr.nodes[i]
+        if i in casts:
+            start = Float32(_at_first(expr, scalars, tensors, node.args[0], row, first))
+            found[i] = (start, float(dependence(expr)[node.args[0]].slope[1]))  # type: ignore[index]
+            continue
+        parts = [found[a] if a in found else (row[a], 0.0) for a in node.args]
+        if node.op == "neg":
+            found[i] = (-parts[0][0], -parts[0][1])
+        elif node.op in ("mul", "div"):
+            (line, factor) = (parts[0], parts[1][0]) if node.args[0] in found else (parts[1], parts[0][0])
+            if node.op == "div":
+                factor = 1.0 / factor if isinstance(factor, (int, float)) else cute.arch.rcp_approx(Float32(factor))
+            found[i] = tuple(
+                x * factor if isinstance(x, float) and isinstance(factor, float) else Float32(x) * Float32(factor) for x in line
+            )  # type: ignore[assignment]
+        else:
+            operation = _BINARY[node.op]
+            found[i] = tuple(  # type: ignore[assignment]
+                operation(a, b) if isinstance(a, float) and isinstance(b, float) else operation(Float32(a), Float32(b))
+                for a, b in zip(*parts, strict=True)
+            )
+    return found
+
+
+def _on_line(line: tuple[Any, Any], step: int) -> Any:
+    start, change = line
+    return start + (Float32(change * step) if isinstance(change, float) else change * Float32(float(step)))
 
 
 def _reach(expr: Expr, index: int, steps: list[int]) -> tuple[int, int]:
@@ -188,6 +239,10 @@ def _operation(node: Node, args: list[Any], expr: Expr, tensors: Sequence[Any]) 
         return node.attr
     if node.op == "cast":
         return _cast(args[0], category(expr.nodes[node.args[0]].dtype), kind)
+    if node.op == "tensor":
+        return tensors[node.attr]  # type: ignore[index]
+    if node.op == "native":
+        return call_native(node, args)
     if node.op == "load":
         return _load(node, args, expr, tensors[node.attr], kind)  # type: ignore[index]
     if node.op in _UNARY:

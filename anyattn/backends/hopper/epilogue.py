@@ -23,15 +23,14 @@ class Epilogue:
     config: Any
 
     @cute.jit
-    def finished(self, acc, row_max, row_sum, scale_log2, sink, head):
+    def finished(self, acc, row_max, row_sum, rate, sink, head):
         """Divides ``acc`` by the rows' sums; leaves the natural log-sum-exp in ``row_sum`` and the highest score in ``row_max``."""
-        scale = Float32(LOG2E) if const_expr(self.config.score is not None) else scale_log2
         out = rows_and_columns(acc)
         for r in cutlass.range_constexpr(cute.size(row_max)):
             total = row_sum[r]
             for offset in (2, 1):
                 total += cute.arch.shuffle_sync_bfly(total, offset=offset)
-            top, rescale = row_max[r] * scale, Float32(1.0)
+            top, rescale = row_max[r] * rate, Float32(1.0)
             if const_expr(self.config.has_sink):
                 logit = Float32(sink[head]) * Float32(LOG2E)
                 higher = cute.arch.fmax(top, logit)

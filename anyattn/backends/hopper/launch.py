@@ -20,7 +20,7 @@ from anyattn.backends.hopper.config import Config
 from anyattn.backends.hopper.content import NoContentError, key_of
 from anyattn.backends.hopper.tables_config import TablesConfig
 
-__all__ = ["compiling_only", "kinds_of", "launch", "prepare", "warm"]
+__all__ = ["compiling_only", "forget", "indexable", "kinds_of", "launch", "prepare", "warm"]
 
 
 class _Known(dict[tuple, Callable[..., None]]):
@@ -50,7 +50,7 @@ def launch(config: Config | TablesConfig, arguments: tuple) -> None:
         function = config.__dict__[_SLOT][kinds]
     except KeyError:
         function = prepare(config, kinds)
-    function(*(arguments if is_plain else _indexable(arguments)))
+    function(*(arguments if is_plain else indexable(arguments)))
 
 
 def kinds_of(arguments: tuple) -> tuple[tuple, bool]:
@@ -100,6 +100,14 @@ def prepare(config: Config | TablesConfig, kinds: tuple) -> Callable[..., None]:
         return known[kinds]
 
 
+def forget() -> None:
+    """Drops all kernels that this process knows, also those that hang on config objects: the next launch looks on disk again."""
+    with _lock:
+        for known in _kernels.values():
+            known.clear()
+        _kernels.clear()
+
+
 @contextlib.contextmanager
 def compiling_only() -> Iterator[None]:
     """Inside, kernels that this process has not loaded yet go to disk and are not run: tensors may be the CPU's, results are undefined."""
@@ -131,9 +139,9 @@ def warm(config: Config | TablesConfig, kinds: tuple) -> disk_cache.Payload:
     return cache.get_or_make(key, lambda: build.make(config, kinds))
 
 
-def _indexable(item: Any) -> Any:
+def indexable(item: Any) -> Any:
     """Arguments that the kernel can index: bools as bytes, a single value with one dimension."""
     if isinstance(item, Tensor):
         item = item.view(torch.uint8) if item.dtype is torch.bool else item
         return item.reshape(1) if item.ndim == 0 else item
-    return tuple(map(_indexable, item)) if isinstance(item, tuple) else item
+    return tuple(map(indexable, item)) if isinstance(item, tuple) else item

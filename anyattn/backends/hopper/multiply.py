@@ -39,6 +39,7 @@ class Multiplies:
         q_state, q_done, k_state, v_state, work_state = (
             pipeline.make_pipeline_state(consumer, n) for n in (self.config.q_stages, self.config.q_stages, tiles.stages, tiles.stages, 2)
         )
+        rate = self.rate(scale_log2, captured)
         self._first_turn(group)
         more, owed = Int32(1), Int32(0)  # owed: Q's memory of the row tile before, from which O may still be leaving
         while more != 0:
@@ -57,7 +58,7 @@ class Multiplies:
                     of_tile = (operands[0][None, None, None, q_state.index], operands[1], operands[2])
                     fixed = (mmas, of_tile, shape_s, positions, pipes, board[1], group)
                     sums = (acc, row_max, row_sum, row_scale)
-                    given = (facts, scale_log2, captured, self.row_limits(positions, facts, captured))
+                    given = (facts, scale_log2, rate, captured, self.row_limits(positions, facts, captured))
                     p = self._first(fixed, sums, given, k_state, v_state, in_smem[2], thread)
                     k_state.advance()
                     if const_expr(self.config.q_stages > 1):
@@ -67,13 +68,13 @@ class Multiplies:
                     owed = Int32(1)
                     k_state, v_state = self._visits(fixed, sums, p, given, k_state, v_state)
                     facts = self._facts(board[0], work_state)  # read again rather than kept in registers
-                    self.finished(acc, row_max, row_sum, scale_log2, sink, facts.head)
+                    self.finished(acc, row_max, row_sum, rate, sink, facts.head)
                     self.stored(acc, row_max, row_sum, mma_pv, thread, group, outputs, in_smem[3][None, None, q_state.index], facts)
                     if const_expr(self.config.q_stages == 1):
                         self._give_back(pipes[0], q_state, thread)
                     q_state.advance()
                 else:
-                    self.finished(acc, row_max, row_sum, scale_log2, sink, facts.head)
+                    self.finished(acc, row_max, row_sum, rate, sink, facts.head)
                     self.stored(acc, row_max, row_sum, mma_pv, thread, group, outputs, None, facts)
             pipes[3].consumer_release(work_state)
             work_state.advance()
@@ -96,7 +97,7 @@ class Multiplies:
         """The first product and softmax of a row tile; its probabilities."""
         (mma_qk, _), (q, k, _), shape_s, positions, pipes, board, group = fixed
         _, row_max, row_sum, row_scale = sums
-        facts, scale_log2, captured, limits = given
+        facts, scale_log2, rate, captured, limits = given
         scores = cute.make_rmem_tensor(shape_s, Float32)
         pipes[1].consumer_wait(k_state)
         visit = board[k_state.index]
@@ -106,9 +107,9 @@ class Multiplies:
         warpgroup.wait_group(0)
         pipes[1].consumer_release(k_state)
         n = visit // 2
-        self.modified(scores, positions, n, facts, scale_log2, captured, True)
+        lifts = self.modified(scores, positions, n, facts, scale_log2, captured, True)
         self.masked(scores, positions, n, facts, captured, limits, visit % 2, True)
-        self.exponentials(scores, row_max, row_sum, row_scale, scale_log2, True, True)
+        self.exponentials(scores, lifts, row_max, row_sum, row_scale, rate, True, True)
         if const_expr(self.config.has_entries):
             self._wiped(v_in_smem, pipes[2], v_state, facts.seqlen_k - n * self.config.tiles.tile_n, thread, group)
         return narrowed(scores, self.dtype)
@@ -143,7 +144,7 @@ class Multiplies:
         """The first product of a tile and the second of the tile before it, then the softmax of the tile."""
         (mma_qk, mma_pv), (q, k, v), shape_s, positions, pipes, board, group = fixed
         acc, row_max, row_sum, row_scale = sums
-        facts, scale_log2, captured, limits = given
+        facts, scale_log2, rate, captured, limits = given
         asks = is_masked or len(self.config.always) > 0
         scores = cute.make_rmem_tensor(shape_s, Float32)
         pipes[1].consumer_wait(k_state)
@@ -157,16 +158,17 @@ class Multiplies:
         self._next_turn(group)
         warpgroup.wait_group(1)
         pipes[1].consumer_release(k_state)
-        self.modified(scores, positions, n, facts, scale_log2, captured, False)
+        lifts = self.modified(scores, positions, n, facts, scale_log2, captured, False)
         if const_expr(asks):
             self.masked(scores, positions, n, facts, captured, limits, Int32(1) if is_masked else Int32(0), False)
-        self.exponentials(scores, row_max, row_sum, row_scale, scale_log2, False, asks)
+        rescales = self.exponentials(scores, lifts, row_max, row_sum, row_scale, rate, False, asks)
         warpgroup.wait_group(0)
         pipes[2].consumer_release(v_state)
         p.store(narrowed(scores, self.dtype).load())
-        out = rows_and_columns(acc)
-        for r in cutlass.range_constexpr(cute.size(row_scale)):
-            out[r, None].store(out[r, None].load() * row_scale[r])
+        if rescales:
+            out = rows_and_columns(acc)
+            for r in cutlass.range_constexpr(cute.size(row_scale)):
+                out[r, None].store(out[r, None].load() * row_scale[r])
 
     @cute.jit
     def _product(self, mma, acc, a, b, from_zero: cutlass.Constexpr):

@@ -18,7 +18,7 @@ from anyattn.geometry.stored import StoredSequences
 from anyattn.plan import Plan
 from anyattn.problem import Problem
 
-__all__ = ["Result", "config_of", "forward"]
+__all__ = ["Result", "config_of", "forward", "heads_side_by_side"]
 
 _CACHE_FOR_KEYS = 32 * 2**20  # bytes of the 50 MB L2 cache that K and V of the heads computed side by side may take
 
@@ -34,7 +34,7 @@ class Result(NamedTuple):
 def forward(problem: Problem, plan: Plan) -> Result:
     """out and the statistics of a problem that ``supports.reason_against`` has nothing against."""
     special = _special(problem, plan)
-    config, q, v = special.config, problem.q, problem.v
+    config, q, v = special.config_for(problem), problem.q, problem.v
     # rows that belong to no sequence are 0 and -inf; the kernel does not come by them
     make = torch.zeros if _fills(problem) else torch.empty
     out = make((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device)
@@ -69,9 +69,16 @@ def _special(problem: Problem, plan: Plan) -> Special:
 
 
 def _section(problem: Problem) -> int:
-    """How many heads go side by side: those whose keys and values fit the cache together."""
-    row = problem.k.shape[2] * (problem.q.shape[3] + problem.v.shape[3]) * problem.q.element_size()
-    return max(1, _CACHE_FOR_KEYS // max(row, 1)) * problem.qhead_per_kvhead
+    size = problem.k.shape[2] * (problem.q.shape[3] + problem.v.shape[3]) * problem.q.element_size()
+    return heads_side_by_side(size, problem.qhead_per_kvhead)
+
+
+def heads_side_by_side(size: int, ratio: int) -> int:
+    """How many query heads go side by side: those whose keys and values fit the cache together.
+
+    size: bytes of one head's K and V; ratio: query heads that share them.
+    """
+    return max(1, _CACHE_FOR_KEYS // max(size, 1)) * ratio
 
 
 def _fills(problem: Problem) -> bool:

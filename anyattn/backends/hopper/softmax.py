@@ -6,15 +6,18 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import dsl_user_op
 
 from anyattn.backends.hopper.config import slots
-from anyattn.backends.hopper.emit import emit, emit_rows, first_read, select
+from anyattn.backends.hopper.emit import emit, emit_bias, emit_rows, first_read, select
 from anyattn.backends.hopper.fragment import rows_and_columns
 from anyattn.backends.hopper.staging import reads_straight
 
 __all__ = ["LOG2E", "Softmax"]
 
 LOG2E = math.log2(math.e)
+_SLACK = 8.0  # probabilities grow to 2^8 at most, which 16 bits hold as precisely as 1
 
 
 class Softmax:
@@ -41,20 +44,51 @@ class Softmax:
 
     @cute.jit
     def modified(self, scores, positions, n, facts, scale_log2, captured, is_edge: cutlass.Constexpr):
-        """Applies the score mod to key tile ``n``. is_edge: the tile may reach past the last key."""
-        if const_expr(self.config.score is not None):
+        """Applies the score mod to key tile ``n``. is_edge: the tile may reach past the last key.
+
+        Returns for each row what is still to be added to its scores, None for nothing.
+        """
+        lifts = None
+        if const_expr(self.bias is not None):
+            lifts = self._biased(rows_and_columns(scores), positions, n, facts, scale_log2, captured, is_edge)
+        elif const_expr(self.config.score is not None):
             s = rows_and_columns(scores)
+            core = self.score.core
             scale = scale_log2 * Float32(1.0 / LOG2E)
             scalars, tensors = self.captured(captured, 0)
+            if const_expr(self.score.before is not None):
+                scale = scale * Float32(emit_rows(self.score.before, scalars, tensors, facts.entry, facts.head, [Int32(0)])[0][0])
             places = self._places(positions, n, facts, is_edge)
             read, write = (lambda r, c: s[r, c] * scale), (lambda r, c, x: s.__setitem__((r, c), Float32(x)))
-            if const_expr(reads_straight(self.config.score) and not is_edge):
-                if first_read(self.config.score, scalars, tensors, places) >= 0:
-                    emit(self.config.score, scalars, tensors, places, read, write, True)
+            if const_expr(reads_straight(core) and not is_edge):
+                if first_read(core, scalars, tensors, places) >= 0:
+                    emit(core, scalars, tensors, places, read, write, True)
                 else:
-                    emit(self.config.score, scalars, tensors, places, read, write)
+                    emit(core, scalars, tensors, places, read, write)
             else:
-                emit(self.config.score, scalars, tensors, places, read, write)
+                emit(core, scalars, tensors, places, read, write)
+        return lifts
+
+    def _biased(self, s: Any, positions: Any, n: Any, facts: Any, scale_log2: Any, captured: Any, is_edge: bool) -> list:
+        """Adds what of a bias changes along a row, in units of the raw products; the rest is returned."""
+        places = self._places(positions, n, facts, is_edge)
+        unscaled = cute.arch.rcp_approx(scale_log2 * Float32(1.0 / LOG2E))
+        lifts = []
+        for r, (start, change) in enumerate(emit_bias(self.config.score, self.bias, *self.captured(captured, 0), places)):
+            lifts.append(start * unscaled)
+            if not (isinstance(change, float) and change == 0.0):
+                step = Float32(change) * unscaled
+                for c in range(cute.size(s, mode=[1])):
+                    s[r, c] = s[r, c] + step * Float32(float(_column(c)))
+        return lifts
+
+    def rate(self, scale_log2: Any, captured: Any) -> Any:
+        """By what a fragment's scores are multiplied in the exponent of 2."""
+        if self.config.score is None or self.bias is not None:
+            return scale_log2
+        if self.score.after is None:
+            return Float32(LOG2E)
+        return Float32(emit_rows(self.score.after, *self.captured(captured, 0), Int32(0), Int32(0), [Int32(0)])[0][0]) * Float32(LOG2E)
 
     @cute.jit
     def row_limits(self, positions, facts, captured):
@@ -129,28 +163,71 @@ class Softmax:
         emit(ask.expr, scalars, tensors, places, None, store)
 
     @cute.jit
-    def exponentials(self, scores, row_max, row_sum, row_scale, scale_log2, is_first: cutlass.Constexpr, may_be_blind: cutlass.Constexpr):
-        """Turns scores into exp2((score - row's maximum) * scale) in place; ``row_scale`` is what earlier sums are to be multiplied by.
+    def exponentials(self, scores, lifts, row_max, row_sum, row_scale, rate, is_first: cutlass.Constexpr, may_be_blind: cutlass.Constexpr):
+        """Turns scores into exp2((score - row's maximum) * rate) in place; ``row_scale`` is what earlier sums are to be multiplied by, and
+        the result whether any row of the warp needs that. lifts: what is to be added to each row's scores, or None.
 
-        may_be_blind: a row may have seen nothing yet; 0 then stands for its maximum, so that -inf minus it is -inf and not NaN.
+        What is taken off may lag behind the true maximum by some powers of 2, so that sums are seldom rescaled. may_be_blind: a row may
+        have seen nothing yet; 0 then stands for its maximum, so that -inf minus it is -inf and not NaN.
         """
-        scale = Float32(LOG2E) if const_expr(self.config.score is not None) else scale_log2
         s = rows_and_columns(scores)
+        rescales = cutlass.Boolean(False)
         for r in cutlass.range_constexpr(cute.size(row_max)):
             row = s[r, None].load()
-            top = row.reduce(cute.ReductionOp.MAX, -Float32.inf if const_expr(is_first) else row_max[r], 0)
+            held = -Float32.inf if const_expr(is_first or lifts is not None) else row_max[r]
+            top = row.reduce(cute.ReductionOp.MAX, held, 0)
             for offset in (2, 1):  # four threads hold a row
                 top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=offset))
+            if const_expr(lifts is not None):
+                top = top + lifts[r]
+            if const_expr(not is_first):
+                moves = (top - row_max[r]) * rate > (0.0 if self.config.has_max else _SLACK)
+                top = select(moves, top, row_max[r], "float")
+                rescales = rescales | moves
             base = top
             if const_expr(may_be_blind or self.config.score is not None):  # a score mod may hide what it likes
                 base = select(top == -Float32.inf, Float32(0.0), top, "float")
             if const_expr(not is_first):
-                row_scale[r] = cute.math.exp2((row_max[r] - base) * scale, fastmath=True)
-            p = cute.math.exp2(row * scale - base * scale, fastmath=True)
+                row_scale[r] = cute.math.exp2((row_max[r] - base) * rate, fastmath=True)
+            shifted = base * rate if const_expr(lifts is None) else (base - lifts[r]) * rate
+            if const_expr(self.config.tiles.emulated == 0):
+                p = cute.math.exp2(row * rate - shifted, fastmath=True)
+                s[r, None].store(p)
+            else:
+                for c in cutlass.range_constexpr(cute.size(s, mode=[1])):
+                    power = s[r, c] * rate - shifted
+                    s[r, c] = _exp2(power) if const_expr(c % 8 < self.config.tiles.emulated) else cute.math.exp2(power, fastmath=True)
+                p = s[r, None].load()
             total = p.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
             row_sum[r] = total if const_expr(is_first) else row_sum[r] * row_scale[r] + total
             row_max[r] = top
-            s[r, None].store(p)
+        return cute.arch.vote_any_sync(rescales)
+
+
+# 2^x for -1/2 <= x <= 1/2, exact at 0; relative error 1.1e-4, a fortieth of what rounding to bfloat16 does to a probability
+_POLYNOMIAL = (1.0, 0.69328293, 0.24221096, 0.05500893)
+_ROUNDS = 1.5 * 2**23  # added to a float, leaves its whole part in the low bits
+
+
+@dsl_user_op
+def _bits(x: Any, kind: Any, *, loc: Any = None, ip: Any = None) -> Any:
+    """A 32-bit number's bits as another kind of number."""
+    return kind(llvm.bitcast(kind.mlir_type, x.ir_value(loc=loc, ip=ip), loc=loc, ip=ip))
+
+
+def _exp2(x: Any) -> Any:
+    """exp2 on the pipes that multiply and add, for those scores that the one for special functions has no time for; 0 at -127 and below.
+
+    Source: Cody and Waite's reduction (Software Manual for the Elementary Functions, 1980).
+    """
+    x = cute.arch.fmax(x, Float32(-127.0))
+    shifted = x + Float32(_ROUNDS)
+    whole = _bits(shifted, Int32) << 23
+    part = x - (shifted - Float32(_ROUNDS))
+    value = Float32(_POLYNOMIAL[3])
+    for coefficient in _POLYNOMIAL[2::-1]:
+        value = value * part + Float32(coefficient)
+    return _bits(_bits(value, Int32) + whole, Float32)
 
 
 def _column(c: int) -> int:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
+
+import torch
 
 from anyattn.mods.dependence import dependence
-from anyattn.mods.ir import Expr, category
+from anyattn.mods.ir import Builder, Expr, Node, category
 
-__all__ = ["reads_apart", "reads_straight", "stages", "straight"]
+__all__ = ["Bias", "Factored", "bias", "factored", "is_special", "lines", "reads_apart", "reads_straight", "stages", "straight"]
 
 
 @lru_cache(maxsize=256)
@@ -37,9 +40,132 @@ def straight(expr: Expr) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def reads_apart(expr: Expr) -> bool:
     """Whether some tensor is read for every score at a place of its own, not along its last dimension."""
     along = straight(expr)[1]
+    if any(n.op == "tensor" for n in expr.nodes):  # a CuTe function reads it as it likes
+        return True
     return any(n.op == "load" and due == "tile" and i not in along for i, (n, due) in enumerate(zip(expr.nodes, stages(expr), strict=True)))
+
+
+def is_special(expr: Expr) -> bool:
+    """Whether every score takes an operation of the pipe for special functions, beside its exponential."""
+    special = ("exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sin", "cos", "tanh", "sigmoid", "reciprocal")
+    return any(n.op in special and due == "tile" for n, due in zip(expr.nodes, stages(expr), strict=True))
 
 
 def reads_straight(expr: Expr) -> bool:
     """Whether some tensor is read for every score along its last dimension."""
     return bool(straight(expr)[1])
+
+
+class Factored(NamedTuple):
+    """A score mod as ``after * core(before * score)``; None is no factor. Factors change with nothing and cost nothing per score.
+
+    positive: captured numbers that must be above 0, so that the greatest ``core`` is the greatest score.
+    """
+
+    core: Expr
+    before: Expr | None
+    after: Expr | None
+    positive: tuple[int, ...]
+
+
+@lru_cache(maxsize=256)
+def factored(expr: Expr) -> Factored:
+    """Takes constant factors off a score mod's beginning and end.
+
+    >>> from anyattn.mods.trace import trace
+    >>> found = factored(trace(lambda s, b, h, q, k: 30 * torch.tanh(s / 30), "score").expr)
+    >>> [n.op for n in found.core.nodes], found.positive
+    (['score', 'tanh'], ())
+    """
+    nodes, due = expr.nodes, stages(expr)
+    score = next((i for i, n in enumerate(nodes) if n.op == "score"), None)
+    if score is None:
+        return Factored(expr, None, None, ())
+    users = [[i for i, n in enumerate(nodes) if at in n.args] for at in range(len(nodes))]
+    first, last, before, after, positive = score, expr.outputs[0], [], [], []
+    while len(users[first]) == 1 and first != last and (factor := _factor(nodes, users[first][0], first, due)) is not None:
+        before.append((nodes[users[first][0]].op, factor))
+        first = users[first][0]
+    while last != first and (found := _trailing(nodes, last, due)) is not None:
+        inner, factor, slot = found
+        after.append((nodes[last].op, factor))
+        positive += [slot] if slot is not None else []
+        last = inner
+    builder = Builder()
+    leaf = builder.add("score", dtype=nodes[score].dtype)
+    core = builder.build(builder.copy(expr, last, {first: leaf}))
+    return Factored(core, _product(expr, before), _product(expr, after), tuple(positive))
+
+
+def _factor(nodes: tuple[Node, ...], at: int, of: int, due: tuple[str, ...]) -> int | None:
+    """The other operand where node ``at`` multiplies or divides ``of`` by what changes with nothing."""
+    node = nodes[at]
+    if node.op not in ("mul", "div") or node.args[0] == node.args[1] or (node.op == "div" and node.args[0] != of):
+        return None
+    other = node.args[1] if node.args[0] == of else node.args[0]
+    return other if due[other] == "once" and category(nodes[other].dtype) == "float" else None
+
+
+def _trailing(nodes: tuple[Node, ...], at: int, due: tuple[str, ...]) -> tuple[int, int, int | None] | None:
+    """(what node ``at`` multiplies, its factor, the captured number that the factor is) where the factor is a number above 0."""
+    for of in nodes[at].args:
+        factor = _factor(nodes, at, of, due)
+        if factor is not None:
+            source = nodes[factor]
+            while source.op == "cast":
+                source = nodes[source.args[0]]
+            if source.op == "scalar":
+                return of, factor, int(source.attr)  # type: ignore[call-overload]
+            if source.op == "const" and float(source.attr) > 0:  # type: ignore[arg-type]
+                return of, factor, None
+    return None
+
+
+def _product(expr: Expr, factors: list[tuple[str, int]]) -> Expr | None:
+    if not factors:
+        return None
+    builder = Builder()
+    total = builder.const(1.0, torch.float32)
+    for op, factor in factors:
+        copied = builder.cast(builder.copy(expr, factor), torch.float32)
+        total = builder.add(op, total, copied)
+    return builder.build(total)
+
+
+@lru_cache(maxsize=256)
+def lines(expr: Expr) -> tuple[int, ...]:
+    """Float nodes that grow evenly from key to key: straight casts, and what numbers of the row make of them."""
+    due, found = stages(expr), set(straight(expr)[0])
+    for i, node in enumerate(expr.nodes):
+        on_line = [a for a in node.args if a in found]
+        others = [a for a in node.args if a not in found]
+        if not on_line or category(node.dtype) != "float" or any(due[a] not in ("once", "row") for a in others):
+            continue
+        keeps = node.op in ("neg", "add", "sub") or (node.op == "mul" and len(on_line) == 1)
+        if keeps or (node.op == "div" and others and node.args[0] in on_line):
+            found.add(i)
+    return tuple(sorted(found))
+
+
+class Bias(NamedTuple):
+    """A score mod that is ``score + bias`` or ``score - bias``: node of ``expr``, and which of the two."""
+
+    node: int
+    is_subtracted: bool
+
+
+@lru_cache(maxsize=256)
+def bias(expr: Expr) -> Bias | None:
+    """The bias of a score mod that only adds one which is the same along a row, or grows evenly along it (ALiBi).
+
+    What is the same along a row moves its maximum and nothing else, so that it is added once a row; what grows takes one multiply-add.
+    """
+    output = expr.nodes[expr.outputs[0]]
+    if output.op not in ("add", "sub") or category(output.dtype) != "float":
+        return None
+    is_score = [expr.nodes[a].op == "score" for a in output.args]
+    if is_score not in ([True, False], [False, True]) or (output.op == "sub" and not is_score[0]):
+        return None
+    node = output.args[is_score.index(False)]
+    is_even = node in lines(expr) or (stages(expr)[node] in ("once", "row") and category(expr.nodes[node].dtype) == "float")
+    return Bias(node, output.op == "sub") if is_even else None

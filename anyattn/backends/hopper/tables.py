@@ -11,12 +11,11 @@ from torch import Tensor
 
 from anyattn.backends.hopper.config import TILE_M, Config
 from anyattn.backends.hopper.launch import launch
-from anyattn.backends.hopper.specialise import Special
+from anyattn.backends.hopper.specialise import Special, tile_of
 from anyattn.backends.hopper.tables_config import MOST_ENTRIES, THREADS, TablesConfig
 from anyattn.geometry.integers import ceil_div
 from anyattn.geometry.sequences import Sequences
 from anyattn.geometry.stored import StoredSequences
-from anyattn.mods.bounds import classify
 from anyattn.mods.trace import TracedMod
 from anyattn.problem import Problem
 
@@ -61,13 +60,16 @@ def visits_of(problem: Problem, special: Special, results: Results | None = None
     assert special.list_tile is not None
     key = (special.list_tile, problem.q.shape[2])
     if key not in known:
-        known[key] = _dense(problem, special, blocks.retile(*special.list_tile))
+        fits = special.list_tile == tile_of(blocks)
+        known[key] = _dense(problem, special, blocks if fits else blocks.retile(*special.list_tile))
     return known[key]
 
 
 def _dense(problem: Problem, special: Special, lists: Any) -> TablesOnHost:
     tensors = (lists.mask_block_cnt, lists.mask_block_idx, lists.full_block_cnt, lists.full_block_idx)
     visited = tensors[0] if tensors[2] is None else tensors[0] + tensors[2]
+    if special.config.spread == "none":  # every head of every entry has its own row tiles
+        visited = visited.expand(problem.batch, problem.heads_q, -1)
     order = _longest_first(visited, special.config.list_cut[0], ceil_div(problem.q.shape[2], TILE_M))
     return TablesOnHost(*tensors, order)
 
@@ -88,11 +90,13 @@ def _longest_first(visited: Tensor, cut: int, tiles: int) -> Tensor:
 def _made_lists(problem: Problem, mask: TracedMod, per_entry: bool, per_head: bool) -> Any:
     """Lists of a mask that came without."""
     from anyattn.sparsity.block_sparse import BlockSparseTensors
+    from anyattn.sparsity.compute import tile_lists
 
     lengths, tile = (problem.q.shape[2], problem.k.shape[2]), (TILE_M, TILE_M)
-    classes = classify(mask, *lengths, *tile, problem.batch, problem.heads_q, problem.q.device)
-    classes = classes.expand(problem.batch if per_entry else 1, problem.heads_q if per_head else 1, *classes.shape[2:])
-    return BlockSparseTensors.from_classes(classes, tile, lengths)
+    found = tile_lists(mask, problem.batch, problem.heads_q, *lengths, tile, problem.q.device)
+    batch, heads = problem.batch if per_entry else 1, problem.heads_q if per_head else 1
+    cnt, idx, full_cnt, full_idx = (t.expand(batch, heads, *t.shape[2:]) for t in found)
+    return BlockSparseTensors(cnt, idx, full_cnt, full_idx, tile=tile, lengths=lengths)
 
 
 def _ragged_lists(problem: Problem, mask: TracedMod) -> Any:

@@ -1,0 +1,146 @@
+"""torch's operations that Triton lacks or defines otherwise: what emitted code calls.
+
+Whole numbers divide like C's in Triton and like Python's in torch. Every function works element by element on values of one dtype;
+those of floats take float32 or float64 and stay accurate to a few units in the last place near 0, where the textbook formula cancels.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def floor_div(a, b):
+    quotient = a // b
+    rest = a - quotient * b
+    return quotient - ((rest != 0) & ((rest < 0) != (b < 0))).to(a.dtype)
+
+
+@triton.jit
+def floor_mod(a, b):
+    rest = a % b
+    return tl.where((rest != 0) & ((rest < 0) != (b < 0)), rest + b, rest)
+
+
+@triton.jit
+def divide(a, b):
+    """Rounded to nearest; Triton's own quotient of float32 is off by up to 2 units in the last place."""
+    if b.dtype == tl.float64:
+        return a / b
+    else:
+        return tl.div_rn(tl.cast(a, tl.float32), b)
+
+
+@triton.jit
+def sqrt(x):
+    """Rounded to nearest, as ``divide``."""
+    if x.dtype == tl.float64:
+        return tl.sqrt(x)
+    else:
+        return tl.sqrt_rn(x)
+
+
+@triton.jit
+def floor_div_real(a, b):
+    """torch's: the quotient less its remainder is whole but for rounding, which decides whether it is rounded down or to nearest."""
+    rest = a % b
+    quotient = divide(a - rest, b)
+    quotient = tl.where((rest != 0) & ((rest < 0) != (b < 0)), quotient - 1, quotient)
+    down = tl.floor(quotient)
+    down = tl.where(quotient - down > 0.5, down + 1, down)
+    return tl.where(b == 0, divide(a, b), tl.where(quotient == 0, divide(a, b) * 0, down))
+
+
+@triton.jit
+def trunc(x):
+    return tl.where(x < 0, tl.ceil(x), tl.floor(x))
+
+
+@triton.jit
+def round_even(x):
+    down = tl.floor(x)
+    over = x - down
+    is_even = tl.floor(down * 0.5) == down * 0.5
+    near = tl.where((over > 0.5) | ((over == 0.5) & ~is_even), down + 1, down)
+    return tl.where(over == over, near, x)  # infinities have no fraction
+
+
+@triton.jit
+def sign(x):
+    return (x > 0).to(x.dtype) - (x < 0).to(x.dtype)
+
+
+@triton.jit
+def expm1(x):
+    """W. Kahan's: what rounding did to exp(x) is undone by its logarithm."""
+    grown = tl.exp(x)
+    less = grown - 1
+    corrected = less * (x / tl.log(tl.where(grown == 1, 2, grown)))
+    return tl.where(grown == 1, x, tl.where((less == -1) | (grown == float("inf")), less, corrected))
+
+
+@triton.jit
+def log1p(x):
+    """W. Kahan's, as ``expm1``."""
+    moved = 1 + x
+    corrected = tl.log(moved) * (x / tl.where(moved == 1, 1, moved - 1))
+    return tl.where(moved == 1, x, tl.where(moved == float("inf"), x, corrected))
+
+
+@triton.jit
+def tanh(x):
+    less = expm1(-2 * tl.abs(x))
+    return -less / (less + 2) * sign(x)
+
+
+@triton.jit
+def sigmoid(x):
+    return 1 / (1 + tl.exp(-x))
+
+
+@triton.jit
+def power(base, exponent):
+    """base ** exponent of floats: a negative base needs a whole exponent, and x ** 0 is 1. In float64: the error grows with the result."""
+    dtype: tl.constexpr = base.dtype
+    base, exponent = base.to(tl.float64), exponent.to(tl.float64)
+    whole = tl.floor(exponent) == exponent
+    is_odd = whole & (tl.floor(exponent * 0.5) != exponent * 0.5)
+    size = tl.abs(base)
+    grown = tl.exp2(exponent * tl.log2(tl.where(size == 0, 1, size)))
+    of_zero = tl.where(exponent > 0, 0.0, tl.where(is_odd, 1 / base, float("inf")))
+    grown = tl.where(size == 0, of_zero, grown)
+    grown = tl.where((base < 0) & is_odd, -grown, grown)
+    grown = tl.where((base < 0) & ~whole, float("nan"), grown)
+    return tl.where((exponent == 0) | (base == 1), 1.0, grown).to(dtype)
+
+
+@triton.jit
+def power_whole(base, exponent):
+    """base ** exponent of whole numbers, wrapped around as in torch; below an exponent of 0 only 1 and -1 have a whole power."""
+    result = base * 0 + exponent * 0 + 1
+    factor = result * base
+    left = tl.where(exponent < 0, 0, exponent + base * 0)
+    for _ in range(0, 63):
+        result = tl.where((left & 1) != 0, result * factor, result)
+        factor = factor * factor
+        left = left >> 1
+    below = tl.where(base == 1, 1, tl.where(base == -1, tl.where((exponent & 1) != 0, -1, 1), 0)).to(result.dtype)
+    return tl.where(exponent < 0, below, result)
+
+
+@triton.jit
+def shift_left(a, b, BITS: tl.constexpr):
+    inside = (b >= 0) & (b < BITS)
+    return tl.where(inside, a << tl.where(inside, b, 0), 0)
+
+
+@triton.jit
+def shift_right(a, b, BITS: tl.constexpr):
+    inside = (b >= 0) & (b < BITS)
+    return a >> tl.where(inside, b, BITS - 1)
+
+
+@triton.jit
+def inside(place, size):
+    """A place counted from the end where it is negative; never outside of 0 to size - 1, whatever was captured."""
+    place = tl.where(place < 0, place + size, place)
+    return tl.minimum(tl.maximum(place, 0), size - 1)

@@ -1,0 +1,151 @@
+"""Which tiles a mask leaves empty, fills or cuts through, and the lists of them, in one or two kernels that wait for nothing.
+
+A program judges one row of tiles, or one column, from end to end: bounds of the mask over each tile settle most, eight sample pairs show
+most of the others to be partial, and what is left is evaluated whole. Then it writes the row's lists. So the time of a usual mask follows
+the number of tiles, and of any mask the number of pairs, and no value ever travels to the host.
+"""
+
+import triton
+import triton.language as tl
+
+__all__ = ["list_tiles", "store_hulls"]
+
+_EMPTY: tl.constexpr = tl.constexpr(0)
+_PARTIAL: tl.constexpr = tl.constexpr(1)
+_FULL: tl.constexpr = tl.constexpr(2)
+_DOUBT: tl.constexpr = tl.constexpr(3)
+
+
+@triton.jit
+def store_hulls(
+    hulls, scalars, tensors, seqlen_q, seqlen_k, rows, columns, heads, column_hulls_at,
+    STORE_ROW: tl.constexpr, STORE_COLUMN: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The least and the greatest value of every leaf over one tile's rows or columns. Grid: (rows + columns, batch * heads).
+
+    hulls: int64 [2 * row leaves][batch * heads][rows], and from ``column_hulls_at`` [2 * column leaves][batch * heads][columns].
+    """
+    place, bh = tl.program_id(0), tl.program_id(1)
+    b, h = bh // heads, bh % heads
+    count = tl.num_programs(1)
+    if place < rows:
+        first = place * TILE_M
+        last = tl.minimum(first + TILE_M, seqlen_q) - 1
+        STORE_ROW(b, h, first, last, hulls + bh * rows + place, count * rows, scalars, tensors, BLOCK)
+    else:
+        place -= rows
+        first = place * TILE_N
+        last = tl.minimum(first + TILE_N, seqlen_k) - 1
+        STORE_COLUMN(b, h, first, last, hulls + column_hulls_at + bh * columns + place, count * columns, scalars, tensors, BLOCK)
+
+
+@triton.jit
+def list_tiles(
+    row_lists, column_lists, hulls, scalars, tensors, seqlen_q, seqlen_k, rows, columns, heads, column_hulls_at,
+    VALUE: tl.constexpr, VERDICT: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SEPARATE_FULL: tl.constexpr, HAS_FULL_TAILS: tl.constexpr,
+):  # fmt: skip
+    """The lists of one row of tiles, or of one column. Grid: (rows, or rows + columns, batch * heads).
+
+    row_lists: pointers to int32 counts and indices of partial tiles, then of full ones; counts [batch * heads][rows], indices
+    [batch * heads][rows][columns]. column_lists: the same along the other side. hulls: what ``store_hulls`` left.
+    HAS_FULL_TAILS: a tile that a sequence's end cuts is full if all its pairs inside are visible, else it is partial then.
+    """
+    place, bh = tl.program_id(0), tl.program_id(1)
+    b, h = bh // heads, bh % heads
+    count = tl.num_programs(1)
+    is_row = place < rows
+    line = tl.where(is_row, place, place - rows)
+    length = tl.where(is_row, columns, rows)
+    if is_row:
+        partial_count, partial_index, full_count, full_index = row_lists
+    else:
+        partial_count, partial_index, full_count, full_index = column_lists
+    lines = tl.where(is_row, rows, columns)
+    counts_at = bh * lines + line
+    list_at = counts_at.to(tl.int64) * length
+    partial, full = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
+    first = line * 0  # a loop over a range needs a newer interpreter than NumPy 2.4 leaves it
+    while first < length:
+        lane = tl.arange(0, CHUNK)
+        is_tile = first + lane < length
+        along = tl.minimum(first + lane, length - 1)
+        m, n = tl.where(is_row, line, along), tl.where(is_row, along, line)
+        q_first, kv_first = m * TILE_M, n * TILE_N
+        q_last, kv_last = tl.minimum(q_first + TILE_M, seqlen_q) - 1, tl.minimum(kv_first + TILE_N, seqlen_k) - 1
+        row_hulls, column_hulls = hulls + bh * rows + m, hulls + column_hulls_at + bh * columns + n
+        certain, possible = VERDICT(
+            b, h, q_first, q_last, kv_first, kv_last, row_hulls, count * rows, column_hulls, count * columns, scalars, tensors,
+            TILE_M, TILE_N,
+        )  # fmt: skip
+        found = tl.where(certain, _FULL, tl.where(possible, _DOUBT, _EMPTY))
+        found = tl.where(is_tile, found, _EMPTY).to(tl.int32)
+        if tl.max((found == _DOUBT).to(tl.int32), 0) > 0:
+            found = _sampled(found, b, h, q_first, q_last, kv_first, kv_last, scalars, tensors, VALUE)
+            doubtful = tl.min(tl.where(found == _DOUBT, lane, CHUNK), 0)
+            while doubtful < CHUNK:
+                at = first + doubtful
+                q = tl.where(is_row, line, at) * TILE_M
+                kv = tl.where(is_row, at, line) * TILE_N
+                q_end, kv_end = tl.minimum(q + TILE_M, seqlen_q) - 1, tl.minimum(kv + TILE_N, seqlen_k) - 1
+                settled = _settled(b, h, q, q_end, kv, kv_end, scalars, tensors, VALUE, BLOCK_M, BLOCK_N)
+                found = tl.where(lane == doubtful, settled, found)
+                doubtful = tl.min(tl.where(found == _DOUBT, lane, CHUNK), 0)
+        if not HAS_FULL_TAILS:
+            is_cut = (q_last - q_first + 1 < TILE_M) | (kv_last - kv_first + 1 < TILE_N)
+            found = tl.where((found == _FULL) & is_cut, _PARTIAL, found)
+        if SEPARATE_FULL:
+            partial = _appended(partial_index + list_at, partial, found == _PARTIAL, along)
+            full = _appended(full_index + list_at, full, found == _FULL, along)
+        else:
+            partial = _appended(partial_index + list_at, partial, found != _EMPTY, along)
+        first += CHUNK
+    tl.store(partial_count + counts_at, partial)
+    if SEPARATE_FULL:
+        tl.store(full_count + counts_at, full)
+    first = line * 0
+    while first < length:
+        along = first + tl.arange(0, CHUNK)
+        tl.store(partial_index + list_at + along, 0, mask=(along >= partial) & (along < length))
+        if SEPARATE_FULL:
+            tl.store(full_index + list_at + along, 0, mask=(along >= full) & (along < length))
+        first += CHUNK
+
+
+@triton.jit
+def _appended(index, size, listed, along):
+    """Writes the listed tiles behind the ``size`` that the list has; how many it has then."""
+    hit = listed.to(tl.int32)
+    tl.store(index + size + tl.cumsum(hit, 0) - 1, along, mask=listed)
+    return size + tl.sum(hit, 0)
+
+
+@triton.jit
+def _sampled(found, b, h, q_first, q_last, kv_first, kv_last, scalars, tensors, VALUE: tl.constexpr):
+    """Doubtful tiles that show a visible and a hidden pair are partial: the four corners, then pairs without a period."""
+    some, every = found < 0, found >= 0
+    for sample in range(0, 8):
+        along_q = tl.where(sample < 4, (sample >> 1) * 65536, (sample * 49473) & 65535).to(tl.int64)
+        along_kv = tl.where(sample < 4, (sample & 1) * 65536, (sample * 37334) & 65535).to(tl.int64)
+        q = q_first + (((q_last - q_first) * along_q) >> 16).to(tl.int32)
+        kv = kv_first + (((kv_last - kv_first) * along_kv) >> 16).to(tl.int32)
+        seen = VALUE(b, h, q, kv, scalars, tensors)
+        some, every = some | seen, every & seen
+    return tl.where((found == _DOUBT) & some & (every == 0), _PARTIAL, found)
+
+
+@triton.jit
+def _settled(b, h, q_first, q_last, kv_first, kv_last, scalars, tensors, VALUE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The class of one tile, by looking at its pairs until a visible and a hidden one have been met."""
+    some, every = tl.full((), 0, tl.int32), tl.full((), 1, tl.int32)
+    q, kv = q_first, kv_first
+    while (q <= q_last) & (some <= every):
+        q_idx = tl.minimum(q + tl.arange(0, BLOCK_M), q_last)[:, None]
+        kv_idx = tl.minimum(kv + tl.arange(0, BLOCK_N), kv_last)[None, :]
+        seen = tl.broadcast_to(VALUE(b, h, q_idx, kv_idx, scalars, tensors).to(tl.int32), (BLOCK_M, BLOCK_N))
+        most, least = tl.max(seen), tl.min(seen)
+        some, every = tl.maximum(some, most), tl.minimum(every, least)
+        kv += BLOCK_N
+        q = tl.where(kv > kv_last, q + BLOCK_M, q)
+        kv = tl.where(kv > kv_last, kv_first, kv)
+    return tl.where(every == 1, _FULL, tl.where(some == 1, _PARTIAL, _EMPTY))

@@ -1,0 +1,188 @@
+"""The door to ``tile_classes``: the lists of a mask's tiles on a CUDA device, without a wait for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from anyattn.backends.triton import generated
+from anyattn.backends.triton.emit import packed_scalars
+from anyattn.backends.triton.spans import MOST_INDEX_BITS, MOST_SCALAR_BITS, mask_source
+from anyattn.mods.dependence import dependence
+from anyattn.mods.ir import Expr, category
+from anyattn.mods.trace import TracedMod
+
+__all__ = ["can_list", "list_tiles"]
+
+_FEW, _MOST_CHUNK = 64, 1024  # tiles of a row judged at once
+# Where one kernel does all: the positions of all tiles of a row together, and how many leaves have to be evaluated at them.
+_MOST_POSITIONS, _MOST_LEAVES = 2**14, 4
+
+
+class _Mask(NamedTuple):
+    """A mask's kernels, and what its lists depend on."""
+
+    kernels: Any
+    scalar_slots: tuple[int, ...]
+    tensor_slots: tuple[int, ...]
+    row_leaves: int
+    column_leaves: int
+    sees_b: bool
+    sees_h: bool
+    options: dict[str, Any]  # what the kernels are compiled with
+
+
+@lru_cache(maxsize=1024)
+def _mask(expr: Expr) -> _Mask:
+    source, deps = mask_source(expr), dependence(expr)
+    scalars, ranks = _slots(expr)
+    kernels = generated.load("\n\n".join([source.text, *_entries(scalars, ranks)]), f"mask_{expr.key}")
+    # a product and a sum rounded once would make another comparison true than in torch
+    has_floats = any(category(node.dtype) == "float" for node in expr.nodes)
+    options = {"enable_fp_fusion": False} if has_floats else {}
+    sees_b, sees_h = any(d.b for d in deps), any(d.h for d in deps)
+    return _Mask(kernels, scalars, tuple(ranks), source.row_leaves, source.column_leaves, sees_b, sees_h, options)
+
+
+_NUMBERS = ("seqlen_q", "seqlen_k", "rows", "columns", "heads", "column_hulls_at")
+_LISTS = tuple(f"{side}_{what}" for side in ("row", "column") for what in ("partial_count", "partial_index", "full_count", "full_index"))
+
+
+def _slots(expr: Expr) -> tuple[tuple[int, ...], dict[int, int]]:
+    """The captured numbers that are read, ascending, and the captured tensors with their ranks."""
+    scalars: set[Any] = {node.attr for node in expr.nodes if node.op == "scalar"}
+    ranks: dict[Any, int] = {node.attr: len(node.args) for node in expr.nodes if node.op == "load"}
+    return tuple(sorted(scalars)), {slot: ranks[slot] for slot in sorted(ranks)}
+
+
+def _entries(scalar_slots: tuple[int, ...], ranks: dict[int, int]) -> list[str]:
+    """The kernels to launch: they name every captured value as an argument, for Triton compiles anew for numbers inside of tuples."""
+    scalars = [f"s{slot}" for slot in scalar_slots]
+    tensors = {f"t{slot}": [f"t{slot}_{i}" for i in range(2 * rank)] for slot, rank in ranks.items()}
+    numbers = [f"{name}: tl.int64" for name in [*scalars, *(n for names in tensors.values() for n in names)]]
+    captured = ", ".join([*(f"{name}: tl.int32" for name in _NUMBERS), *numbers, *tensors])
+    packed = f"{_tuple(scalars)}, {_tuple(_tuple([t, *names]) for t, names in tensors.items())}, {', '.join(_NUMBERS)}"
+    plain = [*_LISTS, "hulls", *_NUMBERS, *scalars, *(n for names in tensors.values() for n in names), *tensors]
+    head = f"_PLAIN = {plain!r}\n\n\n@triton.jit(do_not_specialize=_PLAIN, do_not_specialize_on_alignment=_PLAIN)\ndef "
+    store, lists = ("TILE_M", "TILE_N", "BLOCK"), ("TILE_M", "TILE_N", "CHUNK", "BLOCK_M", "BLOCK_N", "SEPARATE_FULL", "HAS_FULL_TAILS")
+    made = [
+        f"{head}store_hulls(hulls, {captured}, {_constants(store)}):\n"
+        f"    tile_classes.store_hulls(hulls, {packed}, store_row_hulls, store_column_hulls, {', '.join(store)})\n"
+    ]
+    for name, verdict in (("list_tiles", "verdict"), ("list_tiles_at_once", "verdict_at_once")):
+        made.append(
+            f"{head}{name}({', '.join(_LISTS)}, hulls, {captured}, {_constants(lists)}):\n"
+            f"    lists = {_tuple(_LISTS[:4])}, {_tuple(_LISTS[4:])}\n"
+            f"    tile_classes.list_tiles(lists[0], lists[1], hulls, {packed}, value, {verdict}, {', '.join(lists)})\n"
+        )
+    return made
+
+
+def _tuple(names: Iterable[str]) -> str:
+    return "(" + "".join(f"{name}, " for name in names) + ")"
+
+
+def _constants(names: Iterable[str]) -> str:
+    return ", ".join(f"{name}: tl.constexpr" for name in names)
+
+
+def can_list(mod: TracedMod, lengths: tuple[int, int]) -> bool:
+    """Whether the numbers of this call are of the sizes that the kernels' bounds were written for, and no captured tensor is empty."""
+    limit = 2**MOST_SCALAR_BITS
+    if not all(t.numel() for t in mod.tensors):
+        return False
+    return max(lengths) < 2**MOST_INDEX_BITS and all(not isinstance(s, int) or -limit < s < limit for s in mod.scalars)
+
+
+def list_tiles(
+    mod: TracedMod,
+    lengths: tuple[int, int],
+    tile: tuple[int, int],
+    batch: tuple[int, int],
+    device: torch.device,
+    *,
+    wants_columns: bool,
+    separate_full: bool,
+    has_full_tails: bool,
+    broadcasts: bool,
+) -> list[Tensor | None]:
+    """Counts and indices of the partial tiles of each row of tiles, then of the full ones, then the same four of each column if wanted.
+
+    int32, (B, H, M) and (B, H, M, N). Ascending; 0 beyond a count. separate_full: False lists full tiles as partial ones and leaves their
+    own lists None. has_full_tails: see ``tile_classes.list_tiles``. broadcasts: B and H are 1 where the mask ignores b or h.
+    """
+    mask = _mask(mod.expr)
+    sizes = (batch[0] if mask.sees_b or not broadcasts else 1, batch[1] if mask.sees_h or not broadcasts else 1)
+    tile = (min(tile[0], 2**MOST_INDEX_BITS), min(tile[1], 2**MOST_INDEX_BITS))  # torch's "no mask" is one block of 2 ** 30
+    rows, columns = -(-lengths[0] // tile[0]), -(-lengths[1] // tile[1])
+    found = _empty_lists(sizes, (rows, columns), device, 2 if separate_full else 1, wants_columns)
+    if min(*sizes, rows, columns) == 0:
+        return [None if t is None else t.zero_() for t in found]
+    with _current(found[0]):
+        _launch(mask, mod, found, lengths, tile, sizes, (rows, columns), has_full_tails)
+    return found
+
+
+def _current(tensor: Tensor | None) -> AbstractContextManager:
+    """Triton launches on the current device."""
+    assert tensor is not None
+    is_current = tensor.device.type != "cuda" or torch.cuda.device_count() < 2 or tensor.device.index == torch.cuda.current_device()
+    return nullcontext() if is_current else torch.cuda.device(tensor.device)
+
+
+def _empty_lists(
+    sizes: tuple[int, int], grid: tuple[int, int], device: torch.device, classes: int, wants_columns: bool
+) -> list[Tensor | None]:
+    """Memory for the lists; those of one shape share an allocation, for each takes as long as a tenth of the whole call may."""
+    is_joint = wants_columns and grid[0] == grid[1]
+    found: list[Tensor | None] = []
+    for lines, length in (grid, grid[::-1])[: 1 + (wants_columns and not is_joint)]:
+        many = (1 + is_joint) * classes
+        counts = torch.empty((many, *sizes, lines), dtype=torch.int32, device=device).unbind(0)
+        indices = torch.empty((many, *sizes, lines, length), dtype=torch.int32, device=device).unbind(0)
+        for at in range(0, many, classes):
+            found += [counts[at], indices[at], *((counts[at + 1], indices[at + 1]) if classes > 1 else (None, None))]
+    return found
+
+
+def _launch(
+    mask: _Mask,
+    mod: TracedMod,
+    found: list[Tensor | None],
+    lengths: tuple[int, int],
+    tile: tuple[int, int],
+    sizes: tuple[int, int],
+    grid: tuple[int, int],
+    has_full_tails: bool,
+) -> None:
+    (rows, columns), count, first = grid, sizes[0] * sizes[1], found[0]
+    assert first is not None
+    tensors = [t.detach() if t.requires_grad else t for t in (mod.tensors[slot] for slot in mask.tensor_slots)]
+    strides = [n for t in tensors for pair in zip(t.stride(), t.shape, strict=True) for n in pair]
+    numbers = (*lengths, rows, columns, sizes[1], 2 * mask.row_leaves * count * rows)
+    captured = (*numbers, *packed_scalars([mod.scalars[slot] for slot in mask.scalar_slots]), *strides, *tensors)
+    kernel, hulls = mask.kernels.list_tiles, first
+    chunk = _FEW if max(rows, columns) <= _FEW else _MOST_CHUNK  # few sizes: each is a compilation
+    leaves = mask.row_leaves + mask.column_leaves
+    if leaves:
+        if leaves <= _MOST_LEAVES and chunk * _power_of_2(max(tile), 2 * _MOST_POSITIONS) <= _MOST_POSITIONS:
+            kernel = mask.kernels.list_tiles_at_once
+        else:
+            size = numbers[-1] + 2 * mask.column_leaves * count * columns
+            hulls = torch.empty(size, dtype=torch.int64, device=first.device)
+            mask.kernels.store_hulls[rows + columns, count](hulls, *captured, *tile, _power_of_2(max(tile), 1024), **mask.options)
+    lists = [t if t is not None else first for t in found]
+    block = _power_of_2(tile[0], 32), _power_of_2(tile[1], 128)
+    programs = rows + (columns if len(lists) > 4 else 0)
+    options = (found[2] is not None, has_full_tails)
+    kernel[programs, count](*lists[:4], *lists[-4:], hulls, *captured, *tile, chunk, *block, *options, **mask.options)
+
+
+def _power_of_2(size: int, most: int) -> int:
+    """The least power of two that is not less than ``size``, 16 at the least and ``most`` at the most."""
+    return min(max(16, 1 << (size - 1).bit_length()), most)

@@ -1,0 +1,149 @@
+"""Planted bugs of the Hopper backend. A kernel is traced from its source file, so a mutant is a copy of the package with one text changed.
+
+``planted`` makes the copy; a process that finds it first on its path runs the bug. Each mutant names a ``killer``, a check in
+``tests/gpu/killers_gpu.py`` that fails under it. None changes how often a role goes round, which would hang instead of erring.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import anyattn
+
+__all__ = ["MUTANTS", "Mutant", "planted"]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """``old``, once in the backend's file ``where``, becomes ``new``."""
+
+    name: str
+    where: str
+    old: str
+    new: str
+    killer: str
+
+
+MUTANTS = {
+    m.name: m
+    for m in (
+        # what a row sees
+        Mutant("edge_not_masked", "softmax.py", "end = facts.seqlen_k - first\n", "end = facts.seqlen_k + 64 - first\n", "full"),
+        Mutant("row_limit_off_by_one", "visits.py", "Int32(high) + q_first", "Int32(high) + q_first + 1", "causal"),
+        Mutant("left_limit_off_by_one", "visits.py", "Int32(low) + q_first", "Int32(low) + q_first + 1", "window"),
+        Mutant("last_tile_not_visited", "visits.py", "total = ceil_div(seqlen_k, tile_n)", "total = seqlen_k // tile_n", "full"),
+        Mutant(
+            "predicate_asked_in_first_tile_alone", "multiply.py",
+            "asks = is_masked or len(self.config.always) > 0",
+            "asks = False", "window",
+        ),
+        Mutant("full_tiles_not_asked", "multiply.py", "is_masked or len(self.config.always) > 0", "is_masked", "beside_lists"),
+        # lists
+        Mutant("full_tile_taken_for_partial", "visits.py", "n, Int32(1) if in_partial else Int32(0)", "n, Int32(1)", "lists"),
+        Mutant(
+            "list_read_from_its_second_tile", "visits.py",
+            "entries[cutlass.max(size - 1 - place, 0)]\n",
+            "entries[cutlass.max(size - 2 - place, 0)]\n", "lists",
+        ),
+        Mutant("heads_share_one_list", "visits.py", "head if const_expr(self.config.per_head) else Int32(0)", "Int32(0)", "lists"),
+        Mutant(
+            "entries_share_one_list", "visits.py",
+            "entry if const_expr(self.config.per_entry) else Int32(0)",
+            "Int32(0)", "lists",
+        ),
+        Mutant("wrong_part_of_a_list_tile", "visits.py", "* cut + cut - 1 - place % cut", "* cut + place % cut", "cut_lists"),
+        Mutant("lists_of_the_first_sequence", "visits.py", "at = tables.entries[entry, 7] + row", "at = row", "ragged_lists"),
+        Mutant(
+            "flat_list_offset", "visits.py",
+            "tables.entries[entry, 8] + row * columns",
+            "tables.entries[entry, 8] + row", "ragged_lists",
+        ),
+        Mutant("row_of_lists_of_another_size", "visits.py", "row = m_block // cut_m", "row = m_block // (2 * cut_m)", "lists"),
+        # sums
+        Mutant("output_not_rescaled", "multiply.py", "out[r, None].load() * row_scale[r]", "out[r, None].load()", "peaky"),
+        Mutant("sum_not_rescaled", "softmax.py", "row_sum[r] * row_scale[r] + total", "row_sum[r] + total", "peaky"),
+        Mutant(
+            "stale_maximum", "softmax.py",
+            "            row_max[r] = top\n",
+            "            row_max[r] = top if const_expr(is_first) else row_max[r]\n", "peaky",
+        ),
+        Mutant(
+            "sink_ignored", "epilogue.py",
+            "total * rescale + cute.math.exp2(logit - higher, fastmath=True)",
+            "total * rescale", "sink",
+        ),
+        Mutant("sink_in_base_2", "epilogue.py", "Float32(sink[head]) * Float32(LOG2E)", "Float32(sink[head])", "sink"),
+        Mutant("sink_of_another_head", "epilogue.py", "sink[head]", "sink[0]", "sink"),
+        Mutant(
+            "lse_in_base_2", "epilogue.py",
+            "found = (top + cute.math.log2(total, fastmath=True)) * Float32(math.log(2.0))",
+            "found = top + cute.math.log2(total, fastmath=True)", "full",
+        ),
+        # heads and storage
+        Mutant(
+            "wrong_gqa_head", "load.py",
+            "kv_head = head // sizes.ratio",
+            "kv_head = head % (sizes.heads // sizes.ratio)", "full",
+        ),
+        Mutant(
+            "queries_of_the_first_sequence", "load.py",
+            "cute.domain_offset((q_start, 0), q[",
+            "cute.domain_offset((q_start * 0, 0), q[", "packed",
+        ),
+        Mutant(
+            "keys_of_the_first_sequence", "load.py",
+            "cute.domain_offset((k_start, 0), k[",
+            "cute.domain_offset((k_start * 0, 0), k[", "packed",
+        ),
+        Mutant(
+            "values_of_the_first_sequence", "load.py",
+            "cute.domain_offset((0, k_start), v[",
+            "cute.domain_offset((0, k_start * 0), v[", "packed",
+        ),
+        Mutant("v_not_wiped", "multiply.py", "if room < tile_n:", "if room < 0:", "packed"),
+        Mutant(
+            "rows_behind_a_sequence_written", "epilogue.py",
+            "if facts.m_block * tile_m + (group + 1) * 64 > facts.seqlen_q:", "if facts.m_block < 0:", "packed",
+        ),
+        Mutant(
+            "pages_of_the_first_sequence", "load.py",
+            "tables.pages[entry, n // sizes.tiles_in_page]",
+            "tables.pages[0, n // sizes.tiles_in_page]", "pages",
+        ),
+        Mutant(
+            "page_off_by_one", "load.py",
+            "tables.pages[entry, n // sizes.tiles_in_page]",
+            "tables.pages[entry, (n + 1) // sizes.tiles_in_page]", "pages",
+        ),
+        Mutant("first_tile_of_every_page", "load.py", "n % sizes.tiles_in_page\n", "n % sizes.tiles_in_page * 0\n", "pages"),
+        Mutant("column_of_the_first_tile", "softmax.py", "positions[0, 0][1] + n * tile_n", "positions[0, 0][1]", "score"),
+        # work
+        Mutant("counter_left_as_it_is", "load.py", "counter[0] = Int32(0)\n", "counter[0] = Int32(1)\n", "twice"),
+    )
+}  # fmt: skip
+
+
+def planted(name: str, folder: Path) -> Path:
+    """A copy of the package in ``folder`` with one bug in it; what goes on the path.
+
+    Raises ``LookupError`` if the code no longer has the text that the mutant replaces.
+    """
+    mutant = MUTANTS[name]
+    shutil.copytree(_package(), folder / "anyattn", ignore=shutil.ignore_patterns("__pycache__"))
+    path = folder / "anyattn" / "backends" / "hopper" / mutant.where
+    path.write_text(_changed(mutant))
+    return folder
+
+
+def _changed(mutant: Mutant) -> str:
+    source = (_package() / "backends" / "hopper" / mutant.where).read_text()
+    if source.count(mutant.old) != 1:
+        raise LookupError(f"mutant {mutant.name}: {mutant.old!r} stands {source.count(mutant.old)} times in {mutant.where}; wanted once")
+    return source.replace(mutant.old, mutant.new)
+
+
+def _package() -> Path:
+    assert anyattn.__file__ is not None
+    return Path(anyattn.__file__).parent

@@ -1,0 +1,189 @@
+"""Packed, padded and paged sequences on the Hopper kernel, each judged by itself. Whatever row belongs to no sequence holds NaN."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import judging_gpu as judging
+import pytest
+import ragged_gpu as ragged
+import torch
+from judging_gpu import DEVICE, KINDS, Capturing, both, for_library, random, same
+from ragged_gpu import EQUAL, FORMS, LENGTHS, drawn
+
+import anyattn
+from anyattn import masks
+
+pytestmark = pytest.mark.gpu
+judging.needs_the_backend()
+
+_g = torch.Generator().manual_seed(21)
+IDS = (torch.rand(9, 700, generator=_g) < 0.01).long().cumsum(1)
+KEYS = random(9, 4, 700, seed=22)
+SLOPES = torch.rand(4, generator=_g) * 0.15
+SLOPES_BY_ENTRY = torch.rand(9, 4, generator=_g) * 0.15
+PREFIXES = torch.randint(0, 200, (9,), generator=_g)
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"window_size": (90, 20)},
+    "causal window": {"causal": True, "window_size": (70, 5), "softmax_scale": 0.2},
+    "left": {"window_size": (64, -1)},
+    "right": {"window_size": (None, 3)},
+    "shifted": {"window_size": (110, -30)},
+    "empty band": {"window_size": (2, -4)},
+    "softcap": {"causal": True, "softcap": 5.0},
+    "alibi": {"causal": True, "alibi_slopes": SLOPES},
+    "alibi by entry": {"alibi_slopes": SLOPES_BY_ENTRY},
+    "sink": {"causal": True, "sink": torch.linspace(-2, 3, 4)},
+    "sink of empty rows": {"window_size": (2, -4), "sink": torch.linspace(-2, 3, 4)},
+    "bias": {"score_mod": Capturing(lambda to: (lambda t: lambda s, b, h, i, j: s + t[b, h, j])(to(KEYS)))},
+    "document": {"mask_mod": Capturing(lambda to: masks.document(to(IDS)))},
+    "causal document": {"causal": True, "mask_mod": Capturing(lambda to: masks.document(to(IDS)))},
+    "prefix": {"mask_mod": Capturing(lambda to: masks.prefix_lm(to(PREFIXES)))},
+    "by head": {"mask_mod": lambda b, h, i, j: (j < 20 + 40 * h + 10 * b) | ((j - i).abs() < 10)},
+    "band of the mask": {"mask_mod": lambda b, h, i, j: (j <= i + 20 * h) & (j > i - 100 - 5 * b)},
+}
+
+
+def given(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(the library's options, those that the oracle gets otherwise)."""
+    options, exact = dict(OPTIONS[name]), {}
+    for key, value in options.items():
+        if isinstance(value, torch.Tensor):
+            options[key] = for_library(value)
+        elif isinstance(value, Capturing):
+            options[key], exact[key] = both(value)
+    return options, exact
+
+
+def judged(name: str, form: str, lengths: tuple[list[int], list[int]] = LENGTHS, **drawing: Any) -> None:
+    options, exact = given(name)
+    batch = drawn(lengths, **drawing)
+    ragged.judge(batch, FORMS[form](batch), options, f"{name}, {form}", exact)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(name: str) -> None:
+    judged(name, "packed")
+    judged(name, "partly used", kind="coded")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_forms(form: str) -> None:
+    for name in ("full", "causal", "window", "document"):
+        judged(name, form)
+    judged("causal", form, kind="coded")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_long(kind: str) -> None:
+    lengths = ([2048, 5, 2311], [2311, 2100, 2311])
+    for name in ("full", "causal", "window"):
+        judged(name, "packed", lengths, kind=kind)
+        judged(name, "pages of 64", lengths, kind=kind)
+
+
+@pytest.mark.parametrize("d,dv", [(64, 64), (256, 256), (192, 128), (72, 40), (128, 64), (96, 96)])
+def test_head_dims(d: int, dv: int) -> None:
+    """V's wiped rows have another width than K's, and a page's tiles are smaller."""
+    for name in ("causal", "document"):
+        judged(name, "partly used", d=d, dv=dv)
+    judged("causal", "pages of 64", d=d, dv=dv)
+
+
+@pytest.mark.parametrize("heads,kv_heads", [(1, 1), (3, 1), (5, 1), (14, 2)])
+def test_grouped_heads(heads: int, kv_heads: int) -> None:
+    judged("causal", "packed", heads=heads, kv_heads=kv_heads)
+    judged("window", "pages of 128", heads=heads, kv_heads=kv_heads)
+
+
+def test_float16() -> None:
+    for form in ("packed", "padded", "pages of 16"):
+        judged("causal", form, dtype=torch.float16)
+
+
+@pytest.mark.parametrize(
+    "lengths", [([0, 0, 5], [3, 0, 5]), ([1], [1]), ([1, 1, 1], [500, 1, 0]), ([128] * 5, [128] * 5), ([640], [1])], ids=str
+)
+def test_few_and_short(lengths: tuple[list[int], list[int]]) -> None:
+    for form in ("packed", "padded", "pages of 16"):
+        for name in ("full", "causal", "document"):
+            judged(name, form, lengths)
+
+
+@pytest.mark.parametrize("layout", ["flat", "padded"])
+@pytest.mark.parametrize("tile", [(128, 128), (128, 64), (256, 128)], ids=str)
+def test_lists(layout: str, tile: tuple[int, int]) -> None:
+    is_plain = tile == (128, 128)
+    for name in ("document", "prefix", "by head") if is_plain else ("document",):
+        options, exact = given(name)
+        batch = drawn()
+        stored = ragged.packed(batch)
+        heads = 4 if name == "by head" else None
+        lists = anyattn.compute_varlen_block_sparsity(*tile, heads, options["mask_mod"], layout=layout, device=DEVICE, **stored.where)
+        for causal in (False, True) if is_plain else (False,):
+            label = f"{name} {tile}, causal {causal}"
+            ragged.judge(batch, stored, options | {"causal": causal}, label, exact, block_sparse_tensors=lists)
+
+
+def test_lists_for_head_dim_256() -> None:
+    options, exact = given("document")
+    batch = drawn(d=256)
+    stored = ragged.packed(batch)
+    for layout in ("flat", "padded"):
+        lists = anyattn.compute_varlen_block_sparsity(128, 128, None, options["mask_mod"], layout=layout, device=DEVICE, **stored.where)
+        ragged.judge(batch, stored, options, layout, exact, block_sparse_tensors=lists)
+
+
+def test_packed_is_one_by_one_bit_by_bit() -> None:
+    """A sequence gives the bits that it gives alone, and that other forms of storage give."""
+    batch = drawn(EQUAL)
+    for name in ("full", "causal", "window"):
+        options, _ = given(name)
+        found = ragged.call(ragged.packed(batch), **options)[0]
+        for b, one in enumerate(batch):
+            if len(one[0]):
+                alone = ragged.packed([one])
+                assert same(ragged.of(found, ragged.packed(batch), b), ragged.of(ragged.call(alone, **options)[0], alone, 0)), (name, b)
+        for form in ("partly used", "padded"):
+            other = FORMS[form](batch)
+            result = ragged.call(other, **options)[0]
+            for b in range(len(batch)):
+                assert same(ragged.of(found, ragged.packed(batch), b), ragged.of(result, other, b)), (name, form, b)
+
+
+def test_where_pages_lie_changes_no_bit() -> None:
+    batch = drawn()
+    for name in ("full", "causal", "document"):
+        options, _ = given(name)
+        first = ragged.call(ragged.paged(batch, 64), **options)
+        for seed in (2, 3, 4):
+            assert same(first, ragged.call(ragged.paged(batch, 64, seed), **options)), name
+
+
+def test_a_batch_in_another_order() -> None:
+    batch = drawn()
+    there = ragged.packed(batch)
+    back = ragged.packed(batch[::-1])
+    one, other = (ragged.call(s, causal=True)[0] for s in (there, back))
+    for b in range(len(batch)):
+        assert same(ragged.of(one, there, b), ragged.of(other, back, len(batch) - 1 - b)), b
+
+
+@judging.where_calls_run
+@pytest.mark.parametrize("name", ["causal", "sink", "document"])
+def test_gradients_come_from_torch(name: str) -> None:
+    options, exact = given(name)
+    batch = drawn(EQUAL)
+    stored = ragged.packed(batch)
+    leaves = [t.detach().requires_grad_() for t in (stored.q, stored.k, stored.v)]
+    out, lse = ragged.call(stored._replace(q=leaves[0], k=leaves[1], v=leaves[2]), **options)
+    dout = random(*out.shape, seed=1).to(out.dtype).to(DEVICE)
+    grads = dict(zip(("dq", "dk", "dv"), torch.autograd.grad(out, leaves, dout), strict=True))
+    for b, one in enumerate(batch):
+        q, k, v, incoming = (t.transpose(0, 1)[None] for t in (*one, dout[stored.q_at[b]]))
+        got = {"out": ragged.of(out.detach(), stored, b), "lse": ragged.of(lse.detach(), stored, b, True)}
+        got |= {n: g[stored.q_at[b] if n == "dq" else stored.k_at[b]].transpose(0, 1)[None] for n, g in grads.items()}
+        judging.check(f"{name} sequence {b}", got, q, k, v, incoming, **ragged.meant(options | exact, b, q.shape[2], k.shape[2]))
