@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from anyattn.mods.bounds import check_loads
+from anyattn.mods.native import native_mod
 from anyattn.mods.rows import row_ranges
 from anyattn.mods.trace import TracedMod, trace
 from anyattn.problem import Problem
@@ -180,7 +181,7 @@ def traced(mod: Any, kind: str, query: Tensor, aux: list[Tensor] | None, name: s
     if isinstance(mod, TracedMod):
         return mod
     score_dtype = torch.float64 if query.dtype is torch.float64 else torch.float32
-    found = trace(mod, kind, score_dtype=score_dtype, aux_tensors=aux, device=query.device)
+    found = native_mod(mod, kind, aux) or trace(mod, kind, score_dtype=score_dtype, aux_tensors=aux, device=query.device)
     for tensor in found.tensors:
         if tensor.device != query.device and tensor.ndim > 0:
             raise ValueError(

@@ -49,6 +49,7 @@ def flash_attn_func(
     sink: (Hq,), one logit per head in the denominator.
     mask_mod: ``(b, h, q_idx, kv_idx) -> bool``. block_sparse_tensors: lists of the tiles that mask_mod leaves partial or full; without a
     mask_mod a partial tile shows everything. aux_tensors: what a mod's trailing argument receives.
+    On Hopper both mods may be CuTe functions instead, without gradients: docs/cute.md.
     num_splits: the keys are divided among so many partial results, 0 chooses. deterministic, backend: as in ``flex_attention``.
 
     Returns out (B, Sq, Hq, Dv), or with return_lse ``(out, lse)``, lse (B, Hq, Sq) the natural log-sum-exp in float32 (float64). A row

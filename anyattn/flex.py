@@ -41,6 +41,7 @@ def flex_attention(
     any strides. With ``enable_gqa`` Hq may be a multiple of Hkv. A batch of 1 in key and value is shared by every query batch entry.
     score_mod: ``(score, b, h, q_idx, kv_idx) -> score``; the score comes scaled, in float32 (float64 for float64 inputs).
     block_mask: anyattn's or torch's ``BlockMask``. mask_mod: ``(b, h, q_idx, kv_idx) -> bool``; both given, both must allow.
+        On Hopper score_mod and mask_mod may each be a CuTe function instead, without gradients: docs/cute.md.
     scale: default 1 / sqrt(D). aux_tensors: what a mod's trailing argument receives. sink: (Hq,), one logit per head in the denominator.
     return_lse, return_aux: also return the natural log-sum-exp and the maximal score per row, (B, Hq, Sq), float32 (float64).
     kernel_options: ``{"tile_m": int, "tile_n": int, "num_splits": int}`` override the plan; torch's names are accepted and ignored where

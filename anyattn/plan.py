@@ -13,6 +13,7 @@ from torch import Tensor
 
 from anyattn.errors import BackendError
 from anyattn.hardware import Hardware
+from anyattn.mods.native import has_native
 from anyattn.problem import Problem
 
 __all__ = ["BACKENDS", "Plan", "available", "choose", "combiner", "for_backward"]
@@ -82,6 +83,7 @@ def choose(problem: Problem, hardware: Hardware, backend: str | None = None, opt
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"backend={backend!r} is not a backend; wanted None (choose for me) or one of {', '.join(map(repr, BACKENDS))}")
     possible = available(hardware)
+    _check_native(problem, backend, possible["hopper"])
     reason = possible.get(backend or "torch")
     if reason is not None:
         raise BackendError(f"backend={backend!r} cannot run here: {reason}; pass backend=None to let anyattn choose")
@@ -91,6 +93,16 @@ def choose(problem: Problem, hardware: Hardware, backend: str | None = None, opt
     if backend == "torch" or against:
         return _with_options(_torch_plan(problem, hardware, backend == "torch", against), problem, options or {})
     return _hopper_plan(problem, "asked for" if backend else f"{hardware.name} has it, and the call is of its kind")
+
+
+def _check_native(problem: Problem, backend: str | None, against: str | None) -> None:
+    """Raises ``BackendError`` where a CuTe function would have to be asked by anything but the Hopper kernel."""
+    native = has_native((problem.score, *problem.predicates)) if problem.has_pairs else None
+    if native is None:
+        return
+    reason = "backend='torch' is named; pass backend='hopper'" if backend == "torch" else against or _reason_against_problem(problem)
+    if reason:
+        raise BackendError(f"only the Hopper kernel can run {native}, a CuTe function: {reason}; or write it as plain Python")
 
 
 def for_backward(plan: Plan, problem: Problem, hardware: Hardware) -> Plan:

@@ -6,7 +6,7 @@ options with their types. What the mods capture is read again on every call and 
 remembered where its checks or its plan hang on what tensors hold, where a mod can be understood only by tracing it, and where something
 listens to torch's operations (functorch, dispatch modes, tracing).
 
-No tensor and no function of a user's is kept, and no more than ``2 * _MOST`` calls.
+No tensor and no function of a user's is kept, but for CuTe functions, which are their programs, and no more than ``2 * _MOST`` calls.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from anyattn import check, check_flash, hardware, plan
 from anyattn.check_flash import Options
 from anyattn.mods.ir import Expr
 from anyattn.mods.loads import doubt
+from anyattn.mods.native import native_reading
 from anyattn.mods.recognise import Reading, recognise
-from anyattn.mods.trace import TracedMod
+from anyattn.mods.trace import TracedMod, is_native
 from anyattn.plan import Plan
 from anyattn.problem import Problem
 
@@ -176,7 +177,7 @@ def _aux_of(given: Any) -> tuple[Tensor, ...]:
 
 
 def _read(mod: Any) -> Reading:
-    reading = recognise(mod)
+    reading = native_reading(mod) if is_native(mod) else recognise(mod)
     if reading is None:
         raise _Unfit
     return reading

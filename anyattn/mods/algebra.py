@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from anyattn.mods import codec
-from anyattn.mods.trace import TracedMod, name_of, trace
+from anyattn.mods.trace import TracedMod, name_of, refuse_native, trace
 
 __all__ = ["Frozen", "Mask", "Score", "and_masks", "mod", "or_masks"]
 
@@ -38,6 +38,7 @@ class _Wrapped:
 
     def __init__(self, fn: Callable, name: str | None = None):
         self.fn = fn.fn if isinstance(fn, _Wrapped) else fn
+        refuse_native(self.fn, self.kind)
         self.name = name or (fn.name if isinstance(fn, _Wrapped) else name_of(fn))
         self.__name__ = self.name
         # a mod that waits for aux_tensors can be traced only by the call that brings them

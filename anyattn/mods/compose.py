@@ -22,7 +22,7 @@ def chained(first: TracedMod, second: TracedMod) -> TracedMod:
 def _chained(first: Expr, second: Expr, scalars: int, tensors: int) -> Expr:
     builder = Builder()
     score = builder.copy(first)
-    shifted = _renumbered(second, {"scalar": scalars, "load": tensors})
+    shifted = _renumbered(second, {"scalar": scalars, "load": tensors, "tensor": tensors})
     inputs = {i: score for i, node in enumerate(shifted.nodes) if node.op == "score"}
     return builder.build(builder.copy(shifted, replace=inputs))
 

@@ -7,6 +7,8 @@ An ``Expr`` guarantees that
 * every node obeys the table ``OPS``, which ``verify`` checks after each pass that builds an expression;
 * no run-time value is part of it: captured numbers are ``scalar`` slots and captured tensors ``load`` slots.
 
+A function that nobody can read (``native.py``) is one operation, ``native``, of all that a mod sees and of whole tensors (``tensor``).
+
 A dtype is a ``torch.dtype``, or Python's ``int`` or ``float`` for a *weak* number (a literal, a captured number, or arithmetic
 between such), which takes part in type promotion the way a Python number does in torch.
 """
@@ -121,7 +123,7 @@ OPS: dict[str, OpSpec] = {
     "where": OpSpec(3, _ANY, "same", None),
     "cast": OpSpec(1, _ANY, "any", None),
 }
-_LEAVES = ("index", "score", "const", "scalar", "load")
+_LEAVES = ("index", "score", "const", "scalar", "load", "tensor")
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,7 +155,7 @@ class Expr:
     @cached_property
     def tensor_slots(self) -> tuple[int, ...]:
         """The captured tensors that are read, ascending."""
-        return tuple(sorted({node.attr for node in self.nodes if node.op == "load"}))  # type: ignore[type-var, misc]
+        return tuple(sorted({node.attr for node in self.nodes if node.op in ("load", "tensor")}))  # type: ignore[type-var, misc]
 
     @cached_property
     def uses_score(self) -> bool:
@@ -233,7 +235,7 @@ class Builder:
         return node.attr if node.op == "const" else None  # type: ignore[return-value]
 
     def _simplify(self, node: Node) -> int | None:
-        if node.op in _LEAVES:
+        if node.op in _LEAVES or node.op == "native":
             return None
         literals = [self._literal(a) for a in node.args]
         spec = OPS[node.op]
@@ -312,6 +314,9 @@ def verify(expr: Expr) -> None:
         if node.op in _LEAVES:
             _verify_leaf(node, [expr.nodes[a].dtype for a in node.args], where)
             continue
+        if node.op == "native":
+            assert isinstance(node.attr, str) and node.dtype in (torch.bool, torch.float32), f"{where}: no function's name, or no mod"
+            continue
         assert node.op in OPS, f"{where}: unknown operation"
         spec = OPS[node.op]
         assert len(node.args) == spec.arity, f"{where}: takes {spec.arity} arguments"
@@ -333,6 +338,8 @@ def _verify_leaf(node: Node, argument_dtypes: list[DType], where: str) -> None:
         assert node.dtype in (torch.float32, torch.float64), f"{where}: a score is float32 or float64"
     elif node.op == "load":
         assert isinstance(node.attr, int) and all(d is torch.int64 for d in argument_dtypes), f"{where}: indices must be int64"
+    elif node.op == "tensor":
+        assert isinstance(node.attr, int), f"{where}: not a slot"
     elif node.op == "scalar":
         assert isinstance(node.attr, int) and is_weak(node.dtype), f"{where}: a captured number is weak"
     assert node.op == "load" or not node.args, f"{where}: a leaf takes no arguments"

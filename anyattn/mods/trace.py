@@ -25,7 +25,7 @@ from anyattn.mods.recognise import Pattern, Reading, recognise
 from anyattn.mods.source import mod_error
 from anyattn.mods.values import FUNCTIONS, NeedsNumber, Value, View
 
-__all__ = ["Source", "TracedMod", "name_of", "trace"]
+__all__ = ["Source", "TracedMod", "is_native", "name_of", "refuse_native", "trace"]
 
 _INPUTS = {"mask": ("b", "h", "q_idx", "kv_idx"), "score": ("score", "b", "h", "q_idx", "kv_idx")}
 
@@ -116,6 +116,24 @@ def name_of(fn: Callable) -> str:
     return getattr(inner, "__name__", None) or type(inner).__name__
 
 
+def is_native(fn: Any) -> bool:
+    """Whether ``fn`` was made by ``@cute.jit``, as CuTe DSL marks it; asks without importing CuTe."""
+    return getattr(fn, "_decorator_kind", None) == "jit" and hasattr(fn, "_dsl_cls")
+
+
+def refuse_native(fn: Any, kind: str) -> None:
+    """Raises ``ModError`` for a CuTe function, also under ``functools.partial``."""
+    if is_native(getattr(fn, "func", fn)):
+        raise _unreadable(f"{kind}_mod {name_of(fn)!r} is", kind)
+
+
+def _unreadable(what: str, kind: str) -> ModError:
+    return ModError(
+        f"{what} a CuTe function (@cute.jit), which cannot be read here, but only run by the Hopper kernel: pass the CuTe function itself "
+        f"to an attention function with backend='hopper', or write it as plain Python of ({', '.join(_INPUTS[kind])})"
+    )
+
+
 def trace(
     fn: Callable,
     kind: str,
@@ -136,6 +154,7 @@ def trace(
     """
     if isinstance(fn, TracedMod):
         return fn
+    refuse_native(fn, kind)
     reading = recognise(fn)
     takes_aux = _takes_aux(fn, kind, aux_tensors, reading)
     aux = list(aux_tensors) if takes_aux and aux_tensors is not None else []
@@ -149,6 +168,10 @@ def trace(
             break
         except NeedsNumber as need:
             pinned |= need.slots
+        except Exception as error:
+            if not type(error).__module__.startswith("cutlass"):
+                raise
+            raise _unreadable(f"{kind}_mod {name_of(fn)!r} calls", kind) from error
     expr, scalars, tensors = _compact(expr, numbers, tracer.tensors)
     source = memo.remember(expr, scalars, tensors, numbers, pinned) if memo is not None and not tracer.reads_values else None
     return TracedMod(kind, expr, tuple(numbers[s] for s in scalars), tuple(tensors), name_of(fn), source)

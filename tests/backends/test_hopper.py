@@ -23,6 +23,7 @@ from anyattn.check_flash import Options
 from anyattn.hardware import Hardware
 from anyattn.mods.trace import trace
 from anyattn.problem import Problem
+from anyattn.sparsity.block_sparse import BlockSparseTensors
 
 H200 = Hardware("cuda", "an H200", 0, frozenset((torch.float16, torch.bfloat16, torch.float32)), (9, 0), 132)
 
@@ -135,6 +136,35 @@ def test_row_tiles_come_longest_first() -> None:
     assert sorted(m for m, _, _ in order) == list(range(8)) and {(h, b) for _, h, b in order} == {(0, 0)}
     lengths = [int(visited[0, 0, m]) for m, _, _ in order]
     assert lengths == sorted(lengths, reverse=True) and lengths[0] > lengths[-1]
+
+
+def test_row_tiles_of_each_head_and_entry() -> None:
+    """Lists that differ by head and are shared by the batch still make row tiles for every entry."""
+    wide = torch.randn(3, 2, 300, 128, dtype=torch.bfloat16)
+    by_head = traced(lambda b, h, i, j: (j < 20 + 30 * h) | ((j - i).abs() < 10))
+    p = problem(predicates=by_head, **dict.fromkeys("qkv", wide))
+    made = specialised(p)
+    found = visits_of(p, made)
+    assert (made.config.spread, made.config.per_entry, made.config.per_head) == ("none", False, True)
+    assert sorted(map(tuple, found.order.tolist())) == [(m, h, b) for m in range(3) for h in range(2) for b in range(3)]
+
+
+def test_tiles_divide_pages_and_lists() -> None:
+    pool = torch.randn(8, 48, 2, 128, dtype=torch.bfloat16)
+    q, table, used = torch.randn(2, 5, 2, 128, dtype=torch.bfloat16), torch.arange(8).view(2, 4).int(), torch.tensor([50, 190]).int()
+    for mask, tile_n in ((None, 48), (masks.prefix_lm(9), 16)):
+        options = Options(mask_mod=mask)
+        p = check_flash.varlen_problem(q, pool, pool, None, None, None, None, None, used, table, None, options)
+        assert specialised(p).config.tiles.tile_n == tile_n
+
+
+def test_a_tile_longer_than_the_sequence_is_whole() -> None:
+    short = torch.randn(1, 2, 100, 128, dtype=torch.bfloat16)
+    lists = anyattn.compute_block_sparsity(128, 128, 1, 1, 100, 100, masks.prefix_lm(5), device="cpu")
+    cut = BlockSparseTensors(lists.mask_block_cnt, lists.mask_block_idx, tile=(100, 100), lengths=(100, 100))
+    p = problem(predicates=traced(masks.prefix_lm(5)), blocks=cut, **dict.fromkeys("qkv", short))
+    assert reason_against(p) is None and specialised(p).list_tile == (128, 128)
+    assert visits_of(p, specialised(p)).partial_count is lists.mask_block_cnt
 
 
 @pytest.mark.parametrize("ends_with_row", [False, True])

@@ -19,7 +19,7 @@ from anyattn.backends.hopper.config import Config
 from anyattn.backends.hopper.content import ARCH
 from anyattn.backends.hopper.disk_cache import Payload
 
-__all__ = ["compiled_object", "dlpack_function", "has_tvm_ffi", "load", "make"]
+__all__ = ["compiled_object", "dlpack_function", "examples", "has_tvm_ffi", "load", "make", "wrapped"]
 
 _FUNCTION = "anyattn_hopper_forward"
 _WIDE = (torch.bfloat16, torch.float16)
@@ -78,10 +78,10 @@ def _compiled(config: Config, kinds: tuple, through_tvm_ffi: bool) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of CuTe DSL's own deprecations
         # what is exported needs no engine of its own, which would write the machine code a second time
-        return cute.compile(HopperForward(config), *_examples(kinds), stream, options=options, no_jit_engine=through_tvm_ffi)
+        return cute.compile(HopperForward(config), *examples(kinds), stream, options=options, no_jit_engine=through_tvm_ffi)
 
 
-def _examples(kinds: tuple) -> list[Any]:
+def examples(kinds: tuple) -> list[Any]:
     """Placeholders of the ``kinds`` of a call's arguments (``launch.kinds_of``)."""
     rest = iter(kinds)
     return [_example(kind, rest, is_nested=False) for kind in rest]
@@ -136,12 +136,12 @@ def dlpack_function(config: Config, kinds: tuple) -> Callable[..., None]:
     def call(*arguments: Any) -> None:
         device = next(a.device for a in arguments if isinstance(a, torch.Tensor))
         stream = cuda.CUstream(torch.cuda.current_stream(device).cuda_stream)
-        function(*(_wrapped(a, is_nested=False) for a in arguments), stream)
+        function(*(wrapped(a, is_nested=False) for a in arguments), stream)
 
     return call
 
 
-def _wrapped(item: Any, is_nested: bool) -> Any:
+def wrapped(item: Any, is_nested: bool) -> Any:
     """``item`` as CuTe's own type, of the layout that ``_example`` promised."""
     from cutlass import Float32, Int32
     from cutlass.cute.runtime import from_dlpack
@@ -152,7 +152,7 @@ def _wrapped(item: Any, is_nested: bool) -> Any:
         is_wide = not is_nested and item.dtype in _WIDE and item.ndim >= 3
         return from_dlpack(item, assumed_align=16 if is_wide else item.element_size()).mark_layout_dynamic(leading_dim=item.ndim - 1)
     if isinstance(item, tuple):
-        return tuple(_wrapped(x, is_nested=True) for x in item)
+        return tuple(wrapped(x, is_nested=True) for x in item)
     if isinstance(item, float):
         return Float32(item)
     return None if item is None else Int32(item)

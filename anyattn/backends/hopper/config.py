@@ -158,8 +158,8 @@ class Config:
 @lru_cache(maxsize=1024)
 def slots(expr: Expr) -> tuple[int, int]:
     """How many captured numbers and tensors an expression may read: one more than its highest slots."""
-    highest = [max((int(n.attr) for n in expr.nodes if n.op == op), default=-1) for op in ("scalar", "load")]  # type: ignore[call-overload]
-    return highest[0] + 1, highest[1] + 1
+    numbers = max((int(n.attr) for n in expr.nodes if n.op == "scalar"), default=-1)  # type: ignore[call-overload]
+    return numbers + 1, max(expr.tensor_slots, default=-1) + 1
 
 
 @lru_cache(maxsize=1024)

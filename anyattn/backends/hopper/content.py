@@ -15,6 +15,7 @@ import torch
 
 from anyattn.backends.hopper.config import Config
 from anyattn.mods.ir import Expr
+from anyattn.mods.native import NativeFunction
 
 __all__ = ["ARCH", "NoContentError", "canonical", "key_of", "sources"]
 
@@ -42,6 +43,8 @@ def canonical(item: object) -> str:
     '(1,1.0,True,None)'
     """
     if isinstance(item, Expr):
+        if not all(n.attr.has_content for n in item.nodes if isinstance(n.attr, NativeFunction)):
+            raise NoContentError("a CuTe function captures what has no content to name a kernel by")
         return f"Expr:{item.key}"
     if dataclasses.is_dataclass(item) and not isinstance(item, type):
         fields = ",".join(f"{f.name}={canonical(getattr(item, f.name))}" for f in dataclasses.fields(item))

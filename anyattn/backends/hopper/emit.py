@@ -17,6 +17,7 @@ from cutlass import Boolean, Float32, Int32, Int64
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
+from anyattn.backends.hopper.native import call_native
 from anyattn.backends.hopper.staging import Bias, lines, stages, straight
 from anyattn.mods.dependence import dependence
 from anyattn.mods.ir import Expr, Node, category
@@ -238,6 +239,10 @@ def _operation(node: Node, args: list[Any], expr: Expr, tensors: Sequence[Any]) 
         return node.attr
     if node.op == "cast":
         return _cast(args[0], category(expr.nodes[node.args[0]].dtype), kind)
+    if node.op == "tensor":
+        return tensors[node.attr]  # type: ignore[index]
+    if node.op == "native":
+        return call_native(node, args)
     if node.op == "load":
         return _load(node, args, expr, tensors[node.attr], kind)  # type: ignore[index]
     if node.op in _UNARY:

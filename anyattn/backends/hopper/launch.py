@@ -19,7 +19,7 @@ from anyattn.backends.hopper import build, disk_cache
 from anyattn.backends.hopper.config import Config
 from anyattn.backends.hopper.content import NoContentError, key_of
 
-__all__ = ["compiling_only", "forget", "kinds_of", "launch", "prepare", "warm"]
+__all__ = ["compiling_only", "forget", "indexable", "kinds_of", "launch", "prepare", "warm"]
 
 
 class _Known(dict[tuple, Callable[..., None]]):
@@ -49,7 +49,7 @@ def launch(config: Config, arguments: tuple) -> None:
         function = config.__dict__[_SLOT][kinds]
     except KeyError:
         function = prepare(config, kinds)
-    function(*(arguments if is_plain else _indexable(arguments)))
+    function(*(arguments if is_plain else indexable(arguments)))
 
 
 def kinds_of(arguments: tuple) -> tuple[tuple, bool]:
@@ -138,9 +138,9 @@ def warm(config: Config, kinds: tuple) -> disk_cache.Payload:
     return cache.get_or_make(key, lambda: build.make(config, kinds))
 
 
-def _indexable(item: Any) -> Any:
+def indexable(item: Any) -> Any:
     """Arguments that the kernel can index: bools as bytes, a single value with one dimension."""
     if isinstance(item, Tensor):
         item = item.view(torch.uint8) if item.dtype is torch.bool else item
         return item.reshape(1) if item.ndim == 0 else item
-    return tuple(map(_indexable, item)) if isinstance(item, tuple) else item
+    return tuple(map(indexable, item)) if isinstance(item, tuple) else item

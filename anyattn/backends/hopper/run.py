@@ -17,7 +17,7 @@ from anyattn.geometry.integers import ceil_div
 from anyattn.plan import Plan
 from anyattn.problem import Problem
 
-__all__ = ["Result", "config_of", "forward"]
+__all__ = ["Result", "config_of", "forward", "heads_side_by_side"]
 
 _CACHE_FOR_KEYS = 32 * 2**20  # bytes of the 50 MB L2 cache that K and V of the heads computed side by side may take
 
@@ -68,9 +68,16 @@ def _special(problem: Problem, plan: Plan) -> Special:
 
 
 def _section(problem: Problem) -> int:
-    """How many heads go side by side: those whose keys and values fit the cache together."""
-    row = problem.k.shape[2] * (problem.q.shape[3] + problem.v.shape[3]) * problem.q.element_size()
-    return max(1, _CACHE_FOR_KEYS // max(row, 1)) * problem.qhead_per_kvhead
+    size = problem.k.shape[2] * (problem.q.shape[3] + problem.v.shape[3]) * problem.q.element_size()
+    return heads_side_by_side(size, problem.qhead_per_kvhead)
+
+
+def heads_side_by_side(size: int, ratio: int) -> int:
+    """How many query heads go side by side: those whose keys and values fit the cache together.
+
+    size: bytes of one head's K and V; ratio: query heads that share them.
+    """
+    return max(1, _CACHE_FOR_KEYS // max(size, 1)) * ratio
 
 
 def _statistic(problem: Problem) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -12,11 +13,12 @@ from anyattn.backends.hopper.config import TILE_M, Ask, Config, padded, sides, s
 from anyattn.backends.hopper.staging import factored
 from anyattn.mods.dependence import dependence
 from anyattn.mods.ir import Builder, Expr
+from anyattn.mods.native import has_native
 from anyattn.mods.rows import RowRanges, row_ranges
 from anyattn.mods.trace import TracedMod
 from anyattn.problem import Problem
 
-__all__ = ["Special", "fitting", "list_tile_misfit", "ranges_unread", "specialised"]
+__all__ = ["Special", "fitting", "list_tile_misfit", "ranges_unread", "specialised", "tile_of"]
 
 _FAR = 2**30  # further than any position; twice that is still a number of 32 bits
 _MOST_RANGES = 2  # of a row, that the kernel keeps in registers
@@ -58,21 +60,27 @@ class Special(NamedTuple):
 def specialised(problem: Problem) -> Special:
     """What the kernel for ``problem`` is specialised for; asks nothing of what tensors hold.
 
-    Bands alone need no lists of tiles. Else the first predicate that is none has lists, which ``problem`` may bring along.
+    Bands and CuTe functions alone need no lists of tiles. Else the first predicate that is neither has lists, which ``problem`` may bring.
     """
     bands = [_band(p) for p in problem.predicates]
-    may_go_by_mask = problem.blocks is None or problem.blocks_follow
+    # what a CuTe function shows nobody knows: it is asked in every tile, unless the caller brings its lists
+    unlisted = [i for i, p in enumerate(problem.predicates) if bands[i] is None and has_native([p]) is None]
     listed = None
-    if not (may_go_by_mask and all(b is not None for b in bands)):
-        listed = 0 if problem.blocks is not None else bands.index(None)
+    if problem.blocks is not None and not (problem.blocks_follow and not unlisted):
+        listed = 0
+    elif unlisted:
+        listed = unlisted[0]
     list_tile = None
     if listed is not None:
-        list_tile = (TILE_M, TILE_M) if problem.blocks is None else fitting(problem.blocks.tile)
+        list_tile = (TILE_M, TILE_M) if problem.blocks is None else fitting(tile_of(problem.blocks))
     score = problem.score if problem.score is not None or problem.scale > 0 else _IDENTITY
     sources = [] if score is None else [(_SCORE, *slots(score.expr))]
     flags: dict[str, Any] = {} if listed is not None else {"bands": tuple(b.expr for b in bands if b is not None)}
     if listed is None:
         sources += [(i, *slots(b.expr)) for i, b in enumerate(bands) if b is not None]
+        always = [(i, _ask(p)) for i, p in enumerate(problem.predicates) if bands[i] is None]
+        flags["always"] = tuple(ask for _, ask in always)
+        sources += [(i, *slots(ask.expr)) for i, ask in always]
     else:
         first = problem.predicates[listed]
         asked = [] if _shows_all(first) else [(listed, _ask(first))]
@@ -86,8 +94,12 @@ def specialised(problem: Problem) -> Special:
 
 def _config(problem: Problem, score: Expr | None, list_tile: tuple[int, int] | None, flags: dict[str, Any]) -> Config:
     d, dv = padded(problem.q.shape[3], problem.v.shape[3])
-    divides = list_tile[1] if list_tile is not None else problem.k.shape[2] if flags["is_paged"] else None
+    # a tile of keys is part of one of the lists', and of one page
+    whole = [size for size in (list_tile[1] if list_tile else 0, problem.k.shape[2] if flags["is_paged"] else 0) if size]
+    divides = math.gcd(*whole) if whole else None
     tiles = tiles_for(d, dv, score, divides)
+    if flags.get("always") and tiles.tile_m != TILE_M:  # asking about every score takes registers that three warp groups do not have
+        tiles = tiles_for(d, dv, score, TILE_M)
     cut = (1, 1) if list_tile is None else (list_tile[0] // tiles.tile_m, list_tile[1] // tiles.tile_n)
     is_bf16 = problem.q.dtype is torch.bfloat16
     asked: dict[str, Any] = {"has_sink": problem.sink is not None, "has_lse": problem.wants_lse, "has_max": problem.wants_max}
@@ -114,6 +126,13 @@ def _storage(problem: Problem, has_lists: bool) -> dict[str, Any]:
     elif has_lists:
         found |= {"lists": "flat" if blocks.layout == "flat" else "ragged", "per_head": blocks.mask_block_cnt.shape[0] > 1}  # type: ignore
     return found
+
+
+def tile_of(blocks: Any) -> tuple[int, int]:
+    """The tile of block lists. One that holds a whole sequence may as well be larger, and is taken to be whole tiles of the kernel's."""
+    lengths = getattr(blocks, "lengths", None) or (math.inf, math.inf)
+    rows, keys = (-(-size // TILE_M) * TILE_M if size >= n else size for size, n in zip(blocks.tile, lengths, strict=True))
+    return rows, keys
 
 
 def fitting(tile: tuple[int, int]) -> tuple[int, int]:

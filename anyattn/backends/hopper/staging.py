@@ -40,6 +40,8 @@ def straight(expr: Expr) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def reads_apart(expr: Expr) -> bool:
     """Whether some tensor is read for every score at a place of its own, not along its last dimension."""
     along = straight(expr)[1]
+    if any(n.op == "tensor" for n in expr.nodes):  # a CuTe function reads it as it likes
+        return True
     return any(n.op == "load" and due == "tile" and i not in along for i, (n, due) in enumerate(zip(expr.nodes, stages(expr), strict=True)))
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from anyattn.backends.hopper.config import HEAD_DIMS, TILE_M
-from anyattn.backends.hopper.specialise import list_tile_misfit
+from anyattn.backends.hopper.specialise import list_tile_misfit, tile_of
+from anyattn.mods.native import has_native
 from anyattn.mods.trace import TracedMod
 from anyattn.problem import Problem
 
@@ -15,7 +16,7 @@ _WRITTEN = frozenset(
     [
         "index", "score", "scalar", "const", "load", "cast", "where", "add", "sub", "mul", "div", "neg", "abs", "min", "max", "and", "or",
         "not", "eq", "ne", "lt", "le", "gt", "ge", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sin", "cos", "tanh", "sigmoid", "erf",
-        "floor", "reciprocal",
+        "floor", "reciprocal", "tensor", "native",
     ]
 )  # fmt: skip
 _FAR = 2**31  # no captured number of more bits than the kernel counts in
@@ -34,6 +35,8 @@ def reason_against(problem: Problem) -> str | None:
         reason = None if mod is None else _against_mod(mod)
         if reason:
             return reason
+    if problem.needs_grad and has_native((problem.score, *problem.predicates)):
+        return "an input requires grad, and a CuTe function has no derivative: detach the inputs, or use torch.no_grad()"
     if not problem.has_pairs:
         return "there is nothing to multiply"
     return _against_lists(problem) or _against_layout(problem)
@@ -50,10 +53,10 @@ def _against_mod(mod: TracedMod) -> str | None:
 
 def _against_lists(problem: Problem) -> str | None:
     blocks = problem.blocks
-    if blocks is None or not list_tile_misfit(blocks.tile):
+    if blocks is None or not list_tile_misfit(tile_of(blocks)):
         return None
-    rows, keys = blocks.tile
-    if problem.sequences is None and problem.blocks_follow and all(TILE_M % n == 0 or n % TILE_M == 0 for n in blocks.tile):
+    rows, keys = tile_of(blocks)
+    if problem.sequences is None and problem.blocks_follow and all(TILE_M % n == 0 or n % TILE_M == 0 for n in (rows, keys)):
         return None  # joined to larger tiles, for the mask says the rest
     return f"its row tiles are {TILE_M} rows and its key tiles multiples of 16, and these block lists are in tiles of {rows} x {keys}"
 

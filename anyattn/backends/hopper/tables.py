@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from anyattn.backends.hopper.config import TILE_M
-from anyattn.backends.hopper.specialise import Special
+from anyattn.backends.hopper.specialise import Special, tile_of
 from anyattn.geometry.integers import ceil_div
 from anyattn.geometry.sequences import Sequences
 from anyattn.mods.trace import TracedMod
@@ -48,13 +48,16 @@ def visits_of(problem: Problem, special: Special) -> TablesOnHost:
     assert special.list_tile is not None
     key = (special.list_tile, problem.q.shape[2])
     if key not in known:
-        known[key] = _dense(problem, special, blocks.retile(*special.list_tile))
+        fits = special.list_tile == tile_of(blocks)
+        known[key] = _dense(problem, special, blocks if fits else blocks.retile(*special.list_tile))
     return known[key]
 
 
 def _dense(problem: Problem, special: Special, lists: Any) -> TablesOnHost:
     tensors = (lists.mask_block_cnt, lists.mask_block_idx, lists.full_block_cnt, lists.full_block_idx)
     visited = tensors[0] if tensors[2] is None else tensors[0] + tensors[2]
+    if special.config.spread == "none":  # every head of every entry has its own row tiles
+        visited = visited.expand(problem.batch, problem.heads_q, -1)
     order = _longest_first(visited, special.config.list_cut[0], ceil_div(problem.q.shape[2], TILE_M))
     return TablesOnHost(*tensors, order)
 
