@@ -77,7 +77,8 @@ def cases() -> dict[str, tuple[list, dict]]:  # type: ignore[type-arg]
     by_token = trace(lambda s, b, h, q, k: s + table[ids[q], ids[k]], "score")
     capped = trace(lambda s, b, h, q, k: 30.0 * torch.tanh(s / 30.0), "score")
     causal, window, sinks = (row_ranges(trace(m, "mask")) for m in (masks.causal(), masks.sliding_window(9, 0), masks.sink_window(4, 9)))
-    document = trace(masks.document(ids), "mask")
+    document, tree = trace(masks.document(ids), "mask"), trace(masks.tree(torch.zeros(9, 3, dtype=torch.int64)), "mask")
+    rounded = trace(lambda s, b, h, q, k: s + torch.round(s) % 3 - torch.sign(s) * ((q - k) // 3 ^ k) + torch.log1p(s.abs()), "score")
     assert causal is not None and window is not None and sinks is not None
     ends = {"bands": (causal.expr,)}
     each, entries = Ask(document.expr, False), {"has_entries": True, "has_order": True, "spread": "heads"}
@@ -92,6 +93,8 @@ def cases() -> dict[str, tuple[list, dict]]:  # type: ignore[type-arg]
         "sinks": ([sinks], {"lists": "dense", "partial": Ask(sinks.expr, True), "has_order": True}),
         "document": ([document], {"lists": "dense", "partial": each, "has_order": True, "has_sink": True}),
         "document and causal": ([document, causal], {"lists": "dense", "partial": each, "always": (Ask(causal.expr, True),)}),
+        "tree": ([tree], {"lists": "dense", "partial": Ask(tree.expr, False), "has_order": True}),
+        "rounded": ([rounded], {"score": rounded.expr}),
         "ragged": ([causal], {**ends, **entries}),
         "ragged lists": ([document], {"lists": "ragged", "partial": each, **entries}),
         "pages": ([causal], {**ends, **entries, "is_paged": True}),
@@ -102,7 +105,8 @@ def main(folder: Path, head_dim: int, head_dim_v: int) -> None:
     result = {}
     for i, (name, (mods, fields)) in enumerate(cases().items()):
         listed = 128 if "lists" in fields or "is_paged" in fields else None
-        tiles = tiles_for(head_dim, head_dim_v, fields.get("score"), listed)
+        asks = tuple(ask for ask in (fields.get("partial"), *fields.get("always", ())) if ask is not None)
+        tiles = tiles_for(head_dim, head_dim_v, fields.get("score"), listed, asks)
         cut = (1, 128 // tiles.tile_n) if "lists" in fields else (1, 1)
         config = Config(head_dim, head_dim_v, i % 2 == 0, tiles, list_cut=cut, has_lse=True, **fields)
         result[name] = compile(config, mods, folder / str(i))

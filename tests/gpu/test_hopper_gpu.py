@@ -134,6 +134,10 @@ SCORES: dict[str, Any] = {
     "by token": Capturing(lambda to: (lambda t: lambda s, b, h, i, j: torch.where(t[b, j] == 2, s * 0.25, s))(to(TOKENS))),
     "gate": lambda s, b, h, i, j: s * torch.sigmoid(0.01 * (i - j)),
     "hides": lambda s, b, h, i, j: torch.where((j - i).abs() > 60 + 20 * h, -torch.inf, s),
+    "rounded": lambda s, b, h, i, j: s + torch.round((i - j) * 0.3) * 0.05 - ((i - 50) // 3 % 5) * torch.sign(j - i) + ((i ^ j) & 3) * 0.1,
+    "logarithmic": lambda s, b, h, i, j: s - torch.log1p((i - j).abs().float()) + ((i - j) % 1.5) * 0.1 + torch.expm1(-s.abs()),
+    "straight": Capturing(lambda to: (lambda sl: lambda s, b, h, i, j: s - sl[h] * (i - j))(to(SLOPES))),
+    "by head": Capturing(lambda to: (lambda sl: lambda s, b, h, i, j: s + sl[h])(to(SLOPES))),
     "negated": lambda s, b, h, i, j: -s,
     "huge bias": lambda s, b, h, i, j: torch.where(j < 7, s + 1e4, s),
 }

@@ -25,6 +25,7 @@ KEEP = torch.rand(2, SK, generator=_g) < 0.5
 ENDS = torch.randint(0, SK + 1, (SQ,), generator=_g)
 KINDS_OF_KEY = torch.randint(0, 3, (2, SK), generator=_g)
 
+BITS = torch.randint(-(2**63), 2**63 - 1, (SQ, -(-SK // 64)), generator=torch.Generator().manual_seed(6))
 MASKS: dict[str, Any] = {
     "prefix": masks.prefix_lm(37),
     "prefix by entry": Capturing(lambda to: masks.prefix_lm(to(PREFIXES))),
@@ -40,6 +41,9 @@ MASKS: dict[str, Any] = {
     "islands": lambda b, h, i, j: (i >= 150) & (i < 300) & ((j < 200) | (j >= 390) | (h == 0)),
     "nothing": lambda b, h, i, j: (j < 5) & (j > 9) & (i + j > 3),
     "one key": lambda b, h, i, j: (j == 499) & (i != 3),
+    "chunked": masks.chunked(96),
+    "dilated": masks.dilated(40, 3),
+    "tree": Capturing(lambda to: masks.tree(to(BITS))),
     "three ranges": lambda b, h, i, j: (j < 10) | ((j > 150) & (j < 170)) | ((j > i) & (j < i + 140)),
 }
 

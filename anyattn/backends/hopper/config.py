@@ -179,16 +179,17 @@ def sides(ranges: Expr) -> tuple[bool, bool] | None:
     return found[0], found[1]
 
 
-def tiles_for(head_dim: int, head_dim_v: int, score: Expr | None, tile_n: int | None = None) -> Tiles:
+def tiles_for(head_dim: int, head_dim_v: int, score: Expr | None, tile_n: int | None = None, asked: tuple[Ask, ...] = ()) -> Tiles:
     """The tiles for padded head dimensions: as large as registers allow without spilling, which ``tests/backends/test_hopper.py`` watches.
 
-    A score mod needs registers that three warp groups do not have, and one that reads a table for every score needs more. tile_n: what the
-    keys of a tile must divide, a list's tile or a page.
+    A score mod, or predicates asked beside bands, need registers that three warp groups do not have, and what reads a table for every score
+    needs more. tile_n: what the keys of a tile must divide, a list's tile or a page. asked: all predicates but bands.
     """
-    if head_dim == head_dim_v == 64 and score is None and tile_n is None:
+    if head_dim == head_dim_v == 64 and score is None and tile_n is None and not asked:
         return Tiles(192, 128, 3)
     widest = max(head_dim, head_dim_v)
-    if score is not None and reads_apart(score):
+    each = [ask.expr for ask in asked if not ask.by_row] + ([score] if score is not None else [])
+    if any(map(reads_apart, each)):
         keys = 64 if widest <= 128 else 48
     elif score is not None and reads_straight(score):
         keys = {192: 96, 256: 64}.get(widest, 128)

@@ -45,14 +45,18 @@ def _approximate(function: Callable) -> Callable:
 _UNARY: dict[str, Callable] = {
     **{
         name: _approximate(getattr(cute.math, name))
-        for name in ("exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sin", "cos", "erf", "floor")
+        for name in ("exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt", "rsqrt", "sin", "cos", "erf", "floor", "ceil", "trunc")
     },
+    "round": _approximate(cute.math.roundeven),
     "tanh": _tanh,
     "sigmoid": lambda x: _tanh(Float32(x) * Float32(0.5)) * Float32(0.5) + Float32(0.5),
     "reciprocal": lambda x: cute.arch.rcp_approx(Float32(x)),
 }
 _COMPARE = {name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")}
-_BINARY = {"add": operator.add, "sub": operator.sub, "mul": operator.mul, "and": operator.and_, "or": operator.or_, **_COMPARE}
+_BINARY = {
+    **{"add": operator.add, "sub": operator.sub, "mul": operator.mul, "and": operator.and_, "or": operator.or_, "xor": operator.xor},
+    **{"shl": operator.lshift, "shr": operator.rshift, **_COMPARE},
+}
 
 
 def _whole(x: Any) -> Any:
@@ -257,6 +261,11 @@ def _operation(node: Node, args: list[Any], expr: Expr, tensors: Sequence[Any]) 
         return -args[0]
     if node.op == "abs":
         return cute.math.absf(args[0]) if kind == "float" else select(args[0] < 0, -args[0], args[0], "int")
+    if node.op == "sign":
+        zero, one = (Float32(0.0), Float32(1.0)) if kind == "float" else (_whole(args[0]) * 0, _whole(args[0]) * 0 + 1)
+        return select(args[0] > 0, one, select(args[0] < 0, -one, zero, kind), kind)
+    if node.op in ("floordiv", "mod"):
+        return _divided(node.op, *args, kind)
     if node.op == "not":
         return select(args[0], False, True, "bool") if kind == "bool" else ~args[0]
     return _binary(node, args, category(expr.nodes[node.args[0]].dtype))
@@ -273,6 +282,20 @@ def _binary(node: Node, args: list[Any], operands: str) -> Any:
     elif operands == "int":
         a, b = _alike([a, b])
     return _BINARY[node.op](a, b)
+
+
+def _divided(op: str, a: Any, b: Any, kind: str) -> Any:
+    """Python's whole division and its rest, which takes the divisor's sign; by a literal power of 2 a shift or the low bits."""
+    if kind == "float":
+        whole = cute.math.floor(Float32(a) / Float32(b))
+        return whole if op == "floordiv" else Float32(a) - whole * Float32(b)
+    if isinstance(b, int) and b > 0 and b & (b - 1) == 0:
+        return _whole(a) >> (b.bit_length() - 1) if op == "floordiv" else _whole(a) & (b - 1)
+    a, b = _alike([a, b])
+    if op == "floordiv":
+        return a // b
+    rest = a % b  # of the dividend's sign
+    return select((rest != 0) & ((rest < 0) != (b < 0)), rest + b, rest, "int")
 
 
 def _alike(args: list[Any]) -> list[Any]:

@@ -97,9 +97,8 @@ def _config(problem: Problem, score: Expr | None, list_tile: tuple[int, int] | N
     # a tile of keys is part of one of the lists', and of one page
     whole = [size for size in (list_tile[1] if list_tile else 0, problem.k.shape[2] if flags["is_paged"] else 0) if size]
     divides = math.gcd(*whole) if whole else None
-    tiles = tiles_for(d, dv, score, divides)
-    if flags.get("always") and tiles.tile_m != TILE_M:  # asking about every score takes registers that three warp groups do not have
-        tiles = tiles_for(d, dv, score, TILE_M)
+    asks = tuple(ask for ask in (flags.get("partial"), *flags.get("always", ())) if ask is not None)
+    tiles = tiles_for(d, dv, score, divides, asks)
     cut = (1, 1) if list_tile is None else (list_tile[0] // tiles.tile_m, list_tile[1] // tiles.tile_n)
     is_bf16 = problem.q.dtype is torch.bfloat16
     asked: dict[str, Any] = {"has_sink": problem.sink is not None, "has_lse": problem.wants_lse, "has_max": problem.wants_max}
