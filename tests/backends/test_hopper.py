@@ -150,6 +150,16 @@ def test_row_tiles_of_each_head_and_entry() -> None:
     assert sorted(map(tuple, found.order.tolist())) == [(m, h, b) for m in range(3) for h in range(2) for b in range(3)]
 
 
+def test_one_block_mask_serves_batches_of_any_size() -> None:
+    mask = lambda b, h, i, j: (j < 20 + 30 * h) | ((j - i).abs() < 10)
+    lists = anyattn.create_block_mask(mask, None, 2, 300, 300, device="cpu").block_sparse()
+    for batch in (1, 3, 2):
+        wide = torch.randn(batch, 2, 300, 128, dtype=torch.bfloat16)
+        p = problem(predicates=traced(mask), blocks=lists, **dict.fromkeys("qkv", wide))
+        order = visits_of(p, specialised(p)).order
+        assert {b for _, _, b in order.tolist()} == set(range(batch)) and len(order) == batch * 2 * 3
+
+
 def test_tiles_divide_pages_and_lists() -> None:
     pool = torch.randn(8, 48, 2, 128, dtype=torch.bfloat16)
     q, table, used = torch.randn(2, 5, 2, 128, dtype=torch.bfloat16), torch.arange(8).view(2, 4).int(), torch.tensor([50, 190]).int()

@@ -58,7 +58,7 @@ def visits_of(problem: Problem, special: Special, results: Results | None = None
         return _dense(problem, special, _made_lists(problem, problem.predicates[special.listed], config.per_entry, config.per_head))
     known = _of_lists.setdefault(blocks, {})
     assert special.list_tile is not None
-    key = (special.list_tile, problem.q.shape[2])
+    key = (special.list_tile, special.config.spread, problem.q.shape[:3])
     if key not in known:
         fits = special.list_tile == tile_of(blocks)
         known[key] = _dense(problem, special, blocks if fits else blocks.retile(*special.list_tile))
