@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import sequences as seq
 import torch
@@ -402,3 +403,13 @@ def test_a_mask_whose_table_changes_before_the_backward_pass_is_refused(name: st
     ids.fill_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
+
+
+def test_tables_may_be_written_behind_torchs_back() -> None:
+    """A table that shares NumPy's memory changes without torch counting it; what was found of it before must not be used again."""
+    ends = np.array([0, 5, 20], dtype=np.int32)
+    cu, q = torch.from_numpy(ends), torch.randn(20, 2, 16)
+    once = lambda table: anyattn.flash_attn_varlen_func(q, q, q, cu_seqlens_q=table, cu_seqlens_k=table)
+    first = once(cu)
+    ends[1] = 12
+    assert torch.equal(once(cu), once(cu.clone())) and not torch.equal(once(cu), first)
