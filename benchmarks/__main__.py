@@ -10,7 +10,6 @@ from typing import Any
 
 import click
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks import machine, report
 from benchmarks.bars import Found
@@ -74,7 +73,7 @@ def main(
             found.probes[probe] = measure(probe)
         console.print(f"{probe}: {json.dumps(found.probes[probe])}", highlight=False, soft_wrap=True)
         _write(out, where, found)
-    _print_bars(console, found)
+    report.print_bars(console, report.bar_rows(found))
     if any(record.refused for record in found.records.values()):
         sys.exit(1)
 
@@ -110,15 +109,6 @@ def _write(out: Path | None, where: dict, found: Found) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     out.with_suffix(".json").write_text(json.dumps(report.as_json(where, found), indent=1) + "\n")
     out.with_suffix(".md").write_text(report.as_markdown(where, found))
-
-
-def _print_bars(console: Console, found: Found) -> None:
-    table = Table("bar", "measured", "floor", "aim", "", title="Bars")
-    for row in report.bar_rows(found):
-        if row[1] != "not measured":
-            verdict = row[4].replace("*", "")
-            table.add_row(*row[:4], f"[{'green' if verdict.startswith('pass') else 'red'}]{verdict}")
-    console.print(table)
 
 
 if __name__ == "__main__":

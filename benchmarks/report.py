@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from rich.console import Console
+from rich.table import Table
+
 from benchmarks.bars import BARS, Bar, Found
 from benchmarks.case import OTHER_JOB, OURS, Record
 
-__all__ = ["as_json", "as_markdown", "bar_rows", "describe_record"]
+__all__ = ["as_json", "as_markdown", "bar_rows", "describe_record", "print_bars"]
 
 
 def as_json(machine: dict[str, Any], found: Found) -> dict[str, Any]:
@@ -60,6 +63,16 @@ def _bar_row(bar: Bar, found: Found) -> tuple[str, str, str, str, str]:
     text = f"{_figure(value)} {bar.unit}" + (f" ({note})" if note else "")
     verdict = "pass" if bar.passes(value) else "**short**"
     return bar.name, text, floor, aim, verdict + (" (disturbed)" if found.disturbed else "")
+
+
+def print_bars(console: Console, rows: Sequence[tuple[str, str, str, str, str]]) -> None:
+    """The bars that were measured, as ``bar_rows`` gives them: green or, where the verdict is "short", red."""
+    table = Table("bar", "measured", "floor", "aim", "", title="Bars")
+    for row in rows:
+        if row[1] != "not measured":
+            verdict = row[4].replace("*", "")
+            table.add_row(*row[:4], f"[{'green' if verdict.startswith(('pass', 'reached')) else 'red'}]{verdict}")
+    console.print(table)
 
 
 def describe_record(record: Record) -> str:

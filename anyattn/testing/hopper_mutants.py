@@ -1,29 +1,19 @@
 """Planted bugs of the Hopper backend. A kernel is traced from its source file, so a mutant is a copy of the package with one text changed.
 
-``planted`` makes the copy; a process that finds it first on its path runs the bug. Each mutant names a ``killer``, a check in
-``tests/gpu/killers_gpu.py`` that fails under it. None changes how often a role goes round, which would hang instead of erring.
+``where`` of these is a file of the backend. ``planted`` makes the copy; a process that finds it first on its path runs the bug. Each names
+a ``killer``, a check in ``tests/gpu/killers_gpu.py`` that fails under it. None changes how often a role goes round, which would
+hang instead of erring.
 """
 
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 
 import anyattn
+from anyattn.testing.mutants import Mutant
 
-__all__ = ["MUTANTS", "Mutant", "planted"]
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """``old``, once in the backend's file ``where``, becomes ``new``."""
-
-    name: str
-    where: str
-    old: str
-    new: str
-    killer: str
+__all__ = ["MUTANTS", "planted"]
 
 
 MUTANTS = {

@@ -18,7 +18,6 @@ from typing import Any
 import click
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks import machine
 from benchmarks.gpu import report
@@ -27,6 +26,7 @@ from benchmarks.gpu.probes import PROBES, measure
 from benchmarks.gpu.runner import DeviceLost, GpuRecord, run_case
 from benchmarks.gpu.state import Store
 from benchmarks.gpu.timing import Limits
+from benchmarks.report import print_bars
 
 _DEVICE_LOST = 3
 _GROUPS = [*GROUPS, *PROBES]
@@ -75,7 +75,7 @@ def main(
     if not keep:
         store.clear()
     _supervise(store, [arg for arg in sys.argv[1:] if arg != "--keep"], time.monotonic() + seconds)
-    _print_bars(console, store)
+    print_bars(console, report.shown_bars(store.found()))
 
 
 def _probes(groups: tuple[str, ...], only: str | None) -> list[str]:
@@ -170,15 +170,6 @@ def _version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return ""
-
-
-def _print_bars(console: Console, store: Store) -> None:
-    table = Table("bar", "measured", "floor", "aim", "", title="Bars")
-    for row in report.shown_bars(store.found()):
-        if row[1] != "not measured":
-            verdict = row[4].replace("*", "")
-            table.add_row(*row[:4], f"[{'green' if verdict.startswith('reached') else 'red'}]{verdict}")
-    console.print(table)
 
 
 if __name__ == "__main__":

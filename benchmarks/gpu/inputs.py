@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anyattn.gallery import Mods
 from benchmarks.gpu.cases import GpuCase
-from benchmarks.gpu.variants import VARIANTS, Mods, Setting, document_lengths
+from benchmarks.gpu.variants import VARIANTS, Setting, document_lengths
 from benchmarks.variants import visible_pairs
 
 __all__ = ["Inputs", "intervals"]

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from anyattn import masks, scores
+from anyattn.gallery import Mods
 
-__all__ = ["DOCUMENTS", "VARIANTS", "WINDOW", "Mods", "Setting", "Variant", "document_lengths"]
+__all__ = ["DOCUMENTS", "VARIANTS", "WINDOW", "Setting", "Variant", "document_lengths"]
 
 WINDOW = 1024
 DOCUMENTS = 8
@@ -31,14 +32,6 @@ class Setting:
 
     def random(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=torch.Generator().manual_seed(3)).to(self.device)
-
-
-@dataclass(frozen=True)
-class Mods:
-    """mask: (b, h, q_idx, kv_idx) -> bool, None for everything. score: (score, b, h, q_idx, kv_idx) -> score, None for no change."""
-
-    mask: Callable[..., Any] | None = None
-    score: Callable[..., Any] | None = None
 
 
 @dataclass(frozen=True)

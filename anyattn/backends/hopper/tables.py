@@ -66,12 +66,17 @@ def visits_of(problem: Problem, special: Special, results: Results | None = None
 
 
 def _dense(problem: Problem, special: Special, lists: Any) -> TablesOnHost:
-    tensors = (lists.mask_block_cnt, lists.mask_block_idx, lists.full_block_cnt, lists.full_block_idx)
+    tensors = _tensors(lists)
     visited = tensors[0] if tensors[2] is None else tensors[0] + tensors[2]
     if special.config.spread == "none":  # every head of every entry has its own row tiles
         visited = visited.expand(problem.batch, problem.heads_q, -1)
     order = _longest_first(visited, special.config.list_cut[0], ceil_div(problem.q.shape[2], TILE_M))
     return TablesOnHost(*tensors, order)
+
+
+def _tensors(lists: Any) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Those of dense or ragged lists, as the kernel takes them."""
+    return lists.mask_block_cnt, lists.mask_block_idx, lists.full_block_cnt, lists.full_block_idx
 
 
 def _longest_first(visited: Tensor, cut: int, tiles: int) -> Tensor:
@@ -129,7 +134,7 @@ def _ragged(problem: Problem, special: Special, lists: Any, results: Results | N
     if lists is None:
         return TablesOnHost(order=order, entries=places, pages=pages)
     places = _entries(sequences, (lists.cu_block_cnt[:-1], lists.cu_block_idx[:-1]))
-    tensors = (lists.mask_block_cnt, lists.mask_block_idx, lists.full_block_cnt, lists.full_block_idx)
+    tensors = _tensors(lists)
     return TablesOnHost(*tensors, order, places, pages)
 
 
