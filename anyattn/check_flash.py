@@ -107,7 +107,7 @@ def varlen_problem(
 
     # (a page table changes from step to step, and the sequences hold on to it)
     may_keep = pool is None and not any(isinstance(n, Tensor) for n in lengths)
-    if may_keep and all(t is None or type(t) is Tensor for t in given):
+    if may_keep and all(t is None or (type(t) is Tensor and t.device == q.device) for t in given) and not q.is_meta:
         facts = ("varlen", q.shape[:-2], k.shape[:-2], q.device, lengths, tuple(map(type, lengths)), validate)
         sequences, offset = kept(given, facts, checked)
     else:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["kept"]
+__all__ = ["forget", "kept"]
 
 _MOST = 64
 _results: OrderedDict[tuple, Any] = OrderedDict()
@@ -32,3 +32,8 @@ def kept(tensors: tuple[Tensor | None, ...], facts: Hashable, make: Callable[[],
     while len(_results) > _MOST:
         _results.popitem(last=False)
     return _results[key]
+
+
+def forget() -> None:
+    """Forgets every result, as if nothing had been made yet."""
+    _results.clear()

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from anyattn import recall
+from anyattn import kept, recall
 
 __all__ = ["MUTANTS", "Mutant", "active"]
 
@@ -212,16 +212,22 @@ def active(name: str) -> Iterator[None]:
             yield
         return
     mutated = _rewritten(original, mutant, module)
-    recall.clear()  # a remembered call does not go where the bug is
+    _forget()
     places = [(owner, last)] if parents else _bindings(original)
     for place, attribute in places:
         setattr(place, attribute, mutated)
     try:
         yield
     finally:
-        recall.clear()
+        _forget()
         for place, attribute in places:
             setattr(place, attribute, original)
+
+
+def _forget() -> None:
+    """Nothing that an earlier call left goes round the bug, and nothing that the bug made outlives it."""
+    recall.clear()
+    kept.forget()
 
 
 @contextlib.contextmanager
