@@ -5,7 +5,7 @@ functions:
 
 tensors: q, k, v, out, lse, highest, sink, entries, order, pages; what a call lacks is any pointer.
 strides: (rows, heads, positions) of q, k, v, out; the last dimension is contiguous.
-strides[4]: from one split's statistics and output to the next's. strides[5], of block lists: from one entry's counts to the next's, from
+spans[0]: from one split's statistics and output to the next's. spans[1], of block lists: from one entry's counts to the next's, from
 one head's to the next's, places of a row of tiles (0 where they lie flat), from one head's flat places to the next's.
 sizes: seqlen_q, seqlen_k (greatest of all), heads, positions of statistics, row tiles, splits, pages of a sequence, query heads of a K/V
 head, key tiles that lists count in a sequence of seqlen_k.
@@ -112,7 +112,7 @@ def visit(
 
 @triton.jit
 def store_results(
-    acc, row_sum, row_max, tensors, strides, sizes, q_row, at, h, is_row, split,
+    acc, row_sum, row_max, tensors, strides, spans, sizes, q_row, at, h, is_row, split,
     HAS_SINK: tl.constexpr, HAS_LSE: tl.constexpr, HAS_MAX: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """Writes a row tile's output and statistics; ``at`` are its rows of storage, ``h`` their heads.
@@ -120,7 +120,7 @@ def store_results(
     A split's go to [split][q row][head][position], where the sink is added when they are combined.
     """
     statistic = (q_row.to(tl.int64) * sizes[2] + h) * sizes[3] + at
-    part = split.to(tl.int64) * strides[4][0]
+    part = split.to(tl.int64) * spans[0][0]
     if HAS_MAX:
         seen = tl.where(row_sum == 0, float("-inf"), row_max * _LN2)
         tl.store(tensors[5] + part + statistic, seen, mask=is_row)
@@ -135,7 +135,7 @@ def store_results(
     acc = acc / total[:, None]
     offsets = q_row.to(tl.int64) * strides[3][0] + h.to(tl.int64) * strides[3][1] + at.to(tl.int64) * strides[3][2]
     d = tl.arange(0, BLOCK_DV)[None, :]
-    out = tensors[3] + split.to(tl.int64) * strides[4][1]
+    out = tensors[3] + split.to(tl.int64) * spans[0][1]
     tl.store(out + offsets[:, None] + d, acc.to(out.dtype.element_ty), mask=is_row[:, None] & (d < HEAD_DIM_V))
     if HAS_LSE:
         lse = tl.where(row_sum == 0, float("-inf"), row_max * _LN2 + tl.log(total))
@@ -144,7 +144,7 @@ def store_results(
 
 @triton.jit
 def forward_tile(
-    tensors, strides, sizes, lists, scale, captured,
+    tensors, strides, spans, sizes, lists, scale, captured,
     SCORE_ROWS: tl.constexpr, SCORE: tl.constexpr, MASK_ROWS: tl.constexpr, MASK: tl.constexpr, ALWAYS_ROWS: tl.constexpr,
     ALWAYS: tl.constexpr, HAS_SCORE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr, RANGES: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, LIST_M: tl.constexpr, LIST_N: tl.constexpr, HAS_FULL: tl.constexpr,
@@ -207,7 +207,7 @@ def forward_tile(
         )  # fmt: skip
         runs = by_ranges(limits, TILE_N, 2)
     else:
-        counts_at, places_at = place_of_lists(strides[5], b, h * GROUP, line, found, seqlen_k, LIST_N, HAS_ENTRIES)
+        counts_at, places_at = place_of_lists(spans[1], b, h * GROUP, line, found, seqlen_k, LIST_N, HAS_ENTRIES)
         runs = by_lists(lists, counts_at, places_at, seqlen_k, TILE_N, LIST_N, HAS_FULL)
     if RANGES > 0:
         full, partial = runs[0][1] + runs[1][1], runs[2][1] + runs[3][1] + runs[4][1] + runs[5][1]
@@ -240,5 +240,5 @@ def forward_tile(
             TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PAGE_SIZE, PRECISION,
         )  # fmt: skip
     store_results(
-        acc, row_sum, row_max, tensors, strides, sizes, found[0], at, heads, is_row, split, HAS_SINK, HAS_LSE, HAS_MAX, HEAD_DIM_V, BLOCK_DV
+        acc, row_sum, row_max, tensors, strides, spans, sizes, found[0], at, heads, is_row, split, HAS_SINK, HAS_LSE, HAS_MAX, HEAD_DIM_V, BLOCK_DV
     )

@@ -17,17 +17,17 @@ from torch import Tensor
 from anyattn.backends.triton import generated, interpreter
 from anyattn.backends.triton.programs import Part, Program, Read
 
-__all__ = ["Signature", "current_device", "entry_of", "entry_source", "is_aligned", "run_entry"]
+__all__ = ["Signature", "current_device", "entry_of", "entry_source", "run_entry", "strides_of"]
 
-_TYPES = {"pointer": "", "long": ": tl.int64", "int": ": tl.int32", "float": ": tl.float32"}
-_ALIGNED = 8  # elements: 16 bytes of a 16-bit dtype, which is what one load instruction takes
+_TYPES = {"pointer": "", "stride": ": tl.int64", "long": ": tl.int64", "int": ": tl.int32", "float": ": tl.float32"}
+_UNIT = 8  # elements: 16 bytes of a 16-bit dtype, which is what one load instruction takes
 
 
 class Signature(NamedTuple):
     """What a body takes before the captured values, and after them.
 
     body: ``module.function``. groups: its first arguments, each (kind, names), names nested as the body's tuples are; kinds are those of
-    ``_TYPES``. functions: for each part that the body can ask, the name of its functions and which part may fill it. constants: names.
+    ``_TYPES``; strides of aligned rows travel in units of 8 elements, from which Triton sees that they are. functions: for each part that the body can ask, the name of its functions and which part may fill it. constants: names.
     """
 
     body: str
@@ -62,9 +62,8 @@ def entry_source(signature: Signature, program: Program, is_aligned: bool) -> st
     slots = [next((p for p in program.parts if p.name in names), None) for names in signature.functions]
     pointers = [n for kind, names in signature.groups if kind == "pointer" for n in _leaves(names)]
     plain = [(n, kind) for kind, names in signature.groups for n in _leaves(names)]
-    hints, packed, captured_names = [], [], []
-    if is_aligned:
-        hints = [f"{n} = tl.multiple_of({n}, {_ALIGNED})" for kind, names in signature.groups if kind == "long" for n in _leaves(names)]
+    packed, captured_names = [], []
+    units = [f"{n} = {n} * {_UNIT}" for kind, names in signature.groups if kind == "stride" and is_aligned for n in _leaves(names)]
     for slot, part in enumerate(slots):
         numbers, tensors = _captured(slot, part)
         captured_names += [(n, "long") for n in numbers] + [(n, "long") for t in tensors for n in t[1:]] + [(t[0], "pointer") for t in tensors]
@@ -79,7 +78,7 @@ def entry_source(signature: Signature, program: Program, is_aligned: bool) -> st
     flags = [str(part is not None) for part in slots]
     call = [*given, f"({', '.join(packed)},)", *functions, *flags, *signature.constants]
     constants = ", ".join(f"{name}: tl.constexpr" for name in signature.constants)
-    lines = [*hints, f"{signature.body}({', '.join(call)})"]
+    lines = [*units, f"{signature.body}({', '.join(call)})"]
     head = f"_PLAIN = {unspecialised!r}\n_UNALIGNED = {unaligned!r}\n\n\n"
     head += "@triton.jit(do_not_specialize=_PLAIN, do_not_specialize_on_alignment=_UNALIGNED)\n"
     head += f"def entry({', '.join(arguments)}, {constants}):\n" + "\n".join(f"    {line}" for line in lines) + "\n"
@@ -118,6 +117,9 @@ def current_device(device: torch.device) -> AbstractContextManager:
     return nullcontext() if is_current else torch.cuda.device(device)
 
 
-def is_aligned(*tensors: Tensor) -> bool:
-    """Whether every row of each begins at a multiple of 16 bytes of 16-bit elements, so that rows are loaded in wide pieces."""
-    return all(s % _ALIGNED == 0 for t in tensors for s, n in zip(t.stride()[:-1], t.shape[:-1], strict=True) if n > 1)
+def strides_of(*tensors: Tensor) -> tuple[bool, list[int]]:
+    """Whether every row of each begins at a multiple of 16 bytes (of 16-bit elements), so that it is loaded in wide pieces; and the strides
+    of all dimensions but the last, in the units in which the kernel wants them."""
+    strides = [s if n > 1 else 0 for t in tensors for s, n in zip(t.stride()[:-1], t.shape[:-1], strict=True)]
+    is_aligned = all(s % _UNIT == 0 for s in strides)
+    return is_aligned, [s // _UNIT for s in strides] if is_aligned else strides

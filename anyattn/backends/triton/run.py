@@ -9,7 +9,7 @@ from torch import Tensor
 
 from anyattn.backends.triton import tables
 from anyattn.backends.triton.config import padded
-from anyattn.backends.triton.launch import Signature, entry_of, is_aligned, run_entry
+from anyattn.backends.triton.launch import Signature, entry_of, run_entry, strides_of
 from anyattn.backends.triton.programs import Chosen, captured_of, program_of
 from anyattn.plan import Plan
 from anyattn.problem import Problem
@@ -30,7 +30,8 @@ _FORWARD = Signature(
     "forward_kernel.forward_tile",
     (
         ("pointer", ("q", "k", "v", "out", "lse", "highest", "sink", "entries", "order", "pages")),
-        ("long", (*_STRIDES, ("part_statistics", "part_out"), ("lists_entry", "lists_head", "lists_row", "lists_flat"))),
+        ("stride", _STRIDES),
+        ("long", (("part_statistics", "part_out"), ("lists_entry", "lists_head", "lists_row", "lists_flat"))),
         ("int", ("seqlen_q", "seqlen_k", "heads", "positions", "row_tiles", "splits", "pages_each", "ratio")),
         ("pointer", ("partial_count", "partial_index", "full_count", "full_index")),
         ("float", "scale"),
@@ -68,7 +69,7 @@ def _launch(
     out, lse, highest = results
     absent = q  # any pointer
     tensors = (q, k, v, out, lse, highest, None if sink is None else sink.detach().contiguous(), found.entries, found.order, found.pages)
-    strides = [s for t in (q, k, v, out) for s in t.stride()[:3]]
+    is_aligned, strides = strides_of(q, k, v, out)
     pages_each = 0 if found.pages is None else found.pages.shape[1]
     sizes = (
         *(problem.bound_q, problem.bound_k), problem.heads_q, q.shape[2], found.row_tiles, splits[0], pages_each, problem.qhead_per_kvhead,
@@ -79,7 +80,7 @@ def _launch(
         **_constants(problem, chosen, found), "TILE_M": plan.tile_m, "TILE_N": plan.tile_n, "GROUP": 1,
         "HAS_SINK": sink is not None and splits[0] == 1, "HAS_LSE": lse is not None, "HAS_MAX": highest is not None,
     }  # fmt: skip
-    kernel = entry_of(_FORWARD, chosen.program, is_aligned(q, k, v, out))
+    kernel = entry_of(_FORWARD, chosen.program, is_aligned)
     batch = 1 if problem.sequences is not None else problem.batch
     run_entry(
         kernel, (found.row_tiles, problem.heads_q, batch * splits[0]),
