@@ -39,12 +39,12 @@ class State:
 
 
 class Store:
-    """OUT.json (figures), OUT.md (tables), OUT.state.json (what is under way)."""
+    """OUT.json (figures), OUT.md (tables), OUT.state.json (what is under way), OUT.ahead.log (what compilers say)."""
 
     def __init__(self, out: Path):
         out.parent.mkdir(parents=True, exist_ok=True)
         self._figures, self._tables = out.with_name(out.name + ".json"), out.with_name(out.name + ".md")
-        self._state = out.with_name(out.name + ".state.json")
+        self._state, self.log = out.with_name(out.name + ".state.json"), out.with_name(out.name + ".ahead.log")
 
     def clear(self) -> None:
         for path in (self._figures, self._tables, self._state):
