@@ -309,7 +309,7 @@ def _everything() -> Found:
     """A run in which anyattn is exactly twice as fast as everyone, and everything else is as wanted."""
     records = {}
     for case in CASES:
-        seconds = {OURS: (1e-5,) * 3, **dict.fromkeys(case.peers, (2e-05,) * 3)}
+        seconds = {name: (1e-5 if name.startswith(OURS) else 2e-5,) * 3 for name in case.contestants}
         records[case.name] = _record(case.name, seconds, case.flops(10**6))
         if case.door == "mask":
             records[case.name].extra["syncs"] = ""
