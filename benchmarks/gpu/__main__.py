@@ -26,7 +26,7 @@ from benchmarks.gpu import ahead, estimate, report
 from benchmarks.gpu.cases import CASES, GROUPS, GpuCase, chosen
 from benchmarks.gpu.probes import PROBES, measure
 from benchmarks.gpu.runner import DeviceLost, GpuRecord, run_case
-from benchmarks.gpu.state import State, Store
+from benchmarks.gpu.state import State, Store, is_done
 from benchmarks.gpu.timing import Limits
 
 _DEVICE_LOST = 3
@@ -42,7 +42,7 @@ _PACKAGES = ("torch", "triton", "nvidia-cutlass-dsl", "fa3-fwd", "tokenspeed-fa3
 @click.option("--only", help="Only cases and probes in whose name this regular expression finds something.")
 @click.option("--who", help="Of the peers only those in whose name this regular expression finds something.")
 @click.option("--seconds", default=480.0, help="Start nothing after this long.")
-@click.option("--jobs", default=len(os.sched_getaffinity(0)), help="Processes that compile ahead of the timing; 0 compiles nothing ahead.")
+@click.option("--jobs", default=min(16, os.cpu_count() or 1), help="Processes that compile ahead of the timing; 0 compiles nothing ahead.")
 @click.option("--ahead-seconds", default=150.0, help="Leave what is not compiled after this long to the timing.")
 @click.option("--case-seconds", default=3.0, help="Start no further round of a case after this long.")
 @click.option("--rounds", default=30, type=click.IntRange(1), help="Interleaved rounds of each case, at most.")
@@ -51,6 +51,7 @@ _PACKAGES = ("torch", "triton", "nvidia-cutlass-dsl", "fa3-fwd", "tokenspeed-fa3
 @click.option("--out", default="bench-out/gpu", type=click.Path(path_type=Path), help="Write OUT.json and OUT.md.")
 @click.option("--keep", is_flag=True, help="Go on from what OUT.json has.")
 @click.option("--list", "list_only", is_flag=True, help="Name the cases, probes and bars, and stop. Needs no GPU.")
+@click.option("--bars", "bars_only", is_flag=True, help="Print the bars of OUT.json, and stop. Needs no GPU.")
 @click.option("--worker", is_flag=True, hidden=True)
 def main(
     groups: tuple[str, ...],
@@ -66,6 +67,7 @@ def main(
     out: Path,
     keep: bool,
     list_only: bool,
+    bars_only: bool,
     worker: bool,
 ) -> None:
     """Time anyattn against its peers on a Hopper GPU, in interleaved rounds, on random data."""
@@ -73,6 +75,9 @@ def main(
     steps = _steps(groups, only, who)
     if list_only:
         _list(steps, limits)
+        return
+    if bars_only:
+        click.echo("\n".join(report.bar_lines(Store(out).found())))
         return
     if not steps:
         raise click.UsageError("nothing matches; --list names the cases and probes")
@@ -94,7 +99,7 @@ def main(
 def _compile(store: Store, steps: list[Step], limits: Limits, processes: int, seconds: float, hang: float) -> None:
     """What is still to be timed, ahead of that; and says how long everything will take."""
     found, state = store.found(), store.state()
-    left = [step for step in steps if isinstance(step, GpuCase) and step.name not in found.records]
+    left = [step for step in steps if isinstance(step, GpuCase) and not is_done(found, step)]
     jobs = [job for job in ahead.jobs_of(left) if not set(job.names) & set(state.banned_in(job.case, job.names))]
     flex = sum(name.startswith("flex") for job in jobs for name in job.names)
     start = min(seconds, estimate.ahead_seconds(len(jobs), flex, processes)) if processes else 0.0
@@ -156,7 +161,7 @@ def _work(store: Store, steps: list[Step], limits: Limits, deadline: float, hang
 
     for step in steps:
         name = step if isinstance(step, str) else step.name
-        if name in found.probes or name in found.records:
+        if is_done(found, step):
             continue
         if time.monotonic() > deadline:
             click.echo(f"time is up before {name}")

@@ -77,9 +77,8 @@ class _Process:
 
     def __init__(self, command: list[str], log: TextIO):
         environment = {**CACHES, **os.environ, **_ALONE}
-        self._process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True
-        )
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=log, text=True)
 
     def do(self, job: Job, seconds: float) -> dict[str, str]:
         """Which contestants failed, and why. Raises ``RuntimeError`` if the process died or took longer."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from benchmarks.bars import Found
 from benchmarks.gpu.cases import GpuCase
+from benchmarks.gpu.state import is_done
 from benchmarks.gpu.timing import Limits
 
 __all__ = ["ahead_seconds", "case_seconds", "described"]
@@ -41,11 +42,11 @@ def described(steps: Sequence[GpuCase | str], limits: Limits, is_compiled: bool,
     lines, total = [], start + _START
     for group in dict.fromkeys(step if isinstance(step, str) else step.group for step in steps):
         members = [step for step in steps if not isinstance(step, str) and step.group == group]
-        left = [case for case in members if case.name not in found.records]
+        left = [case for case in members if not is_done(found, case)]
         if members:
             what, seconds = f"{len(left):3} of {len(members):2} cases", sum(case_seconds(case, limits, is_compiled) for case in left)
         else:
-            what, seconds = f"{'a probe':>15}", 0.0 if group in found.probes else _PROBES.get(group, 60.0)
+            what, seconds = f"{'a probe':>15}", 0.0 if is_done(found, group) else _PROBES.get(group, 60.0)
         total += seconds
         lines.append(f"  {group:20}{what}  ~{seconds:4.0f} s, done at ~{total:4.0f} s")
     return lines

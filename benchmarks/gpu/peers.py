@@ -215,9 +215,8 @@ def _flex(backend: str | None) -> Callable[[Inputs], Entry]:
 
         if backend == "FLASH":
             _module("flash_attn.cute")  # without it torch would say so after half a minute of compiling
-        if inputs.case.is_backward:
-            # what a graph that is run once may overwrite cannot be run again
-            importlib.import_module("torch._functorch.config").donated_buffer = False  # type: ignore[attr-defined]
+        # a backward pass that may overwrite what the forward pass kept runs only once
+        importlib.import_module("torch._functorch.config").donated_buffer = False  # type: ignore[attr-defined]
         compiled = torch.compile(flex_attention, dynamic=False)
         qkv, mods = inputs.bhsd, inputs.mods
         mask = None if mods.mask is None else create_block_mask(mods.mask, *inputs.grid, device=inputs.device)

@@ -123,5 +123,6 @@ def describe(record: Record) -> str:
     speeds = [f"{name} {_cell(record, name)}" for name in record.timings]
     missing = [f"no {name} ({why[:120]})" for name, why in record.unavailable.items()]
     backend = _backend(record)
+    missing += [f"anyattn waits for the device ({waits[:120]})"] if (waits := record.extra.get("syncs")) else []
     seconds = f"{record.extra.get('seconds', '?')} s"
     return f"{record.case}{f' [{backend}]' if backend else ''}: " + "; ".join([*speeds, *missing, seconds])

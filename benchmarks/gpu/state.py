@@ -10,8 +10,9 @@ from typing import Any
 
 from benchmarks.bars import Found
 from benchmarks.gpu import report
+from benchmarks.gpu.cases import GpuCase
 
-__all__ = ["State", "Store"]
+__all__ = ["State", "Store", "is_done"]
 
 
 @dataclass
@@ -36,6 +37,14 @@ class State:
         deaths = [name for banned in self.banned.values() for name in banned]
         often = {name: "its process died in two other cases" for name in names if deaths.count(name) >= 2}
         return {**often, **self.banned.get(case, {})}
+
+
+def is_done(found: Found, step: GpuCase | str) -> bool:
+    """Whether a probe was taken, or each of a case's contestants was timed or has a reason why not."""
+    if isinstance(step, str):
+        return step in found.probes
+    record = found.records.get(step.name)
+    return record is not None and (record.refused is not None or {*record.timings, *record.unavailable} >= set(step.contestants))
 
 
 class Store:

@@ -396,7 +396,8 @@ def test_the_worker_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.Mon
         ran.append((case.name, banned))
         if len(ran) == 2:
             raise ValueError("broken")
-        return run_case(replace(case, shape=SMALL, peers=()), limits, "cpu", CLOCKS, banned, watch)
+        absent = {**dict.fromkeys(case.peers, "not here"), **banned}
+        return run_case(replace(case, shape=SMALL), limits, "cpu", CLOCKS, absent, watch)
 
     monkeypatch.setattr(command, "run_case", fake)
     store, cases = Store(tmp_path / "gpu"), chosen(CASES, ("gqa", "window", "varlen"))
