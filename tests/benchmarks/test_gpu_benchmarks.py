@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,8 @@ def test_the_device_is_timed_with_the_calls_queued_and_the_cache_cold(monkeypatc
     assert done == ["idle", "sleep", "flush", "event", "call", "call", "call", "event", "wait"]
     times, head_start = clock.times(lambda: done.append("call"), Limits(sample=0.05))
     assert times == 5 and 2e-4 <= head_start <= 0.02
+    times, head_start = clock.times(lambda: time.sleep(5e-3), Limits(sample=10))
+    assert 1 <= times <= 2 and head_start <= 0.02  # no more calls than the host can queue while the device waits
     assert timing.CudaClock(has_head_start=False).times(lambda: None, Limits())[1] == 0.0
 
 
