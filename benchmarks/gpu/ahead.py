@@ -157,12 +157,18 @@ def _report(jobs: list[Job], done: list[Done], seconds: float, echo: Callable[[s
     echo(f"compiled ahead: {len(done)} of {len(jobs)} jobs in {seconds:.0f} s ({work:.0f} s of one process){left}")
     for d in sorted(done, key=lambda d: -d.seconds)[:3]:
         echo(f"  slow: {d.job.case} {', '.join(d.job.names[:3])}: {d.seconds:.0f} s")
-    reasons: dict[str, list[str]] = {}
+    reasons: dict[str, list[tuple[str, str]]] = {}
     for d in done:
         for name, why in d.failed.items():
-            reasons.setdefault(f"{name}: {why[:160]}", []).append(d.job.case)
-    for reason, cases in reasons.items():
-        echo(f"  not compiled: {reason} ({cases[0]}{f' and {len(cases) - 1} more' if len(cases) > 1 else ''})")
+            reasons.setdefault(why[:160], []).append((name, d.job.case))
+    for why, failed in reasons.items():
+        names, cases = dict.fromkeys(name for name, _ in failed), dict.fromkeys(case for _, case in failed)
+        echo(f"  not compiled: {_few(names)} of {_few(cases)}: {why}")
+
+
+def _few(names: Iterable[str]) -> str:
+    first, *rest = names
+    return f"{first} and {len(rest)} more" if rest else first
 
 
 # ---- the other side

@@ -314,7 +314,9 @@ def test_what_dies_or_hangs_takes_only_its_own_job_along(tmp_path: Path) -> None
     failed = {d.job.case: d.failed for d in done}
     assert len(done) == 6 and failed["good"] == {} and failed["fails"] == {"fa4": "no"}
     assert "exit code 3" in failed["dies"]["fa4"] and "exit code -9" in failed["hangs"]["fa4"]
-    assert said[0].startswith("compiled ahead: 6 of 6 jobs") and any("exit code 3" in line and "(dies)" in line for line in said)
+    assert said[0].startswith("compiled ahead: 6 of 6 jobs") and any(
+        "fa4 of dies: its process ended with exit code 3" in line for line in said
+    )
 
 
 def test_compiling_ahead_ends_when_its_time_is_up(tmp_path: Path) -> None:
