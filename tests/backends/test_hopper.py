@@ -207,9 +207,10 @@ def test_the_plan_chooses_it_on_hopper() -> None:
     chosen = plan.choose(problem(predicates=traced(masks.causal())), H200)
     assert (chosen.backend, chosen.backward) == ("hopper", "torch") and "an H200 has it" in chosen.why[0]
     assert plan.choose(problem(predicates=traced(masks.causal())), H200, "torch").backend == "torch"
-    other = problem(score=trace(lambda s, b, h, i, j: (s.abs() + 1) ** 1.5, "score"))
-    assert plan.choose(other, H200).backend == "torch" and "pow" in plan.choose(other, H200).why[0]
-    with pytest.raises(anyattn.BackendError, match="pow"):
+    far = 2**40
+    other = problem(score=trace(lambda s, b, h, i, j: s + (i + far), "score"))
+    assert plan.choose(other, H200).backend == "torch" and "32 bits" in plan.choose(other, H200).why[0]
+    with pytest.raises(anyattn.BackendError, match="32 bits"):
         plan.choose(other, H200, "hopper")
 
 
@@ -252,8 +253,8 @@ def test_every_kernel_compiles_for_hopper_without_spilling(head_dim: tuple[int, 
     )
     assert done.returncode == 0, done.stderr[-3000:]
     frames = json.loads(done.stdout.splitlines()[-1])
-    assert len(frames) == 15 and all(frames.values()), "a kernel left no cubin to look at"
+    assert len(frames) == 16 and all(frames.values()), "a kernel left no cubin to look at"
     # a table read for every score leaves a few numbers that change once a row tile to local memory; nothing in the loop over keys does
-    most = dict.fromkeys(("relative", "by_token", "rounded"), 32)
+    most = dict.fromkeys(("relative", "by_token", "rounded", "powers"), 32)
     spilled = {name: sizes for name, sizes in frames.items() if any(size > most.get(name, 0) for size in sizes)}
     assert not spilled, f"bytes of local memory: {spilled}"
