@@ -58,6 +58,8 @@ def problem(**changes) -> Problem:  # type: ignore[no-untyped-def]
 
 
 def test_what_it_takes_and_why_not_the_rest() -> None:
+    for score in (lambda s, b, h, i, j: (s.abs() + 1) ** 1.5, lambda s, b, h, i, j: s + torch.fmod(i - j, 3)):
+        assert reason_against(problem(score=trace(score, "score"))) is None
     bits = torch.zeros(64, dtype=torch.int64)
     for mask in (masks.causal(), masks.prefix_lm(5), masks.document(bits), masks.chunked(9), masks.dilated(3, 2), masks.tree(bits)):
         assert reason_against(problem(predicates=(trace(mask, "mask"),))) is None
@@ -69,7 +71,6 @@ def test_what_it_takes_and_why_not_the_rest() -> None:
         ({name: torch.randn(1, 2, 64, 128) for name in "qkv"}, "not float32"),
         (dict.fromkeys("qkv", wide), "head_dim is 264"),
         (dict.fromkeys("qkv", few), "strides"),
-        ({"score": trace(lambda s, b, h, i, j: (s.abs() + 1) ** 1.5, "score")}, "pow"),
         ({"score": trace(lambda s, b, h, i, j: s + (i - j) * BIG, "score")}, "32 bits"),
         ({"num_splits": 2}, "split keys"),
         ({"v": crooked}, "v's strides"),
