@@ -85,6 +85,8 @@ class Scores:
         if scores.dtype != self.dtype:
             wide = self.call.workspace.take("wide scores", scores.shape, self.dtype)
             scores = wide.copy_(scores)
+        if self.bias is None and self.mod is None and not chunk.asked:
+            return scores
         view = row_heads(scores, tile)
         if self.bias is not None:
             view += self.bias.on(tile)[0]
@@ -113,7 +115,8 @@ def forward(call: Call, out_dtype: torch.dtype | None = None) -> Result:
             if not is_finite(acc):
                 acc, row_max, row_sum = _stream(call, heads, row_tile, scores, keys, Values(values, True), start)
             tile = heads.tile(row_tile, Chunk(0, 0, ()))
-            row_max += scores.shift_of(tile, row_max)
+            if scores.shift is not None:
+                row_max += scores.shift_of(tile, row_max)
             if highest is not None:
                 hidden = (row_max * LN2).masked_fill_(row_sum == 0, -math.inf)
                 store(heads.place(highest, row_tile)[..., None], hidden, tile, call.workspace)

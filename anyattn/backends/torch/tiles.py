@@ -101,7 +101,7 @@ class Heads:
         sequences = self.problem.sequences
         if sequences is None or sequences.page_table is None:
             return None
-        return PoolRows(sequences.storage_rows(self.group.b_lo, self.group.b_hi), self.kv_heads)
+        return PoolRows(sequences.storage_rows(self.group.b_lo, self.group.b_hi), self.kv_heads, self.group.is_small)
 
     def add_to_keys(self, total: Tensor, part: Tensor) -> None:
         """Adds ``part`` (count, keys, D) to what belongs to this group in ``total``, stored as the keys are."""
@@ -163,7 +163,7 @@ def row_heads(x: Tensor, tile: Tile) -> Tensor:
 
 def is_finite(x: Tensor) -> bool:
     """Whether ``x`` holds neither NaN nor infinity, by its sum, in its own dtype where that cannot overflow (which copies nothing)."""
-    return bool(torch.isfinite(x.sum(dtype=torch.float32 if x.dtype is torch.float16 else None)))
+    return math.isfinite(x.sum(dtype=torch.float32 if x.dtype is torch.float16 else None).item())
 
 
 def finite_or_zero(x: Tensor) -> Tensor:
