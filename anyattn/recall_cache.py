@@ -168,38 +168,41 @@ def _numbers(call: CacheArguments, new: int) -> _Numbers | None:
     rows = list(range(batch)) if chosen is None else chosen.tolist()
     if chosen is not None and (min(rows) < 0 or max(rows) >= storage or (new and len(set(rows)) < batch)):
         return None
-    kinds: dict[tuple[int, int], SeqlenInfoQKNewK] = {}
-    infos = []
-    for entry in zip(used, [0] * batch if pads is None else pads, strict=True):
-        if entry not in kinds:
-            kinds[entry] = SeqlenInfoQKNewK.create(0, queries, None, new, seqused_k=entry[:1], leftpad_k=entry[1:])
-        infos.append(kinds[entry])
-    seqlens_k = [i.seqlen_k for i in infos]
     none = [0] * batch
+    entries = list(zip(used, none if pads is None else pads, strict=True))
+    places = {entry: _places(*entry, queries, new) for entry in set(entries)}  # most are alike
+    seqlens_k, k_start, q_first, starts = map(list, zip(*[places[entry] for entry in entries], strict=True))
     host = OnHost(
         seqlens_q=[queries] * batch,
         seqlens_k=seqlens_k,
         q_row=list(range(batch)),
         q_start=none,
         k_row=rows,
-        k_start=[i.offset_k for i in infos],
-        q_first=[i.seqlen_k - i.seqlen_q for i in infos],
-        row_base=[b * queries for b in range(batch)],
+        k_start=k_start,
+        q_first=q_first,
+        row_base=list(range(0, batch * queries, queries)) if queries else none,
         key_base=bases(seqlens_k),
     )
-    sequences = ListedSequences(host, call.q.device, table, 0 if table is None else rows_each, is_cache=True)
-    return _Numbers(sequences, [i.leftpad_k + i.seqlen_k_og for i in infos])
+    return _Numbers(ListedSequences(host, call.q.device, table, 0 if table is None else rows_each, is_cache=True), starts)
+
+
+def _places(used: int, padding: int, queries: int, new: int) -> tuple[int, int, int, int]:
+    """Of one entry: its keys, where they begin in its storage, the place of its first query among them, and its first new row."""
+    info = SeqlenInfoQKNewK.create(0, queries, None, new, seqused_k=(used,), leftpad_k=(padding,))
+    return info.seqlen_k, info.offset_k, info.seqlen_k - info.seqlen_q, info.leftpad_k + info.seqlen_k_og
 
 
 def _row_places(rows: list[int], starts: list[int], new: int) -> tuple[Tensor, Tensor]:
     """Of every new row the cache's row and the place in it, int64."""
+    if new == 1:
+        return _vector(rows), _vector(starts)
     first = [row for row in rows for _ in range(new)]
     return _vector(first), _vector([s + j for s in starts for j in range(new)])
 
 
 def _page_places(table: Tensor, starts: list[int], new: int, page_size: int) -> tuple[Tensor, Tensor] | None:
     """Of every new row its page and the place in it, int64; None where two entries would be appended to in one page."""
-    width, rows = table.shape[1], [s + j for s in starts for j in range(new)]
+    width, rows = table.shape[1], starts if new == 1 else [s + j for s in starts for j in range(new)]
     places = [i // new * width + row // page_size for i, row in enumerate(rows)]
     pages = table.take(_vector(places))
     if len(set(pages.tolist())) < len(set(places)):
