@@ -205,6 +205,13 @@ def _good(name: str, bad: Any, have: Any) -> Any:
     return torch.arange(len(bad)).to(bad.dtype)
 
 
+def test_pages_of_a_sequence_whose_heads_see_other_keys() -> None:
+    """Then each head is computed for itself, from its part of every page."""
+    by_head = calls.Recipe(lambda t: {"mask_mod": lambda b, h, i, j: i - j < 100 * (h + 1)})
+    for dtype in (torch.float32, torch.float16):
+        flash_cache.check(Setting((1500, 700, 300), (2,) * 3, page_size=16, capacity=1600, heads=(6, 3), dtype=dtype), by_head)
+
+
 def test_what_is_not_known_is_not_remembered() -> None:
     """Mods, rotary tables, ALiBi and packed queries go the long way; so does a call that something listens to."""
     table = torch.randn(80)
