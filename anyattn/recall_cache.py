@@ -24,12 +24,13 @@ from anyattn.kvcache import append
 from anyattn.plan import Plan
 from anyattn.problem import Problem
 
-__all__ = ["CacheArguments", "KnownCall", "decode_call"]
+__all__ = ["Given", "KnownCall", "decode_call"]
 
+_MOST_PLANS = 8  # the layers of one step ask for the same one
 _MOST_ROWS = 2048  # new rows; from here on vectors beat lists, and hardly any of the time is the host's
 
 
-class CacheArguments(NamedTuple):
+class Given(NamedTuple):
     """The door's own arguments, as the user gave them; those that all doors have are ``Options``."""
 
     q: Any
@@ -45,7 +46,7 @@ class CacheArguments(NamedTuple):
     page_table: Any
     cu_seqlens_q: Any
     max_seqlen_q: Any
-    interleaved: bool
+    rotary_interleaved: bool
 
 
 class KnownCall(NamedTuple):
@@ -72,33 +73,51 @@ class _Numbers(NamedTuple):
     starts: list[int]
 
 
-def decode_call(call: CacheArguments, options: Options, backend: str | None) -> tuple[CacheCall | KnownCall, Plan]:
+class _Remembered(NamedTuple):
+    """fields: the problem's, but for its tensors, sequences and mask. plans: by backend asked for and greatest number of keys, which is
+    all that the plan of such a call hangs on beyond its facts."""
+
+    fields: dict[str, Any]
+    plans: dict[tuple[str | None, int], Plan]
+
+
+def decode_call(given: Given, options: Options, backend: str | None) -> tuple[CacheCall | KnownCall, Plan]:
     """The call, checked, and its plan; nothing is written. Raises as ``check_cache.cache_call`` and the plan."""
-    facts = None if recall.is_listened_to() else _facts(call, options)
-    fields = None if facts is None else recall.remembered(facts)
-    known = None if fields is None else _known_call(call, options, fields)
-    if known is not None:
-        return known, plan.choose(known.problem, hardware.of("cpu"), backend)
-    checked = cache_call(*call, options)
-    chosen = plan.choose(checked.problem, hardware.of(call.q.device.type), backend)
+    facts = None if backend not in (None, "torch") or recall.is_listened_to() else _facts(given, options)
+    found = None if facts is None else recall.remembered(facts)
+    known = None if found is None else _known_call(given, options, found.fields)
+    if known is not None and found is not None:
+        return known, _plan(known.problem, backend, found.plans)
+    checked = cache_call(*given, options)
+    chosen = plan.choose(checked.problem, hardware.of(given.q.device.type), backend)
     if facts is not None:
         score = checked.problem.score
         if score is None or not score.tensors:
-            recall.remember(facts, recall.fields_of(checked.problem) | {"score": score})
+            recall.remember(facts, _Remembered(recall.fields_of(checked.problem) | {"score": score}, {}))
     return checked, chosen
+
+
+def _plan(problem: Problem, backend: str | None, plans: dict[tuple[str | None, int], Plan]) -> Plan:
+    key = (backend, problem.seqlen_k)
+    found = plans.get(key)
+    if found is None:
+        if len(plans) >= _MOST_PLANS:
+            plans.clear()
+        found = plans[key] = plan.choose(problem, hardware.of("cpu"), backend)
+    return found
 
 
 # ---- facts
 
 
-def _facts(call: CacheArguments, options: Options) -> tuple | None:
+def _facts(given: Given, options: Options) -> tuple | None:
     """None for a call that is not remembered, such as one with a wrong argument."""
-    if call.rotary_cos is not None or call.rotary_sin is not None or call.cu_seqlens_q is not None or call.max_seqlen_q is not None:
+    if given.rotary_cos is not None or given.rotary_sin is not None or given.cu_seqlens_q is not None or given.max_seqlen_q is not None:
         return None
     if options.score_mod is not None or options.mask_mod is not None or options.alibi_slopes is not None or options.aux_tensors is not None:
         return None
     try:
-        if call.q.device.type != "cpu" or (call.k is None) != (call.v is None):
+        if given.q.device.type != "cpu" or (given.k is None) != (given.v is None):
             return None
         window = options.window_size
         numbers = (options.causal, *window, options.softcap, options.num_splits)
@@ -106,9 +125,9 @@ def _facts(call: CacheArguments, options: Options) -> tuple | None:
             numbers, tuple([type(n) for n in numbers]), type(window), bool(options.return_lse), recall.scale_fact(options.softmax_scale),
             torch.get_default_dtype(),
         )  # fmt: skip
-        rows = tuple([_seen(x) for x in (call.q, call.k_cache, call.v_cache, call.k, call.v, options.sink)])
-        lengths = int if type(call.cache_seqlens) is int else _seen(call.cache_seqlens)
-        return ("cache", rows, lengths, _seen(call.cache_batch_idx), _seen(call.cache_leftpad), _seen(call.page_table), flags)
+        rows = tuple([_seen(x) for x in (given.q, given.k_cache, given.v_cache, given.k, given.v, options.sink)])
+        lengths = int if type(given.cache_seqlens) is int else _seen(given.cache_seqlens)
+        return ("cache", rows, lengths, _seen(given.cache_batch_idx), _seen(given.cache_leftpad), _seen(given.page_table), flags)
     except (recall.Unfit, *recall.UNREADABLE):
         return None
 
@@ -125,26 +144,26 @@ def _seen(x: Any) -> tuple | None:
 # ---- a call of known facts
 
 
-def _known_call(call: CacheArguments, options: Options, fields: dict[str, Any]) -> KnownCall | None:
+def _known_call(given: Given, options: Options, fields: dict[str, Any]) -> KnownCall | None:
     """None where what the tables hold is not plainly right."""
-    q, k_cache, v_cache = call.q, call.k_cache, call.v_cache
-    new = 0 if call.k is None else call.k.shape[1]
-    found = _numbers(call, new)
+    q, k_cache, v_cache = given.q, given.k_cache, given.v_cache
+    new = 0 if given.k is None else given.k.shape[1]
+    found = _numbers(given, new)
     if found is None or new * len(q) > _MOST_ROWS:
         return None
     sequences, starts = found
-    table = call.page_table
+    table = given.page_table
     if table is not None:
         ends = [s + new for s in starts]
         append.check_pages(table, sequences.on_host.k_start, ends, sequences.page_size, len(k_cache))
     written = None
-    if call.k is not None:
+    if given.k is not None:
         if k_cache.data_ptr() == v_cache.data_ptr():
             return None
         places = _row_places(sequences.on_host.k_row, starts, new) if table is None else _page_places(table, starts, new, k_cache.shape[1])
         if places is None:
             return None
-        written = (call.k.reshape(-1, *call.k.shape[2:]), call.v.reshape(-1, *call.v.shape[2:]), *places)
+        written = (given.k.reshape(-1, *given.k.shape[2:]), given.v.reshape(-1, *given.v.shape[2:]), *places)
     visible = band(options.causal, options.window_size, 0, sequences.max_seqlen_q, sequences.max_seqlen_k, q.device)
     own = dict(fields)
     own["q"], own["k"], own["v"], own["sink"] = q.transpose(1, 2), k_cache.transpose(1, 2), v_cache.transpose(1, 2), options.sink
@@ -154,12 +173,12 @@ def _known_call(call: CacheArguments, options: Options, fields: dict[str, Any]) 
     return KnownCall(Problem.of_fields(own), k_cache, v_cache, written)
 
 
-def _numbers(call: CacheArguments, new: int) -> _Numbers | None:
+def _numbers(given: Given, new: int) -> _Numbers | None:
     """None where a number is out of range, or a cache row is appended to twice."""
-    (batch, queries), table, (storage, rows_each) = call.q.shape[:2], call.page_table, call.k_cache.shape[:2]
+    (batch, queries), table, (storage, rows_each) = given.q.shape[:2], given.page_table, given.k_cache.shape[:2]
     capacity = rows_each if table is None else table.shape[1] * rows_each
-    given, padding, chosen = call.cache_seqlens, call.cache_leftpad, call.cache_batch_idx
-    used = [capacity if given is None else given] * batch if given is None or type(given) is int else given.tolist()
+    lengths, padding, chosen = given.cache_seqlens, given.cache_leftpad, given.cache_batch_idx
+    used = [capacity] * batch if lengths is None else [lengths] * batch if type(lengths) is int else lengths.tolist()
     if not used or min(used) < 0 or max(used) + new > capacity:
         return None
     pads = None if padding is None else padding.tolist()
@@ -183,7 +202,7 @@ def _numbers(call: CacheArguments, new: int) -> _Numbers | None:
         row_base=list(range(0, batch * queries, queries)) if queries else none,
         key_base=bases(seqlens_k),
     )
-    return _Numbers(ListedSequences(host, call.q.device, table, 0 if table is None else rows_each, is_cache=True), starts)
+    return _Numbers(ListedSequences(host, given.q.device, table, 0 if table is None else rows_each, is_cache=True), starts)
 
 
 def _places(used: int, padding: int, queries: int, new: int) -> tuple[int, int, int, int]:

@@ -120,13 +120,22 @@ def test_tables_changed_in_place() -> None:
             follows(given, lambda given=given: given["cache_leftpad"].add_(1))
 
 
-def test_a_length_that_grows_by_one() -> None:
-    given = arguments(Setting(cached=(40,) * 4)) | {"causal": True}
-    for length in (40, 40, 41, 7, 0):
-        given["cache_seqlens"] = length
-        warm = outcome(copied(given)) if length == 40 else known(given)
-        assert same(warm, first(given))
-        outcome(copied(given))
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_lengths_of_every_size(page_size: int) -> None:
+    """More lengths than plans are kept, on both sides of where one read of the keys becomes two; an int, and a tensor of one length."""
+    given = arguments(Setting(cached=(1010,) * 2, queries=(1,) * 2, page_size=page_size, capacity=1056)) | {"causal": True}
+    for t in ("k_cache", "v_cache"):
+        given[t].nan_to_num_(0.5)
+    if page_size:
+        pages = torch.randperm(len(given["k_cache"]), generator=torch.Generator().manual_seed(0))
+        given["page_table"] = pages[:132].view(2, 66).to(torch.int32)
+    for length in (1010, 40, 41, 0, 255, 256, 257, 1022, 1023, 1024, 1025, 1040, 7, 1010):
+        for lengths in (length, torch.full((2,), length)):
+            given["cache_seqlens"] = lengths
+            outcome(copied(given))
+            warm = known(given)
+            assert same(warm, first(given)), length
+            outcome(copied(given))
 
 
 def test_other_contents() -> None:
