@@ -163,7 +163,7 @@ MUTANTS = {
             "place_counted_from_0", f"{_CACHE}:cache_call",
             "q_first=info.seqlen_k - info.seqlen_q", "q_first=info.seqlen_q * 0", "places",
         ),
-        Mutant("known_call_of_one_length", "recall_cache:_numbers", "given.tolist()", "[int(given[0])] * batch", "known"),
+        Mutant("known_call_of_one_length", "recall_cache:_numbers", "lengths.tolist()", "[int(lengths[0])] * batch", "known"),
         Mutant("known_row_one_late", "recall_cache:_row_places", "_vector(starts)", "_vector([s + 1 for s in starts])", "known"),
         Mutant("known_page_off_by_one", "recall_cache:_page_places", "row // page_size", "(row + 1) // page_size", "known_pages"),
         Mutant(
