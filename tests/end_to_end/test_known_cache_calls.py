@@ -6,7 +6,7 @@ What changes between the calls is what a decoder changes: lengths and page table
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 from unittest import mock
 
@@ -19,6 +19,9 @@ from test_flash_cache import BAD, GOOD, Setting, arguments
 from torch import Tensor
 
 from anyattn import flash_attn_with_kvcache, recall, recall_cache
+from anyattn.check_flash import Options
+from anyattn.geometry.sequences import OnHost
+from anyattn.problem import Problem
 
 
 @pytest.fixture(autouse=True)
@@ -94,6 +97,24 @@ def test_a_known_call_is_a_first_call(name: str, options: str) -> None:
     warm = known(again)
     assert same(warm, first(again))
     flash_cache.check(s, flash_cache.RECIPES["causal"])  # known or not, it is what the reference says
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_numbers_on_the_host_are_those_of_the_vectors(name: str) -> None:
+    """Where a known call's rows are is what ``check_cache`` says, number for number, kept copies included."""
+    given = arguments(KNOWN[name])
+    asked = recall_cache.Given(**dict.fromkeys(recall_cache.Given._fields) | given)
+    with torch.no_grad():
+        want, _ = recall_cache.decode_call(asked, Options(causal=True, num_splits=0), None)
+        got, _ = recall_cache.decode_call(asked, Options(causal=True, num_splits=0), None)
+    assert isinstance(got, recall_cache.KnownCall) and got.problem.sequences is not None and want.problem.sequences is not None
+    for found in (got.problem.sequences, got.problem.sequences.kept()):
+        assert found.on_host == want.problem.sequences.on_host and found.batch == want.problem.sequences.batch
+        for field in OnHost._fields:
+            assert calls.same_bits(getattr(found, field), getattr(want.problem.sequences, field)), field
+        assert (found.page_table is None) == (want.problem.sequences.page_table is None) and found.is_cache
+        assert found.page_size == want.problem.sequences.page_size and found.alike == want.problem.sequences.alike
+    assert dict(vars(got.problem)).keys() >= {f.name for f in fields(Problem)}
 
 
 def follows(given: dict[str, Any], change: Callable[[], Any], changes_facts: bool = False) -> None:

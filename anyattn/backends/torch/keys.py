@@ -107,7 +107,7 @@ class PoolRows:
 
     def tokens(self, pool: Tensor) -> Tensor | None:
         """``pool`` (pages, K/V heads, page_size, D) as (rows, K/V heads of the group x D), None where that is no view or of no use."""
-        if self.is_joint:
+        if self.is_joint or pool.device.type != "cpu":
             return None
         by_token, (_, heads, _, width) = pool.transpose(1, 2), pool.shape
         if not by_token.is_contiguous():
