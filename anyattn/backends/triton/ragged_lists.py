@@ -10,8 +10,8 @@ from torch import Tensor
 
 from anyattn.backends.triton import generated
 from anyattn.backends.triton.emit import packed_scalars
-from anyattn.backends.triton.spans import mask_source
 from anyattn.backends.triton.launch import current_device
+from anyattn.backends.triton.spans import mask_source
 from anyattn.backends.triton.tile_lists import as_tuple, constants_of, mask_of, power_of_2, slots_of, way_of
 from anyattn.mods.ir import Expr
 from anyattn.mods.trace import TracedMod

@@ -17,7 +17,7 @@ from anyattn.mods.dependence import dependence
 from anyattn.mods.ir import Expr, category
 from anyattn.mods.trace import TracedMod
 
-__all__ = ["Mask", "as_tuple", "can_list", "constants_of", "current", "list_tiles", "mask_of", "power_of_2", "slots_of", "way_of"]
+__all__ = ["Mask", "as_tuple", "can_list", "constants_of", "list_tiles", "mask_of", "power_of_2", "slots_of", "way_of"]
 
 _FEW, _MOST_CHUNK = 64, 1024  # tiles of a row judged at once
 # Where one kernel does all: the positions of all tiles of a row together, and how many leaves have to be evaluated at them.
