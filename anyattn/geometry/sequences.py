@@ -103,6 +103,18 @@ class Sequences:
         """No sequence has more keys."""
         return self.max_seqlen_k
 
+    @property
+    def is_unread(self) -> bool:
+        """Whether nobody has looked at what the tables hold; then the fields hang on numbers that may lie on a GPU."""
+        return False
+
+    @property
+    def position_bounds(self) -> tuple[int, int]:
+        """No query of a sequence with keys stands, as mods see it, before the first, which is at most 0, or from the second on."""
+        host = self.on_host
+        first = min((f for f, asked in zip(host.q_first, self._with_pairs, strict=True) if asked), default=0)
+        return min(0, first), self.end_position
+
     @cached_property
     def end_position(self) -> int:
         """One more than the last query position of any sequence with pairs."""
