@@ -15,10 +15,11 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 HERE = Path(__file__).resolve().parent
 
 
-def test_in_the_interpreter() -> None:
+@pytest.mark.parametrize("what", ["cache", "combine"])
+def test_in_the_interpreter(what: str) -> None:
     """The interpreter is chosen when Triton is imported, so it gets a process of its own."""
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(HERE.parent.parent), *sys.path])}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore", str(HERE / "triton_cache_interpreted.py")]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore", str(HERE / f"triton_{what}_interpreted.py")]
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=280)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
 
@@ -34,8 +35,10 @@ def built(kernel: Any, types: dict[str, str], constants: dict[str, Any], capabil
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    types = {p.name: "constexpr" if p.is_constexpr or p.name in constants else types.get(p.name) or p.annotation_type for p in kernel.params}
-    return triton.compile(ASTSource(kernel, types, constants), target=GPUTarget("cuda", capability, 32), options={"enable_fp_fusion": False})
+    fixed = {p.name for p in kernel.params if p.is_constexpr or p.name in constants}
+    types = {p.name: "constexpr" if p.name in fixed else types.get(p.name) or p.annotation_type for p in kernel.params}
+    target = GPUTarget("cuda", capability, 32)
+    return triton.compile(ASTSource(kernel, types, constants), target=target, options={"enable_fp_fusion": False})
 
 
 @pytest.mark.parametrize("capability", TARGETS)
@@ -59,3 +62,15 @@ def test_the_step_compiles(capability: int, dtype: str, options: dict[str, Any])
     made = built(cache_step, types, {**constants, **options, **dict.fromkeys(last, 1)}, capability)
     assert "cubin" in made.asm and "ld.local" not in made.asm["ptx"]
     assert "fma.rn.f32" not in made.asm["ptx"], "a product and a sum rounded once give other bits than torch"
+
+
+@pytest.mark.parametrize("capability", TARGETS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("parts", "block", "flag"), [(1, 16, False), (8, 128, True), (8, 256, False)])
+def test_merging_compiles(capability: int, dtype: str, parts: int, block: int, flag: bool) -> None:
+    from anyattn.backends.triton.combine_kernel import combine_row
+
+    types = dict.fromkeys(("outs", "lses", "sink", "lse"), "*fp32") | {"out": DTYPES[dtype]}
+    constants = {"HAS_SINK": flag, "HAS_UNUSED": flag, "HAS_LSE": True, "PARTS": parts, "BLOCK": block}
+    made = built(combine_row, types, constants, capability)
+    assert "cubin" in made.asm and "ld.local" not in made.asm["ptx"]
