@@ -142,9 +142,11 @@ def _tables(given: Given) -> tuple[CacheTables, CacheSizes]:
         if k_cache.data_ptr() == given.v_cache.data_ptr() and k_cache.numel() > 0:
             raise ValueError("k_cache and v_cache begin in the same memory, so v would be written over k; wanted a cache for each")
     rows_q = q.shape[0] if ends is not None else q.shape[1]
-    bound_q = check_lengths.bound("max_seqlen_q", given.max_seqlen_q, rows_q) if ends is not None else rows_q
+    bound_q = rows_q if ends is None else check_lengths.bound("max_seqlen_q", given.max_seqlen_q, rows_q)
+    most_q = rows_q if ends is None else given.max_seqlen_q if isinstance(given.max_seqlen_q, int) else 0
     new = None if k is not None and k.ndim == 3 else 0 if k is None else k.shape[1]
-    sizes = CacheSizes(batch, rows_q, bound_q, new, capacity, k_cache.shape[0], 0 if table is None else k_cache.shape[1])
+    page_size = 0 if table is None else k_cache.shape[1]
+    sizes = CacheSizes(batch, rows_q, bound_q, new, capacity, k_cache.shape[0], page_size, most_q)
     return CacheTables(cached, given.cache_leftpad, given.cache_batch_idx, ends, table), sizes
 
 
@@ -173,6 +175,7 @@ def _look(given: Given, tables: CacheTables, sizes: CacheSizes) -> _Looked:
         page_table=table,
         page_size=sizes.page_size,
         is_cache=True,
+        most_q=sizes.most_q,
     )
     check_lengths.check_max("max_seqlen_q", given.max_seqlen_q, sequences.max_seqlen_q)
     if given.k is not None:

@@ -70,6 +70,10 @@ class StoredSequences(Sequences):
         return True
 
     @property
+    def uses_all_rows(self) -> bool:
+        return self.tables.cu_seqlens_q is None and self.tables.seqused_q is None
+
+    @property
     def position_bounds(self) -> tuple[int, int]:
         return 0, self.sizes.bound_q
 

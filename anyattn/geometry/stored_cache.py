@@ -29,7 +29,7 @@ class CacheTables(NamedTuple):
 class CacheSizes(NamedTuple):
     """batch: how many entries. rows_q: queries of an entry, or all that are packed. bound_q: no entry has more. new: rows that each entry
     appends, None for as many as it has queries. capacity: rows that an entry has room for. storage: the first dimension of the cache, rows
-    or pages. page_size: 0 without pages."""
+    or pages. page_size: 0 without pages. most_q: bound_q where the call says it, 0 where it is just how many queries there are."""
 
     batch: int
     rows_q: int
@@ -38,6 +38,7 @@ class CacheSizes(NamedTuple):
     capacity: int
     storage: int
     page_size: int = 0
+    most_q: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +77,7 @@ class StoredCache(Sequences):
 
     def __init__(self, tables: CacheTables, sizes: CacheSizes, device: torch.device):
         # the dataclass is frozen, and its vectors are properties here
-        own = {"tables": tables, "sizes": sizes, "device": device, "is_cache": True}
+        own = {"tables": tables, "sizes": sizes, "device": device, "is_cache": True, "most_q": sizes.most_q}
         vars(self).update(own | {"page_table": tables.page_table, "page_size": sizes.page_size})
 
     tables: CacheTables
@@ -100,6 +101,10 @@ class StoredCache(Sequences):
         return True
 
     @property
+    def uses_all_rows(self) -> bool:
+        return self.tables.cu_seqlens_q is None
+
+    @property
     def position_bounds(self) -> tuple[int, int]:
         # of an entry with keys: the last query stands at the last of them, of which there are at least the new ones
         new = self.sizes.bound_q if self.sizes.new is None else max(1, self.sizes.new)
@@ -109,14 +114,13 @@ class StoredCache(Sequences):
         """The same with vectors and a page table of its own, for a use that comes later."""
         pages = None if self.page_table is None else self.page_table.clone()
         vectors = (self.seqlens_q, self.seqlens_k, self.q_row, self.q_start, self.k_row, self.k_start, self.q_first)
-        return Sequences(*vectors, pages, self.page_size, True)
+        return Sequences(*vectors, pages, self.page_size, True, self.most_q)
 
     @cached_property
     def seqlens_q(self) -> Tensor:  # type: ignore[override]
-        ends = self.tables.cu_seqlens_q
-        if ends is None:
+        if self.tables.cu_seqlens_q is None:
             return torch.full((self.batch,), self.sizes.rows_q, device=self.device)
-        return ends.diff().to(torch.int64)
+        return self._ends.diff().clamp(min=0)
 
     @cached_property
     def seqlens_k(self) -> Tensor:  # type: ignore[override]
@@ -131,8 +135,7 @@ class StoredCache(Sequences):
 
     @cached_property
     def q_start(self) -> Tensor:  # type: ignore[override]
-        ends = self.tables.cu_seqlens_q
-        return self._zero if ends is None else ends[:-1].to(torch.int64)
+        return self._zero if self.tables.cu_seqlens_q is None else self._ends[:-1]
 
     @cached_property
     def k_row(self) -> Tensor:  # type: ignore[override]
@@ -145,6 +148,11 @@ class StoredCache(Sequences):
     @cached_property
     def q_first(self) -> Tensor:  # type: ignore[override]
         return self.seqlens_k - self.seqlens_q
+
+    @cached_property
+    def _ends(self) -> Tensor:
+        assert self.tables.cu_seqlens_q is not None
+        return self.tables.cu_seqlens_q.to(torch.int64).clamp(0, self.sizes.rows_q)
 
     @cached_property
     def _number(self) -> Tensor:
