@@ -256,7 +256,10 @@ def flash_attn_combine(out_partial: Tensor, lse_partial: Tensor) -> tuple[Tensor
     Source: split-KV decoding, "Flash-Decoding" (Dao, Haziza, Massa, Sizov, 2023).
     """
     out_partial, lse_partial = check_flash.combine_arguments(out_partial, lse_partial)
-    chosen = plan.combiner(hardware.of(out_partial.device.type))
+    tensors = (out_partial, lse_partial)
+    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    dtype = torch.promote_types(*(t.dtype for t in tensors))
+    chosen = plan.combiner(hardware.of(out_partial.device.type), dtype, needs_grad)
     return autograd.backend_module(chosen).combine(out_partial, lse_partial)
 
 

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anyattn.backends.triton import interpreter
+from anyattn.backends.triton.launch import current_device
 from anyattn.geometry.integers import ceil_div
 from anyattn.geometry.stored_cache import CacheStep
 
@@ -37,11 +39,13 @@ def append(step: CacheStep) -> Tensor:
     tensors, numbers, last_strides = _tensors(step, turned), _numbers(step, programs), _last_strides(step)
     from anyattn.backends.triton.cache_step import cache_step
 
-    # a product and a sum rounded once would make other bits than the torch operations
-    cache_step[(sum(programs),)](
-        *tensors, *numbers, *last_strides, **_options(step, numbers, width), LINES=per_program, BLOCK_D=blocks[0], BLOCK_DV=blocks[1],
-        enable_fp_fusion=False,
-    )  # fmt: skip
+    interpreter.mend()
+    with current_device(step.q.device):
+        # a product and a sum rounded once would make other bits than the torch operations
+        cache_step[(sum(programs),)](
+            *tensors, *numbers, *last_strides, **_options(step, numbers, width), LINES=per_program, BLOCK_D=blocks[0], BLOCK_DV=blocks[1],
+            enable_fp_fusion=False,
+        )  # fmt: skip
     return turned
 
 

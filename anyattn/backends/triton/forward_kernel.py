@@ -92,7 +92,8 @@ def visit(
     at = lane + key[3]
     if IS_PARTIAL:
         at = tl.minimum(at, key[3] + end - 1)  # no page is asked for beyond the last key
-    k = load_rows(key[0], key_places(at, key[2], key[4], key[5], pages, PAGE_SIZE, key[8])[:, None], is_key, HEAD_DIM, BLOCK_D, not IS_PARTIAL)
+    k_at = key_places(at, key[2], key[4], key[5], pages, PAGE_SIZE, key[8])[:, None]
+    k = load_rows(key[0], k_at, is_key, HEAD_DIM, BLOCK_D, not IS_PARTIAL)
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
     kv = tl.minimum(lane, end - 1)[None, :]  # mods are not asked beyond the sequence
     if HAS_SCORE:
@@ -107,7 +108,8 @@ def visit(
     highest = tl.maximum(row_max, tl.max(s, 1))
     p = tl.exp2(s - highest[:, None])
     rescale = tl.exp2(row_max - highest)
-    v = load_rows(key[1], key_places(at, key[2], key[6], key[7], pages, PAGE_SIZE, key[8])[:, None], is_key, HEAD_DIM_V, BLOCK_DV, not IS_PARTIAL)
+    v_at = key_places(at, key[2], key[6], key[7], pages, PAGE_SIZE, key[8])[:, None]
+    v = load_rows(key[1], v_at, is_key, HEAD_DIM_V, BLOCK_DV, not IS_PARTIAL)
     acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
     return acc, row_sum * rescale + tl.sum(p, 1), highest
 
