@@ -102,7 +102,8 @@ def _launch(problem: Problem, plan: Plan, chosen: Chosen, found: tables.Tables, 
     constants = {
         **constants_of(problem, chosen, found), "TILE_M": plan.tile_m, "TILE_N": plan.tile_n, "GROUP": padded_group(packed),
         "PACKED": packed, "IS_CACHE": cache is not None, "HAS_LEFTPAD": cache_tables[1] is not None,
-        "HAS_ROWS": cache_tables[2] is not None, "HAS_SINK": sink is not None and splits == 1, "HAS_LSE": target.lse is not None, "HAS_MAX": target.highest is not None,
+        "HAS_ROWS": cache_tables[2] is not None, "HAS_SINK": sink is not None and splits == 1, "HAS_LSE": target.lse is not None,
+        "HAS_MAX": target.highest is not None,
     }  # fmt: skip
     kernel = entry_of(_FORWARD, chosen.program, is_aligned)
     batch = 1 if found.entries is not None else problem.batch
