@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import subprocess
 import sys
@@ -12,6 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import anyattn
 from anyattn import check_lengths, hardware
@@ -24,9 +28,20 @@ HERE = Path(__file__).resolve().parent
 @pytest.mark.parametrize("what", ["cache", "combine", "decode"])
 def test_in_the_interpreter(what: str) -> None:
     """The interpreter is chosen when Triton is imported, so it gets a process of its own."""
+    interpreted(what, "not slow", 280)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_every_setting_in_the_interpreter() -> None:
+    interpreted("decode", "slow", 3500)
+
+
+def interpreted(what: str, marks: str, seconds: int) -> None:
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(HERE.parent.parent), *sys.path])}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore", str(HERE / f"triton_{what}_interpreted.py")]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=280)
+    options = ["-q", "-p", "no:cacheprovider", "-W", "ignore", "-m", marks]
+    command = [sys.executable, "-m", "pytest", *options, str(HERE / f"triton_{what}_interpreted.py")]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=seconds)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
 
 
@@ -105,8 +120,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Any:
 def decode(sq: int = 1, heads: tuple[int, int] = (32, 8), width: int = 128, page: int = 0, dtype: Any = torch.bfloat16, **more: Any) -> Any:
     pages = {"page_table": torch.zeros(4, 9, dtype=torch.int32)} if page else {}
     k = torch.zeros(40, page, heads[1], width, dtype=dtype) if page else torch.zeros(4, 1024, heads[1], width, dtype=dtype)
-    q, lengths = torch.zeros(4, sq, heads[0], width, dtype=dtype), torch.zeros(4, dtype=torch.int32)
-    return anyattn.flash_attn_with_kvcache(q, k, k.clone(), cache_seqlens=lengths, backend="triton", **pages, **more)
+    q = torch.zeros(7, heads[0], width, dtype=dtype) if "cu_seqlens_q" in more else torch.zeros(4, sq, heads[0], width, dtype=dtype)
+    given = {"cache_seqlens": torch.zeros(4, dtype=torch.int32), "backend": "triton", **pages, **more}
+    return anyattn.flash_attn_with_kvcache(q, k, k.clone(), **given)
 
 
 DECODES: dict[str, dict[str, Any]] = {
@@ -122,8 +138,9 @@ DECODES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("capability", TARGETS)
-@pytest.mark.parametrize("name", DECODES)
+@pytest.mark.parametrize(
+    ("name", "capability"), [("split", c) for c in TARGETS] + [(n, TARGETS[i % 3]) for i, n in enumerate(DECODES) if n != "split"]
+)
 def test_decoding_compiles_and_fits(name: str, capability: int, launches: Any) -> None:
     launches.capability = divmod(capability, 10)
     decode(**DECODES[name])
@@ -137,3 +154,121 @@ def test_decoding_compiles_and_fits(name: str, capability: int, launches: Any) -
     made = built(kernel, types, constants, capability, enable_fp_fusion=True, **warps)
     assert "cubin" in made.asm and made.metadata.shared <= SHARED[capability]
 
+
+# ---- nothing waits
+
+
+class Waited(AssertionError):
+    pass
+
+
+class NoReadingMethods(TorchFunctionMode):
+    NAMES = frozenset(
+        ("tolist", "item", "__bool__", "__int__", "__float__", "__index__", "__contains__", "numpy", "cpu", "equal", "nonzero")
+    )
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if getattr(func, "__name__", "") in self.NAMES:
+            raise Waited(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+class NoReadingOperations(TorchDispatchMode):
+    NAMES = frozenset(("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "unique_dim", "_unique2", "masked_select", "item"))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        name = func.overloadpacket.__name__
+        by_mask = name.startswith("index") and any(isinstance(t, torch.Tensor) and t.dtype is torch.bool for t in tree_leaves(args[1:2]))
+        if by_mask or name in self.NAMES or (name == "repeat_interleave" and (kwargs or {}).get("output_size") is None):
+            raise Waited(name)
+        return func(*args, **(kwargs or {}))
+
+
+ENDS = torch.tensor([0, 1, 1, 3, 7], dtype=torch.int32)
+STEPS: dict[str, dict[str, Any]] = {
+    **DECODES,
+    "whole cache": {"cache_seqlens": None, "causal": True},
+    "a number": {"cache_seqlens": 100, "causal": True},
+    "packed": {"cu_seqlens_q": ENDS, "max_seqlen_q": 4, "causal": True},
+    "packed, in pages": {"cu_seqlens_q": ENDS, "causal": True, "page": 16, "num_splits": 2},
+    "a bias by row": {"causal": True, "score_mod": lambda s, b, h, i, j: s + BIAS[h, i]},
+}
+BIAS = torch.zeros(32, 1024)
+
+
+@pytest.mark.parametrize("appends", [False, True])
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_reads_nothing(name: str, appends: bool, launches: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from anyattn.backends.triton import cache_step
+
+    steps: list[Any] = []
+    monkeypatch.setattr(
+        cache_step, "cache_step", type("Grid", (), {"__getitem__": lambda self, grid: lambda *a, **o: steps.append((a, o))})()
+    )
+    options = dict(STEPS[name])
+    if appends:
+        heads, width, dtype = options.get("heads", (32, 8))[1], options.get("width", 128), options.get("dtype", torch.bfloat16)
+        rows = (7,) if "cu_seqlens_q" in options else (4, options.get("sq", 1))
+        angles = torch.zeros(2048, width // 2)
+        options |= {"k": torch.zeros(*rows, heads, width, dtype=dtype), "v": torch.zeros(*rows, heads, width, dtype=dtype)}
+        options |= {"rotary_cos": angles, "rotary_sin": angles}
+    with NoReadingMethods(), NoReadingOperations():
+        decode(**options)
+    assert len(launches.made) == 1 and len(steps) == appends
+    has_entries = launches.made[0][-1]["HAS_ENTRIES"]
+    assert has_entries is ("cu_seqlens_q" in options), "a step of decoding is one launch, or two where it appends"
+
+
+def test_the_checkers_themselves() -> None:
+    x = torch.zeros(4)
+    for read in (
+        lambda: x.sum().item(),
+        lambda: x[x > 0],
+        lambda: bool(x.any()),
+        lambda: x.tolist(),
+        lambda: x.repeat_interleave(x.long()),
+    ):
+        with pytest.raises(Waited), NoReadingMethods(), NoReadingOperations():
+            read()
+
+
+# ---- plans
+
+
+def planned(launches: Any, **options: Any) -> dict[str, Any]:
+    launches.made.clear()
+    decode(**options)
+    (_, grid, *_, constants) = launches.made[0]
+    return {"grid": grid, **constants}
+
+
+def test_heads_of_a_group_share_a_tile(launches: Any) -> None:
+    for heads, sq, packed in (((32, 8), 1, 4), ((32, 32), 1, 1), ((14, 2), 1, 7), ((32, 8), 64, 4), ((32, 8), 65, 1), ((142, 2), 1, 1)):
+        found = planned(launches, heads=heads, sq=sq, num_splits=1)
+        assert (found["PACKED"], found["grid"][1]) == (packed, heads[0] // packed), heads
+        group = found["GROUP"]
+        assert packed <= group < 2 * packed and group <= found["TILE_M"] and found["grid"][0] == -(-sq * group // found["TILE_M"])
+    assert planned(launches, heads=(256, 2), sq=1, num_splits=1)["PACKED"] == 64, "so many as a tile may have"
+
+
+def test_splits_fill_the_processors(launches: Any) -> None:
+    """Few rows and long caches are cut; what fills the GPU by itself is not."""
+    found = planned(launches, num_splits=0)["grid"]
+    assert found[0] == 1 and 100 <= math.prod(found) <= 132
+    assert planned(launches, num_splits=0, heads=(256, 256))["grid"] == (1, 256, 4)
+    assert planned(launches, num_splits=7)["grid"] == (1, 8, 28), "what is asked for is done"
+
+
+def test_a_row_of_others_changes_no_tile(launches: Any) -> None:
+    """How many queries other entries have must not choose a tile: it could change an entry's last bits."""
+    for more in ({}, {"max_seqlen_q": 4}):
+        tiles = set()
+        for ends in ([0, 1, 1, 3, 7], [0, 1, 2, 3, 4], [0, 1, 100, 200, 300]):
+            q = torch.zeros(ends[-1], 32, 128, dtype=torch.bfloat16)
+            cache = torch.zeros(4, 1024, 8, 128, dtype=torch.bfloat16)
+            tables = {"cu_seqlens_q": torch.tensor(ends), "cache_seqlens": torch.zeros(4, dtype=torch.int32)}
+            launches.made.clear()
+            anyattn.flash_attn_with_kvcache(q, cache, cache.clone(), **tables, **more, num_splits=2, backend="triton")
+            constants = launches.made[0][-1]
+            tiles.add(tuple(constants[n] for n in ("TILE_M", "TILE_N", "PACKED", "num_warps")))
+        assert len(tiles) == 1, more
