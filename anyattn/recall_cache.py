@@ -15,7 +15,7 @@ from torch import Tensor
 
 from anyattn import hardware, plan, recall
 from anyattn.bands import band
-from anyattn.check_cache import CacheCall, cache_call
+from anyattn.check_cache import CacheCall, Given, cache_call
 from anyattn.check_flash import Options
 from anyattn.geometry.listed import ListedSequences, bases
 from anyattn.geometry.seqlen_info import SeqlenInfoQKNewK
@@ -24,29 +24,10 @@ from anyattn.kvcache import append
 from anyattn.plan import Plan
 from anyattn.problem import Problem
 
-__all__ = ["Given", "KnownCall", "decode_call"]
+__all__ = ["KnownCall", "decode_call"]
 
 _MOST_PLANS = 8  # the layers of one step ask for the same one
 _MOST_ROWS = 2048  # new rows; from here on vectors beat lists, and hardly any of the time is the host's
-
-
-class Given(NamedTuple):
-    """The door's own arguments, as the user gave them; those that all doors have are ``Options``."""
-
-    q: Any
-    k_cache: Any
-    v_cache: Any
-    k: Any
-    v: Any
-    rotary_cos: Any
-    rotary_sin: Any
-    cache_seqlens: Any
-    cache_batch_idx: Any
-    cache_leftpad: Any
-    page_table: Any
-    cu_seqlens_q: Any
-    max_seqlen_q: Any
-    rotary_interleaved: bool
 
 
 class KnownCall(NamedTuple):
@@ -57,8 +38,8 @@ class KnownCall(NamedTuple):
     v_cache: Tensor
     new: tuple[Tensor, Tensor, Tensor, Tensor] | None
 
-    def prepared(self) -> Problem:
-        """Appends to the caches and returns the attention over what they then hold."""
+    def prepared(self, chosen: Plan) -> Problem:
+        """Appends to the caches and returns the attention over what they then hold. chosen: as ``CacheCall`` takes it."""
         if self.new is not None:
             k, v, first, second = self.new
             append.append(self.k_cache, k, first, second)
@@ -88,7 +69,7 @@ def decode_call(given: Given, options: Options, backend: str | None) -> tuple[Ca
     known = None if found is None else _known_call(given, options, found.fields)
     if known is not None and found is not None:
         return known, _plan(known.problem, backend, found.plans)
-    checked = cache_call(*given, options)
+    checked = cache_call(given, options)
     chosen = plan.choose(checked.problem, hardware.of(given.q.device.type), backend)
     if facts is not None:
         score = checked.problem.score
@@ -120,7 +101,7 @@ def _facts(given: Given, options: Options) -> tuple | None:
         if given.q.device.type != "cpu" or (given.k is None) != (given.v is None):
             return None
         window = options.window_size
-        numbers = (options.causal, *window, options.softcap, options.num_splits)
+        numbers = (options.causal, *window, options.softcap, options.num_splits, given.validate)
         flags = (
             numbers, tuple([type(n) for n in numbers]), type(window), bool(options.return_lse), recall.scale_fact(options.softmax_scale),
             torch.get_default_dtype(),

@@ -50,7 +50,8 @@ class Sequences:
     page_table: (B, pages) integers, or None. With it storage row t of sequence b is row ``t % page_size`` of page
     ``page_table[b, t // page_size]`` of a pool (pages, heads, page_size, D), the sequence begins at storage row k_start, and k_row is
     not read.
-    is_cache: the keys are a cache that grows; then a result must not depend on what else is in the batch.
+    is_cache: the keys are a cache that grows; then a result must not depend on what else is in the batch. most_q: as the call says, and
+    not what is in it, no entry of such a batch has more queries; 0 where it does not say.
     """
 
     seqlens_q: Tensor
@@ -63,6 +64,7 @@ class Sequences:
     page_table: Tensor | None = None
     page_size: int = 0
     is_cache: bool = False
+    most_q: int = 0
 
     @property
     def batch(self) -> int:
@@ -104,6 +106,23 @@ class Sequences:
     def bound_k(self) -> int:
         """No sequence has more keys."""
         return self.max_seqlen_k
+
+    @property
+    def is_unread(self) -> bool:
+        """Whether nobody has looked at what the tables hold; then the fields hang on numbers that may lie on a GPU."""
+        return False
+
+    @property
+    def uses_all_rows(self) -> bool:
+        """Whether, as far as that is known without a look, every row of the queries' storage belongs to a sequence."""
+        return False
+
+    @property
+    def position_bounds(self) -> tuple[int, int]:
+        """No query of a sequence with keys stands, as mods see it, before the first, which is at most 0, or from the second on."""
+        host = self.on_host
+        first = min((f for f, asked in zip(host.q_first, self._with_pairs, strict=True) if asked), default=0)
+        return min(0, first), self.end_position
 
     @cached_property
     def end_position(self) -> int:

@@ -65,6 +65,18 @@ class StoredSequences(Sequences):
     def bound_k(self) -> int:
         return self.sizes.bound_k
 
+    @property
+    def is_unread(self) -> bool:
+        return True
+
+    @property
+    def uses_all_rows(self) -> bool:
+        return self.tables.cu_seqlens_q is None and self.tables.seqused_q is None
+
+    @property
+    def position_bounds(self) -> tuple[int, int]:
+        return 0, self.sizes.bound_q
+
     def kept(self) -> Sequences:
         """The same with tables of its own, for a use that comes later."""
         own = LengthTables(*(None if t is None else t.clone() for t in self.tables))

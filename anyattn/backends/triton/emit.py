@@ -168,7 +168,7 @@ def _load(node: Node, expr: Expr, prefix: str) -> str:
     offset = []
     for dim, arg in enumerate(node.args):
         place, index = f"{prefix}{arg}", expr.nodes[arg]
-        if index.op != "index":  # a position is never negative, and the caller keeps it inside
+        if index.op != "index" or index.attr == "q_idx":  # others are never negative, and the caller keeps them inside
             place = f"functions.inside({place}, {slot}[{2 + 2 * dim}])"
         offset.append(f"{place} * {slot}[{1 + 2 * dim}]")
     return f"tl.load({' + '.join([f'{slot}[0]', *offset])})"
