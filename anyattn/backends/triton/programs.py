@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from anyattn.backends.triton.emit import Lines, emit, packed_scalars
+from anyattn.backends.triton.emit import PLAIN, Lines, Style, emit, packed_scalars
+from anyattn.backends.triton.styles import functions_for, style_of
 from anyattn.mods.compose import anded
 from anyattn.mods.dependence import dependence
 from anyattn.mods.ir import Builder, Expr
@@ -29,13 +30,14 @@ MOST_RANGES = 2  # of a row, whose limits a kernel keeps
 
 class Part(NamedTuple):
     """name: of its functions. kind: "score", "mask", or "ranges" (row limits that stand for a mask). scalars: how many numbers it
-    captures; ranks: the number of dimensions of each captured tensor."""
+    captures; ranks: the number of dimensions of each captured tensor. style: of its text."""
 
     name: str
     kind: str
     expr: Expr
     scalars: int
     ranks: tuple[int, ...]
+    style: Style = PLAIN
 
 
 @dataclass(frozen=True)
@@ -79,20 +81,20 @@ class Chosen:
 def program_of(problem: Problem) -> Chosen:
     """Which masks become row ranges, which are asked, and whether tiles are listed; reads nothing of what tensors hold."""
     predicates, blocks = problem.predicates, problem.blocks
-    score = None if problem.score is None else _part("score", problem.score)
+    score = None if problem.score is None else _part("score", problem.score, problem)
     mods: list[TracedMod | RowRanges] = [] if problem.score is None else [problem.score]
     joint = anded(predicates if blocks is None or problem.blocks_follow else predicates[1:])
     ranges = _few(joint)
     if blocks is not None and not (problem.blocks_follow and ranges is not None):
         listed, rest = predicates[0], anded(predicates[1:])
-        of_listed, of_rest = _mask_part("listed", listed), None if rest is None else _mask_part("always", rest)
+        of_listed, of_rest = _mask_part("listed", listed, problem), None if rest is None else _mask_part("always", rest, problem)
         asked = [p for p in (of_listed, of_rest) if p is not None]
         found = Program(score, None, None if of_listed is None else of_listed[0], None if of_rest is None else of_rest[0])
         return Chosen(found, (*mods, *(m for _, m in asked)), "given")
     if ranges is not None:
         return Chosen(Program(score, _ranges_part("ranges", ranges), None, None), (*mods, ranges), None)
     assert joint is not None
-    made = _mask_part("listed", joint)
+    made = _mask_part("listed", joint, problem)
     assert made is not None
     return Chosen(Program(score, None, made[0], None), (*mods, made[1]), joint)
 
@@ -124,19 +126,21 @@ def _everything() -> RowRanges:
 _ALL = _everything()
 
 
-def _part(name: str, mod: TracedMod) -> Part:
-    return Part(name, mod.kind, mod.expr, len(mod.scalars), tuple(t.ndim for t in mod.tensors))
+def _part(name: str, mod: TracedMod, problem: Problem) -> Part:
+    functions = functions_for(problem.q.dtype, problem.q.device.type) if mod.kind == "score" else "exact"
+    style = style_of(mod.expr, mod.scalars, mod.tensors, problem, functions)
+    return Part(name, mod.kind, mod.expr, len(mod.scalars), tuple([t.ndim for t in mod.tensors]), style=style)
 
 
 def _ranges_part(name: str, ranges: RowRanges) -> Part:
     return Part(name, "ranges", ranges.expr, len(ranges.scalars), tuple(t.ndim for t in ranges.tensors))
 
 
-def _mask_part(name: str, mask: TracedMod) -> tuple[Part, TracedMod | RowRanges] | None:
+def _mask_part(name: str, mask: TracedMod, problem: Problem) -> tuple[Part, TracedMod | RowRanges] | None:
     """How a mask is asked: by its rows' limits where it has few. None for one that shows everything."""
     ranges = _few(mask)
     if ranges is None:
-        return _part(name, mask), mask
+        return _part(name, mask, problem), mask
     if ranges.expr == _ALL.expr:
         return None
     return _ranges_part(name, ranges), ranges
@@ -148,7 +152,7 @@ def _mask_part(name: str, mask: TracedMod) -> tuple[Part, TracedMod | RowRanges]
 @lru_cache(maxsize=4096)
 def staged(part: Part) -> str:
     """The two functions of a part. A "ranges" part's rows are its limits, clipped to 32 bits."""
-    lines = emit(part.expr)
+    lines = emit(part.expr, style=part.style)
     if part.kind == "ranges":
         return _ranges_source(part.name, lines)
     free = [*lines.once, *lines.row]
