@@ -74,13 +74,13 @@ def test_odd_arithmetic(name: str) -> None:
     assert_sound(ODD[name])
 
 
-def text_of(mod, kind: str = "score", length: int = SIZE, functions: str = "exact") -> str:  # type: ignore[no-untyped-def]
+def text_of(mod, kind: str = "score", length: int = SIZE, **style: object) -> str:  # type: ignore[no-untyped-def]
     from anyattn.backends.triton.emit import emit
     from anyattn.backends.triton.styles import style_of
 
     traced = trace(mod, kind)
-    style = style_of(traced.expr, traced.scalars, traced.tensors, problem_of(length), functions)
-    return "\n".join(emit(traced.expr, style=style).tile)
+    found = style_of(traced, traced.expr, problem_of(length))
+    return "\n".join(emit(traced.expr, style=found._replace(**style)).tile)
 
 
 def test_what_is_computed_in_64_bits() -> None:
@@ -114,7 +114,7 @@ def test_fast_functions_keep_out_of_what_is_cut() -> None:
     table = torch.zeros(40)
     bucket = text_of(lambda s, b, h, q, k: s + table[(torch.log((q - k).abs() + 1.0) / (h + 1.0)).to(torch.int64)], functions="fast")
     assert "divide" in bucket and "turned" not in bucket
-    step = text_of(lambda s, b, h, q, k: torch.where(torch.tanh(s) > 0.5, s, 0.0), functions="nvidia")
+    step = text_of(lambda s, b, h, q, k: torch.where(torch.tanh(s) > 0.5, s, 0.0), functions="fast", is_nvidia=True)
     assert "functions.tanh(" in step
 
 
@@ -128,7 +128,7 @@ def test_in_the_interpreter() -> None:
 
 def test_styles_change_with_sizes_only() -> None:
     """Closures over other values share a text."""
-    texts = {text_of(lambda s, b, h, q, k, c=c: torch.tanh(s / c) * c + (q - k) * c, functions="nvidia") for c in (3.5, 7.25, -1e9)}
+    texts = {text_of(lambda s, b, h, q, k, c=c: torch.tanh(s / c) * c + (q - k) * c, functions="fast", is_nvidia=True) for c in (3.5, 7.25, -1e9)}
     assert len(texts) == 1
     texts = {text_of(lambda b, h, q, k, c=c: q - k <= c, "mask", n) for c in (0, 3, -(2**20)) for n in (1, 100, 2**20)}
     assert len(texts) == 1

@@ -80,7 +80,7 @@ def test_exact_texts(name, first):  # type: ignore[no-untyped-def]
     kind, mod = ("score", SCORES[name]) if name in SCORES else ("mask", MASKS[name])
     traced, score = trace(mod, kind), torch.randn(ROWS, COLUMNS)
     theirs = by_torch(traced, score, first)
-    found = style_of(traced.expr, traced.scalars, traced.tensors, problem())
+    found = style_of(traced, traced.expr, problem())
     assert found.is_small == (name not in ("far", "far away", "window"))
     for style in (PLAIN, found, found._replace(is_inside=False), found._replace(dense=())):
         assert torch.equal(by_triton(traced, style, score, first), theirs), (name, style)

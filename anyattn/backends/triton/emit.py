@@ -81,13 +81,14 @@ class Style(NamedTuple):
 
     is_small: positions, heads and captured whole numbers are less than ``SMALL``, sizes and strides of captured tensors less than 2 ** 31.
     is_inside: every index of a captured tensor is from 0 to its size - 1. dense: the slots of captured tensors whose last stride is 1.
-    functions: "exact" (as torch rounds), "fast" (to some 20 bits), or "nvidia" (also with NVIDIA's instructions, some of 11 bits).
+    functions: "exact" (as torch rounds) or "fast" (to some 17 bits, with NVIDIA's instructions 11). is_nvidia: there are those.
     """
 
     is_small: bool = False
     is_inside: bool = False
     dense: tuple[int, ...] = ()
     functions: str = "exact"
+    is_nvidia: bool = False
 
 
 PLAIN = Style()
@@ -230,7 +231,7 @@ class _Writer:
             if self.stages[divisor] == self.stages[at] or self.stages[at] == "once":
                 return f"{args[0]} / {args[1]}"
             return f"{args[0]} * {self._aside(divisor, 'turned', f'functions.divide(1, {args[1]})')}"
-        if self.style.functions == "nvidia" and node.op in _NVIDIA:
+        if self.style.is_nvidia and node.op in _NVIDIA:
             return _NVIDIA[node.op].format(*args)
         return _FAST[node.op].format(*args) if node.op in _FAST else None
 
@@ -263,7 +264,7 @@ class _Writer:
                 base = self._line(stage, f"{self.prefix}{at}_{stage}", " + ".join([base, *terms.pop(stage)]))
         if own == "tile" and terms["column"]:
             terms["column"] = [self._line("column", f"{self.prefix}{at}_column", " + ".join(terms["column"]))]
-        load = "functions.load_nvidia" if own == "tile" and self.style.functions == "nvidia" else "tl.load"
+        load = "functions.load_nvidia" if own == "tile" and self.style.is_nvidia else "tl.load"
         return f"{load}({' + '.join([base, *(t for stage in terms.values() for t in stage)])})"
 
     def _line(self, stage: str, name: str, value: str) -> str:

@@ -176,13 +176,21 @@ def below(place, size):
 
 @triton.jit
 def load_nvidia(place):
-    """Entries straight into registers: Triton would take numbers of 32 bits through shared memory, a stage of it for each step ahead."""
-    if place.dtype.element_ty == tl.float32:
-        return tl.inline_asm_elementwise("ld.global.nc.f32 $0, [$1];", "=f,l", [place.to(tl.int64)], tl.float32, is_pure=True, pack=1)
-    elif place.dtype.element_ty == tl.int32:
-        return tl.inline_asm_elementwise("ld.global.nc.b32 $0, [$1];", "=r,l", [place.to(tl.int64)], tl.int32, is_pure=True, pack=1)
-    else:
-        return tl.load(place)
+    """Entries straight into registers. Triton would take them through shared memory, room for a whole tile of them for each stage."""
+    dtype: tl.constexpr = place.dtype.element_ty
+    at = place.to(tl.int64)
+    if dtype.primitive_bitwidth == 64:
+        bits = tl.inline_asm_elementwise("ld.global.nc.b64 $0, [$1];", "=l,l", [at], tl.int64, is_pure=True, pack=1)
+        return bits.to(dtype, bitcast=True)
+    elif dtype.primitive_bitwidth == 32:
+        bits = tl.inline_asm_elementwise("ld.global.nc.b32 $0, [$1];", "=r,l", [at], tl.int32, is_pure=True, pack=1)
+        return bits.to(dtype, bitcast=True)
+    elif dtype.primitive_bitwidth == 16:
+        bits = tl.inline_asm_elementwise("ld.global.nc.u16 $0, [$1];", "=r,l", [at], tl.int32, is_pure=True, pack=1)
+        return bits.to(tl.int16).to(dtype, bitcast=True)
+    else:  # a bool takes a byte
+        bits = tl.inline_asm_elementwise("ld.global.nc.u8 $0, [$1];", "=r,l", [at], tl.int32, is_pure=True, pack=1)
+        return bits.to(tl.int8).to(tl.uint8, bitcast=True).to(dtype) if dtype == tl.uint8 else bits.to(dtype)
 
 
 @triton.jit

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from anyattn.backends.triton.emit import PLAIN, Lines, Style, emit, packed_scalars
-from anyattn.backends.triton.styles import functions_for, style_of
+from anyattn.backends.triton.styles import style_of
 from anyattn.mods.compose import anded
 from anyattn.mods.dependence import dependence
 from anyattn.mods.grad import score_gradients
@@ -143,13 +143,7 @@ _ALL = _everything()
 
 
 def _part(name: str, mod: TracedMod, problem: Problem) -> Part:
-    return Part(name, mod.kind, mod.expr, len(mod.scalars), tuple([t.ndim for t in mod.tensors]), style=_style_of(mod, mod.expr, problem))
-
-
-def _style_of(mod: TracedMod, expr: Expr, problem: Problem) -> Style:
-    """Of an expression with a mod's captured values; masks are exact."""
-    functions = functions_for(problem.q.dtype, problem.q.device.type) if mod.kind == "score" else "exact"
-    return style_of(expr, mod.scalars, mod.tensors, problem, functions)
+    return Part(name, mod.kind, mod.expr, len(mod.scalars), tuple([t.ndim for t in mod.tensors]), style=style_of(mod, mod.expr, problem))
 
 
 def _ranges_part(name: str, ranges: RowRanges) -> Part:
@@ -174,7 +168,7 @@ def gradient_part(problem: Problem, wanted: tuple[int, ...]) -> Part:
     score = problem.score
     assert score is not None
     made = _gradient_part(score.expr, len(score.scalars), tuple([t.ndim for t in score.tensors]), wanted)
-    return made._replace(style=_style_of(score, made.expr, problem))
+    return made._replace(style=style_of(score, made.expr, problem))
 
 
 @lru_cache(maxsize=1024)

@@ -5,31 +5,32 @@ from __future__ import annotations
 from functools import lru_cache
 
 import torch
-from torch import Tensor
 
 from anyattn.backends.triton.emit import SMALL, Style
 from anyattn.backends.triton.interpreter import is_interpreting
 from anyattn.backends.triton.sizes import Box, Extent, extents
 from anyattn.mods.ir import Expr
+from anyattn.mods.trace import TracedMod
 from anyattn.problem import Problem
 
-__all__ = ["functions_for", "style_of"]
+__all__ = ["is_nvidia", "style_of"]
 
 _NARROW = 2**31
 
 
-def style_of(
-    expr: Expr, scalars: tuple[int | float, ...], tensors: tuple[Tensor, ...], problem: Problem, functions: str = "exact"
-) -> Style:
-    """The style of a mod's text in this call. functions: ``functions_for`` of a score mod; a mask's comparisons are always exact."""
-    if not scalars and not tensors and functions == "exact" and max(problem.bound_q, problem.bound_k) < SMALL // 2:
-        return _SMALL_PLAIN
-    places = tuple([(t.shape, t.stride()) for t in tensors])
+def style_of(mod: TracedMod, expr: Expr, problem: Problem) -> Style:
+    """The style of an expression with a mod's captured values in this call; a mask's comparisons are always exact."""
+    is_fast = mod.kind == "score" and problem.q.dtype.itemsize == 2
+    places = tuple([(t.shape, t.stride()) for t in mod.tensors])
     lengths = (problem.batch, problem.heads_q, problem.bound_q, problem.bound_k, problem.sequences is not None)
-    return _style(expr, tuple([n if type(n) is int else None for n in scalars]), places, lengths, functions)
+    numbers = tuple([n if type(n) is int else None for n in mod.scalars])
+    return _style(expr, numbers, places, lengths, "fast" if is_fast else "exact", is_nvidia(problem.q.device.type))
 
 
-_SMALL_PLAIN = Style(is_small=True, is_inside=True)
+@lru_cache(maxsize=8)
+def is_nvidia(device_type: str) -> bool:
+    """Whether the kernels may hold NVIDIA's own instructions."""
+    return device_type == "cuda" and torch.version.hip is None and not is_interpreting()
 
 
 @lru_cache(maxsize=4096)
@@ -39,6 +40,7 @@ def _style(
     places: tuple[tuple[torch.Size, tuple[int, ...]], ...],
     lengths: tuple[int, int, int, int, bool],
     functions: str,
+    has_nvidia: bool,
 ) -> Style:
     batch, heads, rows, keys, is_ragged = lengths
     least_row = -rows if is_ragged else 0  # a row of a cache shorter than its queries
@@ -51,14 +53,4 @@ def _style(
     loads = [(places[n.attr][0][i], found[a]) for n in expr.nodes if n.op == "load" for i, a in enumerate(n.args)]  # type: ignore[call-overload]
     is_inside = all(e is not None and e.lo >= 0 and e.hi < size for size, e in loads)
     dense = tuple(slot for slot, (shape, strides) in enumerate(places) if shape and strides[-1] == 1)
-    return Style(is_small, is_inside, dense, functions)
-
-
-@lru_cache(maxsize=16)
-def functions_for(dtype: torch.dtype, device_type: str) -> str:
-    """How a score mod's functions may be computed for inputs of ``dtype``: exactly for float32, for what is rounded to 16 bits as fast as
-    possible."""
-    if dtype.itemsize != 2:
-        return "exact"
-    is_nvidia = device_type == "cuda" and torch.version.hip is None and not is_interpreting()
-    return "nvidia" if is_nvidia else "fast"
+    return Style(is_small, is_inside, dense, functions, has_nvidia)
