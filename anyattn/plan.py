@@ -159,15 +159,15 @@ def _hopper_plan(problem: Problem, hardware: Hardware, reason: str) -> Plan:
 
 def _triton_plan(problem: Problem, hardware: Hardware, reason: str, options: dict[str, int]) -> Plan:
     """Asks nothing of what tensors hold."""
-    from anyattn.backends.triton.config import Tiles, forward_tiles, padded
+    from anyattn.backends.triton import config
+    from anyattn.backends.triton.styles import shape_of
 
-    widths = (padded(problem.q.shape[3]), padded(problem.v.shape[3]))
-    tiles = forward_tiles(*widths, problem.q.dtype, hardware.capability, problem.bound_q)
+    shape = shape_of(problem)
+    tiles = config.forward_tiles(shape, hardware.capability, problem.bound_q)
     why = [f"triton: {reason}"]
     if asked := {name: options[name] for name in ("tile_m", "tile_n") if name in options}:
-        tiles = replace(tiles, **asked)
+        tiles = config.asked("forward", replace(tiles, **asked), shape, hardware.capability, hardware.name)
         why.append(f"tiles of {tiles.tile_m} x {tiles.tile_n}: kernel_options")
-    assert isinstance(tiles, Tiles)
     backward, why_backward = _backward_by_triton(problem, hardware)
     if backward != "triton":
         why.append(f"backward: {backward}{why_backward}")

@@ -6,14 +6,16 @@ from functools import lru_cache
 
 import torch
 
+from anyattn.backends.triton.config import Shape, padded
 from anyattn.backends.triton.emit import SMALL, Style
 from anyattn.backends.triton.interpreter import is_interpreting
 from anyattn.backends.triton.sizes import Box, Extent, extents
+from anyattn.mods.dependence import dependence
 from anyattn.mods.ir import Expr
 from anyattn.mods.trace import TracedMod
 from anyattn.problem import Problem
 
-__all__ = ["is_nvidia", "style_of"]
+__all__ = ["is_nvidia", "shape_of", "style_of"]
 
 _NARROW = 2**31
 
@@ -25,6 +27,20 @@ def style_of(mod: TracedMod, expr: Expr, problem: Problem) -> Style:
     lengths = (problem.batch, problem.heads_q, problem.bound_q, problem.bound_k, problem.sequences is not None)
     numbers = tuple([n if type(n) is int else None for n in mod.scalars])
     return _style(expr, numbers, places, lengths, "fast" if is_fast else "exact", is_nvidia(problem.q.device.type))
+
+
+def shape_of(problem: Problem) -> Shape:
+    """What the tiles of a problem are chosen for."""
+    mods = [m for m in (problem.score, *problem.predicates) if m is not None]
+    return Shape(
+        padded(problem.q.shape[3]), padded(problem.v.shape[3]), problem.q.dtype, problem.score is not None, sum(_columns(m.expr) for m in mods)
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=4096)
+def _columns(expr: Expr) -> int:
+    """How many values are loaded per key, or per row where keys are the rows."""
+    return sum(node.op == "load" and dep.q != dep.kv for node, dep in zip(expr.nodes, dependence(expr), strict=True))
 
 
 @lru_cache(maxsize=8)
