@@ -26,7 +26,7 @@ _noted: dict[tuple, Future | None] = {}  # what would be launched, by config and
 def pytest_collection_finish(session: pytest.Session) -> None:
     import torch
 
-    from anyattn.backends.hopper import disk_cache
+    from anyattn import disk_cache
 
     is_wanted = any(hasattr(getattr(item, "module", None), "judging") for item in session.items)
     is_worker = hasattr(session.config, "workerinput")  # of pytest-xdist

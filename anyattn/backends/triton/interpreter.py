@@ -1,7 +1,8 @@
 """Triton's interpreter (``TRITON_INTERPRET=1``), mended where it fails or computes otherwise than a GPU.
 
-Three things: NumPy 2.4 no longer turns an array of one element into a loop's bound; float32 is cut off to bfloat16 where hardware rounds
-to the nearest; and products of bfloat16 are taken of the numbers' bits. Only a process that interprets is touched.
+Four things: NumPy 2.4 no longer turns an array of one element into a loop's bound; float32 is cut off to bfloat16 where hardware rounds
+to the nearest; products of bfloat16 are taken of the numbers' bits; and a comparison of single
+numbers became a float when it was spread over a block. Only a process that interprets is touched.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ def mend() -> None:
     from triton.runtime import interpreter
 
     builder, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
-    patch_tensor, convert, dot = interpreter._patch_lang_tensor, interpreter._convert_float, builder.create_dot
+    patch_tensor, convert = interpreter._patch_lang_tensor, interpreter._convert_float
+    dot, splat = builder.create_dot, builder.create_splat
 
     def patched_tensor(tensor: Any, scope: Any) -> None:
         patch_tensor(tensor, scope)
@@ -51,5 +53,11 @@ def mend() -> None:
             return x
         return handle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
 
+    def spread(self: Any, kind: Any, arg: Any) -> Any:
+        if np.asarray(arg.data).dtype == np.bool_ and arg.dtype.scalar is not tl.int1:
+            arg = handle(arg.data, tl.int1)
+        return splat(self, kind, arg)
+
+    builder.create_splat = spread
     interpreter._patch_lang_tensor, interpreter._convert_float = patched_tensor, rounded
     builder.create_dot = product
