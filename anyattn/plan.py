@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import math
 from dataclasses import dataclass, field, replace
@@ -18,7 +19,7 @@ from anyattn.problem import Problem
 
 __all__ = ["BACKENDS", "Plan", "available", "choose", "combiner", "for_backward"]
 
-BACKENDS = ("torch", "hopper")
+BACKENDS = ("torch", "triton", "hopper")
 _SCORES_AT_ONCE = 2**21  # scores of one tile over all its heads: 8 MB in float32, which stays in a CPU's last-level cache
 _SPAN_SCORES_AT_ONCE = 2**22  # the same for whole rows of bfloat16 scores
 _LONGEST_SPAN = 2**15
@@ -35,6 +36,7 @@ class Plan:
     num_splits: the keys of each row tile are divided among so many partial results. product_dtype: the dtype of the two matrix products.
     whole_spans: a row tile's visible scores are computed whole, not streamed. why: one line per decision, for people.
     is_reusable: the plan holds for every call of the same facts (shapes, strides, programs, masks' numbers), whatever tensors hold.
+    num_warps, num_stages: of a Triton kernel's programs.
     prepared: what the backend keeps for the calls that share this plan; it must follow from those facts alone.
     """
 
@@ -49,6 +51,8 @@ class Plan:
     backward: str = ""
     why: tuple[str, ...] = ()
     is_reusable: bool = True
+    num_warps: int = 4
+    num_stages: int = 2
     prepared: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -61,7 +65,22 @@ class Plan:
 
 def available(hardware: Hardware) -> dict[str, str | None]:
     """For each backend None if it can run here, else why not."""
-    return {"torch": None, "hopper": _reason_against_hopper(hardware)}
+    return {"torch": None, "triton": _reason_against_triton(hardware), "hopper": _reason_against_hopper(hardware)}
+
+
+@lru_cache(maxsize=16)
+def _reason_against_triton(hardware: Hardware) -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed: pip install 'anyattn[triton]'"
+    if hardware.device != "cuda":
+        from anyattn.backends.triton.interpreter import is_interpreting
+
+        if hardware.device == "cpu" and is_interpreting():
+            return None
+        return f"it needs a GPU, and the tensors are on {hardware.device} (for tests TRITON_INTERPRET=1 runs its kernels on a CPU)"
+    if hardware.capability is not None and hardware.capability < (8, 0):
+        return f"it needs compute capability 8.0 or newer, and {hardware.name} has {'.'.join(map(str, hardware.capability))}"
+    return None
 
 
 @lru_cache(maxsize=16)  # looking for a package costs 10 us
@@ -84,15 +103,29 @@ def choose(problem: Problem, hardware: Hardware, backend: str | None = None, opt
         raise ValueError(f"backend={backend!r} is not a backend; wanted None (choose for me) or one of {', '.join(map(repr, BACKENDS))}")
     possible = available(hardware)
     _check_native(problem, backend, possible["hopper"])
-    reason = possible.get(backend or "torch")
-    if reason is not None:
-        raise BackendError(f"backend={backend!r} cannot run here: {reason}; pass backend=None to let anyattn choose")
-    against = "" if backend == "torch" else possible["hopper"] or _reason_against_problem(problem)
-    if backend == "hopper" and against:
-        raise BackendError(f"backend='hopper' cannot run this call: {against}; pass backend=None to let anyattn choose")
-    if backend == "torch" or against:
-        return _with_options(_torch_plan(problem, hardware, backend == "torch", against), problem, options or {})
-    return _hopper_plan(problem, "asked for" if backend else f"{hardware.name} has it, and the call is of its kind")
+    if backend is not None:
+        reason = possible[backend]
+        if reason is not None:
+            raise BackendError(f"backend={backend!r} cannot run here: {reason}; pass backend=None to let anyattn choose")
+        against = _reason_against_problem(backend, problem)
+        if against:
+            raise BackendError(f"backend={backend!r} cannot run this call: {against}; pass backend=None to let anyattn choose")
+        return _plan_of(backend, problem, hardware, "asked for", options or {})
+    reasons = []
+    for name in ("hopper", "triton"):
+        against = possible[name] or _reason_against_problem(name, problem)
+        if not against and hardware.device == "cpu":
+            against = "its interpreter is for tests"
+        if not against:
+            return _plan_of(name, problem, hardware, "; ".join([*reasons, f"{hardware.name} has it, and the call is of its kind"]), options or {})
+        reasons.append(f"for {name}, {against}")
+    return _plan_of("torch", problem, hardware, "; ".join(reasons), options or {})
+
+
+def _plan_of(name: str, problem: Problem, hardware: Hardware, reason: str, options: dict[str, int]) -> Plan:
+    if name == "torch":
+        return _with_options(_torch_plan(problem, hardware, reason), problem, options)
+    return _triton_plan(problem, hardware, reason, options) if name == "triton" else _hopper_plan(problem, hardware, reason)
 
 
 def _check_native(problem: Problem, backend: str | None, against: str | None) -> None:
@@ -100,7 +133,8 @@ def _check_native(problem: Problem, backend: str | None, against: str | None) ->
     native = has_native((problem.score, *problem.predicates))
     if native is None:
         return
-    reason = "backend='torch' is named; pass backend='hopper'" if backend == "torch" else against or _reason_against_problem(problem)
+    named = f"backend={backend!r} is named; pass backend='hopper'" if backend in ("torch", "triton") else None
+    reason = named or against or _reason_against_problem("hopper", problem)
     if reason and problem.has_pairs:  # asked last: on a GPU it may wait
         raise BackendError(f"only the Hopper kernel can run {native}, a CuTe function: {reason}; or write it as plain Python")
 
@@ -112,23 +146,42 @@ def for_backward(plan: Plan, problem: Problem, hardware: Hardware) -> Plan:
     return replace(choose(problem, hardware, plan.backward), whole_spans=False)
 
 
-def _hopper_plan(problem: Problem, reason: str) -> Plan:
+def _hopper_plan(problem: Problem, hardware: Hardware, reason: str) -> Plan:
     """Asks nothing of the mask's rows: on a GPU that would wait for them."""
     from anyattn.backends.hopper.run import config_of
 
-    tiles, why = config_of(problem).tiles, (f"hopper: {reason}", "backward: torch, for hopper has none yet")
-    return Plan("hopper", tiles.tile_m, tiles.tile_n, tiles.tile_n, 1, problem.q.dtype, backward="torch", why=why)
+    backward = "torch"
+    tiles, why = config_of(problem).tiles, (f"hopper: {reason}", f"backward: {backward}, for hopper has none yet")
+    return Plan("hopper", tiles.tile_m, tiles.tile_n, tiles.tile_n, 1, problem.q.dtype, backward=backward, why=why)
 
 
-def _reason_against_problem(problem: Problem) -> str | None:
-    from anyattn.backends.hopper.supports import reason_against
+def _triton_plan(problem: Problem, hardware: Hardware, reason: str, options: dict[str, int]) -> Plan:
+    """Asks nothing of what tensors hold."""
+    from anyattn.backends.triton.config import Tiles, forward_tiles, padded
 
-    return reason_against(problem)
+    widths = (padded(problem.q.shape[3]), padded(problem.v.shape[3]))
+    tiles = forward_tiles(*widths, problem.q.dtype, hardware.capability, problem.bound_q)
+    why = [f"triton: {reason}"]
+    if asked := {name: options[name] for name in ("tile_m", "tile_n") if name in options}:
+        tiles = replace(tiles, **asked)
+        why.append(f"tiles of {tiles.tile_m} x {tiles.tile_n}: kernel_options")
+    assert isinstance(tiles, Tiles)
+    return Plan(
+        "triton", tiles.tile_m, tiles.tile_n, tiles.tile_n, 1, problem.q.dtype, backward="torch", why=tuple(why), num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )  # fmt: skip
+
+
+def _reason_against_problem(name: str, problem: Problem) -> str | None:
+    if name == "torch":
+        return None
+    found: str | None = importlib.import_module(f"anyattn.backends.{name}.supports").reason_against(problem)
+    return found
 
 
 def combiner(hardware: Hardware) -> str:
     """The backend that merges partial results."""
-    return next(name for name, reason in available(hardware).items() if reason is None)
+    return "torch"
 
 
 def _with_options(plan: Plan, problem: Problem, options: dict[str, int]) -> Plan:
@@ -150,8 +203,8 @@ def _divisor(number: int, most: int) -> int:
     return next(d for d in range(min(number, most), 0, -1) if number % d == 0)
 
 
-def _torch_plan(problem: Problem, hardware: Hardware, asked: bool, against_others: str | None) -> Plan:
-    why = ["torch: asked for" if asked else f"torch: for hopper, {against_others}"]
+def _torch_plan(problem: Problem, hardware: Hardware, reason: str) -> Plan:
+    why = [f"torch: {reason}"]
     dtype = problem.q.dtype
     if dtype not in hardware.fast_dtypes:
         why.append(f"products in float32: {hardware.device} multiplies {str(dtype).removeprefix('torch.')} slowly")

@@ -1,14 +1,15 @@
-"""Score mods one after the other, joined as expressions: no function is called or traced anew."""
+"""Score mods one after the other and masks together, joined as expressions: no function is called or traced anew."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
 from anyattn.mods.ir import Builder, Expr
 from anyattn.mods.trace import TracedMod
 
-__all__ = ["chained"]
+__all__ = ["anded", "chained"]
 
 
 def chained(first: TracedMod, second: TracedMod) -> TracedMod:
@@ -30,3 +31,21 @@ def _chained(first: Expr, second: Expr, scalars: int, tensors: int) -> Expr:
 def _renumbered(expr: Expr, shift: dict[str, int]) -> Expr:
     """``expr`` with the numbers of its scalar and tensor slots raised."""
     return replace(expr, nodes=tuple(n._replace(attr=n.attr + shift[n.op]) if n.op in shift else n for n in expr.nodes))  # type: ignore[operator]
+
+
+def anded(masks: Sequence[TracedMod]) -> TracedMod | None:
+    """The mask of what all of ``masks`` show; None of none."""
+    if not masks:
+        return None
+    joint = masks[0]
+    for other in masks[1:]:
+        expr = _anded(joint.expr, other.expr, len(joint.scalars), len(joint.tensors))
+        joint = TracedMod("mask", expr, joint.scalars + other.scalars, joint.tensors + other.tensors, f"{joint.name} & {other.name}")
+    return joint
+
+
+@lru_cache(maxsize=256)
+def _anded(first: Expr, second: Expr, scalars: int, tensors: int) -> Expr:
+    builder = Builder()
+    shifted = _renumbered(second, {"scalar": scalars, "load": tensors, "tensor": tensors})
+    return builder.build(builder.add("and", builder.copy(first), builder.copy(shifted)))

@@ -1,1 +1,5 @@
-"""Kernels in Triton. Nothing here is imported before it is used; Triton is an extra."""
+"""Kernels in Triton, for any GPU it reaches; see ``run.py``. Nothing here is imported before it is used; Triton is an extra."""
+
+from anyattn.backends.triton.run import Result, forward
+
+__all__ = ["Result", "forward"]

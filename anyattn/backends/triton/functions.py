@@ -144,3 +144,9 @@ def inside(place, size):
     """A place counted from the end where it is negative; never outside of 0 to size - 1, whatever was captured."""
     place = tl.where(place < 0, place + size, place)
     return tl.minimum(tl.maximum(place, 0), size - 1)
+
+
+@triton.jit
+def limit(place):
+    """A limit of a row's keys in 32 bits; further than any position is as far."""
+    return tl.minimum(tl.maximum(place, -(2**30)), 2**30).to(tl.int32)

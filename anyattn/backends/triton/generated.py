@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+import hashlib
+import importlib
 import linecache
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
 
-__all__ = ["load"]
+__all__ = ["digest", "load"]
 
 
 @lru_cache(maxsize=4096)
-def load(source: str, name: str) -> Any:
-    """The namespace that ``source`` leaves: its functions, which see ``triton``, ``tl`` and our ``functions`` and ``tile_classes``.
+def load(source: str, name: str, module: str = "tile_classes") -> Any:
+    """The namespace that ``source`` leaves: its functions, which see ``triton``, ``tl``, our ``functions`` and the ``module`` beside it.
 
     name: what tracebacks and profiles call the file; source that is equal is run once.
     """
     import triton
     import triton.language as tl
 
-    from anyattn.backends.triton import functions, tile_classes
-
     filename = f"<anyattn {name}>"
-    namespace = {"triton": triton, "tl": tl, "functions": functions, "tile_classes": tile_classes, "__name__": f"anyattn.generated.{name}"}
+    beside = {m: importlib.import_module(f"anyattn.backends.triton.{m}") for m in ("functions", module)}
+    namespace = {"triton": triton, "tl": tl, **beside, "__name__": f"anyattn.generated.{name}"}
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)  # no time: never looked for on disk
     exec(compile(source, filename, "exec"), namespace)
     return SimpleNamespace(**{key: value for key, value in namespace.items() if not key.startswith("__")})
+
+
+def digest(source: str) -> str:
+    """A short name of a source, the same in every process."""
+    return hashlib.sha256(source.encode()).hexdigest()[:16]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from anyattn.backends.triton import generated
 from anyattn.backends.triton.emit import packed_scalars
+from anyattn.backends.triton.launch import current_device
 from anyattn.backends.triton.spans import MOST_INDEX_BITS, MOST_SCALAR_BITS, mask_source
 from anyattn.mods.dependence import dependence
 from anyattn.mods.ir import Expr, category
@@ -123,16 +123,9 @@ def list_tiles(
     found = _empty_lists(sizes, (rows, columns), device, 2 if separate_full else 1, wants_columns)
     if min(*sizes, rows, columns) == 0:
         return [None if t is None else t.zero_() for t in found]
-    with _current(found[0]):
+    with current_device(device):
         _launch(mask, mod, found, lengths, tile, sizes, (rows, columns), has_full_tails)
     return found
-
-
-def _current(tensor: Tensor | None) -> AbstractContextManager:
-    """Triton launches on the current device."""
-    assert tensor is not None
-    is_current = tensor.device.type != "cuda" or torch.cuda.device_count() < 2 or tensor.device.index == torch.cuda.current_device()
-    return nullcontext() if is_current else torch.cuda.device(tensor.device)
 
 
 def _empty_lists(

@@ -1,0 +1,244 @@
+"""The forward kernel's body: online softmax in base 2 over the tiles of keys that a row tile visits. Kernel side.
+
+One body for every variant. Its caller, an entry written for the call's mods, hands over pointers and numbers in tuples, and the mods as
+functions:
+
+tensors: q, k, v, out, lse, highest, sink, entries, order, pages; what a call lacks is any pointer.
+strides: (rows, heads, positions) of q, k, v, out; the last dimension is contiguous.
+spans[0]: from one split's statistics and output to the next's. spans[1], of block lists: from one entry's counts to the next's, from
+one head's to the next's, places of a row of tiles (0 where they lie flat), from one head's flat places to the next's.
+sizes: seqlen_q, seqlen_k (greatest of all), heads, positions of statistics, row tiles, splits, pages of a sequence, query heads of a K/V
+head, key tiles that lists count in a sequence of seqlen_k.
+"""
+
+import triton
+import triton.language as tl
+
+from anyattn.backends.triton.places import entry, key_places, row_tile
+from anyattn.backends.triton.visits import by_lists, by_ranges, listed_full, listed_partial, ranged_full, ranged_partial
+
+__all__ = ["forward_tile"]
+
+_LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+_LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+# A row's maximum is never less, so that -inf less the maximum is -inf and not NaN.
+_LOWEST: tl.constexpr = tl.constexpr(-1.7014118e38)
+
+
+@triton.jit
+def work_of(sizes, tensors, HAS_ENTRIES: tl.constexpr):
+    """(row tile, batch entry, query head or group of heads, split) of this program; row tiles that see most go first."""
+    m, h, last = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    splits = sizes[5]
+    b, split = last // splits, last % splits
+    if HAS_ENTRIES:
+        at = tensors[8] + m * 2
+        return tl.load(at + 1), tl.load(at), h, split
+    else:
+        return sizes[4] - 1 - m, b, h, split
+
+
+@triton.jit
+def place_of_lists(strides, b, h, line, found, seqlen_k, LIST_N: tl.constexpr, HAS_ENTRIES: tl.constexpr):
+    """(the line of counts, the first place) in block lists, dense ones or those of a ragged batch."""
+    head = h.to(tl.int64) * strides[1]
+    if HAS_ENTRIES:
+        at = head + found[7] + line
+        flat = h.to(tl.int64) * strides[3] + found[8] + line.to(tl.int64) * ((seqlen_k + LIST_N - 1) // LIST_N)
+        return at, tl.where(strides[2] > 0, at * strides[2], flat)
+    else:
+        at = b.to(tl.int64) * strides[0] + head + line
+        return at, at * strides[2]
+
+
+@triton.jit
+def load_rows(base, offsets, is_row, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ALL_ROWS: tl.constexpr):
+    """[rows, BLOCK_D]: rows at 64-bit ``offsets`` [rows, 1], zeros where not ``is_row`` [rows, 1] (ALL_ROWS: all are) and beyond HEAD_DIM."""
+    d = tl.arange(0, BLOCK_D)[None, :]
+    if ALL_ROWS and HEAD_DIM == BLOCK_D:
+        return tl.load(base + offsets + d)
+    elif ALL_ROWS:
+        return tl.load(base + offsets + d, mask=d < HEAD_DIM, other=0.0)
+    elif HEAD_DIM == BLOCK_D:
+        return tl.load(base + offsets + d, mask=is_row, other=0.0)
+    else:
+        return tl.load(base + offsets + d, mask=is_row & (d < HEAD_DIM), other=0.0)
+
+
+@triton.jit
+def clipped(limit, seqlen_k, TILE_M: tl.constexpr):
+    """[TILE_M] limits of a row's keys, from one for each row or for all."""
+    wide = limit + tl.zeros((TILE_M, 1), tl.int32)
+    return tl.reshape(tl.minimum(tl.maximum(wide, 0), seqlen_k), (TILE_M,))
+
+
+@triton.jit
+def visit(
+    acc, row_sum, row_max, q, first, end, is_shown, key, rows, b, h, pages, scale, captured,
+    SCORE: tl.constexpr, MASK: tl.constexpr, ALWAYS: tl.constexpr,
+    IS_PARTIAL: tl.constexpr, HAS_SCORE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr,
+    TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One tile of keys, from position ``first``: (acc, row_sum, row_max) with what its rows see of it.
+
+    end: keys from it on are not there (partial tiles only). is_shown: all others are visible, whatever the mask says. key: k, v, k_row, k_start
+    and their strides. rows: what the parts of the program keep per row.
+    """
+    lane = first + tl.arange(0, TILE_N)
+    is_key = (lane < end)[:, None]
+    at = lane + key[3]
+    if IS_PARTIAL:
+        at = tl.minimum(at, key[3] + end - 1)  # no page is asked for beyond the last key
+    k = load_rows(key[0], key_places(at, key[2], key[4], key[5], pages, PAGE_SIZE)[:, None], is_key, HEAD_DIM, BLOCK_D, not IS_PARTIAL)
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+    kv = tl.minimum(lane, end - 1)[None, :]  # mods are not asked beyond the sequence
+    if HAS_SCORE:
+        s = SCORE(s, b, h, kv, rows[0], captured[0][0], captured[0][1]).to(tl.float32) * _LOG2E
+    if IS_PARTIAL:
+        seen = (lane < end)[None, :]
+        if HAS_MASK:
+            seen = seen & (MASK(b, h, kv, rows[1], captured[1][0], captured[1][1]) | is_shown)
+        s = tl.where(seen, s, float("-inf"))
+    if HAS_ALWAYS:
+        s = tl.where(ALWAYS(b, h, kv, rows[2], captured[2][0], captured[2][1]), s, float("-inf"))
+    highest = tl.maximum(row_max, tl.max(s, 1))
+    p = tl.exp2(s - highest[:, None])
+    rescale = tl.exp2(row_max - highest)
+    v = load_rows(key[1], key_places(at, key[2], key[6], key[7], pages, PAGE_SIZE)[:, None], is_key, HEAD_DIM_V, BLOCK_DV, not IS_PARTIAL)
+    acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
+    return acc, row_sum * rescale + tl.sum(p, 1), highest
+
+
+@triton.jit
+def store_results(
+    acc, row_sum, row_max, tensors, strides, spans, sizes, q_row, at, h, is_row, split,
+    HAS_SINK: tl.constexpr, HAS_LSE: tl.constexpr, HAS_MAX: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    """Writes a row tile's output and statistics; ``at`` are its rows of storage, ``h`` their heads.
+
+    A split's go to [split][q row][head][position], where the sink is added when they are combined.
+    """
+    statistic = (q_row.to(tl.int64) * sizes[2] + h) * sizes[3] + at
+    part = split.to(tl.int64) * spans[0][0]
+    if HAS_MAX:
+        seen = tl.where(row_sum == 0, float("-inf"), row_max * _LN2)
+        tl.store(tensors[5] + part + statistic, seen, mask=is_row)
+    if HAS_SINK:
+        logit = tl.load(tensors[6] + h).to(tl.float32) * _LOG2E
+        highest = tl.maximum(row_max, logit)
+        rescale = tl.exp2(row_max - highest)
+        row_sum = row_sum * rescale + tl.exp2(logit - highest)
+        acc = acc * rescale[:, None]
+        row_max = highest
+    total = tl.where(row_sum == 0, 1.0, row_sum)
+    acc = acc / total[:, None]
+    offsets = q_row.to(tl.int64) * strides[3][0] + h.to(tl.int64) * strides[3][1] + at.to(tl.int64) * strides[3][2]
+    d = tl.arange(0, BLOCK_DV)[None, :]
+    out = tensors[3] + split.to(tl.int64) * spans[0][1]
+    tl.store(out + offsets[:, None] + d, acc.to(out.dtype.element_ty), mask=is_row[:, None] & (d < HEAD_DIM_V))
+    if HAS_LSE:
+        lse = tl.where(row_sum == 0, float("-inf"), row_max * _LN2 + tl.log(total))
+        tl.store(tensors[4] + part + statistic, lse, mask=is_row)
+
+
+@triton.jit
+def forward_tile(
+    tensors, strides, spans, sizes, lists, scale, captured,
+    SCORE_ROWS: tl.constexpr, SCORE: tl.constexpr, MASK_ROWS: tl.constexpr, MASK: tl.constexpr, ALWAYS_ROWS: tl.constexpr,
+    ALWAYS: tl.constexpr, HAS_SCORE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr, RANGES: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, LIST_M: tl.constexpr, LIST_N: tl.constexpr, HAS_FULL: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    GROUP: tl.constexpr, HAS_ENTRIES: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    HAS_SINK: tl.constexpr, HAS_LSE: tl.constexpr, HAS_MAX: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One row tile, or one split of its keys.
+
+    SCORE, MASK, ALWAYS and their _ROWS: the functions of the score mod, of the mask and of the mask asked in every tile. RANGES: row ranges
+    of the mask, 0 where lists say which tiles to visit. GROUP: query heads in a tile.
+    """
+    m, b, h, split = work_of(sizes, tensors, HAS_ENTRIES)
+    if m < 0:
+        return
+    found = entry(b, tensors[7], sizes[0], sizes[1], HAS_ENTRIES)
+    seqlen_k = found[5]
+    line, first_row, end_row = row_tile(m, found[2], TILE_M, LIST_M, GROUP)
+    if first_row >= end_row:
+        return
+    r = tl.arange(0, TILE_M)
+    position = first_row + r // GROUP
+    is_row = position < end_row
+    position = tl.minimum(position, end_row - 1)  # what is no row asks as the last one does, and is not stored
+    heads = h * GROUP + r % GROUP
+    at = found[1] + position
+    offsets = found[0].to(tl.int64) * strides[0][0] + heads.to(tl.int64) * strides[0][1] + at.to(tl.int64) * strides[0][2]
+    q = load_rows(tensors[0], offsets[:, None], is_row[:, None], HEAD_DIM, BLOCK_D, False)
+    q_idx = (position + found[6])[:, None]
+    if GROUP > 1:
+        asked = heads[:, None]
+    else:
+        asked = h
+    # what there is not is any tuple
+    score_rows, mask_rows, always_rows = (q_idx, q_idx), (q_idx, q_idx), (q_idx, q_idx)
+    if HAS_SCORE:
+        score_rows = SCORE_ROWS(b, asked, q_idx, captured[0][0], captured[0][1])
+    if HAS_MASK:
+        mask_rows = MASK_ROWS(b, asked, q_idx, captured[1][0], captured[1][1])
+    if HAS_ALWAYS:
+        always_rows = ALWAYS_ROWS(b, asked, q_idx, captured[2][0], captured[2][1])
+    kept = (score_rows, mask_rows, always_rows)
+    kv_head = ((h * GROUP) // sizes[7]).to(tl.int64)
+    key = (
+        tensors[1] + kv_head * strides[1][1], tensors[2] + kv_head * strides[2][1], found[3], found[4],
+        strides[1][0], strides[1][2], strides[2][0], strides[2][2],
+    )  # fmt: skip
+    pages = tensors[9] + b.to(tl.int64) * sizes[6]
+    factor = scale if HAS_SCORE else scale * _LOG2E
+    acc = tl.zeros((TILE_M, BLOCK_DV), tl.float32)
+    row_sum = tl.zeros((TILE_M,), tl.float32)
+    row_max = tl.full((TILE_M,), _LOWEST, tl.float32)
+    if RANGES == 1:
+        limits = clipped(mask_rows[0], seqlen_k, TILE_M), clipped(mask_rows[1], seqlen_k, TILE_M)
+        runs = by_ranges(limits, TILE_N, 1)
+    elif RANGES == 2:
+        limits = (
+            clipped(mask_rows[0], seqlen_k, TILE_M), clipped(mask_rows[1], seqlen_k, TILE_M),
+            clipped(mask_rows[2], seqlen_k, TILE_M), clipped(mask_rows[3], seqlen_k, TILE_M),
+        )  # fmt: skip
+        runs = by_ranges(limits, TILE_N, 2)
+    else:
+        counts_at, places_at = place_of_lists(spans[1], b, h * GROUP, line, found, seqlen_k, LIST_N, HAS_ENTRIES)
+        runs = by_lists(lists, counts_at, places_at, seqlen_k, TILE_N, LIST_N, HAS_FULL)
+    if RANGES > 0:
+        full, partial = runs[0][1] + runs[1][1], runs[2][1] + runs[3][1] + runs[4][1] + runs[5][1]
+    else:
+        full, partial = runs[0], runs[1]
+    # equal shares, as in geometry.splits
+    share = (full + partial + sizes[5] - 1) // sizes[5]
+    begin = tl.minimum(split * share, full + partial)
+    stop = tl.minimum(begin + share, full + partial)
+    for i in range(tl.minimum(begin, full), tl.minimum(stop, full)):
+        if RANGES > 0:
+            first = ranged_full(runs, i) * TILE_N
+        else:
+            first = listed_full(runs, i, TILE_N, LIST_N)
+        acc, row_sum, row_max = visit(
+            acc, row_sum, row_max, q, first, first + TILE_N, True, key, kept, b, asked, pages, factor, captured,
+            SCORE, MASK, ALWAYS, False, HAS_SCORE, HAS_MASK, HAS_ALWAYS,
+            TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PAGE_SIZE, PRECISION,
+        )  # fmt: skip
+    for i in range(tl.maximum(begin - full, 0), tl.maximum(stop - full, 0)):
+        if RANGES > 0:
+            first = ranged_partial(runs, i) * TILE_N
+            end = seqlen_k
+            is_shown = False
+        else:
+            first, end, is_shown = listed_partial(runs, i, seqlen_k, TILE_N, LIST_N)
+        acc, row_sum, row_max = visit(
+            acc, row_sum, row_max, q, first, end, is_shown, key, kept, b, asked, pages, factor, captured,
+            SCORE, MASK, ALWAYS, True, HAS_SCORE, HAS_MASK, HAS_ALWAYS,
+            TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PAGE_SIZE, PRECISION,
+        )  # fmt: skip
+    store_results(
+        acc, row_sum, row_max, tensors, strides, spans, sizes, found[0], at, heads, is_row, split, HAS_SINK, HAS_LSE, HAS_MAX, HEAD_DIM_V, BLOCK_DV
+    )

@@ -1,0 +1,55 @@
+"""Triton's interpreter (``TRITON_INTERPRET=1``), mended where it fails or computes otherwise than a GPU.
+
+Three things: NumPy 2.4 no longer turns an array of one element into a loop's bound; float32 is cut off to bfloat16 where hardware rounds
+to the nearest; and products of bfloat16 are taken of the numbers' bits. Only a process that interprets is touched.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = ["is_interpreting", "mend"]
+
+
+def is_interpreting() -> bool:
+    """Whether kernels run in the interpreter; Triton decides when it is imported."""
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
+
+
+@lru_cache(maxsize=1)
+def mend() -> None:
+    """Makes the interpreter compute like a GPU, once; without the interpreter does nothing."""
+    if not is_interpreting():
+        return
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    builder, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
+    patch_tensor, convert, dot = interpreter._patch_lang_tensor, interpreter._convert_float, builder.create_dot
+
+    def patched_tensor(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.reshape(-1)[0]))
+
+    def rounded(data: Any, source: Any, target: Any, rounding_mode: Any) -> Any:
+        if source is tl.float32 and target is tl.bfloat16:
+            values = torch.from_numpy(np.ascontiguousarray(data).view(np.float32))
+            return values.to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16).reshape(data.shape)
+        return convert(data, source, target, rounding_mode)
+
+    def product(self: Any, a: Any, b: Any, d: Any, input_precision: Any, most: Any) -> Any:
+        return dot(self, widened(a), widened(b), d, input_precision, most)
+
+    def widened(x: Any) -> Any:
+        if x.dtype.scalar is not tl.bfloat16:
+            return x
+        return handle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+    interpreter._patch_lang_tensor, interpreter._convert_float = patched_tensor, rounded
+    builder.create_dot = product

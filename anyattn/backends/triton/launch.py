@@ -1,0 +1,125 @@
+"""Kernels written for a call's mods, and their launch.
+
+A kernel's *entry* is generated: it names every captured value as an argument (Triton compiles anew for numbers inside of tuples), packs
+them into the tuples that the body wants, and hands over the mods' functions. Lengths, strides, scales and captured values are run-time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from anyattn.backends.triton import generated, interpreter
+from anyattn.backends.triton.programs import Part, Program, Read
+
+__all__ = ["Signature", "current_device", "entry_of", "entry_source", "run_entry", "strides_of"]
+
+_TYPES = {"pointer": "", "stride": ": tl.int64", "long": ": tl.int64", "int": ": tl.int32", "float": ": tl.float32"}
+_UNIT = 8  # elements: 16 bytes of a 16-bit dtype, which is what one load instruction takes
+
+
+class Signature(NamedTuple):
+    """What a body takes before the captured values, and after them.
+
+    body: ``module.function``. groups: its first arguments, each (kind, names), names nested as the body's tuples are; kinds are those of
+    ``_TYPES``; strides of aligned rows travel in units of 8 elements, from which Triton sees that they are. functions: for each part that the body can ask, the name of its functions and which part may fill it. constants: names.
+    """
+
+    body: str
+    groups: tuple[tuple[str, Any], ...]
+    functions: tuple[tuple[str, ...], ...]
+    constants: tuple[str, ...]
+
+
+def _leaves(names: Any) -> Iterator[str]:
+    if isinstance(names, str):
+        yield names
+    else:
+        for name in names:
+            yield from _leaves(name)
+
+
+def _packed(names: Any) -> str:
+    return names if isinstance(names, str) else "(" + "".join(f"{_packed(name)}, " for name in names) + ")"
+
+
+def _captured(slot: int, part: Part | None) -> tuple[list[str], list[list[str]]]:
+    """Names of a part's numbers, and of each tensor with its strides and sizes."""
+    if part is None:
+        return [], []
+    tensors = [[f"t{slot}_{i}", *(f"t{slot}_{i}_{n}" for n in range(2 * rank))] for i, rank in enumerate(part.ranks)]
+    return [f"s{slot}_{i}" for i in range(part.scalars)], tensors
+
+
+@lru_cache(maxsize=4096)
+def entry_source(signature: Signature, program: Program, is_aligned: bool) -> str:
+    """The source of the entry and of the functions that it hands over."""
+    slots = [next((p for p in program.parts if p.name in names), None) for names in signature.functions]
+    pointers = [n for kind, names in signature.groups if kind == "pointer" for n in _leaves(names)]
+    plain = [(n, kind) for kind, names in signature.groups for n in _leaves(names)]
+    packed, captured_names = [], []
+    units = [f"{n} = {n} * {_UNIT}" for kind, names in signature.groups if kind == "stride" and is_aligned for n in _leaves(names)]
+    for slot, part in enumerate(slots):
+        numbers, tensors = _captured(slot, part)
+        captured_names += [(n, "long") for n in numbers] + [(n, "long") for t in tensors for n in t[1:]] + [(t[0], "pointer") for t in tensors]
+        # an empty tuple is not one to Triton
+        packed.append(f"({_packed(numbers or ['0'])}, {_packed(tensors or ['0'])})")
+    arguments = [f"{name}{_TYPES[kind]}" for name, kind in [*plain, *captured_names]]
+    # pointers are taken as aligned or not, everything else at run time
+    unspecialised = [name for name, _ in [*plain, *captured_names]]
+    unaligned = [name for name in unspecialised if name not in pointers]
+    given = [_packed(names) for _, names in signature.groups]
+    functions = [f for part in slots for f in _functions(part)]
+    flags = [str(part is not None) for part in slots]
+    call = [*given, f"({', '.join(packed)},)", *functions, *flags, *signature.constants]
+    constants = ", ".join(f"{name}: tl.constexpr" for name in signature.constants)
+    lines = [*units, f"{signature.body}({', '.join(call)})"]
+    head = f"_PLAIN = {unspecialised!r}\n_UNALIGNED = {unaligned!r}\n\n\n"
+    head += "@triton.jit(do_not_specialize=_PLAIN, do_not_specialize_on_alignment=_UNALIGNED)\n"
+    head += f"def entry({', '.join(arguments)}, {constants}):\n" + "\n".join(f"    {line}" for line in lines) + "\n"
+    return "\n\n".join([program.source, head])
+
+
+def _functions(part: Part | None) -> tuple[str, str]:
+    return ("functions.limit", "functions.limit") if part is None else (f"{part.name}_rows", f"{part.name}_value")
+
+
+@lru_cache(maxsize=4096)
+def entry_of(signature: Signature, program: Program, is_aligned: bool) -> Any:
+    """The generated kernel; equal programs share it."""
+    interpreter.mend()
+    source = entry_source(signature, program, is_aligned)
+    module, body = signature.body.split(".")
+    return generated.load(source, f"{body}_{generated.digest(source)}", module).entry
+
+
+def run_entry(
+    kernel: Any, grid: Sequence[int], values: Sequence[Any], captured: Sequence[Read], device: torch.device, options: dict[str, Any]
+) -> None:
+    """Launches it. values: the groups' in order. captured: of the parts that the body asks, in its order. options: constants and warps."""
+    numbers: list[Any] = []
+    for read in captured:
+        numbers += read.scalars
+        numbers += [n for t in read.tensors for pair in zip(t.stride(), t.shape, strict=True) for n in pair]
+        numbers += read.tensors
+    with current_device(device):
+        kernel[tuple(grid)](*values, *numbers, **options)
+
+
+def current_device(device: torch.device) -> AbstractContextManager:
+    """Triton launches on the current device."""
+    is_current = device.type != "cuda" or torch.cuda.device_count() < 2 or device.index == torch.cuda.current_device()
+    return nullcontext() if is_current else torch.cuda.device(device)
+
+
+def strides_of(*tensors: Tensor) -> tuple[bool, list[int]]:
+    """Whether every row of each begins at a multiple of 16 bytes (of 16-bit elements), so that it is loaded in wide pieces; and the strides
+    of all dimensions but the last, in the units in which the kernel wants them."""
+    strides = [s if n > 1 else 0 for t in tensors for s, n in zip(t.stride()[:-1], t.shape[:-1], strict=True)]
+    is_aligned = all(s % _UNIT == 0 for s in strides)
+    return is_aligned, [s // _UNIT for s in strides] if is_aligned else strides

@@ -1,0 +1,49 @@
+"""Where a program's tile lies: its sequence, its rows in storage, and the storage of that sequence's keys. Kernel side."""
+
+import triton
+import triton.language as tl
+
+__all__ = ["entry", "key_places", "row_tile"]
+
+
+@triton.jit
+def entry(b, entries, seqlen_q, seqlen_k, HAS_ENTRIES: tl.constexpr):
+    """(q_row, q_start, seqlen_q, k_row, k_start, seqlen_k, q_first, first line of lists, first place of flat lists) of sequence b.
+
+    The fields of ``geometry.sequences.Sequences``; without a table every entry is all of its storage.
+    """
+    if HAS_ENTRIES:
+        at = entries + b * 9
+        # (a tuple written out: the interpreter and the compiler both know it)
+        return (
+            tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4), tl.load(at + 5), tl.load(at + 6),
+            tl.load(at + 7), tl.load(at + 8),
+        )  # fmt: skip
+    else:
+        return b, 0, seqlen_q, b, 0, seqlen_k, 0, 0, 0
+
+
+@triton.jit
+def row_tile(m, seqlen_q, TILE_M: tl.constexpr, LIST_M: tl.constexpr, GROUP: tl.constexpr):
+    """(line of the lists, first position, end) of row tile m: a tile is part of one of the lists' row tiles, which hold LIST_M positions.
+
+    With GROUP heads packed, TILE_M rows are TILE_M // GROUP positions. LIST_M of 0: no lists.
+    """
+    STEP: tl.constexpr = TILE_M // GROUP
+    if LIST_M > 0:
+        CUT: tl.constexpr = (LIST_M + STEP - 1) // STEP
+        line = m // CUT
+        first = line * LIST_M + (m % CUT) * STEP
+        return line, first, tl.minimum((line + 1) * LIST_M, seqlen_q)
+    else:
+        return m, m * STEP, seqlen_q
+
+
+@triton.jit
+def key_places(at, k_row, stride_row, stride, pages, PAGE_SIZE: tl.constexpr):
+    """Offsets in 64 bits of storage rows ``at`` of one sequence's keys. pages: its row of the page table, which holds page numbers."""
+    if PAGE_SIZE > 0:
+        page = tl.load(pages + at // PAGE_SIZE).to(tl.int64)
+        return page * stride_row + (at % PAGE_SIZE) * stride
+    else:
+        return k_row.to(tl.int64) * stride_row + at.to(tl.int64) * stride

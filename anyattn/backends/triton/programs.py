@@ -1,0 +1,177 @@
+"""What a kernel is generated from: the mods of a call as Triton functions, and the values that these read, in one order.
+
+A *part* is one expression with its captured values. Each becomes two functions, so that what depends on the row alone is computed once
+before the loop over keys: ``NAME_rows(b, h, q_idx, scalars, tensors)``, whose tuple the other takes back, and ``NAME_value``.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from anyattn.backends.triton.emit import Lines, emit, packed_scalars
+from anyattn.mods.compose import anded
+from anyattn.mods.dependence import dependence
+from anyattn.mods.ir import Builder, Expr
+from anyattn.mods.rows import RowRanges, row_ranges
+from anyattn.mods.trace import TracedMod
+from anyattn.problem import Problem
+
+__all__ = ["MOST_RANGES", "Part", "Program", "captured_of", "program_of", "ranges_unread", "staged"]
+
+MOST_RANGES = 2  # of a row, whose limits a kernel keeps
+
+
+class Part(NamedTuple):
+    """name: of its functions. kind: "score", "mask", or "ranges" (row limits that stand for a mask). scalars: how many numbers it
+    captures; ranks: the number of dimensions of each captured tensor."""
+
+    name: str
+    kind: str
+    expr: Expr
+    scalars: int
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Program:
+    """The parts that a kernel computes with.
+
+    ranges: the keys that each row sees, in up to two ranges, where no lists say which tiles to visit (always there then).
+    listed: the mask inside of listed partial tiles, None if they show everything. always: a mask that every tile asks.
+    """
+
+    score: Part | None
+    ranges: Part | None
+    listed: Part | None
+    always: Part | None
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return tuple(p for p in (self.score, self.ranges, self.listed, self.always) if p is not None)
+
+    @property
+    def source(self) -> str:
+        return "\n\n".join(staged(part) for part in self.parts)
+
+
+class Read(NamedTuple):
+    """A part's captured values in one call."""
+
+    scalars: tuple[int, ...]
+    tensors: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """mods: what the program's parts read, one each. lists: None, "given", or the mask whose lists are to be made."""
+
+    program: Program
+    mods: tuple[TracedMod | RowRanges, ...]
+    lists: Any
+
+
+def program_of(problem: Problem) -> Chosen:
+    """Which masks become row ranges, which are asked, and whether tiles are listed; reads nothing of what tensors hold."""
+    predicates, blocks = problem.predicates, problem.blocks
+    score = None if problem.score is None else _part("score", problem.score)
+    mods: list[TracedMod | RowRanges] = [] if problem.score is None else [problem.score]
+    joint = anded(predicates if blocks is None or problem.blocks_follow else predicates[1:])
+    ranges = _few(joint)
+    if blocks is not None and not (problem.blocks_follow and ranges is not None):
+        listed, rest = predicates[0], anded(predicates[1:])
+        of_listed, of_rest = _mask_part("listed", listed), None if rest is None else _mask_part("always", rest)
+        asked = [p for p in (of_listed, of_rest) if p is not None]
+        found = Program(score, None, None if of_listed is None else of_listed[0], None if of_rest is None else of_rest[0])
+        return Chosen(found, (*mods, *(m for _, m in asked)), "given")
+    if ranges is not None:
+        return Chosen(Program(score, _ranges_part("ranges", ranges), None, None), (*mods, ranges), None)
+    assert joint is not None
+    made = _mask_part("listed", joint)
+    assert made is not None
+    return Chosen(Program(score, None, made[0], None), (*mods, made[1]), joint)
+
+
+def captured_of(chosen: Chosen) -> tuple[Read, ...]:
+    """The captured values of every part, in order."""
+    return tuple(Read(packed_scalars(m.scalars), tuple(t.detach() for t in m.tensors)) for m in chosen.mods)
+
+
+def ranges_unread(mask: TracedMod) -> RowRanges | None:
+    """The row ranges of a mask where finding them takes no look at what captured tensors hold, which on a GPU would wait for them."""
+    if any(n.op == "load" and d.kv for n, d in zip(mask.expr.nodes, dependence(mask.expr), strict=True)):
+        return None
+    ranges = row_ranges(mask)
+    return ranges if ranges is not None and len(ranges.tensors) <= len(mask.tensors) else None
+
+
+def _few(mask: TracedMod | None) -> RowRanges | None:
+    """Row ranges that a kernel can keep; of no mask, the one that holds all keys."""
+    ranges = _ALL if mask is None else ranges_unread(mask)
+    return ranges if ranges is not None and ranges.count <= MOST_RANGES else None
+
+
+def _everything() -> RowRanges:
+    builder = Builder()
+    return RowRanges(builder.build(builder.const(0, torch.int64), builder.const(2**31 - 1, torch.int64)), (), ())
+
+
+_ALL = _everything()
+
+
+def _part(name: str, mod: TracedMod) -> Part:
+    return Part(name, mod.kind, mod.expr, len(mod.scalars), tuple(t.ndim for t in mod.tensors))
+
+
+def _ranges_part(name: str, ranges: RowRanges) -> Part:
+    return Part(name, "ranges", ranges.expr, len(ranges.scalars), tuple(t.ndim for t in ranges.tensors))
+
+
+def _mask_part(name: str, mask: TracedMod) -> tuple[Part, TracedMod | RowRanges] | None:
+    """How a mask is asked: by its rows' limits where it has few. None for one that shows everything."""
+    ranges = _few(mask)
+    if ranges is None:
+        return _part(name, mask), mask
+    if ranges.expr == _ALL.expr:
+        return None
+    return _ranges_part(name, ranges), ranges
+
+
+# ---- source
+
+
+@lru_cache(maxsize=4096)
+def staged(part: Part) -> str:
+    """The two functions of a part. A "ranges" part's rows are its limits, clipped to 32 bits."""
+    lines = emit(part.expr)
+    if part.kind == "ranges":
+        return _ranges_source(part.name, lines)
+    free = [*lines.once, *lines.row]
+    rest = [*lines.column, *lines.tile]
+    text = "\n".join([*rest, *lines.outputs])
+    defined = [line.split(" = ", 1)[0] for line in free]
+    kept = [name for name in defined if _reads(text, name)]
+    arguments = "score, b, h, kv_idx, rows" if part.kind == "score" else "b, h, kv_idx, rows"
+    head = _function(f"{part.name}_rows", "b, h, q_idx", [*free, f"return ({', '.join(['q_idx', *kept])},)"])
+    body = [*(f"{name} = rows[{i + 1}]" for i, name in enumerate(kept)), *rest, f"return {lines.outputs[0]}"]
+    return head + "\n\n" + _function(f"{part.name}_value", arguments, body)
+
+
+def _ranges_source(name: str, lines: Lines) -> str:
+    limits = [f"functions.limit({output})" for output in lines.outputs]
+    inside = " | ".join(f"((kv_idx >= rows[{i}]) & (kv_idx < rows[{i + 1}]))" for i in range(0, len(limits), 2))
+    head = _function(f"{name}_rows", "b, h, q_idx", [*lines.all(), f"return ({', '.join(limits)},)"])
+    return head + "\n\n" + _function(f"{name}_value", "b, h, kv_idx, rows", [f"return {inside}"])
+
+
+def _function(name: str, arguments: str, body: list[str]) -> str:
+    return f"@triton.jit\ndef {name}({arguments}, scalars, tensors):\n" + "\n".join(f"    {line}" for line in body) + "\n"
+
+
+def _reads(text: str, name: str) -> bool:
+    return re.search(rf"\b{name}\b", text) is not None

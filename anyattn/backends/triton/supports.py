@@ -1,0 +1,27 @@
+"""Which problems this backend computes, and why not the others."""
+
+from __future__ import annotations
+
+import torch
+
+from anyattn.mods.native import has_native
+from anyattn.problem import Problem
+
+__all__ = ["reason_against"]
+
+_WIDEST = 256
+
+
+def reason_against(problem: Problem) -> str | None:
+    """None if the kernels can run ``problem``, else why not, for people."""
+    q, v = problem.q, problem.v
+    if q.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"it multiplies float32, bfloat16 and float16, not {str(q.dtype).removeprefix('torch.')}"
+    if max(q.shape[3], v.shape[3]) > _WIDEST:
+        return f"head_dim is {q.shape[3]} and v's {v.shape[3]}; it has kernels up to {_WIDEST}"
+    if has_native((problem.score, *problem.predicates)):
+        return "a CuTe function is only for the Hopper kernel"
+    for name, t in (("q", q), ("k", problem.k), ("v", v)):
+        if t.shape[3] > 1 and t.stride(3) != 1:
+            return f"{name}'s last dimension has stride {t.stride(3)}; wanted 1, as {name}.contiguous() has"
+    return None if problem.may_have_pairs else "there is nothing to multiply"

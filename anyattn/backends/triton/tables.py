@@ -1,0 +1,110 @@
+"""The tables that tell the kernels where to look: block lists, the row tiles of a ragged batch, the places of its sequences."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from anyattn.backends.triton.programs import Chosen
+from anyattn.geometry.integers import ceil_div
+from anyattn.geometry.sequences import Sequences
+from anyattn.mods.trace import TracedMod
+from anyattn.problem import Problem
+
+__all__ = ["Tables", "tables_of"]
+
+_MADE_TILE = (128, 128)  # of lists made for a mask that comes without
+
+
+class Tables(NamedTuple):
+    """row_tiles: programs per head. entries: int32 (B, 9), ``places.entry``. order: int32 (row_tiles, 2), (sequence, row tile or -1).
+    pages: int32 (B, pages). lists: counts and places of partial, then of full tiles; list_tile: their rows and keys, (0, 0) without lists;
+    strides: ``forward_kernel.place_of_lists``."""
+
+    row_tiles: int
+    entries: Tensor | None
+    order: Tensor | None
+    pages: Tensor | None
+    lists: tuple[Tensor | None, ...]
+    list_tile: tuple[int, int]
+    strides: tuple[int, int, int, int]
+
+
+_NO_LISTS = (None, None, None, None)
+
+
+def tables_of(problem: Problem, chosen: Chosen, tile_m: int) -> Tables:
+    """All tables of a call whose row tiles have ``tile_m`` positions."""
+    sequences, lists = problem.sequences, None
+    if chosen.lists is not None:
+        lists = problem.blocks if chosen.lists == "given" else _made(problem, chosen.lists)
+    tensors, tile, strides = (_NO_LISTS, (0, 0), (0, 0, 0, 0)) if lists is None else _of_lists(lists, sequences is not None)
+    if sequences is None:
+        row_tiles = ceil_div(problem.q.shape[2], tile_m) if lists is None else tensors[0].shape[2] * ceil_div(tile[0], tile_m)  # type: ignore
+        return Tables(row_tiles, None, None, None, tensors, tile, strides)
+    pages = None if sequences.page_table is None else sequences.page_table.to(torch.int32).contiguous()
+    first = (None, None) if lists is None else (lists.cu_block_cnt[:-1], lists.cu_block_idx[:-1])
+    order = _order(problem, sequences, tile_m, tile[0])
+    return Tables(len(order), _entries(sequences, *first), order, pages, tensors, tile, strides)
+
+
+def _of_lists(lists: Any, is_ragged: bool) -> tuple[tuple[Tensor | None, ...], tuple[int, int], tuple[int, int, int, int]]:
+    """The lists' tensors, their tile, and the strides by which a kernel finds a line; one of a broadcast dimension is 0."""
+    names = ("mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx")
+    tensors = tuple(None if getattr(lists, n) is None else getattr(lists, n).contiguous() for n in names)
+    count, index = tensors[0], tensors[1]
+    if is_ragged:
+        per_head = count.shape[0] > 1
+        is_flat = index.ndim == 2
+        return tensors, lists.tile, (0, count.shape[1] * per_head, 0 if is_flat else index.shape[2], index.shape[1] * per_head * is_flat)
+    batch, heads, rows = count.shape
+    return tensors, lists.tile, (heads * rows * (batch > 1), rows * (heads > 1), index.shape[3], 0)
+
+
+def _made(problem: Problem, mask: TracedMod) -> Any:
+    """Lists of a mask that came without."""
+    if problem.sequences is not None:
+        return _made_ragged(problem, mask)
+    from anyattn.sparsity.block_sparse import BlockSparseTensors
+    from anyattn.sparsity.compute import tile_lists
+
+    lengths = (problem.q.shape[2], problem.k.shape[2])
+    found = tile_lists(mask, problem.batch, problem.heads_q, *lengths, _MADE_TILE, problem.q.device)
+    return BlockSparseTensors(*found, tile=_MADE_TILE, lengths=lengths)
+
+
+def _made_ragged(problem: Problem, mask: TracedMod) -> Any:
+    from anyattn.mods.ragged import classify_ragged
+    from anyattn.sparsity.varlen import VarlenBlockSparseTensors
+
+    assert problem.sequences is not None
+    lengths = (problem.sequences.seqlens_q, problem.sequences.seqlens_k)
+    classes = classify_ragged(mask, *lengths, *_MADE_TILE, problem.heads_q)
+    return VarlenBlockSparseTensors.from_classes(classes, _MADE_TILE, *lengths)
+
+
+def _entries(s: Sequences, first: Tensor | None, index: Tensor | None) -> Tensor:
+    """Where each sequence is. first, index: its first row tile, and its first place, in ragged lists."""
+    zero = torch.zeros_like(s.q_row)
+    columns = (s.q_row, s.q_start, s.seqlens_q, s.k_row, s.k_start, s.seqlens_k, s.q_first, first, index)
+    return torch.stack([zero if c is None else c.to(zero.dtype) for c in columns], 1).to(torch.int32)
+
+
+def _order(problem: Problem, s: Sequences, tile_m: int, list_m: int) -> Tensor:
+    """The row tiles of a ragged batch, those of long sequences first; asks nothing of the host."""
+    rows, length = problem.q.shape[0], problem.q.shape[2]
+    per_line = ceil_div(list_m, tile_m) if list_m else 1
+    step = list_m if list_m else tile_m
+    most = min(problem.batch * ceil_div(problem.bound_q, step), rows * length // step + problem.batch) * per_line
+    tiles = ceil_div(s.seqlens_q, step) * per_line
+    ends = tiles.cumsum(0)
+    number = torch.arange(most, device=ends.device)
+    entry = torch.searchsorted(ends, number, right=True)
+    exists = entry < s.batch
+    entry = entry.clamp(max=max(s.batch - 1, 0))
+    m = torch.where(exists, number - (ends - tiles)[entry], -1)
+    cost = torch.where(exists, s.seqlens_k[entry] * 2**20 + m, -1)  # later rows of a causal sequence see more
+    order = cost.argsort(descending=True, stable=True)
+    return torch.stack((entry, m), 1)[order].to(torch.int32)

@@ -1,0 +1,136 @@
+"""Which tiles of keys a row tile visits: first those that every row sees whole, then those that a mask or the sequence's end cuts. Kernel side.
+
+A plan of visits is ten numbers: the full tiles as two runs ``first, count``, the partial ones as up to three runs; by lists, counts and
+where they are stored. ``full_at(i)`` and ``partial_at(i)`` give the place of the i-th. So one pair of loops serves a causal mask, a window, a
+sink with a window, and block lists.
+"""
+
+import triton
+import triton.language as tl
+
+__all__ = ["by_lists", "by_ranges", "listed_full", "listed_partial", "ranged_full", "ranged_partial"]
+
+_FAR: tl.constexpr = tl.constexpr(2**30)
+
+
+@triton.jit
+def _run(lo, hi, TILE_N: tl.constexpr):
+    """The tiles that one range of each row touches, and those that it fills for all rows: (first, end, first full, end full)."""
+    some = lo < hi
+    first = tl.min(tl.where(some, lo, _FAR)) // TILE_N
+    end = (tl.max(tl.where(some, hi, 0)) + TILE_N - 1) // TILE_N
+    first = tl.minimum(first, end)
+    # a row whose range is empty has lo >= hi, so that nothing is full
+    full = tl.maximum((tl.max(lo) + TILE_N - 1) // TILE_N, first)
+    full_end = tl.maximum(tl.minimum(tl.min(hi) // TILE_N, end), full)
+    full = tl.minimum(full, full_end)
+    return first, end, full, full_end
+
+
+@triton.jit
+def by_ranges(limits, TILE_N: tl.constexpr, RANGES: tl.constexpr):
+    """Runs (full 0, full 1, partial 0 to 3), each (first, count), of rows that see one range or two, which may overlap.
+
+    limits: (lo, hi) or (lo, hi, lo, hi) of each row, clipped to 0 .. seqlen_k.
+    """
+    first, end, full, full_end = _run(limits[0], limits[1], TILE_N)
+    if RANGES == 1:
+        nothing = first * 0
+        return (
+            (full, full_end - full), (nothing, nothing), (first, full - first), (full_end, end - full_end), (nothing, nothing),
+            (nothing, nothing),
+        )  # fmt: skip
+    else:
+        other, other_end, other_full, other_full_end = _run(limits[2], limits[3], TILE_N)
+        return _joined((first, end, full, full_end), (other, other_end, other_full, other_full_end))
+
+
+@triton.jit
+def _joined(one, two):
+    """The runs of two ranges' tiles, each tile once."""
+    # the range that begins first; one without tiles begins nowhere
+    swap = (two[0] < two[1]) & ((two[0] < one[0]) | (one[0] >= one[1]))
+    a0, a1 = tl.where(swap, two[0], one[0]), tl.where(swap, two[1], one[1])
+    b0, b1 = tl.where(swap, one[0], two[0]), tl.where(swap, one[1], two[1])
+    f0, f1 = tl.where(swap, two[2], one[2]), tl.where(swap, two[3], one[3])
+    g0, g1 = tl.where(swap, one[2], two[2]), tl.where(swap, one[3], two[3])
+    b1 = tl.maximum(b1, b0)
+    # full runs in order, the second without what the first has; an empty one sits where the other begins
+    f0, f1 = tl.where(f0 < f1, f0, a0), tl.where(f0 < f1, f1, a0)
+    g0, g1 = tl.where(g0 < g1, g0, tl.maximum(b0, f1)), tl.where(g0 < g1, g1, tl.maximum(b0, f1))
+    turn = g0 < f0
+    f0, g0 = tl.where(turn, g0, f0), tl.where(turn, f0, g0)
+    f1, g1 = tl.where(turn, g1, f1), tl.where(turn, f1, g1)
+    g0 = tl.maximum(g0, f1)
+    g1 = tl.maximum(g1, g0)
+    # where the ranges' tiles meet, what lies between is one run
+    apart = (b0 >= a1) & (b0 < b1)
+    end = tl.maximum(a1, tl.where(b0 < b1, b1, a1))
+    middle = tl.where(apart, a1, g0)
+    second = tl.where(apart, b0, end)
+    nothing = a0 * 0
+    full_0, full_1 = (f0, f1 - f0), (g0, g1 - g0)
+    # together: [a0, f0) [f1, g0) [g1, end);  apart: [a0, f0) [f1, a1) [b0, g0) [g1, b1)
+    third = tl.where(apart, second, g1)
+    third_end = tl.where(apart, g0, end)
+    fourth = tl.where(apart, g1, nothing)
+    fourth_end = tl.where(apart, b1, nothing)
+    return full_0, full_1, (a0, f0 - a0), (f1, middle - f1), (third, third_end - third), (fourth, fourth_end - fourth)
+
+
+@triton.jit
+def ranged_full(runs, i):
+    """The i-th full tile."""
+    return tl.where(i < runs[0][1], runs[0][0] + i, runs[1][0] + i - runs[0][1])
+
+
+@triton.jit
+def ranged_partial(runs, i):
+    """The i-th partial tile."""
+    second = i - runs[2][1]
+    third = second - runs[3][1]
+    fourth = third - runs[4][1]
+    late = tl.where(fourth < 0, runs[4][0] + third, runs[5][0] + fourth)
+    return tl.where(second < 0, runs[2][0] + i, tl.where(third < 0, runs[3][0] + second, late))
+
+
+@triton.jit
+def by_lists(lists, line, place, seqlen_k, TILE_N: tl.constexpr, LIST_N: tl.constexpr, HAS_FULL: tl.constexpr):
+    """(full tiles, partial tiles, of which listed as partial, full tiles' places, partial tiles' places) of one line of lists.
+
+    lists: pointers to counts and places of partial tiles, then of full ones; the line's counts are at ``line``, its places from ``place``.
+    A listed tile is cut in tiles of the kernel's. Those of full ones that the sequence's end cuts come after the partial ones.
+    """
+    CUT: tl.constexpr = (LIST_N + TILE_N - 1) // TILE_N
+    partial_count, partial_index, full_count, full_index = lists
+    partial = tl.load(partial_count + line) * CUT
+    if HAS_FULL:
+        full = tl.load(full_count + line)
+        whole = full * CUT
+        if LIST_N % TILE_N == 0:
+            last = tl.load(full_index + place + full - 1, mask=full > 0, other=0)
+            inside = tl.minimum(tl.maximum((seqlen_k - last * LIST_N) // TILE_N, 0), CUT)
+            cut = tl.where(full > 0, CUT - inside, 0)
+        else:
+            cut = whole
+        return whole - cut, partial + cut, partial, full_index + place, partial_index + place
+    else:
+        return partial * 0, partial, partial, partial_index, partial_index + place
+
+
+@triton.jit
+def listed_full(found, i, TILE_N: tl.constexpr, LIST_N: tl.constexpr):
+    """The first key of the i-th full tile."""
+    CUT: tl.constexpr = (LIST_N + TILE_N - 1) // TILE_N
+    return tl.load(found[3] + i // CUT) * LIST_N + (i % CUT) * TILE_N
+
+
+@triton.jit
+def listed_partial(found, i, seqlen_k, TILE_N: tl.constexpr, LIST_N: tl.constexpr):
+    """(first key, end, whether all of it is visible) of the i-th partial tile, full ones that are cut among them."""
+    CUT: tl.constexpr = (LIST_N + TILE_N - 1) // TILE_N
+    is_full = i >= found[2]
+    at = tl.where(is_full, i - found[2] + found[0], i)
+    place = tl.where(is_full, found[3] + at // CUT, found[4] + at // CUT)
+    n = tl.load(place)
+    return n * LIST_N + (at % CUT) * TILE_N, tl.minimum((n + 1) * LIST_N, seqlen_k), is_full
