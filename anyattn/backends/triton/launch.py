@@ -63,7 +63,8 @@ def entry_source(signature: Signature, program: Program, is_aligned: bool) -> st
     pointers = [n for kind, names in signature.groups if kind == "pointer" for n in _leaves(names)]
     plain = [(n, kind) for kind, names in signature.groups for n in _leaves(names)]
     packed, captured_names = [], []
-    units = [f"{n} = {n} * {_UNIT}" for kind, names in signature.groups if kind == "stride" and is_aligned for n in _leaves(names)]
+    # the cast is for the interpreter, which takes a small number as 32 bits whatever its annotation says
+    units = [f"{n} = tl.cast({n}, tl.int64) * {_UNIT}" for kind, names in signature.groups if kind == "stride" and is_aligned for n in _leaves(names)]
     for slot, part in enumerate(slots):
         numbers, tensors = _captured(slot, part)
         captured_names += [(n, "long") for n in numbers] + [(n, "long") for t in tensors for n in t[1:]] + [(t[0], "pointer") for t in tensors]
