@@ -36,7 +36,7 @@ class Plan:
     num_splits: the keys of each row tile are divided among so many partial results. product_dtype: the dtype of the two matrix products.
     whole_spans: a row tile's visible scores are computed whole, not streamed. why: one line per decision, for people.
     is_reusable: the plan holds for every call of the same facts (shapes, strides, programs, masks' numbers), whatever tensors hold.
-    num_warps, num_stages: of a Triton kernel's programs.
+    has_asked_tiles: the tiles are kernel_options', for both passes. num_warps, num_stages: of a Triton kernel's programs.
     prepared: what the backend keeps for the calls that share this plan; it must follow from those facts alone.
     """
 
@@ -51,6 +51,7 @@ class Plan:
     backward: str = ""
     why: tuple[str, ...] = ()
     is_reusable: bool = True
+    has_asked_tiles: bool = False
     num_warps: int = 4
     num_stages: int = 2
     prepared: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
@@ -150,8 +151,8 @@ def _hopper_plan(problem: Problem, hardware: Hardware, reason: str) -> Plan:
     """Asks nothing of the mask's rows: on a GPU that would wait for them."""
     from anyattn.backends.hopper.run import config_of
 
-    backward = "torch"
-    tiles, why = config_of(problem).tiles, (f"hopper: {reason}", f"backward: {backward}, for hopper has none yet")
+    backward, why_backward = _backward_by_triton(problem, hardware)
+    tiles, why = config_of(problem).tiles, (f"hopper: {reason}", f"backward: {backward}, for hopper has none yet{why_backward}")
     return Plan("hopper", tiles.tile_m, tiles.tile_n, tiles.tile_n, 1, problem.q.dtype, backward=backward, why=why)
 
 
@@ -166,10 +167,21 @@ def _triton_plan(problem: Problem, hardware: Hardware, reason: str, options: dic
         tiles = replace(tiles, **asked)
         why.append(f"tiles of {tiles.tile_m} x {tiles.tile_n}: kernel_options")
     assert isinstance(tiles, Tiles)
+    backward, why_backward = _backward_by_triton(problem, hardware)
+    if backward != "triton":
+        why.append(f"backward: {backward}{why_backward}")
     return Plan(
-        "triton", tiles.tile_m, tiles.tile_n, tiles.tile_n, 1, problem.q.dtype, backward="torch", why=tuple(why), num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
+        "triton", tiles.tile_m, tiles.tile_n, tiles.tile_n, 1, problem.q.dtype, backward="" if backward == "triton" else backward,
+        why=tuple(why), num_warps=tiles.num_warps, num_stages=tiles.num_stages, has_asked_tiles=bool(asked),
     )  # fmt: skip
+
+
+def _backward_by_triton(problem: Problem, hardware: Hardware) -> tuple[str, str]:
+    """Triton if it can, else torch; and what is against Triton."""
+    from anyattn.backends.triton.supports import reason_against_backward
+
+    against = _reason_against_triton(hardware) or reason_against_backward(problem)
+    return ("torch", f"; for triton, {against}") if against else ("triton", "")
 
 
 def _reason_against_problem(name: str, problem: Problem) -> str | None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 
-__all__ = ["Tiles", "fitting", "forward_tiles", "needed", "padded", "shared_memory"]
+__all__ = ["Tiles", "backward_tiles", "capability_of", "fitting", "forward_tiles", "needed", "padded", "shared_memory"]
 
 # Bytes of shared memory that one block may have, by compute capability; the least of its generation where one is not listed.
 _SHARED = {(7, 5): 64 << 10, (8, 0): 163 << 10, (8, 6): 99 << 10, (8, 7): 163 << 10, (8, 9): 99 << 10, (9, 0): 227 << 10, (10, 0): 227 << 10}
@@ -35,6 +36,12 @@ class Tiles:
 def padded(head_dim: int) -> int:
     """The width of a tile that holds ``head_dim``: a power of two, 16 at the least."""
     return max(16, 1 << (head_dim - 1).bit_length())
+
+
+@lru_cache(maxsize=16)
+def capability_of(device: torch.device) -> tuple[int, int] | None:
+    """The compute capability of a CUDA device, None of any other."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
 def shared_memory(capability: tuple[int, int] | None) -> int:
@@ -75,3 +82,18 @@ def forward_tiles(d: int, dv: int, dtype: torch.dtype, capability: tuple[int, in
         few = max(16, padded(rows))
         tiles = replace(tiles, tile_m=min(tiles.tile_m, few), num_warps=4)
     return fitting(tiles, d, dv, dtype, capability)
+
+
+def backward_tiles(d: int, dv: int, dtype: torch.dtype, capability: tuple[int, int] | None) -> dict[str, Tiles]:
+    """The tiles of the kernels "dq" and "dkdv", for padded head dimensions."""
+    widest = max(d, dv)
+    if dtype.itemsize == 4:
+        tiles = Tiles(32, 32, 4, 1)
+    elif widest <= 64:
+        tiles = Tiles(64, 128, 8, 2)
+    elif widest <= 128:
+        tiles = Tiles(64, 64, 4, 2)
+    else:
+        tiles = Tiles(32, 64, 8, 1)
+    by_row = replace(tiles, tile_m=tiles.tile_n, tile_n=tiles.tile_m)
+    return {"dq": fitting(by_row, d, dv, dtype, capability), "dkdv": fitting(tiles, d, dv, dtype, capability)}

@@ -150,3 +150,18 @@ def inside(place, size):
 def limit(place):
     """A limit of a row's keys in 32 bits; further than any position is as far."""
     return tl.minimum(tl.maximum(place, -(2**30)), 2**30).to(tl.int32)
+
+
+@triton.jit
+def zeros_like(x):
+    """Offsets that give a pointer the shape of x."""
+    return tl.zeros(x.shape, tl.int64)
+
+
+@triton.jit
+def only(x):
+    """The number that a scalar or a block of one element holds."""
+    if x.type.is_block():
+        return tl.max(tl.reshape(x, (1,)), 0)
+    else:
+        return x

@@ -28,12 +28,14 @@ class Signature(NamedTuple):
 
     body: ``module.function``. groups: its first arguments, each (kind, names), names nested as the body's tuples are; kinds are those of
     ``_TYPES``; strides of aligned rows travel in units of 8 elements, from which Triton sees that they are. functions: for each part that the body can ask, the name of its functions and which part may fill it. constants: names.
+    scatters: the first part's function that adds up gradients is handed over too.
     """
 
     body: str
     groups: tuple[tuple[str, Any], ...]
     functions: tuple[tuple[str, ...], ...]
     constants: tuple[str, ...]
+    scatters: bool = False
 
 
 def _leaves(names: Any) -> Iterator[str]:
@@ -48,12 +50,15 @@ def _packed(names: Any) -> str:
     return names if isinstance(names, str) else "(" + "".join(f"{_packed(name)}, " for name in names) + ")"
 
 
-def _captured(slot: int, part: Part | None) -> tuple[list[str], list[list[str]]]:
-    """Names of a part's numbers, and of each tensor with its strides and sizes."""
+def _captured(slot: int, part: Part | None) -> tuple[list[str], list[list[str]], list[list[str]]]:
+    """Names of a part's numbers, and of each tensor, and each total, with its strides and sizes."""
     if part is None:
-        return [], []
-    tensors = [[f"t{slot}_{i}", *(f"t{slot}_{i}_{n}" for n in range(2 * rank))] for i, rank in enumerate(part.ranks)]
-    return [f"s{slot}_{i}" for i in range(part.scalars)], tensors
+        return [], [], []
+    tensors, totals = (
+        [[f"{letter}{slot}_{i}", *(f"{letter}{slot}_{i}_{n}" for n in range(2 * rank))] for i, rank in enumerate(ranks)]
+        for letter, ranks in (("t", part.ranks), ("g", part.totals))
+    )
+    return [f"s{slot}_{i}" for i in range(part.scalars)], tensors, totals
 
 
 @lru_cache(maxsize=4096)
@@ -66,10 +71,11 @@ def entry_source(signature: Signature, program: Program, is_aligned: bool) -> st
     # the cast is for the interpreter, which takes a small number as 32 bits whatever its annotation says
     units = [f"{n} = tl.cast({n}, tl.int64) * {_UNIT}" for kind, names in signature.groups if kind == "stride" and is_aligned for n in _leaves(names)]
     for slot, part in enumerate(slots):
-        numbers, tensors = _captured(slot, part)
-        captured_names += [(n, "long") for n in numbers] + [(n, "long") for t in tensors for n in t[1:]] + [(t[0], "pointer") for t in tensors]
+        numbers, *tensors = _captured(slot, part)
+        captured_names += [(n, "long") for n in numbers]
+        captured_names += [(n, "long") for t in sum(tensors, []) for n in t[1:]] + [(t[0], "pointer") for t in sum(tensors, [])]
         # an empty tuple is not one to Triton
-        packed.append(f"({_packed(numbers or ['0'])}, {_packed(tensors or ['0'])})")
+        packed.append(_packed([numbers or ["0"], *(t or ["0"] for t in tensors)]))
     arguments = [f"{name}{_TYPES[kind]}" for name, kind in [*plain, *captured_names]]
     # pointers are taken as aligned or not, everything else at run time
     unspecialised = [name for name, _ in [*plain, *captured_names]]
@@ -77,6 +83,10 @@ def entry_source(signature: Signature, program: Program, is_aligned: bool) -> st
     given = [_packed(names) for _, names in signature.groups]
     functions = [f for part in slots for f in _functions(part)]
     flags = [str(part is not None) for part in slots]
+    if signature.scatters:
+        adds = slots[0] is not None and bool(slots[0].loads)
+        functions.insert(2, f"{slots[0].name}_scatter" if adds and slots[0] else "functions.limit")
+        flags.insert(1, str(adds))
     call = [*given, f"({', '.join(packed)},)", *functions, *flags, *signature.constants]
     constants = ", ".join(f"{name}: tl.constexpr" for name in signature.constants)
     lines = [*units, f"{signature.body}({', '.join(call)})"]
@@ -106,8 +116,9 @@ def run_entry(
     numbers: list[Any] = []
     for read in captured:
         numbers += read.scalars
-        numbers += [n for t in read.tensors for pair in zip(t.stride(), t.shape, strict=True) for n in pair]
-        numbers += read.tensors
+        tensors = (*read.tensors, *read.totals)
+        numbers += [n for t in tensors for pair in zip(t.stride(), t.shape, strict=True) for n in pair]
+        numbers += tensors
     with current_device(device):
         kernel[tuple(grid)](*values, *numbers, **options)
 

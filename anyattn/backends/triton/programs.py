@@ -17,25 +17,40 @@ from torch import Tensor
 from anyattn.backends.triton.emit import Lines, emit, packed_scalars
 from anyattn.mods.compose import anded
 from anyattn.mods.dependence import dependence
+from anyattn.mods.grad import score_gradients
 from anyattn.mods.ir import Builder, Expr
 from anyattn.mods.rows import RowRanges, row_ranges
 from anyattn.mods.trace import TracedMod
 from anyattn.problem import Problem
 
-__all__ = ["MOST_RANGES", "Part", "Program", "captured_of", "program_of", "ranges_unread", "staged"]
+__all__ = ["MOST_RANGES", "Part", "Program", "Read", "captured_of", "gradient_part", "program_of", "ranges_unread", "staged"]
 
 MOST_RANGES = 2  # of a row, whose limits a kernel keeps
 
 
+class Load(NamedTuple):
+    """A load whose tensor gets a gradient: which of the part's totals it adds to, and where among the outputs its derivative and its indices
+    are. by_row, by_key: whether a row's keys, a key's rows share one entry, so that they are summed first."""
+
+    total: int
+    factor: int
+    indices: tuple[int, ...]
+    by_row: bool
+    by_key: bool
+
+
 class Part(NamedTuple):
-    """name: of its functions. kind: "score", "mask", or "ranges" (row limits that stand for a mask). scalars: how many numbers it
-    captures; ranks: the number of dimensions of each captured tensor."""
+    """name: of its functions. kind: "score", "mask", "ranges" (row limits that stand for a mask), or "gradient" (a score mod's value, its
+    derivative, and for each of ``loads`` a derivative and indices). scalars: how many numbers it captures; ranks: the number of
+    dimensions of each captured tensor; totals: of each tensor that sums gradients."""
 
     name: str
     kind: str
     expr: Expr
     scalars: int
     ranks: tuple[int, ...]
+    loads: tuple[Load, ...] = ()
+    totals: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -65,6 +80,7 @@ class Read(NamedTuple):
 
     scalars: tuple[int, ...]
     tensors: tuple[Tensor, ...]
+    totals: tuple[Tensor, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -142,6 +158,52 @@ def _mask_part(name: str, mask: TracedMod) -> tuple[Part, TracedMod | RowRanges]
     return _ranges_part(name, ranges), ranges
 
 
+# ---- derivatives
+
+
+def gradient_part(score: TracedMod, wanted: tuple[int, ...]) -> Part:
+    """The score mod with its derivatives. wanted: the slots of captured tensors that get gradients; totals are in this order."""
+    return _gradient_part(score.expr, len(score.scalars), tuple(t.ndim for t in score.tensors), wanted)
+
+
+@lru_cache(maxsize=1024)
+def _gradient_part(expr: Expr, scalars: int, ranks: tuple[int, ...], wanted: tuple[int, ...]) -> Part:
+    gradients = score_gradients(expr)
+    builder = Builder()
+    outputs = [builder.copy(expr), builder.copy(gradients.expr, gradients.expr.outputs[0])]
+    deps = dependence(gradients.expr)
+    loads = []
+    for load in gradients.loads:
+        if load.slot not in wanted:
+            continue
+        places = [gradients.expr.outputs[i] for i in load.indices]
+        at = len(outputs)
+        outputs += [builder.copy(gradients.expr, p) for p in (gradients.expr.outputs[load.output], *places)]
+        indices = tuple(range(at + 1, len(outputs)))
+        loads.append(Load(wanted.index(load.slot), at, indices, not any(deps[p].kv for p in places), not any(deps[p].q for p in places)))
+    return Part("score", "gradient", builder.build(*outputs), scalars, ranks, tuple(loads), tuple(ranks[slot] for slot in wanted))
+
+
+def _scatter_source(part: Part) -> str:
+    """``NAME_scatter(ds, seen, is_row, is_key, found, totals)``: adds what the derivative by the modified score sends to each load's entry."""
+    lines = []
+    for i, load in enumerate(part.loads):
+        slot = f"totals[{load.total}]"
+        places = [f"functions.inside(found[{at}], {slot}[{2 + 2 * d}]).to(tl.int64) * {slot}[{1 + 2 * d}]" for d, at in enumerate(load.indices)]
+        lines += [f"part{i} = tl.where(seen, ds * found[{load.factor}].to(tl.float32), 0.0)", f"at{i} = {' + '.join(places) or '0'}"]
+        mask = {(False, False): "seen", (True, False): "is_row", (False, True): "is_key", (True, True): None}[load.by_row, load.by_key]
+        if load.by_row:
+            lines.append(f"part{i} = tl.sum(part{i}, 1, keep_dims=True)")
+        if load.by_key:
+            lines.append(f"part{i} = tl.sum(part{i}, 0, keep_dims=True)")
+        if mask is None:  # one number: one lane adds it
+            lines.append(f"part{i}, at{i} = tl.sum(tl.sum(part{i}, 1), 0), functions.only(at{i})")
+            lines.append(f"tl.atomic_add({slot}[0] + at{i}, part{i}, sem='relaxed')")
+        else:
+            lines.append(f"tl.atomic_add({slot}[0] + at{i} + functions.zeros_like(part{i}), part{i}, mask={mask}, sem='relaxed')")
+    return f"@triton.jit\ndef {part.name}_scatter(ds, seen, is_row, is_key, found, totals):\n" + "\n".join(f"    {x}" for x in lines) + "\n"
+
+
 # ---- source
 
 
@@ -156,10 +218,12 @@ def staged(part: Part) -> str:
     text = "\n".join([*rest, *lines.outputs])
     defined = [line.split(" = ", 1)[0] for line in free]
     kept = [name for name in defined if _reads(text, name)]
-    arguments = "score, b, h, kv_idx, rows" if part.kind == "score" else "b, h, kv_idx, rows"
+    arguments = "b, h, kv_idx, rows" if part.kind == "mask" else "score, b, h, kv_idx, rows"
+    result = f"({', '.join(lines.outputs)},)" if part.kind == "gradient" else lines.outputs[0]
     head = _function(f"{part.name}_rows", "b, h, q_idx", [*free, f"return ({', '.join(['q_idx', *kept])},)"])
-    body = [*(f"{name} = rows[{i + 1}]" for i, name in enumerate(kept)), *rest, f"return {lines.outputs[0]}"]
-    return head + "\n\n" + _function(f"{part.name}_value", arguments, body)
+    body = [*(f"{name} = rows[{i + 1}]" for i, name in enumerate(kept)), *rest, f"return {result}"]
+    made = [head, _function(f"{part.name}_value", arguments, body)]
+    return "\n\n".join([*made, _scatter_source(part)] if part.loads else made)
 
 
 def _ranges_source(name: str, lines: Lines) -> str:

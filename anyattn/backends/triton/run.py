@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from anyattn.backends.triton import tables
-from anyattn.backends.triton.config import padded
 from anyattn.backends.triton.launch import Signature, entry_of, run_entry, strides_of
 from anyattn.backends.triton.programs import Chosen, captured_of, program_of
+from anyattn.backends.triton.shared import SIZES, STRIDE_NAMES, constants_of, sizes_of
 from anyattn.plan import Plan
 from anyattn.problem import Problem
 
@@ -25,14 +25,14 @@ class Result(NamedTuple):
     max_scores: Tensor | None
 
 
-_STRIDES = tuple(tuple(f"{t}_{s}" for s in ("rows", "head", "position")) for t in ("q", "k", "v", "out"))
+_STRIDES = tuple(tuple(f"{t}_{s}" for s in STRIDE_NAMES) for t in ("q", "k", "v", "out"))
 _FORWARD = Signature(
     "forward_kernel.forward_tile",
     (
         ("pointer", ("q", "k", "v", "out", "lse", "highest", "sink", "entries", "order", "pages")),
         ("stride", _STRIDES),
         ("long", (("part_statistics", "part_out"), ("lists_entry", "lists_head", "lists_row", "lists_flat"))),
-        ("int", ("seqlen_q", "seqlen_k", "heads", "positions", "row_tiles", "splits", "pages_each", "ratio")),
+        ("int", SIZES),
         ("pointer", ("partial_count", "partial_index", "full_count", "full_index")),
         ("float", "scale"),
     ),
@@ -70,35 +70,19 @@ def _launch(
     absent = q  # any pointer
     tensors = (q, k, v, out, lse, highest, None if sink is None else sink.detach().contiguous(), found.entries, found.order, found.pages)
     is_aligned, strides = strides_of(q, k, v, out)
-    pages_each = 0 if found.pages is None else found.pages.shape[1]
-    sizes = (
-        *(problem.bound_q, problem.bound_k), problem.heads_q, q.shape[2], found.row_tiles, splits[0], pages_each, problem.qhead_per_kvhead,
-    )  # fmt: skip
     pointers = [absent if t is None else t.detach() for t in tensors]
     lists = [absent if t is None else t for t in found.lists]
     constants = {
-        **_constants(problem, chosen, found), "TILE_M": plan.tile_m, "TILE_N": plan.tile_n, "GROUP": 1,
+        **constants_of(problem, chosen, found), "TILE_M": plan.tile_m, "TILE_N": plan.tile_n, "GROUP": 1,
         "HAS_SINK": sink is not None and splits[0] == 1, "HAS_LSE": lse is not None, "HAS_MAX": highest is not None,
     }  # fmt: skip
     kernel = entry_of(_FORWARD, chosen.program, is_aligned)
     batch = 1 if problem.sequences is not None else problem.batch
     run_entry(
         kernel, (found.row_tiles, problem.heads_q, batch * splits[0]),
-        (*pointers, *strides, *splits[1:], *found.strides, *sizes, *lists, problem.scale), captured_of(chosen), q.device,
+        (*pointers, *strides, *splits[1:], *found.strides, *sizes_of(problem, found, splits[0]), *lists, problem.scale), captured_of(chosen), q.device,
         {**constants, "num_warps": plan.num_warps, "num_stages": plan.num_stages},
     )  # fmt: skip
-
-
-def _constants(problem: Problem, chosen: Chosen, found: tables.Tables) -> dict[str, Any]:
-    """What specialises every kernel that reads the problem's storage."""
-    d, dv = problem.q.shape[3], problem.v.shape[3]
-    ranges, sequences = chosen.program.ranges, problem.sequences
-    return {
-        "RANGES": 0 if ranges is None else len(ranges.expr.outputs) // 2, "LIST_M": found.list_tile[0], "LIST_N": found.list_tile[1],
-        "HAS_FULL": found.lists[2] is not None, "HEAD_DIM": d, "HEAD_DIM_V": dv, "BLOCK_D": padded(d), "BLOCK_DV": padded(dv),
-        "HAS_ENTRIES": sequences is not None, "PAGE_SIZE": 0 if found.pages is None or sequences is None else problem.k.shape[2],
-        "PRECISION": "ieee" if problem.q.dtype is torch.float32 else "tf32",
-    }  # fmt: skip
 
 
 def _statistic(problem: Problem, fill: bool) -> Tensor:

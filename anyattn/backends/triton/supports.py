@@ -7,7 +7,7 @@ import torch
 from anyattn.mods.native import has_native
 from anyattn.problem import Problem
 
-__all__ = ["reason_against"]
+__all__ = ["reason_against", "reason_against_backward"]
 
 _WIDEST = 256
 
@@ -25,3 +25,12 @@ def reason_against(problem: Problem) -> str | None:
         if t.shape[3] > 1 and t.stride(3) != 1:
             return f"{name}'s last dimension has stride {t.stride(3)}; wanted 1, as {name}.contiguous() has"
     return None if problem.may_have_pairs else "there is nothing to multiply"
+
+
+def reason_against_backward(problem: Problem) -> str | None:
+    """The same of the gradients of a problem whose forward pass may be any backend's."""
+    if problem.sequences is not None and problem.sequences.page_table is not None:
+        return "keys in pages, which sequences may share, get no gradients from it"
+    if problem.deterministic and problem.score is not None and any(t.requires_grad for t in problem.score.tensors):
+        return "it adds the gradients of captured tensors up in no fixed order, and deterministic=True wants one"
+    return reason_against(problem)

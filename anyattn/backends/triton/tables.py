@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from anyattn.geometry.sequences import Sequences
 from anyattn.mods.trace import TracedMod
 from anyattn.problem import Problem
 
-__all__ = ["Tables", "tables_of"]
+__all__ = ["Tables", "key_tables_of", "tables_of"]
 
 _MADE_TILE = (128, 128)  # of lists made for a mask that comes without
 
@@ -46,8 +47,22 @@ def tables_of(problem: Problem, chosen: Chosen, tile_m: int) -> Tables:
         return Tables(row_tiles, None, None, None, tensors, tile, strides)
     pages = None if sequences.page_table is None else sequences.page_table.to(torch.int32).contiguous()
     first = (None, None) if lists is None else (lists.cu_block_cnt[:-1], lists.cu_block_idx[:-1])
-    order = _order(problem, sequences, tile_m, tile[0])
+    order = _order(problem.q.shape, problem.bound_q, sequences.seqlens_q, sequences.seqlens_k, (tile_m, tile[0]))
     return Tables(len(order), _entries(sequences, *first), order, pages, tensors, tile, strides)
+
+
+def key_tables_of(problem: Problem, chosen: Chosen, tile_n: int) -> Tables:
+    """The same for programs that each have ``tile_n`` keys: lists say which row tiles visit a tile of keys, and the order is of key tiles."""
+    sequences, lists = problem.sequences, None
+    if chosen.lists is not None:
+        lists = (problem.blocks if chosen.lists == "given" else _made(problem, chosen.lists)).transposed()
+    tensors, tile, strides = (_NO_LISTS, (0, 0), (0, 0, 0, 0)) if lists is None else _of_lists(lists, sequences is not None)
+    if sequences is None:
+        tiles = ceil_div(problem.k.shape[2], tile_n) if lists is None else tensors[0].shape[2] * ceil_div(tile[0], tile_n)  # type: ignore
+        return Tables(tiles, None, None, None, tensors, tile[::-1], strides)
+    first = (None, None) if lists is None else (lists.cu_block_cnt[:-1], lists.cu_block_idx[:-1])
+    order = _order(problem.k.shape, problem.bound_k, sequences.seqlens_k, sequences.seqlens_q, (tile_n, tile[0]))
+    return Tables(len(order), _entries(sequences, *first), order, None, tensors, tile[::-1], strides)
 
 
 def _of_lists(lists: Any, is_ragged: bool) -> tuple[tuple[Tensor | None, ...], tuple[int, int], tuple[int, int, int, int]]:
@@ -92,19 +107,21 @@ def _entries(s: Sequences, first: Tensor | None, index: Tensor | None) -> Tensor
     return torch.stack([zero if c is None else c.to(zero.dtype) for c in columns], 1).to(torch.int32)
 
 
-def _order(problem: Problem, s: Sequences, tile_m: int, list_m: int) -> Tensor:
-    """The row tiles of a ragged batch, those of long sequences first; asks nothing of the host."""
-    rows, length = problem.q.shape[0], problem.q.shape[2]
-    per_line = ceil_div(list_m, tile_m) if list_m else 1
-    step = list_m if list_m else tile_m
-    most = min(problem.batch * ceil_div(problem.bound_q, step), rows * length // step + problem.batch) * per_line
-    tiles = ceil_div(s.seqlens_q, step) * per_line
+def _order(shape: Sequence[int], bound: int, lengths: Tensor, others: Tensor, tile: tuple[int, int]) -> Tensor:
+    """The tiles of a ragged batch along one side, those with most to visit first; asks nothing of the host.
+
+    shape: of the storage along that side; bound: no sequence is longer; others: the lengths along the other side. tile: the programs', and
+    the lists' (0 without).
+    """
+    batch, step = len(lengths), tile[1] if tile[1] else tile[0]
+    per_line = ceil_div(step, tile[0])
+    most = min(batch * ceil_div(bound, step), shape[0] * shape[2] // step + batch) * per_line
+    tiles = ceil_div(lengths, step) * per_line
     ends = tiles.cumsum(0)
     number = torch.arange(most, device=ends.device)
     entry = torch.searchsorted(ends, number, right=True)
-    exists = entry < s.batch
-    entry = entry.clamp(max=max(s.batch - 1, 0))
-    m = torch.where(exists, number - (ends - tiles)[entry], -1)
-    cost = torch.where(exists, s.seqlens_k[entry] * 2**20 + m, -1)  # later rows of a causal sequence see more
-    order = cost.argsort(descending=True, stable=True)
-    return torch.stack((entry, m), 1)[order].to(torch.int32)
+    exists = entry < batch
+    entry = entry.clamp(max=max(batch - 1, 0))
+    at = torch.where(exists, number - (ends - tiles)[entry], -1)
+    order = torch.where(exists, others[entry], -1).argsort(descending=True, stable=True)
+    return torch.stack((entry, at), 1)[order].to(torch.int32)

@@ -1,0 +1,379 @@
+"""The backward kernels' bodies: dq over the tiles of keys that a row tile visits, dk and dv over the row tiles that visit a tile of keys.
+Kernel side.
+
+The probabilities are computed again from the log-sum-exp. Tuples are those of ``forward_kernel``, but for
+
+tensors: q, k, v, dout, lse, delta, dq, dk, dv, entries, order, pages, spans.
+strides: of q, k, v, dout, dq, dk, dv.
+
+delta is, for each row, the sum of out * dout less the gradient of the log-sum-exp: what every score of the row loses.
+"""
+
+import triton
+import triton.language as tl
+
+from anyattn.backends.triton.forward_kernel import clipped, load_rows, place_of_lists
+from anyattn.backends.triton.places import entry, key_places, row_tile
+from anyattn.backends.triton.visits import by_lists, by_ranges, listed_full, listed_partial, ranged_full, ranged_partial
+
+__all__ = ["dkdv_tile", "dq_tile", "prepare_tile"]
+
+_LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+_FAR: tl.constexpr = tl.constexpr(2**30)
+_CHUNK: tl.constexpr = tl.constexpr(128)  # row tiles whose spans are looked at together
+
+
+@triton.jit
+def _span_place(found, m, b, h, sizes, TILE_M: tl.constexpr, WIDTH: tl.constexpr):
+    """Where the spans of row tile m of a sequence are: no two sequences' tiles share a place."""
+    per_row = (sizes[3] + TILE_M - 1) // TILE_M
+    places = sizes[8]
+    return ((h * places) + found[0] * per_row + found[1] // TILE_M + b + m).to(tl.int64) * WIDTH
+
+
+@triton.jit
+def prepare_tile(
+    tensors, strides, spans, sizes, lists, scale, captured,
+    SCORE_ROWS: tl.constexpr, SCORE: tl.constexpr, MASK_ROWS: tl.constexpr, MASK: tl.constexpr, ALWAYS_ROWS: tl.constexpr,
+    ALWAYS: tl.constexpr, HAS_SCORE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr, RANGES: tl.constexpr,
+    TILE_M: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_ENTRIES: tl.constexpr, HAS_DLSE: tl.constexpr,
+):  # fmt: skip
+    """delta of one row tile, and for each of its mask's row ranges: least lo, greatest hi, greatest lo, least hi of its rows.
+
+    tensors: out, dout, dlse, delta, spans, entries, order. strides: of out, dout, dlse (its positions' last).
+    """
+    m, b, h = _place(sizes, tensors[6], HAS_ENTRIES)
+    if m < 0:
+        return
+    found = entry(b, tensors[5], sizes[0], sizes[1], HAS_ENTRIES)
+    line, first_row, end_row = row_tile(m, found[2], TILE_M, 0, 1)
+    if first_row >= end_row:
+        return
+    position = first_row + tl.arange(0, TILE_M)
+    is_row = position < end_row
+    position = tl.minimum(position, end_row - 1)
+    at = found[1] + position
+    row = found[0].to(tl.int64)
+    o_at = row * strides[0][0] + h.to(tl.int64) * strides[0][1] + at.to(tl.int64) * strides[0][2]
+    d_at = row * strides[1][0] + h.to(tl.int64) * strides[1][1] + at.to(tl.int64) * strides[1][2]
+    out = load_rows(tensors[0], o_at[:, None], is_row[:, None], HEAD_DIM_V, BLOCK_DV, False).to(tl.float32)
+    dout = load_rows(tensors[1], d_at[:, None], is_row[:, None], HEAD_DIM_V, BLOCK_DV, False).to(tl.float32)
+    delta = tl.sum(out * dout, 1)
+    if HAS_DLSE:
+        l_at = row * spans[0][0] + h.to(tl.int64) * spans[0][1] + at.to(tl.int64) * spans[0][2]
+        delta -= tl.load(tensors[2] + l_at, mask=is_row, other=0.0).to(tl.float32)
+    tl.store(tensors[3] + (row * sizes[2] + h) * sizes[3] + at, delta, mask=is_row)
+    if RANGES > 0:
+        rows = MASK_ROWS(b, h, (position + found[6])[:, None], captured[1][0], captured[1][1])
+        place = tensors[4] + _span_place(found, m, b, h, sizes, TILE_M, 4 * RANGES)
+        _store_span(place, clipped(rows[0], found[5], TILE_M), clipped(rows[1], found[5], TILE_M))
+        if RANGES == 2:
+            _store_span(place + 4, clipped(rows[2], found[5], TILE_M), clipped(rows[3], found[5], TILE_M))
+
+
+@triton.jit
+def _store_span(place, lo, hi):
+    some = lo < hi
+    tl.store(place, tl.min(tl.where(some, lo, _FAR)))
+    tl.store(place + 1, tl.max(tl.where(some, hi, 0)))
+    tl.store(place + 2, tl.max(lo))
+    tl.store(place + 3, tl.min(hi))
+
+
+@triton.jit
+def _place(sizes, order, HAS_ENTRIES: tl.constexpr):
+    """(tile, batch entry, head) of this program."""
+    m, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if HAS_ENTRIES:
+        return tl.load(order + m * 2 + 1), tl.load(order + m * 2), h
+    else:
+        return m, b, h
+
+
+@triton.jit
+def _statistics(tensors, place, is_row):
+    """(log-sum-exp in base 2, delta) of rows; one that sees nothing, or is no row, gets an infinite one, so that its probabilities are 0."""
+    lse = tl.load(tensors[4] + place, mask=is_row, other=float("inf"))
+    delta = tl.load(tensors[5] + place, mask=is_row, other=0.0)
+    return tl.where(lse == float("-inf"), float("inf"), lse) * _LOG2E, delta
+
+
+@triton.jit
+def _visit_keys(
+    dq, q, dout, lse, delta, is_row, first, end, is_shown, key, rows, b, h, pages, scale, captured,
+    SCORE: tl.constexpr, MASK: tl.constexpr, ALWAYS: tl.constexpr, SCATTER: tl.constexpr,
+    IS_PARTIAL: tl.constexpr, HAS_SCORE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr, HAS_SCATTER: tl.constexpr,
+    TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dq with what one tile of keys adds to it, not yet scaled; arguments as of ``forward_kernel.visit``."""
+    lane = first + tl.arange(0, TILE_N)
+    is_key = (lane < end)[:, None]
+    at = lane + key[3]
+    if IS_PARTIAL:
+        at = tl.minimum(at, key[3] + end - 1)
+    k = load_rows(key[0], key_places(at, key[2], key[4], key[5], pages, PAGE_SIZE)[:, None], is_key, HEAD_DIM, BLOCK_D, not IS_PARTIAL)
+    v = load_rows(key[1], key_places(at, key[2], key[6], key[7], pages, PAGE_SIZE)[:, None], is_key, HEAD_DIM_V, BLOCK_DV, not IS_PARTIAL)
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+    kv = tl.minimum(lane, end - 1)[None, :]
+    if HAS_SCORE:
+        of_score = SCORE(s, b, h, kv, rows[0], captured[0][0], captured[0][1])
+        s = of_score[0].to(tl.float32) * _LOG2E
+    p = tl.exp2(s - lse[:, None])
+    ds = p * (tl.dot(dout, tl.trans(v), input_precision=PRECISION) - delta[:, None])
+    seen = is_row[:, None] & (lane < end)[None, :]
+    if IS_PARTIAL and HAS_MASK:
+        seen = seen & (MASK(b, h, kv, rows[1], captured[1][0], captured[1][1]) | is_shown)
+    if HAS_ALWAYS:
+        seen = seen & ALWAYS(b, h, kv, rows[2], captured[2][0], captured[2][1])
+    if IS_PARTIAL or HAS_ALWAYS:
+        ds = tl.where(seen, ds, 0.0)
+    if HAS_SCATTER:
+        SCATTER(ds, seen, is_row[:, None], (lane < end)[None, :], of_score, captured[0][2])
+    if HAS_SCORE:
+        ds = ds * of_score[1].to(tl.float32)
+        if IS_PARTIAL or HAS_ALWAYS:
+            ds = tl.where(seen, ds, 0.0)  # the derivative of a hidden score may be anything
+    return tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+
+
+@triton.jit
+def dq_tile(
+    tensors, strides, spans, sizes, lists, scale, captured,
+    SCORE_ROWS: tl.constexpr, SCORE: tl.constexpr, SCATTER: tl.constexpr, MASK_ROWS: tl.constexpr, MASK: tl.constexpr,
+    ALWAYS_ROWS: tl.constexpr, ALWAYS: tl.constexpr,
+    HAS_SCORE: tl.constexpr, HAS_SCATTER: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr, RANGES: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, LIST_M: tl.constexpr, LIST_N: tl.constexpr, HAS_FULL: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    HAS_ENTRIES: tl.constexpr, PAGE_SIZE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dq of one row tile, and what its scores send into the score mod's captured tensors."""
+    m, b, h = _place(sizes, tensors[10], HAS_ENTRIES)
+    if m < 0:
+        return
+    found = entry(b, tensors[9], sizes[0], sizes[1], HAS_ENTRIES)
+    seqlen_k = found[5]
+    line, first_row, end_row = row_tile(m, found[2], TILE_M, LIST_M, 1)
+    if first_row >= end_row:
+        return
+    position = first_row + tl.arange(0, TILE_M)
+    is_row = position < end_row
+    position = tl.minimum(position, end_row - 1)
+    at = found[1] + position
+    row, head = found[0].to(tl.int64), h.to(tl.int64)
+    q_at = (row * strides[0][0] + head * strides[0][1] + at.to(tl.int64) * strides[0][2])[:, None]
+    do_at = (row * strides[3][0] + head * strides[3][1] + at.to(tl.int64) * strides[3][2])[:, None]
+    q = load_rows(tensors[0], q_at, is_row[:, None], HEAD_DIM, BLOCK_D, False)
+    dout = load_rows(tensors[3], do_at, is_row[:, None], HEAD_DIM_V, BLOCK_DV, False)
+    lse, delta = _statistics(tensors, (row * sizes[2] + h) * sizes[3] + at, is_row)
+    q_idx = (position + found[6])[:, None]
+    score_rows, mask_rows, always_rows = (q_idx, q_idx), (q_idx, q_idx), (q_idx, q_idx)
+    if HAS_SCORE:
+        score_rows = SCORE_ROWS(b, h, q_idx, captured[0][0], captured[0][1])
+    if HAS_MASK:
+        mask_rows = MASK_ROWS(b, h, q_idx, captured[1][0], captured[1][1])
+    if HAS_ALWAYS:
+        always_rows = ALWAYS_ROWS(b, h, q_idx, captured[2][0], captured[2][1])
+    kept = (score_rows, mask_rows, always_rows)
+    kv_head = (h // sizes[7]).to(tl.int64)
+    key = (
+        tensors[1] + kv_head * strides[1][1], tensors[2] + kv_head * strides[2][1], found[3], found[4],
+        strides[1][0], strides[1][2], strides[2][0], strides[2][2],
+    )  # fmt: skip
+    pages = tensors[11] + b.to(tl.int64) * sizes[6]
+    factor = scale if HAS_SCORE else scale * _LOG2E
+    dq = tl.zeros((TILE_M, BLOCK_D), tl.float32)
+    if RANGES == 1:
+        limits = clipped(mask_rows[0], seqlen_k, TILE_M), clipped(mask_rows[1], seqlen_k, TILE_M)
+        runs = by_ranges(limits, TILE_N, 1)
+    elif RANGES == 2:
+        limits = (
+            clipped(mask_rows[0], seqlen_k, TILE_M), clipped(mask_rows[1], seqlen_k, TILE_M),
+            clipped(mask_rows[2], seqlen_k, TILE_M), clipped(mask_rows[3], seqlen_k, TILE_M),
+        )  # fmt: skip
+        runs = by_ranges(limits, TILE_N, 2)
+    else:
+        counts_at, places_at = place_of_lists(spans[1], b, h, line, found, seqlen_k, LIST_N, HAS_ENTRIES)
+        runs = by_lists(lists, counts_at, places_at, seqlen_k, TILE_N, LIST_N, HAS_FULL)
+    if RANGES > 0:
+        full, partial = runs[0][1] + runs[1][1], runs[2][1] + runs[3][1] + runs[4][1] + runs[5][1]
+    else:
+        full, partial = runs[0], runs[1]
+    for i in range(0, full):
+        if RANGES > 0:
+            first = ranged_full(runs, i) * TILE_N
+        else:
+            first = listed_full(runs, i, TILE_N, LIST_N)
+        dq = _visit_keys(
+            dq, q, dout, lse, delta, is_row, first, first + TILE_N, True, key, kept, b, h, pages, factor, captured,
+            SCORE, MASK, ALWAYS, SCATTER, False, HAS_SCORE, HAS_MASK, HAS_ALWAYS, HAS_SCATTER,
+            TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PAGE_SIZE, PRECISION,
+        )  # fmt: skip
+    for i in range(0, partial):
+        if RANGES > 0:
+            first = ranged_partial(runs, i) * TILE_N
+            end = seqlen_k
+            is_shown = False
+        else:
+            first, end, is_shown = listed_partial(runs, i, seqlen_k, TILE_N, LIST_N)
+        dq = _visit_keys(
+            dq, q, dout, lse, delta, is_row, first, end, is_shown, key, kept, b, h, pages, factor, captured,
+            SCORE, MASK, ALWAYS, SCATTER, True, HAS_SCORE, HAS_MASK, HAS_ALWAYS, HAS_SCATTER,
+            TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PAGE_SIZE, PRECISION,
+        )  # fmt: skip
+    d = tl.arange(0, BLOCK_D)[None, :]
+    dq_at = (row * strides[4][0] + head * strides[4][1] + at.to(tl.int64) * strides[4][2])[:, None]
+    tl.store(tensors[6] + dq_at + d, (dq * scale).to(tensors[6].dtype.element_ty), mask=is_row[:, None] & (d < HEAD_DIM))
+
+
+@triton.jit
+def _spans_of(place, m, is_tile, n_first, n_end, RANGES: tl.constexpr, WIDTH: tl.constexpr):
+    """Of row tiles m [lanes]: whether a row sees one of the keys n_first to n_end, and whether every row sees all of them."""
+    at = place + m.to(tl.int64) * WIDTH
+    lo, hi = tl.load(at, mask=is_tile, other=_FAR), tl.load(at + 1, mask=is_tile, other=0)
+    all_lo, all_hi = tl.load(at + 2, mask=is_tile, other=_FAR), tl.load(at + 3, mask=is_tile, other=0)
+    touches = (lo < n_end) & (hi > n_first)
+    fills = (all_lo <= n_first) & (all_hi >= n_end)
+    if RANGES == 2:
+        lo, hi = tl.load(at + 4, mask=is_tile, other=_FAR), tl.load(at + 5, mask=is_tile, other=0)
+        all_lo, all_hi = tl.load(at + 6, mask=is_tile, other=_FAR), tl.load(at + 7, mask=is_tile, other=0)
+        touches = touches | ((lo < n_end) & (hi > n_first))
+        fills = fills | ((all_lo <= n_first) & (all_hi >= n_end))
+    return touches, fills
+
+
+@triton.jit
+def _rows_by_spans(place, tiles, n_first, n_end, RANGES: tl.constexpr, WIDTH: tl.constexpr):
+    """(first, end, first full, end full) of the row tiles that see keys n_first to n_end; those between that see none are asked for nothing.
+
+    The full ones are the first run of them; later ones are asked as if they were partial.
+    """
+    first, end = tiles * 0 + _FAR, tiles * 0
+    full = tiles * 0 + _FAR
+    for start in range(0, tiles, _CHUNK):
+        m = start + tl.arange(0, _CHUNK)
+        touches, fills = _spans_of(place, m, m < tiles, n_first, n_end, RANGES, WIDTH)
+        first = tl.minimum(first, tl.min(tl.where(touches, m, _FAR)))
+        end = tl.maximum(end, tl.max(tl.where(touches, m + 1, 0)))
+        full = tl.minimum(full, tl.min(tl.where(fills, m, _FAR)))
+    first = tl.minimum(first, end)
+    full = tl.minimum(full, end)
+    full_end = end
+    for start in range(full // _CHUNK * _CHUNK, end, _CHUNK):
+        m = start + tl.arange(0, _CHUNK)
+        touches, fills = _spans_of(place, m, m < tiles, n_first, n_end, RANGES, WIDTH)
+        full_end = tl.minimum(full_end, tl.min(tl.where((m >= full) & (fills == 0), m, _FAR)))
+    return first, end, full, full_end
+
+
+@triton.jit
+def _visit_rows(
+    dk, dv, k, v, first, end, is_shown, n_first, n_end, found, tensors, strides, sizes, b, h, scale, captured,
+    SCORE_ROWS: tl.constexpr, SCORE: tl.constexpr, MASK_ROWS: tl.constexpr, MASK: tl.constexpr, ALWAYS_ROWS: tl.constexpr,
+    ALWAYS: tl.constexpr, IS_PARTIAL: tl.constexpr, HAS_SCORE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dk, not yet scaled, and dv with what the rows ``first`` to ``end`` of one head add to them. Scores lie keys by rows here."""
+    lane = first + tl.arange(0, TILE_M)
+    is_row = lane < end
+    position = tl.minimum(lane, end - 1)
+    at = found[1] + position
+    row, head = found[0].to(tl.int64), h.to(tl.int64)
+    q_at = (row * strides[0][0] + head * strides[0][1] + at.to(tl.int64) * strides[0][2])[:, None]
+    do_at = (row * strides[3][0] + head * strides[3][1] + at.to(tl.int64) * strides[3][2])[:, None]
+    q = load_rows(tensors[0], q_at, is_row[:, None], HEAD_DIM, BLOCK_D, False)
+    lse, delta = _statistics(tensors, (row * sizes[2] + h) * sizes[3] + at, is_row)
+    s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale
+    q_idx = (position + found[6])[None, :]
+    kv = tl.minimum(n_first + tl.arange(0, TILE_N), n_end - 1)[:, None]
+    if HAS_SCORE:
+        of_score = SCORE(s, b, h, kv, SCORE_ROWS(b, h, q_idx, captured[0][0], captured[0][1]), captured[0][0], captured[0][1])
+        s = of_score[0].to(tl.float32) * _LOG2E
+    p = tl.exp2(s - lse[None, :])
+    if IS_PARTIAL or HAS_ALWAYS:
+        seen = is_row[None, :]
+        if IS_PARTIAL and HAS_MASK:
+            rows = MASK_ROWS(b, h, q_idx, captured[1][0], captured[1][1])
+            seen = seen & (MASK(b, h, kv, rows, captured[1][0], captured[1][1]) | is_shown)
+        if HAS_ALWAYS:
+            rows = ALWAYS_ROWS(b, h, q_idx, captured[2][0], captured[2][1])
+            seen = seen & ALWAYS(b, h, kv, rows, captured[2][0], captured[2][1])
+        p = tl.where(seen, p, 0.0)
+    dout = load_rows(tensors[3], do_at, is_row[:, None], HEAD_DIM_V, BLOCK_DV, False)
+    dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
+    ds = p * (tl.dot(v, tl.trans(dout), input_precision=PRECISION) - delta[None, :])
+    if HAS_SCORE:
+        ds = ds * of_score[1].to(tl.float32)
+    if IS_PARTIAL or HAS_ALWAYS:
+        ds = tl.where(seen, ds, 0.0)  # the derivative of a hidden score may be anything
+    dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+    return dk, dv
+
+
+@triton.jit
+def dkdv_tile(
+    tensors, strides, spans, sizes, lists, scale, captured,
+    SCORE_ROWS: tl.constexpr, SCORE: tl.constexpr, MASK_ROWS: tl.constexpr, MASK: tl.constexpr, ALWAYS_ROWS: tl.constexpr,
+    ALWAYS: tl.constexpr, HAS_SCORE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr, RANGES: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, LIST_M: tl.constexpr, LIST_N: tl.constexpr, HAS_FULL: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    HAS_ENTRIES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dk and dv of one tile of keys, summed over the query heads that share them. lists: transposed, per tile of keys."""
+    n, b, kv_head = _place(sizes, tensors[10], HAS_ENTRIES)
+    if n < 0:
+        return
+    found = entry(b, tensors[9], sizes[0], sizes[1], HAS_ENTRIES)
+    seqlen_q = found[2]
+    line, n_first, n_end = row_tile(n, found[5], TILE_N, LIST_N, 1)
+    if n_first >= n_end:
+        return
+    lane = n_first + tl.arange(0, TILE_N)
+    is_key = (lane < n_end)[:, None]
+    at = (found[4] + tl.minimum(lane, n_end - 1)).to(tl.int64)[:, None]
+    row, head = found[3].to(tl.int64), kv_head.to(tl.int64)
+    k = load_rows(tensors[1], row * strides[1][0] + head * strides[1][1] + at * strides[1][2], is_key, HEAD_DIM, BLOCK_D, False)
+    v = load_rows(tensors[2], row * strides[2][0] + head * strides[2][1] + at * strides[2][2], is_key, HEAD_DIM_V, BLOCK_DV, False)
+    factor = scale if HAS_SCORE else scale * _LOG2E
+    dk = tl.zeros((TILE_N, BLOCK_D), tl.float32)
+    dv = tl.zeros((TILE_N, BLOCK_DV), tl.float32)
+    for g in range(0, sizes[7]):
+        h = kv_head * sizes[7] + g
+        if RANGES > 0:
+            place = tensors[12] + _span_place(found, 0, b, h, sizes, TILE_M, 4 * RANGES)
+            first, end, full, full_end = _rows_by_spans(place, (seqlen_q + TILE_M - 1) // TILE_M, n_first, n_end, RANGES, 4 * RANGES)
+            fulls, partials = full_end - full, end - first - (full_end - full)
+        else:
+            counts_at, places_at = place_of_lists(spans[1], b, h, line, found, seqlen_q, LIST_M, HAS_ENTRIES)
+            runs = by_lists(lists, counts_at, places_at, seqlen_q, TILE_M, LIST_M, HAS_FULL)
+            fulls, partials = runs[0], runs[1]
+        for i in range(0, fulls):
+            if RANGES > 0:
+                start = (full + i) * TILE_M
+                stop = seqlen_q
+            else:
+                start = listed_full(runs, i, TILE_M, LIST_M)
+                stop = start + TILE_M
+            dk, dv = _visit_rows(
+                dk, dv, k, v, start, stop, True, n_first, n_end, found, tensors, strides, sizes, b, h, factor, captured,
+                SCORE_ROWS, SCORE, MASK_ROWS, MASK, ALWAYS_ROWS, ALWAYS, False, HAS_SCORE, HAS_MASK, HAS_ALWAYS,
+                TILE_M, TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION,
+            )  # fmt: skip
+        for i in range(0, partials):
+            if RANGES > 0:
+                start = tl.where(first + i < full, first + i, first + i + fulls) * TILE_M
+                stop = seqlen_q
+                is_shown = False
+            else:
+                start, stop, is_shown = listed_partial(runs, i, seqlen_q, TILE_M, LIST_M)
+            dk, dv = _visit_rows(
+                dk, dv, k, v, start, stop, is_shown, n_first, n_end, found, tensors, strides, sizes, b, h, factor, captured,
+                SCORE_ROWS, SCORE, MASK_ROWS, MASK, ALWAYS_ROWS, ALWAYS, True, HAS_SCORE, HAS_MASK, HAS_ALWAYS,
+                TILE_M, TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION,
+            )  # fmt: skip
+    d, d_v = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_DV)[None, :]
+    dk_at = row * strides[5][0] + head * strides[5][1] + at * strides[5][2]
+    dv_at = row * strides[6][0] + head * strides[6][1] + at * strides[6][2]
+    tl.store(tensors[7] + dk_at + d, (dk * scale).to(tensors[7].dtype.element_ty), mask=is_key & (d < HEAD_DIM))
+    tl.store(tensors[8] + dv_at + d_v, dv.to(tensors[8].dtype.element_ty), mask=is_key & (d_v < HEAD_DIM_V))

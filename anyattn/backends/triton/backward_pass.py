@@ -1,0 +1,159 @@
+"""Gradients: three launches, of what each row needs to know, of dq with the captured tensors' gradients, and of dk and dv."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anyattn.backends.triton import tables
+from anyattn.backends.triton.config import Tiles, backward_tiles, capability_of, padded
+from anyattn.backends.triton.launch import Signature, entry_of, run_entry, strides_of
+from anyattn.backends.triton.programs import Chosen, Program, Read, captured_of, gradient_part, program_of
+from anyattn.backends.triton.shared import SIZES, STRIDE_NAMES, constants_of, sizes_of
+from anyattn.geometry.integers import ceil_div
+from anyattn.plan import Plan
+from anyattn.problem import Problem
+
+__all__ = ["backward"]
+
+_FUNCTIONS = (("score",), ("ranges", "listed"), ("always",))
+_LISTS = (("part_statistics", "part_out"), ("lists_entry", "lists_head", "lists_row", "lists_flat"))
+_SIZES = (*SIZES, "span_places")
+_COUNTS = ("partial_count", "partial_index", "full_count", "full_index")
+_TENSORS = ("q", "k", "v", "dout", "lse", "delta", "dq", "dk", "dv", "entries", "order", "pages", "spans")
+
+
+def _strides(*names: str) -> tuple[tuple[str, ...], ...]:
+    return tuple(tuple(f"{t}_{s}" for s in STRIDE_NAMES) for t in names)
+
+
+def _signature(body: str, constants: tuple[str, ...], scatters: bool = False) -> Signature:
+    groups = (
+        ("pointer", _TENSORS), ("stride", _strides("q", "k", "v", "dout", "dq", "dk", "dv")), ("long", _LISTS), ("int", _SIZES),
+        ("pointer", _COUNTS), ("float", "scale"),
+    )  # fmt: skip
+    return Signature(f"backward_kernel.{body}", groups, _FUNCTIONS, constants, scatters)
+
+
+_COMMON = ("TILE_M", "TILE_N", "LIST_M", "LIST_N", "HAS_FULL", "HEAD_DIM", "HEAD_DIM_V", "BLOCK_D", "BLOCK_DV", "HAS_ENTRIES")
+_DQ = _signature("dq_tile", ("RANGES", *_COMMON, "PAGE_SIZE", "PRECISION"), scatters=True)
+_DKDV = _signature("dkdv_tile", ("RANGES", *_COMMON, "PRECISION"))
+_PREPARE = Signature(
+    "backward_kernel.prepare_tile",
+    (
+        ("pointer", ("out", "dout", "dlse", "delta", "spans", "entries", "order")), ("stride", _strides("out", "dout")),
+        ("long", (tuple(f"dlse_{s}" for s in STRIDE_NAMES), *_LISTS)), ("int", _SIZES), ("pointer", _COUNTS), ("float", "scale"),
+    ),
+    _FUNCTIONS,
+    ("RANGES", "TILE_M", "HEAD_DIM_V", "BLOCK_DV", "HAS_ENTRIES", "HAS_DLSE"),
+)  # fmt: skip
+
+
+def backward(problem: Problem, plan: Plan, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Gradients of ``problem.grad_inputs`` in that order, None where none is needed. dout: any strides."""
+    dout = dout if dout.stride(3) == 1 or dout.shape[3] == 1 else dout.contiguous()
+    chosen = program_of(problem)
+    tiles = _tiles(problem, plan)
+    delta, spans = _prepared(problem, chosen, tiles, out, dout, dlse)
+    wanted = _wanted(problem)
+    score = problem.score
+    totals = tuple(torch.zeros(score.tensors[s].shape, dtype=torch.float32, device=out.device) for s in wanted) if score else ()
+    blank = torch.empty_like if problem.sequences is None else torch.zeros_like  # no program comes by rows of no sequence
+    dq, dk, dv = (blank(t) for t in (problem.q, problem.k, problem.v))
+    shared = (problem.q, problem.k, problem.v, dout, lse, delta, dq, dk, dv)
+    if any(t.requires_grad for t in (problem.q, *(score.tensors[s] for s in wanted))) if score else problem.q.requires_grad:
+        _launch(problem, chosen, wanted, tiles["dq"], shared, None, totals)
+    if problem.k.requires_grad or problem.v.requires_grad:
+        _launch(problem, chosen, (), tiles["dkdv"], shared, spans, None)
+    captured = [None] * len(score.tensors) if score else []
+    for slot, total in zip(wanted, totals, strict=True):
+        captured[slot] = total.to(score.tensors[slot].dtype)  # type: ignore
+    return dq, dk, dv, _of_sink(problem, lse, delta), *captured
+
+
+def _wanted(problem: Problem) -> tuple[int, ...]:
+    """The slots of captured tensors that get gradients."""
+    return tuple(i for i, t in enumerate(problem.score.tensors) if t.requires_grad) if problem.score else ()
+
+
+def _tiles(problem: Problem, plan: Plan) -> dict[str, Tiles]:
+    d, dv = padded(problem.q.shape[3]), padded(problem.v.shape[3])
+    found = backward_tiles(d, dv, problem.q.dtype, capability_of(problem.q.device))
+    if plan.has_asked_tiles:
+        found = {name: replace(t, tile_m=plan.tile_m, tile_n=plan.tile_n) for name, t in found.items()}
+    return found
+
+
+def _of_sink(problem: Problem, lse: Tensor, delta: Tensor) -> Tensor | None:
+    """Minus what the sink's share of each row takes from the row's other scores, summed per head."""
+    sink = problem.sink
+    if sink is None or not sink.requires_grad:
+        return None
+    share = torch.exp(sink.detach().float()[:, None] - lse)
+    return -(share * delta).masked_fill(torch.isneginf(lse), 0.0).sum((0, 2)).to(sink.dtype)
+
+
+def _prepared(
+    problem: Problem, chosen: Chosen, tiles: dict[str, Tiles], out: Tensor, dout: Tensor, dlse: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """delta (B, Hq, Sq) in float32, and the spans of the row tiles that dk and dv will visit."""
+    q, tile_m = problem.q, tiles["dkdv"].tile_m
+    ranges = chosen.program.ranges
+    count = 0 if ranges is None else len(ranges.expr.outputs) // 2
+    places = q.shape[0] * ceil_div(q.shape[2], tile_m) + problem.batch
+    delta = (torch.empty if problem.sequences is None else torch.zeros)(q.shape[:3], dtype=torch.float32, device=q.device)
+    spans = torch.empty((problem.heads_q * places, max(4 * count, 1)), dtype=torch.int32, device=q.device)
+    found = tables.tables_of(problem, replace(chosen, lists=None), tile_m)
+    aligned, strides = strides_of(out, dout)
+    tensors = (out, dout, dlse, delta, spans, found.entries, found.order)
+    pointers = [out if t is None else t.detach() for t in tensors]
+    of_dlse = (0, 0, 0) if dlse is None else dlse.stride()
+    program = Program(None, ranges, None, None)
+    captured = [read for read, part in zip(captured_of(chosen), chosen.program.parts, strict=True) if part is ranges]
+    constants = {
+        "RANGES": count, "TILE_M": tile_m, "HEAD_DIM_V": out.shape[3], "BLOCK_DV": padded(out.shape[3]),
+        "HAS_ENTRIES": problem.sequences is not None, "HAS_DLSE": dlse is not None,
+    }  # fmt: skip
+    batch = 1 if problem.sequences is not None else problem.batch
+    run_entry(
+        entry_of(_PREPARE, program, aligned), (found.row_tiles, problem.heads_q, batch),
+        (*pointers, *strides, *of_dlse, 0, 0, *found.strides, *sizes_of(problem, found), places, *(out,) * 4, problem.scale),
+        captured, q.device, {**constants, "num_warps": 4, "num_stages": 1},
+    )  # fmt: skip
+    return delta, spans
+
+
+def _launch(
+    problem: Problem,
+    chosen: Chosen,
+    wanted: tuple[int, ...],
+    tiles: Tiles,
+    shared: tuple[Tensor, ...],
+    spans: Tensor | None,
+    totals: tuple[Tensor, ...] | None,
+) -> None:
+    """dq and what ``totals`` sum, or dk and dv where totals is None."""
+    q, k, v, dout, _, _, dq, dk, dv = shared
+    by_key = totals is None
+    found = tables.key_tables_of(problem, chosen, tiles.tile_n) if by_key else tables.tables_of(problem, chosen, tiles.tile_m)
+    aligned, strides = strides_of(q, k, v, dout, dq, dk, dv)
+    tensors = (*shared, found.entries, found.order, found.pages, spans)
+    pointers = [q if t is None else t.detach() for t in tensors]
+    program, captured = chosen.program, list(captured_of(chosen))
+    if problem.score is not None:
+        program = replace(program, score=gradient_part(problem.score, wanted))
+        captured[0] = Read(*captured[0][:2], totals or ())
+    constants: dict[str, Any] = {**constants_of(problem, chosen, found), "TILE_M": tiles.tile_m, "TILE_N": tiles.tile_n}
+    if by_key:
+        del constants["PAGE_SIZE"]
+    places = problem.q.shape[0] * ceil_div(q.shape[2], tiles.tile_m) + problem.batch
+    lists = [q if t is None else t for t in found.lists]
+    batch = 1 if problem.sequences is not None else problem.batch
+    run_entry(
+        entry_of(_DKDV if by_key else _DQ, program, aligned), (found.row_tiles, problem.heads_kv if by_key else problem.heads_q, batch),
+        (*pointers, *strides, 0, 0, *found.strides, *sizes_of(problem, found), places, *lists, problem.scale),
+        captured, q.device, {**constants, "num_warps": tiles.num_warps, "num_stages": tiles.num_stages},
+    )  # fmt: skip
