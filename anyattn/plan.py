@@ -118,7 +118,8 @@ def choose(problem: Problem, hardware: Hardware, backend: str | None = None, opt
         if not against and hardware.device == "cpu":
             against = "its interpreter is for tests"
         if not against:
-            return _plan_of(name, problem, hardware, "; ".join([*reasons, f"{hardware.name} has it, and the call is of its kind"]), options or {})
+            reasons.append(f"{hardware.name} has it, and the call is of its kind")
+            return _plan_of(name, problem, hardware, "; ".join(reasons), options or {})
         reasons.append(f"for {name}, {against}")
     return _plan_of("torch", problem, hardware, "; ".join(reasons), options or {})
 

@@ -12,9 +12,9 @@ delta is, for each row, the sum of out * dout less the gradient of the log-sum-e
 import triton
 import triton.language as tl
 
-from anyattn.backends.triton.forward_kernel import clipped, load_rows, place_of_lists
+from anyattn.backends.triton.forward_kernel import load_rows, rows_of
 from anyattn.backends.triton.places import entry, key_places, row_tile
-from anyattn.backends.triton.visits import by_lists, by_ranges, listed_full, listed_partial, ranged_full, ranged_partial
+from anyattn.backends.triton.visits import by_lists, clipped, full_at, partial_at, place_of_lists, visits_of
 
 __all__ = ["dkdv_tile", "dq_tile", "prepare_tile"]
 
@@ -46,7 +46,7 @@ def prepare_tile(
     if m < 0:
         return
     found = entry(b, tensors[5], sizes[0], sizes[1], HAS_ENTRIES)
-    line, first_row, end_row = row_tile(m, found[2], TILE_M, 0, 1)
+    first_row, end_row = m * TILE_M, found[2]
     if first_row >= end_row:
         return
     position = first_row + tl.arange(0, TILE_M)
@@ -92,7 +92,7 @@ def _place(sizes, order, HAS_ENTRIES: tl.constexpr):
 
 @triton.jit
 def _statistics(tensors, place, is_row):
-    """(log-sum-exp in base 2, delta) of rows; one that sees nothing, or is no row, gets an infinite one, so that its probabilities are 0."""
+    """(log-sum-exp in base 2, delta) of rows; what sees nothing, or is no row, gets an infinite one, so that its probabilities are 0."""
     lse = tl.load(tensors[4] + place, mask=is_row, other=float("inf"))
     delta = tl.load(tensors[5] + place, mask=is_row, other=0.0)
     return tl.where(lse == float("-inf"), float("inf"), lse) * _LOG2E, delta
@@ -112,8 +112,9 @@ def _visit_keys(
     at = lane + key[3]
     if IS_PARTIAL:
         at = tl.minimum(at, key[3] + end - 1)
-    k = load_rows(key[0], key_places(at, key[2], key[4], key[5], pages, PAGE_SIZE)[:, None], is_key, HEAD_DIM, BLOCK_D, not IS_PARTIAL)
-    v = load_rows(key[1], key_places(at, key[2], key[6], key[7], pages, PAGE_SIZE)[:, None], is_key, HEAD_DIM_V, BLOCK_DV, not IS_PARTIAL)
+    k_at, v_at = key_places(at, key[2], key[4], key[5], pages, PAGE_SIZE), key_places(at, key[2], key[6], key[7], pages, PAGE_SIZE)
+    k = load_rows(key[0], k_at[:, None], is_key, HEAD_DIM, BLOCK_D, not IS_PARTIAL)
+    v = load_rows(key[1], v_at[:, None], is_key, HEAD_DIM_V, BLOCK_DV, not IS_PARTIAL)
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
     kv = tl.minimum(lane, end - 1)[None, :]
     if HAS_SCORE:
@@ -167,14 +168,7 @@ def dq_tile(
     dout = load_rows(tensors[3], do_at, is_row[:, None], HEAD_DIM_V, BLOCK_DV, False)
     lse, delta = _statistics(tensors, (row * sizes[2] + h) * sizes[3] + at, is_row)
     q_idx = (position + found[6])[:, None]
-    score_rows, mask_rows, always_rows = (q_idx, q_idx), (q_idx, q_idx), (q_idx, q_idx)
-    if HAS_SCORE:
-        score_rows = SCORE_ROWS(b, h, q_idx, captured[0][0], captured[0][1])
-    if HAS_MASK:
-        mask_rows = MASK_ROWS(b, h, q_idx, captured[1][0], captured[1][1])
-    if HAS_ALWAYS:
-        always_rows = ALWAYS_ROWS(b, h, q_idx, captured[2][0], captured[2][1])
-    kept = (score_rows, mask_rows, always_rows)
+    kept = rows_of(b, h, q_idx, captured, SCORE_ROWS, MASK_ROWS, ALWAYS_ROWS, HAS_SCORE, HAS_MASK, HAS_ALWAYS)
     kv_head = (h // sizes[7]).to(tl.int64)
     key = (
         tensors[1] + kv_head * strides[1][1], tensors[2] + kv_head * strides[2][1], found[3], found[4],
@@ -183,39 +177,18 @@ def dq_tile(
     pages = tensors[11] + b.to(tl.int64) * sizes[6]
     factor = scale if HAS_SCORE else scale * _LOG2E
     dq = tl.zeros((TILE_M, BLOCK_D), tl.float32)
-    if RANGES == 1:
-        limits = clipped(mask_rows[0], seqlen_k, TILE_M), clipped(mask_rows[1], seqlen_k, TILE_M)
-        runs = by_ranges(limits, TILE_N, 1)
-    elif RANGES == 2:
-        limits = (
-            clipped(mask_rows[0], seqlen_k, TILE_M), clipped(mask_rows[1], seqlen_k, TILE_M),
-            clipped(mask_rows[2], seqlen_k, TILE_M), clipped(mask_rows[3], seqlen_k, TILE_M),
-        )  # fmt: skip
-        runs = by_ranges(limits, TILE_N, 2)
-    else:
-        counts_at, places_at = place_of_lists(spans[1], b, h, line, found, seqlen_k, LIST_N, HAS_ENTRIES)
-        runs = by_lists(lists, counts_at, places_at, seqlen_k, TILE_N, LIST_N, HAS_FULL)
-    if RANGES > 0:
-        full, partial = runs[0][1] + runs[1][1], runs[2][1] + runs[3][1] + runs[4][1] + runs[5][1]
-    else:
-        full, partial = runs[0], runs[1]
+    runs, full, partial = visits_of(
+        kept[1], lists, spans[1], found, b, h, line, seqlen_k, RANGES, TILE_M, TILE_N, LIST_N, HAS_FULL, HAS_ENTRIES
+    )
     for i in range(0, full):
-        if RANGES > 0:
-            first = ranged_full(runs, i) * TILE_N
-        else:
-            first = listed_full(runs, i, TILE_N, LIST_N)
+        first = full_at(runs, i, RANGES, TILE_N, LIST_N)
         dq = _visit_keys(
             dq, q, dout, lse, delta, is_row, first, first + TILE_N, True, key, kept, b, h, pages, factor, captured,
             SCORE, MASK, ALWAYS, SCATTER, False, HAS_SCORE, HAS_MASK, HAS_ALWAYS, HAS_SCATTER,
             TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PAGE_SIZE, PRECISION,
         )  # fmt: skip
     for i in range(0, partial):
-        if RANGES > 0:
-            first = ranged_partial(runs, i) * TILE_N
-            end = seqlen_k
-            is_shown = False
-        else:
-            first, end, is_shown = listed_partial(runs, i, seqlen_k, TILE_N, LIST_N)
+        first, end, is_shown = partial_at(runs, i, seqlen_k, RANGES, TILE_N, LIST_N)
         dq = _visit_keys(
             dq, q, dout, lse, delta, is_row, first, end, is_shown, key, kept, b, h, pages, factor, captured,
             SCORE, MASK, ALWAYS, SCATTER, True, HAS_SCORE, HAS_MASK, HAS_ALWAYS, HAS_SCATTER,
@@ -244,7 +217,7 @@ def _spans_of(place, m, is_tile, n_first, n_end, RANGES: tl.constexpr, WIDTH: tl
 
 @triton.jit
 def _rows_by_spans(place, tiles, n_first, n_end, RANGES: tl.constexpr, WIDTH: tl.constexpr):
-    """(first, end, first full, end full) of the row tiles that see keys n_first to n_end; those between that see none are asked for nothing.
+    """(first, end, first full, end full) of the row tiles that see keys n_first to n_end; some between may see none.
 
     The full ones are the first run of them; later ones are asked as if they were partial.
     """
@@ -274,7 +247,7 @@ def _visit_rows(
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dk, not yet scaled, and dv with what the rows ``first`` to ``end`` of one head add to them. Scores lie keys by rows here."""
+    """dk, not yet scaled, and dv with what rows ``first`` to ``end`` of one head add to them. Scores are [keys, rows] here."""
     lane = first + tl.arange(0, TILE_M)
     is_row = lane < end
     position = tl.minimum(lane, end - 1)
@@ -353,7 +326,7 @@ def dkdv_tile(
                 start = (full + i) * TILE_M
                 stop = seqlen_q
             else:
-                start = listed_full(runs, i, TILE_M, LIST_M)
+                start = full_at(runs, i, 0, TILE_M, LIST_M)
                 stop = start + TILE_M
             dk, dv = _visit_rows(
                 dk, dv, k, v, start, stop, True, n_first, n_end, found, tensors, strides, sizes, b, h, factor, captured,
@@ -366,7 +339,7 @@ def dkdv_tile(
                 stop = seqlen_q
                 is_shown = False
             else:
-                start, stop, is_shown = listed_partial(runs, i, seqlen_q, TILE_M, LIST_M)
+                start, stop, is_shown = partial_at(runs, i, seqlen_q, 0, TILE_M, LIST_M)
             dk, dv = _visit_rows(
                 dk, dv, k, v, start, stop, is_shown, n_first, n_end, found, tensors, strides, sizes, b, h, factor, captured,
                 SCORE_ROWS, SCORE, MASK_ROWS, MASK, ALWAYS_ROWS, ALWAYS, True, HAS_SCORE, HAS_MASK, HAS_ALWAYS,

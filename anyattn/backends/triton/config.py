@@ -10,7 +10,7 @@ import torch
 __all__ = ["Tiles", "backward_tiles", "capability_of", "fitting", "forward_tiles", "needed", "padded", "shared_memory"]
 
 # Bytes of shared memory that one block may have, by compute capability; the least of its generation where one is not listed.
-_SHARED = {(7, 5): 64 << 10, (8, 0): 163 << 10, (8, 6): 99 << 10, (8, 7): 163 << 10, (8, 9): 99 << 10, (9, 0): 227 << 10, (10, 0): 227 << 10}
+_SHARED = {(8, 0): 163 << 10, (8, 6): 99 << 10, (8, 7): 163 << 10, (8, 9): 99 << 10, (9, 0): 227 << 10, (10, 0): 227 << 10}
 _LEAST_SHARED = 48 << 10
 
 

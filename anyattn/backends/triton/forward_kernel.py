@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 
 from anyattn.backends.triton.places import entry, key_places, row_tile
-from anyattn.backends.triton.visits import by_lists, by_ranges, listed_full, listed_partial, ranged_full, ranged_partial
+from anyattn.backends.triton.visits import full_at, partial_at, visits_of
 
-__all__ = ["forward_tile"]
+__all__ = ["forward_tile", "load_rows", "rows_of"]
 
 _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 _LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
@@ -39,21 +39,8 @@ def work_of(sizes, tensors, HAS_ENTRIES: tl.constexpr):
 
 
 @triton.jit
-def place_of_lists(strides, b, h, line, found, seqlen_k, LIST_N: tl.constexpr, HAS_ENTRIES: tl.constexpr):
-    """(the line of counts, the first place) in block lists, dense ones or those of a ragged batch."""
-    head = h.to(tl.int64) * strides[1]
-    if HAS_ENTRIES:
-        at = head + found[7] + line
-        flat = h.to(tl.int64) * strides[3] + found[8] + line.to(tl.int64) * ((seqlen_k + LIST_N - 1) // LIST_N)
-        return at, tl.where(strides[2] > 0, at * strides[2], flat)
-    else:
-        at = b.to(tl.int64) * strides[0] + head + line
-        return at, at * strides[2]
-
-
-@triton.jit
 def load_rows(base, offsets, is_row, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ALL_ROWS: tl.constexpr):
-    """[rows, BLOCK_D]: rows at 64-bit ``offsets`` [rows, 1], zeros where not ``is_row`` [rows, 1] (ALL_ROWS: all are) and beyond HEAD_DIM."""
+    """[rows, BLOCK_D]: rows at 64-bit ``offsets`` [rows, 1]; zeros where not ``is_row`` (ALL_ROWS: all are), and beyond HEAD_DIM."""
     d = tl.arange(0, BLOCK_D)[None, :]
     if ALL_ROWS and HEAD_DIM == BLOCK_D:
         return tl.load(base + offsets + d)
@@ -66,10 +53,19 @@ def load_rows(base, offsets, is_row, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constex
 
 
 @triton.jit
-def clipped(limit, seqlen_k, TILE_M: tl.constexpr):
-    """[TILE_M] limits of a row's keys, from one for each row or for all."""
-    wide = limit + tl.zeros((TILE_M, 1), tl.int32)
-    return tl.reshape(tl.minimum(tl.maximum(wide, 0), seqlen_k), (TILE_M,))
+def rows_of(
+    b, h, q_idx, captured, SCORE_ROWS: tl.constexpr, MASK_ROWS: tl.constexpr, ALWAYS_ROWS: tl.constexpr,
+    HAS_SCORE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr,
+):  # fmt: skip
+    """What each part of the program keeps per row; what there is not is any tuple."""
+    score_rows, mask_rows, always_rows = (q_idx, q_idx), (q_idx, q_idx), (q_idx, q_idx)
+    if HAS_SCORE:
+        score_rows = SCORE_ROWS(b, h, q_idx, captured[0][0], captured[0][1])
+    if HAS_MASK:
+        mask_rows = MASK_ROWS(b, h, q_idx, captured[1][0], captured[1][1])
+    if HAS_ALWAYS:
+        always_rows = ALWAYS_ROWS(b, h, q_idx, captured[2][0], captured[2][1])
+    return score_rows, mask_rows, always_rows
 
 
 @triton.jit
@@ -82,8 +78,8 @@ def visit(
 ):  # fmt: skip
     """One tile of keys, from position ``first``: (acc, row_sum, row_max) with what its rows see of it.
 
-    end: keys from it on are not there (partial tiles only). is_shown: all others are visible, whatever the mask says. key: k, v, k_row, k_start
-    and their strides. rows: what the parts of the program keep per row.
+    end: keys from it on are not there (partial tiles only). is_shown: all others are visible, whatever the mask says. key: k, v, k_row,
+    k_start and their strides. rows: what the parts of the program keep per row.
     """
     lane = first + tl.arange(0, TILE_N)
     is_key = (lane < end)[:, None]
@@ -178,15 +174,7 @@ def forward_tile(
         asked = heads[:, None]
     else:
         asked = h
-    # what there is not is any tuple
-    score_rows, mask_rows, always_rows = (q_idx, q_idx), (q_idx, q_idx), (q_idx, q_idx)
-    if HAS_SCORE:
-        score_rows = SCORE_ROWS(b, asked, q_idx, captured[0][0], captured[0][1])
-    if HAS_MASK:
-        mask_rows = MASK_ROWS(b, asked, q_idx, captured[1][0], captured[1][1])
-    if HAS_ALWAYS:
-        always_rows = ALWAYS_ROWS(b, asked, q_idx, captured[2][0], captured[2][1])
-    kept = (score_rows, mask_rows, always_rows)
+    kept = rows_of(b, asked, q_idx, captured, SCORE_ROWS, MASK_ROWS, ALWAYS_ROWS, HAS_SCORE, HAS_MASK, HAS_ALWAYS)
     kv_head = ((h * GROUP) // sizes[7]).to(tl.int64)
     key = (
         tensors[1] + kv_head * strides[1][1], tensors[2] + kv_head * strides[2][1], found[3], found[4],
@@ -197,48 +185,28 @@ def forward_tile(
     acc = tl.zeros((TILE_M, BLOCK_DV), tl.float32)
     row_sum = tl.zeros((TILE_M,), tl.float32)
     row_max = tl.full((TILE_M,), _LOWEST, tl.float32)
-    if RANGES == 1:
-        limits = clipped(mask_rows[0], seqlen_k, TILE_M), clipped(mask_rows[1], seqlen_k, TILE_M)
-        runs = by_ranges(limits, TILE_N, 1)
-    elif RANGES == 2:
-        limits = (
-            clipped(mask_rows[0], seqlen_k, TILE_M), clipped(mask_rows[1], seqlen_k, TILE_M),
-            clipped(mask_rows[2], seqlen_k, TILE_M), clipped(mask_rows[3], seqlen_k, TILE_M),
-        )  # fmt: skip
-        runs = by_ranges(limits, TILE_N, 2)
-    else:
-        counts_at, places_at = place_of_lists(spans[1], b, h * GROUP, line, found, seqlen_k, LIST_N, HAS_ENTRIES)
-        runs = by_lists(lists, counts_at, places_at, seqlen_k, TILE_N, LIST_N, HAS_FULL)
-    if RANGES > 0:
-        full, partial = runs[0][1] + runs[1][1], runs[2][1] + runs[3][1] + runs[4][1] + runs[5][1]
-    else:
-        full, partial = runs[0], runs[1]
+    runs, full, partial = visits_of(
+        kept[1], lists, spans[1], found, b, h * GROUP, line, seqlen_k, RANGES, TILE_M, TILE_N, LIST_N, HAS_FULL, HAS_ENTRIES
+    )
     # equal shares, as in geometry.splits
     share = (full + partial + sizes[5] - 1) // sizes[5]
     begin = tl.minimum(split * share, full + partial)
     stop = tl.minimum(begin + share, full + partial)
     for i in range(tl.minimum(begin, full), tl.minimum(stop, full)):
-        if RANGES > 0:
-            first = ranged_full(runs, i) * TILE_N
-        else:
-            first = listed_full(runs, i, TILE_N, LIST_N)
+        first = full_at(runs, i, RANGES, TILE_N, LIST_N)
         acc, row_sum, row_max = visit(
             acc, row_sum, row_max, q, first, first + TILE_N, True, key, kept, b, asked, pages, factor, captured,
             SCORE, MASK, ALWAYS, False, HAS_SCORE, HAS_MASK, HAS_ALWAYS,
             TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PAGE_SIZE, PRECISION,
         )  # fmt: skip
     for i in range(tl.maximum(begin - full, 0), tl.maximum(stop - full, 0)):
-        if RANGES > 0:
-            first = ranged_partial(runs, i) * TILE_N
-            end = seqlen_k
-            is_shown = False
-        else:
-            first, end, is_shown = listed_partial(runs, i, seqlen_k, TILE_N, LIST_N)
+        first, end, is_shown = partial_at(runs, i, seqlen_k, RANGES, TILE_N, LIST_N)
         acc, row_sum, row_max = visit(
             acc, row_sum, row_max, q, first, end, is_shown, key, kept, b, asked, pages, factor, captured,
             SCORE, MASK, ALWAYS, True, HAS_SCORE, HAS_MASK, HAS_ALWAYS,
             TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PAGE_SIZE, PRECISION,
         )  # fmt: skip
     store_results(
-        acc, row_sum, row_max, tensors, strides, spans, sizes, found[0], at, heads, is_row, split, HAS_SINK, HAS_LSE, HAS_MAX, HEAD_DIM_V, BLOCK_DV
-    )
+        acc, row_sum, row_max, tensors, strides, spans, sizes, found[0], at, heads, is_row, split, HAS_SINK, HAS_LSE, HAS_MAX,
+        HEAD_DIM_V, BLOCK_DV,
+    )  # fmt: skip

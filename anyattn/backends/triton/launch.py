@@ -27,7 +27,8 @@ class Signature(NamedTuple):
     """What a body takes before the captured values, and after them.
 
     body: ``module.function``. groups: its first arguments, each (kind, names), names nested as the body's tuples are; kinds are those of
-    ``_TYPES``; strides of aligned rows travel in units of 8 elements, from which Triton sees that they are. functions: for each part that the body can ask, the name of its functions and which part may fill it. constants: names.
+    ``_TYPES``; strides of aligned rows travel in units of 8 elements, from which Triton sees that they are.
+    functions: for each part that the body can ask, the name of its functions and which part may fill it. constants: names.
     scatters: the first part's function that adds up gradients is handed over too.
     """
 
@@ -67,15 +68,17 @@ def entry_source(signature: Signature, program: Program, is_aligned: bool) -> st
     slots = [next((p for p in program.parts if p.name in names), None) for names in signature.functions]
     pointers = [n for kind, names in signature.groups if kind == "pointer" for n in _leaves(names)]
     plain = [(n, kind) for kind, names in signature.groups for n in _leaves(names)]
-    packed, captured_names = [], []
+    packed: list[str] = []
+    captured_names: list[tuple[str, str]] = []
+    strides = [n for kind, names in signature.groups if kind == "stride" and is_aligned for n in _leaves(names)]
     # the cast is for the interpreter, which takes a small number as 32 bits whatever its annotation says
-    units = [f"{n} = tl.cast({n}, tl.int64) * {_UNIT}" for kind, names in signature.groups if kind == "stride" and is_aligned for n in _leaves(names)]
+    units = [f"{n} = tl.cast({n}, tl.int64) * {_UNIT}" for n in strides]
     for slot, part in enumerate(slots):
-        numbers, *tensors = _captured(slot, part)
+        numbers, tensors, totals = _captured(slot, part)
         captured_names += [(n, "long") for n in numbers]
-        captured_names += [(n, "long") for t in sum(tensors, []) for n in t[1:]] + [(t[0], "pointer") for t in sum(tensors, [])]
+        captured_names += [(n, "long") for t in tensors + totals for n in t[1:]] + [(t[0], "pointer") for t in tensors + totals]
         # an empty tuple is not one to Triton
-        packed.append(_packed([numbers or ["0"], *(t or ["0"] for t in tensors)]))
+        packed.append(_packed([numbers or ["0"], tensors or ["0"], totals or ["0"]]))
     arguments = [f"{name}{_TYPES[kind]}" for name, kind in [*plain, *captured_names]]
     # pointers are taken as aligned or not, everything else at run time
     unspecialised = [name for name, _ in [*plain, *captured_names]]

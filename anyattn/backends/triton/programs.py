@@ -29,8 +29,8 @@ MOST_RANGES = 2  # of a row, whose limits a kernel keeps
 
 
 class Load(NamedTuple):
-    """A load whose tensor gets a gradient: which of the part's totals it adds to, and where among the outputs its derivative and its indices
-    are. by_row, by_key: whether a row's keys, a key's rows share one entry, so that they are summed first."""
+    """A load whose tensor gets a gradient: which of the part's totals it adds to, and where among the outputs its derivative and its
+    indices are. by_row, by_key: whether a row's keys, a key's rows share one entry, so that they are summed first."""
 
     total: int
     factor: int
@@ -185,11 +185,12 @@ def _gradient_part(expr: Expr, scalars: int, ranks: tuple[int, ...], wanted: tup
 
 
 def _scatter_source(part: Part) -> str:
-    """``NAME_scatter(ds, seen, is_row, is_key, found, totals)``: adds what the derivative by the modified score sends to each load's entry."""
+    """``NAME_scatter(ds, seen, is_row, is_key, found, totals)``: adds what the modified score's derivative sends to each load's entry."""
     lines = []
     for i, load in enumerate(part.loads):
         slot = f"totals[{load.total}]"
-        places = [f"functions.inside(found[{at}], {slot}[{2 + 2 * d}]).to(tl.int64) * {slot}[{1 + 2 * d}]" for d, at in enumerate(load.indices)]
+        entries = (f"functions.inside(found[{at}], {slot}[{2 + 2 * d}]).to(tl.int64)" for d, at in enumerate(load.indices))
+        places = [f"{entry} * {slot}[{1 + 2 * d}]" for d, entry in enumerate(entries)]
         lines += [f"part{i} = tl.where(seen, ds * found[{load.factor}].to(tl.float32), 0.0)", f"at{i} = {' + '.join(places) or '0'}"]
         mask = {(False, False): "seen", (True, False): "is_row", (False, True): "is_key", (True, True): None}[load.by_row, load.by_key]
         if load.by_row:

@@ -38,8 +38,8 @@ _FORWARD = Signature(
     ),
     (("score",), ("ranges", "listed"), ("always",)),
     (
-        "RANGES", "TILE_M", "TILE_N", "LIST_M", "LIST_N", "HAS_FULL", "HEAD_DIM", "HEAD_DIM_V", "BLOCK_D", "BLOCK_DV", "GROUP", "HAS_ENTRIES",
-        "PAGE_SIZE", "HAS_SINK", "HAS_LSE", "HAS_MAX", "PRECISION",
+        "RANGES", "TILE_M", "TILE_N", "LIST_M", "LIST_N", "HAS_FULL", "HEAD_DIM", "HEAD_DIM_V", "BLOCK_D", "BLOCK_DV", "GROUP",
+        "HAS_ENTRIES", "PAGE_SIZE", "HAS_SINK", "HAS_LSE", "HAS_MAX", "PRECISION",
     ),
 )  # fmt: skip
 
@@ -68,7 +68,8 @@ def _launch(
     q, k, v, sink = problem.q, problem.k, problem.v, problem.sink
     out, lse, highest = results
     absent = q  # any pointer
-    tensors = (q, k, v, out, lse, highest, None if sink is None else sink.detach().contiguous(), found.entries, found.order, found.pages)
+    logits = None if sink is None else sink.detach().contiguous()
+    tensors = (q, k, v, out, lse, highest, logits, found.entries, found.order, found.pages)
     is_aligned, strides = strides_of(q, k, v, out)
     pointers = [absent if t is None else t.detach() for t in tensors]
     lists = [absent if t is None else t for t in found.lists]
@@ -80,8 +81,8 @@ def _launch(
     batch = 1 if problem.sequences is not None else problem.batch
     run_entry(
         kernel, (found.row_tiles, problem.heads_q, batch * splits[0]),
-        (*pointers, *strides, *splits[1:], *found.strides, *sizes_of(problem, found, splits[0]), *lists, problem.scale), captured_of(chosen), q.device,
-        {**constants, "num_warps": plan.num_warps, "num_stages": plan.num_stages},
+        (*pointers, *strides, *splits[1:], *found.strides, *sizes_of(problem, found, splits[0]), *lists, problem.scale),
+        captured_of(chosen), q.device, {**constants, "num_warps": plan.num_warps, "num_stages": plan.num_stages},
     )  # fmt: skip
 
 

@@ -24,7 +24,7 @@ def sizes_of(problem: Problem, found: Tables, splits: int = 1) -> tuple[int, ...
     return (*lengths, problem.heads_q, problem.q.shape[2], found.row_tiles, splits, pages_each, problem.qhead_per_kvhead)
 
 
-def constants_of(problem: Problem, chosen: Chosen, found: tables.Tables) -> dict[str, Any]:
+def constants_of(problem: Problem, chosen: Chosen, found: Tables) -> dict[str, Any]:
     """What specialises every kernel that reads the problem's storage."""
     d, dv = problem.q.shape[3], problem.v.shape[3]
     ranges, sequences = chosen.program.ranges, problem.sequences

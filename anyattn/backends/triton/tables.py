@@ -38,7 +38,8 @@ _NO_LISTS = (None, None, None, None)
 
 def tables_of(problem: Problem, chosen: Chosen, tile_m: int) -> Tables:
     """All tables of a call whose row tiles have ``tile_m`` positions."""
-    sequences, lists = problem.sequences, None
+    sequences = problem.sequences
+    lists: Any = None
     if chosen.lists is not None:
         lists = problem.blocks if chosen.lists == "given" else _made(problem, chosen.lists)
     tensors, tile, strides = (_NO_LISTS, (0, 0), (0, 0, 0, 0)) if lists is None else _of_lists(lists, sequences is not None)
@@ -52,10 +53,12 @@ def tables_of(problem: Problem, chosen: Chosen, tile_m: int) -> Tables:
 
 
 def key_tables_of(problem: Problem, chosen: Chosen, tile_n: int) -> Tables:
-    """The same for programs that each have ``tile_n`` keys: lists say which row tiles visit a tile of keys, and the order is of key tiles."""
-    sequences, lists = problem.sequences, None
+    """The same for programs of ``tile_n`` keys each: lists say which row tiles visit a tile of keys, and the order is of key tiles."""
+    sequences = problem.sequences
+    lists: Any = None
     if chosen.lists is not None:
-        lists = (problem.blocks if chosen.lists == "given" else _made(problem, chosen.lists)).transposed()
+        given: Any = problem.blocks if chosen.lists == "given" else _made(problem, chosen.lists)
+        lists = given.transposed()
     tensors, tile, strides = (_NO_LISTS, (0, 0), (0, 0, 0, 0)) if lists is None else _of_lists(lists, sequences is not None)
     if sequences is None:
         tiles = ceil_div(problem.k.shape[2], tile_n) if lists is None else tensors[0].shape[2] * ceil_div(tile[0], tile_n)  # type: ignore
@@ -68,7 +71,7 @@ def key_tables_of(problem: Problem, chosen: Chosen, tile_n: int) -> Tables:
 def _of_lists(lists: Any, is_ragged: bool) -> tuple[tuple[Tensor | None, ...], tuple[int, int], tuple[int, int, int, int]]:
     """The lists' tensors, their tile, and the strides by which a kernel finds a line; one of a broadcast dimension is 0."""
     names = ("mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx")
-    tensors = tuple(None if getattr(lists, n) is None else getattr(lists, n).contiguous() for n in names)
+    tensors: Any = tuple(None if getattr(lists, n) is None else getattr(lists, n).contiguous() for n in names)
     count, index = tensors[0], tensors[1]
     if is_ragged:
         per_head = count.shape[0] > 1

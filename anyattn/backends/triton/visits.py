@@ -1,14 +1,15 @@
-"""Which tiles of keys a row tile visits: first those that every row sees whole, then those that a mask or the sequence's end cuts. Kernel side.
+"""Which tiles of keys a row tile visits: first those that every row sees whole, then those that a mask or the sequence's end cuts.
+Kernel side.
 
-A plan of visits is ten numbers: the full tiles as two runs ``first, count``, the partial ones as up to three runs; by lists, counts and
-where they are stored. ``full_at(i)`` and ``partial_at(i)`` give the place of the i-th. So one pair of loops serves a causal mask, a window, a
-sink with a window, and block lists.
+What is to be visited is two runs ``first, count`` of full tiles and up to four of partial ones; or by lists, counts and where they are
+stored. ``full_at(i)`` and ``partial_at(i)`` give the place of the i-th. So one pair of loops serves a causal mask, a window, a sink with a
+window, and block lists.
 """
 
 import triton
 import triton.language as tl
 
-__all__ = ["by_lists", "by_ranges", "listed_full", "listed_partial", "ranged_full", "ranged_partial"]
+__all__ = ["by_lists", "by_ranges", "clipped", "full_at", "partial_at", "place_of_lists", "visits_of"]
 
 _FAR: tl.constexpr = tl.constexpr(2**30)
 
@@ -79,13 +80,13 @@ def _joined(one, two):
 
 
 @triton.jit
-def ranged_full(runs, i):
+def _ranged_full(runs, i):
     """The i-th full tile."""
     return tl.where(i < runs[0][1], runs[0][0] + i, runs[1][0] + i - runs[0][1])
 
 
 @triton.jit
-def ranged_partial(runs, i):
+def _ranged_partial(runs, i):
     """The i-th partial tile."""
     second = i - runs[2][1]
     third = second - runs[3][1]
@@ -119,14 +120,14 @@ def by_lists(lists, line, place, seqlen_k, TILE_N: tl.constexpr, LIST_N: tl.cons
 
 
 @triton.jit
-def listed_full(found, i, TILE_N: tl.constexpr, LIST_N: tl.constexpr):
+def _listed_full(found, i, TILE_N: tl.constexpr, LIST_N: tl.constexpr):
     """The first key of the i-th full tile."""
     CUT: tl.constexpr = (LIST_N + TILE_N - 1) // TILE_N
     return tl.load(found[3] + i // CUT) * LIST_N + (i % CUT) * TILE_N
 
 
 @triton.jit
-def listed_partial(found, i, seqlen_k, TILE_N: tl.constexpr, LIST_N: tl.constexpr):
+def _listed_partial(found, i, seqlen_k, TILE_N: tl.constexpr, LIST_N: tl.constexpr):
     """(first key, end, whether all of it is visible) of the i-th partial tile, full ones that are cut among them."""
     CUT: tl.constexpr = (LIST_N + TILE_N - 1) // TILE_N
     is_full = i >= found[2]
@@ -134,3 +135,62 @@ def listed_partial(found, i, seqlen_k, TILE_N: tl.constexpr, LIST_N: tl.constexp
     place = tl.where(is_full, found[3] + at // CUT, found[4] + at // CUT)
     n = tl.load(place)
     return n * LIST_N + (at % CUT) * TILE_N, tl.minimum((n + 1) * LIST_N, seqlen_k), is_full
+
+
+@triton.jit
+def clipped(limit, seqlen_k, TILE_M: tl.constexpr):
+    """[TILE_M] limits of a row's keys, from one for each row or for all."""
+    wide = limit + tl.zeros((TILE_M, 1), tl.int32)
+    return tl.reshape(tl.minimum(tl.maximum(wide, 0), seqlen_k), (TILE_M,))
+
+
+@triton.jit
+def place_of_lists(strides, b, h, line, found, seqlen_k, LIST_N: tl.constexpr, HAS_ENTRIES: tl.constexpr):
+    """(the line of counts, the first place) in block lists, dense ones or those of a ragged batch."""
+    head = h.to(tl.int64) * strides[1]
+    if HAS_ENTRIES:
+        at = head + found[7] + line
+        flat = h.to(tl.int64) * strides[3] + found[8] + line.to(tl.int64) * ((seqlen_k + LIST_N - 1) // LIST_N)
+        return at, tl.where(strides[2] > 0, at * strides[2], flat)
+    else:
+        at = b.to(tl.int64) * strides[0] + head + line
+        return at, at * strides[2]
+
+
+@triton.jit
+def visits_of(
+    mask_rows, lists, spans, found, b, h, line, seqlen_k,
+    RANGES: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, LIST_N: tl.constexpr, HAS_FULL: tl.constexpr,
+    HAS_ENTRIES: tl.constexpr,
+):  # fmt: skip
+    """(what ``full_at`` and ``partial_at`` read, full tiles, partial tiles) of a row tile: by its limits, or by lists (RANGES of 0)."""
+    if RANGES == 0:
+        counts_at, places_at = place_of_lists(spans, b, h, line, found, seqlen_k, LIST_N, HAS_ENTRIES)
+        runs = by_lists(lists, counts_at, places_at, seqlen_k, TILE_N, LIST_N, HAS_FULL)
+        return runs, runs[0], runs[1]
+    else:
+        lo, hi = clipped(mask_rows[0], seqlen_k, TILE_M), clipped(mask_rows[1], seqlen_k, TILE_M)
+        if RANGES == 1:
+            runs = by_ranges((lo, hi), TILE_N, 1)
+        else:
+            more = clipped(mask_rows[2], seqlen_k, TILE_M), clipped(mask_rows[3], seqlen_k, TILE_M)
+            runs = by_ranges((lo, hi, more[0], more[1]), TILE_N, 2)
+        return runs, runs[0][1] + runs[1][1], runs[2][1] + runs[3][1] + runs[4][1] + runs[5][1]
+
+
+@triton.jit
+def full_at(runs, i, RANGES: tl.constexpr, TILE_N: tl.constexpr, LIST_N: tl.constexpr):
+    """The first key of the i-th full tile."""
+    if RANGES > 0:
+        return _ranged_full(runs, i) * TILE_N
+    else:
+        return _listed_full(runs, i, TILE_N, LIST_N)
+
+
+@triton.jit
+def partial_at(runs, i, seqlen_k, RANGES: tl.constexpr, TILE_N: tl.constexpr, LIST_N: tl.constexpr):
+    """(first key, end, whether all of it is visible whatever the mask says) of the i-th partial tile."""
+    if RANGES > 0:
+        return _ranged_partial(runs, i) * TILE_N, seqlen_k, False
+    else:
+        return _listed_partial(runs, i, seqlen_k, TILE_N, LIST_N)
