@@ -50,6 +50,8 @@ def judge(
     the library's call only. captured: the float64 tensors that ``score`` closes over and wants gradients for. meant: the q, k, v that the
     oracle gets instead, without the garbage that must not matter.
     """
+    # asked for the output alone, a backend may go another way: torch's does
+    goes_two_ways = "ANYATTN_TEST_BACKEND" not in os.environ
     leaves = [t.detach().requires_grad_() for t in (q, k, v)]
     logits = None if sink is None else sink.detach().requires_grad_()
     for t in captured:
