@@ -1,42 +1,49 @@
 """``python -m benchmarks.gpu``: times anyattn and its peers on this machine's GPU, prints tables and bars, writes JSON and Markdown.
 
-The work is done by a child process. When that dies, of a hang, a crash or an error on the device, the contestant that was running is
-left out of its case and a new child goes on.
+First all kernels are compiled, by many processes. The timing is done by one child process; when that dies, of a hang, a crash or an error
+on the device, the contestant that was running is left out of its case and a new child goes on.
 """
 
 from __future__ import annotations
 
 import faulthandler
 import importlib.metadata
+import os
 import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
-from rich.console import Console
 
 from benchmarks import machine
-from benchmarks.gpu import report
+from benchmarks.bars import Found
+from benchmarks.gpu import ahead, estimate, report
 from benchmarks.gpu.cases import CASES, GROUPS, GpuCase, chosen
 from benchmarks.gpu.probes import PROBES, measure
 from benchmarks.gpu.runner import DeviceLost, GpuRecord, run_case
-from benchmarks.gpu.state import Store
+from benchmarks.gpu.state import State, Store, is_done
 from benchmarks.gpu.timing import Limits
-from benchmarks.report import print_bars
 
 _DEVICE_LOST = 3
-_GROUPS = [*GROUPS, *PROBES]
+# The most telling first, for runs that are cut off.
+_ORDER = ("variants", "gqa", "backward", "decode", "fa2", "fa2-backward", "gradients", "memory")
+_GROUPS = list(dict.fromkeys([*_ORDER, *GROUPS, *PROBES]))
+Step = GpuCase | str  # the latter a probe's name
 _PACKAGES = ("torch", "triton", "nvidia-cutlass-dsl", "fa3-fwd", "tokenspeed-fa3", "flash-attn-4", "nvidia-cudnn-frontend")
 
 
 @click.command(context_settings={"show_default": True})
 @click.option("--group", "groups", multiple=True, type=click.Choice(_GROUPS), help="Only these groups, in this order (may be repeated).")
 @click.option("--only", help="Only cases and probes in whose name this regular expression finds something.")
+@click.option("--who", help="Of the peers only those in whose name this regular expression finds something.")
 @click.option("--seconds", default=480.0, help="Start nothing after this long.")
+@click.option("--jobs", default=min(16, os.cpu_count() or 1), help="Processes that compile ahead of the timing; 0 compiles nothing ahead.")
+@click.option("--ahead-seconds", default=150.0, help="Leave what is not compiled after this long to the timing.")
 @click.option("--case-seconds", default=3.0, help="Start no further round of a case after this long.")
 @click.option("--rounds", default=30, type=click.IntRange(1), help="Interleaved rounds of each case, at most.")
 @click.option("--hang", default=90.0, help="A step (compiling included) that takes longer is a hang; its process is ended.")
@@ -44,11 +51,15 @@ _PACKAGES = ("torch", "triton", "nvidia-cutlass-dsl", "fa3-fwd", "tokenspeed-fa3
 @click.option("--out", default="bench-out/gpu", type=click.Path(path_type=Path), help="Write OUT.json and OUT.md.")
 @click.option("--keep", is_flag=True, help="Go on from what OUT.json has.")
 @click.option("--list", "list_only", is_flag=True, help="Name the cases, probes and bars, and stop. Needs no GPU.")
+@click.option("--bars", "bars_only", is_flag=True, help="Print the bars of OUT.json, and stop. Needs no GPU.")
 @click.option("--worker", is_flag=True, hidden=True)
 def main(
     groups: tuple[str, ...],
     only: str | None,
+    who: str | None,
     seconds: float,
+    jobs: int,
+    ahead_seconds: float,
     case_seconds: float,
     rounds: int,
     hang: float,
@@ -56,38 +67,64 @@ def main(
     out: Path,
     keep: bool,
     list_only: bool,
+    bars_only: bool,
     worker: bool,
 ) -> None:
     """Time anyattn against its peers on a Hopper GPU, in interleaved rounds, on random data."""
-    console = Console(width=None if sys.stdout.isatty() else 200)
-    cases, probes = chosen(CASES, groups, only), _probes(groups, only)
+    limits = Limits(rounds, case_seconds, min(5, rounds))
+    steps = _steps(groups, only, who)
     if list_only:
-        _list(console, cases, probes)
+        _list(steps, limits)
         return
-    if not cases and not probes:
+    if bars_only:
+        click.echo("\n".join(report.bar_lines(Store(out).found())))
+        return
+    if not steps:
         raise click.UsageError("nothing matches; --list names the cases and probes")
     if not torch.cuda.is_available():
         raise click.UsageError("this needs a CUDA device; --list works without one")
-    store = Store(out)
+    store, deadline = Store(out), time.monotonic() + seconds
     if worker:
-        _work(store, cases, probes, Limits(rounds, case_seconds, min(5, rounds)), time.monotonic() + seconds, hang, not warm)
+        _work(store, steps, limits, deadline, hang, not warm)
         return
     if not keep:
         store.clear()
-    _supervise(store, [arg for arg in sys.argv[1:] if arg != "--keep"], time.monotonic() + seconds)
-    print_bars(console, report.shown_bars(store.found()))
+    for name, value in ahead.CACHES.items():
+        os.environ.setdefault(name, value)
+    _compile(store, steps, limits, jobs, min(ahead_seconds, seconds), hang)
+    _supervise(store, [arg for arg in sys.argv[1:] if arg != "--keep"], deadline)
+    click.echo("\n".join(report.bar_lines(store.found())))
 
 
-def _probes(groups: tuple[str, ...], only: str | None) -> list[str]:
-    """The probes come last: each takes processes of its own."""
-    return [p for p in PROBES if (not groups or p in groups) and (only is None or re.search(only, p))]
+def _compile(store: Store, steps: list[Step], limits: Limits, processes: int, seconds: float, hang: float) -> None:
+    """What is still to be timed, ahead of that; and says how long everything will take."""
+    found, state = store.found(), store.state()
+    left = [step for step in steps if isinstance(step, GpuCase) and not is_done(found, step)]
+    jobs = [job for job in ahead.jobs_of(left) if not set(job.names) & set(state.banned_in(job.case, job.names))]
+    flex = sum(name.startswith("flex") for job in jobs for name in job.names)
+    start = min(seconds, estimate.ahead_seconds(len(jobs), flex, processes)) if processes else 0.0
+    lines = estimate.described(steps, limits, processes > 0, found, start)
+    click.echo("\n".join([f"estimated: compiling {len(jobs)} jobs ahead, ~{start:.0f} s; then", *lines]))
+    sys.stdout.flush()
+    if processes and jobs:
+        ahead.compile_ahead(jobs, processes, seconds, hang, store.log, click.echo)
 
 
-def _list(console: Console, cases: list[GpuCase], probes: list[str]) -> None:
-    lines = [f"{c.name}  {c.shape}  vs {', '.join(c.peers)}" for c in cases]
+def _steps(groups: tuple[str, ...], only: str | None, who: str | None) -> list[Step]:
+    """Cases and probes, group by group in the order asked for."""
+    cases, steps = chosen(CASES, groups, only, who), list[Step]()
+    for group in groups or _GROUPS:
+        steps += [case for case in cases if case.group == group]
+        steps += [group] if group in PROBES and (only is None or re.search(only, group)) else []
+    return steps
+
+
+def _list(steps: list[Step], limits: Limits) -> None:
+    lines = [f"{s}  (in processes of its own)" if isinstance(s, str) else f"{s.name}  {s.shape}  vs {', '.join(s.peers)}" for s in steps]
     bars = [f"bar: {bar.name} {'≥' if bar.at_least else '≤'} {bar.floor:g} {bar.unit}" for bar in report.BARS]
     aims = ["" if bar.aim is None else f", aim {bar.aim:g}" for bar in report.BARS]
-    console.print("\n".join([*lines, *(f"{p}  (in processes of its own)" for p in probes), *map(str.__add__, bars, aims)]), highlight=False)
+    times = ["estimated, compiled ahead:", *estimate.described(steps, limits, True, Found({}, {}))]
+    click.echo("\n".join([*lines, *map(str.__add__, bars, aims), *times]))
 
 
 def _supervise(store: Store, arguments: list[str], deadline: float) -> None:
@@ -109,7 +146,7 @@ def _supervise(store: Store, arguments: list[str], deadline: float) -> None:
         store.save_state(state)
 
 
-def _work(store: Store, cases: list[GpuCase], probes: list[str], limits: Limits, deadline: float, hang: float, cold: bool) -> None:
+def _work(store: Store, steps: list[Step], limits: Limits, deadline: float, hang: float, cold: bool) -> None:
     where, found, state = _where(), store.found(), store.state()
 
     def watch(case: str, contestant: str) -> None:
@@ -117,31 +154,42 @@ def _work(store: Store, cases: list[GpuCase], probes: list[str], limits: Limits,
         state.under_way = (case, contestant)
         store.save_state(state)
 
-    for case in [c for c in cases if c.name not in found.records]:
+    def rest() -> None:
+        faulthandler.cancel_dump_traceback_later()
+        state.under_way = None
+        store.save_state(state)
+
+    for step in steps:
+        name = step if isinstance(step, str) else step.name
+        if is_done(found, step):
+            continue
         if time.monotonic() > deadline:
-            click.echo(f"time is up before {case.name}")
+            click.echo(f"time is up before {name}")
             break
-        banned = state.banned_in(case.name, case.peers)
-        try:
-            record = _record(case, limits, banned, lambda contestant, case=case: watch(case.name, contestant), cold)
-        except DeviceLost as error:
-            state.error = str(error)
-            store.save_state(state)
-            click.echo(f"{case.name}: {error}")
-            sys.stdout.flush()
-            sys.exit(_DEVICE_LOST)
-        found.records[case.name] = record
+        if isinstance(step, str):
+            rest()
+            torch.cuda.empty_cache()
+            found.probes[name] = measure(name, max(10.0, min(120.0, deadline - time.monotonic())))
+            click.echo(f"{name}: {found.probes[name]}")
+        else:
+            found.records[name] = record = _measured(store, state, step, limits, watch, cold)
+            click.echo(report.describe(record))
         store.save(where, found)
-        click.echo(report.describe(record))
         sys.stdout.flush()
-    faulthandler.cancel_dump_traceback_later()
-    state.under_way = None
-    store.save_state(state)
-    torch.cuda.empty_cache()
-    for probe in [p for p in probes if p not in found.probes and time.monotonic() < deadline]:
-        found.probes[probe] = measure(probe, max(10.0, min(120.0, deadline - time.monotonic())))
-        click.echo(f"{probe}: {found.probes[probe]}")
-        store.save(where, found)
+    rest()
+
+
+def _measured(store: Store, state: State, case: GpuCase, limits: Limits, watch: Callable[[str, str], None], cold: bool) -> GpuRecord:
+    """Ends the process if the device is lost."""
+    try:
+        banned = state.banned_in(case.name, case.contestants)
+        return _record(case, limits, banned, lambda contestant: watch(case.name, contestant), cold)
+    except DeviceLost as error:
+        state.error = str(error)
+        store.save_state(state)
+        click.echo(f"{case.name}: {error}")
+        sys.stdout.flush()
+        sys.exit(_DEVICE_LOST)
 
 
 def _record(case: GpuCase, limits: Limits, banned: dict[str, str], watch: Any, cold: bool) -> GpuRecord:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
@@ -18,10 +19,10 @@ __all__ = ["Inputs", "intervals"]
 
 
 class Inputs:
-    """Random normal q, k, v of a case, the same for every contestant.
+    """Random normal q, k, v of a case, the same for every contestant, and the gradient of its output.
 
     bshd: contiguous (batch, length, heads, head dim), FlashAttention's layout. bhsd: a contiguous copy, torch's layout. packed: bshd as
-    one row of tokens.
+    one row of tokens. Where gradients are timed each is a leaf of its own.
     """
 
     def __init__(self, case: GpuCase, device: str, dtype: torch.dtype = torch.bfloat16):
@@ -31,22 +32,48 @@ class Inputs:
         if case.door != "mask":
             random = torch.Generator(device).manual_seed(0)
             sizes = ((shape.seqlen_q, shape.heads_q), (shape.seqlen_k, shape.heads_kv), (shape.seqlen_k, shape.heads_kv))
-            self.bshd = tuple(
-                torch.randn(shape.batch, s, h, shape.head_dim, generator=random, device=device, dtype=torch.float32).to(dtype)
-                for s, h in sizes
-            )
+            drawn = [torch.randn(shape.batch, s, h, shape.head_dim, generator=random, device=device, dtype=dtype) for s, h in sizes]
+            self.bshd = self._leaves(drawn)
+            self._gradient = torch.randn(self.bshd[0].shape, generator=random, device=device, dtype=dtype) if case.is_backward else None
+
+    def _leaves(self, tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
+        return tuple(t.detach().requires_grad_(self.case.is_backward) for t in tensors)
 
     @cached_property
     def bhsd(self) -> tuple[Tensor, ...]:
-        return tuple(t.transpose(1, 2).contiguous() for t in self.bshd)
+        return self._leaves(t.detach().transpose(1, 2).contiguous() for t in self.bshd)
 
-    @property
+    @cached_property
     def packed(self) -> tuple[Tensor, ...]:
-        return tuple(t.flatten(0, 1) for t in self.bshd)
+        return self._leaves(t.detach().flatten(0, 1) for t in self.bshd)
+
+    def leaves(self, layout: str) -> tuple[Tensor, ...]:
+        return {"bshd": self.bshd, "bhsd": self.bhsd, "packed": self.packed}[layout]
+
+    def gradient(self, layout: str) -> Tensor:
+        """Of the output, contiguous in that layout."""
+        assert self._gradient is not None
+        if layout == "bhsd":
+            return self._gradient.transpose(1, 2).contiguous()
+        return self._gradient.flatten(0, 1) if layout == "packed" else self._gradient
+
+    @cached_property
+    def setting(self) -> Setting:
+        shape = self.case.shape
+        return Setting(shape.seqlen_k, shape.heads_q, self.device, shape.batch, self.case.learns)
 
     @cached_property
     def mods(self) -> Mods:
-        return self.variant.mods(Setting(self.case.shape.seqlen_k, self.case.shape.heads_q, self.device))
+        return self.variant.mods(self.setting)
+
+    @property
+    def captured(self) -> list[Tensor]:
+        """What the score mod reads and is to learn."""
+        return self.setting.captured if self.case.learns else []
+
+    @property
+    def enable_gqa(self) -> bool:
+        return self.case.shape.heads_q != self.case.shape.heads_kv
 
     @property
     def lengths(self) -> list[int]:
@@ -77,13 +104,17 @@ class Inputs:
         return visible_pairs(self.mods.mask, shape.seqlen_q, shape.seqlen_k, self.device) * shape.batch * shape.heads_q
 
     def comparable(self, result: Any, layout: str) -> Any:
-        """A contestant's result as (batch, length, heads, head dim); a block mask as it is."""
+        """A contestant's result, or its gradients of q, k and v, as (batch, length, heads, head dim); a block mask as it is."""
         if layout == "mask":
             return result
-        out = result[0] if isinstance(result, (tuple, list)) else result
+        if self.case.is_backward:
+            return tuple(self._as_bshd(grad, layout, like) for grad, like in zip(result, self.bshd))
+        return self._as_bshd(result[0] if isinstance(result, (tuple, list)) else result, layout, self.bshd[0])
+
+    def _as_bshd(self, t: Tensor, layout: str, like: Tensor) -> Tensor:
         if layout == "bhsd":
-            return out.transpose(1, 2)
-        return out.reshape(self.bshd[0].shape) if layout == "packed" else out
+            return t.transpose(1, 2)
+        return t.reshape(like.shape) if layout == "packed" else t
 
 
 def intervals(mask: Any, seqlen_q: int, seqlen_k: int, device: str, rows_at_once: int = 1024) -> Tensor:

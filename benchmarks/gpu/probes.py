@@ -1,4 +1,4 @@
-"""What needs a process of its own: first calls with a cold and a warm disk cache, and how often a kernel is compiled.
+"""What needs a process of its own: memory, first calls with a cold and a warm disk cache, and how often a kernel is compiled.
 
 ``python -m benchmarks.gpu.probes NAME`` prints one JSON object; ``measure(NAME)`` runs that in fresh processes.
 """
@@ -40,17 +40,26 @@ def _first_call() -> dict[str, Any]:
     return found
 
 
-def _count() -> int:
-    """Kernels compiled so far in this process: ``launch.compilations``, a number or a function, else the kernels that it keeps."""
+def _hopper_kernels() -> Callable[[], int]:
+    """How many kernels were compiled so far in this process: ``launch.compilations``, a number or a function, else the kernels it keeps."""
     from anyattn.backends.hopper import launch
 
     counter = getattr(launch, "compilations", None)
     if counter is None:
-        return len(launch._kernels)
-    return int(counter() if callable(counter) else counter)
+        return lambda: len(launch._kernels)
+    return counter if callable(counter) else lambda: int(launch.compilations)
 
 
-def _compilations() -> dict[str, Any]:
+def _triton_kernels() -> Callable[[], int]:
+    """How many kernels Triton compiled, or loaded from its disk cache, from now on."""
+    import triton
+
+    compiled: list[Any] = []
+    triton.knobs.runtime.jit_post_compile_hook = lambda **about: compiled.append(about["repr"])
+    return lambda: len(compiled)
+
+
+def _compilations(counter: Callable[[], Callable[[], int]], backend: str | None) -> dict[str, Any]:
     """How many kernels 1,000 random shapes with one mod take, and how many more the same code over other values."""
     import torch
 
@@ -59,28 +68,48 @@ def _compilations() -> dict[str, Any]:
     def windowed(width: int) -> Callable:
         return lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (q_idx - kv_idx < width)
 
-    pick, mask = random.Random(0), windowed(100)
+    count, pick, mask = counter(), random.Random(0), windowed(100)
     for _ in range(_SHAPES):
         ratio, heads_kv = pick.choice((1, 2, 4)), pick.randint(1, 3)
         sizes = [(heads_kv * ratio, pick.randint(1, 400)), *[(heads_kv, pick.randint(1, 400))] * 2]
         batch = pick.randint(1, 3)
         q, k, v = (torch.randn(batch, h, s, 128, device="cuda", dtype=torch.bfloat16) for h, s in sizes)
-        anyattn.flex_attention(q, k, v, mask_mod=mask, enable_gqa=ratio > 1)
+        anyattn.flex_attention(q, k, v, mask_mod=mask, enable_gqa=ratio > 1, backend=backend)
     torch.cuda.synchronize()
-    after_shapes = _count()
-    anyattn.flex_attention(q, k, v, mask_mod=windowed(37), enable_gqa=True)
+    after_shapes = count()
+    anyattn.flex_attention(q, k, v, mask_mod=windowed(37), enable_gqa=True, backend=backend)
     torch.cuda.synchronize()
-    backend = anyattn.explain(q, k, v, mask_mod=mask, enable_gqa=True).plan.backend
-    if backend == "torch":  # it compiles nothing: no figures for the bars
-        return {"backend": backend, "shapes": _SHAPES}
-    return {"random_shapes": after_shapes, "new_closure": _count() - after_shapes, "shapes": _SHAPES, "backend": backend}
+    used = anyattn.explain(q, k, v, mask_mod=mask, enable_gqa=True, backend=backend).plan.backend
+    if used == "torch":  # it compiles nothing: no figures for the bars
+        return {"backend": used, "shapes": _SHAPES}
+    return {"random_shapes": after_shapes, "new_closure": count() - after_shapes, "shapes": _SHAPES, "backend": used}
 
 
-PROBES: dict[str, Callable[[], dict[str, Any]]] = {"first-call": _first_call, "compilations": _compilations}
+def _memory() -> dict[str, Any]:
+    """What 60,000 tokens take by each door: the figures of one that fails are missing, and say why."""
+    from benchmarks.gpu.memory import DOORS, CudaMeter, long_documents
+
+    found: dict[str, Any] = {}
+    for door in DOORS:
+        try:
+            found.update({f"{door}_{key}": value for key, value in long_documents(door, CudaMeter()).items()})
+        except Exception as error:
+            found[f"{door}_error"] = f"{type(error).__name__}: {str(error)[:300]}"
+    return found
+
+
+PROBES: dict[str, Callable[[], dict[str, Any]]] = {
+    "memory": _memory,
+    "first-call": _first_call,
+    "compilations": lambda: _compilations(_hopper_kernels, None),
+    "compilations-triton": lambda: _compilations(_triton_kernels, "triton"),
+}
 
 
 def measure(name: str, timeout_s: float = 120) -> dict[str, Any]:
     """A probe's figures, or ``{"error": why there are none}``."""
+    if name == "memory":
+        return _in_process(name, dict(os.environ), timeout_s)
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, **dict.fromkeys(_CACHES, folder)}  # empty at first, and nobody else's is spoilt
         if name != "first-call":

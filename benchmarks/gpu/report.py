@@ -10,14 +10,14 @@ from benchmarks.gpu.bars import BARS
 from benchmarks.gpu.runner import GpuRecord, is_wrong
 from benchmarks.report import bar_rows
 
-__all__ = ["BARS", "as_json", "as_markdown", "describe", "found_in", "shown_bars"]
+__all__ = ["BARS", "as_json", "as_markdown", "bar_lines", "describe", "found_in", "shown_bars"]
 
 _LEGEND = """\
 Rounds are interleaved in shuffled order; a figure is the median over rounds, ± half the distance between the quartiles; `x` says how
 many times as fast as that peer anyattn was, the median of the ratios within each round. TF/s count visible pairs only. difference: the
 largest relative RMS between a contestant's result and anyattn's (0 for block masks: the same tiles); one marked **differs** computed
-something else (or, if all do, anyattn did). backend: which of anyattn's computed the case; `anyattn-mod` has the mask as a function and
-no block mask."""
+something else (or, if all do, anyattn did). backend: which of anyattn's computed the case, of a backward pass "forward's + backward's";
+`anyattn-mod` has the mask as a function and no block mask. GB/s count keys and values."""
 
 
 def as_json(machine: dict[str, Any], found: Found) -> dict[str, Any]:
@@ -62,6 +62,16 @@ def shown_bars(found: Found) -> list[tuple[str, str, str, str, str]]:
     return [(row[0], row[1].replace("refused", "no figure"), *row[2:4], row[4].replace("pass", "reached")) for row in rows]
 
 
+def bar_lines(found: Found) -> list[str]:
+    """The bars in few characters, one a line: verdict, bar, measured, wanted. Of those that have no figure only the number."""
+    rows = shown_bars(found)
+    measured = [row for row in rows if row[4] != "-"]
+    lines = [f"{row[4].replace('*', ''):8}{row[0]}: {row[1]}, wanted {row[2].strip()}" for row in measured]
+    short = sum(line.startswith("short") for line in lines)
+    summary = f"bars: {len(lines) - short} reached, {short} short, {len(rows) - len(lines)} without figures"
+    return [*lines, summary]
+
+
 def _table(records: list[Record]) -> list[str]:
     names = list(dict.fromkeys(name for r in records for name in (*r.timings, *r.unavailable) if name != OURS))
     head = ["case", "shape", "backend", "difference", OURS, *names]
@@ -99,6 +109,8 @@ def _cell(record: Record, name: str) -> str:
 def _speed(record: Record, name: str) -> str:
     timing = record.timings[name]
     seconds, spread = timing.median, f" ±{timing.spread * 100:.0f} %"
+    if "bytes" in record.extra:
+        return f"{record.extra['bytes'] / seconds / 1e9:,.0f} GB/s{spread}"
     if record.flops:
         return f"{record.flops / seconds / 1e12:.0f} TF/s{spread}"
     return (f"{seconds * 1e6:.1f} us" if seconds < 1e-3 else f"{seconds * 1e3:.2f} ms") + spread
@@ -111,5 +123,6 @@ def describe(record: Record) -> str:
     speeds = [f"{name} {_cell(record, name)}" for name in record.timings]
     missing = [f"no {name} ({why[:120]})" for name, why in record.unavailable.items()]
     backend = _backend(record)
+    missing += [f"anyattn waits for the device ({waits[:120]})"] if (waits := record.extra.get("syncs")) else []
     seconds = f"{record.extra.get('seconds', '?')} s"
     return f"{record.case}{f' [{backend}]' if backend else ''}: " + "; ".join([*speeds, *missing, seconds])

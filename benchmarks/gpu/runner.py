@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,16 +12,14 @@ import torch
 from benchmarks.case import OURS, Record
 from benchmarks.gpu.cases import GpuCase
 from benchmarks.gpu.inputs import Inputs
-from benchmarks.gpu.peers import CONTESTANTS, backend_of
+from benchmarks.gpu.peers import CONTESTANTS, INSISTED, OTHER_JOBS, backend_of, backward_of
 from benchmarks.gpu.timing import Clock, CudaClock, HostClock, Limits, measure
 from benchmarks.peers import Unavailable
 
-__all__ = ["LARGEST_DIFFERENCE", "DeviceLost", "GpuRecord", "difference", "is_wrong", "run_case"]
+__all__ = ["LARGEST_DIFFERENCE", "DeviceLost", "GpuRecord", "difference", "is_wrong", "prepared", "run_case"]
 
 LARGEST_DIFFERENCE = 2e-2  # relative RMS between two bfloat16 results that are taken for the same computation
 _LONGEST_ON_TORCH = 4096
-_OTHER = "other"
-_OURS = (OURS, "anyattn-mod", "anyattn-causal")  # what stands or falls with anyattn's backend for long sequences
 
 
 class DeviceLost(Exception):
@@ -67,11 +65,11 @@ class _Run:
         """Builds a contestant, calls it once and compares its result; anyattn comes first, and the others are compared with it."""
         self.watch(name)
         try:
-            if name in _OURS:
-                self._look_at_backend(name)
-            call, layout = CONTESTANTS[name](self.inputs)
+            self._look_at_backend(name)
+            entry = CONTESTANTS[name](self.inputs)
+            call, layout = backward_of(entry, self.inputs) if self.inputs.case.is_backward else entry
             result = call()
-            if layout != _OTHER:
+            if name not in OTHER_JOBS:
                 mine = self.inputs.comparable(result, layout)
                 if self.reference is None:
                     self.reference = mine
@@ -83,14 +81,22 @@ class _Run:
             self.failed(name, error)
 
     def _look_at_backend(self, name: str) -> None:
-        extra = self.record.extra
-        if name == OURS:
-            extra["backend"], extra["why_torch"] = backend_of(self.inputs)
+        """Notes it, and refuses what torch's operations would take too long for."""
+        extra, case = self.record.extra, self.inputs.case
+        if name in INSISTED:
+            key = "" if name == OURS else f"_{name.removeprefix('anyattn-')}"
+            insisted = INSISTED[name]
+            backend, why = backend_of(self.inputs, case.backend if insisted == "" else insisted)
+            extra[f"backend{key}"], extra[f"why_torch{key}"] = backend, why
         elif name == "anyattn-mod":
-            extra["backend_mod"] = _explained(self.inputs)
-        backend = extra.get("backend_mod" if name == "anyattn-mod" else "backend", "")
-        if backend == "torch" and self.inputs.case.shape.seqlen_q > _LONGEST_ON_TORCH:
-            raise Unavailable(f"its plan is torch, which is not timed beyond {_LONGEST_ON_TORCH}: {extra.get('why_torch', '')}")
+            backend, why = _explained(self.inputs), ""
+            extra["backend_mod"] = backend
+        elif name == "anyattn-causal":
+            backend, why = extra.get("backend", ""), extra.get("why_torch", "")
+        else:
+            return
+        if "torch" in backend and case.shape.seqlen_q > _LONGEST_ON_TORCH:
+            raise Unavailable(f"its plan is {backend}, and torch is not timed beyond {_LONGEST_ON_TORCH}: {why}")
 
 
 def _explained(inputs: Inputs) -> str:
@@ -111,28 +117,45 @@ def run_case(
 ) -> GpuRecord:
     """banned: contestant -> why it is not even tried. clocks: by kind of door, instead of the device's. Raises ``DeviceLost``."""
     start = time.perf_counter()
-    record = GpuRecord(case.name, case.group, case.door, case.variant, "bfloat16" if case.products else "", str(case.shape))
-    record.unavailable.update(banned or {})
     watch("")
-    if any(name.startswith("flex") for name in case.peers):
-        torch.compiler.reset()  # a fresh, specialised compilation for every case: the peer at its best
     with torch.no_grad():
-        inputs = Inputs(case, device)
-        pairs = inputs.pairs()
-        record.flops, record.extra["pairs"] = case.flops(pairs), pairs
-        run = _Run(inputs, record, watch)
-        for name in (OURS, *case.peers):
-            if name not in record.unavailable:
-                run.prepare(name)
-        run.reference = None
-        if case.door == "mask" and OURS in run.calls:
+        run = prepared(case, case.contestants, device, banned or {}, watch)
+        record, limits = run.record, _limits(run.record, limits)
+        if case.door in ("mask", "decode") and OURS in run.calls:
             record.extra["syncs"] = _syncs(run.calls[OURS])
         clock = (clocks or {}).get(case.door) or _clock(case.door, cold)
-        if record.extra.get("backend") == "torch":
-            limits = Limits(limits.least, limits.seconds / 4, min(3, limits.least), limits.sample)
+        record.extra["prepare_s"] = round(time.perf_counter() - start, 1)
         record.timings = measure(run.calls, clock, limits, run.failed, watch)
     record.extra["seconds"] = round(time.perf_counter() - start, 1)
     return record
+
+
+def prepared(
+    case: GpuCase, names: Sequence[str], device: str, banned: Mapping[str, str], watch: Callable[[str], None] = lambda name: None
+) -> _Run:
+    """A case with those of its contestants that work here, compiled, called once and compared. Raises ``DeviceLost``."""
+    record = GpuRecord(case.name, case.group, case.door, case.variant, "bfloat16" if case.products else "", str(case.shape))
+    record.unavailable.update(banned)
+    if any(name.startswith("flex") for name in names):
+        torch.compiler.reset()  # a fresh, specialised compilation for every case: the peer at its best
+    inputs = Inputs(case, device)
+    pairs = inputs.pairs()
+    record.flops, record.extra["pairs"] = case.flops(pairs), pairs
+    if case.bytes:
+        record.extra["bytes"] = case.bytes
+    run = _Run(inputs, record, watch)
+    for name in names:
+        if name not in record.unavailable:
+            run.prepare(name)
+    run.reference = None
+    return run
+
+
+def _limits(record: GpuRecord, limits: Limits) -> Limits:
+    """Fewer rounds of what torch's operations compute."""
+    if "torch" not in record.extra.get("backend", ""):
+        return limits
+    return Limits(limits.least, limits.seconds / 4, min(3, limits.least), limits.sample)
 
 
 def _clock(door: str, cold: bool) -> Clock:
@@ -154,7 +177,10 @@ def _syncs(call: Callable[[], Any]) -> str:
 
 
 def difference(mine: Any, reference: Any) -> float:
-    """Relative root mean square between results; of block masks 0 if they list the same tiles in the same classes, else inf."""
+    """Relative root mean square between results, of several the largest; of block masks 0 if they list the same tiles in the same
+    classes, else inf."""
+    if isinstance(mine, tuple):
+        return max(difference(a, b) for a, b in zip(mine, reference, strict=True))
     if not isinstance(mine, torch.Tensor):
         return 0.0 if _same_tiles(mine, reference) else float("inf")
     if mine.shape != reference.shape:

@@ -10,8 +10,9 @@ from typing import Any
 
 from benchmarks.bars import Found
 from benchmarks.gpu import report
+from benchmarks.gpu.cases import GpuCase
 
-__all__ = ["State", "Store"]
+__all__ = ["State", "Store", "is_done"]
 
 
 @dataclass
@@ -38,13 +39,21 @@ class State:
         return {**often, **self.banned.get(case, {})}
 
 
+def is_done(found: Found, step: GpuCase | str) -> bool:
+    """Whether a probe was taken, or each of a case's contestants was timed or has a reason why not."""
+    if isinstance(step, str):
+        return step in found.probes
+    record = found.records.get(step.name)
+    return record is not None and (record.refused is not None or {*record.timings, *record.unavailable} >= set(step.contestants))
+
+
 class Store:
-    """OUT.json (figures), OUT.md (tables), OUT.state.json (what is under way)."""
+    """OUT.json (figures), OUT.md (tables), OUT.state.json (what is under way), OUT.ahead.log (what compilers say)."""
 
     def __init__(self, out: Path):
         out.parent.mkdir(parents=True, exist_ok=True)
         self._figures, self._tables = out.with_name(out.name + ".json"), out.with_name(out.name + ".md")
-        self._state = out.with_name(out.name + ".state.json")
+        self._state, self.log = out.with_name(out.name + ".state.json"), out.with_name(out.name + ".ahead.log")
 
     def clear(self) -> None:
         for path in (self._figures, self._tables, self._state):

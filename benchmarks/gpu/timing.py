@@ -18,6 +18,7 @@ __all__ = ["Clock", "CudaClock", "HostClock", "Limits", "measure", "shuffled_rou
 _FLUSH_BYTES = 256 * 2**20  # five times an H200's L2
 _CYCLES_PER_SECOND = 1.98e9  # of the fastest clock: a slower one waits longer, which does no harm
 _LONGEST_HEAD_START = 0.02
+_MARGIN = 1.5
 _HOST_CALLS = 200
 Call = Callable[[], Any]
 
@@ -59,7 +60,10 @@ class CudaClock:
         host = time.perf_counter() - start
         seconds = min(self.sample(call, 1, _LONGEST_HEAD_START if self._has_head_start else 0.0) for _ in range(2))
         times = max(1, min(1000, math.ceil(limits.sample / max(seconds, 1e-6))))
-        return times, min(_LONGEST_HEAD_START, 1.5 * times * host + 2e-4) if self._has_head_start else 0.0
+        if not self._has_head_start:
+            return times, 0.0
+        times = max(1, min(times, int(_LONGEST_HEAD_START / (_MARGIN * max(host, 1e-6)))))  # as many as can be queued meanwhile
+        return times, min(_LONGEST_HEAD_START, _MARGIN * times * host + 2e-4)
 
     def sample(self, call: Call, times: int, head_start: float) -> float:
         first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -24,14 +24,21 @@ _EQUAL_DOCUMENT = 1000  # tokens, in the masks that are only built
 
 @dataclass(frozen=True)
 class Setting:
-    """The sizes that mods are made for."""
+    """The sizes that mods are made for. learns: what score mods read wants gradients. captured: what they read, once they were made."""
 
     seqlen: int
     heads: int
     device: str = "cpu"
+    batch: int = 1
+    learns: bool = False
+    captured: list[Tensor] = field(default_factory=list)
 
-    def random(self, *shape: int) -> Tensor:
-        return torch.randn(shape, generator=torch.Generator().manual_seed(3)).to(self.device)
+    def random(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The same numbers on every call: random ones, made where they are used, for the largest are a gigabyte."""
+        generator = torch.Generator(self.device).manual_seed(3)
+        made = torch.randn(shape, generator=generator, device=self.device, dtype=dtype).requires_grad_(self.learns)
+        self.captured.append(made)
+        return made
 
 
 @dataclass(frozen=True)
@@ -82,6 +89,11 @@ def _t5_bias(setting: Setting) -> Mods:
     return Mods(None, lambda score, b, h, q_idx, kv_idx: score + table[h, torch.abs(q_idx - kv_idx)])
 
 
+def _pair_bias(setting: Setting) -> Mods:
+    bias = setting.random(setting.batch, setting.heads, setting.seqlen, setting.seqlen, dtype=torch.bfloat16)
+    return Mods(None, lambda score, b, h, q_idx, kv_idx: score + bias[b, h, q_idx, kv_idx])
+
+
 VARIANTS: dict[str, Variant] = {
     "full": Variant(lambda setting: Mods(), {}),
     "causal": Variant(_causal, {"causal": True}),
@@ -96,6 +108,7 @@ VARIANTS: dict[str, Variant] = {
         lambda setting: Mods(_plain(masks.causal()), _plain(scores.softcap(_SOFTCAP))), {"causal": True, "softcap": _SOFTCAP}
     ),
     "head_bias": Variant(lambda setting: Mods(_plain(masks.causal()), _plain(scores.head_bias(setting.random(setting.heads))))),
+    "pair_bias": Variant(_pair_bias),
     "equal-documents-causal": Variant(
         lambda setting: _causal_documents(torch.arange(setting.seqlen, device=setting.device) // _EQUAL_DOCUMENT)
     ),

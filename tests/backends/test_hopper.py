@@ -205,10 +205,11 @@ def found_tile(p: Problem) -> int:
 @pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="needs nvidia-cutlass-dsl")
 def test_the_plan_chooses_it_on_hopper() -> None:
     chosen = plan.choose(problem(predicates=traced(masks.causal())), H200)
-    assert (chosen.backend, chosen.backward) == ("hopper", "torch") and "an H200 has it" in chosen.why[0]
+    assert (chosen.backend, chosen.backward) == ("hopper", "triton") and "an H200 has it" in chosen.why[0]
     assert plan.choose(problem(predicates=traced(masks.causal())), H200, "torch").backend == "torch"
     other = problem(score=trace(lambda s, b, h, i, j: (s.abs() + 1) ** 1.5, "score"))
-    assert plan.choose(other, H200).backend == "torch" and "pow" in plan.choose(other, H200).why[0]
+    assert plan.choose(other, H200).backend == "triton" and "for hopper" in plan.choose(other, H200).why[0]
+    assert "pow" in plan.choose(other, H200).why[0]
     with pytest.raises(anyattn.BackendError, match="pow"):
         plan.choose(other, H200, "hopper")
 
@@ -218,7 +219,7 @@ def test_it_says_what_it_needs() -> None:
     with pytest.raises(anyattn.BackendError, match="NVIDIA GPU, and the tensors are on cpu"):
         anyattn.flex_attention(q, q, q, backend="hopper")
     older = Hardware("cuda", "an A100", 0, H200.fast_dtypes, (8, 0), 108)
-    assert "compute capability 9.0" in str(plan.available(older)["hopper"]) and plan.choose(problem(), older).backend == "torch"
+    assert "compute capability 9.0" in str(plan.available(older)["hopper"]) and plan.choose(problem(), older).backend == "triton"
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,10 @@ from click.testing import CliRunner
 from benchmarks.bars import Found
 from benchmarks.case import OURS, Shape, Timing
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import bars, peers, probes, report, runner, timing
+from benchmarks.gpu import bars, memory, peers, probes, report, runner, timing
 from benchmarks.gpu.cases import CASES, DENSE, GpuCase, chosen
 from benchmarks.gpu.inputs import Inputs, intervals
+from benchmarks.gpu.reading import versus
 from benchmarks.gpu.runner import GpuRecord, difference, is_wrong, run_case
 from benchmarks.gpu.state import State, Store
 from benchmarks.gpu.timing import Limits, measure, shuffled_rounds
@@ -58,6 +60,8 @@ def test_the_device_is_timed_with_the_calls_queued_and_the_cache_cold(monkeypatc
     assert done == ["idle", "sleep", "flush", "event", "call", "call", "call", "event", "wait"]
     times, head_start = clock.times(lambda: done.append("call"), Limits(sample=0.05))
     assert times == 5 and 2e-4 <= head_start <= 0.02
+    times, head_start = clock.times(lambda: time.sleep(5e-3), Limits(sample=10))
+    assert 1 <= times <= 2 and head_start <= 0.02  # no more calls than the host can queue while the device waits
     assert timing.CudaClock(has_head_start=False).times(lambda: None, Limits())[1] == 0.0
 
 
@@ -79,7 +83,7 @@ class FakeClock:
         return self.seconds[(self.samples - 1) % len(self.seconds)]
 
 
-CLOCKS = dict.fromkeys(("flash", "varlen", "flex", "mask", "host"), FakeClock())
+CLOCKS = dict.fromkeys(("flash", "varlen", "flex", "mask", "host", "decode"), FakeClock())
 
 
 def test_cases_are_those_of_the_table() -> None:
@@ -91,7 +95,7 @@ def test_cases_are_those_of_the_table() -> None:
         assert shape.batch * shape.seqlen_q == 32_768 and shape.heads_q * shape.head_dim == 2048
     for case in CASES:
         assert case.variant in VARIANTS and set(case.peers) <= set(peers.CONTESTANTS), case.name
-        if case.door in ("flash", "varlen"):
+        if case.door in ("flash", "varlen", "decode"):
             assert VARIANTS[case.variant].native is not None
     assert {c.shape.seqlen_q for c in CASES if c.group == "masks"} == {8192, 32_768, 131_072}
 
@@ -120,7 +124,7 @@ def test_documents_fill_the_sequence_and_are_the_same_in_both_forms() -> None:
     assert inputs.pairs() == 2 * 2 * sum(n * n for n in document_lengths(200))
 
 
-@pytest.mark.parametrize("variant", [name for name in VARIANTS if name not in ("alibi", "t5_bias", "softcap", "head_bias")])
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if name not in ("alibi", "t5_bias", "softcap", "head_bias", "pair_bias")])
 def test_intervals_say_what_the_mask_says(variant: str) -> None:
     mask = VARIANTS[variant].mods(Setting(300, 1)).mask
     if variant == "sink_window":
@@ -236,8 +240,8 @@ def test_a_peer_that_computes_something_else_is_flagged_and_clears_no_bar(monkey
     assert is_wrong(record, "fa3") and not is_wrong(record, "sdpa")
     assert "**differs**" in "\n".join(report.as_markdown(MACHINE, Found({record.case: record}, {})).splitlines())
     with pytest.raises(KeyError):
-        bars.versus(Found({record.case: record}, {}), record.case, ["fa3"])
-    assert bars.versus(Found({record.case: record}, {}), record.case, ["fa3", "sdpa"]) == 1.0
+        versus(Found({record.case: record}, {}), record.case, ["fa3"])
+    assert versus(Found({record.case: record}, {}), record.case, ["fa3", "sdpa"]) == 1.0
 
 
 def test_a_long_case_is_not_run_on_torch() -> None:
@@ -308,11 +312,17 @@ def _everything() -> Found:
     """A run in which anyattn is exactly twice as fast as everyone, and everything else is as wanted."""
     records = {}
     for case in CASES:
-        seconds = {OURS: (1e-5,) * 3, **dict.fromkeys(case.peers, (2e-05,) * 3)}
+        seconds = {name: (1e-5 if name.startswith(OURS) else 2e-5,) * 3 for name in case.contestants}
         records[case.name] = _record(case.name, seconds, case.flops(10**6))
         if case.door == "mask":
             records[case.name].extra["syncs"] = ""
-    probed = {"first-call": {"cold_s": 1.0, "warm_s": 0.1}, "compilations": {"random_shapes": 1, "new_closure": 0}}
+    kernels = {"random_shapes": 1, "new_closure": 0}
+    probed: dict[str, dict[str, Any]] = {
+        "first-call": {"cold_s": 1.0, "warm_s": 0.1},
+        "compilations": kernels,
+        "compilations-triton": kernels,
+    }
+    probed["memory"] = {f"{door}_{what}": 1.0 for door in memory.DOORS for what in ("largest", "peak")}
     return Found(records, probed)
 
 
@@ -389,15 +399,16 @@ def test_the_worker_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.Mon
         ran.append((case.name, banned))
         if len(ran) == 2:
             raise ValueError("broken")
-        return run_case(replace(case, shape=SMALL, peers=()), limits, "cpu", CLOCKS, banned, watch)
+        absent = {**dict.fromkeys(case.peers, "not here"), **banned}
+        return run_case(replace(case, shape=SMALL), limits, "cpu", CLOCKS, absent, watch)
 
     monkeypatch.setattr(command, "run_case", fake)
     store, cases = Store(tmp_path / "gpu"), chosen(CASES, ("gqa", "window", "varlen"))
-    command._work(store, cases[:2], [], LIMITS, command.time.monotonic() + 100, 60, True)
+    command._work(store, cases[:2], LIMITS, command.time.monotonic() + 100, 60, True)
     found = store.found()
     assert len(found.records) == 2 and found.records[cases[1].name].refused == "ValueError: broken"
     assert store.state().under_way is None and "refused" in (tmp_path / "gpu.md").read_text()
-    command._work(store, cases, [], LIMITS, command.time.monotonic() + 100, 60, True)
+    command._work(store, cases, LIMITS, command.time.monotonic() + 100, 60, True)
     assert [name for name, _ in ran[2:]] == [case.name for case in cases if case.name not in found.records]
 
 

@@ -1,0 +1,215 @@
+"""Compiles what a run will launch, in many processes at once and before anything is timed.
+
+Each process builds contestants on the GPU and calls them once, which fills the disk caches of Triton, inductor and CuTe DSL; the process
+that measures then finds everything there. ``python -m benchmarks.gpu.ahead`` is such a process: it reads jobs, one JSON line each, and
+answers each with one line.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TextIO
+
+from benchmarks.case import OURS
+from benchmarks.gpu.cases import CASES, GpuCase
+
+__all__ = ["CACHES", "Done", "Job", "compile_ahead", "jobs_of"]
+
+_ANSWER = "@ahead "  # what a process says for itself; compilers print to the same stream
+# The caches that have to be asked for, and threads that would only get into one another's way.
+CACHES = {"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1"}
+_ALONE = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+_COMPILED = ("fa4", "flex", "flex-triton", "flex-flash", "flex-mask")  # the peers that are; anyattn's contestants all are
+
+
+@dataclass(frozen=True)
+class Job:
+    """Some contestants of a case, compiled by one process."""
+
+    case: str
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Done:
+    """failed: contestant -> why."""
+
+    job: Job
+    seconds: float
+    failed: dict[str, str]
+
+
+def jobs_of(cases: Iterable[GpuCase]) -> list[Job]:
+    """What has to be compiled: anyattn's contestants of a case together, every peer alone.
+
+    Cases that differ by lengths alone share their kernels, but for inductor's, which are compiled for a shape, and those of decoding,
+    which follow the batch.
+    """
+    jobs, seen = [], set()
+    for case in cases:
+        shape, names = case.shape, [name for name in case.contestants if not name.startswith("flex")]
+        sizes = replace(
+            shape, batch=1, heads_q=shape.heads_q // shape.heads_kv, heads_kv=1, seqlen_q=1, seqlen_k=shape.batch * (case.bytes > 0)
+        )
+        alike = replace(case, group="", shape=sizes)
+        if alike in seen:
+            names = []
+        seen.add(alike)
+        if ours := tuple(name for name in names if name.startswith((OURS, "splits-"))):
+            jobs.append(Job(case.name, ours))
+        jobs += [Job(case.name, (name,)) for name in case.peers if name in _COMPILED and (name in names or name.startswith("flex"))]
+    return jobs
+
+
+class _Process:
+    """One that compiles."""
+
+    def __init__(self, command: list[str], log: TextIO):
+        environment = {**CACHES, **os.environ, **_ALONE}
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=log, text=True)
+
+    def do(self, job: Job, seconds: float) -> dict[str, str]:
+        """Which contestants failed, and why. Raises ``RuntimeError`` if the process died or took longer."""
+        process = self._process
+        assert process.stdin is not None and process.stdout is not None
+        alarm = threading.Timer(seconds, process.kill)
+        alarm.start()
+        try:
+            process.stdin.write(json.dumps(vars(job)) + "\n")
+            process.stdin.flush()
+            for line in process.stdout:
+                if line.startswith(_ANSWER):
+                    return json.loads(line.removeprefix(_ANSWER))
+            raise RuntimeError(f"its process ended with exit code {process.wait(10)}")
+        except OSError as broken:
+            raise RuntimeError(f"its process ended with exit code {process.wait(10)}") from broken
+        finally:
+            alarm.cancel()
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            with suppress(OSError):
+                pipe.close()  # type: ignore[union-attr]
+
+
+def compile_ahead(
+    jobs: list[Job],
+    processes: int,
+    seconds: float,
+    hang: float,
+    log: Path,
+    echo: Callable[[str], None] = print,
+    command: tuple[str, ...] = ("-m", "benchmarks.gpu.ahead"),
+) -> list[Done]:
+    """Does the jobs in their order, so many at a time, and begins none after so long. hang: a job that takes longer is given up."""
+    waiting: queue.SimpleQueue[Job] = queue.SimpleQueue()
+    for job in jobs:
+        waiting.put(job)
+    start, done = time.monotonic(), list[Done]()
+
+    def work(errors: TextIO) -> None:
+        process = None
+        while time.monotonic() - start < seconds:
+            try:
+                job = waiting.get_nowait()
+            except queue.Empty:
+                break
+            begun = time.monotonic()
+            try:
+                process = process or _Process([sys.executable, *command], errors)
+                failed = process.do(job, min(hang, max(10.0, seconds - (begun - start))))
+            except (RuntimeError, OSError) as error:
+                failed = dict.fromkeys(job.names, str(error))
+                if process is not None:
+                    process.end()
+                process = None
+            done.append(Done(job, time.monotonic() - begun, failed))
+        if process is not None:
+            process.end()
+
+    with log.open("w") as errors:
+        threads = [threading.Thread(target=work, args=(errors,)) for _ in range(min(processes, len(jobs)))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    _report(jobs, done, time.monotonic() - start, echo)
+    return done
+
+
+def _report(jobs: list[Job], done: list[Done], seconds: float, echo: Callable[[str], None]) -> None:
+    work = sum(d.seconds for d in done)
+    left = f", {len(jobs) - len(done)} left to the run itself" if len(done) < len(jobs) else ""
+    echo(f"compiled ahead: {len(done)} of {len(jobs)} jobs in {seconds:.0f} s ({work:.0f} s of one process){left}")
+    for d in sorted(done, key=lambda d: -d.seconds)[:3]:
+        echo(f"  slow: {d.job.case} {', '.join(d.job.names[:3])}: {d.seconds:.0f} s")
+    reasons: dict[str, list[tuple[str, str]]] = {}
+    for d in done:
+        for name, why in d.failed.items():
+            reasons.setdefault(why[:160], []).append((name, d.job.case))
+    for why, failed in reasons.items():
+        names, cases = dict.fromkeys(name for name, _ in failed), dict.fromkeys(case for _, case in failed)
+        echo(f"  not compiled: {_few(names)} of {_few(cases)}: {why}")
+
+
+def _few(names: Iterable[str]) -> str:
+    first, *rest = names
+    return f"{first} and {len(rest)} more" if rest else first
+
+
+# ---- the other side
+
+
+def answer(job: Job, cases: dict[str, GpuCase], device: str) -> dict[str, str]:
+    """Compiles, and says which contestants failed and why. Raises ``DeviceLost``."""
+    import torch
+
+    from benchmarks.gpu.runner import prepared
+
+    with torch.no_grad():
+        run = prepared(cases[job.case], job.names, device, {})
+        failed = {name: why for name, why in run.record.unavailable.items() if name in job.names}
+    del run
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return failed
+
+
+@contextmanager
+def _apart() -> Any:
+    """What compilers print goes to stderr; yields where the answers go."""
+    with os.fdopen(os.dup(sys.stdout.fileno()), "w") as answers:
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+        yield answers
+
+
+def _serve(device: str = "cuda") -> None:
+    cases = {case.name: case for case in CASES}
+    with _apart() as answers:
+        for line in sys.stdin:
+            figures = json.loads(line)
+            job = Job(figures["case"], tuple(figures["names"]))
+            try:
+                failed = answer(job, cases, device)
+            except (ValueError, TypeError, RuntimeError, KeyError) as error:
+                failed = dict.fromkeys(job.names, f"{type(error).__name__}: {str(error)[:200]}")
+            print(_ANSWER + json.dumps(failed), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    _serve(*sys.argv[1:])

@@ -1,0 +1,63 @@
+"""What the Triton backend has to reach on an H200, as data."""
+
+from __future__ import annotations
+
+from benchmarks.bars import Bar
+from benchmarks.case import OURS
+from benchmarks.gpu.cases import BACKWARD, DECODE, FA2, GRADIENTS, MASK_VARIANTS, SCORE_VARIANTS, SPLITS
+from benchmarks.gpu.reading import one, probe, some
+
+__all__ = ["BARS"]
+
+_TRITON, _FLEX = "anyattn-triton", ("flex-triton",)
+_TABLE = [v for v in (*MASK_VARIANTS, *SCORE_VARIANTS) if v != "head_bias"]  # the variants of the peers' table, and grouped heads
+_FORWARD = [*(f"variants/{v}/d128/8192" for v in _TABLE), "gqa/causal/d128/8192"]
+_BACKWARD = [case.name for case in BACKWARD if case.variant in _TABLE]
+_HARD = {"t5_bias": "T5 bias", "softcap": "softcap"}
+_DECODE = [case.name for case in DECODE]
+_LEARNING = {"head_bias": ("(H,)", 1.3), "t5_bias": ("(H, S)", 1.5), "pair_bias": ("(B, H, S, S)", 2.0)}
+
+
+def _fa2(group: str) -> list[str]:
+    return [case.name for case in FA2 if case.group == group]
+
+
+def _decode_bars() -> list[Bar]:
+    bars = some("decode, share of the copy bandwidth", _DECODE, ("copy",), 0.85)
+    bars += some("decode with a score mod, share of the copy bandwidth", _DECODE, ("copy",), 0.80, mine="anyattn-alibi")
+    for size in (64, 16):
+        bars += some(f"decode, pages of {size}, time over contiguous", _DECODE, (OURS,), 1.05, mine=f"anyattn-paged-{size}", is_time=True)
+    return bars + some("decode, chosen splits, time over the best of 1 to 32", _DECODE, SPLITS, 1.05, is_time=True)
+
+
+def _learning_bars() -> list[Bar]:
+    bars = []
+    for case in GRADIENTS:
+        shape, most = _LEARNING[case.variant]
+        name = f"backward with the gradient of a captured {shape} bias, time over that without"
+        bars += some(name, [case.name], ("anyattn-frozen",), most, is_time=True)
+    return bars
+
+
+def _memory_bars() -> list[Bar]:
+    bars = []
+    for door in ("flex", "varlen"):
+        name = f"memory of 60,000 tokens forward and backward, {door}"
+        bars.append(probe(f"{name}: largest allocation over a gradient's", "memory", f"{door}_largest", 1.0, "x"))
+        bars.append(probe(f"{name}: peak over output, gradients, statistics", "memory", f"{door}_peak", 1.02, "x"))
+    return bars
+
+
+BARS: list[Bar] = [
+    *some("Triton forward vs flex TRITON", _FORWARD, _FLEX, 1.0, 1.15, mine=_TRITON),
+    *(one(f"Triton forward, {name}, vs flex TRITON", f"variants/{v}/d128/8192", _FLEX, 1.3, mine=_TRITON) for v, name in _HARD.items()),
+    *some("Triton backward vs flex TRITON", _BACKWARD, _FLEX, 1.0, 1.15),
+    *(one(f"Triton backward, {name}, vs flex TRITON", f"backward/{v}/d128/8192", _FLEX, 1.3) for v, name in _HARD.items()),
+    *some("Triton dense forward vs FA2", _fa2("fa2"), ("fa2",), 1.4),
+    *some("Triton dense backward vs FA2", _fa2("fa2-backward"), ("fa2",), 1.2),
+    *_decode_bars(),
+    *_learning_bars(),
+    *_memory_bars(),
+    probe("Triton: compilations over 1,000 random shapes", "compilations-triton", "random_shapes", 2, ""),
+    probe("Triton: compilations for a new closure", "compilations-triton", "new_closure", 0, ""),
+]

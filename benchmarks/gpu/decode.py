@@ -1,0 +1,102 @@
+"""Decoding from a cache: anyattn's door in each of its forms, and copying as many bytes as the keys and values have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anyattn import scores
+from benchmarks.gpu.inputs import Inputs
+
+__all__ = ["alibi", "append", "contiguous", "copy", "fa3", "paged", "pages", "splits"]
+
+_ROTARY = 64  # dimensions
+
+
+def _lengths(inputs: Inputs, less: int = 0) -> Tensor:
+    shape = inputs.case.shape
+    return torch.full((shape.batch,), shape.seqlen_k - less, dtype=torch.int32, device=inputs.device)
+
+
+def contiguous(inputs: Inputs, **options: Any) -> Callable[..., Any]:
+    """One query a sequence against a full cache, nothing appended; open for ``backend``."""
+    import anyattn
+
+    qkv, lengths = inputs.bshd, _lengths(inputs)
+    return lambda **more: anyattn.flash_attn_with_kvcache(*qkv, cache_seqlens=lengths, causal=True, **options, **more)
+
+
+def alibi(inputs: Inputs) -> Callable[[], Any]:
+    """With a score mod, as plain Python."""
+    slopes = scores.alibi_slopes(inputs.case.shape.heads_q).to(inputs.device)
+    call = contiguous(inputs, score_mod=lambda score, b, h, q_idx, kv_idx: score - slopes[h] * (q_idx - kv_idx))
+    return lambda: call(backend=inputs.case.backend)
+
+
+def splits(count: int) -> Callable[[Inputs], Callable[[], Any]]:
+    """With so many partial results."""
+
+    def prepare(inputs: Inputs) -> Callable[[], Any]:
+        call = contiguous(inputs, num_splits=count)
+        return lambda: call(backend=inputs.case.backend)
+
+    return prepare
+
+
+def pages(inputs: Inputs, page_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The cache cut into pages that lie in random order: both pools, and the table (batch, pages of a sequence)."""
+    _, k, v = inputs.bshd
+    batch, seqlen, heads, width = k.shape
+    each = seqlen // page_size
+    assert each * page_size == seqlen, f"pages of {page_size} do not divide {seqlen} keys"
+    where = torch.randperm(batch * each, generator=torch.Generator().manual_seed(4)).to(inputs.device)
+    pools = []
+    for cache in (k, v):
+        pool = torch.empty(batch * each, page_size, heads, width, dtype=cache.dtype, device=cache.device)
+        pool[where] = cache.view(pool.shape)
+        pools.append(pool)
+    return pools[0], pools[1], where.view(batch, each).int()
+
+
+def paged(page_size: int) -> Callable[[Inputs], Callable[[], Any]]:
+    def prepare(inputs: Inputs) -> Callable[[], Any]:
+        import anyattn
+
+        q, lengths, backend = inputs.bshd[0], _lengths(inputs), inputs.case.backend
+        k, v, table = pages(inputs, page_size)
+        return lambda: anyattn.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, page_table=table, causal=True, backend=backend)
+
+    return prepare
+
+
+def append(inputs: Inputs) -> Callable[[], Any]:
+    """A whole step of decoding: the last key and value are appended, turned by their place, and attended to. On caches of its own."""
+    import anyattn
+
+    q, k, v = inputs.bshd
+    new_k, new_v = k[:, -1:].clone(), v[:, -1:].clone()
+    caches, lengths, backend = (k.clone(), v.clone()), _lengths(inputs, 1), inputs.case.backend
+    angles = torch.rand(inputs.case.shape.seqlen_k, _ROTARY // 2 if q.shape[-1] >= _ROTARY else q.shape[-1] // 2, device=inputs.device)
+    turn: dict[str, Any] = {"rotary_cos": angles.cos().to(q.dtype), "rotary_sin": angles.sin().to(q.dtype), "causal": True}
+    return lambda: anyattn.flash_attn_with_kvcache(q, *caches, k=new_k, v=new_v, cache_seqlens=lengths, **turn, backend=backend)
+
+
+def copy(inputs: Inputs) -> Callable[[], Any]:
+    """Reads the keys and writes them elsewhere: as many bytes as reading keys and values."""
+    source = inputs.bshd[1]
+    target = torch.empty_like(source)
+    return lambda: target.copy_(source)
+
+
+def fa3(module: Any, page_size: int = 0) -> Callable[[Inputs], Callable[[], Any]]:
+    def prepare(inputs: Inputs) -> Callable[[], Any]:
+        flash, (q, k, v), table = module(), inputs.bshd, None
+        if page_size:
+            k, v, table = pages(inputs, page_size)
+        lengths = _lengths(inputs)
+        return lambda: flash.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, page_table=table, causal=True)
+
+    return prepare
