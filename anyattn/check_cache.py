@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from anyattn import autograd, check_flash, check_lengths
+from anyattn import autograd, check_flash, check_lengths, hardware, plan
 from anyattn.check_flash import Options
 from anyattn.geometry.seqlen_info import SeqlenInfoQKNewK
 from anyattn.geometry.sequences import Sequences, end_to_end
@@ -54,14 +54,14 @@ class CacheCall:
     turn: _Turn | None
 
     def prepared(self, chosen: Plan) -> Problem:
-        """Appends to the caches and returns the attention over what they then hold, for the backend that was chosen for ``problem``.
+        """Appends to the caches and returns the attention over what they then hold, for the plan that was chosen for ``problem``.
 
-        A backend without a kernel for this has the tables looked at, if nobody has, before anything is written.
+        Where no kernel takes the step the tables are looked at, if nobody has, before anything is written.
         """
         problem, step = self.problem, self.step
-        take_step = getattr(autograd.backend_of(chosen), "append", None)
-        if take_step is not None:
-            turned = take_step(step)
+        appender = plan.appender(chosen, hardware.of(step.q.device.type))
+        if appender is not None:
+            turned = autograd.backend_module(appender).append(step)
             return problem if turned is step.q else problem.like(q=_heads_first(turned))
         looked, turn = self.looked, self.turn
         if looked is None:
