@@ -277,7 +277,7 @@ def _same_heads(k_name: str, k: Tensor, v_name: str, v: Tensor) -> None:
 
 def _heads_first(x: Tensor) -> Tensor:
     """(B, S, H, D) or packed (total, H, D) as (B or 1, H, S, D), a view."""
-    return (x if x.ndim == 4 else x[None]).transpose(1, 2)
+    return (x if x.ndim == 4 else x.unsqueeze(0)).transpose(1, 2)
 
 
 # ---- mods

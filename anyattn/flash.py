@@ -226,15 +226,15 @@ def flash_attn_with_kvcache(
         given = (k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, page_table, cu_seqlens_q)
         found = compiled_decode(q.detach(), k_cache, v_cache, given, rotary_interleaved, options, backend)
         return found if return_lse else found[0]
-    from anyattn.check_cache import Given, cache_call
+    from anyattn.check_cache import Given
+    from anyattn.recall_cache import decode_call
 
     arguments = Given(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, page_table, cu_seqlens_q,
         max_seqlen_q, rotary_interleaved, validate,
     )  # fmt: skip
     with torch.no_grad():
-        call = cache_call(arguments, options)
-        chosen = plan.choose(call.problem, hardware.of(q.device.type), backend)
+        call, chosen = decode_call(arguments, options, backend)
         out, lse, _ = autograd.compute(call.prepared(chosen), chosen)
     return _laid_out(out, lse, cu_seqlens_q is not None, return_lse)
 

@@ -100,7 +100,7 @@ class StoredSequences(Sequences):
     @cached_property
     def q_start(self) -> Tensor:  # type: ignore[override]
         ends = self.tables.cu_seqlens_q
-        return self.q_first if ends is None else ends[:-1].to(torch.int64)
+        return self.q_first if ends is None else ends.narrow(0, 0, self.sizes.batch).to(torch.int64)
 
     @cached_property
     def k_row(self) -> Tensor:  # type: ignore[override]
@@ -109,7 +109,7 @@ class StoredSequences(Sequences):
     @cached_property
     def k_start(self) -> Tensor:  # type: ignore[override]
         ends = self.tables.cu_seqlens_k
-        return self.q_first if ends is None else ends[:-1].to(torch.int64)
+        return self.q_first if ends is None else ends.narrow(0, 0, self.sizes.batch).to(torch.int64)
 
     @cached_property
     def q_first(self) -> Tensor:  # type: ignore[override]
