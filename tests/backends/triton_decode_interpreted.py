@@ -19,7 +19,7 @@ import flash_reference as reference
 import test_flash_cache as cache_tests
 from flash_calls import RECIPES
 
-from anyattn import autograd, check_lengths, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from anyattn import autograd, check_lengths, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache, recall
 from anyattn.backends.triton import layout
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
@@ -124,6 +124,35 @@ def test_tables_that_make_no_sense_harm_their_own_entry_only(monkeypatch):  # ty
     assert all(calls.same_bits(c[1], given[n][1]) for c, n in zip(caches, ("k_cache", "v_cache")))
 
 
+def test_a_known_step_is_what_a_first_one_is(monkeypatch):  # type: ignore[no-untyped-def]
+    """Of other tensors, numbers and tables of the same facts; and what the host can see is still refused."""
+    unread(monkeypatch)
+    for s in (
+        RAGGED,
+        replace(RAGGED, page_size=5),
+        replace(RAGGED, queries=(3, 0, 8, 1), packed=True),
+        replace(RAGGED, new=None, rotary_dim=0),
+    ):
+        first, second = (cache_tests.arguments(replace(s, seed=seed)) for seed in (0, 2))
+        options = {"softmax_scale": 0.3, "sink": torch.randn(6), "num_splits": 2, "window_size": (20, 0)}
+        recall.clear()
+        decoded(first, **options)
+        assert recall.size() == 1
+        options |= {"softmax_scale": 0.4, "sink": torch.randn(6)}
+        known = decoded(second, **options)
+        assert recall.size() == 1, "the second call is known"
+        recall.clear()
+        assert same(known, decoded(second, **options))
+        if s.new is not None:
+            both = {"k_cache": second["v_cache"], "v_cache": second["v_cache"]}
+            with pytest.raises(ValueError, match="same memory"):
+                flash_attn_with_kvcache(**second | both, **options, causal=True, return_lse=True, backend="triton")
+        for wrong in (-1, 1000):
+            with pytest.raises(ValueError, match=f"cache_seqlens={wrong}"):
+                decoded(second | {"cache_seqlens": wrong}, **options)
+            decoded(second | {"cache_seqlens": 30}, **options)
+
+
 def test_validate_looks(monkeypatch):  # type: ignore[no-untyped-def]
     unread(monkeypatch)
     given = cache_tests.arguments(RAGGED)
@@ -143,6 +172,7 @@ def test_by_torch_unread_as_looked_at(monkeypatch):  # type: ignore[no-untyped-d
     """A GPU's call that this backend does not take, such as of float64."""
     s = replace(RAGGED, dtype=torch.float64, page_size=16)
     looked = decoded(cache_tests.arguments(s), backend="torch")
+    recall.clear()
     unread(monkeypatch)
     assert same(decoded(cache_tests.arguments(s), backend=None), looked)
 
