@@ -163,7 +163,7 @@ def _triton_plan(problem: Problem, hardware: Hardware, reason: str, options: dic
     """Asks nothing of what tensors hold."""
     from anyattn.backends.triton.layout import layout_of
 
-    tiles, packed, splits, reasons = layout_of(problem, hardware.capability, hardware.sm_count, options)
+    tiles, packed, splits, reasons = layout_of(problem, hardware, options)
     why = [f"triton: {reason}", *reasons]
     backward, why_backward = _backward_by_triton(problem, hardware)
     if backward != "triton":

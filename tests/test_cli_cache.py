@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from test_cli import call
 
-from anyattn.backends.hopper import disk_cache
-from anyattn.backends.hopper.disk_cache import DiskCache, Payload
+from anyattn import disk_cache
+from anyattn.disk_cache import DiskCache, Payload
 
 
 @pytest.fixture

@@ -82,7 +82,8 @@ def _check(arch: str | None) -> None:
 
     import torch
 
-    from anyattn.backends.hopper import build, disk_cache
+    from anyattn import disk_cache
+    from anyattn.backends.hopper import build
 
     if not disk_cache.is_on():
         raise click.ClickException("ANYATTN_CACHE=0 turns the disk cache off, so that nothing would be kept")

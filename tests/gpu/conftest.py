@@ -26,11 +26,12 @@ _noted: dict[tuple, Future | None] = {}  # what would be launched, by config and
 def pytest_collection_finish(session: pytest.Session) -> None:
     import torch
 
-    from anyattn.backends.hopper import disk_cache
+    from anyattn import disk_cache
 
     is_wanted = any(hasattr(getattr(item, "module", None), "judging") for item in session.items)
     is_worker = hasattr(session.config, "workerinput")  # of pytest-xdist
-    if MODE != "gpu" or not is_wanted or is_worker or not torch.cuda.is_available():
+    is_hopper = os.environ.get("ANYATTN_GPU_BACKEND", "hopper") == "hopper"  # Triton's kernels are compiled when launched
+    if MODE != "gpu" or not is_hopper or not is_wanted or is_worker or not torch.cuda.is_available():
         return
     if os.environ.get("ANYATTN_GPU_WARM") == "0" or not disk_cache.is_on():
         return

@@ -1,4 +1,4 @@
-"""The Hopper forward on whole batches that need no lists of tiles, judged as everything else; its backward is torch's."""
+"""The forward on whole batches that need no lists of tiles, judged as everything else; the Hopper kernel's backward is another's."""
 
 from __future__ import annotations
 
@@ -190,13 +190,14 @@ def test_captured_numbers_may_change_from_call_to_call() -> None:
 
 
 @pytest.mark.parametrize("name", ["causal", "window", "softcap", "relative", "sink"])
-def test_gradients_come_from_torch(name: str) -> None:
+def test_gradients(name: str) -> None:
     more = {"score": SCORES[name]} if name in SCORES else {}
     mask = MASKS.get(name, masks.sliding_window(60, 0))
     sink = torch.linspace(-2, 3, 4) if name == "sink" else None
     judge(qkv(), mask=mask, sink=sink, backward=True, **more)
 
 
+@judging.hopper_alone
 @judging.not_on_the_cpu
 def test_chosen_by_itself_and_says_why_not() -> None:
     q, k, v = qkv()

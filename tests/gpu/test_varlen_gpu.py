@@ -1,4 +1,4 @@
-"""Packed, padded and paged sequences on the Hopper kernel, each judged by itself. Whatever row belongs to no sequence holds NaN."""
+"""Packed, padded and paged sequences each judged by itself. Whatever row belongs to no sequence holds NaN."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def test_a_batch_in_another_order() -> None:
 
 @judging.where_calls_run
 @pytest.mark.parametrize("name", ["causal", "sink", "document"])
-def test_gradients_come_from_torch(name: str) -> None:
+def test_gradients(name: str) -> None:
     options, exact = given(name)
     batch = drawn(EQUAL)
     stored = ragged.packed(batch)

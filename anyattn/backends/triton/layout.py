@@ -10,10 +10,13 @@ from typing import NamedTuple
 
 import torch
 
-from anyattn.backends.triton.config import Tiles, forward_tiles, padded
+from anyattn.backends.triton import config
+from anyattn.backends.triton.config import Tiles
 from anyattn.backends.triton.programs import program_of
+from anyattn.backends.triton.styles import shape_of
 from anyattn.geometry.integers import ceil_div
 from anyattn.geometry.splits import num_splits
+from anyattn.hardware import Hardware
 from anyattn.problem import Problem
 
 __all__ = ["Layout", "layout_of", "padded_group", "positions_per_tile"]
@@ -34,12 +37,14 @@ class Layout(NamedTuple):
     why: tuple[str, ...]
 
 
-def layout_of(problem: Problem, capability: tuple[int, int] | None, sm_count: int, options: dict[str, int]) -> Layout:
+def layout_of(problem: Problem, hardware: Hardware, options: dict[str, int]) -> Layout:
     """options: ``kernel_options``, of which tile_m, tile_n and num_splits are taken as they come."""
     asked = {name: options[name] for name in ("tile_m", "tile_n") if name in options}
-    why = []
+    why, shape = [], shape_of(problem)
     for packed in _choices(problem):
-        tiles = replace(_tiles(problem, capability, padded_group(packed)), **asked)
+        tiles = config.forward_tiles(shape, hardware.capability, _most_q(problem) * padded_group(packed))
+        if asked:
+            tiles = config.asked("forward", replace(tiles, **asked), shape, hardware.capability, hardware.name)
         if padded_group(packed) <= tiles.tile_m:
             break
     if packed > 1:
@@ -48,8 +53,8 @@ def layout_of(problem: Problem, capability: tuple[int, int] | None, sm_count: in
         why.append(f"tiles of {tiles.tile_m} x {tiles.tile_n}: kernel_options")
     splits = options.get("num_splits", problem.num_splits)
     if splits == 0:
-        splits = _splits(problem, tiles, packed, sm_count)
-        why.append(f"keys in {splits} piece{'s' * (splits != 1)}: for {max(1, sm_count)} multiprocessors")
+        splits = _splits(problem, tiles, packed, hardware.sm_count)
+        why.append(f"keys in {splits} piece{'s' * (splits != 1)}: for {max(1, hardware.sm_count)} multiprocessors")
     most = max(1, _MOST_BLOCKS // max(1, problem.batch))
     if splits > most:
         splits = most
@@ -64,11 +69,6 @@ def padded_group(packed: int) -> int:
 
 def positions_per_tile(tile_m: int, packed: int) -> int:
     return tile_m // padded_group(packed)
-
-
-def _tiles(problem: Problem, capability: tuple[int, int] | None, group: int) -> Tiles:
-    widths = padded(problem.q.shape[3]), padded(problem.v.shape[3])
-    return forward_tiles(*widths, problem.q.dtype, capability, _most_q(problem) * group)
 
 
 def _most_q(problem: Problem) -> int:
