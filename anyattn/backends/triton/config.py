@@ -12,8 +12,8 @@ from functools import lru_cache
 import torch
 
 __all__ = [
-    "PASSES", "Shape", "Tiles", "architecture", "asked", "backward_tiles", "candidates", "capability_of", "fits", "fitting", "forward_tiles",
-    "needed", "padded", "shared_memory",
+    "PASSES", "Shape", "Tiles", "architecture", "asked", "backward_tiles", "candidates", "capability_of", "fits", "fitting",
+    "forward_tiles", "needed", "padded", "shared_memory",
 ]  # fmt: skip
 
 PASSES = ("forward", "dq", "dkdv")
@@ -63,7 +63,7 @@ def shared_memory(capability: tuple[int, int] | None) -> int:
 
 @dataclass(frozen=True)
 class Shape:
-    """What tiles are chosen for: padded head dimensions, dtype, and whether a score mod is asked. columns: values that mods load per key."""
+    """What tiles are chosen for: padded head dimensions, dtype, whether there is a score mod. columns: values that mods load per key."""
 
     d: int
     dv: int
@@ -73,7 +73,7 @@ class Shape:
 
 
 def architecture(capability: tuple[int, int] | None) -> str:
-    """The row of the tables: "sm_80", "sm_86" (little shared memory), "sm_90" or "sm_100"; older and unknown devices get the first two's."""
+    """The row of the tables: "sm_80", "sm_86" (little shared memory), "sm_90" or "sm_100"; others get one of the first two."""
     if capability is None:
         return "sm_80"
     if capability[0] in (9, 10, 11):
@@ -133,6 +133,8 @@ def needed(name: str, tiles: Tiles, shape: Shape, capability: tuple[int, int] | 
     both, size = shape.d + shape.dv, shape.dtype.itemsize
     stay, step = {"forward": (m * shape.d, n), "dq": (m * both, n), "dkdv": (n * both, m)}[name]
     total = size * (stay + stages * step * both) + stages * step * 8 * shape.columns + _SMALL_PARTS
+    if name != "forward" and stages == 1:  # then what two products want in two layouts lies there twice
+        total += size * step * max(shape.d, shape.dv)
     # products' left sides go through shared memory where they do not come from registers
     passed = m * n * (2 if name != "forward" else 1)
     if size == 4 or (capability is not None and capability[0] >= 10 and name != "forward"):
@@ -180,8 +182,8 @@ def asked(name: str, tiles: Tiles, shape: Shape, capability: tuple[int, int] | N
         tiles = replace(tiles, num_stages=tiles.num_stages - 1)
     if not fits(name, tiles, shape, capability):
         raise ValueError(
-            f"kernel_options tile_m={tiles.tile_m}, tile_n={tiles.tile_n} take {needed(name, tiles, shape, capability) >> 10} KiB of shared "
-            f"memory, and {device} has {shared_memory(capability) >> 10} for a block; wanted smaller tiles, or none for anyattn's own"
+            f"kernel_options tile_m={tiles.tile_m}, tile_n={tiles.tile_n} take {needed(name, tiles, shape, capability) >> 10} KiB "
+            f"of shared memory, and {device} has {shared_memory(capability) >> 10} for a block; wanted smaller ones, or none for ours"
         )
     return tiles
 
