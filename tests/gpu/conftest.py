@@ -30,7 +30,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
     is_wanted = any(hasattr(getattr(item, "module", None), "judging") for item in session.items)
     is_worker = hasattr(session.config, "workerinput")  # of pytest-xdist
-    if MODE != "gpu" or not is_wanted or is_worker or not torch.cuda.is_available():
+    is_hopper = os.environ.get("ANYATTN_GPU_BACKEND", "hopper") == "hopper"  # Triton's kernels are compiled when launched
+    if MODE != "gpu" or not is_hopper or not is_wanted or is_worker or not torch.cuda.is_available():
         return
     if os.environ.get("ANYATTN_GPU_WARM") == "0" or not disk_cache.is_on():
         return
@@ -70,10 +71,13 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     if MODE not in ("compile", "list"):
         return
     from anyattn.backends.hopper.build import _name
+    from anyattn.backends.hopper.config import Config
 
     seconds, failed = 0.0, 0
     for (config, _), future in _noted.items():
-        name = f"{_name(config)} D {config.head_dim}/{config.head_dim_v} {'bf16' if config.is_bf16 else 'fp16'} {config.tiles}"
+        name = str(config)
+        if isinstance(config, Config):
+            name = f"{_name(config)} D {config.head_dim}/{config.head_dim_v} {'bf16' if config.is_bf16 else 'fp16'} {config.tiles}"
         error = None if future is None else future.exception()
         if future is None:
             terminalreporter.write_line(name)

@@ -7,6 +7,7 @@ cpu             the same calls on the torch backend of the CPU: proves inputs, m
 compile         no call runs: what it would launch is compiled into the disk cache, several kernels at a time (``conftest.py``)
 list            the same without compiling: says which kernels there are, and that the backend takes every call
 
+``ANYATTN_GPU_BACKEND=triton`` has the Triton kernels do what the Hopper kernel does otherwise, backward passes too.
 ``ANYATTN_GPU_JUDGE=0`` runs calls and judges nothing, for tools that look on.
 """
 
@@ -31,11 +32,13 @@ from anyattn.testing.rounding import Noise, rounding
 MODE = os.environ.get("ANYATTN_GPU_SUITE", "gpu")
 RUNS = MODE in ("gpu", "cpu")
 DEVICE = "cuda" if MODE == "gpu" else "cpu"
-BACKEND = "torch" if MODE == "cpu" else "hopper"
+SUBJECT = os.environ.get("ANYATTN_GPU_BACKEND", "hopper")  # whom the tests are about
+BACKEND = "torch" if MODE == "cpu" else SUBJECT
 KINDS = ("normal", "peaky", "coded")
 NAN = float("nan")
 
 not_on_the_cpu = pytest.mark.skipif(MODE == "cpu", reason="about the hopper backend")
+hopper_alone = pytest.mark.skipif(SUBJECT != "hopper", reason="about the hopper backend")
 where_calls_run = pytest.mark.skipif(not RUNS, reason="compiles nothing that the other tests do not")
 on_the_gpu_alone = pytest.mark.skipif(MODE != "gpu", reason="about the device itself")
 
@@ -44,9 +47,18 @@ torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
 
-def needs_the_backend() -> None:
-    """Skips a module where its calls cannot be run or, in the other modes, cannot be made."""
+def needs_the_backend(only: str | None = None) -> None:
+    """Skips a module where its calls cannot be run or, in the other modes, cannot be made. only: the backend that it is about."""
     assert MODE in ("gpu", "cpu", "compile", "list"), f"ANYATTN_GPU_SUITE={MODE!r}; wanted gpu, cpu, compile or list"
+    assert SUBJECT in ("hopper", "triton"), f"ANYATTN_GPU_BACKEND={SUBJECT!r}; wanted hopper or triton"
+    if only not in (None, SUBJECT):
+        pytest.skip(f"about the {only} backend", allow_module_level=True)
+    if SUBJECT == "triton":
+        if not RUNS:
+            pytest.skip("Triton compiles when it launches", allow_module_level=True)
+        if MODE == "gpu" and not (torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)):
+            pytest.skip("needs a GPU of compute capability 8.0 or newer", allow_module_level=True)
+        return
     if MODE != "cpu" and importlib.util.find_spec("cutlass") is None:
         pytest.skip("needs nvidia-cutlass-dsl", allow_module_level=True)
     if MODE == "gpu" and not (torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)):
@@ -124,6 +136,11 @@ class Capturing:
         self.make = make
 
 
+def hole(after: int, before: int, least: int) -> Any:
+    """A mask that shows nothing, or one key; its numbers are captured, so that both are one kernel's."""
+    return lambda b, h, i, j: (j > after) & (j < before) & (i + j > least)
+
+
 # ---- calls and their judgement
 
 
@@ -174,7 +191,7 @@ def judge(
     scale: float | None = None,
     meant: Sequence[Tensor] | None = None,
     has_max: bool = False,
-    backward: bool = False,
+    backward: bool = SUBJECT == "triton",
     label: str = "",
     **options: Any,
 ) -> Tensor:
@@ -202,7 +219,7 @@ def judge(
 @contextlib.contextmanager
 def without_a_gpu(note: Callable[[Any, tuple], Any] | None = None) -> Iterator[None]:
     """Inside, the CPU is taken for a Hopper GPU, and what would be launched is noted, or else compiled into the disk cache."""
-    from anyattn import check, hardware
+    from anyattn import check, check_lengths, hardware
     from anyattn.backends.hopper import launch
 
     h200 = hardware.Hardware("cuda", "Hopper", 0, frozenset((torch.bfloat16, torch.float16, torch.float32)), (9, 0), 132)
@@ -210,6 +227,8 @@ def without_a_gpu(note: Callable[[Any, tuple], Any] | None = None) -> Iterator[N
         patch.setattr(hardware, "of", lambda *_: h200)
         # on a CPU alone are lists left aside for a mask's row ranges
         patch.setattr(check, "lists_of", lambda lists, mask: (check.read_lists(lists), getattr(lists, "is_exact", False)))
+        # what a GPU's tables hold is not looked at, and kernels read them
+        patch.setattr(check_lengths, "takes_their_word", lambda device, validate: validate is not True)
         if note is not None:
             patch.setattr(launch, "warm", note)
         yield

@@ -20,7 +20,7 @@ from killers_gpu import KILLERS
 from anyattn.testing import hopper_mutants
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
-judging.needs_the_backend()
+judging.needs_the_backend(only="hopper")
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent

@@ -315,7 +315,8 @@ def dkdv_tile(
         h = kv_head * sizes[7] + g
         if RANGES > 0:
             place = tensors[12] + _span_place(found, 0, b, h, sizes, TILE_M, 4 * RANGES)
-            first, end, full, full_end = _rows_by_spans(place, (seqlen_q + TILE_M - 1) // TILE_M, n_first, n_end, RANGES, 4 * RANGES)
+            tile_end = tl.minimum(n_first + TILE_N, n_end)  # n_end is the sequence's
+            first, end, full, full_end = _rows_by_spans(place, (seqlen_q + TILE_M - 1) // TILE_M, n_first, tile_end, RANGES, 4 * RANGES)
             fulls, partials = full_end - full, end - first - (full_end - full)
         else:
             counts_at, places_at = place_of_lists(spans[1], b, h, line, found, seqlen_q, LIST_M, HAS_ENTRIES)

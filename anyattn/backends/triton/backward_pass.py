@@ -72,7 +72,7 @@ def _tuned(problem: Problem, tiles: dict[str, Tiles], call: Callable[[dict[str, 
         return tuning.seconds(lambda: call({**tiles, name: other}), device)
 
     for name in list(tiles):
-        tiles = {**tiles, name: tuning.best(tuning.question_of(name, problem, program), problem, partial(measure, name))}
+        tiles = {**tiles, name: tuning.best(tuning.question_of(name, problem, program), device, partial(measure, name))}
     return tiles
 
 

@@ -272,9 +272,11 @@ class _Writer:
         return name
 
     def _term(self, arg: int, stride: str, size: str, is_dense: bool) -> str:
-        """Where one index leads to, in elements. A position is never negative, and the caller keeps it inside."""
+        """Where one index leads to, in elements. A key's position is never negative, and the caller keeps it inside; so it does a row's,
+        but that of a cache with fewer keys than queries, whose first rows stand before all keys."""
         place, is_narrow = f"{self.prefix}{arg}", self._is_narrow(arg)
-        if self.nodes[arg].op != "index" and not self.style.is_inside:
+        is_kept_inside = self.nodes[arg].op == "index" and self.nodes[arg].attr != "q_idx"
+        if not is_kept_inside and not self.style.is_inside:
             if self.style.is_small and is_narrow:
                 size = f"{size}.to(tl.int32)"
             extent = self.extents[arg]

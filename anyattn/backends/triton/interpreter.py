@@ -1,8 +1,9 @@
 """Triton's interpreter (``TRITON_INTERPRET=1``), mended where it fails or computes otherwise than a GPU.
 
-Four things: NumPy 2.4 no longer turns an array of one element into a loop's bound; float32 is cut off to bfloat16 where hardware rounds
-to the nearest; products of bfloat16 are taken of the numbers' bits; and a comparison of single
-numbers became a float when it was spread over a block. Only a process that interprets is touched.
+Five things: NumPy 2.4 no longer turns an array of one element into a loop's bound; float32 is cut off to bfloat16 where hardware rounds
+to the nearest; products of bfloat16 are taken of the numbers' bits; a comparison of single numbers became a float when it was spread
+over a block; and after a launch the whole memory behind a tensor of the CPU is copied onto itself, gigabytes of it for a small view. Only a
+process that interprets is touched.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ def mend() -> None:
     import triton.language as tl
     from triton.runtime import interpreter
 
-    builder, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
-    patch_tensor, convert = interpreter._patch_lang_tensor, interpreter._convert_float
+    builder, handle, executor = interpreter.InterpreterBuilder, interpreter.TensorHandle, interpreter.GridExecutor
+    patch_tensor, convert, restore = interpreter._patch_lang_tensor, interpreter._convert_float, executor._restore_args_dev
     dot, splat = builder.create_dot, builder.create_splat
 
     def patched_tensor(tensor: Any, scope: Any) -> None:
@@ -58,6 +59,10 @@ def mend() -> None:
             arg = handle(arg.data, tl.int1)
         return splat(self, kind, arg)
 
-    builder.create_splat = spread
+    def restored(self: Any, args: Any, *rest: Any) -> None:
+        if any(isinstance(t, torch.Tensor) and t.device.type != "cpu" for t in torch.utils._pytree.tree_leaves(args)):
+            restore(self, args, *rest)
+
+    executor._restore_args_dev, builder.create_splat = restored, spread
     interpreter._patch_lang_tensor, interpreter._convert_float = patched_tensor, rounded
     builder.create_dot = product

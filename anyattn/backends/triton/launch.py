@@ -69,7 +69,9 @@ def entry_source(signature: Signature, program: Program, is_aligned: bool) -> st
     plain = [(n, kind) for kind, names in signature.groups for n in _leaves(names)]
     packed: list[str] = []
     captured_names: list[tuple[str, str]] = []
-    units = [f"{n} = {n} * {_UNIT}" for kind, names in signature.groups if kind == "stride" and is_aligned for n in _leaves(names)]
+    strides = [n for kind, names in signature.groups if kind == "stride" and is_aligned for n in _leaves(names)]
+    # the cast is for the interpreter, which takes a small number as 32 bits whatever its annotation says
+    units = [f"{n} = tl.cast({n}, tl.int64) * {_UNIT}" for n in strides]
     for slot, part in enumerate(slots):
         numbers, tensors, totals = _captured(slot, part)
         captured_names += [(n, "long") for n in numbers]

@@ -110,6 +110,10 @@ def program_of(problem: Problem) -> Chosen:
     if ranges is not None:
         return Chosen(Program(score, _ranges_part("ranges", ranges), None, None), (*mods, ranges), None)
     assert joint is not None
+    if problem.sequences is not None and problem.sequences.is_cache:
+        # few rows, and lengths that nobody has looked at: asking is cheaper than listing tiles
+        found = Program(score, _ranges_part("ranges", _ALL), None, _part("always", joint, problem))
+        return Chosen(found, (*mods, _ALL, joint), None)
     made = _mask_part("listed", joint, problem)
     assert made is not None
     return Chosen(Program(score, None, made[0], None), (*mods, made[1]), joint)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from anyattn import disk_cache
-from anyattn.backends.triton.config import Shape, Tiles, candidates, capability_of
+from anyattn.backends.triton.config import Shape, Tiles, candidates, capability_of, padded
 from anyattn.backends.triton.programs import Program
 from anyattn.backends.triton.styles import shape_of
 from anyattn.disk_cache import Payload
@@ -20,11 +20,13 @@ from anyattn.problem import Problem
 __all__ = ["Question", "best", "forget", "question_of", "seconds"]
 
 _RUNS = 5
+_MANY = 4096  # rows
 _known: dict[Question, Tiles] = {}
 
 
 class Question(NamedTuple):
-    """What a winner is remembered by. device: its name. kind: of mask and mods, in words. few_rows: tiles of fewer rows than usual do."""
+    """What a winner is remembered by. device: its name. kind: of mask and mods, in words. few_rows: those of an
+    entry, a power of two, where tiles of fewer rows than usual do; else 0."""
 
     pass_name: str
     device: str
@@ -39,11 +41,12 @@ class Question(NamedTuple):
         return "tiles-" + hashlib.sha256(repr((*self, triton.__version__)).encode()).hexdigest()[:32]
 
 
-def question_of(pass_name: str, problem: Problem, program: Program) -> Question:
+def question_of(pass_name: str, problem: Problem, program: Program, rows: int = 0, splits: int = 1) -> Question:
+    """rows: of an entry, in the forward pass."""
     device = problem.q.device
     named = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    rows = problem.bound_q
-    return Question(pass_name, named, shape_of(problem), _kind(problem, program), rows if rows <= 64 and pass_name == "forward" else 0)
+    kind = _kind(problem, program) + ", split keys" * (splits > 1)
+    return Question(pass_name, named, shape_of(problem), kind, padded(rows) if 0 < rows <= 64 else 0)
 
 
 def _kind(problem: Problem, program: Program) -> str:
@@ -58,14 +61,14 @@ def _kind(problem: Problem, program: Program) -> str:
     return ", ".join(words)
 
 
-def best(question: Question, problem: Problem, measure: Callable[[Tiles], float]) -> Tiles:
+def best(question: Question, device: torch.device, measure: Callable[[Tiles], float]) -> Tiles:
     """The fastest tiles, measured if they are not known. measure: seconds; what fails with a tile is not chosen.
 
     Inside of a CUDA graph, where nothing can be measured, the default.
     """
     if question not in _known:
-        possible = candidates(question.pass_name, question.shape, capability_of(problem.q.device), problem.bound_q)
-        if problem.q.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        possible = candidates(question.pass_name, question.shape, capability_of(device), question.few_rows or _MANY)
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return possible[0]
         cache = disk_cache.open_cache()
         made = partial(_measured, question, possible, measure)

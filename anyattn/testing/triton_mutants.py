@@ -1,0 +1,142 @@
+"""Planted bugs of the Triton backend: one text of one of its files, replaced while ``active`` lasts, in a process that interprets.
+
+``where`` of these is a file of the backend. Each names a ``killer``, a check in ``tests/triton/killers.py`` that fails under it. None makes
+a kernel read far from what it was given: a bug has to be noticed by the judge, not by the operating system.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import sys
+from collections.abc import Iterator
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any
+
+import anyattn
+from anyattn import autograd, kept, recall
+from anyattn.testing.mutants import Mutant
+
+__all__ = ["MUTANTS", "active", "changed"]
+
+_PACKAGE = "anyattn.backends.triton"
+_FORWARD, _BACKWARD, _VISITS, _PLACES = "forward_kernel.py", "backward_kernel.py", "visits.py", "places.py"
+_HIDDEN = "ds = tl.where(seen, ds, 0.0)  # the derivative of a hidden score may be anything\n"
+
+MUTANTS = {
+    m.name: m
+    for m in (
+        # what a row sees
+        Mutant("unmasked_tail", _FORWARD, "seen = (lane < end)[None, :]", "seen = (lane < end + 1)[None, :]", "full"),
+        Mutant("lost_last_key", _FORWARD, "seen = (lane < end)[None, :]", "seen = (lane < end - 1)[None, :]", "full"),
+        Mutant("row_limit_off_by_one", "programs.py", "(kv_idx < rows[{i + 1}])", "(kv_idx <= rows[{i + 1}])", "causal"),
+        Mutant("left_limit_off_by_one", "programs.py", "(kv_idx >= rows[{i}])", "(kv_idx > rows[{i}])", "window"),
+        Mutant("mask_forgotten", _FORWARD, "seen = seen & (MASK(", "seen = seen | (MASK(", "dilated"),
+        Mutant("mask_beside_lists_forgotten", _FORWARD, "    if HAS_ALWAYS:\n        s =", "    if False:\n        s =", "beside_lists"),
+        Mutant("column_of_the_first_tile", _FORWARD, "kv = tl.minimum(lane, end - 1)", "kv = tl.minimum(lane - first, end - 1)", "alibi"),
+        Mutant("partial_taken_for_full", _VISITS, "tl.minimum(tl.min(hi) // TILE_N, end)", "tl.minimum(tl.max(hi) // TILE_N, end)", "causal"),
+        Mutant("window_edge_taken_for_full", _VISITS, "full = tl.maximum((tl.max(lo)", "full = tl.maximum((tl.min(lo)", "window"),
+        Mutant("tiles_before_the_full_ones_lost", _VISITS, "(first, full - first), (full_end,", "(first, nothing), (full_end,", "window"),
+        Mutant("last_tile_lost", _VISITS, "(full_end, end - full_end), (nothing", "(full_end, end - full_end - 1), (nothing", "full"),
+        Mutant("tiles_after_the_first_range_lost", _VISITS, "middle = tl.where(apart, a1, g0)", "middle = tl.where(apart, f1, g0)", "sink_window"),
+        Mutant("second_range_lost", _VISITS, "fourth_end = tl.where(apart, b1, nothing)", "fourth_end = fourth", "sink_window"),
+        Mutant("shared_tile_visited_twice", _VISITS, "g0 = tl.maximum(g0, f1)\n", "g0 = g0 + 0\n", "overlap"),
+        # lists
+        Mutant("full_tile_of_lists_taken_for_partial", _VISITS, "is_full = i >= found[2]", "is_full = i < 0", "lists"),
+        Mutant("whole_of_a_list_tile_missed", _VISITS, "LIST_N + (i % CUT) * TILE_N", "LIST_N", "lists"),
+        Mutant("beyond_the_list_tile", _VISITS, "tl.minimum((n + 1) * LIST_N, seqlen_k)", "seqlen_k", "uneven_lists"),
+        Mutant("heads_share_one_list", _VISITS, "head = h.to(tl.int64) * strides[1]", "head = h.to(tl.int64) * 0", "lists"),
+        Mutant("entries_share_one_list", _VISITS, "at = b.to(tl.int64) * strides[0] + head", "at = head", "lists"),
+        Mutant("lists_of_the_first_sequence", _VISITS, "at = head + found[7] + line", "at = head + line", "ragged_lists"),
+        Mutant("flat_list_offset", _VISITS, "found[8] + line.to(tl.int64)", "found[8] * 0 + line.to(tl.int64)", "ragged_lists"),
+        Mutant("rows_of_the_next_lists", _PLACES, "tl.minimum((line + 1) * LIST_M, seqlen_q)", "seqlen_q", "uneven_lists"),
+        # sums
+        Mutant("scale_1_percent_off", _FORWARD, "else scale * _LOG2E\n", "else scale * _LOG2E * 1.01\n", "full"),
+        Mutant("output_not_rescaled", _FORWARD, "acc * rescale[:, None], input", "acc, input", "peaky"),
+        Mutant("sum_not_rescaled", _FORWARD, "row_sum * rescale + tl.sum(p, 1)", "row_sum + tl.sum(p, 1)", "peaky"),
+        Mutant("stale_maximum", _FORWARD, "tl.sum(p, 1), highest\n", "tl.sum(p, 1), row_max\n", "peaky"),
+        Mutant("sink_counted_twice", _FORWARD, "+ tl.exp2(logit - highest)", "+ 2 * tl.exp2(logit - highest)", "sink"),
+        Mutant("sink_does_not_rescale", _FORWARD, "acc = acc * rescale[:, None]\n        row_max", "row_max", "sink"),
+        Mutant("sink_in_base_2", _FORWARD, ".to(tl.float32) * _LOG2E\n        highest", ".to(tl.float32)\n        highest", "sink"),
+        Mutant("sink_of_another_head", _FORWARD, "tl.load(tensors[6] + h)", "tl.load(tensors[6] + h * 0)", "sink"),
+        Mutant("lse_in_base_2", _FORWARD, "row_max * _LN2 + tl.log(total))", "row_max + tl.log2(total))", "full"),
+        Mutant("nan_of_a_row_that_sees_nothing", _FORWARD, "tl.where(row_sum == 0, 1.0, row_sum)", "row_sum", "islands"),
+        # heads and storage
+        Mutant("wrong_gqa_head", _FORWARD, "((h * GROUP) // sizes[7])", "((h * GROUP) % (sizes[2] // sizes[7]))", "full"),
+        Mutant("head_dim_not_cut", _FORWARD, "mask=is_row & (d < HEAD_DIM)", "mask=is_row & (d <= HEAD_DIM)", "head_dim"),
+        Mutant("queries_of_the_first_sequence", _FORWARD, "at = found[1] + position", "at = position", "packed"),
+        Mutant("keys_of_the_first_sequence", _FORWARD, "at = lane + key[3]\n", "at = lane\n", "packed"),
+        Mutant("page_off_by_one", _PLACES, "pages + at // PAGE_SIZE", "pages + tl.maximum(at // PAGE_SIZE - 1, 0)", "pages"),
+        Mutant("row_of_page_off_by_one", _PLACES, "(at % PAGE_SIZE) *", "((at + 1) % PAGE_SIZE) *", "pages"),
+        Mutant("pages_of_the_first_sequence", _FORWARD, "tensors[9] + b.to(tl.int64) * sizes[6]", "tensors[9]", "pages"),
+        # the backward pass
+        Mutant("delta_dropped", _BACKWARD, "delta = tl.sum(out * dout, 1)", "delta = tl.sum(out * dout * 0, 1)", "full"),
+        Mutant("lse_gradient_ignored", _BACKWARD, "    if HAS_DLSE:", "    if False:", "full"),
+        Mutant("stale_lse", _BACKWARD, "tl.load(tensors[4] + place, mask", "tl.load(tensors[4] + place // 2 * 2, mask", "full"),
+        Mutant("dq_not_scaled", _BACKWARD, "(dq * scale)", "(dq * 1.0)", "full"),
+        Mutant("dk_1_percent_off", _BACKWARD, "(dk * scale)", "(dk * scale * 1.01)", "full"),
+        Mutant("row_tile_lost", _BACKWARD, "tl.max(tl.where(touches, m + 1, 0))", "tl.max(tl.where(touches, m, 0))", "full"),
+        Mutant("dk_of_one_head_alone", _BACKWARD, "h = kv_head * sizes[7] + g", "h = kv_head * sizes[7]", "full"),
+        Mutant("dv_overwritten", _BACKWARD, "dout, dv, input_precision", "dout, dv * 0, input_precision", "full"),
+        Mutant("rows_filled_in_part", _BACKWARD, "fills = (all_lo <= n_first) & (all_hi >= n_end)\n", "fills = (all_lo <= n_first) & (hi >= n_end)\n", "causal"),
+        Mutant("rows_filled_from_later_on", _BACKWARD, "fills = (all_lo <= n_first) & (all_hi >= n_end)\n", "fills = (lo <= n_first) & (all_hi >= n_end)\n", "window"),
+        Mutant("second_range_of_rows_lost", _BACKWARD, "touches = touches | (", "touches = touches & (", "sink_window"),
+        Mutant("hidden_probability_kept", _BACKWARD, "p = tl.where(seen, p, 0.0)", "p = p * 1.0", "causal"),
+        Mutant("hidden_score_kept_in_dq", _BACKWARD, "ds = tl.where(seen, ds, 0.0)\n    if HAS_SCATTER", "ds = ds * 1.0\n    if HAS_SCATTER", "causal"),
+        Mutant("hidden_derivative_kept", _BACKWARD, f"{_HIDDEN}    dk", "ds = ds * 1.0\n    dk", "infinite_derivative"),
+        Mutant("hidden_derivative_kept_in_dq", _BACKWARD, f"{_HIDDEN}    return", "ds = ds * 1.0\n    return", "infinite_derivative"),
+        Mutant("derivative_forgotten_in_dk", _BACKWARD, "of_score[1].to(tl.float32)\n    if IS_PARTIAL", "1.0\n    if IS_PARTIAL", "softcap"),
+        Mutant("derivative_forgotten_in_dq", _BACKWARD, "of_score[1].to(tl.float32)\n        if IS", "1.0\n        if IS", "softcap"),
+        Mutant("mask_forgotten_in_dk", _BACKWARD, "rows, captured[1][0], captured[1][1]) | is_shown)", "rows, captured[1][0], captured[1][1]) | (kv >= 0))", "dilated"),
+        Mutant("mask_forgotten_in_dq", _BACKWARD, "rows[1], captured[1][0], captured[1][1]) | is_shown)", "rows[1], captured[1][0], captured[1][1]) | (kv >= 0))", "dilated"),
+        Mutant("sink_gradient_sign", "backward_pass.py", "return -(share * delta)", "return (share * delta)", "sink"),
+        Mutant("captured_derivative_forgotten", "programs.py", "ds * found[{load.factor}].to(tl.float32)", "ds", "gated"),
+        Mutant("captured_gradient_one_place_on", "programs.py", "totals[{load.total}]", "totals[{0 * load.total}]", "two_tables"),
+        Mutant("keys_of_a_shared_entry_lost", "programs.py", "tl.sum(part{i}, 1, keep_dims=True)", "tl.max(part{i}, 1, keep_dims=True)", "alibi"),
+    )
+}  # fmt: skip
+
+
+@contextlib.contextmanager
+def active(name: str, folder: Path) -> Iterator[None]:
+    """The backend with one bug in it, imported anew from a file in ``folder``. Raises ``LookupError`` if the code no longer has the text."""
+    mutant = MUTANTS[name]
+    path = folder / f"{name}.py"  # a file of its own: Triton reads a kernel's source
+    path.write_text(changed(mutant))
+    finder = _Finder(f"{_PACKAGE}.{mutant.where.removesuffix('.py')}", path)
+    sys.meta_path.insert(0, finder)
+    _forget()
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+        _forget()
+
+
+def changed(mutant: Mutant) -> str:
+    """The source of the file with its bug."""
+    assert anyattn.__file__ is not None
+    source = (Path(anyattn.__file__).parent / "backends" / "triton" / mutant.where).read_text()
+    if source.count(mutant.old) != 1:
+        raise LookupError(f"mutant {mutant.name}: {mutant.old!r} stands {source.count(mutant.old)} times in {mutant.where}; wanted once")
+    return source.replace(mutant.old, mutant.new)
+
+
+class _Finder(MetaPathFinder):
+    def __init__(self, module: str, path: Path) -> None:
+        self.module, self.path = module, path
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        return importlib.util.spec_from_file_location(fullname, self.path) if fullname == self.module else None
+
+
+def _forget() -> None:
+    """The backend is imported again when it is next used; the mends of the interpreter are made once."""
+    for name in list(sys.modules):
+        if (name == _PACKAGE or name.startswith(f"{_PACKAGE}.")) and name != f"{_PACKAGE}.interpreter":
+            del sys.modules[name]
+    autograd.backend_module.cache_clear()
+    recall.clear()
+    kept.forget()

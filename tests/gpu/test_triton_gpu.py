@@ -1,0 +1,122 @@
+"""The Triton kernels on a GPU, at the sizes that they are for: what ``tests/triton`` shows of them in Triton's interpreter.
+
+The tests that they share with the Hopper kernel are run on them by ``ANYATTN_GPU_BACKEND=triton`` (``make test-gpu``).
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import judging_gpu as judging
+import pytest
+import torch
+from judging_gpu import DEVICE, judge, qkv, random
+
+import anyattn
+from anyattn import masks
+from anyattn.testing import cases
+
+sys.path[:0] = [str(Path(__file__).parent.parent / name) for name in ("end_to_end", "triton")]
+
+import proof
+from calls import results
+
+pytestmark = pytest.mark.gpu
+judging.needs_the_backend(only="triton")
+
+NAMES: dict[str, Any] = {"ids": lambda x: str(x).removeprefix("torch.")}
+SHAPES = proof.MANY if judging.MODE == "gpu" else proof.FEW
+RERUNS = 300 if judging.MODE == "gpu" else 2
+
+
+def checked(case: cases.Case, dtype: torch.dtype, wanted: dict[str, Any], **options: Any) -> dict[str, torch.Tensor]:
+    want = cases.expected(case, dtype, device=DEVICE, **wanted)
+    got = results(case, want, backend=judging.BACKEND, **{"backward": wanted.get("backward", True)} | options)
+    want.check(got, str(case))
+    return got
+
+
+@pytest.mark.parametrize(("case", "dtype"), proof.matrix(SHAPES), **NAMES)
+def test_variant(case: cases.Case, dtype: torch.dtype) -> None:
+    checked(case, dtype, {})
+
+
+@pytest.mark.parametrize(("case", "dtype"), proof.alone(SHAPES), **NAMES)
+def test_output_alone(case: cases.Case, dtype: torch.dtype) -> None:
+    checked(case, dtype, {"with_lse": False, "backward": False})
+
+
+@pytest.mark.parametrize("name", proof.LADDER)
+@pytest.mark.parametrize("dtype", proof.DTYPES, **NAMES)
+def test_ladder(name: str, dtype: torch.dtype) -> None:
+    rung = proof.LADDER[name]
+    for kind in cases.KINDS:
+        judge(qkv(2, 2 * rung.ratio, 2, 1025, 1025, dtype=dtype, kind=kind), mask=rung.mask, label=kind)
+
+
+@pytest.mark.parametrize("ratio", proof.RATIOS)
+def test_grouped_heads(ratio: int) -> None:
+    slopes = random(2 * ratio)
+    score = judging.Capturing(lambda to: (lambda t: lambda s, b, h, i, j: s + t[h] * (i - j) * 0.01)(to(slopes)))
+    judge(qkv(1, 2 * ratio, 2), mask=lambda b, h, i, j: (i - j) % 2 <= h % 2, score=score, sink=slopes)
+
+
+@pytest.mark.parametrize(("d", "dv"), proof.DIMS)
+@pytest.mark.parametrize("dtype", proof.DTYPES, **NAMES)
+def test_head_dims(d: int, dv: int, dtype: torch.dtype) -> None:
+    for mask in (None, masks.causal(33), masks.sliding_window(100, 0)):
+        judge(qkv(1, 4, 2, d=d, dv=dv, dtype=dtype), mask=mask)
+
+
+@pytest.mark.parametrize("name", ["gated_sink", "documents", "t5", "islands_sink", "pair_bias"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], **NAMES)
+def test_deterministic_reruns_agree_bitwise(name: str, dtype: torch.dtype) -> None:
+    case = cases.Case(name, cases.Shape(2, 8, 4, 1025, 1025, 64, 64) if judging.MODE == "gpu" else SHAPES[0], "normal")
+    want = cases.expected(case, dtype, device=DEVICE)
+    first = results(case, want, backend=judging.BACKEND, deterministic=True)
+    want.check(first, str(case))
+    for _ in range(RERUNS):
+        again = results(case, want, backend=judging.BACKEND, deterministic=True)
+        assert all(torch.equal(first[n], again[n]) for n in first)
+
+
+@judging.on_the_gpu_alone
+def test_no_square_tensor_at_length_65536() -> None:
+    """S x S of bytes would be 4 GiB; forward and backward take the gradients, the statistics and little more."""
+    q, k, v = (t.requires_grad_() for t in qkv(1, 2, 2, 65536, 65536, 64))
+    slopes = torch.rand(2, device=DEVICE, requires_grad=True)
+    for options in (
+        {"mask": masks.causal()},
+        {"mask": masks.sliding_window(512, 0)},
+        {"mask": masks.causal(), "score": lambda s, b, h, i, j: s - slopes[h] * (i - j)},
+    ):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        judging.flex(q, k, v, **options).sum().backward()
+        torch.cuda.synchronize()
+        used = torch.cuda.max_memory_allocated() - before
+        assert used <= 16 * q.numel() * q.element_size(), f"{used / 2**20:.0f} MiB for {options}"
+
+
+@judging.on_the_gpu_alone
+def test_sixty_thousand_tokens_of_documents() -> None:
+    """Packed by a causal document mask, forward and backward: out, gradients, statistics and block lists, nothing else."""
+    tokens, heads, dim = 60_000, 16, 128
+    ids = (torch.arange(tokens, device=DEVICE) // 3001).int()
+    q, k, v = (random(1, heads, tokens, dim, seed=s).bfloat16().to(DEVICE).requires_grad_() for s in range(3))
+    lists = anyattn.create_block_mask(masks.document(ids) & masks.causal(), None, None, tokens, tokens, device=DEVICE)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out, lse = judging.flex(q, k, v, block_mask=lists, return_lse=True)
+    out.sum().backward()
+    used = torch.cuda.max_memory_allocated() - before
+    one = q.numel() * q.element_size()  # out, dout, dq, dk, dv; and dq in float32 where it is summed so
+    assert used <= 8 * one, f"{used / one:.1f} times a tensor of q's size"
+    rows, last = slice(tokens - 300, tokens), tokens - tokens % 3001
+    judging.check(
+        "the last document", {"out": out.detach()[:, :, rows], "lse": lse.detach()[:, :, rows]},
+        *(t.detach() for t in (q[:, :, rows], k[:, :, last:], v[:, :, last:])), mask=masks.causal(tokens - 300 - last),
+    )  # fmt: skip

@@ -1,0 +1,115 @@
+"""Every variant, forward and backward, by Triton's interpreter. Run by ``test_interpreted.py`` in a process of its own."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "end_to_end"))
+
+import proof
+from calls import judge, results
+
+import anyattn
+from anyattn import masks
+from anyattn.testing import cases
+
+NAMES = {"ids": lambda x: str(x).removeprefix("torch.")}
+
+
+@pytest.mark.parametrize(("case", "dtype"), proof.matrix(proof.FEW), **NAMES)
+def test_variant(case, dtype):
+    want = cases.expected(case, dtype)
+    want.check(results(case, want), str(case))
+
+
+@pytest.mark.parametrize(("case", "dtype"), proof.alone(proof.FEW), **NAMES)
+def test_output_alone(case, dtype):
+    want = cases.expected(case, dtype, with_lse=False, backward=False)
+    want.check(results(case, want, backward=False), str(case))
+
+
+def qkv(*shape, dtype=torch.float32, kind="normal"):
+    return cases.inputs(kind, cases.Shape(*shape), dtype, 0)[:3]
+
+
+@pytest.mark.parametrize("name", proof.LADDER)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], **NAMES)
+def test_ladder(name, dtype):
+    rung = proof.LADDER[name]
+    judge(*qkv(1, rung.ratio, 1, 75, 75, 16, 16, dtype=dtype), mask=rung.mask)
+
+
+@pytest.mark.parametrize("ratio", proof.RATIOS)
+def test_grouped_heads(ratio):
+    q, k, v = qkv(1, 2 * ratio if ratio < 5 else ratio, 2 if ratio < 5 else 1, 35, 40, 8, 8)
+    bias = torch.linspace(-1, 1, q.shape[1], dtype=torch.float64)
+    mask = lambda b, h, i, j: (i - j) % 2 <= h % 2
+    judge(q, k, v, mask=mask, score=lambda s, b, h, i, j: s + bias[h] * j * 0.1, captured=[bias], sink=bias.float())
+
+
+@pytest.mark.parametrize(("d", "dv"), proof.DIMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], **NAMES)
+def test_head_dims(d, dv, dtype):
+    judge(*qkv(1, 2, 1, 40, 37, d, dv, dtype=dtype), mask=masks.causal(5))
+
+
+@pytest.mark.parametrize("tiles", [(16, 16), (16, 64), (64, 16), (128, 32)], ids=str)
+@pytest.mark.parametrize("name", ["sink_window", "relative_window", "documents"])
+def test_tiles_of_any_size(tiles, name):
+    case = cases.Case(name, cases.Shape(1, 2, 1, 70, 70, 16, 16), "peaky")
+    want = cases.expected(case, torch.float32)
+    want.check(results(case, want, kernel_options={"tile_m": tiles[0], "tile_n": tiles[1]}), str(case))
+
+
+BLOCKS = (16, 32, 48, 64, (32, 80), (100, 16), 256)
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+@pytest.mark.parametrize("by", ["anyattn", "torch"])
+def test_block_masks_of_other_sizes(block, by):
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    q, k, v = qkv(1, 2, 1, 90, 101, 16, 16)
+    mask = lambda b, h, i, j: (i + 30 >= j) & (i - j < 60) & ((j < 70) | (i > 80))
+    make = anyattn.create_block_mask if by == "anyattn" else create_block_mask
+    judge(q, k, v, mask=mask, block_mask=make(mask, None, None, 90, 101, device="cpu", BLOCK_SIZE=block))
+
+
+@pytest.mark.parametrize("sizes", [(2, 3), (2, None), (None, 3)], ids=str)
+def test_block_masks_by_batch_and_head(sizes):
+    q, k, v = qkv(2, 3, 1, 40, 50, 8, 8)
+    batch, heads = sizes
+    mask = lambda b, h, i, j: (i + 20 - j >= 3 * (b if batch else 0)) & (i - j < 20 - 5 * (h if heads else 0))
+    judge(q, k, v, mask=mask, block_mask=anyattn.create_block_mask(mask, batch, heads, 40, 50, device="cpu", BLOCK_SIZE=32))
+
+
+def test_lists_alone_say_what_is_seen():
+    """Torch's full blocks are not asked, its partial ones are; blocks in no list are not seen, whatever the mask says."""
+    q, k, v = qkv(2, 2, 1, 128, 96, 16, 16)
+    kinds = torch.randint(0, 3, (2, 2, 4, 3), generator=torch.Generator().manual_seed(4))
+    kinds[0, 1, 2] = 0
+    tables = []
+    for wanted in (1, 2):
+        at = kinds == wanted
+        tables += [at.sum(-1, dtype=torch.int32), at.int().argsort(dim=-1, descending=True, stable=True).int()]
+    shown = lambda b, h, i, j: (i + j) % 3 != 0
+    made = anyattn.BlockMask.from_kv_blocks(*tables, BLOCK_SIZE=32, mask_mod=shown, seq_lengths=(128, 96))
+
+    def meant(b, h, i, j):
+        kind = kinds[b, h, i // 32, j // 32]
+        return (kind == 2) | ((kind == 1) & shown(b, h, i, j))
+
+    judge(q, k, v, mask=meant, block_mask=made)
+
+
+@pytest.mark.parametrize("name", ["gated_sink", "documents", "t5", "islands_sink"])
+def test_deterministic_reruns_agree_bitwise(name):
+    case = cases.Case(name, cases.Shape(1, 2, 1, 70, 70, 16, 16), "normal")
+    want = cases.expected(case, torch.bfloat16)
+    first, second = (results(case, want, deterministic=True) for _ in range(2))
+    assert all(torch.equal(first[n], second[n]) for n in first)
+    want.check(first, str(case))

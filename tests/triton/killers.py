@@ -1,0 +1,169 @@
+"""Small judged calls on the Triton backend, each of which fails under some planted bug (``anyattn.testing.triton_mutants``)."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "end_to_end"))
+
+import sequences as seq
+import test_flash_varlen as varlen
+from calls import judge, results
+from sequences import Meaning
+
+import anyattn
+from anyattn import masks
+from anyattn.testing import cases
+
+SMALL = cases.Shape(2, 4, 2, 37, 43, 16, 16)
+LONG = cases.Shape(1, 2, 1, 70, 90, 16, 16)
+
+
+def qkv(*shape: int, kind: str = "normal") -> tuple[torch.Tensor, ...]:
+    return cases.inputs(kind, cases.Shape(*shape), torch.float32, 0)[:3]
+
+
+@functools.cache
+def wanted(variant: str, shape: cases.Shape, kind: str) -> tuple[cases.Case, cases.Expected]:
+    case = cases.Case(variant, shape, kind)
+    return case, cases.expected(case, torch.float32)
+
+
+def variant(name: str, shape: cases.Shape = SMALL, kind: str = "normal") -> Callable[[], None]:
+    def check() -> None:
+        case, want = wanted(name, shape, kind)
+        want.check(results(case, want), name)
+
+    return check
+
+
+def judged(shape: tuple[int, ...], **options: Any) -> Callable[[], None]:
+    return lambda: judge(*qkv(*shape), **options) and None
+
+
+def rising() -> None:
+    """Every tile of keys has greater scores than the one before."""
+    q, k, v = qkv(1, 2, 1, 20, 70, 16, 16)
+    judge(q, k * torch.linspace(0.2, 4, 70)[:, None], v)
+
+
+def random_lists(tile: tuple[int, int], sizes: tuple[int, int, int, int]) -> Callable[[], None]:
+    """Random lists, others for each entry and head; what a partial tile shows has holes that a full one does not."""
+
+    def check() -> None:
+        batch, heads, sq, sk = sizes
+        grid = (batch, heads, -(-sq // tile[0]), -(-sk // tile[1]))
+        kinds = torch.randint(0, 3, grid, generator=torch.Generator().manual_seed(4))
+        kinds[..., -1] = 2  # the sequence's end cuts full tiles
+        kinds[0, 0, 0] = 0
+        tables = []
+        for which in (1, 2):
+            at = kinds == which
+            tables += [at.sum(-1, dtype=torch.int32), at.int().argsort(dim=-1, descending=True, stable=True).int()]
+        shown = lambda b, h, i, j: (i + j) % 3 != 0
+        made = anyattn.BlockMask.from_kv_blocks(*tables, BLOCK_SIZE=tile, mask_mod=shown, seq_lengths=(sq, sk))
+
+        def meant(b: Any, h: Any, i: Any, j: Any) -> Any:
+            kind = kinds[b, h, i // tile[0], j // tile[1]]
+            return (kind == 2) | ((kind == 1) & shown(b, h, i, j))
+
+        judge(*qkv(batch, heads, 1, sq, sk, 16, 16), mask=meant, block_mask=made)
+
+    return check
+
+
+def beside_lists() -> None:
+    """Lists that say nothing of what the mask beside them hides in every tile."""
+    q, k, v = qkv(1, 2, 1, 64, 64, 16, 16)
+    shown = lambda b, h, i, j: (i // 16 - j // 16) % 3 != 1
+    made = anyattn.create_block_mask(shown, None, None, 64, 64, device="cpu", BLOCK_SIZE=32)
+    beside = lambda b, h, i, j: (i * 3 + j * 5) % 4 != 0
+    both = lambda b, h, i, j: shown(b, h, i, j) & beside(b, h, i, j)
+    judge(q, k, v, mask=both, block_mask=made, mask_mod=beside)
+
+
+def packed(form: Callable[..., Any] = varlen.packed_call) -> Callable[[], None]:
+    """Lengths that differ between sequences and sides; forward and backward."""
+
+    def check() -> None:
+        batch = seq.ragged([20, 3, 37], [30, 41, 18])
+        meaning = Meaning(causal=True, score_mod=lambda s, b, h, i, j: s + 0.1 * b * (i % 3))
+        got, shared = varlen.results(batch, meaning, form)
+        seq.judge(got, batch, meaning, shared=shared)
+
+    return check
+
+
+def ragged_lists() -> None:
+    lengths = ([20, 50, 37], [30, 41, 40])
+    batch = seq.ragged(*lengths)
+    ids = (torch.arange(150).reshape(3, 50) * 7 // 31) % 5
+    mask = lambda b, h, i, j: (ids[b, i] == ids[b, j]) | (j < 6 * b + 5 * h)
+    where = {"cu_seqlens_q": seq.ends(lengths[0]), "cu_seqlens_k": seq.ends(lengths[1])}
+    for layout in ("flat", "padded"):
+        lists = anyattn.compute_varlen_block_sparsity(32, 16, 4, mask, layout=layout, device="cpu", **where)
+        meaning = Meaning(mask_mod=mask)
+        got, _ = varlen.results(batch, meaning, varlen.packed_call, block_sparse_tensors=lists)
+        seq.judge(got, batch, meaning, label=layout)
+
+
+def pages() -> None:
+    """Shuffled pages; keys that the batch does not use hold NaN. No gradients, which pages do not get from Triton."""
+    batch = seq.ragged([9, 20, 3], [30, 41, 18])
+    table, count = seq.shuffled_table(3, 48, 8, 1)
+    used = torch.tensor(batch.lengths[1])
+    pools = [seq.paged(part, 8, table, count) for part in (batch.k, batch.v)]
+    out, lse = anyattn.flash_attn_varlen_func(
+        seq.packed(batch.q), *pools, cu_seqlens_q=seq.ends(batch.lengths[0]), seqused_k=used, page_table=table, causal=True, return_lse=True
+    )
+    lengths = batch.lengths[0]
+    seq.judge({"out": seq.unpacked(out, lengths), "lse": list(lse.split(lengths, 1))}, batch, Meaning(causal=True))
+
+
+def two_tables() -> None:
+    a, b = torch.linspace(-1, 1, 43, dtype=torch.float64), torch.linspace(1, -2, 37, dtype=torch.float64)
+    judge(*qkv(1, 2, 1, 37, 43, 16, 16), score=lambda s, _, h, i, j: s + a[j] * b[i], captured=[a, b])
+
+
+def overlap() -> None:
+    """Two ranges of keys that share tiles which both fill."""
+    judge(*qkv(1, 1, 1, 70, 100, 16, 16), mask=lambda b, h, i, j: (j < i + 40) | ((j >= 20) & (j < 90)))
+
+
+def infinite_derivative() -> None:
+    judge(*qkv(1, 1, 1, 40, 40, 16, 16), score=lambda s, b, h, i, j: s / torch.clamp(i - j + 1, min=0), mask=masks.causal())
+
+
+def ranges(sink: int, window: int) -> Callable[[], None]:
+    return judged((1, 2, 1, 100, 100, 16, 16), mask=masks.sink_window(sink, window))
+
+
+KILLERS: dict[str, Callable[[], Any]] = {
+    "full": variant("full"),
+    "causal": variant("causal", LONG),
+    "window": judged((1, 2, 1, 70, 90, 16, 16), mask=masks.sliding_window(37, 5)),
+    "dilated": variant("dilated", LONG),
+    "islands": variant("islands", LONG),
+    "sink_window": lambda: (ranges(4, 19)(), ranges(17, 40)()),
+    "overlap": overlap,
+    "peaky": rising,
+    "sink": variant("sink"),
+    "alibi": variant("alibi"),
+    "gated": variant("gated"),
+    "softcap": variant("softcap"),
+    "two_tables": two_tables,
+    "infinite_derivative": infinite_derivative,
+    "head_dim": judged((1, 2, 1, 20, 20, 24, 40)),
+    "lists": random_lists((32, 32), (2, 2, 70, 88)),
+    "uneven_lists": random_lists((48, 24), (1, 2, 100, 70)),
+    "beside_lists": beside_lists,
+    "packed": packed(),
+    "ragged_lists": ragged_lists,
+    "pages": pages,
+}

@@ -1,0 +1,74 @@
+"""The Triton kernels compiled ahead of time for GPUs that are not there: within their shared memory, and what does not fit in registers.
+
+A few kernels of each generation; ``make test-long`` compiles those of every head dimension, dtype and pass.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+
+from anyattn.testing import cases
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+
+GENERATIONS = [(8, 0), (9, 0), (10, 0)]
+SMALL_ONES = [(8, 6), (8, 9)]  # of the same generations with less shared memory
+NAMES = {"ids": lambda x: str(x).removeprefix("torch.")}
+
+
+def checked(capability: tuple[int, int], d: int, dv: int, dtype: torch.dtype, variant: str, **options: int) -> None:
+    import compiling
+
+    made = compiling.call(capability, d, dv, dtype, variant, **options)
+    assert {m.kernel for m in made} >= {"forward_tile", "prepare_tile", "dq_tile", "dkdv_tile"}
+    for one in made:
+        print(capability, *one)
+    compiling.check(made, capability, f"{capability} {d} {dv} {dtype} {variant}")
+
+
+@pytest.mark.parametrize("capability", GENERATIONS, ids=str)
+def test_compiles(capability: tuple[int, int]) -> None:
+    checked(capability, 128, 128, torch.bfloat16, "causal")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("capability", [*GENERATIONS, *SMALL_ONES], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], **NAMES)
+@pytest.mark.parametrize(("d", "dv"), [(16, 16), (32, 32), (64, 64), (72, 72), (128, 128), (192, 128), (256, 256)])
+def test_every_head_dim(d: int, dv: int, dtype: torch.dtype, capability: tuple[int, int]) -> None:
+    checked(capability, d, dv, dtype, "causal")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("capability", GENERATIONS, ids=str)
+@pytest.mark.parametrize("variant", cases.VARIANTS)
+def test_every_variant(variant: str, capability: tuple[int, int]) -> None:
+    checked(capability, 64, 64, torch.bfloat16, variant)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [1, 17, 64])
+def test_few_rows(rows: int) -> None:
+    for capability in GENERATIONS:
+        checked(capability, 128, 128, torch.bfloat16, "full", rows=rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], **NAMES)
+@pytest.mark.parametrize("capability", [(7, 5), *GENERATIONS, *SMALL_ONES, (12, 0), (99, 9), None], ids=str)
+def test_tiles_fit_every_device(capability: tuple[int, int] | None, dtype: torch.dtype) -> None:
+    """By the configurations' own account, for every head dimension."""
+    from anyattn.backends.triton import config
+
+    room = config.shared_memory(capability)
+    widths = sorted({config.padded(d) for d in range(1, 257)})
+    for d in widths:
+        for dv in widths:
+            for rows in (1, 16, 64, 65, 10_000):
+                assert config.needed(config.forward_tiles(d, dv, dtype, capability, rows), d, dv, dtype.itemsize) <= room, (d, dv, rows)
+            for name, tiles in config.backward_tiles(d, dv, dtype, capability).items():
+                assert config.needed(tiles, d, dv, dtype.itemsize) <= room, (d, dv, name)

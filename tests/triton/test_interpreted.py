@@ -1,0 +1,52 @@
+"""The Triton kernels by Triton's interpreter, on a CPU: every variant, the tests of all front doors, and planted bugs.
+
+The interpreter is chosen when Triton is imported, so each part gets a process of its own; there the tests of other folders, which name no
+backend, run on this one (``tests/conftest.py``).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+TESTS = Path(__file__).resolve().parent.parent
+
+
+class Part(NamedTuple):
+    """files: below tests/. chosen: pytest's ``-k``. tiles: of calls that name none."""
+
+    files: str
+    chosen: str = ""
+    tiles: str = "32x16"
+
+
+PARTS = {
+    "variants": Part("triton/interpreted_variants.py", "test_variant"),
+    "more of variants": Part("triton/interpreted_variants.py", "not test_variant"),
+    "mutants": Part("triton/interpreted_mutants.py"),
+}
+
+
+def run(part: Part, **more: str) -> subprocess.CompletedProcess:
+    found = os.pathsep.join([str(TESTS.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {
+        **os.environ, "TRITON_INTERPRET": "1", "ANYATTN_TEST_BACKEND": "triton", "ANYATTN_TEST_TILES": part.tiles, "PYTHONPATH": found,
+        "OMP_NUM_THREADS": "1", **more,
+    }  # fmt: skip
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", "-W", "ignore", "--durations=5"]
+    command += [str(TESTS / part.files), *(["-k", part.chosen] if part.chosen else [])]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280)
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_part(name: str) -> None:
+    done = run(PARTS[name])
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    print(done.stdout[-800:])
