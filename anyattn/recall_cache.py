@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from anyattn import hardware, plan, recall
+from anyattn import check_lengths, hardware, plan, recall
 from anyattn.bands import band
 from anyattn.check_cache import CacheCall, Given, cache_call
 from anyattn.check_flash import Options
@@ -98,7 +98,8 @@ def _facts(given: Given, options: Options) -> tuple | None:
     if options.score_mod is not None or options.mask_mod is not None or options.alibi_slopes is not None or options.aux_tensors is not None:
         return None
     try:
-        if given.q.device.type != "cpu" or (given.k is None) != (given.v is None):
+        device = given.q.device
+        if device.type != "cpu" or check_lengths.takes_their_word(device, given.validate) or (given.k is None) != (given.v is None):
             return None
         window = options.window_size
         numbers = (options.causal, *window, options.softcap, options.num_splits, given.validate)
