@@ -13,7 +13,7 @@ import torch
 
 __all__ = [
     "PASSES", "Shape", "Tiles", "architecture", "asked", "backward_tiles", "candidates", "capability_of", "fits", "fitting",
-    "forward_tiles", "needed", "padded", "shared_memory",
+    "forward_tiles", "needed", "padded", "reason_against", "shared_memory",
 ]  # fmt: skip
 
 PASSES = ("forward", "dq", "dkdv")
@@ -145,6 +145,14 @@ def needed(name: str, tiles: Tiles, shape: Shape, capability: tuple[int, int] | 
 def fits(name: str, tiles: Tiles, shape: Shape, capability: tuple[int, int] | None) -> bool:
     """Whether a pass with these tiles finds the shared memory that it needs."""
     return needed(name, tiles, shape, capability) <= shared_memory(capability)
+
+
+def reason_against(name: str, tiles: Tiles, shape: Shape, capability: tuple[int, int] | None) -> str | None:
+    """None if the tiles fit, else why not, for people."""
+    if fits(name, tiles, shape, capability):
+        return None
+    need, room = (x >> 10 for x in (needed(name, tiles, shape, capability), shared_memory(capability)))
+    return f"its least tiles for head dimensions of {shape.d} and {shape.dv} take {need} KiB of shared memory, and a block has {room}"
 
 
 def fitting(name: str, tiles: Tiles, shape: Shape, capability: tuple[int, int] | None) -> Tiles:
