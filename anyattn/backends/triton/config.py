@@ -22,7 +22,8 @@ _SHARED = {
     (7, 5): 64 << 10, (8, 0): 163 << 10, (8, 6): 99 << 10, (8, 7): 163 << 10, (8, 9): 99 << 10, (9, 0): 227 << 10, (10, 0): 227 << 10,
     (11, 0): 227 << 10, (12, 0): 99 << 10, (12, 1): 99 << 10,
 }  # fmt: skip
-_LEAST_SHARED = 48 << 10
+_LEAST_SHARED = {True: 99 << 10, False: 48 << 10}  # from compute capability 8 on, and before
+_OF_AMD = 64 << 10
 _SMALL_PARTS = 2 << 10  # barriers, statistics and what reductions pass around
 
 
@@ -58,7 +59,11 @@ def capability_of(device: torch.device) -> tuple[int, int] | None:
 
 def shared_memory(capability: tuple[int, int] | None) -> int:
     """Bytes of shared memory that one block can have; of an unknown device as much as any has."""
-    return _SHARED.get(capability, _SHARED.get((capability[0], 0), _LEAST_SHARED)) if capability else _SHARED[9, 0]
+    if torch.version.hip is not None and capability is not None:
+        return _OF_AMD
+    if capability is None:
+        return _SHARED[9, 0]
+    return _SHARED.get(capability, _SHARED.get((capability[0], 0), _LEAST_SHARED[capability[0] >= 8]))
 
 
 @dataclass(frozen=True)
@@ -76,7 +81,7 @@ def architecture(capability: tuple[int, int] | None) -> str:
     """The row of the tables: "sm_80", "sm_86" (little shared memory), "sm_90" or "sm_100"; others get one of the first two."""
     if capability is None:
         return "sm_80"
-    if capability[0] in (9, 10, 11):
+    if torch.version.hip is None and capability[0] in (9, 10, 11):
         return "sm_90" if capability[0] == 9 else "sm_100"
     return "sm_86" if shared_memory(capability) < 128 << 10 else "sm_80"
 
