@@ -21,7 +21,8 @@ from anyattn.testing import cases
 
 
 class Made(NamedTuple):
-    """One compiled kernel. shared: bytes. stack: bytes of local memory that a thread takes, spilled registers among them; None if unknown."""
+    """One compiled kernel. shared: bytes. stack: bytes of local memory that a thread takes, spilled registers among them; None if unknown.
+    narrow: loads of a single 16-bit element."""
 
     kernel: str
     tile: tuple[int, int]
@@ -30,6 +31,7 @@ class Made(NamedTuple):
     shared: int
     registers: int
     stack: int | None
+    narrow: int
 
 
 @contextlib.contextmanager
@@ -73,7 +75,7 @@ def _compiled(kernel: Any, arguments: tuple, options: dict[str, Any], capability
     registers, stack = _resources(found.asm["cubin"])
     name = re.sub(r"_[0-9a-f]+$", "", kernel.fn.__code__.co_filename.strip("<>").split()[-1])
     tile = (options["TILE_M"], options.get("TILE_N", 0))
-    return Made(name, tile, options["num_warps"], options["num_stages"], found.metadata.shared, registers, stack)
+    return Made(name, tile, options["num_warps"], options["num_stages"], found.metadata.shared, registers, stack, len(re.findall(r"ld\.global\S*\.b16", found.asm["ptx"])))
 
 
 @functools.lru_cache(maxsize=1)
@@ -121,4 +123,5 @@ def check(made: list[Made], capability: tuple[int, int], label: str, most_stack:
     room = config.shared_memory(capability)
     for one in made:
         assert one.shared <= room, f"{label}: {one} takes more than the device's {room} bytes of shared memory"
+        assert not one.narrow, f"{label}: {one} loads rows element by element"
         assert one.stack is None or one.stack <= most_stack(one), f"{label}: {one} spills registers"

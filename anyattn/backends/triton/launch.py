@@ -66,7 +66,6 @@ def _captured(slot: int, part: Part | None) -> tuple[list[str], list[list[str]],
 def entry_source(signature: Signature, program: Program, is_aligned: bool) -> str:
     """The source of the entry and of the functions that it hands over."""
     slots = [next((p for p in program.parts if p.name in names), None) for names in signature.functions]
-    pointers = [n for kind, names in signature.groups if kind == "pointer" for n in _leaves(names)]
     plain = [(n, kind) for kind, names in signature.groups for n in _leaves(names)]
     packed: list[str] = []
     captured_names: list[tuple[str, str]] = []
@@ -80,9 +79,9 @@ def entry_source(signature: Signature, program: Program, is_aligned: bool) -> st
         # an empty tuple is not one to Triton
         packed.append(_packed([numbers or ["0"], tensors or ["0"], totals or ["0"]]))
     arguments = [f"{name}{_TYPES[kind]}" for name, kind in [*plain, *captured_names]]
-    # pointers are taken as aligned or not, everything else at run time
-    unspecialised = [name for name, _ in [*plain, *captured_names]]
-    unaligned = [name for name in unspecialised if name not in pointers]
+    # Whether a body's pointers are aligned is compiled in: without it every load is of one element, and nothing is copied ahead of its use.
+    # What a mod captured is read at run time, strides and all, so that its alignment would only mean more kernels.
+    unspecialised = [*(name for name, kind in plain if kind != "pointer"), *(name for name, _ in captured_names)]
     given = [_packed(names) for _, names in signature.groups]
     functions = [f for part in slots for f in _functions(part)]
     flags = [str(part is not None) for part in slots]
@@ -93,8 +92,7 @@ def entry_source(signature: Signature, program: Program, is_aligned: bool) -> st
     call = [*given, f"({', '.join(packed)},)", *functions, *flags, *signature.constants]
     constants = ", ".join(f"{name}: tl.constexpr" for name in signature.constants)
     lines = [*units, f"{signature.body}({', '.join(call)})"]
-    head = f"_PLAIN = {unspecialised!r}\n_UNALIGNED = {unaligned!r}\n\n\n"
-    head += "@triton.jit(do_not_specialize=_PLAIN, do_not_specialize_on_alignment=_UNALIGNED)\n"
+    head = f"_PLAIN = {unspecialised!r}\n\n\n@triton.jit(do_not_specialize=_PLAIN, do_not_specialize_on_alignment=_PLAIN)\n"
     head += f"def entry({', '.join(arguments)}, {constants}):\n" + "\n".join(f"    {line}" for line in lines) + "\n"
     return "\n\n".join([program.source, head])
 
