@@ -3,58 +3,93 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from anyattn import check_flash
+from anyattn import autograd, check_flash, check_lengths
 from anyattn.check_flash import Options
 from anyattn.geometry.seqlen_info import SeqlenInfoQKNewK
 from anyattn.geometry.sequences import Sequences, end_to_end
+from anyattn.geometry.stored_cache import CacheSizes, CacheStep, CacheTables, StoredCache
 from anyattn.kvcache import append, rotary
+from anyattn.plan import Plan
 from anyattn.problem import Problem
 
-__all__ = ["CacheCall", "cache_call"]
+__all__ = ["CacheCall", "Given", "cache_call"]
+
+
+class Given(NamedTuple):
+    """The door's arguments that say what is cached, as the user gave them."""
+
+    q: Any
+    k_cache: Any
+    v_cache: Any
+    k: Any = None
+    v: Any = None
+    rotary_cos: Any = None
+    rotary_sin: Any = None
+    cache_seqlens: Any = None
+    cache_batch_idx: Any = None
+    cache_leftpad: Any = None
+    page_table: Any = None
+    cu_seqlens_q: Any = None
+    max_seqlen_q: Any = None
+    rotary_interleaved: bool = True
+    validate: bool | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class CacheCall:
-    """The attention of one call, and what comes before it: rotating queries and new keys, and writing the new rows.
+    """The attention of one call, and the step that comes before it.
 
-    problem.q: the queries as given.
+    problem.q: the queries as given. looked: what the tables hold, None where nobody has looked.
     """
 
     problem: Problem
-    k_cache: Tensor
-    v_cache: Tensor
-    new: _NewRows | None
+    step: CacheStep
+    given: Given
+    looked: _Looked | None
     turn: _Turn | None
 
-    def prepared(self) -> Problem:
-        """Appends to the caches and returns the attention over what they then hold."""
-        problem, new, turn = self.problem, self.new, self.turn
-        if new is None:
+    def prepared(self, chosen: Plan) -> Problem:
+        """Appends to the caches and returns the attention over what they then hold, for the backend that was chosen for ``problem``.
+
+        A backend without a kernel for this has the tables looked at, if nobody has, before anything is written.
+        """
+        problem, step = self.problem, self.step
+        take_step = getattr(autograd.backend_of(chosen), "append", None)
+        if take_step is not None:
+            turned = take_step(step)
+            return problem if turned is step.q else problem.like(q=_heads_first(turned))
+        looked, turn = self.looked, self.turn
+        if looked is None:
+            looked = _look(self.given, step.tables, step.sizes)
+            turn, problem = _turn(step, looked), problem.like(sequences=looked.sequences)
+        if looked.slots is None or step.k is None or step.v is None:
             return problem
-        new_k = new.k
+        new_k, new_v = (t.reshape(-1, *t.shape[-2:]) for t in (step.k, step.v))
         if turn is not None:
             new_k = turn.applied(new_k, turn.k_positions)
-            batch, heads, seqlen, width = problem.q.shape
-            rows = turn.applied(problem.q.transpose(1, 2).reshape(batch * seqlen, heads, width), turn.q_positions)
-            problem = problem.like(q=rows.view(batch, seqlen, heads, width).transpose(1, 2))
-        append.append(self.k_cache, new_k, new.first, new.second)
-        append.append(self.v_cache, new.v, new.first, new.second)
+            turned = turn.applied(step.q.reshape(-1, *step.q.shape[-2:]), turn.q_positions)
+            problem = problem.like(q=_heads_first(turned.view(step.q.shape)))
+        append.append(step.k_cache, new_k, *looked.slots)
+        append.append(step.v_cache, new_v, *looked.slots)
         return problem
 
 
-@dataclass(frozen=True, eq=False)
-class _NewRows:
-    """k, v: (total_new, Hkv, D or Dv). first, second: int64 (total_new,), where each goes, the caches' two leading indices."""
+def _heads_first(q: Tensor) -> Tensor:
+    return (q if q.ndim == 4 else q[None]).transpose(1, 2)
 
-    k: Tensor
-    v: Tensor
-    first: Tensor
-    second: Tensor
+
+@dataclass(frozen=True, eq=False)
+class _Looked:
+    """What the tables hold, checked. slots: int64 (total_new,) each, where every new row goes, the caches' two leading indices."""
+
+    info: SeqlenInfoQKNewK
+    sequences: Sequences
+    slots: tuple[Tensor, Tensor] | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,37 +106,64 @@ class _Turn:
         return rotary.apply_rotary(x, self.cos, self.sin, positions, self.interleaved)
 
 
-def cache_call(
-    q: Any,
-    k_cache: Any,
-    v_cache: Any,
-    k: Any,
-    v: Any,
-    rotary_cos: Any,
-    rotary_sin: Any,
-    cache_seqlens: Any,
-    cache_batch_idx: Any,
-    cache_leftpad: Any,
-    page_table: Any,
-    cu_seqlens_q: Any,
-    max_seqlen_q: Any,
-    interleaved: bool,
-    options: Options,
-) -> CacheCall:
-    """One call, checked; nothing is written."""
-    _check_storage(q, k_cache, v_cache, k, v, cu_seqlens_q, page_table)
-    batch = q.shape[0] if cu_seqlens_q is None else check_flash.batch_of_ends("cu_seqlens_q", cu_seqlens_q)
-    ends = check_flash.ends("cu_seqlens_q", cu_seqlens_q, q, None)
-    table = None if page_table is None else check_flash.pages(page_table, batch, k_cache)
-    cached = _cached(cache_seqlens, batch, k_cache.shape[1] if table is None else table.shape[1] * k_cache.shape[1], q.device)
-    leftpad = check_flash.sequence_lengths("cache_leftpad", cache_leftpad, batch, q.device)
-    _check_leftpad(cached, leftpad)
-    rows = _cache_rows(cache_batch_idx, batch, k_cache, table, q.device)
+def cache_call(given: Given, options: Options) -> CacheCall:
+    """One call, checked; nothing is written.
+
+    On a GPU, unless ``validate`` is True, what the tables hold is not looked at.
+    """
+    tables, sizes = _tables(given)
+    q = given.q
+    looked = None if check_lengths.takes_their_word(q.device, given.validate) else _look(given, tables, sizes)
+    sequences = StoredCache(tables, sizes, q.device) if looked is None else looked.sequences
+    problem = check_flash.problem_of(q, given.k_cache, given.v_cache, sequences, options, 0)  # before the turn, which reads the options too
+    follows = options.causal or any(side not in (None, -1) for side in options.window_size)
+    cos, sin = given.rotary_cos, given.rotary_sin
+    if (cos is not None or sin is not None) and given.k is None:
+        raise ValueError("rotary_cos is given without k and v; wanted the new keys too: what is cached is turned already, and so must q be")
+    rotary.check_rotary(cos, sin, q.shape[-1], -1, q.device)
+    step = CacheStep(q, given.k_cache, given.v_cache, given.k, given.v, tables, sizes, cos, sin, bool(given.rotary_interleaved), follows)
+    return CacheCall(problem, step, given, looked, None if looked is None else _turn(step, looked))
+
+
+def _tables(given: Given) -> tuple[CacheTables, CacheSizes]:
+    """What shapes, dtypes and devices tell of the call, checked."""
+    q, k_cache, k, ends = given.q, given.k_cache, given.k, given.cu_seqlens_q
+    _check_storage(q, k_cache, given.v_cache, k, given.v, ends, given.page_table)
+    batch = q.shape[0] if ends is None else check_lengths.batch_of_ends("cu_seqlens_q", ends)
+    check_lengths.check_device("cu_seqlens_q", ends, q.device)
+    table = None if given.page_table is None else check_lengths.pages(given.page_table, batch, k_cache)
+    capacity = k_cache.shape[1] * (1 if table is None else table.shape[1])
+    cached = _cached(given.cache_seqlens, batch, capacity, q.device)
+    check_lengths.check_table("cache_leftpad", given.cache_leftpad, batch, q.device)
+    _check_rows(given.cache_batch_idx, batch, k_cache, table, q.device)
+    if k is not None:
+        append.check_apart("k_cache", k_cache)
+        append.check_apart("v_cache", given.v_cache)
+        if k_cache.data_ptr() == given.v_cache.data_ptr() and k_cache.numel() > 0:
+            raise ValueError("k_cache and v_cache begin in the same memory, so v would be written over k; wanted a cache for each")
+    rows_q = q.shape[0] if ends is not None else q.shape[1]
+    bound_q = rows_q if ends is None else check_lengths.bound("max_seqlen_q", given.max_seqlen_q, rows_q)
+    most_q = rows_q if ends is None else given.max_seqlen_q if isinstance(given.max_seqlen_q, int) else 0
+    new = None if k is not None and k.ndim == 3 else 0 if k is None else k.shape[1]
+    page_size = 0 if table is None else k_cache.shape[1]
+    sizes = CacheSizes(batch, rows_q, bound_q, new, capacity, k_cache.shape[0], page_size, most_q)
+    return CacheTables(cached, given.cache_leftpad, given.cache_batch_idx, ends, table), sizes
+
+
+def _look(given: Given, tables: CacheTables, sizes: CacheSizes) -> _Looked:
+    """What the tables hold, and whether that can be."""
+    q, k_cache, table, batch = given.q, given.k_cache, tables.page_table, sizes.batch
+    ends = check_lengths.ends("cu_seqlens_q", tables.cu_seqlens_q, q, given.validate)
+    cached = check_lengths.sequence_lengths("cache_seqlens", tables.cached, batch, q.device)
+    leftpad = check_lengths.sequence_lengths("cache_leftpad", tables.leftpad, batch, q.device)
+    assert cached is not None
+    _check_cached(cached, leftpad, sizes.capacity)
+    rows = _cache_rows(tables.rows, batch, k_cache, q.device)
     number = torch.arange(batch, device=q.device)
     zero = torch.zeros_like(number)
-    per_entry, packed = (0 if k is None or k.ndim == 3 else k.shape[1]), (ends if k is not None and k.ndim == 3 else None)
-    seqlen_q = q.shape[1] if ends is None else None
-    info = _as_vectors(SeqlenInfoQKNewK.create(number, seqlen_q, None, per_entry, ends, None, packed, None, cached, leftpad), zero)
+    seqlen_q, new_ends = q.shape[1] if ends is None else None, ends if sizes.new is None else None
+    info = SeqlenInfoQKNewK.create(number, seqlen_q, None, sizes.new or 0, ends, None, new_ends, None, cached, leftpad)
+    info = _as_vectors(info, zero)
     sequences = Sequences(
         seqlens_q=info.seqlen_q,
         seqlens_k=info.seqlen_k,
@@ -111,28 +173,18 @@ def cache_call(
         k_start=info.offset_k,
         q_first=info.seqlen_k - info.seqlen_q,
         page_table=table,
-        page_size=k_cache.shape[1] if table is not None else 0,
+        page_size=sizes.page_size,
         is_cache=True,
+        most_q=sizes.most_q,
     )
-    check_flash.check_max("max_seqlen_q", max_seqlen_q, sequences.max_seqlen_q)
-    new = None if k is None else _new_rows(k, v, k_cache, v_cache, info, rows, cache_batch_idx is not None, table)
-    if new is None and table is not None:
+    check_lengths.check_max("max_seqlen_q", given.max_seqlen_q, sequences.max_seqlen_q)
+    if given.k is not None:
+        # a cache row may be appended to once; rows that the user did not name are all different
+        append.check_append(info, rows if tables.rows is not None else None, table, k_cache.shape[1], k_cache.shape[0])
+        return _Looked(info, sequences, append.slots(info, rows, table, k_cache.shape[1]))
+    if table is not None:
         append.check_pages(table, sequences.k_start, sequences.k_start + sequences.seqlens_k, sequences.page_size, k_cache.shape[0])
-    problem = check_flash.problem_of(q, k_cache, v_cache, sequences, options, 0)  # before the rotary part, which reads the options too
-    return CacheCall(problem, k_cache, v_cache, new, _turn(q, k, info, sequences, rotary_cos, rotary_sin, bool(interleaved), options))
-
-
-def _new_rows(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, info: SeqlenInfoQKNewK, rows: Tensor, chosen: bool, table: Tensor | None
-) -> _NewRows:
-    """The rows to append and their places. chosen: the user named the cache rows, which may then not differ."""
-    append.check_append(info, rows if chosen else None, table, k_cache.shape[1], k_cache.shape[0])
-    append.check_apart("k_cache", k_cache)
-    append.check_apart("v_cache", v_cache)
-    if k_cache.data_ptr() == v_cache.data_ptr() and k_cache.numel() > 0:
-        raise ValueError("k_cache and v_cache begin in the same memory, so v would be written over k; wanted a cache for each")
-    places = append.slots(info, rows, table, k_cache.shape[1])
-    return _NewRows(k.reshape(-1, *k.shape[-2:]), v.reshape(-1, *v.shape[-2:]), *places)
+    return _Looked(info, sequences, None)
 
 
 def _as_vectors(info: SeqlenInfoQKNewK, zero: Tensor) -> SeqlenInfoQKNewK:
@@ -172,31 +224,37 @@ def _cached(given: Any, batch: int, capacity: int, device: torch.device) -> Tens
     if given is None:
         given = capacity
     if isinstance(given, int) and not isinstance(given, bool):
-        given = torch.full((batch,), given, dtype=torch.int64, device=device)
-    cached = check_flash.sequence_lengths("cache_seqlens", given, batch, device)
-    assert cached is not None
+        if batch and not 0 <= given <= capacity:
+            wanted = "0 or more" if given < 0 else f"at most {capacity}, for which the cache has room"
+            raise ValueError(f"cache_seqlens={given}; wanted {wanted}")
+        return torch.full((batch,), given, dtype=torch.int64, device=device)
+    check_lengths.check_table("cache_seqlens", given, batch, device)
+    return given
+
+
+def _check_cached(cached: Tensor, leftpad: Tensor | None, capacity: int) -> None:
     if len(cached) and int(cached.max()) > capacity:
         at = int(cached.argmax())
         raise ValueError(f"cache_seqlens[{at}]={int(cached[at])} but the cache has room for {capacity} rows; wanted at most {capacity}")
-    return cached
-
-
-def _check_leftpad(cached: Tensor, leftpad: Tensor | None) -> None:
     if leftpad is not None and bool((leftpad > cached).any()):
         at = int((leftpad > cached).nonzero()[0])
         raise ValueError(f"cache_leftpad[{at}]={int(leftpad[at])} but cache_seqlens[{at}]={int(cached[at])}; wanted at most that")
 
 
-def _cache_rows(given: Any, batch: int, k_cache: Tensor, table: Tensor | None, device: torch.device) -> Tensor:
-    """The row of the cache of each batch entry."""
+def _check_rows(given: Any, batch: int, k_cache: Tensor, table: Tensor | None, device: torch.device) -> None:
+    """Whether entries have rows of the cache, as far as shapes tell."""
     if given is not None and table is not None:
         raise ValueError("cache_batch_idx and page_table are both given; wanted one: a page table already says where each entry's rows are")
-    if given is None:
-        if table is None and k_cache.shape[0] < batch:
-            raise ValueError(f"k_cache has batch {k_cache.shape[0]} but q has {batch}; wanted at least as many, or cache_batch_idx")
+    check_lengths.check_table("cache_batch_idx", given, batch, device)
+    if given is None and table is None and k_cache.shape[0] < batch:
+        raise ValueError(f"k_cache has batch {k_cache.shape[0]} but q has {batch}; wanted at least as many, or cache_batch_idx")
+
+
+def _cache_rows(given: Tensor | None, batch: int, k_cache: Tensor, device: torch.device) -> Tensor:
+    """The row of the cache of each batch entry."""
+    rows = check_lengths.sequence_lengths("cache_batch_idx", given, batch, device)
+    if rows is None:
         return torch.arange(batch, device=device)
-    rows = check_flash.sequence_lengths("cache_batch_idx", given, batch, device)
-    assert rows is not None
     if len(rows) and int(rows.max()) >= k_cache.shape[0]:
         at = int(rows.argmax())
         have = k_cache.shape[0]
@@ -204,20 +262,16 @@ def _cache_rows(given: Any, batch: int, k_cache: Tensor, table: Tensor | None, d
     return rows
 
 
-def _turn(
-    q: Tensor, k: Tensor | None, info: SeqlenInfoQKNewK, s: Sequences, cos: Any, sin: Any, interleaved: bool, options: Options
-) -> _Turn | None:
+def _turn(step: CacheStep, looked: _Looked) -> _Turn | None:
     """The rotary part of the call: new key j at ``seqlen_rotary + j``, query i likewise if causal or windowed, else at seqlen_rotary."""
-    if cos is None and sin is None:
+    if step.cos is None or step.sin is None:
         return None
-    if k is None:
-        raise ValueError("rotary_cos is given without k and v; wanted the new keys too: what is cached is turned already, and so must q be")
+    info, s, q = looked.info, looked.sequences, step.q
     k_positions = end_to_end(info.seqlen_rotary, info.seqlen_k_new)[1]
-    moves = options.causal or any(side not in (None, -1) for side in options.window_size)
-    used = end_to_end(info.seqlen_rotary, s.seqlens_q)[1] if moves else info.seqlen_rotary[s.row_entry]
+    used = end_to_end(info.seqlen_rotary, s.seqlens_q)[1] if step.follows else info.seqlen_rotary[s.row_entry]
     q_positions = torch.zeros(q.shape[:-2].numel(), dtype=torch.int64, device=q.device)
     per_row = q.shape[1] if q.ndim == 4 else 0
     q_positions[end_to_end(s.q_row * per_row + s.q_start, s.seqlens_q)[1]] = used
     last = max((int(p.max()) for p in (k_positions, used) if len(p)), default=-1)
-    rotary.check_rotary(cos, sin, q.shape[-1], last, q.device)
-    return _Turn(cos, sin, interleaved, q_positions, k_positions)
+    rotary.check_rotary(step.cos, step.sin, q.shape[-1], last, q.device)
+    return _Turn(step.cos, step.sin, step.interleaved, q_positions, k_positions)

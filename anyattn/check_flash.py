@@ -235,8 +235,10 @@ def _check_loads(mod: TracedMod, problem: Problem) -> None:
     else:
         s = problem.sequences
         # what is inside for all sequences of these sizes needs no look at the tables
-        if isinstance(s, StoredSequences) and plainly_inside(mod, s.batch, problem.heads_q, s.bound_q, s.bound_k):
-            return
+        if s.is_unread:
+            first, end = s.position_bounds
+            if plainly_inside(mod, s.batch, problem.heads_q, end, s.bound_k, first):
+                return
         check_loads_ragged(mod, problem.heads_q, s.seqlens_q, s.seqlens_k, s.q_first)
 
 
@@ -275,7 +277,7 @@ def _same_heads(k_name: str, k: Tensor, v_name: str, v: Tensor) -> None:
 
 def _heads_first(x: Tensor) -> Tensor:
     """(B, S, H, D) or packed (total, H, D) as (B or 1, H, S, D), a view."""
-    return (x if x.ndim == 4 else x[None]).transpose(1, 2)
+    return (x if x.ndim == 4 else x.unsqueeze(0)).transpose(1, 2)
 
 
 # ---- mods

@@ -16,7 +16,10 @@ __all__ = [
     "NEEDS_USED",
     "batch_of",
     "batch_of_ends",
+    "bound",
+    "check_device",
     "check_max",
+    "check_table",
     "check_used",
     "ends",
     "offset_unread",
@@ -41,18 +44,18 @@ def unread_sequences(q: Tensor, k: Tensor, tables: LengthTables, lengths: tuple[
     if page_table is not None and seqused_k is None:
         raise ValueError(NEEDS_USED)
     for name, given in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        _check_device(name, given, q.device)
+        check_device(name, given, q.device)
     for name, given in (("seqused_q", seqused_q), ("seqused_k", seqused_k)):
-        _check_lengths(name, given, batch, q.device)
+        check_table(name, given, batch, q.device)
     table = None if page_table is None else pages(page_table, batch, k)
     rows_q = q.shape[0] if cu_seqlens_q is not None else q.shape[1]
     rows_k = k.shape[0] if cu_seqlens_k is not None else k.shape[1] * (1 if table is None else table.shape[1])
-    bound_q, bound_k = _bound("max_seqlen_q", lengths[0], rows_q), _bound("max_seqlen_k", lengths[1], rows_k)
+    bound_q, bound_k = bound("max_seqlen_q", lengths[0], rows_q), bound("max_seqlen_k", lengths[1], rows_k)
     sizes = StoredSizes(batch, rows_q, rows_k, bound_q, bound_k, k.shape[1] if table is not None else 0)
     return StoredSequences(tables, sizes, table, q.device)
 
 
-def _bound(name: str, given: Any, rows: int) -> int:
+def bound(name: str, given: Any, rows: int) -> int:
     """The longest that a sequence can be."""
     if given is None or (isinstance(given, Tensor) and given.ndim == 0 and given.is_cuda):
         return rows
@@ -104,7 +107,7 @@ def ends(name: str, given: Any, packed: Tensor, validate: bool | None) -> Tensor
     """
     if given is None:
         return None
-    _check_device(name, given, packed.device)
+    check_device(name, given, packed.device)
     found = given.to(torch.int64)
     if validate is False or (validate is None and packed.device.type != "cpu"):
         return found
@@ -124,7 +127,7 @@ def ends(name: str, given: Any, packed: Tensor, validate: bool | None) -> Tensor
 
 def sequence_lengths(name: str, given: Any, batch: int, device: torch.device) -> Tensor | None:
     """(batch,) integers as int64, not negative."""
-    _check_lengths(name, given, batch, device)
+    check_table(name, given, batch, device)
     if given is None:
         return None
     if len(given) and int(given.min()) < 0:
@@ -133,17 +136,17 @@ def sequence_lengths(name: str, given: Any, batch: int, device: torch.device) ->
     return given.to(torch.int64)
 
 
-def _check_lengths(name: str, given: Any, batch: int, device: torch.device) -> None:
+def check_table(name: str, given: Any, batch: int, device: torch.device) -> None:
     """``sequence_lengths`` as far as that is known without a look at the numbers."""
     if given is None:
         return
     _integers(name, given, 1, f"({batch},)")
     if len(given) != batch:
         raise ValueError(f"{name} has {len(given)} entries; wanted {batch}, one per sequence")
-    _check_device(name, given, device)
+    check_device(name, given, device)
 
 
-def _check_device(name: str, given: Tensor | None, device: torch.device) -> None:
+def check_device(name: str, given: Tensor | None, device: torch.device) -> None:
     if given is not None and given.device != device:
         raise ValueError(f"{name} is on {given.device} but q is on {device}; move it with .to()")
 

@@ -176,6 +176,7 @@ def flash_attn_with_kvcache(
     rotary_interleaved: bool = True,
     num_splits: int = 0,
     return_lse: bool = False,
+    validate: bool | None = None,
     backend: str | None = None,
 ) -> Any:
     """Decoding: appends new keys and values to a cache in place, then attends to all that it holds.
@@ -188,6 +189,11 @@ def flash_attn_with_kvcache(
     rotary_cos, rotary_sin: (positions, rotary_dim / 2), applied to the new keys at ``cache_seqlens + j`` and to the queries at
     ``cache_seqlens + i`` if causal or windowed, else all at ``cache_seqlens``; rotary_interleaved pairs dimensions (0, 1), (2, 3), ...,
     otherwise (0, rotary_dim / 2), ...
+    validate: None looks at what the tables hold where that costs nothing (on the CPU), True everywhere, and also refuses packed rows
+    behind the last entry; False leaves out cu_seqlens_q. On a GPU, unless it is True, the Triton backend reads no table on the host: the
+    call does not wait, and a CUDA graph that has captured it reads what the tables hold by then. What they hold wrongly is not noticed
+    there: new rows for which there is no room, or no page of the pool, are not written, and results of such an entry mean nothing; rotary
+    tables that are too short give NaN; of two entries that append to one place either may win.
     Mods see logical positions: keys counted behind the padding, and as q_idx the query's place among them, ``seqlen_k - seqlen_q + i``, so
     that a mod written for training decodes unchanged. The other options are those of ``flash_attn_func``.
 
@@ -220,15 +226,16 @@ def flash_attn_with_kvcache(
         given = (k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, page_table, cu_seqlens_q)
         found = compiled_decode(q.detach(), k_cache, v_cache, given, rotary_interleaved, options, backend)
         return found if return_lse else found[0]
-    from anyattn.check_cache import cache_call
+    from anyattn.check_cache import Given
+    from anyattn.recall_cache import decode_call
 
+    arguments = Given(
+        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, page_table, cu_seqlens_q,
+        max_seqlen_q, rotary_interleaved, validate,
+    )  # fmt: skip
     with torch.no_grad():
-        call = cache_call(
-            q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, page_table, cu_seqlens_q,
-            max_seqlen_q, rotary_interleaved, options,
-        )  # fmt: skip
-        chosen = plan.choose(call.problem, hardware.of(q.device.type), backend)
-        out, lse, _ = autograd.compute(call.prepared(), chosen)
+        call, chosen = decode_call(arguments, options, backend)
+        out, lse, _ = autograd.compute(call.prepared(chosen), chosen)
     return _laid_out(out, lse, cu_seqlens_q is not None, return_lse)
 
 
@@ -249,7 +256,10 @@ def flash_attn_combine(out_partial: Tensor, lse_partial: Tensor) -> tuple[Tensor
     Source: split-KV decoding, "Flash-Decoding" (Dao, Haziza, Massa, Sizov, 2023).
     """
     out_partial, lse_partial = check_flash.combine_arguments(out_partial, lse_partial)
-    chosen = plan.combiner(hardware.of(out_partial.device.type))
+    tensors = (out_partial, lse_partial)
+    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    dtype = torch.promote_types(*(t.dtype for t in tensors))
+    chosen = plan.combiner(hardware.of(out_partial.device.type), dtype, needs_grad)
     return autograd.backend_module(chosen).combine(out_partial, lse_partial)
 
 

@@ -85,7 +85,10 @@ def flash(
 
 
 def _run(problem: Problem, backend: str, is_packed: bool) -> tuple[Tensor, Tensor]:
-    chosen = plan.choose(problem, hardware.of(problem.q.device.type), backend or None)
+    return _results(problem, plan.choose(problem, hardware.of(problem.q.device.type), backend or None), is_packed)
+
+
+def _results(problem: Problem, chosen: plan.Plan, is_packed: bool) -> tuple[Tensor, Tensor]:
     result = autograd.backend_of(chosen).forward(problem, chosen)
     out = result.out.transpose(1, 2)
     return (out[0], result.lse[0]) if is_packed else (out, result.lse)
@@ -236,18 +239,19 @@ def decode(
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of ``flash_attn_with_kvcache``."""
-    from anyattn.check_cache import cache_call
+    from anyattn.check_cache import Given, cache_call
 
     options = _options(
         alibi_slopes, sink, score_program, score_scalars, score_tensors, mask_program, mask_scalars, mask_tensors, softmax_scale, softcap,
         causal, window_size, num_splits,
     )  # fmt: skip
-    call = cache_call(
+    given = Given(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, page_table, cu_seqlens_q, None,
-        rotary_interleaved, options,
+        rotary_interleaved,
     )  # fmt: skip
-    plan.choose(call.problem, hardware.of(q.device.type), backend or None)  # what it refuses is refused before anything is written
-    return _run(call.prepared(), backend, q.ndim == 3)
+    call = cache_call(given, options)
+    chosen = plan.choose(call.problem, hardware.of(q.device.type), backend or None)  # which refuses before anything is written
+    return _results(call.prepared(chosen), chosen, q.ndim == 3)
 
 
 @decode.register_fake

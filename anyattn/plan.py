@@ -36,7 +36,8 @@ class Plan:
     num_splits: the keys of each row tile are divided among so many partial results. product_dtype: the dtype of the two matrix products.
     whole_spans: a row tile's visible scores are computed whole, not streamed. why: one line per decision, for people.
     is_reusable: the plan holds for every call of the same facts (shapes, strides, programs, masks' numbers), whatever tensors hold.
-    has_asked_tiles: the tiles are kernel_options', for both passes. num_warps, num_stages: of a Triton kernel's programs.
+    has_asked_tiles: the tiles are kernel_options', for both passes. heads_per_tile: query heads that share a row tile.
+    num_warps, num_stages: of a Triton kernel's programs.
     prepared: what the backend keeps for the calls that share this plan; it must follow from those facts alone.
     """
 
@@ -52,6 +53,7 @@ class Plan:
     why: tuple[str, ...] = ()
     is_reusable: bool = True
     has_asked_tiles: bool = False
+    heads_per_tile: int = 1
     num_warps: int = 4
     num_stages: int = 2
     prepared: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
@@ -159,21 +161,17 @@ def _hopper_plan(problem: Problem, hardware: Hardware, reason: str) -> Plan:
 
 def _triton_plan(problem: Problem, hardware: Hardware, reason: str, options: dict[str, int]) -> Plan:
     """Asks nothing of what tensors hold."""
-    from anyattn.backends.triton.config import Tiles, forward_tiles, padded
+    from anyattn.backends.triton.layout import layout_of
 
-    widths = (padded(problem.q.shape[3]), padded(problem.v.shape[3]))
-    tiles = forward_tiles(*widths, problem.q.dtype, hardware.capability, problem.bound_q)
-    why = [f"triton: {reason}"]
-    if asked := {name: options[name] for name in ("tile_m", "tile_n") if name in options}:
-        tiles = replace(tiles, **asked)
-        why.append(f"tiles of {tiles.tile_m} x {tiles.tile_n}: kernel_options")
-    assert isinstance(tiles, Tiles)
+    tiles, packed, splits, reasons = layout_of(problem, hardware, options)
+    why = [f"triton: {reason}", *reasons]
     backward, why_backward = _backward_by_triton(problem, hardware)
     if backward != "triton":
         why.append(f"backward: {backward}{why_backward}")
     return Plan(
-        "triton", tiles.tile_m, tiles.tile_n, tiles.tile_n, 1, problem.q.dtype, backward="" if backward == "triton" else backward,
-        why=tuple(why), num_warps=tiles.num_warps, num_stages=tiles.num_stages, has_asked_tiles=bool(asked),
+        "triton", tiles.tile_m, tiles.tile_n, tiles.tile_n, 1, problem.q.dtype, num_splits=splits,
+        backward="" if backward == "triton" else backward, why=tuple(why), has_asked_tiles="tile_m" in options or "tile_n" in options,
+        heads_per_tile=packed, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
 
 
@@ -192,9 +190,10 @@ def _reason_against_problem(name: str, problem: Problem) -> str | None:
     return found
 
 
-def combiner(hardware: Hardware) -> str:
-    """The backend that merges partial results."""
-    return "torch"
+def combiner(hardware: Hardware, dtype: torch.dtype, needs_grad: bool) -> str:
+    """The backend that merges partial results; torch's merging has derivatives, and float64."""
+    has_kernel = hardware.device == "cuda" and dtype is torch.float32 and not needs_grad
+    return "triton" if has_kernel and _reason_against_triton(hardware) is None else "torch"
 
 
 def _with_options(plan: Plan, problem: Problem, options: dict[str, int]) -> Plan:

@@ -102,6 +102,8 @@ class Problem:
 
         With ``sequences`` their rows stand end to end: (n, 1, H or 1, total rows).
         """
+        if not self.predicates:
+            return ()
         rows = self.seqlen_q if self.sequences is None else len(self.sequences.row_entry)
         if not self.has_pairs:  # then no mod may be asked: a captured table need not have a single entry
             nothing = torch.zeros((1, 1, 1, rows), dtype=torch.int32, device=self.q.device)

@@ -32,14 +32,30 @@ from anyattn.plan import Plan
 from anyattn.problem import Problem
 from anyattn.recall_varlen import Places, facts_of_places, seen_rows
 
-__all__ = ["FlexCall", "Places", "clear", "flash_call", "flex_call", "size", "varlen_call"]
+__all__ = [
+    "PLAIN",
+    "UNREADABLE",
+    "FlexCall",
+    "Places",
+    "Unfit",
+    "clear",
+    "fields_of",
+    "flash_call",
+    "flex_call",
+    "is_listened_to",
+    "remember",
+    "remembered",
+    "scale_fact",
+    "size",
+    "varlen_call",
+]
 
 _MOST = 512
-_PLAIN = frozenset((Tensor, torch.nn.Parameter))  # a subclass may mean anything by an operation
-_UNREADABLE = (AttributeError, TypeError, ValueError, RuntimeError)  # what asking a wrong argument for its facts can raise
+PLAIN = frozenset((Tensor, torch.nn.Parameter))  # a subclass may mean anything by an operation
+UNREADABLE = (AttributeError, TypeError, ValueError, RuntimeError)  # what asking a wrong argument for its facts can raise
 
 
-class _Unfit(Exception):
+class Unfit(Exception):
     """This call cannot be remembered."""
 
 
@@ -91,7 +107,7 @@ class _Recipe:
     def of(cls, mod: TracedMod) -> _Recipe:
         if mod.source is None:
             if mod.tensors:
-                raise _Unfit
+                raise Unfit
             return cls(mod.kind, mod.expr, mod.scalars, (), (), mod.name, mod)
         return cls(mod.kind, mod.expr, (), mod.source.scalars, mod.source.tensors, mod.name, None if mod.scalars or mod.tensors else mod)
 
@@ -126,10 +142,10 @@ class _Store:
     """The latest calls: a full ``young`` becomes ``old``, and what is asked of the old becomes young again."""
 
     def __init__(self) -> None:
-        self.young: dict[tuple, _Remembered] = {}
-        self.old: dict[tuple, _Remembered] = {}
+        self.young: dict[tuple, Any] = {}
+        self.old: dict[tuple, Any] = {}
 
-    def get(self, key: tuple) -> _Remembered | None:
+    def get(self, key: tuple) -> Any:
         found = self.young.get(key)
         if found is None:
             found = self.old.get(key)
@@ -137,7 +153,7 @@ class _Store:
                 self.put(key, found)
         return found
 
-    def put(self, key: tuple, value: _Remembered) -> None:
+    def put(self, key: tuple, value: Any) -> None:
         if len(self.young) >= _MOST:
             self.old, self.young = self.young, {}
         with contextlib.suppress(TypeError):  # a key that cannot be hashed
@@ -160,7 +176,7 @@ def size() -> int:
 # ---- facts
 
 
-def _is_listened_to() -> bool:
+def is_listened_to() -> bool:
     """Whether something sees torch's operations before they run; then they are all made, as on a first call."""
     c = torch._C
     return bool(c._are_functorch_transforms_active() or c._len_torch_dispatch_stack() or c._is_tracing())  # type: ignore[attr-defined]
@@ -168,8 +184,8 @@ def _is_listened_to() -> bool:
 
 def _seen(x: Any) -> tuple:
     """The facts of a tensor; the last 4 bits of its address say how it is aligned."""
-    if type(x) not in _PLAIN:
-        raise _Unfit
+    if type(x) not in PLAIN:
+        raise Unfit
     return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15, x.requires_grad
 
 
@@ -181,14 +197,14 @@ def _aux_of(given: Any) -> tuple[Tensor, ...]:
     if given is None:
         return ()
     if type(given) not in (list, tuple):
-        raise _Unfit
+        raise Unfit
     return tuple(given)
 
 
 def _read(mod: Any) -> Reading:
     reading = native_reading(mod) if is_native(mod) else recognise(mod)
     if reading is None:
-        raise _Unfit
+        raise Unfit
     return reading
 
 
@@ -206,12 +222,12 @@ def _identical(tensors: Any) -> tuple[int, ...]:
     return tuple([next(j for j, u in enumerate(tensors) if u is t) for t in tensors]) if len(tensors) > 1 else ()
 
 
-def _scale_fact(scale: Any) -> bool:
+def scale_fact(scale: Any) -> bool:
     """Whether a scale is given; a usable number is no fact, it goes into the problem as it comes."""
     if scale is None:
         return False
     if type(scale) not in (float, int) or not math.isfinite(scale):
-        raise _Unfit
+        raise Unfit
     return True
 
 
@@ -239,14 +255,14 @@ def _flex_facts(call: FlexCall, backend: Any, options: Any) -> _Facts | None:
             masks += (_read(call.mask_mod),)
         tensors = (_seen(call.query), _seen(call.key), _seen(call.value), _maybe_seen(call.sink), *[_seen(t) for t in aux], _identical(aux))
         flags = (
-            bool(call.enable_gqa), call.wants_lse, call.wants_max, bool(call.deterministic), backend, _scale_fact(call.scale),
+            bool(call.enable_gqa), call.wants_lse, call.wants_max, bool(call.deterministic), backend, scale_fact(call.scale),
             None if options is None else tuple([(name, type(value), value) for name, value in options.items()]),
             call.mask_mod is None, call.aux_tensors is None,
         )  # fmt: skip
         mods = (score_facts, lists, *[_mod_facts(m, True) for m in masks])
         key = ("flex", tensors, flags, mods, torch.is_grad_enabled(), torch.get_default_dtype())
         return _Facts(key, score, masks, aux)
-    except (_Unfit, *_UNREADABLE):
+    except (Unfit, *UNREADABLE):
         return None
 
 
@@ -266,23 +282,23 @@ def _flash_facts(q: Any, k: Any, v: Any, given: Options, backend: Any, seen: Cal
         numbers = (given.causal, *window, given.softcap, given.num_splits)
         flags = (
             numbers, tuple([type(n) for n in numbers]), type(window), bool(given.return_lse), bool(given.deterministic), backend,
-            _scale_fact(given.softmax_scale), given.aux_tensors is None,
+            scale_fact(given.softmax_scale), given.aux_tensors is None,
         )  # fmt: skip
         mods = (None if score is None else _mod_facts(score, False), *[_mod_facts(m, True) for m in masks])
         key = ("flash", tensors, flags, mods, torch.is_grad_enabled(), torch.get_default_dtype())
         return _Facts(key, score, masks, aux)
-    except (_Unfit, *_UNREADABLE):
+    except (Unfit, *UNREADABLE):
         return None
 
 
 def _varlen_facts(q: Any, k: Any, v: Any, places: Places, given: Options, backend: Any) -> _Facts | None:
     """None for a call that cannot be remembered, such as one whose tables are looked at."""
-    if type(q) not in _PLAIN or type(k) not in _PLAIN or type(v) not in _PLAIN:
+    if type(q) not in PLAIN or type(k) not in PLAIN or type(v) not in PLAIN:
         return None
     try:
         of_places = facts_of_places(q, k, v, places, given)
         found = None if of_places is None else _flash_facts(q, k, v, given, backend, seen_rows)
-    except _UNREADABLE:
+    except UNREADABLE:
         return None
     if of_places is None or found is None:
         return None
@@ -292,17 +308,23 @@ def _varlen_facts(q: Any, k: Any, v: Any, places: Places, given: Options, backen
 # ---- calls
 
 
-def _found(facts: _Facts | None) -> _Remembered | None:
+def remembered(key: tuple) -> Any:
+    """What was remembered under ``key``, None if nothing was."""
     try:
-        return None if facts is None else _store.get(facts.key)
+        return _store.get(key)
     except TypeError:  # an argument that cannot be hashed, and so is a wrong one
         return None
 
 
+def remember(key: tuple, value: Any) -> None:
+    """For doors with facts of their own; ``value`` may hold no tensor."""
+    _store.put(key, value)
+
+
 def flex_call(call: FlexCall, backend: str | None, options: Any) -> tuple[Problem, Plan]:
     """The problem and the plan of a ``flex_attention`` call. options: ``kernel_options``. Raises as ``check.flex_problem`` and the plan."""
-    facts = None if _is_listened_to() else _flex_facts(call, backend, options)
-    known = _found(facts)
+    facts = None if is_listened_to() else _flex_facts(call, backend, options)
+    known: _Remembered | None = None if facts is None else remembered(facts.key)
     if known is None or facts is None:
         problem = check.flex_problem(*call)
         chosen = plan.choose(problem, hardware.of(problem.q.device.type), backend, check.kernel_options(options))
@@ -327,8 +349,8 @@ def flex_call(call: FlexCall, backend: str | None, options: Any) -> tuple[Proble
 
 def flash_call(q: Any, k: Any, v: Any, given: Options, backend: str | None) -> tuple[Problem, Plan]:
     """The problem and the plan of a ``flash_attn_func`` call. Raises as ``check_flash.dense_problem`` and the plan."""
-    facts = None if _is_listened_to() else _flash_facts(q, k, v, given, backend)
-    known = _found(facts)
+    facts = None if is_listened_to() else _flash_facts(q, k, v, given, backend)
+    known: _Remembered | None = None if facts is None else remembered(facts.key)
     if known is None or facts is None:
         problem = check_flash.dense_problem(q, k, v, given)
         chosen = plan.choose(problem, hardware.of(problem.q.device.type), backend)
@@ -350,8 +372,8 @@ def flash_call(q: Any, k: Any, v: Any, given: Options, backend: str | None) -> t
 
 def varlen_call(q: Any, k: Any, v: Any, places: Places, given: Options, backend: str | None) -> tuple[Problem, Plan]:
     """The problem and the plan of a ``flash_attn_varlen_func`` call. Raises as ``check_flash.varlen_problem`` and the plan."""
-    facts = None if _is_listened_to() else _varlen_facts(q, k, v, places, given, backend)
-    known = _found(facts)
+    facts = None if is_listened_to() else _varlen_facts(q, k, v, places, given, backend)
+    known: _Remembered | None = None if facts is None else remembered(facts.key)
     tables = places.tables
     if known is None or facts is None or facts.sizes is None:
         problem = check_flash.varlen_problem(q, k, v, *tables[:2], *places.most, *tables[2:], places.validate, given)
@@ -398,8 +420,8 @@ def _remember_flex(call: FlexCall, backend: Any, options: Any, facts: _Facts, pr
         score = None if problem.score is None else _Recipe.of(problem.score)
         masks = tuple(_Recipe.of(p) for p in problem.predicates)
         shares = call.key.shape[0] != call.query.shape[0]
-        _store.put(facts.key, _Remembered(chosen, _fields_of(problem), score, masks, problem.blocks is not None, shares))
-    except _Unfit:
+        _store.put(facts.key, _Remembered(chosen, fields_of(problem), score, masks, problem.blocks is not None, shares))
+    except Unfit:
         return
 
 
@@ -423,8 +445,8 @@ def _remember_flash(
         # the band of causal and window_size comes last; the facts settle its numbers
         masks = (*[_Recipe.of(p) for p in problem.predicates[:count]], *map(_settled, bands))
         band = _places_among(tables, bands[0].tensors) if bands else ()
-        _store.put(facts.key, _Remembered(chosen, _fields_of(problem), score, masks, False, False, band))
-    except _Unfit:
+        _store.put(facts.key, _Remembered(chosen, fields_of(problem), score, masks, False, False, band))
+    except Unfit:
         return
 
 
@@ -432,7 +454,7 @@ def _places_among(tables: tuple[Any, ...], read: tuple[Tensor, ...]) -> tuple[in
     """Which of the call's tables are these."""
     found = tuple(next((i for i, t in enumerate(tables) if t is x), -1) for x in read)
     if -1 in found:  # computed from the tables
-        raise _Unfit
+        raise Unfit
     return found
 
 
@@ -443,11 +465,11 @@ def _settled(mod: TracedMod) -> _Recipe:
 def _chained_recipe(score: TracedMod, own: TracedMod | None, slopes: Tensor | None) -> _Recipe:
     """The recipe of ``softcap then alibi_slopes then`` the user's own: the first two bring settled numbers, and the slopes."""
     if own is not None and own.source is None:
-        raise _Unfit
+        raise Unfit
     own_scalars, own_tensors = ((), ()) if own is None or own.source is None else (own.source.scalars, own.source.tensors)
     before = score.scalars[: len(score.scalars) - len(own_scalars)]
     if len(score.tensors) - len(own_tensors) != (slopes is not None):
-        raise _Unfit
+        raise Unfit
     fixed = score if own is None and not score.tensors else None
     return _Recipe("score", score.expr, before, own_scalars, own_tensors, score.name, fixed)
 
@@ -468,7 +490,7 @@ def _settle(mods: list[TracedMod], problem: Problem) -> bool:
     return True
 
 
-def _fields_of(problem: Problem) -> dict[str, Any]:
+def fields_of(problem: Problem) -> dict[str, Any]:
     """All fields, the tensors and what the mods captured left out."""
     return {
         "q": None, "k": None, "v": None, "scale": problem.scale, "score": None, "predicates": (), "blocks": None, "sink": None,

@@ -14,6 +14,7 @@ from anyattn.geometry.stored import StoredSizes
 
 __all__ = ["Places", "facts_of_places", "seen_rows"]
 
+_FEW = 64  # queries, up to which a plan looks at how many there are
 _INTEGERS = (torch.int32, torch.int64)
 
 
@@ -72,7 +73,9 @@ def facts_of_places(q: Tensor, k: Tensor, v: Tensor, places: Places, given: Opti
     slopes = given.alibi_slopes
     # where mods read tables of their own, the checks hang on how far positions go
     reads = given.score_mod is not None or given.mask_mod is not None or (slopes is not None and slopes.ndim > 1)
-    return (tuple(seen), identical, in_sight, sizes if reads else None), sizes
+    # tiles for few queries are made to measure, and the number of splits is chosen from all sizes
+    planned = min(bound_q, _FEW + 1)
+    return (tuple(seen), identical, in_sight, planned, sizes if reads or given.num_splits == 0 else None), sizes
 
 
 _GREATEST = (int, type(None))

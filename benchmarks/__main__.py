@@ -22,7 +22,7 @@ _PROBE_GROUPS = {
     "memory": ("memory",),
     "masks": ("long-masks",),
     "host": ("first-call", "closure", "import"),
-    "sequences": ("decode-host", "ragged-lists"),
+    "sequences": ("decode-host", "decode-pages", "ragged-lists"),
 }
 _GROUPS = list(dict.fromkeys([*(case.group for case in CASES), *_PROBE_GROUPS]))
 

@@ -147,8 +147,9 @@ def _sequence_bars() -> list[Bar]:
                 for n in (128, 16)
             ),
         ]
-    for batch in (1, 16):
-        bars.append(_host(f"host time of a decode call, batch {batch}", "decode-host", f"batch {batch}, contiguous", 300, "us"))
+    for stored in ("contiguous", "paged"):
+        for batch in (1, 16):
+            bars.append(_host(f"host time of a decode call, batch {batch}, {stored}", "decode-host", f"batch {batch}, {stored}", 300, "us"))
     lists = lambda found: found.probes["ragged-lists"]["causal"]["lists_s"]
     return [*bars, Bar("block lists of 1,000 sequences, causal", 1, lists, at_least=False, unit="s")]
 

@@ -36,6 +36,7 @@ FLOORS: dict[str, int] = {
     "anyattn.problem": 1,
     "anyattn.autograd": 1,
     "anyattn.recall": 1,
+    "anyattn.recall_cache": 1,
     "anyattn.recall_varlen": 1,
     "anyattn.plan": 2,
     "anyattn.hardware": 2,
@@ -55,9 +56,10 @@ HANDED_DOWN: dict[str, set[str]] = {
     "anyattn.sparsity.varlen": {"VarlenBlockSparseTensors"},
     # a mask that comes without lists gets them from where everybody does
     "anyattn.sparsity.compute": {"tile_lists"},
+    "anyattn.sparsity.ragged_lists": {"RaggedLists", "ragged_lists"},
 }
 # May be imported by everyone, and so import nothing but one another.
-SHARED = ("anyattn.mods", "anyattn.errors", "anyattn.kept")
+SHARED = ("anyattn.mods", "anyattn.errors", "anyattn.kept", "anyattn.disk_cache")
 DECLARED = {"torch", "numpy", "click", "rich", "triton", "cutlass", "cuda", "tvm_ffi", "filelock", "matplotlib", "anyattn"}
 
 

@@ -6,8 +6,8 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from anyattn.backends.hopper import disk_cache
-from anyattn.backends.hopper.disk_cache import DiskCache
+from anyattn import disk_cache
+from anyattn.disk_cache import DiskCache
 
 __all__ = ["command"]
 

@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 import anyattn
-from anyattn import gallery, hardware, plan
-from anyattn.backends.hopper import build, disk_cache
+from anyattn import disk_cache, gallery, hardware, plan
+from anyattn.backends.hopper import build
 from anyattn.cli.judge import shares
 
 __all__ = ["command"]

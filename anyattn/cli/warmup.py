@@ -8,6 +8,7 @@ import os
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
+from typing import Any
 
 import click
 from rich.console import Console
@@ -17,6 +18,7 @@ __all__ = ["command"]
 _HEAD_DIMS = ("64", "128", "256")
 _MASKS = ("full", "causal", "window")
 _DTYPES = ("bfloat16", "float16")
+_LAYOUTS = ("whole", "packed")
 
 
 @dataclass(frozen=True)
@@ -24,27 +26,36 @@ class _Variant:
     mask: str
     head_dim: int
     dtype: str
+    layout: str
     has_lse: bool  # as training asks for it
 
     def __str__(self) -> str:
-        return f"{self.mask} D {self.head_dim} {self.dtype}{', lse' if self.has_lse else ''}"
+        packed = ", packed" if self.layout == "packed" else ""
+        return f"{self.mask} D {self.head_dim} {self.dtype}{packed}{', lse' if self.has_lse else ''}"
 
 
 @click.command("warmup")
 @click.option("--head-dim", "head_dims", multiple=True, type=click.Choice(_HEAD_DIMS), help="Only this one (may be repeated).")
 @click.option("--mask", "masks", multiple=True, type=click.Choice(_MASKS), help="Only this one (may be repeated).")
 @click.option("--dtype", "dtypes", multiple=True, default=_DTYPES[:1], type=click.Choice(_DTYPES), help="bfloat16 by default.")
+@click.option(
+    "--layout", "layouts", multiple=True, type=click.Choice(_LAYOUTS), help="Only this one; whole batches and packed ones by default."
+)
 @click.option("--arch", type=click.Choice(("sm_90a",)), help="Compile for this GPU, also where there is none.")
 @click.option("--jobs", default=0, type=click.IntRange(0), help="Processes at a time; 0, the default, is one for each core.")
-def command(head_dims: tuple[str, ...], masks: tuple[str, ...], dtypes: tuple[str, ...], arch: str | None, jobs: int) -> int:
-    """Compile the common kernels (full, causal and window, with and without lse) into the disk cache.
+def command(
+    head_dims: tuple[str, ...], masks: tuple[str, ...], dtypes: tuple[str, ...], layouts: tuple[str, ...], arch: str | None, jobs: int
+) -> int:
+    """Compile the common kernels into the disk cache: full, causal and window, with and without lse, for whole batches and for packed
+    sequences (with int32 cu_seqlens), those with the kernel that makes their tables.
 
     What is there already is not compiled again. The launching code is made for this machine's processor: another kind of processor
     compiles anew.
     """
     _check(arch)
     dims = [int(d) for d in head_dims or _HEAD_DIMS]
-    variants = [_Variant(*v) for v in itertools.product(masks or _MASKS, dims, dict.fromkeys(dtypes), (False, True))]
+    every = itertools.product(masks or _MASKS, dims, dict.fromkeys(dtypes), layouts or _LAYOUTS, (False, True))
+    variants = [_Variant(*v) for v in every]
     console, started, failed = Console(), time.perf_counter(), 0
     # a forked child of a process whose torch has threads may hang
     context = multiprocessing.get_context("spawn")
@@ -71,7 +82,8 @@ def _check(arch: str | None) -> None:
 
     import torch
 
-    from anyattn.backends.hopper import build, disk_cache
+    from anyattn import disk_cache
+    from anyattn.backends.hopper import build
 
     if not disk_cache.is_on():
         raise click.ClickException("ANYATTN_CACHE=0 turns the disk cache off, so that nothing would be kept")
@@ -88,20 +100,45 @@ def _compile(variant: _Variant) -> float:
     """Seconds that it took, in a process of its own."""
     import torch
 
-    from anyattn import masks, plan
+    from anyattn import plan
     from anyattn.backends.hopper import launch, run
     from anyattn.hardware import Hardware
-    from anyattn.mods.trace import trace
-    from anyattn.problem import Problem
 
     started = time.perf_counter()
     torch.set_num_threads(1)
-    dtype = getattr(torch, variant.dtype)
-    mask = {"full": None, "causal": masks.causal(), "window": masks.sliding_window(128, 0)}[variant.mask]
-    q = torch.zeros(1, 1, 64, variant.head_dim, dtype=dtype)
-    predicates = () if mask is None else (trace(mask, "mask"),)
-    problem = Problem(q=q, k=q, v=q, scale=1.0, predicates=predicates, wants_lse=variant.has_lse)
     hardware = Hardware("cuda", "Hopper", 0, frozenset((torch.bfloat16, torch.float16, torch.float32)), (9, 0), 132)
     with launch.compiling_only():
-        run.forward(problem, plan.choose(problem, hardware, "hopper"))
+        for problem in _packed_problems(variant) if variant.layout == "packed" else [_problem(variant)]:
+            run.forward(problem, plan.choose(problem, hardware, "hopper"))
     return time.perf_counter() - started
+
+
+def _problem(variant: _Variant) -> Any:
+    """A call on whole batches; tensors are the CPU's, for nothing runs."""
+    import torch
+
+    from anyattn import masks
+    from anyattn.mods.trace import trace
+    from anyattn.problem import Problem
+
+    mask = {"full": None, "causal": masks.causal(), "window": masks.sliding_window(128, 0)}[variant.mask]
+    q = torch.zeros(1, 1, 64, variant.head_dim, dtype=getattr(torch, variant.dtype))
+    return Problem(q=q, k=q, v=q, scale=1.0, predicates=() if mask is None else (trace(mask, "mask"),), wants_lse=variant.has_lse)
+
+
+def _packed_problems(variant: _Variant) -> list[Any]:
+    """Calls on packed sequences of a GPU, whose tables nobody reads on the host: queries and keys with one cu_seqlens, and with two."""
+    import torch
+
+    from anyattn.check_flash import Options, problem_of
+    from anyattn.check_lengths import offset_unread, unread_sequences
+    from anyattn.geometry.stored import LengthTables
+
+    packed, ends = torch.zeros(64, 1, variant.head_dim, dtype=getattr(torch, variant.dtype)), torch.tensor([0, 64], dtype=torch.int32)
+    window = (16, 0) if variant.mask == "window" else (-1, -1)
+    options = Options(causal=variant.mask == "causal", window_size=window, return_lse=variant.has_lse)
+    found = []
+    for ends_k in (ends,) if variant.mask == "full" else (ends, ends.clone()):
+        sequences = unread_sequences(packed, packed, LengthTables(ends, ends_k, None, None), (None, None), None)
+        found.append(problem_of(packed, packed, packed, sequences, options, offset_unread(sequences, False)))
+    return found

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from anyattn.geometry.integers import ceil_div
+
 __all__ = ["OnHost", "Sequences", "end_to_end"]
 
 
@@ -48,7 +50,8 @@ class Sequences:
     page_table: (B, pages) integers, or None. With it storage row t of sequence b is row ``t % page_size`` of page
     ``page_table[b, t // page_size]`` of a pool (pages, heads, page_size, D), the sequence begins at storage row k_start, and k_row is
     not read.
-    is_cache: the keys are a cache that grows; then a result must not depend on what else is in the batch.
+    is_cache: the keys are a cache that grows; then a result must not depend on what else is in the batch. most_q: as the call says, and
+    not what is in it, no entry of such a batch has more queries; 0 where it does not say.
     """
 
     seqlens_q: Tensor
@@ -61,6 +64,7 @@ class Sequences:
     page_table: Tensor | None = None
     page_size: int = 0
     is_cache: bool = False
+    most_q: int = 0
 
     @property
     def batch(self) -> int:
@@ -102,6 +106,23 @@ class Sequences:
     def bound_k(self) -> int:
         """No sequence has more keys."""
         return self.max_seqlen_k
+
+    @property
+    def is_unread(self) -> bool:
+        """Whether nobody has looked at what the tables hold; then the fields hang on numbers that may lie on a GPU."""
+        return False
+
+    @property
+    def uses_all_rows(self) -> bool:
+        """Whether, as far as that is known without a look, every row of the queries' storage belongs to a sequence."""
+        return False
+
+    @property
+    def position_bounds(self) -> tuple[int, int]:
+        """No query of a sequence with keys stands, as mods see it, before the first, which is at most 0, or from the second on."""
+        host = self.on_host
+        first = min((f for f, asked in zip(host.q_first, self._with_pairs, strict=True) if asked), default=0)
+        return min(0, first), self.end_position
 
     @cached_property
     def end_position(self) -> int:
@@ -170,18 +191,19 @@ class Sequences:
         Such neighbours agree in lengths, positions and, within their rows of storage, in place; their rows follow one another.
         """
         host = self.on_host
-        first = list(range(self.batch))
-        for b in range(1, self.batch):
-            same = all(getattr(host, n)[b] == getattr(host, n)[b - 1] for n in ("seqlens_q", "seqlens_k", "q_start", "k_start", "q_first"))
+        facts = list(zip(host.seqlens_q, host.seqlens_k, host.q_start, host.k_start, host.q_first, strict=True))
+        first = list(range(len(facts)))
+        for b in range(1, len(facts)):
             k_follows = self.page_table is not None or host.k_row[b] == host.k_row[b - 1] + 1
-            if same and k_follows and host.q_row[b] == host.q_row[b - 1] + 1:
+            if facts[b] == facts[b - 1] and k_follows and host.q_row[b] == host.q_row[b - 1] + 1:
                 first[b] = first[b - 1]
         return first
 
     def storage_rows(self, lo: int, hi: int) -> Tensor:
         """(hi - lo, seqlen_k): where each key of sequences that are alike and have pages is in the pool, seen as one run of rows."""
         assert self.page_table is not None
-        host = self.on_host
-        rows = torch.arange(host.k_start[lo], host.k_start[lo] + host.seqlens_k[lo], device=self.page_table.device)
-        pages = self.page_table[lo:hi].index_select(1, rows // self.page_size).to(torch.int64)
-        return pages.mul_(self.page_size).add_(rows % self.page_size)
+        start, count, size = self.on_host.k_start[lo], self.on_host.seqlens_k[lo], self.page_size
+        first = start // size
+        pages = self.page_table[lo:hi, first : ceil_div(start + count, size)]
+        rows = torch.add(torch.arange(size, device=pages.device), pages[..., None], alpha=size).flatten(1)  # int64: arange's
+        return rows[:, start - first * size : start - first * size + count]

@@ -65,6 +65,18 @@ class StoredSequences(Sequences):
     def bound_k(self) -> int:
         return self.sizes.bound_k
 
+    @property
+    def is_unread(self) -> bool:
+        return True
+
+    @property
+    def uses_all_rows(self) -> bool:
+        return self.tables.cu_seqlens_q is None and self.tables.seqused_q is None
+
+    @property
+    def position_bounds(self) -> tuple[int, int]:
+        return 0, self.sizes.bound_q
+
     def kept(self) -> Sequences:
         """The same with tables of its own, for a use that comes later."""
         own = LengthTables(*(None if t is None else t.clone() for t in self.tables))
@@ -88,7 +100,7 @@ class StoredSequences(Sequences):
     @cached_property
     def q_start(self) -> Tensor:  # type: ignore[override]
         ends = self.tables.cu_seqlens_q
-        return self.q_first if ends is None else ends[:-1].to(torch.int64)
+        return self.q_first if ends is None else ends.narrow(0, 0, self.sizes.batch).to(torch.int64)
 
     @cached_property
     def k_row(self) -> Tensor:  # type: ignore[override]
@@ -97,7 +109,7 @@ class StoredSequences(Sequences):
     @cached_property
     def k_start(self) -> Tensor:  # type: ignore[override]
         ends = self.tables.cu_seqlens_k
-        return self.q_first if ends is None else ends[:-1].to(torch.int64)
+        return self.q_first if ends is None else ends.narrow(0, 0, self.sizes.batch).to(torch.int64)
 
     @cached_property
     def q_first(self) -> Tensor:  # type: ignore[override]

@@ -82,8 +82,8 @@ def check_append(info: SeqlenInfoQKNewK, cache_rows: Tensor | None, page_table: 
     _check_own_pages(info, page_table, page_size)
 
 
-def check_pages(page_table: Tensor, begin: Tensor, end: Tensor, page_size: int, num_pages: int) -> None:
-    """Raises ``ValueError`` where a page that holds storage rows ``begin[b]`` to ``end[b]``, int64 (B,), is not in the pool.
+def check_pages(page_table: Tensor, begin: Tensor | list[int], end: Tensor | list[int], page_size: int, num_pages: int) -> None:
+    """Raises ``ValueError`` where a page that holds storage rows ``begin[b]`` to ``end[b]``, B integers, is not in the pool.
 
     page_table: integers (B, max_pages). What it says of pages that hold no such row is not looked at.
 
@@ -96,6 +96,7 @@ def check_pages(page_table: Tensor, begin: Tensor, end: Tensor, page_size: int, 
     least, greatest = torch.aminmax(page_table)
     if int(least) >= 0 and int(greatest) < num_pages:  # entries that are not in use are mostly 0, so most calls end here
         return
+    begin, end = (torch.as_tensor(x, device=page_table.device) for x in (begin, end))
     position = torch.arange(page_table.shape[1], device=page_table.device)
     first, last = begin // page_size, ceil_div(end, page_size)
     used = (position >= first[:, None]) & (position < last[:, None]) & (begin < end)[:, None]

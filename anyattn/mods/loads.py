@@ -58,18 +58,20 @@ def check_loads(mod: TracedMod, B: int, H: int, seqlen_q: int, seqlen_k: int, *,
         _INSIDE.add(known)
 
 
-def plainly_inside(mod: TracedMod, B: int, H: int, seqlen_q: int, seqlen_k: int) -> bool:
+def plainly_inside(mod: TracedMod, B: int, H: int, end_q: int, seqlen_k: int, first_q: int = 0) -> bool:
     """Whether every load is inside at all (b, h, q_idx, kv_idx) of these sizes, as far as the sizes and the mod's numbers show it.
 
+    end_q, first_q: q_idx is less than the one and not less than the other, which is 0 or negative.
     False where only what captured tensors hold could show it: on a GPU finding out would wait for them.
     """
-    sizes = {"b": B, "h": H, "q_idx": seqlen_q, "kv_idx": seqlen_k}
+    sizes = {"b": B, "h": H, "q_idx": max(end_q, -first_q), "kv_idx": seqlen_k}  # a row before 0 counts from a tensor's end
     if min(sizes.values()) == 0:
         return True
     doubtful = _doubtful(mod, sizes)
     if any(node.op in ("load", "score") for _, _, arg in doubtful for node in _index(mod, arg).nodes):
         return False
     box = {name: (torch.zeros(1, dtype=torch.int64), torch.full((1,), n - 1)) for name, n in sizes.items()}
+    box["q_idx"] = (torch.full((1,), first_q), torch.full((1,), end_q - 1))
     return not doubtful or next(_still_doubtful(mod, doubtful, box), None) is None
 
 

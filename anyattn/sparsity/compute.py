@@ -17,7 +17,7 @@ from anyattn.sparsity.arguments import device_of, length
 from anyattn.sparsity.block_sparse import BlockSparseTensors
 from anyattn.sparsity.lists import lists_of_grid
 
-__all__ = ["TileLists", "classes_of_mask", "compute_block_sparsity", "tile_lists"]
+__all__ = ["TileLists", "classes_of_mask", "compute_block_sparsity", "has_triton", "tile_lists"]
 
 _FIELDS = ("mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx")
 
@@ -117,7 +117,7 @@ def device_lists(
     They can on a CUDA device where Triton is installed, unless the mask captures a whole number of 2 ** 40 or more. Raises ``ValueError``
     for a mask that reads outside a captured tensor, except by an index that follows from captured values: that is held inside.
     """
-    if device.type != "cuda" or not _has_triton():
+    if device.type != "cuda" or not has_triton():
         return None
     from anyattn.backends.triton import tile_lists as kernels
 
@@ -129,7 +129,8 @@ def device_lists(
 
 
 @lru_cache(maxsize=1)
-def _has_triton() -> bool:
+def has_triton() -> bool:
+    """Whether lists can be made by kernels on a CUDA device."""
     return importlib.util.find_spec("triton") is not None
 
 

@@ -156,12 +156,20 @@ MUTANTS = {
             "rotary_off_by_one", "kvcache.rotary:apply_rotary",
             "index_select(0, positions)", "index_select(0, positions + 1)", "rotary",
         ),
-        Mutant("rotary_stands_still", f"{_CACHE}:_turn", "if moves else", "if False else", "rotary"),
+        Mutant("rotary_stands_still", f"{_CACHE}:_turn", "if step.follows else", "if False else", "rotary"),
         Mutant("wrong_batch_row", f"{_CACHE}:_cache_rows", "    return rows\n", "    return rows.flip(0)\n", "rows"),
         Mutant("appended_to_the_wrong_row", f"{_APPEND}:slots", "return cache_rows[entry], row", "return entry, row", "rows"),
         Mutant(
-            "place_counted_from_0", f"{_CACHE}:cache_call",
+            "place_counted_from_0", f"{_CACHE}:_look",
             "q_first=info.seqlen_k - info.seqlen_q", "q_first=info.seqlen_q * 0", "places",
+        ),
+        Mutant("known_call_of_one_length", "recall_cache:_numbers", "lengths.tolist()", "[int(lengths[0])] * batch", "known"),
+        Mutant("known_row_one_late", "recall_cache:_row_places", "_vector(starts)", "_vector([s + 1 for s in starts])", "known"),
+        Mutant("known_page_off_by_one", "recall_cache:_page_places", "row // page_size", "(row + 1) // page_size", "known_pages"),
+        Mutant(
+            "pages_of_other_heads", f"{_KEYS}:PoolRows.tokens",
+            "[:, self.kv_heads.start * width : self.kv_heads.stop * width]",
+            "[:, : (self.kv_heads.stop - self.kv_heads.start) * width]", "pages_by_head",
         ),
         Mutant("bits_by_place", f"{_FORWARD}:_exp2", "if is_small else", "if False else", "bits"),
         # splits

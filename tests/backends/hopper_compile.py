@@ -79,6 +79,7 @@ def cases() -> dict[str, tuple[list, dict]]:  # type: ignore[type-arg]
     causal, window, sinks = (row_ranges(trace(m, "mask")) for m in (masks.causal(), masks.sliding_window(9, 0), masks.sink_window(4, 9)))
     document, tree = trace(masks.document(ids), "mask"), trace(masks.tree(torch.zeros(9, 3, dtype=torch.int64)), "mask")
     rounded = trace(lambda s, b, h, q, k: s + torch.round(s) % 3 - torch.sign(s) * ((q - k) // 3 ^ k) + torch.log1p(s.abs()), "score")
+    powers = trace(lambda s, b, h, q, k: torch.fmod(s**3, 7) + s.abs() ** 1.7 - 0.9 ** (q - k).abs(), "score")
     assert causal is not None and window is not None and sinks is not None
     ends = {"bands": (causal.expr,)}
     each, entries = Ask(document.expr, False), {"has_entries": True, "has_order": True, "spread": "heads"}
@@ -95,6 +96,7 @@ def cases() -> dict[str, tuple[list, dict]]:  # type: ignore[type-arg]
         "document and causal": ([document, causal], {"lists": "dense", "partial": each, "always": (Ask(causal.expr, True),)}),
         "tree": ([tree], {"lists": "dense", "partial": Ask(tree.expr, False), "has_order": True}),
         "rounded": ([rounded], {"score": rounded.expr}),
+        "powers": ([powers, causal], {"score": powers.expr, **ends}),
         "ragged": ([causal], {**ends, **entries}),
         "ragged lists": ([document], {"lists": "ragged", "partial": each, **entries}),
         "pages": ([causal], {**ends, **entries, "is_paged": True}),

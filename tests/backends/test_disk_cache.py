@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from anyattn.backends.hopper import disk_cache
-from anyattn.backends.hopper.disk_cache import DiskCache, Payload
+from anyattn import disk_cache
+from anyattn.disk_cache import DiskCache, Payload
 
 SPAWN = multiprocessing.get_context("spawn")
 

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from anyattn import masks, plan
-from anyattn.backends.hopper import build, content, disk_cache, launch, run
+from anyattn import disk_cache, masks, plan
+from anyattn.backends.hopper import build, content, launch, run
 from anyattn.backends.hopper.config import Ask, Config, Tiles
 from anyattn.backends.hopper.content import NoContentError, key_of
 from anyattn.hardware import Hardware

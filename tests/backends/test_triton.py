@@ -28,10 +28,11 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 HERE = Path(__file__).resolve().parent
 
 
-def test_in_the_interpreter() -> None:
+@pytest.mark.parametrize("name", ["triton_interpreted.py", "triton_ragged_interpreted.py"])
+def test_in_the_interpreter(name: str) -> None:
     """The interpreter is chosen when Triton is imported, so it gets a process of its own."""
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(HERE.parent.parent), *sys.path])}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore", str(HERE / "triton_interpreted.py")]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore", str(HERE / name)]
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=280)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
 
@@ -65,7 +66,7 @@ def test_compiles_for_hopper(name: str) -> None:
 
     mod = random_mask(int(name[7:]), 64) if name.startswith("random") else library_masks(64, 64)[name]
     traced = trace(mod, "mask")
-    mask = kernels._mask(traced.expr)
+    mask = kernels.mask_of(traced.expr)
     tile = {"TILE_M": 192, "TILE_N": 80}
     options = {"CHUNK": 64, "BLOCK_M": 32, "BLOCK_N": 128, "SEPARATE_FULL": True, "HAS_FULL_TAILS": False}
     made = [compiled(mask.kernels.list_tiles, traced.tensors, {**tile, **options})]
@@ -238,14 +239,14 @@ def test_compiled_for_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return type("Grid", (), {"__getitem__": lambda self, grid: launch})()
 
-    real = kernels._mask
+    real = kernels.mask_of
 
     def mask_of(expr: Any) -> Any:
         mask = real(expr)
         names = ("list_tiles", "list_tiles_at_once", "store_hulls")
         return mask._replace(kernels=SimpleNamespace(**{n: launched(expr.key, getattr(mask.kernels, n)) for n in names}))
 
-    monkeypatch.setattr(kernels, "_mask", mask_of)
+    monkeypatch.setattr(kernels, "mask_of", mask_of)
     rng, table = random.Random(0), torch.zeros(20001, dtype=torch.int32)
     for at in range(60):
         lengths = tuple(rng.choice([1, 16, 17, rng.randrange(1, 20000)]) for _ in range(2))

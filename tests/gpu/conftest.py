@@ -26,7 +26,7 @@ _noted: dict[tuple, Future | None] = {}  # what would be launched, by config and
 def pytest_collection_finish(session: pytest.Session) -> None:
     import torch
 
-    from anyattn.backends.hopper import disk_cache
+    from anyattn import disk_cache
 
     is_wanted = any(hasattr(getattr(item, "module", None), "judging") for item in session.items)
     is_worker = hasattr(session.config, "workerinput")  # of pytest-xdist
@@ -71,10 +71,13 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     if MODE not in ("compile", "list"):
         return
     from anyattn.backends.hopper.build import _name
+    from anyattn.backends.hopper.config import Config
 
     seconds, failed = 0.0, 0
     for (config, _), future in _noted.items():
-        name = f"{_name(config)} D {config.head_dim}/{config.head_dim_v} {'bf16' if config.is_bf16 else 'fp16'} {config.tiles}"
+        name = str(config)
+        if isinstance(config, Config):
+            name = f"{_name(config)} D {config.head_dim}/{config.head_dim_v} {'bf16' if config.is_bf16 else 'fp16'} {config.tiles}"
         error = None if future is None else future.exception()
         if future is None:
             terminalreporter.write_line(name)

@@ -14,7 +14,7 @@ from typing import Any
 import judging_gpu as judging
 import ragged_gpu as ragged
 import torch
-from judging_gpu import DEVICE, check, flex, judge, qkv
+from judging_gpu import DEVICE, Capturing, check, flex, judge, qkv
 
 import anyattn
 from anyattn import masks
@@ -22,6 +22,8 @@ from anyattn import masks
 SINK = torch.linspace(-1, 3, 4)
 IDS = (torch.rand(2, 640, generator=torch.Generator().manual_seed(8)) < 0.01).long().cumsum(1)
 LENGTHS = ([150, 17, 300, 70], [160, 300, 290, 70])
+SLOPES = torch.tensor([0.02, 0.04, 0.06, 0.08])
+ALIBI = Capturing(lambda to: (lambda sl: lambda s, b, h, i, j: s - sl[h] * (i - j).abs())(to(SLOPES)))
 
 
 def rising() -> None:
@@ -96,7 +98,7 @@ KILLERS: dict[str, Callable[[], Any]] = {
     "window": lambda: judge(qkv(), mask=masks.sliding_window(100, 20)),
     "peaky": rising,
     "sink": lambda: judge(qkv(), sink=SINK),
-    "score": lambda: judge(qkv(), score=lambda s, b, h, i, j: s - 0.02 * (i - j).abs() * (h + 1)),
+    "score": lambda: judge(qkv(), score=ALIBI),
     "lists": lists,
     "cut_lists": cut_lists,
     "beside_lists": beside_lists,

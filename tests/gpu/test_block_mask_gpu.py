@@ -127,7 +127,7 @@ def test_compiled_once_for_all_sizes() -> None:
 
     for at, window in enumerate((1, 2, 16, 100, 128, 1000)):
         create_block_mask(mask_of(window), None, None, 1 + 1000 * at, 16 + 16 * at, "cuda")
-    kernel = kernels._mask(trace(mask_of(7), "mask").expr).kernels.list_tiles
+    kernel = kernels.mask_of(trace(mask_of(7), "mask").expr).kernels.list_tiles
     assert len(kernel.device_caches[torch.cuda.current_device()][0]) == 1
 
 

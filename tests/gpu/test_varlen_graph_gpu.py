@@ -80,6 +80,34 @@ def test_replays_read_the_tables_anew(name: str, apart: bool) -> None:
                 assert same(captured, eager)
 
 
+def documents() -> Any:
+    """A mask that needs lists of tiles, which come without."""
+    ids = (torch.rand(4, 777, generator=torch.Generator().manual_seed(3)) < 0.01).long().cumsum(1).cuda()
+    return masks.document(ids)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_replays_make_lists_anew(causal: bool) -> None:
+    inputs, cu_q = qkv(), ends(FIRST)
+    cu_k, options = cu_q.clone(), {"mask_mod": documents(), "causal": causal}
+    with torch.no_grad():
+        eager = call(inputs, cu_q, cu_k, **options)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = call(inputs, cu_q, cu_k, **options)
+        for numbers in (FIRST, SECOND, SHORT, [0, 0, 0, 0, 0], FIRST):
+            for table in (cu_q, cu_k):
+                table.copy_(ends(numbers))
+            for t in captured:
+                t.fill_(math.nan)
+            graph.replay()
+            assert same(captured, call(inputs, ends(numbers), ends(numbers), **options, validate=None)), numbers
+            # the lists of the host, from lengths that it has read
+            assert same(captured, call(inputs, ends(numbers), ends(numbers), **options, validate=numbers[-1] == 777 or None)), numbers
+            if numbers == FIRST:
+                assert same(captured, eager)
+
+
 def test_pages_and_lengths_of_a_captured_call() -> None:
     """A decoder's step: the page table and the lengths change in place."""
     generator = torch.Generator("cuda").manual_seed(0)
@@ -117,6 +145,15 @@ def test_nothing_waits_with_other_options() -> None:
         call(inputs, cu, cu.clone(), score_mod=lambda s, b, h, i, j: s + bias[h, i - j + 999])
         call(inputs, cu, cu, seqused_q=cu.diff() // 2, seqused_k=cu.diff() // 3, causal=True)
         call(inputs, cu, cu, max_seqlen_q=None, max_seqlen_k=None, causal=True)
+
+
+def test_nothing_waits_for_lists() -> None:
+    inputs, cu, mask, prefix = qkv(), ends(FIRST), documents(), masks.prefix_lm(torch.tensor([3, 70, 0, 200], device="cuda"))
+    with no_waiting():
+        for _ in range(2):
+            call(inputs, cu.clone(), cu.clone(), mask_mod=mask, causal=True)
+            call(inputs, cu.clone(), cu.clone(), mask_mod=prefix)
+            call(inputs, cu.clone(), cu.clone(), mask_mod=lambda b, h, i, j: (i - j) % (h + 2) == 0)
 
 
 @pytest.mark.parametrize("numbers", [FIRST, SHORT, [0, 0, 0, 0, 0]])

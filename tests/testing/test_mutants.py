@@ -17,6 +17,7 @@ import sequences as seq
 import test_block_info as blocks
 import test_edge_cases as edge
 import test_flash_varlen as varlen
+import test_known_cache_calls as known_calls
 import test_kvcache as kvcache
 from calls import judge, results
 
@@ -112,6 +113,16 @@ def cache(meaning: str = "causal", **setting) -> Callable[[], None]:
     return check
 
 
+def again(**setting) -> Callable[[], None]:
+    """A call and another of the same facts, which is known."""
+
+    def check() -> None:
+        for seed in (0, 1):
+            kvcache.check(kvcache.Setting(**setting, seed=seed), kvcache.MEANINGS["causal"])
+
+    return check
+
+
 def splits() -> None:
     batch = seq.ragged([3, 40], [500, 300])
     meaning = seq.Meaning(causal=True, sink=torch.tensor([0.5, -1.0, 2.0, 0.0]))
@@ -153,6 +164,9 @@ CHECKS: dict[str, Callable[[], None]] = {
     "rotary": cache(rotary_dim=8),
     "rows": cache(shuffled_rows=True),
     "places": cache("mods see places"),
+    "known": again(),
+    "known_pages": again(cached=(41, 8, 62, 11), page_size=3),
+    "pages_by_head": known_calls.test_pages_of_a_sequence_whose_heads_see_other_keys,
     "bits": lambda: kvcache.test_the_batch_changes_no_bit_of_an_entry((20, 20, 20, 20), 1),
     "splits": splits,
     "blocks": lambda: blocks.test_ranges_are_tight_and_transposes_of_each_other(0),

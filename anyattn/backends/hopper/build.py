@@ -17,8 +17,8 @@ import torch
 
 from anyattn.backends.hopper.config import Config
 from anyattn.backends.hopper.content import ARCH
-from anyattn.backends.hopper.disk_cache import Payload
 from anyattn.backends.hopper.tables_config import TablesConfig
+from anyattn.disk_cache import Payload
 
 __all__ = ["compiled_object", "dlpack_function", "examples", "has_tvm_ffi", "load", "make", "wrapped"]
 

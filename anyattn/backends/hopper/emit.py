@@ -13,18 +13,17 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64
+from cutlass import Float32, Int32
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
+from anyattn.backends.hopper.arithmetic import TYPES, alike, divided, fmod, power, select, whole
 from anyattn.backends.hopper.native import call_native
 from anyattn.backends.hopper.staging import Bias, lines, stages, straight
 from anyattn.mods.dependence import dependence
 from anyattn.mods.ir import Expr, Node, category
 
 __all__ = ["emit", "emit_bias", "emit_rows", "first_read", "select"]
-
-_TYPES = {"float": Float32, "int": Int32, "bool": Boolean}
 
 
 @dsl_user_op
@@ -57,21 +56,6 @@ _BINARY = {
     **{"add": operator.add, "sub": operator.sub, "mul": operator.mul, "and": operator.and_, "or": operator.or_, "xor": operator.xor},
     **{"shl": operator.lshift, "shr": operator.rshift, **_COMPARE},
 }
-
-
-def _whole(x: Any) -> Any:
-    """A run-time integer of 32 bits, unless a captured tensor made it one of 64."""
-    return x if isinstance(x, Int64) else Int32(x)
-
-
-def select(condition: Any, yes: Any, no: Any, kind: str) -> Any:
-    """``yes`` where ``condition``, else ``no``, both of ``kind`` float, int or bool."""
-    if isinstance(condition, bool):
-        return yes if condition else no
-    as_kind = _TYPES[kind]
-    if kind == "int" and (isinstance(yes, Int64) or isinstance(no, Int64)):
-        as_kind = Int64
-    return as_kind(cutlass.select_(condition, as_kind(yes), as_kind(no)))
 
 
 def emit(
@@ -202,7 +186,7 @@ def _at_first(expr: Expr, scalars: Sequence[Any], tensors: Sequence[Any], node: 
         if at not in needed:
             needed.add(at)
             pending += expr.nodes[at].args
-    return _whole(_run(expr, scalars, tensors, "tile", {**row, **first}, {}, needed)[node])
+    return whole(_run(expr, scalars, tensors, "tile", {**row, **first}, {}, needed)[node])
 
 
 def emit_rows(expr: Expr, scalars: Sequence[Any], tensors: Sequence[Any], b: Any, h: Any, q_idx: Sequence[Any]) -> list[tuple]:
@@ -256,16 +240,18 @@ def _operation(node: Node, args: list[Any], expr: Expr, tensors: Sequence[Any]) 
     if node.op in ("min", "max"):
         if kind == "float":
             return (cute.arch.fmin if node.op == "min" else cute.arch.fmax)(*(Float32(a) for a in args))
-        return (cutlass.min if node.op == "min" else cutlass.max)(*_alike(args))
+        return (cutlass.min if node.op == "min" else cutlass.max)(*alike(args))
     if node.op == "neg":
         return -args[0]
     if node.op == "abs":
         return cute.math.absf(args[0]) if kind == "float" else select(args[0] < 0, -args[0], args[0], "int")
     if node.op == "sign":
-        zero, one = (Float32(0.0), Float32(1.0)) if kind == "float" else (_whole(args[0]) * 0, _whole(args[0]) * 0 + 1)
+        zero, one = (Float32(0.0), Float32(1.0)) if kind == "float" else (whole(args[0]) * 0, whole(args[0]) * 0 + 1)
         return select(args[0] > 0, one, select(args[0] < 0, -one, zero, kind), kind)
     if node.op in ("floordiv", "mod"):
-        return _divided(node.op, *args, kind)
+        return divided(node.op, *args, kind)
+    if node.op in ("fmod", "pow"):
+        return (fmod if node.op == "fmod" else power)(*args, kind)
     if node.op == "not":
         return select(args[0], False, True, "bool") if kind == "bool" else ~args[0]
     return _binary(node, args, category(expr.nodes[node.args[0]].dtype))
@@ -280,33 +266,14 @@ def _binary(node: Node, args: list[Any], operands: str) -> Any:
     if operands == "float":
         a, b = Float32(a), Float32(b)
     elif operands == "int":
-        a, b = _alike([a, b])
+        a, b = alike([a, b])
     return _BINARY[node.op](a, b)
-
-
-def _divided(op: str, a: Any, b: Any, kind: str) -> Any:
-    """Python's whole division and its rest, which takes the divisor's sign; by a literal power of 2 a shift or the low bits."""
-    if kind == "float":
-        whole = cute.math.floor(Float32(a) / Float32(b))
-        return whole if op == "floordiv" else Float32(a) - whole * Float32(b)
-    if isinstance(b, int) and b > 0 and b & (b - 1) == 0:
-        return _whole(a) >> (b.bit_length() - 1) if op == "floordiv" else _whole(a) & (b - 1)
-    a, b = _alike([a, b])
-    if op == "floordiv":
-        return a // b
-    rest = a % b  # of the dividend's sign
-    return select((rest != 0) & ((rest < 0) != (b < 0)), rest + b, rest, "int")
-
-
-def _alike(args: list[Any]) -> list[Any]:
-    wide = any(isinstance(a, Int64) for a in args)
-    return [Int64(a) if wide else Int32(a) for a in args]
 
 
 def _cast(value: Any, source: str, kind: str) -> Any:
     if isinstance(value, (int, float, bool)):
         return {"float": float, "int": int, "bool": bool}[kind](value)
-    return value if source == kind else _TYPES[kind](value)
+    return value if source == kind else TYPES[kind](value)
 
 
 def _load(node: Node, args: list[Any], expr: Expr, tensor: Any, kind: str) -> Any:
@@ -332,4 +299,4 @@ def _wrapped(expr: Expr, nodes: Sequence[int], values: Sequence[Any], tensor: An
 
 
 def _of_kind(found: Any, kind: str) -> Any:
-    return found != 0 if kind == "bool" else _whole(found) if kind == "int" else Float32(found)
+    return found != 0 if kind == "bool" else whole(found) if kind == "int" else Float32(found)

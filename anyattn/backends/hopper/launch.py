@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anyattn.backends.hopper import build, disk_cache
+from anyattn import disk_cache
+from anyattn.backends.hopper import build
 from anyattn.backends.hopper.config import Config
 from anyattn.backends.hopper.content import NoContentError, key_of
 from anyattn.backends.hopper.tables_config import TablesConfig

@@ -47,8 +47,8 @@ def reads_apart(expr: Expr) -> bool:
 
 def is_special(expr: Expr) -> bool:
     """Whether every score takes an operation of the pipe for special functions, beside its exponential."""
-    special = ("exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sin", "cos", "tanh", "sigmoid", "reciprocal")
-    return any(n.op in special and due == "tile" for n, due in zip(expr.nodes, stages(expr), strict=True))
+    special = ("exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sin", "cos", "tanh", "sigmoid", "reciprocal", "pow", "fmod")
+    return any(n.op in special and category(n.dtype) == "float" and due == "tile" for n, due in zip(expr.nodes, stages(expr), strict=True))
 
 
 def reads_straight(expr: Expr) -> bool:

@@ -52,8 +52,7 @@ def visits_of(problem: Problem, special: Special, results: Results | None = None
     if special.listed is None:
         return TablesOnHost() if sequences is None else _ragged(problem, special, None, results)
     if sequences is not None:
-        lists = blocks if blocks is not None else _ragged_lists(problem, problem.predicates[special.listed])
-        return _ragged(problem, special, lists, results)
+        return _ragged(problem, special, _ragged_lists(problem, problem.predicates[special.listed], config.per_head), results)
     if blocks is None:
         return _dense(problem, special, _made_lists(problem, problem.predicates[special.listed], config.per_entry, config.per_head))
     known = _of_lists.setdefault(blocks, {})
@@ -104,14 +103,17 @@ def _made_lists(problem: Problem, mask: TracedMod, per_entry: bool, per_head: bo
     return BlockSparseTensors(cnt, idx, full_cnt, full_idx, tile=tile, lengths=lengths)
 
 
-def _ragged_lists(problem: Problem, mask: TracedMod) -> Any:
-    from anyattn.mods.ragged import classify_ragged
-    from anyattn.sparsity.varlen import VarlenBlockSparseTensors
+def _ragged_lists(problem: Problem, mask: TracedMod, per_head: bool) -> Any:
+    """Those that the call brought, or else the mask's."""
+    from anyattn.sparsity.ragged_lists import RaggedLists, ragged_lists
 
     assert problem.sequences is not None
-    lengths = (problem.sequences.seqlens_q, problem.sequences.seqlens_k)
-    classes = classify_ragged(mask, *lengths, TILE_M, TILE_M, problem.heads_q)
-    return VarlenBlockSparseTensors.from_classes(classes, (TILE_M, TILE_M), *lengths)
+    if problem.blocks is not None:
+        return RaggedLists.of(problem.blocks)  # type: ignore[arg-type]
+    found = ragged_lists(mask, problem.sequences, (TILE_M, TILE_M), problem.heads_q)
+    if per_head and found.mask_block_cnt.shape[0] == 1:  # another predicate sees h
+        found = RaggedLists(*(t if t is None or t.ndim == 1 else t.expand(problem.heads_q, -1) for t in found))  # type: ignore[arg-type]
+    return found
 
 
 def _ragged(problem: Problem, special: Special, lists: Any, results: Results | None) -> TablesOnHost:
@@ -133,9 +135,7 @@ def _ragged(problem: Problem, special: Special, lists: Any, results: Results | N
         order, places = known[key]
     if lists is None:
         return TablesOnHost(order=order, entries=places, pages=pages)
-    places = _entries(sequences, (lists.cu_block_cnt[:-1], lists.cu_block_idx[:-1]))
-    tensors = _tensors(lists)
-    return TablesOnHost(*tensors, order, places, pages)
+    return TablesOnHost(*_tensors(lists), order, _entries(sequences, lists), pages)
 
 
 def _prepared(s: StoredSequences, config: Config, most: int, results: Results) -> tuple[Tensor, Tensor]:
@@ -173,11 +173,14 @@ def _tables_config(config: Config, is_large: bool) -> TablesConfig:
     return TablesConfig(config.tiles.tile_m, config.has_right, MOST_ENTRIES[is_large])
 
 
-def _entries(s: Sequences, places: tuple[Tensor, Tensor] | None) -> Tensor:
-    """``visits.Tables.entries``. places: each entry's first row tile and first index in ragged lists."""
+def _entries(s: Sequences, lists: Any) -> Tensor:
+    """``visits.Tables.entries``. lists: ``RaggedLists``, by whose lengths, if any, the kernel finds its way through them, or None."""
     zero = torch.zeros_like(s.q_row)
-    first, index = places if places is not None else (zero, zero)
-    columns = (s.q_row, s.q_start, s.seqlens_q, s.k_row, s.k_start, s.seqlens_k, s.q_first, first.to(zero.dtype), index.to(zero.dtype))
+    first, index = (zero, zero) if lists is None else (lists.first_row.to(zero.dtype), lists.first_entry.to(zero.dtype))
+    seqlens_q, seqlens_k = s.seqlens_q, s.seqlens_k
+    if lists is not None and lists.seqlens_q is not None:
+        seqlens_q, seqlens_k = lists.seqlens_q, lists.seqlens_k
+    columns = (s.q_row, s.q_start, seqlens_q, s.k_row, s.k_start, seqlens_k, s.q_first, first, index)
     return torch.stack(columns, 1).to(torch.int32)
 
 

@@ -85,6 +85,8 @@ class Scores:
         if scores.dtype != self.dtype:
             wide = self.call.workspace.take("wide scores", scores.shape, self.dtype)
             scores = wide.copy_(scores)
+        if self.bias is None and self.mod is None and not chunk.asked:
+            return scores
         view = row_heads(scores, tile)
         if self.bias is not None:
             view += self.bias.on(tile)[0]
@@ -113,13 +115,15 @@ def forward(call: Call, out_dtype: torch.dtype | None = None) -> Result:
             if not is_finite(acc):
                 acc, row_max, row_sum = _stream(call, heads, row_tile, scores, keys, Values(values, True), start)
             tile = heads.tile(row_tile, Chunk(0, 0, ()))
-            row_max += scores.shift_of(tile, row_max)
+            if scores.shift is not None:
+                row_max += scores.shift_of(tile, row_max)
             if highest is not None:
                 hidden = (row_max * LN2).masked_fill_(row_sum == 0, -math.inf)
                 store(heads.place(highest, row_tile)[..., None], hidden, tile, call.workspace)
             if problem.sink is not None:
                 row_max, row_sum = _add_sink(problem.sink, heads, acc, row_max, row_sum, tile)
-            store(heads.place(out, row_tile), acc.div_(row_sum.masked_fill(row_sum == 0, 1.0)), tile, call.workspace)
+            # a sum of nothing is 0, and so is its acc; every other one is far above the least normal number
+            store(heads.place(out, row_tile), acc.div_(row_sum.clamp_min(torch.finfo(stat).tiny)), tile, call.workspace)
             if lse is not None:
                 store(heads.place(lse, row_tile)[..., None], row_max.mul_(LN2).add_(row_sum.log()), tile, call.workspace)
     return Result(out, lse, highest)
@@ -168,7 +172,7 @@ def _stream(
     start: the normalised output and the base-2 log-sum-exp of keys that are not among the tile's segments.
     """
     stat = call.problem.stat_dtype
-    q = heads.rows(call.problem.q, row_tile.q_lo, row_tile.q_hi, "q")
+    q = heads.rows(call.problem.q, row_tile.q_lo, row_tile.q_hi, "q", is_only_read=True)
     shape = (q.shape[0], q.shape[1], 1)
     lowest = torch.finfo(call.dtype).min / 2  # never -inf, so that -inf - maximum is -inf and not NaN
     acc = row_sum = row_max = None

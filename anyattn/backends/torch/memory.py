@@ -31,12 +31,15 @@ class Workspace:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._flat: dict[tuple[str, torch.dtype], Tensor] = {}
+        self._held: dict[tuple[str, torch.dtype], Tensor] = {}
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """An uninitialised contiguous tensor; the previous one of the same name and dtype is overwritten."""
+        held = self._held.get((name, dtype))
+        if held is not None and held.shape == shape:
+            return held
         size = math.prod(shape)
-        flat = self._flat.get((name, dtype))
-        if flat is None or flat.numel() < size:
-            flat = self._flat[name, dtype] = empty((size,), dtype, self.device)
-        return flat[:size].view(shape)
+        if held is None or held.numel() < size:
+            held = self._held[name, dtype] = empty(shape, dtype, self.device)  # as it is asked for: a call of one tile asks once
+            return held
+        return held.view(-1)[:size].view(shape)

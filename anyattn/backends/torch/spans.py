@@ -269,12 +269,13 @@ def _ragged_groups(problem: Problem, sources: list[_Source], tile_m: int, pairs_
     assert problem.sequences is not None
     s, host = problem.sequences, problem.sequences.on_host
     groups = []
-    b_lo = 0
-    while b_lo < s.batch:
+    b_lo, batch, may_join = 0, len(host.seqlens_q), s.is_cache and problem.score is None
+    while b_lo < batch:
         seqlen_q, seqlen_k = host.seqlens_q[b_lo], host.seqlens_k[b_lo]
-        is_small = s.is_cache and problem.score is None and seqlen_k <= _FEW_KEYS
+        is_small = may_join and seqlen_k <= _FEW_KEYS
         b_hi = b_lo + 1
-        while is_small and b_hi < min(s.batch, b_lo + _TOGETHER) and s.alike[b_hi] == s.alike[b_lo] and _agree(sources, b_lo, b_hi):
+        last = min(batch, b_lo + _TOGETHER) if is_small else b_hi
+        while b_hi < last and s.alike[b_hi] == s.alike[b_lo] and _agree(sources, b_lo, b_hi):
             b_hi += 1
         if s.is_cache:
             pairs_at_once = max(1, _SCORES_OF_A_SEQUENCE // max(1, min(tile_m, seqlen_q) * min(1024, seqlen_k)))
@@ -287,7 +288,7 @@ def _ragged_groups(problem: Problem, sources: list[_Source], tile_m: int, pairs_
 
 
 def _agree(sources: list[_Source], one: int, other: int) -> bool:
-    return all(s.stretches[one] == s.stretches[other] for s in sources)
+    return not sources or all(s.stretches[one] == s.stretches[other] for s in sources)
 
 
 def _row_tiles(problem: Problem, sources: list[_Source], at: tuple[int, int], tile_m: int) -> tuple[RowTile, ...]:

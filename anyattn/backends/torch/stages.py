@@ -23,9 +23,9 @@ sequence, which the others share.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,8 +44,7 @@ __all__ = ["Bound", "Tile", "bind"]
 _IN_PLACE = frozenset(TORCH_OPS) - {"where", "eq", "ne", "lt", "le", "gt", "ge"}
 
 
-@dataclass(frozen=True)
-class Tile:
+class Tile(NamedTuple):
     """Where a tile lies: batch entries, query heads, query rows and keys, as half-open ranges counted from 0 in their sequence.
 
     q_first: the position of query row 0, as a mod sees it. row_base, key_base: the (first) sequence's first row and key when all sequences'
@@ -86,7 +85,7 @@ class Tile:
         return whole.transpose(entry_dim, dim).squeeze(dim)
 
     def columns(self, lo: int, hi: int) -> Tile:
-        return replace(self, k_lo=lo, k_hi=hi)
+        return self._replace(k_lo=lo, k_hi=hi)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -37,6 +37,7 @@ __all__ = [
 
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
+_ALIGNED = 64  # bytes, as torch's memory on a CPU
 _BITS = {torch.float64: torch.int64, torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 
 
@@ -101,7 +102,7 @@ class Heads:
         sequences = self.problem.sequences
         if sequences is None or sequences.page_table is None:
             return None
-        return PoolRows(sequences.storage_rows(self.group.b_lo, self.group.b_hi), self.kv_heads)
+        return PoolRows(sequences.storage_rows(self.group.b_lo, self.group.b_hi), self.kv_heads, self.group.is_small)
 
     def add_to_keys(self, total: Tensor, part: Tensor) -> None:
         """Adds ``part`` (count, keys, D) to what belongs to this group in ``total``, stored as the keys are."""
@@ -119,12 +120,15 @@ class Heads:
         """The view of a row tile in ``x`` (B, Hq, Sq, ...), stored as the queries are."""
         return x[self.q_rows, self.q_heads, self.q_start + row_tile.q_lo : self.q_start + row_tile.q_hi]
 
-    def rows(self, x: Tensor, lo: int, hi: int, name: str, dtype: torch.dtype | None = None) -> Tensor:
+    def rows(self, x: Tensor, lo: int, hi: int, name: str, dtype: torch.dtype | None = None, is_only_read: bool = False) -> Tensor:
         """(count, query heads per K/V head x rows, D) of a (B, Hq, Sq, D) tensor; rows descend, see ``stages``.
 
-        The memory is lent until the next call with the same ``name``.
+        The memory is lent until the next call with the same ``name``; is_only_read: it may be that of ``x``.
         """
         part = x[self.q_rows, self.q_heads, self.q_start + lo : self.q_start + hi]
+        # single rows, as those of a decode step, stand where they are as in the copy, down to the alignment on which last bits may hang
+        if is_only_read and hi - lo == 1 and x.dtype == (dtype or self.dtype) and part.is_contiguous() and part.data_ptr() % _ALIGNED == 0:
+            return part.view(self.count, -1, part.shape[-1])
         out = self.workspace.take(f"rows of {name}", tuple(part.shape), dtype or self.dtype)
         return _reverse_rows(part, out).view(self.count, -1, part.shape[-1])
 
@@ -163,7 +167,7 @@ def row_heads(x: Tensor, tile: Tile) -> Tensor:
 
 def is_finite(x: Tensor) -> bool:
     """Whether ``x`` holds neither NaN nor infinity, by its sum, in its own dtype where that cannot overflow (which copies nothing)."""
-    return bool(torch.isfinite(x.sum(dtype=torch.float32 if x.dtype is torch.float16 else None)))
+    return math.isfinite(x.sum(dtype=torch.float32 if x.dtype is torch.float16 else None).item())
 
 
 def finite_or_zero(x: Tensor) -> Tensor:
@@ -246,7 +250,7 @@ class Masks:
         if place not in self._known:
             if len(self._known) >= 16:
                 self._known.clear()
-            self._known[place] = _Cover.of(self._visible(predicate, replace(tile, b_hi=tile.b_lo + 1)), dtype)
+            self._known[place] = _Cover.of(self._visible(predicate, tile._replace(b_hi=tile.b_lo + 1)), dtype)
         return self._known[place]
 
     def _visible(self, predicate: int, tile: Tile) -> Tensor:

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from anyattn.backends.triton import tables
-from anyattn.backends.triton.config import Tiles, backward_tiles, capability_of, padded
+from anyattn.backends.triton.config import Tiles, backward_tiles, capability_of, fitting, padded
 from anyattn.backends.triton.launch import Signature, entry_of, run_entry, strides_of
 from anyattn.backends.triton.programs import Chosen, Program, Read, captured_of, gradient_part, program_of
 from anyattn.backends.triton.shared import SIZES, STRIDE_NAMES, constants_of, sizes_of
+from anyattn.backends.triton.styles import shape_of
 from anyattn.geometry.integers import ceil_div
 from anyattn.plan import Plan
 from anyattn.problem import Problem
@@ -80,10 +81,11 @@ def _wanted(problem: Problem) -> tuple[int, ...]:
 
 
 def _tiles(problem: Problem, plan: Plan) -> dict[str, Tiles]:
-    d, dv = padded(problem.q.shape[3]), padded(problem.v.shape[3])
-    found = backward_tiles(d, dv, problem.q.dtype, capability_of(problem.q.device))
+    shape, capability = shape_of(problem), capability_of(problem.q.device)
+    found = backward_tiles(shape, capability)
     if plan.has_asked_tiles:
-        found = {name: replace(t, tile_m=plan.tile_m, tile_n=plan.tile_n) for name, t in found.items()}
+        wanted = {name: replace(t, tile_m=plan.tile_m, tile_n=plan.tile_n) for name, t in found.items()}
+        return {name: fitting(name, t, shape, capability) for name, t in wanted.items()}
     return found
 
 
@@ -144,7 +146,7 @@ def _launch(
     pointers = [q if t is None else t.detach() for t in tensors]
     program, captured = chosen.program, list(captured_of(chosen))
     if problem.score is not None:
-        program = replace(program, score=gradient_part(problem.score, wanted))
+        program = replace(program, score=gradient_part(problem, wanted))
         captured[0] = Read(*captured[0][:2], totals or ())
     constants: dict[str, Any] = {**constants_of(problem, chosen, found), "TILE_M": tiles.tile_m, "TILE_N": tiles.tile_n}
     if by_key:

@@ -1,4 +1,8 @@
-"""Tile shapes, warps and pipeline stages, by head dimension and dtype, and whether they fit a device's shared memory."""
+"""Tile shapes, warps and pipeline stages as data, by architecture, head dimension, dtype and pass; and whether they fit a device.
+
+The tables were chosen from what the compiler makes of them: no registers spilled inside a loop, shared memory for the stages, and, of
+what is left, the fewest instructions for a pair of a query and a key. ``kernel_options={"autotune": True}`` measures instead.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,19 @@ from functools import lru_cache
 
 import torch
 
-__all__ = ["Tiles", "backward_tiles", "capability_of", "fitting", "forward_tiles", "needed", "padded", "shared_memory"]
+__all__ = [
+    "PASSES", "Shape", "Tiles", "architecture", "asked", "backward_tiles", "candidates", "capability_of", "fits", "fitting", "forward_tiles",
+    "needed", "padded", "shared_memory",
+]  # fmt: skip
 
+PASSES = ("forward", "dq", "dkdv")
 # Bytes of shared memory that one block may have, by compute capability; the least of its generation where one is not listed.
-_SHARED = {(8, 0): 163 << 10, (8, 6): 99 << 10, (8, 7): 163 << 10, (8, 9): 99 << 10, (9, 0): 227 << 10, (10, 0): 227 << 10}
+_SHARED = {
+    (7, 5): 64 << 10, (8, 0): 163 << 10, (8, 6): 99 << 10, (8, 7): 163 << 10, (8, 9): 99 << 10, (9, 0): 227 << 10, (10, 0): 227 << 10,
+    (11, 0): 227 << 10, (12, 0): 99 << 10, (12, 1): 99 << 10,
+}  # fmt: skip
 _LEAST_SHARED = 48 << 10
+_SMALL_PARTS = 2 << 10  # barriers, statistics and what reductions pass around
 
 
 @dataclass(frozen=True)
@@ -49,51 +61,135 @@ def shared_memory(capability: tuple[int, int] | None) -> int:
     return _SHARED.get(capability, _SHARED.get((capability[0], 0), _LEAST_SHARED)) if capability else _SHARED[9, 0]
 
 
-def needed(tiles: Tiles, d: int, dv: int, itemsize: int) -> int:
-    """Bytes that the forward kernel's tiles take: the queries, and the keys and values of every stage."""
-    return itemsize * (tiles.tile_m * d + tiles.num_stages * tiles.tile_n * (d + dv))
+@dataclass(frozen=True)
+class Shape:
+    """What tiles are chosen for: padded head dimensions, dtype, and whether a score mod is asked. columns: values that mods load per key."""
+
+    d: int
+    dv: int
+    dtype: torch.dtype
+    has_score: bool = False
+    columns: int = 0
 
 
-def fitting(tiles: Tiles, d: int, dv: int, dtype: torch.dtype, capability: tuple[int, int] | None) -> Tiles:
-    """``tiles`` with fewer stages, then fewer keys, then fewer rows, until they fit the device."""
-    room = shared_memory(capability)
-    while needed(tiles, d, dv, dtype.itemsize) > room:
+def architecture(capability: tuple[int, int] | None) -> str:
+    """The row of the tables: "sm_80", "sm_86" (little shared memory), "sm_90" or "sm_100"; older and unknown devices get the first two's."""
+    if capability is None:
+        return "sm_80"
+    if capability[0] in (9, 10, 11):
+        return "sm_90" if capability[0] == 9 else "sm_100"
+    return "sm_86" if shared_memory(capability) < 128 << 10 else "sm_80"
+
+
+# By architecture and pass, for the wider head dimension of up to 64, 128 and 256, 16 bits: (tile_m, tile_n, num_warps, num_stages).
+_TILES: dict[str, dict[str, tuple[tuple[int, int, int, int], ...]]] = {
+    "sm_80": {
+        "forward": ((128, 64, 4, 3), (128, 64, 8, 3), (64, 64, 8, 2)),
+        "dq": ((128, 64, 8, 2), (128, 32, 8, 2), (64, 32, 8, 1)),
+        "dkdv": ((32, 128, 8, 2), (64, 64, 8, 2), (32, 64, 8, 1)),
+    },
+    "sm_86": {
+        "forward": ((128, 64, 4, 3), (128, 64, 8, 2), (64, 32, 8, 2)),
+        "dq": ((128, 64, 8, 2), (128, 32, 8, 1), (32, 32, 8, 1)),
+        "dkdv": ((32, 128, 8, 2), (64, 64, 8, 1), (32, 32, 8, 1)),
+    },
+    "sm_90": {
+        "forward": ((128, 128, 4, 3), (128, 128, 8, 2), (128, 64, 8, 2)),
+        "dq": ((128, 64, 8, 2), (128, 64, 8, 2), (64, 64, 8, 1)),
+        "dkdv": ((64, 128, 8, 2), (64, 128, 8, 2), (64, 32, 8, 1)),
+    },
+    "sm_100": {
+        "forward": ((128, 128, 8, 3), (128, 128, 8, 2), (128, 64, 8, 2)),
+        "dq": ((128, 64, 8, 2), (128, 64, 8, 2), (64, 64, 8, 1)),
+        "dkdv": ((64, 128, 8, 2), (64, 64, 8, 2), (32, 64, 8, 1)),
+    },
+}  # fmt: skip
+# float32: IEEE products are not the tensor cores'.
+_FLOATS: dict[str, tuple[tuple[int, int, int, int], ...]] = {
+    "forward": ((64, 64, 8, 2), (64, 32, 8, 2), (32, 32, 8, 1)),
+    "dq": ((32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 8, 1)),
+    "dkdv": ((32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 8, 1)),
+}
+# What autotuning tries besides, the same for all architectures: what does not fit is left out.
+_MORE: dict[str, tuple[tuple[int, int, int, int], ...]] = {
+    "forward": ((128, 128, 8, 2), (128, 64, 8, 3), (128, 64, 4, 3), (64, 64, 4, 3), (64, 128, 4, 2), (64, 32, 4, 3), (128, 32, 8, 2)),
+    "dq": ((128, 64, 8, 1), (64, 64, 4, 2), (64, 32, 8, 1), (128, 32, 8, 2)),
+    "dkdv": ((64, 64, 8, 2), (64, 64, 4, 2), (32, 128, 8, 2), (64, 128, 8, 1), (32, 64, 8, 1), (64, 32, 8, 1)),
+}
+
+
+def _default(name: str, shape: Shape, capability: tuple[int, int] | None) -> Tiles:
+    widest, arch = max(shape.d, shape.dv), architecture(capability)
+    at = 0 if widest <= 64 else 1 if widest <= 128 else 2
+    tiles = Tiles(*(_TILES[arch][name] if shape.dtype.itemsize == 2 else _FLOATS[name])[at])
+    if arch == "sm_90" and name == "forward" and tiles.num_warps == 4 and shape.has_score:
+        return replace(tiles, num_warps=8)  # two blocks at once leave a score mod too few registers
+    return tiles
+
+
+def needed(name: str, tiles: Tiles, shape: Shape, capability: tuple[int, int] | None) -> int:
+    """Bytes of shared memory that suffice for a pass ("forward", "dq", "dkdv"): what stays, and what every stage brings."""
+    m, n, stages = tiles.tile_m, tiles.tile_n, tiles.num_stages
+    both, size = shape.d + shape.dv, shape.dtype.itemsize
+    stay, step = {"forward": (m * shape.d, n), "dq": (m * both, n), "dkdv": (n * both, m)}[name]
+    total = size * (stay + stages * step * both) + stages * step * 8 * shape.columns + _SMALL_PARTS
+    # products' left sides go through shared memory where they do not come from registers
+    passed = m * n * (2 if name != "forward" else 1)
+    if size == 4 or (capability is not None and capability[0] >= 10 and name != "forward"):
+        total += passed * size
+    return total
+
+
+def fits(name: str, tiles: Tiles, shape: Shape, capability: tuple[int, int] | None) -> bool:
+    """Whether a pass with these tiles finds the shared memory that it needs."""
+    return needed(name, tiles, shape, capability) <= shared_memory(capability)
+
+
+def fitting(name: str, tiles: Tiles, shape: Shape, capability: tuple[int, int] | None) -> Tiles:
+    """``tiles`` with fewer stages, then a narrower step, then less that stays, until they fit the device."""
+    step, stay = ("tile_m", "tile_n") if name == "dkdv" else ("tile_n", "tile_m")
+    while not fits(name, tiles, shape, capability):
         if tiles.num_stages > 1:
             tiles = replace(tiles, num_stages=tiles.num_stages - 1)
-        elif tiles.tile_n > 16:
-            tiles = replace(tiles, tile_n=tiles.tile_n // 2)
-        elif tiles.tile_m > 16:
-            tiles = replace(tiles, tile_m=tiles.tile_m // 2)
+        elif getattr(tiles, step) > 16:
+            tiles = replace(tiles, **{step: getattr(tiles, step) // 2})
+        elif getattr(tiles, stay) > 16:
+            tiles = replace(tiles, **{stay: getattr(tiles, stay) // 2})
         else:
             break
     return tiles
 
 
-def forward_tiles(d: int, dv: int, dtype: torch.dtype, capability: tuple[int, int] | None, rows: int) -> Tiles:
-    """The tiles of a forward pass over ``rows`` query rows (heads packed among them), for padded head dimensions."""
-    widest = max(d, dv)
-    if dtype.itemsize == 4:  # IEEE products of float32 are not the tensor cores'
-        tiles = Tiles(64, 32, 4, 2) if widest <= 128 else Tiles(32, 32, 4, 1)
-    elif capability is not None and capability[0] >= 9:
-        tiles = Tiles(128, 128, 8, 3) if widest <= 64 else Tiles(128, 64, 8, 3) if widest <= 128 else Tiles(128, 64, 8, 2)
-    else:
-        tiles = Tiles(128, 64, 4, 3) if widest <= 64 else Tiles(128, 32, 4, 3) if widest <= 128 else Tiles(64, 32, 4, 2)
-    if rows <= 64:
-        few = max(16, padded(rows))
-        tiles = replace(tiles, tile_m=min(tiles.tile_m, few), num_warps=4)
-    return fitting(tiles, d, dv, dtype, capability)
+def forward_tiles(shape: Shape, capability: tuple[int, int] | None, rows: int) -> Tiles:
+    """The tiles of a forward pass over ``rows`` query rows (heads packed among them)."""
+    return fitting("forward", _few_rows(_default("forward", shape, capability), rows), shape, capability)
 
 
-def backward_tiles(d: int, dv: int, dtype: torch.dtype, capability: tuple[int, int] | None) -> dict[str, Tiles]:
-    """The tiles of the kernels "dq" and "dkdv", for padded head dimensions."""
-    widest = max(d, dv)
-    if dtype.itemsize == 4:
-        tiles = Tiles(32, 32, 4, 1)
-    elif widest <= 64:
-        tiles = Tiles(64, 128, 8, 2)
-    elif widest <= 128:
-        tiles = Tiles(64, 64, 4, 2)
-    else:
-        tiles = Tiles(32, 64, 8, 1)
-    by_row = replace(tiles, tile_m=tiles.tile_n, tile_n=tiles.tile_m)
-    return {"dq": fitting(by_row, d, dv, dtype, capability), "dkdv": fitting(tiles, d, dv, dtype, capability)}
+def _few_rows(tiles: Tiles, rows: int) -> Tiles:
+    return replace(tiles, tile_m=min(tiles.tile_m, padded(rows)), num_warps=4) if rows <= 64 else tiles
+
+
+def backward_tiles(shape: Shape, capability: tuple[int, int] | None) -> dict[str, Tiles]:
+    """The tiles of the kernels "dq" and "dkdv"."""
+    return {name: fitting(name, _default(name, shape, capability), shape, capability) for name in PASSES[1:]}
+
+
+def asked(name: str, tiles: Tiles, shape: Shape, capability: tuple[int, int] | None, device: str) -> Tiles:
+    """Tiles that a user asked for, with as many stages as fit. Raises ``ValueError`` where even one is too many for the device."""
+    while tiles.num_stages > 1 and not fits(name, tiles, shape, capability):
+        tiles = replace(tiles, num_stages=tiles.num_stages - 1)
+    if not fits(name, tiles, shape, capability):
+        raise ValueError(
+            f"kernel_options tile_m={tiles.tile_m}, tile_n={tiles.tile_n} take {needed(name, tiles, shape, capability) >> 10} KiB of shared "
+            f"memory, and {device} has {shared_memory(capability) >> 10} for a block; wanted smaller tiles, or none for anyattn's own"
+        )
+    return tiles
+
+
+def candidates(name: str, shape: Shape, capability: tuple[int, int] | None, rows: int) -> list[Tiles]:
+    """What autotuning measures: the default first, then others that fit."""
+    default = forward_tiles(shape, capability, rows) if name == "forward" else backward_tiles(shape, capability)[name]
+    others = [Tiles(*t) for t in _MORE[name]]
+    if name == "forward":
+        others = [_few_rows(t, rows) for t in others]
+    return list(dict.fromkeys([default, *(t for t in others if fits(name, t, shape, capability))]))

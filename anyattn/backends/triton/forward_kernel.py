@@ -3,10 +3,12 @@
 One body for every variant. Its caller, an entry written for the call's mods, hands over pointers and numbers in tuples, and the mods as
 functions:
 
-tensors: q, k, v, out, lse, highest, sink, entries, order, pages; what a call lacks is any pointer.
+tensors: q, k, v, out, lse, highest, sink, entries, order, pages, and a cache's tables cached, leftpad, rows; what a call lacks is any
+pointer.
 strides: (rows, heads, positions) of q, k, v, out; the last dimension is contiguous.
 spans[0]: from one split's statistics and output to the next's. spans[1], of block lists: from one entry's counts to the next's, from
 one head's to the next's, places of a row of tiles (0 where they lie flat), from one head's flat places to the next's.
+cache: new rows, capacity and rows of a cache, and the last page of a pool.
 sizes: seqlen_q, seqlen_k (greatest of all), heads, positions of statistics, row tiles, splits, pages of a sequence, query heads of a K/V
 head, key tiles that lists count in a sequence of seqlen_k.
 """
@@ -14,7 +16,7 @@ head, key tiles that lists count in a sequence of seqlen_k.
 import triton
 import triton.language as tl
 
-from anyattn.backends.triton.places import entry, key_places, row_tile
+from anyattn.backends.triton.places import cache_entry, entry, key_places, row_tile
 from anyattn.backends.triton.visits import full_at, partial_at, visits_of
 
 __all__ = ["forward_tile", "load_rows", "rows_of"]
@@ -79,14 +81,15 @@ def visit(
     """One tile of keys, from position ``first``: (acc, row_sum, row_max) with what its rows see of it.
 
     end: keys from it on are not there (partial tiles only). is_shown: all others are visible, whatever the mask says. key: k, v, k_row,
-    k_start and their strides. rows: what the parts of the program keep per row.
+    k_start, their strides, and the last page. rows: what the parts of the program keep per row.
     """
     lane = first + tl.arange(0, TILE_N)
     is_key = (lane < end)[:, None]
     at = lane + key[3]
     if IS_PARTIAL:
         at = tl.minimum(at, key[3] + end - 1)  # no page is asked for beyond the last key
-    k = load_rows(key[0], key_places(at, key[2], key[4], key[5], pages, PAGE_SIZE)[:, None], is_key, HEAD_DIM, BLOCK_D, not IS_PARTIAL)
+    k_at = key_places(at, key[2], key[4], key[5], pages, PAGE_SIZE, key[8])[:, None]
+    k = load_rows(key[0], k_at, is_key, HEAD_DIM, BLOCK_D, not IS_PARTIAL)
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
     kv = tl.minimum(lane, end - 1)[None, :]  # mods are not asked beyond the sequence
     if HAS_SCORE:
@@ -101,7 +104,8 @@ def visit(
     highest = tl.maximum(row_max, tl.max(s, 1))
     p = tl.exp2(s - highest[:, None])
     rescale = tl.exp2(row_max - highest)
-    v = load_rows(key[1], key_places(at, key[2], key[6], key[7], pages, PAGE_SIZE)[:, None], is_key, HEAD_DIM_V, BLOCK_DV, not IS_PARTIAL)
+    v_at = key_places(at, key[2], key[6], key[7], pages, PAGE_SIZE, key[8])[:, None]
+    v = load_rows(key[1], v_at, is_key, HEAD_DIM_V, BLOCK_DV, not IS_PARTIAL)
     acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
     return acc, row_sum * rescale + tl.sum(p, 1), highest
 
@@ -140,23 +144,28 @@ def store_results(
 
 @triton.jit
 def forward_tile(
-    tensors, strides, spans, sizes, lists, scale, captured,
+    tensors, strides, spans, cache, sizes, lists, scale, captured,
     SCORE_ROWS: tl.constexpr, SCORE: tl.constexpr, MASK_ROWS: tl.constexpr, MASK: tl.constexpr, ALWAYS_ROWS: tl.constexpr,
     ALWAYS: tl.constexpr, HAS_SCORE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr, RANGES: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, LIST_M: tl.constexpr, LIST_N: tl.constexpr, HAS_FULL: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    GROUP: tl.constexpr, HAS_ENTRIES: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    HAS_SINK: tl.constexpr, HAS_LSE: tl.constexpr, HAS_MAX: tl.constexpr, PRECISION: tl.constexpr,
+    GROUP: tl.constexpr, PACKED: tl.constexpr, HAS_ENTRIES: tl.constexpr, IS_CACHE: tl.constexpr, HAS_LEFTPAD: tl.constexpr,
+    HAS_ROWS: tl.constexpr, PAGE_SIZE: tl.constexpr, HAS_SINK: tl.constexpr, HAS_LSE: tl.constexpr, HAS_MAX: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One row tile, or one split of its keys.
 
     SCORE, MASK, ALWAYS and their _ROWS: the functions of the score mod, of the mask and of the mask asked in every tile. RANGES: row ranges
-    of the mask, 0 where lists say which tiles to visit. GROUP: query heads in a tile.
+    of the mask, 0 where lists say which tiles to visit. PACKED: query heads in a tile, which share keys; GROUP: the power of two that holds
+    them. IS_CACHE: entries are what the cache's tables say.
     """
     m, b, h, split = work_of(sizes, tensors, HAS_ENTRIES)
     if m < 0:
         return
-    found = entry(b, tensors[7], sizes[0], sizes[1], HAS_ENTRIES)
+    if IS_CACHE:
+        found = cache_entry(b, (tensors[10], tensors[11], tensors[12]), cache, sizes[0], HAS_LEFTPAD, HAS_ROWS)
+    else:
+        found = entry(b, tensors[7], sizes[0], sizes[1], HAS_ENTRIES)
     seqlen_k = found[5]
     line, first_row, end_row = row_tile(m, found[2], TILE_M, LIST_M, GROUP)
     if first_row >= end_row:
@@ -165,8 +174,20 @@ def forward_tile(
     position = first_row + r // GROUP
     is_row = position < end_row
     position = tl.minimum(position, end_row - 1)  # what is no row asks as the last one does, and is not stored
-    heads = h * GROUP + r % GROUP
+    heads = h * PACKED + r % GROUP
+    if PACKED < GROUP:
+        is_row = is_row & (r % GROUP < PACKED)
+        heads = tl.minimum(heads, h * PACKED + PACKED - 1)
     at = found[1] + position
+    acc = tl.zeros((TILE_M, BLOCK_DV), tl.float32)
+    row_sum = tl.zeros((TILE_M,), tl.float32)
+    row_max = tl.full((TILE_M,), _LOWEST, tl.float32)
+    if seqlen_k <= 0:  # no mod may be asked about a sequence without keys: what it captures need not reach there
+        store_results(
+            acc, row_sum, row_max, tensors, strides, spans, sizes, found[0], at, heads, is_row, split,
+            HAS_SINK, HAS_LSE, HAS_MAX, HEAD_DIM_V, BLOCK_DV,
+        )  # fmt: skip
+        return
     offsets = found[0].to(tl.int64) * strides[0][0] + heads.to(tl.int64) * strides[0][1] + at.to(tl.int64) * strides[0][2]
     q = load_rows(tensors[0], offsets[:, None], is_row[:, None], HEAD_DIM, BLOCK_D, False)
     q_idx = (position + found[6])[:, None]
@@ -175,18 +196,15 @@ def forward_tile(
     else:
         asked = h
     kept = rows_of(b, asked, q_idx, captured, SCORE_ROWS, MASK_ROWS, ALWAYS_ROWS, HAS_SCORE, HAS_MASK, HAS_ALWAYS)
-    kv_head = ((h * GROUP) // sizes[7]).to(tl.int64)
+    kv_head = ((h * PACKED) // sizes[7]).to(tl.int64)
     key = (
         tensors[1] + kv_head * strides[1][1], tensors[2] + kv_head * strides[2][1], found[3], found[4],
-        strides[1][0], strides[1][2], strides[2][0], strides[2][2],
+        strides[1][0], strides[1][2], strides[2][0], strides[2][2], cache[3],
     )  # fmt: skip
     pages = tensors[9] + b.to(tl.int64) * sizes[6]
     factor = scale if HAS_SCORE else scale * _LOG2E
-    acc = tl.zeros((TILE_M, BLOCK_DV), tl.float32)
-    row_sum = tl.zeros((TILE_M,), tl.float32)
-    row_max = tl.full((TILE_M,), _LOWEST, tl.float32)
     runs, full, partial = visits_of(
-        kept[1], lists, spans[1], found, b, h * GROUP, line, seqlen_k, RANGES, TILE_M, TILE_N, LIST_N, HAS_FULL, HAS_ENTRIES
+        kept[1], lists, spans[1], found, b, h * PACKED, line, seqlen_k, RANGES, TILE_M, TILE_N, LIST_N, HAS_FULL, HAS_ENTRIES
     )
     # equal shares, as in geometry.splits
     share = (full + partial + sizes[5] - 1) // sizes[5]
@@ -207,6 +225,6 @@ def forward_tile(
             TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PAGE_SIZE, PRECISION,
         )  # fmt: skip
     store_results(
-        acc, row_sum, row_max, tensors, strides, spans, sizes, found[0], at, heads, is_row, split, HAS_SINK, HAS_LSE, HAS_MAX,
-        HEAD_DIM_V, BLOCK_DV,
+        acc, row_sum, row_max, tensors, strides, spans, sizes, found[0], at, heads, is_row, split,
+        HAS_SINK, HAS_LSE, HAS_MAX, HEAD_DIM_V, BLOCK_DV,
     )  # fmt: skip

@@ -93,15 +93,31 @@ def tanh(x):
 
 
 @triton.jit
+def tanh_fast(x):
+    """To 2 ** -18 of the result: near 0, where the quotient would cancel, the series."""
+    whole = 1 - 2 / (1 + tl.exp2(x * 2.8853900817779268))
+    return tl.where(tl.abs(x) < 0.06, x - x * x * x * 0.3333333, whole)
+
+
+@triton.jit
+def tanh_nvidia(x):
+    """To 2 ** -11 of the result, in one instruction."""
+    return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def sigmoid_fast(x):
+    return 1 / (1 + tl.exp2(x * -1.4426950408889634))
+
+
+@triton.jit
 def sigmoid(x):
     return 1 / (1 + tl.exp(-x))
 
 
 @triton.jit
-def power(base, exponent):
-    """base ** exponent of floats: a negative base needs a whole exponent, and x ** 0 is 1. In float64: the error grows with the result."""
-    dtype: tl.constexpr = base.dtype
-    base, exponent = base.to(tl.float64), exponent.to(tl.float64)
+def power_fast(base, exponent):
+    """base ** exponent of floats: a negative base needs a whole exponent, and x ** 0 is 1. The error grows with the result."""
     whole = tl.floor(exponent) == exponent
     is_odd = whole & (tl.floor(exponent * 0.5) != exponent * 0.5)
     size = tl.abs(base)
@@ -110,7 +126,13 @@ def power(base, exponent):
     grown = tl.where(size == 0, of_zero, grown)
     grown = tl.where((base < 0) & is_odd, -grown, grown)
     grown = tl.where((base < 0) & ~whole, float("nan"), grown)
-    return tl.where((exponent == 0) | (base == 1), 1.0, grown).to(dtype)
+    return tl.where((exponent == 0) | (base == 1), 1.0, grown)
+
+
+@triton.jit
+def power(base, exponent):
+    """``power_fast`` in float64."""
+    return power_fast(base.to(tl.float64), exponent.to(tl.float64)).to(base.dtype)
 
 
 @triton.jit
@@ -144,6 +166,31 @@ def inside(place, size):
     """A place counted from the end where it is negative; never outside of 0 to size - 1, whatever was captured."""
     place = tl.where(place < 0, place + size, place)
     return tl.minimum(tl.maximum(place, 0), size - 1)
+
+
+@triton.jit
+def below(place, size):
+    """``inside`` of a place that is not negative."""
+    return tl.minimum(place, size - 1)
+
+
+@triton.jit
+def load_nvidia(place):
+    """Entries straight into registers. Triton would take them through shared memory, room for a whole tile of them for each stage."""
+    dtype: tl.constexpr = place.dtype.element_ty
+    at = place.to(tl.int64)
+    if dtype.primitive_bitwidth == 64:
+        bits = tl.inline_asm_elementwise("ld.global.nc.b64 $0, [$1];", "=l,l", [at], tl.int64, is_pure=True, pack=1)
+        return bits.to(dtype, bitcast=True)
+    elif dtype.primitive_bitwidth == 32:
+        bits = tl.inline_asm_elementwise("ld.global.nc.b32 $0, [$1];", "=r,l", [at], tl.int32, is_pure=True, pack=1)
+        return bits.to(dtype, bitcast=True)
+    elif dtype.primitive_bitwidth == 16:
+        bits = tl.inline_asm_elementwise("ld.global.nc.u16 $0, [$1];", "=r,l", [at], tl.int32, is_pure=True, pack=1)
+        return bits.to(tl.int16).to(dtype, bitcast=True)
+    else:  # a bool takes a byte
+        bits = tl.inline_asm_elementwise("ld.global.nc.u8 $0, [$1];", "=r,l", [at], tl.int32, is_pure=True, pack=1)
+        return bits.to(tl.int8).to(tl.uint8, bitcast=True).to(dtype) if dtype == tl.uint8 else bits.to(dtype)
 
 
 @triton.jit

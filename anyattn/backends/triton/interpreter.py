@@ -1,8 +1,9 @@
 """Triton's interpreter (``TRITON_INTERPRET=1``), mended where it fails or computes otherwise than a GPU.
 
-Four things: NumPy 2.4 no longer turns an array of one element into a loop's bound; float32 is cut off to bfloat16 where hardware rounds
-to the nearest; products of bfloat16 are taken of the numbers' bits; and after a launch the whole memory behind a tensor of the CPU is
-copied onto itself, gigabytes of it for a small view. Only a process that interprets is touched.
+Five things: NumPy 2.4 no longer turns an array of one element into a loop's bound; float32 is cut off to bfloat16 where hardware rounds
+to the nearest; products of bfloat16 are taken of the numbers' bits; a comparison of single numbers became a float when it was spread
+over a block; and after a launch the whole memory behind a tensor of the CPU is copied onto itself, gigabytes of it for a small view. Only a
+process that interprets is touched.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ def mend() -> None:
     from triton.runtime import interpreter
 
     builder, handle, executor = interpreter.InterpreterBuilder, interpreter.TensorHandle, interpreter.GridExecutor
-    restore = executor._restore_args_dev
-    patch_tensor, convert, dot = interpreter._patch_lang_tensor, interpreter._convert_float, builder.create_dot
+    patch_tensor, convert, restore = interpreter._patch_lang_tensor, interpreter._convert_float, executor._restore_args_dev
+    dot, splat = builder.create_dot, builder.create_splat
 
     def patched_tensor(tensor: Any, scope: Any) -> None:
         patch_tensor(tensor, scope)
@@ -53,10 +54,15 @@ def mend() -> None:
             return x
         return handle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
 
+    def spread(self: Any, kind: Any, arg: Any) -> Any:
+        if np.asarray(arg.data).dtype == np.bool_ and arg.dtype.scalar is not tl.int1:
+            arg = handle(arg.data, tl.int1)
+        return splat(self, kind, arg)
+
     def restored(self: Any, args: Any, *rest: Any) -> None:
         if any(isinstance(t, torch.Tensor) and t.device.type != "cpu" for t in torch.utils._pytree.tree_leaves(args)):
             restore(self, args, *rest)
 
-    executor._restore_args_dev = restored
+    executor._restore_args_dev, builder.create_splat = restored, spread
     interpreter._patch_lang_tensor, interpreter._convert_float = patched_tensor, rounded
     builder.create_dot = product

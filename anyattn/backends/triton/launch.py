@@ -79,9 +79,10 @@ def entry_source(signature: Signature, program: Program, is_aligned: bool) -> st
         # an empty tuple is not one to Triton
         packed.append(_packed([numbers or ["0"], tensors or ["0"], totals or ["0"]]))
     arguments = [f"{name}{_TYPES[kind]}" for name, kind in [*plain, *captured_names]]
-    # Whether a body's pointers are aligned is compiled in: without it every load is of one element, and nothing is copied ahead of its use.
-    # What a mod captured is read at run time, strides and all, so that its alignment would only mean more kernels.
-    unspecialised = [*(name for name, kind in plain if kind != "pointer"), *(name for name, _ in captured_names)]
+    # Triton asks whether the address of what has rows is a multiple of 16; ``strides_of`` has seen that all are. Everything else is taken
+    # as it comes.
+    with_rows = {n.split("_")[0] for kind, names in signature.groups if kind == "stride" and is_aligned for n in _leaves(names)}
+    unspecialised = [name for name, _ in [*plain, *captured_names] if name not in with_rows]
     given = [_packed(names) for _, names in signature.groups]
     functions = [f for part in slots for f in _functions(part)]
     flags = [str(part is not None) for part in slots]
@@ -114,14 +115,45 @@ def run_entry(
     kernel: Any, grid: Sequence[int], values: Sequence[Any], captured: Sequence[Read], device: torch.device, options: dict[str, Any]
 ) -> None:
     """Launches it. values: the groups' in order. captured: of the parts that the body asks, in its order. options: constants and warps."""
-    numbers: list[Any] = []
+    given = list(values)
     for read in captured:
-        numbers += read.scalars
+        given += read.scalars
         tensors = (*read.tensors, *read.totals)
-        numbers += [n for t in tensors for pair in zip(t.stride(), t.shape, strict=True) for n in pair]
-        numbers += tensors
+        for t in tensors:
+            for pair in zip(t.stride(), t.shape, strict=True):
+                given += pair
+        given += tensors
     with current_device(device):
-        kernel[tuple(grid)](*values, *numbers, **options)
+        _launch(kernel, tuple(grid), given, device, options)
+
+
+class _Ready(NamedTuple):
+    """A kernel compiled for what Triton specialises it on, and its constants in order."""
+
+    compiled: Any
+    constants: tuple[Any, ...]
+
+
+_ready: dict[tuple, _Ready] = {}
+_MOST_READY = 4096
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], given: list[Any], device: torch.device, options: dict[str, Any]) -> None:
+    """Triton looks at every argument of a launch, which takes the host longer than the rest of a call: known kernels are asked directly."""
+    if device.type != "cuda":
+        kernel[grid](*given, **options)
+        return
+    # dtypes and whether rows are aligned (which the entry itself says) are all that differs between launches of one entry
+    key = (kernel, device.index, tuple(options.values()), tuple([x.dtype for x in given if isinstance(x, Tensor)]))
+    found = _ready.get(key)
+    if found is not None:
+        found.compiled[grid](*given, *found.constants)
+        return
+    compiled = kernel[grid](*given, **options)
+    if compiled is not None:
+        if len(_ready) >= _MOST_READY:
+            _ready.clear()
+        _ready[key] = _Ready(compiled, tuple(options[p.name] for p in kernel.params if p.is_constexpr))
 
 
 def current_device(device: torch.device) -> AbstractContextManager:
@@ -131,8 +163,13 @@ def current_device(device: torch.device) -> AbstractContextManager:
 
 
 def strides_of(*tensors: Tensor) -> tuple[bool, list[int]]:
-    """Whether every row of each begins at a multiple of 16 bytes (of 16-bit elements), so that it is loaded in wide pieces; and the strides
-    of all dimensions but the last, in the units in which the kernel wants them."""
+    """Whether every row of each begins at a multiple of 16 bytes, so that it is loaded in wide pieces; and the strides of all dimensions
+    but the last, in the units in which the kernel wants them."""
     strides = [s if n > 1 else 0 for t in tensors for s, n in zip(t.stride()[:-1], t.shape[:-1], strict=True)]
-    is_aligned = all(s % _UNIT == 0 for s in strides)
-    return is_aligned, [s // _UNIT for s in strides] if is_aligned else strides
+    for s in strides:
+        if s % _UNIT:
+            return False, strides
+    for t in tensors:
+        if t.data_ptr() % 16:
+            return False, strides
+    return True, [s // _UNIT for s in strides]

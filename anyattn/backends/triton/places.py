@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-__all__ = ["entry", "key_places", "row_tile"]
+__all__ = ["cache_entry", "entry", "key_places", "row_tile"]
 
 
 @triton.jit
@@ -24,6 +24,27 @@ def entry(b, entries, seqlen_q, seqlen_k, HAS_ENTRIES: tl.constexpr):
 
 
 @triton.jit
+def cache_entry(b, tables, sizes, seqlen_q, HAS_LEFTPAD: tl.constexpr, HAS_ROWS: tl.constexpr):
+    """``entry`` of a decoder's cache after a step, from the step's own tables; see ``geometry.stored_cache.StoredCache``.
+
+    tables: cached, leftpad, rows. sizes: new rows, capacity, rows of the cache. Whatever the tables hold, no key lies outside.
+    """
+    end = tl.minimum(tl.load(tables[0] + b).to(tl.int64) + sizes[0], sizes[1])
+    if HAS_LEFTPAD:
+        start = tl.minimum(tl.maximum(tl.load(tables[1] + b).to(tl.int64), 0), sizes[1])
+    else:
+        start = end * 0
+    seqlen_k = tl.maximum(end - start, 0).to(tl.int32)
+    if HAS_ROWS:
+        row = tl.load(tables[2] + b).to(tl.int64)
+        is_row = (row >= 0) & (row < sizes[2])
+        k_row, seqlen_k = tl.where(is_row, row, 0).to(tl.int32), tl.where(is_row, seqlen_k, 0)
+    else:
+        k_row = b
+    return b, b * 0, seqlen_q, k_row, start.to(tl.int32), seqlen_k, seqlen_k - seqlen_q, b * 0, b * 0
+
+
+@triton.jit
 def row_tile(m, seqlen_q, TILE_M: tl.constexpr, LIST_M: tl.constexpr, GROUP: tl.constexpr):
     """(line of the lists, first position, end) of row tile m: a tile is part of one of the lists' row tiles, which hold LIST_M positions.
 
@@ -40,10 +61,13 @@ def row_tile(m, seqlen_q, TILE_M: tl.constexpr, LIST_M: tl.constexpr, GROUP: tl.
 
 
 @triton.jit
-def key_places(at, k_row, stride_row, stride, pages, PAGE_SIZE: tl.constexpr):
-    """Offsets in 64 bits of storage rows ``at`` of one sequence's keys. pages: its row of the page table, which holds page numbers."""
+def key_places(at, k_row, stride_row, stride, pages, PAGE_SIZE: tl.constexpr, last_page=2**31 - 1):
+    """Offsets in 64 bits of storage rows ``at`` of one sequence's keys. pages: its row of the page table, which holds page numbers.
+
+    last_page: of the pool; a number outside means one inside, for nobody has looked at the table.
+    """
     if PAGE_SIZE > 0:
-        page = tl.load(pages + at // PAGE_SIZE).to(tl.int64)
+        page = tl.minimum(tl.maximum(tl.load(pages + at // PAGE_SIZE), 0), last_page).to(tl.int64)
         return page * stride_row + (at % PAGE_SIZE) * stride
     else:
         return k_row.to(tl.int64) * stride_row + at.to(tl.int64) * stride

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from anyattn.backends.triton.emit import Lines, emit, packed_scalars
+from anyattn.backends.triton.emit import PLAIN, Lines, Style, emit, packed_scalars
+from anyattn.backends.triton.styles import style_of
 from anyattn.mods.compose import anded
 from anyattn.mods.dependence import dependence
 from anyattn.mods.grad import score_gradients
@@ -42,7 +43,7 @@ class Load(NamedTuple):
 class Part(NamedTuple):
     """name: of its functions. kind: "score", "mask", "ranges" (row limits that stand for a mask), or "gradient" (a score mod's value, its
     derivative, and for each of ``loads`` a derivative and indices). scalars: how many numbers it captures; ranks: the number of
-    dimensions of each captured tensor; totals: of each tensor that sums gradients."""
+    dimensions of each captured tensor; totals: of each tensor that sums gradients. style: of its text."""
 
     name: str
     kind: str
@@ -51,6 +52,7 @@ class Part(NamedTuple):
     ranks: tuple[int, ...]
     loads: tuple[Load, ...] = ()
     totals: tuple[int, ...] = ()
+    style: Style = PLAIN
 
 
 @dataclass(frozen=True)
@@ -95,20 +97,24 @@ class Chosen:
 def program_of(problem: Problem) -> Chosen:
     """Which masks become row ranges, which are asked, and whether tiles are listed; reads nothing of what tensors hold."""
     predicates, blocks = problem.predicates, problem.blocks
-    score = None if problem.score is None else _part("score", problem.score)
+    score = None if problem.score is None else _part("score", problem.score, problem)
     mods: list[TracedMod | RowRanges] = [] if problem.score is None else [problem.score]
     joint = anded(predicates if blocks is None or problem.blocks_follow else predicates[1:])
     ranges = _few(joint)
     if blocks is not None and not (problem.blocks_follow and ranges is not None):
         listed, rest = predicates[0], anded(predicates[1:])
-        of_listed, of_rest = _mask_part("listed", listed), None if rest is None else _mask_part("always", rest)
+        of_listed, of_rest = _mask_part("listed", listed, problem), None if rest is None else _mask_part("always", rest, problem)
         asked = [p for p in (of_listed, of_rest) if p is not None]
         found = Program(score, None, None if of_listed is None else of_listed[0], None if of_rest is None else of_rest[0])
         return Chosen(found, (*mods, *(m for _, m in asked)), "given")
     if ranges is not None:
         return Chosen(Program(score, _ranges_part("ranges", ranges), None, None), (*mods, ranges), None)
     assert joint is not None
-    made = _mask_part("listed", joint)
+    if problem.sequences is not None and problem.sequences.is_cache:
+        # few rows, and lengths that nobody has looked at: asking is cheaper than listing tiles
+        found = Program(score, _ranges_part("ranges", _ALL), None, _part("always", joint, problem))
+        return Chosen(found, (*mods, _ALL, joint), None)
+    made = _mask_part("listed", joint, problem)
     assert made is not None
     return Chosen(Program(score, None, made[0], None), (*mods, made[1]), joint)
 
@@ -140,19 +146,19 @@ def _everything() -> RowRanges:
 _ALL = _everything()
 
 
-def _part(name: str, mod: TracedMod) -> Part:
-    return Part(name, mod.kind, mod.expr, len(mod.scalars), tuple(t.ndim for t in mod.tensors))
+def _part(name: str, mod: TracedMod, problem: Problem) -> Part:
+    return Part(name, mod.kind, mod.expr, len(mod.scalars), tuple([t.ndim for t in mod.tensors]), style=style_of(mod, mod.expr, problem))
 
 
 def _ranges_part(name: str, ranges: RowRanges) -> Part:
     return Part(name, "ranges", ranges.expr, len(ranges.scalars), tuple(t.ndim for t in ranges.tensors))
 
 
-def _mask_part(name: str, mask: TracedMod) -> tuple[Part, TracedMod | RowRanges] | None:
+def _mask_part(name: str, mask: TracedMod, problem: Problem) -> tuple[Part, TracedMod | RowRanges] | None:
     """How a mask is asked: by its rows' limits where it has few. None for one that shows everything."""
     ranges = _few(mask)
     if ranges is None:
-        return _part(name, mask), mask
+        return _part(name, mask, problem), mask
     if ranges.expr == _ALL.expr:
         return None
     return _ranges_part(name, ranges), ranges
@@ -161,9 +167,12 @@ def _mask_part(name: str, mask: TracedMod) -> tuple[Part, TracedMod | RowRanges]
 # ---- derivatives
 
 
-def gradient_part(score: TracedMod, wanted: tuple[int, ...]) -> Part:
+def gradient_part(problem: Problem, wanted: tuple[int, ...]) -> Part:
     """The score mod with its derivatives. wanted: the slots of captured tensors that get gradients; totals are in this order."""
-    return _gradient_part(score.expr, len(score.scalars), tuple(t.ndim for t in score.tensors), wanted)
+    score = problem.score
+    assert score is not None
+    made = _gradient_part(score.expr, len(score.scalars), tuple([t.ndim for t in score.tensors]), wanted)
+    return made._replace(style=style_of(score, made.expr, problem))
 
 
 @lru_cache(maxsize=1024)
@@ -211,7 +220,7 @@ def _scatter_source(part: Part) -> str:
 @lru_cache(maxsize=4096)
 def staged(part: Part) -> str:
     """The two functions of a part. A "ranges" part's rows are its limits, clipped to 32 bits."""
-    lines = emit(part.expr)
+    lines = emit(part.expr, style=part.style)
     if part.kind == "ranges":
         return _ranges_source(part.name, lines)
     free = [*lines.once, *lines.row]

@@ -8,9 +8,12 @@ import torch
 from torch import Tensor
 
 from anyattn.backends.triton import tables
+from anyattn.backends.triton.combine import merge
 from anyattn.backends.triton.launch import Signature, entry_of, run_entry, strides_of
+from anyattn.backends.triton.layout import padded_group, positions_per_tile
 from anyattn.backends.triton.programs import Chosen, captured_of, program_of
 from anyattn.backends.triton.shared import SIZES, STRIDE_NAMES, constants_of, sizes_of
+from anyattn.geometry.stored_cache import StoredCache
 from anyattn.plan import Plan
 from anyattn.problem import Problem
 
@@ -29,63 +32,107 @@ _STRIDES = tuple(tuple(f"{t}_{s}" for s in STRIDE_NAMES) for t in ("q", "k", "v"
 _FORWARD = Signature(
     "forward_kernel.forward_tile",
     (
-        ("pointer", ("q", "k", "v", "out", "lse", "highest", "sink", "entries", "order", "pages")),
+        (
+            "pointer",
+            ("q", "k", "v", "out", "lse", "highest", "sink", "entries", "order", "pages", "cached", "leftpad", "cache_rows"),
+        ),
         ("stride", _STRIDES),
         ("long", (("part_statistics", "part_out"), ("lists_entry", "lists_head", "lists_row", "lists_flat"))),
+        ("int", ("cache_new", "cache_capacity", "cache_storage", "last_page")),
         ("int", SIZES),
         ("pointer", ("partial_count", "partial_index", "full_count", "full_index")),
         ("float", "scale"),
     ),
     (("score",), ("ranges", "listed"), ("always",)),
     (
-        "RANGES", "TILE_M", "TILE_N", "LIST_M", "LIST_N", "HAS_FULL", "HEAD_DIM", "HEAD_DIM_V", "BLOCK_D", "BLOCK_DV", "GROUP",
-        "HAS_ENTRIES", "PAGE_SIZE", "HAS_SINK", "HAS_LSE", "HAS_MAX", "PRECISION",
+        "RANGES", "TILE_M", "TILE_N", "LIST_M", "LIST_N", "HAS_FULL", "HEAD_DIM", "HEAD_DIM_V", "BLOCK_D", "BLOCK_DV", "GROUP", "PACKED",
+        "HAS_ENTRIES", "IS_CACHE", "HAS_LEFTPAD", "HAS_ROWS", "PAGE_SIZE", "HAS_SINK", "HAS_LSE", "HAS_MAX", "PRECISION",
     ),
 )  # fmt: skip
 
 
+class _Target(NamedTuple):
+    """Where one launch writes. parts: how many splits, and from one's statistics and output to the next's."""
+
+    out: Tensor
+    lse: Tensor | None
+    highest: Tensor | None
+    parts: tuple[int, int, int] = (1, 0, 0)
+
+
 def forward(problem: Problem, plan: Plan) -> Result:
     """out and the statistics of a problem that ``supports.reason_against`` has nothing against."""
-    q, v = problem.q, problem.v
     chosen = program_of(problem)
-    found = tables.tables_of(problem, chosen, plan.tile_m)
-    fill = problem.sequences is not None  # rows that belong to no sequence are 0 and -inf; no program comes by them
-    out = (torch.zeros if fill else torch.empty)((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device)
-    lse, highest = (_statistic(problem, fill) if wanted else None for wanted in (problem.wants_lse, problem.wants_max))
-    _launch(problem, plan, chosen, found, (out, lse, highest), (1, 0, 0))
+    found = tables.tables_of(problem, chosen, positions_per_tile(plan.tile_m, plan.heads_per_tile))
+    # rows that belong to no sequence are 0 and -inf; no program comes by them
+    fill = problem.sequences is not None and not problem.sequences.uses_all_rows
+    if plan.num_splits > 1:
+        return _forward_by_splits(problem, plan, chosen, found, fill)
+    out = (torch.zeros if fill else torch.empty)(_out_shape(problem), dtype=problem.q.dtype, device=problem.q.device)
+    rest = -torch.inf if fill else None
+    lse, highest = (_statistic(problem, (), rest) if wanted else None for wanted in (problem.wants_lse, problem.wants_max))
+    _launch(problem, plan, chosen, found, _Target(out, lse, highest))
     return Result(out, lse, highest)
 
 
-def _launch(
-    problem: Problem,
-    plan: Plan,
-    chosen: Chosen,
-    found: tables.Tables,
-    results: tuple[Tensor, Tensor | None, Tensor | None],
-    splits: tuple[int, int, int],
-) -> None:
-    """One launch. splits: how many, and from one's statistics and output to the next's."""
+def _forward_by_splits(problem: Problem, plan: Plan, chosen: Chosen, found: tables.Tables, fill: bool) -> Result:
+    """Each split writes what it sees of every row, in float32; the sink joins when they are merged."""
+    q, count = problem.q, plan.num_splits
+    shape = _out_shape(problem)
+    outs = torch.empty((count, *shape), dtype=torch.float32, device=q.device)
+    lses = _statistic(problem, (count,), torch.inf if fill else None)  # as no split can compute it: a row of no sequence
+    highest = _statistic(problem, (count,), -torch.inf if fill else None) if problem.wants_max else None
+    _launch(problem, plan, chosen, found, _Target(outs[0], lses, highest, (count, lses.stride(0), outs.stride(0))))
+    out = torch.empty(shape, dtype=q.dtype, device=q.device)
+    lse = _statistic(problem, (), None) if problem.wants_lse else None
+    sink = None if problem.sink is None else problem.sink.detach()[None, :, None].expand(shape[:3])
+    merge(outs, lses, sink, out, lse, fill)
+    return Result(out, lse, None if highest is None else highest.amax(0))
+
+
+def _launch(problem: Problem, plan: Plan, chosen: Chosen, found: tables.Tables, target: _Target) -> None:
     q, k, v, sink = problem.q, problem.k, problem.v, problem.sink
-    out, lse, highest = results
-    absent = q  # any pointer
-    logits = None if sink is None else sink.detach().contiguous()
-    tensors = (q, k, v, out, lse, highest, logits, found.entries, found.order, found.pages)
-    is_aligned, strides = strides_of(q, k, v, out)
-    pointers = [absent if t is None else t.detach() for t in tensors]
-    lists = [absent if t is None else t for t in found.lists]
+    cache, packed = found.cache, plan.heads_per_tile
+    cache_tables = (None, None, None) if cache is None else tuple(map(_contiguous, cache.tables[:3]))
+    tensors = (q, k, v, *target[:3], _contiguous(sink), found.entries, found.order, found.pages, *cache_tables)
+    is_aligned, strides = strides_of(q, k, v, target.out)
+    pointers = [q if t is None else t.detach() for t in tensors]  # what is absent is any pointer
+    lists = [q if t is None else t for t in found.lists]
+    splits = target.parts[0]
     constants = {
-        **constants_of(problem, chosen, found), "TILE_M": plan.tile_m, "TILE_N": plan.tile_n, "GROUP": 1,
-        "HAS_SINK": sink is not None and splits[0] == 1, "HAS_LSE": lse is not None, "HAS_MAX": highest is not None,
+        **constants_of(problem, chosen, found), "TILE_M": plan.tile_m, "TILE_N": plan.tile_n, "GROUP": padded_group(packed),
+        "PACKED": packed, "IS_CACHE": cache is not None, "HAS_LEFTPAD": cache_tables[1] is not None,
+        "HAS_ROWS": cache_tables[2] is not None, "HAS_SINK": sink is not None and splits == 1, "HAS_LSE": target.lse is not None,
+        "HAS_MAX": target.highest is not None,
     }  # fmt: skip
     kernel = entry_of(_FORWARD, chosen.program, is_aligned)
-    batch = 1 if problem.sequences is not None else problem.batch
+    batch = 1 if found.entries is not None else problem.batch
     run_entry(
-        kernel, (found.row_tiles, problem.heads_q, batch * splits[0]),
-        (*pointers, *strides, *splits[1:], *found.strides, *sizes_of(problem, found, splits[0]), *lists, problem.scale),
+        kernel, (found.row_tiles, problem.heads_q // packed, batch * splits),
+        (
+            *pointers, *strides, *target.parts[1:], *found.strides, *_cache_sizes(problem, cache), *sizes_of(problem, found, splits),
+            *lists, problem.scale,
+        ),
         captured_of(chosen), q.device, {**constants, "num_warps": plan.num_warps, "num_stages": plan.num_stages},
     )  # fmt: skip
 
 
-def _statistic(problem: Problem, fill: bool) -> Tensor:
-    shape, device = problem.q.shape[:3], problem.q.device
-    return torch.full(shape, -torch.inf, device=device) if fill else torch.empty(shape, dtype=torch.float32, device=device)
+def _cache_sizes(problem: Problem, cache: StoredCache | None) -> tuple[int, int, int, int]:
+    last_page = problem.k.shape[0] - 1
+    if cache is None:
+        return 0, 0, 0, last_page
+    sizes = cache.sizes
+    return sizes.rows_q if sizes.new is None else sizes.new, sizes.capacity, sizes.storage, last_page
+
+
+def _contiguous(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.detach().contiguous()
+
+
+def _out_shape(problem: Problem) -> tuple[int, ...]:
+    return (*problem.q.shape[:3], problem.v.shape[3])
+
+
+def _statistic(problem: Problem, lead: tuple[int, ...], fill: float | None) -> Tensor:
+    shape, device = (*lead, *problem.q.shape[:3]), problem.q.device
+    return torch.empty(shape, dtype=torch.float32, device=device) if fill is None else torch.full(shape, fill, device=device)

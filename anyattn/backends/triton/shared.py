@@ -19,7 +19,7 @@ STRIDE_NAMES = ("rows", "head", "position")
 
 def sizes_of(problem: Problem, found: Tables, splits: int = 1) -> tuple[int, ...]:
     """The numbers that ``SIZES`` names; see ``forward_kernel``."""
-    pages_each = 0 if found.pages is None else found.pages.shape[1]
+    pages_each = 0 if found.pages is None else found.pages.stride(0)
     lengths = (problem.bound_q, problem.bound_k)
     return (*lengths, problem.heads_q, problem.q.shape[2], found.row_tiles, splits, pages_each, problem.qhead_per_kvhead)
 
@@ -31,7 +31,7 @@ def constants_of(problem: Problem, chosen: Chosen, found: Tables) -> dict[str, A
     return {
         "RANGES": 0 if ranges is None else len(ranges.expr.outputs) // 2, "LIST_M": found.list_tile[0], "LIST_N": found.list_tile[1],
         "HAS_FULL": found.lists[2] is not None, "HEAD_DIM": d, "HEAD_DIM_V": dv, "BLOCK_D": padded(d), "BLOCK_DV": padded(dv),
-        "HAS_ENTRIES": sequences is not None, "PAGE_SIZE": 0 if found.pages is None or sequences is None else problem.k.shape[2],
+        "HAS_ENTRIES": found.entries is not None, "PAGE_SIZE": 0 if found.pages is None or sequences is None else problem.k.shape[2],
         "PRECISION": "ieee" if problem.q.dtype is torch.float32 else "tf32",
     }  # fmt: skip
 

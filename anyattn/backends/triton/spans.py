@@ -14,12 +14,12 @@ from typing import NamedTuple
 import torch
 
 from anyattn.backends.triton.emit import emit, function
+from anyattn.backends.triton.sizes import MOST_INDEX_BITS, Box, bits_of, extents
 from anyattn.mods.dependence import dependence
 from anyattn.mods.ir import Builder, Expr, category, is_weak
 
 __all__ = ["MOST_INDEX_BITS", "MOST_SCALAR_BITS", "MaskSource", "mask_source"]
 
-MOST_INDEX_BITS = 30  # sequences are shorter than 2 ** this: the caller checks
 MOST_SCALAR_BITS = 40  # captured whole numbers are less than 2 ** this: the caller checks
 _WILD_BITS = 61
 _WILD = 2**_WILD_BITS  # as a bound: unknown. Two of them still add up in int64
@@ -91,6 +91,7 @@ class _Writer:
 
     def __init__(self, expr: Expr, at_once: bool) -> None:
         self.expr, self.nodes, self.deps, self.at_once = expr, expr.nodes, dependence(expr), at_once
+        self.extents = extents(expr, Box.of_sizes(2**MOST_INDEX_BITS, 2**MOST_SCALAR_BITS))
         self.lines: list[str] = []
         self.known: dict[int, _Span] = {}
         self.leaves: dict[str, list[int]] = {"q": [], "kv": []}
@@ -209,20 +210,8 @@ class _Writer:
         return self._wild_where(at, f"(lo{at} <= {-_WILD}) | (hi{at} >= {_WILD})")
 
     def _point_bits(self, at: int) -> int:
-        node = self.nodes[at]
-        if node.op == "const":
-            return min(int(node.attr).bit_length(), _WILD_BITS)  # type: ignore[call-overload]
-        if node.op == "scalar":
-            return MOST_SCALAR_BITS
-        if node.op == "index":
-            return MOST_INDEX_BITS
-        if not is_weak(node.dtype) and node.dtype is not torch.int64:
-            return torch.iinfo(node.dtype).bits  # type: ignore[arg-type]
-        if node.op in ("add", "sub", "mul", "cast", "neg", "floordiv") and category(self.nodes[node.args[0]].dtype) == "int":
-            sizes = [self._point_bits(a) for a in node.args]
-            most = {"mul": sum(sizes), "add": max(sizes) + 1, "sub": max(sizes) + 1}.get(node.op, sizes[0])
-            return min(most, _WILD_BITS)
-        return _WILD_BITS
+        extent = self.extents[at]
+        return _WILD_BITS if extent is None else min(bits_of(extent), _WILD_BITS)
 
     def _wild_where(self, at: int, bad: str) -> _Span:
         self.lines += [f"bad{at} = {bad}", f"lo{at} = tl.where(bad{at}, {-_WILD}, lo{at})", f"hi{at} = tl.where(bad{at}, {_WILD}, hi{at})"]

@@ -11,6 +11,7 @@ from torch import Tensor
 from anyattn.backends.triton.programs import Chosen
 from anyattn.geometry.integers import ceil_div
 from anyattn.geometry.sequences import Sequences
+from anyattn.geometry.stored_cache import StoredCache
 from anyattn.mods.trace import TracedMod
 from anyattn.problem import Problem
 
@@ -21,7 +22,8 @@ _MADE_TILE = (128, 128)  # of lists made for a mask that comes without
 
 class Tables(NamedTuple):
     """row_tiles: programs per head. entries: int32 (B, 9), ``places.entry``. order: int32 (row_tiles, 2), (sequence, row tile or -1).
-    pages: int32 (B, pages). lists: counts and places of partial, then of full tiles; list_tile: their rows and keys, (0, 0) without lists;
+    pages: integers (B, pages), rows contiguous. cache: a decoder's tables, which a kernel reads instead of entries and order.
+    lists: counts and places of partial, then of full tiles; list_tile: their rows and keys, (0, 0) without lists;
     strides: ``forward_kernel.place_of_lists``."""
 
     row_tiles: int
@@ -31,6 +33,7 @@ class Tables(NamedTuple):
     lists: tuple[Tensor | None, ...]
     list_tile: tuple[int, int]
     strides: tuple[int, int, int, int]
+    cache: StoredCache | None = None
 
 
 _NO_LISTS = (None, None, None, None)
@@ -46,7 +49,11 @@ def tables_of(problem: Problem, chosen: Chosen, tile_m: int) -> Tables:
     if sequences is None:
         row_tiles = ceil_div(problem.q.shape[2], tile_m) if lists is None else tensors[0].shape[2] * ceil_div(tile[0], tile_m)  # type: ignore
         return Tables(row_tiles, None, None, None, tensors, tile, strides)
-    pages = None if sequences.page_table is None else sequences.page_table.to(torch.int32).contiguous()
+    pages = sequences.page_table
+    if pages is not None and pages.shape[1] > 1 and pages.stride(1) != 1:
+        pages = pages.contiguous()
+    if isinstance(sequences, StoredCache) and sequences.uses_all_rows and lists is None:
+        return Tables(ceil_div(sequences.bound_q, tile_m), None, None, pages, tensors, tile, strides, sequences)
     first = (None, None) if lists is None else (lists.cu_block_cnt[:-1], lists.cu_block_idx[:-1])
     order = _order(problem.q.shape, problem.bound_q, sequences.seqlens_q, sequences.seqlens_k, (tile_m, tile[0]))
     return Tables(len(order), _entries(sequences, *first), order, pages, tensors, tile, strides)

@@ -8,7 +8,7 @@ the number of tiles, and of any mask the number of pairs, and no value ever trav
 import triton
 import triton.language as tl
 
-__all__ = ["list_tiles", "store_hulls"]
+__all__ = ["list_ragged_tiles", "list_tiles", "store_hulls", "store_places", "store_ragged_hulls"]
 
 _EMPTY: tl.constexpr = tl.constexpr(0)
 _PARTIAL: tl.constexpr = tl.constexpr(1)
@@ -100,16 +100,9 @@ def list_tiles(
         else:
             partial = _appended(partial_index + list_at, partial, found != _EMPTY, along)
         first += CHUNK
-    tl.store(partial_count + counts_at, partial)
+    _ended(partial_count + counts_at, partial_index + list_at, partial, length, CHUNK)
     if SEPARATE_FULL:
-        tl.store(full_count + counts_at, full)
-    first = line * 0
-    while first < length:
-        along = first + tl.arange(0, CHUNK)
-        tl.store(partial_index + list_at + along, 0, mask=(along >= partial) & (along < length))
-        if SEPARATE_FULL:
-            tl.store(full_index + list_at + along, 0, mask=(along >= full) & (along < length))
-        first += CHUNK
+        _ended(full_count + counts_at, full_index + list_at, full, length, CHUNK)
 
 
 @triton.jit
@@ -118,6 +111,17 @@ def _appended(index, size, listed, along):
     hit = listed.to(tl.int32)
     tl.store(index + size + tl.cumsum(hit, 0) - 1, along, mask=listed)
     return size + tl.sum(hit, 0)
+
+
+@triton.jit
+def _ended(count, index, size, length, CHUNK: tl.constexpr):
+    """Stores how many a list has, and zeros behind them."""
+    tl.store(count, size)
+    first = size * 0
+    while first < length:
+        along = first + tl.arange(0, CHUNK)
+        tl.store(index + along, 0, mask=(along >= size) & (along < length))
+        first += CHUNK
 
 
 @triton.jit
@@ -149,3 +153,134 @@ def _settled(b, h, q_first, q_last, kv_first, kv_last, scalars, tensors, VALUE: 
         q = tl.where(kv > kv_last, q + BLOCK_M, q)
         kv = tl.where(kv > kv_last, kv_first, kv)
     return tl.where(every == 1, _FULL, tl.where(some == 1, _PARTIAL, _EMPTY))
+
+
+# ---- of many sequences: a program has one row of tiles of one of them, and finds out which
+
+
+@triton.jit
+def store_places(
+    places, seqlens_q, seqlens_k, q_first, batch, most_rows, width, bound_q, bound_k,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Where the tiles of each sequence are, by one program. places: int64 [7][batch], see ``ragged_lists.PLACES``.
+
+    Whatever the lengths are, they are held inside 0 to bound_q and bound_k, and no sequence's rows of tiles end behind ``most_rows``.
+    """
+    rows, columns = tl.full((), 0, tl.int64), tl.full((), 0, tl.int64)
+    first = tl.full((), 0, tl.int32)
+    while first < batch:
+        at = first + tl.arange(0, CHUNK)
+        is_inside = at < batch
+        q = tl.minimum(tl.maximum(tl.load(seqlens_q + at, mask=is_inside, other=0), 0), bound_q).to(tl.int64)
+        k = tl.minimum(tl.maximum(tl.load(seqlens_k + at, mask=is_inside, other=0), 0), bound_k).to(tl.int64)
+        of_rows, of_columns = (q + TILE_M - 1) // TILE_M, (k + TILE_N - 1) // TILE_N
+        row_ends, column_ends = rows + tl.cumsum(of_rows, 0), columns + tl.cumsum(of_columns, 0)
+        begin = tl.minimum(row_ends, most_rows) - of_rows
+        to = places + at
+        tl.store(to, row_ends, mask=is_inside)
+        tl.store(to + batch, column_ends, mask=is_inside)
+        tl.store(to + 2 * batch, q, mask=is_inside)
+        tl.store(to + 3 * batch, k, mask=is_inside)
+        tl.store(to + 4 * batch, tl.load(q_first + at, mask=is_inside, other=0), mask=is_inside)
+        tl.store(to + 5 * batch, begin, mask=is_inside)
+        tl.store(to + 6 * batch, begin * width, mask=is_inside)
+        rows += tl.sum(of_rows, 0)
+        columns += tl.sum(of_columns, 0)
+        first += CHUNK
+
+
+@triton.jit
+def _located(ends, batch, number):
+    """(entry, place in it, whether there is one) of a tile that is ``number`` of all, one entry's behind another's."""
+    low, high = number * 0, number * 0 + batch
+    while low < high:
+        middle = (low + high) // 2
+        is_behind = tl.load(ends + middle) > number
+        high = tl.where(is_behind, middle, high)
+        low = tl.where(is_behind, low, middle + 1)
+    exists = low < batch
+    entry = tl.minimum(low, batch - 1)
+    before = tl.where(entry > 0, tl.load(ends + tl.maximum(entry - 1, 0)), 0).to(tl.int32)
+    return entry, number - before, exists
+
+
+@triton.jit
+def _place(places, batch, which: tl.constexpr, entry):
+    return tl.load(places + which * batch + entry).to(tl.int32)
+
+
+@triton.jit
+def store_ragged_hulls(
+    hulls, places, scalars, tensors, batch, most_rows, most_columns, width, column_hulls_at,
+    STORE_ROW: tl.constexpr, STORE_COLUMN: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """``store_hulls`` for the tiles of all sequences. Grid: (most_rows + most_columns, heads).
+
+    hulls: int64 [2 * row leaves][heads][most_rows], and from ``column_hulls_at`` [2 * column leaves][heads][most_columns].
+    """
+    number, h, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    if number < most_rows:
+        b, m, exists = _located(places, batch, number)
+        start = _place(places, batch, 4, b)
+        first = start + m * TILE_M
+        last = tl.where(exists, tl.minimum(first + TILE_M, start + _place(places, batch, 2, b)), first) - 1
+        STORE_ROW(b, h, first, last, hulls + h * most_rows + number, heads * most_rows, scalars, tensors, BLOCK)
+    else:
+        number -= most_rows
+        b, n, exists = _located(places + batch, batch, number)
+        first = n * TILE_N
+        last = tl.where(exists, tl.minimum(first + TILE_N, _place(places, batch, 3, b)), first) - 1
+        at = hulls + column_hulls_at + h * most_columns + number
+        STORE_COLUMN(b, h, first, last, at, heads * most_columns, scalars, tensors, BLOCK)
+
+
+@triton.jit
+def list_ragged_tiles(
+    lists, places, hulls, scalars, tensors, batch, most_rows, most_columns, width, column_hulls_at,
+    VALUE: tl.constexpr, VERDICT: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """``list_tiles`` for one row of tiles of one sequence, whose own tiles alone it lists. Grid: (most_rows, heads).
+
+    lists: pointers to int32 counts and indices of partial tiles, then of full ones; counts [heads][most_rows], indices [heads][most_rows *
+    width], where a sequence's rows of tiles begin at ``width`` times its first and take as many as it has tiles of keys. A tile that a
+    sequence's end cuts is full if all its pairs inside are visible. Rows of tiles that no sequence has list nothing.
+    """
+    number, h, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    partial_count, partial_index, full_count, full_index = lists
+    b, m, exists = _located(places, batch, number)
+    start, q_end, seqlen_k = _place(places, batch, 4, b), _place(places, batch, 2, b), _place(places, batch, 3, b)
+    q_end += start
+    length = tl.where(exists, (seqlen_k + TILE_N - 1) // TILE_N, 0)
+    columns_at = h * most_columns + _place(places, batch, 1, b) - length  # its first tile of keys, among all
+    counts_at = h * most_rows + number
+    list_at = (counts_at - m).to(tl.int64) * width + m.to(tl.int64) * length
+    partial, full = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
+    first = number * 0
+    while first < length:
+        lane = tl.arange(0, CHUNK)
+        along = tl.minimum(first + lane, length - 1)
+        q_first, kv_first = start + m * TILE_M + along * 0, along * TILE_N
+        q_last, kv_last = tl.minimum(q_first + TILE_M, q_end) - 1, tl.minimum(kv_first + TILE_N, seqlen_k) - 1
+        row_hulls, column_hulls = hulls + counts_at + along * 0, hulls + column_hulls_at + columns_at + along
+        certain, possible = VERDICT(
+            b, h, q_first, q_last, kv_first, kv_last, row_hulls, heads * most_rows, column_hulls, heads * most_columns, scalars, tensors,
+            TILE_M, TILE_N,
+        )  # fmt: skip
+        found = tl.where(certain, _FULL, tl.where(possible, _DOUBT, _EMPTY))
+        found = tl.where(first + lane < length, found, _EMPTY).to(tl.int32)
+        if tl.max((found == _DOUBT).to(tl.int32), 0) > 0:
+            found = _sampled(found, b, h, q_first, q_last, kv_first, kv_last, scalars, tensors, VALUE)
+            doubtful = tl.min(tl.where(found == _DOUBT, lane, CHUNK), 0)
+            while doubtful < CHUNK:
+                q, kv = start + m * TILE_M, (first + doubtful) * TILE_N
+                last, kv_end = tl.minimum(q + TILE_M, q_end) - 1, tl.minimum(kv + TILE_N, seqlen_k) - 1
+                settled = _settled(b, h, q, last, kv, kv_end, scalars, tensors, VALUE, BLOCK_M, BLOCK_N)
+                found = tl.where(lane == doubtful, settled, found)
+                doubtful = tl.min(tl.where(found == _DOUBT, lane, CHUNK), 0)
+        partial = _appended(partial_index + list_at, partial, found == _PARTIAL, along)
+        full = _appended(full_index + list_at, full, found == _FULL, along)
+        first += CHUNK
+    _ended(partial_count + counts_at, partial_index + list_at, partial, length, CHUNK)
+    _ended(full_count + counts_at, full_index + list_at, full, length, CHUNK)

@@ -17,14 +17,14 @@ from anyattn.mods.dependence import dependence
 from anyattn.mods.ir import Expr, category
 from anyattn.mods.trace import TracedMod
 
-__all__ = ["can_list", "list_tiles"]
+__all__ = ["Mask", "as_tuple", "can_list", "constants_of", "list_tiles", "mask_of", "power_of_2", "slots_of", "way_of"]
 
 _FEW, _MOST_CHUNK = 64, 1024  # tiles of a row judged at once
 # Where one kernel does all: the positions of all tiles of a row together, and how many leaves have to be evaluated at them.
 _MOST_POSITIONS, _MOST_LEAVES = 2**14, 4
 
 
-class _Mask(NamedTuple):
+class Mask(NamedTuple):
     """A mask's kernels, and what its lists depend on."""
 
     kernels: Any
@@ -38,22 +38,22 @@ class _Mask(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _mask(expr: Expr) -> _Mask:
+def mask_of(expr: Expr) -> Mask:
     source, deps = mask_source(expr), dependence(expr)
-    scalars, ranks = _slots(expr)
+    scalars, ranks = slots_of(expr)
     kernels = generated.load("\n\n".join([source.text, *_entries(scalars, ranks)]), f"mask_{expr.key}")
     # a product and a sum rounded once would make another comparison true than in torch
     has_floats = any(category(node.dtype) == "float" for node in expr.nodes)
     options = {"enable_fp_fusion": False} if has_floats else {}
     sees_b, sees_h = any(d.b for d in deps), any(d.h for d in deps)
-    return _Mask(kernels, scalars, tuple(ranks), source.row_leaves, source.column_leaves, sees_b, sees_h, options)
+    return Mask(kernels, scalars, tuple(ranks), source.row_leaves, source.column_leaves, sees_b, sees_h, options)
 
 
 _NUMBERS = ("seqlen_q", "seqlen_k", "rows", "columns", "heads", "column_hulls_at")
 _LISTS = tuple(f"{side}_{what}" for side in ("row", "column") for what in ("partial_count", "partial_index", "full_count", "full_index"))
 
 
-def _slots(expr: Expr) -> tuple[tuple[int, ...], dict[int, int]]:
+def slots_of(expr: Expr) -> tuple[tuple[int, ...], dict[int, int]]:
     """The captured numbers that are read, ascending, and the captured tensors with their ranks."""
     scalars: set[Any] = {node.attr for node in expr.nodes if node.op == "scalar"}
     ranks: dict[Any, int] = {node.attr: len(node.args) for node in expr.nodes if node.op == "load"}
@@ -66,28 +66,28 @@ def _entries(scalar_slots: tuple[int, ...], ranks: dict[int, int]) -> list[str]:
     tensors = {f"t{slot}": [f"t{slot}_{i}" for i in range(2 * rank)] for slot, rank in ranks.items()}
     numbers = [f"{name}: tl.int64" for name in [*scalars, *(n for names in tensors.values() for n in names)]]
     captured = ", ".join([*(f"{name}: tl.int32" for name in _NUMBERS), *numbers, *tensors])
-    packed = f"{_tuple(scalars)}, {_tuple(_tuple([t, *names]) for t, names in tensors.items())}, {', '.join(_NUMBERS)}"
+    packed = f"{as_tuple(scalars)}, {as_tuple(as_tuple([t, *names]) for t, names in tensors.items())}, {', '.join(_NUMBERS)}"
     plain = [*_LISTS, "hulls", *_NUMBERS, *scalars, *(n for names in tensors.values() for n in names), *tensors]
     head = f"_PLAIN = {plain!r}\n\n\n@triton.jit(do_not_specialize=_PLAIN, do_not_specialize_on_alignment=_PLAIN)\ndef "
     store, lists = ("TILE_M", "TILE_N", "BLOCK"), ("TILE_M", "TILE_N", "CHUNK", "BLOCK_M", "BLOCK_N", "SEPARATE_FULL", "HAS_FULL_TAILS")
     made = [
-        f"{head}store_hulls(hulls, {captured}, {_constants(store)}):\n"
+        f"{head}store_hulls(hulls, {captured}, {constants_of(store)}):\n"
         f"    tile_classes.store_hulls(hulls, {packed}, store_row_hulls, store_column_hulls, {', '.join(store)})\n"
     ]
     for name, verdict in (("list_tiles", "verdict"), ("list_tiles_at_once", "verdict_at_once")):
         made.append(
-            f"{head}{name}({', '.join(_LISTS)}, hulls, {captured}, {_constants(lists)}):\n"
-            f"    lists = {_tuple(_LISTS[:4])}, {_tuple(_LISTS[4:])}\n"
+            f"{head}{name}({', '.join(_LISTS)}, hulls, {captured}, {constants_of(lists)}):\n"
+            f"    lists = {as_tuple(_LISTS[:4])}, {as_tuple(_LISTS[4:])}\n"
             f"    tile_classes.list_tiles(lists[0], lists[1], hulls, {packed}, value, {verdict}, {', '.join(lists)})\n"
         )
     return made
 
 
-def _tuple(names: Iterable[str]) -> str:
+def as_tuple(names: Iterable[str]) -> str:
     return "(" + "".join(f"{name}, " for name in names) + ")"
 
 
-def _constants(names: Iterable[str]) -> str:
+def constants_of(names: Iterable[str]) -> str:
     return ", ".join(f"{name}: tl.constexpr" for name in names)
 
 
@@ -116,7 +116,7 @@ def list_tiles(
     int32, (B, H, M) and (B, H, M, N). Ascending; 0 beyond a count. separate_full: False lists full tiles as partial ones and leaves their
     own lists None. has_full_tails: see ``tile_classes.list_tiles``. broadcasts: B and H are 1 where the mask ignores b or h.
     """
-    mask = _mask(mod.expr)
+    mask = mask_of(mod.expr)
     sizes = (batch[0] if mask.sees_b or not broadcasts else 1, batch[1] if mask.sees_h or not broadcasts else 1)
     tile = (min(tile[0], 2**MOST_INDEX_BITS), min(tile[1], 2**MOST_INDEX_BITS))  # torch's "no mask" is one block of 2 ** 30
     rows, columns = -(-lengths[0] // tile[0]), -(-lengths[1] // tile[1])
@@ -144,7 +144,7 @@ def _empty_lists(
 
 
 def _launch(
-    mask: _Mask,
+    mask: Mask,
     mod: TracedMod,
     found: list[Tensor | None],
     lengths: tuple[int, int],
@@ -160,22 +160,27 @@ def _launch(
     numbers = (*lengths, rows, columns, sizes[1], 2 * mask.row_leaves * count * rows)
     captured = (*numbers, *packed_scalars([mod.scalars[slot] for slot in mask.scalar_slots]), *strides, *tensors)
     kernel, hulls = mask.kernels.list_tiles, first
-    chunk = _FEW if max(rows, columns) <= _FEW else _MOST_CHUNK  # few sizes: each is a compilation
-    leaves = mask.row_leaves + mask.column_leaves
-    if leaves:
-        if leaves <= _MOST_LEAVES and chunk * _power_of_2(max(tile), 2 * _MOST_POSITIONS) <= _MOST_POSITIONS:
-            kernel = mask.kernels.list_tiles_at_once
-        else:
-            size = numbers[-1] + 2 * mask.column_leaves * count * columns
-            hulls = torch.empty(size, dtype=torch.int64, device=first.device)
-            mask.kernels.store_hulls[rows + columns, count](hulls, *captured, *tile, _power_of_2(max(tile), 1024), **mask.options)
+    chunk, is_at_once = way_of(mask, tile, max(rows, columns))
+    if is_at_once:
+        kernel = mask.kernels.list_tiles_at_once
+    elif mask.row_leaves + mask.column_leaves:
+        size = numbers[-1] + 2 * mask.column_leaves * count * columns
+        hulls = torch.empty(size, dtype=torch.int64, device=first.device)
+        mask.kernels.store_hulls[rows + columns, count](hulls, *captured, *tile, power_of_2(max(tile), 1024), **mask.options)
     lists = [t if t is not None else first for t in found]
-    block = _power_of_2(tile[0], 32), _power_of_2(tile[1], 128)
+    block = power_of_2(tile[0], 32), power_of_2(tile[1], 128)
     programs = rows + (columns if len(lists) > 4 else 0)
     options = (found[2] is not None, has_full_tails)
     kernel[programs, count](*lists[:4], *lists[-4:], hulls, *captured, *tile, chunk, *block, *options, **mask.options)
 
 
-def _power_of_2(size: int, most: int) -> int:
+def way_of(mask: Mask, tile: tuple[int, int], longest: int) -> tuple[int, bool]:
+    """How many tiles of a row are judged at once, of at most ``longest``, and whether one kernel looks at the leaves in passing."""
+    chunk = _FEW if longest <= _FEW else _MOST_CHUNK  # few sizes: each is a compilation
+    leaves = mask.row_leaves + mask.column_leaves
+    return chunk, 0 < leaves <= _MOST_LEAVES and chunk * power_of_2(max(tile), 2 * _MOST_POSITIONS) <= _MOST_POSITIONS
+
+
+def power_of_2(size: int, most: int) -> int:
     """The least power of two that is not less than ``size``, 16 at the least and ``most`` at the most."""
     return min(max(16, 1 << (size - 1).bit_length()), most)

@@ -1,0 +1,162 @@
+"""What the emitter needs of arithmetic beyond single instructions, with torch's meaning: choices, whole numbers, rests, powers."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64
+
+__all__ = ["TYPES", "alike", "divided", "fmod", "power", "select", "whole"]
+
+TYPES = {"float": Float32, "int": Int32, "bool": Boolean}
+_MOST_PRODUCTS = 16  # powers up to this one are products; each squaring doubles the rounding
+
+
+def whole(x: Any) -> Any:
+    """A run-time integer of 32 bits, unless a captured tensor made it one of 64."""
+    return x if isinstance(x, Int64) else Int32(x)
+
+
+def alike(args: list[Any]) -> list[Any]:
+    wide = any(isinstance(a, Int64) for a in args)
+    return [Int64(a) if wide else Int32(a) for a in args]
+
+
+def select(condition: Any, yes: Any, no: Any, kind: str) -> Any:
+    """``yes`` where ``condition``, else ``no``, both of ``kind`` float, int or bool."""
+    if isinstance(condition, bool):
+        return yes if condition else no
+    as_kind = TYPES[kind]
+    if kind == "int" and (isinstance(yes, Int64) or isinstance(no, Int64)):
+        as_kind = Int64
+    return as_kind(cutlass.select_(condition, as_kind(yes), as_kind(no)))
+
+
+# ---- rests
+
+
+def divided(op: str, a: Any, b: Any, kind: str) -> Any:
+    """Python's whole division and its rest, which takes the divisor's sign; by a literal power of 2 a shift or the low bits."""
+    if kind == "float":
+        rest = fmod(a, b, kind)
+        return _signed(rest, b, kind) if op == "mod" else _whole_quotient(Float32(a), b, rest)
+    if isinstance(b, int) and b > 0 and b & (b - 1) == 0:
+        return whole(a) >> (b.bit_length() - 1) if op == "floordiv" else whole(a) & (b - 1)
+    a, b = alike([a, b])
+    return a // b if op == "floordiv" else _signed(a % b, b, kind)
+
+
+def fmod(a: Any, b: Any, kind: str) -> Any:
+    """The rest that takes the dividend's sign. Of floats it is exact where the quotient is under 2^21; C's is beyond, too."""
+    if kind == "int":
+        a, b = alike([a, b])
+        rest = a % b  # its sign is the dividend's or the divisor's, as the compiler's front end has it
+        return select((rest != 0) & ((rest < 0) != (a < 0)), rest - b, rest, "int")
+    a, b = Float32(a), abs(b) if isinstance(b, (int, float)) else cute.math.absf(Float32(b))
+    size, inverse = cute.math.absf(a), Float32(_inverse(b)) if isinstance(b, (int, float)) else cute.arch.rcp_approx(b)
+    b = Float32(b)
+    # the quotient may be one too large or too small; the product is not rounded before it is subtracted
+    rest = cute.math.fma(-cute.math.trunc(size * inverse), b, size)
+    rest = select(rest < 0.0, rest + b, rest, "float")
+    rest = select(rest >= b, rest - b, rest, "float")
+    return cute.math.copysign(select(size < b, size, rest, "float"), a)
+
+
+def _inverse(x: float) -> float:
+    return math.inf if x == 0 else 1.0 / x
+
+
+def _differs(rest: Any, b: Any, zero: Any) -> Any:
+    """Whether a rest is on the other side of 0 than the divisor."""
+    if isinstance(b, (int, float)):
+        return rest > zero if b < 0 else rest < zero
+    return (rest != zero) & ((rest < zero) != (b < zero))
+
+
+def _signed(rest: Any, b: Any, kind: str) -> Any:
+    """``rest``, one divisor further where its sign is not the divisor's."""
+    zero, step = (0.0, Float32(b)) if kind == "float" else (0, b)
+    return select(_differs(rest, b, zero), rest + step, rest, kind)
+
+
+def _whole_quotient(a: Any, b: Any, rest: Any) -> Any:
+    """``a // b`` by what is left when the rest is taken away: the rounded a / b may be whole where the true one is just under."""
+    quotient = (a - rest) / Float32(b)
+    found = cute.math.roundeven(select(_differs(rest, b, 0.0), quotient - Float32(1.0), quotient, "float"))
+    is_nothing = b == 0
+    return select(is_nothing, a / Float32(b) if is_nothing is not False else found, found, "float")
+
+
+# ---- powers
+
+
+def power(base: Any, exponent: Any, kind: str) -> Any:
+    """``base ** exponent``. Literal exponents that are small whole numbers or halves are products and roots; others go by logarithms.
+
+    A negative base has whole powers alone, x ** 0 is 1 whatever x is, and whole numbers have a power under 0 only if they are 1 or -1.
+    """
+    if kind == "int":
+        return _whole_power(base, exponent)
+    if isinstance(exponent, (int, float)):
+        doubled = 2 * abs(exponent)
+        if doubled <= 2 * _MOST_PRODUCTS and doubled == int(doubled):
+            return _small_power(Float32(base), int(doubled), exponent < 0)
+        exponent = float(exponent)
+    elif isinstance(base, (int, float)) and 0 < base < math.inf:
+        return cute.math.exp2(Float32(exponent) * Float32(math.log2(base)), fastmath=True)
+    return _any_power(Float32(base), exponent)
+
+
+def _small_power(base: Any, doubled: int, is_negative: bool) -> Any:
+    """The power of ``doubled`` halves, or its reciprocal."""
+    found = _product(base, doubled // 2)
+    if doubled == 1 and is_negative:
+        return cute.math.rsqrt(base, fastmath=True)
+    if doubled % 2:
+        # of -0.0 only a whole power's reciprocal is below 0
+        root = cute.math.sqrt(base + Float32(0.0) if is_negative else base, fastmath=True)
+        found = root if found is None else found * root
+    if found is None:
+        return Float32(1.0)
+    return cute.arch.rcp_approx(found) if is_negative else found
+
+
+def _product(base: Any, count: int) -> Any:
+    """``base`` multiplied ``count`` times, by squaring; None for no factor."""
+    found = None
+    while count:
+        if count % 2:
+            found = base if found is None else found * base
+        base, count = base * base if count > 1 else base, count // 2
+    return found
+
+
+def _any_power(base: Any, exponent: Any) -> Any:
+    """exponent: a literal float, or a run-time number."""
+    if isinstance(exponent, float):
+        is_whole, is_odd, is_nothing = exponent % 1 == 0 or math.isinf(exponent), exponent % 2 == 1, False
+        exponent_now = Float32(exponent)
+    else:
+        exponent_now = exponent = Float32(exponent)
+        half = exponent * Float32(0.5)
+        is_whole, is_nothing = cute.math.floor(exponent) == exponent, exponent == 0.0
+        is_odd = is_whole & (cute.math.floor(half) != half)
+    size = cute.math.absf(base)
+    grown = cute.math.exp2(exponent_now * cute.math.log2(select(size == 0.0, 1.0, size, "float"), fastmath=True), fastmath=True)
+    grown = select(size == 0.0, select(exponent > 0.0, 0.0, math.inf, "float"), grown, "float")
+    grown = select(size == 1.0, 1.0, grown, "float")
+    even = select(base < 0.0, select(is_whole, grown, math.nan, "float"), grown, "float")
+    grown = select(is_odd, cute.math.copysign(Float32(grown), base), even, "float")
+    return select(is_nothing, 1.0, select(base == 1.0, 1.0, grown, "float"), "float")
+
+
+def _whole_power(base: Any, exponent: int) -> Any:
+    """exponent: a literal. In 64 bits, as torch has it, from the third power on: that of a distance is soon past 32."""
+    if exponent < 0:
+        minus_one = -1 if exponent % 2 else 1
+        return select(base == 1, 1, select(base == -1, minus_one, 0, "int"), "int")
+    found = _product(Int64(base) if exponent > 2 else whole(base), exponent)
+    return 1 if found is None else found

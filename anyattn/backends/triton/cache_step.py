@@ -1,0 +1,158 @@
+"""The kernel of one step of decoding before it attends: new keys and values into the caches, and the rotary turn of keys and queries.
+
+Its unit of work is a line, one head of one row. Programs are dealt out in ranges, by how many lines there are of new keys, of new values
+and of queries; each finds by itself, from the tables, whose line it has and where that goes. Nothing that the tables hold can make it
+write outside of the caches: a line without a place is left out.
+"""
+
+import triton
+import triton.language as tl
+
+__all__ = ["NUMBERS", "TENSORS", "cache_step"]
+
+TENSORS = (
+    "new_k", "new_v", "q", "k_cache", "v_cache", "turned", "cos", "sin", "cached", "rows", "ends", "pages",
+)  # fmt: skip
+# (strides of the last dimensions and of tables stand at the end: they are mostly 1, and Triton compiles for that)
+NUMBERS = (
+    "new_k_b", "new_k_s", "new_k_h", "new_v_b", "new_v_s", "new_v_h", "q_b", "q_s", "q_h", "k_cache_b", "k_cache_s", "k_cache_h",
+    "v_cache_b", "v_cache_s", "v_cache_h", "cos_s", "sin_s", "pages_b", "batch", "per_entry_new", "per_entry_q", "rows_new", "rows_q",
+    "heads_kv", "heads_q", "head_dim", "head_dim_v", "half", "positions", "capacity", "storage", "page_size", "k_programs", "v_programs",
+)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=NUMBERS)
+def cache_step(
+    new_k, new_v, q, k_cache, v_cache, turned, cos, sin, cached, rows, ends, pages,
+    new_k_b: tl.int64, new_k_s: tl.int64, new_k_h: tl.int64, new_v_b: tl.int64, new_v_s: tl.int64, new_v_h: tl.int64,
+    q_b: tl.int64, q_s: tl.int64, q_h: tl.int64, k_cache_b: tl.int64, k_cache_s: tl.int64, k_cache_h: tl.int64,
+    v_cache_b: tl.int64, v_cache_s: tl.int64, v_cache_h: tl.int64, cos_s: tl.int64, sin_s: tl.int64, pages_b: tl.int64,
+    batch: tl.int32, per_entry_new: tl.int32, per_entry_q: tl.int32, rows_new: tl.int32, rows_q: tl.int32, heads_kv: tl.int32,
+    heads_q: tl.int32, head_dim: tl.int32, head_dim_v: tl.int32, half: tl.int32, positions: tl.int32, capacity: tl.int32,
+    storage: tl.int32, page_size: tl.int32, k_programs: tl.int32, v_programs: tl.int32,
+    new_k_d, new_v_d, q_d, k_cache_d, v_cache_d, cos_d, sin_d,
+    NEW_IS_PACKED: tl.constexpr, Q_IS_PACKED: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_PAGES: tl.constexpr, TURNS: tl.constexpr,
+    INTERLEAVED: tl.constexpr, FOLLOWS: tl.constexpr, IS_ALIGNED: tl.constexpr, SEARCH_STEPS: tl.constexpr, LINES: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    """One block of lines: of new keys, then of new values, then of queries. See ``CacheStep``; ``turned``: the queries, contiguous.
+
+    rows_new, rows_q: rows of all entries together. k_programs, v_programs: how many blocks of lines the new keys and values have.
+    positions: rows of the rotary tables; a row that stands beyond them is turned to NaN. IS_ALIGNED: strides and head_dims are multiples
+    of 8.
+    """
+    if IS_ALIGNED:
+        new_k_b, new_k_s, new_k_h = tl.multiple_of(new_k_b, 8), tl.multiple_of(new_k_s, 8), tl.multiple_of(new_k_h, 8)
+        new_v_b, new_v_s, new_v_h = tl.multiple_of(new_v_b, 8), tl.multiple_of(new_v_s, 8), tl.multiple_of(new_v_h, 8)
+        q_b, q_s, q_h = tl.multiple_of(q_b, 8), tl.multiple_of(q_s, 8), tl.multiple_of(q_h, 8)
+        k_cache_b, k_cache_s, k_cache_h = tl.multiple_of(k_cache_b, 8), tl.multiple_of(k_cache_s, 8), tl.multiple_of(k_cache_h, 8)
+        v_cache_b, v_cache_s, v_cache_h = tl.multiple_of(v_cache_b, 8), tl.multiple_of(v_cache_s, 8), tl.multiple_of(v_cache_h, 8)
+        head_dim, head_dim_v = tl.multiple_of(head_dim, 8), tl.multiple_of(head_dim_v, 8)
+    program = tl.program_id(0)
+    if program < k_programs + v_programs:
+        is_k = program < k_programs
+        lane = tl.where(is_k, program, program - k_programs) * LINES + tl.arange(0, LINES)
+        row, head = lane // heads_kv, lane % heads_kv
+        entry, at, exists = _entry(row, row < rows_new, ends, batch, per_entry_new, NEW_IS_PACKED, SEARCH_STEPS)
+        position = tl.load(cached + entry, mask=exists, other=0).to(tl.int64) + at
+        first, second, exists = _slot(
+            entry, position, exists, rows, pages, pages_b, capacity, storage, page_size, HAS_ROWS, HAS_PAGES
+        )  # fmt: skip
+        source_b, source_s = entry.to(tl.int64), at.to(tl.int64)
+        if NEW_IS_PACKED:
+            source_b, source_s = source_b * 0, row.to(tl.int64)
+        if is_k:
+            source = new_k + source_b * new_k_b + source_s * new_k_s + head * new_k_h
+            target = k_cache + first * k_cache_b + second * k_cache_s + head * k_cache_h
+            _store_line(
+                source, new_k_d, target, k_cache_d, head_dim, exists, position, cos, cos_s, cos_d, sin, sin_s, sin_d, half, positions,
+                TURNS, INTERLEAVED, BLOCK_D,
+            )  # fmt: skip
+        else:
+            source = new_v + source_b * new_v_b + source_s * new_v_s + head * new_v_h
+            target = v_cache + first * v_cache_b + second * v_cache_s + head * v_cache_h
+            _store_line(
+                source, new_v_d, target, v_cache_d, head_dim_v, exists, position, cos, cos_s, cos_d, sin, sin_s, sin_d, half, positions,
+                False, INTERLEAVED, BLOCK_DV,
+            )  # fmt: skip
+    elif TURNS:
+        lane = (program - k_programs - v_programs) * LINES + tl.arange(0, LINES)
+        row, head = lane // heads_q, lane % heads_q
+        entry, at, exists = _entry(row, row < rows_q, ends, batch, per_entry_q, Q_IS_PACKED, SEARCH_STEPS)
+        position = tl.load(cached + entry, mask=exists, other=0).to(tl.int64)
+        if FOLLOWS:
+            position += at
+        source_b, source_s = entry.to(tl.int64), at.to(tl.int64)
+        if Q_IS_PACKED:
+            source_b, source_s = source_b * 0, row.to(tl.int64)
+        source = q + source_b * q_b + source_s * q_s + head * q_h
+        target = turned + lane.to(tl.int64) * head_dim
+        # rows of no entry are written too, whatever they are turned to: nobody reads them, but nothing is left that was never written
+        _store_line(
+            source, q_d, target, 1, head_dim, row < rows_q, tl.where(exists, position, 0), cos, cos_s, cos_d, sin, sin_s, sin_d, half,
+            positions, TURNS, INTERLEAVED, BLOCK_D,
+        )  # fmt: skip
+
+
+@triton.jit
+def _entry(row, is_row, ends, batch, per_entry, IS_PACKED: tl.constexpr, STEPS: tl.constexpr):
+    """The entry that each row belongs to, its place among the entry's rows, and whether there is one."""
+    if IS_PACKED:
+        low, high = row * 0, row * 0 + batch
+        for _ in tl.static_range(STEPS):
+            is_open, middle = low < high, (low + high) // 2
+            is_behind = tl.load(ends + middle + 1, mask=is_open, other=0) <= row
+            low, high = tl.where(is_open & is_behind, middle + 1, low), tl.where(is_open & (is_behind == 0), middle, high)
+        exists = is_row & (low < batch)
+        entry = tl.where(exists, low, 0)
+        at = row - tl.load(ends + entry, mask=exists, other=0).to(tl.int32)
+        return entry, at, exists & (at >= 0)
+    else:
+        entry = row // per_entry
+        return tl.where(is_row, entry, 0), row - entry * per_entry, is_row
+
+
+@triton.jit
+def _slot(
+    entry, position, exists, rows, pages, pages_b, capacity, storage, page_size, HAS_ROWS: tl.constexpr, HAS_PAGES: tl.constexpr
+):  # fmt: skip
+    """The two leading indices into the cache of storage row ``position`` of each entry, and whether that is inside."""
+    exists = exists & (position >= 0) & (position < capacity)
+    first, second = entry.to(tl.int64), tl.where(exists, position, 0)
+    if HAS_PAGES:
+        # positions that exist fit in 32 bits, in which division is cheaper
+        page = second.to(tl.int32) // page_size
+        first = tl.load(pages + first * pages_b + page, mask=exists, other=-1).to(tl.int64)
+        second = second - page * page_size
+    elif HAS_ROWS:
+        first = tl.load(rows + first, mask=exists, other=-1).to(tl.int64)
+    exists = exists & (first >= 0) & (first < storage)
+    return tl.where(exists, first, 0), second, exists
+
+
+@triton.jit
+def _store_line(
+    source, source_d, target, target_d, width, exists, position, cos, cos_s, cos_d, sin, sin_s, sin_d, half, positions,
+    TURNS: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Lines from ``source`` to ``target``; their first ``2 * half`` elements turned by the angle of their position."""
+    d = tl.arange(0, BLOCK)
+    there = exists[:, None] & (d < width)[None, :]
+    x = tl.load(source[:, None] + (d * source_d)[None, :], mask=there)
+    if TURNS:
+        wide_dtype: tl.constexpr = tl.float64 if x.dtype == tl.float64 else tl.float32
+        if INTERLEAVED:
+            is_first, other, pair = d % 2 == 0, d ^ 1, d // 2
+        else:
+            is_first = d < half
+            other = tl.where(is_first, d + half, d - half)
+            pair = tl.where(is_first, d, d - half)
+        is_turned = there & (d < 2 * half)[None, :]
+        y = tl.load(source[:, None] + (other * source_d)[None, :], mask=is_turned, other=0.0).to(wide_dtype)
+        known = is_turned & ((position >= 0) & (position < positions))[:, None]
+        c = tl.load(cos + position[:, None] * cos_s + (pair * cos_d)[None, :], mask=known, other=float("nan")).to(wide_dtype)
+        s = tl.load(sin + position[:, None] * sin_s + (pair * sin_d)[None, :], mask=known, other=float("nan")).to(wide_dtype)
+        # (a, b) -> (a cos - b sin, b cos + a sin), each product and the sum rounded as torch rounds them
+        result = x.to(wide_dtype) * c + tl.where(is_first[None, :], -y, y) * s
+        x = tl.where(is_turned, result.to(x.dtype), x)
+    tl.store(target[:, None] + (d * target_d)[None, :], x, mask=there)

@@ -1,0 +1,55 @@
+"""The door to ``combine_row``: partial results over parts of the keys, merged by their log-sum-exps."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from anyattn.backends.triton import interpreter
+from anyattn.backends.triton.launch import current_device
+
+__all__ = ["combine", "merge"]
+
+_PARTS_AT_ONCE = 8
+
+
+def combine(outs: Tensor, lses: Tensor, sink: Tensor | None = None, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """outs: float32 (parts, ..., Dv), lses: float32 (parts, ...), natural logarithm -> out (..., Dv) in ``dtype``, lse (...) in float32.
+
+    A part whose lse is -inf has seen nothing: whatever stands in its output does not matter. sink: a logit that broadcasts with lse and
+    joins the denominator once. Without gradients.
+    """
+    lead = outs.shape[1:-1]
+    out, lse = (torch.empty(shape, dtype=t, device=outs.device) for shape, t in ((outs.shape[1:], dtype), (lead, torch.float32)))
+    rows = lead.numel()
+    if sink is None or len(lead) > 3:
+        grid, logits = (1, 1, rows), None if sink is None else sink.expand(lead).reshape(1, 1, rows)
+    else:
+        grid = (*(1,) * (3 - len(lead)), *lead)
+        logits = sink.expand(lead).reshape(grid) if len(lead) < 3 else sink.expand(lead)
+    parts, width = outs.shape[0], outs.shape[-1]
+    merge(outs.reshape(parts, *grid, width), lses.reshape(parts, *grid), logits, out.view(*grid, width), lse.view(grid), False)
+    return out, lse
+
+
+def merge(outs: Tensor, lses: Tensor, sink: Tensor | None, out: Tensor, lse: Tensor | None, has_unused: bool) -> None:
+    """Writes ``combine``'s results: outs (parts, B, H, S, Dv) and lses (parts, B, H, S) contiguous but for the first dimension, out
+    (B, H, S, Dv) at any strides with a contiguous last dimension, lse (B, H, S) contiguous, sink (B, H, S) at any strides.
+
+    has_unused: a row whose lses are +inf, which no part can compute, belongs to no sequence and gives 0 and -inf whatever the sink.
+    """
+    parts, _, heads, positions, width = outs.shape
+    if lses[0].numel() == 0:
+        return
+    outs, lses = (t.detach() if t[0].is_contiguous() else t.detach().contiguous() for t in (outs, lses))
+    block = max(16, 1 << (width - 1).bit_length())
+    at_once = min(_PARTS_AT_ONCE, 1 << (parts - 1).bit_length())
+    from anyattn.backends.triton.combine_kernel import combine_row
+
+    interpreter.mend()
+    with current_device(outs.device):
+        combine_row[(lses[0].numel(),)](
+            outs, lses, lses if sink is None else sink.detach(), out, lses if lse is None else lse, heads, positions, parts, outs.stride(0),
+            lses.stride(0), *((0, 0, 0) if sink is None else sink.stride()), *out.stride()[:3], width, HAS_SINK=sink is not None,
+            HAS_UNUSED=has_unused, HAS_LSE=lse is not None, PARTS=at_once, BLOCK=block, num_warps=1 if at_once * block <= 512 else 4,
+        )  # fmt: skip

@@ -1,0 +1,72 @@
+"""What the text of a call's mods may take for granted: facts of the call that choose between a few texts, no value that enters one."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from anyattn.backends.triton.config import Shape, padded
+from anyattn.backends.triton.emit import SMALL, Style
+from anyattn.backends.triton.interpreter import is_interpreting
+from anyattn.backends.triton.sizes import Box, Extent, extents
+from anyattn.mods.dependence import dependence
+from anyattn.mods.ir import Expr
+from anyattn.mods.trace import TracedMod
+from anyattn.problem import Problem
+
+__all__ = ["is_nvidia", "shape_of", "style_of"]
+
+_NARROW = 2**31
+
+
+def style_of(mod: TracedMod, expr: Expr, problem: Problem) -> Style:
+    """The style of an expression with a mod's captured values in this call; a mask's comparisons are always exact."""
+    is_fast = mod.kind == "score" and problem.q.dtype.itemsize == 2
+    places = tuple([(t.shape, t.stride()) for t in mod.tensors])
+    lengths = (problem.batch, problem.heads_q, problem.bound_q, problem.bound_k, problem.sequences is not None)
+    numbers = tuple([n if type(n) is int else None for n in mod.scalars])
+    return _style(expr, numbers, places, lengths, "fast" if is_fast else "exact", is_nvidia(problem.q.device.type))
+
+
+def shape_of(problem: Problem) -> Shape:
+    """What the tiles of a problem are chosen for."""
+    mods = [m for m in (problem.score, *problem.predicates) if m is not None]
+    return Shape(
+        padded(problem.q.shape[3]), padded(problem.v.shape[3]), problem.q.dtype, problem.score is not None, sum(_columns(m.expr) for m in mods)
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=4096)
+def _columns(expr: Expr) -> int:
+    """How many values are loaded per key, or per row where keys are the rows."""
+    return sum(node.op == "load" and dep.q != dep.kv for node, dep in zip(expr.nodes, dependence(expr), strict=True))
+
+
+@lru_cache(maxsize=8)
+def is_nvidia(device_type: str) -> bool:
+    """Whether the kernels may hold NVIDIA's own instructions."""
+    return device_type == "cuda" and torch.version.hip is None and not is_interpreting()
+
+
+@lru_cache(maxsize=4096)
+def _style(
+    expr: Expr,
+    numbers: tuple[int | None, ...],
+    places: tuple[tuple[torch.Size, tuple[int, ...]], ...],
+    lengths: tuple[int, int, int, int, bool],
+    functions: str,
+    has_nvidia: bool,
+) -> Style:
+    batch, heads, rows, keys, is_ragged = lengths
+    least_row = -rows if is_ragged else 0  # a row of a cache shorter than its queries
+    b, h, q, kv = (Extent(0, max(n, 1) - 1) for n in (batch, heads, rows + keys * is_ragged, keys))
+    q = q._replace(lo=least_row)
+    given = tuple(Extent(n or 0, n or 0) for n in numbers)
+    is_small = all(e.lo > -SMALL and e.hi < SMALL for e in (b, h, q, kv, *given))
+    is_small = is_small and all(abs(n) < _NARROW for shape, strides in places for n in (*shape, *strides))
+    found = extents(expr, Box(b, h, q, kv, given or None))
+    loads = [(places[n.attr][0][i], found[a]) for n in expr.nodes if n.op == "load" for i, a in enumerate(n.args)]  # type: ignore[call-overload]
+    is_inside = all(e is not None and e.lo >= 0 and e.hi < size for size, e in loads)
+    dense = tuple(slot for slot, (shape, strides) in enumerate(places) if shape and strides[-1] == 1)
+    return Style(is_small, is_inside, dense, functions, has_nvidia)

@@ -1,0 +1,227 @@
+"""What the Hopper emitter writes, by value: its source runs as Python, CuTe operations as NumPy's, and torch says what is right."""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import anyattn
+from anyattn.backends.hopper.supports import _WRITTEN
+from anyattn.mods.evaluate import evaluate, run
+from anyattn.mods.ir import OPS, Builder, Expr, category
+from anyattn.mods.trace import trace
+
+HOPPER = Path(anyattn.__file__).parent / "backends" / "hopper"  # type: ignore[arg-type]
+OUTSIDE = ("cutlass", "anyattn.backends.hopper.native", "anyattn.backends.hopper.arithmetic")
+REAL = torch.tensor([0.0, 0.25, -0.75, 1.0, -1.0, 1.5, 2.0, -2.5, 3.0, -3.0, 7.25, -12.5, 0.1, 30.0, -0.001, 1000.0])
+WHOLE = torch.tensor([0, 1, -1, 2, -2, 3, -3, 5, 7, -8, 16, 31, -100, 1000, 4, 9])
+ROWS, COLUMNS = 16, 16
+
+
+class Array:
+    """A captured tensor: what is read from it is a number of its own dtype, a bool a byte."""
+
+    def __init__(self, values: Tensor):
+        self.values, self.shape = values.to(torch.uint8 if values.dtype is torch.bool else values.dtype).numpy(), values.shape
+
+    def __getitem__(self, place: Any) -> Any:
+        return self.values[place]
+
+
+class _IsInt32(type):
+    def __instancecheck__(cls, x: Any) -> bool:
+        return isinstance(x, np.int32)
+
+
+class Int32(metaclass=_IsInt32):
+    """A conversion that wraps around, as the device's does."""
+
+    def __new__(cls, x: Any) -> Any:
+        return np.asarray(x).astype(np.int64).astype(np.int32)[()]
+
+
+def _unary(function: Callable) -> Callable:
+    return lambda x, fastmath=False: np.float32(function(np.float32(x)))
+
+
+def _once_rounded(a: Any, b: Any, c: Any) -> Any:
+    return np.float32(np.longdouble(a) * np.longdouble(b) + np.longdouble(c))
+
+
+class _Rests(ast.NodeTransformer):
+    """``a % b`` as a call: the compiler's may take either sign."""
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
+        self.generic_visit(node)
+        return ast.Call(ast.Name("_rest", ast.Load()), [node.left, node.right], []) if isinstance(node.op, ast.Mod) else node
+
+
+@cache
+def emitter(sign: str) -> dict[str, Any]:
+    """The names of ``emit.py``. sign: whose sign the compiler's ``%`` of run-time integers takes, the "dividend"'s or the "divisor"'s."""
+    plain = ("exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt", "sin", "cos", "floor", "ceil", "trunc", "tanh")
+    functions: dict[str, Any] = {name: _unary(getattr(np, name)) for name in plain}
+    functions |= {"rsqrt": _unary(lambda x: 1 / np.sqrt(x)), "erf": _unary(math.erf), "roundeven": _unary(np.rint), "absf": _unary(np.abs)}
+    functions |= {"copysign": np.copysign, "fma": _once_rounded}
+    arch = SimpleNamespace(rcp_approx=lambda x: np.float32(1) / np.float32(x), fmin=np.fmin, fmax=np.fmax)
+    cutlass = SimpleNamespace(select_=lambda condition, yes, no: yes if condition else no, min=min, max=max)
+
+    def rest(a: Any, b: Any) -> Any:
+        return np.fmod(a, b) if sign == "dividend" and not isinstance(a, (int, float)) else a % b
+
+    given = {"cute": SimpleNamespace(math=SimpleNamespace(**functions), arch=arch), "cutlass": cutlass, "dsl_user_op": lambda f: f}
+    given |= {"Float32": np.float32, "Int32": Int32, "Int64": np.int64, "Boolean": np.bool_, "_rest": rest, "call_native": None}
+    below = _run("arithmetic", given)
+    made = _run("emit", given | {name: below[name] for name in below["__all__"]})
+    made["_UNARY"] |= {"tanh": functions["tanh"], "sigmoid": _unary(lambda x: 1 / (1 + np.exp(-x)))}
+    return made
+
+
+def _run(module: str, given: dict[str, Any]) -> dict[str, Any]:
+    """A module of the backend without its imports of CuTe DSL, for which ``given`` stands in."""
+    tree = ast.parse((HOPPER / f"{module}.py").read_text())
+    tree.body = [n for n in tree.body if not any(name.startswith(OUTSIDE) for name in _imported(n))]
+    names = {"__name__": module, **given}
+    exec(compile(ast.fix_missing_locations(_Rests().visit(tree)), str(HOPPER / f"{module}.py"), "exec"), names)
+    return names
+
+
+def _imported(node: ast.stmt) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [a.name for a in node.names]
+    return [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+
+
+def emitted(expr: Expr, scalars: tuple, tensors: list[Tensor], score: Tensor | None = None, sign: str = "dividend") -> Tensor:
+    kind = category(expr.output.dtype)
+    dtype = {"float": torch.float32, "int": torch.int64, "bool": torch.bool}[kind]
+    out = torch.empty(ROWS, COLUMNS, dtype=dtype)
+    steps = list(range(COLUMNS))
+    q_idx, kv_idx = ([np.int32(i) for i in range(n)] for n in (ROWS, COLUMNS))
+    places = {"b": np.int32(1), "h": np.int32(2), "q_idx": q_idx, "kv_idx": kv_idx, "steps": steps}
+    numbers = tuple(np.float32(x) if isinstance(x, float) else np.int32(x) for x in scalars)
+    read = None if score is None else (lambda r, c: np.float32(score[r, c].item()))
+    with np.errstate(all="ignore"):
+        store = lambda r, c, x: out.__setitem__((r, c), x.item() if isinstance(x, np.generic) else x)
+        emitter(sign)["emit"](expr, numbers, [Array(t) for t in tensors], places, read, store)
+    return out
+
+
+def assert_same(op: str, ours: Tensor, theirs: Tensor) -> None:
+    """Equal; of rounded functions within 8 roundings of float32, as many more as a power's exponent of 2 is large."""
+    if not theirs.is_floating_point():
+        assert torch.equal(ours, theirs.to(ours.dtype))
+        return
+    theirs = theirs.double()
+    growth = 1 + theirs.abs().log2().abs().nan_to_num(0, 0, 0) if op == "pow" else 1
+    room = theirs.abs() * 8 * torch.finfo(torch.float32).eps * growth + torch.finfo(torch.float32).tiny
+    equal = (ours == theirs) | (ours.isnan() & theirs.isnan())
+    fits = equal | (torch.isfinite(theirs) & ((ours - theirs).abs() <= (0 if op in ("fmod", "mod") else room)))
+    assert bool(fits.all()), (op, ours[~fits], theirs[~fits])
+
+
+CASES = [(op, kind) for op, spec in OPS.items() for kind in ("float", "int", "bool") if op != "cast" and kind in spec.operands]
+
+
+@pytest.mark.parametrize("sign", ["dividend", "divisor"])
+@pytest.mark.parametrize("op,kind", CASES, ids=str)
+def test_every_operation(op: str, kind: str, sign: str) -> None:
+    """On numbers of rows and columns, all pairs of which meet."""
+    assert op in _WRITTEN
+    dtype = {"float": torch.float32, "int": torch.int64, "bool": torch.bool}[kind]
+    values = {"float": REAL, "int": WHOLE, "bool": torch.arange(ROWS) % 3 == 1}[kind].to(dtype)
+    a, b = values, values.roll(5)
+    if op in ("floordiv", "mod", "fmod", "div") and kind == "int":
+        b = torch.where(b == 0, 6, b)
+    if op in ("shl", "shr"):
+        b = b.abs() % 31
+    if op == "pow" and kind == "int":
+        pytest.skip("an exponent of whole numbers is a literal: below")
+    builder = Builder()
+    q, kv = (builder.add("index", dtype=torch.int64, attr=name) for name in ("q_idx", "kv_idx"))
+    x, y = builder.add("load", q, dtype=dtype, attr=0), builder.add("load", kv, dtype=dtype, attr=1)
+    args = {1: [x], 2: [x, y], 3: [builder.add("lt", q, kv), x, y]}[OPS[op].arity]
+    expr = builder.build(builder.add(op, *args))
+    leaves = {"b": 1, "h": 2, "q_idx": torch.arange(ROWS)[:, None], "kv_idx": torch.arange(COLUMNS), "score": None}
+    theirs = torch.broadcast_to(run(expr, leaves, (), [a, b])[0], (ROWS, COLUMNS))
+    assert_same(op, emitted(expr, (), [a, b], sign=sign), theirs)
+
+
+EXPONENTS = [0.0, 1.0, -1.0, 3.0, -2.0, 4.0, -5.0, 16.0, 0.5, -0.5, 1.5, -2.5, 1.7, -0.3, 21.0, -33.0, 40.0, math.inf, -math.inf]
+
+
+@pytest.mark.parametrize("exponent", EXPONENTS)
+def test_literal_exponents(exponent: float) -> None:
+    """Scores of either sign, zeros, inf and NaN among them."""
+    score, builder = _scores(), Builder()
+    expr = builder.build(builder.add("pow", builder.add("score", dtype=torch.float32), builder.const(exponent, torch.float32)))
+    theirs = score.double() ** exponent
+    assert_same("pow", emitted(expr, (), [], score), theirs.float())
+
+
+def _scores() -> Tensor:
+    return torch.cat([REAL, REAL * 0.37 + 0.2, -REAL * 1.9, torch.tensor([math.inf, math.nan, 1e-30, 65504.0] * 4)]).repeat(4).view(16, 16)
+
+
+def test_captured_exponents_and_bases() -> None:
+    """Numbers and tensors at run time: bases below 0 have whole powers alone."""
+    table = torch.tensor([0.0, 1.0, 2.0, -3.0, 0.5, -1.5, 7.0, 100.0] * 2)
+    for number in (2, 3.0, -1, 0, 0.5, 2.5):
+        for mod in (
+            trace(lambda s, b, h, q, k, n=number: s**n, "score"),
+            trace(lambda s, b, h, q, k, n=number: (q + 1.0) ** n, "score"),
+            trace(lambda s, b, h, q, k: s ** table[k], "score"),
+            trace(lambda s, b, h, q, k: 2.0 ** (-k), "score"),
+            trace(lambda s, b, h, q, k: 0.5 ** (q - k), "score"),
+            trace(lambda s, b, h, q, k: (-2.0) ** (q - k), "score"),
+            trace(lambda s, b, h, q, k: 1.0 ** (q - k), "score"),
+        ):
+            score = _scores().nan_to_num(1.0, 3.0)
+            leaves = (1, 2, torch.arange(ROWS)[:, None], torch.arange(COLUMNS))
+            theirs = evaluate(mod, *leaves, score.double()).expand(ROWS, COLUMNS)
+            assert_same("pow", emitted(mod.expr, mod.scalars, list(mod.tensors), score), theirs)
+
+
+@pytest.mark.parametrize("exponent", [0, 1, 3, 4, 7, -1, -2, -3])
+def test_whole_numbers_have_whole_powers(exponent: int) -> None:
+    """In 64 bits; under 0 only 1 and -1 have one."""
+    values = torch.tensor([0, 1, -1, 2, -2, 3, -5, 10, 1300, -1300, 2000, 77, -9, 30, 100, 255])
+    builder = Builder()
+    at = builder.add("load", builder.add("index", dtype=torch.int64, attr="q_idx"), dtype=torch.int64, attr=0)
+    expr = builder.build(builder.add("pow", at, builder.const(exponent, torch.int64)))
+    below = {1: 1, -1: -1 if exponent % 2 else 1}
+    theirs = [(x**exponent + 2**63) % 2**64 - 2**63 if exponent >= 0 else below.get(x, 0) for x in values.tolist()]
+    assert emitted(expr, (), [values])[:, 0].tolist() == theirs
+
+
+def test_rests_of_floats_are_exact() -> None:
+    """Quotients that lie next to whole numbers, where a rounded division says the wrong one."""
+    g = torch.Generator().manual_seed(0)
+    b = (torch.rand(16, generator=g) * 3 + 0.1) * torch.tensor([1, -1] * 8)
+    a = (b[None] * torch.arange(-8, 8)[:, None] * 1000.0)[:, torch.randperm(16, generator=g)].diagonal()
+    a = torch.cat([a[:8], torch.nextafter(a[8:], torch.tensor(math.inf))])
+    for op in ("fmod", "mod"):
+        builder = Builder()
+        q, kv = (builder.add("index", dtype=torch.int64, attr=name) for name in ("q_idx", "kv_idx"))
+        x, y = builder.add("load", q, dtype=torch.float32, attr=0), builder.add("load", kv, dtype=torch.float32, attr=1)
+        expr = builder.build(builder.add(op, x, y))
+        theirs = getattr(torch, {"fmod": "fmod", "mod": "remainder"}[op])(a[:, None], b[None])
+        assert torch.equal(emitted(expr, (), [a, b]), theirs), op
+    for divisor in (3.0, -1.5, math.inf, 0.0):
+        for function in (torch.fmod, torch.remainder):
+            mod = trace(lambda s, b, h, q, k, f=function, by=divisor: f(s, by), "score")
+            assert_same("fmod", emitted(mod.expr, mod.scalars, [], _scores()), function(_scores(), divisor))
+            builder = Builder()
+            leaf, by = builder.add("score", dtype=torch.float32), builder.const(divisor, torch.float32)
+            literal = builder.build(builder.add("fmod" if function is torch.fmod else "mod", leaf, by))
+            assert_same("fmod", emitted(literal, (), [], _scores()), function(_scores(), divisor))
