@@ -7,12 +7,13 @@ import functools
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+import triton_ahead
 
 from anyattn import hardware, plan, recall
 from anyattn.backends.triton import backward_pass, config
@@ -21,7 +22,8 @@ from anyattn.testing import cases
 
 
 class Made(NamedTuple):
-    """One compiled kernel. shared: bytes. stack: bytes of local memory that a thread takes, spilled registers among them; None if unknown."""
+    """One compiled kernel. shared: bytes. spilled: the share of spills among the operations of its worst loop; None if unknown.
+    narrow: loads of a single 16-bit element."""
 
     kernel: str
     tile: tuple[int, int]
@@ -29,7 +31,8 @@ class Made(NamedTuple):
     stages: int
     shared: int
     registers: int
-    stack: int | None
+    spilled: float | None
+    narrow: int
 
 
 @contextlib.contextmanager
@@ -70,10 +73,11 @@ def _compiled(kernel: Any, arguments: tuple, options: dict[str, Any], capability
     bound, special, rest = bind(*arguments, **options)
     parsed, signature, constants, attributes = kernel._pack_args(backend, options, bound, special, rest)
     found = triton.compile(ASTSource(kernel, signature, constants, attributes), target=target, options=parsed.__dict__)
-    registers, stack = _resources(found.asm["cubin"])
+    registers, spilled = _resources(found.asm["cubin"])
     name = re.sub(r"_[0-9a-f]+$", "", kernel.fn.__code__.co_filename.strip("<>").split()[-1])
     tile = (options["TILE_M"], options.get("TILE_N", 0))
-    return Made(name, tile, options["num_warps"], options["num_stages"], found.metadata.shared, registers, stack)
+    narrow = len(re.findall(r"ld\.global\S*\.b16", found.asm["ptx"]))
+    return Made(name, tile, options["num_warps"], options["num_stages"], found.metadata.shared, registers, spilled, narrow)
 
 
 @functools.lru_cache(maxsize=1)
@@ -84,8 +88,8 @@ def _reader() -> str | None:
     return str(path) if path.exists() else None
 
 
-def _resources(cubin: bytes) -> tuple[int, int | None]:
-    """(registers, stack) of a thread."""
+def _resources(cubin: bytes) -> tuple[int, float | None]:
+    """Registers of a thread, and the share of spills."""
     reader = _reader()
     if reader is None:
         return 0, None
@@ -95,7 +99,7 @@ def _resources(cubin: bytes) -> tuple[int, int | None]:
         said = subprocess.run([reader, "-res-usage", file.name], capture_output=True, text=True, check=True)
     usage = re.search(r"Function \w*entry\w*:\s*REG:(\d+) STACK:(\d+)", said.stdout + said.stderr)
     assert usage, said.stdout
-    return int(usage[1]), int(usage[2])
+    return int(usage[1]), triton_ahead.spilled(cubin)
 
 
 def call(
@@ -117,8 +121,9 @@ def call(
     return made
 
 
-def check(made: list[Made], capability: tuple[int, int], label: str, most_stack: Callable[[Made], int] = lambda _: 0) -> None:
+def check(made: list[Made], capability: tuple[int, int], label: str, most_spilled: float = triton_ahead.MOST_SPILLED) -> None:
     room = config.shared_memory(capability)
     for one in made:
         assert one.shared <= room, f"{label}: {one} takes more than the device's {room} bytes of shared memory"
-        assert one.stack is None or one.stack <= most_stack(one), f"{label}: {one} spills registers"
+        assert not one.narrow, f"{label}: {one} loads rows element by element"
+        assert one.spilled is None or one.spilled <= most_spilled, f"{label}: {one} spills registers"

@@ -19,7 +19,7 @@ from anyattn.geometry.splits import num_splits
 from anyattn.hardware import Hardware
 from anyattn.problem import Problem
 
-__all__ = ["Layout", "layout_of", "padded_group", "positions_per_tile"]
+__all__ = ["Layout", "layout_of", "padded_group", "positions_per_tile", "rows_of"]
 
 SHORT = 64  # queries, up to which the heads of a group share a tile: beyond, a head fills one by itself
 _MOST_PACKED = 64
@@ -42,7 +42,7 @@ def layout_of(problem: Problem, hardware: Hardware, options: dict[str, int]) -> 
     asked = {name: options[name] for name in ("tile_m", "tile_n") if name in options}
     why, shape = [], shape_of(problem)
     for packed in _choices(problem):
-        tiles = config.forward_tiles(shape, hardware.capability, _most_q(problem) * padded_group(packed))
+        tiles = config.forward_tiles(shape, hardware.capability, rows_of(problem, packed))
         if asked:
             tiles = config.asked("forward", replace(tiles, **asked), shape, hardware.capability, hardware.name)
         if padded_group(packed) <= tiles.tile_m:
@@ -69,6 +69,11 @@ def padded_group(packed: int) -> int:
 
 def positions_per_tile(tile_m: int, packed: int) -> int:
     return tile_m // padded_group(packed)
+
+
+def rows_of(problem: Problem, packed: int) -> int:
+    """The most rows that an entry's queries make with so many heads side by side."""
+    return _most_q(problem) * padded_group(packed)
 
 
 def _most_q(problem: Problem) -> int:
