@@ -17,7 +17,7 @@ from anyattn.hardware import Hardware
 from anyattn.mods.native import has_native
 from anyattn.problem import Problem
 
-__all__ = ["BACKENDS", "Plan", "available", "choose", "combiner", "for_backward"]
+__all__ = ["BACKENDS", "Plan", "appender", "available", "choose", "combiner", "for_backward"]
 
 BACKENDS = ("torch", "triton", "hopper")
 _SCORES_AT_ONCE = 2**21  # scores of one tile over all its heads: 8 MB in float32, which stays in a CPU's last-level cache
@@ -200,6 +200,12 @@ def _reason_against_problem(name: str, problem: Problem) -> str | None:
         return None
     found: str | None = importlib.import_module(f"anyattn.backends.{name}.supports").reason_against(problem)
     return found
+
+
+def appender(plan: Plan, hardware: Hardware) -> str | None:
+    """The backend whose kernel takes a decoder's step before the attention of ``plan``; None where torch operations do."""
+    has_kernel = plan.backend != "torch" and _reason_against_triton(hardware) is None
+    return "triton" if has_kernel else None
 
 
 def combiner(hardware: Hardware, dtype: torch.dtype, needs_grad: bool) -> str:

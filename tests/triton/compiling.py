@@ -22,7 +22,8 @@ from anyattn.testing import cases
 
 
 class Made(NamedTuple):
-    """One compiled kernel. shared: bytes. spilled: the share of spills among the operations of its worst loop; None if unknown."""
+    """One compiled kernel. shared: bytes. spilled: the share of spills among the operations of its worst loop; None if unknown.
+    narrow: loads of a single 16-bit element."""
 
     kernel: str
     tile: tuple[int, int]
@@ -31,6 +32,7 @@ class Made(NamedTuple):
     shared: int
     registers: int
     spilled: float | None
+    narrow: int
 
 
 @contextlib.contextmanager
@@ -74,7 +76,8 @@ def _compiled(kernel: Any, arguments: tuple, options: dict[str, Any], capability
     registers, spilled = _resources(found.asm["cubin"])
     name = re.sub(r"_[0-9a-f]+$", "", kernel.fn.__code__.co_filename.strip("<>").split()[-1])
     tile = (options["TILE_M"], options.get("TILE_N", 0))
-    return Made(name, tile, options["num_warps"], options["num_stages"], found.metadata.shared, registers, spilled)
+    narrow = len(re.findall(r"ld\.global\S*\.b16", found.asm["ptx"]))
+    return Made(name, tile, options["num_warps"], options["num_stages"], found.metadata.shared, registers, spilled, narrow)
 
 
 @functools.lru_cache(maxsize=1)
@@ -122,4 +125,5 @@ def check(made: list[Made], capability: tuple[int, int], label: str, most_spille
     room = config.shared_memory(capability)
     for one in made:
         assert one.shared <= room, f"{label}: {one} takes more than the device's {room} bytes of shared memory"
+        assert not one.narrow, f"{label}: {one} loads rows element by element"
         assert one.spilled is None or one.spilled <= most_spilled, f"{label}: {one} spills registers"

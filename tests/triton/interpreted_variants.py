@@ -106,6 +106,39 @@ def test_lists_alone_say_what_is_seen():
     judge(q, k, v, mask=meant, block_mask=made)
 
 
+def test_windows_wider_than_the_sequence_are_none_to_the_bit():
+    q, k, v = qkv(1, 2, 2, 50, 50, 16, 16)
+    for wide, none in ((masks.sliding_window(50, 50), None), (masks.sliding_window(1000, 0), masks.causal())):
+        a, b = (judge(q, k, v, mask=mask) for mask in (wide, none))
+        assert all(torch.equal(a[n], b[n]) for n in a), wide
+
+
+@pytest.mark.parametrize("left", [1, 15, 16, 17, 33])
+def test_windows_around_the_tile_size(left):
+    judge(*qkv(1, 1, 1, 70, 70, 16, 16), mask=lambda b, h, i, j: (i - j <= left) & (j - i <= 2))
+
+
+def test_strides():
+    """Tokens before heads, rows of a wider tensor, every second row; aligned or not, the same bits."""
+    q, k, v = qkv(1, 4, 2, 40, 50, 16, 16)
+    plain = judge(q, k, v, mask=masks.causal())
+    wide = torch.full((1, 50, 2, 40), torch.nan)
+    wide[..., 5:21] = k.transpose(1, 2)
+    tokens_first = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v)]
+    every_other = [torch.stack([t, t * torch.nan], 3).flatten(2, 3)[:, :, ::2] for t in (q, k, v)]
+    for tensors in (tokens_first, every_other, [q, wide[..., 5:21].transpose(1, 2), every_other[2]]):
+        got = judge(*tensors, mask=masks.causal())
+        assert all(torch.equal(got[n], plain[n]) for n in got)
+
+
+def test_score_mod_and_block_mask_on_ragged_lengths():
+    q, k, v = qkv(1, 4, 2, 41, 67, 24, 24)
+    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625], dtype=torch.float64)
+    mask = lambda b, h, i, j: j <= i + 26
+    made = anyattn.create_block_mask(mask, None, None, 41, 67, device="cpu", BLOCK_SIZE=32)
+    judge(q, k, v, mask=mask, score=lambda s, b, h, i, j: s - slopes[h] * abs(i + 26 - j) * 0.1, captured=[slopes], block_mask=made)
+
+
 @pytest.mark.parametrize("name", ["gated_sink", "documents", "t5", "islands_sink"])
 def test_deterministic_reruns_agree_bitwise(name):
     case = cases.Case(name, cases.Shape(1, 2, 1, 70, 70, 16, 16), "normal")

@@ -55,6 +55,10 @@ def layout_of(problem: Problem, hardware: Hardware, options: dict[str, int]) -> 
     if splits == 0:
         splits = _splits(problem, tiles, packed, hardware.sm_count)
         why.append(f"keys in {splits} piece{'s' * (splits != 1)}: for {max(1, hardware.sm_count)} multiprocessors")
+    most = max(1, _MOST_BLOCKS // max(1, problem.batch))
+    if splits > most:
+        splits = most
+        why.append(f"keys in {most} pieces: a grid has room for {_MOST_BLOCKS} entries and pieces")
     return Layout(tiles, packed, splits, tuple(why))
 
 
@@ -104,5 +108,4 @@ def _splits(problem: Problem, tiles: Tiles, packed: int, sm_count: int) -> int:
     rows, _, length, _ = problem.q.shape
     if rows != batch:  # packed one after another: no more tiles than their rows make
         row_tiles, batch = min(batch * row_tiles, rows * length // step + batch), 1
-    found = num_splits(row_tiles, ceil_div(problem.bound_k, tiles.tile_n), heads, batch, max(1, sm_count), _MOST_SPLITS)
-    return max(1, min(found, _MOST_BLOCKS // max(1, problem.batch)))
+    return num_splits(row_tiles, ceil_div(problem.bound_k, tiles.tile_n), heads, batch, max(1, sm_count), _MOST_SPLITS)
