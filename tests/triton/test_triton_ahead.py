@@ -50,6 +50,13 @@ def test_what_a_score_mod_adds_to_the_loop(name, plain):  # type: ignore[no-unty
     assert count <= plain + most, (count, plain)
 
 
+def test_as_exact_as_the_dtype_asks() -> None:
+    """NVIDIA's tanh has 11 bits: enough for bfloat16, not for float16."""
+    for dtype, is_coarse in ((torch.bfloat16, True), (torch.float16, False)):
+        found, count, _ = per_score(SCORES["softcap"], dtype=dtype)
+        assert ("tanh.approx" in "\n".join(found)) is is_coarse and count <= 26, (dtype, count)
+
+
 def test_float32_keeps_the_exact_functions() -> None:
     """A quotient and a hyperbolic tangent as torch rounds them, which takes many instructions."""
     found, _, _ = per_score(SCORES["softcap"], dtype=torch.float32, dim=64)
