@@ -104,6 +104,20 @@ def test_what_the_compiler_makes_of_the_tiles(capability, at, backward) -> None:
             assert ahead.spilled(kernel.asm["cubin"]) <= ahead.MOST_SPILLED, (name, tiles)
 
 
+LOADED = (torch.bool, torch.uint8, torch.int16, torch.int64, torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", LOADED, ids=str)
+def test_entries_of_every_dtype(dtype: torch.dtype) -> None:
+    """Captured pairs come straight from memory, in the width of their dtype, whatever it is, for a score and for a mask."""
+    pairs = torch.zeros(256, 256, dtype=dtype)
+    score = lambda s, b, h, q, k: s + pairs[q, k]
+    (launch,) = ahead.launches(ahead.problem_of(score, lambda b, h, q, k: pairs[q, k] != 0, dim=64), (9, 0))
+    kernel = ahead.compiled(launch, (9, 0))
+    width = "u8" if dtype.itemsize == 1 else "u16" if dtype.itemsize == 2 else f"b{8 * dtype.itemsize}"
+    assert f"ld.global.nc.{width}" in kernel.asm["ptx"] and kernel.metadata.shared <= 120 << 10
+
+
 def test_what_fits_no_tile_is_not_supported(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call that no block's shared memory can hold is somebody else's, and says why."""
     from anyattn.backends.triton import config, supports
