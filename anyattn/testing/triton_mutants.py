@@ -23,6 +23,7 @@ __all__ = ["MUTANTS", "active", "changed"]
 
 _PACKAGE = "anyattn.backends.triton"
 _FORWARD, _BACKWARD, _VISITS, _PLACES = "forward_kernel.py", "backward_kernel.py", "visits.py", "places.py"
+_COMBINE = "combine_kernel.py"
 _HIDDEN = "ds = tl.where(seen, ds, 0.0)  # the derivative of a hidden score may be anything\n"
 
 MUTANTS = {
@@ -64,13 +65,19 @@ MUTANTS = {
         Mutant("lse_in_base_2", _FORWARD, "row_max * _LN2 + tl.log(total))", "row_max + tl.log2(total))", "full"),
         Mutant("nan_of_a_row_that_sees_nothing", _FORWARD, "tl.where(row_sum == 0, 1.0, row_sum)", "row_sum", "islands"),
         # heads and storage
-        Mutant("wrong_gqa_head", _FORWARD, "((h * GROUP) // sizes[7])", "((h * GROUP) % (sizes[2] // sizes[7]))", "full"),
+        Mutant("wrong_gqa_head", _FORWARD, "((h * PACKED) // sizes[7])", "((h * PACKED) % (sizes[2] // sizes[7]))", "full"),
+        Mutant("packed_heads_are_one", _FORWARD, "heads = h * PACKED + r % GROUP", "heads = h * PACKED + r % GROUP * 0", "few_rows"),
         Mutant("head_dim_not_cut", _FORWARD, "mask=is_row & (d < HEAD_DIM)", "mask=is_row & (d <= HEAD_DIM)", "head_dim"),
         Mutant("queries_of_the_first_sequence", _FORWARD, "at = found[1] + position", "at = position", "packed"),
         Mutant("keys_of_the_first_sequence", _FORWARD, "at = lane + key[3]\n", "at = lane\n", "packed"),
         Mutant("page_off_by_one", _PLACES, "pages + at // PAGE_SIZE", "pages + tl.maximum(at // PAGE_SIZE - 1, 0)", "pages"),
         Mutant("row_of_page_off_by_one", _PLACES, "(at % PAGE_SIZE) *", "((at + 1) % PAGE_SIZE) *", "pages"),
         Mutant("pages_of_the_first_sequence", _FORWARD, "tensors[9] + b.to(tl.int64) * sizes[6]", "tensors[9]", "pages"),
+        # splits
+        Mutant("split_lost", _FORWARD, "begin = tl.minimum(split * share", "begin = tl.minimum((split + 1) * share", "splits"),
+        Mutant("last_tile_of_every_split_lost", _FORWARD, "tl.minimum(begin + share, full", "tl.minimum(begin + share - 1, full", "splits"),
+        Mutant("splits_weighed_alike", _COMBINE, "weight = tl.exp(found - near)", "weight = tl.where(found > float('-inf'), 1.0, 0.0)", "splits"),
+        Mutant("sink_of_splits_counted_twice", _COMBINE, "total += share\n", "total += 2 * share\n", "splits"),
         # the backward pass
         Mutant("delta_dropped", _BACKWARD, "delta = tl.sum(out * dout, 1)", "delta = tl.sum(out * dout * 0, 1)", "full"),
         Mutant("lse_gradient_ignored", _BACKWARD, "    if HAS_DLSE:", "    if False:", "full"),

@@ -26,7 +26,7 @@ def checked(capability: tuple[int, int], d: int, dv: int, dtype: torch.dtype, va
     assert {m.kernel for m in made} >= {"forward_tile", "prepare_tile", "dq_tile", "dkdv_tile"}
     for one in made:
         print(capability, *one)
-    compiling.check(made, capability, f"{capability} {d} {dv} {dtype} {variant}")
+    compiling.check(made, capability, max(d, dv), dtype, f"{capability} {d} {dv} {dtype} {variant}")
 
 
 @pytest.mark.parametrize("capability", GENERATIONS, ids=str)
