@@ -75,7 +75,8 @@ def _compiled(kernel: Any, arguments: tuple, options: dict[str, Any], capability
     registers, stack = _resources(found.asm["cubin"])
     name = re.sub(r"_[0-9a-f]+$", "", kernel.fn.__code__.co_filename.strip("<>").split()[-1])
     tile = (options["TILE_M"], options.get("TILE_N", 0))
-    return Made(name, tile, options["num_warps"], options["num_stages"], found.metadata.shared, registers, stack, len(re.findall(r"ld\.global\S*\.b16", found.asm["ptx"])))
+    narrow = len(re.findall(r"ld\.global\S*\.b16", found.asm["ptx"]))
+    return Made(name, tile, options["num_warps"], options["num_stages"], found.metadata.shared, registers, stack, narrow)
 
 
 @functools.lru_cache(maxsize=1)
@@ -113,7 +114,8 @@ def call(
     mods = cases.VARIANTS[variant].mods(tensors, shape)
     leaves = [t.requires_grad_(backward) for t in (q, k, v)]
     with on(capability) as made:
-        out, lse = anyattn.flex_attention(*leaves, mods["score"], mask_mod=mods["mask"], enable_gqa=True, return_lse=True, backend="triton")
+        options = {"mask_mod": mods["mask"], "enable_gqa": True, "return_lse": True, "backend": "triton"}
+        out, _ = anyattn.flex_attention(*leaves, mods["score"], **options)
         if backward:
             torch.autograd.grad(out, leaves, dout, materialize_grads=True)
     return made
