@@ -60,7 +60,7 @@ def wanted(return_lse: bool, return_aux: Any) -> tuple[bool, bool]:
 
 
 def kernel_options(options: Any) -> dict[str, int]:
-    """The options that mean something here: tile_m, tile_n and num_splits."""
+    """The options that mean something here: tile_m, tile_n, num_splits and autotune."""
     if options is None:
         return {}
     if not isinstance(options, dict):
@@ -71,9 +71,18 @@ def kernel_options(options: Any) -> dict[str, int]:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"kernel_options[{name!r}]={value!r}; wanted a positive int")
             found[name] = value
+        elif name == "autotune":
+            if not isinstance(value, bool):
+                raise TypeError(f"kernel_options['autotune'] is a {type(value).__name__}; wanted True or False")
+            found[name] = value
         elif name not in _TORCH_OPTIONS:
             known = ", ".join(sorted(_TORCH_OPTIONS))
-            raise ValueError(f"kernel_options has an unknown name {name!r}; wanted tile_m, tile_n, num_splits (or torch's {known})")
+            raise ValueError(
+                f"kernel_options has an unknown name {name!r}; wanted tile_m, tile_n, num_splits, autotune (or torch's {known})"
+            )
+    fixed = [name for name in ("tile_m", "tile_n") if name in found]
+    if found.get("autotune") and fixed:
+        raise ValueError(f"kernel_options has autotune=True and {fixed[0]}={found[fixed[0]]}; wanted one of them: autotune measures tiles")
     return found
 
 

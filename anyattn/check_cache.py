@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from anyattn import autograd, check_flash, check_lengths
+from anyattn import autograd, check_flash, check_lengths, hardware, plan
 from anyattn.check_flash import Options
 from anyattn.geometry.seqlen_info import SeqlenInfoQKNewK
 from anyattn.geometry.sequences import Sequences, end_to_end
@@ -17,7 +17,7 @@ from anyattn.kvcache import append, rotary
 from anyattn.plan import Plan
 from anyattn.problem import Problem
 
-__all__ = ["CacheCall", "Given", "cache_call"]
+__all__ = ["CacheCall", "Given", "cache_call", "cached_rows", "heads_first"]
 
 
 class Given(NamedTuple):
@@ -54,15 +54,15 @@ class CacheCall:
     turn: _Turn | None
 
     def prepared(self, chosen: Plan) -> Problem:
-        """Appends to the caches and returns the attention over what they then hold, for the backend that was chosen for ``problem``.
+        """Appends to the caches and returns the attention over what they then hold, for the plan that was chosen for ``problem``.
 
-        A backend without a kernel for this has the tables looked at, if nobody has, before anything is written.
+        Where no kernel takes the step the tables are looked at, if nobody has, before anything is written.
         """
         problem, step = self.problem, self.step
-        take_step = getattr(autograd.backend_of(chosen), "append", None)
-        if take_step is not None:
-            turned = take_step(step)
-            return problem if turned is step.q else problem.like(q=_heads_first(turned))
+        appender = plan.appender(chosen, hardware.of(step.q.device.type))
+        if appender is not None:
+            turned = autograd.backend_module(appender).append(step)
+            return problem if turned is step.q else problem.like(q=heads_first(turned))
         looked, turn = self.looked, self.turn
         if looked is None:
             looked = _look(self.given, step.tables, step.sizes)
@@ -73,13 +73,14 @@ class CacheCall:
         if turn is not None:
             new_k = turn.applied(new_k, turn.k_positions)
             turned = turn.applied(step.q.reshape(-1, *step.q.shape[-2:]), turn.q_positions)
-            problem = problem.like(q=_heads_first(turned.view(step.q.shape)))
+            problem = problem.like(q=heads_first(turned.view(step.q.shape)))
         append.append(step.k_cache, new_k, *looked.slots)
         append.append(step.v_cache, new_v, *looked.slots)
         return problem
 
 
-def _heads_first(q: Tensor) -> Tensor:
+def heads_first(q: Tensor) -> Tensor:
+    """The door's queries as a problem has them."""
     return (q if q.ndim == 4 else q[None]).transpose(1, 2)
 
 
@@ -133,7 +134,7 @@ def _tables(given: Given) -> tuple[CacheTables, CacheSizes]:
     check_lengths.check_device("cu_seqlens_q", ends, q.device)
     table = None if given.page_table is None else check_lengths.pages(given.page_table, batch, k_cache)
     capacity = k_cache.shape[1] * (1 if table is None else table.shape[1])
-    cached = _cached(given.cache_seqlens, batch, capacity, q.device)
+    cached = cached_rows(given.cache_seqlens, batch, capacity, q.device)
     check_lengths.check_table("cache_leftpad", given.cache_leftpad, batch, q.device)
     _check_rows(given.cache_batch_idx, batch, k_cache, table, q.device)
     if k is not None:
@@ -219,7 +220,7 @@ def _check_storage(q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any, cu_seqlen
         raise ValueError(f"k has {k.shape[0]} rows but q has {q.shape[0]}; packed new keys are laid out as q is, by cu_seqlens_q")
 
 
-def _cached(given: Any, batch: int, capacity: int, device: torch.device) -> Tensor:
+def cached_rows(given: Any, batch: int, capacity: int, device: torch.device) -> Tensor:
     """Rows of each entry's cache in use, padding included."""
     if given is None:
         given = capacity

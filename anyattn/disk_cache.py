@@ -4,6 +4,8 @@ A file is ``payload | facts as JSON | length of the facts | mark | SHA-256 of al
 sum and is never loaded, but made again and replaced. Files appear by ``os.replace``, so that a reader sees all of one or none. Processes
 that want the same kernel wait on a lock that the system takes back from a process that died.
 
+Beside them lie sources that were written for a call, ``*.py``, for people to read: nothing loads them.
+
 ``ANYATTN_CACHE_DIR`` names the folder (default: ``anyattn`` in the user's cache folder), ``ANYATTN_CACHE=0`` does without.
 """
 
@@ -24,12 +26,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["DiskCache", "Entry", "Payload", "default_folder", "is_on", "open_cache", "why_not"]
+__all__ = ["DiskCache", "Entry", "Payload", "default_folder", "is_on", "keep_text", "open_cache", "why_not"]
 
 _MARK = b"anyattn1"
 _TAIL = struct.Struct("<Q8s")  # length of the facts, mark
 _SUM_SIZE = hashlib.sha256().digest_size
-_SUFFIX, _LOCK = ".kernel", ".lock"
+_SUFFIX, _LOCK, _TEXT = ".kernel", ".lock", ".py"
 _MOST = 1000  # kernels kept, some 100 KiB each
 _PATIENCE = 120.0  # seconds to wait for another process, which compiles in a few, before doing its work again
 
@@ -103,6 +105,48 @@ def _opened(folder: Path) -> DiskCache | None:
     return DiskCache(folder)
 
 
+def keep_text(name: str, text: str) -> Path | None:
+    """Keeps a source for people to read, as ``name.py`` in the user's cache; where. None, and no word, where nothing is kept."""
+    folder = default_folder()
+    if not is_on() or why_not(folder) is not None:
+        return None
+    path = folder / (name + _TEXT)
+    with contextlib.suppress(OSError):
+        if not path.exists():
+            _replaced(path, text.encode())
+            _prune(folder, _TEXT)
+        return path
+    return None
+
+
+def _replaced(path: Path, content: bytes) -> None:
+    """Writes a file so that a reader sees all of it or nothing."""
+    handle, name = tempfile.mkstemp(suffix=".part", dir=path.parent)  # mode 0600
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise
+
+
+def _prune(folder: Path, suffix: str) -> None:
+    """Removes the oldest files beyond ``_MOST``, and what else goes by their names."""
+    paths = list(folder.glob("*" + suffix))
+    if len(paths) > _MOST:
+        times = {}
+        for path in paths:
+            with contextlib.suppress(OSError):
+                times[path] = path.stat().st_mtime_ns
+        for path in sorted(times, key=lambda p: times[p])[: len(times) - _MOST]:
+            path.unlink(missing_ok=True)
+            path.with_suffix(_LOCK).unlink(missing_ok=True)
+
+
 class DiskCache:
     """Files in ``folder``, which the caller has judged with ``why_not``.
 
@@ -155,7 +199,7 @@ class DiskCache:
         """Removes everything; how many kernels and how many bytes. Processes that have loaded one keep it."""
         entries = self.entries()
         for path in self.folder.iterdir():
-            if path.name.endswith((_SUFFIX, _LOCK, ".part")):
+            if path.name.endswith((_SUFFIX, _LOCK, _TEXT, ".part")):
                 with contextlib.suppress(OSError):
                     path.unlink()
         gone = [entry for entry in entries if not entry.path.exists()]
@@ -177,31 +221,13 @@ class DiskCache:
             if held:
                 lock.release()
 
-    def _write(self, key: str, payload: Payload) -> None:
-        handle, name = tempfile.mkstemp(suffix=".part", dir=self.folder)  # mode 0600
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(_pack(payload, key))
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(name, self.path(key))
-            self._prune()
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(name)
-            raise
+    def texts(self) -> list[Path]:
+        """Sources to read, ``keep_text``."""
+        return sorted(self.folder.glob("*" + _TEXT))
 
-    def _prune(self) -> None:
-        """Removes the oldest kernels beyond ``_MOST``, and what else goes by their names."""
-        paths = list(self.folder.glob("*" + _SUFFIX))
-        if len(paths) > _MOST:
-            times = {}
-            for path in paths:
-                with contextlib.suppress(OSError):
-                    times[path] = path.stat().st_mtime_ns
-            for path in sorted(times, key=lambda p: times[p])[: len(times) - _MOST]:
-                path.unlink(missing_ok=True)
-                path.with_suffix(_LOCK).unlink(missing_ok=True)
+    def _write(self, key: str, payload: Payload) -> None:
+        _replaced(self.path(key), _pack(payload, key))
+        _prune(self.folder, _SUFFIX)
 
 
 def _sum(content: bytes, key: str) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +15,9 @@ from anyattn.mods.ir import Expr
 from anyattn.mods.linear import additive_bias
 from anyattn.mods.rows import row_ranges
 from anyattn.mods.trace import TracedMod, trace
+from anyattn.problem import Problem
 
-__all__ = ["Explanation", "ModExplanation", "explain", "explain_mod"]
+__all__ = ["Explanation", "ModExplanation", "explain", "explain_mod", "triton_source"]
 
 
 @dataclass(frozen=True)
@@ -76,11 +78,15 @@ def explain_mod(fn: Callable, kind: str | None = None, *, aux_tensors: list[Tens
 
 @dataclass(frozen=True)
 class Explanation:
-    """How one call would be computed: the mods, the plan and the reason for each of its decisions, and which backends were possible."""
+    """How one call would be computed: the mods, the plan and the reason for each of its decisions, and which backends were possible.
+
+    source: of the kernel that Triton would compile for it, "" for other backends.
+    """
 
     mods: tuple[ModExplanation, ...]
     plan: plan.Plan
     backends: dict[str, str | None]
+    source: str = ""
 
     def __str__(self) -> str:
         lines = [str(m) for m in self.mods]
@@ -92,6 +98,8 @@ class Explanation:
         lines += [f"    {why}" for why in p.why]
         lines.append("backends")
         lines += [f"    {name}: {'available' if why is None else 'not here: ' + why}" for name, why in self.backends.items()]
+        if self.source:
+            lines += ["source    written for this call", *(f"    {line}".rstrip() for line in self.source.splitlines())]
         return "\n".join(lines)
 
 
@@ -125,4 +133,11 @@ def explain(
     machine = hardware.of(query.device.type)
     chosen = plan.choose(problem, machine, backend)
     traced = [problem.score, *problem.predicates]
-    return Explanation(tuple(ModExplanation(m) for m in traced if m is not None), chosen, plan.available(machine))
+    source = triton_source(problem) if chosen.backend == "triton" else ""
+    return Explanation(tuple(ModExplanation(m) for m in traced if m is not None), chosen, plan.available(machine), source)
+
+
+def triton_source(problem: Problem) -> str:
+    """What the Triton backend writes for the forward pass of a problem; needs Triton, and no GPU."""
+    found: str = importlib.import_module("anyattn.backends.triton.run").source_of(problem)
+    return found

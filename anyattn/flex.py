@@ -44,7 +44,8 @@ def flex_attention(
         On Hopper score_mod and mask_mod may each be a CuTe function instead, without gradients: docs/cute.md.
     scale: default 1 / sqrt(D). aux_tensors: what a mod's trailing argument receives. sink: (Hq,), one logit per head in the denominator.
     return_lse, return_aux: also return the natural log-sum-exp and the maximal score per row, (B, Hq, Sq), float32 (float64).
-    kernel_options: ``{"tile_m": int, "tile_n": int, "num_splits": int}`` override the plan; torch's names are accepted and ignored where
+    kernel_options: ``{"tile_m": int, "tile_n": int, "num_splits": int}`` override the plan; ``{"autotune": True}`` measures a handful of
+    tiles where Triton computes and remembers the winner; torch's names are accepted and ignored where
         they mean nothing here.
     deterministic: bitwise equal over reruns (always so on the CPU). backend: insist on one of ``anyattn.plan.BACKENDS``.
 

@@ -17,7 +17,7 @@ from anyattn.hardware import Hardware
 from anyattn.mods.native import has_native
 from anyattn.problem import Problem
 
-__all__ = ["BACKENDS", "Plan", "available", "choose", "combiner", "for_backward"]
+__all__ = ["BACKENDS", "Plan", "appender", "available", "choose", "combiner", "for_backward"]
 
 BACKENDS = ("torch", "triton", "hopper")
 _SCORES_AT_ONCE = 2**21  # scores of one tile over all its heads: 8 MB in float32, which stays in a CPU's last-level cache
@@ -36,8 +36,8 @@ class Plan:
     num_splits: the keys of each row tile are divided among so many partial results. product_dtype: the dtype of the two matrix products.
     whole_spans: a row tile's visible scores are computed whole, not streamed. why: one line per decision, for people.
     is_reusable: the plan holds for every call of the same facts (shapes, strides, programs, masks' numbers), whatever tensors hold.
-    has_asked_tiles: the tiles are kernel_options', for both passes. heads_per_tile: query heads that share a row tile.
-    num_warps, num_stages: of a Triton kernel's programs.
+    has_asked_tiles: the tiles are kernel_options', for both passes. is_tuned: Triton's are measured, as kernel_options ask.
+    heads_per_tile: query heads that share a row tile. num_warps, num_stages: of a Triton kernel's programs.
     prepared: what the backend keeps for the calls that share this plan; it must follow from those facts alone.
     """
 
@@ -53,6 +53,7 @@ class Plan:
     why: tuple[str, ...] = ()
     is_reusable: bool = True
     has_asked_tiles: bool = False
+    is_tuned: bool = False
     heads_per_tile: int = 1
     num_warps: int = 4
     num_stages: int = 2
@@ -127,9 +128,16 @@ def choose(problem: Problem, hardware: Hardware, backend: str | None = None, opt
 
 
 def _plan_of(name: str, problem: Problem, hardware: Hardware, reason: str, options: dict[str, int]) -> Plan:
-    if name == "torch":
-        return _with_options(_torch_plan(problem, hardware, reason), problem, options)
-    return _triton_plan(problem, hardware, reason, options) if name == "triton" else _hopper_plan(problem, hardware, reason)
+    if name == "triton":
+        return _triton_plan(problem, hardware, reason, options)
+    plan = (
+        _with_options(_torch_plan(problem, hardware, reason), problem, options)
+        if name == "torch"
+        else _hopper_plan(problem, hardware, reason)
+    )
+    if not options.get("autotune"):
+        return plan
+    return replace(plan, is_tuned=True, why=(*plan.why, f"autotune: {name} itself has no tiles to measure"))
 
 
 def _check_native(problem: Problem, backend: str | None, against: str | None) -> None:
@@ -147,7 +155,8 @@ def for_backward(plan: Plan, problem: Problem, hardware: Hardware) -> Plan:
     """The plan for the backward pass of what ``plan`` computed forward, with the log-sum-exp kept where it is another backend's."""
     if not plan.backward:
         return plan
-    return replace(choose(problem, hardware, plan.backward), whole_spans=False)
+    options = {"autotune": 1} if plan.is_tuned else None
+    return replace(choose(problem, hardware, plan.backward, options), whole_spans=False)
 
 
 def _hopper_plan(problem: Problem, hardware: Hardware, reason: str) -> Plan:
@@ -165,13 +174,16 @@ def _triton_plan(problem: Problem, hardware: Hardware, reason: str, options: dic
 
     tiles, packed, splits, reasons = layout_of(problem, hardware, options)
     why = [f"triton: {reason}", *reasons]
+    is_tuned = bool(options.get("autotune"))
+    if is_tuned:
+        why.append("autotune: the first call of a kind measures a handful of tiles; its winner is used instead of these")
     backward, why_backward = _backward_by_triton(problem, hardware)
     if backward != "triton":
         why.append(f"backward: {backward}{why_backward}")
     return Plan(
         "triton", tiles.tile_m, tiles.tile_n, tiles.tile_n, 1, problem.q.dtype, num_splits=splits,
         backward="" if backward == "triton" else backward, why=tuple(why), has_asked_tiles="tile_m" in options or "tile_n" in options,
-        heads_per_tile=packed, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        heads_per_tile=packed, is_tuned=is_tuned, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
 
 
@@ -188,6 +200,12 @@ def _reason_against_problem(name: str, problem: Problem) -> str | None:
         return None
     found: str | None = importlib.import_module(f"anyattn.backends.{name}.supports").reason_against(problem)
     return found
+
+
+def appender(plan: Plan, hardware: Hardware) -> str | None:
+    """The backend whose kernel takes a decoder's step before the attention of ``plan``; None where torch operations do."""
+    has_kernel = plan.backend != "torch" and _reason_against_triton(hardware) is None
+    return "triton" if has_kernel else None
 
 
 def combiner(hardware: Hardware, dtype: torch.dtype, needs_grad: bool) -> str:

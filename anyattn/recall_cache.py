@@ -23,6 +23,7 @@ from anyattn.geometry.sequences import OnHost
 from anyattn.kvcache import append
 from anyattn.plan import Plan
 from anyattn.problem import Problem
+from anyattn.recall_step import step_call
 
 __all__ = ["KnownCall", "decode_call"]
 
@@ -64,6 +65,9 @@ class _Remembered(NamedTuple):
 
 def decode_call(given: Given, options: Options, backend: str | None) -> tuple[CacheCall | KnownCall, Plan]:
     """The call, checked, and its plan; nothing is written. Raises as ``check_cache.cache_call`` and the plan."""
+    step = step_call(given, options, backend)
+    if step is not None:
+        return step
     facts = None if backend not in (None, "torch") or recall.is_listened_to() else _facts(given, options)
     found = None if facts is None else recall.remembered(facts)
     known = None if found is None else _known_call(given, options, found.fields)

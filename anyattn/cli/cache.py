@@ -1,4 +1,4 @@
-"""``anyattn cache``: the compiled kernels that are kept on disk."""
+"""``anyattn cache``: the compiled kernels and the measured tiles that are kept on disk."""
 
 from __future__ import annotations
 
@@ -19,9 +19,12 @@ def command() -> None:
 
 @command.command("list")
 def list_kernels() -> None:
-    """List the kernels: variant, head dimension, dtype, size and age."""
+    """List the kernels, and the tiles that autotuning found: variant, head dimension, dtype, size and age."""
     cache, console = _cache(), Console()
-    entries = cache.entries()
+    entries, texts = cache.entries(), cache.texts()
+    if texts:
+        count = f"{len(texts)} source" + "s" * (len(texts) != 1)
+        console.print(f"{count} of Triton kernels to read: {cache.folder}/*{texts[0].suffix}", highlight=False, soft_wrap=True)
     if not entries:
         console.print(f"no kernels in {cache.folder}", highlight=False, soft_wrap=True)
         return
@@ -29,6 +32,8 @@ def list_kernels() -> None:
     for entry in entries:
         facts = entry.facts
         name = str(facts.get("name", "?")) if entry.is_sound else "torn or altered: made again when needed"
+        if "tiles" in facts:
+            name += " = " + " x ".join(map(str, facts["tiles"][:2])) + ", {} warps, {} stages".format(*facts["tiles"][2:])
         table.add_row(name, str(facts.get("head_dim", "")), str(facts.get("dtype", "")), _size(entry.size), _age(entry.age))
     console.print(table, highlight=False)
     total = _size(sum(entry.size for entry in entries))
@@ -37,7 +42,7 @@ def list_kernels() -> None:
 
 @command.command("clear")
 def clear() -> None:
-    """Remove all kernels; programs that are running keep theirs."""
+    """Remove all kernels, measured tiles and sources; programs that are running keep theirs."""
     cache = _cache()
     count, size = cache.clear()
     Console().print(f"removed {_count(count)}, {_size(size)}, from {cache.folder}", highlight=False, soft_wrap=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -132,3 +133,19 @@ def test_there_is_room_for_every_tile(sizes: tuple[int, ...]) -> None:
             assert most[0] >= have[0] and most[1] >= have[1]
             padded = ragged._most_tiles(StoredSequences(LengthTables(None, None, *lengths), s), tile)
             assert padded[0] >= have[0] and padded[1] >= have[1]
+
+
+def test_one_heads_lists_stand_for_all_where_another_predicate_sees_h() -> None:
+    """The kernel then looks for its head's, as its config says."""
+    from anyattn.backends.hopper.specialise import specialised
+    from anyattn.backends.hopper.tables import visits_of
+
+    q, ends = torch.zeros(500, 4, 64, dtype=torch.bfloat16), torch.tensor([0, 300, 500])
+    problem = check_flash.varlen_problem(q, q, q, ends, ends, None, None, None, None, None, None, Options(mask_mod=masks.prefix_lm(40)))
+    alone = visits_of(problem, specialised(problem))
+    both = replace(problem, predicates=(*problem.predicates, trace(lambda b, h, q, k: (k + h) % 2 == 0, "mask")))
+    found = visits_of(both, specialised(both))
+    assert specialised(both).config.per_head and not specialised(problem).config.per_head
+    for name in ("partial_count", "partial_index", "full_count", "full_index"):
+        one, each = getattr(alone, name), getattr(found, name)
+        assert len(one) == 1 and len(each) == 4 and torch.equal(each, one.expand(4, -1)), name

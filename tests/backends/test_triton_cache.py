@@ -215,6 +215,11 @@ def test_a_step_reads_nothing(name: str, appends: bool, launches: Any, monkeypat
     with NoReadingMethods(), NoReadingOperations():
         decode(**options)
     assert len(launches.made) == 1 and len(steps) == appends
+    decode(**options)  # remembered, unless it has mods
+    with NoReadingMethods():
+        decode(**options)
+    first, second, third = [(grid, constants) for _, grid, *_, constants in launches.made]
+    assert first == second == third and len(steps) == 3 * appends
     has_entries = launches.made[0][-1]["HAS_ENTRIES"]
     assert has_entries is ("cu_seqlens_q" in options), "a step of decoding is one launch, or two where it appends"
 

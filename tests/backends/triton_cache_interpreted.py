@@ -3,6 +3,7 @@
 Run by test_triton_cache.py in a process of its own, for the interpreter has to be chosen before Triton is imported.
 """
 
+import importlib
 import math
 import os
 import random
@@ -10,15 +11,15 @@ import random
 import pytest
 import torch
 
-from anyattn.backends.triton import append as door
 from anyattn.backends.triton.append import append
 from anyattn.check_cache import Given, cache_call
 from anyattn.check_flash import Options
 from anyattn.geometry.stored_cache import CacheSizes, CacheStep, CacheTables, StoredCache
+from anyattn.kvcache import rotary
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
 
-DTYPES = (torch.float32, torch.float16, torch.float64)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 LAYOUTS = ("plain", "heads first", "wide heads", "every other")
 
 
@@ -91,8 +92,20 @@ class Torch:
     backend = "torch"
 
 
+def turned_by_hand(x, cos, sin, positions, interleaved):  # type: ignore[no-untyped-def]
+    """``rotary.apply_rotary`` with every product and sum rounded: torch's complex product on the CPU leaves some out where it can."""
+    wide, half = torch.promote_types(x.dtype, torch.float32), cos.shape[1]
+    c, s = (t[positions].to(wide)[:, None] for t in (cos, sin))
+    found = x.clone(memory_format=torch.contiguous_format)
+    first, second = (slice(0, 2 * half, 2), slice(1, 2 * half, 2)) if interleaved else (slice(half), slice(half, 2 * half))
+    a, b = x[..., first].to(wide), x[..., second].to(wide)
+    found[..., first], found[..., second] = (a * c - b * s).to(x.dtype), (a * s + b * c).to(x.dtype)
+    return found
+
+
 @pytest.mark.parametrize("seed", range(80))
-def test_the_same_bits_as_by_torch(seed):  # type: ignore[no-untyped-def]
+def test_the_same_bits_as_by_torch(seed, monkeypatch):  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(rotary, "apply_rotary", turned_by_hand)
     made, options = random_call(seed)
     ours, theirs = ({n: t.clone() if n.endswith("_cache") and t.is_contiguous() else t for n, t in made.items()} for _ in range(2))
     for name in ("k_cache", "v_cache"):  # clones of views keep their strides
@@ -176,9 +189,10 @@ def test_ends_that_make_no_sense():  # type: ignore[no-untyped-def]
 
 def test_many_lines(monkeypatch):  # type: ignore[no-untyped-def]
     """More programs than one of every kind, whole blocks and parts of them."""
-    monkeypatch.setattr(door, "_ELEMENTS", 64)
+    # (the package's attribute of this name is the function)
+    monkeypatch.setattr(importlib.import_module("anyattn.backends.triton.append"), "_ELEMENTS", 64)
     for seed in (1, 5, 9):
-        test_the_same_bits_as_by_torch(seed)
+        test_the_same_bits_as_by_torch(seed, monkeypatch)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import triton_ahead
 
 from anyattn import hardware, plan, recall
 from anyattn.backends.triton import backward_pass, config
@@ -21,7 +22,7 @@ from anyattn.testing import cases
 
 
 class Made(NamedTuple):
-    """One compiled kernel. shared: bytes. stack: bytes of local memory that a thread takes, spilled registers among them; None if unknown.
+    """One compiled kernel. shared: bytes. spilled: the share of spills among the operations of its worst loop; None if unknown.
     narrow: loads of a single 16-bit element."""
 
     kernel: str
@@ -30,7 +31,7 @@ class Made(NamedTuple):
     stages: int
     shared: int
     registers: int
-    stack: int | None
+    spilled: float | None
     narrow: int
 
 
@@ -72,11 +73,11 @@ def _compiled(kernel: Any, arguments: tuple, options: dict[str, Any], capability
     bound, special, rest = bind(*arguments, **options)
     parsed, signature, constants, attributes = kernel._pack_args(backend, options, bound, special, rest)
     found = triton.compile(ASTSource(kernel, signature, constants, attributes), target=target, options=parsed.__dict__)
-    registers, stack = _resources(found.asm["cubin"])
+    registers, spilled = _resources(found.asm["cubin"])
     name = re.sub(r"_[0-9a-f]+$", "", kernel.fn.__code__.co_filename.strip("<>").split()[-1])
     tile = (options["TILE_M"], options.get("TILE_N", 0))
     narrow = len(re.findall(r"ld\.global\S*\.b16", found.asm["ptx"]))
-    return Made(name, tile, options["num_warps"], options["num_stages"], found.metadata.shared, registers, stack, narrow)
+    return Made(name, tile, options["num_warps"], options["num_stages"], found.metadata.shared, registers, spilled, narrow)
 
 
 @functools.lru_cache(maxsize=1)
@@ -87,8 +88,8 @@ def _reader() -> str | None:
     return str(path) if path.exists() else None
 
 
-def _resources(cubin: bytes) -> tuple[int, int | None]:
-    """(registers, stack) of a thread."""
+def _resources(cubin: bytes) -> tuple[int, float | None]:
+    """Registers of a thread, and the share of spills."""
     reader = _reader()
     if reader is None:
         return 0, None
@@ -98,7 +99,7 @@ def _resources(cubin: bytes) -> tuple[int, int | None]:
         said = subprocess.run([reader, "-res-usage", file.name], capture_output=True, text=True, check=True)
     usage = re.search(r"Function \w*entry\w*:\s*REG:(\d+) STACK:(\d+)", said.stdout + said.stderr)
     assert usage, said.stdout
-    return int(usage[1]), int(usage[2])
+    return int(usage[1]), triton_ahead.spilled(cubin)
 
 
 def call(
@@ -114,22 +115,15 @@ def call(
     mods = cases.VARIANTS[variant].mods(tensors, shape)
     leaves = [t.requires_grad_(backward) for t in (q, k, v)]
     with on(capability) as made:
-        options = {"mask_mod": mods["mask"], "enable_gqa": True, "return_lse": True, "backend": "triton"}
-        out, _ = anyattn.flex_attention(*leaves, mods["score"], **options)
+        out, lse = anyattn.flex_attention(*leaves, mods["score"], mask_mod=mods["mask"], enable_gqa=True, return_lse=True, backend="triton")
         if backward:
             torch.autograd.grad(out, leaves, dout, materialize_grads=True)
     return made
 
 
-def check(made: list[Made], capability: tuple[int, int], d: int, dtype: torch.dtype, label: str) -> None:
-    """Within the device's shared memory, rows loaded in wide pieces, and no more spilled registers than there are known to be."""
+def check(made: list[Made], capability: tuple[int, int], label: str, most_spilled: float = triton_ahead.MOST_SPILLED) -> None:
     room = config.shared_memory(capability)
     for one in made:
         assert one.shared <= room, f"{label}: {one} takes more than the device's {room} bytes of shared memory"
         assert not one.narrow, f"{label}: {one} loads rows element by element"
-        assert one.stack is None or one.stack <= known_spills(d, dtype), f"{label}: {one} spills registers"
-
-
-def known_spills(d: int, dtype: torch.dtype) -> int:
-    """Bytes: what the tiles of 2026-11-21 spill at most, and a little more. Where loads are narrow it is thousands in every kernel."""
-    return 640 if d <= 128 and dtype.itemsize == 2 else 4096
+        assert one.spilled is None or one.spilled <= most_spilled, f"{label}: {one} spills registers"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from anyattn.backends.triton import tables
+from anyattn.backends.triton import tables, tuning
 from anyattn.backends.triton.config import Tiles, backward_tiles, capability_of, fitting, padded
 from anyattn.backends.triton.launch import Signature, entry_of, run_entry, strides_of
 from anyattn.backends.triton.programs import Chosen, Program, Read, captured_of, gradient_part, program_of
@@ -56,8 +58,28 @@ _PREPARE = Signature(
 def backward(problem: Problem, plan: Plan, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     """Gradients of ``problem.grad_inputs`` in that order, None where none is needed. dout: any strides."""
     dout = dout if dout.stride(3) == 1 or dout.shape[3] == 1 else dout.contiguous()
-    chosen = program_of(problem)
     tiles = _tiles(problem, plan)
+    if plan.is_tuned:
+        tiles = _tuned(problem, tiles, lambda other: _gradients(problem, other, out, lse, dout, dlse))
+    return _gradients(problem, tiles, out, lse, dout, dlse)
+
+
+def _tuned(problem: Problem, tiles: dict[str, Tiles], call: Callable[[dict[str, Tiles]], Any]) -> dict[str, Tiles]:
+    """The fastest tiles of each kernel, one kernel after the other. call: computes the gradients with these."""
+    program, device = program_of(problem).program, problem.q.device
+
+    def measure(name: str, other: Tiles) -> float:
+        return tuning.seconds(lambda: call({**tiles, name: other}), device)
+
+    for name in list(tiles):
+        tiles = {**tiles, name: tuning.best(tuning.question_of(name, problem, program), device, partial(measure, name))}
+    return tiles
+
+
+def _gradients(
+    problem: Problem, tiles: dict[str, Tiles], out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    chosen = program_of(problem)
     delta, spans = _prepared(problem, chosen, tiles, out, dout, dlse)
     wanted = _wanted(problem)
     score = problem.score

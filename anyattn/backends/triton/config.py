@@ -12,8 +12,8 @@ from functools import lru_cache
 import torch
 
 __all__ = [
-    "PASSES", "Shape", "Tiles", "architecture", "asked", "backward_tiles", "candidates", "capability_of", "fits", "fitting", "forward_tiles",
-    "needed", "padded", "shared_memory",
+    "PASSES", "Shape", "Tiles", "architecture", "asked", "backward_tiles", "candidates", "capability_of", "fits", "fitting",
+    "forward_tiles", "needed", "padded", "reason_against", "shared_memory",
 ]  # fmt: skip
 
 PASSES = ("forward", "dq", "dkdv")
@@ -22,7 +22,8 @@ _SHARED = {
     (7, 5): 64 << 10, (8, 0): 163 << 10, (8, 6): 99 << 10, (8, 7): 163 << 10, (8, 9): 99 << 10, (9, 0): 227 << 10, (10, 0): 227 << 10,
     (11, 0): 227 << 10, (12, 0): 99 << 10, (12, 1): 99 << 10,
 }  # fmt: skip
-_LEAST_SHARED = 48 << 10
+_LEAST_SHARED = {True: 99 << 10, False: 48 << 10}  # from compute capability 8 on, and before
+_OF_AMD = 64 << 10
 _SMALL_PARTS = 2 << 10  # barriers, statistics and what reductions pass around
 
 
@@ -58,12 +59,16 @@ def capability_of(device: torch.device) -> tuple[int, int] | None:
 
 def shared_memory(capability: tuple[int, int] | None) -> int:
     """Bytes of shared memory that one block can have; of an unknown device as much as any has."""
-    return _SHARED.get(capability, _SHARED.get((capability[0], 0), _LEAST_SHARED)) if capability else _SHARED[9, 0]
+    if torch.version.hip is not None and capability is not None:
+        return _OF_AMD
+    if capability is None:
+        return _SHARED[9, 0]
+    return _SHARED.get(capability, _SHARED.get((capability[0], 0), _LEAST_SHARED[capability[0] >= 8]))
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What tiles are chosen for: padded head dimensions, dtype, and whether a score mod is asked. columns: values that mods load per key."""
+    """What tiles are chosen for: padded head dimensions, dtype, whether there is a score mod. columns: values that mods load per key."""
 
     d: int
     dv: int
@@ -73,10 +78,10 @@ class Shape:
 
 
 def architecture(capability: tuple[int, int] | None) -> str:
-    """The row of the tables: "sm_80", "sm_86" (little shared memory), "sm_90" or "sm_100"; older and unknown devices get the first two's."""
+    """The row of the tables: "sm_80", "sm_86" (little shared memory), "sm_90" or "sm_100"; others get one of the first two."""
     if capability is None:
         return "sm_80"
-    if capability[0] in (9, 10, 11):
+    if torch.version.hip is None and capability[0] in (9, 10, 11):
         return "sm_90" if capability[0] == 9 else "sm_100"
     return "sm_86" if shared_memory(capability) < 128 << 10 else "sm_80"
 
@@ -133,6 +138,8 @@ def needed(name: str, tiles: Tiles, shape: Shape, capability: tuple[int, int] | 
     both, size = shape.d + shape.dv, shape.dtype.itemsize
     stay, step = {"forward": (m * shape.d, n), "dq": (m * both, n), "dkdv": (n * both, m)}[name]
     total = size * (stay + stages * step * both) + stages * step * 8 * shape.columns + _SMALL_PARTS
+    if name != "forward" and stages == 1:  # then what two products want in two layouts lies there twice
+        total += size * step * max(shape.d, shape.dv)
     # products' left sides go through shared memory where they do not come from registers
     passed = m * n * (2 if name != "forward" else 1)
     if size == 4 or (capability is not None and capability[0] >= 10 and name != "forward"):
@@ -143,6 +150,14 @@ def needed(name: str, tiles: Tiles, shape: Shape, capability: tuple[int, int] | 
 def fits(name: str, tiles: Tiles, shape: Shape, capability: tuple[int, int] | None) -> bool:
     """Whether a pass with these tiles finds the shared memory that it needs."""
     return needed(name, tiles, shape, capability) <= shared_memory(capability)
+
+
+def reason_against(name: str, tiles: Tiles, shape: Shape, capability: tuple[int, int] | None) -> str | None:
+    """None if the tiles fit, else why not, for people."""
+    if fits(name, tiles, shape, capability):
+        return None
+    need, room = (x >> 10 for x in (needed(name, tiles, shape, capability), shared_memory(capability)))
+    return f"its least tiles for head dimensions of {shape.d} and {shape.dv} take {need} KiB of shared memory, and a block has {room}"
 
 
 def fitting(name: str, tiles: Tiles, shape: Shape, capability: tuple[int, int] | None) -> Tiles:
@@ -180,8 +195,8 @@ def asked(name: str, tiles: Tiles, shape: Shape, capability: tuple[int, int] | N
         tiles = replace(tiles, num_stages=tiles.num_stages - 1)
     if not fits(name, tiles, shape, capability):
         raise ValueError(
-            f"kernel_options tile_m={tiles.tile_m}, tile_n={tiles.tile_n} take {needed(name, tiles, shape, capability) >> 10} KiB of shared "
-            f"memory, and {device} has {shared_memory(capability) >> 10} for a block; wanted smaller tiles, or none for anyattn's own"
+            f"kernel_options tile_m={tiles.tile_m}, tile_n={tiles.tile_n} take {needed(name, tiles, shape, capability) >> 10} KiB "
+            f"of shared memory, and {device} has {shared_memory(capability) >> 10} for a block; wanted smaller ones, or none for ours"
         )
     return tiles
 

@@ -9,6 +9,8 @@ from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
 
+from anyattn import disk_cache
+
 __all__ = ["digest", "load"]
 
 
@@ -16,7 +18,7 @@ __all__ = ["digest", "load"]
 def load(source: str, name: str, module: str = "tile_classes") -> Any:
     """The namespace that ``source`` leaves: its functions, which see ``triton``, ``tl``, our ``functions`` and the ``module`` beside it.
 
-    name: what tracebacks and profiles call the file; source that is equal is run once.
+    name: what tracebacks and profiles call the file; equal source is run once. The text is kept in the user's cache, to be read.
     """
     import triton
     import triton.language as tl
@@ -26,6 +28,7 @@ def load(source: str, name: str, module: str = "tile_classes") -> Any:
     namespace = {"triton": triton, "tl": tl, **beside, "__name__": f"anyattn.generated.{name}"}
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)  # no time: never looked for on disk
     exec(compile(source, filename, "exec"), namespace)
+    disk_cache.keep_text(f"triton-{name}", source)
     return SimpleNamespace(**{key: value for key, value in namespace.items() if not key.startswith("__")})
 
 

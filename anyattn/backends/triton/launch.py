@@ -140,8 +140,8 @@ _MOST_READY = 4096
 
 def _launch(kernel: Any, grid: tuple[int, ...], given: list[Any], device: torch.device, options: dict[str, Any]) -> None:
     """Triton looks at every argument of a launch, which takes the host longer than the rest of a call: known kernels are asked directly."""
-    if device.type != "cuda":
-        kernel[grid](*given, **options)
+    if device.type != "cuda":  # the interpreter, which cannot look into what autograd follows
+        kernel[grid](*(x.detach() if isinstance(x, Tensor) else x for x in given), **options)
         return
     # dtypes and whether rows are aligned (which the entry itself says) are all that differs between launches of one entry
     key = (kernel, device.index, tuple(options.values()), tuple([x.dtype for x in given if isinstance(x, Tensor)]))

@@ -19,7 +19,7 @@ from anyattn.geometry.splits import num_splits
 from anyattn.hardware import Hardware
 from anyattn.problem import Problem
 
-__all__ = ["Layout", "layout_of", "padded_group", "positions_per_tile"]
+__all__ = ["Layout", "layout_of", "padded_group", "positions_per_tile", "rows_of"]
 
 SHORT = 64  # queries, up to which the heads of a group share a tile: beyond, a head fills one by itself
 _MOST_PACKED = 64
@@ -42,7 +42,7 @@ def layout_of(problem: Problem, hardware: Hardware, options: dict[str, int]) -> 
     asked = {name: options[name] for name in ("tile_m", "tile_n") if name in options}
     why, shape = [], shape_of(problem)
     for packed in _choices(problem):
-        tiles = config.forward_tiles(shape, hardware.capability, _most_q(problem) * padded_group(packed))
+        tiles = config.forward_tiles(shape, hardware.capability, rows_of(problem, packed))
         if asked:
             tiles = config.asked("forward", replace(tiles, **asked), shape, hardware.capability, hardware.name)
         if padded_group(packed) <= tiles.tile_m:
@@ -55,6 +55,10 @@ def layout_of(problem: Problem, hardware: Hardware, options: dict[str, int]) -> 
     if splits == 0:
         splits = _splits(problem, tiles, packed, hardware.sm_count)
         why.append(f"keys in {splits} piece{'s' * (splits != 1)}: for {max(1, hardware.sm_count)} multiprocessors")
+    most = max(1, _MOST_BLOCKS // max(1, problem.batch))
+    if splits > most:
+        splits = most
+        why.append(f"keys in {most} pieces: a grid has room for {_MOST_BLOCKS} entries and pieces")
     return Layout(tiles, packed, splits, tuple(why))
 
 
@@ -65,6 +69,11 @@ def padded_group(packed: int) -> int:
 
 def positions_per_tile(tile_m: int, packed: int) -> int:
     return tile_m // padded_group(packed)
+
+
+def rows_of(problem: Problem, packed: int) -> int:
+    """The most rows that an entry's queries make with so many heads side by side."""
+    return _most_q(problem) * padded_group(packed)
 
 
 def _most_q(problem: Problem) -> int:
@@ -99,5 +108,4 @@ def _splits(problem: Problem, tiles: Tiles, packed: int, sm_count: int) -> int:
     rows, _, length, _ = problem.q.shape
     if rows != batch:  # packed one after another: no more tiles than their rows make
         row_tiles, batch = min(batch * row_tiles, rows * length // step + batch), 1
-    found = num_splits(row_tiles, ceil_div(problem.bound_k, tiles.tile_n), heads, batch, max(1, sm_count), _MOST_SPLITS)
-    return max(1, min(found, _MOST_BLOCKS // max(1, problem.batch)))
+    return num_splits(row_tiles, ceil_div(problem.bound_k, tiles.tile_n), heads, batch, max(1, sm_count), _MOST_SPLITS)

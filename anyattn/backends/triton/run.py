@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from anyattn.backends.triton import tables
+from anyattn.backends.triton import tables, tuning
 from anyattn.backends.triton.combine import merge
-from anyattn.backends.triton.launch import Signature, entry_of, run_entry, strides_of
-from anyattn.backends.triton.layout import padded_group, positions_per_tile
+from anyattn.backends.triton.config import Tiles
+from anyattn.backends.triton.launch import Signature, entry_of, entry_source, run_entry, strides_of
+from anyattn.backends.triton.layout import padded_group, positions_per_tile, rows_of
 from anyattn.backends.triton.programs import Chosen, captured_of, program_of
 from anyattn.backends.triton.shared import SIZES, STRIDE_NAMES, constants_of, sizes_of
 from anyattn.geometry.stored_cache import StoredCache
 from anyattn.plan import Plan
 from anyattn.problem import Problem
 
-__all__ = ["Result", "forward"]
+__all__ = ["Result", "forward", "source_of"]
 
 
 class Result(NamedTuple):
@@ -63,6 +65,7 @@ class _Target(NamedTuple):
 def forward(problem: Problem, plan: Plan) -> Result:
     """out and the statistics of a problem that ``supports.reason_against`` has nothing against."""
     chosen = program_of(problem)
+    plan = _tuned(problem, plan, chosen) if plan.is_tuned else plan
     found = tables.tables_of(problem, chosen, positions_per_tile(plan.tile_m, plan.heads_per_tile))
     # rows that belong to no sequence are 0 and -inf; no program comes by them
     fill = problem.sequences is not None and not problem.sequences.uses_all_rows
@@ -73,6 +76,27 @@ def forward(problem: Problem, plan: Plan) -> Result:
     lse, highest = (_statistic(problem, (), rest) if wanted else None for wanted in (problem.wants_lse, problem.wants_max))
     _launch(problem, plan, chosen, found, _Target(out, lse, highest))
     return Result(out, lse, highest)
+
+
+def _tuned(problem: Problem, plan: Plan, chosen: Chosen) -> Plan:
+    """The plan with the fastest tiles."""
+
+    def planned(tiles: Tiles) -> Plan:
+        return replace(
+            plan, tile_m=tiles.tile_m, tile_n=tiles.tile_n, num_warps=tiles.num_warps, num_stages=tiles.num_stages, is_tuned=False
+        )  # fmt: skip
+
+    question = tuning.question_of("forward", problem, chosen.program, rows_of(problem, plan.heads_per_tile), plan.num_splits)
+    return planned(
+        tuning.best(question, problem.q.device, lambda t: tuning.seconds(lambda: forward(problem, planned(t)), problem.q.device))
+    )
+
+
+def source_of(problem: Problem) -> str:
+    """The kernel that is written for a problem, to read: what is generated, which calls what these modules hold."""
+    q, v = problem.q, problem.v
+    out = torch.empty(1, dtype=q.dtype, device=q.device).expand(*q.shape[:3], v.shape[3])
+    return entry_source(_FORWARD, program_of(problem).program, strides_of(q, problem.k, v, out)[0])
 
 
 def _forward_by_splits(problem: Problem, plan: Plan, chosen: Chosen, found: tables.Tables, fill: bool) -> Result:
@@ -96,7 +120,7 @@ def _launch(problem: Problem, plan: Plan, chosen: Chosen, found: tables.Tables, 
     cache_tables = (None, None, None) if cache is None else tuple(map(_contiguous, cache.tables[:3]))
     tensors = (q, k, v, *target[:3], _contiguous(sink), found.entries, found.order, found.pages, *cache_tables)
     is_aligned, strides = strides_of(q, k, v, target.out)
-    pointers = [q if t is None else t.detach() for t in tensors]  # what is absent is any pointer
+    pointers = [q if t is None else t for t in tensors]  # what is absent is any pointer
     lists = [q if t is None else t for t in found.lists]
     splits = target.parts[0]
     constants = {

@@ -32,9 +32,8 @@ def style_of(mod: TracedMod, expr: Expr, problem: Problem) -> Style:
 def shape_of(problem: Problem) -> Shape:
     """What the tiles of a problem are chosen for."""
     mods = [m for m in (problem.score, *problem.predicates) if m is not None]
-    return Shape(
-        padded(problem.q.shape[3]), padded(problem.v.shape[3]), problem.q.dtype, problem.score is not None, sum(_columns(m.expr) for m in mods)
-    )  # fmt: skip
+    columns = sum(_columns(m.expr) for m in mods)
+    return Shape(padded(problem.q.shape[3]), padded(problem.v.shape[3]), problem.q.dtype, problem.score is not None, columns)
 
 
 @lru_cache(maxsize=4096)

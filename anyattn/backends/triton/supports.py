@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import torch
 
+from anyattn.backends.triton import config
+from anyattn.backends.triton.styles import shape_of
 from anyattn.mods.native import has_native
 from anyattn.problem import Problem
 
 __all__ = ["reason_against", "reason_against_backward"]
 
 _WIDEST = 256
+_MANY = 4096  # rows
 
 
 def reason_against(problem: Problem) -> str | None:
@@ -24,7 +27,11 @@ def reason_against(problem: Problem) -> str | None:
     for name, t in (("q", q), ("k", problem.k), ("v", v)):
         if t.shape[3] > 1 and t.stride(3) != 1:
             return f"{name}'s last dimension has stride {t.stride(3)}; wanted 1, as {name}.contiguous() has"
-    return None if problem.may_have_pairs else "there is nothing to multiply"
+    if not problem.may_have_pairs:
+        return "there is nothing to multiply"
+    shape, capability = shape_of(problem), config.capability_of(q.device)
+    # of few rows the tiles are no larger
+    return config.reason_against("forward", config.forward_tiles(shape, capability, _MANY), shape, capability)
 
 
 def reason_against_backward(problem: Problem) -> str | None:
@@ -33,4 +40,7 @@ def reason_against_backward(problem: Problem) -> str | None:
         return "keys in pages, which sequences may share, get no gradients from it"
     if problem.deterministic and problem.score is not None and any(t.requires_grad for t in problem.score.tensors):
         return "it adds the gradients of captured tensors up in no fixed order, and deterministic=True wants one"
-    return reason_against(problem)
+    shape, capability = shape_of(problem), config.capability_of(problem.q.device)
+    tiles = config.backward_tiles(shape, capability)
+    found = (config.reason_against(name, t, shape, capability) for name, t in tiles.items())
+    return reason_against(problem) or next((r for r in found if r is not None), None)

@@ -23,6 +23,8 @@ _POINTERS = {
     torch.int64: "*i64", torch.bool: "*i1", torch.int8: "*i8", torch.uint8: "*u8",
 }  # fmt: skip
 
+MOST_SPILLED = 0.08  # of a loop's operations
+
 
 class Launch(NamedTuple):
     """kernel: Triton's. given: its arguments in order. options: constants, warps and stages by name."""
@@ -105,9 +107,39 @@ def loops(kernel: Any) -> list[list[str]]:
     lines = [line.strip() for line in kernel.asm["ptx"].splitlines()]
     labels = {line.split(":")[0]: at for at, line in enumerate(lines) if line.startswith("$L__BB")}
     jumps = [(labels[found[1]], at) for at, line in enumerate(lines) if (found := re.search(r"bra(?:\.uni)?\s+(\$L__BB\w+)", line))]
+    return [[line for line in lines[to:at] if line and line[0] not in "$/."] for to, at in _innermost(jumps)]
+
+
+def machine_loops(cubin: bytes) -> list[list[str]]:
+    """The machine's operations in each innermost loop."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = _tool("cuobjdump", "-sass", file.name)
+    found = [(int(m[1], 16), m[2]) for m in re.finditer(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", text)]
+    places = {address: at for at, (address, _) in enumerate(found)}
+    jumps = [
+        (places[int(m[1], 16)], at)
+        for at, (_, line) in enumerate(found)
+        if (m := re.search(r"\bBRA\b.*?\b0x([0-9a-f]+)", line)) and int(m[1], 16) in places
+    ]
+    operations = [re.sub(r"^@\S+\s+", "", line).split()[0] for _, line in found]
+    return [operations[to : at + 1] for to, at in _innermost(jumps)]
+
+
+def _innermost(jumps: list[tuple[int, int]]) -> list[tuple[int, int]]:
     back = [(to, at) for to, at in jumps if to < at]
-    inner = [b for b in back if not any(b != c and b[0] <= c[0] and c[1] <= b[1] for c in back)]
-    return [[line for line in lines[to:at] if line and line[0] not in "$/."] for to, at in inner]
+    return [b for b in back if not any(b != c and b[0] <= c[0] and c[1] <= b[1] for c in back)]
+
+
+def spilled(cubin: bytes) -> float:
+    """The share of operations that move registers to and from memory, in the worst loop with a matrix product. What is put away before a
+    loop and fetched after it costs nothing that counts."""
+    worst = 0.0
+    for loop in machine_loops(cubin):
+        if any("MMA" in operation for operation in loop):
+            worst = max(worst, sum(operation.startswith(("LDL", "STL")) for operation in loop) / len(loop))
+    return worst
 
 
 def problem_of(

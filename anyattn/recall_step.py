@@ -1,0 +1,93 @@
+"""Remembers ``flash_attn_with_kvcache`` calls whose tables nobody looks at, on a GPU: then nothing but their facts decides what is done.
+
+The facts are shapes, strides, dtypes, devices, alignment and options. A call with mods or ALiBi is not remembered.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from anyattn import check_lengths, hardware, plan, recall
+from anyattn.check_cache import CacheCall, Given, cache_call, cached_rows, heads_first
+from anyattn.check_flash import Options
+from anyattn.geometry.stored_cache import CacheSizes, CacheStep, CacheTables, StoredCache
+from anyattn.plan import Plan
+from anyattn.problem import Problem
+
+__all__ = ["step_call"]
+
+
+class _Remembered(NamedTuple):
+    """fields: the problem's, but for its tensors and sequences."""
+
+    plan: Plan
+    fields: dict[str, Any]
+    sizes: CacheSizes
+    follows: bool
+
+
+def step_call(given: Given, options: Options, backend: str | None) -> tuple[CacheCall, Plan] | None:
+    """The call, checked, and its plan; nothing is written. None where the tables have to be looked at."""
+    if not isinstance(given.q, Tensor) or not check_lengths.takes_their_word(given.q.device, given.validate):
+        return None
+    facts = None if recall.is_listened_to() else _facts(given, options, backend)
+    known = None if facts is None else recall.remembered(facts)
+    if known is not None:
+        return _known_call(given, options, known), known.plan
+    call = cache_call(given, options)
+    chosen = plan.choose(call.problem, hardware.of(given.q.device.type), backend)
+    if facts is not None and chosen.is_reusable:
+        mods = (call.problem.score, *call.problem.predicates)
+        if not any(mod is not None and mod.tensors for mod in mods):
+            fields = recall.fields_of(call.problem) | {"score": call.problem.score, "predicates": call.problem.predicates}
+            recall.remember(facts, _Remembered(chosen, fields, call.step.sizes, call.step.follows))
+    return call, chosen
+
+
+def _facts(given: Given, options: Options, backend: str | None) -> tuple | None:
+    """None for a call that is not remembered, such as one with a wrong argument."""
+    if options.score_mod is not None or options.mask_mod is not None or options.alibi_slopes is not None or options.aux_tensors is not None:
+        return None
+    try:
+        window, most_q = options.window_size, given.max_seqlen_q
+        if most_q is not None and type(most_q) is not int:
+            return None
+        numbers = (options.causal, *window, options.softcap, options.num_splits, given.validate, most_q)
+        flags = (
+            numbers, tuple([type(n) for n in numbers]), type(window), bool(options.return_lse), recall.scale_fact(options.softmax_scale),
+            bool(given.rotary_interleaved), backend, given.k_cache.data_ptr() == given.v_cache.data_ptr(), torch.get_default_dtype(),
+        )  # fmt: skip
+        rows = tuple([_seen(x) for x in (given.q, given.k_cache, given.v_cache, given.k, given.v, options.sink)])
+        turns = _seen(given.rotary_cos), _seen(given.rotary_sin)
+        lengths = type(given.cache_seqlens) if type(given.cache_seqlens) in (int, type(None)) else _seen(given.cache_seqlens)
+        others = (given.cache_batch_idx, given.cache_leftpad, given.page_table, given.cu_seqlens_q)
+        return ("step", rows, turns, lengths, tuple([_seen(x) for x in others]), flags)
+    except (recall.Unfit, *recall.UNREADABLE):
+        return None
+
+
+def _seen(x: Any) -> tuple | None:
+    if x is None:
+        return None
+    if type(x) not in recall.PLAIN:
+        raise recall.Unfit
+    return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15
+
+
+def _known_call(given: Given, options: Options, known: _Remembered) -> CacheCall:
+    q, sizes = given.q, known.sizes
+    cached = cached_rows(given.cache_seqlens, sizes.batch, sizes.capacity, q.device)
+    tables = CacheTables(cached, given.cache_leftpad, given.cache_batch_idx, given.cu_seqlens_q, given.page_table)
+    fields = dict(known.fields)
+    fields["q"], fields["k"], fields["v"] = heads_first(q), given.k_cache.transpose(1, 2), given.v_cache.transpose(1, 2)
+    fields["sink"], fields["sequences"] = options.sink, StoredCache(tables, sizes, q.device)
+    if options.softmax_scale is not None:
+        fields["scale"] = float(options.softmax_scale)
+    step = CacheStep(
+        q, given.k_cache, given.v_cache, given.k, given.v, tables, sizes, given.rotary_cos, given.rotary_sin,
+        bool(given.rotary_interleaved), known.follows,
+    )  # fmt: skip
+    return CacheCall(Problem.of_fields(fields), step, given, None, None)

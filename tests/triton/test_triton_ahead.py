@@ -1,0 +1,155 @@
+"""The Triton kernels compiled for GPUs that are not here: that they fit, spill nothing in a loop, and compute no more than they must."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import re
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+if importlib.util.find_spec("triton") is not None:
+    import triton_ahead as ahead
+
+BIAS, TABLE, PAIRS, IDS, SHIFT, CAP = torch.zeros(4), torch.zeros(4, 600), torch.zeros(256, 256), torch.zeros(256), 256, 30.0
+SCORES = {
+    "alibi": lambda s, b, h, q, k: s + BIAS[h] * (q - k),
+    "relative": lambda s, b, h, q, k: s + TABLE[h, q - k + SHIFT],
+    "half the distance": lambda s, b, h, q, k: s - 0.5 * (q - k).abs(),
+    "softcap": lambda s, b, h, q, k: CAP * torch.tanh(s / CAP),
+    "pairs": lambda s, b, h, q, k: s + PAIRS[q, k],
+    "sigmoid": lambda s, b, h, q, k: s * torch.sigmoid(s) + IDS[k],
+}
+
+
+def per_score(mod, **options):  # type: ignore[no-untyped-def]
+    """Instructions of the PTX loop over full tiles, and how many of them there are for one score of a thread."""
+    (launch,) = ahead.launches(ahead.problem_of(mod, **options), (9, 0))
+    kernel = ahead.compiled(launch, (9, 0))
+    found = min(ahead.loops(kernel), key=len)
+    scores = launch.options["TILE_M"] * launch.options["TILE_N"] / (32 * launch.options["num_warps"])
+    return found, len(found) / scores, kernel
+
+
+@pytest.fixture(scope="module")
+def plain():  # type: ignore[no-untyped-def]
+    return per_score(None)[1]
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_what_a_score_mod_adds_to_the_loop(name, plain):  # type: ignore[no-untyped-def]
+    """Nothing in 64 bits but addresses, no call, no branch, and at most so many PTX instructions for each score."""
+    found, count, kernel = per_score(SCORES[name])
+    text = "\n".join(found)
+    assert not re.search(r"\.f64|cvt\.\w+\.f32\.s64|setp\.\w+\.s64|sub\.s64|call", text), name
+    assert "ld.global.nc.b32" not in text or "relative" in name or "pairs" in name
+    assert kernel.metadata.shared <= 170 << 10  # no room for tiles of captured values
+    most = {"alibi": 6, "relative": 8, "half the distance": 8, "softcap": 5, "pairs": 8, "sigmoid": 9}[name]
+    assert count <= plain + most, (count, plain)
+
+
+def test_float32_keeps_the_exact_functions() -> None:
+    """A quotient and a hyperbolic tangent as torch rounds them, which takes many instructions."""
+    found, _, _ = per_score(SCORES["softcap"], dtype=torch.float32, dim=64)
+    assert "div.rn.f32" in "\n".join(found) and "tanh.approx" not in "\n".join(found)
+
+
+GPUS = ((8, 0), (8, 6), (9, 0), (10, 0))
+DIMS = ((64, 64, torch.bfloat16), (128, 128, torch.float16), (256, 256, torch.bfloat16), (128, 64, torch.float32))
+
+
+@pytest.mark.parametrize("capability", GPUS, ids=str)
+def test_tiles_fit(capability: tuple[int, int]) -> None:
+    """Every default and candidate that calls itself fitting, without compiling; and none outgrows the threads of a block."""
+    from anyattn.backends.triton import config
+
+    for d, dv, dtype in itertools.product((16, 64, 128, 256), (16, 64, 256), (torch.float32, torch.bfloat16)):
+        for has_score, columns in itertools.product((False, True), (0, 4)):
+            shape = config.Shape(d, dv, dtype, has_score, columns)
+            for rows, name in itertools.product((1, 64, 4096), config.PASSES):
+                for tiles in config.candidates(name, shape, capability, rows):
+                    assert config.fits(name, tiles, shape, capability) and min(tiles.tile_m, tiles.tile_n) >= 16
+
+
+@pytest.mark.parametrize(
+    ("capability", "at", "backward"),
+    [((9, 0), 1, False), ((8, 6), 1, False), ((10, 0), 0, False), ((9, 0), 2, True), ((8, 0), 1, True), ((8, 6), 3, False)],
+)
+def test_what_the_compiler_makes_of_the_tiles(capability, at, backward) -> None:  # type: ignore[no-untyped-def]
+    """The formula for shared memory is at least what is taken, and what is taken is there."""
+    from anyattn.backends.triton import config
+    from anyattn.backends.triton.styles import shape_of
+
+    d, dv, dtype = DIMS[at]
+    problem = ahead.problem_of(SCORES["alibi"], lambda b, h, q, k: q >= k, dim=d, dim_v=dv, dtype=dtype, has_grad=backward)
+    for launch in ahead.launches(problem, capability, backward=backward):
+        options = launch.options
+        if "TILE_N" not in options:
+            continue
+        name = "forward" if not backward else "dq" if "PAGE_SIZE" in options else "dkdv"
+        tiles = config.Tiles(options["TILE_M"], options["TILE_N"], options["num_warps"], options["num_stages"])
+        kernel = ahead.compiled(launch, capability)
+        needed = config.needed(name, tiles, shape_of(problem), capability)
+        assert kernel.metadata.shared <= needed <= config.shared_memory(capability), (name, tiles)
+        if dtype.itemsize == 2:
+            assert ahead.spilled(kernel.asm["cubin"]) <= ahead.MOST_SPILLED, (name, tiles)
+
+
+def test_what_fits_no_tile_is_not_supported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that no block's shared memory can hold is somebody else's, and says why."""
+    from anyattn.backends.triton import config, supports
+
+    wide = ahead.problem_of(dim=256, dtype=torch.float32)
+    assert supports.reason_against(wide) is None and supports.reason_against_backward(wide) is None
+    monkeypatch.setattr(config, "capability_of", lambda device: (7, 5))
+    assert supports.reason_against_backward(ahead.problem_of(dim=128)) is None
+    assert "a block has 64" in str(supports.reason_against_backward(wide))
+
+
+def test_loads_are_wide_where_rows_are_aligned() -> None:
+    """Pieces of 16 bytes, as the real launcher sees it; one odd address and they are single."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import make_backend
+    from triton.runtime.jit import create_function_from_signature
+
+    odd = torch.zeros(4 * 256 * 64 + 1, dtype=torch.bfloat16)[1:].view(1, 4, 256, 64)
+    for moved in (False, True):
+        problem = ahead.problem_of(dim=64)
+        (launch,) = ahead.launches(problem.like(q=odd) if moved else problem, (9, 0))
+        kernel = launch.kernel
+        bind = create_function_from_signature(kernel.signature, kernel.params, make_backend(GPUTarget("cuda", 90, 32)))
+        special = bind(*launch.given, **launch.options)[1]
+        assert all(s == ("*bf16", None if moved else "D") for s in special[:4])
+        assert ("cp.async.cg.shared.global [ %r" in ahead.compiled(launch, (9, 0)).asm["ptx"]) is not moved
+
+
+def test_known_kernels_are_launched_directly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second launch of the same kind goes past Triton's launcher, one of another dtype does not."""
+    from types import SimpleNamespace
+
+    from anyattn.backends.triton import launch
+
+    calls: list[tuple] = []
+
+    class Compiled:
+        def __getitem__(self, grid):  # type: ignore[no-untyped-def]
+            return lambda *given: calls.append(("direct", grid, given))
+
+    class Kernel:
+        params = (SimpleNamespace(name="x", is_constexpr=False), SimpleNamespace(name="A", is_constexpr=True))
+
+        def __getitem__(self, grid):  # type: ignore[no-untyped-def]
+            def run(*given, **options):  # type: ignore[no-untyped-def]
+                calls.append(("launcher", grid, options))
+                return Compiled()
+
+            return run
+
+    monkeypatch.setattr(launch, "current_device", lambda device: __import__("contextlib").nullcontext())
+    kernel, device = Kernel(), torch.device("cuda", 0)
+    for tensor, a in ((torch.zeros(1), 3), (torch.ones(2), 3), (torch.zeros(1), 4), (torch.zeros(1).half(), 3), (torch.zeros(1), 3)):
+        launch.run_entry(kernel, (1, 2, 3), [tensor, 7], [], device, {"A": a, "num_warps": 4})
+    assert [c[0] for c in calls] == ["launcher", "direct", "launcher", "launcher", "direct"]
+    assert calls[1][1] == (1, 2, 3) and calls[1][2][1:] == (7, 3) and calls[0][2] == {"A": 3, "num_warps": 4}

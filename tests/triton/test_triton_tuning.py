@@ -1,0 +1,142 @@
+"""Autotuning without a GPU, the sources that are kept to be read, and what ``explain`` shows of them."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from test_cli import call
+
+import anyattn
+from anyattn import check, disk_cache, hardware, plan
+from anyattn.disk_cache import DiskCache
+from anyattn.explanation import Explanation
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+if importlib.util.find_spec("triton") is not None:
+    import triton_ahead as ahead
+
+    from anyattn.backends.triton import config, generated, run, tuning
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DiskCache:
+    monkeypatch.setenv("ANYATTN_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("ANYATTN_CACHE", raising=False)
+    assert disk_cache.why_not(tmp_path / "kernels") is None
+    tuning.forget()
+    yield DiskCache(tmp_path / "kernels")  # type: ignore[misc]
+    tuning.forget()
+
+
+def launched(problem, wanted: tuple[int, int], monkeypatch, backward: bool = False):  # type: ignore[no-untyped-def]
+    """The tiles of a tuned call's launches, where ``wanted`` are measured to be the fastest, and how many were measured."""
+    measured = []
+
+    def seconds(run_once, device):  # type: ignore[no-untyped-def]
+        before = len(made)
+        run_once()
+        tried = [(x.options["TILE_M"], x.options["TILE_N"]) for x in made[before:] if "TILE_N" in x.options]
+        measured.append(tried)
+        if tried[-1] == (64, 64):
+            raise RuntimeError("too many resources requested for launch")
+        return 1.0 if wanted in tried else 2.0
+
+    monkeypatch.setattr(tuning, "seconds", seconds)
+    chosen = ahead.planned(problem, (9, 0), {"autotune": True})
+    with ahead.caught((9, 0)) as made:
+        found = run.forward(problem, chosen)
+        if backward:
+            from anyattn.backends.triton import backward_pass
+
+            made.clear()
+            measured.clear()
+            backward_pass.backward(problem, chosen, found.out, found.lse, found.out, None)  # type: ignore[arg-type]
+    last = made[-2:] if backward else made[-1:]
+    return [(x.options["TILE_M"], x.options["TILE_N"]) for x in last], len(measured)
+
+
+def test_the_fastest_is_remembered(cache: DiskCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    causal = lambda b, h, q, k: q >= k
+    problem = ahead.problem_of(None, causal)
+    with monkeypatch.context() as patch:
+        patch.setattr(tuning, "capability_of", lambda device: (9, 0))
+        found, count = launched(problem, (128, 64), patch)
+        assert found == [(128, 64)] and 4 <= count <= 10
+        assert launched(problem, (128, 128), patch) == ([(128, 64)], 0), "in memory"
+        tuning.forget()
+        assert launched(ahead.problem_of(None, causal, length=1000), (128, 128), patch) == ([(128, 64)], 0), "on disk, whatever the length"
+        other, count = launched(ahead.problem_of(None, causal, dim=64), (64, 128), patch)
+        assert other == [(64, 128)] and count, "another head dimension is another question"
+        assert launched(ahead.problem_of(lambda s, b, h, q, k: s * 2, causal), (128, 128), patch)[1], "another mod too"
+        both, count = launched(ahead.problem_of(None, causal, has_grad=True), (32, 128), patch, backward=True)
+        assert both[1] == (32, 128) and count, "each kernel of the backward pass has its own"
+    code, out, _ = call("cache", "list")
+    assert code == 0 and "tiles of forward: 1 range = 128 x 64" in " ".join(out.split()) and "bfloat16" in out and "tiles of dkdv" in out
+    assert call("cache", "clear")[0] == 0 and not cache.entries()
+
+
+def test_what_is_kept_but_no_candidate_is_not_used(cache: DiskCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of another version, whose tiles may not fit."""
+    problem = ahead.problem_of()
+    question = tuning.question_of("forward", problem, run.program_of(problem).program)
+    cache.get_or_make(question.key, lambda: disk_cache.Payload(b"", {"tiles": [512, 512, 4, 9]}))
+    default = config.candidates("forward", question.shape, None, 256)[0]
+    found, count = launched(problem, (64, 32), monkeypatch)
+    assert count == 0 and found == [(default.tile_m, default.tile_n)]
+
+
+def test_without_a_disk(cache: DiskCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ANYATTN_CACHE", "0")
+    assert launched(ahead.problem_of(), (128, 64), monkeypatch)[1] > 0 and not cache.entries()
+
+
+def test_options() -> None:
+    assert check.kernel_options({"autotune": True}) == {"autotune": True}
+    q = torch.zeros(1, 2, 16, 16)
+    for options, error, words in (
+        ({"autotune": 1}, TypeError, "True or False"),
+        ({"autotune": True, "tile_m": 64}, ValueError, "autotune measures tiles"),
+        ({"autotun": True}, ValueError, "autotune"),
+    ):
+        with pytest.raises(error, match=words):
+            anyattn.flex_attention(q, q, q, kernel_options=options)
+    out = anyattn.flex_attention(q, q, q, kernel_options={"autotune": True})
+    assert torch.equal(out, anyattn.flex_attention(q, q, q))
+    chosen = plan.choose(ahead.problem_of(), hardware.of("cpu"), None, {"autotune": True})
+    assert "no tiles to measure" in " ".join(chosen.why)
+
+
+def test_tiles_that_are_too_large_are_an_error() -> None:
+    """Not one from inside Triton, and not one where fewer stages do."""
+    problem = ahead.problem_of()
+    with pytest.raises(ValueError, match=r"tile_n=1024 take \d+ KiB of shared memory, and a GPU has 227"):
+        ahead.planned(problem, (9, 0), {"tile_m": 128, "tile_n": 1024})
+    assert ahead.planned(problem, (9, 0), {"tile_n": 256}).num_stages == 1
+    with pytest.raises(ValueError, match="powers of two"):
+        ahead.planned(problem, (9, 0), {"tile_n": 100})
+
+
+def test_sources_are_kept_to_be_read(cache: DiskCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "def f():\n    return 1\n"
+    generated.load(text, f"test_{generated.digest(str(cache.folder))}")
+    (path,) = cache.texts()
+    assert path.read_text() == text and path.stat().st_mode & 0o077 == 0
+    code, out, _ = call("cache", "list")
+    assert code == 0 and "1 source of Triton kernels" in out and "no kernels" in out
+    assert call("cache", "clear")[0] == 0 and not cache.texts()
+    monkeypatch.setenv("ANYATTN_CACHE", "0")
+    generated.load(text + "#", f"test_{generated.digest(str(cache.folder))}")
+    assert not cache.texts()
+
+
+def test_explain_shows_the_source() -> None:
+    """Where there is a GPU, and, from the command line, where there is none."""
+    code, out, err = call("explain", "alibi", "--backend", "triton", "--dtype", "bfloat16")
+    assert code == 0 and "def score_value(score, b, h, kv_idx, rows, scalars, tensors):" in out and "@triton.jit" in out, (out, err)
+    assert "cannot run here" in out
+    q = torch.zeros(1, 2, 64, 16)
+    shown = Explanation((), plan.choose(ahead.problem_of(), hardware.of("cpu")), {}, "@triton.jit\ndef f(): pass")
+    assert "    @triton.jit" in str(shown) and "source" not in str(anyattn.explain(q, q, q))
