@@ -115,7 +115,7 @@ def call(
     mods = cases.VARIANTS[variant].mods(tensors, shape)
     leaves = [t.requires_grad_(backward) for t in (q, k, v)]
     with on(capability) as made:
-        out, lse = anyattn.flex_attention(*leaves, mods["score"], mask_mod=mods["mask"], enable_gqa=True, return_lse=True, backend="triton")
+        out, _ = anyattn.flex_attention(*leaves, mods["score"], mask_mod=mods["mask"], enable_gqa=True, return_lse=True, backend="triton")
         if backward:
             torch.autograd.grad(out, leaves, dout, materialize_grads=True)
     return made

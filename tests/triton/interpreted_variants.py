@@ -32,6 +32,15 @@ def test_output_alone(case, dtype):
     want.check(results(case, want, backward=False), str(case))
 
 
+def test_both_passes_are_tritons(monkeypatch):
+    from anyattn.backends import torch as other
+
+    monkeypatch.delattr(other, "forward")
+    monkeypatch.delattr(other, "backward")
+    case = cases.Case("gated_sink", proof.FEW[3], "normal")
+    results(case, cases.expected(case, torch.float32))
+
+
 def qkv(*shape, dtype=torch.float32, kind="normal"):
     return cases.inputs(kind, cases.Shape(*shape), dtype, 0)[:3]
 
