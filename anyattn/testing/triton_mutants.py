@@ -23,6 +23,7 @@ __all__ = ["MUTANTS", "active", "changed"]
 
 _PACKAGE = "anyattn.backends.triton"
 _FORWARD, _BACKWARD, _VISITS, _PLACES = "forward_kernel.py", "backward_kernel.py", "visits.py", "places.py"
+_COMBINE = "combine_kernel.py"
 _HIDDEN = "ds = tl.where(seen, ds, 0.0)  # the derivative of a hidden score may be anything\n"
 
 MUTANTS = {
@@ -36,11 +37,19 @@ MUTANTS = {
         Mutant("mask_forgotten", _FORWARD, "seen = seen & (MASK(", "seen = seen | (MASK(", "dilated"),
         Mutant("mask_beside_lists_forgotten", _FORWARD, "    if HAS_ALWAYS:\n        s =", "    if False:\n        s =", "beside_lists"),
         Mutant("column_of_the_first_tile", _FORWARD, "kv = tl.minimum(lane, end - 1)", "kv = tl.minimum(lane - first, end - 1)", "alibi"),
-        Mutant("partial_taken_for_full", _VISITS, "tl.minimum(tl.min(hi) // TILE_N, end)", "tl.minimum(tl.max(hi) // TILE_N, end)", "causal"),
+        Mutant(
+            "partial_taken_for_full", _VISITS,
+            "tl.minimum(tl.min(hi) // TILE_N, end)",
+            "tl.minimum(tl.max(hi) // TILE_N, end)", "causal",
+        ),
         Mutant("window_edge_taken_for_full", _VISITS, "full = tl.maximum((tl.max(lo)", "full = tl.maximum((tl.min(lo)", "window"),
         Mutant("tiles_before_the_full_ones_lost", _VISITS, "(first, full - first), (full_end,", "(first, nothing), (full_end,", "window"),
         Mutant("last_tile_lost", _VISITS, "(full_end, end - full_end), (nothing", "(full_end, end - full_end - 1), (nothing", "full"),
-        Mutant("tiles_after_the_first_range_lost", _VISITS, "middle = tl.where(apart, a1, g0)", "middle = tl.where(apart, f1, g0)", "sink_window"),
+        Mutant(
+            "tiles_after_the_first_range_lost", _VISITS,
+            "middle = tl.where(apart, a1, g0)",
+            "middle = tl.where(apart, f1, g0)", "sink_window",
+        ),
         Mutant("second_range_lost", _VISITS, "fourth_end = tl.where(apart, b1, nothing)", "fourth_end = fourth", "sink_window"),
         Mutant("shared_tile_visited_twice", _VISITS, "g0 = tl.maximum(g0, f1)\n", "g0 = g0 + 0\n", "overlap"),
         # lists
@@ -64,13 +73,23 @@ MUTANTS = {
         Mutant("lse_in_base_2", _FORWARD, "row_max * _LN2 + tl.log(total))", "row_max + tl.log2(total))", "full"),
         Mutant("nan_of_a_row_that_sees_nothing", _FORWARD, "tl.where(row_sum == 0, 1.0, row_sum)", "row_sum", "islands"),
         # heads and storage
-        Mutant("wrong_gqa_head", _FORWARD, "((h * GROUP) // sizes[7])", "((h * GROUP) % (sizes[2] // sizes[7]))", "full"),
+        Mutant("wrong_gqa_head", _FORWARD, "((h * PACKED) // sizes[7])", "((h * PACKED) % (sizes[2] // sizes[7]))", "full"),
+        Mutant("packed_heads_are_one", _FORWARD, "heads = h * PACKED + r % GROUP", "heads = h * PACKED + r % GROUP * 0", "few_rows"),
         Mutant("head_dim_not_cut", _FORWARD, "mask=is_row & (d < HEAD_DIM)", "mask=is_row & (d <= HEAD_DIM)", "head_dim"),
         Mutant("queries_of_the_first_sequence", _FORWARD, "at = found[1] + position", "at = position", "packed"),
         Mutant("keys_of_the_first_sequence", _FORWARD, "at = lane + key[3]\n", "at = lane\n", "packed"),
         Mutant("page_off_by_one", _PLACES, "pages + at // PAGE_SIZE", "pages + tl.maximum(at // PAGE_SIZE - 1, 0)", "pages"),
         Mutant("row_of_page_off_by_one", _PLACES, "(at % PAGE_SIZE) *", "((at + 1) % PAGE_SIZE) *", "pages"),
         Mutant("pages_of_the_first_sequence", _FORWARD, "tensors[9] + b.to(tl.int64) * sizes[6]", "tensors[9]", "pages"),
+        # splits
+        Mutant("split_lost", _FORWARD, "begin = tl.minimum(split * share", "begin = tl.minimum((split + 1) * share", "splits"),
+        Mutant("last_tile_of_every_split_lost", _FORWARD, "tl.minimum(begin + share, full", "tl.minimum(begin + share - 1, full", "splits"),
+        Mutant(
+            "splits_weighed_alike", _COMBINE,
+            "weight = tl.exp(found - near)",
+            "weight = tl.where(found > float('-inf'), 1.0, 0.0)", "splits",
+        ),
+        Mutant("sink_of_splits_counted_twice", _COMBINE, "total += share\n", "total += 2 * share\n", "splits"),
         # the backward pass
         Mutant("delta_dropped", _BACKWARD, "delta = tl.sum(out * dout, 1)", "delta = tl.sum(out * dout * 0, 1)", "full"),
         Mutant("lse_gradient_ignored", _BACKWARD, "    if HAS_DLSE:", "    if False:", "full"),
@@ -80,28 +99,59 @@ MUTANTS = {
         Mutant("row_tile_lost", _BACKWARD, "tl.max(tl.where(touches, m + 1, 0))", "tl.max(tl.where(touches, m, 0))", "full"),
         Mutant("dk_of_one_head_alone", _BACKWARD, "h = kv_head * sizes[7] + g", "h = kv_head * sizes[7]", "full"),
         Mutant("dv_overwritten", _BACKWARD, "dout, dv, input_precision", "dout, dv * 0, input_precision", "full"),
-        Mutant("rows_filled_in_part", _BACKWARD, "fills = (all_lo <= n_first) & (all_hi >= n_end)\n", "fills = (all_lo <= n_first) & (hi >= n_end)\n", "causal"),
-        Mutant("rows_filled_from_later_on", _BACKWARD, "fills = (all_lo <= n_first) & (all_hi >= n_end)\n", "fills = (lo <= n_first) & (all_hi >= n_end)\n", "window"),
+        Mutant(
+            "rows_filled_in_part", _BACKWARD,
+            "fills = (all_lo <= n_first) & (all_hi >= n_end)\n",
+            "fills = (all_lo <= n_first) & (hi >= n_end)\n", "causal",
+        ),
+        Mutant(
+            "rows_filled_from_later_on", _BACKWARD,
+            "fills = (all_lo <= n_first) & (all_hi >= n_end)\n",
+            "fills = (lo <= n_first) & (all_hi >= n_end)\n", "window",
+        ),
         Mutant("second_range_of_rows_lost", _BACKWARD, "touches = touches | (", "touches = touches & (", "sink_window"),
         Mutant("hidden_probability_kept", _BACKWARD, "p = tl.where(seen, p, 0.0)", "p = p * 1.0", "causal"),
-        Mutant("hidden_score_kept_in_dq", _BACKWARD, "ds = tl.where(seen, ds, 0.0)\n    if HAS_SCATTER", "ds = ds * 1.0\n    if HAS_SCATTER", "causal"),
+        Mutant(
+            "hidden_score_kept_in_dq", _BACKWARD,
+            "ds = tl.where(seen, ds, 0.0)\n    if HAS_SCATTER",
+            "ds = ds * 1.0\n    if HAS_SCATTER", "causal",
+        ),
         Mutant("hidden_derivative_kept", _BACKWARD, f"{_HIDDEN}    dk", "ds = ds * 1.0\n    dk", "infinite_derivative"),
         Mutant("hidden_derivative_kept_in_dq", _BACKWARD, f"{_HIDDEN}    return", "ds = ds * 1.0\n    return", "infinite_derivative"),
-        Mutant("derivative_forgotten_in_dk", _BACKWARD, "of_score[1].to(tl.float32)\n    if IS_PARTIAL", "1.0\n    if IS_PARTIAL", "softcap"),
+        Mutant(
+            "derivative_forgotten_in_dk", _BACKWARD,
+            "of_score[1].to(tl.float32)\n    if IS_PARTIAL",
+            "1.0\n    if IS_PARTIAL", "softcap",
+        ),
         Mutant("derivative_forgotten_in_dq", _BACKWARD, "of_score[1].to(tl.float32)\n        if IS", "1.0\n        if IS", "softcap"),
-        Mutant("mask_forgotten_in_dk", _BACKWARD, "rows, captured[1][0], captured[1][1]) | is_shown)", "rows, captured[1][0], captured[1][1]) | (kv >= 0))", "dilated"),
-        Mutant("mask_forgotten_in_dq", _BACKWARD, "rows[1], captured[1][0], captured[1][1]) | is_shown)", "rows[1], captured[1][0], captured[1][1]) | (kv >= 0))", "dilated"),
+        Mutant(
+            "mask_forgotten_in_dk", _BACKWARD,
+            "rows, captured[1][0], captured[1][1]) | is_shown)",
+            "rows, captured[1][0], captured[1][1]) | (kv >= 0))", "dilated",
+        ),
+        Mutant(
+            "mask_forgotten_in_dq", _BACKWARD,
+            "rows[1], captured[1][0], captured[1][1]) | is_shown)",
+            "rows[1], captured[1][0], captured[1][1]) | (kv >= 0))", "dilated",
+        ),
         Mutant("sink_gradient_sign", "backward_pass.py", "return -(share * delta)", "return (share * delta)", "sink"),
         Mutant("captured_derivative_forgotten", "programs.py", "ds * found[{load.factor}].to(tl.float32)", "ds", "gated"),
         Mutant("captured_gradient_one_place_on", "programs.py", "totals[{load.total}]", "totals[{0 * load.total}]", "two_tables"),
-        Mutant("keys_of_a_shared_entry_lost", "programs.py", "tl.sum(part{i}, 1, keep_dims=True)", "tl.max(part{i}, 1, keep_dims=True)", "alibi"),
+        Mutant(
+            "keys_of_a_shared_entry_lost", "programs.py",
+            "tl.sum(part{i}, 1, keep_dims=True)",
+            "tl.max(part{i}, 1, keep_dims=True)", "alibi",
+        ),
     )
 }  # fmt: skip
 
 
 @contextlib.contextmanager
 def active(name: str, folder: Path) -> Iterator[None]:
-    """The backend with one bug in it, imported anew from a file in ``folder``. Raises ``LookupError`` if the code no longer has the text."""
+    """The backend with one bug in it, imported anew from a file in ``folder``.
+
+    Raises ``LookupError`` if the code no longer has the text that the mutant replaces.
+    """
     mutant = MUTANTS[name]
     path = folder / f"{name}.py"  # a file of its own: Triton reads a kernel's source
     path.write_text(changed(mutant))

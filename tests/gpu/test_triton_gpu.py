@@ -18,7 +18,8 @@ import anyattn
 from anyattn import masks
 from anyattn.testing import cases
 
-sys.path[:0] = [str(Path(__file__).parent.parent / name) for name in ("end_to_end", "triton")]
+sys.path.insert(0, str(Path(__file__).parent.parent / "end_to_end"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "triton"))
 
 import proof
 from calls import results

@@ -32,6 +32,15 @@ def test_output_alone(case, dtype):
     want.check(results(case, want, backward=False), str(case))
 
 
+def test_both_passes_are_tritons(monkeypatch):
+    from anyattn.backends import torch as other
+
+    monkeypatch.delattr(other, "forward")
+    monkeypatch.delattr(other, "backward")
+    case = cases.Case("gated_sink", proof.FEW[3], "normal")
+    results(case, cases.expected(case, torch.float32))
+
+
 def qkv(*shape, dtype=torch.float32, kind="normal"):
     return cases.inputs(kind, cases.Shape(*shape), dtype, 0)[:3]
 
@@ -45,19 +54,18 @@ def test_ladder(name, dtype):
 
 @pytest.mark.parametrize("ratio", proof.RATIOS)
 def test_grouped_heads(ratio):
-    q, k, v = qkv(1, 2 * ratio if ratio < 5 else ratio, 2 if ratio < 5 else 1, 35, 40, 8, 8)
+    q, k, v = qkv(1, 2 * ratio if ratio < 5 else ratio, 2 if ratio < 5 else 1, 35 if ratio < 5 else 20, 24, 8, 8)
     bias = torch.linspace(-1, 1, q.shape[1], dtype=torch.float64)
     mask = lambda b, h, i, j: (i - j) % 2 <= h % 2
     judge(q, k, v, mask=mask, score=lambda s, b, h, i, j: s + bias[h] * j * 0.1, captured=[bias], sink=bias.float())
 
 
-@pytest.mark.parametrize(("d", "dv"), proof.DIMS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], **NAMES)
-def test_head_dims(d, dv, dtype):
-    judge(*qkv(1, 2, 1, 40, 37, d, dv, dtype=dtype), mask=masks.causal(5))
+@pytest.mark.parametrize(("place", "d", "dv"), [(i, *dims) for i, dims in enumerate(proof.DIMS)])
+def test_head_dims(place, d, dv):
+    judge(*qkv(1, 2, 1, 40, 37, d, dv, dtype=proof.DTYPES[place % 3]), mask=masks.causal(5))
 
 
-@pytest.mark.parametrize("tiles", [(16, 16), (16, 64), (64, 16), (128, 32)], ids=str)
+@pytest.mark.parametrize("tiles", [(16, 64), (64, 16), (128, 32)], ids=str)
 @pytest.mark.parametrize("name", ["sink_window", "relative_window", "documents"])
 def test_tiles_of_any_size(tiles, name):
     case = cases.Case(name, cases.Shape(1, 2, 1, 70, 70, 16, 16), "peaky")
@@ -68,8 +76,7 @@ def test_tiles_of_any_size(tiles, name):
 BLOCKS = (16, 32, 48, 64, (32, 80), (100, 16), 256)
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=str)
-@pytest.mark.parametrize("by", ["anyattn", "torch"])
+@pytest.mark.parametrize(("block", "by"), [(b, ("anyattn", "torch")[i % 2]) for i, b in enumerate(BLOCKS)], ids=str)
 def test_block_masks_of_other_sizes(block, by):
     from torch.nn.attention.flex_attention import create_block_mask
 

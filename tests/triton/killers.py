@@ -21,8 +21,9 @@ import anyattn
 from anyattn import masks
 from anyattn.testing import cases
 
-SMALL = cases.Shape(2, 4, 2, 37, 43, 16, 16)
-LONG = cases.Shape(1, 2, 1, 70, 90, 16, 16)
+SMALL = cases.Shape(1, 4, 2, 35, 43, 16, 16)
+LONG = cases.Shape(1, 2, 1, 70, 70, 16, 16)
+SINK = torch.tensor([0.5, -1.0, 2.0, 0.0])
 
 
 def qkv(*shape: int, kind: str = "normal") -> tuple[torch.Tensor, ...]:
@@ -101,13 +102,13 @@ def packed(form: Callable[..., Any] = varlen.packed_call) -> Callable[[], None]:
 
 
 def ragged_lists() -> None:
-    lengths = ([20, 50, 37], [30, 41, 40])
-    batch = seq.ragged(*lengths)
+    lengths = ([20, 40, 9], [30, 41, 20])
+    batch = seq.ragged(*lengths, 2, 1)
     ids = (torch.arange(150).reshape(3, 50) * 7 // 31) % 5
     mask = lambda b, h, i, j: (ids[b, i] == ids[b, j]) | (j < 6 * b + 5 * h)
     where = {"cu_seqlens_q": seq.ends(lengths[0]), "cu_seqlens_k": seq.ends(lengths[1])}
     for layout in ("flat", "padded"):
-        lists = anyattn.compute_varlen_block_sparsity(32, 16, 4, mask, layout=layout, device="cpu", **where)
+        lists = anyattn.compute_varlen_block_sparsity(32, 16, 2, mask, layout=layout, device="cpu", **where)
         meaning = Meaning(mask_mod=mask)
         got, _ = varlen.results(batch, meaning, varlen.packed_call, block_sparse_tensors=lists)
         seq.judge(got, batch, meaning, label=layout)
@@ -141,7 +142,7 @@ def infinite_derivative() -> None:
 
 
 def ranges(sink: int, window: int) -> Callable[[], None]:
-    return judged((1, 2, 1, 100, 100, 16, 16), mask=masks.sink_window(sink, window))
+    return judged((1, 1, 1, 100, 100, 16, 16), mask=masks.sink_window(sink, window))
 
 
 KILLERS: dict[str, Callable[[], Any]] = {
@@ -160,8 +161,10 @@ KILLERS: dict[str, Callable[[], Any]] = {
     "two_tables": two_tables,
     "infinite_derivative": infinite_derivative,
     "head_dim": judged((1, 2, 1, 20, 20, 24, 40)),
-    "lists": random_lists((32, 32), (2, 2, 70, 88)),
-    "uneven_lists": random_lists((48, 24), (1, 2, 100, 70)),
+    "few_rows": judged((1, 6, 2, 3, 50, 16, 16), score=lambda s, b, h, i, j: s - 0.02 * h * j),
+    "splits": judged((1, 4, 2, 9, 100, 16, 16), mask=masks.causal(85), sink=SINK, kernel_options={"num_splits": 3}),
+    "lists": random_lists((32, 32), (2, 2, 50, 56)),
+    "uneven_lists": random_lists((48, 24), (1, 2, 70, 50)),
     "beside_lists": beside_lists,
     "packed": packed(),
     "ragged_lists": ragged_lists,
