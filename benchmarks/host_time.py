@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import json
 import timeit
 from collections.abc import Callable, Iterator
@@ -28,11 +29,12 @@ __all__ = ["measured", "microseconds", "stubbed"]
 
 _HOPPER = hardware.Hardware("cuda", "a Hopper GPU", 0, frozenset((torch.bfloat16,)), (9, 0), 132)
 _SHAPE = (1, 2, 128, 64)
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 @contextlib.contextmanager
 def stubbed() -> Iterator[None]:
-    """Calls on CPU tensors are planned for Hopper, and its kernel does nothing."""
+    """Calls on CPU tensors are planned for Hopper, whose kernel does nothing, and neither do Triton's."""
     run = importlib.import_module("anyattn.backends.hopper.run")
     door = importlib.import_module("anyattn.backends.hopper")
     made: dict[Any, Any] = {}
@@ -53,6 +55,9 @@ def stubbed() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for patch in pretended:
             stack.enter_context(patch)
+        if _HAS_TRITON:  # up to Triton's launcher, which would ask a driver
+            launch = importlib.import_module("anyattn.backends.triton.launch")
+            stack.enter_context(mock.patch.object(launch, "_launch", lambda *a: None))
         yield
     recall.clear()
 
@@ -128,6 +133,23 @@ def _calls(device: str) -> dict[str, Callable[[], Any]]:
     }
 
 
+def _by_triton(device: str) -> dict[str, Callable[[], Any]]:
+    """The same calls by Triton's kernels, and what of that is the backend's own."""
+    if not _HAS_TRITON:
+        return {}
+    run = importlib.import_module("anyattn.backends.triton.run")
+    q, k, v = _tensors(device)
+    table, most = torch.zeros(_SHAPE[1], 2 * _SHAPE[2], device=device), _SHAPE[2]
+    causal, relative = lambda b, h, i, j: i >= j, lambda s, b, h, i, j: s + table[h, i - j + most]
+    problem = check.flex_problem(q, k, v, relative, None, causal, None, None, False, None, False, False, False)
+    chosen = plan.choose(problem, hardware.of(device), "triton")
+    return {
+        "flex, mask mod, by triton": _flex(device, mask_mod=causal, backend="triton"),
+        "flex, relative bias, by triton": _flex(device, score_mod=relative, mask_mod=causal, backend="triton"),
+        "  triton's backend alone": lambda: run.forward(problem, chosen),
+    }
+
+
 def _peers(device: str) -> dict[str, Callable[[], Any]]:
     q, k, v = _tensors(device)
     return {"torch's SDPA, causal": lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)}
@@ -170,8 +192,12 @@ def measured(device: str) -> dict[str, float]:
     """Microseconds by name: the doors, then the rooms behind them."""
     if device == "cpu":
         with stubbed():
-            return {name: microseconds(call) for name, call in {**_calls(device), **_stages(device)}.items()}
-    return {name: microseconds(call) for name, call in {**_calls(device), **_stages(device), **_peers(device)}.items()}
+            return {name: microseconds(call) for name, call in _ours(device).items()}
+    return {name: microseconds(call) for name, call in {**_ours(device), **_peers(device)}.items()}
+
+
+def _ours(device: str) -> dict[str, Callable[[], Any]]:
+    return {**_calls(device), **_by_triton(device), **_stages(device)}
 
 
 @click.command()

@@ -74,6 +74,12 @@ class Sequences:
         """The same with a page table of its own, for a use that comes later: a decoder changes its table in place."""
         return self if self.page_table is None else replace(self, page_table=self.page_table.clone())
 
+    def turned(self) -> Sequences:
+        """The same batch with queries and keys in each other's places; not of a cache or of pages."""
+        lengths, rows, starts = (self.seqlens_k, self.seqlens_q), (self.k_row, self.q_row), (self.k_start, self.q_start)
+        q_row, k_row, q_start, k_start = *rows, *starts
+        return Sequences(*lengths, q_row, q_start, k_row, k_start, torch.zeros_like(self.q_first))
+
     @cached_property
     def row_base(self) -> Tensor:
         """(B,): the first row of each sequence when all queries are laid end to end."""

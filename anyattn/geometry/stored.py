@@ -85,6 +85,11 @@ class StoredSequences(Sequences):
         pages = None if self.page_table is None else self.page_table.clone()
         return StoredSequences(own, self.sizes, pages, self.device)
 
+    def turned(self) -> Sequences:
+        t, n = self.tables, self.sizes
+        tables = LengthTables(t.cu_seqlens_k, t.cu_seqlens_q, t.seqused_k, t.seqused_q)
+        return StoredSequences(tables, StoredSizes(n.batch, n.rows_k, n.rows_q, n.bound_k, n.bound_q), None, self.device)
+
     @cached_property
     def seqlens_q(self) -> Tensor:  # type: ignore[override]
         return self._lengths(self.tables.cu_seqlens_q, self.tables.seqused_q, self.sizes.rows_q)

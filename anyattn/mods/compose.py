@@ -9,7 +9,7 @@ from functools import lru_cache
 from anyattn.mods.ir import Builder, Expr
 from anyattn.mods.trace import TracedMod
 
-__all__ = ["anded", "chained"]
+__all__ = ["anded", "chained", "turned"]
 
 
 def chained(first: TracedMod, second: TracedMod) -> TracedMod:
@@ -49,3 +49,18 @@ def _anded(first: Expr, second: Expr, scalars: int, tensors: int) -> Expr:
     builder = Builder()
     shifted = _renumbered(second, {"scalar": scalars, "load": tensors, "tensor": tensors})
     return builder.build(builder.add("and", builder.copy(first), builder.copy(shifted)))
+
+
+def turned(mask: TracedMod) -> TracedMod:
+    """The mask in which queries and keys have changed places: it shows (q, kv) where ``mask`` shows (kv, q)."""
+    return TracedMod("mask", _turned(mask.expr), mask.scalars, mask.tensors, f"{mask.name} turned")
+
+
+_OTHER = {"q_idx": "kv_idx", "kv_idx": "q_idx"}
+
+
+@lru_cache(maxsize=256)
+def _turned(expr: Expr) -> Expr:
+    is_position = [node.op == "index" and node.attr in _OTHER for node in expr.nodes]
+    nodes = (n._replace(attr=_OTHER[str(n.attr)]) if found else n for n, found in zip(expr.nodes, is_position, strict=True))
+    return replace(expr, nodes=tuple(nodes))

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import anyattn
-from anyattn import check_lengths, hardware
+from anyattn import check_lengths, hardware, recall
 from anyattn.hardware import Hardware
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
@@ -114,7 +114,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(check_lengths, "takes_their_word", lambda device, validate: validate is not True)
     monkeypatch.setattr(run, "run_entry", lambda *args: found.made.append(args))
     monkeypatch.setattr(run, "merge", lambda *args: None)
-    return found
+    recall.clear()  # one device has one capability
+    yield found
+    recall.clear()
 
 
 def decode(sq: int = 1, heads: tuple[int, int] = (32, 8), width: int = 128, page: int = 0, dtype: Any = torch.bfloat16, **more: Any) -> Any:

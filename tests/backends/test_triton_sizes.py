@@ -115,7 +115,7 @@ def test_fast_functions_keep_out_of_what_is_cut() -> None:
     bucketed = lambda s, b, h, q, k: s + table[(torch.log((q - k).abs() + 1.0) / (h + 1.0)).to(torch.int64)]
     bucket = text_of(bucketed, functions="fast")
     assert "divide" in bucket and "turned" not in bucket
-    step = text_of(lambda s, b, h, q, k: torch.where(torch.tanh(s) > 0.5, s, 0.0), functions="fast", is_nvidia=True)
+    step = text_of(lambda s, b, h, q, k: torch.where(torch.tanh(s) > 0.5, s, 0.0), functions="coarse", is_nvidia=True)
     assert "functions.tanh(" in step
 
 
@@ -130,7 +130,8 @@ def test_in_the_interpreter() -> None:
 def test_styles_change_with_sizes_only() -> None:
     """Closures over other values share a text."""
     texts = {
-        text_of(lambda s, b, h, q, k, c=c: torch.tanh(s / c) * c + (q - k) * c, functions="fast", is_nvidia=True) for c in (3.5, 7.25, -1e9)
+        text_of(lambda s, b, h, q, k, c=c: torch.tanh(s / c) * c + (q - k) * c, functions="coarse", is_nvidia=True)
+        for c in (3.5, 7.25, -1e9)
     }
     assert len(texts) == 1
     texts = {text_of(lambda b, h, q, k, c=c: q - k <= c, "mask", n) for c in (0, 3, -(2**20)) for n in (1, 100, 2**20)}

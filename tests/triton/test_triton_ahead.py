@@ -50,6 +50,13 @@ def test_what_a_score_mod_adds_to_the_loop(name, plain):  # type: ignore[no-unty
     assert count <= plain + most, (count, plain)
 
 
+def test_as_exact_as_the_dtype_asks() -> None:
+    """NVIDIA's tanh has 11 bits: enough for bfloat16, not for float16."""
+    for dtype, is_coarse in ((torch.bfloat16, True), (torch.float16, False)):
+        found, count, _ = per_score(SCORES["softcap"], dtype=dtype)
+        assert ("tanh.approx" in "\n".join(found)) is is_coarse and count <= 26, (dtype, count)
+
+
 def test_float32_keeps_the_exact_functions() -> None:
     """A quotient and a hyperbolic tangent as torch rounds them, which takes many instructions."""
     found, _, _ = per_score(SCORES["softcap"], dtype=torch.float32, dim=64)
@@ -95,6 +102,20 @@ def test_what_the_compiler_makes_of_the_tiles(capability, at, backward) -> None:
         assert kernel.metadata.shared <= needed <= config.shared_memory(capability), (name, tiles)
         if dtype.itemsize == 2:
             assert ahead.spilled(kernel.asm["cubin"]) <= ahead.MOST_SPILLED, (name, tiles)
+
+
+LOADED = (torch.bool, torch.uint8, torch.int16, torch.int64, torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", LOADED, ids=str)
+def test_entries_of_every_dtype(dtype: torch.dtype) -> None:
+    """Captured pairs come straight from memory, in the width of their dtype, whatever it is, for a score and for a mask."""
+    pairs = torch.zeros(256, 256, dtype=dtype)
+    score = lambda s, b, h, q, k: s + pairs[q, k]
+    (launch,) = ahead.launches(ahead.problem_of(score, lambda b, h, q, k: pairs[q, k] != 0, dim=64), (9, 0))
+    kernel = ahead.compiled(launch, (9, 0))
+    width = "u8" if dtype.itemsize == 1 else "u16" if dtype.itemsize == 2 else f"b{8 * dtype.itemsize}"
+    assert f"ld.global.nc.{width}" in kernel.asm["ptx"] and kernel.metadata.shared <= 120 << 10
 
 
 def test_what_fits_no_tile_is_not_supported(monkeypatch: pytest.MonkeyPatch) -> None:

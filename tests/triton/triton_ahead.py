@@ -20,7 +20,7 @@ from anyattn.problem import Problem
 
 _POINTERS = {
     torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.float64: "*fp64", torch.int32: "*i32",
-    torch.int64: "*i64", torch.bool: "*i1", torch.int8: "*i8", torch.uint8: "*u8",
+    torch.int64: "*i64", torch.bool: "*i1", torch.int8: "*i8", torch.uint8: "*u8", torch.int16: "*i16",
 }  # fmt: skip
 
 MOST_SPILLED = 0.08  # of a loop's operations

@@ -113,7 +113,7 @@ _TILES: dict[str, dict[str, tuple[tuple[int, int, int, int], ...]]] = {
 _FLOATS: dict[str, tuple[tuple[int, int, int, int], ...]] = {
     "forward": ((64, 64, 8, 2), (64, 32, 8, 2), (32, 32, 8, 1)),
     "dq": ((32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 8, 1)),
-    "dkdv": ((32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 8, 1)),
+    "dkdv": ((32, 32, 8, 1), (32, 32, 8, 1), (16, 32, 8, 1)),
 }
 # What autotuning tries besides, the same for all architectures: what does not fit is left out.
 _MORE: dict[str, tuple[tuple[int, int, int, int], ...]] = {

@@ -60,7 +60,10 @@ _FAST = {
     "tanh": "functions.tanh_fast({0})", "sigmoid": "functions.sigmoid_fast({0})", "sqrt": "tl.sqrt({0})", "rsqrt": "tl.rsqrt({0})",
     "reciprocal": "1 / {0}", "pow": "functions.power_fast({0}, {1})",
 }  # fmt: skip
-_NVIDIA = {"tanh": "functions.tanh_nvidia({0})"}
+_NVIDIA = {
+    "tanh": "functions.tanh_nvidia({0})", "sigmoid": "functions.sigmoid_nvidia({0})", "reciprocal": "functions.reciprocal_nvidia({0})",
+}  # fmt: skip
+_COARSE = {"tanh": "functions.tanh_coarse({0})"}
 
 
 class Lines(NamedTuple):
@@ -81,7 +84,7 @@ class Style(NamedTuple):
 
     is_small: positions, heads and captured whole numbers are less than ``SMALL``, sizes and strides of captured tensors less than 2 ** 31.
     is_inside: every index of a captured tensor is from 0 to its size - 1. dense: the slots of captured tensors whose last stride is 1.
-    functions: "exact" (as torch rounds) or "fast" (to some 17 bits, with NVIDIA's instructions 11). is_nvidia: there are those.
+    functions: "exact" (as torch rounds), "fast" (to 15 bits or more) or "coarse" (to 11). is_nvidia: there are NVIDIA's instructions.
     """
 
     is_small: bool = False
@@ -231,9 +234,10 @@ class _Writer:
             if self.stages[divisor] == self.stages[at] or self.stages[at] == "once":
                 return f"{args[0]} / {args[1]}"
             return f"{args[0]} * {self._aside(divisor, 'turned', f'functions.divide(1, {args[1]})')}"
-        if self.style.is_nvidia and node.op in _NVIDIA:
-            return _NVIDIA[node.op].format(*args)
-        return _FAST[node.op].format(*args) if node.op in _FAST else None
+        tables = [_FAST]
+        if self.style.is_nvidia:
+            tables = [_COARSE, _NVIDIA, _FAST] if self.style.functions == "coarse" else [_NVIDIA, _FAST]
+        return next((table[node.op].format(*args) for table in tables if node.op in table), None)
 
     def _power(self, at: int, args: list[str]) -> str:
         """Small whole powers are products, as in torch; the rest is a function."""

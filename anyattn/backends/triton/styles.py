@@ -18,15 +18,17 @@ from anyattn.problem import Problem
 __all__ = ["is_nvidia", "shape_of", "style_of"]
 
 _NARROW = 2**31
+# A score is rounded to the inputs' dtype in the plain formula, and errors well below that do not count.
+_FUNCTIONS = {torch.float16: "fast", torch.bfloat16: "coarse"}
 
 
 def style_of(mod: TracedMod, expr: Expr, problem: Problem) -> Style:
     """The style of an expression with a mod's captured values in this call; a mask's comparisons are always exact."""
-    is_fast = mod.kind == "score" and problem.q.dtype.itemsize == 2
+    functions = _FUNCTIONS.get(problem.q.dtype, "exact") if mod.kind == "score" else "exact"
     places = tuple([(t.shape, t.stride()) for t in mod.tensors])
     lengths = (problem.batch, problem.heads_q, problem.bound_q, problem.bound_k, problem.sequences is not None)
     numbers = tuple([n if type(n) is int else None for n in mod.scalars])
-    return _style(expr, numbers, places, lengths, "fast" if is_fast else "exact", is_nvidia(problem.q.device.type))
+    return _style(expr, numbers, places, lengths, functions, is_nvidia(problem.q.device.type))
 
 
 def shape_of(problem: Problem) -> Shape:

@@ -12,6 +12,7 @@ from anyattn.backends.triton.programs import Chosen
 from anyattn.geometry.integers import ceil_div
 from anyattn.geometry.sequences import Sequences
 from anyattn.geometry.stored_cache import StoredCache
+from anyattn.mods.compose import turned
 from anyattn.mods.trace import TracedMod
 from anyattn.problem import Problem
 
@@ -36,83 +37,90 @@ class Tables(NamedTuple):
     cache: StoredCache | None = None
 
 
-_NO_LISTS = (None, None, None, None)
-
-
 def tables_of(problem: Problem, chosen: Chosen, tile_m: int) -> Tables:
     """All tables of a call whose row tiles have ``tile_m`` positions."""
     sequences = problem.sequences
-    lists: Any = None
-    if chosen.lists is not None:
-        lists = problem.blocks if chosen.lists == "given" else _made(problem, chosen.lists)
-    tensors, tile, strides = (_NO_LISTS, (0, 0), (0, 0, 0, 0)) if lists is None else _of_lists(lists, sequences is not None)
+    lists, tile = _lists_of(problem, chosen, by_key=False)
+    tensors, strides = _of_lists(lists, sequences is not None)
     if sequences is None:
-        row_tiles = ceil_div(problem.q.shape[2], tile_m) if lists is None else tensors[0].shape[2] * ceil_div(tile[0], tile_m)  # type: ignore
+        row_tiles = ceil_div(problem.q.shape[2], tile_m) if tensors[0] is None else tensors[0].shape[2] * ceil_div(tile[0], tile_m)
         return Tables(row_tiles, None, None, None, tensors, tile, strides)
     pages = sequences.page_table
     if pages is not None and pages.shape[1] > 1 and pages.stride(1) != 1:
         pages = pages.contiguous()
     if isinstance(sequences, StoredCache) and sequences.uses_all_rows and lists is None:
         return Tables(ceil_div(sequences.bound_q, tile_m), None, None, pages, tensors, tile, strides, sequences)
-    first = (None, None) if lists is None else (lists.cu_block_cnt[:-1], lists.cu_block_idx[:-1])
     order = _order(problem.q.shape, problem.bound_q, sequences.seqlens_q, sequences.seqlens_k, (tile_m, tile[0]))
-    return Tables(len(order), _entries(sequences, *first), order, pages, tensors, tile, strides)
+    return Tables(len(order), _entries(sequences, lists), order, pages, tensors, tile, strides)
 
 
 def key_tables_of(problem: Problem, chosen: Chosen, tile_n: int) -> Tables:
     """The same for programs of ``tile_n`` keys each: lists say which row tiles visit a tile of keys, and the order is of key tiles."""
     sequences = problem.sequences
-    lists: Any = None
-    if chosen.lists is not None:
-        given: Any = problem.blocks if chosen.lists == "given" else _made(problem, chosen.lists)
-        lists = given.transposed()
-    tensors, tile, strides = (_NO_LISTS, (0, 0), (0, 0, 0, 0)) if lists is None else _of_lists(lists, sequences is not None)
+    lists, tile = _lists_of(problem, chosen, by_key=True)
+    tensors, strides = _of_lists(lists, sequences is not None)
     if sequences is None:
-        tiles = ceil_div(problem.k.shape[2], tile_n) if lists is None else tensors[0].shape[2] * ceil_div(tile[0], tile_n)  # type: ignore
-        return Tables(tiles, None, None, None, tensors, tile[::-1], strides)
-    first = (None, None) if lists is None else (lists.cu_block_cnt[:-1], lists.cu_block_idx[:-1])
-    order = _order(problem.k.shape, problem.bound_k, sequences.seqlens_k, sequences.seqlens_q, (tile_n, tile[0]))
-    return Tables(len(order), _entries(sequences, *first), order, None, tensors, tile[::-1], strides)
+        tiles = ceil_div(problem.k.shape[2], tile_n) if tensors[0] is None else tensors[0].shape[2] * ceil_div(tile[1], tile_n)
+        return Tables(tiles, None, None, None, tensors, tile, strides)
+    order = _order(problem.k.shape, problem.bound_k, sequences.seqlens_k, sequences.seqlens_q, (tile_n, tile[1]))
+    return Tables(len(order), _entries(sequences, lists), order, None, tensors, tile, strides)
 
 
-def _of_lists(lists: Any, is_ragged: bool) -> tuple[tuple[Tensor | None, ...], tuple[int, int], tuple[int, int, int, int]]:
-    """The lists' tensors, their tile, and the strides by which a kernel finds a line; one of a broadcast dimension is 0."""
+def _of_lists(lists: Any, is_ragged: bool) -> tuple[tuple[Tensor | None, ...], tuple[int, int, int, int]]:
+    """The lists' tensors, and the strides by which a kernel finds a line; one of a broadcast dimension is 0."""
+    if lists is None:
+        return (None, None, None, None), (0, 0, 0, 0)
     names = ("mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx")
     tensors: Any = tuple(None if getattr(lists, n) is None else getattr(lists, n).contiguous() for n in names)
     count, index = tensors[0], tensors[1]
     if is_ragged:
         per_head = count.shape[0] > 1
         is_flat = index.ndim == 2
-        return tensors, lists.tile, (0, count.shape[1] * per_head, 0 if is_flat else index.shape[2], index.shape[1] * per_head * is_flat)
+        return tensors, (0, count.shape[1] * per_head, 0 if is_flat else index.shape[2], index.shape[1] * per_head * is_flat)
     batch, heads, rows = count.shape
-    return tensors, lists.tile, (heads * rows * (batch > 1), rows * (heads > 1), index.shape[3], 0)
+    return tensors, (heads * rows * (batch > 1), rows * (heads > 1), index.shape[3], 0)
 
 
-def _made(problem: Problem, mask: TracedMod) -> Any:
-    """Lists of a mask that came without."""
+def _made(problem: Problem, mask: TracedMod, by_key: bool) -> Any:
+    """Lists of a mask that came without; by_key: of the row tiles that visit a tile of keys."""
     if problem.sequences is not None:
-        return _made_ragged(problem, mask)
+        from anyattn.sparsity.ragged_lists import ragged_lists
+
+        sequences = problem.sequences.turned() if by_key else problem.sequences
+        return ragged_lists(turned(mask) if by_key else mask, sequences, _MADE_TILE, problem.heads_q)
     from anyattn.sparsity.block_sparse import BlockSparseTensors
     from anyattn.sparsity.compute import tile_lists
 
     lengths = (problem.q.shape[2], problem.k.shape[2])
     found = tile_lists(mask, problem.batch, problem.heads_q, *lengths, _MADE_TILE, problem.q.device)
-    return BlockSparseTensors(*found, tile=_MADE_TILE, lengths=lengths)
+    made = BlockSparseTensors(*found, tile=_MADE_TILE, lengths=lengths)
+    return made.transposed() if by_key else made
 
 
-def _made_ragged(problem: Problem, mask: TracedMod) -> Any:
-    from anyattn.mods.ragged import classify_ragged
-    from anyattn.sparsity.varlen import VarlenBlockSparseTensors
+def _given(problem: Problem, by_key: bool) -> Any:
+    """The lists that came with the call; those of a ragged batch with the places of their sequences' lists."""
+    lists: Any = problem.blocks.transposed() if by_key and problem.blocks is not None else problem.blocks
+    if problem.sequences is None:
+        return lists
+    from anyattn.sparsity.ragged_lists import RaggedLists
 
-    assert problem.sequences is not None
-    lengths = (problem.sequences.seqlens_q, problem.sequences.seqlens_k)
-    classes = classify_ragged(mask, *lengths, *_MADE_TILE, problem.heads_q)
-    return VarlenBlockSparseTensors.from_classes(classes, _MADE_TILE, *lengths)
+    return RaggedLists.of(lists)
 
 
-def _entries(s: Sequences, first: Tensor | None, index: Tensor | None) -> Tensor:
-    """Where each sequence is. first, index: its first row tile, and its first place, in ragged lists."""
+def _lists_of(problem: Problem, chosen: Chosen, by_key: bool) -> tuple[Any, tuple[int, int]]:
+    """The lists of a call, and the rows and keys of their tiles; (None, (0, 0)) without."""
+    if chosen.lists is None:
+        return None, (0, 0)
+    if chosen.lists != "given":
+        return _made(problem, chosen.lists, by_key), _MADE_TILE
+    assert problem.blocks is not None
+    return _given(problem, by_key), problem.blocks.tile
+
+
+def _entries(s: Sequences, lists: Any) -> Tensor:
+    """Where each sequence is, and its first row tile and first place in ragged lists."""
     zero = torch.zeros_like(s.q_row)
+    first, index = (None, None) if lists is None else (lists.first_row, lists.first_entry)
     columns = (s.q_row, s.q_start, s.seqlens_q, s.k_row, s.k_start, s.seqlens_k, s.q_first, first, index)
     return torch.stack([zero if c is None else c.to(zero.dtype) for c in columns], 1).to(torch.int32)
 
