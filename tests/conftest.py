@@ -2,7 +2,7 @@
 
 ``ANYATTN_MUTANT=name`` runs them with that planted bug (see ``anyattn.testing.mutants``). ``ANYATTN_TEST_BACKEND=name`` runs them on that
 backend: every call that names none insists on it; ``ANYATTN_TEST_TILES=32x16`` says with tiles of which size where a call does not, so that
-a test's few keys fill several. What that backend allocates holds garbage first, as the torch backend's does by ``anyattn.testing.poison``.
+a test's few keys fill several. With ``ANYATTN_TEST_FILL=1`` all memory holds garbage first.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ def _backend():
 
     from anyattn import plan, recall
 
-    # torch then fills all memory that it hands out uninitialised, with NaN or the greatest number
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    if os.environ.get("ANYATTN_TEST_FILL") == "1":
+        # torch then fills all memory that it hands out uninitialised, with NaN or the greatest number
+        torch.use_deterministic_algorithms(True, warn_only=True)
     choose = plan.choose
     tiles = dict(zip(("tile_m", "tile_n"), map(int, os.environ.get("ANYATTN_TEST_TILES", "32x16").split("x"))))
 

@@ -21,11 +21,13 @@ PATIENCE = 900  # seconds of a part, which takes one of them a minute where noth
 
 
 class Part(NamedTuple):
-    """files: below tests/. chosen: pytest's ``-k``. tiles: of calls that name none."""
+    """files: below tests/. chosen: pytest's ``-k``. tiles: of calls that name none. fills: memory holds garbage first (not where a test
+    reserves gigabytes that it never touches)."""
 
     files: str
     chosen: str = ""
     tiles: str = "32x16"
+    fills: bool = True
 
 
 # of the edge cases those that are small enough; the others, at a smaller size, are among the variants
@@ -37,7 +39,7 @@ PARTS = {
     "sequences": Part("triton/interpreted_sequences.py"),
     "variants": Part("triton/interpreted_variants.py", "test_variant"),
     "more of variants": Part("triton/interpreted_variants.py", "not test_variant"),
-    "edge cases": Part("end_to_end/test_edge_cases.py", f"({' '.join(EDGES.split())}) and not float64", "64x32"),
+    "edge cases": Part("end_to_end/test_edge_cases.py", f"({' '.join(EDGES.split())}) and not float64", "64x32", fills=False),
 }
 
 
@@ -45,7 +47,7 @@ def run(part: Part, **more: str) -> subprocess.CompletedProcess:
     found = os.pathsep.join([str(TESTS.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {
         **os.environ, "TRITON_INTERPRET": "1", "ANYATTN_TEST_BACKEND": "triton", "ANYATTN_TEST_TILES": part.tiles, "PYTHONPATH": found,
-        "OMP_NUM_THREADS": "1", **more,
+        "OMP_NUM_THREADS": "1", "ANYATTN_TEST_FILL": str(int(part.fills)), **more,
     }  # fmt: skip
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore", "--durations=5"]
     command += [str(TESTS / part.files), *(["-k", part.chosen] if part.chosen else [])]
