@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 # Inductor and dynamo alone would double the time that importing torch takes.
@@ -27,7 +28,7 @@ print(json.dumps({
 """
 
 
-def _probe(code: str = PROBE) -> dict:
+def _probe(code: str = PROBE) -> Any:
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=ROOT, timeout=240)
     assert done.returncode == 0, done.stderr
@@ -53,3 +54,16 @@ import anyattn
 print(json.dumps({name: getattr(anyattn, name) is not None for name in anyattn.__all__}))
 """
     assert all(_probe(code).values())
+
+
+FIRST_CALL = """
+import json, sys
+import anyattn, torch
+q = torch.randn(1, 2, 40, 8)
+anyattn.flex_attention(q, q, q, mask_mod=lambda b, h, i, j: i >= j)
+print(json.dumps([name for name in ("triton", "cutlass", "matplotlib") if name in sys.modules]))
+"""
+
+
+def test_a_call_on_a_cpu_loads_no_compiler() -> None:
+    assert _probe(FIRST_CALL) == []

@@ -8,6 +8,8 @@ language is patched again for every function that a kernel calls, a third of all
 
 from __future__ import annotations
 
+import os
+import sys
 from functools import lru_cache
 from typing import Any
 
@@ -18,7 +20,9 @@ __all__ = ["is_interpreting", "mend"]
 
 
 def is_interpreting() -> bool:
-    """Whether kernels run in the interpreter; Triton decides when it is imported."""
+    """Whether kernels run in the interpreter; Triton decides when it is imported. Does not import it only to hear that they do not."""
+    if "triton" not in sys.modules and not os.environ.get("TRITON_INTERPRET"):
+        return False
     import triton
 
     return bool(triton.knobs.runtime.interpret)
