@@ -23,7 +23,7 @@ from anyattn.geometry.sequences import OnHost
 from anyattn.kvcache import append
 from anyattn.plan import Plan
 from anyattn.problem import Problem
-from anyattn.recall_step import step_call
+from anyattn.recall_step import asks_mods, facts_of_options, seen, step_call
 
 __all__ = ["KnownCall", "decode_call"]
 
@@ -99,32 +99,18 @@ def _facts(given: Given, options: Options) -> tuple | None:
     """None for a call that is not remembered, such as one with a wrong argument."""
     if given.rotary_cos is not None or given.rotary_sin is not None or given.cu_seqlens_q is not None or given.max_seqlen_q is not None:
         return None
-    if options.score_mod is not None or options.mask_mod is not None or options.alibi_slopes is not None or options.aux_tensors is not None:
+    if asks_mods(options):
         return None
     try:
         device = given.q.device
         if device.type != "cpu" or check_lengths.takes_their_word(device, given.validate) or (given.k is None) != (given.v is None):
             return None
-        window = options.window_size
-        numbers = (options.causal, *window, options.softcap, options.num_splits, given.validate)
-        flags = (
-            numbers, tuple([type(n) for n in numbers]), type(window), bool(options.return_lse), recall.scale_fact(options.softmax_scale),
-            torch.get_default_dtype(),
-        )  # fmt: skip
-        rows = tuple([_seen(x) for x in (given.q, given.k_cache, given.v_cache, given.k, given.v, options.sink)])
-        lengths = int if type(given.cache_seqlens) is int else _seen(given.cache_seqlens)
-        return ("cache", rows, lengths, _seen(given.cache_batch_idx), _seen(given.cache_leftpad), _seen(given.page_table), flags)
+        flags = facts_of_options(options, given.validate)
+        rows = tuple([seen(x) for x in (given.q, given.k_cache, given.v_cache, given.k, given.v, options.sink)])
+        lengths = int if type(given.cache_seqlens) is int else seen(given.cache_seqlens)
+        return ("cache", rows, lengths, seen(given.cache_batch_idx), seen(given.cache_leftpad), seen(given.page_table), flags)
     except (recall.Unfit, *recall.UNREADABLE):
         return None
-
-
-def _seen(x: Any) -> tuple | None:
-    """The facts of a tensor, which on a CPU are not hung up on how it is aligned; gradients are no matter of this door."""
-    if x is None:
-        return None
-    if type(x) not in recall.PLAIN:
-        raise recall.Unfit
-    return x.shape, x.stride(), x.dtype, x.device
 
 
 # ---- a call of known facts

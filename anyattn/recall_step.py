@@ -17,7 +17,7 @@ from anyattn.geometry.stored_cache import CacheSizes, CacheStep, CacheTables, St
 from anyattn.plan import Plan
 from anyattn.problem import Problem
 
-__all__ = ["step_call"]
+__all__ = ["asks_mods", "facts_of_options", "seen", "step_call"]
 
 
 class _Remembered(NamedTuple):
@@ -49,17 +49,14 @@ def step_call(given: Given, options: Options, backend: str | None) -> tuple[Cach
 
 def _facts(given: Given, options: Options, backend: str | None) -> tuple | None:
     """None for a call that is not remembered, such as one with a wrong argument."""
-    if options.score_mod is not None or options.mask_mod is not None or options.alibi_slopes is not None or options.aux_tensors is not None:
+    if asks_mods(options):
         return None
     try:
-        window, most_q = options.window_size, given.max_seqlen_q
+        most_q = given.max_seqlen_q
         if most_q is not None and type(most_q) is not int:
             return None
-        numbers = (options.causal, *window, options.softcap, options.num_splits, given.validate, most_q)
-        flags = (
-            numbers, tuple([type(n) for n in numbers]), type(window), bool(options.return_lse), recall.scale_fact(options.softmax_scale),
-            bool(given.rotary_interleaved), backend, given.k_cache.data_ptr() == given.v_cache.data_ptr(), torch.get_default_dtype(),
-        )  # fmt: skip
+        is_one = given.k_cache.data_ptr() == given.v_cache.data_ptr()
+        flags = (facts_of_options(options, given.validate, most_q), bool(given.rotary_interleaved), backend, is_one)
         rows = tuple([_seen(x) for x in (given.q, given.k_cache, given.v_cache, given.k, given.v, options.sink)])
         turns = _seen(given.rotary_cos), _seen(given.rotary_sin)
         lengths = type(given.cache_seqlens) if type(given.cache_seqlens) in (int, type(None)) else _seen(given.cache_seqlens)
@@ -69,12 +66,32 @@ def _facts(given: Given, options: Options, backend: str | None) -> tuple | None:
         return None
 
 
-def _seen(x: Any) -> tuple | None:
+def seen(x: Any) -> tuple | None:
+    """The facts of a tensor, but for how it is aligned; gradients are no matter of this door."""
     if x is None:
         return None
     if type(x) not in recall.PLAIN:
         raise recall.Unfit
-    return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15
+    return x.shape, x.stride(), x.dtype, x.device
+
+
+def _seen(x: Any) -> tuple | None:
+    found = seen(x)
+    return None if found is None else (*found, x.data_ptr() & 15)
+
+
+def asks_mods(options: Options) -> bool:
+    """Whether something in the options has to be traced or read on every call."""
+    o = options
+    return o.score_mod is not None or o.mask_mod is not None or o.alibi_slopes is not None or o.aux_tensors is not None
+
+
+def facts_of_options(options: Options, *others: Any) -> tuple:
+    """others: more numbers; of all of them the types count too."""
+    window = options.window_size
+    numbers = (options.causal, *window, options.softcap, options.num_splits, *others)
+    types, scale = tuple([type(n) for n in numbers]), recall.scale_fact(options.softmax_scale)
+    return numbers, types, type(window), bool(options.return_lse), scale, torch.get_default_dtype()
 
 
 def _known_call(given: Given, options: Options, known: _Remembered) -> CacheCall:

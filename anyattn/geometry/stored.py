@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from anyattn.geometry.sequences import Sequences
 
-__all__ = ["LengthTables", "StoredSequences", "StoredSizes"]
+__all__ = ["LengthTables", "StoredSequences", "StoredSizes", "UnreadSequences"]
 
 
 class LengthTables(NamedTuple):
@@ -34,7 +34,30 @@ class StoredSizes(NamedTuple):
     page_size: int = 0
 
 
-class StoredSequences(Sequences):
+class UnreadSequences(Sequences):
+    """``Sequences`` of tables that nobody has looked at. sizes: what is known without, a ``batch`` and a ``bound_q`` among it."""
+
+    sizes: Any
+    device: torch.device | None
+
+    @property
+    def batch(self) -> int:
+        return self.sizes.batch
+
+    @property
+    def bound_q(self) -> int:
+        return self.sizes.bound_q
+
+    @property
+    def is_unread(self) -> bool:
+        return True
+
+    @cached_property
+    def _number(self) -> Tensor:
+        return torch.arange(self.batch, device=self.device)
+
+
+class StoredSequences(UnreadSequences):
     """``Sequences`` whose fields are computed from the tables when they are asked for; a kernel may read the tables instead.
 
     tables: what says where the sequences are.
@@ -51,23 +74,10 @@ class StoredSequences(Sequences):
 
     tables: LengthTables
     sizes: StoredSizes
-    device: torch.device | None
-
-    @property
-    def batch(self) -> int:
-        return self.sizes.batch
-
-    @property
-    def bound_q(self) -> int:
-        return self.sizes.bound_q
 
     @property
     def bound_k(self) -> int:
         return self.sizes.bound_k
-
-    @property
-    def is_unread(self) -> bool:
-        return True
 
     @property
     def uses_all_rows(self) -> bool:
@@ -119,10 +129,6 @@ class StoredSequences(Sequences):
     @cached_property
     def q_first(self) -> Tensor:  # type: ignore[override]
         return torch.zeros_like(self._number)
-
-    @cached_property
-    def _number(self) -> Tensor:
-        return torch.arange(self.sizes.batch, device=self.device)
 
     def _lengths(self, ends: Tensor | None, used: Tensor | None, rows: int) -> Tensor:
         if used is not None:

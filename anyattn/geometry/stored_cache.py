@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from anyattn.geometry.sequences import Sequences
+from anyattn.geometry.stored import UnreadSequences
 
 __all__ = ["CacheSizes", "CacheStep", "CacheTables", "StoredCache"]
 
@@ -63,7 +64,7 @@ class CacheStep:
     follows: bool = False
 
 
-class StoredCache(Sequences):
+class StoredCache(UnreadSequences):
     """``Sequences`` after a step, whose fields are computed from the tables when they are asked for; a kernel may read the tables instead.
 
     Whatever the tables hold, no entry has a key outside of its storage: rows for which there is no room are left out, and all keys of an
@@ -82,23 +83,10 @@ class StoredCache(Sequences):
 
     tables: CacheTables
     sizes: CacheSizes
-    device: torch.device
-
-    @property
-    def batch(self) -> int:
-        return self.sizes.batch
-
-    @property
-    def bound_q(self) -> int:
-        return self.sizes.bound_q
 
     @property
     def bound_k(self) -> int:
         return self.sizes.capacity
-
-    @property
-    def is_unread(self) -> bool:
-        return True
 
     @property
     def uses_all_rows(self) -> bool:
@@ -153,10 +141,6 @@ class StoredCache(Sequences):
     def _ends(self) -> Tensor:
         assert self.tables.cu_seqlens_q is not None
         return self.tables.cu_seqlens_q.to(torch.int64).clamp(0, self.sizes.rows_q)
-
-    @cached_property
-    def _number(self) -> Tensor:
-        return torch.arange(self.batch, device=self.device)
 
     @cached_property
     def _zero(self) -> Tensor:

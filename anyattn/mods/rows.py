@@ -20,7 +20,7 @@ from anyattn.mods.ir import Expr
 from anyattn.mods.solver import NO_LIMIT, NotRangesError, Solver
 from anyattn.mods.trace import TracedMod
 
-__all__ = ["MAX_RANGES", "NO_LIMIT", "RowRanges", "limits", "limits_of_rows", "row_ranges"]
+__all__ = ["MAX_RANGES", "NO_LIMIT", "RowRanges", "limits", "limits_of_rows", "ranges_unread", "row_ranges"]
 
 MAX_RANGES = 4  # a kernel keeps two registers per range and row
 
@@ -75,6 +75,15 @@ def _derive(mod: TracedMod) -> RowRanges | None:
     out = solver.out
     outputs = [p for lo, hi in ranges or [(solver.number(0), solver.number(0))] for p in (solver.lower(lo), solver.upper(hi))]
     return RowRanges(out.build(*outputs), mod.scalars, tuple(solver.tensors))
+
+
+def ranges_unread(mask: TracedMod) -> RowRanges | None:
+    """The row ranges of a mask where finding them takes no look at what captured tensors hold, which on a GPU would wait for them."""
+    if any(n.op == "load" and d.kv for n, d in zip(mask.expr.nodes, dependence(mask.expr), strict=True)):
+        return None
+    ranges = row_ranges(mask)
+    # what ranges capture is looked up in the mask's own numbers and tensors
+    return ranges if ranges is not None and len(ranges.tensors) <= len(mask.tensors) else None
 
 
 # ---- numbers

@@ -16,11 +16,12 @@ import torch
 import anyattn
 from anyattn import check_flash, masks, plan
 from anyattn.backends.hopper.config import Config, Tiles, padded, sides
-from anyattn.backends.hopper.specialise import Special, ranges_unread, specialised
+from anyattn.backends.hopper.specialise import Special, specialised
 from anyattn.backends.hopper.supports import reason_against
 from anyattn.backends.hopper.tables import visits_of
 from anyattn.check_flash import Options
 from anyattn.hardware import Hardware
+from anyattn.mods.rows import ranges_unread
 from anyattn.mods.trace import trace
 from anyattn.problem import Problem
 from anyattn.sparsity.block_sparse import BlockSparseTensors

@@ -14,11 +14,11 @@ from anyattn.backends.hopper.staging import factored
 from anyattn.mods.dependence import dependence
 from anyattn.mods.ir import Builder, Expr
 from anyattn.mods.native import has_native
-from anyattn.mods.rows import RowRanges, row_ranges
+from anyattn.mods.rows import RowRanges, ranges_unread
 from anyattn.mods.trace import TracedMod
 from anyattn.problem import Problem
 
-__all__ = ["Special", "fitting", "list_tile_misfit", "ranges_unread", "specialised", "tile_of"]
+__all__ = ["Special", "fitting", "list_tile_misfit", "specialised", "tile_of"]
 
 _FAR = 2**30  # further than any position; twice that is still a number of 32 bits
 _MOST_RANGES = 2  # of a row, that the kernel keeps in registers
@@ -142,15 +142,6 @@ def fitting(tile: tuple[int, int]) -> tuple[int, int]:
 def list_tile_misfit(tile: tuple[int, int]) -> bool:
     """Whether lists in such tiles cannot be read by a kernel whose own are smaller parts of them."""
     return bool(tile[0] % TILE_M or tile[1] % 16)
-
-
-def ranges_unread(mask: TracedMod) -> RowRanges | None:
-    """The row ranges of a mask where finding them takes no look at what captured tensors hold, which on a GPU would wait for them."""
-    if any(n.op == "load" and d.kv for n, d in zip(mask.expr.nodes, dependence(mask.expr), strict=True)):
-        return None
-    ranges = row_ranges(mask)
-    # what ranges capture is looked up in the mask's own numbers and tensors
-    return ranges if ranges is not None and len(ranges.tensors) <= len(mask.tensors) else None
 
 
 def _band(mask: TracedMod) -> RowRanges | None:

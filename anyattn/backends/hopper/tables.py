@@ -14,6 +14,7 @@ from anyattn.backends.hopper.launch import launch
 from anyattn.backends.hopper.specialise import Special, tile_of
 from anyattn.backends.hopper.tables_config import MOST_ENTRIES, THREADS, TablesConfig
 from anyattn.geometry.integers import ceil_div
+from anyattn.geometry.ragged_table import entries_table, numbered_tiles
 from anyattn.geometry.sequences import Sequences
 from anyattn.geometry.stored import StoredSequences
 from anyattn.mods.trace import TracedMod
@@ -175,13 +176,10 @@ def _tables_config(config: Config, is_large: bool) -> TablesConfig:
 
 def _entries(s: Sequences, lists: Any) -> Tensor:
     """``visits.Tables.entries``. lists: ``RaggedLists``, by whose lengths, if any, the kernel finds its way through them, or None."""
-    zero = torch.zeros_like(s.q_row)
-    first, index = (zero, zero) if lists is None else (lists.first_row.to(zero.dtype), lists.first_entry.to(zero.dtype))
-    seqlens_q, seqlens_k = s.seqlens_q, s.seqlens_k
-    if lists is not None and lists.seqlens_q is not None:
-        seqlens_q, seqlens_k = lists.seqlens_q, lists.seqlens_k
-    columns = (s.q_row, s.q_start, seqlens_q, s.k_row, s.k_start, seqlens_k, s.q_first, first, index)
-    return torch.stack(columns, 1).to(torch.int32)
+    if lists is None:
+        return entries_table(s)
+    lengths = None if lists.seqlens_q is None else (lists.seqlens_q, lists.seqlens_k)
+    return entries_table(s, lengths, (lists.first_row, lists.first_entry))
 
 
 def _order_of_entries(s: Sequences, tile_m: int, most: int, ends_with_row: bool) -> Tensor:
@@ -189,13 +187,7 @@ def _order_of_entries(s: Sequences, tile_m: int, most: int, ends_with_row: bool)
 
     Asks nothing of the host. ends_with_row: a row sees keys up to its own place.
     """
-    tiles = ceil_div(s.seqlens_q, tile_m)
-    ends = tiles.cumsum(0)
-    number = torch.arange(most, device=ends.device)
-    entry = torch.searchsorted(ends, number, right=True)
-    exists = entry < s.batch
-    entry = entry.clamp(max=s.batch - 1)
-    m_block = number - (ends - tiles)[entry]
+    entry, m_block, exists = numbered_tiles(ceil_div(s.seqlens_q, tile_m), most)
     cost = s.seqlens_k[entry]
     if ends_with_row:
         cost = torch.minimum(cost, (m_block + 1) * tile_m + cost - s.seqlens_q[entry])

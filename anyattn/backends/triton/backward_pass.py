@@ -14,7 +14,7 @@ from anyattn.backends.triton import tables, tuning
 from anyattn.backends.triton.config import Tiles, backward_tiles, capability_of, fitting, padded
 from anyattn.backends.triton.launch import Signature, entry_of, run_entry, strides_of
 from anyattn.backends.triton.programs import Chosen, Program, Read, captured_of, gradient_part, program_of
-from anyattn.backends.triton.shared import SIZES, STRIDE_NAMES, constants_of, sizes_of
+from anyattn.backends.triton.shared import COUNTS, FUNCTIONS, LISTS, SIZES, constants_of, programs_along_batch, sizes_of, strides_named
 from anyattn.backends.triton.styles import shape_of
 from anyattn.geometry.integers import ceil_div
 from anyattn.plan import Plan
@@ -22,23 +22,16 @@ from anyattn.problem import Problem
 
 __all__ = ["backward"]
 
-_FUNCTIONS = (("score",), ("ranges", "listed"), ("always",))
-_LISTS = (("part_statistics", "part_out"), ("lists_entry", "lists_head", "lists_row", "lists_flat"))
 _SIZES = (*SIZES, "span_places")
-_COUNTS = ("partial_count", "partial_index", "full_count", "full_index")
 _TENSORS = ("q", "k", "v", "dout", "lse", "delta", "dq", "dk", "dv", "entries", "order", "pages", "spans")
-
-
-def _strides(*names: str) -> tuple[tuple[str, ...], ...]:
-    return tuple(tuple(f"{t}_{s}" for s in STRIDE_NAMES) for t in names)
 
 
 def _signature(body: str, constants: tuple[str, ...], scatters: bool = False) -> Signature:
     groups = (
-        ("pointer", _TENSORS), ("stride", _strides("q", "k", "v", "dout", "dq", "dk", "dv")), ("long", _LISTS), ("int", _SIZES),
-        ("pointer", _COUNTS), ("float", "scale"),
+        ("pointer", _TENSORS), ("stride", strides_named("q", "k", "v", "dout", "dq", "dk", "dv")), ("long", LISTS), ("int", _SIZES),
+        ("pointer", COUNTS), ("float", "scale"),
     )  # fmt: skip
-    return Signature(f"backward_kernel.{body}", groups, _FUNCTIONS, constants, scatters)
+    return Signature(f"backward_kernel.{body}", groups, FUNCTIONS, constants, scatters)
 
 
 _COMMON = ("TILE_M", "TILE_N", "LIST_M", "LIST_N", "HAS_FULL", "HEAD_DIM", "HEAD_DIM_V", "BLOCK_D", "BLOCK_DV", "HAS_ENTRIES")
@@ -47,10 +40,10 @@ _DKDV = _signature("dkdv_tile", ("RANGES", *_COMMON, "PRECISION"))
 _PREPARE = Signature(
     "backward_kernel.prepare_tile",
     (
-        ("pointer", ("out", "dout", "dlse", "delta", "spans", "entries", "order")), ("stride", _strides("out", "dout")),
-        ("long", (tuple(f"dlse_{s}" for s in STRIDE_NAMES), *_LISTS)), ("int", _SIZES), ("pointer", _COUNTS), ("float", "scale"),
+        ("pointer", ("out", "dout", "dlse", "delta", "spans", "entries", "order")), ("stride", strides_named("out", "dout")),
+        ("long", (*strides_named("dlse"), *LISTS)), ("int", _SIZES), ("pointer", COUNTS), ("float", "scale"),
     ),
-    _FUNCTIONS,
+    FUNCTIONS,
     ("RANGES", "TILE_M", "HEAD_DIM_V", "BLOCK_DV", "HAS_ENTRIES", "HAS_DLSE"),
 )  # fmt: skip
 
@@ -125,9 +118,8 @@ def _prepared(
 ) -> tuple[Tensor, Tensor]:
     """delta (B, Hq, Sq) in float32, and the spans of the row tiles that dk and dv will visit."""
     q, tile_m = problem.q, tiles["dkdv"].tile_m
-    ranges = chosen.program.ranges
-    count = 0 if ranges is None else len(ranges.expr.outputs) // 2
-    places = q.shape[0] * ceil_div(q.shape[2], tile_m) + problem.batch
+    ranges, count = chosen.program.ranges, chosen.program.range_count
+    places = _span_places(problem, tile_m)
     delta = (torch.empty if problem.sequences is None else torch.zeros)(q.shape[:3], dtype=torch.float32, device=q.device)
     spans = torch.empty((problem.heads_q * places, max(4 * count, 1)), dtype=torch.int32, device=q.device)
     found = tables.tables_of(problem, replace(chosen, lists=None), tile_m)
@@ -141,13 +133,17 @@ def _prepared(
         "RANGES": count, "TILE_M": tile_m, "HEAD_DIM_V": out.shape[3], "BLOCK_DV": padded(out.shape[3]),
         "HAS_ENTRIES": problem.sequences is not None, "HAS_DLSE": dlse is not None,
     }  # fmt: skip
-    batch = 1 if problem.sequences is not None else problem.batch
     run_entry(
-        entry_of(_PREPARE, program, aligned), (found.row_tiles, problem.heads_q, batch),
+        entry_of(_PREPARE, program, aligned), (found.row_tiles, problem.heads_q, programs_along_batch(problem, found)),
         (*pointers, *strides, *of_dlse, 0, 0, *found.strides, *sizes_of(problem, found), places, *(out,) * 4, problem.scale),
         captured, q.device, {**constants, "num_warps": 4, "num_stages": 1},
     )  # fmt: skip
     return delta, spans
+
+
+def _span_places(problem: Problem, tile_m: int) -> int:
+    """Row tiles of one head that have a place among the spans; see ``backward_kernel``."""
+    return problem.q.shape[0] * ceil_div(problem.q.shape[2], tile_m) + problem.batch
 
 
 def _launch(
@@ -173,11 +169,10 @@ def _launch(
     constants: dict[str, Any] = {**constants_of(problem, chosen, found), "TILE_M": tiles.tile_m, "TILE_N": tiles.tile_n}
     if by_key:
         del constants["PAGE_SIZE"]
-    places = problem.q.shape[0] * ceil_div(q.shape[2], tiles.tile_m) + problem.batch
     lists = [q if t is None else t for t in found.lists]
-    batch = 1 if problem.sequences is not None else problem.batch
+    heads = problem.heads_kv if by_key else problem.heads_q
     run_entry(
-        entry_of(_DKDV if by_key else _DQ, program, aligned), (found.row_tiles, problem.heads_kv if by_key else problem.heads_q, batch),
-        (*pointers, *strides, 0, 0, *found.strides, *sizes_of(problem, found), places, *lists, problem.scale),
+        entry_of(_DKDV if by_key else _DQ, program, aligned), (found.row_tiles, heads, programs_along_batch(problem, found)),
+        (*pointers, *strides, 0, 0, *found.strides, *sizes_of(problem, found), _span_places(problem, tiles.tile_m), *lists, problem.scale),
         captured, q.device, {**constants, "num_warps": tiles.num_warps, "num_stages": tiles.num_stages},
     )  # fmt: skip

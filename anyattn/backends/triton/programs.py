@@ -20,11 +20,11 @@ from anyattn.mods.compose import anded
 from anyattn.mods.dependence import dependence
 from anyattn.mods.grad import score_gradients
 from anyattn.mods.ir import Builder, Expr
-from anyattn.mods.rows import RowRanges, row_ranges
+from anyattn.mods.rows import RowRanges, ranges_unread
 from anyattn.mods.trace import TracedMod
 from anyattn.problem import Problem
 
-__all__ = ["MOST_RANGES", "Part", "Program", "Read", "captured_of", "gradient_part", "program_of", "ranges_unread", "staged"]
+__all__ = ["MOST_RANGES", "Part", "Program", "Read", "captured_of", "gradient_part", "program_of", "staged"]
 
 MOST_RANGES = 2  # of a row, whose limits a kernel keeps
 
@@ -71,6 +71,11 @@ class Program:
     @property
     def parts(self) -> tuple[Part, ...]:
         return tuple(p for p in (self.score, self.ranges, self.listed, self.always) if p is not None)
+
+    @property
+    def range_count(self) -> int:
+        """How many ranges of keys a row has, 0 where lists say which tiles to visit."""
+        return 0 if self.ranges is None else len(self.ranges.expr.outputs) // 2
 
     @property
     def source(self) -> str:
@@ -122,14 +127,6 @@ def program_of(problem: Problem) -> Chosen:
 def captured_of(chosen: Chosen) -> tuple[Read, ...]:
     """The captured values of every part, in order."""
     return tuple(Read(packed_scalars(m.scalars), tuple(t.detach() for t in m.tensors)) for m in chosen.mods)
-
-
-def ranges_unread(mask: TracedMod) -> RowRanges | None:
-    """The row ranges of a mask where finding them takes no look at what captured tensors hold, which on a GPU would wait for them."""
-    if any(n.op == "load" and d.kv for n, d in zip(mask.expr.nodes, dependence(mask.expr), strict=True)):
-        return None
-    ranges = row_ranges(mask)
-    return ranges if ranges is not None and len(ranges.tensors) <= len(mask.tensors) else None
 
 
 def _few(mask: TracedMod | None) -> RowRanges | None:

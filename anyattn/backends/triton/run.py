@@ -14,7 +14,7 @@ from anyattn.backends.triton.config import Tiles
 from anyattn.backends.triton.launch import Signature, entry_of, entry_source, run_entry, strides_of
 from anyattn.backends.triton.layout import padded_group, positions_per_tile, rows_of
 from anyattn.backends.triton.programs import Chosen, captured_of, program_of
-from anyattn.backends.triton.shared import SIZES, STRIDE_NAMES, constants_of, sizes_of
+from anyattn.backends.triton.shared import COUNTS, FUNCTIONS, LISTS, SIZES, constants_of, programs_along_batch, sizes_of, strides_named
 from anyattn.geometry.stored_cache import StoredCache
 from anyattn.plan import Plan
 from anyattn.problem import Problem
@@ -30,7 +30,6 @@ class Result(NamedTuple):
     max_scores: Tensor | None
 
 
-_STRIDES = tuple(tuple(f"{t}_{s}" for s in STRIDE_NAMES) for t in ("q", "k", "v", "out"))
 _FORWARD = Signature(
     "forward_kernel.forward_tile",
     (
@@ -38,14 +37,14 @@ _FORWARD = Signature(
             "pointer",
             ("q", "k", "v", "out", "lse", "highest", "sink", "entries", "order", "pages", "cached", "leftpad", "cache_rows"),
         ),
-        ("stride", _STRIDES),
-        ("long", (("part_statistics", "part_out"), ("lists_entry", "lists_head", "lists_row", "lists_flat"))),
+        ("stride", strides_named("q", "k", "v", "out")),
+        ("long", LISTS),
         ("int", ("cache_new", "cache_capacity", "cache_storage", "last_page")),
         ("int", SIZES),
-        ("pointer", ("partial_count", "partial_index", "full_count", "full_index")),
+        ("pointer", COUNTS),
         ("float", "scale"),
     ),
-    (("score",), ("ranges", "listed"), ("always",)),
+    FUNCTIONS,
     (
         "RANGES", "TILE_M", "TILE_N", "LIST_M", "LIST_N", "HAS_FULL", "HEAD_DIM", "HEAD_DIM_V", "BLOCK_D", "BLOCK_DV", "GROUP", "PACKED",
         "HAS_ENTRIES", "IS_CACHE", "HAS_LEFTPAD", "HAS_ROWS", "PAGE_SIZE", "HAS_SINK", "HAS_LSE", "HAS_MAX", "PRECISION",
@@ -130,9 +129,8 @@ def _launch(problem: Problem, plan: Plan, chosen: Chosen, found: tables.Tables, 
         "HAS_MAX": target.highest is not None,
     }  # fmt: skip
     kernel = entry_of(_FORWARD, chosen.program, is_aligned)
-    batch = 1 if found.entries is not None else problem.batch
     run_entry(
-        kernel, (found.row_tiles, problem.heads_q // packed, batch * splits),
+        kernel, (found.row_tiles, problem.heads_q // packed, programs_along_batch(problem, found) * splits),
         (
             *pointers, *strides, *target.parts[1:], *found.strides, *_cache_sizes(problem, cache), *sizes_of(problem, found, splits),
             *lists, problem.scale,

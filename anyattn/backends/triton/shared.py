@@ -11,10 +11,22 @@ from anyattn.backends.triton.programs import Chosen
 from anyattn.backends.triton.tables import Tables
 from anyattn.problem import Problem
 
-__all__ = ["SIZES", "STRIDE_NAMES", "constants_of", "sizes_of"]
+__all__ = ["COUNTS", "FUNCTIONS", "LISTS", "SIZES", "constants_of", "programs_along_batch", "sizes_of", "strides_named"]
 
 SIZES = ("seqlen_q", "seqlen_k", "heads", "positions", "row_tiles", "splits", "pages_each", "ratio")
-STRIDE_NAMES = ("rows", "head", "position")
+LISTS = (("part_statistics", "part_out"), ("lists_entry", "lists_head", "lists_row", "lists_flat"))
+COUNTS = ("partial_count", "partial_index", "full_count", "full_index")
+FUNCTIONS = (("score",), ("ranges", "listed"), ("always",))  # the parts that a kernel asks
+
+
+def strides_named(*names: str) -> tuple[tuple[str, ...], ...]:
+    """The names of each tensor's strides."""
+    return tuple(tuple(f"{t}_{s}" for s in ("rows", "head", "position")) for t in names)
+
+
+def programs_along_batch(problem: Problem, found: Tables) -> int:
+    """A table of entries has its row tiles one after the other."""
+    return 1 if found.entries is not None else problem.batch
 
 
 def sizes_of(problem: Problem, found: Tables, splits: int = 1) -> tuple[int, ...]:
@@ -27,9 +39,9 @@ def sizes_of(problem: Problem, found: Tables, splits: int = 1) -> tuple[int, ...
 def constants_of(problem: Problem, chosen: Chosen, found: Tables) -> dict[str, Any]:
     """What specialises every kernel that reads the problem's storage."""
     d, dv = problem.q.shape[3], problem.v.shape[3]
-    ranges, sequences = chosen.program.ranges, problem.sequences
+    sequences = problem.sequences
     return {
-        "RANGES": 0 if ranges is None else len(ranges.expr.outputs) // 2, "LIST_M": found.list_tile[0], "LIST_N": found.list_tile[1],
+        "RANGES": chosen.program.range_count, "LIST_M": found.list_tile[0], "LIST_N": found.list_tile[1],
         "HAS_FULL": found.lists[2] is not None, "HEAD_DIM": d, "HEAD_DIM_V": dv, "BLOCK_D": padded(d), "BLOCK_DV": padded(dv),
         "HAS_ENTRIES": found.entries is not None, "PAGE_SIZE": 0 if found.pages is None or sequences is None else problem.k.shape[2],
         "PRECISION": "ieee" if problem.q.dtype is torch.float32 else "tf32",

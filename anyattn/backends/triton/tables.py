@@ -10,6 +10,7 @@ from torch import Tensor
 
 from anyattn.backends.triton.programs import Chosen
 from anyattn.geometry.integers import ceil_div
+from anyattn.geometry.ragged_table import entries_table, numbered_tiles
 from anyattn.geometry.sequences import Sequences
 from anyattn.geometry.stored_cache import StoredCache
 from anyattn.mods.compose import turned
@@ -51,7 +52,7 @@ def tables_of(problem: Problem, chosen: Chosen, tile_m: int) -> Tables:
     if isinstance(sequences, StoredCache) and sequences.uses_all_rows and lists is None:
         return Tables(ceil_div(sequences.bound_q, tile_m), None, None, pages, tensors, tile, strides, sequences)
     order = _order(problem.q.shape, problem.bound_q, sequences.seqlens_q, sequences.seqlens_k, (tile_m, tile[0]))
-    return Tables(len(order), _entries(sequences, lists), order, pages, tensors, tile, strides)
+    return Tables(len(order), _entries(sequences, lists, by_key=False), order, pages, tensors, tile, strides)
 
 
 def key_tables_of(problem: Problem, chosen: Chosen, tile_n: int) -> Tables:
@@ -63,7 +64,7 @@ def key_tables_of(problem: Problem, chosen: Chosen, tile_n: int) -> Tables:
         tiles = ceil_div(problem.k.shape[2], tile_n) if tensors[0] is None else tensors[0].shape[2] * ceil_div(tile[1], tile_n)
         return Tables(tiles, None, None, None, tensors, tile, strides)
     order = _order(problem.k.shape, problem.bound_k, sequences.seqlens_k, sequences.seqlens_q, (tile_n, tile[1]))
-    return Tables(len(order), _entries(sequences, lists), order, None, tensors, tile, strides)
+    return Tables(len(order), _entries(sequences, lists, by_key=True), order, None, tensors, tile, strides)
 
 
 def _of_lists(lists: Any, is_ragged: bool) -> tuple[tuple[Tensor | None, ...], tuple[int, int, int, int]]:
@@ -117,12 +118,14 @@ def _lists_of(problem: Problem, chosen: Chosen, by_key: bool) -> tuple[Any, tupl
     return _given(problem, by_key), problem.blocks.tile
 
 
-def _entries(s: Sequences, lists: Any) -> Tensor:
-    """Where each sequence is, and its first row tile and first place in ragged lists."""
-    zero = torch.zeros_like(s.q_row)
-    first, index = (None, None) if lists is None else (lists.first_row, lists.first_entry)
-    columns = (s.q_row, s.q_start, s.seqlens_q, s.k_row, s.k_start, s.seqlens_k, s.q_first, first, index)
-    return torch.stack([zero if c is None else c.to(zero.dtype) for c in columns], 1).to(torch.int32)
+def _entries(s: Sequences, lists: Any, by_key: bool) -> Tensor:
+    """``places.entry``. lists: ``RaggedLists``, by whose lengths, if any, a kernel finds its way through them, or None."""
+    if lists is None:
+        return entries_table(s)
+    lengths = None if lists.seqlens_q is None else (lists.seqlens_q, lists.seqlens_k)
+    if lengths is not None and by_key:  # such lists' rows are of keys
+        lengths = lengths[::-1]
+    return entries_table(s, lengths, (lists.first_row, lists.first_entry))
 
 
 def _order(shape: Sequence[int], bound: int, lengths: Tensor, others: Tensor, tile: tuple[int, int]) -> Tensor:
@@ -134,12 +137,7 @@ def _order(shape: Sequence[int], bound: int, lengths: Tensor, others: Tensor, ti
     batch, step = len(lengths), tile[1] if tile[1] else tile[0]
     per_line = ceil_div(step, tile[0])
     most = min(batch * ceil_div(bound, step), shape[0] * shape[2] // step + batch) * per_line
-    tiles = ceil_div(lengths, step) * per_line
-    ends = tiles.cumsum(0)
-    number = torch.arange(most, device=ends.device)
-    entry = torch.searchsorted(ends, number, right=True)
-    exists = entry < batch
-    entry = entry.clamp(max=max(batch - 1, 0))
-    at = torch.where(exists, number - (ends - tiles)[entry], -1)
+    entry, at, exists = numbered_tiles(ceil_div(lengths, step) * per_line, most)
+    at = torch.where(exists, at, -1)
     order = torch.where(exists, others[entry], -1).argsort(descending=True, stable=True)
     return torch.stack((entry, at), 1)[order].to(torch.int32)
