@@ -138,8 +138,10 @@ class Problem:
 
     @property
     def needs_grad(self) -> bool:
-        if torch.is_grad_enabled():
-            for t in self.grad_inputs:
-                if t is not None and t.requires_grad:
-                    return True
-        return False
+        if not torch.is_grad_enabled():
+            return False
+        if self.q.requires_grad or self.k.requires_grad or self.v.requires_grad:
+            return True
+        if self.sink is None and self.score is None:
+            return False
+        return any([t is not None and t.requires_grad for t in self.grad_inputs[3:]])

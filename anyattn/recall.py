@@ -120,7 +120,9 @@ class _Recipe:
             numbers, found = reading.numbers, (*reading.tensors, *aux)
             scalars += tuple([numbers[s] for s in self.scalars])
             tensors += tuple([found[t] for t in self.tensors])
-        return TracedMod(self.kind, self.expr, scalars, tensors, self.name)
+        return TracedMod.of_fields(
+            {"kind": self.kind, "expr": self.expr, "scalars": scalars, "tensors": tensors, "name": self.name, "source": None}
+        )
 
 
 class _Remembered(NamedTuple):
@@ -358,7 +360,8 @@ def flash_call(q: Any, k: Any, v: Any, given: Options, backend: str | None) -> t
             _remember_flash(given, lambda: _flash_facts(q, k, v, given, backend), facts, problem, chosen)
         return problem, chosen
     fields = dict(known.fields)
-    fields["q"], fields["k"], fields["v"], fields["sink"] = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), given.sink
+    fields["q"], fields["k"], fields["v"] = torch.transpose(q, 1, 2), torch.transpose(k, 1, 2), torch.transpose(v, 1, 2)
+    fields["sink"] = given.sink
     if given.softmax_scale is not None:
         fields["scale"] = float(given.softmax_scale)
     if known.score is not None:
@@ -397,7 +400,7 @@ def varlen_call(q: Any, k: Any, v: Any, places: Places, given: Options, backend:
 
 def _heads_first(x: Tensor) -> Tensor:
     """(B, S, H, D) or packed (total, H, D) as (B or 1, H, S, D), a view."""
-    return x.transpose(1, 2) if x.ndim == 4 else x.unsqueeze(0).transpose(1, 2)
+    return torch.transpose(x if x.ndim == 4 else x.unsqueeze(0), 1, 2)
 
 
 # ---- remembering

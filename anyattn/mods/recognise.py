@@ -142,7 +142,12 @@ def _function_fits(node: tuple, fn: Any, numbers: list, tensors: list, seen: lis
                 contents = cell.cell_contents
             except ValueError:  # not filled yet
                 contents = _MISSING
-            if not _place_fits(cell_node, contents, numbers, tensors, seen):
+            tag = cell_node[0]
+            if tag == "tensor" and isinstance(contents, _TENSOR):  # as ``_fits``, without two calls
+                tensors.append(contents)
+            elif tag == "number" and type(contents) is cell_node[1]:
+                numbers.append(contents)
+            elif not _place_fits(cell_node, contents, numbers, tensors, seen):
                 return False
     if names:
         known = fn.__globals__
