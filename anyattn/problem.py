@@ -86,9 +86,9 @@ class Problem:
 
     @classmethod
     def of_fields(cls, fields: dict[str, Any]) -> Problem:
-        """A problem of all these fields, by name: the constructor takes longer than a remembered call may."""
+        """A problem of all these fields, by name, whose dictionary becomes its own: the constructor takes longer than a call may."""
         made = object.__new__(cls)
-        vars(made).update(fields)
+        object.__setattr__(made, "__dict__", fields)
         return made
 
     def like(self, **changes: Any) -> Problem:

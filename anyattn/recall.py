@@ -55,6 +55,11 @@ PLAIN = frozenset((Tensor, torch.nn.Parameter))  # a subclass may mean anything 
 UNREADABLE = (AttributeError, TypeError, ValueError, RuntimeError)  # what asking a wrong argument for its facts can raise
 
 
+# looked up once: a call that nothing listens to asks all of them
+_are_transforms_active, _count_modes = torch._C._are_functorch_transforms_active, torch._C._len_torch_dispatch_stack  # type: ignore
+_is_traced, _is_grad_enabled, _default_dtype = torch._C._is_tracing, torch.is_grad_enabled, torch.get_default_dtype  # type: ignore
+
+
 class Unfit(Exception):
     """This call cannot be remembered."""
 
@@ -180,8 +185,7 @@ def size() -> int:
 
 def is_listened_to() -> bool:
     """Whether something sees torch's operations before they run; then they are all made, as on a first call."""
-    c = torch._C
-    return bool(c._are_functorch_transforms_active() or c._len_torch_dispatch_stack() or c._is_tracing())  # type: ignore[attr-defined]
+    return bool(_are_transforms_active() or _count_modes() or _is_traced())
 
 
 def _seen(x: Any) -> tuple:
@@ -242,28 +246,33 @@ def _lists_facts(block_mask: Any) -> tuple:
 
 def _flex_facts(call: FlexCall, backend: Any, options: Any) -> _Facts | None:
     """None for a call that cannot be remembered."""
+    (
+        query, key, value, score_mod, block_mask, mask_mod, aux_tensors, scale, enable_gqa, sink, wants_lse, wants_max, deterministic,
+    ) = call  # fmt: skip
     try:
-        aux = _aux_of(call.aux_tensors)
+        flags = (
+            bool(enable_gqa), wants_lse, wants_max, bool(deterministic), backend, scale is not None and scale_fact(scale),
+            None if options is None else tuple([(name, type(value), value) for name, value in options.items()]),
+            mask_mod is None, aux_tensors is None, _is_grad_enabled(), _default_dtype(),
+        )  # fmt: skip
+        tensors = (_seen(query), _seen(key), _seen(value), None if sink is None else _seen(sink))
+        if score_mod is None and block_mask is None and mask_mod is None and aux_tensors is None:
+            return _Facts(("flex", tensors, flags), None, (), ())
+        aux = _aux_of(aux_tensors)
         lists = None
         score, score_facts = None, None
         masks: tuple[Reading, ...] = ()
-        if call.score_mod is not None:
-            score = _read(call.score_mod)
+        if score_mod is not None:
+            score = _read(score_mod)
             score_facts = _mod_facts(score, False)
-        if call.block_mask is not None:
-            lists = _lists_facts(call.block_mask)
-            masks = (_read(call.block_mask.mask_mod),)
-        if call.mask_mod is not None:
-            masks += (_read(call.mask_mod),)
-        tensors = (_seen(call.query), _seen(call.key), _seen(call.value), _maybe_seen(call.sink), *[_seen(t) for t in aux], _identical(aux))
-        flags = (
-            bool(call.enable_gqa), call.wants_lse, call.wants_max, bool(call.deterministic), backend, scale_fact(call.scale),
-            None if options is None else tuple([(name, type(value), value) for name, value in options.items()]),
-            call.mask_mod is None, call.aux_tensors is None,
-        )  # fmt: skip
+        if block_mask is not None:
+            lists = _lists_facts(block_mask)
+            masks = (_read(block_mask.mask_mod),)
+        if mask_mod is not None:
+            masks += (_read(mask_mod),)
+        extra = (*[_seen(t) for t in aux], _identical(aux)) if aux else ()
         mods = (score_facts, lists, *[_mod_facts(m, True) for m in masks])
-        key = ("flex", tensors, flags, mods, torch.is_grad_enabled(), torch.get_default_dtype())
-        return _Facts(key, score, masks, aux)
+        return _Facts(("flex", tensors, flags, extra, mods), score, masks, aux)
     except (Unfit, *UNREADABLE):
         return None
 
@@ -313,7 +322,7 @@ def _varlen_facts(q: Any, k: Any, v: Any, places: Places, given: Options, backen
 def remembered(key: tuple) -> Any:
     """What was remembered under ``key``, None if nothing was."""
     try:
-        return _store.get(key)
+        return _store.young.get(key) or _store.get(key)
     except TypeError:  # an argument that cannot be hashed, and so is a wrong one
         return None
 

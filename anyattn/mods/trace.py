@@ -60,9 +60,9 @@ class TracedMod:
 
     @classmethod
     def of_fields(cls, fields: dict[str, Any]) -> TracedMod:
-        """A mod of all these fields, by name: the constructor takes longer than a remembered call may."""
+        """A mod of all these fields, by name, whose dictionary becomes its own: the constructor takes longer than a call may."""
         made = object.__new__(cls)
-        vars(made).update(fields)
+        object.__setattr__(made, "__dict__", fields)
         return made
 
 

@@ -58,9 +58,10 @@ class _Ready(NamedTuple):
 def forward(problem: Problem, plan: Plan) -> Result:
     """out and the statistics of a problem that ``supports.reason_against`` has nothing against."""
     shared = _shared(problem, plan)
-    for ready in shared.ready:
-        if ready.known and not (shared.special.positive and shared.special.config_for(problem) is not shared.special.config):
-            return _again(problem, shared.special, ready)
+    if shared.ready:
+        special, ready = shared.special, shared.ready[0]
+        if ready.known and (not special.positive or special.config_for(problem) is special.config):
+            return _again(problem, special, ready)
     return _first(problem, shared)
 
 
