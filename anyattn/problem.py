@@ -144,4 +144,7 @@ class Problem:
             return True
         if self.sink is None and self.score is None:
             return False
-        return any([t is not None and t.requires_grad for t in self.grad_inputs[3:]])
+        for t in self.grad_inputs[3:]:  # noqa: SIM110 - a generator takes longer
+            if t is not None and t.requires_grad:
+                return True
+        return False
