@@ -243,7 +243,7 @@ def _flash_facts(q: Any, k: Any, v: Any, given: Options, backend: Any, seen: Cal
         aux = _aux_of(given.aux_tensors)
         score = None if given.score_mod is None else _read(given.score_mod)
         masks = () if given.mask_mod is None else (_read(given.mask_mod),)
-        tensors = (seen(q), seen(k), seen(v), _maybe_seen(given.sink), _maybe_seen(given.alibi_slopes))
+        tensors: tuple = (seen(q), seen(k), seen(v), _maybe_seen(given.sink), _maybe_seen(given.alibi_slopes))
         if aux:
             tensors += (*[_seen(t) for t in aux], _identical(aux))
         window = given.window_size

@@ -151,6 +151,14 @@ def test_a_factor_below_zero_is_another_kernel(launched: list[Launch]) -> None:
     assert [call(cap) for cap in (2.0, 3.0, -3.0, 4.0)] == [(True, (2.0,)), (True, (3.0,)), (False, (-3.0,)), (True, (4.0,))]
 
 
+def test_a_scale_below_zero_is_another_kernel(launched: list[Launch]) -> None:
+    q, k, v = qkv()
+    for scale in (0.5, 0.25, -0.5, 0.125):
+        anyattn.flex_attention(q, k, v, scale=scale)
+    assert [config.score is None for config, _ in launched] == [True, True, False, True]
+    assert [arguments[15] * math.log(2) for _, arguments in launched] == pytest.approx([0.5, 0.25, -0.5, 0.125], rel=1e-12)
+
+
 def test_numbers_too_far_are_brought_near_again(launched: list[Launch]) -> None:
     def call(width: int) -> Any:
         anyattn.flex_attention(*qkv(), lambda s, b, h, i, j: torch.where(j < width, s, s * 2))
