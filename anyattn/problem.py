@@ -86,9 +86,9 @@ class Problem:
 
     @classmethod
     def of_fields(cls, fields: dict[str, Any]) -> Problem:
-        """A problem of all these fields, by name: the constructor takes longer than a remembered call may."""
+        """A problem of all these fields, by name, whose dictionary becomes its own: the constructor takes longer than a call may."""
         made = object.__new__(cls)
-        vars(made).update(fields)
+        object.__setattr__(made, "__dict__", fields)
         return made
 
     def like(self, **changes: Any) -> Problem:
@@ -138,8 +138,13 @@ class Problem:
 
     @property
     def needs_grad(self) -> bool:
-        if torch.is_grad_enabled():
-            for t in self.grad_inputs:
-                if t is not None and t.requires_grad:
-                    return True
+        if not torch.is_grad_enabled():
+            return False
+        if self.q.requires_grad or self.k.requires_grad or self.v.requires_grad:
+            return True
+        if self.sink is None and self.score is None:
+            return False
+        for t in self.grad_inputs[3:]:  # noqa: SIM110 - a generator takes longer
+            if t is not None and t.requires_grad:
+                return True
         return False

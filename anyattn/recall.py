@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -23,13 +22,13 @@ from torch import Tensor
 from anyattn import check, check_flash, hardware, plan
 from anyattn.check_flash import Options
 from anyattn.geometry.stored import LengthTables, StoredSequences, StoredSizes
-from anyattn.mods.ir import Expr
 from anyattn.mods.loads import doubt, plainly_inside
 from anyattn.mods.native import native_reading
 from anyattn.mods.recognise import Reading, recognise
 from anyattn.mods.trace import TracedMod, is_native
 from anyattn.plan import Plan
 from anyattn.problem import Problem
+from anyattn.recall_recipe import Recipe, Unfit
 from anyattn.recall_varlen import Places, facts_of_places, seen_rows
 
 __all__ = [
@@ -55,8 +54,9 @@ PLAIN = frozenset((Tensor, torch.nn.Parameter))  # a subclass may mean anything 
 UNREADABLE = (AttributeError, TypeError, ValueError, RuntimeError)  # what asking a wrong argument for its facts can raise
 
 
-class Unfit(Exception):
-    """This call cannot be remembered."""
+# looked up once: a call that nothing listens to asks all of them
+_are_transforms_active, _count_modes = torch._C._are_functorch_transforms_active, torch._C._len_torch_dispatch_stack  # type: ignore
+_is_traced, _is_grad_enabled, _default_dtype = torch._C._is_tracing, torch.is_grad_enabled, torch.get_default_dtype  # type: ignore
 
 
 class FlexCall(NamedTuple):
@@ -88,41 +88,6 @@ class _Facts(NamedTuple):
     sizes: StoredSizes | None = None
 
 
-@dataclass(frozen=True)
-class _Recipe:
-    """How to make a traced mod of a later call: the program, and where in its reading the run-time values are.
-
-    before: numbers that the call's facts settle and that come first. fixed: the mod itself, if it has no run-time values at all.
-    """
-
-    kind: str
-    expr: Expr
-    before: tuple[int | float, ...]
-    scalars: tuple[int, ...]
-    tensors: tuple[int, ...]
-    name: str
-    fixed: TracedMod | None = None
-
-    @classmethod
-    def of(cls, mod: TracedMod) -> _Recipe:
-        if mod.source is None:
-            if mod.tensors:
-                raise Unfit
-            return cls(mod.kind, mod.expr, mod.scalars, (), (), mod.name, mod)
-        return cls(mod.kind, mod.expr, (), mod.source.scalars, mod.source.tensors, mod.name, None if mod.scalars or mod.tensors else mod)
-
-    def made(self, reading: Reading | None, aux: tuple[Tensor, ...], leading: tuple[Tensor, ...] = ()) -> TracedMod:
-        """The mod of a call that was read so; leading: tensors that come before those of the reading."""
-        if self.fixed is not None:
-            return self.fixed
-        scalars, tensors = self.before, leading
-        if reading is not None:
-            numbers, found = reading.numbers, (*reading.tensors, *aux)
-            scalars += tuple([numbers[s] for s in self.scalars])
-            tensors += tuple([found[t] for t in self.tensors])
-        return TracedMod(self.kind, self.expr, scalars, tensors, self.name)
-
-
 class _Remembered(NamedTuple):
     """fields: the problem's, but for its tensors and mods. shares_keys: key and value of batch 1 stand for every query batch entry.
 
@@ -131,8 +96,8 @@ class _Remembered(NamedTuple):
 
     plan: Plan
     fields: dict[str, Any]
-    score: _Recipe | None
-    masks: tuple[_Recipe, ...]
+    score: Recipe | None
+    masks: tuple[Recipe, ...]
     has_lists: bool
     shares_keys: bool
     band: tuple[int, ...] = ()
@@ -178,8 +143,7 @@ def size() -> int:
 
 def is_listened_to() -> bool:
     """Whether something sees torch's operations before they run; then they are all made, as on a first call."""
-    c = torch._C
-    return bool(c._are_functorch_transforms_active() or c._len_torch_dispatch_stack() or c._is_tracing())  # type: ignore[attr-defined]
+    return bool(_are_transforms_active() or _count_modes() or _is_traced())
 
 
 def _seen(x: Any) -> tuple:
@@ -211,7 +175,7 @@ def _read(mod: Any) -> Reading:
 def _mod_facts(reading: Reading, is_mask: bool) -> tuple:
     """A mask's numbers decide which keys are seen, so they are facts; a score mod's are not, but for those its pattern names."""
     pattern, numbers, tensors = reading
-    settled = tuple(numbers) if is_mask else tuple([numbers[s] for s in pattern.fixed])
+    settled = tuple(numbers) if is_mask else tuple([numbers[s] for s in pattern.fixed]) if pattern.fixed else ()
     if not tensors:
         return pattern, settled
     return pattern, settled, tuple([_seen(t) for t in tensors]), _identical(tensors)
@@ -240,28 +204,33 @@ def _lists_facts(block_mask: Any) -> tuple:
 
 def _flex_facts(call: FlexCall, backend: Any, options: Any) -> _Facts | None:
     """None for a call that cannot be remembered."""
+    (
+        query, key, value, score_mod, block_mask, mask_mod, aux_tensors, scale, enable_gqa, sink, wants_lse, wants_max, deterministic,
+    ) = call  # fmt: skip
     try:
-        aux = _aux_of(call.aux_tensors)
+        flags = (
+            bool(enable_gqa), wants_lse, wants_max, bool(deterministic), backend, scale is not None and scale_fact(scale),
+            None if options is None else tuple([(name, type(value), value) for name, value in options.items()]),
+            mask_mod is None, aux_tensors is None, _is_grad_enabled(), _default_dtype(),
+        )  # fmt: skip
+        tensors = (_seen(query), _seen(key), _seen(value), None if sink is None else _seen(sink))
+        if score_mod is None and block_mask is None and mask_mod is None and aux_tensors is None:
+            return _Facts(("flex", tensors, flags), None, (), ())
+        aux = _aux_of(aux_tensors)
         lists = None
         score, score_facts = None, None
         masks: tuple[Reading, ...] = ()
-        if call.score_mod is not None:
-            score = _read(call.score_mod)
+        if score_mod is not None:
+            score = _read(score_mod)
             score_facts = _mod_facts(score, False)
-        if call.block_mask is not None:
-            lists = _lists_facts(call.block_mask)
-            masks = (_read(call.block_mask.mask_mod),)
-        if call.mask_mod is not None:
-            masks += (_read(call.mask_mod),)
-        tensors = (_seen(call.query), _seen(call.key), _seen(call.value), _maybe_seen(call.sink), *[_seen(t) for t in aux], _identical(aux))
-        flags = (
-            bool(call.enable_gqa), call.wants_lse, call.wants_max, bool(call.deterministic), backend, scale_fact(call.scale),
-            None if options is None else tuple([(name, type(value), value) for name, value in options.items()]),
-            call.mask_mod is None, call.aux_tensors is None,
-        )  # fmt: skip
+        if block_mask is not None:
+            lists = _lists_facts(block_mask)
+            masks = (_read(block_mask.mask_mod),)
+        if mask_mod is not None:
+            masks += (_read(mask_mod),)
+        extra = (*[_seen(t) for t in aux], _identical(aux)) if aux else ()
         mods = (score_facts, lists, *[_mod_facts(m, True) for m in masks])
-        key = ("flex", tensors, flags, mods, torch.is_grad_enabled(), torch.get_default_dtype())
-        return _Facts(key, score, masks, aux)
+        return _Facts(("flex", tensors, flags, extra, mods), score, masks, aux)
     except (Unfit, *UNREADABLE):
         return None
 
@@ -274,19 +243,17 @@ def _flash_facts(q: Any, k: Any, v: Any, given: Options, backend: Any, seen: Cal
         aux = _aux_of(given.aux_tensors)
         score = None if given.score_mod is None else _read(given.score_mod)
         masks = () if given.mask_mod is None else (_read(given.mask_mod),)
-        tensors = (
-            seen(q), seen(k), seen(v), _maybe_seen(given.sink), _maybe_seen(given.alibi_slopes), *[_seen(t) for t in aux],
-            _identical(aux),
-        )  # fmt: skip
+        tensors: tuple = (seen(q), seen(k), seen(v), _maybe_seen(given.sink), _maybe_seen(given.alibi_slopes))
+        if aux:
+            tensors += (*[_seen(t) for t in aux], _identical(aux))
         window = given.window_size
         numbers = (given.causal, *window, given.softcap, given.num_splits)
         flags = (
-            numbers, tuple([type(n) for n in numbers]), type(window), bool(given.return_lse), bool(given.deterministic), backend,
-            scale_fact(given.softmax_scale), given.aux_tensors is None,
+            numbers, tuple(map(type, numbers)), type(window), bool(given.return_lse), bool(given.deterministic), backend,
+            scale_fact(given.softmax_scale), given.aux_tensors is None, _is_grad_enabled(), _default_dtype(),
         )  # fmt: skip
         mods = (None if score is None else _mod_facts(score, False), *[_mod_facts(m, True) for m in masks])
-        key = ("flash", tensors, flags, mods, torch.is_grad_enabled(), torch.get_default_dtype())
-        return _Facts(key, score, masks, aux)
+        return _Facts(("flash", tensors, flags, mods), score, masks, aux)
     except (Unfit, *UNREADABLE):
         return None
 
@@ -311,7 +278,7 @@ def _varlen_facts(q: Any, k: Any, v: Any, places: Places, given: Options, backen
 def remembered(key: tuple) -> Any:
     """What was remembered under ``key``, None if nothing was."""
     try:
-        return _store.get(key)
+        return _store.young.get(key) or _store.get(key)
     except TypeError:  # an argument that cannot be hashed, and so is a wrong one
         return None
 
@@ -358,7 +325,8 @@ def flash_call(q: Any, k: Any, v: Any, given: Options, backend: str | None) -> t
             _remember_flash(given, lambda: _flash_facts(q, k, v, given, backend), facts, problem, chosen)
         return problem, chosen
     fields = dict(known.fields)
-    fields["q"], fields["k"], fields["v"], fields["sink"] = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), given.sink
+    fields["q"], fields["k"], fields["v"] = torch.transpose(q, 1, 2), torch.transpose(k, 1, 2), torch.transpose(v, 1, 2)
+    fields["sink"] = given.sink
     if given.softmax_scale is not None:
         fields["scale"] = float(given.softmax_scale)
     if known.score is not None:
@@ -397,7 +365,7 @@ def varlen_call(q: Any, k: Any, v: Any, places: Places, given: Options, backend:
 
 def _heads_first(x: Tensor) -> Tensor:
     """(B, S, H, D) or packed (total, H, D) as (B or 1, H, S, D), a view."""
-    return x.transpose(1, 2) if x.ndim == 4 else x.unsqueeze(0).transpose(1, 2)
+    return torch.transpose(x if x.ndim == 4 else x.unsqueeze(0), 1, 2)
 
 
 # ---- remembering
@@ -417,8 +385,8 @@ def _remember_flex(call: FlexCall, backend: Any, options: Any, facts: _Facts, pr
     if still is None or still.key != facts.key:
         return
     try:
-        score = None if problem.score is None else _Recipe.of(problem.score)
-        masks = tuple(_Recipe.of(p) for p in problem.predicates)
+        score = None if problem.score is None else Recipe.of(problem.score)
+        masks = tuple(Recipe.of(p) for p in problem.predicates)
         shares = call.key.shape[0] != call.query.shape[0]
         _store.put(facts.key, _Remembered(chosen, fields_of(problem), score, masks, problem.blocks is not None, shares))
     except Unfit:
@@ -443,7 +411,7 @@ def _remember_flash(
         score = None if problem.score is None else _chained_recipe(problem.score, own, given.alibi_slopes)
         count, bands = int(given.mask_mod is not None), problem.predicates[int(given.mask_mod is not None) :]
         # the band of causal and window_size comes last; the facts settle its numbers
-        masks = (*[_Recipe.of(p) for p in problem.predicates[:count]], *map(_settled, bands))
+        masks = (*[Recipe.of(p) for p in problem.predicates[:count]], *map(_settled, bands))
         band = _places_among(tables, bands[0].tensors) if bands else ()
         _store.put(facts.key, _Remembered(chosen, fields_of(problem), score, masks, False, False, band))
     except Unfit:
@@ -458,11 +426,11 @@ def _places_among(tables: tuple[Any, ...], read: tuple[Tensor, ...]) -> tuple[in
     return found
 
 
-def _settled(mod: TracedMod) -> _Recipe:
-    return _Recipe(mod.kind, mod.expr, mod.scalars, (), (), mod.name, None if mod.tensors else mod)
+def _settled(mod: TracedMod) -> Recipe:
+    return Recipe(mod.kind, mod.expr, mod.scalars, (), (), mod.name, None if mod.tensors else mod)
 
 
-def _chained_recipe(score: TracedMod, own: TracedMod | None, slopes: Tensor | None) -> _Recipe:
+def _chained_recipe(score: TracedMod, own: TracedMod | None, slopes: Tensor | None) -> Recipe:
     """The recipe of ``softcap then alibi_slopes then`` the user's own: the first two bring settled numbers, and the slopes."""
     if own is not None and own.source is None:
         raise Unfit
@@ -471,7 +439,7 @@ def _chained_recipe(score: TracedMod, own: TracedMod | None, slopes: Tensor | No
     if len(score.tensors) - len(own_tensors) != (slopes is not None):
         raise Unfit
     fixed = score if own is None and not score.tensors else None
-    return _Recipe("score", score.expr, before, own_scalars, own_tensors, score.name, fixed)
+    return Recipe("score", score.expr, before, own_scalars, own_tensors, score.name, fixed)
 
 
 def _settle(mods: list[TracedMod], problem: Problem) -> bool:

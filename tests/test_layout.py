@@ -37,6 +37,7 @@ FLOORS: dict[str, int] = {
     "anyattn.autograd": 1,
     "anyattn.recall": 1,
     "anyattn.recall_cache": 1,
+    "anyattn.recall_recipe": 1,
     "anyattn.recall_step": 1,
     "anyattn.recall_varlen": 1,
     "anyattn.plan": 2,

@@ -127,7 +127,10 @@ def _fits(node: tuple, item: Any, numbers: list, tensors: list, seen: list) -> b
 
 
 def _all_fit(nodes: tuple, items: Any, numbers: list, tensors: list, seen: list) -> bool:
-    return all(_fits(node, item, numbers, tensors, seen) for node, item in zip(nodes, items, strict=True))
+    for node, item in zip(nodes, items):  # noqa: SIM110 - a generator takes longer; of one length, as the callers have seen
+        if not _fits(node, item, numbers, tensors, seen):
+            return False
+    return True
 
 
 def _function_fits(node: tuple, fn: Any, numbers: list, tensors: list, seen: list) -> bool:
@@ -137,12 +140,17 @@ def _function_fits(node: tuple, fn: Any, numbers: list, tensors: list, seen: lis
     if not (fn.__code__ is code or fn.__code__ == code) or fn.__module__ != module:
         return False
     if cells:
-        for cell_node, cell in zip(cells, fn.__closure__ or (), strict=True):
+        for cell_node, cell in zip(cells, fn.__closure__ or ()):  # equal code has as many
             try:
                 contents = cell.cell_contents
             except ValueError:  # not filled yet
                 contents = _MISSING
-            if not _place_fits(cell_node, contents, numbers, tensors, seen):
+            tag = cell_node[0]
+            if tag == "tensor" and isinstance(contents, _TENSOR):  # as ``_fits``, without two calls
+                tensors.append(contents)
+            elif tag == "number" and type(contents) is cell_node[1]:
+                numbers.append(contents)
+            elif not _place_fits(cell_node, contents, numbers, tensors, seen):
                 return False
     if names:
         known = fn.__globals__

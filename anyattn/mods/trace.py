@@ -58,6 +58,13 @@ class TracedMod:
     def key(self) -> str:
         return self.expr.key
 
+    @classmethod
+    def of_fields(cls, fields: dict[str, Any]) -> TracedMod:
+        """A mod of all these fields, by name, whose dictionary becomes its own: the constructor takes longer than a call may."""
+        made = object.__new__(cls)
+        object.__setattr__(made, "__dict__", fields)
+        return made
+
 
 class _Tracer(Builder):
     """A builder that also numbers the captured tensors and numbers it meets."""

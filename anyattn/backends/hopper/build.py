@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import importlib.util
 import os
 import shutil
@@ -69,8 +71,22 @@ def compiled_object(config: Config | TablesConfig, kinds: tuple) -> bytes:
     """The host's and the device's code as one object file, to be called through tvm-ffi."""
     with tempfile.TemporaryDirectory(prefix="anyattn-") as folder:
         path = Path(folder) / "kernel.o"
-        _compiled(config, kinds, True).export_to_c(str(path), function_name=_FUNCTION, export_only_tvm_ffi_symbols=True)
+        with _without_collections():
+            _compiled(config, kinds, True).export_to_c(str(path), function_name=_FUNCTION, export_only_tvm_ffi_symbols=True)
         return path.read_bytes()
+
+
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """Inside, Python looks for no garbage: importing the compiler and tracing make so many objects that it would look all the time,
+    through torch's and the compiler's too, which is half of the import and a good part of the trace."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _compiled(config: Config | TablesConfig, kinds: tuple, through_tvm_ffi: bool) -> Any:

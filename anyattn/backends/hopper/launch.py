@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from anyattn.backends.hopper.config import Config
 from anyattn.backends.hopper.content import NoContentError, key_of
 from anyattn.backends.hopper.tables_config import TablesConfig
 
-__all__ = ["compiling_only", "forget", "indexable", "kinds_of", "launch", "prepare", "warm"]
+__all__ = ["compiling_only", "forget", "indexable", "kinds_of", "launch", "loaded", "prepare", "warm"]
 
 
 class _Known(dict[tuple, Callable[..., None]]):
@@ -99,6 +99,11 @@ def prepare(config: Config | TablesConfig, kinds: tuple) -> Callable[..., None]:
         if kinds not in known:
             known[kinds] = _found_or_made(config, kinds) if build.has_tvm_ffi() else build.dlpack_function(config, kinds)
         return known[kinds]
+
+
+def loaded(config: Config | TablesConfig) -> Mapping[tuple, Callable[..., None]]:
+    """The kernels for ``config`` that this process has loaded, by kinds; ``forget`` empties it for good."""
+    return config.__dict__.get(_SLOT, {})
 
 
 def forget() -> None:
