@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from anyattn.backends.hopper.staging import is_special, reads_apart, reads_straight
+from anyattn.backends.hopper.staging import cases, is_special, reads_apart, reads_straight
 from anyattn.mods.dependence import dependence
 from anyattn.mods.ir import Expr
 from anyattn.mods.rows import NO_LIMIT
@@ -188,7 +188,7 @@ def tiles_for(head_dim: int, head_dim_v: int, score: Expr | None, tile_n: int | 
     if head_dim == head_dim_v == 64 and score is None and tile_n is None and not asked:
         return Tiles(192, 128, 3)
     widest = max(head_dim, head_dim_v)
-    each = [ask.expr for ask in asked if not ask.by_row] + ([score] if score is not None else [])
+    each = [ask.expr for ask in asked if not ask.by_row] + ([score] if score is not None and not cases(score) else [])
     if any(map(reads_apart, each)):
         keys = 64 if widest <= 128 else 48
     elif score is not None and reads_straight(score):

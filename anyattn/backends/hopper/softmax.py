@@ -10,9 +10,9 @@ from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import dsl_user_op
 
 from anyattn.backends.hopper.config import slots
-from anyattn.backends.hopper.emit import emit, emit_bias, emit_rows, first_read, select
+from anyattn.backends.hopper.emit import emit, emit_lines, emit_rows, holds, select
 from anyattn.backends.hopper.fragment import rows_and_columns
-from anyattn.backends.hopper.staging import reads_straight
+from anyattn.backends.hopper.staging import is_even
 
 __all__ = ["LOG2E", "Softmax"]
 
@@ -40,7 +40,8 @@ class Softmax:
         kv_idx = [column + _offset(positions, c, 1) for c in range(columns)]
         if is_edge:
             kv_idx = [cutlass.min(k, facts.seqlen_k - 1) for k in kv_idx]
-        return {"b": facts.entry, "h": facts.head, "q_idx": q_idx, "kv_idx": kv_idx, "steps": [_column(c) for c in range(columns)]}
+        apart, steps = ([_offset(positions, i, mode) for i in range(n)] for mode, n in enumerate((rows, columns)))
+        return {"b": facts.entry, "h": facts.head, "q_idx": q_idx, "kv_idx": kv_idx, "apart": apart, "steps": steps}
 
     @cute.jit
     def modified(self, scores, positions, n, facts, scale_log2, captured, is_edge: cutlass.Constexpr):
@@ -49,42 +50,60 @@ class Softmax:
         Returns for each row what is still to be added to its scores, None for nothing.
         """
         lifts = None
-        if const_expr(self.bias is not None):
-            lifts = self._biased(rows_and_columns(scores), positions, n, facts, scale_log2, captured, is_edge)
-        elif const_expr(self.config.score is not None):
-            s = rows_and_columns(scores)
-            core = self.score.core
-            scale = scale_log2 * Float32(1.0 / LOG2E)
-            scalars, tensors = self.captured(captured, 0)
-            if const_expr(self.score.before is not None):
-                scale = scale * Float32(emit_rows(self.score.before, scalars, tensors, facts.entry, facts.head, [Int32(0)])[0][0])
-            places = self._places(positions, n, facts, is_edge)
-            read, write = (lambda r, c: s[r, c] * scale), (lambda r, c, x: s.__setitem__((r, c), Float32(x)))
-            if const_expr(reads_straight(core) and not is_edge):
-                if first_read(core, scalars, tensors, places) >= 0:
-                    emit(core, scalars, tensors, places, read, write, True)
-                else:
-                    emit(core, scalars, tensors, places, read, write)
-            else:
-                emit(core, scalars, tensors, places, read, write)
+        if const_expr(self.config.score is not None):
+            if const_expr(self.lifts):
+                lifts = cute.make_rmem_tensor(cute.size(rows_and_columns(scores), mode=[0]), Float32)
+                lifts.fill(0.0)
+            self._by_case(scores, lifts, positions, n, facts, scale_log2, captured, is_edge, 0)
         return lifts
 
-    def _biased(self, s: Any, positions: Any, n: Any, facts: Any, scale_log2: Any, captured: Any, is_edge: bool) -> list:
-        """Adds what of a bias changes along a row, in units of the raw products; the rest is returned."""
-        places = self._places(positions, n, facts, is_edge)
-        unscaled = cute.arch.rcp_approx(scale_log2 * Float32(1.0 / LOG2E))
-        lifts = []
-        for r, (start, change) in enumerate(emit_bias(self.config.score, self.bias, *self.captured(captured, 0), places)):
-            lifts.append(start * unscaled)
+    @cute.jit
+    def _by_case(self, scores, lifts, positions, n, facts, scale_log2, captured, is_edge: cutlass.Constexpr, at: cutlass.Constexpr):
+        """The score mod as it is in the first case from the ``at``-th on whose conditions hold for a whole warp; else as it is written."""
+        given = (scores, lifts, positions, n, facts, scale_log2, captured, is_edge)
+        if const_expr(at == len(self.cases)):
+            self._apply(self.whole, False, *given)
+        elif const_expr(not self.cases[at].conditions):
+            self._apply(self.cases[at].expr, False, *given)
+        elif const_expr(is_edge):  # a read with a literal offset might be past the end
+            self._by_case(scores, lifts, positions, n, facts, scale_log2, captured, is_edge, at + 1)
+        else:
+            places = self._places(positions, n, facts, False)
+            if cute.arch.vote_all_sync(holds(self.cases[at].conditions, *self.captured(captured, 0), places)):
+                self._apply(self.cases[at].expr, True, *given)
+            else:
+                self._by_case(scores, lifts, positions, n, facts, scale_log2, captured, is_edge, at + 1)
+
+    def _apply(
+        self, expr: Any, reads_ahead: bool, scores: Any, lifts: Any, positions: Any, n: Any, facts: Any, scale_log2: Any, captured: Any, is_edge: bool
+    ) -> None:
+        s, places, (scalars, tensors) = rows_and_columns(scores), self._places(positions, n, facts, is_edge), self.captured(captured, 0)
+        scale = scale_log2 * Float32(1.0 / LOG2E)
+        if self.is_bias:
+            unscaled = cute.arch.rcp_approx(scale)
+            if is_even(expr):
+                self._lift(s, lifts, emit_lines(expr, scalars, tensors, places), unscaled)
+            else:
+                add = lambda r, c, x: s.__setitem__((r, c), cute.math.fma(Float32(x), unscaled, s[r, c]))
+                emit(expr, scalars, tensors, places, None, add, reads_ahead)
+        else:
+            if self.score.before is not None:
+                scale = scale * Float32(emit_rows(self.score.before, scalars, tensors, facts.entry, facts.head, [Int32(0)])[0][0])
+            read, write = (lambda r, c: s[r, c] * scale), (lambda r, c, x: s.__setitem__((r, c), Float32(x)))
+            emit(expr, scalars, tensors, places, read, write, reads_ahead)
+
+    def _lift(self, s: Any, lifts: Any, lines: list, unscaled: Any) -> None:
+        """Adds what of a bias changes along a row, in units of the raw products; the rest is kept for the row."""
+        for r, (start, change) in enumerate(lines):
+            lifts[r] = start * unscaled
             if not (isinstance(change, float) and change == 0.0):
                 step = Float32(change) * unscaled
                 for c in range(cute.size(s, mode=[1])):
                     s[r, c] = s[r, c] + step * Float32(float(_column(c)))
-        return lifts
 
     def rate(self, scale_log2: Any, captured: Any) -> Any:
         """By what a fragment's scores are multiplied in the exponent of 2."""
-        if self.config.score is None or self.bias is not None:
+        if self.config.score is None or self.is_bias:
             return scale_log2
         if self.score.after is None:
             return Float32(LOG2E)
