@@ -107,7 +107,7 @@ class Multiplies:
         warpgroup.wait_group(0)
         pipes[1].consumer_release(k_state)
         n = visit // 2
-        lifts = self.modified(scores, positions, n, facts, scale_log2, captured, True)
+        lifts = self.modified(scores, None, positions, n, facts, scale_log2, captured, True)
         self.masked(scores, positions, n, facts, captured, limits, visit % 2, True)
         self.exponentials(scores, lifts, row_max, row_sum, row_scale, rate, True, True)
         if const_expr(self.config.has_entries):
@@ -156,9 +156,12 @@ class Multiplies:
         pipes[2].consumer_wait(v_state)
         self._product(mma_pv, acc, p, v[None, None, None, v_state.index], False)
         self._next_turn(group)
+        ahead = None
+        if const_expr(self.foresees):
+            ahead = self.foreseen(positions, n, facts, captured)
         warpgroup.wait_group(1)
         pipes[1].consumer_release(k_state)
-        lifts = self.modified(scores, positions, n, facts, scale_log2, captured, False)
+        lifts = self.modified(scores, ahead, positions, n, facts, scale_log2, captured, False)
         if const_expr(asks):
             self.masked(scores, positions, n, facts, captured, limits, Int32(1) if is_masked else Int32(0), False)
         rescales = self.exponentials(scores, lifts, row_max, row_sum, row_scale, rate, False, asks)

@@ -44,8 +44,8 @@ class Softmax:
         return {"b": facts.entry, "h": facts.head, "q_idx": q_idx, "kv_idx": kv_idx, "apart": apart, "steps": steps}
 
     @cute.jit
-    def modified(self, scores, positions, n, facts, scale_log2, captured, is_edge: cutlass.Constexpr):
-        """Applies the score mod to key tile ``n``. is_edge: the tile may reach past the last key.
+    def modified(self, scores, ahead, positions, n, facts, scale_log2, captured, is_edge: cutlass.Constexpr):
+        """Applies the score mod to key tile ``n``. ahead: what ``foreseen`` found. is_edge: the tile may reach past the last key.
 
         Returns for each row what is still to be added to its scores, None for nothing.
         """
@@ -54,8 +54,63 @@ class Softmax:
             if const_expr(self.lifts):
                 lifts = cute.make_rmem_tensor(cute.size(rows_and_columns(scores), mode=[0]), Float32)
                 lifts.fill(0.0)
-            self._by_case(scores, lifts, positions, n, facts, scale_log2, captured, is_edge, 0)
+            if const_expr(ahead is None):
+                self._by_case(scores, lifts, positions, n, facts, scale_log2, captured, is_edge, 0)
+            else:
+                self._add_foreseen(scores, lifts, ahead, positions, n, facts, scale_log2, captured, 0)
         return lifts
+
+    @cute.jit
+    def foreseen(self, positions, n, facts, captured):
+        """(the case that holds, a bias by diagonal where that case has no simpler way), computed while scores are still being multiplied."""
+        places = self._places(positions, n, facts, False)
+        slots_of = _diagonals(places)
+        which, found = cute.make_rmem_tensor(1, Int32), cute.make_rmem_tensor(len(slots_of), Float32)
+        found.fill(0.0)
+        self._foresee(which, found, positions, n, facts, captured, 0)
+        return which[0], found
+
+    @cute.jit
+    def _foresee(self, which, found, positions, n, facts, captured, at: cutlass.Constexpr):
+        which[0] = Int32(at)
+        if const_expr(at == len(self.cases)):
+            self._read(found, self.whole, False, positions, n, facts, captured)
+        else:
+            places = self._places(positions, n, facts, False)
+            if cute.arch.vote_all_sync(holds(self.cases[at].conditions, *self.captured(captured, 0), places)):
+                if const_expr(not is_even(self.cases[at].expr)):
+                    self._read(found, self.cases[at].expr, True, positions, n, facts, captured)
+            else:
+                self._foresee(which, found, positions, n, facts, captured, at + 1)
+
+    def _read(self, found: Any, expr: Any, reads_ahead: bool, positions: Any, n: Any, facts: Any, captured: Any) -> None:
+        places = self._places(positions, n, facts, False)
+        slots_of = _diagonals(places)
+        firsts = {(r, c): slot for slot, (r, c) in slots_of.values()}
+
+        def store(r: int, c: int, value: Any) -> None:
+            if (r, c) in firsts:
+                found[firsts[r, c]] = Float32(value)
+
+        emit(expr, *self.captured(captured, 0), places, None, store, reads_ahead)
+
+    @cute.jit
+    def _add_foreseen(self, scores, lifts, ahead, positions, n, facts, scale_log2, captured, at: cutlass.Constexpr):
+        """Adds a bias to scores: what was foreseen, or what an even case makes of it."""
+        even = [i for i in range(at, len(self.cases)) if is_even(self.cases[i].expr)]
+        if const_expr(not even):
+            s, places = rows_and_columns(scores), self._places(positions, n, facts, False)
+            slots_of = _diagonals(places)
+            unscaled = cute.arch.rcp_approx(scale_log2 * Float32(1.0 / LOG2E))
+            for r in cutlass.range_constexpr(cute.size(s, mode=[0])):
+                for c in cutlass.range_constexpr(cute.size(s, mode=[1])):
+                    value = ahead[1][slots_of[places["apart"][r] - places["steps"][c]][0]]
+                    s[r, c] = cute.math.fma(value, unscaled, s[r, c])
+        else:
+            if ahead[0] == even[0]:
+                self._apply(self.cases[even[0]].expr, False, scores, lifts, positions, n, facts, scale_log2, captured, False)
+            else:
+                self._add_foreseen(scores, lifts, ahead, positions, n, facts, scale_log2, captured, even[0] + 1)
 
     @cute.jit
     def _by_case(self, scores, lifts, positions, n, facts, scale_log2, captured, is_edge: cutlass.Constexpr, at: cutlass.Constexpr):
@@ -257,6 +312,15 @@ def _column(c: int) -> int:
 def _offset(positions: Any, i: int, mode: int) -> int:
     """How far a thread's ``i``-th row (mode 0) or column (mode 1) lies from its first; rows lie 8 apart, those of 64-row blocks beside."""
     return _column(i) if mode else i * 8
+
+
+def _diagonals(places: dict[str, Any]) -> dict[int, tuple[int, tuple[int, int]]]:
+    """For each diagonal of a thread's scores its number, and the first (row, column) that lies on it."""
+    found: dict[int, tuple[int, tuple[int, int]]] = {}
+    for c, step in enumerate(places["steps"]):
+        for r, apart in enumerate(places["apart"]):
+            found.setdefault(apart - step, (len(found), (r, c)))
+    return found
 
 
 def _pairs(row: tuple, first: Any) -> list[tuple]:

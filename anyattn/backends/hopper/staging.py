@@ -13,7 +13,7 @@ from anyattn.mods.linear import additive_bias
 from anyattn.mods.pieces import Piece, pieces
 
 __all__ = [
-    "Factored", "bias", "cases", "factored", "is_even", "is_special", "lines", "reads_apart", "reads_straight", "shared", "stages", "straight",
+    "Factored", "bias", "cases", "factored", "is_diagonal", "is_even", "is_special", "lines", "reads", "reads_apart", "reads_straight", "shared", "stages", "straight",
 ]  # fmt: skip
 
 
@@ -179,6 +179,17 @@ def cases(expr: Expr) -> tuple[Piece, ...]:
         if not made.conditions or (not reads_apart(piece.expr) and (indices or _work(piece.expr) < work)):
             found.append(made)
     return tuple(found)
+
+
+def is_diagonal(expr: Expr, cases: tuple[Piece, ...]) -> bool:
+    """Whether a bias is read or computed along diagonals, in itself and in its cases: so few numbers that a thread may keep them."""
+    each = [e for e in (expr, *(case.expr for case in cases)) if not is_even(e)]
+    return all(case.conditions for case in cases) and any(map(reads, each)) and all(e.outputs[0] in shared(e) for e in each)
+
+
+def reads(expr: Expr) -> bool:
+    """Whether some tensor is read for every score."""
+    return any(n.op == "load" and due == "tile" for n, due in zip(expr.nodes, stages(expr), strict=True))
 
 
 def _alone(expr: Expr, node: int) -> Expr:
