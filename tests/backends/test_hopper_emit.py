@@ -121,7 +121,13 @@ def _imported(node: ast.stmt) -> list[str]:
 
 
 def emitted(
-    expr: Expr, scalars: tuple, tensors: list[Tensor], score: Tensor | None = None, sign: str = "dividend", reads_ahead: bool = False, at: Any = (0, 0)
+    expr: Expr,
+    scalars: tuple,
+    tensors: list[Tensor],
+    score: Tensor | None = None,
+    sign: str = "dividend",
+    reads_ahead: bool = False,
+    at: Any = (0, 0),
 ) -> Tensor:
     """at: the position of the fragment's first row and column."""
     kind = category(expr.output.dtype)

@@ -109,7 +109,10 @@ class Multiplies:
         n = visit // 2
         lifts = self.modified(scores, None, positions, n, facts, scale_log2, captured, True)
         self.masked(scores, positions, n, facts, captured, limits, visit % 2, True)
-        self.exponentials(scores, lifts, row_max, row_sum, row_scale, rate, True, True)
+        if const_expr(self.config.is_bounded):
+            self.unshifted(scores, row_max, row_sum, rate, True)
+        else:
+            self.exponentials(scores, lifts, row_max, row_sum, row_scale, rate, True, True)
         if const_expr(self.config.has_entries):
             self._wiped(v_in_smem, pipes[2], v_state, facts.seqlen_k - n * self.config.tiles.tile_n, thread, group)
         return narrowed(scores, self.dtype)
@@ -164,14 +167,19 @@ class Multiplies:
         lifts = self.modified(scores, ahead, positions, n, facts, scale_log2, captured, False)
         if const_expr(asks):
             self.masked(scores, positions, n, facts, captured, limits, Int32(1) if is_masked else Int32(0), False)
-        rescales = self.exponentials(scores, lifts, row_max, row_sum, row_scale, rate, False, asks)
+        rescales = cutlass.Boolean(False)
+        if const_expr(self.config.is_bounded):
+            self.unshifted(scores, row_max, row_sum, rate, asks)
+        else:
+            rescales = self.exponentials(scores, lifts, row_max, row_sum, row_scale, rate, False, asks)
         warpgroup.wait_group(0)
         pipes[2].consumer_release(v_state)
         p.store(narrowed(scores, self.dtype).load())
-        if rescales:
-            out = rows_and_columns(acc)
-            for r in cutlass.range_constexpr(cute.size(row_scale)):
-                out[r, None].store(out[r, None].load() * row_scale[r])
+        if const_expr(not self.config.is_bounded):
+            if rescales:
+                out = rows_and_columns(acc)
+                for r in cutlass.range_constexpr(cute.size(row_scale)):
+                    out[r, None].store(out[r, None].load() * row_scale[r])
 
     @cute.jit
     def _product(self, mma, acc, a, b, from_zero: cutlass.Constexpr):

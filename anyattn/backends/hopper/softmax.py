@@ -130,7 +130,17 @@ class Softmax:
                 self._by_case(scores, lifts, positions, n, facts, scale_log2, captured, is_edge, at + 1)
 
     def _apply(
-        self, expr: Any, reads_ahead: bool, scores: Any, lifts: Any, positions: Any, n: Any, facts: Any, scale_log2: Any, captured: Any, is_edge: bool
+        self,
+        expr: Any,
+        reads_ahead: bool,
+        scores: Any,
+        lifts: Any,
+        positions: Any,
+        n: Any,
+        facts: Any,
+        scale_log2: Any,
+        captured: Any,
+        is_edge: bool,
     ) -> None:
         s, places, (scalars, tensors) = rows_and_columns(scores), self._places(positions, n, facts, is_edge), self.captured(captured, 0)
         scale = scale_log2 * Float32(1.0 / LOG2E)
@@ -264,18 +274,36 @@ class Softmax:
             if const_expr(not is_first):
                 row_scale[r] = cute.math.exp2((row_max[r] - base) * rate, fastmath=True)
             shifted = base * rate if const_expr(lifts is None) else (base - lifts[r]) * rate
-            if const_expr(self.config.tiles.emulated == 0):
-                p = cute.math.exp2(row * rate - shifted, fastmath=True)
-                s[r, None].store(p)
-            else:
-                for c in cutlass.range_constexpr(cute.size(s, mode=[1])):
-                    power = s[r, c] * rate - shifted
-                    s[r, c] = _exp2(power) if const_expr(c % 8 < self.config.tiles.emulated) else cute.math.exp2(power, fastmath=True)
-                p = s[r, None].load()
-            total = p.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+            total = self._powers(s, r, rate, shifted)
             row_sum[r] = total if const_expr(is_first) else row_sum[r] * row_scale[r] + total
             row_max[r] = top
         return cute.arch.vote_any_sync(rescales)
+
+    def unshifted(self, scores: Any, row_max: Any, row_sum: Any, rate: Any, is_masked: bool) -> None:
+        """What ``exponentials`` does where scores are bounded: 0 stands for a row's maximum, and sums are never rescaled."""
+        s, emulated = rows_and_columns(scores), self.config.tiles.emulated
+        for r in range(cute.size(row_max)):
+            for c in range(cute.size(s, mode=[1])):
+                if c % 8 >= emulated:
+                    s[r, c] = cute.math.exp2(s[r, c] * rate, fastmath=True)
+                elif is_masked:
+                    s[r, c] = _exp2(s[r, c] * rate)
+                else:
+                    s[r, c] = _exp2_of_product(s[r, c], rate)
+            row_sum[r] = row_sum[r] + s[r, None].load().reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+            row_max[r] = Float32(0.0)
+
+    def _powers(self, s: Any, r: int, rate: Any, shifted: Any) -> Any:
+        """Turns a row's scores into exp2(score * rate - shifted); their sum."""
+        emulated = self.config.tiles.emulated
+        if emulated == 0:
+            row = s[r, None].load()
+            s[r, None].store(cute.math.exp2(row * rate - shifted, fastmath=True))
+        else:
+            for c in range(cute.size(s, mode=[1])):
+                power = s[r, c] * rate - shifted
+                s[r, c] = _exp2(power) if c % 8 < emulated else cute.math.exp2(power, fastmath=True)
+        return s[r, None].load().reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
 
 
 # 2^x for -1/2 <= x <= 1/2, exact at 0; relative error 1.1e-4, a fortieth of what rounding to bfloat16 does to a probability
@@ -296,12 +324,21 @@ def _exp2(x: Any) -> Any:
     """
     x = cute.arch.fmax(x, Float32(-127.0))
     shifted = x + Float32(_ROUNDS)
-    whole = _bits(shifted, Int32) << 23
-    part = x - (shifted - Float32(_ROUNDS))
+    return _grown(x - (shifted - Float32(_ROUNDS)), shifted)
+
+
+def _exp2_of_product(x: Any, factor: Any) -> Any:
+    """exp2(x * factor), the product within 126 to either side."""
+    shifted = cute.math.fma(x, factor, Float32(_ROUNDS))
+    return _grown(cute.math.fma(x, factor, -(shifted - Float32(_ROUNDS))), shifted)
+
+
+def _grown(part: Any, shifted: Any) -> Any:
+    """2^part times 2 to the power in the low bits of ``shifted``."""
     value = Float32(_POLYNOMIAL[3])
     for coefficient in _POLYNOMIAL[2::-1]:
         value = value * part + Float32(coefficient)
-    return _bits(_bits(value, Int32) + whole, Float32)
+    return _bits(_bits(value, Int32) + (_bits(shifted, Int32) << 23), Float32)
 
 
 def _column(c: int) -> int:

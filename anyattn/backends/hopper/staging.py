@@ -8,12 +8,13 @@ from typing import NamedTuple
 import torch
 
 from anyattn.mods.dependence import dependence
+from anyattn.mods.evaluate import run
 from anyattn.mods.ir import Builder, Expr, Node, category
 from anyattn.mods.linear import additive_bias
 from anyattn.mods.pieces import Piece, pieces
 
 __all__ = [
-    "Factored", "bias", "cases", "factored", "is_diagonal", "is_even", "is_special", "lines", "reads", "reads_apart", "reads_straight", "shared", "stages", "straight",
+    "Factored", "bias", "bound", "caps", "cases", "factored", "is_diagonal", "is_even", "is_special", "lines", "reads", "reads_apart", "reads_straight", "shared", "stages", "straight",
 ]  # fmt: skip
 
 
@@ -99,6 +100,24 @@ def factored(expr: Expr) -> Factored:
     leaf = builder.add("score", dtype=nodes[score].dtype)
     core = builder.build(builder.copy(expr, last, {first: leaf}))
     return Factored(core, _product(expr, before), _product(expr, after), tuple(positive))
+
+
+def caps(expr: Expr) -> bool:
+    """Whether a score mod ends with a function that stays within 1, and constant factors."""
+    return factored(expr).core.output.op in ("tanh", "sigmoid", "erf", "sin", "cos")
+
+
+@lru_cache(maxsize=256)
+def bound(expr: Expr, scalars: tuple[int | float, ...]) -> float | None:
+    """What no score passes, to either side, after a score mod that caps it: ``after`` times a function that stays within 1.
+
+    >>> from anyattn.mods.trace import trace
+    >>> mod = trace(lambda s, b, h, q, k: 30 * torch.tanh(s / 30), "score")
+    >>> bound(mod.expr, mod.scalars)
+    30.0
+    """
+    after = factored(expr).after
+    return None if not caps(expr) else 1.0 if after is None else abs(float(run(after, {}, scalars, ())[0]))
 
 
 def _factor(nodes: tuple[Node, ...], at: int, of: int, due: tuple[str, ...]) -> int | None:
