@@ -1,7 +1,7 @@
 """Splits an expression where whole numbers of the positions change sign: ``abs``, ``min``, ``max`` and comparisons of such numbers.
 
 ``abs(q_idx - kv_idx)`` is no straight line, but it is one to either side of the diagonal, and all but a few tiles lie on one side. A
-kernel that asks a tile's corners which side that is can compute the piece, in which a distance grows evenly and a clamped one is a constant.
+kernel that asks a tile's corners which side that is can compute the piece: in it a distance grows evenly and a clamped one is constant.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _split(piece: Piece) -> list[Piece] | None:
 
 
 def _sides(expr: Expr, i: int) -> list[tuple[Builder, int, int]] | None:
-    """(builder, the node's value, the number that is at least 0) for both sides of the place where node ``i`` turns; None if it does not."""
+    """(builder, the node's value, the number that is at least 0) for both sides of where node ``i`` turns; None if it does not."""
     node = expr.nodes[i]
     if node.op not in ("abs", "min", "max", "lt", "le", "gt", "ge") or not _grows(expr, node.args):
         return None

@@ -1,8 +1,9 @@
-"""Pieces of an expression: each says the same as the whole wherever its conditions hold, and together they leave no pair of positions out."""
+"""Pieces of an expression: each says the same as the whole wherever its conditions hold, and together they leave no positions out."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -52,11 +53,7 @@ def agree(mod: TracedMod, most: int = 4) -> int:
 def guarded(expr: Expr, mod: TracedMod, score: torch.Tensor) -> torch.Tensor:
     """``value`` with tables that go on, so that nothing is read past an end."""
     wide = [torch.cat([t, torch.full((*t.shape[:-1], 4 * SIZE), torch.nan), t], -1) for t in mod.tensors]
-    return value(expr, mod._replace(tensors=tuple(wide)) if hasattr(mod, "_replace") else _with(mod, wide), score)
-
-
-def _with(mod: TracedMod, tensors: list) -> TracedMod:  # type: ignore[type-arg]
-    return TracedMod(mod.kind, mod.expr, mod.scalars, tuple(tensors), mod.name)
+    return value(expr, replace(mod, tensors=tuple(wide)), score)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,9 @@
 """A mod's expression as CuTe operations on a fragment of scores.
 
 What depends on neither position is computed once, on the row once a row (a thread holds two of 64), on the column once a column, and only
-the rest once a score. A whole number that grows evenly from column to column, such as a distance, is turned into a float once a row; a
-table read by such a number is addressed once a row. Positions are 32-bit; addresses are not, for a tensor's strides are 64-bit numbers.
+the rest once a score, or once a diagonal. A whole number that grows evenly from column to column, such as a distance, is turned into a
+float once a row; a table read by such a number is addressed once a row. Positions are 32-bit; addresses are not, for a tensor's strides
+are 64-bit numbers.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def emit(
 
 
 def emit_lines(expr: Expr, scalars: Sequence[Any], tensors: Sequence[Any], places: dict[str, Any]) -> list[tuple[Any, Any]]:
-    """For each row (value at its first column, change by key) of what is even along it; the change may be a literal, 0.0 where there is none."""
+    """For each row (value at its first column, change by key) of what is even along it; the change may be a literal, 0.0 for none."""
     once = _run(expr, scalars, tensors, "once", {}, {"b": places["b"], "h": places["h"]})
     column = _run(expr, scalars, tensors, "col", dict(once), {"kv_idx": places["kv_idx"][0]})
     output = expr.outputs[0]

@@ -62,7 +62,7 @@ class Softmax:
 
     @cute.jit
     def foreseen(self, positions, n, facts, captured):
-        """(the case that holds, a bias by diagonal where that case has no simpler way), computed while scores are still being multiplied."""
+        """(the case that holds, a bias by diagonal where the case has no simpler way), computed while scores are still being multiplied."""
         places = self._places(positions, n, facts, False)
         slots_of = _diagonals(places)
         which, found = cute.make_rmem_tensor(1, Int32), cute.make_rmem_tensor(len(slots_of), Float32)
@@ -149,7 +149,10 @@ class Softmax:
             if is_even(expr):
                 self._lift(s, lifts, emit_lines(expr, scalars, tensors, places), unscaled)
             else:
-                add = lambda r, c, x: s.__setitem__((r, c), cute.math.fma(Float32(x), unscaled, s[r, c]))
+
+                def add(r: int, c: int, value: Any) -> None:
+                    s[r, c] = cute.math.fma(Float32(value), unscaled, s[r, c])
+
                 emit(expr, scalars, tensors, places, None, add, reads_ahead)
         else:
             if self.score.before is not None:

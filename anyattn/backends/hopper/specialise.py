@@ -23,6 +23,9 @@ __all__ = ["Special", "fitting", "is_bounded", "list_tile_misfit", "specialised"
 
 _FAR = 2**30  # further than any position; twice that is still a number of 32 bits
 _MOST_RANGES = 2  # of a row, that the kernel keeps in registers
+# Of 8 exponentials after a cap that many are multiplied out: 104 operations of the special functions' pipe, at 8 clocks each, and 577
+# instructions in all then stand against 1,024 clocks of products for the 64 scores of a thread in a 128 x 128 tile (SASS counts)
+_EMULATED = 3
 _SCORE = -1  # among sources, beside numbers of predicates
 
 
@@ -106,7 +109,8 @@ def is_bounded(config: Config, scalars: tuple[int | float, ...]) -> bool:
 
 @lru_cache(maxsize=256)
 def _varied(config: Config, is_factored: bool, is_bounded: bool) -> Config:
-    return replace(config, is_factored=is_factored, is_bounded=is_bounded)
+    tiles = replace(config.tiles, emulated=_EMULATED) if is_bounded else config.tiles
+    return replace(config, is_factored=is_factored, is_bounded=is_bounded, tiles=tiles)
 
 
 def _config(problem: Problem, score: Expr | None, list_tile: tuple[int, int] | None, flags: dict[str, Any]) -> Config:

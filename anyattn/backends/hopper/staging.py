@@ -14,7 +14,8 @@ from anyattn.mods.linear import additive_bias
 from anyattn.mods.pieces import Piece, pieces
 
 __all__ = [
-    "Factored", "bias", "bound", "caps", "cases", "factored", "is_diagonal", "is_even", "is_special", "lines", "reads", "reads_apart", "reads_straight", "shared", "stages", "straight",
+    "Factored", "bias", "bound", "caps", "cases", "factored", "is_diagonal", "is_even", "is_special", "lines", "reads", "reads_apart",
+    "reads_straight", "shared", "stages", "straight",
 ]  # fmt: skip
 
 
