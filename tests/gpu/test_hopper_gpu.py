@@ -153,7 +153,7 @@ SCORES: dict[str, Any] = {
     "by distance": Capturing(lambda to: (lambda t: lambda s, b, h, i, j: s + t[h, (i - j).abs()])(to(TABLE))),
     "clipped": Capturing(lambda to: (lambda t: lambda s, b, h, i, j: s + t[h, torch.clamp(i - j, -90, 90) + 90])(to(TABLE))),
     "capped high": scores.softcap(60.0),
-    "capped and sloping": Capturing(lambda to: scores.softcap(5.0).then(lambda s, b, h, i, j: s - to(SLOPES)[h] * (i - j).abs())),
+    "capped, sloping": Capturing(lambda to: (lambda sl: lambda s, b, h, i, j: 5 * torch.tanh(s / 5) - sl[h] * (i - j).abs())(to(SLOPES))),
     "gated": lambda s, b, h, i, j: 8.0 * torch.sigmoid(s),
 }
 # what a mod makes of scores does not hang on the mask, and every pair is a kernel: each mod has one, these the full one
