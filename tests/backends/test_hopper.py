@@ -17,7 +17,7 @@ import anyattn
 from anyattn import check_flash, masks, plan
 from anyattn.backends.hopper.config import Config, Tiles, padded, sides
 from anyattn.backends.hopper.specialise import Special, specialised
-from anyattn.backends.hopper.staging import bias, cases, is_diagonal
+from anyattn.backends.hopper.staging import is_foreseen
 from anyattn.backends.hopper.supports import reason_against
 from anyattn.backends.hopper.tables import visits_of
 from anyattn.check_flash import Options
@@ -151,9 +151,7 @@ def test_biases_by_diagonal_are_foreseen() -> None:
         "pairs": lambda s, b, h, i, j: s + pairs[i, j],
         "place": lambda s, b, h, i, j: s + table[h, (j - 3).abs()],
     }.items():
-        added = bias(trace(score, "score").expr)
-        assert added is not None
-        found[name] = is_diagonal(added, cases(added))
+        found[name] = is_foreseen(trace(score, "score").expr)
     assert found == {"distance": True, "clamped": True, "line": False, "straight": True, "pairs": False, "place": False}
 
 

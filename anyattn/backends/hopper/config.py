@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from anyattn.backends.hopper.staging import cases, is_special, reads_apart, reads_straight
+from anyattn.backends.hopper.staging import cases, is_foreseen, is_special, reads_apart, reads_straight
 from anyattn.mods.dependence import dependence
 from anyattn.mods.ir import Expr
 from anyattn.mods.rows import NO_LIMIT
@@ -193,13 +193,14 @@ def tiles_for(head_dim: int, head_dim_v: int, score: Expr | None, tile_n: int | 
     if head_dim == head_dim_v == 64 and score is None and tile_n is None and not asked:
         return Tiles(192, 128, 3)
     widest = max(head_dim, head_dim_v)
-    each = [ask.expr for ask in asked if not ask.by_row] + ([score] if score is not None and not cases(score) else [])
-    if any(map(reads_apart, each)):
+    ahead = score is not None and is_foreseen(score)
+    apart = score is not None and reads_apart(score) and not cases(score)
+    if any(reads_apart(ask.expr) for ask in asked if not ask.by_row) or (apart and not ahead):
         keys = 64 if widest <= 128 else 48
-    elif score is not None and reads_straight(score):
-        keys = {192: 96, 256: 64}.get(widest, 128)
+    elif score is not None and (apart or reads_straight(score)):
+        keys = {192: 64 if apart else 96, 256: 64}.get(widest, 128)
     else:
-        keys = 128 if head_dim == 192 and head_dim_v <= 128 else {192: 112, 256: 80}.get(widest, 128)
+        keys = 128 if head_dim == 192 and head_dim_v <= 128 else {192: 96 if ahead else 112, 256: 80}.get(widest, 128)
     if tile_n is not None:
         keys = next(n for n in range(keys // 16 * 16, 0, -16) if tile_n % n == 0)
     emulated = 2 if score is not None and reads_straight(score) else 1 if score is not None and is_special(score) else 0

@@ -16,7 +16,7 @@ from anyattn.backends.hopper.epilogue import Epilogue
 from anyattn.backends.hopper.load import Loads
 from anyattn.backends.hopper.multiply import Multiplies
 from anyattn.backends.hopper.softmax import Softmax
-from anyattn.backends.hopper.staging import Factored, bias, cases, factored, is_diagonal, is_even
+from anyattn.backends.hopper.staging import Factored, bias, cases, factored, is_even, is_foreseen
 from anyattn.backends.hopper.visits import FACTS, Sizes, Tables, Visits
 
 __all__ = ["HopperForward"]
@@ -37,7 +37,7 @@ class HopperForward(Visits, Loads, Multiplies, Softmax, Epilogue):
             added = bias(config.score) if config.is_factored else None
             self.is_bias, self.whole = added is not None, self.score.core if added is None else added
             self.cases = cases(self.whole)
-            self.foresees = self.is_bias and is_diagonal(self.whole, self.cases)
+            self.foresees = self.is_bias and is_foreseen(config.score)
             self.lifts = self.is_bias and any(is_even(e) for e in (self.whole, *(case.expr for case in self.cases)))
         at = 1 if config.score is not None else 0
         self.band_sides = [(at + i, sides(band)) for i, band in enumerate(config.bands)]

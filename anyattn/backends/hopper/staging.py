@@ -14,7 +14,7 @@ from anyattn.mods.linear import additive_bias
 from anyattn.mods.pieces import Piece, pieces
 
 __all__ = [
-    "Factored", "bias", "bound", "caps", "cases", "factored", "is_diagonal", "is_even", "is_special", "lines", "reads", "reads_apart",
+    "Factored", "bias", "bound", "caps", "cases", "factored", "is_even", "is_foreseen", "is_special", "lines", "reads", "reads_apart",
     "reads_straight", "shared", "stages", "straight",
 ]  # fmt: skip
 
@@ -201,10 +201,14 @@ def cases(expr: Expr) -> tuple[Piece, ...]:
     return tuple(found)
 
 
-def is_diagonal(expr: Expr, cases: tuple[Piece, ...]) -> bool:
-    """Whether a bias is read or computed along diagonals, in itself and in its cases: so few numbers that a thread may keep them."""
-    each = [e for e in (expr, *(case.expr for case in cases)) if not is_even(e)]
-    return all(case.conditions for case in cases) and any(map(reads, each)) and all(e.outputs[0] in shared(e) for e in each)
+@lru_cache(maxsize=256)
+def is_foreseen(expr: Expr) -> bool:
+    """Whether a score mod adds a bias that is read along diagonals, in all its cases: so few numbers that a thread may keep them."""
+    added = bias(expr)
+    if added is None:
+        return False
+    each = [e for e in (added, *(case.expr for case in cases(added))) if not is_even(e)]
+    return all(case.conditions for case in cases(added)) and any(map(reads, each)) and all(e.outputs[0] in shared(e) for e in each)
 
 
 def reads(expr: Expr) -> bool:
