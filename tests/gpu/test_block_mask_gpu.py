@@ -70,7 +70,7 @@ def test_random_masks(seed: int) -> None:
 def test_tile_lists(tile: tuple[int, int], no_waits: Callable) -> None:
     for name, mod in library_masks(1500, 1100).items():
         here, there = trace(mod, "mask"), on_gpu(mod)
-        theirs = tile_lists(here, 2, 2, 1500, 1100, tile)
+        theirs = tile_lists(here, 2, 2, 1500, 1100, tile, "cpu")
         no_waits()
         ours = tile_lists(there, 2, 2, 1500, 1100, tile, "cuda")
         torch.cuda.set_sync_debug_mode("default")

@@ -57,6 +57,13 @@ def test_as_exact_as_the_dtype_asks() -> None:
         assert ("tanh.approx" in "\n".join(found)) is is_coarse and count <= 26, (dtype, count)
 
 
+def test_a_product_that_is_rounded_to_a_whole_number_is_rounded_before() -> None:
+    """15 * 0.3 is 4.5 in float32, which torch rounds to 4; the exact product is a little more."""
+    for score in (lambda s, b, h, q, k: s + torch.round((q - k) * 0.3), lambda s, b, h, q, k: torch.where((q - k) * 0.3 - 0.5 > h, s, 0.0)):
+        found, _, _ = per_score(score)
+        assert "mul.rn.f32" in "\n".join(found)
+
+
 def test_float32_keeps_the_exact_functions() -> None:
     """A quotient and a hyperbolic tangent as torch rounds them, which takes many instructions."""
     found, _, _ = per_score(SCORES["softcap"], dtype=torch.float32, dim=64)

@@ -75,12 +75,16 @@ class Epilogue:
         rows = rows_and_columns(acc)
         rest = cute.domain_offset((facts.q_start, 0), out[None, None, facts.head, facts.q_row])
         head_dim = cute.size(out, mode=[1])
+        pair = cute.make_rmem_tensor(2, self.dtype)
         for r in cutlass.range_constexpr(cute.size(rows, mode=[0])):
             if first_row + r * 8 < facts.seqlen_q:
-                for c in cutlass.range_constexpr(cute.size(rows, mode=[1])):
-                    column = positions[0, c][1]
+                row = rest[first_row + r * 8, None]
+                for c in cutlass.range_constexpr(0, cute.size(rows, mode=[1]), 2):
+                    column = positions[0, c][1]  # and the next one: head_dim is even
                     if column < head_dim:
-                        rest[first_row + r * 8, column] = self.dtype(rows[r, c])
+                        for i in cutlass.range_constexpr(2):
+                            pair[i] = self.dtype(rows[r, c + i])
+                        cute.autovec_copy(pair, cute.local_tile(row, (2,), (column // 2,)))
 
     @cute.jit
     def _tile_stored(self, acc, mma, thread, group, atom, target, out_in_smem, facts):

@@ -1,6 +1,6 @@
 """The consumers: S = Q K^T, softmax, O += P V, with the next tile's first product running under this tile's exponentials."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -14,6 +14,13 @@ __all__ = ["Multiplies"]
 
 _TURN = 1  # the first of the named barriers by which warp groups take turns
 _CLEANED = 8  # the first of those at which each warp group meets after wiping V
+_AT_ONCE = 8  # entries of V that one instruction wipes: 16 bytes, which the swizzled layout keeps together
+
+
+class _Stage(NamedTuple):
+    """One of two stages, named without a state of its own: the other one's index is known."""
+
+    index: Any
 
 
 class Multiplies:
@@ -35,52 +42,94 @@ class Multiplies:
             pv.make_fragment_B(pv.partition_B(in_smem[2])),
         )
         positions = rows_and_columns(mma_qk.get_slice(thread).partition_C(cute.make_identity_tensor((tiles.tile_m, tiles.tile_n))))
-        consumer = pipeline.PipelineUserType.Consumer
-        q_state, q_done, k_state, v_state, work_state = (
-            pipeline.make_pipeline_state(consumer, n) for n in (self.config.q_stages, self.config.q_stages, tiles.stages, tiles.stages, 2)
-        )
-        rate = self.rate(scale_log2, captured)
+        shape_s = mma_qk.get_slice(thread).partition_shape_C((tiles.tile_m, tiles.tile_n))
+        acc = cute.make_rmem_tensor(mma_pv.get_slice(thread).partition_shape_C((tiles.tile_m, self.config.head_dim_v)), Float32)
+        sums = (acc, *(cute.make_rmem_tensor(cute.size(rows_and_columns(acc), mode=[0]), Float32) for _ in range(3)))
+        fixed = (mmas, operands, shape_s, positions, pipes, board, group, thread, in_smem)
+        given = (scale_log2, self.rate(scale_log2, captured), captured)
         self._first_turn(group)
-        more, owed = Int32(1), Int32(0)  # owed: Q's memory of the row tile before, from which O may still be leaving
+        if const_expr(self.config.overlaps):
+            self._overlapped(fixed, sums, given, outputs, sink)
+        else:
+            self._one_by_one(fixed, sums, given, outputs, sink)
+
+    @cute.jit
+    def _overlapped(self, fixed, sums, given, outputs, sink):
+        """A row tile ends while the next one begins: its last product runs beside the next one's first, and its output is written while
+        another warp group multiplies. There is memory for the Q of both."""
+        _, _, shape_s, positions, pipes, board, _, thread, _ = fixed
+        q_state, k_state, v_state, work_state = self._states()
+        p = narrowed(cute.make_rmem_tensor(shape_s, Float32), self.dtype)
+        # is_open: the last product of a row tile is still to come. owed: the one before it has not given its Q back, from where its output
+        # may still be leaving
+        more, is_open, owed = Int32(1), Int32(0), Int32(0)
         while more != 0:
             pipes[3].consumer_wait(work_state)
             facts = self._facts(board[0], work_state)
             more = facts.more
-            if more != 0:
-                acc = cute.make_rmem_tensor(mma_pv.get_slice(thread).partition_shape_C((tiles.tile_m, self.config.head_dim_v)), Float32)
-                acc.fill(0.0)
-                row_max, row_sum, row_scale = (cute.make_rmem_tensor(cute.size(rows_and_columns(acc), mode=[0]), Float32) for _ in range(3))
-                row_max.fill(-Float32.inf)
-                row_sum.fill(0.0)
-                if facts.total > 0:
-                    pipes[0].consumer_wait(q_state)
-                    shape_s = mma_qk.get_slice(thread).partition_shape_C((tiles.tile_m, tiles.tile_n))
-                    of_tile = (operands[0][None, None, None, q_state.index], operands[1], operands[2])
-                    fixed = (mmas, of_tile, shape_s, positions, pipes, board[1], group)
-                    sums = (acc, row_max, row_sum, row_scale)
-                    given = (facts, scale_log2, rate, captured, self.row_limits(positions, facts, captured))
-                    p = self._first(fixed, sums, given, k_state, v_state, in_smem[2], thread)
-                    k_state.advance()
-                    if const_expr(self.config.q_stages > 1):
-                        if owed != 0:
-                            self._give_back(pipes[0], q_done, thread)
-                            q_done.advance()
+            q_open, work_open = _Stage(1 - q_state.index), _Stage(1 - work_state.index)
+            if owed != 0:
+                self._give_back(pipes[0], _Stage(q_state.index), thread)
+                owed = Int32(0)
+            if facts.total > 0:
+                pipes[0].consumer_wait(q_state)
+                of_tile = (facts, *given, self.row_limits(positions, facts, given[2]))
+                if is_open != 0:
+                    self._turned_over(fixed, sums, p, of_tile, outputs, sink, (q_state, q_open, work_open), k_state, v_state)
+                    v_state.advance()
+                    pipes[3].consumer_release(work_open)
                     owed = Int32(1)
-                    k_state, v_state = self._visits(fixed, sums, p, given, k_state, v_state)
-                    facts = self._facts(board[0], work_state)  # read again rather than kept in registers
-                    self.finished(acc, row_max, row_sum, rate, sink, facts.head)
-                    self.stored(acc, row_max, row_sum, mma_pv, thread, group, outputs, in_smem[3][None, None, q_state.index], facts)
-                    if const_expr(self.config.q_stages == 1):
-                        self._give_back(pipes[0], q_state, thread)
-                    q_state.advance()
                 else:
-                    self.finished(acc, row_max, row_sum, rate, sink, facts.head)
-                    self.stored(acc, row_max, row_sum, mma_pv, thread, group, outputs, None, facts)
+                    self._first(fixed, sums, p, of_tile, q_state, k_state, v_state)
+                k_state.advance()
+                is_open = Int32(1)
+                k_state, v_state, owed = self._steps(fixed, sums, p, of_tile, q_state, k_state, v_state, owed)
+                q_state.advance()
+            else:
+                if is_open != 0:
+                    self._last(fixed, sums, p, v_state)
+                    v_state.advance()
+                    self._ended(fixed, sums[1:3], sums[0], given, outputs, sink, q_open, work_open)
+                    self._give_back(pipes[0], q_open, thread)
+                    pipes[3].consumer_release(work_open)
+                    is_open = Int32(0)
+                if more != 0:
+                    self._blank(fixed, sums, given, outputs, sink, facts)
+                pipes[3].consumer_release(work_state)
+            work_state.advance()
+
+    @cute.jit
+    def _one_by_one(self, fixed, sums, given, outputs, sink):
+        """Row tiles one after the other (``Config.overlaps``)."""
+        _, _, shape_s, positions, pipes, board, _, thread, _ = fixed
+        q_state, k_state, v_state, work_state = self._states()
+        p = narrowed(cute.make_rmem_tensor(shape_s, Float32), self.dtype)
+        more = Int32(1)
+        while more != 0:
+            pipes[3].consumer_wait(work_state)
+            facts = self._facts(board[0], work_state)
+            more = facts.more
+            if facts.total > 0:
+                pipes[0].consumer_wait(q_state)
+                of_tile = (facts, *given, self.row_limits(positions, facts, given[2]))
+                self._first(fixed, sums, p, of_tile, q_state, k_state, v_state)
+                k_state.advance()
+                k_state, v_state, _ = self._steps(fixed, sums, p, of_tile, q_state, k_state, v_state, Int32(0))
+                self._last(fixed, sums, p, v_state)
+                v_state.advance()
+                self._ended(fixed, sums[1:3], sums[0], given, outputs, sink, q_state, work_state)
+                self._give_back(pipes[0], q_state, thread)
+                q_state.advance()
+            elif more != 0:
+                self._blank(fixed, sums, given, outputs, sink, facts)
             pipes[3].consumer_release(work_state)
             work_state.advance()
-        if const_expr(self.config.q_stages > 1):
-            if owed != 0:
-                self._give_back(pipes[0], q_done, thread)
+
+    def _states(self) -> tuple[Any, ...]:
+        """Where the consumer stands in the pipelines of Q, K, V and of row tiles."""
+        stages = self.config.tiles.stages
+        consumer = pipeline.PipelineUserType.Consumer
+        return tuple(pipeline.make_pipeline_state(consumer, n) for n in (self.config.q_stages, stages, stages, 2))
 
     def _facts(self, board: Any, state: Any) -> Facts:
         return Facts(*(board[i, state.index] for i in range(len(Facts._fields))))
@@ -93,59 +142,140 @@ class Multiplies:
         pipe.consumer_release(state)
 
     @cute.jit
-    def _first(self, fixed, sums, given, k_state, v_state, v_in_smem, thread):
-        """The first product and softmax of a row tile; its probabilities."""
-        (mma_qk, _), (q, k, _), shape_s, positions, pipes, board, group = fixed
-        _, row_max, row_sum, row_scale = sums
-        facts, scale_log2, rate, captured, limits = given
+    def _first(self, fixed, sums, p, given, q_state, k_state, v_state):
+        """The first product and softmax of a row tile when no other is open; its probabilities into ``p``."""
+        (mma_qk, _), (q, k, _), shape_s, _, pipes, board, group, _, _ = fixed
         scores = cute.make_rmem_tensor(shape_s, Float32)
+        sums[0].fill(0.0)
         pipes[1].consumer_wait(k_state)
-        visit = board[k_state.index]
+        visit = board[1][k_state.index]
         self._my_turn(group)
-        self._product(mma_qk, scores, q, k[None, None, None, k_state.index], True)
+        self._product(mma_qk, scores, q[None, None, None, q_state.index], k[None, None, None, k_state.index], True)
         self._next_turn(group)
         warpgroup.wait_group(0)
         pipes[1].consumer_release(k_state)
+        self._first_softmax(fixed, sums, scores, given, visit)
+        p.store(narrowed(scores, self.dtype).load())
+        self._first_wiped(fixed, given, visit, v_state)
+
+    @cute.jit
+    def _turned_over(self, fixed, sums, p, given, outputs, sink, states, k_state, v_state):
+        """``_first`` beside the last product of the open row tile, which is then finished. states: Q's of the new row tile, Q's and the
+        board's of the open one; v_state: the open one's."""
+        (mma_qk, mma_pv), (q, k, v), shape_s, _, pipes, board, group, _, _ = fixed
+        q_state, q_done, work_done = states
+        acc, row_max, row_sum, _ = sums
+        scores = cute.make_rmem_tensor(shape_s, Float32)
+        pipes[1].consumer_wait(k_state)
+        visit = board[1][k_state.index]
+        self._my_turn(group)
+        self._product(mma_qk, scores, q[None, None, None, q_state.index], k[None, None, None, k_state.index], True)
+        pipes[2].consumer_wait(v_state)
+        self._product(mma_pv, acc, p, v[None, None, None, v_state.index], False)
+        self._next_turn(group)
+        warpgroup.wait_group(1)
+        pipes[1].consumer_release(k_state)
+        before = tuple(cute.make_rmem_tensor_like(t) for t in (row_max, row_sum))
+        for old, t in zip(before, (row_max, row_sum)):
+            old.store(t.load())
+        # a score mod needs the registers of the open row tile's output; else the last product has a softmax's time to finish
+        ends_first = self.config.score is not None
+        if const_expr(not ends_first):
+            self._first_softmax(fixed, sums, scores, given, visit)
+        warpgroup.wait_group(0)
+        pipes[2].consumer_release(v_state)
+        if const_expr(ends_first):
+            self._ended(fixed, before, acc, given[1:4], outputs, sink, q_done, work_done)
+            self._first_softmax(fixed, sums, scores, given, visit)
+        p.store(narrowed(scores, self.dtype).load())
+        if const_expr(not ends_first):
+            self._ended(fixed, before, acc, given[1:4], outputs, sink, q_done, work_done)
+        acc.fill(0.0)
+        following = v_state.clone()
+        following.advance()
+        self._first_wiped(fixed, given, visit, following)
+
+    @cute.jit
+    def _first_softmax(self, fixed, sums, scores, given, visit):
+        positions = fixed[3]
+        _, row_max, row_sum, row_scale = sums
+        facts, scale_log2, rate, captured, limits = given
         n = visit // 2
+        row_max.fill(-Float32.inf)
         lifts = self.modified(scores, None, positions, n, facts, scale_log2, captured, True)
         self.masked(scores, positions, n, facts, captured, limits, visit % 2, True)
         if const_expr(self.config.is_bounded):
+            row_sum.fill(0.0)
             self.unshifted(scores, row_max, row_sum, rate, True)
         else:
             self.exponentials(scores, lifts, row_max, row_sum, row_scale, rate, True, True)
-        if const_expr(self.config.has_entries):
-            self._wiped(v_in_smem, pipes[2], v_state, facts.seqlen_k - n * self.config.tiles.tile_n, thread, group)
-        return narrowed(scores, self.dtype)
 
     @cute.jit
-    def _visits(self, fixed, sums, p, given, k_state, v_state):
-        """The key tiles of a row tile after its first: masked, bare and again masked ones."""
-        (_, mma_pv), operands, _, _, pipes, _, _ = fixed
-        acc, facts = sums[0], given[0]
+    def _first_wiped(self, fixed, given, visit, v_state):
+        """The only tile that may reach past the last key of a sequence is the first."""
+        if const_expr(self.config.has_entries):
+            _, _, _, _, pipes, _, group, thread, in_smem = fixed
+            self._wiped(in_smem[2], pipes[2], v_state, given[0].seqlen_k - visit // 2 * self.config.tiles.tile_n, thread, group)
+
+    @cute.jit
+    def _steps(self, fixed, sums, p, given, q_state, k_state, v_state, owed):
+        """The key tiles of a row tile after its first: masked, bare and again masked ones; all but the last product. What is ``owed``
+        of the row tile before is given back after one of them, when its output has surely left."""
+        facts = given[0]
         for _ in cutlass.range(facts.masked, unroll=1):
-            self._step(fixed, sums, p, given, k_state, v_state, True)
+            self._step(fixed, sums, p, given, q_state, k_state, v_state, True)
             k_state.advance()
             v_state.advance()
+            if owed != 0:
+                self._give_back(fixed[4][0], _Stage(1 - q_state.index), fixed[7])
+                owed = Int32(0)
         for _ in cutlass.range(facts.bare, unroll=1):
-            self._step(fixed, sums, p, given, k_state, v_state, False)
+            self._step(fixed, sums, p, given, q_state, k_state, v_state, False)
             k_state.advance()
             v_state.advance()
+            if owed != 0:
+                self._give_back(fixed[4][0], _Stage(1 - q_state.index), fixed[7])
+                owed = Int32(0)
         if const_expr(self.config.has_left):
             for _ in cutlass.range(facts.behind, unroll=1):
-                self._step(fixed, sums, p, given, k_state, v_state, True)
+                self._step(fixed, sums, p, given, q_state, k_state, v_state, True)
                 k_state.advance()
                 v_state.advance()
-        pipes[2].consumer_wait(v_state)
-        self._product(mma_pv, acc, p, operands[2][None, None, None, v_state.index], False)
-        warpgroup.wait_group(0)
-        pipes[2].consumer_release(v_state)
-        v_state.advance()
-        return k_state, v_state
+        return k_state, v_state, owed
 
     @cute.jit
-    def _step(self, fixed, sums, p, given, k_state, v_state, is_masked: cutlass.Constexpr):
+    def _last(self, fixed, sums, p, v_state):
+        """The last product of a row tile that nothing follows."""
+        (_, mma_pv), (_, _, v), _, _, pipes, _, _, _, _ = fixed
+        pipes[2].consumer_wait(v_state)
+        self._product(mma_pv, sums[0], p, v[None, None, None, v_state.index], False)
+        warpgroup.wait_group(0)
+        pipes[2].consumer_release(v_state)
+
+    @cute.jit
+    def _ended(self, fixed, statistics, acc, given, outputs, sink, q_done, work_done):
+        """A row tile's output and statistics on their way. Its facts are read again rather than kept in registers."""
+        (_, mma_pv), _, _, _, _, board, group, thread, in_smem = fixed
+        facts = self._facts(board[0], work_done)
+        row_max, row_sum = statistics
+        self.finished(acc, row_max, row_sum, given[1], sink, facts.head)
+        self.stored(acc, row_max, row_sum, mma_pv, thread, group, outputs, in_smem[3][None, None, q_done.index], facts)
+
+    @cute.jit
+    def _blank(self, fixed, sums, given, outputs, sink, facts):
+        """A row tile that visits nothing."""
+        (_, mma_pv), _, _, _, _, _, group, thread, _ = fixed
+        acc, row_max, row_sum, _ = sums
+        acc.fill(0.0)
+        row_max.fill(-Float32.inf)
+        row_sum.fill(0.0)
+        self.finished(acc, row_max, row_sum, given[1], sink, facts.head)
+        self.stored(acc, row_max, row_sum, mma_pv, thread, group, outputs, None, facts)
+
+    @cute.jit
+    def _step(self, fixed, sums, p, given, q_state, k_state, v_state, is_masked: cutlass.Constexpr):
         """The first product of a tile and the second of the tile before it, then the softmax of the tile."""
-        (mma_qk, mma_pv), (q, k, v), shape_s, positions, pipes, board, group = fixed
+        (mma_qk, mma_pv), (q, k, v), shape_s, positions, pipes, board, group, _, _ = fixed
         acc, row_max, row_sum, row_scale = sums
         facts, scale_log2, rate, captured, limits = given
         asks = is_masked or len(self.config.always) > 0
@@ -153,9 +283,9 @@ class Multiplies:
         pipes[1].consumer_wait(k_state)
         n = Int32(0)
         if const_expr(asks or self.config.score is not None):
-            n = board[k_state.index] // 2
+            n = board[1][k_state.index] // 2
         self._my_turn(group)
-        self._product(mma_qk, scores, q, k[None, None, None, k_state.index], True)
+        self._product(mma_qk, scores, q[None, None, None, q_state.index], k[None, None, None, k_state.index], True)
         pipes[2].consumer_wait(v_state)
         self._product(mma_pv, acc, p, v[None, None, None, v_state.index], False)
         self._next_turn(group)
@@ -201,8 +331,14 @@ class Multiplies:
         if room < tile_n:
             pipe.consumer_wait(state)
             tile = v[None, None, state.index]
-            for i in cutlass.range(room * head_dim + thread % 128, tile_n * head_dim, 128, unroll=1):
-                tile[i % head_dim, i // head_dim] = self.dtype(0.0)
+            nothing = cute.make_rmem_tensor(_AT_ONCE, self.dtype)
+            nothing.fill(0.0)
+            pieces = head_dim // _AT_ONCE  # of a key
+            lanes = 1 << (pieces - 1).bit_length()
+            piece = thread % lanes
+            if piece < pieces:
+                for key in cutlass.range(room + thread % 128 // lanes, tile_n, 128 // lanes, unroll=1):
+                    cute.autovec_copy(nothing, cute.local_tile(tile, (_AT_ONCE, 1), (piece, key))[None, 0])
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.barrier(barrier_id=_CLEANED + group, number_of_threads=128)
 

@@ -147,4 +147,8 @@ class _Sum:
             flat = flat + torch.where(index < 0, index + size, index) * stride
         shared = [d for d in range(4) if flat.shape[d] == 1 and part.shape[d] != 1]
         part = part.sum(shared, keepdim=True) if shared else part
-        total.view(-1).index_add_(0, flat.expand(part.shape).reshape(-1), part.reshape(-1))
+        flat, part = flat.expand(part.shape).reshape(-1), part.reshape(-1)
+        if self.problem.deterministic and part.is_cuda:
+            total.view(-1).index_put_((flat,), part, accumulate=True)  # sorts first; index_add_ adds in whatever order threads come
+        else:
+            total.view(-1).index_add_(0, flat, part)

@@ -150,7 +150,7 @@ class _Writer:
         self.expr, self.nodes, self.leaves, self.prefix, self.style = expr, expr.nodes, leaves, prefix, style
         self.stages = [_stage(dep) for dep in dependence(expr)]
         self.extents = extents(expr, Box.of_sizes(SMALL, SMALL) if style.is_small else Box.of_sizes(2**MOST_INDEX_BITS, None))
-        self.sharp = _sharp(expr) if style.functions != "exact" else frozenset()
+        self.sharp = _sharp(expr)
         self.found: dict[str, list[str]] = {stage: [] for stage in _STAGES}
         self.made: set[str] = set()
 
@@ -222,6 +222,8 @@ class _Writer:
             return f"functions.shift_{'left' if node.op == 'shl' else 'right'}({args[0]}, {args[1]}, {bits})"
         if node.op == "not" and operand is torch.uint8:
             return f"255 - {args[0]}"
+        if node.op == "mul" and at in self.sharp and node.dtype is torch.float32 and self.style.is_nvidia:
+            return f"functions.product_nvidia({args[0]}, {args[1]})"
         return (_TEMPLATES.get(node.op) or _BY_KIND[node.op, category(operand)]).format(*args)
 
     def _fast(self, at: int, args: list[str]) -> str | None:
