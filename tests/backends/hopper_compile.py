@@ -72,8 +72,9 @@ def compile(config: Config, mods: list, folder: Path) -> list[int]:  # type: ign
 def cases() -> dict[str, tuple[list, dict]]:  # type: ignore[type-arg]
     """name: the mods in the order of ``Config.exprs``, and the config's fields."""
     slopes, table, ids = torch.rand(4), torch.rand(4, 100), torch.arange(10) // 3
-    alibi = trace(lambda s, b, h, q, k: s - slopes[h] * (q - k), "score")
-    relative = trace(lambda s, b, h, q, k: s + table[h, q - k], "score")
+    alibi = trace(lambda s, b, h, q, k: s - slopes[h] * (q - k).abs(), "score")
+    straight = trace(lambda s, b, h, q, k: s + table[h, q - k], "score")
+    relative = trace(lambda s, b, h, q, k: s + table[h, torch.clamp(q - k, -49, 49) + 49], "score")
     by_token = trace(lambda s, b, h, q, k: s + table[ids[q], ids[k]], "score")
     capped = trace(lambda s, b, h, q, k: 30.0 * torch.tanh(s / 30.0), "score")
     causal, window, sinks = (row_ranges(trace(m, "mask")) for m in (masks.causal(), masks.sliding_window(9, 0), masks.sink_window(4, 9)))
@@ -88,9 +89,10 @@ def cases() -> dict[str, tuple[list, dict]]:  # type: ignore[type-arg]
         "causal": ([causal], ends),
         "window": ([window], {"bands": (window.expr,), "has_max": True}),
         "alibi": ([alibi, causal], {"score": alibi.expr, **ends}),
-        "relative": ([relative, causal], {"score": relative.expr, **ends}),
+        "straight": ([straight, causal], {"score": straight.expr, **ends}),
+        "relative": ([relative], {"score": relative.expr}),
         "by_token": ([by_token, causal], {"score": by_token.expr, **ends}),
-        "capped": ([capped, window], {"score": capped.expr, "bands": (window.expr,)}),
+        "capped": ([capped, window], {"score": capped.expr, "bands": (window.expr,), "is_bounded": True}),
         "sinks": ([sinks], {"lists": "dense", "partial": Ask(sinks.expr, True), "has_order": True}),
         "document": ([document], {"lists": "dense", "partial": each, "has_order": True, "has_sink": True}),
         "document and causal": ([document, causal], {"lists": "dense", "partial": each, "always": (Ask(causal.expr, True),)}),
@@ -110,7 +112,7 @@ def main(folder: Path, head_dim: int, head_dim_v: int) -> None:
         asks = tuple(ask for ask in (fields.get("partial"), *fields.get("always", ())) if ask is not None)
         tiles = tiles_for(head_dim, head_dim_v, fields.get("score"), listed, asks)
         cut = (1, 128 // tiles.tile_n) if "lists" in fields else (1, 1)
-        config = Config(head_dim, head_dim_v, i % 2 == 0, tiles, list_cut=cut, has_lse=True, **fields)
+        config = Config(head_dim, head_dim_v, i % 2 == 0 or "is_bounded" in fields, tiles, list_cut=cut, has_lse=True, **fields)
         result[name] = compile(config, mods, folder / str(i))
     print(json.dumps(result))
 

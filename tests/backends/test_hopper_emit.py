@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 import anyattn
+from anyattn.backends.hopper.staging import bias, cases, is_even
 from anyattn.backends.hopper.supports import _WRITTEN
 from anyattn.mods.evaluate import evaluate, run
 from anyattn.mods.ir import OPS, Builder, Expr, category
@@ -33,9 +34,24 @@ class Array:
 
     def __init__(self, values: Tensor):
         self.values, self.shape = values.to(torch.uint8 if values.dtype is torch.bool else values.dtype).numpy(), values.shape
+        self.iterator, self.layout = Start(self), None
 
     def __getitem__(self, place: Any) -> Any:
         return self.values[place]
+
+
+class Start:
+    """The address of an array's first entry; with a place added, a view of what comes from there on along the last dimension."""
+
+    def __init__(self, array: Array, place: tuple = ()):
+        self.array, self.place = array, place
+
+    def __add__(self, place: Any) -> Start:
+        return Start(self.array, place if isinstance(place, tuple) else (place,))
+
+    def __getitem__(self, step: int) -> Any:
+        assert step >= 0 and self.place[-1] >= 0
+        return self.array[(*self.place[:-1], self.place[-1] + step)]
 
 
 class _IsInt32(type):
@@ -79,7 +95,9 @@ def emitter(sign: str) -> dict[str, Any]:
     def rest(a: Any, b: Any) -> Any:
         return np.fmod(a, b) if sign == "dividend" and not isinstance(a, (int, float)) else a % b
 
-    given = {"cute": SimpleNamespace(math=SimpleNamespace(**functions), arch=arch), "cutlass": cutlass, "dsl_user_op": lambda f: f}
+    laid = {"crd2idx": lambda place, layout: place, "make_tensor": lambda view, layout: view, "make_layout": lambda size: size}
+    cute = SimpleNamespace(math=SimpleNamespace(**functions), arch=arch, **laid)
+    given = {"cute": cute, "cutlass": cutlass, "dsl_user_op": lambda f: f}
     given |= {"Float32": np.float32, "Int32": Int32, "Int64": np.int64, "Boolean": np.bool_, "_rest": rest, "call_native": None}
     below = _run("arithmetic", given)
     made = _run("emit", given | {name: below[name] for name in below["__all__"]})
@@ -87,10 +105,10 @@ def emitter(sign: str) -> dict[str, Any]:
     return made
 
 
-def _run(module: str, given: dict[str, Any]) -> dict[str, Any]:
+def _run(module: str, given: dict[str, Any], outside: tuple[str, ...] = OUTSIDE) -> dict[str, Any]:
     """A module of the backend without its imports of CuTe DSL, for which ``given`` stands in."""
     tree = ast.parse((HOPPER / f"{module}.py").read_text())
-    tree.body = [n for n in tree.body if not any(name.startswith(OUTSIDE) for name in _imported(n))]
+    tree.body = [n for n in tree.body if not any(name.startswith(outside) for name in _imported(n))]
     names = {"__name__": module, **given}
     exec(compile(ast.fix_missing_locations(_Rests().visit(tree)), str(HOPPER / f"{module}.py"), "exec"), names)
     return names
@@ -102,19 +120,34 @@ def _imported(node: ast.stmt) -> list[str]:
     return [node.module or ""] if isinstance(node, ast.ImportFrom) else []
 
 
-def emitted(expr: Expr, scalars: tuple, tensors: list[Tensor], score: Tensor | None = None, sign: str = "dividend") -> Tensor:
+def emitted(
+    expr: Expr,
+    scalars: tuple,
+    tensors: list[Tensor],
+    score: Tensor | None = None,
+    sign: str = "dividend",
+    reads_ahead: bool = False,
+    at: Any = (0, 0),
+) -> Tensor:
+    """at: the position of the fragment's first row and column."""
     kind = category(expr.output.dtype)
     dtype = {"float": torch.float32, "int": torch.int64, "bool": torch.bool}[kind]
     out = torch.empty(ROWS, COLUMNS, dtype=dtype)
-    steps = list(range(COLUMNS))
-    q_idx, kv_idx = ([np.int32(i) for i in range(n)] for n in (ROWS, COLUMNS))
-    places = {"b": np.int32(1), "h": np.int32(2), "q_idx": q_idx, "kv_idx": kv_idx, "steps": steps}
-    numbers = tuple(np.float32(x) if isinstance(x, float) else np.int32(x) for x in scalars)
+    places, numbers = places_at(at), numbers_of(scalars)
     read = None if score is None else (lambda r, c: np.float32(score[r, c].item()))
     with np.errstate(all="ignore"):
         store = lambda r, c, x: out.__setitem__((r, c), x.item() if isinstance(x, np.generic) else x)
-        emitter(sign)["emit"](expr, numbers, [Array(t) for t in tensors], places, read, store)
+        emitter(sign)["emit"](expr, numbers, [Array(t) for t in tensors], places, read, store, reads_ahead)
     return out
+
+
+def places_at(at: tuple[int, int], rows: int = ROWS, columns: int = COLUMNS) -> dict[str, Any]:
+    q_idx, kv_idx = ([np.int32(first + i) for i in range(n)] for first, n in zip(at, (rows, columns), strict=True))
+    return {"b": np.int32(1), "h": np.int32(2), "q_idx": q_idx, "kv_idx": kv_idx, "apart": list(range(rows)), "steps": list(range(columns))}
+
+
+def numbers_of(scalars: tuple) -> tuple:
+    return tuple(np.float32(x) if isinstance(x, float) else np.int32(x) for x in scalars)
 
 
 def assert_same(op: str, ours: Tensor, theirs: Tensor) -> None:
@@ -225,3 +258,89 @@ def test_rests_of_floats_are_exact() -> None:
             leaf, by = builder.add("score", dtype=torch.float32), builder.const(divisor, torch.float32)
             literal = builder.build(builder.add("fmod" if function is torch.fmod else "mod", leaf, by))
             assert_same("fmod", emitted(literal, (), [], _scores()), function(_scores(), divisor))
+
+
+TABLE = torch.randn(4, 99, generator=torch.Generator().manual_seed(1))
+SLOPES = torch.tensor([0.5, 0.25, 0.3, 0.7])
+BIASES = {
+    "alibi": lambda s, b, h, q, k: s - SLOPES[h] * (q - k).abs(),
+    "alibi and a number": lambda s, b, h, q, k: s - 3.0 - SLOPES[h] * (q - k).abs() + SLOPES[b],
+    "near": lambda s, b, h, q, k: s + torch.where(q - k < 3, 1.5, SLOPES[h]) * (q + k),
+    "by distance": lambda s, b, h, q, k: s + TABLE[h, (q - k).abs()],
+    "clamped": lambda s, b, h, q, k: s + TABLE[h, torch.clamp(q - k, -4, 4) + 4],
+    "buckets": lambda s, b, h, q, k: s + TABLE[h, torch.log2((q - k).abs().clamp(min=1).float() * 3.0).to(torch.int64)],
+    "curved": lambda s, b, h, q, k: s - torch.exp(SLOPES[h] * (k - q)) * 0.125,
+}
+
+
+@pytest.mark.parametrize("at", [(0, 0), (40, 3), (3, 40), (30, 16), (16, 30), (20, 16)], ids=str)
+@pytest.mark.parametrize("name", BIASES)
+def test_biases_by_cases(name: str, at: tuple[int, int]) -> None:
+    """Left of the diagonal, right of it and across: in whichever case is found to hold, and as written."""
+    mod = trace(BIASES[name], "score")
+    added = bias(mod.expr)
+    assert added is not None
+    q, k = torch.arange(ROWS)[:, None] + at[0], torch.arange(COLUMNS) + at[1]
+    theirs = evaluate(mod, 1, 2, q, k, torch.zeros(ROWS, COLUMNS, dtype=torch.float64))
+    tensors, numbers, names = [Array(t) for t in mod.tensors], numbers_of(mod.scalars), emitter("dividend")
+    held = 0
+    for piece in cases(added):
+        where = torch.ones(ROWS, COLUMNS, dtype=torch.bool)
+        for condition in piece.conditions:
+            where &= torch.as_tensor(run(condition, {"b": 1, "h": 2, "q_idx": q, "kv_idx": k}, mod.scalars, list(mod.tensors))[0]) >= 0
+        said = bool(names["holds"](piece.conditions, numbers, tensors, places_at(at))) if piece.conditions else True
+        assert said == bool(where.all())
+        if said:
+            held += 1
+            assert_added(piece.expr, mod, theirs, at)
+    assert_added(added, mod, theirs, at, False)
+    assert held <= 1 and (held == 1 or name in ("near", "buckets", "curved", "clamped") or abs(at[0] - at[1]) < 16)
+
+
+def assert_added(expr: Expr, mod: Any, theirs: Tensor, at: tuple[int, int], ahead: bool = True) -> None:
+    if is_even(expr):
+        lines = emitter("dividend")["emit_lines"](expr, numbers_of(mod.scalars), [Array(t) for t in mod.tensors], places_at(at))
+        ours = torch.tensor([[float(start) + float(change) * c for c in range(COLUMNS)] for start, change in lines])
+    else:
+        ours = emitted(expr, mod.scalars, list(mod.tensors), None, "dividend", ahead, at)
+    # what grows along a row is added up from its first column, at most 16 roundings of the largest number there
+    room = theirs.abs().amax(-1, keepdim=True) * 16 * torch.finfo(torch.float32).eps
+    assert bool(((ours - theirs).abs() <= room).all()), (ours, theirs)
+
+
+def test_positions_past_the_last_disturb_no_other() -> None:
+    """They are lowered to the last, so that their diagonals are not where literals have them."""
+    mod = trace(BIASES["by distance"], "score")
+    places = places_at((0, 0))
+    places["q_idx"] = [min(i, np.int32(9)) for i in places["q_idx"]]
+    places["kv_idx"] = [min(i, np.int32(11)) for i in places["kv_idx"]]
+    out = torch.zeros(ROWS, COLUMNS)
+    added = bias(mod.expr)
+    assert added is not None
+    emitter("dividend")["emit"](added, (), [Array(t) for t in mod.tensors], places, None, lambda r, c, x: out.__setitem__((r, c), float(x)))
+    theirs = TABLE[2][(torch.arange(10)[:, None] - torch.arange(12)).abs()]
+    assert torch.equal(out[:10, :12], theirs)
+
+
+def test_a_diagonal_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = []
+    monkeypatch.setattr(Array, "__getitem__", lambda self, place: reads.append(place) or self.values[place])
+    mod = trace(BIASES["buckets"], "score")
+    emitted(mod.expr, mod.scalars, list(mod.tensors), torch.zeros(ROWS, COLUMNS))
+    assert len(reads) == ROWS + COLUMNS - 1
+
+
+def test_exponentials_by_multiplications() -> None:
+    """Of a product within 126 to either side: 1.2e-4 of the true one, a fortieth of bfloat16's rounding."""
+    given = dict(emitter("dividend"))
+    cute, cutlass = SimpleNamespace(**vars(given["cute"]), jit=lambda f: f), SimpleNamespace(**vars(given["cutlass"]), Constexpr=None)
+    names = _run(
+        "softmax", given | {"cute": cute, "cutlass": cutlass}, (*OUTSIDE, *(f"anyattn.backends.hopper.{m}" for m in ("emit", "fragment")))
+    )
+    names["_bits"] = lambda x, kind: np.frombuffer(x.tobytes(), np.int32 if kind is Int32 else np.float32)[0]
+    for x in np.linspace(-125, 125, 4001, dtype=np.float32):
+        for factor in (1.0, 43.28, 0.01):
+            product = np.longdouble(x / np.float32(factor)) * np.longdouble(np.float32(factor))
+            for ours in (names["_exp2_of_product"](x / np.float32(factor), np.float32(factor)), names["_exp2"](np.float32(product))):
+                assert abs(np.longdouble(ours) / np.exp2(product) - 1) < 1.2e-4
+    assert names["_exp2"](np.float32(-np.inf)) == 0

@@ -150,9 +150,26 @@ SCORES: dict[str, Any] = {
     "powers": lambda s, b, h, i, j: s + 0.01 * s**3 + 0.05 * s.abs() ** 1.7 - 0.9 ** (i - j).abs() + (1e-5 * (i - j)) ** 3 * (h + 1.0) ** b,
     "straight": Capturing(lambda to: (lambda sl: lambda s, b, h, i, j: s - sl[h] * (i - j))(to(SLOPES))),
     "by head": Capturing(lambda to: (lambda sl: lambda s, b, h, i, j: s + sl[h])(to(SLOPES))),
+    "by distance": Capturing(lambda to: (lambda t: lambda s, b, h, i, j: s + t[h, (i - j).abs()])(to(TABLE))),
+    "clipped": Capturing(lambda to: (lambda t: lambda s, b, h, i, j: s + t[h, torch.clamp(i - j, -90, 90) + 90])(to(TABLE))),
+    "capped high": scores.softcap(60.0),
+    "capped, sloping": Capturing(lambda to: (lambda sl: lambda s, b, h, i, j: 5 * torch.tanh(s / 5) - sl[h] * (i - j).abs())(to(SLOPES))),
+    "gated": lambda s, b, h, i, j: 8.0 * torch.sigmoid(s),
 }
 # what a mod makes of scores does not hang on the mask, and every pair is a kernel: each mod has one, these the full one
-IN_FULL = {"alibi", "from the end", "by token", "gate and huge bias", "rounded", "rests", "logarithmic", "powers", "straight"}
+IN_FULL = {
+    "alibi",
+    "from the end",
+    "by token",
+    "gate and huge bias",
+    "rounded",
+    "rests",
+    "logarithmic",
+    "powers",
+    "straight",
+    "by distance",
+    "clipped",
+}
 
 
 @pytest.mark.parametrize("kind", KINDS)

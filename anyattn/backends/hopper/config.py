@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from anyattn.backends.hopper.staging import is_special, reads_apart, reads_straight
+from anyattn.backends.hopper.staging import cases, is_foreseen, is_special, reads_apart, reads_straight
 from anyattn.mods.dependence import dependence
 from anyattn.mods.ir import Expr
 from anyattn.mods.rows import NO_LIMIT
 
-__all__ = ["HEAD_DIMS", "TILE_M", "Ask", "Config", "Tiles", "padded", "sides", "slots", "tiles_for"]
+__all__ = ["HEAD_DIMS", "MOST", "TILE_M", "Ask", "Config", "Tiles", "padded", "sides", "slots", "tiles_for"]
 
 HEAD_DIMS = (64, 96, 128, 192, 256)  # what a row is padded to, in shared memory only
+MOST = 52.0  # a score's size where exponentials are taken as they are: 2^75 leaves a sum of 2^30 keys, times values, room in float32
 TILE_M = 128  # query rows of every kernel that goes by lists
 _SHARED_MEMORY = 227 * 1024
 _REGISTERS = {2: (240, 24), 3: (160, 32)}  # of a consumer and of a producer thread, by warp groups that multiply: 65,536 an SM
@@ -76,6 +77,7 @@ class Config:
 
     head_dim, head_dim_v: as padded. is_bf16: else float16. score: the score mod's expression or None.
     is_factored: constant factors may be taken off the score mod's end, for they and the scale are above 0 (``staging.factored``, ``bias``).
+    is_bounded: no score passes ``MOST``, so that a row's maximum need not be found: exponentials are taken of the scores themselves.
     bands: row ranges ``lo, hi`` of predicates that are bands around a row's place (``sides``); the kernel derives its tiles from them.
     lists: None, or the layout of the lists of tiles to visit: "dense" (B, H, M, N), "ragged" (H, total_m, max_n) or "flat" (H, total_n).
     per_entry, per_head: the lists differ from batch entry to entry, from head to head. list_cut: (rows, keys) of a list's tile in units
@@ -92,6 +94,7 @@ class Config:
     tiles: Tiles
     score: Expr | None = None
     is_factored: bool = True
+    is_bounded: bool = False
     bands: tuple[Expr, ...] = ()
     lists: str | None = None
     per_entry: bool = False
@@ -119,6 +122,8 @@ class Config:
             raise ValueError("bands has row ranges that are no band around a row's place; wanted them as partial or always")
         if self.lists is not None and self.bands:
             raise ValueError("bands and lists are both given; with lists a band is one of the predicates that hold always")
+        if self.is_bounded and (self.score is None or not self.is_factored or not self.is_bf16 or self.has_max):
+            raise ValueError("is_bounded without a factored score mod, in float16 or with has_max; wanted bfloat16 and no highest scores")
         needed = self.shared_memory(1)
         if needed > _SHARED_MEMORY:
             raise ValueError(f"{self.tiles} at head_dim {self.head_dim} takes {needed} bytes of shared memory; an SM has {_SHARED_MEMORY}")
@@ -193,13 +198,14 @@ def tiles_for(head_dim: int, head_dim_v: int, score: Expr | None, tile_n: int | 
     if head_dim == head_dim_v == 64 and score is None and tile_n is None and not asked:
         return Tiles(192, 128, 3)
     widest = max(head_dim, head_dim_v)
-    each = [ask.expr for ask in asked if not ask.by_row] + ([score] if score is not None else [])
-    if any(map(reads_apart, each)):
+    ahead = score is not None and is_foreseen(score)
+    apart = score is not None and reads_apart(score) and not cases(score)
+    if any(reads_apart(ask.expr) for ask in asked if not ask.by_row) or (apart and not ahead):
         keys = 64 if widest <= 128 else 48
-    elif score is not None and reads_straight(score):
-        keys = {192: 96, 256: 64}.get(widest, 128)
+    elif score is not None and (apart or reads_straight(score)):
+        keys = {192: 64 if apart else 96, 256: 64}.get(widest, 128)
     else:
-        keys = 128 if head_dim == 192 and head_dim_v <= 128 else {192: 112, 256: 80}.get(widest, 128)
+        keys = 128 if head_dim == 192 and head_dim_v <= 128 else {192: 96 if ahead else 112, 256: 80}.get(widest, 128)
     if tile_n is not None:
         keys = next(n for n in range(keys // 16 * 16, 0, -16) if tile_n % n == 0)
     emulated = 2 if score is not None and reads_straight(score) else 1 if score is not None and is_special(score) else 0

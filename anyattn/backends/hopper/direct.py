@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from anyattn.backends.hopper import build
-from anyattn.backends.hopper.config import Config, slots
+from anyattn.backends.hopper.config import MOST, Config, slots
 from anyattn.backends.hopper.launch import indexable, kinds_of
 from anyattn.backends.hopper.run import heads_side_by_side
-from anyattn.backends.hopper.specialise import specialised
+from anyattn.backends.hopper.specialise import is_bounded, specialised
 from anyattn.backends.hopper.staging import factored
 from anyattn.backends.hopper.supports import reason_against
 from anyattn.geometry.integers import ceil_div
@@ -133,6 +133,8 @@ def _check_signs(config: Config, scale: float, scalars: tuple[int | float, ...])
     for i in factored(config.score).positive if config.score is not None else ():
         if scalars[i] <= 0:
             raise ValueError(f"scalars[{i}]={scalars[i]!r}, which multiplies the scores; wanted {cure}")
+    if config.is_bounded and not is_bounded(config, scalars[: slots(config.exprs[0])[0]]):
+        raise ValueError(f"scalars={scalars!r} leave scores above {MOST:g}; wanted a lower bound, or a Config with is_bounded=False")
 
 
 def _check(config: Config, statistics: dict[str, Any], tables: dict[str, Any], scalars: int, tensors: int) -> None:

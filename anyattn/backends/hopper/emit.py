@@ -1,8 +1,9 @@
 """A mod's expression as CuTe operations on a fragment of scores.
 
 What depends on neither position is computed once, on the row once a row (a thread holds two of 64), on the column once a column, and only
-the rest once a score. A whole number that grows evenly from column to column, such as a distance, is turned into a float once a row; a
-table read by such a number is addressed once a row. Positions are 32-bit; addresses are not, for a tensor's strides are 64-bit numbers.
+the rest once a score, or once a diagonal. A whole number that grows evenly from column to column, such as a distance, is turned into a
+float once a row; a table read by such a number is addressed once a row. Positions are 32-bit; addresses are not, for a tensor's strides
+are 64-bit numbers.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from cutlass.cutlass_dsl import T, dsl_user_op
 
 from anyattn.backends.hopper.arithmetic import TYPES, alike, divided, fmod, power, select, whole
 from anyattn.backends.hopper.native import call_native
-from anyattn.backends.hopper.staging import Bias, lines, stages, straight
+from anyattn.backends.hopper.staging import lines, shared, stages, straight
 from anyattn.mods.dependence import dependence
 from anyattn.mods.ir import Expr, Node, category
 
-__all__ = ["emit", "emit_bias", "emit_rows", "first_read", "select"]
+__all__ = ["emit", "emit_lines", "emit_rows", "holds", "select"]
 
 
 @dsl_user_op
@@ -69,48 +70,52 @@ def emit(
 ) -> None:
     """Calls ``store(r, c, value)`` with the expression's value at every row and column of a fragment.
 
-    places: b and h, and q_idx and kv_idx as lists, one position for each row and column; steps: how far each column lies from the first, in
-    literals. score(r, c): the score there. reads_ahead: no index of a straight read is negative (``first_read``), nor past the end.
+    places: b and h, and q_idx and kv_idx as lists, one position for each row and column; apart and steps: how far each row and column lies
+    from the first, in literals. score(r, c): the score there. reads_ahead: no index of a straight read is negative, nor past the end.
+
+    A value that is one along a diagonal is taken from the lowest row that it meets: of positions past the last, which are lowered to it,
+    it may be another's, and they are not used.
     """
     once = _run(expr, scalars, tensors, "once", {}, {"b": places["b"], "h": places["h"]})
     rows = [_run(expr, scalars, tensors, "row", dict(once), {"q_idx": q}) for q in places["q_idx"]]
     columns = [_run(expr, scalars, tensors, "col", dict(once), {"kv_idx": kv}) for kv in places["kv_idx"]]
     along = _along_rows(expr, scalars, tensors, rows, columns[0], places["steps"], reads_ahead)
+    seen: dict[int, dict[int, Any]] = {}  # by diagonal
     for c, column in enumerate(columns):
         for r, row in enumerate(rows):
-            known = {i: at[r](c) for i, at in along.items()}
+            met = seen.setdefault(places["apart"][r] - places["steps"][c], {})
+            known = {i: met[i] if i in met else at[r](c) for i, at in along.items()}
             leaves = {"score": None if score is None else score(r, c)}
-            values = _run(expr, scalars, tensors, "tile", {**row, **column, **known}, leaves)
+            values = _run(expr, scalars, tensors, "tile", {**row, **column, **met, **known}, leaves)
+            met.update((i, values[i]) for i in shared(expr))
             store(r, c, values[expr.outputs[0]])
 
 
-def emit_bias(expr: Expr, found: Bias, scalars: Sequence[Any], tensors: Sequence[Any], places: dict[str, Any]) -> list[tuple[Any, Any]]:
-    """For each row (bias at its first column, change by key); the change may be a literal, 0.0 where there is none."""
+def emit_lines(expr: Expr, scalars: Sequence[Any], tensors: Sequence[Any], places: dict[str, Any]) -> list[tuple[Any, Any]]:
+    """For each row (value at its first column, change by key) of what is even along it; the change may be a literal, 0.0 for none."""
     once = _run(expr, scalars, tensors, "once", {}, {"b": places["b"], "h": places["h"]})
     column = _run(expr, scalars, tensors, "col", dict(once), {"kv_idx": places["kv_idx"][0]})
+    output = expr.outputs[0]
     result = []
     for q in places["q_idx"]:
         row = _run(expr, scalars, tensors, "row", dict(once), {"q_idx": q})
-        if found.node in lines(expr):
-            start, change = _slanted(expr, scalars, tensors, row, column, straight(expr)[0])[found.node]
-        else:
-            start, change = Float32(row[found.node]), 0.0
-        result.append((-start, -change) if found.is_subtracted else (start, change))
+        is_line = output in lines(expr)
+        result.append(_slanted(expr, scalars, tensors, row, column, straight(expr)[0])[output] if is_line else (Float32(row[output]), 0.0))
     return result
 
 
-def first_read(expr: Expr, scalars: Sequence[Any], tensors: Sequence[Any], places: dict[str, Any]) -> Any:
-    """The least of the indices by which ``emit`` may read ahead, over a thread's rows and columns; None if there are no such reads."""
-    least = None
-    once = _run(expr, scalars, tensors, "once", {}, {"b": places["b"], "h": places["h"]})
-    column = _run(expr, scalars, tensors, "col", dict(once), {"kv_idx": places["kv_idx"][0]})
-    for q in places["q_idx"]:
-        row = _run(expr, scalars, tensors, "row", dict(once), {"q_idx": q})
-        for i in straight(expr)[1]:
-            index = expr.nodes[i].args[-1]
-            place = _reach(expr, index, places["steps"])[0] + _at_first(expr, scalars, tensors, index, row, column)
-            least = place if least is None else cutlass.min(least, place)
-    return least
+def holds(conditions: Sequence[Expr], scalars: Sequence[Any], tensors: Sequence[Any], places: dict[str, Any]) -> Any:
+    """Whether conditions (``mods.pieces``) hold at all of a thread's rows and columns."""
+    found = None
+    for expr in conditions:
+        once = _run(expr, scalars, tensors, "once", {}, {"b": places["b"], "h": places["h"]})
+        column = _run(expr, scalars, tensors, "col", dict(once), {"kv_idx": places["kv_idx"][0]})
+        output = expr.outputs[0]
+        for q in places["q_idx"]:
+            row = _run(expr, scalars, tensors, "row", dict(once), {"q_idx": q})
+            least = _reach(expr, output, places["steps"])[0] + _at_first(expr, scalars, tensors, output, row, column)
+            found = least >= 0 if found is None else found & (least >= 0)
+    return found
 
 
 def _along_rows(

@@ -202,9 +202,13 @@ class Multiplies:
         facts, scale_log2, rate, captured, limits = given
         n = visit // 2
         row_max.fill(-Float32.inf)
-        lifts = self.modified(scores, positions, n, facts, scale_log2, captured, True)
+        lifts = self.modified(scores, None, positions, n, facts, scale_log2, captured, True)
         self.masked(scores, positions, n, facts, captured, limits, visit % 2, True)
-        self.exponentials(scores, lifts, row_max, row_sum, row_scale, rate, True, True)
+        if const_expr(self.config.is_bounded):
+            row_sum.fill(0.0)
+            self.unshifted(scores, row_max, row_sum, rate, True)
+        else:
+            self.exponentials(scores, lifts, row_max, row_sum, row_scale, rate, True, True)
 
     @cute.jit
     def _first_wiped(self, fixed, given, visit, v_state):
@@ -285,19 +289,27 @@ class Multiplies:
         pipes[2].consumer_wait(v_state)
         self._product(mma_pv, acc, p, v[None, None, None, v_state.index], False)
         self._next_turn(group)
+        ahead = None
+        if const_expr(self.foresees):
+            ahead = self.foreseen(positions, n, facts, captured)
         warpgroup.wait_group(1)
         pipes[1].consumer_release(k_state)
-        lifts = self.modified(scores, positions, n, facts, scale_log2, captured, False)
+        lifts = self.modified(scores, ahead, positions, n, facts, scale_log2, captured, False)
         if const_expr(asks):
             self.masked(scores, positions, n, facts, captured, limits, Int32(1) if is_masked else Int32(0), False)
-        rescales = self.exponentials(scores, lifts, row_max, row_sum, row_scale, rate, False, asks)
+        rescales = cutlass.Boolean(False)
+        if const_expr(self.config.is_bounded):
+            self.unshifted(scores, row_max, row_sum, rate, asks)
+        else:
+            rescales = self.exponentials(scores, lifts, row_max, row_sum, row_scale, rate, False, asks)
         warpgroup.wait_group(0)
         pipes[2].consumer_release(v_state)
         p.store(narrowed(scores, self.dtype).load())
-        if rescales:
-            out = rows_and_columns(acc)
-            for r in cutlass.range_constexpr(cute.size(row_scale)):
-                out[r, None].store(out[r, None].load() * row_scale[r])
+        if const_expr(not self.config.is_bounded):
+            if rescales:
+                out = rows_and_columns(acc)
+                for r in cutlass.range_constexpr(cute.size(row_scale)):
+                    out[r, None].store(out[r, None].load() * row_scale[r])
 
     @cute.jit
     def _product(self, mma, acc, a, b, from_zero: cutlass.Constexpr):

@@ -10,9 +10,9 @@ from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import dsl_user_op
 
 from anyattn.backends.hopper.config import slots
-from anyattn.backends.hopper.emit import emit, emit_bias, emit_rows, first_read, select
+from anyattn.backends.hopper.emit import emit, emit_lines, emit_rows, holds, select
 from anyattn.backends.hopper.fragment import rows_and_columns
-from anyattn.backends.hopper.staging import reads_straight
+from anyattn.backends.hopper.staging import is_even
 
 __all__ = ["LOG2E", "Softmax"]
 
@@ -40,51 +40,138 @@ class Softmax:
         kv_idx = [column + _offset(positions, c, 1) for c in range(columns)]
         if is_edge:
             kv_idx = [cutlass.min(k, facts.seqlen_k - 1) for k in kv_idx]
-        return {"b": facts.entry, "h": facts.head, "q_idx": q_idx, "kv_idx": kv_idx, "steps": [_column(c) for c in range(columns)]}
+        apart, steps = ([_offset(positions, i, mode) for i in range(n)] for mode, n in enumerate((rows, columns)))
+        return {"b": facts.entry, "h": facts.head, "q_idx": q_idx, "kv_idx": kv_idx, "apart": apart, "steps": steps}
 
     @cute.jit
-    def modified(self, scores, positions, n, facts, scale_log2, captured, is_edge: cutlass.Constexpr):
-        """Applies the score mod to key tile ``n``. is_edge: the tile may reach past the last key.
+    def modified(self, scores, ahead, positions, n, facts, scale_log2, captured, is_edge: cutlass.Constexpr):
+        """Applies the score mod to key tile ``n``. ahead: what ``foreseen`` found. is_edge: the tile may reach past the last key.
 
         Returns for each row what is still to be added to its scores, None for nothing.
         """
         lifts = None
-        if const_expr(self.bias is not None):
-            lifts = self._biased(rows_and_columns(scores), positions, n, facts, scale_log2, captured, is_edge)
-        elif const_expr(self.config.score is not None):
-            s = rows_and_columns(scores)
-            core = self.score.core
-            scale = scale_log2 * Float32(1.0 / LOG2E)
-            scalars, tensors = self.captured(captured, 0)
-            if const_expr(self.score.before is not None):
-                scale = scale * Float32(emit_rows(self.score.before, scalars, tensors, facts.entry, facts.head, [Int32(0)])[0][0])
-            places = self._places(positions, n, facts, is_edge)
-            read, write = (lambda r, c: s[r, c] * scale), (lambda r, c, x: s.__setitem__((r, c), Float32(x)))
-            if const_expr(reads_straight(core) and not is_edge):
-                if first_read(core, scalars, tensors, places) >= 0:
-                    emit(core, scalars, tensors, places, read, write, True)
-                else:
-                    emit(core, scalars, tensors, places, read, write)
+        if const_expr(self.config.score is not None):
+            if const_expr(self.lifts):
+                lifts = cute.make_rmem_tensor(cute.size(rows_and_columns(scores), mode=[0]), Float32)
+                lifts.fill(0.0)
+            if const_expr(ahead is None):
+                self._by_case(scores, lifts, positions, n, facts, scale_log2, captured, is_edge, 0)
             else:
-                emit(core, scalars, tensors, places, read, write)
+                self._add_foreseen(scores, lifts, ahead, positions, n, facts, scale_log2, captured, 0)
         return lifts
 
-    def _biased(self, s: Any, positions: Any, n: Any, facts: Any, scale_log2: Any, captured: Any, is_edge: bool) -> list:
-        """Adds what of a bias changes along a row, in units of the raw products; the rest is returned."""
-        places = self._places(positions, n, facts, is_edge)
-        unscaled = cute.arch.rcp_approx(scale_log2 * Float32(1.0 / LOG2E))
-        lifts = []
-        for r, (start, change) in enumerate(emit_bias(self.config.score, self.bias, *self.captured(captured, 0), places)):
-            lifts.append(start * unscaled)
+    @cute.jit
+    def foreseen(self, positions, n, facts, captured):
+        """(the case that holds, a bias by diagonal where the case has no simpler way), computed while scores are still being multiplied."""
+        places = self._places(positions, n, facts, False)
+        slots_of = _diagonals(places)
+        which, found = cute.make_rmem_tensor(1, Int32), cute.make_rmem_tensor(len(slots_of), Float32)
+        found.fill(0.0)
+        self._foresee(which, found, positions, n, facts, captured, 0)
+        return which[0], found
+
+    @cute.jit
+    def _foresee(self, which, found, positions, n, facts, captured, at: cutlass.Constexpr):
+        which[0] = Int32(at)
+        if const_expr(at == len(self.cases)):
+            self._read(found, self.whole, False, positions, n, facts, captured)
+        else:
+            places = self._places(positions, n, facts, False)
+            if cute.arch.vote_all_sync(holds(self.cases[at].conditions, *self.captured(captured, 0), places)):
+                if const_expr(not is_even(self.cases[at].expr)):
+                    self._read(found, self.cases[at].expr, True, positions, n, facts, captured)
+            else:
+                self._foresee(which, found, positions, n, facts, captured, at + 1)
+
+    def _read(self, found: Any, expr: Any, reads_ahead: bool, positions: Any, n: Any, facts: Any, captured: Any) -> None:
+        places = self._places(positions, n, facts, False)
+        slots_of = _diagonals(places)
+        firsts = {(r, c): slot for slot, (r, c) in slots_of.values()}
+
+        def store(r: int, c: int, value: Any) -> None:
+            if (r, c) in firsts:
+                found[firsts[r, c]] = Float32(value)
+
+        emit(expr, *self.captured(captured, 0), places, None, store, reads_ahead)
+
+    @cute.jit
+    def _add_foreseen(self, scores, lifts, ahead, positions, n, facts, scale_log2, captured, at: cutlass.Constexpr):
+        """Adds a bias to scores: what was foreseen, or what an even case makes of it."""
+        even = [i for i in range(at, len(self.cases)) if is_even(self.cases[i].expr)]
+        if const_expr(not even):
+            s, places = rows_and_columns(scores), self._places(positions, n, facts, False)
+            slots_of = _diagonals(places)
+            unscaled = cute.arch.rcp_approx(scale_log2 * Float32(1.0 / LOG2E))
+            for r in cutlass.range_constexpr(cute.size(s, mode=[0])):
+                for c in cutlass.range_constexpr(cute.size(s, mode=[1])):
+                    value = ahead[1][slots_of[places["apart"][r] - places["steps"][c]][0]]
+                    s[r, c] = cute.math.fma(value, unscaled, s[r, c])
+        else:
+            if ahead[0] == even[0]:
+                self._apply(self.cases[even[0]].expr, False, scores, lifts, positions, n, facts, scale_log2, captured, False)
+            else:
+                self._add_foreseen(scores, lifts, ahead, positions, n, facts, scale_log2, captured, even[0] + 1)
+
+    @cute.jit
+    def _by_case(self, scores, lifts, positions, n, facts, scale_log2, captured, is_edge: cutlass.Constexpr, at: cutlass.Constexpr):
+        """The score mod as it is in the first case from the ``at``-th on whose conditions hold for a whole warp; else as it is written."""
+        given = (scores, lifts, positions, n, facts, scale_log2, captured, is_edge)
+        if const_expr(at == len(self.cases)):
+            self._apply(self.whole, False, *given)
+        elif const_expr(not self.cases[at].conditions):
+            self._apply(self.cases[at].expr, False, *given)
+        elif const_expr(is_edge):  # a read with a literal offset might be past the end
+            self._by_case(scores, lifts, positions, n, facts, scale_log2, captured, is_edge, at + 1)
+        else:
+            places = self._places(positions, n, facts, False)
+            if cute.arch.vote_all_sync(holds(self.cases[at].conditions, *self.captured(captured, 0), places)):
+                self._apply(self.cases[at].expr, True, *given)
+            else:
+                self._by_case(scores, lifts, positions, n, facts, scale_log2, captured, is_edge, at + 1)
+
+    def _apply(
+        self,
+        expr: Any,
+        reads_ahead: bool,
+        scores: Any,
+        lifts: Any,
+        positions: Any,
+        n: Any,
+        facts: Any,
+        scale_log2: Any,
+        captured: Any,
+        is_edge: bool,
+    ) -> None:
+        s, places, (scalars, tensors) = rows_and_columns(scores), self._places(positions, n, facts, is_edge), self.captured(captured, 0)
+        scale = scale_log2 * Float32(1.0 / LOG2E)
+        if self.is_bias:
+            unscaled = cute.arch.rcp_approx(scale)
+            if is_even(expr):
+                self._lift(s, lifts, emit_lines(expr, scalars, tensors, places), unscaled)
+            else:
+
+                def add(r: int, c: int, value: Any) -> None:
+                    s[r, c] = cute.math.fma(Float32(value), unscaled, s[r, c])
+
+                emit(expr, scalars, tensors, places, None, add, reads_ahead)
+        else:
+            if self.score.before is not None:
+                scale = scale * Float32(emit_rows(self.score.before, scalars, tensors, facts.entry, facts.head, [Int32(0)])[0][0])
+            read, write = (lambda r, c: s[r, c] * scale), (lambda r, c, x: s.__setitem__((r, c), Float32(x)))
+            emit(expr, scalars, tensors, places, read, write, reads_ahead)
+
+    def _lift(self, s: Any, lifts: Any, lines: list, unscaled: Any) -> None:
+        """Adds what of a bias changes along a row, in units of the raw products; the rest is kept for the row."""
+        for r, (start, change) in enumerate(lines):
+            lifts[r] = start * unscaled
             if not (isinstance(change, float) and change == 0.0):
                 step = Float32(change) * unscaled
                 for c in range(cute.size(s, mode=[1])):
                     s[r, c] = s[r, c] + step * Float32(float(_column(c)))
-        return lifts
 
     def rate(self, scale_log2: Any, captured: Any) -> Any:
         """By what a fragment's scores are multiplied in the exponent of 2."""
-        if self.config.score is None or self.bias is not None:
+        if self.config.score is None or self.is_bias:
             return scale_log2
         if self.score.after is None:
             return Float32(LOG2E)
@@ -190,18 +277,36 @@ class Softmax:
             if const_expr(not is_first):
                 row_scale[r] = cute.math.exp2((row_max[r] - base) * rate, fastmath=True)
             shifted = base * rate if const_expr(lifts is None) else (base - lifts[r]) * rate
-            if const_expr(self.config.tiles.emulated == 0):
-                p = cute.math.exp2(row * rate - shifted, fastmath=True)
-                s[r, None].store(p)
-            else:
-                for c in cutlass.range_constexpr(cute.size(s, mode=[1])):
-                    power = s[r, c] * rate - shifted
-                    s[r, c] = _exp2(power) if const_expr(c % 8 < self.config.tiles.emulated) else cute.math.exp2(power, fastmath=True)
-                p = s[r, None].load()
-            total = p.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+            total = self._powers(s, r, rate, shifted)
             row_sum[r] = total if const_expr(is_first) else row_sum[r] * row_scale[r] + total
             row_max[r] = top
         return cute.arch.vote_any_sync(rescales)
+
+    def unshifted(self, scores: Any, row_max: Any, row_sum: Any, rate: Any, is_masked: bool) -> None:
+        """What ``exponentials`` does where scores are bounded: 0 stands for a row's maximum, and sums are never rescaled."""
+        s, emulated = rows_and_columns(scores), self.config.tiles.emulated
+        for r in range(cute.size(row_max)):
+            for c in range(cute.size(s, mode=[1])):
+                if c % 8 >= emulated:
+                    s[r, c] = cute.math.exp2(s[r, c] * rate, fastmath=True)
+                elif is_masked:
+                    s[r, c] = _exp2(s[r, c] * rate)
+                else:
+                    s[r, c] = _exp2_of_product(s[r, c], rate)
+            row_sum[r] = row_sum[r] + s[r, None].load().reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+            row_max[r] = Float32(0.0)
+
+    def _powers(self, s: Any, r: int, rate: Any, shifted: Any) -> Any:
+        """Turns a row's scores into exp2(score * rate - shifted); their sum."""
+        emulated = self.config.tiles.emulated
+        if emulated == 0:
+            row = s[r, None].load()
+            s[r, None].store(cute.math.exp2(row * rate - shifted, fastmath=True))
+        else:
+            for c in range(cute.size(s, mode=[1])):
+                power = s[r, c] * rate - shifted
+                s[r, c] = _exp2(power) if c % 8 < emulated else cute.math.exp2(power, fastmath=True)
+        return s[r, None].load().reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
 
 
 # 2^x for -1/2 <= x <= 1/2, exact at 0; relative error 1.1e-4, a fortieth of what rounding to bfloat16 does to a probability
@@ -222,12 +327,21 @@ def _exp2(x: Any) -> Any:
     """
     x = cute.arch.fmax(x, Float32(-127.0))
     shifted = x + Float32(_ROUNDS)
-    whole = _bits(shifted, Int32) << 23
-    part = x - (shifted - Float32(_ROUNDS))
+    return _grown(x - (shifted - Float32(_ROUNDS)), shifted)
+
+
+def _exp2_of_product(x: Any, factor: Any) -> Any:
+    """exp2(x * factor), the product within 126 to either side."""
+    shifted = cute.math.fma(x, factor, Float32(_ROUNDS))
+    return _grown(cute.math.fma(x, factor, -(shifted - Float32(_ROUNDS))), shifted)
+
+
+def _grown(part: Any, shifted: Any) -> Any:
+    """2^part times 2 to the power in the low bits of ``shifted``."""
     value = Float32(_POLYNOMIAL[3])
     for coefficient in _POLYNOMIAL[2::-1]:
         value = value * part + Float32(coefficient)
-    return _bits(_bits(value, Int32) + whole, Float32)
+    return _bits(_bits(value, Int32) + (_bits(shifted, Int32) << 23), Float32)
 
 
 def _column(c: int) -> int:
@@ -238,6 +352,15 @@ def _column(c: int) -> int:
 def _offset(positions: Any, i: int, mode: int) -> int:
     """How far a thread's ``i``-th row (mode 0) or column (mode 1) lies from its first; rows lie 8 apart, those of 64-row blocks beside."""
     return _column(i) if mode else i * 8
+
+
+def _diagonals(places: dict[str, Any]) -> dict[int, tuple[int, tuple[int, int]]]:
+    """For each diagonal of a thread's scores its number, and the first (row, column) that lies on it."""
+    found: dict[int, tuple[int, tuple[int, int]]] = {}
+    for c, step in enumerate(places["steps"]):
+        for r, apart in enumerate(places["apart"]):
+            found.setdefault(apart - step, (len(found), (r, c)))
+    return found
 
 
 def _pairs(row: tuple, first: Any) -> list[tuple]:

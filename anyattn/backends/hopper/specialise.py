@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from anyattn.backends.hopper.config import TILE_M, Ask, Config, padded, sides, slots, tiles_for
-from anyattn.backends.hopper.staging import factored
+from anyattn.backends.hopper.config import MOST, TILE_M, Ask, Config, padded, sides, slots, tiles_for
+from anyattn.backends.hopper.staging import bound, caps, factored
 from anyattn.mods.dependence import dependence
 from anyattn.mods.ir import Builder, Expr
 from anyattn.mods.native import has_native
@@ -18,10 +19,13 @@ from anyattn.mods.rows import RowRanges, ranges_unread
 from anyattn.mods.trace import TracedMod
 from anyattn.problem import Problem
 
-__all__ = ["Special", "fitting", "list_tile_misfit", "specialised", "tile_of"]
+__all__ = ["Special", "fitting", "is_bounded", "list_tile_misfit", "specialised", "tile_of"]
 
 _FAR = 2**30  # further than any position; twice that is still a number of 32 bits
 _MOST_RANGES = 2  # of a row, that the kernel keeps in registers
+# Of 8 exponentials after a cap that many are multiplied out: 104 operations of the special functions' pipe, at 8 clocks each, and 577
+# instructions in all then stand against 1,024 clocks of products for the 64 scores of a thread in a 128 x 128 tile (SASS counts)
+_EMULATED = 3
 _SCORE = -1  # among sources, beside numbers of predicates
 
 
@@ -30,6 +34,7 @@ class Special(NamedTuple):
 
     sources: for each of ``config.exprs`` the predicate whose numbers and tensors it captures (-1: the score mod), and how many.
     positive: the score mod's numbers that must be above 0 where ``config.is_factored``.
+    may_be_bounded: whether its numbers may bound the scores.
     listed: the predicate that the lists belong to, None without lists. list_tile: (query rows, keys) of the lists' tiles.
     """
 
@@ -38,11 +43,14 @@ class Special(NamedTuple):
     positive: tuple[int, ...]
     listed: int | None
     list_tile: tuple[int, int] | None
+    may_be_bounded: bool
 
     def config_for(self, problem: Problem) -> Config:
-        """The config, which hangs on the sign of numbers that the score mod captures."""
+        """The config, which hangs on the sign and size of numbers that the score mod captures."""
         if self.positive and any(problem.score.scalars[i] <= 0 for i in self.positive):  # type: ignore[union-attr]
-            return replace(self.config, is_factored=False)
+            return _varied(self.config, False, False)
+        if self.may_be_bounded and is_bounded(self.config, problem.score.scalars):  # type: ignore[union-attr]
+            return _varied(self.config, True, True)
         return self.config
 
     def captured(self, problem: Problem) -> tuple[tuple[int | float, ...], tuple[Tensor, ...]]:
@@ -89,7 +97,20 @@ def specialised(problem: Problem) -> Special:
         sources += [(i, *slots(ask.expr)) for i, ask in asked + others]
     config = _config(problem, None if score is None else score.expr, list_tile, flags | _storage(problem, listed is not None))
     positive = () if score is None or problem.scale <= 0 else factored(score.expr).positive
-    return Special(config, tuple(sources), positive, listed, list_tile)
+    may_be_bounded = config.score is not None and config.is_factored and config.is_bf16 and not config.has_max and caps(config.score)
+    return Special(config, tuple(sources), positive, listed, list_tile, may_be_bounded)
+
+
+def is_bounded(config: Config, scalars: tuple[int | float, ...]) -> bool:
+    """Whether a row's maximum need not be found, for numbers that the score mod captures."""
+    size = bound(config.score, scalars) if config.score is not None else None
+    return size is not None and size <= MOST
+
+
+@lru_cache(maxsize=256)
+def _varied(config: Config, is_factored: bool, is_bounded: bool) -> Config:
+    tiles = replace(config.tiles, emulated=_EMULATED) if is_bounded else config.tiles
+    return replace(config, is_factored=is_factored, is_bounded=is_bounded, tiles=tiles)
 
 
 def _config(problem: Problem, score: Expr | None, list_tile: tuple[int, int] | None, flags: dict[str, Any]) -> Config:

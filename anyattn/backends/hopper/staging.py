@@ -8,9 +8,15 @@ from typing import NamedTuple
 import torch
 
 from anyattn.mods.dependence import dependence
+from anyattn.mods.evaluate import run
 from anyattn.mods.ir import Builder, Expr, Node, category
+from anyattn.mods.linear import additive_bias
+from anyattn.mods.pieces import Piece, pieces
 
-__all__ = ["Bias", "Factored", "bias", "factored", "is_special", "lines", "reads_apart", "reads_straight", "stages", "straight"]
+__all__ = [
+    "Factored", "bias", "bound", "caps", "cases", "factored", "is_even", "is_foreseen", "is_special", "lines", "reads", "reads_apart",
+    "reads_straight", "shared", "stages", "straight",
+]  # fmt: skip
 
 
 @lru_cache(maxsize=256)
@@ -97,6 +103,24 @@ def factored(expr: Expr) -> Factored:
     return Factored(core, _product(expr, before), _product(expr, after), tuple(positive))
 
 
+def caps(expr: Expr) -> bool:
+    """Whether a score mod ends with a function that stays within 1, and constant factors."""
+    return factored(expr).core.output.op in ("tanh", "sigmoid", "erf", "sin", "cos")
+
+
+@lru_cache(maxsize=256)
+def bound(expr: Expr, scalars: tuple[int | float, ...]) -> float | None:
+    """What no score passes, to either side, after a score mod that caps it: ``after`` times a function that stays within 1.
+
+    >>> from anyattn.mods.trace import trace
+    >>> mod = trace(lambda s, b, h, q, k: 30 * torch.tanh(s / 30), "score")
+    >>> bound(mod.expr, mod.scalars)
+    30.0
+    """
+    after = factored(expr).after
+    return None if not caps(expr) else 1.0 if after is None else abs(float(run(after, {}, scalars, ())[0]))
+
+
 def _factor(nodes: tuple[Node, ...], at: int, of: int, due: tuple[str, ...]) -> int | None:
     """The other operand where node ``at`` multiplies or divides ``of`` by what changes with nothing."""
     node = nodes[at]
@@ -147,25 +171,68 @@ def lines(expr: Expr) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-class Bias(NamedTuple):
-    """A score mod that is ``score + bias`` or ``score - bias``: node of ``expr``, and which of the two."""
+def bias(expr: Expr) -> Expr | None:
+    """What a score mod adds to the score, if it does nothing else to it; None otherwise.
 
-    node: int
-    is_subtracted: bool
+    It is added in units of the raw products, one multiply-add a score at most: what is the same along a row moves its maximum and nothing
+    else, and is added once a row.
+    """
+    found = additive_bias(expr)
+    return found if found is not None and category(found.output.dtype) == "float" else None
 
 
 @lru_cache(maxsize=256)
-def bias(expr: Expr) -> Bias | None:
-    """The bias of a score mod that only adds one which is the same along a row, or grows evenly along it (ALiBi).
+def is_even(expr: Expr) -> bool:
+    """Whether a bias is the same along a row, or grows evenly along it (ALiBi)."""
+    return expr.outputs[0] in lines(expr) or stages(expr)[expr.outputs[0]] in ("once", "row")
 
-    What is the same along a row moves its maximum and nothing else, so that it is added once a row; what grows takes one multiply-add.
+
+@lru_cache(maxsize=256)
+def cases(expr: Expr) -> tuple[Piece, ...]:
+    """Those pieces of an expression that take less work per score than the whole, with conditions under which their reads may be written
+    with literal offsets: no index is negative. One without conditions holds everywhere; where none holds, the expression itself does.
     """
-    output = expr.nodes[expr.outputs[0]]
-    if output.op not in ("add", "sub") or category(output.dtype) != "float":
-        return None
-    is_score = [expr.nodes[a].op == "score" for a in output.args]
-    if is_score not in ([True, False], [False, True]) or (output.op == "sub" and not is_score[0]):
-        return None
-    node = output.args[is_score.index(False)]
-    is_even = node in lines(expr) or (stages(expr)[node] in ("once", "row") and category(expr.nodes[node].dtype) == "float")
-    return Bias(node, output.op == "sub") if is_even else None
+    found, work = [], _work(expr)
+    for piece in pieces(expr):
+        indices = [_alone(piece.expr, piece.expr.nodes[i].args[-1]) for i in straight(piece.expr)[1]]
+        made = Piece(piece.expr, tuple(dict.fromkeys((*piece.conditions, *indices))))
+        if not made.conditions or (not reads_apart(piece.expr) and (indices or _work(piece.expr) < work)):
+            found.append(made)
+    return tuple(found)
+
+
+@lru_cache(maxsize=256)
+def is_foreseen(expr: Expr) -> bool:
+    """Whether a score mod adds a bias that is read along diagonals, in all its cases: so few numbers that a thread may keep them."""
+    added = bias(expr)
+    if added is None:
+        return False
+    each = [e for e in (added, *(case.expr for case in cases(added))) if not is_even(e)]
+    return all(case.conditions for case in cases(added)) and any(map(reads, each)) and all(e.outputs[0] in shared(e) for e in each)
+
+
+def reads(expr: Expr) -> bool:
+    """Whether some tensor is read for every score."""
+    return any(n.op == "load" and due == "tile" for n, due in zip(expr.nodes, stages(expr), strict=True))
+
+
+def _alone(expr: Expr, node: int) -> Expr:
+    builder = Builder()
+    return builder.build(builder.copy(expr, node))
+
+
+def _work(expr: Expr) -> int:
+    """Operations for every score, without whole numbers and floats that only grow evenly."""
+    even, deps = lines(expr), dependence(expr)
+    return sum(due == "tile" and i not in even and deps[i].slope is None for i, due in enumerate(stages(expr)))
+
+
+@lru_cache(maxsize=256)
+def shared(expr: Expr) -> tuple[int, ...]:
+    """Nodes whose values along a diagonal are one, and take more than an addition: a thread's second row has most of its first row's."""
+    deps, even = dependence(expr), lines(expr)
+    return tuple(
+        i
+        for i, (node, due) in enumerate(zip(expr.nodes, stages(expr), strict=True))
+        if due == "tile" and deps[i].diagonal and deps[i].slope is None and i not in even and category(node.dtype) != "bool"
+    )
