@@ -64,13 +64,13 @@ class Multiplies:
         # may still be leaving
         more, is_open, owed = Int32(1), Int32(0), Int32(0)
         while more != 0:
+            if owed != 0:  # of a row tile with one visit; the loader waits for it before it says what comes next
+                self._give_back(pipes[0], _Stage(q_state.index), thread)
+                owed = Int32(0)
             pipes[3].consumer_wait(work_state)
             facts = self._facts(board[0], work_state)
             more = facts.more
             q_open, work_open = _Stage(1 - q_state.index), _Stage(1 - work_state.index)
-            if owed != 0:
-                self._give_back(pipes[0], _Stage(q_state.index), thread)
-                owed = Int32(0)
             if facts.total > 0:
                 pipes[0].consumer_wait(q_state)
                 of_tile = (facts, *given, self.row_limits(positions, facts, given[2]))
