@@ -152,9 +152,10 @@ class Multiplies:
         self._my_turn(group)
         self._product(mma_qk, scores, q[None, None, None, q_state.index], k[None, None, None, k_state.index], True)
         self._next_turn(group)
+        asked = self.asked_ahead(fixed[3], visit // 2, given[0], given[3], True)
         warpgroup.wait_group(0)
         pipes[1].consumer_release(k_state)
-        self._first_softmax(fixed, sums, scores, given, visit)
+        self._first_softmax(fixed, sums, scores, asked, given, visit)
         p.store(narrowed(scores, self.dtype).load())
         self._first_wiped(fixed, given, visit, v_state)
 
@@ -173,6 +174,7 @@ class Multiplies:
         pipes[2].consumer_wait(v_state)
         self._product(mma_pv, acc, p, v[None, None, None, v_state.index], False)
         self._next_turn(group)
+        asked = self.asked_ahead(fixed[3], visit // 2, given[0], given[3], True)
         warpgroup.wait_group(1)
         pipes[1].consumer_release(k_state)
         before = tuple(cute.make_rmem_tensor_like(t) for t in (row_max, row_sum))
@@ -181,12 +183,12 @@ class Multiplies:
         # a score mod needs the registers of the open row tile's output; else the last product has a softmax's time to finish
         ends_first = self.config.score is not None
         if const_expr(not ends_first):
-            self._first_softmax(fixed, sums, scores, given, visit)
+            self._first_softmax(fixed, sums, scores, asked, given, visit)
         warpgroup.wait_group(0)
         pipes[2].consumer_release(v_state)
         if const_expr(ends_first):
             self._ended(fixed, before, acc, given[1:4], outputs, sink, q_done, work_done)
-            self._first_softmax(fixed, sums, scores, given, visit)
+            self._first_softmax(fixed, sums, scores, asked, given, visit)
         p.store(narrowed(scores, self.dtype).load())
         if const_expr(not ends_first):
             self._ended(fixed, before, acc, given[1:4], outputs, sink, q_done, work_done)
@@ -196,14 +198,14 @@ class Multiplies:
         self._first_wiped(fixed, given, visit, following)
 
     @cute.jit
-    def _first_softmax(self, fixed, sums, scores, given, visit):
+    def _first_softmax(self, fixed, sums, scores, asked, given, visit):
         positions = fixed[3]
         _, row_max, row_sum, row_scale = sums
         facts, scale_log2, rate, captured, limits = given
         n = visit // 2
         row_max.fill(-Float32.inf)
         lifts = self.modified(scores, None, positions, n, facts, scale_log2, captured, True)
-        self.masked(scores, positions, n, facts, captured, limits, visit % 2, True)
+        self.masked(scores, asked, positions, n, facts, captured, limits, visit % 2, True)
         if const_expr(self.config.is_bounded):
             row_sum.fill(0.0)
             self.unshifted(scores, row_max, row_sum, rate, True)
@@ -289,14 +291,16 @@ class Multiplies:
         pipes[2].consumer_wait(v_state)
         self._product(mma_pv, acc, p, v[None, None, None, v_state.index], False)
         self._next_turn(group)
-        ahead = None
+        ahead, asked = None, None
         if const_expr(self.foresees):
             ahead = self.foreseen(positions, n, facts, captured)
+        if const_expr(asks):
+            asked = self.asked_ahead(positions, n, facts, captured, False)
         warpgroup.wait_group(1)
         pipes[1].consumer_release(k_state)
         lifts = self.modified(scores, ahead, positions, n, facts, scale_log2, captured, False)
         if const_expr(asks):
-            self.masked(scores, positions, n, facts, captured, limits, Int32(1) if is_masked else Int32(0), False)
+            self.masked(scores, asked, positions, n, facts, captured, limits, Int32(1) if is_masked else Int32(0), False)
         rescales = cutlass.Boolean(False)
         if const_expr(self.config.is_bounded):
             self.unshifted(scores, row_max, row_sum, rate, asks)

@@ -10,7 +10,7 @@ from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import dsl_user_op
 
 from anyattn.backends.hopper.config import slots
-from anyattn.backends.hopper.emit import emit, emit_lines, emit_rows, holds, select
+from anyattn.backends.hopper.emit import emit, emit_lines, emit_rows, holds, select, staged
 from anyattn.backends.hopper.fragment import rows_and_columns
 from anyattn.backends.hopper.staging import is_even
 
@@ -190,9 +190,14 @@ class Softmax:
                 found.append(None)
         return found
 
+    def asked_ahead(self, positions: Any, n: Any, facts: Any, captured: Any, is_edge: bool) -> list:
+        """What predicates that are asked score by score load by row and by column: it comes while scores are still being multiplied."""
+        places = self._places(positions, n, facts, is_edge)
+        return [None if ask.by_row else staged(ask.expr, *self.captured(captured, at), places) for at, ask in self.asked]
+
     @cute.jit
-    def masked(self, scores, positions, n, facts, captured, limits, is_partial, is_edge: cutlass.Constexpr):
-        """-inf for the keys of tile ``n`` that a row does not see. is_partial: whether the partial predicate is asked."""
+    def masked(self, scores, ahead, positions, n, facts, captured, limits, is_partial, is_edge: cutlass.Constexpr):
+        """-inf for the keys of tile ``n`` that a row does not see. ahead: ``asked_ahead``. is_partial: whether the partial predicate is asked."""
         config = self.config
         s = rows_and_columns(scores)
         rows = cute.size(s, mode=[0])
@@ -206,23 +211,24 @@ class Softmax:
                 if const_expr(config.has_right):
                     end = cutlass.min(end, row + facts.right - first) if const_expr(is_edge) else row + facts.right - first
                 ranges.append([(row + facts.left - first if const_expr(config.has_left) else None, end)])
-            for _, _, rows_limits in self._asked_now(limits, True):
-                ranges.append(_pairs(rows_limits[r], first))
+            for _, ask, rows_limits in self._asked_always(limits):
+                if const_expr(ask.by_row):
+                    ranges.append(_pairs(rows_limits[r], first))
             self._hide(s, r, ranges)
-        for at, ask, _ in self._asked_now(limits, False):
-            self._ask_each(s, ask, at, positions, n, facts, captured, is_edge)
+        for i, ask, _ in self._asked_always(limits):
+            if const_expr(not ask.by_row):
+                self._ask_each(s, i, ahead, positions, n, facts, captured, is_edge)
         if const_expr(config.partial is not None):
             if is_partial != 0:
                 if const_expr(config.partial.by_row):
                     for r in cutlass.range_constexpr(rows):
                         self._hide(s, r, [_pairs(limits[0][r], first)])
                 else:
-                    self._ask_each(s, config.partial, self.asked[0][0], positions, n, facts, captured, is_edge)
+                    self._ask_each(s, 0, ahead, positions, n, facts, captured, is_edge)
 
-    def _asked_now(self, limits: Any, by_row: bool) -> list:
-        """(place in ``config.exprs``, ask, its limits) of the predicates that hold always, of one way of asking."""
-        found = [(at, ask, limits[i]) for i, (at, ask) in enumerate(self.asked) if ask is not self.config.partial]
-        return [x for x in found if x[1].by_row == by_row]
+    def _asked_always(self, limits: Any) -> list:
+        """(place in ``asked``, ask, its limits) of the predicates that hold always."""
+        return [(i, ask, limits[i]) for i, (_, ask) in enumerate(self.asked) if ask is not self.config.partial]
 
     def _hide(self, s: Any, r: int, ranges: list) -> None:
         """-inf in row ``r`` but where, for every list of (lo, hi), a column lies in one of them; None is no bound."""
@@ -240,19 +246,19 @@ class Softmax:
                 seen = inside if seen is None else seen & inside
             s[r, c] = select(seen, s[r, c], -Float32.inf, "float")
 
-    def _ask_each(self, s: Any, ask: Any, at: int, positions: Any, n: Any, facts: Any, captured: Any, is_edge: bool) -> None:
-        scalars, tensors = self.captured(captured, at)
-        places = self._places(positions, n, facts, is_edge)
+    def _ask_each(self, s: Any, i: int, ahead: Any, positions: Any, n: Any, facts: Any, captured: Any, is_edge: bool) -> None:
+        at, ask = self.asked[i]
 
         def store(r: int, c: int, seen: Any) -> None:
             s[r, c] = select(Boolean(seen) if not isinstance(seen, bool) else seen, s[r, c], -Float32.inf, "float")
 
-        emit(ask.expr, scalars, tensors, places, None, store)
+        places = self._places(positions, n, facts, is_edge)
+        emit(ask.expr, *self.captured(captured, at), places, None, store, known=ahead[i])
 
     @cute.jit
     def exponentials(self, scores, lifts, row_max, row_sum, row_scale, rate, is_first: cutlass.Constexpr, may_be_blind: cutlass.Constexpr):
         """Turns scores into exp2((score - row's maximum) * rate) in place; ``row_scale`` is what earlier sums are to be multiplied by, and
-        the result whether any row of the warp needs that. lifts: what is to be added to each row's scores, or None.
+        the result whether any row of the warp needs that. lifts: what is to be added to a thread's scores of each row, or None.
 
         What is taken off may lag behind the true maximum by some powers of 2, so that sums are seldom rescaled. may_be_blind: a row may
         have seen nothing yet; 0 then stands for its maximum, so that -inf minus it is -inf and not NaN.
@@ -263,10 +269,10 @@ class Softmax:
             row = s[r, None].load()
             held = -Float32.inf if const_expr(is_first or lifts is not None) else row_max[r]
             top = row.reduce(cute.ReductionOp.MAX, held, 0)
+            if const_expr(lifts is not None):  # a thread's own: its columns begin where they begin
+                top = top + lifts[r]
             for offset in (2, 1):  # four threads hold a row
                 top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=offset))
-            if const_expr(lifts is not None):
-                top = top + lifts[r]
             if const_expr(not is_first):
                 moves = (top - row_max[r]) * rate > (0.0 if self.config.has_max else _SLACK)
                 top = select(moves, top, row_max[r], "float")
