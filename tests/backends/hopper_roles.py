@@ -1,0 +1,358 @@
+"""The text of the Hopper kernel's roles, run as Python in the machine of ``hopper_protocol``: one thread loads, one for each warp group
+multiplies. CuTe DSL is not needed: the text is read from its files, and ``cute``, ``pipeline`` and ``warpgroup`` are stand-ins.
+
+Pipeline states are handed to methods by value, as under a traced loop: what a method does not return its caller does not see.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import math
+from pathlib import Path
+from types import CodeType, SimpleNamespace
+from typing import Any, NamedTuple
+
+from hopper_protocol import PARTS, Block, Loaded, Pipe, Registers, RowTile, StageRef, State
+from hopper_schedule import Broken, Schedule
+
+import anyattn
+
+__all__ = ["MODULES", "Changes", "run_block"]
+
+_FOLDER = Path(anyattn.__file__).parent / "backends" / "hopper"
+MODULES = ("visits", "load", "multiply")
+_FILES = tuple(str(_FOLDER / f"{name}.py") for name in MODULES)
+_STATES = ("q_state", "k_state", "v_state", "work_state")
+Changes = tuple[tuple[str, str, str], ...]  # (module, text, text that takes its place)
+
+
+@functools.cache
+def _compiled(changes: Changes) -> tuple[list[CodeType], dict[str, list[str]]]:
+    """The modules, and their lines."""
+    found, lines = [], {}
+    for module, file in zip(MODULES, _FILES, strict=True):
+        text = Path(file).read_text()
+        for name, old, new in changes:
+            if name == module:
+                if old not in text:
+                    raise ValueError(f"{old!r} does not stand in {file}")
+                text = text.replace(old, new)
+        lines[file] = text.splitlines()
+        tree = ast.parse(text)
+        tree.body = [node for node in tree.body if not _is_stood_in(node)]
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef):
+                _untyped(node)
+        found.append(compile(ast.fix_missing_locations(tree), file, "exec"))
+    return found, lines
+
+
+def _is_stood_in(node: ast.stmt) -> bool:
+    if isinstance(node, ast.ImportFrom):
+        return not str(node.module).startswith(("typing", "anyattn.geometry"))
+    return isinstance(node, ast.Import)
+
+
+def _untyped(function: ast.FunctionDef) -> None:
+    function.decorator_list, function.returns = [], None
+    for argument in function.args.args:
+        argument.annotation = None
+    taken = [a.arg for a in function.args.args if a.arg in _STATES]
+    function.body[:0] = ast.parse("\n".join(f"{name} = {name}.clone()" for name in taken)).body
+
+
+class View:
+    """A tensor in global memory; the tag says what was chosen of it."""
+
+    def __init__(self, name: str, tag: tuple = ()):
+        self.name, self.tag = name, tag
+
+    def __getitem__(self, key: tuple) -> View:
+        return View(self.name, self.tag + tuple(i for i in key if i is not None))
+
+
+class Counter:
+    """From which blocks draw work. jumps: how many pieces others take after each of this block's; left: blocks that have left before."""
+
+    def __init__(self, jumps: list[int], left: int):
+        self.values, self.jumps, self.iterator = [0, left], list(jumps), 0
+
+    def __setitem__(self, i: int, value: int) -> None:
+        self.values[i] = value
+
+    def add(self, at: int, value: int, **_: Any) -> int:
+        before = self.values[at]
+        self.values[at] += value + (self.jumps.pop(0) if at == 0 and self.jumps else 0)
+        return before
+
+
+class _Board:
+    """Shared memory that the loader writes; a slot is written when nobody holds it, read by who holds it."""
+
+    def __init__(self, block: Block, pipe: Pipe, names: str):
+        self.block, self.pipe, self.names = block, pipe, names
+        self.values: dict[Any, int] = {}
+
+    def __getitem__(self, key: Any) -> int:
+        self.block.schedule.step()
+        stage = key[1] if isinstance(key, tuple) else key
+        if self.block.group.number not in self.pipe.stages[stage].held:
+            raise Broken(f"{self.names} {stage} is read by who does not hold it")
+        return self.values[key]
+
+    def __setitem__(self, key: Any, value: int) -> None:
+        stage = key[1] if isinstance(key, tuple) else key
+        if self.pipe.stages[stage].held:
+            raise Broken(f"{self.names} {stage} is written while {self.pipe.stages[stage].held} hold it")
+        self.values[key] = value
+
+
+class _Atom:
+    def __init__(self, operation: str):
+        self.operation, self.adds = operation, True
+
+    def set(self, _: str, adds: bool) -> None:
+        self.adds = adds
+
+
+class _Stubs:
+    """What the roles call of softmax and epilogue: it keeps the tags and checks what it is given."""
+
+    block: Block
+    config: Any
+    bands: list[tuple[int, int]]
+    foresees: bool
+    dtype = "dtype"
+
+    def band(self, entry: int, head: int, q_first: int, captured: Any) -> tuple[int, int]:
+        return self.bands[entry]
+
+    def rate(self, *_: Any) -> str:
+        return "rate"
+
+    def row_limits(self, positions: str, facts: Any, captured: str) -> Any:
+        self._given(positions, captured)
+        return facts
+
+    def _given(self, *given: str) -> None:
+        if set(given) - {"positions", "captured", "rate", "scale"}:
+            raise Broken(f"unexpected arguments: {given}")
+
+    def _tile(self, facts: Any) -> int:
+        t = next((t for t, tile in enumerate(self.block.tiles) if tile.facts.items() <= facts._asdict().items()), None)
+        if t is None:
+            raise Broken(f"facts of no row tile: {facts}")
+        return t
+
+    def _visited(self, scores: Registers, facts: Any, n: int, is_edge: bool) -> tuple[RowTile, int]:
+        """The row tile and the number of the visit that the scores are of, if all else agrees."""
+        scores.idle("read")
+        ((t, i),) = scores.made_of
+        tile = self.block.tiles[t]
+        if self._tile(facts) != t or (n is not None and n != tile.visits[i][0]) or is_edge != (i == 0):
+            raise Broken(f"scores of {(t, i)} are taken for key tile {n} of {facts}, first: {is_edge}")
+        return tile, i
+
+    def asked_ahead(self, positions: str, n: int, facts: Any, captured: str, is_edge: bool) -> tuple:
+        self._given(positions, captured)
+        return "asked", n, self._tile(facts), is_edge
+
+    def foreseen(self, positions: str, n: int, facts: Any, captured: str) -> tuple:
+        self._given(positions, captured)
+        return "ahead", n, self._tile(facts)
+
+    def modified(self, scores: Registers, ahead: Any, positions: str, n: int, facts: Any, scale: str, captured: str, is_edge: bool) -> str:
+        self._given(positions, scale, captured)
+        self._visited(scores, facts, n if self.config.score else None, is_edge)
+        if ahead != (("ahead", n, self._tile(facts)) if self.foresees and not is_edge else None) or scores.done:
+            raise Broken(f"{scores.made_of} with what was read ahead for {ahead}")
+        scores.done |= {"modified"}
+        return "lifts"
+
+    def masked(
+        self, scores: Registers, ahead: Any, positions: str, n: int, facts: Any, captured: str, limits: Any, is_partial: int, is_edge: bool
+    ) -> None:
+        self._given(positions, captured)
+        tile, i = self._visited(scores, facts, n, is_edge)
+        if ahead != ("asked", n, self._tile(facts), is_edge) or limits != facts or scores.done != {"modified"}:
+            raise Broken(f"{scores.made_of} is masked by {ahead} and {limits}, {scores.done}")
+        if self.config.lists and is_partial != tile.visits[i][1]:
+            raise Broken(f"{scores.made_of} is masked as partial={is_partial}; wanted {tile.visits[i]}")
+        scores.done |= {"masked"}
+
+    def _softened(self, scores: Registers, rate: str) -> tuple:
+        self._given(rate)
+        scores.idle("read")
+        ((t, i),) = scores.made_of
+        if "modified" not in scores.done or "exponential" in scores.done or (self._must_be_masked(t, i) and "masked" not in scores.done):
+            raise Broken(f"{scores.made_of}: exponentials of {set(scores.done)} scores")
+        scores.done |= {"exponential"}
+        return scores.made_of
+
+    def _must_be_masked(self, t: int, i: int) -> bool:
+        return i == 0 or self.block.tiles[t].visits[i][2] or bool(self.config.always)
+
+    def exponentials(
+        self, scores: Registers, lifts: str, row_max: Registers, row_sum: Registers, row_scale: Registers, rate: str, is_first: bool, _: bool
+    ) -> bool:
+        made_of = self._softened(scores, rate)
+        rises = is_first or self.block.schedule.random.random() < 0.5
+        before = row_max.load()
+        if (before.made_of != ()) is is_first or lifts != "lifts":
+            raise Broken(f"exponentials with a maximum of {before.made_of}, first: {is_first}")
+        self.block.epochs += rises
+        epoch = self.block.epochs if rises else before.epoch
+        row_scale.store(Loaded((before.epoch,), epoch, frozenset()))
+        row_max.store(Loaded(before.made_of + made_of, epoch, frozenset()))
+        row_sum.store(Loaded(made_of if is_first else row_sum.made_of + made_of, epoch, frozenset()))
+        scores.epoch = epoch
+        return rises
+
+    def unshifted(self, scores: Registers, row_max: Registers, row_sum: Registers, rate: str, is_masked: bool) -> None:
+        made_of = self._softened(scores, rate)
+        for x in (row_max, row_sum):
+            x.store(Loaded(x.load().made_of + made_of, -1, frozenset()))
+
+    def finished(self, acc: Registers, row_max: Registers, row_sum: Registers, rate: str, sink: str, head: int) -> None:
+        self._given(rate)
+        out, top, total = acc.load(), row_max.load(), row_sum.load()
+        if not out.made_of == top.made_of == total.made_of or not out.epoch == top.epoch == total.epoch or out.done:
+            raise Broken(f"O of {out} is divided by sums of {total} over {top}")
+        if head != self.block.tiles[self.block.group.finished].facts["head"]:
+            raise Broken("the sink of another head")
+        acc.done = frozenset({"finished"})
+
+    def stored(
+        self, acc: Registers, row_max: Registers, lse: Registers, mma: Any, thread: int, number: int, outputs: str, place: Any, facts: Any
+    ) -> None:
+        """The row tile's output is made of all its key tiles, and takes the place of its own Q."""
+        block, t, group = self.block, self._tile(facts), self.block.group
+        block.schedule.step()
+        tile, out = block.tiles[t], acc.load()
+        given = (t, thread, number, mma.op, outputs, out.made_of, "finished" in out.done, place is not None)
+        all_of_it = tuple((t, i) for i in range(len(tile.visits)))
+        wanted = (group.finished, 128 * group.number, group.number, "pv", "outputs", all_of_it, True, bool(tile.visits))
+        if given != wanted:
+            raise Broken(f"stored: {given}; wanted {wanted}")
+        group.finished += 1
+        if place is not None:
+            stage = place.stage
+            if group.number not in stage.held or stage.tag != ("q", *tile.sources[0], t) or group.number in stage.reading:
+                raise Broken(f"O of {t} goes where {stage.tag} is, held by {stage.held}, read by {stage.reading}")
+            stage.used.add(group.number)
+        end = facts.m_block * self.config.tiles.tile_m + (number + 1) * 64
+        if place is None or (self.config.has_entries and end > facts.seqlen_q):
+            block.written[t, group.number] += 1
+        else:
+            block.copy_out(place, t)
+
+
+def _stand_ins(block: Block, work: tuple[int, int], counter: Counter) -> dict[str, Any]:
+    """The names that the kernel's modules import."""
+
+    def copy(atom: str, source: View, to: StageRef, tma_bar_ptr: Any) -> None:
+        if not atom == source.name == to.memory.name:
+            raise Broken(f"{source.name} is copied by {atom} to {to.memory.name}")
+        block.copy_in(source.name, source.tag, to, tma_bar_ptr)
+
+    arch = SimpleNamespace(
+        block_idx=lambda: (work[0], 0, 0),
+        grid_dim=lambda: (work[1], 1, 1),
+        lane_idx=lambda: 0,
+        shuffle_sync=lambda value, _: value,
+        atomic_add=counter.add,
+        make_warp_uniform=int,
+        cp_async_bulk_wait_group=lambda _, read: block.wait_for_stores(),
+        fence_proxy=lambda *_, **__: block.fence_wiped(),
+        barrier=lambda barrier_id, number_of_threads: block.barrier(barrier_id, number_of_threads, True),
+        barrier_arrive=lambda barrier_id, number_of_threads: block.barrier(barrier_id, number_of_threads, False),
+    )
+    cute = SimpleNamespace(
+        arch=arch,
+        copy=copy,
+        domain_offset=lambda by, view: View(view.name, (*view.tag, sum(by))),
+        local_tile=_local_tile,
+        group_modes=lambda x, *_: x,
+        make_layout=lambda *_: None,
+        size=lambda _, mode=None: 1 if mode is None else PARTS,
+        make_mma_atom=_Atom,
+        gemm=lambda atom, acc, a, b, _: block.group.gemm(atom, acc, a, b),
+        make_rmem_tensor=lambda *_: Registers(block),
+        make_rmem_tensor_like=lambda _: Registers(block),
+        autovec_copy=lambda _, to: block.wiped(to.of, to.key),
+    )
+    cutlass = SimpleNamespace(min=min, max=max, Boolean=bool, range=lambda *n, **_: range(*n), range_constexpr=range)
+    states = SimpleNamespace(Producer=1, Consumer=0)
+    return {
+        "cute": cute,
+        "cutlass": cutlass,
+        "const_expr": bool,
+        "Int32": int,
+        "Float32": SimpleNamespace(inf=math.inf),
+        "pipeline": SimpleNamespace(PipelineUserType=states, make_pipeline_state=lambda kind, n: State(n, 0, kind)),
+        "cpasync": SimpleNamespace(tma_partition=lambda _, __, ___, in_smem, in_gmem: (in_smem, in_gmem)),
+        "warpgroup": SimpleNamespace(
+            fence=lambda: block.group.fresh.clear(),
+            commit_group=lambda: block.group.commit(),
+            wait_group=lambda most: block.group.wait(most),
+            Field=SimpleNamespace(ACCUMULATE="accumulate"),
+        ),
+        "narrowed": functools.partial(_narrowed, block),
+        "rows_and_columns": lambda x: x,
+    }
+
+
+class _Cells(NamedTuple):
+    """Some of a stage's keys, from ``key`` on."""
+
+    of: StageRef
+    key: int
+
+    def __getitem__(self, _: Any) -> _Cells:
+        return self
+
+
+def _local_tile(x: Any, _: tuple, at: tuple) -> Any:
+    return _Cells(x, at[1]) if isinstance(x, StageRef) else x[at]
+
+
+def _narrowed(block: Block, x: Registers, _: str) -> Registers:
+    out = Registers(block)
+    out.store(x.load())
+    return out
+
+
+def run_block(case: Any, seed: int, changes: Changes = ()) -> int:
+    """One block of ``case`` (``hopper_cases.Case``) by the kernel's text with ``changes``; raises ``Broken``. Returns the steps taken."""
+    codes, texts = _compiled(changes)
+    schedule = Schedule(seed, texts)
+    block, counter = Block(schedule, case.config, case.tiles), Counter(case.jumps, case.left)
+    names = _stand_ins(block, (0, case.workers), counter)
+    for code in codes:
+        exec(code, names)
+    kernel = type("Kernel", (_Stubs, names["Visits"], names["Loads"], names["Multiplies"]), {})()
+    kernel.block, kernel.config, kernel.bands, kernel.foresees = block, case.config, case.bands, case.foresees
+    board = (_Board(block, block.pipes[3], "facts"), _Board(block, block.pipes[1], "visit"))
+    in_smem = (*block.memories, block.memories[0])
+    copies = tuple((name, View(name)) for name in ("q", "k", "v"))
+
+    def loads() -> None:
+        kernel.load(copies, in_smem, block.pipes, board, names["Tables"](**case.tables), counter, case.lengths, case.sizes, "captured")
+
+    def multiplies(number: int) -> None:
+        acc, *statistics = (Registers(block) for _ in range(4))
+        mmas = (SimpleNamespace(op="qk"), SimpleNamespace(op="pv"))
+        fixed = (mmas, in_smem[:3], "shape", "positions", block.pipes, board, number, 128 * number, in_smem)
+        kernel._first_turn(number)
+        role = kernel._overlapped if case.config.overlaps else kernel._one_by_one
+        role(fixed, (acc, *statistics), ("scale", "rate", "captured"), "outputs", "sink")
+
+    schedule.add("loader", loads)
+    for name, group in block.groups.items():
+        schedule.add(name, functools.partial(multiplies, group.number))
+    schedule.run()
+    block.check_end()
+    if counter.values[1] != (0 if case.left == case.workers - 1 else case.left + 1) and case.draws:
+        raise Broken(f"the counter is left at {counter.values}")
+    return schedule.steps
