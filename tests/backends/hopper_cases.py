@@ -61,8 +61,8 @@ class Case:
     def __str__(self) -> str:
         tiles = self.config.tiles
         return (
-            f"visits {[len(t.visits) for t in self.tiles]}, {tiles.stages} stages, Q {self.config.q_stages}, {tiles.warp_groups} warp groups, "
-            f"turns {tiles.ping_pong}, lists {self.config.lists}, left {self.config.has_left}, score {self.config.score}"
+            f"visits {[len(t.visits) for t in self.tiles]}, {tiles.stages} stages, Q {self.config.q_stages}, "
+            f"{tiles.warp_groups} warp groups, turns {tiles.ping_pong}, lists {self.config.lists}, left {self.config.has_left}, score {self.config.score}"
         )
 
 

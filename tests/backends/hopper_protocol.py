@@ -155,7 +155,7 @@ class _Full(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """Values of registers: what they are made of, the maximum they stand in relation to, what was done to scores."""
+    """Values of registers: what they are made of, the maximum they stand in relation to, what they are or what was done to them."""
 
     made_of: tuple
     epoch: int
@@ -182,8 +182,8 @@ class Registers:
         if self.busy:
             raise Broken(f"registers are {what} while a product is under way")
 
-    def fill(self, _: float) -> None:
-        self.store(Loaded((), -1, frozenset()))
+    def fill(self, value: float) -> None:
+        self.store(Loaded((), -1, frozenset({f"all {value}"})))
 
     def load(self) -> Loaded:
         self.idle("read")
@@ -260,7 +260,7 @@ class Group:
         if p.made_of != ((t, i),) or "exponential" not in p.done:
             raise Broken(f"P of {p.made_of} with V of {(t, i)}")
         flown = tuple(x.tile for x in self.flying if x.parts[0][0] is acc)
-        if acc.made_of + flown != tuple((t, j) for j in range(i)) or "finished" in acc.done:
+        if acc.made_of + flown != tuple((t, j) for j in range(i)) or not acc.done <= {"out", "all 0.0"}:
             raise Broken(f"V of {(t, i)} is added to {acc.made_of}")
         if i == 0:
             acc.epoch = p.epoch
@@ -293,7 +293,7 @@ class Group:
             acc.busy -= 1
             if isinstance(a.of, Registers):
                 a.of.busy -= 1
-                acc.made_of = (*acc.made_of, product.tile)
+                acc.made_of, acc.done = (*acc.made_of, product.tile), frozenset({"out"})
             else:
                 acc.made_of, acc.done, acc.epoch = (product.tile,), frozenset(), -1
 
@@ -309,6 +309,7 @@ class Block:
         self.memories = [Memory(self, "q", config.q_stages), Memory(self, "k", stages), Memory(self, "v", stages)]
         self.pipes = [Pipe(self, m.name, len(m.stages), count, m) for m in self.memories] + [Pipe(self, "work", 2, count, None)]
         self.barriers: dict[int, NamedBarrier] = {}
+        self.owners: dict[int, int] = {}  # of barriers for one warp group
         self.copied = {"q": 0, "k": 0, "v": 0}
         self.turn: int | None = None
         self.epochs = 0
@@ -375,6 +376,8 @@ class Block:
                 raise Broken(f"group {group.number} gives away the turn of {self.turn}")
             self.turn = None
         self.barriers.setdefault(number, NamedBarrier(self.schedule, f"barrier {number}", threads)).arrive(threads, waits)
+        if threads == 128 and self.owners.setdefault(number, group.number) != group.number:
+            raise Broken(f"groups {self.owners[number]} and {group.number} meet at barrier {number}, which takes one of them")
         if number in TURN and waits:
             if self.turn is not None or number != TURN[0] + group.number:
                 raise Broken(f"group {group.number} takes turn {number} while {self.turn} has it")
@@ -382,8 +385,10 @@ class Block:
         if number in CLEANED:
             self._sees_wiped(lambda how: "seen" if how == "fenced" else how)
 
-    def wiped(self, ref: StageRef, first: int) -> None:
+    def wiped(self, ref: StageRef, first: int, zeros: Registers) -> None:
         group, stage = self.group, ref.stage
+        if zeros.done != {"all 0.0"}:
+            raise Broken("wiped with something else than zeros")
         if group.number not in stage.held or stage.tag is None or group.number in stage.reading:
             raise Broken(f"{ref.memory.name} {ref.index} is wiped while others fill or read it")
         stage.wiped.setdefault(group.number, (first, "wiped"))

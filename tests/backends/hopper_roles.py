@@ -13,17 +13,19 @@ from pathlib import Path
 from types import CodeType, SimpleNamespace
 from typing import Any, NamedTuple
 
+from hopper_cases import Case
 from hopper_protocol import PARTS, Block, Loaded, Pipe, Registers, RowTile, StageRef, State
 from hopper_schedule import Broken, Schedule
 
 import anyattn
 
-__all__ = ["MODULES", "Changes", "run_block"]
+__all__ = ["MODULES", "Changes", "run_block", "wiped_by_a_group"]
 
 _FOLDER = Path(anyattn.__file__).parent / "backends" / "hopper"
 MODULES = ("visits", "load", "multiply")
 _FILES = tuple(str(_FOLDER / f"{name}.py") for name in MODULES)
 _STATES = ("q_state", "k_state", "v_state", "work_state")
+_LOWEST, _ALL_0, _OUT, _MAX, _SUM = (frozenset({what}) for what in ("all -inf", "all 0.0", "out", "max", "sum"))
 Changes = tuple[tuple[str, str, str], ...]  # (module, text, text that takes its place)
 
 
@@ -181,12 +183,14 @@ class _Stubs:
             raise Broken(f"{scores.made_of} is masked as partial={is_partial}; wanted {tile.visits[i]}")
         scores.done |= {"masked"}
 
-    def _softened(self, scores: Registers, rate: str) -> tuple:
+    def _softened(self, scores: Registers, rate: str, may_be_blind: bool) -> tuple:
         self._given(rate)
         scores.idle("read")
         ((t, i),) = scores.made_of
         if "modified" not in scores.done or "exponential" in scores.done or (self._must_be_masked(t, i) and "masked" not in scores.done):
             raise Broken(f"{scores.made_of}: exponentials of {set(scores.done)} scores")
+        if "masked" in scores.done and not may_be_blind:
+            raise Broken(f"{scores.made_of}: masked rows are taken to see something")
         scores.done |= {"exponential"}
         return scores.made_of
 
@@ -194,34 +198,47 @@ class _Stubs:
         return i == 0 or self.block.tiles[t].visits[i][2] or bool(self.config.always)
 
     def exponentials(
-        self, scores: Registers, lifts: str, row_max: Registers, row_sum: Registers, row_scale: Registers, rate: str, is_first: bool, _: bool
+        self,
+        scores: Registers,
+        lifts: str,
+        row_max: Registers,
+        row_sum: Registers,
+        row_scale: Registers,
+        rate: str,
+        is_first: bool,
+        blind: bool,
     ) -> bool:
-        made_of = self._softened(scores, rate)
-        rises = is_first or self.block.schedule.random.random() < 0.5
-        before = row_max.load()
-        if (before.made_of != ()) is is_first or lifts != "lifts":
-            raise Broken(f"exponentials with a maximum of {before.made_of}, first: {is_first}")
-        self.block.epochs += rises
-        epoch = self.block.epochs if rises else before.epoch
-        row_scale.store(Loaded((before.epoch,), epoch, frozenset()))
-        row_max.store(Loaded(before.made_of + made_of, epoch, frozenset()))
-        row_sum.store(Loaded(made_of if is_first else row_sum.made_of + made_of, epoch, frozenset()))
+        made_of, block = self._softened(scores, rate, blind), self.block
+        rises = is_first or block.schedule.random.random() < 0.5
+        top, total = row_max.load(), Loaded((), -1, _ALL_0) if is_first else row_sum.load()
+        if (top.done, total.done) != ((_LOWEST, _ALL_0) if is_first else (_MAX, _SUM)) or lifts != "lifts" or top.made_of != total.made_of:
+            raise Broken(f"exponentials with a maximum of {top} and a sum of {total}, first: {is_first}")
+        block.epochs += rises
+        epoch = block.epochs if rises else top.epoch
+        row_scale.store(Loaded((top.epoch,), epoch, frozenset({"scale"})))
+        row_max.store(Loaded(top.made_of + made_of, epoch, _MAX))
+        row_sum.store(Loaded(total.made_of + made_of, epoch, _SUM))
         scores.epoch = epoch
         return rises
 
     def unshifted(self, scores: Registers, row_max: Registers, row_sum: Registers, rate: str, is_masked: bool) -> None:
-        made_of = self._softened(scores, rate)
-        for x in (row_max, row_sum):
-            x.store(Loaded(x.load().made_of + made_of, -1, frozenset()))
+        made_of = self._softened(scores, rate, is_masked)
+        for x, kinds in ((row_max, (_MAX, _LOWEST)), (row_sum, (_SUM, _ALL_0))):
+            before = x.load()
+            if before.done not in kinds:
+                raise Broken(f"exponentials are added to {before}")
+            x.store(Loaded(before.made_of + made_of, -1, kinds[0]))
 
     def finished(self, acc: Registers, row_max: Registers, row_sum: Registers, rate: str, sink: str, head: int) -> None:
         self._given(rate)
-        out, top, total = acc.load(), row_max.load(), row_sum.load()
-        if not out.made_of == top.made_of == total.made_of or not out.epoch == top.epoch == total.epoch or out.done:
+        out, top, total = found = acc.load(), row_max.load(), row_sum.load()
+        wanted = (_OUT, _MAX, _SUM) if out.made_of else (_ALL_0, _LOWEST, _ALL_0)
+        if tuple(x.done for x in found) != wanted or len({x.made_of for x in found}) > 1 or len({x.epoch for x in found}) > 1:
             raise Broken(f"O of {out} is divided by sums of {total} over {top}")
         if head != self.block.tiles[self.block.group.finished].facts["head"]:
             raise Broken("the sink of another head")
-        acc.done = frozenset({"finished"})
+        for x, what in ((acc, "finished"), (row_max, "highest"), (row_sum, "lse")):
+            x.done = frozenset({what})
 
     def stored(
         self, acc: Registers, row_max: Registers, lse: Registers, mma: Any, thread: int, number: int, outputs: str, place: Any, facts: Any
@@ -230,9 +247,19 @@ class _Stubs:
         block, t, group = self.block, self._tile(facts), self.block.group
         block.schedule.step()
         tile, out = block.tiles[t], acc.load()
-        given = (t, thread, number, mma.op, outputs, out.made_of, "finished" in out.done, place is not None)
+        done = [what for x in (acc, row_max, lse) for what in x.load().done]
+        given = (t, thread, number, mma.op, outputs, out.made_of, done, place is not None)
         all_of_it = tuple((t, i) for i in range(len(tile.visits)))
-        wanted = (group.finished, 128 * group.number, group.number, "pv", "outputs", all_of_it, True, bool(tile.visits))
+        wanted = (
+            group.finished,
+            128 * group.number,
+            group.number,
+            "pv",
+            "outputs",
+            all_of_it,
+            ["finished", "highest", "lse"],
+            bool(tile.visits),
+        )
         if given != wanted:
             raise Broken(f"stored: {given}; wanted {wanted}")
         group.finished += 1
@@ -280,7 +307,7 @@ def _stand_ins(block: Block, work: tuple[int, int], counter: Counter) -> dict[st
         gemm=lambda atom, acc, a, b, _: block.group.gemm(atom, acc, a, b),
         make_rmem_tensor=lambda *_: Registers(block),
         make_rmem_tensor_like=lambda _: Registers(block),
-        autovec_copy=lambda _, to: block.wiped(to.of, to.key),
+        autovec_copy=lambda zeros, to: block.wiped(to.of, to.key, zeros),
     )
     cutlass = SimpleNamespace(min=min, max=max, Boolean=bool, range=lambda *n, **_: range(*n), range_constexpr=range)
     states = SimpleNamespace(Producer=1, Consumer=0)
@@ -323,8 +350,8 @@ def _narrowed(block: Block, x: Registers, _: str) -> Registers:
     return out
 
 
-def run_block(case: Any, seed: int, changes: Changes = ()) -> int:
-    """One block of ``case`` (``hopper_cases.Case``) by the kernel's text with ``changes``; raises ``Broken``. Returns the steps taken."""
+def run_block(case: Case, seed: int, changes: Changes = ()) -> int:
+    """One block of ``case`` by the kernel's text with ``changes``; raises ``Broken``. Returns a number that says who went on when."""
     codes, texts = _compiled(changes)
     schedule = Schedule(seed, texts)
     block, counter = Block(schedule, case.config, case.tiles), Counter(case.jumps, case.left)
@@ -353,6 +380,31 @@ def run_block(case: Any, seed: int, changes: Changes = ()) -> int:
         schedule.add(name, functools.partial(multiplies, group.number))
     schedule.run()
     block.check_end()
-    if counter.values[1] != (0 if case.left == case.workers - 1 else case.left + 1) and case.draws:
+    is_last = case.left == case.workers - 1
+    if case.draws and (counter.values[1] != (0 if is_last else case.left + 1) or (counter.values[0] == 0) is not is_last):
         raise Broken(f"the counter is left at {counter.values}")
-    return schedule.steps
+    return schedule.turns
+
+
+def wiped_by_a_group(tile_n: int, head_dim_v: int, room: int) -> list[tuple[int, int]]:
+    """(entry, key) of V for each one that the 128 threads of a warp group wipe where a sequence ends after ``room`` keys."""
+    found: list[tuple[int, int]] = []
+
+    def tile_of(_: Any, shape: tuple[int, int], at: tuple[int, int]) -> View:
+        found.extend((at[0] * shape[0] + i, at[1]) for i in range(shape[0]))
+        return View("v")
+
+    done = SimpleNamespace(consumer_wait=lambda _: None, fill=lambda _: None)
+    arch = SimpleNamespace(fence_proxy=lambda *_, **__: None, barrier=lambda **_: None)
+    cute = SimpleNamespace(arch=arch, local_tile=tile_of, autovec_copy=lambda *_: None, make_rmem_tensor=lambda *_: done)
+    names: dict[str, Any] = {
+        "cute": cute,
+        "cutlass": SimpleNamespace(range=lambda *n, **_: range(*n)),
+        "const_expr": bool,
+    }
+    exec(_compiled(())[0][MODULES.index("multiply")], names)
+    kernel = names["Multiplies"]()
+    kernel.dtype, kernel.config = "dtype", SimpleNamespace(tiles=SimpleNamespace(tile_n=tile_n), head_dim_v=head_dim_v)
+    for thread in range(128, 256):
+        kernel._wiped(View("v"), done, State(1, 0, 0), room, thread, 1)
+    return found

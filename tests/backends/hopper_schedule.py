@@ -29,8 +29,8 @@ class _Stopped(BaseException):
 
 
 class _Actor:
-    def __init__(self, name: str, weight: float, body: Callable[[], None]):
-        self.name, self.weight, self.body = name, weight, body
+    def __init__(self, number: int, name: str, weight: float, body: Callable[[], None]):
+        self.number, self.name, self.weight, self.body = number, name, weight, body
         self.baton = threading.Lock()
         self.baton.acquire()
         self.condition: Callable[[], bool] | None = None
@@ -46,14 +46,14 @@ class Schedule:
         self.actors: list[_Actor] = []
         self.under_way: list[Callable[[], None]] = []  # copies
         self.failure: BaseException | None = None
-        self.steps = 0
+        self.steps, self.turns = 0, 0  # turns: a number that says who went on when
         # schedules in which one thread is far ahead or behind come as often as fair ones
         self.uneven = self.random.choice((1.0, 0.3, 0.03))
         self.copy_weight = self.random.uniform(self.uneven, 1.0)
         self.now: Any = None
 
     def add(self, name: str, body: Callable[[], None]) -> None:
-        self.actors.append(_Actor(name, self.random.uniform(self.uneven, 1.0), body))
+        self.actors.append(_Actor(len(self.actors), name, self.random.uniform(self.uneven, 1.0), body))
 
     def step(self) -> None:
         """Others may go on before the caller does."""
@@ -98,6 +98,7 @@ class Schedule:
             for actor in able:
                 at -= actor.weight
                 if at < 0.0:
+                    self.turns = hash((self.turns, actor.number))
                     return actor
             if not self.under_way:
                 return able[-1]
