@@ -87,7 +87,7 @@ def _gradients(
     captured = [None] * len(score.tensors) if score else []
     for slot, total in zip(wanted, totals, strict=True):
         captured[slot] = total.to(score.tensors[slot].dtype)  # type: ignore
-    return dq, dk, dv, _of_sink(problem, lse, statistics[..., 1]), *captured
+    return dq, dk, dv, _of_sink(problem, lse, statistics), *captured
 
 
 def _wanted(problem: Problem) -> tuple[int, ...]:
@@ -104,11 +104,12 @@ def _tiles(problem: Problem, plan: Plan) -> dict[str, Tiles]:
     return found
 
 
-def _of_sink(problem: Problem, lse: Tensor, delta: Tensor) -> Tensor | None:
+def _of_sink(problem: Problem, lse: Tensor, statistics: Tensor) -> Tensor | None:
     """Minus what the sink's share of each row takes from the row's other scores, summed per head."""
     sink = problem.sink
     if sink is None or not sink.requires_grad:
         return None
+    delta = statistics[..., 1]
     share = torch.exp(sink.detach().float()[:, None] - lse)
     return -(share * delta).masked_fill(torch.isneginf(lse), 0.0).sum((0, 2)).to(sink.dtype)
 
