@@ -298,6 +298,8 @@ def _visit_rows(
     lse, delta = functions.pairs(heads[2] + 2 * at, local, STRAIGHT)
     q = _load_tile(heads[0] + at * strides[0][2], q_at, HEAD_DIM, BLOCK_D)
     s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale
+    dout = _load_tile(heads[1] + at * strides[3][2], do_at, HEAD_DIM_V, BLOCK_DV)
+    dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
     q_idx = (position + found[6])[None, :]
     kv = tl.minimum(n_first + tl.arange(0, TILE_N), n_end - 1)[:, None]
     if HAS_SCORE:
@@ -313,9 +315,8 @@ def _visit_rows(
             rows = ALWAYS_ROWS(b, h, q_idx, captured[2][0], captured[2][1])
             seen = seen & ALWAYS(b, h, kv, rows, captured[2][0], captured[2][1])
         p = tl.where(seen, p, 0.0)
-    dout = _load_tile(heads[1] + at * strides[3][2], do_at, HEAD_DIM_V, BLOCK_DV)
     dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
-    ds = p * (tl.dot(v, tl.trans(dout), input_precision=PRECISION) - delta[None, :])
+    ds = p * (dp - delta[None, :])
     if HAS_SCORE:
         ds = ds * of_score[1].to(tl.float32)
     if IS_PARTIAL or HAS_ALWAYS:
