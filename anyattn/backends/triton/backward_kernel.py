@@ -124,7 +124,7 @@ def _visit_keys(
     TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     PAGE_SIZE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq with what one tile of keys adds to it, not yet scaled; arguments as of ``forward_kernel.visit``. offsets: of a full tile's k, v."""
+    """dq with what one tile of keys adds to it, not yet scaled; arguments as of ``forward_kernel.visit``. offsets: of full tiles."""
     lane = first + tl.arange(0, TILE_N)
     if PAGE_SIZE > 0:
         at = tl.minimum(lane, end - 1) + key[3]
@@ -143,7 +143,9 @@ def _visit_keys(
         k = _load_tile(key[0] + (row * key[4] + place * key[5]), k_at, HEAD_DIM, BLOCK_D)
         v = _load_tile(key[1] + (row * key[6] + place * key[7]), v_at, HEAD_DIM_V, BLOCK_DV)
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
-    kv = tl.minimum(lane, end - 1)[None, :]
+    kv = lane[None, :]
+    if IS_PARTIAL:
+        kv = tl.minimum(kv, end - 1)
     if HAS_SCORE:
         of_score = SCORE(s, b, h, kv, rows[0], captured[0][0], captured[0][1])
         s = of_score[0].to(tl.float32) * _LOG2E
@@ -157,7 +159,7 @@ def _visit_keys(
     if IS_PARTIAL or HAS_ALWAYS:
         ds = tl.where(seen, ds, 0.0)
     if HAS_SCATTER:
-        SCATTER(ds, seen, is_row[:, None], (lane < end)[None, :], of_score, captured[0][2])
+        SCATTER(ds, seen, is_row[:, None], (lane < end)[None, :], of_score, captured[0][2], not IS_PARTIAL and not HAS_ALWAYS)
     if HAS_SCORE:
         ds = ds * of_score[1].to(tl.float32)
         if IS_PARTIAL or HAS_ALWAYS:

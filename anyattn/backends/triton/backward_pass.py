@@ -13,7 +13,7 @@ from torch import Tensor
 from anyattn.backends.triton import styles, tables, tuning
 from anyattn.backends.triton.config import Tiles, backward_tiles, capability_of, fitting, padded
 from anyattn.backends.triton.launch import Signature, entry_of, run_entry, strides_of
-from anyattn.backends.triton.programs import Chosen, Program, Read, captured_of, gradient_part, program_of
+from anyattn.backends.triton.programs import Chosen, Program, Read, captured_of, gradient_part, program_of, slots_alone
 from anyattn.backends.triton.shared import COUNTS, FUNCTIONS, LISTS, SIZES, constants_of, programs_along_batch, sizes_of, strides_named
 from anyattn.backends.triton.styles import shape_of
 from anyattn.geometry.integers import ceil_div
@@ -76,7 +76,7 @@ def _gradients(
     statistics, spans = _prepared(problem, chosen, tiles, out, lse, dout, dlse)
     wanted = _wanted(problem)
     score = problem.score
-    totals = tuple(torch.zeros(score.tensors[s].shape, dtype=torch.float32, device=out.device) for s in wanted) if score else ()
+    totals = _totals(problem)
     blank = torch.empty_like if problem.sequences is None else torch.zeros_like  # no program comes by rows of no sequence
     dq, dk, dv = (blank(t) for t in (problem.q, problem.k, problem.v))
     shared = (problem.q, problem.k, problem.v, dout, statistics, dq, dk, dv)
@@ -93,6 +93,16 @@ def _gradients(
 def _wanted(problem: Problem) -> tuple[int, ...]:
     """The slots of captured tensors that get gradients."""
     return tuple(i for i, t in enumerate(problem.score.tensors) if t.requires_grad) if problem.score else ()
+
+
+def _totals(problem: Problem) -> tuple[Tensor, ...]:
+    """Where the gradients of captured tensors go: sums in float32, single values in the tensors' own dtype."""
+    wanted, score = _wanted(problem), problem.score
+    if score is None:
+        return ()
+    alone = slots_alone(problem, wanted)
+    dtypes = {s: score.tensors[s].dtype if s in alone else torch.float32 for s in wanted}
+    return tuple(torch.zeros(score.tensors[s].shape, dtype=dtypes[s], device=problem.q.device) for s in wanted)
 
 
 def _tiles(problem: Problem, plan: Plan) -> dict[str, Tiles]:
