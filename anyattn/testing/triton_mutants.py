@@ -136,6 +136,7 @@ MUTANTS = {
         ),
         Mutant("sink_gradient_sign", "backward_pass.py", "return -(share * delta)", "return (share * delta)", "sink"),
         Mutant("captured_derivative_forgotten", "programs.py", "ds * found[{load.factor}].to(tl.float32)", "ds", "gated"),
+        Mutant("pair_stored_by_rows_beyond_the_end", "programs.py", "element_ty), mask=seen)", "element_ty), mask=is_key)", "pairs"),
         Mutant("captured_gradient_one_place_on", "programs.py", "totals[{load.total}]", "totals[{0 * load.total}]", "two_tables"),
         Mutant(
             "keys_of_a_shared_entry_lost", "programs.py",

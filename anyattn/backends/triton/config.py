@@ -124,7 +124,7 @@ _MORE: dict[str, tuple[tuple[int, int, int, int], ...]] = {
     "dkdv": (
         (64, 64, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3), (32, 128, 8, 2), (64, 128, 8, 1), (64, 128, 8, 3), (32, 64, 8, 1), (64, 32, 8, 1),
     ),
-}
+}  # fmt: skip
 
 
 def _default(name: str, shape: Shape, capability: tuple[int, int] | None) -> Tiles:

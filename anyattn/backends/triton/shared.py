@@ -46,5 +46,3 @@ def constants_of(problem: Problem, chosen: Chosen, found: Tables) -> dict[str, A
         "HAS_ENTRIES": found.entries is not None, "PAGE_SIZE": 0 if found.pages is None or sequences is None else problem.k.shape[2],
         "PRECISION": "ieee" if problem.q.dtype is torch.float32 else "tf32",
     }  # fmt: skip
-
-
