@@ -224,7 +224,7 @@ def _scatter_source(part: Part) -> str:
         places = [f"found[{at}]" for at in load.indices]
         if not part.style.is_inside:
             places = [f"functions.inside({place}, {size})" for place, size in zip(places, sizes, strict=True)]
-        strides = [f" * {slot}[{1 + 2 * d}]" for d in range(len(places) - 1)] + [""]
+        strides = [f" * {slot}[{1 + 2 * d}]" if d + 1 < len(places) else "" for d in range(len(places))]
         place = " + ".join(f"{place}.to(tl.int64){stride}" for place, stride in zip(places, strides, strict=True)) or "0"
         lines += [f"part{i} = tl.where(seen, ds * found[{load.factor}].to(tl.float32), 0.0)", f"at{i} = {place}"]
         if load.is_alone:
