@@ -93,7 +93,7 @@ MUTANTS = {
         # the backward pass
         Mutant("delta_dropped", _BACKWARD, "delta = tl.sum(out * dout, 1)", "delta = tl.sum(out * dout * 0, 1)", "full"),
         Mutant("lse_gradient_ignored", _BACKWARD, "    if HAS_DLSE:", "    if False:", "full"),
-        Mutant("stale_lse", _BACKWARD, "tl.load(tensors[4] + place, mask", "tl.load(tensors[4] + place // 2 * 2, mask", "full"),
+        Mutant("stale_lse", _BACKWARD, "tl.load(tensors[2] + place, mask", "tl.load(tensors[2] + place // 2 * 2, mask", "full"),
         Mutant("dq_not_scaled", _BACKWARD, "(dq * scale)", "(dq * 1.0)", "full"),
         Mutant("dk_1_percent_off", _BACKWARD, "(dk * scale)", "(dk * scale * 1.01)", "full"),
         Mutant("row_tile_lost", _BACKWARD, "tl.max(tl.where(touches, m + 1, 0))", "tl.max(tl.where(touches, m, 0))", "full"),
@@ -136,6 +136,7 @@ MUTANTS = {
         ),
         Mutant("sink_gradient_sign", "backward_pass.py", "return -(share * delta)", "return (share * delta)", "sink"),
         Mutant("captured_derivative_forgotten", "programs.py", "ds * found[{load.factor}].to(tl.float32)", "ds", "gated"),
+        Mutant("pair_stored_by_rows_beyond_the_end", "programs.py", "element_ty), mask=seen)", "element_ty), mask=is_key)", "pairs"),
         Mutant("captured_gradient_one_place_on", "programs.py", "totals[{load.total}]", "totals[{0 * load.total}]", "two_tables"),
         Mutant(
             "keys_of_a_shared_entry_lost", "programs.py",

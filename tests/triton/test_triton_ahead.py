@@ -181,3 +181,40 @@ def test_known_kernels_are_launched_directly(monkeypatch: pytest.MonkeyPatch) ->
         launch.run_entry(kernel, (1, 2, 3), [tensor, 7], [], device, {"A": a, "num_warps": 4})
     assert [c[0] for c in calls] == ["launcher", "direct", "launcher", "launcher", "direct"]
     assert calls[1][1] == (1, 2, 3) and calls[1][2][1:] == (7, 3) and calls[0][2] == {"A": 3, "num_warps": 4}
+
+
+def test_a_second_backward_launches_its_kernels_alone() -> None:
+    """The lists of a block mask are transposed once: later backward passes compute nothing besides their three kernels."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    import anyattn
+
+    class Operations(TorchDispatchMode):
+        def __torch_dispatch__(self, operation, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            found.add(operation.overloadpacket.__name__)
+            return operation(*args, **(kwargs or {}))
+
+    found: set[str] = set()
+    mask = anyattn.create_block_mask(lambda b, h, q, k: (IDS[q] == IDS[k]) & (q * k % 5 < 3), 1, 1, 256, 256, device="cpu")
+    problem = ahead.problem_of(block_mask=mask, has_grad=True)
+    for expected in (True, False):
+        found.clear()
+        with Operations():
+            assert len(ahead.launches(problem, (9, 0), backward=True)) == 3
+        # (zeros_like is the helper's own gradient of the output)
+        assert bool(found - {"empty", "empty_like", "detach", "zeros_like"}) is expected, found
+
+
+def test_what_the_loops_of_the_backward_are_made_of() -> None:
+    """Over full tiles: rows' statistics are loaded straight into registers, each address is a pointer that moves plus what stays, tiles
+    are asked for a whole step ahead, and a score takes so many of the machine's instructions (6 of them its own arithmetic)."""
+    made = ahead.launches(ahead.problem_of(has_grad=True), (9, 0), backward=True)
+    assert len(made) == 3
+    for launch in made[1:]:
+        kernel, options = ahead.compiled(launch, (9, 0)), launch.options
+        full = "\n".join(next(x for x in ahead.loops(kernel) if any("wgmma.mma" in line for line in x)))
+        assert len(re.findall(r"(mul\.lo|mad\.lo)\.s64", full)) <= 4 and "cp.async.ca" not in full
+        assert re.search(r"cp\.async\.wait_group\s+(0x)?[1-9]", full)
+        scores = options["TILE_M"] * options["TILE_N"] / (32 * options["num_warps"])
+        machine = min((x for x in ahead.machine_loops(kernel.asm["cubin"]) if any("MMA" in o for o in x)), key=len)
+        assert len(machine) <= 16 * scores, len(machine) / scores

@@ -1,7 +1,9 @@
 """Tile shapes, warps and pipeline stages as data, by architecture, head dimension, dtype and pass; and whether they fit a device.
 
 The tables were chosen from what the compiler makes of them: no registers spilled inside a loop, shared memory for the stages, and, of
-what is left, the fewest instructions for a pair of a query and a key. ``kernel_options={"autotune": True}`` measures instead.
+what is left, the fewest instructions for a pair of a query and a key. With two stages Triton asks for a tile at the end of one step and
+waits for it at the beginning of the next: only from three on does a load have a step's time to arrive.
+``kernel_options={"autotune": True}`` measures instead.
 """
 
 from __future__ import annotations
@@ -100,8 +102,8 @@ _TILES: dict[str, dict[str, tuple[tuple[int, int, int, int], ...]]] = {
     },
     "sm_90": {
         "forward": ((128, 128, 4, 3), (128, 128, 8, 2), (128, 64, 8, 2)),
-        "dq": ((128, 64, 8, 2), (128, 64, 8, 2), (64, 64, 8, 1)),
-        "dkdv": ((64, 128, 8, 2), (64, 128, 8, 2), (64, 32, 8, 1)),
+        "dq": ((128, 64, 8, 3), (128, 64, 8, 3), (128, 32, 8, 3)),
+        "dkdv": ((64, 128, 8, 3), (64, 128, 8, 3), (32, 64, 8, 3)),
     },
     "sm_100": {
         "forward": ((128, 128, 8, 3), (128, 128, 8, 2), (128, 64, 8, 2)),
@@ -118,9 +120,11 @@ _FLOATS: dict[str, tuple[tuple[int, int, int, int], ...]] = {
 # What autotuning tries besides, the same for all architectures: what does not fit is left out.
 _MORE: dict[str, tuple[tuple[int, int, int, int], ...]] = {
     "forward": ((128, 128, 8, 2), (128, 64, 8, 3), (128, 64, 4, 3), (64, 64, 4, 3), (64, 128, 4, 2), (64, 32, 4, 3), (128, 32, 8, 2)),
-    "dq": ((128, 64, 8, 1), (64, 64, 4, 2), (64, 32, 8, 1), (128, 32, 8, 2)),
-    "dkdv": ((64, 64, 8, 2), (64, 64, 4, 2), (32, 128, 8, 2), (64, 128, 8, 1), (32, 64, 8, 1), (64, 32, 8, 1)),
-}
+    "dq": ((128, 64, 8, 1), (128, 64, 8, 3), (64, 64, 4, 2), (64, 64, 4, 3), (64, 32, 8, 1), (128, 32, 8, 2)),
+    "dkdv": (
+        (64, 64, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3), (32, 128, 8, 2), (64, 128, 8, 1), (64, 128, 8, 3), (32, 64, 8, 1), (64, 32, 8, 1),
+    ),
+}  # fmt: skip
 
 
 def _default(name: str, shape: Shape, capability: tuple[int, int] | None) -> Tiles:
@@ -140,6 +144,8 @@ def needed(name: str, tiles: Tiles, shape: Shape, capability: tuple[int, int] | 
     total = size * (stay + stages * step * both) + stages * step * 8 * shape.columns + _SMALL_PARTS
     if name != "forward" and stages == 1:  # then what two products want in two layouts lies there twice
         total += size * step * max(shape.d, shape.dv)
+    if name == "dq" and shape.has_score:  # a captured tensor's gradients may be reordered there on their way to memory
+        total += m * n * size
     # products' left sides go through shared memory where they do not come from registers
     passed = m * n * (2 if name != "forward" else 1)
     if size == 4 or (capability is not None and capability[0] >= 10 and name != "forward"):
