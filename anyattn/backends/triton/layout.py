@@ -29,7 +29,8 @@ _ANY_NUMBER = 1024  # of queries, where a call does not say how many an entry ha
 _MOST_SPLITS = 128
 _MOST_BLOCKS = 65535  # along the last axis of a CUDA grid
 # How the time of reading keys depends on the number of pieces: fitted to an H200's 40 figures in tests/backends/test_triton_splits.py,
-# which it gives within 3.5 % (root mean square). Shares and bytes instead of seconds, so that other devices differ by what is known of them.
+# which it gives within 3.5 % (root mean square).
+# Shares and bytes instead of seconds: other devices then differ by what is known of them.
 _ALONE = 0.9  # of a multiprocessor's share of the bandwidth: what one program reads that has ``_UNDER_WAY`` bytes asked for at a time
 _UNDER_WAY = 64 << 10
 _BEND = 3  # how sharply programs that read more and more together meet the bandwidth
