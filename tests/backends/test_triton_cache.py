@@ -261,9 +261,38 @@ def test_heads_of_a_group_share_a_tile(launches: Any) -> None:
 def test_splits_fill_the_processors(launches: Any) -> None:
     """Few rows and long caches are cut; what fills the GPU by itself is not."""
     found = planned(launches, num_splits=0)["grid"]
-    assert found[0] == 1 and 100 <= math.prod(found) <= 132
+    assert found[0] == 1 and 132 <= math.prod(found) <= 3 * 132, "three programs fit on a multiprocessor"
     assert planned(launches, num_splits=0, heads=(256, 256))["grid"] == (1, 256, 4)
     assert planned(launches, num_splits=7)["grid"] == (1, 8, 28), "what is asked for is done"
+
+
+def test_a_known_kernel_is_asked_directly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And Triton for every other that it would compile: another dtype, alignment, number that it compiles for, or option."""
+    from anyattn.backends.triton import launch
+
+    made: list[tuple[str, tuple[Any, ...]]] = []
+
+    class Kernel:
+        params = (SimpleNamespace(name="x", is_constexpr=False), SimpleNamespace(name="SIZE", is_constexpr=True))
+
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            def launched(*given: Any, **options: Any) -> Any:
+                made.append((self.name, given))
+                return Kernel("known")
+
+            return launched
+
+    kernel, device, storage = Kernel("new"), torch.device("cuda", 0), torch.zeros(64)
+    monkeypatch.setattr(launch, "_ready", {})
+    for x, number, stride, size, name in (
+        (storage, 3, 1, 8, "new"), (storage, 4, 1, 8, "known"), (storage[1:], 4, 1, 8, "new"), (storage[4:], 4, 1, 8, "known"),
+        (storage.int(), 4, 1, 8, "new"), (storage, 4, 2, 8, "new"), (storage, 4, 1, 16, "new"), (storage, 5, 1, 8, "known"),
+    ):  # fmt: skip
+        launch.run_plain(kernel, 7, (x, number), (stride,), device, {"SIZE": size, "num_warps": 4})
+        assert made[-1] == (name, (x, number, stride) if name == "new" else (x, number, stride, size))
 
 
 def test_a_row_of_others_changes_no_tile(launches: Any) -> None:

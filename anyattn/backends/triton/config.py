@@ -15,7 +15,7 @@ import torch
 
 __all__ = [
     "PASSES", "Shape", "Tiles", "architecture", "asked", "backward_tiles", "candidates", "capability_of", "fits", "fitting",
-    "forward_tiles", "needed", "padded", "reason_against", "shared_memory",
+    "forward_tiles", "needed", "padded", "reason_against", "resident", "shared_memory",
 ]  # fmt: skip
 
 PASSES = ("forward", "dq", "dkdv")
@@ -27,6 +27,8 @@ _SHARED = {
 _LEAST_SHARED = {True: 99 << 10, False: 48 << 10}  # from compute capability 8 on, and before
 _OF_AMD = 64 << 10
 _SMALL_PARTS = 2 << 10  # barriers, statistics and what reductions pass around
+_OF_A_BLOCK = 1 << 10  # what the system keeps for itself in every block
+_WARPS = 12  # that fit with the 140 to 168 registers a thread which few rows take
 
 
 @dataclass(frozen=True)
@@ -151,6 +153,15 @@ def needed(name: str, tiles: Tiles, shape: Shape, capability: tuple[int, int] | 
     if size == 4 or (capability is not None and capability[0] >= 10 and name != "forward"):
         total += passed * size
     return total
+
+
+def resident(tiles: Tiles, shape: Shape, capability: tuple[int, int] | None) -> int:
+    """How many programs of a forward pass with few rows a multiprocessor holds at once, by shared memory and registers: an estimate."""
+    is_warpgroup = capability is not None and capability[0] == 9 and tiles.tile_m >= 64  # whose products read stages in flight
+    stages = max(1, tiles.num_stages - (not is_warpgroup))
+    step = tiles.tile_n * (shape.d + shape.dv)
+    used = shape.dtype.itemsize * (tiles.tile_m * (shape.d + tiles.tile_n) + stages * step)
+    return max(1, min(shared_memory(capability) // (used + _OF_A_BLOCK), _WARPS // tiles.num_warps))
 
 
 def fits(name: str, tiles: Tiles, shape: Shape, capability: tuple[int, int] | None) -> bool:

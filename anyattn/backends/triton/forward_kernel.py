@@ -16,7 +16,7 @@ head, key tiles that lists count in a sequence of seqlen_k.
 import triton
 import triton.language as tl
 
-from anyattn.backends.triton.places import cache_entry, entry, key_places, row_tile
+from anyattn.backends.triton.places import cache_entry, entry, inside, key_places, page_numbers, paged_places, row_tile
 from anyattn.backends.triton.visits import full_at, partial_at, visits_of
 
 __all__ = ["forward_tile", "load_rows", "rows_of"]
@@ -72,24 +72,34 @@ def rows_of(
 
 @triton.jit
 def visit(
-    acc, row_sum, row_max, q, first, end, is_shown, key, rows, b, h, pages, scale, captured,
+    acc, row_sum, row_max, q, first, end, is_shown, key, rows, b, h, numbers, scale, captured,
     SCORE: tl.constexpr, MASK: tl.constexpr, ALWAYS: tl.constexpr,
     IS_PARTIAL: tl.constexpr, HAS_SCORE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr,
     TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, PRECISION: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, FITS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys, from position ``first``: (acc, row_sum, row_max) with what its rows see of it.
 
     end: keys from it on are not there (partial tiles only). is_shown: all others are visible, whatever the mask says. key: k, v, k_row,
-    k_start, their strides, and the last page. rows: what the parts of the program keep per row.
+    k_start and their strides. rows: what the parts of the program keep per row. numbers: of the tile's pages, see ``places.page_numbers``.
     """
     lane = first + tl.arange(0, TILE_N)
     is_key = (lane < end)[:, None]
-    at = lane + key[3]
-    if IS_PARTIAL:
-        at = tl.minimum(at, key[3] + end - 1)  # no page is asked for beyond the last key
-    k_at = key_places(at, key[2], key[4], key[5], pages, PAGE_SIZE, key[8])[:, None]
-    k = load_rows(key[0], k_at, is_key, HEAD_DIM, BLOCK_D, not IS_PARTIAL)
+    if PAGE_SIZE > 0:
+        k_at = paged_places(first + key[3], end - 1 + key[3], numbers, key[4], key[5], TILE_N, PAGE_SIZE, FITS, IS_PARTIAL)
+        v_at = paged_places(first + key[3], end - 1 + key[3], numbers, key[6], key[7], TILE_N, PAGE_SIZE, FITS, IS_PARTIAL)
+    elif acc.shape[0] <= 32 and not IS_PARTIAL:
+        # few rows leave registers for every row's way from the tile's first, and then a tile costs one addition a row
+        base, row = key[2].to(tl.int64), (first + key[3]).to(tl.int64)
+        steps = tl.arange(0, TILE_N)
+        k_at = base * key[4] + row * key[5] + steps * key[5]
+        v_at = base * key[6] + row * key[7] + steps * key[7]
+    else:
+        at = lane + key[3]
+        if IS_PARTIAL:
+            at = tl.minimum(at, key[3] + end - 1)
+        k_at, v_at = key_places(at, key[2], key[4], key[5], 0, 0), key_places(at, key[2], key[6], key[7], 0, 0)
+    k = load_rows(key[0], k_at[:, None], is_key, HEAD_DIM, BLOCK_D, not IS_PARTIAL)
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
     kv = tl.minimum(lane, end - 1)[None, :]  # mods are not asked beyond the sequence
     if HAS_SCORE:
@@ -104,8 +114,7 @@ def visit(
     highest = tl.maximum(row_max, tl.max(s, 1))
     p = tl.exp2(s - highest[:, None])
     rescale = tl.exp2(row_max - highest)
-    v_at = key_places(at, key[2], key[6], key[7], pages, PAGE_SIZE, key[8])[:, None]
-    v = load_rows(key[1], v_at, is_key, HEAD_DIM_V, BLOCK_DV, not IS_PARTIAL)
+    v = load_rows(key[1], v_at[:, None], is_key, HEAD_DIM_V, BLOCK_DV, not IS_PARTIAL)
     acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
     return acc, row_sum * rescale + tl.sum(p, 1), highest
 
@@ -199,7 +208,12 @@ def forward_tile(
     kv_head = ((h * PACKED) // sizes[7]).to(tl.int64)
     key = (
         tensors[1] + kv_head * strides[1][1], tensors[2] + kv_head * strides[2][1], found[3], found[4],
-        strides[1][0], strides[1][2], strides[2][0], strides[2][2], cache[3],
+        strides[1][0], strides[1][2], strides[2][0], strides[2][2],
+    )  # fmt: skip
+    # where tiles begin at multiples of their size and so do pages
+    FITS: tl.constexpr = (
+        PAGE_SIZE > 0 and IS_CACHE and not HAS_LEFTPAD and (LIST_N == 0 or LIST_N % TILE_N == 0)
+        and (TILE_N % max(PAGE_SIZE, 1) == 0 or PAGE_SIZE % TILE_N == 0)
     )  # fmt: skip
     pages = tensors[9] + b.to(tl.int64) * sizes[6]
     factor = scale if HAS_SCORE else scale * _LOG2E
@@ -210,19 +224,41 @@ def forward_tile(
     share = (full + partial + sizes[5] - 1) // sizes[5]
     begin = tl.minimum(split * share, full + partial)
     stop = tl.minimum(begin + share, full + partial)
-    for i in range(tl.minimum(begin, full), tl.minimum(stop, full)):
+    some, last = tl.minimum(begin, full), tl.minimum(stop, full)
+    # Page numbers are loaded two tiles ahead: a tile's keys, which need them, are asked for while the tile before it is worked on.
+    # (They are clamped when they come nearer, for Triton pipelines no loop that hands a value on as it is.)
+    if PAGE_SIZE > 0:
+        ahead, beyond = 0, 0
+        if some < last:
+            ahead = full_at(runs, some, RANGES, TILE_N, LIST_N)
+            beyond = full_at(runs, tl.minimum(some + 1, last - 1), RANGES, TILE_N, LIST_N)
+        end_row = found[4] + seqlen_k - 1
+        numbers = inside(page_numbers(found[4] + ahead, end_row, pages, TILE_N, PAGE_SIZE, FITS, True), cache[3])
+        coming = page_numbers(found[4] + beyond, end_row, pages, TILE_N, PAGE_SIZE, FITS, True)
+    else:
+        numbers, coming = 0, 0
+    for i in range(some, last):
         first = full_at(runs, i, RANGES, TILE_N, LIST_N)
+        of_tile = numbers
+        if PAGE_SIZE > 0:
+            numbers = inside(coming, cache[3])
+            beyond = full_at(runs, tl.minimum(i + 2, last - 1), RANGES, TILE_N, LIST_N)
+            coming = page_numbers(found[4] + beyond, 0, pages, TILE_N, PAGE_SIZE, FITS, False)
         acc, row_sum, row_max = visit(
-            acc, row_sum, row_max, q, first, first + TILE_N, True, key, kept, b, asked, pages, factor, captured,
+            acc, row_sum, row_max, q, first, first + TILE_N, True, key, kept, b, asked, of_tile, factor, captured,
             SCORE, MASK, ALWAYS, False, HAS_SCORE, HAS_MASK, HAS_ALWAYS,
-            TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PAGE_SIZE, PRECISION,
+            TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PAGE_SIZE, FITS, PRECISION,
         )  # fmt: skip
     for i in range(tl.maximum(begin - full, 0), tl.maximum(stop - full, 0)):
         first, end, is_shown = partial_at(runs, i, seqlen_k, RANGES, TILE_N, LIST_N)
+        if PAGE_SIZE > 0:
+            of_tile = inside(page_numbers(found[4] + first, found[4] + end - 1, pages, TILE_N, PAGE_SIZE, FITS, True), cache[3])
+        else:
+            of_tile = 0
         acc, row_sum, row_max = visit(
-            acc, row_sum, row_max, q, first, end, is_shown, key, kept, b, asked, pages, factor, captured,
+            acc, row_sum, row_max, q, first, end, is_shown, key, kept, b, asked, of_tile, factor, captured,
             SCORE, MASK, ALWAYS, True, HAS_SCORE, HAS_MASK, HAS_ALWAYS,
-            TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PAGE_SIZE, PRECISION,
+            TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PAGE_SIZE, FITS, PRECISION,
         )  # fmt: skip
     store_results(
         acc, row_sum, row_max, tensors, strides, spans, sizes, found[0], at, heads, is_row, split,
