@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from anyattn.backends.triton.places import cache_entry, entry, key_places, row_tile
-from anyattn.backends.triton.visits import full_at, partial_at, visits_of
+from anyattn.backends.triton.visits import full_at, inside_of, partial_at, visits_of
 
 __all__ = ["forward_tile", "load_rows", "rows_of"]
 
@@ -71,43 +71,109 @@ def rows_of(
 
 
 @triton.jit
-def visit(
-    acc, row_sum, row_max, q, first, end, is_shown, key, rows, b, h, pages, scale, captured,
+def scores_of(
+    q, first, end, is_shown, key, rows, b, h, pages, scale, captured,
     SCORE: tl.constexpr, MASK: tl.constexpr, ALWAYS: tl.constexpr,
-    IS_PARTIAL: tl.constexpr, HAS_SCORE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr,
-    TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, PRECISION: tl.constexpr,
+    IS_PARTIAL: tl.constexpr, HAS_SCORE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr, RANGES: tl.constexpr,
+    TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr, PRECISION: tl.constexpr,
+    IS_RAW: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys, from position ``first``: (acc, row_sum, row_max) with what its rows see of it.
+    """[rows, TILE_N]: the scores of the keys from position ``first`` on, -inf where not seen; in base 2, or as products if IS_RAW.
 
     end: keys from it on are not there (partial tiles only). is_shown: all others are visible, whatever the mask says. key: k, v, k_row,
     k_start, their strides, and the last page. rows: what the parts of the program keep per row.
     """
     lane = first + tl.arange(0, TILE_N)
-    is_key = (lane < end)[:, None]
-    at = lane + key[3]
-    if IS_PARTIAL:
-        at = tl.minimum(at, key[3] + end - 1)  # no page is asked for beyond the last key
-    k_at = key_places(at, key[2], key[4], key[5], pages, PAGE_SIZE, key[8])[:, None]
-    k = load_rows(key[0], k_at, is_key, HEAD_DIM, BLOCK_D, not IS_PARTIAL)
-    s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+    k = keys_at(key[0], lane, end, key, key[4], key[5], pages, IS_PARTIAL, HEAD_DIM, BLOCK_D, PAGE_SIZE)
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if not IS_RAW:
+        s = s * scale
     kv = tl.minimum(lane, end - 1)[None, :]  # mods are not asked beyond the sequence
     if HAS_SCORE:
         s = SCORE(s, b, h, kv, rows[0], captured[0][0], captured[0][1]).to(tl.float32) * _LOG2E
     if IS_PARTIAL:
-        seen = (lane < end)[None, :]
-        if HAS_MASK:
-            seen = seen & (MASK(b, h, kv, rows[1], captured[1][0], captured[1][1]) | is_shown)
+        if RANGES > 0:  # the rows' limits are inside the sequence
+            seen = MASK(b, h, lane[None, :], rows[1], captured[1][0], captured[1][1])
+        else:
+            seen = (lane < end)[None, :]
+            if HAS_MASK:
+                seen = seen & (MASK(b, h, kv, rows[1], captured[1][0], captured[1][1]) | is_shown)
         s = tl.where(seen, s, float("-inf"))
     if HAS_ALWAYS:
         s = tl.where(ALWAYS(b, h, kv, rows[2], captured[2][0], captured[2][1]), s, float("-inf"))
+    return s
+
+
+@triton.jit
+def keys_at(
+    base, lane, end, key, stride_row, stride, pages,
+    IS_PARTIAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr,
+):  # fmt: skip
+    """[TILE_N, BLOCK_D]: keys or values at positions ``lane``; zeros from ``end`` on (partial tiles only)."""
+    at = lane + key[3]
+    if IS_PARTIAL:
+        at = tl.minimum(at, key[3] + end - 1)  # no page is asked for beyond the last key
+    offsets = key_places(at, key[2], stride_row, stride, pages, PAGE_SIZE, key[8])[:, None]
+    return load_rows(base, offsets, (lane < end)[:, None], HEAD_DIM, BLOCK_D, not IS_PARTIAL)
+
+
+@triton.jit
+def weights_of(s, row_sum, row_max, scale, IS_RAW: tl.constexpr):
+    """(exponentials of scores, what earlier ones are to be multiplied with, row_sum, row_max).
+
+    Where scores are products (IS_RAW), so is row_max: the scale is part of the exponential's argument, one instruction for both.
+    """
     highest = tl.maximum(row_max, tl.max(s, 1))
-    p = tl.exp2(s - highest[:, None])
-    rescale = tl.exp2(row_max - highest)
-    v_at = key_places(at, key[2], key[6], key[7], pages, PAGE_SIZE, key[8])[:, None]
-    v = load_rows(key[1], v_at, is_key, HEAD_DIM_V, BLOCK_DV, not IS_PARTIAL)
+    if IS_RAW:
+        top = highest * scale
+        p = tl.exp2(s * scale - top[:, None])
+        rescale = tl.exp2(row_max * scale - top)
+    else:
+        p = tl.exp2(s - highest[:, None])
+        rescale = tl.exp2(row_max - highest)
+    return p, rescale, row_sum * rescale + tl.sum(p, 1), highest
+
+
+@triton.jit
+def visit(
+    acc, row_sum, row_max, q, first, end, is_shown, key, rows, b, h, pages, scale, captured,
+    SCORE: tl.constexpr, MASK: tl.constexpr, ALWAYS: tl.constexpr,
+    IS_PARTIAL: tl.constexpr, HAS_SCORE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr, RANGES: tl.constexpr,
+    TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, PRECISION: tl.constexpr, IS_RAW: tl.constexpr,
+):  # fmt: skip
+    """One tile of keys, from position ``first``: (acc, row_sum, row_max) with what its rows see of it; see ``scores_of``."""
+    s = scores_of(
+        q, first, end, is_shown, key, rows, b, h, pages, scale, captured, SCORE, MASK, ALWAYS,
+        IS_PARTIAL, HAS_SCORE, HAS_MASK, HAS_ALWAYS, RANGES, TILE_N, HEAD_DIM, BLOCK_D, PAGE_SIZE, PRECISION, IS_RAW,
+    )  # fmt: skip
+    p, rescale, row_sum, row_max = weights_of(s, row_sum, row_max, scale, IS_RAW)
+    lane = first + tl.arange(0, TILE_N)
+    v = keys_at(key[1], lane, end, key, key[6], key[7], pages, IS_PARTIAL, HEAD_DIM_V, BLOCK_DV, PAGE_SIZE)
     acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
-    return acc, row_sum * rescale + tl.sum(p, 1), highest
+    return acc, row_sum, row_max
+
+
+@triton.jit
+def visit_late(
+    acc, row_sum, row_max, p, rescale, before, q, first, key, rows, b, h, pages, scale, captured,
+    SCORE: tl.constexpr, MASK: tl.constexpr, ALWAYS: tl.constexpr,
+    HAS_SCORE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr, RANGES: tl.constexpr,
+    TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, PRECISION: tl.constexpr, IS_RAW: tl.constexpr,
+):  # fmt: skip
+    """``visit`` of a full tile, whose second product is that of the tile before, from position ``before`` with weights ``p``: it runs
+    while this tile's exponentials are computed. (acc, row_sum, row_max, p, rescale); p in float32, for in 16 bits the compiler would hand
+    it on through shared memory."""
+    s = scores_of(
+        q, first, first + TILE_N, True, key, rows, b, h, pages, scale, captured, SCORE, MASK, ALWAYS,
+        False, HAS_SCORE, HAS_MASK, HAS_ALWAYS, RANGES, TILE_N, HEAD_DIM, BLOCK_D, PAGE_SIZE, PRECISION, IS_RAW,
+    )  # fmt: skip
+    lane = before + tl.arange(0, TILE_N)
+    v = keys_at(key[1], lane, before + TILE_N, key, key[6], key[7], pages, False, HEAD_DIM_V, BLOCK_DV, PAGE_SIZE)
+    acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
+    p, rescale, row_sum, row_max = weights_of(s, row_sum, row_max, scale, IS_RAW)
+    return acc, row_sum, row_max, p, rescale
 
 
 @triton.jit
@@ -151,7 +217,7 @@ def forward_tile(
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     GROUP: tl.constexpr, PACKED: tl.constexpr, HAS_ENTRIES: tl.constexpr, IS_CACHE: tl.constexpr, HAS_LEFTPAD: tl.constexpr,
     HAS_ROWS: tl.constexpr, PAGE_SIZE: tl.constexpr, HAS_SINK: tl.constexpr, HAS_LSE: tl.constexpr, HAS_MAX: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, IS_RAW: tl.constexpr, IS_LATE: tl.constexpr,
 ):  # fmt: skip
     """One row tile, or one split of its keys.
 
@@ -181,7 +247,11 @@ def forward_tile(
     at = found[1] + position
     acc = tl.zeros((TILE_M, BLOCK_DV), tl.float32)
     row_sum = tl.zeros((TILE_M,), tl.float32)
-    row_max = tl.full((TILE_M,), _LOWEST, tl.float32)
+    factor = scale if HAS_SCORE else scale * _LOG2E
+    if IS_RAW:  # so that it stays finite once it is scaled
+        row_max = tl.full((TILE_M,), _LOWEST, tl.float32) / tl.maximum(factor, 1.0)
+    else:
+        row_max = tl.full((TILE_M,), _LOWEST, tl.float32)
     if seqlen_k <= 0:  # no mod may be asked about a sequence without keys: what it captures need not reach there
         store_results(
             acc, row_sum, row_max, tensors, strides, spans, sizes, found[0], at, heads, is_row, split,
@@ -202,7 +272,6 @@ def forward_tile(
         strides[1][0], strides[1][2], strides[2][0], strides[2][2], cache[3],
     )  # fmt: skip
     pages = tensors[9] + b.to(tl.int64) * sizes[6]
-    factor = scale if HAS_SCORE else scale * _LOG2E
     runs, full, partial = visits_of(
         kept[1], lists, spans[1], found, b, h * PACKED, line, seqlen_k, RANGES, TILE_M, TILE_N, LIST_N, HAS_FULL, HAS_ENTRIES
     )
@@ -210,20 +279,43 @@ def forward_tile(
     share = (full + partial + sizes[5] - 1) // sizes[5]
     begin = tl.minimum(split * share, full + partial)
     stop = tl.minimum(begin + share, full + partial)
-    for i in range(tl.minimum(begin, full), tl.minimum(stop, full)):
-        first = full_at(runs, i, RANGES, TILE_N, LIST_N)
-        acc, row_sum, row_max = visit(
-            acc, row_sum, row_max, q, first, first + TILE_N, True, key, kept, b, asked, pages, factor, captured,
-            SCORE, MASK, ALWAYS, False, HAS_SCORE, HAS_MASK, HAS_ALWAYS,
-            TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PAGE_SIZE, PRECISION,
-        )  # fmt: skip
+    if RANGES > 0:
+        kept = kept[0], inside_of(kept[1], seqlen_k, RANGES), kept[2]
+    start, end_full = tl.minimum(begin, full), tl.minimum(stop, full)
+    if IS_LATE:
+        p, rescale = tl.zeros((TILE_M, TILE_N), tl.float32), tl.full((TILE_M,), 1.0, tl.float32)
+        before = start * 0
+        if start < end_full:
+            before = full_at(runs, start, RANGES, TILE_N, LIST_N)
+        for i in range(start, end_full):
+            first = full_at(runs, i, RANGES, TILE_N, LIST_N)
+            acc, row_sum, row_max, p, rescale = visit_late(
+                acc, row_sum, row_max, p, rescale, before, q, first, key, kept, b, asked, pages, factor, captured,
+                SCORE, MASK, ALWAYS, HAS_SCORE, HAS_MASK, HAS_ALWAYS, RANGES,
+                TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PAGE_SIZE, PRECISION, IS_RAW,
+            )  # fmt: skip
+            before = first
+        if start < end_full:
+            lane = before + tl.arange(0, TILE_N)
+            v = keys_at(key[1], lane, before + TILE_N, key, key[6], key[7], pages, False, HEAD_DIM_V, BLOCK_DV, PAGE_SIZE)
+            acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
+    else:
+        for i in range(start, end_full):
+            first = full_at(runs, i, RANGES, TILE_N, LIST_N)
+            acc, row_sum, row_max = visit(
+                acc, row_sum, row_max, q, first, first + TILE_N, True, key, kept, b, asked, pages, factor, captured,
+                SCORE, MASK, ALWAYS, False, HAS_SCORE, HAS_MASK, HAS_ALWAYS, RANGES,
+                TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PAGE_SIZE, PRECISION, IS_RAW,
+            )  # fmt: skip
     for i in range(tl.maximum(begin - full, 0), tl.maximum(stop - full, 0)):
         first, end, is_shown = partial_at(runs, i, seqlen_k, RANGES, TILE_N, LIST_N)
         acc, row_sum, row_max = visit(
             acc, row_sum, row_max, q, first, end, is_shown, key, kept, b, asked, pages, factor, captured,
-            SCORE, MASK, ALWAYS, True, HAS_SCORE, HAS_MASK, HAS_ALWAYS,
-            TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PAGE_SIZE, PRECISION,
+            SCORE, MASK, ALWAYS, True, HAS_SCORE, HAS_MASK, HAS_ALWAYS, RANGES,
+            TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PAGE_SIZE, PRECISION, IS_RAW,
         )  # fmt: skip
+    if IS_RAW:
+        row_max = row_max * factor
     store_results(
         acc, row_sum, row_max, tensors, strides, spans, sizes, found[0], at, heads, is_row, split,
         HAS_SINK, HAS_LSE, HAS_MAX, HEAD_DIM_V, BLOCK_DV,

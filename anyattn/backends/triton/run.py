@@ -22,6 +22,9 @@ from anyattn.problem import Problem
 __all__ = ["Result", "forward", "source_of"]
 
 
+_LEAST_SCALE = 1e-30  # positive, and its product with a score's limits is neither 0 nor infinite
+
+
 class Result(NamedTuple):
     """out: (B, Hq, Sq, Dv) in the inputs' dtype. lse, max_scores: (B, Hq, Sq) float32, or None where not wanted; lse in nats."""
 
@@ -48,6 +51,7 @@ _FORWARD = Signature(
     (
         "RANGES", "TILE_M", "TILE_N", "LIST_M", "LIST_N", "HAS_FULL", "HEAD_DIM", "HEAD_DIM_V", "BLOCK_D", "BLOCK_DV", "GROUP", "PACKED",
         "HAS_ENTRIES", "IS_CACHE", "HAS_LEFTPAD", "HAS_ROWS", "PAGE_SIZE", "HAS_SINK", "HAS_LSE", "HAS_MAX", "PRECISION",
+        "IS_RAW", "IS_LATE",
     ),
 )  # fmt: skip
 
@@ -126,7 +130,8 @@ def _launch(problem: Problem, plan: Plan, chosen: Chosen, found: tables.Tables, 
         **constants_of(problem, chosen, found), "TILE_M": plan.tile_m, "TILE_N": plan.tile_n, "GROUP": padded_group(packed),
         "PACKED": packed, "IS_CACHE": cache is not None, "HAS_LEFTPAD": cache_tables[1] is not None,
         "HAS_ROWS": cache_tables[2] is not None, "HAS_SINK": sink is not None and splits == 1, "HAS_LSE": target.lse is not None,
-        "HAS_MAX": target.highest is not None,
+        "HAS_MAX": target.highest is not None, "IS_RAW": problem.score is None and _LEAST_SCALE < problem.scale < 1 / _LEAST_SCALE,
+        "IS_LATE": False,
     }  # fmt: skip
     kernel = entry_of(_FORWARD, chosen.program, is_aligned)
     run_entry(
