@@ -9,6 +9,7 @@ strides: (rows, heads, positions) of q, k, v, out; the last dimension is contigu
 spans[0]: from one split's statistics and output to the next's. spans[1], of block lists: from one entry's counts to the next's, from
 one head's to the next's, places of a row of tiles (0 where they lie flat), from one head's flat places to the next's.
 cache: new rows, capacity and rows of a cache, and the last page of a pool.
+dealt: query heads that share a tile, and the power of two that holds them: the rows of a position.
 sizes: seqlen_q, seqlen_k (greatest of all), heads, positions of statistics, row tiles, splits, pages of a sequence, query heads of a K/V
 head, key tiles that lists count in a sequence of seqlen_k.
 """
@@ -156,14 +157,14 @@ def visit(
 
 @triton.jit
 def visit_late(
-    acc, row_sum, row_max, p, rescale, before, q, first, key, rows, b, h, pages, scale, captured,
+    acc, row_sum, row_max, p, owed, before, q, first, key, rows, b, h, pages, scale, captured,
     SCORE: tl.constexpr, MASK: tl.constexpr, ALWAYS: tl.constexpr,
     HAS_SCORE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr, RANGES: tl.constexpr,
     TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     PAGE_SIZE: tl.constexpr, PRECISION: tl.constexpr, IS_RAW: tl.constexpr,
 ):  # fmt: skip
     """``visit`` of a full tile, whose second product is that of the tile before, from position ``before`` with weights ``p``: it runs
-    while this tile's exponentials are computed. (acc, row_sum, row_max, p, rescale); p in float32, for in 16 bits the compiler would hand
+    while this tile's exponentials are computed. owed: what acc is to be multiplied with first. (acc, row_sum, row_max, p, owed); p in float32, for in 16 bits the compiler would hand
     it on through shared memory."""
     s = scores_of(
         q, first, first + TILE_N, True, key, rows, b, h, pages, scale, captured, SCORE, MASK, ALWAYS,
@@ -171,9 +172,9 @@ def visit_late(
     )  # fmt: skip
     lane = before + tl.arange(0, TILE_N)
     v = keys_at(key[1], lane, before + TILE_N, key, key[6], key[7], pages, False, HEAD_DIM_V, BLOCK_DV, PAGE_SIZE)
-    acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
-    p, rescale, row_sum, row_max = weights_of(s, row_sum, row_max, scale, IS_RAW)
-    return acc, row_sum, row_max, p, rescale
+    acc = tl.dot(p.to(v.dtype), v, acc * owed[:, None], input_precision=PRECISION)
+    p, owed, row_sum, row_max = weights_of(s, row_sum, row_max, scale, IS_RAW)
+    return acc, row_sum, row_max, p, owed
 
 
 @triton.jit
@@ -210,20 +211,19 @@ def store_results(
 
 @triton.jit
 def forward_tile(
-    tensors, strides, spans, cache, sizes, lists, scale, captured,
+    tensors, strides, spans, cache, dealt, sizes, lists, scale, captured,
     SCORE_ROWS: tl.constexpr, SCORE: tl.constexpr, MASK_ROWS: tl.constexpr, MASK: tl.constexpr, ALWAYS_ROWS: tl.constexpr,
     ALWAYS: tl.constexpr, HAS_SCORE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr, RANGES: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, LIST_M: tl.constexpr, LIST_N: tl.constexpr, HAS_FULL: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    GROUP: tl.constexpr, PACKED: tl.constexpr, HAS_ENTRIES: tl.constexpr, IS_CACHE: tl.constexpr, HAS_LEFTPAD: tl.constexpr,
+    IS_PACKED: tl.constexpr, HAS_ENTRIES: tl.constexpr, IS_CACHE: tl.constexpr, HAS_LEFTPAD: tl.constexpr,
     HAS_ROWS: tl.constexpr, PAGE_SIZE: tl.constexpr, HAS_SINK: tl.constexpr, HAS_LSE: tl.constexpr, HAS_MAX: tl.constexpr,
     PRECISION: tl.constexpr, IS_RAW: tl.constexpr, IS_LATE: tl.constexpr,
 ):  # fmt: skip
     """One row tile, or one split of its keys.
 
     SCORE, MASK, ALWAYS and their _ROWS: the functions of the score mod, of the mask and of the mask asked in every tile. RANGES: row ranges
-    of the mask, 0 where lists say which tiles to visit. PACKED: query heads in a tile, which share keys; GROUP: the power of two that holds
-    them. IS_CACHE: entries are what the cache's tables say.
+    of the mask, 0 where lists say which tiles to visit. IS_PACKED: a tile may hold several query heads, which share keys. IS_CACHE: entries are what the cache's tables say.
     """
     m, b, h, split = work_of(sizes, tensors, HAS_ENTRIES)
     if m < 0:
@@ -233,17 +233,21 @@ def forward_tile(
     else:
         found = entry(b, tensors[7], sizes[0], sizes[1], HAS_ENTRIES)
     seqlen_k = found[5]
-    line, first_row, end_row = row_tile(m, found[2], TILE_M, LIST_M, GROUP)
+    if IS_PACKED:
+        packed, group = dealt
+    else:
+        packed, group = 1, 1
+    line, first_row, end_row = row_tile(m, found[2], TILE_M, LIST_M, group)
     if first_row >= end_row:
         return
     r = tl.arange(0, TILE_M)
-    position = first_row + r // GROUP
+    position = first_row + r // group
     is_row = position < end_row
     position = tl.minimum(position, end_row - 1)  # what is no row asks as the last one does, and is not stored
-    heads = h * PACKED + r % GROUP
-    if PACKED < GROUP:
-        is_row = is_row & (r % GROUP < PACKED)
-        heads = tl.minimum(heads, h * PACKED + PACKED - 1)
+    heads = h * packed + r % group
+    if IS_PACKED:
+        is_row = is_row & (r % group < packed)
+        heads = tl.minimum(heads, h * packed + packed - 1)
     at = found[1] + position
     acc = tl.zeros((TILE_M, BLOCK_DV), tl.float32)
     row_sum = tl.zeros((TILE_M,), tl.float32)
@@ -261,19 +265,19 @@ def forward_tile(
     offsets = found[0].to(tl.int64) * strides[0][0] + heads.to(tl.int64) * strides[0][1] + at.to(tl.int64) * strides[0][2]
     q = load_rows(tensors[0], offsets[:, None], is_row[:, None], HEAD_DIM, BLOCK_D, False)
     q_idx = (position + found[6])[:, None]
-    if GROUP > 1:
+    if IS_PACKED:
         asked = heads[:, None]
     else:
         asked = h
     kept = rows_of(b, asked, q_idx, captured, SCORE_ROWS, MASK_ROWS, ALWAYS_ROWS, HAS_SCORE, HAS_MASK, HAS_ALWAYS)
-    kv_head = ((h * PACKED) // sizes[7]).to(tl.int64)
+    kv_head = ((h * packed) // sizes[7]).to(tl.int64)
     key = (
         tensors[1] + kv_head * strides[1][1], tensors[2] + kv_head * strides[2][1], found[3], found[4],
         strides[1][0], strides[1][2], strides[2][0], strides[2][2], cache[3],
     )  # fmt: skip
     pages = tensors[9] + b.to(tl.int64) * sizes[6]
     runs, full, partial = visits_of(
-        kept[1], lists, spans[1], found, b, h * PACKED, line, seqlen_k, RANGES, TILE_M, TILE_N, LIST_N, HAS_FULL, HAS_ENTRIES
+        kept[1], lists, spans[1], found, b, h * packed, line, seqlen_k, RANGES, TILE_M, TILE_N, LIST_N, HAS_FULL, HAS_ENTRIES
     )
     # equal shares, as in geometry.splits
     share = (full + partial + sizes[5] - 1) // sizes[5]
@@ -283,14 +287,14 @@ def forward_tile(
         kept = kept[0], inside_of(kept[1], seqlen_k, RANGES), kept[2]
     start, end_full = tl.minimum(begin, full), tl.minimum(stop, full)
     if IS_LATE:
-        p, rescale = tl.zeros((TILE_M, TILE_N), tl.float32), tl.full((TILE_M,), 1.0, tl.float32)
+        p, owed = tl.zeros((TILE_M, TILE_N), tl.float32), tl.full((TILE_M,), 1.0, tl.float32)
         before = start * 0
         if start < end_full:
             before = full_at(runs, start, RANGES, TILE_N, LIST_N)
         for i in range(start, end_full):
             first = full_at(runs, i, RANGES, TILE_N, LIST_N)
-            acc, row_sum, row_max, p, rescale = visit_late(
-                acc, row_sum, row_max, p, rescale, before, q, first, key, kept, b, asked, pages, factor, captured,
+            acc, row_sum, row_max, p, owed = visit_late(
+                acc, row_sum, row_max, p, owed, before, q, first, key, kept, b, asked, pages, factor, captured,
                 SCORE, MASK, ALWAYS, HAS_SCORE, HAS_MASK, HAS_ALWAYS, RANGES,
                 TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PAGE_SIZE, PRECISION, IS_RAW,
             )  # fmt: skip
@@ -298,7 +302,7 @@ def forward_tile(
         if start < end_full:
             lane = before + tl.arange(0, TILE_N)
             v = keys_at(key[1], lane, before + TILE_N, key, key[6], key[7], pages, False, HEAD_DIM_V, BLOCK_DV, PAGE_SIZE)
-            acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
+            acc = tl.dot(p.to(v.dtype), v, acc * owed[:, None], input_precision=PRECISION)
     else:
         for i in range(start, end_full):
             first = full_at(runs, i, RANGES, TILE_N, LIST_N)
