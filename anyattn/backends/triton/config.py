@@ -12,8 +12,8 @@ from functools import lru_cache
 import torch
 
 __all__ = [
-    "PASSES", "Shape", "Tiles", "architecture", "asked", "backward_tiles", "candidates", "capability_of", "fits", "fitting",
-    "forward_tiles", "needed", "padded", "reason_against", "shared_memory",
+    "PASSES", "Shape", "Tiles", "Ways", "architecture", "asked", "backward_tiles", "candidates", "capability_of", "fits", "fitting",
+    "forward_tiles", "needed", "padded", "reason_against", "shared_memory", "ways_of",
 ]  # fmt: skip
 
 PASSES = ("forward", "dq", "dkdv")
@@ -44,6 +44,15 @@ class Tiles:
             size = getattr(self, name)
             if size < 16 or size & (size - 1):
                 raise ValueError(f"{name}={size}; this backend's tiles are powers of two from 16 on")
+
+
+@dataclass(frozen=True)
+class Ways:
+    """How the forward kernel's loop over full tiles runs. is_late: a tile's second product beside the next one's exponentials, for which
+    the weights of a tile stay in registers. is_described: keys and values come by tensor descriptors (Hopper's TMA and later)."""
+
+    is_late: bool
+    is_described: bool
 
 
 def padded(head_dim: int) -> int:
@@ -117,6 +126,8 @@ _FLOATS: dict[str, tuple[tuple[int, int, int, int], ...]] = {
 }
 # Of a few queries' forward pass, where a product has 64 rows whether they are used or not: one kernel for any number of heads in a tile.
 _SHORT: dict[str, tuple[tuple[int, int, int, int], ...]] = {"sm_90": ((64, 128, 4, 3), (64, 128, 4, 2), (64, 64, 4, 2))}
+# How the forward pass of 16 bits runs, by head dimension as above, then that of few queries; False where an architecture has no row.
+_WAYS: dict[str, tuple[tuple[bool, bool], ...]] = {"sm_90": ((False, False), (False, False), (False, False), (False, False))}
 # What autotuning tries besides, the same for all architectures: what does not fit is left out.
 _MORE: dict[str, tuple[tuple[int, int, int, int], ...]] = {
     "forward": ((128, 128, 8, 2), (128, 64, 8, 3), (128, 64, 4, 3), (64, 64, 4, 3), (64, 128, 4, 2), (64, 32, 4, 3), (128, 32, 8, 2)),
@@ -193,6 +204,15 @@ def _column(shape: Shape) -> int:
     """Where the tables have a shape's head dimension."""
     widest = max(shape.d, shape.dv)
     return 0 if widest <= 64 else 1 if widest <= 128 else 2
+
+
+@lru_cache(maxsize=1024)
+def ways_of(d: int, dv: int, dtype: torch.dtype, capability: tuple[int, int] | None, is_short: bool) -> Ways:
+    """How the forward kernel runs for padded head dimensions. is_short: see ``forward_tiles``."""
+    ways = _WAYS.get(architecture(capability))
+    if ways is None or dtype.itemsize != 2:
+        return Ways(False, False)
+    return Ways(*ways[3 if is_short else _column(Shape(d, dv, dtype))])
 
 
 def backward_tiles(shape: Shape, capability: tuple[int, int] | None) -> dict[str, Tiles]:

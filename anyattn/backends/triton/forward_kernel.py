@@ -77,7 +77,7 @@ def scores_of(
     SCORE: tl.constexpr, MASK: tl.constexpr, ALWAYS: tl.constexpr,
     IS_PARTIAL: tl.constexpr, HAS_SCORE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr, RANGES: tl.constexpr,
     TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr, PRECISION: tl.constexpr,
-    IS_RAW: tl.constexpr,
+    IS_RAW: tl.constexpr, IS_DESCRIBED: tl.constexpr,
 ):  # fmt: skip
     """[rows, TILE_N]: the scores of the keys from position ``first`` on, -inf where not seen; in base 2, or as products if IS_RAW.
 
@@ -85,7 +85,7 @@ def scores_of(
     k_start, their strides, and the last page. rows: what the parts of the program keep per row.
     """
     lane = first + tl.arange(0, TILE_N)
-    k = keys_at(key[0], lane, end, key, key[4], key[5], pages, IS_PARTIAL, HEAD_DIM, BLOCK_D, PAGE_SIZE)
+    k = keys_at(key[0], first, end, key, key[4], key[5], pages, IS_PARTIAL, HEAD_DIM, BLOCK_D, PAGE_SIZE, TILE_N, IS_DESCRIBED)
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if not IS_RAW:
         s = s * scale
@@ -107,15 +107,23 @@ def scores_of(
 
 @triton.jit
 def keys_at(
-    base, lane, end, key, stride_row, stride, pages,
-    IS_PARTIAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    source, first, end, key, stride_row, stride, pages,
+    IS_PARTIAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr, TILE_N: tl.constexpr,
+    IS_DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """[TILE_N, BLOCK_D]: keys or values at positions ``lane``; zeros from ``end`` on (partial tiles only)."""
-    at = lane + key[3]
-    if IS_PARTIAL:
-        at = tl.minimum(at, key[3] + end - 1)  # no page is asked for beyond the last key
-    offsets = key_places(at, key[2], stride_row, stride, pages, PAGE_SIZE, key[8])[:, None]
-    return load_rows(base, offsets, (lane < end)[:, None], HEAD_DIM, BLOCK_D, not IS_PARTIAL)
+    """[TILE_N, BLOCK_D]: keys or values from position ``first``; zeros from ``end`` on (partial tiles only).
+
+    source: where they lie, a pointer, or IS_DESCRIBED a descriptor, which knows where they end.
+    """
+    if IS_DESCRIBED:
+        return source.load([first, 0])
+    else:
+        lane = first + tl.arange(0, TILE_N)
+        at = lane + key[3]
+        if IS_PARTIAL:
+            at = tl.minimum(at, key[3] + end - 1)  # no page is asked for beyond the last key
+        offsets = key_places(at, key[2], stride_row, stride, pages, PAGE_SIZE, key[8])[:, None]
+        return load_rows(source, offsets, (lane < end)[:, None], HEAD_DIM, BLOCK_D, not IS_PARTIAL)
 
 
 @triton.jit
@@ -141,16 +149,15 @@ def visit(
     SCORE: tl.constexpr, MASK: tl.constexpr, ALWAYS: tl.constexpr,
     IS_PARTIAL: tl.constexpr, HAS_SCORE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr, RANGES: tl.constexpr,
     TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, PRECISION: tl.constexpr, IS_RAW: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, PRECISION: tl.constexpr, IS_RAW: tl.constexpr, IS_DESCRIBED: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys, from position ``first``: (acc, row_sum, row_max) with what its rows see of it; see ``scores_of``."""
     s = scores_of(
         q, first, end, is_shown, key, rows, b, h, pages, scale, captured, SCORE, MASK, ALWAYS,
-        IS_PARTIAL, HAS_SCORE, HAS_MASK, HAS_ALWAYS, RANGES, TILE_N, HEAD_DIM, BLOCK_D, PAGE_SIZE, PRECISION, IS_RAW,
+        IS_PARTIAL, HAS_SCORE, HAS_MASK, HAS_ALWAYS, RANGES, TILE_N, HEAD_DIM, BLOCK_D, PAGE_SIZE, PRECISION, IS_RAW, IS_DESCRIBED,
     )  # fmt: skip
     p, rescale, row_sum, row_max = weights_of(s, row_sum, row_max, scale, IS_RAW)
-    lane = first + tl.arange(0, TILE_N)
-    v = keys_at(key[1], lane, end, key, key[6], key[7], pages, IS_PARTIAL, HEAD_DIM_V, BLOCK_DV, PAGE_SIZE)
+    v = keys_at(key[1], first, end, key, key[6], key[7], pages, IS_PARTIAL, HEAD_DIM_V, BLOCK_DV, PAGE_SIZE, TILE_N, IS_DESCRIBED)
     acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
     return acc, row_sum, row_max
 
@@ -161,17 +168,18 @@ def visit_late(
     SCORE: tl.constexpr, MASK: tl.constexpr, ALWAYS: tl.constexpr,
     HAS_SCORE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr, RANGES: tl.constexpr,
     TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, PRECISION: tl.constexpr, IS_RAW: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, PRECISION: tl.constexpr, IS_RAW: tl.constexpr, IS_DESCRIBED: tl.constexpr,
 ):  # fmt: skip
     """``visit`` of a full tile, whose second product is that of the tile before, from position ``before`` with weights ``p``: it runs
-    while this tile's exponentials are computed. owed: what acc is to be multiplied with first. (acc, row_sum, row_max, p, owed); p in float32, for in 16 bits the compiler would hand
-    it on through shared memory."""
+    while this tile's exponentials are computed. (acc, row_sum, row_max, p, owed).
+
+    owed: what acc is to be multiplied with first. p is in float32, for in 16 bits the compiler would hand it on through shared memory.
+    """
     s = scores_of(
         q, first, first + TILE_N, True, key, rows, b, h, pages, scale, captured, SCORE, MASK, ALWAYS,
-        False, HAS_SCORE, HAS_MASK, HAS_ALWAYS, RANGES, TILE_N, HEAD_DIM, BLOCK_D, PAGE_SIZE, PRECISION, IS_RAW,
+        False, HAS_SCORE, HAS_MASK, HAS_ALWAYS, RANGES, TILE_N, HEAD_DIM, BLOCK_D, PAGE_SIZE, PRECISION, IS_RAW, IS_DESCRIBED,
     )  # fmt: skip
-    lane = before + tl.arange(0, TILE_N)
-    v = keys_at(key[1], lane, before + TILE_N, key, key[6], key[7], pages, False, HEAD_DIM_V, BLOCK_DV, PAGE_SIZE)
+    v = keys_at(key[1], before, before + TILE_N, key, key[6], key[7], pages, False, HEAD_DIM_V, BLOCK_DV, PAGE_SIZE, TILE_N, IS_DESCRIBED)
     acc = tl.dot(p.to(v.dtype), v, acc * owed[:, None], input_precision=PRECISION)
     p, owed, row_sum, row_max = weights_of(s, row_sum, row_max, scale, IS_RAW)
     return acc, row_sum, row_max, p, owed
@@ -218,12 +226,15 @@ def forward_tile(
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     IS_PACKED: tl.constexpr, HAS_ENTRIES: tl.constexpr, IS_CACHE: tl.constexpr, HAS_LEFTPAD: tl.constexpr,
     HAS_ROWS: tl.constexpr, PAGE_SIZE: tl.constexpr, HAS_SINK: tl.constexpr, HAS_LSE: tl.constexpr, HAS_MAX: tl.constexpr,
-    PRECISION: tl.constexpr, IS_RAW: tl.constexpr, IS_LATE: tl.constexpr,
+    PRECISION: tl.constexpr, IS_RAW: tl.constexpr, IS_LATE: tl.constexpr, IS_DESCRIBED: tl.constexpr,
 ):  # fmt: skip
     """One row tile, or one split of its keys.
 
     SCORE, MASK, ALWAYS and their _ROWS: the functions of the score mod, of the mask and of the mask asked in every tile. RANGES: row ranges
-    of the mask, 0 where lists say which tiles to visit. IS_PACKED: a tile may hold several query heads, which share keys. IS_CACHE: entries are what the cache's tables say.
+    of the mask, 0 where lists say which tiles to visit. IS_PACKED: a tile may hold several query heads, which share keys. IS_CACHE: entries
+    are what the cache's tables say. IS_RAW: there is no score mod, and the scale is positive, so that the greatest product has the greatest
+    score. IS_LATE: a full tile's second product runs beside the next one's exponentials. IS_DESCRIBED: keys and values come by tensor
+    descriptors.
     """
     m, b, h, split = work_of(sizes, tensors, HAS_ENTRIES)
     if m < 0:
@@ -271,10 +282,16 @@ def forward_tile(
         asked = h
     kept = rows_of(b, asked, q_idx, captured, SCORE_ROWS, MASK_ROWS, ALWAYS_ROWS, HAS_SCORE, HAS_MASK, HAS_ALWAYS)
     kv_head = ((h * packed) // sizes[7]).to(tl.int64)
-    key = (
-        tensors[1] + kv_head * strides[1][1], tensors[2] + kv_head * strides[2][1], found[3], found[4],
-        strides[1][0], strides[1][2], strides[2][0], strides[2][2], cache[3],
-    )  # fmt: skip
+    k_from, v_from = tensors[1] + kv_head * strides[1][1], tensors[2] + kv_head * strides[2][1]
+    if IS_DESCRIBED:
+        row, start = found[3].to(tl.int64), (m * 0 + found[4]).to(tl.int64)
+        k_from = tl.make_tensor_descriptor(
+            k_from + row * strides[1][0] + start * strides[1][2], [seqlen_k, HEAD_DIM], [strides[1][2], 1], [TILE_N, BLOCK_D]
+        )
+        v_from = tl.make_tensor_descriptor(
+            v_from + row * strides[2][0] + start * strides[2][2], [seqlen_k, HEAD_DIM_V], [strides[2][2], 1], [TILE_N, BLOCK_DV]
+        )
+    key = (k_from, v_from, found[3], found[4], strides[1][0], strides[1][2], strides[2][0], strides[2][2], cache[3])
     pages = tensors[9] + b.to(tl.int64) * sizes[6]
     runs, full, partial = visits_of(
         kept[1], lists, spans[1], found, b, h * packed, line, seqlen_k, RANGES, TILE_M, TILE_N, LIST_N, HAS_FULL, HAS_ENTRIES
@@ -296,12 +313,13 @@ def forward_tile(
             acc, row_sum, row_max, p, owed = visit_late(
                 acc, row_sum, row_max, p, owed, before, q, first, key, kept, b, asked, pages, factor, captured,
                 SCORE, MASK, ALWAYS, HAS_SCORE, HAS_MASK, HAS_ALWAYS, RANGES,
-                TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PAGE_SIZE, PRECISION, IS_RAW,
+                TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PAGE_SIZE, PRECISION, IS_RAW, IS_DESCRIBED,
             )  # fmt: skip
             before = first
         if start < end_full:
-            lane = before + tl.arange(0, TILE_N)
-            v = keys_at(key[1], lane, before + TILE_N, key, key[6], key[7], pages, False, HEAD_DIM_V, BLOCK_DV, PAGE_SIZE)
+            v = keys_at(
+                key[1], before, before + TILE_N, key, key[6], key[7], pages, False, HEAD_DIM_V, BLOCK_DV, PAGE_SIZE, TILE_N, IS_DESCRIBED
+            )
             acc = tl.dot(p.to(v.dtype), v, acc * owed[:, None], input_precision=PRECISION)
     else:
         for i in range(start, end_full):
@@ -309,14 +327,14 @@ def forward_tile(
             acc, row_sum, row_max = visit(
                 acc, row_sum, row_max, q, first, first + TILE_N, True, key, kept, b, asked, pages, factor, captured,
                 SCORE, MASK, ALWAYS, False, HAS_SCORE, HAS_MASK, HAS_ALWAYS, RANGES,
-                TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PAGE_SIZE, PRECISION, IS_RAW,
+                TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PAGE_SIZE, PRECISION, IS_RAW, IS_DESCRIBED,
             )  # fmt: skip
     for i in range(tl.maximum(begin - full, 0), tl.maximum(stop - full, 0)):
         first, end, is_shown = partial_at(runs, i, seqlen_k, RANGES, TILE_N, LIST_N)
         acc, row_sum, row_max = visit(
             acc, row_sum, row_max, q, first, end, is_shown, key, kept, b, asked, pages, factor, captured,
             SCORE, MASK, ALWAYS, True, HAS_SCORE, HAS_MASK, HAS_ALWAYS, RANGES,
-            TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PAGE_SIZE, PRECISION, IS_RAW,
+            TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PAGE_SIZE, PRECISION, IS_RAW, IS_DESCRIBED,
         )  # fmt: skip
     if IS_RAW:
         row_max = row_max * factor
