@@ -73,25 +73,28 @@ def rows_of(
 
 @triton.jit
 def scores_of(
-    q, first, end, is_shown, key, rows, b, h, pages, scale, captured,
+    q, first, end, is_shown, key, rows, b, h, pages, scales, captured,
     SCORE: tl.constexpr, MASK: tl.constexpr, ALWAYS: tl.constexpr,
     IS_PARTIAL: tl.constexpr, HAS_SCORE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr, RANGES: tl.constexpr,
     TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr, PRECISION: tl.constexpr,
     IS_RAW: tl.constexpr, IS_DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """[rows, TILE_N]: the scores of the keys from position ``first`` on, -inf where not seen; in base 2, or as products if IS_RAW.
+    """[rows, TILE_N]: the scores of the keys from position ``first`` on, -inf where not seen; in base 2, unless IS_RAW.
 
+    scales: what a product is multiplied with for the score mod, and what a score is multiplied with for base 2.
     end: keys from it on are not there (partial tiles only). is_shown: all others are visible, whatever the mask says. key: k, v, k_row,
     k_start, their strides, and the last page. rows: what the parts of the program keep per row.
     """
     lane = first + tl.arange(0, TILE_N)
     k = keys_at(key[0], first, end, key, key[4], key[5], pages, IS_PARTIAL, HEAD_DIM, BLOCK_D, PAGE_SIZE, TILE_N, IS_DESCRIBED)
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    if not IS_RAW:
-        s = s * scale
+    if HAS_SCORE:
+        s = s * scales[0]
+    elif not IS_RAW:
+        s = s * scales[1]
     kv = tl.minimum(lane, end - 1)[None, :]  # mods are not asked beyond the sequence
     if HAS_SCORE:
-        s = SCORE(s, b, h, kv, rows[0], captured[0][0], captured[0][1]).to(tl.float32) * _LOG2E
+        s = SCORE(s, b, h, kv, rows[0], captured[0][0], captured[0][1]).to(tl.float32)
     if IS_PARTIAL:
         if RANGES > 0:  # the rows' limits are inside the sequence
             seen = MASK(b, h, lane[None, :], rows[1], captured[1][0], captured[1][1])
@@ -130,7 +133,7 @@ def keys_at(
 def weights_of(s, row_sum, row_max, scale, IS_RAW: tl.constexpr):
     """(exponentials of scores, what earlier ones are to be multiplied with, row_sum, row_max).
 
-    Where scores are products (IS_RAW), so is row_max: the scale is part of the exponential's argument, one instruction for both.
+    Where scores are not in base 2 (IS_RAW), nor is row_max: the factor is part of the exponential's argument, one instruction for both.
     """
     highest = tl.maximum(row_max, tl.max(s, 1))
     if IS_RAW:
@@ -145,7 +148,7 @@ def weights_of(s, row_sum, row_max, scale, IS_RAW: tl.constexpr):
 
 @triton.jit
 def visit(
-    acc, row_sum, row_max, q, first, end, is_shown, key, rows, b, h, pages, scale, captured,
+    acc, row_sum, row_max, q, first, end, is_shown, key, rows, b, h, pages, scales, captured,
     SCORE: tl.constexpr, MASK: tl.constexpr, ALWAYS: tl.constexpr,
     IS_PARTIAL: tl.constexpr, HAS_SCORE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr, RANGES: tl.constexpr,
     TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -153,10 +156,10 @@ def visit(
 ):  # fmt: skip
     """One tile of keys, from position ``first``: (acc, row_sum, row_max) with what its rows see of it; see ``scores_of``."""
     s = scores_of(
-        q, first, end, is_shown, key, rows, b, h, pages, scale, captured, SCORE, MASK, ALWAYS,
+        q, first, end, is_shown, key, rows, b, h, pages, scales, captured, SCORE, MASK, ALWAYS,
         IS_PARTIAL, HAS_SCORE, HAS_MASK, HAS_ALWAYS, RANGES, TILE_N, HEAD_DIM, BLOCK_D, PAGE_SIZE, PRECISION, IS_RAW, IS_DESCRIBED,
     )  # fmt: skip
-    p, rescale, row_sum, row_max = weights_of(s, row_sum, row_max, scale, IS_RAW)
+    p, rescale, row_sum, row_max = weights_of(s, row_sum, row_max, scales[1], IS_RAW)
     v = keys_at(key[1], first, end, key, key[6], key[7], pages, IS_PARTIAL, HEAD_DIM_V, BLOCK_DV, PAGE_SIZE, TILE_N, IS_DESCRIBED)
     acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
     return acc, row_sum, row_max
@@ -164,7 +167,7 @@ def visit(
 
 @triton.jit
 def visit_late(
-    acc, row_sum, row_max, p, owed, before, q, first, key, rows, b, h, pages, scale, captured,
+    acc, row_sum, row_max, p, owed, before, q, first, key, rows, b, h, pages, scales, captured,
     SCORE: tl.constexpr, MASK: tl.constexpr, ALWAYS: tl.constexpr,
     HAS_SCORE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr, RANGES: tl.constexpr,
     TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -176,12 +179,12 @@ def visit_late(
     owed: what acc is to be multiplied with first. p is in float32, for in 16 bits the compiler would hand it on through shared memory.
     """
     s = scores_of(
-        q, first, first + TILE_N, True, key, rows, b, h, pages, scale, captured, SCORE, MASK, ALWAYS,
+        q, first, first + TILE_N, True, key, rows, b, h, pages, scales, captured, SCORE, MASK, ALWAYS,
         False, HAS_SCORE, HAS_MASK, HAS_ALWAYS, RANGES, TILE_N, HEAD_DIM, BLOCK_D, PAGE_SIZE, PRECISION, IS_RAW, IS_DESCRIBED,
     )  # fmt: skip
     v = keys_at(key[1], before, before + TILE_N, key, key[6], key[7], pages, False, HEAD_DIM_V, BLOCK_DV, PAGE_SIZE, TILE_N, IS_DESCRIBED)
     acc = tl.dot(p.to(v.dtype), v, acc * owed[:, None], input_precision=PRECISION)
-    p, owed, row_sum, row_max = weights_of(s, row_sum, row_max, scale, IS_RAW)
+    p, owed, row_sum, row_max = weights_of(s, row_sum, row_max, scales[1], IS_RAW)
     return acc, row_sum, row_max, p, owed
 
 
@@ -232,9 +235,9 @@ def forward_tile(
 
     SCORE, MASK, ALWAYS and their _ROWS: the functions of the score mod, of the mask and of the mask asked in every tile. RANGES: row ranges
     of the mask, 0 where lists say which tiles to visit. IS_PACKED: a tile may hold several query heads, which share keys. IS_CACHE: entries
-    are what the cache's tables say. IS_RAW: there is no score mod, and the scale is positive, so that the greatest product has the greatest
-    score. IS_LATE: a full tile's second product runs beside the next one's exponentials. IS_DESCRIBED: keys and values come by tensor
-    descriptors.
+    are what the cache's tables say. IS_RAW: the greatest product has the greatest score (the scale is positive), or there is a score mod,
+    so that maxima are taken before the change to base 2. IS_LATE: a full tile's second product runs beside the next one's exponentials.
+    IS_DESCRIBED: keys and values come by tensor descriptors.
     """
     m, b, h, split = work_of(sizes, tensors, HAS_ENTRIES)
     if m < 0:
@@ -262,7 +265,8 @@ def forward_tile(
     at = found[1] + position
     acc = tl.zeros((TILE_M, BLOCK_DV), tl.float32)
     row_sum = tl.zeros((TILE_M,), tl.float32)
-    factor = scale if HAS_SCORE else scale * _LOG2E
+    factor = tl.full((), _LOG2E, tl.float32) if HAS_SCORE else scale * _LOG2E
+    scales = scale, factor
     if IS_RAW:  # so that it stays finite once it is scaled
         row_max = tl.full((TILE_M,), _LOWEST, tl.float32) / tl.maximum(factor, 1.0)
     else:
@@ -311,7 +315,7 @@ def forward_tile(
         for i in range(start, end_full):
             first = full_at(runs, i, RANGES, TILE_N, LIST_N)
             acc, row_sum, row_max, p, owed = visit_late(
-                acc, row_sum, row_max, p, owed, before, q, first, key, kept, b, asked, pages, factor, captured,
+                acc, row_sum, row_max, p, owed, before, q, first, key, kept, b, asked, pages, scales, captured,
                 SCORE, MASK, ALWAYS, HAS_SCORE, HAS_MASK, HAS_ALWAYS, RANGES,
                 TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PAGE_SIZE, PRECISION, IS_RAW, IS_DESCRIBED,
             )  # fmt: skip
@@ -325,14 +329,14 @@ def forward_tile(
         for i in range(start, end_full):
             first = full_at(runs, i, RANGES, TILE_N, LIST_N)
             acc, row_sum, row_max = visit(
-                acc, row_sum, row_max, q, first, first + TILE_N, True, key, kept, b, asked, pages, factor, captured,
+                acc, row_sum, row_max, q, first, first + TILE_N, True, key, kept, b, asked, pages, scales, captured,
                 SCORE, MASK, ALWAYS, False, HAS_SCORE, HAS_MASK, HAS_ALWAYS, RANGES,
                 TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PAGE_SIZE, PRECISION, IS_RAW, IS_DESCRIBED,
             )  # fmt: skip
     for i in range(tl.maximum(begin - full, 0), tl.maximum(stop - full, 0)):
         first, end, is_shown = partial_at(runs, i, seqlen_k, RANGES, TILE_N, LIST_N)
         acc, row_sum, row_max = visit(
-            acc, row_sum, row_max, q, first, end, is_shown, key, kept, b, asked, pages, factor, captured,
+            acc, row_sum, row_max, q, first, end, is_shown, key, kept, b, asked, pages, scales, captured,
             SCORE, MASK, ALWAYS, True, HAS_SCORE, HAS_MASK, HAS_ALWAYS, RANGES,
             TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PAGE_SIZE, PRECISION, IS_RAW, IS_DESCRIBED,
         )  # fmt: skip

@@ -132,7 +132,7 @@ def _launch(problem: Problem, plan: Plan, chosen: Chosen, found: tables.Tables, 
         **constants_of(problem, chosen, found), "TILE_M": plan.tile_m, "TILE_N": plan.tile_n,
         "IS_PACKED": packed > 1 or has_few_rows(problem), "IS_CACHE": cache is not None, "HAS_LEFTPAD": cache_tables[1] is not None,
         "HAS_ROWS": cache_tables[2] is not None, "HAS_SINK": sink is not None and splits == 1, "HAS_LSE": target.lse is not None,
-        "HAS_MAX": target.highest is not None, "IS_RAW": problem.score is None and _LEAST_SCALE < problem.scale < 1 / _LEAST_SCALE,
+        "HAS_MAX": target.highest is not None, "IS_RAW": problem.score is not None or _LEAST_SCALE < problem.scale < 1 / _LEAST_SCALE,
         "IS_LATE": ways.is_late, "IS_DESCRIBED": ways.is_described and is_aligned and _can_be_described(problem, found, plan.tile_n),
     }  # fmt: skip
     kernel = entry_of(_FORWARD, chosen.program, is_aligned)
