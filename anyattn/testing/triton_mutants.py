@@ -30,8 +30,14 @@ MUTANTS = {
     m.name: m
     for m in (
         # what a row sees
-        Mutant("unmasked_tail", _FORWARD, "seen = (lane < end)[None, :]", "seen = (lane < end + 1)[None, :]", "full"),
-        Mutant("lost_last_key", _FORWARD, "seen = (lane < end)[None, :]", "seen = (lane < end - 1)[None, :]", "full"),
+        Mutant("unmasked_tail", _VISITS, "limits[0], tl.minimum(limits[1], seqlen_k)\n", "limits[0], limits[1]\n", "full"),
+        Mutant(
+            "lost_last_key", _VISITS,
+            "limits[0], tl.minimum(limits[1], seqlen_k)\n",
+            "limits[0], tl.minimum(limits[1], seqlen_k - 1)\n", "full",
+        ),
+        Mutant("unmasked_tail_of_lists", _FORWARD, "seen = (lane < end)[None, :]", "seen = (lane < end + 1)[None, :]", "uneven_lists"),
+        Mutant("lost_last_key_of_lists", _FORWARD, "seen = (lane < end)[None, :]", "seen = (lane < end - 1)[None, :]", "lists"),
         Mutant("row_limit_off_by_one", "programs.py", "(kv_idx < rows[{i + 1}])", "(kv_idx <= rows[{i + 1}])", "causal"),
         Mutant("left_limit_off_by_one", "programs.py", "(kv_idx >= rows[{i}])", "(kv_idx > rows[{i}])", "window"),
         Mutant("mask_forgotten", _FORWARD, "seen = seen & (MASK(", "seen = seen | (MASK(", "dilated"),
@@ -73,8 +79,8 @@ MUTANTS = {
         Mutant("lse_in_base_2", _FORWARD, "row_max * _LN2 + tl.log(total))", "row_max + tl.log2(total))", "full"),
         Mutant("nan_of_a_row_that_sees_nothing", _FORWARD, "tl.where(row_sum == 0, 1.0, row_sum)", "row_sum", "islands"),
         # heads and storage
-        Mutant("wrong_gqa_head", _FORWARD, "((h * PACKED) // sizes[7])", "((h * PACKED) % (sizes[2] // sizes[7]))", "full"),
-        Mutant("packed_heads_are_one", _FORWARD, "heads = h * PACKED + r % GROUP", "heads = h * PACKED + r % GROUP * 0", "few_rows"),
+        Mutant("wrong_gqa_head", _FORWARD, "((h * packed) // sizes[7])", "((h * packed) % (sizes[2] // sizes[7]))", "full"),
+        Mutant("packed_heads_are_one", _FORWARD, "heads = h * packed + r % group", "heads = h * packed + r % group * 0", "few_rows"),
         Mutant("head_dim_not_cut", _FORWARD, "mask=is_row & (d < HEAD_DIM)", "mask=is_row & (d <= HEAD_DIM)", "head_dim"),
         Mutant("queries_of_the_first_sequence", _FORWARD, "at = found[1] + position", "at = position", "packed"),
         Mutant("keys_of_the_first_sequence", _FORWARD, "at = lane + key[3]\n", "at = lane\n", "packed"),

@@ -245,17 +245,18 @@ def test_the_checkers_themselves() -> None:
 def planned(launches: Any, **options: Any) -> dict[str, Any]:
     launches.made.clear()
     decode(**options)
-    (_, grid, *_, constants) = launches.made[0]
-    return {"grid": grid, **constants}
+    (kernel, grid, values, *_, constants) = launches.made[0]
+    names = [p.name for p in kernel.params if not p.is_constexpr]
+    return {"grid": grid, **dict(zip(names, values, strict=False)), **constants}
 
 
 def test_heads_of_a_group_share_a_tile(launches: Any) -> None:
     for heads, sq, packed in (((32, 8), 1, 4), ((32, 32), 1, 1), ((14, 2), 1, 7), ((32, 8), 64, 4), ((32, 8), 65, 1), ((142, 2), 1, 1)):
         found = planned(launches, heads=heads, sq=sq, num_splits=1)
-        assert (found["PACKED"], found["grid"][1]) == (packed, heads[0] // packed), heads
-        group = found["GROUP"]
+        assert (found["packed"], found["grid"][1]) == (packed, heads[0] // packed), heads
+        group = found["group"]
         assert packed <= group < 2 * packed and group <= found["TILE_M"] and found["grid"][0] == -(-sq * group // found["TILE_M"])
-    assert planned(launches, heads=(256, 2), sq=1, num_splits=1)["PACKED"] == 64, "so many as a tile may have"
+    assert planned(launches, heads=(256, 2), sq=1, num_splits=1)["packed"] == 64, "so many as a tile may have"
 
 
 def test_splits_fill_the_processors(launches: Any) -> None:

@@ -46,7 +46,8 @@ def test_what_a_score_mod_adds_to_the_loop(name, plain):  # type: ignore[no-unty
     assert not re.search(r"\.f64|cvt\.\w+\.f32\.s64|setp\.\w+\.s64|sub\.s64|call", text), name
     assert "ld.global.nc.b32" not in text or "relative" in name or "pairs" in name
     assert kernel.metadata.shared <= 170 << 10  # no room for tiles of captured values
-    most = {"alibi": 6, "relative": 8, "half the distance": 8, "softcap": 5, "pairs": 8, "sigmoid": 9}[name]
+    # the first of them is the scale, which without a score mod is part of the exponential
+    most = {"alibi": 6, "relative": 8, "half the distance": 8, "softcap": 5, "pairs": 8, "sigmoid": 10}[name]
     assert count <= plain + most, (count, plain)
 
 

@@ -14,8 +14,8 @@ from functools import lru_cache
 import torch
 
 __all__ = [
-    "PASSES", "Shape", "Tiles", "architecture", "asked", "backward_tiles", "candidates", "capability_of", "fits", "fitting",
-    "forward_tiles", "needed", "padded", "reason_against", "resident", "shared_memory",
+    "PASSES", "Shape", "Tiles", "Ways", "architecture", "asked", "backward_tiles", "candidates", "capability_of", "fits", "fitting",
+    "forward_tiles", "needed", "padded", "reason_against", "resident", "shared_memory", "ways_of",
 ]  # fmt: skip
 
 PASSES = ("forward", "dq", "dkdv")
@@ -48,6 +48,15 @@ class Tiles:
             size = getattr(self, name)
             if size < 16 or size & (size - 1):
                 raise ValueError(f"{name}={size}; this backend's tiles are powers of two from 16 on")
+
+
+@dataclass(frozen=True)
+class Ways:
+    """How the forward kernel's loop over full tiles runs. is_late: a tile's second product beside the next one's exponentials, for which
+    the weights of a tile stay in registers. is_described: keys and values come by tensor descriptors (Hopper's TMA and later)."""
+
+    is_late: bool
+    is_described: bool
 
 
 def padded(head_dim: int) -> int:
@@ -103,7 +112,7 @@ _TILES: dict[str, dict[str, tuple[tuple[int, int, int, int], ...]]] = {
         "dkdv": ((32, 128, 8, 2), (64, 64, 8, 1), (32, 32, 8, 1)),
     },
     "sm_90": {
-        "forward": ((128, 128, 4, 3), (128, 128, 8, 2), (128, 64, 8, 2)),
+        "forward": ((128, 128, 4, 3), (128, 64, 8, 3), (128, 64, 8, 2)),
         "dq": ((128, 64, 8, 3), (128, 64, 8, 3), (128, 32, 8, 3)),
         "dkdv": ((64, 128, 8, 3), (64, 128, 8, 3), (32, 64, 8, 3)),
     },
@@ -119,6 +128,11 @@ _FLOATS: dict[str, tuple[tuple[int, int, int, int], ...]] = {
     "dq": ((32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 8, 1)),
     "dkdv": ((32, 32, 8, 1), (32, 32, 8, 1), (16, 32, 8, 1)),
 }
+# Of a few queries' forward pass, where a product has 64 rows whether they are used or not: one kernel for any number of heads in a tile.
+# An architecture without a row has tiles of as many rows as there are, in powers of two, and a kernel for each.
+_SHORT: dict[str, tuple[tuple[int, int, int, int], ...]] = {"sm_90": ((64, 128, 4, 3), (64, 128, 4, 2), (64, 64, 4, 2))}
+# How the forward pass of 16 bits runs, by head dimension as above, then that of few queries; False where an architecture has no row.
+_WAYS: dict[str, tuple[tuple[bool, bool], ...]] = {"sm_90": ((False, False), (False, False), (False, False), (False, False))}
 # What autotuning tries besides, the same for all architectures: what does not fit is left out.
 _MORE: dict[str, tuple[tuple[int, int, int, int], ...]] = {
     "forward": ((128, 128, 8, 2), (128, 64, 8, 3), (128, 64, 4, 3), (64, 64, 4, 3), (64, 128, 4, 2), (64, 32, 4, 3), (128, 32, 8, 2)),
@@ -130,9 +144,8 @@ _MORE: dict[str, tuple[tuple[int, int, int, int], ...]] = {
 
 
 def _default(name: str, shape: Shape, capability: tuple[int, int] | None) -> Tiles:
-    widest, arch = max(shape.d, shape.dv), architecture(capability)
-    at = 0 if widest <= 64 else 1 if widest <= 128 else 2
-    tiles = Tiles(*(_TILES[arch][name] if shape.dtype.itemsize == 2 else _FLOATS[name])[at])
+    arch = architecture(capability)
+    tiles = Tiles(*(_TILES[arch][name] if shape.dtype.itemsize == 2 else _FLOATS[name])[_column(shape)])
     if arch == "sm_90" and name == "forward" and tiles.num_warps == 4 and shape.has_score:
         return replace(tiles, num_warps=8)  # two blocks at once leave a score mod too few registers
     return tiles
@@ -192,13 +205,33 @@ def fitting(name: str, tiles: Tiles, shape: Shape, capability: tuple[int, int] |
     return tiles
 
 
-def forward_tiles(shape: Shape, capability: tuple[int, int] | None, rows: int) -> Tiles:
-    """The tiles of a forward pass over ``rows`` query rows (heads packed among them)."""
-    return fitting("forward", _few_rows(_default("forward", shape, capability), rows), shape, capability)
+def forward_tiles(shape: Shape, capability: tuple[int, int] | None, rows: int, is_short: bool) -> Tiles:
+    """The tiles of a forward pass over ``rows`` query rows (heads packed among them). is_short: of so few queries that heads may be."""
+    short = _SHORT.get(architecture(capability), ())
+    if is_short and short and shape.dtype.itemsize == 2:
+        tiles = Tiles(*short[_column(shape)])
+    else:
+        tiles = _few_rows(_default("forward", shape, capability), rows)
+    return fitting("forward", tiles, shape, capability)
 
 
 def _few_rows(tiles: Tiles, rows: int) -> Tiles:
     return replace(tiles, tile_m=min(tiles.tile_m, padded(rows)), num_warps=4) if rows <= 64 else tiles
+
+
+def _column(shape: Shape) -> int:
+    """Where the tables have a shape's head dimension."""
+    widest = max(shape.d, shape.dv)
+    return 0 if widest <= 64 else 1 if widest <= 128 else 2
+
+
+@lru_cache(maxsize=1024)
+def ways_of(d: int, dv: int, dtype: torch.dtype, capability: tuple[int, int] | None, is_short: bool) -> Ways:
+    """How the forward kernel runs for padded head dimensions. is_short: see ``forward_tiles``."""
+    ways = _WAYS.get(architecture(capability))
+    if ways is None or dtype.itemsize != 2:
+        return Ways(False, False)
+    return Ways(*ways[3 if is_short else _column(Shape(d, dv, dtype))])
 
 
 def backward_tiles(shape: Shape, capability: tuple[int, int] | None) -> dict[str, Tiles]:
@@ -220,7 +253,7 @@ def asked(name: str, tiles: Tiles, shape: Shape, capability: tuple[int, int] | N
 
 def candidates(name: str, shape: Shape, capability: tuple[int, int] | None, rows: int) -> list[Tiles]:
     """What autotuning measures: the default first, then others that fit."""
-    default = forward_tiles(shape, capability, rows) if name == "forward" else backward_tiles(shape, capability)[name]
+    default = forward_tiles(shape, capability, rows, rows <= 64) if name == "forward" else backward_tiles(shape, capability)[name]
     others = [Tiles(*t) for t in _MORE[name]]
     if name == "forward":
         others = [_few_rows(t, rows) for t in others]

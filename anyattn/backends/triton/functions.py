@@ -114,7 +114,7 @@ def tanh_nvidia(x):
 
 @triton.jit
 def product_nvidia(a, b):
-    """Rounded by itself: a product and the sum that it goes into are otherwise one instruction, rounded once, and 5 * 0.3 - 1 is not 0.5."""
+    """Rounded by itself: a product and the sum it goes into are otherwise one instruction, rounded once, and 5 * 0.3 - 1 is not 0.5."""
     return tl.inline_asm_elementwise("mul.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1)
 
 

@@ -7,7 +7,7 @@ them into the tuples that the body wants, and hands over the mods' functions. Le
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -162,14 +162,27 @@ def _launch(kernel: Any, grid: tuple[int, ...], given: list[Any], device: torch.
         return
     key = (kernel, device.index, tuple(options.values()), known)
     found = _ready.get(key)
-    if found is not None:
-        found.compiled[grid](*given, *found.constants)
-        return
-    compiled = kernel[grid](*given, **options)
+    with _scratch(device) if options.get("IS_DESCRIBED") else nullcontext():
+        if found is not None:
+            found.compiled[grid](*given, *found.constants)
+            return
+        compiled = kernel[grid](*given, **options)
     if compiled is not None:
         if len(_ready) >= _MOST_READY:
             _ready.clear()
         _ready[key] = _Ready(compiled, tuple(options[p.name] for p in kernel.params if p.is_constexpr))
+
+
+@contextmanager
+def _scratch(device: torch.device) -> Iterator[None]:
+    """Where kernels that describe tensors to the hardware write the descriptions: memory that Triton asks for at a launch."""
+    from triton.runtime._allocation import _allocator
+
+    before = _allocator.set(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=device))
+    try:
+        yield
+    finally:
+        _allocator.reset(before)
 
 
 def current_device(device: torch.device) -> AbstractContextManager:

@@ -21,7 +21,7 @@ from anyattn.geometry.splits import num_splits
 from anyattn.hardware import Hardware
 from anyattn.problem import Problem
 
-__all__ = ["Layout", "Reading", "layout_of", "padded_group", "pieces_of", "positions_per_tile", "rows_of"]
+__all__ = ["Layout", "Reading", "has_few_rows", "layout_of", "padded_group", "pieces_of", "positions_per_tile", "rows_of"]
 
 SHORT = 64  # queries, up to which the heads of a group share a tile: beyond, a head fills one by itself
 _MOST_PACKED = 64
@@ -53,7 +53,7 @@ def layout_of(problem: Problem, hardware: Hardware, options: dict[str, int]) -> 
     asked = {name: options[name] for name in ("tile_m", "tile_n") if name in options}
     why, shape = [], shape_of(problem)
     for packed in _choices(problem):
-        tiles = config.forward_tiles(shape, hardware.capability, rows_of(problem, packed))
+        tiles = config.forward_tiles(shape, hardware.capability, rows_of(problem, packed), has_few_rows(problem))
         if asked:
             tiles = config.asked("forward", replace(tiles, **asked), shape, hardware.capability, hardware.name)
         if padded_group(packed) <= tiles.tile_m:
@@ -82,6 +82,11 @@ def positions_per_tile(tile_m: int, packed: int) -> int:
     return tile_m // padded_group(packed)
 
 
+def has_few_rows(problem: Problem) -> bool:
+    """Whether the heads of a group may share a tile. One kernel serves all such calls, however many heads it then is."""
+    return _most_q(problem) <= SHORT
+
+
 def rows_of(problem: Problem, packed: int) -> int:
     """The most rows that an entry's queries make with so many heads side by side."""
     return _most_q(problem) * padded_group(packed)
@@ -99,7 +104,7 @@ def _most_q(problem: Problem) -> int:
 def _choices(problem: Problem) -> list[int]:
     """How many heads may share a tile, the most first: a divisor of the group, so that none has heads of two groups."""
     ratio = problem.qhead_per_kvhead
-    if ratio == 1 or _most_q(problem) > SHORT or not _shares_lists(problem):
+    if ratio == 1 or not has_few_rows(problem) or not _shares_lists(problem):
         return [1]
     return [n for n in range(min(ratio, _MOST_PACKED), 0, -1) if ratio % n == 0]
 

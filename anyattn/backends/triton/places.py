@@ -45,19 +45,19 @@ def cache_entry(b, tables, sizes, seqlen_q, HAS_LEFTPAD: tl.constexpr, HAS_ROWS:
 
 
 @triton.jit
-def row_tile(m, seqlen_q, TILE_M: tl.constexpr, LIST_M: tl.constexpr, GROUP: tl.constexpr):
+def row_tile(m, seqlen_q, TILE_M: tl.constexpr, LIST_M: tl.constexpr, group):
     """(line of the lists, first position, end) of row tile m: a tile is part of one of the lists' row tiles, which hold LIST_M positions.
 
-    With GROUP heads packed, TILE_M rows are TILE_M // GROUP positions. LIST_M of 0: no lists.
+    group: rows of a position, which has heads packed. LIST_M of 0: no lists.
     """
-    STEP: tl.constexpr = TILE_M // GROUP
+    step = TILE_M // group
     if LIST_M > 0:
-        CUT: tl.constexpr = (LIST_M + STEP - 1) // STEP
-        line = m // CUT
-        first = line * LIST_M + (m % CUT) * STEP
+        cut = (LIST_M + step - 1) // step
+        line = m // cut
+        first = line * LIST_M + (m % cut) * step
         return line, first, tl.minimum((line + 1) * LIST_M, seqlen_q)
     else:
-        return m, m * STEP, seqlen_q
+        return m, m * step, seqlen_q
 
 
 @triton.jit

@@ -254,7 +254,7 @@ def staged(part: Part) -> str:
     """The two functions of a part. A "ranges" part's rows are its limits, clipped to 32 bits."""
     lines = emit(part.expr, style=part.style)
     if part.kind == "ranges":
-        return _ranges_source(part.name, lines)
+        return _ranges_source(part.name, lines, part.expr)
     free = [*lines.once, *lines.row]
     rest = [*lines.column, *lines.tile]
     text = "\n".join([*rest, *lines.outputs])
@@ -268,11 +268,18 @@ def staged(part: Part) -> str:
     return "\n\n".join([*made, _scatter_source(part)] if part.loads else made)
 
 
-def _ranges_source(name: str, lines: Lines) -> str:
+def _ranges_source(name: str, lines: Lines, expr: Expr) -> str:
     limits = [f"functions.limit({output})" for output in lines.outputs]
-    inside = " | ".join(f"((kv_idx >= rows[{i}]) & (kv_idx < rows[{i + 1}]))" for i in range(0, len(limits), 2))
+    ranges = [(i, f"(kv_idx < rows[{i + 1}])", _is_start(expr, i)) for i in range(0, len(limits), 2)]
+    inside = " | ".join(below if is_start else f"((kv_idx >= rows[{i}]) & {below})" for i, below, is_start in ranges)
     head = _function(f"{name}_rows", "b, h, q_idx", [*lines.all(), f"return ({', '.join(limits)},)"])
     return head + "\n\n" + _function(f"{name}_value", "b, h, kv_idx, rows", [f"return {inside}"])
+
+
+def _is_start(expr: Expr, output: int) -> bool:
+    """Whether a lower limit is 0 whatever is asked, which no key is below."""
+    node = expr.nodes[expr.outputs[output]]
+    return node.op == "const" and node.attr == 0
 
 
 def _function(name: str, arguments: str, body: list[str]) -> str:
