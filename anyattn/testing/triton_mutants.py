@@ -69,7 +69,7 @@ MUTANTS = {
         Mutant("rows_of_the_next_lists", _PLACES, "tl.minimum((line + 1) * LIST_M, seqlen_q)", "seqlen_q", "uneven_lists"),
         # sums
         Mutant("scale_1_percent_off", _FORWARD, "else scale * _LOG2E\n", "else scale * _LOG2E * 1.01\n", "full"),
-        Mutant("output_not_rescaled", _FORWARD, "acc * rescale[:, None], input", "acc, input", "peaky"),
+        Mutant("output_not_rescaled", _FORWARD, "tl.fma(acc, rescale[:, None], product)", "tl.fma(acc, 1.0, product)", "peaky"),
         Mutant("sum_not_rescaled", _FORWARD, "row_sum * rescale + tl.sum(p, 1)", "row_sum + tl.sum(p, 1)", "peaky"),
         Mutant("stale_maximum", _FORWARD, "tl.sum(p, 1), highest\n", "tl.sum(p, 1), row_max\n", "peaky"),
         Mutant("sink_counted_twice", _FORWARD, "+ tl.exp2(logit - highest)", "+ 2 * tl.exp2(logit - highest)", "sink"),
@@ -83,7 +83,7 @@ MUTANTS = {
         Mutant("packed_heads_are_one", _FORWARD, "heads = h * packed + r % group", "heads = h * packed + r % group * 0", "few_rows"),
         Mutant("head_dim_not_cut", _FORWARD, "mask=is_row & (d < HEAD_DIM)", "mask=is_row & (d <= HEAD_DIM)", "head_dim"),
         Mutant("queries_of_the_first_sequence", _FORWARD, "at = found[1] + position", "at = position", "packed"),
-        Mutant("keys_of_the_first_sequence", _FORWARD, "at = lane + key[3]\n", "at = lane\n", "packed"),
+        Mutant("keys_of_the_first_sequence", _FORWARD, "tl.arange(0, TILE_N) + key[3]\n", "tl.arange(0, TILE_N)\n", "packed"),
         Mutant("page_off_by_one", _PLACES, "tl.load(pages + asked)", "tl.load(pages + tl.maximum(asked - 1, 0))", "pages"),
         Mutant("row_of_page_off_by_one", _PLACES, "((first + lane) % PAGE_SIZE) *", "((first + lane + 1) % PAGE_SIZE) *", "pages"),
         Mutant("pages_of_the_first_sequence", _FORWARD, "tensors[9] + b.to(tl.int64) * sizes[6]", "tensors[9]", "pages"),
@@ -104,7 +104,7 @@ MUTANTS = {
         Mutant("dk_1_percent_off", _BACKWARD, "(dk * scale)", "(dk * scale * 1.01)", "full"),
         Mutant("row_tile_lost", _BACKWARD, "tl.max(tl.where(touches, m + 1, 0))", "tl.max(tl.where(touches, m, 0))", "full"),
         Mutant("dk_of_one_head_alone", _BACKWARD, "h = kv_head * sizes[7] + g", "h = kv_head * sizes[7]", "full"),
-        Mutant("dv_overwritten", _BACKWARD, "dout, dv, input_precision", "dout, dv * 0, input_precision", "full"),
+        Mutant("dv_overwritten", _BACKWARD, "plus_product(dv, None", "plus_product(dv * 0, None", "full"),
         Mutant(
             "rows_filled_in_part", _BACKWARD,
             "fills = (all_lo <= n_first) & (all_hi >= n_end)\n",

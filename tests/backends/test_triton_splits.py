@@ -13,7 +13,8 @@ from anyattn.backends.triton.layout import Reading, pieces_of
 from anyattn.problem import Problem
 
 H200 = 132  # multiprocessors
-# GB/s of one query a sequence by number of pieces (H200, 2026-11-21, 1157500): bfloat16, head dimension 128, tiles of 16 x 128.
+# GB/s of one query a sequence by number of pieces (H200, 2026-11-21, 1157500): bfloat16, head dimension 128, tiles of 16 x 128, of which
+# that commit's kernels had three on a multiprocessor at once. Of tiles of 64 x 128 nothing was measured.
 # By (sequences, query heads, K/V heads, keys).
 MEASURED = {
     (16, 32, 8, 8192): {1: 3361, 2: 4045, 3: 4002, 4: 3650, 6: 3961, 8: 3945, 12: 3870, 16: 3867, 24: 3800, 32: 3776},
@@ -81,18 +82,32 @@ def problem_of(window: int | None, keys: int = 131072) -> Problem:
     return Problem(q, k, k, 0.1, predicates=(trace(mask, "mask"),), num_splits=0)
 
 
-def test_a_window_is_cut_by_what_it_shows() -> None:
+@pytest.mark.parametrize("short", [True, False], ids=["tiles of 64 rows", "tiles of 16 rows"])
+def test_a_window_is_cut_by_what_it_shows(short: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not short:
+        monkeypatch.setattr(config, "_SHORT", {})
     machine = hardware.Hardware("cuda", "a GPU", 0, frozenset(), (9, 0), H200)
     whole, window = (layout.layout_of(problem_of(w), machine, {}) for w in (None, 1024))
-    assert whole.num_splits >= 24
-    assert window.num_splits == pieces_of(reading(1, 32, 8, 1024), H200) <= 8, "of 1,024 tiles it sees eight or nine"
+    assert whole.num_splits >= 16
+    of_tile = {"resident": config.resident(whole.tiles, config.Shape(128, 128, torch.bfloat16), (9, 0))}
+    assert whole.tiles.tile_m == (64 if short else 16) and whole.tiles.tile_n == 128
+    assert whole.num_splits == pieces_of(reading(1, 32, 8, 131072, **of_tile), H200)
+    assert window.num_splits == pieces_of(reading(1, 32, 8, 1024, **of_tile), H200) <= 8, "of 1,024 tiles it sees eight or nine"
     assert layout._most_seen(problem_of(1024)) == 1024
     assert layout._most_seen(problem_of(None)) == 131072
 
 
-def test_what_a_multiprocessor_holds() -> None:
-    """As the compiled kernels say: 72 KiB and 168 registers of 128 threads; 143 KiB where products read shared memory."""
-    shape = config.Shape(128, 128, torch.bfloat16)
-    assert config.resident(config.forward_tiles(shape, (9, 0), 4), shape, (9, 0)) == 3
-    assert config.resident(config.forward_tiles(shape, (9, 0), 64), shape, (9, 0)) == 1
-    assert config.resident(config.forward_tiles(shape, (8, 0), 4), shape, (8, 0)) == 2
+def resident(dim: int, rows: int, capability: tuple[int, int], is_short: bool = True) -> int:
+    shape = config.Shape(dim, dim, torch.bfloat16)
+    return config.resident(config.forward_tiles(shape, capability, rows, is_short), shape, capability)
+
+
+def test_what_a_multiprocessor_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the compiled kernels say: 104, 144 and 160 KiB where products read shared memory, 72 KiB where they do not; and 202 to 255
+    registers of 128 threads."""
+    assert [resident(d, 4, (9, 0)) for d in (64, 128, 256)] == [2, 1, 1], "tiles of 64 rows"
+    assert resident(128, 4, (8, 0)) == 2
+    monkeypatch.setattr(config, "_SHORT", {"sm_90": ()})
+    assert config.forward_tiles(config.Shape(128, 128, torch.bfloat16), (9, 0), 4, True) == config.Tiles(16, 128, 4, 2)
+    assert [resident(d, 4, (9, 0)) for d in (64, 128, 256)] == [2, 2, 2], "tiles of 16"
+    assert resident(128, 64, (9, 0)) == 1

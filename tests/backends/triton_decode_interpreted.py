@@ -92,7 +92,7 @@ def test_where_pages_lie_changes_no_bit(page_size, splits, monkeypatch):  # type
 def test_pages_of_every_size_that_tiles_may_meet(more, monkeypatch):  # type: ignore[no-untyped-def]
     """Several tiles of 32 keys a sequence: of many pages, of one, of part of one, and of pages that begin anywhere in them."""
     unread(monkeypatch)
-    monkeypatch.setattr(config, "_few_rows", lambda tiles, rows: config.Tiles(16, 32, 4, 2))
+    monkeypatch.setattr(config, "_few_rows", lambda tiles, rows, dtype: config.Tiles(16, 32, 4, 2))
     random = torch.Generator().manual_seed(3)
     q, k, v = (torch.randn(3, n, h, 16, generator=random) for n, h in ((2, 4), (240, 2), (240, 2)))
     lengths = torch.tensor([197, 64, 240], dtype=torch.int32)

@@ -72,7 +72,13 @@ def test_float32_keeps_the_exact_functions() -> None:
 
 
 GPUS = ((8, 0), (8, 6), (9, 0), (10, 0))
-DIMS = ((64, 64, torch.bfloat16), (128, 128, torch.float16), (256, 256, torch.bfloat16), (128, 64, torch.float32))
+DIMS = (
+    (64, 64, torch.bfloat16),
+    (128, 128, torch.float16),
+    (256, 256, torch.bfloat16),
+    (128, 64, torch.float32),
+    (256, 256, torch.float32),
+)
 
 
 @pytest.mark.parametrize("capability", GPUS, ids=str)
@@ -90,7 +96,17 @@ def test_tiles_fit(capability: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize(
     ("capability", "at", "backward"),
-    [((9, 0), 1, False), ((8, 6), 1, False), ((10, 0), 0, False), ((9, 0), 2, True), ((8, 0), 1, True), ((8, 6), 3, False)],
+    [
+        ((9, 0), 1, False),
+        ((8, 6), 1, False),
+        ((10, 0), 0, False),
+        ((9, 0), 2, True),
+        ((8, 0), 1, True),
+        ((8, 6), 3, False),
+        ((9, 0), 3, True),
+        ((9, 0), 4, False),
+        ((9, 0), 4, True),
+    ],
 )
 def test_what_the_compiler_makes_of_the_tiles(capability, at, backward) -> None:  # type: ignore[no-untyped-def]
     """The formula for shared memory is at least what is taken, and what is taken is there."""
@@ -108,8 +124,23 @@ def test_what_the_compiler_makes_of_the_tiles(capability, at, backward) -> None:
         kernel = ahead.compiled(launch, capability)
         needed = config.needed(name, tiles, shape_of(problem), capability)
         assert kernel.metadata.shared <= needed <= config.shared_memory(capability), (name, tiles)
-        if dtype.itemsize == 2:
-            assert ahead.spilled(kernel.asm["cubin"]) <= ahead.MOST_SPILLED, (name, tiles)
+        assert ahead.spilled(kernel.asm["cubin"]) <= ahead.MOST_SPILLED, (name, tiles)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_float32_is_summed_on_two_levels(dtype: torch.dtype) -> None:
+    """A tile's product begins at zero, and one fused operation adds it to the tiles before it: so the compiler has not joined them. In 16
+    bits the products of the results go on from what there is."""
+    problem = ahead.problem_of(None, lambda b, h, q, k: q >= k, dim=64, dtype=dtype, has_grad=True)
+    made = [*ahead.launches(problem, (9, 0)), *ahead.launches(problem, (9, 0), backward=True)[1:]]
+    for launch, results in zip(made, (1, 1, 2), strict=True):
+        text = ahead.compiled(launch, (9, 0)).asm["ttgir"]
+        sums = re.findall(r"(?:tt\.dot|ttng\.warp_group_dot) %\S+, %\S+, (%\S+)", text)
+        zeros = re.findall(r"(%\S+) = arith\.constant dense<0\.0+e\+00> : tensor<\d+x\d+xf32", text)
+        carried = len([name for name in sums if name.rstrip(",") not in zeros])
+        loops = 2  # over full tiles and over partial ones
+        fused = len(re.findall(r"math\.fma", text))
+        assert (carried, fused) == ((0, loops * results) if dtype == torch.float32 else (loops * results, 0)), (sums, zeros)
 
 
 LOADED = (torch.bool, torch.uint8, torch.int16, torch.int64, torch.bfloat16)

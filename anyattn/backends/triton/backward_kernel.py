@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from anyattn.backends.triton import functions
-from anyattn.backends.triton.forward_kernel import load_rows, rows_of
+from anyattn.backends.triton.forward_kernel import load_rows, plus_product, rows_of
 from anyattn.backends.triton.places import entry, key_places, row_tile
 from anyattn.backends.triton.visits import by_lists, clipped, full_at, partial_at, place_of_lists, visits_of
 
@@ -164,7 +164,7 @@ def _visit_keys(
         ds = ds * of_score[1].to(tl.float32)
         if IS_PARTIAL or HAS_ALWAYS:
             ds = tl.where(seen, ds, 0.0)  # the derivative of a hidden score may be anything
-    return tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+    return plus_product(dq, None, ds, k, PRECISION)
 
 
 @triton.jit
@@ -317,13 +317,13 @@ def _visit_rows(
             rows = ALWAYS_ROWS(b, h, q_idx, captured[2][0], captured[2][1])
             seen = seen & ALWAYS(b, h, kv, rows, captured[2][0], captured[2][1])
         p = tl.where(seen, p, 0.0)
-    dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
+    dv = plus_product(dv, None, p, dout, PRECISION)
     ds = p * (dp - delta[None, :])
     if HAS_SCORE:
         ds = ds * of_score[1].to(tl.float32)
     if IS_PARTIAL or HAS_ALWAYS:
         ds = tl.where(seen, ds, 0.0)  # the derivative of a hidden score may be anything
-    dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+    dk = plus_product(dk, None, ds, q, PRECISION)
     return dk, dv
 
 

@@ -28,7 +28,7 @@ _LEAST_SHARED = {True: 99 << 10, False: 48 << 10}  # from compute capability 8 o
 _OF_AMD = 64 << 10
 _SMALL_PARTS = 2 << 10  # barriers, statistics and what reductions pass around
 _OF_A_BLOCK = 1 << 10  # what the system keeps for itself in every block
-_WARPS = 12  # that fit with the 140 to 168 registers a thread which few rows take
+_WARPS = 8  # that fit with the 190 to 255 registers a thread which few rows take
 
 
 @dataclass(frozen=True)
@@ -122,15 +122,18 @@ _TILES: dict[str, dict[str, tuple[tuple[int, int, int, int], ...]]] = {
         "dkdv": ((64, 128, 8, 2), (64, 64, 8, 2), (32, 64, 8, 1)),
     },
 }  # fmt: skip
-# float32: IEEE products are not the tensor cores'.
+# float32: IEEE products are not the tensor cores', but take whole rows into registers. Straight from memory, with one stage, they spill
+# (but for dq of the widest); with two, loops spill nothing.
 _FLOATS: dict[str, tuple[tuple[int, int, int, int], ...]] = {
-    "forward": ((64, 64, 8, 2), (64, 32, 8, 2), (32, 32, 8, 1)),
-    "dq": ((32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 8, 1)),
-    "dkdv": ((32, 32, 8, 1), (32, 32, 8, 1), (16, 32, 8, 1)),
+    "forward": ((64, 32, 8, 2), (64, 16, 8, 2), (32, 16, 8, 2)),
+    "dq": ((32, 32, 4, 2), (32, 32, 8, 2), (32, 32, 8, 1)),
+    "dkdv": ((32, 32, 8, 2), (32, 32, 8, 2), (16, 32, 8, 2)),
 }
 # Of a few queries' forward pass, where a product has 64 rows whether they are used or not: one kernel for any number of heads in a tile.
-# An architecture without a row has tiles of as many rows as there are, in powers of two, and a kernel for each.
+# An architecture without a row, or with an empty one, has tiles of as many rows as there are, in powers of two, and a kernel for each.
 _SHORT: dict[str, tuple[tuple[int, int, int, int], ...]] = {"sm_90": ((64, 128, 4, 3), (64, 128, 4, 2), (64, 64, 4, 2))}
+# What the latter are cut from, where it is not what many rows have.
+_FEW: dict[str, tuple[tuple[int, int, int, int], ...]] = {"sm_90": ((128, 128, 4, 3), (128, 128, 8, 2), (128, 64, 8, 2))}
 # How the forward pass of 16 bits runs, by head dimension as above, then that of few queries; False where an architecture has no row.
 _WAYS: dict[str, tuple[tuple[bool, bool], ...]] = {"sm_90": ((False, False), (False, False), (False, False), (False, False))}
 # What autotuning tries besides, the same for all architectures: what does not fit is left out.
@@ -173,7 +176,8 @@ def resident(tiles: Tiles, shape: Shape, capability: tuple[int, int] | None) -> 
     is_warpgroup = capability is not None and capability[0] == 9 and tiles.tile_m >= 64  # whose products read stages in flight
     stages = max(1, tiles.num_stages - (not is_warpgroup))
     step = tiles.tile_n * (shape.d + shape.dv)
-    used = shape.dtype.itemsize * (tiles.tile_m * (shape.d + tiles.tile_n) + stages * step)
+    passed = tiles.tile_n * (not is_warpgroup)  # weights, which a warp group's products take from registers
+    used = shape.dtype.itemsize * (tiles.tile_m * (shape.d + passed) + stages * step)
     return max(1, min(shared_memory(capability) // (used + _OF_A_BLOCK), _WARPS // tiles.num_warps))
 
 
@@ -211,12 +215,18 @@ def forward_tiles(shape: Shape, capability: tuple[int, int] | None, rows: int, i
     if is_short and short and shape.dtype.itemsize == 2:
         tiles = Tiles(*short[_column(shape)])
     else:
-        tiles = _few_rows(_default("forward", shape, capability), rows)
+        few = _FEW.get(architecture(capability)) if rows <= 64 and shape.dtype.itemsize == 2 else None
+        tiles = Tiles(*few[_column(shape)]) if few else _default("forward", shape, capability)
+        tiles = _few_rows(tiles, rows, shape.dtype)
     return fitting("forward", tiles, shape, capability)
 
 
-def _few_rows(tiles: Tiles, rows: int) -> Tiles:
-    return replace(tiles, tile_m=min(tiles.tile_m, padded(rows)), num_warps=4) if rows <= 64 else tiles
+def _few_rows(tiles: Tiles, rows: int, dtype: torch.dtype) -> Tiles:
+    if rows > 64:
+        return tiles
+    tile_m = min(tiles.tile_m, padded(rows))
+    warps = 4 if dtype.itemsize == 2 else max(4, tiles.num_warps * tile_m // tiles.tile_m)  # no more for a thread than in the table
+    return replace(tiles, tile_m=tile_m, num_warps=warps)
 
 
 def _column(shape: Shape) -> int:
@@ -256,5 +266,5 @@ def candidates(name: str, shape: Shape, capability: tuple[int, int] | None, rows
     default = forward_tiles(shape, capability, rows, rows <= 64) if name == "forward" else backward_tiles(shape, capability)[name]
     others = [Tiles(*t) for t in _MORE[name]]
     if name == "forward":
-        others = [_few_rows(t, rows) for t in others]
+        others = [_few_rows(t, rows, shape.dtype) for t in others]
     return list(dict.fromkeys([default, *(t for t in others if fits(name, t, shape, capability))]))

@@ -20,7 +20,7 @@ import triton.language as tl
 from anyattn.backends.triton.places import cache_entry, entry, inside, key_places, page_numbers, paged_places, row_tile
 from anyattn.backends.triton.visits import full_at, inside_of, partial_at, visits_of
 
-__all__ = ["forward_tile", "load_rows", "rows_of"]
+__all__ = ["forward_tile", "load_rows", "plus_product", "rows_of"]
 
 _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 _LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
@@ -70,6 +70,25 @@ def rows_of(
     if HAS_ALWAYS:
         always_rows = ALWAYS_ROWS(b, h, q_idx, captured[2][0], captured[2][1])
     return score_rows, mask_rows, always_rows
+
+
+@triton.jit
+def plus_product(acc, rescale, p, v, PRECISION: tl.constexpr):
+    """acc * rescale + p @ v, p in v's dtype. rescale: [rows], None is 1.
+
+    In float32 a tile's product is summed by itself: one sum over all keys is as long as they are many, and its error grows with it. The
+    fused addition keeps it so, for a plain one is made part of the product by Triton's compiler.
+    """
+    if v.dtype == tl.float32:
+        product = tl.dot(p, v, input_precision=PRECISION)
+        if rescale is None:
+            return tl.fma(acc, 1.0, product)
+        else:
+            return tl.fma(acc, rescale[:, None], product)
+    elif rescale is None:
+        return tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+    else:
+        return tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
 
 
 @triton.jit
@@ -174,7 +193,7 @@ def visit(
         key[1], first, end, key, key[6], key[7], numbers, IS_PARTIAL, HEAD_DIM_V, BLOCK_DV, PAGE_SIZE, FITS, TILE_N, IS_DESCRIBED,
         q.shape[0] <= _FEW,
     )  # fmt: skip
-    acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
+    acc = plus_product(acc, rescale, p, v, PRECISION)
     return acc, row_sum, row_max
 
 
@@ -196,7 +215,7 @@ def visit_late(
         False, HAS_SCORE, HAS_MASK, HAS_ALWAYS, RANGES, TILE_N, HEAD_DIM, BLOCK_D, 0, False, PRECISION, IS_RAW, IS_DESCRIBED,
     )  # fmt: skip
     v = keys_at(key[1], before, before + TILE_N, key, key[6], key[7], 0, False, HEAD_DIM_V, BLOCK_DV, 0, False, TILE_N, IS_DESCRIBED, False)
-    acc = tl.dot(p.to(v.dtype), v, acc * owed[:, None], input_precision=PRECISION)
+    acc = plus_product(acc, owed, p, v, PRECISION)
     p, owed, row_sum, row_max = weights_of(s, row_sum, row_max, scales[1], IS_RAW)
     return acc, row_sum, row_max, p, owed
 
@@ -343,7 +362,7 @@ def forward_tile(
             v = keys_at(
                 key[1], before, before + TILE_N, key, key[6], key[7], 0, False, HEAD_DIM_V, BLOCK_DV, 0, False, TILE_N, IS_DESCRIBED, False
             )
-            acc = tl.dot(p.to(v.dtype), v, acc * owed[:, None], input_precision=PRECISION)
+            acc = plus_product(acc, owed, p, v, PRECISION)
     else:
         # Page numbers are loaded two tiles ahead: a tile's keys, which need them, are asked for while the tile before it is worked on.
         # (They are clamped when they come nearer, for Triton pipelines no loop that hands a value on as it is.)
