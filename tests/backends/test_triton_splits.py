@@ -103,11 +103,11 @@ def resident(dim: int, rows: int, capability: tuple[int, int], is_short: bool = 
 
 
 def test_what_a_multiprocessor_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the compiled kernels say: 104, 144 and 160 KiB where products read shared memory, 72 KiB where they do not; and 202 to 255
-    registers of 128 threads."""
+    """As the compiled kernels say: 104, 144 and 160 KiB where products read shared memory, 72 KiB where they do not; and 255
+    registers of 128 threads, or the 168 that tiles of 16 rows are given on Hopper."""
     assert [resident(d, 4, (9, 0)) for d in (64, 128, 256)] == [2, 1, 1], "tiles of 64 rows"
     assert resident(128, 4, (8, 0)) == 2
     monkeypatch.setattr(config, "_SHORT", {"sm_90": ()})
     assert config.forward_tiles(config.Shape(128, 128, torch.bfloat16), (9, 0), 4, True) == config.Tiles(16, 128, 4, 2)
-    assert [resident(d, 4, (9, 0)) for d in (64, 128, 256)] == [2, 2, 2], "tiles of 16"
+    assert [resident(d, 4, (9, 0)) for d in (64, 128, 256)] == [3, 3, 3], "tiles of 16"
     assert resident(128, 64, (9, 0)) == 1

@@ -127,7 +127,8 @@ def _launch(problem: Problem, plan: Plan, chosen: Chosen, found: tables.Tables, 
     pointers = [q if t is None else t for t in tensors]  # what is absent is any pointer
     lists = [q if t is None else t for t in found.lists]
     splits = target.parts[0]
-    ways = config.ways_of(padded(q.shape[3]), padded(v.shape[3]), q.dtype, config.capability_of(q.device), has_few_rows(problem))
+    capability = config.capability_of(q.device)
+    ways = config.ways_of(padded(q.shape[3]), padded(v.shape[3]), q.dtype, capability, has_few_rows(problem))
     constants = {
         **constants_of(problem, chosen, found), "TILE_M": plan.tile_m, "TILE_N": plan.tile_n,
         "IS_PACKED": packed > 1 or has_few_rows(problem), "IS_CACHE": cache is not None, "HAS_LEFTPAD": cache_tables[1] is not None,
@@ -143,7 +144,11 @@ def _launch(problem: Problem, plan: Plan, chosen: Chosen, found: tables.Tables, 
             *pointers, *strides, *target.parts[1:], *found.strides, *_cache_sizes(problem, cache), packed, padded_group(packed),
             *sizes_of(problem, found, splits), *lists, problem.scale,
         ),
-        captured_of(chosen), q.device, {**constants, "num_warps": plan.num_warps, "num_stages": plan.num_stages},
+        captured_of(chosen), q.device,
+        {
+            **constants, "num_warps": plan.num_warps, "num_stages": plan.num_stages,
+            **config.registers(plan.tile_m, plan.num_warps, q.dtype, capability),
+        },
     )  # fmt: skip
 
 
