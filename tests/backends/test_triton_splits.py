@@ -82,15 +82,12 @@ def problem_of(window: int | None, keys: int = 131072) -> Problem:
     return Problem(q, k, k, 0.1, predicates=(trace(mask, "mask"),), num_splits=0)
 
 
-@pytest.mark.parametrize("short", [True, False], ids=["tiles of 64 rows", "tiles of 16 rows"])
-def test_a_window_is_cut_by_what_it_shows(short: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not short:
-        monkeypatch.setattr(config, "_SHORT", {})
+def test_a_window_is_cut_by_what_it_shows() -> None:
     machine = hardware.Hardware("cuda", "a GPU", 0, frozenset(), (9, 0), H200)
     whole, window = (layout.layout_of(problem_of(w), machine, {}) for w in (None, 1024))
     assert whole.num_splits >= 16
     of_tile = {"resident": config.resident(whole.tiles, config.Shape(128, 128, torch.bfloat16), (9, 0))}
-    assert whole.tiles.tile_m == (64 if short else 16) and whole.tiles.tile_n == 128
+    assert whole.tiles.tile_m == 16 and whole.tiles.tile_n == 128
     assert whole.num_splits == pieces_of(reading(1, 32, 8, 131072, **of_tile), H200)
     assert window.num_splits == pieces_of(reading(1, 32, 8, 1024, **of_tile), H200) <= 8, "of 1,024 tiles it sees eight or nine"
     assert layout._most_seen(problem_of(1024)) == 1024
@@ -102,12 +99,8 @@ def resident(dim: int, rows: int, capability: tuple[int, int], is_short: bool = 
     return config.resident(config.forward_tiles(shape, capability, rows, is_short), shape, capability)
 
 
-def test_what_a_multiprocessor_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the compiled kernels say: 104, 144 and 160 KiB where products read shared memory, 72 KiB where they do not; and 255
-    registers of 128 threads, or the 168 that tiles of 16 rows are given on Hopper."""
-    assert [resident(d, 4, (9, 0)) for d in (64, 128, 256)] == [2, 1, 1], "tiles of 64 rows"
-    assert resident(128, 4, (8, 0)) == 2
-    monkeypatch.setattr(config, "_SHORT", {"sm_90": ()})
+def test_what_a_multiprocessor_holds() -> None:
+    """As the compiled kernels say: 72 KiB and the 168 registers that tiles of 16 rows are given on Hopper."""
     assert config.forward_tiles(config.Shape(128, 128, torch.bfloat16), (9, 0), 4, True) == config.Tiles(16, 128, 4, 2)
-    assert [resident(d, 4, (9, 0)) for d in (64, 128, 256)] == [3, 3, 3], "tiles of 16"
-    assert resident(128, 64, (9, 0)) == 1
+    assert [resident(d, 4, (9, 0)) for d in (64, 128, 256)] == [3, 3, 3]
+    assert resident(128, 4, (8, 0)) == 2

@@ -249,4 +249,4 @@ def test_what_the_loops_of_the_backward_are_made_of() -> None:
         assert re.search(r"cp\.async\.wait_group\s+(0x)?[1-9]", full)
         scores = options["TILE_M"] * options["TILE_N"] / (32 * options["num_warps"])
         machine = min((x for x in ahead.machine_loops(kernel.asm["cubin"]) if any("MMA" in o for o in x)), key=len)
-        assert len(machine) <= 16 * scores, len(machine) / scores
+        assert len(machine) <= 17 * scores, len(machine) / scores

@@ -15,7 +15,7 @@ import torch
 
 __all__ = [
     "PASSES", "Shape", "Tiles", "Ways", "architecture", "asked", "backward_tiles", "candidates", "capability_of", "fits", "fitting",
-    "forward_tiles", "needed", "padded", "reason_against", "registers", "resident", "shared_memory", "ways_of",
+    "forward_tiles", "most_short", "needed", "padded", "reason_against", "registers", "resident", "shared_memory", "ways_of",
 ]  # fmt: skip
 
 PASSES = ("forward", "dq", "dkdv")
@@ -114,9 +114,9 @@ _TILES: dict[str, dict[str, tuple[tuple[int, int, int, int], ...]]] = {
         "dkdv": ((32, 128, 8, 2), (64, 64, 8, 1), (32, 32, 8, 1)),
     },
     "sm_90": {
-        "forward": ((128, 128, 4, 3), (128, 64, 8, 3), (128, 64, 8, 2)),
-        "dq": ((128, 64, 8, 3), (128, 64, 8, 3), (128, 32, 8, 3)),
-        "dkdv": ((64, 128, 8, 3), (64, 128, 8, 3), (32, 64, 8, 3)),
+        "forward": ((128, 64, 4, 3), (64, 64, 4, 3), (128, 64, 8, 2)),
+        "dq": ((64, 64, 4, 3), (128, 64, 8, 3), (128, 32, 8, 3)),
+        "dkdv": ((64, 64, 4, 4), (32, 128, 8, 4), (32, 64, 8, 3)),
     },
     "sm_100": {
         "forward": ((128, 128, 8, 3), (128, 128, 8, 2), (128, 64, 8, 2)),
@@ -131,13 +131,13 @@ _FLOATS: dict[str, tuple[tuple[int, int, int, int], ...]] = {
     "dq": ((32, 32, 4, 2), (32, 32, 8, 2), (32, 32, 8, 1)),
     "dkdv": ((32, 32, 8, 2), (32, 32, 8, 2), (16, 32, 8, 2)),
 }
-# Of a few queries' forward pass, where a product has 64 rows whether they are used or not: one kernel for any number of heads in a tile.
-# An architecture without a row, or with an empty one, has tiles of as many rows as there are, in powers of two, and a kernel for each.
-_SHORT: dict[str, tuple[tuple[int, int, int, int], ...]] = {"sm_90": ((64, 128, 4, 3), (64, 128, 4, 2), (64, 64, 4, 2))}
-# What the latter are cut from, where it is not what many rows have.
-_FEW: dict[str, tuple[tuple[int, int, int, int], ...]] = {"sm_90": ((128, 128, 4, 3), (128, 128, 8, 2), (128, 64, 8, 2))}
-# How the forward pass of 16 bits runs, by head dimension as above, then that of few queries; False where an architecture has no row.
-_WAYS: dict[str, tuple[tuple[bool, bool], ...]] = {"sm_90": ((False, False), (False, False), (False, False), (False, False))}
+# Of the forward pass of up to ``_MOST_SHORT`` queries: one kernel for any number of heads in a tile, as small as products are, for reading
+# keys is what takes long; more queries have the tiles of many. An architecture without a row has tiles of as many rows as there are, in
+# powers of two, and a kernel for each.
+_SHORT: dict[str, tuple[tuple[int, int, int, int], ...]] = {"sm_90": ((16, 128, 4, 3), (16, 128, 4, 2), (16, 64, 4, 2))}
+_MOST_SHORT = 16
+# How the forward pass of 16 bits runs, by head dimension as above; False where an architecture has no row, and for few queries.
+_WAYS: dict[str, tuple[tuple[bool, bool], ...]] = {"sm_90": ((False, False), (True, True), (False, True))}
 # What autotuning tries besides, the same for all architectures: what does not fit is left out.
 _MORE: dict[str, tuple[tuple[int, int, int, int], ...]] = {
     "forward": ((128, 128, 8, 2), (128, 64, 8, 3), (128, 64, 4, 3), (64, 64, 4, 3), (64, 128, 4, 2), (64, 32, 4, 3), (128, 32, 8, 2)),
@@ -151,7 +151,7 @@ _MORE: dict[str, tuple[tuple[int, int, int, int], ...]] = {
 def _default(name: str, shape: Shape, capability: tuple[int, int] | None) -> Tiles:
     arch = architecture(capability)
     tiles = Tiles(*(_TILES[arch][name] if shape.dtype.itemsize == 2 else _FLOATS[name])[_column(shape)])
-    if arch == "sm_90" and name == "forward" and tiles.num_warps == 4 and shape.has_score:
+    if arch == "sm_90" and name == "forward" and tiles.tile_m // tiles.num_warps > 16 and shape.has_score:
         return replace(tiles, num_warps=8)  # two blocks at once leave a score mod too few registers
     return tiles
 
@@ -218,15 +218,23 @@ def fitting(name: str, tiles: Tiles, shape: Shape, capability: tuple[int, int] |
     return tiles
 
 
+def most_short(dtype: torch.dtype, capability: tuple[int, int] | None) -> int:
+    """Queries, up to which the heads of a group share a tile: beyond, a head fills one by itself."""
+    return _MOST_SHORT if _has_short(dtype, capability) else 64
+
+
+def _has_short(dtype: torch.dtype, capability: tuple[int, int] | None) -> bool:
+    return architecture(capability) in _SHORT and dtype.itemsize == 2
+
+
 def forward_tiles(shape: Shape, capability: tuple[int, int] | None, rows: int, is_short: bool) -> Tiles:
-    """The tiles of a forward pass over ``rows`` query rows (heads packed among them). is_short: of so few queries that heads may be."""
-    short = _SHORT.get(architecture(capability), ())
-    if is_short and short and shape.dtype.itemsize == 2:
-        tiles = Tiles(*short[_column(shape)])
+    """The tiles of a forward pass over ``rows`` query rows, heads packed among them. is_short: of ``most_short`` queries or fewer."""
+    if not _has_short(shape.dtype, capability):
+        tiles = _few_rows(_default("forward", shape, capability), rows, shape.dtype)
+    elif is_short:
+        tiles = Tiles(*_SHORT[architecture(capability)][_column(shape)])
     else:
-        few = _FEW.get(architecture(capability)) if rows <= 64 and shape.dtype.itemsize == 2 else None
-        tiles = Tiles(*few[_column(shape)]) if few else _default("forward", shape, capability)
-        tiles = _few_rows(tiles, rows, shape.dtype)
+        tiles = _default("forward", shape, capability)
     return fitting("forward", tiles, shape, capability)
 
 
@@ -245,12 +253,17 @@ def _column(shape: Shape) -> int:
 
 
 @lru_cache(maxsize=1024)
-def ways_of(d: int, dv: int, dtype: torch.dtype, capability: tuple[int, int] | None, is_short: bool) -> Ways:
-    """How the forward kernel runs for padded head dimensions. is_short: see ``forward_tiles``."""
+def ways_of(shape: Shape, capability: tuple[int, int] | None, is_short: bool, has_ranges: bool) -> Ways:
+    """How the forward kernel runs. is_short: see ``forward_tiles``. has_ranges: rows see ranges of keys; else lists name the tiles.
+
+    Descriptors are made by every program, which those of documents, with few keys each, do not live long enough for; and a score mod needs
+    the registers that a late second product keeps.
+    """
     ways = _WAYS.get(architecture(capability))
-    if ways is None or dtype.itemsize != 2:
+    if ways is None or is_short or not has_ranges or shape.dtype.itemsize != 2:
         return Ways(False, False)
-    return Ways(*ways[3 if is_short else _column(Shape(d, dv, dtype))])
+    is_late, is_described = ways[_column(shape)]
+    return Ways(is_late and not shape.has_score, is_described)
 
 
 def backward_tiles(shape: Shape, capability: tuple[int, int] | None) -> dict[str, Tiles]:
@@ -272,7 +285,8 @@ def asked(name: str, tiles: Tiles, shape: Shape, capability: tuple[int, int] | N
 
 def candidates(name: str, shape: Shape, capability: tuple[int, int] | None, rows: int) -> list[Tiles]:
     """What autotuning measures: the default first, then others that fit."""
-    default = forward_tiles(shape, capability, rows, rows <= 64) if name == "forward" else backward_tiles(shape, capability)[name]
+    is_short = rows <= most_short(shape.dtype, capability)
+    default = forward_tiles(shape, capability, rows, is_short) if name == "forward" else backward_tiles(shape, capability)[name]
     others = [Tiles(*t) for t in _MORE[name]]
     if name == "forward":
         others = [_few_rows(t, rows, shape.dtype) for t in others]

@@ -23,10 +23,9 @@ from anyattn.problem import Problem
 
 __all__ = ["Layout", "Reading", "has_few_rows", "layout_of", "padded_group", "pieces_of", "positions_per_tile", "rows_of"]
 
-SHORT = 64  # queries, up to which the heads of a group share a tile: beyond, a head fills one by itself
 _MOST_PACKED = 64
 _ANY_NUMBER = 1024  # of queries, where a call does not say how many an entry has at most
-_MOST_SPLITS = 128
+_MOST_SPLITS, _MANY_SPLITS = 128, 32
 _MOST_BLOCKS = 65535  # along the last axis of a CUDA grid
 # How the time of reading keys depends on the number of pieces: fitted to an H200's 40 figures in tests/backends/test_triton_splits.py,
 # which it gives within 3.5 % (root mean square).
@@ -36,7 +35,8 @@ _UNDER_WAY = 64 << 10
 _BEND = 3  # how sharply programs that read more and more together meet the bandwidth
 _ONE_MORE_LAUNCH = 224 << 10  # bytes that a multiprocessor reads while the merging of the pieces begins and ends, about 6 us
 _MERGED = 6  # times a partial output's bytes are what writing it, reading it and starting the program that makes it cost
-_CLOSE = 1.02  # as good as the best: fewer pieces take less memory
+_UNEVEN = 0.25
+_CLOSE = 1.015  # as good as the best: fewer pieces take less memory
 
 
 class Layout(NamedTuple):
@@ -84,7 +84,7 @@ def positions_per_tile(tile_m: int, packed: int) -> int:
 
 def has_few_rows(problem: Problem) -> bool:
     """Whether the heads of a group may share a tile. One kernel serves all such calls, however many heads it then is."""
-    return _most_q(problem) <= SHORT
+    return _most_q(problem) <= config.most_short(problem.q.dtype, config.capability_of(problem.q.device))
 
 
 def rows_of(problem: Problem, packed: int) -> int:
@@ -124,7 +124,7 @@ def _splits(problem: Problem, tiles: Tiles, packed: int, hardware: Hardware) -> 
     rows, _, length, _ = problem.q.shape
     if rows != batch:  # packed one after another: no more tiles than their rows make
         row_tiles, batch = min(batch * row_tiles, rows * length // step + batch), 1
-    if tiles.tile_m > SHORT:  # products, not bytes, are what takes long
+    if tiles.tile_m > 64 or not has_few_rows(problem):  # products, not bytes, are what takes long
         return num_splits(row_tiles, ceil_div(problem.bound_k, tiles.tile_n), heads, batch, sm_count, _MOST_SPLITS)
     shape = shape_of(problem)
     size = problem.q.dtype.itemsize
@@ -176,14 +176,15 @@ class Reading(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def pieces_of(reading: Reading, sm_count: int) -> int:
-    """Into how many pieces to cut the keys: the least number whose time is within 2 % of the best.
+    """Into how many pieces to cut the keys: the least number whose time is as good as the best.
 
     What decides: enough programs to keep the memory busy, a last round of programs that is not too small to (which makes some numbers
     bad in between), and what partial results cost.
     """
     if min(reading.programs, reading.key_tiles) == 0:
         return 1
-    most = min(_MOST_SPLITS, reading.key_tiles)
+    # beyond two programs for each multiprocessor, many small pieces were slower than the model says
+    most = min(_MOST_SPLITS, reading.key_tiles, max(_MANY_SPLITS, ceil_div(2 * sm_count, reading.programs)))
     # others cut no finer, and leave their last pieces empty
     useful = [s for s in range(1, most + 1) if ceil_div(reading.key_tiles, ceil_div(reading.key_tiles, s)) == s]
     times = {s: _reading_time(reading, s, sm_count) for s in useful}
@@ -208,8 +209,10 @@ def _reading_time(reading: Reading, splits: int, sm_count: int) -> float:
     tiles = reading.programs * reading.key_tiles * (programs - rest) / programs / progress(sm_count * reading.resident)
     if rest:
         large = rest * (splits - 1) // splits
-        tiles += rest * last / progress(rest)
+        # where some multiprocessors hold one more, the others wait for them in the end, if not as long
+        uneven = 1 + _UNEVEN * (ceil_div(rest, sm_count) * sm_count / rest - 1) if rest > sm_count else 1
+        tiles += uneven * rest * last / progress(rest)
         if share > last and large:
-            tiles += large * (share - last) / progress(large)
+            tiles += uneven * large * (share - last) / progress(large)
     merging = _ONE_MORE_LAUNCH * sm_count + _MERGED * splits * reading.partial_bytes if splits > 1 else 0
     return tiles * reading.tile_bytes + merging

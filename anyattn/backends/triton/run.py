@@ -10,11 +10,12 @@ from torch import Tensor
 
 from anyattn.backends.triton import config, tables, tuning
 from anyattn.backends.triton.combine import merge
-from anyattn.backends.triton.config import Tiles, padded
+from anyattn.backends.triton.config import Tiles
 from anyattn.backends.triton.launch import Signature, entry_of, entry_source, run_entry, strides_of
 from anyattn.backends.triton.layout import has_few_rows, padded_group, positions_per_tile, rows_of
 from anyattn.backends.triton.programs import Chosen, captured_of, program_of
 from anyattn.backends.triton.shared import COUNTS, FUNCTIONS, LISTS, SIZES, constants_of, programs_along_batch, sizes_of, strides_named
+from anyattn.backends.triton.styles import shape_of
 from anyattn.geometry.stored_cache import StoredCache
 from anyattn.plan import Plan
 from anyattn.problem import Problem
@@ -128,7 +129,7 @@ def _launch(problem: Problem, plan: Plan, chosen: Chosen, found: tables.Tables, 
     lists = [q if t is None else t for t in found.lists]
     splits = target.parts[0]
     capability = config.capability_of(q.device)
-    ways = config.ways_of(padded(q.shape[3]), padded(v.shape[3]), q.dtype, capability, has_few_rows(problem))
+    ways = config.ways_of(shape_of(problem), capability, has_few_rows(problem), chosen.program.ranges is not None)
     constants = {
         **constants_of(problem, chosen, found), "TILE_M": plan.tile_m, "TILE_N": plan.tile_n,
         "IS_PACKED": packed > 1 or has_few_rows(problem), "IS_CACHE": cache is not None, "HAS_LEFTPAD": cache_tables[1] is not None,
@@ -156,7 +157,8 @@ def _can_be_described(problem: Problem, found: tables.Tables, tile_n: int) -> bo
     """Whether a sequence's keys are rows at one distance, none of which a tile has to leave out: no pages, no list tile cut unevenly."""
     if found.pages is not None or found.cache is not None or found.list_tile[1] % tile_n:
         return False
-    return problem.k.stride(2) > 0 and problem.v.stride(2) > 0 and min(problem.k.shape[2], problem.v.shape[2]) > 1
+    # a single row's stride may be anything
+    return all(t.stride(2) > 0 and t.stride(2) * t.element_size() % 16 == 0 for t in (problem.k, problem.v))
 
 
 def _cache_sizes(problem: Problem, cache: StoredCache | None) -> tuple[int, int, int, int]:
