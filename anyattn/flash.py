@@ -266,5 +266,6 @@ def flash_attn_combine(out_partial: Tensor, lse_partial: Tensor) -> tuple[Tensor
 def _laid_out(out: Tensor, lse: Tensor | None, is_packed: bool, return_lse: bool) -> Any:
     out = torch.transpose(out, 1, 2)  # the method takes half a microsecond longer
     if is_packed:
-        out, lse = out[0], None if lse is None else lse[0]
+        # not out[0], whose derivative is a copy among zeros
+        out, lse = out.squeeze(0), None if lse is None else lse.squeeze(0)
     return (out, lse) if return_lse else out

@@ -58,6 +58,7 @@ HANDED_DOWN: dict[str, set[str]] = {
     "anyattn.sparsity.varlen": {"VarlenBlockSparseTensors"},
     # a mask that comes without lists gets them from where everybody does
     "anyattn.sparsity.compute": {"tile_lists"},
+    "anyattn.sparsity.lists": {"kept_transposed"},
     "anyattn.sparsity.ragged_lists": {"RaggedLists", "ragged_lists"},
 }
 # May be imported by everyone, and so import nothing but one another.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,7 +13,7 @@ from torch import Tensor
 from anyattn.mods.bounds import EMPTY, FULL, PARTIAL
 from anyattn.mods.ragged_tiles import RaggedTiles
 
-__all__ = ["classes_of_ragged", "grid_of_lists", "joined", "lists_of_grid", "ordered", "ordered_ragged"]
+__all__ = ["classes_of_ragged", "grid_of_lists", "joined", "kept_transposed", "lists_of_grid", "ordered", "ordered_ragged"]
 
 _BATCH_TILES = 2**22  # tiles enumerated at once: their coordinates take 16 bytes each
 
@@ -40,6 +42,24 @@ def ordered(classes: Tensor, listed: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         indices[part].view(-1)[row * columns + position] = column.to(torch.int32)
         counts[part] = count
     return counts.reshape(classes.shape[:-1]), indices.reshape(classes.shape)
+
+
+_transposed: weakref.WeakKeyDictionary[Any, tuple[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()
+
+
+def kept_transposed(lists: Any) -> Any:
+    """``lists.transposed()``, which waits for the device, kept as long as the lists live and nobody wrote to their tensors.
+
+    Only writes that torch counts are noticed. While a CUDA graph is captured nothing is kept: what is computed then is not there yet.
+    """
+    tensors = [t for t in vars(lists).values() if isinstance(t, Tensor)]
+    if any(t.is_inference() for t in tensors) or (tensors[0].is_cuda and torch.cuda.is_current_stream_capturing()):
+        return lists.transposed()
+    versions = tuple(t._version for t in tensors)
+    known = _transposed.get(lists)
+    if known is None or known[0] != versions:
+        known = _transposed[lists] = versions, lists.transposed()
+    return known[1]
 
 
 def joined(least: Tensor, most: Tensor) -> Tensor:

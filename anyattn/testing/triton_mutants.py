@@ -30,8 +30,14 @@ MUTANTS = {
     m.name: m
     for m in (
         # what a row sees
-        Mutant("unmasked_tail", _FORWARD, "seen = (lane < end)[None, :]", "seen = (lane < end + 1)[None, :]", "full"),
-        Mutant("lost_last_key", _FORWARD, "seen = (lane < end)[None, :]", "seen = (lane < end - 1)[None, :]", "full"),
+        Mutant("unmasked_tail", _VISITS, "limits[0], tl.minimum(limits[1], seqlen_k)\n", "limits[0], limits[1]\n", "full"),
+        Mutant(
+            "lost_last_key", _VISITS,
+            "limits[0], tl.minimum(limits[1], seqlen_k)\n",
+            "limits[0], tl.minimum(limits[1], seqlen_k - 1)\n", "full",
+        ),
+        Mutant("unmasked_tail_of_lists", _FORWARD, "seen = (lane < end)[None, :]", "seen = (lane < end + 1)[None, :]", "uneven_lists"),
+        Mutant("lost_last_key_of_lists", _FORWARD, "seen = (lane < end)[None, :]", "seen = (lane < end - 1)[None, :]", "lists"),
         Mutant("row_limit_off_by_one", "programs.py", "(kv_idx < rows[{i + 1}])", "(kv_idx <= rows[{i + 1}])", "causal"),
         Mutant("left_limit_off_by_one", "programs.py", "(kv_idx >= rows[{i}])", "(kv_idx > rows[{i}])", "window"),
         Mutant("mask_forgotten", _FORWARD, "seen = seen & (MASK(", "seen = seen | (MASK(", "dilated"),
@@ -63,7 +69,7 @@ MUTANTS = {
         Mutant("rows_of_the_next_lists", _PLACES, "tl.minimum((line + 1) * LIST_M, seqlen_q)", "seqlen_q", "uneven_lists"),
         # sums
         Mutant("scale_1_percent_off", _FORWARD, "else scale * _LOG2E\n", "else scale * _LOG2E * 1.01\n", "full"),
-        Mutant("output_not_rescaled", _FORWARD, "acc * rescale[:, None], input", "acc, input", "peaky"),
+        Mutant("output_not_rescaled", _FORWARD, "tl.fma(acc, rescale[:, None], product)", "tl.fma(acc, 1.0, product)", "peaky"),
         Mutant("sum_not_rescaled", _FORWARD, "row_sum * rescale + tl.sum(p, 1)", "row_sum + tl.sum(p, 1)", "peaky"),
         Mutant("stale_maximum", _FORWARD, "tl.sum(p, 1), highest\n", "tl.sum(p, 1), row_max\n", "peaky"),
         Mutant("sink_counted_twice", _FORWARD, "+ tl.exp2(logit - highest)", "+ 2 * tl.exp2(logit - highest)", "sink"),
@@ -73,13 +79,13 @@ MUTANTS = {
         Mutant("lse_in_base_2", _FORWARD, "row_max * _LN2 + tl.log(total))", "row_max + tl.log2(total))", "full"),
         Mutant("nan_of_a_row_that_sees_nothing", _FORWARD, "tl.where(row_sum == 0, 1.0, row_sum)", "row_sum", "islands"),
         # heads and storage
-        Mutant("wrong_gqa_head", _FORWARD, "((h * PACKED) // sizes[7])", "((h * PACKED) % (sizes[2] // sizes[7]))", "full"),
-        Mutant("packed_heads_are_one", _FORWARD, "heads = h * PACKED + r % GROUP", "heads = h * PACKED + r % GROUP * 0", "few_rows"),
+        Mutant("wrong_gqa_head", _FORWARD, "((h * packed) // sizes[7])", "((h * packed) % (sizes[2] // sizes[7]))", "full"),
+        Mutant("packed_heads_are_one", _FORWARD, "heads = h * packed + r % group", "heads = h * packed + r % group * 0", "few_rows"),
         Mutant("head_dim_not_cut", _FORWARD, "mask=is_row & (d < HEAD_DIM)", "mask=is_row & (d <= HEAD_DIM)", "head_dim"),
         Mutant("queries_of_the_first_sequence", _FORWARD, "at = found[1] + position", "at = position", "packed"),
-        Mutant("keys_of_the_first_sequence", _FORWARD, "at = lane + key[3]\n", "at = lane\n", "packed"),
-        Mutant("page_off_by_one", _PLACES, "pages + at // PAGE_SIZE", "pages + tl.maximum(at // PAGE_SIZE - 1, 0)", "pages"),
-        Mutant("row_of_page_off_by_one", _PLACES, "(at % PAGE_SIZE) *", "((at + 1) % PAGE_SIZE) *", "pages"),
+        Mutant("keys_of_the_first_sequence", _FORWARD, "tl.arange(0, TILE_N) + key[3]\n", "tl.arange(0, TILE_N)\n", "packed"),
+        Mutant("page_off_by_one", _PLACES, "tl.load(pages + asked)", "tl.load(pages + tl.maximum(asked - 1, 0))", "pages"),
+        Mutant("row_of_page_off_by_one", _PLACES, "((first + lane) % PAGE_SIZE) *", "((first + lane + 1) % PAGE_SIZE) *", "pages"),
         Mutant("pages_of_the_first_sequence", _FORWARD, "tensors[9] + b.to(tl.int64) * sizes[6]", "tensors[9]", "pages"),
         # splits
         Mutant("split_lost", _FORWARD, "begin = tl.minimum(split * share", "begin = tl.minimum((split + 1) * share", "splits"),
@@ -93,12 +99,12 @@ MUTANTS = {
         # the backward pass
         Mutant("delta_dropped", _BACKWARD, "delta = tl.sum(out * dout, 1)", "delta = tl.sum(out * dout * 0, 1)", "full"),
         Mutant("lse_gradient_ignored", _BACKWARD, "    if HAS_DLSE:", "    if False:", "full"),
-        Mutant("stale_lse", _BACKWARD, "tl.load(tensors[4] + place, mask", "tl.load(tensors[4] + place // 2 * 2, mask", "full"),
+        Mutant("stale_lse", _BACKWARD, "tl.load(tensors[2] + place, mask", "tl.load(tensors[2] + place // 2 * 2, mask", "full"),
         Mutant("dq_not_scaled", _BACKWARD, "(dq * scale)", "(dq * 1.0)", "full"),
         Mutant("dk_1_percent_off", _BACKWARD, "(dk * scale)", "(dk * scale * 1.01)", "full"),
         Mutant("row_tile_lost", _BACKWARD, "tl.max(tl.where(touches, m + 1, 0))", "tl.max(tl.where(touches, m, 0))", "full"),
         Mutant("dk_of_one_head_alone", _BACKWARD, "h = kv_head * sizes[7] + g", "h = kv_head * sizes[7]", "full"),
-        Mutant("dv_overwritten", _BACKWARD, "dout, dv, input_precision", "dout, dv * 0, input_precision", "full"),
+        Mutant("dv_overwritten", _BACKWARD, "plus_product(dv, None", "plus_product(dv * 0, None", "full"),
         Mutant(
             "rows_filled_in_part", _BACKWARD,
             "fills = (all_lo <= n_first) & (all_hi >= n_end)\n",
@@ -136,6 +142,7 @@ MUTANTS = {
         ),
         Mutant("sink_gradient_sign", "backward_pass.py", "return -(share * delta)", "return (share * delta)", "sink"),
         Mutant("captured_derivative_forgotten", "programs.py", "ds * found[{load.factor}].to(tl.float32)", "ds", "gated"),
+        Mutant("pair_stored_by_rows_beyond_the_end", "programs.py", "element_ty), mask=seen)", "element_ty), mask=is_key)", "pairs"),
         Mutant("captured_gradient_one_place_on", "programs.py", "totals[{load.total}]", "totals[{0 * load.total}]", "two_tables"),
         Mutant(
             "keys_of_a_shared_entry_lost", "programs.py",

@@ -49,7 +49,8 @@ def _flex(qkv: tuple[Tensor, ...], mask: Callable | None, lengths: list[int], ba
     assert mask is not None
     q, k, v = (t.transpose(0, 1)[None] for t in qkv)  # (1, heads, tokens, head dim), as views
     block_mask = anyattn.create_block_mask(mask, 1, 1, q.shape[2], q.shape[2], device=q.device)
-    return anyattn.flex_attention(q, k, v, None, block_mask, backend=backend)[0].transpose(0, 1)
+    # squeezed and not indexed: the derivative of [0] would copy the gradient among zeros, which belongs to the caller and not to us
+    return anyattn.flex_attention(q, k, v, None, block_mask, backend=backend).squeeze(0).transpose(0, 1)
 
 
 def _varlen(qkv: tuple[Tensor, ...], mask: Callable | None, lengths: list[int], backend: str | None) -> Tensor:

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 HERE = Path(__file__).resolve().parent
 
 
-@pytest.mark.parametrize("name", ["triton_interpreted.py", "triton_ragged_interpreted.py"])
+@pytest.mark.parametrize("name", ["triton_interpreted.py", "triton_ragged_interpreted.py", "triton_ways_interpreted.py"])
 def test_in_the_interpreter(name: str) -> None:
     """The interpreter is chosen when Triton is imported, so it gets a process of its own."""
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(HERE.parent.parent), *sys.path])}

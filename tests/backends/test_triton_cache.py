@@ -245,25 +245,56 @@ def test_the_checkers_themselves() -> None:
 def planned(launches: Any, **options: Any) -> dict[str, Any]:
     launches.made.clear()
     decode(**options)
-    (_, grid, *_, constants) = launches.made[0]
-    return {"grid": grid, **constants}
+    (kernel, grid, values, *_, constants) = launches.made[0]
+    names = [p.name for p in kernel.params if not p.is_constexpr]
+    return {"grid": grid, **dict(zip(names, values, strict=False)), **constants}
 
 
 def test_heads_of_a_group_share_a_tile(launches: Any) -> None:
     for heads, sq, packed in (((32, 8), 1, 4), ((32, 32), 1, 1), ((14, 2), 1, 7), ((32, 8), 64, 4), ((32, 8), 65, 1), ((142, 2), 1, 1)):
         found = planned(launches, heads=heads, sq=sq, num_splits=1)
-        assert (found["PACKED"], found["grid"][1]) == (packed, heads[0] // packed), heads
-        group = found["GROUP"]
+        assert (found["packed"], found["grid"][1]) == (packed, heads[0] // packed), heads
+        group = found["group"]
         assert packed <= group < 2 * packed and group <= found["TILE_M"] and found["grid"][0] == -(-sq * group // found["TILE_M"])
-    assert planned(launches, heads=(256, 2), sq=1, num_splits=1)["PACKED"] == 64, "so many as a tile may have"
+    assert planned(launches, heads=(256, 2), sq=1, num_splits=1)["packed"] == 64, "so many as a tile may have"
 
 
 def test_splits_fill_the_processors(launches: Any) -> None:
     """Few rows and long caches are cut; what fills the GPU by itself is not."""
-    found = planned(launches, num_splits=0)["grid"]
-    assert found[0] == 1 and 100 <= math.prod(found) <= 132
+    found = planned(launches, num_splits=0)
+    assert found["TILE_M"] == 64 and found["grid"][0] == 1
+    assert 120 <= math.prod(found["grid"]) <= 132, "one program of 64 rows fits on a multiprocessor"
     assert planned(launches, num_splits=0, heads=(256, 256))["grid"] == (1, 256, 4)
     assert planned(launches, num_splits=7)["grid"] == (1, 8, 28), "what is asked for is done"
+
+
+def test_a_known_kernel_is_asked_directly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And Triton for every other that it would compile: another dtype, alignment, number that it compiles for, or option."""
+    from anyattn.backends.triton import launch
+
+    made: list[tuple[str, tuple[Any, ...]]] = []
+
+    class Kernel:
+        params = (SimpleNamespace(name="x", is_constexpr=False), SimpleNamespace(name="SIZE", is_constexpr=True))
+
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            def launched(*given: Any, **options: Any) -> Any:
+                made.append((self.name, given))
+                return Kernel("known")
+
+            return launched
+
+    kernel, device, storage = Kernel("new"), torch.device("cuda", 0), torch.zeros(64)
+    monkeypatch.setattr(launch, "_ready", {})
+    for x, number, stride, size, name in (
+        (storage, 3, 1, 8, "new"), (storage, 4, 1, 8, "known"), (storage[1:], 4, 1, 8, "new"), (storage[4:], 4, 1, 8, "known"),
+        (storage.int(), 4, 1, 8, "new"), (storage, 4, 2, 8, "new"), (storage, 4, 1, 16, "new"), (storage, 5, 1, 8, "known"),
+    ):  # fmt: skip
+        launch.run_plain(kernel, 7, (x, number), (stride,), device, {"SIZE": size, "num_warps": 4})
+        assert made[-1] == (name, (x, number, stride) if name == "new" else (x, number, stride, size))
 
 
 def test_a_row_of_others_changes_no_tile(launches: Any) -> None:
@@ -277,5 +308,6 @@ def test_a_row_of_others_changes_no_tile(launches: Any) -> None:
             launches.made.clear()
             anyattn.flash_attn_with_kvcache(q, cache, cache.clone(), **tables, **more, num_splits=2, backend="triton")
             constants = launches.made[0][-1]
-            tiles.add(tuple(constants[n] for n in ("TILE_M", "TILE_N", "PACKED", "num_warps")))
+            heads = launches.made[0][1][1]  # how many programs share them says how many share a tile
+            tiles.add((heads, *[constants[n] for n in ("TILE_M", "TILE_N", "IS_PACKED", "num_warps")]))
         assert len(tiles) == 1, more

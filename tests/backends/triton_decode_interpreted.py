@@ -20,7 +20,7 @@ import test_flash_cache as cache_tests
 from flash_calls import RECIPES
 
 from anyattn import autograd, check_lengths, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache, recall
-from anyattn.backends.triton import layout
+from anyattn.backends.triton import config, layout
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -86,6 +86,28 @@ def test_where_pages_lie_changes_no_bit(page_size, splits, monkeypatch):  # type
     unread(monkeypatch)
     found.append(decoded(cache_tests.arguments(replace(RAGGED, page_size=page_size, page_seed=2)), num_splits=splits)[:2])
     assert all(same(found[0], other) for other in found[1:])
+
+
+@pytest.mark.parametrize("more", [{}, {"window_size": (70, 0)}, {"cache_leftpad": torch.tensor([0, 33, 7])}, {"num_splits": 3}], ids=str)
+def test_pages_of_every_size_that_tiles_may_meet(more, monkeypatch):  # type: ignore[no-untyped-def]
+    """Several tiles of 32 keys a sequence: of many pages, of one, of part of one, and of pages that begin anywhere in them."""
+    unread(monkeypatch)
+    monkeypatch.setattr(config, "_few_rows", lambda tiles, rows, dtype: config.Tiles(16, 32, 4, 2))
+    random = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(3, n, h, 16, generator=random) for n, h in ((2, 4), (240, 2), (240, 2)))
+    lengths = torch.tensor([197, 64, 240], dtype=torch.int32)
+    options = {"cache_seqlens": lengths, "causal": True, "return_lse": True, "backend": "triton", "num_splits": 1} | more
+    right = flash_attn_with_kvcache(q, k, v, **options)
+    assert bool((right[0] != 0).any())
+    for size in (1, 8, 12, 16, 32, 48, 64, 240):
+        each = -(-240 // size)
+        place = torch.randperm(3 * each, generator=random).view(3, each).int()
+        pools = [torch.full((3 * each, size, 2, 16), math.nan) for _ in (k, v)]
+        for pool, cache in zip(pools, (k, v), strict=True):
+            rows = torch.nn.functional.pad(cache, (0, 0, 0, 0, 0, each * size - 240))
+            pool[place.flatten().long()] = rows.reshape(3 * each, size, 2, 16)
+        recall.clear()
+        assert same(flash_attn_with_kvcache(q, *pools, page_table=place, **options), right), size
 
 
 @pytest.mark.parametrize("splits", [1, 4])

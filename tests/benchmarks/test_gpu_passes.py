@@ -399,3 +399,17 @@ def test_a_run_compiles_what_is_left_then_times_and_ends_with_the_bars(tmp_path:
     assert "reached Triton backward, softcap, vs flex TRITON: 1.5 x" in done.output and done.output.rstrip().endswith("without figures")
     assert all(os.environ[name] == "0" for name in ahead.CACHES)
     json.loads((tmp_path / "gpu.json").read_text())
+
+
+@pytest.mark.parametrize("door", memory.DOORS)
+def test_the_gradient_reaches_the_backward_pass_without_a_copy(door: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many bytes as an output has: what indexing a batch of one entry would cost."""
+    from anyattn import autograd
+
+    seen: list[torch.Tensor] = []
+    backward = autograd.backward
+    monkeypatch.setattr(autograd, "backward", lambda problem, plan, *results: seen.append(results[2]) or backward(problem, plan, *results))
+    qkv = tuple(torch.randn(64, 2, 128, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    gradient = torch.randn(64, 2, 128, dtype=torch.bfloat16)
+    memory._pass(door, qkv, gradient, lambda b, h, i, j: i >= j, [30, 34], None)
+    assert seen[0].data_ptr() == gradient.data_ptr()

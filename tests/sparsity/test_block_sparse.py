@@ -5,6 +5,7 @@ import torch
 
 from anyattn.mods import masks
 from anyattn.sparsity import BlockMask, BlockSparseTensors, compute_block_sparsity, create_block_mask
+from anyattn.sparsity.lists import kept_transposed
 from anyattn.testing.tiles import brute_classes, dense, library_masks, random_mask
 
 LENGTHS = [(1, 1), (16, 16), (31, 64), (64, 31), (100, 100), (97, 61)]
@@ -166,3 +167,16 @@ def test_bad_arguments():
 def test_damaged_lists_are_noticed():
     with pytest.raises(ValueError, match="column 7 to 7 of 3"):
         lists_of([1], [[7, 0, 0]]).classes()
+
+
+def test_transposed_lists_are_kept_until_someone_writes():
+    """The same object while nothing changes; new ones after a write to a list, and none for tensors whose writes torch does not count."""
+    lists = causal_768_896()
+    kept = kept_transposed(lists)
+    assert kept_transposed(lists) is kept and torch.equal(kept.classes(), lists.classes().mT)
+    lists.full_block_cnt.zero_()
+    changed = kept_transposed(lists)
+    assert changed is not kept and torch.equal(changed.classes(), lists.classes().mT) and not (changed.classes() == 2).any()
+    with torch.inference_mode():
+        uncounted = causal_768_896()
+    assert kept_transposed(uncounted) is not kept_transposed(uncounted)

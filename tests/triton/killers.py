@@ -132,6 +132,18 @@ def two_tables() -> None:
     judge(*qkv(1, 2, 1, 37, 43, 16, 16), score=lambda s, _, h, i, j: s + a[j] * b[i], captured=[a, b])
 
 
+def pairs() -> None:
+    """An entry of its own for every pair, in a tensor with room to spare; the second time two pairs share one, or a pair has two."""
+    a = torch.linspace(-1, 1, 2 * 2 * 40 * 48, dtype=torch.float64).sin().reshape(2, 2, 40, 48)
+    mask = lambda b, h, i, j: (i + 2 * j) % 3 < 2
+    for score in (
+        lambda s, b, h, i, j: s * 0.5 + a[b, h, i, j], lambda s, b, h, i, j: s + a[0, h, i, j],
+        lambda s, b, h, i, j: s + a[b, h, i, j] * a[b, 0, i, j],
+    ):  # fmt: skip
+        judge(*qkv(2, 2, 1, 37, 43, 16, 16), score=score, captured=[a])
+        judge(*qkv(2, 2, 1, 37, 43, 16, 16), score=score, captured=[a], mask=mask)
+
+
 def overlap() -> None:
     """Two ranges of keys that share tiles which both fill."""
     judge(*qkv(1, 1, 1, 70, 100, 16, 16), mask=lambda b, h, i, j: (j < i + 40) | ((j >= 20) & (j < 90)))
@@ -159,6 +171,7 @@ KILLERS: dict[str, Callable[[], Any]] = {
     "gated": variant("gated"),
     "softcap": variant("softcap"),
     "two_tables": two_tables,
+    "pairs": pairs,
     "infinite_derivative": infinite_derivative,
     "head_dim": judged((1, 2, 1, 20, 20, 24, 40)),
     "few_rows": judged((1, 6, 2, 3, 50, 16, 16), score=lambda s, b, h, i, j: s - 0.02 * h * j),

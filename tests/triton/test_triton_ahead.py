@@ -46,7 +46,8 @@ def test_what_a_score_mod_adds_to_the_loop(name, plain):  # type: ignore[no-unty
     assert not re.search(r"\.f64|cvt\.\w+\.f32\.s64|setp\.\w+\.s64|sub\.s64|call", text), name
     assert "ld.global.nc.b32" not in text or "relative" in name or "pairs" in name
     assert kernel.metadata.shared <= 170 << 10  # no room for tiles of captured values
-    most = {"alibi": 6, "relative": 8, "half the distance": 8, "softcap": 5, "pairs": 8, "sigmoid": 9}[name]
+    # the first of them is the scale, which without a score mod is part of the exponential
+    most = {"alibi": 6, "relative": 8, "half the distance": 8, "softcap": 5, "pairs": 8, "sigmoid": 10}[name]
     assert count <= plain + most, (count, plain)
 
 
@@ -71,7 +72,13 @@ def test_float32_keeps_the_exact_functions() -> None:
 
 
 GPUS = ((8, 0), (8, 6), (9, 0), (10, 0))
-DIMS = ((64, 64, torch.bfloat16), (128, 128, torch.float16), (256, 256, torch.bfloat16), (128, 64, torch.float32))
+DIMS = (
+    (64, 64, torch.bfloat16),
+    (128, 128, torch.float16),
+    (256, 256, torch.bfloat16),
+    (128, 64, torch.float32),
+    (256, 256, torch.float32),
+)
 
 
 @pytest.mark.parametrize("capability", GPUS, ids=str)
@@ -89,7 +96,17 @@ def test_tiles_fit(capability: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize(
     ("capability", "at", "backward"),
-    [((9, 0), 1, False), ((8, 6), 1, False), ((10, 0), 0, False), ((9, 0), 2, True), ((8, 0), 1, True), ((8, 6), 3, False)],
+    [
+        ((9, 0), 1, False),
+        ((8, 6), 1, False),
+        ((10, 0), 0, False),
+        ((9, 0), 2, True),
+        ((8, 0), 1, True),
+        ((8, 6), 3, False),
+        ((9, 0), 3, True),
+        ((9, 0), 4, False),
+        ((9, 0), 4, True),
+    ],
 )
 def test_what_the_compiler_makes_of_the_tiles(capability, at, backward) -> None:  # type: ignore[no-untyped-def]
     """The formula for shared memory is at least what is taken, and what is taken is there."""
@@ -107,8 +124,23 @@ def test_what_the_compiler_makes_of_the_tiles(capability, at, backward) -> None:
         kernel = ahead.compiled(launch, capability)
         needed = config.needed(name, tiles, shape_of(problem), capability)
         assert kernel.metadata.shared <= needed <= config.shared_memory(capability), (name, tiles)
-        if dtype.itemsize == 2:
-            assert ahead.spilled(kernel.asm["cubin"]) <= ahead.MOST_SPILLED, (name, tiles)
+        assert ahead.spilled(kernel.asm["cubin"]) <= ahead.MOST_SPILLED, (name, tiles)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_float32_is_summed_on_two_levels(dtype: torch.dtype) -> None:
+    """A tile's product begins at zero, and one fused operation adds it to the tiles before it: so the compiler has not joined them. In 16
+    bits the products of the results go on from what there is."""
+    problem = ahead.problem_of(None, lambda b, h, q, k: q >= k, dim=64, dtype=dtype, has_grad=True)
+    made = [*ahead.launches(problem, (9, 0)), *ahead.launches(problem, (9, 0), backward=True)[1:]]
+    for launch, results in zip(made, (1, 1, 2), strict=True):
+        text = ahead.compiled(launch, (9, 0)).asm["ttgir"]
+        sums = re.findall(r"(?:tt\.dot|ttng\.warp_group_dot) %\S+, %\S+, (%\S+)", text)
+        zeros = re.findall(r"(%\S+) = arith\.constant dense<0\.0+e\+00> : tensor<\d+x\d+xf32", text)
+        carried = len([name for name in sums if name.rstrip(",") not in zeros])
+        loops = 2  # over full tiles and over partial ones
+        fused = len(re.findall(r"math\.fma", text))
+        assert (carried, fused) == ((0, loops * results) if dtype == torch.float32 else (loops * results, 0)), (sums, zeros)
 
 
 LOADED = (torch.bool, torch.uint8, torch.int16, torch.int64, torch.bfloat16)
@@ -181,3 +213,40 @@ def test_known_kernels_are_launched_directly(monkeypatch: pytest.MonkeyPatch) ->
         launch.run_entry(kernel, (1, 2, 3), [tensor, 7], [], device, {"A": a, "num_warps": 4})
     assert [c[0] for c in calls] == ["launcher", "direct", "launcher", "launcher", "direct"]
     assert calls[1][1] == (1, 2, 3) and calls[1][2][1:] == (7, 3) and calls[0][2] == {"A": 3, "num_warps": 4}
+
+
+def test_a_second_backward_launches_its_kernels_alone() -> None:
+    """The lists of a block mask are transposed once: later backward passes compute nothing besides their three kernels."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    import anyattn
+
+    class Operations(TorchDispatchMode):
+        def __torch_dispatch__(self, operation, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            found.add(operation.overloadpacket.__name__)
+            return operation(*args, **(kwargs or {}))
+
+    found: set[str] = set()
+    mask = anyattn.create_block_mask(lambda b, h, q, k: (IDS[q] == IDS[k]) & (q * k % 5 < 3), 1, 1, 256, 256, device="cpu")
+    problem = ahead.problem_of(block_mask=mask, has_grad=True)
+    for expected in (True, False):
+        found.clear()
+        with Operations():
+            assert len(ahead.launches(problem, (9, 0), backward=True)) == 3
+        # (zeros_like is the helper's own gradient of the output)
+        assert bool(found - {"empty", "empty_like", "detach", "zeros_like"}) is expected, found
+
+
+def test_what_the_loops_of_the_backward_are_made_of() -> None:
+    """Over full tiles: rows' statistics are loaded straight into registers, each address is a pointer that moves plus what stays, tiles
+    are asked for a whole step ahead, and a score takes so many of the machine's instructions (6 of them its own arithmetic)."""
+    made = ahead.launches(ahead.problem_of(has_grad=True), (9, 0), backward=True)
+    assert len(made) == 3
+    for launch in made[1:]:
+        kernel, options = ahead.compiled(launch, (9, 0)), launch.options
+        full = "\n".join(next(x for x in ahead.loops(kernel) if any("wgmma.mma" in line for line in x)))
+        assert len(re.findall(r"(mul\.lo|mad\.lo)\.s64", full)) <= 4 and "cp.async.ca" not in full
+        assert re.search(r"cp\.async\.wait_group\s+(0x)?[1-9]", full)
+        scores = options["TILE_M"] * options["TILE_N"] / (32 * options["num_warps"])
+        machine = min((x for x in ahead.machine_loops(kernel.asm["cubin"]) if any("MMA" in o for o in x)), key=len)
+        assert len(machine) <= 17 * scores, len(machine) / scores

@@ -133,11 +133,11 @@ def _innermost(jumps: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def spilled(cubin: bytes) -> float:
-    """The share of operations that move registers to and from memory, in the worst loop with a matrix product. What is put away before a
-    loop and fetched after it costs nothing that counts."""
+    """The share of operations that move registers to and from memory, in the worst loop with a product, the tensor cores' or float32's.
+    What is put away before a loop and fetched after it costs nothing that counts."""
     worst = 0.0
     for loop in machine_loops(cubin):
-        if any("MMA" in operation for operation in loop):
+        if any("MMA" in operation for operation in loop) or sum(operation.startswith("FFMA") for operation in loop) > 100:
             worst = max(worst, sum(operation.startswith(("LDL", "STL")) for operation in loop) / len(loop))
     return worst
 

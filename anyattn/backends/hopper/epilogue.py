@@ -46,9 +46,31 @@ class Epilogue:
             row_sum[r] = select(total > 0.0, found, -Float32.inf, "float")
 
     @cute.jit
+    def blank(self, mma, thread, outputs, sink, facts):
+        """A row tile that visits nothing: zeros, -inf, and as LSE the sink's logit where there is one."""
+        tile_m, head_dim_v = self.config.tiles.tile_m, self.config.head_dim_v
+        _, _, out, lse, highest = outputs
+        positions = rows_and_columns(mma.get_slice(thread).partition_C(cute.make_identity_tensor((tile_m, head_dim_v))))
+        first_row, first_column = positions[0, 0][0] + facts.m_block * tile_m, positions[0, 0][1]
+        nothing = Float32(sink[facts.head]) if const_expr(self.config.has_sink) else -Float32.inf
+        rest = cute.domain_offset((facts.q_start, 0), out[None, None, facts.head, facts.q_row])
+        head_dim = cute.size(out, mode=[1])
+        pair = cute.make_rmem_tensor(2, self.dtype)
+        pair.fill(0.0)
+        for r in cutlass.range_constexpr(cute.size(positions, mode=[0])):
+            row = first_row + r * 8
+            if row < facts.seqlen_q:
+                for column in cutlass.range(first_column, head_dim, 8, unroll=1):
+                    cute.autovec_copy(pair, cute.local_tile(rest[row, None], (2,), (column // 2,)))
+                if first_column == 0:  # of the four threads that hold a row, the first
+                    if const_expr(lse is not None):
+                        lse[row + facts.q_start, facts.head, facts.q_row] = nothing
+                    if const_expr(highest is not None):
+                        highest[row + facts.q_start, facts.head, facts.q_row] = -Float32.inf
+
+    @cute.jit
     def stored(self, acc, row_max, lse_rows, mma, thread, group, outputs, out_in_smem, facts):
-        """Writes a row tile's output and statistics. outputs: (copy atom, its target, out, lse, highest scores). out_in_smem: None for a
-        row tile without visits, which has no shared memory."""
+        """Writes a row tile's output and statistics. outputs: (copy atom, its target, out, lse, highest scores)."""
         tile_m, head_dim = self.config.tiles.tile_m, self.config.head_dim_v
         atom, target, out, lse, highest = outputs
         positions = rows_and_columns(mma.get_slice(thread).partition_C(cute.make_identity_tensor((tile_m, head_dim))))
@@ -59,9 +81,7 @@ class Epilogue:
                     for r in cutlass.range_constexpr(cute.size(rows)):
                         if first_row + r * 8 < facts.seqlen_q:
                             statistic[first_row + r * 8 + facts.q_start, facts.head, facts.q_row] = rows[r]
-        if const_expr(out_in_smem is None):
-            self._rows_stored(acc, positions, first_row, out, facts)
-        elif const_expr(self.config.has_entries):
+        if const_expr(self.config.has_entries):
             # what follows a sequence's last row is another sequence's: rows that it cuts are written one by one
             if facts.m_block * tile_m + (group + 1) * 64 > facts.seqlen_q:
                 self._rows_stored(acc, positions, first_row, out, facts)

@@ -94,7 +94,7 @@ class Multiplies:
                     pipes[3].consumer_release(work_open)
                     is_open = Int32(0)
                 if more != 0:
-                    self._blank(fixed, sums, given, outputs, sink, facts)
+                    self.blank(fixed[0][1], thread, outputs, sink, facts)
                 pipes[3].consumer_release(work_state)
             work_state.advance()
 
@@ -121,7 +121,7 @@ class Multiplies:
                 self._give_back(pipes[0], q_state, thread)
                 q_state.advance()
             elif more != 0:
-                self._blank(fixed, sums, given, outputs, sink, facts)
+                self.blank(fixed[0][1], thread, outputs, sink, facts)
             pipes[3].consumer_release(work_state)
             work_state.advance()
 
@@ -262,17 +262,6 @@ class Multiplies:
         row_max, row_sum = statistics
         self.finished(acc, row_max, row_sum, given[1], sink, facts.head)
         self.stored(acc, row_max, row_sum, mma_pv, thread, group, outputs, in_smem[3][None, None, q_done.index], facts)
-
-    @cute.jit
-    def _blank(self, fixed, sums, given, outputs, sink, facts):
-        """A row tile that visits nothing."""
-        (_, mma_pv), _, _, _, _, _, group, thread, _ = fixed
-        acc, row_max, row_sum, _ = sums
-        acc.fill(0.0)
-        row_max.fill(-Float32.inf)
-        row_sum.fill(0.0)
-        self.finished(acc, row_max, row_sum, given[1], sink, facts.head)
-        self.stored(acc, row_max, row_sum, mma_pv, thread, group, outputs, None, facts)
 
     @cute.jit
     def _step(self, fixed, sums, p, given, q_state, k_state, v_state, is_masked: cutlass.Constexpr):

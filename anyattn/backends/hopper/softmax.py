@@ -197,7 +197,10 @@ class Softmax:
 
     @cute.jit
     def masked(self, scores, ahead, positions, n, facts, captured, limits, is_partial, is_edge: cutlass.Constexpr):
-        """-inf for the keys of tile ``n`` that a row does not see. ahead: ``asked_ahead``. is_partial: whether the partial predicate is asked."""
+        """-inf for the keys of tile ``n`` that a row does not see. ahead: ``asked_ahead``.
+
+        is_partial: whether the partial predicate is asked.
+        """
         config = self.config
         s = rows_and_columns(scores)
         rows = cute.size(s, mode=[0])

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from anyattn.backends.triton import interpreter
-from anyattn.backends.triton.launch import current_device
+from anyattn.backends.triton.launch import run_plain
 from anyattn.geometry.integers import ceil_div
 from anyattn.geometry.stored_cache import CacheStep
 
@@ -40,12 +40,10 @@ def append(step: CacheStep) -> Tensor:
     from anyattn.backends.triton.cache_step import cache_step
 
     interpreter.mend()
-    with current_device(step.q.device):
-        # a product and a sum rounded once would make other bits than the torch operations
-        cache_step[(sum(programs),)](
-            *tensors, *numbers, *last_strides, **_options(step, numbers, width), LINES=per_program, BLOCK_D=blocks[0], BLOCK_DV=blocks[1],
-            enable_fp_fusion=False,
-        )  # fmt: skip
+    # a product and a sum rounded once would make other bits than the torch operations
+    sizes = {"LINES": per_program, "BLOCK_D": blocks[0], "BLOCK_DV": blocks[1], "enable_fp_fusion": False}
+    options = {**_options(step, numbers, width), **sizes}
+    run_plain(cache_step, sum(programs), (*tensors, *numbers), last_strides, step.q.device, options)
     return turned
 
 

@@ -3,16 +3,21 @@ Kernel side.
 
 The probabilities are computed again from the log-sum-exp. Tuples are those of ``forward_kernel``, but for
 
-tensors: q, k, v, dout, lse, delta, dq, dk, dv, entries, order, pages, spans.
+tensors: q, k, v, dout, statistics, dq, dk, dv, entries, order, pages, spans.
 strides: of q, k, v, dout, dq, dk, dv.
 
-delta is, for each row, the sum of out * dout less the gradient of the log-sum-exp: what every score of the row loses.
+statistics are pairs, one for each row: its log-sum-exp in base 2 (infinite for a row that sees nothing, so that its probabilities are 0),
+and delta, the sum of out * dout less the gradient of the log-sum-exp: what every score of the row loses.
+
+Where a tile reaches beyond its sequence its last row or key is read once more for each that is missing, and what comes of it is hidden:
+no load in a loop needs a mask, and those of full tiles are a pointer that moves plus offsets that stay.
 """
 
 import triton
 import triton.language as tl
 
-from anyattn.backends.triton.forward_kernel import load_rows, rows_of
+from anyattn.backends.triton import functions
+from anyattn.backends.triton.forward_kernel import load_rows, plus_product, rows_of
 from anyattn.backends.triton.places import entry, key_places, row_tile
 from anyattn.backends.triton.visits import by_lists, clipped, full_at, partial_at, place_of_lists, visits_of
 
@@ -38,14 +43,14 @@ def prepare_tile(
     ALWAYS: tl.constexpr, HAS_SCORE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr, RANGES: tl.constexpr,
     TILE_M: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_ENTRIES: tl.constexpr, HAS_DLSE: tl.constexpr,
 ):  # fmt: skip
-    """delta of one row tile, and for each of its mask's row ranges: least lo, greatest hi, greatest lo, least hi of its rows.
+    """The statistics of one row tile, and for each of its mask's row ranges: least lo, greatest hi, greatest lo, least hi of its rows.
 
-    tensors: out, dout, dlse, delta, spans, entries, order. strides: of out, dout, dlse (its positions' last).
+    tensors: out, dout, lse, dlse, statistics, spans, entries, order. strides: of out, dout, dlse (its positions' last).
     """
-    m, b, h = _place(sizes, tensors[6], HAS_ENTRIES)
+    m, b, h = _place(sizes, tensors[7], False, HAS_ENTRIES)
     if m < 0:
         return
-    found = entry(b, tensors[5], sizes[0], sizes[1], HAS_ENTRIES)
+    found = entry(b, tensors[6], sizes[0], sizes[1], HAS_ENTRIES)
     first_row, end_row = m * TILE_M, found[2]
     if first_row >= end_row:
         return
@@ -61,11 +66,15 @@ def prepare_tile(
     delta = tl.sum(out * dout, 1)
     if HAS_DLSE:
         l_at = row * spans[0][0] + h.to(tl.int64) * spans[0][1] + at.to(tl.int64) * spans[0][2]
-        delta -= tl.load(tensors[2] + l_at, mask=is_row, other=0.0).to(tl.float32)
-    tl.store(tensors[3] + (row * sizes[2] + h) * sizes[3] + at, delta, mask=is_row)
+        delta -= tl.load(tensors[3] + l_at, mask=is_row, other=0.0).to(tl.float32)
+    place = (row * sizes[2] + h) * sizes[3] + at
+    lse = tl.load(tensors[2] + place, mask=is_row, other=0.0)
+    pair = tensors[4] + 2 * place
+    tl.store(pair, tl.where(lse == float("-inf"), float("inf"), lse * _LOG2E), mask=is_row)
+    tl.store(pair + 1, delta, mask=is_row)
     if RANGES > 0:
         rows = MASK_ROWS(b, h, (position + found[6])[:, None], captured[1][0], captured[1][1])
-        place = tensors[4] + _span_place(found, m, b, h, sizes, TILE_M, 4 * RANGES)
+        place = tensors[5] + _span_place(found, m, b, h, sizes, TILE_M, 4 * RANGES)
         _store_span(place, clipped(rows[0], found[5], TILE_M), clipped(rows[1], found[5], TILE_M))
         if RANGES == 2:
             _store_span(place + 4, clipped(rows[2], found[5], TILE_M), clipped(rows[3], found[5], TILE_M))
@@ -81,42 +90,62 @@ def _store_span(place, lo, hi):
 
 
 @triton.jit
-def _place(sizes, order, HAS_ENTRIES: tl.constexpr):
-    """(tile, batch entry, head) of this program."""
+def _place(sizes, order, LAST_FIRST: tl.constexpr, HAS_ENTRIES: tl.constexpr):
+    """(tile, batch entry, head) of this program. LAST_FIRST: under a causal mask the last row tiles see most, and are to begin first."""
     m, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if HAS_ENTRIES:
         return tl.load(order + m * 2 + 1), tl.load(order + m * 2), h
+    elif LAST_FIRST:
+        return sizes[4] - 1 - m, b, h
     else:
         return m, b, h
 
 
 @triton.jit
-def _statistics(tensors, place, is_row):
-    """(log-sum-exp in base 2, delta) of rows; what sees nothing, or is no row, gets an infinite one, so that its probabilities are 0."""
-    lse = tl.load(tensors[4] + place, mask=is_row, other=float("inf"))
-    delta = tl.load(tensors[5] + place, mask=is_row, other=0.0)
-    return tl.where(lse == float("-inf"), float("inf"), lse) * _LOG2E, delta
+def _offsets(lane, stride, BLOCK_D: tl.constexpr):
+    """Where the elements of a tile's rows ``lane`` lie from its first one on, in 64 bits."""
+    return lane.to(tl.int64)[:, None] * stride + tl.arange(0, BLOCK_D)[None, :]
+
+
+@triton.jit
+def _load_tile(base, offsets, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """A tile all of whose rows exist; zeros beyond HEAD_DIM."""
+    if HEAD_DIM == BLOCK_D:
+        return tl.load(base + offsets)
+    else:
+        return tl.load(base + offsets, mask=tl.arange(0, BLOCK_D)[None, :] < HEAD_DIM, other=0.0)
 
 
 @triton.jit
 def _visit_keys(
-    dq, q, dout, lse, delta, is_row, first, end, is_shown, key, rows, b, h, pages, scale, captured,
+    dq, q, dout, lse, delta, is_row, first, end, is_shown, key, offsets, rows, b, h, pages, scale, captured,
     SCORE: tl.constexpr, MASK: tl.constexpr, ALWAYS: tl.constexpr, SCATTER: tl.constexpr,
     IS_PARTIAL: tl.constexpr, HAS_SCORE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr, HAS_SCATTER: tl.constexpr,
     TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     PAGE_SIZE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq with what one tile of keys adds to it, not yet scaled; arguments as of ``forward_kernel.visit``."""
+    """dq with what one tile of keys adds to it, not yet scaled; arguments as of ``forward_kernel.visit``. offsets: of full tiles."""
     lane = first + tl.arange(0, TILE_N)
-    is_key = (lane < end)[:, None]
-    at = lane + key[3]
-    if IS_PARTIAL:
-        at = tl.minimum(at, key[3] + end - 1)
-    k_at, v_at = key_places(at, key[2], key[4], key[5], pages, PAGE_SIZE), key_places(at, key[2], key[6], key[7], pages, PAGE_SIZE)
-    k = load_rows(key[0], k_at[:, None], is_key, HEAD_DIM, BLOCK_D, not IS_PARTIAL)
-    v = load_rows(key[1], v_at[:, None], is_key, HEAD_DIM_V, BLOCK_DV, not IS_PARTIAL)
+    if PAGE_SIZE > 0:
+        at = tl.minimum(lane, end - 1) + key[3]
+        k_at, v_at = key_places(at, key[2], key[4], key[5], pages, PAGE_SIZE), key_places(at, key[2], key[6], key[7], pages, PAGE_SIZE)
+        k = load_rows(key[0], k_at[:, None], None, HEAD_DIM, BLOCK_D, True)
+        v = load_rows(key[1], v_at[:, None], None, HEAD_DIM_V, BLOCK_DV, True)
+    else:
+        k_at, v_at = offsets
+        start = first
+        if IS_PARTIAL:
+            start = tl.minimum(first, end - 1)
+            local = tl.minimum(tl.arange(0, TILE_N), end - 1 - start)
+            k_at, v_at = _offsets(local, key[5], BLOCK_D), _offsets(local, key[7], BLOCK_DV)
+        place = (key[3] + start).to(tl.int64)
+        row = key[2].to(tl.int64)
+        k = _load_tile(key[0] + (row * key[4] + place * key[5]), k_at, HEAD_DIM, BLOCK_D)
+        v = _load_tile(key[1] + (row * key[6] + place * key[7]), v_at, HEAD_DIM_V, BLOCK_DV)
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
-    kv = tl.minimum(lane, end - 1)[None, :]
+    kv = lane[None, :]
+    if IS_PARTIAL:
+        kv = tl.minimum(kv, end - 1)
     if HAS_SCORE:
         of_score = SCORE(s, b, h, kv, rows[0], captured[0][0], captured[0][1])
         s = of_score[0].to(tl.float32) * _LOG2E
@@ -130,12 +159,12 @@ def _visit_keys(
     if IS_PARTIAL or HAS_ALWAYS:
         ds = tl.where(seen, ds, 0.0)
     if HAS_SCATTER:
-        SCATTER(ds, seen, is_row[:, None], (lane < end)[None, :], of_score, captured[0][2])
+        SCATTER(ds, seen, is_row[:, None], (lane < end)[None, :], of_score, captured[0][2], not IS_PARTIAL and not HAS_ALWAYS)
     if HAS_SCORE:
         ds = ds * of_score[1].to(tl.float32)
         if IS_PARTIAL or HAS_ALWAYS:
             ds = tl.where(seen, ds, 0.0)  # the derivative of a hidden score may be anything
-    return tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+    return plus_product(dq, None, ds, k, PRECISION)
 
 
 @triton.jit
@@ -149,10 +178,10 @@ def dq_tile(
     HAS_ENTRIES: tl.constexpr, PAGE_SIZE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq of one row tile, and what its scores send into the score mod's captured tensors."""
-    m, b, h = _place(sizes, tensors[10], HAS_ENTRIES)
+    m, b, h = _place(sizes, tensors[9], True, HAS_ENTRIES)
     if m < 0:
         return
-    found = entry(b, tensors[9], sizes[0], sizes[1], HAS_ENTRIES)
+    found = entry(b, tensors[8], sizes[0], sizes[1], HAS_ENTRIES)
     seqlen_k = found[5]
     line, first_row, end_row = row_tile(m, found[2], TILE_M, LIST_M, 1)
     if first_row >= end_row:
@@ -166,7 +195,9 @@ def dq_tile(
     do_at = (row * strides[3][0] + head * strides[3][1] + at.to(tl.int64) * strides[3][2])[:, None]
     q = load_rows(tensors[0], q_at, is_row[:, None], HEAD_DIM, BLOCK_D, False)
     dout = load_rows(tensors[3], do_at, is_row[:, None], HEAD_DIM_V, BLOCK_DV, False)
-    lse, delta = _statistics(tensors, (row * sizes[2] + h) * sizes[3] + at, is_row)
+    pair = tensors[4] + 2 * ((row * sizes[2] + h) * sizes[3] + at)
+    lse = tl.load(pair, mask=is_row, other=float("inf"))
+    delta = tl.load(pair + 1, mask=is_row, other=0.0)
     q_idx = (position + found[6])[:, None]
     kept = rows_of(b, h, q_idx, captured, SCORE_ROWS, MASK_ROWS, ALWAYS_ROWS, HAS_SCORE, HAS_MASK, HAS_ALWAYS)
     kv_head = (h // sizes[7]).to(tl.int64)
@@ -174,7 +205,9 @@ def dq_tile(
         tensors[1] + kv_head * strides[1][1], tensors[2] + kv_head * strides[2][1], found[3], found[4],
         strides[1][0], strides[1][2], strides[2][0], strides[2][2],
     )  # fmt: skip
-    pages = tensors[11] + b.to(tl.int64) * sizes[6]
+    n_lane = tl.arange(0, TILE_N)
+    offsets = _offsets(n_lane, key[5], BLOCK_D), _offsets(n_lane, key[7], BLOCK_DV)
+    pages = tensors[10] + b.to(tl.int64) * sizes[6]
     factor = scale if HAS_SCORE else scale * _LOG2E
     dq = tl.zeros((TILE_M, BLOCK_D), tl.float32)
     runs, full, partial = visits_of(
@@ -183,20 +216,20 @@ def dq_tile(
     for i in range(0, full):
         first = full_at(runs, i, RANGES, TILE_N, LIST_N)
         dq = _visit_keys(
-            dq, q, dout, lse, delta, is_row, first, first + TILE_N, True, key, kept, b, h, pages, factor, captured,
+            dq, q, dout, lse, delta, is_row, first, first + TILE_N, True, key, offsets, kept, b, h, pages, factor, captured,
             SCORE, MASK, ALWAYS, SCATTER, False, HAS_SCORE, HAS_MASK, HAS_ALWAYS, HAS_SCATTER,
             TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PAGE_SIZE, PRECISION,
         )  # fmt: skip
     for i in range(0, partial):
         first, end, is_shown = partial_at(runs, i, seqlen_k, RANGES, TILE_N, LIST_N)
         dq = _visit_keys(
-            dq, q, dout, lse, delta, is_row, first, end, is_shown, key, kept, b, h, pages, factor, captured,
+            dq, q, dout, lse, delta, is_row, first, end, is_shown, key, offsets, kept, b, h, pages, factor, captured,
             SCORE, MASK, ALWAYS, SCATTER, True, HAS_SCORE, HAS_MASK, HAS_ALWAYS, HAS_SCATTER,
             TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PAGE_SIZE, PRECISION,
         )  # fmt: skip
     d = tl.arange(0, BLOCK_D)[None, :]
     dq_at = (row * strides[4][0] + head * strides[4][1] + at.to(tl.int64) * strides[4][2])[:, None]
-    tl.store(tensors[6] + dq_at + d, (dq * scale).to(tensors[6].dtype.element_ty), mask=is_row[:, None] & (d < HEAD_DIM))
+    tl.store(tensors[5] + dq_at + d, (dq * scale).to(tensors[5].dtype.element_ty), mask=is_row[:, None] & (d < HEAD_DIM))
 
 
 @triton.jit
@@ -216,11 +249,12 @@ def _spans_of(place, m, is_tile, n_first, n_end, RANGES: tl.constexpr, WIDTH: tl
 
 
 @triton.jit
-def _rows_by_spans(place, tiles, n_first, n_end, RANGES: tl.constexpr, WIDTH: tl.constexpr):
+def _rows_by_spans(place, seqlen_q, n_first, n_end, RANGES: tl.constexpr, WIDTH: tl.constexpr, TILE_M: tl.constexpr):
     """(first, end, first full, end full) of the row tiles that see keys n_first to n_end; some between may see none.
 
-    The full ones are the first run of them; later ones are asked as if they were partial.
+    The full ones are the first run of them; later ones are asked as if they were partial, and so is a tile that the sequence's end cuts.
     """
+    tiles = (seqlen_q + TILE_M - 1) // TILE_M
     first, end = tiles * 0 + _FAR, tiles * 0
     full = tiles * 0 + _FAR
     for start in range(0, tiles, _CHUNK):
@@ -230,8 +264,8 @@ def _rows_by_spans(place, tiles, n_first, n_end, RANGES: tl.constexpr, WIDTH: tl
         end = tl.maximum(end, tl.max(tl.where(touches, m + 1, 0)))
         full = tl.minimum(full, tl.min(tl.where(fills, m, _FAR)))
     first = tl.minimum(first, end)
-    full = tl.minimum(full, end)
-    full_end = end
+    full_end = tl.minimum(end, seqlen_q // TILE_M)
+    full = tl.minimum(full, full_end)
     for start in range(full // _CHUNK * _CHUNK, end, _CHUNK):
         m = start + tl.arange(0, _CHUNK)
         touches, fills = _spans_of(place, m, m < tiles, n_first, n_end, RANGES, WIDTH)
@@ -241,23 +275,33 @@ def _rows_by_spans(place, tiles, n_first, n_end, RANGES: tl.constexpr, WIDTH: tl
 
 @triton.jit
 def _visit_rows(
-    dk, dv, k, v, first, end, is_shown, n_first, n_end, found, tensors, strides, sizes, b, h, scale, captured,
+    dk, dv, k, v, first, end, is_shown, n_first, n_end, found, heads, offsets, strides, b, h, scale, captured,
     SCORE_ROWS: tl.constexpr, SCORE: tl.constexpr, MASK_ROWS: tl.constexpr, MASK: tl.constexpr, ALWAYS_ROWS: tl.constexpr,
     ALWAYS: tl.constexpr, IS_PARTIAL: tl.constexpr, HAS_SCORE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, STRAIGHT: tl.constexpr,
 ):  # fmt: skip
-    """dk, not yet scaled, and dv with what rows ``first`` to ``end`` of one head add to them. Scores are [keys, rows] here."""
-    lane = first + tl.arange(0, TILE_M)
-    is_row = lane < end
-    position = tl.minimum(lane, end - 1)
-    at = found[1] + position
-    row, head = found[0].to(tl.int64), h.to(tl.int64)
-    q_at = (row * strides[0][0] + head * strides[0][1] + at.to(tl.int64) * strides[0][2])[:, None]
-    do_at = (row * strides[3][0] + head * strides[3][1] + at.to(tl.int64) * strides[3][2])[:, None]
-    q = load_rows(tensors[0], q_at, is_row[:, None], HEAD_DIM, BLOCK_D, False)
-    lse, delta = _statistics(tensors, (row * sizes[2] + h) * sizes[3] + at, is_row)
+    """dk, not yet scaled, and dv with what rows ``first`` to ``end`` of one head add to them. Scores are [keys, rows] here.
+
+    heads: q, dout and statistics of the sequence's storage row and head. offsets: of a full tile's q and dout.
+    """
+    m_lane = tl.arange(0, TILE_M)
+    q_at, do_at = offsets
+    start = first
+    if IS_PARTIAL:
+        start = tl.minimum(first, end - 1)
+        local = tl.minimum(m_lane, end - 1 - start)
+        q_at, do_at = _offsets(local, strides[0][2], BLOCK_D), _offsets(local, strides[3][2], BLOCK_DV)
+    else:
+        local = m_lane
+    is_row = first + m_lane < end
+    position = start + local
+    at = (found[1] + start).to(tl.int64)
+    lse, delta = functions.pairs(heads[2] + 2 * at, local, STRAIGHT)
+    q = _load_tile(heads[0] + at * strides[0][2], q_at, HEAD_DIM, BLOCK_D)
     s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale
+    dout = _load_tile(heads[1] + at * strides[3][2], do_at, HEAD_DIM_V, BLOCK_DV)
+    dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
     q_idx = (position + found[6])[None, :]
     kv = tl.minimum(n_first + tl.arange(0, TILE_N), n_end - 1)[:, None]
     if HAS_SCORE:
@@ -273,14 +317,13 @@ def _visit_rows(
             rows = ALWAYS_ROWS(b, h, q_idx, captured[2][0], captured[2][1])
             seen = seen & ALWAYS(b, h, kv, rows, captured[2][0], captured[2][1])
         p = tl.where(seen, p, 0.0)
-    dout = load_rows(tensors[3], do_at, is_row[:, None], HEAD_DIM_V, BLOCK_DV, False)
-    dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
-    ds = p * (tl.dot(v, tl.trans(dout), input_precision=PRECISION) - delta[None, :])
+    dv = plus_product(dv, None, p, dout, PRECISION)
+    ds = p * (dp - delta[None, :])
     if HAS_SCORE:
         ds = ds * of_score[1].to(tl.float32)
     if IS_PARTIAL or HAS_ALWAYS:
         ds = tl.where(seen, ds, 0.0)  # the derivative of a hidden score may be anything
-    dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+    dk = plus_product(dk, None, ds, q, PRECISION)
     return dk, dv
 
 
@@ -291,13 +334,13 @@ def dkdv_tile(
     ALWAYS: tl.constexpr, HAS_SCORE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr, RANGES: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, LIST_M: tl.constexpr, LIST_N: tl.constexpr, HAS_FULL: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    HAS_ENTRIES: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_ENTRIES: tl.constexpr, PRECISION: tl.constexpr, STRAIGHT: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one tile of keys, summed over the query heads that share them. lists: transposed, per tile of keys."""
-    n, b, kv_head = _place(sizes, tensors[10], HAS_ENTRIES)
+    n, b, kv_head = _place(sizes, tensors[9], False, HAS_ENTRIES)
     if n < 0:
         return
-    found = entry(b, tensors[9], sizes[0], sizes[1], HAS_ENTRIES)
+    found = entry(b, tensors[8], sizes[0], sizes[1], HAS_ENTRIES)
     seqlen_q = found[2]
     line, n_first, n_end = row_tile(n, found[5], TILE_N, LIST_N, 1)
     if n_first >= n_end:
@@ -311,12 +354,19 @@ def dkdv_tile(
     factor = scale if HAS_SCORE else scale * _LOG2E
     dk = tl.zeros((TILE_N, BLOCK_D), tl.float32)
     dv = tl.zeros((TILE_N, BLOCK_DV), tl.float32)
+    m_lane = tl.arange(0, TILE_M)
+    offsets = _offsets(m_lane, strides[0][2], BLOCK_D), _offsets(m_lane, strides[3][2], BLOCK_DV)
+    q_row = found[0].to(tl.int64)
     for g in range(0, sizes[7]):
         h = kv_head * sizes[7] + g
+        heads = (
+            tensors[0] + (q_row * strides[0][0] + h.to(tl.int64) * strides[0][1]),
+            tensors[3] + (q_row * strides[3][0] + h.to(tl.int64) * strides[3][1]), tensors[4] + 2 * (q_row * sizes[2] + h) * sizes[3],
+        )  # fmt: skip
         if RANGES > 0:
-            place = tensors[12] + _span_place(found, 0, b, h, sizes, TILE_M, 4 * RANGES)
+            place = tensors[11] + _span_place(found, 0, b, h, sizes, TILE_M, 4 * RANGES)
             tile_end = tl.minimum(n_first + TILE_N, n_end)  # n_end is the sequence's
-            first, end, full, full_end = _rows_by_spans(place, (seqlen_q + TILE_M - 1) // TILE_M, n_first, tile_end, RANGES, 4 * RANGES)
+            first, end, full, full_end = _rows_by_spans(place, seqlen_q, n_first, tile_end, RANGES, 4 * RANGES, TILE_M)
             fulls, partials = full_end - full, end - first - (full_end - full)
         else:
             counts_at, places_at = place_of_lists(spans[1], b, h, line, found, seqlen_q, LIST_M, HAS_ENTRIES)
@@ -325,14 +375,12 @@ def dkdv_tile(
         for i in range(0, fulls):
             if RANGES > 0:
                 start = (full + i) * TILE_M
-                stop = seqlen_q
             else:
                 start = full_at(runs, i, 0, TILE_M, LIST_M)
-                stop = start + TILE_M
             dk, dv = _visit_rows(
-                dk, dv, k, v, start, stop, True, n_first, n_end, found, tensors, strides, sizes, b, h, factor, captured,
+                dk, dv, k, v, start, start + TILE_M, True, n_first, n_end, found, heads, offsets, strides, b, h, factor, captured,
                 SCORE_ROWS, SCORE, MASK_ROWS, MASK, ALWAYS_ROWS, ALWAYS, False, HAS_SCORE, HAS_MASK, HAS_ALWAYS,
-                TILE_M, TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION,
+                TILE_M, TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, STRAIGHT,
             )  # fmt: skip
         for i in range(0, partials):
             if RANGES > 0:
@@ -342,12 +390,12 @@ def dkdv_tile(
             else:
                 start, stop, is_shown = partial_at(runs, i, seqlen_q, 0, TILE_M, LIST_M)
             dk, dv = _visit_rows(
-                dk, dv, k, v, start, stop, is_shown, n_first, n_end, found, tensors, strides, sizes, b, h, factor, captured,
+                dk, dv, k, v, start, stop, is_shown, n_first, n_end, found, heads, offsets, strides, b, h, factor, captured,
                 SCORE_ROWS, SCORE, MASK_ROWS, MASK, ALWAYS_ROWS, ALWAYS, True, HAS_SCORE, HAS_MASK, HAS_ALWAYS,
-                TILE_M, TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION,
+                TILE_M, TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, STRAIGHT,
             )  # fmt: skip
     d, d_v = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_DV)[None, :]
     dk_at = row * strides[5][0] + head * strides[5][1] + at * strides[5][2]
     dv_at = row * strides[6][0] + head * strides[6][1] + at * strides[6][2]
-    tl.store(tensors[7] + dk_at + d, (dk * scale).to(tensors[7].dtype.element_ty), mask=is_key & (d < HEAD_DIM))
-    tl.store(tensors[8] + dv_at + d_v, dv.to(tensors[8].dtype.element_ty), mask=is_key & (d_v < HEAD_DIM_V))
+    tl.store(tensors[6] + dk_at + d, (dk * scale).to(tensors[6].dtype.element_ty), mask=is_key & (d < HEAD_DIM))
+    tl.store(tensors[7] + dv_at + d_v, dv.to(tensors[7].dtype.element_ty), mask=is_key & (d_v < HEAD_DIM_V))

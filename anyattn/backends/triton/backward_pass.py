@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anyattn.backends.triton import tables, tuning
+from anyattn.backends.triton import styles, tables, tuning
 from anyattn.backends.triton.config import Tiles, backward_tiles, capability_of, fitting, padded
 from anyattn.backends.triton.launch import Signature, entry_of, run_entry, strides_of
-from anyattn.backends.triton.programs import Chosen, Program, Read, captured_of, gradient_part, program_of
+from anyattn.backends.triton.programs import Chosen, Program, Read, captured_of, gradient_part, program_of, slots_alone
 from anyattn.backends.triton.shared import COUNTS, FUNCTIONS, LISTS, SIZES, constants_of, programs_along_batch, sizes_of, strides_named
 from anyattn.backends.triton.styles import shape_of
 from anyattn.geometry.integers import ceil_div
@@ -23,7 +23,7 @@ from anyattn.problem import Problem
 __all__ = ["backward"]
 
 _SIZES = (*SIZES, "span_places")
-_TENSORS = ("q", "k", "v", "dout", "lse", "delta", "dq", "dk", "dv", "entries", "order", "pages", "spans")
+_TENSORS = ("q", "k", "v", "dout", "statistics", "dq", "dk", "dv", "entries", "order", "pages", "spans")
 
 
 def _signature(body: str, constants: tuple[str, ...], scatters: bool = False) -> Signature:
@@ -36,11 +36,11 @@ def _signature(body: str, constants: tuple[str, ...], scatters: bool = False) ->
 
 _COMMON = ("TILE_M", "TILE_N", "LIST_M", "LIST_N", "HAS_FULL", "HEAD_DIM", "HEAD_DIM_V", "BLOCK_D", "BLOCK_DV", "HAS_ENTRIES")
 _DQ = _signature("dq_tile", ("RANGES", *_COMMON, "PAGE_SIZE", "PRECISION"), scatters=True)
-_DKDV = _signature("dkdv_tile", ("RANGES", *_COMMON, "PRECISION"))
+_DKDV = _signature("dkdv_tile", ("RANGES", *_COMMON, "PRECISION", "STRAIGHT"))
 _PREPARE = Signature(
     "backward_kernel.prepare_tile",
     (
-        ("pointer", ("out", "dout", "dlse", "delta", "spans", "entries", "order")), ("stride", strides_named("out", "dout")),
+        ("pointer", ("out", "dout", "lse", "dlse", "statistics", "spans", "entries", "order")), ("stride", strides_named("out", "dout")),
         ("long", (*strides_named("dlse"), *LISTS)), ("int", _SIZES), ("pointer", COUNTS), ("float", "scale"),
     ),
     FUNCTIONS,
@@ -73,13 +73,13 @@ def _gradients(
     problem: Problem, tiles: dict[str, Tiles], out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     chosen = program_of(problem)
-    delta, spans = _prepared(problem, chosen, tiles, out, dout, dlse)
+    statistics, spans = _prepared(problem, chosen, tiles, out, lse, dout, dlse)
     wanted = _wanted(problem)
     score = problem.score
-    totals = tuple(torch.zeros(score.tensors[s].shape, dtype=torch.float32, device=out.device) for s in wanted) if score else ()
+    totals = _totals(problem)
     blank = torch.empty_like if problem.sequences is None else torch.zeros_like  # no program comes by rows of no sequence
     dq, dk, dv = (blank(t) for t in (problem.q, problem.k, problem.v))
-    shared = (problem.q, problem.k, problem.v, dout, lse, delta, dq, dk, dv)
+    shared = (problem.q, problem.k, problem.v, dout, statistics, dq, dk, dv)
     if any(t.requires_grad for t in (problem.q, *(score.tensors[s] for s in wanted))) if score else problem.q.requires_grad:
         _launch(problem, chosen, wanted, tiles["dq"], shared, None, totals)
     if problem.k.requires_grad or problem.v.requires_grad:
@@ -87,12 +87,22 @@ def _gradients(
     captured = [None] * len(score.tensors) if score else []
     for slot, total in zip(wanted, totals, strict=True):
         captured[slot] = total.to(score.tensors[slot].dtype)  # type: ignore
-    return dq, dk, dv, _of_sink(problem, lse, delta), *captured
+    return dq, dk, dv, _of_sink(problem, lse, statistics), *captured
 
 
 def _wanted(problem: Problem) -> tuple[int, ...]:
     """The slots of captured tensors that get gradients."""
     return tuple(i for i, t in enumerate(problem.score.tensors) if t.requires_grad) if problem.score else ()
+
+
+def _totals(problem: Problem) -> tuple[Tensor, ...]:
+    """Where the gradients of captured tensors go: sums in float32, single values in the tensors' own dtype."""
+    wanted, score = _wanted(problem), problem.score
+    if score is None:
+        return ()
+    alone = slots_alone(problem, wanted)
+    dtypes = {s: score.tensors[s].dtype if s in alone else torch.float32 for s in wanted}
+    return tuple(torch.zeros(score.tensors[s].shape, dtype=dtypes[s], device=problem.q.device) for s in wanted)
 
 
 def _tiles(problem: Problem, plan: Plan) -> dict[str, Tiles]:
@@ -104,27 +114,28 @@ def _tiles(problem: Problem, plan: Plan) -> dict[str, Tiles]:
     return found
 
 
-def _of_sink(problem: Problem, lse: Tensor, delta: Tensor) -> Tensor | None:
+def _of_sink(problem: Problem, lse: Tensor, statistics: Tensor) -> Tensor | None:
     """Minus what the sink's share of each row takes from the row's other scores, summed per head."""
     sink = problem.sink
     if sink is None or not sink.requires_grad:
         return None
+    delta = statistics[..., 1]
     share = torch.exp(sink.detach().float()[:, None] - lse)
     return -(share * delta).masked_fill(torch.isneginf(lse), 0.0).sum((0, 2)).to(sink.dtype)
 
 
 def _prepared(
-    problem: Problem, chosen: Chosen, tiles: dict[str, Tiles], out: Tensor, dout: Tensor, dlse: Tensor | None
+    problem: Problem, chosen: Chosen, tiles: dict[str, Tiles], out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """delta (B, Hq, Sq) in float32, and the spans of the row tiles that dk and dv will visit."""
+    """The statistics (B, Hq, Sq, 2) in float32 of ``backward_kernel``, and the spans of the row tiles that dk and dv will visit."""
     q, tile_m = problem.q, tiles["dkdv"].tile_m
     ranges, count = chosen.program.ranges, chosen.program.range_count
     places = _span_places(problem, tile_m)
-    delta = (torch.empty if problem.sequences is None else torch.zeros)(q.shape[:3], dtype=torch.float32, device=q.device)
+    statistics = (torch.empty if problem.sequences is None else torch.zeros)((*q.shape[:3], 2), dtype=torch.float32, device=q.device)
     spans = torch.empty((problem.heads_q * places, max(4 * count, 1)), dtype=torch.int32, device=q.device)
     found = tables.tables_of(problem, replace(chosen, lists=None), tile_m)
     aligned, strides = strides_of(out, dout)
-    tensors = (out, dout, dlse, delta, spans, found.entries, found.order)
+    tensors = (out, dout, lse, dlse, statistics, spans, found.entries, found.order)
     pointers = [out if t is None else t.detach() for t in tensors]
     of_dlse = (0, 0, 0) if dlse is None else dlse.stride()
     program = Program(None, ranges, None, None)
@@ -138,7 +149,7 @@ def _prepared(
         (*pointers, *strides, *of_dlse, 0, 0, *found.strides, *sizes_of(problem, found), places, *(out,) * 4, problem.scale),
         captured, q.device, {**constants, "num_warps": 4, "num_stages": 1},
     )  # fmt: skip
-    return delta, spans
+    return statistics, spans
 
 
 def _span_places(problem: Problem, tile_m: int) -> int:
@@ -156,7 +167,7 @@ def _launch(
     totals: tuple[Tensor, ...] | None,
 ) -> None:
     """dq and what ``totals`` sum, or dk and dv where totals is None."""
-    q, k, v, dout, _, _, dq, dk, dv = shared
+    q, k, v, dout, _, dq, dk, dv = shared
     by_key = totals is None
     found = tables.key_tables_of(problem, chosen, tiles.tile_n) if by_key else tables.tables_of(problem, chosen, tiles.tile_m)
     aligned, strides = strides_of(q, k, v, dout, dq, dk, dv)
@@ -169,6 +180,7 @@ def _launch(
     constants: dict[str, Any] = {**constants_of(problem, chosen, found), "TILE_M": tiles.tile_m, "TILE_N": tiles.tile_n}
     if by_key:
         del constants["PAGE_SIZE"]
+        constants["STRAIGHT"] = styles.is_nvidia(q.device.type)
     lists = [q if t is None else t for t in found.lists]
     heads = problem.heads_kv if by_key else problem.heads_q
     run_entry(

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from anyattn.backends.triton import interpreter
-from anyattn.backends.triton.launch import current_device
+from anyattn.backends.triton.launch import run_plain
 
 __all__ = ["combine", "merge"]
 
@@ -47,9 +47,15 @@ def merge(outs: Tensor, lses: Tensor, sink: Tensor | None, out: Tensor, lse: Ten
     from anyattn.backends.triton.combine_kernel import combine_row
 
     interpreter.mend()
-    with current_device(outs.device):
-        combine_row[(lses[0].numel(),)](
+    run_plain(
+        combine_row, lses[0].numel(),
+        (
             outs, lses, lses if sink is None else sink.detach(), out, lses if lse is None else lse, heads, positions, parts, outs.stride(0),
-            lses.stride(0), *((0, 0, 0) if sink is None else sink.stride()), *out.stride()[:3], width, HAS_SINK=sink is not None,
-            HAS_UNUSED=has_unused, HAS_LSE=lse is not None, PARTS=at_once, BLOCK=block, num_warps=1 if at_once * block <= 512 else 4,
-        )  # fmt: skip
+            lses.stride(0), *((0, 0, 0) if sink is None else sink.stride()), *out.stride()[:3], width,
+        ),
+        (), outs.device,
+        {
+            "HAS_SINK": sink is not None, "HAS_UNUSED": has_unused, "HAS_LSE": lse is not None, "PARTS": at_once, "BLOCK": block,
+            "num_warps": 1 if at_once * block <= 512 else 4,
+        },
+    )  # fmt: skip

@@ -1,7 +1,9 @@
 """Tile shapes, warps and pipeline stages as data, by architecture, head dimension, dtype and pass; and whether they fit a device.
 
 The tables were chosen from what the compiler makes of them: no registers spilled inside a loop, shared memory for the stages, and, of
-what is left, the fewest instructions for a pair of a query and a key. ``kernel_options={"autotune": True}`` measures instead.
+what is left, the fewest instructions for a pair of a query and a key. With two stages Triton asks for a tile at the end of one step and
+waits for it at the beginning of the next: only from three on does a load have a step's time to arrive.
+``kernel_options={"autotune": True}`` measures instead.
 """
 
 from __future__ import annotations
@@ -12,8 +14,8 @@ from functools import lru_cache
 import torch
 
 __all__ = [
-    "PASSES", "Shape", "Tiles", "architecture", "asked", "backward_tiles", "candidates", "capability_of", "fits", "fitting",
-    "forward_tiles", "needed", "padded", "reason_against", "shared_memory",
+    "PASSES", "Shape", "Tiles", "Ways", "architecture", "asked", "backward_tiles", "candidates", "capability_of", "fits", "fitting",
+    "forward_tiles", "most_short", "needed", "padded", "reason_against", "registers", "resident", "shared_memory", "ways_of",
 ]  # fmt: skip
 
 PASSES = ("forward", "dq", "dkdv")
@@ -25,6 +27,10 @@ _SHARED = {
 _LEAST_SHARED = {True: 99 << 10, False: 48 << 10}  # from compute capability 8 on, and before
 _OF_AMD = 64 << 10
 _SMALL_PARTS = 2 << 10  # barriers, statistics and what reductions pass around
+_OF_A_BLOCK = 1 << 10  # what the system keeps for itself in every block
+_WARPS = 8  # that fit with the 190 to 255 registers a thread which few rows take, if they may
+# What the fewest rows may take instead on Hopper, which is enough for their loops: then 12 warps fit.
+_FEWEST, _MOST_REGISTERS, _MORE_WARPS = 16, 168, 12
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,15 @@ class Tiles:
             size = getattr(self, name)
             if size < 16 or size & (size - 1):
                 raise ValueError(f"{name}={size}; this backend's tiles are powers of two from 16 on")
+
+
+@dataclass(frozen=True)
+class Ways:
+    """How the forward kernel's loop over full tiles runs. is_late: a tile's second product beside the next one's exponentials, for which
+    the weights of a tile stay in registers. is_described: keys and values come by tensor descriptors (Hopper's TMA and later)."""
+
+    is_late: bool
+    is_described: bool
 
 
 def padded(head_dim: int) -> int:
@@ -99,9 +114,9 @@ _TILES: dict[str, dict[str, tuple[tuple[int, int, int, int], ...]]] = {
         "dkdv": ((32, 128, 8, 2), (64, 64, 8, 1), (32, 32, 8, 1)),
     },
     "sm_90": {
-        "forward": ((128, 128, 4, 3), (128, 128, 8, 2), (128, 64, 8, 2)),
-        "dq": ((128, 64, 8, 2), (128, 64, 8, 2), (64, 64, 8, 1)),
-        "dkdv": ((64, 128, 8, 2), (64, 128, 8, 2), (64, 32, 8, 1)),
+        "forward": ((128, 64, 4, 3), (64, 64, 4, 3), (128, 64, 8, 2)),
+        "dq": ((64, 64, 4, 3), (128, 64, 8, 3), (128, 32, 8, 3)),
+        "dkdv": ((64, 64, 4, 4), (32, 128, 8, 4), (32, 64, 8, 3)),
     },
     "sm_100": {
         "forward": ((128, 128, 8, 3), (128, 128, 8, 2), (128, 64, 8, 2)),
@@ -109,25 +124,34 @@ _TILES: dict[str, dict[str, tuple[tuple[int, int, int, int], ...]]] = {
         "dkdv": ((64, 128, 8, 2), (64, 64, 8, 2), (32, 64, 8, 1)),
     },
 }  # fmt: skip
-# float32: IEEE products are not the tensor cores'.
+# float32: IEEE products are not the tensor cores', but take whole rows into registers. Straight from memory, with one stage, they spill
+# (but for dq of the widest); with two, loops spill nothing.
 _FLOATS: dict[str, tuple[tuple[int, int, int, int], ...]] = {
-    "forward": ((64, 64, 8, 2), (64, 32, 8, 2), (32, 32, 8, 1)),
-    "dq": ((32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 8, 1)),
-    "dkdv": ((32, 32, 8, 1), (32, 32, 8, 1), (16, 32, 8, 1)),
+    "forward": ((64, 32, 8, 2), (64, 16, 8, 2), (32, 16, 8, 2)),
+    "dq": ((32, 32, 4, 2), (32, 32, 8, 2), (32, 32, 8, 1)),
+    "dkdv": ((32, 32, 8, 2), (32, 32, 8, 2), (16, 32, 8, 2)),
 }
+# Of the forward pass of up to ``_MOST_SHORT`` queries: one kernel for any number of heads in a tile, as small as products are, for reading
+# keys is what takes long; more queries have the tiles of many. An architecture without a row has tiles of as many rows as there are, in
+# powers of two, and a kernel for each.
+_SHORT: dict[str, tuple[tuple[int, int, int, int], ...]] = {"sm_90": ((16, 128, 4, 3), (16, 128, 4, 2), (16, 64, 4, 2))}
+_MOST_SHORT = 16
+# How the forward pass of 16 bits runs, by head dimension as above; False where an architecture has no row, and for few queries.
+_WAYS: dict[str, tuple[tuple[bool, bool], ...]] = {"sm_90": ((False, False), (True, True), (False, True))}
 # What autotuning tries besides, the same for all architectures: what does not fit is left out.
 _MORE: dict[str, tuple[tuple[int, int, int, int], ...]] = {
     "forward": ((128, 128, 8, 2), (128, 64, 8, 3), (128, 64, 4, 3), (64, 64, 4, 3), (64, 128, 4, 2), (64, 32, 4, 3), (128, 32, 8, 2)),
-    "dq": ((128, 64, 8, 1), (64, 64, 4, 2), (64, 32, 8, 1), (128, 32, 8, 2)),
-    "dkdv": ((64, 64, 8, 2), (64, 64, 4, 2), (32, 128, 8, 2), (64, 128, 8, 1), (32, 64, 8, 1), (64, 32, 8, 1)),
-}
+    "dq": ((128, 64, 8, 1), (128, 64, 8, 3), (64, 64, 4, 2), (64, 64, 4, 3), (64, 32, 8, 1), (128, 32, 8, 2)),
+    "dkdv": (
+        (64, 64, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3), (32, 128, 8, 2), (64, 128, 8, 1), (64, 128, 8, 3), (32, 64, 8, 1), (64, 32, 8, 1),
+    ),
+}  # fmt: skip
 
 
 def _default(name: str, shape: Shape, capability: tuple[int, int] | None) -> Tiles:
-    widest, arch = max(shape.d, shape.dv), architecture(capability)
-    at = 0 if widest <= 64 else 1 if widest <= 128 else 2
-    tiles = Tiles(*(_TILES[arch][name] if shape.dtype.itemsize == 2 else _FLOATS[name])[at])
-    if arch == "sm_90" and name == "forward" and tiles.num_warps == 4 and shape.has_score:
+    arch = architecture(capability)
+    tiles = Tiles(*(_TILES[arch][name] if shape.dtype.itemsize == 2 else _FLOATS[name])[_column(shape)])
+    if arch == "sm_90" and name == "forward" and tiles.tile_m // tiles.num_warps > 16 and shape.has_score:
         return replace(tiles, num_warps=8)  # two blocks at once leave a score mod too few registers
     return tiles
 
@@ -140,11 +164,30 @@ def needed(name: str, tiles: Tiles, shape: Shape, capability: tuple[int, int] | 
     total = size * (stay + stages * step * both) + stages * step * 8 * shape.columns + _SMALL_PARTS
     if name != "forward" and stages == 1:  # then what two products want in two layouts lies there twice
         total += size * step * max(shape.d, shape.dv)
+    if name == "dq" and shape.has_score:  # a captured tensor's gradients may be reordered there on their way to memory
+        total += m * n * size
     # products' left sides go through shared memory where they do not come from registers
     passed = m * n * (2 if name != "forward" else 1)
     if size == 4 or (capability is not None and capability[0] >= 10 and name != "forward"):
         total += passed * size
     return total
+
+
+def resident(tiles: Tiles, shape: Shape, capability: tuple[int, int] | None) -> int:
+    """How many programs of a forward pass with few rows a multiprocessor holds at once, by shared memory and registers: an estimate."""
+    is_warpgroup = capability is not None and capability[0] == 9 and tiles.tile_m >= 64  # whose products read stages in flight
+    stages = max(1, tiles.num_stages - (not is_warpgroup))
+    step = tiles.tile_n * (shape.d + shape.dv)
+    passed = tiles.tile_n * (not is_warpgroup)  # weights, which a warp group's products take from registers
+    used = shape.dtype.itemsize * (tiles.tile_m * (shape.d + passed) + stages * step)
+    warps = _MORE_WARPS if registers(tiles.tile_m, tiles.num_warps, shape.dtype, capability) else _WARPS
+    return max(1, min(shared_memory(capability) // (used + _OF_A_BLOCK), warps // tiles.num_warps))
+
+
+def registers(tile_m: int, num_warps: int, dtype: torch.dtype, capability: tuple[int, int] | None) -> dict[str, int]:
+    """Triton's option that says how many registers a thread of the forward pass may have, where it has fewer than there are."""
+    is_limited = architecture(capability) == "sm_90" and tile_m <= _FEWEST and num_warps <= 4 and dtype.itemsize == 2
+    return {"maxnreg": _MOST_REGISTERS} if is_limited else {}
 
 
 def fits(name: str, tiles: Tiles, shape: Shape, capability: tuple[int, int] | None) -> bool:
@@ -175,13 +218,52 @@ def fitting(name: str, tiles: Tiles, shape: Shape, capability: tuple[int, int] |
     return tiles
 
 
-def forward_tiles(shape: Shape, capability: tuple[int, int] | None, rows: int) -> Tiles:
-    """The tiles of a forward pass over ``rows`` query rows (heads packed among them)."""
-    return fitting("forward", _few_rows(_default("forward", shape, capability), rows), shape, capability)
+def most_short(dtype: torch.dtype, capability: tuple[int, int] | None) -> int:
+    """Queries, up to which the heads of a group share a tile: beyond, a head fills one by itself."""
+    return _MOST_SHORT if _has_short(dtype, capability) else 64
 
 
-def _few_rows(tiles: Tiles, rows: int) -> Tiles:
-    return replace(tiles, tile_m=min(tiles.tile_m, padded(rows)), num_warps=4) if rows <= 64 else tiles
+def _has_short(dtype: torch.dtype, capability: tuple[int, int] | None) -> bool:
+    return architecture(capability) in _SHORT and dtype.itemsize == 2
+
+
+def forward_tiles(shape: Shape, capability: tuple[int, int] | None, rows: int, is_short: bool) -> Tiles:
+    """The tiles of a forward pass over ``rows`` query rows, heads packed among them. is_short: of ``most_short`` queries or fewer."""
+    if not _has_short(shape.dtype, capability):
+        tiles = _few_rows(_default("forward", shape, capability), rows, shape.dtype)
+    elif is_short:
+        tiles = Tiles(*_SHORT[architecture(capability)][_column(shape)])
+    else:
+        tiles = _default("forward", shape, capability)
+    return fitting("forward", tiles, shape, capability)
+
+
+def _few_rows(tiles: Tiles, rows: int, dtype: torch.dtype) -> Tiles:
+    if rows > 64:
+        return tiles
+    tile_m = min(tiles.tile_m, padded(rows))
+    warps = 4 if dtype.itemsize == 2 else max(4, tiles.num_warps * tile_m // tiles.tile_m)  # no more for a thread than in the table
+    return replace(tiles, tile_m=tile_m, num_warps=warps)
+
+
+def _column(shape: Shape) -> int:
+    """Where the tables have a shape's head dimension."""
+    widest = max(shape.d, shape.dv)
+    return 0 if widest <= 64 else 1 if widest <= 128 else 2
+
+
+@lru_cache(maxsize=1024)
+def ways_of(shape: Shape, capability: tuple[int, int] | None, is_short: bool, has_ranges: bool) -> Ways:
+    """How the forward kernel runs. is_short: see ``forward_tiles``. has_ranges: rows see ranges of keys; else lists name the tiles.
+
+    Descriptors are made by every program, which those of documents, with few keys each, do not live long enough for; and a score mod needs
+    the registers that a late second product keeps.
+    """
+    ways = _WAYS.get(architecture(capability))
+    if ways is None or is_short or not has_ranges or shape.dtype.itemsize != 2:
+        return Ways(False, False)
+    is_late, is_described = ways[_column(shape)]
+    return Ways(is_late and not shape.has_score, is_described)
 
 
 def backward_tiles(shape: Shape, capability: tuple[int, int] | None) -> dict[str, Tiles]:
@@ -203,8 +285,9 @@ def asked(name: str, tiles: Tiles, shape: Shape, capability: tuple[int, int] | N
 
 def candidates(name: str, shape: Shape, capability: tuple[int, int] | None, rows: int) -> list[Tiles]:
     """What autotuning measures: the default first, then others that fit."""
-    default = forward_tiles(shape, capability, rows) if name == "forward" else backward_tiles(shape, capability)[name]
+    is_short = rows <= most_short(shape.dtype, capability)
+    default = forward_tiles(shape, capability, rows, is_short) if name == "forward" else backward_tiles(shape, capability)[name]
     others = [Tiles(*t) for t in _MORE[name]]
     if name == "forward":
-        others = [_few_rows(t, rows) for t in others]
+        others = [_few_rows(t, rows, shape.dtype) for t in others]
     return list(dict.fromkeys([default, *(t for t in others if fits(name, t, shape, capability))]))

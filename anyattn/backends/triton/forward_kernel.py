@@ -9,6 +9,7 @@ strides: (rows, heads, positions) of q, k, v, out; the last dimension is contigu
 spans[0]: from one split's statistics and output to the next's. spans[1], of block lists: from one entry's counts to the next's, from
 one head's to the next's, places of a row of tiles (0 where they lie flat), from one head's flat places to the next's.
 cache: new rows, capacity and rows of a cache, and the last page of a pool.
+dealt: query heads that share a tile, and the power of two that holds them: the rows of a position.
 sizes: seqlen_q, seqlen_k (greatest of all), heads, positions of statistics, row tiles, splits, pages of a sequence, query heads of a K/V
 head, key tiles that lists count in a sequence of seqlen_k.
 """
@@ -16,15 +17,16 @@ head, key tiles that lists count in a sequence of seqlen_k.
 import triton
 import triton.language as tl
 
-from anyattn.backends.triton.places import cache_entry, entry, key_places, row_tile
-from anyattn.backends.triton.visits import full_at, partial_at, visits_of
+from anyattn.backends.triton.places import cache_entry, entry, inside, key_places, page_numbers, paged_places, row_tile
+from anyattn.backends.triton.visits import full_at, inside_of, partial_at, visits_of
 
-__all__ = ["forward_tile", "load_rows", "rows_of"]
+__all__ = ["forward_tile", "load_rows", "plus_product", "rows_of"]
 
 _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 _LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 # A row's maximum is never less, so that -inf less the maximum is -inf and not NaN.
 _LOWEST: tl.constexpr = tl.constexpr(-1.7014118e38)
+_FEW: tl.constexpr = tl.constexpr(32)  # rows of a tile
 
 
 @triton.jit
@@ -71,43 +73,151 @@ def rows_of(
 
 
 @triton.jit
-def visit(
-    acc, row_sum, row_max, q, first, end, is_shown, key, rows, b, h, pages, scale, captured,
-    SCORE: tl.constexpr, MASK: tl.constexpr, ALWAYS: tl.constexpr,
-    IS_PARTIAL: tl.constexpr, HAS_SCORE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr,
-    TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """One tile of keys, from position ``first``: (acc, row_sum, row_max) with what its rows see of it.
+def plus_product(acc, rescale, p, v, PRECISION: tl.constexpr):
+    """acc * rescale + p @ v, p in v's dtype. rescale: [rows], None is 1.
 
+    In float32 a tile's product is summed by itself: one sum over all keys is as long as they are many, and its error grows with it. The
+    fused addition keeps it so, for a plain one is made part of the product by Triton's compiler.
+    """
+    if v.dtype == tl.float32:
+        product = tl.dot(p, v, input_precision=PRECISION)
+        if rescale is None:
+            return tl.fma(acc, 1.0, product)
+        else:
+            return tl.fma(acc, rescale[:, None], product)
+    elif rescale is None:
+        return tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+    else:
+        return tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
+
+
+@triton.jit
+def scores_of(
+    q, first, end, is_shown, key, rows, b, h, numbers, scales, captured,
+    SCORE: tl.constexpr, MASK: tl.constexpr, ALWAYS: tl.constexpr,
+    IS_PARTIAL: tl.constexpr, HAS_SCORE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr, RANGES: tl.constexpr,
+    TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr, FITS: tl.constexpr,
+    PRECISION: tl.constexpr, IS_RAW: tl.constexpr, IS_DESCRIBED: tl.constexpr,
+):  # fmt: skip
+    """[rows, TILE_N]: the scores of the keys from position ``first`` on, -inf where not seen; in base 2, unless IS_RAW.
+
+    scales: what a product is multiplied with for the score mod, and what a score is multiplied with for base 2.
     end: keys from it on are not there (partial tiles only). is_shown: all others are visible, whatever the mask says. key: k, v, k_row,
-    k_start, their strides, and the last page. rows: what the parts of the program keep per row.
+    k_start and their strides. rows: what the parts of the program keep per row. numbers: of the tile's pages, see ``places.page_numbers``.
     """
     lane = first + tl.arange(0, TILE_N)
-    is_key = (lane < end)[:, None]
-    at = lane + key[3]
-    if IS_PARTIAL:
-        at = tl.minimum(at, key[3] + end - 1)  # no page is asked for beyond the last key
-    k_at = key_places(at, key[2], key[4], key[5], pages, PAGE_SIZE, key[8])[:, None]
-    k = load_rows(key[0], k_at, is_key, HEAD_DIM, BLOCK_D, not IS_PARTIAL)
-    s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+    k = keys_at(
+        key[0], first, end, key, key[4], key[5], numbers, IS_PARTIAL, HEAD_DIM, BLOCK_D, PAGE_SIZE, FITS, TILE_N, IS_DESCRIBED,
+        q.shape[0] <= _FEW,
+    )  # fmt: skip
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if HAS_SCORE:
+        s = s * scales[0]
+    elif not IS_RAW:
+        s = s * scales[1]
     kv = tl.minimum(lane, end - 1)[None, :]  # mods are not asked beyond the sequence
     if HAS_SCORE:
-        s = SCORE(s, b, h, kv, rows[0], captured[0][0], captured[0][1]).to(tl.float32) * _LOG2E
+        s = SCORE(s, b, h, kv, rows[0], captured[0][0], captured[0][1]).to(tl.float32)
     if IS_PARTIAL:
-        seen = (lane < end)[None, :]
-        if HAS_MASK:
-            seen = seen & (MASK(b, h, kv, rows[1], captured[1][0], captured[1][1]) | is_shown)
+        if RANGES > 0:  # the rows' limits are inside the sequence
+            seen = MASK(b, h, lane[None, :], rows[1], captured[1][0], captured[1][1])
+        else:
+            seen = (lane < end)[None, :]
+            if HAS_MASK:
+                seen = seen & (MASK(b, h, kv, rows[1], captured[1][0], captured[1][1]) | is_shown)
         s = tl.where(seen, s, float("-inf"))
     if HAS_ALWAYS:
         s = tl.where(ALWAYS(b, h, kv, rows[2], captured[2][0], captured[2][1]), s, float("-inf"))
+    return s
+
+
+@triton.jit
+def keys_at(
+    source, first, end, key, stride_row, stride, numbers,
+    IS_PARTIAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr, FITS: tl.constexpr,
+    TILE_N: tl.constexpr, IS_DESCRIBED: tl.constexpr, FEW_ROWS: tl.constexpr,
+):  # fmt: skip
+    """[TILE_N, BLOCK_D]: keys or values from position ``first``; zeros from ``end`` on (partial tiles only).
+
+    source: where they lie, a pointer, or IS_DESCRIBED a descriptor, which knows where they end.
+    """
+    if IS_DESCRIBED:
+        return source.load([first, 0])
+    else:
+        is_key = (first + tl.arange(0, TILE_N) < end)[:, None]
+        if PAGE_SIZE > 0:
+            at = paged_places(first + key[3], end - 1 + key[3], numbers, stride_row, stride, TILE_N, PAGE_SIZE, FITS, IS_PARTIAL)
+        elif FEW_ROWS and not IS_PARTIAL:
+            # few rows leave registers for every row's way from the tile's first, and then a tile costs one addition a row
+            at = key[2].to(tl.int64) * stride_row + (first + key[3]).to(tl.int64) * stride + tl.arange(0, TILE_N) * stride
+        else:
+            lane = first + tl.arange(0, TILE_N) + key[3]
+            if IS_PARTIAL:
+                lane = tl.minimum(lane, key[3] + end - 1)
+            at = key_places(lane, key[2], stride_row, stride, 0, 0)
+        return load_rows(source, at[:, None], is_key, HEAD_DIM, BLOCK_D, not IS_PARTIAL)
+
+
+@triton.jit
+def weights_of(s, row_sum, row_max, scale, IS_RAW: tl.constexpr):
+    """(exponentials of scores, what earlier ones are to be multiplied with, row_sum, row_max).
+
+    Where scores are not in base 2 (IS_RAW), nor is row_max: the factor is part of the exponential's argument, one instruction for both.
+    """
     highest = tl.maximum(row_max, tl.max(s, 1))
-    p = tl.exp2(s - highest[:, None])
-    rescale = tl.exp2(row_max - highest)
-    v_at = key_places(at, key[2], key[6], key[7], pages, PAGE_SIZE, key[8])[:, None]
-    v = load_rows(key[1], v_at, is_key, HEAD_DIM_V, BLOCK_DV, not IS_PARTIAL)
-    acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
-    return acc, row_sum * rescale + tl.sum(p, 1), highest
+    if IS_RAW:
+        top = highest * scale
+        p = tl.exp2(s * scale - top[:, None])
+        rescale = tl.exp2(row_max * scale - top)
+    else:
+        p = tl.exp2(s - highest[:, None])
+        rescale = tl.exp2(row_max - highest)
+    return p, rescale, row_sum * rescale + tl.sum(p, 1), highest
+
+
+@triton.jit
+def visit(
+    acc, row_sum, row_max, q, first, end, is_shown, key, rows, b, h, numbers, scales, captured,
+    SCORE: tl.constexpr, MASK: tl.constexpr, ALWAYS: tl.constexpr,
+    IS_PARTIAL: tl.constexpr, HAS_SCORE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr, RANGES: tl.constexpr,
+    TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, FITS: tl.constexpr, PRECISION: tl.constexpr, IS_RAW: tl.constexpr, IS_DESCRIBED: tl.constexpr,
+):  # fmt: skip
+    """One tile of keys, from position ``first``: (acc, row_sum, row_max) with what its rows see of it; see ``scores_of``."""
+    s = scores_of(
+        q, first, end, is_shown, key, rows, b, h, numbers, scales, captured, SCORE, MASK, ALWAYS,
+        IS_PARTIAL, HAS_SCORE, HAS_MASK, HAS_ALWAYS, RANGES, TILE_N, HEAD_DIM, BLOCK_D, PAGE_SIZE, FITS, PRECISION, IS_RAW, IS_DESCRIBED,
+    )  # fmt: skip
+    p, rescale, row_sum, row_max = weights_of(s, row_sum, row_max, scales[1], IS_RAW)
+    v = keys_at(
+        key[1], first, end, key, key[6], key[7], numbers, IS_PARTIAL, HEAD_DIM_V, BLOCK_DV, PAGE_SIZE, FITS, TILE_N, IS_DESCRIBED,
+        q.shape[0] <= _FEW,
+    )  # fmt: skip
+    acc = plus_product(acc, rescale, p, v, PRECISION)
+    return acc, row_sum, row_max
+
+
+@triton.jit
+def visit_late(
+    acc, row_sum, row_max, p, owed, before, q, first, key, rows, b, h, scales, captured,
+    SCORE: tl.constexpr, MASK: tl.constexpr, ALWAYS: tl.constexpr,
+    HAS_SCORE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr, RANGES: tl.constexpr,
+    TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    PRECISION: tl.constexpr, IS_RAW: tl.constexpr, IS_DESCRIBED: tl.constexpr,
+):  # fmt: skip
+    """``visit`` of a full tile, whose second product is that of the tile before, from position ``before`` with weights ``p``: it runs
+    while this tile's exponentials are computed. (acc, row_sum, row_max, p, owed). Keys have no pages.
+
+    owed: what acc is to be multiplied with first. p is in float32, for in 16 bits the compiler would hand it on through shared memory.
+    """
+    s = scores_of(
+        q, first, first + TILE_N, True, key, rows, b, h, 0, scales, captured, SCORE, MASK, ALWAYS,
+        False, HAS_SCORE, HAS_MASK, HAS_ALWAYS, RANGES, TILE_N, HEAD_DIM, BLOCK_D, 0, False, PRECISION, IS_RAW, IS_DESCRIBED,
+    )  # fmt: skip
+    v = keys_at(key[1], before, before + TILE_N, key, key[6], key[7], 0, False, HEAD_DIM_V, BLOCK_DV, 0, False, TILE_N, IS_DESCRIBED, False)
+    acc = plus_product(acc, owed, p, v, PRECISION)
+    p, owed, row_sum, row_max = weights_of(s, row_sum, row_max, scales[1], IS_RAW)
+    return acc, row_sum, row_max, p, owed
 
 
 @triton.jit
@@ -144,20 +254,22 @@ def store_results(
 
 @triton.jit
 def forward_tile(
-    tensors, strides, spans, cache, sizes, lists, scale, captured,
+    tensors, strides, spans, cache, dealt, sizes, lists, scale, captured,
     SCORE_ROWS: tl.constexpr, SCORE: tl.constexpr, MASK_ROWS: tl.constexpr, MASK: tl.constexpr, ALWAYS_ROWS: tl.constexpr,
     ALWAYS: tl.constexpr, HAS_SCORE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr, RANGES: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, LIST_M: tl.constexpr, LIST_N: tl.constexpr, HAS_FULL: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    GROUP: tl.constexpr, PACKED: tl.constexpr, HAS_ENTRIES: tl.constexpr, IS_CACHE: tl.constexpr, HAS_LEFTPAD: tl.constexpr,
+    IS_PACKED: tl.constexpr, HAS_ENTRIES: tl.constexpr, IS_CACHE: tl.constexpr, HAS_LEFTPAD: tl.constexpr,
     HAS_ROWS: tl.constexpr, PAGE_SIZE: tl.constexpr, HAS_SINK: tl.constexpr, HAS_LSE: tl.constexpr, HAS_MAX: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, IS_RAW: tl.constexpr, IS_LATE: tl.constexpr, IS_DESCRIBED: tl.constexpr,
 ):  # fmt: skip
     """One row tile, or one split of its keys.
 
     SCORE, MASK, ALWAYS and their _ROWS: the functions of the score mod, of the mask and of the mask asked in every tile. RANGES: row ranges
-    of the mask, 0 where lists say which tiles to visit. PACKED: query heads in a tile, which share keys; GROUP: the power of two that holds
-    them. IS_CACHE: entries are what the cache's tables say.
+    of the mask, 0 where lists say which tiles to visit. IS_PACKED: a tile may hold several query heads, which share keys. IS_CACHE: entries
+    are what the cache's tables say. IS_RAW: the greatest product has the greatest score (the scale is positive), or there is a score mod,
+    so that maxima are taken before the change to base 2. IS_LATE: a full tile's second product runs beside the next one's exponentials.
+    IS_DESCRIBED: keys and values come by tensor descriptors.
     """
     m, b, h, split = work_of(sizes, tensors, HAS_ENTRIES)
     if m < 0:
@@ -167,21 +279,30 @@ def forward_tile(
     else:
         found = entry(b, tensors[7], sizes[0], sizes[1], HAS_ENTRIES)
     seqlen_k = found[5]
-    line, first_row, end_row = row_tile(m, found[2], TILE_M, LIST_M, GROUP)
+    if IS_PACKED:
+        packed, group = dealt
+    else:
+        packed, group = 1, 1
+    line, first_row, end_row = row_tile(m, found[2], TILE_M, LIST_M, group)
     if first_row >= end_row:
         return
     r = tl.arange(0, TILE_M)
-    position = first_row + r // GROUP
+    position = first_row + r // group
     is_row = position < end_row
     position = tl.minimum(position, end_row - 1)  # what is no row asks as the last one does, and is not stored
-    heads = h * PACKED + r % GROUP
-    if PACKED < GROUP:
-        is_row = is_row & (r % GROUP < PACKED)
-        heads = tl.minimum(heads, h * PACKED + PACKED - 1)
+    heads = h * packed + r % group
+    if IS_PACKED:
+        is_row = is_row & (r % group < packed)
+        heads = tl.minimum(heads, h * packed + packed - 1)
     at = found[1] + position
     acc = tl.zeros((TILE_M, BLOCK_DV), tl.float32)
     row_sum = tl.zeros((TILE_M,), tl.float32)
-    row_max = tl.full((TILE_M,), _LOWEST, tl.float32)
+    factor = tl.full((), _LOG2E, tl.float32) if HAS_SCORE else scale * _LOG2E
+    scales = scale, factor
+    if IS_RAW:  # so that it stays finite once it is scaled
+        row_max = tl.full((TILE_M,), _LOWEST, tl.float32) / tl.maximum(factor, 1.0)
+    else:
+        row_max = tl.full((TILE_M,), _LOWEST, tl.float32)
     if seqlen_k <= 0:  # no mod may be asked about a sequence without keys: what it captures need not reach there
         store_results(
             acc, row_sum, row_max, tensors, strides, spans, sizes, found[0], at, heads, is_row, split,
@@ -191,39 +312,95 @@ def forward_tile(
     offsets = found[0].to(tl.int64) * strides[0][0] + heads.to(tl.int64) * strides[0][1] + at.to(tl.int64) * strides[0][2]
     q = load_rows(tensors[0], offsets[:, None], is_row[:, None], HEAD_DIM, BLOCK_D, False)
     q_idx = (position + found[6])[:, None]
-    if GROUP > 1:
+    if IS_PACKED:
         asked = heads[:, None]
     else:
         asked = h
     kept = rows_of(b, asked, q_idx, captured, SCORE_ROWS, MASK_ROWS, ALWAYS_ROWS, HAS_SCORE, HAS_MASK, HAS_ALWAYS)
-    kv_head = ((h * PACKED) // sizes[7]).to(tl.int64)
-    key = (
-        tensors[1] + kv_head * strides[1][1], tensors[2] + kv_head * strides[2][1], found[3], found[4],
-        strides[1][0], strides[1][2], strides[2][0], strides[2][2], cache[3],
+    kv_head = ((h * packed) // sizes[7]).to(tl.int64)
+    k_from, v_from = tensors[1] + kv_head * strides[1][1], tensors[2] + kv_head * strides[2][1]
+    if IS_DESCRIBED:
+        row, start = found[3].to(tl.int64), (m * 0 + found[4]).to(tl.int64)
+        k_from = tl.make_tensor_descriptor(
+            k_from + row * strides[1][0] + start * strides[1][2], [seqlen_k, HEAD_DIM], [strides[1][2], 1], [TILE_N, BLOCK_D]
+        )
+        v_from = tl.make_tensor_descriptor(
+            v_from + row * strides[2][0] + start * strides[2][2], [seqlen_k, HEAD_DIM_V], [strides[2][2], 1], [TILE_N, BLOCK_DV]
+        )
+    key = (k_from, v_from, found[3], found[4], strides[1][0], strides[1][2], strides[2][0], strides[2][2])
+    # where tiles begin at multiples of their size and so do pages
+    FITS: tl.constexpr = (
+        PAGE_SIZE > 0 and IS_CACHE and not HAS_LEFTPAD and (LIST_N == 0 or LIST_N % TILE_N == 0)
+        and (TILE_N % max(PAGE_SIZE, 1) == 0 or PAGE_SIZE % TILE_N == 0)
     )  # fmt: skip
     pages = tensors[9] + b.to(tl.int64) * sizes[6]
-    factor = scale if HAS_SCORE else scale * _LOG2E
     runs, full, partial = visits_of(
-        kept[1], lists, spans[1], found, b, h * PACKED, line, seqlen_k, RANGES, TILE_M, TILE_N, LIST_N, HAS_FULL, HAS_ENTRIES
+        kept[1], lists, spans[1], found, b, h * packed, line, seqlen_k, RANGES, TILE_M, TILE_N, LIST_N, HAS_FULL, HAS_ENTRIES
     )
     # equal shares, as in geometry.splits
     share = (full + partial + sizes[5] - 1) // sizes[5]
     begin = tl.minimum(split * share, full + partial)
     stop = tl.minimum(begin + share, full + partial)
-    for i in range(tl.minimum(begin, full), tl.minimum(stop, full)):
-        first = full_at(runs, i, RANGES, TILE_N, LIST_N)
-        acc, row_sum, row_max = visit(
-            acc, row_sum, row_max, q, first, first + TILE_N, True, key, kept, b, asked, pages, factor, captured,
-            SCORE, MASK, ALWAYS, False, HAS_SCORE, HAS_MASK, HAS_ALWAYS,
-            TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PAGE_SIZE, PRECISION,
-        )  # fmt: skip
+    if RANGES > 0:
+        kept = kept[0], inside_of(kept[1], seqlen_k, RANGES), kept[2]
+    start, end_full = tl.minimum(begin, full), tl.minimum(stop, full)
+    if IS_LATE:
+        tl.static_assert(PAGE_SIZE == 0, "page numbers are loaded ahead of one tile's keys and values, not of two tiles'")
+        p, owed = tl.zeros((TILE_M, TILE_N), tl.float32), tl.full((TILE_M,), 1.0, tl.float32)
+        before = start * 0
+        if start < end_full:
+            before = full_at(runs, start, RANGES, TILE_N, LIST_N)
+        for i in range(start, end_full):
+            first = full_at(runs, i, RANGES, TILE_N, LIST_N)
+            acc, row_sum, row_max, p, owed = visit_late(
+                acc, row_sum, row_max, p, owed, before, q, first, key, kept, b, asked, scales, captured,
+                SCORE, MASK, ALWAYS, HAS_SCORE, HAS_MASK, HAS_ALWAYS, RANGES,
+                TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, IS_RAW, IS_DESCRIBED,
+            )  # fmt: skip
+            before = first
+        if start < end_full:
+            v = keys_at(
+                key[1], before, before + TILE_N, key, key[6], key[7], 0, False, HEAD_DIM_V, BLOCK_DV, 0, False, TILE_N, IS_DESCRIBED, False
+            )
+            acc = plus_product(acc, owed, p, v, PRECISION)
+    else:
+        # Page numbers are loaded two tiles ahead: a tile's keys, which need them, are asked for while the tile before it is worked on.
+        # (They are clamped when they come nearer, for Triton pipelines no loop that hands a value on as it is.)
+        if PAGE_SIZE > 0:
+            ahead, beyond = 0, 0
+            if start < end_full:
+                ahead = full_at(runs, start, RANGES, TILE_N, LIST_N)
+                beyond = full_at(runs, tl.minimum(start + 1, end_full - 1), RANGES, TILE_N, LIST_N)
+            last_key = found[4] + seqlen_k - 1
+            numbers = inside(page_numbers(found[4] + ahead, last_key, pages, TILE_N, PAGE_SIZE, FITS, True), cache[3])
+            coming = page_numbers(found[4] + beyond, last_key, pages, TILE_N, PAGE_SIZE, FITS, True)
+        else:
+            numbers, coming = 0, 0
+        for i in range(start, end_full):
+            first = full_at(runs, i, RANGES, TILE_N, LIST_N)
+            of_tile = numbers
+            if PAGE_SIZE > 0:
+                numbers = inside(coming, cache[3])
+                beyond = full_at(runs, tl.minimum(i + 2, end_full - 1), RANGES, TILE_N, LIST_N)
+                coming = page_numbers(found[4] + beyond, 0, pages, TILE_N, PAGE_SIZE, FITS, False)
+            acc, row_sum, row_max = visit(
+                acc, row_sum, row_max, q, first, first + TILE_N, True, key, kept, b, asked, of_tile, scales, captured,
+                SCORE, MASK, ALWAYS, False, HAS_SCORE, HAS_MASK, HAS_ALWAYS, RANGES,
+                TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PAGE_SIZE, FITS, PRECISION, IS_RAW, IS_DESCRIBED,
+            )  # fmt: skip
     for i in range(tl.maximum(begin - full, 0), tl.maximum(stop - full, 0)):
         first, end, is_shown = partial_at(runs, i, seqlen_k, RANGES, TILE_N, LIST_N)
+        if PAGE_SIZE > 0:
+            of_tile = inside(page_numbers(found[4] + first, found[4] + end - 1, pages, TILE_N, PAGE_SIZE, FITS, True), cache[3])
+        else:
+            of_tile = 0
         acc, row_sum, row_max = visit(
-            acc, row_sum, row_max, q, first, end, is_shown, key, kept, b, asked, pages, factor, captured,
-            SCORE, MASK, ALWAYS, True, HAS_SCORE, HAS_MASK, HAS_ALWAYS,
-            TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PAGE_SIZE, PRECISION,
+            acc, row_sum, row_max, q, first, end, is_shown, key, kept, b, asked, of_tile, scales, captured,
+            SCORE, MASK, ALWAYS, True, HAS_SCORE, HAS_MASK, HAS_ALWAYS, RANGES,
+            TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PAGE_SIZE, FITS, PRECISION, IS_RAW, IS_DESCRIBED,
         )  # fmt: skip
+    if IS_RAW:
+        row_max = row_max * factor
     store_results(
         acc, row_sum, row_max, tensors, strides, spans, sizes, found[0], at, heads, is_row, split,
         HAS_SINK, HAS_LSE, HAS_MAX, HEAD_DIM_V, BLOCK_DV,

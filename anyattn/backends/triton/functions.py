@@ -114,7 +114,7 @@ def tanh_nvidia(x):
 
 @triton.jit
 def product_nvidia(a, b):
-    """Rounded by itself: a product and the sum that it goes into are otherwise one instruction, rounded once, and 5 * 0.3 - 1 is not 0.5."""
+    """Rounded by itself: a product and the sum it goes into are otherwise one instruction, rounded once, and 5 * 0.3 - 1 is not 0.5."""
     return tl.inline_asm_elementwise("mul.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1)
 
 
@@ -215,6 +215,19 @@ def load_nvidia(place):
     else:  # a bool takes a byte
         bits = tl.inline_asm_elementwise("ld.global.nc.u8 $0, [$1];", "=r,l", [at], tl.int32, is_pure=True, pack=1)
         return bits.to(tl.int8).to(tl.uint8, bitcast=True).to(dtype) if dtype == tl.uint8 else bits.to(dtype)
+
+
+@triton.jit
+def pairs(base, lane, STRAIGHT: tl.constexpr):
+    """(firsts, seconds) of pairs ``lane`` of float32. STRAIGHT: into registers, each pair by one load (NVIDIA); see ``load_nvidia``: what
+    every row of a tile wants alike Triton would send through shared memory in single words, as often as a thread wants them."""
+    if STRAIGHT:
+        at = base.to(tl.int64) + lane.to(tl.int64) * 8
+        return tl.inline_asm_elementwise(
+            "ld.global.nc.v2.f32 {$0, $1}, [$2];", "=f,=f,l", [at], dtype=(tl.float32, tl.float32), is_pure=True, pack=1
+        )
+    else:
+        return tl.load(base + 2 * lane), tl.load(base + 2 * lane + 1)
 
 
 @triton.jit

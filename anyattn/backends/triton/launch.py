@@ -7,7 +7,7 @@ them into the tuples that the body wants, and hands over the mods' functions. Le
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from anyattn.backends.triton import generated, interpreter
 from anyattn.backends.triton.programs import Part, Program, Read
 
-__all__ = ["Signature", "current_device", "entry_of", "entry_source", "run_entry", "strides_of"]
+__all__ = ["Signature", "current_device", "entry_of", "entry_source", "run_entry", "run_plain", "strides_of"]
 
 _TYPES = {"pointer": "", "stride": ": tl.int64", "long": ": tl.int64", "int": ": tl.int32", "float": ": tl.float32"}
 _UNIT = 8  # elements: 16 bytes of a 16-bit dtype, which is what one load instruction takes
@@ -123,8 +123,22 @@ def run_entry(
             for pair in zip(t.stride(), t.shape, strict=True):
                 given += pair
         given += tensors
+    # dtypes and whether rows are aligned (which the entry itself says) are all that differs between launches of one entry
+    dtypes = tuple([x.dtype for x in given if isinstance(x, Tensor)])
     with current_device(device):
-        _launch(kernel, tuple(grid), given, device, options)
+        _launch(kernel, tuple(grid), given, device, options, dtypes)
+
+
+def run_plain(
+    kernel: Any, programs: int, given: Sequence[Any], special: Sequence[int], device: torch.device, options: dict[str, Any]
+) -> None:
+    """Launches a kernel as it is written, on a grid of one axis. given: its arguments up to ``special``, the numbers that Triton compiles
+    for; other numbers it must not look at. options: constants, the last arguments, and how to compile."""
+    tensors = [x for x in given if isinstance(x, Tensor)]
+    # of a pointer Triton asks whether it is a multiple of 16
+    known = (*special, *[x.dtype for x in tensors], *[x.data_ptr() % 16 == 0 for x in tensors])
+    with current_device(device):
+        _launch(kernel, (programs, 1, 1), [*given, *special], device, options, known)
 
 
 class _Ready(NamedTuple):
@@ -138,22 +152,37 @@ _ready: dict[tuple, _Ready] = {}
 _MOST_READY = 4096
 
 
-def _launch(kernel: Any, grid: tuple[int, ...], given: list[Any], device: torch.device, options: dict[str, Any]) -> None:
-    """Triton looks at every argument of a launch, which takes the host longer than the rest of a call: known kernels are asked directly."""
+def _launch(kernel: Any, grid: tuple[int, ...], given: list[Any], device: torch.device, options: dict[str, Any], known: tuple) -> None:
+    """Triton looks at every argument of a launch, which takes the host longer than the rest of a call: known kernels are asked directly.
+
+    known: what, besides the options, Triton would compile anew for.
+    """
     if device.type != "cuda":  # the interpreter, which cannot look into what autograd follows
         kernel[grid](*(x.detach() if isinstance(x, Tensor) else x for x in given), **options)
         return
-    # dtypes and whether rows are aligned (which the entry itself says) are all that differs between launches of one entry
-    key = (kernel, device.index, tuple(options.values()), tuple([x.dtype for x in given if isinstance(x, Tensor)]))
+    key = (kernel, device.index, tuple(options.values()), known)
     found = _ready.get(key)
-    if found is not None:
-        found.compiled[grid](*given, *found.constants)
-        return
-    compiled = kernel[grid](*given, **options)
+    with _scratch(device) if options.get("IS_DESCRIBED") else nullcontext():
+        if found is not None:
+            found.compiled[grid](*given, *found.constants)
+            return
+        compiled = kernel[grid](*given, **options)
     if compiled is not None:
         if len(_ready) >= _MOST_READY:
             _ready.clear()
         _ready[key] = _Ready(compiled, tuple(options[p.name] for p in kernel.params if p.is_constexpr))
+
+
+@contextmanager
+def _scratch(device: torch.device) -> Iterator[None]:
+    """Where kernels that describe tensors to the hardware write the descriptions: memory that Triton asks for at a launch."""
+    from triton.runtime._allocation import _allocator
+
+    before = _allocator.set(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=device))
+    try:
+        yield
+    finally:
+        _allocator.reset(before)
 
 
 def current_device(device: torch.device) -> AbstractContextManager:

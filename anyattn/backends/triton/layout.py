@@ -6,6 +6,7 @@ Pure functions of shapes: nothing asks what tensors hold.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -13,19 +14,29 @@ import torch
 from anyattn.backends.triton import config
 from anyattn.backends.triton.config import Tiles
 from anyattn.backends.triton.programs import program_of
+from anyattn.backends.triton.sizes import Box, Extent, extents
 from anyattn.backends.triton.styles import shape_of
 from anyattn.geometry.integers import ceil_div
 from anyattn.geometry.splits import num_splits
 from anyattn.hardware import Hardware
 from anyattn.problem import Problem
 
-__all__ = ["Layout", "layout_of", "padded_group", "positions_per_tile", "rows_of"]
+__all__ = ["Layout", "Reading", "has_few_rows", "layout_of", "padded_group", "pieces_of", "positions_per_tile", "rows_of"]
 
-SHORT = 64  # queries, up to which the heads of a group share a tile: beyond, a head fills one by itself
 _MOST_PACKED = 64
 _ANY_NUMBER = 1024  # of queries, where a call does not say how many an entry has at most
-_MOST_SPLITS = 128
+_MOST_SPLITS, _MANY_SPLITS = 128, 32
 _MOST_BLOCKS = 65535  # along the last axis of a CUDA grid
+# How the time of reading keys depends on the number of pieces: fitted to an H200's 40 figures in tests/backends/test_triton_splits.py,
+# which it gives within 3.5 % (root mean square).
+# Shares and bytes instead of seconds: other devices then differ by what is known of them.
+_ALONE = 0.9  # of a multiprocessor's share of the bandwidth: what one program reads that has ``_UNDER_WAY`` bytes asked for at a time
+_UNDER_WAY = 64 << 10
+_BEND = 3  # how sharply programs that read more and more together meet the bandwidth
+_ONE_MORE_LAUNCH = 224 << 10  # bytes that a multiprocessor reads while the merging of the pieces begins and ends, about 6 us
+_MERGED = 6  # times a partial output's bytes are what writing it, reading it and starting the program that makes it cost
+_UNEVEN = 0.25
+_CLOSE = 1.015  # as good as the best: fewer pieces take less memory
 
 
 class Layout(NamedTuple):
@@ -42,7 +53,7 @@ def layout_of(problem: Problem, hardware: Hardware, options: dict[str, int]) -> 
     asked = {name: options[name] for name in ("tile_m", "tile_n") if name in options}
     why, shape = [], shape_of(problem)
     for packed in _choices(problem):
-        tiles = config.forward_tiles(shape, hardware.capability, rows_of(problem, packed))
+        tiles = config.forward_tiles(shape, hardware.capability, rows_of(problem, packed), has_few_rows(problem))
         if asked:
             tiles = config.asked("forward", replace(tiles, **asked), shape, hardware.capability, hardware.name)
         if padded_group(packed) <= tiles.tile_m:
@@ -53,7 +64,7 @@ def layout_of(problem: Problem, hardware: Hardware, options: dict[str, int]) -> 
         why.append(f"tiles of {tiles.tile_m} x {tiles.tile_n}: kernel_options")
     splits = options.get("num_splits", problem.num_splits)
     if splits == 0:
-        splits = _splits(problem, tiles, packed, hardware.sm_count)
+        splits = _splits(problem, tiles, packed, hardware)
         why.append(f"keys in {splits} piece{'s' * (splits != 1)}: for {max(1, hardware.sm_count)} multiprocessors")
     most = max(1, _MOST_BLOCKS // max(1, problem.batch))
     if splits > most:
@@ -69,6 +80,11 @@ def padded_group(packed: int) -> int:
 
 def positions_per_tile(tile_m: int, packed: int) -> int:
     return tile_m // padded_group(packed)
+
+
+def has_few_rows(problem: Problem) -> bool:
+    """Whether the heads of a group may share a tile. One kernel serves all such calls, however many heads it then is."""
+    return _most_q(problem) <= config.most_short(problem.q.dtype, config.capability_of(problem.q.device))
 
 
 def rows_of(problem: Problem, packed: int) -> int:
@@ -88,7 +104,7 @@ def _most_q(problem: Problem) -> int:
 def _choices(problem: Problem) -> list[int]:
     """How many heads may share a tile, the most first: a divisor of the group, so that none has heads of two groups."""
     ratio = problem.qhead_per_kvhead
-    if ratio == 1 or _most_q(problem) > SHORT or not _shares_lists(problem):
+    if ratio == 1 or not has_few_rows(problem) or not _shares_lists(problem):
         return [1]
     return [n for n in range(min(ratio, _MOST_PACKED), 0, -1) if ratio % n == 0]
 
@@ -102,10 +118,101 @@ def _shares_lists(problem: Problem) -> bool:
     return counts.shape[1 if counts.ndim == 3 else 0] == 1
 
 
-def _splits(problem: Problem, tiles: Tiles, packed: int, sm_count: int) -> int:
+def _splits(problem: Problem, tiles: Tiles, packed: int, hardware: Hardware) -> int:
     step, heads = positions_per_tile(tiles.tile_m, packed), problem.heads_q // packed
-    row_tiles, batch = ceil_div(problem.bound_q, step), problem.batch
+    row_tiles, batch, sm_count = ceil_div(problem.bound_q, step), problem.batch, max(1, hardware.sm_count)
     rows, _, length, _ = problem.q.shape
     if rows != batch:  # packed one after another: no more tiles than their rows make
         row_tiles, batch = min(batch * row_tiles, rows * length // step + batch), 1
-    return num_splits(row_tiles, ceil_div(problem.bound_k, tiles.tile_n), heads, batch, max(1, sm_count), _MOST_SPLITS)
+    if tiles.tile_m > 64 or not has_few_rows(problem):  # products, not bytes, are what takes long
+        return num_splits(row_tiles, ceil_div(problem.bound_k, tiles.tile_n), heads, batch, sm_count, _MOST_SPLITS)
+    shape = shape_of(problem)
+    size = problem.q.dtype.itemsize
+    return pieces_of(
+        Reading(
+            programs=row_tiles * heads * batch, key_tiles=ceil_div(_most_seen(problem), tiles.tile_n),
+            tile_bytes=tiles.tile_n * (shape.d + shape.dv) * size, stages=max(1, tiles.num_stages - 1),
+            resident=config.resident(tiles, shape, hardware.capability), partial_bytes=problem.q.shape[:3].numel() * shape.dv * 4,
+        ),
+        sm_count,
+    )  # fmt: skip
+
+
+def _most_seen(problem: Problem) -> int:
+    """The most keys that a row sees, as far as the mask's limits tell without a look at what tensors hold: a window's width."""
+    chosen = program_of(problem)
+    ranges = chosen.program.ranges
+    if ranges is None:
+        return problem.bound_k
+    captured = chosen.mods[chosen.program.parts.index(ranges)].scalars
+    numbers = tuple([Extent(n, n) for n in captured if type(n) is int])
+    last = problem.bound_k - 1 if problem.sequences is not None else problem.bound_q - 1  # the query that sees most has all keys before it
+    one = Extent(max(0, last), max(0, last))
+    most = Extent(0, max(0, problem.batch - 1)), Extent(0, max(0, problem.heads_q - 1))
+    found = extents(ranges.expr, Box(*most, one, one, numbers if len(numbers) == len(captured) else None))
+    limits = [found[at] for at in ranges.expr.outputs]
+    total = 0
+    for lo, hi in zip(limits[::2], limits[1::2], strict=True):
+        if lo is None or hi is None:
+            return problem.bound_k
+        total += max(0, min(hi.hi, problem.bound_k) - max(lo.lo, 0))
+    return min(total, problem.bound_k)
+
+
+class Reading(NamedTuple):
+    """A launch that takes as long as reading its keys and values does.
+
+    programs: in one piece. key_tiles: the most that a program visits. tile_bytes: of its keys and values. stages: tiles that a program has
+    asked for at a time. resident: programs that a multiprocessor holds at once. partial_bytes: of one piece's outputs, all rows together.
+    """
+
+    programs: int
+    key_tiles: int
+    tile_bytes: int
+    stages: int
+    resident: int
+    partial_bytes: int
+
+
+@lru_cache(maxsize=4096)
+def pieces_of(reading: Reading, sm_count: int) -> int:
+    """Into how many pieces to cut the keys: the least number whose time is as good as the best.
+
+    What decides: enough programs to keep the memory busy, a last round of programs that is not too small to (which makes some numbers
+    bad in between), and what partial results cost.
+    """
+    if min(reading.programs, reading.key_tiles) == 0:
+        return 1
+    # beyond two programs for each multiprocessor, many small pieces were slower than the model says
+    most = min(_MOST_SPLITS, reading.key_tiles, max(_MANY_SPLITS, ceil_div(2 * sm_count, reading.programs)))
+    # others cut no finer, and leave their last pieces empty
+    useful = [s for s in range(1, most + 1) if ceil_div(reading.key_tiles, ceil_div(reading.key_tiles, s)) == s]
+    times = {s: _reading_time(reading, s, sm_count) for s in useful}
+    best = min(times.values())
+    return next(s for s in useful if times[s] <= _CLOSE * best)
+
+
+def _reading_time(reading: Reading, splits: int, sm_count: int) -> float:
+    """In bytes read at the device's bandwidth."""
+    alone = _ALONE * reading.stages * reading.tile_bytes / _UNDER_WAY
+
+    def progress(running: int) -> float:
+        """The share of the bandwidth that so many programs reach together."""
+        asked = alone * running / sm_count
+        return asked / (1 + asked**_BEND) ** (1 / _BEND)  # type: ignore[no-any-return]
+
+    share = ceil_div(reading.key_tiles, splits)
+    last = reading.key_tiles - share * (splits - 1)  # the last piece is smaller
+    programs = reading.programs * splits
+    rest = programs % (sm_count * reading.resident)
+    # while there are more to come every program that ends is followed by another
+    tiles = reading.programs * reading.key_tiles * (programs - rest) / programs / progress(sm_count * reading.resident)
+    if rest:
+        large = rest * (splits - 1) // splits
+        # where some multiprocessors hold one more, the others wait for them in the end, if not as long
+        uneven = 1 + _UNEVEN * (ceil_div(rest, sm_count) * sm_count / rest - 1) if rest > sm_count else 1
+        tiles += uneven * rest * last / progress(rest)
+        if share > last and large:
+            tiles += uneven * large * (share - last) / progress(large)
+    merging = _ONE_MORE_LAUNCH * sm_count + _MERGED * splits * reading.partial_bytes if splits > 1 else 0
+    return tiles * reading.tile_bytes + merging

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-__all__ = ["cache_entry", "entry", "key_places", "row_tile"]
+__all__ = ["cache_entry", "entry", "inside", "key_places", "page_numbers", "paged_places", "row_tile"]
 
 
 @triton.jit
@@ -45,29 +45,65 @@ def cache_entry(b, tables, sizes, seqlen_q, HAS_LEFTPAD: tl.constexpr, HAS_ROWS:
 
 
 @triton.jit
-def row_tile(m, seqlen_q, TILE_M: tl.constexpr, LIST_M: tl.constexpr, GROUP: tl.constexpr):
+def row_tile(m, seqlen_q, TILE_M: tl.constexpr, LIST_M: tl.constexpr, group):
     """(line of the lists, first position, end) of row tile m: a tile is part of one of the lists' row tiles, which hold LIST_M positions.
 
-    With GROUP heads packed, TILE_M rows are TILE_M // GROUP positions. LIST_M of 0: no lists.
+    group: rows of a position, which has heads packed. LIST_M of 0: no lists.
     """
-    STEP: tl.constexpr = TILE_M // GROUP
+    step = TILE_M // group
     if LIST_M > 0:
-        CUT: tl.constexpr = (LIST_M + STEP - 1) // STEP
-        line = m // CUT
-        first = line * LIST_M + (m % CUT) * STEP
+        cut = (LIST_M + step - 1) // step
+        line = m // cut
+        first = line * LIST_M + (m % cut) * step
         return line, first, tl.minimum((line + 1) * LIST_M, seqlen_q)
     else:
-        return m, m * STEP, seqlen_q
+        return m, m * step, seqlen_q
+
+
+@triton.jit
+def inside(numbers, last_page):
+    """Page numbers, those outside of the pool as some inside: nobody has looked at the table."""
+    return tl.minimum(tl.maximum(numbers, 0), last_page)
 
 
 @triton.jit
 def key_places(at, k_row, stride_row, stride, pages, PAGE_SIZE: tl.constexpr, last_page=2**31 - 1):
-    """Offsets in 64 bits of storage rows ``at`` of one sequence's keys. pages: its row of the page table, which holds page numbers.
-
-    last_page: of the pool; a number outside means one inside, for nobody has looked at the table.
-    """
+    """Offsets in 64 bits of storage rows ``at`` of one sequence's keys. pages: its row of the page table, which holds page numbers."""
     if PAGE_SIZE > 0:
-        page = tl.minimum(tl.maximum(tl.load(pages + at // PAGE_SIZE), 0), last_page).to(tl.int64)
-        return page * stride_row + (at % PAGE_SIZE) * stride
+        return inside(tl.load(pages + at // PAGE_SIZE), last_page).to(tl.int64) * stride_row + (at % PAGE_SIZE) * stride
     else:
         return k_row.to(tl.int64) * stride_row + at.to(tl.int64) * stride
+
+
+@triton.jit
+def page_numbers(first, last, pages, TILE_N: tl.constexpr, PAGE_SIZE: tl.constexpr, FITS: tl.constexpr, IS_CUT: tl.constexpr):
+    """The pages of storage rows ``first .. first + TILE_N``, a number a row, or one for all where the tile lies in one page.
+
+    FITS: tiles begin where pages do, or lie inside of them. IS_CUT: no page is asked for beyond row ``last``.
+    """
+    lane = tl.arange(0, TILE_N)
+    if FITS and PAGE_SIZE >= TILE_N:
+        asked = first // PAGE_SIZE
+    elif IS_CUT:
+        asked = tl.minimum(first + lane, last) // PAGE_SIZE
+    elif FITS:
+        asked = first // PAGE_SIZE + lane // PAGE_SIZE
+    else:
+        asked = (first + lane) // PAGE_SIZE
+    return tl.load(pages + asked)
+
+
+@triton.jit
+def paged_places(
+    first, last, numbers, stride_page, stride, TILE_N: tl.constexpr, PAGE_SIZE: tl.constexpr, FITS: tl.constexpr, IS_CUT: tl.constexpr
+):  # fmt: skip
+    """Offsets in 64 bits of storage rows ``first .. first + TILE_N`` on the pages of these numbers."""
+    lane = tl.arange(0, TILE_N)
+    if IS_CUT:
+        lane = tl.minimum(lane, last - first)
+    if FITS and PAGE_SIZE >= TILE_N:
+        return numbers.to(tl.int64) * stride_page + (first % PAGE_SIZE) * stride + lane * stride
+    elif FITS:
+        return numbers.to(tl.int64) * stride_page + (lane % PAGE_SIZE) * stride
+    else:
+        return numbers.to(tl.int64) * stride_page + ((first + lane) % PAGE_SIZE) * stride

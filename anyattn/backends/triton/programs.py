@@ -24,20 +24,22 @@ from anyattn.mods.rows import RowRanges, ranges_unread
 from anyattn.mods.trace import TracedMod
 from anyattn.problem import Problem
 
-__all__ = ["MOST_RANGES", "Part", "Program", "Read", "captured_of", "gradient_part", "program_of", "staged"]
+__all__ = ["MOST_RANGES", "Part", "Program", "Read", "captured_of", "gradient_part", "program_of", "slots_alone", "staged"]
 
 MOST_RANGES = 2  # of a row, whose limits a kernel keeps
 
 
 class Load(NamedTuple):
     """A load whose tensor gets a gradient: which of the part's totals it adds to, and where among the outputs its derivative and its
-    indices are. by_row, by_key: whether a row's keys, a key's rows share one entry, so that they are summed first."""
+    indices are. by_row, by_key: whether a row's keys, a key's rows share one entry, so that they are summed first. is_alone: no two pairs
+    of a query and a key share an entry, so that it is stored, not added up."""
 
     total: int
     factor: int
     indices: tuple[int, ...]
     by_row: bool
     by_key: bool
+    is_alone: bool = False
 
 
 class Part(NamedTuple):
@@ -168,12 +170,32 @@ def gradient_part(problem: Problem, wanted: tuple[int, ...]) -> Part:
     """The score mod with its derivatives. wanted: the slots of captured tensors that get gradients; totals are in this order."""
     score = problem.score
     assert score is not None
-    made = _gradient_part(score.expr, len(score.scalars), tuple([t.ndim for t in score.tensors]), wanted)
+    alone = frozenset(slots_alone(problem, wanted))
+    made = _gradient_part(score.expr, len(score.scalars), tuple([t.ndim for t in score.tensors]), wanted, alone)
     return made._replace(style=style_of(score, made.expr, problem))
 
 
+def slots_alone(problem: Problem, wanted: tuple[int, ...]) -> tuple[int, ...]:
+    """Those of the ``wanted`` slots whose tensor is read once, at an entry that no other pair of a query and a key reads: what is
+    indexed by b, h, q_idx and at last kv_idx, and has room for all of them."""
+    score = problem.score
+    if score is None or problem.sequences is not None:
+        return ()
+    extents = {"b": problem.batch, "h": problem.heads_q, "q_idx": problem.q.shape[2], "kv_idx": problem.k.shape[2]}
+    gradients = score_gradients(score.expr)
+    found = []
+    for slot in wanted:
+        loads = [load for load in gradients.loads if load.slot == slot]
+        nodes = [gradients.expr.nodes[gradients.expr.outputs[i]] for i in loads[0].indices]
+        names = [node.attr if node.op == "index" else None for node in nodes]
+        has_room = all(name is None or n >= extents[name] for name, n in zip(names, score.tensors[slot].shape, strict=True))  # type: ignore
+        if len(loads) == 1 and len(names) == 4 and extents.keys() == set(names) and names[-1] == "kv_idx" and has_room:
+            found.append(slot)
+    return tuple(found)
+
+
 @lru_cache(maxsize=1024)
-def _gradient_part(expr: Expr, scalars: int, ranks: tuple[int, ...], wanted: tuple[int, ...]) -> Part:
+def _gradient_part(expr: Expr, scalars: int, ranks: tuple[int, ...], wanted: tuple[int, ...], alone: frozenset[int]) -> Part:
     gradients = score_gradients(expr)
     builder = Builder()
     outputs = [builder.copy(expr), builder.copy(gradients.expr, gradients.expr.outputs[0])]
@@ -186,18 +208,28 @@ def _gradient_part(expr: Expr, scalars: int, ranks: tuple[int, ...], wanted: tup
         at = len(outputs)
         outputs += [builder.copy(gradients.expr, p) for p in (gradients.expr.outputs[load.output], *places)]
         indices = tuple(range(at + 1, len(outputs)))
-        loads.append(Load(wanted.index(load.slot), at, indices, not any(deps[p].kv for p in places), not any(deps[p].q for p in places)))
+        by_row, by_key = not any(deps[p].kv for p in places), not any(deps[p].q for p in places)
+        loads.append(Load(wanted.index(load.slot), at, indices, by_row, by_key, load.slot in alone))
     return Part("score", "gradient", builder.build(*outputs), scalars, ranks, tuple(loads), tuple(ranks[slot] for slot in wanted))
 
 
 def _scatter_source(part: Part) -> str:
-    """``NAME_scatter(ds, seen, is_row, is_key, found, totals)``: adds what the modified score's derivative sends to each load's entry."""
+    """``NAME_scatter(ds, seen, is_row, is_key, found, totals, IS_FULL)``: sends what the modified score's derivative makes of each load's
+    entry to the load's total, which is contiguous. IS_FULL: of all pairs but those of rows beyond the end, which send 0 to the last row's
+    entries, so that no addition asks which."""
     lines = []
     for i, load in enumerate(part.loads):
         slot = f"totals[{load.total}]"
-        entries = (f"functions.inside(found[{at}], {slot}[{2 + 2 * d}]).to(tl.int64)" for d, at in enumerate(load.indices))
-        places = [f"{entry} * {slot}[{1 + 2 * d}]" for d, entry in enumerate(entries)]
-        lines += [f"part{i} = tl.where(seen, ds * found[{load.factor}].to(tl.float32), 0.0)", f"at{i} = {' + '.join(places) or '0'}"]
+        sizes = [f"{slot}[{2 + 2 * d}]" for d in range(len(load.indices))]
+        places = [f"found[{at}]" for at in load.indices]
+        if not part.style.is_inside:
+            places = [f"functions.inside({place}, {size})" for place, size in zip(places, sizes, strict=True)]
+        strides = [f" * {slot}[{1 + 2 * d}]" if d + 1 < len(places) else "" for d in range(len(places))]
+        place = " + ".join(f"{place}.to(tl.int64){stride}" for place, stride in zip(places, strides, strict=True)) or "0"
+        lines += [f"part{i} = tl.where(seen, ds * found[{load.factor}].to(tl.float32), 0.0)", f"at{i} = {place}"]
+        if load.is_alone:
+            lines.append(f"tl.store({slot}[0] + at{i}, part{i}.to({slot}[0].dtype.element_ty), mask=seen)")
+            continue
         mask = {(False, False): "seen", (True, False): "is_row", (False, True): "is_key", (True, True): None}[load.by_row, load.by_key]
         if load.by_row:
             lines.append(f"part{i} = tl.sum(part{i}, 1, keep_dims=True)")
@@ -207,8 +239,11 @@ def _scatter_source(part: Part) -> str:
             lines.append(f"part{i}, at{i} = tl.sum(tl.sum(part{i}, 1), 0), functions.only(at{i})")
             lines.append(f"tl.atomic_add({slot}[0] + at{i}, part{i}, sem='relaxed')")
         else:
-            lines.append(f"tl.atomic_add({slot}[0] + at{i} + functions.zeros_like(part{i}), part{i}, mask={mask}, sem='relaxed')")
-    return f"@triton.jit\ndef {part.name}_scatter(ds, seen, is_row, is_key, found, totals):\n" + "\n".join(f"    {x}" for x in lines) + "\n"
+            lines.append(f"at{i} += functions.zeros_like(part{i})")
+            lines.append(f"mask{i} = None if IS_FULL else {mask}")
+            lines.append(f"tl.atomic_add({slot}[0] + at{i}, part{i}, mask=mask{i}, sem='relaxed')")
+    head = f"@triton.jit\ndef {part.name}_scatter(ds, seen, is_row, is_key, found, totals, IS_FULL: tl.constexpr):\n"
+    return head + "\n".join(f"    {x}" for x in lines) + "\n"
 
 
 # ---- source
@@ -219,7 +254,7 @@ def staged(part: Part) -> str:
     """The two functions of a part. A "ranges" part's rows are its limits, clipped to 32 bits."""
     lines = emit(part.expr, style=part.style)
     if part.kind == "ranges":
-        return _ranges_source(part.name, lines)
+        return _ranges_source(part.name, lines, part.expr)
     free = [*lines.once, *lines.row]
     rest = [*lines.column, *lines.tile]
     text = "\n".join([*rest, *lines.outputs])
@@ -233,11 +268,18 @@ def staged(part: Part) -> str:
     return "\n\n".join([*made, _scatter_source(part)] if part.loads else made)
 
 
-def _ranges_source(name: str, lines: Lines) -> str:
+def _ranges_source(name: str, lines: Lines, expr: Expr) -> str:
     limits = [f"functions.limit({output})" for output in lines.outputs]
-    inside = " | ".join(f"((kv_idx >= rows[{i}]) & (kv_idx < rows[{i + 1}]))" for i in range(0, len(limits), 2))
+    ranges = [(i, f"(kv_idx < rows[{i + 1}])", _is_start(expr, i)) for i in range(0, len(limits), 2)]
+    inside = " | ".join(below if is_start else f"((kv_idx >= rows[{i}]) & {below})" for i, below, is_start in ranges)
     head = _function(f"{name}_rows", "b, h, q_idx", [*lines.all(), f"return ({', '.join(limits)},)"])
     return head + "\n\n" + _function(f"{name}_value", "b, h, kv_idx, rows", [f"return {inside}"])
+
+
+def _is_start(expr: Expr, output: int) -> bool:
+    """Whether a lower limit is 0 whatever is asked, which no key is below."""
+    node = expr.nodes[expr.outputs[output]]
+    return node.op == "const" and node.attr == 0
 
 
 def _function(name: str, arguments: str, body: list[str]) -> str:

@@ -8,18 +8,22 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from anyattn.backends.triton import tables, tuning
+from anyattn.backends.triton import config, tables, tuning
 from anyattn.backends.triton.combine import merge
 from anyattn.backends.triton.config import Tiles
 from anyattn.backends.triton.launch import Signature, entry_of, entry_source, run_entry, strides_of
-from anyattn.backends.triton.layout import padded_group, positions_per_tile, rows_of
+from anyattn.backends.triton.layout import has_few_rows, padded_group, positions_per_tile, rows_of
 from anyattn.backends.triton.programs import Chosen, captured_of, program_of
 from anyattn.backends.triton.shared import COUNTS, FUNCTIONS, LISTS, SIZES, constants_of, programs_along_batch, sizes_of, strides_named
+from anyattn.backends.triton.styles import shape_of
 from anyattn.geometry.stored_cache import StoredCache
 from anyattn.plan import Plan
 from anyattn.problem import Problem
 
 __all__ = ["Result", "forward", "source_of"]
+
+
+_LEAST_SCALE = 1e-30  # positive, and its product with a score's limits is neither 0 nor infinite
 
 
 class Result(NamedTuple):
@@ -40,14 +44,16 @@ _FORWARD = Signature(
         ("stride", strides_named("q", "k", "v", "out")),
         ("long", LISTS),
         ("int", ("cache_new", "cache_capacity", "cache_storage", "last_page")),
+        ("int", ("packed", "group")),
         ("int", SIZES),
         ("pointer", COUNTS),
         ("float", "scale"),
     ),
     FUNCTIONS,
     (
-        "RANGES", "TILE_M", "TILE_N", "LIST_M", "LIST_N", "HAS_FULL", "HEAD_DIM", "HEAD_DIM_V", "BLOCK_D", "BLOCK_DV", "GROUP", "PACKED",
+        "RANGES", "TILE_M", "TILE_N", "LIST_M", "LIST_N", "HAS_FULL", "HEAD_DIM", "HEAD_DIM_V", "BLOCK_D", "BLOCK_DV", "IS_PACKED",
         "HAS_ENTRIES", "IS_CACHE", "HAS_LEFTPAD", "HAS_ROWS", "PAGE_SIZE", "HAS_SINK", "HAS_LSE", "HAS_MAX", "PRECISION",
+        "IS_RAW", "IS_LATE", "IS_DESCRIBED",
     ),
 )  # fmt: skip
 
@@ -122,21 +128,37 @@ def _launch(problem: Problem, plan: Plan, chosen: Chosen, found: tables.Tables, 
     pointers = [q if t is None else t for t in tensors]  # what is absent is any pointer
     lists = [q if t is None else t for t in found.lists]
     splits = target.parts[0]
+    capability = config.capability_of(q.device)
+    ways = config.ways_of(shape_of(problem), capability, has_few_rows(problem), chosen.program.ranges is not None)
     constants = {
-        **constants_of(problem, chosen, found), "TILE_M": plan.tile_m, "TILE_N": plan.tile_n, "GROUP": padded_group(packed),
-        "PACKED": packed, "IS_CACHE": cache is not None, "HAS_LEFTPAD": cache_tables[1] is not None,
+        **constants_of(problem, chosen, found), "TILE_M": plan.tile_m, "TILE_N": plan.tile_n,
+        "IS_PACKED": packed > 1 or has_few_rows(problem), "IS_CACHE": cache is not None, "HAS_LEFTPAD": cache_tables[1] is not None,
         "HAS_ROWS": cache_tables[2] is not None, "HAS_SINK": sink is not None and splits == 1, "HAS_LSE": target.lse is not None,
-        "HAS_MAX": target.highest is not None,
+        "HAS_MAX": target.highest is not None, "IS_RAW": problem.score is not None or _LEAST_SCALE < problem.scale < 1 / _LEAST_SCALE,
+        "IS_LATE": ways.is_late and found.pages is None,
+        "IS_DESCRIBED": ways.is_described and is_aligned and _can_be_described(problem, found, plan.tile_n),
     }  # fmt: skip
     kernel = entry_of(_FORWARD, chosen.program, is_aligned)
     run_entry(
         kernel, (found.row_tiles, problem.heads_q // packed, programs_along_batch(problem, found) * splits),
         (
-            *pointers, *strides, *target.parts[1:], *found.strides, *_cache_sizes(problem, cache), *sizes_of(problem, found, splits),
-            *lists, problem.scale,
+            *pointers, *strides, *target.parts[1:], *found.strides, *_cache_sizes(problem, cache), packed, padded_group(packed),
+            *sizes_of(problem, found, splits), *lists, problem.scale,
         ),
-        captured_of(chosen), q.device, {**constants, "num_warps": plan.num_warps, "num_stages": plan.num_stages},
+        captured_of(chosen), q.device,
+        {
+            **constants, "num_warps": plan.num_warps, "num_stages": plan.num_stages,
+            **config.registers(plan.tile_m, plan.num_warps, q.dtype, capability),
+        },
     )  # fmt: skip
+
+
+def _can_be_described(problem: Problem, found: tables.Tables, tile_n: int) -> bool:
+    """Whether a sequence's keys are rows at one distance, none of which a tile has to leave out: no pages, no list tile cut unevenly."""
+    if found.pages is not None or found.cache is not None or found.list_tile[1] % tile_n:
+        return False
+    # a single row's stride may be anything
+    return all(t.stride(2) > 0 and t.stride(2) * t.element_size() % 16 == 0 for t in (problem.k, problem.v))
 
 
 def _cache_sizes(problem: Problem, cache: StoredCache | None) -> tuple[int, int, int, int]:

@@ -31,7 +31,7 @@ def reason_against(problem: Problem) -> str | None:
         return "there is nothing to multiply"
     shape, capability = shape_of(problem), config.capability_of(q.device)
     # of few rows the tiles are no larger
-    return config.reason_against("forward", config.forward_tiles(shape, capability, _MANY), shape, capability)
+    return config.reason_against("forward", config.forward_tiles(shape, capability, _MANY, False), shape, capability)
 
 
 def reason_against_backward(problem: Problem) -> str | None:

@@ -16,6 +16,7 @@ from anyattn.geometry.stored_cache import StoredCache
 from anyattn.mods.compose import turned
 from anyattn.mods.trace import TracedMod
 from anyattn.problem import Problem
+from anyattn.sparsity.lists import kept_transposed
 
 __all__ = ["Tables", "key_tables_of", "tables_of"]
 
@@ -100,7 +101,7 @@ def _made(problem: Problem, mask: TracedMod, by_key: bool) -> Any:
 
 def _given(problem: Problem, by_key: bool) -> Any:
     """The lists that came with the call; those of a ragged batch with the places of their sequences' lists."""
-    lists: Any = problem.blocks.transposed() if by_key and problem.blocks is not None else problem.blocks
+    lists: Any = kept_transposed(problem.blocks) if by_key else problem.blocks
     if problem.sequences is None:
         return lists
     from anyattn.sparsity.ragged_lists import RaggedLists

@@ -9,7 +9,7 @@ window, and block lists.
 import triton
 import triton.language as tl
 
-__all__ = ["by_lists", "by_ranges", "clipped", "full_at", "partial_at", "place_of_lists", "visits_of"]
+__all__ = ["by_lists", "by_ranges", "clipped", "full_at", "inside_of", "partial_at", "place_of_lists", "visits_of"]
 
 _FAR: tl.constexpr = tl.constexpr(2**30)
 
@@ -142,6 +142,15 @@ def clipped(limit, seqlen_k, TILE_M: tl.constexpr):
     """[TILE_M] limits of a row's keys, from one for each row or for all."""
     wide = limit + tl.zeros((TILE_M, 1), tl.int32)
     return tl.reshape(tl.minimum(tl.maximum(wide, 0), seqlen_k), (TILE_M,))
+
+
+@triton.jit
+def inside_of(limits, seqlen_k, RANGES: tl.constexpr):
+    """What a row's limits say, of keys that are there: (lo, hi) or (lo, hi, lo, hi), in the shape that each has."""
+    if RANGES == 1:
+        return limits[0], tl.minimum(limits[1], seqlen_k)
+    else:
+        return limits[0], tl.minimum(limits[1], seqlen_k), limits[2], tl.minimum(limits[3], seqlen_k)
 
 
 @triton.jit

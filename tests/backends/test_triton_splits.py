@@ -1,0 +1,106 @@
+"""Into how many pieces the Triton backend cuts keys, against what was measured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from anyattn import hardware
+from anyattn.backends.triton import config, layout
+from anyattn.backends.triton.layout import Reading, pieces_of
+from anyattn.problem import Problem
+
+H200 = 132  # multiprocessors
+# GB/s of one query a sequence by number of pieces (H200, 2026-11-21, 1157500): bfloat16, head dimension 128, tiles of 16 x 128, of which
+# that commit's kernels had three on a multiprocessor at once. Of tiles of 64 x 128 nothing was measured.
+# By (sequences, query heads, K/V heads, keys).
+MEASURED = {
+    (16, 32, 8, 8192): {1: 3361, 2: 4045, 3: 4002, 4: 3650, 6: 3961, 8: 3945, 12: 3870, 16: 3867, 24: 3800, 32: 3776},
+    (64, 32, 8, 4096): {1: 3886, 2: 4134, 3: 4196, 4: 4188, 6: 4087, 8: 4070, 12: 3978, 16: 3955, 24: 3804, 32: 3649},
+    (1, 32, 8, 131072): {1: 284, 2: 498, 3: 730, 4: 958, 6: 1384, 8: 1817, 12: 2499, 16: 3166, 24: 3762, 32: 4003},
+    (128, 64, 8, 2048): {1: 4220, 2: 4061, 3: 3965, 4: 3952, 6: 3761, 8: 3768, 12: 3576, 16: 3369, 24: 2764, 32: 2285},
+}
+
+
+def reading(batch: int, heads: int, heads_kv: int, keys: int, **other: int) -> Reading:
+    """As ``layout`` asks about such a step of decoding: a tile has 64 KiB, of which one is on its way while one is worked on."""
+    tile_bytes = 128 * (128 + 128) * 2
+    facts = {"tile_bytes": tile_bytes, "stages": 1, "resident": 3, "partial_bytes": batch * heads * 128 * 4} | other
+    return Reading(programs=batch * heads_kv, key_tiles=-(-keys // 128), **facts)
+
+
+@pytest.mark.parametrize("shape", MEASURED, ids=str)
+def test_the_chosen_number_is_near_the_best_that_was_measured(shape: tuple[int, ...]) -> None:
+    rates = MEASURED[shape]
+    chosen = pieces_of(reading(*shape), H200)
+    # between two numbers that were measured, and beyond them, as bad as the worse of the nearest
+    near = {max((s for s in rates if s <= chosen), default=min(rates)), min((s for s in rates if s >= chosen), default=max(rates))}
+    assert min(rates[s] for s in near) >= 0.95 * max(rates.values()), f"{chosen} pieces"
+
+
+@pytest.mark.parametrize("shape", MEASURED, ids=str)
+def test_the_model_follows_what_was_measured(shape: tuple[int, ...]) -> None:
+    """Relative to the greatest rate, within 15 % of it where pieces are what they seem: not more than there are tiles."""
+    rates, of = MEASURED[shape], reading(*shape)
+    times = {s: layout._reading_time(of, s, H200) for s in rates if -(-of.key_tiles // -(-of.key_tiles // s)) == s}
+    best = max(times, key=lambda s: rates[s])
+    for s, time in times.items():
+        assert abs(times[best] / time * rates[best] / rates[s] - 1) < 0.15, (s, times[best] / time, rates[s] / rates[best])
+
+
+def test_small_caches_stay_whole() -> None:
+    assert pieces_of(reading(1, 32, 8, 256), H200) == 1, "merging takes longer than a second tile"
+    assert pieces_of(reading(1, 32, 8, 512), H200) == 1
+    assert pieces_of(reading(256, 32, 8, 256), H200) == 1
+    assert pieces_of(reading(0, 32, 8, 256), H200) == pieces_of(reading(4, 32, 8, 0), H200) == 1, "nothing to do"
+
+
+@pytest.mark.parametrize("shape", [(1, 32, 8, 4096), (8, 32, 8, 8192), (2, 32, 8, 16384), (1, 8, 1, 131072), (1, 32, 32, 131072)], ids=str)
+def test_few_sequences_fill_the_device(shape: tuple[int, ...]) -> None:
+    of = reading(*shape)
+    programs = of.programs * pieces_of(of, H200)
+    assert programs >= min(2 * H200, of.programs * min(128, of.key_tiles)) * 0.9
+
+
+def test_a_number_is_not_chosen_that_leaves_pieces_empty() -> None:
+    for tiles in range(1, 200, 7):
+        for batch in (1, 3, 16, 40):
+            chosen = pieces_of(reading(batch, 32, 8, tiles * 128), H200)
+            assert -(-tiles // -(-tiles // chosen)) == chosen, (tiles, batch)
+
+
+def problem_of(window: int | None, keys: int = 131072) -> Problem:
+    """One query at the end of many keys, which are one number spread over all of them."""
+    from anyattn.mods.trace import trace
+
+    q, k = torch.zeros(1, 32, 1, 128, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.bfloat16).expand(1, 8, keys, 128)
+    mask: Any = (lambda b, h, i, j: i + keys - 1 >= j) if window is None else lambda b, h, i, j: (i + keys - 1 - j < window) & (
+        i + keys - 1 >= j
+    )  # fmt: skip
+    return Problem(q, k, k, 0.1, predicates=(trace(mask, "mask"),), num_splits=0)
+
+
+def test_a_window_is_cut_by_what_it_shows() -> None:
+    machine = hardware.Hardware("cuda", "a GPU", 0, frozenset(), (9, 0), H200)
+    whole, window = (layout.layout_of(problem_of(w), machine, {}) for w in (None, 1024))
+    assert whole.num_splits >= 16
+    of_tile = {"resident": config.resident(whole.tiles, config.Shape(128, 128, torch.bfloat16), (9, 0))}
+    assert whole.tiles.tile_m == 16 and whole.tiles.tile_n == 128
+    assert whole.num_splits == pieces_of(reading(1, 32, 8, 131072, **of_tile), H200)
+    assert window.num_splits == pieces_of(reading(1, 32, 8, 1024, **of_tile), H200) <= 8, "of 1,024 tiles it sees eight or nine"
+    assert layout._most_seen(problem_of(1024)) == 1024
+    assert layout._most_seen(problem_of(None)) == 131072
+
+
+def resident(dim: int, rows: int, capability: tuple[int, int], is_short: bool = True) -> int:
+    shape = config.Shape(dim, dim, torch.bfloat16)
+    return config.resident(config.forward_tiles(shape, capability, rows, is_short), shape, capability)
+
+
+def test_what_a_multiprocessor_holds() -> None:
+    """As the compiled kernels say: 72 KiB and the 168 registers that tiles of 16 rows are given on Hopper."""
+    assert config.forward_tiles(config.Shape(128, 128, torch.bfloat16), (9, 0), 4, True) == config.Tiles(16, 128, 4, 2)
+    assert [resident(d, 4, (9, 0)) for d in (64, 128, 256)] == [3, 3, 3]
+    assert resident(128, 4, (8, 0)) == 2

@@ -1,0 +1,78 @@
+"""The ways in which the forward kernel's loop may run, and scales of either sign, in Triton's interpreter. Run by ``test_triton.py`` in a
+process of its own."""
+
+import os
+
+import pytest
+import torch
+
+import anyattn
+from anyattn import oracle, recall
+from anyattn.backends.triton import config, run
+from anyattn.testing import budget
+from anyattn.testing.rounding import rounding
+
+assert os.environ.get("TRITON_INTERPRET") == "1"
+BIAS, IDS = torch.tensor([0.5, -1.0, 0.25, 2.0]), torch.arange(70) // 13
+MASKS = {
+    "full": None,
+    "causal": lambda b, h, q, k: q >= k,
+    "sink and window": lambda b, h, q, k: ((k < 5) | (q - k < 20)) & (q >= k),
+    "documents": lambda b, h, q, k: (IDS[q] == IDS[k]) & (q >= k),
+    "nothing": lambda b, h, q, k: q < -1,
+}
+SCORES = {"plain": None, "alibi": lambda s, b, h, q, k: s + BIAS[h] * (q - k)}
+
+
+def seen(launched, score, mask, scale, splits=1, width=24):  # type: ignore[no-untyped-def]
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 4, 50, width), torch.randn(2, 2, 70, width), torch.randn(2, 2, 70, 40)
+    options = {"tile_m": 16, "tile_n": 16, "num_splits": splits}
+    out, lse = anyattn.flex_attention(
+        q, k, v, score, mask_mod=mask, scale=scale, enable_gqa=True, return_lse=True, backend="triton", kernel_options=options
+    )
+    given = {"score": score, "mask": mask, "scale": scale}
+    right, plain, noise = oracle.attention(q, k, v, **given), oracle.same_dtype(q, k, v, **given), rounding(q, k, v, **given)
+    budget.check("out", out, right.out, plain.out, noise.out)
+    assert torch.equal(lse.isinf(), right.lse.isinf())
+    if not right.lse.isinf().any():
+        budget.check("lse", lse, right.lse, plain.lse, noise.lse)
+    return launched[-1]
+
+
+@pytest.fixture
+def launched(monkeypatch):  # type: ignore[no-untyped-def]
+    """The constants of every launch."""
+    found, real = [], run.run_entry
+
+    def noted(kernel, grid, values, captured, device, options):  # type: ignore[no-untyped-def]
+        found.append(options)
+        real(kernel, grid, values, captured, device, options)
+
+    monkeypatch.setattr(run, "run_entry", noted)
+    recall.clear()
+    yield found
+    recall.clear()
+
+
+@pytest.mark.parametrize("ways", [(True, False), (False, True), (True, True)], ids=["late", "described", "both"])
+@pytest.mark.parametrize("name", MASKS)
+def test_ways(name, ways, launched, monkeypatch):  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(config, "ways_of", lambda *about: config.Ways(*ways))
+    for score in SCORES.values():
+        options = seen(launched, score, MASKS[name], None)
+        assert (options["IS_LATE"], options["IS_DESCRIBED"]) == ways and options["IS_RAW"]
+    seen(launched, None, MASKS[name], None, splits=3)
+
+
+@pytest.mark.parametrize("scale", [1e-3, 3.0, -0.2, 0.0, 1e-35])
+def test_scales(scale, launched):  # type: ignore[no-untyped-def]
+    """A product's maximum is a score's only where the scale is positive."""
+    for name in ("causal", "nothing"):
+        assert seen(launched, None, MASKS[name], scale)["IS_RAW"] is (scale >= 1e-3)
+
+
+def test_what_cannot_be_described(launched, monkeypatch):  # type: ignore[no-untyped-def]
+    """Rows that do not begin at multiples of 16 bytes."""
+    monkeypatch.setattr(config, "ways_of", lambda *about: config.Ways(False, True))
+    assert not seen(launched, None, None, None, width=25)["IS_DESCRIBED"]

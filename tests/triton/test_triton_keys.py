@@ -1,0 +1,56 @@
+"""How many kernels the Triton backend launches over many shapes: counted on the CPU, from what a launch compiles for, without compiling."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from anyattn import check
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+if importlib.util.find_spec("triton") is not None:
+    import triton_ahead as ahead
+
+
+def windowed(width: int) -> Any:
+    return lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (q_idx - kv_idx < width)
+
+
+def key_of(launch: Any) -> tuple:
+    """What Triton compiles anew for: constants, warps, stages, and dtypes; the entry itself says the rest."""
+    dtypes = tuple(t.dtype for t in launch.given if isinstance(t, torch.Tensor))
+    return id(launch.kernel), tuple(sorted((n, str(v)) for n, v in launch.options.items())), dtypes
+
+
+def keys_of(draws: int, capability: tuple[int, int], width: int) -> set[tuple]:
+    """The draws of the probe ``compilations-triton`` of ``benchmarks.gpu``."""
+    from anyattn.backends.triton import run
+
+    pick, mask, found = random.Random(0), windowed(width), set()
+    with ahead.caught(capability) as made:
+        for _ in range(draws):
+            ratio, heads_kv = pick.choice((1, 2, 4)), pick.randint(1, 3)
+            sizes = [(heads_kv * ratio, pick.randint(1, 400)), *[(heads_kv, pick.randint(1, 400))] * 2]
+            batch = pick.randint(1, 3)
+            q, k, v = (torch.empty(batch, h, s, 128, dtype=torch.bfloat16) for h, s in sizes)
+            problem = check.flex_problem(q, k, v, None, None, mask, None, None, ratio > 1, None, False, False, False)
+            made.clear()
+            run.forward(problem, ahead.planned(problem, capability))
+            found |= {key_of(launch) for launch in made}
+    return found
+
+
+def test_shapes_share_their_kernels() -> None:
+    """One for few queries, whatever number of heads share a tile, and one for the rest; a new closure brings none."""
+    first = keys_of(1000, (9, 0), 100)
+    assert len(first) <= 2, first
+    assert keys_of(50, (9, 0), 37) <= first
+
+
+def test_the_counter_sees_what_differs() -> None:
+    """Older GPUs have more row tiles for few queries."""
+    assert len(keys_of(1000, (8, 0), 100)) > 2
