@@ -62,7 +62,8 @@ class Case:
         tiles = self.config.tiles
         return (
             f"visits {[len(t.visits) for t in self.tiles]}, {tiles.stages} stages, Q {self.config.q_stages}, "
-            f"{tiles.warp_groups} warp groups, turns {tiles.ping_pong}, lists {self.config.lists}, left {self.config.has_left}, score {self.config.score}"
+            f"{tiles.warp_groups} warp groups, turns {tiles.ping_pong}, lists {self.config.lists}, "
+            f"left {self.config.has_left}, score {self.config.score}"
         )
 
 
@@ -151,7 +152,7 @@ def _entries(draw: random.Random, config: Any, sizes: Sizes) -> tuple[dict[str, 
         left, right = bands[b]
         visits = [(n, 1, cut) for n, cut in _of_band(m_block * tile_m, min((m_block + 1) * tile_m, seqlen_q), seqlen_k, left, right)]
         kv_head = head // sizes.ratio
-        keys = [(kv_head, k_row, k_start, 0, n) for n, _, _ in visits]
+        keys: list[tuple] = [(kv_head, k_row, k_start, 0, n) for n, _, _ in visits]
         if config.is_paged:
             keys = [(kv_head, 0, n % in_page, pages[b][n // in_page]) for n, _, _ in visits]
         seen = {"left": left if config.has_left else -(2**30), "right": right if config.has_right else 2**30}

@@ -161,7 +161,7 @@ class Loaded(NamedTuple):
     epoch: int
     done: frozenset[str]
 
-    def __mul__(self, factor: Registers) -> Loaded:
+    def __mul__(self, factor: Registers) -> Loaded:  # type: ignore[override]
         if factor.made_of != (self.epoch,):
             raise Broken("rescaled from another maximum than the one in use")
         return self._replace(epoch=factor.epoch)

@@ -11,7 +11,7 @@ import functools
 import math
 from pathlib import Path
 from types import CodeType, SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 from hopper_cases import Case
 from hopper_protocol import PARTS, Block, Loaded, Pipe, Registers, RowTile, StageRef, State
@@ -19,7 +19,7 @@ from hopper_schedule import Broken, Schedule
 
 import anyattn
 
-__all__ = ["MODULES", "Changes", "run_block", "wiped_by_a_group"]
+__all__ = ["MODULES", "Changes", "run_block", "text_of", "wiped_by_a_group"]
 
 _FOLDER = Path(anyattn.__file__).parent / "backends" / "hopper"
 MODULES = ("visits", "load", "multiply")
@@ -29,12 +29,16 @@ _LOWEST, _ALL_0, _OUT, _MAX, _SUM = (frozenset({what}) for what in ("all -inf", 
 Changes = tuple[tuple[str, str, str], ...]  # (module, text, text that takes its place)
 
 
-@functools.cache
+def text_of(module: str) -> str:
+    return (_FOLDER / f"{module}.py").read_text()
+
+
+@functools.lru_cache(maxsize=8)
 def _compiled(changes: Changes) -> tuple[list[CodeType], dict[str, list[str]]]:
     """The modules, and their lines."""
     found, lines = [], {}
     for module, file in zip(MODULES, _FILES, strict=True):
-        text = Path(file).read_text()
+        text = text_of(module)
         for name, old, new in changes:
             if name == module:
                 if old not in text:
@@ -96,17 +100,22 @@ class _Board:
         self.block, self.pipe, self.names = block, pipe, names
         self.values: dict[Any, int] = {}
 
+    def _held(self, key: Any) -> set[int]:
+        """The warp groups that hold the slot."""
+        slot = key[1] if isinstance(key, tuple) else key
+        if not 0 <= slot < len(self.pipe.stages):
+            raise Broken(f"{self.names} has no slot {slot}")
+        return self.pipe.stages[slot].held
+
     def __getitem__(self, key: Any) -> int:
         self.block.schedule.step()
-        stage = key[1] if isinstance(key, tuple) else key
-        if self.block.group.number not in self.pipe.stages[stage].held:
-            raise Broken(f"{self.names} {stage} is read by who does not hold it")
+        if self.block.group.number not in self._held(key) or key not in self.values:
+            raise Broken(f"{self.names} {key} is read by who does not hold it, or before it was written")
         return self.values[key]
 
     def __setitem__(self, key: Any, value: int) -> None:
-        stage = key[1] if isinstance(key, tuple) else key
-        if self.pipe.stages[stage].held:
-            raise Broken(f"{self.names} {stage} is written while {self.pipe.stages[stage].held} hold it")
+        if self._held(key):
+            raise Broken(f"{self.names} {key} is written while {self._held(key)} hold it")
         self.values[key] = value
 
 
@@ -147,7 +156,7 @@ class _Stubs:
             raise Broken(f"facts of no row tile: {facts}")
         return t
 
-    def _visited(self, scores: Registers, facts: Any, n: int, is_edge: bool) -> tuple[RowTile, int]:
+    def _visited(self, scores: Registers, facts: Any, n: int | None, is_edge: bool) -> tuple[RowTile, int]:
         """The row tile and the number of the visit that the scores are of, if all else agrees."""
         scores.idle("read")
         ((t, i),) = scores.made_of
@@ -232,8 +241,7 @@ class _Stubs:
     def finished(self, acc: Registers, row_max: Registers, row_sum: Registers, rate: str, sink: str, head: int) -> None:
         self._given(rate)
         out, top, total = found = acc.load(), row_max.load(), row_sum.load()
-        wanted = (_OUT, _MAX, _SUM) if out.made_of else (_ALL_0, _LOWEST, _ALL_0)
-        if tuple(x.done for x in found) != wanted or len({x.made_of for x in found}) > 1 or len({x.epoch for x in found}) > 1:
+        if tuple(x.done for x in found) != (_OUT, _MAX, _SUM) or len({x.made_of for x in found}) > 1 or len({x.epoch for x in found}) > 1:
             raise Broken(f"O of {out} is divided by sums of {total} over {top}")
         if head != self.block.tiles[self.block.group.finished].facts["head"]:
             raise Broken("the sink of another head")
@@ -244,46 +252,41 @@ class _Stubs:
         self, acc: Registers, row_max: Registers, lse: Registers, mma: Any, thread: int, number: int, outputs: str, place: Any, facts: Any
     ) -> None:
         """The row tile's output is made of all its key tiles, and takes the place of its own Q."""
+        t, group = self._ends(mma, thread, outputs, facts), self.block.group
+        tile, done = self.block.tiles[t], [what for x in (acc, row_max, lse) for what in x.load().done]
+        if number != group.number or acc.made_of != tuple((t, i) for i in range(len(tile.visits))) or not tile.visits:
+            raise Broken(f"group {number} stores {acc.made_of} as row tile {t}, which has {len(tile.visits)} visits")
+        if done != ["finished", "highest", "lse"]:
+            raise Broken(f"row tile {t} is stored as {done}")
+        stage = place.stage
+        if group.number not in stage.held or stage.tag != ("q", *tile.sources[0], t) or group.number in stage.reading:
+            raise Broken(f"O of {t} goes where {stage.tag} is, held by {stage.held}, read by {stage.reading}")
+        stage.used.add(group.number)
+        end = facts.m_block * self.config.tiles.tile_m + (number + 1) * 64
+        if self.config.has_entries and end > facts.seqlen_q:
+            self.block.written[t, group.number] += 1
+        else:
+            self.block.copy_out(place, t)
+
+    def blank(self, mma: Any, thread: int, outputs: str, sink: str, facts: Any) -> None:
+        t = self._ends(mma, thread, outputs, facts)
+        if self.block.tiles[t].visits or sink != "sink":
+            raise Broken(f"row tile {t} is left blank")
+        self.block.written[t, self.block.group.number] += 1
+
+    def _ends(self, mma: Any, thread: int, outputs: str, facts: Any) -> int:
+        """The row tile whose turn it is to end, if it is the one that the facts tell of."""
         block, t, group = self.block, self._tile(facts), self.block.group
         block.schedule.step()
-        tile, out = block.tiles[t], acc.load()
-        done = [what for x in (acc, row_max, lse) for what in x.load().done]
-        given = (t, thread, number, mma.op, outputs, out.made_of, done, place is not None)
-        all_of_it = tuple((t, i) for i in range(len(tile.visits)))
-        wanted = (
-            group.finished,
-            128 * group.number,
-            group.number,
-            "pv",
-            "outputs",
-            all_of_it,
-            ["finished", "highest", "lse"],
-            bool(tile.visits),
-        )
+        given, wanted = (t, thread, mma.op, outputs), (group.finished, 128 * group.number, "pv", "outputs")
         if given != wanted:
             raise Broken(f"stored: {given}; wanted {wanted}")
         group.finished += 1
-        if place is not None:
-            stage = place.stage
-            if group.number not in stage.held or stage.tag != ("q", *tile.sources[0], t) or group.number in stage.reading:
-                raise Broken(f"O of {t} goes where {stage.tag} is, held by {stage.held}, read by {stage.reading}")
-            stage.used.add(group.number)
-        end = facts.m_block * self.config.tiles.tile_m + (number + 1) * 64
-        if place is None or (self.config.has_entries and end > facts.seqlen_q):
-            block.written[t, group.number] += 1
-        else:
-            block.copy_out(place, t)
+        return t
 
 
-def _stand_ins(block: Block, work: tuple[int, int], counter: Counter) -> dict[str, Any]:
-    """The names that the kernel's modules import."""
-
-    def copy(atom: str, source: View, to: StageRef, tma_bar_ptr: Any) -> None:
-        if not atom == source.name == to.memory.name:
-            raise Broken(f"{source.name} is copied by {atom} to {to.memory.name}")
-        block.copy_in(source.name, source.tag, to, tma_bar_ptr)
-
-    arch = SimpleNamespace(
+def _arch(block: Block, work: tuple[int, int], counter: Counter) -> SimpleNamespace:
+    return SimpleNamespace(
         block_idx=lambda: (work[0], 0, 0),
         grid_dim=lambda: (work[1], 1, 1),
         lane_idx=lambda: 0,
@@ -295,8 +298,18 @@ def _stand_ins(block: Block, work: tuple[int, int], counter: Counter) -> dict[st
         barrier=lambda barrier_id, number_of_threads: block.barrier(barrier_id, number_of_threads, True),
         barrier_arrive=lambda barrier_id, number_of_threads: block.barrier(barrier_id, number_of_threads, False),
     )
+
+
+def _stand_ins(block: Block, work: tuple[int, int], counter: Counter) -> dict[str, Any]:
+    """The names that the kernel's modules import."""
+
+    def copy(atom: str, source: View, to: StageRef, tma_bar_ptr: Any) -> None:
+        if not atom == source.name == to.memory.name:
+            raise Broken(f"{source.name} is copied by {atom} to {to.memory.name}")
+        block.copy_in(source.name, source.tag, to, tma_bar_ptr)
+
     cute = SimpleNamespace(
-        arch=arch,
+        arch=_arch(block, work, counter),
         copy=copy,
         domain_offset=lambda by, view: View(view.name, (*view.tag, sum(by))),
         local_tile=_local_tile,
@@ -330,11 +343,11 @@ def _stand_ins(block: Block, work: tuple[int, int], counter: Counter) -> dict[st
     }
 
 
-class _Cells(NamedTuple):
+class _Cells:
     """Some of a stage's keys, from ``key`` on."""
 
-    of: StageRef
-    key: int
+    def __init__(self, of: StageRef, key: int):
+        self.of, self.key = of, key
 
     def __getitem__(self, _: Any) -> _Cells:
         return self
@@ -397,11 +410,7 @@ def wiped_by_a_group(tile_n: int, head_dim_v: int, room: int) -> list[tuple[int,
     done = SimpleNamespace(consumer_wait=lambda _: None, fill=lambda _: None)
     arch = SimpleNamespace(fence_proxy=lambda *_, **__: None, barrier=lambda **_: None)
     cute = SimpleNamespace(arch=arch, local_tile=tile_of, autovec_copy=lambda *_: None, make_rmem_tensor=lambda *_: done)
-    names: dict[str, Any] = {
-        "cute": cute,
-        "cutlass": SimpleNamespace(range=lambda *n, **_: range(*n)),
-        "const_expr": bool,
-    }
+    names: dict[str, Any] = {"cute": cute, "cutlass": SimpleNamespace(range=lambda *n, **_: range(*n)), "const_expr": bool}
     exec(_compiled(())[0][MODULES.index("multiply")], names)
     kernel = names["Multiplies"]()
     kernel.dtype, kernel.config = "dtype", SimpleNamespace(tiles=SimpleNamespace(tile_n=tile_n), head_dim_v=head_dim_v)
