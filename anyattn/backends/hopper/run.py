@@ -37,7 +37,7 @@ class _Shared(NamedTuple):
     """What the calls of one plan share, but for what ``_Ready`` adds once their kernel is there."""
 
     special: Special
-    ready: list[_Ready]  # none or one
+    ready: dict[Config, _Ready]  # by what the captured numbers' signs and sizes make of the config
 
 
 class _Ready(NamedTuple):
@@ -58,11 +58,12 @@ class _Ready(NamedTuple):
 def forward(problem: Problem, plan: Plan) -> Result:
     """out and the statistics of a problem that ``supports.reason_against`` has nothing against."""
     shared = _shared(problem, plan)
-    if shared.ready:
-        special, ready = shared.special, shared.ready[0]
-        if ready.known and (not special.positive or special.config_for(problem) is special.config):
-            return _again(problem, special, ready)
-    return _first(problem, shared)
+    special = shared.special
+    config = special.config_for(problem)
+    ready = shared.ready.get(config)
+    if ready is not None and ready.known:
+        return _again(problem, special, ready)
+    return _first(problem, shared, config)
 
 
 def _again(problem: Problem, special: Special, ready: _Ready) -> Result:
@@ -80,9 +81,8 @@ def _again(problem: Problem, special: Special, ready: _Ready) -> Result:
     return Result(out, lse, highest)
 
 
-def _first(problem: Problem, shared: _Shared) -> Result:
-    special = shared.special
-    config, q, v = special.config_for(problem), problem.q, problem.v
+def _first(problem: Problem, shared: _Shared, config: Config) -> Result:
+    special, q, v = shared.special, problem.q, problem.v
     # rows that belong to no sequence are 0 and -inf; the kernel does not come by them
     make = torch.zeros if _fills(problem) else torch.empty
     out = make((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device)
@@ -97,12 +97,11 @@ def _first(problem: Problem, shared: _Shared) -> Result:
         *captured,
     )  # fmt: skip
     launch(config, arguments)
-    if config is special.config and special.listed is None and problem.sequences is None:
+    if special.listed is None and problem.sequences is None:
         kinds, _ = kinds_of(arguments)
         known = loaded(config)
         if kinds in known:
-            ready = _Ready(known[kinds], known, tuple(out.shape), numbers, any(captured), kinds_of(captured)[1])
-            shared.ready[:] = [ready]
+            shared.ready[config] = _Ready(known[kinds], known, tuple(out.shape), numbers, any(captured), kinds_of(captured)[1])
     return Result(out, lse, highest)
 
 
@@ -119,7 +118,7 @@ def _shared(problem: Problem, plan: Plan) -> _Shared:
     key = ("hopper", problem.wants_lse, problem.scale > 0)
     found = plan.prepared.get(key)  # type: ignore[call-overload]
     if found is None:
-        found = plan.prepared[key] = _Shared(specialised(problem), [])  # type: ignore[index]
+        found = plan.prepared[key] = _Shared(specialised(problem), {})  # type: ignore[index]
     return found
 
 
