@@ -42,7 +42,7 @@ def _compiled(changes: Changes) -> tuple[list[CodeType], dict[str, list[str]]]:
         for name, old, new in changes:
             if name == module:
                 if old not in text:
-                    raise ValueError(f"{old!r} does not stand in {file}")
+                    raise ValueError(f"a planted bug replaces {old!r}, which does not stand in {file}; wanted text of today's kernel")
                 text = text.replace(old, new)
         lines[file] = text.splitlines()
         tree = ast.parse(text)
