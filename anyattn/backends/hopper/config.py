@@ -146,11 +146,6 @@ class Config:
         return 2 if self.shared_memory(2) <= _SHARED_MEMORY else 1
 
     @property
-    def overlaps(self) -> bool:
-        """Whether a row tile ends while the next one begins, for there is memory for the Q of both."""
-        return self.q_stages > 1
-
-    @property
     def has_left(self) -> bool:
         return any(found[0] for band in self.bands if (found := sides(band)))
 

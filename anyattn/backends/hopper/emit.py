@@ -24,7 +24,7 @@ from anyattn.backends.hopper.staging import lines, shared, stages, straight
 from anyattn.mods.dependence import dependence
 from anyattn.mods.ir import Expr, Node, category
 
-__all__ = ["Staged", "emit", "emit_lines", "emit_rows", "holds", "select", "staged"]
+__all__ = ["emit", "emit_lines", "emit_rows", "holds", "select"]
 
 
 @dsl_user_op
@@ -59,17 +59,6 @@ _BINARY = {
 }
 
 
-Staged = tuple[list[dict[int, Any]], list[dict[int, Any]]]
-
-
-def staged(expr: Expr, scalars: Sequence[Any], tensors: Sequence[Any], places: dict[str, Any]) -> Staged:
-    """What of an expression depends on the row alone, row by row, and on the column alone; ``emit`` goes on from there."""
-    once = _run(expr, scalars, tensors, "once", {}, {"b": places["b"], "h": places["h"]})
-    rows = [_run(expr, scalars, tensors, "row", dict(once), {"q_idx": q}) for q in places["q_idx"]]
-    columns = [_run(expr, scalars, tensors, "col", dict(once), {"kv_idx": kv}) for kv in places["kv_idx"]]
-    return rows, columns
-
-
 def emit(
     expr: Expr,
     scalars: Sequence[Any],
@@ -78,18 +67,18 @@ def emit(
     score: Callable[[int, int], Any] | None,
     store: Callable[[int, int, Any], None],
     reads_ahead: bool = False,
-    known: Staged | None = None,
 ) -> None:
     """Calls ``store(r, c, value)`` with the expression's value at every row and column of a fragment.
 
     places: b and h, and q_idx and kv_idx as lists, one position for each row and column; apart and steps: how far each row and column lies
     from the first, in literals. score(r, c): the score there. reads_ahead: no index of a straight read is negative, nor past the end.
-    known: what ``staged`` found.
 
     A value that is one along a diagonal is taken from the lowest row that it meets: of positions past the last, which are lowered to it,
     it may be another's, and they are not used.
     """
-    rows, columns = known or staged(expr, scalars, tensors, places)
+    once = _run(expr, scalars, tensors, "once", {}, {"b": places["b"], "h": places["h"]})
+    rows = [_run(expr, scalars, tensors, "row", dict(once), {"q_idx": q}) for q in places["q_idx"]]
+    columns = [_run(expr, scalars, tensors, "col", dict(once), {"kv_idx": kv}) for kv in places["kv_idx"]]
     along = _along_rows(expr, scalars, tensors, rows, columns[0], places["steps"], reads_ahead)
     seen: dict[int, dict[int, Any]] = {}  # by diagonal
     for c, column in enumerate(columns):

@@ -48,63 +48,16 @@ class Multiplies:
         fixed = (mmas, operands, shape_s, positions, pipes, board, group, thread, in_smem)
         given = (scale_log2, self.rate(scale_log2, captured), captured)
         self._first_turn(group)
-        if const_expr(self.config.overlaps):
-            self._overlapped(fixed, sums, given, outputs, sink)
-        else:
-            self._one_by_one(fixed, sums, given, outputs, sink)
+        self._row_tiles(fixed, sums, given, outputs, sink)
 
     @cute.jit
-    def _overlapped(self, fixed, sums, given, outputs, sink):
-        """A row tile ends while the next one begins: its last product runs beside the next one's first, and its output is written while
-        another warp group multiplies. There is memory for the Q of both."""
+    def _row_tiles(self, fixed, sums, given, outputs, sink):
+        """One after the other. Where shared memory has room for two tiles of Q, a row tile's is given back while the next one is worked on:
+        its output may still be leaving from there."""
         _, _, shape_s, positions, pipes, board, _, thread, _ = fixed
         q_state, k_state, v_state, work_state = self._states()
         p = narrowed(cute.make_rmem_tensor(shape_s, Float32), self.dtype)
-        # is_open: the last product of a row tile is still to come. owed: the one before it has not given its Q back, from where its output
-        # may still be leaving
-        more, is_open, owed = Int32(1), Int32(0), Int32(0)
-        while more != 0:
-            if owed != 0:  # of a row tile with one visit; the loader waits for it before it says what comes next
-                self._give_back(pipes[0], _Stage(q_state.index), thread)
-                owed = Int32(0)
-            pipes[3].consumer_wait(work_state)
-            facts = self._facts(board[0], work_state)
-            more = facts.more
-            q_open, work_open = _Stage(1 - q_state.index), _Stage(1 - work_state.index)
-            if facts.total > 0:
-                pipes[0].consumer_wait(q_state)
-                of_tile = (facts, *given, self.row_limits(positions, facts, given[2]))
-                if is_open != 0:
-                    self._turned_over(fixed, sums, p, of_tile, outputs, sink, (q_state, q_open, work_open), k_state, v_state)
-                    v_state.advance()
-                    pipes[3].consumer_release(work_open)
-                    owed = Int32(1)
-                else:
-                    self._first(fixed, sums, p, of_tile, q_state, k_state, v_state)
-                k_state.advance()
-                is_open = Int32(1)
-                k_state, v_state, owed = self._steps(fixed, sums, p, of_tile, q_state, k_state, v_state, owed)
-                q_state.advance()
-            else:
-                if is_open != 0:
-                    self._last(fixed, sums, p, v_state)
-                    v_state.advance()
-                    self._ended(fixed, sums[1:3], sums[0], given, outputs, sink, q_open, work_open)
-                    self._give_back(pipes[0], q_open, thread)
-                    pipes[3].consumer_release(work_open)
-                    is_open = Int32(0)
-                if more != 0:
-                    self.blank(fixed[0][1], thread, outputs, sink, facts)
-                pipes[3].consumer_release(work_state)
-            work_state.advance()
-
-    @cute.jit
-    def _one_by_one(self, fixed, sums, given, outputs, sink):
-        """Row tiles one after the other (``Config.overlaps``)."""
-        _, _, shape_s, positions, pipes, board, _, thread, _ = fixed
-        q_state, k_state, v_state, work_state = self._states()
-        p = narrowed(cute.make_rmem_tensor(shape_s, Float32), self.dtype)
-        more = Int32(1)
+        more, owed = Int32(1), Int32(0)  # owed: the row tile before has not given its Q back
         while more != 0:
             pipes[3].consumer_wait(work_state)
             facts = self._facts(board[0], work_state)
@@ -114,16 +67,22 @@ class Multiplies:
                 of_tile = (facts, *given, self.row_limits(positions, facts, given[2]))
                 self._first(fixed, sums, p, of_tile, q_state, k_state, v_state)
                 k_state.advance()
-                k_state, v_state, _ = self._steps(fixed, sums, p, of_tile, q_state, k_state, v_state, Int32(0))
-                self._last(fixed, sums, p, v_state)
-                v_state.advance()
-                self._ended(fixed, sums[1:3], sums[0], given, outputs, sink, q_state, work_state)
-                self._give_back(pipes[0], q_state, thread)
+                if const_expr(self.config.q_stages > 1):
+                    if owed != 0:
+                        self._give_back(pipes[0], _Stage(1 - q_state.index), thread)
+                    owed = Int32(1)
+                k_state, v_state = self._steps(fixed, sums, p, of_tile, q_state, k_state, v_state)
+                self._ended(fixed, sums, given, outputs, sink, q_state, work_state)
+                if const_expr(self.config.q_stages == 1):
+                    self._give_back(pipes[0], q_state, thread)
                 q_state.advance()
             elif more != 0:
                 self.blank(fixed[0][1], thread, outputs, sink, facts)
             pipes[3].consumer_release(work_state)
             work_state.advance()
+        if const_expr(self.config.q_stages > 1):
+            if owed != 0:
+                self._give_back(pipes[0], _Stage(1 - q_state.index), thread)
 
     def _states(self) -> tuple[Any, ...]:
         """Where the consumer stands in the pipelines of Q, K, V and of row tiles."""
@@ -143,125 +102,65 @@ class Multiplies:
 
     @cute.jit
     def _first(self, fixed, sums, p, given, q_state, k_state, v_state):
-        """The first product and softmax of a row tile when no other is open; its probabilities into ``p``."""
-        (mma_qk, _), (q, k, _), shape_s, _, pipes, board, group, _, _ = fixed
-        scores = cute.make_rmem_tensor(shape_s, Float32)
-        sums[0].fill(0.0)
-        pipes[1].consumer_wait(k_state)
-        visit = board[1][k_state.index]
-        self._my_turn(group)
-        self._product(mma_qk, scores, q[None, None, None, q_state.index], k[None, None, None, k_state.index], True)
-        self._next_turn(group)
-        asked = self.asked_ahead(fixed[3], visit // 2, given[0], given[3], True)
-        warpgroup.wait_group(0)
-        pipes[1].consumer_release(k_state)
-        self._first_softmax(fixed, sums, scores, asked, given, visit)
-        p.store(narrowed(scores, self.dtype).load())
-        self._first_wiped(fixed, given, visit, v_state)
-
-    @cute.jit
-    def _turned_over(self, fixed, sums, p, given, outputs, sink, states, k_state, v_state):
-        """``_first`` beside the last product of the open row tile, which is then finished. states: Q's of the new row tile, Q's and the
-        board's of the open one; v_state: the open one's."""
-        (mma_qk, mma_pv), (q, k, v), shape_s, _, pipes, board, group, _, _ = fixed
-        q_state, q_done, work_done = states
-        acc, row_max, row_sum, _ = sums
-        scores = cute.make_rmem_tensor(shape_s, Float32)
-        pipes[1].consumer_wait(k_state)
-        visit = board[1][k_state.index]
-        self._my_turn(group)
-        self._product(mma_qk, scores, q[None, None, None, q_state.index], k[None, None, None, k_state.index], True)
-        pipes[2].consumer_wait(v_state)
-        self._product(mma_pv, acc, p, v[None, None, None, v_state.index], False)
-        self._next_turn(group)
-        asked = self.asked_ahead(fixed[3], visit // 2, given[0], given[3], True)
-        warpgroup.wait_group(1)
-        pipes[1].consumer_release(k_state)
-        before = tuple(cute.make_rmem_tensor_like(t) for t in (row_max, row_sum))
-        for old, t in zip(before, (row_max, row_sum)):
-            old.store(t.load())
-        # a score mod needs the registers of the open row tile's output; else the last product has a softmax's time to finish
-        ends_first = self.config.score is not None
-        if const_expr(not ends_first):
-            self._first_softmax(fixed, sums, scores, asked, given, visit)
-        warpgroup.wait_group(0)
-        pipes[2].consumer_release(v_state)
-        if const_expr(ends_first):
-            self._ended(fixed, before, acc, given[1:4], outputs, sink, q_done, work_done)
-            self._first_softmax(fixed, sums, scores, asked, given, visit)
-        p.store(narrowed(scores, self.dtype).load())
-        if const_expr(not ends_first):
-            self._ended(fixed, before, acc, given[1:4], outputs, sink, q_done, work_done)
-        acc.fill(0.0)
-        following = v_state.clone()
-        following.advance()
-        self._first_wiped(fixed, given, visit, following)
-
-    @cute.jit
-    def _first_softmax(self, fixed, sums, scores, asked, given, visit):
-        positions = fixed[3]
-        _, row_max, row_sum, row_scale = sums
+        """The first product and softmax of a row tile; its probabilities into ``p``."""
+        (mma_qk, _), (q, k, _), shape_s, positions, pipes, board, group, thread, in_smem = fixed
+        acc, row_max, row_sum, row_scale = sums
         facts, scale_log2, rate, captured, limits = given
-        n = visit // 2
+        scores = cute.make_rmem_tensor(shape_s, Float32)
+        acc.fill(0.0)
         row_max.fill(-Float32.inf)
+        row_sum.fill(0.0)
+        pipes[1].consumer_wait(k_state)
+        visit = board[1][k_state.index]
+        self._my_turn(group)
+        self._product(mma_qk, scores, q[None, None, None, q_state.index], k[None, None, None, k_state.index], True)
+        self._next_turn(group)
+        warpgroup.wait_group(0)
+        pipes[1].consumer_release(k_state)
+        n = visit // 2
         lifts = self.modified(scores, None, positions, n, facts, scale_log2, captured, True)
-        self.masked(scores, asked, positions, n, facts, captured, limits, visit % 2, True)
+        self.masked(scores, positions, n, facts, captured, limits, visit % 2, True)
         if const_expr(self.config.is_bounded):
-            row_sum.fill(0.0)
             self.unshifted(scores, row_max, row_sum, rate, True)
         else:
             self.exponentials(scores, lifts, row_max, row_sum, row_scale, rate, True, True)
+        p.store(narrowed(scores, self.dtype).load())
+        if const_expr(self.config.has_entries):  # the first tile is the only one that may reach past the last key of a sequence
+            self._wiped(in_smem[2], pipes[2], v_state, facts.seqlen_k - n * self.config.tiles.tile_n, thread, group)
 
     @cute.jit
-    def _first_wiped(self, fixed, given, visit, v_state):
-        """The only tile that may reach past the last key of a sequence is the first."""
-        if const_expr(self.config.has_entries):
-            _, _, _, _, pipes, _, group, thread, in_smem = fixed
-            self._wiped(in_smem[2], pipes[2], v_state, given[0].seqlen_k - visit // 2 * self.config.tiles.tile_n, thread, group)
-
-    @cute.jit
-    def _steps(self, fixed, sums, p, given, q_state, k_state, v_state, owed):
-        """The key tiles of a row tile after its first: masked, bare and again masked ones; all but the last product. What is ``owed``
-        of the row tile before is given back after one of them, when its output has surely left."""
+    def _steps(self, fixed, sums, p, given, q_state, k_state, v_state):
+        """The key tiles of a row tile after its first: masked, bare and again masked ones."""
+        (_, mma_pv), (_, _, v), _, _, pipes, _, _, _, _ = fixed
         facts = given[0]
         for _ in cutlass.range(facts.masked, unroll=1):
             self._step(fixed, sums, p, given, q_state, k_state, v_state, True)
             k_state.advance()
             v_state.advance()
-            if owed != 0:
-                self._give_back(fixed[4][0], _Stage(1 - q_state.index), fixed[7])
-                owed = Int32(0)
         for _ in cutlass.range(facts.bare, unroll=1):
             self._step(fixed, sums, p, given, q_state, k_state, v_state, False)
             k_state.advance()
             v_state.advance()
-            if owed != 0:
-                self._give_back(fixed[4][0], _Stage(1 - q_state.index), fixed[7])
-                owed = Int32(0)
         if const_expr(self.config.has_left):
             for _ in cutlass.range(facts.behind, unroll=1):
                 self._step(fixed, sums, p, given, q_state, k_state, v_state, True)
                 k_state.advance()
                 v_state.advance()
-        return k_state, v_state, owed
-
-    @cute.jit
-    def _last(self, fixed, sums, p, v_state):
-        """The last product of a row tile that nothing follows."""
-        (_, mma_pv), (_, _, v), _, _, pipes, _, _, _, _ = fixed
         pipes[2].consumer_wait(v_state)
         self._product(mma_pv, sums[0], p, v[None, None, None, v_state.index], False)
         warpgroup.wait_group(0)
         pipes[2].consumer_release(v_state)
+        v_state.advance()
+        return k_state, v_state
 
     @cute.jit
-    def _ended(self, fixed, statistics, acc, given, outputs, sink, q_done, work_done):
+    def _ended(self, fixed, sums, given, outputs, sink, q_state, work_state):
         """A row tile's output and statistics on their way. Its facts are read again rather than kept in registers."""
         (_, mma_pv), _, _, _, _, board, group, thread, in_smem = fixed
-        facts = self._facts(board[0], work_done)
-        row_max, row_sum = statistics
+        acc, row_max, row_sum, _ = sums
+        facts = self._facts(board[0], work_state)
         self.finished(acc, row_max, row_sum, given[1], sink, facts.head)
-        self.stored(acc, row_max, row_sum, mma_pv, thread, group, outputs, in_smem[3][None, None, q_done.index], facts)
+        self.stored(acc, row_max, row_sum, mma_pv, thread, group, outputs, in_smem[3][None, None, q_state.index], facts)
 
     @cute.jit
     def _step(self, fixed, sums, p, given, q_state, k_state, v_state, is_masked: cutlass.Constexpr):
@@ -280,16 +179,14 @@ class Multiplies:
         pipes[2].consumer_wait(v_state)
         self._product(mma_pv, acc, p, v[None, None, None, v_state.index], False)
         self._next_turn(group)
-        ahead, asked = None, None
+        ahead = None
         if const_expr(self.foresees):
             ahead = self.foreseen(positions, n, facts, captured)
-        if const_expr(asks):
-            asked = self.asked_ahead(positions, n, facts, captured, False)
         warpgroup.wait_group(1)
         pipes[1].consumer_release(k_state)
         lifts = self.modified(scores, ahead, positions, n, facts, scale_log2, captured, False)
         if const_expr(asks):
-            self.masked(scores, asked, positions, n, facts, captured, limits, Int32(1) if is_masked else Int32(0), False)
+            self.masked(scores, positions, n, facts, captured, limits, Int32(1) if is_masked else Int32(0), False)
         rescales = cutlass.Boolean(False)
         if const_expr(self.config.is_bounded):
             self.unshifted(scores, row_max, row_sum, rate, asks)

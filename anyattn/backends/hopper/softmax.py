@@ -10,7 +10,7 @@ from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import dsl_user_op
 
 from anyattn.backends.hopper.config import slots
-from anyattn.backends.hopper.emit import emit, emit_lines, emit_rows, holds, select, staged
+from anyattn.backends.hopper.emit import emit, emit_lines, emit_rows, holds, select
 from anyattn.backends.hopper.fragment import rows_and_columns
 from anyattn.backends.hopper.staging import is_even
 
@@ -190,17 +190,9 @@ class Softmax:
                 found.append(None)
         return found
 
-    def asked_ahead(self, positions: Any, n: Any, facts: Any, captured: Any, is_edge: bool) -> list:
-        """What predicates that are asked score by score load by row and by column: it comes while scores are still being multiplied."""
-        places = self._places(positions, n, facts, is_edge)
-        return [None if ask.by_row else staged(ask.expr, *self.captured(captured, at), places) for at, ask in self.asked]
-
     @cute.jit
-    def masked(self, scores, ahead, positions, n, facts, captured, limits, is_partial, is_edge: cutlass.Constexpr):
-        """-inf for the keys of tile ``n`` that a row does not see. ahead: ``asked_ahead``.
-
-        is_partial: whether the partial predicate is asked.
-        """
+    def masked(self, scores, positions, n, facts, captured, limits, is_partial, is_edge: cutlass.Constexpr):
+        """-inf for the keys of tile ``n`` that a row does not see. is_partial: whether the partial predicate is asked."""
         config = self.config
         s = rows_and_columns(scores)
         rows = cute.size(s, mode=[0])
@@ -220,14 +212,14 @@ class Softmax:
             self._hide(s, r, ranges)
         for i, ask, _ in self._asked_always(limits):
             if const_expr(not ask.by_row):
-                self._ask_each(s, i, ahead, positions, n, facts, captured, is_edge)
+                self._ask_each(s, i, positions, n, facts, captured, is_edge)
         if const_expr(config.partial is not None):
             if is_partial != 0:
                 if const_expr(config.partial.by_row):
                     for r in cutlass.range_constexpr(rows):
                         self._hide(s, r, [_pairs(limits[0][r], first)])
                 else:
-                    self._ask_each(s, 0, ahead, positions, n, facts, captured, is_edge)
+                    self._ask_each(s, 0, positions, n, facts, captured, is_edge)
 
     def _asked_always(self, limits: Any) -> list:
         """(place in ``asked``, ask, its limits) of the predicates that hold always."""
@@ -249,14 +241,14 @@ class Softmax:
                 seen = inside if seen is None else seen & inside
             s[r, c] = select(seen, s[r, c], -Float32.inf, "float")
 
-    def _ask_each(self, s: Any, i: int, ahead: Any, positions: Any, n: Any, facts: Any, captured: Any, is_edge: bool) -> None:
+    def _ask_each(self, s: Any, i: int, positions: Any, n: Any, facts: Any, captured: Any, is_edge: bool) -> None:
         at, ask = self.asked[i]
 
         def store(r: int, c: int, seen: Any) -> None:
             s[r, c] = select(Boolean(seen) if not isinstance(seen, bool) else seen, s[r, c], -Float32.inf, "float")
 
         places = self._places(positions, n, facts, is_edge)
-        emit(ask.expr, *self.captured(captured, at), places, None, store, known=ahead[i])
+        emit(ask.expr, *self.captured(captured, at), places, None, store)
 
     @cute.jit
     def exponentials(self, scores, lifts, row_max, row_sum, row_scale, rate, is_first: cutlass.Constexpr, may_be_blind: cutlass.Constexpr):

@@ -96,12 +96,14 @@ def _wanted(problem: Problem) -> tuple[int, ...]:
 
 
 def _totals(problem: Problem) -> tuple[Tensor, ...]:
-    """Where the gradients of captured tensors go: sums in float32, single values in the tensors' own dtype."""
+    """Where the gradients of captured tensors go: single values in the tensors' own dtype; sums of what may be a million terms, one after
+    the other, more exact than the terms."""
     wanted, score = _wanted(problem), problem.score
     if score is None:
         return ()
     alone = slots_alone(problem, wanted)
-    dtypes = {s: score.tensors[s].dtype if s in alone else torch.float32 for s in wanted}
+    sums = torch.float64 if problem.q.dtype is torch.float32 else torch.float32
+    dtypes = {s: score.tensors[s].dtype if s in alone else sums for s in wanted}
     return tuple(torch.zeros(score.tensors[s].shape, dtype=dtypes[s], device=problem.q.device) for s in wanted)
 
 

@@ -83,13 +83,17 @@ def shared_memory(capability: tuple[int, int] | None) -> int:
 
 @dataclass(frozen=True)
 class Shape:
-    """What tiles are chosen for: padded head dimensions, dtype, whether there is a score mod. columns: values that mods load per key."""
+    """What tiles are chosen for: padded head dimensions, dtype, whether there is a score mod.
+
+    columns: values that mods load per key. asks: lists name the tiles, and in partial ones the mask is asked score by score.
+    """
 
     d: int
     dv: int
     dtype: torch.dtype
     has_score: bool = False
     columns: int = 0
+    asks: bool = False
 
 
 def architecture(capability: tuple[int, int] | None) -> str:
@@ -151,6 +155,8 @@ _MORE: dict[str, tuple[tuple[int, int, int, int], ...]] = {
 def _default(name: str, shape: Shape, capability: tuple[int, int] | None) -> Tiles:
     arch = architecture(capability)
     tiles = Tiles(*(_TILES[arch][name] if shape.dtype.itemsize == 2 else _FLOATS[name])[_column(shape)])
+    if arch == "sm_90" and name == "forward" and shape.asks and shape.dtype.itemsize == 2 and _column(shape) == 1:
+        return Tiles(128, 128, 8, 2)  # without descriptors (``ways_of``) larger tiles were faster
     if arch == "sm_90" and name == "forward" and tiles.tile_m // tiles.num_warps > 16 and shape.has_score:
         return replace(tiles, num_warps=8)  # two blocks at once leave a score mod too few registers
     return tiles
@@ -253,14 +259,14 @@ def _column(shape: Shape) -> int:
 
 
 @lru_cache(maxsize=1024)
-def ways_of(shape: Shape, capability: tuple[int, int] | None, is_short: bool, has_ranges: bool) -> Ways:
-    """How the forward kernel runs. is_short: see ``forward_tiles``. has_ranges: rows see ranges of keys; else lists name the tiles.
+def ways_of(shape: Shape, capability: tuple[int, int] | None, is_short: bool) -> Ways:
+    """How the forward kernel runs. is_short: see ``forward_tiles``.
 
     Descriptors are made by every program, which those of documents, with few keys each, do not live long enough for; and a score mod needs
     the registers that a late second product keeps.
     """
     ways = _WAYS.get(architecture(capability))
-    if ways is None or is_short or not has_ranges or shape.dtype.itemsize != 2:
+    if ways is None or is_short or shape.asks or shape.dtype.itemsize != 2:
         return Ways(False, False)
     is_late, is_described = ways[_column(shape)]
     return Ways(is_late and not shape.has_score, is_described)

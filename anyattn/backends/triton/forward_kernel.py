@@ -168,7 +168,8 @@ def weights_of(s, row_sum, row_max, scale, IS_RAW: tl.constexpr):
     if IS_RAW:
         top = highest * scale
         p = tl.exp2(s * scale - top[:, None])
-        rescale = tl.exp2(row_max * scale - top)
+        # the difference may be one instruction, rounded once: what does not change would not be 0, of a row that saw nothing by 2 ** 100
+        rescale = tl.exp2(tl.where(row_max == highest, 0.0, row_max * scale - top))
     else:
         p = tl.exp2(s - highest[:, None])
         rescale = tl.exp2(row_max - highest)

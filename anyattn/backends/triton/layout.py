@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from anyattn.backends.triton import config
-from anyattn.backends.triton.config import Tiles
+from anyattn.backends.triton.config import Shape, Tiles
 from anyattn.backends.triton.programs import program_of
 from anyattn.backends.triton.sizes import Box, Extent, extents
 from anyattn.backends.triton.styles import shape_of
@@ -21,7 +21,7 @@ from anyattn.geometry.splits import num_splits
 from anyattn.hardware import Hardware
 from anyattn.problem import Problem
 
-__all__ = ["Layout", "Reading", "has_few_rows", "layout_of", "padded_group", "pieces_of", "positions_per_tile", "rows_of"]
+__all__ = ["Layout", "Reading", "forward_shape", "has_few_rows", "layout_of", "padded_group", "pieces_of", "positions_per_tile", "rows_of"]
 
 _MOST_PACKED = 64
 _ANY_NUMBER = 1024  # of queries, where a call does not say how many an entry has at most
@@ -51,7 +51,7 @@ class Layout(NamedTuple):
 def layout_of(problem: Problem, hardware: Hardware, options: dict[str, int]) -> Layout:
     """options: ``kernel_options``, of which tile_m, tile_n and num_splits are taken as they come."""
     asked = {name: options[name] for name in ("tile_m", "tile_n") if name in options}
-    why, shape = [], shape_of(problem)
+    why, shape = [], forward_shape(problem)
     for packed in _choices(problem):
         tiles = config.forward_tiles(shape, hardware.capability, rows_of(problem, packed), has_few_rows(problem))
         if asked:
@@ -71,6 +71,11 @@ def layout_of(problem: Problem, hardware: Hardware, options: dict[str, int]) -> 
         splits = most
         why.append(f"keys in {most} pieces: a grid has room for {_MOST_BLOCKS} entries and pieces")
     return Layout(tiles, packed, splits, tuple(why))
+
+
+def forward_shape(problem: Problem) -> Shape:
+    """What a forward pass's tiles are chosen for."""
+    return replace(shape_of(problem), asks=program_of(problem).program.ranges is None)
 
 
 def padded_group(packed: int) -> int:

@@ -237,11 +237,12 @@ def _scatter_source(part: Part) -> str:
             lines.append(f"part{i} = tl.sum(part{i}, 0, keep_dims=True)")
         if mask is None:  # one number: one lane adds it
             lines.append(f"part{i}, at{i} = tl.sum(tl.sum(part{i}, 1), 0), functions.only(at{i})")
-            lines.append(f"tl.atomic_add({slot}[0] + at{i}, part{i}, sem='relaxed')")
+            lines.append(f"tl.atomic_add({slot}[0] + at{i}, part{i}.to({slot}[0].dtype.element_ty), sem='relaxed')")
         else:
             lines.append(f"at{i} += functions.zeros_like(part{i})")
             lines.append(f"mask{i} = None if IS_FULL else {mask}")
-            lines.append(f"tl.atomic_add({slot}[0] + at{i}, part{i}, mask=mask{i}, sem='relaxed')")
+            sent = f"part{i}.to({slot}[0].dtype.element_ty)"
+            lines.append(f"tl.atomic_add({slot}[0] + at{i}, {sent}, mask=mask{i}, sem='relaxed')")
     head = f"@triton.jit\ndef {part.name}_scatter(ds, seen, is_row, is_key, found, totals, IS_FULL: tl.constexpr):\n"
     return head + "\n".join(f"    {x}" for x in lines) + "\n"
 

@@ -12,10 +12,9 @@ from anyattn.backends.triton import config, tables, tuning
 from anyattn.backends.triton.combine import merge
 from anyattn.backends.triton.config import Tiles
 from anyattn.backends.triton.launch import Signature, entry_of, entry_source, run_entry, strides_of
-from anyattn.backends.triton.layout import has_few_rows, padded_group, positions_per_tile, rows_of
+from anyattn.backends.triton.layout import forward_shape, has_few_rows, padded_group, positions_per_tile, rows_of
 from anyattn.backends.triton.programs import Chosen, captured_of, program_of
 from anyattn.backends.triton.shared import COUNTS, FUNCTIONS, LISTS, SIZES, constants_of, programs_along_batch, sizes_of, strides_named
-from anyattn.backends.triton.styles import shape_of
 from anyattn.geometry.stored_cache import StoredCache
 from anyattn.plan import Plan
 from anyattn.problem import Problem
@@ -129,7 +128,7 @@ def _launch(problem: Problem, plan: Plan, chosen: Chosen, found: tables.Tables, 
     lists = [q if t is None else t for t in found.lists]
     splits = target.parts[0]
     capability = config.capability_of(q.device)
-    ways = config.ways_of(shape_of(problem), capability, has_few_rows(problem), chosen.program.ranges is not None)
+    ways = config.ways_of(forward_shape(problem), capability, has_few_rows(problem))
     constants = {
         **constants_of(problem, chosen, found), "TILE_M": plan.tile_m, "TILE_N": plan.tile_n,
         "IS_PACKED": packed > 1 or has_few_rows(problem), "IS_CACHE": cache is not None, "HAS_LEFTPAD": cache_tables[1] is not None,
