@@ -251,19 +251,19 @@ def planned(launches: Any, **options: Any) -> dict[str, Any]:
 
 
 def test_heads_of_a_group_share_a_tile(launches: Any) -> None:
-    for heads, sq, packed in (((32, 8), 1, 4), ((32, 32), 1, 1), ((14, 2), 1, 7), ((32, 8), 64, 4), ((32, 8), 65, 1), ((142, 2), 1, 1)):
+    for heads, sq, packed in (((32, 8), 1, 4), ((32, 32), 1, 1), ((14, 2), 1, 7), ((32, 8), 16, 4), ((32, 8), 17, 1), ((142, 2), 1, 1)):
         found = planned(launches, heads=heads, sq=sq, num_splits=1)
         assert (found["packed"], found["grid"][1]) == (packed, heads[0] // packed), heads
         group = found["group"]
         assert packed <= group < 2 * packed and group <= found["TILE_M"] and found["grid"][0] == -(-sq * group // found["TILE_M"])
-    assert planned(launches, heads=(256, 2), sq=1, num_splits=1)["packed"] == 64, "so many as a tile may have"
+    assert planned(launches, heads=(256, 2), sq=1, num_splits=1)["packed"] == 16, "so many as a tile may have"
 
 
 def test_splits_fill_the_processors(launches: Any) -> None:
     """Few rows and long caches are cut; what fills the GPU by itself is not."""
     found = planned(launches, num_splits=0)
-    assert found["TILE_M"] == 64 and found["grid"][0] == 1
-    assert 120 <= math.prod(found["grid"]) <= 132, "one program of 64 rows fits on a multiprocessor"
+    assert found["TILE_M"] == 16 and found["grid"][0] == 1
+    assert 132 <= math.prod(found["grid"]) <= 396, "three programs of 16 rows fit on a multiprocessor"
     assert planned(launches, num_splits=0, heads=(256, 256))["grid"] == (1, 256, 4)
     assert planned(launches, num_splits=7)["grid"] == (1, 8, 28), "what is asked for is done"
 

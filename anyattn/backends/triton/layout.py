@@ -52,8 +52,9 @@ def layout_of(problem: Problem, hardware: Hardware, options: dict[str, int]) -> 
     """options: ``kernel_options``, of which tile_m, tile_n and num_splits are taken as they come."""
     asked = {name: options[name] for name in ("tile_m", "tile_n") if name in options}
     why, shape = [], forward_shape(problem)
-    for packed in _choices(problem):
-        tiles = config.forward_tiles(shape, hardware.capability, rows_of(problem, packed), has_few_rows(problem))
+    for packed in _choices(problem, hardware.capability):
+        is_short = has_few_rows(problem, hardware.capability)
+        tiles = config.forward_tiles(shape, hardware.capability, rows_of(problem, packed), is_short)
         if asked:
             tiles = config.asked("forward", replace(tiles, **asked), shape, hardware.capability, hardware.name)
         if padded_group(packed) <= tiles.tile_m:
@@ -87,9 +88,9 @@ def positions_per_tile(tile_m: int, packed: int) -> int:
     return tile_m // padded_group(packed)
 
 
-def has_few_rows(problem: Problem) -> bool:
+def has_few_rows(problem: Problem, capability: tuple[int, int] | None) -> bool:
     """Whether the heads of a group may share a tile. One kernel serves all such calls, however many heads it then is."""
-    return _most_q(problem) <= config.most_short(problem.q.dtype, config.capability_of(problem.q.device))
+    return _most_q(problem) <= config.most_short(problem.q.dtype, capability)
 
 
 def rows_of(problem: Problem, packed: int) -> int:
@@ -106,10 +107,10 @@ def _most_q(problem: Problem) -> int:
     return sequences.most_q or _ANY_NUMBER
 
 
-def _choices(problem: Problem) -> list[int]:
+def _choices(problem: Problem, capability: tuple[int, int] | None) -> list[int]:
     """How many heads may share a tile, the most first: a divisor of the group, so that none has heads of two groups."""
     ratio = problem.qhead_per_kvhead
-    if ratio == 1 or not has_few_rows(problem) or not _shares_lists(problem):
+    if ratio == 1 or not has_few_rows(problem, capability) or not _shares_lists(problem):
         return [1]
     return [n for n in range(min(ratio, _MOST_PACKED), 0, -1) if ratio % n == 0]
 
@@ -129,7 +130,7 @@ def _splits(problem: Problem, tiles: Tiles, packed: int, hardware: Hardware) -> 
     rows, _, length, _ = problem.q.shape
     if rows != batch:  # packed one after another: no more tiles than their rows make
         row_tiles, batch = min(batch * row_tiles, rows * length // step + batch), 1
-    if tiles.tile_m > 64 or not has_few_rows(problem):  # products, not bytes, are what takes long
+    if tiles.tile_m > 64 or not has_few_rows(problem, hardware.capability):  # products, not bytes, are what takes long
         return num_splits(row_tiles, ceil_div(problem.bound_k, tiles.tile_n), heads, batch, sm_count, _MOST_SPLITS)
     shape = shape_of(problem)
     size = problem.q.dtype.itemsize

@@ -128,10 +128,11 @@ def _launch(problem: Problem, plan: Plan, chosen: Chosen, found: tables.Tables, 
     lists = [q if t is None else t for t in found.lists]
     splits = target.parts[0]
     capability = config.capability_of(q.device)
-    ways = config.ways_of(forward_shape(problem), capability, has_few_rows(problem))
+    has_few = has_few_rows(problem, capability)
+    ways = config.ways_of(forward_shape(problem), capability, has_few)
     constants = {
         **constants_of(problem, chosen, found), "TILE_M": plan.tile_m, "TILE_N": plan.tile_n,
-        "IS_PACKED": packed > 1 or has_few_rows(problem), "IS_CACHE": cache is not None, "HAS_LEFTPAD": cache_tables[1] is not None,
+        "IS_PACKED": packed > 1 or has_few, "IS_CACHE": cache is not None, "HAS_LEFTPAD": cache_tables[1] is not None,
         "HAS_ROWS": cache_tables[2] is not None, "HAS_SINK": sink is not None and splits == 1, "HAS_LSE": target.lse is not None,
         "HAS_MAX": target.highest is not None, "IS_RAW": problem.score is not None or _LEAST_SCALE < problem.scale < 1 / _LEAST_SCALE,
         "IS_LATE": ways.is_late and found.pages is None,
