@@ -76,7 +76,6 @@ def _config(draw: random.Random) -> Any:
     return SimpleNamespace(
         tiles=tiles,
         q_stages=q_stages,
-        overlaps=q_stages > 1,
         score=draw.choice((None, "score")),
         is_bounded=draw.random() < 0.3,
         always=draw.choice(((), ("always",))),

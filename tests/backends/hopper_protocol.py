@@ -212,7 +212,8 @@ class Group:
         self.issued: list[tuple[Registers, Part, Part, bool]] = []
         self.flying: list[_Product] = []
         self.fresh = set[int]()  # registers written since the last fence
-        self.scores, self.outputs, self.finished, self.stores = 0, 0, 0, 0  # products of K, of V, row tiles, stores under way
+        self.scores, self.outputs, self.finished = 0, 0, 0  # products of K, of V, row tiles
+        self.stores = list[bool]()  # of each store so far whether its memory has been read
 
     def gemm(self, atom: Any, acc: Registers, a: Part, b: Part) -> None:
         if atom.operation != ("qk" if isinstance(a.of, StageRef) else "pv"):
@@ -353,21 +354,22 @@ class Block:
         group, stage = self.group, ref.stage
         stage.output.add(group.number)
         stage.reading.append(group.number)
-        group.stores += 1
-        tag = stage.tag
+        group.stores.append(False)
+        tag, number = stage.tag, len(group.stores) - 1
 
         def gone() -> None:
             if stage.tag != tag:
                 raise Broken(f"O of {tag} was overwritten by {stage.tag} before it had left")
             stage.reading.remove(group.number)
-            group.stores -= 1
+            group.stores[number] = True
             self.written[t, group.number] += 1
 
         self.schedule.under_way.append(gone)
 
-    def wait_for_stores(self) -> None:
-        group = self.group
-        self.schedule.until(lambda: group.stores == 0, "waits for its stores to have been read")
+    def wait_for_stores(self, most: int) -> None:
+        """All but the last ``most`` stores have been read."""
+        stores = self.group.stores
+        self.schedule.until(lambda: all(stores[: len(stores) - most]), "waits for its stores to have been read")
 
     def barrier(self, number: int, threads: int, waits: bool) -> None:
         group = self.group
@@ -406,7 +408,7 @@ class Block:
     def check_end(self) -> None:
         """All is computed, written and given back."""
         for name, group in self.groups.items():
-            done = (group.scores, group.outputs, group.finished, len(group.flying), group.stores)
+            done = (group.scores, group.outputs, group.finished, len(group.flying), group.stores.count(False))
             if done != (len(self.order), len(self.order), len(self.tiles), 0, 0):
                 raise Broken(f"{name} ends with {done} of {len(self.order)} tiles, {len(self.tiles)} row tiles")
         if any(n != 1 for n in self.written.values()) or self.turn is not None:

@@ -14,12 +14,12 @@ from types import CodeType, SimpleNamespace
 from typing import Any
 
 from hopper_cases import Case
-from hopper_protocol import PARTS, Block, Loaded, Pipe, Registers, RowTile, StageRef, State
+from hopper_protocol import PARTS, Block, Loaded, Memory, Pipe, Registers, RowTile, StageRef, State
 from hopper_schedule import Broken, Schedule
 
 import anyattn
 
-__all__ = ["MODULES", "Changes", "run_block", "text_of", "wiped_by_a_group"]
+__all__ = ["MODULES", "STOOD_IN", "Changes", "Stubs", "method", "run_block", "signatures", "text_of", "wiped_by_a_group"]
 
 _FOLDER = Path(anyattn.__file__).parent / "backends" / "hopper"
 MODULES = ("visits", "load", "multiply")
@@ -27,6 +27,11 @@ _FILES = tuple(str(_FOLDER / f"{name}.py") for name in MODULES)
 _STATES = ("q_state", "k_state", "v_state", "work_state")
 _LOWEST, _ALL_0, _OUT, _MAX, _SUM = (frozenset({what}) for what in ("all -inf", "all 0.0", "out", "max", "sum"))
 Changes = tuple[tuple[str, str, str], ...]  # (module, text, text that takes its place)
+# what the roles call of the rest of the kernel's class, which ``Stubs`` has instead, and the module that it is of
+STOOD_IN = {
+    "band": "visits", "rate": "softmax", "row_limits": "softmax", "foreseen": "softmax", "modified": "softmax", "masked": "softmax",
+    "exponentials": "softmax", "unshifted": "softmax", "finished": "epilogue", "blank": "epilogue", "stored": "epilogue",
+}  # fmt: skip
 
 
 def text_of(module: str) -> str:
@@ -52,6 +57,25 @@ def _compiled(changes: Changes) -> tuple[list[CodeType], dict[str, list[str]]]:
                 _untyped(node)
         found.append(compile(ast.fix_missing_locations(tree), file, "exec"))
     return found, lines
+
+
+def signatures(module: str) -> dict[str, int]:
+    """How many arguments each method of the module's classes takes, after ``self``."""
+    classes = [node for node in ast.parse(text_of(module)).body if isinstance(node, ast.ClassDef)]
+    return {f.name: len(f.args.args) - 1 for c in classes for f in c.body if isinstance(f, ast.FunctionDef)}
+
+
+def method(of: Any, name: str) -> Any:
+    """What the model needs of the kernel's class, or a word on where it looked for it."""
+    if not hasattr(of, name):
+        raise LookupError(f"the Hopper kernel has no {name!r}, which the model runs; looked for in {', '.join(_FILES)}")
+    return getattr(of, name)
+
+
+def _class(names: dict[str, Any], name: str) -> type:
+    if name not in names:
+        raise LookupError(f"the Hopper kernel has no class {name!r}, which the model is built on; looked for in {', '.join(_FILES)}")
+    return names[name]
 
 
 def _is_stood_in(node: ast.stmt) -> bool:
@@ -127,7 +151,38 @@ class _Atom:
         self.adds = adds
 
 
-class _Stubs:
+class _Mma:
+    """A tiled product of Q and K or of P and V, and a thread's or a warp group's part of it."""
+
+    def __init__(self, block: Block, op: str, thread: int | None = None):
+        self.block, self.op, self.thread = block, op, thread
+
+    def get_slice(self, thread: int) -> _Mma:
+        if thread != 128 * self.block.group.number:
+            raise Broken(f"group {self.block.group.number} multiplies what thread {thread} does")
+        return _Mma(self.block, self.op, thread)
+
+    def _of(self, memory: Memory, wanted: str) -> Memory:
+        if memory.name != wanted:
+            raise Broken(f"{memory.name} is an operand of {self.op} in the place of {wanted}")
+        return memory
+
+    def partition_A(self, memory: Memory) -> Memory:
+        return self._of(memory, self.op[0])
+
+    def partition_B(self, memory: Memory) -> Memory:
+        return self._of(memory, self.op[1])
+
+    make_fragment_A, make_fragment_B = partition_A, partition_B
+
+    def partition_C(self, _: str) -> str:
+        return "positions"
+
+    def partition_shape_C(self, _: tuple) -> str:
+        return "shape"
+
+
+class Stubs:
     """What the roles call of softmax and epilogue: it keeps the tags and checks what it is given."""
 
     block: Block
@@ -139,15 +194,16 @@ class _Stubs:
     def band(self, entry: int, head: int, q_first: int, captured: Any) -> tuple[int, int]:
         return self.bands[entry]
 
-    def rate(self, *_: Any) -> str:
+    def rate(self, scale: str, captured: str) -> str:
+        self._given(scale=scale, captured=captured)
         return "rate"
 
     def row_limits(self, positions: str, facts: Any, captured: str) -> Any:
-        self._given(positions, captured)
+        self._given(positions=positions, captured=captured)
         return facts
 
-    def _given(self, *given: str) -> None:
-        if set(given) - {"positions", "captured", "rate", "scale"}:
+    def _given(self, **given: str) -> None:
+        if any(name != value for name, value in given.items()):
             raise Broken(f"unexpected arguments: {given}")
 
     def _tile(self, facts: Any) -> int:
@@ -165,16 +221,12 @@ class _Stubs:
             raise Broken(f"scores of {(t, i)} are taken for key tile {n} of {facts}, first: {is_edge}")
         return tile, i
 
-    def asked_ahead(self, positions: str, n: int, facts: Any, captured: str, is_edge: bool) -> tuple:
-        self._given(positions, captured)
-        return "asked", n, self._tile(facts), is_edge
-
     def foreseen(self, positions: str, n: int, facts: Any, captured: str) -> tuple:
-        self._given(positions, captured)
+        self._given(positions=positions, captured=captured)
         return "ahead", n, self._tile(facts)
 
     def modified(self, scores: Registers, ahead: Any, positions: str, n: int, facts: Any, scale: str, captured: str, is_edge: bool) -> str:
-        self._given(positions, scale, captured)
+        self._given(positions=positions, scale=scale, captured=captured)
         self._visited(scores, facts, n if self.config.score else None, is_edge)
         if ahead != (("ahead", n, self._tile(facts)) if self.foresees and not is_edge else None) or scores.done:
             raise Broken(f"{scores.made_of} with what was read ahead for {ahead}")
@@ -182,18 +234,18 @@ class _Stubs:
         return "lifts"
 
     def masked(
-        self, scores: Registers, ahead: Any, positions: str, n: int, facts: Any, captured: str, limits: Any, is_partial: int, is_edge: bool
+        self, scores: Registers, positions: str, n: int, facts: Any, captured: str, limits: Any, is_partial: int, is_edge: bool
     ) -> None:
-        self._given(positions, captured)
+        self._given(positions=positions, captured=captured)
         tile, i = self._visited(scores, facts, n, is_edge)
-        if ahead != ("asked", n, self._tile(facts), is_edge) or limits != facts or scores.done != {"modified"}:
-            raise Broken(f"{scores.made_of} is masked by {ahead} and {limits}, {scores.done}")
+        if limits != facts or scores.done != {"modified"}:
+            raise Broken(f"{scores.made_of} is masked by {limits}, {scores.done}")
         if self.config.lists and is_partial != tile.visits[i][1]:
             raise Broken(f"{scores.made_of} is masked as partial={is_partial}; wanted {tile.visits[i]}")
         scores.done |= {"masked"}
 
     def _softened(self, scores: Registers, rate: str, may_be_blind: bool) -> tuple:
-        self._given(rate)
+        self._given(rate=rate)
         scores.idle("read")
         ((t, i),) = scores.made_of
         if "modified" not in scores.done or "exponential" in scores.done or (self._must_be_masked(t, i) and "masked" not in scores.done):
@@ -239,7 +291,7 @@ class _Stubs:
             x.store(Loaded(before.made_of + made_of, -1, kinds[0]))
 
     def finished(self, acc: Registers, row_max: Registers, row_sum: Registers, rate: str, sink: str, head: int) -> None:
-        self._given(rate)
+        self._given(rate=rate)
         out, top, total = found = acc.load(), row_max.load(), row_sum.load()
         if tuple(x.done for x in found) != (_OUT, _MAX, _SUM) or len({x.made_of for x in found}) > 1 or len({x.epoch for x in found}) > 1:
             raise Broken(f"O of {out} is divided by sums of {total} over {top}")
@@ -293,7 +345,7 @@ def _arch(block: Block, work: tuple[int, int], counter: Counter) -> SimpleNamesp
         shuffle_sync=lambda value, _: value,
         atomic_add=counter.add,
         make_warp_uniform=int,
-        cp_async_bulk_wait_group=lambda _, read: block.wait_for_stores(),
+        cp_async_bulk_wait_group=lambda most, read: block.wait_for_stores(most),
         fence_proxy=lambda *_, **__: block.fence_wiped(),
         barrier=lambda barrier_id, number_of_threads: block.barrier(barrier_id, number_of_threads, True),
         barrier_arrive=lambda barrier_id, number_of_threads: block.barrier(barrier_id, number_of_threads, False),
@@ -314,12 +366,12 @@ def _stand_ins(block: Block, work: tuple[int, int], counter: Counter) -> dict[st
         domain_offset=lambda by, view: View(view.name, (*view.tag, sum(by))),
         local_tile=_local_tile,
         group_modes=lambda x, *_: x,
-        make_layout=lambda *_: None,
+        make_layout=lambda _, stride=1: lambda i: i * stride,
+        make_identity_tensor=lambda _: "identity",
         size=lambda _, mode=None: 1 if mode is None else PARTS,
         make_mma_atom=_Atom,
         gemm=lambda atom, acc, a, b, _: block.group.gemm(atom, acc, a, b),
         make_rmem_tensor=lambda *_: Registers(block),
-        make_rmem_tensor_like=lambda _: Registers(block),
         autovec_copy=lambda zeros, to: block.wiped(to.of, to.key, zeros),
     )
     cutlass = SimpleNamespace(min=min, max=max, Boolean=bool, range=lambda *n, **_: range(*n), range_constexpr=range)
@@ -371,22 +423,19 @@ def run_block(case: Case, seed: int, changes: Changes = ()) -> int:
     names = _stand_ins(block, (0, case.workers), counter)
     for code in codes:
         exec(code, names)
-    kernel = type("Kernel", (_Stubs, names["Visits"], names["Loads"], names["Multiplies"]), {})()
+    kernel = type("Kernel", (Stubs, *(_class(names, name) for name in ("Visits", "Loads", "Multiplies"))), {})()
+    load, multiply, tables = method(kernel, "load"), method(kernel, "multiply"), _class(names, "Tables")(**case.tables)
     kernel.block, kernel.config, kernel.bands, kernel.foresees = block, case.config, case.bands, case.foresees
     board = (_Board(block, block.pipes[3], "facts"), _Board(block, block.pipes[1], "visit"))
     in_smem = (*block.memories, block.memories[0])
     copies = tuple((name, View(name)) for name in ("q", "k", "v"))
 
     def loads() -> None:
-        kernel.load(copies, in_smem, block.pipes, board, names["Tables"](**case.tables), counter, case.lengths, case.sizes, "captured")
+        load(copies, in_smem, block.pipes, board, tables, counter, case.lengths, case.sizes, "captured")
 
     def multiplies(number: int) -> None:
-        acc, *statistics = (Registers(block) for _ in range(4))
-        mmas = (SimpleNamespace(op="qk"), SimpleNamespace(op="pv"))
-        fixed = (mmas, in_smem[:3], "shape", "positions", block.pipes, board, number, 128 * number, in_smem)
-        kernel._first_turn(number)
-        role = kernel._overlapped if case.config.overlaps else kernel._one_by_one
-        role(fixed, (acc, *statistics), ("scale", "rate", "captured"), "outputs", "sink")
+        mmas = (_Mma(block, "qk"), _Mma(block, "pv"))
+        multiply(128 * number, mmas, in_smem, block.pipes, board, "outputs", "sink", "scale", "captured")
 
     schedule.add("loader", loads)
     for name, group in block.groups.items():
@@ -412,8 +461,9 @@ def wiped_by_a_group(tile_n: int, head_dim_v: int, room: int) -> list[tuple[int,
     cute = SimpleNamespace(arch=arch, local_tile=tile_of, autovec_copy=lambda *_: None, make_rmem_tensor=lambda *_: done)
     names: dict[str, Any] = {"cute": cute, "cutlass": SimpleNamespace(range=lambda *n, **_: range(*n)), "const_expr": bool}
     exec(_compiled(())[0][MODULES.index("multiply")], names)
-    kernel = names["Multiplies"]()
+    kernel = _class(names, "Multiplies")()
+    wiped = method(kernel, "_wiped")
     kernel.dtype, kernel.config = "dtype", SimpleNamespace(tiles=SimpleNamespace(tile_n=tile_n), head_dim_v=head_dim_v)
     for thread in range(128, 256):
-        kernel._wiped(View("v"), done, State(1, 0, 0), room, thread, 1)
+        wiped(View("v"), done, State(1, 0, 0), room, thread, 1)
     return found

@@ -109,7 +109,7 @@ class Schedule:
         try:
             if self.failure is None:
                 actor.body()
-                actor.is_done = True
+                actor.is_done, actor.waits_for = True, "done"
                 self.now = self._picked()
                 if self.now is not None:
                     self.now.baton.release()
