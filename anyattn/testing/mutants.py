@@ -96,7 +96,9 @@ MUTANTS = {
             "stale_closure", "mods.trace:_Memo.lookup",
             "[found[s] for s in source.scalars]", "[10 + s for s in source.scalars]", "closures_of_other_lengths",
         ),
-        Mutant("stale_call", "recall_recipe:Recipe.made", "[numbers[s] for s in self.scalars]", "[10 + s for s in self.scalars]", "closures"),
+        Mutant(
+            "stale_call", "recall_recipe:Recipe.made", "[numbers[s] for s in self.scalars]", "[10 + s for s in self.scalars]", "closures",
+        ),
         Mutant("subtracted_bias_added", "mods.linear:additive_bias", 'node.op == "sub", right', "False, right", "alibi"),
         # the backward
         Mutant("stale_lse", f"{_BACKWARD}:_Statistics.of", "(lse * LOG2E)", "(lse.roll(1, -1) * LOG2E)", "full"),
