@@ -100,7 +100,7 @@ def resident(dim: int, rows: int, capability: tuple[int, int], is_short: bool = 
 
 
 def test_what_a_multiprocessor_holds() -> None:
-    """As the compiled kernels say: 72 KiB and the 168 registers that tiles of 16 rows are given on Hopper."""
+    """72 KiB of shared memory, and as many registers as the measured figures follow."""
     assert config.forward_tiles(config.Shape(128, 128, torch.bfloat16), (9, 0), 4, True) == config.Tiles(16, 128, 4, 2)
     assert [resident(d, 4, (9, 0)) for d in (64, 128, 256)] == [3, 3, 3]
     assert resident(128, 4, (8, 0)) == 2

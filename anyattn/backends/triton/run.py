@@ -146,10 +146,7 @@ def _launch(problem: Problem, plan: Plan, chosen: Chosen, found: tables.Tables, 
             *sizes_of(problem, found, splits), *lists, problem.scale,
         ),
         captured_of(chosen), q.device,
-        {
-            **constants, "num_warps": plan.num_warps, "num_stages": plan.num_stages,
-            **config.registers(plan.tile_m, plan.num_warps, q.dtype, capability),
-        },
+        {**constants, "num_warps": plan.num_warps, "num_stages": plan.num_stages},
     )  # fmt: skip
 
 
