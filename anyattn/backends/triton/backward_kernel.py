@@ -3,7 +3,7 @@ Kernel side.
 
 The probabilities are computed again from the log-sum-exp. Tuples are those of ``forward_kernel``, but for
 
-tensors: q, k, v, dout, statistics, dq, dk, dv, entries, order, pages, spans.
+tensors: q, k, v, dout, statistics, dq, dk, dv, entries, order, spans.
 strides: of q, k, v, dout, dq, dk, dv.
 
 statistics are pairs, one for each row: its log-sum-exp in base 2 (infinite for a row that sees nothing, so that its probabilities are 0),
@@ -18,7 +18,7 @@ import triton.language as tl
 
 from anyattn.backends.triton import functions
 from anyattn.backends.triton.forward_kernel import load_rows, plus_product, rows_of
-from anyattn.backends.triton.places import entry, key_places, row_tile
+from anyattn.backends.triton.places import entry, row_tile
 from anyattn.backends.triton.visits import by_lists, clipped, full_at, partial_at, place_of_lists, visits_of
 
 __all__ = ["dkdv_tile", "dq_tile", "prepare_tile"]
@@ -118,30 +118,24 @@ def _load_tile(base, offsets, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def _visit_keys(
-    dq, q, dout, lse, delta, is_row, first, end, is_shown, key, offsets, rows, b, h, pages, scale, captured,
+    dq, q, dout, lse, delta, is_row, first, end, is_shown, key, offsets, rows, b, h, scale, captured,
     SCORE: tl.constexpr, MASK: tl.constexpr, ALWAYS: tl.constexpr, SCATTER: tl.constexpr,
     IS_PARTIAL: tl.constexpr, HAS_SCORE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr, HAS_SCATTER: tl.constexpr,
     TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq with what one tile of keys adds to it, not yet scaled; arguments as of ``forward_kernel.visit``. offsets: of full tiles."""
     lane = first + tl.arange(0, TILE_N)
-    if PAGE_SIZE > 0:
-        at = tl.minimum(lane, end - 1) + key[3]
-        k_at, v_at = key_places(at, key[2], key[4], key[5], pages, PAGE_SIZE), key_places(at, key[2], key[6], key[7], pages, PAGE_SIZE)
-        k = load_rows(key[0], k_at[:, None], None, HEAD_DIM, BLOCK_D, True)
-        v = load_rows(key[1], v_at[:, None], None, HEAD_DIM_V, BLOCK_DV, True)
-    else:
-        k_at, v_at = offsets
-        start = first
-        if IS_PARTIAL:
-            start = tl.minimum(first, end - 1)
-            local = tl.minimum(tl.arange(0, TILE_N), end - 1 - start)
-            k_at, v_at = _offsets(local, key[5], BLOCK_D), _offsets(local, key[7], BLOCK_DV)
-        place = (key[3] + start).to(tl.int64)
-        row = key[2].to(tl.int64)
-        k = _load_tile(key[0] + (row * key[4] + place * key[5]), k_at, HEAD_DIM, BLOCK_D)
-        v = _load_tile(key[1] + (row * key[6] + place * key[7]), v_at, HEAD_DIM_V, BLOCK_DV)
+    k_at, v_at = offsets
+    start = first
+    if IS_PARTIAL:
+        start = tl.minimum(first, end - 1)
+        local = tl.minimum(tl.arange(0, TILE_N), end - 1 - start)
+        k_at, v_at = _offsets(local, key[5], BLOCK_D), _offsets(local, key[7], BLOCK_DV)
+    place = (key[3] + start).to(tl.int64)
+    row = key[2].to(tl.int64)
+    k = _load_tile(key[0] + (row * key[4] + place * key[5]), k_at, HEAD_DIM, BLOCK_D)
+    v = _load_tile(key[1] + (row * key[6] + place * key[7]), v_at, HEAD_DIM_V, BLOCK_DV)
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
     kv = lane[None, :]
     if IS_PARTIAL:
@@ -175,7 +169,7 @@ def dq_tile(
     HAS_SCORE: tl.constexpr, HAS_SCATTER: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr, RANGES: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, LIST_M: tl.constexpr, LIST_N: tl.constexpr, HAS_FULL: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    HAS_ENTRIES: tl.constexpr, PAGE_SIZE: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_ENTRIES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq of one row tile, and what its scores send into the score mod's captured tensors."""
     m, b, h = _place(sizes, tensors[9], True, HAS_ENTRIES)
@@ -207,7 +201,6 @@ def dq_tile(
     )  # fmt: skip
     n_lane = tl.arange(0, TILE_N)
     offsets = _offsets(n_lane, key[5], BLOCK_D), _offsets(n_lane, key[7], BLOCK_DV)
-    pages = tensors[10] + b.to(tl.int64) * sizes[6]
     factor = scale if HAS_SCORE else scale * _LOG2E
     dq = tl.zeros((TILE_M, BLOCK_D), tl.float32)
     runs, full, partial = visits_of(
@@ -216,16 +209,16 @@ def dq_tile(
     for i in range(0, full):
         first = full_at(runs, i, RANGES, TILE_N, LIST_N)
         dq = _visit_keys(
-            dq, q, dout, lse, delta, is_row, first, first + TILE_N, True, key, offsets, kept, b, h, pages, factor, captured,
+            dq, q, dout, lse, delta, is_row, first, first + TILE_N, True, key, offsets, kept, b, h, factor, captured,
             SCORE, MASK, ALWAYS, SCATTER, False, HAS_SCORE, HAS_MASK, HAS_ALWAYS, HAS_SCATTER,
-            TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PAGE_SIZE, PRECISION,
+            TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION,
         )  # fmt: skip
     for i in range(0, partial):
         first, end, is_shown = partial_at(runs, i, seqlen_k, RANGES, TILE_N, LIST_N)
         dq = _visit_keys(
-            dq, q, dout, lse, delta, is_row, first, end, is_shown, key, offsets, kept, b, h, pages, factor, captured,
+            dq, q, dout, lse, delta, is_row, first, end, is_shown, key, offsets, kept, b, h, factor, captured,
             SCORE, MASK, ALWAYS, SCATTER, True, HAS_SCORE, HAS_MASK, HAS_ALWAYS, HAS_SCATTER,
-            TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PAGE_SIZE, PRECISION,
+            TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION,
         )  # fmt: skip
     d = tl.arange(0, BLOCK_D)[None, :]
     dq_at = (row * strides[4][0] + head * strides[4][1] + at.to(tl.int64) * strides[4][2])[:, None]
@@ -364,7 +357,7 @@ def dkdv_tile(
             tensors[3] + (q_row * strides[3][0] + h.to(tl.int64) * strides[3][1]), tensors[4] + 2 * (q_row * sizes[2] + h) * sizes[3],
         )  # fmt: skip
         if RANGES > 0:
-            place = tensors[11] + _span_place(found, 0, b, h, sizes, TILE_M, 4 * RANGES)
+            place = tensors[10] + _span_place(found, 0, b, h, sizes, TILE_M, 4 * RANGES)
             tile_end = tl.minimum(n_first + TILE_N, n_end)  # n_end is the sequence's
             first, end, full, full_end = _rows_by_spans(place, seqlen_q, n_first, tile_end, RANGES, 4 * RANGES, TILE_M)
             fulls, partials = full_end - full, end - first - (full_end - full)

@@ -23,7 +23,7 @@ from anyattn.problem import Problem
 __all__ = ["backward"]
 
 _SIZES = (*SIZES, "span_places")
-_TENSORS = ("q", "k", "v", "dout", "statistics", "dq", "dk", "dv", "entries", "order", "pages", "spans")
+_TENSORS = ("q", "k", "v", "dout", "statistics", "dq", "dk", "dv", "entries", "order", "spans")
 
 
 def _signature(body: str, constants: tuple[str, ...], scatters: bool = False) -> Signature:
@@ -35,7 +35,7 @@ def _signature(body: str, constants: tuple[str, ...], scatters: bool = False) ->
 
 
 _COMMON = ("TILE_M", "TILE_N", "LIST_M", "LIST_N", "HAS_FULL", "HEAD_DIM", "HEAD_DIM_V", "BLOCK_D", "BLOCK_DV", "HAS_ENTRIES")
-_DQ = _signature("dq_tile", ("RANGES", *_COMMON, "PAGE_SIZE", "PRECISION"), scatters=True)
+_DQ = _signature("dq_tile", ("RANGES", *_COMMON, "PRECISION"), scatters=True)
 _DKDV = _signature("dkdv_tile", ("RANGES", *_COMMON, "PRECISION", "STRAIGHT"))
 _PREPARE = Signature(
     "backward_kernel.prepare_tile",
@@ -173,7 +173,7 @@ def _launch(
     by_key = totals is None
     found = tables.key_tables_of(problem, chosen, tiles.tile_n) if by_key else tables.tables_of(problem, chosen, tiles.tile_m)
     aligned, strides = strides_of(q, k, v, dout, dq, dk, dv)
-    tensors = (*shared, found.entries, found.order, found.pages, spans)
+    tensors = (*shared, found.entries, found.order, spans)
     pointers = [q if t is None else t.detach() for t in tensors]
     program, captured = chosen.program, list(captured_of(chosen))
     if problem.score is not None:
@@ -181,7 +181,6 @@ def _launch(
         captured[0] = Read(*captured[0][:2], totals or ())
     constants: dict[str, Any] = {**constants_of(problem, chosen, found), "TILE_M": tiles.tile_m, "TILE_N": tiles.tile_n}
     if by_key:
-        del constants["PAGE_SIZE"]
         constants["STRAIGHT"] = styles.is_nvidia(q.device.type)
     lists = [q if t is None else t for t in found.lists]
     heads = problem.heads_kv if by_key else problem.heads_q

@@ -154,7 +154,7 @@ def keys_at(
             lane = first + tl.arange(0, TILE_N) + key[3]
             if IS_PARTIAL:
                 lane = tl.minimum(lane, key[3] + end - 1)
-            at = key_places(lane, key[2], stride_row, stride, 0, 0)
+            at = key_places(lane, key[2], stride_row, stride)
         return load_rows(source, at[:, None], is_key, HEAD_DIM, BLOCK_D, not IS_PARTIAL)
 
 

@@ -67,12 +67,9 @@ def inside(numbers, last_page):
 
 
 @triton.jit
-def key_places(at, k_row, stride_row, stride, pages, PAGE_SIZE: tl.constexpr, last_page=2**31 - 1):
-    """Offsets in 64 bits of storage rows ``at`` of one sequence's keys. pages: its row of the page table, which holds page numbers."""
-    if PAGE_SIZE > 0:
-        return inside(tl.load(pages + at // PAGE_SIZE), last_page).to(tl.int64) * stride_row + (at % PAGE_SIZE) * stride
-    else:
-        return k_row.to(tl.int64) * stride_row + at.to(tl.int64) * stride
+def key_places(at, k_row, stride_row, stride):
+    """Offsets in 64 bits of storage rows ``at`` of one sequence's keys, which are in no pages."""
+    return k_row.to(tl.int64) * stride_row + at.to(tl.int64) * stride
 
 
 @triton.jit

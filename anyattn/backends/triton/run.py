@@ -132,6 +132,7 @@ def _launch(problem: Problem, plan: Plan, chosen: Chosen, found: tables.Tables, 
     ways = config.ways_of(forward_shape(problem), capability, has_few)
     constants = {
         **constants_of(problem, chosen, found), "TILE_M": plan.tile_m, "TILE_N": plan.tile_n,
+        "PAGE_SIZE": 0 if found.pages is None else k.shape[2],
         "IS_PACKED": packed > 1 or has_few, "IS_CACHE": cache is not None, "HAS_LEFTPAD": cache_tables[1] is not None,
         "HAS_ROWS": cache_tables[2] is not None, "HAS_SINK": sink is not None and splits == 1, "HAS_LSE": target.lse is not None,
         "HAS_MAX": target.highest is not None, "IS_RAW": problem.score is not None or _LEAST_SCALE < problem.scale < 1 / _LEAST_SCALE,

@@ -39,10 +39,8 @@ def sizes_of(problem: Problem, found: Tables, splits: int = 1) -> tuple[int, ...
 def constants_of(problem: Problem, chosen: Chosen, found: Tables) -> dict[str, Any]:
     """What specialises every kernel that reads the problem's storage."""
     d, dv = problem.q.shape[3], problem.v.shape[3]
-    sequences = problem.sequences
     return {
         "RANGES": chosen.program.range_count, "LIST_M": found.list_tile[0], "LIST_N": found.list_tile[1],
         "HAS_FULL": found.lists[2] is not None, "HEAD_DIM": d, "HEAD_DIM_V": dv, "BLOCK_D": padded(d), "BLOCK_DV": padded(dv),
-        "HAS_ENTRIES": found.entries is not None, "PAGE_SIZE": 0 if found.pages is None or sequences is None else problem.k.shape[2],
-        "PRECISION": "ieee" if problem.q.dtype is torch.float32 else "tf32",
+        "HAS_ENTRIES": found.entries is not None, "PRECISION": "ieee" if problem.q.dtype is torch.float32 else "tf32",
     }  # fmt: skip
