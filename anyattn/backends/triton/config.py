@@ -59,7 +59,8 @@ class Ways:
     the weights of a tile stay in registers. is_described: keys and values come by tensor descriptors (Hopper's TMA and later)."""
 
     is_late: bool
-    is_described: bool
+    is_described: int
+    is_joined: bool = False
 
 
 def padded(head_dim: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,7 +52,7 @@ _FORWARD = Signature(
     (
         "RANGES", "TILE_M", "TILE_N", "LIST_M", "LIST_N", "HAS_FULL", "HEAD_DIM", "HEAD_DIM_V", "BLOCK_D", "BLOCK_DV", "IS_PACKED",
         "HAS_ENTRIES", "IS_CACHE", "HAS_LEFTPAD", "HAS_ROWS", "PAGE_SIZE", "HAS_SINK", "HAS_LSE", "HAS_MAX", "PRECISION",
-        "IS_RAW", "IS_LATE", "IS_DESCRIBED",
+        "IS_RAW", "IS_LATE", "IS_DESCRIBED", "IS_JOINED",
     ),
 )  # fmt: skip
 
@@ -130,6 +130,9 @@ def _launch(problem: Problem, plan: Plan, chosen: Chosen, found: tables.Tables, 
     capability = config.capability_of(q.device)
     has_few = has_few_rows(problem, capability)
     ways = config.ways_of(forward_shape(problem), capability, has_few)
+    described = ways.is_described * (is_aligned and _can_be_described(problem, found, plan.tile_n))
+    if described and found.entries is None and k.numel():
+        described = 2
     constants = {
         **constants_of(problem, chosen, found), "TILE_M": plan.tile_m, "TILE_N": plan.tile_n,
         "PAGE_SIZE": 0 if found.pages is None else k.shape[2],
@@ -137,8 +140,10 @@ def _launch(problem: Problem, plan: Plan, chosen: Chosen, found: tables.Tables, 
         "HAS_ROWS": cache_tables[2] is not None, "HAS_SINK": sink is not None and splits == 1, "HAS_LSE": target.lse is not None,
         "HAS_MAX": target.highest is not None, "IS_RAW": problem.score is not None or _LEAST_SCALE < problem.scale < 1 / _LEAST_SCALE,
         "IS_LATE": ways.is_late and found.pages is None,
-        "IS_DESCRIBED": ways.is_described and is_aligned and _can_be_described(problem, found, plan.tile_n),
+        "IS_DESCRIBED": described, "IS_JOINED": ways.is_joined and described == 2 and chosen.program.range_count > 0,
     }  # fmt: skip
+    if described == 2:
+        pointers[1:3] = [_descriptor(t, plan.tile_n) for t in (k, v)]
     kernel = entry_of(_FORWARD, chosen.program, is_aligned)
     run_entry(
         kernel, (found.row_tiles, problem.heads_q // packed, programs_along_batch(problem, found) * splits),
@@ -157,6 +162,14 @@ def _can_be_described(problem: Problem, found: tables.Tables, tile_n: int) -> bo
         return False
     # a single row's stride may be anything
     return all(t.stride(2) > 0 and t.stride(2) * t.element_size() % 16 == 0 for t in (problem.k, problem.v))
+
+
+def _descriptor(x: Tensor, tile_n: int) -> Any:
+    """What tells the hardware where keys or values lie, [1, 1, tile_n, width] of them at a time."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    strides = [8 if n == 1 else s for s, n in zip(x.stride()[:3], x.shape[:3], strict=True)]
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, tile_n, config.padded(x.shape[3])])
 
 
 def _cache_sizes(problem: Problem, cache: StoredCache | None) -> tuple[int, int, int, int]:
