@@ -131,8 +131,8 @@ def _launch(problem: Problem, plan: Plan, chosen: Chosen, found: tables.Tables, 
     has_few = has_few_rows(problem, capability)
     ways = config.ways_of(forward_shape(problem), capability, has_few)
     described = ways.is_described * (is_aligned and _can_be_described(problem, found, plan.tile_n))
-    if described and found.entries is None and k.numel():
-        described = 2
+    if described == 2 and (found.entries is not None or not k.numel()):
+        described = 1
     constants = {
         **constants_of(problem, chosen, found), "TILE_M": plan.tile_m, "TILE_N": plan.tile_n,
         "PAGE_SIZE": 0 if found.pages is None else k.shape[2],
