@@ -5,8 +5,8 @@ functions:
 
 tensors: q, k, v, out, lse, highest, sink, entries, order, pages, and a cache's tables cached, leftpad, rows; what a call lacks is any
 pointer.
-strides: (rows, heads, positions) of q, k, v, out; the last dimension is contiguous.
-spans[0]: from one split's statistics and output to the next's. spans[1], of block lists: from one entry's counts to the next's, from
+strides: (rows, heads, positions) of q, k, v, out; the last dimension is contiguous; and from one split's output to the next's.
+spans[0]: from one split's statistics to the next's. spans[1], of block lists: from one entry's counts to the next's, from
 one head's to the next's, places of a row of tiles (0 where they lie flat), from one head's flat places to the next's.
 cache: new rows, capacity and rows of a cache, and the last page of a pool.
 dealt: query heads that share a tile, and the power of two that holds them: the rows of a position.
@@ -297,10 +297,13 @@ def store_results(
         acc = acc * rescale[:, None]
         row_max = highest
     total = tl.where(row_sum == 0, 1.0, row_sum)
-    acc = acc / total[:, None]
+    if tensors[0].dtype.element_ty == tl.float32:
+        acc = acc / total[:, None]
+    else:  # a division takes seven instructions
+        acc = acc * (1.0 / total)[:, None]
     offsets = q_row.to(tl.int64) * strides[3][0] + h.to(tl.int64) * strides[3][1] + at.to(tl.int64) * strides[3][2]
     d = tl.arange(0, BLOCK_DV)[None, :]
-    out = tensors[3] + split.to(tl.int64) * spans[0][1]
+    out = tensors[3] + split.to(tl.int64) * strides[4][0]
     tl.store(out + offsets[:, None] + d, acc.to(out.dtype.element_ty), mask=is_row[:, None] & (d < HEAD_DIM_V))
     if HAS_LSE:
         lse = tl.where(row_sum == 0, float("-inf"), row_max * _LN2 + tl.log(total))

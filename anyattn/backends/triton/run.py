@@ -40,8 +40,8 @@ _FORWARD = Signature(
             "pointer",
             ("q", "k", "v", "out", "lse", "highest", "sink", "entries", "order", "pages", "cached", "leftpad", "cache_rows"),
         ),
-        ("stride", strides_named("q", "k", "v", "out")),
-        ("long", LISTS),
+        ("stride", (*strides_named("q", "k", "v", "out"), ("part_out",))),
+        ("long", (("part_statistics",), LISTS[1])),
         ("int", ("cache_new", "cache_capacity", "cache_storage", "last_page")),
         ("int", ("packed", "group")),
         ("int", SIZES),
@@ -123,10 +123,10 @@ def _launch(problem: Problem, plan: Plan, chosen: Chosen, found: tables.Tables, 
     cache, packed = found.cache, plan.heads_per_tile
     cache_tables = (None, None, None) if cache is None else tuple(map(_contiguous, cache.tables[:3]))
     tensors = (q, k, v, *target[:3], _contiguous(sink), found.entries, found.order, found.pages, *cache_tables)
-    is_aligned, strides = strides_of(q, k, v, target.out)
+    splits, part_statistics, part_out = target.parts
+    is_aligned, strides = strides_of(q, k, v, target.out, more=(part_out,))
     pointers = [q if t is None else t for t in tensors]  # what is absent is any pointer
     lists = [q if t is None else t for t in found.lists]
-    splits = target.parts[0]
     capability = config.capability_of(q.device)
     has_few = has_few_rows(problem, capability)
     ways = config.ways_of(forward_shape(problem), capability, has_few)
@@ -148,7 +148,7 @@ def _launch(problem: Problem, plan: Plan, chosen: Chosen, found: tables.Tables, 
     run_entry(
         kernel, (found.row_tiles, problem.heads_q // packed, programs_along_batch(problem, found) * splits),
         (
-            *pointers, *strides, *target.parts[1:], *found.strides, *_cache_sizes(problem, cache), packed, padded_group(packed),
+            *pointers, *strides, part_statistics, *found.strides, *_cache_sizes(problem, cache), packed, padded_group(packed),
             *sizes_of(problem, found, splits), *lists, problem.scale,
         ),
         captured_of(chosen), q.device,
