@@ -226,9 +226,9 @@ def _scatter_source(part: Part) -> str:
     lines, before = [], []
     for i, load in enumerate(part.loads):
         slot = f"totals[{load.total}]"
+        lines.append(f"part{i} = tl.where(seen, ds * found[{load.factor}].to(tl.float32), 0.0)")
         if load.diagonal is not None:
             before.append(_places_source(f"{part.name}_places{i}", load, part))
-            lines.append(f"part{i} = tl.where(seen, ds * found[{load.factor}].to(tl.float32), 0.0)")
             lines.append(f"functions.send_diagonals(part{i}, at, scalars, tensors, {slot}, {part.name}_places{i})")
             continue
         sizes = [f"{slot}[{2 + 2 * d}]" for d in range(len(load.indices))]
@@ -237,7 +237,7 @@ def _scatter_source(part: Part) -> str:
             places = [f"functions.inside({place}, {size})" for place, size in zip(places, sizes, strict=True)]
         strides = [f" * {slot}[{1 + 2 * d}]" if d + 1 < len(places) else "" for d in range(len(places))]
         place = " + ".join(f"{place}.to(tl.int64){stride}" for place, stride in zip(places, strides, strict=True)) or "0"
-        lines += [f"part{i} = tl.where(seen, ds * found[{load.factor}].to(tl.float32), 0.0)", f"at{i} = {place}"]
+        lines.append(f"at{i} = {place}")
         if load.is_alone:
             lines.append(f"tl.store({slot}[0] + at{i}, part{i}.to({slot}[0].dtype.element_ty), mask=seen)")
             continue
