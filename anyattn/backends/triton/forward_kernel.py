@@ -141,7 +141,7 @@ def keys_at(
 
     source: where they lie, a pointer, or IS_DESCRIBED a descriptor, which knows where they end.
     """
-    if IS_DESCRIBED == 2:
+    if IS_DESCRIBED >= 2:
         return tl.reshape(source.load([key[2], key[8], first, 0]), (TILE_N, BLOCK_D))
     elif IS_DESCRIBED == 1:
         return source.load([first, 0])
@@ -277,8 +277,9 @@ def first_at(runs, i, full, seqlen_k, RANGES: tl.constexpr, TILE_N: tl.constexpr
 
 @triton.jit
 def store_results(
-    acc, row_sum, row_max, tensors, strides, spans, sizes, q_row, at, h, is_row, split,
+    acc, row_sum, row_max, tensors, strides, spans, sizes, q_row, at, h, is_row, split, place,
     HAS_SINK: tl.constexpr, HAS_LSE: tl.constexpr, HAS_MAX: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
+    PRECISION: tl.constexpr, IS_DESCRIBED: tl.constexpr,
 ):  # fmt: skip
     """Writes a row tile's output and statistics; ``at`` are its rows of storage, ``h`` their heads.
 
@@ -297,14 +298,17 @@ def store_results(
         acc = acc * rescale[:, None]
         row_max = highest
     total = tl.where(row_sum == 0, 1.0, row_sum)
-    if tensors[0].dtype.element_ty == tl.float32:
+    if PRECISION == "ieee":
         acc = acc / total[:, None]
     else:  # a division takes seven instructions
         acc = acc * (1.0 / total)[:, None]
-    offsets = q_row.to(tl.int64) * strides[3][0] + h.to(tl.int64) * strides[3][1] + at.to(tl.int64) * strides[3][2]
-    d = tl.arange(0, BLOCK_DV)[None, :]
-    out = tensors[3] + split.to(tl.int64) * strides[4][0]
-    tl.store(out + offsets[:, None] + d, acc.to(out.dtype.element_ty), mask=is_row[:, None] & (d < HEAD_DIM_V))
+    if IS_DESCRIBED == 3:
+        tensors[3].store([place[0], place[1], place[2], 0], tl.reshape(acc.to(tensors[3].dtype), (1, 1, acc.shape[0], BLOCK_DV)))
+    else:
+        offsets = q_row.to(tl.int64) * strides[3][0] + h.to(tl.int64) * strides[3][1] + at.to(tl.int64) * strides[3][2]
+        d = tl.arange(0, BLOCK_DV)[None, :]
+        out = tensors[3] + split.to(tl.int64) * strides[4][0]
+        tl.store(out + offsets[:, None] + d, acc.to(out.dtype.element_ty), mask=is_row[:, None] & (d < HEAD_DIM_V))
     if HAS_LSE:
         lse = tl.where(row_sum == 0, float("-inf"), row_max * _LN2 + tl.log(total))
         tl.store(tensors[4] + part + statistic, lse, mask=is_row)
@@ -363,12 +367,15 @@ def forward_tile(
         row_max = tl.full((TILE_M,), _LOWEST, tl.float32)
     if seqlen_k <= 0:  # no mod may be asked about a sequence without keys: what it captures need not reach there
         store_results(
-            acc, row_sum, row_max, tensors, strides, spans, sizes, found[0], at, heads, is_row, split,
-            HAS_SINK, HAS_LSE, HAS_MAX, HEAD_DIM_V, BLOCK_DV,
+            acc, row_sum, row_max, tensors, strides, spans, sizes, found[0], at, heads, is_row, split, (b, h, first_row),
+            HAS_SINK, HAS_LSE, HAS_MAX, HEAD_DIM_V, BLOCK_DV, PRECISION, IS_DESCRIBED,
         )  # fmt: skip
         return
-    offsets = found[0].to(tl.int64) * strides[0][0] + heads.to(tl.int64) * strides[0][1] + at.to(tl.int64) * strides[0][2]
-    q = load_rows(tensors[0], offsets[:, None], is_row[:, None], HEAD_DIM, BLOCK_D, False)
+    if IS_DESCRIBED == 3:
+        q = tl.reshape(tensors[0].load([b, h, first_row, 0]), (TILE_M, BLOCK_D))
+    else:
+        offsets = found[0].to(tl.int64) * strides[0][0] + heads.to(tl.int64) * strides[0][1] + at.to(tl.int64) * strides[0][2]
+        q = load_rows(tensors[0], offsets[:, None], is_row[:, None], HEAD_DIM, BLOCK_D, False)
     q_idx = (position + found[6])[:, None]
     if IS_PACKED:
         asked = heads[:, None]
@@ -376,7 +383,7 @@ def forward_tile(
         asked = h
     kept = rows_of(b, asked, q_idx, captured, SCORE_ROWS, MASK_ROWS, ALWAYS_ROWS, HAS_SCORE, HAS_MASK, HAS_ALWAYS)
     kv_head = ((h * packed) // sizes[7]).to(tl.int64)
-    if IS_DESCRIBED == 2:
+    if IS_DESCRIBED >= 2:
         k_from, v_from = tensors[1], tensors[2]
     else:
         k_from, v_from = tensors[1] + kv_head * strides[1][1], tensors[2] + kv_head * strides[2][1]
@@ -471,6 +478,6 @@ def forward_tile(
     if IS_RAW:
         row_max = row_max * factor
     store_results(
-        acc, row_sum, row_max, tensors, strides, spans, sizes, found[0], at, heads, is_row, split,
-        HAS_SINK, HAS_LSE, HAS_MAX, HEAD_DIM_V, BLOCK_DV,
+        acc, row_sum, row_max, tensors, strides, spans, sizes, found[0], at, heads, is_row, split, (b, h, first_row),
+        HAS_SINK, HAS_LSE, HAS_MAX, HEAD_DIM_V, BLOCK_DV, PRECISION, IS_DESCRIBED,
     )  # fmt: skip

@@ -131,8 +131,10 @@ def _launch(problem: Problem, plan: Plan, chosen: Chosen, found: tables.Tables, 
     has_few = has_few_rows(problem, capability)
     ways = config.ways_of(forward_shape(problem), capability, has_few)
     described = ways.is_described * (is_aligned and _can_be_described(problem, found, plan.tile_n))
-    if described == 2 and (found.entries is not None or not k.numel()):
+    if described >= 2 and (found.entries is not None or not k.numel()):
         described = 1
+    if described == 3 and (splits > 1 or packed > 1 or has_few or found.list_tile[0] % plan.tile_m or not _has_places((q, target.out))):
+        described = 2
     constants = {
         **constants_of(problem, chosen, found), "TILE_M": plan.tile_m, "TILE_N": plan.tile_n,
         "PAGE_SIZE": 0 if found.pages is None else k.shape[2],
@@ -140,10 +142,12 @@ def _launch(problem: Problem, plan: Plan, chosen: Chosen, found: tables.Tables, 
         "HAS_ROWS": cache_tables[2] is not None, "HAS_SINK": sink is not None and splits == 1, "HAS_LSE": target.lse is not None,
         "HAS_MAX": target.highest is not None, "IS_RAW": problem.score is not None or _LEAST_SCALE < problem.scale < 1 / _LEAST_SCALE,
         "IS_LATE": ways.is_late and found.pages is None,
-        "IS_DESCRIBED": described, "IS_JOINED": ways.is_joined and described == 2 and chosen.program.range_count > 0,
+        "IS_DESCRIBED": described, "IS_JOINED": ways.is_joined and described >= 2 and chosen.program.range_count > 0,
     }  # fmt: skip
-    if described == 2:
+    if described >= 2:
         pointers[1:3] = [_descriptor(t, plan.tile_n) for t in (k, v)]
+    if described == 3:
+        pointers[0], pointers[3] = (_descriptor(t, plan.tile_m) for t in (q, target.out))
     kernel = entry_of(_FORWARD, chosen.program, is_aligned)
     run_entry(
         kernel, (found.row_tiles, problem.heads_q // packed, programs_along_batch(problem, found) * splits),
@@ -161,15 +165,20 @@ def _can_be_described(problem: Problem, found: tables.Tables, tile_n: int) -> bo
     if found.pages is not None or found.cache is not None or found.list_tile[1] % tile_n:
         return False
     # a single row's stride may be anything
-    return all(t.stride(2) > 0 and t.stride(2) * t.element_size() % 16 == 0 for t in (problem.k, problem.v))
+    return _has_places((problem.k, problem.v))
 
 
-def _descriptor(x: Tensor, tile_n: int) -> Any:
-    """What tells the hardware where keys or values lie, [1, 1, tile_n, width] of them at a time."""
+def _has_places(tensors: tuple[Tensor, ...]) -> bool:
+    """Whether each row has a place of its own, at a multiple of 16 bytes."""
+    return all(t.stride(2) > 0 and t.stride(2) * t.element_size() % 16 == 0 for t in tensors)
+
+
+def _descriptor(x: Tensor, rows: int) -> Any:
+    """What tells the hardware where rows lie, [1, 1, rows, width] of them at a time."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     strides = [8 if n == 1 else s for s, n in zip(x.stride()[:3], x.shape[:3], strict=True)]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, tile_n, config.padded(x.shape[3])])
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, config.padded(x.shape[3])])
 
 
 def _cache_sizes(problem: Problem, cache: StoredCache | None) -> tuple[int, int, int, int]:
