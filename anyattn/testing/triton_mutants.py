@@ -145,9 +145,9 @@ MUTANTS = {
         Mutant("captured_derivative_forgotten", "programs.py", "ds * found[{load.factor}].to(tl.float32)", "ds", "gated"),
         Mutant("pair_stored_by_rows_beyond_the_end", "programs.py", "element_ty), mask=seen)", "element_ty), mask=is_key)", "pairs"),
         Mutant("captured_gradient_one_place_on", "programs.py", "totals[{load.total}]", "totals[{0 * load.total}]", "two_tables"),
-        Mutant("far_diagonals_lost", "functions.py", "tl.where(is_near, 0.0, turned)", "tl.where(is_near, 0.0, turned * 0)", "relative"),
-        Mutant("diagonals_one_place_on", "functions.py", "corner + SIDE - along, 0", "corner + SIDE - along - 1, 0", "relative"),
-        Mutant("wide_tiles_diagonals_one_place_on", "functions.py", "far, SIDE - along, corner", "far, SIDE - along, corner + 1", "relative"),
+        Mutant("diagonals_one_place_on", "functions.py", "entry % 8 - entry // 8  #", "entry % 8 - entry // 8 + 1  #", "relative"),
+        Mutant("diagonals_of_blocks_mixed", "functions.py", "block // COLUMNS + ROWS - 1 ==", "block // COLUMNS + ROWS - 2 ==", "relative"),
+        Mutant("diagonals_before_the_tile_lost", "functions.py", "is_there = (i <", "is_there = (i < 1) & (i <", "relative"),
         Mutant("diagonals_of_the_first_head", "functions.py", "PLACES(begin[0], begin[1]", "PLACES(begin[0], begin[1] * 0", "relative"),
         Mutant(
             "keys_of_a_shared_entry_lost", "programs.py",

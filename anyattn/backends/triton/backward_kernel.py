@@ -158,7 +158,7 @@ def _visit_keys(
         begin = b, h, q_first[0], first, q_first[1], end - first
         SCATTER(
             ds, seen, is_row[:, None], (lane < end)[None, :], of_score, begin, captured[0][0], captured[0][1], captured[0][2],
-            not IS_PARTIAL and not HAS_ALWAYS,
+            not IS_PARTIAL and not HAS_ALWAYS, k.dtype,
         )  # fmt: skip
     if HAS_SCORE:
         ds = ds * of_score[1].to(tl.float32)

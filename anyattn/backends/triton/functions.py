@@ -252,44 +252,24 @@ def only(x):
 
 
 @triton.jit
-def send_diagonals(x, begin, scalars, tensors, total, PLACES: tl.constexpr):
+def send_diagonals(x, begin, scalars, tensors, total, PLACES: tl.constexpr, DTYPE: tl.constexpr):
     """Adds the sums of the diagonals of x [M, N] to ``total``: a pointer, strides and sizes. begin: of a tile, see ``programs._scatter_source``.
 
-    PLACES: where a pair's diagonal goes. In squares whose rows are turned by their number diagonals become columns, each of them two of the
-    square's: one begins in its first row, the other in its first column.
+    PLACES: where a pair's diagonal goes. In blocks of 8 x 8, those on one diagonal of blocks are summed, entry by entry: a product with a
+    matrix of ones and zeros, x in DTYPE, that leaves an eighth of the entries or little more.
     """
-    M: tl.constexpr = x.shape[0]
-    N: tl.constexpr = x.shape[1]
-    SIDE: tl.constexpr = min(M, N)
-    i, j = tl.arange(0, SIDE)[:, None], tl.arange(0, SIDE)[None, :]
-    lane = tl.arange(0, max(M, N))
-    corner, along = lane // SIDE * SIDE, lane % SIDE
-    if M <= N:
-        near, far = _diagonals(tl.trans(tl.reshape(x, (M, N // SIDE, SIDE)), 1, 0, 2), i, j, SIDE)
-        _send_line(near, 0 * lane, corner + along, begin, scalars, tensors, total, PLACES)
-        _send_line(far, SIDE - along, corner, begin, scalars, tensors, total, PLACES)
-    else:
-        near, far = _diagonals(tl.reshape(x, (M // SIDE, SIDE, N)), i, j, SIDE)
-        _send_line(near, corner, along, begin, scalars, tensors, total, PLACES)
-        _send_line(far, corner + SIDE - along, 0 * lane, begin, scalars, tensors, total, PLACES)
-
-
-@triton.jit
-def _diagonals(x, i, j, SIDE: tl.constexpr):
-    """(sums of x[:, r, r + c], of x[:, r, r + c - SIDE]) of squares [squares, SIDE, SIDE], one square's after the other's."""
-    COUNT: tl.constexpr = x.shape[0]
-    at = tl.broadcast_to(((i + j) % SIDE)[None], (COUNT, SIDE, SIDE))
-    turned = tl.gather(x, at, 2)
-    is_near = (i + j < SIDE)[None]
-    near, far = tl.sum(tl.where(is_near, turned, 0.0), 1), tl.sum(tl.where(is_near, 0.0, turned), 1)
-    return tl.reshape(near, (COUNT * SIDE,)), tl.reshape(far, (COUNT * SIDE,))
-
-
-@triton.jit
-def _send_line(sums, i, j, begin, scalars, tensors, total, PLACES: tl.constexpr):
-    """Adds sums of diagonals that begin at rows i and keys j of the tile; where that is not in the sequence, nothing of them is."""
-    is_there = (i < begin[4]) & (j < begin[5])
-    q_idx = begin[2] + tl.minimum(i, begin[4] - 1)
-    kv_idx = begin[3] + tl.minimum(j, begin[5] - 1)
+    ROWS: tl.constexpr = x.shape[0] // 8  # of blocks
+    COLUMNS: tl.constexpr = x.shape[1] // 8
+    LINES: tl.constexpr = 2 * max(ROWS, COLUMNS)  # diagonals of blocks, and room for a power of two
+    blocks = tl.permute(tl.reshape(x.to(DTYPE), (ROWS, 8, COLUMNS, 8)), (1, 3, 0, 2))
+    block, line = tl.arange(0, ROWS * COLUMNS)[:, None], tl.arange(0, LINES)[None, :]
+    on_line = (block % COLUMNS - block // COLUMNS + ROWS - 1 == line).to(DTYPE)
+    sums = tl.dot(tl.reshape(blocks, (64, ROWS * COLUMNS)), on_line)
+    entry = tl.arange(0, 64)[:, None]
+    far = (line - (ROWS - 1)) * 8 + entry % 8 - entry // 8  # how far the key is after the query
+    # a diagonal's first pair: where that is not in the sequence, none is
+    i, j = tl.maximum(-far, 0), tl.maximum(far, 0)
+    is_there = (i < tl.minimum(begin[4], 8 * ROWS)) & (j < tl.minimum(begin[5], 8 * COLUMNS))
+    q_idx, kv_idx = begin[2] + tl.minimum(i, begin[4] - 1), begin[3] + tl.minimum(j, begin[5] - 1)
     place = PLACES(begin[0], begin[1], q_idx, kv_idx, scalars, tensors, total)
     tl.atomic_add(total[0] + place, sums.to(total[0].dtype.element_ty), mask=is_there, sem="relaxed")
