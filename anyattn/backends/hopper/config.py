@@ -17,6 +17,7 @@ HEAD_DIMS = (64, 96, 128, 192, 256)  # what a row is padded to, in shared memory
 MOST = 52.0  # a score's size where exponentials are taken as they are: 2^75 leaves a sum of 2^30 keys, times values, room in float32
 TILE_M = 128  # query rows of every kernel that goes by lists
 _SHARED_MEMORY = 227 * 1024
+_REGISTERS_FOR_PIECES = (232, 40)  # where each piece of a page is a copy, which takes the loader more than 24 without spilling
 _SMALL = 16  # rows of a piece of a page, below which copies are so many that a smaller tile is worth it
 _REGISTERS = {2: (240, 24), 3: (160, 32)}  # of a consumer and of a producer thread, by warp groups that multiply: 65,536 an SM
 
@@ -58,10 +59,6 @@ class Tiles:
     def warp_groups(self) -> int:
         """Warp groups that multiply; one more loads."""
         return self.tile_m // 64
-
-    @property
-    def registers(self) -> tuple[int, int]:
-        return _REGISTERS[self.warp_groups]
 
 
 @dataclass(frozen=True)
@@ -151,6 +148,12 @@ class Config:
         return 2 if self.shared_memory(2) <= _SHARED_MEMORY else 1
 
     @property
+    def registers(self) -> tuple[int, int]:
+        """Of a thread that multiplies and of one that loads."""
+        is_cut = 0 < self.piece < self.tiles.tile_n and self.tiles.warp_groups == 2
+        return _REGISTERS_FOR_PIECES if is_cut else _REGISTERS[self.tiles.warp_groups]
+
+    @property
     def is_paged(self) -> bool:
         return self.piece > 0
 
@@ -208,7 +211,7 @@ def tiles_for(
     A score mod, or predicates asked beside bands, need registers that three warp groups do not have, and what reads a table for every score
     needs more. tile_n: what the keys of a tile must divide, a list's tile. asked: all predicates but bands. page: rows of a page, 0 without.
     """
-    if head_dim == head_dim_v == 64 and score is None and tile_n is None and not asked and not page:
+    if head_dim == head_dim_v == 64 and score is None and tile_n is None and not asked and page % _SMALL == 0:
         return Tiles(192, 128, 3)
     widest = max(head_dim, head_dim_v)
     ahead = score is not None and is_foreseen(score)

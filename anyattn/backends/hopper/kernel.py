@@ -182,12 +182,12 @@ class HopperForward(Visits, Loads, Multiplies, Softmax, Epilogue):
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         if warp < 4:
-            cute.arch.setmaxregister_decrease(tiles.registers[1])
+            cute.arch.setmaxregister_decrease(self.config.registers[1])
             if warp == 0:
                 copies = tuple(zip(atoms, gmem))
                 self.load(copies, smem, pipes, board, Tables(*tables[:-1]), tables[-1], lengths, Sizes(*sizes), captured)
         else:
-            cute.arch.setmaxregister_increase(tiles.registers[0])
+            cute.arch.setmaxregister_increase(self.config.registers[0])
             self.multiply(thread - 128, mmas, smem, pipes, board, outputs, sink, scale_log2, captured)
 
     def _pipe(self, barriers: Any, stages: int, transaction_bytes: int) -> Any:
