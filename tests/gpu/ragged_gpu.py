@@ -115,7 +115,7 @@ def paged(batch: list[list[Tensor]], size: int, seed: int = 1, padded_q: bool = 
     counts = [-(-len(x) // size) for x in keys]
     order = torch.randperm(sum(counts) + 5, generator=torch.Generator().manual_seed(seed)).tolist()
     # what is not used says anything: pages that are none, and those of the pool that hold nothing but NaN
-    anything = torch.tensor([10**6, -1, order.pop(), -(2**31), 2**31 - 1], dtype=torch.int32)
+    anything = torch.tensor([10**6, -1, order[0], -(2**31), 2**31 - 1], dtype=torch.int32)
     table = anything.repeat(len(keys) * (max(counts) + 9))[: len(keys) * (max(counts) + 9)].view(len(keys), -1).clone()
     pools = [torch.full((len(order), size, *x[0].shape[1:]), NAN, dtype=x[0].dtype, device=DEVICE) for x in (keys, values)]
     for b, count in enumerate(counts):
