@@ -118,7 +118,7 @@ MUTANTS = {
         ),
         Mutant(
             "pieces_exchanged", "load.py",
-            "target[None, group * _LANES + i,", "target[None, (group * _LANES + i) ^ 1,", "pieces",
+            "target[None, group * LANES + i,", "target[None, (group * LANES + i) ^ 1,", "pieces",
         ),
         Mutant("column_of_the_first_tile", "softmax.py", "positions[0, 0][1] + n * tile_n", "positions[0, 0][1]", "score"),
         # work

@@ -14,15 +14,15 @@ from types import CodeType, SimpleNamespace
 from typing import Any
 
 from hopper_cases import Case
-from hopper_protocol import PARTS, Block, Loaded, Memory, Pieces, Pipe, Registers, RowTile, StageRef, State
+from hopper_protocol import PARTS, Block, Loaded, Memory, PieceRef, Pieces, Pipe, Registers, RowTile, StageRef, State
 from hopper_schedule import Broken, Schedule
 
 import anyattn
 
-__all__ = ["MODULES", "STOOD_IN", "Changes", "Stubs", "method", "run_block", "signatures", "text_of", "wiped_by_a_group"]
+__all__ = ["MODULES", "STOOD_IN", "Changes", "Stubs", "method", "rows_gathered", "run_block", "signatures", "text_of", "wiped_by_a_group"]
 
 _FOLDER = Path(anyattn.__file__).parent / "backends" / "hopper"
-MODULES = ("visits", "load", "multiply")
+MODULES = ("visits", "load", "gather", "multiply")
 _FILES = tuple(str(_FOLDER / f"{name}.py") for name in MODULES)
 _STATES = ("q_state", "k_state", "v_state", "work_state")
 _LOWEST, _ALL_0, _OUT, _MAX, _SUM = (frozenset({what}) for what in ("all -inf", "all 0.0", "out", "max", "sum"))
@@ -31,6 +31,7 @@ Changes = tuple[tuple[str, str, str], ...]  # (module, text, text that takes its
 STOOD_IN = {
     "band": "visits", "rate": "softmax", "row_limits": "softmax", "foreseen": "softmax", "modified": "softmax", "masked": "softmax",
     "exponentials": "softmax", "unshifted": "softmax", "finished": "epilogue", "blank": "epilogue", "stored": "epilogue",
+    "gather": "gather",
 }  # fmt: skip
 
 
@@ -100,6 +101,16 @@ class View:
 
     def __getitem__(self, key: tuple) -> View:
         return View(self.name, self.tag + tuple(i for i in key if i is not None))
+
+
+class Turned:
+    """V, or a stage of it, with its keys first."""
+
+    def __init__(self, of: Any):
+        self.of = of
+
+    def __getitem__(self, key: tuple) -> Turned:
+        return Turned(self.of[key])
 
 
 class Lanes(list):
@@ -209,6 +220,16 @@ class Stubs:
 
     def _page(self, at: Lanes, *given: Any) -> Lanes:
         return Lanes(super(Stubs, self)._page(i, *given) for i in at)  # type: ignore[misc]
+
+    def gather(self, source: View, target: Any, pages: tuple[Lanes, ...], places: tuple[Lanes, ...], barrier: Any) -> None:
+        """``rows_gathered`` looks into it; for all others its copies are like the copy engine's, of a row each."""
+        if isinstance(target, Turned) is not (source.name == "v"):
+            raise Broken(f"{source.name} is gathered along the wrong side of its tile")
+        target = target.of if isinstance(target, Turned) else target
+        for key in range(target.memory.keys):
+            page, place = (x[key // 32][key % 32] for x in (pages, places))
+            to = PieceRef(target.memory, target.index, key)
+            self.block.copy_in(source.name, (*source.tag, 0, place, page), to, barrier)
 
     def band(self, entry: int, head: int, q_first: int, captured: Any) -> tuple[int, int]:
         return self.bands[entry]
@@ -366,7 +387,7 @@ def _arch(block: Block, work: tuple[int, int], counter: Counter) -> SimpleNamesp
         atomic_add=counter.add,
         make_warp_uniform=int,
         cp_async_bulk_wait_group=lambda most, read: block.wait_for_stores(most),
-        fence_proxy=lambda *_, **__: block.fence_wiped(),
+        fence_proxy=lambda *_, **__: block.fence_written(),
         barrier=lambda barrier_id, number_of_threads: block.barrier(barrier_id, number_of_threads, True),
         barrier_arrive=lambda barrier_id, number_of_threads: block.barrier(barrier_id, number_of_threads, False),
     )
@@ -387,6 +408,8 @@ def _stand_ins(block: Block, work: tuple[int, int], counter: Counter) -> dict[st
         domain_offset=lambda by, view: View(view.name, (*view.tag, sum(by))),
         local_tile=_local_tile,
         flat_divide=Pieces,
+        make_tensor=lambda of, _: Turned(of),
+        select=lambda *_, **__: None,
         group_modes=lambda x, *_: x,
         make_layout=lambda _, stride=1: lambda i: i * stride,
         make_identity_tensor=lambda _: "identity",
@@ -402,6 +425,7 @@ def _stand_ins(block: Block, work: tuple[int, int], counter: Counter) -> dict[st
         "cute": cute,
         "cutlass": cutlass,
         "const_expr": bool,
+        "LANES": 32,
         "Int32": _integer,
         "Uint32": _integer,
         "Float32": SimpleNamespace(inf=math.inf),
@@ -494,4 +518,59 @@ def wiped_by_a_group(tile_n: int, head_dim_v: int, room: int) -> list[tuple[int,
     kernel.dtype, kernel.config = "dtype", SimpleNamespace(tiles=SimpleNamespace(tile_n=tile_n), head_dim_v=head_dim_v)
     for thread in range(128, 256):
         wiped(View("v"), done, State(1, 0, 0), room, thread, 1)
+    return found
+
+
+class _Target:
+    """A stage of keys, or one of its keys."""
+
+    def __init__(self, shape: tuple[int, int], key: int | None = None):
+        self.shape, self.key = shape, key
+
+    def __getitem__(self, at: tuple) -> _Target:
+        return _Target(self.shape, at[0])
+
+
+class _Pool:
+    """Rows of a pool, from the step of 16 bytes on that is asked for."""
+
+    def __init__(self, segment: int):
+        self.segment = segment  # entries from a part of a row to the next
+
+    def __getitem__(self, at: tuple) -> int:
+        _, part, step = at
+        return step * 8 + part * self.segment  # of the row that begins at step 0
+
+
+def rows_gathered(tile_n: int, width: int) -> dict[tuple[int, int], list[tuple[int, int]]]:
+    """(key, entry) of a tile, by 16 bytes, that the loader's lanes write: what was copied there each time, as (key, entry) of the source."""
+    found: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    far = 1000  # steps from a row to the next
+
+    def copy(_: Any, source: int, to: tuple[int, int]) -> None:
+        found.setdefault(to, []).append(divmod(source, far * 8))
+
+    arch = SimpleNamespace(lane_idx=lambda: lane, shuffle_sync=lambda of, at: of[at], cp_async_mbarrier_arrive_noinc=lambda _: None)
+    cute = SimpleNamespace(
+        arch=arch,
+        copy=copy,
+        make_copy_atom=lambda *_, **__: None,
+        size=lambda target, mode: target.shape[mode[0]],
+        make_layout=lambda shape, stride: stride,
+        make_tensor=lambda _, stride: _Pool(stride[1]),
+        local_tile=lambda target, shape, at: (target.key, at[0] * shape[0]),
+    )
+    names: dict[str, Any] = {
+        "cute": cute,
+        "cutlass": SimpleNamespace(range=lambda *n, **_: range(*n), range_constexpr=range),
+        "const_expr": bool,
+        "cpasync": SimpleNamespace(CopyG2SOp=lambda _: None, LoadCacheMode=SimpleNamespace(GLOBAL=None)),
+    }
+    exec(_compiled(())[0][MODULES.index("gather")], names)
+    kernel = _class(names, "Gathers")()
+    kernel.dtype, kernel._offset = "dtype", lambda _, row, page: [far * key for key in page]
+    source = SimpleNamespace(iterator=None)
+    pages = tuple(list(range(first, first + 32)) for first in range(0, tile_n, 32))
+    for lane in range(32):
+        method(kernel, "gather")(source, _Target((tile_n, width)), pages, pages, None)
     return found
