@@ -117,6 +117,14 @@ MUTANTS = {
             "if at * self.config.piece < seqlen_k:", "if (at + 1) * self.config.piece <= seqlen_k:", "pieces",
         ),
         Mutant(
+            "row_of_the_lane_before", "gather.py",
+            "shuffle_sync(offset, lane)", "shuffle_sync(offset, cutlass.max(lane - 1, 0))", "gathered",
+        ),
+        Mutant(
+            "first_half_of_every_row", "gather.py",
+            "entries[None, part, first]", "entries[None, 0, first]", "gathered",
+        ),
+        Mutant(
             "pieces_exchanged", "load.py",
             "target[None, group * LANES + i,", "target[None, (group * LANES + i) ^ 1,", "pieces",
         ),

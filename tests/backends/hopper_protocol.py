@@ -14,7 +14,10 @@ from typing import Any, NamedTuple
 
 from hopper_schedule import Broken, MemoryBarrier, NamedBarrier, Schedule
 
-__all__ = ["PARTS", "TURN", "Block", "Group", "Loaded", "Memory", "Part", "PieceRef", "Pieces", "Pipe", "Registers", "RowTile", "StageRef", "State"]
+__all__ = [
+    "PARTS", "TURN", "Block", "Group", "Loaded", "Memory", "Part", "PieceRef", "Pieces", "Pipe", "Registers", "RowTile", "StageRef",
+    "State",
+]  # fmt: skip
 
 PARTS = 2  # instructions of a product
 TURN = range(1, 4)  # the barriers at which warp groups take turns

@@ -19,7 +19,7 @@ from hopper_schedule import Broken, Schedule
 
 import anyattn
 
-__all__ = ["MODULES", "STOOD_IN", "Changes", "Stubs", "method", "rows_gathered", "run_block", "signatures", "text_of", "wiped_by_a_group"]
+__all__ = ["MODULES", "STOOD_IN", "Changes", "Stubs", "View", "class_of", "compiled", "method", "run_block", "signatures", "text_of"]
 
 _FOLDER = Path(anyattn.__file__).parent / "backends" / "hopper"
 MODULES = ("visits", "load", "gather", "multiply")
@@ -40,7 +40,7 @@ def text_of(module: str) -> str:
 
 
 @functools.lru_cache(maxsize=8)
-def _compiled(changes: Changes) -> tuple[list[CodeType], dict[str, list[str]]]:
+def compiled(changes: Changes) -> tuple[list[CodeType], dict[str, list[str]]]:
     """The modules, and their lines."""
     found, lines = [], {}
     for module, file in zip(MODULES, _FILES, strict=True):
@@ -73,7 +73,7 @@ def method(of: Any, name: str) -> Any:
     return getattr(of, name)
 
 
-def _class(names: dict[str, Any], name: str) -> type:
+def class_of(names: dict[str, Any], name: str) -> type:
     if name not in names:
         raise LookupError(f"the Hopper kernel has no class {name!r}, which the model is built on; looked for in {', '.join(_FILES)}")
     return names[name]
@@ -222,7 +222,7 @@ class Stubs:
         return Lanes(super(Stubs, self)._page(i, *given) for i in at)  # type: ignore[misc]
 
     def gather(self, source: View, target: Any, pages: tuple[Lanes, ...], places: tuple[Lanes, ...], barrier: Any) -> None:
-        """``rows_gathered`` looks into it; for all others its copies are like the copy engine's, of a row each."""
+        """``hopper_threads`` looks into it; for all others its copies are like the copy engine's, of a row each."""
         if isinstance(target, Turned) is not (source.name == "v"):
             raise Broken(f"{source.name} is gathered along the wrong side of its tile")
         target = target.of if isinstance(target, Turned) else target
@@ -468,14 +468,14 @@ def _narrowed(block: Block, x: Registers, _: str) -> Registers:
 
 def run_block(case: Case, seed: int, changes: Changes = ()) -> int:
     """One block of ``case`` by the kernel's text with ``changes``; raises ``Broken``. Returns a number that says who went on when."""
-    codes, texts = _compiled(changes)
+    codes, texts = compiled(changes)
     schedule = Schedule(seed, texts)
     block, counter = Block(schedule, case.config, case.tiles), Counter(case.jumps, case.left)
     names = _stand_ins(block, (0, case.workers), counter)
     for code in codes:
         exec(code, names)
-    kernel = type("Kernel", (Stubs, *(_class(names, name) for name in ("Visits", "Loads", "Multiplies"))), {})()
-    load, multiply, tables = method(kernel, "load"), method(kernel, "multiply"), _class(names, "Tables")(**case.tables)
+    kernel = type("Kernel", (Stubs, *(class_of(names, name) for name in ("Visits", "Loads", "Multiplies"))), {})()
+    load, multiply, tables = method(kernel, "load"), method(kernel, "multiply"), class_of(names, "Tables")(**case.tables)
     kernel.block, kernel.config, kernel.bands, kernel.foresees = block, case.config, case.bands, case.foresees
     kernel.arch = names["cute"].arch
     board = (_Board(block, block.pipes[3], "facts"), _Board(block, block.pipes[1], "visit"))
@@ -498,79 +498,3 @@ def run_block(case: Case, seed: int, changes: Changes = ()) -> int:
     if case.draws and (counter.values[1] != (0 if is_last else case.left + 1) or (counter.values[0] == 0) is not is_last):
         raise Broken(f"the counter is left at {counter.values}")
     return schedule.turns
-
-
-def wiped_by_a_group(tile_n: int, head_dim_v: int, room: int) -> list[tuple[int, int]]:
-    """(entry, key) of V for each one that the 128 threads of a warp group wipe where a sequence ends after ``room`` keys."""
-    found: list[tuple[int, int]] = []
-
-    def tile_of(_: Any, shape: tuple[int, int], at: tuple[int, int]) -> View:
-        found.extend((at[0] * shape[0] + i, at[1]) for i in range(shape[0]))
-        return View("v")
-
-    done = SimpleNamespace(consumer_wait=lambda _: None, fill=lambda _: None)
-    arch = SimpleNamespace(fence_proxy=lambda *_, **__: None, barrier=lambda **_: None)
-    cute = SimpleNamespace(arch=arch, local_tile=tile_of, autovec_copy=lambda *_: None, make_rmem_tensor=lambda *_: done)
-    names: dict[str, Any] = {"cute": cute, "cutlass": SimpleNamespace(range=lambda *n, **_: range(*n)), "const_expr": bool}
-    exec(_compiled(())[0][MODULES.index("multiply")], names)
-    kernel = _class(names, "Multiplies")()
-    wiped = method(kernel, "_wiped")
-    kernel.dtype, kernel.config = "dtype", SimpleNamespace(tiles=SimpleNamespace(tile_n=tile_n), head_dim_v=head_dim_v)
-    for thread in range(128, 256):
-        wiped(View("v"), done, State(1, 0, 0), room, thread, 1)
-    return found
-
-
-class _Target:
-    """A stage of keys, or one of its keys."""
-
-    def __init__(self, shape: tuple[int, int], key: int | None = None):
-        self.shape, self.key = shape, key
-
-    def __getitem__(self, at: tuple) -> _Target:
-        return _Target(self.shape, at[0])
-
-
-class _Pool:
-    """Rows of a pool, from the step of 16 bytes on that is asked for."""
-
-    def __init__(self, segment: int):
-        self.segment = segment  # entries from a part of a row to the next
-
-    def __getitem__(self, at: tuple) -> int:
-        _, part, step = at
-        return step * 8 + part * self.segment  # of the row that begins at step 0
-
-
-def rows_gathered(tile_n: int, width: int) -> dict[tuple[int, int], list[tuple[int, int]]]:
-    """(key, entry) of a tile, by 16 bytes, that the loader's lanes write: what was copied there each time, as (key, entry) of the source."""
-    found: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    far = 1000  # steps from a row to the next
-
-    def copy(_: Any, source: int, to: tuple[int, int]) -> None:
-        found.setdefault(to, []).append(divmod(source, far * 8))
-
-    arch = SimpleNamespace(lane_idx=lambda: lane, shuffle_sync=lambda of, at: of[at], cp_async_mbarrier_arrive_noinc=lambda _: None)
-    cute = SimpleNamespace(
-        arch=arch,
-        copy=copy,
-        make_copy_atom=lambda *_, **__: None,
-        size=lambda target, mode: target.shape[mode[0]],
-        make_layout=lambda shape, stride: stride,
-        make_tensor=lambda _, stride: _Pool(stride[1]),
-        local_tile=lambda target, shape, at: (target.key, at[0] * shape[0]),
-    )
-    names: dict[str, Any] = {
-        "cute": cute,
-        "cutlass": SimpleNamespace(range=lambda *n, **_: range(*n), range_constexpr=range),
-        "const_expr": bool,
-        "cpasync": SimpleNamespace(CopyG2SOp=lambda _: None, LoadCacheMode=SimpleNamespace(GLOBAL=None)),
-    }
-    exec(_compiled(())[0][MODULES.index("gather")], names)
-    kernel = _class(names, "Gathers")()
-    kernel.dtype, kernel._offset = "dtype", lambda _, row, page: [far * key for key in page]
-    source = SimpleNamespace(iterator=None)
-    pages = tuple(list(range(first, first + 32)) for first in range(0, tile_n, 32))
-    for lane in range(32):
-        method(kernel, "gather")(source, _Target((tile_n, width)), pages, pages, None)
-    return found

@@ -228,12 +228,20 @@ def test_pages_of_any_size_fill_tiles_of_full_size(size: int, d: int, dv: int) -
 
 def test_padded_rows_are_not_gathered() -> None:
     """The copy engine alone fills up with zeros; at head dimension 96 it takes no odd pieces."""
-    for size, d, dv, wanted in ((7, 72, 72, (128, 128, 7)), (6, 72, 72, (96, 96, 6)), (1, 120, 128, (128, 128, 1)), (1, 128, 40, (128, 64, 1))):
-        config = specialised(paged(size, d, dv)).config
+    for given, wanted in {
+        (7, 72, 72): (128, 128, 7),
+        (6, 72, 72): (96, 96, 6),
+        (1, 120, 128): (128, 128, 1),
+        (1, 128, 40): (128, 64, 1),
+    }.items():
+        config = specialised(paged(*given)).config
         assert not config.gathers and (config.head_dim, config.head_dim_v, config.piece) == wanted
 
 
-@pytest.mark.parametrize("size,tile_n,piece", [(1, 128, 1), (7, 128, 1), (12, 96, 12), (16, 128, 16), (24, 96, 24), (48, 128, 16), (64, 128, 64), (256, 128, 128)])
+@pytest.mark.parametrize(
+    "size,tile_n,piece",
+    [(1, 128, 1), (7, 128, 1), (12, 96, 12), (16, 128, 16), (24, 96, 24), (48, 128, 16), (64, 128, 64), (256, 128, 128)],
+)
 def test_tiles_and_pieces_of_pages(size: int, tile_n: int, piece: int) -> None:
     config = specialised(paged(size)).config
     assert (config.tiles.tile_n, config.piece) == (tile_n, piece)

@@ -12,8 +12,9 @@ from itertools import count, islice
 
 import pytest
 from hopper_cases import random_case
-from hopper_roles import STOOD_IN, Changes, Stubs, method, rows_gathered, run_block, signatures, text_of, wiped_by_a_group
+from hopper_roles import STOOD_IN, Changes, Stubs, method, run_block, signatures, text_of
 from hopper_schedule import Broken
+from hopper_threads import rows_gathered, wiped_by_a_group
 
 SCHEDULES = 320
 
@@ -209,12 +210,12 @@ MUTANTS: dict[str, Changes] = {
     "V's pages are those of the tile after": planted(LOAD, "v_copy, n, pages, sizes", "v_copy, n, pages_after, sizes"),
     "pages are those of the first entry": planted(LOAD, "tables.pages[entry,", "tables.pages[0,"),
     "the table is asked about what lies past the last key": planted(LOAD, "at * self.config.piece < seqlen_k:", "at >= 0:"),
-    "pages are asked for one piece too late": planted(LOAD, "at * self.config.piece < seqlen_k:", "(at + 1) * self.config.piece < seqlen_k:"),
+    "pages are asked for one piece too late": planted(LOAD, "at * self.config.piece <", "(at + 1) * self.config.piece <"),
     "pieces are counted by tiles": planted(LOAD, "n * pieces + i", "n + i"),
     "every page begins where its first piece does": planted(LOAD, "% Uint32(sizes.pieces_in_page)", "% Uint32(1)"),
     "gathered keys are not fenced": planted(MULTIPLY, "if const_expr(self.config.gathers):", "if const_expr(False):"),
     "gathered keys go to the first stage": planted(LOAD, "target[None, None, state.index], pages", "target[None, None, 0], pages"),
-    "gathered keys are on the pages of the tile after": planted(LOAD, "for at in self._pieces(n))\n            if", "for at in self._pieces(n + 1))\n            if"),
+    "gathered keys are on the pages of the tile after": planted(LOAD, "_pieces(n))\n            if", "_pieces(n + 1))\n            if"),
     "keys are divided along the rows": planted(
         LOAD, "flat_divide(k_smem, (piece, d))[None, None, None, 0, None]", "flat_divide(k_smem, (piece, d))[None, None, 0, None, None]"
     ),

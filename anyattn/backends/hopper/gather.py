@@ -1,4 +1,4 @@
-"""Keys from pages too small for the copy engine: the loader's lanes copy them row by row, 16 bytes at a time, and none waits for its copies."""
+"""Keys from pages too small for the copy engine: the loader's lanes copy them row by row, 16 bytes at a time, and wait for none of them."""
 
 from typing import Any
 
