@@ -13,12 +13,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from anyattn.geometry.documents import DocumentSequences, document_sequences, places_of
+from anyattn.geometry.documents import DocumentSequences, document_sequences, documents_in_order, places_of
 from anyattn.mods.compose import anded
 from anyattn.mods.documents import DocumentForm, document_form, ignores_origin, rest_of
 from anyattn.mods.rows import ranges_unread
 from anyattn.mods.trace import TracedMod
 from anyattn.problem import Problem
+from anyattn.sparsity.compute import has_triton
 
 __all__ = ["DocumentTables", "Documents", "documents_of", "form_of", "over_sequences"]
 
@@ -33,8 +34,13 @@ class DocumentTables:
 
     def __init__(self, ids: Tensor, rows: int, length: int, *, is_kept: bool):
         ids = ids[:rows, :length] if ids.ndim == 2 else ids[:length]
-        self.sequences: DocumentSequences
-        self.sequences, self.holds = document_sequences(ids, rows, places_of(length))
+        self._has_kernels = ids.device.type == "cuda" and has_triton()
+        if self._has_kernels:
+            from anyattn.backends.triton.documents import documents_found
+
+            self.sequences, self.holds = documents_found(ids, rows, places_of(length))
+        else:
+            self.sequences, self.holds = document_sequences(ids, rows, places_of(length))
         self.prepared: dict[Any, Any] = {}
         self._answer: bool | None = None
         self._told: Tensor | None = None
@@ -51,6 +57,20 @@ class DocumentTables:
             if told != _UNTOLD:
                 self._answer, self._told = bool(told), None
         return self._answer
+
+    def in_order(self, tile_m: int, ends_with_row: bool) -> tuple[Tensor, Tensor]:
+        """``geometry.documents.documents_in_order``, kept for the next call."""
+        key = ("in order", tile_m, ends_with_row)
+        known: tuple[Tensor, Tensor] | None = self.prepared.get(key)
+        if known is None:
+            if self._has_kernels:
+                from anyattn.backends.triton.documents import documents_ordered
+
+                known = documents_ordered(self.sequences, tile_m, ends_with_row)
+            else:
+                known = documents_in_order(self.sequences, tile_m, ends_with_row)
+            self.prepared[key] = known
+        return known
 
 
 _UNTOLD = -1
