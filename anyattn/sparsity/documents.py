@@ -52,10 +52,11 @@ class DocumentTables:
 
     def answer(self) -> bool | None:
         """Whether ``holds`` is 1, as far as that is known without waiting for the device: None where it is not yet."""
-        if self._answer is None and self._told is not None:
-            told = self._told.item()  # the host's memory, which the device writes to when it gets there
-            if told != _UNTOLD:
-                self._answer, self._told = bool(told), None
+        told = self._told  # the host's memory, which the device writes to when it gets there; another thread may let go of it
+        if self._answer is None and told is not None:
+            found = told.item()
+            if found != _UNTOLD:
+                self._answer, self._told = bool(found), None
         return self._answer
 
     def in_order(self, tile_m: int, ends_with_row: bool) -> tuple[Tensor, Tensor]:

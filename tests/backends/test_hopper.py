@@ -269,6 +269,7 @@ def test_it_says_what_it_needs() -> None:
         (lambda: Config(96, 128, True, Tiles(128, 128, 2)), "wanted 128 instead of 96"),
         (lambda: Config(256, 256, True, Tiles(128, 128, 2)), "shared memory"),
         (lambda: Config(128, 128, True, Tiles(128, 128, 2), lists="sparse"), "lists='sparse'"),
+        (lambda: Config(128, 128, True, Tiles(128, 128, 2), has_count=True), "has_count without has_order"),
     ],
 )
 def test_configs_judge_themselves(make, words: str) -> None:  # type: ignore[no-untyped-def]

@@ -54,7 +54,7 @@ class _Ready(NamedTuple):
     and captured values alone.
 
     known: where the kernel is from; it is empty once the kernels are forgotten. numbers, shape: arguments behind the scale; out's shape.
-    captures: whether anything is captured. is_plain: whether that can be handed over as it is.
+    captures: whether anything is captured. is_plain: whether that can be handed over as it is. visits: the tables.
     """
 
     kernel: Callable[..., None]
@@ -92,9 +92,9 @@ def _by_documents(problem: Problem, shared: _Shared, ways: ByDocument) -> Result
     results = _results(problem, torch.empty)
     if answer is not False or is_compiling():
         visits = tables.visits_of_documents(documents, config)
-        ready = _launched(within, ways.within, config, visits, results)
-        if ready is not None and answer:
-            shared.ready_of.setdefault(documents, {})[config] = ready
+        arguments = _launched(within, ways.within, config, visits, results)
+        if answer:
+            _keep(shared.ready_of.setdefault(documents, {}), config, arguments, visits)
     if not answer or is_compiling():
         visits = tables.visits_beside_documents(problem, ways.listed, documents)
         _launched(problem, ways.listed, ways.listed.config_for(problem), visits, results)
@@ -121,9 +121,9 @@ def _first(problem: Problem, shared: _Shared, config: Config) -> Result:
     # rows that belong to no sequence are 0 and -inf; the kernel does not come by them
     results = _results(problem, torch.zeros if _fills(problem) else torch.empty)
     visits = tables.visits_of(problem, special, results)
-    ready = _launched(problem, special, config, visits, results)
-    if ready is not None and special.listed is None and problem.sequences is None:
-        shared.ready[config] = ready
+    arguments = _launched(problem, special, config, visits, results)
+    if special.listed is None and problem.sequences is None:
+        _keep(shared.ready, config, arguments, visits)
     return results
 
 
@@ -133,22 +133,29 @@ def _results(problem: Problem, make: Callable[..., Tensor]) -> Result:
     return Result(out, *(_statistic(problem) if wanted else None for wanted in (problem.wants_lse, problem.wants_max)))
 
 
-def _launched(problem: Problem, special: Special, config: Config, visits: tables.TablesOnHost, results: Result) -> _Ready | None:
-    """Launches the kernel; what another launch with these tables needs, None where nothing was loaded."""
+def _launched(problem: Problem, special: Special, config: Config, visits: tables.TablesOnHost, results: Result) -> tuple:
+    """Launches the kernel; its arguments."""
     q = problem.q
     rows = ceil_div(q.shape[2], config.tiles.tile_m) if visits.order is None else len(visits.order) - config.has_count
     spread = {"all": problem.batch * problem.heads_q, "heads": problem.heads_q, "none": 1}[config.spread]
     numbers = (rows, spread, min(spread, _section(problem)), max(1, min(rows * spread, _multiprocessors(q.device))))
-    captured = special.captured(problem)
     arguments = (
-        q, problem.k, problem.v, *results, _sink(problem), *visits, _counter(q.device), problem.scale * _LOG2_E, *numbers, *captured,
+        q, problem.k, problem.v, *results, _sink(problem), *visits, _counter(q.device), problem.scale * _LOG2_E, *numbers,
+        *special.captured(problem),
     )  # fmt: skip
     launch(config, arguments)
+    return arguments
+
+
+def _keep(ready: dict[Config, _Ready], config: Config, arguments: tuple, visits: tables.TablesOnHost) -> None:
+    """Keeps what another launch like this one needs, unless nothing was loaded for it."""
     kinds, _ = kinds_of(arguments)
     known = loaded(config)
-    if kinds not in known:
-        return None
-    return _Ready(known[kinds], known, tuple(results.out.shape), numbers, any(captured), kinds_of(captured)[1], visits)
+    if kinds in known:
+        captured = arguments[-2:]
+        ready[config] = _Ready(
+            known[kinds], known, tuple(arguments[3].shape), arguments[-6:-2], any(captured), kinds_of(captured)[1], visits
+        )
 
 
 def _sink(problem: Problem) -> Tensor | None:
