@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +27,7 @@ class Tables(NamedTuple):
     """row_tiles: programs per head. entries: int32 (B, 9), ``places.entry``. order: int32 (row_tiles, 2), (sequence, row tile or -1).
     pages: integers (B, pages), rows contiguous. cache: a decoder's tables, which a kernel reads instead of entries and order.
     lists: counts and places of partial, then of full tiles; list_tile: their rows and keys, (0, 0) without lists;
-    strides: ``forward_kernel.place_of_lists``."""
+    strides: ``visits.place_of_lists``. guard: int32 (1,), ``places.is_off``, or None where the launch always has work."""
 
     row_tiles: int
     entries: Tensor | None
@@ -37,10 +37,11 @@ class Tables(NamedTuple):
     list_tile: tuple[int, int]
     strides: tuple[int, int, int, int]
     cache: StoredCache | None = None
+    guard: Tensor | None = None
 
 
-def tables_of(problem: Problem, chosen: Chosen, tile_m: int) -> Tables:
-    """All tables of a call whose row tiles have ``tile_m`` positions."""
+def tables_of(problem: Problem, chosen: Chosen, tile_m: int, prepared: dict[Any, Any] | None = None) -> Tables:
+    """All tables of a call whose row tiles have ``tile_m`` positions. prepared: ``forms.Form``."""
     sequences = problem.sequences
     lists, tile = _lists_of(problem, chosen, by_key=False)
     tensors, strides = _of_lists(lists, sequences is not None)
@@ -52,11 +53,13 @@ def tables_of(problem: Problem, chosen: Chosen, tile_m: int) -> Tables:
         pages = pages.contiguous()
     if isinstance(sequences, StoredCache) and sequences.uses_all_rows and lists is None:
         return Tables(ceil_div(sequences.bound_q, tile_m), None, None, pages, tensors, tile, strides, sequences)
-    order = _order(problem.q.shape, problem.bound_q, sequences.seqlens_q, sequences.seqlens_k, (tile_m, tile[0]))
-    return Tables(len(order), _entries(sequences, lists, by_key=False), order, pages, tensors, tile, strides)
+    lengths = sequences.seqlens_q, sequences.seqlens_k
+    order = _kept(prepared, ("order", tile_m), lambda: _order(problem.q.shape, problem.bound_q, *lengths, (tile_m, tile[0])))
+    entries = _kept(prepared, ("entries",), lambda: _entries(sequences, lists, by_key=False))
+    return Tables(len(order), entries, order, pages, tensors, tile, strides)
 
 
-def key_tables_of(problem: Problem, chosen: Chosen, tile_n: int) -> Tables:
+def key_tables_of(problem: Problem, chosen: Chosen, tile_n: int, prepared: dict[Any, Any] | None = None) -> Tables:
     """The same for programs of ``tile_n`` keys each: lists say which row tiles visit a tile of keys, and the order is of key tiles."""
     sequences = problem.sequences
     lists, tile = _lists_of(problem, chosen, by_key=True)
@@ -64,8 +67,19 @@ def key_tables_of(problem: Problem, chosen: Chosen, tile_n: int) -> Tables:
     if sequences is None:
         tiles = ceil_div(problem.k.shape[2], tile_n) if tensors[0] is None else tensors[0].shape[2] * ceil_div(tile[1], tile_n)
         return Tables(tiles, None, None, None, tensors, tile, strides)
-    order = _order(problem.k.shape, problem.bound_k, sequences.seqlens_k, sequences.seqlens_q, (tile_n, tile[1]))
-    return Tables(len(order), _entries(sequences, lists, by_key=True), order, None, tensors, tile, strides)
+    lengths = sequences.seqlens_k, sequences.seqlens_q
+    order = _kept(prepared, ("order", tile_n), lambda: _order(problem.k.shape, problem.bound_k, *lengths, (tile_n, tile[1])))
+    entries = _kept(prepared, ("entries",), lambda: _entries(sequences, lists, by_key=True))
+    return Tables(len(order), entries, order, None, tensors, tile, strides)
+
+
+def _kept(prepared: dict[Any, Any] | None, use: tuple, make: Callable[[], Tensor]) -> Tensor:
+    """``make()``, made once where ``prepared`` keeps it: for documents, whose queries and keys are the same positions."""
+    if prepared is None:
+        return make()
+    if use not in prepared:
+        prepared[use] = make()
+    return prepared[use]
 
 
 def _of_lists(lists: Any, is_ragged: bool) -> tuple[tuple[Tensor | None, ...], tuple[int, int, int, int]]:
