@@ -1,0 +1,139 @@
+"""Calls whose mask separates documents, run as sequences: the same results from tiles that begin where the documents do.
+
+A document mask's lists ask the mask in every tile that a document's edge crosses, and row tiles are not aligned with documents. As
+sequences the same documents have neither. Whether ids are such that every document is one run of positions is found on the device, so a
+backend makes both launches until the answer is known, each of which does nothing where the other one is right.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from anyattn.geometry.documents import DocumentSequences, document_sequences, places_of
+from anyattn.mods.compose import anded
+from anyattn.mods.documents import DocumentForm, document_form, ignores_origin, rest_of
+from anyattn.mods.rows import ranges_unread
+from anyattn.mods.trace import TracedMod
+from anyattn.problem import Problem
+
+__all__ = ["DocumentTables", "Documents", "documents_of", "form_of"]
+
+
+class DocumentTables:
+    """Where the documents of some ids are.
+
+    sequences: they, all empty where it does not hold. holds: int32 (1,) on the device, 1 where every document is one run of positions and
+    has a place in the tables, so that the sequences say what the mask says; else 0, and the mask has to be asked. prepared: what backends
+    keep with the tables.
+    """
+
+    def __init__(self, ids: Tensor, rows: int, length: int, *, is_kept: bool):
+        ids = ids[:rows, :length] if ids.ndim == 2 else ids[:length]
+        self.sequences: DocumentSequences
+        self.sequences, self.holds = document_sequences(ids, rows, places_of(length))
+        self.prepared: dict[Any, Any] = {}
+        self._answer: bool | None = None
+        self._told: Tensor | None = None
+        if ids.device.type == "cpu":
+            self._answer = bool(self.holds)
+        elif is_kept:
+            self._told = torch.full((1,), _UNTOLD, dtype=torch.int32, pin_memory=ids.device.type == "cuda")
+            self._told.copy_(self.holds, non_blocking=True)
+
+    def answer(self) -> bool | None:
+        """Whether ``holds`` is 1, as far as that is known without waiting for the device: None where it is not yet."""
+        if self._answer is None and self._told is not None:
+            told = self._told.item()  # the host's memory, which the device writes to when it gets there
+            if told != _UNTOLD:
+                self._answer, self._told = bool(told), None
+        return self._answer
+
+
+_UNTOLD = -1
+
+
+class Documents(NamedTuple):
+    """problem: the call over sequences, whose results are in the same places. tables: where they are, and whether that holds."""
+
+    problem: Problem
+    tables: DocumentTables
+
+    @property
+    def holds(self) -> Tensor:
+        """int32 (1,) on the device: see ``DocumentTables``."""
+        return self.tables.holds
+
+
+def form_of(problem: Problem) -> DocumentForm | None:
+    """What document mask a problem's predicates make together, None where it must be run as it is. Asks nothing of what tensors hold.
+
+    It holds for all calls of the same programs, sizes and numbers of the masks.
+    """
+    q, k = problem.q, problem.k
+    if problem.sequences is not None or not problem.predicates or (problem.blocks is not None and not problem.blocks_follow):
+        return None
+    if q.shape[2] != k.shape[2] or not problem.may_have_pairs:
+        return None
+    if problem.score is not None and not ignores_origin(problem.score.expr):
+        return None
+    mask = _joint(problem)
+    form = document_form(mask.expr)
+    if form is None or (form.rest is not None and ranges_unread(rest_of(mask, form)) is None):  # type: ignore[arg-type]
+        return None
+    return form
+
+
+def documents_of(problem: Problem, form: DocumentForm | None = None) -> Documents | None:
+    """The same call as one over its documents, None where ``form_of`` has none. form: what that said of a call of the same facts.
+
+    The tables are kept with the call's block lists, as long as the ids are the same tensor and torch counts no write to it; without lists,
+    and while a CUDA graph is captured, they are made anew.
+
+    >>> import anyattn
+    >>> from anyattn.check import traced
+    >>> q, mask = torch.randn(1, 1, 6, 8), anyattn.masks.document(torch.tensor([3, 3, 3, 5, 5, 4]))
+    >>> found = documents_of(Problem(q, q, q, 1.0, predicates=(traced(mask, "mask", q, None),)))
+    >>> found.problem.sequences.seqlens_q[:4].tolist(), found.problem.predicates, found.tables.answer()
+    ([3, 2, 1, 0], (), True)
+    """
+    form = form_of(problem) if form is None else form
+    if form is None:
+        return None
+    mask = _joint(problem)
+    tables = _tables(problem, mask.tensors[form.ids])
+    rest = rest_of(mask, form)
+    predicates = () if rest is None else (rest,)
+    fields = vars(problem) | {"sequences": tables.sequences, "predicates": predicates, "blocks": None, "blocks_follow": False}
+    fields.pop("row_limits", None)  # of the dense call
+    return Documents(Problem.of_fields(fields), tables)
+
+
+def _joint(problem: Problem) -> TracedMod:
+    found = problem.predicates[0] if len(problem.predicates) == 1 else anded(problem.predicates)
+    assert found is not None
+    return found
+
+
+# by block lists, while they live: the ids, how often they had been written to, and their tables
+_of_lists: WeakKeyDictionary[Any, tuple[Tensor, int, DocumentTables]] = WeakKeyDictionary()
+
+
+def _tables(problem: Problem, ids: Tensor) -> DocumentTables:
+    rows, _, length, _ = problem.q.shape
+    # torch counts no writes to inference tensors; what a graph computes belongs to it
+    if problem.blocks is None or ids.is_inference() or _is_capturing(ids):
+        return DocumentTables(ids, rows, length, is_kept=False)
+    known = _of_lists.get(problem.blocks)
+    if known is not None and known[0] is ids and known[1] == ids._version and known[2].sequences.sizes[:2] == (rows, length):
+        return known[2]
+    tables = DocumentTables(ids, rows, length, is_kept=True)
+    _of_lists[problem.blocks] = (ids, ids._version, tables)
+    return tables
+
+
+def _is_capturing(ids: Tensor) -> bool:
+    return ids.device.type == "cuda" and torch._C._cuda_isCurrentStreamCapturing()
