@@ -48,9 +48,8 @@ def prepare_tile(
 
     tensors: out, dout, lse, dlse, statistics, spans, entries, order, guard. strides: of out, dout, dlse (its positions' last).
     """
-    if HAS_GUARD:
-        if is_off(tensors[8]):
-            return
+    if HAS_GUARD and is_off(tensors[8]):
+        return
     m, b, h = _place(sizes, tensors[7], False, HAS_ENTRIES)
     if m < 0:
         return
@@ -176,9 +175,8 @@ def dq_tile(
     HAS_ENTRIES: tl.constexpr, HAS_GUARD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq of one row tile, and what its scores send into the score mod's captured tensors."""
-    if HAS_GUARD:
-        if is_off(tensors[11]):
-            return
+    if HAS_GUARD and is_off(tensors[11]):
+        return
     m, b, h = _place(sizes, tensors[9], True, HAS_ENTRIES)
     if m < 0:
         return
@@ -337,9 +335,8 @@ def dkdv_tile(
     HAS_ENTRIES: tl.constexpr, HAS_GUARD: tl.constexpr, PRECISION: tl.constexpr, STRAIGHT: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one tile of keys, summed over the query heads that share them. lists: transposed, per tile of keys."""
-    if HAS_GUARD:
-        if is_off(tensors[11]):
-            return
+    if HAS_GUARD and is_off(tensors[11]):
+        return
     n, b, kv_head = _place(sizes, tensors[9], False, HAS_ENTRIES)
     if n < 0:
         return

@@ -272,9 +272,8 @@ def forward_tile(
     so that maxima are taken before the change to base 2. IS_LATE: a full tile's second product runs beside the next one's exponentials.
     IS_DESCRIBED: keys and values come by tensor descriptors.
     """
-    if HAS_GUARD:
-        if is_off(tensors[13]):
-            return
+    if HAS_GUARD and is_off(tensors[13]):
+        return
     m, b, h, split = work_of(sizes, tensors, HAS_ENTRIES)
     if m < 0:
         return
