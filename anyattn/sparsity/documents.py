@@ -20,7 +20,7 @@ from anyattn.mods.rows import ranges_unread
 from anyattn.mods.trace import TracedMod
 from anyattn.problem import Problem
 
-__all__ = ["DocumentTables", "Documents", "documents_of", "form_of"]
+__all__ = ["DocumentTables", "Documents", "documents_of", "form_of", "keeps_tables"]
 
 
 class DocumentTables:
@@ -118,21 +118,33 @@ def _joint(problem: Problem) -> TracedMod:
     return found
 
 
-# by block lists, while they live: the ids, how often they had been written to, and their tables
-_of_lists: WeakKeyDictionary[Any, tuple[Tensor, int, DocumentTables]] = WeakKeyDictionary()
+def keeps_tables(problem: Problem, form: DocumentForm) -> bool:
+    """Whether ``documents_of`` keeps the tables of such calls; else each makes its own, which takes a dozen launches."""
+    return problem.blocks is not None and _are_followed(_joint(problem).tensors[form.ids])
+
+
+# By block lists, while they live, and by the stream that computes them, which no other waits for: the ids, how often they had been written
+# to, and their tables.
+_of_lists: WeakKeyDictionary[Any, dict[int, tuple[Tensor, int, DocumentTables]]] = WeakKeyDictionary()
 
 
 def _tables(problem: Problem, ids: Tensor) -> DocumentTables:
     rows, _, length, _ = problem.q.shape
-    # torch counts no writes to inference tensors; what a graph computes belongs to it
-    if problem.blocks is None or ids.is_inference() or _is_capturing(ids):
+    if problem.blocks is None or not _are_followed(ids):
         return DocumentTables(ids, rows, length, is_kept=False)
-    known = _of_lists.get(problem.blocks)
+    of_streams = _of_lists.setdefault(problem.blocks, {})
+    stream = torch._C._cuda_getCurrentRawStream(ids.device.index) if ids.is_cuda else 0
+    known = of_streams.get(stream)
     if known is not None and known[0] is ids and known[1] == ids._version and known[2].sequences.sizes[:2] == (rows, length):
         return known[2]
     tables = DocumentTables(ids, rows, length, is_kept=True)
-    _of_lists[problem.blocks] = (ids, ids._version, tables)
+    of_streams[stream] = (ids, ids._version, tables)
     return tables
+
+
+def _are_followed(ids: Tensor) -> bool:
+    """Whether writes to the ids are noticed: torch counts none to inference tensors, and what a graph computes belongs to it."""
+    return not (ids.is_inference() or _is_capturing(ids))
 
 
 def _is_capturing(ids: Tensor) -> bool:

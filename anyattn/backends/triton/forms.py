@@ -13,7 +13,7 @@ from torch import Tensor
 from anyattn.backends.triton.programs import program_of
 from anyattn.plan import Plan
 from anyattn.problem import Problem
-from anyattn.sparsity.documents import documents_of, form_of
+from anyattn.sparsity.documents import documents_of, form_of, keeps_tables
 
 __all__ = ["Form", "forms_of"]
 
@@ -30,14 +30,16 @@ class Form(NamedTuple):
 def forms_of(problem: Problem, plan: Plan) -> tuple[Form, ...]:
     """The forms in which a call is launched.
 
-    Without lists with which they are kept, finding the documents would take as many launches as making lists for the mask does.
+    A call that would have to find its documents for itself has its lists alone.
     """
     if problem.blocks is None or problem.sequences is not None or plan.num_splits > 1:
         return (Form(problem),)
     if "document form" not in plan.prepared:
         plan.prepared["document form"] = form_of(problem)
     of_documents = plan.prepared["document form"]
-    documents = None if of_documents is None else documents_of(problem, of_documents)
+    if of_documents is None or not keeps_tables(problem, of_documents):
+        return (Form(problem),)
+    documents = documents_of(problem, of_documents)
     if documents is None or program_of(documents.problem).lists is not None:
         return (Form(problem),)
     answer = documents.tables.answer()
