@@ -20,7 +20,7 @@ from anyattn.mods.rows import ranges_unread
 from anyattn.mods.trace import TracedMod
 from anyattn.problem import Problem
 
-__all__ = ["DocumentTables", "Documents", "documents_of", "form_of", "keeps_tables"]
+__all__ = ["DocumentTables", "Documents", "documents_of", "form_of", "keeps_tables", "over_sequences"]
 
 
 class DocumentTables:
@@ -103,13 +103,17 @@ def documents_of(problem: Problem, form: DocumentForm | None = None) -> Document
     form = form_of(problem) if form is None else form
     if form is None:
         return None
-    mask = _joint(problem)
-    tables = _tables(problem, mask.tensors[form.ids])
-    rest = rest_of(mask, form)
-    predicates = () if rest is None else (rest,)
-    fields = vars(problem) | {"sequences": tables.sequences, "predicates": predicates, "blocks": None, "blocks_follow": False}
+    tables = _tables(problem, _joint(problem).tensors[form.ids])
+    return Documents(over_sequences(problem, form, tables.sequences), tables)
+
+
+def over_sequences(problem: Problem, form: DocumentForm, sequences: DocumentSequences) -> Problem:
+    """The problem over ``sequences``, with what the mask asks inside a document. form: ``form_of(problem)``."""
+    rest = rest_of(_joint(problem), form)
+    changes = {"sequences": sequences, "predicates": () if rest is None else (rest,), "blocks": None, "blocks_follow": False}
+    fields = vars(problem) | changes
     fields.pop("row_limits", None)  # of the dense call
-    return Documents(Problem.of_fields(fields), tables)
+    return Problem.of_fields(fields)
 
 
 def _joint(problem: Problem) -> TracedMod:
