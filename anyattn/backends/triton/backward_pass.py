@@ -148,7 +148,7 @@ def _prepared(form: Form, chosen: Chosen, tile_m: int, results: _Results, statis
     ranges, count = chosen.program.ranges, chosen.program.range_count
     places = _span_places(problem, tile_m)
     spans = torch.empty((problem.heads_q * places, max(4 * count, 1)), dtype=torch.int32, device=out.device)
-    found = tables.tables_of(problem, replace(chosen, lists=None), tile_m, form.prepared)
+    found = tables.tables_of(problem, replace(chosen, lists=None), tile_m, form.documents)
     aligned, strides = strides_of(out, dout)
     tensors = (out, dout, lse, dlse, statistics, spans, found.entries, found.order, guard)
     pointers = [out if t is None else t.detach() for t in tensors]
@@ -186,7 +186,7 @@ def _launch(
     q, k, v, dout, _, dq, dk, dv = shared
     by_key = totals is None
     make, tile = (tables.key_tables_of, tiles.tile_n) if by_key else (tables.tables_of, tiles.tile_m)
-    found = make(problem, chosen, tile, form.prepared)._replace(guard=form.guard)
+    found = make(problem, chosen, tile, form.documents)._replace(guard=form.guard)
     aligned, strides = strides_of(q, k, v, dout, dq, dk, dv)
     tensors = (*shared, found.entries, found.order, spans, found.guard)
     pointers = [q if t is None else t.detach() for t in tensors]
