@@ -1,6 +1,8 @@
 """Documents found in ids, against a loop over the ids; and calls run as sequences of documents, against the same calls as they came."""
 
+import gc
 import random
+import weakref
 
 import pytest
 import torch
@@ -199,12 +201,36 @@ def test_tables_are_kept_with_the_lists():
     lists = Lists()
     first = documents_of(with_lists(problem, lists)).tables
     assert documents_of(with_lists(problem, lists)).tables is first
-    assert documents_of(with_lists(problem_of(q[:1], k[:1], v[:1], masks.document(mine)), lists)).tables is not first
+    fewer = with_lists(problem_of(q[:1], k[:1], v[:1], masks.document(mine)), lists)
+    assert documents_of(fewer).tables is not first and documents_of(fewer).tables is documents_of(fewer).tables
     assert documents_of(with_lists(problem_of(q, k, v, masks.document(mine.clone())), lists)).tables is not first
     mine[10:] = 2
     second = documents_of(with_lists(problem, lists)).tables
     assert [n for n in second.sequences.seqlens_q[:8].tolist() if n] == [10, 65]
+    assert first.count == 2 * 4 and second.count == 2 * 2 and documents_of(with_lists(problem, lists)).tables is second
     assert documents_of(with_lists(problem, Lists())).tables is not second
+
+
+def test_a_write_that_torch_does_not_count_is_seen_with_the_next_lists():
+    """As ``ids.data``'s are, a graph's replay's and a kernel's of the user's own."""
+    q, k, v = tensors()
+    mine = ids.clone()
+    problem, lists = problem_of(q, k, v, masks.document(mine)), Lists()
+    documents_of(with_lists(problem, lists))
+    before = mine._version
+    mine.data[10:] = 2
+    assert mine._version == before
+    found = documents_of(with_lists(problem, Lists()))
+    assert [n for n in found.problem.sequences.seqlens_q[:8].tolist() if n] == [10, 65]
+
+
+def test_tables_die_with_the_lists():
+    lists = Lists()
+    tables = weakref.ref(documents_of(with_lists(problem_of(*tensors(), masks.document(ids)), lists)).tables)
+    assert tables() is not None
+    del lists
+    gc.collect()
+    assert tables() is None
 
 
 def test_inference_tensors_are_read_anew():
