@@ -145,32 +145,34 @@ def _varied(config: Config, is_factored: bool, is_bounded: bool) -> Config:
 
 def _config(problem: Problem, score: Expr | None, list_tile: tuple[int, int] | None, flags: dict[str, Any]) -> Config:
     d, dv = padded(problem.q.shape[3], problem.v.shape[3])
-    # a tile of keys is part of one of the lists', and of one page
-    whole = [size for size in (list_tile[1] if list_tile else 0, problem.k.shape[2] if flags["is_paged"] else 0) if size]
-    divides = math.gcd(*whole) if whole else None
+    page = flags.pop("page")
+    if page % 2 and d == 96:  # whose rows of 64 bytes lie two in the 128 bytes at which a copy may begin
+        d = dv = 128
     asks = tuple(ask for ask in (flags.get("partial"), *flags.get("always", ())) if ask is not None)
-    tiles = tiles_for(d, dv, score, divides, asks)
+    tiles = tiles_for(d, dv, score, list_tile[1] if list_tile else None, asks, page)
     cut = (1, 1) if list_tile is None else (list_tile[0] // tiles.tile_m, list_tile[1] // tiles.tile_n)
     is_bf16 = problem.q.dtype is torch.bfloat16
     asked: dict[str, Any] = {"has_sink": problem.sink is not None, "has_lse": problem.wants_lse, "has_max": problem.wants_max}
-    return Config(d, dv, is_bf16, tiles, score, problem.scale > 0, list_cut=cut, **flags, **asked)
+    piece = math.gcd(page, tiles.tile_n) if page else 0
+    return Config(d, dv, is_bf16, tiles, score, problem.scale > 0, list_cut=cut, piece=piece, **flags, **asked)
 
 
 def _storage(problem: Problem, has_lists: bool) -> dict[str, Any]:
-    """The config's fields that say how sequences and lists are stored."""
+    """The config's fields that say how sequences and lists are stored, and the rows of a page, 0 without pages."""
     sequences, blocks = problem.sequences, problem.blocks
     depends = [d for p in problem.predicates for d in dependence(p.expr)]
     if sequences is None:
         if not has_lists:
-            return {"has_entries": False, "is_paged": False}
+            return {"has_entries": False, "page": 0}
         if blocks is not None:
             batch, heads = blocks.mask_block_cnt.shape[:2]
         else:
             batch, heads = problem.batch if any(d.b for d in depends) else 1, problem.heads_q if any(d.h for d in depends) else 1
         spread = "none" if heads > 1 else "heads" if batch > 1 else "all"
         spreads = {"per_entry": batch > 1, "per_head": heads > 1, "spread": spread}
-        return {"has_entries": False, "is_paged": False, "lists": "dense", "has_order": True, **spreads}
-    found = {"has_entries": True, "is_paged": sequences.page_table is not None, "has_order": True, "spread": "heads"}
+        return {"has_entries": False, "page": 0, "lists": "dense", "has_order": True, **spreads}
+    page = 0 if sequences.page_table is None else problem.k.shape[2]
+    found = {"has_entries": True, "page": page, "has_order": True, "spread": "heads"}
     if has_lists and blocks is None:
         found |= {"lists": "flat", "per_head": any(d.h for d in depends)}
     elif has_lists:

@@ -66,7 +66,7 @@ class Tables(NamedTuple):
 class Sizes(NamedTuple):
     """Run-time sizes. rows: row tiles, each shared by ``spread`` heads, of which ``section`` go side by side. heads: query heads.
 
-    ratio: query heads for each K/V head. tiles_in_page: key tiles of a page.
+    ratio: query heads for each K/V head. pieces_in_page: of ``Config.piece`` rows; 0 without pages.
     """
 
     rows: Any
@@ -74,7 +74,7 @@ class Sizes(NamedTuple):
     section: Any
     heads: Any
     ratio: Any
-    tiles_in_page: Any
+    pieces_in_page: Any
 
 
 class Visits:
