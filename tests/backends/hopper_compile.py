@@ -102,12 +102,19 @@ def cases() -> dict[str, tuple[list, dict]]:  # type: ignore[type-arg]
         "ragged": ([causal], {**ends, **entries}),
         "ragged lists": ([document], {"lists": "ragged", "partial": each, **entries}),
         "pages": ([causal], {**ends, **entries, "is_paged": True}),
+        "packed": ([causal], {**ends, "heads_per_tile": 8, "has_sink": True}),
+        "packed alibi": ([alibi, window], {"score": alibi.expr, "bands": (window.expr,), "heads_per_tile": 4}),
+        "packed relative": ([relative], {"score": relative.expr, "heads_per_tile": 8}),
+        "packed lists": ([document], {"lists": "dense", "partial": each, "has_order": True, "heads_per_tile": 8}),
+        "packed ragged": ([causal], {**ends, **entries, "heads_per_tile": 4}),
     }
 
 
-def main(folder: Path, head_dim: int, head_dim_v: int) -> None:
+def main(folder: Path, head_dim: int, head_dim_v: int, only: str = "") -> None:
     result = {}
     for i, (name, (mods, fields)) in enumerate(cases().items()):
+        if not name.startswith(only):
+            continue
         listed = 128 if "lists" in fields or "is_paged" in fields else None
         asks = tuple(ask for ask in (fields.get("partial"), *fields.get("always", ())) if ask is not None)
         tiles = tiles_for(head_dim, head_dim_v, fields.get("score"), listed, asks)
@@ -118,4 +125,4 @@ def main(folder: Path, head_dim: int, head_dim_v: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])

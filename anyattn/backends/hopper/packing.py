@@ -1,0 +1,70 @@
+"""Whether query heads that share K and V share row tiles (packed GQA): then few queries fill a tile, and K and V are loaded once for all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from anyattn.backends.hopper.config import PACKED
+from anyattn.errors import BackendError
+from anyattn.geometry.integers import ceil_div
+from anyattn.mods.dependence import dependence
+from anyattn.problem import Problem
+
+__all__ = ["groups_of", "heads_per_tile", "reason_against_packing", "row_tiles"]
+
+_WORTH = 0.9  # of the row tiles that heads apart make: fewer than so many are worth a kernel that packs
+
+
+def heads_per_tile(problem: Problem, tile_m: int, fields: dict[str, Any], asked: bool | None = None) -> int:
+    """How many heads share a row tile of ``tile_m`` rows, 1 for none.
+
+    fields: the config's that say what lists and bands there are. asked: insists, either way.
+
+    A tile takes the time of its keys, however many of its rows are in use: packing pays where it makes fewer tiles. Only sizes that the
+    host knows decide, and there are few kernels: 4 or 8 heads, whatever the ratio.
+
+    Raises ``BackendError`` where packing is asked for and the heads of a group do not see the same tiles.
+    """
+    ratio = problem.qhead_per_kvhead
+    if asked is False or ratio == 1:
+        return 1
+    against = reason_against_packing(fields)
+    if against:
+        if asked:
+            raise BackendError(f"pack_gqa=True cannot be had from the Hopper kernel: {against}; pass pack_gqa=None to leave it open")
+        return 1
+    packed = next((n for n in PACKED if ratio <= n), PACKED[-1])
+    length = mean_queries(problem)
+    is_worth = row_tiles(length, ratio, tile_m, packed) <= _WORTH * row_tiles(length, ratio, tile_m, 1)
+    return packed if asked or is_worth else 1
+
+
+def reason_against_packing(fields: dict[str, Any]) -> str | None:
+    """Why a group's heads cannot share tiles, None if they can. fields: as for ``heads_per_tile``."""
+    if fields.get("per_head") or fields.get("spread") == "none":
+        return "each head has its own lists of tiles"
+    if any(d.h for band in fields.get("bands", ()) for d in dependence(band)):
+        return "the keys that a row may see differ from head to head"
+    return None
+
+
+def mean_queries(problem: Problem) -> int:
+    """Queries of an entry, of packed sequences their mean: as many as the host knows of."""
+    if problem.sequences is None:
+        return problem.q.shape[2]
+    stored = problem.q.shape[0] * problem.q.shape[2]
+    return max(1, min(problem.bound_q, ceil_div(stored, max(1, problem.batch))))
+
+
+def row_tiles(length: int, ratio: int, tile_m: int, packed: int) -> int:
+    """The row tiles of ``length`` queries of the ``ratio`` heads that share K and V.
+
+    >>> row_tiles(16, 8, 128, 1), row_tiles(16, 8, 128, 8)
+    (8, 1)
+    """
+    return groups_of(ratio, packed) * ceil_div(length, tile_m // packed)
+
+
+def groups_of(ratio: int, packed: int) -> int:
+    """Into how many groups that share row tiles the heads are cut that share K and V."""
+    return ceil_div(ratio, packed)
