@@ -162,8 +162,8 @@ def _entries(draw: random.Random, config: Any, sizes: Sizes) -> tuple[dict[str, 
         if config.is_paged:
             keys = [(kv_head, 0, n % in_page, pages[b][n // in_page]) for n, _, _ in visits]
         seen = {"left": left if config.has_left else -(2**30), "right": right if config.has_right else 2**30}
-        facts = {"more": heads, "m_block": m_block, "head": head, "entry": b, "total": len(visits), "seqlen_q": seqlen_q, "seqlen_k": seqlen_k,
-                 "q_row": q_row, "q_start": q_start, "q_first": q_first, **seen}  # fmt: skip
+        facts = {"more": heads, "m_block": m_block, "head": head, "entry": b, "total": len(visits), "seqlen_q": seqlen_q,
+                 "seqlen_k": seqlen_k, "q_row": q_row, "q_start": q_start, "q_first": q_first, **seen}  # fmt: skip
         room = seqlen_k - visits[0][0] * TILE_N if visits else TILE_N
         return RowTile(facts, visits, (q_place, keys, keys), room if room < TILE_N else None)
 

@@ -1,4 +1,4 @@
-"""Whether query heads that share K and V share row tiles (packed GQA): then few queries fill a tile, and K and V are loaded once for all."""
+"""Whether query heads that share K and V share row tiles too (packed GQA): few queries fill a tile so, and K and V are loaded once."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 from anyattn.backends.hopper.config import PACKED
 from anyattn.errors import BackendError
 from anyattn.geometry.integers import ceil_div
+from anyattn.geometry.stored import MANY_QUERIES, queries_each
 from anyattn.mods.dependence import dependence
 from anyattn.problem import Problem
 
@@ -34,8 +35,8 @@ def heads_per_tile(problem: Problem, tile_m: int, fields: dict[str, Any], asked:
             raise BackendError(f"pack_gqa=True cannot be had from the Hopper kernel: {against}; pass pack_gqa=None to leave it open")
         return 1
     packed = next((n for n in PACKED if ratio <= n), PACKED[-1])
-    length = mean_queries(problem)
-    is_worth = row_tiles(length, ratio, tile_m, packed) <= _WORTH * row_tiles(length, ratio, tile_m, 1)
+    length = _queries(problem)
+    is_worth = length < MANY_QUERIES and row_tiles(length, ratio, tile_m, packed) <= _WORTH * row_tiles(length, ratio, tile_m, 1)
     return packed if asked or is_worth else 1
 
 
@@ -48,12 +49,11 @@ def reason_against_packing(fields: dict[str, Any]) -> str | None:
     return None
 
 
-def mean_queries(problem: Problem) -> int:
-    """Queries of an entry, of packed sequences their mean: as many as the host knows of."""
+def _queries(problem: Problem) -> int:
+    """Queries of an entry; of sequences that nobody has looked at about their mean."""
     if problem.sequences is None:
         return problem.q.shape[2]
-    stored = problem.q.shape[0] * problem.q.shape[2]
-    return max(1, min(problem.bound_q, ceil_div(stored, max(1, problem.batch))))
+    return queries_each(problem.q.shape[0] * problem.q.shape[2], problem.batch, problem.bound_q)
 
 
 def row_tiles(length: int, ratio: int, tile_m: int, packed: int) -> int:

@@ -70,7 +70,7 @@ def specialised(problem: Problem, packs: bool | None = None) -> Special:
     """What the kernel for ``problem`` is specialised for; asks nothing of what tensors hold.
 
     Bands and CuTe functions alone need no lists of tiles. Else the first predicate that is neither has lists, which ``problem`` may bring.
-    packs: whether heads share row tiles, None where ``packing`` is to say; raises ``BackendError`` where they shall and cannot.
+    packs: whether heads share row tiles, None for what ``problem`` says; raises ``BackendError`` where they shall and cannot.
     """
     bands = [_band(p) for p in problem.predicates]
     # what a CuTe function shows nobody knows: it is asked in every tile, unless the caller brings its lists
@@ -123,7 +123,7 @@ def _config(problem: Problem, score: Expr | None, list_tile: tuple[int, int] | N
     divides = math.gcd(*whole) if whole else None
     asks = tuple(ask for ask in (flags.get("partial"), *flags.get("always", ())) if ask is not None)
     tiles = tiles_for(d, dv, score, divides, asks)
-    packed = heads_per_tile(problem, tiles.tile_m, flags, packs)
+    packed = heads_per_tile(problem, tiles.tile_m, flags, problem.packs if packs is None else packs)
     cut = (1, 1) if list_tile is None else (list_tile[0] * packed // tiles.tile_m, list_tile[1] // tiles.tile_n)
     is_bf16 = problem.q.dtype is torch.bfloat16
     asked: dict[str, Any] = {"has_sink": problem.sink is not None, "has_lse": problem.wants_lse, "has_max": problem.wants_max}

@@ -23,9 +23,10 @@ FACTS = 16  # numbers of one row tile on the board
 class Facts(NamedTuple):
     """One row tile, as posted on the board: Int32 each.
 
-    more: the tile's query heads, one unless heads are packed; 0 says that there are no more row tiles. head: the first of them. total: visits; masked, bare, behind: those after the first. seqlen_q, seqlen_k: rows in
-    use. q_row, q_start: the entry's queries are ``q[q_row, :, q_start:]``. q_first: the position of its first query. left, right: row i
-    sees keys ``i + left <= j < i + right``, as far as the config has these bounds.
+    more: the tile's query heads, one unless heads are packed; 0 says that there are no more row tiles. head: the first of these heads.
+    total: visits; masked, bare, behind: those after the first. seqlen_q, seqlen_k: rows in use. q_row, q_start: the entry's queries are
+    ``q[q_row, :, q_start:]``. q_first: the position of its first query. left, right: row i sees keys ``i + left <= j < i + right``, as far
+    as the config has these bounds.
     """
 
     more: Any

@@ -118,11 +118,12 @@ def _choices(problem: Problem, capability: tuple[int, int] | None) -> list[int]:
 
 
 def _asked_choices(problem: Problem, capability: tuple[int, int] | None, options: dict[str, int]) -> list[int]:
-    """``_choices`` as kernel_options' pack_gqa leaves them. Raises ``BackendError`` where it asks for what cannot be."""
+    """``_choices`` as the call's pack_gqa leaves them. Raises ``BackendError`` where it asks for what cannot be."""
     choices = _choices(problem, capability)
-    if not options.get("pack_gqa", 1):
+    packs = options.get("pack_gqa", problem.packs)
+    if packs is not None and not packs:
         return [1]
-    if options.get("pack_gqa") and choices == [1] and problem.qhead_per_kvhead > 1:
+    if packs and choices == [1] and problem.qhead_per_kvhead > 1:
         why = "it packs few queries only, whose heads share lists of tiles"
         raise BackendError(f"pack_gqa=True cannot be had from the Triton kernels: {why}; pass pack_gqa=None to leave it open")
     return choices
