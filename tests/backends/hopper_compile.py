@@ -105,6 +105,7 @@ def cases() -> dict[str, tuple[list, dict]]:  # type: ignore[type-arg]
         "packed": ([causal], {**ends, "heads_per_tile": 8, "has_sink": True}),
         "packed alibi": ([alibi, window], {"score": alibi.expr, "bands": (window.expr,), "heads_per_tile": 4}),
         "packed relative": ([relative], {"score": relative.expr, "heads_per_tile": 8}),
+        "packed straight": ([straight, causal], {"score": straight.expr, "heads_per_tile": 8, **ends}),
         "packed lists": ([document], {"lists": "dense", "partial": each, "has_order": True, "heads_per_tile": 8}),
         "packed ragged": ([causal], {**ends, **entries, "heads_per_tile": 4}),
     }

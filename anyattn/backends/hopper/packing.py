@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from anyattn.backends.hopper.config import PACKED
+from anyattn.backends.hopper.staging import is_foreseen
 from anyattn.errors import BackendError
 from anyattn.geometry.integers import ceil_div
 from anyattn.geometry.stored import MANY_QUERIES, queries_each
 from anyattn.mods.dependence import dependence
+from anyattn.mods.ir import Expr
 from anyattn.problem import Problem
 
 __all__ = ["groups_of", "heads_per_tile", "reason_against_packing", "row_tiles"]
@@ -16,10 +18,10 @@ __all__ = ["groups_of", "heads_per_tile", "reason_against_packing", "row_tiles"]
 _WORTH = 0.9  # of the row tiles that heads apart make: fewer than so many are worth a kernel that packs
 
 
-def heads_per_tile(problem: Problem, tile_m: int, fields: dict[str, Any], asked: bool | None = None) -> int:
+def heads_per_tile(problem: Problem, score: Expr | None, tile_m: int, fields: dict[str, Any], asked: bool | None = None) -> int:
     """How many heads share a row tile of ``tile_m`` rows, 1 for none.
 
-    fields: the config's that say what lists and bands there are. asked: insists, either way.
+    score: the kernel's. fields: the config's that say what lists and bands there are. asked: insists, either way.
 
     A tile takes the time of its keys, however many of its rows are in use: packing pays where it makes fewer tiles. Only sizes that the
     host knows decide, and there are few kernels: 4 or 8 heads, whatever the ratio.
@@ -34,7 +36,9 @@ def heads_per_tile(problem: Problem, tile_m: int, fields: dict[str, Any], asked:
         if asked:
             raise BackendError(f"pack_gqa=True cannot be had from the Hopper kernel: {against}; pass pack_gqa=None to leave it open")
         return 1
-    packed = next((n for n in PACKED if ratio <= n), PACKED[-1])
+    # of 4 heads a thread's rows lie 2 positions apart: no two of its scores lie on one diagonal, and it cannot keep them all ahead
+    is_wide = score is not None and is_foreseen(score)
+    packed = next((n for n in PACKED if ratio <= n and not is_wide), PACKED[-1])
     length = _queries(problem)
     is_worth = length < MANY_QUERIES and row_tiles(length, ratio, tile_m, packed) <= _WORTH * row_tiles(length, ratio, tile_m, 1)
     return packed if asked or is_worth else 1
