@@ -40,6 +40,7 @@ def test_the_cases_are_of_every_kind() -> None:
     assert len(kinds) == 12
     assert {len(t.visits) for c in cases for t in c.tiles} >= {0, 1, 2, 3, 5}
     assert any(len(c.tiles) >= 12 for c in cases) and any(not c.tiles for c in cases)
+    assert {t.facts["more"] for c in cases for t in c.tiles} == {1, 2, 3, 4} and {c.config.heads_per_tile for c in cases} == {1, 4}
     assert any(t.room is not None for c in cases for t in c.tiles)
     counted = [c for c in cases if c.config.has_count]
     assert any(c.rows < c.sizes.rows and c.tiles for c in counted) and any(c.rows == 0 < c.sizes.rows for c in counted)

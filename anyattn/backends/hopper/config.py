@@ -11,10 +11,12 @@ from anyattn.mods.dependence import dependence
 from anyattn.mods.ir import Expr
 from anyattn.mods.rows import NO_LIMIT
 
-__all__ = ["HEAD_DIMS", "MOST", "TILE_M", "Ask", "Config", "Tiles", "padded", "sides", "slots", "tiles_for"]
+__all__ = ["HEAD_DIMS", "MOST", "PACKED", "TILE_M", "Ask", "Config", "Tiles", "padded", "sides", "slots", "tiles_for"]
 
 HEAD_DIMS = (64, 96, 128, 192, 256)  # what a row is padded to, in shared memory only
 MOST = 52.0  # a score's size where exponentials are taken as they are: 2^75 leaves a sum of 2^30 keys, times values, room in float32
+# Heads that may share a row tile. A thread's rows lie 8 apart: with at most 8 heads they are one head's, as in a kernel that packs none.
+PACKED = (4, 8)
 TILE_M = 128  # query rows of every kernel that goes by lists
 _SHARED_MEMORY = 227 * 1024
 _REGISTERS_FOR_PIECES = (232, 40)  # where each piece of a page is a copy, which takes the loader more than 24 without spilling
@@ -77,6 +79,8 @@ class Config:
     head_dim, head_dim_v: as padded. is_bf16: else float16. score: the score mod's expression or None.
     is_factored: constant factors may be taken off the score mod's end, for they and the scale are above 0 (``staging.factored``, ``bias``).
     is_bounded: no score passes ``MOST``, so that a row's maximum need not be found: exponentials are taken of the scores themselves.
+    heads_per_tile: query heads that share K and V and a row tile (packed GQA), 1, 4 or 8: row r is head ``r % heads_per_tile`` of them at
+    position ``r // heads_per_tile`` of the tile's. A group of another number of heads leaves rows of its last tiles empty.
     bands: row ranges ``lo, hi`` of predicates that are bands around a row's place (``sides``); the kernel derives its tiles from them.
     lists: None, or the layout of the lists of tiles to visit: "dense" (B, H, M, N), "ragged" (H, total_m, max_n) or "flat" (H, total_n).
     per_entry, per_head: the lists differ from batch entry to entry, from head to head. list_cut: (rows, keys) of a list's tile in units
@@ -96,6 +100,7 @@ class Config:
     score: Expr | None = None
     is_factored: bool = True
     is_bounded: bool = False
+    heads_per_tile: int = 1
     bands: tuple[Expr, ...] = ()
     lists: str | None = None
     per_entry: bool = False
@@ -130,6 +135,12 @@ class Config:
             raise ValueError("is_bounded without a factored score mod, in float16 or with has_max; wanted bfloat16 and no highest scores")
         if self.piece and (self.tiles.tile_n % self.piece or (self.piece % 2 and 96 in (self.head_dim, self.head_dim_v))):
             raise ValueError(f"piece={self.piece}; wanted a divisor of tile_n={self.tiles.tile_n}, even at head_dim 96 (TMA's 128 bytes)")
+        if self.heads_per_tile not in (1, *PACKED):
+            raise ValueError(f"heads_per_tile={self.heads_per_tile}; wanted 1 or one of {', '.join(map(str, PACKED))}")
+        if self.heads_per_tile > 1 and (self.per_head or self.spread == "none" or any(d.h for b in self.bands for d in dependence(b))):
+            raise ValueError(
+                f"heads_per_tile={self.heads_per_tile}, and lists or bands of each head; wanted such that a tile's heads share"
+            )
         needed = self.shared_memory(1)
         if needed > _SHARED_MEMORY:
             raise ValueError(f"{self.tiles} at head_dim {self.head_dim} takes {needed} bytes of shared memory; an SM has {_SHARED_MEMORY}")
@@ -160,6 +171,11 @@ class Config:
     @property
     def is_paged(self) -> bool:
         return self.piece > 0
+
+    @property
+    def tile_q(self) -> int:
+        """Query positions of a row tile."""
+        return self.tiles.tile_m // self.heads_per_tile
 
     @property
     def has_left(self) -> bool:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from anyattn.backends.hopper.config import MOST, TILE_M, Ask, Config, padded, sides, slots, tiles_for
+from anyattn.backends.hopper.packing import heads_per_tile
 from anyattn.backends.hopper.staging import bound, caps, factored
 from anyattn.geometry.documents import DocumentSequences, DocumentSizes
 from anyattn.mods.dependence import dependence
@@ -68,10 +69,11 @@ class Special(NamedTuple):
         return tuple(numbers), tuple(tensors)
 
 
-def specialised(problem: Problem) -> Special:
+def specialised(problem: Problem, packs: bool | None = None) -> Special:
     """What the kernel for ``problem`` is specialised for; asks nothing of what tensors hold.
 
     Bands and CuTe functions alone need no lists of tiles. Else the first predicate that is neither has lists, which ``problem`` may bring.
+    packs: whether heads share row tiles, None for what ``problem`` says; raises ``BackendError`` where they shall and cannot.
     """
     bands = [_band(p) for p in problem.predicates]
     # what a CuTe function shows nobody knows: it is asked in every tile, unless the caller brings its lists
@@ -98,7 +100,8 @@ def specialised(problem: Problem) -> Special:
         others = [(i, _ask(p)) for i, p in enumerate(problem.predicates) if i != listed]
         flags |= {"partial": asked[0][1] if asked else None, "always": tuple(ask for _, ask in others)}
         sources += [(i, *slots(ask.expr)) for i, ask in asked + others]
-    config = _config(problem, None if score is None else score.expr, list_tile, flags | _storage(problem, listed is not None))
+    flags |= _storage(problem, listed is not None)
+    config = _config(problem, None if score is None else score.expr, list_tile, flags, packs)
     positive = () if score is None or problem.scale <= 0 else factored(score.expr).positive
     may_be_bounded = config.score is not None and config.is_factored and config.is_bf16 and not config.has_max and caps(config.score)
     return Special(config, tuple(sources), positive, listed, list_tile, may_be_bounded)
@@ -143,18 +146,19 @@ def _varied(config: Config, is_factored: bool, is_bounded: bool) -> Config:
     return replace(config, is_factored=is_factored, is_bounded=is_bounded, tiles=tiles)
 
 
-def _config(problem: Problem, score: Expr | None, list_tile: tuple[int, int] | None, flags: dict[str, Any]) -> Config:
+def _config(problem: Problem, score: Expr | None, list_tile: tuple[int, int] | None, flags: dict[str, Any], packs: bool | None) -> Config:
     d, dv = padded(problem.q.shape[3], problem.v.shape[3])
     page = flags.pop("page")
     if page % 2 and d == 96:  # whose rows of 64 bytes lie two in the 128 bytes at which a copy may begin
         d = dv = 128
     asks = tuple(ask for ask in (flags.get("partial"), *flags.get("always", ())) if ask is not None)
     tiles = tiles_for(d, dv, score, list_tile[1] if list_tile else None, asks, page)
-    cut = (1, 1) if list_tile is None else (list_tile[0] // tiles.tile_m, list_tile[1] // tiles.tile_n)
+    packed = heads_per_tile(problem, score, tiles.tile_m, flags, problem.packs if packs is None else packs)
+    cut = (1, 1) if list_tile is None else (list_tile[0] * packed // tiles.tile_m, list_tile[1] // tiles.tile_n)
     is_bf16 = problem.q.dtype is torch.bfloat16
     asked: dict[str, Any] = {"has_sink": problem.sink is not None, "has_lse": problem.wants_lse, "has_max": problem.wants_max}
-    piece = math.gcd(page, tiles.tile_n) if page else 0
-    return Config(d, dv, is_bf16, tiles, score, problem.scale > 0, list_cut=cut, piece=piece, **flags, **asked)
+    shape: dict[str, Any] = {"heads_per_tile": packed, "list_cut": cut, "piece": math.gcd(page, tiles.tile_n) if page else 0}
+    return Config(d, dv, is_bf16, tiles, score, problem.scale > 0, **shape, **flags, **asked)
 
 
 def _storage(problem: Problem, has_lists: bool) -> dict[str, Any]:
