@@ -8,10 +8,10 @@ backend makes both launches until the answer is known, each of which does nothin
 from __future__ import annotations
 
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
 from anyattn.geometry.documents import DocumentSequences, document_sequences, documents_in_order, places_of
 from anyattn.mods.compose import anded
@@ -21,7 +21,7 @@ from anyattn.mods.trace import TracedMod
 from anyattn.problem import Problem
 from anyattn.sparsity.compute import has_triton
 
-__all__ = ["DocumentTables", "Documents", "documents_of", "form_of", "over_sequences"]
+__all__ = ["DocumentTables", "Documents", "documents_of", "form_of", "keeps_tables", "over_sequences"]
 
 
 class DocumentTables:
@@ -29,7 +29,7 @@ class DocumentTables:
 
     sequences: they, all empty where it does not hold. holds: int32 (1,) on the device, 1 where every document is one run of positions and
     has a place in the tables, so that the sequences say what the mask says; else 0, and the mask has to be asked. prepared: what backends
-    keep with the tables.
+    keep with the tables. count: how many documents there are, 0 where it does not hold; None as long as ``answer`` is.
     """
 
     def __init__(self, ids: Tensor, rows: int, length: int, *, is_kept: bool):
@@ -42,22 +42,23 @@ class DocumentTables:
         else:
             self.sequences, self.holds = document_sequences(ids, rows, places_of(length))
         self.prepared: dict[Any, Any] = {}
-        self._answer: bool | None = None
+        self.count: int | None = None
         self._told: Tensor | None = None
+        lengths = self.sequences.seqlens_q
         if ids.device.type == "cpu":
-            self._answer = bool(self.holds)
+            self.count = int((lengths > 0).sum())
         elif is_kept:
-            self._told = torch.full((1,), _UNTOLD, dtype=torch.int32, pin_memory=ids.device.type == "cuda")
-            self._told.copy_(self.holds, non_blocking=True)
+            self._told = torch.full(lengths.shape, _UNTOLD, dtype=lengths.dtype, pin_memory=ids.device.type == "cuda")
+            self._told.copy_(lengths, non_blocking=True)
 
     def answer(self) -> bool | None:
         """Whether ``holds`` is 1, as far as that is known without waiting for the device: None where it is not yet."""
         told = self._told  # the host's memory, which the device writes to when it gets there; another thread may let go of it
-        if self._answer is None and told is not None:
-            found = told.item()
-            if found != _UNTOLD:
-                self._answer, self._told = bool(found), None
-        return self._answer
+        if self.count is None and told is not None:
+            lengths = told.tolist()
+            if _UNTOLD not in lengths:
+                self.count, self._told = sum(n > 0 for n in lengths), None
+        return None if self.count is None else self.count > 0
 
     def in_order(self, tile_m: int, ends_with_row: bool) -> tuple[Tensor, Tensor]:
         """``geometry.documents.documents_in_order``, kept for the next call."""
@@ -111,8 +112,7 @@ def form_of(problem: Problem) -> DocumentForm | None:
 def documents_of(problem: Problem, form: DocumentForm | None = None) -> Documents | None:
     """The same call as one over its documents, None where ``form_of`` has none. form: what that said of a call of the same facts.
 
-    The tables are kept with the call's block lists, as long as the ids are the same tensor and torch counts no write to it; without lists,
-    and while a CUDA graph is captured, they are made anew.
+    The tables are kept as long as the ids live and torch counts no write to them; while a CUDA graph is captured they are made anew.
 
     >>> import anyattn
     >>> from anyattn.check import traced
@@ -143,21 +143,34 @@ def _joint(problem: Problem) -> TracedMod:
     return found
 
 
-# by block lists, while they live: the ids, how often they had been written to, and their tables
-_of_lists: WeakKeyDictionary[Any, tuple[Tensor, int, DocumentTables]] = WeakKeyDictionary()
+def keeps_tables(problem: Problem, form: DocumentForm) -> bool:
+    """Whether ``documents_of`` keeps the tables of such calls; else each makes its own, which takes dozens of launches."""
+    return _are_followed(_joint(problem).tensors[form.ids])
+
+
+# By ids, while they live; by rows and length, and by the stream that computes them, which no other waits for: how often the ids had been
+# written to, and their tables.
+_of_ids: WeakIdKeyDictionary = WeakTensorKeyDictionary()
+_MOST = 16
 
 
 def _tables(problem: Problem, ids: Tensor) -> DocumentTables:
     rows, _, length, _ = problem.q.shape
-    # torch counts no writes to inference tensors; what a graph computes belongs to it
-    if problem.blocks is None or ids.is_inference() or _is_capturing(ids):
+    if not _are_followed(ids):
         return DocumentTables(ids, rows, length, is_kept=False)
-    known = _of_lists.get(problem.blocks)
-    if known is not None and known[0] is ids and known[1] == ids._version and known[2].sequences.sizes[:2] == (rows, length):
-        return known[2]
-    tables = DocumentTables(ids, rows, length, is_kept=True)
-    _of_lists[problem.blocks] = (ids, ids._version, tables)
-    return tables
+    of_ids: dict[tuple, tuple[int, DocumentTables]] | None = _of_ids.get(ids)
+    if of_ids is None or len(of_ids) >= _MOST:
+        of_ids = _of_ids[ids] = {}
+    key = (rows, length, torch._C._cuda_getCurrentRawStream(ids.device.index) if ids.is_cuda else 0)
+    known = of_ids.get(key)
+    if known is None or known[0] != ids._version:
+        known = of_ids[key] = ids._version, DocumentTables(ids, rows, length, is_kept=True)
+    return known[1]
+
+
+def _are_followed(ids: Tensor) -> bool:
+    """Whether writes to the ids are noticed: torch counts none to inference tensors, and what a graph computes belongs to it."""
+    return not (ids.is_inference() or _is_capturing(ids))
 
 
 def _is_capturing(ids: Tensor) -> bool:

@@ -223,7 +223,10 @@ def test_pages_of_any_size_fill_tiles_of_full_size(size: int, d: int, dv: int) -
             assert 128 % config.tiles.tile_n == 0
 
 
-@pytest.mark.parametrize("size,tile_n,piece", [(1, 128, 1), (7, 112, 7), (16, 128, 16), (24, 96, 24), (48, 128, 16), (64, 128, 64), (256, 128, 128)])
+@pytest.mark.parametrize(
+    "size,tile_n,piece",
+    [(1, 128, 1), (7, 112, 7), (16, 128, 16), (24, 96, 24), (48, 128, 16), (64, 128, 64), (256, 128, 128)],
+)
 def test_tiles_and_pieces_of_pages(size: int, tile_n: int, piece: int) -> None:
     config = specialised(paged(size)).config
     assert (config.tiles.tile_n, config.piece) == (tile_n, piece)

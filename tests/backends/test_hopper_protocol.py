@@ -206,7 +206,9 @@ MUTANTS: dict[str, Changes] = {
     "V's pages are those of the tile after": planted(LOAD, "v_copy, n, pages, sizes", "v_copy, n, pages_after, sizes"),
     "pages are those of the first entry": planted(LOAD, "tables.pages[entry,", "tables.pages[0,"),
     "the table is asked about what lies past the last key": planted(LOAD, "at * self.config.piece < seqlen_k:", "at >= 0:"),
-    "pages are asked for one piece too late": planted(LOAD, "at * self.config.piece < seqlen_k:", "(at + 1) * self.config.piece < seqlen_k:"),
+    "pages are asked for one piece too late": planted(
+        LOAD, "at * self.config.piece < seqlen_k:", "(at + 1) * self.config.piece < seqlen_k:"
+    ),
     "pieces are counted by tiles": planted(LOAD, "n * pieces + i", "n + i"),
     "every page begins where its first piece does": planted(LOAD, "% Uint32(sizes.pieces_in_page)", "% Uint32(1)"),
     "keys are divided along the rows": planted(

@@ -229,7 +229,7 @@ def tiles_for(
     """The tiles for padded head dimensions: as large as registers allow without spilling, which ``tests/backends/test_hopper.py`` watches.
 
     A score mod, or predicates asked beside bands, need registers that three warp groups do not have, and what reads a table for every score
-    needs more. tile_n: what the keys of a tile must divide, a list's tile. asked: all predicates but bands. page: rows of a page, 0 without.
+    needs more. tile_n: what a tile's keys must divide, a list's tile. asked: all predicates but bands. page: rows of a page, 0 without.
     """
     if head_dim == head_dim_v == 64 and score is None and tile_n is None and not asked and page % _SMALL == 0:
         return Tiles(192, 128, 3)

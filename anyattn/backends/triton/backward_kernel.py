@@ -3,7 +3,7 @@ Kernel side.
 
 The probabilities are computed again from the log-sum-exp. Tuples are those of ``forward_kernel``, but for
 
-tensors: q, k, v, dout, statistics, dq, dk, dv, entries, order, spans.
+tensors: q, k, v, dout, statistics, dq, dk, dv, entries, order, spans, guard.
 strides: of q, k, v, dout, dq, dk, dv.
 
 statistics are pairs, one for each row: its log-sum-exp in base 2 (infinite for a row that sees nothing, so that its probabilities are 0),
@@ -18,7 +18,7 @@ import triton.language as tl
 
 from anyattn.backends.triton import functions
 from anyattn.backends.triton.forward_kernel import load_rows, plus_product, rows_of
-from anyattn.backends.triton.places import entry, row_tile
+from anyattn.backends.triton.places import entry, is_off, row_tile
 from anyattn.backends.triton.visits import by_lists, clipped, full_at, partial_at, place_of_lists, visits_of
 
 __all__ = ["dkdv_tile", "dq_tile", "prepare_tile"]
@@ -42,11 +42,14 @@ def prepare_tile(
     SCORE_ROWS: tl.constexpr, SCORE: tl.constexpr, MASK_ROWS: tl.constexpr, MASK: tl.constexpr, ALWAYS_ROWS: tl.constexpr,
     ALWAYS: tl.constexpr, HAS_SCORE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr, RANGES: tl.constexpr,
     TILE_M: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_ENTRIES: tl.constexpr, HAS_DLSE: tl.constexpr,
+    HAS_GUARD: tl.constexpr,
 ):  # fmt: skip
     """The statistics of one row tile, and for each of its mask's row ranges: least lo, greatest hi, greatest lo, least hi of its rows.
 
-    tensors: out, dout, lse, dlse, statistics, spans, entries, order. strides: of out, dout, dlse (its positions' last).
+    tensors: out, dout, lse, dlse, statistics, spans, entries, order, guard. strides: of out, dout, dlse (its positions' last).
     """
+    if HAS_GUARD and is_off(tensors[8]):
+        return
     m, b, h = _place(sizes, tensors[7], False, HAS_ENTRIES)
     if m < 0:
         return
@@ -169,9 +172,11 @@ def dq_tile(
     HAS_SCORE: tl.constexpr, HAS_SCATTER: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr, RANGES: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, LIST_M: tl.constexpr, LIST_N: tl.constexpr, HAS_FULL: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    HAS_ENTRIES: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_ENTRIES: tl.constexpr, HAS_GUARD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq of one row tile, and what its scores send into the score mod's captured tensors."""
+    if HAS_GUARD and is_off(tensors[11]):
+        return
     m, b, h = _place(sizes, tensors[9], True, HAS_ENTRIES)
     if m < 0:
         return
@@ -327,9 +332,11 @@ def dkdv_tile(
     ALWAYS: tl.constexpr, HAS_SCORE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr, RANGES: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, LIST_M: tl.constexpr, LIST_N: tl.constexpr, HAS_FULL: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    HAS_ENTRIES: tl.constexpr, PRECISION: tl.constexpr, STRAIGHT: tl.constexpr,
+    HAS_ENTRIES: tl.constexpr, HAS_GUARD: tl.constexpr, PRECISION: tl.constexpr, STRAIGHT: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one tile of keys, summed over the query heads that share them. lists: transposed, per tile of keys."""
+    if HAS_GUARD and is_off(tensors[11]):
+        return
     n, b, kv_head = _place(sizes, tensors[9], False, HAS_ENTRIES)
     if n < 0:
         return

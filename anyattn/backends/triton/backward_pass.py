@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from anyattn.backends.triton import styles, tables, tuning
 from anyattn.backends.triton.config import Tiles, backward_tiles, capability_of, fitting, padded
+from anyattn.backends.triton.forms import Form, forms_of
 from anyattn.backends.triton.launch import Signature, entry_of, run_entry, strides_of
 from anyattn.backends.triton.programs import Chosen, Program, Read, captured_of, gradient_part, program_of, slots_alone
 from anyattn.backends.triton.shared import COUNTS, FUNCTIONS, LISTS, SIZES, constants_of, programs_along_batch, sizes_of, strides_named
@@ -23,7 +23,7 @@ from anyattn.problem import Problem
 __all__ = ["backward"]
 
 _SIZES = (*SIZES, "span_places")
-_TENSORS = ("q", "k", "v", "dout", "statistics", "dq", "dk", "dv", "entries", "order", "spans")
+_TENSORS = ("q", "k", "v", "dout", "statistics", "dq", "dk", "dv", "entries", "order", "spans", "guard")
 
 
 def _signature(body: str, constants: tuple[str, ...], scatters: bool = False) -> Signature:
@@ -34,60 +34,76 @@ def _signature(body: str, constants: tuple[str, ...], scatters: bool = False) ->
     return Signature(f"backward_kernel.{body}", groups, FUNCTIONS, constants, scatters)
 
 
-_COMMON = ("TILE_M", "TILE_N", "LIST_M", "LIST_N", "HAS_FULL", "HEAD_DIM", "HEAD_DIM_V", "BLOCK_D", "BLOCK_DV", "HAS_ENTRIES")
+_COMMON = (
+    "TILE_M", "TILE_N", "LIST_M", "LIST_N", "HAS_FULL", "HEAD_DIM", "HEAD_DIM_V", "BLOCK_D", "BLOCK_DV", "HAS_ENTRIES", "HAS_GUARD",
+)  # fmt: skip
 _DQ = _signature("dq_tile", ("RANGES", *_COMMON, "PRECISION"), scatters=True)
 _DKDV = _signature("dkdv_tile", ("RANGES", *_COMMON, "PRECISION", "STRAIGHT"))
 _PREPARE = Signature(
     "backward_kernel.prepare_tile",
     (
-        ("pointer", ("out", "dout", "lse", "dlse", "statistics", "spans", "entries", "order")), ("stride", strides_named("out", "dout")),
-        ("long", (*strides_named("dlse"), *LISTS)), ("int", _SIZES), ("pointer", COUNTS), ("float", "scale"),
+        ("pointer", ("out", "dout", "lse", "dlse", "statistics", "spans", "entries", "order", "guard")),
+        ("stride", strides_named("out", "dout")), ("long", (*strides_named("dlse"), *LISTS)), ("int", _SIZES),
+        ("pointer", COUNTS), ("float", "scale"),
     ),
     FUNCTIONS,
-    ("RANGES", "TILE_M", "HEAD_DIM_V", "BLOCK_DV", "HAS_ENTRIES", "HAS_DLSE"),
+    ("RANGES", "TILE_M", "HEAD_DIM_V", "BLOCK_DV", "HAS_ENTRIES", "HAS_DLSE", "HAS_GUARD"),
 )  # fmt: skip
+
+
+class _Results(NamedTuple):
+    """Of the forward pass, and their gradients. dout: its last dimension is contiguous."""
+
+    out: Tensor
+    lse: Tensor
+    dout: Tensor
+    dlse: Tensor | None
 
 
 def backward(problem: Problem, plan: Plan, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     """Gradients of ``problem.grad_inputs`` in that order, None where none is needed. dout: any strides."""
     dout = dout if dout.stride(3) == 1 or dout.shape[3] == 1 else dout.contiguous()
-    tiles = _tiles(problem, plan)
-    if plan.is_tuned:
-        tiles = _tuned(problem, tiles, lambda other: _gradients(problem, other, out, lse, dout, dlse))
-    return _gradients(problem, tiles, out, lse, dout, dlse)
+    results = _Results(out, lse, dout, dlse)
+    forms = []
+    for form in forms_of(problem, plan):
+        tiles = _tiles(form.problem, plan)
+        forms.append((form, _tuned(form.problem, tiles, results) if plan.is_tuned else tiles))
+    return _gradients(problem, forms, results)
 
 
-def _tuned(problem: Problem, tiles: dict[str, Tiles], call: Callable[[dict[str, Tiles]], Any]) -> dict[str, Tiles]:
-    """The fastest tiles of each kernel, one kernel after the other. call: computes the gradients with these."""
+def _tuned(problem: Problem, tiles: dict[str, Tiles], results: _Results) -> dict[str, Tiles]:
+    """The fastest tiles of each kernel, one kernel after the other."""
     program, device = program_of(problem).program, problem.q.device
 
     def measure(name: str, other: Tiles) -> float:
-        return tuning.seconds(lambda: call({**tiles, name: other}), device)
+        return tuning.seconds(lambda: _gradients(problem, [(Form(problem), {**tiles, name: other})], results), device)
 
     for name in list(tiles):
         tiles = {**tiles, name: tuning.best(tuning.question_of(name, problem, program), device, partial(measure, name))}
     return tiles
 
 
-def _gradients(
-    problem: Problem, tiles: dict[str, Tiles], out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    chosen = program_of(problem)
-    statistics, spans = _prepared(problem, chosen, tiles, out, lse, dout, dlse)
-    wanted = _wanted(problem)
-    score = problem.score
+def _gradients(problem: Problem, forms: list[tuple[Form, dict[str, Tiles]]], results: _Results) -> tuple[Tensor | None, ...]:
+    """forms: in which it is launched, with the tiles of each."""
+    wanted, score, q = _wanted(problem), problem.score, problem.q
     totals = _totals(problem)
-    blank = torch.empty_like if problem.sequences is None else torch.zeros_like  # no program comes by rows of no sequence
-    dq, dk, dv = (blank(t) for t in (problem.q, problem.k, problem.v))
-    shared = (problem.q, problem.k, problem.v, dout, statistics, dq, dk, dv)
-    if any(t.requires_grad for t in (problem.q, *(score.tensors[s] for s in wanted))) if score else problem.q.requires_grad:
-        _launch(problem, chosen, wanted, tiles["dq"], shared, None, totals)
-    if problem.k.requires_grad or problem.v.requires_grad:
-        _launch(problem, chosen, (), tiles["dkdv"], shared, spans, None)
+    # no program comes by rows of no sequence
+    empty, blank = (torch.empty, torch.empty_like) if problem.sequences is None else (torch.zeros, torch.zeros_like)
+    statistics = empty((*q.shape[:3], 2), dtype=torch.float32, device=q.device)
+    dq, dk, dv = (blank(t) for t in (q, problem.k, problem.v))
+    shared = (q, problem.k, problem.v, results.dout, statistics, dq, dk, dv)
+    has_dq = any(t.requires_grad for t in (q, *(score.tensors[s] for s in wanted))) if score else q.requires_grad
+    for form, tiles in forms:
+        chosen = program_of(form.problem)
+        spans = _prepared(form, chosen, tiles["dkdv"].tile_m, results, statistics)
+        if has_dq:
+            _launch(form, chosen, wanted, tiles["dq"], shared, None, totals)
+        if problem.k.requires_grad or problem.v.requires_grad:
+            _launch(form, chosen, (), tiles["dkdv"], shared, spans, None)
     captured = [None] * len(score.tensors) if score else []
     for slot, total in zip(wanted, totals, strict=True):
         captured[slot] = total.to(score.tensors[slot].dtype)  # type: ignore
-    return dq, dk, dv, _of_sink(problem, lse, statistics), *captured
+    return dq, dk, dv, _of_sink(problem, results.lse, statistics), *captured
 
 
 def _wanted(problem: Problem) -> tuple[int, ...]:
@@ -126,32 +142,29 @@ def _of_sink(problem: Problem, lse: Tensor, statistics: Tensor) -> Tensor | None
     return -(share * delta).masked_fill(torch.isneginf(lse), 0.0).sum((0, 2)).to(sink.dtype)
 
 
-def _prepared(
-    problem: Problem, chosen: Chosen, tiles: dict[str, Tiles], out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """The statistics (B, Hq, Sq, 2) in float32 of ``backward_kernel``, and the spans of the row tiles that dk and dv will visit."""
-    q, tile_m = problem.q, tiles["dkdv"].tile_m
+def _prepared(form: Form, chosen: Chosen, tile_m: int, results: _Results, statistics: Tensor) -> Tensor:
+    """Writes the statistics (B, Hq, Sq, 2) of ``backward_kernel``; the spans of the row tiles that dk and dv will visit."""
+    problem, guard, (out, lse, dout, dlse) = form.problem, form.guard, results
     ranges, count = chosen.program.ranges, chosen.program.range_count
     places = _span_places(problem, tile_m)
-    statistics = (torch.empty if problem.sequences is None else torch.zeros)((*q.shape[:3], 2), dtype=torch.float32, device=q.device)
-    spans = torch.empty((problem.heads_q * places, max(4 * count, 1)), dtype=torch.int32, device=q.device)
-    found = tables.tables_of(problem, replace(chosen, lists=None), tile_m)
+    spans = torch.empty((problem.heads_q * places, max(4 * count, 1)), dtype=torch.int32, device=out.device)
+    found = tables.tables_of(problem, replace(chosen, lists=None), tile_m, form.documents)
     aligned, strides = strides_of(out, dout)
-    tensors = (out, dout, lse, dlse, statistics, spans, found.entries, found.order)
+    tensors = (out, dout, lse, dlse, statistics, spans, found.entries, found.order, guard)
     pointers = [out if t is None else t.detach() for t in tensors]
     of_dlse = (0, 0, 0) if dlse is None else dlse.stride()
     program = Program(None, ranges, None, None)
     captured = [read for read, part in zip(captured_of(chosen), chosen.program.parts, strict=True) if part is ranges]
     constants = {
         "RANGES": count, "TILE_M": tile_m, "HEAD_DIM_V": out.shape[3], "BLOCK_DV": padded(out.shape[3]),
-        "HAS_ENTRIES": problem.sequences is not None, "HAS_DLSE": dlse is not None,
+        "HAS_ENTRIES": problem.sequences is not None, "HAS_DLSE": dlse is not None, "HAS_GUARD": guard is not None,
     }  # fmt: skip
     run_entry(
         entry_of(_PREPARE, program, aligned), (found.row_tiles, problem.heads_q, programs_along_batch(problem, found)),
         (*pointers, *strides, *of_dlse, 0, 0, *found.strides, *sizes_of(problem, found), places, *(out,) * 4, problem.scale),
-        captured, q.device, {**constants, "num_warps": 4, "num_stages": 1},
+        captured, out.device, {**constants, "num_warps": 4, "num_stages": 1},
     )  # fmt: skip
-    return statistics, spans
+    return spans
 
 
 def _span_places(problem: Problem, tile_m: int) -> int:
@@ -160,7 +173,7 @@ def _span_places(problem: Problem, tile_m: int) -> int:
 
 
 def _launch(
-    problem: Problem,
+    form: Form,
     chosen: Chosen,
     wanted: tuple[int, ...],
     tiles: Tiles,
@@ -169,11 +182,13 @@ def _launch(
     totals: tuple[Tensor, ...] | None,
 ) -> None:
     """dq and what ``totals`` sum, or dk and dv where totals is None."""
+    problem = form.problem
     q, k, v, dout, _, dq, dk, dv = shared
     by_key = totals is None
-    found = tables.key_tables_of(problem, chosen, tiles.tile_n) if by_key else tables.tables_of(problem, chosen, tiles.tile_m)
+    make, tile = (tables.key_tables_of, tiles.tile_n) if by_key else (tables.tables_of, tiles.tile_m)
+    found = make(problem, chosen, tile, form.documents)._replace(guard=form.guard)
     aligned, strides = strides_of(q, k, v, dout, dq, dk, dv)
-    tensors = (*shared, found.entries, found.order, spans)
+    tensors = (*shared, found.entries, found.order, spans, found.guard)
     pointers = [q if t is None else t.detach() for t in tensors]
     program, captured = chosen.program, list(captured_of(chosen))
     if problem.score is not None:
