@@ -89,7 +89,8 @@ def _laid_out(tensor: torch.Tensor, how: str) -> torch.Tensor:
     return tensor
 
 
-def run(call: Call) -> None:
+def run(call: Call, **more: int) -> None:
+    """more: further ``kernel_options``."""
     heads = call.heads_kv * call.ratio
     shape = cases.Shape(call.batch, heads, call.heads_kv, call.seqlen_q, call.seqlen_k, call.head_dim, call.head_dim_v)
     q, k, v, _ = cases.inputs(call.kind, shape, call.dtype, call.seed)
@@ -97,13 +98,13 @@ def run(call: Call) -> None:
     score, captured = score_of(call.chain, heads)
     mask = None if call.mask is None else mask_of(call.mask)
     sink = torch.linspace(-2, 2, heads, dtype=torch.float64).to(call.dtype) if call.has_sink else None
-    options: dict = {}
+    options: dict = {"kernel_options": dict(more)} if more else {}
     if call.block is not None and mask is not None:
         options["block_mask"] = anyattn.create_block_mask(
             mask, call.batch, heads, call.seqlen_q, call.seqlen_k, device="cpu", BLOCK_SIZE=call.block
         )
     if call.tile is not None:
-        options["kernel_options"] = dict(zip(("tile_m", "tile_n"), call.tile))
+        options["kernel_options"] = more | dict(zip(("tile_m", "tile_n"), call.tile))
     judge(q, k, v, score=score, mask=mask, sink=sink, captured=captured, **options)
 
 
