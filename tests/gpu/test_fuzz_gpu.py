@@ -12,11 +12,11 @@ import random
 import sys
 from pathlib import Path
 
+import hypothesis
 import judging_gpu as judging
 import pytest
 import torch
 
-hypothesis = pytest.importorskip("hypothesis")
 sys.path.insert(0, str(Path(__file__).parent.parent / "fuzz"))
 
 import mods

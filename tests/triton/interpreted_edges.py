@@ -63,6 +63,27 @@ def test_12_garbage_in_the_tail_of_a_cache(name: str, monkeypatch: pytest.Monkey
         assert all(calls.same_bits(a, b) for a, b in zip(found[0], other, strict=True))
 
 
+@pytest.mark.parametrize("name", ["ranges", "lists"])
+def test_12_garbage_that_a_mask_hides_stays_with_the_tiles_that_meet_it(name: str) -> None:
+    """What docs/triton.md says: it may reach rows whose tile meets its own, and no others, forward and backward."""
+    q, k, v = qkv(1, 2, 1, 160, 160, 16, 16)
+    mask = {"ranges": masks.sliding_window(19, 0), "lists": lambda b, h, i, j: (i // 32 == j // 32) & ((i + j) % 5 != 0)}[name]
+    dout, found = torch.ones(1, 2, 160, 16), []
+    for fill in FILLS:
+        leaves = [q.clone(), *(torch.cat([torch.full_like(t[:, :, :16], fill), t[:, :, 16:]], 2) for t in (k, v))]
+        leaves = [t.requires_grad_() for t in leaves]
+        options = {"kernel_options": {"tile_m": 32, "tile_n": 16}}
+        if name == "lists":
+            options["block_mask"] = anyattn.create_block_mask(mask, None, None, 160, 160, "cpu", 32)
+        else:
+            options["mask_mod"] = mask
+        out, lse = anyattn.flex_attention(*leaves, enable_gqa=True, return_lse=True, **options)
+        found.append([out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout)])
+    far = slice(64, None)  # row tiles that visit no key below 32, and the keys that no other row tile visits
+    for other in found[1:]:
+        assert all(torch.equal(a[:, :, far], b[:, :, far]) for a, b in zip(found[0], other, strict=True))
+
+
 # ---- 17. captured values of other kinds, by the same function: the text of its kernel depends on some of what is captured
 
 
