@@ -299,12 +299,12 @@ def _rows_by_spans(place, seqlen_q, n_first, n_end, RANGES: tl.constexpr, WIDTH:
 
 @triton.jit
 def _visit_rows(
-    dk, dv, k, v, first, end, is_shown, n_first, n_end, found, heads, offsets, steps, b, h, scale, captured,
+    dk, dv, k, v, first, end, is_shown, n_first, n_end, found, heads, offsets, strides, b, h, scale, captured,
     SCORE_ROWS: tl.constexpr, SCORE: tl.constexpr, MASK_ROWS: tl.constexpr, MASK: tl.constexpr, ALWAYS_ROWS: tl.constexpr,
     ALWAYS: tl.constexpr, IS_PARTIAL: tl.constexpr, HAS_SCORE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, IS_LATE: tl.constexpr, IS_JOINT: tl.constexpr, RANGES: tl.constexpr,
-    IS_NEAR: tl.constexpr, IS_DESCRIBED: tl.constexpr,
+    IS_NEAR: tl.constexpr,
 ):  # fmt: skip
     """dk, not yet scaled, and dv with what rows ``first`` to ``end`` of one head add to them. Scores are [keys, rows] here.
 
@@ -317,23 +317,17 @@ def _visit_rows(
     if IS_PARTIAL:
         start, kept = tl.minimum(first, end - 1), tl.where(first < end, first, 0)
         local = tl.minimum(m_lane, end - 1 - start)
-        q_at, do_at = _offsets(local, steps[0], BLOCK_D, IS_NEAR), _offsets(local, steps[1], BLOCK_DV, IS_NEAR)
+        q_at, do_at = _offsets(local, strides[0][2], BLOCK_D, IS_NEAR), _offsets(local, strides[3][2], BLOCK_DV, IS_NEAR)
     else:
         local = m_lane
     is_row = first + m_lane < end
     position = start + local
     at = found[1] + start
-    if IS_DESCRIBED:
-        q = heads[0].load([first, 0])
-    else:
-        q = _load_tile(heads[0] + _row_at(at, steps[0], IS_NEAR), q_at, HEAD_DIM, BLOCK_D)
+    q = _load_tile(heads[0] + _row_at(at, strides[0][2], IS_NEAR), q_at, HEAD_DIM, BLOCK_D)
     lse = tl.load(heads[2] + kept + m_lane)
     s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale
     if not IS_LATE:
-        if IS_DESCRIBED:
-            dout = heads[1].load([first, 0])
-        else:
-            dout = _load_tile(heads[1] + _row_at(at, steps[1], IS_NEAR), do_at, HEAD_DIM_V, BLOCK_DV)
+        dout = _load_tile(heads[1] + _row_at(at, strides[3][2], IS_NEAR), do_at, HEAD_DIM_V, BLOCK_DV)
         dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
     q_idx = (position + found[6])[None, :]
     kv = tl.minimum(n_first + tl.arange(0, TILE_N), n_end - 1)[:, None]
@@ -355,10 +349,7 @@ def _visit_rows(
             seen = seen & ALWAYS(b, h, kv, rows, captured[2][0], captured[2][1])
         p = tl.where(seen, p, 0.0)
     if IS_LATE:
-        if IS_DESCRIBED:
-            dout = heads[1].load([first, 0])
-        else:
-            dout = _load_tile(heads[1] + _row_at(at, steps[1], IS_NEAR), do_at, HEAD_DIM_V, BLOCK_DV)
+        dout = _load_tile(heads[1] + _row_at(at, strides[3][2], IS_NEAR), do_at, HEAD_DIM_V, BLOCK_DV)
     dv = plus_product(dv, None, p, dout, PRECISION)
     if IS_LATE:
         dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
@@ -383,7 +374,7 @@ def dkdv_tile(
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, LIST_M: tl.constexpr, LIST_N: tl.constexpr, HAS_FULL: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     HAS_ENTRIES: tl.constexpr, HAS_GUARD: tl.constexpr, PRECISION: tl.constexpr, IS_NEAR: tl.constexpr, IS_LATE: tl.constexpr,
-    IS_JOINT: tl.constexpr, IS_DENSE: tl.constexpr, IS_DESCRIBED: tl.constexpr,
+    IS_JOINT: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one tile of keys, summed over the query heads that share them, and IS_JOINT its share of dq. lists: transposed, per tile
     of keys."""
@@ -407,11 +398,7 @@ def dkdv_tile(
     dk = tl.zeros((TILE_N, BLOCK_D), tl.float32)
     dv = tl.zeros((TILE_N, BLOCK_DV), tl.float32)
     m_lane = tl.arange(0, TILE_M)
-    if IS_DENSE:
-        steps = tl.cast(HEAD_DIM, tl.int64), tl.cast(HEAD_DIM_V, tl.int64)
-    else:
-        steps = strides[0][2], strides[3][2]
-    offsets = _offsets(m_lane, steps[0], BLOCK_D, IS_NEAR), _offsets(m_lane, steps[1], BLOCK_DV, IS_NEAR)
+    offsets = _offsets(m_lane, strides[0][2], BLOCK_D, IS_NEAR), _offsets(m_lane, strides[3][2], BLOCK_DV, IS_NEAR)
     q_row = found[0].to(tl.int64)
     for g in range(0, sizes[7]):
         h = kv_head * sizes[7] + g
@@ -420,13 +407,9 @@ def dkdv_tile(
         if IS_JOINT:
             place = ((q_row * sizes[2] + h) * sizes[3] + found[1]) * BLOCK_D
             sums = tl.make_tensor_descriptor(sums + place, [seqlen_q, BLOCK_D], [BLOCK_D, 1], [TILE_M, BLOCK_D])
-        q_from = tensors[0] + (q_row * strides[0][0] + h.to(tl.int64) * strides[0][1])
-        do_from = tensors[3] + (q_row * strides[3][0] + h.to(tl.int64) * strides[3][1])
-        if IS_DESCRIBED:
-            q_from = tl.make_tensor_descriptor(q_from + found[1] * steps[0], [seqlen_q, HEAD_DIM], [steps[0], 1], [TILE_M, BLOCK_D])
-            do_from = tl.make_tensor_descriptor(do_from + found[1] * steps[1], [seqlen_q, HEAD_DIM_V], [steps[1], 1], [TILE_M, BLOCK_DV])
         heads = (
-            q_from, do_from,
+            tensors[0] + (q_row * strides[0][0] + h.to(tl.int64) * strides[0][1]),
+            tensors[3] + (q_row * strides[3][0] + h.to(tl.int64) * strides[3][1]),
             tl.multiple_of(tensors[4] + slot, 16), tl.multiple_of(tensors[12] + slot, 16), sums,
         )  # fmt: skip
         if RANGES > 0:
@@ -444,9 +427,9 @@ def dkdv_tile(
             else:
                 start = full_at(runs, i, 0, TILE_M, LIST_M)
             dk, dv = _visit_rows(
-                dk, dv, k, v, start, start + TILE_M, True, n_first, n_end, found, heads, offsets, steps, b, h, factor, captured,
+                dk, dv, k, v, start, start + TILE_M, True, n_first, n_end, found, heads, offsets, strides, b, h, factor, captured,
                 SCORE_ROWS, SCORE, MASK_ROWS, MASK, ALWAYS_ROWS, ALWAYS, False, HAS_SCORE, HAS_MASK, HAS_ALWAYS,
-                TILE_M, TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, IS_LATE, IS_JOINT, RANGES, IS_NEAR, IS_DESCRIBED,
+                TILE_M, TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, IS_LATE, IS_JOINT, RANGES, IS_NEAR,
             )  # fmt: skip
         for i in range(0, partials):
             if RANGES > 0:
@@ -456,9 +439,9 @@ def dkdv_tile(
             else:
                 start, stop, is_shown = partial_at(runs, i, seqlen_q, 0, TILE_M, LIST_M)
             dk, dv = _visit_rows(
-                dk, dv, k, v, start, stop, is_shown, n_first, n_end, found, heads, offsets, steps, b, h, factor, captured,
+                dk, dv, k, v, start, stop, is_shown, n_first, n_end, found, heads, offsets, strides, b, h, factor, captured,
                 SCORE_ROWS, SCORE, MASK_ROWS, MASK, ALWAYS_ROWS, ALWAYS, True, HAS_SCORE, HAS_MASK, HAS_ALWAYS,
-                TILE_M, TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, IS_LATE, IS_JOINT, RANGES, IS_NEAR, IS_DESCRIBED,
+                TILE_M, TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, IS_LATE, IS_JOINT, RANGES, IS_NEAR,
             )  # fmt: skip
     d, d_v = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_DV)[None, :]
     dk_at = row * strides[5][0] + head * strides[5][1] + at * strides[5][2]

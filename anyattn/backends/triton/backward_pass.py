@@ -39,7 +39,7 @@ _COMMON = (
     "TILE_M", "TILE_N", "LIST_M", "LIST_N", "HAS_FULL", "HEAD_DIM", "HEAD_DIM_V", "BLOCK_D", "BLOCK_DV", "HAS_ENTRIES", "HAS_GUARD",
 )  # fmt: skip
 _DQ = _signature("dq_tile", ("RANGES", *_COMMON, "PRECISION", "IS_NEAR", "SLOT_M"), scatters=True)
-_DKDV = _signature("dkdv_tile", ("RANGES", *_COMMON, "PRECISION", "IS_NEAR", "IS_LATE", "IS_JOINT", "IS_DENSE", "IS_DESCRIBED"))
+_DKDV = _signature("dkdv_tile", ("RANGES", *_COMMON, "PRECISION", "IS_NEAR", "IS_LATE", "IS_JOINT"))
 _PREPARE = Signature(
     "backward_kernel.prepare_tile",
     (
@@ -243,9 +243,6 @@ def _launch(
     constants["IS_NEAR"] = all((t.stride(2) + 1) * t.shape[2] < 2**31 for t in (q, k, v, dout))
     if by_key:
         constants |= {"IS_LATE": is_late(shape_of(problem), capability_of(q.device)), "IS_JOINT": name == "joint"}
-        import os
-        constants["IS_DESCRIBED"] = bool(os.environ.get("DESCR"))
-        constants["IS_DENSE"] = all(t.stride(2) == t.shape[3] for t in (q, dout))
     else:
         constants["SLOT_M"] = prepared.tile_m
     lists = [q if t is None else t for t in found.lists]

@@ -122,7 +122,7 @@ _TILES: dict[str, dict[str, tuple[tuple[int, int, int, int], ...]]] = {
     "sm_90": {
         "forward": ((128, 64, 4, 3), (64, 64, 4, 3), (128, 64, 8, 2)),
         "dq": ((64, 64, 4, 3), (128, 64, 8, 3), (128, 32, 8, 3)),
-        "dkdv": ((64, 64, 4, 4), (32, 128, 8, 4), (32, 64, 8, 3)),
+        "dkdv": ((64, 64, 4, 4), (64, 128, 8, 3), (32, 64, 8, 3)),
     },
     "sm_100": {
         "forward": ((128, 128, 8, 3), (128, 128, 8, 2), (128, 64, 8, 2)),
@@ -144,7 +144,7 @@ _SHORT: dict[str, tuple[tuple[int, int, int, int], ...]] = {"sm_90": ((16, 128, 
 _MOST_SHORT = 16
 # Of dq, dk and dv by one kernel, which adds dq up by atomic operations: five products instead of seven, as above; None where two kernels are
 # faster. An architecture without a row has none.
-_JOINT: dict[str, tuple[tuple[int, int, int, int] | None, ...]] = {"sm_90": ((64, 128, 8, 3), (64, 128, 8, 2), None)}
+_JOINT: dict[str, tuple[tuple[int, int, int, int] | None, ...]] = {"sm_90": (None, None, None)}
 # How the forward pass of 16 bits runs, by head dimension as above; False where an architecture has no row, and for few queries.
 _WAYS: dict[str, tuple[tuple[bool, bool], ...]] = {"sm_90": ((False, False), (True, True), (False, True))}
 # What autotuning tries besides, the same for all architectures: what does not fit is left out.
@@ -294,7 +294,7 @@ def joint_tiles(shape: Shape, capability: tuple[int, int] | None) -> Tiles | Non
 
 def is_late(shape: Shape, capability: tuple[int, int] | None) -> bool:
     """Whether dk and dv take a product after the probabilities: fewer registers, in which the larger tiles fit."""
-    return architecture(capability) == "sm_90" and shape.dtype.itemsize == 2
+    return False
 
 
 def asked(name: str, tiles: Tiles, shape: Shape, capability: tuple[int, int] | None, device: str) -> Tiles:
