@@ -161,10 +161,12 @@ def for_backward(plan: Plan, problem: Problem, hardware: Hardware) -> Plan:
 
 def _hopper_plan(problem: Problem, hardware: Hardware, reason: str) -> Plan:
     """Asks nothing of the mask's rows: on a GPU that would wait for them."""
-    from anyattn.backends.hopper.run import config_of
+    from anyattn.backends.hopper.run import config_of, runs_documents
 
     backward, why_backward = _backward_by_triton(problem, hardware)
     tiles, why = config_of(problem).tiles, (f"hopper: {reason}", f"backward: {backward}, for hopper has none yet{why_backward}")
+    if runs_documents(problem):
+        why += ("documents: each is run as a sequence of its own; by the block lists where one id is at several places, or many are short",)
     return Plan("hopper", tiles.tile_m, tiles.tile_n, tiles.tile_n, 1, problem.q.dtype, backward=backward, why=why)
 
 

@@ -8,10 +8,10 @@ backend makes both launches until the answer is known, each of which does nothin
 from __future__ import annotations
 
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
 from anyattn.geometry.documents import DocumentSequences, document_sequences, places_of
 from anyattn.mods.compose import anded
@@ -20,7 +20,7 @@ from anyattn.mods.rows import ranges_unread
 from anyattn.mods.trace import TracedMod
 from anyattn.problem import Problem
 
-__all__ = ["DocumentTables", "Documents", "documents_of", "form_of", "keeps_tables"]
+__all__ = ["DocumentTables", "Documents", "documents_of", "form_of", "keeps_tables", "over_sequences"]
 
 
 class DocumentTables:
@@ -28,7 +28,7 @@ class DocumentTables:
 
     sequences: they, all empty where it does not hold. holds: int32 (1,) on the device, 1 where every document is one run of positions and
     has a place in the tables, so that the sequences say what the mask says; else 0, and the mask has to be asked. prepared: what backends
-    keep with the tables.
+    keep with the tables. count: how many documents there are, 0 where it does not hold; None as long as ``answer`` is.
     """
 
     def __init__(self, ids: Tensor, rows: int, length: int, *, is_kept: bool):
@@ -36,21 +36,22 @@ class DocumentTables:
         self.sequences: DocumentSequences
         self.sequences, self.holds = document_sequences(ids, rows, places_of(length))
         self.prepared: dict[Any, Any] = {}
-        self._answer: bool | None = None
+        self.count: int | None = None
         self._told: Tensor | None = None
+        lengths = self.sequences.seqlens_q
         if ids.device.type == "cpu":
-            self._answer = bool(self.holds)
+            self.count = int((lengths > 0).sum())
         elif is_kept:
-            self._told = torch.full((1,), _UNTOLD, dtype=torch.int32, pin_memory=ids.device.type == "cuda")
-            self._told.copy_(self.holds, non_blocking=True)
+            self._told = torch.full(lengths.shape, _UNTOLD, dtype=lengths.dtype, pin_memory=ids.device.type == "cuda")
+            self._told.copy_(lengths, non_blocking=True)
 
     def answer(self) -> bool | None:
         """Whether ``holds`` is 1, as far as that is known without waiting for the device: None where it is not yet."""
-        if self._answer is None and self._told is not None:
-            told = self._told.item()  # the host's memory, which the device writes to when it gets there
-            if told != _UNTOLD:
-                self._answer, self._told = bool(told), None
-        return self._answer
+        if self.count is None and self._told is not None:
+            told = self._told.tolist()  # the host's memory, which the device writes to when it gets there
+            if _UNTOLD not in told:
+                self.count, self._told = sum(n > 0 for n in told), None
+        return None if self.count is None else self.count > 0
 
 
 _UNTOLD = -1
@@ -90,8 +91,7 @@ def form_of(problem: Problem) -> DocumentForm | None:
 def documents_of(problem: Problem, form: DocumentForm | None = None) -> Documents | None:
     """The same call as one over its documents, None where ``form_of`` has none. form: what that said of a call of the same facts.
 
-    The tables are kept with the call's block lists, as long as the ids are the same tensor and torch counts no write to it; without lists,
-    and while a CUDA graph is captured, they are made anew.
+    The tables are kept as long as the ids live and torch counts no write to them; while a CUDA graph is captured they are made anew.
 
     >>> import anyattn
     >>> from anyattn.check import traced
@@ -103,13 +103,17 @@ def documents_of(problem: Problem, form: DocumentForm | None = None) -> Document
     form = form_of(problem) if form is None else form
     if form is None:
         return None
-    mask = _joint(problem)
-    tables = _tables(problem, mask.tensors[form.ids])
-    rest = rest_of(mask, form)
-    predicates = () if rest is None else (rest,)
-    fields = vars(problem) | {"sequences": tables.sequences, "predicates": predicates, "blocks": None, "blocks_follow": False}
+    tables = _tables(problem, _joint(problem).tensors[form.ids])
+    return Documents(over_sequences(problem, form, tables.sequences), tables)
+
+
+def over_sequences(problem: Problem, form: DocumentForm, sequences: DocumentSequences) -> Problem:
+    """The problem over ``sequences``, with what the mask asks inside a document. form: ``form_of(problem)``."""
+    rest = rest_of(_joint(problem), form)
+    changes = {"sequences": sequences, "predicates": () if rest is None else (rest,), "blocks": None, "blocks_follow": False}
+    fields = vars(problem) | changes
     fields.pop("row_limits", None)  # of the dense call
-    return Documents(Problem.of_fields(fields), tables)
+    return Problem.of_fields(fields)
 
 
 def _joint(problem: Problem) -> TracedMod:
@@ -119,27 +123,28 @@ def _joint(problem: Problem) -> TracedMod:
 
 
 def keeps_tables(problem: Problem, form: DocumentForm) -> bool:
-    """Whether ``documents_of`` keeps the tables of such calls; else each makes its own, which takes a dozen launches."""
-    return problem.blocks is not None and _are_followed(_joint(problem).tensors[form.ids])
+    """Whether ``documents_of`` keeps the tables of such calls; else each makes its own, which takes dozens of launches."""
+    return _are_followed(_joint(problem).tensors[form.ids])
 
 
-# By block lists, while they live, and by the stream that computes them, which no other waits for: the ids, how often they had been written
-# to, and their tables.
-_of_lists: WeakKeyDictionary[Any, dict[int, tuple[Tensor, int, DocumentTables]]] = WeakKeyDictionary()
+# By ids, while they live; by rows and length, and by the stream that computes them, which no other waits for: how often the ids had been
+# written to, and their tables.
+_of_ids: WeakIdKeyDictionary = WeakTensorKeyDictionary()
+_MOST = 16
 
 
 def _tables(problem: Problem, ids: Tensor) -> DocumentTables:
     rows, _, length, _ = problem.q.shape
-    if problem.blocks is None or not _are_followed(ids):
+    if not _are_followed(ids):
         return DocumentTables(ids, rows, length, is_kept=False)
-    of_streams = _of_lists.setdefault(problem.blocks, {})
-    stream = torch._C._cuda_getCurrentRawStream(ids.device.index) if ids.is_cuda else 0
-    known = of_streams.get(stream)
-    if known is not None and known[0] is ids and known[1] == ids._version and known[2].sequences.sizes[:2] == (rows, length):
-        return known[2]
-    tables = DocumentTables(ids, rows, length, is_kept=True)
-    of_streams[stream] = (ids, ids._version, tables)
-    return tables
+    of_ids: dict[tuple, tuple[int, DocumentTables]] | None = _of_ids.get(ids)
+    if of_ids is None or len(of_ids) >= _MOST:
+        of_ids = _of_ids[ids] = {}
+    key = (rows, length, torch._C._cuda_getCurrentRawStream(ids.device.index) if ids.is_cuda else 0)
+    known = of_ids.get(key)
+    if known is None or known[0] != ids._version:
+        known = of_ids[key] = ids._version, DocumentTables(ids, rows, length, is_kept=True)
+    return known[1]
 
 
 def _are_followed(ids: Tensor) -> bool:

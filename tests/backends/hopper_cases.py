@@ -55,8 +55,14 @@ class Case:
     foresees: bool
 
     @property
+    def rows(self) -> int:
+        """How many row tiles there are: as many as there is room for, or as the order says."""
+        order = self.tables["order"]
+        return order[self.sizes.rows, 0] if self.config.has_count else self.sizes.rows
+
+    @property
     def draws(self) -> bool:
-        return self.sizes.rows * self.sizes.spread > self.workers
+        return self.rows * self.sizes.spread > self.workers
 
     def __str__(self) -> str:
         tiles = self.config.tiles
@@ -84,6 +90,7 @@ def _config(draw: random.Random) -> Any:
         per_entry=False,
         per_head=False,
         has_order=lists is None,
+        has_count=False,
         has_entries=lists is None,
         is_paged=lists is None and draw.random() < 0.3,
         has_left=lists is None and draw.random() < 0.5,
@@ -122,10 +129,22 @@ def random_case(seed: int, rows: int | None = None) -> Case:
     tables, lengths, bands, tile = made(draw, config, sizes)
     tiles = [found for i in taken if (found := tile(*work[i])) is not None]
     names = ("partial_count", "partial_index", "full_count", "full_index", "order", "entries", "pages")
-    return Case(
+    case = Case(
         config, tiles, {n: tables.get(n) for n in names}, lengths, sizes, bands, workers, jumps, draw.randrange(workers),
         bool(config.score) and draw.random() < 0.5,
     )  # fmt: skip
+    return _counted(case, random.Random(-seed))
+
+
+def _counted(case: Case, draw: random.Random) -> Case:
+    """Every other order says itself how many row tiles there are; behind them stand others, that are not to be computed."""
+    if not case.config.has_order or draw.random() < 0.5:
+        return case
+    room, rows = draw.choice((0, 1, 4)), case.sizes.rows
+    case.config.has_count = True
+    case.tables["order"] = Table([*case.tables["order"].values, *[(0, 0, 0)] * room, (rows, 0, 0)])
+    case.sizes = case.sizes._replace(rows=rows + room)
+    return case
 
 
 def _entries(draw: random.Random, config: Any, sizes: Sizes) -> tuple[dict[str, Any], tuple, list, Any]:

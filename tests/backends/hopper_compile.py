@@ -100,6 +100,8 @@ def cases() -> dict[str, tuple[list, dict]]:  # type: ignore[type-arg]
         "rounded": ([rounded], {"score": rounded.expr}),
         "powers": ([powers, causal], {"score": powers.expr, **ends}),
         "ragged": ([causal], {**ends, **entries}),
+        "documents": ([alibi, causal], {"score": alibi.expr, **ends, **entries, "has_count": True}),
+        "documents or lists": ([document], {"lists": "dense", "partial": each, "has_order": True, "has_count": True, "spread": "heads"}),
         "ragged lists": ([document], {"lists": "ragged", "partial": each, **entries}),
         "pages": ([causal], {**ends, **entries, "is_paged": True}),
     }

@@ -325,7 +325,10 @@ class Block:
         self.schedule.step()
         stage, count = to.stage, self.copied[name]
         self.copied[name] += 1
-        place: Any = self.order[count] if name != "q" else [t for t, tile in enumerate(self.tiles) if tile.visits][count]
+        places: list[Any] = self.order if name != "q" else [t for t, tile in enumerate(self.tiles) if tile.visits]
+        if count >= len(places):
+            raise Broken(f"{name} {tag} is copied for no tile")
+        place = places[count]
         wanted = self.tiles[place].sources[0] if name == "q" else self.tiles[place[0]].sources[1 if name == "k" else 2][place[1]]
         if (name, tag) != (to.memory.name, wanted):
             raise Broken(f"{name} {tag} is copied to {to.memory.name} for {place}; wanted {wanted}")

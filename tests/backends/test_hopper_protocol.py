@@ -41,6 +41,8 @@ def test_the_cases_are_of_every_kind() -> None:
     assert {len(t.visits) for c in cases for t in c.tiles} >= {0, 1, 2, 3, 5}
     assert any(len(c.tiles) >= 12 for c in cases) and any(not c.tiles for c in cases)
     assert any(t.room is not None for c in cases for t in c.tiles)
+    counted = [c for c in cases if c.config.has_count]
+    assert any(c.rows < c.sizes.rows and c.tiles for c in counted) and any(c.rows == 0 < c.sizes.rows for c in counted)
 
 
 @pytest.mark.parametrize("head_dim_v", [64, 96, 128, 192, 256])
@@ -185,6 +187,7 @@ MUTANTS: dict[str, Changes] = {
     "V is one tile behind": planted(LOAD, "v_copy, n, entry", "v_copy, after, entry"),
     "the tile goes on the board in another place": planted(LOAD, ON_BOARD, ON_BOARD.replace("[state.index] =", "[1 - state.index] =")),
     "the last key tile is loaded twice": planted(LOAD, "cutlass.min(i + 1, visits - 1)", "cutlass.min(i, visits - 1)"),
+    "row tiles are computed that the order does not count": planted(VISITS, "Sizes(tables.order[sizes.rows, 0], *", "Sizes(sizes.rows, *"),
     "a visit more than loaded": planted(VISITS, "return total, masked, bare, maximum(", "return total, masked, bare + 1, maximum("),
 }
 

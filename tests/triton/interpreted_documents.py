@@ -120,19 +120,35 @@ def test_known_is_the_same_to_the_bit(name: str, launched: list, monkeypatch: py
 
 
 def test_tables_are_made_once_for_the_same_ids(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, make = [], tables._order
+    """And those that were made before anybody knew how many documents there are lose what no document fills."""
+    made: list[Any] = []
+    make, begin = tables._order, DocumentTables.__init__
+    seen: list[tuple[DocumentTables, int | None]] = []
+
+    def begun(self: DocumentTables, *given: Any, **options: Any) -> None:
+        begin(self, *given, **options)
+        seen.append((self, self.count))
+        self.count = None
+
     monkeypatch.setattr(tables, "_order", lambda *given: made.append(given[-1]) or make(*given))
     ids = RUNS.clone()
     case = CASES["causal"]._replace(ids=ids)
     mask = mask_of(case)
-    lists = block_mask(case, mask)
-    for _ in range(2):
-        results(case, lists, mask)
-        assert sorted(set(made)) == sorted(made) and made
+    with monkeypatch.context() as patch:
+        patch.setattr(DocumentTables, "__init__", begun)
+        unknown = results(case, block_mask(case, mask), mask)
+    ((found, count),) = seen
+    first = sorted(made)
+    assert len(set(made)) == len(made) == 2 and count == 5
+    found.count = count
+    known = results(case, block_mask(case, mask), mask)
+    assert sorted(made) == first and all(torch.equal(known[what], unknown[what]) for what in known)
+    for tile, _ in made:
+        full, cut = (found.prepared["triton", tile, n] for n in (None, count))
+        assert cut[0] == len(cut[2]) < full[0] and int((full[2][cut[0] :, 1] >= 0).sum()) == 0
     ids.copy_(RUNS.flip(0))
-    made.clear()
     results(case, block_mask(case, mask), mask)
-    assert made
+    assert sorted(made) == sorted(2 * first)
 
 
 def test_other_tiles_of_the_same_documents() -> None:

@@ -82,8 +82,9 @@ class Config:
     lists: None, or the layout of the lists of tiles to visit: "dense" (B, H, M, N), "ragged" (H, total_m, max_n) or "flat" (H, total_n).
     per_entry, per_head: the lists differ from batch entry to entry, from head to head. list_cut: (rows, keys) of a list's tile in units
     of the kernel's. partial: what decides inside listed partial tiles (None: nothing). always: predicates that hold in every tile.
-    has_order: the row tiles come in a given order. spread: the heads that share one place in it: "all" (of the batch), "heads" (of an
-    entry) or "none".
+    has_order: the row tiles come in a given order. has_count: which says itself, behind its last row, how many of its rows there are: so
+    what is known on the device alone decides whether there is anything to do. spread: the heads that share one place in the order: "all"
+    (of the batch), "heads" (of an entry) or "none".
     has_entries: a table says where each batch entry's rows are. is_paged: K and V are a pool of pages.
     has_sink, has_lse, has_max: as the call asks.
     """
@@ -103,6 +104,7 @@ class Config:
     partial: Ask | None = None
     always: tuple[Ask, ...] = ()
     has_order: bool = False
+    has_count: bool = False
     spread: str = "all"
     has_entries: bool = False
     is_paged: bool = False
@@ -122,6 +124,8 @@ class Config:
             raise ValueError("bands has row ranges that are no band around a row's place; wanted them as partial or always")
         if self.lists is not None and self.bands:
             raise ValueError("bands and lists are both given; with lists a band is one of the predicates that hold always")
+        if self.has_count and not self.has_order:
+            raise ValueError("has_count without has_order: the number of row tiles stands behind their order")
         if self.is_bounded and (self.score is None or not self.is_factored or not self.is_bf16 or self.has_max):
             raise ValueError("is_bounded without a factored score mod, in float16 or with has_max; wanted bfloat16 and no highest scores")
         needed = self.shared_memory(1)

@@ -27,6 +27,7 @@ class Loads:
         )
         work, _, _ = cute.arch.block_idx()
         workers, _, _ = cute.arch.grid_dim()
+        sizes = self.counted(tables, sizes)
         total = sizes.rows * sizes.spread
         while work < total:
             following = self._drawn(counter, total, workers)

@@ -12,14 +12,17 @@ from torch import Tensor
 
 from anyattn.backends.hopper.config import MOST, TILE_M, Ask, Config, padded, sides, slots, tiles_for
 from anyattn.backends.hopper.staging import bound, caps, factored
+from anyattn.geometry.documents import DocumentSequences, DocumentSizes
 from anyattn.mods.dependence import dependence
+from anyattn.mods.documents import DocumentForm
 from anyattn.mods.ir import Builder, Expr
 from anyattn.mods.native import has_native
 from anyattn.mods.rows import RowRanges, ranges_unread
 from anyattn.mods.trace import TracedMod
 from anyattn.problem import Problem
+from anyattn.sparsity.documents import form_of, over_sequences
 
-__all__ = ["Special", "fitting", "is_bounded", "list_tile_misfit", "specialised", "tile_of"]
+__all__ = ["ByDocument", "Special", "by_document", "fitting", "is_bounded", "list_tile_misfit", "specialised", "tile_of"]
 
 _FAR = 2**30  # further than any position; twice that is still a number of 32 bits
 _MOST_RANGES = 2  # of a row, that the kernel keeps in registers
@@ -99,6 +102,33 @@ def specialised(problem: Problem) -> Special:
     positive = () if score is None or problem.scale <= 0 else factored(score.expr).positive
     may_be_bounded = config.score is not None and config.is_factored and config.is_bf16 and not config.has_max and caps(config.score)
     return Special(config, tuple(sources), positive, listed, list_tile, may_be_bounded)
+
+
+class ByDocument(NamedTuple):
+    """What calls of the same facts share whose documents are run as sequences. form: of their masks. within: for the sequences; listed:
+    for lists of tiles, where documents turn out to be none. Of both kernels one finds nothing to do."""
+
+    form: DocumentForm
+    within: Special
+    listed: Special
+
+
+def by_document(problem: Problem) -> ByDocument | None:
+    """How a call is run by its documents, None where they are not told apart by block lists that follow from the mask, or where the rest
+    of the mask is not bands. Asks nothing of what tensors hold."""
+    if problem.blocks is None or (form := form_of(problem)) is None:
+        return None  # without lists to keep them with, finding the documents for every call costs what it saves
+    within, listed = specialised(over_sequences(problem, form, _NO_DOCUMENTS)), specialised(problem)
+    if within.listed is not None or within.config.always or listed.listed is None:
+        return None
+    return ByDocument(form, _counted(within), _counted(listed))
+
+
+def _counted(special: Special) -> Special:
+    return special._replace(config=replace(special.config, has_count=True))
+
+
+_NO_DOCUMENTS = DocumentSequences(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), DocumentSizes(0, 0, 0))
 
 
 def is_bounded(config: Config, scalars: tuple[int | float, ...]) -> bool:

@@ -19,8 +19,9 @@ from anyattn.geometry.sequences import Sequences
 from anyattn.geometry.stored import StoredSequences
 from anyattn.mods.trace import TracedMod
 from anyattn.problem import Problem
+from anyattn.sparsity.documents import DocumentTables
 
-__all__ = ["TablesOnHost", "visits_of"]
+__all__ = ["TablesOnHost", "visits_beside_documents", "visits_of", "visits_of_documents"]
 
 
 class TablesOnHost(NamedTuple):
@@ -63,6 +64,39 @@ def visits_of(problem: Problem, special: Special, results: Results | None = None
         fits = special.list_tile == tile_of(blocks)
         known[key] = _dense(problem, special, blocks if fits else blocks.retile(*special.list_tile))
     return known[key]
+
+
+def visits_of_documents(documents: DocumentTables, config: Config) -> TablesOnHost:
+    """Tables of documents as sequences, kept with them: no row tiles where they are none."""
+    key = ("hopper", config.tiles.tile_m, config.has_right)
+    known: TablesOnHost | None = documents.prepared.get(key)
+    if known is None:
+        s, tile_m = documents.sequences, config.tiles.tile_m
+        most = s.sizes.rows * (s.sizes.length // tile_m + s.sizes.places)
+        order = _order_of_entries(s, tile_m, most, config.has_right)
+        tiles = ceil_div(s.seqlens_q, tile_m).sum()
+        known = documents.prepared[key] = TablesOnHost(order=_with_count(order, tiles), entries=_entries(s, None))
+    return known
+
+
+def visits_beside_documents(problem: Problem, special: Special, documents: DocumentTables) -> TablesOnHost:
+    """Tables of the call's lists, kept with the documents: no row tiles where these are run as sequences."""
+    visits = visits_of(problem, special)
+    key = ("hopper", special.list_tile, special.config.spread, problem.q.shape[:3])
+    known = documents.prepared.get(key)
+    if known is None or known[0] is not visits:
+        assert visits.order is not None
+        tiles = len(visits.order) * (1 - documents.holds)
+        known = documents.prepared[key] = visits, visits._replace(order=_with_count(visits.order, tiles))
+    found: TablesOnHost = known[1]
+    return found
+
+
+def _with_count(order: Tensor, tiles: Tensor) -> Tensor:
+    """The order of row tiles with one row more, which says how many of its rows there are. tiles: that, one integer."""
+    last = torch.zeros((1, 3), dtype=torch.int32, device=order.device)
+    last[:, :1] = tiles
+    return torch.cat((order, last))
 
 
 def _dense(problem: Problem, special: Special, lists: Any) -> TablesOnHost:

@@ -49,8 +49,9 @@ class Tables(NamedTuple):
     """Tensors that say what to visit, None where the config has none; int32.
 
     partial_count, partial_index, full_count, full_index: lists of tiles. order: (rows, 3), m_block (-1: nothing), head and entry of each
-    row tile. entries: (B, 9), q_row, q_start, seqlen_q, k_row, k_start, seqlen_k, q_first and an entry's place in ragged lists: its first
-    row tile, its first index. pages: (B, most pages of an entry).
+    row tile, and with ``Config.has_count`` one row more, whose first number says how many of them there are. entries: (B, 9), q_row,
+    q_start, seqlen_q, k_row, k_start, seqlen_k, q_first and an entry's place in ragged lists: its first row tile, its first index.
+    pages: (B, most pages of an entry).
     """
 
     partial_count: Any
@@ -80,6 +81,13 @@ class Visits:
     """The deciding part of ``HopperForward``'s loading role."""
 
     config: Any
+
+    @cute.jit
+    def counted(self, tables, sizes):
+        """The sizes with as many rows as there are; those that the launch names are what there is room for."""
+        if const_expr(self.config.has_count):
+            return Sizes(tables.order[sizes.rows, 0], *sizes[1:])
+        return sizes
 
     @cute.jit
     def row_tile(self, work, tables, sizes):

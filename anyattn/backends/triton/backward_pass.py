@@ -190,7 +190,7 @@ def _prepared(form: Form, chosen: Chosen, tile_m: int, results: _Results, delta_
     # of a tile that the lists begin elsewhere than at a multiple of its size what lies after it is read too
     kept = torch.empty((2, (slots + 1) * tile_m), dtype=torch.float32, device=device)
     spans = torch.empty((slots, max(4 * count, 1)), dtype=torch.int32, device=device)
-    found = tables.tables_of(problem, replace(chosen, lists=None), tile_m, form.prepared)
+    found = tables.tables_of(problem, replace(chosen, lists=None), tile_m, form.documents)
     aligned, strides = strides_of(out, dout)
     tensors = (out, dout, lse, dlse, kept[0], spans, found.entries, found.order, guard, kept[1], delta_of_rows)
     pointers = [out if t is None else t.detach() for t in tensors]
@@ -229,7 +229,7 @@ def _launch(
     problem, by_key, used = form.problem, name != "dq", tiles[name]
     q, k, v, dout, dq, dk, dv = shared
     make, tile = (tables.key_tables_of, used.tile_n) if by_key else (tables.tables_of, used.tile_m)
-    found = make(problem, chosen, tile, form.prepared)._replace(guard=form.guard)
+    found = make(problem, chosen, tile, form.documents)._replace(guard=form.guard)
     aligned, strides = strides_of(q, k, v, dout, dq, dk, dv)
     tensors = (
         q, k, v, dout, prepared.lse, dq, dk, dv, found.entries, found.order, prepared.spans, found.guard, prepared.delta, sums,

@@ -6,25 +6,25 @@ the one that has nothing to do sees so. Both write to the same tensors, of which
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
 from anyattn.backends.triton.programs import program_of
 from anyattn.plan import Plan
 from anyattn.problem import Problem
-from anyattn.sparsity.documents import documents_of, form_of, keeps_tables
+from anyattn.sparsity.documents import DocumentTables, documents_of, form_of, keeps_tables
 
 __all__ = ["Form", "forms_of"]
 
 
 class Form(NamedTuple):
-    """problem: as these launches see it. guard: ``tables.Tables.guard``. prepared: where tables that stay the same from call to call are
-    kept, None where none do."""
+    """problem: as these launches see it. guard: ``tables.Tables.guard``. documents: whose sequences the problem is over, None where it is
+    the call itself."""
 
     problem: Problem
     guard: Tensor | None = None
-    prepared: dict[Any, Any] | None = None
+    documents: DocumentTables | None = None
 
 
 def forms_of(problem: Problem, plan: Plan) -> tuple[Form, ...]:
@@ -43,7 +43,7 @@ def forms_of(problem: Problem, plan: Plan) -> tuple[Form, ...]:
     if documents is None or program_of(documents.problem).lists is not None:
         return (Form(problem),)
     answer = documents.tables.answer()
-    by_sequences = Form(documents.problem, None, documents.tables.prepared)
+    by_sequences = Form(documents.problem, None, documents.tables)
     if answer is None:
         return by_sequences, Form(problem, documents.holds)
     return (by_sequences,) if answer else (Form(problem),)

@@ -141,7 +141,7 @@ def _launch(form: Form, plan: Plan, target: _Target) -> None:
     problem = form.problem
     chosen = program_of(problem)
     plan = _tuned(problem, plan, chosen) if plan.is_tuned else plan
-    found = tables.tables_of(problem, chosen, positions_per_tile(plan.tile_m, plan.heads_per_tile), form.prepared)
+    found = tables.tables_of(problem, chosen, positions_per_tile(plan.tile_m, plan.heads_per_tile), form.documents)
     found = found._replace(guard=form.guard)
     q, k, v, sink = problem.q, problem.k, problem.v, problem.sink
     cache, packed = found.cache, plan.heads_per_tile

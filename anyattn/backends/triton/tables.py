@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from anyattn.geometry.stored_cache import StoredCache
 from anyattn.mods.compose import turned
 from anyattn.mods.trace import TracedMod
 from anyattn.problem import Problem
+from anyattn.sparsity.documents import DocumentTables
 from anyattn.sparsity.lists import kept_transposed
 
 __all__ = ["Tables", "key_tables_of", "tables_of"]
@@ -40,8 +41,8 @@ class Tables(NamedTuple):
     guard: Tensor | None = None
 
 
-def tables_of(problem: Problem, chosen: Chosen, tile_m: int, prepared: dict[Any, Any] | None = None) -> Tables:
-    """All tables of a call whose row tiles have ``tile_m`` positions. prepared: ``forms.Form``."""
+def tables_of(problem: Problem, chosen: Chosen, tile_m: int, documents: DocumentTables | None = None) -> Tables:
+    """All tables of a call whose row tiles have ``tile_m`` positions. documents: see ``forms.Form``."""
     sequences = problem.sequences
     lists, tile = _lists_of(problem, chosen, by_key=False)
     tensors, strides = _of_lists(lists, sequences is not None)
@@ -53,13 +54,13 @@ def tables_of(problem: Problem, chosen: Chosen, tile_m: int, prepared: dict[Any,
         pages = pages.contiguous()
     if isinstance(sequences, StoredCache) and sequences.uses_all_rows and lists is None:
         return Tables(ceil_div(sequences.bound_q, tile_m), None, None, pages, tensors, tile, strides, sequences)
-    lengths = sequences.seqlens_q, sequences.seqlens_k
-    order = _kept(prepared, ("order", tile_m), lambda: _order(problem.q.shape, problem.bound_q, *lengths, (tile_m, tile[0])))
-    entries = _kept(prepared, ("entries",), lambda: _entries(sequences, lists, by_key=False))
-    return Tables(len(order), entries, order, pages, tensors, tile, strides)
+    if documents is not None:
+        return Tables(*_of_documents(documents, sequences, problem.q.shape, tile_m), pages, tensors, tile, strides)
+    order = _order(problem.q.shape, problem.bound_q, sequences.seqlens_q, sequences.seqlens_k, (tile_m, tile[0]))
+    return Tables(len(order), _entries(sequences, lists, by_key=False), order, pages, tensors, tile, strides)
 
 
-def key_tables_of(problem: Problem, chosen: Chosen, tile_n: int, prepared: dict[Any, Any] | None = None) -> Tables:
+def key_tables_of(problem: Problem, chosen: Chosen, tile_n: int, documents: DocumentTables | None = None) -> Tables:
     """The same for programs of ``tile_n`` keys each: lists say which row tiles visit a tile of keys, and the order is of key tiles."""
     sequences = problem.sequences
     lists, tile = _lists_of(problem, chosen, by_key=True)
@@ -67,19 +68,28 @@ def key_tables_of(problem: Problem, chosen: Chosen, tile_n: int, prepared: dict[
     if sequences is None:
         tiles = ceil_div(problem.k.shape[2], tile_n) if tensors[0] is None else tensors[0].shape[2] * ceil_div(tile[1], tile_n)
         return Tables(tiles, None, None, None, tensors, tile, strides)
-    lengths = sequences.seqlens_k, sequences.seqlens_q
-    order = _kept(prepared, ("order", tile_n), lambda: _order(problem.k.shape, problem.bound_k, *lengths, (tile_n, tile[1])))
-    entries = _kept(prepared, ("entries",), lambda: _entries(sequences, lists, by_key=True))
-    return Tables(len(order), entries, order, None, tensors, tile, strides)
+    if documents is not None:
+        return Tables(*_of_documents(documents, sequences, problem.k.shape, tile_n), None, tensors, tile, strides)
+    order = _order(problem.k.shape, problem.bound_k, sequences.seqlens_k, sequences.seqlens_q, (tile_n, tile[1]))
+    return Tables(len(order), _entries(sequences, lists, by_key=True), order, None, tensors, tile, strides)
 
 
-def _kept(prepared: dict[Any, Any] | None, use: tuple, make: Callable[[], Tensor]) -> Tensor:
-    """``make()``, made once where ``prepared`` keeps it: for documents, whose queries and keys are the same positions."""
-    if prepared is None:
-        return make()
-    if use not in prepared:
-        prepared[use] = make()
-    return prepared[use]
+def _of_documents(documents: DocumentTables, s: Sequences, shape: Sequence[int], tile: int) -> tuple[int, Tensor, Tensor]:
+    """Programs per head, entries and order of documents, which are the same for queries and keys; kept with them.
+
+    Once their number is known no more row tiles are ordered than so many documents can have.
+    """
+    key = "triton", tile, documents.count
+    found: tuple[int, Tensor, Tensor] | None = documents.prepared.get(key)
+    if found is None:
+        known = documents.prepared.get(("triton", tile, None))
+        order = _order(shape, s.bound_q, s.seqlens_q, s.seqlens_k, (tile, 0)) if known is None else known[2]
+        if documents.count:
+            order = order[: (shape[0] * shape[2] + documents.count * (tile - 1)) // tile]
+        if "triton" not in documents.prepared:
+            documents.prepared["triton"] = entries_table(s)
+        found = documents.prepared[key] = len(order), documents.prepared["triton"], order
+    return found
 
 
 def _of_lists(lists: Any, is_ragged: bool) -> tuple[tuple[Tensor | None, ...], tuple[int, int, int, int]]:
