@@ -60,7 +60,8 @@ class Ways:
     the weights of a tile stay in registers. is_described: keys and values come by tensor descriptors (Hopper's TMA and later)."""
 
     is_late: bool
-    is_described: bool
+    is_described: int
+    is_joined: bool = False
 
 
 def padded(head_dim: int) -> int:
@@ -181,7 +182,7 @@ def needed(name: str, tiles: Tiles, shape: Shape, capability: tuple[int, int] | 
     if name != "forward" and stages == 1:  # then what two products want in two layouts lies there twice
         total += size * step * max(shape.d, shape.dv)
     if name == "dq" and shape.has_score:  # a captured tensor's gradients may be reordered there on their way to memory
-        total += m * n * size
+        total += m * n * size + (m * n // 64) * (max(m, n) // 4) * size  # the latter tells which diagonals of 8 x 8 blocks are one
     # products' left sides go through shared memory where they do not come from registers
     passed = m * n * (2 if name != "forward" else 1)
     if size == 4 or (capability is not None and capability[0] >= 10 and name != "forward"):
