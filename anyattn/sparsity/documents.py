@@ -55,9 +55,9 @@ class DocumentTables:
         """Whether ``holds`` is 1, as far as that is known without waiting for the device: None where it is not yet."""
         told = self._told  # the host's memory, which the device writes to when it gets there; another thread may let go of it
         if self.count is None and told is not None:
-            found = told.tolist()
-            if _UNTOLD not in found:
-                self.count, self._told = sum(n > 0 for n in found), None
+            lengths = told.tolist()
+            if _UNTOLD not in lengths:
+                self.count, self._told = sum(n > 0 for n in lengths), None
         return None if self.count is None else self.count > 0
 
     def in_order(self, tile_m: int, ends_with_row: bool) -> tuple[Tensor, Tensor]:
