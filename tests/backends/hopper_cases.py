@@ -81,7 +81,7 @@ def _config(draw: random.Random) -> Any:
         tile_m=64 * groups, tile_n=TILE_N, stages=draw.choice((1, 2, 3)), ping_pong=draw.random() < 0.8, warp_groups=groups
     )
     lists = draw.choice((None, None, "dense"))
-    piece = draw.choice((0, 0, 0, TILE_N, 8, 4, 2)) if lists is None else 0
+    piece = draw.choice((0, 0, 0, 0, TILE_N, 8, 4, 2, 1)) if lists is None else 0
     return SimpleNamespace(
         tiles=tiles,
         tile_q=tiles.tile_m,
@@ -93,6 +93,7 @@ def _config(draw: random.Random) -> Any:
         lists=lists,
         piece=piece,
         is_paged=piece > 0,
+        gathers=piece == 1,
         list_cut=draw.choice(((1, 1), (2, 1), (1, 2))),
         per_entry=False,
         per_head=False,

@@ -11,13 +11,14 @@ from anyattn.mods.dependence import dependence
 from anyattn.mods.ir import Expr
 from anyattn.mods.rows import NO_LIMIT
 
-__all__ = ["HEAD_DIMS", "MOST", "PACKED", "TILE_M", "Ask", "Config", "Tiles", "padded", "sides", "slots", "tiles_for"]
+__all__ = ["HEAD_DIMS", "LEAST_PIECE", "MOST", "PACKED", "TILE_M", "Ask", "Config", "Tiles", "padded", "sides", "slots", "tiles_for"]
 
 HEAD_DIMS = (64, 96, 128, 192, 256)  # what a row is padded to, in shared memory only
 MOST = 52.0  # a score's size where exponentials are taken as they are: 2^75 leaves a sum of 2^30 keys, times values, room in float32
 # Heads that may share a row tile. A thread's rows lie 8 apart: with at most 8 heads they are one head's, as in a kernel that packs none.
 PACKED = (4, 8)
 TILE_M = 128  # query rows of every kernel that goes by lists
+LEAST_PIECE = 8  # rows of a piece of a page, below which threads copy faster than the copy engine
 _SHARED_MEMORY = 227 * 1024
 _REGISTERS_FOR_PIECES = (232, 40)  # where each piece of a page is a copy, which takes the loader more than 24 without spilling
 _SMALL = 16  # rows of a piece of a page, below which copies are so many that a smaller tile is worth it
@@ -89,7 +90,8 @@ class Config:
     what is known on the device alone decides whether there is anything to do. spread: the heads that share one place in the order: "all"
     (of the batch), "heads" (of an entry) or "none".
     has_entries: a table says where each batch entry's rows are. piece: 0, or K and V are a pool of pages, and one copy brings so many rows
-    of a page: a tile of keys takes ``tile_n / piece`` copies, and a page holds whole pieces.
+    of a page: a tile of keys takes ``tile_n / piece`` copies, and a page holds whole pieces. gathers: pieces are rows, and the loader's
+    lanes copy them themselves; no row of K or V is padded.
     has_sink, has_lse, has_max: as the call asks.
     """
 
@@ -113,6 +115,7 @@ class Config:
     spread: str = "all"
     has_entries: bool = False
     piece: int = 0
+    gathers: bool = False
     has_sink: bool = False
     has_lse: bool = False
     has_max: bool = False
@@ -133,8 +136,11 @@ class Config:
             raise ValueError("has_count without has_order: the number of row tiles stands behind their order")
         if self.is_bounded and (self.score is None or not self.is_factored or not self.is_bf16 or self.has_max):
             raise ValueError("is_bounded without a factored score mod, in float16 or with has_max; wanted bfloat16 and no highest scores")
-        if self.piece and (self.tiles.tile_n % self.piece or (self.piece % 2 and 96 in (self.head_dim, self.head_dim_v))):
+        is_odd = self.piece % 2 == 1 and not self.gathers and 96 in (self.head_dim, self.head_dim_v)
+        if self.piece and (self.tiles.tile_n % self.piece or is_odd):
             raise ValueError(f"piece={self.piece}; wanted a divisor of tile_n={self.tiles.tile_n}, even at head_dim 96 (TMA's 128 bytes)")
+        if self.gathers and self.piece != 1:
+            raise ValueError(f"gathers with piece={self.piece}; wanted piece=1, any page's")
         if self.heads_per_tile not in (1, *PACKED):
             raise ValueError(f"heads_per_tile={self.heads_per_tile}; wanted 1 or one of {', '.join(map(str, PACKED))}")
         if self.heads_per_tile > 1 and (self.per_head or self.spread == "none" or any(d.h for b in self.bands for d in dependence(b))):

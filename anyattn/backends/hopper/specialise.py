@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from anyattn.backends.hopper.config import MOST, TILE_M, Ask, Config, padded, sides, slots, tiles_for
+from anyattn.backends.hopper.config import LEAST_PIECE, MOST, TILE_M, Ask, Config, padded, sides, slots, tiles_for
 from anyattn.backends.hopper.packing import heads_per_tile
 from anyattn.backends.hopper.staging import bound, caps, factored
 from anyattn.geometry.documents import DocumentSequences, DocumentSizes
@@ -149,16 +149,21 @@ def _varied(config: Config, is_factored: bool, is_bounded: bool) -> Config:
 def _config(problem: Problem, score: Expr | None, list_tile: tuple[int, int] | None, flags: dict[str, Any], packs: bool | None) -> Config:
     d, dv = padded(problem.q.shape[3], problem.v.shape[3])
     page = flags.pop("page")
-    if page % 2 and d == 96:  # whose rows of 64 bytes lie two in the 128 bytes at which a copy may begin
-        d = dv = 128
     asks = tuple(ask for ask in (flags.get("partial"), *flags.get("always", ())) if ask is not None)
-    tiles = tiles_for(d, dv, score, list_tile[1] if list_tile else None, asks, page)
+    listed = list_tile[1] if list_tile else None
+    tiles = tiles_for(d, dv, score, listed, asks, page)
+    pages: dict[str, Any] = {"piece": math.gcd(page, tiles.tile_n) if page else 0}
+    if 0 < pages["piece"] < LEAST_PIECE and (d, dv) == (problem.q.shape[3], problem.v.shape[3]):
+        tiles, pages = tiles_for(d, dv, score, listed, asks, 1), {"piece": 1, "gathers": True}
+    elif pages["piece"] % 2 and d == 96:  # whose rows of 64 bytes lie two in the 128 bytes at which a copy may begin
+        d = dv = 128
+        tiles = tiles_for(d, dv, score, listed, asks, page)
+        pages["piece"] = math.gcd(page, tiles.tile_n)
     packed = heads_per_tile(problem, score, tiles.tile_m, flags, problem.packs if packs is None else packs)
     cut = (1, 1) if list_tile is None else (list_tile[0] * packed // tiles.tile_m, list_tile[1] // tiles.tile_n)
     is_bf16 = problem.q.dtype is torch.bfloat16
     asked: dict[str, Any] = {"has_sink": problem.sink is not None, "has_lse": problem.wants_lse, "has_max": problem.wants_max}
-    shape: dict[str, Any] = {"heads_per_tile": packed, "list_cut": cut, "piece": math.gcd(page, tiles.tile_n) if page else 0}
-    return Config(d, dv, is_bf16, tiles, score, problem.scale > 0, **shape, **flags, **asked)
+    return Config(d, dv, is_bf16, tiles, score, problem.scale > 0, heads_per_tile=packed, list_cut=cut, **pages, **flags, **asked)
 
 
 def _storage(problem: Problem, has_lists: bool) -> dict[str, Any]:
