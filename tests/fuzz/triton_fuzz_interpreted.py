@@ -12,7 +12,7 @@ import pkgutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,21 +47,21 @@ DIMS = st.sampled_from((16, 8, 24, 64, 40, 16, 64, 1, 20, 33))
 KINDS = st.sampled_from(cases.KINDS)
 TILES = st.sampled_from(((16, 16), (32, 16), (16, 32), (64, 16), (16, 64)))
 STRIDES = st.sampled_from(("plain", "transposed", "expanded", "transposed", "offset"))
-GPUS = st.sampled_from((None, (9, 0), (8, 0), (9, 0), (9, 0), (10, 0)))
+GPUS = st.sampled_from((None, (9, 0), (8, 0), (10, 0)))
+WAYS = st.builds(config.Ways, *(st.integers(0, 3) if f.type in (int, "int") else st.booleans() for f in fields(config.Ways)))
 FORMS = st.sampled_from((*(f for f in flash.FORMS if f != "pages of 64"), "pages of 5", "dense"))
 
 
 @contextmanager
-def taken_for(capability: tuple[int, int] | None) -> Iterator[None]:
-    """Calls are planned and launched as on an NVIDIA GPU of this compute capability; None is none. The way of a kernel's loops is the
-    GPU's wherever it is possible, and not only where it is fast."""
-    real, real_ways = hardware.of, config.ways_of
+def taken_for(capability: tuple[int, int] | None, ways: config.Ways) -> Iterator[None]:
+    """Calls are planned and launched as on an NVIDIA GPU of this compute capability; None is none. ways: how the forward kernel's loops run
+    wherever they can, and not only where that is fast; half of all calls have more queries than are few."""
+    real, usual = hardware.of, config.Ways(*(False for _ in fields(config.Ways)))
     recall.clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hardware, "of", lambda *about: replace(real(*about), capability=capability))
-        patch.setattr(config, "most_short", lambda *about: 16)  # half of all calls have more queries
-        usual = {"d": 128, "dv": 128, "dtype": torch.bfloat16, "asks": False}
-        patch.setattr(config, "ways_of", lambda shape, *about: real_ways(replace(shape, **usual), *about))
+        patch.setattr(config, "most_short", lambda *about: 16)
+        patch.setattr(config, "ways_of", lambda shape, gpu, is_short: usual if is_short else ways)
         for module in MODULES:
             if hasattr(module, "capability_of"):
                 patch.setattr(module, "capability_of", lambda device: capability)
@@ -136,9 +136,9 @@ def test_random_calls(name: str) -> None:
         suppress_health_check=list(HealthCheck),
         phases=(Phase.generate, Phase.shrink) if SHRINKS else (Phase.generate,),
     )
-    @hypothesis.given(drawn, GPUS)
-    def many(call: Any, capability: tuple[int, int] | None) -> None:
-        with taken_for(capability):
+    @hypothesis.given(drawn, GPUS, WAYS)
+    def many(call: Any, capability: tuple[int, int] | None, ways: config.Ways) -> None:
+        with taken_for(capability, ways):
             run(call)
 
     many()
