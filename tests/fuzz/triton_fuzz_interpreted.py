@@ -47,7 +47,7 @@ DIMS = st.sampled_from((16, 8, 24, 64, 40, 16, 64, 33, 72, 1))
 KINDS = st.sampled_from(cases.KINDS)
 TILES = st.sampled_from(((16, 16), (32, 16), (16, 32), (64, 16), (16, 64)))
 STRIDES = st.sampled_from(("plain", "transposed", "expanded", "transposed", "plain", "expanded", "plain", "offset"))
-GPUS = st.sampled_from((None, (9, 0), (8, 0), (10, 0)))
+GPUS = st.sampled_from((None, (9, 0), (8, 0), (9, 0), (9, 0), (10, 0)))
 WAYS = st.builds(config.Ways, *(st.integers(0, 3) if f.type in (int, "int") else st.booleans() for f in fields(config.Ways)))
 FORMS = st.sampled_from((*(f for f in flash.FORMS if f != "pages of 64"), "pages of 5", "dense"))
 
