@@ -60,7 +60,7 @@ def wanted(return_lse: bool, return_aux: Any) -> tuple[bool, bool]:
 
 
 def kernel_options(options: Any) -> dict[str, int]:
-    """The options that mean something here: tile_m, tile_n, num_splits and autotune."""
+    """The options that mean something here: tile_m, tile_n, num_splits, autotune and pack_gqa."""
     if options is None:
         return {}
     if not isinstance(options, dict):
@@ -71,14 +71,14 @@ def kernel_options(options: Any) -> dict[str, int]:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"kernel_options[{name!r}]={value!r}; wanted a positive int")
             found[name] = value
-        elif name == "autotune":
+        elif name in ("autotune", "pack_gqa"):
             if not isinstance(value, bool):
-                raise TypeError(f"kernel_options['autotune'] is a {type(value).__name__}; wanted True or False")
+                raise TypeError(f"kernel_options[{name!r}] is a {type(value).__name__}; wanted True or False")
             found[name] = value
         elif name not in _TORCH_OPTIONS:
             known = ", ".join(sorted(_TORCH_OPTIONS))
             raise ValueError(
-                f"kernel_options has an unknown name {name!r}; wanted tile_m, tile_n, num_splits, autotune (or torch's {known})"
+                f"kernel_options has an unknown name {name!r}; wanted tile_m, tile_n, num_splits, autotune, pack_gqa (or torch's {known})"
             )
     fixed = [name for name in ("tile_m", "tile_n") if name in found]
     if found.get("autotune") and fixed:

@@ -247,7 +247,7 @@ def _flash_facts(q: Any, k: Any, v: Any, given: Options, backend: Any, seen: Cal
         if aux:
             tensors += (*[_seen(t) for t in aux], _identical(aux))
         window = given.window_size
-        numbers = (given.causal, *window, given.softcap, given.num_splits)
+        numbers = (given.causal, *window, given.softcap, given.num_splits, given.pack_gqa)
         flags = (
             numbers, tuple(map(type, numbers)), type(window), bool(given.return_lse), bool(given.deterministic), backend,
             scale_fact(given.softmax_scale), given.aux_tensors is None, _is_grad_enabled(), _default_dtype(),
@@ -464,4 +464,5 @@ def fields_of(problem: Problem) -> dict[str, Any]:
         "q": None, "k": None, "v": None, "scale": problem.scale, "score": None, "predicates": (), "blocks": None, "sink": None,
         "wants_lse": problem.wants_lse, "wants_max": problem.wants_max, "deterministic": problem.deterministic, "sequences": None,
         "num_splits": problem.num_splits, "blocks_follow": problem.blocks_follow,
+        "packs": problem.packs,
     }  # fmt: skip

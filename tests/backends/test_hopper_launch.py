@@ -87,7 +87,7 @@ def test_each_part_of_a_config_and_of_the_kinds_changes_the_key() -> None:
     ask = Ask(causal.expr, True)
     other = {
         **{"head_dim": 64, "head_dim_v": 64, "is_bf16": False, "tiles": Tiles(128, 64, 2), "score": score, "bands": (causal.expr,)},
-        **{"lists": "dense", "spread": "heads", "list_cut": (1, 2), "partial": ask, "always": (ask,)},
+        **{"lists": "dense", "spread": "heads", "list_cut": (1, 2), "partial": ask, "always": (ask,), "heads_per_tile": 4, "piece": 16},
     }
     keys = [key_of(config(), ())]
     for field in dataclasses.fields(Config):

@@ -14,6 +14,7 @@ from torch import Tensor
 from anyattn.backends.hopper import tables
 from anyattn.backends.hopper.config import Config
 from anyattn.backends.hopper.launch import indexable, is_compiling, kinds_of, launch, loaded
+from anyattn.backends.hopper.packing import groups_of
 from anyattn.backends.hopper.specialise import ByDocument, Special, by_document, specialised
 from anyattn.geometry.integers import ceil_div
 from anyattn.geometry.stored import StoredSequences
@@ -136,9 +137,11 @@ def _results(problem: Problem, make: Callable[..., Tensor]) -> Result:
 def _launched(problem: Problem, special: Special, config: Config, visits: tables.TablesOnHost, results: Result) -> tuple:
     """Launches the kernel; its arguments."""
     q = problem.q
-    rows = ceil_div(q.shape[2], config.tiles.tile_m) if visits.order is None else len(visits.order) - config.has_count
-    spread = {"all": problem.batch * problem.heads_q, "heads": problem.heads_q, "none": 1}[config.spread]
-    numbers = (rows, spread, min(spread, _section(problem)), max(1, min(rows * spread, _multiprocessors(q.device))))
+    rows = ceil_div(q.shape[2], config.tile_q) if visits.order is None else len(visits.order) - config.has_count
+    groups = groups_of(problem.qhead_per_kvhead, config.heads_per_tile)
+    heads = problem.heads_kv * groups
+    spread = {"all": problem.batch * heads, "heads": heads, "none": 1}[config.spread]
+    numbers = (rows, spread, min(spread, _section(problem, groups)), max(1, min(rows * spread, _multiprocessors(q.device))))
     arguments = (
         q, problem.k, problem.v, *results, _sink(problem), *visits, _counter(q.device), problem.scale * _LOG2_E, *numbers,
         *special.captured(problem),
@@ -162,9 +165,9 @@ def _sink(problem: Problem) -> Tensor | None:
     return None if problem.sink is None else problem.sink.detach().float().contiguous()
 
 
-def config_of(problem: Problem) -> Config:
-    """What the kernel for ``problem`` is specialised for."""
-    return specialised(problem).config
+def config_of(problem: Problem, packs: bool | None = None) -> Config:
+    """What the kernel for ``problem`` is specialised for. packs: whether heads share row tiles; may raise ``BackendError``."""
+    return specialised(problem, packs).config
 
 
 def runs_documents(problem: Problem) -> bool:
@@ -176,20 +179,20 @@ def _shared(problem: Problem, plan: Plan) -> _Shared:
     key = ("hopper", problem.wants_lse, problem.scale > 0)
     found = plan.prepared.get(key)  # type: ignore[call-overload]
     if found is None:
-        made = _Shared(specialised(problem), {}, by_document(problem), WeakKeyDictionary())
+        made = _Shared(specialised(problem, plan.heads_per_tile > 1), {}, by_document(problem), WeakKeyDictionary())
         found = plan.prepared[key] = made  # type: ignore[index]
     return found
 
 
-def _section(problem: Problem) -> int:
+def _section(problem: Problem, groups: int) -> int:
     size = problem.k.shape[2] * (problem.q.shape[3] + problem.v.shape[3]) * problem.q.element_size()
-    return heads_side_by_side(size, problem.qhead_per_kvhead)
+    return heads_side_by_side(size, groups)
 
 
 def heads_side_by_side(size: int, ratio: int) -> int:
     """How many query heads go side by side: those whose keys and values fit the cache together.
 
-    size: bytes of one head's K and V; ratio: query heads that share them.
+    size: bytes of one head's K and V; ratio: query heads that share them, or groups of heads that share row tiles.
     """
     return max(1, _CACHE_FOR_KEYS // max(size, 1)) * ratio
 

@@ -59,7 +59,7 @@ def visits_of(problem: Problem, special: Special, results: Results | None = None
         return _dense(problem, special, _made_lists(problem, problem.predicates[special.listed], config.per_entry, config.per_head))
     known = _of_lists.setdefault(blocks, {})
     assert special.list_tile is not None
-    key = (special.list_tile, special.config.spread, problem.q.shape[:3])
+    key = (special.list_tile, special.config.spread, special.config.tile_q, problem.q.shape[:3])
     if key not in known:
         fits = special.list_tile == tile_of(blocks)
         known[key] = _dense(problem, special, blocks if fits else blocks.retile(*special.list_tile))
@@ -68,7 +68,7 @@ def visits_of(problem: Problem, special: Special, results: Results | None = None
 
 def visits_of_documents(documents: DocumentTables, config: Config) -> TablesOnHost:
     """Tables of documents as sequences, kept with them: no row tiles where they are none."""
-    order, entries = documents.in_order(config.tiles.tile_m, config.has_right)
+    order, entries = documents.in_order(config.tile_q, config.has_right)
     return TablesOnHost(order=order, entries=entries)
 
 
@@ -97,7 +97,7 @@ def _dense(problem: Problem, special: Special, lists: Any) -> TablesOnHost:
     visited = tensors[0] if tensors[2] is None else tensors[0] + tensors[2]
     if special.config.spread == "none":  # every head of every entry has its own row tiles
         visited = visited.expand(problem.batch, problem.heads_q, -1)
-    order = _longest_first(visited, special.config.list_cut[0], ceil_div(problem.q.shape[2], TILE_M))
+    order = _longest_first(visited, special.config.list_cut[0], ceil_div(problem.q.shape[2], special.config.tile_q))
     return TablesOnHost(*tensors, order)
 
 
@@ -148,7 +148,7 @@ def _ragged(problem: Problem, special: Special, lists: Any, results: Results | N
     sequences, config = problem.sequences, special.config
     assert sequences is not None
     pages = None if sequences.page_table is None else sequences.page_table.to(torch.int32)
-    tile_m = config.tiles.tile_m
+    tile_m = config.tile_q
     entries, length = problem.q.shape[0], problem.q.shape[2]
     # at least as many row tiles as there are, without asking
     most = min(problem.batch * ceil_div(length, tile_m), entries * length // tile_m + problem.batch)
@@ -188,7 +188,7 @@ def _prepared(s: StoredSequences, config: Config, most: int, results: Results) -
             (*s.tables, entries, order, *wiped, s.batch, s.sizes.rows_q, s.sizes.rows_k, bin_keys, blocks, heads),
         )
     if order is None or entries is None:
-        return longest_first(s, config.tiles.tile_m, most, config.has_right), _entries(s, None)
+        return longest_first(s, config.tile_q, most, config.has_right), _entries(s, None)
     return order, entries
 
 
@@ -198,7 +198,7 @@ _MOST_BLOCKS = 528  # four for each multiprocessor of an H200, of which two fit 
 
 @lru_cache(maxsize=256)
 def _tables_config(config: Config, is_large: bool) -> TablesConfig:
-    return TablesConfig(config.tiles.tile_m, config.has_right, MOST_ENTRIES[is_large])
+    return TablesConfig(config.tile_q, config.has_right, MOST_ENTRIES[is_large])
 
 
 def _entries(s: Sequences, lists: Any) -> Tensor:
