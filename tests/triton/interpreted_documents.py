@@ -18,9 +18,10 @@ from calls import judge
 
 import anyattn
 from anyattn import check, masks, recall
-from anyattn.backends.triton import backward_pass, tables
+from anyattn.backends.triton import backward_pass
 from anyattn.backends.triton import run as forward_pass
 from anyattn.backends.triton.forms import Form
+from anyattn.sparsity import documents
 from anyattn.sparsity.documents import DocumentTables
 from anyattn.testing import cases
 
@@ -122,7 +123,7 @@ def test_known_is_the_same_to_the_bit(name: str, launched: list, monkeypatch: py
 def test_tables_are_made_once_for_the_same_lists(monkeypatch: pytest.MonkeyPatch) -> None:
     """And those that were made before anybody knew how many documents there are lose what no document fills."""
     made: list[Any] = []
-    make, begin = tables._order, DocumentTables.__init__
+    make, begin = documents.documents_in_order, DocumentTables.__init__
     seen: list[tuple[DocumentTables, int | None]] = []
 
     def begun(self: DocumentTables, *given: Any, **options: Any) -> None:
@@ -130,7 +131,7 @@ def test_tables_are_made_once_for_the_same_lists(monkeypatch: pytest.MonkeyPatch
         seen.append((self, self.count))
         self.count = None
 
-    monkeypatch.setattr(tables, "_order", lambda *given: made.append(given[-1]) or make(*given))
+    monkeypatch.setattr(documents, "documents_in_order", lambda *given: made.append(given[1:]) or make(*given))
     ids = RUNS.clone()
     case = CASES["causal"]._replace(ids=ids)
     mask = mask_of(case)
@@ -144,11 +145,11 @@ def test_tables_are_made_once_for_the_same_lists(monkeypatch: pytest.MonkeyPatch
     found.count = count
     known = results(case, lists, mask)
     assert sorted(made) == first and all(torch.equal(known[what], unknown[what]) for what in known)
-    for tile, _ in made:
-        full, cut = (found.prepared["triton", tile, n] for n in (None, count))
-        assert cut[0] == len(cut[2]) < full[0] and int((full[2][cut[0] :, 1] >= 0).sum()) == 0
-    ids.copy_(RUNS.flip(0))  # the lists are not asked
-    results(case, lists, mask)
+    for tile, ends_with_row in made:
+        full, cut = (found.prepared["triton", tile, ends_with_row, n] for n in (None, count))
+        assert cut[0] == len(cut[2]) < full[0] == len(full[2]) and not int((full[2][cut[0] :, 1] >= 0).sum())
+    ids.copy_(RUNS.flip(0))
+    results(case, block_mask(case, mask), mask)
     assert sorted(made) == sorted(2 * first)
 
 

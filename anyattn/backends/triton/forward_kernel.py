@@ -139,10 +139,10 @@ def keys_at(
 ):  # fmt: skip
     """[TILE_N, BLOCK_D]: keys or values from position ``first``; zeros from ``end`` on (partial tiles only).
 
-    source: where they lie, a pointer, or IS_DESCRIBED a descriptor, which knows where they end.
+    source: where they lie, a pointer, or IS_DESCRIBED a descriptor, which knows where they end, or from 2 on where all of storage ends.
     """
     if IS_DESCRIBED >= 2:
-        return tl.reshape(source.load([key[2], key[8], first, 0]), (TILE_N, BLOCK_D))
+        return tl.reshape(source.load([key[2], key[8], first + key[3], 0]), (TILE_N, BLOCK_D))
     elif IS_DESCRIBED == 1:
         return source.load([first, 0])
     else:

@@ -124,7 +124,7 @@ def run_entry(
                 given += pair
         given += tensors
     # dtypes and whether rows are aligned (which the entry itself says) are all that differs between launches of one entry
-    dtypes = tuple([x.dtype for x in given if isinstance(x, Tensor)])
+    dtypes = tuple([x.dtype if isinstance(x, Tensor) else x.base.dtype for x in given if not isinstance(x, (int, float))])
     with current_device(device):
         _launch(kernel, tuple(grid), given, device, options, dtypes)
 

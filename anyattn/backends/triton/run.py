@@ -154,15 +154,13 @@ def _launch(form: Form, plan: Plan, target: _Target) -> None:
     capability = config.capability_of(q.device)
     has_few = has_few_rows(problem, capability)
     ways = config.ways_of(forward_shape(problem), capability, has_few)
-    described = ways.is_described * (is_aligned and _can_be_described(problem, found, plan.tile_n))
-    if described >= 2 and (found.entries is not None or not k.numel()):
-        described = 1
-    if described == 3 and (splits > 1 or packed > 1 or has_few or found.list_tile[0] % plan.tile_m or not _has_places((q, target.out))):
-        described = 2
+    is_packed = packed > 1 or has_few
+    described = _described(ways.is_described, form, plan, found, target) if is_aligned else 0
+    described = 2 if described == 3 and is_packed else described
     constants = {
         **constants_of(problem, chosen, found), "TILE_M": plan.tile_m, "TILE_N": plan.tile_n,
         "PAGE_SIZE": 0 if found.pages is None else k.shape[2],
-        "IS_PACKED": packed > 1 or has_few, "IS_CACHE": cache is not None, "HAS_LEFTPAD": cache_tables[1] is not None,
+        "IS_PACKED": is_packed, "IS_CACHE": cache is not None, "HAS_LEFTPAD": cache_tables[1] is not None,
         "HAS_ROWS": cache_tables[2] is not None, "HAS_SINK": sink is not None and splits == 1, "HAS_LSE": target.lse is not None,
         "HAS_MAX": target.highest is not None, "IS_RAW": problem.score is not None or _LEAST_SCALE < problem.scale < 1 / _LEAST_SCALE,
         "IS_LATE": ways.is_late and found.pages is None,
@@ -184,17 +182,25 @@ def _launch(form: Form, plan: Plan, target: _Target) -> None:
     )  # fmt: skip
 
 
-def _can_be_described(problem: Problem, found: tables.Tables, tile_n: int) -> bool:
-    """Whether a sequence's keys are rows at one distance, none of which a tile has to leave out: no pages, no list tile cut unevenly."""
-    if found.pages is not None or found.cache is not None or found.list_tile[1] % tile_n:
-        return False
-    # a single row's stride may be anything
-    return _has_places((problem.k, problem.v))
+def _described(wanted: int, form: Form, plan: Plan, found: tables.Tables, target: _Target) -> int:
+    """``Ways.is_described`` as far as it can be: of keys that are rows at one distance, none of which a tile has to leave out (no pages, no
+    list tile cut unevenly); made with the launch of tensors whose sequences are all of their storage, or share it as documents do, of which a
+    tile may hold keys of the next; written where no tile has rows of two list tiles, or of two documents."""
+    problem, is_dense = form.problem, found.entries is None
+    k, v = problem.k, problem.v
+    if not wanted or found.pages is not None or found.cache is not None or found.list_tile[1] % plan.tile_n:
+        return 0
+    if not all(t.stride(2) > 0 and t.stride(2) * t.element_size() % 16 == 0 for t in (k, v)):  # a single row's stride may be anything
+        return 0
+    if wanted == 1 or not (is_dense or form.documents is not None) or not (_has_places(k) and _has_places(v)):
+        return 1
+    is_whole = is_dense and target.parts[0] == 1 and found.list_tile[0] % plan.tile_m == 0
+    return 3 if wanted == 3 and is_whole and _has_places(problem.q) and _has_places(target.out) else 2
 
 
-def _has_places(tensors: tuple[Tensor, ...]) -> bool:
-    """Whether each row has a place of its own, at a multiple of 16 bytes."""
-    return all(t.stride(2) > 0 and t.stride(2) * t.element_size() % 16 == 0 for t in tensors)
+def _has_places(x: Tensor) -> bool:
+    """Whether every row of x has a place of its own, at a multiple of 16 bytes."""
+    return x.numel() > 0 and all(s > 0 and s * x.element_size() % 16 == 0 for s, n in zip(x.stride()[:3], x.shape[:3], strict=True) if n > 1)
 
 
 def _descriptor(x: Tensor, rows: int) -> Any:
@@ -202,7 +208,7 @@ def _descriptor(x: Tensor, rows: int) -> Any:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     strides = [8 if n == 1 else s for s, n in zip(x.stride()[:3], x.shape[:3], strict=True)]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, config.padded(x.shape[3])])
+    return TensorDescriptor(x.detach(), list(x.shape), [*strides, 1], [1, 1, rows, config.padded(x.shape[3])])
 
 
 def _cache_sizes(problem: Problem, cache: StoredCache | None) -> tuple[int, int, int, int]:
