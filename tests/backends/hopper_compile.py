@@ -118,7 +118,7 @@ def main(folder: Path, head_dim: int, head_dim_v: int, only: str = "") -> None:
             continue
         listed = 128 if "lists" in fields or "is_paged" in fields else None
         asks = tuple(ask for ask in (fields.get("partial"), *fields.get("always", ())) if ask is not None)
-        tiles = tiles_for(head_dim, head_dim_v, fields.get("score"), listed, asks)
+        tiles = tiles_for(head_dim, head_dim_v, fields.get("score"), listed, asks, "heads_per_tile" in fields)
         cut = (1, 128 // tiles.tile_n) if "lists" in fields else (1, 1)
         config = Config(head_dim, head_dim_v, i % 2 == 0 or "is_bounded" in fields, tiles, list_cut=cut, has_lse=True, **fields)
         result[name] = compile(config, mods, folder / str(i))

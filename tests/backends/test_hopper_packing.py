@@ -1,4 +1,4 @@
-"""Heads that share row tiles: when the plan has them do so, what becomes of tables and sizes, and which rows a thread of the kernel holds."""
+"""Heads that share row tiles: when the plan has them do so, what becomes of tables and sizes, and which rows a thread holds."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_asking_for_it_and_against_it() -> None:
     assert config_of(problem(1, 9), True).heads_per_tile == 1  # there is nothing to share
     for mask in (lambda b, h, i, j: i >= j + 3 * h, lambda b, h, i, j: (j < 20 + h) | (i == j)):
         assert config_of(problem(8, 9, mask=mask)).heads_per_tile == 1
-        with pytest.raises(BackendError, match="pack_gqa=True cannot be had .*pass pack_gqa=None"):
+        with pytest.raises(BackendError, match=r"pack_gqa=True cannot be had .*pass pack_gqa=None"):
             config_of(problem(8, 9, mask=mask), True)
     lists = anyattn.compute_block_sparsity(128, 128, 2, 16, 9, 400, lambda b, h, i, j: j < 50 * h + 9, device="cpu")
     by_head = problem(8, 9, mask=masks.full(), blocks=lists)

@@ -200,11 +200,14 @@ def sides(ranges: Expr) -> tuple[bool, bool] | None:
     return found[0], found[1]
 
 
-def tiles_for(head_dim: int, head_dim_v: int, score: Expr | None, tile_n: int | None = None, asked: tuple[Ask, ...] = ()) -> Tiles:
+def tiles_for(
+    head_dim: int, head_dim_v: int, score: Expr | None, tile_n: int | None = None, asked: tuple[Ask, ...] = (), is_packed: bool = False
+) -> Tiles:
     """The tiles for padded head dimensions: as large as registers allow without spilling, which ``tests/backends/test_hopper.py`` watches.
 
     A score mod, or predicates asked beside bands, need registers that three warp groups do not have, and what reads a table for every score
-    needs more. tile_n: what the keys of a tile must divide, a list's tile or a page. asked: all predicates but bands.
+    needs more. tile_n: what the keys of a tile must divide, a list's tile or a page. asked: all predicates but bands. is_packed: heads
+    share row tiles, and a thread's scores lie on more diagonals.
     """
     if head_dim == head_dim_v == 64 and score is None and tile_n is None and not asked:
         return Tiles(192, 128, 3)
@@ -216,7 +219,8 @@ def tiles_for(head_dim: int, head_dim_v: int, score: Expr | None, tile_n: int | 
     elif score is not None and (apart or reads_straight(score)):
         keys = {192: 64 if apart else 96, 256: 64}.get(widest, 128)
     else:
-        keys = 128 if head_dim == 192 and head_dim_v <= 128 else {192: 96 if ahead else 112, 256: 80}.get(widest, 128)
+        keys = {192: 96 if ahead else 112, 256: 64 if ahead and is_packed else 80}.get(widest, 128)
+        keys = 128 if head_dim == 192 and head_dim_v <= 128 else keys
     if tile_n is not None:
         keys = next(n for n in range(keys // 16 * 16, 0, -16) if tile_n % n == 0)
     emulated = 2 if score is not None and reads_straight(score) else 1 if score is not None and is_special(score) else 0

@@ -124,6 +124,8 @@ def _config(problem: Problem, score: Expr | None, list_tile: tuple[int, int] | N
     asks = tuple(ask for ask in (flags.get("partial"), *flags.get("always", ())) if ask is not None)
     tiles = tiles_for(d, dv, score, divides, asks)
     packed = heads_per_tile(problem, score, tiles.tile_m, flags, problem.packs if packs is None else packs)
+    if packed > 1:
+        tiles = tiles_for(d, dv, score, divides, asks, True)
     cut = (1, 1) if list_tile is None else (list_tile[0] * packed // tiles.tile_m, list_tile[1] // tiles.tile_n)
     is_bf16 = problem.q.dtype is torch.bfloat16
     asked: dict[str, Any] = {"has_sink": problem.sink is not None, "has_lse": problem.wants_lse, "has_max": problem.wants_max}
