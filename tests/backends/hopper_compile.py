@@ -6,6 +6,7 @@ A process of its own: the architecture is an environment variable that CuTe DSL 
 from __future__ import annotations
 
 import json
+import math
 import struct
 import sys
 import warnings
@@ -100,8 +101,14 @@ def cases() -> dict[str, tuple[list, dict]]:  # type: ignore[type-arg]
         "rounded": ([rounded], {"score": rounded.expr}),
         "powers": ([powers, causal], {"score": powers.expr, **ends}),
         "ragged": ([causal], {**ends, **entries}),
+        "documents": ([alibi, causal], {"score": alibi.expr, **ends, **entries, "has_count": True}),
+        "documents or lists": ([document], {"lists": "dense", "partial": each, "has_order": True, "has_count": True, "spread": "heads"}),
         "ragged lists": ([document], {"lists": "ragged", "partial": each, **entries}),
-        "pages": ([causal], {**ends, **entries, "is_paged": True}),
+        "pages of 16": ([causal], {**ends, **entries, "page": 16}),
+        "pages of 1": ([causal], {**ends, **entries, "page": 1}),
+        "pages of 7": ([window], {"bands": (window.expr,), **entries, "page": 7}),
+        "pages of 256": ([causal], {**ends, **entries, "page": 256}),
+        "pages and lists": ([document], {"lists": "ragged", "partial": each, **entries, "page": 48}),
         "packed": ([causal], {**ends, "heads_per_tile": 8, "has_sink": True}),
         "packed alibi": ([alibi, window], {"score": alibi.expr, "bands": (window.expr,), "heads_per_tile": 4}),
         "packed relative": ([relative], {"score": relative.expr, "heads_per_tile": 8}),
@@ -116,11 +123,13 @@ def main(folder: Path, head_dim: int, head_dim_v: int, only: str = "") -> None:
     for i, (name, (mods, fields)) in enumerate(cases().items()):
         if not name.startswith(only):
             continue
-        listed = 128 if "lists" in fields or "is_paged" in fields else None
+        listed, page = 128 if "lists" in fields else None, fields.pop("page", 0)
         asks = tuple(ask for ask in (fields.get("partial"), *fields.get("always", ())) if ask is not None)
-        tiles = tiles_for(head_dim, head_dim_v, fields.get("score"), listed, asks, "heads_per_tile" in fields)
+        d, dv = (128, 128) if page % 2 and head_dim == 96 else (head_dim, head_dim_v)
+        tiles = tiles_for(d, dv, fields.get("score"), listed, asks, page, "heads_per_tile" in fields)
         cut = (1, 128 // tiles.tile_n) if "lists" in fields else (1, 1)
-        config = Config(head_dim, head_dim_v, i % 2 == 0 or "is_bounded" in fields, tiles, list_cut=cut, has_lse=True, **fields)
+        piece, is_bf16 = math.gcd(page, tiles.tile_n) if page else 0, i % 2 == 0 or "is_bounded" in fields
+        config = Config(d, dv, is_bf16, tiles, list_cut=cut, has_lse=True, piece=piece, **fields)
         result[name] = compile(config, mods, folder / str(i))
     print(json.dumps(result))
 

@@ -14,7 +14,7 @@ from types import CodeType, SimpleNamespace
 from typing import Any
 
 from hopper_cases import Case
-from hopper_protocol import PARTS, Block, Loaded, Memory, Pipe, Registers, RowTile, StageRef, State
+from hopper_protocol import PARTS, Block, Loaded, Memory, Pieces, Pipe, Registers, RowTile, StageRef, State
 from hopper_schedule import Broken, Schedule
 
 import anyattn
@@ -100,6 +100,13 @@ class View:
 
     def __getitem__(self, key: tuple) -> View:
         return View(self.name, self.tag + tuple(i for i in key if i is not None))
+
+
+class Lanes(list):
+    """A number that differs from lane to lane."""
+
+    def __mod__(self, by: int) -> Lanes:
+        return Lanes(x % by for x in self)
 
 
 class Counter:
@@ -190,6 +197,18 @@ class Stubs:
     bands: list[tuple[int, int]]
     foresees: bool
     dtype = "dtype"
+    arch: Any
+
+    def _pieces(self, n: int) -> list[Lanes]:
+        """What the text says in each lane."""
+        found = []
+        for self.arch.lane in range(32):
+            found.append(super()._pieces(n))  # type: ignore[misc]
+        self.arch.lane = 0
+        return [Lanes(of_lanes) for of_lanes in zip(*found, strict=True)]
+
+    def _page(self, at: Lanes, *given: Any) -> Lanes:
+        return Lanes(super(Stubs, self)._page(i, *given) for i in at)  # type: ignore[misc]
 
     def band(self, entry: int, head: int, q_first: int, captured: Any) -> tuple[int, int]:
         return self.bands[entry]
@@ -342,11 +361,12 @@ class Stubs:
 
 
 def _arch(block: Block, work: tuple[int, int], counter: Counter) -> SimpleNamespace:
-    return SimpleNamespace(
+    arch = SimpleNamespace(lane=0)
+    arch.__dict__.update(
         block_idx=lambda: (work[0], 0, 0),
         grid_dim=lambda: (work[1], 1, 1),
-        lane_idx=lambda: 0,
-        shuffle_sync=lambda value, _: value,
+        lane_idx=lambda: arch.lane,
+        shuffle_sync=lambda value, lane: value[lane] if isinstance(value, Lanes) else value,
         atomic_add=counter.add,
         make_warp_uniform=int,
         cp_async_bulk_wait_group=lambda most, read: block.wait_for_stores(most),
@@ -354,6 +374,7 @@ def _arch(block: Block, work: tuple[int, int], counter: Counter) -> SimpleNamesp
         barrier=lambda barrier_id, number_of_threads: block.barrier(barrier_id, number_of_threads, True),
         barrier_arrive=lambda barrier_id, number_of_threads: block.barrier(barrier_id, number_of_threads, False),
     )
+    return arch
 
 
 def _stand_ins(block: Block, work: tuple[int, int], counter: Counter) -> dict[str, Any]:
@@ -369,6 +390,7 @@ def _stand_ins(block: Block, work: tuple[int, int], counter: Counter) -> dict[st
         copy=copy,
         domain_offset=lambda by, view: View(view.name, (*view.tag, by if isinstance(by[0], tuple) else sum(by))),
         local_tile=_local_tile,
+        flat_divide=Pieces,
         group_modes=lambda x, *_: x,
         make_layout=lambda _, stride=1: lambda i: i * stride,
         make_identity_tensor=lambda _: "identity",
@@ -384,7 +406,8 @@ def _stand_ins(block: Block, work: tuple[int, int], counter: Counter) -> dict[st
         "cute": cute,
         "cutlass": cutlass,
         "const_expr": bool,
-        "Int32": int,
+        "Int32": _integer,
+        "Uint32": _integer,
         "Float32": SimpleNamespace(inf=math.inf),
         "pipeline": SimpleNamespace(PipelineUserType=states, make_pipeline_state=lambda kind, n: State(n, 0, kind)),
         "cpasync": SimpleNamespace(tma_partition=lambda _, __, ___, in_smem, in_gmem: (in_smem, in_gmem)),
@@ -397,6 +420,10 @@ def _stand_ins(block: Block, work: tuple[int, int], counter: Counter) -> dict[st
         "narrowed": functools.partial(_narrowed, block),
         "rows_and_columns": lambda x: x,
     }
+
+
+def _integer(x: Any) -> Any:
+    return x if isinstance(x, Lanes) else int(x)
 
 
 class _Cells:
@@ -430,6 +457,7 @@ def run_block(case: Case, seed: int, changes: Changes = ()) -> int:
     kernel = type("Kernel", (Stubs, *(_class(names, name) for name in ("Visits", "Loads", "Multiplies"))), {})()
     load, multiply, tables = method(kernel, "load"), method(kernel, "multiply"), _class(names, "Tables")(**case.tables)
     kernel.block, kernel.config, kernel.bands, kernel.foresees = block, case.config, case.bands, case.foresees
+    kernel.arch = names["cute"].arch
     board = (_Board(block, block.pipes[3], "facts"), _Board(block, block.pipes[1], "visit"))
     in_smem = (*block.memories, block.memories[0])
     copies = tuple((name, View(name)) for name in ("q", "k", "v"))

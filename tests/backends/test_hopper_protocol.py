@@ -42,6 +42,12 @@ def test_the_cases_are_of_every_kind() -> None:
     assert any(len(c.tiles) >= 12 for c in cases) and any(not c.tiles for c in cases)
     assert {t.facts["more"] for c in cases for t in c.tiles} == {1, 2, 3, 4} and {c.config.heads_per_tile for c in cases} == {1, 4}
     assert any(t.room is not None for c in cases for t in c.tiles)
+    counted = [c for c in cases if c.config.has_count]
+    assert any(c.rows < c.sizes.rows and c.tiles for c in counted) and any(c.rows == 0 < c.sizes.rows for c in counted)
+    assert {c.config.piece for c in cases if c.tiles} == {0, 2, 4, 8, 16}
+    paged = [c for c in cases if c.config.is_paged]
+    assert {c.sizes.pieces_in_page for c in paged} == {1, 2, 3}
+    assert any(tag[3] == -1 for c in paged for t in c.tiles for pieces in t.sources[1] for tag in pieces)
 
 
 @pytest.mark.parametrize("head_dim_v", [64, 96, 128, 192, 256])
@@ -183,9 +189,31 @@ MUTANTS: dict[str, Changes] = {
     "K is copied without its memory being free": planted(LOAD, "        pipe.sync_object_empty.wait(state.index, state.phase)\n"),
     "the loader's Q stage is not advanced": planted(LOAD, "                    q_state.advance()\n"),
     "V is told at K's barrier": planted(LOAD, "self._fetch(pipes[2], v_state", "self._fetch(pipes[1], v_state"),
-    "V is one tile behind": planted(LOAD, "v_copy, n, entry", "v_copy, after, entry"),
+    "V is one tile behind": planted(LOAD, "v_copy, n, pages", "v_copy, after, pages"),
     "the tile goes on the board in another place": planted(LOAD, ON_BOARD, ON_BOARD.replace("[state.index] =", "[1 - state.index] =")),
     "the last key tile is loaded twice": planted(LOAD, "cutlass.min(i + 1, visits - 1)", "cutlass.min(i, visits - 1)"),
+    "row tiles are computed that the order does not count": planted(VISITS, "Sizes(tables.order[sizes.rows, 0], *", "Sizes(sizes.rows, *"),
+    "a piece is not copied": planted(LOAD, "min(pieces - group * _LANES, _LANES)", "min(pieces - group * _LANES, _LANES) - 1"),
+    "a piece too many is copied": planted(LOAD, "min(pieces - group * _LANES, _LANES)", "min(pieces - group * _LANES, _LANES) + 1"),
+    "pieces are written one over the other": planted(LOAD, "target[None, group * _LANES + i,", "target[None, 0,"),
+    "a piece's page is the one of the lane before": planted(
+        LOAD, "cute.arch.shuffle_sync(pages[group], i)", "cute.arch.shuffle_sync(pages[group], max(i - 1, 0))"
+    ),
+    "a piece's place is the one of the lane before": planted(
+        LOAD, "cute.arch.shuffle_sync(places[group], i)", "cute.arch.shuffle_sync(places[group], max(i - 1, 0))"
+    ),
+    "pages are those of the tile before": planted(LOAD, "n, asked, pages = after, asks, pages_after", "n, asked = after, asks"),
+    "V's pages are those of the tile after": planted(LOAD, "v_copy, n, pages, sizes", "v_copy, n, pages_after, sizes"),
+    "pages are those of the first entry": planted(LOAD, "tables.pages[entry,", "tables.pages[0,"),
+    "the table is asked about what lies past the last key": planted(LOAD, "at * self.config.piece < seqlen_k:", "at >= 0:"),
+    "pages are asked for one piece too late": planted(
+        LOAD, "at * self.config.piece < seqlen_k:", "(at + 1) * self.config.piece < seqlen_k:"
+    ),
+    "pieces are counted by tiles": planted(LOAD, "n * pieces + i", "n + i"),
+    "every page begins where its first piece does": planted(LOAD, "% Uint32(sizes.pieces_in_page)", "% Uint32(1)"),
+    "keys are divided along the rows": planted(
+        LOAD, "flat_divide(k_smem, (piece, d))[None, None, None, 0, None]", "flat_divide(k_smem, (piece, d))[None, None, 0, None, None]"
+    ),
     "a visit more than loaded": planted(VISITS, "return total, masked, bare, maximum(", "return total, masked, bare + 1, maximum("),
 }
 

@@ -105,6 +105,7 @@ KILLERS: dict[str, Callable[[], Any]] = {
     "ragged_lists": ragged_lists,
     "packed": stored_as("tail"),
     "pages": stored_as("pages of 256"),
+    "pieces": stored_as("pages of 16"),
     "twice": twice,
 }
 

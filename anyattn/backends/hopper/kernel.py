@@ -105,8 +105,9 @@ class HopperForward(Visits, Loads, Multiplies, Softmax, Epilogue):
         part = cute.slice_(helpers.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (64, tile_n, head_dim_v), self.dtype, 1), (None, None, 0))
         read, write = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         q_atom, q = cpasync.make_tiled_tma_atom(read, q, *self._rows_of(one[0], tile_m, head_dim))
-        k_atom, k = cpasync.make_tiled_tma_atom(read, k, one[1], (tile_n, head_dim))
-        v_atom, v = cpasync.make_tiled_tma_atom(read, v, one[2], (head_dim_v, tile_n))
+        at_once = self.config.piece if const_expr(self.config.is_paged) else tile_n  # keys that one copy brings
+        k_atom, k = self._copy_of(read, k, one[1], (at_once, head_dim))
+        v_atom, v = self._copy_of(read, v, one[2], (head_dim_v, at_once))
         out_atom, out = cpasync.make_tiled_tma_atom(write, whole_out, *self._rows_of(part, 64, head_dim_v))
         self.bytes = [cute.size_in_bytes(self.dtype, layout) for layout in one[:3]]
         self.q_size = max(cute.cosize(one[0]), cute.cosize(one[3]))
@@ -114,7 +115,7 @@ class HopperForward(Visits, Loads, Multiplies, Softmax, Epilogue):
         tables = (partial_count, partial_index, full_count, full_index, order, entries, pages)
         if const_expr(self.config.heads_per_tile > 1):
             heads = k_heads * ceil_div(ratio, self.config.heads_per_tile)
-        sizes = (rows, spread, section, heads, ratio, lengths[1] // tile_n)
+        sizes = (rows, spread, section, heads, ratio, lengths[1] // at_once if const_expr(self.config.is_paged) else Int32(0))
         self.kernel(
             (q_atom, k_atom, v_atom), (q, k, v), (out_atom, out, plain_out, lse, highest), sink, scale_log2, (*tables, counter), lengths,
             sizes, (scalars, tensors), layouts, (mma_qk, mma_pv),
@@ -124,6 +125,12 @@ class HopperForward(Visits, Loads, Multiplies, Softmax, Epilogue):
             stream=stream,
             min_blocks_per_mp=1,
         )  # fmt: skip
+
+    def _copy_of(self, operation: Any, tensor: Any, tile: Any, shape: tuple[int, int]) -> tuple[Any, Any]:
+        """(atom, tensor) of copies of ``shape`` into a part of a tile, whose layout they keep: where an entry goes hangs on the bits of its
+        address, and the copy engine swizzles by these too, so that a part may begin at any multiple of 128 bytes."""
+        part = cute.composition(tile, tuple(cute.make_layout(n) for n in shape))
+        return cpasync.make_tiled_tma_atom(operation, tensor, part, shape)
 
     def _rows_first(self, x: Any, ratio: Any) -> Any:
         """(B, H, S, D) as (S, D, H, B); where heads share row tiles, as ((heads for each of K and V, S), D, K/V heads, B)."""
@@ -198,12 +205,12 @@ class HopperForward(Visits, Loads, Multiplies, Softmax, Epilogue):
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         if warp < 4:
-            cute.arch.setmaxregister_decrease(tiles.registers[1])
+            cute.arch.setmaxregister_decrease(self.config.registers[1])
             if warp == 0:
                 copies = tuple(zip(atoms, gmem))
                 self.load(copies, smem, pipes, board, Tables(*tables[:-1]), tables[-1], lengths, Sizes(*sizes), captured)
         else:
-            cute.arch.setmaxregister_increase(tiles.registers[0])
+            cute.arch.setmaxregister_increase(self.config.registers[0])
             self.multiply(thread - 128, mmas, smem, pipes, board, outputs, sink, scale_log2, captured)
 
     def _pipe(self, barriers: Any, stages: int, transaction_bytes: int) -> Any:

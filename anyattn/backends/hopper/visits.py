@@ -50,8 +50,9 @@ class Tables(NamedTuple):
     """Tensors that say what to visit, None where the config has none; int32.
 
     partial_count, partial_index, full_count, full_index: lists of tiles. order: (rows, 3), m_block (-1: nothing), head and entry of each
-    row tile. entries: (B, 9), q_row, q_start, seqlen_q, k_row, k_start, seqlen_k, q_first and an entry's place in ragged lists: its first
-    row tile, its first index. pages: (B, most pages of an entry).
+    row tile, and with ``Config.has_count`` one row more, whose first number says how many of them there are. entries: (B, 9), q_row,
+    q_start, seqlen_q, k_row, k_start, seqlen_k, q_first and an entry's place in ragged lists: its first row tile, its first index.
+    pages: (B, most pages of an entry).
     """
 
     partial_count: Any
@@ -67,7 +68,7 @@ class Sizes(NamedTuple):
     """Run-time sizes. rows: row tiles, each shared by ``spread`` heads, of which ``section`` go side by side. heads: an entry's; what
     counts as one here is a query head, or the heads that share a row tile.
 
-    ratio: query heads for each K/V head. tiles_in_page: key tiles of a page.
+    ratio: query heads for each K/V head. pieces_in_page: of ``Config.piece`` rows; 0 without pages.
     """
 
     rows: Any
@@ -75,13 +76,20 @@ class Sizes(NamedTuple):
     section: Any
     heads: Any
     ratio: Any
-    tiles_in_page: Any
+    pieces_in_page: Any
 
 
 class Visits:
     """The deciding part of ``HopperForward``'s loading role."""
 
     config: Any
+
+    @cute.jit
+    def counted(self, tables, sizes):
+        """The sizes with as many rows as there are; those that the launch names are what there is room for."""
+        if const_expr(self.config.has_count):
+            return Sizes(tables.order[sizes.rows, 0], *sizes[1:])
+        return sizes
 
     @cute.jit
     def row_tile(self, work, tables, sizes):
