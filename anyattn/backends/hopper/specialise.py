@@ -118,10 +118,10 @@ class ByDocument(NamedTuple):
 
 def by_document(problem: Problem) -> ByDocument | None:
     """How a call is run by its documents, None where they are not told apart by block lists that follow from the mask, or where the rest
-    of the mask is not bands. Asks nothing of what tensors hold."""
+    of the mask is not bands. Asks nothing of what tensors hold. The heads of a group are apart: how long documents are nobody knows."""
     if problem.blocks is None or (form := form_of(problem)) is None:
         return None  # without lists to keep them with, finding the documents for every call costs what it saves
-    within, listed = specialised(over_sequences(problem, form, _NO_DOCUMENTS)), specialised(problem)
+    within, listed = specialised(over_sequences(problem, form, _NO_DOCUMENTS), False), specialised(problem, False)
     if within.listed is not None or within.config.always or listed.listed is None:
         return None
     return ByDocument(form, _counted(within), _counted(listed))
