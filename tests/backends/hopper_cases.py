@@ -129,7 +129,7 @@ def random_case(seed: int, rows: int | None = None) -> Case:
     heads = draw.choice((2, 3, 4)) if config.spread == "heads" else 1
     section = draw.randint(1, heads)
     ratio = 2 if heads % 2 == 0 else 1
-    if config.spread == "heads" and random.Random(-1 - seed).random() < 0.3:  # heads are then groups of heads that share row tiles
+    if config.spread == "heads" and random.Random(-1 - seed).random() < 0.6:  # heads are then groups of heads that share row tiles
         config.heads_per_tile, config.tile_q = 4, config.tiles.tile_m // 4
         ratio = 4 * ratio - seed % 4
     sizes = Sizes(rows, heads, section, heads, ratio, draw.choice((1, 1, 2, 3)))

@@ -223,6 +223,14 @@ MUTANTS: dict[str, Changes] = {
     "keys are divided along the rows": planted(
         LOAD, "flat_divide(k_smem, (piece, d))[None, None, None, 0, None]", "flat_divide(k_smem, (piece, d))[None, None, 0, None, None]"
     ),
+    "heads are cut into a group too many": planted(VISITS, "groups = ceil_div(sizes.ratio, most)", "groups = sizes.ratio // most + 1"),
+    "a smaller group has as many heads": planted(VISITS, "minimum(sizes.ratio - before, most)", "most"),
+    "a group's heads are the first ones": planted(VISITS, "* sizes.ratio + before", "* sizes.ratio"),
+    "Q is of the first group's heads": planted(LOAD, "((head % sizes.ratio, q_start), 0)", "((0, q_start), 0)"),
+    "Q is as far as heads apart have it": planted(LOAD, "shape, ((0, m_block), 0))", "shape, ((0, m_block * 4), 0))"),
+    "packed row tiles see what unpacked ones do": planted(
+        VISITS, "tile_m, tile_n = config.tile_q,", "tile_m, tile_n = config.tiles.tile_m,"
+    ),
     "a visit more than loaded": planted(VISITS, "return total, masked, bare, maximum(", "return total, masked, bare + 1, maximum("),
 }
 

@@ -230,12 +230,19 @@ def _with_pages(tiles: list[int], page: int) -> int:
 
 
 def tiles_for(
-    head_dim: int, head_dim_v: int, score: Expr | None, tile_n: int | None = None, asked: tuple[Ask, ...] = (), page: int = 0
+    head_dim: int,
+    head_dim_v: int,
+    score: Expr | None,
+    tile_n: int | None = None,
+    asked: tuple[Ask, ...] = (),
+    page: int = 0,
+    is_packed: bool = False,
 ) -> Tiles:
     """The tiles for padded head dimensions: as large as registers allow without spilling, which ``tests/backends/test_hopper.py`` watches.
 
     A score mod, or predicates asked beside bands, need registers that three warp groups do not have, and what reads a table for every score
     needs more. tile_n: what a tile's keys must divide, a list's tile. asked: all predicates but bands. page: rows of a page, 0 without.
+    is_packed: heads share row tiles, and a thread's scores lie on more diagonals.
     """
     if head_dim == head_dim_v == 64 and score is None and tile_n is None and not asked and page % _SMALL == 0:
         return Tiles(192, 128, 3)
@@ -247,7 +254,8 @@ def tiles_for(
     elif score is not None and (apart or reads_straight(score)):
         keys = {192: 64 if apart else 96, 256: 64}.get(widest, 128)
     else:
-        keys = 128 if head_dim == 192 and head_dim_v <= 128 else {192: 96 if ahead else 112, 256: 80}.get(widest, 128)
+        keys = {192: 96 if ahead else 112, 256: 64 if ahead and is_packed else 80}.get(widest, 128)
+        keys = 128 if head_dim == 192 and head_dim_v <= 128 else keys
     may_be = [n for n in range(keys // 16 * 16, 0, -16) if tile_n is None or tile_n % n == 0]
     keys = _with_pages(may_be, page) if page else may_be[0]
     emulated = 2 if score is not None and reads_straight(score) else 1 if score is not None and is_special(score) else 0

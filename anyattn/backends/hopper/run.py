@@ -179,7 +179,8 @@ def _shared(problem: Problem, plan: Plan) -> _Shared:
     key = ("hopper", problem.wants_lse, problem.scale > 0)
     found = plan.prepared.get(key)  # type: ignore[call-overload]
     if found is None:
-        made = _Shared(specialised(problem, plan.heads_per_tile > 1), {}, by_document(problem), WeakKeyDictionary())
+        packs = plan.heads_per_tile > 1
+        made = _Shared(specialised(problem, packs), {}, None if packs else by_document(problem), WeakKeyDictionary())
         found = plan.prepared[key] = made  # type: ignore[index]
     return found
 
