@@ -57,15 +57,21 @@ class Case:
     foresees: bool
 
     @property
+    def rows(self) -> int:
+        """How many row tiles there are: as many as there is room for, or as the order says."""
+        order = self.tables["order"]
+        return order[self.sizes.rows, 0] if self.config.has_count else self.sizes.rows
+
+    @property
     def draws(self) -> bool:
-        return self.sizes.rows * self.sizes.spread > self.workers
+        return self.rows * self.sizes.spread > self.workers
 
     def __str__(self) -> str:
         tiles = self.config.tiles
         return (
             f"visits {[len(t.visits) for t in self.tiles]}, {tiles.stages} stages, Q {self.config.q_stages}, "
             f"{tiles.warp_groups} warp groups, turns {tiles.ping_pong}, lists {self.config.lists}, "
-            f"left {self.config.has_left}, score {self.config.score}"
+            f"left {self.config.has_left}, score {self.config.score}, heads of a tile {self.config.heads_per_tile}"
         )
 
 
@@ -78,6 +84,8 @@ def _config(draw: random.Random) -> Any:
     piece = draw.choice((0, 0, 0, 0, TILE_N, 8, 4, 2, 1)) if lists is None else 0
     return SimpleNamespace(
         tiles=tiles,
+        tile_q=tiles.tile_m,
+        heads_per_tile=1,
         q_stages=q_stages,
         score=draw.choice((None, "score")),
         is_bounded=draw.random() < 0.3,
@@ -90,6 +98,7 @@ def _config(draw: random.Random) -> Any:
         per_entry=False,
         per_head=False,
         has_order=lists is None,
+        has_count=False,
         has_entries=lists is None,
         has_left=lists is None and draw.random() < 0.5,
         has_right=lists is None and draw.random() < 0.5,
@@ -119,7 +128,11 @@ def random_case(seed: int, rows: int | None = None) -> Case:
     workers = draw.choice((1, 1, 2))
     heads = draw.choice((2, 3, 4)) if config.spread == "heads" else 1
     section = draw.randint(1, heads)
-    sizes = Sizes(rows, heads, section, heads, 2 if heads % 2 == 0 else 1, draw.choice((1, 1, 2, 3)))
+    ratio = 2 if heads % 2 == 0 else 1
+    if config.spread == "heads" and random.Random(-1 - seed).random() < 0.6:  # heads are then groups of heads that share row tiles
+        config.heads_per_tile, config.tile_q = 4, config.tiles.tile_m // 4
+        ratio = 4 * ratio - seed % 4
+    sizes = Sizes(rows, heads, section, heads, ratio, draw.choice((1, 1, 2, 3)))
     # heads whose K and V fit the cache together go side by side
     work = [(r, h) for first in range(0, heads, section) for r in range(rows) for h in range(first, min(first + section, heads))]
     taken, jumps = _taken(draw, len(work), workers)
@@ -127,15 +140,27 @@ def random_case(seed: int, rows: int | None = None) -> Case:
     tables, lengths, bands, tile = made(draw, config, sizes)
     tiles = [found for i in taken if (found := tile(*work[i])) is not None]
     names = ("partial_count", "partial_index", "full_count", "full_index", "order", "entries", "pages")
-    return Case(
+    case = Case(
         config, tiles, {n: tables.get(n) for n in names}, lengths, sizes, bands, workers, jumps, draw.randrange(workers),
         bool(config.score) and draw.random() < 0.5,
     )  # fmt: skip
+    return _counted(case, random.Random(-seed))
+
+
+def _counted(case: Case, draw: random.Random) -> Case:
+    """Every other order says itself how many row tiles there are; behind them stand others, that are not to be computed."""
+    if not case.config.has_order or draw.random() < 0.5:
+        return case
+    room, rows = draw.choice((0, 1, 4)), case.sizes.rows
+    case.config.has_count = True
+    case.tables["order"] = Table([*case.tables["order"].values, *[(0, 0, 0)] * room, (rows, 0, 0)])
+    case.sizes = case.sizes._replace(rows=rows + room)
+    return case
 
 
 def _entries(draw: random.Random, config: Any, sizes: Sizes) -> tuple[dict[str, Any], tuple, list, Any]:
     """Each row tile is of an entry of its own, whose length is what it takes to have the visits wished for."""
-    tile_m, count, in_page = config.tiles.tile_m, sizes.rows, sizes.pieces_in_page
+    tile_m, count, in_page = config.tile_q, sizes.rows, sizes.pieces_in_page
     entries, order, bands, pages = [], [], [], []
     for b in range(count):
         m_block = draw.choice((0, 0, 1, -1 if draw.random() < 0.3 else 0))
@@ -157,16 +182,17 @@ def _entries(draw: random.Random, config: Any, sizes: Sizes) -> tuple[dict[str, 
         q_row, q_start, seqlen_q, k_row, k_start, seqlen_k, q_first, _, _ = entries[b]
         left, right = bands[b]
         visits = [(n, 1, cut) for n, cut in _of_band(m_block * tile_m, min((m_block + 1) * tile_m, seqlen_q), seqlen_k, left, right)]
+        heads, head, q_place = _of_heads(head, config.heads_per_tile, sizes.ratio, (q_row, q_start, m_block))
         kv_head = head // sizes.ratio
         keys: list[tuple] = [(kv_head, k_row, k_start, 0, n) for n, _, _ in visits]
         if config.is_paged:
             place = lambda at: (kv_head, 0, *_on_page(at, seqlen_k, pages[b], config.piece, in_page))
             keys = [tuple(place(at) for at in _pieces(n, config.piece)) for n, _, _ in visits]
         seen = {"left": left if config.has_left else -(2**30), "right": right if config.has_right else 2**30}
-        facts = {"more": 1, "m_block": m_block, "head": head, "entry": b, "total": len(visits), "seqlen_q": seqlen_q, "seqlen_k": seqlen_k,
-                 "q_row": q_row, "q_start": q_start, "q_first": q_first, **seen}  # fmt: skip
+        facts = {"more": heads, "m_block": m_block, "head": head, "entry": b, "total": len(visits), "seqlen_q": seqlen_q,
+                 "seqlen_k": seqlen_k, "q_row": q_row, "q_start": q_start, "q_first": q_first, **seen}  # fmt: skip
         room = seqlen_k - visits[0][0] * TILE_N if visits else TILE_N
-        return RowTile(facts, visits, ((head, q_row, q_start, m_block, 0), keys, keys), room if room < TILE_N else None)
+        return RowTile(facts, visits, (q_place, keys, keys), room if room < TILE_N else None)
 
     tables = {"order": Table(order), "entries": Table(entries), "pages": Table(pages)}
     return tables, (999, 999), bands, tile
@@ -181,6 +207,16 @@ def _pieces(n: int, piece: int) -> range:
 def _on_page(at: int, seqlen_k: int, pages: list[int], piece: int, in_page: int) -> tuple[int, int]:
     """(piece of a page, page) of piece ``at``; past the last key no page at all."""
     return at % in_page, pages[at // in_page] if at * piece < seqlen_k else -1
+
+
+def _of_heads(number: int, packed: int, ratio: int, at: tuple[int, int, int]) -> tuple[int, int, tuple]:
+    """(heads of a row tile, the first, what is chosen of Q). number: the tile's head, or the number of the group that shares it."""
+    q_row, q_start, m_block = at
+    if packed == 1:
+        return 1, number, (number, q_row, q_start, m_block, 0)
+    groups = [(h, min(packed, ratio - h)) for h in range(0, ratio, packed)]
+    kv_head, (before, heads) = number // len(groups), groups[number % len(groups)]
+    return heads, kv_head * ratio + before, (kv_head, q_row, ((before, q_start), 0), (0, m_block), 0)
 
 
 def _of_band(first: int, end: int, seqlen_k: int, left: int, right: int) -> list[tuple[int, bool]]:

@@ -101,20 +101,31 @@ def cases() -> dict[str, tuple[list, dict]]:  # type: ignore[type-arg]
         "rounded": ([rounded], {"score": rounded.expr}),
         "powers": ([powers, causal], {"score": powers.expr, **ends}),
         "ragged": ([causal], {**ends, **entries}),
+        "documents": ([alibi, causal], {"score": alibi.expr, **ends, **entries, "has_count": True}),
+        "documents or lists": ([document], {"lists": "dense", "partial": each, "has_order": True, "has_count": True, "spread": "heads"}),
         "ragged lists": ([document], {"lists": "ragged", "partial": each, **entries}),
         "pages of 16": ([causal], {**ends, **entries, "page": 16}),
         "pages of 1": ([causal], {**ends, **entries, "page": 1}),
         "pages of 256": ([causal], {**ends, **entries, "page": 256}),
         "pages and lists": ([document], {"lists": "ragged", "partial": each, **entries, "page": 48}),
+        "packed": ([causal], {**ends, "heads_per_tile": 8, "has_sink": True}),
+        "packed alibi": ([alibi, window], {"score": alibi.expr, "bands": (window.expr,), "heads_per_tile": 4}),
+        "packed relative": ([relative], {"score": relative.expr, "heads_per_tile": 8}),
+        "packed straight": ([straight, causal], {"score": straight.expr, "heads_per_tile": 8, **ends}),
+        "packed lists": ([document], {"lists": "dense", "partial": each, "has_order": True, "heads_per_tile": 8}),
+        "packed ragged": ([causal], {**ends, **entries, "heads_per_tile": 4}),
     }
 
 
-def main(folder: Path, head_dim: int, head_dim_v: int) -> None:
+def main(folder: Path, head_dim: int, head_dim_v: int, only: str = "") -> None:
     result = {}
     for i, (name, (mods, fields)) in enumerate(cases().items()):
+        if not name.startswith(only):
+            continue
         listed, page = 128 if "lists" in fields else None, fields.pop("page", 0)
         asks = tuple(ask for ask in (fields.get("partial"), *fields.get("always", ())) if ask is not None)
-        tiles = tiles_for(head_dim, head_dim_v, fields.get("score"), listed, asks, page)
+        packs = "heads_per_tile" in fields
+        tiles = tiles_for(head_dim, head_dim_v, fields.get("score"), listed, asks, page, packs)
         cut = (1, 128 // tiles.tile_n) if "lists" in fields else (1, 1)
         piece, is_bf16 = math.gcd(page, tiles.tile_n) if page else 0, i % 2 == 0 or "is_bounded" in fields
         if 0 < piece < LEAST_PIECE:
@@ -126,4 +137,4 @@ def main(folder: Path, head_dim: int, head_dim_v: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])

@@ -372,7 +372,10 @@ class Block:
         if not 0 <= piece < pieces:
             raise Broken(f"{name} has {pieces} pieces, and {piece} is copied")
         count = self.copied[name] // pieces
-        place: Any = self.order[count] if name != "q" else [t for t, tile in enumerate(self.tiles) if tile.visits][count]
+        places: list[Any] = self.order if name != "q" else [t for t, tile in enumerate(self.tiles) if tile.visits]
+        if count >= len(places):
+            raise Broken(f"{name} {tag} is copied for no tile")
+        place = places[count]
         whole = self.tiles[place].sources[0] if name == "q" else self.tiles[place[0]].sources[1 if name == "k" else 2][place[1]]
         wanted = whole[piece] if isinstance(to, PieceRef) else whole
         if (name, tag) != (to.memory.name, wanted):

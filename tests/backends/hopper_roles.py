@@ -30,7 +30,7 @@ Changes = tuple[tuple[str, str, str], ...]  # (module, text, text that takes its
 # what the roles call of the rest of the kernel's class, which ``Stubs`` has instead, and the module that it is of
 STOOD_IN = {
     "band": "visits", "rate": "softmax", "row_limits": "softmax", "foreseen": "softmax", "modified": "softmax", "masked": "softmax",
-    "exponentials": "softmax", "unshifted": "softmax", "finished": "epilogue", "blank": "epilogue", "stored": "epilogue",
+    "head": "softmax", "exponentials": "softmax", "unshifted": "softmax", "finished": "epilogue", "blank": "epilogue", "stored": "epilogue",
     "gather": "gather",
 }  # fmt: skip
 
@@ -330,6 +330,10 @@ class Stubs:
                 raise Broken(f"exponentials are added to {before}")
             x.store(Loaded(before.made_of + made_of, -1, kinds[0]))
 
+    def head(self, positions: str, facts: Any) -> int:
+        self._given(positions=positions)
+        return int(facts.head)
+
     def finished(self, acc: Registers, row_max: Registers, row_sum: Registers, rate: str, sink: str, head: int) -> None:
         self._given(rate=rate)
         out, top, total = found = acc.load(), row_max.load(), row_sum.load()
@@ -354,7 +358,7 @@ class Stubs:
         if group.number not in stage.held or stage.tag != ("q", *tile.sources[0], t) or group.number in stage.reading:
             raise Broken(f"O of {t} goes where {stage.tag} is, held by {stage.held}, read by {stage.reading}")
         stage.used.add(group.number)
-        end = facts.m_block * self.config.tiles.tile_m + (number + 1) * 64
+        end = facts.m_block * self.config.tile_q + (number + 1) * 64 // self.config.heads_per_tile
         if self.config.has_entries and end > facts.seqlen_q:
             self.block.written[t, group.number] += 1
         else:
@@ -405,7 +409,7 @@ def _stand_ins(block: Block, work: tuple[int, int], counter: Counter) -> dict[st
     cute = SimpleNamespace(
         arch=_arch(block, work, counter),
         copy=copy,
-        domain_offset=lambda by, view: View(view.name, (*view.tag, sum(by))),
+        domain_offset=lambda by, view: View(view.name, (*view.tag, by if isinstance(by[0], tuple) else sum(by))),
         local_tile=_local_tile,
         flat_divide=Pieces,
         make_tensor=lambda of, _: Turned(of),

@@ -41,7 +41,10 @@ def test_the_cases_are_of_every_kind() -> None:
     assert len(kinds) == 12
     assert {len(t.visits) for c in cases for t in c.tiles} >= {0, 1, 2, 3, 5}
     assert any(len(c.tiles) >= 12 for c in cases) and any(not c.tiles for c in cases)
+    assert {t.facts["more"] for c in cases for t in c.tiles} == {1, 2, 3, 4} and {c.config.heads_per_tile for c in cases} == {1, 4}
     assert any(t.room is not None for c in cases for t in c.tiles)
+    counted = [c for c in cases if c.config.has_count]
+    assert any(c.rows < c.sizes.rows and c.tiles for c in counted) and any(c.rows == 0 < c.sizes.rows for c in counted)
     assert {c.config.piece for c in cases if c.tiles} == {0, 1, 2, 4, 8, 16}
     paged = [c for c in cases if c.config.is_paged]
     assert {c.sizes.pieces_in_page for c in paged} == {1, 2, 3}
@@ -197,6 +200,7 @@ MUTANTS: dict[str, Changes] = {
     "V is one tile behind": planted(LOAD, "v_copy, n, pages", "v_copy, after, pages"),
     "the tile goes on the board in another place": planted(LOAD, ON_BOARD, ON_BOARD.replace("[state.index] =", "[1 - state.index] =")),
     "the last key tile is loaded twice": planted(LOAD, "cutlass.min(i + 1, visits - 1)", "cutlass.min(i, visits - 1)"),
+    "row tiles are computed that the order does not count": planted(VISITS, "Sizes(tables.order[sizes.rows, 0], *", "Sizes(sizes.rows, *"),
     "a piece is not copied": planted(LOAD, "min(pieces - group * LANES, LANES)", "min(pieces - group * LANES, LANES) - 1"),
     "a piece too many is copied": planted(LOAD, "min(pieces - group * LANES, LANES)", "min(pieces - group * LANES, LANES) + 1"),
     "pieces are written one over the other": planted(LOAD, "target[None, group * LANES + i,", "target[None, 0,"),
@@ -218,6 +222,14 @@ MUTANTS: dict[str, Changes] = {
     "gathered keys are on the pages of the tile after": planted(LOAD, "_pieces(n))\n            if", "_pieces(n + 1))\n            if"),
     "keys are divided along the rows": planted(
         LOAD, "flat_divide(k_smem, (piece, d))[None, None, None, 0, None]", "flat_divide(k_smem, (piece, d))[None, None, 0, None, None]"
+    ),
+    "heads are cut into a group too many": planted(VISITS, "groups = ceil_div(sizes.ratio, most)", "groups = sizes.ratio // most + 1"),
+    "a smaller group has as many heads": planted(VISITS, "minimum(sizes.ratio - before, most)", "most"),
+    "a group's heads are the first ones": planted(VISITS, "* sizes.ratio + before", "* sizes.ratio"),
+    "Q is of the first group's heads": planted(LOAD, "((head % sizes.ratio, q_start), 0)", "((0, q_start), 0)"),
+    "Q is as far as heads apart have it": planted(LOAD, "shape, ((0, m_block), 0))", "shape, ((0, m_block * 4), 0))"),
+    "packed row tiles see what unpacked ones do": planted(
+        VISITS, "tile_m, tile_n = config.tile_q,", "tile_m, tile_n = config.tiles.tile_m,"
     ),
     "a visit more than loaded": planted(VISITS, "return total, masked, bare, maximum(", "return total, masked, bare + 1, maximum("),
 }

@@ -144,6 +144,16 @@ def pairs() -> None:
         judge(*qkv(2, 2, 1, 37, 43, 16, 16), score=score, captured=[a], mask=mask)
 
 
+def relative() -> None:
+    """A captured entry for each distance, in tiles that are wider than high, higher than wide, and square."""
+    table = torch.linspace(-1, 1, 2 * 170, dtype=torch.float64).sin().reshape(2, 170)
+    for tile in ((16, 64), (64, 16), (32, 32)):
+        options = {"tile_m": tile[0], "tile_n": tile[1]}
+        score = lambda s, b, h, i, j: s + table[h, i - j + 95]
+        halves = (t.half() for t in qkv(2, 2, 1, 70, 91, 16, 16))  # in float32 nothing is summed by products
+        judge(*halves, score=score, captured=[table], mask=masks.causal(30), kernel_options=options)
+
+
 def overlap() -> None:
     """Two ranges of keys that share tiles which both fill."""
     judge(*qkv(1, 1, 1, 70, 100, 16, 16), mask=lambda b, h, i, j: (j < i + 40) | ((j >= 20) & (j < 90)))
@@ -172,6 +182,7 @@ KILLERS: dict[str, Callable[[], Any]] = {
     "softcap": variant("softcap"),
     "two_tables": two_tables,
     "pairs": pairs,
+    "relative": relative,
     "infinite_derivative": infinite_derivative,
     "head_dim": judged((1, 2, 1, 20, 20, 24, 40)),
     "few_rows": judged((1, 6, 2, 3, 50, 16, 16), score=lambda s, b, h, i, j: s - 0.02 * h * j),

@@ -11,10 +11,12 @@ from anyattn.mods.dependence import dependence
 from anyattn.mods.ir import Expr
 from anyattn.mods.rows import NO_LIMIT
 
-__all__ = ["HEAD_DIMS", "LEAST_PIECE", "MOST", "TILE_M", "Ask", "Config", "Tiles", "padded", "sides", "slots", "tiles_for"]
+__all__ = ["HEAD_DIMS", "LEAST_PIECE", "MOST", "PACKED", "TILE_M", "Ask", "Config", "Tiles", "padded", "sides", "slots", "tiles_for"]
 
 HEAD_DIMS = (64, 96, 128, 192, 256)  # what a row is padded to, in shared memory only
 MOST = 52.0  # a score's size where exponentials are taken as they are: 2^75 leaves a sum of 2^30 keys, times values, room in float32
+# Heads that may share a row tile. A thread's rows lie 8 apart: with at most 8 heads they are one head's, as in a kernel that packs none.
+PACKED = (4, 8)
 TILE_M = 128  # query rows of every kernel that goes by lists
 LEAST_PIECE = 8  # rows of a piece of a page, below which threads copy faster than the copy engine
 _SHARED_MEMORY = 227 * 1024
@@ -78,12 +80,15 @@ class Config:
     head_dim, head_dim_v: as padded. is_bf16: else float16. score: the score mod's expression or None.
     is_factored: constant factors may be taken off the score mod's end, for they and the scale are above 0 (``staging.factored``, ``bias``).
     is_bounded: no score passes ``MOST``, so that a row's maximum need not be found: exponentials are taken of the scores themselves.
+    heads_per_tile: query heads that share K and V and a row tile (packed GQA), 1, 4 or 8: row r is head ``r % heads_per_tile`` of them at
+    position ``r // heads_per_tile`` of the tile's. A group of another number of heads leaves rows of its last tiles empty.
     bands: row ranges ``lo, hi`` of predicates that are bands around a row's place (``sides``); the kernel derives its tiles from them.
     lists: None, or the layout of the lists of tiles to visit: "dense" (B, H, M, N), "ragged" (H, total_m, max_n) or "flat" (H, total_n).
     per_entry, per_head: the lists differ from batch entry to entry, from head to head. list_cut: (rows, keys) of a list's tile in units
     of the kernel's. partial: what decides inside listed partial tiles (None: nothing). always: predicates that hold in every tile.
-    has_order: the row tiles come in a given order. spread: the heads that share one place in it: "all" (of the batch), "heads" (of an
-    entry) or "none".
+    has_order: the row tiles come in a given order. has_count: which says itself, behind its last row, how many of its rows there are: so
+    what is known on the device alone decides whether there is anything to do. spread: the heads that share one place in the order: "all"
+    (of the batch), "heads" (of an entry) or "none".
     has_entries: a table says where each batch entry's rows are. piece: 0, or K and V are a pool of pages, and one copy brings so many rows
     of a page: a tile of keys takes ``tile_n / piece`` copies, and a page holds whole pieces. gathers: pieces are rows, and the loader's
     lanes copy them themselves; no row of K or V is padded.
@@ -97,6 +102,7 @@ class Config:
     score: Expr | None = None
     is_factored: bool = True
     is_bounded: bool = False
+    heads_per_tile: int = 1
     bands: tuple[Expr, ...] = ()
     lists: str | None = None
     per_entry: bool = False
@@ -105,6 +111,7 @@ class Config:
     partial: Ask | None = None
     always: tuple[Ask, ...] = ()
     has_order: bool = False
+    has_count: bool = False
     spread: str = "all"
     has_entries: bool = False
     piece: int = 0
@@ -125,6 +132,8 @@ class Config:
             raise ValueError("bands has row ranges that are no band around a row's place; wanted them as partial or always")
         if self.lists is not None and self.bands:
             raise ValueError("bands and lists are both given; with lists a band is one of the predicates that hold always")
+        if self.has_count and not self.has_order:
+            raise ValueError("has_count without has_order: the number of row tiles stands behind their order")
         if self.is_bounded and (self.score is None or not self.is_factored or not self.is_bf16 or self.has_max):
             raise ValueError("is_bounded without a factored score mod, in float16 or with has_max; wanted bfloat16 and no highest scores")
         is_odd = self.piece % 2 == 1 and not self.gathers and 96 in (self.head_dim, self.head_dim_v)
@@ -132,6 +141,12 @@ class Config:
             raise ValueError(f"piece={self.piece}; wanted a divisor of tile_n={self.tiles.tile_n}, even at head_dim 96 (TMA's 128 bytes)")
         if self.gathers and self.piece != 1:
             raise ValueError(f"gathers with piece={self.piece}; wanted piece=1, any page's")
+        if self.heads_per_tile not in (1, *PACKED):
+            raise ValueError(f"heads_per_tile={self.heads_per_tile}; wanted 1 or one of {', '.join(map(str, PACKED))}")
+        if self.heads_per_tile > 1 and (self.per_head or self.spread == "none" or any(d.h for b in self.bands for d in dependence(b))):
+            raise ValueError(
+                f"heads_per_tile={self.heads_per_tile}, and lists or bands of each head; wanted such that a tile's heads share"
+            )
         needed = self.shared_memory(1)
         if needed > _SHARED_MEMORY:
             raise ValueError(f"{self.tiles} at head_dim {self.head_dim} takes {needed} bytes of shared memory; an SM has {_SHARED_MEMORY}")
@@ -162,6 +177,11 @@ class Config:
     @property
     def is_paged(self) -> bool:
         return self.piece > 0
+
+    @property
+    def tile_q(self) -> int:
+        """Query positions of a row tile."""
+        return self.tiles.tile_m // self.heads_per_tile
 
     @property
     def has_left(self) -> bool:
@@ -210,13 +230,19 @@ def _with_pages(tiles: list[int], page: int) -> int:
 
 
 def tiles_for(
-    head_dim: int, head_dim_v: int, score: Expr | None, tile_n: int | None = None, asked: tuple[Ask, ...] = (), page: int = 0
+    head_dim: int,
+    head_dim_v: int,
+    score: Expr | None,
+    tile_n: int | None = None,
+    asked: tuple[Ask, ...] = (),
+    page: int = 0,
+    is_packed: bool = False,
 ) -> Tiles:
     """The tiles for padded head dimensions: as large as registers allow without spilling, which ``tests/backends/test_hopper.py`` watches.
 
     A score mod, or predicates asked beside bands, need registers that three warp groups do not have, and what reads a table for every score
-    needs more. tile_n: what the keys of a tile must divide, a list's tile. asked: all predicates but bands.
-    page: rows of a page, 0 without.
+    needs more. tile_n: what a tile's keys must divide, a list's tile. asked: all predicates but bands. page: rows of a page, 0 without.
+    is_packed: heads share row tiles, and a thread's scores lie on more diagonals.
     """
     if head_dim == head_dim_v == 64 and score is None and tile_n is None and not asked and page % _SMALL == 0:
         return Tiles(192, 128, 3)
@@ -228,7 +254,8 @@ def tiles_for(
     elif score is not None and (apart or reads_straight(score)):
         keys = {192: 64 if apart else 96, 256: 64}.get(widest, 128)
     else:
-        keys = 128 if head_dim == 192 and head_dim_v <= 128 else {192: 96 if ahead else 112, 256: 80}.get(widest, 128)
+        keys = {192: 96 if ahead else 112, 256: 64 if ahead and is_packed else 80}.get(widest, 128)
+        keys = 128 if head_dim == 192 and head_dim_v <= 128 else keys
     may_be = [n for n in range(keys // 16 * 16, 0, -16) if tile_n is None or tile_n % n == 0]
     keys = _with_pages(may_be, page) if page else may_be[0]
     emulated = 2 if score is not None and reads_straight(score) else 1 if score is not None and is_special(score) else 0

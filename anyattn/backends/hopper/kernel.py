@@ -19,6 +19,7 @@ from anyattn.backends.hopper.multiply import Multiplies
 from anyattn.backends.hopper.softmax import Softmax
 from anyattn.backends.hopper.staging import Factored, bias, cases, factored, is_even, is_foreseen
 from anyattn.backends.hopper.visits import FACTS, Sizes, Tables, Visits
+from anyattn.geometry.integers import ceil_div
 
 __all__ = ["HopperForward"]
 
@@ -81,8 +82,10 @@ class HopperForward(Visits, Loads, Gathers, Multiplies, Softmax, Epilogue):
         """
         tiles, head_dim, head_dim_v = self.config.tiles, self.config.head_dim, self.config.head_dim_v
         tile_m, tile_n = tiles.tile_m, tiles.tile_n
-        lengths, heads, ratio = (q.shape[2], k.shape[2]), q.shape[1], q.shape[1] // k.shape[1]
-        q, k, plain_v, plain_out = (cute.make_tensor(t.iterator, cute.select(t.layout, mode=[2, 3, 1, 0])) for t in (q, k, v, out))
+        lengths, heads, k_heads = (q.shape[2], k.shape[2]), q.shape[1], k.shape[1]
+        ratio = heads // k_heads
+        k, plain_v, plain_out = (cute.make_tensor(t.iterator, cute.select(t.layout, mode=[2, 3, 1, 0])) for t in (k, v, out))
+        q, whole_out = self._rows_first(q, ratio), self._rows_first(out, ratio)
         v = cute.make_tensor(v.iterator, cute.select(v.layout, mode=[3, 2, 1, 0]))
         lse, highest = (
             None if const_expr(t is None) else cute.make_tensor(t.iterator, cute.select(t.layout, mode=[2, 1, 0])) for t in (lse, highest)
@@ -102,7 +105,7 @@ class HopperForward(Visits, Loads, Gathers, Multiplies, Softmax, Epilogue):
         # each warp group sends its own rows of O
         part = cute.slice_(helpers.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (64, tile_n, head_dim_v), self.dtype, 1), (None, None, 0))
         read, write = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        q_atom, q = cpasync.make_tiled_tma_atom(read, q, one[0], (tile_m, head_dim))
+        q_atom, q = cpasync.make_tiled_tma_atom(read, q, *self._rows_of(one[0], tile_m, head_dim))
         at_once = self.config.piece if const_expr(self.config.is_paged) else tile_n  # keys that one copy brings
         k_atom, v_atom = None, None
         if const_expr(self.config.gathers):
@@ -110,11 +113,13 @@ class HopperForward(Visits, Loads, Gathers, Multiplies, Softmax, Epilogue):
         else:
             k_atom, k = self._copy_of(read, k, one[1], (at_once, head_dim))
             v_atom, v = self._copy_of(read, v, one[2], (head_dim_v, at_once))
-        out_atom, out = cpasync.make_tiled_tma_atom(write, plain_out, part, (64, head_dim_v))
+        out_atom, out = cpasync.make_tiled_tma_atom(write, whole_out, *self._rows_of(part, 64, head_dim_v))
         self.bytes = [cute.size_in_bytes(self.dtype, layout) for layout in one[:3]]
         self.q_size = max(cute.cosize(one[0]), cute.cosize(one[3]))
         self.storage_of_block = self._shared(layouts)
         tables = (partial_count, partial_index, full_count, full_index, order, entries, pages)
+        if const_expr(self.config.heads_per_tile > 1):
+            heads = k_heads * ceil_div(ratio, self.config.heads_per_tile)
         sizes = (rows, spread, section, heads, ratio, lengths[1] // at_once if const_expr(self.config.is_paged) else Int32(0))
         self.kernel(
             (q_atom, k_atom, v_atom), (q, k, v), (out_atom, out, plain_out, lse, highest), sink, scale_log2, (*tables, counter), lengths,
@@ -131,6 +136,24 @@ class HopperForward(Visits, Loads, Gathers, Multiplies, Softmax, Epilogue):
         address, and the copy engine swizzles by these too, so that a part may begin at any multiple of 128 bytes."""
         part = cute.composition(tile, tuple(cute.make_layout(n) for n in shape))
         return cpasync.make_tiled_tma_atom(operation, tensor, part, shape)
+
+    def _rows_first(self, x: Any, ratio: Any) -> Any:
+        """(B, H, S, D) as (S, D, H, B); where heads share row tiles, as ((heads for each of K and V, S), D, K/V heads, B)."""
+        if self.config.heads_per_tile == 1:
+            return cute.make_tensor(x.iterator, cute.select(x.layout, mode=[2, 3, 1, 0]))
+        (batch, heads, length, dim), (to_entry, to_head, to_row, to_next) = x.shape, x.stride
+        shape = ((ratio, length), dim, heads // ratio, batch)
+        return cute.make_tensor(x.iterator, cute.make_layout(shape, stride=((to_head, to_row), to_next, to_head * ratio, to_entry)))
+
+    def _rows_of(self, layout: Any, rows: int, dim: int) -> tuple[Any, tuple]:
+        """The layout of so many rows in shared memory, and the tile of ``_rows_first`` that comes there or leaves from there.
+
+        Heads and positions past the last are zeros when read, and are not written.
+        """
+        if self.config.heads_per_tile == 1:
+            return layout, (rows, dim)
+        packed = (self.config.heads_per_tile, rows // self.config.heads_per_tile)
+        return cute.composition(layout, (cute.make_layout(packed), cute.make_layout(dim))), (packed, dim)
 
     def _shared(self, layouts: tuple) -> Any:
         stages, q_stages, dtype = self.config.tiles.stages, self.config.q_stages, self.dtype

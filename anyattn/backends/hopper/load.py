@@ -30,10 +30,14 @@ class Loads:
         )
         work, _, _ = cute.arch.block_idx()
         workers, _, _ = cute.arch.grid_dim()
+        sizes = self.counted(tables, sizes)
         total = sizes.rows * sizes.spread
         while work < total:
             following = self._drawn(counter, total, workers)
             m_block, head, entry = self.row_tile(work, tables, sizes)
+            heads = Int32(1)
+            if const_expr(self.config.heads_per_tile > 1):
+                heads, head = self.packed(head, sizes)
             if m_block >= 0:
                 q_row, q_start, seqlen_q, k_row, k_start, seqlen_k, q_first = self.storage(entry, tables, lengths)
                 left, right = Int32(0), Int32(0)
@@ -44,7 +48,7 @@ class Loads:
                 else:
                     (visits, masked, bare, behind), plan = self.list_visits(m_block, entry, head, seqlen_k, tables)
                 facts = Facts(
-                    Int32(1), m_block, head, entry, visits, masked, bare, behind, seqlen_q, seqlen_k, q_row, q_start, q_first, left, right
+                    heads, m_block, head, entry, visits, masked, bare, behind, seqlen_q, seqlen_k, q_row, q_start, q_first, left, right
                 )  # fmt: skip
                 place = (m_block, head, q_row, q_start, k_row, k_start)
                 (q_atom, q_from, q_to), k_copy, v_copy = self._sources(copies, place, tiles_in_smem, sizes)
@@ -156,8 +160,13 @@ class Loads:
         (q_atom, q), (k_atom, k), (v_atom, v) = copies
         m_block, head, q_row, q_start, k_row, k_start = place
         kv_head = head // sizes.ratio
-        q_rows = cute.domain_offset((q_start, 0), q[None, None, head, q_row])
-        q_source = cute.local_tile(q_rows, (tile_m, d), (m_block, 0))
+        if const_expr(self.config.heads_per_tile > 1):
+            shape = ((self.config.heads_per_tile, self.config.tile_q), d)
+            q_rows = cute.domain_offset(((head % sizes.ratio, q_start), 0), q[None, None, kv_head, q_row])
+            q_source = cute.local_tile(q_rows, shape, ((0, m_block), 0))
+        else:
+            q_rows = cute.domain_offset((q_start, 0), q[None, None, head, q_row])
+            q_source = cute.local_tile(q_rows, (tile_m, d), (m_block, 0))
         q_smem, k_smem, v_smem = in_smem[:3]
         if const_expr(self.config.gathers):
             v_smem = cute.make_tensor(v_smem.iterator, cute.select(v_smem.layout, mode=[1, 0, 2]))
