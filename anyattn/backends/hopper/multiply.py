@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import warpgroup
 
-from anyattn.backends.hopper.fragment import narrowed, rows_and_columns
+from anyattn.backends.hopper.fragment import narrowed, narrowed_to, rows_and_columns
 from anyattn.backends.hopper.visits import Facts
 
 __all__ = ["Multiplies"]
@@ -184,22 +184,52 @@ class Multiplies:
             ahead = self.foreseen(positions, n, facts, captured)
         warpgroup.wait_group(1)
         pipes[1].consumer_release(k_state)
-        lifts = self.modified(scores, ahead, positions, n, facts, scale_log2, captured, False)
-        if const_expr(asks):
-            self.masked(scores, positions, n, facts, captured, limits, Int32(1) if is_masked else Int32(0), False)
         rescales = cutlass.Boolean(False)
-        if const_expr(self.config.is_bounded):
-            self.unshifted(scores, row_max, row_sum, rate, asks)
+        if const_expr(self.guesses and not asks):
+            rescales = self._guessed(fixed, sums, p, given, scores, ahead, n, v_state)
         else:
-            rescales = self.exponentials(scores, lifts, row_max, row_sum, row_scale, rate, False, asks)
-        warpgroup.wait_group(0)
-        pipes[2].consumer_release(v_state)
-        p.store(narrowed(scores, self.dtype).load())
+            lifts = self.modified(scores, ahead, positions, n, facts, scale_log2, captured, False)
+            if const_expr(asks):
+                self.masked(scores, positions, n, facts, captured, limits, Int32(1) if is_masked else Int32(0), False)
+            if const_expr(self.config.is_bounded):
+                self.unshifted(scores, row_max, row_sum, rate, asks)
+            else:
+                rescales = self.exponentials(scores, lifts, row_max, row_sum, row_scale, rate, False, asks)
+            warpgroup.wait_group(0)
+            pipes[2].consumer_release(v_state)
+            p.store(narrowed(scores, self.dtype).load())
         if const_expr(not self.config.is_bounded):
             if rescales:
                 out = rows_and_columns(acc)
                 for r in cutlass.range_constexpr(cute.size(row_scale)):
                     out[r, None].store(out[r, None].load() * row_scale[r])
+
+    @cute.jit
+    def _guessed(self, fixed, sums, p, given, scores, ahead, n, v_state):
+        """The softmax of a bare tile by a guess; where that was wrong, once more. Whether ``acc`` is to be rescaled."""
+        _, _, shape_s, positions, pipes, _, _, _, _ = fixed
+        _, row_max, row_sum, row_scale = sums
+        facts, scale_log2, rate, captured, _ = given
+        powers = cute.make_rmem_tensor(shape_s, Float32)
+        added = cute.make_rmem_tensor(cute.size(row_sum), Float32)
+        lifts, rescales = None, cutlass.Boolean(False)
+        if const_expr(not self.shortens):
+            lifts = self.modified(scores, ahead, positions, n, facts, scale_log2, captured, False)
+        is_right = self.guessed(scores, lifts, powers, added, row_max, facts, scale_log2, rate, captured)
+        warpgroup.wait_group(0)
+        pipes[2].consumer_release(v_state)
+        narrowed_to(p, powers, self.dtype)
+        if is_right:
+            for r in cutlass.range_constexpr(cute.size(row_sum)):
+                row_sum[r] = row_sum[r] + added[r]
+        elif const_expr(self.shortens):
+            self.modified(scores, ahead, positions, n, facts, scale_log2, captured, False)
+            self.unshifted(scores, row_max, row_sum, rate, False)
+            p.store(narrowed(scores, self.dtype).load())
+        else:
+            rescales = self.exponentials(scores, lifts, row_max, row_sum, row_scale, rate, False, True)
+            p.store(narrowed(scores, self.dtype).load())
+        return rescales
 
     @cute.jit
     def _product(self, mma, acc, a, b, from_zero: cutlass.Constexpr):
