@@ -166,6 +166,11 @@ class Loaded(NamedTuple):
             raise Broken("rescaled from another maximum than the one in use")
         return self._replace(epoch=factor.epoch)
 
+    def __add__(self, more: Loaded) -> Loaded:  # type: ignore[override]
+        if more.epoch != self.epoch or more.done != self.done:
+            raise Broken(f"{more} is added to {self}")
+        return self._replace(made_of=self.made_of + more.made_of)
+
 
 class Registers:
     """A fragment. busy: products under way that read or write it."""

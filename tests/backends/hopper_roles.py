@@ -30,7 +30,7 @@ Changes = tuple[tuple[str, str, str], ...]  # (module, text, text that takes its
 # what the roles call of the rest of the kernel's class, which ``Stubs`` has instead, and the module that it is of
 STOOD_IN = {
     "band": "visits", "rate": "softmax", "row_limits": "softmax", "foreseen": "softmax", "modified": "softmax", "masked": "softmax",
-    "exponentials": "softmax", "unshifted": "softmax", "finished": "epilogue", "blank": "epilogue", "stored": "epilogue",
+    "exponentials": "softmax", "unshifted": "softmax", "guessed": "guesses", "finished": "epilogue", "blank": "epilogue", "stored": "epilogue",
 }  # fmt: skip
 
 
@@ -189,6 +189,8 @@ class Stubs:
     config: Any
     bands: list[tuple[int, int]]
     foresees: bool
+    guesses: bool
+    shortens: bool
     dtype = "dtype"
 
     def band(self, entry: int, head: int, q_first: int, captured: Any) -> tuple[int, int]:
@@ -289,6 +291,32 @@ class Stubs:
             if before.done not in kinds:
                 raise Broken(f"exponentials are added to {before}")
             x.store(Loaded(before.made_of + made_of, -1, kinds[0]))
+
+    def guessed(
+        self,
+        scores: Registers,
+        lifts: str | None,
+        powers: Registers,
+        sums: Registers,
+        row_max: Registers,
+        facts: Any,
+        scale: str,
+        rate: str,
+        captured: str,
+    ) -> bool:
+        self._given(scale=scale, rate=rate, captured=captured)
+        self._visited(scores, facts, None, False)
+        ((t, i),), top = scores.made_of, row_max.load()
+        wanted = (None, frozenset()) if self.shortens else ("lifts", {"modified"})
+        if (lifts, scores.done) != wanted or self._must_be_masked(t, i) or top.done != _MAX:
+            raise Broken(f"a guess at {scores.made_of}, {set(scores.done)}, with {lifts} and a maximum of {top}")
+        is_right = self.block.schedule.random.random() < 0.6
+        made_of = scores.made_of if is_right else ("a wrong guess",)
+        powers.store(Loaded(made_of, top.epoch, frozenset({"exponential"})))
+        sums.store(Loaded(made_of, top.epoch, _SUM))
+        if is_right:
+            row_max.store(Loaded(top.made_of + made_of, top.epoch, _MAX))
+        return is_right
 
     def finished(self, acc: Registers, row_max: Registers, row_sum: Registers, rate: str, sink: str, head: int) -> None:
         self._given(rate=rate)
@@ -391,6 +419,7 @@ def _stand_ins(block: Block, work: tuple[int, int], counter: Counter) -> dict[st
             Field=SimpleNamespace(ACCUMULATE="accumulate"),
         ),
         "narrowed": functools.partial(_narrowed, block),
+        "narrowed_to": lambda out, x, _: out.store(x.load()),
         "rows_and_columns": lambda x: x,
     }
 
@@ -425,7 +454,8 @@ def run_block(case: Case, seed: int, changes: Changes = ()) -> int:
         exec(code, names)
     kernel = type("Kernel", (Stubs, *(_class(names, name) for name in ("Visits", "Loads", "Multiplies"))), {})()
     load, multiply, tables = method(kernel, "load"), method(kernel, "multiply"), _class(names, "Tables")(**case.tables)
-    kernel.block, kernel.config, kernel.bands, kernel.foresees = block, case.config, case.bands, case.foresees
+    kernel.block, kernel.config, kernel.bands = block, case.config, case.bands
+    kernel.foresees, kernel.guesses, kernel.shortens = case.foresees, case.guesses, case.shortens
     board = (_Board(block, block.pipes[3], "facts"), _Board(block, block.pipes[1], "visit"))
     in_smem = (*block.memories, block.memories[0])
     copies = tuple((name, View(name)) for name in ("q", "k", "v"))

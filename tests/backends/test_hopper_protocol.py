@@ -92,11 +92,11 @@ LAST_ADVANCED = "        v_state.advance()\n        return"
 BARE = "v_state, False)\n            k_state.advance()\n            v_state.advance()"
 WAITED_FOR_V = "        pipes[2].consumer_wait(v_state)\n        self._product(mma_pv, acc"
 WIPED = "            self._wiped(in_smem[2]"
-P_STORED = "        p.store(narrowed(scores, self.dtype).load())\n"
-STORED_FIRST = """        warpgroup.wait_group(0)
-        pipes[2].consumer_release(v_state)
-        p.store(narrowed(scores, self.dtype).load())
-        if const"""
+V_THROUGH = "            warpgroup.wait_group(0)\n            pipes[2].consumer_release(v_state)\n"
+P_STORED = "            p.store(narrowed(scores, self.dtype).load())\n"
+V_THROUGH_GUESSED = V_THROUGH.replace("            ", "        ")
+P_GUESSED = "        narrowed_to(p, powers, self.dtype)\n"
+SUMS_GUESSED = "            row_sum.store(row_sum.load() + added.load())\n"
 END_POSTED = "        self._post(board[0], pipes[3], work_state, Facts(*(Int32(0) for _ in Facts._fields)))\n        work_state.advance()\n"
 POSTED = "self._post(board[0], pipes[3], work_state, facts)\n                work_state.advance()"
 ON_BOARD = "            board[state.index] = n * 2 + asked\n        pipe.sync_object_full.arrive(state.index, None)"
@@ -146,14 +146,24 @@ MUTANTS: dict[str, Changes] = {
     "K is given back while it is being read": planted(MULTIPLY, "warpgroup.wait_group(1)", "warpgroup.wait_group(2)"),
     "K is not given back": planted(MULTIPLY, K_THROUGH, LAST_THROUGH),
     "K is given back twice": planted(MULTIPLY, K_THROUGH, K_THROUGH + K_THROUGH.splitlines(keepends=True)[1]),
-    "V is given back while it is being read": planted(MULTIPLY, STORED_FIRST, STORED_FIRST.replace("wait_group(0)", "wait_group(1)")),
+    "V is given back while it is being read": planted(MULTIPLY, V_THROUGH, V_THROUGH.replace("wait_group(0)", "wait_group(1)")),
+    "V is given back while it is being read, after a guess": planted(
+        MULTIPLY, V_THROUGH_GUESSED + P_GUESSED, V_THROUGH_GUESSED.replace("wait_group(0)", "wait_group(1)") + P_GUESSED
+    ),
     "V is not waited for": planted(MULTIPLY, WAITED_FOR_V, "        self._product(mma_pv, acc"),
     "the last V is not waited for": planted(MULTIPLY, LAST_WAITED_FOR, "        self._product(mma_pv, sums"),
     "the last product is left out": planted(MULTIPLY, LAST),
     "the last product is not waited for": planted(MULTIPLY, LAST + LAST_THROUGH, LAST),
     "the last V is not given back": planted(MULTIPLY, LAST_RELEASED + LAST_ADVANCED, LAST_ADVANCED),
     "the last V is given back twice": planted(MULTIPLY, LAST_RELEASED + LAST_ADVANCED, LAST_RELEASED * 2 + LAST_ADVANCED),
-    "P is replaced before its product": planted(MULTIPLY, STORED_FIRST, P_STORED + STORED_FIRST.replace(P_STORED, "")),
+    "P is replaced before its product": exchanged(MULTIPLY, V_THROUGH, P_STORED),
+    "P is replaced before its product, by a guess": exchanged(MULTIPLY, V_THROUGH_GUESSED, P_GUESSED),
+    "a wrong guess stays": planted(MULTIPLY, "        if is_right:", "        if True:"),
+    "a wrong guess stays in P": planted(MULTIPLY, "row_scale, rate, False, True)\n" + P_STORED, "row_scale, rate, False, True)\n"),
+    "a wrong guess at a cap stays in P": planted(MULTIPLY, "rate, False)\n" + P_STORED, "rate, False)\n"),
+    "sums of guesses are lost": planted(MULTIPLY, SUMS_GUESSED, "            pass\n"),
+    "O is not rescaled after a wrong guess": planted(MULTIPLY, "        return rescales\n", "        return False\n"),
+    "masked tiles are guessed at": planted(MULTIPLY, "if const_expr(self.guesses and not asks)", "if const_expr(self.guesses)"),
     "turns are not taken": planted(MULTIPLY, "        self._my_turn(group)\n"),
     "turns are not passed on": planted(MULTIPLY, "        self._next_turn(group)\n"),
     "the first turn is not given": planted(MULTIPLY, "if group == 0 and self", "if group < 0 and self"),

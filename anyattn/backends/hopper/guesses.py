@@ -39,7 +39,8 @@ class Guesses:
             shifted = (row_max[r] if lifts is None else row_max[r] - lifts[r]) * rate
             for c in range(cute.size(s, mode=[1])):
                 power = cute.math.fma(s[r, c], rate, -shifted)
-                to[r, c] = exp2(power) if c % 8 < emulated else cute.math.exp2(power, fastmath=True)
+                # what would be more than a float holds stays too much
+                to[r, c] = exp2(cute.arch.fmin(power, Float32(127.0))) if c % 8 < emulated else cute.math.exp2(power, fastmath=True)
             sums[r] = sum_of(to, r)
             right = right & (sums[r] <= _MOST)
         return cute.arch.vote_all_sync(right)

@@ -41,7 +41,8 @@ class HopperForward(Visits, Loads, Multiplies, Softmax, Guesses, Epilogue):
             self.foresees = self.is_bias and is_foreseen(config.score)
             self.shortens = config.is_bounded and is_tanh(self.score.core)
             self.lifts = self.is_bias and any(is_even(e) for e in (self.whole, *(case.expr for case in self.cases)))
-        self.guesses = self.shortens or not (config.is_bounded or config.has_max)
+        # what a long score mod takes leaves nothing to gain
+        self.guesses = self.shortens or not (config.is_bounded or config.has_max or (config.score is not None and not self.is_bias))
         at = 1 if config.score is not None else 0
         self.band_sides = [(at + i, sides(band)) for i, band in enumerate(config.bands)]
         asked = ((config.partial,) if config.partial else ()) + config.always

@@ -220,8 +220,7 @@ class Multiplies:
         pipes[2].consumer_release(v_state)
         narrowed_to(p, powers, self.dtype)
         if is_right:
-            for r in cutlass.range_constexpr(cute.size(row_sum)):
-                row_sum[r] = row_sum[r] + added[r]
+            row_sum.store(row_sum.load() + added.load())
         elif const_expr(self.shortens):
             self.modified(scores, ahead, positions, n, facts, scale_log2, captured, False)
             self.unshifted(scores, row_max, row_sum, rate, False)
