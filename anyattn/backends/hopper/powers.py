@@ -10,7 +10,7 @@ from cutlass import Float32, Int32
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import dsl_user_op
 
-__all__ = ["FAR_FROM_CAP", "TANH", "exp2", "exp2_of_product", "polynomial", "sum_of"]
+__all__ = ["FAR_FROM_CAP", "TANH", "bits", "exp2", "exp2_of_product", "polynomial", "sum_of"]
 
 # 2^x for -1/2 <= x <= 1/2, exact at 0; relative error 1.1e-4, a fortieth of what rounding to bfloat16 does to a probability
 _EXP2 = (1.0, 0.69328293, 0.24221096, 0.05500893)
@@ -21,7 +21,7 @@ FAR_FROM_CAP = 0.7
 
 
 @dsl_user_op
-def _bits(x: Any, kind: Any, *, loc: Any = None, ip: Any = None) -> Any:
+def bits(x: Any, kind: Any, *, loc: Any = None, ip: Any = None) -> Any:
     """A 32-bit number's bits as another kind of number."""
     return kind(llvm.bitcast(kind.mlir_type, x.ir_value(loc=loc, ip=ip), loc=loc, ip=ip))
 
@@ -45,7 +45,7 @@ def exp2_of_product(x: Any, factor: Any) -> Any:
 def _grown(part: Any, shifted: Any) -> Any:
     """2^part times 2 to the power in the low bits of ``shifted``."""
     value = polynomial([Float32(x) for x in _EXP2], part)
-    return _bits(_bits(value, Int32) + (_bits(shifted, Int32) << 23), Float32)
+    return bits(bits(value, Int32) + (bits(shifted, Int32) << 23), Float32)
 
 
 def polynomial(coefficients: Sequence[Any], x: Any) -> Any:
