@@ -30,7 +30,8 @@ Changes = tuple[tuple[str, str, str], ...]  # (module, text, text that takes its
 # what the roles call of the rest of the kernel's class, which ``Stubs`` has instead, and the module that it is of
 STOOD_IN = {
     "band": "visits", "rate": "softmax", "row_limits": "softmax", "foreseen": "softmax", "modified": "softmax", "masked": "softmax",
-    "exponentials": "softmax", "unshifted": "softmax", "guessed": "guesses", "finished": "epilogue", "blank": "epilogue", "stored": "epilogue",
+    "exponentials": "softmax", "unshifted": "softmax", "guessed": "guesses",
+    "finished": "epilogue", "blank": "epilogue", "stored": "epilogue",
 }  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from cutlass import Boolean, Float32, Int32, const_expr
 
 from anyattn.backends.hopper.emit import emit_rows, select
 from anyattn.backends.hopper.fragment import rows_and_columns
-from anyattn.backends.hopper.powers import FAR_FROM_CAP, TANH, bits, exp2, exp2_of_product, polynomial, sum_of
+from anyattn.backends.hopper.powers import FAR_FROM_CAP, TANH, bits, polynomial, sum_of
 
 __all__ = ["Guesses"]
 
@@ -35,13 +35,11 @@ class Guesses:
 
     def _by_held(self, scores: Any, lifts: Any, powers: Any, sums: Any, row_max: Any, rate: Any) -> Any:
         """exp2((score - maximum held) * rate). A row that has seen nothing yet holds none: its sums are no numbers, which is not right."""
-        s, to, emulated, right = rows_and_columns(scores), rows_and_columns(powers), self.config.tiles.emulated, Boolean(True)
+        s, to, right = rows_and_columns(scores), rows_and_columns(powers), Boolean(True)
         for r in range(cute.size(row_max)):
             shifted = (row_max[r] if lifts is None else row_max[r] - lifts[r]) * rate
             for c in range(cute.size(s, mode=[1])):
-                power = cute.math.fma(s[r, c], rate, -shifted)
-                # what would be more than a float holds stays too much
-                to[r, c] = exp2(cute.arch.fmin(power, Float32(127.0))) if c % 8 < emulated else cute.math.exp2(power, fastmath=True)
+                to[r, c] = cute.math.exp2(cute.math.fma(s[r, c], rate, -shifted), fastmath=True)
             sums[r] = sum_of(to, r)
             right = right & (sums[r] <= _MOST)
         return cute.arch.vote_all_sync(right)
@@ -55,7 +53,7 @@ class Guesses:
 
     def _far_from_cap(self, scores: Any, powers: Any, sums: Any, before: Any, rate: Any) -> Any:
         """exp2(tanh(score * before) * rate), the factors in the coefficients."""
-        s, to, emulated = rows_and_columns(scores), rows_and_columns(powers), self.config.tiles.emulated
+        s, to = rows_and_columns(scores), rows_and_columns(powers)
         square, factor = before * before, before * rate
         coefficients = []
         for x in TANH:
@@ -70,9 +68,8 @@ class Guesses:
                 squares = [s[r, c + i] * s[r, c + i] for i in range(2)]
                 # as whole numbers floats from 0 on have the same order, NaN is the greatest, and one instruction takes three
                 tops[c // 2 % 4] = cutlass.max(cutlass.max(tops[c // 2 % 4], bits(squares[0], Int32)), bits(squares[1], Int32))
-                for i, square in enumerate(squares):
-                    x, slope = s[r, c + i], polynomial(coefficients, square)
-                    to[r, c + i] = exp2_of_product(x, slope) if (c + i) % 8 < emulated else cute.math.exp2(x * slope, fastmath=True)
+                for i, x in enumerate(squares):
+                    to[r, c + i] = cute.math.exp2(s[r, c + i] * polynomial(coefficients, x), fastmath=True)
             sums[r] = sum_of(to, r)
         top = cutlass.max(cutlass.max(tops[0], tops[1]), cutlass.max(tops[2], tops[3]))
         right = bits(top, Float32) <= most
