@@ -119,8 +119,6 @@ def cases() -> dict[str, tuple[list, dict]]:  # type: ignore[type-arg]
         "ragged lists": ([document], {"lists": "ragged", "partial": each, **entries}),
         "pages of 16": ([causal], {**ends, **entries, "page": 16}),
         "pages of 1": ([causal], {**ends, **entries, "page": 1}),
-        "pages of 24": ([window], {"bands": (window.expr,), **entries, "page": 24}),
-        "pages of 9 and lists": ([document], {"lists": "ragged", "partial": each, **entries, "page": 9}),
         "pages of 256": ([causal], {**ends, **entries, "page": 256}),
         "pages and lists": ([document], {"lists": "ragged", "partial": each, **entries, "page": 48}),
         "packed": ([causal], {**ends, "heads_per_tile": 8, "has_sink": True}),
