@@ -167,7 +167,7 @@ def _hopper_plan(problem: Problem, hardware: Hardware, reason: str, options: dic
     config = config_of(problem, bool(options["pack_gqa"]) if "pack_gqa" in options else None)
     tiles, packed = config.tiles, config.heads_per_tile
     why = [f"hopper: {reason}", f"backward: {backward}, for hopper has none yet{why_backward}"]
-    if runs_documents(problem):
+    if packed == 1 and runs_documents(problem):
         why.append("documents: each is run as a sequence of its own; by block lists where one id is at several places, or many are short")
     if packed > 1:
         why.append(f"up to {packed} of the {problem.qhead_per_kvhead} query heads that share K and V share a row tile")

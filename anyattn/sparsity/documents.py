@@ -21,7 +21,7 @@ from anyattn.mods.trace import TracedMod
 from anyattn.problem import Problem
 from anyattn.sparsity.compute import has_triton
 
-__all__ = ["DocumentTables", "Documents", "documents_of", "form_of", "keeps_tables", "over_sequences"]
+__all__ = ["DocumentTables", "Documents", "documents_of", "form_of", "keeps_tables", "over_sequences", "tables_of"]
 
 
 class DocumentTables:
@@ -55,9 +55,9 @@ class DocumentTables:
         """Whether ``holds`` is 1, as far as that is known without waiting for the device: None where it is not yet."""
         told = self._told  # the host's memory, which the device writes to when it gets there; another thread may let go of it
         if self.count is None and told is not None:
-            found = told.tolist()
-            if _UNTOLD not in found:
-                self.count, self._told = sum(n > 0 for n in found), None
+            lengths = told.tolist()
+            if _UNTOLD not in lengths:
+                self.count, self._told = sum(n > 0 for n in lengths), None
         return None if self.count is None else self.count > 0
 
     def in_order(self, tile_m: int, ends_with_row: bool) -> tuple[Tensor, Tensor]:
@@ -125,7 +125,7 @@ def documents_of(problem: Problem, form: DocumentForm | None = None) -> Document
     form = form_of(problem) if form is None else form
     if form is None:
         return None
-    tables = _tables(problem, _joint(problem).tensors[form.ids])
+    tables = tables_of(problem, form)
     return Documents(over_sequences(problem, form, tables.sequences), tables)
 
 
@@ -155,7 +155,9 @@ def keeps_tables(problem: Problem, form: DocumentForm) -> bool:
 _of_lists: WeakKeyDictionary[Any, dict[tuple, tuple[Tensor, int, DocumentTables]]] = WeakKeyDictionary()
 
 
-def _tables(problem: Problem, ids: Tensor) -> DocumentTables:
+def tables_of(problem: Problem, form: DocumentForm) -> DocumentTables:
+    """The tables of ``documents_of``. form: ``form_of(problem)``."""
+    ids = _joint(problem).tensors[form.ids]
     rows, _, length, _ = problem.q.shape
     if problem.blocks is None or not _are_followed(ids):
         return DocumentTables(ids, rows, length, is_kept=False)

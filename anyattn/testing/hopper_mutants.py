@@ -117,8 +117,16 @@ MUTANTS = {
             "if at * self.config.piece < seqlen_k:", "if (at + 1) * self.config.piece <= seqlen_k:", "pieces",
         ),
         Mutant(
+            "row_of_the_lane_before", "gather.py",
+            "shuffle_sync(offset, lane)", "shuffle_sync(offset, cutlass.max(lane - 1, 0))", "gathered",
+        ),
+        Mutant(
+            "first_half_of_every_row", "gather.py",
+            "entries[None, part, first]", "entries[None, 0, first]", "gathered",
+        ),
+        Mutant(
             "pieces_exchanged", "load.py",
-            "target[None, group * _LANES + i,", "target[None, (group * _LANES + i) ^ 1,", "pieces",
+            "target[None, group * LANES + i,", "target[None, (group * LANES + i) ^ 1,", "pieces",
         ),
         Mutant("column_of_the_first_tile", "softmax.py", "positions[0, 0][1] + n * tile_n", "positions[0, 0][1]", "score"),
         # work

@@ -81,7 +81,7 @@ def _config(draw: random.Random) -> Any:
         tile_m=64 * groups, tile_n=TILE_N, stages=draw.choice((1, 2, 3)), ping_pong=draw.random() < 0.8, warp_groups=groups
     )
     lists = draw.choice((None, None, "dense"))
-    piece = draw.choice((0, 0, 0, TILE_N, 8, 4, 2)) if lists is None else 0
+    piece = draw.choice((0, 0, 0, 0, TILE_N, 8, 4, 2, 1)) if lists is None else 0
     return SimpleNamespace(
         tiles=tiles,
         tile_q=tiles.tile_m,
@@ -93,6 +93,7 @@ def _config(draw: random.Random) -> Any:
         lists=lists,
         piece=piece,
         is_paged=piece > 0,
+        gathers=piece == 1,
         list_cut=draw.choice(((1, 1), (2, 1), (1, 2))),
         per_entry=False,
         per_head=False,
@@ -128,7 +129,7 @@ def random_case(seed: int, rows: int | None = None) -> Case:
     heads = draw.choice((2, 3, 4)) if config.spread == "heads" else 1
     section = draw.randint(1, heads)
     ratio = 2 if heads % 2 == 0 else 1
-    if config.spread == "heads" and random.Random(-1 - seed).random() < 0.3:  # heads are then groups of heads that share row tiles
+    if config.spread == "heads" and random.Random(-1 - seed).random() < 0.6:  # heads are then groups of heads that share row tiles
         config.heads_per_tile, config.tile_q = 4, config.tiles.tile_m // 4
         ratio = 4 * ratio - seed % 4
     sizes = Sizes(rows, heads, section, heads, ratio, draw.choice((1, 1, 2, 3)))

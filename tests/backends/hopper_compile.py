@@ -21,7 +21,7 @@ from cutlass import Float32, Int32
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from anyattn import masks
-from anyattn.backends.hopper.config import Ask, Config, slots, tiles_for
+from anyattn.backends.hopper.config import LEAST_PIECE, Ask, Config, slots, tiles_for
 from anyattn.backends.hopper.kernel import HopperForward
 from anyattn.mods.rows import row_ranges
 from anyattn.mods.trace import trace
@@ -106,7 +106,8 @@ def cases() -> dict[str, tuple[list, dict]]:  # type: ignore[type-arg]
         "ragged lists": ([document], {"lists": "ragged", "partial": each, **entries}),
         "pages of 16": ([causal], {**ends, **entries, "page": 16}),
         "pages of 1": ([causal], {**ends, **entries, "page": 1}),
-        "pages of 7": ([window], {"bands": (window.expr,), **entries, "page": 7}),
+        "pages of 24": ([window], {"bands": (window.expr,), **entries, "page": 24}),
+        "pages of 9 and lists": ([document], {"lists": "ragged", "partial": each, **entries, "page": 9}),
         "pages of 256": ([causal], {**ends, **entries, "page": 256}),
         "pages and lists": ([document], {"lists": "ragged", "partial": each, **entries, "page": 48}),
         "packed": ([causal], {**ends, "heads_per_tile": 8, "has_sink": True}),
@@ -125,11 +126,14 @@ def main(folder: Path, head_dim: int, head_dim_v: int, only: str = "") -> None:
             continue
         listed, page = 128 if "lists" in fields else None, fields.pop("page", 0)
         asks = tuple(ask for ask in (fields.get("partial"), *fields.get("always", ())) if ask is not None)
-        d, dv = (128, 128) if page % 2 and head_dim == 96 else (head_dim, head_dim_v)
-        tiles = tiles_for(d, dv, fields.get("score"), listed, asks, page)
+        packs = "heads_per_tile" in fields
+        tiles = tiles_for(head_dim, head_dim_v, fields.get("score"), listed, asks, page, packs)
         cut = (1, 128 // tiles.tile_n) if "lists" in fields else (1, 1)
         piece, is_bf16 = math.gcd(page, tiles.tile_n) if page else 0, i % 2 == 0 or "is_bounded" in fields
-        config = Config(d, dv, is_bf16, tiles, list_cut=cut, has_lse=True, piece=piece, **fields)
+        if 0 < piece < LEAST_PIECE:
+            fields |= {"gathers": True}
+            tiles, piece = tiles_for(head_dim, head_dim_v, fields.get("score"), listed, asks, 1), 1
+        config = Config(head_dim, head_dim_v, is_bf16, tiles, list_cut=cut, has_lse=True, piece=piece, **fields)
         result[name] = compile(config, mods, folder / str(i))
     print(json.dumps(result))
 

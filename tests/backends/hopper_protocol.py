@@ -14,7 +14,10 @@ from typing import Any, NamedTuple
 
 from hopper_schedule import Broken, MemoryBarrier, NamedBarrier, Schedule
 
-__all__ = ["PARTS", "TURN", "Block", "Group", "Loaded", "Memory", "Part", "Pieces", "Pipe", "Registers", "RowTile", "StageRef", "State"]
+__all__ = [
+    "PARTS", "TURN", "Block", "Group", "Loaded", "Memory", "Part", "PieceRef", "Pieces", "Pipe", "Registers", "RowTile", "StageRef",
+    "State",
+]  # fmt: skip
 
 PARTS = 2  # instructions of a product
 TURN = range(1, 4)  # the barriers at which warp groups take turns
@@ -91,6 +94,8 @@ class Pieces:
 
     def __init__(self, memory: Memory, shape: tuple[int, int]):
         self.memory, self.at = memory, ("k", "v").index(memory.name)  # which mode of both is the keys'
+        if memory.block.gathers:
+            raise Broken(f"{memory.name} comes row by row, and is divided for the copy engine")
         if shape[self.at] * memory.pieces != memory.keys:
             raise Broken(f"{memory.name} is divided into pieces of {shape[self.at]} keys; wanted {memory.pieces} pieces")
 
@@ -115,6 +120,7 @@ class Memory:
     def __init__(self, block: Block, name: str, stages: int, keys: int = 0, pieces: int = 1):
         self.block, self.name, self.stages = block, name, [Stage() for _ in range(stages)]
         self.keys, self.pieces = keys, pieces
+        self.iterator, self.layout = self, None
 
     def __getitem__(self, key: Any) -> StageRef:
         if not 0 <= key[-1] < len(self.stages):
@@ -157,6 +163,8 @@ class Pipe:
     def consumer_wait(self, state: Any) -> None:
         self.at(self.full, state.index).wait(state.phase)
         self.stages[state.index].held.add(self.block.group.number)
+        if self.block.gathers and self.memory:
+            self.block.group.unfenced.add((self.name, state.index))
 
     def consumer_release(self, state: Any) -> None:
         barrier, group = self.at(self.empty, state.index), self.block.group
@@ -243,6 +251,7 @@ class Group:
         self.issued: list[tuple[Registers, Part, Part, bool]] = []
         self.flying: list[_Product] = []
         self.fresh = set[int]()  # registers written since the last fence
+        self.unfenced = set[tuple[str, int]]()  # stages that threads filled, waited for since the last fence between them and products
         self.scores, self.outputs, self.finished = 0, 0, 0  # products of K, of V, row tiles
         self.stores = list[bool]()  # of each store so far whether its memory has been read
 
@@ -305,6 +314,8 @@ class Group:
         stage = ref.stage
         if self.number not in stage.held:
             raise Broken(f"{ref.memory.name} {ref.index} is read without having been waited for")
+        if tag[0] != "q" and (ref.memory.name, ref.index) in self.unfenced:
+            raise Broken(f"{ref.memory.name} {ref.index} was written by threads, and a product reads it without a fence")
         if stage.tag != (*tag, place):
             raise Broken(f"{ref.memory.name} {ref.index} holds {stage.tag}; wanted {(*tag, place)}")
         stage.reading.append(self.number)
@@ -334,7 +345,7 @@ class Block:
     """tiles: the row tiles that the block will get, in order. takes_turns: ``Tiles.ping_pong``."""
 
     def __init__(self, schedule: Schedule, config: Any, tiles: list[RowTile]):
-        self.schedule, self.tiles, self.takes_turns = schedule, tiles, config.tiles.ping_pong
+        self.schedule, self.tiles, self.takes_turns, self.gathers = schedule, tiles, config.tiles.ping_pong, config.gathers
         self.order = [(t, i) for t, tile in enumerate(tiles) for i in range(len(tile.visits))]
         count, stages = config.tiles.warp_groups, config.tiles.stages
         self.groups = {f"group {i}": Group(self, i) for i in range(count)}
@@ -357,15 +368,15 @@ class Block:
         """The copy engine fills a stage or a piece of it, some time later."""
         self.schedule.step()
         stage, pieces = to.stage, to.memory.pieces
+        piece = to.piece if isinstance(to, PieceRef) else 0
+        if not 0 <= piece < pieces:
+            raise Broken(f"{name} has {pieces} pieces, and {piece} is copied")
         count = self.copied[name] // pieces
         places: list[Any] = self.order if name != "q" else [t for t, tile in enumerate(self.tiles) if tile.visits]
         if count >= len(places):
             raise Broken(f"{name} {tag} is copied for no tile")
         place = places[count]
         whole = self.tiles[place].sources[0] if name == "q" else self.tiles[place[0]].sources[1 if name == "k" else 2][place[1]]
-        piece = to.piece if isinstance(to, PieceRef) else 0
-        if not 0 <= piece < pieces:
-            raise Broken(f"{name} has {pieces} pieces, and {piece} is copied")
         wanted = whole[piece] if isinstance(to, PieceRef) else whole
         if (name, tag) != (to.memory.name, wanted):
             raise Broken(f"{name} {tag} is copied to {to.memory.name} for {place}; wanted {wanted}")
@@ -442,7 +453,9 @@ class Block:
             raise Broken(f"{ref.memory.name} {ref.index} is wiped while others fill or read it")
         stage.wiped.setdefault(group.number, (first, "wiped"))
 
-    def fence_wiped(self) -> None:
+    def fence_written(self) -> None:
+        """Between what the calling threads wrote, or saw written, and what their products read."""
+        self.group.unfenced.clear()
         self._sees_wiped(lambda how: "fenced" if how == "wiped" else how)
 
     def _sees_wiped(self, change: Any) -> None:

@@ -1,4 +1,4 @@
-"""Heads that share row tiles: when the plan has them do so, what becomes of tables and sizes, which rows a thread of the kernel holds."""
+"""Heads that share row tiles: when the plan has them do so, what becomes of tables and sizes, and which rows a thread holds."""
 
 from __future__ import annotations
 
@@ -183,3 +183,20 @@ def test_rows_of_threads(packed: int, tile_m: int) -> None:
                 assert kernel.first_row(positions, facts) + kernel.apart(r) == 3 * tile_m // packed + row // packed
                 assert kernel.head(positions, facts) == 40 + min(row % packed, facts.more - 1)
     assert sorted(held) == list(range(tile_m))
+
+
+def test_for_users_of_cute() -> None:
+    """Lengths are run-time there: the caller says whether heads share tiles, and sizes follow."""
+    from anyattn.backends.hopper.direct import arguments, describe
+
+    q, k = torch.zeros(2, 16, 40, 128, dtype=torch.bfloat16), torch.zeros(2, 2, 300, 128, dtype=torch.bfloat16)
+    counter = torch.zeros(2, dtype=torch.int32)
+    rows = {}
+    for packs in (False, True):
+        described = describe(q, k, k, mask_mod=masks.causal(), pack_gqa=packs)
+        given = arguments(described, q, k, k, torch.empty_like(q), counter)
+        rows[described.config.heads_per_tile] = given[-6:-3]
+    # row tiles, what shares them, what goes side by side: all heads of a batch entry, or their groups
+    assert rows == {1: (1, 32, 32), 8: (3, 4, 4)}
+    with pytest.raises(BackendError, match="pack_gqa=True"):
+        describe(q, k, k, mask_mod=lambda b, h, i, j: i >= j + h, pack_gqa=True)

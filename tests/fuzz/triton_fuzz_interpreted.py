@@ -1,14 +1,18 @@
 """Random calls of all three doors by Triton's interpreter: the recipes of the other files here, on few keys and in small tiles.
 
-Run by ``test_fuzz_triton.py`` in processes of their own. Lengths are 0, 1, 2, primes, and multiples of a tile with their neighbours.
+Run by ``test_fuzz_triton.py`` in processes of their own. Lengths are 0, 1, 2, primes, and multiples of a tile with their neighbours. The
+CPU is taken for one GPU or another, for each of which the kernels' loops run in another way.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
+import pkgutil
 import sys
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +28,12 @@ import test_fuzz_flash as flash
 import test_fuzz_flex as flex
 from mods import chains, trees
 
+from anyattn import hardware, recall
+from anyattn.backends import triton as backend
+from anyattn.backends.triton import config
 from anyattn.testing import cases
 
+MODULES = [importlib.import_module(f"{backend.__name__}.{m.name}") for m in pkgutil.iter_modules(backend.__path__)]
 SEED = int(os.environ.get("ANYATTN_FUZZ_SEED", "0"))
 EXAMPLES = int(os.environ.get("ANYATTN_FUZZ_EXAMPLES", "2"))
 SHRINKS = os.environ.get("ANYATTN_FUZZ_SHRINKS") == "1"  # takes minutes
@@ -35,11 +43,30 @@ FEW = (0, 1, 2, 3, 7, 13, 15, 16, 17)
 LENGTHS = st.one_of(st.sampled_from(FEW), st.sampled_from((31, 32, 33, 37, 41)), st.sampled_from((47, 48, 49, 61, 65)))
 RATIOS = (1, 2, 3, 5, 8)
 HEADS = st.tuples(st.sampled_from(RATIOS), st.integers(1, 2)).map(lambda x: (x[0] * (x[1] if x[0] < 4 else 1), x[1] if x[0] < 4 else 1))
-DIMS = st.sampled_from((1, 8, 16, 20, 33, 40, 64))
+DIMS = st.sampled_from((16, 8, 24, 64, 40, 16, 64, 33, 72, 1))
 KINDS = st.sampled_from(cases.KINDS)
 TILES = st.sampled_from(((16, 16), (32, 16), (16, 32), (64, 16), (16, 64)))
-STRIDES = st.sampled_from(("plain", "transposed", "offset", "expanded"))
+STRIDES = st.sampled_from(("plain", "transposed", "expanded", "transposed", "plain", "expanded", "plain", "offset"))
+GPUS = st.sampled_from((None, (9, 0), (8, 0), (9, 0), (9, 0), (10, 0)))
+WAYS = st.builds(config.Ways, *(st.integers(0, 3) if f.type in (int, "int") else st.booleans() for f in fields(config.Ways)))
 FORMS = st.sampled_from((*(f for f in flash.FORMS if f != "pages of 64"), "pages of 5", "dense"))
+
+
+@contextmanager
+def taken_for(capability: tuple[int, int] | None, ways: config.Ways) -> Iterator[None]:
+    """Calls are planned and launched as on an NVIDIA GPU of this compute capability; None is none. ways: how the forward kernel's loops run
+    wherever they can, and not only where that is fast; half of all calls have more queries than are few."""
+    real, usual = hardware.of, config.Ways(*(False for _ in fields(config.Ways)))
+    recall.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hardware, "of", lambda *about: replace(real(*about), capability=capability))
+        patch.setattr(config, "most_short", lambda *about: 16)
+        patch.setattr(config, "ways_of", lambda shape, gpu, is_short: usual if is_short else ways)
+        for module in MODULES:
+            if hasattr(module, "capability_of"):
+                patch.setattr(module, "capability_of", lambda device: capability)
+        yield
+    recall.clear()
 
 
 @st.composite
@@ -109,8 +136,9 @@ def test_random_calls(name: str) -> None:
         suppress_health_check=list(HealthCheck),
         phases=(Phase.generate, Phase.shrink) if SHRINKS else (Phase.generate,),
     )
-    @hypothesis.given(drawn)
-    def many(call: Any) -> None:
-        run(call)
+    @hypothesis.given(drawn, GPUS, WAYS)
+    def many(call: Any, capability: tuple[int, int] | None, ways: config.Ways) -> None:
+        with taken_for(capability, ways):
+            run(call)
 
     many()

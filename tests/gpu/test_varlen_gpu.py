@@ -68,7 +68,7 @@ def test_options(name: str) -> None:
     judged(name, "tail", kind="coded")
 
 
-# a page's size makes the tile and its pieces, and a table's dtype and kind how a band is read: other kernels; some masks are enough
+# a page's size makes a tile and its pieces, and a table's dtype and kind how a band is read: other kernels, each with masks enough
 SOME: dict[str, tuple[str, ...]] = {
     "packed int64": ("causal",),
     "packed q, padded k": ("full", "causal", "document"),

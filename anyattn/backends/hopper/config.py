@@ -11,13 +11,14 @@ from anyattn.mods.dependence import dependence
 from anyattn.mods.ir import Expr
 from anyattn.mods.rows import NO_LIMIT
 
-__all__ = ["HEAD_DIMS", "MOST", "PACKED", "TILE_M", "Ask", "Config", "Tiles", "padded", "sides", "slots", "tiles_for"]
+__all__ = ["HEAD_DIMS", "LEAST_PIECE", "MOST", "PACKED", "TILE_M", "Ask", "Config", "Tiles", "padded", "sides", "slots", "tiles_for"]
 
 HEAD_DIMS = (64, 96, 128, 192, 256)  # what a row is padded to, in shared memory only
 MOST = 52.0  # a score's size where exponentials are taken as they are: 2^75 leaves a sum of 2^30 keys, times values, room in float32
 # Heads that may share a row tile. A thread's rows lie 8 apart: with at most 8 heads they are one head's, as in a kernel that packs none.
 PACKED = (4, 8)
 TILE_M = 128  # query rows of every kernel that goes by lists
+LEAST_PIECE = 8  # rows of a piece of a page, below which threads copy faster than the copy engine
 _SHARED_MEMORY = 227 * 1024
 _REGISTERS_FOR_PIECES = (232, 40)  # where each piece of a page is a copy, which takes the loader more than 24 without spilling
 _SMALL = 16  # rows of a piece of a page, below which copies are so many that a smaller tile is worth it
@@ -89,7 +90,8 @@ class Config:
     what is known on the device alone decides whether there is anything to do. spread: the heads that share one place in the order: "all"
     (of the batch), "heads" (of an entry) or "none".
     has_entries: a table says where each batch entry's rows are. piece: 0, or K and V are a pool of pages, and one copy brings so many rows
-    of a page: a tile of keys takes ``tile_n / piece`` copies, and a page holds whole pieces.
+    of a page: a tile of keys takes ``tile_n / piece`` copies, and a page holds whole pieces. gathers: pieces are rows, and the loader's
+    lanes copy them themselves; no row of K or V is padded.
     has_sink, has_lse, has_max: as the call asks.
     """
 
@@ -113,6 +115,7 @@ class Config:
     spread: str = "all"
     has_entries: bool = False
     piece: int = 0
+    gathers: bool = False
     has_sink: bool = False
     has_lse: bool = False
     has_max: bool = False
@@ -133,8 +136,11 @@ class Config:
             raise ValueError("has_count without has_order: the number of row tiles stands behind their order")
         if self.is_bounded and (self.score is None or not self.is_factored or not self.is_bf16 or self.has_max):
             raise ValueError("is_bounded without a factored score mod, in float16 or with has_max; wanted bfloat16 and no highest scores")
-        if self.piece and (self.tiles.tile_n % self.piece or (self.piece % 2 and 96 in (self.head_dim, self.head_dim_v))):
+        is_odd = self.piece % 2 == 1 and not self.gathers and 96 in (self.head_dim, self.head_dim_v)
+        if self.piece and (self.tiles.tile_n % self.piece or is_odd):
             raise ValueError(f"piece={self.piece}; wanted a divisor of tile_n={self.tiles.tile_n}, even at head_dim 96 (TMA's 128 bytes)")
+        if self.gathers and self.piece != 1:
+            raise ValueError(f"gathers with piece={self.piece}; wanted piece=1, any page's")
         if self.heads_per_tile not in (1, *PACKED):
             raise ValueError(f"heads_per_tile={self.heads_per_tile}; wanted 1 or one of {', '.join(map(str, PACKED))}")
         if self.heads_per_tile > 1 and (self.per_head or self.spread == "none" or any(d.h for b in self.bands for d in dependence(b))):
@@ -224,12 +230,19 @@ def _with_pages(tiles: list[int], page: int) -> int:
 
 
 def tiles_for(
-    head_dim: int, head_dim_v: int, score: Expr | None, tile_n: int | None = None, asked: tuple[Ask, ...] = (), page: int = 0
+    head_dim: int,
+    head_dim_v: int,
+    score: Expr | None,
+    tile_n: int | None = None,
+    asked: tuple[Ask, ...] = (),
+    page: int = 0,
+    is_packed: bool = False,
 ) -> Tiles:
     """The tiles for padded head dimensions: as large as registers allow without spilling, which ``tests/backends/test_hopper.py`` watches.
 
     A score mod, or predicates asked beside bands, need registers that three warp groups do not have, and what reads a table for every score
     needs more. tile_n: what a tile's keys must divide, a list's tile. asked: all predicates but bands. page: rows of a page, 0 without.
+    is_packed: heads share row tiles, and a thread's scores lie on more diagonals.
     """
     if head_dim == head_dim_v == 64 and score is None and tile_n is None and not asked and page % _SMALL == 0:
         return Tiles(192, 128, 3)
@@ -241,7 +254,8 @@ def tiles_for(
     elif score is not None and (apart or reads_straight(score)):
         keys = {192: 64 if apart else 96, 256: 64}.get(widest, 128)
     else:
-        keys = 128 if head_dim == 192 and head_dim_v <= 128 else {192: 96 if ahead else 112, 256: 80}.get(widest, 128)
+        keys = {192: 96 if ahead else 112, 256: 64 if ahead and is_packed else 80}.get(widest, 128)
+        keys = 128 if head_dim == 192 and head_dim_v <= 128 else keys
     may_be = [n for n in range(keys // 16 * 16, 0, -16) if tile_n is None or tile_n % n == 0]
     keys = _with_pages(may_be, page) if page else may_be[0]
     emulated = 2 if score is not None and reads_straight(score) else 1 if score is not None and is_special(score) else 0

@@ -56,11 +56,14 @@ def describe(
     aux_tensors: Sequence[Tensor] | None = None,
     has_lse: bool = False,
     has_sink: bool = False,
+    pack_gqa: bool = False,
 ) -> Described:
     """The config for dense attention with these mods, plain Python or CuTe functions, each as in ``flex_attention``.
 
     q: (B, Hq, Sq, D), k, v: (B, Hkv, Sk, D or Dv), bfloat16 or float16; the dtype and head dimensions decide, other sizes are run-time.
-    Raises ``ValueError`` where no kernel can do this, or where the mask needs lists of tiles: those a ``Config`` written by hand takes.
+    pack_gqa: query heads that share K and V share row tiles, 4 of them or 8, as their number here is at most 4 or not.
+    Raises ``BackendError`` where heads that shall share row tiles see other keys each, and ``ValueError`` where no kernel can do this, or
+    where the mask needs lists of tiles: those a ``Config`` written by hand takes.
     """
 
     def read(mod: Callable, kind: str) -> TracedMod:
@@ -75,7 +78,7 @@ def describe(
         reason = reason_against(problem)
     if reason is not None:
         raise ValueError(f"no Hopper kernel can run this: {reason}")
-    special = specialised(problem)
+    special = specialised(problem, pack_gqa)
     if special.listed is not None:
         name = predicates[special.listed].name
         raise ValueError(f"mask_mod {name!r} needs lists of tiles; wanted a band such as causal, a CuTe function, or a Config(lists=...)")

@@ -13,6 +13,7 @@ from cutlass.utils import SmemAllocator
 
 from anyattn.backends.hopper.config import Config, sides
 from anyattn.backends.hopper.epilogue import Epilogue
+from anyattn.backends.hopper.gather import ARRIVALS, Gathers
 from anyattn.backends.hopper.load import Loads
 from anyattn.backends.hopper.multiply import Multiplies
 from anyattn.backends.hopper.softmax import Softmax
@@ -23,7 +24,7 @@ from anyattn.geometry.integers import ceil_div
 __all__ = ["HopperForward"]
 
 
-class HopperForward(Visits, Loads, Multiplies, Softmax, Epilogue):
+class HopperForward(Visits, Loads, Gathers, Multiplies, Softmax, Epilogue):
     """Attention forward for one ``Config``: give an instance to ``cute.compile`` with CuTe tensors; the result takes other tensors too.
 
     Source: FlashAttention-3 (Shah et al., arXiv:2407.08608): warp specialisation, ping-pong between warp groups, overlap within one.
@@ -83,7 +84,7 @@ class HopperForward(Visits, Loads, Multiplies, Softmax, Epilogue):
         tile_m, tile_n = tiles.tile_m, tiles.tile_n
         lengths, heads, k_heads = (q.shape[2], k.shape[2]), q.shape[1], k.shape[1]
         ratio = heads // k_heads
-        k, plain_out = (cute.make_tensor(t.iterator, cute.select(t.layout, mode=[2, 3, 1, 0])) for t in (k, out))
+        k, plain_v, plain_out = (cute.make_tensor(t.iterator, cute.select(t.layout, mode=[2, 3, 1, 0])) for t in (k, v, out))
         q, whole_out = self._rows_first(q, ratio), self._rows_first(out, ratio)
         v = cute.make_tensor(v.iterator, cute.select(v.layout, mode=[3, 2, 1, 0]))
         lse, highest = (
@@ -106,8 +107,12 @@ class HopperForward(Visits, Loads, Multiplies, Softmax, Epilogue):
         read, write = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         q_atom, q = cpasync.make_tiled_tma_atom(read, q, *self._rows_of(one[0], tile_m, head_dim))
         at_once = self.config.piece if const_expr(self.config.is_paged) else tile_n  # keys that one copy brings
-        k_atom, k = self._copy_of(read, k, one[1], (at_once, head_dim))
-        v_atom, v = self._copy_of(read, v, one[2], (head_dim_v, at_once))
+        k_atom, v_atom = None, None
+        if const_expr(self.config.gathers):
+            v = plain_v
+        else:
+            k_atom, k = self._copy_of(read, k, one[1], (at_once, head_dim))
+            v_atom, v = self._copy_of(read, v, one[2], (head_dim_v, at_once))
         out_atom, out = cpasync.make_tiled_tma_atom(write, whole_out, *self._rows_of(part, 64, head_dim_v))
         self.bytes = [cute.size_in_bytes(self.dtype, layout) for layout in one[:3]]
         self.q_size = max(cute.cosize(one[0]), cute.cosize(one[3]))
@@ -180,14 +185,15 @@ class HopperForward(Visits, Loads, Multiplies, Softmax, Epilogue):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
             for atom in (*atoms, outputs[0]):
-                cpasync.prefetch_descriptor(atom)
+                if const_expr(atom is not None):
+                    cpasync.prefetch_descriptor(atom)
         storage = SmemAllocator().allocate(self.storage_of_block)
         threads = 128 * tiles.warp_groups
         agent = pipeline.Agent.Thread
         pipes = (
             self._pipe(storage.q_barriers.data_ptr(), self.config.q_stages, self.bytes[0]),
-            self._pipe(storage.k_barriers.data_ptr(), tiles.stages, self.bytes[1]),
-            self._pipe(storage.v_barriers.data_ptr(), tiles.stages, self.bytes[2]),
+            self._pipe(storage.k_barriers.data_ptr(), tiles.stages, self.bytes[1], self.config.gathers),
+            self._pipe(storage.v_barriers.data_ptr(), tiles.stages, self.bytes[2], self.config.gathers),
             pipeline.PipelineAsync.create(
                 barrier_storage=storage.work_barriers.data_ptr(),
                 num_stages=2,
@@ -213,14 +219,14 @@ class HopperForward(Visits, Loads, Multiplies, Softmax, Epilogue):
             cute.arch.setmaxregister_increase(self.config.registers[0])
             self.multiply(thread - 128, mmas, smem, pipes, board, outputs, sink, scale_log2, captured)
 
-    def _pipe(self, barriers: Any, stages: int, transaction_bytes: int) -> Any:
-        """One thread fills a stage, one of each multiplying warp gives it back."""
+    def _pipe(self, barriers: Any, stages: int, transaction_bytes: int, is_gathered: bool = False) -> Any:
+        """One thread fills a stage, or all of the loader's warp do; one of each multiplying warp gives it back."""
         agent = pipeline.Agent.Thread
         return pipeline.PipelineTmaAsync.create(
             barrier_storage=barriers,
             num_stages=stages,
-            producer_group=pipeline.CooperativeGroup(agent, 1),
+            producer_group=pipeline.CooperativeGroup(agent, ARRIVALS if is_gathered else 1),
             consumer_group=pipeline.CooperativeGroup(agent, 4 * self.config.tiles.warp_groups),
-            tx_count=transaction_bytes,
+            tx_count=0 if is_gathered else transaction_bytes,
             cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
         )

@@ -7,11 +7,11 @@ import cutlass.cute as cute
 from cutlass import Int32, Uint32, const_expr, pipeline
 from cutlass.cute.nvgpu import cpasync
 
+from anyattn.backends.hopper.gather import LANES
 from anyattn.backends.hopper.visits import Facts
 
 __all__ = ["Loads"]
 
-_LANES = 32
 _AT_ONCE = 8  # copies of pieces that are written out one after the other
 
 
@@ -127,7 +127,7 @@ class Loads:
     def _pieces(self, n: Any) -> list[Any]:
         """The numbers, in the entry's keys, of a lane's pieces of key tile ``n``."""
         pieces = self.config.tiles.tile_n // self.config.piece
-        return [n * pieces + i + cute.arch.lane_idx() for i in range(0, pieces, _LANES)]
+        return [n * pieces + i + cute.arch.lane_idx() for i in range(0, pieces, LANES)]
 
     @cute.jit
     def _fetch(self, pipe, state, copy, n, pages, sizes, board, asked):
@@ -140,11 +140,14 @@ class Loads:
         barrier = pipe.producer_get_barrier(state)
         if const_expr(self.config.is_paged):
             places = tuple(Int32(Uint32(at) % Uint32(sizes.pieces_in_page)) for at in self._pieces(n))
+            if const_expr(self.config.gathers):
+                self.gather(source, target[None, None, state.index], pages, places, barrier)
+                return
             pieces = self.config.tiles.tile_n // self.config.piece
             for group in cutlass.range_constexpr(len(pages)):
-                for i in cutlass.range(min(pieces - group * _LANES, _LANES), unroll=_AT_ONCE):
+                for i in cutlass.range(min(pieces - group * LANES, LANES), unroll=_AT_ONCE):
                     at = source[None, cute.arch.shuffle_sync(places[group], i), cute.arch.shuffle_sync(pages[group], i)]
-                    cute.copy(atom, at, target[None, group * _LANES + i, state.index], tma_bar_ptr=barrier)
+                    cute.copy(atom, at, target[None, group * LANES + i, state.index], tma_bar_ptr=barrier)
         else:
             cute.copy(atom, source[None, n], target[None, state.index], tma_bar_ptr=barrier)
 
@@ -165,6 +168,10 @@ class Loads:
             q_rows = cute.domain_offset((q_start, 0), q[None, None, head, q_row])
             q_source = cute.local_tile(q_rows, (tile_m, d), (m_block, 0))
         q_smem, k_smem, v_smem = in_smem[:3]
+        if const_expr(self.config.gathers):
+            v_smem = cute.make_tensor(v_smem.iterator, cute.select(v_smem.layout, mode=[1, 0, 2]))
+            own = (None, k[None, None, kv_head, None], k_smem), (None, v[None, None, kv_head, None], v_smem)
+            return ((q_atom, *self._partition(q_atom, q_smem, q_source)), *own)
         if const_expr(self.config.is_paged):
             piece = self.config.piece
             k_source = cute.local_tile(k[None, None, kv_head, None], (piece, d), (None, 0, None))

@@ -203,6 +203,8 @@ class Multiplies:
 
     @cute.jit
     def _product(self, mma, acc, a, b, from_zero: cutlass.Constexpr):
+        if const_expr(self.config.gathers):  # what threads have copied is ordered before a product's reads by none of its barriers
+            cute.arch.fence_proxy("async.shared", space="cta")
         warpgroup.fence()
         atom = cute.make_mma_atom(mma.op)
         atom.set(warpgroup.Field.ACCUMULATE, not from_zero)

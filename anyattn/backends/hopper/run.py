@@ -20,7 +20,7 @@ from anyattn.geometry.integers import ceil_div
 from anyattn.geometry.stored import StoredSequences
 from anyattn.plan import Plan
 from anyattn.problem import Problem
-from anyattn.sparsity.documents import DocumentTables, documents_of
+from anyattn.sparsity.documents import DocumentTables, over_sequences, tables_of
 
 __all__ = ["Result", "config_of", "forward", "heads_side_by_side", "runs_documents"]
 
@@ -82,14 +82,14 @@ def forward(problem: Problem, plan: Plan) -> Result:
 
 def _by_documents(problem: Problem, shared: _Shared, ways: ByDocument) -> Result:
     """As sequences, or by lists where the ids are no documents; both, each for its case, until that is known on the host."""
-    found = documents_of(problem, ways.form)
-    assert found is not None
-    within, documents = found
-    answer, config = documents.answer(), ways.within.config_for(within)
+    documents = tables_of(problem, ways.form)
+    answer, config = documents.answer(), ways.within.config_for(problem)  # which hangs on the score mod alone
     if answer:
         ready = shared.ready_of.get(documents, _NOTHING).get(config)
         if ready is not None and ready.known:
-            return _again(within, ways.within, ready)
+            same = over_sequences(problem, ways.form, documents.sequences) if ready.captures else problem
+            return _again(same, ways.within, ready)
+    within = over_sequences(problem, ways.form, documents.sequences)
     results = _results(problem, torch.empty)
     if answer is not False or is_compiling():
         visits = tables.visits_of_documents(documents, config)
@@ -179,7 +179,8 @@ def _shared(problem: Problem, plan: Plan) -> _Shared:
     key = ("hopper", problem.wants_lse, problem.scale > 0)
     found = plan.prepared.get(key)  # type: ignore[call-overload]
     if found is None:
-        made = _Shared(specialised(problem, plan.heads_per_tile > 1), {}, by_document(problem), WeakKeyDictionary())
+        packs = plan.heads_per_tile > 1
+        made = _Shared(specialised(problem, packs), {}, None if packs else by_document(problem), WeakKeyDictionary())
         found = plan.prepared[key] = made  # type: ignore[index]
     return found
 

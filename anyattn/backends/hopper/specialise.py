@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from anyattn.backends.hopper.config import MOST, TILE_M, Ask, Config, padded, sides, slots, tiles_for
+from anyattn.backends.hopper.config import LEAST_PIECE, MOST, TILE_M, Ask, Config, Tiles, padded, sides, slots, tiles_for
 from anyattn.backends.hopper.packing import heads_per_tile
 from anyattn.backends.hopper.staging import bound, caps, factored
 from anyattn.geometry.documents import DocumentSequences, DocumentSizes
@@ -118,10 +118,10 @@ class ByDocument(NamedTuple):
 
 def by_document(problem: Problem) -> ByDocument | None:
     """How a call is run by its documents, None where they are not told apart by block lists that follow from the mask, or where the rest
-    of the mask is not bands. Asks nothing of what tensors hold."""
+    of the mask is not bands. Asks nothing of what tensors hold. The heads of a group are apart: how long documents are nobody knows."""
     if problem.blocks is None or (form := form_of(problem)) is None:
         return None  # without lists to keep them with, finding the documents for every call costs what it saves
-    within, listed = specialised(over_sequences(problem, form, _NO_DOCUMENTS)), specialised(problem)
+    within, listed = specialised(over_sequences(problem, form, _NO_DOCUMENTS), False), specialised(problem, False)
     if within.listed is not None or within.config.always or listed.listed is None:
         return None
     return ByDocument(form, _counted(within), _counted(listed))
@@ -146,19 +146,32 @@ def _varied(config: Config, is_factored: bool, is_bounded: bool) -> Config:
     return replace(config, is_factored=is_factored, is_bounded=is_bounded, tiles=tiles)
 
 
+def _tiles(problem: Problem, of_tiles: tuple, packs: bool) -> tuple[tuple[int, int], Tiles, dict[str, Any]]:
+    """The head dimensions, tiles, and how K and V come from pages. of_tiles: what ``tiles_for`` asks behind these."""
+    q, v, page = problem.q, problem.v, of_tiles[-1]
+    dims = padded(q.shape[3], v.shape[3])
+    tiles = tiles_for(*dims, *of_tiles, packs)
+    piece = math.gcd(page, tiles.tile_n) if page else 0
+    if 0 < piece < LEAST_PIECE and dims == (q.shape[3], v.shape[3]):
+        return dims, tiles_for(*dims, *of_tiles[:-1], 1, packs), {"piece": 1, "gathers": True}
+    if piece % 2 and dims[0] == 96:  # whose rows of 64 bytes lie two in the 128 bytes at which a copy may begin
+        dims = (128, 128)
+        tiles = tiles_for(*dims, *of_tiles, packs)
+        piece = math.gcd(page, tiles.tile_n)
+    return dims, tiles, {"piece": piece}
+
+
 def _config(problem: Problem, score: Expr | None, list_tile: tuple[int, int] | None, flags: dict[str, Any], packs: bool | None) -> Config:
-    d, dv = padded(problem.q.shape[3], problem.v.shape[3])
-    page = flags.pop("page")
-    if page % 2 and d == 96:  # whose rows of 64 bytes lie two in the 128 bytes at which a copy may begin
-        d = dv = 128
-    asks = tuple(ask for ask in (flags.get("partial"), *flags.get("always", ())) if ask is not None)
-    tiles = tiles_for(d, dv, score, list_tile[1] if list_tile else None, asks, page)
+    page, asks = flags.pop("page"), tuple(ask for ask in (flags.get("partial"), *flags.get("always", ())) if ask is not None)
+    of_tiles = (score, list_tile[1] if list_tile else None, asks, page)
+    (d, dv), tiles, pages = _tiles(problem, of_tiles, False)
     packed = heads_per_tile(problem, score, tiles.tile_m, flags, problem.packs if packs is None else packs)
+    if packed > 1:
+        (d, dv), tiles, pages = _tiles(problem, of_tiles, True)
     cut = (1, 1) if list_tile is None else (list_tile[0] * packed // tiles.tile_m, list_tile[1] // tiles.tile_n)
     is_bf16 = problem.q.dtype is torch.bfloat16
     asked: dict[str, Any] = {"has_sink": problem.sink is not None, "has_lse": problem.wants_lse, "has_max": problem.wants_max}
-    shape: dict[str, Any] = {"heads_per_tile": packed, "list_cut": cut, "piece": math.gcd(page, tiles.tile_n) if page else 0}
-    return Config(d, dv, is_bf16, tiles, score, problem.scale > 0, **shape, **flags, **asked)
+    return Config(d, dv, is_bf16, tiles, score, problem.scale > 0, heads_per_tile=packed, list_cut=cut, **pages, **flags, **asked)
 
 
 def _storage(problem: Problem, has_lists: bool) -> dict[str, Any]:
