@@ -88,6 +88,8 @@ MUTANTS = {
         Mutant("page_off_by_one", _PLACES, "tl.load(pages + asked)", "tl.load(pages + tl.maximum(asked - 1, 0))", "pages"),
         Mutant("row_of_page_off_by_one", _PLACES, "((first + lane) % PAGE_SIZE) *", "((first + lane + 1) % PAGE_SIZE) *", "pages"),
         Mutant("pages_of_the_first_sequence", _FORWARD, "tensors[9] + b.to(tl.int64) * sizes[6]", "tensors[9]", "pages"),
+        Mutant("launch_without_work_does_it", _PLACES, "tl.load(guard) != 0", "tl.load(guard) == 7", "documents"),
+        Mutant("launch_with_work_leaves_it", _PLACES, "tl.load(guard) != 0", "tl.load(guard) >= 0", "documents"),
         # splits
         Mutant("split_lost", _FORWARD, "begin = tl.minimum(split * share", "begin = tl.minimum((split + 1) * share", "splits"),
         Mutant("last_tile_of_every_split_lost", _FORWARD, "tl.minimum(begin + share, full", "tl.minimum(begin + share - 1, full", "splits"),
