@@ -245,10 +245,11 @@ def _launch(
         constants |= {"IS_LATE": is_late(shape_of(problem), capability_of(q.device)), "IS_JOINT": name == "joint"}
     else:
         constants["SLOT_M"] = prepared.tile_m
+    options = {"num_warps": used.num_warps, "num_stages": used.num_stages, **({"maxnreg": used.registers} if used.registers else {})}
     lists = [q if t is None else t for t in found.lists]
     heads, places = problem.heads_kv if by_key else problem.heads_q, _places(problem, prepared.tile_m)
     run_entry(
         entry_of(_DKDV if by_key else _DQ, program, aligned), (found.row_tiles, heads, programs_along_batch(problem, found)),
         (*pointers, *strides, 0, 0, *found.strides, *sizes_of(problem, found), places, *lists, problem.scale),
-        captured, q.device, {**constants, "num_warps": used.num_warps, "num_stages": used.num_stages},
+        captured, q.device, constants | options,
     )  # fmt: skip
