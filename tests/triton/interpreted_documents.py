@@ -18,7 +18,7 @@ from calls import judge
 
 import anyattn
 from anyattn import check, masks, recall
-from anyattn.backends.triton import backward_pass
+from anyattn.backends.triton import backward_pass, config
 from anyattn.backends.triton import run as forward_pass
 from anyattn.backends.triton.forms import Form
 from anyattn.sparsity import documents
@@ -160,6 +160,18 @@ def test_other_tiles_of_the_same_documents() -> None:
     q, k, v = cases.inputs("normal", cases.Shape(*case.shape), case.dtype, 0)[:3]
     for tiles in ((16, 64), (64, 16)):
         judge(q, k, v, mask=mask, block_mask=made, kernel_options=dict(zip(("tile_m", "tile_n"), tiles, strict=True)))
+
+
+@pytest.mark.parametrize("ways", [(False, 1), (True, 2), (True, 3, True), (False, 3, True)], ids=str)
+def test_keys_by_descriptors(ways: tuple, launched: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Descriptors of all of storage, where the tile behind a document's last one holds keys of the next."""
+    monkeypatch.setattr(config, "ways_of", lambda *_: config.Ways(*ways))
+    for name in ("documents", "ids of each entry"):
+        case = CASES[name]
+        mask = mask_of(case)
+        launched.clear()
+        results(case, block_mask(case, mask), mask)
+        assert launched[0]["IS_DESCRIBED"] == min(ways[1], 2) and launched[0]["IS_JOINED"] is (ways[2:] == (True,))
 
 
 def test_a_mask_of_more_ranges_than_a_kernel_keeps_is_asked(launched: list) -> None:

@@ -184,8 +184,8 @@ def _launch(form: Form, plan: Plan, target: _Target) -> None:
 
 def _described(wanted: int, form: Form, plan: Plan, found: tables.Tables, target: _Target) -> int:
     """``Ways.is_described`` as far as it can be: of keys that are rows at one distance, none of which a tile has to leave out (no pages, no
-    list tile cut unevenly); made with the launch of tensors whose sequences are all of their storage, or share it as documents do, of which a
-    tile may hold keys of the next; written where no tile has rows of two list tiles, or of two documents."""
+    list tile cut unevenly); made with the launch of tensors whose sequences are all of their storage, or share it as documents do, whose
+    tiles may hold keys of the next; written where no tile has rows of two list tiles, or of two documents."""
     problem, is_dense = form.problem, found.entries is None
     k, v = problem.k, problem.v
     if not wanted or found.pages is not None or found.cache is not None or found.list_tile[1] % plan.tile_n:
