@@ -132,7 +132,10 @@ MUTANTS = {
             "pieces_exchanged", "load.py",
             "target[None, group * LANES + i,", "target[None, (group * LANES + i) ^ 1,", "pieces",
         ),
-        Mutant("column_of_the_first_tile", "softmax.py", "positions[0, 0][1] + n * self.config.tiles.tile_n", "positions[0, 0][1]", "score"),
+        Mutant(
+            "column_of_the_first_tile", "softmax.py",
+            "positions[0, 0][1] + n * self.config.tiles.tile_n", "positions[0, 0][1]", "score",
+        ),
         # work
         Mutant("counter_left_as_it_is", "load.py", "counter[0] = Int32(0)\n", "counter[0] = Int32(1)\n", "twice"),
     )
