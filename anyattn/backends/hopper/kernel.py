@@ -78,7 +78,8 @@ class HopperForward(Visits, Loads, Gathers, Multiplies, Softmax, Guesses, Epilog
         stream: cuda.CUstream,
     ):
         """q, out: (B, Hq, Sq, D), k, v: (B, Hkv, Sk, D), strides multiples of 16 bytes, the last 1; lse, highest: (B, Hq, Sq) float32;
-        sink: (Hq,). With ``entries`` B is what storage has, with ``pages`` k and v are (pages, Hkv, page size, D).
+        sink: (Hq,). With ``entries`` B is what storage has, with ``pages`` k and v are (pages, Hkv, page size, D),
+        the page size a multiple of ``config.piece``.
 
         partial_count to pages: see ``visits.Tables``. counter: two zeros, int32, which the kernel leaves as zeros. scale_log2: the softmax
         scale times log2(e). rows, spread, section: see ``visits.Sizes``. workers: thread blocks, each of which takes row tiles in turn.
