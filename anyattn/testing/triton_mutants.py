@@ -125,7 +125,7 @@ MUTANTS = {
             "ds = tl.where(seen, ds, 0.0)\n    if HAS_SCATTER",
             "ds = ds * 1.0\n    if HAS_SCATTER", "causal",
         ),
-        Mutant("hidden_derivative_kept", _BACKWARD, f"{_HIDDEN}    dk", "ds = ds * 1.0\n    dk", "infinite_derivative"),
+        Mutant("hidden_derivative_kept", _BACKWARD, "ds = tl.where(p != 0.0, ds, 0.0)", "ds = ds * 1.0", "infinite_derivative"),
         Mutant("hidden_derivative_kept_in_dq", _BACKWARD, f"{_HIDDEN}    return", "ds = ds * 1.0\n    return", "infinite_derivative"),
         Mutant(
             "derivative_forgotten_in_dk", _BACKWARD,
@@ -133,11 +133,7 @@ MUTANTS = {
             "1.0\n    if IS_PARTIAL", "softcap",
         ),
         Mutant("derivative_forgotten_in_dq", _BACKWARD, "of_score[1].to(tl.float32)\n        if IS", "1.0\n        if IS", "softcap"),
-        Mutant(
-            "mask_forgotten_in_dk", _BACKWARD,
-            "rows, captured[1][0], captured[1][1]) | is_shown)",
-            "rows, captured[1][0], captured[1][1]) | (kv >= 0))", "dilated",
-        ),
+        Mutant("mask_forgotten_in_dk", _BACKWARD, "(shown | is_shown)", "(shown | (kv >= 0))", "dilated"),
         Mutant(
             "mask_forgotten_in_dq", _BACKWARD,
             "rows[1], captured[1][0], captured[1][1]) | is_shown)",

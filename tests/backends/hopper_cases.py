@@ -43,7 +43,8 @@ class Sizes(NamedTuple):
 
 @dataclass
 class Case:
-    """tiles: what this block should compute, in order. jumps, left: see ``hopper_roles.Counter``. bands: (left, right) of each entry."""
+    """tiles: what this block should compute, in order. jumps, left: see ``hopper_roles.Counter``. bands: (left, right) of each entry.
+    foresees, guesses, shortens: what the kernel found of its config."""
 
     config: Any
     tiles: list[RowTile]
@@ -55,6 +56,8 @@ class Case:
     jumps: list[int]
     left: int
     foresees: bool
+    guesses: bool
+    shortens: bool
 
     @property
     def rows(self) -> int:
@@ -140,9 +143,12 @@ def random_case(seed: int, rows: int | None = None) -> Case:
     tables, lengths, bands, tile = made(draw, config, sizes)
     tiles = [found for i in taken if (found := tile(*work[i])) is not None]
     names = ("partial_count", "partial_index", "full_count", "full_index", "order", "entries", "pages")
+    left, foresees = draw.randrange(workers), bool(config.score) and draw.random() < 0.5
+    guesses = draw.random() < 0.7
+    shortens = guesses and config.is_bounded and not foresees
     case = Case(
-        config, tiles, {n: tables.get(n) for n in names}, lengths, sizes, bands, workers, jumps, draw.randrange(workers),
-        bool(config.score) and draw.random() < 0.5,
+        config, tiles, {n: tables.get(n) for n in names}, lengths, sizes, bands, workers, jumps, left, foresees,
+        guesses and (shortens or not config.is_bounded), shortens,
     )  # fmt: skip
     return _counted(case, random.Random(-seed))
 

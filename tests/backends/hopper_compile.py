@@ -50,6 +50,16 @@ def frame_sizes(cubin: Path) -> list[int]:
     return found
 
 
+def products_and_waits(cubin: Path) -> tuple[int, int]:
+    """Instructions that multiply, and those that wait for one another around them: the low 12 bits of an instruction's 16 bytes say which.
+
+    Where the compiler is not sure who writes the accumulators it waits before and after each product, and says so to nobody.
+    """
+    data = cubin.read_bytes()
+    codes = [struct.unpack_from("<H", data, at)[0] & 0xFFF for at in range(0, len(data) - 15, 16)]  # sections of code are aligned
+    return sum(code in (0xDF0, 0x9F0) for code in codes), codes.count(0x9C5)
+
+
 def compile(config: Config, mods: list, folder: Path) -> list[int]:  # type: ignore[type-arg]
     kernel = HopperForward(config)
     big = [fake(kernel.dtype, 4, 8, 16) for _ in range(4)]
@@ -67,6 +77,9 @@ def compile(config: Config, mods: list, folder: Path) -> list[int]:  # type: ign
     folder.mkdir()
     given = (*big, *statistics, sink, *lists, *tables, fake(Int32, 1), *sizes, tuple(scalars), tuple(tensors), make_fake_stream())
     cute.compile(kernel, *given, options=f"--keep-cubin --dump-dir={folder}")
+    for cubin in folder.glob("*.cubin"):
+        products, waits = products_and_waits(cubin)
+        assert waits < products, f"{config}: {products} products wait for one another {waits} times"
     return [size for cubin in folder.glob("*.cubin") for size in frame_sizes(cubin)]
 
 
@@ -106,8 +119,6 @@ def cases() -> dict[str, tuple[list, dict]]:  # type: ignore[type-arg]
         "ragged lists": ([document], {"lists": "ragged", "partial": each, **entries}),
         "pages of 16": ([causal], {**ends, **entries, "page": 16}),
         "pages of 1": ([causal], {**ends, **entries, "page": 1}),
-        "pages of 24": ([window], {"bands": (window.expr,), **entries, "page": 24}),
-        "pages of 9 and lists": ([document], {"lists": "ragged", "partial": each, **entries, "page": 9}),
         "pages of 256": ([causal], {**ends, **entries, "page": 256}),
         "pages and lists": ([document], {"lists": "ragged", "partial": each, **entries, "page": 48}),
         "packed": ([causal], {**ends, "heads_per_tile": 8, "has_sink": True}),

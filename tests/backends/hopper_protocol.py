@@ -205,6 +205,11 @@ class Loaded(NamedTuple):
             raise Broken("rescaled from another maximum than the one in use")
         return self._replace(epoch=factor.epoch)
 
+    def __add__(self, more: Loaded) -> Loaded:  # type: ignore[override]
+        if more.epoch != self.epoch or more.done != self.done:
+            raise Broken(f"{more} is added to {self}")
+        return self._replace(made_of=self.made_of + more.made_of)
+
 
 class Registers:
     """A fragment. busy: products under way that read or write it."""
@@ -253,6 +258,7 @@ class Group:
         self.fresh = set[int]()  # registers written since the last fence
         self.unfenced = set[tuple[str, int]]()  # stages that threads filled, waited for since the last fence between them and products
         self.scores, self.outputs, self.finished = 0, 0, 0  # products of K, of V, row tiles
+        self.hopeless = set[int]()  # row tiles in which a guess was wrong
         self.stores = list[bool]()  # of each store so far whether its memory has been read
 
     def gemm(self, atom: Any, acc: Registers, a: Part, b: Part) -> None:

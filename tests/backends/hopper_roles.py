@@ -30,8 +30,8 @@ Changes = tuple[tuple[str, str, str], ...]  # (module, text, text that takes its
 # what the roles call of the rest of the kernel's class, which ``Stubs`` has instead, and the module that it is of
 STOOD_IN = {
     "band": "visits", "rate": "softmax", "row_limits": "softmax", "foreseen": "softmax", "modified": "softmax", "masked": "softmax",
-    "head": "softmax", "exponentials": "softmax", "unshifted": "softmax", "finished": "epilogue", "blank": "epilogue", "stored": "epilogue",
-    "gather": "gather",
+    "head": "softmax", "exponentials": "softmax", "unshifted": "softmax", "guessed": "guesses",
+    "finished": "epilogue", "blank": "epilogue", "stored": "epilogue", "gather": "gather",
 }  # fmt: skip
 
 
@@ -207,6 +207,8 @@ class Stubs:
     config: Any
     bands: list[tuple[int, int]]
     foresees: bool
+    guesses: bool
+    shortens: bool
     dtype = "dtype"
     arch: Any
 
@@ -330,6 +332,36 @@ class Stubs:
                 raise Broken(f"exponentials are added to {before}")
             x.store(Loaded(before.made_of + made_of, -1, kinds[0]))
 
+    def guessed(
+        self,
+        scores: Registers,
+        lifts: str | None,
+        powers: Registers,
+        sums: Registers,
+        row_max: Registers,
+        facts: Any,
+        scale: str,
+        rate: str,
+        captured: str,
+    ) -> bool:
+        self._given(scale=scale, rate=rate, captured=captured)
+        self._visited(scores, facts, None, False)
+        ((t, i),), top = scores.made_of, row_max.load()
+        wanted = (None, frozenset()) if self.shortens else ("lifts", {"modified"})
+        if (lifts, scores.done) != wanted or self._must_be_masked(t, i) or top.done != _MAX:
+            raise Broken(f"a guess at {scores.made_of}, {set(scores.done)}, with {lifts} and a maximum of {top}")
+        if self.shortens and t in self.block.group.hopeless:
+            raise Broken(f"a guess at {scores.made_of} after one in vain")
+        is_right = self.block.schedule.random.random() < 0.6
+        made_of = scores.made_of if is_right else ("a wrong guess",)
+        powers.store(Loaded(made_of, top.epoch, frozenset({"exponential"})))
+        sums.store(Loaded(made_of, top.epoch, _SUM))
+        if not is_right:
+            self.block.group.hopeless.add(t)
+        else:
+            row_max.store(Loaded(top.made_of + made_of, top.epoch, _MAX))
+        return is_right
+
     def head(self, positions: str, facts: Any) -> int:
         self._given(positions=positions)
         return int(facts.head)
@@ -442,6 +474,7 @@ def _stand_ins(block: Block, work: tuple[int, int], counter: Counter) -> dict[st
             Field=SimpleNamespace(ACCUMULATE="accumulate"),
         ),
         "narrowed": functools.partial(_narrowed, block),
+        "narrowed_to": lambda out, x, _: out.store(x.load()),
         "rows_and_columns": lambda x: x,
     }
 
@@ -480,7 +513,8 @@ def run_block(case: Case, seed: int, changes: Changes = ()) -> int:
         exec(code, names)
     kernel = type("Kernel", (Stubs, *(class_of(names, name) for name in ("Visits", "Loads", "Multiplies"))), {})()
     load, multiply, tables = method(kernel, "load"), method(kernel, "multiply"), class_of(names, "Tables")(**case.tables)
-    kernel.block, kernel.config, kernel.bands, kernel.foresees = block, case.config, case.bands, case.foresees
+    kernel.block, kernel.config, kernel.bands = block, case.config, case.bands
+    kernel.foresees, kernel.guesses, kernel.shortens = case.foresees, case.guesses, case.shortens
     kernel.arch = names["cute"].arch
     board = (_Board(block, block.pipes[3], "facts"), _Board(block, block.pipes[1], "visit"))
     in_smem = (*block.memories, block.memories[0])

@@ -104,14 +104,13 @@ LAST = "        self._product(mma_pv, sums[0], p, v[None, None, None, v_state.in
 LAST_THROUGH = "        warpgroup.wait_group(0)\n"
 LAST_RELEASED = "        pipes[2].consumer_release(v_state)\n"
 LAST_ADVANCED = "        v_state.advance()\n        return"
-BARE = "v_state, False)\n            k_state.advance()\n            v_state.advance()"
+BARE = "hope, False)\n            k_state.advance()\n            v_state.advance()"
 WAITED_FOR_V = "        pipes[2].consumer_wait(v_state)\n        self._product(mma_pv, acc"
 WIPED = "            self._wiped(in_smem[2]"
+V_THROUGH = "        warpgroup.wait_group(0)\n        pipes[2].consumer_release(v_state)\n"
 P_STORED = "        p.store(narrowed(scores, self.dtype).load())\n"
-STORED_FIRST = """        warpgroup.wait_group(0)
-        pipes[2].consumer_release(v_state)
-        p.store(narrowed(scores, self.dtype).load())
-        if const"""
+P_GUESSED = "        narrowed_to(p, powers, self.dtype)\n"
+SUMS_GUESSED = "            row_sum.store(row_sum.load() + added.load())\n"
 END_POSTED = "        self._post(board[0], pipes[3], work_state, Facts(*(Int32(0) for _ in Facts._fields)))\n        work_state.advance()\n"
 POSTED = "self._post(board[0], pipes[3], work_state, facts)\n                work_state.advance()"
 ON_BOARD = "            board[state.index] = n * 2 + asked\n        pipe.sync_object_full.arrive(state.index, None)"
@@ -161,14 +160,28 @@ MUTANTS: dict[str, Changes] = {
     "K is given back while it is being read": planted(MULTIPLY, "warpgroup.wait_group(1)", "warpgroup.wait_group(2)"),
     "K is not given back": planted(MULTIPLY, K_THROUGH, LAST_THROUGH),
     "K is given back twice": planted(MULTIPLY, K_THROUGH, K_THROUGH + K_THROUGH.splitlines(keepends=True)[1]),
-    "V is given back while it is being read": planted(MULTIPLY, STORED_FIRST, STORED_FIRST.replace("wait_group(0)", "wait_group(1)")),
+    "V is given back while it is being read": planted(
+        MULTIPLY, V_THROUGH + P_STORED, V_THROUGH.replace("wait_group(0)", "wait_group(1)") + P_STORED
+    ),
+    "V is given back while it is being read, after a guess": planted(
+        MULTIPLY, V_THROUGH + P_GUESSED, V_THROUGH.replace("wait_group(0)", "wait_group(1)") + P_GUESSED
+    ),
     "V is not waited for": planted(MULTIPLY, WAITED_FOR_V, "        self._product(mma_pv, acc"),
     "the last V is not waited for": planted(MULTIPLY, LAST_WAITED_FOR, "        self._product(mma_pv, sums"),
     "the last product is left out": planted(MULTIPLY, LAST),
     "the last product is not waited for": planted(MULTIPLY, LAST + LAST_THROUGH, LAST),
     "the last V is not given back": planted(MULTIPLY, LAST_RELEASED + LAST_ADVANCED, LAST_ADVANCED),
     "the last V is given back twice": planted(MULTIPLY, LAST_RELEASED + LAST_ADVANCED, LAST_RELEASED * 2 + LAST_ADVANCED),
-    "P is replaced before its product": planted(MULTIPLY, STORED_FIRST, P_STORED + STORED_FIRST.replace(P_STORED, "")),
+    "P is replaced before its product": exchanged(MULTIPLY, V_THROUGH, P_STORED),
+    "P is replaced before its product, by a guess": exchanged(MULTIPLY, V_THROUGH, P_GUESSED),
+    "a wrong guess stays": planted(MULTIPLY, "        if is_right:", "        if True:"),
+    "a wrong guess stays in P": planted(MULTIPLY, "row_scale, rate, False, True)\n    " + P_STORED, "row_scale, rate, False, True)\n"),
+    "a wrong guess at a cap stays in P": planted(MULTIPLY, "rate, False)\n    " + P_STORED, "rate, False)\n"),
+    "a cap is guessed at again in vain": planted(MULTIPLY, "            hope = Int32(0)\n"),
+    "hope is lost between tiles": planted(MULTIPLY, "                _, hope = self._guessed", "                self._guessed"),
+    "sums of guesses are lost": planted(MULTIPLY, SUMS_GUESSED, "            pass\n"),
+    "O is not rescaled after a wrong guess": planted(MULTIPLY, "return rescales, hope", "return False, hope"),
+    "masked tiles are guessed at": planted(MULTIPLY, "if const_expr(asks or not self.guesses)", "if const_expr(not self.guesses)"),
     "turns are not taken": planted(MULTIPLY, "        self._my_turn(group)\n"),
     "turns are not passed on": planted(MULTIPLY, "        self._next_turn(group)\n"),
     "the first turn is not given": planted(MULTIPLY, "if group == 0 and self", "if group < 0 and self"),
@@ -277,8 +290,7 @@ def test_stand_ins_take_what_the_kernel_takes(name: str) -> None:
     assert len(inspect.signature(method(Stubs, name)).parameters) - 1 == taken[name]
 
 
-# What may be left out: the loader's stay until all is given back, for the others stay themselves; a name's first value for the tracer.
-NEEDLESS = {"pipe.producer_tail(state)", "rescales = cutlass.Boolean(False)"}
+NEEDLESS = {"pipe.producer_tail(state)"}  # the loader's stay until all is given back, for the others stay themselves
 
 
 def left_out() -> Iterator[tuple[str, Changes]]:

@@ -82,7 +82,9 @@ def test_joint_of_documents(launched: list[str]) -> None:
     leaves = [t.requires_grad_() for t in (q, k, v)]
     got = {}
     for backend in ("triton", "torch"):
-        out = anyattn.flash_attn_varlen_func(*leaves, cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=34, max_seqlen_k=34, causal=True, backend=backend)
+        out = anyattn.flash_attn_varlen_func(
+            *leaves, cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=34, max_seqlen_k=34, causal=True, backend=backend
+        )
         got[backend] = torch.autograd.grad(out, leaves, torch.ones_like(out))
     for a, b in zip(got["triton"], got["torch"], strict=True):
         assert float((a - b).square().mean().sqrt()) <= 1e-6 * float(b.square().mean().sqrt())

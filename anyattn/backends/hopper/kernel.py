@@ -14,17 +14,18 @@ from cutlass.utils import SmemAllocator
 from anyattn.backends.hopper.config import Config, sides
 from anyattn.backends.hopper.epilogue import Epilogue
 from anyattn.backends.hopper.gather import ARRIVALS, Gathers
+from anyattn.backends.hopper.guesses import Guesses
 from anyattn.backends.hopper.load import Loads
 from anyattn.backends.hopper.multiply import Multiplies
 from anyattn.backends.hopper.softmax import Softmax
-from anyattn.backends.hopper.staging import Factored, bias, cases, factored, is_even, is_foreseen
+from anyattn.backends.hopper.staging import Factored, bias, cases, factored, is_even, is_foreseen, is_tanh
 from anyattn.backends.hopper.visits import FACTS, Sizes, Tables, Visits
 from anyattn.geometry.integers import ceil_div
 
 __all__ = ["HopperForward"]
 
 
-class HopperForward(Visits, Loads, Gathers, Multiplies, Softmax, Epilogue):
+class HopperForward(Visits, Loads, Gathers, Multiplies, Softmax, Guesses, Epilogue):
     """Attention forward for one ``Config``: give an instance to ``cute.compile`` with CuTe tensors; the result takes other tensors too.
 
     Source: FlashAttention-3 (Shah et al., arXiv:2407.08608): warp specialisation, ping-pong between warp groups, overlap within one.
@@ -33,14 +34,17 @@ class HopperForward(Visits, Loads, Gathers, Multiplies, Softmax, Epilogue):
     def __init__(self, config: Config):
         self.config = config
         self.dtype = BFloat16 if config.is_bf16 else Float16
-        self.foresees = False
+        self.foresees = self.shortens = False
         if config.score is not None:
             self.score = factored(config.score) if config.is_factored else Factored(config.score, None, None, ())
             added = bias(config.score) if config.is_factored else None
             self.is_bias, self.whole = added is not None, self.score.core if added is None else added
             self.cases = cases(self.whole)
             self.foresees = self.is_bias and is_foreseen(config.score)
+            self.shortens = config.is_bounded and is_tanh(self.score.core)
             self.lifts = self.is_bias and any(is_even(e) for e in (self.whole, *(case.expr for case in self.cases)))
+        # what a long score mod takes leaves nothing to gain
+        self.guesses = self.shortens or not (config.is_bounded or config.has_max or (config.score is not None and not self.is_bias))
         at = 1 if config.score is not None else 0
         self.band_sides = [(at + i, sides(band)) for i, band in enumerate(config.bands)]
         asked = ((config.partial,) if config.partial else ()) + config.always

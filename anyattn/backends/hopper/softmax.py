@@ -6,12 +6,11 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
-from cutlass._mlir.dialects import llvm
-from cutlass.cutlass_dsl import dsl_user_op
 
 from anyattn.backends.hopper.config import slots
 from anyattn.backends.hopper.emit import emit, emit_lines, emit_rows, holds, select
 from anyattn.backends.hopper.fragment import rows_and_columns
+from anyattn.backends.hopper.powers import exp2, exp2_of_product, sum_of
 from anyattn.backends.hopper.staging import is_even
 
 __all__ = ["LOG2E", "Softmax"]
@@ -312,10 +311,10 @@ class Softmax:
                 if c % 8 >= emulated:
                     s[r, c] = cute.math.exp2(s[r, c] * rate, fastmath=True)
                 elif is_masked:
-                    s[r, c] = _exp2(s[r, c] * rate)
+                    s[r, c] = exp2(s[r, c] * rate)
                 else:
-                    s[r, c] = _exp2_of_product(s[r, c], rate)
-            row_sum[r] = row_sum[r] + s[r, None].load().reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+                    s[r, c] = exp2_of_product(s[r, c], rate)
+            row_sum[r] = row_sum[r] + sum_of(s, r)
             row_max[r] = Float32(0.0)
 
     def _powers(self, s: Any, r: int, rate: Any, shifted: Any) -> Any:
@@ -327,43 +326,8 @@ class Softmax:
         else:
             for c in range(cute.size(s, mode=[1])):
                 power = s[r, c] * rate - shifted
-                s[r, c] = _exp2(power) if c % 8 < emulated else cute.math.exp2(power, fastmath=True)
-        return s[r, None].load().reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
-
-
-# 2^x for -1/2 <= x <= 1/2, exact at 0; relative error 1.1e-4, a fortieth of what rounding to bfloat16 does to a probability
-_POLYNOMIAL = (1.0, 0.69328293, 0.24221096, 0.05500893)
-_ROUNDS = 1.5 * 2**23  # added to a float, leaves its whole part in the low bits
-
-
-@dsl_user_op
-def _bits(x: Any, kind: Any, *, loc: Any = None, ip: Any = None) -> Any:
-    """A 32-bit number's bits as another kind of number."""
-    return kind(llvm.bitcast(kind.mlir_type, x.ir_value(loc=loc, ip=ip), loc=loc, ip=ip))
-
-
-def _exp2(x: Any) -> Any:
-    """exp2 on the pipes that multiply and add, for those scores that the one for special functions has no time for; 0 at -127 and below.
-
-    Source: Cody and Waite's reduction (Software Manual for the Elementary Functions, 1980).
-    """
-    x = cute.arch.fmax(x, Float32(-127.0))
-    shifted = x + Float32(_ROUNDS)
-    return _grown(x - (shifted - Float32(_ROUNDS)), shifted)
-
-
-def _exp2_of_product(x: Any, factor: Any) -> Any:
-    """exp2(x * factor), the product within 126 to either side."""
-    shifted = cute.math.fma(x, factor, Float32(_ROUNDS))
-    return _grown(cute.math.fma(x, factor, -(shifted - Float32(_ROUNDS))), shifted)
-
-
-def _grown(part: Any, shifted: Any) -> Any:
-    """2^part times 2 to the power in the low bits of ``shifted``."""
-    value = Float32(_POLYNOMIAL[3])
-    for coefficient in _POLYNOMIAL[2::-1]:
-        value = value * part + Float32(coefficient)
-    return _bits(_bits(value, Int32) + (_bits(shifted, Int32) << 23), Float32)
+                s[r, c] = exp2(power) if c % 8 < emulated else cute.math.exp2(power, fastmath=True)
+        return sum_of(s, r)
 
 
 def _column(c: int) -> int:

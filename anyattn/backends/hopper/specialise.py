@@ -146,28 +146,28 @@ def _varied(config: Config, is_factored: bool, is_bounded: bool) -> Config:
     return replace(config, is_factored=is_factored, is_bounded=is_bounded, tiles=tiles)
 
 
-def _tiles(problem: Problem, of_tiles: tuple, packs: bool) -> tuple[tuple[int, int], Tiles, dict[str, Any]]:
-    """The head dimensions, tiles, and how K and V come from pages. of_tiles: what ``tiles_for`` asks behind these."""
-    q, v, page = problem.q, problem.v, of_tiles[-1]
-    dims = padded(q.shape[3], v.shape[3])
-    tiles = tiles_for(*dims, *of_tiles, packs)
+def _tiles(problem: Problem, wanted: dict[str, Any]) -> tuple[tuple[int, int], Tiles, dict[str, Any]]:
+    """The head dimensions, the tiles, and how K and V come from pages. wanted: what ``tiles_for`` asks besides."""
+    given, page = (problem.q.shape[3], problem.v.shape[3]), wanted["page"]
+    dims = padded(*given)
+    tiles = tiles_for(*dims, **wanted)
     piece = math.gcd(page, tiles.tile_n) if page else 0
-    if 0 < piece < LEAST_PIECE and dims == (q.shape[3], v.shape[3]):
-        return dims, tiles_for(*dims, *of_tiles[:-1], 1, packs), {"piece": 1, "gathers": True}
+    if 0 < piece < LEAST_PIECE and dims == given:
+        return dims, tiles_for(*dims, **{**wanted, "page": 1}), {"piece": 1, "gathers": True}
     if piece % 2 and dims[0] == 96:  # whose rows of 64 bytes lie two in the 128 bytes at which a copy may begin
         dims = (128, 128)
-        tiles = tiles_for(*dims, *of_tiles, packs)
+        tiles = tiles_for(*dims, **wanted)
         piece = math.gcd(page, tiles.tile_n)
     return dims, tiles, {"piece": piece}
 
 
 def _config(problem: Problem, score: Expr | None, list_tile: tuple[int, int] | None, flags: dict[str, Any], packs: bool | None) -> Config:
-    page, asks = flags.pop("page"), tuple(ask for ask in (flags.get("partial"), *flags.get("always", ())) if ask is not None)
-    of_tiles = (score, list_tile[1] if list_tile else None, asks, page)
-    (d, dv), tiles, pages = _tiles(problem, of_tiles, False)
+    asks = tuple(ask for ask in (flags.get("partial"), *flags.get("always", ())) if ask is not None)
+    wanted = {"score": score, "tile_n": list_tile[1] if list_tile else None, "asked": asks, "page": flags.pop("page")}
+    (d, dv), tiles, pages = _tiles(problem, wanted)
     packed = heads_per_tile(problem, score, tiles.tile_m, flags, problem.packs if packs is None else packs)
     if packed > 1:
-        (d, dv), tiles, pages = _tiles(problem, of_tiles, True)
+        (d, dv), tiles, pages = _tiles(problem, wanted | {"is_packed": True})
     cut = (1, 1) if list_tile is None else (list_tile[0] * packed // tiles.tile_m, list_tile[1] // tiles.tile_n)
     is_bf16 = problem.q.dtype is torch.bfloat16
     asked: dict[str, Any] = {"has_sink": problem.sink is not None, "has_lse": problem.wants_lse, "has_max": problem.wants_max}

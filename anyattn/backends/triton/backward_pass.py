@@ -163,7 +163,7 @@ def _may_join(problem: Problem) -> bool:
     q, k, v = problem.q, problem.k, problem.v
     if problem.deterministic or _wanted(problem) or not (q.requires_grad and (k.requires_grad or v.requires_grad)):
         return False
-    return 4 * q[..., 0].numel() * padded(q.shape[3]) <= MOST_SUMS
+    return 4 * q.numel() // q.shape[3] * padded(q.shape[3]) <= MOST_SUMS
 
 
 def _delta_of_rows(problem: Problem) -> Tensor | None:
@@ -188,11 +188,11 @@ def _prepared(form: Form, chosen: Chosen, tile_m: int, results: _Results, delta_
     places, device = _places(problem, tile_m), out.device
     slots = problem.heads_q * places
     # of a tile that the lists begin elsewhere than at a multiple of its size what lies after it is read too
-    kept = torch.empty((2, (slots + 1) * tile_m), dtype=torch.float32, device=device)
+    of_lse, of_delta = (torch.empty(((slots + 1) * tile_m,), dtype=torch.float32, device=device) for _ in range(2))
     spans = torch.empty((slots, max(4 * count, 1)), dtype=torch.int32, device=device)
     found = tables.tables_of(problem, replace(chosen, lists=None), tile_m, form.documents)
     aligned, strides = strides_of(out, dout)
-    tensors = (out, dout, lse, dlse, kept[0], spans, found.entries, found.order, guard, kept[1], delta_of_rows)
+    tensors = (out, dout, lse, dlse, of_lse, spans, found.entries, found.order, guard, of_delta, delta_of_rows)
     pointers = [out if t is None else t.detach() for t in tensors]
     of_dlse = (0, 0, 0) if dlse is None else dlse.stride()
     program = Program(None, ranges, None, None)
@@ -207,7 +207,7 @@ def _prepared(form: Form, chosen: Chosen, tile_m: int, results: _Results, delta_
         (*pointers, *strides, *of_dlse, 0, 0, *found.strides, *sizes_of(problem, found), places, *(out,) * 4, problem.scale),
         captured, device, {**constants, "num_warps": 4, "num_stages": 1},
     )  # fmt: skip
-    return _Prepared(kept[0], kept[1], spans, tile_m)
+    return _Prepared(of_lse, of_delta, spans, tile_m)
 
 
 def _places(problem: Problem, tile_m: int) -> int:
@@ -245,10 +245,11 @@ def _launch(
         constants |= {"IS_LATE": is_late(shape_of(problem), capability_of(q.device)), "IS_JOINT": name == "joint"}
     else:
         constants["SLOT_M"] = prepared.tile_m
+    options = {"num_warps": used.num_warps, "num_stages": used.num_stages, **({"maxnreg": used.registers} if used.registers else {})}
     lists = [q if t is None else t for t in found.lists]
     heads, places = problem.heads_kv if by_key else problem.heads_q, _places(problem, prepared.tile_m)
     run_entry(
         entry_of(_DKDV if by_key else _DQ, program, aligned), (found.row_tiles, heads, programs_along_batch(problem, found)),
         (*pointers, *strides, 0, 0, *found.strides, *sizes_of(problem, found), places, *lists, problem.scale),
-        captured, q.device, {**constants, "num_warps": used.num_warps, "num_stages": used.num_stages},
+        captured, q.device, constants | options,
     )  # fmt: skip

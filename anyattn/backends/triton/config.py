@@ -38,6 +38,7 @@ _FEWEST, _MORE_WARPS = 16, 12
 @dataclass(frozen=True)
 class Tiles:
     """tile_m: query rows of a program; tile_n: keys of a step; num_warps, num_stages: Triton's. Powers of two but for the stages.
+    registers: that a thread of a backward kernel may have, so that several blocks fit; 0 is as many as the compiler wants.
 
     Raises ``ValueError`` for tiles that are no powers of two from 16 on.
     """
@@ -46,6 +47,7 @@ class Tiles:
     tile_n: int
     num_warps: int
     num_stages: int
+    registers: int = 0
 
     def __post_init__(self) -> None:
         for name in ("tile_m", "tile_n"):

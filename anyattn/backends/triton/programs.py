@@ -198,7 +198,9 @@ def slots_alone(problem: Problem, wanted: tuple[int, ...]) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=1024)
-def _gradient_part(expr: Expr, scalars: int, ranks: tuple[int, ...], wanted: tuple[int, ...], alone: frozenset[int], is_short: bool) -> Part:
+def _gradient_part(
+    expr: Expr, scalars: int, ranks: tuple[int, ...], wanted: tuple[int, ...], alone: frozenset[int], is_short: bool
+) -> Part:
     gradients = score_gradients(expr)
     builder = Builder()
     outputs = [builder.copy(expr), builder.copy(gradients.expr, gradients.expr.outputs[0])]

@@ -200,7 +200,9 @@ def _described(wanted: int, form: Form, plan: Plan, found: tables.Tables, target
 
 def _has_places(x: Tensor) -> bool:
     """Whether every row of x has a place of its own, at a multiple of 16 bytes."""
-    return x.numel() > 0 and all(s > 0 and s * x.element_size() % 16 == 0 for s, n in zip(x.stride()[:3], x.shape[:3], strict=True) if n > 1)
+    return x.numel() > 0 and all(
+        s > 0 and s * x.element_size() % 16 == 0 for s, n in zip(x.stride()[:3], x.shape[:3], strict=True) if n > 1
+    )
 
 
 def _descriptor(x: Tensor, rows: int) -> Any:
