@@ -24,6 +24,7 @@ _SCORES_AT_ONCE = 2**21  # scores of one tile over all its heads: 8 MB in float3
 _SPAN_SCORES_AT_ONCE = 2**22  # the same for whole rows of bfloat16 scores
 _LONGEST_SPAN = 2**15
 _FEW_ROWS = 16
+_BY_DOCUMENT = "documents: each is run as a sequence of its own; by block lists where one id is at several places, or many are short"
 
 
 @dataclass(frozen=True)
@@ -168,7 +169,7 @@ def _hopper_plan(problem: Problem, hardware: Hardware, reason: str, options: dic
     tiles, packed = config.tiles, config.heads_per_tile
     why = [f"hopper: {reason}", f"backward: {backward}, for hopper has none yet{why_backward}"]
     if packed == 1 and runs_documents(problem):
-        why.append("documents: each is run as a sequence of its own; by block lists where one id is at several places, or many are short")
+        why.append(_BY_DOCUMENT)
     if packed > 1:
         why.append(f"up to {packed} of the {problem.qhead_per_kvhead} query heads that share K and V share a row tile")
     return Plan(
@@ -178,10 +179,13 @@ def _hopper_plan(problem: Problem, hardware: Hardware, reason: str, options: dic
 
 def _triton_plan(problem: Problem, hardware: Hardware, reason: str, options: dict[str, int]) -> Plan:
     """Asks nothing of what tensors hold."""
+    from anyattn.backends.triton.forms import form_of_documents
     from anyattn.backends.triton.layout import layout_of
 
     tiles, packed, splits, reasons = layout_of(problem, hardware, options)
     why = [f"triton: {reason}", *reasons]
+    if form_of_documents(problem, splits) is not None:
+        why.append(_BY_DOCUMENT)
     is_tuned = bool(options.get("autotune"))
     if is_tuned:
         why.append("autotune: the first call of a kind measures a handful of tiles; its winner is used instead of these")

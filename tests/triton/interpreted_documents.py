@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "end_to_end"))
 from calls import judge
 
 import anyattn
-from anyattn import check, masks, recall
+from anyattn import check, hardware, masks, plan, recall
 from anyattn.backends.triton import backward_pass, config
 from anyattn.backends.triton import run as forward_pass
 from anyattn.backends.triton.forms import Form
@@ -179,6 +179,16 @@ def test_a_mask_of_more_ranges_than_a_kernel_keeps_is_asked(launched: list) -> N
     mask = mask_of(case)
     results(case, block_mask(case, mask), mask)
     assert not any(options["HAS_ENTRIES"] for options in launched)
+
+
+def test_the_plan_says_so() -> None:
+    q, k, v = cases.inputs("normal", cases.Shape(1, 2, 1, LENGTH, LENGTH, 16, 16), torch.float32, 0)[:3]
+    for name, says in (("causal", True), ("ids that come back", True), (None, False)):
+        mask = masks.causal() if name is None else mask_of(CASES[name])
+        problem = check.flex_problem(q, k, v, None, block_mask(Case(), mask), None, None, None, True, None, False, False, False)
+        for splits, wanted in ((1, says), (2, False)):
+            made = plan.choose(problem, hardware.of("cpu"), "triton", {"num_splits": splits})
+            assert any("documents" in line for line in made.why) is wanted
 
 
 # ---- the guard by itself
