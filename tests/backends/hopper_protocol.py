@@ -218,7 +218,6 @@ class Group:
         self.flying: list[_Product] = []
         self.fresh = set[int]()  # registers written since the last fence
         self.scores, self.outputs, self.finished = 0, 0, 0  # products of K, of V, row tiles
-        self.hopeless = set[int]()  # row tiles in which a guess was wrong
         self.stores = list[bool]()  # of each store so far whether its memory has been read
 
     def gemm(self, atom: Any, acc: Registers, a: Part, b: Part) -> None:

@@ -120,6 +120,8 @@ def _config(problem: Problem, score: Expr | None, list_tile: tuple[int, int] | N
     divides = math.gcd(*whole) if whole else None
     asks = tuple(ask for ask in (flags.get("partial"), *flags.get("always", ())) if ask is not None)
     tiles = tiles_for(d, dv, score, divides, asks)
+    if d == dv == 128 and score is None and list_tile is None and not (asks or flags.get("bands")):
+        tiles = replace(tiles, ping_pong=False)  # measured: 3 to 8 % faster where all tiles are bare; with turns everything else is
     cut = (1, 1) if list_tile is None else (list_tile[0] // tiles.tile_m, list_tile[1] // tiles.tile_n)
     is_bf16 = problem.q.dtype is torch.bfloat16
     asked: dict[str, Any] = {"has_sink": problem.sink is not None, "has_lse": problem.wants_lse, "has_max": problem.wants_max}
