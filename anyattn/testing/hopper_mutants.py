@@ -102,15 +102,35 @@ MUTANTS = {
         ),
         Mutant(
             "pages_of_the_first_sequence", "load.py",
-            "tables.pages[entry, n // sizes.tiles_in_page]",
-            "tables.pages[0, n // sizes.tiles_in_page]", "pages",
+            "tables.pages[entry, Int32(Uint32(at)",
+            "tables.pages[0, Int32(Uint32(at)", "pages",
         ),
         Mutant(
             "page_off_by_one", "load.py",
-            "tables.pages[entry, n // sizes.tiles_in_page]",
-            "tables.pages[entry, (n + 1) // sizes.tiles_in_page]", "pages",
+            "tables.pages[entry, Int32(Uint32(at)",
+            "tables.pages[entry, Int32(Uint32(at + 1)", "pages",
         ),
-        Mutant("first_tile_of_every_page", "load.py", "n % sizes.tiles_in_page\n", "n % sizes.tiles_in_page * 0\n", "pages"),
+        Mutant("first_piece_of_every_page", "load.py", "% Uint32(sizes.pieces_in_page)", "% Uint32(1)", "pages"),
+        Mutant(
+            "page_of_the_lane_before", "load.py",
+            "shuffle_sync(pages[group], i)", "shuffle_sync(pages[group], cutlass.max(i - 1, 0))", "pieces",
+        ),
+        Mutant(
+            "last_piece_left_out", "load.py",
+            "if at * self.config.piece < seqlen_k:", "if (at + 1) * self.config.piece <= seqlen_k:", "pieces",
+        ),
+        Mutant(
+            "row_of_the_lane_before", "gather.py",
+            "shuffle_sync(offset, lane)", "shuffle_sync(offset, cutlass.max(lane - 1, 0))", "gathered",
+        ),
+        Mutant(
+            "first_half_of_every_row", "gather.py",
+            "entries[None, part, first]", "entries[None, 0, first]", "gathered",
+        ),
+        Mutant(
+            "pieces_exchanged", "load.py",
+            "target[None, group * LANES + i,", "target[None, (group * LANES + i) ^ 1,", "pieces",
+        ),
         Mutant("column_of_the_first_tile", "softmax.py", "positions[0, 0][1] + n * tile_n", "positions[0, 0][1]", "score"),
         # work
         Mutant("counter_left_as_it_is", "load.py", "counter[0] = Int32(0)\n", "counter[0] = Int32(1)\n", "twice"),

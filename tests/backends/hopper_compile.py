@@ -6,6 +6,7 @@ A process of its own: the architecture is an environment variable that CuTe DSL 
 from __future__ import annotations
 
 import json
+import math
 import struct
 import sys
 import warnings
@@ -20,7 +21,7 @@ from cutlass import Float32, Int32
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from anyattn import masks
-from anyattn.backends.hopper.config import Ask, Config, slots, tiles_for
+from anyattn.backends.hopper.config import LEAST_PIECE, Ask, Config, slots, tiles_for
 from anyattn.backends.hopper.kernel import HopperForward
 from anyattn.mods.rows import row_ranges
 from anyattn.mods.trace import trace
@@ -113,22 +114,40 @@ def cases() -> dict[str, tuple[list, dict]]:  # type: ignore[type-arg]
         "rounded": ([rounded], {"score": rounded.expr}),
         "powers": ([powers, causal], {"score": powers.expr, **ends}),
         "ragged": ([causal], {**ends, **entries}),
+        "documents": ([alibi, causal], {"score": alibi.expr, **ends, **entries, "has_count": True}),
+        "documents or lists": ([document], {"lists": "dense", "partial": each, "has_order": True, "has_count": True, "spread": "heads"}),
         "ragged lists": ([document], {"lists": "ragged", "partial": each, **entries}),
-        "pages": ([causal], {**ends, **entries, "is_paged": True}),
+        "pages of 16": ([causal], {**ends, **entries, "page": 16}),
+        "pages of 1": ([causal], {**ends, **entries, "page": 1}),
+        "pages of 256": ([causal], {**ends, **entries, "page": 256}),
+        "pages and lists": ([document], {"lists": "ragged", "partial": each, **entries, "page": 48}),
+        "packed": ([causal], {**ends, "heads_per_tile": 8, "has_sink": True}),
+        "packed alibi": ([alibi, window], {"score": alibi.expr, "bands": (window.expr,), "heads_per_tile": 4}),
+        "packed relative": ([relative], {"score": relative.expr, "heads_per_tile": 8}),
+        "packed straight": ([straight, causal], {"score": straight.expr, "heads_per_tile": 8, **ends}),
+        "packed lists": ([document], {"lists": "dense", "partial": each, "has_order": True, "heads_per_tile": 8}),
+        "packed ragged": ([causal], {**ends, **entries, "heads_per_tile": 4}),
     }
 
 
-def main(folder: Path, head_dim: int, head_dim_v: int) -> None:
+def main(folder: Path, head_dim: int, head_dim_v: int, only: str = "") -> None:
     result = {}
     for i, (name, (mods, fields)) in enumerate(cases().items()):
-        listed = 128 if "lists" in fields or "is_paged" in fields else None
+        if not name.startswith(only):
+            continue
+        listed, page = 128 if "lists" in fields else None, fields.pop("page", 0)
         asks = tuple(ask for ask in (fields.get("partial"), *fields.get("always", ())) if ask is not None)
-        tiles = tiles_for(head_dim, head_dim_v, fields.get("score"), listed, asks)
+        packs = "heads_per_tile" in fields
+        tiles = tiles_for(head_dim, head_dim_v, fields.get("score"), listed, asks, page, packs)
         cut = (1, 128 // tiles.tile_n) if "lists" in fields else (1, 1)
-        config = Config(head_dim, head_dim_v, i % 2 == 0 or "is_bounded" in fields, tiles, list_cut=cut, has_lse=True, **fields)
+        piece, is_bf16 = math.gcd(page, tiles.tile_n) if page else 0, i % 2 == 0 or "is_bounded" in fields
+        if 0 < piece < LEAST_PIECE:
+            fields |= {"gathers": True}
+            tiles, piece = tiles_for(head_dim, head_dim_v, fields.get("score"), listed, asks, 1), 1
+        config = Config(head_dim, head_dim_v, is_bf16, tiles, list_cut=cut, has_lse=True, piece=piece, **fields)
         result[name] = compile(config, mods, folder / str(i))
     print(json.dumps(result))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])

@@ -106,6 +106,8 @@ KILLERS: dict[str, Callable[[], Any]] = {
     "ragged_lists": ragged_lists,
     "packed": stored_as("tail"),
     "pages": stored_as("pages of 256"),
+    "pieces": stored_as("pages of 16"),
+    "gathered": stored_as("pages of 7"),
     "twice": twice,
 }
 

@@ -156,10 +156,10 @@ class Multiplies:
     @cute.jit
     def _ended(self, fixed, sums, given, outputs, sink, q_state, work_state):
         """A row tile's output and statistics on their way. Its facts are read again rather than kept in registers."""
-        (_, mma_pv), _, _, _, _, board, group, thread, in_smem = fixed
+        (_, mma_pv), _, _, positions, _, board, group, thread, in_smem = fixed
         acc, row_max, row_sum, _ = sums
         facts = self._facts(board[0], work_state)
-        self.finished(acc, row_max, row_sum, given[1], sink, facts.head)
+        self.finished(acc, row_max, row_sum, given[1], sink, self.head(positions, facts))
         self.stored(acc, row_max, row_sum, mma_pv, thread, group, outputs, in_smem[3][None, None, q_state.index], facts)
 
     @cute.jit
@@ -244,6 +244,8 @@ class Multiplies:
 
     @cute.jit
     def _product(self, mma, acc, a, b, from_zero: cutlass.Constexpr):
+        if const_expr(self.config.gathers):  # what threads have copied is ordered before a product's reads by none of its barriers
+            cute.arch.fence_proxy("async.shared", space="cta")
         warpgroup.fence()
         atom = cute.make_mma_atom(mma.op)
         atom.set(warpgroup.Field.ACCUMULATE, not from_zero)

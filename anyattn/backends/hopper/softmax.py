@@ -32,15 +32,35 @@ class Softmax:
 
     def _places(self, positions: Any, n: Any, facts: Any, is_edge: bool) -> dict[str, Any]:
         """Where a thread's scores lie, as mods see it. A row or key past the last is computed and not used; no mod is asked about it."""
-        tile_m, tile_n = self.config.tiles.tile_m, self.config.tiles.tile_n
         rows, columns = cute.size(positions, mode=[0]), cute.size(positions, mode=[1])
-        row, column = positions[0, 0][0] + facts.m_block * tile_m, positions[0, 0][1] + n * tile_n
-        q_idx = [cutlass.min(row + _offset(positions, r, 0), facts.seqlen_q - 1) + facts.q_first for r in range(rows)]
-        kv_idx = [column + _offset(positions, c, 1) for c in range(columns)]
+        apart, steps = [self.apart(r) for r in range(rows)], [_column(c) for c in range(columns)]
+        row, column = self.first_row(positions, facts), positions[0, 0][1] + n * self.config.tiles.tile_n
+        q_idx = [cutlass.min(row + a, facts.seqlen_q - 1) + facts.q_first for a in apart]
+        kv_idx = [column + s for s in steps]
         if is_edge:
             kv_idx = [cutlass.min(k, facts.seqlen_k - 1) for k in kv_idx]
-        apart, steps = ([_offset(positions, i, mode) for i in range(n)] for mode, n in enumerate((rows, columns)))
-        return {"b": facts.entry, "h": facts.head, "q_idx": q_idx, "kv_idx": kv_idx, "apart": apart, "steps": steps}
+        return {"b": facts.entry, "h": self.head(positions, facts), "q_idx": q_idx, "kv_idx": kv_idx, "apart": apart, "steps": steps}
+
+    def apart(self, r: int) -> int:
+        """How far the position of a thread's ``r``-th row lies from its first's: rows lie 8 apart, those of 64-row blocks beside."""
+        return r * 8 // self.config.heads_per_tile
+
+    def first_row(self, positions: Any, facts: Any) -> Any:
+        """The position in its entry of a thread's first row."""
+        first, heads = positions[0, 0][0], self.config.heads_per_tile
+        return (first if heads == 1 else first >> (heads.bit_length() - 1)) + facts.m_block * self.config.tile_q
+
+    def head(self, positions: Any, facts: Any) -> Any:
+        """The query head of a thread's rows, the last one of the tile's where the tile has no such head."""
+        heads = self.config.heads_per_tile
+        return facts.head if heads == 1 else facts.head + cutlass.min(positions[0, 0][0] & (heads - 1), facts.more - 1)
+
+    def rows_end(self, positions: Any, facts: Any) -> Any:
+        """Of a thread's rows those before this position are stored: none where the tile has no such head."""
+        heads = self.config.heads_per_tile
+        if heads == 1:
+            return facts.seqlen_q
+        return select((positions[0, 0][0] & (heads - 1)) < facts.more, facts.seqlen_q, 0, "int")
 
     @cute.jit
     def modified(self, scores, ahead, positions, n, facts, scale_log2, captured, is_edge: cutlass.Constexpr):
@@ -155,7 +175,8 @@ class Softmax:
                 emit(expr, scalars, tensors, places, None, add, reads_ahead)
         else:
             if self.score.before is not None:
-                scale = scale * Float32(emit_rows(self.score.before, scalars, tensors, facts.entry, facts.head, [Int32(0)])[0][0])
+                factor = emit_rows(self.score.before, scalars, tensors, places["b"], places["h"], [Int32(0)])[0][0]
+                scale = scale * Float32(factor)
             read, write = (lambda r, c: s[r, c] * scale), (lambda r, c, x: s.__setitem__((r, c), Float32(x)))
             emit(expr, scalars, tensors, places, read, write, reads_ahead)
 
@@ -183,8 +204,8 @@ class Softmax:
         for at, ask in self.asked:
             if const_expr(ask.by_row):
                 scalars, tensors = self.captured(captured, at)
-                q_idx = self._places(positions, Int32(0), facts, False)["q_idx"]
-                found.append(emit_rows(ask.expr, scalars, tensors, facts.entry, facts.head, q_idx))
+                places = self._places(positions, Int32(0), facts, False)
+                found.append(emit_rows(ask.expr, scalars, tensors, places["b"], places["h"], places["q_idx"]))
             else:
                 found.append(None)
         return found
@@ -198,7 +219,7 @@ class Softmax:
         # columns are counted from the thread's first, so that what is compared is a literal
         first = positions[0, 0][1] + n * config.tiles.tile_n
         for r in cutlass.range_constexpr(rows):
-            row = positions[0, 0][0] + _offset(positions, r, 0) + facts.m_block * config.tiles.tile_m
+            row = self.first_row(positions, facts) + self.apart(r)
             ranges = []
             if const_expr(is_edge or config.has_right or config.has_left):
                 end = facts.seqlen_k - first
@@ -312,11 +333,6 @@ class Softmax:
 def _column(c: int) -> int:
     """The column, from a thread's first, of its ``c``-th score of a row: wgmma gives a thread pairs that lie 8 apart."""
     return c // 2 * 8 + c % 2
-
-
-def _offset(positions: Any, i: int, mode: int) -> int:
-    """How far a thread's ``i``-th row (mode 0) or column (mode 1) lies from its first; rows lie 8 apart, those of 64-row blocks beside."""
-    return _column(i) if mode else i * 8
 
 
 def _diagonals(places: dict[str, Any]) -> dict[int, tuple[int, tuple[int, int]]]:
