@@ -85,6 +85,20 @@ def test_what_it_takes_and_why_not_the_rest() -> None:
 BIG = 2**40
 
 
+def test_warp_groups_take_turns_but_where_all_tiles_are_bare() -> None:
+    assert not special().config.tiles.ping_pong and not special(wants_lse=True).config.tiles.ping_pong
+    lists = anyattn.compute_block_sparsity(128, 128, None, None, 64, 64, masks.causal(), device="cpu")
+    for changes in (
+        {"predicates": traced(masks.causal())},
+        {"predicates": traced(masks.prefix_lm(5))},
+        {"predicates": traced(masks.full()), "blocks": lists},
+        {"score": trace(lambda s, b, h, i, j: s + j, "score")},
+        dict.fromkeys("qkv", torch.randn(1, 2, 64, 64, dtype=torch.bfloat16)),
+        dict.fromkeys("qkv", torch.randn(1, 2, 64, 256, dtype=torch.bfloat16)),
+    ):
+        assert special(**changes).config.tiles.ping_pong, changes
+
+
 def special(**changes) -> Special:  # type: ignore[no-untyped-def]
     return specialised(problem(**changes))
 
