@@ -88,6 +88,8 @@ MUTANTS = {
         Mutant("page_off_by_one", _PLACES, "tl.load(pages + asked)", "tl.load(pages + tl.maximum(asked - 1, 0))", "pages"),
         Mutant("row_of_page_off_by_one", _PLACES, "((first + lane) % PAGE_SIZE) *", "((first + lane + 1) % PAGE_SIZE) *", "pages"),
         Mutant("pages_of_the_first_sequence", _FORWARD, "tensors[9] + b.to(tl.int64) * sizes[6]", "tensors[9]", "pages"),
+        Mutant("launch_without_work_does_it", _PLACES, "tl.load(guard) != 0", "tl.load(guard) == 7", "documents"),
+        Mutant("launch_with_work_leaves_it", _PLACES, "tl.load(guard) != 0", "tl.load(guard) >= 0", "documents"),
         # splits
         Mutant("split_lost", _FORWARD, "begin = tl.minimum(split * share", "begin = tl.minimum((split + 1) * share", "splits"),
         Mutant("last_tile_of_every_split_lost", _FORWARD, "tl.minimum(begin + share, full", "tl.minimum(begin + share - 1, full", "splits"),
@@ -123,7 +125,7 @@ MUTANTS = {
             "ds = tl.where(seen, ds, 0.0)\n    if HAS_SCATTER",
             "ds = ds * 1.0\n    if HAS_SCATTER", "causal",
         ),
-        Mutant("hidden_derivative_kept", _BACKWARD, f"{_HIDDEN}    dk", "ds = ds * 1.0\n    dk", "infinite_derivative"),
+        Mutant("hidden_derivative_kept", _BACKWARD, "ds = tl.where(p != 0.0, ds, 0.0)", "ds = ds * 1.0", "infinite_derivative"),
         Mutant("hidden_derivative_kept_in_dq", _BACKWARD, f"{_HIDDEN}    return", "ds = ds * 1.0\n    return", "infinite_derivative"),
         Mutant(
             "derivative_forgotten_in_dk", _BACKWARD,
@@ -131,11 +133,7 @@ MUTANTS = {
             "1.0\n    if IS_PARTIAL", "softcap",
         ),
         Mutant("derivative_forgotten_in_dq", _BACKWARD, "of_score[1].to(tl.float32)\n        if IS", "1.0\n        if IS", "softcap"),
-        Mutant(
-            "mask_forgotten_in_dk", _BACKWARD,
-            "rows, captured[1][0], captured[1][1]) | is_shown)",
-            "rows, captured[1][0], captured[1][1]) | (kv >= 0))", "dilated",
-        ),
+        Mutant("mask_forgotten_in_dk", _BACKWARD, "(shown | is_shown)", "(shown | (kv >= 0))", "dilated"),
         Mutant(
             "mask_forgotten_in_dq", _BACKWARD,
             "rows[1], captured[1][0], captured[1][1]) | is_shown)",

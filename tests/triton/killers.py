@@ -163,6 +163,24 @@ def infinite_derivative() -> None:
     judge(*qkv(1, 1, 1, 40, 40, 16, 16), score=lambda s, b, h, i, j: s / torch.clamp(i - j + 1, min=0), mask=masks.causal())
 
 
+def documents() -> None:
+    """Launched as sequences and by lists, of which one sends nothing into the table's gradient."""
+    from unittest import mock
+
+    from anyattn import check, recall
+    from anyattn.sparsity.documents import DocumentTables
+
+    ids = torch.repeat_interleave(torch.tensor([4, 1, 3]), torch.tensor([20, 19, 1]))
+    table = torch.linspace(-1, 1, 40, dtype=torch.float64)
+    for one in (ids, torch.where(torch.arange(40) < 37, ids, 4)):  # the first is documents, in the other one of them comes back
+        mask = lambda b, h, i, j, one=one: (one[i] == one[j]) & (i >= j)
+        with mock.patch.object(check, "row_ranges", lambda _: None), mock.patch.object(DocumentTables, "answer", lambda _: None):
+            recall.clear()
+            lists = anyattn.create_block_mask(mask, None, None, 40, 40, device="cpu", BLOCK_SIZE=16)
+            score = lambda s, b, h, i, j: s + table[abs(i - j)]
+            judge(*qkv(1, 2, 1, 40, 40, 16, 16), score=score, captured=[table], mask=mask, block_mask=lists)
+
+
 def ranges(sink: int, window: int) -> Callable[[], None]:
     return judged((1, 1, 1, 100, 100, 16, 16), mask=masks.sink_window(sink, window))
 
@@ -191,6 +209,7 @@ KILLERS: dict[str, Callable[[], Any]] = {
     "uneven_lists": random_lists((48, 24), (1, 2, 70, 50)),
     "beside_lists": beside_lists,
     "packed": packed(),
+    "documents": documents,
     "ragged_lists": ragged_lists,
     "pages": pages,
 }

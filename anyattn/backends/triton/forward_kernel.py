@@ -3,8 +3,8 @@
 One body for every variant. Its caller, an entry written for the call's mods, hands over pointers and numbers in tuples, and the mods as
 functions:
 
-tensors: q, k, v, out, lse, highest, sink, entries, order, pages, and a cache's tables cached, leftpad, rows; what a call lacks is any
-pointer.
+tensors: q, k, v, out, lse, highest, sink, entries, order, pages, a cache's tables cached, leftpad, rows, and guard, see ``places.is_off``;
+what a call lacks is any pointer.
 strides: (rows, heads, positions) of q, k, v, out; the last dimension is contiguous; and from one split's output to the next's.
 spans[0]: from one split's statistics to the next's. spans[1], of block lists: from one entry's counts to the next's, from
 one head's to the next's, places of a row of tiles (0 where they lie flat), from one head's flat places to the next's.
@@ -17,7 +17,7 @@ head, key tiles that lists count in a sequence of seqlen_k.
 import triton
 import triton.language as tl
 
-from anyattn.backends.triton.places import cache_entry, entry, inside, key_places, page_numbers, paged_places, row_tile
+from anyattn.backends.triton.places import cache_entry, entry, inside, is_off, key_places, page_numbers, paged_places, row_tile
 from anyattn.backends.triton.visits import full_at, inside_of, partial_at, visits_of
 
 __all__ = ["forward_tile", "load_rows", "plus_product", "rows_of"]
@@ -145,10 +145,10 @@ def keys_at(
 ):  # fmt: skip
     """[TILE_N, BLOCK_D]: keys or values from position ``first``; zeros from ``end`` on (partial tiles only).
 
-    source: where they lie, a pointer, or IS_DESCRIBED a descriptor, which knows where they end.
+    source: where they lie, a pointer, or IS_DESCRIBED a descriptor, which knows where they end, or from 2 on where all of storage ends.
     """
     if IS_DESCRIBED >= 2:
-        return tl.reshape(source.load([key[2], key[8], first, 0]), (TILE_N, BLOCK_D))
+        return tl.reshape(source.load([key[2], key[8], first + key[3], 0]), (TILE_N, BLOCK_D))
     elif IS_DESCRIBED == 1:
         return source.load([first, 0])
     else:
@@ -330,7 +330,7 @@ def forward_tile(
     IS_PACKED: tl.constexpr, HAS_ENTRIES: tl.constexpr, IS_CACHE: tl.constexpr, HAS_LEFTPAD: tl.constexpr,
     HAS_ROWS: tl.constexpr, PAGE_SIZE: tl.constexpr, HAS_SINK: tl.constexpr, HAS_LSE: tl.constexpr, HAS_MAX: tl.constexpr,
     PRECISION: tl.constexpr, IS_RAW: tl.constexpr, IS_LATE: tl.constexpr, IS_DESCRIBED: tl.constexpr, IS_JOINED: tl.constexpr,
-    IS_GROUPED: tl.constexpr,
+    HAS_GUARD: tl.constexpr, IS_GROUPED: tl.constexpr,
 ):  # fmt: skip
     """One row tile, or one split of its keys.
 
@@ -340,6 +340,8 @@ def forward_tile(
     so that maxima are taken before the change to base 2. IS_LATE: a full tile's second product runs beside the next one's exponentials.
     IS_DESCRIBED: keys and values come by tensor descriptors.
     """
+    if HAS_GUARD and is_off(tensors[13]):
+        return
     m, b, h, split = work_of(sizes, tensors, HAS_ENTRIES, IS_GROUPED)
     if m < 0:
         return

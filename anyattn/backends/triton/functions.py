@@ -218,19 +218,6 @@ def load_nvidia(place):
 
 
 @triton.jit
-def pairs(base, lane, STRAIGHT: tl.constexpr):
-    """(firsts, seconds) of pairs ``lane`` of float32. STRAIGHT: into registers, each pair by one load (NVIDIA); see ``load_nvidia``: what
-    every row of a tile wants alike Triton would send through shared memory in single words, as often as a thread wants them."""
-    if STRAIGHT:
-        at = base.to(tl.int64) + lane.to(tl.int64) * 8
-        return tl.inline_asm_elementwise(
-            "ld.global.nc.v2.f32 {$0, $1}, [$2];", "=f,=f,l", [at], dtype=(tl.float32, tl.float32), is_pure=True, pack=1
-        )
-    else:
-        return tl.load(base + 2 * lane), tl.load(base + 2 * lane + 1)
-
-
-@triton.jit
 def limit(place):
     """A limit of a row's keys in 32 bits; further than any position is as far."""
     return tl.minimum(tl.maximum(place, -(2**30)), 2**30).to(tl.int32)

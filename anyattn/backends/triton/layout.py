@@ -16,6 +16,7 @@ from anyattn.backends.triton.config import Shape, Tiles
 from anyattn.backends.triton.programs import program_of
 from anyattn.backends.triton.sizes import Box, Extent, extents
 from anyattn.backends.triton.styles import shape_of
+from anyattn.errors import BackendError
 from anyattn.geometry.integers import ceil_div
 from anyattn.geometry.splits import num_splits
 from anyattn.hardware import Hardware
@@ -50,10 +51,11 @@ class Layout(NamedTuple):
 
 
 def layout_of(problem: Problem, hardware: Hardware, options: dict[str, int]) -> Layout:
-    """options: ``kernel_options``, of which tile_m, tile_n and num_splits are taken as they come."""
+    """options: ``kernel_options``, of which tile_m, tile_n and num_splits are taken as they come. Raises ``BackendError`` where heads
+    shall share row tiles and cannot."""
     asked = {name: options[name] for name in ("tile_m", "tile_n") if name in options}
     why, shape = [], forward_shape(problem)
-    for packed in _choices(problem, hardware.capability):
+    for packed in _asked_choices(problem, hardware.capability, options):
         is_short = has_few_rows(problem, hardware.capability)
         tiles = config.forward_tiles(shape, hardware.capability, rows_of(problem, packed), is_short)
         if asked:
@@ -114,6 +116,18 @@ def _choices(problem: Problem, capability: tuple[int, int] | None) -> list[int]:
     if ratio == 1 or not has_few_rows(problem, capability) or not _shares_lists(problem):
         return [1]
     return [n for n in range(min(ratio, _MOST_PACKED), 0, -1) if ratio % n == 0]
+
+
+def _asked_choices(problem: Problem, capability: tuple[int, int] | None, options: dict[str, int]) -> list[int]:
+    """``_choices`` as the call's pack_gqa leaves them. Raises ``BackendError`` where it asks for what cannot be."""
+    choices = _choices(problem, capability)
+    packs = options.get("pack_gqa", problem.packs)
+    if packs is not None and not packs:
+        return [1]
+    if packs and choices == [1] and problem.qhead_per_kvhead > 1:
+        why = "it packs few queries only, whose heads share lists of tiles"
+        raise BackendError(f"pack_gqa=True cannot be had from the Triton kernels: {why}; pass pack_gqa=None to leave it open")
+    return choices
 
 
 def _shares_lists(problem: Problem) -> bool:
