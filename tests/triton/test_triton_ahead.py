@@ -214,6 +214,23 @@ def test_loads_are_wide_where_rows_are_aligned() -> None:
         assert ("st.global.v4.b32" in text) is not moved and ("st.global.b16" in text) is moved
 
 
+def test_gradients_by_distance_are_summed_first() -> None:
+    """What has an entry for each distance sends a fifth of its tiles' scores, and the product that sums them finds its shared memory."""
+    from anyattn.backends.triton import config
+    from anyattn.backends.triton.styles import shape_of
+
+    table = torch.zeros(4, 256, requires_grad=True)
+    problem = ahead.problem_of(lambda s, b, h, q, k: s + table[h, torch.abs(q - k)], dim=128, has_grad=True)
+    launch = next(x for x in ahead.launches(problem, (9, 0), backward=True) if "dq_tile" in x.kernel.fn.__code__.co_filename)
+    tile = config.backward_tiles(shape_of(problem), (9, 0))["dq"]
+    kernel = ahead.compiled(launch, (9, 0))
+    each = tile.tile_m * tile.tile_n / (32 * tile.num_warps)
+    loops = [ops for ops in ahead.machine_loops(kernel.asm["cubin"]) if any("HGMMA" in op for op in ops)]
+    assert loops and all(sum(op.startswith(("RED", "ATOM")) for op in ops) <= each / 4 for ops in loops)
+    assert kernel.metadata.shared <= config.needed("dq", tile, shape_of(problem), (9, 0))
+    assert ahead.spilled(kernel.asm["cubin"]) <= ahead.MOST_SPILLED
+
+
 @pytest.mark.parametrize(("dim", "most"), [(64, 168), (128, 255)])
 def test_descriptors_come_with_the_launch(dim: int, most: int) -> None:
     """On Hopper keys, values and output have descriptors, no store is narrow, and as many programs fit on a multiprocessor as were
