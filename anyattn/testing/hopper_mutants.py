@@ -60,7 +60,7 @@ MUTANTS = {
             "            row_max[r] = top if const_expr(is_first) else row_max[r]\n", "peaky",
         ),
         Mutant("guess_never_wrong", "guesses.py", "right & (sums[r] <= _MOST)", "right", "peaky"),
-        Mutant("cap_always_far", "guesses.py", "right = bits(top, Float32) <= most", "right = most > 0.0", "capped"),
+        Mutant("cap_always_far", "guesses.py", "vote_all_sync(top <= most)", "vote_all_sync(most > 0.0)", "capped"),
         Mutant("sums_of_guesses_lost", "multiply.py", "row_sum.load() + added.load()", "row_sum.load()", "full"),
         Mutant(
             "sink_ignored", "epilogue.py",
@@ -68,7 +68,7 @@ MUTANTS = {
             "total * rescale", "sink",
         ),
         Mutant("sink_in_base_2", "epilogue.py", "Float32(sink[head]) * Float32(LOG2E)", "Float32(sink[head])", "sink"),
-        Mutant("sink_of_another_head", "epilogue.py", "sink[head]", "sink[0]", "sink"),
+        Mutant("sink_of_another_head", "epilogue.py", "Float32(sink[head]) * Float32(LOG2E)", "Float32(sink[0]) * Float32(LOG2E)", "sink"),
         Mutant(
             "lse_in_base_2", "epilogue.py",
             "found = (top + cute.math.log2(total, fastmath=True)) * Float32(math.log(2.0))",
@@ -98,7 +98,8 @@ MUTANTS = {
         Mutant("v_not_wiped", "multiply.py", "if room < tile_n:", "if room < 0:", "packed"),
         Mutant(
             "rows_behind_a_sequence_written", "epilogue.py",
-            "if facts.m_block * tile_m + (group + 1) * 64 > facts.seqlen_q:", "if facts.m_block < 0:", "packed",
+            "if facts.m_block * self.config.tile_q + (group + 1) * (64 // self.config.heads_per_tile) > facts.seqlen_q:",
+            "if facts.m_block < 0:", "packed",
         ),
         Mutant(
             "pages_of_the_first_sequence", "load.py",
@@ -131,7 +132,10 @@ MUTANTS = {
             "pieces_exchanged", "load.py",
             "target[None, group * LANES + i,", "target[None, (group * LANES + i) ^ 1,", "pieces",
         ),
-        Mutant("column_of_the_first_tile", "softmax.py", "positions[0, 0][1] + n * tile_n", "positions[0, 0][1]", "score"),
+        Mutant(
+            "column_of_the_first_tile", "softmax.py",
+            "positions[0, 0][1] + n * self.config.tiles.tile_n", "positions[0, 0][1]", "score",
+        ),
         # work
         Mutant("counter_left_as_it_is", "load.py", "counter[0] = Int32(0)\n", "counter[0] = Int32(1)\n", "twice"),
     )

@@ -258,7 +258,6 @@ class Group:
         self.fresh = set[int]()  # registers written since the last fence
         self.unfenced = set[tuple[str, int]]()  # stages that threads filled, waited for since the last fence between them and products
         self.scores, self.outputs, self.finished = 0, 0, 0  # products of K, of V, row tiles
-        self.hopeless = set[int]()  # row tiles in which a guess was wrong
         self.stores = list[bool]()  # of each store so far whether its memory has been read
 
     def gemm(self, atom: Any, acc: Registers, a: Part, b: Part) -> None:

@@ -350,15 +350,11 @@ class Stubs:
         wanted = (None, frozenset()) if self.shortens else ("lifts", {"modified"})
         if (lifts, scores.done) != wanted or self._must_be_masked(t, i) or top.done != _MAX:
             raise Broken(f"a guess at {scores.made_of}, {set(scores.done)}, with {lifts} and a maximum of {top}")
-        if self.shortens and t in self.block.group.hopeless:
-            raise Broken(f"a guess at {scores.made_of} after one in vain")
         is_right = self.block.schedule.random.random() < 0.6
         made_of = scores.made_of if is_right else ("a wrong guess",)
         powers.store(Loaded(made_of, top.epoch, frozenset({"exponential"})))
         sums.store(Loaded(made_of, top.epoch, _SUM))
-        if not is_right:
-            self.block.group.hopeless.add(t)
-        else:
+        if is_right:
             row_max.store(Loaded(top.made_of + made_of, top.epoch, _MAX))
         return is_right
 

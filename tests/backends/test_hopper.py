@@ -15,6 +15,7 @@ import torch
 
 import anyattn
 from anyattn import check_flash, masks, plan
+from anyattn.backends.hopper import run
 from anyattn.backends.hopper.config import Config, Tiles, padded, sides
 from anyattn.backends.hopper.specialise import Special, specialised
 from anyattn.backends.hopper.staging import is_foreseen
@@ -82,6 +83,20 @@ def test_what_it_takes_and_why_not_the_rest() -> None:
 
 
 BIG = 2**40
+
+
+def test_warp_groups_take_turns_but_where_all_tiles_are_bare() -> None:
+    assert not special().config.tiles.ping_pong and not special(wants_lse=True).config.tiles.ping_pong
+    lists = anyattn.compute_block_sparsity(128, 128, None, None, 64, 64, masks.causal(), device="cpu")
+    for changes in (
+        {"predicates": traced(masks.causal())},
+        {"predicates": traced(masks.prefix_lm(5))},
+        {"predicates": traced(masks.full()), "blocks": lists},
+        {"score": trace(lambda s, b, h, i, j: s + j, "score")},
+        dict.fromkeys("qkv", torch.randn(1, 2, 64, 64, dtype=torch.bfloat16)),
+        dict.fromkeys("qkv", torch.randn(1, 2, 64, 256, dtype=torch.bfloat16)),
+    ):
+        assert special(**changes).config.tiles.ping_pong, changes
 
 
 def special(**changes) -> Special:  # type: ignore[no-untyped-def]
@@ -245,6 +260,21 @@ def test_padded_rows_are_not_gathered() -> None:
 def test_tiles_and_pieces_of_pages(size: int, tile_n: int, piece: int) -> None:
     config = specialised(paged(size)).config
     assert (config.tiles.tile_n, config.piece) == (tile_n, piece)
+
+
+def test_heads_of_paged_keys_go_side_by_side_like_others() -> None:
+    """It is all of a head's keys that should fit the cache, not those of a page."""
+    lengths, heads = torch.tensor([40_000, 60_000]), 16
+    ends = torch.tensor([0, 100, 300]).int()
+    q, k = torch.zeros(300, heads, 128, dtype=torch.bfloat16), torch.zeros(100_000, 4, 128, dtype=torch.bfloat16)
+    ends_k = torch.cat([torch.zeros(1), lengths.cumsum(0)]).int()
+    packed = check_flash.varlen_problem(q, k, k, ends, ends_k, None, None, None, None, None, None, Options())
+    found = {run._section(packed, 4)}
+    for size in (16, 1000):
+        pool, table = k.view(-1, size, 4, 128), torch.arange(100_000 // size).view(2, -1).int()
+        p = check_flash.varlen_problem(q, pool, pool, ends, None, None, None, None, torch.tensor([50_000] * 2), table, None, Options())
+        found.add(run._section(p, 4))
+    assert found == {4}
 
 
 def test_the_size_of_a_page_is_run_time() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import anyattn
-from anyattn import BackendError, check_flash, masks, plan
+from anyattn import BackendError, check_flash, check_lengths, masks, plan
 from anyattn.backends.hopper.config import PACKED, Config, Tiles
 from anyattn.backends.hopper.packing import groups_of, row_tiles
 from anyattn.backends.hopper.run import config_of
@@ -22,6 +22,7 @@ from anyattn.hardware import Hardware
 from anyattn.mods.rows import row_ranges
 from anyattn.mods.trace import trace
 from anyattn.problem import Problem
+from anyattn.recall_varlen import Places, facts_of_places
 
 H200 = Hardware("cuda", "an H200", 0, frozenset((torch.float16, torch.bfloat16, torch.float32)), (9, 0), 132)
 needs_cutlass = pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="needs nvidia-cutlass-dsl")
@@ -161,6 +162,20 @@ def test_queries_of_sequences_are_many_or_in_few_steps() -> None:
     assert found == set(range(16, MANY_QUERIES + 1, 16)) and max(found) == MANY_QUERIES
     assert all(queries_each(rows, 4, 1000) >= min(rows / 4, MANY_QUERIES) for rows in range(1, 5000))
     assert queries_each(5000, 4, 7) == 16 and queries_each(0, 0, 0) == 16
+
+
+def test_calls_are_told_apart_by_what_the_plan_looks_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packed sequences are recalled whatever their lengths; where heads may share tiles, whether queries are few is a fact."""
+    monkeypatch.setattr(check_lengths, "takes_their_word", lambda device, validate: validate is not True)
+
+    def fact(rows: int, heads_kv: int) -> object:
+        q, k = torch.zeros(rows, 8, 64, dtype=torch.bfloat16), torch.zeros(rows, heads_kv, 64, dtype=torch.bfloat16)
+        cu = torch.tensor([0, rows // 3, rows // 2, rows])
+        found = facts_of_places(q, k, k, Places((cu, cu, None, None, None), (None, None), None), Options(causal=True))
+        assert found is not None
+        return found[0]
+
+    assert fact(3000, 8) == fact(300, 8) and fact(3000, 1) == fact(2000, 1) != fact(300, 1)
 
 
 @needs_cutlass

@@ -104,7 +104,7 @@ LAST = "        self._product(mma_pv, sums[0], p, v[None, None, None, v_state.in
 LAST_THROUGH = "        warpgroup.wait_group(0)\n"
 LAST_RELEASED = "        pipes[2].consumer_release(v_state)\n"
 LAST_ADVANCED = "        v_state.advance()\n        return"
-BARE = "hope, False)\n            k_state.advance()\n            v_state.advance()"
+BARE = "v_state, False)\n            k_state.advance()\n            v_state.advance()"
 WAITED_FOR_V = "        pipes[2].consumer_wait(v_state)\n        self._product(mma_pv, acc"
 WIPED = "            self._wiped(in_smem[2]"
 V_THROUGH = "        warpgroup.wait_group(0)\n        pipes[2].consumer_release(v_state)\n"
@@ -177,11 +177,9 @@ MUTANTS: dict[str, Changes] = {
     "a wrong guess stays": planted(MULTIPLY, "        if is_right:", "        if True:"),
     "a wrong guess stays in P": planted(MULTIPLY, "row_scale, rate, False, True)\n    " + P_STORED, "row_scale, rate, False, True)\n"),
     "a wrong guess at a cap stays in P": planted(MULTIPLY, "rate, False)\n    " + P_STORED, "rate, False)\n"),
-    "a cap is guessed at again in vain": planted(MULTIPLY, "            hope = Int32(0)\n"),
-    "hope is lost between tiles": planted(MULTIPLY, "                _, hope = self._guessed", "                self._guessed"),
     "sums of guesses are lost": planted(MULTIPLY, SUMS_GUESSED, "            pass\n"),
-    "O is not rescaled after a wrong guess": planted(MULTIPLY, "return rescales, hope", "return False, hope"),
-    "masked tiles are guessed at": planted(MULTIPLY, "if const_expr(asks or not self.guesses)", "if const_expr(not self.guesses)"),
+    "O is not rescaled after a wrong guess": planted(MULTIPLY, "        return rescales\n", "        return False\n"),
+    "masked tiles are guessed at": planted(MULTIPLY, "if const_expr(self.guesses and not asks)", "if const_expr(self.guesses)"),
     "turns are not taken": planted(MULTIPLY, "        self._my_turn(group)\n"),
     "turns are not passed on": planted(MULTIPLY, "        self._next_turn(group)\n"),
     "the first turn is not given": planted(MULTIPLY, "if group == 0 and self", "if group < 0 and self"),

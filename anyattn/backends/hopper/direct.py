@@ -122,7 +122,8 @@ def arguments(
     batch = q.shape[0] if entries is None else entries.shape[0]
     rows = ceil_div(q.shape[2], config.tile_q) if order is None else order.shape[0]
     spread = {"all": batch * heads, "heads": heads, "none": 1}[config.spread]
-    section = min(spread, heads_side_by_side(k.shape[2] * (q.shape[3] + v.shape[3]) * 2, groups))
+    keys = k.shape[2] * (1 if tables.get("pages") is None else k.shape[0])
+    section = min(spread, heads_side_by_side(keys * (q.shape[3] + v.shape[3]) * 2, groups))
     blocks = max(1, min(rows * spread, 132 if workers is None else workers))
     found = tuple(tables.get(name) for name in _TABLES)
     return (q, k, v, out, lse, highest, sink, *found, counter, factor * math.log2(math.e), rows, spread, section, blocks, scalars, tensors)

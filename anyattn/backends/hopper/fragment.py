@@ -53,5 +53,5 @@ def _pair(low: Any, high: Any, dtype: Any, *, loc: Any = None, ip: Any = None) -
     name = "bf16x2" if dtype is BFloat16 else "f16x2"
     operands = [Float32(x).ir_value(loc=loc, ip=ip) for x in (high, low)]
     text, dialect = f"cvt.rn.{name}.f32 $0, $1, $2;", llvm.AsmDialect.AD_ATT
-    found = llvm.inline_asm(T.i32(), operands, text, "=r,f,f", has_side_effects=True, is_align_stack=False, asm_dialect=dialect)
+    found = llvm.inline_asm(T.i32(), operands, text, "=r,f,f", has_side_effects=False, is_align_stack=False, asm_dialect=dialect)
     return Int32(found)

@@ -3,13 +3,12 @@
 import math
 from typing import Any
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
 from anyattn.backends.hopper.emit import emit_rows, select
 from anyattn.backends.hopper.fragment import rows_and_columns
-from anyattn.backends.hopper.powers import FAR_FROM_CAP, TANH, bits, polynomial, sum_of
+from anyattn.backends.hopper.powers import FAR_FROM_CAP, TANH, polynomial, sum_of
 
 __all__ = ["Guesses"]
 
@@ -60,19 +59,13 @@ class Guesses:
             coefficients.append(factor * Float32(x))
             factor = factor * square
         size = cute.math.absf(before)
-        most = cute.arch.rcp_approx(size) * Float32(FAR_FROM_CAP)
-        most = select((size >= _FACTORS[0]) & (size <= _FACTORS[1]), most * most, -1.0, "float")
-        tops = [Int32(0)] * 4  # four, so that one need not wait for the other
+        most = select((size >= _FACTORS[0]) & (size <= _FACTORS[1]), cute.arch.rcp_approx(size) * Float32(FAR_FROM_CAP), -1.0, "float")
+        tops = [Float32(0.0)] * 4  # four, so that one need not wait for the other
         for r in range(cute.size(sums)):
-            for c in range(0, cute.size(s, mode=[1]), 2):
-                squares = [s[r, c + i] * s[r, c + i] for i in range(2)]
-                # as whole numbers floats from 0 on have the same order, NaN is the greatest, and one instruction takes three
-                tops[c // 2 % 4] = cutlass.max(cutlass.max(tops[c // 2 % 4], bits(squares[0], Int32)), bits(squares[1], Int32))
-                for i, x in enumerate(squares):
-                    to[r, c + i] = cute.math.exp2(s[r, c + i] * polynomial(coefficients, x), fastmath=True)
+            for c in range(cute.size(s, mode=[1])):
+                x = s[r, c]
+                tops[c % 4] = cute.arch.fmax(tops[c % 4], cute.math.absf(x))
+                to[r, c] = cute.math.exp2(x * polynomial(coefficients, x * x), fastmath=True)
             sums[r] = sum_of(to, r)
-        top = cutlass.max(cutlass.max(tops[0], tops[1]), cutlass.max(tops[2], tops[3]))
-        right = bits(top, Float32) <= most
-        for r in range(cute.size(sums)):
-            right = right & (sums[r] >= 0.0)  # of itself so; what is asked for is added up while other scores wait for their powers
-        return cute.arch.vote_all_sync(right)
+        top = cute.arch.fmax(cute.arch.fmax(tops[0], tops[1]), cute.arch.fmax(tops[2], tops[3]))
+        return cute.arch.vote_all_sync(top <= most)

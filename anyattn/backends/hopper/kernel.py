@@ -34,7 +34,7 @@ class HopperForward(Visits, Loads, Gathers, Multiplies, Softmax, Guesses, Epilog
     def __init__(self, config: Config):
         self.config = config
         self.dtype = BFloat16 if config.is_bf16 else Float16
-        self.foresees = self.shortens = False
+        self.foresees = self.lifts = self.shortens = False
         if config.score is not None:
             self.score = factored(config.score) if config.is_factored else Factored(config.score, None, None, ())
             added = bias(config.score) if config.is_factored else None
@@ -43,8 +43,9 @@ class HopperForward(Visits, Loads, Gathers, Multiplies, Softmax, Guesses, Epilog
             self.foresees = self.is_bias and is_foreseen(config.score)
             self.shortens = config.is_bounded and is_tanh(self.score.core)
             self.lifts = self.is_bias and any(is_even(e) for e in (self.whole, *(case.expr for case in self.cases)))
-        # what a long score mod takes leaves nothing to gain
-        self.guesses = self.shortens or not (config.is_bounded or config.has_max or (config.score is not None and not self.is_bias))
+        # a bias that is read under the products, or a mod that takes long, measured slower with guesses
+        is_light = config.score is None or (self.lifts and not self.foresees)
+        self.guesses = self.shortens or (is_light and not (config.is_bounded or config.has_max))
         at = 1 if config.score is not None else 0
         self.band_sides = [(at + i, sides(band)) for i, band in enumerate(config.bands)]
         asked = ((config.partial,) if config.partial else ()) + config.always
@@ -78,7 +79,8 @@ class HopperForward(Visits, Loads, Gathers, Multiplies, Softmax, Guesses, Epilog
         stream: cuda.CUstream,
     ):
         """q, out: (B, Hq, Sq, D), k, v: (B, Hkv, Sk, D), strides multiples of 16 bytes, the last 1; lse, highest: (B, Hq, Sq) float32;
-        sink: (Hq,). With ``entries`` B is what storage has, with ``pages`` k and v are (pages, Hkv, page size, D).
+        sink: (Hq,). With ``entries`` B is what storage has, with ``pages`` k and v are (pages, Hkv, page size, D),
+        the page size a multiple of ``config.piece``.
 
         partial_count to pages: see ``visits.Tables``. counter: two zeros, int32, which the kernel leaves as zeros. scale_log2: the softmax
         scale times log2(e). rows, spread, section: see ``visits.Sizes``. workers: thread blocks, each of which takes row tiles in turn.

@@ -132,18 +132,18 @@ class Multiplies:
     def _steps(self, fixed, sums, p, given, q_state, k_state, v_state):
         """The key tiles of a row tile after its first: masked, bare and again masked ones."""
         (_, mma_pv), (_, _, v), _, _, pipes, _, _, _, _ = fixed
-        facts, hope = given[0], Int32(1)
+        facts = given[0]
         for _ in cutlass.range(facts.masked, unroll=1):
-            hope = self._step(fixed, sums, p, given, q_state, k_state, v_state, hope, True)
+            self._step(fixed, sums, p, given, q_state, k_state, v_state, True)
             k_state.advance()
             v_state.advance()
         for _ in cutlass.range(facts.bare, unroll=1):
-            hope = self._step(fixed, sums, p, given, q_state, k_state, v_state, hope, False)
+            self._step(fixed, sums, p, given, q_state, k_state, v_state, False)
             k_state.advance()
             v_state.advance()
         if const_expr(self.config.has_left):
             for _ in cutlass.range(facts.behind, unroll=1):
-                hope = self._step(fixed, sums, p, given, q_state, k_state, v_state, hope, True)
+                self._step(fixed, sums, p, given, q_state, k_state, v_state, True)
                 k_state.advance()
                 v_state.advance()
         pipes[2].consumer_wait(v_state)
@@ -163,9 +163,8 @@ class Multiplies:
         self.stored(acc, row_max, row_sum, mma_pv, thread, group, outputs, in_smem[3][None, None, q_state.index], facts)
 
     @cute.jit
-    def _step(self, fixed, sums, p, given, q_state, k_state, v_state, hope, is_masked: cutlass.Constexpr):
-        """The first product of a tile and the second of the tile before it, then the softmax of the tile; by a guess if there is ``hope``,
-        which is returned."""
+    def _step(self, fixed, sums, p, given, q_state, k_state, v_state, is_masked: cutlass.Constexpr):
+        """The first product of a tile and the second of the tile before it, then the softmax of the tile."""
         (mma_qk, mma_pv), (q, k, v), shape_s, positions, pipes, board, group, _, _ = fixed
         acc, _, _, row_scale = sums
         facts, _, _, captured, _ = given
@@ -185,22 +184,16 @@ class Multiplies:
             ahead = self.foreseen(positions, n, facts, captured)
         warpgroup.wait_group(1)
         pipes[1].consumer_release(k_state)
-        of_tile, rescales = (scores, ahead, n, v_state), cutlass.Boolean(False)
-        if const_expr(asks or not self.guesses):
-            rescales = self._taken(fixed, sums, p, given, of_tile, is_masked, asks)
-        elif const_expr(self.shortens):
-            if hope != 0:
-                _, hope = self._guessed(fixed, sums, p, given, of_tile)
-            else:
-                self._taken(fixed, sums, p, given, of_tile, is_masked, asks)
+        of_tile = (scores, ahead, n, v_state)
+        if const_expr(self.guesses and not asks):
+            rescales = self._guessed(fixed, sums, p, given, of_tile)
         else:
-            rescales, hope = self._guessed(fixed, sums, p, given, of_tile)
+            rescales = self._taken(fixed, sums, p, given, of_tile, is_masked, asks)
         if const_expr(not self.config.is_bounded):
             if rescales:
                 out = rows_and_columns(acc)
                 for r in cutlass.range_constexpr(cute.size(row_scale)):
                     out[r, None].store(out[r, None].load() * row_scale[r])
-        return hope
 
     @cute.jit
     def _taken(self, fixed, sums, p, given, of_tile, is_masked: cutlass.Constexpr, asks: cutlass.Constexpr):
@@ -224,14 +217,14 @@ class Multiplies:
 
     @cute.jit
     def _guessed(self, fixed, sums, p, given, of_tile):
-        """The same for a bare tile by a guess, and where that was wrong once more; also whether there is hope for the next one's."""
+        """The same for a bare tile by a guess, and where that was wrong once more."""
         _, _, shape_s, positions, pipes, _, _, _, _ = fixed
         _, row_max, row_sum, row_scale = sums
         facts, scale_log2, rate, captured, _ = given
         scores, ahead, n, v_state = of_tile
         powers = cute.make_rmem_tensor(shape_s, Float32)
         added = cute.make_rmem_tensor(cute.size(row_sum), Float32)
-        lifts, rescales, hope = None, cutlass.Boolean(False), Int32(1)
+        lifts, rescales = None, cutlass.Boolean(False)
         if const_expr(not self.shortens):
             lifts = self.modified(scores, ahead, positions, n, facts, scale_log2, captured, False)
         is_right = self.guessed(scores, lifts, powers, added, row_max, facts, scale_log2, rate, captured)
@@ -241,14 +234,13 @@ class Multiplies:
         if is_right:
             row_sum.store(row_sum.load() + added.load())
         elif const_expr(self.shortens):
-            hope = Int32(0)
             self.modified(scores, ahead, positions, n, facts, scale_log2, captured, False)
             self.unshifted(scores, row_max, row_sum, rate, False)
             p.store(narrowed(scores, self.dtype).load())
         else:
             rescales = self.exponentials(scores, lifts, row_max, row_sum, row_scale, rate, False, True)
             p.store(narrowed(scores, self.dtype).load())
-        return rescales, hope
+        return rescales
 
     @cute.jit
     def _product(self, mma, acc, a, b, from_zero: cutlass.Constexpr):

@@ -186,7 +186,10 @@ def _shared(problem: Problem, plan: Plan) -> _Shared:
 
 
 def _section(problem: Problem, groups: int) -> int:
-    size = problem.k.shape[2] * (problem.q.shape[3] + problem.v.shape[3]) * problem.q.element_size()
+    keys = problem.k.shape[2]
+    if problem.sequences is not None and problem.sequences.page_table is not None:  # a pool, of which the batch may use a part
+        keys = min(problem.k.shape[0] * keys, problem.batch * problem.bound_k)
+    size = keys * (problem.q.shape[3] + problem.v.shape[3]) * problem.q.element_size()
     return heads_side_by_side(size, groups)
 
 

@@ -168,6 +168,8 @@ def _config(problem: Problem, score: Expr | None, list_tile: tuple[int, int] | N
     packed = heads_per_tile(problem, score, tiles.tile_m, flags, problem.packs if packs is None else packs)
     if packed > 1:
         (d, dv), tiles, pages = _tiles(problem, wanted | {"is_packed": True})
+    if d == dv == 128 and packed == 1 and score is None and list_tile is None and not (asks or flags.get("bands") or pages["piece"]):
+        tiles = replace(tiles, ping_pong=False)  # measured: 3 to 8 % faster where all tiles are bare; with turns where some are masked
     cut = (1, 1) if list_tile is None else (list_tile[0] * packed // tiles.tile_m, list_tile[1] // tiles.tile_n)
     is_bf16 = problem.q.dtype is torch.bfloat16
     asked: dict[str, Any] = {"has_sink": problem.sink is not None, "has_lse": problem.wants_lse, "has_max": problem.wants_max}

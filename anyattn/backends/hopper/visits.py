@@ -52,7 +52,7 @@ class Tables(NamedTuple):
     partial_count, partial_index, full_count, full_index: lists of tiles. order: (rows, 3), m_block (-1: nothing), head and entry of each
     row tile, and with ``Config.has_count`` one row more, whose first number says how many of them there are. entries: (B, 9), q_row,
     q_start, seqlen_q, k_row, k_start, seqlen_k, q_first and an entry's place in ragged lists: its first row tile, its first index.
-    pages: (B, most pages of an entry).
+    pages: (B, most pages of an entry); those past the one of an entry's last key may be any number.
     """
 
     partial_count: Any

@@ -15,7 +15,8 @@ import torch
 
 __all__ = [
     "MOST_SUMS", "PASSES", "Shape", "Tiles", "Ways", "architecture", "asked", "backward_tiles", "candidates", "capability_of", "fits",
-    "fitting", "forward_tiles", "is_late", "joint_tiles", "most_short", "needed", "padded", "reason_against", "resident", "shared_memory", "ways_of",
+    "fitting", "forward_tiles", "heads_together", "is_late", "joint_tiles", "most_short", "needed", "padded", "reason_against", "resident",
+    "shared_memory", "ways_of",
 ]  # fmt: skip
 
 PASSES = ("forward", "dq", "dkdv", "joint")
@@ -62,12 +63,15 @@ class Ways:
     the weights of a tile stay in registers. is_joined: partial tiles are visited in the same loop, where they ask their mask in a branch.
 
     is_described: what tensor descriptors are for (Hopper's TMA and later). 0: nothing. 1: keys and values, of the one sequence that a
-    program has, which makes them itself. 2: the same, made with the launch. 3: queries and output too. 2 and 3 are for sequences that are
-    all of their storage; for others they mean 1."""
+    program has, which makes them itself. 2: the same, made with the launch. 3: output too. 4: queries too. From 2 on they are for sequences
+    that are all of their storage; for others they mean 1.
+
+    is_grouped: programs go through a few heads at a time, as many as ``_NEAR`` has room for."""
 
     is_late: bool
     is_described: int
     is_joined: bool = False
+    is_grouped: bool = False
 
 
 def padded(head_dim: int) -> int:
@@ -153,7 +157,9 @@ _MOST_SHORT = 16
 # faster. An architecture without a row has none.
 _JOINT: dict[str, tuple[tuple[int, int, int, int] | None, ...]] = {"sm_90": (None, None, None)}
 # How the forward pass of 16 bits runs, by head dimension as above; the plainest way where an architecture has no row, and for few queries.
-_WAYS = {"sm_90": (Ways(False, 3), Ways(True, 3, True), Ways(False, 3))}
+_WAYS = {"sm_90": (Ways(False, 3), Ways(True, 2, True), Ways(False, 2))}
+_NEAR = 24 << 20  # bytes of keys and values that stay in the cache that all multiprocessors share, with room for the rest
+_MOST_TOGETHER = 32  # heads
 # What autotuning tries besides, the same for all architectures: what does not fit is left out.
 _MORE: dict[str, tuple[tuple[int, int, int, int], ...]] = {
     "forward": ((128, 128, 8, 2), (128, 64, 8, 3), (128, 64, 4, 3), (64, 64, 4, 3), (64, 128, 4, 2), (64, 32, 4, 3), (128, 32, 8, 2)),
@@ -283,6 +289,12 @@ def ways_of(shape: Shape, capability: tuple[int, int] | None, is_short: bool) ->
         return Ways(False, 0)
     found = ways[_column(shape)]
     return replace(found, is_late=False, is_joined=False) if shape.has_score else found
+
+
+def heads_together(heads: int, head_bytes: int) -> int:
+    """How many heads programs go through at a time, a divisor of ``heads``: of all sequences. head_bytes: of keys and values of one."""
+    most = min(heads, _MOST_TOGETHER, max(1, _NEAR // max(1, head_bytes)))
+    return next(n for n in range(most, 0, -1) if heads % n == 0)
 
 
 def backward_tiles(shape: Shape, capability: tuple[int, int] | None) -> dict[str, Tiles]:

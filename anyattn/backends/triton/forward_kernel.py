@@ -30,8 +30,14 @@ _FEW: tl.constexpr = tl.constexpr(32)  # rows of a tile
 
 
 @triton.jit
-def work_of(sizes, tensors, HAS_ENTRIES: tl.constexpr):
-    """(row tile, batch entry, query head or group of heads, split) of this program; row tiles that see most go first."""
+def work_of(sizes, tensors, HAS_ENTRIES: tl.constexpr, IS_GROUPED: tl.constexpr):
+    """(row tile, batch entry, query head or group of heads, split) of this program; row tiles that see most go first.
+
+    IS_GROUPED: they do so in a few heads at a time, the first axis of the grid, so that none of the last ones is long."""
+    if IS_GROUPED:
+        at = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
+        b = at // sizes[2]
+        return sizes[4] - 1 - tl.program_id(1), b, at - b * sizes[2], b * 0
     m, h, last = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     splits = sizes[5]
     b, split = last // splits, last % splits
@@ -302,7 +308,7 @@ def store_results(
         acc = acc / total[:, None]
     else:  # a division takes seven instructions
         acc = acc * (1.0 / total)[:, None]
-    if IS_DESCRIBED == 3:
+    if IS_DESCRIBED >= 3:
         tensors[3].store([place[0], place[1], place[2], 0], tl.reshape(acc.to(tensors[3].dtype), (1, 1, acc.shape[0], BLOCK_DV)))
     else:
         offsets = q_row.to(tl.int64) * strides[3][0] + h.to(tl.int64) * strides[3][1] + at.to(tl.int64) * strides[3][2]
@@ -324,7 +330,7 @@ def forward_tile(
     IS_PACKED: tl.constexpr, HAS_ENTRIES: tl.constexpr, IS_CACHE: tl.constexpr, HAS_LEFTPAD: tl.constexpr,
     HAS_ROWS: tl.constexpr, PAGE_SIZE: tl.constexpr, HAS_SINK: tl.constexpr, HAS_LSE: tl.constexpr, HAS_MAX: tl.constexpr,
     PRECISION: tl.constexpr, IS_RAW: tl.constexpr, IS_LATE: tl.constexpr, IS_DESCRIBED: tl.constexpr, IS_JOINED: tl.constexpr,
-    HAS_GUARD: tl.constexpr,
+    HAS_GUARD: tl.constexpr, IS_GROUPED: tl.constexpr,
 ):  # fmt: skip
     """One row tile, or one split of its keys.
 
@@ -336,7 +342,7 @@ def forward_tile(
     """
     if HAS_GUARD and is_off(tensors[13]):
         return
-    m, b, h, split = work_of(sizes, tensors, HAS_ENTRIES)
+    m, b, h, split = work_of(sizes, tensors, HAS_ENTRIES, IS_GROUPED)
     if m < 0:
         return
     if IS_CACHE:
@@ -374,7 +380,7 @@ def forward_tile(
             HAS_SINK, HAS_LSE, HAS_MAX, HEAD_DIM_V, BLOCK_DV, PRECISION, IS_DESCRIBED,
         )  # fmt: skip
         return
-    if IS_DESCRIBED == 3:
+    if IS_DESCRIBED == 4:
         q = tl.reshape(tensors[0].load([b, h, first_row, 0]), (TILE_M, BLOCK_D))
     else:
         offsets = found[0].to(tl.int64) * strides[0][0] + heads.to(tl.int64) * strides[0][1] + at.to(tl.int64) * strides[0][2]

@@ -53,7 +53,7 @@ _FORWARD = Signature(
     (
         "RANGES", "TILE_M", "TILE_N", "LIST_M", "LIST_N", "HAS_FULL", "HEAD_DIM", "HEAD_DIM_V", "BLOCK_D", "BLOCK_DV", "IS_PACKED",
         "HAS_ENTRIES", "IS_CACHE", "HAS_LEFTPAD", "HAS_ROWS", "PAGE_SIZE", "HAS_SINK", "HAS_LSE", "HAS_MAX", "PRECISION",
-        "IS_RAW", "IS_LATE", "IS_DESCRIBED", "IS_JOINED", "HAS_GUARD",
+        "IS_RAW", "IS_LATE", "IS_DESCRIBED", "IS_JOINED", "HAS_GUARD", "IS_GROUPED",
     ),
 )  # fmt: skip
 
@@ -156,7 +156,7 @@ def _launch(form: Form, plan: Plan, target: _Target) -> None:
     ways = config.ways_of(forward_shape(problem), capability, has_few)
     is_packed = packed > 1 or has_few
     described = _described(ways.is_described, form, plan, found, target) if is_aligned else 0
-    described = 2 if described == 3 and is_packed else described
+    described = min(described, 2) if is_packed else described
     constants = {
         **constants_of(problem, chosen, found), "TILE_M": plan.tile_m, "TILE_N": plan.tile_n,
         "PAGE_SIZE": 0 if found.pages is None else k.shape[2],
@@ -165,14 +165,22 @@ def _launch(form: Form, plan: Plan, target: _Target) -> None:
         "HAS_MAX": target.highest is not None, "IS_RAW": problem.score is not None or _LEAST_SCALE < problem.scale < 1 / _LEAST_SCALE,
         "IS_LATE": ways.is_late and found.pages is None,
         "IS_DESCRIBED": described, "IS_JOINED": ways.is_joined and described >= 2 and chosen.program.range_count > 0,
+        "IS_GROUPED": ways.is_grouped and splits == 1 and found.entries is None and not is_packed,
     }  # fmt: skip
     if described >= 2:
         pointers[1:3] = [_descriptor(t, plan.tile_n) for t in (k, v)]
-    if described == 3:
-        pointers[0], pointers[3] = (_descriptor(t, plan.tile_m) for t in (q, target.out))
+    if described >= 3:
+        pointers[3] = _descriptor(target.out, plan.tile_m)
+    if described == 4:
+        pointers[0] = _descriptor(q, plan.tile_m)
     kernel = entry_of(_FORWARD, chosen.program, is_aligned)
+    grid = (found.row_tiles, problem.heads_q // packed, programs_along_batch(problem, found) * splits)
+    if constants["IS_GROUPED"]:
+        heads = grid[1] * grid[2]
+        together = config.heads_together(heads, k.shape[2] * (k.shape[3] + v.shape[3]) * k.element_size() // problem.qhead_per_kvhead)
+        grid = (together, found.row_tiles, heads // together)
     run_entry(
-        kernel, (found.row_tiles, problem.heads_q // packed, programs_along_batch(problem, found) * splits),
+        kernel, grid,
         (
             *pointers, *strides, part_statistics, *found.strides, *_cache_sizes(problem, cache), packed, padded_group(packed),
             *sizes_of(problem, found, splits), *lists, problem.scale,
@@ -194,8 +202,9 @@ def _described(wanted: int, form: Form, plan: Plan, found: tables.Tables, target
         return 0
     if wanted == 1 or not (is_dense or form.documents is not None) or not (_has_places(k) and _has_places(v)):
         return 1
-    is_whole = is_dense and target.parts[0] == 1 and found.list_tile[0] % plan.tile_m == 0
-    return 3 if wanted == 3 and is_whole and _has_places(problem.q) and _has_places(target.out) else 2
+    if wanted == 2 or not is_dense or target.parts[0] > 1 or found.list_tile[0] % plan.tile_m or not _has_places(target.out):
+        return 2
+    return wanted if _has_places(problem.q) else 3
 
 
 def _has_places(x: Tensor) -> bool:
