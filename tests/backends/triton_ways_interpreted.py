@@ -56,7 +56,8 @@ def launched(monkeypatch):  # type: ignore[no-untyped-def]
 
 
 WAYS = {
-    "late": (True, 0), "described": (False, 1), "both": (True, 1), "joined": (False, 2, True), "output": (False, 3), "all": (True, 4, True, True),
+    "late": (True, 0), "described": (False, 1), "both": (True, 1), "joined": (False, 2, True), "output": (False, 3),
+    "all": (True, 4, True, True),
 }  # fmt: skip
 
 

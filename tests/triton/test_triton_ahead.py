@@ -204,12 +204,29 @@ def test_loads_are_wide_where_rows_are_aligned() -> None:
     odd = torch.zeros(4 * 256 * 64 + 1, dtype=torch.bfloat16)[1:].view(1, 4, 256, 64)
     for moved in (False, True):
         problem = ahead.problem_of(dim=64)
-        (launch,) = ahead.launches(problem.like(q=odd) if moved else problem, (9, 0))
+        (launch,) = ahead.launches(problem.like(q=odd) if moved else problem, (8, 0))
         kernel = launch.kernel
-        bind = create_function_from_signature(kernel.signature, kernel.params, make_backend(GPUTarget("cuda", 90, 32)))
+        bind = create_function_from_signature(kernel.signature, kernel.params, make_backend(GPUTarget("cuda", 80, 32)))
         special = bind(*launch.given, **launch.options)[1]
         assert all(s == ("*bf16", None if moved else "D") for s in special[:4])
-        assert ("cp.async.cg.shared.global [ %r" in ahead.compiled(launch, (9, 0)).asm["ptx"]) is not moved
+        text = ahead.compiled(launch, (8, 0)).asm["ptx"]
+        assert ("cp.async.cg.shared.global [ %r" in text) is not moved
+        assert ("st.global.v4.b32" in text) is not moved and ("st.global.b16" in text) is moved
+
+
+@pytest.mark.parametrize(("dim", "most"), [(64, 168), (128, 255)])
+def test_descriptors_come_with_the_launch(dim: int, most: int) -> None:
+    """On Hopper keys, values and output have descriptors, no store is narrow, and as many programs fit on a multiprocessor as were
+    measured: three of head dimension 64, two of 128."""
+    problem = ahead.problem_of(mask_mod=lambda b, h, q, k: q >= k, dim=dim)
+    (launch,) = ahead.launches(problem, (9, 0))
+    assert launch.options["IS_DESCRIBED"] >= 2 and all(hasattr(launch.given[i], "block_shape") for i in (1, 2))
+    kernel = ahead.compiled(launch, (9, 0))
+    used = ahead.resources(kernel)
+    assert used.registers <= most and used.stack <= 16 and "st.global.b16" not in kernel.asm["ptx"]
+    assert (3 if dim == 64 else 2) * (used.shared + 1024) <= 228 << 10
+    # products are not waited for one by one
+    assert all(sum(op.startswith("WARPGROUP") for op in ops) < 10 for ops in ahead.machine_loops(kernel.asm["cubin"]))
 
 
 def test_known_kernels_are_launched_directly(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -265,7 +265,7 @@ def visit_all(
                 key[1], first, first + TILE_N, key, key[6], key[7], 0, False, HEAD_DIM_V, BLOCK_DV, 0, False, TILE_N, IS_DESCRIBED, False
             )
             acc = plus_product(acc, rescale, p, v, PRECISION)
-    if IS_LATE:
+    if IS_LATE:  # noqa: SIM102 (the one is asked when it is compiled, the other by the program)
         if begin < stop:
             v = keys_at(
                 key[1], before, before + TILE_N, key, key[6], key[7], 0, False, HEAD_DIM_V, BLOCK_DV, 0, False, TILE_N, IS_DESCRIBED, False

@@ -240,10 +240,11 @@ def only(x):
 
 @triton.jit
 def send_diagonals(x, begin, scalars, tensors, total, PLACES: tl.constexpr, DTYPE: tl.constexpr):
-    """Adds the sums of the diagonals of x [M, N] to ``total``: a pointer, strides and sizes. begin: of a tile, see ``programs._scatter_source``.
+    """Adds the sums of the diagonals of x [M, N] to ``total``: a pointer, strides and sizes.
 
-    PLACES: where a pair's diagonal goes. In blocks of 8 x 8, those on one diagonal of blocks are summed, entry by entry: a product with a
-    matrix of ones and zeros, x in DTYPE, that leaves an eighth of the entries or little more.
+    begin: of a tile, see ``programs._scatter_source``. PLACES: where a pair's diagonal goes. In blocks of 8 x 8, those on one diagonal of
+    blocks are summed, entry by entry: a product with a matrix of ones and zeros, x in DTYPE, that leaves an eighth of the entries or little
+    more.
     """
     ROWS: tl.constexpr = x.shape[0] // 8  # of blocks
     COLUMNS: tl.constexpr = x.shape[1] // 8

@@ -223,9 +223,10 @@ def _gradient_part(
 
 
 def _scatter_source(part: Part) -> str:
-    """``NAME_scatter(ds, seen, is_row, is_key, found, at, scalars, tensors, totals, IS_FULL, DTYPE)``: sends what the modified score's derivative makes of each load's
-    entry to the load's total, which is contiguous. IS_FULL: of all pairs but those of rows beyond the end, which send 0 to the last row's
-    entries, so that no addition asks which. at: b, h, the tile's first row and key, as mods count them, and how many of each there are."""
+    """``NAME_scatter(ds, seen, is_row, is_key, found, at, scalars, tensors, totals, IS_FULL, DTYPE)``: sends what the modified score's
+    derivative makes of each load's entry to the load's total, which is contiguous. IS_FULL: of all pairs but those of rows beyond the end,
+    which send 0 to the last row's entries, so that no addition asks which. at: b, h, the tile's first row and key, as mods count them, and
+    how many of each there are. DTYPE: of products."""
     lines, before = [], []
     for i, load in enumerate(part.loads):
         slot = f"totals[{load.total}]"
@@ -259,12 +260,13 @@ def _scatter_source(part: Part) -> str:
             lines.append(f"{indent}mask{i} = None if IS_FULL else {mask}")
             sent = f"part{i}.to({slot}[0].dtype.element_ty)"
             lines.append(f"{indent}tl.atomic_add({slot}[0] + at{i}, {sent}, mask=mask{i}, sem='relaxed')")
-    head = f"@triton.jit\ndef {part.name}_scatter(ds, seen, is_row, is_key, found, at, scalars, tensors, totals, IS_FULL: tl.constexpr, DTYPE: tl.constexpr):\n"
+    arguments = "ds, seen, is_row, is_key, found, at, scalars, tensors, totals, IS_FULL: tl.constexpr, DTYPE: tl.constexpr"
+    head = f"@triton.jit\ndef {part.name}_scatter({arguments}):\n"
     return "\n\n".join([*before, head + "\n".join(f"    {x}" for x in lines) + "\n"])
 
 
 def _places_source(name: str, load: Load, part: Part) -> str:
-    """``NAME(b, h, q_idx, kv_idx, scalars, tensors, total)``: where in a load's total the sums of diagonals go, asked at one pair of each."""
+    """``NAME(b, h, q_idx, kv_idx, scalars, tensors, total)``: where in a load's total sums of diagonals go, asked at one pair of each."""
     assert load.diagonal is not None
     lines = emit(load.diagonal, style=part.style)
     slot, places = "total", list(lines.outputs)
