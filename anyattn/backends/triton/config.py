@@ -153,8 +153,8 @@ _FLOATS: dict[str, tuple[tuple[int, int, int, int], ...]] = {
 # powers of two, and a kernel for each.
 _SHORT: dict[str, tuple[tuple[int, int, int, int], ...]] = {"sm_90": ((16, 128, 4, 3), (16, 64, 4, 4), (16, 64, 4, 2))}
 _MOST_SHORT = 16
-# Of dq, dk and dv by one kernel, which adds dq up by atomic operations: five products instead of seven, as above; None where two kernels are
-# faster. An architecture without a row has none.
+# Of dq, dk and dv by one kernel, which adds dq up by atomic operations: five products instead of seven, as above; None where two kernels
+# are faster. An architecture without a row has none.
 _JOINT: dict[str, tuple[tuple[int, int, int, int] | None, ...]] = {"sm_90": (None, None, None)}
 # How the forward pass of 16 bits runs, by head dimension as above; the plainest way where an architecture has no row, and for few queries.
 _WAYS = {"sm_90": (Ways(False, 3), Ways(True, 2, True), Ways(False, 2))}

@@ -22,12 +22,23 @@ from anyattn.geometry.splits import num_splits
 from anyattn.hardware import Hardware
 from anyattn.problem import Problem
 
-__all__ = ["Layout", "Reading", "forward_shape", "has_few_rows", "layout_of", "padded_group", "pieces_of", "positions_per_tile", "rows_of"]
+__all__ = [
+    "MOST_BLOCKS",
+    "Layout",
+    "Reading",
+    "forward_shape",
+    "has_few_rows",
+    "layout_of",
+    "padded_group",
+    "pieces_of",
+    "positions_per_tile",
+    "rows_of",
+]
 
 _MOST_PACKED = 64
 _ANY_NUMBER = 1024  # of queries, where a call does not say how many an entry has at most
 _MOST_SPLITS, _MANY_SPLITS = 128, 32
-_MOST_BLOCKS = 65535  # along the last axis of a CUDA grid
+MOST_BLOCKS = 65535  # along the last axis of a CUDA grid
 # How the time of reading keys depends on the number of pieces: fitted to an H200's 80 figures in tests/backends/test_triton_splits.py.
 # Shares and bytes instead of seconds: other devices then differ by what is known of them.
 _ALONE = 0.9  # of a multiprocessor's share of the bandwidth: what one program reads that has ``_UNDER_WAY`` bytes asked for at a time
@@ -70,10 +81,10 @@ def layout_of(problem: Problem, hardware: Hardware, options: dict[str, int]) -> 
     if splits == 0:
         splits = _splits(problem, tiles, packed, hardware)
         why.append(f"keys in {splits} piece{'s' * (splits != 1)}: for {max(1, hardware.sm_count)} multiprocessors")
-    most = max(1, _MOST_BLOCKS // max(1, problem.batch))
+    most = max(1, MOST_BLOCKS // max(1, problem.batch))
     if splits > most:
         splits = most
-        why.append(f"keys in {most} pieces: a grid has room for {_MOST_BLOCKS} entries and pieces")
+        why.append(f"keys in {most} pieces: a grid has room for {MOST_BLOCKS} entries and pieces")
     return Layout(tiles, packed, splits, tuple(why))
 
 

@@ -13,7 +13,7 @@ from anyattn.backends.triton.combine import merge
 from anyattn.backends.triton.config import Tiles
 from anyattn.backends.triton.forms import Form, forms_of
 from anyattn.backends.triton.launch import Signature, entry_of, entry_source, run_entry, strides_of
-from anyattn.backends.triton.layout import forward_shape, has_few_rows, padded_group, positions_per_tile, rows_of
+from anyattn.backends.triton.layout import MOST_BLOCKS, forward_shape, has_few_rows, padded_group, positions_per_tile, rows_of
 from anyattn.backends.triton.programs import Chosen, captured_of, program_of
 from anyattn.backends.triton.shared import COUNTS, FUNCTIONS, LISTS, SIZES, constants_of, programs_along_batch, sizes_of, strides_named
 from anyattn.geometry.stored_cache import StoredCache
@@ -165,22 +165,15 @@ def _launch(form: Form, plan: Plan, target: _Target) -> None:
         "HAS_MAX": target.highest is not None, "IS_RAW": problem.score is not None or _LEAST_SCALE < problem.scale < 1 / _LEAST_SCALE,
         "IS_LATE": ways.is_late and found.pages is None,
         "IS_DESCRIBED": described, "IS_JOINED": ways.is_joined and described >= 2 and chosen.program.range_count > 0,
-        "IS_GROUPED": ways.is_grouped and splits == 1 and found.entries is None and not is_packed,
+        "IS_GROUPED": ways.is_grouped and splits == 1 and found.entries is None and not is_packed and found.row_tiles <= MOST_BLOCKS,
     }  # fmt: skip
-    if described >= 2:
-        pointers[1:3] = [_descriptor(t, plan.tile_n) for t in (k, v)]
-    if described >= 3:
-        pointers[3] = _descriptor(target.out, plan.tile_m)
-    if described == 4:
-        pointers[0] = _descriptor(q, plan.tile_m)
+    for at, since, rows in ((0, 4, plan.tile_m), (1, 2, plan.tile_n), (2, 2, plan.tile_n), (3, 3, plan.tile_m)):
+        if described >= since:
+            pointers[at] = _descriptor(pointers[at], rows)
     kernel = entry_of(_FORWARD, chosen.program, is_aligned)
     grid = (found.row_tiles, problem.heads_q // packed, programs_along_batch(problem, found) * splits)
-    if constants["IS_GROUPED"]:
-        heads = grid[1] * grid[2]
-        together = config.heads_together(heads, k.shape[2] * (k.shape[3] + v.shape[3]) * k.element_size() // problem.qhead_per_kvhead)
-        grid = (together, found.row_tiles, heads // together)
     run_entry(
-        kernel, grid,
+        kernel, _grouped(grid, problem) if constants["IS_GROUPED"] else grid,
         (
             *pointers, *strides, part_statistics, *found.strides, *_cache_sizes(problem, cache), packed, padded_group(packed),
             *sizes_of(problem, found, splits), *lists, problem.scale,
@@ -188,6 +181,14 @@ def _launch(form: Form, plan: Plan, target: _Target) -> None:
         captured_of(chosen), q.device,
         {**constants, "num_warps": plan.num_warps, "num_stages": plan.num_stages},
     )  # fmt: skip
+
+
+def _grouped(grid: tuple[int, int, int], problem: Problem) -> tuple[int, int, int]:
+    """The grid of programs that go through a few heads at a time, of (row tiles, heads, entries); see ``forward_kernel.work_of``."""
+    row_tiles, heads, k = grid[0], grid[1] * grid[2], problem.k
+    head_bytes = k.shape[2] * (k.shape[3] + problem.v.shape[3]) * k.element_size() // problem.qhead_per_kvhead
+    together = config.heads_together(heads, head_bytes)
+    return together, row_tiles, heads // together
 
 
 def _described(wanted: int, form: Form, plan: Plan, found: tables.Tables, target: _Target) -> int:
