@@ -20,6 +20,7 @@ no load in a loop needs a mask, and those of full tiles are a pointer that moves
 import triton
 import triton.language as tl
 
+from anyattn.backends.triton import functions
 from anyattn.backends.triton.forward_kernel import load_rows, plus_product, rows_of
 from anyattn.backends.triton.places import entry, is_off, row_tile
 from anyattn.backends.triton.visits import by_lists, clipped, full_at, inside_of, partial_at, place_of_lists, visits_of
@@ -304,7 +305,7 @@ def _visit_rows(
     ALWAYS: tl.constexpr, IS_PARTIAL: tl.constexpr, HAS_SCORE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, IS_LATE: tl.constexpr, IS_JOINT: tl.constexpr, RANGES: tl.constexpr,
-    IS_NEAR: tl.constexpr,
+    IS_NEAR: tl.constexpr, IS_ALIKE: tl.constexpr, IS_NVIDIA: tl.constexpr,
 ):  # fmt: skip
     """dk, not yet scaled, and dv with what rows ``first`` to ``end`` of one head add to them. Scores are [keys, rows] here.
 
@@ -312,16 +313,20 @@ def _visit_rows(
     offsets: of a full tile's q and dout. IS_LATE: dout's product with the values after the probabilities, with which it shares registers.
     """
     m_lane = tl.arange(0, TILE_M)
+    asked = functions.unknown(m_lane, IS_NVIDIA)
     q_at, do_at = offsets
     start, kept = first, first
     if IS_PARTIAL:
         start, kept = tl.minimum(first, end - 1), tl.where(first < end, first, 0)
         local = tl.minimum(m_lane, end - 1 - start)
-        q_at, do_at = _offsets(local, strides[0][2], BLOCK_D, IS_NEAR), _offsets(local, strides[3][2], BLOCK_DV, IS_NEAR)
-    else:
-        local = m_lane
+        q_at = _offsets(local, strides[0][2], BLOCK_D, IS_NEAR)
+        if IS_ALIKE:
+            do_at = q_at
+        else:
+            do_at = _offsets(local, strides[3][2], BLOCK_DV, IS_NEAR)
+        asked = tl.minimum(asked, end - 1 - start)
     is_row = first + m_lane < end
-    position = start + local
+    position = start + asked
     at = found[1] + start
     q = _load_tile(heads[0] + _row_at(at, strides[0][2], IS_NEAR), q_at, HEAD_DIM, BLOCK_D)
     lse = tl.load(heads[2] + kept + m_lane)
@@ -374,7 +379,8 @@ def dkdv_tile(
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, LIST_M: tl.constexpr, LIST_N: tl.constexpr, HAS_FULL: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     HAS_ENTRIES: tl.constexpr, HAS_GUARD: tl.constexpr, PRECISION: tl.constexpr, IS_NEAR: tl.constexpr, IS_LATE: tl.constexpr,
-    IS_JOINT: tl.constexpr,
+    IS_JOINT: tl.constexpr, IS_GROUPED: tl.constexpr, IS_ALIKE: tl.constexpr,
+    IS_NVIDIA: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one tile of keys, summed over the query heads that share them, and IS_JOINT its share of dq. lists: transposed, per tile
     of keys."""
@@ -398,9 +404,13 @@ def dkdv_tile(
     dk = tl.zeros((TILE_N, BLOCK_D), tl.float32)
     dv = tl.zeros((TILE_N, BLOCK_DV), tl.float32)
     m_lane = tl.arange(0, TILE_M)
-    offsets = _offsets(m_lane, strides[0][2], BLOCK_D, IS_NEAR), _offsets(m_lane, strides[3][2], BLOCK_DV, IS_NEAR)
+    q_at = _offsets(m_lane, strides[0][2], BLOCK_D, IS_NEAR)
+    if IS_ALIKE:
+        offsets = q_at, q_at
+    else:
+        offsets = q_at, _offsets(m_lane, strides[3][2], BLOCK_DV, IS_NEAR)
     q_row = found[0].to(tl.int64)
-    for g in range(0, sizes[7]):
+    for g in range(0, sizes[7] if IS_GROUPED else 1):
         h = kv_head * sizes[7] + g
         slot = _slot(found, 0, b, h, sizes, TILE_M, TILE_M)
         sums = tensors[13]
@@ -421,16 +431,6 @@ def dkdv_tile(
             counts_at, places_at = place_of_lists(spans[1], b, h, line, found, seqlen_q, LIST_M, HAS_ENTRIES)
             runs = by_lists(lists, counts_at, places_at, seqlen_q, TILE_M, LIST_M, HAS_FULL)
             fulls, partials = runs[0], runs[1]
-        for i in range(0, fulls):
-            if RANGES > 0:
-                start = (full + i) * TILE_M
-            else:
-                start = full_at(runs, i, 0, TILE_M, LIST_M)
-            dk, dv = _visit_rows(
-                dk, dv, k, v, start, start + TILE_M, True, n_first, n_end, found, heads, offsets, strides, b, h, factor, captured,
-                SCORE_ROWS, SCORE, MASK_ROWS, MASK, ALWAYS_ROWS, ALWAYS, False, HAS_SCORE, HAS_MASK, HAS_ALWAYS,
-                TILE_M, TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, IS_LATE, IS_JOINT, RANGES, IS_NEAR,
-            )  # fmt: skip
         for i in range(0, partials):
             if RANGES > 0:
                 start = tl.where(first + i < full, first + i, first + i + fulls) * TILE_M
@@ -441,7 +441,17 @@ def dkdv_tile(
             dk, dv = _visit_rows(
                 dk, dv, k, v, start, stop, is_shown, n_first, n_end, found, heads, offsets, strides, b, h, factor, captured,
                 SCORE_ROWS, SCORE, MASK_ROWS, MASK, ALWAYS_ROWS, ALWAYS, True, HAS_SCORE, HAS_MASK, HAS_ALWAYS,
-                TILE_M, TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, IS_LATE, IS_JOINT, RANGES, IS_NEAR,
+                TILE_M, TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, IS_LATE, IS_JOINT, RANGES, IS_NEAR, IS_ALIKE, IS_NVIDIA,
+            )  # fmt: skip
+        for i in range(0, fulls):
+            if RANGES > 0:
+                start = (full + i) * TILE_M
+            else:
+                start = full_at(runs, i, 0, TILE_M, LIST_M)
+            dk, dv = _visit_rows(
+                dk, dv, k, v, start, start + TILE_M, True, n_first, n_end, found, heads, offsets, strides, b, h, factor, captured,
+                SCORE_ROWS, SCORE, MASK_ROWS, MASK, ALWAYS_ROWS, ALWAYS, False, HAS_SCORE, HAS_MASK, HAS_ALWAYS,
+                TILE_M, TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, IS_LATE, IS_JOINT, RANGES, IS_NEAR, IS_ALIKE, IS_NVIDIA,
             )  # fmt: skip
     d, d_v = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_DV)[None, :]
     dk_at = row * strides[5][0] + head * strides[5][1] + at * strides[5][2]

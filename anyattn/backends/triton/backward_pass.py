@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from anyattn.backends.triton import tables, tuning
+from anyattn.backends.triton import styles, tables, tuning
 from anyattn.backends.triton.config import MOST_SUMS, Tiles, backward_tiles, capability_of, fitting, is_late, joint_tiles, padded
 from anyattn.backends.triton.forms import Form, forms_of
 from anyattn.backends.triton.launch import Signature, entry_of, run_entry, strides_of
@@ -39,7 +39,7 @@ _COMMON = (
     "TILE_M", "TILE_N", "LIST_M", "LIST_N", "HAS_FULL", "HEAD_DIM", "HEAD_DIM_V", "BLOCK_D", "BLOCK_DV", "HAS_ENTRIES", "HAS_GUARD",
 )  # fmt: skip
 _DQ = _signature("dq_tile", ("RANGES", *_COMMON, "PRECISION", "IS_NEAR", "SLOT_M"), scatters=True)
-_DKDV = _signature("dkdv_tile", ("RANGES", *_COMMON, "PRECISION", "IS_NEAR", "IS_LATE", "IS_JOINT"))
+_DKDV = _signature("dkdv_tile", ("RANGES", *_COMMON, "PRECISION", "IS_NEAR", "IS_LATE", "IS_JOINT", "IS_GROUPED", "IS_ALIKE", "IS_NVIDIA"))
 _PREPARE = Signature(
     "backward_kernel.prepare_tile",
     (
@@ -243,6 +243,9 @@ def _launch(
     constants["IS_NEAR"] = all((t.stride(2) + 1) * t.shape[2] < 2**31 for t in (q, k, v, dout))
     if by_key:
         constants |= {"IS_LATE": is_late(shape_of(problem), capability_of(q.device)), "IS_JOINT": name == "joint"}
+        constants["IS_GROUPED"] = problem.qhead_per_kvhead > 1
+        constants["IS_NVIDIA"] = styles.is_nvidia(q.device.type)
+        constants["IS_ALIKE"] = q.stride(2) == dout.stride(2) and q.shape[3] == dout.shape[3]
     else:
         constants["SLOT_M"] = prepared.tile_m
     options = {"num_warps": used.num_warps, "num_stages": used.num_stages, **({"maxnreg": used.registers} if used.registers else {})}
