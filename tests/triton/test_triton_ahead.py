@@ -119,7 +119,7 @@ def test_what_the_compiler_makes_of_the_tiles(capability, at, backward) -> None:
         options = launch.options
         if "TILE_N" not in options:
             continue
-        name = "forward" if not backward else "dkdv" if "IS_JOINT" in options else "dq"
+        name = "forward" if not backward else "dkdv" if "IS_GROUPED" in options else "dq"
         tiles = config.Tiles(options["TILE_M"], options["TILE_N"], options["num_warps"], options["num_stages"])
         kernel = ahead.compiled(launch, capability)
         needed = config.needed(name, tiles, shape_of(problem), capability)
