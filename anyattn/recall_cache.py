@@ -174,7 +174,8 @@ def _numbers(given: Given, new: int) -> _Numbers | None:
         row_base=list(range(0, batch * queries, queries)) if queries else none,
         key_base=bases(seqlens_k),
     )
-    return _Numbers(ListedSequences(host, given.q.device, table, 0 if table is None else rows_each, is_cache=True), starts)
+    page_size = 0 if table is None else rows_each
+    return _Numbers(ListedSequences(host, given.q.device, table, page_size, is_cache=True, most_q=queries), starts)
 
 
 def _places(used: int, padding: int, queries: int, new: int) -> tuple[int, int, int, int]:

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from anyattn.geometry.integers import ceil_div
+from anyattn.geometry.ragged_table import entries_table, longest_first
 from anyattn.geometry.sequences import Sequences
 from anyattn.geometry.stored import UnreadSequences
 
-__all__ = ["DocumentSequences", "DocumentSizes", "document_sequences", "places_of"]
+__all__ = ["DocumentSequences", "DocumentSizes", "document_sequences", "documents_in_order", "places_of"]
 
 _MEAN = 128  # more documents than one in so many positions are not told apart: row tiles of most kernels would be half empty
 _FEWEST = 8
@@ -64,6 +65,10 @@ class DocumentSequences(UnreadSequences):
     def position_bounds(self) -> tuple[int, int]:
         return 0, self.sizes.length
 
+    def most_tiles(self, tile_m: int) -> int:
+        """No more row tiles of so many rows are there, whatever the documents."""
+        return self.sizes.rows * (self.sizes.length // tile_m + self.sizes.places)
+
     def kept(self) -> Sequences:
         return self  # nobody else writes to its vectors
 
@@ -106,5 +111,21 @@ def document_sequences(ids: Tensor, rows: int, places: int) -> tuple[DocumentSeq
     different = (first[:, 1:] != first[:, :-1]).sum(1)
     holds = (different == run[:, -1] - 1).all()
     lengths = edges.diff(dim=1) * holds
-    starts, lengths = (t.expand(rows, places).reshape(-1) for t in (edges[:, :-1], lengths))
+    starts, lengths = (t.expand(rows, places).reshape(-1).contiguous() for t in (edges[:, :-1], lengths))
     return DocumentSequences(starts, lengths, DocumentSizes(rows, length, places)), holds.to(torch.int32).reshape(1)
+
+
+def documents_in_order(s: DocumentSequences, tile_m: int, ends_with_row: bool) -> tuple[Tensor, Tensor]:
+    """The order of the documents' row tiles, longest first, and the table of the documents: int32 (rows + 1, 3) and (B, 9).
+
+    order: m_block (-1: nothing), 0 and document of each row tile; the last row says how many of the others there are. entries: see
+    ``ragged_table.entries_table``. ends_with_row: a row sees keys up to its own place.
+
+    >>> s, _ = document_sequences(torch.tensor([7, 7, 7, 3]), 1, 2)
+    >>> documents_in_order(s, 2, False)[0].tolist()
+    [[0, 0, 0], [1, 0, 0], [0, 0, 1], [-1, 0, 1], [3, 0, 0]]
+    """
+    order = longest_first(s, tile_m, s.most_tiles(tile_m), ends_with_row)
+    last = torch.zeros((1, 3), dtype=torch.int32, device=order.device)
+    last[0, 0] = ceil_div(s.seqlens_q, tile_m).sum()
+    return torch.cat((order, last)), entries_table(s)

@@ -35,10 +35,18 @@ class ListedSequences(Sequences):
     (9, [4, 8])
     """
 
-    def __init__(self, numbers: OnHost, device: torch.device, page_table: Tensor | None = None, page_size: int = 0, is_cache: bool = False):
+    def __init__(
+        self,
+        numbers: OnHost,
+        device: torch.device,
+        page_table: Tensor | None = None,
+        page_size: int = 0,
+        is_cache: bool = False,
+        most_q: int = 0,
+    ):
         # the dataclass is frozen, and its vectors are properties here
         own = {"on_host": numbers, "device": device, "page_table": page_table, "page_size": page_size, "is_cache": is_cache}
-        vars(self).update(own)
+        vars(self).update(own | {"most_q": most_q})
 
     device: torch.device
 
@@ -49,7 +57,7 @@ class ListedSequences(Sequences):
     def kept(self) -> Sequences:
         if self.page_table is None:
             return self
-        return ListedSequences(self.on_host, self.device, self.page_table.clone(), self.page_size, self.is_cache)
+        return ListedSequences(self.on_host, self.device, self.page_table.clone(), self.page_size, self.is_cache, self.most_q)
 
     seqlens_q = _vector("seqlens_q")  # type: ignore[assignment]
     seqlens_k = _vector("seqlens_k")  # type: ignore[assignment]

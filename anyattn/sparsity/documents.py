@@ -8,19 +8,20 @@ backend makes both launches until the answer is known, each of which does nothin
 from __future__ import annotations
 
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
-from anyattn.geometry.documents import DocumentSequences, document_sequences, places_of
+from anyattn.geometry.documents import DocumentSequences, document_sequences, documents_in_order, places_of
 from anyattn.mods.compose import anded
 from anyattn.mods.documents import DocumentForm, document_form, ignores_origin, rest_of
 from anyattn.mods.rows import ranges_unread
 from anyattn.mods.trace import TracedMod
 from anyattn.problem import Problem
+from anyattn.sparsity.compute import has_triton
 
-__all__ = ["DocumentTables", "Documents", "documents_of", "form_of", "keeps_tables", "over_sequences"]
+__all__ = ["DocumentTables", "Documents", "documents_of", "form_of", "keeps_tables", "over_sequences", "tables_of"]
 
 
 class DocumentTables:
@@ -33,8 +34,13 @@ class DocumentTables:
 
     def __init__(self, ids: Tensor, rows: int, length: int, *, is_kept: bool):
         ids = ids[:rows, :length] if ids.ndim == 2 else ids[:length]
-        self.sequences: DocumentSequences
-        self.sequences, self.holds = document_sequences(ids, rows, places_of(length))
+        self._has_kernels = ids.device.type == "cuda" and has_triton()
+        if self._has_kernels:
+            from anyattn.backends.triton.documents import documents_found
+
+            self.sequences, self.holds = documents_found(ids, rows, places_of(length))
+        else:
+            self.sequences, self.holds = document_sequences(ids, rows, places_of(length))
         self.prepared: dict[Any, Any] = {}
         self.count: int | None = None
         self._told: Tensor | None = None
@@ -47,11 +53,26 @@ class DocumentTables:
 
     def answer(self) -> bool | None:
         """Whether ``holds`` is 1, as far as that is known without waiting for the device: None where it is not yet."""
-        if self.count is None and self._told is not None:
-            told = self._told.tolist()  # the host's memory, which the device writes to when it gets there
-            if _UNTOLD not in told:
-                self.count, self._told = sum(n > 0 for n in told), None
+        told = self._told  # the host's memory, which the device writes to when it gets there; another thread may let go of it
+        if self.count is None and told is not None:
+            lengths = told.tolist()
+            if _UNTOLD not in lengths:
+                self.count, self._told = sum(n > 0 for n in lengths), None
         return None if self.count is None else self.count > 0
+
+    def in_order(self, tile_m: int, ends_with_row: bool) -> tuple[Tensor, Tensor]:
+        """``geometry.documents.documents_in_order``, kept for the next call."""
+        key = ("in order", tile_m, ends_with_row)
+        known: tuple[Tensor, Tensor] | None = self.prepared.get(key)
+        if known is None:
+            if self._has_kernels:
+                from anyattn.backends.triton.documents import documents_ordered
+
+                known = documents_ordered(self.sequences, tile_m, ends_with_row)
+            else:
+                known = documents_in_order(self.sequences, tile_m, ends_with_row)
+            self.prepared[key] = known
+        return known
 
 
 _UNTOLD = -1
@@ -91,7 +112,8 @@ def form_of(problem: Problem) -> DocumentForm | None:
 def documents_of(problem: Problem, form: DocumentForm | None = None) -> Documents | None:
     """The same call as one over its documents, None where ``form_of`` has none. form: what that said of a call of the same facts.
 
-    The tables are kept as long as the ids live and torch counts no write to them; while a CUDA graph is captured they are made anew.
+    The tables are kept with the call's block lists, as long as the ids are the same tensor and torch counts no write to it; without lists,
+    and while a CUDA graph is captured, they are made anew.
 
     >>> import anyattn
     >>> from anyattn.check import traced
@@ -103,7 +125,7 @@ def documents_of(problem: Problem, form: DocumentForm | None = None) -> Document
     form = form_of(problem) if form is None else form
     if form is None:
         return None
-    tables = _tables(problem, _joint(problem).tensors[form.ids])
+    tables = tables_of(problem, form)
     return Documents(over_sequences(problem, form, tables.sequences), tables)
 
 
@@ -123,28 +145,30 @@ def _joint(problem: Problem) -> TracedMod:
 
 
 def keeps_tables(problem: Problem, form: DocumentForm) -> bool:
-    """Whether ``documents_of`` keeps the tables of such calls; else each makes its own, which takes dozens of launches."""
-    return _are_followed(_joint(problem).tensors[form.ids])
+    """Whether ``documents_of`` keeps the tables of such calls; else each makes its own."""
+    return problem.blocks is not None and _are_followed(_joint(problem).tensors[form.ids])
 
 
-# By ids, while they live; by rows and length, and by the stream that computes them, which no other waits for: how often the ids had been
-# written to, and their tables.
-_of_ids: WeakIdKeyDictionary = WeakTensorKeyDictionary()
-_MOST = 16
+# By block lists, while they live; by rows and length, and by the stream that computes them, which no other waits for: the ids, how often
+# they had been written to, and their tables. Not by ids alone: torch does not count every write, and who writes otherwise, or by a graph's
+# replay, and then makes a block mask anew is right to expect that it holds.
+_of_lists: WeakKeyDictionary[Any, dict[tuple, tuple[Tensor, int, DocumentTables]]] = WeakKeyDictionary()
 
 
-def _tables(problem: Problem, ids: Tensor) -> DocumentTables:
+def tables_of(problem: Problem, form: DocumentForm) -> DocumentTables:
+    """The tables of ``documents_of``. form: ``form_of(problem)``."""
+    ids = _joint(problem).tensors[form.ids]
     rows, _, length, _ = problem.q.shape
-    if not _are_followed(ids):
+    if problem.blocks is None or not _are_followed(ids):
         return DocumentTables(ids, rows, length, is_kept=False)
-    of_ids: dict[tuple, tuple[int, DocumentTables]] | None = _of_ids.get(ids)
-    if of_ids is None or len(of_ids) >= _MOST:
-        of_ids = _of_ids[ids] = {}
+    of_lists = _of_lists.get(problem.blocks)
+    if of_lists is None:
+        of_lists = _of_lists[problem.blocks] = {}
     key = (rows, length, torch._C._cuda_getCurrentRawStream(ids.device.index) if ids.is_cuda else 0)
-    known = of_ids.get(key)
-    if known is None or known[0] != ids._version:
-        known = of_ids[key] = ids._version, DocumentTables(ids, rows, length, is_kept=True)
-    return known[1]
+    known = of_lists.get(key)
+    if known is None or known[0] is not ids or known[1] != ids._version:
+        known = of_lists[key] = ids, ids._version, DocumentTables(ids, rows, length, is_kept=True)
+    return known[2]
 
 
 def _are_followed(ids: Tensor) -> bool:

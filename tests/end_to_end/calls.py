@@ -61,7 +61,7 @@ def judge(
     with poison.enabled():
         out, lse = flex(*leaves, score_mod=score, sink=logits, scale=scale, enable_gqa=True, return_lse=True, **options)
         if dout is None:
-            dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64).to(q.dtype)
+            dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64).to(q)
         wanted = [t for t in (*leaves, logits, *captured) if t is not None]
         grads = torch.autograd.grad(out, wanted, dout)
         only: dict[str, Tensor] = {}

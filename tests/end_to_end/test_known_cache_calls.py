@@ -113,6 +113,7 @@ def test_numbers_on_the_host_are_those_of_the_vectors(name: str) -> None:
         for field in OnHost._fields:
             assert calls.same_bits(getattr(found, field), getattr(want.problem.sequences, field)), field
         assert (found.page_table is None) == (want.problem.sequences.page_table is None) and found.is_cache
+        assert found.most_q == want.problem.sequences.most_q
         assert found.page_size == want.problem.sequences.page_size and found.alike == want.problem.sequences.alike
     assert dict(vars(got.problem)).keys() >= {f.name for f in fields(Problem)}
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 LONGEST = 600  # tables are as long, so that any index of any case is in range
+DEVICE = "cpu"  # where tables are
 
 small = st.integers(-3, 40)
 atoms = st.one_of(
@@ -55,11 +56,11 @@ chains = st.lists(steps, max_size=3)
 
 
 def _table(seed: int, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(DEVICE)
 
 
 def _ids(seed: int) -> Tensor:
-    return (torch.rand(4, LONGEST, generator=torch.Generator().manual_seed(seed)) < 0.04).long().cumsum(1)
+    return (torch.rand(4, LONGEST, generator=torch.Generator().manual_seed(seed)) < 0.04).long().cumsum(1).to(DEVICE)
 
 
 def mask_of(tree: tuple) -> Callable:

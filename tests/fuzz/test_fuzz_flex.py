@@ -89,21 +89,22 @@ def _laid_out(tensor: torch.Tensor, how: str) -> torch.Tensor:
     return tensor
 
 
-def run(call: Call) -> None:
+def run(call: Call, device: str = "cpu", backend: str | None = None, **more: int) -> None:
+    """more: further ``kernel_options``."""
     heads = call.heads_kv * call.ratio
     shape = cases.Shape(call.batch, heads, call.heads_kv, call.seqlen_q, call.seqlen_k, call.head_dim, call.head_dim_v)
     q, k, v, _ = cases.inputs(call.kind, shape, call.dtype, call.seed)
-    q, k, v = (_laid_out(t, how) for t, how in zip((q, k, v), call.strides))
+    q, k, v = (_laid_out(t.to(device), how) for t, how in zip((q, k, v), call.strides))
     score, captured = score_of(call.chain, heads)
     mask = None if call.mask is None else mask_of(call.mask)
-    sink = torch.linspace(-2, 2, heads, dtype=torch.float64).to(call.dtype) if call.has_sink else None
-    options: dict = {}
+    sink = torch.linspace(-2, 2, heads, dtype=torch.float64).to(q) if call.has_sink else None
+    options: dict = {"backend": backend} | ({"kernel_options": dict(more)} if more else {})
     if call.block is not None and mask is not None:
         options["block_mask"] = anyattn.create_block_mask(
-            mask, call.batch, heads, call.seqlen_q, call.seqlen_k, device="cpu", BLOCK_SIZE=call.block
+            mask, call.batch, heads, call.seqlen_q, call.seqlen_k, device=device, BLOCK_SIZE=call.block
         )
     if call.tile is not None:
-        options["kernel_options"] = dict(zip(("tile_m", "tile_n"), call.tile))
+        options["kernel_options"] = more | dict(zip(("tile_m", "tile_n"), call.tile))
     judge(q, k, v, score=score, mask=mask, sink=sink, captured=captured, **options)
 
 

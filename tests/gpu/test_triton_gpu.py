@@ -6,13 +6,15 @@ The tests that they share with the Hopper kernel are run on them by ``ANYATTN_GP
 from __future__ import annotations
 
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import judging_gpu as judging
 import pytest
 import torch
-from judging_gpu import DEVICE, judge, qkv, random
+from judging_gpu import DEVICE, judge, qkv, random, same
 
 import anyattn
 from anyattn import masks
@@ -23,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "triton"))
 
 import proof
 from calls import results
+from test_device_gpu import IDS, captured
 
 pytestmark = pytest.mark.gpu
 judging.needs_the_backend(only="triton")
@@ -81,6 +84,67 @@ def test_deterministic_reruns_agree_bitwise(name: str, dtype: torch.dtype) -> No
     for _ in range(RERUNS):
         again = results(case, want, backend=judging.BACKEND, deterministic=True)
         assert all(torch.equal(first[n], again[n]) for n in first)
+
+
+# ---- streams, threads and graphs with gradients; tests/gpu/test_device_gpu.py has them without, test_decode_gpu.py a decoder's
+
+
+def with_gradients(which: int, leaves: list[torch.Tensor], dout: torch.Tensor) -> Callable[[], tuple[torch.Tensor, ...]]:
+    """A call by row ranges, by lists, or with a score mod, and its backward pass; atomic sums are left out."""
+    mask = (masks.causal(), masks.document(IDS.to(DEVICE)), masks.sliding_window(200, 0))[which % 3]
+    slopes = torch.full((leaves[0].shape[1],), 0.01 * which, device=DEVICE)
+    score = (lambda s, b, h, i, j: s - slopes[h] * (i - j).abs()) if which % 3 == 2 else None
+
+    def call() -> tuple[torch.Tensor, ...]:
+        out, lse = judging.flex(*leaves, score, mask, return_lse=True)
+        return out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout)
+
+    return call
+
+
+def leaves_of(seed: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+    leaves = [t.requires_grad_() for t in qkv(2, 4, 2, 700, 700, 64, seed=seed)]
+    return leaves, random(2, 4, 700, 64, seed=seed).bfloat16().to(DEVICE)
+
+
+@judging.on_the_gpu_alone
+def test_gradients_in_streams_of_threads_at_once() -> None:
+    made = [with_gradients(at, *leaves_of(at)) for at in range(6)]
+    wanted = [call() for call in made[:3]]  # the others' mods are new to all threads at once
+    torch.cuda.synchronize()
+    found: list[list[tuple[torch.Tensor, ...]]] = [[] for _ in made]
+
+    def work(at: int) -> None:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            found[at] = [made[at]() for _ in range(10)]
+
+    threads = [threading.Thread(target=work, args=(at,)) for at in range(len(made))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    torch.cuda.synchronize()
+    wanted += [call() for call in made[3:]]
+    for at, results_of in enumerate(found):
+        assert len(results_of) == 10, "a thread has failed"
+        assert all(same(wanted[at], one) for one in results_of), at
+
+
+@judging.on_the_gpu_alone
+@pytest.mark.parametrize("which", [0, 1, 2], ids=["ranges", "lists", "score"])
+def test_a_graph_of_gradients_with_other_inputs(which: int) -> None:
+    leaves, dout = leaves_of(1)
+    others, other_dout = leaves_of(2)
+    wanted = [with_gradients(which, *given)() for given in ((leaves, dout), (others, other_dout))]
+    graph, found = captured(with_gradients(which, leaves, dout))
+    for turn in (0, 0, 1):
+        if turn:
+            with torch.no_grad():
+                for to, source in zip((*leaves, dout), (*others, other_dout), strict=True):
+                    to.copy_(source)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert same(wanted[turn], found), turn
 
 
 @judging.on_the_gpu_alone

@@ -1,12 +1,14 @@
 """Documents found in ids, against a loop over the ids; and calls run as sequences of documents, against the same calls as they came."""
 
+import gc
 import random
+import weakref
 
 import pytest
 import torch
 
 import anyattn
-from anyattn import and_masks, autograd, check, hardware, masks, oracle, plan, recall, scores
+from anyattn import and_masks, autograd, check, hardware, masks, oracle, plan, scores
 from anyattn.geometry.documents import document_sequences, places_of
 from anyattn.sparsity.documents import documents_of, form_of
 from anyattn.testing import budget
@@ -183,31 +185,51 @@ def test_longer_ids_and_more_rows():
     assert [n for n in found.problem.sequences.seqlens_q.tolist() if n] == [20, 1]
 
 
-def test_tables_are_kept_with_the_ids():
+class Lists:
+    """Stands for block lists where these would not be looked at."""
+
+
+def with_lists(problem, lists):
+    return problem.like(blocks=lists, blocks_follow=True)
+
+
+def test_tables_are_kept_with_the_lists():
     q, k, v = tensors()
     mine = ids.clone()
     problem = problem_of(q, k, v, masks.document(mine))
-    first = documents_of(problem).tables
-    assert documents_of(problem_of(q, k, v, masks.document(mine))).tables is first
-    fewer = problem_of(q[:1], k[:1], v[:1], masks.document(mine))
+    assert documents_of(problem).tables is not documents_of(problem).tables
+    lists = Lists()
+    first = documents_of(with_lists(problem, lists)).tables
+    assert documents_of(with_lists(problem, lists)).tables is first
+    fewer = with_lists(problem_of(q[:1], k[:1], v[:1], masks.document(mine)), lists)
     assert documents_of(fewer).tables is not first and documents_of(fewer).tables is documents_of(fewer).tables
-    assert documents_of(problem_of(q, k, v, masks.document(mine.clone()))).tables is not first
+    assert documents_of(with_lists(problem_of(q, k, v, masks.document(mine.clone())), lists)).tables is not first
     mine[10:] = 2
-    second = documents_of(problem).tables
+    second = documents_of(with_lists(problem, lists)).tables
     assert [n for n in second.sequences.seqlens_q[:8].tolist() if n] == [10, 65]
-    assert first.count == 2 * 4 and second.count == 2 * 2 and documents_of(problem).tables is second
+    assert first.count == 2 * 4 and second.count == 2 * 2 and documents_of(with_lists(problem, lists)).tables is second
+    assert documents_of(with_lists(problem, Lists())).tables is not second
 
 
-def test_tables_die_with_the_ids():
-    import gc
-    import weakref
-
+def test_a_write_that_torch_does_not_count_is_seen_with_the_next_lists():
+    """As ``ids.data``'s are, a graph's replay's and a kernel's of the user's own."""
+    q, k, v = tensors()
     mine = ids.clone()
-    tables = weakref.ref(documents_of(problem_of(*tensors(), masks.document(mine))).tables)
+    problem, lists = problem_of(q, k, v, masks.document(mine)), Lists()
+    documents_of(with_lists(problem, lists))
+    before = mine._version
+    mine.data[10:] = 2
+    assert mine._version == before
+    found = documents_of(with_lists(problem, Lists()))
+    assert [n for n in found.problem.sequences.seqlens_q[:8].tolist() if n] == [10, 65]
+
+
+def test_tables_die_with_the_lists():
+    lists = Lists()
+    tables = weakref.ref(documents_of(with_lists(problem_of(*tensors(), masks.document(ids)), lists)).tables)
     assert tables() is not None
-    del mine
+    del lists
     gc.collect()
-    recall.clear()
     assert tables() is None
 
 
@@ -215,7 +237,7 @@ def test_inference_tensors_are_read_anew():
     with torch.inference_mode():
         q, k, v = tensors()
         mine = ids.clone()
-        problem = problem_of(q, k, v, masks.document(mine))
+        problem = with_lists(problem_of(q, k, v, masks.document(mine)), Lists())
         documents_of(problem)
         mine[10:] = 2
         assert [n for n in documents_of(problem).problem.sequences.seqlens_q[:8].tolist() if n] == [10, 65]

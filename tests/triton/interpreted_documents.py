@@ -17,10 +17,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "end_to_end"))
 from calls import judge
 
 import anyattn
-from anyattn import check, masks, recall
-from anyattn.backends.triton import backward_pass, tables
+from anyattn import check, hardware, masks, plan, recall
+from anyattn.backends.triton import backward_pass, config
 from anyattn.backends.triton import run as forward_pass
 from anyattn.backends.triton.forms import Form
+from anyattn.sparsity import documents
 from anyattn.sparsity.documents import DocumentTables
 from anyattn.testing import cases
 
@@ -119,10 +120,10 @@ def test_known_is_the_same_to_the_bit(name: str, launched: list, monkeypatch: py
     assert len(launched) == 12 and all(torch.equal(known[what], unknown[what]) for what in known)
 
 
-def test_tables_are_made_once_for_the_same_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_are_made_once_for_the_same_lists(monkeypatch: pytest.MonkeyPatch) -> None:
     """And those that were made before anybody knew how many documents there are lose what no document fills."""
     made: list[Any] = []
-    make, begin = tables._order, DocumentTables.__init__
+    make, begin = documents.documents_in_order, DocumentTables.__init__
     seen: list[tuple[DocumentTables, int | None]] = []
 
     def begun(self: DocumentTables, *given: Any, **options: Any) -> None:
@@ -130,22 +131,23 @@ def test_tables_are_made_once_for_the_same_ids(monkeypatch: pytest.MonkeyPatch) 
         seen.append((self, self.count))
         self.count = None
 
-    monkeypatch.setattr(tables, "_order", lambda *given: made.append(given[-1]) or make(*given))
+    monkeypatch.setattr(documents, "documents_in_order", lambda *given: made.append(given[1:]) or make(*given))
     ids = RUNS.clone()
     case = CASES["causal"]._replace(ids=ids)
     mask = mask_of(case)
+    lists = block_mask(case, mask)
     with monkeypatch.context() as patch:
         patch.setattr(DocumentTables, "__init__", begun)
-        unknown = results(case, block_mask(case, mask), mask)
+        unknown = results(case, lists, mask)
     ((found, count),) = seen
     first = sorted(made)
     assert len(set(made)) == len(made) == 2 and count == 5
     found.count = count
-    known = results(case, block_mask(case, mask), mask)
+    known = results(case, lists, mask)
     assert sorted(made) == first and all(torch.equal(known[what], unknown[what]) for what in known)
-    for tile, _ in made:
-        full, cut = (found.prepared["triton", tile, n] for n in (None, count))
-        assert cut[0] == len(cut[2]) < full[0] and int((full[2][cut[0] :, 1] >= 0).sum()) == 0
+    for tile, ends_with_row in made:
+        full, cut = (found.prepared["triton", tile, ends_with_row, n] for n in (None, count))
+        assert cut[0] == len(cut[2]) < full[0] == len(full[2]) and not int((full[2][cut[0] :, 1] >= 0).sum())
     ids.copy_(RUNS.flip(0))
     results(case, block_mask(case, mask), mask)
     assert sorted(made) == sorted(2 * first)
@@ -160,11 +162,33 @@ def test_other_tiles_of_the_same_documents() -> None:
         judge(q, k, v, mask=mask, block_mask=made, kernel_options=dict(zip(("tile_m", "tile_n"), tiles, strict=True)))
 
 
+@pytest.mark.parametrize("ways", [(False, 1), (True, 2), (True, 3, True), (False, 3, True)], ids=str)
+def test_keys_by_descriptors(ways: tuple, launched: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Descriptors of all of storage, where the tile behind a document's last one holds keys of the next."""
+    monkeypatch.setattr(config, "ways_of", lambda *_: config.Ways(*ways))
+    for name in ("documents", "ids of each entry"):
+        case = CASES[name]
+        mask = mask_of(case)
+        launched.clear()
+        results(case, block_mask(case, mask), mask)
+        assert launched[0]["IS_DESCRIBED"] == min(ways[1], 2) and launched[0]["IS_JOINED"] is (ways[2:] == (True,))
+
+
 def test_a_mask_of_more_ranges_than_a_kernel_keeps_is_asked(launched: list) -> None:
     case = Case(rest=lambda i, j: (abs(i - j) <= 3) | (abs(i - j - 10) <= 2) | (abs(j - i - 10) <= 2))
     mask = mask_of(case)
     results(case, block_mask(case, mask), mask)
     assert not any(options["HAS_ENTRIES"] for options in launched)
+
+
+def test_the_plan_says_so() -> None:
+    q, k, v = cases.inputs("normal", cases.Shape(1, 2, 1, LENGTH, LENGTH, 16, 16), torch.float32, 0)[:3]
+    for name, says in (("causal", True), ("ids that come back", True), (None, False)):
+        mask = masks.causal() if name is None else mask_of(CASES[name])
+        problem = check.flex_problem(q, k, v, None, block_mask(Case(), mask), None, None, None, True, None, False, False, False)
+        for splits, wanted in ((1, says), (2, False)):
+            made = plan.choose(problem, hardware.of("cpu"), "triton", {"num_splits": splits})
+            assert any("documents" in line for line in made.why) is wanted
 
 
 # ---- the guard by itself

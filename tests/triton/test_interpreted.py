@@ -33,13 +33,14 @@ class Part(NamedTuple):
 # of the edge cases those that are small enough; the others, at a smaller size, are among the variants
 EDGES = """test_01_everything or test_02 or (test_03 and float32) or test_04_window_of or test_04_an_empty or test_05 or test_06_expanded
     or test_06_gradients or test_06_dimensions or test_06_one or test_09_a_mask or test_09_lists or test_10 or test_11
-    or (test_13 and float32-32) or test_16 or test_17_two or test_17_closures or test_gradient_through or test_only_the"""
+    or (test_13 and float32-32) or test_16 or test_17 or test_18_a_new or test_gradient_through or test_only_the"""
 PARTS = {
     "mutants": Part("triton/interpreted_mutants.py"),
     "documents": Part("triton/interpreted_documents.py"),
     "sequences": Part("triton/interpreted_sequences.py"),
     "variants": Part("triton/interpreted_variants.py", "test_variant"),
     "more of variants": Part("triton/interpreted_variants.py", "not test_variant"),
+    "edges": Part("triton/interpreted_edges.py"),
     "edge cases": Part("end_to_end/test_edge_cases.py", f"({' '.join(EDGES.split())}) and not float64", "64x32", fills=False),
 }
 

@@ -26,20 +26,27 @@ def key_of(launch: Any) -> tuple:
     return id(launch.kernel), tuple(sorted((n, str(v)) for n, v in launch.options.items())), dtypes
 
 
-def keys_of(draws: int, capability: tuple[int, int], width: int) -> set[tuple]:
-    """The draws of the probe ``compilations-triton`` of ``benchmarks.gpu``."""
-    from anyattn.backends.triton import run
+def keys_of(draws: int, capability: tuple[int, int], width: int, backward: bool = False) -> set[tuple]:
+    """The draws of the probe ``compilations-triton`` of ``benchmarks.gpu``. backward: what launches gradients, with a score mod's."""
+    from anyattn.backends.triton import backward_pass, run
 
     pick, mask, found = random.Random(0), windowed(width), set()
+    slopes = torch.full((12,), 0.01 * width, requires_grad=True)
+    score = (lambda s, b, h, i, j: s - slopes[h] * (i - j) * width) if backward else None
     with ahead.caught(capability) as made:
         for _ in range(draws):
             ratio, heads_kv = pick.choice((1, 2, 4)), pick.randint(1, 3)
             sizes = [(heads_kv * ratio, pick.randint(1, 400)), *[(heads_kv, pick.randint(1, 400))] * 2]
             batch = pick.randint(1, 3)
-            q, k, v = (torch.empty(batch, h, s, 128, dtype=torch.bfloat16) for h, s in sizes)
-            problem = check.flex_problem(q, k, v, None, None, mask, None, None, ratio > 1, None, False, False, False)
+            q, k, v = (torch.empty(batch, h, s, 128, dtype=torch.bfloat16, requires_grad=backward) for h, s in sizes)
+            problem = check.flex_problem(q, k, v, score, None, mask, None, None, ratio > 1, None, backward, False, False)
+            chosen = ahead.planned(problem, capability)
             made.clear()
-            run.forward(problem, ahead.planned(problem, capability))
+            result = run.forward(problem, chosen)
+            if backward:
+                assert result.lse is not None
+                made.clear()
+                backward_pass.backward(problem, chosen, result.out, result.lse, torch.empty_like(result.out), None)
             found |= {key_of(launch) for launch in made}
     return found
 
@@ -49,6 +56,13 @@ def test_shapes_share_their_kernels() -> None:
     first = keys_of(1000, (9, 0), 100)
     assert len(first) <= 2, first
     assert keys_of(50, (9, 0), 37) <= first
+
+
+def test_gradients_share_their_kernels() -> None:
+    """One kernel for each of their three launches, whatever the shape; a new closure over other values brings none."""
+    first = keys_of(200, (9, 0), 100, backward=True)
+    assert len(first) == 3, first
+    assert keys_of(20, (9, 0), 37, backward=True) <= first
 
 
 def test_the_counter_sees_what_differs() -> None:

@@ -14,12 +14,13 @@ from torch import Tensor
 from anyattn.backends.hopper import tables
 from anyattn.backends.hopper.config import Config
 from anyattn.backends.hopper.launch import indexable, is_compiling, kinds_of, launch, loaded
+from anyattn.backends.hopper.packing import groups_of
 from anyattn.backends.hopper.specialise import ByDocument, Special, by_document, specialised
 from anyattn.geometry.integers import ceil_div
 from anyattn.geometry.stored import StoredSequences
 from anyattn.plan import Plan
 from anyattn.problem import Problem
-from anyattn.sparsity.documents import DocumentTables, documents_of
+from anyattn.sparsity.documents import DocumentTables, over_sequences, tables_of
 
 __all__ = ["Result", "config_of", "forward", "heads_side_by_side", "runs_documents"]
 
@@ -54,7 +55,7 @@ class _Ready(NamedTuple):
     and captured values alone.
 
     known: where the kernel is from; it is empty once the kernels are forgotten. numbers, shape: arguments behind the scale; out's shape.
-    captures: whether anything is captured. is_plain: whether that can be handed over as it is.
+    captures: whether anything is captured. is_plain: whether that can be handed over as it is. visits: the tables.
     """
 
     kernel: Callable[..., None]
@@ -81,20 +82,20 @@ def forward(problem: Problem, plan: Plan) -> Result:
 
 def _by_documents(problem: Problem, shared: _Shared, ways: ByDocument) -> Result:
     """As sequences, or by lists where the ids are no documents; both, each for its case, until that is known on the host."""
-    found = documents_of(problem, ways.form)
-    assert found is not None
-    within, documents = found
-    answer, config = documents.answer(), ways.within.config_for(within)
+    documents = tables_of(problem, ways.form)
+    answer, config = documents.answer(), ways.within.config_for(problem)  # which hangs on the score mod alone
     if answer:
         ready = shared.ready_of.get(documents, _NOTHING).get(config)
         if ready is not None and ready.known:
-            return _again(within, ways.within, ready)
+            same = over_sequences(problem, ways.form, documents.sequences) if ready.captures else problem
+            return _again(same, ways.within, ready)
+    within = over_sequences(problem, ways.form, documents.sequences)
     results = _results(problem, torch.empty)
     if answer is not False or is_compiling():
         visits = tables.visits_of_documents(documents, config)
-        ready = _launched(within, ways.within, config, visits, results)
-        if ready is not None and answer:
-            shared.ready_of.setdefault(documents, {})[config] = ready
+        arguments = _launched(within, ways.within, config, visits, results)
+        if answer:
+            _keep(shared.ready_of.setdefault(documents, {}), config, arguments, visits)
     if not answer or is_compiling():
         visits = tables.visits_beside_documents(problem, ways.listed, documents)
         _launched(problem, ways.listed, ways.listed.config_for(problem), visits, results)
@@ -121,9 +122,9 @@ def _first(problem: Problem, shared: _Shared, config: Config) -> Result:
     # rows that belong to no sequence are 0 and -inf; the kernel does not come by them
     results = _results(problem, torch.zeros if _fills(problem) else torch.empty)
     visits = tables.visits_of(problem, special, results)
-    ready = _launched(problem, special, config, visits, results)
-    if ready is not None and special.listed is None and problem.sequences is None:
-        shared.ready[config] = ready
+    arguments = _launched(problem, special, config, visits, results)
+    if special.listed is None and problem.sequences is None:
+        _keep(shared.ready, config, arguments, visits)
     return results
 
 
@@ -133,31 +134,40 @@ def _results(problem: Problem, make: Callable[..., Tensor]) -> Result:
     return Result(out, *(_statistic(problem) if wanted else None for wanted in (problem.wants_lse, problem.wants_max)))
 
 
-def _launched(problem: Problem, special: Special, config: Config, visits: tables.TablesOnHost, results: Result) -> _Ready | None:
-    """Launches the kernel; what another launch with these tables needs, None where nothing was loaded."""
+def _launched(problem: Problem, special: Special, config: Config, visits: tables.TablesOnHost, results: Result) -> tuple:
+    """Launches the kernel; its arguments."""
     q = problem.q
-    rows = ceil_div(q.shape[2], config.tiles.tile_m) if visits.order is None else len(visits.order) - config.has_count
-    spread = {"all": problem.batch * problem.heads_q, "heads": problem.heads_q, "none": 1}[config.spread]
-    numbers = (rows, spread, min(spread, _section(problem)), max(1, min(rows * spread, _multiprocessors(q.device))))
-    captured = special.captured(problem)
+    rows = ceil_div(q.shape[2], config.tile_q) if visits.order is None else len(visits.order) - config.has_count
+    groups = groups_of(problem.qhead_per_kvhead, config.heads_per_tile)
+    heads = problem.heads_kv * groups
+    spread = {"all": problem.batch * heads, "heads": heads, "none": 1}[config.spread]
+    numbers = (rows, spread, min(spread, _section(problem, groups)), max(1, min(rows * spread, _multiprocessors(q.device))))
     arguments = (
-        q, problem.k, problem.v, *results, _sink(problem), *visits, _counter(q.device), problem.scale * _LOG2_E, *numbers, *captured,
+        q, problem.k, problem.v, *results, _sink(problem), *visits, _counter(q.device), problem.scale * _LOG2_E, *numbers,
+        *special.captured(problem),
     )  # fmt: skip
     launch(config, arguments)
+    return arguments
+
+
+def _keep(ready: dict[Config, _Ready], config: Config, arguments: tuple, visits: tables.TablesOnHost) -> None:
+    """Keeps what another launch like this one needs, unless nothing was loaded for it."""
     kinds, _ = kinds_of(arguments)
     known = loaded(config)
-    if kinds not in known:
-        return None
-    return _Ready(known[kinds], known, tuple(results.out.shape), numbers, any(captured), kinds_of(captured)[1], visits)
+    if kinds in known:
+        captured = arguments[-2:]
+        ready[config] = _Ready(
+            known[kinds], known, tuple(arguments[3].shape), arguments[-6:-2], any(captured), kinds_of(captured)[1], visits
+        )
 
 
 def _sink(problem: Problem) -> Tensor | None:
     return None if problem.sink is None else problem.sink.detach().float().contiguous()
 
 
-def config_of(problem: Problem) -> Config:
-    """What the kernel for ``problem`` is specialised for."""
-    return specialised(problem).config
+def config_of(problem: Problem, packs: bool | None = None) -> Config:
+    """What the kernel for ``problem`` is specialised for. packs: whether heads share row tiles; may raise ``BackendError``."""
+    return specialised(problem, packs).config
 
 
 def runs_documents(problem: Problem) -> bool:
@@ -169,20 +179,24 @@ def _shared(problem: Problem, plan: Plan) -> _Shared:
     key = ("hopper", problem.wants_lse, problem.scale > 0)
     found = plan.prepared.get(key)  # type: ignore[call-overload]
     if found is None:
-        made = _Shared(specialised(problem), {}, by_document(problem), WeakKeyDictionary())
+        packs = plan.heads_per_tile > 1
+        made = _Shared(specialised(problem, packs), {}, None if packs else by_document(problem), WeakKeyDictionary())
         found = plan.prepared[key] = made  # type: ignore[index]
     return found
 
 
-def _section(problem: Problem) -> int:
-    size = problem.k.shape[2] * (problem.q.shape[3] + problem.v.shape[3]) * problem.q.element_size()
-    return heads_side_by_side(size, problem.qhead_per_kvhead)
+def _section(problem: Problem, groups: int) -> int:
+    keys = problem.k.shape[2]
+    if problem.sequences is not None and problem.sequences.page_table is not None:  # a pool, of which the batch may use a part
+        keys = min(problem.k.shape[0] * keys, problem.batch * problem.bound_k)
+    size = keys * (problem.q.shape[3] + problem.v.shape[3]) * problem.q.element_size()
+    return heads_side_by_side(size, groups)
 
 
 def heads_side_by_side(size: int, ratio: int) -> int:
     """How many query heads go side by side: those whose keys and values fit the cache together.
 
-    size: bytes of one head's K and V; ratio: query heads that share them.
+    size: bytes of one head's K and V; ratio: query heads that share them, or groups of heads that share row tiles.
     """
     return max(1, _CACHE_FOR_KEYS // max(size, 1)) * ratio
 

@@ -138,13 +138,15 @@ def _load_tile(base, offsets, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def _visit_keys(
-    dq, q, dout, lse, delta, is_row, first, end, is_shown, key, offsets, rows, b, h, scale, captured,
+    dq, q, dout, lse, delta, is_row, q_first, first, end, is_shown, key, offsets, rows, b, h, scale, captured,
     SCORE: tl.constexpr, MASK: tl.constexpr, ALWAYS: tl.constexpr, SCATTER: tl.constexpr,
     IS_PARTIAL: tl.constexpr, HAS_SCORE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr, HAS_SCATTER: tl.constexpr,
     TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr, RANGES: tl.constexpr, IS_NEAR: tl.constexpr,
 ):  # fmt: skip
-    """dq with what one tile of keys adds to it, not yet scaled; arguments as of ``forward_kernel.visit``. offsets: of full tiles."""
+    """dq with what one tile of keys adds to it, not yet scaled; arguments as of ``forward_kernel.visit``. offsets: of full tiles.
+
+    q_first: the tile's first row as mods count it, and how many rows it has."""
     lane = first + tl.arange(0, TILE_N)
     k_at, v_at = offsets
     start = first
@@ -178,7 +180,11 @@ def _visit_keys(
     if IS_PARTIAL or HAS_ALWAYS:
         ds = tl.where(seen, ds, 0.0)
     if HAS_SCATTER:
-        SCATTER(ds, seen, is_row[:, None], (lane < end)[None, :], of_score, captured[0][2], not IS_PARTIAL and not HAS_ALWAYS)
+        begin = b, h, q_first[0], first, q_first[1], end - first
+        SCATTER(
+            ds, seen, is_row[:, None], (lane < end)[None, :], of_score, begin, captured[0][0], captured[0][1], captured[0][2],
+            not IS_PARTIAL and not HAS_ALWAYS, k.dtype,
+        )  # fmt: skip
     if HAS_SCORE:
         ds = ds * of_score[1].to(tl.float32)
         if IS_PARTIAL or HAS_ALWAYS:
@@ -230,6 +236,7 @@ def dq_tile(
     offsets = _offsets(n_lane, key[5], BLOCK_D, IS_NEAR), _offsets(n_lane, key[7], BLOCK_DV, IS_NEAR)
     factor = scale if HAS_SCORE else scale * _LOG2E
     dq = tl.zeros((TILE_M, BLOCK_D), tl.float32)
+    q_first = first_row + found[6], end_row - first_row
     runs, full, partial = visits_of(
         kept[1], lists, spans[1], found, b, h, line, seqlen_k, RANGES, TILE_M, TILE_N, LIST_N, HAS_FULL, HAS_ENTRIES
     )
@@ -238,14 +245,14 @@ def dq_tile(
     for i in range(0, full):
         first = full_at(runs, i, RANGES, TILE_N, LIST_N)
         dq = _visit_keys(
-            dq, q, dout, lse, delta, is_row, first, first + TILE_N, True, key, offsets, kept, b, h, factor, captured,
+            dq, q, dout, lse, delta, is_row, q_first, first, first + TILE_N, True, key, offsets, kept, b, h, factor, captured,
             SCORE, MASK, ALWAYS, SCATTER, False, HAS_SCORE, HAS_MASK, HAS_ALWAYS, HAS_SCATTER,
             TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, RANGES, IS_NEAR,
         )  # fmt: skip
     for i in range(0, partial):
         first, end, is_shown = partial_at(runs, i, seqlen_k, RANGES, TILE_N, LIST_N)
         dq = _visit_keys(
-            dq, q, dout, lse, delta, is_row, first, end, is_shown, key, offsets, kept, b, h, factor, captured,
+            dq, q, dout, lse, delta, is_row, q_first, first, end, is_shown, key, offsets, kept, b, h, factor, captured,
             SCORE, MASK, ALWAYS, SCATTER, True, HAS_SCORE, HAS_MASK, HAS_ALWAYS, HAS_SCATTER,
             TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, RANGES, IS_NEAR,
         )  # fmt: skip

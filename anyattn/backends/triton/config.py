@@ -14,8 +14,8 @@ from functools import lru_cache
 import torch
 
 __all__ = [
-    "PASSES", "Shape", "Tiles", "Ways", "architecture", "asked", "backward_tiles", "candidates", "capability_of", "fits",
-    "fitting", "forward_tiles", "most_short", "needed", "padded", "reason_against", "resident", "shared_memory", "ways_of",
+    "PASSES", "Shape", "Tiles", "Ways", "architecture", "asked", "backward_tiles", "candidates", "capability_of", "fits", "fitting",
+    "forward_tiles", "heads_together", "most_short", "needed", "padded", "reason_against", "resident", "shared_memory", "ways_of",
 ]  # fmt: skip
 
 PASSES = ("forward", "dq", "dkdv")
@@ -58,10 +58,18 @@ class Tiles:
 @dataclass(frozen=True)
 class Ways:
     """How the forward kernel's loop over full tiles runs. is_late: a tile's second product beside the next one's exponentials, for which
-    the weights of a tile stay in registers. is_described: keys and values come by tensor descriptors (Hopper's TMA and later)."""
+    the weights of a tile stay in registers. is_joined: partial tiles are visited in the same loop, where they ask their mask in a branch.
+
+    is_described: what tensor descriptors are for (Hopper's TMA and later). 0: nothing. 1: keys and values, of the one sequence that a
+    program has, which makes them itself. 2: the same, made with the launch. 3: output too. 4: queries too. From 2 on they are for sequences
+    that are all of their storage; for others they mean 1.
+
+    is_grouped: programs go through a few heads at a time, as many as ``_NEAR`` has room for."""
 
     is_late: bool
-    is_described: bool
+    is_described: int
+    is_joined: bool = False
+    is_grouped: bool = False
 
 
 def padded(head_dim: int) -> int:
@@ -121,7 +129,7 @@ _TILES: dict[str, dict[str, tuple[tuple[int, int, int, int], ...]]] = {
         "dkdv": ((32, 128, 8, 2), (64, 64, 8, 1), (32, 32, 8, 1)),
     },
     "sm_90": {
-        "forward": ((128, 64, 4, 3), (64, 64, 4, 3), (128, 64, 8, 2)),
+        "forward": ((64, 128, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2)),
         "dq": ((64, 64, 4, 3), (128, 64, 8, 3), (128, 32, 8, 3)),
         "dkdv": ((64, 64, 4, 4), (64, 128, 8, 3), (32, 64, 8, 3)),
     },
@@ -141,10 +149,12 @@ _FLOATS: dict[str, tuple[tuple[int, int, int, int], ...]] = {
 # Of the forward pass of up to ``_MOST_SHORT`` queries: one kernel for any number of heads in a tile, as small as products are, for reading
 # keys is what takes long; more queries have the tiles of many. An architecture without a row has tiles of as many rows as there are, in
 # powers of two, and a kernel for each.
-_SHORT: dict[str, tuple[tuple[int, int, int, int], ...]] = {"sm_90": ((16, 128, 4, 3), (16, 128, 4, 2), (16, 64, 4, 2))}
+_SHORT: dict[str, tuple[tuple[int, int, int, int], ...]] = {"sm_90": ((16, 128, 4, 3), (16, 64, 4, 4), (16, 64, 4, 2))}
 _MOST_SHORT = 16
-# How the forward pass of 16 bits runs, by head dimension as above; False where an architecture has no row, and for few queries.
-_WAYS: dict[str, tuple[tuple[bool, bool], ...]] = {"sm_90": ((False, False), (True, True), (False, True))}
+# How the forward pass of 16 bits runs, by head dimension as above; the plainest way where an architecture has no row, and for few queries.
+_WAYS = {"sm_90": (Ways(False, 3), Ways(True, 2, True), Ways(False, 2))}
+_NEAR = 24 << 20  # bytes of keys and values that stay in the cache that all multiprocessors share, with room for the rest
+_MOST_TOGETHER = 32  # heads
 # What autotuning tries besides, the same for all architectures: what does not fit is left out.
 _MORE: dict[str, tuple[tuple[int, int, int, int], ...]] = {
     "forward": ((128, 128, 8, 2), (128, 64, 8, 3), (128, 64, 4, 3), (64, 64, 4, 3), (64, 128, 4, 2), (64, 32, 4, 3), (128, 32, 8, 2)),
@@ -158,8 +168,9 @@ _MORE: dict[str, tuple[tuple[int, int, int, int], ...]] = {
 def _default(name: str, shape: Shape, capability: tuple[int, int] | None) -> Tiles:
     arch = architecture(capability)
     tiles = Tiles(*(_TILES[arch][name] if shape.dtype.itemsize == 2 else _FLOATS[name])[_column(shape)])
-    if arch == "sm_90" and name == "forward" and shape.asks and shape.dtype.itemsize == 2 and _column(shape) == 1:
-        return Tiles(128, 128, 8, 2)  # without descriptors (``ways_of``) larger tiles were faster
+    if arch == "sm_90" and name == "forward" and shape.asks and shape.dtype.itemsize == 2 and _column(shape) < 2:
+        # without descriptors (``ways_of``) larger tiles were faster
+        tiles = Tiles(128, 64, 4, 3) if _column(shape) == 0 else Tiles(128, 128, 8, 2)
     if arch == "sm_90" and name == "forward" and tiles.tile_m // tiles.num_warps > 16 and shape.has_score:
         return replace(tiles, num_warps=8)  # two blocks at once leave a score mod too few registers
     return tiles
@@ -176,7 +187,7 @@ def needed(name: str, tiles: Tiles, shape: Shape, capability: tuple[int, int] | 
     if name != "forward" and stages == 1:  # then what two products want in two layouts lies there twice
         total += size * step * max(shape.d, shape.dv)
     if name == "dq" and shape.has_score:  # a captured tensor's gradients may be reordered there on their way to memory
-        total += m * n * size
+        total += m * n * size + (m * n // 64) * (max(m, n) // 4) * size  # the latter tells which diagonals of 8 x 8 blocks are one
     # products' left sides go through shared memory where they do not come from registers
     passed = m * n * (2 if name != "forward" else 1)
     if size == 4 or (capability is not None and capability[0] >= 10 and name != "forward"):
@@ -262,14 +273,20 @@ def _column(shape: Shape) -> int:
 def ways_of(shape: Shape, capability: tuple[int, int] | None, is_short: bool) -> Ways:
     """How the forward kernel runs. is_short: see ``forward_tiles``.
 
-    Descriptors are made by every program, which those of documents, with few keys each, do not live long enough for; and a score mod needs
-    the registers that a late second product keeps.
+    Descriptors that programs make themselves are too much for those of documents, which with few keys each do not live long; and a score
+    mod needs the registers that a late second product keeps.
     """
     ways = _WAYS.get(architecture(capability))
     if ways is None or is_short or shape.asks or shape.dtype.itemsize != 2:
-        return Ways(False, False)
-    is_late, is_described = ways[_column(shape)]
-    return Ways(is_late and not shape.has_score, is_described)
+        return Ways(False, 0)
+    found = ways[_column(shape)]
+    return replace(found, is_late=False, is_joined=False) if shape.has_score else found
+
+
+def heads_together(heads: int, head_bytes: int) -> int:
+    """How many heads programs go through at a time, a divisor of ``heads``: of all sequences. head_bytes: of keys and values of one."""
+    most = min(heads, _MOST_TOGETHER, max(1, _NEAR // max(1, head_bytes)))
+    return next(n for n in range(most, 0, -1) if heads % n == 0)
 
 
 def backward_tiles(shape: Shape, capability: tuple[int, int] | None) -> dict[str, Tiles]:

@@ -245,3 +245,27 @@ def only(x):
         return tl.max(tl.reshape(x, (1,)), 0)
     else:
         return x
+
+
+@triton.jit
+def send_diagonals(x, begin, scalars, tensors, total, PLACES: tl.constexpr, DTYPE: tl.constexpr):
+    """Adds the sums of the diagonals of x [M, N] to ``total``: a pointer, strides and sizes. begin: of a tile, see ``programs._scatter_source``.
+
+    PLACES: where a pair's diagonal goes. In blocks of 8 x 8, those on one diagonal of blocks are summed, entry by entry: a product with a
+    matrix of ones and zeros, x in DTYPE, that leaves an eighth of the entries or little more.
+    """
+    ROWS: tl.constexpr = x.shape[0] // 8  # of blocks
+    COLUMNS: tl.constexpr = x.shape[1] // 8
+    LINES: tl.constexpr = 2 * max(ROWS, COLUMNS)  # diagonals of blocks, and room for a power of two
+    blocks = tl.permute(tl.reshape(x.to(DTYPE), (ROWS, 8, COLUMNS, 8)), (1, 3, 0, 2))
+    block, line = tl.arange(0, ROWS * COLUMNS)[:, None], tl.arange(0, LINES)[None, :]
+    on_line = (block % COLUMNS - block // COLUMNS + ROWS - 1 == line).to(DTYPE)
+    sums = tl.dot(tl.reshape(blocks, (64, ROWS * COLUMNS)), on_line)
+    entry = tl.arange(0, 64)[:, None]
+    far = (line - (ROWS - 1)) * 8 + entry % 8 - entry // 8  # how far the key is after the query
+    # a diagonal's first pair: where that is not in the sequence, none is
+    i, j = tl.maximum(-far, 0), tl.maximum(far, 0)
+    is_there = (i < tl.minimum(begin[4], 8 * ROWS)) & (j < tl.minimum(begin[5], 8 * COLUMNS))
+    q_idx, kv_idx = begin[2] + tl.minimum(i, begin[4] - 1), begin[3] + tl.minimum(j, begin[5] - 1)
+    place = PLACES(begin[0], begin[1], q_idx, kv_idx, scalars, tensors, total)
+    tl.atomic_add(total[0] + place, sums.to(total[0].dtype.element_ty), mask=is_there, sem="relaxed")

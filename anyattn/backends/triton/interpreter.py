@@ -1,15 +1,17 @@
 """Triton's interpreter (``TRITON_INTERPRET=1``), mended where it fails or computes otherwise than a GPU.
 
-Six things: NumPy 2.4 no longer turns an array of one element into a loop's bound; float32 is cut off to bfloat16 where hardware rounds
+Seven things: NumPy 2.4 no longer turns an array of one element into a loop's bound; float32 is cut off to bfloat16 where hardware rounds
 to the nearest; products of bfloat16 are taken of the numbers' bits; a comparison of single numbers became a float when it was spread
-over a block; after a launch the whole memory behind a tensor of the CPU is copied onto itself, gigabytes of it for a small view; and the
-language is patched again for every function that a kernel calls, a third of all time. Only a process that interprets is touched.
+over a block; after a launch the whole memory behind a tensor of the CPU is copied onto itself, gigabytes of it for a small view; the
+language is patched again for every function that a kernel calls, a third of all time; and threads that launch at once read one another's
+place in the grid. Only a process that interprets is touched.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import threading
 from functools import lru_cache
 from typing import Any
 
@@ -38,7 +40,8 @@ def mend() -> None:
 
     builder, handle, executor = interpreter.InterpreterBuilder, interpreter.TensorHandle, interpreter.GridExecutor
     patch_tensor, convert, restore = interpreter._patch_lang_tensor, interpreter._convert_float, executor._restore_args_dev
-    dot, splat, patch = builder.create_dot, builder.create_splat, interpreter._patch_lang
+    dot, splat, patch, launch = builder.create_dot, builder.create_splat, interpreter._patch_lang, executor.__call__
+    one_at_a_time = threading.RLock()
 
     def patched_tensor(tensor: Any, scope: Any) -> None:
         patch_tensor(tensor, scope)
@@ -71,7 +74,11 @@ def mend() -> None:
         used = [m for m in (tl, tl.core) if any(value is m for value in fn.__globals__.values())]
         return patch(fn) if any(tl.core.is_builtin(m.load) for m in used) else interpreter._LangPatchScope()
 
-    interpreter._patch_lang = patched_language
+    def launched(self: Any, *args: Any, **options: Any) -> None:
+        with one_at_a_time:
+            launch(self, *args, **options)
+
+    interpreter._patch_lang, executor.__call__ = patched_language, launched
     executor._restore_args_dev, builder.create_splat = restored, spread
     interpreter._patch_lang_tensor, interpreter._convert_float = patched_tensor, rounded
     builder.create_dot = product

@@ -55,7 +55,7 @@ def tables_of(problem: Problem, chosen: Chosen, tile_m: int, documents: Document
     if isinstance(sequences, StoredCache) and sequences.uses_all_rows and lists is None:
         return Tables(ceil_div(sequences.bound_q, tile_m), None, None, pages, tensors, tile, strides, sequences)
     if documents is not None:
-        return Tables(*_of_documents(documents, sequences, problem.q.shape, tile_m), pages, tensors, tile, strides)
+        return Tables(*_of_documents(documents, tile_m, bool(problem.predicates)), pages, tensors, tile, strides)
     order = _order(problem.q.shape, problem.bound_q, sequences.seqlens_q, sequences.seqlens_k, (tile_m, tile[0]))
     return Tables(len(order), _entries(sequences, lists, by_key=False), order, pages, tensors, tile, strides)
 
@@ -69,26 +69,25 @@ def key_tables_of(problem: Problem, chosen: Chosen, tile_n: int, documents: Docu
         tiles = ceil_div(problem.k.shape[2], tile_n) if tensors[0] is None else tensors[0].shape[2] * ceil_div(tile[1], tile_n)
         return Tables(tiles, None, None, None, tensors, tile, strides)
     if documents is not None:
-        return Tables(*_of_documents(documents, sequences, problem.k.shape, tile_n), None, tensors, tile, strides)
+        return Tables(*_of_documents(documents, tile_n, False), None, tensors, tile, strides)
     order = _order(problem.k.shape, problem.bound_k, sequences.seqlens_k, sequences.seqlens_q, (tile_n, tile[1]))
     return Tables(len(order), _entries(sequences, lists, by_key=True), order, None, tensors, tile, strides)
 
 
-def _of_documents(documents: DocumentTables, s: Sequences, shape: Sequence[int], tile: int) -> tuple[int, Tensor, Tensor]:
-    """Programs per head, entries and order of documents, which are the same for queries and keys; kept with them.
+def _of_documents(documents: DocumentTables, tile: int, ends_with_row: bool) -> tuple[int, Tensor, Tensor]:
+    """Programs per head, entries and order of documents, whose queries and keys are the same positions; kept with them.
 
-    Once their number is known no more row tiles are ordered than so many documents can have.
+    Once their number is known no more tiles are ordered than so many documents can have. ends_with_row: row tiles, and there is a mask,
+    most likely one that shows the more the later a row is.
     """
-    key = "triton", tile, documents.count
+    key = "triton", tile, ends_with_row, documents.count
     found: tuple[int, Tensor, Tensor] | None = documents.prepared.get(key)
     if found is None:
-        known = documents.prepared.get(("triton", tile, None))
-        order = _order(shape, s.bound_q, s.seqlens_q, s.seqlens_k, (tile, 0)) if known is None else known[2]
+        order, entries = documents.in_order(tile, ends_with_row)
+        most, sizes = len(order) - 1, documents.sequences.sizes
         if documents.count:
-            order = order[: (shape[0] * shape[2] + documents.count * (tile - 1)) // tile]
-        if "triton" not in documents.prepared:
-            documents.prepared["triton"] = entries_table(s)
-        found = documents.prepared[key] = len(order), documents.prepared["triton"], order
+            most = min(most, (sizes.rows * sizes.length + documents.count * (tile - 1)) // tile)
+        found = documents.prepared[key] = most, entries, torch.stack((order[:most, 2], order[:most, 0]), 1)
     return found
 
 

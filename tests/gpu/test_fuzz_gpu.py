@@ -1,0 +1,77 @@
+"""Random ``flex_attention`` calls by the Triton kernels on a GPU, forward and backward: the recipes of ``tests/fuzz``, at lengths around
+the tiles that a GPU gets.
+
+40 fixed calls as a rule, which compile some 200 kernels; with ANYATTN_FUZZ=n n fresh ones, whose seeds are printed and can be given back as
+ANYATTN_FUZZ_SEED. ``tests/fuzz/test_fuzz_triton.py`` makes calls through the other doors too, in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from pathlib import Path
+
+import hypothesis
+import judging_gpu as judging
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "fuzz"))
+
+import mods
+import test_fuzz_flex as flex
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+
+pytestmark = pytest.mark.gpu
+judging.needs_the_backend(only="triton")
+
+FRESH = int(os.environ.get("ANYATTN_FUZZ") or 0)
+FIRST_SEED = int(os.environ.get("ANYATTN_FUZZ_SEED") or (random.SystemRandom().randrange(10**6) if FRESH else 0))
+SHARDS, FIXED = 8, 40
+LENGTHS = st.one_of(st.sampled_from((0, 1, 2, 3, 15, 16, 17, 37)), st.sampled_from((63, 64, 65, 127, 128, 129, 131, 255, 257, 383, 400)))
+DIMS = st.sampled_from((8, 16, 33, 40, 64, 72, 128))
+calls = st.builds(
+    flex.Call,
+    mask=st.one_of(st.none(), mods.trees(3), mods.trees(3)),
+    chain=mods.chains,
+    batch=st.integers(1, 3),
+    heads_kv=st.integers(1, 2),
+    ratio=st.sampled_from((1, 2, 3, 5, 8)),
+    seqlen_q=LENGTHS,
+    seqlen_k=LENGTHS,
+    head_dim=DIMS,
+    head_dim_v=DIMS,
+    dtype=st.sampled_from((torch.bfloat16, torch.bfloat16, torch.float16, torch.float32)),
+    kind=st.sampled_from(judging.KINDS),
+    strides=st.tuples(*[st.sampled_from(("plain", "transposed", "offset", "expanded"))] * 3),
+    block=st.one_of(st.none(), st.sampled_from((48, 64, 128))),
+    tile=st.one_of(st.none(), st.none(), st.sampled_from(((16, 64), (32, 32), (64, 64)))),
+    has_sink=st.booleans(),
+    seed=st.integers(0, 99),
+)
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("shard", range(SHARDS))
+def test_random_calls(shard: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mods, "DEVICE", judging.DEVICE)
+    if FRESH:
+        print(f"ANYATTN_FUZZ_SEED={FIRST_SEED} (shard {shard})", file=sys.stderr)
+
+    @hypothesis.seed(FIRST_SEED + shard)
+    @settings(
+        max_examples=-(-(FRESH or FIXED) // SHARDS),
+        deadline=None,
+        database=None,
+        print_blob=bool(FRESH),
+        suppress_health_check=list(HealthCheck),
+        phases=(Phase.generate, Phase.shrink) if FRESH else (Phase.generate,),  # every smaller call is compiled anew
+    )
+    @hypothesis.given(calls, st.integers(1, 4))
+    def many(call: flex.Call, splits: int) -> None:
+        is_empty = 0 in (call.seqlen_q, call.seqlen_k)  # which a named backend refuses
+        flex.run(call, judging.DEVICE, None if is_empty else judging.BACKEND, num_splits=splits)
+
+    many()
