@@ -1,10 +1,10 @@
 """Triton's interpreter (``TRITON_INTERPRET=1``), mended where it fails or computes otherwise than a GPU.
 
 Seven things: NumPy 2.4 no longer turns an array of one element into a loop's bound; float32 is cut off to bfloat16 where hardware rounds
-to the nearest; products of bfloat16 are taken of the numbers' bits; a comparison of single numbers became a float when it was spread
-over a block; after a launch the whole memory behind a tensor of the CPU is copied onto itself, gigabytes of it for a small view; the
-language is patched again for every function that a kernel calls, a third of all time; and threads that launch at once read one another's
-place in the grid. Only a process that interprets is touched.
+to the nearest; products and most casts of bfloat16 are taken of the numbers' bits; a comparison of single numbers became a float when it
+was spread over a block; after a launch the whole memory behind a tensor of the CPU is copied onto itself, gigabytes of it for a small view;
+the language is patched again for every function that a kernel calls, a third of all time; and threads that launch at once read one
+another's place in the grid. Only a process that interprets is touched.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ def mend() -> None:
     builder, handle, executor = interpreter.InterpreterBuilder, interpreter.TensorHandle, interpreter.GridExecutor
     patch_tensor, convert, restore = interpreter._patch_lang_tensor, interpreter._convert_float, executor._restore_args_dev
     dot, splat, patch, launch = builder.create_dot, builder.create_splat, interpreter._patch_lang, executor.__call__
+    cast = builder.cast_impl
     one_at_a_time = threading.RLock()
 
     def patched_tensor(tensor: Any, scope: Any) -> None:
@@ -60,6 +61,12 @@ def mend() -> None:
         if x.dtype.scalar is not tl.bfloat16:
             return x
         return handle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+    def casted(self: Any, x: Any, kind: Any) -> Any:
+        both = x.dtype.scalar, kind.scalar
+        if tl.bfloat16 in both and tl.float32 not in both and both[0] is not both[1]:
+            x = cast(self, x, tl.float32)
+        return cast(self, x, kind)
 
     def spread(self: Any, kind: Any, arg: Any) -> Any:
         if np.asarray(arg.data).dtype == np.bool_ and arg.dtype.scalar is not tl.int1:
@@ -81,4 +88,4 @@ def mend() -> None:
     interpreter._patch_lang, executor.__call__ = patched_language, launched
     executor._restore_args_dev, builder.create_splat = restored, spread
     interpreter._patch_lang_tensor, interpreter._convert_float = patched_tensor, rounded
-    builder.create_dot = product
+    builder.create_dot, builder.cast_impl = product, casted
