@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,7 +25,9 @@ __all__ = [
     "aux_list",
     "block_lengths",
     "flex_problem",
+    "kept_lists",
     "kernel_options",
+    "lists_facts",
     "read_lists",
     "scale_of",
     "sink_logits",
@@ -45,9 +47,6 @@ _TORCH_OPTIONS = frozenset(
 )  # fmt: skip
 
 
-_lists: WeakKeyDictionary[Any, tuple[tuple, tuple, BlockSparseTensors]] = WeakKeyDictionary()  # of block masks, while they live
-
-
 def wanted(return_lse: bool, return_aux: Any) -> tuple[bool, bool]:
     """(lse, max_scores) wanted by torch's two ways of asking."""
     if return_lse and return_aux is not None:
@@ -60,7 +59,7 @@ def wanted(return_lse: bool, return_aux: Any) -> tuple[bool, bool]:
 
 
 def kernel_options(options: Any) -> dict[str, int]:
-    """The options that mean something here: tile_m, tile_n, num_splits and autotune."""
+    """The options that mean something here: tile_m, tile_n, num_splits, autotune and pack_gqa."""
     if options is None:
         return {}
     if not isinstance(options, dict):
@@ -71,14 +70,14 @@ def kernel_options(options: Any) -> dict[str, int]:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"kernel_options[{name!r}]={value!r}; wanted a positive int")
             found[name] = value
-        elif name == "autotune":
+        elif name in ("autotune", "pack_gqa"):
             if not isinstance(value, bool):
-                raise TypeError(f"kernel_options['autotune'] is a {type(value).__name__}; wanted True or False")
+                raise TypeError(f"kernel_options[{name!r}] is a {type(value).__name__}; wanted True or False")
             found[name] = value
         elif name not in _TORCH_OPTIONS:
             known = ", ".join(sorted(_TORCH_OPTIONS))
             raise ValueError(
-                f"kernel_options has an unknown name {name!r}; wanted tile_m, tile_n, num_splits, autotune (or torch's {known})"
+                f"kernel_options has an unknown name {name!r}; wanted tile_m, tile_n, num_splits, autotune, pack_gqa (or torch's {known})"
             )
     fixed = [name for name in ("tile_m", "tile_n") if name in found]
     if found.get("autotune") and fixed:
@@ -212,22 +211,69 @@ def lists_of(block_mask: Any, mask: TracedMod) -> tuple[BlockSparseTensors | Non
     return read_lists(block_mask), follows
 
 
-def read_lists(block_mask: Any) -> BlockSparseTensors:
-    """``BlockSparseTensors.from_block_mask``, kept as long as the mask's lists are the same tensors and nobody wrote to them.
+class KeptLists(NamedTuple):
+    """What was read of a block mask. objects: those that its fields were then, ``_FIELDS``. versions: of the lists among them, how often
+    each had been written to, and its shape. facts: ``lists_facts``. blocks: the lists as kernels read them."""
+
+    objects: tuple
+    versions: list[Any]
+    facts: tuple
+    blocks: BlockSparseTensors
+
+
+_FIELDS = (
+    "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices", "mask_mod", "seq_lengths", "BLOCK_SIZE", "_exact",
+)  # fmt: skip
+_lists: WeakKeyDictionary[Any, KeptLists] = WeakKeyDictionary()  # of block masks, while they live
+
+
+def kept_lists(block_mask: Any) -> KeptLists | None:
+    """What was read of a block mask, as long as its fields are the same objects and nobody wrote to the lists; None if nothing is.
 
     Only writes that torch counts are noticed, so not those of a kernel that torch does not know.
     """
+    known = None if type(block_mask).__hash__ is None else _lists.get(block_mask)
+    if known is None:
+        return None
+    fields = block_mask.__dict__
+    for name, found in zip(_FIELDS, known.objects):
+        if fields.get(name) is not found:
+            return None
+    return known if _versions(known.objects) == known.versions else None
+
+
+def _versions(objects: tuple) -> list[Any]:
+    count, index, full_count, full_index, *_ = objects
+    if full_count is None:
+        return [count._version, count.shape, index._version, index.shape]
+    return [
+        count._version, count.shape, index._version, index.shape, full_count._version, full_count.shape, full_index._version,
+        full_index.shape,
+    ]  # fmt: skip
+
+
+def lists_facts(block_mask: Any) -> tuple:
+    """All that the checks and plans look at in a block mask."""
+    lists = (block_mask.kv_num_blocks, block_mask.kv_indices, block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
+    is_exact = getattr(block_mask, "is_exact", False)
+    sizes = [None if t is None else (t.shape, t.dtype, t.device) for t in lists]
+    return type(block_mask), block_mask.seq_lengths, block_mask.BLOCK_SIZE, is_exact, *sizes
+
+
+def read_lists(block_mask: Any) -> BlockSparseTensors:
+    """``BlockSparseTensors.from_block_mask``, kept with the block mask: see ``kept_lists``."""
     from anyattn.sparsity.block_sparse import BlockSparseTensors
 
-    fields = (block_mask.kv_num_blocks, block_mask.kv_indices, block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
-    if type(block_mask).__hash__ is None or any(t is not None and t.is_inference() for t in fields):  # torch counts none of these's
-        return BlockSparseTensors.from_block_mask(block_mask)
-    facts = (tuple(block_mask.seq_lengths), tuple(block_mask.BLOCK_SIZE), *(None if t is None else (t.shape, t._version) for t in fields))
-    known = _lists.get(block_mask)
-    if known is not None and known[1] == facts and all(a is b for a, b in zip(known[0], fields, strict=True)):
-        return known[2]
+    known = kept_lists(block_mask)
+    if known is not None:
+        return known.blocks
     blocks = BlockSparseTensors.from_block_mask(block_mask)
-    _lists[block_mask] = (fields, facts, blocks)
+    if type(block_mask).__hash__ is None or not all(type(x) is tuple for x in (block_mask.seq_lengths, block_mask.BLOCK_SIZE)):
+        return blocks  # what may change unseen
+    objects = tuple(block_mask.__dict__.get(name) for name in _FIELDS)
+    tensors = [t for t in objects[:4] if t is not None]
+    if len(tensors) in (2, 4) and not any(t.is_inference() for t in tensors):  # torch counts no writes to these
+        _lists[block_mask] = KeptLists(objects, _versions(objects), lists_facts(block_mask), blocks)
     return blocks
 
 

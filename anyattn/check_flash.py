@@ -66,6 +66,7 @@ class Options(NamedTuple):
     deterministic: bool = False
     return_lse: bool = False
     num_splits: Any = 1
+    pack_gqa: Any = None
 
 
 def dense_problem(q: Any, k: Any, v: Any, options: Options) -> Problem:
@@ -226,6 +227,7 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences | None, opt
         bool(options.deterministic),
         sequences,
         _splits(options.num_splits),
+        packs=_packs(options.pack_gqa),
     )
 
 
@@ -308,6 +310,12 @@ def _splits(given: Any) -> int:
         raise TypeError(f"num_splits={given!r} is a {type(given).__name__}; wanted an int, 0 to choose")
     if given < 0:
         raise ValueError(f"num_splits={given}; wanted at least 1, or 0 to choose")
+    return given
+
+
+def _packs(given: Any) -> bool | None:
+    if given is not None and not isinstance(given, bool):
+        raise TypeError(f"pack_gqa={given!r} is a {type(given).__name__}; wanted True or False, None to choose")
     return given
 
 

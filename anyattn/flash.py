@@ -36,6 +36,7 @@ def flash_attn_func(
     deterministic: bool = False,
     return_lse: bool = False,
     num_splits: int = 1,
+    pack_gqa: bool | None = None,
     backend: str | None = None,
 ) -> Any:
     """Attention over a batch of sequences of one length.
@@ -50,7 +51,8 @@ def flash_attn_func(
     mask_mod: ``(b, h, q_idx, kv_idx) -> bool``. block_sparse_tensors: lists of the tiles that mask_mod leaves partial or full; without a
     mask_mod a partial tile shows everything. aux_tensors: what a mod's trailing argument receives.
     On Hopper both mods may be CuTe functions instead, without gradients: docs/cute.md.
-    num_splits: the keys are divided among so many partial results, 0 chooses. deterministic, backend: as in ``flex_attention``.
+    num_splits: the keys are divided among so many partial results, 0 chooses. pack_gqa: whether query heads that share K and V share row
+    tiles on a GPU, which pays where queries are few; None chooses. deterministic, backend: as in ``flex_attention``.
 
     Returns out (B, Sq, Hq, Dv), or with return_lse ``(out, lse)``, lse (B, Hq, Sq) the natural log-sum-exp in float32 (float64). A row
     that sees nothing gives 0 and lse -inf. Gradients flow to q, k, v, sink, alibi_slopes, the score mod's tensors, and through lse.
@@ -67,7 +69,7 @@ def flash_attn_func(
     """
     options = Options(
         softmax_scale, causal, window_size, softcap, alibi_slopes, sink, score_mod, mask_mod, block_sparse_tensors, aux_tensors,
-        deterministic, return_lse, num_splits,
+        deterministic, return_lse, num_splits, pack_gqa,
     )  # fmt: skip
     if torch.compiler.is_compiling():
         from anyattn.flash_ops import compiled_flash
@@ -104,6 +106,7 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     return_lse: bool = False,
     num_splits: int = 1,
+    pack_gqa: bool | None = None,
     validate: bool | None = None,
     backend: str | None = None,
 ) -> Any:
@@ -136,7 +139,7 @@ def flash_attn_varlen_func(
     """
     options = Options(
         softmax_scale, causal, window_size, softcap, alibi_slopes, sink, score_mod, mask_mod, block_sparse_tensors, aux_tensors,
-        deterministic, return_lse, num_splits,
+        deterministic, return_lse, num_splits, pack_gqa,
     )  # fmt: skip
     if torch.compiler.is_compiling():
         from anyattn.flash_ops import compiled_flash
@@ -175,6 +178,7 @@ def flash_attn_with_kvcache(
     aux_tensors: Sequence[Tensor] | None = None,
     rotary_interleaved: bool = True,
     num_splits: int = 0,
+    pack_gqa: bool | None = None,
     return_lse: bool = False,
     validate: bool | None = None,
     backend: str | None = None,
@@ -216,7 +220,7 @@ def flash_attn_with_kvcache(
     """
     options = Options(
         softmax_scale, causal, window_size, softcap, alibi_slopes, sink, score_mod, mask_mod, None, aux_tensors, False, return_lse,
-        num_splits,
+        num_splits, pack_gqa,
     )  # fmt: skip
     if torch.compiler.is_compiling():
         from anyattn.flash_ops import compiled_decode

@@ -36,11 +36,14 @@ def _options(
     causal: bool,
     window_size: list[int],
     num_splits: int,
+    pack_gqa: bool | None,
 ) -> Options:
     score = traced_mod("score", score_program, score_scalars, score_tensors)
     mask = traced_mod("mask", mask_program, mask_scalars, mask_tensors)
     window = tuple(window_size)
-    return Options(softmax_scale, causal, window, softcap, alibi_slopes, sink, score, mask, return_lse=True, num_splits=num_splits)
+    return Options(
+        softmax_scale, causal, window, softcap, alibi_slopes, sink, score, mask, return_lse=True, num_splits=num_splits, pack_gqa=pack_gqa
+    )
 
 
 def _problem(q: Tensor, k: Tensor, v: Tensor, tables: tuple[Tensor | None, ...], options: Options) -> Problem:
@@ -73,12 +76,13 @@ def flash(
     causal: bool,
     window_size: list[int],
     num_splits: int,
+    pack_gqa: bool | None,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of ``flash_attn_func``, or with any table of ``flash_attn_varlen_func``; window_size: -1 is no limit."""
     options = _options(
         alibi_slopes, sink, score_program, score_scalars, score_tensors, mask_program, mask_scalars, mask_tensors, softmax_scale, softcap,
-        causal, window_size, num_splits,
+        causal, window_size, num_splits, pack_gqa,
     )  # fmt: skip
     problem = _problem(q, k, v, (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table), options)
     return _run(problem, backend, q.ndim == 3)
@@ -129,6 +133,7 @@ def flash_backward(
     causal: bool,
     window_size: list[int],
     num_splits: int,
+    pack_gqa: bool | None,
     backend: str,
     out: Tensor,
     lse: Tensor,
@@ -142,7 +147,7 @@ def flash_backward(
     score_tensors = [t.detach().requires_grad_(w) for t, w in zip(score_tensors, captured_wanted, strict=True)]
     options = _options(
         alibi_slopes, sink, score_program, score_scalars, score_tensors, mask_program, mask_scalars, mask_tensors, softmax_scale, softcap,
-        causal, window_size, num_splits,
+        causal, window_size, num_splits, pack_gqa,
     )  # fmt: skip
     problem = _problem(q, k, v, (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table), options)
     # a plan of whole spans keeps no log-sum-exp; here it was kept
@@ -235,6 +240,7 @@ def decode(
     causal: bool,
     window_size: list[int],
     num_splits: int,
+    pack_gqa: bool | None,
     rotary_interleaved: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
@@ -243,7 +249,7 @@ def decode(
 
     options = _options(
         alibi_slopes, sink, score_program, score_scalars, score_tensors, mask_program, mask_scalars, mask_tensors, softmax_scale, softcap,
-        causal, window_size, num_splits,
+        causal, window_size, num_splits, pack_gqa,
     )  # fmt: skip
     given = Given(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, page_table, cu_seqlens_q, None,
@@ -297,4 +303,5 @@ def _operands(q: Tensor, options: Options) -> tuple:
     scale = None if options.softmax_scale is None else float(options.softmax_scale)
     return (
         options.alibi_slopes, options.sink, *programs, scale, float(options.softcap), bool(options.causal), window, options.num_splits,
+        options.pack_gqa,
     )  # fmt: skip

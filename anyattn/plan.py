@@ -24,6 +24,7 @@ _SCORES_AT_ONCE = 2**21  # scores of one tile over all its heads: 8 MB in float3
 _SPAN_SCORES_AT_ONCE = 2**22  # the same for whole rows of bfloat16 scores
 _LONGEST_SPAN = 2**15
 _FEW_ROWS = 16
+_BY_DOCUMENT = "documents: each is run as a sequence of its own; by block lists where one id is at several places, or many are short"
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ def _reason_against_hopper(hardware: Hardware) -> str | None:
 
 
 def choose(problem: Problem, hardware: Hardware, backend: str | None = None, options: dict[str, int] | None = None) -> Plan:
-    """The plan for ``problem`` on ``hardware``; ``backend`` insists on one, ``options`` (tile_m, tile_n, num_splits) on numbers.
+    """The plan for ``problem`` on ``hardware``; ``backend`` insists on one, ``options`` (``check.kernel_options``) on numbers.
 
     Raises ``ValueError`` for a name that is no backend and ``BackendError`` for one that cannot run this problem.
     """
@@ -133,7 +134,7 @@ def _plan_of(name: str, problem: Problem, hardware: Hardware, reason: str, optio
     plan = (
         _with_options(_torch_plan(problem, hardware, reason), problem, options)
         if name == "torch"
-        else _hopper_plan(problem, hardware, reason)
+        else _hopper_plan(problem, hardware, reason, options)
     )
     if not options.get("autotune"):
         return plan
@@ -159,21 +160,32 @@ def for_backward(plan: Plan, problem: Problem, hardware: Hardware) -> Plan:
     return replace(choose(problem, hardware, plan.backward, options), whole_spans=False)
 
 
-def _hopper_plan(problem: Problem, hardware: Hardware, reason: str) -> Plan:
+def _hopper_plan(problem: Problem, hardware: Hardware, reason: str, options: dict[str, int]) -> Plan:
     """Asks nothing of the mask's rows: on a GPU that would wait for them."""
-    from anyattn.backends.hopper.run import config_of
+    from anyattn.backends.hopper.run import config_of, runs_documents
 
     backward, why_backward = _backward_by_triton(problem, hardware)
-    tiles, why = config_of(problem).tiles, (f"hopper: {reason}", f"backward: {backward}, for hopper has none yet{why_backward}")
-    return Plan("hopper", tiles.tile_m, tiles.tile_n, tiles.tile_n, 1, problem.q.dtype, backward=backward, why=why)
+    config = config_of(problem, bool(options["pack_gqa"]) if "pack_gqa" in options else None)
+    tiles, packed = config.tiles, config.heads_per_tile
+    why = [f"hopper: {reason}", f"backward: {backward}, for hopper has none yet{why_backward}"]
+    if packed == 1 and runs_documents(problem):
+        why.append(_BY_DOCUMENT)
+    if packed > 1:
+        why.append(f"up to {packed} of the {problem.qhead_per_kvhead} query heads that share K and V share a row tile")
+    return Plan(
+        "hopper", tiles.tile_m, tiles.tile_n, tiles.tile_n, 1, problem.q.dtype, backward=backward, why=tuple(why), heads_per_tile=packed
+    )
 
 
 def _triton_plan(problem: Problem, hardware: Hardware, reason: str, options: dict[str, int]) -> Plan:
     """Asks nothing of what tensors hold."""
+    from anyattn.backends.triton.forms import form_of_documents
     from anyattn.backends.triton.layout import layout_of
 
     tiles, packed, splits, reasons = layout_of(problem, hardware, options)
     why = [f"triton: {reason}", *reasons]
+    if form_of_documents(problem, splits) is not None:
+        why.append(_BY_DOCUMENT)
     is_tuned = bool(options.get("autotune"))
     if is_tuned:
         why.append("autotune: the first call of a kind measures a handful of tiles; its winner is used instead of these")

@@ -31,6 +31,7 @@ class Problem:
     sequences: None where every batch entry is all of its storage. Else the tensors are storage, whose first dimension need not be the
     batch (packed, cached, paged), and this says where each entry's rows are; storage rows that belong to none give 0 and -inf.
     num_splits: the keys of each row tile are divided among so many partial results, which are combined; 0 leaves it to the plan.
+    packs: whether query heads that share K and V share row tiles where a kernel has a choice; None leaves it to the plan.
     """
 
     q: Tensor
@@ -47,6 +48,7 @@ class Problem:
     sequences: Sequences | None = None
     num_splits: int = 1
     blocks_follow: bool = False
+    packs: bool | None = None
 
     @property
     def batch(self) -> int:

@@ -78,14 +78,15 @@ class FlexCall(NamedTuple):
 
 
 class _Facts(NamedTuple):
-    """key: all facts of a call. What was read on the way: the score mod, the masks in order, the tensors passed along for them, and the
-    sizes of sequences, which may be no facts."""
+    """key: all facts of a call. What was read on the way: the score mod, the masks in order, the tensors passed along for them, the
+    sizes of sequences, which may be no facts, and block lists, if they were kept."""
 
     key: tuple
     score: Reading | None
     masks: tuple[Reading, ...]
     aux: tuple[Tensor, ...]
     sizes: StoredSizes | None = None
+    blocks: Any = None
 
 
 class _Remembered(NamedTuple):
@@ -195,13 +196,6 @@ def scale_fact(scale: Any) -> bool:
     return True
 
 
-def _lists_facts(block_mask: Any) -> tuple:
-    lists = (block_mask.kv_num_blocks, block_mask.kv_indices, block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
-    is_exact = getattr(block_mask, "is_exact", False)
-    sizes = [None if t is None else (t.shape, t.dtype, t.device) for t in lists]
-    return type(block_mask), block_mask.seq_lengths, block_mask.BLOCK_SIZE, is_exact, *sizes
-
-
 def _flex_facts(call: FlexCall, backend: Any, options: Any) -> _Facts | None:
     """None for a call that cannot be remembered."""
     (
@@ -217,20 +211,21 @@ def _flex_facts(call: FlexCall, backend: Any, options: Any) -> _Facts | None:
         if score_mod is None and block_mask is None and mask_mod is None and aux_tensors is None:
             return _Facts(("flex", tensors, flags), None, (), ())
         aux = _aux_of(aux_tensors)
-        lists = None
+        lists, blocks = None, None
         score, score_facts = None, None
         masks: tuple[Reading, ...] = ()
         if score_mod is not None:
             score = _read(score_mod)
             score_facts = _mod_facts(score, False)
         if block_mask is not None:
-            lists = _lists_facts(block_mask)
+            kept = check.kept_lists(block_mask)
+            lists, blocks = (check.lists_facts(block_mask), None) if kept is None else (kept.facts, kept.blocks)
             masks = (_read(block_mask.mask_mod),)
         if mask_mod is not None:
             masks += (_read(mask_mod),)
         extra = (*[_seen(t) for t in aux], _identical(aux)) if aux else ()
         mods = (score_facts, lists, *[_mod_facts(m, True) for m in masks])
-        return _Facts(("flex", tensors, flags, extra, mods), score, masks, aux)
+        return _Facts(("flex", tensors, flags, extra, mods), score, masks, aux, None, blocks)
     except (Unfit, *UNREADABLE):
         return None
 
@@ -247,7 +242,7 @@ def _flash_facts(q: Any, k: Any, v: Any, given: Options, backend: Any, seen: Cal
         if aux:
             tensors += (*[_seen(t) for t in aux], _identical(aux))
         window = given.window_size
-        numbers = (given.causal, *window, given.softcap, given.num_splits)
+        numbers = (given.causal, *window, given.softcap, given.num_splits, given.pack_gqa)
         flags = (
             numbers, tuple(map(type, numbers)), type(window), bool(given.return_lse), bool(given.deterministic), backend,
             scale_fact(given.softmax_scale), given.aux_tensors is None, _is_grad_enabled(), _default_dtype(),
@@ -310,7 +305,7 @@ def flex_call(call: FlexCall, backend: str | None, options: Any) -> tuple[Proble
     if known.masks:
         fields["predicates"] = tuple([r.made(m, facts.aux) for r, m in zip(known.masks, facts.masks, strict=True)])
     if known.has_lists:
-        fields["blocks"] = check.read_lists(call.block_mask)
+        fields["blocks"] = check.read_lists(call.block_mask) if facts.blocks is None else facts.blocks
     return Problem.of_fields(fields), known.plan
 
 
@@ -464,4 +459,5 @@ def fields_of(problem: Problem) -> dict[str, Any]:
         "q": None, "k": None, "v": None, "scale": problem.scale, "score": None, "predicates": (), "blocks": None, "sink": None,
         "wants_lse": problem.wants_lse, "wants_max": problem.wants_max, "deterministic": problem.deterministic, "sequences": None,
         "num_splits": problem.num_splits, "blocks_follow": problem.blocks_follow,
+        "packs": problem.packs,
     }  # fmt: skip

@@ -89,7 +89,7 @@ def asks_mods(options: Options) -> bool:
 def facts_of_options(options: Options, *others: Any) -> tuple:
     """others: more numbers; of all of them the types count too."""
     window = options.window_size
-    numbers = (options.causal, *window, options.softcap, options.num_splits, *others)
+    numbers = (options.causal, *window, options.softcap, options.num_splits, options.pack_gqa, *others)
     types, scale = tuple([type(n) for n in numbers]), recall.scale_fact(options.softmax_scale)
     return numbers, types, type(window), bool(options.return_lse), scale, torch.get_default_dtype()
 

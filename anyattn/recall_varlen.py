@@ -10,7 +10,7 @@ from torch import Tensor
 from anyattn import check_lengths
 from anyattn.bands import sides_in_sight
 from anyattn.check_flash import Options
-from anyattn.geometry.stored import StoredSizes
+from anyattn.geometry.stored import StoredSizes, queries_each
 
 __all__ = ["Places", "facts_of_places", "seen_rows"]
 
@@ -73,8 +73,9 @@ def facts_of_places(q: Tensor, k: Tensor, v: Tensor, places: Places, given: Opti
     slopes = given.alibi_slopes
     # where mods read tables of their own, the checks hang on how far positions go
     reads = given.score_mod is not None or given.mask_mod is not None or (slopes is not None and slopes.ndim > 1)
-    # tiles for few queries are made to measure, and the number of splits is chosen from all sizes
-    planned = min(bound_q, _FEW + 1)
+    # tiles for few queries are made to measure, whose heads may share them, and the number of splits is chosen from all sizes
+    stored = rows_q if cu_q is not None else rows_q * counts[0]
+    planned = min(bound_q, _FEW + 1), q.shape[-2] != k.shape[-2] and queries_each(stored, counts[0], bound_q)
     return (tuple(seen), identical, in_sight, planned, sizes if reads or given.num_splits == 0 else None), sizes
 
 

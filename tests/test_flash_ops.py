@@ -50,7 +50,7 @@ def test_options_mods_and_their_gradients() -> None:
     def call(q, k, v):  # type: ignore[no-untyped-def]
         return anyattn.flash_attn_varlen_func(
             q, k, v, cu_seqlens_q=ENDS, cu_seqlens_k=ENDS, window_size=(20, None), softcap=4.0, alibi_slopes=slopes, sink=sink,
-            score_mod=score, mask_mod=mask, softmax_scale=0.5, num_splits=2,
+            score_mod=score, mask_mod=mask, softmax_scale=0.5, num_splits=2, pack_gqa=False,
         )  # fmt: skip
 
     same(call, tensors, [*tensors, table, slopes, sink])
@@ -95,11 +95,11 @@ def test_opcheck() -> None:
     score = anyattn.mod(lambda s, b, h, i, j: s * 2.0 + bias[h]).frozen["torch.float32"]
     nothing = ("", torch.empty(0, dtype=torch.float64), [])
     args = (q, k, v, ENDS, ENDS, None, None, None, None, None, score.program, score.scalars, score.tensors, *nothing, None, 0.0, True)
-    torch.library.opcheck(flash, (*args, [-1, -1], 1, ""))
+    torch.library.opcheck(flash, (*args, [-1, -1], 1, None, ""))
     cache = torch.randn(2, 16, 2, D)
     new = torch.randn(2, 1, 2, D)
     given = (new, new, None, None, torch.tensor([3, 5]), None, None, None, None, None, None)
-    args = (torch.randn(2, 1, H, D), cache, cache.clone(), *given, *nothing, *nothing, None, 0.0, True, [-1, -1], 0, True, "")
+    args = (torch.randn(2, 1, H, D), cache, cache.clone(), *given, *nothing, *nothing, None, 0.0, True, [-1, -1], 0, False, True, "")
     torch.library.opcheck(decode, args)
 
 

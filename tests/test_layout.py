@@ -58,6 +58,16 @@ HANDED_DOWN: dict[str, set[str]] = {
     "anyattn.sparsity.varlen": {"VarlenBlockSparseTensors"},
     # a mask that comes without lists gets them from where everybody does
     "anyattn.sparsity.compute": {"tile_lists"},
+    # documents that may be run as sequences: a kernel is launched for each
+    "anyattn.sparsity.documents": {
+        "DocumentTables",
+        "Documents",
+        "documents_of",
+        "form_of",
+        "keeps_tables",
+        "over_sequences",
+        "tables_of",
+    },
     "anyattn.sparsity.lists": {"kept_transposed"},
     "anyattn.sparsity.ragged_lists": {"RaggedLists", "ragged_lists"},
 }

@@ -269,3 +269,38 @@ def test_what_changes_during_the_checks_is_not_remembered(monkeypatch):
     assert recall.size() == 0
     once()
     assert recall.size() == 1
+
+
+def changed_lists(mask, what):
+    if what == "a field":
+        mask.kv_indices = mask.kv_indices.clone()
+    elif what == "a write":
+        mask.full_kv_num_blocks.add_(0)
+    elif what == "the mask":
+        mask.mask_mod = wide
+    elif what == "a size":
+        mask.BLOCK_SIZE = [16, 16]
+    elif what == "a list that comes":
+        mask.full_kv_num_blocks = mask.full_kv_indices = None
+
+
+@pytest.mark.parametrize("what", ["a field", "a write", "the mask", "a size", "a list that comes"])
+@pytest.mark.parametrize("make", [anyattn.create_block_mask, torch.nn.attention.flex_attention.create_block_mask], ids=["ours", "torch's"])
+def test_what_was_read_of_a_block_mask_is_read_again(make, what):
+    mask = made(narrow, make)
+    first = check.read_lists(mask)
+    kept = check.kept_lists(mask)
+    assert kept.blocks is first is check.read_lists(mask) and kept.facts == check.lists_facts(mask)
+    changed_lists(mask, what)
+    assert check.kept_lists(mask) is None
+    assert check.read_lists(mask) is not first
+    assert what == "a size" or check.kept_lists(mask).facts == check.lists_facts(mask)
+
+
+def test_a_block_mask_that_is_no_longer_exact():
+    mask = made(narrow, anyattn.create_block_mask)
+    check.read_lists(mask)
+    assert check.kept_lists(mask).facts[3] is True
+    mask.mask_mod = wide
+    check.read_lists(mask)
+    assert check.kept_lists(mask).facts[3] is False

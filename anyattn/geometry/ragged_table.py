@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from anyattn.geometry.integers import ceil_div
 from anyattn.geometry.sequences import Sequences
 
-__all__ = ["entries_table", "numbered_tiles"]
+__all__ = ["entries_table", "longest_first", "numbered_tiles"]
 
 
 def entries_table(s: Sequences, lengths: tuple[Tensor, Tensor] | None = None, lists: tuple[Tensor, Tensor] | None = None) -> Tensor:
@@ -36,3 +37,18 @@ def numbered_tiles(tiles: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
     exists = entry < len(tiles)
     entry = entry.clamp(max=max(len(tiles) - 1, 0))
     return entry, number - (ends - tiles)[entry], exists
+
+
+def longest_first(s: Sequences, tile_m: int, most: int, ends_with_row: bool) -> Tensor:
+    """The row tiles of a ragged batch, int32 (most, 3), about longest first; m_block is -1 in those that are not.
+
+    Asks nothing of the host. ends_with_row: a row sees keys up to its own place.
+    """
+    entry, m_block, exists = numbered_tiles(ceil_div(s.seqlens_q, tile_m), most)
+    cost = s.seqlens_k[entry]
+    if ends_with_row:
+        cost = torch.minimum(cost, (m_block + 1) * tile_m + cost - s.seqlens_q[entry])
+    cost = torch.where(exists, cost, -1)
+    m_block = torch.where(exists, m_block, -1)
+    order = cost.argsort(descending=True, stable=True)
+    return torch.stack((m_block, torch.zeros_like(m_block), entry), 1)[order].to(torch.int32)

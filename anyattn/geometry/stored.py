@@ -8,9 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from anyattn.geometry.integers import ceil_div
 from anyattn.geometry.sequences import Sequences
 
-__all__ = ["LengthTables", "StoredSequences", "StoredSizes", "UnreadSequences"]
+__all__ = ["MANY_QUERIES", "LengthTables", "StoredSequences", "StoredSizes", "UnreadSequences", "queries_each"]
+
+MANY_QUERIES = 272  # of an entry, from where their number decides nothing
 
 
 class LengthTables(NamedTuple):
@@ -32,6 +35,17 @@ class StoredSizes(NamedTuple):
     bound_q: int
     bound_k: int
     page_size: int = 0
+
+
+def queries_each(rows: int, batch: int, bound_q: int) -> int:
+    """About how many queries each of ``batch`` entries has, up to ``MANY_QUERIES`` and in steps of 16, so that there are few answers.
+
+    rows: of storage, all entries together. bound_q: no entry has more.
+
+    >>> queries_each(100, 50, 100), queries_each(9000, 2, 9000) == MANY_QUERIES
+    (16, True)
+    """
+    return min(ceil_div(max(1, min(bound_q, ceil_div(rows, max(1, batch)))), 16) * 16, MANY_QUERIES)
 
 
 class UnreadSequences(Sequences):

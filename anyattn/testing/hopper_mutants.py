@@ -59,13 +59,16 @@ MUTANTS = {
             "            row_max[r] = top\n",
             "            row_max[r] = top if const_expr(is_first) else row_max[r]\n", "peaky",
         ),
+        Mutant("guess_never_wrong", "guesses.py", "right & (sums[r] <= _MOST)", "right", "peaky"),
+        Mutant("cap_always_far", "guesses.py", "vote_all_sync(top <= most)", "vote_all_sync(most > 0.0)", "capped"),
+        Mutant("sums_of_guesses_lost", "multiply.py", "row_sum.load() + added.load()", "row_sum.load()", "full"),
         Mutant(
             "sink_ignored", "epilogue.py",
             "total * rescale + cute.math.exp2(logit - higher, fastmath=True)",
             "total * rescale", "sink",
         ),
         Mutant("sink_in_base_2", "epilogue.py", "Float32(sink[head]) * Float32(LOG2E)", "Float32(sink[head])", "sink"),
-        Mutant("sink_of_another_head", "epilogue.py", "sink[head]", "sink[0]", "sink"),
+        Mutant("sink_of_another_head", "epilogue.py", "Float32(sink[head]) * Float32(LOG2E)", "Float32(sink[0]) * Float32(LOG2E)", "sink"),
         Mutant(
             "lse_in_base_2", "epilogue.py",
             "found = (top + cute.math.log2(total, fastmath=True)) * Float32(math.log(2.0))",
@@ -95,20 +98,44 @@ MUTANTS = {
         Mutant("v_not_wiped", "multiply.py", "if room < tile_n:", "if room < 0:", "packed"),
         Mutant(
             "rows_behind_a_sequence_written", "epilogue.py",
-            "if facts.m_block * tile_m + (group + 1) * 64 > facts.seqlen_q:", "if facts.m_block < 0:", "packed",
+            "if facts.m_block * self.config.tile_q + (group + 1) * (64 // self.config.heads_per_tile) > facts.seqlen_q:",
+            "if facts.m_block < 0:", "packed",
         ),
         Mutant(
             "pages_of_the_first_sequence", "load.py",
-            "tables.pages[entry, n // sizes.tiles_in_page]",
-            "tables.pages[0, n // sizes.tiles_in_page]", "pages",
+            "tables.pages[entry, Int32(Uint32(at)",
+            "tables.pages[0, Int32(Uint32(at)", "pages",
         ),
         Mutant(
             "page_off_by_one", "load.py",
-            "tables.pages[entry, n // sizes.tiles_in_page]",
-            "tables.pages[entry, (n + 1) // sizes.tiles_in_page]", "pages",
+            "tables.pages[entry, Int32(Uint32(at)",
+            "tables.pages[entry, Int32(Uint32(at + 1)", "pages",
         ),
-        Mutant("first_tile_of_every_page", "load.py", "n % sizes.tiles_in_page\n", "n % sizes.tiles_in_page * 0\n", "pages"),
-        Mutant("column_of_the_first_tile", "softmax.py", "positions[0, 0][1] + n * tile_n", "positions[0, 0][1]", "score"),
+        Mutant("first_piece_of_every_page", "load.py", "% Uint32(sizes.pieces_in_page)", "% Uint32(1)", "pages"),
+        Mutant(
+            "page_of_the_lane_before", "load.py",
+            "shuffle_sync(pages[group], i)", "shuffle_sync(pages[group], cutlass.max(i - 1, 0))", "pieces",
+        ),
+        Mutant(
+            "last_piece_left_out", "load.py",
+            "if at * self.config.piece < seqlen_k:", "if (at + 1) * self.config.piece <= seqlen_k:", "pieces",
+        ),
+        Mutant(
+            "row_of_the_lane_before", "gather.py",
+            "shuffle_sync(offset, lane)", "shuffle_sync(offset, cutlass.max(lane - 1, 0))", "gathered",
+        ),
+        Mutant(
+            "first_half_of_every_row", "gather.py",
+            "entries[None, part, first]", "entries[None, 0, first]", "gathered",
+        ),
+        Mutant(
+            "pieces_exchanged", "load.py",
+            "target[None, group * LANES + i,", "target[None, (group * LANES + i) ^ 1,", "pieces",
+        ),
+        Mutant(
+            "column_of_the_first_tile", "softmax.py",
+            "positions[0, 0][1] + n * self.config.tiles.tile_n", "positions[0, 0][1]", "score",
+        ),
         # work
         Mutant("counter_left_as_it_is", "load.py", "counter[0] = Int32(0)\n", "counter[0] = Int32(1)\n", "twice"),
     )

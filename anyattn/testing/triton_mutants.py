@@ -45,11 +45,12 @@ MUTANTS = {
         Mutant("column_of_the_first_tile", _FORWARD, "kv = tl.minimum(lane, end - 1)", "kv = tl.minimum(lane - first, end - 1)", "alibi"),
         Mutant(
             "partial_taken_for_full", _VISITS,
-            "tl.minimum(tl.min(hi) // TILE_N, end)",
-            "tl.minimum(tl.max(hi) // TILE_N, end)", "causal",
+            "tl.minimum(all_hi // TILE_N, end)",
+            "tl.minimum(most // TILE_N, end)", "causal",
         ),
-        Mutant("window_edge_taken_for_full", _VISITS, "full = tl.maximum((tl.max(lo)", "full = tl.maximum((tl.min(lo)", "window"),
+        Mutant("window_edge_taken_for_full", _VISITS, "full = tl.maximum((all_lo", "full = tl.maximum((least", "window"),
         Mutant("tiles_before_the_full_ones_lost", _VISITS, "(first, full - first), (full_end,", "(first, nothing), (full_end,", "window"),
+        Mutant("least_of_limits_kept", _VISITS, "tl.minimum(all_hi, other_all_hi)", "tl.maximum(all_hi, other_all_hi)", "causal"),
         Mutant("last_tile_lost", _VISITS, "(full_end, end - full_end), (nothing", "(full_end, end - full_end - 1), (nothing", "full"),
         Mutant(
             "tiles_after_the_first_range_lost", _VISITS,
@@ -87,6 +88,8 @@ MUTANTS = {
         Mutant("page_off_by_one", _PLACES, "tl.load(pages + asked)", "tl.load(pages + tl.maximum(asked - 1, 0))", "pages"),
         Mutant("row_of_page_off_by_one", _PLACES, "((first + lane) % PAGE_SIZE) *", "((first + lane + 1) % PAGE_SIZE) *", "pages"),
         Mutant("pages_of_the_first_sequence", _FORWARD, "tensors[9] + b.to(tl.int64) * sizes[6]", "tensors[9]", "pages"),
+        Mutant("launch_without_work_does_it", _PLACES, "tl.load(guard) != 0", "tl.load(guard) == 7", "documents"),
+        Mutant("launch_with_work_leaves_it", _PLACES, "tl.load(guard) != 0", "tl.load(guard) >= 0", "documents"),
         # splits
         Mutant("split_lost", _FORWARD, "begin = tl.minimum(split * share", "begin = tl.minimum((split + 1) * share", "splits"),
         Mutant("last_tile_of_every_split_lost", _FORWARD, "tl.minimum(begin + share, full", "tl.minimum(begin + share - 1, full", "splits"),
@@ -122,7 +125,7 @@ MUTANTS = {
             "ds = tl.where(seen, ds, 0.0)\n    if HAS_SCATTER",
             "ds = ds * 1.0\n    if HAS_SCATTER", "causal",
         ),
-        Mutant("hidden_derivative_kept", _BACKWARD, f"{_HIDDEN}    dk", "ds = ds * 1.0\n    dk", "infinite_derivative"),
+        Mutant("hidden_derivative_kept", _BACKWARD, "ds = tl.where(p != 0.0, ds, 0.0)", "ds = ds * 1.0", "infinite_derivative"),
         Mutant("hidden_derivative_kept_in_dq", _BACKWARD, f"{_HIDDEN}    return", "ds = ds * 1.0\n    return", "infinite_derivative"),
         Mutant(
             "derivative_forgotten_in_dk", _BACKWARD,
@@ -130,11 +133,7 @@ MUTANTS = {
             "1.0\n    if IS_PARTIAL", "softcap",
         ),
         Mutant("derivative_forgotten_in_dq", _BACKWARD, "of_score[1].to(tl.float32)\n        if IS", "1.0\n        if IS", "softcap"),
-        Mutant(
-            "mask_forgotten_in_dk", _BACKWARD,
-            "rows, captured[1][0], captured[1][1]) | is_shown)",
-            "rows, captured[1][0], captured[1][1]) | (kv >= 0))", "dilated",
-        ),
+        Mutant("mask_forgotten_in_dk", _BACKWARD, "(shown | is_shown)", "(shown | (kv >= 0))", "dilated"),
         Mutant(
             "mask_forgotten_in_dq", _BACKWARD,
             "rows[1], captured[1][0], captured[1][1]) | is_shown)",
@@ -144,6 +143,10 @@ MUTANTS = {
         Mutant("captured_derivative_forgotten", "programs.py", "ds * found[{load.factor}].to(tl.float32)", "ds", "gated"),
         Mutant("pair_stored_by_rows_beyond_the_end", "programs.py", "element_ty), mask=seen)", "element_ty), mask=is_key)", "pairs"),
         Mutant("captured_gradient_one_place_on", "programs.py", "totals[{load.total}]", "totals[{0 * load.total}]", "two_tables"),
+        Mutant("diagonals_one_place_on", "functions.py", "entry % 8 - entry // 8  #", "entry % 8 - entry // 8 + 1  #", "relative"),
+        Mutant("diagonals_of_blocks_mixed", "functions.py", "block // COLUMNS + ROWS - 1 ==", "block // COLUMNS + ROWS - 2 ==", "relative"),
+        Mutant("diagonals_before_the_tile_lost", "functions.py", "is_there = (i <", "is_there = (i < 1) & (i <", "relative"),
+        Mutant("diagonals_of_the_first_head", "functions.py", "PLACES(begin[0], begin[1]", "PLACES(begin[0], begin[1] * 0", "relative"),
         Mutant(
             "keys_of_a_shared_entry_lost", "programs.py",
             "tl.sum(part{i}, 1, keep_dims=True)",

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from hopper_protocol import RowTile
+from hopper_schedule import Broken
 
 __all__ = ["Case", "random_case"]
 
@@ -25,7 +26,8 @@ class Table:
         found: Any = self.values
         for i in key:
             if i is not None:
-                assert 0 <= i < len(found), (key, len(found))
+                if not 0 <= i < len(found):
+                    raise Broken(f"a table is asked for {key}; it has {len(found)} entries there")
                 found = found[i]
         return found
 
@@ -36,12 +38,13 @@ class Sizes(NamedTuple):
     section: int
     heads: int
     ratio: int
-    tiles_in_page: int
+    pieces_in_page: int
 
 
 @dataclass
 class Case:
-    """tiles: what this block should compute, in order. jumps, left: see ``hopper_roles.Counter``. bands: (left, right) of each entry."""
+    """tiles: what this block should compute, in order. jumps, left: see ``hopper_roles.Counter``. bands: (left, right) of each entry.
+    foresees, guesses, shortens: what the kernel found of its config."""
 
     config: Any
     tiles: list[RowTile]
@@ -53,17 +56,25 @@ class Case:
     jumps: list[int]
     left: int
     foresees: bool
+    guesses: bool
+    shortens: bool
+
+    @property
+    def rows(self) -> int:
+        """How many row tiles there are: as many as there is room for, or as the order says."""
+        order = self.tables["order"]
+        return order[self.sizes.rows, 0] if self.config.has_count else self.sizes.rows
 
     @property
     def draws(self) -> bool:
-        return self.sizes.rows * self.sizes.spread > self.workers
+        return self.rows * self.sizes.spread > self.workers
 
     def __str__(self) -> str:
         tiles = self.config.tiles
         return (
             f"visits {[len(t.visits) for t in self.tiles]}, {tiles.stages} stages, Q {self.config.q_stages}, "
             f"{tiles.warp_groups} warp groups, turns {tiles.ping_pong}, lists {self.config.lists}, "
-            f"left {self.config.has_left}, score {self.config.score}"
+            f"left {self.config.has_left}, score {self.config.score}, heads of a tile {self.config.heads_per_tile}"
         )
 
 
@@ -73,19 +84,25 @@ def _config(draw: random.Random) -> Any:
         tile_m=64 * groups, tile_n=TILE_N, stages=draw.choice((1, 2, 3)), ping_pong=draw.random() < 0.8, warp_groups=groups
     )
     lists = draw.choice((None, None, "dense"))
+    piece = draw.choice((0, 0, 0, 0, TILE_N, 8, 4, 2, 1)) if lists is None else 0
     return SimpleNamespace(
         tiles=tiles,
+        tile_q=tiles.tile_m,
+        heads_per_tile=1,
         q_stages=q_stages,
         score=draw.choice((None, "score")),
         is_bounded=draw.random() < 0.3,
         always=draw.choice(((), ("always",))),
         lists=lists,
+        piece=piece,
+        is_paged=piece > 0,
+        gathers=piece == 1,
         list_cut=draw.choice(((1, 1), (2, 1), (1, 2))),
         per_entry=False,
         per_head=False,
         has_order=lists is None,
+        has_count=False,
         has_entries=lists is None,
-        is_paged=lists is None and draw.random() < 0.3,
         has_left=lists is None and draw.random() < 0.5,
         has_right=lists is None and draw.random() < 0.5,
         spread="none" if lists else draw.choice(("none", "heads")),
@@ -114,7 +131,11 @@ def random_case(seed: int, rows: int | None = None) -> Case:
     workers = draw.choice((1, 1, 2))
     heads = draw.choice((2, 3, 4)) if config.spread == "heads" else 1
     section = draw.randint(1, heads)
-    sizes = Sizes(rows, heads, section, heads, 2 if heads % 2 == 0 else 1, draw.choice((1, 2)))
+    ratio = 2 if heads % 2 == 0 else 1
+    if config.spread == "heads" and random.Random(-1 - seed).random() < 0.6:  # heads are then groups of heads that share row tiles
+        config.heads_per_tile, config.tile_q = 4, config.tiles.tile_m // 4
+        ratio = 4 * ratio - seed % 4
+    sizes = Sizes(rows, heads, section, heads, ratio, draw.choice((1, 1, 2, 3)))
     # heads whose K and V fit the cache together go side by side
     work = [(r, h) for first in range(0, heads, section) for r in range(rows) for h in range(first, min(first + section, heads))]
     taken, jumps = _taken(draw, len(work), workers)
@@ -122,15 +143,30 @@ def random_case(seed: int, rows: int | None = None) -> Case:
     tables, lengths, bands, tile = made(draw, config, sizes)
     tiles = [found for i in taken if (found := tile(*work[i])) is not None]
     names = ("partial_count", "partial_index", "full_count", "full_index", "order", "entries", "pages")
-    return Case(
-        config, tiles, {n: tables.get(n) for n in names}, lengths, sizes, bands, workers, jumps, draw.randrange(workers),
-        bool(config.score) and draw.random() < 0.5,
+    left, foresees = draw.randrange(workers), bool(config.score) and draw.random() < 0.5
+    guesses = draw.random() < 0.7
+    shortens = guesses and config.is_bounded and not foresees
+    case = Case(
+        config, tiles, {n: tables.get(n) for n in names}, lengths, sizes, bands, workers, jumps, left, foresees,
+        guesses and (shortens or not config.is_bounded), shortens,
     )  # fmt: skip
+    return _counted(case, random.Random(-seed))
+
+
+def _counted(case: Case, draw: random.Random) -> Case:
+    """Every other order says itself how many row tiles there are; behind them stand others, that are not to be computed."""
+    if not case.config.has_order or draw.random() < 0.5:
+        return case
+    room, rows = draw.choice((0, 1, 4)), case.sizes.rows
+    case.config.has_count = True
+    case.tables["order"] = Table([*case.tables["order"].values, *[(0, 0, 0)] * room, (rows, 0, 0)])
+    case.sizes = case.sizes._replace(rows=rows + room)
+    return case
 
 
 def _entries(draw: random.Random, config: Any, sizes: Sizes) -> tuple[dict[str, Any], tuple, list, Any]:
     """Each row tile is of an entry of its own, whose length is what it takes to have the visits wished for."""
-    tile_m, count, in_page = config.tiles.tile_m, sizes.rows, sizes.tiles_in_page
+    tile_m, count, in_page = config.tile_q, sizes.rows, sizes.pieces_in_page
     entries, order, bands, pages = [], [], [], []
     for b in range(count):
         m_block = draw.choice((0, 0, 1, -1 if draw.random() < 0.3 else 0))
@@ -140,7 +176,9 @@ def _entries(draw: random.Random, config: Any, sizes: Sizes) -> tuple[dict[str, 
         order.append((m_block, 0, b))
         left, right = draw.randint(-seqlen_q - 10, seqlen_k), draw.randint(-seqlen_q, seqlen_k + 10)
         bands.append((left if config.has_left else -(2**30), max(right, left) if config.has_right else 2**30))
-        pages.append([100 * b + i for i in draw.sample(range(9), 5)])
+        # no more than a sequence needs: who asks for another page fails
+        used = -(-seqlen_k // (config.piece * in_page)) if config.is_paged else 0
+        pages.append([1000 * b + i for i in draw.sample(range(99), used)])
     draw.shuffle(order)
 
     def tile(row: int, head: int) -> RowTile | None:
@@ -150,18 +188,41 @@ def _entries(draw: random.Random, config: Any, sizes: Sizes) -> tuple[dict[str, 
         q_row, q_start, seqlen_q, k_row, k_start, seqlen_k, q_first, _, _ = entries[b]
         left, right = bands[b]
         visits = [(n, 1, cut) for n, cut in _of_band(m_block * tile_m, min((m_block + 1) * tile_m, seqlen_q), seqlen_k, left, right)]
+        heads, head, q_place = _of_heads(head, config.heads_per_tile, sizes.ratio, (q_row, q_start, m_block))
         kv_head = head // sizes.ratio
         keys: list[tuple] = [(kv_head, k_row, k_start, 0, n) for n, _, _ in visits]
         if config.is_paged:
-            keys = [(kv_head, 0, n % in_page, pages[b][n // in_page]) for n, _, _ in visits]
+            place = lambda at: (kv_head, 0, *_on_page(at, seqlen_k, pages[b], config.piece, in_page))
+            keys = [tuple(place(at) for at in _pieces(n, config.piece)) for n, _, _ in visits]
         seen = {"left": left if config.has_left else -(2**30), "right": right if config.has_right else 2**30}
-        facts = {"more": 1, "m_block": m_block, "head": head, "entry": b, "total": len(visits), "seqlen_q": seqlen_q, "seqlen_k": seqlen_k,
-                 "q_row": q_row, "q_start": q_start, "q_first": q_first, **seen}  # fmt: skip
+        facts = {"more": heads, "m_block": m_block, "head": head, "entry": b, "total": len(visits), "seqlen_q": seqlen_q,
+                 "seqlen_k": seqlen_k, "q_row": q_row, "q_start": q_start, "q_first": q_first, **seen}  # fmt: skip
         room = seqlen_k - visits[0][0] * TILE_N if visits else TILE_N
-        return RowTile(facts, visits, ((head, q_row, q_start, m_block, 0), keys, keys), room if room < TILE_N else None)
+        return RowTile(facts, visits, (q_place, keys, keys), room if room < TILE_N else None)
 
     tables = {"order": Table(order), "entries": Table(entries), "pages": Table(pages)}
     return tables, (999, 999), bands, tile
+
+
+def _pieces(n: int, piece: int) -> range:
+    """The pieces of key tile ``n``, counted from an entry's first key."""
+    count = TILE_N // piece
+    return range(n * count, (n + 1) * count)
+
+
+def _on_page(at: int, seqlen_k: int, pages: list[int], piece: int, in_page: int) -> tuple[int, int]:
+    """(piece of a page, page) of piece ``at``; past the last key no page at all."""
+    return at % in_page, pages[at // in_page] if at * piece < seqlen_k else -1
+
+
+def _of_heads(number: int, packed: int, ratio: int, at: tuple[int, int, int]) -> tuple[int, int, tuple]:
+    """(heads of a row tile, the first, what is chosen of Q). number: the tile's head, or the number of the group that shares it."""
+    q_row, q_start, m_block = at
+    if packed == 1:
+        return 1, number, (number, q_row, q_start, m_block, 0)
+    groups = [(h, min(packed, ratio - h)) for h in range(0, ratio, packed)]
+    kv_head, (before, heads) = number // len(groups), groups[number % len(groups)]
+    return heads, kv_head * ratio + before, (kv_head, q_row, ((before, q_start), 0), (0, m_block), 0)
 
 
 def _of_band(first: int, end: int, seqlen_k: int, left: int, right: int) -> list[tuple[int, bool]]:

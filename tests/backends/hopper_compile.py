@@ -6,6 +6,7 @@ A process of its own: the architecture is an environment variable that CuTe DSL 
 from __future__ import annotations
 
 import json
+import math
 import struct
 import sys
 import warnings
@@ -20,7 +21,7 @@ from cutlass import Float32, Int32
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from anyattn import masks
-from anyattn.backends.hopper.config import Ask, Config, slots, tiles_for
+from anyattn.backends.hopper.config import LEAST_PIECE, Ask, Config, slots, tiles_for
 from anyattn.backends.hopper.kernel import HopperForward
 from anyattn.mods.rows import row_ranges
 from anyattn.mods.trace import trace
@@ -49,6 +50,16 @@ def frame_sizes(cubin: Path) -> list[int]:
     return found
 
 
+def products_and_waits(cubin: Path) -> tuple[int, int]:
+    """Instructions that multiply, and those that wait for one another around them: the low 12 bits of an instruction's 16 bytes say which.
+
+    Where the compiler is not sure who writes the accumulators it waits before and after each product, and says so to nobody.
+    """
+    data = cubin.read_bytes()
+    codes = [struct.unpack_from("<H", data, at)[0] & 0xFFF for at in range(0, len(data) - 15, 16)]  # sections of code are aligned
+    return sum(code in (0xDF0, 0x9F0) for code in codes), codes.count(0x9C5)
+
+
 def compile(config: Config, mods: list, folder: Path) -> list[int]:  # type: ignore[type-arg]
     kernel = HopperForward(config)
     big = [fake(kernel.dtype, 4, 8, 16) for _ in range(4)]
@@ -66,6 +77,9 @@ def compile(config: Config, mods: list, folder: Path) -> list[int]:  # type: ign
     folder.mkdir()
     given = (*big, *statistics, sink, *lists, *tables, fake(Int32, 1), *sizes, tuple(scalars), tuple(tensors), make_fake_stream())
     cute.compile(kernel, *given, options=f"--keep-cubin --dump-dir={folder}")
+    for cubin in folder.glob("*.cubin"):
+        products, waits = products_and_waits(cubin)
+        assert waits < products, f"{config}: {products} products wait for one another {waits} times"
     return [size for cubin in folder.glob("*.cubin") for size in frame_sizes(cubin)]
 
 
@@ -100,22 +114,40 @@ def cases() -> dict[str, tuple[list, dict]]:  # type: ignore[type-arg]
         "rounded": ([rounded], {"score": rounded.expr}),
         "powers": ([powers, causal], {"score": powers.expr, **ends}),
         "ragged": ([causal], {**ends, **entries}),
+        "documents": ([alibi, causal], {"score": alibi.expr, **ends, **entries, "has_count": True}),
+        "documents or lists": ([document], {"lists": "dense", "partial": each, "has_order": True, "has_count": True, "spread": "heads"}),
         "ragged lists": ([document], {"lists": "ragged", "partial": each, **entries}),
-        "pages": ([causal], {**ends, **entries, "is_paged": True}),
+        "pages of 16": ([causal], {**ends, **entries, "page": 16}),
+        "pages of 1": ([causal], {**ends, **entries, "page": 1}),
+        "pages of 256": ([causal], {**ends, **entries, "page": 256}),
+        "pages and lists": ([document], {"lists": "ragged", "partial": each, **entries, "page": 48}),
+        "packed": ([causal], {**ends, "heads_per_tile": 8, "has_sink": True}),
+        "packed alibi": ([alibi, window], {"score": alibi.expr, "bands": (window.expr,), "heads_per_tile": 4}),
+        "packed relative": ([relative], {"score": relative.expr, "heads_per_tile": 8}),
+        "packed straight": ([straight, causal], {"score": straight.expr, "heads_per_tile": 8, **ends}),
+        "packed lists": ([document], {"lists": "dense", "partial": each, "has_order": True, "heads_per_tile": 8}),
+        "packed ragged": ([causal], {**ends, **entries, "heads_per_tile": 4}),
     }
 
 
-def main(folder: Path, head_dim: int, head_dim_v: int) -> None:
+def main(folder: Path, head_dim: int, head_dim_v: int, only: str = "") -> None:
     result = {}
     for i, (name, (mods, fields)) in enumerate(cases().items()):
-        listed = 128 if "lists" in fields or "is_paged" in fields else None
+        if not name.startswith(only):
+            continue
+        listed, page = 128 if "lists" in fields else None, fields.pop("page", 0)
         asks = tuple(ask for ask in (fields.get("partial"), *fields.get("always", ())) if ask is not None)
-        tiles = tiles_for(head_dim, head_dim_v, fields.get("score"), listed, asks)
+        packs = "heads_per_tile" in fields
+        tiles = tiles_for(head_dim, head_dim_v, fields.get("score"), listed, asks, page, packs)
         cut = (1, 128 // tiles.tile_n) if "lists" in fields else (1, 1)
-        config = Config(head_dim, head_dim_v, i % 2 == 0 or "is_bounded" in fields, tiles, list_cut=cut, has_lse=True, **fields)
+        piece, is_bf16 = math.gcd(page, tiles.tile_n) if page else 0, i % 2 == 0 or "is_bounded" in fields
+        if 0 < piece < LEAST_PIECE:
+            fields |= {"gathers": True}
+            tiles, piece = tiles_for(head_dim, head_dim_v, fields.get("score"), listed, asks, 1), 1
+        config = Config(head_dim, head_dim_v, is_bf16, tiles, list_cut=cut, has_lse=True, piece=piece, **fields)
         result[name] = compile(config, mods, folder / str(i))
     print(json.dumps(result))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])

@@ -14,7 +14,10 @@ from typing import Any, NamedTuple
 
 from hopper_schedule import Broken, MemoryBarrier, NamedBarrier, Schedule
 
-__all__ = ["PARTS", "TURN", "Block", "Group", "Loaded", "Memory", "Part", "Pipe", "Registers", "RowTile", "StageRef", "State"]
+__all__ = [
+    "PARTS", "TURN", "Block", "Group", "Loaded", "Memory", "Part", "PieceRef", "Pieces", "Pipe", "Registers", "RowTile", "StageRef",
+    "State",
+]  # fmt: skip
 
 PARTS = 2  # instructions of a product
 TURN = range(1, 4)  # the barriers at which warp groups take turns
@@ -23,7 +26,8 @@ CLEANED = range(8, 11)  # and those at which each one meets after wiping
 
 class RowTile(NamedTuple):
     """facts: those that a row tile is told by, by name. visits: (key tile, whether the partial predicate is asked, whether it must be
-    masked). sources: tags of Q, and of K and of V for each visit. room: keys of the first visited tile, if a sequence's end cuts it."""
+    masked). sources: tags of Q, and of K and of V for each visit, with pages one for each piece. room: keys of the first visited tile, if a
+    sequence's end cuts it."""
 
     facts: dict[str, int]
     visits: list[tuple[int, int, bool]]
@@ -53,6 +57,7 @@ class Stage:
     """What shared memory holds: ``tag`` (None: nothing yet or being written), and by warp group who is at it."""
 
     tag: Any = None
+    asked: dict[int, bool] = field(default_factory=dict)  # the pieces that copies were asked for since the last tile, and whether each came
     held: set[int] = field(default_factory=set)  # waited for and not given back
     reading: list[int] = field(default_factory=list)  # products and stores under way
     used: set[int] = field(default_factory=set)  # groups that are through with it
@@ -72,6 +77,36 @@ class StageRef(NamedTuple):
         return self.memory.stages[self.index]
 
 
+class PieceRef(NamedTuple):
+    """Where one copy of a tile goes."""
+
+    memory: Memory
+    index: int
+    piece: int
+
+    @property
+    def stage(self) -> Stage:
+        return self.memory.stages[self.index]
+
+
+class Pieces:
+    """A memory of K or V divided into pieces of keys: (in a piece, of the row), (in a row), pieces of keys and of the row, stages."""
+
+    def __init__(self, memory: Memory, shape: tuple[int, int]):
+        self.memory, self.at = memory, ("k", "v").index(memory.name)  # which mode of both is the keys'
+        if memory.block.gathers:
+            raise Broken(f"{memory.name} comes row by row, and is divided for the copy engine")
+        if shape[self.at] * memory.pieces != memory.keys:
+            raise Broken(f"{memory.name} is divided into pieces of {shape[self.at]} keys; wanted {memory.pieces} pieces")
+
+    def __getitem__(self, key: tuple) -> Any:
+        if len(key) == 5:
+            if key[3 - self.at] != 0 or key[2 + self.at] is not None:
+                raise Broken(f"{self.memory.name} is divided along its rows: {key}")
+            return self
+        return PieceRef(self.memory, self.memory[key].index, key[1])
+
+
 class Part(NamedTuple):
     """What one instruction of a product reads."""
 
@@ -80,10 +115,12 @@ class Part(NamedTuple):
 
 
 class Memory:
-    """Stages of Q (whose place O takes), K or V; the last index says which."""
+    """Stages of Q (whose place O takes), K or V; the last index says which. keys: of a tile of K or V, which so many copies fill."""
 
-    def __init__(self, block: Block, name: str, stages: int):
+    def __init__(self, block: Block, name: str, stages: int, keys: int = 0, pieces: int = 1):
         self.block, self.name, self.stages = block, name, [Stage() for _ in range(stages)]
+        self.keys, self.pieces = keys, pieces
+        self.iterator, self.layout = self, None
 
     def __getitem__(self, key: Any) -> StageRef:
         if not 0 <= key[-1] < len(self.stages):
@@ -126,6 +163,8 @@ class Pipe:
     def consumer_wait(self, state: Any) -> None:
         self.at(self.full, state.index).wait(state.phase)
         self.stages[state.index].held.add(self.block.group.number)
+        if self.block.gathers and self.memory:
+            self.block.group.unfenced.add((self.name, state.index))
 
     def consumer_release(self, state: Any) -> None:
         barrier, group = self.at(self.empty, state.index), self.block.group
@@ -151,7 +190,7 @@ class _Full(NamedTuple):
     pipe: Pipe
 
     def arrive(self, index: int, _: None) -> None:
-        self.pipe.at(self.pipe.full, index).arrive(1 if self.pipe.memory else 0)
+        self.pipe.at(self.pipe.full, index).arrive(self.pipe.memory.pieces if self.pipe.memory else 0)
 
 
 class Loaded(NamedTuple):
@@ -165,6 +204,11 @@ class Loaded(NamedTuple):
         if factor.made_of != (self.epoch,):
             raise Broken("rescaled from another maximum than the one in use")
         return self._replace(epoch=factor.epoch)
+
+    def __add__(self, more: Loaded) -> Loaded:  # type: ignore[override]
+        if more.epoch != self.epoch or more.done != self.done:
+            raise Broken(f"{more} is added to {self}")
+        return self._replace(made_of=self.made_of + more.made_of)
 
 
 class Registers:
@@ -212,6 +256,7 @@ class Group:
         self.issued: list[tuple[Registers, Part, Part, bool]] = []
         self.flying: list[_Product] = []
         self.fresh = set[int]()  # registers written since the last fence
+        self.unfenced = set[tuple[str, int]]()  # stages that threads filled, waited for since the last fence between them and products
         self.scores, self.outputs, self.finished = 0, 0, 0  # products of K, of V, row tiles
         self.stores = list[bool]()  # of each store so far whether its memory has been read
 
@@ -274,6 +319,8 @@ class Group:
         stage = ref.stage
         if self.number not in stage.held:
             raise Broken(f"{ref.memory.name} {ref.index} is read without having been waited for")
+        if tag[0] != "q" and (ref.memory.name, ref.index) in self.unfenced:
+            raise Broken(f"{ref.memory.name} {ref.index} was written by threads, and a product reads it without a fence")
         if stage.tag != (*tag, place):
             raise Broken(f"{ref.memory.name} {ref.index} holds {stage.tag}; wanted {(*tag, place)}")
         stage.reading.append(self.number)
@@ -303,11 +350,13 @@ class Block:
     """tiles: the row tiles that the block will get, in order. takes_turns: ``Tiles.ping_pong``."""
 
     def __init__(self, schedule: Schedule, config: Any, tiles: list[RowTile]):
-        self.schedule, self.tiles, self.takes_turns = schedule, tiles, config.tiles.ping_pong
+        self.schedule, self.tiles, self.takes_turns, self.gathers = schedule, tiles, config.tiles.ping_pong, config.gathers
         self.order = [(t, i) for t, tile in enumerate(tiles) for i in range(len(tile.visits))]
         count, stages = config.tiles.warp_groups, config.tiles.stages
         self.groups = {f"group {i}": Group(self, i) for i in range(count)}
-        self.memories = [Memory(self, "q", config.q_stages), Memory(self, "k", stages), Memory(self, "v", stages)]
+        keys = config.tiles.tile_n
+        whole = (keys, keys // config.piece if config.is_paged else 1)
+        self.memories = [Memory(self, "q", config.q_stages), Memory(self, "k", stages, *whole), Memory(self, "v", stages, *whole)]
         self.pipes = [Pipe(self, m.name, len(m.stages), count, m) for m in self.memories] + [Pipe(self, "work", 2, count, None)]
         self.barriers: dict[int, NamedBarrier] = {}
         self.owners: dict[int, int] = {}  # of barriers for one warp group
@@ -320,33 +369,47 @@ class Block:
     def group(self) -> Group:
         return self.groups[self.schedule.now.name]
 
-    def copy_in(self, name: str, tag: tuple, to: StageRef, barrier: MemoryBarrier) -> None:
-        """The copy engine fills a stage, some time later."""
+    def copy_in(self, name: str, tag: tuple, to: StageRef | PieceRef, barrier: MemoryBarrier) -> None:
+        """The copy engine fills a stage or a piece of it, some time later."""
         self.schedule.step()
-        stage, count = to.stage, self.copied[name]
-        self.copied[name] += 1
-        place: Any = self.order[count] if name != "q" else [t for t, tile in enumerate(self.tiles) if tile.visits][count]
-        wanted = self.tiles[place].sources[0] if name == "q" else self.tiles[place[0]].sources[1 if name == "k" else 2][place[1]]
+        stage, pieces = to.stage, to.memory.pieces
+        piece = to.piece if isinstance(to, PieceRef) else 0
+        if not 0 <= piece < pieces:
+            raise Broken(f"{name} has {pieces} pieces, and {piece} is copied")
+        count = self.copied[name] // pieces
+        places: list[Any] = self.order if name != "q" else [t for t, tile in enumerate(self.tiles) if tile.visits]
+        if count >= len(places):
+            raise Broken(f"{name} {tag} is copied for no tile")
+        place = places[count]
+        whole = self.tiles[place].sources[0] if name == "q" else self.tiles[place[0]].sources[1 if name == "k" else 2][place[1]]
+        wanted = whole[piece] if isinstance(to, PieceRef) else whole
         if (name, tag) != (to.memory.name, wanted):
             raise Broken(f"{name} {tag} is copied to {to.memory.name} for {place}; wanted {wanted}")
         if barrier is not self.pipes[("q", "k", "v").index(name)].full[to.index]:
             raise Broken(f"{name} {tag} comes to {to.index} and is told at {barrier.name}")
-        self._is_free(to)
-        stage.tag, stage.used, stage.output, stage.wiped = None, set(), set(), {}
+        if self.copied[name] % pieces == 0:
+            self._is_free(to)
+            stage.tag, stage.used, stage.output, stage.wiped, stage.asked = None, set(), set(), {}, {}
+        if piece in stage.asked or stage.tag is not None:
+            raise Broken(f"piece {piece} of {name} {place} is copied twice, or to a stage of another tile")
+        stage.asked[piece] = False
+        self.copied[name] += 1
 
         def came() -> None:
-            stage.tag = (name, *tag, place)
+            stage.asked[piece] = True
+            if sum(stage.asked.values()) == pieces:
+                stage.tag = (name, *whole, place)
             barrier.came()
 
         self.schedule.under_way.append(came)
 
-    def _is_free(self, to: StageRef) -> None:
+    def _is_free(self, to: StageRef | PieceRef) -> None:
         stage = to.stage
         if stage.reading or stage.held:
             raise Broken(f"{to.memory.name} {to.index} ({stage.tag}) is overwritten while {stage.reading or stage.held} use it")
         if stage.tag is not None and stage.used != {g.number for g in self.groups.values()}:
             raise Broken(f"{stage.tag} is overwritten; only {stage.used} have used it")
-        if stage.tag is None and self.copied[to.memory.name] > len(to.memory.stages):
+        if stage.tag is None and self.copied[to.memory.name] >= len(to.memory.stages) * to.memory.pieces:
             raise Broken(f"{to.memory.name} {to.index} is overwritten while it is being filled")
 
     def copy_out(self, ref: StageRef, t: int) -> None:
@@ -395,7 +458,9 @@ class Block:
             raise Broken(f"{ref.memory.name} {ref.index} is wiped while others fill or read it")
         stage.wiped.setdefault(group.number, (first, "wiped"))
 
-    def fence_wiped(self) -> None:
+    def fence_written(self) -> None:
+        """Between what the calling threads wrote, or saw written, and what their products read."""
+        self.group.unfenced.clear()
         self._sees_wiped(lambda how: "fenced" if how == "wiped" else how)
 
     def _sees_wiped(self, change: Any) -> None:

@@ -14,15 +14,15 @@ from types import CodeType, SimpleNamespace
 from typing import Any
 
 from hopper_cases import Case
-from hopper_protocol import PARTS, Block, Loaded, Memory, Pipe, Registers, RowTile, StageRef, State
+from hopper_protocol import PARTS, Block, Loaded, Memory, PieceRef, Pieces, Pipe, Registers, RowTile, StageRef, State
 from hopper_schedule import Broken, Schedule
 
 import anyattn
 
-__all__ = ["MODULES", "STOOD_IN", "Changes", "Stubs", "method", "run_block", "signatures", "text_of", "wiped_by_a_group"]
+__all__ = ["MODULES", "STOOD_IN", "Changes", "Stubs", "View", "class_of", "compiled", "method", "run_block", "signatures", "text_of"]
 
 _FOLDER = Path(anyattn.__file__).parent / "backends" / "hopper"
-MODULES = ("visits", "load", "multiply")
+MODULES = ("visits", "load", "gather", "multiply")
 _FILES = tuple(str(_FOLDER / f"{name}.py") for name in MODULES)
 _STATES = ("q_state", "k_state", "v_state", "work_state")
 _LOWEST, _ALL_0, _OUT, _MAX, _SUM = (frozenset({what}) for what in ("all -inf", "all 0.0", "out", "max", "sum"))
@@ -30,7 +30,8 @@ Changes = tuple[tuple[str, str, str], ...]  # (module, text, text that takes its
 # what the roles call of the rest of the kernel's class, which ``Stubs`` has instead, and the module that it is of
 STOOD_IN = {
     "band": "visits", "rate": "softmax", "row_limits": "softmax", "foreseen": "softmax", "modified": "softmax", "masked": "softmax",
-    "exponentials": "softmax", "unshifted": "softmax", "finished": "epilogue", "blank": "epilogue", "stored": "epilogue",
+    "head": "softmax", "exponentials": "softmax", "unshifted": "softmax", "guessed": "guesses",
+    "finished": "epilogue", "blank": "epilogue", "stored": "epilogue", "gather": "gather",
 }  # fmt: skip
 
 
@@ -39,7 +40,7 @@ def text_of(module: str) -> str:
 
 
 @functools.lru_cache(maxsize=8)
-def _compiled(changes: Changes) -> tuple[list[CodeType], dict[str, list[str]]]:
+def compiled(changes: Changes) -> tuple[list[CodeType], dict[str, list[str]]]:
     """The modules, and their lines."""
     found, lines = [], {}
     for module, file in zip(MODULES, _FILES, strict=True):
@@ -72,7 +73,7 @@ def method(of: Any, name: str) -> Any:
     return getattr(of, name)
 
 
-def _class(names: dict[str, Any], name: str) -> type:
+def class_of(names: dict[str, Any], name: str) -> type:
     if name not in names:
         raise LookupError(f"the Hopper kernel has no class {name!r}, which the model is built on; looked for in {', '.join(_FILES)}")
     return names[name]
@@ -100,6 +101,23 @@ class View:
 
     def __getitem__(self, key: tuple) -> View:
         return View(self.name, self.tag + tuple(i for i in key if i is not None))
+
+
+class Turned:
+    """V, or a stage of it, with its keys first."""
+
+    def __init__(self, of: Any):
+        self.of = of
+
+    def __getitem__(self, key: tuple) -> Turned:
+        return Turned(self.of[key])
+
+
+class Lanes(list):
+    """A number that differs from lane to lane."""
+
+    def __mod__(self, by: int) -> Lanes:
+        return Lanes(x % by for x in self)
 
 
 class Counter:
@@ -189,7 +207,31 @@ class Stubs:
     config: Any
     bands: list[tuple[int, int]]
     foresees: bool
+    guesses: bool
+    shortens: bool
     dtype = "dtype"
+    arch: Any
+
+    def _pieces(self, n: int) -> list[Lanes]:
+        """What the text says in each lane."""
+        found = []
+        for self.arch.lane in range(32):
+            found.append(super()._pieces(n))  # type: ignore[misc]
+        self.arch.lane = 0
+        return [Lanes(of_lanes) for of_lanes in zip(*found, strict=True)]
+
+    def _page(self, at: Lanes, *given: Any) -> Lanes:
+        return Lanes(super(Stubs, self)._page(i, *given) for i in at)  # type: ignore[misc]
+
+    def gather(self, source: View, target: Any, pages: tuple[Lanes, ...], places: tuple[Lanes, ...], barrier: Any) -> None:
+        """``hopper_threads`` looks into it; for all others its copies are like the copy engine's, of a row each."""
+        if isinstance(target, Turned) is not (source.name == "v"):
+            raise Broken(f"{source.name} is gathered along the wrong side of its tile")
+        target = target.of if isinstance(target, Turned) else target
+        for key in range(target.memory.keys):
+            page, place = (x[key // 32][key % 32] for x in (pages, places))
+            to = PieceRef(target.memory, target.index, key)
+            self.block.copy_in(source.name, (*source.tag, 0, place, page), to, barrier)
 
     def band(self, entry: int, head: int, q_first: int, captured: Any) -> tuple[int, int]:
         return self.bands[entry]
@@ -290,6 +332,36 @@ class Stubs:
                 raise Broken(f"exponentials are added to {before}")
             x.store(Loaded(before.made_of + made_of, -1, kinds[0]))
 
+    def guessed(
+        self,
+        scores: Registers,
+        lifts: str | None,
+        powers: Registers,
+        sums: Registers,
+        row_max: Registers,
+        facts: Any,
+        scale: str,
+        rate: str,
+        captured: str,
+    ) -> bool:
+        self._given(scale=scale, rate=rate, captured=captured)
+        self._visited(scores, facts, None, False)
+        ((t, i),), top = scores.made_of, row_max.load()
+        wanted = (None, frozenset()) if self.shortens else ("lifts", {"modified"})
+        if (lifts, scores.done) != wanted or self._must_be_masked(t, i) or top.done != _MAX:
+            raise Broken(f"a guess at {scores.made_of}, {set(scores.done)}, with {lifts} and a maximum of {top}")
+        is_right = self.block.schedule.random.random() < 0.6
+        made_of = scores.made_of if is_right else ("a wrong guess",)
+        powers.store(Loaded(made_of, top.epoch, frozenset({"exponential"})))
+        sums.store(Loaded(made_of, top.epoch, _SUM))
+        if is_right:
+            row_max.store(Loaded(top.made_of + made_of, top.epoch, _MAX))
+        return is_right
+
+    def head(self, positions: str, facts: Any) -> int:
+        self._given(positions=positions)
+        return int(facts.head)
+
     def finished(self, acc: Registers, row_max: Registers, row_sum: Registers, rate: str, sink: str, head: int) -> None:
         self._given(rate=rate)
         out, top, total = found = acc.load(), row_max.load(), row_sum.load()
@@ -314,7 +386,7 @@ class Stubs:
         if group.number not in stage.held or stage.tag != ("q", *tile.sources[0], t) or group.number in stage.reading:
             raise Broken(f"O of {t} goes where {stage.tag} is, held by {stage.held}, read by {stage.reading}")
         stage.used.add(group.number)
-        end = facts.m_block * self.config.tiles.tile_m + (number + 1) * 64
+        end = facts.m_block * self.config.tile_q + (number + 1) * 64 // self.config.heads_per_tile
         if self.config.has_entries and end > facts.seqlen_q:
             self.block.written[t, group.number] += 1
         else:
@@ -338,18 +410,20 @@ class Stubs:
 
 
 def _arch(block: Block, work: tuple[int, int], counter: Counter) -> SimpleNamespace:
-    return SimpleNamespace(
+    arch = SimpleNamespace(lane=0)
+    arch.__dict__.update(
         block_idx=lambda: (work[0], 0, 0),
         grid_dim=lambda: (work[1], 1, 1),
-        lane_idx=lambda: 0,
-        shuffle_sync=lambda value, _: value,
+        lane_idx=lambda: arch.lane,
+        shuffle_sync=lambda value, lane: value[lane] if isinstance(value, Lanes) else value,
         atomic_add=counter.add,
         make_warp_uniform=int,
         cp_async_bulk_wait_group=lambda most, read: block.wait_for_stores(most),
-        fence_proxy=lambda *_, **__: block.fence_wiped(),
+        fence_proxy=lambda *_, **__: block.fence_written(),
         barrier=lambda barrier_id, number_of_threads: block.barrier(barrier_id, number_of_threads, True),
         barrier_arrive=lambda barrier_id, number_of_threads: block.barrier(barrier_id, number_of_threads, False),
     )
+    return arch
 
 
 def _stand_ins(block: Block, work: tuple[int, int], counter: Counter) -> dict[str, Any]:
@@ -363,8 +437,11 @@ def _stand_ins(block: Block, work: tuple[int, int], counter: Counter) -> dict[st
     cute = SimpleNamespace(
         arch=_arch(block, work, counter),
         copy=copy,
-        domain_offset=lambda by, view: View(view.name, (*view.tag, sum(by))),
+        domain_offset=lambda by, view: View(view.name, (*view.tag, by if isinstance(by[0], tuple) else sum(by))),
         local_tile=_local_tile,
+        flat_divide=Pieces,
+        make_tensor=lambda of, _: Turned(of),
+        select=lambda *_, **__: None,
         group_modes=lambda x, *_: x,
         make_layout=lambda _, stride=1: lambda i: i * stride,
         make_identity_tensor=lambda _: "identity",
@@ -380,7 +457,9 @@ def _stand_ins(block: Block, work: tuple[int, int], counter: Counter) -> dict[st
         "cute": cute,
         "cutlass": cutlass,
         "const_expr": bool,
-        "Int32": int,
+        "LANES": 32,
+        "Int32": _integer,
+        "Uint32": _integer,
         "Float32": SimpleNamespace(inf=math.inf),
         "pipeline": SimpleNamespace(PipelineUserType=states, make_pipeline_state=lambda kind, n: State(n, 0, kind)),
         "cpasync": SimpleNamespace(tma_partition=lambda _, __, ___, in_smem, in_gmem: (in_smem, in_gmem)),
@@ -391,8 +470,13 @@ def _stand_ins(block: Block, work: tuple[int, int], counter: Counter) -> dict[st
             Field=SimpleNamespace(ACCUMULATE="accumulate"),
         ),
         "narrowed": functools.partial(_narrowed, block),
+        "narrowed_to": lambda out, x, _: out.store(x.load()),
         "rows_and_columns": lambda x: x,
     }
+
+
+def _integer(x: Any) -> Any:
+    return x if isinstance(x, Lanes) else int(x)
 
 
 class _Cells:
@@ -417,15 +501,17 @@ def _narrowed(block: Block, x: Registers, _: str) -> Registers:
 
 def run_block(case: Case, seed: int, changes: Changes = ()) -> int:
     """One block of ``case`` by the kernel's text with ``changes``; raises ``Broken``. Returns a number that says who went on when."""
-    codes, texts = _compiled(changes)
+    codes, texts = compiled(changes)
     schedule = Schedule(seed, texts)
     block, counter = Block(schedule, case.config, case.tiles), Counter(case.jumps, case.left)
     names = _stand_ins(block, (0, case.workers), counter)
     for code in codes:
         exec(code, names)
-    kernel = type("Kernel", (Stubs, *(_class(names, name) for name in ("Visits", "Loads", "Multiplies"))), {})()
-    load, multiply, tables = method(kernel, "load"), method(kernel, "multiply"), _class(names, "Tables")(**case.tables)
-    kernel.block, kernel.config, kernel.bands, kernel.foresees = block, case.config, case.bands, case.foresees
+    kernel = type("Kernel", (Stubs, *(class_of(names, name) for name in ("Visits", "Loads", "Multiplies"))), {})()
+    load, multiply, tables = method(kernel, "load"), method(kernel, "multiply"), class_of(names, "Tables")(**case.tables)
+    kernel.block, kernel.config, kernel.bands = block, case.config, case.bands
+    kernel.foresees, kernel.guesses, kernel.shortens = case.foresees, case.guesses, case.shortens
+    kernel.arch = names["cute"].arch
     board = (_Board(block, block.pipes[3], "facts"), _Board(block, block.pipes[1], "visit"))
     in_smem = (*block.memories, block.memories[0])
     copies = tuple((name, View(name)) for name in ("q", "k", "v"))
@@ -446,24 +532,3 @@ def run_block(case: Case, seed: int, changes: Changes = ()) -> int:
     if case.draws and (counter.values[1] != (0 if is_last else case.left + 1) or (counter.values[0] == 0) is not is_last):
         raise Broken(f"the counter is left at {counter.values}")
     return schedule.turns
-
-
-def wiped_by_a_group(tile_n: int, head_dim_v: int, room: int) -> list[tuple[int, int]]:
-    """(entry, key) of V for each one that the 128 threads of a warp group wipe where a sequence ends after ``room`` keys."""
-    found: list[tuple[int, int]] = []
-
-    def tile_of(_: Any, shape: tuple[int, int], at: tuple[int, int]) -> View:
-        found.extend((at[0] * shape[0] + i, at[1]) for i in range(shape[0]))
-        return View("v")
-
-    done = SimpleNamespace(consumer_wait=lambda _: None, fill=lambda _: None)
-    arch = SimpleNamespace(fence_proxy=lambda *_, **__: None, barrier=lambda **_: None)
-    cute = SimpleNamespace(arch=arch, local_tile=tile_of, autovec_copy=lambda *_: None, make_rmem_tensor=lambda *_: done)
-    names: dict[str, Any] = {"cute": cute, "cutlass": SimpleNamespace(range=lambda *n, **_: range(*n)), "const_expr": bool}
-    exec(_compiled(())[0][MODULES.index("multiply")], names)
-    kernel = _class(names, "Multiplies")()
-    wiped = method(kernel, "_wiped")
-    kernel.dtype, kernel.config = "dtype", SimpleNamespace(tiles=SimpleNamespace(tile_n=tile_n), head_dim_v=head_dim_v)
-    for thread in range(128, 256):
-        wiped(View("v"), done, State(1, 0, 0), room, thread, 1)
-    return found

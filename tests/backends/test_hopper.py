@@ -15,6 +15,7 @@ import torch
 
 import anyattn
 from anyattn import check_flash, masks, plan
+from anyattn.backends.hopper import run
 from anyattn.backends.hopper.config import Config, Tiles, padded, sides
 from anyattn.backends.hopper.specialise import Special, specialised
 from anyattn.backends.hopper.staging import is_foreseen
@@ -82,6 +83,20 @@ def test_what_it_takes_and_why_not_the_rest() -> None:
 
 
 BIG = 2**40
+
+
+def test_warp_groups_take_turns_but_where_all_tiles_are_bare() -> None:
+    assert not special().config.tiles.ping_pong and not special(wants_lse=True).config.tiles.ping_pong
+    lists = anyattn.compute_block_sparsity(128, 128, None, None, 64, 64, masks.causal(), device="cpu")
+    for changes in (
+        {"predicates": traced(masks.causal())},
+        {"predicates": traced(masks.prefix_lm(5))},
+        {"predicates": traced(masks.full()), "blocks": lists},
+        {"score": trace(lambda s, b, h, i, j: s + j, "score")},
+        dict.fromkeys("qkv", torch.randn(1, 2, 64, 64, dtype=torch.bfloat16)),
+        dict.fromkeys("qkv", torch.randn(1, 2, 64, 256, dtype=torch.bfloat16)),
+    ):
+        assert special(**changes).config.tiles.ping_pong, changes
 
 
 def special(**changes) -> Special:  # type: ignore[no-untyped-def]
@@ -197,13 +212,77 @@ def test_one_block_mask_serves_batches_of_any_size() -> None:
         assert {b for _, _, b in order.tolist()} == set(range(batch)) and len(order) == batch * 2 * 3
 
 
-def test_tiles_divide_pages_and_lists() -> None:
-    pool = torch.randn(8, 48, 2, 128, dtype=torch.bfloat16)
-    q, table, used = torch.randn(2, 5, 2, 128, dtype=torch.bfloat16), torch.arange(8).view(2, 4).int(), torch.tensor([50, 190]).int()
-    for mask, tile_n in ((None, 48), (masks.prefix_lm(9), 16)):
-        options = Options(mask_mod=mask)
-        p = check_flash.varlen_problem(q, pool, pool, None, None, None, None, None, used, table, None, options)
-        assert specialised(p).config.tiles.tile_n == tile_n
+def paged(size: int, d: int = 128, dv: int = 128, mask=None) -> Problem:  # type: ignore[no-untyped-def]
+    k, v = (torch.zeros(400 // size + 1, size, 2, n, dtype=torch.bfloat16) for n in (d, dv))
+    table, used = torch.arange(400 // size).view(1, -1).int(), torch.tensor([190]).int()
+    q = torch.zeros(1, 5, 2, d, dtype=torch.bfloat16)
+    return check_flash.varlen_problem(q, k, v, None, None, None, None, None, used, table, None, Options(mask_mod=mask))
+
+
+@pytest.mark.parametrize("size", [*range(1, 40), 48, 64, 80, 96, 100, 112, 127, 128, 192, 200, 256, 384])
+@pytest.mark.parametrize("d,dv", [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)])
+def test_pages_of_any_size_fill_tiles_of_full_size(size: int, d: int, dv: int) -> None:
+    """In pieces of which a page and a tile hold whole ones, and which are not small where that can be helped."""
+    plain, lists = specialised(paged(384, d, dv)).config.tiles.tile_n, masks.prefix_lm(9)
+    tile_of_all = specialised(paged(1, d, dv)).config.tiles.tile_n
+    for mask in (None, lists):
+        p = paged(size, d, dv, mask)
+        config = specialised(p).config
+        assert reason_against(p) is None
+        assert config.is_paged and size % config.piece == 0 and config.tiles.tile_n % config.piece == 0
+        row = 2 * (64 if config.head_dim != 96 else 32)  # bytes of a row of a swizzled tile
+        assert config.gathers or config.piece * row % 128 == 0
+        assert config.piece >= 8 or config.gathers
+        if mask is None:
+            assert config.tiles.tile_n * 8 >= plain * 5
+            assert config.piece >= 16 or size % 16
+            assert not config.gathers or tile_of_all == config.tiles.tile_n
+        else:
+            assert 128 % config.tiles.tile_n == 0
+
+
+def test_padded_rows_are_not_gathered() -> None:
+    """The copy engine alone fills up with zeros; at head dimension 96 it takes no odd pieces."""
+    for given, wanted in {
+        (7, 72, 72): (128, 128, 7),
+        (6, 72, 72): (96, 96, 6),
+        (1, 120, 128): (128, 128, 1),
+        (1, 128, 40): (128, 64, 1),
+    }.items():
+        config = specialised(paged(*given)).config
+        assert not config.gathers and (config.head_dim, config.head_dim_v, config.piece) == wanted
+
+
+@pytest.mark.parametrize(
+    "size,tile_n,piece",
+    [(1, 128, 1), (7, 128, 1), (12, 96, 12), (16, 128, 16), (24, 96, 24), (48, 128, 16), (64, 128, 64), (256, 128, 128)],
+)
+def test_tiles_and_pieces_of_pages(size: int, tile_n: int, piece: int) -> None:
+    config = specialised(paged(size)).config
+    assert (config.tiles.tile_n, config.piece) == (tile_n, piece)
+
+
+def test_heads_of_paged_keys_go_side_by_side_like_others() -> None:
+    """It is all of a head's keys that should fit the cache, not those of a page."""
+    lengths, heads = torch.tensor([40_000, 60_000]), 16
+    ends = torch.tensor([0, 100, 300]).int()
+    q, k = torch.zeros(300, heads, 128, dtype=torch.bfloat16), torch.zeros(100_000, 4, 128, dtype=torch.bfloat16)
+    ends_k = torch.cat([torch.zeros(1), lengths.cumsum(0)]).int()
+    packed = check_flash.varlen_problem(q, k, k, ends, ends_k, None, None, None, None, None, None, Options())
+    found = {run._section(packed, 4)}
+    for size in (16, 1000):
+        pool, table = k.view(-1, size, 4, 128), torch.arange(100_000 // size).view(2, -1).int()
+        p = check_flash.varlen_problem(q, pool, pool, ends, None, None, None, None, torch.tensor([50_000] * 2), table, None, Options())
+        found.add(run._section(p, 4))
+    assert found == {4}
+
+
+def test_the_size_of_a_page_is_run_time() -> None:
+    """Pages of whole tiles have one kernel, and so have those of the same pieces."""
+    configs = {size: specialised(paged(size)).config for size in (128, 256, 384, 16, 48, 80)}
+    assert configs[128] == configs[256] == configs[384] != configs[16]
+    assert configs[16] == configs[48] == configs[80]
+    assert len({specialised(paged(size)).config for size in (1, 2, 3, 4, 5, 6, 7, 9)}) == 1
 
 
 def test_a_tile_longer_than_the_sequence_is_whole() -> None:
@@ -269,6 +348,9 @@ def test_it_says_what_it_needs() -> None:
         (lambda: Config(96, 128, True, Tiles(128, 128, 2)), "wanted 128 instead of 96"),
         (lambda: Config(256, 256, True, Tiles(128, 128, 2)), "shared memory"),
         (lambda: Config(128, 128, True, Tiles(128, 128, 2), lists="sparse"), "lists='sparse'"),
+        (lambda: Config(128, 128, True, Tiles(128, 128, 2), has_count=True), "has_count without has_order"),
+        (lambda: Config(128, 128, True, Tiles(128, 128, 2), piece=24), "piece=24; wanted a divisor of tile_n=128"),
+        (lambda: Config(96, 96, True, Tiles(128, 112, 2), piece=7), "piece=7.*even at head_dim 96"),
     ],
 )
 def test_configs_judge_themselves(make, words: str) -> None:  # type: ignore[no-untyped-def]
@@ -290,8 +372,11 @@ def test_every_kernel_compiles_for_hopper_without_spilling(head_dim: tuple[int, 
     )
     assert done.returncode == 0, done.stderr[-3000:]
     frames = json.loads(done.stdout.splitlines()[-1])
-    assert len(frames) == 17 and all(frames.values()), "a kernel left no cubin to look at"
+    assert len(frames) == 28 and all(frames.values()), "a kernel left no cubin to look at"
     # where a score mod is long, the loading role leaves a few numbers that change once a row tile to local memory: it has 24 registers
-    most = {"alibi": 8, **dict.fromkeys(("straight", "relative", "by_token", "rounded", "powers"), 32)}
+    most = {
+        "alibi": 8,
+        **dict.fromkeys(("straight", "relative", "by_token", "rounded", "powers", "packed straight", "packed relative"), 32),
+    }
     spilled = {name: sizes for name, sizes in frames.items() if any(size > most.get(name, 0) for size in sizes)}
     assert not spilled, f"bytes of local memory: {spilled}"

@@ -330,17 +330,102 @@ def test_a_diagonal_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(reads) == ROWS + COLUMNS - 1
 
 
+@cache
+def powers() -> dict[str, Any]:
+    """The names of ``powers.py``."""
+    names = _run("powers", dict(emitter("dividend")))
+    names["bits"] = lambda x, kind: np.frombuffer(x.tobytes(), np.int32 if kind is Int32 else np.float32)[0]
+    return names
+
+
 def test_exponentials_by_multiplications() -> None:
     """Of a product within 126 to either side: 1.2e-4 of the true one, a fortieth of bfloat16's rounding."""
-    given = dict(emitter("dividend"))
-    cute, cutlass = SimpleNamespace(**vars(given["cute"]), jit=lambda f: f), SimpleNamespace(**vars(given["cutlass"]), Constexpr=None)
-    names = _run(
-        "softmax", given | {"cute": cute, "cutlass": cutlass}, (*OUTSIDE, *(f"anyattn.backends.hopper.{m}" for m in ("emit", "fragment")))
-    )
-    names["_bits"] = lambda x, kind: np.frombuffer(x.tobytes(), np.int32 if kind is Int32 else np.float32)[0]
+    names = powers()
     for x in np.linspace(-125, 125, 4001, dtype=np.float32):
         for factor in (1.0, 43.28, 0.01):
             product = np.longdouble(x / np.float32(factor)) * np.longdouble(np.float32(factor))
-            for ours in (names["_exp2_of_product"](x / np.float32(factor), np.float32(factor)), names["_exp2"](np.float32(product))):
+            for ours in (names["exp2_of_product"](x / np.float32(factor), np.float32(factor)), names["exp2"](np.float32(product))):
                 assert abs(np.longdouble(ours) / np.exp2(product) - 1) < 1.2e-4
-    assert names["_exp2"](np.float32(-np.inf)) == 0
+    assert names["exp2"](np.float32(-np.inf)) == 0
+
+
+class Fragment:
+    """A thread's scores, (rows, columns), or a number for each of its rows."""
+
+    def __init__(self, values: Any):
+        self.values = np.asarray(values, np.float32)
+
+    def __getitem__(self, place: Any) -> Any:
+        found = self.values[tuple(slice(None) if i is None else i for i in place) if isinstance(place, tuple) else place]
+        return Fragment(found) if isinstance(place, tuple) and None in place else np.float32(found)
+
+    def __setitem__(self, place: Any, value: Any) -> None:
+        self.values[place] = value
+
+    def load(self) -> Fragment:
+        return self
+
+    def reduce(self, operation: str, first: Any, _: int) -> Any:
+        assert operation == "add"
+        return np.float32(first) + self.values.sum()
+
+
+def guesses() -> Any:
+    """An object of the class in ``guesses.py``; the warp is one thread."""
+    given = {**emitter("dividend"), **powers(), "Boolean": bool}
+    size = lambda x, mode=None: len(x.values) if mode is None else x.values.shape[mode[0]]
+    arch = SimpleNamespace(**vars(given["cute"].arch), vote_all_sync=bool)
+    given["cute"] = SimpleNamespace(
+        **{**vars(given["cute"]), "arch": arch}, size=size, jit=lambda f: f, ReductionOp=SimpleNamespace(ADD="add")
+    )
+    given |= {"rows_and_columns": lambda x: x, "const_expr": bool}
+    given["sum_of"] = _run("powers", given)["sum_of"]
+    outside = (*OUTSIDE, *(f"anyattn.backends.hopper.{name}" for name in ("emit", "fragment", "powers")))
+    return _run("guesses", given, outside)["Guesses"]()
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+def test_the_maximum_held_is_enough_until_it_is_far_below() -> None:
+    random, guess = np.random.default_rng(0), guesses()
+    scores = Fragment(random.normal(size=(2, 32)) * 3)
+    rate, lifts = np.float32(1.3), Fragment([0.5, -2.0])
+    for held, lifted in (([9.0, 4.0], None), ([9.0, 4.0], lifts), ([-1.0, 0.0], None), ([60.0, 400.0], None)):
+        to, sums = Fragment(np.zeros((2, 32))), Fragment(np.zeros(2))
+        assert guess._by_held(scores, lifted, to, sums, Fragment(held), rate)
+        top = np.float64(held) - (0 if lifted is None else np.float64(lifts.values))
+        wanted = np.exp2((np.float64(scores.values) - top[:, None]) * rate)
+        wanted[wanted < 2.0**-126] = 0  # what is less need not be told from 0
+        assert bool((np.abs(to.values - wanted) <= 1e-4 * wanted + 2.0**-126).all())
+        assert bool((np.abs(sums.values - wanted.sum(1)) <= 1e-4 * wanted.sum(1) + 2.0**-120).all())
+    for row, held, score in (
+        (0, 0.0, 10.1),
+        (1, 0.0, 1000.0),
+        (1, -np.inf, 0.0),
+        (1, -np.inf, -np.inf),
+        (0, 0.0, np.nan),
+        (0, 0.0, np.inf),
+    ):
+        tops, other = Fragment([5.0, 5.0]), Fragment(scores.values.copy())
+        tops[row], other[row, 16] = held, score
+        assert not guess._by_held(other, None, to, sums, tops, rate), (row, held, score)
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+def test_scores_far_from_their_cap() -> None:
+    """The exponent is within 2.5e-4 of the true one; nearer to the cap, and for factors out of the ordinary, the guess is called wrong."""
+    random, guess, reach = np.random.default_rng(1), guesses(), powers()["FAR_FROM_CAP"]
+    to, sums = Fragment(np.zeros((2, 32))), Fragment(np.zeros(2))
+    for cap in (50.0, 30.0, 1.0):
+        rate = np.float32(cap * math.log2(math.e))
+        for before in (0.0884 / cap, -0.3, 2.0**-18, 2.0**18):
+            before = np.float32(before)
+            scores = Fragment(random.uniform(-reach, reach, size=(2, 32)) * 0.999 / before)
+            assert guess._far_from_cap(scores, to, sums, before, rate)
+            exponent = np.float64(rate) * np.tanh(np.float64(scores.values) * np.float64(before))
+            room = np.exp2(np.abs(exponent) * 2.5e-4) * (1 + 1e-5) - 1
+            assert bool((np.abs(to.values / np.exp2(exponent) - 1) <= room).all())
+            assert bool((np.abs(sums.values - np.float64(to.values).sum(1)) <= 1e-5 * sums.values).all())
+            scores[1, 30] = 1.001 * reach / before
+            assert not guess._far_from_cap(scores, to, sums, before, rate)
+        for before in (1e9, 1e-9, np.nan, np.inf):
+            assert not guess._far_from_cap(Fragment(np.zeros((2, 32))), to, sums, np.float32(before), rate)

@@ -87,14 +87,16 @@ def test_each_part_of_a_config_and_of_the_kinds_changes_the_key() -> None:
     ask = Ask(causal.expr, True)
     other = {
         **{"head_dim": 64, "head_dim_v": 64, "is_bf16": False, "tiles": Tiles(128, 64, 2), "score": score, "bands": (causal.expr,)},
-        **{"lists": "dense", "spread": "heads", "list_cut": (1, 2), "partial": ask, "always": (ask,)},
+        **{"lists": "dense", "spread": "heads", "list_cut": (1, 2), "partial": ask, "always": (ask,), "heads_per_tile": 4, "piece": 16},
     }
     keys = [key_of(config(), ())]
     for field in dataclasses.fields(Config):
         assert field.name in other or isinstance(field.default, bool), f"give {field.name} another value here"
-        if field.name != "is_bounded":
+        if field.name not in ("is_bounded", "has_count", "gathers"):
             keys.append(key_of(config(**{field.name: other.get(field.name, not field.default)}), ()))
     keys.append(key_of(config(is_bounded=True, score=score), ()))  # of scores that a mod bounds
+    keys.append(key_of(config(has_order=True, has_count=True), ()))
+    keys += [key_of(config(piece=1, gathers=gathers), ()) for gathers in (False, True)]
     keys += [key_of(config(), kinds) for kinds in ((FLOAT,), (INT,), (1, INT), (torch.float32, 1), (torch.float32, -1), (type(None),))]
     assert len(set(keys)) == len(keys)
 

@@ -12,8 +12,9 @@ from itertools import count, islice
 
 import pytest
 from hopper_cases import random_case
-from hopper_roles import STOOD_IN, Changes, Stubs, method, run_block, signatures, text_of, wiped_by_a_group
+from hopper_roles import STOOD_IN, Changes, Stubs, method, run_block, signatures, text_of
 from hopper_schedule import Broken
+from hopper_threads import rows_gathered, wiped_by_a_group
 
 SCHEDULES = 320
 
@@ -40,7 +41,14 @@ def test_the_cases_are_of_every_kind() -> None:
     assert len(kinds) == 12
     assert {len(t.visits) for c in cases for t in c.tiles} >= {0, 1, 2, 3, 5}
     assert any(len(c.tiles) >= 12 for c in cases) and any(not c.tiles for c in cases)
+    assert {t.facts["more"] for c in cases for t in c.tiles} == {1, 2, 3, 4} and {c.config.heads_per_tile for c in cases} == {1, 4}
     assert any(t.room is not None for c in cases for t in c.tiles)
+    counted = [c for c in cases if c.config.has_count]
+    assert any(c.rows < c.sizes.rows and c.tiles for c in counted) and any(c.rows == 0 < c.sizes.rows for c in counted)
+    assert {c.config.piece for c in cases if c.tiles} == {0, 1, 2, 4, 8, 16}
+    paged = [c for c in cases if c.config.is_paged]
+    assert {c.sizes.pieces_in_page for c in paged} == {1, 2, 3}
+    assert any(tag[3] == -1 for c in paged for t in c.tiles for pieces in t.sources[1] for tag in pieces)
 
 
 @pytest.mark.parametrize("head_dim_v", [64, 96, 128, 192, 256])
@@ -49,6 +57,13 @@ def test_a_warp_group_wipes_every_key_past_the_last_once(head_dim_v: int) -> Non
         for room in (1, 17, tile_n - 1, tile_n, tile_n + 5):
             found = wiped_by_a_group(tile_n, head_dim_v, room)
             assert sorted(found) == [(i, key) for i in range(head_dim_v) for key in range(room, tile_n)]
+
+
+@pytest.mark.parametrize("width", [64, 96, 128, 192, 256])
+def test_lanes_gather_every_row_once(width: int) -> None:
+    for tile_n in (16, 48, 80, 112, 128):
+        found = rows_gathered(tile_n, width)
+        assert found == {(key, entry): [(key, entry)] for key in range(tile_n) for entry in range(0, width, 8)}
 
 
 # Planted bugs: text and what takes its place.
@@ -92,11 +107,10 @@ LAST_ADVANCED = "        v_state.advance()\n        return"
 BARE = "v_state, False)\n            k_state.advance()\n            v_state.advance()"
 WAITED_FOR_V = "        pipes[2].consumer_wait(v_state)\n        self._product(mma_pv, acc"
 WIPED = "            self._wiped(in_smem[2]"
+V_THROUGH = "        warpgroup.wait_group(0)\n        pipes[2].consumer_release(v_state)\n"
 P_STORED = "        p.store(narrowed(scores, self.dtype).load())\n"
-STORED_FIRST = """        warpgroup.wait_group(0)
-        pipes[2].consumer_release(v_state)
-        p.store(narrowed(scores, self.dtype).load())
-        if const"""
+P_GUESSED = "        narrowed_to(p, powers, self.dtype)\n"
+SUMS_GUESSED = "            row_sum.store(row_sum.load() + added.load())\n"
 END_POSTED = "        self._post(board[0], pipes[3], work_state, Facts(*(Int32(0) for _ in Facts._fields)))\n        work_state.advance()\n"
 POSTED = "self._post(board[0], pipes[3], work_state, facts)\n                work_state.advance()"
 ON_BOARD = "            board[state.index] = n * 2 + asked\n        pipe.sync_object_full.arrive(state.index, None)"
@@ -146,14 +160,26 @@ MUTANTS: dict[str, Changes] = {
     "K is given back while it is being read": planted(MULTIPLY, "warpgroup.wait_group(1)", "warpgroup.wait_group(2)"),
     "K is not given back": planted(MULTIPLY, K_THROUGH, LAST_THROUGH),
     "K is given back twice": planted(MULTIPLY, K_THROUGH, K_THROUGH + K_THROUGH.splitlines(keepends=True)[1]),
-    "V is given back while it is being read": planted(MULTIPLY, STORED_FIRST, STORED_FIRST.replace("wait_group(0)", "wait_group(1)")),
+    "V is given back while it is being read": planted(
+        MULTIPLY, V_THROUGH + P_STORED, V_THROUGH.replace("wait_group(0)", "wait_group(1)") + P_STORED
+    ),
+    "V is given back while it is being read, after a guess": planted(
+        MULTIPLY, V_THROUGH + P_GUESSED, V_THROUGH.replace("wait_group(0)", "wait_group(1)") + P_GUESSED
+    ),
     "V is not waited for": planted(MULTIPLY, WAITED_FOR_V, "        self._product(mma_pv, acc"),
     "the last V is not waited for": planted(MULTIPLY, LAST_WAITED_FOR, "        self._product(mma_pv, sums"),
     "the last product is left out": planted(MULTIPLY, LAST),
     "the last product is not waited for": planted(MULTIPLY, LAST + LAST_THROUGH, LAST),
     "the last V is not given back": planted(MULTIPLY, LAST_RELEASED + LAST_ADVANCED, LAST_ADVANCED),
     "the last V is given back twice": planted(MULTIPLY, LAST_RELEASED + LAST_ADVANCED, LAST_RELEASED * 2 + LAST_ADVANCED),
-    "P is replaced before its product": planted(MULTIPLY, STORED_FIRST, P_STORED + STORED_FIRST.replace(P_STORED, "")),
+    "P is replaced before its product": exchanged(MULTIPLY, V_THROUGH, P_STORED),
+    "P is replaced before its product, by a guess": exchanged(MULTIPLY, V_THROUGH, P_GUESSED),
+    "a wrong guess stays": planted(MULTIPLY, "        if is_right:", "        if True:"),
+    "a wrong guess stays in P": planted(MULTIPLY, "row_scale, rate, False, True)\n    " + P_STORED, "row_scale, rate, False, True)\n"),
+    "a wrong guess at a cap stays in P": planted(MULTIPLY, "rate, False)\n    " + P_STORED, "rate, False)\n"),
+    "sums of guesses are lost": planted(MULTIPLY, SUMS_GUESSED, "            pass\n"),
+    "O is not rescaled after a wrong guess": planted(MULTIPLY, "        return rescales\n", "        return False\n"),
+    "masked tiles are guessed at": planted(MULTIPLY, "if const_expr(self.guesses and not asks)", "if const_expr(self.guesses)"),
     "turns are not taken": planted(MULTIPLY, "        self._my_turn(group)\n"),
     "turns are not passed on": planted(MULTIPLY, "        self._next_turn(group)\n"),
     "the first turn is not given": planted(MULTIPLY, "if group == 0 and self", "if group < 0 and self"),
@@ -182,9 +208,40 @@ MUTANTS: dict[str, Changes] = {
     "K is copied without its memory being free": planted(LOAD, "        pipe.sync_object_empty.wait(state.index, state.phase)\n"),
     "the loader's Q stage is not advanced": planted(LOAD, "                    q_state.advance()\n"),
     "V is told at K's barrier": planted(LOAD, "self._fetch(pipes[2], v_state", "self._fetch(pipes[1], v_state"),
-    "V is one tile behind": planted(LOAD, "v_copy, n, entry", "v_copy, after, entry"),
+    "V is one tile behind": planted(LOAD, "v_copy, n, pages", "v_copy, after, pages"),
     "the tile goes on the board in another place": planted(LOAD, ON_BOARD, ON_BOARD.replace("[state.index] =", "[1 - state.index] =")),
     "the last key tile is loaded twice": planted(LOAD, "cutlass.min(i + 1, visits - 1)", "cutlass.min(i, visits - 1)"),
+    "row tiles are computed that the order does not count": planted(VISITS, "Sizes(tables.order[sizes.rows, 0], *", "Sizes(sizes.rows, *"),
+    "a piece is not copied": planted(LOAD, "min(pieces - group * LANES, LANES)", "min(pieces - group * LANES, LANES) - 1"),
+    "a piece too many is copied": planted(LOAD, "min(pieces - group * LANES, LANES)", "min(pieces - group * LANES, LANES) + 1"),
+    "pieces are written one over the other": planted(LOAD, "target[None, group * LANES + i,", "target[None, 0,"),
+    "a piece's page is the one of the lane before": planted(
+        LOAD, "cute.arch.shuffle_sync(pages[group], i)", "cute.arch.shuffle_sync(pages[group], max(i - 1, 0))"
+    ),
+    "a piece's place is the one of the lane before": planted(
+        LOAD, "cute.arch.shuffle_sync(places[group], i)", "cute.arch.shuffle_sync(places[group], max(i - 1, 0))"
+    ),
+    "pages are those of the tile before": planted(LOAD, "n, asked, pages = after, asks, pages_after", "n, asked = after, asks"),
+    "V's pages are those of the tile after": planted(LOAD, "v_copy, n, pages, sizes", "v_copy, n, pages_after, sizes"),
+    "pages are those of the first entry": planted(LOAD, "tables.pages[entry,", "tables.pages[0,"),
+    "the table is asked about what lies past the last key": planted(LOAD, "at * self.config.piece < seqlen_k:", "at >= 0:"),
+    "pages are asked for one piece too late": planted(LOAD, "at * self.config.piece <", "(at + 1) * self.config.piece <"),
+    "pieces are counted by tiles": planted(LOAD, "n * pieces + i", "n + i"),
+    "every page begins where its first piece does": planted(LOAD, "% Uint32(sizes.pieces_in_page)", "% Uint32(1)"),
+    "gathered keys are not fenced": planted(MULTIPLY, "if const_expr(self.config.gathers):", "if const_expr(False):"),
+    "gathered keys go to the first stage": planted(LOAD, "target[None, None, state.index], pages", "target[None, None, 0], pages"),
+    "gathered keys are on the pages of the tile after": planted(LOAD, "_pieces(n))\n            if", "_pieces(n + 1))\n            if"),
+    "keys are divided along the rows": planted(
+        LOAD, "flat_divide(k_smem, (piece, d))[None, None, None, 0, None]", "flat_divide(k_smem, (piece, d))[None, None, 0, None, None]"
+    ),
+    "heads are cut into a group too many": planted(VISITS, "groups = ceil_div(sizes.ratio, most)", "groups = sizes.ratio // most + 1"),
+    "a smaller group has as many heads": planted(VISITS, "minimum(sizes.ratio - before, most)", "most"),
+    "a group's heads are the first ones": planted(VISITS, "* sizes.ratio + before", "* sizes.ratio"),
+    "Q is of the first group's heads": planted(LOAD, "((head % sizes.ratio, q_start), 0)", "((0, q_start), 0)"),
+    "Q is as far as heads apart have it": planted(LOAD, "shape, ((0, m_block), 0))", "shape, ((0, m_block * 4), 0))"),
+    "packed row tiles see what unpacked ones do": planted(
+        VISITS, "tile_m, tile_n = config.tile_q,", "tile_m, tile_n = config.tiles.tile_m,"
+    ),
     "a visit more than loaded": planted(VISITS, "return total, masked, bare, maximum(", "return total, masked, bare + 1, maximum("),
 }
 
@@ -231,8 +288,7 @@ def test_stand_ins_take_what_the_kernel_takes(name: str) -> None:
     assert len(inspect.signature(method(Stubs, name)).parameters) - 1 == taken[name]
 
 
-# What may be left out: the loader's stay until all is given back, for the others stay themselves; a name's first value for the tracer.
-NEEDLESS = {"pipe.producer_tail(state)", "rescales = cutlass.Boolean(False)"}
+NEEDLESS = {"pipe.producer_tail(state)"}  # the loader's stay until all is given back, for the others stay themselves
 
 
 def left_out() -> Iterator[tuple[str, Changes]]:

@@ -13,6 +13,7 @@ import torch
 
 from anyattn.backends.hopper import build, launch, tables
 from anyattn.backends.hopper.tables_config import TablesConfig
+from anyattn.geometry import ragged_table
 from anyattn.geometry.integers import ceil_div
 from anyattn.geometry.stored import LengthTables, StoredSequences, StoredSizes
 
@@ -88,7 +89,7 @@ def test_the_kernel_makes_the_reference_s_tables(name: str, ends_with_row: bool)
     heads = 1 if s.batch > THREADS else 2
     entries, order, out, lse, bin_keys = made(s, heads, ends_with_row)
     assert entries.tolist() == tables._entries(s, None).tolist()
-    reference = tables._order_of_entries(s, TILE, len(order), ends_with_row)
+    reference = ragged_table.longest_first(s, TILE, len(order), ends_with_row)
     exists = order[:, 0] >= 0
     assert sorted(map(tuple, order[exists].tolist())) == sorted(tuple(r) for r in reference.tolist() if r[0] >= 0)
     count = int(exists.sum())

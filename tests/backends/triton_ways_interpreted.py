@@ -24,9 +24,9 @@ MASKS = {
 SCORES = {"plain": None, "alibi": lambda s, b, h, q, k: s + BIAS[h] * (q - k)}
 
 
-def seen(launched, score, mask, scale, splits=1, width=24):  # type: ignore[no-untyped-def]
+def seen(launched, score, mask, scale, splits=1, width=24, rows=50):  # type: ignore[no-untyped-def]
     torch.manual_seed(0)
-    q, k, v = torch.randn(2, 4, 50, width), torch.randn(2, 2, 70, width), torch.randn(2, 2, 70, 40)
+    q, k, v = torch.randn(2, 4, rows, width), torch.randn(2, 2, 70, width), torch.randn(2, 2, 70, 40)
     options = {"tile_m": 16, "tile_n": 16, "num_splits": splits}
     out, lse = anyattn.flex_attention(
         q, k, v, score, mask_mod=mask, scale=scale, enable_gqa=True, return_lse=True, backend="triton", kernel_options=options
@@ -55,14 +55,32 @@ def launched(monkeypatch):  # type: ignore[no-untyped-def]
     recall.clear()
 
 
-@pytest.mark.parametrize("ways", [(True, False), (False, True), (True, True)], ids=["late", "described", "both"])
+WAYS = {
+    "late": (True, 0), "described": (False, 1), "both": (True, 1), "joined": (False, 2, True), "output": (False, 3), "all": (True, 4, True, True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("ways", WAYS.values(), ids=list(WAYS))
 @pytest.mark.parametrize("name", MASKS)
 def test_ways(name, ways, launched, monkeypatch):  # type: ignore[no-untyped-def]
     monkeypatch.setattr(config, "ways_of", lambda *about: config.Ways(*ways))
     for score in SCORES.values():
-        options = seen(launched, score, MASKS[name], None)
-        assert (options["IS_LATE"], options["IS_DESCRIBED"]) == ways and options["IS_RAW"]
-    seen(launched, None, MASKS[name], None, splits=3)
+        # of few rows heads share a tile, which no descriptor is for
+        options = seen(launched, score, MASKS[name], None, rows=65 if ways[1] > 2 else 50)
+        assert (options["IS_LATE"], options["IS_DESCRIBED"]) == ways[:2] and options["IS_RAW"]
+        assert options["IS_JOINED"] is (len(ways) > 2 and name != "documents")  # whose tiles are listed
+    assert seen(launched, None, MASKS[name], None, splits=3)["IS_DESCRIBED"] == min(ways[1], 2), "parts are written row by row"
+
+
+def test_rows_without_a_place_of_their_own(monkeypatch):  # type: ignore[no-untyped-def]
+    """Keys that all heads share, by a stride of 0, and outputs of one row are described by the programs, or not at all."""
+    monkeypatch.setattr(config, "ways_of", lambda *about: config.Ways(False, 4))
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 4, 40, 16), torch.randn(2, 1, 40, 16).expand(2, 4, 40, 16), torch.randn(2, 40, 4, 16).transpose(1, 2)
+    for tensors in ((q, k, v), (q, v, k), (v, q, q), (q[:, :, :1].expand(2, 4, 40, 16), q, v)):
+        out = anyattn.flex_attention(*tensors, backend="triton")
+        right, plain, noise = oracle.attention(*tensors), oracle.same_dtype(*tensors), rounding(*tensors)
+        budget.check("out", out, right.out, plain.out, noise.out)
 
 
 @pytest.mark.parametrize("scale", [1e-3, 3.0, -0.2, 0.0, 1e-35])
@@ -74,5 +92,5 @@ def test_scales(scale, launched):  # type: ignore[no-untyped-def]
 
 def test_what_cannot_be_described(launched, monkeypatch):  # type: ignore[no-untyped-def]
     """Rows that do not begin at multiples of 16 bytes."""
-    monkeypatch.setattr(config, "ways_of", lambda *about: config.Ways(False, True))
+    monkeypatch.setattr(config, "ways_of", lambda *about: config.Ways(False, 4))
     assert not seen(launched, None, None, None, width=25)["IS_DESCRIBED"]

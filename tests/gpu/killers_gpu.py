@@ -17,7 +17,7 @@ import torch
 from judging_gpu import DEVICE, Capturing, check, flex, judge, qkv
 
 import anyattn
-from anyattn import masks
+from anyattn import masks, scores
 
 SINK = torch.linspace(-1, 3, 4)
 IDS = (torch.rand(2, 640, generator=torch.Generator().manual_seed(8)) < 0.01).long().cumsum(1)
@@ -27,9 +27,9 @@ ALIBI = Capturing(lambda to: (lambda sl: lambda s, b, h, i, j: s - sl[h] * (i - 
 
 
 def rising() -> None:
-    """Key tiles are visited from the last to the first, and each has greater scores than the one before."""
+    """Key tiles are visited from the last to the first, and each has far greater scores than the one before."""
     q, k, v = qkv(1, 4, 2)
-    judge((q, k * torch.linspace(6.0, 0.5, 333, device=DEVICE)[:, None].to(k.dtype), v))
+    judge((q, k * torch.linspace(12.0, 0.5, 333, device=DEVICE)[:, None].to(k.dtype), v))
 
 
 def lists() -> None:
@@ -97,6 +97,7 @@ KILLERS: dict[str, Callable[[], Any]] = {
     "causal": lambda: judge(qkv(), mask=masks.causal()),
     "window": lambda: judge(qkv(), mask=masks.sliding_window(100, 20)),
     "peaky": rising,
+    "capped": lambda: judge(qkv(kind="peaky"), score=scores.softcap(5.0)),
     "sink": lambda: judge(qkv(), sink=SINK),
     "score": lambda: judge(qkv(), score=ALIBI),
     "lists": lists,
@@ -105,6 +106,8 @@ KILLERS: dict[str, Callable[[], Any]] = {
     "ragged_lists": ragged_lists,
     "packed": stored_as("tail"),
     "pages": stored_as("pages of 256"),
+    "pieces": stored_as("pages of 16"),
+    "gathered": stored_as("pages of 7"),
     "twice": twice,
 }
 

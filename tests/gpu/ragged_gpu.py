@@ -114,7 +114,9 @@ def paged(batch: list[list[Tensor]], size: int, seed: int = 1, padded_q: bool = 
     _, keys, values = _columns(batch)
     counts = [-(-len(x) // size) for x in keys]
     order = torch.randperm(sum(counts) + 5, generator=torch.Generator().manual_seed(seed)).tolist()
-    table = torch.full((len(keys), max(counts) + 1), 10**6, dtype=torch.int32)
+    # what is not used says anything: pages that are none, and those of the pool that hold nothing but NaN
+    anything = torch.tensor([10**6, -1, order[0], -(2**31), 2**31 - 1], dtype=torch.int32)
+    table = anything.repeat(len(keys) * (max(counts) + 9))[: len(keys) * (max(counts) + 9)].view(len(keys), -1).clone()
     pools = [torch.full((len(order), size, *x[0].shape[1:]), NAN, dtype=x[0].dtype, device=DEVICE) for x in (keys, values)]
     for b, count in enumerate(counts):
         for page in range(count):
@@ -135,9 +137,15 @@ FORMS: dict[str, Callable[[list[list[Tensor]]], Stored]] = {
     "partly used": partly_used,
     "padded": padded,
     "packed q, padded k": packed_q_padded_k,
+    "pages of 1": lambda batch: paged(batch, 1),
+    "pages of 2": lambda batch: paged(batch, 2),
+    "pages of 7": lambda batch: paged(batch, 7),
+    "pages of 8": lambda batch: paged(batch, 8, padded_q=True),
     "pages of 16": lambda batch: paged(batch, 16),
+    "pages of 24": lambda batch: paged(batch, 24),
     "pages of 48": lambda batch: paged(batch, 48, padded_q=True),
     "pages of 64": lambda batch: paged(batch, 64),
+    "pages of 100": lambda batch: paged(batch, 100),
     "pages of 128": lambda batch: paged(batch, 128),
     "pages of 256": lambda batch: paged(batch, 256, padded_q=True),
 }

@@ -366,21 +366,22 @@ def test_a_view_whose_strides_pass_two_to_the_31() -> None:
         views.append(pool.as_strided(t.shape, (2**31, 0, 128, 1), at * 300 * 128))
         views[-1].copy_(t)
     assert same(flex(*made, None, masks.causal()), flex(*views, None, masks.causal()))
-    pages = pool[: (2**31 // (64 * 128) + 8) * 64 * 128].view(-1, 64, 1, 128)
-    table = torch.tensor([[len(pages) - 3, len(pages) - 1, 5]], dtype=torch.int32, device=DEVICE)
     one = [t[0].transpose(0, 1)[:150] for t in qkv(1, 1, 1, 150, 150, seed=3)]
-    for which, at in enumerate(table[0].tolist()):
-        rows = one[1][which * 64 : which * 64 + 64]
-        pages[at, : len(rows)] = rows
-    where = {"seqused_k": torch.tensor([150], dtype=torch.int32, device=DEVICE), "page_table": table}
     ends = torch.tensor([0, 150], dtype=torch.int32, device=DEVICE)
     options = {"cu_seqlens_q": ends, "causal": True, "return_lse": True, "backend": judging.BACKEND}
-    got, _ = anyattn.flash_attn_varlen_func(one[0], pages, pages, **where, **options)
     want, _ = anyattn.flash_attn_varlen_func(one[0], one[1], one[1], cu_seqlens_k=ends, **options)
-    assert bool(torch.isfinite(got).all())
-    judging.check(
-        "pages", {"out": got.transpose(0, 1)[None]}, *(t.transpose(0, 1)[None] for t in (one[0], one[1], one[1])), mask=masks.causal()
-    )
+    for size in (64, 16, 1):
+        pages = pool[: (2**31 // (size * 128) + 8) * size * 128].view(-1, size, 1, 128)
+        numbers = [i + 5 if i % 2 else len(pages) - 1 - i for i in range(-(-150 // size))]
+        for which, at in enumerate(numbers):
+            rows = one[1][which * size : which * size + size]
+            pages[at, : len(rows)] = rows
+        table = torch.tensor([numbers], dtype=torch.int32, device=DEVICE)
+        where = {"seqused_k": torch.tensor([150], dtype=torch.int32, device=DEVICE), "page_table": table}
+        got, _ = anyattn.flash_attn_varlen_func(one[0], pages, pages, **where, **options)
+        assert bool(torch.isfinite(got).all())
+        exact = [t.transpose(0, 1)[None] for t in (one[0], one[1], one[1])]
+        judging.check(f"pages of {size}", {"out": got.transpose(0, 1)[None]}, *exact, mask=masks.causal())
     judging.check(
         "rows", {"out": want.transpose(0, 1)[None]}, *(t.transpose(0, 1)[None] for t in (one[0], one[1], one[1])), mask=masks.causal()
     )

@@ -194,6 +194,37 @@ def test_score_mods_of_other_kinds(name: str, label: str, inputs: dict[str, Any]
         judge(qkv(kind=kind, **inputs), score=SCORES[name], label=f"{label}, {kind}", **arguments)
 
 
+@pytest.mark.parametrize("d,dtype", [(64, torch.bfloat16), (128, torch.bfloat16), (128, HALF), (256, torch.bfloat16)], ids=str)
+def test_maxima_that_rise(d: int, dtype: torch.dtype) -> None:
+    """From key tile to key tile, visited from the last to the first: by little, by more than a guess at a row's maximum allows, and so
+    that a sum would be infinite; all rows of a warp or some."""
+    q, k, v = qkv(1, 4, 2, 300, 700, d=d, dtype=dtype)
+    some = q * torch.where(torch.arange(300, device=q.device) % 5 == 0, 1.0, 0.01)[:, None].to(dtype)
+    for most in (3.0, 12.0, 60.0):
+        rising = k * torch.linspace(most, 0.5, 700, device=k.device)[:, None].to(dtype)
+        for queries in (q, some):
+            for mask in (None, masks.causal(400)):
+                judge((queries, rising, v), mask=mask, label=f"{most}, {mask}")
+
+
+@pytest.mark.parametrize("name", ["alibi", "by distance"])
+def test_biases_on_maxima_that_rise(name: str) -> None:
+    q, k, v = qkv(2, 4, 2)
+    rising = k * torch.linspace(40.0, 0.5, 333, device=k.device)[:, None].to(k.dtype)
+    judge((q, rising, v), score=SCORES[name], mask=masks.causal() if name == "alibi" else None)
+
+
+@pytest.mark.parametrize("cap", [50.0, 30.0, 5.0])
+def test_caps_near_and_far(cap: float) -> None:
+    """Scores from far below a cap to far beyond it, in all rows or in some: near it another way is taken to tanh."""
+    q, k, v = qkv(1, 4, 2, 300, 700)
+    some = torch.where(torch.arange(300, device=q.device) % 64 == 0, 1.0, 0.02)[:, None].to(q.dtype)
+    for size in (0.2, 2.0, 5.0, 40.0):
+        for factor in (1.0, -1.0, some):
+            judge((q * size * factor, k, v), score=scores.softcap(cap), mask=masks.causal(400), label=f"{size}")
+    judge((q * 5, k, v), score=lambda s, b, h, i, j: cap * torch.tanh(-s / cap), mask=masks.causal(400), label="turned round")
+
+
 @pytest.mark.parametrize("far", [-400, 0, 128, 250, 400])
 def test_a_score_mod_that_hides_all_of_a_row(far: int) -> None:
     """-inf from the mod itself, for whole tiles and whole rows, is no NaN. The mask leaves each row 300 keys ahead of its place."""

@@ -68,13 +68,19 @@ def test_options(name: str) -> None:
     judged(name, "tail", kind="coded")
 
 
-# a page's size makes the tile, and a table's dtype and kind how a band is read: other kernels, and of each some masks are enough
+# a page's size makes a tile and its pieces, and a table's dtype and kind how a band is read: other kernels, each with masks enough
 SOME: dict[str, tuple[str, ...]] = {
     "packed int64": ("causal",),
     "packed q, padded k": ("full", "causal", "document"),
-    "pages of 16": ("causal", "document"),
+    "pages of 1": ("causal", "document"),
+    "pages of 2": ("full",),
+    "pages of 7": ("window",),
+    "pages of 8": ("causal",),
+    "pages of 16": ("full", "causal", "document", "softcap and alibi"),
+    "pages of 24": ("causal",),
     "pages of 48": ("window", "document"),
     "pages of 64": ("causal",),
+    "pages of 100": ("causal",),
     "pages of 128": ("full", "causal"),
     "pages of 256": ("full", "causal"),
 }
@@ -93,15 +99,41 @@ def test_long(kind: str) -> None:
     for name in ("full", "causal", "window"):
         judged(name, "packed", lengths, kind=kind)
     judged("causal", "pages of 64", lengths, kind=kind)
+    judged("causal", "pages of 16", lengths, kind=kind)
     judged("full", "pages of 256", lengths, kind=kind)
 
 
 @pytest.mark.parametrize("d,dv", [(64, 64), (256, 256), (192, 128), (72, 40), (128, 64)])
 def test_head_dims(d: int, dv: int) -> None:
-    """V's wiped rows have another width than K's, and a page's tiles are smaller."""
+    """V's wiped rows have another width than K's, and rows of pieces another swizzle."""
     judged("causal", "partly used", d=d, dv=dv)
-    if d == 256:
-        judged("causal", "pages of 64", d=d, dv=dv)
+    for form in PAGES[d]:
+        judged("causal", form, d=d, dv=dv)
+
+
+PAGES = {
+    64: ("pages of 16", "pages of 1"),
+    128: ("pages of 2",),
+    192: ("pages of 7",),
+    256: ("pages of 64", "pages of 16", "pages of 1"),
+    72: ("pages of 8", "pages of 7"),
+}
+
+
+def test_pieces_in_float16() -> None:
+    judged("causal", "pages of 16", dtype=torch.float16)
+
+
+@judging.where_calls_run
+def test_pages_give_the_bits_of_packed_keys() -> None:
+    """The tiles are the same and what fills them is; how they are filled is not."""
+    batch = drawn()
+    for name, d in (("causal", 128), ("document", 128), ("full", 64)):
+        options, _ = given(name)
+        batch = drawn(d=d)
+        packed = ragged.call(ragged.packed(batch), **options)
+        for size in (16, 64, 128):
+            assert same(packed, ragged.call(ragged.paged(batch, size), **options)), (name, size)
 
 
 def test_lists_of_head_dim_256_are_cut() -> None:
@@ -181,7 +213,7 @@ def test_packed_is_one_by_one_bit_by_bit() -> None:
 
 def test_where_pages_lie_changes_no_bit() -> None:
     batch = drawn()
-    for name, size in (("full", 256), ("causal", 64), ("document", 16)):
+    for name, size in (("full", 256), ("causal", 64), ("document", 16), ("window", 7), ("causal", 1)):
         options, _ = given(name)
         first = ragged.call(ragged.paged(batch, size), **options)
         for seed in (2, 3, 4):

@@ -144,6 +144,16 @@ def pairs() -> None:
         judge(*qkv(2, 2, 1, 37, 43, 16, 16), score=score, captured=[a], mask=mask)
 
 
+def relative() -> None:
+    """A captured entry for each distance, in tiles that are wider than high, higher than wide, and square."""
+    table = torch.linspace(-1, 1, 2 * 170, dtype=torch.float64).sin().reshape(2, 170)
+    for tile in ((16, 64), (64, 16), (32, 32)):
+        options = {"tile_m": tile[0], "tile_n": tile[1]}
+        score = lambda s, b, h, i, j: s + table[h, i - j + 95]
+        halves = (t.half() for t in qkv(2, 2, 1, 70, 91, 16, 16))  # in float32 nothing is summed by products
+        judge(*halves, score=score, captured=[table], mask=masks.causal(30), kernel_options=options)
+
+
 def overlap() -> None:
     """Two ranges of keys that share tiles which both fill."""
     judge(*qkv(1, 1, 1, 70, 100, 16, 16), mask=lambda b, h, i, j: (j < i + 40) | ((j >= 20) & (j < 90)))
@@ -151,6 +161,24 @@ def overlap() -> None:
 
 def infinite_derivative() -> None:
     judge(*qkv(1, 1, 1, 40, 40, 16, 16), score=lambda s, b, h, i, j: s / torch.clamp(i - j + 1, min=0), mask=masks.causal())
+
+
+def documents() -> None:
+    """Launched as sequences and by lists, of which one sends nothing into the table's gradient."""
+    from unittest import mock
+
+    from anyattn import check, recall
+    from anyattn.sparsity.documents import DocumentTables
+
+    ids = torch.repeat_interleave(torch.tensor([4, 1, 3]), torch.tensor([20, 19, 1]))
+    table = torch.linspace(-1, 1, 40, dtype=torch.float64)
+    for one in (ids, torch.where(torch.arange(40) < 37, ids, 4)):  # the first is documents, in the other one of them comes back
+        mask = lambda b, h, i, j, one=one: (one[i] == one[j]) & (i >= j)
+        with mock.patch.object(check, "row_ranges", lambda _: None), mock.patch.object(DocumentTables, "answer", lambda _: None):
+            recall.clear()
+            lists = anyattn.create_block_mask(mask, None, None, 40, 40, device="cpu", BLOCK_SIZE=16)
+            score = lambda s, b, h, i, j: s + table[abs(i - j)]
+            judge(*qkv(1, 2, 1, 40, 40, 16, 16), score=score, captured=[table], mask=mask, block_mask=lists)
 
 
 def ranges(sink: int, window: int) -> Callable[[], None]:
@@ -172,6 +200,7 @@ KILLERS: dict[str, Callable[[], Any]] = {
     "softcap": variant("softcap"),
     "two_tables": two_tables,
     "pairs": pairs,
+    "relative": relative,
     "infinite_derivative": infinite_derivative,
     "head_dim": judged((1, 2, 1, 20, 20, 24, 40)),
     "few_rows": judged((1, 6, 2, 3, 50, 16, 16), score=lambda s, b, h, i, j: s - 0.02 * h * j),
@@ -180,6 +209,7 @@ KILLERS: dict[str, Callable[[], Any]] = {
     "uneven_lists": random_lists((48, 24), (1, 2, 70, 50)),
     "beside_lists": beside_lists,
     "packed": packed(),
+    "documents": documents,
     "ragged_lists": ragged_lists,
     "pages": pages,
 }

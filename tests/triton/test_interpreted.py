@@ -36,6 +36,8 @@ EDGES = """test_01_everything or test_02 or (test_03 and float32) or test_04_win
     or (test_13 and float32-32) or test_16 or test_17 or test_18_a_new or test_gradient_through or test_only_the"""
 PARTS = {
     "mutants": Part("triton/interpreted_mutants.py"),
+    "documents": Part("triton/interpreted_documents.py"),
+    "joint": Part("triton/interpreted_joint.py"),
     "sequences": Part("triton/interpreted_sequences.py"),
     "variants": Part("triton/interpreted_variants.py", "test_variant"),
     "more of variants": Part("triton/interpreted_variants.py", "not test_variant"),

@@ -75,6 +75,9 @@ def compiled(launch: Launch, capability: tuple[int, int]) -> Any:
         name = parameter.name
         if parameter.is_constexpr:
             types[name], constants[name] = "constexpr", launch.options[name]
+        elif hasattr(launch.given[at], "block_shape"):
+            block = launch.given[at]
+            types[name] = f"tensordesc<{_POINTERS[block.base.dtype][1:]}{list(block.block_shape)}>"
         elif isinstance(launch.given[at], torch.Tensor):
             types[name] = _POINTERS[launch.given[at].dtype]
             if not parameter.do_not_specialize_on_alignment and launch.given[at].data_ptr() % 16 == 0:

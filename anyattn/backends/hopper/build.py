@@ -61,7 +61,16 @@ def _name(config: Config) -> str:
     extras = [
         f"score {config.score.key[:8]}" if config.score is not None else "",
         *(f"mask {ask.expr.key[:8]}" for ask in (config.partial, *config.always) if ask is not None),
-        *(word for word, has in (("ragged", config.has_entries), ("pages", config.is_paged), ("sink", config.has_sink)) if has),
+        *(
+            word
+            for word, has in (
+                ("packed heads", config.heads_per_tile > 1),
+                ("ragged", config.has_entries),
+                ("pages", config.is_paged),
+                ("sink", config.has_sink),
+            )
+            if has
+        ),
         *(word for word, has in (("lse", config.has_lse), ("max", config.has_max)) if has),
     ]
     return " + ".join(["lists" if config.lists else band, *filter(None, extras)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -10,12 +11,17 @@ from anyattn.mods.dependence import dependence
 from anyattn.mods.ir import Expr
 from anyattn.mods.rows import NO_LIMIT
 
-__all__ = ["HEAD_DIMS", "MOST", "TILE_M", "Ask", "Config", "Tiles", "padded", "sides", "slots", "tiles_for"]
+__all__ = ["HEAD_DIMS", "LEAST_PIECE", "MOST", "PACKED", "TILE_M", "Ask", "Config", "Tiles", "padded", "sides", "slots", "tiles_for"]
 
 HEAD_DIMS = (64, 96, 128, 192, 256)  # what a row is padded to, in shared memory only
 MOST = 52.0  # a score's size where exponentials are taken as they are: 2^75 leaves a sum of 2^30 keys, times values, room in float32
+# Heads that may share a row tile. A thread's rows lie 8 apart: with at most 8 heads they are one head's, as in a kernel that packs none.
+PACKED = (4, 8)
 TILE_M = 128  # query rows of every kernel that goes by lists
+LEAST_PIECE = 8  # rows of a piece of a page, below which threads copy faster than the copy engine
 _SHARED_MEMORY = 227 * 1024
+_REGISTERS_FOR_PIECES = (232, 40)  # where each piece of a page is a copy, which takes the loader more than 24 without spilling
+_SMALL = 16  # rows of a piece of a page, below which copies are so many that a smaller tile is worth it
 _REGISTERS = {2: (240, 24), 3: (160, 32)}  # of a consumer and of a producer thread, by warp groups that multiply: 65,536 an SM
 
 
@@ -57,10 +63,6 @@ class Tiles:
         """Warp groups that multiply; one more loads."""
         return self.tile_m // 64
 
-    @property
-    def registers(self) -> tuple[int, int]:
-        return _REGISTERS[self.warp_groups]
-
 
 @dataclass(frozen=True)
 class Ask:
@@ -78,13 +80,18 @@ class Config:
     head_dim, head_dim_v: as padded. is_bf16: else float16. score: the score mod's expression or None.
     is_factored: constant factors may be taken off the score mod's end, for they and the scale are above 0 (``staging.factored``, ``bias``).
     is_bounded: no score passes ``MOST``, so that a row's maximum need not be found: exponentials are taken of the scores themselves.
+    heads_per_tile: query heads that share K and V and a row tile (packed GQA), 1, 4 or 8: row r is head ``r % heads_per_tile`` of them at
+    position ``r // heads_per_tile`` of the tile's. A group of another number of heads leaves rows of its last tiles empty.
     bands: row ranges ``lo, hi`` of predicates that are bands around a row's place (``sides``); the kernel derives its tiles from them.
     lists: None, or the layout of the lists of tiles to visit: "dense" (B, H, M, N), "ragged" (H, total_m, max_n) or "flat" (H, total_n).
     per_entry, per_head: the lists differ from batch entry to entry, from head to head. list_cut: (rows, keys) of a list's tile in units
     of the kernel's. partial: what decides inside listed partial tiles (None: nothing). always: predicates that hold in every tile.
-    has_order: the row tiles come in a given order. spread: the heads that share one place in it: "all" (of the batch), "heads" (of an
-    entry) or "none".
-    has_entries: a table says where each batch entry's rows are. is_paged: K and V are a pool of pages.
+    has_order: the row tiles come in a given order. has_count: which says itself, behind its last row, how many of its rows there are: so
+    what is known on the device alone decides whether there is anything to do. spread: the heads that share one place in the order: "all"
+    (of the batch), "heads" (of an entry) or "none".
+    has_entries: a table says where each batch entry's rows are. piece: 0, or K and V are a pool of pages, and one copy brings so many rows
+    of a page: a tile of keys takes ``tile_n / piece`` copies, and a page holds whole pieces. gathers: pieces are rows, and the loader's
+    lanes copy them themselves; no row of K or V is padded.
     has_sink, has_lse, has_max: as the call asks.
     """
 
@@ -95,6 +102,7 @@ class Config:
     score: Expr | None = None
     is_factored: bool = True
     is_bounded: bool = False
+    heads_per_tile: int = 1
     bands: tuple[Expr, ...] = ()
     lists: str | None = None
     per_entry: bool = False
@@ -103,9 +111,11 @@ class Config:
     partial: Ask | None = None
     always: tuple[Ask, ...] = ()
     has_order: bool = False
+    has_count: bool = False
     spread: str = "all"
     has_entries: bool = False
-    is_paged: bool = False
+    piece: int = 0
+    gathers: bool = False
     has_sink: bool = False
     has_lse: bool = False
     has_max: bool = False
@@ -122,8 +132,21 @@ class Config:
             raise ValueError("bands has row ranges that are no band around a row's place; wanted them as partial or always")
         if self.lists is not None and self.bands:
             raise ValueError("bands and lists are both given; with lists a band is one of the predicates that hold always")
+        if self.has_count and not self.has_order:
+            raise ValueError("has_count without has_order: the number of row tiles stands behind their order")
         if self.is_bounded and (self.score is None or not self.is_factored or not self.is_bf16 or self.has_max):
             raise ValueError("is_bounded without a factored score mod, in float16 or with has_max; wanted bfloat16 and no highest scores")
+        is_odd = self.piece % 2 == 1 and not self.gathers and 96 in (self.head_dim, self.head_dim_v)
+        if self.piece and (self.tiles.tile_n % self.piece or is_odd):
+            raise ValueError(f"piece={self.piece}; wanted a divisor of tile_n={self.tiles.tile_n}, even at head_dim 96 (TMA's 128 bytes)")
+        if self.gathers and self.piece != 1:
+            raise ValueError(f"gathers with piece={self.piece}; wanted piece=1, any page's")
+        if self.heads_per_tile not in (1, *PACKED):
+            raise ValueError(f"heads_per_tile={self.heads_per_tile}; wanted 1 or one of {', '.join(map(str, PACKED))}")
+        if self.heads_per_tile > 1 and (self.per_head or self.spread == "none" or any(d.h for b in self.bands for d in dependence(b))):
+            raise ValueError(
+                f"heads_per_tile={self.heads_per_tile}, and lists or bands of each head; wanted such that a tile's heads share"
+            )
         needed = self.shared_memory(1)
         if needed > _SHARED_MEMORY:
             raise ValueError(f"{self.tiles} at head_dim {self.head_dim} takes {needed} bytes of shared memory; an SM has {_SHARED_MEMORY}")
@@ -144,6 +167,21 @@ class Config:
     def q_stages(self) -> int:
         """Tiles of Q in flight: with two the next row tile's Q is there before this one's output has left."""
         return 2 if self.shared_memory(2) <= _SHARED_MEMORY else 1
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a thread that multiplies and of one that loads."""
+        is_cut = 0 < self.piece < self.tiles.tile_n and self.tiles.warp_groups == 2
+        return _REGISTERS_FOR_PIECES if is_cut else _REGISTERS[self.tiles.warp_groups]
+
+    @property
+    def is_paged(self) -> bool:
+        return self.piece > 0
+
+    @property
+    def tile_q(self) -> int:
+        """Query positions of a row tile."""
+        return self.tiles.tile_m // self.heads_per_tile
 
     @property
     def has_left(self) -> bool:
@@ -184,13 +222,29 @@ def sides(ranges: Expr) -> tuple[bool, bool] | None:
     return found[0], found[1]
 
 
-def tiles_for(head_dim: int, head_dim_v: int, score: Expr | None, tile_n: int | None = None, asked: tuple[Ask, ...] = ()) -> Tiles:
+def _with_pages(tiles: list[int], page: int) -> int:
+    """Of tiles of so many keys, the largest first, the one for pages of ``page`` rows: the largest whose pieces are not small, or, where
+    all are, the one with the largest pieces. Tiles much smaller than the largest are none."""
+    large = [n for n in tiles if n * 8 >= tiles[0] * 5]
+    return max(large, key=lambda n: (min(math.gcd(n, page), _SMALL), n))
+
+
+def tiles_for(
+    head_dim: int,
+    head_dim_v: int,
+    score: Expr | None,
+    tile_n: int | None = None,
+    asked: tuple[Ask, ...] = (),
+    page: int = 0,
+    is_packed: bool = False,
+) -> Tiles:
     """The tiles for padded head dimensions: as large as registers allow without spilling, which ``tests/backends/test_hopper.py`` watches.
 
     A score mod, or predicates asked beside bands, need registers that three warp groups do not have, and what reads a table for every score
-    needs more. tile_n: what the keys of a tile must divide, a list's tile or a page. asked: all predicates but bands.
+    needs more. tile_n: what a tile's keys must divide, a list's tile. asked: all predicates but bands. page: rows of a page, 0 without.
+    is_packed: heads share row tiles, and a thread's scores lie on more diagonals.
     """
-    if head_dim == head_dim_v == 64 and score is None and tile_n is None and not asked:
+    if head_dim == head_dim_v == 64 and score is None and tile_n is None and not asked and page % _SMALL == 0:
         return Tiles(192, 128, 3)
     widest = max(head_dim, head_dim_v)
     ahead = score is not None and is_foreseen(score)
@@ -200,8 +254,9 @@ def tiles_for(head_dim: int, head_dim_v: int, score: Expr | None, tile_n: int | 
     elif score is not None and (apart or reads_straight(score)):
         keys = {192: 64 if apart else 96, 256: 64}.get(widest, 128)
     else:
-        keys = 128 if head_dim == 192 and head_dim_v <= 128 else {192: 96 if ahead else 112, 256: 80}.get(widest, 128)
-    if tile_n is not None:
-        keys = next(n for n in range(keys // 16 * 16, 0, -16) if tile_n % n == 0)
+        keys = {192: 96 if ahead else 112, 256: 64 if ahead and is_packed else 80}.get(widest, 128)
+        keys = 128 if head_dim == 192 and head_dim_v <= 128 else keys
+    may_be = [n for n in range(keys // 16 * 16, 0, -16) if tile_n is None or tile_n % n == 0]
+    keys = _with_pages(may_be, page) if page else may_be[0]
     emulated = 2 if score is not None and reads_straight(score) else 1 if score is not None and is_special(score) else 0
     return Tiles(128, keys, 3 if widest <= 96 else 2, emulated=emulated)

@@ -23,6 +23,7 @@ from torch import Tensor
 from anyattn.backends.hopper import build
 from anyattn.backends.hopper.config import MOST, Config, slots
 from anyattn.backends.hopper.launch import indexable, kinds_of
+from anyattn.backends.hopper.packing import groups_of
 from anyattn.backends.hopper.run import heads_side_by_side
 from anyattn.backends.hopper.specialise import is_bounded, specialised
 from anyattn.backends.hopper.staging import factored
@@ -55,11 +56,14 @@ def describe(
     aux_tensors: Sequence[Tensor] | None = None,
     has_lse: bool = False,
     has_sink: bool = False,
+    pack_gqa: bool = False,
 ) -> Described:
     """The config for dense attention with these mods, plain Python or CuTe functions, each as in ``flex_attention``.
 
     q: (B, Hq, Sq, D), k, v: (B, Hkv, Sk, D or Dv), bfloat16 or float16; the dtype and head dimensions decide, other sizes are run-time.
-    Raises ``ValueError`` where no kernel can do this, or where the mask needs lists of tiles: those a ``Config`` written by hand takes.
+    pack_gqa: query heads that share K and V share row tiles, 4 of them or 8, as their number here is at most 4 or not.
+    Raises ``BackendError`` where heads that shall share row tiles see other keys each, and ``ValueError`` where no kernel can do this, or
+    where the mask needs lists of tiles: those a ``Config`` written by hand takes.
     """
 
     def read(mod: Callable, kind: str) -> TracedMod:
@@ -74,7 +78,7 @@ def describe(
         reason = reason_against(problem)
     if reason is not None:
         raise ValueError(f"no Hopper kernel can run this: {reason}")
-    special = specialised(problem)
+    special = specialised(problem, pack_gqa)
     if special.listed is not None:
         name = predicates[special.listed].name
         raise ValueError(f"mask_mod {name!r} needs lists of tiles; wanted a band such as causal, a CuTe function, or a Config(lists=...)")
@@ -113,11 +117,13 @@ def arguments(
     _check(config, {"lse": lse, "highest": highest, "sink": sink}, tables, len(scalars), len(tensors))
     _check_signs(config, factor, scalars)
     order, entries = tables.get("order"), tables.get("entries")
-    heads, ratio = q.shape[1], q.shape[1] // k.shape[1]
+    groups = groups_of(q.shape[1] // k.shape[1], config.heads_per_tile)
+    heads = k.shape[1] * groups
     batch = q.shape[0] if entries is None else entries.shape[0]
-    rows = ceil_div(q.shape[2], config.tiles.tile_m) if order is None else order.shape[0]
+    rows = ceil_div(q.shape[2], config.tile_q) if order is None else order.shape[0]
     spread = {"all": batch * heads, "heads": heads, "none": 1}[config.spread]
-    section = min(spread, heads_side_by_side(k.shape[2] * (q.shape[3] + v.shape[3]) * 2, ratio))
+    keys = k.shape[2] * (1 if tables.get("pages") is None else k.shape[0])
+    section = min(spread, heads_side_by_side(keys * (q.shape[3] + v.shape[3]) * 2, groups))
     blocks = max(1, min(rows * spread, 132 if workers is None else workers))
     found = tuple(tables.get(name) for name in _TABLES)
     return (q, k, v, out, lse, highest, sink, *found, counter, factor * math.log2(math.e), rows, spread, section, blocks, scalars, tensors)

@@ -51,22 +51,23 @@ class Epilogue:
         tile_m, head_dim_v = self.config.tiles.tile_m, self.config.head_dim_v
         _, _, out, lse, highest = outputs
         positions = rows_and_columns(mma.get_slice(thread).partition_C(cute.make_identity_tensor((tile_m, head_dim_v))))
-        first_row, first_column = positions[0, 0][0] + facts.m_block * tile_m, positions[0, 0][1]
-        nothing = Float32(sink[facts.head]) if const_expr(self.config.has_sink) else -Float32.inf
-        rest = cute.domain_offset((facts.q_start, 0), out[None, None, facts.head, facts.q_row])
+        first_row, first_column = self.first_row(positions, facts), positions[0, 0][1]
+        head, end = self.head(positions, facts), self.rows_end(positions, facts)
+        nothing = Float32(sink[head]) if const_expr(self.config.has_sink) else -Float32.inf
+        rest = cute.domain_offset((facts.q_start, 0), out[None, None, head, facts.q_row])
         head_dim = cute.size(out, mode=[1])
         pair = cute.make_rmem_tensor(2, self.dtype)
         pair.fill(0.0)
         for r in cutlass.range_constexpr(cute.size(positions, mode=[0])):
-            row = first_row + r * 8
-            if row < facts.seqlen_q:
+            row = first_row + self.apart(r)
+            if row < end:
                 for column in cutlass.range(first_column, head_dim, 8, unroll=1):
                     cute.autovec_copy(pair, cute.local_tile(rest[row, None], (2,), (column // 2,)))
                 if first_column == 0:  # of the four threads that hold a row, the first
                     if const_expr(lse is not None):
-                        lse[row + facts.q_start, facts.head, facts.q_row] = nothing
+                        lse[row + facts.q_start, head, facts.q_row] = nothing
                     if const_expr(highest is not None):
-                        highest[row + facts.q_start, facts.head, facts.q_row] = -Float32.inf
+                        highest[row + facts.q_start, head, facts.q_row] = -Float32.inf
 
     @cute.jit
     def stored(self, acc, row_max, lse_rows, mma, thread, group, outputs, out_in_smem, facts):
@@ -74,16 +75,17 @@ class Epilogue:
         tile_m, head_dim = self.config.tiles.tile_m, self.config.head_dim_v
         atom, target, out, lse, highest = outputs
         positions = rows_and_columns(mma.get_slice(thread).partition_C(cute.make_identity_tensor((tile_m, head_dim))))
-        first_row = positions[0, 0][0] + facts.m_block * tile_m
+        first_row, head, end = self.first_row(positions, facts), self.head(positions, facts), self.rows_end(positions, facts)
         for statistic, rows in ((lse, lse_rows), (highest, row_max)):
             if const_expr(statistic is not None):
                 if positions[0, 0][1] == 0:  # of the four threads that hold a row, the first
                     for r in cutlass.range_constexpr(cute.size(rows)):
-                        if first_row + r * 8 < facts.seqlen_q:
-                            statistic[first_row + r * 8 + facts.q_start, facts.head, facts.q_row] = rows[r]
+                        row = first_row + self.apart(r)
+                        if row < end:
+                            statistic[row + facts.q_start, head, facts.q_row] = rows[r]
         if const_expr(self.config.has_entries):
             # what follows a sequence's last row is another sequence's: rows that it cuts are written one by one
-            if facts.m_block * tile_m + (group + 1) * 64 > facts.seqlen_q:
+            if facts.m_block * self.config.tile_q + (group + 1) * (64 // self.config.heads_per_tile) > facts.seqlen_q:
                 self._rows_stored(acc, positions, first_row, out, facts)
             else:
                 self._tile_stored(acc, mma, thread, group, atom, target, out_in_smem, facts)
@@ -93,12 +95,12 @@ class Epilogue:
     @cute.jit
     def _rows_stored(self, acc, positions, first_row, out, facts):
         rows = rows_and_columns(acc)
-        rest = cute.domain_offset((facts.q_start, 0), out[None, None, facts.head, facts.q_row])
-        head_dim = cute.size(out, mode=[1])
+        rest = cute.domain_offset((facts.q_start, 0), out[None, None, self.head(positions, facts), facts.q_row])
+        head_dim, end = cute.size(out, mode=[1]), self.rows_end(positions, facts)
         pair = cute.make_rmem_tensor(2, self.dtype)
         for r in cutlass.range_constexpr(cute.size(rows, mode=[0])):
-            if first_row + r * 8 < facts.seqlen_q:
-                row = rest[first_row + r * 8, None]
+            if first_row + self.apart(r) < end:
+                row = rest[first_row + self.apart(r), None]
                 for c in cutlass.range_constexpr(0, cute.size(rows, mode=[1]), 2):
                     column = positions[0, c][1]  # and the next one: head_dim is even
                     if column < head_dim:
@@ -119,8 +121,14 @@ class Epilogue:
         cute.copy(copy, mine.retile(narrow), mine.partition_D(out_in_smem))
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=_BARRIER + group, number_of_threads=128)
-        rows = cute.domain_offset((facts.q_start, 0), target[None, None, facts.head, facts.q_row])
-        goal = cute.local_tile(rows, (64, head_dim), (facts.m_block * groups + group, 0))
+        packed = self.config.heads_per_tile
+        if const_expr(packed > 1):
+            ratio = target.shape[0][0]
+            rows = cute.domain_offset(((facts.head % ratio, facts.q_start), 0), target[None, None, facts.head // ratio, facts.q_row])
+            goal = cute.local_tile(rows, ((packed, 64 // packed), head_dim), ((0, facts.m_block * groups + group), 0))
+        else:
+            rows = cute.domain_offset((facts.q_start, 0), target[None, None, facts.head, facts.q_row])
+            goal = cute.local_tile(rows, (64, head_dim), (facts.m_block * groups + group, 0))
         source = cute.local_tile(out_in_smem, (64, head_dim), (group, 0))
         source, goal = cpasync.tma_partition(atom, 0, cute.make_layout(1), cute.group_modes(source, 0, 2), cute.group_modes(goal, 0, 2))
         if cute.arch.make_warp_uniform(thread // 32) % 4 == 0:

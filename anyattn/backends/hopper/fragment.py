@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int32
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import T, dsl_user_op
 
-__all__ = ["narrowed", "rows_and_columns"]
+__all__ = ["narrowed", "narrowed_to", "rows_and_columns"]
 
 
 def rows_and_columns(x: Any) -> Any:
@@ -21,12 +24,34 @@ def rows_and_columns(x: Any) -> Any:
 
 def narrowed(x: Any, dtype: Any) -> Any:
     """The accumulator's values in 16 bits, in the order in which wgmma takes its first operand from registers: no thread gives any away."""
+    ordered = _ordered(x)
+    out = cute.make_rmem_tensor(cute.make_layout(ordered.layout.shape), dtype)
+    out.store(ordered.load().to(dtype))
+    return out
+
+
+def narrowed_to(out: Any, x: Any, dtype: Any) -> None:
+    """The same into ``out``, pair by pair and where it is written: the compiler does not put it off to where paths meet, which would keep
+    all values in 32 bits until then."""
+    ordered, pairs = _ordered(x), cute.recast_tensor(out, Int32)
+    for i in range(cute.size(pairs)):
+        pairs[i] = _pair(ordered[2 * i], ordered[2 * i + 1], dtype)
+
+
+def _ordered(x: Any) -> Any:
     divided = cute.logical_divide(x.layout, ((None, None, 2), None, None))
     shape, stride = divided.shape, divided.stride
     order = cute.make_layout(
         ((shape[0][0], shape[0][1], shape[0][2][0]), shape[1], (shape[0][2][1], shape[2])),
         stride=((stride[0][0], stride[0][1], stride[0][2][0]), stride[1], (stride[0][2][1], stride[2])),
     )
-    out = cute.make_rmem_tensor(cute.make_layout(order.shape), dtype)
-    out.store(cute.make_tensor(x.iterator, order).load().to(dtype))
-    return out
+    return cute.make_tensor(x.iterator, order)
+
+
+@dsl_user_op
+def _pair(low: Any, high: Any, dtype: Any, *, loc: Any = None, ip: Any = None) -> Any:
+    name = "bf16x2" if dtype is BFloat16 else "f16x2"
+    operands = [Float32(x).ir_value(loc=loc, ip=ip) for x in (high, low)]
+    text, dialect = f"cvt.rn.{name}.f32 $0, $1, $2;", llvm.AsmDialect.AD_ATT
+    found = llvm.inline_asm(T.i32(), operands, text, "=r,f,f", has_side_effects=False, is_align_stack=False, asm_dialect=dialect)
+    return Int32(found)

@@ -21,7 +21,7 @@ from anyattn.backends.hopper.config import Config
 from anyattn.backends.hopper.content import NoContentError, key_of
 from anyattn.backends.hopper.tables_config import TablesConfig
 
-__all__ = ["compiling_only", "forget", "indexable", "kinds_of", "launch", "loaded", "prepare", "warm"]
+__all__ = ["compiling_only", "forget", "indexable", "is_compiling", "kinds_of", "launch", "loaded", "prepare", "warm"]
 
 
 class _Known(dict[tuple, Callable[..., None]]):
@@ -123,6 +123,11 @@ def compiling_only() -> Iterator[None]:
         yield
     finally:
         _is_compiling_only = before
+
+
+def is_compiling() -> bool:
+    """Whether launches compile and run nothing."""
+    return _is_compiling_only
 
 
 def _found_or_made(config: Config | TablesConfig, kinds: tuple) -> Callable[..., None]:

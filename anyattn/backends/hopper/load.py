@@ -4,12 +4,15 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr, pipeline
+from cutlass import Int32, Uint32, const_expr, pipeline
 from cutlass.cute.nvgpu import cpasync
 
+from anyattn.backends.hopper.gather import LANES
 from anyattn.backends.hopper.visits import Facts
 
 __all__ = ["Loads"]
+
+_AT_ONCE = 8  # copies of pieces that are written out one after the other
 
 
 class Loads:
@@ -27,10 +30,14 @@ class Loads:
         )
         work, _, _ = cute.arch.block_idx()
         workers, _, _ = cute.arch.grid_dim()
+        sizes = self.counted(tables, sizes)
         total = sizes.rows * sizes.spread
         while work < total:
             following = self._drawn(counter, total, workers)
             m_block, head, entry = self.row_tile(work, tables, sizes)
+            heads = Int32(1)
+            if const_expr(self.config.heads_per_tile > 1):
+                heads, head = self.packed(head, sizes)
             if m_block >= 0:
                 q_row, q_start, seqlen_q, k_row, k_start, seqlen_k, q_first = self.storage(entry, tables, lengths)
                 left, right = Int32(0), Int32(0)
@@ -41,7 +48,7 @@ class Loads:
                 else:
                     (visits, masked, bare, behind), plan = self.list_visits(m_block, entry, head, seqlen_k, tables)
                 facts = Facts(
-                    Int32(1), m_block, head, entry, visits, masked, bare, behind, seqlen_q, seqlen_k, q_row, q_start, q_first, left, right
+                    heads, m_block, head, entry, visits, masked, bare, behind, seqlen_q, seqlen_k, q_row, q_start, q_first, left, right
                 )  # fmt: skip
                 place = (m_block, head, q_row, q_start, k_row, k_start)
                 (q_atom, q_from, q_to), k_copy, v_copy = self._sources(copies, place, tiles_in_smem, sizes)
@@ -53,13 +60,15 @@ class Loads:
                 work_state.advance()
                 if visits > 0:
                     n, asked = self._visit(Int32(0), plan)
+                    pages = self._pages(n, entry, seqlen_k, tables, sizes)
                     for i in cutlass.range(visits, unroll=1):
                         after, asks = self._visit(cutlass.min(i + 1, visits - 1), plan)  # read long before it is needed
-                        self._fetch(pipes[1], k_state, k_copy, n, entry, tables, sizes, board[1], asked)
+                        pages_after = self._pages(after, entry, seqlen_k, tables, sizes)
+                        self._fetch(pipes[1], k_state, k_copy, n, pages, sizes, board[1], asked)
                         k_state.advance()
-                        self._fetch(pipes[2], v_state, v_copy, n, entry, tables, sizes, None, asked)
+                        self._fetch(pipes[2], v_state, v_copy, n, pages, sizes, None, asked)
                         v_state.advance()
-                        n, asked = after, asks
+                        n, asked, pages = after, asks, pages_after
             work = cute.arch.shuffle_sync(following, 0)
         self._post(board[0], pipes[3], work_state, Facts(*(Int32(0) for _ in Facts._fields)))
         work_state.advance()
@@ -101,7 +110,27 @@ class Loads:
         pipe.producer_commit(state)
 
     @cute.jit
-    def _fetch(self, pipe, state, copy, n, entry, tables, sizes, board, asked):
+    def _pages(self, n, entry, seqlen_k, tables, sizes):
+        """The pages of key tile ``n``: a lane has that of its piece, or of each of its pieces where they are more than lanes."""
+        if const_expr(not self.config.is_paged):
+            return ()
+        return tuple(self._page(at, entry, seqlen_k, tables, sizes) for at in self._pieces(n))
+
+    @cute.jit
+    def _page(self, at, entry, seqlen_k, tables, sizes):
+        """Of pieces past the last key the table says nothing: they are on no page, where the copy engine reads nothing and writes zeros."""
+        page = Int32(-1)
+        if at * self.config.piece < seqlen_k:
+            page = tables.pages[entry, Int32(Uint32(at) // Uint32(sizes.pieces_in_page))]
+        return page
+
+    def _pieces(self, n: Any) -> list[Any]:
+        """The numbers, in the entry's keys, of a lane's pieces of key tile ``n``."""
+        pieces = self.config.tiles.tile_n // self.config.piece
+        return [n * pieces + i + cute.arch.lane_idx() for i in range(0, pieces, LANES)]
+
+    @cute.jit
+    def _fetch(self, pipe, state, copy, n, pages, sizes, board, asked):
         """Key tile ``n`` into the next free stage; which tile it is goes on the board before the stage is called full."""
         atom, source, target = copy
         pipe.sync_object_empty.wait(state.index, state.phase)
@@ -110,32 +139,53 @@ class Loads:
         pipe.sync_object_full.arrive(state.index, None)
         barrier = pipe.producer_get_barrier(state)
         if const_expr(self.config.is_paged):
-            page, tile = tables.pages[entry, n // sizes.tiles_in_page], n % sizes.tiles_in_page
-            cute.copy(atom, source[None, tile, page], target[None, state.index], tma_bar_ptr=barrier)
+            places = tuple(Int32(Uint32(at) % Uint32(sizes.pieces_in_page)) for at in self._pieces(n))
+            if const_expr(self.config.gathers):
+                self.gather(source, target[None, None, state.index], pages, places, barrier)
+                return
+            pieces = self.config.tiles.tile_n // self.config.piece
+            for group in cutlass.range_constexpr(len(pages)):
+                for i in cutlass.range(min(pieces - group * LANES, LANES), unroll=_AT_ONCE):
+                    at = source[None, cute.arch.shuffle_sync(places[group], i), cute.arch.shuffle_sync(pages[group], i)]
+                    cute.copy(atom, at, target[None, group * LANES + i, state.index], tma_bar_ptr=barrier)
         else:
             cute.copy(atom, source[None, n], target[None, state.index], tma_bar_ptr=barrier)
 
     @cute.jit
     def _sources(self, copies, place, in_smem, sizes):
-        """(atom, source, target) of q, k and v; K's and V's with a mode for the tile, and for the page where there are pages."""
+        """(atom, source, target) of q, k and v; K's and V's with a mode for the tile. With pages they have modes for a page's pieces and
+        for the page, and the targets one for a tile's pieces."""
         tile_m, tile_n = self.config.tiles.tile_m, self.config.tiles.tile_n
         d, dv = self.config.head_dim, self.config.head_dim_v
         (q_atom, q), (k_atom, k), (v_atom, v) = copies
         m_block, head, q_row, q_start, k_row, k_start = place
         kv_head = head // sizes.ratio
-        q_rows = cute.domain_offset((q_start, 0), q[None, None, head, q_row])
-        q_source = cute.local_tile(q_rows, (tile_m, d), (m_block, 0))
+        if const_expr(self.config.heads_per_tile > 1):
+            shape = ((self.config.heads_per_tile, self.config.tile_q), d)
+            q_rows = cute.domain_offset(((head % sizes.ratio, q_start), 0), q[None, None, kv_head, q_row])
+            q_source = cute.local_tile(q_rows, shape, ((0, m_block), 0))
+        else:
+            q_rows = cute.domain_offset((q_start, 0), q[None, None, head, q_row])
+            q_source = cute.local_tile(q_rows, (tile_m, d), (m_block, 0))
+        q_smem, k_smem, v_smem = in_smem[:3]
+        if const_expr(self.config.gathers):
+            v_smem = cute.make_tensor(v_smem.iterator, cute.select(v_smem.layout, mode=[1, 0, 2]))
+            own = (None, k[None, None, kv_head, None], k_smem), (None, v[None, None, kv_head, None], v_smem)
+            return ((q_atom, *self._partition(q_atom, q_smem, q_source)), *own)
         if const_expr(self.config.is_paged):
-            k_source = cute.local_tile(k[None, None, kv_head, None], (tile_n, d), (None, 0, None))
-            v_source = cute.local_tile(v[None, None, kv_head, None], (dv, tile_n), (0, None, None))
+            piece = self.config.piece
+            k_source = cute.local_tile(k[None, None, kv_head, None], (piece, d), (None, 0, None))
+            v_source = cute.local_tile(v[None, None, kv_head, None], (dv, piece), (0, None, None))
+            k_smem = cute.flat_divide(k_smem, (piece, d))[None, None, None, 0, None]
+            v_smem = cute.flat_divide(v_smem, (dv, piece))[None, None, 0, None, None]
         else:
             k_source = cute.local_tile(cute.domain_offset((k_start, 0), k[None, None, kv_head, k_row]), (tile_n, d), (None, 0))
             v_source = cute.local_tile(cute.domain_offset((0, k_start), v[None, None, kv_head, k_row]), (dv, tile_n), (0, None))
-        given = ((q_atom, in_smem[0], q_source), (k_atom, in_smem[1], k_source), (v_atom, in_smem[2], v_source))
+        given = ((q_atom, q_smem, q_source), (k_atom, k_smem, k_source), (v_atom, v_smem, v_source))
         return tuple((atom, *self._partition(atom, smem, source)) for atom, smem, source in given)
 
     def _partition(self, atom: Any, in_smem: Any, in_gmem: Any) -> tuple[Any, Any]:
-        """(source, target) of the copies, the target with a mode for the stages."""
+        """(source, target) of the copies, the target with a last mode for the stages."""
         target, source = cpasync.tma_partition(
             atom, 0, cute.make_layout(1), cute.group_modes(in_smem, 0, 2), cute.group_modes(in_gmem, 0, 2)
         )

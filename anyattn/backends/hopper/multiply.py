@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import warpgroup
 
-from anyattn.backends.hopper.fragment import narrowed, rows_and_columns
+from anyattn.backends.hopper.fragment import narrowed, narrowed_to, rows_and_columns
 from anyattn.backends.hopper.visits import Facts
 
 __all__ = ["Multiplies"]
@@ -156,18 +156,18 @@ class Multiplies:
     @cute.jit
     def _ended(self, fixed, sums, given, outputs, sink, q_state, work_state):
         """A row tile's output and statistics on their way. Its facts are read again rather than kept in registers."""
-        (_, mma_pv), _, _, _, _, board, group, thread, in_smem = fixed
+        (_, mma_pv), _, _, positions, _, board, group, thread, in_smem = fixed
         acc, row_max, row_sum, _ = sums
         facts = self._facts(board[0], work_state)
-        self.finished(acc, row_max, row_sum, given[1], sink, facts.head)
+        self.finished(acc, row_max, row_sum, given[1], sink, self.head(positions, facts))
         self.stored(acc, row_max, row_sum, mma_pv, thread, group, outputs, in_smem[3][None, None, q_state.index], facts)
 
     @cute.jit
     def _step(self, fixed, sums, p, given, q_state, k_state, v_state, is_masked: cutlass.Constexpr):
         """The first product of a tile and the second of the tile before it, then the softmax of the tile."""
         (mma_qk, mma_pv), (q, k, v), shape_s, positions, pipes, board, group, _, _ = fixed
-        acc, row_max, row_sum, row_scale = sums
-        facts, scale_log2, rate, captured, limits = given
+        acc, _, _, row_scale = sums
+        facts, _, _, captured, _ = given
         asks = is_masked or len(self.config.always) > 0
         scores = cute.make_rmem_tensor(shape_s, Float32)
         pipes[1].consumer_wait(k_state)
@@ -184,17 +184,11 @@ class Multiplies:
             ahead = self.foreseen(positions, n, facts, captured)
         warpgroup.wait_group(1)
         pipes[1].consumer_release(k_state)
-        lifts = self.modified(scores, ahead, positions, n, facts, scale_log2, captured, False)
-        if const_expr(asks):
-            self.masked(scores, positions, n, facts, captured, limits, Int32(1) if is_masked else Int32(0), False)
-        rescales = cutlass.Boolean(False)
-        if const_expr(self.config.is_bounded):
-            self.unshifted(scores, row_max, row_sum, rate, asks)
+        of_tile = (scores, ahead, n, v_state)
+        if const_expr(self.guesses and not asks):
+            rescales = self._guessed(fixed, sums, p, given, of_tile)
         else:
-            rescales = self.exponentials(scores, lifts, row_max, row_sum, row_scale, rate, False, asks)
-        warpgroup.wait_group(0)
-        pipes[2].consumer_release(v_state)
-        p.store(narrowed(scores, self.dtype).load())
+            rescales = self._taken(fixed, sums, p, given, of_tile, is_masked, asks)
         if const_expr(not self.config.is_bounded):
             if rescales:
                 out = rows_and_columns(acc)
@@ -202,7 +196,56 @@ class Multiplies:
                     out[r, None].store(out[r, None].load() * row_scale[r])
 
     @cute.jit
+    def _taken(self, fixed, sums, p, given, of_tile, is_masked: cutlass.Constexpr, asks: cutlass.Constexpr):
+        """A tile's softmax as a whole, its probabilities into ``p``; whether ``acc`` is to be rescaled."""
+        _, _, _, positions, pipes, _, _, _, _ = fixed
+        _, row_max, row_sum, row_scale = sums
+        facts, scale_log2, rate, captured, limits = given
+        scores, ahead, n, v_state = of_tile
+        rescales = cutlass.Boolean(False)
+        lifts = self.modified(scores, ahead, positions, n, facts, scale_log2, captured, False)
+        if const_expr(asks):
+            self.masked(scores, positions, n, facts, captured, limits, Int32(1) if is_masked else Int32(0), False)
+        if const_expr(self.config.is_bounded):
+            self.unshifted(scores, row_max, row_sum, rate, asks)
+        else:
+            rescales = self.exponentials(scores, lifts, row_max, row_sum, row_scale, rate, False, asks)
+        warpgroup.wait_group(0)
+        pipes[2].consumer_release(v_state)
+        p.store(narrowed(scores, self.dtype).load())
+        return rescales
+
+    @cute.jit
+    def _guessed(self, fixed, sums, p, given, of_tile):
+        """The same for a bare tile by a guess, and where that was wrong once more."""
+        _, _, shape_s, positions, pipes, _, _, _, _ = fixed
+        _, row_max, row_sum, row_scale = sums
+        facts, scale_log2, rate, captured, _ = given
+        scores, ahead, n, v_state = of_tile
+        powers = cute.make_rmem_tensor(shape_s, Float32)
+        added = cute.make_rmem_tensor(cute.size(row_sum), Float32)
+        lifts, rescales = None, cutlass.Boolean(False)
+        if const_expr(not self.shortens):
+            lifts = self.modified(scores, ahead, positions, n, facts, scale_log2, captured, False)
+        is_right = self.guessed(scores, lifts, powers, added, row_max, facts, scale_log2, rate, captured)
+        warpgroup.wait_group(0)
+        pipes[2].consumer_release(v_state)
+        narrowed_to(p, powers, self.dtype)
+        if is_right:
+            row_sum.store(row_sum.load() + added.load())
+        elif const_expr(self.shortens):
+            self.modified(scores, ahead, positions, n, facts, scale_log2, captured, False)
+            self.unshifted(scores, row_max, row_sum, rate, False)
+            p.store(narrowed(scores, self.dtype).load())
+        else:
+            rescales = self.exponentials(scores, lifts, row_max, row_sum, row_scale, rate, False, True)
+            p.store(narrowed(scores, self.dtype).load())
+        return rescales
+
+    @cute.jit
     def _product(self, mma, acc, a, b, from_zero: cutlass.Constexpr):
+        if const_expr(self.config.gathers):  # what threads have copied is ordered before a product's reads by none of its barriers
+            cute.arch.fence_proxy("async.shared", space="cta")
         warpgroup.fence()
         atom = cute.make_mma_atom(mma.op)
         atom.set(warpgroup.Field.ACCUMULATE, not from_zero)

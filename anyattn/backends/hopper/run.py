@@ -6,22 +6,26 @@ import math
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from anyattn.backends.hopper import tables
 from anyattn.backends.hopper.config import Config
-from anyattn.backends.hopper.launch import indexable, kinds_of, launch, loaded
-from anyattn.backends.hopper.specialise import Special, specialised
+from anyattn.backends.hopper.launch import indexable, is_compiling, kinds_of, launch, loaded
+from anyattn.backends.hopper.packing import groups_of
+from anyattn.backends.hopper.specialise import ByDocument, Special, by_document, specialised
 from anyattn.geometry.integers import ceil_div
 from anyattn.geometry.stored import StoredSequences
 from anyattn.plan import Plan
 from anyattn.problem import Problem
+from anyattn.sparsity.documents import DocumentTables, over_sequences, tables_of
 
-__all__ = ["Result", "config_of", "forward", "heads_side_by_side"]
+__all__ = ["Result", "config_of", "forward", "heads_side_by_side", "runs_documents"]
 
 _LOG2_E = math.log2(math.e)
+_NOTHING: Mapping[Config, Any] = {}
 _CACHE_FOR_KEYS = 32 * 2**20  # bytes of the 50 MB L2 cache that K and V of the heads computed side by side may take
 
 
@@ -34,17 +38,24 @@ class Result(NamedTuple):
 
 
 class _Shared(NamedTuple):
-    """What the calls of one plan share, but for what ``_Ready`` adds once their kernel is there."""
+    """What the calls of one plan share, but for what ``_Ready`` adds once their kernel is there.
+
+    ready: by what the captured numbers' signs and sizes make of the config. documents: how calls are run by their documents, if they are;
+    then ready_of has, for the documents of each mask, what ready is for other calls.
+    """
 
     special: Special
-    ready: dict[Config, _Ready]  # by what the captured numbers' signs and sizes make of the config
+    ready: dict[Config, _Ready]
+    documents: ByDocument | None
+    ready_of: WeakKeyDictionary[DocumentTables, dict[Config, _Ready]]
 
 
 class _Ready(NamedTuple):
-    """A launch that was made once. All calls of the same facts whose tables are none differ in tensors, scale and captured values alone.
+    """A launch that was made once. All calls of the same facts whose tables are none, or are known to be these, differ in tensors, scale
+    and captured values alone.
 
     known: where the kernel is from; it is empty once the kernels are forgotten. numbers, shape: arguments behind the scale; out's shape.
-    captures: whether anything is captured. is_plain: whether that can be handed over as it is.
+    captures: whether anything is captured. is_plain: whether that can be handed over as it is. visits: the tables.
     """
 
     kernel: Callable[..., None]
@@ -53,17 +64,42 @@ class _Ready(NamedTuple):
     numbers: tuple[int, int, int, int]
     captures: bool
     is_plain: bool
+    visits: tables.TablesOnHost = tables.TablesOnHost()
 
 
 def forward(problem: Problem, plan: Plan) -> Result:
     """out and the statistics of a problem that ``supports.reason_against`` has nothing against."""
     shared = _shared(problem, plan)
+    if shared.documents is not None:
+        return _by_documents(problem, shared, shared.documents)
     special = shared.special
     config = special.config_for(problem)
     ready = shared.ready.get(config)
     if ready is not None and ready.known:
         return _again(problem, special, ready)
     return _first(problem, shared, config)
+
+
+def _by_documents(problem: Problem, shared: _Shared, ways: ByDocument) -> Result:
+    """As sequences, or by lists where the ids are no documents; both, each for its case, until that is known on the host."""
+    documents = tables_of(problem, ways.form)
+    answer, config = documents.answer(), ways.within.config_for(problem)  # which hangs on the score mod alone
+    if answer:
+        ready = shared.ready_of.get(documents, _NOTHING).get(config)
+        if ready is not None and ready.known:
+            same = over_sequences(problem, ways.form, documents.sequences) if ready.captures else problem
+            return _again(same, ways.within, ready)
+    within = over_sequences(problem, ways.form, documents.sequences)
+    results = _results(problem, torch.empty)
+    if answer is not False or is_compiling():
+        visits = tables.visits_of_documents(documents, config)
+        arguments = _launched(within, ways.within, config, visits, results)
+        if answer:
+            _keep(shared.ready_of.setdefault(documents, {}), config, arguments, visits)
+    if not answer or is_compiling():
+        visits = tables.visits_beside_documents(problem, ways.listed, documents)
+        _launched(problem, ways.listed, ways.listed.config_for(problem), visits, results)
+    return results
 
 
 def _again(problem: Problem, special: Special, ready: _Ready) -> Result:
@@ -75,62 +111,92 @@ def _again(problem: Problem, special: Special, ready: _Ready) -> Result:
     highest = torch.empty(ready.shape[:3], dtype=torch.float32, device=device) if problem.wants_max else None
     numbers, captured = special.captured(problem) if ready.captures else ((), ())
     ready.kernel(
-        q, problem.k, problem.v, out, lse, highest, _sink(problem), None, None, None, None, None, None, None, _counter(device),
+        q, problem.k, problem.v, out, lse, highest, _sink(problem), *ready.visits, _counter(device),
         problem.scale * _LOG2_E, *ready.numbers, numbers, captured if ready.is_plain else indexable(captured),
     )  # fmt: skip
     return Result(out, lse, highest)
 
 
 def _first(problem: Problem, shared: _Shared, config: Config) -> Result:
-    special, q, v = shared.special, problem.q, problem.v
+    special = shared.special
     # rows that belong to no sequence are 0 and -inf; the kernel does not come by them
-    make = torch.zeros if _fills(problem) else torch.empty
-    out = make((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device)
-    lse, highest = (_statistic(problem) if wanted else None for wanted in (problem.wants_lse, problem.wants_max))
-    visits = tables.visits_of(problem, special, (out, lse, highest))
-    rows = ceil_div(q.shape[2], config.tiles.tile_m) if visits.order is None else len(visits.order)
-    spread = {"all": problem.batch * problem.heads_q, "heads": problem.heads_q, "none": 1}[config.spread]
-    numbers = (rows, spread, min(spread, _section(problem)), max(1, min(rows * spread, _multiprocessors(q.device))))
-    captured = special.captured(problem)
+    results = _results(problem, torch.zeros if _fills(problem) else torch.empty)
+    visits = tables.visits_of(problem, special, results)
+    arguments = _launched(problem, special, config, visits, results)
+    if special.listed is None and problem.sequences is None:
+        _keep(shared.ready, config, arguments, visits)
+    return results
+
+
+def _results(problem: Problem, make: Callable[..., Tensor]) -> Result:
+    q = problem.q
+    out = make((*q.shape[:3], problem.v.shape[3]), dtype=q.dtype, device=q.device)
+    return Result(out, *(_statistic(problem) if wanted else None for wanted in (problem.wants_lse, problem.wants_max)))
+
+
+def _launched(problem: Problem, special: Special, config: Config, visits: tables.TablesOnHost, results: Result) -> tuple:
+    """Launches the kernel; its arguments."""
+    q = problem.q
+    rows = ceil_div(q.shape[2], config.tile_q) if visits.order is None else len(visits.order) - config.has_count
+    groups = groups_of(problem.qhead_per_kvhead, config.heads_per_tile)
+    heads = problem.heads_kv * groups
+    spread = {"all": problem.batch * heads, "heads": heads, "none": 1}[config.spread]
+    numbers = (rows, spread, min(spread, _section(problem, groups)), max(1, min(rows * spread, _multiprocessors(q.device))))
     arguments = (
-        q, problem.k, problem.v, out, lse, highest, _sink(problem), *visits, _counter(q.device), problem.scale * _LOG2_E, *numbers,
-        *captured,
+        q, problem.k, problem.v, *results, _sink(problem), *visits, _counter(q.device), problem.scale * _LOG2_E, *numbers,
+        *special.captured(problem),
     )  # fmt: skip
     launch(config, arguments)
-    if special.listed is None and problem.sequences is None:
-        kinds, _ = kinds_of(arguments)
-        known = loaded(config)
-        if kinds in known:
-            shared.ready[config] = _Ready(known[kinds], known, tuple(out.shape), numbers, any(captured), kinds_of(captured)[1])
-    return Result(out, lse, highest)
+    return arguments
+
+
+def _keep(ready: dict[Config, _Ready], config: Config, arguments: tuple, visits: tables.TablesOnHost) -> None:
+    """Keeps what another launch like this one needs, unless nothing was loaded for it."""
+    kinds, _ = kinds_of(arguments)
+    known = loaded(config)
+    if kinds in known:
+        captured = arguments[-2:]
+        ready[config] = _Ready(
+            known[kinds], known, tuple(arguments[3].shape), arguments[-6:-2], any(captured), kinds_of(captured)[1], visits
+        )
 
 
 def _sink(problem: Problem) -> Tensor | None:
     return None if problem.sink is None else problem.sink.detach().float().contiguous()
 
 
-def config_of(problem: Problem) -> Config:
-    """What the kernel for ``problem`` is specialised for."""
-    return specialised(problem).config
+def config_of(problem: Problem, packs: bool | None = None) -> Config:
+    """What the kernel for ``problem`` is specialised for. packs: whether heads share row tiles; may raise ``BackendError``."""
+    return specialised(problem, packs).config
+
+
+def runs_documents(problem: Problem) -> bool:
+    """Whether ``problem`` is run as sequences, one for each document, where its ids are documents."""
+    return by_document(problem) is not None
 
 
 def _shared(problem: Problem, plan: Plan) -> _Shared:
     key = ("hopper", problem.wants_lse, problem.scale > 0)
     found = plan.prepared.get(key)  # type: ignore[call-overload]
     if found is None:
-        found = plan.prepared[key] = _Shared(specialised(problem), {})  # type: ignore[index]
+        packs = plan.heads_per_tile > 1
+        made = _Shared(specialised(problem, packs), {}, None if packs else by_document(problem), WeakKeyDictionary())
+        found = plan.prepared[key] = made  # type: ignore[index]
     return found
 
 
-def _section(problem: Problem) -> int:
-    size = problem.k.shape[2] * (problem.q.shape[3] + problem.v.shape[3]) * problem.q.element_size()
-    return heads_side_by_side(size, problem.qhead_per_kvhead)
+def _section(problem: Problem, groups: int) -> int:
+    keys = problem.k.shape[2]
+    if problem.sequences is not None and problem.sequences.page_table is not None:  # a pool, of which the batch may use a part
+        keys = min(problem.k.shape[0] * keys, problem.batch * problem.bound_k)
+    size = keys * (problem.q.shape[3] + problem.v.shape[3]) * problem.q.element_size()
+    return heads_side_by_side(size, groups)
 
 
 def heads_side_by_side(size: int, ratio: int) -> int:
     """How many query heads go side by side: those whose keys and values fit the cache together.
 
-    size: bytes of one head's K and V; ratio: query heads that share them.
+    size: bytes of one head's K and V; ratio: query heads that share them, or groups of heads that share row tiles.
     """
     return max(1, _CACHE_FOR_KEYS // max(size, 1)) * ratio
 

@@ -6,12 +6,11 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
-from cutlass._mlir.dialects import llvm
-from cutlass.cutlass_dsl import dsl_user_op
 
 from anyattn.backends.hopper.config import slots
 from anyattn.backends.hopper.emit import emit, emit_lines, emit_rows, holds, select
 from anyattn.backends.hopper.fragment import rows_and_columns
+from anyattn.backends.hopper.powers import exp2, exp2_of_product, sum_of
 from anyattn.backends.hopper.staging import is_even
 
 __all__ = ["LOG2E", "Softmax"]
@@ -33,15 +32,35 @@ class Softmax:
 
     def _places(self, positions: Any, n: Any, facts: Any, is_edge: bool) -> dict[str, Any]:
         """Where a thread's scores lie, as mods see it. A row or key past the last is computed and not used; no mod is asked about it."""
-        tile_m, tile_n = self.config.tiles.tile_m, self.config.tiles.tile_n
         rows, columns = cute.size(positions, mode=[0]), cute.size(positions, mode=[1])
-        row, column = positions[0, 0][0] + facts.m_block * tile_m, positions[0, 0][1] + n * tile_n
-        q_idx = [cutlass.min(row + _offset(positions, r, 0), facts.seqlen_q - 1) + facts.q_first for r in range(rows)]
-        kv_idx = [column + _offset(positions, c, 1) for c in range(columns)]
+        apart, steps = [self.apart(r) for r in range(rows)], [_column(c) for c in range(columns)]
+        row, column = self.first_row(positions, facts), positions[0, 0][1] + n * self.config.tiles.tile_n
+        q_idx = [cutlass.min(row + a, facts.seqlen_q - 1) + facts.q_first for a in apart]
+        kv_idx = [column + s for s in steps]
         if is_edge:
             kv_idx = [cutlass.min(k, facts.seqlen_k - 1) for k in kv_idx]
-        apart, steps = ([_offset(positions, i, mode) for i in range(n)] for mode, n in enumerate((rows, columns)))
-        return {"b": facts.entry, "h": facts.head, "q_idx": q_idx, "kv_idx": kv_idx, "apart": apart, "steps": steps}
+        return {"b": facts.entry, "h": self.head(positions, facts), "q_idx": q_idx, "kv_idx": kv_idx, "apart": apart, "steps": steps}
+
+    def apart(self, r: int) -> int:
+        """How far the position of a thread's ``r``-th row lies from its first's: rows lie 8 apart, those of 64-row blocks beside."""
+        return r * 8 // self.config.heads_per_tile
+
+    def first_row(self, positions: Any, facts: Any) -> Any:
+        """The position in its entry of a thread's first row."""
+        first, heads = positions[0, 0][0], self.config.heads_per_tile
+        return (first if heads == 1 else first >> (heads.bit_length() - 1)) + facts.m_block * self.config.tile_q
+
+    def head(self, positions: Any, facts: Any) -> Any:
+        """The query head of a thread's rows, the last one of the tile's where the tile has no such head."""
+        heads = self.config.heads_per_tile
+        return facts.head if heads == 1 else facts.head + cutlass.min(positions[0, 0][0] & (heads - 1), facts.more - 1)
+
+    def rows_end(self, positions: Any, facts: Any) -> Any:
+        """Of a thread's rows those before this position are stored: none where the tile has no such head."""
+        heads = self.config.heads_per_tile
+        if heads == 1:
+            return facts.seqlen_q
+        return select((positions[0, 0][0] & (heads - 1)) < facts.more, facts.seqlen_q, 0, "int")
 
     @cute.jit
     def modified(self, scores, ahead, positions, n, facts, scale_log2, captured, is_edge: cutlass.Constexpr):
@@ -156,7 +175,8 @@ class Softmax:
                 emit(expr, scalars, tensors, places, None, add, reads_ahead)
         else:
             if self.score.before is not None:
-                scale = scale * Float32(emit_rows(self.score.before, scalars, tensors, facts.entry, facts.head, [Int32(0)])[0][0])
+                factor = emit_rows(self.score.before, scalars, tensors, places["b"], places["h"], [Int32(0)])[0][0]
+                scale = scale * Float32(factor)
             read, write = (lambda r, c: s[r, c] * scale), (lambda r, c, x: s.__setitem__((r, c), Float32(x)))
             emit(expr, scalars, tensors, places, read, write, reads_ahead)
 
@@ -184,8 +204,8 @@ class Softmax:
         for at, ask in self.asked:
             if const_expr(ask.by_row):
                 scalars, tensors = self.captured(captured, at)
-                q_idx = self._places(positions, Int32(0), facts, False)["q_idx"]
-                found.append(emit_rows(ask.expr, scalars, tensors, facts.entry, facts.head, q_idx))
+                places = self._places(positions, Int32(0), facts, False)
+                found.append(emit_rows(ask.expr, scalars, tensors, places["b"], places["h"], places["q_idx"]))
             else:
                 found.append(None)
         return found
@@ -199,7 +219,7 @@ class Softmax:
         # columns are counted from the thread's first, so that what is compared is a literal
         first = positions[0, 0][1] + n * config.tiles.tile_n
         for r in cutlass.range_constexpr(rows):
-            row = positions[0, 0][0] + _offset(positions, r, 0) + facts.m_block * config.tiles.tile_m
+            row = self.first_row(positions, facts) + self.apart(r)
             ranges = []
             if const_expr(is_edge or config.has_right or config.has_left):
                 end = facts.seqlen_k - first
@@ -291,10 +311,10 @@ class Softmax:
                 if c % 8 >= emulated:
                     s[r, c] = cute.math.exp2(s[r, c] * rate, fastmath=True)
                 elif is_masked:
-                    s[r, c] = _exp2(s[r, c] * rate)
+                    s[r, c] = exp2(s[r, c] * rate)
                 else:
-                    s[r, c] = _exp2_of_product(s[r, c], rate)
-            row_sum[r] = row_sum[r] + s[r, None].load().reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+                    s[r, c] = exp2_of_product(s[r, c], rate)
+            row_sum[r] = row_sum[r] + sum_of(s, r)
             row_max[r] = Float32(0.0)
 
     def _powers(self, s: Any, r: int, rate: Any, shifted: Any) -> Any:
@@ -306,53 +326,13 @@ class Softmax:
         else:
             for c in range(cute.size(s, mode=[1])):
                 power = s[r, c] * rate - shifted
-                s[r, c] = _exp2(power) if c % 8 < emulated else cute.math.exp2(power, fastmath=True)
-        return s[r, None].load().reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
-
-
-# 2^x for -1/2 <= x <= 1/2, exact at 0; relative error 1.1e-4, a fortieth of what rounding to bfloat16 does to a probability
-_POLYNOMIAL = (1.0, 0.69328293, 0.24221096, 0.05500893)
-_ROUNDS = 1.5 * 2**23  # added to a float, leaves its whole part in the low bits
-
-
-@dsl_user_op
-def _bits(x: Any, kind: Any, *, loc: Any = None, ip: Any = None) -> Any:
-    """A 32-bit number's bits as another kind of number."""
-    return kind(llvm.bitcast(kind.mlir_type, x.ir_value(loc=loc, ip=ip), loc=loc, ip=ip))
-
-
-def _exp2(x: Any) -> Any:
-    """exp2 on the pipes that multiply and add, for those scores that the one for special functions has no time for; 0 at -127 and below.
-
-    Source: Cody and Waite's reduction (Software Manual for the Elementary Functions, 1980).
-    """
-    x = cute.arch.fmax(x, Float32(-127.0))
-    shifted = x + Float32(_ROUNDS)
-    return _grown(x - (shifted - Float32(_ROUNDS)), shifted)
-
-
-def _exp2_of_product(x: Any, factor: Any) -> Any:
-    """exp2(x * factor), the product within 126 to either side."""
-    shifted = cute.math.fma(x, factor, Float32(_ROUNDS))
-    return _grown(cute.math.fma(x, factor, -(shifted - Float32(_ROUNDS))), shifted)
-
-
-def _grown(part: Any, shifted: Any) -> Any:
-    """2^part times 2 to the power in the low bits of ``shifted``."""
-    value = Float32(_POLYNOMIAL[3])
-    for coefficient in _POLYNOMIAL[2::-1]:
-        value = value * part + Float32(coefficient)
-    return _bits(_bits(value, Int32) + (_bits(shifted, Int32) << 23), Float32)
+                s[r, c] = exp2(power) if c % 8 < emulated else cute.math.exp2(power, fastmath=True)
+        return sum_of(s, r)
 
 
 def _column(c: int) -> int:
     """The column, from a thread's first, of its ``c``-th score of a row: wgmma gives a thread pairs that lie 8 apart."""
     return c // 2 * 8 + c % 2
-
-
-def _offset(positions: Any, i: int, mode: int) -> int:
-    """How far a thread's ``i``-th row (mode 0) or column (mode 1) lies from its first; rows lie 8 apart, those of 64-row blocks beside."""
-    return _column(i) if mode else i * 8
 
 
 def _diagonals(places: dict[str, Any]) -> dict[int, tuple[int, tuple[int, int]]]:

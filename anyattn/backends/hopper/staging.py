@@ -14,8 +14,8 @@ from anyattn.mods.linear import additive_bias
 from anyattn.mods.pieces import Piece, pieces
 
 __all__ = [
-    "Factored", "bias", "bound", "caps", "cases", "factored", "is_even", "is_foreseen", "is_special", "lines", "reads", "reads_apart",
-    "reads_straight", "shared", "stages", "straight",
+    "Factored", "bias", "bound", "caps", "cases", "factored", "is_even", "is_foreseen", "is_special", "is_tanh", "lines", "reads",
+    "reads_apart", "reads_straight", "shared", "stages", "straight",
 ]  # fmt: skip
 
 
@@ -106,6 +106,11 @@ def factored(expr: Expr) -> Factored:
 def caps(expr: Expr) -> bool:
     """Whether a score mod ends with a function that stays within 1, and constant factors."""
     return factored(expr).core.output.op in ("tanh", "sigmoid", "erf", "sin", "cos")
+
+
+def is_tanh(expr: Expr) -> bool:
+    """Whether an expression is the score's tanh and nothing else."""
+    return [node.op for node in expr.nodes] == ["score", "tanh"]
 
 
 @lru_cache(maxsize=256)

@@ -66,8 +66,6 @@ def _against_layout(problem: Problem) -> str | None:
     for name, t in (("q", problem.q), ("k", problem.k), ("v", problem.v)):
         if t.stride(3) != 1 or any(s * t.element_size() % 16 for s, n in zip(t.stride()[:3], t.shape[:3]) if n > 1) or t.data_ptr() % 16:
             return f"{name}'s strides or address are no multiples of 16 bytes, which the copy engine (TMA) wants"
-        if problem.sequences is not None and problem.sequences.page_table is not None and name != "q" and t.shape[2] % 16:
-            return f"pages hold {t.shape[2]} rows, and its tiles are multiples of 16"
         if t.shape[3] % 8:
             return f"{name} has head_dim {t.shape[3]}; the copy engine (TMA) wants a multiple of 8"
     return None

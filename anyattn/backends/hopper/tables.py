@@ -14,13 +14,14 @@ from anyattn.backends.hopper.launch import launch
 from anyattn.backends.hopper.specialise import Special, tile_of
 from anyattn.backends.hopper.tables_config import MOST_ENTRIES, THREADS, TablesConfig
 from anyattn.geometry.integers import ceil_div
-from anyattn.geometry.ragged_table import entries_table, numbered_tiles
+from anyattn.geometry.ragged_table import entries_table, longest_first
 from anyattn.geometry.sequences import Sequences
 from anyattn.geometry.stored import StoredSequences
 from anyattn.mods.trace import TracedMod
 from anyattn.problem import Problem
+from anyattn.sparsity.documents import DocumentTables
 
-__all__ = ["TablesOnHost", "visits_of"]
+__all__ = ["TablesOnHost", "visits_beside_documents", "visits_of", "visits_of_documents"]
 
 
 class TablesOnHost(NamedTuple):
@@ -58,11 +59,37 @@ def visits_of(problem: Problem, special: Special, results: Results | None = None
         return _dense(problem, special, _made_lists(problem, problem.predicates[special.listed], config.per_entry, config.per_head))
     known = _of_lists.setdefault(blocks, {})
     assert special.list_tile is not None
-    key = (special.list_tile, special.config.spread, problem.q.shape[:3])
+    key = (special.list_tile, special.config.spread, special.config.tile_q, problem.q.shape[:3])
     if key not in known:
         fits = special.list_tile == tile_of(blocks)
         known[key] = _dense(problem, special, blocks if fits else blocks.retile(*special.list_tile))
     return known[key]
+
+
+def visits_of_documents(documents: DocumentTables, config: Config) -> TablesOnHost:
+    """Tables of documents as sequences, kept with them: no row tiles where they are none."""
+    order, entries = documents.in_order(config.tile_q, config.has_right)
+    return TablesOnHost(order=order, entries=entries)
+
+
+def visits_beside_documents(problem: Problem, special: Special, documents: DocumentTables) -> TablesOnHost:
+    """Tables of the call's lists, kept with the documents: no row tiles where these are run as sequences."""
+    visits = visits_of(problem, special)
+    key = ("hopper", special.list_tile, special.config.spread, problem.q.shape[:3])
+    known = documents.prepared.get(key)
+    if known is None or known[0] is not visits:
+        assert visits.order is not None
+        tiles = len(visits.order) * (1 - documents.holds)
+        known = documents.prepared[key] = visits, visits._replace(order=_with_count(visits.order, tiles))
+    found: TablesOnHost = known[1]
+    return found
+
+
+def _with_count(order: Tensor, tiles: Tensor) -> Tensor:
+    """The order of row tiles with one row more, which says how many of its rows there are. tiles: that, one integer."""
+    last = torch.zeros((1, 3), dtype=torch.int32, device=order.device)
+    last[:, :1] = tiles
+    return torch.cat((order, last))
 
 
 def _dense(problem: Problem, special: Special, lists: Any) -> TablesOnHost:
@@ -70,7 +97,7 @@ def _dense(problem: Problem, special: Special, lists: Any) -> TablesOnHost:
     visited = tensors[0] if tensors[2] is None else tensors[0] + tensors[2]
     if special.config.spread == "none":  # every head of every entry has its own row tiles
         visited = visited.expand(problem.batch, problem.heads_q, -1)
-    order = _longest_first(visited, special.config.list_cut[0], ceil_div(problem.q.shape[2], TILE_M))
+    order = _longest_first(visited, special.config.list_cut[0], ceil_div(problem.q.shape[2], special.config.tile_q))
     return TablesOnHost(*tensors, order)
 
 
@@ -121,7 +148,7 @@ def _ragged(problem: Problem, special: Special, lists: Any, results: Results | N
     sequences, config = problem.sequences, special.config
     assert sequences is not None
     pages = None if sequences.page_table is None else sequences.page_table.to(torch.int32)
-    tile_m = config.tiles.tile_m
+    tile_m = config.tile_q
     entries, length = problem.q.shape[0], problem.q.shape[2]
     # at least as many row tiles as there are, without asking
     most = min(problem.batch * ceil_div(length, tile_m), entries * length // tile_m + problem.batch)
@@ -132,7 +159,7 @@ def _ragged(problem: Problem, special: Special, lists: Any, results: Results | N
         known = _of_sequences.setdefault(sequences, {})
         key = (tile_m, most, config.has_right)
         if key not in known:
-            known[key] = _order_of_entries(sequences, *key), _entries(sequences, None)
+            known[key] = longest_first(sequences, *key), _entries(sequences, None)
         order, places = known[key]
     if lists is None:
         return TablesOnHost(order=order, entries=places, pages=pages)
@@ -161,7 +188,7 @@ def _prepared(s: StoredSequences, config: Config, most: int, results: Results) -
             (*s.tables, entries, order, *wiped, s.batch, s.sizes.rows_q, s.sizes.rows_k, bin_keys, blocks, heads),
         )
     if order is None or entries is None:
-        return _order_of_entries(s, config.tiles.tile_m, most, config.has_right), _entries(s, None)
+        return longest_first(s, config.tile_q, most, config.has_right), _entries(s, None)
     return order, entries
 
 
@@ -171,7 +198,7 @@ _MOST_BLOCKS = 528  # four for each multiprocessor of an H200, of which two fit 
 
 @lru_cache(maxsize=256)
 def _tables_config(config: Config, is_large: bool) -> TablesConfig:
-    return TablesConfig(config.tiles.tile_m, config.has_right, MOST_ENTRIES[is_large])
+    return TablesConfig(config.tile_q, config.has_right, MOST_ENTRIES[is_large])
 
 
 def _entries(s: Sequences, lists: Any) -> Tensor:
@@ -180,18 +207,3 @@ def _entries(s: Sequences, lists: Any) -> Tensor:
         return entries_table(s)
     lengths = None if lists.seqlens_q is None else (lists.seqlens_q, lists.seqlens_k)
     return entries_table(s, lengths, (lists.first_row, lists.first_entry))
-
-
-def _order_of_entries(s: Sequences, tile_m: int, most: int, ends_with_row: bool) -> Tensor:
-    """The row tiles of a ragged batch, int32 (most, 3), about longest first; m_block is -1 in those that are not.
-
-    Asks nothing of the host. ends_with_row: a row sees keys up to its own place.
-    """
-    entry, m_block, exists = numbered_tiles(ceil_div(s.seqlens_q, tile_m), most)
-    cost = s.seqlens_k[entry]
-    if ends_with_row:
-        cost = torch.minimum(cost, (m_block + 1) * tile_m + cost - s.seqlens_q[entry])
-    cost = torch.where(exists, cost, -1)
-    m_block = torch.where(exists, m_block, -1)
-    order = cost.argsort(descending=True, stable=True)
-    return torch.stack((m_block, torch.zeros_like(m_block), entry), 1)[order].to(torch.int32)

@@ -23,9 +23,10 @@ FACTS = 16  # numbers of one row tile on the board
 class Facts(NamedTuple):
     """One row tile, as posted on the board: Int32 each.
 
-    more: 0 says that there are no more row tiles. total: visits; masked, bare, behind: those after the first. seqlen_q, seqlen_k: rows in
-    use. q_row, q_start: the entry's queries are ``q[q_row, :, q_start:]``. q_first: the position of its first query. left, right: row i
-    sees keys ``i + left <= j < i + right``, as far as the config has these bounds.
+    more: the tile's query heads, one unless heads are packed; 0 says that there are no more row tiles. head: the first of these heads.
+    total: visits; masked, bare, behind: those after the first. seqlen_q, seqlen_k: rows in use. q_row, q_start: the entry's queries are
+    ``q[q_row, :, q_start:]``. q_first: the position of its first query. left, right: row i sees keys ``i + left <= j < i + right``, as far
+    as the config has these bounds.
     """
 
     more: Any
@@ -49,8 +50,9 @@ class Tables(NamedTuple):
     """Tensors that say what to visit, None where the config has none; int32.
 
     partial_count, partial_index, full_count, full_index: lists of tiles. order: (rows, 3), m_block (-1: nothing), head and entry of each
-    row tile. entries: (B, 9), q_row, q_start, seqlen_q, k_row, k_start, seqlen_k, q_first and an entry's place in ragged lists: its first
-    row tile, its first index. pages: (B, most pages of an entry).
+    row tile, and with ``Config.has_count`` one row more, whose first number says how many of them there are. entries: (B, 9), q_row,
+    q_start, seqlen_q, k_row, k_start, seqlen_k, q_first and an entry's place in ragged lists: its first row tile, its first index.
+    pages: (B, most pages of an entry); those past the one of an entry's last key may be any number.
     """
 
     partial_count: Any
@@ -63,9 +65,10 @@ class Tables(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Run-time sizes. rows: row tiles, each shared by ``spread`` heads, of which ``section`` go side by side. heads: query heads.
+    """Run-time sizes. rows: row tiles, each shared by ``spread`` heads, of which ``section`` go side by side. heads: an entry's; what
+    counts as one here is a query head, or the heads that share a row tile.
 
-    ratio: query heads for each K/V head. tiles_in_page: key tiles of a page.
+    ratio: query heads for each K/V head. pieces_in_page: of ``Config.piece`` rows; 0 without pages.
     """
 
     rows: Any
@@ -73,13 +76,20 @@ class Sizes(NamedTuple):
     section: Any
     heads: Any
     ratio: Any
-    tiles_in_page: Any
+    pieces_in_page: Any
 
 
 class Visits:
     """The deciding part of ``HopperForward``'s loading role."""
 
     config: Any
+
+    @cute.jit
+    def counted(self, tables, sizes):
+        """The sizes with as many rows as there are; those that the launch names are what there is room for."""
+        if const_expr(self.config.has_count):
+            return Sizes(tables.order[sizes.rows, 0], *sizes[1:])
+        return sizes
 
     @cute.jit
     def row_tile(self, work, tables, sizes):
@@ -101,6 +111,14 @@ class Visits:
         elif const_expr(self.config.spread == "heads"):
             head = inner
         return m_block, head, entry
+
+    @cute.jit
+    def packed(self, group, sizes):
+        """(how many query heads, the first) of those that share row tiles: a K/V head's are cut into groups, the last may be smaller."""
+        most = self.config.heads_per_tile
+        groups = ceil_div(sizes.ratio, most)
+        before = group % groups * most
+        return minimum(sizes.ratio - before, most), group // groups * sizes.ratio + before
 
     @cute.jit
     def storage(self, entry, tables, lengths):
@@ -126,7 +144,7 @@ class Visits:
     def band_visits(self, m_block, seqlen_q, seqlen_k, left, right):
         """(total, masked, bare, behind, last key tile) of a row tile whose rows see bands of keys."""
         config = self.config
-        tile_m, tile_n = config.tiles.tile_m, config.tiles.tile_n
+        tile_m, tile_n = config.tile_q, config.tiles.tile_n
         info = SeqlenInfoQK.create(0, seqlen_q, seqlen_k, tile_m=tile_m, tile_n=tile_n)
         if const_expr(not (config.has_left or config.has_right)):
             total = ceil_div(seqlen_k, tile_n)

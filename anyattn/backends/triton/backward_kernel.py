@@ -3,11 +3,15 @@ Kernel side.
 
 The probabilities are computed again from the log-sum-exp. Tuples are those of ``forward_kernel``, but for
 
-tensors: q, k, v, dout, statistics, dq, dk, dv, entries, order, spans.
+tensors: q, k, v, dout, lse, dq, dk, dv, entries, order, spans, guard, delta, sums.
 strides: of q, k, v, dout, dq, dk, dv.
 
-statistics are pairs, one for each row: its log-sum-exp in base 2 (infinite for a row that sees nothing, so that its probabilities are 0),
-and delta, the sum of out * dout less the gradient of the log-sum-exp: what every score of the row loses.
+lse is a row's log-sum-exp in base 2 (infinite for a row that sees nothing, so that its probabilities are 0), delta the sum of
+out * dout less the gradient of the log-sum-exp: what every score of the row loses. Both lie by row tiles of dk and dv (``_slot``), so that
+each sequence's begin at an aligned place and a tile's are one load, in flight while the tile before is worked on.
+
+sums, [rows of storage, heads, positions, BLOCK_D] of zeros in float32, is where dq is added up by programs of keys (IS_JOINT), tile by
+tile and in no fixed order, not yet scaled: so probabilities and their gradients are computed once, in five products instead of seven.
 
 Where a tile reaches beyond its sequence its last row or key is read once more for each that is missing, and what comes of it is hidden:
 no load in a loop needs a mask, and those of full tiles are a pointer that moves plus offsets that stay.
@@ -16,10 +20,9 @@ no load in a loop needs a mask, and those of full tiles are a pointer that moves
 import triton
 import triton.language as tl
 
-from anyattn.backends.triton import functions
 from anyattn.backends.triton.forward_kernel import load_rows, plus_product, rows_of
-from anyattn.backends.triton.places import entry, row_tile
-from anyattn.backends.triton.visits import by_lists, clipped, full_at, partial_at, place_of_lists, visits_of
+from anyattn.backends.triton.places import entry, is_off, row_tile
+from anyattn.backends.triton.visits import by_lists, clipped, full_at, inside_of, partial_at, place_of_lists, visits_of
 
 __all__ = ["dkdv_tile", "dq_tile", "prepare_tile"]
 
@@ -29,8 +32,8 @@ _CHUNK: tl.constexpr = tl.constexpr(128)  # row tiles whose spans are looked at 
 
 
 @triton.jit
-def _span_place(found, m, b, h, sizes, TILE_M: tl.constexpr, WIDTH: tl.constexpr):
-    """Where the spans of row tile m of a sequence are: no two sequences' tiles share a place."""
+def _slot(found, m, b, h, sizes, TILE_M: tl.constexpr, WIDTH: tl.constexpr):
+    """Where what is kept of row tile m of a sequence begins, WIDTH numbers of each tile: no two sequences' tiles share a place."""
     per_row = (sizes[3] + TILE_M - 1) // TILE_M
     places = sizes[8]
     return ((h * places) + found[0] * per_row + found[1] // TILE_M + b + m).to(tl.int64) * WIDTH
@@ -42,11 +45,15 @@ def prepare_tile(
     SCORE_ROWS: tl.constexpr, SCORE: tl.constexpr, MASK_ROWS: tl.constexpr, MASK: tl.constexpr, ALWAYS_ROWS: tl.constexpr,
     ALWAYS: tl.constexpr, HAS_SCORE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr, RANGES: tl.constexpr,
     TILE_M: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_ENTRIES: tl.constexpr, HAS_DLSE: tl.constexpr,
+    HAS_GUARD: tl.constexpr, HAS_SINK: tl.constexpr,
 ):  # fmt: skip
     """The statistics of one row tile, and for each of its mask's row ranges: least lo, greatest hi, greatest lo, least hi of its rows.
 
-    tensors: out, dout, lse, dlse, statistics, spans, entries, order. strides: of out, dout, dlse (its positions' last).
+    tensors: out, dout, natural lse, dlse, lse, spans, entries, order, guard, delta, and where the sink wants delta, [rows, heads,
+    positions]. strides: of out, dout, dlse (its positions' last).
     """
+    if HAS_GUARD and is_off(tensors[8]):
+        return
     m, b, h = _place(sizes, tensors[7], False, HAS_ENTRIES)
     if m < 0:
         return
@@ -68,13 +75,15 @@ def prepare_tile(
         l_at = row * spans[0][0] + h.to(tl.int64) * spans[0][1] + at.to(tl.int64) * spans[0][2]
         delta -= tl.load(tensors[3] + l_at, mask=is_row, other=0.0).to(tl.float32)
     place = (row * sizes[2] + h) * sizes[3] + at
-    lse = tl.load(tensors[2] + place, mask=is_row, other=0.0)
-    pair = tensors[4] + 2 * place
-    tl.store(pair, tl.where(lse == float("-inf"), float("inf"), lse * _LOG2E), mask=is_row)
-    tl.store(pair + 1, delta, mask=is_row)
+    lse = tl.load(tensors[2] + place, mask=is_row, other=float("-inf"))
+    slot = _slot(found, m, b, h, sizes, TILE_M, TILE_M) + tl.arange(0, TILE_M)
+    tl.store(tensors[4] + slot, tl.where(lse == float("-inf"), float("inf"), lse * _LOG2E))
+    tl.store(tensors[9] + slot, delta)
+    if HAS_SINK:
+        tl.store(tensors[10] + place, delta, mask=is_row)
     if RANGES > 0:
         rows = MASK_ROWS(b, h, (position + found[6])[:, None], captured[1][0], captured[1][1])
-        place = tensors[5] + _span_place(found, m, b, h, sizes, TILE_M, 4 * RANGES)
+        place = tensors[5] + _slot(found, m, b, h, sizes, TILE_M, 4 * RANGES)
         _store_span(place, clipped(rows[0], found[5], TILE_M), clipped(rows[1], found[5], TILE_M))
         if RANGES == 2:
             _store_span(place + 4, clipped(rows[2], found[5], TILE_M), clipped(rows[3], found[5], TILE_M))
@@ -102,9 +111,22 @@ def _place(sizes, order, LAST_FIRST: tl.constexpr, HAS_ENTRIES: tl.constexpr):
 
 
 @triton.jit
-def _offsets(lane, stride, BLOCK_D: tl.constexpr):
-    """Where the elements of a tile's rows ``lane`` lie from its first one on, in 64 bits."""
-    return lane.to(tl.int64)[:, None] * stride + tl.arange(0, BLOCK_D)[None, :]
+def _offsets(lane, stride, BLOCK_D: tl.constexpr, IS_NEAR: tl.constexpr):
+    """Where the elements of a tile's rows ``lane`` lie from its first one on, in 64 bits, or IS_NEAR, where the elements of a head's
+    storage are less than 2^31 apart, in 32, which take half the registers."""
+    if IS_NEAR:
+        return (lane * stride.to(tl.int32))[:, None] + tl.arange(0, BLOCK_D)[None, :]
+    else:
+        return lane.to(tl.int64)[:, None] * stride + tl.arange(0, BLOCK_D)[None, :]
+
+
+@triton.jit
+def _row_at(at, stride, IS_NEAR: tl.constexpr):
+    """Where a row of a sequence's storage lies, in 64 bits or IS_NEAR in 32."""
+    if IS_NEAR:
+        return at * stride.to(tl.int32)
+    else:
+        return at.to(tl.int64) * stride
 
 
 @triton.jit
@@ -118,24 +140,25 @@ def _load_tile(base, offsets, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def _visit_keys(
-    dq, q, dout, lse, delta, is_row, first, end, is_shown, key, offsets, rows, b, h, scale, captured,
+    dq, q, dout, lse, delta, is_row, q_first, first, end, is_shown, key, offsets, rows, b, h, scale, captured,
     SCORE: tl.constexpr, MASK: tl.constexpr, ALWAYS: tl.constexpr, SCATTER: tl.constexpr,
     IS_PARTIAL: tl.constexpr, HAS_SCORE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr, HAS_SCATTER: tl.constexpr,
     TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, RANGES: tl.constexpr, IS_NEAR: tl.constexpr,
 ):  # fmt: skip
-    """dq with what one tile of keys adds to it, not yet scaled; arguments as of ``forward_kernel.visit``. offsets: of full tiles."""
+    """dq with what one tile of keys adds to it, not yet scaled; arguments as of ``forward_kernel.visit``. offsets: of full tiles.
+
+    q_first: the tile's first row as mods count it, and how many rows it has."""
     lane = first + tl.arange(0, TILE_N)
     k_at, v_at = offsets
     start = first
     if IS_PARTIAL:
         start = tl.minimum(first, end - 1)
         local = tl.minimum(tl.arange(0, TILE_N), end - 1 - start)
-        k_at, v_at = _offsets(local, key[5], BLOCK_D), _offsets(local, key[7], BLOCK_DV)
-    place = (key[3] + start).to(tl.int64)
-    row = key[2].to(tl.int64)
-    k = _load_tile(key[0] + (row * key[4] + place * key[5]), k_at, HEAD_DIM, BLOCK_D)
-    v = _load_tile(key[1] + (row * key[6] + place * key[7]), v_at, HEAD_DIM_V, BLOCK_DV)
+        k_at, v_at = _offsets(local, key[5], BLOCK_D, IS_NEAR), _offsets(local, key[7], BLOCK_DV, IS_NEAR)
+    at, row = key[3] + start, key[2].to(tl.int64)
+    k = _load_tile(key[0] + row * key[4] + _row_at(at, key[5], IS_NEAR), k_at, HEAD_DIM, BLOCK_D)
+    v = _load_tile(key[1] + row * key[6] + _row_at(at, key[7], IS_NEAR), v_at, HEAD_DIM_V, BLOCK_DV)
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
     kv = lane[None, :]
     if IS_PARTIAL:
@@ -145,15 +168,25 @@ def _visit_keys(
         s = of_score[0].to(tl.float32) * _LOG2E
     p = tl.exp2(s - lse[:, None])
     ds = p * (tl.dot(dout, tl.trans(v), input_precision=PRECISION) - delta[:, None])
-    seen = is_row[:, None] & (lane < end)[None, :]
-    if IS_PARTIAL and HAS_MASK:
-        seen = seen & (MASK(b, h, kv, rows[1], captured[1][0], captured[1][1]) | is_shown)
+    # of a row that is not there lse is infinite, and dq is not stored
+    if IS_PARTIAL and RANGES > 0:  # the rows' limits are inside the sequence
+        seen = MASK(b, h, lane[None, :], rows[1], captured[1][0], captured[1][1])
+    else:
+        seen = (lane < end)[None, :]
+        if IS_PARTIAL and HAS_MASK:
+            seen = seen & (MASK(b, h, kv, rows[1], captured[1][0], captured[1][1]) | is_shown)
+    if HAS_SCATTER:
+        seen = seen & is_row[:, None]
     if HAS_ALWAYS:
         seen = seen & ALWAYS(b, h, kv, rows[2], captured[2][0], captured[2][1])
     if IS_PARTIAL or HAS_ALWAYS:
         ds = tl.where(seen, ds, 0.0)
     if HAS_SCATTER:
-        SCATTER(ds, seen, is_row[:, None], (lane < end)[None, :], of_score, captured[0][2], not IS_PARTIAL and not HAS_ALWAYS)
+        begin = b, h, q_first[0], first, q_first[1], end - first
+        SCATTER(
+            ds, seen, is_row[:, None], (lane < end)[None, :], of_score, begin, captured[0][0], captured[0][1], captured[0][2],
+            not IS_PARTIAL and not HAS_ALWAYS, k.dtype,
+        )  # fmt: skip
     if HAS_SCORE:
         ds = ds * of_score[1].to(tl.float32)
         if IS_PARTIAL or HAS_ALWAYS:
@@ -169,9 +202,11 @@ def dq_tile(
     HAS_SCORE: tl.constexpr, HAS_SCATTER: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr, RANGES: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, LIST_M: tl.constexpr, LIST_N: tl.constexpr, HAS_FULL: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    HAS_ENTRIES: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_ENTRIES: tl.constexpr, HAS_GUARD: tl.constexpr, PRECISION: tl.constexpr, IS_NEAR: tl.constexpr, SLOT_M: tl.constexpr,
 ):  # fmt: skip
     """dq of one row tile, and what its scores send into the score mod's captured tensors."""
+    if HAS_GUARD and is_off(tensors[11]):
+        return
     m, b, h = _place(sizes, tensors[9], True, HAS_ENTRIES)
     if m < 0:
         return
@@ -189,9 +224,9 @@ def dq_tile(
     do_at = (row * strides[3][0] + head * strides[3][1] + at.to(tl.int64) * strides[3][2])[:, None]
     q = load_rows(tensors[0], q_at, is_row[:, None], HEAD_DIM, BLOCK_D, False)
     dout = load_rows(tensors[3], do_at, is_row[:, None], HEAD_DIM_V, BLOCK_DV, False)
-    pair = tensors[4] + 2 * ((row * sizes[2] + h) * sizes[3] + at)
-    lse = tl.load(pair, mask=is_row, other=float("inf"))
-    delta = tl.load(pair + 1, mask=is_row, other=0.0)
+    slot = _slot(found, 0, b, h, sizes, SLOT_M, SLOT_M) + position
+    lse = tl.load(tensors[4] + slot, mask=is_row, other=float("inf"))
+    delta = tl.load(tensors[12] + slot, mask=is_row, other=0.0)
     q_idx = (position + found[6])[:, None]
     kept = rows_of(b, h, q_idx, captured, SCORE_ROWS, MASK_ROWS, ALWAYS_ROWS, HAS_SCORE, HAS_MASK, HAS_ALWAYS)
     kv_head = (h // sizes[7]).to(tl.int64)
@@ -200,25 +235,28 @@ def dq_tile(
         strides[1][0], strides[1][2], strides[2][0], strides[2][2],
     )  # fmt: skip
     n_lane = tl.arange(0, TILE_N)
-    offsets = _offsets(n_lane, key[5], BLOCK_D), _offsets(n_lane, key[7], BLOCK_DV)
+    offsets = _offsets(n_lane, key[5], BLOCK_D, IS_NEAR), _offsets(n_lane, key[7], BLOCK_DV, IS_NEAR)
     factor = scale if HAS_SCORE else scale * _LOG2E
     dq = tl.zeros((TILE_M, BLOCK_D), tl.float32)
+    q_first = first_row + found[6], end_row - first_row
     runs, full, partial = visits_of(
         kept[1], lists, spans[1], found, b, h, line, seqlen_k, RANGES, TILE_M, TILE_N, LIST_N, HAS_FULL, HAS_ENTRIES
     )
+    if RANGES > 0:
+        kept = kept[0], inside_of(kept[1], seqlen_k, RANGES), kept[2]
     for i in range(0, full):
         first = full_at(runs, i, RANGES, TILE_N, LIST_N)
         dq = _visit_keys(
-            dq, q, dout, lse, delta, is_row, first, first + TILE_N, True, key, offsets, kept, b, h, factor, captured,
+            dq, q, dout, lse, delta, is_row, q_first, first, first + TILE_N, True, key, offsets, kept, b, h, factor, captured,
             SCORE, MASK, ALWAYS, SCATTER, False, HAS_SCORE, HAS_MASK, HAS_ALWAYS, HAS_SCATTER,
-            TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION,
+            TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, RANGES, IS_NEAR,
         )  # fmt: skip
     for i in range(0, partial):
         first, end, is_shown = partial_at(runs, i, seqlen_k, RANGES, TILE_N, LIST_N)
         dq = _visit_keys(
-            dq, q, dout, lse, delta, is_row, first, end, is_shown, key, offsets, kept, b, h, factor, captured,
+            dq, q, dout, lse, delta, is_row, q_first, first, end, is_shown, key, offsets, kept, b, h, factor, captured,
             SCORE, MASK, ALWAYS, SCATTER, True, HAS_SCORE, HAS_MASK, HAS_ALWAYS, HAS_SCATTER,
-            TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION,
+            TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, RANGES, IS_NEAR,
         )  # fmt: skip
     d = tl.arange(0, BLOCK_D)[None, :]
     dq_at = (row * strides[4][0] + head * strides[4][1] + at.to(tl.int64) * strides[4][2])[:, None]
@@ -272,29 +310,32 @@ def _visit_rows(
     SCORE_ROWS: tl.constexpr, SCORE: tl.constexpr, MASK_ROWS: tl.constexpr, MASK: tl.constexpr, ALWAYS_ROWS: tl.constexpr,
     ALWAYS: tl.constexpr, IS_PARTIAL: tl.constexpr, HAS_SCORE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, STRAIGHT: tl.constexpr,
+    BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, IS_LATE: tl.constexpr, IS_JOINT: tl.constexpr, RANGES: tl.constexpr,
+    IS_NEAR: tl.constexpr,
 ):  # fmt: skip
     """dk, not yet scaled, and dv with what rows ``first`` to ``end`` of one head add to them. Scores are [keys, rows] here.
 
-    heads: q, dout and statistics of the sequence's storage row and head. offsets: of a full tile's q and dout.
+    heads: of the sequence's storage row and head q and dout, of the sequence and head lse, delta and (IS_JOINT) a descriptor of sums.
+    offsets: of a full tile's q and dout. IS_LATE: dout's product with the values after the probabilities, with which it shares registers.
     """
     m_lane = tl.arange(0, TILE_M)
     q_at, do_at = offsets
-    start = first
+    start, kept = first, first
     if IS_PARTIAL:
-        start = tl.minimum(first, end - 1)
+        start, kept = tl.minimum(first, end - 1), tl.where(first < end, first, 0)
         local = tl.minimum(m_lane, end - 1 - start)
-        q_at, do_at = _offsets(local, strides[0][2], BLOCK_D), _offsets(local, strides[3][2], BLOCK_DV)
+        q_at, do_at = _offsets(local, strides[0][2], BLOCK_D, IS_NEAR), _offsets(local, strides[3][2], BLOCK_DV, IS_NEAR)
     else:
         local = m_lane
     is_row = first + m_lane < end
     position = start + local
-    at = (found[1] + start).to(tl.int64)
-    lse, delta = functions.pairs(heads[2] + 2 * at, local, STRAIGHT)
-    q = _load_tile(heads[0] + at * strides[0][2], q_at, HEAD_DIM, BLOCK_D)
+    at = found[1] + start
+    q = _load_tile(heads[0] + _row_at(at, strides[0][2], IS_NEAR), q_at, HEAD_DIM, BLOCK_D)
+    lse = tl.load(heads[2] + kept + m_lane)
     s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale
-    dout = _load_tile(heads[1] + at * strides[3][2], do_at, HEAD_DIM_V, BLOCK_DV)
-    dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
+    if not IS_LATE:
+        dout = _load_tile(heads[1] + _row_at(at, strides[3][2], IS_NEAR), do_at, HEAD_DIM_V, BLOCK_DV)
+        dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
     q_idx = (position + found[6])[None, :]
     kv = tl.minimum(n_first + tl.arange(0, TILE_N), n_end - 1)[:, None]
     if HAS_SCORE:
@@ -305,18 +346,30 @@ def _visit_rows(
         seen = is_row[None, :]
         if IS_PARTIAL and HAS_MASK:
             rows = MASK_ROWS(b, h, q_idx, captured[1][0], captured[1][1])
-            seen = seen & (MASK(b, h, kv, rows, captured[1][0], captured[1][1]) | is_shown)
+            shown = MASK(b, h, kv, rows, captured[1][0], captured[1][1])
+            if RANGES > 0:  # of a row that is not there lse is infinite
+                seen = shown
+            else:
+                seen = seen & (shown | is_shown)
         if HAS_ALWAYS:
             rows = ALWAYS_ROWS(b, h, q_idx, captured[2][0], captured[2][1])
             seen = seen & ALWAYS(b, h, kv, rows, captured[2][0], captured[2][1])
         p = tl.where(seen, p, 0.0)
+    if IS_LATE:
+        dout = _load_tile(heads[1] + _row_at(at, strides[3][2], IS_NEAR), do_at, HEAD_DIM_V, BLOCK_DV)
     dv = plus_product(dv, None, p, dout, PRECISION)
+    if IS_LATE:
+        dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
+    delta = tl.load(heads[3] + kept + m_lane)
     ds = p * (dp - delta[None, :])
     if HAS_SCORE:
         ds = ds * of_score[1].to(tl.float32)
     if IS_PARTIAL or HAS_ALWAYS:
-        ds = tl.where(seen, ds, 0.0)  # the derivative of a hidden score may be anything
+        ds = tl.where(p != 0.0, ds, 0.0)  # the derivative of a hidden score may be anything
+    ds = ds.to(q.dtype)
     dk = plus_product(dk, None, ds, q, PRECISION)
+    if IS_JOINT:
+        heads[4].atomic_add([first, 0], tl.dot(tl.trans(ds), k, input_precision=PRECISION))
     return dk, dv
 
 
@@ -327,9 +380,13 @@ def dkdv_tile(
     ALWAYS: tl.constexpr, HAS_SCORE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr, RANGES: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, LIST_M: tl.constexpr, LIST_N: tl.constexpr, HAS_FULL: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    HAS_ENTRIES: tl.constexpr, PRECISION: tl.constexpr, STRAIGHT: tl.constexpr,
+    HAS_ENTRIES: tl.constexpr, HAS_GUARD: tl.constexpr, PRECISION: tl.constexpr, IS_NEAR: tl.constexpr, IS_LATE: tl.constexpr,
+    IS_JOINT: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of one tile of keys, summed over the query heads that share them. lists: transposed, per tile of keys."""
+    """dk and dv of one tile of keys, summed over the query heads that share them, and IS_JOINT its share of dq. lists: transposed, per tile
+    of keys."""
+    if HAS_GUARD and is_off(tensors[11]):
+        return
     n, b, kv_head = _place(sizes, tensors[9], False, HAS_ENTRIES)
     if n < 0:
         return
@@ -348,16 +405,22 @@ def dkdv_tile(
     dk = tl.zeros((TILE_N, BLOCK_D), tl.float32)
     dv = tl.zeros((TILE_N, BLOCK_DV), tl.float32)
     m_lane = tl.arange(0, TILE_M)
-    offsets = _offsets(m_lane, strides[0][2], BLOCK_D), _offsets(m_lane, strides[3][2], BLOCK_DV)
+    offsets = _offsets(m_lane, strides[0][2], BLOCK_D, IS_NEAR), _offsets(m_lane, strides[3][2], BLOCK_DV, IS_NEAR)
     q_row = found[0].to(tl.int64)
     for g in range(0, sizes[7]):
         h = kv_head * sizes[7] + g
+        slot = _slot(found, 0, b, h, sizes, TILE_M, TILE_M)
+        sums = tensors[13]
+        if IS_JOINT:
+            place = ((q_row * sizes[2] + h) * sizes[3] + found[1]) * BLOCK_D
+            sums = tl.make_tensor_descriptor(sums + place, [seqlen_q, BLOCK_D], [BLOCK_D, 1], [TILE_M, BLOCK_D])
         heads = (
             tensors[0] + (q_row * strides[0][0] + h.to(tl.int64) * strides[0][1]),
-            tensors[3] + (q_row * strides[3][0] + h.to(tl.int64) * strides[3][1]), tensors[4] + 2 * (q_row * sizes[2] + h) * sizes[3],
+            tensors[3] + (q_row * strides[3][0] + h.to(tl.int64) * strides[3][1]),
+            tl.multiple_of(tensors[4] + slot, 16), tl.multiple_of(tensors[12] + slot, 16), sums,
         )  # fmt: skip
         if RANGES > 0:
-            place = tensors[10] + _span_place(found, 0, b, h, sizes, TILE_M, 4 * RANGES)
+            place = tensors[10] + _slot(found, 0, b, h, sizes, TILE_M, 4 * RANGES)
             tile_end = tl.minimum(n_first + TILE_N, n_end)  # n_end is the sequence's
             first, end, full, full_end = _rows_by_spans(place, seqlen_q, n_first, tile_end, RANGES, 4 * RANGES, TILE_M)
             fulls, partials = full_end - full, end - first - (full_end - full)
@@ -373,7 +436,7 @@ def dkdv_tile(
             dk, dv = _visit_rows(
                 dk, dv, k, v, start, start + TILE_M, True, n_first, n_end, found, heads, offsets, strides, b, h, factor, captured,
                 SCORE_ROWS, SCORE, MASK_ROWS, MASK, ALWAYS_ROWS, ALWAYS, False, HAS_SCORE, HAS_MASK, HAS_ALWAYS,
-                TILE_M, TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, STRAIGHT,
+                TILE_M, TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, IS_LATE, IS_JOINT, RANGES, IS_NEAR,
             )  # fmt: skip
         for i in range(0, partials):
             if RANGES > 0:
@@ -385,7 +448,7 @@ def dkdv_tile(
             dk, dv = _visit_rows(
                 dk, dv, k, v, start, stop, is_shown, n_first, n_end, found, heads, offsets, strides, b, h, factor, captured,
                 SCORE_ROWS, SCORE, MASK_ROWS, MASK, ALWAYS_ROWS, ALWAYS, True, HAS_SCORE, HAS_MASK, HAS_ALWAYS,
-                TILE_M, TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, STRAIGHT,
+                TILE_M, TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, IS_LATE, IS_JOINT, RANGES, IS_NEAR,
             )  # fmt: skip
     d, d_v = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_DV)[None, :]
     dk_at = row * strides[5][0] + head * strides[5][1] + at * strides[5][2]

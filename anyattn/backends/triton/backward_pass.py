@@ -1,17 +1,18 @@
-"""Gradients: three launches, of what each row needs to know, of dq with the captured tensors' gradients, and of dk and dv."""
+"""Gradients: launches of what each row needs to know, of dq with the captured tensors' gradients, and of dk and dv; or, where no order of
+additions is asked for and it is faster, of all three at once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from anyattn.backends.triton import styles, tables, tuning
-from anyattn.backends.triton.config import Tiles, backward_tiles, capability_of, fitting, padded
+from anyattn.backends.triton import tables, tuning
+from anyattn.backends.triton.config import MOST_SUMS, Tiles, backward_tiles, capability_of, fitting, is_late, joint_tiles, padded
+from anyattn.backends.triton.forms import Form, forms_of
 from anyattn.backends.triton.launch import Signature, entry_of, run_entry, strides_of
 from anyattn.backends.triton.programs import Chosen, Program, Read, captured_of, gradient_part, program_of, slots_alone
 from anyattn.backends.triton.shared import COUNTS, FUNCTIONS, LISTS, SIZES, constants_of, programs_along_batch, sizes_of, strides_named
@@ -23,7 +24,7 @@ from anyattn.problem import Problem
 __all__ = ["backward"]
 
 _SIZES = (*SIZES, "span_places")
-_TENSORS = ("q", "k", "v", "dout", "statistics", "dq", "dk", "dv", "entries", "order", "spans")
+_TENSORS = ("q", "k", "v", "dout", "lse", "dq", "dk", "dv", "entries", "order", "spans", "guard", "delta", "sums")
 
 
 def _signature(body: str, constants: tuple[str, ...], scatters: bool = False) -> Signature:
@@ -34,60 +35,97 @@ def _signature(body: str, constants: tuple[str, ...], scatters: bool = False) ->
     return Signature(f"backward_kernel.{body}", groups, FUNCTIONS, constants, scatters)
 
 
-_COMMON = ("TILE_M", "TILE_N", "LIST_M", "LIST_N", "HAS_FULL", "HEAD_DIM", "HEAD_DIM_V", "BLOCK_D", "BLOCK_DV", "HAS_ENTRIES")
-_DQ = _signature("dq_tile", ("RANGES", *_COMMON, "PRECISION"), scatters=True)
-_DKDV = _signature("dkdv_tile", ("RANGES", *_COMMON, "PRECISION", "STRAIGHT"))
+_COMMON = (
+    "TILE_M", "TILE_N", "LIST_M", "LIST_N", "HAS_FULL", "HEAD_DIM", "HEAD_DIM_V", "BLOCK_D", "BLOCK_DV", "HAS_ENTRIES", "HAS_GUARD",
+)  # fmt: skip
+_DQ = _signature("dq_tile", ("RANGES", *_COMMON, "PRECISION", "IS_NEAR", "SLOT_M"), scatters=True)
+_DKDV = _signature("dkdv_tile", ("RANGES", *_COMMON, "PRECISION", "IS_NEAR", "IS_LATE", "IS_JOINT"))
 _PREPARE = Signature(
     "backward_kernel.prepare_tile",
     (
-        ("pointer", ("out", "dout", "lse", "dlse", "statistics", "spans", "entries", "order")), ("stride", strides_named("out", "dout")),
-        ("long", (*strides_named("dlse"), *LISTS)), ("int", _SIZES), ("pointer", COUNTS), ("float", "scale"),
+        ("pointer", ("out", "dout", "natural_lse", "dlse", "lse", "spans", "entries", "order", "guard", "delta", "natural_delta")),
+        ("stride", strides_named("out", "dout")), ("long", (*strides_named("dlse"), *LISTS)), ("int", _SIZES),
+        ("pointer", COUNTS), ("float", "scale"),
     ),
     FUNCTIONS,
-    ("RANGES", "TILE_M", "HEAD_DIM_V", "BLOCK_DV", "HAS_ENTRIES", "HAS_DLSE"),
+    ("RANGES", "TILE_M", "HEAD_DIM_V", "BLOCK_DV", "HAS_ENTRIES", "HAS_DLSE", "HAS_GUARD", "HAS_SINK"),
 )  # fmt: skip
+
+
+class _Results(NamedTuple):
+    """Of the forward pass, and their gradients. dout: its last dimension is contiguous."""
+
+    out: Tensor
+    lse: Tensor
+    dout: Tensor
+    dlse: Tensor | None
 
 
 def backward(problem: Problem, plan: Plan, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     """Gradients of ``problem.grad_inputs`` in that order, None where none is needed. dout: any strides."""
     dout = dout if dout.stride(3) == 1 or dout.shape[3] == 1 else dout.contiguous()
-    tiles = _tiles(problem, plan)
-    if plan.is_tuned:
-        tiles = _tuned(problem, tiles, lambda other: _gradients(problem, other, out, lse, dout, dlse))
-    return _gradients(problem, tiles, out, lse, dout, dlse)
+    results = _Results(out, lse, dout, dlse)
+    forms = []
+    for form in forms_of(problem, plan):
+        tiles = _tiles(form.problem, plan)
+        forms.append((form, _tuned(form.problem, tiles, results) if plan.is_tuned else tiles))
+    return _gradients(problem, forms, results)
 
 
-def _tuned(problem: Problem, tiles: dict[str, Tiles], call: Callable[[dict[str, Tiles]], Any]) -> dict[str, Tiles]:
-    """The fastest tiles of each kernel, one kernel after the other. call: computes the gradients with these."""
+def _tuned(problem: Problem, tiles: dict[str, Tiles], results: _Results) -> dict[str, Tiles]:
+    """The fastest tiles of each kernel, one kernel after the other."""
     program, device = program_of(problem).program, problem.q.device
 
     def measure(name: str, other: Tiles) -> float:
-        return tuning.seconds(lambda: call({**tiles, name: other}), device)
+        return tuning.seconds(lambda: _gradients(problem, [(Form(problem), {**tiles, name: other})], results), device)
 
     for name in list(tiles):
         tiles = {**tiles, name: tuning.best(tuning.question_of(name, problem, program), device, partial(measure, name))}
     return tiles
 
 
-def _gradients(
-    problem: Problem, tiles: dict[str, Tiles], out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    chosen = program_of(problem)
-    statistics, spans = _prepared(problem, chosen, tiles, out, lse, dout, dlse)
-    wanted = _wanted(problem)
-    score = problem.score
+class _Prepared(NamedTuple):
+    """What ``backward_kernel.prepare_tile`` writes. lse, delta, spans: by row tiles of ``tile_m`` positions."""
+
+    lse: Tensor
+    delta: Tensor
+    spans: Tensor
+    tile_m: int
+
+
+def _gradients(problem: Problem, forms: list[tuple[Form, dict[str, Tiles]]], results: _Results) -> tuple[Tensor | None, ...]:
+    """forms: in which it is launched, with the tiles of each."""
+    wanted, score, q = _wanted(problem), problem.score, problem.q
     totals = _totals(problem)
-    blank = torch.empty_like if problem.sequences is None else torch.zeros_like  # no program comes by rows of no sequence
-    dq, dk, dv = (blank(t) for t in (problem.q, problem.k, problem.v))
-    shared = (problem.q, problem.k, problem.v, dout, statistics, dq, dk, dv)
-    if any(t.requires_grad for t in (problem.q, *(score.tensors[s] for s in wanted))) if score else problem.q.requires_grad:
-        _launch(problem, chosen, wanted, tiles["dq"], shared, None, totals)
-    if problem.k.requires_grad or problem.v.requires_grad:
-        _launch(problem, chosen, (), tiles["dkdv"], shared, spans, None)
+    # no program comes by rows of no sequence
+    blank = torch.empty_like if problem.sequences is None else torch.zeros_like
+    dq, dk, dv = (blank(t) for t in (q, problem.k, problem.v))
+    shared = (q, problem.k, problem.v, results.dout, dq, dk, dv)
+    has_dq = any(t.requires_grad for t in (q, *(score.tensors[s] for s in wanted))) if score else q.requires_grad
+    sums = _sums(problem) if any("joint" in tiles for _, tiles in forms) else None
+    delta = _delta_of_rows(problem)
+    for form, tiles in forms:
+        chosen = program_of(form.problem)
+        prepared = _prepared(form, chosen, tiles["joint" if "joint" in tiles else "dkdv"].tile_m, results, delta)
+        if "joint" in tiles:
+            _launch("joint", form, chosen, tiles, shared, prepared, (), sums)
+            continue
+        if has_dq:
+            _launch("dq", form, chosen, tiles, shared, prepared, totals)
+        if problem.k.requires_grad or problem.v.requires_grad:
+            _launch("dkdv", form, chosen, tiles, shared, prepared, ())
+    if sums is not None:
+        torch.mul(sums[..., : q.shape[3]], problem.scale, out=dq)
     captured = [None] * len(score.tensors) if score else []
     for slot, total in zip(wanted, totals, strict=True):
         captured[slot] = total.to(score.tensors[slot].dtype)  # type: ignore
-    return dq, dk, dv, _of_sink(problem, lse, statistics), *captured
+    return dq, dk, dv, _of_sink(problem, results.lse, delta), *captured
+
+
+def _sums(problem: Problem) -> Tensor:
+    """Where dq is added up."""
+    *rows, d = problem.q.shape
+    return torch.zeros((*rows, padded(d)), dtype=torch.float32, device=problem.q.device)
 
 
 def _wanted(problem: Problem) -> tuple[int, ...]:
@@ -108,84 +146,110 @@ def _totals(problem: Problem) -> tuple[Tensor, ...]:
 
 
 def _tiles(problem: Problem, plan: Plan) -> dict[str, Tiles]:
+    """Of the kernels that are launched: "dq" and "dkdv", or "joint"."""
     shape, capability = shape_of(problem), capability_of(problem.q.device)
     found = backward_tiles(shape, capability)
+    joint = joint_tiles(shape, capability) if _may_join(problem) else None
+    if joint is not None:
+        found = {"joint": joint}
     if plan.has_asked_tiles:
         wanted = {name: replace(t, tile_m=plan.tile_m, tile_n=plan.tile_n) for name, t in found.items()}
         return {name: fitting(name, t, shape, capability) for name, t in wanted.items()}
     return found
 
 
-def _of_sink(problem: Problem, lse: Tensor, statistics: Tensor) -> Tensor | None:
+def _may_join(problem: Problem) -> bool:
+    """Whether dq may be added up by programs of keys: in any order, in more memory, and with nothing captured to be added up as well."""
+    q, k, v = problem.q, problem.k, problem.v
+    if problem.deterministic or _wanted(problem) or not (q.requires_grad and (k.requires_grad or v.requires_grad)):
+        return False
+    return 4 * q.numel() // q.shape[3] * padded(q.shape[3]) <= MOST_SUMS
+
+
+def _delta_of_rows(problem: Problem) -> Tensor | None:
+    """(B, Hq, Sq), where a sink wants it."""
+    sink, q = problem.sink, problem.q
+    return torch.zeros(q.shape[:3], dtype=torch.float32, device=q.device) if sink is not None and sink.requires_grad else None
+
+
+def _of_sink(problem: Problem, lse: Tensor, delta: Tensor | None) -> Tensor | None:
     """Minus what the sink's share of each row takes from the row's other scores, summed per head."""
     sink = problem.sink
-    if sink is None or not sink.requires_grad:
+    if sink is None or delta is None:
         return None
-    delta = statistics[..., 1]
     share = torch.exp(sink.detach().float()[:, None] - lse)
     return -(share * delta).masked_fill(torch.isneginf(lse), 0.0).sum((0, 2)).to(sink.dtype)
 
 
-def _prepared(
-    problem: Problem, chosen: Chosen, tiles: dict[str, Tiles], out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """The statistics (B, Hq, Sq, 2) in float32 of ``backward_kernel``, and the spans of the row tiles that dk and dv will visit."""
-    q, tile_m = problem.q, tiles["dkdv"].tile_m
+def _prepared(form: Form, chosen: Chosen, tile_m: int, results: _Results, delta_of_rows: Tensor | None) -> _Prepared:
+    """tile_m: of the row tiles that dk and dv will visit."""
+    problem, guard, (out, lse, dout, dlse) = form.problem, form.guard, results
     ranges, count = chosen.program.ranges, chosen.program.range_count
-    places = _span_places(problem, tile_m)
-    statistics = (torch.empty if problem.sequences is None else torch.zeros)((*q.shape[:3], 2), dtype=torch.float32, device=q.device)
-    spans = torch.empty((problem.heads_q * places, max(4 * count, 1)), dtype=torch.int32, device=q.device)
-    found = tables.tables_of(problem, replace(chosen, lists=None), tile_m)
+    places, device = _places(problem, tile_m), out.device
+    slots = problem.heads_q * places
+    # of a tile that the lists begin elsewhere than at a multiple of its size what lies after it is read too
+    of_lse, of_delta = (torch.empty(((slots + 1) * tile_m,), dtype=torch.float32, device=device) for _ in range(2))
+    spans = torch.empty((slots, max(4 * count, 1)), dtype=torch.int32, device=device)
+    found = tables.tables_of(problem, replace(chosen, lists=None), tile_m, form.documents)
     aligned, strides = strides_of(out, dout)
-    tensors = (out, dout, lse, dlse, statistics, spans, found.entries, found.order)
+    tensors = (out, dout, lse, dlse, of_lse, spans, found.entries, found.order, guard, of_delta, delta_of_rows)
     pointers = [out if t is None else t.detach() for t in tensors]
     of_dlse = (0, 0, 0) if dlse is None else dlse.stride()
     program = Program(None, ranges, None, None)
     captured = [read for read, part in zip(captured_of(chosen), chosen.program.parts, strict=True) if part is ranges]
     constants = {
         "RANGES": count, "TILE_M": tile_m, "HEAD_DIM_V": out.shape[3], "BLOCK_DV": padded(out.shape[3]),
-        "HAS_ENTRIES": problem.sequences is not None, "HAS_DLSE": dlse is not None,
+        "HAS_ENTRIES": problem.sequences is not None, "HAS_DLSE": dlse is not None, "HAS_GUARD": guard is not None,
+        "HAS_SINK": delta_of_rows is not None,
     }  # fmt: skip
     run_entry(
         entry_of(_PREPARE, program, aligned), (found.row_tiles, problem.heads_q, programs_along_batch(problem, found)),
         (*pointers, *strides, *of_dlse, 0, 0, *found.strides, *sizes_of(problem, found), places, *(out,) * 4, problem.scale),
-        captured, q.device, {**constants, "num_warps": 4, "num_stages": 1},
+        captured, device, {**constants, "num_warps": 4, "num_stages": 1},
     )  # fmt: skip
-    return statistics, spans
+    return _Prepared(of_lse, of_delta, spans, tile_m)
 
 
-def _span_places(problem: Problem, tile_m: int) -> int:
-    """Row tiles of one head that have a place among the spans; see ``backward_kernel``."""
+def _places(problem: Problem, tile_m: int) -> int:
+    """Row tiles of one head that have a place of their own; see ``backward_kernel``."""
     return problem.q.shape[0] * ceil_div(problem.q.shape[2], tile_m) + problem.batch
 
 
 def _launch(
-    problem: Problem,
+    name: str,
+    form: Form,
     chosen: Chosen,
-    wanted: tuple[int, ...],
-    tiles: Tiles,
+    tiles: dict[str, Tiles],
     shared: tuple[Tensor, ...],
-    spans: Tensor | None,
-    totals: tuple[Tensor, ...] | None,
+    prepared: _Prepared,
+    totals: tuple[Tensor, ...],
+    sums: Tensor | None = None,
 ) -> None:
-    """dq and what ``totals`` sum, or dk and dv where totals is None."""
-    q, k, v, dout, _, dq, dk, dv = shared
-    by_key = totals is None
-    found = tables.key_tables_of(problem, chosen, tiles.tile_n) if by_key else tables.tables_of(problem, chosen, tiles.tile_m)
+    """One kernel: "dq" and what ``totals`` sum, "dkdv", or "joint", all three with dq in ``sums``."""
+    problem, by_key, used = form.problem, name != "dq", tiles[name]
+    q, k, v, dout, dq, dk, dv = shared
+    make, tile = (tables.key_tables_of, used.tile_n) if by_key else (tables.tables_of, used.tile_m)
+    found = make(problem, chosen, tile, form.documents)._replace(guard=form.guard)
     aligned, strides = strides_of(q, k, v, dout, dq, dk, dv)
-    tensors = (*shared, found.entries, found.order, spans)
+    tensors = (
+        q, k, v, dout, prepared.lse, dq, dk, dv, found.entries, found.order, prepared.spans, found.guard, prepared.delta, sums,
+    )  # fmt: skip
     pointers = [q if t is None else t.detach() for t in tensors]
     program, captured = chosen.program, list(captured_of(chosen))
     if problem.score is not None:
-        program = replace(program, score=gradient_part(problem, wanted))
-        captured[0] = Read(*captured[0][:2], totals or ())
-    constants: dict[str, Any] = {**constants_of(problem, chosen, found), "TILE_M": tiles.tile_m, "TILE_N": tiles.tile_n}
+        program = replace(program, score=gradient_part(problem, () if by_key else _wanted(problem)))
+        captured[0] = Read(*captured[0][:2], totals)
+    constants: dict[str, Any] = {**constants_of(problem, chosen, found), "TILE_M": used.tile_m, "TILE_N": used.tile_n}
+    constants["IS_NEAR"] = all((t.stride(2) + 1) * t.shape[2] < 2**31 for t in (q, k, v, dout))
     if by_key:
-        constants["STRAIGHT"] = styles.is_nvidia(q.device.type)
+        constants |= {"IS_LATE": is_late(shape_of(problem), capability_of(q.device)), "IS_JOINT": name == "joint"}
+    else:
+        constants["SLOT_M"] = prepared.tile_m
+    options = {"num_warps": used.num_warps, "num_stages": used.num_stages, **({"maxnreg": used.registers} if used.registers else {})}
     lists = [q if t is None else t for t in found.lists]
-    heads = problem.heads_kv if by_key else problem.heads_q
+    heads, places = problem.heads_kv if by_key else problem.heads_q, _places(problem, prepared.tile_m)
     run_entry(
         entry_of(_DKDV if by_key else _DQ, program, aligned), (found.row_tiles, heads, programs_along_batch(problem, found)),
-        (*pointers, *strides, 0, 0, *found.strides, *sizes_of(problem, found), _span_places(problem, tiles.tile_m), *lists, problem.scale),
-        captured, q.device, {**constants, "num_warps": tiles.num_warps, "num_stages": tiles.num_stages},
+        (*pointers, *strides, 0, 0, *found.strides, *sizes_of(problem, found), places, *lists, problem.scale),
+        captured, q.device, constants | options,
     )  # fmt: skip

@@ -14,11 +14,13 @@ from functools import lru_cache
 import torch
 
 __all__ = [
-    "PASSES", "Shape", "Tiles", "Ways", "architecture", "asked", "backward_tiles", "candidates", "capability_of", "fits", "fitting",
-    "forward_tiles", "most_short", "needed", "padded", "reason_against", "resident", "shared_memory", "ways_of",
+    "MOST_SUMS", "PASSES", "Shape", "Tiles", "Ways", "architecture", "asked", "backward_tiles", "candidates", "capability_of", "fits",
+    "fitting", "forward_tiles", "heads_together", "is_late", "joint_tiles", "most_short", "needed", "padded", "reason_against", "resident",
+    "shared_memory", "ways_of",
 ]  # fmt: skip
 
-PASSES = ("forward", "dq", "dkdv")
+PASSES = ("forward", "dq", "dkdv", "joint")
+MOST_SUMS = 256 << 20  # bytes that "joint" may take for its sums of dq
 # Bytes of shared memory that one block may have, by compute capability; the least of its generation where one is not listed.
 _SHARED = {
     (7, 5): 64 << 10, (8, 0): 163 << 10, (8, 6): 99 << 10, (8, 7): 163 << 10, (8, 9): 99 << 10, (9, 0): 227 << 10, (10, 0): 227 << 10,
@@ -37,6 +39,7 @@ _FEWEST, _MORE_WARPS = 16, 12
 @dataclass(frozen=True)
 class Tiles:
     """tile_m: query rows of a program; tile_n: keys of a step; num_warps, num_stages: Triton's. Powers of two but for the stages.
+    registers: that a thread of a backward kernel may have, so that several blocks fit; 0 is as many as the compiler wants.
 
     Raises ``ValueError`` for tiles that are no powers of two from 16 on.
     """
@@ -45,6 +48,7 @@ class Tiles:
     tile_n: int
     num_warps: int
     num_stages: int
+    registers: int = 0
 
     def __post_init__(self) -> None:
         for name in ("tile_m", "tile_n"):
@@ -56,10 +60,18 @@ class Tiles:
 @dataclass(frozen=True)
 class Ways:
     """How the forward kernel's loop over full tiles runs. is_late: a tile's second product beside the next one's exponentials, for which
-    the weights of a tile stay in registers. is_described: keys and values come by tensor descriptors (Hopper's TMA and later)."""
+    the weights of a tile stay in registers. is_joined: partial tiles are visited in the same loop, where they ask their mask in a branch.
+
+    is_described: what tensor descriptors are for (Hopper's TMA and later). 0: nothing. 1: keys and values, of the one sequence that a
+    program has, which makes them itself. 2: the same, made with the launch. 3: output too. 4: queries too. From 2 on they are for sequences
+    that are all of their storage; for others they mean 1.
+
+    is_grouped: programs go through a few heads at a time, as many as ``_NEAR`` has room for."""
 
     is_late: bool
-    is_described: bool
+    is_described: int
+    is_joined: bool = False
+    is_grouped: bool = False
 
 
 def padded(head_dim: int) -> int:
@@ -119,9 +131,9 @@ _TILES: dict[str, dict[str, tuple[tuple[int, int, int, int], ...]]] = {
         "dkdv": ((32, 128, 8, 2), (64, 64, 8, 1), (32, 32, 8, 1)),
     },
     "sm_90": {
-        "forward": ((128, 64, 4, 3), (64, 64, 4, 3), (128, 64, 8, 2)),
+        "forward": ((64, 128, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2)),
         "dq": ((64, 64, 4, 3), (128, 64, 8, 3), (128, 32, 8, 3)),
-        "dkdv": ((64, 64, 4, 4), (32, 128, 8, 4), (32, 64, 8, 3)),
+        "dkdv": ((64, 64, 4, 4), (64, 128, 8, 3), (32, 64, 8, 3)),
     },
     "sm_100": {
         "forward": ((128, 128, 8, 3), (128, 128, 8, 2), (128, 64, 8, 2)),
@@ -139,10 +151,15 @@ _FLOATS: dict[str, tuple[tuple[int, int, int, int], ...]] = {
 # Of the forward pass of up to ``_MOST_SHORT`` queries: one kernel for any number of heads in a tile, as small as products are, for reading
 # keys is what takes long; more queries have the tiles of many. An architecture without a row has tiles of as many rows as there are, in
 # powers of two, and a kernel for each.
-_SHORT: dict[str, tuple[tuple[int, int, int, int], ...]] = {"sm_90": ((16, 128, 4, 3), (16, 128, 4, 2), (16, 64, 4, 2))}
+_SHORT: dict[str, tuple[tuple[int, int, int, int], ...]] = {"sm_90": ((16, 128, 4, 3), (16, 64, 4, 4), (16, 64, 4, 2))}
 _MOST_SHORT = 16
-# How the forward pass of 16 bits runs, by head dimension as above; False where an architecture has no row, and for few queries.
-_WAYS: dict[str, tuple[tuple[bool, bool], ...]] = {"sm_90": ((False, False), (True, True), (False, True))}
+# Of dq, dk and dv by one kernel, which adds dq up by atomic operations: five products instead of seven, as above; None where two kernels are
+# faster. An architecture without a row has none.
+_JOINT: dict[str, tuple[tuple[int, int, int, int] | None, ...]] = {"sm_90": (None, None, None)}
+# How the forward pass of 16 bits runs, by head dimension as above; the plainest way where an architecture has no row, and for few queries.
+_WAYS = {"sm_90": (Ways(False, 3), Ways(True, 2, True), Ways(False, 2))}
+_NEAR = 24 << 20  # bytes of keys and values that stay in the cache that all multiprocessors share, with room for the rest
+_MOST_TOGETHER = 32  # heads
 # What autotuning tries besides, the same for all architectures: what does not fit is left out.
 _MORE: dict[str, tuple[tuple[int, int, int, int], ...]] = {
     "forward": ((128, 128, 8, 2), (128, 64, 8, 3), (128, 64, 4, 3), (64, 64, 4, 3), (64, 128, 4, 2), (64, 32, 4, 3), (128, 32, 8, 2)),
@@ -150,14 +167,16 @@ _MORE: dict[str, tuple[tuple[int, int, int, int], ...]] = {
     "dkdv": (
         (64, 64, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3), (32, 128, 8, 2), (64, 128, 8, 1), (64, 128, 8, 3), (32, 64, 8, 1), (64, 32, 8, 1),
     ),
+    "joint": ((64, 128, 8, 2), (64, 128, 8, 3), (64, 64, 4, 2), (128, 128, 8, 2), (32, 128, 8, 3)),
 }  # fmt: skip
 
 
 def _default(name: str, shape: Shape, capability: tuple[int, int] | None) -> Tiles:
     arch = architecture(capability)
     tiles = Tiles(*(_TILES[arch][name] if shape.dtype.itemsize == 2 else _FLOATS[name])[_column(shape)])
-    if arch == "sm_90" and name == "forward" and shape.asks and shape.dtype.itemsize == 2 and _column(shape) == 1:
-        return Tiles(128, 128, 8, 2)  # without descriptors (``ways_of``) larger tiles were faster
+    if arch == "sm_90" and name == "forward" and shape.asks and shape.dtype.itemsize == 2 and _column(shape) < 2:
+        # without descriptors (``ways_of``) larger tiles were faster
+        tiles = Tiles(128, 64, 4, 3) if _column(shape) == 0 else Tiles(128, 128, 8, 2)
     if arch == "sm_90" and name == "forward" and tiles.tile_m // tiles.num_warps > 16 and shape.has_score:
         return replace(tiles, num_warps=8)  # two blocks at once leave a score mod too few registers
     return tiles
@@ -167,12 +186,16 @@ def needed(name: str, tiles: Tiles, shape: Shape, capability: tuple[int, int] | 
     """Bytes of shared memory that suffice for a pass ("forward", "dq", "dkdv"): what stays, and what every stage brings."""
     m, n, stages = tiles.tile_m, tiles.tile_n, tiles.num_stages
     both, size = shape.d + shape.dv, shape.dtype.itemsize
-    stay, step = {"forward": (m * shape.d, n), "dq": (m * both, n), "dkdv": (n * both, m)}[name]
+    stay, step = {"forward": (m * shape.d, n), "dq": (m * both, n)}.get(name, (n * both, m))
     total = size * (stay + stages * step * both) + stages * step * 8 * shape.columns + _SMALL_PARTS
+    if name in ("dkdv", "joint"):  # a row's two statistics
+        total += stages * m * 8
+    if name == "joint":  # scores' gradients and a tile of dq on their way
+        total += size * m * n + 4 * m * shape.d
     if name != "forward" and stages == 1:  # then what two products want in two layouts lies there twice
         total += size * step * max(shape.d, shape.dv)
     if name == "dq" and shape.has_score:  # a captured tensor's gradients may be reordered there on their way to memory
-        total += m * n * size
+        total += m * n * size + (m * n // 64) * (max(m, n) // 4) * size  # the latter tells which diagonals of 8 x 8 blocks are one
     # products' left sides go through shared memory where they do not come from registers
     passed = m * n * (2 if name != "forward" else 1)
     if size == 4 or (capability is not None and capability[0] >= 10 and name != "forward"):
@@ -207,7 +230,7 @@ def reason_against(name: str, tiles: Tiles, shape: Shape, capability: tuple[int,
 
 def fitting(name: str, tiles: Tiles, shape: Shape, capability: tuple[int, int] | None) -> Tiles:
     """``tiles`` with fewer stages, then a narrower step, then less that stays, until they fit the device."""
-    step, stay = ("tile_m", "tile_n") if name == "dkdv" else ("tile_n", "tile_m")
+    step, stay = ("tile_m", "tile_n") if name in ("dkdv", "joint") else ("tile_n", "tile_m")
     while not fits(name, tiles, shape, capability):
         if tiles.num_stages > 1:
             tiles = replace(tiles, num_stages=tiles.num_stages - 1)
@@ -258,19 +281,40 @@ def _column(shape: Shape) -> int:
 def ways_of(shape: Shape, capability: tuple[int, int] | None, is_short: bool) -> Ways:
     """How the forward kernel runs. is_short: see ``forward_tiles``.
 
-    Descriptors are made by every program, which those of documents, with few keys each, do not live long enough for; and a score mod needs
-    the registers that a late second product keeps.
+    Descriptors that programs make themselves are too much for those of documents, which with few keys each do not live long; and a score
+    mod needs the registers that a late second product keeps.
     """
     ways = _WAYS.get(architecture(capability))
     if ways is None or is_short or shape.asks or shape.dtype.itemsize != 2:
-        return Ways(False, False)
-    is_late, is_described = ways[_column(shape)]
-    return Ways(is_late and not shape.has_score, is_described)
+        return Ways(False, 0)
+    found = ways[_column(shape)]
+    return replace(found, is_late=False, is_joined=False) if shape.has_score else found
+
+
+def heads_together(heads: int, head_bytes: int) -> int:
+    """How many heads programs go through at a time, a divisor of ``heads``: of all sequences. head_bytes: of keys and values of one."""
+    most = min(heads, _MOST_TOGETHER, max(1, _NEAR // max(1, head_bytes)))
+    return next(n for n in range(most, 0, -1) if heads % n == 0)
 
 
 def backward_tiles(shape: Shape, capability: tuple[int, int] | None) -> dict[str, Tiles]:
     """The tiles of the kernels "dq" and "dkdv"."""
-    return {name: fitting(name, _default(name, shape, capability), shape, capability) for name in PASSES[1:]}
+    return {name: fitting(name, _default(name, shape, capability), shape, capability) for name in ("dq", "dkdv")}
+
+
+@lru_cache(maxsize=1024)
+def joint_tiles(shape: Shape, capability: tuple[int, int] | None) -> Tiles | None:
+    """The tiles of the kernel "joint", None where the two others are to be used."""
+    row = _JOINT.get(architecture(capability))
+    tiles = None if row is None or shape.dtype.itemsize != 2 else row[_column(shape)]
+    if tiles is None or not fits("joint", Tiles(*tiles), shape, capability):
+        return None
+    return Tiles(*tiles)
+
+
+def is_late(shape: Shape, capability: tuple[int, int] | None) -> bool:
+    """Whether dk and dv take a product after the probabilities: fewer registers, in which the larger tiles fit."""
+    return False
 
 
 def asked(name: str, tiles: Tiles, shape: Shape, capability: tuple[int, int] | None, device: str) -> Tiles:
@@ -288,7 +332,12 @@ def asked(name: str, tiles: Tiles, shape: Shape, capability: tuple[int, int] | N
 def candidates(name: str, shape: Shape, capability: tuple[int, int] | None, rows: int) -> list[Tiles]:
     """What autotuning measures: the default first, then others that fit."""
     is_short = rows <= most_short(shape.dtype, capability)
-    default = forward_tiles(shape, capability, rows, is_short) if name == "forward" else backward_tiles(shape, capability)[name]
+    if name == "forward":
+        default: Tiles | None = forward_tiles(shape, capability, rows, is_short)
+    else:
+        default = joint_tiles(shape, capability) if name == "joint" else backward_tiles(shape, capability)[name]
+    if default is None:
+        return []
     others = [Tiles(*t) for t in _MORE[name]]
     if name == "forward":
         others = [_few_rows(t, rows, shape.dtype) for t in others]

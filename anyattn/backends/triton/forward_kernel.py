@@ -3,10 +3,10 @@
 One body for every variant. Its caller, an entry written for the call's mods, hands over pointers and numbers in tuples, and the mods as
 functions:
 
-tensors: q, k, v, out, lse, highest, sink, entries, order, pages, and a cache's tables cached, leftpad, rows; what a call lacks is any
-pointer.
-strides: (rows, heads, positions) of q, k, v, out; the last dimension is contiguous.
-spans[0]: from one split's statistics and output to the next's. spans[1], of block lists: from one entry's counts to the next's, from
+tensors: q, k, v, out, lse, highest, sink, entries, order, pages, a cache's tables cached, leftpad, rows, and guard, see ``places.is_off``;
+what a call lacks is any pointer.
+strides: (rows, heads, positions) of q, k, v, out; the last dimension is contiguous; and from one split's output to the next's.
+spans[0]: from one split's statistics to the next's. spans[1], of block lists: from one entry's counts to the next's, from
 one head's to the next's, places of a row of tiles (0 where they lie flat), from one head's flat places to the next's.
 cache: new rows, capacity and rows of a cache, and the last page of a pool.
 dealt: query heads that share a tile, and the power of two that holds them: the rows of a position.
@@ -17,7 +17,7 @@ head, key tiles that lists count in a sequence of seqlen_k.
 import triton
 import triton.language as tl
 
-from anyattn.backends.triton.places import cache_entry, entry, inside, key_places, page_numbers, paged_places, row_tile
+from anyattn.backends.triton.places import cache_entry, entry, inside, is_off, key_places, page_numbers, paged_places, row_tile
 from anyattn.backends.triton.visits import full_at, inside_of, partial_at, visits_of
 
 __all__ = ["forward_tile", "load_rows", "plus_product", "rows_of"]
@@ -30,8 +30,14 @@ _FEW: tl.constexpr = tl.constexpr(32)  # rows of a tile
 
 
 @triton.jit
-def work_of(sizes, tensors, HAS_ENTRIES: tl.constexpr):
-    """(row tile, batch entry, query head or group of heads, split) of this program; row tiles that see most go first."""
+def work_of(sizes, tensors, HAS_ENTRIES: tl.constexpr, IS_GROUPED: tl.constexpr):
+    """(row tile, batch entry, query head or group of heads, split) of this program; row tiles that see most go first.
+
+    IS_GROUPED: they do so in a few heads at a time, the first axis of the grid, so that none of the last ones is long."""
+    if IS_GROUPED:
+        at = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
+        b = at // sizes[2]
+        return sizes[4] - 1 - tl.program_id(1), b, at - b * sizes[2], b * 0
     m, h, last = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     splits = sizes[5]
     b, split = last // splits, last % splits
@@ -139,9 +145,11 @@ def keys_at(
 ):  # fmt: skip
     """[TILE_N, BLOCK_D]: keys or values from position ``first``; zeros from ``end`` on (partial tiles only).
 
-    source: where they lie, a pointer, or IS_DESCRIBED a descriptor, which knows where they end.
+    source: where they lie, a pointer, or IS_DESCRIBED a descriptor, which knows where they end, or from 2 on where all of storage ends.
     """
-    if IS_DESCRIBED:
+    if IS_DESCRIBED >= 2:
+        return tl.reshape(source.load([key[2], key[8], first + key[3], 0]), (TILE_N, BLOCK_D))
+    elif IS_DESCRIBED == 1:
         return source.load([first, 0])
     else:
         is_key = (first + tl.arange(0, TILE_N) < end)[:, None]
@@ -222,9 +230,62 @@ def visit_late(
 
 
 @triton.jit
+def visit_all(
+    acc, row_sum, row_max, q, begin, stop, full, seqlen_k, runs, key, rows, b, h, scales, captured,
+    SCORE: tl.constexpr, MASK: tl.constexpr, ALWAYS: tl.constexpr,
+    HAS_SCORE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr, RANGES: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, IS_RAW: tl.constexpr, IS_LATE: tl.constexpr, IS_DESCRIBED: tl.constexpr,
+):  # fmt: skip
+    """Tiles ``begin`` to ``stop`` in one loop, the partial ones, from ``full`` on, asking the mask in a branch: the loads of the first of
+    them run ahead as those of all others do. (acc, row_sum, row_max). Ranges, and descriptors, which know where keys end."""
+    p, owed = tl.zeros((TILE_M, TILE_N), tl.float32), tl.full((TILE_M,), 1.0, tl.float32)
+    before = begin * 0
+    if IS_LATE and begin < stop:
+        before = first_at(runs, begin, full, seqlen_k, RANGES, TILE_N)
+    for i in range(begin, stop):
+        first = first_at(runs, i, full, seqlen_k, RANGES, TILE_N)
+        s = scores_of(
+            q, first, seqlen_k, True, key, rows, b, h, 0, scales, captured, SCORE, MASK, ALWAYS,
+            False, HAS_SCORE, HAS_MASK, HAS_ALWAYS, RANGES, TILE_N, HEAD_DIM, BLOCK_D, 0, False, PRECISION, IS_RAW, IS_DESCRIBED,
+        )  # fmt: skip
+        if i >= full:
+            lane = first + tl.arange(0, TILE_N)
+            s = tl.where(MASK(b, h, lane[None, :], rows[1], captured[1][0], captured[1][1]), s, float("-inf"))
+        if IS_LATE:
+            v = keys_at(
+                key[1], before, before + TILE_N, key, key[6], key[7], 0, False, HEAD_DIM_V, BLOCK_DV, 0, False, TILE_N, IS_DESCRIBED, False
+            )
+            acc = plus_product(acc, owed, p, v, PRECISION)
+            p, owed, row_sum, row_max = weights_of(s, row_sum, row_max, scales[1], IS_RAW)
+            before = first
+        else:
+            p, rescale, row_sum, row_max = weights_of(s, row_sum, row_max, scales[1], IS_RAW)
+            v = keys_at(
+                key[1], first, first + TILE_N, key, key[6], key[7], 0, False, HEAD_DIM_V, BLOCK_DV, 0, False, TILE_N, IS_DESCRIBED, False
+            )
+            acc = plus_product(acc, rescale, p, v, PRECISION)
+    if IS_LATE:
+        if begin < stop:
+            v = keys_at(
+                key[1], before, before + TILE_N, key, key[6], key[7], 0, False, HEAD_DIM_V, BLOCK_DV, 0, False, TILE_N, IS_DESCRIBED, False
+            )
+            acc = plus_product(acc, owed, p, v, PRECISION)
+    return acc, row_sum, row_max
+
+
+@triton.jit
+def first_at(runs, i, full, seqlen_k, RANGES: tl.constexpr, TILE_N: tl.constexpr):
+    """The first key of the i-th tile, full ones before partial ones."""
+    partial = partial_at(runs, i - full, seqlen_k, RANGES, TILE_N, 0)
+    return tl.where(i < full, full_at(runs, i, RANGES, TILE_N, 0), partial[0])
+
+
+@triton.jit
 def store_results(
-    acc, row_sum, row_max, tensors, strides, spans, sizes, q_row, at, h, is_row, split,
+    acc, row_sum, row_max, tensors, strides, spans, sizes, q_row, at, h, is_row, split, place,
     HAS_SINK: tl.constexpr, HAS_LSE: tl.constexpr, HAS_MAX: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
+    PRECISION: tl.constexpr, IS_DESCRIBED: tl.constexpr,
 ):  # fmt: skip
     """Writes a row tile's output and statistics; ``at`` are its rows of storage, ``h`` their heads.
 
@@ -243,11 +304,17 @@ def store_results(
         acc = acc * rescale[:, None]
         row_max = highest
     total = tl.where(row_sum == 0, 1.0, row_sum)
-    acc = acc / total[:, None]
-    offsets = q_row.to(tl.int64) * strides[3][0] + h.to(tl.int64) * strides[3][1] + at.to(tl.int64) * strides[3][2]
-    d = tl.arange(0, BLOCK_DV)[None, :]
-    out = tensors[3] + split.to(tl.int64) * spans[0][1]
-    tl.store(out + offsets[:, None] + d, acc.to(out.dtype.element_ty), mask=is_row[:, None] & (d < HEAD_DIM_V))
+    if PRECISION == "ieee":
+        acc = acc / total[:, None]
+    else:  # a division takes seven instructions
+        acc = acc * (1.0 / total)[:, None]
+    if IS_DESCRIBED >= 3:
+        tensors[3].store([place[0], place[1], place[2], 0], tl.reshape(acc.to(tensors[3].dtype), (1, 1, acc.shape[0], BLOCK_DV)))
+    else:
+        offsets = q_row.to(tl.int64) * strides[3][0] + h.to(tl.int64) * strides[3][1] + at.to(tl.int64) * strides[3][2]
+        d = tl.arange(0, BLOCK_DV)[None, :]
+        out = tensors[3] + split.to(tl.int64) * strides[4][0]
+        tl.store(out + offsets[:, None] + d, acc.to(out.dtype.element_ty), mask=is_row[:, None] & (d < HEAD_DIM_V))
     if HAS_LSE:
         lse = tl.where(row_sum == 0, float("-inf"), row_max * _LN2 + tl.log(total))
         tl.store(tensors[4] + part + statistic, lse, mask=is_row)
@@ -262,7 +329,8 @@ def forward_tile(
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     IS_PACKED: tl.constexpr, HAS_ENTRIES: tl.constexpr, IS_CACHE: tl.constexpr, HAS_LEFTPAD: tl.constexpr,
     HAS_ROWS: tl.constexpr, PAGE_SIZE: tl.constexpr, HAS_SINK: tl.constexpr, HAS_LSE: tl.constexpr, HAS_MAX: tl.constexpr,
-    PRECISION: tl.constexpr, IS_RAW: tl.constexpr, IS_LATE: tl.constexpr, IS_DESCRIBED: tl.constexpr,
+    PRECISION: tl.constexpr, IS_RAW: tl.constexpr, IS_LATE: tl.constexpr, IS_DESCRIBED: tl.constexpr, IS_JOINED: tl.constexpr,
+    HAS_GUARD: tl.constexpr, IS_GROUPED: tl.constexpr,
 ):  # fmt: skip
     """One row tile, or one split of its keys.
 
@@ -272,7 +340,9 @@ def forward_tile(
     so that maxima are taken before the change to base 2. IS_LATE: a full tile's second product runs beside the next one's exponentials.
     IS_DESCRIBED: keys and values come by tensor descriptors.
     """
-    m, b, h, split = work_of(sizes, tensors, HAS_ENTRIES)
+    if HAS_GUARD and is_off(tensors[13]):
+        return
+    m, b, h, split = work_of(sizes, tensors, HAS_ENTRIES, IS_GROUPED)
     if m < 0:
         return
     if IS_CACHE:
@@ -306,12 +376,15 @@ def forward_tile(
         row_max = tl.full((TILE_M,), _LOWEST, tl.float32)
     if seqlen_k <= 0:  # no mod may be asked about a sequence without keys: what it captures need not reach there
         store_results(
-            acc, row_sum, row_max, tensors, strides, spans, sizes, found[0], at, heads, is_row, split,
-            HAS_SINK, HAS_LSE, HAS_MAX, HEAD_DIM_V, BLOCK_DV,
+            acc, row_sum, row_max, tensors, strides, spans, sizes, found[0], at, heads, is_row, split, (b, h, first_row),
+            HAS_SINK, HAS_LSE, HAS_MAX, HEAD_DIM_V, BLOCK_DV, PRECISION, IS_DESCRIBED,
         )  # fmt: skip
         return
-    offsets = found[0].to(tl.int64) * strides[0][0] + heads.to(tl.int64) * strides[0][1] + at.to(tl.int64) * strides[0][2]
-    q = load_rows(tensors[0], offsets[:, None], is_row[:, None], HEAD_DIM, BLOCK_D, False)
+    if IS_DESCRIBED == 4:
+        q = tl.reshape(tensors[0].load([b, h, first_row, 0]), (TILE_M, BLOCK_D))
+    else:
+        offsets = found[0].to(tl.int64) * strides[0][0] + heads.to(tl.int64) * strides[0][1] + at.to(tl.int64) * strides[0][2]
+        q = load_rows(tensors[0], offsets[:, None], is_row[:, None], HEAD_DIM, BLOCK_D, False)
     q_idx = (position + found[6])[:, None]
     if IS_PACKED:
         asked = heads[:, None]
@@ -319,8 +392,11 @@ def forward_tile(
         asked = h
     kept = rows_of(b, asked, q_idx, captured, SCORE_ROWS, MASK_ROWS, ALWAYS_ROWS, HAS_SCORE, HAS_MASK, HAS_ALWAYS)
     kv_head = ((h * packed) // sizes[7]).to(tl.int64)
-    k_from, v_from = tensors[1] + kv_head * strides[1][1], tensors[2] + kv_head * strides[2][1]
-    if IS_DESCRIBED:
+    if IS_DESCRIBED >= 2:
+        k_from, v_from = tensors[1], tensors[2]
+    else:
+        k_from, v_from = tensors[1] + kv_head * strides[1][1], tensors[2] + kv_head * strides[2][1]
+    if IS_DESCRIBED == 1:
         row, start = found[3].to(tl.int64), (m * 0 + found[4]).to(tl.int64)
         k_from = tl.make_tensor_descriptor(
             k_from + row * strides[1][0] + start * strides[1][2], [seqlen_k, HEAD_DIM], [strides[1][2], 1], [TILE_N, BLOCK_D]
@@ -328,7 +404,7 @@ def forward_tile(
         v_from = tl.make_tensor_descriptor(
             v_from + row * strides[2][0] + start * strides[2][2], [seqlen_k, HEAD_DIM_V], [strides[2][2], 1], [TILE_N, BLOCK_DV]
         )
-    key = (k_from, v_from, found[3], found[4], strides[1][0], strides[1][2], strides[2][0], strides[2][2])
+    key = (k_from, v_from, found[3], found[4], strides[1][0], strides[1][2], strides[2][0], strides[2][2], kv_head.to(tl.int32))
     # where tiles begin at multiples of their size and so do pages
     FITS: tl.constexpr = (
         PAGE_SIZE > 0 and IS_CACHE and not HAS_LEFTPAD and (LIST_N == 0 or LIST_N % TILE_N == 0)
@@ -345,7 +421,15 @@ def forward_tile(
     if RANGES > 0:
         kept = kept[0], inside_of(kept[1], seqlen_k, RANGES), kept[2]
     start, end_full = tl.minimum(begin, full), tl.minimum(stop, full)
-    if IS_LATE:
+    if IS_JOINED:
+        tl.static_assert(RANGES > 0 and PAGE_SIZE == 0 and IS_DESCRIBED > 0, "tiles of both kinds are loaded alike")
+        acc, row_sum, row_max = visit_all(
+            acc, row_sum, row_max, q, begin, stop, full, seqlen_k, runs, key, kept, b, asked, scales, captured,
+            SCORE, MASK, ALWAYS, HAS_SCORE, HAS_MASK, HAS_ALWAYS, RANGES,
+            TILE_M, TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, IS_RAW, IS_LATE, IS_DESCRIBED,
+        )  # fmt: skip
+        begin, stop = full, full
+    elif IS_LATE:
         tl.static_assert(PAGE_SIZE == 0, "page numbers are loaded ahead of one tile's keys and values, not of two tiles'")
         p, owed = tl.zeros((TILE_M, TILE_N), tl.float32), tl.full((TILE_M,), 1.0, tl.float32)
         before = start * 0
@@ -403,6 +487,6 @@ def forward_tile(
     if IS_RAW:
         row_max = row_max * factor
     store_results(
-        acc, row_sum, row_max, tensors, strides, spans, sizes, found[0], at, heads, is_row, split,
-        HAS_SINK, HAS_LSE, HAS_MAX, HEAD_DIM_V, BLOCK_DV,
+        acc, row_sum, row_max, tensors, strides, spans, sizes, found[0], at, heads, is_row, split, (b, h, first_row),
+        HAS_SINK, HAS_LSE, HAS_MAX, HEAD_DIM_V, BLOCK_DV, PRECISION, IS_DESCRIBED,
     )  # fmt: skip

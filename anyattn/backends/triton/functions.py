@@ -218,19 +218,6 @@ def load_nvidia(place):
 
 
 @triton.jit
-def pairs(base, lane, STRAIGHT: tl.constexpr):
-    """(firsts, seconds) of pairs ``lane`` of float32. STRAIGHT: into registers, each pair by one load (NVIDIA); see ``load_nvidia``: what
-    every row of a tile wants alike Triton would send through shared memory in single words, as often as a thread wants them."""
-    if STRAIGHT:
-        at = base.to(tl.int64) + lane.to(tl.int64) * 8
-        return tl.inline_asm_elementwise(
-            "ld.global.nc.v2.f32 {$0, $1}, [$2];", "=f,=f,l", [at], dtype=(tl.float32, tl.float32), is_pure=True, pack=1
-        )
-    else:
-        return tl.load(base + 2 * lane), tl.load(base + 2 * lane + 1)
-
-
-@triton.jit
 def limit(place):
     """A limit of a row's keys in 32 bits; further than any position is as far."""
     return tl.minimum(tl.maximum(place, -(2**30)), 2**30).to(tl.int32)
@@ -249,3 +236,27 @@ def only(x):
         return tl.max(tl.reshape(x, (1,)), 0)
     else:
         return x
+
+
+@triton.jit
+def send_diagonals(x, begin, scalars, tensors, total, PLACES: tl.constexpr, DTYPE: tl.constexpr):
+    """Adds the sums of the diagonals of x [M, N] to ``total``: a pointer, strides and sizes. begin: of a tile, see ``programs._scatter_source``.
+
+    PLACES: where a pair's diagonal goes. In blocks of 8 x 8, those on one diagonal of blocks are summed, entry by entry: a product with a
+    matrix of ones and zeros, x in DTYPE, that leaves an eighth of the entries or little more.
+    """
+    ROWS: tl.constexpr = x.shape[0] // 8  # of blocks
+    COLUMNS: tl.constexpr = x.shape[1] // 8
+    LINES: tl.constexpr = 2 * max(ROWS, COLUMNS)  # diagonals of blocks, and room for a power of two
+    blocks = tl.permute(tl.reshape(x.to(DTYPE), (ROWS, 8, COLUMNS, 8)), (1, 3, 0, 2))
+    block, line = tl.arange(0, ROWS * COLUMNS)[:, None], tl.arange(0, LINES)[None, :]
+    on_line = (block % COLUMNS - block // COLUMNS + ROWS - 1 == line).to(DTYPE)
+    sums = tl.dot(tl.reshape(blocks, (64, ROWS * COLUMNS)), on_line)
+    entry = tl.arange(0, 64)[:, None]
+    far = (line - (ROWS - 1)) * 8 + entry % 8 - entry // 8  # how far the key is after the query
+    # a diagonal's first pair: where that is not in the sequence, none is
+    i, j = tl.maximum(-far, 0), tl.maximum(far, 0)
+    is_there = (i < tl.minimum(begin[4], 8 * ROWS)) & (j < tl.minimum(begin[5], 8 * COLUMNS))
+    q_idx, kv_idx = begin[2] + tl.minimum(i, begin[4] - 1), begin[3] + tl.minimum(j, begin[5] - 1)
+    place = PLACES(begin[0], begin[1], q_idx, kv_idx, scalars, tensors, total)
+    tl.atomic_add(total[0] + place, sums.to(total[0].dtype.element_ty), mask=is_there, sem="relaxed")

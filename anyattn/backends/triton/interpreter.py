@@ -1,10 +1,10 @@
 """Triton's interpreter (``TRITON_INTERPRET=1``), mended where it fails or computes otherwise than a GPU.
 
-Seven things: NumPy 2.4 no longer turns an array of one element into a loop's bound; float32 is cut off to bfloat16 where hardware rounds
+Eight things: NumPy 2.4 no longer turns an array of one element into a loop's bound; float32 is cut off to bfloat16 where hardware rounds
 to the nearest; products and most casts of bfloat16 are taken of the numbers' bits; a comparison of single numbers became a float when it
 was spread over a block; after a launch the whole memory behind a tensor of the CPU is copied onto itself, gigabytes of it for a small view;
-the language is patched again for every function that a kernel calls, a third of all time; and threads that launch at once read one
-another's place in the grid. Only a process that interprets is touched.
+the language is patched again for every function that a kernel calls, a third of all time; threads that launch at once read one another's
+place in the grid; and it lacks additions by tensor descriptors. Only a process that interprets is touched.
 """
 
 from __future__ import annotations
@@ -70,8 +70,14 @@ def _mend_numbers() -> None:
             arg = handle(arg.data, tl.int1)
         return splat(self, kind, arg)
 
+    def added(self: Any, kind: Any, described: Any, value: Any, indices: Any) -> None:
+        ir = interpreter._ir
+        places, exists = described.materialize_pointers(indices)
+        self.create_atomic_rmw(ir.ATOMIC_OP.FADD, places, value, handle(exists, tl.int1), ir.MEM_SEMANTIC.RELAXED, None)
+
     interpreter._convert_float = rounded
     builder.create_dot, builder.cast_impl, builder.create_splat = product, casted, spread
+    builder.create_descriptor_reduce = added
 
 
 def _mend_launches() -> None:

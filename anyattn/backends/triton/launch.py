@@ -124,7 +124,7 @@ def run_entry(
                 given += pair
         given += tensors
     # dtypes and whether rows are aligned (which the entry itself says) are all that differs between launches of one entry
-    dtypes = tuple([x.dtype for x in given if isinstance(x, Tensor)])
+    dtypes = tuple([x.dtype if isinstance(x, Tensor) else x.base.dtype for x in given if not isinstance(x, (int, float))])
     with current_device(device):
         _launch(kernel, tuple(grid), given, device, options, dtypes)
 
@@ -162,7 +162,7 @@ def _launch(kernel: Any, grid: tuple[int, ...], given: list[Any], device: torch.
         return
     key = (kernel, device.index, tuple(options.values()), known)
     found = _ready.get(key)
-    with _scratch(device) if options.get("IS_DESCRIBED") else nullcontext():
+    with _scratch(device) if options.get("IS_DESCRIBED") == 1 or options.get("IS_JOINT") else nullcontext():
         if found is not None:
             found.compiled[grid](*given, *found.constants)
             return
@@ -191,10 +191,11 @@ def current_device(device: torch.device) -> AbstractContextManager:
     return nullcontext() if is_current else torch.cuda.device(device)
 
 
-def strides_of(*tensors: Tensor) -> tuple[bool, list[int]]:
+def strides_of(*tensors: Tensor, more: Sequence[int] = ()) -> tuple[bool, list[int]]:
     """Whether every row of each begins at a multiple of 16 bytes, so that it is loaded in wide pieces; and the strides of all dimensions
-    but the last, in the units in which the kernel wants them."""
+    but the last, and ``more``, in the units in which the kernel wants them."""
     strides = [s if n > 1 else 0 for t in tensors for s, n in zip(t.stride()[:-1], t.shape[:-1], strict=True)]
+    strides += more
     for s in strides:
         if s % _UNIT:
             return False, strides

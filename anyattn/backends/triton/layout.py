@@ -16,6 +16,7 @@ from anyattn.backends.triton.config import Shape, Tiles
 from anyattn.backends.triton.programs import program_of
 from anyattn.backends.triton.sizes import Box, Extent, extents
 from anyattn.backends.triton.styles import shape_of
+from anyattn.errors import BackendError
 from anyattn.geometry.integers import ceil_div
 from anyattn.geometry.splits import num_splits
 from anyattn.hardware import Hardware
@@ -27,14 +28,15 @@ _MOST_PACKED = 64
 _ANY_NUMBER = 1024  # of queries, where a call does not say how many an entry has at most
 _MOST_SPLITS, _MANY_SPLITS = 128, 32
 _MOST_BLOCKS = 65535  # along the last axis of a CUDA grid
-# How the time of reading keys depends on the number of pieces: fitted to an H200's 40 figures in tests/backends/test_triton_splits.py,
-# which it gives within 3.5 % (root mean square).
+# How the time of reading keys depends on the number of pieces: fitted to an H200's 80 figures in tests/backends/test_triton_splits.py.
 # Shares and bytes instead of seconds: other devices then differ by what is known of them.
 _ALONE = 0.9  # of a multiprocessor's share of the bandwidth: what one program reads that has ``_UNDER_WAY`` bytes asked for at a time
 _UNDER_WAY = 64 << 10
-_BEND = 3  # how sharply programs that read more and more together meet the bandwidth
+_MORE = 0.77  # the power with which more bytes help
+_BEND = 3  # for each tile asked for ahead: how sharply programs that read more and more together meet the bandwidth
 _ONE_MORE_LAUNCH = 224 << 10  # bytes that a multiprocessor reads while the merging of the pieces begins and ends, about 6 us
 _MERGED = 6  # times a partial output's bytes are what writing it, reading it and starting the program that makes it cost
+_BEGUN = 16 << 10  # bytes read meanwhile by the others, for each tile but one that a program asks for ahead when it begins
 _UNEVEN = 0.25
 _CLOSE = 1.015  # as good as the best: fewer pieces take less memory
 
@@ -49,10 +51,11 @@ class Layout(NamedTuple):
 
 
 def layout_of(problem: Problem, hardware: Hardware, options: dict[str, int]) -> Layout:
-    """options: ``kernel_options``, of which tile_m, tile_n and num_splits are taken as they come."""
+    """options: ``kernel_options``, of which tile_m, tile_n and num_splits are taken as they come. Raises ``BackendError`` where heads
+    shall share row tiles and cannot."""
     asked = {name: options[name] for name in ("tile_m", "tile_n") if name in options}
     why, shape = [], forward_shape(problem)
-    for packed in _choices(problem, hardware.capability):
+    for packed in _asked_choices(problem, hardware.capability, options):
         is_short = has_few_rows(problem, hardware.capability)
         tiles = config.forward_tiles(shape, hardware.capability, rows_of(problem, packed), is_short)
         if asked:
@@ -113,6 +116,18 @@ def _choices(problem: Problem, capability: tuple[int, int] | None) -> list[int]:
     if ratio == 1 or not has_few_rows(problem, capability) or not _shares_lists(problem):
         return [1]
     return [n for n in range(min(ratio, _MOST_PACKED), 0, -1) if ratio % n == 0]
+
+
+def _asked_choices(problem: Problem, capability: tuple[int, int] | None, options: dict[str, int]) -> list[int]:
+    """``_choices`` as the call's pack_gqa leaves them. Raises ``BackendError`` where it asks for what cannot be."""
+    choices = _choices(problem, capability)
+    packs = options.get("pack_gqa", problem.packs)
+    if packs is not None and not packs:
+        return [1]
+    if packs and choices == [1] and problem.qhead_per_kvhead > 1:
+        why = "it packs few queries only, whose heads share lists of tiles"
+        raise BackendError(f"pack_gqa=True cannot be had from the Triton kernels: {why}; pass pack_gqa=None to leave it open")
+    return choices
 
 
 def _shares_lists(problem: Problem) -> bool:
@@ -200,12 +215,13 @@ def pieces_of(reading: Reading, sm_count: int) -> int:
 
 def _reading_time(reading: Reading, splits: int, sm_count: int) -> float:
     """In bytes read at the device's bandwidth."""
-    alone = _ALONE * reading.stages * reading.tile_bytes / _UNDER_WAY
+    alone = _ALONE * (reading.stages * reading.tile_bytes / _UNDER_WAY) ** _MORE
+    bend = _BEND * reading.stages
 
     def progress(running: int) -> float:
         """The share of the bandwidth that so many programs reach together."""
         asked = alone * running / sm_count
-        return asked / (1 + asked**_BEND) ** (1 / _BEND)  # type: ignore[no-any-return]
+        return asked / (1 + asked**bend) ** (1 / bend)  # type: ignore[no-any-return]
 
     share = ceil_div(reading.key_tiles, splits)
     last = reading.key_tiles - share * (splits - 1)  # the last piece is smaller
@@ -220,5 +236,6 @@ def _reading_time(reading: Reading, splits: int, sm_count: int) -> float:
         tiles += uneven * rest * last / progress(rest)
         if share > last and large:
             tiles += uneven * large * (share - last) / progress(large)
+    begun = _BEGUN * (reading.stages - 1) * programs
     merging = _ONE_MORE_LAUNCH * sm_count + _MERGED * splits * reading.partial_bytes if splits > 1 else 0
-    return tiles * reading.tile_bytes + merging
+    return tiles * reading.tile_bytes + begun + merging

@@ -32,7 +32,8 @@ MOST_RANGES = 2  # of a row, whose limits a kernel keeps
 class Load(NamedTuple):
     """A load whose tensor gets a gradient: which of the part's totals it adds to, and where among the outputs its derivative and its
     indices are. by_row, by_key: whether a row's keys, a key's rows share one entry, so that they are summed first. is_alone: no two pairs
-    of a query and a key share an entry, so that it is stored, not added up."""
+    of a query and a key share an entry, so that it is stored, not added up. diagonal: the indices by themselves, where they tell a query
+    and a key apart by their distance only: a tile's diagonals are summed first. None otherwise, and in float32, whose products are slow."""
 
     total: int
     factor: int
@@ -40,6 +41,7 @@ class Load(NamedTuple):
     by_row: bool
     by_key: bool
     is_alone: bool = False
+    diagonal: Expr | None = None
 
 
 class Part(NamedTuple):
@@ -171,7 +173,8 @@ def gradient_part(problem: Problem, wanted: tuple[int, ...]) -> Part:
     score = problem.score
     assert score is not None
     alone = frozenset(slots_alone(problem, wanted))
-    made = _gradient_part(score.expr, len(score.scalars), tuple([t.ndim for t in score.tensors]), wanted, alone)
+    ranks, is_short = tuple([t.ndim for t in score.tensors]), problem.q.dtype.itemsize == 2
+    made = _gradient_part(score.expr, len(score.scalars), ranks, wanted, alone, is_short)
     return made._replace(style=style_of(score, made.expr, problem))
 
 
@@ -195,7 +198,9 @@ def slots_alone(problem: Problem, wanted: tuple[int, ...]) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=1024)
-def _gradient_part(expr: Expr, scalars: int, ranks: tuple[int, ...], wanted: tuple[int, ...], alone: frozenset[int]) -> Part:
+def _gradient_part(
+    expr: Expr, scalars: int, ranks: tuple[int, ...], wanted: tuple[int, ...], alone: frozenset[int], is_short: bool
+) -> Part:
     gradients = score_gradients(expr)
     builder = Builder()
     outputs = [builder.copy(expr), builder.copy(gradients.expr, gradients.expr.outputs[0])]
@@ -209,27 +214,38 @@ def _gradient_part(expr: Expr, scalars: int, ranks: tuple[int, ...], wanted: tup
         outputs += [builder.copy(gradients.expr, p) for p in (gradients.expr.outputs[load.output], *places)]
         indices = tuple(range(at + 1, len(outputs)))
         by_row, by_key = not any(deps[p].kv for p in places), not any(deps[p].q for p in places)
-        loads.append(Load(wanted.index(load.slot), at, indices, by_row, by_key, load.slot in alone))
+        diagonal = None
+        if all(deps[p].diagonal or not (deps[p].q or deps[p].kv) for p in places) and not (by_row or by_key) and is_short:
+            of_places = Builder()
+            diagonal = of_places.build(*(of_places.copy(gradients.expr, p) for p in places))
+        loads.append(Load(wanted.index(load.slot), at, indices, by_row, by_key, load.slot in alone, diagonal))
     return Part("score", "gradient", builder.build(*outputs), scalars, ranks, tuple(loads), tuple(ranks[slot] for slot in wanted))
 
 
 def _scatter_source(part: Part) -> str:
-    """``NAME_scatter(ds, seen, is_row, is_key, found, totals, IS_FULL)``: sends what the modified score's derivative makes of each load's
+    """``NAME_scatter(ds, seen, is_row, is_key, found, at, scalars, tensors, totals, IS_FULL, DTYPE)``: sends what the modified score's derivative makes of each load's
     entry to the load's total, which is contiguous. IS_FULL: of all pairs but those of rows beyond the end, which send 0 to the last row's
-    entries, so that no addition asks which."""
-    lines = []
+    entries, so that no addition asks which. at: b, h, the tile's first row and key, as mods count them, and how many of each there are."""
+    lines, before = [], []
     for i, load in enumerate(part.loads):
         slot = f"totals[{load.total}]"
+        lines.append(f"part{i} = tl.where(seen, ds * found[{load.factor}].to(tl.float32), 0.0)")
         sizes = [f"{slot}[{2 + 2 * d}]" for d in range(len(load.indices))]
         places = [f"found[{at}]" for at in load.indices]
         if not part.style.is_inside:
             places = [f"functions.inside({place}, {size})" for place, size in zip(places, sizes, strict=True)]
         strides = [f" * {slot}[{1 + 2 * d}]" if d + 1 < len(places) else "" for d in range(len(places))]
         place = " + ".join(f"{place}.to(tl.int64){stride}" for place, stride in zip(places, strides, strict=True)) or "0"
-        lines += [f"part{i} = tl.where(seen, ds * found[{load.factor}].to(tl.float32), 0.0)", f"at{i} = {place}"]
+        lines.append(f"at{i} = {place}")
         if load.is_alone:
             lines.append(f"tl.store({slot}[0] + at{i}, part{i}.to({slot}[0].dtype.element_ty), mask=seen)")
             continue
+        if load.diagonal is not None:
+            before.append(_places_source(f"{part.name}_places{i}", load, part))
+            lines.append("if ds.shape[0] * ds.shape[1] >= 1024:  # a product sums 16 terms or more")
+            lines.append(f"    functions.send_diagonals(part{i}, at, scalars, tensors, {slot}, {part.name}_places{i}, DTYPE)")
+            lines.append("else:")
+        indent = "    " * (load.diagonal is not None)
         mask = {(False, False): "seen", (True, False): "is_row", (False, True): "is_key", (True, True): None}[load.by_row, load.by_key]
         if load.by_row:
             lines.append(f"part{i} = tl.sum(part{i}, 1, keep_dims=True)")
@@ -239,12 +255,25 @@ def _scatter_source(part: Part) -> str:
             lines.append(f"part{i}, at{i} = tl.sum(tl.sum(part{i}, 1), 0), functions.only(at{i})")
             lines.append(f"tl.atomic_add({slot}[0] + at{i}, part{i}.to({slot}[0].dtype.element_ty), sem='relaxed')")
         else:
-            lines.append(f"at{i} += functions.zeros_like(part{i})")
-            lines.append(f"mask{i} = None if IS_FULL else {mask}")
+            lines.append(f"{indent}at{i} += functions.zeros_like(part{i})")
+            lines.append(f"{indent}mask{i} = None if IS_FULL else {mask}")
             sent = f"part{i}.to({slot}[0].dtype.element_ty)"
-            lines.append(f"tl.atomic_add({slot}[0] + at{i}, {sent}, mask=mask{i}, sem='relaxed')")
-    head = f"@triton.jit\ndef {part.name}_scatter(ds, seen, is_row, is_key, found, totals, IS_FULL: tl.constexpr):\n"
-    return head + "\n".join(f"    {x}" for x in lines) + "\n"
+            lines.append(f"{indent}tl.atomic_add({slot}[0] + at{i}, {sent}, mask=mask{i}, sem='relaxed')")
+    head = f"@triton.jit\ndef {part.name}_scatter(ds, seen, is_row, is_key, found, at, scalars, tensors, totals, IS_FULL: tl.constexpr, DTYPE: tl.constexpr):\n"
+    return "\n\n".join([*before, head + "\n".join(f"    {x}" for x in lines) + "\n"])
+
+
+def _places_source(name: str, load: Load, part: Part) -> str:
+    """``NAME(b, h, q_idx, kv_idx, scalars, tensors, total)``: where in a load's total the sums of diagonals go, asked at one pair of each."""
+    assert load.diagonal is not None
+    lines = emit(load.diagonal, style=part.style)
+    slot, places = "total", list(lines.outputs)
+    if not part.style.is_inside:
+        places = [f"functions.inside({place}, {slot}[{2 + 2 * d}])" for d, place in enumerate(places)]
+    strides = [f" * {slot}[{1 + 2 * d}]" if d + 1 < len(places) else "" for d in range(len(places))]
+    place = " + ".join(f"{place}.to(tl.int64){stride}" for place, stride in zip(places, strides, strict=True))
+    body = [*lines.all(), f"return {place}"]
+    return f"@triton.jit\ndef {name}(b, h, q_idx, kv_idx, scalars, tensors, total):\n" + "\n".join(f"    {x}" for x in body) + "\n"
 
 
 # ---- source

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from anyattn.backends.triton import config, tables, tuning
 from anyattn.backends.triton.combine import merge
 from anyattn.backends.triton.config import Tiles
+from anyattn.backends.triton.forms import Form, forms_of
 from anyattn.backends.triton.launch import Signature, entry_of, entry_source, run_entry, strides_of
 from anyattn.backends.triton.layout import forward_shape, has_few_rows, padded_group, positions_per_tile, rows_of
 from anyattn.backends.triton.programs import Chosen, captured_of, program_of
@@ -38,10 +39,10 @@ _FORWARD = Signature(
     (
         (
             "pointer",
-            ("q", "k", "v", "out", "lse", "highest", "sink", "entries", "order", "pages", "cached", "leftpad", "cache_rows"),
+            ("q", "k", "v", "out", "lse", "highest", "sink", "entries", "order", "pages", "cached", "leftpad", "cache_rows", "guard"),
         ),
-        ("stride", strides_named("q", "k", "v", "out")),
-        ("long", LISTS),
+        ("stride", (*strides_named("q", "k", "v", "out"), ("part_out",))),
+        ("long", (("part_statistics",), LISTS[1])),
         ("int", ("cache_new", "cache_capacity", "cache_storage", "last_page")),
         ("int", ("packed", "group")),
         ("int", SIZES),
@@ -52,7 +53,7 @@ _FORWARD = Signature(
     (
         "RANGES", "TILE_M", "TILE_N", "LIST_M", "LIST_N", "HAS_FULL", "HEAD_DIM", "HEAD_DIM_V", "BLOCK_D", "BLOCK_DV", "IS_PACKED",
         "HAS_ENTRIES", "IS_CACHE", "HAS_LEFTPAD", "HAS_ROWS", "PAGE_SIZE", "HAS_SINK", "HAS_LSE", "HAS_MAX", "PRECISION",
-        "IS_RAW", "IS_LATE", "IS_DESCRIBED",
+        "IS_RAW", "IS_LATE", "IS_DESCRIBED", "IS_JOINED", "HAS_GUARD", "IS_GROUPED",
     ),
 )  # fmt: skip
 
@@ -68,32 +69,50 @@ class _Target(NamedTuple):
 
 def forward(problem: Problem, plan: Plan) -> Result:
     """out and the statistics of a problem that ``supports.reason_against`` has nothing against."""
-    chosen = program_of(problem)
-    plan = _tuned(problem, plan, chosen) if plan.is_tuned else plan
-    found = tables.tables_of(problem, chosen, positions_per_tile(plan.tile_m, plan.heads_per_tile))
+    return _forward(problem, plan, forms_of(problem, plan))
+
+
+def _forward(problem: Problem, plan: Plan, forms: tuple[Form, ...]) -> Result:
     # rows that belong to no sequence are 0 and -inf; no program comes by them
     fill = problem.sequences is not None and not problem.sequences.uses_all_rows
     if plan.num_splits > 1:
-        return _forward_by_splits(problem, plan, chosen, found, fill)
+        return _forward_by_splits(problem, plan, fill)
     out = (torch.zeros if fill else torch.empty)(_out_shape(problem), dtype=problem.q.dtype, device=problem.q.device)
     rest = -torch.inf if fill else None
     lse, highest = (_statistic(problem, (), rest) if wanted else None for wanted in (problem.wants_lse, problem.wants_max))
-    _launch(problem, plan, chosen, found, _Target(out, lse, highest))
+    for form in forms:
+        _launch(form, _planned(form, problem, plan), _Target(out, lse, highest))
     return Result(out, lse, highest)
+
+
+def _planned(form: Form, problem: Problem, plan: Plan) -> Plan:
+    """The plan for one form of ``problem``, whose own is ``plan``."""
+    if form.problem is problem:
+        return plan
+    key = "documents", form.problem.batch
+    found = plan.prepared.get(key)  # type: ignore[call-overload]
+    if found is None:
+        shape, capability, packed = forward_shape(form.problem), config.capability_of(problem.q.device), plan.heads_per_tile
+        tiles = config.forward_tiles(shape, capability, rows_of(form.problem, packed), has_few_rows(form.problem, capability))
+        if plan.has_asked_tiles:
+            tiles = config.fitting("forward", replace(tiles, tile_m=plan.tile_m, tile_n=plan.tile_n), shape, capability)
+        found = plan.prepared[key] = _with(plan, tiles)  # type: ignore[index]
+    return found
+
+
+def _with(plan: Plan, tiles: Tiles) -> Plan:
+    return replace(plan, tile_m=tiles.tile_m, tile_n=tiles.tile_n, num_warps=tiles.num_warps, num_stages=tiles.num_stages)
 
 
 def _tuned(problem: Problem, plan: Plan, chosen: Chosen) -> Plan:
     """The plan with the fastest tiles."""
-
-    def planned(tiles: Tiles) -> Plan:
-        return replace(
-            plan, tile_m=tiles.tile_m, tile_n=tiles.tile_n, num_warps=tiles.num_warps, num_stages=tiles.num_stages, is_tuned=False
-        )  # fmt: skip
-
+    plan = replace(plan, is_tuned=False)
     question = tuning.question_of("forward", problem, chosen.program, rows_of(problem, plan.heads_per_tile), plan.num_splits)
-    return planned(
-        tuning.best(question, problem.q.device, lambda t: tuning.seconds(lambda: forward(problem, planned(t)), problem.q.device))
-    )
+
+    def measure(tiles: Tiles) -> float:
+        return tuning.seconds(lambda: _forward(problem, _with(plan, tiles), (Form(problem),)), problem.q.device)
+
+    return _with(plan, tuning.best(question, problem.q.device, measure))
 
 
 def source_of(problem: Problem) -> str:
@@ -103,14 +122,14 @@ def source_of(problem: Problem) -> str:
     return entry_source(_FORWARD, program_of(problem).program, strides_of(q, problem.k, v, out)[0])
 
 
-def _forward_by_splits(problem: Problem, plan: Plan, chosen: Chosen, found: tables.Tables, fill: bool) -> Result:
+def _forward_by_splits(problem: Problem, plan: Plan, fill: bool) -> Result:
     """Each split writes what it sees of every row, in float32; the sink joins when they are merged."""
     q, count = problem.q, plan.num_splits
     shape = _out_shape(problem)
     outs = torch.empty((count, *shape), dtype=torch.float32, device=q.device)
     lses = _statistic(problem, (count,), torch.inf if fill else None)  # as no split can compute it: a row of no sequence
     highest = _statistic(problem, (count,), -torch.inf if fill else None) if problem.wants_max else None
-    _launch(problem, plan, chosen, found, _Target(outs[0], lses, highest, (count, lses.stride(0), outs.stride(0))))
+    _launch(Form(problem), plan, _Target(outs[0], lses, highest, (count, lses.stride(0), outs.stride(0))))
     out = torch.empty(shape, dtype=q.dtype, device=q.device)
     lse = _statistic(problem, (), None) if problem.wants_lse else None
     sink = None if problem.sink is None else problem.sink.detach()[None, :, None].expand(shape[:3])
@@ -118,32 +137,52 @@ def _forward_by_splits(problem: Problem, plan: Plan, chosen: Chosen, found: tabl
     return Result(out, lse, None if highest is None else highest.amax(0))
 
 
-def _launch(problem: Problem, plan: Plan, chosen: Chosen, found: tables.Tables, target: _Target) -> None:
+def _launch(form: Form, plan: Plan, target: _Target) -> None:
+    problem = form.problem
+    chosen = program_of(problem)
+    plan = _tuned(problem, plan, chosen) if plan.is_tuned else plan
+    found = tables.tables_of(problem, chosen, positions_per_tile(plan.tile_m, plan.heads_per_tile), form.documents)
+    found = found._replace(guard=form.guard)
     q, k, v, sink = problem.q, problem.k, problem.v, problem.sink
     cache, packed = found.cache, plan.heads_per_tile
     cache_tables = (None, None, None) if cache is None else tuple(map(_contiguous, cache.tables[:3]))
-    tensors = (q, k, v, *target[:3], _contiguous(sink), found.entries, found.order, found.pages, *cache_tables)
-    is_aligned, strides = strides_of(q, k, v, target.out)
+    tensors = (q, k, v, *target[:3], _contiguous(sink), found.entries, found.order, found.pages, *cache_tables, found.guard)
+    splits, part_statistics, part_out = target.parts
+    is_aligned, strides = strides_of(q, k, v, target.out, more=(part_out,))
     pointers = [q if t is None else t for t in tensors]  # what is absent is any pointer
     lists = [q if t is None else t for t in found.lists]
-    splits = target.parts[0]
     capability = config.capability_of(q.device)
     has_few = has_few_rows(problem, capability)
     ways = config.ways_of(forward_shape(problem), capability, has_few)
+    is_packed = packed > 1 or has_few
+    described = _described(ways.is_described, form, plan, found, target) if is_aligned else 0
+    described = min(described, 2) if is_packed else described
     constants = {
         **constants_of(problem, chosen, found), "TILE_M": plan.tile_m, "TILE_N": plan.tile_n,
         "PAGE_SIZE": 0 if found.pages is None else k.shape[2],
-        "IS_PACKED": packed > 1 or has_few, "IS_CACHE": cache is not None, "HAS_LEFTPAD": cache_tables[1] is not None,
+        "IS_PACKED": is_packed, "IS_CACHE": cache is not None, "HAS_LEFTPAD": cache_tables[1] is not None,
         "HAS_ROWS": cache_tables[2] is not None, "HAS_SINK": sink is not None and splits == 1, "HAS_LSE": target.lse is not None,
         "HAS_MAX": target.highest is not None, "IS_RAW": problem.score is not None or _LEAST_SCALE < problem.scale < 1 / _LEAST_SCALE,
         "IS_LATE": ways.is_late and found.pages is None,
-        "IS_DESCRIBED": ways.is_described and is_aligned and _can_be_described(problem, found, plan.tile_n),
+        "IS_DESCRIBED": described, "IS_JOINED": ways.is_joined and described >= 2 and chosen.program.range_count > 0,
+        "IS_GROUPED": ways.is_grouped and splits == 1 and found.entries is None and not is_packed,
     }  # fmt: skip
+    if described >= 2:
+        pointers[1:3] = [_descriptor(t, plan.tile_n) for t in (k, v)]
+    if described >= 3:
+        pointers[3] = _descriptor(target.out, plan.tile_m)
+    if described == 4:
+        pointers[0] = _descriptor(q, plan.tile_m)
     kernel = entry_of(_FORWARD, chosen.program, is_aligned)
+    grid = (found.row_tiles, problem.heads_q // packed, programs_along_batch(problem, found) * splits)
+    if constants["IS_GROUPED"]:
+        heads = grid[1] * grid[2]
+        together = config.heads_together(heads, k.shape[2] * (k.shape[3] + v.shape[3]) * k.element_size() // problem.qhead_per_kvhead)
+        grid = (together, found.row_tiles, heads // together)
     run_entry(
-        kernel, (found.row_tiles, problem.heads_q // packed, programs_along_batch(problem, found) * splits),
+        kernel, grid,
         (
-            *pointers, *strides, *target.parts[1:], *found.strides, *_cache_sizes(problem, cache), packed, padded_group(packed),
+            *pointers, *strides, part_statistics, *found.strides, *_cache_sizes(problem, cache), packed, padded_group(packed),
             *sizes_of(problem, found, splits), *lists, problem.scale,
         ),
         captured_of(chosen), q.device,
@@ -151,12 +190,36 @@ def _launch(problem: Problem, plan: Plan, chosen: Chosen, found: tables.Tables, 
     )  # fmt: skip
 
 
-def _can_be_described(problem: Problem, found: tables.Tables, tile_n: int) -> bool:
-    """Whether a sequence's keys are rows at one distance, none of which a tile has to leave out: no pages, no list tile cut unevenly."""
-    if found.pages is not None or found.cache is not None or found.list_tile[1] % tile_n:
-        return False
-    # a single row's stride may be anything
-    return all(t.stride(2) > 0 and t.stride(2) * t.element_size() % 16 == 0 for t in (problem.k, problem.v))
+def _described(wanted: int, form: Form, plan: Plan, found: tables.Tables, target: _Target) -> int:
+    """``Ways.is_described`` as far as it can be: of keys that are rows at one distance, none of which a tile has to leave out (no pages, no
+    list tile cut unevenly); made with the launch of tensors whose sequences are all of their storage, or share it as documents do, whose
+    tiles may hold keys of the next; written where no tile has rows of two list tiles, or of two documents."""
+    problem, is_dense = form.problem, found.entries is None
+    k, v = problem.k, problem.v
+    if not wanted or found.pages is not None or found.cache is not None or found.list_tile[1] % plan.tile_n:
+        return 0
+    if not all(t.stride(2) > 0 and t.stride(2) * t.element_size() % 16 == 0 for t in (k, v)):  # a single row's stride may be anything
+        return 0
+    if wanted == 1 or not (is_dense or form.documents is not None) or not (_has_places(k) and _has_places(v)):
+        return 1
+    if wanted == 2 or not is_dense or target.parts[0] > 1 or found.list_tile[0] % plan.tile_m or not _has_places(target.out):
+        return 2
+    return wanted if _has_places(problem.q) else 3
+
+
+def _has_places(x: Tensor) -> bool:
+    """Whether every row of x has a place of its own, at a multiple of 16 bytes."""
+    return x.numel() > 0 and all(
+        s > 0 and s * x.element_size() % 16 == 0 for s, n in zip(x.stride()[:3], x.shape[:3], strict=True) if n > 1
+    )
+
+
+def _descriptor(x: Tensor, rows: int) -> Any:
+    """What tells the hardware where rows lie, [1, 1, rows, width] of them at a time."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    strides = [8 if n == 1 else s for s, n in zip(x.stride()[:3], x.shape[:3], strict=True)]
+    return TensorDescriptor(x.detach(), list(x.shape), [*strides, 1], [1, 1, rows, config.padded(x.shape[3])])
 
 
 def _cache_sizes(problem: Problem, cache: StoredCache | None) -> tuple[int, int, int, int]:

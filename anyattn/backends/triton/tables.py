@@ -16,6 +16,7 @@ from anyattn.geometry.stored_cache import StoredCache
 from anyattn.mods.compose import turned
 from anyattn.mods.trace import TracedMod
 from anyattn.problem import Problem
+from anyattn.sparsity.documents import DocumentTables
 from anyattn.sparsity.lists import kept_transposed
 
 __all__ = ["Tables", "key_tables_of", "tables_of"]
@@ -27,7 +28,7 @@ class Tables(NamedTuple):
     """row_tiles: programs per head. entries: int32 (B, 9), ``places.entry``. order: int32 (row_tiles, 2), (sequence, row tile or -1).
     pages: integers (B, pages), rows contiguous. cache: a decoder's tables, which a kernel reads instead of entries and order.
     lists: counts and places of partial, then of full tiles; list_tile: their rows and keys, (0, 0) without lists;
-    strides: ``forward_kernel.place_of_lists``."""
+    strides: ``visits.place_of_lists``. guard: int32 (1,), ``places.is_off``, or None where the launch always has work."""
 
     row_tiles: int
     entries: Tensor | None
@@ -37,10 +38,11 @@ class Tables(NamedTuple):
     list_tile: tuple[int, int]
     strides: tuple[int, int, int, int]
     cache: StoredCache | None = None
+    guard: Tensor | None = None
 
 
-def tables_of(problem: Problem, chosen: Chosen, tile_m: int) -> Tables:
-    """All tables of a call whose row tiles have ``tile_m`` positions."""
+def tables_of(problem: Problem, chosen: Chosen, tile_m: int, documents: DocumentTables | None = None) -> Tables:
+    """All tables of a call whose row tiles have ``tile_m`` positions. documents: see ``forms.Form``."""
     sequences = problem.sequences
     lists, tile = _lists_of(problem, chosen, by_key=False)
     tensors, strides = _of_lists(lists, sequences is not None)
@@ -52,11 +54,13 @@ def tables_of(problem: Problem, chosen: Chosen, tile_m: int) -> Tables:
         pages = pages.contiguous()
     if isinstance(sequences, StoredCache) and sequences.uses_all_rows and lists is None:
         return Tables(ceil_div(sequences.bound_q, tile_m), None, None, pages, tensors, tile, strides, sequences)
+    if documents is not None:
+        return Tables(*_of_documents(documents, tile_m, bool(problem.predicates)), pages, tensors, tile, strides)
     order = _order(problem.q.shape, problem.bound_q, sequences.seqlens_q, sequences.seqlens_k, (tile_m, tile[0]))
     return Tables(len(order), _entries(sequences, lists, by_key=False), order, pages, tensors, tile, strides)
 
 
-def key_tables_of(problem: Problem, chosen: Chosen, tile_n: int) -> Tables:
+def key_tables_of(problem: Problem, chosen: Chosen, tile_n: int, documents: DocumentTables | None = None) -> Tables:
     """The same for programs of ``tile_n`` keys each: lists say which row tiles visit a tile of keys, and the order is of key tiles."""
     sequences = problem.sequences
     lists, tile = _lists_of(problem, chosen, by_key=True)
@@ -64,8 +68,27 @@ def key_tables_of(problem: Problem, chosen: Chosen, tile_n: int) -> Tables:
     if sequences is None:
         tiles = ceil_div(problem.k.shape[2], tile_n) if tensors[0] is None else tensors[0].shape[2] * ceil_div(tile[1], tile_n)
         return Tables(tiles, None, None, None, tensors, tile, strides)
+    if documents is not None:
+        return Tables(*_of_documents(documents, tile_n, False), None, tensors, tile, strides)
     order = _order(problem.k.shape, problem.bound_k, sequences.seqlens_k, sequences.seqlens_q, (tile_n, tile[1]))
     return Tables(len(order), _entries(sequences, lists, by_key=True), order, None, tensors, tile, strides)
+
+
+def _of_documents(documents: DocumentTables, tile: int, ends_with_row: bool) -> tuple[int, Tensor, Tensor]:
+    """Programs per head, entries and order of documents, whose queries and keys are the same positions; kept with them.
+
+    Once their number is known no more tiles are ordered than so many documents can have. ends_with_row: row tiles, and there is a mask,
+    most likely one that shows the more the later a row is.
+    """
+    key = "triton", tile, ends_with_row, documents.count
+    found: tuple[int, Tensor, Tensor] | None = documents.prepared.get(key)
+    if found is None:
+        order, entries = documents.in_order(tile, ends_with_row)
+        most, sizes = len(order) - 1, documents.sequences.sizes
+        if documents.count:
+            most = min(most, (sizes.rows * sizes.length + documents.count * (tile - 1)) // tile)
+        found = documents.prepared[key] = most, entries, torch.stack((order[:most, 2], order[:most, 0]), 1)
+    return found
 
 
 def _of_lists(lists: Any, is_ragged: bool) -> tuple[tuple[Tensor | None, ...], tuple[int, int, int, int]]:

@@ -15,15 +15,22 @@ _FAR: tl.constexpr = tl.constexpr(2**30)
 
 
 @triton.jit
+def _wider(lo, hi, all_lo, all_hi, other_lo, other_hi, other_all_lo, other_all_hi):
+    return tl.minimum(lo, other_lo), tl.maximum(hi, other_hi), tl.maximum(all_lo, other_all_lo), tl.minimum(all_hi, other_all_hi)
+
+
+@triton.jit
 def _run(lo, hi, TILE_N: tl.constexpr):
     """The tiles that one range of each row touches, and those that it fills for all rows: (first, end, first full, end full)."""
     some = lo < hi
-    first = tl.min(tl.where(some, lo, _FAR)) // TILE_N
-    end = (tl.max(tl.where(some, hi, 0)) + TILE_N - 1) // TILE_N
+    # together, for each by itself takes a round through shared memory
+    least, most, all_lo, all_hi = tl.reduce((tl.where(some, lo, _FAR), tl.where(some, hi, 0), lo, hi), 0, _wider)
+    first = least // TILE_N
+    end = (most + TILE_N - 1) // TILE_N
     first = tl.minimum(first, end)
     # a row whose range is empty has lo >= hi, so that nothing is full
-    full = tl.maximum((tl.max(lo) + TILE_N - 1) // TILE_N, first)
-    full_end = tl.maximum(tl.minimum(tl.min(hi) // TILE_N, end), full)
+    full = tl.maximum((all_lo + TILE_N - 1) // TILE_N, first)
+    full_end = tl.maximum(tl.minimum(all_hi // TILE_N, end), full)
     full = tl.minimum(full, full_end)
     return first, end, full, full_end
 

@@ -1,0 +1,55 @@
+"""Keys from pages too small for the copy engine: the loader's lanes copy them row by row, 16 bytes at a time, and wait for none of them."""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int64, const_expr
+from cutlass.cute.nvgpu import cpasync
+
+__all__ = ["ARRIVALS", "LANES", "Gathers"]
+
+LANES = 32
+ARRIVALS = LANES + 1  # that fill a stage: of each lane once its copies are there, and of the warp, which has written on the board
+_AT_ONCE = 8  # entries that one copy brings: 16 bytes, which the swizzled layout keeps together
+
+
+class Gathers:
+    """The part of ``HopperForward``'s loading role that does without the copy engine, for ``config.gathers``."""
+
+    config: Any
+    dtype: Any
+
+    @cute.jit
+    def gather(self, source, target, pages, places, barrier):
+        """A tile's rows, each of which is a piece, on their way; ``barrier`` is told when they have come.
+
+        source: (row of a page, entry, page). target: (key, entry). pages, places: page and row of each lane's key, ``LANES`` apart. Keys
+        on no page of the pool, such as those past the last one, get some row of it: who reads the tile has them masked or wipes them.
+        """
+        atom = cute.make_copy_atom(cpasync.CopyG2SOp(cpasync.LoadCacheMode.GLOBAL), self.dtype, num_bits_per_copy=16 * _AT_ONCE)
+        tile_n, width = (cute.size(target, mode=[i]) for i in (0, 1))
+        segment = 64 if const_expr(width % 64 == 0) else 32  # entries of a row that lie together
+        lanes = segment // _AT_ONCE
+        rows = LANES // lanes
+        mine, chunk = cute.arch.lane_idx() // lanes, cute.arch.lane_idx() % lanes
+        # all of the pool, from any 16 bytes on
+        entries = cute.make_layout((_AT_ONCE, width // segment, 2**31 - 1), stride=(1, segment, _AT_ONCE))
+        entries = cute.make_tensor(source.iterator, entries)
+        for group in cutlass.range_constexpr(len(pages)):
+            offset = self._offset(source, places[group], pages[group])  # once a row, for the lanes that share one
+            for i in cutlass.range(min(tile_n - group * LANES, LANES) // rows, unroll=4 if const_expr(segment == 64) else 1):
+                lane = i * rows + mine
+                first = cute.arch.shuffle_sync(offset, lane) + chunk
+                for part in cutlass.range_constexpr(width // segment):
+                    to = cute.local_tile(target[group * LANES + lane, None], (_AT_ONCE,), (part * lanes + chunk,))
+                    cute.copy(atom, entries[None, part, first], to)
+        cute.arch.cp_async_mbarrier_arrive_noinc(barrier)
+
+    @cute.jit
+    def _offset(self, source, row, page):
+        """Of a row of the pool, in steps of one copy."""
+        offset = Int64(0)
+        if (page >= 0) & (page < source.shape[2]):
+            offset = Int64(cute.crd2idx((row, 0, page), source.layout)) // _AT_ONCE
+        return offset
