@@ -48,7 +48,7 @@ KINDS = st.sampled_from(cases.KINDS)
 TILES = st.sampled_from(((16, 16), (32, 16), (16, 32), (64, 16), (16, 64)))
 STRIDES = st.sampled_from(("plain", "transposed", "expanded", "transposed", "plain", "expanded", "plain", "offset"))
 GPUS = st.sampled_from((None, (9, 0), (8, 0), (9, 0), (9, 0), (10, 0)))
-WAYS = st.builds(config.Ways, *(st.integers(0, 3) if f.type in (int, "int") else st.booleans() for f in fields(config.Ways)))
+WAYS = st.builds(config.Ways, *(st.integers(0, 4) if f.type in (int, "int") else st.booleans() for f in fields(config.Ways)))
 FORMS = st.sampled_from((*(f for f in flash.FORMS if f != "pages of 64"), "pages of 5", "dense"))
 
 
