@@ -263,7 +263,7 @@ def test_splits_fill_the_processors(launches: Any) -> None:
     """Few rows and long caches are cut; what fills the GPU by itself is not."""
     found = planned(launches, num_splits=0)
     assert found["TILE_M"] == 16 and found["grid"][0] == 1
-    assert 132 <= math.prod(found["grid"]) <= 396, "three programs of 16 rows fit on a multiprocessor"
+    assert 120 <= math.prod(found["grid"]) <= 264, "one program of 16 rows on nearly every multiprocessor, or two"
     assert planned(launches, num_splits=0, heads=(256, 256))["grid"] == (1, 256, 4)
     assert planned(launches, num_splits=7)["grid"] == (1, 8, 28), "what is asked for is done"
 
