@@ -116,8 +116,8 @@ def architecture(capability: tuple[int, int] | None) -> str:
     return "sm_86" if shared_memory(capability) < 128 << 10 else "sm_80"
 
 
-# By architecture and pass, for the wider head dimension of up to 64, 128 and 256, 16 bits: (tile_m, tile_n, num_warps, num_stages). Those of
-# Hopper's backward up to 128 are the fastest of a sweep on an H200.
+# By architecture and pass, for the wider head dimension of up to 64, 128 and 256, 16 bits: (tile_m, tile_n, num_warps, num_stages). Those
+# of Hopper's backward up to 128 are the fastest of a sweep on an H200.
 _TILES: dict[str, dict[str, tuple[tuple[int, int, int, int], ...]]] = {
     "sm_80": {
         "forward": ((128, 64, 4, 3), (128, 64, 8, 3), (64, 64, 8, 2)),
