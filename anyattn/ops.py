@@ -8,11 +8,12 @@ through here, which saves the dispatcher's overhead. An operator takes no list o
 from __future__ import annotations
 
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
 from anyattn import autograd, check, hardware, plan
 from anyattn.mods import codec
@@ -36,6 +37,32 @@ def traced_mod(kind: str, program: str, scalars: Tensor, tensors: list[Tensor]) 
 def _numbers(expr: Expr, scalars: Tensor) -> tuple[int | float, ...]:
     kinds = {node.attr: node.dtype for node in expr.nodes if node.op == "scalar"}
     return tuple(kinds[i](x) for i, x in enumerate(scalars.tolist()))  # type: ignore[operator, index]
+
+
+class _Lists:
+    """Stands for the block mask whose lists an operator was given. Its tensors are views: it must not keep alive what it is kept by."""
+
+    def __init__(self, tensors: list[Tensor], facts: tuple):
+        views = [t.detach() for t in tensors]
+        self.kv_num_blocks, self.kv_indices, self.full_kv_num_blocks, self.full_kv_indices = [*views, None, None][:4]
+        self.BLOCK_SIZE, self.seq_lengths, self.is_exact = facts
+
+
+# While one lives the memory that it views is nobody else's. It lives as long as the tensor of counts that came first: a backward pass gets
+# another one of the same memory, with the same count of writes.
+_by_place: WeakValueDictionary[tuple, _Lists] = WeakValueDictionary()
+_by_counts: WeakIdKeyDictionary = WeakTensorKeyDictionary()
+
+
+def _stand_in(tensors: list[Tensor], facts: tuple) -> _Lists:
+    """The same one for the same lists: what is found out of a block mask is kept with it."""
+    if any(t.is_inference() for t in tensors):  # nobody counts writes to these
+        return _Lists(tensors, facts)
+    places = (facts, *[(t.data_ptr(), t._version, t.shape, t.stride(), t.dtype, t.device) for t in tensors])
+    known = _by_place.get(places)
+    if known is None:
+        known = _by_place[places] = _by_counts[tensors[0]] = _Lists(tensors, facts)
+    return known
 
 
 def _problem(
@@ -64,9 +91,7 @@ def _problem(
         taken += count
     blocks, follows = None, False
     if block_lists:
-        counts, indices, full_counts, full_indices = block_lists if len(block_lists) == 4 else [*block_lists, None, None]
-        fields = {"kv_num_blocks": counts, "kv_indices": indices, "full_kv_num_blocks": full_counts, "full_kv_indices": full_indices}
-        mask = SimpleNamespace(**fields, BLOCK_SIZE=tuple(block_size), seq_lengths=(q.shape[2], k.shape[2]), is_exact=is_exact)
+        mask = _stand_in(block_lists, (tuple(block_size), (q.shape[2], k.shape[2]), is_exact))
         blocks, follows = check.lists_of(mask, predicates[0])
     return Problem(q, k, v, scale, score, tuple(predicates), blocks, sink, True, wants_max, blocks_follow=follows)
 

@@ -157,7 +157,8 @@ def for_backward(plan: Plan, problem: Problem, hardware: Hardware) -> Plan:
     if not plan.backward:
         return plan
     options = {"autotune": 1} if plan.is_tuned else None
-    return replace(choose(problem, hardware, plan.backward, options), whole_spans=False)
+    # how rows were dealt to tiles is the forward pass's own
+    return replace(choose(problem.like(packs=None), hardware, plan.backward, options), whole_spans=False)
 
 
 def _hopper_plan(problem: Problem, hardware: Hardware, reason: str, options: dict[str, int]) -> Plan:

@@ -202,3 +202,29 @@ OPCHECKS = {
 @pytest.mark.parametrize("name", OPCHECKS)
 def test_opcheck(name):
     torch.library.opcheck(attend, OPCHECKS[name]())
+
+
+def test_lists_are_read_once_while_they_are_the_same(monkeypatch):
+    """What is found out of a block mask is kept with what stands for it in the operator: forward, backward and in the next call."""
+    import gc
+    import weakref
+
+    from anyattn import ops
+
+    found, make = [], ops._problem
+    monkeypatch.setattr(ops, "_problem", lambda *given: found.append(made := make(*given)) or made)
+    mask = anyattn.mod(lambda b, h, q, k: (q - k) % 2 == 0)
+    lists = anyattn.create_block_mask(mask, 1, 1, S, S, device="cpu", BLOCK_SIZE=16)
+    call = compiled(lambda q, k, v: anyattn.flex_attention(q, k, v, block_mask=lists))
+    for _ in range(2):
+        call(*inputs()).sum().backward()
+    assert len(found) == 4 and found[0].blocks is not None and all(p.blocks is found[0].blocks for p in found)
+    lists.kv_num_blocks.add_(0)  # torch counts that
+    call(*inputs())
+    assert found[-1].blocks is not found[0].blocks
+    kept = weakref.ref(found[-1].blocks)
+    for fields in (vars(lists), found):
+        fields.clear()
+    torch._dynamo.reset()
+    gc.collect()
+    assert kept() is None

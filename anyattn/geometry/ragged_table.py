@@ -47,7 +47,7 @@ def longest_first(s: Sequences, tile_m: int, most: int, ends_with_row: bool) -> 
     entry, m_block, exists = numbered_tiles(ceil_div(s.seqlens_q, tile_m), most)
     cost = s.seqlens_k[entry]
     if ends_with_row:
-        cost = torch.minimum(cost, (m_block + 1) * tile_m + cost - s.seqlens_q[entry])
+        cost = torch.minimum(cost, (m_block + 1) * tile_m + cost - s.seqlens_q[entry]).clamp(min=0)
     cost = torch.where(exists, cost, -1)
     m_block = torch.where(exists, m_block, -1)
     order = cost.argsort(descending=True, stable=True)

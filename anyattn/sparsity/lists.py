@@ -29,7 +29,7 @@ def lists_of_grid(classes: Tensor, separate_full: bool) -> tuple[Tensor, Tensor,
 
 
 def ordered(classes: Tensor, listed: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """How many tiles of each row are of a ``listed`` class, and their columns, ascending; the tail is 0."""
+    """How many tiles of each row are of a ``listed`` class, and their columns, ascending; the tail is 0. Does not wait for a GPU."""
     columns = classes.shape[-1]
     grid = classes.reshape(classes.shape[:-1].numel(), columns)
     counts = torch.zeros(len(grid), dtype=torch.int32, device=classes.device)
@@ -37,18 +37,43 @@ def ordered(classes: Tensor, listed: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     for part in _batches(grid):
         hit = grid[part] == listed[0] if len(listed) == 1 else grid[part] != EMPTY
         count = hit.sum(-1, dtype=torch.int32)
-        row, column = hit.nonzero().unbind(1)
-        position = torch.arange(len(row), device=row.device) - (count.cumsum(0) - count)[row]
-        indices[part].view(-1)[row * columns + position] = column.to(torch.int32)
+        if _sees_all(hit):
+            indices[part] = _moved_up(hit)
+        else:
+            row, column = hit.nonzero().unbind(1)
+            position = torch.arange(len(row), device=row.device) - (count.cumsum(0) - count)[row]
+            indices[part].view(-1)[row * columns + position] = column.to(torch.int32)
         counts[part] = count
     return counts.reshape(classes.shape[:-1]), indices.reshape(classes.shape)
+
+
+def _sees_all(tiles: Tensor) -> bool:
+    """Whether all tiles are gone through, not the listed ones alone: a GPU would have to be waited for to know how many those are."""
+    return tiles.is_cuda
+
+
+def _moved_up(hit: Tensor) -> Tensor:
+    """int32: the columns of each row's hits, ascending, then zeros."""
+    rows, columns = hit.shape
+    # what is no hit goes to a column more
+    goal = torch.where(hit, hit.cumsum(-1) - 1, columns)
+    number = torch.arange(columns, dtype=torch.int32, device=hit.device).expand(rows, columns)
+    return torch.zeros(rows, columns + 1, dtype=torch.int32, device=hit.device).scatter_(1, goal, number)[:, :columns]
+
+
+def _marked(classes: Tensor, is_listed: Tensor, idx: Tensor, value: int) -> None:
+    """``value`` at the listed columns of each row. A column that is none is for torch's kernel to complain of, on a GPU by an assertion."""
+    rows, columns = classes.shape
+    goal = torch.where(is_listed, idx + (idx == columns), columns).to(torch.int64)
+    wider = torch.cat((classes, classes.new_zeros(rows, 1)), 1).scatter_(1, goal, value)
+    classes.copy_(wider[:, :columns])
 
 
 _transposed: weakref.WeakKeyDictionary[Any, tuple[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()
 
 
 def kept_transposed(lists: Any) -> Any:
-    """``lists.transposed()``, which waits for the device, kept as long as the lists live and nobody wrote to their tensors.
+    """``lists.transposed()``, kept as long as the lists live and nobody wrote to their tensors.
 
     Only writes that torch counts are noticed. While a CUDA graph is captured nothing is kept: what is computed then is not there yet.
     """
@@ -82,7 +107,10 @@ def _zeros(shape: tuple[int, ...], device: torch.device) -> Tensor:
 def grid_of_lists(
     mask_cnt: Tensor, mask_idx: Tensor, full_cnt: Tensor | None, full_idx: Tensor | None, columns: int | None = None
 ) -> Tensor:
-    """uint8 classes (B, H, M, N) of lists; entries beyond a row's count are not read, and N defaults to the lists' width."""
+    """uint8 classes (B, H, M, N) of lists; entries beyond a row's count are not read, and N defaults to the lists' width.
+
+    Does not wait for a GPU. Raises ``ValueError`` where a CPU's lists name a column that does not exist.
+    """
     columns = mask_idx.shape[-1] if columns is None else columns
     lead = mask_idx.shape[:-1]
     classes = torch.zeros(lead.numel(), columns, dtype=torch.uint8, device=mask_idx.device)
@@ -92,7 +120,11 @@ def grid_of_lists(
         cnt, idx = cnt.reshape(-1), idx.reshape(lead.numel(), idx.shape[-1])
         position = torch.arange(idx.shape[-1], device=idx.device)
         for part in _batches(idx):
-            row, at = (position < cnt[part, None]).nonzero().unbind(1)
+            is_listed = position < cnt[part, None]
+            if _sees_all(idx):
+                _marked(classes[part], is_listed, idx[part], value)
+                continue
+            row, at = is_listed.nonzero().unbind(1)
             column = idx[part][row, at].to(torch.int64)
             if bool(((column < 0) | (column >= columns)).any()):
                 raise ValueError(f"block lists name column {int(column.min())} to {int(column.max())} of {columns}; the lists are damaged")

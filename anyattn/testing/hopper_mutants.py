@@ -59,7 +59,7 @@ MUTANTS = {
             "            row_max[r] = top\n",
             "            row_max[r] = top if const_expr(is_first) else row_max[r]\n", "peaky",
         ),
-        Mutant("guess_never_wrong", "guesses.py", "right & (sums[r] <= _MOST)", "right", "peaky"),
+        Mutant("guess_never_wrong", "guesses.py", "right & (sums[r] <= _MOST)", "right", "steep"),
         Mutant("cap_always_far", "guesses.py", "vote_all_sync(top <= most)", "vote_all_sync(most > 0.0)", "capped"),
         Mutant("sums_of_guesses_lost", "multiply.py", "row_sum.load() + added.load()", "row_sum.load()", "full"),
         Mutant(

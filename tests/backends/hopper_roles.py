@@ -339,12 +339,13 @@ class Stubs:
         powers: Registers,
         sums: Registers,
         row_max: Registers,
+        positions: str,
         facts: Any,
         scale: str,
         rate: str,
         captured: str,
     ) -> bool:
-        self._given(scale=scale, rate=rate, captured=captured)
+        self._given(positions=positions, scale=scale, rate=rate, captured=captured)
         self._visited(scores, facts, None, False)
         ((t, i),), top = scores.made_of, row_max.load()
         wanted = (None, frozenset()) if self.shortens else ("lifts", {"modified"})

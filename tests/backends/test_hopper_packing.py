@@ -93,6 +93,15 @@ def test_the_plan_says_so() -> None:
     assert plan.choose(problem(8, 1000, packs=True), H200).heads_per_tile == 8
 
 
+@needs_cutlass
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+def test_another_backward_pass_is_not_asked_to_pack() -> None:
+    many = problem(8, 5000, packs=True)
+    forward = plan.choose(many, H200)
+    assert (forward.backend, forward.heads_per_tile, forward.backward) == ("hopper", 8, "triton")
+    assert plan.for_backward(forward, many, H200).backend == "triton"
+
+
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 def test_triton_is_asked_too() -> None:
     assert plan.choose(problem(8, 3), H200, "triton").heads_per_tile == 8

@@ -106,3 +106,19 @@ def test_fast_functions(name):  # type: ignore[no-untyped-def]
     if name in ("tanh", "sigmoid"):
         ours, theirs = by_triton(traced, Style(True, True, (), "fast"), odd, 0), by_torch(traced, odd, 0)
         assert torch.equal(ours.isnan(), theirs.isnan()) and torch.equal(ours[:, 1:4], theirs[:, 1:4])
+
+
+@triton.jit
+def cast(x, out, N: tl.constexpr):
+    lane = tl.arange(0, N)
+    tl.store(out + lane, tl.load(x + lane).to(out.dtype.element_ty))
+
+
+@pytest.mark.parametrize("other", [torch.bool, torch.int32, torch.int64, torch.float16, torch.float32, torch.float64], ids=str)
+def test_casts_of_bfloat16(other):  # type: ignore[no-untyped-def]
+    """What the interpreter is mended for; powers of two, so that nothing is rounded."""
+    numbers = torch.tensor([0.0, 1.0, 2.0, 64.0])
+    for source, target in ((torch.bfloat16, other), (other, torch.bfloat16)):
+        out = torch.empty(4, dtype=target)
+        cast[(1,)](numbers.to(source), out, 4)
+        assert torch.equal(out, numbers.to(source).to(target)), (source, target)

@@ -26,10 +26,10 @@ SLOPES = torch.tensor([0.02, 0.04, 0.06, 0.08])
 ALIBI = Capturing(lambda to: (lambda sl: lambda s, b, h, i, j: s - sl[h] * (i - j).abs())(to(SLOPES)))
 
 
-def rising() -> None:
+def rising(most: float) -> None:
     """Key tiles are visited from the last to the first, and each has far greater scores than the one before."""
     q, k, v = qkv(1, 4, 2)
-    judge((q, k * torch.linspace(12.0, 0.5, 333, device=DEVICE)[:, None].to(k.dtype), v))
+    judge((q, k * torch.linspace(most, 0.5, 333, device=DEVICE)[:, None].to(k.dtype), v))
 
 
 def lists() -> None:
@@ -96,7 +96,8 @@ KILLERS: dict[str, Callable[[], Any]] = {
     "full": lambda: judge(qkv()),
     "causal": lambda: judge(qkv(), mask=masks.causal()),
     "window": lambda: judge(qkv(), mask=masks.sliding_window(100, 20)),
-    "peaky": rising,
+    "peaky": lambda: rising(12.0),
+    "steep": lambda: rising(100.0),  # by more powers of 2 than a float has
     "capped": lambda: judge(qkv(kind="peaky"), score=scores.softcap(5.0)),
     "sink": lambda: judge(qkv(), sink=SINK),
     "score": lambda: judge(qkv(), score=ALIBI),

@@ -136,7 +136,8 @@ def test_a_graph_of_gradients_with_other_inputs(which: int) -> None:
     leaves, dout = leaves_of(1)
     others, other_dout = leaves_of(2)
     wanted = [with_gradients(which, *given)() for given in ((leaves, dout), (others, other_dout))]
-    graph, found = captured(with_gradients(which, leaves, dout))
+    call = with_gradients(which, leaves, dout)  # its captured tensors have to live as long as the graph
+    graph, found = captured(call)
     for turn in (0, 0, 1):
         if turn:
             with torch.no_grad():

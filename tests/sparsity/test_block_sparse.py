@@ -5,7 +5,8 @@ import torch
 
 from anyattn.mods import masks
 from anyattn.sparsity import BlockMask, BlockSparseTensors, compute_block_sparsity, create_block_mask
-from anyattn.sparsity.lists import kept_transposed
+from anyattn.sparsity import lists as between
+from anyattn.sparsity.lists import grid_of_lists, kept_transposed, lists_of_grid
 from anyattn.testing.tiles import brute_classes, dense, library_masks, random_mask
 
 LENGTHS = [(1, 1), (16, 16), (31, 64), (64, 31), (100, 100), (97, 61)]
@@ -167,6 +168,31 @@ def test_bad_arguments():
 def test_damaged_lists_are_noticed():
     with pytest.raises(ValueError, match="column 7 to 7 of 3"):
         lists_of([1], [[7, 0, 0]]).classes()
+
+
+@pytest.mark.parametrize("separate_full", [True, False])
+@pytest.mark.parametrize("shape", [(2, 3, 5, 7), (1, 1, 9, 1), (1, 2, 0, 4), (1, 1, 3, 0)], ids=str)
+def test_without_waiting_lists_are_the_same(shape: tuple[int, ...], separate_full: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU all tiles are gone through; what stands behind a row's count may be anything."""
+    draw = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        classes = torch.randint(0, 3, shape, generator=draw, dtype=torch.uint8)
+        wanted = lists_of_grid(classes, separate_full)
+        with monkeypatch.context() as patch:
+            patch.setattr(between, "_sees_all", lambda _: True)
+            found = lists_of_grid(classes, separate_full)
+            assert all((a is None and b is None) or torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
+            cnt, idx, *full = found
+            idx = torch.where(torch.arange(shape[-1]) < cnt[..., None], idx, 12345)
+            assert torch.equal(grid_of_lists(cnt, idx, *full), grid_of_lists(*wanted))
+
+
+@pytest.mark.parametrize("column", [-1, 4, 5])
+def test_without_waiting_torch_notices_damaged_lists(column: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(between, "_sees_all", lambda _: True)
+    cnt, idx = torch.ones(1, 1, 1, dtype=torch.int32), torch.full((1, 1, 1, 4), column, dtype=torch.int32)
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        grid_of_lists(cnt, idx, None, None)
 
 
 def test_transposed_lists_are_kept_until_someone_writes():

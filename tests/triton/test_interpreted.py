@@ -37,7 +37,6 @@ EDGES = """test_01_everything or test_02 or (test_03 and float32) or test_04_win
 PARTS = {
     "mutants": Part("triton/interpreted_mutants.py"),
     "documents": Part("triton/interpreted_documents.py"),
-    "joint": Part("triton/interpreted_joint.py"),
     "sequences": Part("triton/interpreted_sequences.py"),
     "variants": Part("triton/interpreted_variants.py", "test_variant"),
     "more of variants": Part("triton/interpreted_variants.py", "not test_variant"),

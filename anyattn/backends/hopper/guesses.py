@@ -26,10 +26,10 @@ class Guesses:
     config: Any
 
     @cute.jit
-    def guessed(self, scores, lifts, powers, sums, row_max, facts, scale_log2, rate, captured):
+    def guessed(self, scores, lifts, powers, sums, row_max, positions, facts, scale_log2, rate, captured):
         """Powers and their sums by row and thread, and whether all of a warp's are right. lifts: as in ``exponentials``."""
         if const_expr(self.shortens):
-            return self._far_from_cap(scores, powers, sums, self._before_cap(facts, scale_log2, captured), rate)
+            return self._far_from_cap(scores, powers, sums, self._before_cap(positions, facts, scale_log2, captured), rate)
         return self._by_held(scores, lifts, powers, sums, row_max, rate)
 
     def _by_held(self, scores: Any, lifts: Any, powers: Any, sums: Any, row_max: Any, rate: Any) -> Any:
@@ -43,12 +43,13 @@ class Guesses:
             right = right & (sums[r] <= _MOST)
         return cute.arch.vote_all_sync(right)
 
-    def _before_cap(self, facts: Any, scale_log2: Any, captured: Any) -> Any:
+    def _before_cap(self, positions: Any, facts: Any, scale_log2: Any, captured: Any) -> Any:
         """By what a raw product is multiplied before tanh is taken of it."""
         scale = scale_log2 * Float32(math.log(2.0))
         if self.score.before is None:
             return scale
-        return scale * Float32(emit_rows(self.score.before, *self.captured(captured, 0), facts.entry, facts.head, [Int32(0)])[0][0])
+        head = self.head(positions, facts)
+        return scale * Float32(emit_rows(self.score.before, *self.captured(captured, 0), facts.entry, head, [Int32(0)])[0][0])
 
     def _far_from_cap(self, scores: Any, powers: Any, sums: Any, before: Any, rate: Any) -> Any:
         """exp2(tanh(score * before) * rate), the factors in the coefficients."""

@@ -227,7 +227,7 @@ class Multiplies:
         lifts, rescales = None, cutlass.Boolean(False)
         if const_expr(not self.shortens):
             lifts = self.modified(scores, ahead, positions, n, facts, scale_log2, captured, False)
-        is_right = self.guessed(scores, lifts, powers, added, row_max, facts, scale_log2, rate, captured)
+        is_right = self.guessed(scores, lifts, powers, added, row_max, positions, facts, scale_log2, rate, captured)
         warpgroup.wait_group(0)
         pipes[2].consumer_release(v_state)
         narrowed_to(p, powers, self.dtype)

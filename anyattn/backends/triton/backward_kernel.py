@@ -3,15 +3,12 @@ Kernel side.
 
 The probabilities are computed again from the log-sum-exp. Tuples are those of ``forward_kernel``, but for
 
-tensors: q, k, v, dout, lse, dq, dk, dv, entries, order, spans, guard, delta, sums.
+tensors: q, k, v, dout, lse, dq, dk, dv, entries, order, spans, guard, delta.
 strides: of q, k, v, dout, dq, dk, dv.
 
 lse is a row's log-sum-exp in base 2 (infinite for a row that sees nothing, so that its probabilities are 0), delta the sum of
 out * dout less the gradient of the log-sum-exp: what every score of the row loses. Both lie by row tiles of dk and dv (``_slot``), so that
 each sequence's begin at an aligned place and a tile's are one load, in flight while the tile before is worked on.
-
-sums, [rows of storage, heads, positions, BLOCK_D] of zeros in float32, is where dq is added up by programs of keys (IS_JOINT), tile by
-tile and in no fixed order, not yet scaled: so probabilities and their gradients are computed once, in five products instead of seven.
 
 Where a tile reaches beyond its sequence its last row or key is read once more for each that is missing, and what comes of it is hidden:
 no load in a loop needs a mask, and those of full tiles are a pointer that moves plus offsets that stay.
@@ -20,6 +17,7 @@ no load in a loop needs a mask, and those of full tiles are a pointer that moves
 import triton
 import triton.language as tl
 
+from anyattn.backends.triton import functions
 from anyattn.backends.triton.forward_kernel import load_rows, plus_product, rows_of
 from anyattn.backends.triton.places import entry, is_off, row_tile
 from anyattn.backends.triton.visits import by_lists, clipped, full_at, inside_of, partial_at, place_of_lists, visits_of
@@ -310,32 +308,30 @@ def _visit_rows(
     SCORE_ROWS: tl.constexpr, SCORE: tl.constexpr, MASK_ROWS: tl.constexpr, MASK: tl.constexpr, ALWAYS_ROWS: tl.constexpr,
     ALWAYS: tl.constexpr, IS_PARTIAL: tl.constexpr, HAS_SCORE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, IS_LATE: tl.constexpr, IS_JOINT: tl.constexpr, RANGES: tl.constexpr,
-    IS_NEAR: tl.constexpr,
+    BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, RANGES: tl.constexpr, IS_NEAR: tl.constexpr,
+    IS_NVIDIA: tl.constexpr,
 ):  # fmt: skip
     """dk, not yet scaled, and dv with what rows ``first`` to ``end`` of one head add to them. Scores are [keys, rows] here.
 
-    heads: of the sequence's storage row and head q and dout, of the sequence and head lse, delta and (IS_JOINT) a descriptor of sums.
-    offsets: of a full tile's q and dout. IS_LATE: dout's product with the values after the probabilities, with which it shares registers.
+    heads: of the sequence's storage row and head q and dout, of the sequence and head lse and delta. offsets: of a full tile's q and dout.
     """
     m_lane = tl.arange(0, TILE_M)
+    asked = functions.unknown(m_lane, IS_NVIDIA)
     q_at, do_at = offsets
     start, kept = first, first
     if IS_PARTIAL:
         start, kept = tl.minimum(first, end - 1), tl.where(first < end, first, 0)
         local = tl.minimum(m_lane, end - 1 - start)
         q_at, do_at = _offsets(local, strides[0][2], BLOCK_D, IS_NEAR), _offsets(local, strides[3][2], BLOCK_DV, IS_NEAR)
-    else:
-        local = m_lane
+        asked = tl.minimum(asked, end - 1 - start)
     is_row = first + m_lane < end
-    position = start + local
+    position = start + asked
     at = found[1] + start
     q = _load_tile(heads[0] + _row_at(at, strides[0][2], IS_NEAR), q_at, HEAD_DIM, BLOCK_D)
     lse = tl.load(heads[2] + kept + m_lane)
     s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale
-    if not IS_LATE:
-        dout = _load_tile(heads[1] + _row_at(at, strides[3][2], IS_NEAR), do_at, HEAD_DIM_V, BLOCK_DV)
-        dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
+    dout = _load_tile(heads[1] + _row_at(at, strides[3][2], IS_NEAR), do_at, HEAD_DIM_V, BLOCK_DV)
+    dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
     q_idx = (position + found[6])[None, :]
     kv = tl.minimum(n_first + tl.arange(0, TILE_N), n_end - 1)[:, None]
     if HAS_SCORE:
@@ -355,21 +351,15 @@ def _visit_rows(
             rows = ALWAYS_ROWS(b, h, q_idx, captured[2][0], captured[2][1])
             seen = seen & ALWAYS(b, h, kv, rows, captured[2][0], captured[2][1])
         p = tl.where(seen, p, 0.0)
-    if IS_LATE:
-        dout = _load_tile(heads[1] + _row_at(at, strides[3][2], IS_NEAR), do_at, HEAD_DIM_V, BLOCK_DV)
     dv = plus_product(dv, None, p, dout, PRECISION)
-    if IS_LATE:
-        dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
+    # asked for as late as this, it takes no registers before
     delta = tl.load(heads[3] + kept + m_lane)
     ds = p * (dp - delta[None, :])
     if HAS_SCORE:
         ds = ds * of_score[1].to(tl.float32)
     if IS_PARTIAL or HAS_ALWAYS:
         ds = tl.where(p != 0.0, ds, 0.0)  # the derivative of a hidden score may be anything
-    ds = ds.to(q.dtype)
     dk = plus_product(dk, None, ds, q, PRECISION)
-    if IS_JOINT:
-        heads[4].atomic_add([first, 0], tl.dot(tl.trans(ds), k, input_precision=PRECISION))
     return dk, dv
 
 
@@ -380,11 +370,13 @@ def dkdv_tile(
     ALWAYS: tl.constexpr, HAS_SCORE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr, RANGES: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, LIST_M: tl.constexpr, LIST_N: tl.constexpr, HAS_FULL: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    HAS_ENTRIES: tl.constexpr, HAS_GUARD: tl.constexpr, PRECISION: tl.constexpr, IS_NEAR: tl.constexpr, IS_LATE: tl.constexpr,
-    IS_JOINT: tl.constexpr,
+    HAS_ENTRIES: tl.constexpr, HAS_GUARD: tl.constexpr, PRECISION: tl.constexpr, IS_NEAR: tl.constexpr, IS_GROUPED: tl.constexpr,
+    IS_NVIDIA: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of one tile of keys, summed over the query heads that share them, and IS_JOINT its share of dq. lists: transposed, per tile
-    of keys."""
+    """dk and dv of one tile of keys, summed over the query heads that share them (IS_GROUPED: several do). lists: per tile of keys.
+
+    Full tiles come last: what only partial ones need takes no registers by then.
+    """
     if HAS_GUARD and is_off(tensors[11]):
         return
     n, b, kv_head = _place(sizes, tensors[9], False, HAS_ENTRIES)
@@ -407,17 +399,13 @@ def dkdv_tile(
     m_lane = tl.arange(0, TILE_M)
     offsets = _offsets(m_lane, strides[0][2], BLOCK_D, IS_NEAR), _offsets(m_lane, strides[3][2], BLOCK_DV, IS_NEAR)
     q_row = found[0].to(tl.int64)
-    for g in range(0, sizes[7]):
+    for g in range(0, sizes[7] if IS_GROUPED else 1):
         h = kv_head * sizes[7] + g
         slot = _slot(found, 0, b, h, sizes, TILE_M, TILE_M)
-        sums = tensors[13]
-        if IS_JOINT:
-            place = ((q_row * sizes[2] + h) * sizes[3] + found[1]) * BLOCK_D
-            sums = tl.make_tensor_descriptor(sums + place, [seqlen_q, BLOCK_D], [BLOCK_D, 1], [TILE_M, BLOCK_D])
         heads = (
             tensors[0] + (q_row * strides[0][0] + h.to(tl.int64) * strides[0][1]),
             tensors[3] + (q_row * strides[3][0] + h.to(tl.int64) * strides[3][1]),
-            tl.multiple_of(tensors[4] + slot, 16), tl.multiple_of(tensors[12] + slot, 16), sums,
+            tl.multiple_of(tensors[4] + slot, 16), tl.multiple_of(tensors[12] + slot, 16),
         )  # fmt: skip
         if RANGES > 0:
             place = tensors[10] + _slot(found, 0, b, h, sizes, TILE_M, 4 * RANGES)
@@ -428,16 +416,6 @@ def dkdv_tile(
             counts_at, places_at = place_of_lists(spans[1], b, h, line, found, seqlen_q, LIST_M, HAS_ENTRIES)
             runs = by_lists(lists, counts_at, places_at, seqlen_q, TILE_M, LIST_M, HAS_FULL)
             fulls, partials = runs[0], runs[1]
-        for i in range(0, fulls):
-            if RANGES > 0:
-                start = (full + i) * TILE_M
-            else:
-                start = full_at(runs, i, 0, TILE_M, LIST_M)
-            dk, dv = _visit_rows(
-                dk, dv, k, v, start, start + TILE_M, True, n_first, n_end, found, heads, offsets, strides, b, h, factor, captured,
-                SCORE_ROWS, SCORE, MASK_ROWS, MASK, ALWAYS_ROWS, ALWAYS, False, HAS_SCORE, HAS_MASK, HAS_ALWAYS,
-                TILE_M, TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, IS_LATE, IS_JOINT, RANGES, IS_NEAR,
-            )  # fmt: skip
         for i in range(0, partials):
             if RANGES > 0:
                 start = tl.where(first + i < full, first + i, first + i + fulls) * TILE_M
@@ -448,7 +426,17 @@ def dkdv_tile(
             dk, dv = _visit_rows(
                 dk, dv, k, v, start, stop, is_shown, n_first, n_end, found, heads, offsets, strides, b, h, factor, captured,
                 SCORE_ROWS, SCORE, MASK_ROWS, MASK, ALWAYS_ROWS, ALWAYS, True, HAS_SCORE, HAS_MASK, HAS_ALWAYS,
-                TILE_M, TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, IS_LATE, IS_JOINT, RANGES, IS_NEAR,
+                TILE_M, TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, RANGES, IS_NEAR, IS_NVIDIA,
+            )  # fmt: skip
+        for i in range(0, fulls):
+            if RANGES > 0:
+                start = (full + i) * TILE_M
+            else:
+                start = full_at(runs, i, 0, TILE_M, LIST_M)
+            dk, dv = _visit_rows(
+                dk, dv, k, v, start, start + TILE_M, True, n_first, n_end, found, heads, offsets, strides, b, h, factor, captured,
+                SCORE_ROWS, SCORE, MASK_ROWS, MASK, ALWAYS_ROWS, ALWAYS, False, HAS_SCORE, HAS_MASK, HAS_ALWAYS,
+                TILE_M, TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, RANGES, IS_NEAR, IS_NVIDIA,
             )  # fmt: skip
     d, d_v = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_DV)[None, :]
     dk_at = row * strides[5][0] + head * strides[5][1] + at * strides[5][2]

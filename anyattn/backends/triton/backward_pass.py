@@ -1,5 +1,4 @@
-"""Gradients: launches of what each row needs to know, of dq with the captured tensors' gradients, and of dk and dv; or, where no order of
-additions is asked for and it is faster, of all three at once."""
+"""Gradients: three launches, of what each row needs to know, of dq with the captured tensors' gradients, and of dk and dv."""
 
 from __future__ import annotations
 
@@ -10,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from anyattn.backends.triton import tables, tuning
-from anyattn.backends.triton.config import MOST_SUMS, Tiles, backward_tiles, capability_of, fitting, is_late, joint_tiles, padded
+from anyattn.backends.triton import styles, tables, tuning
+from anyattn.backends.triton.config import Tiles, backward_tiles, capability_of, fitting, padded
 from anyattn.backends.triton.forms import Form, forms_of
 from anyattn.backends.triton.launch import Signature, entry_of, run_entry, strides_of
 from anyattn.backends.triton.programs import Chosen, Program, Read, captured_of, gradient_part, program_of, slots_alone
@@ -24,7 +23,7 @@ from anyattn.problem import Problem
 __all__ = ["backward"]
 
 _SIZES = (*SIZES, "span_places")
-_TENSORS = ("q", "k", "v", "dout", "lse", "dq", "dk", "dv", "entries", "order", "spans", "guard", "delta", "sums")
+_TENSORS = ("q", "k", "v", "dout", "lse", "dq", "dk", "dv", "entries", "order", "spans", "guard", "delta")
 
 
 def _signature(body: str, constants: tuple[str, ...], scatters: bool = False) -> Signature:
@@ -39,7 +38,7 @@ _COMMON = (
     "TILE_M", "TILE_N", "LIST_M", "LIST_N", "HAS_FULL", "HEAD_DIM", "HEAD_DIM_V", "BLOCK_D", "BLOCK_DV", "HAS_ENTRIES", "HAS_GUARD",
 )  # fmt: skip
 _DQ = _signature("dq_tile", ("RANGES", *_COMMON, "PRECISION", "IS_NEAR", "SLOT_M"), scatters=True)
-_DKDV = _signature("dkdv_tile", ("RANGES", *_COMMON, "PRECISION", "IS_NEAR", "IS_LATE", "IS_JOINT"))
+_DKDV = _signature("dkdv_tile", ("RANGES", *_COMMON, "PRECISION", "IS_NEAR", "IS_GROUPED", "IS_NVIDIA"))
 _PREPARE = Signature(
     "backward_kernel.prepare_tile",
     (
@@ -102,30 +101,18 @@ def _gradients(problem: Problem, forms: list[tuple[Form, dict[str, Tiles]]], res
     dq, dk, dv = (blank(t) for t in (q, problem.k, problem.v))
     shared = (q, problem.k, problem.v, results.dout, dq, dk, dv)
     has_dq = any(t.requires_grad for t in (q, *(score.tensors[s] for s in wanted))) if score else q.requires_grad
-    sums = _sums(problem) if any("joint" in tiles for _, tiles in forms) else None
     delta = _delta_of_rows(problem)
     for form, tiles in forms:
         chosen = program_of(form.problem)
-        prepared = _prepared(form, chosen, tiles["joint" if "joint" in tiles else "dkdv"].tile_m, results, delta)
-        if "joint" in tiles:
-            _launch("joint", form, chosen, tiles, shared, prepared, (), sums)
-            continue
+        prepared = _prepared(form, chosen, tiles["dkdv"].tile_m, results, delta)
         if has_dq:
             _launch("dq", form, chosen, tiles, shared, prepared, totals)
         if problem.k.requires_grad or problem.v.requires_grad:
             _launch("dkdv", form, chosen, tiles, shared, prepared, ())
-    if sums is not None:
-        torch.mul(sums[..., : q.shape[3]], problem.scale, out=dq)
     captured = [None] * len(score.tensors) if score else []
     for slot, total in zip(wanted, totals, strict=True):
         captured[slot] = total.to(score.tensors[slot].dtype)  # type: ignore
     return dq, dk, dv, _of_sink(problem, results.lse, delta), *captured
-
-
-def _sums(problem: Problem) -> Tensor:
-    """Where dq is added up."""
-    *rows, d = problem.q.shape
-    return torch.zeros((*rows, padded(d)), dtype=torch.float32, device=problem.q.device)
 
 
 def _wanted(problem: Problem) -> tuple[int, ...]:
@@ -146,24 +133,12 @@ def _totals(problem: Problem) -> tuple[Tensor, ...]:
 
 
 def _tiles(problem: Problem, plan: Plan) -> dict[str, Tiles]:
-    """Of the kernels that are launched: "dq" and "dkdv", or "joint"."""
     shape, capability = shape_of(problem), capability_of(problem.q.device)
     found = backward_tiles(shape, capability)
-    joint = joint_tiles(shape, capability) if _may_join(problem) else None
-    if joint is not None:
-        found = {"joint": joint}
     if plan.has_asked_tiles:
         wanted = {name: replace(t, tile_m=plan.tile_m, tile_n=plan.tile_n) for name, t in found.items()}
         return {name: fitting(name, t, shape, capability) for name, t in wanted.items()}
     return found
-
-
-def _may_join(problem: Problem) -> bool:
-    """Whether dq may be added up by programs of keys: in any order, in more memory, and with nothing captured to be added up as well."""
-    q, k, v = problem.q, problem.k, problem.v
-    if problem.deterministic or _wanted(problem) or not (q.requires_grad and (k.requires_grad or v.requires_grad)):
-        return False
-    return 4 * q.numel() // q.shape[3] * padded(q.shape[3]) <= MOST_SUMS
 
 
 def _delta_of_rows(problem: Problem) -> Tensor | None:
@@ -223,17 +198,14 @@ def _launch(
     shared: tuple[Tensor, ...],
     prepared: _Prepared,
     totals: tuple[Tensor, ...],
-    sums: Tensor | None = None,
 ) -> None:
-    """One kernel: "dq" and what ``totals`` sum, "dkdv", or "joint", all three with dq in ``sums``."""
+    """One kernel: "dq" and what ``totals`` sum, or "dkdv"."""
     problem, by_key, used = form.problem, name != "dq", tiles[name]
     q, k, v, dout, dq, dk, dv = shared
     make, tile = (tables.key_tables_of, used.tile_n) if by_key else (tables.tables_of, used.tile_m)
     found = make(problem, chosen, tile, form.documents)._replace(guard=form.guard)
     aligned, strides = strides_of(q, k, v, dout, dq, dk, dv)
-    tensors = (
-        q, k, v, dout, prepared.lse, dq, dk, dv, found.entries, found.order, prepared.spans, found.guard, prepared.delta, sums,
-    )  # fmt: skip
+    tensors = (q, k, v, dout, prepared.lse, dq, dk, dv, found.entries, found.order, prepared.spans, found.guard, prepared.delta)
     pointers = [q if t is None else t.detach() for t in tensors]
     program, captured = chosen.program, list(captured_of(chosen))
     if problem.score is not None:
@@ -242,7 +214,7 @@ def _launch(
     constants: dict[str, Any] = {**constants_of(problem, chosen, found), "TILE_M": used.tile_m, "TILE_N": used.tile_n}
     constants["IS_NEAR"] = all((t.stride(2) + 1) * t.shape[2] < 2**31 for t in (q, k, v, dout))
     if by_key:
-        constants |= {"IS_LATE": is_late(shape_of(problem), capability_of(q.device)), "IS_JOINT": name == "joint"}
+        constants |= {"IS_GROUPED": problem.qhead_per_kvhead > 1, "IS_NVIDIA": styles.is_nvidia(q.device.type)}
     else:
         constants["SLOT_M"] = prepared.tile_m
     options = {"num_warps": used.num_warps, "num_stages": used.num_stages, **({"maxnreg": used.registers} if used.registers else {})}

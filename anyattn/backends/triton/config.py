@@ -14,13 +14,11 @@ from functools import lru_cache
 import torch
 
 __all__ = [
-    "MOST_SUMS", "PASSES", "Shape", "Tiles", "Ways", "architecture", "asked", "backward_tiles", "candidates", "capability_of", "fits",
-    "fitting", "forward_tiles", "heads_together", "is_late", "joint_tiles", "most_short", "needed", "padded", "reason_against", "resident",
-    "shared_memory", "ways_of",
+    "PASSES", "Shape", "Tiles", "Ways", "architecture", "asked", "backward_tiles", "candidates", "capability_of", "fits", "fitting",
+    "forward_tiles", "heads_together", "most_short", "needed", "padded", "reason_against", "resident", "shared_memory", "ways_of",
 ]  # fmt: skip
 
-PASSES = ("forward", "dq", "dkdv", "joint")
-MOST_SUMS = 256 << 20  # bytes that "joint" may take for its sums of dq
+PASSES = ("forward", "dq", "dkdv")
 # Bytes of shared memory that one block may have, by compute capability; the least of its generation where one is not listed.
 _SHARED = {
     (7, 5): 64 << 10, (8, 0): 163 << 10, (8, 6): 99 << 10, (8, 7): 163 << 10, (8, 9): 99 << 10, (9, 0): 227 << 10, (10, 0): 227 << 10,
@@ -118,7 +116,8 @@ def architecture(capability: tuple[int, int] | None) -> str:
     return "sm_86" if shared_memory(capability) < 128 << 10 else "sm_80"
 
 
-# By architecture and pass, for the wider head dimension of up to 64, 128 and 256, 16 bits: (tile_m, tile_n, num_warps, num_stages).
+# By architecture and pass, for the wider head dimension of up to 64, 128 and 256, 16 bits: (tile_m, tile_n, num_warps, num_stages). Those
+# of Hopper's backward up to 128 are the fastest of a sweep on an H200.
 _TILES: dict[str, dict[str, tuple[tuple[int, int, int, int], ...]]] = {
     "sm_80": {
         "forward": ((128, 64, 4, 3), (128, 64, 8, 3), (64, 64, 8, 2)),
@@ -153,9 +152,6 @@ _FLOATS: dict[str, tuple[tuple[int, int, int, int], ...]] = {
 # powers of two, and a kernel for each.
 _SHORT: dict[str, tuple[tuple[int, int, int, int], ...]] = {"sm_90": ((16, 128, 4, 3), (16, 64, 4, 4), (16, 64, 4, 2))}
 _MOST_SHORT = 16
-# Of dq, dk and dv by one kernel, which adds dq up by atomic operations: five products instead of seven, as above; None where two kernels
-# are faster. An architecture without a row has none.
-_JOINT: dict[str, tuple[tuple[int, int, int, int] | None, ...]] = {"sm_90": (None, None, None)}
 # How the forward pass of 16 bits runs, by head dimension as above; the plainest way where an architecture has no row, and for few queries.
 _WAYS = {"sm_90": (Ways(False, 3), Ways(True, 2, True), Ways(False, 2))}
 _NEAR = 24 << 20  # bytes of keys and values that stay in the cache that all multiprocessors share, with room for the rest
@@ -167,7 +163,6 @@ _MORE: dict[str, tuple[tuple[int, int, int, int], ...]] = {
     "dkdv": (
         (64, 64, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3), (32, 128, 8, 2), (64, 128, 8, 1), (64, 128, 8, 3), (32, 64, 8, 1), (64, 32, 8, 1),
     ),
-    "joint": ((64, 128, 8, 2), (64, 128, 8, 3), (64, 64, 4, 2), (128, 128, 8, 2), (32, 128, 8, 3)),
 }  # fmt: skip
 
 
@@ -186,12 +181,10 @@ def needed(name: str, tiles: Tiles, shape: Shape, capability: tuple[int, int] | 
     """Bytes of shared memory that suffice for a pass ("forward", "dq", "dkdv"): what stays, and what every stage brings."""
     m, n, stages = tiles.tile_m, tiles.tile_n, tiles.num_stages
     both, size = shape.d + shape.dv, shape.dtype.itemsize
-    stay, step = {"forward": (m * shape.d, n), "dq": (m * both, n)}.get(name, (n * both, m))
+    stay, step = {"forward": (m * shape.d, n), "dq": (m * both, n), "dkdv": (n * both, m)}[name]
     total = size * (stay + stages * step * both) + stages * step * 8 * shape.columns + _SMALL_PARTS
-    if name in ("dkdv", "joint"):  # a row's two statistics
+    if name == "dkdv":  # a row's two statistics
         total += stages * m * 8
-    if name == "joint":  # scores' gradients and a tile of dq on their way
-        total += size * m * n + 4 * m * shape.d
     if name != "forward" and stages == 1:  # then what two products want in two layouts lies there twice
         total += size * step * max(shape.d, shape.dv)
     if name == "dq" and shape.has_score:  # a captured tensor's gradients may be reordered there on their way to memory
@@ -230,7 +223,7 @@ def reason_against(name: str, tiles: Tiles, shape: Shape, capability: tuple[int,
 
 def fitting(name: str, tiles: Tiles, shape: Shape, capability: tuple[int, int] | None) -> Tiles:
     """``tiles`` with fewer stages, then a narrower step, then less that stays, until they fit the device."""
-    step, stay = ("tile_m", "tile_n") if name in ("dkdv", "joint") else ("tile_n", "tile_m")
+    step, stay = ("tile_m", "tile_n") if name == "dkdv" else ("tile_n", "tile_m")
     while not fits(name, tiles, shape, capability):
         if tiles.num_stages > 1:
             tiles = replace(tiles, num_stages=tiles.num_stages - 1)
@@ -299,22 +292,7 @@ def heads_together(heads: int, head_bytes: int) -> int:
 
 def backward_tiles(shape: Shape, capability: tuple[int, int] | None) -> dict[str, Tiles]:
     """The tiles of the kernels "dq" and "dkdv"."""
-    return {name: fitting(name, _default(name, shape, capability), shape, capability) for name in ("dq", "dkdv")}
-
-
-@lru_cache(maxsize=1024)
-def joint_tiles(shape: Shape, capability: tuple[int, int] | None) -> Tiles | None:
-    """The tiles of the kernel "joint", None where the two others are to be used."""
-    row = _JOINT.get(architecture(capability))
-    tiles = None if row is None or shape.dtype.itemsize != 2 else row[_column(shape)]
-    if tiles is None or not fits("joint", Tiles(*tiles), shape, capability):
-        return None
-    return Tiles(*tiles)
-
-
-def is_late(shape: Shape, capability: tuple[int, int] | None) -> bool:
-    """Whether dk and dv take a product after the probabilities: fewer registers, in which the larger tiles fit."""
-    return False
+    return {name: fitting(name, _default(name, shape, capability), shape, capability) for name in PASSES[1:]}
 
 
 def asked(name: str, tiles: Tiles, shape: Shape, capability: tuple[int, int] | None, device: str) -> Tiles:
@@ -332,12 +310,7 @@ def asked(name: str, tiles: Tiles, shape: Shape, capability: tuple[int, int] | N
 def candidates(name: str, shape: Shape, capability: tuple[int, int] | None, rows: int) -> list[Tiles]:
     """What autotuning measures: the default first, then others that fit."""
     is_short = rows <= most_short(shape.dtype, capability)
-    if name == "forward":
-        default: Tiles | None = forward_tiles(shape, capability, rows, is_short)
-    else:
-        default = joint_tiles(shape, capability) if name == "joint" else backward_tiles(shape, capability)[name]
-    if default is None:
-        return []
+    default = forward_tiles(shape, capability, rows, is_short) if name == "forward" else backward_tiles(shape, capability)[name]
     others = [Tiles(*t) for t in _MORE[name]]
     if name == "forward":
         others = [_few_rows(t, rows, shape.dtype) for t in others]

@@ -218,6 +218,15 @@ def load_nvidia(place):
 
 
 @triton.jit
+def unknown(x, IS_NVIDIA: tl.constexpr):
+    """32-bit whole numbers, of which the compiler is not to know that it has them elsewhere: it would keep them in registers for both."""
+    if IS_NVIDIA:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=False, pack=1)
+    else:
+        return x
+
+
+@triton.jit
 def limit(place):
     """A limit of a row's keys in 32 bits; further than any position is as far."""
     return tl.minimum(tl.maximum(place, -(2**30)), 2**30).to(tl.int32)

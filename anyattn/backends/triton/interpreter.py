@@ -1,10 +1,10 @@
 """Triton's interpreter (``TRITON_INTERPRET=1``), mended where it fails or computes otherwise than a GPU.
 
-Eight things: NumPy 2.4 no longer turns an array of one element into a loop's bound; float32 is cut off to bfloat16 where hardware rounds
-to the nearest; products of bfloat16 are taken of the numbers' bits; a comparison of single numbers became a float when it was spread
-over a block; after a launch the whole memory behind a tensor of the CPU is copied onto itself, gigabytes of it for a small view; the
-language is patched again for every function that a kernel calls, a third of all time; threads that launch at once read one another's
-place in the grid; and it lacks additions by tensor descriptors. Only a process that interprets is touched.
+Seven things: NumPy 2.4 no longer turns an array of one element into a loop's bound; float32 is cut off to bfloat16 where hardware rounds
+to the nearest; products and most casts of bfloat16 are taken of the numbers' bits; a comparison of single numbers became a float when it
+was spread over a block; after a launch the whole memory behind a tensor of the CPU is copied onto itself, gigabytes of it for a small view;
+the language is patched again for every function that a kernel calls, a third of all time; and threads that launch at once read one
+another's place in the grid. Only a process that interprets is touched.
 """
 
 from __future__ import annotations
@@ -33,19 +33,17 @@ def is_interpreting() -> bool:
 @lru_cache(maxsize=1)
 def mend() -> None:
     """Makes the interpreter compute like a GPU, once; without the interpreter does nothing."""
-    if not is_interpreting():
-        return
+    if is_interpreting():
+        _mend_numbers()
+        _mend_launches()
+
+
+def _mend_numbers() -> None:
     import triton.language as tl
     from triton.runtime import interpreter
 
-    builder, handle, executor = interpreter.InterpreterBuilder, interpreter.TensorHandle, interpreter.GridExecutor
-    patch_tensor, convert, restore = interpreter._patch_lang_tensor, interpreter._convert_float, executor._restore_args_dev
-    dot, splat, patch, launch = builder.create_dot, builder.create_splat, interpreter._patch_lang, executor.__call__
-    one_at_a_time = threading.RLock()
-
-    def patched_tensor(tensor: Any, scope: Any) -> None:
-        patch_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.reshape(-1)[0]))
+    builder, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
+    dot, splat, cast, convert = builder.create_dot, builder.create_splat, builder.cast_impl, interpreter._convert_float
 
     def rounded(data: Any, source: Any, target: Any, rounding_mode: Any) -> Any:
         if source is tl.float32 and target is tl.bfloat16:
@@ -61,30 +59,43 @@ def mend() -> None:
             return x
         return handle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
 
+    def casted(self: Any, x: Any, kind: Any) -> Any:
+        both = x.dtype.scalar, kind.scalar
+        if tl.bfloat16 in both and tl.float32 not in both and both[0] is not both[1]:
+            x = cast(self, x, tl.float32)
+        return cast(self, x, kind)
+
     def spread(self: Any, kind: Any, arg: Any) -> Any:
         if np.asarray(arg.data).dtype == np.bool_ and arg.dtype.scalar is not tl.int1:
             arg = handle(arg.data, tl.int1)
         return splat(self, kind, arg)
 
-    def restored(self: Any, args: Any, *rest: Any) -> None:
-        if any(isinstance(t, torch.Tensor) and t.device.type != "cpu" for t in torch.utils._pytree.tree_leaves(args)):
-            restore(self, args, *rest)
+    interpreter._convert_float = rounded
+    builder.create_dot, builder.cast_impl, builder.create_splat = product, casted, spread
+
+
+def _mend_launches() -> None:
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    executor, patch, patch_tensor = interpreter.GridExecutor, interpreter._patch_lang, interpreter._patch_lang_tensor
+    launch, restore, one_at_a_time = executor.__call__, executor._restore_args_dev, threading.RLock()
+
+    def patched_tensor(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.reshape(-1)[0]))
 
     def patched_language(fn: Any) -> Any:
         used = [m for m in (tl, tl.core) if any(value is m for value in fn.__globals__.values())]
         return patch(fn) if any(tl.core.is_builtin(m.load) for m in used) else interpreter._LangPatchScope()
 
+    def restored(self: Any, args: Any, *rest: Any) -> None:
+        if any(isinstance(t, torch.Tensor) and t.device.type != "cpu" for t in torch.utils._pytree.tree_leaves(args)):
+            restore(self, args, *rest)
+
     def launched(self: Any, *args: Any, **options: Any) -> None:
         with one_at_a_time:
             launch(self, *args, **options)
 
-    def added(self: Any, kind: Any, described: Any, value: Any, indices: Any) -> None:
-        ir = interpreter._ir
-        places, exists = described.materialize_pointers(indices)
-        self.create_atomic_rmw(ir.ATOMIC_OP.FADD, places, value, handle(exists, tl.int1), ir.MEM_SEMANTIC.RELAXED, None)
-
-    builder.create_descriptor_reduce = added
-    interpreter._patch_lang, executor.__call__ = patched_language, launched
-    executor._restore_args_dev, builder.create_splat = restored, spread
-    interpreter._patch_lang_tensor, interpreter._convert_float = patched_tensor, rounded
-    builder.create_dot = product
+    interpreter._patch_lang, interpreter._patch_lang_tensor = patched_language, patched_tensor
+    executor._restore_args_dev, executor.__call__ = restored, launched

@@ -162,7 +162,7 @@ def _launch(kernel: Any, grid: tuple[int, ...], given: list[Any], device: torch.
         return
     key = (kernel, device.index, tuple(options.values()), known)
     found = _ready.get(key)
-    with _scratch(device) if options.get("IS_DESCRIBED") == 1 or options.get("IS_JOINT") else nullcontext():
+    with _scratch(device) if options.get("IS_DESCRIBED") == 1 else nullcontext():
         if found is not None:
             found.compiled[grid](*given, *found.constants)
             return
