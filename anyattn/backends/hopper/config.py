@@ -18,7 +18,7 @@ MOST = 52.0  # a score's size where exponentials are taken as they are: 2^75 lea
 # Heads that may share a row tile. A thread's rows lie 8 apart: with at most 8 heads they are one head's, as in a kernel that packs none.
 PACKED = (4, 8)
 TILE_M = 128  # query rows of every kernel that goes by lists
-LEAST_PIECE = 8  # rows of a piece of a page, below which threads copy faster than the copy engine
+LEAST_PIECE = 2  # rows of a piece of a page, below which threads copy faster than the copy engine
 _SHARED_MEMORY = 227 * 1024
 _REGISTERS_FOR_PIECES = (232, 40)  # where each piece of a page is a copy, which takes the loader more than 24 without spilling
 _SMALL = 16  # rows of a piece of a page, below which copies are so many that a smaller tile is worth it

@@ -221,7 +221,7 @@ def load_nvidia(place):
 def unknown(x, IS_NVIDIA: tl.constexpr):
     """32-bit whole numbers, of which the compiler is not to know that it has them elsewhere: it would keep them in registers for both."""
     if IS_NVIDIA:
-        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=False, pack=1)
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=True, pack=1)
     else:
         return x
 
