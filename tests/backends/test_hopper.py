@@ -232,7 +232,7 @@ def test_pages_of_any_size_fill_tiles_of_full_size(size: int, d: int, dv: int) -
         assert config.is_paged and size % config.piece == 0 and config.tiles.tile_n % config.piece == 0
         row = 2 * (64 if config.head_dim != 96 else 32)  # bytes of a row of a swizzled tile
         assert config.gathers or config.piece * row % 128 == 0
-        assert config.piece >= 8 or config.gathers
+        assert config.piece >= 2 or config.gathers
         if mask is None:
             assert config.tiles.tile_n * 8 >= plain * 5
             assert config.piece >= 16 or size % 16
@@ -255,7 +255,7 @@ def test_padded_rows_are_not_gathered() -> None:
 
 @pytest.mark.parametrize(
     "size,tile_n,piece",
-    [(1, 128, 1), (7, 128, 1), (12, 96, 12), (16, 128, 16), (24, 96, 24), (48, 128, 16), (64, 128, 64), (256, 128, 128)],
+    [(1, 128, 1), (7, 112, 7), (12, 96, 12), (16, 128, 16), (24, 96, 24), (48, 128, 16), (64, 128, 64), (256, 128, 128)],
 )
 def test_tiles_and_pieces_of_pages(size: int, tile_n: int, piece: int) -> None:
     config = specialised(paged(size)).config
@@ -282,7 +282,7 @@ def test_the_size_of_a_page_is_run_time() -> None:
     configs = {size: specialised(paged(size)).config for size in (128, 256, 384, 16, 48, 80)}
     assert configs[128] == configs[256] == configs[384] != configs[16]
     assert configs[16] == configs[48] == configs[80]
-    assert len({specialised(paged(size)).config for size in (1, 2, 3, 4, 5, 6, 7, 9)}) == 1
+    assert len({specialised(paged(size)).config for size in (1, 11, 13, 17, 19)}) == 1
 
 
 def test_a_tile_longer_than_the_sequence_is_whole() -> None:

@@ -30,7 +30,7 @@ from mods import chains, trees
 
 from anyattn import hardware, recall
 from anyattn.backends import triton as backend
-from anyattn.backends.triton import backward_pass, config
+from anyattn.backends.triton import config
 from anyattn.testing import cases
 
 MODULES = [importlib.import_module(f"{backend.__name__}.{m.name}") for m in pkgutil.iter_modules(backend.__path__)]
@@ -53,18 +53,15 @@ FORMS = st.sampled_from((*(f for f in flash.FORMS if f != "pages of 64"), "pages
 
 
 @contextmanager
-def taken_for(capability: tuple[int, int] | None, ways: config.Ways, is_joint: bool, is_late: bool) -> Iterator[None]:
+def taken_for(capability: tuple[int, int] | None, ways: config.Ways) -> Iterator[None]:
     """Calls are planned and launched as on an NVIDIA GPU of this compute capability; None is none. Kernels run as they are said to wherever
-    they can, and not only where that is fast: the forward kernel's loops in these ways, one kernel for all gradients (is_joint), or dk and
-    dv by late products (is_late). Half of all calls have more queries than are few."""
+    they can, and not only where that is fast: the forward kernel's loops in these ways. Half of all calls have more queries than few."""
     real, usual = hardware.of, config.Ways(*(False for _ in fields(config.Ways)))
     recall.clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hardware, "of", lambda *about: replace(real(*about), capability=capability))
         patch.setattr(config, "most_short", lambda *about: 16)
         patch.setattr(config, "ways_of", lambda shape, gpu, is_short: usual if is_short else ways)
-        patch.setattr(backward_pass, "joint_tiles", lambda shape, gpu: config.Tiles(32, 32, 4, 2) if is_joint else None)
-        patch.setattr(backward_pass, "is_late", lambda shape, gpu: is_late)
         for module in MODULES:
             if hasattr(module, "capability_of"):
                 patch.setattr(module, "capability_of", lambda device: capability)
@@ -139,8 +136,8 @@ def test_random_calls(name: str) -> None:
         suppress_health_check=list(HealthCheck),
         phases=(Phase.generate, Phase.shrink) if SHRINKS else (Phase.generate,),
     )
-    @hypothesis.given(drawn, st.tuples(GPUS, WAYS, st.booleans(), st.booleans()))
-    def many(call: Any, how: tuple[tuple[int, int] | None, config.Ways, bool, bool]) -> None:
+    @hypothesis.given(drawn, st.tuples(GPUS, WAYS))
+    def many(call: Any, how: tuple[tuple[int, int] | None, config.Ways]) -> None:
         with taken_for(*how):
             run(call)
 

@@ -108,7 +108,7 @@ KILLERS: dict[str, Callable[[], Any]] = {
     "packed": stored_as("tail"),
     "pages": stored_as("pages of 256"),
     "pieces": stored_as("pages of 16"),
-    "gathered": stored_as("pages of 7"),
+    "gathered": stored_as("pages of 1"),
     "twice": twice,
 }
 
