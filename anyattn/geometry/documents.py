@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from anyattn.geometry.integers import ceil_div
-from anyattn.geometry.ragged_table import entries_table, longest_first
+from anyattn.geometry.ragged_table import counted, entries_table, longest_first
 from anyattn.geometry.sequences import Sequences
 from anyattn.geometry.stored import UnreadSequences
 
-__all__ = ["DocumentSequences", "DocumentSizes", "document_sequences", "documents_in_order", "places_of"]
+__all__ = ["NO_DOCUMENTS", "DocumentSequences", "DocumentSizes", "document_sequences", "documents_in_order", "places_of"]
 
 _MEAN = 128  # more documents than one in so many positions are not told apart: row tiles of most kernels would be half empty
 _FEWEST = 8
@@ -88,6 +88,10 @@ class DocumentSequences(UnreadSequences):
         return torch.zeros_like(self._number)
 
 
+# for what hangs on the kind of the sequences alone
+NO_DOCUMENTS = DocumentSequences(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), DocumentSizes(0, 0, 0))
+
+
 def document_sequences(ids: Tensor, rows: int, places: int) -> tuple[DocumentSequences, Tensor]:
     """The documents of a batch of ``rows`` entries, and int32 (1,): 1 where every document is one run and there is a place for each.
 
@@ -126,6 +130,4 @@ def documents_in_order(s: DocumentSequences, tile_m: int, ends_with_row: bool) -
     [[0, 0, 0], [1, 0, 0], [0, 0, 1], [-1, 0, 1], [3, 0, 0]]
     """
     order = longest_first(s, tile_m, s.most_tiles(tile_m), ends_with_row)
-    last = torch.zeros((1, 3), dtype=torch.int32, device=order.device)
-    last[0, 0] = ceil_div(s.seqlens_q, tile_m).sum()
-    return torch.cat((order, last)), entries_table(s)
+    return counted(order, ceil_div(s.seqlens_q, tile_m).sum()), entries_table(s)

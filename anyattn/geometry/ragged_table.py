@@ -8,7 +8,7 @@ from torch import Tensor
 from anyattn.geometry.integers import ceil_div
 from anyattn.geometry.sequences import Sequences
 
-__all__ = ["entries_table", "longest_first", "numbered_tiles"]
+__all__ = ["counted", "entries_table", "longest_first", "numbered_tiles"]
 
 
 def entries_table(s: Sequences, lengths: tuple[Tensor, Tensor] | None = None, lists: tuple[Tensor, Tensor] | None = None) -> Tensor:
@@ -52,3 +52,10 @@ def longest_first(s: Sequences, tile_m: int, most: int, ends_with_row: bool) -> 
     m_block = torch.where(exists, m_block, -1)
     order = cost.argsort(descending=True, stable=True)
     return torch.stack((m_block, torch.zeros_like(m_block), entry), 1)[order].to(torch.int32)
+
+
+def counted(order: Tensor, tiles: Tensor) -> Tensor:
+    """An order of row tiles with one row more, which says how many of its rows there are. tiles: that, one integer."""
+    last = torch.zeros((1, 3), dtype=torch.int32, device=order.device)
+    last[:, :1] = tiles
+    return torch.cat((order, last))

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hopper_pretended import H200
 
 import anyattn
 from anyattn import check_flash, masks, plan
@@ -27,8 +28,6 @@ from anyattn.mods.rows import ranges_unread
 from anyattn.mods.trace import trace
 from anyattn.problem import Problem
 from anyattn.sparsity.block_sparse import BlockSparseTensors
-
-H200 = Hardware("cuda", "an H200", 0, frozenset((torch.float16, torch.bfloat16, torch.float32)), (9, 0), 132)
 
 
 @pytest.mark.parametrize(

@@ -4,35 +4,17 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from hopper_pretended import Launch
 from torch import Tensor
 
 import anyattn
-from anyattn import check, hardware, masks, recall, scores
+from anyattn import masks, recall, scores
 from anyattn.backends.hopper import build, launch, run
-from anyattn.hardware import Hardware
-
-H200 = Hardware("cuda", "an H200", 0, frozenset((torch.float16, torch.bfloat16, torch.float32)), (9, 0), 132)
-Launch = tuple[Any, tuple]
-
-
-@pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
-    """(config, arguments) of every launch; the CPU is taken for a Hopper GPU."""
-    found: list[Launch] = []
-    monkeypatch.setattr(hardware, "of", lambda *_: H200)
-    monkeypatch.setattr(check, "lists_of", lambda lists, mask: (check.read_lists(lists), getattr(lists, "is_exact", False)))
-    monkeypatch.setattr(build, "has_tvm_ffi", lambda: True)
-    monkeypatch.setattr(launch, "_found_or_made", lambda config, kinds: lambda *arguments: found.append((config, arguments)))
-    recall.clear()
-    launch.forget()
-    yield found
-    recall.clear()
-    launch.forget()
 
 
 def qkv(length: int = 64, heads: int = 2, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:

@@ -16,18 +16,17 @@ from typing import Any
 
 import pytest
 import torch
+from hopper_pretended import H200
 
 from anyattn import disk_cache, masks, plan
 from anyattn.backends.hopper import build, content, launch, run
 from anyattn.backends.hopper.config import Ask, Config, Tiles
 from anyattn.backends.hopper.content import NoContentError, key_of
-from anyattn.hardware import Hardware
 from anyattn.mods.rows import row_ranges
 from anyattn.mods.trace import trace
 from anyattn.problem import Problem
 
 ROOT = Path(__file__).parent.parent.parent
-H200 = Hardware("cuda", "an H200", 0, frozenset((torch.float16, torch.bfloat16, torch.float32)), (9, 0), 132)
 FLOAT, INT = float, int
 needs_compiler = pytest.mark.skipif(
     importlib.util.find_spec("cutlass") is None or importlib.util.find_spec("tvm_ffi") is None,

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hopper_pretended import H200
 
 import anyattn
 from anyattn import BackendError, check_flash, check_lengths, masks, plan
@@ -18,13 +19,11 @@ from anyattn.backends.hopper.tables import visits_of
 from anyattn.check_flash import Options
 from anyattn.geometry.integers import ceil_div
 from anyattn.geometry.stored import MANY_QUERIES, queries_each
-from anyattn.hardware import Hardware
 from anyattn.mods.rows import row_ranges
 from anyattn.mods.trace import trace
 from anyattn.problem import Problem
 from anyattn.recall_varlen import Places, facts_of_places
 
-H200 = Hardware("cuda", "an H200", 0, frozenset((torch.float16, torch.bfloat16, torch.float32)), (9, 0), 132)
 needs_cutlass = pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="needs nvidia-cutlass-dsl")
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from anyattn.backends.hopper.config import LEAST_PIECE, MOST, TILE_M, Ask, Config, Tiles, padded, sides, slots, tiles_for
 from anyattn.backends.hopper.packing import heads_per_tile
 from anyattn.backends.hopper.staging import bound, caps, factored
-from anyattn.geometry.documents import DocumentSequences, DocumentSizes
+from anyattn.geometry.documents import NO_DOCUMENTS
 from anyattn.mods.dependence import dependence
 from anyattn.mods.documents import DocumentForm
 from anyattn.mods.ir import Builder, Expr
@@ -121,7 +121,7 @@ def by_document(problem: Problem) -> ByDocument | None:
     of the mask is not bands. Asks nothing of what tensors hold. The heads of a group are apart: how long documents are nobody knows."""
     if problem.blocks is None or (form := form_of(problem)) is None:
         return None  # without lists to keep them with, finding the documents for every call costs what it saves
-    within, listed = specialised(over_sequences(problem, form, _NO_DOCUMENTS), False), specialised(problem, False)
+    within, listed = specialised(over_sequences(problem, form, NO_DOCUMENTS), False), specialised(problem, False)
     if within.listed is not None or within.config.always or listed.listed is None:
         return None
     return ByDocument(form, _counted(within), _counted(listed))
@@ -129,9 +129,6 @@ def by_document(problem: Problem) -> ByDocument | None:
 
 def _counted(special: Special) -> Special:
     return special._replace(config=replace(special.config, has_count=True))
-
-
-_NO_DOCUMENTS = DocumentSequences(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), DocumentSizes(0, 0, 0))
 
 
 def is_bounded(config: Config, scalars: tuple[int | float, ...]) -> bool:
@@ -169,7 +166,7 @@ def _config(problem: Problem, score: Expr | None, list_tile: tuple[int, int] | N
     if packed > 1:
         (d, dv), tiles, pages = _tiles(problem, wanted | {"is_packed": True})
     if d == dv == 128 and packed == 1 and score is None and list_tile is None and not (asks or flags.get("bands") or pages["piece"]):
-        tiles = replace(tiles, ping_pong=False)  # measured: 3 to 8 % faster where all tiles are bare; with turns where some are masked
+        tiles = replace(tiles, ping_pong=False)  # faster on an H200 where all tiles are bare; where some are masked it is slower
     cut = (1, 1) if list_tile is None else (list_tile[0] * packed // tiles.tile_m, list_tile[1] // tiles.tile_n)
     is_bf16 = problem.q.dtype is torch.bfloat16
     asked: dict[str, Any] = {"has_sink": problem.sink is not None, "has_lse": problem.wants_lse, "has_max": problem.wants_max}

@@ -14,7 +14,7 @@ from anyattn.backends.hopper.launch import launch
 from anyattn.backends.hopper.specialise import Special, tile_of
 from anyattn.backends.hopper.tables_config import MOST_ENTRIES, THREADS, TablesConfig
 from anyattn.geometry.integers import ceil_div
-from anyattn.geometry.ragged_table import entries_table, longest_first
+from anyattn.geometry.ragged_table import counted, entries_table, longest_first
 from anyattn.geometry.sequences import Sequences
 from anyattn.geometry.stored import StoredSequences
 from anyattn.mods.trace import TracedMod
@@ -80,16 +80,9 @@ def visits_beside_documents(problem: Problem, special: Special, documents: Docum
     if known is None or known[0] is not visits:
         assert visits.order is not None
         tiles = len(visits.order) * (1 - documents.holds)
-        known = documents.prepared[key] = visits, visits._replace(order=_with_count(visits.order, tiles))
+        known = documents.prepared[key] = visits, visits._replace(order=counted(visits.order, tiles))
     found: TablesOnHost = known[1]
     return found
-
-
-def _with_count(order: Tensor, tiles: Tensor) -> Tensor:
-    """The order of row tiles with one row more, which says how many of its rows there are. tiles: that, one integer."""
-    last = torch.zeros((1, 3), dtype=torch.int32, device=order.device)
-    last[:, :1] = tiles
-    return torch.cat((order, last))
 
 
 def _dense(problem: Problem, special: Special, lists: Any) -> TablesOnHost:

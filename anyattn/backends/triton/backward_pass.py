@@ -217,7 +217,7 @@ def _launch(
         constants |= {"IS_GROUPED": problem.qhead_per_kvhead > 1, "IS_NVIDIA": styles.is_nvidia(q.device.type)}
     else:
         constants["SLOT_M"] = prepared.tile_m
-    options = {"num_warps": used.num_warps, "num_stages": used.num_stages, **({"maxnreg": used.registers} if used.registers else {})}
+    options = {"num_warps": used.num_warps, "num_stages": used.num_stages}
     lists = [q if t is None else t for t in found.lists]
     heads, places = problem.heads_kv if by_key else problem.heads_q, _places(problem, prepared.tile_m)
     run_entry(

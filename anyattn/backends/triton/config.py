@@ -29,15 +29,13 @@ _OF_AMD = 64 << 10
 _SMALL_PARTS = 2 << 10  # barriers, statistics and what reductions pass around
 _OF_A_BLOCK = 1 << 10  # what the system keeps for itself in every block
 _WARPS = 8  # that fit with the 190 to 255 registers a thread which few rows take, if they may
-# Of tiles of 16 rows on Hopper, as if they took 168: an H200 follows that, also where they take more. Making them take 168
-# cost up to 6 % there.
+# Of tiles of 16 rows on Hopper, as if they took 168: an H200 follows that, also where they take more, and making them take 168 was slower.
 _FEWEST, _MORE_WARPS = 16, 12
 
 
 @dataclass(frozen=True)
 class Tiles:
     """tile_m: query rows of a program; tile_n: keys of a step; num_warps, num_stages: Triton's. Powers of two but for the stages.
-    registers: that a thread of a backward kernel may have, so that several blocks fit; 0 is as many as the compiler wants.
 
     Raises ``ValueError`` for tiles that are no powers of two from 16 on.
     """
@@ -46,7 +44,6 @@ class Tiles:
     tile_n: int
     num_warps: int
     num_stages: int
-    registers: int = 0
 
     def __post_init__(self) -> None:
         for name in ("tile_m", "tile_n"):

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from anyattn.backends.triton.programs import program_of
-from anyattn.geometry.documents import DocumentSequences, DocumentSizes
+from anyattn.geometry.documents import NO_DOCUMENTS
 from anyattn.mods.documents import DocumentForm
 from anyattn.plan import Plan
 from anyattn.problem import Problem
@@ -35,10 +34,7 @@ def form_of_documents(problem: Problem, num_splits: int) -> DocumentForm | None:
     is more ranges than a kernel keeps. Holds for all calls of the same facts."""
     if problem.blocks is None or num_splits > 1 or (form := form_of(problem)) is None:
         return None
-    return form if program_of(over_sequences(problem, form, _NO_DOCUMENTS)).lists is None else None
-
-
-_NO_DOCUMENTS = DocumentSequences(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), DocumentSizes(0, 0, 0))
+    return form if program_of(over_sequences(problem, form, NO_DOCUMENTS)).lists is None else None
 
 
 def forms_of(problem: Problem, plan: Plan) -> tuple[Form, ...]:

@@ -93,7 +93,7 @@ def _measured(question: Question, possible: list[Tiles], measure: Callable[[Tile
 
 
 def _numbers(tiles: Tiles) -> list[int]:
-    return [tiles.tile_m, tiles.tile_n, tiles.num_warps, tiles.num_stages, *([tiles.registers] if tiles.registers else [])]
+    return [tiles.tile_m, tiles.tile_n, tiles.num_warps, tiles.num_stages]
 
 
 def _tiles_in(payload: Payload, possible: list[Tiles]) -> Tiles:
