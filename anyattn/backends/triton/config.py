@@ -13,6 +13,8 @@ from functools import lru_cache
 
 import torch
 
+from anyattn.geometry.nearby import heads_side_by_side
+
 __all__ = [
     "PASSES", "Shape", "Tiles", "Ways", "architecture", "asked", "backward_tiles", "candidates", "capability_of", "fits", "fitting",
     "forward_tiles", "heads_together", "most_short", "needed", "padded", "reason_against", "resident", "shared_memory", "ways_of",
@@ -283,7 +285,7 @@ def ways_of(shape: Shape, capability: tuple[int, int] | None, is_short: bool) ->
 
 def heads_together(heads: int, head_bytes: int) -> int:
     """How many heads programs go through at a time, a divisor of ``heads``: of all sequences. head_bytes: of keys and values of one."""
-    most = min(heads, _MOST_TOGETHER, max(1, _NEAR // max(1, head_bytes)))
+    most = min(heads, _MOST_TOGETHER, heads_side_by_side(head_bytes, 1, _NEAR))
     return next(n for n in range(most, 0, -1) if heads % n == 0)
 
 
