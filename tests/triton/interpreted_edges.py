@@ -1,7 +1,8 @@
-"""Edge cases that have a form of their own here, by Triton's interpreter: garbage that nothing may read, captured values, threads.
+"""Edge cases that have a form of their own here, by Triton's interpreter: garbage that nothing may read, captured values, threads; and
+packed sequences and caches where ``end_to_end/test_edge_cases.py`` has whole batches.
 
-Those that are small enough as they are come from ``end_to_end/test_edge_cases.py``; numbers are those of its list. Run by
-``test_interpreted.py`` in a process of its own.
+Those of that file that are small enough as they are run too; numbers are those of its list. ``docs/edge-cases.md`` says which test stands
+for which case. Run by ``test_interpreted.py`` in a process of its own.
 """
 
 from __future__ import annotations
@@ -18,10 +19,14 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent / "end_to_end"))
 
 import flash_calls as calls
+import sequences as seq
 import test_flash_cache as cache_tests
 import test_flash_packed as packed_tests
+import test_flash_varlen as varlen_tests
 from calls import judge
-from flash_calls import RECIPES
+from flash_calls import RECIPES, Recipe
+from sequences import Meaning
+from test_flash_cache import Setting
 
 import anyattn
 from anyattn import masks
@@ -32,6 +37,93 @@ FILLS = (0.0, math.nan, math.inf, -math.inf)
 
 def qkv(*shape: int) -> tuple[torch.Tensor, ...]:
     return cases.inputs("normal", cases.Shape(*shape), torch.float32, 0)[:3]
+
+
+def packed(meaning: Meaning, lengths: tuple = ((5, 0, 19, 33), (5, 3, 30, 17)), call: Any = varlen_tests.packed_call, **more: Any) -> dict:
+    """A call on packed sequences, forward and backward, judged; its results."""
+    batch = seq.ragged(*lengths, more.pop("heads", 2), more.pop("kv_heads", 1), more.pop("d", 16), more.pop("dv", None))
+    got, shared = varlen_tests.results(batch, meaning, call, **more)
+    seq.judge(got, batch, meaning, shared=shared)
+    return got
+
+
+def equal(one: dict, two: dict) -> bool:
+    return all(torch.equal(a, b) for name in one for a, b in zip(one[name], two[name], strict=True))
+
+
+FEW_KEYS = Setting(cached=(17, 5, 0, 33), queries=(2,) * 4, capacity=40)
+
+
+# ---- 4. windows wider than every sequence are none, to the bit
+
+
+def test_04_wide_windows_of_packed_sequences() -> None:
+    for wide, none in (
+        (Meaning(window_size=(50, 50)), Meaning()),
+        (Meaning(causal=True, window_size=(1000, 5)), Meaning(causal=True)),
+    ):
+        assert equal(packed(wide), packed(none)), wide
+
+
+def test_04_wide_windows_of_a_cache() -> None:
+    wide, none = (Recipe(lambda t, more=more: {"causal": True, **more}) for more in ({"window_size": (100, -1)}, {}))
+    for splits in (1, 3):
+        found = [cache_tests.check(FEW_KEYS, recipe, num_splits=splits) for recipe in (wide, none)]
+        assert all(calls.same_bits(a, b) for a, b in zip(*found, strict=True)), splits
+
+
+# ---- 6. strides: queries, keys and values of one projection; a cache whose heads come before its rows
+
+
+def test_06_packed_sequences_in_one_tensor() -> None:
+    def sliced(q: Any, k: Any, v: Any, **options: Any) -> Any:
+        lengths = [t.shape[1] for t in q]
+        both = torch.stack([seq.packed(part) for part in (q, k, v)], 1)
+        assert not both.unbind(1)[0].is_contiguous()
+        tables = {"cu_seqlens_q": seq.ends(lengths), "cu_seqlens_k": seq.ends(lengths)}
+        out, lse = anyattn.flash_attn_varlen_func(*both.unbind(1), **tables, return_lse=True, **options)
+        return seq.unpacked(out, lengths), list(lse.split(lengths, 1))
+
+    lengths, meaning = ((5, 0, 19, 33),) * 2, Meaning(causal=True, window_size=(20, 0))
+    assert equal(packed(meaning, lengths, sliced, heads=2, kv_heads=2), packed(meaning, lengths, heads=2, kv_heads=2))
+
+
+def test_06_caches_of_any_strides() -> None:
+    given = cache_tests.arguments(FEW_KEYS)
+    heads_first = {n: given[n].transpose(1, 2).contiguous().transpose(1, 2) for n in ("k_cache", "v_cache")}
+    wide = {n: torch.cat([given[n], given[n] * math.nan], 3)[..., :16] for n in ("k_cache", "v_cache")}
+    found = []
+    for caches in ({n: given[n].clone() for n in wide}, heads_first, wide):
+        out = anyattn.flash_attn_with_kvcache(**(given | caches), causal=True, return_lse=True, num_splits=2)
+        found.append([*out, *caches.values()])
+    for other in found[1:]:
+        assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(found[0], other, strict=True))
+
+
+# ---- 7. head dimensions that are no multiples of 8
+
+
+@pytest.mark.parametrize(("d", "dv"), [(1, 1), (3, 8), (7, 13), (33, 20)])
+def test_07_head_dims(d: int, dv: int) -> None:
+    judge(*qkv(1, 2, 1, 20, 35, d, dv), mask=masks.causal(5))
+    packed(Meaning(causal=True), ((3, 18), (9, 20)), d=d, dv=dv)
+    cache_tests.check(Setting(cached=(17, 5), queries=(2,) * 2, capacity=40, dims=(d, dv)), RECIPES["causal"], num_splits=2)
+
+
+# ---- 8. ratios of heads, and a mod that asks the query head
+
+
+@pytest.mark.parametrize("ratio", [6, 7, 12])
+def test_08_grouped_heads(ratio: int) -> None:
+    q, k, v = qkv(1, ratio, 1, 18, 24, 8, 8)
+    bias = torch.linspace(-1, 1, ratio, dtype=torch.float64)
+    mask, score = (lambda b, h, i, j: (i - j) % 2 <= h % 2), (lambda s, b, h, i, j: s + bias[h] * j * 0.1)
+    judge(q, k, v, mask=mask, score=score, captured=[bias])
+    packed(Meaning(mask_mod=mask, score_mod=score, captured=[bias]), ((3, 18), (9, 20)), heads=ratio, kv_heads=1, d=8)
+    recipe = Recipe(
+        lambda t: {"causal": True, "score_mod": lambda s, b, h, i, j: s + t["bias"][h] * j * 0.1}, lambda h, b, n: {"bias": (h,)}
+    )
+    cache_tests.check(Setting(cached=(17, 5), queries=(1,) * 2, capacity=40, heads=(ratio, 1), dims=(8, 8)), recipe, num_splits=2)
 
 
 # ---- 12. garbage: in padding rows, forward and backward; in pages and rows of a cache that are not in use
@@ -82,6 +174,37 @@ def test_12_garbage_that_a_mask_hides_stays_with_the_tiles_that_meet_it(name: st
     far = slice(64, None)  # row tiles that visit no key below 32, and the keys that no other row tile visits
     for other in found[1:]:
         assert all(torch.equal(a[:, :, far], b[:, :, far]) for a, b in zip(found[0], other, strict=True))
+
+
+# ---- 13. more splits than tiles, of which some see nothing
+
+
+@pytest.mark.parametrize("page_size", [0, 3])
+def test_13_splits_that_see_nothing(page_size: int) -> None:
+    """Of 33 keys at most; a score mod hides the first of every entry, so that its first splits merge with weight 0."""
+    late = Recipe(lambda t: {"score_mod": lambda s, b, h, i, j: torch.where(j >= 20, s, -math.inf)})
+    for recipe, splits in ((late, 9), (RECIPES["sink_empty_band"], 40), (RECIPES["causal"], 40)):
+        cache_tests.check(Setting(cached=(17, 5, 0, 33), queries=(2,) * 4, capacity=40, page_size=page_size), recipe, num_splits=splits)
+
+
+# ---- 14. tables of int64, and longest lengths as tensors of no dimension
+
+
+def test_14_tables_of_64_bits() -> None:
+    most = {"max_seqlen_q": torch.tensor(33), "max_seqlen_k": torch.tensor(30)}
+    assert equal(packed(Meaning(causal=True), int_type=torch.int64, **most), packed(Meaning(causal=True)))
+
+
+# ---- 16. scores of minus infinity, and huge ones
+
+
+@pytest.mark.parametrize("size", [-math.inf, 1e4, -1e30])
+def test_16_packed_sequences_with_infinite_and_huge_scores(size: float) -> None:
+    if size == -math.inf:
+        score = lambda s, b, h, i, j: torch.where((i >= j) & (i % 9 != 4), s, -math.inf)
+    else:
+        score = lambda s, b, h, i, j: s + torch.where(j == 3, size, 0.0)
+    packed(Meaning(score_mod=score), ((5, 19, 33), (5, 30, 17)))
 
 
 # ---- 17. captured values of other kinds, by the same function: the text of its kernel depends on some of what is captured

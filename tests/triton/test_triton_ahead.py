@@ -102,6 +102,7 @@ def test_tiles_fit(capability: tuple[int, int]) -> None:
         ((10, 0), 0, False),
         ((9, 0), 2, True),
         ((8, 0), 1, True),
+        ((10, 0), 1, True),
         ((8, 6), 3, False),
         ((9, 0), 3, True),
         ((9, 0), 4, False),
