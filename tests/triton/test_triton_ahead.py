@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -126,6 +127,27 @@ def test_what_the_compiler_makes_of_the_tiles(capability, at, backward) -> None:
         needed = config.needed(name, tiles, shape_of(problem), capability)
         assert kernel.metadata.shared <= needed <= config.shared_memory(capability), (name, tiles)
         assert ahead.spilled(kernel.asm["cubin"]) <= ahead.MOST_SPILLED, (name, tiles)
+
+
+def test_gradients_of_pairs_and_distances_find_their_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """dq with what its scores send to two captured tensors, by entries and by diagonals: what most shared memory is taken for. Nothing is
+    assembled: only the memory counts."""
+    from triton.backends.nvidia.compiler import CUDABackend
+
+    from anyattn.backends.triton import config
+    from anyattn.backends.triton.styles import shape_of
+
+    monkeypatch.setattr(CUDABackend, "make_cubin", lambda *about: b"")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # which nobody may find them in
+    table, pairs = torch.zeros(4, 600, requires_grad=True), torch.zeros(256, 256, requires_grad=True)
+    score = lambda s, b, h, q, k: s + table[h, q - k + SHIFT] * pairs[q, k]
+    for capability, dim in (((9, 0), 128), ((9, 0), 256), ((8, 6), 128), ((10, 0), 128)):
+        problem = ahead.problem_of(score, lambda b, h, q, k: q >= k, dim=dim, has_grad=True)
+        launch = next(x for x in ahead.launches(problem, capability, backward=True) if "SLOT_M" in x.options)
+        options = launch.options
+        tiles = config.Tiles(options["TILE_M"], options["TILE_N"], options["num_warps"], options["num_stages"])
+        taken, needed = ahead.compiled(launch, capability).metadata.shared, config.needed("dq", tiles, shape_of(problem), capability)
+        assert taken <= needed <= config.shared_memory(capability), (capability, dim, tiles, taken, needed)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
