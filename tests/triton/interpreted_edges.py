@@ -10,6 +10,7 @@ from __future__ import annotations
 import concurrent.futures
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,18 @@ def test_08_grouped_heads(ratio: int) -> None:
         lambda t: {"causal": True, "score_mod": lambda s, b, h, i, j: s + t["bias"][h] * j * 0.1}, lambda h, b, n: {"bias": (h,)}
     )
     cache_tests.check(Setting(cached=(17, 5), queries=(1,) * 2, capacity=40, heads=(ratio, 1), dims=(8, 8)), recipe, num_splits=2)
+
+
+# ---- 11. tables that end where the longest sequence does
+
+
+def test_11_tables_of_exactly_the_lengths() -> None:
+    by_key, by_row = (torch.randn(2, n, generator=torch.Generator().manual_seed(n), dtype=torch.float64) for n in (30, 33))
+    packed(Meaning(score_mod=lambda s, b, h, i, j: s + by_key[h, j] * by_row[h, i], captured=[by_key, by_row]))
+    of_cache = torch.randn(4, 35, generator=torch.Generator().manual_seed(1))
+    recipe = Recipe(lambda t: {"causal": True, "score_mod": lambda s, b, h, i, j: s + of_cache[h, j]})
+    for page_size in (0, 16):
+        cache_tests.check(replace(FEW_KEYS, page_size=page_size), recipe, num_splits=2)
 
 
 # ---- 12. garbage: in padding rows, forward and backward; in pages and rows of a cache that are not in use
@@ -251,6 +264,14 @@ def test_17_a_window_that_grows_through_every_form() -> None:
         judge(q, k, v, mask=lambda b, h, i, j: (i - j <= left) & (j - i <= right), label=f"{left} {right}")  # noqa: B023
 
 
+def test_17_packed_sequences_by_equal_code() -> None:
+    table = torch.zeros(33, dtype=torch.float64)
+    for left in (3, 20):
+        table.data[:left] = float(left)
+        mask, score = (lambda b, h, i, j: i - j <= left), (lambda s, b, h, i, j: s + table[i])  # noqa: B023
+        packed(Meaning(mask_mod=mask, score_mod=score, captured=[table]), ((3, 19), (9, 17)))
+
+
 # ---- 20. threads
 
 
@@ -276,3 +297,24 @@ def test_20_threads_calling_at_once() -> None:
         together = list(pool.map(call, range(12)))
     for at, got in enumerate(together):
         assert all(torch.equal(a, b) for a, b in zip(got, call(at), strict=True)), at
+
+
+def test_20_threads_with_packed_sequences_and_caches() -> None:
+    lengths, given = [5, 0, 19], cache_tests.arguments(replace(FEW_KEYS, page_size=16))
+    q, k, v = (torch.randn(24, h, 16, generator=torch.Generator().manual_seed(h)) for h in (2, 1, 3))
+    v = v[:, :1]
+
+    def call(at: int) -> list[torch.Tensor]:
+        if at % 2:
+            caches = {n: given[n].clone() for n in ("k_cache", "v_cache")}
+            out = anyattn.flash_attn_with_kvcache(**(given | caches), window_size=(3 + at % 3 * 9, 0), return_lse=True, num_splits=2)
+            return [*out, *caches.values()]
+        leaves, ends = [t.clone().requires_grad_() for t in (q, k, v)], seq.ends(lengths)
+        more = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "softcap": float(at % 3), "causal": True, "return_lse": True}
+        out, lse = anyattn.flash_attn_varlen_func(*leaves, **more)
+        return [out.detach(), lse.detach(), *torch.autograd.grad(out.square().sum(), leaves)]
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(call, range(6)))
+    for at, got in enumerate(together):
+        assert all(calls.same_bits(a, b) for a, b in zip(got, call(at), strict=True)), at
