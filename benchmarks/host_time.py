@@ -57,7 +57,8 @@ def stubbed() -> Iterator[None]:
             stack.enter_context(patch)
         if _HAS_TRITON:  # up to Triton's launcher, which would ask a driver
             launch = importlib.import_module("anyattn.backends.triton.launch")
-            stack.enter_context(mock.patch.object(launch, "_launch", lambda *a: None))
+            handle = importlib.import_module("anyattn.backends.triton.direct").Handle(lambda *a: None, True, lambda x, number: [x])
+            stack.enter_context(mock.patch.object(launch, "_launch", lambda *a: handle))
         yield
     recall.clear()
 
