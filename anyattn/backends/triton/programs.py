@@ -201,7 +201,7 @@ def slots_alone(problem: Problem, wanted: tuple[int, ...]) -> tuple[int, ...]:
 def _gradient_part(
     expr: Expr, scalars: int, ranks: tuple[int, ...], wanted: tuple[int, ...], alone: frozenset[int], is_short: bool
 ) -> Part:
-    gradients = score_gradients(expr)
+    gradients = score_gradients(expr, is_exact=not is_short)
     builder = Builder()
     outputs = [builder.copy(expr), builder.copy(gradients.expr, gradients.expr.outputs[0])]
     deps = dependence(gradients.expr)
