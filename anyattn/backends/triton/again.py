@@ -209,4 +209,4 @@ def facts_of(problem: Problem, found: Tables, *tensors: Tensor) -> tuple:
 def _facts_of_mod(mod: TracedMod, is_score: bool) -> list[Any]:
     """A score mod's text is chosen by its whole numbers' sizes; other numbers are put in anew."""
     numbers = tuple([n if type(n) is int else None for n in mod.scalars]) if is_score else mod.scalars
-    return [mod.expr, numbers, *[(t.shape, t.stride(), t.dtype) for t in mod.tensors]]
+    return [mod.expr.key, numbers, *[(t.shape, t.stride(), t.dtype) for t in mod.tensors]]
