@@ -100,19 +100,20 @@ def _direct(compiled: Any, run: Any, constants: tuple, device: torch.device, hoo
 
 
 def _asks_as_known(compiled: Any, grid: tuple[int, ...], arguments: tuple, device: torch.device) -> bool:
-    """Whether Triton asks a compiled kernel as ``_direct`` does. Nothing is launched."""
+    """Whether Triton asks a compiled kernel as ``_direct`` does. Nothing is launched: what is asked has no function that could be."""
     noted: list[tuple] = []
     try:
         from triton import knobs
 
         probe = copy.copy(compiled)
-        probe._run = lambda *passed: noted.append(passed)
+        probe._run = note = lambda *passed: noted.append(passed)
+        probe.function = nothing = object()
+        if probe.run is not note:
+            return False
         probe[grid](*arguments)
         (passed,) = noted
-        stream = torch._C._cuda_getCurrentRawStream(device.index)
-        known = (*grid, stream, compiled.function, compiled.packed_metadata)
-        hooks = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
-        rest = (*hooks, *arguments)
+        known = (*grid, torch._C._cuda_getCurrentRawStream(device.index), nothing, compiled.packed_metadata)
+        rest = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook, *arguments)
         return passed[:6] == known and len(passed) == 7 + len(rest) and all(a is b for a, b in zip(passed[7:], rest, strict=True))
     except (AttributeError, TypeError, ValueError):
         return False
