@@ -189,9 +189,7 @@ def slots_alone(problem: Problem, wanted: tuple[int, ...]) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=1024)
-def _slots_alone(
-    expr: Expr, wanted: tuple[int, ...], sizes: tuple[int, int, int, int], shapes: tuple[torch.Size, ...]
-) -> tuple[int, ...]:
+def _slots_alone(expr: Expr, wanted: tuple[int, ...], sizes: tuple[int, int, int, int], shapes: tuple[torch.Size, ...]) -> tuple[int, ...]:
     extents = dict(zip(("b", "h", "q_idx", "kv_idx"), sizes, strict=True))
     gradients = score_gradients(expr)
     found = []
