@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from anyattn.backends.triton import styles, tables, tuning
+from anyattn.backends.triton import exact, styles, tables, tuning
 from anyattn.backends.triton.config import Tiles, backward_tiles, capability_of, fitting, padded
 from anyattn.backends.triton.forms import Form, forms_of
 from anyattn.backends.triton.launch import Signature, entry_of, run_entry, strides_of
@@ -111,7 +111,8 @@ def _gradients(problem: Problem, forms: list[tuple[Form, dict[str, Tiles]]], res
             _launch("dkdv", form, chosen, tiles, shared, prepared, ())
     captured = [None] * len(score.tensors) if score else []
     for slot, total in zip(wanted, totals, strict=True):
-        captured[slot] = total.to(score.tensors[slot].dtype)  # type: ignore
+        own = score.tensors[slot]  # type: ignore
+        captured[slot] = exact.read(total, own.dtype) if total.ndim > own.ndim else total.to(own.dtype)
     return dq, dk, dv, _of_sink(problem, results.lse, delta), *captured
 
 
@@ -122,14 +123,20 @@ def _wanted(problem: Problem) -> tuple[int, ...]:
 
 def _totals(problem: Problem) -> tuple[Tensor, ...]:
     """Where the gradients of captured tensors go: single values in the tensors' own dtype; sums of what may be a million terms, one after
-    the other, more exact than the terms."""
-    wanted, score = _wanted(problem), problem.score
+    the other, more exact than the terms, and where the order of the terms must not matter those of ``exact``."""
+    wanted, score, device = _wanted(problem), problem.score, problem.q.device
     if score is None:
         return ()
-    alone = slots_alone(problem, wanted)
+    alone, additions = slots_alone(problem, wanted), exact.additions_of(problem, wanted)
     sums = torch.float64 if problem.q.dtype is torch.float32 else torch.float32
-    dtypes = {s: score.tensors[s].dtype if s in alone else sums for s in wanted}
-    return tuple(torch.zeros(score.tensors[s].shape, dtype=dtypes[s], device=problem.q.device) for s in wanted)
+
+    def total(slot: int) -> Tensor:
+        shape = score.tensors[slot].shape
+        if slot in additions:
+            return exact.zeros(shape, additions[slot], device)
+        return torch.zeros(shape, dtype=score.tensors[slot].dtype if slot in alone else sums, device=device)
+
+    return tuple(total(slot) for slot in wanted)
 
 
 def _tiles(problem: Problem, plan: Plan) -> dict[str, Tiles]:
@@ -209,7 +216,8 @@ def _launch(
     pointers = [q if t is None else t.detach() for t in tensors]
     program, captured = chosen.program, list(captured_of(chosen))
     if problem.score is not None:
-        program = replace(program, score=gradient_part(problem, () if by_key else _wanted(problem)))
+        wanted = () if by_key else _wanted(problem)
+        program = replace(program, score=gradient_part(problem, wanted, tuple(exact.additions_of(problem, wanted))))
         captured[0] = Read(*captured[0][:2], totals)
     constants: dict[str, Any] = {**constants_of(problem, chosen, found), "TILE_M": used.tile_m, "TILE_N": used.tile_n}
     constants["IS_NEAR"] = all((t.stride(2) + 1) * t.shape[2] < 2**31 for t in (q, k, v, dout))
