@@ -13,6 +13,7 @@ from anyattn.backends.triton import exact, styles, tables, tuning
 from anyattn.backends.triton.config import Tiles, backward_tiles, capability_of, fitting, padded
 from anyattn.backends.triton.forms import Form, forms_of
 from anyattn.backends.triton.launch import Signature, entry_of, run_entry, strides_of
+from anyattn.backends.triton.paged_gradients import add_to_pages, brought_together
 from anyattn.backends.triton.programs import Chosen, Program, Read, captured_of, gradient_part, program_of, slots_alone
 from anyattn.backends.triton.shared import COUNTS, FUNCTIONS, LISTS, SIZES, constants_of, programs_along_batch, sizes_of, strides_named
 from anyattn.backends.triton.styles import shape_of
@@ -62,6 +63,10 @@ class _Results(NamedTuple):
 
 def backward(problem: Problem, plan: Plan, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     """Gradients of ``problem.grad_inputs`` in that order, None where none is needed. dout: any strides."""
+    if problem.sequences is not None and problem.sequences.page_table is not None:
+        dq, dk, dv, *others = backward(brought_together(problem), plan, out, lse, dout, dlse)
+        wanted = ((dk, problem.k), (dv, problem.v))
+        return dq, *(add_to_pages(d, pool, problem.sequences) if pool.requires_grad else None for d, pool in wanted), *others  # type: ignore
     dout = dout if dout.stride(3) == 1 or dout.shape[3] == 1 else dout.contiguous()
     results = _Results(out, lse, dout, dlse)
     forms = []

@@ -36,8 +36,6 @@ def reason_against(problem: Problem) -> str | None:
 
 def reason_against_backward(problem: Problem) -> str | None:
     """The same of the gradients of a problem whose forward pass may be any backend's."""
-    if problem.sequences is not None and problem.sequences.page_table is not None:
-        return "keys in pages, which sequences may share, get no gradients from it"
     if (reason := exact.reason_against(problem)) is not None:
         return reason
     shape, capability = shape_of(problem), config.capability_of(problem.q.device)
