@@ -64,9 +64,7 @@ class _Results(NamedTuple):
 def backward(problem: Problem, plan: Plan, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     """Gradients of ``problem.grad_inputs`` in that order, None where none is needed. dout: any strides."""
     if problem.sequences is not None and problem.sequences.page_table is not None:
-        dq, dk, dv, *others = backward(brought_together(problem), plan, out, lse, dout, dlse)
-        wanted = ((dk, problem.k), (dv, problem.v))
-        return dq, *(add_to_pages(d, pool, problem.sequences) if pool.requires_grad else None for d, pool in wanted), *others  # type: ignore
+        return _of_pages(problem, plan, out, lse, dout, dlse)
     dout = dout if dout.stride(3) == 1 or dout.shape[3] == 1 else dout.contiguous()
     results = _Results(out, lse, dout, dlse)
     forms = []
@@ -74,6 +72,17 @@ def backward(problem: Problem, plan: Plan, out: Tensor, lse: Tensor, dout: Tenso
         tiles = _tiles(form.problem, plan)
         forms.append((form, _tuned(form.problem, tiles, results) if plan.is_tuned else tiles))
     return _gradients(problem, forms, results)
+
+
+def _of_pages(problem: Problem, plan: Plan, *results: Any) -> tuple[Tensor | None, ...]:
+    """The same of a call whose keys are in pages; results: what ``backward`` takes besides."""
+    assert problem.sequences is not None
+    dq, dk, dv, *others = backward(brought_together(problem), plan, *results)
+    found = [
+        add_to_pages(d, pool, problem.sequences) if d is not None and pool.requires_grad else None
+        for d, pool in ((dk, problem.k), (dv, problem.v))
+    ]
+    return dq, *found, *others
 
 
 def _tuned(problem: Problem, tiles: dict[str, Tiles], results: _Results) -> dict[str, Tiles]:
@@ -117,7 +126,7 @@ def _gradients(problem: Problem, forms: list[tuple[Form, dict[str, Tiles]]], res
     captured = [None] * len(score.tensors) if score else []
     for slot, total in zip(wanted, totals, strict=True):
         own = score.tensors[slot]  # type: ignore
-        captured[slot] = exact.read(total, own.dtype) if total.ndim > own.ndim else total.to(own.dtype)
+        captured[slot] = exact.read(total, own.dtype) if exact.is_exact(total, own) else total.to(own.dtype)  # type: ignore
     return dq, dk, dv, _of_sink(problem, results.lse, delta), *captured
 
 
@@ -222,7 +231,8 @@ def _launch(
     program, captured = chosen.program, list(captured_of(chosen))
     if problem.score is not None:
         wanted = () if by_key else _wanted(problem)
-        program = replace(program, score=gradient_part(problem, wanted, tuple(exact.additions_of(problem, wanted))))
+        are_exact = tuple(s for s, total in zip(wanted, totals, strict=True) if exact.is_exact(total, problem.score.tensors[s]))
+        program = replace(program, score=gradient_part(problem, wanted, are_exact))
         captured[0] = Read(*captured[0][:2], totals)
     constants: dict[str, Any] = {**constants_of(problem, chosen, found), "TILE_M": used.tile_m, "TILE_N": used.tile_n}
     constants["IS_NEAR"] = all((t.stride(2) + 1) * t.shape[2] < 2**31 for t in (q, k, v, dout))

@@ -20,7 +20,7 @@ from anyattn.backends.triton.programs import slots_alone
 from anyattn.mods.grad import score_gradients
 from anyattn.problem import Problem
 
-__all__ = ["additions_of", "describe", "planes_for", "read", "reason_against", "zeros"]
+__all__ = ["additions_of", "describe", "is_exact", "planes_for", "read", "reason_against", "zeros"]
 
 _POWERS = 254  # that float32 has
 _OTHERS = 3
@@ -43,6 +43,11 @@ def planes_for(additions: int) -> int:
 def zeros(shape: Sequence[int], additions: int, device: torch.device) -> Tensor:
     """Sums of no terms: int64, of ``shape`` and a last dimension of planes, each plane contiguous."""
     return torch.zeros((planes_for(additions), *shape), dtype=torch.int64, device=device).movedim(0, -1)
+
+
+def is_exact(total: Tensor, of: Tensor) -> bool:
+    """Whether ``total`` of a tensor's gradient is one of these, not of floats."""
+    return total.ndim > of.ndim
 
 
 def read(sums: Tensor, dtype: torch.dtype) -> Tensor:
@@ -69,7 +74,7 @@ def additions_of(problem: Problem, wanted: Sequence[int]) -> dict[int, int]:
 
 
 def _additions(problem: Problem, slot: int) -> int:
-    """No entry of a captured tensor's gradient is the sum of more terms: of each load, those of pairs that its indices do not tell apart."""
+    """No entry of a captured tensor's gradient has more terms: of each load, those of the pairs that its indices do not tell apart."""
     assert problem.score is not None
     gradients = score_gradients(problem.score.expr)
     extents = {"b": problem.batch, "h": problem.heads_q}
@@ -80,8 +85,8 @@ def _additions(problem: Problem, slot: int) -> int:
     for load in gradients.loads:
         if load.slot == slot:
             nodes = [gradients.expr.nodes[gradients.expr.outputs[i]] for i in load.indices]
-            plain = {n.attr for n, size in zip(nodes, sizes, strict=True) if n.op == "index" and size >= extents.get(str(n.attr), size + 1)}
-            total += pairs // math.prod(extents[str(name)] for name in plain)
+            named = {str(n.attr): size for n, size in zip(nodes, sizes, strict=True) if n.op == "index"}
+            total += pairs // math.prod(n for name, n in extents.items() if named.get(name, 0) >= n)
     return max(total, 1)
 
 
@@ -91,8 +96,8 @@ def _additions_of_all(problem: Problem) -> dict[int, int]:
 
 
 def _bytes(problem: Problem, additions: dict[int, int]) -> int:
-    assert problem.score is not None or not additions
-    return sum(8 * planes_for(n) * problem.score.tensors[slot].numel() for slot, n in additions.items())  # type: ignore[union-attr]
+    tensors = problem.score.tensors if problem.score is not None else ()
+    return sum(8 * planes_for(n) * tensors[slot].numel() for slot, n in additions.items())
 
 
 def reason_against(problem: Problem) -> str | None:
@@ -101,7 +106,8 @@ def reason_against(problem: Problem) -> str | None:
     if max(additions.values(), default=0) > _MOST_ADDITIONS:
         return f"with deterministic=True it adds up no more than 2^{_MOST_ADDITIONS.bit_length() - 1} terms of a captured tensor's gradient"
     if (need := _bytes(problem, additions)) > _MOST_BYTES:
-        return f"with deterministic=True its sums for captured tensors' gradients take {need / 2**30:.1f} GiB, more than {_MOST_BYTES >> 30}"
+        most = _MOST_BYTES >> 30
+        return f"with deterministic=True its sums for captured tensors' gradients take {need / 2**30:.1f} GiB, more than {most}"
     return None
 
 

@@ -10,7 +10,8 @@ _NUMBERS = ("size", "chunks")
 
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_NUMBERS)
 def sum_pages(rows, found, held, starts, size: tl.int64, chunks: tl.int64, BLOCK: tl.constexpr):
-    """rows: [places, size]. found: [pages, size], page p the sum of the rows ``held[starts[p] : starts[p + 1]]``, in this order, in float32.
+    """rows: [places, size]. found: [pages, size], page p the sum of the rows ``held[starts[p] : starts[p + 1]]``, in this order, in
+    float32.
 
     Each program sums a part of one page; ``chunks``: how many parts a page has."""
     page, chunk = tl.program_id(0) // chunks, tl.program_id(0) % chunks
