@@ -275,9 +275,9 @@ def send_diagonals(
 ):  # fmt: skip
     """Adds the sums of the diagonals of x [M, N] to ``total``: a pointer, strides and sizes.
 
-    begin: of a tile, see ``programs._scatter_source``. PLACES: where a pair's diagonal goes. IS_EXACT: by ``send_exact``. In blocks of 8 x
-    8, those on one diagonal of blocks are summed, entry by entry: a product with a matrix of ones and zeros, x in DTYPE, that leaves an eighth
-    of the entries or little more.
+    begin: of a tile, see ``programs._scatter_source``. PLACES: where a pair's diagonal goes. IS_EXACT: by ``send_exact``. In blocks of
+    8 x 8, those on one diagonal of blocks are summed, entry by entry: a product with a matrix of ones and zeros, x in DTYPE, that leaves
+    an eighth of the entries or little more.
     """
     ROWS: tl.constexpr = x.shape[0] // 8  # of blocks
     COLUMNS: tl.constexpr = x.shape[1] // 8
