@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from torch import Tensor
 from anyattn.backends.triton.launch import run_plain
 from anyattn.backends.triton.programs import slots_alone
 from anyattn.mods.grad import score_gradients
+from anyattn.mods.ir import Expr
 from anyattn.problem import Problem
 
 __all__ = ["additions_of", "describe", "is_exact", "planes_for", "read", "reason_against", "zeros"]
@@ -76,17 +78,21 @@ def additions_of(problem: Problem, wanted: Sequence[int]) -> dict[int, int]:
 def _additions(problem: Problem, slot: int) -> int:
     """No entry of a captured tensor's gradient has more terms: of each load, those of the pairs that its indices do not tell apart."""
     assert problem.score is not None
-    gradients = score_gradients(problem.score.expr)
-    extents = {"b": problem.batch, "h": problem.heads_q}
+    extents = [("b", problem.batch), ("h", problem.heads_q)]
     if problem.sequences is None:
-        extents |= {"q_idx": problem.q.shape[2], "kv_idx": problem.k.shape[2]}
+        extents += [("q_idx", problem.q.shape[2]), ("kv_idx", problem.k.shape[2])]
     pairs = problem.batch * problem.heads_q * problem.bound_q * problem.bound_k
-    total, sizes = 0, problem.score.tensors[slot].shape
+    return _terms(problem.score.expr, slot, tuple(problem.score.tensors[slot].shape), tuple(extents), pairs)
+
+
+@lru_cache(maxsize=1024)
+def _terms(expr: Expr, slot: int, sizes: tuple[int, ...], extents: tuple[tuple[str, int], ...], pairs: int) -> int:
+    gradients, total = score_gradients(expr), 0
     for load in gradients.loads:
         if load.slot == slot:
             nodes = [gradients.expr.nodes[gradients.expr.outputs[i]] for i in load.indices]
             named = {str(n.attr): size for n, size in zip(nodes, sizes, strict=True) if n.op == "index"}
-            total += pairs // math.prod(n for name, n in extents.items() if named.get(name, 0) >= n)
+            total += pairs // math.prod(n for name, n in extents if named.get(name, 0) >= n)
     return max(total, 1)
 
 
