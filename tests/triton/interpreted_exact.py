@@ -22,7 +22,7 @@ from triton.runtime import interpreter
 sys.path.insert(0, str(Path(__file__).parent.parent / "end_to_end"))
 
 import anyattn
-from anyattn import masks, oracle
+from anyattn import check, masks, oracle
 from anyattn.backends.triton import backward_pass, exact, functions
 from anyattn.backends.triton.interpreter import mend
 from anyattn.testing import budget, cases
@@ -254,6 +254,28 @@ def test_terms_that_are_not_finite_stay_with_their_entries(fill: float) -> None:
         found.append(torch.autograd.grad(out, leaves, dout)[3])
     assert torch.equal(~found[0].isfinite(), torch.arange(LENGTH) == 30)
     assert torch.equal(found[0].isnan(), found[1].isnan()) and torch.equal(found[0].isinf(), found[1].isinf())
+
+
+def test_how_many_terms_an_entry_may_have() -> None:
+    """Indices that tell pairs apart divide them; what is computed from them does not."""
+    shape = (3, 5, 7, 11)  # entries, heads, queries, keys
+    pairs = math.prod(shape)
+    for size, score, terms in (
+        ((5,), lambda t: lambda s, b, h, i, j: s + t[h], pairs // 5),
+        ((4,), lambda t: lambda s, b, h, i, j: s + t[h % 4], pairs),
+        ((7, 11), lambda t: lambda s, b, h, i, j: s + t[i, j], 15),
+        ((7, 11), lambda t: lambda s, b, h, i, j: s + t[i, j] * t[0, j], 15 + 15 * 7),
+        ((3, 5, 7, 11), lambda t: lambda s, b, h, i, j: s + t[b, h, i, j] + t[b, h, i, j] * s, None),
+        ((5, 20), lambda t: lambda s, b, h, i, j: s + t[h, i - j + 10], pairs // 5),
+        ((5, 5), lambda t: lambda s, b, h, i, j: s + t[h, h], pairs // 5),
+        ((), lambda t: lambda s, b, h, i, j: s * t, pairs),
+    ):  # fmt: skip
+        table = torch.zeros(size).requires_grad_()
+        q, k = torch.zeros(*shape[:3], 8), torch.zeros(3, 5, 11, 8)
+        problem = check.flex_problem(q, k, k, score(table), None, None, None, None, False, None, False, False, True)
+        found = exact.additions_of(problem, [0]).get(0)
+        assert found == terms or (terms is None and found in (None, 2)), (size, found)
+        assert not exact.additions_of(problem.like(deterministic=False), [0])
 
 
 def test_what_finds_no_room_is_anothers() -> None:
