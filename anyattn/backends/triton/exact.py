@@ -27,7 +27,8 @@ __all__ = ["additions_of", "describe", "is_exact", "planes_for", "read", "reason
 _POWERS = 254  # that float32 has
 _OTHERS = 3
 _MOST_ADDITIONS = 2**38
-_MOST_BYTES = 4 << 30
+_LEAST_ROOM = 4 << 30  # bytes
+_SHARE = 8  # of the device's memory, where that is more
 _BLOCK = 256
 
 
@@ -111,10 +112,17 @@ def reason_against(problem: Problem) -> str | None:
     additions = _additions_of_all(problem)
     if max(additions.values(), default=0) > _MOST_ADDITIONS:
         return f"with deterministic=True it adds up no more than 2^{_MOST_ADDITIONS.bit_length() - 1} terms of a captured tensor's gradient"
-    if (need := _bytes(problem, additions)) > _MOST_BYTES:
-        most = _MOST_BYTES >> 30
-        return f"with deterministic=True its sums for captured tensors' gradients take {need / 2**30:.1f} GiB, more than {most}"
+    if (need := _bytes(problem, additions)) > (room := _room(problem.q.device)):
+        return f"with deterministic=True its sums for captured tensors' gradients take {need / 2**30:.1f} GiB, more than {room / 2**30:.1f}"
     return None
+
+
+@lru_cache(maxsize=64)
+def _room(device: torch.device) -> int:
+    """Bytes that the sums of a call may take."""
+    if device.type != "cuda":
+        return _LEAST_ROOM
+    return max(_LEAST_ROOM, torch.cuda.get_device_properties(device).total_memory // _SHARE)
 
 
 def describe(problem: Problem) -> str | None:
