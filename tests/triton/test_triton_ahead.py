@@ -283,6 +283,45 @@ def test_gradients_by_distance_are_summed_first() -> None:
     assert ahead.spilled(kernel.asm["cubin"]) <= ahead.MOST_SPILLED
 
 
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)], ids=str)
+def test_deterministic_gradients_of_captured_tensors(capability: tuple[int, int]) -> None:
+    """They are added as whole numbers, by diagonals and one by one, in kernels that find their shared memory and registers; nothing else
+    is, and a call that is not deterministic has none of it."""
+    from anyattn.backends.triton import config
+
+    table, pairs = torch.zeros(4, 512, requires_grad=True), torch.zeros(256, 256, requires_grad=True)
+    mods = (lambda s, b, h, q, k: s + table[h, q - k + 256], lambda s, b, h, q, k: s + pairs[q, k])
+    for mod in mods:
+        problem = ahead.problem_of(mod, dim=64, has_grad=True)
+        for is_deterministic in (True, False):
+            made = ahead.launches(problem.like(deterministic=is_deterministic), capability, backward=True)
+            names = [x.kernel.fn.__code__.co_filename for x in made]
+            assert len(made) == 3 + is_deterministic and ("exact_kernel" in names[-1]) is is_deterministic
+            launch = next(x for x, name in zip(made, names, strict=True) if "dq_tile" in name)
+            kernel = ahead.compiled(launch, capability)
+            sent = {found.group(1) for found in re.finditer(r"(?:red|atom)\.[a-z.]*add\.(?:noftz\.)?([a-z0-9]+)", kernel.asm["ptx"])}
+            assert sent == ({"u64"} if is_deterministic else {"f32"}), sent
+            assert kernel.metadata.shared <= config.shared_memory(capability)
+            assert ahead.spilled(kernel.asm["cubin"]) <= ahead.MOST_SPILLED
+            if is_deterministic:
+                assert ahead.compiled(made[-1], capability).metadata.shared == 0
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)], ids=str)
+def test_gradients_of_pages(capability: tuple[int, int]) -> None:
+    import anyattn
+
+    pools = [torch.zeros(9, 16, 2, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(2)]
+    q, table = torch.zeros(50, 4, 64, dtype=torch.bfloat16, requires_grad=True), torch.arange(8, dtype=torch.int32).view(2, 4)
+    places = {"cu_seqlens_q": torch.tensor([0, 20, 50]), "seqused_k": torch.tensor([60, 33]), "page_table": table}
+    with ahead.on(capability) as made:
+        out = anyattn.flash_attn_varlen_func(q, *pools, **places, causal=True, backend="triton")
+        torch.autograd.grad(out, [q, *pools], torch.zeros_like(out))
+    names = [x.kernel.fn.__code__.co_filename for x in made]
+    assert ["pages_kernel" in name for name in names] == [False] * 4 + [True] * 2
+    assert ahead.compiled(made[-1], capability).metadata.shared == 0
+
+
 @pytest.mark.parametrize(("dim", "most"), [(64, 168), (128, 255)])
 def test_descriptors_come_with_the_launch(dim: int, most: int) -> None:
     """On Hopper keys, values and output have descriptors, no store is narrow, and as many programs fit on a multiprocessor as were
