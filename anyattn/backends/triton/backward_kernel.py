@@ -98,12 +98,22 @@ def _store_span(place, lo, hi):
 
 @triton.jit
 def _place(sizes, order, LAST_FIRST: tl.constexpr, HAS_ENTRIES: tl.constexpr):
-    """(tile, batch entry, head) of this program. LAST_FIRST: under a causal mask the last row tiles see most, and are to begin first."""
-    m, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    """(tile, batch entry, head) of this program. Programs go through a few heads at a time (``sizes``), through these heads' first tiles,
+    then through their second ones: so none of the last programs is long, and what they read is not far.
+
+    LAST_FIRST: under a causal mask the last row tiles see most, and are to begin first."""
+    tiles, together = sizes[4], sizes[9]
+    heads = tl.num_programs(1)
+    at = tl.program_id(0) + tiles * (tl.program_id(1) + heads * tl.program_id(2))
+    first = at // (tiles * together) * together  # head of those of all entries
+    width = tl.minimum(together, heads * tl.num_programs(2) - first)
+    at -= first * tiles
+    m, of_all = at // width, first + at % width
+    b, h = of_all // heads, of_all % heads
     if HAS_ENTRIES:
         return tl.load(order + m * 2 + 1), tl.load(order + m * 2), h
     elif LAST_FIRST:
-        return sizes[4] - 1 - m, b, h
+        return tiles - 1 - m, b, h
     else:
         return m, b, h
 
@@ -157,15 +167,15 @@ def _visit_keys(
     at, row = key[3] + start, key[2].to(tl.int64)
     k = _load_tile(key[0] + row * key[4] + _row_at(at, key[5], IS_NEAR), k_at, HEAD_DIM, BLOCK_D)
     v = _load_tile(key[1] + row * key[6] + _row_at(at, key[7], IS_NEAR), v_at, HEAD_DIM_V, BLOCK_DV)
-    s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     kv = lane[None, :]
     if IS_PARTIAL:
         kv = tl.minimum(kv, end - 1)
     if HAS_SCORE:
-        of_score = SCORE(s, b, h, kv, rows[0], captured[0][0], captured[0][1])
-        s = of_score[0].to(tl.float32) * _LOG2E
-    p = tl.exp2(s - lse[:, None])
-    ds = p * (tl.dot(dout, tl.trans(v), input_precision=PRECISION) - delta[:, None])
+        of_score = SCORE(s * scale, s * (scale * _LOG2E), b, h, kv, rows[0], captured[0][0], captured[0][1])
+        p = tl.exp2(of_score[0] - lse[:, None])
+    else:
+        p = tl.exp2(s * (scale * _LOG2E) - lse[:, None])
     # of a row that is not there lse is infinite, and dq is not stored
     if IS_PARTIAL and RANGES > 0:  # the rows' limits are inside the sequence
         seen = MASK(b, h, lane[None, :], rows[1], captured[1][0], captured[1][1])
@@ -178,7 +188,8 @@ def _visit_keys(
     if HAS_ALWAYS:
         seen = seen & ALWAYS(b, h, kv, rows[2], captured[2][0], captured[2][1])
     if IS_PARTIAL or HAS_ALWAYS:
-        ds = tl.where(seen, ds, 0.0)
+        p = tl.where(seen, p, 0.0)
+    ds = p * (tl.dot(dout, tl.trans(v), input_precision=PRECISION) - delta[:, None])
     if HAS_SCATTER:
         begin = b, h, q_first[0], first, q_first[1], end - first
         SCATTER(
@@ -187,8 +198,8 @@ def _visit_keys(
         )  # fmt: skip
     if HAS_SCORE:
         ds = ds * of_score[1].to(tl.float32)
-        if IS_PARTIAL or HAS_ALWAYS:
-            ds = tl.where(seen, ds, 0.0)  # the derivative of a hidden score may be anything
+        if (IS_PARTIAL or HAS_ALWAYS) and of_score[1].type.is_block():
+            ds = tl.where(seen, ds, 0.0)  # the derivative of a hidden score may be anything, if it is not that of all
     return plus_product(dq, None, ds, k, PRECISION)
 
 
@@ -234,7 +245,6 @@ def dq_tile(
     )  # fmt: skip
     n_lane = tl.arange(0, TILE_N)
     offsets = _offsets(n_lane, key[5], BLOCK_D, IS_NEAR), _offsets(n_lane, key[7], BLOCK_DV, IS_NEAR)
-    factor = scale if HAS_SCORE else scale * _LOG2E
     dq = tl.zeros((TILE_M, BLOCK_D), tl.float32)
     q_first = first_row + found[6], end_row - first_row
     runs, full, partial = visits_of(
@@ -245,14 +255,14 @@ def dq_tile(
     for i in range(0, full):
         first = full_at(runs, i, RANGES, TILE_N, LIST_N)
         dq = _visit_keys(
-            dq, q, dout, lse, delta, is_row, q_first, first, first + TILE_N, True, key, offsets, kept, b, h, factor, captured,
+            dq, q, dout, lse, delta, is_row, q_first, first, first + TILE_N, True, key, offsets, kept, b, h, scale, captured,
             SCORE, MASK, ALWAYS, SCATTER, False, HAS_SCORE, HAS_MASK, HAS_ALWAYS, HAS_SCATTER,
             TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, RANGES, IS_NEAR,
         )  # fmt: skip
     for i in range(0, partial):
         first, end, is_shown = partial_at(runs, i, seqlen_k, RANGES, TILE_N, LIST_N)
         dq = _visit_keys(
-            dq, q, dout, lse, delta, is_row, q_first, first, end, is_shown, key, offsets, kept, b, h, factor, captured,
+            dq, q, dout, lse, delta, is_row, q_first, first, end, is_shown, key, offsets, kept, b, h, scale, captured,
             SCORE, MASK, ALWAYS, SCATTER, True, HAS_SCORE, HAS_MASK, HAS_ALWAYS, HAS_SCATTER,
             TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, RANGES, IS_NEAR,
         )  # fmt: skip
@@ -278,27 +288,53 @@ def _spans_of(place, m, is_tile, n_first, n_end, RANGES: tl.constexpr, WIDTH: tl
 
 
 @triton.jit
-def _rows_by_spans(place, seqlen_q, n_first, n_end, RANGES: tl.constexpr, WIDTH: tl.constexpr, TILE_M: tl.constexpr):
+def _first_spans(place, seqlen_q, n_first, n_end, RANGES: tl.constexpr, WIDTH: tl.constexpr, TILE_M: tl.constexpr):
+    """``_spans_of`` the first ``_CHUNK`` row tiles."""
+    m = tl.arange(0, _CHUNK)
+    return _spans_of(place, m, m < (seqlen_q + TILE_M - 1) // TILE_M, n_first, n_end, RANGES, WIDTH)
+
+
+@triton.jit
+def _merged(first, end, full, last, count, other_first, other_end, other_full, other_last, other_count):
+    return (
+        tl.minimum(first, other_first), tl.maximum(end, other_end), tl.minimum(full, other_full), tl.maximum(last, other_last),
+        count + other_count,
+    )  # fmt: skip
+
+
+@triton.jit
+def _extent(m, seen):
+    """Of row tiles m: the first that is touched, the end of those, the first that is filled, the end of those, and how many they are."""
+    touches, fills = seen
+    return tl.reduce(
+        (tl.where(touches, m, _FAR), tl.where(touches, m + 1, 0), tl.where(fills, m, _FAR), tl.where(fills, m + 1, 0), fills.to(tl.int32)),
+        0, _merged,
+    )  # fmt: skip
+
+
+@triton.jit
+def _rows_by_spans(early, place, seqlen_q, n_first, n_end, RANGES: tl.constexpr, WIDTH: tl.constexpr, TILE_M: tl.constexpr):
     """(first, end, first full, end full) of the row tiles that see keys n_first to n_end; some between may see none.
 
     The full ones are the first run of them; later ones are asked as if they were partial, and so is a tile that the sequence's end cuts.
+    early: what ``_spans_of`` says of the first ``_CHUNK``.
     """
     tiles = (seqlen_q + TILE_M - 1) // TILE_M
-    first, end = tiles * 0 + _FAR, tiles * 0
-    full = tiles * 0 + _FAR
-    for start in range(0, tiles, _CHUNK):
+    first, end, full, last, count = _extent(tl.arange(0, _CHUNK), early)
+    for start in range(_CHUNK, tiles, _CHUNK):
         m = start + tl.arange(0, _CHUNK)
-        touches, fills = _spans_of(place, m, m < tiles, n_first, n_end, RANGES, WIDTH)
-        first = tl.minimum(first, tl.min(tl.where(touches, m, _FAR)))
-        end = tl.maximum(end, tl.max(tl.where(touches, m + 1, 0)))
-        full = tl.minimum(full, tl.min(tl.where(fills, m, _FAR)))
+        more = _extent(m, _spans_of(place, m, m < tiles, n_first, n_end, RANGES, WIDTH))
+        first, end, full, last, count = _merged(first, end, full, last, count, more[0], more[1], more[2], more[3], more[4])
     first = tl.minimum(first, end)
-    full_end = tl.minimum(end, seqlen_q // TILE_M)
-    full = tl.minimum(full, full_end)
-    for start in range(full // _CHUNK * _CHUNK, end, _CHUNK):
-        m = start + tl.arange(0, _CHUNK)
-        touches, fills = _spans_of(place, m, m < tiles, n_first, n_end, RANGES, WIDTH)
-        full_end = tl.minimum(full_end, tl.min(tl.where((m >= full) & (fills == 0), m, _FAR)))
+    whole = tl.minimum(end, seqlen_q // TILE_M)
+    is_one_run = count == last - full
+    full = tl.minimum(full, whole)
+    full_end = tl.maximum(tl.minimum(last, whole), full)
+    if not is_one_run:
+        for start in range(full // _CHUNK * _CHUNK, end, _CHUNK):
+            m = start + tl.arange(0, _CHUNK)
+            fills = _spans_of(place, m, m < tiles, n_first, n_end, RANGES, WIDTH)[1]
+            full_end = tl.minimum(full_end, tl.min(tl.where((m >= full) & (fills == 0), m, _FAR)))
     return first, end, full, full_end
 
 
@@ -329,15 +365,17 @@ def _visit_rows(
     at = found[1] + start
     q = _load_tile(heads[0] + _row_at(at, strides[0][2], IS_NEAR), q_at, HEAD_DIM, BLOCK_D)
     lse = tl.load(heads[2] + kept + m_lane)
-    s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale
+    s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
     dout = _load_tile(heads[1] + _row_at(at, strides[3][2], IS_NEAR), do_at, HEAD_DIM_V, BLOCK_DV)
     dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
     q_idx = (position + found[6])[None, :]
     kv = tl.minimum(n_first + tl.arange(0, TILE_N), n_end - 1)[:, None]
     if HAS_SCORE:
-        of_score = SCORE(s, b, h, kv, SCORE_ROWS(b, h, q_idx, captured[0][0], captured[0][1]), captured[0][0], captured[0][1])
-        s = of_score[0].to(tl.float32) * _LOG2E
-    p = tl.exp2(s - lse[None, :])
+        rows = SCORE_ROWS(b, h, q_idx, captured[0][0], captured[0][1])
+        of_score = SCORE(s * scale, s * (scale * _LOG2E), b, h, kv, rows, captured[0][0], captured[0][1])
+        p = tl.exp2(of_score[0] - lse[None, :])
+    else:
+        p = tl.exp2(s * (scale * _LOG2E) - lse[None, :])
     if IS_PARTIAL or HAS_ALWAYS:
         seen = is_row[None, :]
         if IS_PARTIAL and HAS_MASK:
@@ -357,8 +395,10 @@ def _visit_rows(
     ds = p * (dp - delta[None, :])
     if HAS_SCORE:
         ds = ds * of_score[1].to(tl.float32)
-    if IS_PARTIAL or HAS_ALWAYS:
-        ds = tl.where(p != 0.0, ds, 0.0)  # the derivative of a hidden score may be anything
+        if (IS_PARTIAL or HAS_ALWAYS) and RANGES > 0 and of_score[1].type.is_block():
+            ds = tl.where(p != 0.0, ds, 0.0)  # the derivative of a hidden score may be anything, if it is not that of all
+    if IS_PARTIAL and RANGES == 0:
+        ds = tl.where(p != 0.0, ds, 0.0)  # lists may begin tiles elsewhere than delta does, and what lies after those is anything
     dk = plus_product(dk, None, ds, q, PRECISION)
     return dk, dv
 
@@ -391,9 +431,13 @@ def dkdv_tile(
     is_key = (lane < n_end)[:, None]
     at = (found[4] + tl.minimum(lane, n_end - 1)).to(tl.int64)[:, None]
     row, head = found[3].to(tl.int64), kv_head.to(tl.int64)
+    tile_end = tl.minimum(n_first + TILE_N, n_end)  # n_end is the sequence's
+    early = (False, False)
+    if RANGES > 0 and not IS_GROUPED:  # asked for before the keys, which take as long to come
+        place = tensors[10] + _slot(found, 0, b, kv_head, sizes, TILE_M, 4 * RANGES)
+        early = _first_spans(place, seqlen_q, n_first, tile_end, RANGES, 4 * RANGES, TILE_M)
     k = load_rows(tensors[1], row * strides[1][0] + head * strides[1][1] + at * strides[1][2], is_key, HEAD_DIM, BLOCK_D, False)
     v = load_rows(tensors[2], row * strides[2][0] + head * strides[2][1] + at * strides[2][2], is_key, HEAD_DIM_V, BLOCK_DV, False)
-    factor = scale if HAS_SCORE else scale * _LOG2E
     dk = tl.zeros((TILE_N, BLOCK_D), tl.float32)
     dv = tl.zeros((TILE_N, BLOCK_DV), tl.float32)
     m_lane = tl.arange(0, TILE_M)
@@ -409,8 +453,9 @@ def dkdv_tile(
         )  # fmt: skip
         if RANGES > 0:
             place = tensors[10] + _slot(found, 0, b, h, sizes, TILE_M, 4 * RANGES)
-            tile_end = tl.minimum(n_first + TILE_N, n_end)  # n_end is the sequence's
-            first, end, full, full_end = _rows_by_spans(place, seqlen_q, n_first, tile_end, RANGES, 4 * RANGES, TILE_M)
+            if IS_GROUPED:
+                early = _first_spans(place, seqlen_q, n_first, tile_end, RANGES, 4 * RANGES, TILE_M)
+            first, end, full, full_end = _rows_by_spans(early, place, seqlen_q, n_first, tile_end, RANGES, 4 * RANGES, TILE_M)
             fulls, partials = full_end - full, end - first - (full_end - full)
         else:
             counts_at, places_at = place_of_lists(spans[1], b, h, line, found, seqlen_q, LIST_M, HAS_ENTRIES)
@@ -424,7 +469,7 @@ def dkdv_tile(
             else:
                 start, stop, is_shown = partial_at(runs, i, seqlen_q, 0, TILE_M, LIST_M)
             dk, dv = _visit_rows(
-                dk, dv, k, v, start, stop, is_shown, n_first, n_end, found, heads, offsets, strides, b, h, factor, captured,
+                dk, dv, k, v, start, stop, is_shown, n_first, n_end, found, heads, offsets, strides, b, h, scale, captured,
                 SCORE_ROWS, SCORE, MASK_ROWS, MASK, ALWAYS_ROWS, ALWAYS, True, HAS_SCORE, HAS_MASK, HAS_ALWAYS,
                 TILE_M, TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, RANGES, IS_NEAR, IS_NVIDIA,
             )  # fmt: skip
@@ -434,7 +479,7 @@ def dkdv_tile(
             else:
                 start = full_at(runs, i, 0, TILE_M, LIST_M)
             dk, dv = _visit_rows(
-                dk, dv, k, v, start, start + TILE_M, True, n_first, n_end, found, heads, offsets, strides, b, h, factor, captured,
+                dk, dv, k, v, start, start + TILE_M, True, n_first, n_end, found, heads, offsets, strides, b, h, scale, captured,
                 SCORE_ROWS, SCORE, MASK_ROWS, MASK, ALWAYS_ROWS, ALWAYS, False, HAS_SCORE, HAS_MASK, HAS_ALWAYS,
                 TILE_M, TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, RANGES, IS_NEAR, IS_NVIDIA,
             )  # fmt: skip

@@ -22,7 +22,7 @@ from anyattn.problem import Problem
 
 __all__ = ["backward"]
 
-_SIZES = (*SIZES, "span_places")
+_SIZES = (*SIZES, "span_places", "together")
 _TENSORS = ("q", "k", "v", "dout", "lse", "dq", "dk", "dv", "entries", "order", "spans", "guard", "delta")
 
 
@@ -179,10 +179,17 @@ def _prepared(form: Form, chosen: Chosen, tile_m: int, results: _Results, delta_
     }  # fmt: skip
     run_entry(
         entry_of(_PREPARE, program, aligned), (found.row_tiles, problem.heads_q, programs_along_batch(problem, found)),
-        (*pointers, *strides, *of_dlse, 0, 0, *found.strides, *sizes_of(problem, found), places, *(out,) * 4, problem.scale),
+        (*pointers, *strides, *of_dlse, 0, 0, *found.strides, *sizes_of(problem, found), places, 1, *(out,) * 4, problem.scale),
         captured, device, {**constants, "num_warps": 4, "num_stages": 1},
     )  # fmt: skip
     return _Prepared(of_lse, of_delta, spans, tile_m)
+
+
+_TOGETHER = {"dq": 8, "dkdv": 8}
+
+
+def _together(problem: Problem, by_key: bool) -> int:
+    return _TOGETHER["dkdv" if by_key else "dq"]
 
 
 def _places(problem: Problem, tile_m: int) -> int:
@@ -222,6 +229,6 @@ def _launch(
     heads, places = problem.heads_kv if by_key else problem.heads_q, _places(problem, prepared.tile_m)
     run_entry(
         entry_of(_DKDV if by_key else _DQ, program, aligned), (found.row_tiles, heads, programs_along_batch(problem, found)),
-        (*pointers, *strides, 0, 0, *found.strides, *sizes_of(problem, found), places, *lists, problem.scale),
+        (*pointers, *strides, 0, 0, *found.strides, *sizes_of(problem, found), places, _together(problem, by_key), *lists, problem.scale),
         captured, q.device, constants | options,
     )  # fmt: skip
