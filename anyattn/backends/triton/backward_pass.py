@@ -37,8 +37,8 @@ def _signature(body: str, constants: tuple[str, ...], scatters: bool = False) ->
 _COMMON = (
     "TILE_M", "TILE_N", "LIST_M", "LIST_N", "HAS_FULL", "HEAD_DIM", "HEAD_DIM_V", "BLOCK_D", "BLOCK_DV", "HAS_ENTRIES", "HAS_GUARD",
 )  # fmt: skip
-_DQ = _signature("dq_tile", ("RANGES", *_COMMON, "PRECISION", "IS_NEAR", "SLOT_M"), scatters=True)
-_DKDV = _signature("dkdv_tile", ("RANGES", *_COMMON, "PRECISION", "IS_NEAR", "IS_GROUPED", "IS_NVIDIA"))
+_DQ = _signature("dq_tile", ("RANGES", *_COMMON, "PRECISION", "IS_NEAR", "SLOT_M", "IS_CHAINED"), scatters=True)
+_DKDV = _signature("dkdv_tile", ("RANGES", *_COMMON, "PRECISION", "IS_NEAR", "IS_GROUPED", "IS_NVIDIA", "IS_CHAINED"))
 _PREPARE = Signature(
     "backward_kernel.prepare_tile",
     (
@@ -185,6 +185,7 @@ def _prepared(form: Form, chosen: Chosen, tile_m: int, results: _Results, delta_
     return _Prepared(of_lse, of_delta, spans, tile_m)
 
 
+_CHAINED = False
 _TOGETHER = {"dq": 8, "dkdv": 8}
 
 
@@ -225,6 +226,9 @@ def _launch(
     else:
         constants["SLOT_M"] = prepared.tile_m
     options = {"num_warps": used.num_warps, "num_stages": used.num_stages}
+    constants["IS_CHAINED"] = _CHAINED and (not by_key or q.requires_grad)
+    if constants["IS_CHAINED"]:
+        options["launch_pdl"] = True
     lists = [q if t is None else t for t in found.lists]
     heads, places = problem.heads_kv if by_key else problem.heads_q, _places(problem, prepared.tile_m)
     run_entry(
