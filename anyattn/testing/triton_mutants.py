@@ -107,7 +107,7 @@ MUTANTS = {
         Mutant("statistics_of_the_first_rows", _BACKWARD, "tl.where(first < end, first, 0)", "first * 0", "causal"),
         Mutant("dq_not_scaled", _BACKWARD, "(dq * scale)", "(dq * 1.0)", "full"),
         Mutant("dk_1_percent_off", _BACKWARD, "(dk * scale)", "(dk * scale * 1.01)", "full"),
-        Mutant("row_tile_lost", _BACKWARD, "tl.max(tl.where(touches, m + 1, 0))", "tl.max(tl.where(touches, m, 0))", "full"),
+        Mutant("row_tile_lost", _BACKWARD, "tl.where(touches, m + 1, 0)", "tl.where(touches, m, 0)", "full"),
         Mutant("dk_of_one_head_alone", _BACKWARD, "h = kv_head * sizes[7] + g", "h = kv_head * sizes[7]", "full"),
         Mutant("dv_overwritten", _BACKWARD, "plus_product(dv, None", "plus_product(dv * 0, None", "full"),
         Mutant(

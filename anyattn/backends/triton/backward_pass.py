@@ -64,22 +64,32 @@ def backward(problem: Problem, plan: Plan, out: Tensor, lse: Tensor, dout: Tenso
     """Gradients of ``problem.grad_inputs`` in that order, None where none is needed. dout: any strides."""
     dout = dout if dout.stride(3) == 1 or dout.shape[3] == 1 else dout.contiguous()
     results = _Results(out, lse, dout, dlse)
-    forms = []
+    made = []
     for form in forms_of(problem, plan):
-        tiles = _tiles(form.problem, plan)
-        forms.append((form, _tuned(form.problem, tiles, results) if plan.is_tuned else tiles))
-    return _gradients(problem, forms, results)
+        chosen = program_of(form.problem)
+        tiles = _tiles(form.problem, chosen.program, plan)
+        made.append(_Made(form, chosen, _tuned(form.problem, chosen, tiles, results) if plan.is_tuned else tiles))
+    return _gradients(problem, made, results)
 
 
-def _tuned(problem: Problem, tiles: dict[str, Tiles], results: _Results) -> dict[str, Tiles]:
+class _Made(NamedTuple):
+    """One form of a call: what its kernels are made from, and the tiles of each."""
+
+    form: Form
+    chosen: Chosen
+    tiles: dict[str, Tiles]
+
+
+def _tuned(problem: Problem, chosen: Chosen, tiles: dict[str, Tiles], results: _Results) -> dict[str, Tiles]:
     """The fastest tiles of each kernel, one kernel after the other."""
-    program, device = program_of(problem).program, problem.q.device
+    device = problem.q.device
 
     def measure(name: str, other: Tiles) -> float:
-        return tuning.seconds(lambda: _gradients(problem, [(Form(problem), {**tiles, name: other})], results), device)
+        return tuning.seconds(lambda: _gradients(problem, [_Made(Form(problem), chosen, {**tiles, name: other})], results), device)
 
     for name in list(tiles):
-        tiles = {**tiles, name: tuning.best(tuning.question_of(name, problem, program), device, partial(measure, name))}
+        question = tuning.question_of(name, problem, chosen.program)
+        tiles = {**tiles, name: tuning.best(question, device, partial(measure, name))}
     return tiles
 
 
@@ -92,8 +102,8 @@ class _Prepared(NamedTuple):
     tile_m: int
 
 
-def _gradients(problem: Problem, forms: list[tuple[Form, dict[str, Tiles]]], results: _Results) -> tuple[Tensor | None, ...]:
-    """forms: in which it is launched, with the tiles of each."""
+def _gradients(problem: Problem, forms: list[_Made], results: _Results) -> tuple[Tensor | None, ...]:
+    """forms: in which it is launched."""
     wanted, score, q = _wanted(problem), problem.score, problem.q
     totals = _totals(problem)
     # no program comes by rows of no sequence
@@ -102,8 +112,7 @@ def _gradients(problem: Problem, forms: list[tuple[Form, dict[str, Tiles]]], res
     shared = (q, problem.k, problem.v, results.dout, dq, dk, dv)
     has_dq = any(t.requires_grad for t in (q, *(score.tensors[s] for s in wanted))) if score else q.requires_grad
     delta = _delta_of_rows(problem)
-    for form, tiles in forms:
-        chosen = program_of(form.problem)
+    for form, chosen, tiles in forms:
         prepared = _prepared(form, chosen, tiles["dkdv"].tile_m, results, delta)
         if has_dq:
             _launch("dq", form, chosen, tiles, shared, prepared, totals)
@@ -132,8 +141,8 @@ def _totals(problem: Problem) -> tuple[Tensor, ...]:
     return tuple(torch.zeros(score.tensors[s].shape, dtype=dtypes[s], device=problem.q.device) for s in wanted)
 
 
-def _tiles(problem: Problem, plan: Plan) -> dict[str, Tiles]:
-    shape, capability = shape_of(problem), capability_of(problem.q.device)
+def _tiles(problem: Problem, program: Program, plan: Plan) -> dict[str, Tiles]:
+    shape, capability = replace(shape_of(problem), is_band=program.has_band), capability_of(problem.q.device)
     found = backward_tiles(shape, capability)
     if plan.has_asked_tiles:
         wanted = {name: replace(t, tile_m=plan.tile_m, tile_n=plan.tile_n) for name, t in found.items()}

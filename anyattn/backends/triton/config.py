@@ -94,6 +94,7 @@ class Shape:
     """What tiles are chosen for: padded head dimensions, dtype, whether there is a score mod.
 
     columns: values that mods load per key. asks: lists name the tiles, and in partial ones the mask is asked score by score.
+    is_band: of a backward pass, whether each row sees a band of keys (``Program.has_band``).
     """
 
     d: int
@@ -102,6 +103,7 @@ class Shape:
     has_score: bool = False
     columns: int = 0
     asks: bool = False
+    is_band: bool = False
 
 
 def architecture(capability: tuple[int, int] | None) -> str:
@@ -151,6 +153,8 @@ _SHORT: dict[str, tuple[tuple[int, int, int, int], ...]] = {"sm_90": ((16, 128, 
 _MOST_SHORT = 16
 # How the forward pass of 16 bits runs, by head dimension as above; the plainest way where an architecture has no row, and for few queries.
 _WAYS = {"sm_90": (Ways(False, 3), Ways(True, 2, True), Ways(False, 2))}
+# Of the backward pass where rows see a band of keys, 16 bits: two programs at a time fill each other's beginnings and ends.
+_BANDS: dict[str, dict[str, tuple[int, int, int, int]]] = {"sm_90": {"dq": (64, 64, 4, 2)}}
 _NEAR = 24 << 20  # bytes of keys and values that stay in the cache that all multiprocessors share, with room for the rest
 _MOST_TOGETHER = 32  # heads
 # What autotuning tries besides, the same for all architectures: what does not fit is left out.
@@ -165,6 +169,8 @@ _MORE: dict[str, tuple[tuple[int, int, int, int], ...]] = {
 
 def _default(name: str, shape: Shape, capability: tuple[int, int] | None) -> Tiles:
     arch = architecture(capability)
+    if shape.is_band and shape.dtype.itemsize == 2 and _column(shape) == 1 and name in _BANDS.get(arch, ()):
+        return Tiles(*_BANDS[arch][name])
     tiles = Tiles(*(_TILES[arch][name] if shape.dtype.itemsize == 2 else _FLOATS[name])[_column(shape)])
     if arch == "sm_90" and name == "forward" and shape.asks and shape.dtype.itemsize == 2 and _column(shape) < 2:
         # without descriptors (``ways_of``) larger tiles were faster

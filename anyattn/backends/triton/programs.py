@@ -83,6 +83,12 @@ class Program:
         return 0 if self.ranges is None else len(self.ranges.expr.outputs) // 2
 
     @property
+    def has_band(self) -> bool:
+        """Whether a row sees a band of keys, limited on both sides by where the row is, and perhaps a second range: so few of them that what
+        begins and ends a program takes a good part of its time."""
+        return self.ranges is not None and (self.range_count > 1 or not _is_start(self.ranges.expr, 0))
+
+    @property
     def source(self) -> str:
         return "\n\n".join(staged(part) for part in self.parts)
 
