@@ -446,10 +446,9 @@ def dkdv_tile(
     at = (found[4] + tl.minimum(lane, n_end - 1)).to(tl.int64)[:, None]
     row, head = found[3].to(tl.int64), kv_head.to(tl.int64)
     tile_end = tl.minimum(n_first + TILE_N, n_end)  # n_end is the sequence's
-    early = (False, False)
-    if RANGES > 0 and not IS_GROUPED:  # asked for before the keys, which take as long to come
-        place = tensors[10] + _slot(found, 0, b, kv_head, sizes, TILE_M, 4 * RANGES)
-        early = _first_spans(place, seqlen_q, n_first, tile_end, RANGES, 4 * RANGES, TILE_M)
+    if RANGES > 0:  # asked for before the keys, which take as long to come
+        spans_at = tensors[10] + _slot(found, 0, b, kv_head * sizes[7], sizes, TILE_M, 4 * RANGES)
+        early = _first_spans(spans_at, seqlen_q, n_first, tile_end, RANGES, 4 * RANGES, TILE_M)
     k = load_rows(tensors[1], row * strides[1][0] + head * strides[1][1] + at * strides[1][2], is_key, HEAD_DIM, BLOCK_D, False)
     v = load_rows(tensors[2], row * strides[2][0] + head * strides[2][1] + at * strides[2][2], is_key, HEAD_DIM_V, BLOCK_DV, False)
     dk = tl.zeros((TILE_N, BLOCK_D), tl.float32)
@@ -468,8 +467,10 @@ def dkdv_tile(
         if RANGES > 0:
             place = tensors[10] + _slot(found, 0, b, h, sizes, TILE_M, 4 * RANGES)
             if IS_GROUPED:
-                early = _first_spans(place, seqlen_q, n_first, tile_end, RANGES, 4 * RANGES, TILE_M)
-            first, end, full, full_end = _rows_by_spans(early, place, seqlen_q, n_first, tile_end, RANGES, 4 * RANGES, TILE_M)
+                of_head = _first_spans(place, seqlen_q, n_first, tile_end, RANGES, 4 * RANGES, TILE_M)
+                first, end, full, full_end = _rows_by_spans(of_head, place, seqlen_q, n_first, tile_end, RANGES, 4 * RANGES, TILE_M)
+            else:
+                first, end, full, full_end = _rows_by_spans(early, place, seqlen_q, n_first, tile_end, RANGES, 4 * RANGES, TILE_M)
             fulls, partials = full_end - full, end - first - (full_end - full)
         else:
             counts_at, places_at = place_of_lists(spans[1], b, h, line, found, seqlen_q, LIST_M, HAS_ENTRIES)
