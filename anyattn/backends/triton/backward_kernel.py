@@ -44,13 +44,15 @@ def prepare_tile(
     SCORE_ROWS: tl.constexpr, SCORE: tl.constexpr, MASK_ROWS: tl.constexpr, MASK: tl.constexpr, ALWAYS_ROWS: tl.constexpr,
     ALWAYS: tl.constexpr, HAS_SCORE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr, RANGES: tl.constexpr,
     TILE_M: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_ENTRIES: tl.constexpr, HAS_DLSE: tl.constexpr,
-    HAS_GUARD: tl.constexpr, HAS_SINK: tl.constexpr,
+    HAS_GUARD: tl.constexpr, HAS_SINK: tl.constexpr, IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
     """The statistics of one row tile, and for each of its mask's row ranges: least lo, greatest hi, greatest lo, least hi of its rows.
 
     tensors: out, dout, natural lse, dlse, lse, spans, entries, order, guard, delta, and where the sink wants delta, [rows, heads,
     positions]. strides: of out, dout, dlse (its positions' last).
     """
+    if IS_CHAINED:
+        cuda.gdc_launch_dependents()
     if HAS_GUARD and is_off(tensors[8]):
         return
     m, b, h = _place(sizes, tensors[7], False, HAS_ENTRIES)
@@ -409,6 +411,42 @@ def _visit_rows(
 
 
 @triton.jit
+def _visit_either(
+    dk, dv, k, v, first, end, is_cut, n_first, n_end, found, heads, offsets, strides, b, h, scale, captured,
+    MASK_ROWS: tl.constexpr, MASK: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, IS_NEAR: tl.constexpr,
+    IS_NVIDIA: tl.constexpr,
+):  # fmt: skip
+    """``_visit_rows`` of a tile that is full or partial (is_cut), by ranges and without a score mod."""
+    m_lane = tl.arange(0, TILE_M)
+    at = found[1] + first
+    is_row = (m_lane < end - first)[:, None]
+    q_at, do_at = heads[0] + _row_at(at, strides[0][2], IS_NEAR), heads[1] + _row_at(at, strides[3][2], IS_NEAR)
+    if HEAD_DIM == BLOCK_D:
+        q = tl.load(q_at + offsets[0], mask=is_row, other=0.0)
+    else:
+        q = tl.load(q_at + offsets[0], mask=is_row & (tl.arange(0, BLOCK_D)[None, :] < HEAD_DIM), other=0.0)
+    lse = tl.load(heads[2] + first + m_lane)
+    s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+    if HEAD_DIM_V == BLOCK_DV:
+        dout = tl.load(do_at + offsets[1], mask=is_row, other=0.0)
+    else:
+        dout = tl.load(do_at + offsets[1], mask=is_row & (tl.arange(0, BLOCK_DV)[None, :] < HEAD_DIM_V), other=0.0)
+    dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
+    delta = tl.load(heads[3] + first + m_lane)
+    p = tl.exp2(s * (scale * _LOG2E) - lse[None, :])
+    if is_cut:
+        position = first + tl.minimum(functions.unknown(m_lane, IS_NVIDIA), end - 1 - first)
+        rows = MASK_ROWS(b, h, (position + found[6])[None, :], captured[1][0], captured[1][1])
+        kv = tl.minimum(n_first + tl.arange(0, TILE_N), n_end - 1)[:, None]
+        p = tl.where(MASK(b, h, kv, rows, captured[1][0], captured[1][1]), p, 0.0)
+    dv = plus_product(dv, None, p, dout, PRECISION)
+    ds = p * (dp - delta[None, :])
+    dk = plus_product(dk, None, ds, q, PRECISION)
+    return dk, dv
+
+
+@triton.jit
 def _wait(IS_CHAINED: tl.constexpr):
     if IS_CHAINED:
         cuda.gdc_wait()
@@ -422,7 +460,7 @@ def dkdv_tile(
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, LIST_M: tl.constexpr, LIST_N: tl.constexpr, HAS_FULL: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     HAS_ENTRIES: tl.constexpr, HAS_GUARD: tl.constexpr, PRECISION: tl.constexpr, IS_NEAR: tl.constexpr, IS_GROUPED: tl.constexpr,
-    IS_NVIDIA: tl.constexpr, IS_CHAINED: tl.constexpr,
+    IS_NVIDIA: tl.constexpr, IS_CHAINED: tl.constexpr, IS_JOINED: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one tile of keys, summed over the query heads that share them (IS_GROUPED: several do). lists: per tile of keys.
 
@@ -476,6 +514,13 @@ def dkdv_tile(
             counts_at, places_at = place_of_lists(spans[1], b, h, line, found, seqlen_q, LIST_M, HAS_ENTRIES)
             runs = by_lists(lists, counts_at, places_at, seqlen_q, TILE_M, LIST_M, HAS_FULL)
             fulls, partials = runs[0], runs[1]
+        if IS_JOINED:
+            for m in range(first, end):
+                dk, dv = _visit_either(
+                    dk, dv, k, v, m * TILE_M, seqlen_q, (m < full) | (m >= full_end), n_first, n_end, found, heads, offsets, strides, b, h,
+                    scale, captured, MASK_ROWS, MASK, TILE_M, TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, IS_NEAR, IS_NVIDIA,
+                )  # fmt: skip
+            fulls, partials = 0, 0
         for i in range(0, partials):
             if RANGES > 0:
                 start = tl.where(first + i < full, first + i, first + i + fulls) * TILE_M

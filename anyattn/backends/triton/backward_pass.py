@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from anyattn.backends.triton import styles, tables, tuning
-from anyattn.backends.triton.config import Tiles, backward_tiles, capability_of, fitting, padded
+from anyattn.backends.triton.config import Tiles, backward_tiles, capability_of, fitting, heads_in_turn, padded
 from anyattn.backends.triton.forms import Form, forms_of
 from anyattn.backends.triton.launch import Signature, entry_of, run_entry, strides_of
 from anyattn.backends.triton.programs import Chosen, Program, Read, captured_of, gradient_part, program_of, slots_alone
@@ -38,7 +38,7 @@ _COMMON = (
     "TILE_M", "TILE_N", "LIST_M", "LIST_N", "HAS_FULL", "HEAD_DIM", "HEAD_DIM_V", "BLOCK_D", "BLOCK_DV", "HAS_ENTRIES", "HAS_GUARD",
 )  # fmt: skip
 _DQ = _signature("dq_tile", ("RANGES", *_COMMON, "PRECISION", "IS_NEAR", "SLOT_M", "IS_CHAINED"), scatters=True)
-_DKDV = _signature("dkdv_tile", ("RANGES", *_COMMON, "PRECISION", "IS_NEAR", "IS_GROUPED", "IS_NVIDIA", "IS_CHAINED"))
+_DKDV = _signature("dkdv_tile", ("RANGES", *_COMMON, "PRECISION", "IS_NEAR", "IS_GROUPED", "IS_NVIDIA", "IS_CHAINED", "IS_JOINED"))
 _PREPARE = Signature(
     "backward_kernel.prepare_tile",
     (
@@ -47,7 +47,7 @@ _PREPARE = Signature(
         ("pointer", COUNTS), ("float", "scale"),
     ),
     FUNCTIONS,
-    ("RANGES", "TILE_M", "HEAD_DIM_V", "BLOCK_DV", "HAS_ENTRIES", "HAS_DLSE", "HAS_GUARD", "HAS_SINK"),
+    ("RANGES", "TILE_M", "HEAD_DIM_V", "BLOCK_DV", "HAS_ENTRIES", "HAS_DLSE", "HAS_GUARD", "HAS_SINK", "IS_CHAINED"),
 )  # fmt: skip
 
 
@@ -189,17 +189,26 @@ def _prepared(form: Form, chosen: Chosen, tile_m: int, results: _Results, delta_
     run_entry(
         entry_of(_PREPARE, program, aligned), (found.row_tiles, problem.heads_q, programs_along_batch(problem, found)),
         (*pointers, *strides, *of_dlse, 0, 0, *found.strides, *sizes_of(problem, found), places, 1, *(out,) * 4, problem.scale),
-        captured, device, {**constants, "num_warps": 4, "num_stages": 1},
+        captured, device, {**constants, "IS_CHAINED": _CHAINED, "num_warps": 4, "num_stages": 1},
     )  # fmt: skip
     return _Prepared(of_lse, of_delta, spans, tile_m)
 
 
+_JOINED = False
 _CHAINED = False
-_TOGETHER = {"dq": 8, "dkdv": 8}
+_TOGETHER = None
 
 
-def _together(problem: Problem, by_key: bool) -> int:
-    return _TOGETHER["dkdv" if by_key else "dq"]
+def _together(problem: Problem, program: Program, by_key: bool) -> int:
+    """How many heads programs go through at a time; see ``backward_kernel``."""
+    if _TOGETHER is not None:
+        return _TOGETHER
+    q, k, ratio = problem.q, problem.k, problem.qhead_per_kvhead
+    is_ragged = problem.sequences is not None  # whose programs go through all entries of a head
+    heads = (problem.heads_kv if by_key else problem.heads_q) * (1 if is_ragged else problem.batch)
+    rows = q.shape[2] * ratio if by_key else k.shape[2] // ratio
+    head_bytes = rows * (k.shape[3] + problem.v.shape[3]) * q.element_size() * (q.shape[0] if is_ragged else 1)
+    return heads_in_turn("dkdv" if by_key else "dq", heads, head_bytes, program.range_count > 1)
 
 
 def _places(problem: Problem, tile_m: int) -> int:
@@ -232,6 +241,7 @@ def _launch(
     constants["IS_NEAR"] = all((t.stride(2) + 1) * t.shape[2] < 2**31 for t in (q, k, v, dout))
     if by_key:
         constants |= {"IS_GROUPED": problem.qhead_per_kvhead > 1, "IS_NVIDIA": styles.is_nvidia(q.device.type)}
+        constants["IS_JOINED"] = _JOINED and program.range_count > 0 and program.score is None and program.always is None
     else:
         constants["SLOT_M"] = prepared.tile_m
     options = {"num_warps": used.num_warps, "num_stages": used.num_stages}
@@ -242,6 +252,6 @@ def _launch(
     heads, places = problem.heads_kv if by_key else problem.heads_q, _places(problem, prepared.tile_m)
     run_entry(
         entry_of(_DKDV if by_key else _DQ, program, aligned), (found.row_tiles, heads, programs_along_batch(problem, found)),
-        (*pointers, *strides, 0, 0, *found.strides, *sizes_of(problem, found), places, _together(problem, by_key), *lists, problem.scale),
+        (*pointers, *strides, 0, 0, *found.strides, *sizes_of(problem, found), places, _together(problem, program, by_key), *lists, problem.scale),
         captured, q.device, constants | options,
     )  # fmt: skip

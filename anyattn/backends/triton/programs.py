@@ -337,8 +337,10 @@ def staged(part: Part) -> str:
 
 def _ranges_source(name: str, lines: Lines, expr: Expr) -> str:
     limits = [output if is_near else f"functions.limit({output})" for output, is_near in zip(lines.outputs, lines.near, strict=True)]
-    ranges = [(i, f"(kv_idx < rows[{i + 1}])", _is_start(expr, i)) for i in range(0, len(limits), 2)]
-    inside = " | ".join(below if is_start else f"((kv_idx >= rows[{i}]) & {below})" for i, below, is_start in ranges)
+    inside = " | ".join(
+        f"(kv_idx < rows[{i + 1}])" if _is_start(expr, i) else f"functions.between(kv_idx, rows[{i}], rows[{i + 1}])"
+        for i in range(0, len(limits), 2)
+    )
     head = _function(f"{name}_rows", "b, h, q_idx", [*lines.all(), f"return ({', '.join(limits)},)"])
     return head + "\n\n" + _function(f"{name}_value", "b, h, kv_idx, rows", [f"return {inside}"])
 
