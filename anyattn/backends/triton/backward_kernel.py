@@ -16,7 +16,6 @@ no load in a loop needs a mask, and those of full tiles are a pointer that moves
 
 import triton
 import triton.language as tl
-from triton.language.extra import cuda
 
 from anyattn.backends.triton import functions
 from anyattn.backends.triton.forward_kernel import load_rows, plus_product, rows_of
@@ -44,15 +43,13 @@ def prepare_tile(
     SCORE_ROWS: tl.constexpr, SCORE: tl.constexpr, MASK_ROWS: tl.constexpr, MASK: tl.constexpr, ALWAYS_ROWS: tl.constexpr,
     ALWAYS: tl.constexpr, HAS_SCORE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr, RANGES: tl.constexpr,
     TILE_M: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_ENTRIES: tl.constexpr, HAS_DLSE: tl.constexpr,
-    HAS_GUARD: tl.constexpr, HAS_SINK: tl.constexpr, IS_CHAINED: tl.constexpr,
+    HAS_GUARD: tl.constexpr, HAS_SINK: tl.constexpr,
 ):  # fmt: skip
     """The statistics of one row tile, and for each of its mask's row ranges: least lo, greatest hi, greatest lo, least hi of its rows.
 
     tensors: out, dout, natural lse, dlse, lse, spans, entries, order, guard, delta, and where the sink wants delta, [rows, heads,
     positions]. strides: of out, dout, dlse (its positions' last).
     """
-    if IS_CHAINED:
-        cuda.gdc_launch_dependents()
     if HAS_GUARD and is_off(tensors[8]):
         return
     m, b, h = _place(sizes, tensors[7], False, HAS_ENTRIES)
@@ -215,12 +212,8 @@ def dq_tile(
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, LIST_M: tl.constexpr, LIST_N: tl.constexpr, HAS_FULL: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     HAS_ENTRIES: tl.constexpr, HAS_GUARD: tl.constexpr, PRECISION: tl.constexpr, IS_NEAR: tl.constexpr, SLOT_M: tl.constexpr,
-    IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
     """dq of one row tile, and what its scores send into the score mod's captured tensors."""
-    if IS_CHAINED:
-        cuda.gdc_wait()
-        cuda.gdc_launch_dependents()
     if HAS_GUARD and is_off(tensors[11]):
         return
     m, b, h = _place(sizes, tensors[9], True, HAS_ENTRIES)
@@ -447,12 +440,6 @@ def _visit_either(
 
 
 @triton.jit
-def _wait(IS_CHAINED: tl.constexpr):
-    if IS_CHAINED:
-        cuda.gdc_wait()
-
-
-@triton.jit
 def dkdv_tile(
     tensors, strides, spans, sizes, lists, scale, captured,
     SCORE_ROWS: tl.constexpr, SCORE: tl.constexpr, MASK_ROWS: tl.constexpr, MASK: tl.constexpr, ALWAYS_ROWS: tl.constexpr,
@@ -460,24 +447,21 @@ def dkdv_tile(
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, LIST_M: tl.constexpr, LIST_N: tl.constexpr, HAS_FULL: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     HAS_ENTRIES: tl.constexpr, HAS_GUARD: tl.constexpr, PRECISION: tl.constexpr, IS_NEAR: tl.constexpr, IS_GROUPED: tl.constexpr,
-    IS_NVIDIA: tl.constexpr, IS_CHAINED: tl.constexpr, IS_JOINED: tl.constexpr,
+    IS_NVIDIA: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one tile of keys, summed over the query heads that share them (IS_GROUPED: several do). lists: per tile of keys.
 
     Full tiles come last: what only partial ones need takes no registers by then.
     """
     if HAS_GUARD and is_off(tensors[11]):
-        _wait(IS_CHAINED)
         return
     n, b, kv_head = _place(sizes, tensors[9], False, HAS_ENTRIES)
     if n < 0:
-        _wait(IS_CHAINED)
         return
     found = entry(b, tensors[8], sizes[0], sizes[1], HAS_ENTRIES)
     seqlen_q = found[2]
     line, n_first, n_end = row_tile(n, found[5], TILE_N, LIST_N, 1)
     if n_first >= n_end:
-        _wait(IS_CHAINED)
         return
     lane = n_first + tl.arange(0, TILE_N)
     is_key = (lane < n_end)[:, None]
@@ -543,7 +527,6 @@ def dkdv_tile(
                 SCORE_ROWS, SCORE, MASK_ROWS, MASK, ALWAYS_ROWS, ALWAYS, False, HAS_SCORE, HAS_MASK, HAS_ALWAYS,
                 TILE_M, TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, RANGES, IS_NEAR, IS_NVIDIA,
             )  # fmt: skip
-    _wait(IS_CHAINED)
     d, d_v = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_DV)[None, :]
     dk_at = row * strides[5][0] + head * strides[5][1] + at * strides[5][2]
     dv_at = row * strides[6][0] + head * strides[6][1] + at * strides[6][2]

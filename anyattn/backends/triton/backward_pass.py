@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from anyattn.backends.triton import styles, tables, tuning
+from anyattn.backends.triton.again import Kept, Ready, facts_of, ready_of, sources_of
 from anyattn.backends.triton.config import Tiles, backward_tiles, capability_of, fitting, heads_in_turn, padded
 from anyattn.backends.triton.forms import Form, forms_of
 from anyattn.backends.triton.launch import Signature, entry_of, run_entry, strides_of
@@ -37,8 +38,8 @@ def _signature(body: str, constants: tuple[str, ...], scatters: bool = False) ->
 _COMMON = (
     "TILE_M", "TILE_N", "LIST_M", "LIST_N", "HAS_FULL", "HEAD_DIM", "HEAD_DIM_V", "BLOCK_D", "BLOCK_DV", "HAS_ENTRIES", "HAS_GUARD",
 )  # fmt: skip
-_DQ = _signature("dq_tile", ("RANGES", *_COMMON, "PRECISION", "IS_NEAR", "SLOT_M", "IS_CHAINED"), scatters=True)
-_DKDV = _signature("dkdv_tile", ("RANGES", *_COMMON, "PRECISION", "IS_NEAR", "IS_GROUPED", "IS_NVIDIA", "IS_CHAINED", "IS_JOINED"))
+_DQ = _signature("dq_tile", ("RANGES", *_COMMON, "PRECISION", "IS_NEAR", "SLOT_M"), scatters=True)
+_DKDV = _signature("dkdv_tile", ("RANGES", *_COMMON, "PRECISION", "IS_NEAR", "IS_GROUPED", "IS_NVIDIA"))
 _PREPARE = Signature(
     "backward_kernel.prepare_tile",
     (
@@ -47,7 +48,7 @@ _PREPARE = Signature(
         ("pointer", COUNTS), ("float", "scale"),
     ),
     FUNCTIONS,
-    ("RANGES", "TILE_M", "HEAD_DIM_V", "BLOCK_DV", "HAS_ENTRIES", "HAS_DLSE", "HAS_GUARD", "HAS_SINK", "IS_CHAINED"),
+    ("RANGES", "TILE_M", "HEAD_DIM_V", "BLOCK_DV", "HAS_ENTRIES", "HAS_DLSE", "HAS_GUARD", "HAS_SINK"),
 )  # fmt: skip
 
 
@@ -64,32 +65,41 @@ def backward(problem: Problem, plan: Plan, out: Tensor, lse: Tensor, dout: Tenso
     """Gradients of ``problem.grad_inputs`` in that order, None where none is needed. dout: any strides."""
     dout = dout if dout.stride(3) == 1 or dout.shape[3] == 1 else dout.contiguous()
     results = _Results(out, lse, dout, dlse)
-    made = []
-    for form in forms_of(problem, plan):
-        chosen = program_of(form.problem)
-        tiles = _tiles(form.problem, chosen.program, plan)
-        made.append(_Made(form, chosen, _tuned(form.problem, chosen, tiles, results) if plan.is_tuned else tiles))
-    return _gradients(problem, made, results)
+    return _gradients(problem, [(form, _passes(form, plan, results)) for form in forms_of(problem, plan)], results)
 
 
-class _Made(NamedTuple):
-    """One form of a call: what its kernels are made from, and the tiles of each."""
+class _Passes(NamedTuple):
+    """What the calls of a plan share. tiles: of "dq" and "dkdv". range_count: ``Program.range_count``. kept: launches by kernel."""
 
-    form: Form
-    chosen: Chosen
     tiles: dict[str, Tiles]
+    range_count: int
+    kept: dict[str, Kept]
+
+    @classmethod
+    def of(cls, problem: Problem, tiles: dict[str, Tiles]) -> _Passes:
+        return cls(tiles, program_of(problem).program.range_count, {name: Kept() for name in ("prepare", "dq", "dkdv")})
 
 
-def _tuned(problem: Problem, chosen: Chosen, tiles: dict[str, Tiles], results: _Results) -> dict[str, Tiles]:
+def _passes(form: Form, plan: Plan, results: _Results) -> _Passes:
+    if plan.is_tuned:  # what is measured is asked on every call
+        return _Passes.of(form.problem, _tuned(form.problem, _tiles(form.problem, plan), results))
+    key = "backward" if form.documents is None else "backward by documents"
+    found = plan.prepared.get(key)
+    if found is None:
+        found = plan.prepared[key] = _Passes.of(form.problem, _tiles(form.problem, plan))
+    return found  # type: ignore[no-any-return]
+
+
+def _tuned(problem: Problem, tiles: dict[str, Tiles], results: _Results) -> dict[str, Tiles]:
     """The fastest tiles of each kernel, one kernel after the other."""
-    device = problem.q.device
+    program, device = program_of(problem).program, problem.q.device
 
     def measure(name: str, other: Tiles) -> float:
-        return tuning.seconds(lambda: _gradients(problem, [_Made(Form(problem), chosen, {**tiles, name: other})], results), device)
+        passes = _Passes.of(problem, {**tiles, name: other})
+        return tuning.seconds(lambda: _gradients(problem, [(Form(problem), passes)], results), device)
 
     for name in list(tiles):
-        question = tuning.question_of(name, problem, chosen.program)
-        tiles = {**tiles, name: tuning.best(question, device, partial(measure, name))}
+        tiles = {**tiles, name: tuning.best(tuning.question_of(name, problem, program), device, partial(measure, name))}
     return tiles
 
 
@@ -102,7 +112,7 @@ class _Prepared(NamedTuple):
     tile_m: int
 
 
-def _gradients(problem: Problem, forms: list[_Made], results: _Results) -> tuple[Tensor | None, ...]:
+def _gradients(problem: Problem, forms: list[tuple[Form, _Passes]], results: _Results) -> tuple[Tensor | None, ...]:
     """forms: in which it is launched."""
     wanted, score, q = _wanted(problem), problem.score, problem.q
     totals = _totals(problem)
@@ -112,12 +122,12 @@ def _gradients(problem: Problem, forms: list[_Made], results: _Results) -> tuple
     shared = (q, problem.k, problem.v, results.dout, dq, dk, dv)
     has_dq = any(t.requires_grad for t in (q, *(score.tensors[s] for s in wanted))) if score else q.requires_grad
     delta = _delta_of_rows(problem)
-    for form, chosen, tiles in forms:
-        prepared = _prepared(form, chosen, tiles["dkdv"].tile_m, results, delta)
+    for form, passes in forms:
+        prepared = _prepared(form, passes, results, delta)
         if has_dq:
-            _launch("dq", form, chosen, tiles, shared, prepared, totals)
+            _launch("dq", form, passes, shared, prepared, totals)
         if problem.k.requires_grad or problem.v.requires_grad:
-            _launch("dkdv", form, chosen, tiles, shared, prepared, ())
+            _launch("dkdv", form, passes, shared, prepared, ())
     captured = [None] * len(score.tensors) if score else []
     for slot, total in zip(wanted, totals, strict=True):
         captured[slot] = total.to(score.tensors[slot].dtype)  # type: ignore
@@ -141,8 +151,8 @@ def _totals(problem: Problem) -> tuple[Tensor, ...]:
     return tuple(torch.zeros(score.tensors[s].shape, dtype=dtypes[s], device=problem.q.device) for s in wanted)
 
 
-def _tiles(problem: Problem, program: Program, plan: Plan) -> dict[str, Tiles]:
-    shape, capability = replace(shape_of(problem), is_band=program.has_band), capability_of(problem.q.device)
+def _tiles(problem: Problem, plan: Plan) -> dict[str, Tiles]:
+    shape, capability = replace(shape_of(problem), is_band=program_of(problem).program.has_band), capability_of(problem.q.device)
     found = backward_tiles(shape, capability)
     if plan.has_asked_tiles:
         wanted = {name: replace(t, tile_m=plan.tile_m, tile_n=plan.tile_n) for name, t in found.items()}
@@ -165,44 +175,57 @@ def _of_sink(problem: Problem, lse: Tensor, delta: Tensor | None) -> Tensor | No
     return -(share * delta).masked_fill(torch.isneginf(lse), 0.0).sum((0, 2)).to(sink.dtype)
 
 
-def _prepared(form: Form, chosen: Chosen, tile_m: int, results: _Results, delta_of_rows: Tensor | None) -> _Prepared:
-    """tile_m: of the row tiles that dk and dv will visit."""
+def _prepared(form: Form, passes: _Passes, results: _Results, delta_of_rows: Tensor | None) -> _Prepared:
+    """By the row tiles that dk and dv will visit."""
     problem, guard, (out, lse, dout, dlse) = form.problem, form.guard, results
-    ranges, count = chosen.program.ranges, chosen.program.range_count
+    kept, tile_m, count = passes.kept["prepare"], passes.tiles["dkdv"].tile_m, passes.range_count
     places, device = _places(problem, tile_m), out.device
     slots = problem.heads_q * places
     # of a tile that the lists begin elsewhere than at a multiple of its size what lies after it is read too
     of_lse, of_delta = (torch.empty(((slots + 1) * tile_m,), dtype=torch.float32, device=device) for _ in range(2))
     spans = torch.empty((slots, max(4 * count, 1)), dtype=torch.int32, device=device)
-    found = tables.tables_of(problem, replace(chosen, lists=None), tile_m, form.documents)
-    aligned, strides = strides_of(out, dout)
+    found = tables.tables_of(problem, None, tile_m, form.documents)
     tensors = (out, dout, lse, dlse, of_lse, spans, found.entries, found.order, guard, of_delta, delta_of_rows)
-    pointers = [out if t is None else t.detach() for t in tensors]
+    key = (*facts_of(problem, found, out, dout), None if dlse is None else dlse.stride(), delta_of_rows is None, guard is None, tile_m)
+    ready = kept.get(key)
+    if ready is not None:
+        ready.launch(tensors, _NO_LISTS, problem.scale, ready.sources.read(problem))
+    else:
+        chosen = program_of(problem)
+        kept.put(key, _prepared_first(form, chosen, found, tensors, places, tile_m), replace(chosen, lists=None))
+    return _Prepared(of_lse, of_delta, spans, tile_m)
+
+
+_NO_LISTS = (None,) * len(COUNTS)
+
+
+def _prepared_first(
+    form: Form, chosen: Chosen, found: tables.Tables, tensors: tuple[Tensor | None, ...], places: int, tile_m: int
+) -> Ready | None:
+    problem, out, dout, dlse = form.problem, tensors[0], tensors[1], tensors[3]
+    assert out is not None and dout is not None
+    ranges, count = chosen.program.ranges, chosen.program.range_count
+    aligned, strides = strides_of(out, dout)
     of_dlse = (0, 0, 0) if dlse is None else dlse.stride()
     program = Program(None, ranges, None, None)
     captured = [read for read, part in zip(captured_of(chosen), chosen.program.parts, strict=True) if part is ranges]
     constants = {
         "RANGES": count, "TILE_M": tile_m, "HEAD_DIM_V": out.shape[3], "BLOCK_DV": padded(out.shape[3]),
-        "HAS_ENTRIES": problem.sequences is not None, "HAS_DLSE": dlse is not None, "HAS_GUARD": guard is not None,
-        "HAS_SINK": delta_of_rows is not None,
+        "HAS_ENTRIES": problem.sequences is not None, "HAS_DLSE": dlse is not None, "HAS_GUARD": form.guard is not None,
+        "HAS_SINK": tensors[-1] is not None,
     }  # fmt: skip
-    run_entry(
-        entry_of(_PREPARE, program, aligned), (found.row_tiles, problem.heads_q, programs_along_batch(problem, found)),
-        (*pointers, *strides, *of_dlse, 0, 0, *found.strides, *sizes_of(problem, found), places, 1, *(out,) * 4, problem.scale),
-        captured, device, {**constants, "IS_CHAINED": _CHAINED, "num_warps": 4, "num_stages": 1},
+    numbers = (*strides, *of_dlse, 0, 0, *found.strides, *sizes_of(problem, found), places, 1)
+    grid = (found.row_tiles, problem.heads_q, programs_along_batch(problem, found))
+    pointers = [out if t is None else t.detach() for t in tensors]
+    handle = run_entry(
+        entry_of(_PREPARE, program, aligned), grid, (*pointers, *numbers, *(out,) * 4, problem.scale),
+        captured, out.device, {**constants, "num_warps": 4, "num_stages": 1},
     )  # fmt: skip
-    return _Prepared(of_lse, of_delta, spans, tile_m)
-
-
-_JOINED = False
-_CHAINED = False
-_TOGETHER = None
+    return ready_of(handle, grid, numbers, sources_of(problem, chosen, program), captured)
 
 
 def _together(problem: Problem, program: Program, by_key: bool) -> int:
     """How many heads programs go through at a time; see ``backward_kernel``."""
-    if _TOGETHER is not None:
-        return _TOGETHER
     q, k, ratio = problem.q, problem.k, problem.qhead_per_kvhead
     is_ragged = problem.sequences is not None  # whose programs go through all entries of a head
     heads = (problem.heads_kv if by_key else problem.heads_q) * (1 if is_ragged else problem.batch)
@@ -219,19 +242,43 @@ def _places(problem: Problem, tile_m: int) -> int:
 def _launch(
     name: str,
     form: Form,
-    chosen: Chosen,
-    tiles: dict[str, Tiles],
+    passes: _Passes,
     shared: tuple[Tensor, ...],
     prepared: _Prepared,
     totals: tuple[Tensor, ...],
 ) -> None:
     """One kernel: "dq" and what ``totals`` sum, or "dkdv"."""
-    problem, by_key, used = form.problem, name != "dq", tiles[name]
+    problem, by_key, used, kept = form.problem, name != "dq", passes.tiles[name], passes.kept[name]
     q, k, v, dout, dq, dk, dv = shared
     make, tile = (tables.key_tables_of, used.tile_n) if by_key else (tables.tables_of, used.tile_m)
-    found = make(problem, chosen, tile, form.documents)._replace(guard=form.guard)
-    aligned, strides = strides_of(q, k, v, dout, dq, dk, dv)
+    chosen = None if kept.knows_lists else program_of(problem)
+    found = make(problem, kept.lists if chosen is None else chosen.lists, tile, form.documents)
+    if form.guard is not None:
+        found = found._replace(guard=form.guard)
     tensors = (q, k, v, dout, prepared.lse, dq, dk, dv, found.entries, found.order, prepared.spans, found.guard, prepared.delta)
+    key = (*facts_of(problem, found, *shared[3:]), used, prepared.tile_m, *[t.dtype for t in totals], () if by_key else _wanted(problem))
+    ready = kept.get(key)
+    if ready is not None:
+        ready.launch(tensors, found.lists, problem.scale, ready.sources.read(problem, totals))
+        return
+    call = _Call(form, program_of(problem) if chosen is None else chosen, found, used, prepared.tile_m)
+    kept.put(key, _first(call, by_key, shared, tensors, totals), call.chosen)
+
+
+class _Call(NamedTuple):
+    form: Form
+    chosen: Chosen
+    found: tables.Tables
+    used: Tiles
+    slot_m: int
+
+
+def _first(
+    call: _Call, by_key: bool, shared: tuple[Tensor, ...], tensors: tuple[Tensor | None, ...], totals: tuple[Tensor, ...]
+) -> Ready | None:
+    form, chosen, found, used, slot_m = call
+    problem, (q, k, v, dout, *_) = form.problem, shared
+    aligned, strides = strides_of(*shared)
     pointers = [q if t is None else t.detach() for t in tensors]
     program, captured = chosen.program, list(captured_of(chosen))
     if problem.score is not None:
@@ -241,17 +288,16 @@ def _launch(
     constants["IS_NEAR"] = all((t.stride(2) + 1) * t.shape[2] < 2**31 for t in (q, k, v, dout))
     if by_key:
         constants |= {"IS_GROUPED": problem.qhead_per_kvhead > 1, "IS_NVIDIA": styles.is_nvidia(q.device.type)}
-        constants["IS_JOINED"] = _JOINED and program.range_count > 0 and program.score is None and program.always is None
     else:
-        constants["SLOT_M"] = prepared.tile_m
+        constants["SLOT_M"] = slot_m
     options = {"num_warps": used.num_warps, "num_stages": used.num_stages}
-    constants["IS_CHAINED"] = _CHAINED and (not by_key or q.requires_grad)
-    if constants["IS_CHAINED"]:
-        options["launch_pdl"] = True
     lists = [q if t is None else t for t in found.lists]
-    heads, places = problem.heads_kv if by_key else problem.heads_q, _places(problem, prepared.tile_m)
-    run_entry(
-        entry_of(_DKDV if by_key else _DQ, program, aligned), (found.row_tiles, heads, programs_along_batch(problem, found)),
-        (*pointers, *strides, 0, 0, *found.strides, *sizes_of(problem, found), places, _together(problem, program, by_key), *lists, problem.scale),
-        captured, q.device, constants | options,
+    heads = problem.heads_kv if by_key else problem.heads_q
+    grid = (found.row_tiles, heads, programs_along_batch(problem, found))
+    sizes = (*sizes_of(problem, found), _places(problem, slot_m), _together(problem, program, by_key))
+    numbers = (*strides, 0, 0, *found.strides, *sizes)
+    handle = run_entry(
+        entry_of(_DKDV if by_key else _DQ, program, aligned), grid, (*pointers, *numbers, *lists, problem.scale), captured, q.device,
+        constants | options,
     )  # fmt: skip
+    return ready_of(handle, grid, numbers, sources_of(problem, chosen, program), captured)
