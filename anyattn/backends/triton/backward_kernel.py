@@ -20,13 +20,12 @@ import triton.language as tl
 from anyattn.backends.triton import functions
 from anyattn.backends.triton.forward_kernel import load_rows, plus_product, rows_of
 from anyattn.backends.triton.places import entry, is_off, row_tile
+from anyattn.backends.triton.row_spans import first_spans, rows_by_spans, store_span
 from anyattn.backends.triton.visits import by_lists, clipped, full_at, inside_of, partial_at, place_of_lists, visits_of
 
 __all__ = ["dkdv_tile", "dq_tile", "prepare_tile"]
 
 _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
-_FAR: tl.constexpr = tl.constexpr(2**30)
-_CHUNK: tl.constexpr = tl.constexpr(128)  # row tiles whose spans are looked at together
 
 
 @triton.jit
@@ -82,18 +81,9 @@ def prepare_tile(
     if RANGES > 0:
         rows = MASK_ROWS(b, h, (position + found[6])[:, None], captured[1][0], captured[1][1])
         place = tensors[5] + _slot(found, m, b, h, sizes, TILE_M, 4 * RANGES)
-        _store_span(place, clipped(rows[0], found[5], TILE_M), clipped(rows[1], found[5], TILE_M))
+        store_span(place, clipped(rows[0], found[5], TILE_M), clipped(rows[1], found[5], TILE_M))
         if RANGES == 2:
-            _store_span(place + 4, clipped(rows[2], found[5], TILE_M), clipped(rows[3], found[5], TILE_M))
-
-
-@triton.jit
-def _store_span(place, lo, hi):
-    some = lo < hi
-    tl.store(place, tl.min(tl.where(some, lo, _FAR)))
-    tl.store(place + 1, tl.max(tl.where(some, hi, 0)))
-    tl.store(place + 2, tl.max(lo))
-    tl.store(place + 3, tl.min(hi))
+            store_span(place + 4, clipped(rows[2], found[5], TILE_M), clipped(rows[3], found[5], TILE_M))
 
 
 @triton.jit
@@ -144,6 +134,15 @@ def _load_tile(base, offsets, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
         return tl.load(base + offsets)
     else:
         return tl.load(base + offsets, mask=tl.arange(0, BLOCK_D)[None, :] < HEAD_DIM, other=0.0)
+
+
+@triton.jit
+def _load_rest(places, is_row, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """A tile that may reach beyond its sequence; zeros there."""
+    if HEAD_DIM == BLOCK_D:
+        return tl.load(places, mask=is_row, other=0.0)
+    else:
+        return tl.load(places, mask=is_row & (tl.arange(0, BLOCK_D)[None, :] < HEAD_DIM), other=0.0)
 
 
 @triton.jit
@@ -272,73 +271,6 @@ def dq_tile(
 
 
 @triton.jit
-def _spans_of(place, m, is_tile, n_first, n_end, RANGES: tl.constexpr, WIDTH: tl.constexpr):
-    """Of row tiles m [lanes]: whether a row sees one of the keys n_first to n_end, and whether every row sees all of them."""
-    at = place + m.to(tl.int64) * WIDTH
-    lo, hi = tl.load(at, mask=is_tile, other=_FAR), tl.load(at + 1, mask=is_tile, other=0)
-    all_lo, all_hi = tl.load(at + 2, mask=is_tile, other=_FAR), tl.load(at + 3, mask=is_tile, other=0)
-    touches = (lo < n_end) & (hi > n_first)
-    fills = (all_lo <= n_first) & (all_hi >= n_end)
-    if RANGES == 2:
-        lo, hi = tl.load(at + 4, mask=is_tile, other=_FAR), tl.load(at + 5, mask=is_tile, other=0)
-        all_lo, all_hi = tl.load(at + 6, mask=is_tile, other=_FAR), tl.load(at + 7, mask=is_tile, other=0)
-        touches = touches | ((lo < n_end) & (hi > n_first))
-        fills = fills | ((all_lo <= n_first) & (all_hi >= n_end))
-    return touches, fills
-
-
-@triton.jit
-def _first_spans(place, seqlen_q, n_first, n_end, RANGES: tl.constexpr, WIDTH: tl.constexpr, TILE_M: tl.constexpr):
-    """``_spans_of`` the first ``_CHUNK`` row tiles."""
-    m = tl.arange(0, _CHUNK)
-    return _spans_of(place, m, m < (seqlen_q + TILE_M - 1) // TILE_M, n_first, n_end, RANGES, WIDTH)
-
-
-@triton.jit
-def _merged(first, end, full, last, count, other_first, other_end, other_full, other_last, other_count):
-    return (
-        tl.minimum(first, other_first), tl.maximum(end, other_end), tl.minimum(full, other_full), tl.maximum(last, other_last),
-        count + other_count,
-    )  # fmt: skip
-
-
-@triton.jit
-def _extent(m, seen):
-    """Of row tiles m: the first that is touched, the end of those, the first that is filled, the end of those, and how many they are."""
-    touches, fills = seen
-    return tl.reduce(
-        (tl.where(touches, m, _FAR), tl.where(touches, m + 1, 0), tl.where(fills, m, _FAR), tl.where(fills, m + 1, 0), fills.to(tl.int32)),
-        0, _merged,
-    )  # fmt: skip
-
-
-@triton.jit
-def _rows_by_spans(early, place, seqlen_q, n_first, n_end, RANGES: tl.constexpr, WIDTH: tl.constexpr, TILE_M: tl.constexpr):
-    """(first, end, first full, end full) of the row tiles that see keys n_first to n_end; some between may see none.
-
-    The full ones are the first run of them; later ones are asked as if they were partial, and so is a tile that the sequence's end cuts.
-    early: what ``_spans_of`` says of the first ``_CHUNK``.
-    """
-    tiles = (seqlen_q + TILE_M - 1) // TILE_M
-    first, end, full, last, count = _extent(tl.arange(0, _CHUNK), early)
-    for start in range(_CHUNK, tiles, _CHUNK):
-        m = start + tl.arange(0, _CHUNK)
-        more = _extent(m, _spans_of(place, m, m < tiles, n_first, n_end, RANGES, WIDTH))
-        first, end, full, last, count = _merged(first, end, full, last, count, more[0], more[1], more[2], more[3], more[4])
-    first = tl.minimum(first, end)
-    whole = tl.minimum(end, seqlen_q // TILE_M)
-    is_one_run = count == last - full
-    full = tl.minimum(full, whole)
-    full_end = tl.maximum(tl.minimum(last, whole), full)
-    if not is_one_run:
-        for start in range(full // _CHUNK * _CHUNK, end, _CHUNK):
-            m = start + tl.arange(0, _CHUNK)
-            fills = _spans_of(place, m, m < tiles, n_first, n_end, RANGES, WIDTH)[1]
-            full_end = tl.minimum(full_end, tl.min(tl.where((m >= full) & (fills == 0), m, _FAR)))
-    return first, end, full, full_end
-
-
-@triton.jit
 def _visit_rows(
     dk, dv, k, v, first, end, is_shown, n_first, n_end, found, heads, offsets, strides, b, h, scale, captured,
     SCORE_ROWS: tl.constexpr, SCORE: tl.constexpr, MASK_ROWS: tl.constexpr, MASK: tl.constexpr, ALWAYS_ROWS: tl.constexpr,
@@ -410,21 +342,17 @@ def _visit_either(
     HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, IS_NEAR: tl.constexpr,
     IS_NVIDIA: tl.constexpr,
 ):  # fmt: skip
-    """``_visit_rows`` of a tile that is full or partial (is_cut), by ranges and without a score mod."""
+    """``_visit_rows`` of a tile that is full or, is_cut, partial, by ranges and without a score mod. end: of the sequence.
+
+    Only in a branch is the mask asked, so that one loop does for all tiles: of a window there are few, and two loops begin twice."""
     m_lane = tl.arange(0, TILE_M)
     at = found[1] + first
     is_row = (m_lane < end - first)[:, None]
     q_at, do_at = heads[0] + _row_at(at, strides[0][2], IS_NEAR), heads[1] + _row_at(at, strides[3][2], IS_NEAR)
-    if HEAD_DIM == BLOCK_D:
-        q = tl.load(q_at + offsets[0], mask=is_row, other=0.0)
-    else:
-        q = tl.load(q_at + offsets[0], mask=is_row & (tl.arange(0, BLOCK_D)[None, :] < HEAD_DIM), other=0.0)
+    q = _load_rest(q_at + offsets[0], is_row, HEAD_DIM, BLOCK_D)
     lse = tl.load(heads[2] + first + m_lane)
     s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-    if HEAD_DIM_V == BLOCK_DV:
-        dout = tl.load(do_at + offsets[1], mask=is_row, other=0.0)
-    else:
-        dout = tl.load(do_at + offsets[1], mask=is_row & (tl.arange(0, BLOCK_DV)[None, :] < HEAD_DIM_V), other=0.0)
+    dout = _load_rest(do_at + offsets[1], is_row, HEAD_DIM_V, BLOCK_DV)
     dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
     delta = tl.load(heads[3] + first + m_lane)
     p = tl.exp2(s * (scale * _LOG2E) - lse[None, :])
@@ -451,7 +379,7 @@ def dkdv_tile(
 ):  # fmt: skip
     """dk and dv of one tile of keys, summed over the query heads that share them (IS_GROUPED: several do). lists: per tile of keys.
 
-    Full tiles come last: what only partial ones need takes no registers by then.
+    Where there are two loops full tiles come last: what only partial ones need takes no registers by then.
     """
     if HAS_GUARD and is_off(tensors[11]):
         return
@@ -470,7 +398,7 @@ def dkdv_tile(
     tile_end = tl.minimum(n_first + TILE_N, n_end)  # n_end is the sequence's
     if RANGES > 0:  # asked for before the keys, which take as long to come
         spans_at = tensors[10] + _slot(found, 0, b, kv_head * sizes[7], sizes, TILE_M, 4 * RANGES)
-        early = _first_spans(spans_at, seqlen_q, n_first, tile_end, RANGES, 4 * RANGES, TILE_M)
+        early = first_spans(spans_at, seqlen_q, n_first, tile_end, RANGES, 4 * RANGES, TILE_M)
     k = load_rows(tensors[1], row * strides[1][0] + head * strides[1][1] + at * strides[1][2], is_key, HEAD_DIM, BLOCK_D, False)
     v = load_rows(tensors[2], row * strides[2][0] + head * strides[2][1] + at * strides[2][2], is_key, HEAD_DIM_V, BLOCK_DV, False)
     dk = tl.zeros((TILE_N, BLOCK_D), tl.float32)
@@ -489,44 +417,45 @@ def dkdv_tile(
         if RANGES > 0:
             place = tensors[10] + _slot(found, 0, b, h, sizes, TILE_M, 4 * RANGES)
             if IS_GROUPED:
-                of_head = _first_spans(place, seqlen_q, n_first, tile_end, RANGES, 4 * RANGES, TILE_M)
-                first, end, full, full_end = _rows_by_spans(of_head, place, seqlen_q, n_first, tile_end, RANGES, 4 * RANGES, TILE_M)
+                of_head = first_spans(place, seqlen_q, n_first, tile_end, RANGES, 4 * RANGES, TILE_M)
+                first, end, full, full_end = rows_by_spans(of_head, place, seqlen_q, n_first, tile_end, RANGES, 4 * RANGES, TILE_M)
             else:
-                first, end, full, full_end = _rows_by_spans(early, place, seqlen_q, n_first, tile_end, RANGES, 4 * RANGES, TILE_M)
+                first, end, full, full_end = rows_by_spans(early, place, seqlen_q, n_first, tile_end, RANGES, 4 * RANGES, TILE_M)
             fulls, partials = full_end - full, end - first - (full_end - full)
         else:
             counts_at, places_at = place_of_lists(spans[1], b, h, line, found, seqlen_q, LIST_M, HAS_ENTRIES)
             runs = by_lists(lists, counts_at, places_at, seqlen_q, TILE_M, LIST_M, HAS_FULL)
             fulls, partials = runs[0], runs[1]
-        if IS_JOINED:
+        if RANGES > 0 and not HAS_SCORE and not HAS_ALWAYS:
             for m in range(first, end):
+                is_cut = (m < full) | (m >= full_end)
                 dk, dv = _visit_either(
-                    dk, dv, k, v, m * TILE_M, seqlen_q, (m < full) | (m >= full_end), n_first, n_end, found, heads, offsets, strides, b, h,
-                    scale, captured, MASK_ROWS, MASK, TILE_M, TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, IS_NEAR, IS_NVIDIA,
+                    dk, dv, k, v, m * TILE_M, seqlen_q, is_cut, n_first, n_end, found, heads, offsets, strides, b, h, scale, captured,
+                    MASK_ROWS, MASK, TILE_M, TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, IS_NEAR, IS_NVIDIA,
                 )  # fmt: skip
-            fulls, partials = 0, 0
-        for i in range(0, partials):
-            if RANGES > 0:
-                start = tl.where(first + i < full, first + i, first + i + fulls) * TILE_M
-                stop = seqlen_q
-                is_shown = False
-            else:
-                start, stop, is_shown = partial_at(runs, i, seqlen_q, 0, TILE_M, LIST_M)
-            dk, dv = _visit_rows(
-                dk, dv, k, v, start, stop, is_shown, n_first, n_end, found, heads, offsets, strides, b, h, scale, captured,
-                SCORE_ROWS, SCORE, MASK_ROWS, MASK, ALWAYS_ROWS, ALWAYS, True, HAS_SCORE, HAS_MASK, HAS_ALWAYS,
-                TILE_M, TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, RANGES, IS_NEAR, IS_NVIDIA,
-            )  # fmt: skip
-        for i in range(0, fulls):
-            if RANGES > 0:
-                start = (full + i) * TILE_M
-            else:
-                start = full_at(runs, i, 0, TILE_M, LIST_M)
-            dk, dv = _visit_rows(
-                dk, dv, k, v, start, start + TILE_M, True, n_first, n_end, found, heads, offsets, strides, b, h, scale, captured,
-                SCORE_ROWS, SCORE, MASK_ROWS, MASK, ALWAYS_ROWS, ALWAYS, False, HAS_SCORE, HAS_MASK, HAS_ALWAYS,
-                TILE_M, TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, RANGES, IS_NEAR, IS_NVIDIA,
-            )  # fmt: skip
+        else:
+            for i in range(0, partials):
+                if RANGES > 0:
+                    start = tl.where(first + i < full, first + i, first + i + fulls) * TILE_M
+                    stop = seqlen_q
+                    is_shown = False
+                else:
+                    start, stop, is_shown = partial_at(runs, i, seqlen_q, 0, TILE_M, LIST_M)
+                dk, dv = _visit_rows(
+                    dk, dv, k, v, start, stop, is_shown, n_first, n_end, found, heads, offsets, strides, b, h, scale, captured,
+                    SCORE_ROWS, SCORE, MASK_ROWS, MASK, ALWAYS_ROWS, ALWAYS, True, HAS_SCORE, HAS_MASK, HAS_ALWAYS,
+                    TILE_M, TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, RANGES, IS_NEAR, IS_NVIDIA,
+                )  # fmt: skip
+            for i in range(0, fulls):
+                if RANGES > 0:
+                    start = (full + i) * TILE_M
+                else:
+                    start = full_at(runs, i, 0, TILE_M, LIST_M)
+                dk, dv = _visit_rows(
+                    dk, dv, k, v, start, start + TILE_M, True, n_first, n_end, found, heads, offsets, strides, b, h, scale, captured,
+                    SCORE_ROWS, SCORE, MASK_ROWS, MASK, ALWAYS_ROWS, ALWAYS, False, HAS_SCORE, HAS_MASK, HAS_ALWAYS,
+                    TILE_M, TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, RANGES, IS_NEAR, IS_NVIDIA,
+                )  # fmt: skip
     d, d_v = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_DV)[None, :]
     dk_at = row * strides[5][0] + head * strides[5][1] + at * strides[5][2]
     dv_at = row * strides[6][0] + head * strides[6][1] + at * strides[6][2]

@@ -17,7 +17,8 @@ from anyattn.geometry.nearby import heads_side_by_side
 
 __all__ = [
     "PASSES", "Shape", "Tiles", "Ways", "architecture", "asked", "backward_tiles", "candidates", "capability_of", "fits", "fitting",
-    "forward_tiles", "heads_in_turn", "heads_together", "most_short", "needed", "padded", "reason_against", "resident", "shared_memory", "ways_of",
+    "forward_tiles", "heads_in_turn", "heads_together", "most_short", "needed", "padded", "reason_against", "resident", "shared_memory",
+    "ways_of",
 ]  # fmt: skip
 
 PASSES = ("forward", "dq", "dkdv")
@@ -53,7 +54,9 @@ class Tiles:
             size = getattr(self, name)
             if size < 16 or size & (size - 1):
                 wanted = padded(min(max(size, 1), 256))
-                raise ValueError(f"{name}={size} in kernel_options; this backend's tiles are powers of two from 16 on: wanted {wanted}, say")
+                raise ValueError(
+                    f"{name}={size} in kernel_options; this backend's tiles are powers of two from 16 on: wanted {wanted}, say"
+                )
         if self.tile_m * self.tile_n > _REGISTERS:
             raise ValueError(
                 f"tile_m={self.tile_m}, tile_n={self.tile_n} in kernel_options are tiles of {self.tile_m * self.tile_n} scores, and a "

@@ -22,7 +22,20 @@ from anyattn.backends.triton.sizes import MOST_INDEX_BITS, Box, bits_of, extents
 from anyattn.mods.dependence import Dep, dependence
 from anyattn.mods.ir import DType, Expr, Node, category, is_weak
 
-__all__ = ["LEAVES", "LOG2E", "NEAR", "PLAIN", "SMALL", "Lines", "Style", "emit", "function", "packed_scalars", "packed_tensors", "triton_dtype"]
+__all__ = [
+    "LEAVES",
+    "LOG2E",
+    "NEAR",
+    "PLAIN",
+    "SMALL",
+    "Lines",
+    "Style",
+    "emit",
+    "function",
+    "packed_scalars",
+    "packed_tensors",
+    "triton_dtype",
+]
 
 SMALL = 2**28  # of ``Style.is_small``: sums of a few such numbers still have 32 bits
 NEAR = 2**22  # of ``Style.is_near``: sums of a few such numbers are exact in float32

@@ -84,9 +84,13 @@ class Program:
 
     @property
     def has_band(self) -> bool:
-        """Whether a row sees a band of keys, limited on both sides by where the row is, and perhaps a second range: so few of them that what
-        begins and ends a program takes a good part of its time."""
-        return self.ranges is not None and (self.range_count > 1 or not _is_start(self.ranges.expr, 0))
+        """Whether a row sees a band of keys, limited on both sides by where the row is: so few of them that what begins and ends a program
+        takes a good part of its time."""
+        if self.ranges is None:
+            return False
+        expr = self.ranges.expr
+        moves = [dependence(expr)[output].q for output in expr.outputs]
+        return any(lo and hi for lo, hi in zip(moves[::2], moves[1::2], strict=True))
 
     @property
     def source(self) -> str:
@@ -198,9 +202,7 @@ def slots_alone(problem: Problem, wanted: tuple[int, ...]) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=1024)
-def _slots_alone(
-    expr: Expr, wanted: tuple[int, ...], sizes: tuple[int, int, int, int], shapes: tuple[torch.Size, ...]
-) -> tuple[int, ...]:
+def _slots_alone(expr: Expr, wanted: tuple[int, ...], sizes: tuple[int, int, int, int], shapes: tuple[torch.Size, ...]) -> tuple[int, ...]:
     extents = dict(zip(("b", "h", "q_idx", "kv_idx"), sizes, strict=True))
     gradients = score_gradients(expr)
     found = []
