@@ -375,9 +375,10 @@ def dkdv_tile(
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, LIST_M: tl.constexpr, LIST_N: tl.constexpr, HAS_FULL: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     HAS_ENTRIES: tl.constexpr, HAS_GUARD: tl.constexpr, PRECISION: tl.constexpr, IS_NEAR: tl.constexpr, IS_GROUPED: tl.constexpr,
-    IS_NVIDIA: tl.constexpr,
+    IS_NVIDIA: tl.constexpr, IS_JOINED: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one tile of keys, summed over the query heads that share them (IS_GROUPED: several do). lists: per tile of keys.
+    IS_JOINED: there are ranges and neither a score mod nor a mask for all tiles, and one loop visits partial and full ones.
 
     Where there are two loops full tiles come last: what only partial ones need takes no registers by then.
     """
@@ -426,7 +427,7 @@ def dkdv_tile(
             counts_at, places_at = place_of_lists(spans[1], b, h, line, found, seqlen_q, LIST_M, HAS_ENTRIES)
             runs = by_lists(lists, counts_at, places_at, seqlen_q, TILE_M, LIST_M, HAS_FULL)
             fulls, partials = runs[0], runs[1]
-        if RANGES > 0 and not HAS_SCORE and not HAS_ALWAYS:
+        if IS_JOINED:
             for m in range(first, end):
                 is_cut = (m < full) | (m >= full_end)
                 dk, dv = _visit_either(

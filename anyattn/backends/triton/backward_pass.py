@@ -39,7 +39,7 @@ _COMMON = (
     "TILE_M", "TILE_N", "LIST_M", "LIST_N", "HAS_FULL", "HEAD_DIM", "HEAD_DIM_V", "BLOCK_D", "BLOCK_DV", "HAS_ENTRIES", "HAS_GUARD",
 )  # fmt: skip
 _DQ = _signature("dq_tile", ("RANGES", *_COMMON, "PRECISION", "IS_NEAR", "SLOT_M"), scatters=True)
-_DKDV = _signature("dkdv_tile", ("RANGES", *_COMMON, "PRECISION", "IS_NEAR", "IS_GROUPED", "IS_NVIDIA"))
+_DKDV = _signature("dkdv_tile", ("RANGES", *_COMMON, "PRECISION", "IS_NEAR", "IS_GROUPED", "IS_NVIDIA", "IS_JOINED"))
 _PREPARE = Signature(
     "backward_kernel.prepare_tile",
     (
@@ -288,6 +288,8 @@ def _first(
     constants["IS_NEAR"] = all((t.stride(2) + 1) * t.shape[2] < 2**31 for t in (q, k, v, dout))
     if by_key:
         constants |= {"IS_GROUPED": problem.qhead_per_kvhead > 1, "IS_NVIDIA": styles.is_nvidia(q.device.type)}
+        # of a band's tiles so many are partial, and so few there are, that a loop for each kind begins too often
+        constants["IS_JOINED"] = program.has_band and program.score is None and program.always is None
     else:
         constants["SLOT_M"] = slot_m
     options = {"num_warps": used.num_warps, "num_stages": used.num_stages}
