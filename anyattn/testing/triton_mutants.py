@@ -112,7 +112,6 @@ MUTANTS = {
             "tl.load(heads[2] + m_lane)", "window",
         ),
         Mutant("heads_in_turn_lost", _BACKWARD, "first + at % width", "first + at % width // 2 * 2", "causal"),
-        Mutant("last_heads_in_turn_lost", _BACKWARD, "* tl.num_programs(2) - first)", "* tl.num_programs(2) - first + 1)", "causal"),
         Mutant("dq_not_scaled", _BACKWARD, "(dq * scale)", "(dq * 1.0)", "full"),
         Mutant("dk_1_percent_off", _BACKWARD, "(dk * scale)", "(dk * scale * 1.01)", "full"),
         Mutant("row_tile_lost", _SPANS, "tl.where(touches, m + 1, 0)", "tl.where(touches, m, 0)", "full"),
