@@ -44,7 +44,7 @@ _FORWARD = Signature(
         ("stride", (*strides_named("q", "k", "v", "out"), ("part_out",))),
         ("long", (("part_statistics",), LISTS[1])),
         ("int", ("cache_new", "cache_capacity", "cache_storage", "last_page")),
-        ("int", ("packed", "group")),
+        ("int", ("packed", "group", "together", "groups")),
         ("int", SIZES),
         ("pointer", COUNTS),
         ("float", "scale"),
@@ -53,7 +53,7 @@ _FORWARD = Signature(
     (
         "RANGES", "TILE_M", "TILE_N", "LIST_M", "LIST_N", "HAS_FULL", "HEAD_DIM", "HEAD_DIM_V", "BLOCK_D", "BLOCK_DV", "IS_PACKED",
         "HAS_ENTRIES", "IS_CACHE", "HAS_LEFTPAD", "HAS_ROWS", "PAGE_SIZE", "HAS_SINK", "HAS_LSE", "HAS_MAX", "PRECISION",
-        "IS_RAW", "IS_LATE", "IS_DESCRIBED", "IS_JOINED", "HAS_GUARD", "IS_GROUPED",
+        "IS_RAW", "IS_LATE", "IS_DESCRIBED", "IS_JOINED", "HAS_GUARD", "IS_RISING",
     ),
 )  # fmt: skip
 
@@ -165,17 +165,19 @@ def _launch(form: Form, plan: Plan, target: _Target) -> None:
         "HAS_MAX": target.highest is not None, "IS_RAW": problem.score is not None or _LEAST_SCALE < problem.scale < 1 / _LEAST_SCALE,
         "IS_LATE": ways.is_late and found.pages is None,
         "IS_DESCRIBED": described, "IS_JOINED": ways.is_joined and described >= 2 and chosen.program.range_count > 0,
-        "IS_GROUPED": ways.is_grouped and splits == 1 and found.entries is None and not is_packed and found.row_tiles <= MOST_BLOCKS,
+        "IS_RISING": chosen.program.is_rising,
     }  # fmt: skip
     for at, since, rows in ((0, 4, plan.tile_m), (1, 2, plan.tile_n), (2, 2, plan.tile_n), (3, 3, plan.tile_m)):
         if described >= since:
             pointers[at] = _descriptor(pointers[at], rows)
     kernel = entry_of(_FORWARD, chosen.program, is_aligned)
     grid = (found.row_tiles, problem.heads_q // packed, programs_along_batch(problem, found) * splits)
+    is_grouped = ways.is_grouped and splits == 1 and found.entries is None and not is_packed
+    together, groups = _groups(grid, problem) if is_grouped else (0, 1)
     run_entry(
-        kernel, _grouped(grid, problem) if constants["IS_GROUPED"] else grid,
+        kernel, (together, grid[0], groups * grid[2]) if together else grid,
         (
-            *pointers, *strides, part_statistics, *found.strides, *_cache_sizes(problem, cache), packed, padded_group(packed),
+            *pointers, *strides, part_statistics, *found.strides, *_cache_sizes(problem, cache), packed, padded_group(packed), together, groups,
             *sizes_of(problem, found, splits), *lists, problem.scale,
         ),
         captured_of(chosen), q.device,
@@ -183,12 +185,12 @@ def _launch(form: Form, plan: Plan, target: _Target) -> None:
     )  # fmt: skip
 
 
-def _grouped(grid: tuple[int, int, int], problem: Problem) -> tuple[int, int, int]:
-    """The grid of programs that go through a few heads at a time, of (row tiles, heads, entries); see ``forward_kernel.work_of``."""
-    row_tiles, heads, k = grid[0], grid[1] * grid[2], problem.k
+def _groups(grid: tuple[int, int, int], problem: Problem) -> tuple[int, int]:
+    """How many heads programs go through at a time, and in how many groups the heads of an entry are; (0, 1) for each head by itself."""
+    row_tiles, heads, k = grid[0], grid[1], problem.k
     head_bytes = k.shape[2] * (k.shape[3] + problem.v.shape[3]) * k.element_size() // problem.qhead_per_kvhead
     together = config.heads_together(heads, head_bytes)
-    return together, row_tiles, heads // together
+    return (together, heads // together) if max(row_tiles, heads // together * grid[2]) <= MOST_BLOCKS else (0, 1)
 
 
 def _described(wanted: int, form: Form, plan: Plan, found: tables.Tables, target: _Target) -> int:
