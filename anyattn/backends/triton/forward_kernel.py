@@ -87,13 +87,13 @@ def scores_of(
     SCORE: tl.constexpr, MASK: tl.constexpr, ALWAYS: tl.constexpr,
     IS_PARTIAL: tl.constexpr, HAS_SCORE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr, RANGES: tl.constexpr,
     TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr, FITS: tl.constexpr,
-    PRECISION: tl.constexpr, IS_RAW: tl.constexpr, IS_DESCRIBED: tl.constexpr,
+    PRECISION: tl.constexpr, IS_RAW: tl.constexpr, IS_DESCRIBED: tl.constexpr, IS_WHOLE: tl.constexpr,
 ):  # fmt: skip
     """[rows, TILE_N]: the scores of the keys from position ``first`` on, -inf where not seen; in base 2, unless IS_RAW.
 
     scales: what a product is multiplied with for the score mod, and what a score is multiplied with for base 2.
-    end: keys from it on are not there (partial tiles only). is_shown: all others are visible, whatever the mask says. key: k, v, k_row,
-    k_start and their strides. rows: what the parts of the program keep per row. numbers: of the tile's pages, see ``places.page_numbers``.
+    end: keys from it on are not there (IS_WHOLE: all are; if not IS_PARTIAL, they come as zeros). is_shown: all others are visible, whatever
+    the mask says. key: k, v, k_row, k_start and their strides. rows: what the parts of the program keep per row. numbers: of the tile's pages, see ``places.page_numbers``.
     """
     lane = first + tl.arange(0, TILE_N)
     k = keys_at(
@@ -105,10 +105,9 @@ def scores_of(
         s = s * scales[0]
     elif not IS_RAW:
         s = s * scales[1]
-    if IS_PARTIAL:
-        kv = tl.minimum(lane, end - 1)[None, :]  # mods are not asked beyond the sequence
-    else:
-        kv = lane[None, :]
+    kv = lane[None, :]
+    if not IS_WHOLE:
+        kv = tl.minimum(kv, end - 1)  # mods are not asked beyond the sequence
     if HAS_SCORE:
         s = SCORE(s, b, h, kv, rows[0], captured[0][0], captured[0][1]).to(tl.float32)
     if IS_PARTIAL:
@@ -183,6 +182,7 @@ def visit(
     s = scores_of(
         q, first, end, is_shown, key, rows, b, h, numbers, scales, captured, SCORE, MASK, ALWAYS,
         IS_PARTIAL, HAS_SCORE, HAS_MASK, HAS_ALWAYS, RANGES, TILE_N, HEAD_DIM, BLOCK_D, PAGE_SIZE, FITS, PRECISION, IS_RAW, IS_DESCRIBED,
+        not IS_PARTIAL,
     )  # fmt: skip
     p, rescale, row_sum, row_max = weights_of(s, row_sum, row_max, scales[1], IS_RAW)
     v = keys_at(
@@ -208,7 +208,7 @@ def visit_late(
     """
     s = scores_of(
         q, first, first + TILE_N, True, key, rows, b, h, 0, scales, captured, SCORE, MASK, ALWAYS,
-        False, HAS_SCORE, HAS_MASK, HAS_ALWAYS, RANGES, TILE_N, HEAD_DIM, BLOCK_D, 0, False, PRECISION, IS_RAW, IS_DESCRIBED,
+        False, HAS_SCORE, HAS_MASK, HAS_ALWAYS, RANGES, TILE_N, HEAD_DIM, BLOCK_D, 0, False, PRECISION, IS_RAW, IS_DESCRIBED, True,
     )  # fmt: skip
     v = keys_at(key[1], before, before + TILE_N, key, key[6], key[7], 0, False, HEAD_DIM_V, BLOCK_DV, 0, False, TILE_N, IS_DESCRIBED, False)
     acc = plus_product(acc, owed, p, v, PRECISION)
@@ -234,7 +234,7 @@ def visit_all(
         first = first_at(runs, i, full, seqlen_k, RANGES, TILE_N)
         s = scores_of(
             q, first, seqlen_k, True, key, rows, b, h, 0, scales, captured, SCORE, MASK, ALWAYS,
-            False, HAS_SCORE, HAS_MASK, HAS_ALWAYS, RANGES, TILE_N, HEAD_DIM, BLOCK_D, 0, False, PRECISION, IS_RAW, IS_DESCRIBED,
+            False, HAS_SCORE, HAS_MASK, HAS_ALWAYS, RANGES, TILE_N, HEAD_DIM, BLOCK_D, 0, False, PRECISION, IS_RAW, IS_DESCRIBED, False,
         )  # fmt: skip
         if i >= full:
             lane = first + tl.arange(0, TILE_N)
