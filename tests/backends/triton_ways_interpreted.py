@@ -20,6 +20,8 @@ MASKS = {
     "sink and window": lambda b, h, q, k: ((k < 5) | (q - k < 20)) & (q >= k),
     "documents": lambda b, h, q, k: (IDS[q] == IDS[k]) & (q >= k),
     "nothing": lambda b, h, q, k: q < -1,
+    "falling": lambda b, h, q, k: (k < 60 - q) & (k > 9 - q),
+    "by head": lambda b, h, q, k: k < 9 + 13 * h,
 }
 SCORES = {"plain": None, "alibi": lambda s, b, h, q, k: s + BIAS[h] * (q - k)}
 

@@ -22,9 +22,11 @@ from anyattn.backends.triton.sizes import MOST_INDEX_BITS, Box, extents, fits
 from anyattn.mods.dependence import Dep, dependence
 from anyattn.mods.ir import DType, Expr, category, is_weak
 
-__all__ = ["LEAVES", "PLAIN", "SMALL", "Lines", "Style", "emit", "function", "packed_scalars", "packed_tensors", "triton_dtype"]
+__all__ = ["LEAVES", "NEAR", "PLAIN", "SMALL", "Lines", "Style", "emit", "function", "packed_scalars", "packed_tensors", "triton_dtype"]
 
 SMALL = 2**28  # of ``Style.is_small``: sums of a few such numbers still have 32 bits
+NEAR = 2**22  # of ``Style.is_near``: sums of a few such numbers are float32's, every one of them
+_REAL_BITS = 25  # of a signed number that float32 holds
 
 LEAVES = {name: name for name in ("b", "h", "q_idx", "kv_idx", "score")}
 _HALVES = (torch.float16, torch.bfloat16)
@@ -84,6 +86,7 @@ class Style(NamedTuple):
 
     is_small: positions, heads and captured whole numbers are less than ``SMALL``, sizes and strides of captured tensors less than 2 ** 31.
     is_inside: every index of a captured tensor is from 0 to its size - 1. dense: the slots of captured tensors whose last stride is 1.
+    is_near: positions, entries and heads are less than ``NEAR``.
     functions: "exact" (as torch rounds), "fast" (to 15 bits or more) or "coarse" (to 11). is_nvidia: there are NVIDIA's instructions.
     """
 
@@ -92,6 +95,7 @@ class Style(NamedTuple):
     dense: tuple[int, ...] = ()
     functions: str = "exact"
     is_nvidia: bool = False
+    is_near: bool = False
 
 
 PLAIN = Style()
@@ -150,6 +154,7 @@ class _Writer:
         self.expr, self.nodes, self.leaves, self.prefix, self.style = expr, expr.nodes, leaves, prefix, style
         self.stages = [_stage(dep) for dep in dependence(expr)]
         self.extents = extents(expr, Box.of_sizes(SMALL, SMALL) if style.is_small else Box.of_sizes(2**MOST_INDEX_BITS, None))
+        self.near = extents(expr, Box.of_sizes(NEAR, SMALL if style.is_small else None)) if style.is_near else (None,) * len(expr.nodes)
         self.sharp = _sharp(expr)
         self.found: dict[str, list[str]] = {stage: [] for stage in _STAGES}
         self.made: set[str] = set()
@@ -202,6 +207,9 @@ class _Writer:
             return self._load(at)
         operand = self.nodes[node.args[-1]].dtype
         if node.op == "cast":
+            real = self._real(node.args[0]) if node.dtype is torch.float32 and self.stages[at] == "tile" else None
+            if real is not None:
+                return real
             return f"{self.prefix}{node.args[0]} != 0" if node.dtype is torch.bool else f"{self.prefix}{node.args[0]}.to({self._dtype(at)})"
         args, is_wide = self._operands(at)
         if node.op == "pow":
@@ -212,6 +220,19 @@ class _Writer:
         if is_wide:
             return f"({text}).to(tl.int32)"
         return f"({text}).to({triton_dtype(node.dtype)})" if node.dtype in _HALVES and node.op != "where" else text
+
+    def _real(self, at: int) -> str | None:
+        """The whole number of a node as float32, put together from what rows and columns have of it, where no sum is rounded: then a score
+        does not have to be turned from one into the other. None where that cannot be told."""
+        node, extent = self.nodes[at], self.near[at]
+        if extent is None or not fits(extent, _REAL_BITS):
+            return None
+        if self.stages[at] != "tile":
+            return self._aside(at, "real", f"{self.prefix}{at}.to(tl.float32)")
+        if node.op not in ("add", "sub", "neg", "abs"):
+            return None
+        args = [self._real(a) for a in node.args]
+        return None if None in args else f"({_TEMPLATES[node.op].format(*args)})"
 
     def _operation(self, at: int, args: list[str]) -> str:
         node = self.nodes[at]

@@ -7,7 +7,7 @@ from functools import lru_cache
 import torch
 
 from anyattn.backends.triton.config import Shape, padded
-from anyattn.backends.triton.emit import SMALL, Style
+from anyattn.backends.triton.emit import NEAR, SMALL, Style
 from anyattn.backends.triton.interpreter import is_interpreting
 from anyattn.backends.triton.sizes import Box, Extent, extents
 from anyattn.mods.dependence import dependence
@@ -66,8 +66,9 @@ def _style(
     given = tuple(Extent(n or 0, n or 0) for n in numbers)
     is_small = all(e.lo > -SMALL and e.hi < SMALL for e in (b, h, q, kv, *given))
     is_small = is_small and all(abs(n) < _NARROW for shape, strides in places for n in (*shape, *strides))
+    is_near = all(e.lo > -NEAR and e.hi < NEAR for e in (b, h, q, kv))
     found = extents(expr, Box(b, h, q, kv, given or None))
     loads = [(places[n.attr][0][i], found[a]) for n in expr.nodes if n.op == "load" for i, a in enumerate(n.args)]  # type: ignore[call-overload]
     is_inside = all(e is not None and e.lo >= 0 and e.hi < size for size, e in loads)
     dense = tuple(slot for slot, (shape, strides) in enumerate(places) if shape and strides[-1] == 1)
-    return Style(is_small, is_inside, dense, functions, has_nvidia)
+    return Style(is_small, is_inside, dense, functions, has_nvidia, is_near)
