@@ -229,10 +229,11 @@ class _Writer:
             return None
         if self.stages[at] != "tile":
             return self._aside(at, "real", f"{self.prefix}{at}.to(tl.float32)")
-        if node.op not in ("add", "sub", "neg", "abs"):
+        if node.op not in ("add", "sub", "abs") or not _is_long(node.dtype):  # (the negative of 0 would be -0.0; fewer bits wrap around)
             return None
         args = [self._real(a) for a in node.args]
-        return None if None in args else f"({_TEMPLATES[node.op].format(*args)})"
+        text = None if None in args else _TEMPLATES[node.op].format(*args)
+        return text if text is None or node.op == "abs" else f"({text})"
 
     def _operation(self, at: int, args: list[str]) -> str:
         node = self.nodes[at]
