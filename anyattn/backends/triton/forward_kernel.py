@@ -30,6 +30,9 @@ _LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 # A row's maximum is never less, so that -inf less the maximum is -inf and not NaN.
 _LOWEST: tl.constexpr = tl.constexpr(-1.7014118e38)
 _FEW: tl.constexpr = tl.constexpr(32)  # rows of a tile
+# Sums that a row's weights are kept in until its end: a thread has every eighth column or two of them next to each other, and adds up its
+# own without asking the others.
+_PARTS: tl.constexpr = tl.constexpr(8)
 
 
 @triton.jit
@@ -153,6 +156,16 @@ def keys_at(
 
 
 @triton.jit
+def sums_of(p, row_sum):
+    """[rows, parts]: of every row's weights, in as many sums as row_sum has."""
+    PARTS: tl.constexpr = row_sum.shape[1]
+    if PARTS == 1:
+        return tl.sum(p, 1, keep_dims=True)
+    else:
+        return tl.sum(tl.reshape(p, (p.shape[0], p.shape[1] // PARTS, PARTS)), 1)
+
+
+@triton.jit
 def weights_of(s, row_sum, row_max, scale, IS_RAW: tl.constexpr):
     """(exponentials of scores, what earlier ones are to be multiplied with, row_sum, row_max).
 
@@ -167,7 +180,7 @@ def weights_of(s, row_sum, row_max, scale, IS_RAW: tl.constexpr):
     else:
         p = tl.exp2(s - highest[:, None])
         rescale = tl.exp2(row_max - highest)
-    return p, rescale, row_sum * rescale + tl.sum(p, 1), highest
+    return p, rescale, row_sum * rescale[:, None] + sums_of(p, row_sum), highest
 
 
 @triton.jit
@@ -278,6 +291,7 @@ def store_results(
 
     A split's go to [split][q row][head][position], where the sink is added when they are combined.
     """
+    row_sum = tl.sum(row_sum, 1)
     statistic = (q_row.to(tl.int64) * sizes[2] + h) * sizes[3] + at
     part = split.to(tl.int64) * spans[0][0]
     if HAS_MAX:
@@ -354,7 +368,7 @@ def forward_tile(
         heads = tl.minimum(heads, h * packed + packed - 1)
     at = found[1] + position
     acc = tl.zeros((TILE_M, BLOCK_DV), tl.float32)
-    row_sum = tl.zeros((TILE_M,), tl.float32)
+    row_sum = tl.zeros((TILE_M, 1 if PRECISION == "ieee" else _PARTS), tl.float32)
     factor = tl.full((), _LOG2E, tl.float32) if HAS_SCORE else scale * _LOG2E
     scales = scale, factor
     if IS_RAW:  # so that it stays finite once it is scaled

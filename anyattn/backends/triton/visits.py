@@ -92,15 +92,19 @@ def _joined(one, two):
 
 
 @triton.jit
-def _ranged_full(runs, i):
+def _ranged_full(runs, i, RANGES: tl.constexpr):
     """The i-th full tile."""
+    if RANGES == 1:
+        return runs[0][0] + i
     return tl.where(i < runs[0][1], runs[0][0] + i, runs[1][0] + i - runs[0][1])
 
 
 @triton.jit
-def _ranged_partial(runs, i):
+def _ranged_partial(runs, i, RANGES: tl.constexpr):
     """The i-th partial tile."""
     second = i - runs[2][1]
+    if RANGES == 1:
+        return tl.where(second < 0, runs[2][0] + i, runs[3][0] + second)
     third = second - runs[3][1]
     fourth = third - runs[4][1]
     late = tl.where(fourth < 0, runs[4][0] + third, runs[5][0] + fourth)
@@ -221,7 +225,7 @@ def visits_of(
 def full_at(runs, i, RANGES: tl.constexpr, TILE_N: tl.constexpr, LIST_N: tl.constexpr):
     """The first key of the i-th full tile."""
     if RANGES > 0:
-        return _ranged_full(runs, i) * TILE_N
+        return _ranged_full(runs, i, RANGES) * TILE_N
     else:
         return _listed_full(runs, i, TILE_N, LIST_N)
 
@@ -230,6 +234,6 @@ def full_at(runs, i, RANGES: tl.constexpr, TILE_N: tl.constexpr, LIST_N: tl.cons
 def partial_at(runs, i, seqlen_k, RANGES: tl.constexpr, TILE_N: tl.constexpr, LIST_N: tl.constexpr):
     """(first key, end, whether all of it is visible whatever the mask says) of the i-th partial tile."""
     if RANGES > 0:
-        return _ranged_partial(runs, i) * TILE_N, seqlen_k, False
+        return _ranged_partial(runs, i, RANGES) * TILE_N, seqlen_k, False
     else:
         return _listed_partial(runs, i, seqlen_k, TILE_N, LIST_N)
