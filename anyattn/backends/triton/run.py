@@ -183,52 +183,20 @@ def _first(call: _Call, tensors: tuple[Tensor | None, ...]) -> Ready | None:
     constants = _constants(call, is_aligned)
     pointers = [q if t is None else t for t in tensors]  # what is absent is any pointer
     lists = [q if t is None else t for t in found.lists]
-<<<<<<< HEAD
-    capability = config.capability_of(q.device)
-    has_few = has_few_rows(problem, capability)
-    ways = config.ways_of(forward_shape(problem), capability, has_few)
-    is_packed = packed > 1 or has_few
-    described = _described(ways.is_described, form, plan, found, target) if is_aligned else 0
-    described = min(described, 2) if is_packed else described
-    constants = {
-        **constants_of(problem, chosen, found), "TILE_M": plan.tile_m, "TILE_N": plan.tile_n,
-        "PAGE_SIZE": 0 if found.pages is None else k.shape[2],
-        "IS_PACKED": is_packed, "IS_CACHE": cache is not None, "HAS_LEFTPAD": cache_tables[1] is not None,
-        "HAS_ROWS": cache_tables[2] is not None, "HAS_SINK": sink is not None and splits == 1, "HAS_LSE": target.lse is not None,
-        "HAS_MAX": target.highest is not None, "IS_RAW": problem.score is not None or _LEAST_SCALE < problem.scale < 1 / _LEAST_SCALE,
-        "IS_LATE": ways.is_late and found.pages is None,
-        "IS_DESCRIBED": described, "IS_JOINED": ways.is_joined and described >= 2 and chosen.program.range_count > 0,
-        "IS_RISING": chosen.program.is_rising,
-    }  # fmt: skip
-    for at, since, rows in ((0, 4, plan.tile_m), (1, 2, plan.tile_n), (2, 2, plan.tile_n), (3, 3, plan.tile_m)):
-        if described >= since:
-            pointers[at] = _descriptor(pointers[at], rows)
-    kernel = entry_of(_FORWARD, chosen.program, is_aligned)
-    grid = (found.row_tiles, problem.heads_q // packed, programs_along_batch(problem, found) * splits)
-    is_grouped = ways.is_grouped and splits == 1 and found.entries is None and not is_packed
-    together, groups = _groups(grid, problem) if is_grouped else (0, 1)
-    run_entry(
-        kernel, (together, grid[0], groups * grid[2]) if together else grid,
-        (
-            *pointers, *strides, part_statistics, *found.strides, *_cache_sizes(problem, cache), packed, padded_group(packed), together, groups,
-            *sizes_of(problem, found, splits), *lists, problem.scale,
-        ),
-        captured_of(chosen), q.device,
-=======
     ways = ((0, 4, plan.tile_m), (1, 2, plan.tile_n), (2, 2, plan.tile_n), (3, 3, plan.tile_m))
     described = [(at, rows) for at, since, rows in ways if constants["IS_DESCRIBED"] >= since]
     for at, rows in described:
         pointers[at] = _descriptor(pointers[at], rows)
     grid = (found.row_tiles, problem.heads_q // packed, programs_along_batch(problem, found) * splits)
-    grid = _grouped(grid, problem) if constants["IS_GROUPED"] else grid
+    together, groups = _groups(grid, call)
+    grid = (together, grid[0], groups * grid[2]) if together else grid
     numbers = (
         *strides, part_statistics, *found.strides, *_cache_sizes(problem, found.cache), packed, padded_group(packed),
-        *sizes_of(problem, found, splits),
+        together, groups, *sizes_of(problem, found, splits),
     )  # fmt: skip
     captured = captured_of(chosen)
     handle = run_entry(
         entry_of(_FORWARD, chosen.program, is_aligned), grid, (*pointers, *numbers, *lists, problem.scale), captured, q.device,
->>>>>>> core
         {**constants, "num_warps": plan.num_warps, "num_stages": plan.num_stages},
     )  # fmt: skip
     return ready_of(handle, grid, numbers, sources_of(problem, chosen, chosen.program), captured, described)
@@ -237,7 +205,7 @@ def _first(call: _Call, tensors: tuple[Tensor | None, ...]) -> Ready | None:
 def _constants(call: _Call, is_aligned: bool) -> dict[str, Any]:
     form, plan, target, chosen, found, is_raw = call
     problem, cache = form.problem, found.cache
-    splits, is_dense = target.parts[0], found.entries is None
+    splits = target.parts[0]
     capability = config.capability_of(problem.q.device)
     has_few = has_few_rows(problem, capability)
     ways = config.ways_of(forward_shape(problem), capability, has_few)
@@ -252,7 +220,7 @@ def _constants(call: _Call, is_aligned: bool) -> dict[str, Any]:
         "HAS_LSE": target.lse is not None, "HAS_MAX": target.highest is not None, "IS_RAW": is_raw,
         "IS_LATE": ways.is_late and found.pages is None,
         "IS_DESCRIBED": described, "IS_JOINED": ways.is_joined and described >= 2 and chosen.program.range_count > 0,
-        "IS_GROUPED": ways.is_grouped and splits == 1 and is_dense and not is_packed and found.row_tiles <= MOST_BLOCKS,
+        "IS_RISING": chosen.program.is_rising,
     }  # fmt: skip
 
 
@@ -260,12 +228,20 @@ def _is_raw(problem: Problem) -> bool:
     return problem.score is not None or _LEAST_SCALE < problem.scale < 1 / _LEAST_SCALE
 
 
-def _groups(grid: tuple[int, int, int], problem: Problem) -> tuple[int, int]:
-    """How many heads programs go through at a time, and in how many groups the heads of an entry are; (0, 1) for each head by itself."""
-    row_tiles, heads, k = grid[0], grid[1], problem.k
+def _groups(grid: tuple[int, int, int], call: _Call) -> tuple[int, int]:
+    """How many heads programs go through at a time, and in how many groups the heads of an entry are, of the grid (row tiles, heads or
+    groups that share tiles, entries and splits); (0, 1) for each head by itself."""
+    problem, capability = call.form.problem, config.capability_of(call.form.problem.q.device)
+    has_few = has_few_rows(problem, capability)
+    if has_few or call.plan.heads_per_tile > 1 or call.target.parts[0] > 1 or call.found.entries is not None:
+        return 0, 1
+    if not config.ways_of(forward_shape(problem), capability, has_few).is_grouped:
+        return 0, 1
+    k = problem.k
     head_bytes = k.shape[2] * (k.shape[3] + problem.v.shape[3]) * k.element_size() // problem.qhead_per_kvhead
-    together = config.heads_together(heads, head_bytes)
-    return (together, heads // together) if max(row_tiles, heads // together * grid[2]) <= MOST_BLOCKS else (0, 1)
+    together = config.heads_together(grid[1], head_bytes)
+    groups = grid[1] // together
+    return (together, groups) if max(grid[0], groups * grid[2]) <= MOST_BLOCKS else (0, 1)
 
 
 def _described(wanted: int, form: Form, plan: Plan, found: tables.Tables, target: _Target) -> int:
