@@ -145,8 +145,8 @@ def test_linear_memory():
 
 
 RISING = {
-    "causal": masks.causal(3), "window": masks.sliding_window(9, 2), "sink and window": masks.sink_window(4, 9), "prefix": masks.prefix_lm(7),
-    "first keys": lambda b, h, q, k: k < 9, "by entry": lambda b, h, q, k: k < 9 + b,
+    "causal": masks.causal(3), "window": masks.sliding_window(9, 2), "sink and window": masks.sink_window(4, 9),
+    "prefix": masks.prefix_lm(7), "first keys": lambda b, h, q, k: k < 9, "by entry": lambda b, h, q, k: k < 9 + b,
 }  # fmt: skip
 FALLING = {
     "antidiagonal": lambda b, h, q, k: k < 40 - q, "by head": lambda b, h, q, k: q + h >= k, "blocks": lambda b, h, q, k: q // 4 == k // 4,

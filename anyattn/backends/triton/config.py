@@ -102,7 +102,8 @@ def shared_memory(capability: tuple[int, int] | None) -> int:
 class Shape:
     """What tiles are chosen for: padded head dimensions, dtype, whether there is a score mod.
 
-    columns: values that mods load per key. has_pairs: the score mod loads one for every pair of a row and a key. asks: lists name the tiles, and in partial ones the mask is asked score by score.
+    columns: values that mods load per key. asks: lists name the tiles, and in partial ones the mask is asked score by score. has_pairs: the
+    score mod loads a value for every pair of a row and a key.
     """
 
     d: int

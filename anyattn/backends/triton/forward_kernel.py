@@ -18,9 +18,7 @@ head, key tiles that lists count in a sequence of seqlen_k.
 import triton
 import triton.language as tl
 
-from anyattn.backends.triton.places import (
-    cache_entry, entry, inside, is_off, key_places, page_numbers, paged_places, parted, row_tile, work_of,
-)  # fmt: skip
+from anyattn.backends.triton.places import cache_entry, entry, inside, is_off, key_places, page_numbers, paged_places, row_tile, work_of
 from anyattn.backends.triton.visits import full_at, inside_of, partial_at, visits_of
 
 __all__ = ["forward_tile", "load_rows", "plus_product", "rows_of"]
@@ -30,8 +28,7 @@ _LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 # A row's maximum is never less, so that -inf less the maximum is -inf and not NaN.
 _LOWEST: tl.constexpr = tl.constexpr(-1.7014118e38)
 _FEW: tl.constexpr = tl.constexpr(32)  # rows of a tile
-# Sums that a row's weights are kept in until its end: a thread has every eighth column or two of them next to each other, and adds up its
-# own without asking the others.
+# Sums of a row's weights until its end: a thread has one column of eight, or two next to each other, and adds up its own by itself.
 _PARTS: tl.constexpr = tl.constexpr(8)
 
 
@@ -95,8 +92,9 @@ def scores_of(
     """[rows, TILE_N]: the scores of the keys from position ``first`` on, -inf where not seen; in base 2, unless IS_RAW.
 
     scales: what a product is multiplied with for the score mod, and what a score is multiplied with for base 2.
-    end: keys from it on are not there (IS_WHOLE: all are; if not IS_PARTIAL, they come as zeros). is_shown: all others are visible, whatever
-    the mask says. key: k, v, k_row, k_start and their strides. rows: what the parts of the program keep per row. numbers: of the tile's pages, see ``places.page_numbers``.
+    end: keys from it on are not there (IS_WHOLE: all of the tile are; if not IS_PARTIAL, they come as zeros). is_shown: all others are
+    visible, whatever the mask says. key: k, v, k_row, k_start and their strides. rows: what the parts of the program keep per row. numbers:
+    of the tile's pages, see ``places.page_numbers``.
     """
     lane = first + tl.arange(0, TILE_N)
     k = keys_at(
@@ -343,7 +341,7 @@ def forward_tile(
     """
     if HAS_GUARD and is_off(tensors[13]):
         return
-    m, b, h, split = work_of(sizes, dealt, tensors[8], HAS_ENTRIES)
+    m, b, h, kv_head, split = work_of(sizes, dealt, tensors[8], HAS_ENTRIES)
     if m < 0:
         return
     if IS_CACHE:
@@ -392,7 +390,7 @@ def forward_tile(
     else:
         asked = h
     kept = rows_of(b, asked, q_idx, captured, SCORE_ROWS, MASK_ROWS, ALWAYS_ROWS, HAS_SCORE, HAS_MASK, HAS_ALWAYS)
-    kv_head = parted(h * packed, sizes[7])[0].to(tl.int64)
+    kv_head = kv_head.to(tl.int64)
     if IS_DESCRIBED >= 2:
         k_from, v_from = tensors[1], tensors[2]
     else:
