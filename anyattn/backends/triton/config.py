@@ -161,7 +161,9 @@ _FLOATS: dict[str, tuple[tuple[int, int, int, int], ...]] = {
 _SHORT: dict[str, tuple[tuple[int, int, int, int], ...]] = {"sm_90": ((16, 128, 4, 3), (16, 64, 4, 4), (16, 64, 4, 2))}
 _MOST_SHORT = 16
 # How the forward pass of 16 bits runs, by head dimension as above; the plainest way where an architecture has no row, and for few queries.
-_WAYS = {"sm_90": (Ways(False, 3), Ways(True, 2, True), Ways(False, 2))}
+_WAYS = {"sm_90": (Ways(False, 4, False, True), Ways(True, 4, True, True), Ways(False, 2, False, True))}
+# With a score mod, which needs registers too.
+_WAYS_OF_SCORES = {"sm_90": (Ways(False, 3, False, True), Ways(True, 2, False, True), Ways(False, 2, False, True))}
 _NEAR = 24 << 20  # bytes of keys and values that stay in the cache that all multiprocessors share, with room for the rest
 _MOST_TOGETHER = 32  # heads
 # What autotuning tries besides, the same for all architectures: what does not fit is left out.
@@ -282,17 +284,16 @@ def _column(shape: Shape) -> int:
 def ways_of(shape: Shape, capability: tuple[int, int] | None, is_short: bool) -> Ways:
     """How the forward kernel runs. is_short: see ``forward_tiles``.
 
-    Descriptors that programs make themselves are too much for those of documents, which with few keys each do not live long; and a score
-    mod needs the registers that a late second product keeps. What it loads for pairs is asked for while the first product runs, if the
-    addresses are not made before: with the output described there are registers left for them, and the compiler does not.
+    Descriptors that programs make themselves are too much for those of documents, which with few keys each do not live long. What a score
+    mod loads for every key needs the registers that a late second product keeps. What it loads for every pair is asked for while the first
+    product runs, unless the compiler makes all addresses before; with the output described it does not.
     """
-    ways = _WAYS.get(architecture(capability))
+    ways = (_WAYS_OF_SCORES if shape.has_score else _WAYS).get(architecture(capability))
     if ways is None or is_short or shape.asks or shape.dtype.itemsize != 2:
         return Ways(False, 0)
     found = ways[_column(shape)]
-    if not shape.has_score:
-        return found
-    return replace(found, is_late=False, is_joined=False, is_described=3 if shape.has_pairs else found.is_described)
+    found = replace(found, is_late=False) if shape.has_score and shape.columns else found
+    return replace(found, is_described=3) if shape.has_pairs else found
 
 
 def heads_together(heads: int, head_bytes: int) -> int:
