@@ -101,16 +101,6 @@ def test_what_is_kept_inside() -> None:
     assert "inside" in text_of(lambda s, b, h, q, k: s + table[h, ids[q] + k])  # whatever ids hold
 
 
-def test_what_becomes_float32() -> None:
-    """A row's and a column's part each by itself, where float32 holds all of their sums; elsewhere score by score."""
-    slopes, bytes_ = torch.zeros(3), torch.zeros(SIZE, dtype=torch.int8)
-    distance = lambda s, b, h, q, k: s - slopes[h] * (q - k).abs()
-    assert "_real - " in text_of(distance) and ".to(tl.float32)" not in text_of(distance)
-    assert "_real" not in text_of(distance, length=2**23), "a distance may be rounded"
-    assert "_real" not in text_of(lambda s, b, h, q, k: s + slopes[h] * (q * k))
-    assert "_real" not in text_of(lambda s, b, h, q, k: s + slopes[h] * (bytes_[q] - bytes_[k])), "bytes wrap around"
-
-
 def test_strides_of_1() -> None:
     table = torch.zeros(3, 100)
     mod = lambda wide: lambda s, b, h, q, k: s + wide[h, (q - k).abs()]

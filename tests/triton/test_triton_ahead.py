@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -103,6 +104,7 @@ def test_tiles_fit(capability: tuple[int, int]) -> None:
         ((10, 0), 0, False),
         ((9, 0), 2, True),
         ((8, 0), 1, True),
+        ((10, 0), 1, True),
         ((8, 6), 3, False),
         ((9, 0), 3, True),
         ((9, 0), 4, False),
@@ -126,6 +128,27 @@ def test_what_the_compiler_makes_of_the_tiles(capability, at, backward) -> None:
         needed = config.needed(name, tiles, shape_of(problem), capability)
         assert kernel.metadata.shared <= needed <= config.shared_memory(capability), (name, tiles)
         assert ahead.spilled(kernel.asm["cubin"]) <= ahead.MOST_SPILLED, (name, tiles)
+
+
+def test_gradients_of_pairs_and_distances_find_their_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """dq with what its scores send to two captured tensors, by entries and by diagonals: what most shared memory is taken for. Nothing is
+    assembled: only the memory counts."""
+    from triton.backends.nvidia.compiler import CUDABackend
+
+    from anyattn.backends.triton import config
+    from anyattn.backends.triton.styles import shape_of
+
+    monkeypatch.setattr(CUDABackend, "make_cubin", lambda *about: b"")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # which nobody may find them in
+    table, pairs = torch.zeros(4, 600, requires_grad=True), torch.zeros(256, 256, requires_grad=True)
+    score = lambda s, b, h, q, k: s + table[h, q - k + SHIFT] * pairs[q, k]
+    for capability, dim in (((9, 0), 128), ((9, 0), 256), ((8, 6), 128), ((10, 0), 128)):
+        problem = ahead.problem_of(score, lambda b, h, q, k: q >= k, dim=dim, has_grad=True)
+        launch = next(x for x in ahead.launches(problem, capability, backward=True) if "SLOT_M" in x.options)
+        options = launch.options
+        tiles = config.Tiles(options["TILE_M"], options["TILE_N"], options["num_warps"], options["num_stages"])
+        taken, needed = ahead.compiled(launch, capability).metadata.shared, config.needed("dq", tiles, shape_of(problem), capability)
+        assert taken <= needed <= config.shared_memory(capability), (capability, dim, tiles, taken, needed)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -261,6 +284,45 @@ def test_gradients_by_distance_are_summed_first() -> None:
     assert ahead.spilled(kernel.asm["cubin"]) <= ahead.MOST_SPILLED
 
 
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)], ids=str)
+def test_deterministic_gradients_of_captured_tensors(capability: tuple[int, int]) -> None:
+    """They are added as whole numbers, by diagonals and one by one, in kernels that find their shared memory and registers; nothing else
+    is, and a call that is not deterministic has none of it."""
+    from anyattn.backends.triton import config
+
+    table, pairs = torch.zeros(4, 512, requires_grad=True), torch.zeros(256, 256, requires_grad=True)
+    mods = (lambda s, b, h, q, k: s + table[h, q - k + 256], lambda s, b, h, q, k: s + pairs[q, k])
+    for mod in mods:
+        problem = ahead.problem_of(mod, dim=64, has_grad=True)
+        for is_deterministic in (True, False):
+            made = ahead.launches(problem.like(deterministic=is_deterministic), capability, backward=True)
+            names = [x.kernel.fn.__code__.co_filename for x in made]
+            assert len(made) == 3 + is_deterministic and ("exact_kernel" in names[-1]) is is_deterministic
+            launch = next(x for x, name in zip(made, names, strict=True) if "dq_tile" in name)
+            kernel = ahead.compiled(launch, capability)
+            sent = {found.group(1) for found in re.finditer(r"(?:red|atom)\.[a-z.]*add\.(?:noftz\.)?([a-z0-9]+)", kernel.asm["ptx"])}
+            assert sent == ({"u64"} if is_deterministic else {"f32"}), sent
+            assert kernel.metadata.shared <= config.shared_memory(capability)
+            assert ahead.spilled(kernel.asm["cubin"]) <= ahead.MOST_SPILLED
+            if is_deterministic:
+                assert ahead.compiled(made[-1], capability).metadata.shared == 0
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)], ids=str)
+def test_gradients_of_pages(capability: tuple[int, int]) -> None:
+    import anyattn
+
+    pools = [torch.zeros(9, 16, 2, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(2)]
+    q, table = torch.zeros(50, 4, 64, dtype=torch.bfloat16, requires_grad=True), torch.arange(8, dtype=torch.int32).view(2, 4)
+    places = {"cu_seqlens_q": torch.tensor([0, 20, 50]), "seqused_k": torch.tensor([60, 33]), "page_table": table}
+    with ahead.on(capability) as made:
+        out = anyattn.flash_attn_varlen_func(q, *pools, **places, causal=True, backend="triton")
+        torch.autograd.grad(out, [q, *pools], torch.zeros_like(out))
+    names = [x.kernel.fn.__code__.co_filename for x in made]
+    assert ["pages_kernel" in name for name in names] == [False] * 4 + [True] * 2
+    assert ahead.compiled(made[-1], capability).metadata.shared == 0
+
+
 @pytest.mark.parametrize(("dim", "most"), [(64, 168), (128, 255)])
 def test_descriptors_come_with_the_launch(dim: int, most: int) -> None:
     """On Hopper keys, values and output have descriptors, no store is narrow, and as many programs fit on a multiprocessor as were
@@ -328,7 +390,7 @@ def test_a_second_backward_launches_its_kernels_alone() -> None:
         assert bool(found - {"empty", "empty_like", "detach", "zeros_like"}) is expected, found
 
 
-@pytest.mark.parametrize(("mask", "most"), [(None, 13), (lambda b, h, q, k: q >= k, 14)], ids=["full", "causal"])
+@pytest.mark.parametrize(("mask", "most"), [(None, 14), (lambda b, h, q, k: q >= k, 14)], ids=["full", "causal"])
 def test_what_the_loops_of_the_backward_are_made_of(mask, most) -> None:  # type: ignore[no-untyped-def]
     """Over full tiles: rows' statistics come as tiles do, in pieces of 8 bytes, each address is a pointer that moves plus what stays, tiles
     are asked for a whole step ahead, and a score takes so many of the machine's instructions (6 of them its own arithmetic)."""
@@ -343,3 +405,38 @@ def test_what_the_loops_of_the_backward_are_made_of(mask, most) -> None:  # type
         scores = options["TILE_M"] * options["TILE_N"] / (32 * options["num_warps"])
         machine = min((x for x in ahead.machine_loops(kernel.asm["cubin"]) if any("MMA" in o for o in x)), key=len)
         assert len(machine) <= most * scores, len(machine) / scores
+
+
+def test_a_score_mod_by_distance_in_the_backward() -> None:
+    """ALiBi takes a score no more than a difference, an absolute value, a product and the score's own sum: distances are floats from the
+    start, log2(e) is part of the slope, and the derivative, which is 1, is nothing. No register goes to memory for it. Heads that share
+    keys compile too."""
+    import anyattn
+
+    score = anyattn.scores.alibi(BIAS).fn
+    _, dq, dkdv = ahead.launches(ahead.problem_of(score, lambda b, h, q, k: q >= k, has_grad=True), (9, 0), backward=True)
+    for launch, most in ((dq, 14), (dkdv, 18)):
+        kernel, options = ahead.compiled(launch, (9, 0)), launch.options
+        scores = options["TILE_M"] * options["TILE_N"] / (32 * options["num_warps"])
+        machine = min((x for x in ahead.machine_loops(kernel.asm["cubin"]) if any("MMA" in o for o in x)), key=len)
+        assert len(machine) <= most * scores, len(machine) / scores
+        assert sum(o.startswith("I2F") for o in machine) <= scores / 2  # of columns, not of scores
+
+
+def test_the_backward_of_a_band() -> None:
+    """Rows that see a band of keys have tiles of their own, and one loop visits full and partial tiles: what only the partial ones ask is
+    in a branch, before which and after which products are in flight as in a loop without."""
+    from anyattn import masks
+    from anyattn.backends.triton.programs import program_of
+
+    bands = {"window": masks.sliding_window(100, 0), "sink": masks.sink_window(8, 100), "chunks": masks.chunked(64)}
+    others = {"causal": masks.causal(), "prefix": masks.prefix_lm(30), "none": None, "after": lambda b, h, q, k: k >= q}
+    for name, mask in {**bands, **others}.items():
+        problem = ahead.problem_of(mask_mod=getattr(mask, "fn", mask), has_grad=True)
+        assert program_of(problem).program.has_band is (name in bands), name
+    _, dq, dkdv = ahead.launches(ahead.problem_of(mask_mod=bands["window"].fn, has_grad=True), (9, 0), backward=True)
+    assert (dq.options["TILE_M"], dq.options["num_warps"]) == (64, 4) and dkdv.options["IS_JOINED"]
+    kernel = ahead.compiled(dkdv, (9, 0))
+    (loop,) = [x for x in ahead.machine_loops(kernel.asm["cubin"]) if any("MMA" in o for o in x)]
+    assert sum("BRA" in o for o in loop) == 2 and sum("HGMMA" in o for o in loop) == 24
+    assert ahead.spilled(kernel.asm["cubin"]) <= ahead.MOST_SPILLED

@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from anyattn.backends.triton import styles, tables, tuning
+from anyattn.backends.triton import exact, styles, tables, tuning
 from anyattn.backends.triton.again import Kept, Ready, facts_of, ready_of, sources_of
-from anyattn.backends.triton.config import Tiles, backward_tiles, capability_of, fitting, padded
+from anyattn.backends.triton.config import Tiles, backward_tiles, capability_of, fitting, heads_in_turn, padded
 from anyattn.backends.triton.forms import Form, forms_of
 from anyattn.backends.triton.launch import Signature, entry_of, run_entry, strides_of
+from anyattn.backends.triton.paged_gradients import add_to_pages, brought_together
 from anyattn.backends.triton.programs import Chosen, Program, Read, captured_of, gradient_part, program_of, slots_alone
 from anyattn.backends.triton.shared import COUNTS, FUNCTIONS, LISTS, SIZES, constants_of, programs_along_batch, sizes_of, strides_named
 from anyattn.backends.triton.styles import shape_of
@@ -23,7 +24,7 @@ from anyattn.problem import Problem
 
 __all__ = ["backward"]
 
-_SIZES = (*SIZES, "span_places")
+_SIZES = (*SIZES, "span_places", "together")
 _TENSORS = ("q", "k", "v", "dout", "lse", "dq", "dk", "dv", "entries", "order", "spans", "guard", "delta")
 
 
@@ -39,7 +40,7 @@ _COMMON = (
     "TILE_M", "TILE_N", "LIST_M", "LIST_N", "HAS_FULL", "HEAD_DIM", "HEAD_DIM_V", "BLOCK_D", "BLOCK_DV", "HAS_ENTRIES", "HAS_GUARD",
 )  # fmt: skip
 _DQ = _signature("dq_tile", ("RANGES", *_COMMON, "PRECISION", "IS_NEAR", "SLOT_M"), scatters=True)
-_DKDV = _signature("dkdv_tile", ("RANGES", *_COMMON, "PRECISION", "IS_NEAR", "IS_GROUPED", "IS_NVIDIA"))
+_DKDV = _signature("dkdv_tile", ("RANGES", *_COMMON, "PRECISION", "IS_NEAR", "IS_GROUPED", "IS_NVIDIA", "IS_JOINED"))
 _PREPARE = Signature(
     "backward_kernel.prepare_tile",
     (
@@ -63,6 +64,8 @@ class _Results(NamedTuple):
 
 def backward(problem: Problem, plan: Plan, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     """Gradients of ``problem.grad_inputs`` in that order, None where none is needed. dout: any strides."""
+    if problem.sequences is not None and problem.sequences.page_table is not None:
+        return _of_pages(problem, plan, out, lse, dout, dlse)
     dout = dout if dout.stride(3) == 1 or dout.shape[3] == 1 else dout.contiguous()
     results = _Results(out, lse, dout, dlse)
     return _gradients(problem, [(form, _passes(form, plan, results)) for form in forms_of(problem, plan)], results)
@@ -88,6 +91,17 @@ def _passes(form: Form, plan: Plan, results: _Results) -> _Passes:
     if found is None:
         found = plan.prepared[key] = _Passes.of(form.problem, _tiles(form.problem, plan))
     return found  # type: ignore[no-any-return]
+
+
+def _of_pages(problem: Problem, plan: Plan, *results: Any) -> tuple[Tensor | None, ...]:
+    """The same of a call whose keys are in pages; results: what ``backward`` takes besides."""
+    assert problem.sequences is not None
+    dq, dk, dv, *others = backward(brought_together(problem), plan, *results)
+    found = [
+        add_to_pages(d, pool, problem.sequences) if d is not None and pool.requires_grad else None
+        for d, pool in ((dk, problem.k), (dv, problem.v))
+    ]
+    return dq, *found, *others
 
 
 def _tuned(problem: Problem, tiles: dict[str, Tiles], results: _Results) -> dict[str, Tiles]:
@@ -130,7 +144,8 @@ def _gradients(problem: Problem, forms: list[tuple[Form, _Passes]], results: _Re
             _launch("dkdv", form, passes, shared, prepared, ())
     captured = [None] * len(score.tensors) if score else []
     for slot, total in zip(wanted, totals, strict=True):
-        captured[slot] = total.to(score.tensors[slot].dtype)  # type: ignore
+        own = score.tensors[slot]  # type: ignore
+        captured[slot] = exact.read(total, own.dtype) if exact.is_exact(total, own) else total.to(own.dtype)  # type: ignore
     return dq, dk, dv, _of_sink(problem, results.lse, delta), *captured
 
 
@@ -141,18 +156,24 @@ def _wanted(problem: Problem) -> tuple[int, ...]:
 
 def _totals(problem: Problem) -> tuple[Tensor, ...]:
     """Where the gradients of captured tensors go: single values in the tensors' own dtype; sums of what may be a million terms, one after
-    the other, more exact than the terms."""
-    wanted, score = _wanted(problem), problem.score
+    the other, more exact than the terms, and where the order of the terms must not matter those of ``exact``."""
+    wanted, score, device = _wanted(problem), problem.score, problem.q.device
     if score is None:
         return ()
-    alone = slots_alone(problem, wanted)
+    alone, additions = slots_alone(problem, wanted), exact.additions_of(problem, wanted)
     sums = torch.float64 if problem.q.dtype is torch.float32 else torch.float32
-    dtypes = {s: score.tensors[s].dtype if s in alone else sums for s in wanted}
-    return tuple(torch.zeros(score.tensors[s].shape, dtype=dtypes[s], device=problem.q.device) for s in wanted)
+
+    def total(slot: int) -> Tensor:
+        shape = score.tensors[slot].shape
+        if slot in additions:
+            return exact.zeros(shape, additions[slot], device)
+        return torch.zeros(shape, dtype=score.tensors[slot].dtype if slot in alone else sums, device=device)
+
+    return tuple(total(slot) for slot in wanted)
 
 
 def _tiles(problem: Problem, plan: Plan) -> dict[str, Tiles]:
-    shape, capability = shape_of(problem), capability_of(problem.q.device)
+    shape, capability = replace(shape_of(problem), is_band=program_of(problem).program.has_band), capability_of(problem.q.device)
     found = backward_tiles(shape, capability)
     if plan.has_asked_tiles:
         wanted = {name: replace(t, tile_m=plan.tile_m, tile_n=plan.tile_n) for name, t in found.items()}
@@ -214,7 +235,7 @@ def _prepared_first(
         "HAS_ENTRIES": problem.sequences is not None, "HAS_DLSE": dlse is not None, "HAS_GUARD": form.guard is not None,
         "HAS_SINK": tensors[-1] is not None,
     }  # fmt: skip
-    numbers = (*strides, *of_dlse, 0, 0, *found.strides, *sizes_of(problem, found), places)
+    numbers = (*strides, *of_dlse, 0, 0, *found.strides, *sizes_of(problem, found), places, 1)
     grid = (found.row_tiles, problem.heads_q, programs_along_batch(problem, found))
     pointers = [out if t is None else t.detach() for t in tensors]
     handle = run_entry(
@@ -222,6 +243,16 @@ def _prepared_first(
         captured, out.device, {**constants, "num_warps": 4, "num_stages": 1},
     )  # fmt: skip
     return ready_of(handle, grid, numbers, sources_of(problem, chosen, program), captured)
+
+
+def _together(problem: Problem, program: Program, by_key: bool) -> int:
+    """How many heads programs go through at a time; see ``backward_kernel``."""
+    q, k, ratio = problem.q, problem.k, problem.qhead_per_kvhead
+    is_ragged = problem.sequences is not None  # whose programs go through all entries of a head
+    heads = (problem.heads_kv if by_key else problem.heads_q) * (1 if is_ragged else problem.batch)
+    rows = q.shape[2] * ratio if by_key else k.shape[2] // ratio
+    head_bytes = rows * (k.shape[3] + problem.v.shape[3]) * q.element_size() * (q.shape[0] if is_ragged else 1)
+    return heads_in_turn("dkdv" if by_key else "dq", heads, head_bytes, program.range_count > 1)
 
 
 def _places(problem: Problem, tile_m: int) -> int:
@@ -272,19 +303,24 @@ def _first(
     pointers = [q if t is None else t.detach() for t in tensors]
     program, captured = chosen.program, list(captured_of(chosen))
     if problem.score is not None:
-        program = replace(program, score=gradient_part(problem, () if by_key else _wanted(problem)))
+        wanted = () if by_key else _wanted(problem)
+        are_exact = tuple(s for s, total in zip(wanted, totals, strict=True) if exact.is_exact(total, problem.score.tensors[s]))
+        program = replace(program, score=gradient_part(problem, wanted, are_exact))
         captured[0] = Read(*captured[0][:2], totals)
     constants: dict[str, Any] = {**constants_of(problem, chosen, found), "TILE_M": used.tile_m, "TILE_N": used.tile_n}
     constants["IS_NEAR"] = all((t.stride(2) + 1) * t.shape[2] < 2**31 for t in (q, k, v, dout))
     if by_key:
         constants |= {"IS_GROUPED": problem.qhead_per_kvhead > 1, "IS_NVIDIA": styles.is_nvidia(q.device.type)}
+        # of a band's tiles so many are partial, and so few there are, that a loop for each kind begins too often
+        constants["IS_JOINED"] = program.has_band and program.score is None and program.always is None
     else:
         constants["SLOT_M"] = slot_m
     options = {"num_warps": used.num_warps, "num_stages": used.num_stages}
     lists = [q if t is None else t for t in found.lists]
     heads = problem.heads_kv if by_key else problem.heads_q
     grid = (found.row_tiles, heads, programs_along_batch(problem, found))
-    numbers = (*strides, 0, 0, *found.strides, *sizes_of(problem, found), _places(problem, slot_m))
+    sizes = (*sizes_of(problem, found), _places(problem, slot_m), _together(problem, program, by_key))
+    numbers = (*strides, 0, 0, *found.strides, *sizes)
     handle = run_entry(
         entry_of(_DKDV if by_key else _DQ, program, aligned), grid, (*pointers, *numbers, *lists, problem.scale), captured, q.device,
         constants | options,

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from anyattn.backends.triton.emit import PLAIN, Lines, Style, emit, packed_scalars
+from anyattn.backends.triton.emit import LEAVES, LOG2E, PLAIN, Lines, Style, emit, packed_scalars
 from anyattn.backends.triton.styles import style_of
 from anyattn.mods.compose import anded
 from anyattn.mods.dependence import dependence
@@ -27,13 +27,15 @@ from anyattn.problem import Problem
 __all__ = ["MOST_RANGES", "Part", "Program", "Read", "captured_of", "gradient_part", "program_of", "slots_alone", "staged"]
 
 MOST_RANGES = 2  # of a row, whose limits a kernel keeps
+_SCALED = {**LEAVES, "score_2": "score_2"}
 
 
 class Load(NamedTuple):
     """A load whose tensor gets a gradient: which of the part's totals it adds to, and where among the outputs its derivative and its
     indices are. by_row, by_key: whether a row's keys, a key's rows share one entry, so that they are summed first. is_alone: no two pairs
     of a query and a key share an entry, so that it is stored, not added up. diagonal: the indices by themselves, where they tell a query
-    and a key apart by their distance only: a tile's diagonals are summed first. None otherwise, and in float32, whose products are slow."""
+    and a key apart by their distance only: a tile's diagonals are summed first. None otherwise, and in float32, whose products are slow.
+    is_exact: the total is one of ``exact``, whose sum does not depend on the order of additions."""
 
     total: int
     factor: int
@@ -42,12 +44,14 @@ class Load(NamedTuple):
     by_key: bool
     is_alone: bool = False
     diagonal: Expr | None = None
+    is_exact: bool = False
 
 
 class Part(NamedTuple):
     """name: of its functions. kind: "score", "mask", "ranges" (row limits that stand for a mask), or "gradient" (a score mod's value, its
     derivative, and for each of ``loads`` a derivative and indices). scalars: how many numbers it captures; ranks: the number of
-    dimensions of each captured tensor; totals: of each tensor that sums gradients. style: of its text."""
+    dimensions of each captured tensor; totals: of each tensor that sums gradients (an exact one has another for its planes). style: of
+    its text."""
 
     name: str
     kind: str
@@ -87,6 +91,16 @@ class Program:
         return self.ranges is not None and never_fall(self.ranges.expr)
 
     @property
+    def has_band(self) -> bool:
+        """Whether a row sees a band of keys, limited on both sides by where the row is: so few of them that what begins and ends a program
+        takes a good part of its time."""
+        if self.ranges is None:
+            return False
+        expr = self.ranges.expr
+        moves = [dependence(expr)[output].q for output in expr.outputs]
+        return any(lo and hi for lo, hi in zip(moves[::2], moves[1::2], strict=True))
+
+    @property
     def source(self) -> str:
         return "\n\n".join(staged(part) for part in self.parts)
 
@@ -122,11 +136,11 @@ def program_of(problem: Problem) -> Chosen:
         found = Program(score, None, None if of_listed is None else of_listed[0], None if of_rest is None else of_rest[0])
         return Chosen(found, (*mods, *(m for _, m in asked)), "given")
     if ranges is not None:
-        return Chosen(Program(score, _ranges_part("ranges", ranges), None, None), (*mods, ranges), None)
+        return Chosen(Program(score, _ranges_part("ranges", ranges, problem), None, None), (*mods, ranges), None)
     assert joint is not None
     if problem.sequences is not None and problem.sequences.is_cache:
         # few rows, and lengths that nobody has looked at: asking is cheaper than listing tiles
-        found = Program(score, _ranges_part("ranges", _ALL), None, _part("always", joint, problem))
+        found = Program(score, _ranges_part("ranges", _ALL, problem), None, _part("always", joint, problem))
         return Chosen(found, (*mods, _ALL, joint), None)
     made = _mask_part("listed", joint, problem)
     assert made is not None
@@ -156,8 +170,10 @@ def _part(name: str, mod: TracedMod, problem: Problem) -> Part:
     return Part(name, mod.kind, mod.expr, len(mod.scalars), tuple([t.ndim for t in mod.tensors]), style=style_of(mod, mod.expr, problem))
 
 
-def _ranges_part(name: str, ranges: RowRanges) -> Part:
-    return Part(name, "ranges", ranges.expr, len(ranges.scalars), tuple(t.ndim for t in ranges.tensors))
+def _ranges_part(name: str, ranges: RowRanges, problem: Problem) -> Part:
+    style = style_of(ranges, ranges.expr, problem)
+    style = PLAIN._replace(is_small=style.is_small)
+    return Part(name, "ranges", ranges.expr, len(ranges.scalars), tuple(t.ndim for t in ranges.tensors), style=style)
 
 
 def _mask_part(name: str, mask: TracedMod, problem: Problem) -> tuple[Part, TracedMod | RowRanges] | None:
@@ -167,19 +183,20 @@ def _mask_part(name: str, mask: TracedMod, problem: Problem) -> tuple[Part, Trac
         return _part(name, mask, problem), mask
     if ranges.expr == _ALL.expr:
         return None
-    return _ranges_part(name, ranges), ranges
+    return _ranges_part(name, ranges, problem), ranges
 
 
 # ---- derivatives
 
 
-def gradient_part(problem: Problem, wanted: tuple[int, ...]) -> Part:
-    """The score mod with its derivatives. wanted: the slots of captured tensors that get gradients; totals are in this order."""
+def gradient_part(problem: Problem, wanted: tuple[int, ...], exact: tuple[int, ...] = ()) -> Part:
+    """The score mod with its derivatives. wanted: the slots of captured tensors that get gradients; totals are in this order.
+    exact: those of them whose total is one of ``exact``."""
     score = problem.score
     assert score is not None
     alone = frozenset(slots_alone(problem, wanted))
     ranks, is_short = tuple([t.ndim for t in score.tensors]), problem.q.dtype.itemsize == 2
-    made = _gradient_part(score.expr, len(score.scalars), ranks, wanted, alone, is_short)
+    made = _gradient_part(score.expr, len(score.scalars), ranks, wanted, alone, frozenset(exact), is_short)
     return made._replace(style=style_of(score, made.expr, problem))
 
 
@@ -194,9 +211,7 @@ def slots_alone(problem: Problem, wanted: tuple[int, ...]) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=1024)
-def _slots_alone(
-    expr: Expr, wanted: tuple[int, ...], sizes: tuple[int, int, int, int], shapes: tuple[torch.Size, ...]
-) -> tuple[int, ...]:
+def _slots_alone(expr: Expr, wanted: tuple[int, ...], sizes: tuple[int, int, int, int], shapes: tuple[torch.Size, ...]) -> tuple[int, ...]:
     extents = dict(zip(("b", "h", "q_idx", "kv_idx"), sizes, strict=True))
     gradients = score_gradients(expr)
     found = []
@@ -212,11 +227,11 @@ def _slots_alone(
 
 @lru_cache(maxsize=1024)
 def _gradient_part(
-    expr: Expr, scalars: int, ranks: tuple[int, ...], wanted: tuple[int, ...], alone: frozenset[int], is_short: bool
+    expr: Expr, scalars: int, ranks: tuple[int, ...], wanted: tuple[int, ...], alone: frozenset[int], exact: frozenset[int], is_short: bool
 ) -> Part:
     gradients = score_gradients(expr, is_exact=not is_short)
     builder = Builder()
-    outputs = [builder.copy(expr), builder.copy(gradients.expr, gradients.expr.outputs[0])]
+    outputs = [_in_base_2(builder, expr, is_short), builder.copy(gradients.expr, gradients.expr.outputs[0])]
     deps = dependence(gradients.expr)
     loads = []
     for load in gradients.loads:
@@ -231,8 +246,34 @@ def _gradient_part(
         if all(deps[p].diagonal or not (deps[p].q or deps[p].kv) for p in places) and not (by_row or by_key) and is_short:
             of_places = Builder()
             diagonal = of_places.build(*(of_places.copy(gradients.expr, p) for p in places))
-        loads.append(Load(wanted.index(load.slot), at, indices, by_row, by_key, load.slot in alone, diagonal))
-    return Part("score", "gradient", builder.build(*outputs), scalars, ranks, tuple(loads), tuple(ranks[slot] for slot in wanted))
+        loads.append(Load(wanted.index(load.slot), at, indices, by_row, by_key, load.slot in alone, diagonal, load.slot in exact))
+    totals = tuple(ranks[slot] + (slot in exact) for slot in wanted)
+    return Part("score", "gradient", builder.build(*outputs), scalars, ranks, tuple(loads), totals)
+
+
+def _in_base_2(builder: Builder, expr: Expr, may_push: bool) -> int:
+    """The score mod's value times log2(e), in float32. may_push: the factor goes to where it is multiplied least often, into the terms of
+    a sum and to what a loop does not change, which rounds otherwise; the score that comes in is known with it."""
+    deps = dependence(expr)
+    factor = builder.const(LOG2E, torch.float32)
+
+    def cost(at: int) -> int:
+        dep = deps[at]
+        return 2 if dep.score or (dep.q and dep.kv) else int(dep.q or dep.kv)
+
+    def pushed(at: int) -> int:
+        node = expr.nodes[at]
+        if node.dtype is torch.float32 and cost(at) == 2 and may_push:
+            if node.op in ("add", "sub", "neg"):
+                return builder.add(node.op, *(pushed(a) for a in node.args), dtype=node.dtype)
+            if node.op == "mul":
+                one, other = sorted(node.args, key=cost)
+                return builder.add("mul", pushed(one), builder.copy(expr, other), dtype=node.dtype)
+            if node.op == "where":
+                return builder.add("where", builder.copy(expr, node.args[0]), *(pushed(a) for a in node.args[1:]), dtype=node.dtype)
+        return builder.add("mul", builder.cast(builder.copy(expr, at), torch.float32), factor, dtype=torch.float32)
+
+    return pushed(expr.outputs[0])
 
 
 def _scatter_source(part: Part) -> str:
@@ -257,7 +298,8 @@ def _scatter_source(part: Part) -> str:
         if load.diagonal is not None:
             before.append(_places_source(f"{part.name}_places{i}", load, part))
             lines.append("if ds.shape[0] * ds.shape[1] >= 1024:  # a product sums 16 terms or more")
-            lines.append(f"    functions.send_diagonals(part{i}, at, scalars, tensors, {slot}, {part.name}_places{i}, DTYPE)")
+            more = ", True" if load.is_exact else ""
+            lines.append(f"    functions.send_diagonals(part{i}, at, scalars, tensors, {slot}, {part.name}_places{i}, DTYPE{more})")
             lines.append("else:")
         indent = "    " * (load.diagonal is not None)
         mask = {(False, False): "seen", (True, False): "is_row", (False, True): "is_key", (True, True): None}[load.by_row, load.by_key]
@@ -267,15 +309,22 @@ def _scatter_source(part: Part) -> str:
             lines.append(f"part{i} = tl.sum(part{i}, 0, keep_dims=True)")
         if mask is None:  # one number: one lane adds it
             lines.append(f"part{i}, at{i} = tl.sum(tl.sum(part{i}, 1), 0), functions.only(at{i})")
-            lines.append(f"tl.atomic_add({slot}[0] + at{i}, part{i}.to({slot}[0].dtype.element_ty), sem='relaxed')")
+            lines.append(_addition(load, slot, i, "None"))
         else:
             lines.append(f"{indent}at{i} += functions.zeros_like(part{i})")
             lines.append(f"{indent}mask{i} = None if IS_FULL else {mask}")
-            sent = f"part{i}.to({slot}[0].dtype.element_ty)"
-            lines.append(f"{indent}tl.atomic_add({slot}[0] + at{i}, {sent}, mask=mask{i}, sem='relaxed')")
+            lines.append(indent + _addition(load, slot, i, f"mask{i}"))
     arguments = "ds, seen, is_row, is_key, found, at, scalars, tensors, totals, IS_FULL: tl.constexpr, DTYPE: tl.constexpr"
     head = f"@triton.jit\ndef {part.name}_scatter({arguments}):\n"
     return "\n\n".join([*before, head + "\n".join(f"    {x}" for x in lines) + "\n"])
+
+
+def _addition(load: Load, slot: str, i: int, mask: str) -> str:
+    """The line that adds ``part{i}`` to the total of a load."""
+    if load.is_exact:
+        return f"functions.send_exact({slot}, at{i}, part{i}, {mask})"
+    more = "" if mask == "None" else f", mask={mask}"
+    return f"tl.atomic_add({slot}[0] + at{i}, part{i}.to({slot}[0].dtype.element_ty){more}, sem='relaxed')"
 
 
 def _places_source(name: str, load: Load, part: Part) -> str:
@@ -297,7 +346,7 @@ def _places_source(name: str, load: Load, part: Part) -> str:
 @lru_cache(maxsize=4096)
 def staged(part: Part) -> str:
     """The two functions of a part. A "ranges" part's rows are its limits, clipped to 32 bits."""
-    lines = emit(part.expr, style=part.style)
+    lines = emit(part.expr, _SCALED if part.kind == "gradient" else LEAVES, style=part.style)
     if part.kind == "ranges":
         return _ranges_source(part.name, lines, part.expr)
     free = [*lines.once, *lines.row]
@@ -305,7 +354,8 @@ def staged(part: Part) -> str:
     text = "\n".join([*rest, *lines.outputs])
     defined = [line.split(" = ", 1)[0] for line in free]
     kept = [name for name in defined if _reads(text, name)]
-    arguments = "b, h, kv_idx, rows" if part.kind == "mask" else "score, b, h, kv_idx, rows"
+    scores = {"mask": "", "gradient": "score, score_2, "}.get(part.kind, "score, ")
+    arguments = f"{scores}b, h, kv_idx, rows"
     result = f"({', '.join(lines.outputs)},)" if part.kind == "gradient" else lines.outputs[0]
     head = _function(f"{part.name}_rows", "b, h, q_idx", [*free, f"return ({', '.join(['q_idx', *kept])},)"])
     body = [*(f"{name} = rows[{i + 1}]" for i, name in enumerate(kept)), *rest, f"return {result}"]
@@ -314,9 +364,11 @@ def staged(part: Part) -> str:
 
 
 def _ranges_source(name: str, lines: Lines, expr: Expr) -> str:
-    limits = [f"functions.limit({output})" for output in lines.outputs]
-    ranges = [(i, f"(kv_idx < rows[{i + 1}])", _is_start(expr, i)) for i in range(0, len(limits), 2)]
-    inside = " | ".join(below if is_start else f"((kv_idx >= rows[{i}]) & {below})" for i, below, is_start in ranges)
+    limits = [output if is_near else f"functions.limit({output})" for output, is_near in zip(lines.outputs, lines.near, strict=True)]
+    inside = " | ".join(
+        f"(kv_idx < rows[{i + 1}])" if _is_start(expr, i) else f"functions.between(kv_idx, rows[{i}], rows[{i + 1}])"
+        for i in range(0, len(limits), 2)
+    )
     head = _function(f"{name}_rows", "b, h, q_idx", [*lines.all(), f"return ({', '.join(limits)},)"])
     return head + "\n\n" + _function(f"{name}_value", "b, h, kv_idx, rows", [f"return {inside}"])
 
