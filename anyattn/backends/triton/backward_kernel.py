@@ -18,8 +18,10 @@ import triton
 import triton.language as tl
 
 from anyattn.backends.triton import functions
-from anyattn.backends.triton.forward_kernel import load_rows, plus_product, rows_of
+from anyattn.backends.triton.again import dkdv_again, dq_again
+from anyattn.backends.triton.forward_kernel import load_rows, rows_of
 from anyattn.backends.triton.places import entry, is_off, row_tile
+from anyattn.backends.triton.products import finite, is_finite, plus_product, turned
 from anyattn.backends.triton.visits import by_lists, clipped, full_at, inside_of, partial_at, place_of_lists, visits_of
 
 __all__ = ["dkdv_tile", "dq_tile", "prepare_tile"]
@@ -137,16 +139,23 @@ def _load_tile(base, offsets, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
+def _load_columns(base, lane, stride, column, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr, IS_NEAR: tl.constexpr):
+    """WIDTH columns of rows ``lane`` from the one called ``column``, zeros beyond HEAD_DIM."""
+    return tl.load(base + column + _offsets(lane, stride, WIDTH, IS_NEAR), mask=column + tl.arange(0, WIDTH)[None, :] < HEAD_DIM, other=0.0)
+
+
+@triton.jit
 def _visit_keys(
     dq, q, dout, lse, delta, is_row, q_first, first, end, is_shown, key, offsets, rows, b, h, scale, captured,
     SCORE: tl.constexpr, MASK: tl.constexpr, ALWAYS: tl.constexpr, SCATTER: tl.constexpr,
     IS_PARTIAL: tl.constexpr, HAS_SCORE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr, HAS_SCATTER: tl.constexpr,
     TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PRECISION: tl.constexpr, RANGES: tl.constexpr, IS_NEAR: tl.constexpr,
+    PRECISION: tl.constexpr, RANGES: tl.constexpr, IS_NEAR: tl.constexpr, column,
 ):  # fmt: skip
     """dq with what one tile of keys adds to it, not yet scaled; arguments as of ``forward_kernel.visit``. offsets: of full tiles.
 
-    q_first: the tile's first row as mods count it, and how many rows it has."""
+    q_first: the tile's first row as mods count it, and how many rows it has. column: None, or of ``again``, the first of those that dq
+    has; then keys may not be finite."""
     lane = first + tl.arange(0, TILE_N)
     k_at, v_at = offsets
     start = first
@@ -189,6 +198,9 @@ def _visit_keys(
         ds = ds * of_score[1].to(tl.float32)
         if IS_PARTIAL or HAS_ALWAYS:
             ds = tl.where(seen, ds, 0.0)  # the derivative of a hidden score may be anything
+    if column is not None:
+        k = _load_columns(key[0] + row * key[4] + _row_at(at, key[5], IS_NEAR), local, key[5], column, dq.shape[1], HEAD_DIM, IS_NEAR)
+        k = finite(k)
     return plus_product(dq, None, ds, k, PRECISION)
 
 
@@ -201,6 +213,7 @@ def dq_tile(
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, LIST_M: tl.constexpr, LIST_N: tl.constexpr, HAS_FULL: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     HAS_ENTRIES: tl.constexpr, HAS_GUARD: tl.constexpr, PRECISION: tl.constexpr, IS_NEAR: tl.constexpr, SLOT_M: tl.constexpr,
+    HIDES: tl.constexpr,
 ):  # fmt: skip
     """dq of one row tile, and what its scores send into the score mod's captured tensors."""
     if HAS_GUARD and is_off(tensors[11]):
@@ -247,18 +260,25 @@ def dq_tile(
         dq = _visit_keys(
             dq, q, dout, lse, delta, is_row, q_first, first, first + TILE_N, True, key, offsets, kept, b, h, factor, captured,
             SCORE, MASK, ALWAYS, SCATTER, False, HAS_SCORE, HAS_MASK, HAS_ALWAYS, HAS_SCATTER,
-            TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, RANGES, IS_NEAR,
+            TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, RANGES, IS_NEAR, None,
         )  # fmt: skip
     for i in range(0, partial):
         first, end, is_shown = partial_at(runs, i, seqlen_k, RANGES, TILE_N, LIST_N)
         dq = _visit_keys(
             dq, q, dout, lse, delta, is_row, q_first, first, end, is_shown, key, offsets, kept, b, h, factor, captured,
             SCORE, MASK, ALWAYS, SCATTER, True, HAS_SCORE, HAS_MASK, HAS_ALWAYS, HAS_SCATTER,
-            TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, RANGES, IS_NEAR,
+            TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, RANGES, IS_NEAR, None,
         )  # fmt: skip
+    is_right = not HIDES or is_finite(dq, None)
     d = tl.arange(0, BLOCK_D)[None, :]
-    dq_at = (row * strides[4][0] + head * strides[4][1] + at.to(tl.int64) * strides[4][2])[:, None]
-    tl.store(tensors[5] + dq_at + d, (dq * scale).to(tensors[5].dtype.element_ty), mask=is_row[:, None] & (d < HEAD_DIM))
+    out = tensors[5] + (row * strides[4][0] + head * strides[4][1] + at.to(tl.int64) * strides[4][2])[:, None]
+    tl.store(out + d, (dq * scale).to(out.dtype.element_ty), mask=is_row[:, None] & (d < HEAD_DIM) & is_right)
+    if not is_right:
+        dq_again(
+            out, q, dout, lse, delta, is_row, q_first, full, partial, seqlen_k, runs, key, offsets, kept, b, h, (factor, scale), captured,
+            _visit_keys, SCORE, MASK, ALWAYS, SCATTER, HAS_SCORE, HAS_MASK, HAS_ALWAYS, TILE_N, LIST_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D,
+            BLOCK_DV, PRECISION, RANGES, IS_NEAR,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -309,11 +329,12 @@ def _visit_rows(
     ALWAYS: tl.constexpr, IS_PARTIAL: tl.constexpr, HAS_SCORE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, RANGES: tl.constexpr, IS_NEAR: tl.constexpr,
-    IS_NVIDIA: tl.constexpr,
+    IS_NVIDIA: tl.constexpr, part,
 ):  # fmt: skip
     """dk, not yet scaled, and dv with what rows ``first`` to ``end`` of one head add to them. Scores are [keys, rows] here.
 
     heads: of the sequence's storage row and head q and dout, of the sequence and head lse and delta. offsets: of a full tile's q and dout.
+    part: None, or of ``again``, the first of the columns that dk and dv have, and which turn it is; then q and dout may not be finite.
     """
     m_lane = tl.arange(0, TILE_M)
     asked = functions.unknown(m_lane, IS_NVIDIA)
@@ -343,7 +364,7 @@ def _visit_rows(
         if IS_PARTIAL and HAS_MASK:
             rows = MASK_ROWS(b, h, q_idx, captured[1][0], captured[1][1])
             shown = MASK(b, h, kv, rows, captured[1][0], captured[1][1])
-            if RANGES > 0:  # of a row that is not there lse is infinite
+            if RANGES > 0 and part is None:  # of a row that is not there lse is infinite
                 seen = shown
             else:
                 seen = seen & (shown | is_shown)
@@ -351,7 +372,14 @@ def _visit_rows(
             rows = ALWAYS_ROWS(b, h, q_idx, captured[2][0], captured[2][1])
             seen = seen & ALWAYS(b, h, kv, rows, captured[2][0], captured[2][1])
         p = tl.where(seen, p, 0.0)
-    dv = plus_product(dv, None, p, dout, PRECISION)
+    if part is None:
+        dv = plus_product(dv, None, p, dout, PRECISION)
+    else:
+        dout = _load_columns(
+            heads[1] + _row_at(at, strides[3][2], IS_NEAR), local, strides[3][2], part[0], dv.shape[1], HEAD_DIM_V, IS_NEAR
+        )
+        dv = plus_product(dv, None, tl.where(part[1] < 2, (p != 0.0).to(tl.float32), p), turned(dout, part[1]), PRECISION)
+        q = finite(_load_columns(heads[0] + _row_at(at, strides[0][2], IS_NEAR), local, strides[0][2], part[0], dk.shape[1], HEAD_DIM, IS_NEAR))
     # asked for as late as this, it takes no registers before
     delta = tl.load(heads[3] + kept + m_lane)
     ds = p * (dp - delta[None, :])
@@ -364,6 +392,34 @@ def _visit_rows(
 
 
 @triton.jit
+def _visitors(
+    tensors, strides, spans, sizes, lists, found, b, h, line, n_first, n_end,
+    RANGES: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, LIST_M: tl.constexpr, HAS_FULL: tl.constexpr,
+    HAS_ENTRIES: tl.constexpr,
+):  # fmt: skip
+    """(pointers ``heads`` of ``_visit_rows``, which row tiles see keys n_first to n_end, how many see all of them, how many some).
+
+    Which: (first, first full) by ranges, or as ``visits.full_at`` and ``partial_at`` read it.
+    """
+    q_row = found[0].to(tl.int64)
+    slot = _slot(found, 0, b, h, sizes, TILE_M, TILE_M)
+    heads = (
+        tensors[0] + (q_row * strides[0][0] + h.to(tl.int64) * strides[0][1]),
+        tensors[3] + (q_row * strides[3][0] + h.to(tl.int64) * strides[3][1]),
+        tl.multiple_of(tensors[4] + slot, 16), tl.multiple_of(tensors[12] + slot, 16),
+    )  # fmt: skip
+    if RANGES > 0:
+        place = tensors[10] + _slot(found, 0, b, h, sizes, TILE_M, 4 * RANGES)
+        tile_end = tl.minimum(n_first + TILE_N, n_end)  # n_end is the sequence's
+        first, end, full, full_end = _rows_by_spans(place, found[2], n_first, tile_end, RANGES, 4 * RANGES, TILE_M)
+        return heads, (first, full), full_end - full, end - first - (full_end - full)
+    else:
+        counts_at, places_at = place_of_lists(spans[1], b, h, line, found, found[2], LIST_M, HAS_ENTRIES)
+        runs = by_lists(lists, counts_at, places_at, found[2], TILE_M, LIST_M, HAS_FULL)
+        return heads, runs, runs[0], runs[1]
+
+
+@triton.jit
 def dkdv_tile(
     tensors, strides, spans, sizes, lists, scale, captured,
     SCORE_ROWS: tl.constexpr, SCORE: tl.constexpr, MASK_ROWS: tl.constexpr, MASK: tl.constexpr, ALWAYS_ROWS: tl.constexpr,
@@ -371,7 +427,7 @@ def dkdv_tile(
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, LIST_M: tl.constexpr, LIST_N: tl.constexpr, HAS_FULL: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     HAS_ENTRIES: tl.constexpr, HAS_GUARD: tl.constexpr, PRECISION: tl.constexpr, IS_NEAR: tl.constexpr, IS_GROUPED: tl.constexpr,
-    IS_NVIDIA: tl.constexpr,
+    IS_NVIDIA: tl.constexpr, HIDES: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one tile of keys, summed over the query heads that share them (IS_GROUPED: several do). lists: per tile of keys.
 
@@ -398,27 +454,16 @@ def dkdv_tile(
     dv = tl.zeros((TILE_N, BLOCK_DV), tl.float32)
     m_lane = tl.arange(0, TILE_M)
     offsets = _offsets(m_lane, strides[0][2], BLOCK_D, IS_NEAR), _offsets(m_lane, strides[3][2], BLOCK_DV, IS_NEAR)
-    q_row = found[0].to(tl.int64)
     for g in range(0, sizes[7] if IS_GROUPED else 1):
         h = kv_head * sizes[7] + g
-        slot = _slot(found, 0, b, h, sizes, TILE_M, TILE_M)
-        heads = (
-            tensors[0] + (q_row * strides[0][0] + h.to(tl.int64) * strides[0][1]),
-            tensors[3] + (q_row * strides[3][0] + h.to(tl.int64) * strides[3][1]),
-            tl.multiple_of(tensors[4] + slot, 16), tl.multiple_of(tensors[12] + slot, 16),
+        heads, runs, fulls, partials = _visitors(
+            tensors, strides, spans, sizes, lists, found, b, h, line, n_first, n_end,
+            RANGES, TILE_M, TILE_N, LIST_M, HAS_FULL, HAS_ENTRIES,
         )  # fmt: skip
-        if RANGES > 0:
-            place = tensors[10] + _slot(found, 0, b, h, sizes, TILE_M, 4 * RANGES)
-            tile_end = tl.minimum(n_first + TILE_N, n_end)  # n_end is the sequence's
-            first, end, full, full_end = _rows_by_spans(place, seqlen_q, n_first, tile_end, RANGES, 4 * RANGES, TILE_M)
-            fulls, partials = full_end - full, end - first - (full_end - full)
-        else:
-            counts_at, places_at = place_of_lists(spans[1], b, h, line, found, seqlen_q, LIST_M, HAS_ENTRIES)
-            runs = by_lists(lists, counts_at, places_at, seqlen_q, TILE_M, LIST_M, HAS_FULL)
-            fulls, partials = runs[0], runs[1]
         for i in range(0, partials):
             if RANGES > 0:
-                start = tl.where(first + i < full, first + i, first + i + fulls) * TILE_M
+                at_row = runs[0] + i
+                start = tl.where(at_row < runs[1], at_row, at_row + fulls) * TILE_M
                 stop = seqlen_q
                 is_shown = False
             else:
@@ -426,20 +471,28 @@ def dkdv_tile(
             dk, dv = _visit_rows(
                 dk, dv, k, v, start, stop, is_shown, n_first, n_end, found, heads, offsets, strides, b, h, factor, captured,
                 SCORE_ROWS, SCORE, MASK_ROWS, MASK, ALWAYS_ROWS, ALWAYS, True, HAS_SCORE, HAS_MASK, HAS_ALWAYS,
-                TILE_M, TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, RANGES, IS_NEAR, IS_NVIDIA,
+                TILE_M, TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, RANGES, IS_NEAR, IS_NVIDIA, None,
             )  # fmt: skip
         for i in range(0, fulls):
             if RANGES > 0:
-                start = (full + i) * TILE_M
+                start = (runs[1] + i) * TILE_M
             else:
                 start = full_at(runs, i, 0, TILE_M, LIST_M)
             dk, dv = _visit_rows(
                 dk, dv, k, v, start, start + TILE_M, True, n_first, n_end, found, heads, offsets, strides, b, h, factor, captured,
                 SCORE_ROWS, SCORE, MASK_ROWS, MASK, ALWAYS_ROWS, ALWAYS, False, HAS_SCORE, HAS_MASK, HAS_ALWAYS,
-                TILE_M, TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, RANGES, IS_NEAR, IS_NVIDIA,
+                TILE_M, TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, RANGES, IS_NEAR, IS_NVIDIA, None,
             )  # fmt: skip
+    is_right = not HIDES or is_finite(dk, dv)
     d, d_v = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_DV)[None, :]
-    dk_at = row * strides[5][0] + head * strides[5][1] + at * strides[5][2]
-    dv_at = row * strides[6][0] + head * strides[6][1] + at * strides[6][2]
-    tl.store(tensors[6] + dk_at + d, (dk * scale).to(tensors[6].dtype.element_ty), mask=is_key & (d < HEAD_DIM))
-    tl.store(tensors[7] + dv_at + d_v, dv.to(tensors[7].dtype.element_ty), mask=is_key & (d_v < HEAD_DIM_V))
+    dk_out = tensors[6] + (row * strides[5][0] + head * strides[5][1] + at * strides[5][2])
+    dv_out = tensors[7] + (row * strides[6][0] + head * strides[6][1] + at * strides[6][2])
+    tl.store(dk_out + d, (dk * scale).to(dk_out.dtype.element_ty), mask=is_key & (d < HEAD_DIM) & is_right)
+    tl.store(dv_out + d_v, dv.to(dv_out.dtype.element_ty), mask=is_key & (d_v < HEAD_DIM_V) & is_right)
+    if not is_right:
+        dkdv_again(
+            (dk_out, dv_out), is_key, k, v, kv_head, n_first, n_end, found, offsets, line, tensors, strides, spans, sizes, lists, b,
+            (factor, scale), captured, _visit_rows, _visitors, SCORE_ROWS, SCORE, MASK_ROWS, MASK, ALWAYS_ROWS, ALWAYS, HAS_SCORE,
+            HAS_MASK, HAS_ALWAYS, TILE_M, TILE_N, LIST_M, HAS_FULL, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, HAS_ENTRIES, PRECISION,
+            RANGES, IS_NEAR, IS_GROUPED, IS_NVIDIA,
+        )  # fmt: skip

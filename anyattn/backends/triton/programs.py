@@ -82,6 +82,11 @@ class Program:
         return 0 if self.ranges is None else len(self.ranges.expr.outputs) // 2
 
     @property
+    def hides(self) -> bool:
+        """Whether a row may not see a key of a tile that it visits."""
+        return self.listed is not None or self.always is not None or (self.ranges is not None and self.ranges.expr != _ALL.expr)
+
+    @property
     def source(self) -> str:
         return "\n\n".join(staged(part) for part in self.parts)
 

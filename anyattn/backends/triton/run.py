@@ -39,7 +39,10 @@ _FORWARD = Signature(
     (
         (
             "pointer",
-            ("q", "k", "v", "out", "lse", "highest", "sink", "entries", "order", "pages", "cached", "leftpad", "cache_rows", "guard"),
+            (
+                "q", "k", "v", "out", "lse", "highest", "sink", "entries", "order", "pages", "cached", "leftpad", "cache_rows", "guard",
+                "plain_k", "plain_v", "plain_out",
+            ),
         ),
         ("stride", (*strides_named("q", "k", "v", "out"), ("part_out",))),
         ("long", (("part_statistics",), LISTS[1])),
@@ -53,7 +56,7 @@ _FORWARD = Signature(
     (
         "RANGES", "TILE_M", "TILE_N", "LIST_M", "LIST_N", "HAS_FULL", "HEAD_DIM", "HEAD_DIM_V", "BLOCK_D", "BLOCK_DV", "IS_PACKED",
         "HAS_ENTRIES", "IS_CACHE", "HAS_LEFTPAD", "HAS_ROWS", "PAGE_SIZE", "HAS_SINK", "HAS_LSE", "HAS_MAX", "PRECISION",
-        "IS_RAW", "IS_LATE", "IS_DESCRIBED", "IS_JOINED", "HAS_GUARD", "IS_GROUPED",
+        "IS_RAW", "IS_LATE", "IS_DESCRIBED", "IS_JOINED", "HAS_GUARD", "IS_GROUPED", "HIDES",
     ),
 )  # fmt: skip
 
@@ -146,7 +149,7 @@ def _launch(form: Form, plan: Plan, target: _Target) -> None:
     q, k, v, sink = problem.q, problem.k, problem.v, problem.sink
     cache, packed = found.cache, plan.heads_per_tile
     cache_tables = (None, None, None) if cache is None else tuple(map(_contiguous, cache.tables[:3]))
-    tensors = (q, k, v, *target[:3], _contiguous(sink), found.entries, found.order, found.pages, *cache_tables, found.guard)
+    tensors = (q, k, v, *target[:3], _contiguous(sink), found.entries, found.order, found.pages, *cache_tables, found.guard, k, v, target.out)
     splits, part_statistics, part_out = target.parts
     is_aligned, strides = strides_of(q, k, v, target.out, more=(part_out,))
     pointers = [q if t is None else t for t in tensors]  # what is absent is any pointer
@@ -167,6 +170,8 @@ def _launch(form: Form, plan: Plan, target: _Target) -> None:
         "IS_DESCRIBED": described, "IS_JOINED": ways.is_joined and described >= 2 and chosen.program.range_count > 0,
         "IS_GROUPED": ways.is_grouped and splits == 1 and found.entries is None and not is_packed and found.row_tiles <= MOST_BLOCKS,
     }  # fmt: skip
+    if described >= 2 and form.documents is not None:  # a tile may hold keys of the next document
+        constants["HIDES"] = True
     for at, since, rows in ((0, 4, plan.tile_m), (1, 2, plan.tile_n), (2, 2, plan.tile_n), (3, 3, plan.tile_m)):
         if described >= since:
             pointers[at] = _descriptor(pointers[at], rows)
