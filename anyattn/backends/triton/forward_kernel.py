@@ -293,13 +293,13 @@ def store_results(
     else:  # a division takes seven instructions
         acc = acc * (1.0 / total)[:, None]
     if IS_DESCRIBED >= 3:
-        if is_right:
+        if is_right:  # what the hardware writes by itself may come after what is written again
             tensors[3].store([place[0], place[1], place[2], 0], tl.reshape(acc.to(tensors[3].dtype), (1, 1, acc.shape[0], BLOCK_DV)))
     else:
         offsets = q_row.to(tl.int64) * strides[3][0] + h.to(tl.int64) * strides[3][1] + at.to(tl.int64) * strides[3][2]
         d = tl.arange(0, BLOCK_DV)[None, :]
         out = tensors[3] + split.to(tl.int64) * strides[4][0]
-        tl.store(out + offsets[:, None] + d, acc.to(out.dtype.element_ty), mask=is_row[:, None] & (d < HEAD_DIM_V) & is_right)
+        tl.store(out + offsets[:, None] + d, acc.to(out.dtype.element_ty), mask=is_row[:, None] & (d < HEAD_DIM_V))
     if HAS_LSE:
         lse = tl.where(row_sum == 0, float("-inf"), row_max * _LN2 + tl.log(total))
         tl.store(tensors[4] + part + statistic, lse, mask=is_row)
