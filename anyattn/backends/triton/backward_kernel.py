@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from anyattn.backends.triton import functions
-from anyattn.backends.triton.again import dkdv_again, dq_again
+from anyattn.backends.triton.hidden import dkdv_again, dq_again
 from anyattn.backends.triton.forward_kernel import load_rows, rows_of
 from anyattn.backends.triton.places import entry, is_off, row_tile
 from anyattn.backends.triton.products import finite, is_finite, plus_product, turned
@@ -154,7 +154,7 @@ def _visit_keys(
 ):  # fmt: skip
     """dq with what one tile of keys adds to it, not yet scaled; arguments as of ``forward_kernel.visit``. offsets: of full tiles.
 
-    q_first: the tile's first row as mods count it, and how many rows it has. column: None, or of ``again``, the first of those that dq
+    q_first: the tile's first row as mods count it, and how many rows it has. column: None, or of ``hidden``, the first of those that dq
     has; then keys may not be finite."""
     lane = first + tl.arange(0, TILE_N)
     k_at, v_at = offsets
@@ -333,7 +333,7 @@ def _visit_rows(
     """dk, not yet scaled, and dv with what rows ``first`` to ``end`` of one head add to them. Scores are [keys, rows] here.
 
     heads: of the sequence's storage row and head q and dout, of the sequence and head lse and delta. offsets: of a full tile's q and dout.
-    part: None, or of ``again``, the first of the columns that dk and dv have, and which turn it is; then q and dout may not be finite.
+    part: None, or of ``hidden``, the first of the columns that dk and dv have, and which turn it is; then q and dout may not be finite.
     """
     m_lane = tl.arange(0, TILE_M)
     asked = functions.unknown(m_lane, IS_NVIDIA)

@@ -17,7 +17,7 @@ head, key tiles that lists count in a sequence of seqlen_k.
 import triton
 import triton.language as tl
 
-from anyattn.backends.triton.again import out_again
+from anyattn.backends.triton.hidden import out_again
 from anyattn.backends.triton.places import cache_entry, entry, inside, is_off, key_places, page_numbers, paged_places, row_tile
 from anyattn.backends.triton.products import is_finite, plus_product
 from anyattn.backends.triton.visits import full_at, inside_of, partial_at, visits_of

@@ -1,7 +1,7 @@
 """Sums of products, and what of them is right when a value may be NaN or infinite. Kernel side.
 
 Where a mask hides a key, its weight is 0; but 0 times NaN is NaN, and so is 0 times infinity. A kernel multiplies all the same, looks
-once at what its sum has become, and only if that is not finite adds everything up again (``again``), from numbers that are finite. What
+once at what its sum has become, and only if that is not finite adds everything up again (``hidden``), from numbers that are finite. What
 is not is counted first, for each entry of the sum: by products of ones, where it is seen, with ones and -1 for infinities.
 """
 
