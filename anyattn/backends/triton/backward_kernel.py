@@ -482,12 +482,13 @@ def dkdv_tile(
                 SCORE_ROWS, SCORE, MASK_ROWS, MASK, ALWAYS_ROWS, ALWAYS, False, HAS_SCORE, HAS_MASK, HAS_ALWAYS,
                 TILE_M, TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, RANGES, IS_NEAR, IS_NVIDIA, None,
             )  # fmt: skip
+    is_right = not HIDES or is_finite(dk, dv)
     d, d_v = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_DV)[None, :]
     dk_out = tensors[6] + (row * strides[5][0] + head * strides[5][1] + at * strides[5][2])
     dv_out = tensors[7] + (row * strides[6][0] + head * strides[6][1] + at * strides[6][2])
-    tl.store(dk_out + d, (dk * scale).to(dk_out.dtype.element_ty), mask=is_key & (d < HEAD_DIM))
-    tl.store(dv_out + d_v, dv.to(dv_out.dtype.element_ty), mask=is_key & (d_v < HEAD_DIM_V))
-    if HIDES and not is_finite(dk, dv):
+    tl.store(dk_out + d, (dk * scale).to(dk_out.dtype.element_ty), mask=is_key & (d < HEAD_DIM) & is_right)
+    tl.store(dv_out + d_v, dv.to(dv_out.dtype.element_ty), mask=is_key & (d_v < HEAD_DIM_V) & is_right)
+    if not is_right:
         dkdv_again(
             (dk_out, dv_out), is_key, k, v, kv_head, n_first, n_end, found, offsets, line, tensors, strides, spans, sizes, lists, b,
             (factor, scale), captured, _visit_rows, _visitors, SCORE_ROWS, SCORE, MASK_ROWS, MASK, ALWAYS_ROWS, ALWAYS, HAS_SCORE,
