@@ -23,7 +23,7 @@ __all__ = ["MUTANTS", "active", "changed"]
 
 _PACKAGE = "anyattn.backends.triton"
 _FORWARD, _BACKWARD, _VISITS, _PLACES = "forward_kernel.py", "backward_kernel.py", "visits.py", "places.py"
-_COMBINE = "combine_kernel.py"
+_COMBINE, _PRODUCTS = "combine_kernel.py", "products.py"
 _HIDDEN = "ds = tl.where(seen, ds, 0.0)  # the derivative of a hidden score may be anything\n"
 
 MUTANTS = {
@@ -70,7 +70,7 @@ MUTANTS = {
         Mutant("rows_of_the_next_lists", _PLACES, "tl.minimum((line + 1) * LIST_M, seqlen_q)", "seqlen_q", "uneven_lists"),
         # sums
         Mutant("scale_1_percent_off", _FORWARD, "else scale * _LOG2E\n", "else scale * _LOG2E * 1.01\n", "full"),
-        Mutant("output_not_rescaled", _FORWARD, "tl.fma(acc, rescale[:, None], product)", "tl.fma(acc, 1.0, product)", "peaky"),
+        Mutant("output_not_rescaled", _PRODUCTS, "tl.fma(acc, rescale[:, None], product)", "tl.fma(acc, 1.0, product)", "peaky"),
         Mutant("sum_not_rescaled", _FORWARD, "row_sum * rescale + tl.sum(p, 1)", "row_sum + tl.sum(p, 1)", "peaky"),
         Mutant("stale_maximum", _FORWARD, "tl.sum(p, 1), highest\n", "tl.sum(p, 1), row_max\n", "peaky"),
         Mutant("sink_counted_twice", _FORWARD, "+ tl.exp2(logit - highest)", "+ 2 * tl.exp2(logit - highest)", "sink"),
@@ -100,7 +100,7 @@ MUTANTS = {
         ),
         Mutant("sink_of_splits_counted_twice", _COMBINE, "total += share\n", "total += 2 * share\n", "splits"),
         # the backward pass
-        Mutant("delta_dropped", _BACKWARD, "delta = tl.sum(out * dout, 1)", "delta = tl.sum(out * dout * 0, 1)", "full"),
+        Mutant("delta_dropped", _BACKWARD, "0.0, out * dout), 1)", "0.0, out * dout * 0), 1)", "full"),
         Mutant("lse_gradient_ignored", _BACKWARD, "    if HAS_DLSE:", "    if False:", "full"),
         Mutant("stale_lse", _BACKWARD, "tl.load(tensors[2] + place, mask", "tl.load(tensors[2] + place // 2 * 2, mask", "full"),
         Mutant("statistics_of_two_sequences_in_one_place", _BACKWARD, "TILE_M + b + m)", "TILE_M + m)", "packed"),
@@ -109,7 +109,7 @@ MUTANTS = {
         Mutant("dk_1_percent_off", _BACKWARD, "(dk * scale)", "(dk * scale * 1.01)", "full"),
         Mutant("row_tile_lost", _BACKWARD, "tl.max(tl.where(touches, m + 1, 0))", "tl.max(tl.where(touches, m, 0))", "full"),
         Mutant("dk_of_one_head_alone", _BACKWARD, "h = kv_head * sizes[7] + g", "h = kv_head * sizes[7]", "full"),
-        Mutant("dv_overwritten", _BACKWARD, "plus_product(dv, None", "plus_product(dv * 0, None", "full"),
+        Mutant("dv_overwritten", _BACKWARD, "plus_product(dv, None, p,", "plus_product(dv * 0, None, p,", "full"),
         Mutant(
             "rows_filled_in_part", _BACKWARD,
             "fills = (all_lo <= n_first) & (all_hi >= n_end)\n",
@@ -128,7 +128,7 @@ MUTANTS = {
             "ds = ds * 1.0\n    if HAS_SCATTER", "causal",
         ),
         Mutant("hidden_derivative_kept", _BACKWARD, "ds = tl.where(p != 0.0, ds, 0.0)", "ds = ds * 1.0", "infinite_derivative"),
-        Mutant("hidden_derivative_kept_in_dq", _BACKWARD, f"{_HIDDEN}    return", "ds = ds * 1.0\n    return", "infinite_derivative"),
+        Mutant("hidden_derivative_kept_in_dq", _BACKWARD, f"{_HIDDEN}    if column", "ds = ds * 1.0\n    if column", "infinite_derivative"),
         Mutant(
             "derivative_forgotten_in_dk", _BACKWARD,
             "of_score[1].to(tl.float32)\n    if IS_PARTIAL",
@@ -141,6 +141,17 @@ MUTANTS = {
             "rows[1], captured[1][0], captured[1][1]) | is_shown)",
             "rows[1], captured[1][0], captured[1][1]) | (kv >= 0))", "dilated",
         ),
+        # what is not finite
+        Mutant("hidden_values_met", _FORWARD, "is_right = not HIDES or is_finite(acc, None)", "is_right = True", "not_finite"),
+        Mutant("hidden_keys_met", _BACKWARD, "k = finite(k)", "k = k", "not_finite"),
+        Mutant("hidden_queries_met", _BACKWARD, "q = finite(_load_columns(", "q = (_load_columns(", "not_finite"),
+        Mutant("hidden_dout_met", _BACKWARD, "is_right = not HIDES or is_finite(dk, dv)", "is_right = is_finite(dk, None)", "not_finite"),
+        Mutant("seen_infinities_lost", _PRODUCTS, "tl.where(wide != other, one, 0.0)", "0.0", "not_finite"),
+        Mutant(
+            "infinities_of_the_other_sign", _PRODUCTS,
+            "other = tl.where(turn == 0", "other = tl.where(turn == 1", "not_finite",
+        ),
+        Mutant("hidden_infinities_counted", "hidden.py", "(s != float(\"-inf\")).to", "(s != 0.0).to", "not_finite"),
         Mutant("sink_gradient_sign", "backward_pass.py", "return -(share * delta)", "return (share * delta)", "sink"),
         Mutant("captured_derivative_forgotten", "programs.py", "ds * found[{load.factor}].to(tl.float32)", "ds", "gated"),
         Mutant("pair_stored_by_rows_beyond_the_end", "programs.py", "element_ty), mask=seen)", "element_ty), mask=is_key)", "pairs"),

@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 
 from anyattn.backends.triton import functions
-from anyattn.backends.triton.hidden import dkdv_again, dq_again
 from anyattn.backends.triton.forward_kernel import load_rows, rows_of
+from anyattn.backends.triton.hidden import dkdv_again, dq_again
 from anyattn.backends.triton.places import entry, is_off, row_tile
 from anyattn.backends.triton.products import finite, is_finite, plus_product, turned
 from anyattn.backends.triton.visits import by_lists, clipped, full_at, inside_of, partial_at, place_of_lists, visits_of
@@ -70,7 +70,7 @@ def prepare_tile(
     d_at = row * strides[1][0] + h.to(tl.int64) * strides[1][1] + at.to(tl.int64) * strides[1][2]
     out = load_rows(tensors[0], o_at[:, None], is_row[:, None], HEAD_DIM_V, BLOCK_DV, False).to(tl.float32)
     dout = load_rows(tensors[1], d_at[:, None], is_row[:, None], HEAD_DIM_V, BLOCK_DV, False).to(tl.float32)
-    delta = tl.sum(out * dout, 1)
+    delta = tl.sum(tl.where(out == 0.0, 0.0, out * dout), 1)  # of a row that sees nothing dout may be NaN, and the sink's gradient is not
     if HAS_DLSE:
         l_at = row * spans[0][0] + h.to(tl.int64) * spans[0][1] + at.to(tl.int64) * spans[0][2]
         delta -= tl.load(tensors[3] + l_at, mask=is_row, other=0.0).to(tl.float32)
@@ -374,11 +374,11 @@ def _visit_rows(
     if part is None:
         dv = plus_product(dv, None, p, dout, PRECISION)
     else:
-        dout = _load_columns(
-            heads[1] + _row_at(at, strides[3][2], IS_NEAR), local, strides[3][2], part[0], dv.shape[1], HEAD_DIM_V, IS_NEAR
-        )
+        do_row = heads[1] + _row_at(at, strides[3][2], IS_NEAR)
+        dout = _load_columns(do_row, local, strides[3][2], part[0], dv.shape[1], HEAD_DIM_V, IS_NEAR)
         dv = plus_product(dv, None, tl.where(part[1] < 2, (p != 0.0).to(tl.float32), p), turned(dout, part[1]), PRECISION)
-        q = finite(_load_columns(heads[0] + _row_at(at, strides[0][2], IS_NEAR), local, strides[0][2], part[0], dk.shape[1], HEAD_DIM, IS_NEAR))
+        q_row = heads[0] + _row_at(at, strides[0][2], IS_NEAR)
+        q = finite(_load_columns(q_row, local, strides[0][2], part[0], dk.shape[1], HEAD_DIM, IS_NEAR))
     # asked for as late as this, it takes no registers before
     delta = tl.load(heads[3] + kept + m_lane)
     ds = p * (dp - delta[None, :])
