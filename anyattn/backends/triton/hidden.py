@@ -57,13 +57,13 @@ def out_again(
 
 @triton.jit
 def dq_again(
-    out, q, dout, lse, delta, is_row, q_first, full, partial, seqlen_k, runs, key, offsets, rows, b, h, scales, captured,
+    out, q, dout, lse, delta, is_row, q_first, full, partial, seqlen_k, runs, key, offsets, rows, b, h, scale, captured,
     VISIT: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr, ALWAYS: tl.constexpr, SCATTER: tl.constexpr, HAS_SCORE: tl.constexpr,
     HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr, TILE_N: tl.constexpr, LIST_N: tl.constexpr, HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, RANGES: tl.constexpr,
     IS_NEAR: tl.constexpr,
 ):  # fmt: skip
-    """Writes dq of rows at ``out``; nothing is sent to captured tensors. scales: of scores, of dq. VISIT: ``_visit_keys`` of
+    """Writes dq of rows at ``out``; nothing is sent to captured tensors. VISIT: ``_visit_keys`` of
     ``backward_kernel``, as are the other arguments.
 
     One turn: a key that is not finite makes the scores of rows that see it NaN, and with them their dq.
@@ -77,24 +77,24 @@ def dq_again(
             first, end, is_shown = tile_at(runs, i // CUT, full, seqlen_k, RANGES, TILE_N, LIST_N)
             first += i % CUT * STEP
             dq = VISIT(
-                dq, q, dout, lse, delta, is_row, q_first, first, end, is_shown, key, offsets, rows, b, h, scales[0], captured,
+                dq, q, dout, lse, delta, is_row, q_first, first, end, is_shown, key, offsets, rows, b, h, scale, captured,
                 SCORE, MASK, ALWAYS, SCATTER, True, HAS_SCORE, HAS_MASK, HAS_ALWAYS, False,
                 STEP, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, RANGES, IS_NEAR, column,
             )  # fmt: skip
         d = column + tl.arange(0, C)[None, :]
-        tl.store(out + d, (dq * scales[1]).to(out.dtype.element_ty), mask=is_row[:, None] & (d < HEAD_DIM))
+        tl.store(out + d, (dq * scale).to(out.dtype.element_ty), mask=is_row[:, None] & (d < HEAD_DIM))
 
 
 @triton.jit
 def dkdv_again(
-    outs, is_key, k, v, kv_head, n_first, n_end, found, offsets, line, tensors, strides, spans, sizes, lists, b, scales, captured,
+    outs, is_key, k, v, kv_head, n_first, n_end, found, offsets, line, tensors, strides, spans, sizes, lists, b, scale, captured, early,
     VISIT: tl.constexpr, VISITORS: tl.constexpr, SCORE_ROWS: tl.constexpr, SCORE: tl.constexpr, MASK_ROWS: tl.constexpr,
     MASK: tl.constexpr, ALWAYS_ROWS: tl.constexpr, ALWAYS: tl.constexpr, HAS_SCORE: tl.constexpr, HAS_MASK: tl.constexpr,
     HAS_ALWAYS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, LIST_M: tl.constexpr, HAS_FULL: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_ENTRIES: tl.constexpr,
     PRECISION: tl.constexpr, RANGES: tl.constexpr, IS_NEAR: tl.constexpr, IS_GROUPED: tl.constexpr, IS_NVIDIA: tl.constexpr,
 ):  # fmt: skip
-    """Writes dk and dv of keys at ``outs``. scales: of scores, of dk. VISIT, VISITORS: ``_visit_rows`` and ``_visitors`` of
+    """Writes dk and dv of keys at ``outs``. VISIT, VISITORS: ``_visit_rows`` and ``_visitors`` of
     ``backward_kernel``, as are the other arguments.
 
     What is not finite of q has made its row's probabilities NaN; only what is not of dout has to be counted.
@@ -108,8 +108,8 @@ def dkdv_again(
             for g in tl.range(0, sizes[7] if IS_GROUPED else 1, num_stages=1):
                 h = kv_head * sizes[7] + g
                 heads, runs, fulls, partials = VISITORS(
-                    tensors, strides, spans, sizes, lists, found, b, h, line, n_first, n_end,
-                    RANGES, TILE_M, TILE_N, LIST_M, HAS_FULL, HAS_ENTRIES,
+                    early, tensors, strides, spans, sizes, lists, found, b, h, line, n_first, n_end,
+                    RANGES, TILE_M, TILE_N, LIST_M, HAS_FULL, HAS_ENTRIES, IS_GROUPED,
                 )  # fmt: skip
                 for i in tl.range(0, (fulls + partials) * CUT, num_stages=1):
                     if RANGES > 0:
@@ -118,11 +118,11 @@ def dkdv_again(
                         first, end, is_shown = tile_at(runs, i // CUT, fulls, found[2], 0, TILE_M, LIST_M)
                     first += i % CUT * STEP
                     dk, dv = VISIT(
-                        dk, dv, k, v, first, end, is_shown, n_first, n_end, found, heads, offsets, strides, b, h, scales[0], captured,
+                        dk, dv, k, v, first, end, is_shown, n_first, n_end, found, heads, offsets, strides, b, h, scale, captured,
                         SCORE_ROWS, SCORE, MASK_ROWS, MASK, ALWAYS_ROWS, ALWAYS, True, HAS_SCORE, HAS_MASK, HAS_ALWAYS,
                         STEP, TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, RANGES, IS_NEAR, IS_NVIDIA, (column, turn),
                     )  # fmt: skip
             dk, dv = tl.where(turn < 2, 0.0, dk), settled(dv, turn)
         d = column + tl.arange(0, C)[None, :]
-        tl.store(outs[0] + d, (dk * scales[1]).to(outs[0].dtype.element_ty), mask=is_key & (d < HEAD_DIM))
+        tl.store(outs[0] + d, (dk * scale).to(outs[0].dtype.element_ty), mask=is_key & (d < HEAD_DIM))
         tl.store(outs[1] + d, dv.to(outs[1].dtype.element_ty), mask=is_key & (d < HEAD_DIM_V))
