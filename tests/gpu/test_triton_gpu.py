@@ -121,7 +121,7 @@ def test_pages_that_sequences_share_rerun_bitwise() -> None:
 
 
 @judging.on_the_gpu_alone
-@pytest.mark.parametrize("plant", [seeing.keys, seeing.queries])
+@pytest.mark.parametrize("plant", [seeing.keys, seeing.values, seeing.queries])
 @pytest.mark.parametrize("name", ["causal", "window", "elements", "documents"])
 @pytest.mark.parametrize(("d", "dtype"), [(64, torch.bfloat16), (128, torch.float16), (256, torch.bfloat16), (40, torch.float32)], **NAMES)
 def test_what_is_not_finite_meets_only_those_that_see_it(d: int, dtype: torch.dtype, name: str, plant: seeing.Plant) -> None:

@@ -181,7 +181,7 @@ MASKS: dict[str, Any] = {
     "elements": allowed,
     "islands": ISLANDS,
 }
-PLANTS = {"keys": seeing.keys, "queries": seeing.queries}
+PLANTS = {"keys": seeing.keys, "values": seeing.values, "queries": seeing.queries}
 
 
 def spoilt(*shape: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
@@ -222,7 +222,7 @@ def test_12_in_splits_and_of_heads_that_share_a_tile() -> None:
     """What a split meets is its own; the query heads of a group lie side by side."""
     for splits in (1, 3):
         options = {"kernel_options": {"num_splits": splits}}
-        seeing.judge(spoilt(1, 6, 2, 3, 60, 16, 16), seeing.keys, masks.causal(54), label=f"{splits} splits", **options)
+        seeing.judge(spoilt(1, 6, 2, 3, 60, 16, 16), seeing.values, masks.causal(54), label=f"{splits} splits", **options)
 
 
 def test_12_rows_that_see_the_sink_alone() -> None:

@@ -195,10 +195,10 @@ def documents() -> None:
 
 
 def not_finite() -> None:
-    """NaN and infinities that some rows see, in keys and values, then in queries and dout; masks by ranges and by elements."""
+    """NaN and infinities that some rows see, in keys, then in values, then in queries and dout; masks by ranges and by elements."""
     inputs = cases.inputs("normal", cases.Shape(1, 2, 1, 40, 40, 16, 16), torch.float32, 0)[:4]
     for mask in (masks.sliding_window(12, 0), lambda b, h, i, j: (i + 2 * j) % 3 < 2):
-        for plant in (seeing.keys, seeing.queries):
+        for plant in (seeing.keys, seeing.values, seeing.queries):
             seeing.judge(inputs, plant, mask)
 
 

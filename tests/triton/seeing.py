@@ -28,8 +28,12 @@ KINDS: dict[str, Callable[[Tensor], Tensor]] = {"NaN": torch.isnan, "inf": torch
 
 
 def keys(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> None:
-    """Whole keys, and single entries of values, of each kind and of two that some row meets in one column."""
-    k[:, :, -4:], v[:, :, -5:] = math.nan, math.nan
+    """Two whole keys near the end, three apart, and their values."""
+    k[:, :, -1], k[:, :, -4], v[:, :, -1], v[:, :, -4] = math.nan, math.inf, math.inf, math.nan
+
+
+def values(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> None:
+    """Single entries of values, of each kind and of two that some row meets in one column."""
     v[:, :, 10, 0], v[:, :, 12, 0], v[:, :, 11, 1], v[:, :, 2, 7] = math.inf, -math.inf, -math.inf, math.inf
     v[:, :, 30, 5], v[:, :, 31, 5] = math.nan, math.inf
 
