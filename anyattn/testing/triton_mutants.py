@@ -74,8 +74,8 @@ MUTANTS = {
         # sums
         Mutant("scale_1_percent_off", _FORWARD, "else scale * _LOG2E\n", "else scale * _LOG2E * 1.01\n", "full"),
         Mutant("output_not_rescaled", _FORWARD, "tl.fma(acc, rescale[:, None], product)", "tl.fma(acc, 1.0, product)", "peaky"),
-        Mutant("sum_not_rescaled", _FORWARD, "row_sum * rescale + tl.sum(p, 1)", "row_sum + tl.sum(p, 1)", "peaky"),
-        Mutant("stale_maximum", _FORWARD, "tl.sum(p, 1), highest\n", "tl.sum(p, 1), row_max\n", "peaky"),
+        Mutant("sum_not_rescaled", _FORWARD, "row_sum * rescale[:, None] + sums_of", "row_sum + sums_of", "peaky"),
+        Mutant("stale_maximum", _FORWARD, "sums_of(p, row_sum), highest\n", "sums_of(p, row_sum), row_max\n", "peaky"),
         Mutant("sink_counted_twice", _FORWARD, "+ tl.exp2(logit - highest)", "+ 2 * tl.exp2(logit - highest)", "sink"),
         Mutant("sink_does_not_rescale", _FORWARD, "acc = acc * rescale[:, None]\n        row_max", "row_max", "sink"),
         Mutant("sink_in_base_2", _FORWARD, ".to(tl.float32) * _LOG2E\n        highest", ".to(tl.float32)\n        highest", "sink"),
