@@ -3,8 +3,8 @@
 One body for every variant. Its caller, an entry written for the call's mods, hands over pointers and numbers in tuples, and the mods as
 functions:
 
-tensors: q, k, v, out, lse, highest, sink, entries, order, pages, a cache's tables cached, leftpad, rows, and guard, see ``places.is_off``;
-what a call lacks is any pointer.
+tensors: q, k, v, out, lse, highest, sink, entries, order, pages, a cache's tables cached, leftpad, rows, guard, see ``places.is_off``, and
+k, v, out once more, never as descriptors; what a call lacks is any pointer.
 strides: (rows, heads, positions) of q, k, v, out; the last dimension is contiguous; and from one split's output to the next's.
 spans[0]: from one split's statistics to the next's. spans[1], of block lists: from one entry's counts to the next's, from
 one head's to the next's, places of a row of tiles (0 where they lie flat), from one head's flat places to the next's.
@@ -18,10 +18,12 @@ head, key tiles that lists count in a sequence of seqlen_k.
 import triton
 import triton.language as tl
 
+from anyattn.backends.triton.hidden import out_again
 from anyattn.backends.triton.places import cache_entry, entry, inside, is_off, key_places, page_numbers, paged_places, row_tile, work_of
+from anyattn.backends.triton.products import is_finite, plus_product
 from anyattn.backends.triton.visits import full_at, inside_of, partial_at, visits_of
 
-__all__ = ["forward_tile", "load_rows", "plus_product", "rows_of"]
+__all__ = ["forward_tile", "load_rows", "rows_of"]
 
 _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 _LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
@@ -60,25 +62,6 @@ def rows_of(
     if HAS_ALWAYS:
         always_rows = ALWAYS_ROWS(b, h, q_idx, captured[2][0], captured[2][1])
     return score_rows, mask_rows, always_rows
-
-
-@triton.jit
-def plus_product(acc, rescale, p, v, PRECISION: tl.constexpr):
-    """acc * rescale + p @ v, p in v's dtype. rescale: [rows], None is 1.
-
-    In float32 a tile's product is summed by itself: one sum over all keys is as long as they are many, and its error grows with it. The
-    fused addition keeps it so, for a plain one is made part of the product by Triton's compiler.
-    """
-    if v.dtype == tl.float32:
-        product = tl.dot(p, v, input_precision=PRECISION)
-        if rescale is None:
-            return tl.fma(acc, 1.0, product)
-        else:
-            return tl.fma(acc, rescale[:, None], product)
-    elif rescale is None:
-        return tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
-    else:
-        return tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
 
 
 @triton.jit
@@ -281,11 +264,12 @@ def first_at(runs, i, full, seqlen_k, RANGES: tl.constexpr, TILE_N: tl.constexpr
 
 @triton.jit
 def store_results(
-    acc, row_sum, row_max, tensors, strides, spans, sizes, q_row, at, h, is_row, split, place,
+    acc, row_sum, row_max, tensors, strides, spans, sizes, q_row, at, h, is_row, split, place, is_right,
     HAS_SINK: tl.constexpr, HAS_LSE: tl.constexpr, HAS_MAX: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr, IS_DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """Writes a row tile's output and statistics; ``at`` are its rows of storage, ``h`` their heads.
+    """Writes a row tile's output, where it ``is_right``, and statistics; ``at`` are its rows of storage, ``h`` their heads. Returns the
+    maxima in base 2 and the sums that the output is made with.
 
     A split's go to [split][q row][head][position], where the sink is added when they are combined.
     """
@@ -311,12 +295,14 @@ def store_results(
     else:  # a division takes seven instructions
         acc = acc * (1.0 / total)[:, None]
     if IS_DESCRIBED >= 3:
-        tensors[3].store([place[0], place[1], place[2], 0], tl.reshape(acc.to(tensors[3].dtype), (1, 1, acc.shape[0], BLOCK_DV)))
+        if is_right:  # what the hardware writes by itself may come after what is written again
+            tensors[3].store([place[0], place[1], place[2], 0], tl.reshape(acc.to(tensors[3].dtype), (1, 1, acc.shape[0], BLOCK_DV)))
     else:
         offsets = q_row.to(tl.int64) * strides[3][0] + h.to(tl.int64) * strides[3][1] + at.to(tl.int64) * strides[3][2]
         d = tl.arange(0, BLOCK_DV)[None, :]
         out = tensors[3] + split.to(tl.int64) * strides[4][0]
         tl.store(out + offsets[:, None] + d, acc.to(out.dtype.element_ty), mask=is_row[:, None] & (d < HEAD_DIM_V))
+    return row_max, total
 
 
 @triton.jit
@@ -329,7 +315,7 @@ def forward_tile(
     IS_PACKED: tl.constexpr, HAS_ENTRIES: tl.constexpr, IS_CACHE: tl.constexpr, HAS_LEFTPAD: tl.constexpr,
     HAS_ROWS: tl.constexpr, PAGE_SIZE: tl.constexpr, HAS_SINK: tl.constexpr, HAS_LSE: tl.constexpr, HAS_MAX: tl.constexpr,
     PRECISION: tl.constexpr, IS_RAW: tl.constexpr, IS_LATE: tl.constexpr, IS_DESCRIBED: tl.constexpr, IS_JOINED: tl.constexpr,
-    HAS_GUARD: tl.constexpr, IS_RISING: tl.constexpr,
+    HAS_GUARD: tl.constexpr, IS_RISING: tl.constexpr, HIDES: tl.constexpr,
 ):  # fmt: skip
     """One row tile, or one split of its keys.
 
@@ -337,7 +323,7 @@ def forward_tile(
     of the mask, 0 where lists say which tiles to visit. IS_PACKED: a tile may hold several query heads, which share keys. IS_CACHE: entries
     are what the cache's tables say. IS_RAW: the greatest product has the greatest score (the scale is positive), or there is a score mod,
     so that maxima are taken before the change to base 2. IS_LATE: a full tile's second product runs beside the next one's exponentials.
-    IS_DESCRIBED: keys and values come by tensor descriptors.
+    IS_DESCRIBED: keys and values come by tensor descriptors. HIDES: a row may not see a key of a tile that it visits.
     """
     if HAS_GUARD and is_off(tensors[13]):
         return
@@ -375,7 +361,7 @@ def forward_tile(
         row_max = tl.full((TILE_M,), _LOWEST, tl.float32)
     if seqlen_k <= 0:  # no mod may be asked about a sequence without keys: what it captures need not reach there
         store_results(
-            acc, row_sum, row_max, tensors, strides, spans, sizes, found[0], at, heads, is_row, split, (b, h, first_row),
+            acc, row_sum, row_max, tensors, strides, spans, sizes, found[0], at, heads, is_row, split, (b, h, first_row), True,
             HAS_SINK, HAS_LSE, HAS_MAX, HEAD_DIM_V, BLOCK_DV, PRECISION, IS_DESCRIBED,
         )  # fmt: skip
         return
@@ -393,8 +379,11 @@ def forward_tile(
     kv_head = kv_head.to(tl.int64)
     if IS_DESCRIBED >= 2:
         k_from, v_from = tensors[1], tensors[2]
+        k_rows = tl.multiple_of(tensors[14], 16) + kv_head * strides[1][1]
+        v_rows = tl.multiple_of(tensors[15], 16) + kv_head * strides[2][1]
     else:
-        k_from, v_from = tensors[1] + kv_head * strides[1][1], tensors[2] + kv_head * strides[2][1]
+        k_rows, v_rows = tensors[1] + kv_head * strides[1][1], tensors[2] + kv_head * strides[2][1]
+        k_from, v_from = k_rows, v_rows
     if IS_DESCRIBED == 1:
         row, start = found[3].to(tl.int64), (m * 0 + found[4]).to(tl.int64)
         k_from = tl.make_tensor_descriptor(
@@ -429,6 +418,7 @@ def forward_tile(
     if RANGES > 0:
         kept = kept[0], inside_of(kept[1], seqlen_k, RANGES), kept[2]
     start, end_full = tl.minimum(begin, full), tl.minimum(stop, full)
+    every = begin, stop
     if IS_JOINED:
         tl.static_assert(RANGES > 0 and PAGE_SIZE == 0 and IS_DESCRIBED > 0, "tiles of both kinds are loaded alike")
         acc, row_sum, row_max = visit_all(
@@ -494,7 +484,17 @@ def forward_tile(
         )  # fmt: skip
     if IS_RAW:
         row_max = row_max * factor
-    store_results(
-        acc, row_sum, row_max, tensors, strides, spans, sizes, found[0], at, heads, is_row, split, (b, h, first_row),
+    is_right = not HIDES or is_finite(acc, None)
+    top, total = store_results(
+        acc, row_sum, row_max, tensors, strides, spans, sizes, found[0], at, heads, is_row, split, (b, h, first_row), is_right,
         HAS_SINK, HAS_LSE, HAS_MAX, HEAD_DIM_V, BLOCK_DV, PRECISION, IS_DESCRIBED,
     )  # fmt: skip
+    if not is_right:
+        out = (tensors[16] if IS_DESCRIBED >= 3 else tensors[3]) + split.to(tl.int64) * strides[4][0]
+        offsets = found[0].to(tl.int64) * strides[3][0] + heads.to(tl.int64) * strides[3][1] + at.to(tl.int64) * strides[3][2]
+        out_again(
+            top, total, out + offsets, is_row, q, every[0], every[1], full, seqlen_k, runs,
+            (k_rows, v_rows, key[2], key[3], key[4], key[5], key[6], key[7], key[8]), kept, b, asked, pages, cache[3], scales, captured,
+            scores_of, SCORE, MASK, ALWAYS, HAS_SCORE, HAS_MASK, HAS_ALWAYS, RANGES, TILE_N, LIST_N, HEAD_DIM, HEAD_DIM_V,
+            BLOCK_D, BLOCK_DV, PAGE_SIZE, PRECISION, IS_RAW,
+        )  # fmt: skip

@@ -3,7 +3,10 @@
 import triton
 import triton.language as tl
 
-__all__ = ["cache_entry", "entry", "inside", "is_off", "key_places", "page_numbers", "paged_places", "row_tile", "work_of"]
+__all__ = [
+    "cache_entry", "entry", "inside", "is_off", "key_places", "load_columns", "page_numbers", "paged_places", "row_at", "row_tile",
+    "tile_offsets", "work_of",
+]  # fmt: skip
 
 
 @triton.jit
@@ -140,3 +143,29 @@ def paged_places(
         return numbers.to(tl.int64) * stride_page + (lane % PAGE_SIZE) * stride
     else:
         return numbers.to(tl.int64) * stride_page + ((first + lane) % PAGE_SIZE) * stride
+
+
+@triton.jit
+def tile_offsets(lane, stride, BLOCK_D: tl.constexpr, IS_NEAR: tl.constexpr):
+    """Where the elements of a tile's rows ``lane`` lie from its first one on, in 64 bits, or IS_NEAR, where the elements of a head's
+    storage are less than 2^31 apart, in 32, which take half the registers."""
+    if IS_NEAR:
+        return (lane * stride.to(tl.int32))[:, None] + tl.arange(0, BLOCK_D)[None, :]
+    else:
+        return lane.to(tl.int64)[:, None] * stride + tl.arange(0, BLOCK_D)[None, :]
+
+
+@triton.jit
+def row_at(at, stride, IS_NEAR: tl.constexpr):
+    """Where a row of a sequence's storage lies, in 64 bits or IS_NEAR in 32."""
+    if IS_NEAR:
+        return at * stride.to(tl.int32)
+    else:
+        return at.to(tl.int64) * stride
+
+
+@triton.jit
+def load_columns(base, lane, stride, column, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr, IS_NEAR: tl.constexpr):
+    """WIDTH columns of rows ``lane`` from the one called ``column``, zeros beyond HEAD_DIM."""
+    is_inside = column + tl.arange(0, WIDTH)[None, :] < HEAD_DIM
+    return tl.load(base + column + tile_offsets(lane, stride, WIDTH, IS_NEAR), mask=is_inside, other=0.0)
