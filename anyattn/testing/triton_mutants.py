@@ -43,7 +43,7 @@ MUTANTS = {
         Mutant("left_limit_off_by_one", "functions.py", "(place - lo).to(", "(place - lo - 1).to(", "window"),
         Mutant("mask_forgotten", _FORWARD, "seen = seen & (MASK(", "seen = seen | (MASK(", "dilated"),
         Mutant("mask_beside_lists_forgotten", _FORWARD, "    if HAS_ALWAYS:\n        s =", "    if False:\n        s =", "beside_lists"),
-        Mutant("column_of_the_first_tile", _FORWARD, "kv = tl.minimum(lane, end - 1)", "kv = tl.minimum(lane - first, end - 1)", "alibi"),
+        Mutant("column_of_the_first_tile", _FORWARD, "    kv = lane[None, :]\n", "    kv = (lane - first)[None, :]\n", "alibi"),
         Mutant(
             "partial_taken_for_full", _VISITS,
             "tl.minimum(all_hi // TILE_N, end)",
@@ -52,6 +52,8 @@ MUTANTS = {
         Mutant("window_edge_taken_for_full", _VISITS, "full = tl.maximum((all_lo", "full = tl.maximum((least", "window"),
         Mutant("tiles_before_the_full_ones_lost", _VISITS, "(first, full - first), (full_end,", "(first, nothing), (full_end,", "window"),
         Mutant("least_of_limits_kept", _VISITS, "tl.minimum(all_hi, other_all_hi)", "tl.maximum(all_hi, other_all_hi)", "causal"),
+        Mutant("limits_of_the_first_row_alone", _VISITS, "_inside(last[AT + 1], seqlen_k)", "_inside(first[AT + 1], seqlen_k)", "causal"),
+        Mutant("limits_of_the_last_row_alone", _VISITS, "_inside(first[AT + 1], seqlen_k)", "_inside(last[AT + 1], seqlen_k)", "causal"),
         Mutant("last_tile_lost", _VISITS, "(full_end, end - full_end), (nothing", "(full_end, end - full_end - 1), (nothing", "full"),
         Mutant(
             "tiles_after_the_first_range_lost", _VISITS,
@@ -81,7 +83,7 @@ MUTANTS = {
         Mutant("lse_in_base_2", _FORWARD, "row_max * _LN2 + tl.log(total))", "row_max + tl.log2(total))", "full"),
         Mutant("nan_of_a_row_that_sees_nothing", _FORWARD, "tl.where(row_sum == 0, 1.0, row_sum)", "row_sum", "islands"),
         # heads and storage
-        Mutant("wrong_gqa_head", _FORWARD, "((h * packed) // sizes[7])", "((h * packed) % (sizes[2] // sizes[7]))", "full"),
+        Mutant("wrong_gqa_head", _PLACES, "parted(h * dealt[0], sizes[7])[0]", "parted(h * dealt[0], sizes[2] // sizes[7])[1]", "full"),
         Mutant("packed_heads_are_one", _FORWARD, "heads = h * packed + r % group", "heads = h * packed + r % group * 0", "few_rows"),
         Mutant("head_dim_not_cut", _FORWARD, "mask=is_row & (d < HEAD_DIM)", "mask=is_row & (d <= HEAD_DIM)", "head_dim"),
         Mutant("queries_of_the_first_sequence", _FORWARD, "at = found[1] + position", "at = position", "packed"),

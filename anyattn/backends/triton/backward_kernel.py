@@ -247,8 +247,9 @@ def dq_tile(
     dq = tl.zeros((TILE_M, BLOCK_D), tl.float32)
     q_first = first_row + found[6], end_row - first_row
     runs, full, partial = visits_of(
-        kept[1], lists, spans[1], found, b, h, line, seqlen_k, RANGES, TILE_M, TILE_N, LIST_N, HAS_FULL, HAS_ENTRIES
-    )
+        kept[1], lists, spans[1], found, b, h, line, seqlen_k, RANGES, TILE_M, TILE_N, LIST_N, HAS_FULL, HAS_ENTRIES,
+        False,
+    )  # fmt: skip
     if RANGES > 0:
         kept = kept[0], inside_of(kept[1], seqlen_k, RANGES), kept[2]
     for i in range(0, full):

@@ -3,7 +3,37 @@
 import triton
 import triton.language as tl
 
-__all__ = ["cache_entry", "entry", "inside", "is_off", "key_places", "page_numbers", "paged_places", "row_tile"]
+__all__ = ["cache_entry", "entry", "inside", "is_off", "key_places", "page_numbers", "paged_places", "row_tile", "work_of"]
+
+
+@triton.jit
+def parted(n, parts):
+    """(n // parts, n % parts). A program that cannot begin before it has divided asks first whether there is more than one part."""
+    whole, rest = n, n * 0
+    if parts > 1:
+        whole = n // parts
+        rest = n - whole * parts
+    return whole, rest
+
+
+@triton.jit
+def work_of(sizes, dealt, order, HAS_ENTRIES: tl.constexpr):
+    """(row tile, batch entry, query head or group of heads, its K/V head, split) of this program; row tiles that see most go first.
+
+    sizes, dealt: see ``forward_kernel``. Where heads are gone through a few at a time these are the first axis of the grid and groups of
+    them the last, so that none of the last programs is long.
+    """
+    m, h, last = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if HAS_ENTRIES:
+        at, split = order + m * 2, last
+        b, m = tl.load(at), tl.load(at + 1)
+    else:
+        b, rest = parted(last, sizes[5] * dealt[3])
+        is_near = dealt[2] > 0
+        row_tile = tl.where(is_near, h, m)
+        h, split = tl.where(is_near, rest * dealt[2] + m, h), tl.where(is_near, 0, rest)
+        m = sizes[4] - 1 - row_tile
+    return m, b, h, parted(h * dealt[0], sizes[7])[0], split
 
 
 @triton.jit
