@@ -17,8 +17,9 @@ head, key tiles that lists count in a sequence of seqlen_k.
 import triton
 import triton.language as tl
 
-from anyattn.backends.triton.places import cache_entry, entry, inside, is_off, key_places, page_numbers, paged_places, row_tile
-from anyattn.backends.triton.visits import full_at, inside_of, partial_at, visits_of
+from anyattn.backends.triton.pages import NEARBY, inside, numbers_nearby, page_numbers, paged_places
+from anyattn.backends.triton.places import cache_entry, entry, is_off, key_places, row_tile
+from anyattn.backends.triton.visits import first_ahead, full_at, inside_of, partial_at, visits_of
 
 __all__ = ["forward_tile", "load_rows", "plus_product", "rows_of"]
 
@@ -109,7 +110,7 @@ def scores_of(
 
     scales: what a product is multiplied with for the score mod, and what a score is multiplied with for base 2.
     end: keys from it on are not there (partial tiles only). is_shown: all others are visible, whatever the mask says. key: k, v, k_row,
-    k_start and their strides. rows: what the parts of the program keep per row. numbers: of the tile's pages, see ``places.page_numbers``.
+    k_start and their strides. rows: what the parts of the program keep per row. numbers: of the tile's pages, see ``pages.page_numbers``.
     """
     lane = first + tl.arange(0, TILE_N)
     k = keys_at(
@@ -407,7 +408,7 @@ def forward_tile(
     key = (k_from, v_from, found[3], found[4], strides[1][0], strides[1][2], strides[2][0], strides[2][2], kv_head.to(tl.int32))
     # where tiles begin at multiples of their size and so do pages
     FITS: tl.constexpr = (
-        PAGE_SIZE > 0 and IS_CACHE and not HAS_LEFTPAD and (LIST_N == 0 or LIST_N % TILE_N == 0)
+        PAGE_SIZE > 0 and not HAS_LEFTPAD and (LIST_N == 0 or LIST_N % TILE_N == 0)
         and (TILE_N % max(PAGE_SIZE, 1) == 0 or PAGE_SIZE % TILE_N == 0)
     )  # fmt: skip
     pages = tensors[9] + b.to(tl.int64) * sizes[6]
@@ -449,24 +450,25 @@ def forward_tile(
             )
             acc = plus_product(acc, owed, p, v, PRECISION)
     else:
-        # Page numbers are loaded two tiles ahead: a tile's keys, which need them, are asked for while the tile before it is worked on.
-        # (They are clamped when they come nearer, for Triton pipelines no loop that hands a value on as it is.)
+        # Page numbers are loaded three tiles before the keys that need them, which run ahead of the work. (They are clamped from below and
+        # from above as they come nearer, for Triton pipelines no loop that hands a value on as it is.)
+        numbers, near, coming, nearby = 0, 0, 0, 0
         if PAGE_SIZE > 0:
-            ahead, beyond = 0, 0
-            if start < end_full:
-                ahead = full_at(runs, start, RANGES, TILE_N, LIST_N)
-                beyond = full_at(runs, tl.minimum(start + 1, end_full - 1), RANGES, TILE_N, LIST_N)
             last_key = found[4] + seqlen_k - 1
-            numbers = inside(page_numbers(found[4] + ahead, last_key, pages, TILE_N, PAGE_SIZE, FITS, True), cache[3])
-            coming = page_numbers(found[4] + beyond, last_key, pages, TILE_N, PAGE_SIZE, FITS, True)
-        else:
-            numbers, coming = 0, 0
+            one = found[4] + first_ahead(runs, start, start, end_full, RANGES, TILE_N, LIST_N)
+            two = found[4] + first_ahead(runs, start + 1, start, end_full, RANGES, TILE_N, LIST_N)
+            three = found[4] + first_ahead(runs, start + 2, start, end_full, RANGES, TILE_N, LIST_N)
+            last = found[4] + first_ahead(runs, end_full, start, end_full, RANGES, TILE_N, LIST_N) + TILE_N - 1
+            nearby = numbers_nearby(one, tl.minimum(last, last_key), pages, PAGE_SIZE)
+            numbers = inside(page_numbers(one, last_key, pages, TILE_N, PAGE_SIZE, FITS, True), cache[3])
+            near = tl.maximum(page_numbers(two, last_key, pages, TILE_N, PAGE_SIZE, FITS, True), 0)
+            coming = page_numbers(three, last_key, pages, TILE_N, PAGE_SIZE, FITS, True)
         for i in range(start, end_full):
             first = full_at(runs, i, RANGES, TILE_N, LIST_N)
             of_tile = numbers
             if PAGE_SIZE > 0:
-                numbers = inside(coming, cache[3])
-                beyond = full_at(runs, tl.minimum(i + 2, end_full - 1), RANGES, TILE_N, LIST_N)
+                numbers, near = tl.minimum(near, cache[3]), tl.maximum(coming, 0)
+                beyond = full_at(runs, tl.minimum(i + 3, end_full - 1), RANGES, TILE_N, LIST_N)
                 coming = page_numbers(found[4] + beyond, 0, pages, TILE_N, PAGE_SIZE, FITS, False)
             acc, row_sum, row_max = visit(
                 acc, row_sum, row_max, q, first, first + TILE_N, True, key, kept, b, asked, of_tile, scales, captured,
@@ -486,6 +488,8 @@ def forward_tile(
         )  # fmt: skip
     if IS_RAW:
         row_max = row_max * factor
+    if PAGE_SIZE > 0:  # so that they are loaded: no pool has less than no pages
+        tl.store(tensors[9] + tl.arange(0, NEARBY), nearby, mask=(nearby == 0) & (cache[3] < -1))
     store_results(
         acc, row_sum, row_max, tensors, strides, spans, sizes, found[0], at, heads, is_row, split, (b, h, first_row),
         HAS_SINK, HAS_LSE, HAS_MAX, HEAD_DIM_V, BLOCK_DV, PRECISION, IS_DESCRIBED,

@@ -160,7 +160,7 @@ def _launch(form: Form, plan: Plan, target: _Target) -> None:
     constants = {
         **constants_of(problem, chosen, found), "TILE_M": plan.tile_m, "TILE_N": plan.tile_n,
         "PAGE_SIZE": 0 if found.pages is None else k.shape[2],
-        "IS_PACKED": is_packed, "IS_CACHE": cache is not None, "HAS_LEFTPAD": cache_tables[1] is not None,
+        "IS_PACKED": is_packed, "IS_CACHE": cache is not None, "HAS_LEFTPAD": _may_be_padded(problem, cache),
         "HAS_ROWS": cache_tables[2] is not None, "HAS_SINK": sink is not None and splits == 1, "HAS_LSE": target.lse is not None,
         "HAS_MAX": target.highest is not None, "IS_RAW": problem.score is not None or _LEAST_SCALE < problem.scale < 1 / _LEAST_SCALE,
         "IS_LATE": ways.is_late and found.pages is None,
@@ -229,6 +229,13 @@ def _cache_sizes(problem: Problem, cache: StoredCache | None) -> tuple[int, int,
         return 0, 0, 0, last_page
     sizes = cache.sizes
     return sizes.rows_q if sizes.new is None else sizes.new, sizes.capacity, sizes.storage, last_page
+
+
+def _may_be_padded(problem: Problem, cache: StoredCache | None) -> bool:
+    """Whether a cache's keys may begin behind padding: where nobody has looked, if there is a table of it."""
+    if cache is not None:
+        return cache.tables.leftpad is not None
+    return problem.sequences is not None and problem.sequences.is_cache
 
 
 def _contiguous(x: Tensor | None) -> Tensor | None:
