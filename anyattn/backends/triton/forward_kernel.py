@@ -182,7 +182,11 @@ def weights_of(s, row_sum, row_max, scale, IS_RAW: tl.constexpr):
     else:
         p = tl.exp2(s - highest[:, None])
         rescale = tl.exp2(row_max - highest)
-    return p, rescale, row_sum * rescale + tl.sum(p, 1), highest
+    if len(row_sum.shape) == 2:
+        row_sum = row_sum * rescale[:, None] + p
+    else:
+        row_sum = row_sum * rescale + tl.sum(p, 1)
+    return p, rescale, row_sum, highest
 
 
 @triton.jit
@@ -381,6 +385,8 @@ def forward_tile(
             HAS_SINK, HAS_LSE, HAS_MAX, HEAD_DIM_V, BLOCK_DV, PRECISION, IS_DESCRIBED,
         )  # fmt: skip
         return
+    if TILE_M <= _FEW and not IS_LATE:
+        row_sum = tl.zeros((TILE_M, TILE_N), tl.float32)
     if IS_DESCRIBED == 4:
         q = tl.reshape(tensors[0].load([b, h, first_row, 0]), (TILE_M, BLOCK_D))
     else:
@@ -486,6 +492,8 @@ def forward_tile(
             SCORE, MASK, ALWAYS, True, HAS_SCORE, HAS_MASK, HAS_ALWAYS, RANGES,
             TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PAGE_SIZE, FITS, PRECISION, IS_RAW, IS_DESCRIBED,
         )  # fmt: skip
+    if TILE_M <= _FEW and not IS_LATE:
+        row_sum = tl.sum(row_sum, 1)
     if IS_RAW:
         row_max = row_max * factor
     if PAGE_SIZE > 0:  # so that they are loaded: no pool has less than no pages
