@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -26,7 +25,12 @@ def backend_of(plan: Plan) -> Any:
 
 def backward(problem: Problem, plan: Plan, *results: Tensor | None) -> tuple[Tensor | None, ...]:
     """Gradients of ``problem.grad_inputs``. results: out, lse, dout and dlse of the forward pass that ``plan`` made."""
-    chosen = for_backward(plan, problem, hardware.of(problem.q.device.type))
+    chosen = plan
+    if plan.backward:  # by another backend, whose plan hangs on the same facts
+        found = plan.prepared.get("backward plan")
+        if found is None:
+            found = plan.prepared["backward plan"] = for_backward(plan, problem, hardware.of(problem.q.device.type))
+        chosen = found
     return backend_of(chosen).backward(problem, chosen, *results)
 
 
@@ -78,12 +82,12 @@ class _Attention(torch.autograd.Function):
 
 def _without_inputs(problem: Problem) -> Problem:
     """Only for ``_with_inputs``. What the forward pass found out of the mask's rows goes along."""
-    score = problem.score and TracedMod(problem.score.kind, problem.score.expr, problem.score.scalars, (), problem.score.name)
+    score = problem.score and TracedMod.of_fields(vars(problem.score) | {"tensors": (), "source": None})
     return problem.like(q=None, k=None, v=None, sink=None, score=score)
 
 
 def _with_inputs(problem: Problem, inputs: tuple[Tensor | None, ...]) -> Problem:
     q, k, v, sink, *captured = inputs  # only the sink may be None
-    score = replace(problem.score, tensors=tuple(captured)) if problem.score is not None else None  # type: ignore[arg-type]
+    score = None if problem.score is None else TracedMod.of_fields(vars(problem.score) | {"tensors": tuple(captured)})
     assert q is not None and k is not None and v is not None
     return problem.like(q=q, k=k, v=v, sink=sink, score=score)

@@ -63,7 +63,7 @@ def kernel_options(options: Any) -> dict[str, int]:
     if options is None:
         return {}
     if not isinstance(options, dict):
-        raise TypeError(f"kernel_options is a {type(options).__name__}; wanted a dict such as {{'tile_m': 128, 'tile_n': 1024}}")
+        raise TypeError(f"kernel_options is a {type(options).__name__}; wanted a dict such as {{'tile_m': 128, 'tile_n': 64}}")
     found = {}
     for name, value in options.items():
         if name in ("tile_m", "tile_n", "num_splits"):

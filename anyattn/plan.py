@@ -92,6 +92,8 @@ def _reason_against_triton(hardware: Hardware) -> str | None:
 def _reason_against_hopper(hardware: Hardware) -> str | None:
     if hardware.device != "cuda" or hardware.capability is None:
         return f"it needs an NVIDIA GPU, and the tensors are on {hardware.device}"
+    if torch.version.hip is not None:  # some of AMD's GPUs say 9.0 too
+        return f"it needs an NVIDIA GPU, and {hardware.name} is AMD's"
     if hardware.capability != (9, 0):
         return f"it needs compute capability 9.0 (H100, H200), and {hardware.name} has {'.'.join(map(str, hardware.capability))}"
     if importlib.util.find_spec("cutlass") is None:

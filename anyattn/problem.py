@@ -11,6 +11,7 @@ from torch import Tensor
 
 from anyattn.mods.rows import limits, limits_of_rows
 from anyattn.mods.trace import TracedMod
+from anyattn.of_fields import OfFields
 
 if TYPE_CHECKING:
     from anyattn.geometry.sequences import Sequences
@@ -20,7 +21,7 @@ __all__ = ["Problem"]
 
 
 @dataclass(frozen=True, eq=False)
-class Problem:
+class Problem(OfFields):
     """One call: ``out = softmax(mask(score_mod(scale * q k^T)) [, sink]) v``.
 
     q: (B, Hq, Sq, D), k: (B, Hkv, Sk, D), v: (B, Hkv, Sk, Dv), one dtype and device, any strides; Hq is a multiple of Hkv.
@@ -85,13 +86,6 @@ class Problem:
     def bound_k(self) -> int:
         """At least ``seqlen_k``, and known without a look at what tensors on a GPU hold."""
         return self.k.shape[2] if self.sequences is None else self.sequences.bound_k
-
-    @classmethod
-    def of_fields(cls, fields: dict[str, Any]) -> Problem:
-        """A problem of all these fields, by name, whose dictionary becomes its own: the constructor takes longer than a call may."""
-        made = object.__new__(cls)
-        object.__setattr__(made, "__dict__", fields)
-        return made
 
     def like(self, **changes: Any) -> Problem:
         """``dataclasses.replace`` for what leaves predicates and lengths as they are: the row limits, once known, go along."""

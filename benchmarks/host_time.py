@@ -57,7 +57,8 @@ def stubbed() -> Iterator[None]:
             stack.enter_context(patch)
         if _HAS_TRITON:  # up to Triton's launcher, which would ask a driver
             launch = importlib.import_module("anyattn.backends.triton.launch")
-            stack.enter_context(mock.patch.object(launch, "_launch", lambda *a: None))
+            handle = importlib.import_module("anyattn.backends.triton.direct").Handle(lambda *a: None, True, lambda x, number: [x])
+            stack.enter_context(mock.patch.object(launch, "_launch", lambda *a: handle))
         yield
     recall.clear()
 
@@ -133,20 +134,51 @@ def _calls(device: str) -> dict[str, Callable[[], Any]]:
     }
 
 
+def _both_passes(device: str, **options: Any) -> Callable[[], Any]:
+    q, k, v = _tensors(device, grad=True)
+    dout = torch.randn(_SHAPE, dtype=q.dtype, device=device)
+    return lambda: torch.autograd.grad(anyattn.flex_attention(q, k, v, **options), (q, k, v), dout)
+
+
+def _decode(device: str, **options: Any) -> Callable[[], Any]:
+    """One token of each of four sequences, against their caches."""
+    q = torch.randn(4, 1, 8, 128, dtype=torch.bfloat16, device=device)
+    k, v = (torch.randn(4, 1024, 2, 128, dtype=torch.bfloat16, device=device) for _ in range(2))
+    lengths = torch.full((4,), 500, dtype=torch.int32, device=device)
+    return lambda: anyattn.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, causal=True, backend="triton", **options)
+
+
 def _by_triton(device: str) -> dict[str, Callable[[], Any]]:
-    """The same calls by Triton's kernels, and what of that is the backend's own."""
+    """Calls by Triton's kernels, and what of one is the backend's own."""
     if not _HAS_TRITON:
         return {}
     run = importlib.import_module("anyattn.backends.triton.run")
     q, k, v = _tensors(device)
+    q4, k4, v4 = _tensors(device, heads_first=False)
     table, most = torch.zeros(_SHAPE[1], 2 * _SHAPE[2], device=device), _SHAPE[2]
     causal, relative = lambda b, h, i, j: i >= j, lambda s, b, h, i, j: s + table[h, i - j + most]
+    listed = anyattn.create_block_mask(lambda b, h, i, j: (i - j) % 3 != 1, 1, 1, most, most, device=device)
     problem = check.flex_problem(q, k, v, relative, None, causal, None, None, False, None, False, False, False)
     chosen = plan.choose(problem, hardware.of(device), "triton")
+    cu = torch.tensor([0, 100, 256], dtype=torch.int32, device=device)
+    ends = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": 256, "max_seqlen_k": 256}
+    packed = torch.randn(256, 2, 64, dtype=torch.bfloat16, device=device)
+    by: dict[str, Any] = {"backend": "triton"}
     return {
-        "flex, mask mod, by triton": _flex(device, mask_mod=causal, backend="triton"),
-        "flex, relative bias, by triton": _flex(device, score_mod=relative, mask_mod=causal, backend="triton"),
+        "flex, no mod, by triton": _flex(device, **by),
+        "flex, score mod, by triton": _flex(device, score_mod=lambda s, b, h, i, j: s + (j - i), **by),
+        "flex, block mask, by triton": _flex(device, block_mask=listed, **by),
+        "flex, mask mod, by triton": _flex(device, mask_mod=causal, **by),
+        "flex, relative bias, by triton": _flex(device, score_mod=relative, mask_mod=causal, **by),
         "  triton's backend alone": lambda: run.forward(problem, chosen),
+        "flash, causal, by triton": lambda: anyattn.flash_attn_func(q4, k4, v4, causal=True, **by),
+        "varlen, causal, by triton": lambda: anyattn.flash_attn_varlen_func(packed, packed, packed, causal=True, **ends, **by),
+        "decode, keys in one piece, by triton": _decode(device, num_splits=1),
+        "decode, keys in pieces, by triton": _decode(device),
+        "both passes, no mod, by triton": _both_passes(device, **by),
+        "both passes, relative bias, by triton": _both_passes(device, score_mod=relative, mask_mod=causal, **by),
+        "both passes, block mask, by triton": _both_passes(device, block_mask=listed, **by),
+        "both passes, mask mod, by hopper and triton": _both_passes(device, mask_mod=causal),
     }
 
 
@@ -211,7 +243,7 @@ def main(device: str, as_json: bool) -> None:
         click.echo(json.dumps(found))
         return
     for name, time in found.items():
-        click.echo(f"{name:<40}{time:8.1f} us")
+        click.echo(f"{name:<44}{time:8.1f} us")
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from anyattn.mods.ir import Builder, Expr, category
 from anyattn.mods.recognise import Pattern, Reading, recognise
 from anyattn.mods.source import mod_error
 from anyattn.mods.values import FUNCTIONS, NeedsNumber, Value, View
+from anyattn.of_fields import OfFields
 
 __all__ = ["Source", "TracedMod", "is_native", "name_of", "refuse_native", "trace"]
 
@@ -39,7 +40,7 @@ class Source(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class TracedMod:
+class TracedMod(OfFields):
     """A mod ready to run: its program and the run-time values of this call.
 
     kind: ``"mask"`` (output torch.bool) or ``"score"`` (output of the score's dtype).
@@ -57,13 +58,6 @@ class TracedMod:
     @property
     def key(self) -> str:
         return self.expr.key
-
-    @classmethod
-    def of_fields(cls, fields: dict[str, Any]) -> TracedMod:
-        """A mod of all these fields, by name, whose dictionary becomes its own: the constructor takes longer than a call may."""
-        made = object.__new__(cls)
-        object.__setattr__(made, "__dict__", fields)
-        return made
 
 
 class _Tracer(Builder):

@@ -219,6 +219,27 @@ def test_what_the_kernels_leave_to_torch(launches: list[tuple]) -> None:
     assert not kernels.can_list(trace(masks.causal(), "mask"), (2**30, 8))
 
 
+def test_a_grid_has_room_for_any_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond its first axis a CUDA grid has 65,535 places: batch and heads get an axis each, for 4,096 entries of 32 heads have more."""
+    from anyattn.backends.triton import tile_lists as kernels
+
+    real, grids = kernels.mask_of, []
+
+    def kernel() -> Any:
+        return type("Grid", (), {"__getitem__": lambda self, grid: grids.append(grid) or (lambda *args, **options: None)})()
+
+    def mask_of(expr: Any) -> Any:
+        names = ("list_tiles", "list_tiles_at_once", "store_hulls")
+        return real(expr)._replace(kernels=SimpleNamespace(**{n: kernel() for n in names}))
+
+    monkeypatch.setattr(kernels, "mask_of", mask_of)
+    table, options = torch.zeros(4096, 1000, dtype=torch.int32), {"separate_full": True, "has_full_tails": False, "broadcasts": False}
+    for mask in (masks.causal(), lambda b, h, q, k: table[b, q] == table[b, k] % (h + 1)):
+        kernels.list_tiles(trace(mask, "mask"), (1000, 1000), (128, 128), (4096, 32), torch.device("cpu"), wants_columns=True, **options)
+        kernels.list_tiles(trace(mask, "mask"), (8000, 8000), (512, 512), (4096, 2), torch.device("cpu"), wants_columns=False, **options)
+    assert len(grids) > 4 and {grid[1:] for grid in grids} == {(32, 4096), (2, 4096)}, grids
+
+
 def test_compiled_for_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lengths, captured numbers, strides and addresses are no part of what Triton compiles for; few tiles and many are."""
     from triton.backends.compiler import GPUTarget

@@ -225,3 +225,29 @@ def test_a_branch_not_taken_contributes_nothing_even_where_it_is_nan(f):
     expr = trace(lambda s, b, h, q, k: torch.where(s > 0, f(torch.log(s)), s), "score").expr
     (by_score,) = run(score_gradients(expr).expr, {"score": torch.tensor([-1.0])}, (), ())
     assert by_score.tolist() == [1.0]
+
+
+@pytest.mark.parametrize("name", ("tanh", "sigmoid"))
+def test_a_flat_derivative_keeps_its_digits(name):
+    """Where tanh is nearly 1, 1 - tanh^2 is what rounding left over; the exact form is as right as its argument is."""
+    expr = trace(lambda s, b, h, q, k: getattr(torch, name)(s), "score").expr
+    far = torch.linspace(-20, 20, 401)
+    twice = far.double() * (2 if name == "tanh" else 1)
+    want = torch.exp(-twice.abs()) / (1 + torch.exp(-twice.abs())).square() * (4 if name == "tanh" else 1)
+    # the exponential of x errs by x roundings of its argument
+    bound = torch.finfo(torch.float32).eps * (8 + twice.abs())
+    worst = {}
+    for is_exact in (True, False):
+        (found,) = run(score_gradients(expr, is_exact).expr, {"score": far}, (), ())
+        worst[is_exact] = float(((found.double() / want - 1).abs() / bound).max())
+    assert worst[True] <= 1 < worst[False], worst
+
+
+@pytest.mark.parametrize("name", ("tanh", "sigmoid"))
+def test_both_forms_are_one_derivative(name):
+    for is_exact in (True, False):
+        expr = trace(lambda s, b, h, q, k: getattr(torch, name)(s * 0.7), "score", score_dtype=torch.float64).expr
+        leaf = SCORE.clone().requires_grad_()
+        (want,) = torch.autograd.grad(getattr(torch, name)(leaf * 0.7).sum(), leaf)
+        (found,) = run(score_gradients(expr, is_exact).expr, {"score": SCORE}, (), ())
+        assert float((found - want).abs().max()) <= 16 * EPS

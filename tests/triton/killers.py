@@ -48,10 +48,14 @@ def judged(shape: tuple[int, ...], **options: Any) -> Callable[[], None]:
     return lambda: judge(*qkv(*shape), **options) and None
 
 
-def rising() -> None:
+def rising(queries: int) -> Callable[[], None]:
     """Every tile of keys has greater scores than the one before."""
-    q, k, v = qkv(1, 2, 1, 20, 70, 16, 16)
-    judge(q, k * torch.linspace(0.2, 4, 70)[:, None], v)
+
+    def check() -> None:
+        q, k, v = qkv(1, 2, 1, queries, 70, 16, 16)
+        judge(q, k * torch.linspace(0.2, 4, 70)[:, None], v)
+
+    return check
 
 
 def random_lists(tile: tuple[int, int], sizes: tuple[int, int, int, int]) -> Callable[[], None]:
@@ -193,7 +197,8 @@ KILLERS: dict[str, Callable[[], Any]] = {
     "islands": variant("islands", LONG),
     "sink_window": lambda: (ranges(4, 19)(), ranges(17, 40)()),
     "overlap": overlap,
-    "peaky": rising,
+    "peaky": rising(20),
+    "peaky_few_rows": rising(3),
     "sink": variant("sink"),
     "alibi": variant("alibi"),
     "gated": variant("gated"),

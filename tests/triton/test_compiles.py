@@ -21,13 +21,13 @@ NAMES = {"ids": lambda x: str(x).removeprefix("torch.")}
 
 
 def checked(capability: tuple[int, int], d: int, dv: int, dtype: torch.dtype, variant: str, **options: int) -> None:
-    import compiling
+    import triton_ahead as ahead
 
-    made = compiling.call(capability, d, dv, dtype, variant, **options)
+    made = ahead.call(capability, d, dv, dtype, variant, **options)
     assert {m.kernel for m in made} >= {"forward_tile", "prepare_tile", "dq_tile", "dkdv_tile"}
     for one in made:
         print(capability, *one)
-    compiling.check(made, capability, f"{capability} {d} {dv} {dtype} {variant}")
+    ahead.judge(made, capability, f"{capability} {d} {dv} {dtype} {variant}")
 
 
 @pytest.mark.parametrize("capability", GENERATIONS, ids=str)

@@ -195,6 +195,35 @@ def test_what_fits_no_tile_is_not_supported(monkeypatch: pytest.MonkeyPatch) -> 
     assert "a block has 64" in str(supports.reason_against_backward(wide))
 
 
+def test_what_no_grid_has_room_for_is_not_supported() -> None:
+    """A launch with more than 65,535 entries or heads fails in the driver: the windows of an image are that many."""
+    from anyattn import check, hardware, plan
+    from anyattn.backends.triton import supports
+    from anyattn.errors import BackendError
+
+    def problem(batch: int, heads: int):  # type: ignore[no-untyped-def]
+        q = torch.zeros(1, 1, 1, 1).expand(batch, heads, 1, 16).contiguous()
+        return check.flex_problem(q, q, q, None, None, None, None, None, False, None, True, False, False)
+
+    machine = hardware.Hardware("cuda", "a GPU", 0, frozenset(), (8, 0), 108)
+    for sizes in ((65536, 1), (1, 65536)):
+        assert supports.reason_against(problem(sizes[0] - 1, 1) if sizes[0] > 1 else problem(1, sizes[1] - 1)) is None
+        asked = problem(*sizes)
+        assert "65536" in str(supports.reason_against(asked)) and "65536" in str(supports.reason_against_backward(asked))
+        assert plan.choose(asked, machine).backend == "torch"
+        with pytest.raises(BackendError, match=r"65536 .* 65535: call it on parts"):
+            plan.choose(asked, machine, "triton")
+    packed = torch.zeros(70000, 1, 16)
+    from anyattn.check_flash import Options, problem_of
+    from anyattn.check_lengths import offset_unread, unread_sequences
+    from anyattn.geometry.stored import LengthTables
+
+    ends = torch.arange(70001, dtype=torch.int32)
+    sequences = unread_sequences(packed, packed, LengthTables(ends, ends, None, None), (1, 1), None)
+    of_one_token_each = problem_of(packed, packed, packed, sequences, Options(), offset_unread(sequences, False))
+    assert of_one_token_each.batch == 70000 and supports.reason_against(of_one_token_each) is None
+
+
 def test_loads_are_wide_where_rows_are_aligned() -> None:
     """Pieces of 16 bytes, as the real launcher sees it; one odd address and they are single."""
     from triton.backends.compiler import GPUTarget

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import anyattn
-from anyattn import check_lengths, hardware, masks, recall
+from anyattn import check_lengths, masks
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 if importlib.util.find_spec("triton") is not None:
@@ -62,15 +62,11 @@ def as_on_a_gpu() -> Iterator[Allocations]:
         found = tile_lists.list_tiles(*about, **{"separate_full": True} | options)
         return found and tuple(None if t is None else t.zero_() for t in found)  # what nothing has filled would be refused
 
-    gpu = hardware.Hardware("cuda", "a GPU", 0, frozenset((torch.bfloat16,)), (9, 0), 132)
-    recall.clear()
-    with pytest.MonkeyPatch.context() as patch, ahead.caught((9, 0)), Allocations() as found:
-        patch.setattr(hardware, "of", lambda *about: gpu)
+    with pytest.MonkeyPatch.context() as patch, ahead.on((9, 0)), Allocations() as found:
         patch.setattr(check_lengths, "takes_their_word", lambda device, validate: validate is not True)
         for module in (compute, block_mask):
             patch.setattr(module, "device_lists", listed)
         yield found
-    recall.clear()
 
 
 def drawn(*lead: int) -> list[Tensor]:

@@ -113,10 +113,14 @@ def test_tiles_that_are_too_large_are_an_error() -> None:
     """Not one from inside Triton, and not one where fewer stages do."""
     problem = ahead.problem_of()
     with pytest.raises(ValueError, match=r"tile_n=1024 take \d+ KiB of shared memory, and a GPU has 227"):
-        ahead.planned(problem, (9, 0), {"tile_m": 128, "tile_n": 1024})
+        ahead.planned(problem, (9, 0), {"tile_m": 64, "tile_n": 1024})
     assert ahead.planned(problem, (9, 0), {"tile_n": 256}).num_stages == 1
-    with pytest.raises(ValueError, match="powers of two"):
+    with pytest.raises(ValueError, match=r"tile_n=100 in kernel_options.* powers of two from 16 on: wanted 128, say"):
         ahead.planned(problem, (9, 0), {"tile_n": 100})
+    narrow = ahead.problem_of(dim=16)  # whose tiles of keys would find their shared memory, and Triton refuses
+    with pytest.raises(ValueError, match=r"tile_m=2048, tile_n=1024 in kernel_options are tiles of 2097152 scores.*65536 registers.*128 and 128"):
+        ahead.planned(narrow, (9, 0), {"tile_m": 2048, "tile_n": 1024})
+    assert ahead.planned(narrow, (9, 0), {"tile_m": 256, "tile_n": 256}).tile_n == 256
 
 
 def test_sources_are_kept_to_be_read(cache: DiskCache, monkeypatch: pytest.MonkeyPatch) -> None:

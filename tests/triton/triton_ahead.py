@@ -13,15 +13,12 @@ from unittest import mock
 
 import torch
 
-from anyattn import check, hardware, plan
+import anyattn
+from anyattn import check, hardware, plan, recall
 from anyattn.backends.triton import config, styles
 from anyattn.plan import Plan
 from anyattn.problem import Problem
-
-_POINTERS = {
-    torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.float64: "*fp64", torch.int32: "*i32",
-    torch.int64: "*i64", torch.bool: "*i1", torch.int8: "*i8", torch.uint8: "*u8", torch.int16: "*i16",
-}  # fmt: skip
+from anyattn.testing import cases
 
 MOST_SPILLED = 0.08  # of a loop's operations
 
@@ -35,6 +32,19 @@ class Launch(NamedTuple):
     options: dict[str, Any]
 
 
+class Made(NamedTuple):
+    """One compiled kernel of a call. shared: bytes. spilled: ``spilled``. narrow: loads of a single 16-bit element."""
+
+    kernel: str
+    tile: tuple[int, int]
+    warps: int
+    stages: int
+    shared: int
+    registers: int
+    spilled: float
+    narrow: int
+
+
 class Resources(NamedTuple):
     """registers and stack (bytes, where what has no register goes) of a thread; shared: bytes of a block."""
 
@@ -44,8 +54,15 @@ class Resources(NamedTuple):
 
 
 @contextlib.contextmanager
+def as_amd() -> Iterator[None]:
+    """Inside, torch is taken for a build for AMD's GPUs; open it outside of what catches launches."""
+    with mock.patch.object(torch.version, "hip", "6.4"):
+        yield
+
+
+@contextlib.contextmanager
 def caught(capability: tuple[int, int]) -> Iterator[list[Launch]]:
-    """The launches made meanwhile, as if the CPU were an NVIDIA GPU of this capability."""
+    """The launches made meanwhile, as if the CPU were a GPU of this capability: NVIDIA's, or AMD's ``as_amd``."""
     from triton.runtime.jit import JITFunction
 
     made: list[Launch] = []
@@ -54,7 +71,7 @@ def caught(capability: tuple[int, int]) -> Iterator[list[Launch]]:
         made.append(Launch(self, grid, given, options))
 
     patches = (
-        mock.patch.object(JITFunction, "run", run), mock.patch.object(styles, "is_nvidia", lambda device_type: True),
+        mock.patch.object(JITFunction, "run", run), mock.patch.object(styles, "is_nvidia", lambda device_type: torch.version.hip is None),
         mock.patch.object(config, "capability_of", lambda device: capability),
         mock.patch("anyattn.backends.triton.backward_pass.capability_of", lambda device: capability),
     )  # fmt: skip
@@ -64,29 +81,22 @@ def caught(capability: tuple[int, int]) -> Iterator[list[Launch]]:
         yield made
 
 
-def compiled(launch: Launch, capability: tuple[int, int]) -> Any:
-    """The launch's kernel, compiled for a GPU of this capability."""
+def compiled(launch: Launch, gpu: tuple[int, int] | str) -> Any:
+    """The launch's kernel, specialised as Triton's own launcher does. gpu: NVIDIA's compute capability, or an architecture of AMD's."""
     import triton
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+    from triton.compiler import ASTSource, make_backend
+    from triton.runtime.jit import create_function_from_signature
 
-    types, constants, aligned = {}, {}, {}
-    for at, parameter in enumerate(launch.kernel.params):
-        name = parameter.name
-        if parameter.is_constexpr:
-            types[name], constants[name] = "constexpr", launch.options[name]
-        elif hasattr(launch.given[at], "block_shape"):
-            block = launch.given[at]
-            types[name] = f"tensordesc<{_POINTERS[block.base.dtype][1:]}{list(block.block_shape)}>"
-        elif isinstance(launch.given[at], torch.Tensor):
-            types[name] = _POINTERS[launch.given[at].dtype]
-            if not parameter.do_not_specialize_on_alignment and launch.given[at].data_ptr() % 16 == 0:
-                aligned[at,] = [["tt.divisibility", 16]]
-        else:
-            types[name] = parameter.annotation_type
-    options = {name: value for name, value in launch.options.items() if name not in constants}
-    target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
-    return triton.compile(ASTSource(launch.kernel, types, constants, aligned), target=target, options=options)
+    if isinstance(gpu, str):
+        target = GPUTarget("hip", gpu, 64 if gpu.startswith("gfx9") else 32)
+    else:
+        target = GPUTarget("cuda", 10 * gpu[0] + gpu[1], 32)
+    kernel = launch.kernel
+    backend = make_backend(target)
+    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+    options, signature, constants, attributes = kernel._pack_args(backend, launch.options, *bind(*launch.given, **launch.options))
+    return triton.compile(ASTSource(kernel, signature, constants, attributes), target=target, options=options.__dict__)
 
 
 def _tool(name: str, *arguments: str) -> str:
@@ -175,3 +185,51 @@ def launches(problem: Problem, capability: tuple[int, int], options: dict[str, A
             made.clear()
             backward_pass.backward(problem, chosen, found.out, found.lse, torch.zeros_like(found.out), None)  # type: ignore[arg-type]
     return made
+
+
+@contextlib.contextmanager
+def on(capability: tuple[int, int]) -> Iterator[list[Launch]]:
+    """``caught``, of calls of the front doors: the CPU's tensors are planned for as if they were on that GPU."""
+    machine = hardware.Hardware("cuda", "a GPU", 0, frozenset((torch.float16, torch.bfloat16, torch.float32)), capability, 132)
+    recall.clear()
+    with caught(capability) as made, mock.patch.object(hardware, "of", lambda *about: machine):
+        yield made
+    recall.clear()
+
+
+def call(
+    capability: tuple[int, int], d: int, dv: int, dtype: torch.dtype, variant: str = "causal", backward: bool = True, rows: int = 300,
+    **options: Any,
+) -> list[Made]:  # fmt: skip
+    """The kernels of one call of a variant of ``anyattn.testing.cases``, compiled: the forward's, and unless told otherwise those of its
+    backward pass."""
+    shape = cases.Shape(1, 2, 1, rows, 300, d, dv)
+    q, k, v, dout = cases.inputs("normal", shape, dtype, 0)
+    drawn = cases.VARIANTS[variant].make(shape, torch.Generator().manual_seed(0))
+    tensors = tuple(t.float().requires_grad_(backward) if t.is_floating_point() else t for t in drawn)
+    mods = cases.VARIANTS[variant].mods(tensors, shape)
+    leaves = [t.requires_grad_(backward) for t in (q, k, v)]
+    options = {"enable_gqa": True, "return_lse": True, "backend": "triton", "mask_mod": mods["mask"], **options}
+    with on(capability) as launched:
+        out, _ = anyattn.flex_attention(*leaves, mods["score"], **options)
+        if backward:
+            torch.autograd.grad(out, leaves, dout, materialize_grads=True)
+    return [_made(launch, capability) for launch in launched]
+
+
+def _made(launch: Launch, capability: tuple[int, int]) -> Made:
+    kernel, options = compiled(launch, capability), launch.options
+    name = re.sub(r"_[0-9a-f]+$", "", launch.kernel.fn.__code__.co_filename.strip("<>").split()[-1])
+    found, narrow = resources(kernel), len(re.findall(r"ld\.global\S*\.b16", kernel.asm["ptx"]))
+    tile = (options["TILE_M"], options.get("TILE_N", 0))
+    in_loops = spilled(kernel.asm["cubin"])
+    return Made(name, tile, options["num_warps"], options["num_stages"], found.shared, found.registers, in_loops, narrow)
+
+
+def judge(made: list[Made], capability: tuple[int, int], label: str) -> None:
+    """That each finds its shared memory, loads rows in wide pieces, and spills next to nothing in a loop."""
+    room = config.shared_memory(capability)
+    for one in made:
+        assert one.shared <= room, f"{label}: {one} takes more than the device's {room} bytes of shared memory"
+        assert not one.narrow, f"{label}: {one} loads rows element by element"
+        assert one.spilled <= MOST_SPILLED, f"{label}: {one} spills registers"

@@ -24,11 +24,12 @@ from anyattn.backends.hopper import build
 from anyattn.backends.hopper.config import MOST, Config, slots
 from anyattn.backends.hopper.launch import indexable, kinds_of
 from anyattn.backends.hopper.packing import groups_of
-from anyattn.backends.hopper.run import heads_side_by_side
+from anyattn.backends.hopper.run import CACHE_FOR_KEYS
 from anyattn.backends.hopper.specialise import is_bounded, specialised
 from anyattn.backends.hopper.staging import factored
 from anyattn.backends.hopper.supports import reason_against
 from anyattn.geometry.integers import ceil_div
+from anyattn.geometry.nearby import heads_side_by_side
 from anyattn.mods.native import native_mod
 from anyattn.mods.trace import TracedMod, trace
 from anyattn.problem import Problem
@@ -123,7 +124,7 @@ def arguments(
     rows = ceil_div(q.shape[2], config.tile_q) if order is None else order.shape[0]
     spread = {"all": batch * heads, "heads": heads, "none": 1}[config.spread]
     keys = k.shape[2] * (1 if tables.get("pages") is None else k.shape[0])
-    section = min(spread, heads_side_by_side(keys * (q.shape[3] + v.shape[3]) * 2, groups))
+    section = min(spread, heads_side_by_side(keys * (q.shape[3] + v.shape[3]) * 2, groups, CACHE_FOR_KEYS))
     blocks = max(1, min(rows * spread, 132 if workers is None else workers))
     found = tuple(tables.get(name) for name in _TABLES)
     return (q, k, v, out, lse, highest, sink, *found, counter, factor * math.log2(math.e), rows, spread, section, blocks, scalars, tensors)

@@ -17,16 +17,17 @@ from anyattn.backends.hopper.launch import indexable, is_compiling, kinds_of, la
 from anyattn.backends.hopper.packing import groups_of
 from anyattn.backends.hopper.specialise import ByDocument, Special, by_document, specialised
 from anyattn.geometry.integers import ceil_div
+from anyattn.geometry.nearby import heads_side_by_side
 from anyattn.geometry.stored import StoredSequences
 from anyattn.plan import Plan
 from anyattn.problem import Problem
 from anyattn.sparsity.documents import DocumentTables, over_sequences, tables_of
 
-__all__ = ["Result", "config_of", "forward", "heads_side_by_side", "runs_documents"]
+__all__ = ["CACHE_FOR_KEYS", "Result", "config_of", "forward", "runs_documents"]
 
 _LOG2_E = math.log2(math.e)
 _NOTHING: Mapping[Config, Any] = {}
-_CACHE_FOR_KEYS = 32 * 2**20  # bytes of the 50 MB L2 cache that K and V of the heads computed side by side may take
+CACHE_FOR_KEYS = 32 * 2**20  # bytes of the 50 MB L2 cache that K and V of the heads computed side by side may take
 
 
 class Result(NamedTuple):
@@ -190,15 +191,7 @@ def _section(problem: Problem, groups: int) -> int:
     if problem.sequences is not None and problem.sequences.page_table is not None:  # a pool, of which the batch may use a part
         keys = min(problem.k.shape[0] * keys, problem.batch * problem.bound_k)
     size = keys * (problem.q.shape[3] + problem.v.shape[3]) * problem.q.element_size()
-    return heads_side_by_side(size, groups)
-
-
-def heads_side_by_side(size: int, ratio: int) -> int:
-    """How many query heads go side by side: those whose keys and values fit the cache together.
-
-    size: bytes of one head's K and V; ratio: query heads that share them, or groups of heads that share row tiles.
-    """
-    return max(1, _CACHE_FOR_KEYS // max(size, 1)) * ratio
+    return heads_side_by_side(size, groups, CACHE_FOR_KEYS)
 
 
 def _fills(problem: Problem) -> bool:

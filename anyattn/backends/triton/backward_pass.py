@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from anyattn.backends.triton import styles, tables, tuning
+from anyattn.backends.triton.again import Kept, Ready, facts_of, ready_of, sources_of
 from anyattn.backends.triton.config import Tiles, backward_tiles, capability_of, fitting, padded
 from anyattn.backends.triton.forms import Form, forms_of
 from anyattn.backends.triton.launch import Signature, entry_of, run_entry, strides_of
@@ -64,11 +65,29 @@ def backward(problem: Problem, plan: Plan, out: Tensor, lse: Tensor, dout: Tenso
     """Gradients of ``problem.grad_inputs`` in that order, None where none is needed. dout: any strides."""
     dout = dout if dout.stride(3) == 1 or dout.shape[3] == 1 else dout.contiguous()
     results = _Results(out, lse, dout, dlse)
-    forms = []
-    for form in forms_of(problem, plan):
-        tiles = _tiles(form.problem, plan)
-        forms.append((form, _tuned(form.problem, tiles, results) if plan.is_tuned else tiles))
-    return _gradients(problem, forms, results)
+    return _gradients(problem, [(form, _passes(form, plan, results)) for form in forms_of(problem, plan)], results)
+
+
+class _Passes(NamedTuple):
+    """What the calls of a plan share. tiles: of "dq" and "dkdv". range_count: ``Program.range_count``. kept: launches by kernel."""
+
+    tiles: dict[str, Tiles]
+    range_count: int
+    kept: dict[str, Kept]
+
+    @classmethod
+    def of(cls, problem: Problem, tiles: dict[str, Tiles]) -> _Passes:
+        return cls(tiles, program_of(problem).program.range_count, {name: Kept() for name in ("prepare", "dq", "dkdv")})
+
+
+def _passes(form: Form, plan: Plan, results: _Results) -> _Passes:
+    if plan.is_tuned:  # what is measured is asked on every call
+        return _Passes.of(form.problem, _tuned(form.problem, _tiles(form.problem, plan), results))
+    key = "backward" if form.documents is None else "backward by documents"
+    found = plan.prepared.get(key)
+    if found is None:
+        found = plan.prepared[key] = _Passes.of(form.problem, _tiles(form.problem, plan))
+    return found  # type: ignore[no-any-return]
 
 
 def _tuned(problem: Problem, tiles: dict[str, Tiles], results: _Results) -> dict[str, Tiles]:
@@ -76,7 +95,8 @@ def _tuned(problem: Problem, tiles: dict[str, Tiles], results: _Results) -> dict
     program, device = program_of(problem).program, problem.q.device
 
     def measure(name: str, other: Tiles) -> float:
-        return tuning.seconds(lambda: _gradients(problem, [(Form(problem), {**tiles, name: other})], results), device)
+        passes = _Passes.of(problem, {**tiles, name: other})
+        return tuning.seconds(lambda: _gradients(problem, [(Form(problem), passes)], results), device)
 
     for name in list(tiles):
         tiles = {**tiles, name: tuning.best(tuning.question_of(name, problem, program), device, partial(measure, name))}
@@ -92,8 +112,8 @@ class _Prepared(NamedTuple):
     tile_m: int
 
 
-def _gradients(problem: Problem, forms: list[tuple[Form, dict[str, Tiles]]], results: _Results) -> tuple[Tensor | None, ...]:
-    """forms: in which it is launched, with the tiles of each."""
+def _gradients(problem: Problem, forms: list[tuple[Form, _Passes]], results: _Results) -> tuple[Tensor | None, ...]:
+    """forms: in which it is launched."""
     wanted, score, q = _wanted(problem), problem.score, problem.q
     totals = _totals(problem)
     # no program comes by rows of no sequence
@@ -102,13 +122,12 @@ def _gradients(problem: Problem, forms: list[tuple[Form, dict[str, Tiles]]], res
     shared = (q, problem.k, problem.v, results.dout, dq, dk, dv)
     has_dq = any(t.requires_grad for t in (q, *(score.tensors[s] for s in wanted))) if score else q.requires_grad
     delta = _delta_of_rows(problem)
-    for form, tiles in forms:
-        chosen = program_of(form.problem)
-        prepared = _prepared(form, chosen, tiles["dkdv"].tile_m, results, delta)
+    for form, passes in forms:
+        prepared = _prepared(form, passes, results, delta)
         if has_dq:
-            _launch("dq", form, chosen, tiles, shared, prepared, totals)
+            _launch("dq", form, passes, shared, prepared, totals)
         if problem.k.requires_grad or problem.v.requires_grad:
-            _launch("dkdv", form, chosen, tiles, shared, prepared, ())
+            _launch("dkdv", form, passes, shared, prepared, ())
     captured = [None] * len(score.tensors) if score else []
     for slot, total in zip(wanted, totals, strict=True):
         captured[slot] = total.to(score.tensors[slot].dtype)  # type: ignore
@@ -156,33 +175,53 @@ def _of_sink(problem: Problem, lse: Tensor, delta: Tensor | None) -> Tensor | No
     return -(share * delta).masked_fill(torch.isneginf(lse), 0.0).sum((0, 2)).to(sink.dtype)
 
 
-def _prepared(form: Form, chosen: Chosen, tile_m: int, results: _Results, delta_of_rows: Tensor | None) -> _Prepared:
-    """tile_m: of the row tiles that dk and dv will visit."""
+def _prepared(form: Form, passes: _Passes, results: _Results, delta_of_rows: Tensor | None) -> _Prepared:
+    """By the row tiles that dk and dv will visit."""
     problem, guard, (out, lse, dout, dlse) = form.problem, form.guard, results
-    ranges, count = chosen.program.ranges, chosen.program.range_count
+    kept, tile_m, count = passes.kept["prepare"], passes.tiles["dkdv"].tile_m, passes.range_count
     places, device = _places(problem, tile_m), out.device
     slots = problem.heads_q * places
     # of a tile that the lists begin elsewhere than at a multiple of its size what lies after it is read too
     of_lse, of_delta = (torch.empty(((slots + 1) * tile_m,), dtype=torch.float32, device=device) for _ in range(2))
     spans = torch.empty((slots, max(4 * count, 1)), dtype=torch.int32, device=device)
-    found = tables.tables_of(problem, replace(chosen, lists=None), tile_m, form.documents)
-    aligned, strides = strides_of(out, dout)
+    found = tables.tables_of(problem, None, tile_m, form.documents)
     tensors = (out, dout, lse, dlse, of_lse, spans, found.entries, found.order, guard, of_delta, delta_of_rows)
-    pointers = [out if t is None else t.detach() for t in tensors]
+    key = (*facts_of(problem, found, out, dout), None if dlse is None else dlse.stride(), delta_of_rows is None, guard is None, tile_m)
+    ready = kept.get(key)
+    if ready is not None:
+        ready.launch(tensors, _NO_LISTS, problem.scale, ready.sources.read(problem))
+    else:
+        chosen = program_of(problem)
+        kept.put(key, _prepared_first(form, chosen, found, tensors, places, tile_m), replace(chosen, lists=None))
+    return _Prepared(of_lse, of_delta, spans, tile_m)
+
+
+_NO_LISTS = (None,) * len(COUNTS)
+
+
+def _prepared_first(
+    form: Form, chosen: Chosen, found: tables.Tables, tensors: tuple[Tensor | None, ...], places: int, tile_m: int
+) -> Ready | None:
+    problem, out, dout, dlse = form.problem, tensors[0], tensors[1], tensors[3]
+    assert out is not None and dout is not None
+    ranges, count = chosen.program.ranges, chosen.program.range_count
+    aligned, strides = strides_of(out, dout)
     of_dlse = (0, 0, 0) if dlse is None else dlse.stride()
     program = Program(None, ranges, None, None)
     captured = [read for read, part in zip(captured_of(chosen), chosen.program.parts, strict=True) if part is ranges]
     constants = {
         "RANGES": count, "TILE_M": tile_m, "HEAD_DIM_V": out.shape[3], "BLOCK_DV": padded(out.shape[3]),
-        "HAS_ENTRIES": problem.sequences is not None, "HAS_DLSE": dlse is not None, "HAS_GUARD": guard is not None,
-        "HAS_SINK": delta_of_rows is not None,
+        "HAS_ENTRIES": problem.sequences is not None, "HAS_DLSE": dlse is not None, "HAS_GUARD": form.guard is not None,
+        "HAS_SINK": tensors[-1] is not None,
     }  # fmt: skip
-    run_entry(
-        entry_of(_PREPARE, program, aligned), (found.row_tiles, problem.heads_q, programs_along_batch(problem, found)),
-        (*pointers, *strides, *of_dlse, 0, 0, *found.strides, *sizes_of(problem, found), places, *(out,) * 4, problem.scale),
-        captured, device, {**constants, "num_warps": 4, "num_stages": 1},
+    numbers = (*strides, *of_dlse, 0, 0, *found.strides, *sizes_of(problem, found), places)
+    grid = (found.row_tiles, problem.heads_q, programs_along_batch(problem, found))
+    pointers = [out if t is None else t.detach() for t in tensors]
+    handle = run_entry(
+        entry_of(_PREPARE, program, aligned), grid, (*pointers, *numbers, *(out,) * 4, problem.scale),
+        captured, out.device, {**constants, "num_warps": 4, "num_stages": 1},
     )  # fmt: skip
-    return _Prepared(of_lse, of_delta, spans, tile_m)
+    return ready_of(handle, grid, numbers, sources_of(problem, chosen, program), captured)
 
 
 def _places(problem: Problem, tile_m: int) -> int:
@@ -193,19 +232,43 @@ def _places(problem: Problem, tile_m: int) -> int:
 def _launch(
     name: str,
     form: Form,
-    chosen: Chosen,
-    tiles: dict[str, Tiles],
+    passes: _Passes,
     shared: tuple[Tensor, ...],
     prepared: _Prepared,
     totals: tuple[Tensor, ...],
 ) -> None:
     """One kernel: "dq" and what ``totals`` sum, or "dkdv"."""
-    problem, by_key, used = form.problem, name != "dq", tiles[name]
+    problem, by_key, used, kept = form.problem, name != "dq", passes.tiles[name], passes.kept[name]
     q, k, v, dout, dq, dk, dv = shared
     make, tile = (tables.key_tables_of, used.tile_n) if by_key else (tables.tables_of, used.tile_m)
-    found = make(problem, chosen, tile, form.documents)._replace(guard=form.guard)
-    aligned, strides = strides_of(q, k, v, dout, dq, dk, dv)
+    chosen = None if kept.knows_lists else program_of(problem)
+    found = make(problem, kept.lists if chosen is None else chosen.lists, tile, form.documents)
+    if form.guard is not None:
+        found = found._replace(guard=form.guard)
     tensors = (q, k, v, dout, prepared.lse, dq, dk, dv, found.entries, found.order, prepared.spans, found.guard, prepared.delta)
+    key = (*facts_of(problem, found, *shared[3:]), used, prepared.tile_m, *[t.dtype for t in totals], () if by_key else _wanted(problem))
+    ready = kept.get(key)
+    if ready is not None:
+        ready.launch(tensors, found.lists, problem.scale, ready.sources.read(problem, totals))
+        return
+    call = _Call(form, program_of(problem) if chosen is None else chosen, found, used, prepared.tile_m)
+    kept.put(key, _first(call, by_key, shared, tensors, totals), call.chosen)
+
+
+class _Call(NamedTuple):
+    form: Form
+    chosen: Chosen
+    found: tables.Tables
+    used: Tiles
+    slot_m: int
+
+
+def _first(
+    call: _Call, by_key: bool, shared: tuple[Tensor, ...], tensors: tuple[Tensor | None, ...], totals: tuple[Tensor, ...]
+) -> Ready | None:
+    form, chosen, found, used, slot_m = call
+    problem, (q, k, v, dout, *_) = form.problem, shared
+    aligned, strides = strides_of(*shared)
     pointers = [q if t is None else t.detach() for t in tensors]
     program, captured = chosen.program, list(captured_of(chosen))
     if problem.score is not None:
@@ -216,12 +279,14 @@ def _launch(
     if by_key:
         constants |= {"IS_GROUPED": problem.qhead_per_kvhead > 1, "IS_NVIDIA": styles.is_nvidia(q.device.type)}
     else:
-        constants["SLOT_M"] = prepared.tile_m
+        constants["SLOT_M"] = slot_m
     options = {"num_warps": used.num_warps, "num_stages": used.num_stages}
     lists = [q if t is None else t for t in found.lists]
-    heads, places = problem.heads_kv if by_key else problem.heads_q, _places(problem, prepared.tile_m)
-    run_entry(
-        entry_of(_DKDV if by_key else _DQ, program, aligned), (found.row_tiles, heads, programs_along_batch(problem, found)),
-        (*pointers, *strides, 0, 0, *found.strides, *sizes_of(problem, found), places, *lists, problem.scale),
-        captured, q.device, constants | options,
+    heads = problem.heads_kv if by_key else problem.heads_q
+    grid = (found.row_tiles, heads, programs_along_batch(problem, found))
+    numbers = (*strides, 0, 0, *found.strides, *sizes_of(problem, found), _places(problem, slot_m))
+    handle = run_entry(
+        entry_of(_DKDV if by_key else _DQ, program, aligned), grid, (*pointers, *numbers, *lists, problem.scale), captured, q.device,
+        constants | options,
     )  # fmt: skip
+    return ready_of(handle, grid, numbers, sources_of(problem, chosen, program), captured)

@@ -13,6 +13,8 @@ from functools import lru_cache
 
 import torch
 
+from anyattn.geometry.nearby import heads_side_by_side
+
 __all__ = [
     "PASSES", "Shape", "Tiles", "Ways", "architecture", "asked", "backward_tiles", "candidates", "capability_of", "fits", "fitting",
     "forward_tiles", "heads_together", "most_short", "needed", "padded", "reason_against", "resident", "shared_memory", "ways_of",
@@ -28,6 +30,7 @@ _LEAST_SHARED = {True: 99 << 10, False: 48 << 10}  # from compute capability 8 o
 _OF_AMD = 64 << 10
 _SMALL_PARTS = 2 << 10  # barriers, statistics and what reductions pass around
 _OF_A_BLOCK = 1 << 10  # what the system keeps for itself in every block
+_REGISTERS = 1 << 16  # of a multiprocessor, in which a tile's scores lie; Triton itself knows no tiles of more than 16 times as many
 _WARPS = 8  # that fit with the 190 to 255 registers a thread which few rows take, if they may
 # Of tiles of 16 rows on Hopper, as if they took 168: an H200 follows that, also where they take more, and making them take 168 was slower.
 _FEWEST, _MORE_WARPS = 16, 12
@@ -37,7 +40,7 @@ _FEWEST, _MORE_WARPS = 16, 12
 class Tiles:
     """tile_m: query rows of a program; tile_n: keys of a step; num_warps, num_stages: Triton's. Powers of two but for the stages.
 
-    Raises ``ValueError`` for tiles that are no powers of two from 16 on.
+    Raises ``ValueError`` for tiles that are no powers of two from 16 on, or of more scores than a multiprocessor has registers.
     """
 
     tile_m: int
@@ -49,7 +52,13 @@ class Tiles:
         for name in ("tile_m", "tile_n"):
             size = getattr(self, name)
             if size < 16 or size & (size - 1):
-                raise ValueError(f"{name}={size}; this backend's tiles are powers of two from 16 on")
+                wanted = padded(min(max(size, 1), 256))
+                raise ValueError(f"{name}={size} in kernel_options; this backend's tiles are powers of two from 16 on: wanted {wanted}, say")
+        if self.tile_m * self.tile_n > _REGISTERS:
+            raise ValueError(
+                f"tile_m={self.tile_m}, tile_n={self.tile_n} in kernel_options are tiles of {self.tile_m * self.tile_n} scores, and a "
+                f"multiprocessor has {_REGISTERS} registers for them; wanted smaller ones, as 128 and 128"
+            )
 
 
 @dataclass(frozen=True)
@@ -283,7 +292,7 @@ def ways_of(shape: Shape, capability: tuple[int, int] | None, is_short: bool) ->
 
 def heads_together(heads: int, head_bytes: int) -> int:
     """How many heads programs go through at a time, a divisor of ``heads``: of all sequences. head_bytes: of keys and values of one."""
-    most = min(heads, _MOST_TOGETHER, max(1, _NEAR // max(1, head_bytes)))
+    most = min(heads, _MOST_TOGETHER, heads_side_by_side(head_bytes, 1, _NEAR))
     return next(n for n in range(most, 0, -1) if heads % n == 0)
 
 

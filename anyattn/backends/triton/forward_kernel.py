@@ -183,7 +183,7 @@ def weights_of(s, row_sum, row_max, scale, IS_RAW: tl.constexpr):
         p = tl.exp2(s - highest[:, None])
         rescale = tl.exp2(row_max - highest)
     if len(row_sum.shape) == 2:
-        row_sum = row_sum * rescale[:, None] + p
+        row_sum = row_sum * rescale[:, None] + p  # summed at the end: until then no warp waits for another's
     else:
         row_sum = row_sum * rescale + tl.sum(p, 1)
     return p, rescale, row_sum, highest

@@ -88,8 +88,10 @@ def log1p(x):
 
 @triton.jit
 def tanh(x):
-    less = expm1(-2 * tl.abs(x))
-    return -less / (less + 2) * sign(x)
+    """Far from 0 what is missing from 1, which no rounding of a quotient near 1 can hide; near 0, where that would cancel, Kahan's."""
+    size = tl.abs(x)
+    less, grown = expm1(-2 * size), tl.exp(-2 * size)
+    return tl.where(size > 0.5, 1 - 2 * grown / (1 + grown), -less / (less + 2)) * sign(x)
 
 
 @triton.jit

@@ -7,7 +7,7 @@ them into the tuples that the body wants, and hands over the mods' functions. Le
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from anyattn.backends.triton import generated, interpreter
+from anyattn.backends.triton.direct import Handle, handle_of, scratch
 from anyattn.backends.triton.programs import Part, Program, Read
 
-__all__ = ["Signature", "current_device", "entry_of", "entry_source", "run_entry", "run_plain", "strides_of"]
+__all__ = ["Signature", "current_device", "entry_of", "entry_source", "run_entry", "run_plain", "sizes_of_captured", "strides_of"]
 
 _TYPES = {"pointer": "", "stride": ": tl.int64", "long": ": tl.int64", "int": ": tl.int32", "float": ": tl.float32"}
 _UNIT = 8  # elements: 16 bytes of a 16-bit dtype, which is what one load instruction takes
@@ -113,20 +114,26 @@ def entry_of(signature: Signature, program: Program, is_aligned: bool) -> Any:
 
 def run_entry(
     kernel: Any, grid: Sequence[int], values: Sequence[Any], captured: Sequence[Read], device: torch.device, options: dict[str, Any]
-) -> None:
-    """Launches it. values: the groups' in order. captured: of the parts that the body asks, in its order. options: constants and warps."""
+) -> Handle | None:
+    """Launches it. values: the groups' in order. captured: of the parts that the body asks, in its order. options: constants and warps.
+
+    The handle is for launches with the same sizes, strides, options, dtypes and alignments.
+    """
     given = list(values)
     for read in captured:
         given += read.scalars
-        tensors = (*read.tensors, *read.totals)
-        for t in tensors:
-            for pair in zip(t.stride(), t.shape, strict=True):
-                given += pair
-        given += tensors
+        given += sizes_of_captured(read)
+        given += read.tensors
+        given += read.totals
     # dtypes and whether rows are aligned (which the entry itself says) are all that differs between launches of one entry
     dtypes = tuple([x.dtype if isinstance(x, Tensor) else x.base.dtype for x in given if not isinstance(x, (int, float))])
     with current_device(device):
-        _launch(kernel, tuple(grid), given, device, options, dtypes)
+        return _launch(kernel, tuple(grid), given, device, options, dtypes)
+
+
+def sizes_of_captured(read: Read) -> tuple[int, ...]:
+    """What an entry takes behind a part's numbers: each stride and size of the captured tensors and of the totals."""
+    return tuple([n for t in (*read.tensors, *read.totals) for pair in zip(t.stride(), t.shape, strict=True) for n in pair])
 
 
 def run_plain(
@@ -141,48 +148,39 @@ def run_plain(
         _launch(kernel, (programs, 1, 1), [*given, *special], device, options, known)
 
 
-class _Ready(NamedTuple):
-    """A kernel compiled for what Triton specialises it on, and its constants in order."""
-
-    compiled: Any
-    constants: tuple[Any, ...]
-
-
-_ready: dict[tuple, _Ready] = {}
+_ready: dict[tuple, Handle] = {}
 _MOST_READY = 4096
 
 
-def _launch(kernel: Any, grid: tuple[int, ...], given: list[Any], device: torch.device, options: dict[str, Any], known: tuple) -> None:
-    """Triton looks at every argument of a launch, which takes the host longer than the rest of a call: known kernels are asked directly.
+def _launch(
+    kernel: Any, grid: tuple[int, ...], given: list[Any], device: torch.device, options: dict[str, Any], known: tuple
+) -> Handle | None:
+    """Triton looks at every argument of a launch: known kernels are asked directly.
 
     known: what, besides the options, Triton would compile anew for.
     """
     if device.type != "cuda":  # the interpreter, which cannot look into what autograd follows
-        kernel[grid](*(x.detach() if isinstance(x, Tensor) else x for x in given), **options)
-        return
+
+        def interpreted(grid: tuple[int, ...], given: Sequence[Any]) -> None:
+            kernel[grid](*(x.detach() if isinstance(x, Tensor) else x for x in given), **options)
+
+        interpreted(grid, given)
+        return Handle(interpreted)
     key = (kernel, device.index, tuple(options.values()), known)
     found = _ready.get(key)
-    with _scratch(device) if options.get("IS_DESCRIBED") == 1 else nullcontext():
-        if found is not None:
-            found.compiled[grid](*given, *found.constants)
-            return
+    if found is not None:
+        found.again(grid, given)
+        return found
+    is_scratched = options.get("IS_DESCRIBED") == 1
+    with scratch(device) if is_scratched else nullcontext():
         compiled = kernel[grid](*given, **options)
-    if compiled is not None:
-        if len(_ready) >= _MOST_READY:
-            _ready.clear()
-        _ready[key] = _Ready(compiled, tuple(options[p.name] for p in kernel.params if p.is_constexpr))
-
-
-@contextmanager
-def _scratch(device: torch.device) -> Iterator[None]:
-    """Where kernels that describe tensors to the hardware write the descriptions: memory that Triton asks for at a launch."""
-    from triton.runtime._allocation import _allocator
-
-    before = _allocator.set(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=device))
-    try:
-        yield
-    finally:
-        _allocator.reset(before)
+    if compiled is None:
+        return None
+    if len(_ready) >= _MOST_READY:
+        _ready.clear()
+    constants = tuple(options[p.name] for p in kernel.params if p.is_constexpr)
+    _ready[key] = made = handle_of(compiled, constants, device, grid, given, is_scratched)
+    return made
 
 
 def current_device(device: torch.device) -> AbstractContextManager:

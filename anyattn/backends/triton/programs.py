@@ -182,16 +182,24 @@ def slots_alone(problem: Problem, wanted: tuple[int, ...]) -> tuple[int, ...]:
     """Those of the ``wanted`` slots whose tensor is read once, at an entry that no other pair of a query and a key reads: what is
     indexed by b, h, q_idx and at last kv_idx, and has room for all of them."""
     score = problem.score
-    if score is None or problem.sequences is not None:
+    if score is None or not wanted or problem.sequences is not None:
         return ()
-    extents = {"b": problem.batch, "h": problem.heads_q, "q_idx": problem.q.shape[2], "kv_idx": problem.k.shape[2]}
-    gradients = score_gradients(score.expr)
+    extents = problem.batch, problem.heads_q, problem.q.shape[2], problem.k.shape[2]
+    return _slots_alone(score.expr, wanted, extents, tuple([t.shape for t in score.tensors]))
+
+
+@lru_cache(maxsize=1024)
+def _slots_alone(
+    expr: Expr, wanted: tuple[int, ...], sizes: tuple[int, int, int, int], shapes: tuple[torch.Size, ...]
+) -> tuple[int, ...]:
+    extents = dict(zip(("b", "h", "q_idx", "kv_idx"), sizes, strict=True))
+    gradients = score_gradients(expr)
     found = []
     for slot in wanted:
         loads = [load for load in gradients.loads if load.slot == slot]
         nodes = [gradients.expr.nodes[gradients.expr.outputs[i]] for i in loads[0].indices]
         names = [node.attr if node.op == "index" else None for node in nodes]
-        has_room = all(name is None or n >= extents[name] for name, n in zip(names, score.tensors[slot].shape, strict=True))  # type: ignore
+        has_room = all(name is None or n >= extents[name] for name, n in zip(names, shapes[slot], strict=True))  # type: ignore[index]
         if len(loads) == 1 and len(names) == 4 and extents.keys() == set(names) and names[-1] == "kv_idx" and has_room:
             found.append(slot)
     return tuple(found)
@@ -201,7 +209,7 @@ def slots_alone(problem: Problem, wanted: tuple[int, ...]) -> tuple[int, ...]:
 def _gradient_part(
     expr: Expr, scalars: int, ranks: tuple[int, ...], wanted: tuple[int, ...], alone: frozenset[int], is_short: bool
 ) -> Part:
-    gradients = score_gradients(expr)
+    gradients = score_gradients(expr, is_exact=not is_short)
     builder = Builder()
     outputs = [builder.copy(expr), builder.copy(gradients.expr, gradients.expr.outputs[0])]
     deps = dependence(gradients.expr)

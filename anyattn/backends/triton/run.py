@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from anyattn.backends.triton import config, tables, tuning
+from anyattn.backends.triton.again import Kept, Ready, facts_of, kept_of, ready_of, sources_of
 from anyattn.backends.triton.combine import merge
 from anyattn.backends.triton.config import Tiles
 from anyattn.backends.triton.forms import Form, forms_of
@@ -139,48 +140,91 @@ def _forward_by_splits(problem: Problem, plan: Plan, fill: bool) -> Result:
 
 def _launch(form: Form, plan: Plan, target: _Target) -> None:
     problem = form.problem
-    chosen = program_of(problem)
-    plan = _tuned(problem, plan, chosen) if plan.is_tuned else plan
-    found = tables.tables_of(problem, chosen, positions_per_tile(plan.tile_m, plan.heads_per_tile), form.documents)
-    found = found._replace(guard=form.guard)
-    q, k, v, sink = problem.q, problem.k, problem.v, problem.sink
-    cache, packed = found.cache, plan.heads_per_tile
+    # what is measured is asked on every call
+    kept = Kept() if plan.is_tuned else kept_of(plan, "forward" if form.documents is None else "forward by documents")
+    chosen = None if kept.knows_lists else program_of(problem)
+    if chosen is not None and plan.is_tuned:
+        plan = _tuned(problem, plan, chosen)
+    listed = kept.lists if chosen is None else chosen.lists
+    found = tables.tables_of(problem, listed, positions_per_tile(plan.tile_m, plan.heads_per_tile), form.documents)
+    if form.guard is not None:
+        found = found._replace(guard=form.guard)
+    cache = found.cache
     cache_tables = (None, None, None) if cache is None else tuple(map(_contiguous, cache.tables[:3]))
-    tensors = (q, k, v, *target[:3], _contiguous(sink), found.entries, found.order, found.pages, *cache_tables, found.guard)
+    tensors = (
+        problem.q, problem.k, problem.v, *target[:3], _contiguous(problem.sink), found.entries, found.order, found.pages, *cache_tables,
+        found.guard,
+    )  # fmt: skip
+    key = (*facts_of(problem, found, target.out), target.lse is None, target.highest is None, is_raw := _is_raw(problem))
+    ready = kept.get(key)
+    if ready is not None:
+        ready.launch(tensors, found.lists, problem.scale, ready.sources.read(problem), _descriptor)
+        return
+    chosen = program_of(problem) if chosen is None else chosen
+    kept.put(key, _first(_Call(form, plan, target, chosen, found, is_raw), tensors), chosen)
+
+
+class _Call(NamedTuple):
+    form: Form
+    plan: Plan
+    target: _Target
+    chosen: Chosen
+    found: tables.Tables
+    is_raw: bool
+
+
+def _first(call: _Call, tensors: tuple[Tensor | None, ...]) -> Ready | None:
+    """Launches what has not been launched for such a call yet; the same for later ones. tensors: None for what is absent."""
+    form, plan, target, chosen, found, _ = call
+    problem, packed = form.problem, plan.heads_per_tile
+    q, k, v = problem.q, problem.k, problem.v
     splits, part_statistics, part_out = target.parts
     is_aligned, strides = strides_of(q, k, v, target.out, more=(part_out,))
+    constants = _constants(call, is_aligned)
     pointers = [q if t is None else t for t in tensors]  # what is absent is any pointer
     lists = [q if t is None else t for t in found.lists]
-    capability = config.capability_of(q.device)
-    has_few = has_few_rows(problem, capability)
-    ways = config.ways_of(forward_shape(problem), capability, has_few)
-    is_packed = packed > 1 or has_few
-    described = _described(ways.is_described, form, plan, found, target) if is_aligned else 0
-    described = min(described, 2) if is_packed else described
-    constants = {
-        **constants_of(problem, chosen, found), "TILE_M": plan.tile_m, "TILE_N": plan.tile_n,
-        "PAGE_SIZE": 0 if found.pages is None else k.shape[2],
-        "IS_PACKED": is_packed, "IS_CACHE": cache is not None, "HAS_LEFTPAD": _may_be_padded(problem, cache),
-        "HAS_ROWS": cache_tables[2] is not None, "HAS_SINK": sink is not None and splits == 1, "HAS_LSE": target.lse is not None,
-        "HAS_MAX": target.highest is not None, "IS_RAW": problem.score is not None or _LEAST_SCALE < problem.scale < 1 / _LEAST_SCALE,
-        "IS_LATE": ways.is_late and found.pages is None,
-        "IS_DESCRIBED": described, "IS_JOINED": ways.is_joined and described >= 2 and chosen.program.range_count > 0,
-        "IS_GROUPED": ways.is_grouped and splits == 1 and found.entries is None and not is_packed and found.row_tiles <= MOST_BLOCKS,
-    }  # fmt: skip
-    for at, since, rows in ((0, 4, plan.tile_m), (1, 2, plan.tile_n), (2, 2, plan.tile_n), (3, 3, plan.tile_m)):
-        if described >= since:
-            pointers[at] = _descriptor(pointers[at], rows)
-    kernel = entry_of(_FORWARD, chosen.program, is_aligned)
+    ways = ((0, 4, plan.tile_m), (1, 2, plan.tile_n), (2, 2, plan.tile_n), (3, 3, plan.tile_m))
+    described = [(at, rows) for at, since, rows in ways if constants["IS_DESCRIBED"] >= since]
+    for at, rows in described:
+        pointers[at] = _descriptor(pointers[at], rows)
     grid = (found.row_tiles, problem.heads_q // packed, programs_along_batch(problem, found) * splits)
-    run_entry(
-        kernel, _grouped(grid, problem) if constants["IS_GROUPED"] else grid,
-        (
-            *pointers, *strides, part_statistics, *found.strides, *_cache_sizes(problem, cache), packed, padded_group(packed),
-            *sizes_of(problem, found, splits), *lists, problem.scale,
-        ),
-        captured_of(chosen), q.device,
+    grid = _grouped(grid, problem) if constants["IS_GROUPED"] else grid
+    numbers = (
+        *strides, part_statistics, *found.strides, *_cache_sizes(problem, found.cache), packed, padded_group(packed),
+        *sizes_of(problem, found, splits),
+    )  # fmt: skip
+    captured = captured_of(chosen)
+    handle = run_entry(
+        entry_of(_FORWARD, chosen.program, is_aligned), grid, (*pointers, *numbers, *lists, problem.scale), captured, q.device,
         {**constants, "num_warps": plan.num_warps, "num_stages": plan.num_stages},
     )  # fmt: skip
+    return ready_of(handle, grid, numbers, sources_of(problem, chosen, chosen.program), captured, described)
+
+
+def _constants(call: _Call, is_aligned: bool) -> dict[str, Any]:
+    form, plan, target, chosen, found, is_raw = call
+    problem, cache = form.problem, found.cache
+    splits, is_dense = target.parts[0], found.entries is None
+    capability = config.capability_of(problem.q.device)
+    has_few = has_few_rows(problem, capability)
+    ways = config.ways_of(forward_shape(problem), capability, has_few)
+    is_packed = plan.heads_per_tile > 1 or has_few
+    described = _described(ways.is_described, form, plan, found, target) if is_aligned else 0
+    described = min(described, 2) if is_packed else described
+    return {
+        **constants_of(problem, chosen, found), "TILE_M": plan.tile_m, "TILE_N": plan.tile_n,
+        "PAGE_SIZE": 0 if found.pages is None else problem.k.shape[2],
+        "IS_PACKED": is_packed, "IS_CACHE": cache is not None, "HAS_LEFTPAD": _may_be_padded(problem, cache),
+        "HAS_ROWS": cache is not None and cache.tables.rows is not None, "HAS_SINK": problem.sink is not None and splits == 1,
+        "HAS_LSE": target.lse is not None, "HAS_MAX": target.highest is not None, "IS_RAW": is_raw,
+        "IS_LATE": ways.is_late and found.pages is None,
+        "IS_DESCRIBED": described, "IS_JOINED": ways.is_joined and described >= 2 and chosen.program.range_count > 0,
+        "IS_GROUPED": ways.is_grouped and splits == 1 and is_dense and not is_packed and found.row_tiles <= MOST_BLOCKS,
+    }  # fmt: skip
+
+
+def _is_raw(problem: Problem) -> bool:
+    return problem.score is not None or _LEAST_SCALE < problem.scale < 1 / _LEAST_SCALE
 
 
 def _grouped(grid: tuple[int, int, int], problem: Problem) -> tuple[int, int, int]:
@@ -239,7 +283,7 @@ def _may_be_padded(problem: Problem, cache: StoredCache | None) -> bool:
 
 
 def _contiguous(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.detach().contiguous()
+    return x if x is None or x.is_contiguous() else x.detach().contiguous()
 
 
 def _out_shape(problem: Problem) -> tuple[int, ...]:

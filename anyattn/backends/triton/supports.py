@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from anyattn.backends.triton import config
+from anyattn.backends.triton.layout import MOST_BLOCKS
 from anyattn.backends.triton.styles import shape_of
 from anyattn.mods.native import has_native
 from anyattn.problem import Problem
@@ -28,7 +29,12 @@ def reason_against(problem: Problem) -> str | None:
         if t.shape[3] > 1 and t.stride(3) != 1:
             return f"{name}'s last dimension has stride {t.stride(3)}; wanted 1, as {name}.contiguous() has"
     if not problem.may_have_pairs:
-        return "there is nothing to multiply"
+        return f"q has shape {tuple(q.shape)} and k {tuple(problem.k.shape)}, of which there is nothing to multiply"
+    # (packed sequences are counted with their tiles, of which there may be any number)
+    is_one_by_one = problem.sequences is None or problem.sequences.is_cache
+    for what, count in (("batch entries", problem.batch if is_one_by_one else 1), ("query heads", problem.heads_q)):
+        if count > MOST_BLOCKS:
+            return f"there are {count} {what}; a launch has room for {MOST_BLOCKS}: call it on parts of them"
     shape, capability = shape_of(problem), config.capability_of(q.device)
     # of few rows the tiles are no larger
     return config.reason_against("forward", config.forward_tiles(shape, capability, _MANY, False), shape, capability)

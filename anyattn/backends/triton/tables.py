@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from anyattn.backends.triton.programs import Chosen
 from anyattn.geometry.integers import ceil_div
 from anyattn.geometry.ragged_table import entries_table, numbered_tiles
 from anyattn.geometry.sequences import Sequences
@@ -41,10 +40,10 @@ class Tables(NamedTuple):
     guard: Tensor | None = None
 
 
-def tables_of(problem: Problem, chosen: Chosen, tile_m: int, documents: DocumentTables | None = None) -> Tables:
-    """All tables of a call whose row tiles have ``tile_m`` positions. documents: see ``forms.Form``."""
+def tables_of(problem: Problem, listed: Any, tile_m: int, documents: DocumentTables | None = None) -> Tables:
+    """All tables of a call whose row tiles have ``tile_m`` positions. listed: ``Chosen.lists``. documents: see ``forms.Form``."""
     sequences = problem.sequences
-    lists, tile = _lists_of(problem, chosen, by_key=False)
+    lists, tile = _lists_of(problem, listed, by_key=False)
     tensors, strides = _of_lists(lists, sequences is not None)
     if sequences is None:
         row_tiles = ceil_div(problem.q.shape[2], tile_m) if tensors[0] is None else tensors[0].shape[2] * ceil_div(tile[0], tile_m)
@@ -60,10 +59,10 @@ def tables_of(problem: Problem, chosen: Chosen, tile_m: int, documents: Document
     return Tables(len(order), _entries(sequences, lists, by_key=False), order, pages, tensors, tile, strides)
 
 
-def key_tables_of(problem: Problem, chosen: Chosen, tile_n: int, documents: DocumentTables | None = None) -> Tables:
+def key_tables_of(problem: Problem, listed: Any, tile_n: int, documents: DocumentTables | None = None) -> Tables:
     """The same for programs of ``tile_n`` keys each: lists say which row tiles visit a tile of keys, and the order is of key tiles."""
     sequences = problem.sequences
-    lists, tile = _lists_of(problem, chosen, by_key=True)
+    lists, tile = _lists_of(problem, listed, by_key=True)
     tensors, strides = _of_lists(lists, sequences is not None)
     if sequences is None:
         tiles = ceil_div(problem.k.shape[2], tile_n) if tensors[0] is None else tensors[0].shape[2] * ceil_div(tile[1], tile_n)
@@ -132,12 +131,12 @@ def _given(problem: Problem, by_key: bool) -> Any:
     return RaggedLists.of(lists)
 
 
-def _lists_of(problem: Problem, chosen: Chosen, by_key: bool) -> tuple[Any, tuple[int, int]]:
+def _lists_of(problem: Problem, listed: Any, by_key: bool) -> tuple[Any, tuple[int, int]]:
     """The lists of a call, and the rows and keys of their tiles; (None, (0, 0)) without."""
-    if chosen.lists is None:
+    if listed is None:
         return None, (0, 0)
-    if chosen.lists != "given":
-        return _made(problem, chosen.lists, by_key), _MADE_TILE
+    if listed != "given":
+        return _made(problem, listed, by_key), _MADE_TILE
     assert problem.blocks is not None
     return _given(problem, by_key), problem.blocks.tile
 

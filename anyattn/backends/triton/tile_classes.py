@@ -21,13 +21,12 @@ def store_hulls(
     hulls, scalars, tensors, seqlen_q, seqlen_k, rows, columns, heads, column_hulls_at,
     STORE_ROW: tl.constexpr, STORE_COLUMN: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The least and the greatest value of every leaf over one tile's rows or columns. Grid: (rows + columns, batch * heads).
+    """The least and the greatest value of every leaf over one tile's rows or columns. Grid: (rows + columns, heads, batch).
 
     hulls: int64 [2 * row leaves][batch * heads][rows], and from ``column_hulls_at`` [2 * column leaves][batch * heads][columns].
     """
-    place, bh = tl.program_id(0), tl.program_id(1)
-    b, h = bh // heads, bh % heads
-    count = tl.num_programs(1)
+    place, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    bh, count = b * heads + h, tl.num_programs(2) * heads
     if place < rows:
         first = place * TILE_M
         last = tl.minimum(first + TILE_M, seqlen_q) - 1
@@ -45,15 +44,14 @@ def list_tiles(
     VALUE: tl.constexpr, VERDICT: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SEPARATE_FULL: tl.constexpr, HAS_FULL_TAILS: tl.constexpr,
 ):  # fmt: skip
-    """The lists of one row of tiles, or of one column. Grid: (rows, or rows + columns, batch * heads).
+    """The lists of one row of tiles, or of one column. Grid: (rows, or rows + columns, heads, batch).
 
     row_lists: pointers to int32 counts and indices of partial tiles, then of full ones; counts [batch * heads][rows], indices
     [batch * heads][rows][columns]. column_lists: the same along the other side. hulls: what ``store_hulls`` left.
     HAS_FULL_TAILS: a tile that a sequence's end cuts is full if all its pairs inside are visible, else it is partial then.
     """
-    place, bh = tl.program_id(0), tl.program_id(1)
-    b, h = bh // heads, bh % heads
-    count = tl.num_programs(1)
+    place, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    bh, count = b * heads + h, tl.num_programs(2) * heads
     is_row = place < rows
     line = tl.where(is_row, place, place - rows)
     length = tl.where(is_row, columns, rows)

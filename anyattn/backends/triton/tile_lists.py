@@ -166,12 +166,13 @@ def _launch(
     elif mask.row_leaves + mask.column_leaves:
         size = numbers[-1] + 2 * mask.column_leaves * count * columns
         hulls = torch.empty(size, dtype=torch.int64, device=first.device)
-        mask.kernels.store_hulls[rows + columns, count](hulls, *captured, *tile, power_of_2(max(tile), 1024), **mask.options)
+        mask.kernels.store_hulls[rows + columns, sizes[1], sizes[0]](hulls, *captured, *tile, power_of_2(max(tile), 1024), **mask.options)
     lists = [t if t is not None else first for t in found]
     block = power_of_2(tile[0], 32), power_of_2(tile[1], 128)
     programs = rows + (columns if len(lists) > 4 else 0)
     options = (found[2] is not None, has_full_tails)
-    kernel[programs, count](*lists[:4], *lists[-4:], hulls, *captured, *tile, chunk, *block, *options, **mask.options)
+    # (an axis for each: beyond the first none is longer than 65,535)
+    kernel[programs, sizes[1], sizes[0]](*lists[:4], *lists[-4:], hulls, *captured, *tile, chunk, *block, *options, **mask.options)
 
 
 def way_of(mask: Mask, tile: tuple[int, int], longest: int) -> tuple[int, bool]:

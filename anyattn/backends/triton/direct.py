@@ -1,0 +1,170 @@
+"""Compiled kernels launched past Triton's own launcher, which looks at every argument anew and takes the host longer than the rest of a
+call: arguments that are known to be of the same kinds go straight to the compiled kernel, tensors as their addresses.
+
+How a compiled kernel is asked is Triton's own affair. So Triton is watched once for each kernel: where it would not pass on exactly what we
+would, it is asked the ordinary way, here and from then on.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import CellType, FunctionType
+from typing import Any, NamedTuple
+
+import torch
+
+__all__ = ["Handle", "handle_of", "scratch"]
+
+
+class Handle(NamedTuple):
+    """A kernel that has been launched, for launches with other arguments of the same kinds.
+
+    send: takes a grid of three numbers and all arguments but the constants. takes_addresses: pointers may come as numbers. spread: what is
+    sent in a tensor descriptor's stead, one after the other; takes the descriptor and its number among those of the launch. None where
+    descriptors are sent as they are.
+    """
+
+    send: Callable[[tuple[int, ...], Sequence[Any]], None]
+    takes_addresses: bool = False
+    spread: Callable[[Any, int], list[Any]] | None = None
+
+    def again(self, grid: tuple[int, ...], given: Sequence[Any]) -> None:
+        """Launches it with arguments as Triton takes them."""
+        self.send(grid, given if self.spread is None else _without_descriptors(given, self.spread))
+
+
+def handle_of(
+    compiled: Any, constants: tuple, device: torch.device, grid: tuple[int, ...], given: Sequence[Any], is_scratched: bool
+) -> Handle:
+    """The handle of a compiled kernel that was launched with ``given``. is_scratched: it asks for memory at a launch, see ``scratch``."""
+
+    def plainly(grid: tuple[int, ...], given: Sequence[Any]) -> None:
+        if is_scratched:
+            with scratch(device):
+                compiled[grid](*given, *constants)
+        else:
+            compiled[grid](*given, *constants)
+
+    if is_scratched or not _asks_as_known(compiled, grid, (*given, *constants), device):
+        return Handle(plainly)
+    if not any(_is_descriptor(x) for x in given):
+        return Handle(_direct(compiled, compiled.run, constants, device, plainly), True)
+    found = _undescribed(compiled.run, (*given, *constants))
+    if found is None:
+        return Handle(plainly)
+    run, spread = found
+    return Handle(_direct(compiled, run, constants, device, None), True, spread)
+
+
+@contextmanager
+def scratch(device: torch.device) -> Iterator[None]:
+    """Where kernels that describe tensors to the hardware write the descriptions: memory that Triton asks for at a launch."""
+    from triton.runtime._allocation import _allocator
+
+    before = _allocator.set(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=device))
+    try:
+        yield
+    finally:
+        _allocator.reset(before)
+
+
+def _direct(compiled: Any, run: Any, constants: tuple, device: torch.device, hooked: Callable[..., None] | None) -> Callable[..., None]:
+    """hooked: how to launch where somebody watches launches; None: with those who watch told as much as is known without Triton."""
+    from triton import knobs
+
+    function, metadata, index = compiled.function, compiled.packed_metadata, device.index
+    current, stream_of = torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream
+
+    def send(grid: tuple[int, ...], given: Sequence[Any]) -> None:
+        if current() != index:
+            with torch.cuda.device(index):
+                send(grid, given)
+            return
+        runtime, stream = knobs.runtime, stream_of(index)
+        enter, leave, about = runtime.launch_enter_hook, runtime.launch_exit_hook, None
+        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
+            if hooked is not None:
+                hooked(grid, given)
+                return
+            about = compiled.launch_metadata(grid, stream)
+        else:
+            enter = leave = None
+        run(*grid, stream, function, metadata, about, enter, leave, *given, *constants)
+
+    return send
+
+
+# ---- what Triton would pass on
+
+
+def _asks_as_known(compiled: Any, grid: tuple[int, ...], arguments: tuple, device: torch.device) -> bool:
+    """Whether Triton asks a compiled kernel as ``_direct`` does. Nothing is launched."""
+    noted: list[tuple] = []
+    try:
+        from triton import knobs
+
+        probe = copy.copy(compiled)
+        probe._run = lambda *passed: noted.append(passed)
+        probe[grid](*arguments)
+        (passed,) = noted
+        stream = torch._C._cuda_getCurrentRawStream(device.index)
+        known = (*grid, stream, compiled.function, compiled.packed_metadata)
+        hooks = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
+        rest = (*hooks, *arguments)
+        return passed[:6] == known and len(passed) == 7 + len(rest) and all(a is b for a, b in zip(passed[7:], rest, strict=True))
+    except (AttributeError, TypeError, ValueError):
+        return False
+
+
+def _is_descriptor(x: Any) -> bool:
+    return hasattr(x, "block_shape")
+
+
+def _is_alike(a: Any, b: Any) -> bool:
+    """An encoded descriptor is like any other: it compares with none."""
+    return a is b or (type(a) is type(b) and (a == b or getattr(type(a), "__eq__", None) is object.__eq__))
+
+
+def _without_descriptors(given: Sequence[Any], spread: Callable[[Any, int], list[Any]]) -> list[Any]:
+    found: list[Any] = []
+    described = 0
+    for x in given:
+        if _is_descriptor(x):
+            found += spread(x, described)
+            described += 1
+        else:
+            found.append(x)
+    return found
+
+
+def _undescribed(run: Any, arguments: tuple) -> tuple[Any, Callable[[Any, int], list[Any]]] | None:
+    """How a kernel with tensor descriptors is asked, as if it had none; and what is passed on in a descriptor's stead.
+
+    Triton wraps the launch of such a kernel into a function that looks through all arguments and encodes each descriptor anew.
+    """
+    noted: list[tuple] = []
+    try:
+        wrapped = run.launch
+        cells = dict(zip(wrapped.__code__.co_freevars, wrapped.__closure__, strict=True))
+        inside, encode = cells["tensordesc_meta"].cell_contents, wrapped.__globals__["make_tensordesc_arg"]
+        if any(m is None for m in inside):  # then it is an address and numbers, made by nobody
+            return None
+        own = copy.copy(run)
+        own.launch = cells["launcher"].cell_contents
+        cells["launcher"] = CellType(lambda *passed: noted.append(passed))
+        probe = copy.copy(run)
+        code, names = wrapped.__code__, wrapped.__globals__
+        probe.launch = FunctionType(code, names, wrapped.__name__, wrapped.__defaults__, tuple(cells[n] for n in code.co_freevars))
+
+        def spread(descriptor: Any, number: int) -> list[Any]:
+            return list(encode(descriptor, inside[number]))
+
+        wanted = _without_descriptors(arguments, spread)
+        probe(1, 1, 1, 0, None, None, None, None, None, *arguments)
+        (passed,) = noted
+        behind = passed[len(passed) - len(wanted) :]
+        return (own, spread) if all(map(_is_alike, behind, wanted)) else None
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
+        return None
