@@ -17,9 +17,9 @@ head, key tiles that lists count in a sequence of seqlen_k.
 import triton
 import triton.language as tl
 
-from anyattn.backends.triton.pages import NEARBY, inside, numbers_nearby, page_numbers, paged_places
+from anyattn.backends.triton.pages import NEARBY, first_numbers, inside, page_numbers, paged_places
 from anyattn.backends.triton.places import cache_entry, entry, is_off, key_places, row_tile
-from anyattn.backends.triton.visits import first_ahead, full_at, inside_of, partial_at, visits_of
+from anyattn.backends.triton.visits import full_at, inside_of, partial_at, visits_of
 
 __all__ = ["forward_tile", "load_rows", "plus_product", "rows_of"]
 
@@ -460,15 +460,9 @@ def forward_tile(
         # from above as they come nearer, for Triton pipelines no loop that hands a value on as it is.)
         numbers, near, coming, nearby = 0, 0, 0, 0
         if PAGE_SIZE > 0:
-            last_key = found[4] + seqlen_k - 1
-            one = found[4] + first_ahead(runs, start, start, end_full, RANGES, TILE_N, LIST_N)
-            two = found[4] + first_ahead(runs, start + 1, start, end_full, RANGES, TILE_N, LIST_N)
-            three = found[4] + first_ahead(runs, start + 2, start, end_full, RANGES, TILE_N, LIST_N)
-            last = found[4] + first_ahead(runs, end_full, start, end_full, RANGES, TILE_N, LIST_N) + TILE_N - 1
-            nearby = numbers_nearby(one, tl.minimum(last, last_key), pages, PAGE_SIZE)
-            numbers = inside(page_numbers(one, last_key, pages, TILE_N, PAGE_SIZE, FITS, True), cache[3])
-            near = tl.maximum(page_numbers(two, last_key, pages, TILE_N, PAGE_SIZE, FITS, True), 0)
-            coming = page_numbers(three, last_key, pages, TILE_N, PAGE_SIZE, FITS, True)
+            numbers, near, coming, nearby = first_numbers(
+                runs, start, end_full, found[4], seqlen_k, pages, cache[3], RANGES, TILE_N, LIST_N, PAGE_SIZE, FITS
+            )
         for i in range(start, end_full):
             first = full_at(runs, i, RANGES, TILE_N, LIST_N)
             of_tile = numbers

@@ -7,7 +7,9 @@ rest a mask, and the product of a number and a stride two multiplications.
 import triton
 import triton.language as tl
 
-__all__ = ["NEARBY", "inside", "numbers_nearby", "page_numbers", "paged_places"]
+from anyattn.backends.triton.visits import full_at
+
+__all__ = ["NEARBY", "first_numbers", "inside", "page_numbers", "paged_places"]
 
 NEARBY: tl.constexpr = tl.constexpr(128)
 _SECTOR: tl.constexpr = tl.constexpr(32)  # bytes that a cache fetches at a time
@@ -38,13 +40,40 @@ def page_numbers(first, last, pages, TILE_N: tl.constexpr, PAGE_SIZE: tl.constex
 
 
 @triton.jit
-def numbers_nearby(first, last, pages, PAGE_SIZE: tl.constexpr):
+def _nearby(first, last, pages, PAGE_SIZE: tl.constexpr):
     """[NEARBY]: some page numbers of storage rows ``first .. last``, from every piece of the table that caches fetch, so that others are
     near. One that comes all the way from memory, behind the keys under way, comes later than the loop can wait for.
     """
     EVERY: tl.constexpr = _SECTOR * 8 // pages.dtype.element_ty.primitive_bitwidth
     asked = first.to(tl.uint32) // PAGE_SIZE + tl.arange(0, NEARBY) * EVERY
     return tl.load(pages + tl.minimum(asked, last.to(tl.uint32) // PAGE_SIZE))
+
+
+@triton.jit
+def _first_ahead(runs, i, begin, end, RANGES: tl.constexpr, TILE_N: tl.constexpr, LIST_N: tl.constexpr):
+    """The first key of the i-th full tile, or of the last before ``end``; 0 where there is none from ``begin`` on."""
+    first = begin * 0
+    if begin < end:
+        first = full_at(runs, tl.minimum(i, end - 1), RANGES, TILE_N, LIST_N)
+    return first
+
+
+@triton.jit
+def first_numbers(
+    runs, start, end, k_start, seqlen_k, pages, last_page,
+    RANGES: tl.constexpr, TILE_N: tl.constexpr, LIST_N: tl.constexpr, PAGE_SIZE: tl.constexpr, FITS: tl.constexpr,
+):  # fmt: skip
+    """What a loop over the full tiles ``start .. end`` begins with: the first one's page numbers inside of the pool, the second's from 0 on,
+    the third's as they are, and ``_nearby`` of all. Where there is no tile they are of storage that the sequence has."""
+    last_key = k_start + seqlen_k - 1
+    one = k_start + _first_ahead(runs, start, start, end, RANGES, TILE_N, LIST_N)
+    two = k_start + _first_ahead(runs, start + 1, start, end, RANGES, TILE_N, LIST_N)
+    three = k_start + _first_ahead(runs, start + 2, start, end, RANGES, TILE_N, LIST_N)
+    last = k_start + _first_ahead(runs, end, start, end, RANGES, TILE_N, LIST_N) + TILE_N - 1
+    nearby = _nearby(one, tl.minimum(last, last_key), pages, PAGE_SIZE)
+    numbers = inside(page_numbers(one, last_key, pages, TILE_N, PAGE_SIZE, FITS, True), last_page)
+    near = tl.maximum(page_numbers(two, last_key, pages, TILE_N, PAGE_SIZE, FITS, True), 0)
+    return numbers, near, page_numbers(three, last_key, pages, TILE_N, PAGE_SIZE, FITS, True), nearby
 
 
 @triton.jit

@@ -9,7 +9,7 @@ window, and block lists.
 import triton
 import triton.language as tl
 
-__all__ = ["by_lists", "by_ranges", "clipped", "first_ahead", "full_at", "inside_of", "partial_at", "place_of_lists", "visits_of"]
+__all__ = ["by_lists", "by_ranges", "clipped", "full_at", "inside_of", "partial_at", "place_of_lists", "visits_of"]
 
 _FAR: tl.constexpr = tl.constexpr(2**30)
 
@@ -201,15 +201,6 @@ def full_at(runs, i, RANGES: tl.constexpr, TILE_N: tl.constexpr, LIST_N: tl.cons
         return _ranged_full(runs, i) * TILE_N
     else:
         return _listed_full(runs, i, TILE_N, LIST_N)
-
-
-@triton.jit
-def first_ahead(runs, i, begin, end, RANGES: tl.constexpr, TILE_N: tl.constexpr, LIST_N: tl.constexpr):
-    """The first key of the i-th full tile, or of the last before ``end``; 0 where there is none from ``begin`` on."""
-    first = begin * 0
-    if begin < end:
-        first = full_at(runs, tl.minimum(i, end - 1), RANGES, TILE_N, LIST_N)
-    return first
 
 
 @triton.jit
