@@ -63,8 +63,8 @@ def first_numbers(
     runs, start, end, k_start, seqlen_k, pages, last_page,
     RANGES: tl.constexpr, TILE_N: tl.constexpr, LIST_N: tl.constexpr, PAGE_SIZE: tl.constexpr, FITS: tl.constexpr,
 ):  # fmt: skip
-    """What a loop over the full tiles ``start .. end`` begins with: the first's page numbers inside of the pool, the second's from 0 on, the
-    third's as they are, and ``_nearby`` of all. Where there is no tile they are of storage that the sequence has."""
+    """What a loop over the full tiles ``start .. end`` begins with: the first one's page numbers inside of the pool, the second's from 0
+    on, the third's as they are, and ``_nearby`` of all. Where there is no tile they are of storage that the sequence has."""
     last_key = k_start + seqlen_k - 1
     one = k_start + _first_ahead(runs, start, start, end, RANGES, TILE_N, LIST_N)
     two = k_start + _first_ahead(runs, start + 1, start, end, RANGES, TILE_N, LIST_N)
