@@ -75,9 +75,14 @@ class _Attention(torch.autograd.Function):
         inputs, (out, lse) = saved[: len(needed)], saved[len(needed) : len(needed) + 2]
         if dout is None:
             dout = torch.zeros_like(out)
-        tensors = tuple(t if t is None else t.detach().requires_grad_(n) for t, n in zip(inputs, needed, strict=True))
+        tensors = tuple([_wanting(t, n) for t, n in zip(inputs, needed, strict=True)])
         grads = backward(_with_inputs(ctx.problem, tensors), ctx.plan, out, lse, dout, dlse)
         return None, None, *(g if n else None for g, n in zip(grads, needed, strict=True))
+
+
+def _wanting(t: Tensor | None, is_needed: bool) -> Tensor | None:
+    """The tensor as one whose gradient is asked for, or is not; nothing records, so that it may be the user's own."""
+    return t if t is None or t.requires_grad is is_needed else t.detach().requires_grad_(is_needed)
 
 
 def _without_inputs(problem: Problem) -> Problem:

@@ -173,6 +173,7 @@ def _hopper_plan(problem: Problem, hardware: Hardware, reason: str, options: dic
     why = [f"hopper: {reason}", f"backward: {backward}, for hopper has none yet{why_backward}"]
     if packed == 1 and runs_documents(problem):
         why.append(_BY_DOCUMENT)
+    why += _why_deterministic(problem, backward)
     if packed > 1:
         why.append(f"up to {packed} of the {problem.qhead_per_kvhead} query heads that share K and V share a row tile")
     return Plan(
@@ -193,8 +194,7 @@ def _triton_plan(problem: Problem, hardware: Hardware, reason: str, options: dic
     if is_tuned:
         why.append("autotune: the first call of a kind measures a handful of tiles; its winner is used instead of these")
     backward, why_backward = _backward_by_triton(problem, hardware)
-    if backward != "triton":
-        why.append(f"backward: {backward}{why_backward}")
+    why += _why_deterministic(problem, backward) if backward == "triton" else [f"backward: {backward}{why_backward}"]
     return Plan(
         "triton", tiles.tile_m, tiles.tile_n, tiles.tile_n, 1, problem.q.dtype, num_splits=splits,
         backward="" if backward == "triton" else backward, why=tuple(why), has_asked_tiles="tile_m" in options or "tile_n" in options,
@@ -208,6 +208,16 @@ def _backward_by_triton(problem: Problem, hardware: Hardware) -> tuple[str, str]
 
     against = _reason_against_triton(hardware) or reason_against_backward(problem)
     return ("torch", f"; for triton, {against}") if against else ("triton", "")
+
+
+def _why_deterministic(problem: Problem, backward: str) -> list[str]:
+    """What Triton's gradients do for ``deterministic``, where that is anything."""
+    if backward != "triton" or not problem.deterministic:
+        return []
+    from anyattn.backends.triton.exact import describe
+
+    found = describe(problem)
+    return [] if found is None else [found]
 
 
 def _reason_against_problem(name: str, problem: Problem) -> str | None:

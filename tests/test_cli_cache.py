@@ -95,3 +95,41 @@ def test_warmup_of_packed_sequences(cache: DiskCache, monkeypatch: pytest.Monkey
                 options = {"cu_seqlens_q": ends, "cu_seqlens_k": ends_k, "causal": True, "return_lse": wants_lse, "backend": "hopper"}
                 anyattn.flash_attn_varlen_func(q, q, q, **options)
     assert [e.facts["name"] for e in cache.entries()] == names, "a call compiled what was not there"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="needs nvidia-cutlass-dsl")
+@pytest.mark.parametrize("mask", ["full", "causal", "window"])
+@pytest.mark.parametrize("layout", ["whole", "grouped"])
+def test_what_warmup_compiles_is_what_calls_ask_for(layout: str, mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of whole batches by both doors, of 64 queries and of few, whatever the ratio of heads: their configs, without compiling."""
+    import torch
+
+    import anyattn
+    from anyattn import hardware, masks, recall
+    from anyattn.backends import hopper
+    from anyattn.backends.hopper import run
+    from anyattn.cli import warmup
+
+    warmed = {run.config_of(p) for p in warmup._whole_problems(warmup._Variant(mask, 64, "bfloat16", layout, True))}
+    h200 = hardware.Hardware("cuda", "Hopper", 0, frozenset((torch.bfloat16, torch.float16, torch.float32)), (9, 0), 132)
+    asked = []
+
+    def forward(problem, plan):  # type: ignore[no-untyped-def]
+        asked.append(run.config_of(problem))
+        out = problem.q.new_zeros(*problem.q.shape[:3], problem.v.shape[3])
+        return run.Result(out, torch.zeros(out.shape[:3]), None)
+
+    monkeypatch.setattr(hardware, "of", lambda *_: h200)
+    monkeypatch.setattr(hopper, "forward", forward)
+    recall.clear()
+    shown = {"full": None, "causal": masks.causal(), "window": masks.sliding_window(37, 0)}[mask]
+    band = {"full": {}, "causal": {"causal": True}, "window": {"window_size": (37, 0)}}[mask]
+    for rows, heads in ((300, 2), (1000, 2)) if layout == "whole" else ((2, 4), (5, 3), (7, 16)):
+        q, k = torch.zeros(2, heads, rows, 64, dtype=torch.bfloat16), torch.zeros(2, 1, 900, 64, dtype=torch.bfloat16)
+        if layout == "whole":
+            k = torch.zeros(2, 2, 900, 64, dtype=torch.bfloat16)
+        anyattn.flex_attention(q, k, k, mask_mod=shown, enable_gqa=True, return_lse=True, backend="hopper")
+        q, k = q.transpose(1, 2).contiguous(), k.transpose(1, 2).contiguous()
+        anyattn.flash_attn_func(q, k, k, return_lse=True, backend="hopper", **band)
+    recall.clear()
+    assert set(asked) == warmed and all((c.heads_per_tile > 1) is (layout == "grouped") for c in asked), (asked, warmed)

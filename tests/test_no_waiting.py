@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -214,6 +216,25 @@ def test_with_gradients_too(launched: list[tuple]) -> None:
     with no_reading():
         anyattn.flash_attn_varlen_func(**call | {"q": call["q"].requires_grad_()})
     assert len(launched) == 2
+
+
+@pytest.mark.parametrize("name", ["causal", "pages", "score mod"])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_gradients_read_nothing(name: str, deterministic: bool, launched: list[tuple], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of Triton's kernels, noted and not launched: three, what pages want added up, and what exact sums come to."""
+    monkeypatch.syspath_prepend(Path(__file__).parent / "triton")
+    ahead = importlib.import_module("triton_ahead")
+    call = calls()[name]
+    wanted = [call[x].detach().clone().requires_grad_() for x in ("q", "k", "v")]
+    call |= dict(zip(("q", "k", "v"), wanted, strict=True))
+    if name == "score mod":
+        wanted.append(bias := BIAS.clone().requires_grad_())
+        call["score_mod"] = lambda s, b, h, i, j: s + bias[h, i - j + 999]
+    with ahead.caught((9, 0)) as made, no_reading():
+        out = anyattn.flash_attn_varlen_func(**call, deterministic=deterministic)
+        made.clear()
+        torch.autograd.grad(out, wanted, torch.zeros_like(out))
+    assert len(made) == 3 + 2 * (name == "pages") + (name == "score mod" and deterministic)
 
 
 def test_validate_looks(launched: list[tuple]) -> None:

@@ -18,7 +18,9 @@ __all__ = ["command"]
 _HEAD_DIMS = ("64", "128", "256")
 _MASKS = ("full", "causal", "window")
 _DTYPES = ("bfloat16", "float16")
-_LAYOUTS = ("whole", "packed")
+_LAYOUTS = ("whole", "packed", "grouped")
+_WORDS = {"whole": "", "packed": ", packed", "grouped": ", grouped"}
+_GROUPS = (4, 8)  # heads that share row tiles: of ratios up to 4, and of more
 
 
 @dataclass(frozen=True)
@@ -30,24 +32,22 @@ class _Variant:
     has_lse: bool  # as training asks for it
 
     def __str__(self) -> str:
-        packed = ", packed" if self.layout == "packed" else ""
-        return f"{self.mask} D {self.head_dim} {self.dtype}{packed}{', lse' if self.has_lse else ''}"
+        return f"{self.mask} D {self.head_dim} {self.dtype}{_WORDS[self.layout]}{', lse' if self.has_lse else ''}"
 
 
 @click.command("warmup")
 @click.option("--head-dim", "head_dims", multiple=True, type=click.Choice(_HEAD_DIMS), help="Only this one (may be repeated).")
 @click.option("--mask", "masks", multiple=True, type=click.Choice(_MASKS), help="Only this one (may be repeated).")
 @click.option("--dtype", "dtypes", multiple=True, default=_DTYPES[:1], type=click.Choice(_DTYPES), help="bfloat16 by default.")
-@click.option(
-    "--layout", "layouts", multiple=True, type=click.Choice(_LAYOUTS), help="Only this one; whole batches and packed ones by default."
-)
+@click.option("--layout", "layouts", multiple=True, type=click.Choice(_LAYOUTS), help="Only this one (may be repeated).")
 @click.option("--arch", type=click.Choice(("sm_90a",)), help="Compile for this GPU, also where there is none.")
 @click.option("--jobs", default=0, type=click.IntRange(0), help="Processes at a time; 0, the default, is one for each core.")
 def command(
     head_dims: tuple[str, ...], masks: tuple[str, ...], dtypes: tuple[str, ...], layouts: tuple[str, ...], arch: str | None, jobs: int
 ) -> int:
-    """Compile the common kernels into the disk cache: full, causal and window, with and without lse, for whole batches and for packed
-    sequences (with int32 cu_seqlens), those with the kernel that makes their tables.
+    """Compile the common kernels of the Hopper backend into the disk cache: full, causal and window, with and without lse; for whole
+    batches, for packed sequences (with int32 cu_seqlens; and the kernel that makes their tables), and grouped: few queries, of which 4 or 8
+    heads that share keys lie in one tile.
 
     What is there already is not compiled again. The launching code is made for this machine's processor: another kind of processor
     compiles anew.
@@ -108,22 +108,30 @@ def _compile(variant: _Variant) -> float:
     torch.set_num_threads(1)
     hardware = Hardware("cuda", "Hopper", 0, frozenset((torch.bfloat16, torch.float16, torch.float32)), (9, 0), 132)
     with launch.compiling_only():
-        for problem in _packed_problems(variant) if variant.layout == "packed" else [_problem(variant)]:
+        for problem in _packed_problems(variant) if variant.layout == "packed" else _whole_problems(variant):
             run.forward(problem, plan.choose(problem, hardware, "hopper"))
     return time.perf_counter() - started
 
 
-def _problem(variant: _Variant) -> Any:
-    """A call on whole batches; tensors are the CPU's, for nothing runs."""
+def _whole_problems(variant: _Variant) -> list[Any]:
+    """Calls on whole batches by both doors, whose windows are written otherwise; tensors are the CPU's, for nothing runs."""
     import torch
 
     from anyattn import masks
+    from anyattn.check_flash import Options, dense_problem
     from anyattn.mods.trace import trace
     from anyattn.problem import Problem
 
     mask = {"full": None, "causal": masks.causal(), "window": masks.sliding_window(128, 0)}[variant.mask]
-    q = torch.zeros(1, 1, 64, variant.head_dim, dtype=getattr(torch, variant.dtype))
-    return Problem(q=q, k=q, v=q, scale=1.0, predicates=() if mask is None else (trace(mask, "mask"),), wants_lse=variant.has_lse)
+    predicates = () if mask is None else (trace(mask, "mask"),)
+    k, found = torch.zeros(1, 1, 64, variant.head_dim, dtype=getattr(torch, variant.dtype)), []
+    for heads, rows in ((n, 2) for n in _GROUPS) if variant.layout == "grouped" else ((1, 64),):
+        q = k.new_zeros(1, heads, rows, variant.head_dim)
+        found.append(Problem(q=q, k=k, v=k, scale=1.0, predicates=predicates, wants_lse=variant.has_lse))
+        if variant.mask == "window":
+            options = Options(window_size=(16, 0), return_lse=variant.has_lse)
+            found.append(dense_problem(q.transpose(1, 2), k.transpose(1, 2), k.transpose(1, 2), options))
+    return found
 
 
 def _packed_problems(variant: _Variant) -> list[Any]:

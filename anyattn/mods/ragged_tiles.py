@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -67,23 +68,34 @@ class RaggedTiles:
         return _ends(self.num_m * self.num_n)
 
     @cached_property
+    def on_host(self) -> tuple[np.ndarray, np.ndarray]:
+        """The lengths in the host's memory, read once: on a GPU that waits, and nothing else of these tiles does."""
+        return self.seqlens_q.detach().cpu().numpy(), self.seqlens_k.detach().cpu().numpy()
+
+    @cached_property
+    def _numbers(self) -> tuple[np.ndarray, np.ndarray]:
+        """num_m and num_n in the host's memory."""
+        lengths = self.on_host
+        return -(-lengths[0] // self.tile[0]), -(-lengths[1] // self.tile[1])
+
+    @cached_property
     def total_m(self) -> int:
-        return int(self.first_row[-1])
+        return int(self._numbers[0].sum())
 
     @cached_property
     def total_n(self) -> int:
         """The length of the flat list."""
-        return int(self.first_tile[-1])
+        return int((self._numbers[0] * self._numbers[1]).sum())
 
     @cached_property
     def max_n(self) -> int:
         """The most key tiles of any sequence."""
-        return int(self.num_n.max()) if self.batch else 0
+        return int(self._numbers[1].max()) if self.batch else 0
 
     @cached_property
     def longest(self) -> tuple[int, int]:
         """The most query rows and the most keys of any sequence."""
-        return (int(self.seqlens_q.max()), int(self.seqlens_k.max())) if self.batch else (0, 0)
+        return (int(self.on_host[0].max()), int(self.on_host[1].max())) if self.batch else (0, 0)
 
     @cached_property
     def sequence_of_row(self) -> Tensor:
@@ -113,11 +125,12 @@ class RaggedTiles:
 
     def windows(self, budget: int, per_row: int = 0, per_tile: int = 1) -> Iterator[Window]:
         """The whole list in stretches of whole row tiles whose cost is about ``budget``."""
-        cost = self.row_begins * per_tile + torch.arange(self.total_m + 1, device=self.device) * per_row
-        steps = torch.arange(0, int(cost[-1]) + budget, budget, device=self.device)
-        rows = torch.cat([torch.searchsorted(cost, steps), torch.tensor([0, self.total_m], device=self.device)]).clamp(max=self.total_m)
-        rows = rows.unique()
-        ends, places = rows.tolist(), self.row_begins[rows].tolist()
+        num_m, num_n = self._numbers
+        begins = np.concatenate(([0], np.repeat(num_n, num_m).cumsum()))
+        cost = begins * per_tile + np.arange(self.total_m + 1) * per_row
+        ends = np.searchsorted(cost, np.arange(0, int(cost[-1]) + budget, budget))
+        rows = np.unique(np.concatenate((ends, [0, self.total_m])).clip(max=self.total_m))
+        ends, places = rows.tolist(), begins[rows].tolist()
         for i in range(len(ends) - 1):
             yield Window(slice(ends[i], ends[i + 1]), slice(places[i], places[i + 1]))
 
@@ -130,11 +143,17 @@ class RaggedTiles:
     # ---- the same batch in other tiles; classes: (heads, total_n) of any dtype
 
     def with_tile(self, tile: tuple[int, int]) -> RaggedTiles:
-        return RaggedTiles(self.seqlens_q, self.seqlens_k, tile)
+        return self._knowing(RaggedTiles(self.seqlens_q, self.seqlens_k, tile), 1)
 
     def turned(self) -> RaggedTiles:
         """Keys as rows and rows as keys."""
-        return RaggedTiles(self.seqlens_k, self.seqlens_q, self.tile[::-1])
+        return self._knowing(RaggedTiles(self.seqlens_k, self.seqlens_q, self.tile[::-1]), -1)
+
+    def _knowing(self, other: RaggedTiles, step: int) -> RaggedTiles:
+        """What the host knows of these tiles it knows of others of the same batch."""
+        if "on_host" in vars(self):
+            vars(other)["on_host"] = self.on_host[::step]
+        return other
 
     def turn(self, classes: Tensor) -> Tensor:
         """The classes in the order of ``turned()``."""

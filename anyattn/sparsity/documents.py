@@ -145,8 +145,10 @@ def _joint(problem: Problem) -> TracedMod:
 
 
 def keeps_tables(problem: Problem, form: DocumentForm) -> bool:
-    """Whether ``documents_of`` keeps the tables of such calls; else each makes its own."""
-    return problem.blocks is not None and _are_followed(_joint(problem).tensors[form.ids])
+    """Whether ``documents_of`` keeps the tables of such calls, or a graph does that is being captured, whose replays make them anew and
+    take no host's time for it; else each call makes its own."""
+    ids = _joint(problem).tensors[form.ids]
+    return problem.blocks is not None and (_are_followed(ids) or _is_capturing(ids))
 
 
 # By block lists, while they live; by rows and length, and by the stream that computes them, which no other waits for: the ids, how often

@@ -136,7 +136,9 @@ def grid_of_lists(
 
 
 def ordered_ragged(classes: Tensor, tiles: RaggedTiles, listed: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """``ordered`` for uint8 classes (H, total_n): int32 counts (H, total_m) and columns (H, total_n), where each row owns its own tiles."""
+    """``ordered`` for uint8 classes (H, total_n): int32 counts (H, total_m) and columns (H, total_n), where each row owns its own tiles.
+
+    Does not wait for a GPU, but for what the host does not know of the tiles yet."""
     heads = len(classes)
     counts = torch.zeros(heads, tiles.total_m, dtype=torch.int32, device=classes.device)
     indices = torch.zeros(classes.shape, dtype=torch.int32, device=classes.device)
@@ -146,6 +148,9 @@ def ordered_ragged(classes: Tensor, tiles: RaggedTiles, listed: tuple[int, ...])
         begins = tiles.row_begins[window.rows.start : window.rows.stop + 1] - window.tiles.start
         before = torch.nn.functional.pad(hit.cumsum(1, dtype=torch.int32), (1, 0))
         counts[:, window.rows] = before[:, begins[1:]] - before[:, begins[:-1]]
+        if _sees_all(hit):
+            indices[:, window.tiles] = _moved_up_ragged(hit, before, begins)
+            continue
         h, at = hit.nonzero().unbind(1)
         begin = begins[torch.searchsorted(begins, at, right=True) - 1]
         place = begin + before[h, at] - before[h, begin]
@@ -153,15 +158,36 @@ def ordered_ragged(classes: Tensor, tiles: RaggedTiles, listed: tuple[int, ...])
     return counts, indices
 
 
+def _moved_up_ragged(hit: Tensor, before: Tensor, begins: Tensor) -> Tensor:
+    """``_moved_up`` where row i owns the tiles from begins[i] on. before: how many hits there are before each tile, (H, tiles + 1)."""
+    heads, width = hit.shape
+    at = torch.arange(width, device=hit.device)
+    begin = begins[torch.searchsorted(begins, at, right=True) - 1]
+    goal = torch.where(hit, begin + before[:, :-1] - before[:, begin], width)
+    column = (at - begin).to(torch.int32).expand(heads, width)
+    return torch.zeros(heads, width + 1, dtype=torch.int32, device=hit.device).scatter_(1, goal, column)[:, :width]
+
+
 def classes_of_ragged(tiles: RaggedTiles, lists: list[tuple[Tensor, Tensor, int]]) -> Tensor:
-    """uint8 classes (H, total_n) of flat lists: counts (H, total_m), columns (H, total_n), and the class that they list."""
+    """uint8 classes (H, total_n) of flat lists: counts (H, total_m), columns (H, total_n), and the class that they list.
+
+    Waits as ``ordered_ragged`` does. Raises ``ValueError`` where a CPU's lists name a tile that does not exist.
+    """
     classes = torch.zeros(lists[0][1].shape, dtype=torch.uint8, device=tiles.device)
     for window in tiles.windows(_BATCH_TILES, per_tile=max(len(classes), 1)):
         rows = torch.arange(window.rows.start, window.rows.stop, device=tiles.device)
         begins = tiles.row_begins[window.rows.start : window.rows.stop + 1]
-        row = rows.repeat_interleave(begins.diff())
+        row = rows.repeat_interleave(begins.diff(), output_size=window.tiles.stop - window.tiles.start)
         position = torch.arange(window.tiles.start, window.tiles.stop, device=tiles.device) - tiles.row_begins[row]
         for counts, indices, value in lists:
+            if _sees_all(indices):
+                known, column = classes[:, window.tiles], indices[:, window.tiles].to(torch.int64)
+                # as ``_marked`` has it
+                is_outside = (column < 0) | (column >= tiles.num_n[tiles.sequence_of_row[row]])
+                goal = torch.where(is_outside, -1, tiles.row_begins[row] - window.tiles.start + column)
+                goal = torch.where(position < counts[:, row], goal, known.shape[1])
+                known.copy_(torch.cat((known, known.new_zeros(len(known), 1)), 1).scatter_(1, goal, value)[:, :-1])
+                continue
             h, at = (position < counts[:, row]).nonzero().unbind(1)
             column = indices[h, at + window.tiles.start].to(torch.int64)
             outside = (column < 0) | (column >= tiles.num_n[tiles.sequence_of_row[row[at]]])

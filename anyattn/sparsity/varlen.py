@@ -115,10 +115,27 @@ class VarlenBlockSparseTensors:
         varlen_checks.check_lengths(seqlens_q, seqlens_k)
         tiles = RaggedTiles(seqlens_q, seqlens_k, pair("tile", tile))
         varlen_checks.check_classes(classes, tiles)
+        return cls._of_classes(classes, tiles, separate_full, layout)
+
+    @classmethod
+    def _of_classes(cls, classes: Tensor, tiles: RaggedTiles, separate_full: bool, layout: str) -> VarlenBlockSparseTensors:
         cnt, idx = ordered_ragged(classes, tiles, (PARTIAL,) if separate_full else (PARTIAL, FULL))
         full_cnt, full_idx = ordered_ragged(classes, tiles, (FULL,)) if separate_full else (None, None)
-        made = cls(cnt, idx, full_cnt, full_idx, tile=tiles.tile, seqlens_q=seqlens_q, seqlens_k=seqlens_k)
+        made = cls._of_lists((cnt, idx, full_cnt, full_idx), tiles)
         return made if layout == "flat" else made.to_padded()
+
+    @classmethod
+    def _of_lists(cls, lists: tuple[Tensor, Tensor, Tensor | None, Tensor | None], tiles: RaggedTiles) -> VarlenBlockSparseTensors:
+        """Of lists that were made for these tiles: there is nothing to check, which on a GPU would wait."""
+        made = object.__new__(cls)
+        of_tiles = (tiles.first_row.to(torch.int32), tiles.first_tile, tiles.seqlens_q, tiles.seqlens_k)
+        vars(made).update(zip(_LISTS, lists, strict=True))
+        vars(made).update(zip(_TABLES, of_tiles, strict=True))
+        vars(made).update(tile=tiles.tile, tiles=tiles)
+        return made
+
+    def _with_indices(self, made: dict[str, Tensor]) -> VarlenBlockSparseTensors:
+        return self._of_lists(tuple(made.get(name, getattr(self, name)) for name in _LISTS), self.tiles)  # type: ignore[arg-type]
 
     @classmethod
     def from_block_sparse(cls, lists: BlockSparseTensors, batch: int | None = None, layout: str = "flat") -> VarlenBlockSparseTensors:
@@ -194,7 +211,7 @@ class VarlenBlockSparseTensors:
             row = self.tiles.first_row[b] + m
             for name, t in self._index_lists().items():
                 made[name][:, piece] = t[:, row, n]
-        return replace(self, **made)  # type: ignore[arg-type]
+        return self._with_indices(made)
 
     def to_padded(self) -> VarlenBlockSparseTensors:
         """The same lists in the padded layout, which takes total_m * max_n entries: many more where lengths differ much."""
@@ -205,17 +222,19 @@ class VarlenBlockSparseTensors:
             row = self.tiles.first_row[b] + m
             for name, t in self._index_lists().items():
                 made[name][:, row, n] = t[:, piece]
-        return replace(self, **made)  # type: ignore[arg-type]
+        return self._with_indices(made)
 
     def _index_lists(self) -> dict[str, Tensor]:
         return {name: t for name in _LISTS[1::2] if (t := getattr(self, name)) is not None}
 
     def _made_of(self, classes: Tensor, tiles: RaggedTiles) -> VarlenBlockSparseTensors:
         separate = self.full_block_cnt is not None
-        return self.from_classes(classes, tiles.tile, tiles.seqlens_q, tiles.seqlens_k, separate, self.layout)
+        return self._of_classes(classes, tiles, separate, self.layout)
 
     def transposed(self) -> VarlenBlockSparseTensors:
-        """Per tile of keys, the row tiles that visit it (what the backward pass of dk and dv reads); ``tile`` is then (keys, rows)."""
+        """Per tile of keys, the row tiles that visit it (what the backward pass of dk and dv reads); ``tile`` is then (keys, rows).
+
+        Does not wait for a GPU."""
         return self._made_of(self.tiles.turn(self.classes()), self.tiles.turned())
 
     def retile(self, tile_m: int, tile_n: int) -> VarlenBlockSparseTensors:

@@ -89,7 +89,7 @@ MUTANTS = {
         Mutant("page_off_by_one", _PAGES, "tl.load(pages + asked)", "tl.load(pages + (tl.maximum(asked, 1) - 1))", "pages"),
         Mutant("row_of_page_off_by_one", _PAGES, "((first + lane).to(tl.uint32) %", "((first + lane + 1).to(tl.uint32) %", "uneven_pages"),
         Mutant("row_of_fitting_page_off_by_one", _PAGES, "(lane % PAGE_SIZE) * stride", "((lane + 1) % PAGE_SIZE) * stride", "pages"),
-        Mutant("pages_of_the_first_sequence", _FORWARD, "tensors[9] + b.to(tl.int64) * sizes[6]", "tensors[9]", "pages"),
+        Mutant("page_table_of_the_first_sequence", _FORWARD, "tensors[9] + b.to(tl.int64) * sizes[6]", "tensors[9]", "pages"),
         Mutant("launch_without_work_does_it", _PLACES, "tl.load(guard) != 0", "tl.load(guard) == 7", "documents"),
         Mutant("launch_with_work_leaves_it", _PLACES, "tl.load(guard) != 0", "tl.load(guard) >= 0", "documents"),
         # splits
@@ -151,6 +151,18 @@ MUTANTS = {
         Mutant("diagonals_of_blocks_mixed", "functions.py", "block // COLUMNS + ROWS - 1 ==", "block // COLUMNS + ROWS - 2 ==", "relative"),
         Mutant("diagonals_before_the_tile_lost", "functions.py", "is_there = (i <", "is_there = (i < 1) & (i <", "relative"),
         Mutant("diagonals_of_the_first_head", "functions.py", "PLACES(begin[0], begin[1]", "PLACES(begin[0], begin[1] * 0", "relative"),
+        Mutant("exact_sign_lost", "functions.py", "number = tl.where(bits < 0, -number, number)\n", "number = number\n", "exact"),
+        Mutant("exact_leading_one_lost", "functions.py", "tl.where(field > 0, 0x800000, 0)", "tl.where(field > 0, 0x400000, 0)", "exact"),
+        Mutant("exact_shift_by_all", "functions.py", "(exponent - plane * width).to", "(exponent % 16).to", "exact"),
+        Mutant("exact_planes_alike", "exact_kernel.py", "1023 - 149 + plane * width", "1023 - 149 + plane * (width - 1)", "exact"),
+        Mutant("exact_planes_lost", "exact_kernel.py", "for plane in range(0, powers)", "for plane in range(powers // 2, powers)", "exact"),
+        Mutant(
+            "second_holder_of_a_page_lost", "pages_kernel.py",
+            "for i in range(tl.load(starts + page), tl.load(starts + page + 1)):",
+            "for i in range(tl.load(starts + page), tl.minimum(tl.load(starts + page) + 1, tl.load(starts + page + 1))):", "shared_pages",
+        ),
+        Mutant("pages_of_the_first_sequence", "paged_gradients.py", "k_row=own)", "k_row=own * 0)", "shared_pages"),
+        Mutant("page_held_beyond_the_end", "paged_gradients.py", "is_held = (first <", "is_held = (first <= 99 *", "shared_pages"),
         Mutant(
             "keys_of_a_shared_entry_lost", "programs.py",
             "tl.sum(part{i}, 1, keep_dims=True)",

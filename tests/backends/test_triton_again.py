@@ -252,3 +252,18 @@ def test_tuned_tiles_are_asked_for_each_time(launches: Any, monkeypatch: pytest.
     for _ in range(2):
         anyattn.flex_attention(*qkv(False), backend="triton", kernel_options={"autotune": True})
     assert len(asked) == 2 and launches.known == [False, False]
+
+
+def test_order_by_the_kernel() -> None:
+    """Of a ragged batch's tiles, in Triton's interpreter."""
+    import os
+    import subprocess
+    import sys
+    from pathlib import Path
+
+    here = Path(__file__).resolve().parent
+    found = os.pathsep.join([str(here.parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": found, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore", str(here / "triton_order_interpreted.py")]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=500)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]

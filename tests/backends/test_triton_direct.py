@@ -49,6 +49,7 @@ def test_the_same_arguments_arrive(triton_of_a_gpu: Any) -> None:
     kernel[(7, 2, 1)](*given, 16, "ieee")
     handle.send((7, 2, 1), given)
     ordinary, ours = sent
+    assert direct._inner(kernel._run) == (kernel._run.launch, ordinary[5:9]) and ordinary[5:9] == (False, False, None, None)
     # nobody watches, and nobody is told
     assert ours == (*ordinary[:10], None, None, None, *ordinary[13:]) and ours[:5] == (7, 2, 1, STREAM, 5)
     assert ordinary[13:] == (*given, 16, "ieee")
@@ -163,6 +164,22 @@ def test_other_descriptors_are_asked_the_ordinary_way(triton_of_a_gpu: Any, enco
     assert not handle.takes_addresses and handle.spread is None and not sent
     handle.again((1, 1, 1), given)
     assert len(sent) == 1
+
+
+@pytest.mark.parametrize(
+    "call",
+    (
+        lambda self, *given: self.launch(*given[1:], given[0]),
+        lambda self, *given: self.launch(*given[:5], torch.zeros(1), *given[5:]),
+        lambda self, *given: self.start(*given),
+        lambda self, *given: None,
+    ),
+    ids=("order", "memory", "name", "nothing"),
+)
+def test_another_launcher_is_called_whole(triton_of_a_gpu: Any, monkeypatch: pytest.MonkeyPatch, call: Any) -> None:
+    monkeypatch.setattr(triton_of_a_gpu.driver.CudaLauncher, "__call__", call)
+    launcher = compiled(triton_of_a_gpu, [])._run
+    assert direct._inner(launcher) == (launcher, ())
 
 
 def test_memory_asked_for_at_a_launch(triton_of_a_gpu: Any) -> None:

@@ -7,7 +7,7 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from anyattn import check, check_flash
+from anyattn import autograd, check, check_flash
 from benchmarks import host_time
 
 pytest.importorskip("cutlass")
@@ -25,6 +25,17 @@ def test_calls_are_planned_for_hopper_and_remembered(monkeypatch):
             before = len(checked)
             call()
             assert (len(checked) == before) is not name.endswith("a new length each time"), name
+
+
+def test_another_backends_backward_pass_is_planned_once(monkeypatch):
+    asked = []
+    original = autograd.for_backward
+    monkeypatch.setattr(autograd, "for_backward", lambda *a: (asked.append(1), original(*a))[1])
+    with host_time.stubbed():
+        call = host_time._by_triton("cpu")["both passes, mask mod, by hopper and triton"]
+        for _ in range(3):
+            call()
+    assert len(asked) == 1
 
 
 def test_command_line(monkeypatch):

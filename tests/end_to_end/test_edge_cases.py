@@ -162,6 +162,40 @@ def test_05_huge_strides_on_small_views():
         assert torch.equal(a, b)
 
 
+def test_05_heads_that_lie_far_apart_in_packed_sequences():
+    """The second head lies 2^31 + 64 elements after the first."""
+    jump, ends = 2**31 + 64, torch.tensor([0, 15, 40])
+    found = []
+    for is_far in (False, True):
+        leaves = []
+        for tensor in qkv(1, 2, 2, 40, 40, 8, 8, dtype=torch.bfloat16):
+            view = tensor[0].transpose(0, 1)
+            if is_far:
+                view = torch.empty(jump + 1024, dtype=torch.bfloat16).as_strided((40, 2, 8), (8, jump, 1)).copy_(view)
+            leaves.append(view.detach().requires_grad_())
+        out, lse = anyattn.flash_attn_varlen_func(*leaves, cu_seqlens_q=ends, cu_seqlens_k=ends, causal=True, return_lse=True)
+        found.append([out, lse, *torch.autograd.grad(out.float().sum(), leaves)])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_05_pages_past_two_to_the_31():
+    """A pool of 2^31 elements and more, reserved and hardly touched: pages at its end, read and written."""
+    size, pages, new = 16, 2**31 // (16 * 8) + 4, torch.randn(1, 1, 1, 8, generator=torch.Generator().manual_seed(2)).bfloat16()
+    q, k, v = (t.transpose(1, 2) for t in qkv(1, 2, 1, 1, 48, 8, 8, dtype=torch.bfloat16))
+    q, found = torch.randn(1, 1, 2, 8, generator=torch.Generator().manual_seed(1)).bfloat16(), []
+    for count, places in ((3, [0, 1, 2]), (pages, [pages - 1, 1, pages - 3])):
+        pools = [torch.empty(count * size * 8, dtype=torch.bfloat16).view(count, size, 1, 8) for _ in "kv"]
+        for pool, rows in zip(pools, (k, v)):
+            for at, place in enumerate(places):
+                pool[place] = rows[0, at * size : (at + 1) * size]
+        table = torch.tensor([places], dtype=torch.int32)
+        more = {"k": new, "v": -new, "cache_seqlens": torch.tensor([40], dtype=torch.int32), "causal": True}
+        out, lse = anyattn.flash_attn_with_kvcache(q, *pools, page_table=table, **more, num_splits=2, return_lse=True)
+        found.append([out, lse, *(pool[places] for pool in pools)])
+        assert torch.equal(pools[0][places[2], 8], new[0, 0]) and torch.equal(pools[1][places[2], 8], -new[0, 0])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 def test_05_a_captured_table_indexed_past_two_to_the_31():
     rows = torch.randn(40, generator=torch.Generator().manual_seed(0))
     step = 2**31 // 16

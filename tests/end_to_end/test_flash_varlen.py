@@ -9,8 +9,9 @@ import torch
 from sequences import Meaning
 
 import anyattn
-from anyattn import check_lengths
-from anyattn.testing import poison
+from anyattn import check_lengths, oracle
+from anyattn.testing import budget, poison
+from anyattn.testing.rounding import Noise, rounding
 
 TABLE = torch.linspace(-1.5, 1.5, 4 * 70, dtype=torch.float64).view(4, 70)
 PER_ENTRY = torch.linspace(-1, 1, 7, dtype=torch.float64)
@@ -211,6 +212,8 @@ def test_pages(name: str, page_size: int) -> None:
     meaning = MEANINGS[name]()
     batch = seq.ragged(*LENGTHS)
     table, count = seq.shuffled_table(7, 75, page_size, seed=page_size)
+    for t in meaning.captured:
+        t.requires_grad_()
     q, dout = seq.packed(batch.q).requires_grad_(), seq.packed(batch.dout)
     pools = [seq.paged(part, page_size, table, count).requires_grad_() for part in (batch.k, batch.v)]
     lengths_q, lengths_k = batch.lengths
@@ -230,6 +233,36 @@ def test_pages(name: str, page_size: int) -> None:
     ordered = [seq.paged(part, page_size, in_order, count) for part in (batch.k, batch.v)]
     again = anyattn.flash_attn_varlen_func(q, *ordered, page_table=in_order, **options)
     assert torch.equal(again, anyattn.flash_attn_varlen_func(q, *pools, page_table=table, **options))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_shared_pages(dtype: torch.dtype) -> None:
+    """Sequences that begin with the same pages, the second of which ends inside of them: a page's gradient is the sum of all."""
+    lengths_q, lengths_k, shared, size = [9, 20, 3, 1], [30, 12, 41, 16], 16, 8
+    batch = seq.ragged(lengths_q, lengths_k, 4, 2, 16, 8, dtype=dtype)
+    for part in (batch.k, batch.v):
+        for t in part[1:]:
+            t[:, :shared] = part[0][:, : min(shared, t.shape[1])]
+    table, count = seq.shuffled_table(4, 48, size, 1)
+    table[1:, :2] = table[0, :2]
+    pools = [seq.paged(part, size, table, count).requires_grad_() for part in (batch.k, batch.v)]
+    q = seq.packed(batch.q).requires_grad_()
+    places = {"cu_seqlens_q": seq.ends(lengths_q), "seqused_k": torch.tensor(lengths_k), "page_table": table}
+    out = anyattn.flash_attn_varlen_func(q, *pools, **places, causal=True)
+    dq, *found = torch.autograd.grad(out, [q, *pools], seq.packed(batch.dout))
+    seq.judge({"out": seq.unpacked(out.detach(), lengths_q), "dq": seq.unpacked(dq, lengths_q)}, batch, Meaning(causal=True))
+    for name, pool, grad in zip(("dk", "dv"), pools, found):
+        true, plain, noise = (torch.zeros(pool.shape, dtype=torch.float64).flatten(0, 1) for _ in range(3))
+        for b, one in enumerate(zip(batch.q, batch.k, batch.v, batch.dout)):
+            one = [t[None] for t in one]
+            mods = Meaning(causal=True).of(b, lengths_q[b], lengths_k[b], 0)
+            mods.pop("sink")
+            rows = [int(table[b, t // size]) * size + t % size for t in range(lengths_k[b])]
+            parts = oracle.gradients(*one, **mods), oracle.same_dtype_gradients(*one, **mods)
+            for total, of in zip((true, plain), parts):
+                total[rows] += getattr(of, name)[0].transpose(0, 1).double()
+            noise[rows] += getattr(rounding(*one, **mods), name).sigma[0].transpose(0, 1)
+        budget.check(name, grad.flatten(0, 1), true, plain.to(dtype), Noise(noise, noise))
 
 
 def test_rows_behind_the_last_sequence() -> None:

@@ -18,7 +18,7 @@ from judging_gpu import DEVICE, judge, qkv, random, same
 
 import anyattn
 from anyattn import masks
-from anyattn.testing import cases
+from anyattn.testing import budget, cases
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "end_to_end"))
 sys.path.insert(0, str(Path(__file__).parent.parent / "triton"))
@@ -74,7 +74,7 @@ def test_head_dims(d: int, dv: int, dtype: torch.dtype) -> None:
         judge(qkv(1, 4, 2, d=d, dv=dv, dtype=dtype), mask=mask)
 
 
-@pytest.mark.parametrize("name", ["gated_sink", "documents", "t5", "islands_sink", "pair_bias"])
+@pytest.mark.parametrize("name", ["gated_sink", "documents", "t5", "islands_sink", "pair_bias", "head_bias", "relative"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], **NAMES)
 def test_deterministic_reruns_agree_bitwise(name: str, dtype: torch.dtype) -> None:
     case = cases.Case(name, cases.Shape(2, 8, 4, 1025, 1025, 64, 64) if judging.MODE == "gpu" else SHAPES[0], "normal")
@@ -84,6 +84,39 @@ def test_deterministic_reruns_agree_bitwise(name: str, dtype: torch.dtype) -> No
     for _ in range(RERUNS):
         again = results(case, want, backend=judging.BACKEND, deterministic=True)
         assert all(torch.equal(first[n], again[n]) for n in first)
+
+
+def test_pages_that_sequences_share_rerun_bitwise() -> None:
+    """Gradients of keys and values in pages, half of which all sequences hold, and of a bias that they capture; by torch's own, too."""
+    batch, rows, keys, size = (8, 100, 1000, 16) if judging.MODE == "gpu" else (3, 9, 40, 8)
+    width = -(-keys // size)
+    table = torch.randperm(batch * width, generator=torch.Generator().manual_seed(0)).view(batch, width).to(torch.int32)
+    table[1:, : width // 2] = table[0, : width // 2]
+    tensors = (
+        random(batch * rows, 4, 64),
+        random(batch * width, size, 2, 64, seed=1),
+        random(batch * width, size, 2, 64, seed=2),
+        random(4),
+    )
+    places = {
+        "cu_seqlens_q": torch.arange(0, (batch + 1) * rows, rows), "seqused_k": torch.arange(keys, keys - batch, -1), "page_table": table,
+    }  # fmt: skip
+    places = {name: t.to(torch.int32).to(DEVICE) for name, t in places.items()}
+
+    def gradients(backend: str, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, ...]:
+        *leaves, bias = (t.to(DEVICE, torch.bfloat16 if t.ndim > 1 else dtype).to(dtype).requires_grad_() for t in tensors)
+        out = anyattn.flash_attn_varlen_func(
+            *leaves, **places, causal=True, score_mod=lambda s, b, h, i, j: s + bias[h] * torch.tanh(s), deterministic=True, backend=backend
+        )
+        dout = random(*out.shape, seed=3).bfloat16().to(DEVICE, dtype)
+        return torch.autograd.grad(out, [*leaves, bias], dout)
+
+    first = gradients(judging.BACKEND or "triton")
+    exact, plain = gradients("torch", torch.float64), gradients("torch")
+    for name, *found in zip(("dq", "dk", "dv"), first, exact, plain, strict=False):
+        budget.check(name, *found)
+    for _ in range(RERUNS // 10 + 1):
+        assert all(torch.equal(a, b) for a, b in zip(first, gradients(judging.BACKEND or "triton"), strict=True))
 
 
 # ---- streams, threads and graphs with gradients; tests/gpu/test_device_gpu.py has them without, test_decode_gpu.py a decoder's

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import anyattn
 from anyattn.mods import masks
 from anyattn.sparsity import BlockSparseTensors, VarlenBlockSparseTensors, compute_block_sparsity, compute_varlen_block_sparsity
+from anyattn.sparsity import lists as between
 from anyattn.testing.tiles import brute_classes_ragged, library_masks, random_lengths, random_mask
 
 TILES = [(16, 16), (8, 32), (5, 7), (64, 128)]
@@ -128,6 +130,43 @@ def test_transposed() -> None:
             assert same(turned.transposed(), lists), name
             brute = brute_classes_ragged(lambda b, h, q, k, mod=mod: mod(b, h, k, q), seqlens_k, seqlens_q, tile[::-1], 2)
             assert torch.equal(turned.classes().expand(2, -1), brute), name
+
+
+class NoReading(TorchDispatchMode):
+    """Fails where a GPU would be waited for."""
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        name = operation.overloadpacket.__name__
+        unsized = name == "repeat_interleave" and (kwargs or {}).get("output_size") is None
+        assert not unsized and name not in ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "_unique2", "masked_select"), name
+        return operation(*args, **(kwargs or {}))
+
+
+def test_turned_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU all tiles are gone through, a few at a time; what stands behind a row's count may be anything."""
+    for _, mod, (seqlens_q, seqlens_k), tile in batches():
+        for layout in ("flat", "padded"):
+            lists = compute(mod, seqlens_q, seqlens_k, tile, 2, layout=layout, compute_full_blocks=tile != (8, 32))
+            wanted = lists.transposed()
+            width = lists.tiles.num_n[lists.tiles.sequence_of_row]
+            if layout == "padded":
+                behind = torch.arange(lists.tiles.max_n) >= lists.mask_block_cnt[..., None]
+                lists = replace(lists, mask_block_idx=torch.where(behind, -7, lists.mask_block_idx))
+            with monkeypatch.context() as patch:
+                patch.setattr(between, "_sees_all", lambda _: True)
+                patch.setattr(between, "_BATCH_TILES", 7 + 2 * int(width.max()) if len(width) else 7)
+                with NoReading():
+                    found = lists.transposed()
+            assert same(found, wanted)
+            assert same(VarlenBlockSparseTensors(**{f: getattr(found, f) for f in FIELDS}, tile=found.tile), wanted)
+
+
+@pytest.mark.parametrize("column", (-1, 2, 9))
+def test_without_waiting_torch_notices_damaged_lists(column: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(between, "_sees_all", lambda _: True)
+    lists = damaged("mask_block_idx", (0, 0), column)
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        lists.classes()
 
 
 def test_options() -> None:

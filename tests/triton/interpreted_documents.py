@@ -153,6 +153,25 @@ def test_tables_are_made_once_for_the_same_lists(monkeypatch: pytest.MonkeyPatch
     assert sorted(made) == sorted(2 * first)
 
 
+@pytest.mark.parametrize("name", ["causal", "ids that come back"])
+def test_a_graph_has_both_forms(name: str, launched: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose replays may find other ids: nothing is kept of what was found while it was captured."""
+    begin, made = DocumentTables.__init__, []
+
+    def begun(self: DocumentTables, *given: Any, **options: Any) -> None:
+        begin(self, *given, **options)
+        self.count = None  # as on a GPU
+        made.append(options)
+
+    monkeypatch.setattr(documents, "_is_capturing", lambda ids: True)
+    monkeypatch.setattr(DocumentTables, "__init__", begun)
+    case = CASES[name]
+    mask = mask_of(case)
+    results(case, block_mask(case, mask), mask)
+    assert made == [{"is_kept": False}] * 2 and len(launched) == 8
+    assert sum(options["HAS_ENTRIES"] for options in launched) == sum(options["HAS_GUARD"] for options in launched) == 4
+
+
 def test_other_tiles_of_the_same_documents() -> None:
     case = CASES["causal"]
     mask = mask_of(case)

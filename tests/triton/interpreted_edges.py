@@ -1,7 +1,8 @@
-"""Edge cases that have a form of their own here, by Triton's interpreter: garbage that nothing may read, captured values, threads.
+"""Edge cases that have a form of their own here, by Triton's interpreter: garbage that nothing may read, captured values, threads; and
+packed sequences and caches where ``end_to_end/test_edge_cases.py`` has whole batches.
 
-Those that are small enough as they are come from ``end_to_end/test_edge_cases.py``; numbers are those of its list. Run by
-``test_interpreted.py`` in a process of its own.
+Those of that file that are small enough as they are run too; numbers are those of its list. ``docs/edge-cases.md`` says which test stands
+for which case. Run by ``test_interpreted.py`` in a process of its own.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import concurrent.futures
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,14 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent / "end_to_end"))
 
 import flash_calls as calls
+import sequences as seq
 import test_flash_cache as cache_tests
 import test_flash_packed as packed_tests
+import test_flash_varlen as varlen_tests
 from calls import judge
-from flash_calls import RECIPES
+from flash_calls import RECIPES, Recipe
+from sequences import Meaning
+from test_flash_cache import Setting
 
 import anyattn
 from anyattn import masks
@@ -32,6 +38,105 @@ FILLS = (0.0, math.nan, math.inf, -math.inf)
 
 def qkv(*shape: int) -> tuple[torch.Tensor, ...]:
     return cases.inputs("normal", cases.Shape(*shape), torch.float32, 0)[:3]
+
+
+def packed(meaning: Meaning, lengths: tuple = ((5, 0, 19, 33), (5, 3, 30, 17)), call: Any = varlen_tests.packed_call, **more: Any) -> dict:
+    """A call on packed sequences, forward and backward, judged; its results."""
+    batch = seq.ragged(*lengths, more.pop("heads", 2), more.pop("kv_heads", 1), more.pop("d", 16), more.pop("dv", None))
+    got, shared = varlen_tests.results(batch, meaning, call, **more)
+    seq.judge(got, batch, meaning, shared=shared)
+    return got
+
+
+def equal(one: dict, two: dict) -> bool:
+    return all(torch.equal(a, b) for name in one for a, b in zip(one[name], two[name], strict=True))
+
+
+FEW_KEYS = Setting(cached=(17, 5, 0, 33), queries=(2,) * 4, capacity=40)
+
+
+# ---- 4. windows wider than every sequence are none, to the bit
+
+
+def test_04_wide_windows_of_packed_sequences() -> None:
+    for wide, none in (
+        (Meaning(window_size=(50, 50)), Meaning()),
+        (Meaning(causal=True, window_size=(1000, 5)), Meaning(causal=True)),
+    ):
+        assert equal(packed(wide), packed(none)), wide
+
+
+def test_04_wide_windows_of_a_cache() -> None:
+    wide, none = (Recipe(lambda t, more=more: {"causal": True, **more}) for more in ({"window_size": (100, -1)}, {}))
+    for splits in (1, 3):
+        found = [cache_tests.check(FEW_KEYS, recipe, num_splits=splits) for recipe in (wide, none)]
+        assert all(calls.same_bits(a, b) for a, b in zip(*found, strict=True)), splits
+
+
+# ---- 6. strides: queries, keys and values of one projection; a cache whose heads come before its rows
+
+
+def test_06_packed_sequences_in_one_tensor() -> None:
+    def sliced(q: Any, k: Any, v: Any, **options: Any) -> Any:
+        lengths = [t.shape[1] for t in q]
+        both = torch.stack([seq.packed(part) for part in (q, k, v)], 1)
+        assert not both.unbind(1)[0].is_contiguous()
+        tables = {"cu_seqlens_q": seq.ends(lengths), "cu_seqlens_k": seq.ends(lengths)}
+        out, lse = anyattn.flash_attn_varlen_func(*both.unbind(1), **tables, return_lse=True, **options)
+        return seq.unpacked(out, lengths), list(lse.split(lengths, 1))
+
+    lengths, meaning = ((5, 0, 19, 33),) * 2, Meaning(causal=True, window_size=(20, 0))
+    assert equal(packed(meaning, lengths, sliced, heads=2, kv_heads=2), packed(meaning, lengths, heads=2, kv_heads=2))
+
+
+def test_06_caches_of_any_strides() -> None:
+    given = cache_tests.arguments(FEW_KEYS)
+    heads_first = {n: given[n].transpose(1, 2).contiguous().transpose(1, 2) for n in ("k_cache", "v_cache")}
+    wide = {n: torch.cat([given[n], given[n] * math.nan], 3)[..., :16] for n in ("k_cache", "v_cache")}
+    found = []
+    for caches in ({n: given[n].clone() for n in wide}, heads_first, wide):
+        out = anyattn.flash_attn_with_kvcache(**(given | caches), causal=True, return_lse=True, num_splits=2)
+        found.append([*out, *caches.values()])
+    for other in found[1:]:
+        assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(found[0], other, strict=True))
+
+
+# ---- 7. head dimensions that are no multiples of 8
+
+
+@pytest.mark.parametrize(("d", "dv"), [(1, 1), (3, 8), (7, 13), (33, 20)])
+def test_07_head_dims(d: int, dv: int) -> None:
+    judge(*qkv(1, 2, 1, 20, 35, d, dv), mask=masks.causal(5))
+    packed(Meaning(causal=True), ((3, 18), (9, 20)), d=d, dv=dv)
+    cache_tests.check(Setting(cached=(17, 5), queries=(2,) * 2, capacity=40, dims=(d, dv)), RECIPES["causal"], num_splits=2)
+
+
+# ---- 8. ratios of heads, and a mod that asks the query head
+
+
+@pytest.mark.parametrize("ratio", [6, 7, 12])
+def test_08_grouped_heads(ratio: int) -> None:
+    q, k, v = qkv(1, ratio, 1, 18, 24, 8, 8)
+    bias = torch.linspace(-1, 1, ratio, dtype=torch.float64)
+    mask, score = (lambda b, h, i, j: (i - j) % 2 <= h % 2), (lambda s, b, h, i, j: s + bias[h] * j * 0.1)
+    judge(q, k, v, mask=mask, score=score, captured=[bias])
+    packed(Meaning(mask_mod=mask, score_mod=score, captured=[bias]), ((3, 18), (9, 20)), heads=ratio, kv_heads=1, d=8)
+    recipe = Recipe(
+        lambda t: {"causal": True, "score_mod": lambda s, b, h, i, j: s + t["bias"][h] * j * 0.1}, lambda h, b, n: {"bias": (h,)}
+    )
+    cache_tests.check(Setting(cached=(17, 5), queries=(1,) * 2, capacity=40, heads=(ratio, 1), dims=(8, 8)), recipe, num_splits=2)
+
+
+# ---- 11. tables that end where the longest sequence does
+
+
+def test_11_tables_of_exactly_the_lengths() -> None:
+    by_key, by_row = (torch.randn(2, n, generator=torch.Generator().manual_seed(n), dtype=torch.float64) for n in (30, 33))
+    packed(Meaning(score_mod=lambda s, b, h, i, j: s + by_key[h, j] * by_row[h, i], captured=[by_key, by_row]))
+    of_cache = torch.randn(4, 35, generator=torch.Generator().manual_seed(1))
+    recipe = Recipe(lambda t: {"causal": True, "score_mod": lambda s, b, h, i, j: s + of_cache[h, j]})
+    for page_size in (0, 16):
+        cache_tests.check(replace(FEW_KEYS, page_size=page_size), recipe, num_splits=2)
 
 
 # ---- 12. garbage: in padding rows, forward and backward; in pages and rows of a cache that are not in use
@@ -46,8 +151,7 @@ def test_12_garbage_in_padding_and_unused_pages(form: str, monkeypatch: pytest.M
         made = calls.ragged([5, 0, 37], [9, 3, 35], (1, 1), (16, 8))
         stored = packed_tests.FORMS[form](made)
         assert fill == 0 or not all(t.isfinite().all() for t in (*stored.qkv, stored.dout)), "nothing is filled"
-        # pages get their gradients from another backend
-        found.append(packed_tests.judged(made, stored, RECIPES["everything"], backward=not form.startswith("pages")))
+        found.append(packed_tests.judged(made, stored, RECIPES["everything"], backward=True))
     for other in found[1:]:
         # what comes of a row of padding is 0 and -inf, whatever it holds
         assert all(calls.same_bits(found[0][name], other[name]) for name in found[0])
@@ -82,6 +186,37 @@ def test_12_garbage_that_a_mask_hides_stays_with_the_tiles_that_meet_it(name: st
     far = slice(64, None)  # row tiles that visit no key below 32, and the keys that no other row tile visits
     for other in found[1:]:
         assert all(torch.equal(a[:, :, far], b[:, :, far]) for a, b in zip(found[0], other, strict=True))
+
+
+# ---- 13. more splits than tiles, of which some see nothing
+
+
+@pytest.mark.parametrize("page_size", [0, 3])
+def test_13_splits_that_see_nothing(page_size: int) -> None:
+    """Of 33 keys at most; a score mod hides the first of every entry, so that its first splits merge with weight 0."""
+    late = Recipe(lambda t: {"score_mod": lambda s, b, h, i, j: torch.where(j >= 20, s, -math.inf)})
+    for recipe, splits in ((late, 9), (RECIPES["sink_empty_band"], 40), (RECIPES["causal"], 40)):
+        cache_tests.check(Setting(cached=(17, 5, 0, 33), queries=(2,) * 4, capacity=40, page_size=page_size), recipe, num_splits=splits)
+
+
+# ---- 14. tables of int64, and longest lengths as tensors of no dimension
+
+
+def test_14_tables_of_64_bits() -> None:
+    most = {"max_seqlen_q": torch.tensor(33), "max_seqlen_k": torch.tensor(30)}
+    assert equal(packed(Meaning(causal=True), int_type=torch.int64, **most), packed(Meaning(causal=True)))
+
+
+# ---- 16. scores of minus infinity, and huge ones
+
+
+@pytest.mark.parametrize("size", [-math.inf, 1e4, -1e30])
+def test_16_packed_sequences_with_infinite_and_huge_scores(size: float) -> None:
+    if size == -math.inf:
+        score = lambda s, b, h, i, j: torch.where((i >= j) & (i % 9 != 4), s, -math.inf)
+    else:
+        score = lambda s, b, h, i, j: s + torch.where(j == 3, size, 0.0)
+    packed(Meaning(score_mod=score), ((5, 19, 33), (5, 30, 17)))
 
 
 # ---- 17. captured values of other kinds, by the same function: the text of its kernel depends on some of what is captured
@@ -128,6 +263,14 @@ def test_17_a_window_that_grows_through_every_form() -> None:
         judge(q, k, v, mask=lambda b, h, i, j: (i - j <= left) & (j - i <= right), label=f"{left} {right}")  # noqa: B023
 
 
+def test_17_packed_sequences_by_equal_code() -> None:
+    table = torch.zeros(33, dtype=torch.float64)
+    for left in (3, 20):
+        table.data[:left] = float(left)
+        mask, score = (lambda b, h, i, j: i - j <= left), (lambda s, b, h, i, j: s + table[i])  # noqa: B023
+        packed(Meaning(mask_mod=mask, score_mod=score, captured=[table]), ((3, 19), (9, 17)))
+
+
 # ---- 20. threads
 
 
@@ -153,3 +296,24 @@ def test_20_threads_calling_at_once() -> None:
         together = list(pool.map(call, range(12)))
     for at, got in enumerate(together):
         assert all(torch.equal(a, b) for a, b in zip(got, call(at), strict=True)), at
+
+
+def test_20_threads_with_packed_sequences_and_caches() -> None:
+    lengths, given = [5, 0, 19], cache_tests.arguments(replace(FEW_KEYS, page_size=16))
+    q, k, v = (torch.randn(24, h, 16, generator=torch.Generator().manual_seed(h)) for h in (2, 1, 3))
+    v = v[:, :1]
+
+    def call(at: int) -> list[torch.Tensor]:
+        if at % 2:
+            caches = {n: given[n].clone() for n in ("k_cache", "v_cache")}
+            out = anyattn.flash_attn_with_kvcache(**(given | caches), window_size=(3 + at % 3 * 9, 0), return_lse=True, num_splits=2)
+            return [*out, *caches.values()]
+        leaves, ends = [t.clone().requires_grad_() for t in (q, k, v)], seq.ends(lengths)
+        more = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "softcap": float(at % 3), "causal": True, "return_lse": True}
+        out, lse = anyattn.flash_attn_varlen_func(*leaves, **more)
+        return [out.detach(), lse.detach(), *torch.autograd.grad(out.square().sum(), leaves)]
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(call, range(6)))
+    for at, got in enumerate(together):
+        assert all(calls.same_bits(a, b) for a, b in zip(got, call(at), strict=True)), at

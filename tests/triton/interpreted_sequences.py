@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "end_to_end"))
 
 import sequences as seq
 import test_flash_varlen as varlen
-from test_flash_varlen import test_aux_tensors, test_nothing_at_all, test_rows_behind_the_last_sequence  # noqa: F401
+from test_flash_varlen import test_aux_tensors, test_nothing_at_all, test_rows_behind_the_last_sequence, test_shared_pages  # noqa: F401
 
 # as many, with empty ones on either side and on both, and several tiles of one
 varlen.LENGTHS = ([5, 0, 17, 35, 1, 0, 0], [5, 3, 0, 30, 18, 0, 0])

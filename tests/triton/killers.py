@@ -119,7 +119,7 @@ def ragged_lists() -> None:
 
 
 def pages(size: int) -> Callable[[], None]:
-    """Shuffled pages; keys that the batch does not use hold NaN. No gradients, which pages do not get from Triton."""
+    """Shuffled pages; keys that the batch does not use hold NaN."""
 
     def check() -> None:
         batch = seq.ragged([9, 20, 3], [30, 41, 18])
@@ -134,6 +134,18 @@ def pages(size: int) -> Callable[[], None]:
         seq.judge({"out": seq.unpacked(out, lengths), "lse": list(lse.split(lengths, 1))}, batch, Meaning(causal=True))
 
     return check
+
+
+def exact() -> None:
+    """Sums in no order of terms of very different sizes: of diagonals, of single pairs, of rows, of all; none is rounded away."""
+    distance, table, rows = (torch.linspace(-1, 1, n, dtype=torch.float64).sin() for n in (2 * 90, 5 * 7, 37))
+    distance, table, heat = distance.reshape(2, 90), table.reshape(5, 7), torch.tensor(0.75, dtype=torch.float64)
+    score = lambda s, b, h, i, j: s * heat + distance[h, i - j + 45] + table[i % 5, j % 7] + rows[i] * s
+    dout = torch.randn(2, 2, 37, 16, generator=torch.Generator().manual_seed(1)) * torch.logspace(0, -30, 37)[:, None]
+    for dtype in (torch.float32, torch.bfloat16):
+        q, k, v, incoming = (t.to(dtype) for t in (*qkv(2, 2, 1, 37, 43, 16, 16), dout))
+        options = {"captured": [distance, table, heat, rows], "deterministic": True, "kernel_options": {"tile_m": 32, "tile_n": 32}}
+        judge(q, k, v, score=score, dout=incoming, **options)
 
 
 def two_tables() -> None:
@@ -223,4 +235,6 @@ KILLERS: dict[str, Callable[[], Any]] = {
     "ragged_lists": ragged_lists,
     "pages": pages(8),
     "uneven_pages": pages(12),
+    "exact": exact,
+    "shared_pages": lambda: varlen.test_shared_pages(torch.float32),
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -102,6 +103,7 @@ def test_tiles_fit(capability: tuple[int, int]) -> None:
         ((10, 0), 0, False),
         ((9, 0), 2, True),
         ((8, 0), 1, True),
+        ((10, 0), 1, True),
         ((8, 6), 3, False),
         ((9, 0), 3, True),
         ((9, 0), 4, False),
@@ -125,6 +127,27 @@ def test_what_the_compiler_makes_of_the_tiles(capability, at, backward) -> None:
         needed = config.needed(name, tiles, shape_of(problem), capability)
         assert kernel.metadata.shared <= needed <= config.shared_memory(capability), (name, tiles)
         assert ahead.spilled(kernel.asm["cubin"]) <= ahead.MOST_SPILLED, (name, tiles)
+
+
+def test_gradients_of_pairs_and_distances_find_their_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """dq with what its scores send to two captured tensors, by entries and by diagonals: what most shared memory is taken for. Nothing is
+    assembled: only the memory counts."""
+    from triton.backends.nvidia.compiler import CUDABackend
+
+    from anyattn.backends.triton import config
+    from anyattn.backends.triton.styles import shape_of
+
+    monkeypatch.setattr(CUDABackend, "make_cubin", lambda *about: b"")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # which nobody may find them in
+    table, pairs = torch.zeros(4, 600, requires_grad=True), torch.zeros(256, 256, requires_grad=True)
+    score = lambda s, b, h, q, k: s + table[h, q - k + SHIFT] * pairs[q, k]
+    for capability, dim in (((9, 0), 128), ((9, 0), 256), ((8, 6), 128), ((10, 0), 128)):
+        problem = ahead.problem_of(score, lambda b, h, q, k: q >= k, dim=dim, has_grad=True)
+        launch = next(x for x in ahead.launches(problem, capability, backward=True) if "SLOT_M" in x.options)
+        options = launch.options
+        tiles = config.Tiles(options["TILE_M"], options["TILE_N"], options["num_warps"], options["num_stages"])
+        taken, needed = ahead.compiled(launch, capability).metadata.shared, config.needed("dq", tiles, shape_of(problem), capability)
+        assert taken <= needed <= config.shared_memory(capability), (capability, dim, tiles, taken, needed)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -258,6 +281,45 @@ def test_gradients_by_distance_are_summed_first() -> None:
     assert loops and all(sum(op.startswith(("RED", "ATOM")) for op in ops) <= each / 4 for ops in loops)
     assert kernel.metadata.shared <= config.needed("dq", tile, shape_of(problem), (9, 0))
     assert ahead.spilled(kernel.asm["cubin"]) <= ahead.MOST_SPILLED
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)], ids=str)
+def test_deterministic_gradients_of_captured_tensors(capability: tuple[int, int]) -> None:
+    """They are added as whole numbers, by diagonals and one by one, in kernels that find their shared memory and registers; nothing else
+    is, and a call that is not deterministic has none of it."""
+    from anyattn.backends.triton import config
+
+    table, pairs = torch.zeros(4, 512, requires_grad=True), torch.zeros(256, 256, requires_grad=True)
+    mods = (lambda s, b, h, q, k: s + table[h, q - k + 256], lambda s, b, h, q, k: s + pairs[q, k])
+    for mod in mods:
+        problem = ahead.problem_of(mod, dim=64, has_grad=True)
+        for is_deterministic in (True, False):
+            made = ahead.launches(problem.like(deterministic=is_deterministic), capability, backward=True)
+            names = [x.kernel.fn.__code__.co_filename for x in made]
+            assert len(made) == 3 + is_deterministic and ("exact_kernel" in names[-1]) is is_deterministic
+            launch = next(x for x, name in zip(made, names, strict=True) if "dq_tile" in name)
+            kernel = ahead.compiled(launch, capability)
+            sent = {found.group(1) for found in re.finditer(r"(?:red|atom)\.[a-z.]*add\.(?:noftz\.)?([a-z0-9]+)", kernel.asm["ptx"])}
+            assert sent == ({"u64"} if is_deterministic else {"f32"}), sent
+            assert kernel.metadata.shared <= config.shared_memory(capability)
+            assert ahead.spilled(kernel.asm["cubin"]) <= ahead.MOST_SPILLED
+            if is_deterministic:
+                assert ahead.compiled(made[-1], capability).metadata.shared == 0
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)], ids=str)
+def test_gradients_of_pages(capability: tuple[int, int]) -> None:
+    import anyattn
+
+    pools = [torch.zeros(9, 16, 2, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(2)]
+    q, table = torch.zeros(50, 4, 64, dtype=torch.bfloat16, requires_grad=True), torch.arange(8, dtype=torch.int32).view(2, 4)
+    places = {"cu_seqlens_q": torch.tensor([0, 20, 50]), "seqused_k": torch.tensor([60, 33]), "page_table": table}
+    with ahead.on(capability) as made:
+        out = anyattn.flash_attn_varlen_func(q, *pools, **places, causal=True, backend="triton")
+        torch.autograd.grad(out, [q, *pools], torch.zeros_like(out))
+    names = [x.kernel.fn.__code__.co_filename for x in made]
+    assert ["pages_kernel" in name for name in names] == [False] * 4 + [True] * 2
+    assert ahead.compiled(made[-1], capability).metadata.shared == 0
 
 
 @pytest.mark.parametrize(("dim", "most"), [(64, 168), (128, 255)])

@@ -66,6 +66,50 @@ def test_gradients_share_their_kernels() -> None:
     assert keys_of(20, (9, 0), 37, backward=True) <= first
 
 
+def keys_of_sequences(draws: int, width: int, page_size: int = 0) -> set[tuple]:
+    """Of packed sequences, forward and backward; or, with pages, of decoding steps."""
+    import anyattn
+    from anyattn import check_lengths
+
+    pick, found = random.Random(1), set()
+    with ahead.on((9, 0)) as made, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(check_lengths, "takes_their_word", lambda device, validate: True)
+        for _ in range(draws):
+            made.clear()
+            batch, ratio = pick.randint(1, 5), pick.choice((1, 2, 4))
+            if page_size:
+                pages = pick.randint(3, 40)
+                q, kv = torch.empty(batch, 1, ratio, 128, dtype=torch.bfloat16), torch.empty(pages, page_size, 1, 128, dtype=torch.bfloat16)
+                table, new = torch.zeros(batch, pages, dtype=torch.int32), torch.empty(batch, 1, 1, 128, dtype=torch.bfloat16)
+                where = {"page_table": table, "cache_seqlens": torch.zeros(batch, dtype=torch.int32), "window_size": (width, 0)}
+                anyattn.flash_attn_with_kvcache(q, kv, kv.clone(), k=new, v=new, **where, backend="triton")
+            else:
+                lengths = [pick.randint(100, 400) for _ in range(batch)]
+                ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+                q, k, v = (torch.empty(sum(lengths), n, 128, dtype=torch.bfloat16, requires_grad=True) for n in (ratio, 1, 1))
+                tables = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "window_size": (width, 0)}
+                anyattn.flash_attn_varlen_func(q, k, v, **tables, backend="triton").backward(
+                    torch.empty(sum(lengths), ratio, 128).bfloat16()
+                )
+            found |= {key_of(launch) for launch in made}
+    return found
+
+
+def test_packed_sequences_share_their_kernels() -> None:
+    """One for each launch of both passes, and another for dk and dv where heads share keys."""
+    first = keys_of_sequences(100, 100)
+    assert len(first) == 5, first
+    assert keys_of_sequences(10, 37) <= first
+
+
+def test_steps_of_decoding_share_their_kernels() -> None:
+    """What appends, what attends, with one piece of the keys and with several, and what merges the pieces: by how many there are."""
+    first = keys_of_sequences(200, 100, 16)
+    kinds = {kernel for kernel, *_ in first}
+    assert len(kinds) <= 3 and len(first) <= 7, first
+    assert keys_of_sequences(20, 37, 16) <= first
+
+
 def test_the_counter_sees_what_differs() -> None:
     """Older GPUs have more row tiles for few queries."""
     assert len(keys_of(1000, (8, 0), 100)) > 2

@@ -45,14 +45,14 @@ ALWAYS = [  # refused before a backend is asked
     (lambda: cache(k=t(2, 1, 1, 16), cache_seqlens=3), ValueError, "v is None", "pass both"),
     (lambda: flex(scale=float("nan")), ValueError, "scale=nan", "finite"),
     (lambda: flex(sink=t(3)), ValueError, "sink", "(3,)", "(2,)"),
-    (lambda: flash_attn_func(t(1, 4, 2, 8), t(1, 4, 2, 8), t(1, 4, 2, 8), num_splits=-1, backend="triton"), ValueError, "num_splits=-1", "0"),
+    (lambda: flash_attn_func(*[t(1, 4, 2, 8)] * 3, num_splits=-1, backend="triton"), ValueError, "num_splits=-1", "0"),
     (lambda: flex_attention(t(1, 1, 4, 8), t(1, 1, 4, 8), t(1, 1, 4, 8), backend="Triton"), ValueError, "backend='Triton'", "'triton'"),
 ]
 HERE = [  # what the backend itself has not
     (lambda: flex(dtype=torch.float64), BackendError, "float64", "float32, bfloat16 and float16", "backend=None"),
     (lambda: flex(dim=264), BackendError, "head_dim is 264", "up to 256", "backend=None"),
     (lambda: flex(dim=8, dim_v=300), BackendError, "v's 300", "up to 256", "backend=None"),
-    (lambda: flex_attention(*[t(1, 1, 16, 4).mT] * 3, backend="triton"), BackendError, "q's last dimension", "q.contiguous()", "backend=None"),
+    (lambda: flex_attention(*[t(1, 1, 16, 4).mT] * 3, backend="triton"), BackendError, "q's last dimension", "q.contiguous()"),
     (lambda: flex(rows=0), BackendError, "q has shape (1, 2, 0, 16)", "nothing to multiply", "backend=None"),
     (lambda: flex(kernel_options={"tile_m": 100}), ValueError, "tile_m=100", "kernel_options", "powers of two", "wanted 128"),
     (lambda: flex(kernel_options={"tile_m": 2048, "tile_n": 1024}), ValueError, "tile_m=2048", "65536", "wanted smaller"),

@@ -118,7 +118,7 @@ def test_tiles_that_are_too_large_are_an_error() -> None:
     with pytest.raises(ValueError, match=r"tile_n=100 in kernel_options.* powers of two from 16 on: wanted 128, say"):
         ahead.planned(problem, (9, 0), {"tile_n": 100})
     narrow = ahead.problem_of(dim=16)  # whose tiles of keys would find their shared memory, and Triton refuses
-    with pytest.raises(ValueError, match=r"tile_m=2048, tile_n=1024 in kernel_options are tiles of 2097152 scores.*65536 registers.*128 and 128"):
+    with pytest.raises(ValueError, match=r"tile_m=2048, tile_n=1024 in kernel_options are .* 2097152 scores.* 65536 registers"):
         ahead.planned(narrow, (9, 0), {"tile_m": 2048, "tile_n": 1024})
     assert ahead.planned(narrow, (9, 0), {"tile_m": 256, "tile_n": 256}).tile_n == 256
 

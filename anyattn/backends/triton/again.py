@@ -182,10 +182,10 @@ def ready_of(
 
 
 def facts_of(problem: Problem, found: Tables, *tensors: Tensor) -> tuple:
-    """What a launch hangs on in its problem, its tables and the ``tensors`` that have rows; the first four mean q, k, v and any other."""
+    """What a launch hangs on in its problem, its tables and the ``tensors`` besides q, k and v that have rows."""
     q, k, v = problem.q, problem.k, problem.v
     address = q.data_ptr() | k.data_ptr() | v.data_ptr()
-    facts: list[Any] = [q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride()]
+    facts: list[Any] = [q.device, q.dtype, q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride()]
     for t in tensors:
         address |= t.data_ptr()
         facts.append(t.stride())

@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from anyattn.backends.triton import styles, tables, tuning
+from anyattn.backends.triton import exact, styles, tables, tuning
 from anyattn.backends.triton.again import Kept, Ready, facts_of, ready_of, sources_of
 from anyattn.backends.triton.config import Tiles, backward_tiles, capability_of, fitting, padded
 from anyattn.backends.triton.forms import Form, forms_of
 from anyattn.backends.triton.launch import Signature, entry_of, run_entry, strides_of
+from anyattn.backends.triton.paged_gradients import add_to_pages, brought_together
 from anyattn.backends.triton.programs import Chosen, Program, Read, captured_of, gradient_part, program_of, slots_alone
 from anyattn.backends.triton.shared import COUNTS, FUNCTIONS, LISTS, SIZES, constants_of, programs_along_batch, sizes_of, strides_named
 from anyattn.backends.triton.styles import shape_of
@@ -63,6 +64,8 @@ class _Results(NamedTuple):
 
 def backward(problem: Problem, plan: Plan, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     """Gradients of ``problem.grad_inputs`` in that order, None where none is needed. dout: any strides."""
+    if problem.sequences is not None and problem.sequences.page_table is not None:
+        return _of_pages(problem, plan, out, lse, dout, dlse)
     dout = dout if dout.stride(3) == 1 or dout.shape[3] == 1 else dout.contiguous()
     results = _Results(out, lse, dout, dlse)
     return _gradients(problem, [(form, _passes(form, plan, results)) for form in forms_of(problem, plan)], results)
@@ -88,6 +91,17 @@ def _passes(form: Form, plan: Plan, results: _Results) -> _Passes:
     if found is None:
         found = plan.prepared[key] = _Passes.of(form.problem, _tiles(form.problem, plan))
     return found  # type: ignore[no-any-return]
+
+
+def _of_pages(problem: Problem, plan: Plan, *results: Any) -> tuple[Tensor | None, ...]:
+    """The same of a call whose keys are in pages; results: what ``backward`` takes besides."""
+    assert problem.sequences is not None
+    dq, dk, dv, *others = backward(brought_together(problem), plan, *results)
+    found = [
+        add_to_pages(d, pool, problem.sequences) if d is not None and pool.requires_grad else None
+        for d, pool in ((dk, problem.k), (dv, problem.v))
+    ]
+    return dq, *found, *others
 
 
 def _tuned(problem: Problem, tiles: dict[str, Tiles], results: _Results) -> dict[str, Tiles]:
@@ -130,7 +144,8 @@ def _gradients(problem: Problem, forms: list[tuple[Form, _Passes]], results: _Re
             _launch("dkdv", form, passes, shared, prepared, ())
     captured = [None] * len(score.tensors) if score else []
     for slot, total in zip(wanted, totals, strict=True):
-        captured[slot] = total.to(score.tensors[slot].dtype)  # type: ignore
+        own = score.tensors[slot]  # type: ignore
+        captured[slot] = exact.read(total, own.dtype) if exact.is_exact(total, own) else total.to(own.dtype)  # type: ignore
     return dq, dk, dv, _of_sink(problem, results.lse, delta), *captured
 
 
@@ -141,14 +156,20 @@ def _wanted(problem: Problem) -> tuple[int, ...]:
 
 def _totals(problem: Problem) -> tuple[Tensor, ...]:
     """Where the gradients of captured tensors go: single values in the tensors' own dtype; sums of what may be a million terms, one after
-    the other, more exact than the terms."""
-    wanted, score = _wanted(problem), problem.score
+    the other, more exact than the terms, and where the order of the terms must not matter those of ``exact``."""
+    wanted, score, device = _wanted(problem), problem.score, problem.q.device
     if score is None:
         return ()
-    alone = slots_alone(problem, wanted)
+    alone, additions = slots_alone(problem, wanted), exact.additions_of(problem, wanted)
     sums = torch.float64 if problem.q.dtype is torch.float32 else torch.float32
-    dtypes = {s: score.tensors[s].dtype if s in alone else sums for s in wanted}
-    return tuple(torch.zeros(score.tensors[s].shape, dtype=dtypes[s], device=problem.q.device) for s in wanted)
+
+    def total(slot: int) -> Tensor:
+        shape = score.tensors[slot].shape
+        if slot in additions:
+            return exact.zeros(shape, additions[slot], device)
+        return torch.zeros(shape, dtype=score.tensors[slot].dtype if slot in alone else sums, device=device)
+
+    return tuple(total(slot) for slot in wanted)
 
 
 def _tiles(problem: Problem, plan: Plan) -> dict[str, Tiles]:
@@ -272,7 +293,9 @@ def _first(
     pointers = [q if t is None else t.detach() for t in tensors]
     program, captured = chosen.program, list(captured_of(chosen))
     if problem.score is not None:
-        program = replace(program, score=gradient_part(problem, () if by_key else _wanted(problem)))
+        wanted = () if by_key else _wanted(problem)
+        are_exact = tuple(s for s, total in zip(wanted, totals, strict=True) if exact.is_exact(total, problem.score.tensors[s]))
+        program = replace(program, score=gradient_part(problem, wanted, are_exact))
         captured[0] = Read(*captured[0][:2], totals)
     constants: dict[str, Any] = {**constants_of(problem, chosen, found), "TILE_M": used.tile_m, "TILE_N": used.tile_n}
     constants["IS_NEAR"] = all((t.stride(2) + 1) * t.shape[2] < 2**31 for t in (q, k, v, dout))

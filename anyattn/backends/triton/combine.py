@@ -39,16 +39,17 @@ def merge(outs: Tensor, lses: Tensor, sink: Tensor | None, out: Tensor, lse: Ten
     has_unused: a row whose lses are +inf, which no part can compute, belongs to no sequence and gives 0 and -inf whatever the sink.
     """
     parts, _, heads, positions, width = outs.shape
-    if lses[0].numel() == 0:
+    rows = lses.numel() // max(1, parts)
+    if rows == 0:
         return
-    outs, lses = (t.detach() if t[0].is_contiguous() else t.detach().contiguous() for t in (outs, lses))
+    outs, lses = (t if t.is_contiguous() or t[0].is_contiguous() else t.contiguous() for t in (outs.detach(), lses.detach()))
     block = max(16, 1 << (width - 1).bit_length())
     at_once = min(_PARTS_AT_ONCE, 1 << (parts - 1).bit_length())
     from anyattn.backends.triton.combine_kernel import combine_row
 
     interpreter.mend()
     run_plain(
-        combine_row, lses[0].numel(),
+        combine_row, rows,
         (
             outs, lses, lses if sink is None else sink.detach(), out, lses if lse is None else lse, heads, positions, parts, outs.stride(0),
             lses.stride(0), *((0, 0, 0) if sink is None else sink.stride()), *out.stride()[:3], width,

@@ -53,7 +53,9 @@ class Tiles:
             size = getattr(self, name)
             if size < 16 or size & (size - 1):
                 wanted = padded(min(max(size, 1), 256))
-                raise ValueError(f"{name}={size} in kernel_options; this backend's tiles are powers of two from 16 on: wanted {wanted}, say")
+                raise ValueError(
+                    f"{name}={size} in kernel_options; this backend's tiles are powers of two from 16 on: wanted {wanted}, say"
+                )
         if self.tile_m * self.tile_n > _REGISTERS:
             raise ValueError(
                 f"tile_m={self.tile_m}, tile_n={self.tile_n} in kernel_options are tiles of {self.tile_m * self.tile_n} scores, and a "
@@ -195,10 +197,15 @@ def needed(name: str, tiles: Tiles, shape: Shape, capability: tuple[int, int] | 
         total += size * step * max(shape.d, shape.dv)
     if name == "dq" and shape.has_score:  # a captured tensor's gradients may be reordered there on their way to memory
         total += m * n * size + (m * n // 64) * (max(m, n) // 4) * size  # the latter tells which diagonals of 8 x 8 blocks are one
+    is_blackwell = capability is not None and capability[0] >= 10
     # products' left sides go through shared memory where they do not come from registers
     passed = m * n * (2 if name != "forward" else 1)
-    if size == 4 or (capability is not None and capability[0] >= 10 and name != "forward"):
+    if size == 4 or (is_blackwell and name != "forward"):
         total += passed * size
+    if name == "dq" and shape.has_score and capability is not None and capability[0] == 9:
+        total += m * n * size  # of what is sent to captured tensors too, the product's left side does not come from registers either
+    if is_blackwell and name == "dkdv" and stages > 1:  # a step's last product reads its rows while those of one step more arrive
+        total += size * step * max(shape.d, shape.dv)
     return total
 
 

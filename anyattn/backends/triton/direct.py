@@ -75,6 +75,7 @@ def _direct(compiled: Any, run: Any, constants: tuple, device: torch.device, hoo
     from triton import knobs
 
     function, metadata, index = compiled.function, compiled.packed_metadata, device.index
+    run, between = _inner(run)
     current, stream_of = torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream
 
     def send(grid: tuple[int, ...], given: Sequence[Any]) -> None:
@@ -91,7 +92,7 @@ def _direct(compiled: Any, run: Any, constants: tuple, device: torch.device, hoo
             about = compiled.launch_metadata(grid, stream)
         else:
             enter = leave = None
-        run(*grid, stream, function, metadata, about, enter, leave, *given, *constants)
+        run(*grid, stream, function, *between, metadata, about, enter, leave, *given, *constants)
 
     return send
 
@@ -100,22 +101,41 @@ def _direct(compiled: Any, run: Any, constants: tuple, device: torch.device, hoo
 
 
 def _asks_as_known(compiled: Any, grid: tuple[int, ...], arguments: tuple, device: torch.device) -> bool:
-    """Whether Triton asks a compiled kernel as ``_direct`` does. Nothing is launched."""
+    """Whether Triton asks a compiled kernel as ``_direct`` does. Nothing is launched: what is asked has no function that could be."""
     noted: list[tuple] = []
     try:
         from triton import knobs
 
         probe = copy.copy(compiled)
-        probe._run = lambda *passed: noted.append(passed)
+        probe._run = note = lambda *passed: noted.append(passed)
+        probe.function = nothing = object()
+        if probe.run is not note:
+            return False
         probe[grid](*arguments)
         (passed,) = noted
-        stream = torch._C._cuda_getCurrentRawStream(device.index)
-        known = (*grid, stream, compiled.function, compiled.packed_metadata)
-        hooks = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
-        rest = (*hooks, *arguments)
+        known = (*grid, torch._C._cuda_getCurrentRawStream(device.index), nothing, compiled.packed_metadata)
+        rest = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook, *arguments)
         return passed[:6] == known and len(passed) == 7 + len(rest) and all(a is b for a, b in zip(passed[7:], rest, strict=True))
     except (AttributeError, TypeError, ValueError):
         return False
+
+
+def _inner(run: Any) -> tuple[Any, tuple]:
+    """What ``run`` calls in its turn with the same arguments, and what it puts between the function and its data; else ``run`` itself."""
+    noted: list[tuple] = []
+    try:
+        probe = copy.copy(run)
+        probe.launch = lambda *passed: noted.append(passed)
+        marks = [object() for _ in range(10)]  # a grid, a stream, a function, three about it, two hooks and an argument
+        probe(*marks)
+        (passed,) = noted
+        between = passed[5:-5]
+        is_same = len(passed) >= 10 and all(a is b for a, b in zip((*passed[:5], *passed[-5:]), marks, strict=True))
+        if is_same and all(x is None or isinstance(x, int) for x in between):
+            return run.launch, between
+    except (AttributeError, TypeError, ValueError):
+        pass
+    return run, ()
 
 
 def _is_descriptor(x: Any) -> bool:

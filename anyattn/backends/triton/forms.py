@@ -40,7 +40,7 @@ def form_of_documents(problem: Problem, num_splits: int) -> DocumentForm | None:
 def forms_of(problem: Problem, plan: Plan) -> tuple[Form, ...]:
     """The forms in which a call is launched.
 
-    A call that would have to find its documents for itself has its lists alone.
+    A call that would have to find its documents for itself has its lists alone, unless it is a graph's.
     """
     if problem.blocks is None:
         return (Form(problem),)

@@ -250,12 +250,36 @@ def only(x):
 
 
 @triton.jit
-def send_diagonals(x, begin, scalars, tensors, total, PLACES: tl.constexpr, DTYPE: tl.constexpr):
+def send_exact(total, place, x, mask):
+    """Adds float32 numbers to the entries ``place`` of a total of ``exact``: each to one plane, as a whole number. mask: None, or which."""
+    planes = tl.cast(total[-1], tl.int32) - 3
+    width = (253 + planes) // planes
+    bits = x.to(tl.int32, bitcast=True)
+    field = (bits >> 23) & 255
+    exponent = tl.maximum(field, 1) - 1  # of subnormal numbers that of the least normal one, without its leading 1
+    plane = (exponent * (65536 // width + 1)) >> 16  # exponent // width
+    whole = (bits & 0x7FFFFF) | tl.where(field > 0, 0x800000, 0)
+    number = whole.to(tl.int64) << (exponent - plane * width).to(tl.int64)
+    number = tl.where(bits < 0, -number, number)
+    is_finite = field < 255
+    kind = tl.where(whole != 0x800000, 2, tl.where(bits < 0, 1, 0))
+    plane = tl.where(is_finite, plane, planes + kind)
+    number = tl.where(is_finite, number, 1)
+    is_sent = number != 0
+    if mask is not None:
+        is_sent = is_sent & mask
+    tl.atomic_add(total[0] + place + plane.to(tl.int64) * total[-2], number, mask=is_sent, sem="relaxed")
+
+
+@triton.jit
+def send_diagonals(
+    x, begin, scalars, tensors, total, PLACES: tl.constexpr, DTYPE: tl.constexpr, IS_EXACT: tl.constexpr = False
+):  # fmt: skip
     """Adds the sums of the diagonals of x [M, N] to ``total``: a pointer, strides and sizes.
 
-    begin: of a tile, see ``programs._scatter_source``. PLACES: where a pair's diagonal goes. In blocks of 8 x 8, those on one diagonal of
-    blocks are summed, entry by entry: a product with a matrix of ones and zeros, x in DTYPE, that leaves an eighth of the entries or little
-    more.
+    begin: of a tile, see ``programs._scatter_source``. PLACES: where a pair's diagonal goes. IS_EXACT: by ``send_exact``. In blocks of
+    8 x 8, those on one diagonal of blocks are summed, entry by entry: a product with a matrix of ones and zeros, x in DTYPE, that leaves
+    an eighth of the entries or little more.
     """
     ROWS: tl.constexpr = x.shape[0] // 8  # of blocks
     COLUMNS: tl.constexpr = x.shape[1] // 8
@@ -271,4 +295,7 @@ def send_diagonals(x, begin, scalars, tensors, total, PLACES: tl.constexpr, DTYP
     is_there = (i < tl.minimum(begin[4], 8 * ROWS)) & (j < tl.minimum(begin[5], 8 * COLUMNS))
     q_idx, kv_idx = begin[2] + tl.minimum(i, begin[4] - 1), begin[3] + tl.minimum(j, begin[5] - 1)
     place = PLACES(begin[0], begin[1], q_idx, kv_idx, scalars, tensors, total)
-    tl.atomic_add(total[0] + place, sums.to(total[0].dtype.element_ty), mask=is_there, sem="relaxed")
+    if IS_EXACT:
+        send_exact(total, place, sums, is_there)
+    else:
+        tl.atomic_add(total[0] + place, sums.to(total[0].dtype.element_ty), mask=is_there, sem="relaxed")

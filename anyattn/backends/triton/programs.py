@@ -33,7 +33,8 @@ class Load(NamedTuple):
     """A load whose tensor gets a gradient: which of the part's totals it adds to, and where among the outputs its derivative and its
     indices are. by_row, by_key: whether a row's keys, a key's rows share one entry, so that they are summed first. is_alone: no two pairs
     of a query and a key share an entry, so that it is stored, not added up. diagonal: the indices by themselves, where they tell a query
-    and a key apart by their distance only: a tile's diagonals are summed first. None otherwise, and in float32, whose products are slow."""
+    and a key apart by their distance only: a tile's diagonals are summed first. None otherwise, and in float32, whose products are slow.
+    is_exact: the total is one of ``exact``, whose sum does not depend on the order of additions."""
 
     total: int
     factor: int
@@ -42,12 +43,14 @@ class Load(NamedTuple):
     by_key: bool
     is_alone: bool = False
     diagonal: Expr | None = None
+    is_exact: bool = False
 
 
 class Part(NamedTuple):
     """name: of its functions. kind: "score", "mask", "ranges" (row limits that stand for a mask), or "gradient" (a score mod's value, its
     derivative, and for each of ``loads`` a derivative and indices). scalars: how many numbers it captures; ranks: the number of
-    dimensions of each captured tensor; totals: of each tensor that sums gradients. style: of its text."""
+    dimensions of each captured tensor; totals: of each tensor that sums gradients (an exact one has another for its planes). style: of
+    its text."""
 
     name: str
     kind: str
@@ -168,13 +171,14 @@ def _mask_part(name: str, mask: TracedMod, problem: Problem) -> tuple[Part, Trac
 # ---- derivatives
 
 
-def gradient_part(problem: Problem, wanted: tuple[int, ...]) -> Part:
-    """The score mod with its derivatives. wanted: the slots of captured tensors that get gradients; totals are in this order."""
+def gradient_part(problem: Problem, wanted: tuple[int, ...], exact: tuple[int, ...] = ()) -> Part:
+    """The score mod with its derivatives. wanted: the slots of captured tensors that get gradients; totals are in this order.
+    exact: those of them whose total is one of ``exact``."""
     score = problem.score
     assert score is not None
     alone = frozenset(slots_alone(problem, wanted))
     ranks, is_short = tuple([t.ndim for t in score.tensors]), problem.q.dtype.itemsize == 2
-    made = _gradient_part(score.expr, len(score.scalars), ranks, wanted, alone, is_short)
+    made = _gradient_part(score.expr, len(score.scalars), ranks, wanted, alone, frozenset(exact), is_short)
     return made._replace(style=style_of(score, made.expr, problem))
 
 
@@ -189,9 +193,7 @@ def slots_alone(problem: Problem, wanted: tuple[int, ...]) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=1024)
-def _slots_alone(
-    expr: Expr, wanted: tuple[int, ...], sizes: tuple[int, int, int, int], shapes: tuple[torch.Size, ...]
-) -> tuple[int, ...]:
+def _slots_alone(expr: Expr, wanted: tuple[int, ...], sizes: tuple[int, int, int, int], shapes: tuple[torch.Size, ...]) -> tuple[int, ...]:
     extents = dict(zip(("b", "h", "q_idx", "kv_idx"), sizes, strict=True))
     gradients = score_gradients(expr)
     found = []
@@ -207,7 +209,7 @@ def _slots_alone(
 
 @lru_cache(maxsize=1024)
 def _gradient_part(
-    expr: Expr, scalars: int, ranks: tuple[int, ...], wanted: tuple[int, ...], alone: frozenset[int], is_short: bool
+    expr: Expr, scalars: int, ranks: tuple[int, ...], wanted: tuple[int, ...], alone: frozenset[int], exact: frozenset[int], is_short: bool
 ) -> Part:
     gradients = score_gradients(expr, is_exact=not is_short)
     builder = Builder()
@@ -226,8 +228,9 @@ def _gradient_part(
         if all(deps[p].diagonal or not (deps[p].q or deps[p].kv) for p in places) and not (by_row or by_key) and is_short:
             of_places = Builder()
             diagonal = of_places.build(*(of_places.copy(gradients.expr, p) for p in places))
-        loads.append(Load(wanted.index(load.slot), at, indices, by_row, by_key, load.slot in alone, diagonal))
-    return Part("score", "gradient", builder.build(*outputs), scalars, ranks, tuple(loads), tuple(ranks[slot] for slot in wanted))
+        loads.append(Load(wanted.index(load.slot), at, indices, by_row, by_key, load.slot in alone, diagonal, load.slot in exact))
+    totals = tuple(ranks[slot] + (slot in exact) for slot in wanted)
+    return Part("score", "gradient", builder.build(*outputs), scalars, ranks, tuple(loads), totals)
 
 
 def _scatter_source(part: Part) -> str:
@@ -252,7 +255,8 @@ def _scatter_source(part: Part) -> str:
         if load.diagonal is not None:
             before.append(_places_source(f"{part.name}_places{i}", load, part))
             lines.append("if ds.shape[0] * ds.shape[1] >= 1024:  # a product sums 16 terms or more")
-            lines.append(f"    functions.send_diagonals(part{i}, at, scalars, tensors, {slot}, {part.name}_places{i}, DTYPE)")
+            more = ", True" if load.is_exact else ""
+            lines.append(f"    functions.send_diagonals(part{i}, at, scalars, tensors, {slot}, {part.name}_places{i}, DTYPE{more})")
             lines.append("else:")
         indent = "    " * (load.diagonal is not None)
         mask = {(False, False): "seen", (True, False): "is_row", (False, True): "is_key", (True, True): None}[load.by_row, load.by_key]
@@ -262,15 +266,22 @@ def _scatter_source(part: Part) -> str:
             lines.append(f"part{i} = tl.sum(part{i}, 0, keep_dims=True)")
         if mask is None:  # one number: one lane adds it
             lines.append(f"part{i}, at{i} = tl.sum(tl.sum(part{i}, 1), 0), functions.only(at{i})")
-            lines.append(f"tl.atomic_add({slot}[0] + at{i}, part{i}.to({slot}[0].dtype.element_ty), sem='relaxed')")
+            lines.append(_addition(load, slot, i, "None"))
         else:
             lines.append(f"{indent}at{i} += functions.zeros_like(part{i})")
             lines.append(f"{indent}mask{i} = None if IS_FULL else {mask}")
-            sent = f"part{i}.to({slot}[0].dtype.element_ty)"
-            lines.append(f"{indent}tl.atomic_add({slot}[0] + at{i}, {sent}, mask=mask{i}, sem='relaxed')")
+            lines.append(indent + _addition(load, slot, i, f"mask{i}"))
     arguments = "ds, seen, is_row, is_key, found, at, scalars, tensors, totals, IS_FULL: tl.constexpr, DTYPE: tl.constexpr"
     head = f"@triton.jit\ndef {part.name}_scatter({arguments}):\n"
     return "\n\n".join([*before, head + "\n".join(f"    {x}" for x in lines) + "\n"])
+
+
+def _addition(load: Load, slot: str, i: int, mask: str) -> str:
+    """The line that adds ``part{i}`` to the total of a load."""
+    if load.is_exact:
+        return f"functions.send_exact({slot}, at{i}, part{i}, {mask})"
+    more = "" if mask == "None" else f", mask={mask}"
+    return f"tl.atomic_add({slot}[0] + at{i}, part{i}.to({slot}[0].dtype.element_ty){more}, sem='relaxed')"
 
 
 def _places_source(name: str, load: Load, part: Part) -> str:

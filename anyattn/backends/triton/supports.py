@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from anyattn.backends.triton import config
+from anyattn.backends.triton import config, exact
 from anyattn.backends.triton.layout import MOST_BLOCKS
 from anyattn.backends.triton.styles import shape_of
 from anyattn.mods.native import has_native
@@ -42,10 +42,8 @@ def reason_against(problem: Problem) -> str | None:
 
 def reason_against_backward(problem: Problem) -> str | None:
     """The same of the gradients of a problem whose forward pass may be any backend's."""
-    if problem.sequences is not None and problem.sequences.page_table is not None:
-        return "keys in pages, which sequences may share, get no gradients from it"
-    if problem.deterministic and problem.score is not None and any(t.requires_grad for t in problem.score.tensors):
-        return "it adds the gradients of captured tensors up in no fixed order, and deterministic=True wants one"
+    if (reason := exact.reason_against(problem)) is not None:
+        return reason
     shape, capability = shape_of(problem), config.capability_of(problem.q.device)
     tiles = config.backward_tiles(shape, capability)
     found = (config.reason_against(name, t, shape, capability) for name, t in tiles.items())

@@ -8,9 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from anyattn.backends.triton.ordering import can_order, sequences_ordered
 from anyattn.geometry.integers import ceil_div
 from anyattn.geometry.ragged_table import entries_table, numbered_tiles
 from anyattn.geometry.sequences import Sequences
+from anyattn.geometry.stored import StoredSequences
 from anyattn.geometry.stored_cache import StoredCache
 from anyattn.mods.compose import turned
 from anyattn.mods.trace import TracedMod
@@ -55,8 +57,8 @@ def tables_of(problem: Problem, listed: Any, tile_m: int, documents: DocumentTab
         return Tables(ceil_div(sequences.bound_q, tile_m), None, None, pages, tensors, tile, strides, sequences)
     if documents is not None:
         return Tables(*_of_documents(documents, tile_m, bool(problem.predicates)), pages, tensors, tile, strides)
-    order = _order(problem.q.shape, problem.bound_q, sequences.seqlens_q, sequences.seqlens_k, (tile_m, tile[0]))
-    return Tables(len(order), _entries(sequences, lists, by_key=False), order, pages, tensors, tile, strides)
+    order, entries = _ordered(sequences, lists, problem.q.shape, (tile_m, tile[0]), False)
+    return Tables(len(order), entries, order, pages, tensors, tile, strides)
 
 
 def key_tables_of(problem: Problem, listed: Any, tile_n: int, documents: DocumentTables | None = None) -> Tables:
@@ -69,8 +71,8 @@ def key_tables_of(problem: Problem, listed: Any, tile_n: int, documents: Documen
         return Tables(tiles, None, None, None, tensors, tile, strides)
     if documents is not None:
         return Tables(*_of_documents(documents, tile_n, False), None, tensors, tile, strides)
-    order = _order(problem.k.shape, problem.bound_k, sequences.seqlens_k, sequences.seqlens_q, (tile_n, tile[1]))
-    return Tables(len(order), _entries(sequences, lists, by_key=True), order, None, tensors, tile, strides)
+    order, entries = _ordered(sequences, lists, problem.k.shape, (tile_n, tile[1]), True)
+    return Tables(len(order), entries, order, None, tensors, tile, strides)
 
 
 def _of_documents(documents: DocumentTables, tile: int, ends_with_row: bool) -> tuple[int, Tensor, Tensor]:
@@ -151,16 +153,18 @@ def _entries(s: Sequences, lists: Any, by_key: bool) -> Tensor:
     return entries_table(s, lengths, (lists.first_row, lists.first_entry))
 
 
-def _order(shape: Sequence[int], bound: int, lengths: Tensor, others: Tensor, tile: tuple[int, int]) -> Tensor:
-    """The tiles of a ragged batch along one side, those with most to visit first; asks nothing of the host.
+def _ordered(s: Sequences, lists: Any, shape: Sequence[int], tile: tuple[int, int], by_key: bool) -> tuple[Tensor, Tensor]:
+    """The tiles of a ragged batch along one side, those with most to visit first, and its sequences; asks nothing of the host.
 
-    shape: of the storage along that side; bound: no sequence is longer; others: the lengths along the other side. tile: the programs', and
-    the lists' (0 without).
+    lists: see ``_entries``. shape: of the storage along that side. tile: the programs', and the lists' (0 without).
     """
-    batch, step = len(lengths), tile[1] if tile[1] else tile[0]
+    step, bound = tile[1] if tile[1] else tile[0], s.bound_k if by_key else s.bound_q
     per_line = ceil_div(step, tile[0])
-    most = min(batch * ceil_div(bound, step), shape[0] * shape[2] // step + batch) * per_line
+    most = min(s.batch * ceil_div(bound, step), shape[0] * shape[2] // step + s.batch) * per_line
+    if lists is None and isinstance(s, StoredSequences) and can_order(s):
+        return sequences_ordered(s, tile[0], most, by_key)
+    lengths, others = (s.seqlens_k, s.seqlens_q) if by_key else (s.seqlens_q, s.seqlens_k)
     entry, at, exists = numbered_tiles(ceil_div(lengths, step) * per_line, most)
     at = torch.where(exists, at, -1)
     order = torch.where(exists, others[entry], -1).argsort(descending=True, stable=True)
-    return torch.stack((entry, at), 1)[order].to(torch.int32)
+    return torch.stack((entry, at), 1)[order].to(torch.int32), _entries(s, lists, by_key)

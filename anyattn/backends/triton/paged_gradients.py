@@ -1,0 +1,86 @@
+"""Gradients of keys and values in pages: of each sequence's keys brought together, and from there back to the pages.
+
+A page that several sequences hold gets the sum of what each of them gives it, in the order of the page table. Nothing is read on the host.
+What that takes besides is keys, values and their gradients once more, as many for each sequence as the longest may have: its bound, or
+what its line of the page table has room for where the call says none.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from anyattn.backends.triton.launch import run_plain
+from anyattn.geometry.integers import ceil_div
+from anyattn.geometry.sequences import Sequences
+from anyattn.geometry.stored import LengthTables, StoredSequences
+from anyattn.problem import Problem
+
+__all__ = ["add_to_pages", "brought_together"]
+
+_BLOCK = 1024
+
+
+def brought_together(problem: Problem) -> Problem:
+    """The same call with keys and values in a row of storage for each sequence, (B, Hkv, rows, D), laid out token by token as pages are."""
+    sequences = problem.sequences
+    assert sequences is not None and sequences.page_table is not None
+    pages = _pages_in_use(sequences)
+    numbers = sequences.page_table[:, :pages].clamp(0, problem.k.shape[0] - 1).flatten()
+
+    def gathered(pool: Tensor) -> Tensor:
+        tokens = pool.detach().transpose(1, 2).index_select(0, numbers)  # (batch x pages, page_size, heads, D)
+        return tokens.view(sequences.batch, -1, *tokens.shape[2:]).transpose(1, 2).requires_grad_(pool.requires_grad)
+
+    return problem.like(k=gathered(problem.k), v=gathered(problem.v), sequences=_in_rows(sequences, pages * sequences.page_size))
+
+
+def _pages_in_use(sequences: Sequences) -> int:
+    """No sequence has keys on more pages, counted from the beginning of its line."""
+    assert sequences.page_table is not None
+    room = sequences.page_table.shape[1]
+    if not isinstance(sequences, StoredSequences):  # may begin anywhere in its line
+        return room
+    return min(room, max(1, ceil_div(sequences.bound_k, sequences.page_size)))
+
+
+def _in_rows(sequences: Sequences, rows: int) -> Sequences:
+    """Where the sequences are once the keys of each are in ``rows`` rows of its own."""
+    if isinstance(sequences, StoredSequences):
+        cu_seqlens_q, _, seqused_q, seqused_k = sequences.tables
+        assert seqused_k is not None
+        # whatever the table holds, no key lies outside
+        tables = LengthTables(cu_seqlens_q, None, seqused_q, seqused_k.clamp(0, rows))
+        sizes = sequences.sizes._replace(rows_k=rows, bound_k=min(sequences.bound_k, rows), page_size=0)
+        return StoredSequences(tables, sizes, None, sequences.device)
+    own = torch.arange(sequences.batch, device=sequences.k_start.device)
+    return replace(sequences, page_table=None, page_size=0, k_row=own)
+
+
+def add_to_pages(rows: Tensor, pool: Tensor, sequences: Sequences) -> Tensor:
+    """The gradient of ``pool`` (pages, Hkv, page_size, D): ``rows`` (B, Hkv, rows, D), 0 beyond each sequence, page by page. sequences: of
+    the pool."""
+    from anyattn.backends.triton.pages_kernel import sum_pages
+
+    assert sequences.page_table is not None
+    found = torch.empty_like(pool.transpose(1, 2), memory_format=torch.contiguous_format)  # (pages, page_size, heads, D)
+    pages, size, device = pool.shape[0], math.prod(pool.shape[1:]), pool.device
+    held, starts = _holders(sequences, rows.shape[2] // sequences.page_size, pages)
+    chunks = ceil_div(size, _BLOCK)
+    given = (rows.transpose(1, 2).contiguous(), found, held, starts, size, chunks)
+    run_plain(sum_pages, pages * chunks, given, (), device, {"BLOCK": _BLOCK, "num_warps": 4, "num_stages": 1})
+    return found.transpose(1, 2)
+
+
+def _holders(sequences: Sequences, pages: int, of_pool: int) -> tuple[Tensor, Tensor]:
+    """The places of the page table's first ``pages`` columns, counted through, page by page of the pool; and where each page's begin."""
+    s, table = sequences, sequences.page_table
+    assert table is not None
+    first = torch.arange(pages, device=table.device) * s.page_size
+    is_held = (first < (s.k_start + s.seqlens_k)[:, None]) & (first + s.page_size > s.k_start[:, None])
+    page = torch.where(is_held, table[:, :pages].clamp(0, of_pool - 1), of_pool).flatten()
+    page, held = page.sort(stable=True)
+    return held, torch.searchsorted(page, torch.arange(of_pool + 1, device=page.device, dtype=page.dtype))

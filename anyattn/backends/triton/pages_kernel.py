@@ -1,0 +1,23 @@
+"""What the sequences that hold a page give it, summed. Kernel side."""
+
+import triton
+import triton.language as tl
+
+__all__ = ["sum_pages"]
+
+_NUMBERS = ("size", "chunks")
+
+
+@triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_NUMBERS)
+def sum_pages(rows, found, held, starts, size: tl.int64, chunks: tl.int64, BLOCK: tl.constexpr):
+    """rows: [places, size]. found: [pages, size], page p the sum of the rows ``held[starts[p] : starts[p + 1]]``, in this order, in
+    float32.
+
+    Each program sums a part of one page; ``chunks``: how many parts a page has."""
+    page, chunk = tl.program_id(0) // chunks, tl.program_id(0) % chunks
+    at = chunk * BLOCK + tl.arange(0, BLOCK)
+    is_there = at < size
+    total = tl.zeros((BLOCK,), tl.float32)
+    for i in range(tl.load(starts + page), tl.load(starts + page + 1)):
+        total += tl.load(rows + tl.load(held + i) * size + at, mask=is_there, other=0.0).to(tl.float32)
+    tl.store(found + page * size + at, total.to(found.dtype.element_ty), mask=is_there)
