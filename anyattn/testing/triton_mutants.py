@@ -22,9 +22,10 @@ from anyattn.testing.mutants import Mutant
 __all__ = ["MUTANTS", "active", "changed"]
 
 _PACKAGE = "anyattn.backends.triton"
-_FORWARD, _BACKWARD, _VISITS, _PLACES = "forward_kernel.py", "backward_kernel.py", "visits.py", "places.py"
+_FORWARD, _BACKWARD, _SPANS = "forward_kernel.py", "backward_kernel.py", "row_spans.py"
+_VISITS, _PLACES = "visits.py", "places.py"
 _COMBINE, _PAGES = "combine_kernel.py", "pages.py"
-_HIDDEN = "ds = tl.where(seen, ds, 0.0)  # the derivative of a hidden score may be anything\n"
+_OF_HIDDEN = "if (IS_PARTIAL or HAS_ALWAYS) and of_score[1].type.is_block():\n            ds = tl.where("
 
 MUTANTS = {
     m.name: m
@@ -39,7 +40,7 @@ MUTANTS = {
         Mutant("unmasked_tail_of_lists", _FORWARD, "seen = (lane < end)[None, :]", "seen = (lane < end + 1)[None, :]", "uneven_lists"),
         Mutant("lost_last_key_of_lists", _FORWARD, "seen = (lane < end)[None, :]", "seen = (lane < end - 1)[None, :]", "lists"),
         Mutant("row_limit_off_by_one", "programs.py", "(kv_idx < rows[{i + 1}])", "(kv_idx <= rows[{i + 1}])", "causal"),
-        Mutant("left_limit_off_by_one", "programs.py", "(kv_idx >= rows[{i}])", "(kv_idx > rows[{i}])", "window"),
+        Mutant("left_limit_off_by_one", "functions.py", "(place - lo).to(", "(place - lo - 1).to(", "window"),
         Mutant("mask_forgotten", _FORWARD, "seen = seen & (MASK(", "seen = seen | (MASK(", "dilated"),
         Mutant("mask_beside_lists_forgotten", _FORWARD, "    if HAS_ALWAYS:\n        s =", "    if False:\n        s =", "beside_lists"),
         Mutant("column_of_the_first_tile", _FORWARD, "kv = tl.minimum(lane, end - 1)", "kv = tl.minimum(lane - first, end - 1)", "alibi"),
@@ -107,36 +108,53 @@ MUTANTS = {
         Mutant("stale_lse", _BACKWARD, "tl.load(tensors[2] + place, mask", "tl.load(tensors[2] + place // 2 * 2, mask", "full"),
         Mutant("statistics_of_two_sequences_in_one_place", _BACKWARD, "TILE_M + b + m)", "TILE_M + m)", "packed"),
         Mutant("statistics_of_the_first_rows", _BACKWARD, "tl.where(first < end, first, 0)", "first * 0", "causal"),
+        Mutant(
+            "statistics_of_the_first_rows_alone", _BACKWARD,
+            "tl.load(heads[2] + first + m_lane)",
+            "tl.load(heads[2] + m_lane)", "window",
+        ),
+        Mutant("heads_in_turn_lost", _BACKWARD, "first + at % width", "first + at % width // 2 * 2", "causal"),
+        Mutant("last_heads_in_turn_lost", _BACKWARD, "* tl.num_programs(2) - first)", "* tl.num_programs(2) - first + 1)", "causal"),
         Mutant("dq_not_scaled", _BACKWARD, "(dq * scale)", "(dq * 1.0)", "full"),
         Mutant("dk_1_percent_off", _BACKWARD, "(dk * scale)", "(dk * scale * 1.01)", "full"),
-        Mutant("row_tile_lost", _BACKWARD, "tl.max(tl.where(touches, m + 1, 0))", "tl.max(tl.where(touches, m, 0))", "full"),
+        Mutant("row_tile_lost", _SPANS, "tl.where(touches, m + 1, 0)", "tl.where(touches, m, 0)", "full"),
         Mutant("dk_of_one_head_alone", _BACKWARD, "h = kv_head * sizes[7] + g", "h = kv_head * sizes[7]", "full"),
-        Mutant("dv_overwritten", _BACKWARD, "plus_product(dv, None", "plus_product(dv * 0, None", "full"),
         Mutant(
-            "rows_filled_in_part", _BACKWARD,
+            "dv_overwritten", _BACKWARD,
+            "plus_product(dv, None, p, dout, PRECISION)\n    ds",
+            "plus_product(dv * 0, None, p, dout, PRECISION)\n    ds", "window",
+        ),
+        Mutant(
+            "dv_overwritten_in_two_loops", _BACKWARD,
+            "plus_product(dv, None, p, dout, PRECISION)\n    #",
+            "plus_product(dv * 0, None, p, dout, PRECISION)\n    #", "full",
+        ),
+        Mutant(
+            "rows_filled_in_part", _SPANS,
             "fills = (all_lo <= n_first) & (all_hi >= n_end)\n",
             "fills = (all_lo <= n_first) & (hi >= n_end)\n", "causal",
         ),
         Mutant(
-            "rows_filled_from_later_on", _BACKWARD,
+            "rows_filled_from_later_on", _SPANS,
             "fills = (all_lo <= n_first) & (all_hi >= n_end)\n",
             "fills = (lo <= n_first) & (all_hi >= n_end)\n", "window",
         ),
-        Mutant("second_range_of_rows_lost", _BACKWARD, "touches = touches | (", "touches = touches & (", "sink_window"),
-        Mutant("hidden_probability_kept", _BACKWARD, "p = tl.where(seen, p, 0.0)", "p = p * 1.0", "causal"),
-        Mutant(
-            "hidden_score_kept_in_dq", _BACKWARD,
-            "ds = tl.where(seen, ds, 0.0)\n    if HAS_SCATTER",
-            "ds = ds * 1.0\n    if HAS_SCATTER", "causal",
-        ),
-        Mutant("hidden_derivative_kept", _BACKWARD, "ds = tl.where(p != 0.0, ds, 0.0)", "ds = ds * 1.0", "infinite_derivative"),
-        Mutant("hidden_derivative_kept_in_dq", _BACKWARD, f"{_HIDDEN}    return", "ds = ds * 1.0\n    return", "infinite_derivative"),
+        Mutant("second_range_of_rows_lost", _SPANS, "touches = touches | (", "touches = touches & (", "sink_window"),
+        Mutant("tile_that_is_cut_not_asked", _BACKWARD, "is_cut = (m < full)", "is_cut = (m < 0)", "window"),
+        Mutant("hidden_probability_kept", _BACKWARD, "p = tl.where(seen, p, 0.0)\n    dv", "p = p * 1.0\n    dv", "causal"),
+        Mutant("hidden_score_kept_in_dq", _BACKWARD, "p = tl.where(seen, p, 0.0)\n    ds", "p = p * 1.0\n    ds", "causal"),
+        Mutant("hidden_derivative_kept", _BACKWARD, f"{_OF_HIDDEN}p != 0.0", f"{_OF_HIDDEN}p == p", "infinite_derivative"),
+        Mutant("hidden_derivative_kept_in_dq", _BACKWARD, f"{_OF_HIDDEN}seen", f"{_OF_HIDDEN}seen | True", "infinite_derivative"),
         Mutant(
             "derivative_forgotten_in_dk", _BACKWARD,
-            "of_score[1].to(tl.float32)\n    if IS_PARTIAL",
-            "1.0\n    if IS_PARTIAL", "softcap",
+            f"of_score[1].to(tl.float32)\n        {_OF_HIDDEN}p",
+            f"1.0\n        {_OF_HIDDEN}p", "softcap",
         ),
-        Mutant("derivative_forgotten_in_dq", _BACKWARD, "of_score[1].to(tl.float32)\n        if IS", "1.0\n        if IS", "softcap"),
+        Mutant(
+            "derivative_forgotten_in_dq", _BACKWARD,
+            f"of_score[1].to(tl.float32)\n        {_OF_HIDDEN}seen",
+            f"1.0\n        {_OF_HIDDEN}seen", "softcap",
+        ),
         Mutant("mask_forgotten_in_dk", _BACKWARD, "(shown | is_shown)", "(shown | (kv >= 0))", "dilated"),
         Mutant(
             "mask_forgotten_in_dq", _BACKWARD,

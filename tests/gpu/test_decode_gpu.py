@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import math
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ import flash_calls as calls
 import flash_reference as reference
 import test_flash_cache as cache_tests
 from flash_calls import RECIPES
+from waiting_gpu import no_waiting
 
 from anyattn import flash_attn_combine, flash_attn_with_kvcache
 from anyattn.testing import budget
@@ -40,16 +39,6 @@ def on_gpu(given: dict[str, Any]) -> dict[str, Any]:
 
 def step(given: dict[str, Any], **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return flash_attn_with_kvcache(**{**given, "backend": "triton", "return_lse": True, **more})
-
-
-@contextlib.contextmanager
-def no_waiting() -> Iterator[None]:
-    """torch raises where an operation waits for the GPU."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize(("i", "case"), enumerate(MATRIX), ids=str)

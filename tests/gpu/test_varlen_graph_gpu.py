@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import math
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+from waiting_gpu import no_waiting
 
 import anyattn
 from anyattn import masks, oracle
@@ -45,16 +44,6 @@ def same(a: Any, b: Any) -> bool:
 
 
 OPTIONS: dict[str, dict[str, Any]] = {"full": {}, "causal": {"causal": True}, "window": {"causal": True, "window_size": (70, 0)}}
-
-
-@contextlib.contextmanager
-def no_waiting() -> Iterator[None]:
-    """torch raises where an operation waits for the GPU."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("name", OPTIONS)

@@ -389,7 +389,7 @@ def test_a_second_backward_launches_its_kernels_alone() -> None:
         assert bool(found - {"empty", "empty_like", "detach", "zeros_like"}) is expected, found
 
 
-@pytest.mark.parametrize(("mask", "most"), [(None, 13), (lambda b, h, q, k: q >= k, 14)], ids=["full", "causal"])
+@pytest.mark.parametrize(("mask", "most"), [(None, 14), (lambda b, h, q, k: q >= k, 14)], ids=["full", "causal"])
 def test_what_the_loops_of_the_backward_are_made_of(mask, most) -> None:  # type: ignore[no-untyped-def]
     """Over full tiles: rows' statistics come as tiles do, in pieces of 8 bytes, each address is a pointer that moves plus what stays, tiles
     are asked for a whole step ahead, and a score takes so many of the machine's instructions (6 of them its own arithmetic)."""
@@ -404,3 +404,38 @@ def test_what_the_loops_of_the_backward_are_made_of(mask, most) -> None:  # type
         scores = options["TILE_M"] * options["TILE_N"] / (32 * options["num_warps"])
         machine = min((x for x in ahead.machine_loops(kernel.asm["cubin"]) if any("MMA" in o for o in x)), key=len)
         assert len(machine) <= most * scores, len(machine) / scores
+
+
+def test_a_score_mod_by_distance_in_the_backward() -> None:
+    """ALiBi takes a score no more than a difference, an absolute value, a product and the score's own sum: distances are floats from the
+    start, log2(e) is part of the slope, and the derivative, which is 1, is nothing. No register goes to memory for it. Heads that share
+    keys compile too."""
+    import anyattn
+
+    score = anyattn.scores.alibi(BIAS).fn
+    _, dq, dkdv = ahead.launches(ahead.problem_of(score, lambda b, h, q, k: q >= k, has_grad=True), (9, 0), backward=True)
+    for launch, most in ((dq, 14), (dkdv, 18)):
+        kernel, options = ahead.compiled(launch, (9, 0)), launch.options
+        scores = options["TILE_M"] * options["TILE_N"] / (32 * options["num_warps"])
+        machine = min((x for x in ahead.machine_loops(kernel.asm["cubin"]) if any("MMA" in o for o in x)), key=len)
+        assert len(machine) <= most * scores, len(machine) / scores
+        assert sum(o.startswith("I2F") for o in machine) <= scores / 2  # of columns, not of scores
+
+
+def test_the_backward_of_a_band() -> None:
+    """Rows that see a band of keys have tiles of their own, and one loop visits full and partial tiles: what only the partial ones ask is
+    in a branch, before which and after which products are in flight as in a loop without."""
+    from anyattn import masks
+    from anyattn.backends.triton.programs import program_of
+
+    bands = {"window": masks.sliding_window(100, 0), "sink": masks.sink_window(8, 100), "chunks": masks.chunked(64)}
+    others = {"causal": masks.causal(), "prefix": masks.prefix_lm(30), "none": None, "after": lambda b, h, q, k: k >= q}
+    for name, mask in {**bands, **others}.items():
+        problem = ahead.problem_of(mask_mod=getattr(mask, "fn", mask), has_grad=True)
+        assert program_of(problem).program.has_band is (name in bands), name
+    _, dq, dkdv = ahead.launches(ahead.problem_of(mask_mod=bands["window"].fn, has_grad=True), (9, 0), backward=True)
+    assert (dq.options["TILE_M"], dq.options["num_warps"]) == (64, 4) and dkdv.options["IS_JOINED"]
+    kernel = ahead.compiled(dkdv, (9, 0))
+    (loop,) = [x for x in ahead.machine_loops(kernel.asm["cubin"]) if any("MMA" in o for o in x)]
+    assert sum("BRA" in o for o in loop) == 2 and sum("HGMMA" in o for o in loop) == 24
+    assert ahead.spilled(kernel.asm["cubin"]) <= ahead.MOST_SPILLED

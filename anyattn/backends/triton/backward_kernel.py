@@ -20,13 +20,12 @@ import triton.language as tl
 from anyattn.backends.triton import functions
 from anyattn.backends.triton.forward_kernel import load_rows, plus_product, rows_of
 from anyattn.backends.triton.places import entry, is_off, row_tile
+from anyattn.backends.triton.row_spans import first_spans, rows_by_spans, store_span
 from anyattn.backends.triton.visits import by_lists, clipped, full_at, inside_of, partial_at, place_of_lists, visits_of
 
 __all__ = ["dkdv_tile", "dq_tile", "prepare_tile"]
 
 _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
-_FAR: tl.constexpr = tl.constexpr(2**30)
-_CHUNK: tl.constexpr = tl.constexpr(128)  # row tiles whose spans are looked at together
 
 
 @triton.jit
@@ -82,28 +81,29 @@ def prepare_tile(
     if RANGES > 0:
         rows = MASK_ROWS(b, h, (position + found[6])[:, None], captured[1][0], captured[1][1])
         place = tensors[5] + _slot(found, m, b, h, sizes, TILE_M, 4 * RANGES)
-        _store_span(place, clipped(rows[0], found[5], TILE_M), clipped(rows[1], found[5], TILE_M))
+        store_span(place, clipped(rows[0], found[5], TILE_M), clipped(rows[1], found[5], TILE_M))
         if RANGES == 2:
-            _store_span(place + 4, clipped(rows[2], found[5], TILE_M), clipped(rows[3], found[5], TILE_M))
-
-
-@triton.jit
-def _store_span(place, lo, hi):
-    some = lo < hi
-    tl.store(place, tl.min(tl.where(some, lo, _FAR)))
-    tl.store(place + 1, tl.max(tl.where(some, hi, 0)))
-    tl.store(place + 2, tl.max(lo))
-    tl.store(place + 3, tl.min(hi))
+            store_span(place + 4, clipped(rows[2], found[5], TILE_M), clipped(rows[3], found[5], TILE_M))
 
 
 @triton.jit
 def _place(sizes, order, LAST_FIRST: tl.constexpr, HAS_ENTRIES: tl.constexpr):
-    """(tile, batch entry, head) of this program. LAST_FIRST: under a causal mask the last row tiles see most, and are to begin first."""
-    m, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    """(tile, batch entry, head) of this program. Programs go through a few heads at a time (``sizes``), through these heads' first tiles,
+    then through their second ones: so none of the last programs is long, and what they read is not far.
+
+    LAST_FIRST: under a causal mask the last row tiles see most, and are to begin first."""
+    tiles, together = sizes[4], sizes[9]
+    heads = tl.num_programs(1)
+    at = tl.program_id(0) + tiles * (tl.program_id(1) + heads * tl.program_id(2))
+    first = at // (tiles * together) * together  # head of those of all entries
+    width = tl.minimum(together, heads * tl.num_programs(2) - first)
+    at -= first * tiles
+    m, of_all = at // width, first + at % width
+    b, h = of_all // heads, of_all % heads
     if HAS_ENTRIES:
         return tl.load(order + m * 2 + 1), tl.load(order + m * 2), h
     elif LAST_FIRST:
-        return sizes[4] - 1 - m, b, h
+        return tiles - 1 - m, b, h
     else:
         return m, b, h
 
@@ -137,6 +137,15 @@ def _load_tile(base, offsets, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
+def _load_rest(places, is_row, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """A tile that may reach beyond its sequence; zeros there."""
+    if HEAD_DIM == BLOCK_D:
+        return tl.load(places, mask=is_row, other=0.0)
+    else:
+        return tl.load(places, mask=is_row & (tl.arange(0, BLOCK_D)[None, :] < HEAD_DIM), other=0.0)
+
+
+@triton.jit
 def _visit_keys(
     dq, q, dout, lse, delta, is_row, q_first, first, end, is_shown, key, offsets, rows, b, h, scale, captured,
     SCORE: tl.constexpr, MASK: tl.constexpr, ALWAYS: tl.constexpr, SCATTER: tl.constexpr,
@@ -157,15 +166,15 @@ def _visit_keys(
     at, row = key[3] + start, key[2].to(tl.int64)
     k = _load_tile(key[0] + row * key[4] + _row_at(at, key[5], IS_NEAR), k_at, HEAD_DIM, BLOCK_D)
     v = _load_tile(key[1] + row * key[6] + _row_at(at, key[7], IS_NEAR), v_at, HEAD_DIM_V, BLOCK_DV)
-    s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     kv = lane[None, :]
     if IS_PARTIAL:
         kv = tl.minimum(kv, end - 1)
     if HAS_SCORE:
-        of_score = SCORE(s, b, h, kv, rows[0], captured[0][0], captured[0][1])
-        s = of_score[0].to(tl.float32) * _LOG2E
-    p = tl.exp2(s - lse[:, None])
-    ds = p * (tl.dot(dout, tl.trans(v), input_precision=PRECISION) - delta[:, None])
+        of_score = SCORE(s * scale, s * (scale * _LOG2E), b, h, kv, rows[0], captured[0][0], captured[0][1])
+        p = tl.exp2(of_score[0] - lse[:, None])
+    else:
+        p = tl.exp2(s * (scale * _LOG2E) - lse[:, None])
     # of a row that is not there lse is infinite, and dq is not stored
     if IS_PARTIAL and RANGES > 0:  # the rows' limits are inside the sequence
         seen = MASK(b, h, lane[None, :], rows[1], captured[1][0], captured[1][1])
@@ -178,7 +187,8 @@ def _visit_keys(
     if HAS_ALWAYS:
         seen = seen & ALWAYS(b, h, kv, rows[2], captured[2][0], captured[2][1])
     if IS_PARTIAL or HAS_ALWAYS:
-        ds = tl.where(seen, ds, 0.0)
+        p = tl.where(seen, p, 0.0)
+    ds = p * (tl.dot(dout, tl.trans(v), input_precision=PRECISION) - delta[:, None])
     if HAS_SCATTER:
         begin = b, h, q_first[0], first, q_first[1], end - first
         SCATTER(
@@ -187,8 +197,8 @@ def _visit_keys(
         )  # fmt: skip
     if HAS_SCORE:
         ds = ds * of_score[1].to(tl.float32)
-        if IS_PARTIAL or HAS_ALWAYS:
-            ds = tl.where(seen, ds, 0.0)  # the derivative of a hidden score may be anything
+        if (IS_PARTIAL or HAS_ALWAYS) and of_score[1].type.is_block():
+            ds = tl.where(seen, ds, 0.0)  # the derivative of a hidden score may be anything, if it is not that of all
     return plus_product(dq, None, ds, k, PRECISION)
 
 
@@ -234,7 +244,6 @@ def dq_tile(
     )  # fmt: skip
     n_lane = tl.arange(0, TILE_N)
     offsets = _offsets(n_lane, key[5], BLOCK_D, IS_NEAR), _offsets(n_lane, key[7], BLOCK_DV, IS_NEAR)
-    factor = scale if HAS_SCORE else scale * _LOG2E
     dq = tl.zeros((TILE_M, BLOCK_D), tl.float32)
     q_first = first_row + found[6], end_row - first_row
     runs, full, partial = visits_of(
@@ -245,61 +254,20 @@ def dq_tile(
     for i in range(0, full):
         first = full_at(runs, i, RANGES, TILE_N, LIST_N)
         dq = _visit_keys(
-            dq, q, dout, lse, delta, is_row, q_first, first, first + TILE_N, True, key, offsets, kept, b, h, factor, captured,
+            dq, q, dout, lse, delta, is_row, q_first, first, first + TILE_N, True, key, offsets, kept, b, h, scale, captured,
             SCORE, MASK, ALWAYS, SCATTER, False, HAS_SCORE, HAS_MASK, HAS_ALWAYS, HAS_SCATTER,
             TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, RANGES, IS_NEAR,
         )  # fmt: skip
     for i in range(0, partial):
         first, end, is_shown = partial_at(runs, i, seqlen_k, RANGES, TILE_N, LIST_N)
         dq = _visit_keys(
-            dq, q, dout, lse, delta, is_row, q_first, first, end, is_shown, key, offsets, kept, b, h, factor, captured,
+            dq, q, dout, lse, delta, is_row, q_first, first, end, is_shown, key, offsets, kept, b, h, scale, captured,
             SCORE, MASK, ALWAYS, SCATTER, True, HAS_SCORE, HAS_MASK, HAS_ALWAYS, HAS_SCATTER,
             TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, RANGES, IS_NEAR,
         )  # fmt: skip
     d = tl.arange(0, BLOCK_D)[None, :]
     dq_at = (row * strides[4][0] + head * strides[4][1] + at.to(tl.int64) * strides[4][2])[:, None]
     tl.store(tensors[5] + dq_at + d, (dq * scale).to(tensors[5].dtype.element_ty), mask=is_row[:, None] & (d < HEAD_DIM))
-
-
-@triton.jit
-def _spans_of(place, m, is_tile, n_first, n_end, RANGES: tl.constexpr, WIDTH: tl.constexpr):
-    """Of row tiles m [lanes]: whether a row sees one of the keys n_first to n_end, and whether every row sees all of them."""
-    at = place + m.to(tl.int64) * WIDTH
-    lo, hi = tl.load(at, mask=is_tile, other=_FAR), tl.load(at + 1, mask=is_tile, other=0)
-    all_lo, all_hi = tl.load(at + 2, mask=is_tile, other=_FAR), tl.load(at + 3, mask=is_tile, other=0)
-    touches = (lo < n_end) & (hi > n_first)
-    fills = (all_lo <= n_first) & (all_hi >= n_end)
-    if RANGES == 2:
-        lo, hi = tl.load(at + 4, mask=is_tile, other=_FAR), tl.load(at + 5, mask=is_tile, other=0)
-        all_lo, all_hi = tl.load(at + 6, mask=is_tile, other=_FAR), tl.load(at + 7, mask=is_tile, other=0)
-        touches = touches | ((lo < n_end) & (hi > n_first))
-        fills = fills | ((all_lo <= n_first) & (all_hi >= n_end))
-    return touches, fills
-
-
-@triton.jit
-def _rows_by_spans(place, seqlen_q, n_first, n_end, RANGES: tl.constexpr, WIDTH: tl.constexpr, TILE_M: tl.constexpr):
-    """(first, end, first full, end full) of the row tiles that see keys n_first to n_end; some between may see none.
-
-    The full ones are the first run of them; later ones are asked as if they were partial, and so is a tile that the sequence's end cuts.
-    """
-    tiles = (seqlen_q + TILE_M - 1) // TILE_M
-    first, end = tiles * 0 + _FAR, tiles * 0
-    full = tiles * 0 + _FAR
-    for start in range(0, tiles, _CHUNK):
-        m = start + tl.arange(0, _CHUNK)
-        touches, fills = _spans_of(place, m, m < tiles, n_first, n_end, RANGES, WIDTH)
-        first = tl.minimum(first, tl.min(tl.where(touches, m, _FAR)))
-        end = tl.maximum(end, tl.max(tl.where(touches, m + 1, 0)))
-        full = tl.minimum(full, tl.min(tl.where(fills, m, _FAR)))
-    first = tl.minimum(first, end)
-    full_end = tl.minimum(end, seqlen_q // TILE_M)
-    full = tl.minimum(full, full_end)
-    for start in range(full // _CHUNK * _CHUNK, end, _CHUNK):
-        m = start + tl.arange(0, _CHUNK)
-        touches, fills = _spans_of(place, m, m < tiles, n_first, n_end, RANGES, WIDTH)
-        full_end = tl.minimum(full_end, tl.min(tl.where((m >= full) & (fills == 0), m, _FAR)))
-    return first, end, full, full_end
 
 
 @triton.jit
@@ -329,15 +297,17 @@ def _visit_rows(
     at = found[1] + start
     q = _load_tile(heads[0] + _row_at(at, strides[0][2], IS_NEAR), q_at, HEAD_DIM, BLOCK_D)
     lse = tl.load(heads[2] + kept + m_lane)
-    s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale
+    s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
     dout = _load_tile(heads[1] + _row_at(at, strides[3][2], IS_NEAR), do_at, HEAD_DIM_V, BLOCK_DV)
     dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
     q_idx = (position + found[6])[None, :]
     kv = tl.minimum(n_first + tl.arange(0, TILE_N), n_end - 1)[:, None]
     if HAS_SCORE:
-        of_score = SCORE(s, b, h, kv, SCORE_ROWS(b, h, q_idx, captured[0][0], captured[0][1]), captured[0][0], captured[0][1])
-        s = of_score[0].to(tl.float32) * _LOG2E
-    p = tl.exp2(s - lse[None, :])
+        rows = SCORE_ROWS(b, h, q_idx, captured[0][0], captured[0][1])
+        of_score = SCORE(s * scale, s * (scale * _LOG2E), b, h, kv, rows, captured[0][0], captured[0][1])
+        p = tl.exp2(of_score[0] - lse[None, :])
+    else:
+        p = tl.exp2(s * (scale * _LOG2E) - lse[None, :])
     if IS_PARTIAL or HAS_ALWAYS:
         seen = is_row[None, :]
         if IS_PARTIAL and HAS_MASK:
@@ -357,8 +327,42 @@ def _visit_rows(
     ds = p * (dp - delta[None, :])
     if HAS_SCORE:
         ds = ds * of_score[1].to(tl.float32)
-    if IS_PARTIAL or HAS_ALWAYS:
-        ds = tl.where(p != 0.0, ds, 0.0)  # the derivative of a hidden score may be anything
+        if (IS_PARTIAL or HAS_ALWAYS) and of_score[1].type.is_block():
+            ds = tl.where(p != 0.0, ds, 0.0)  # the derivative of a hidden score may be anything, if it is not that of all
+    if IS_PARTIAL and RANGES == 0:
+        ds = tl.where(p != 0.0, ds, 0.0)  # lists may begin tiles elsewhere than delta does, and what lies after those is anything
+    dk = plus_product(dk, None, ds, q, PRECISION)
+    return dk, dv
+
+
+@triton.jit
+def _visit_either(
+    dk, dv, k, v, first, end, is_cut, n_first, n_end, found, heads, offsets, strides, b, h, scale, captured,
+    MASK_ROWS: tl.constexpr, MASK: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, IS_NEAR: tl.constexpr,
+    IS_NVIDIA: tl.constexpr,
+):  # fmt: skip
+    """``_visit_rows`` of a tile that is full or, is_cut, partial, by ranges and without a score mod. end: of the sequence.
+
+    Only in a branch is the mask asked, so that one loop does for all tiles: of a window there are few, and two loops begin twice."""
+    m_lane = tl.arange(0, TILE_M)
+    at = found[1] + first
+    is_row = (m_lane < end - first)[:, None]
+    q_at, do_at = heads[0] + _row_at(at, strides[0][2], IS_NEAR), heads[1] + _row_at(at, strides[3][2], IS_NEAR)
+    q = _load_rest(q_at + offsets[0], is_row, HEAD_DIM, BLOCK_D)
+    lse = tl.load(heads[2] + first + m_lane)
+    s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+    dout = _load_rest(do_at + offsets[1], is_row, HEAD_DIM_V, BLOCK_DV)
+    dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
+    delta = tl.load(heads[3] + first + m_lane)
+    p = tl.exp2(s * (scale * _LOG2E) - lse[None, :])
+    if is_cut:
+        position = first + tl.minimum(functions.unknown(m_lane, IS_NVIDIA), end - 1 - first)
+        rows = MASK_ROWS(b, h, (position + found[6])[None, :], captured[1][0], captured[1][1])
+        kv = tl.minimum(n_first + tl.arange(0, TILE_N), n_end - 1)[:, None]
+        p = tl.where(MASK(b, h, kv, rows, captured[1][0], captured[1][1]), p, 0.0)
+    dv = plus_product(dv, None, p, dout, PRECISION)
+    ds = p * (dp - delta[None, :])
     dk = plus_product(dk, None, ds, q, PRECISION)
     return dk, dv
 
@@ -371,11 +375,12 @@ def dkdv_tile(
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, LIST_M: tl.constexpr, LIST_N: tl.constexpr, HAS_FULL: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     HAS_ENTRIES: tl.constexpr, HAS_GUARD: tl.constexpr, PRECISION: tl.constexpr, IS_NEAR: tl.constexpr, IS_GROUPED: tl.constexpr,
-    IS_NVIDIA: tl.constexpr,
+    IS_NVIDIA: tl.constexpr, IS_JOINED: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one tile of keys, summed over the query heads that share them (IS_GROUPED: several do). lists: per tile of keys.
+    IS_JOINED: there are ranges and neither a score mod nor a mask for all tiles, and one loop visits partial and full ones.
 
-    Full tiles come last: what only partial ones need takes no registers by then.
+    Where there are two loops full tiles come last: what only partial ones need takes no registers by then.
     """
     if HAS_GUARD and is_off(tensors[11]):
         return
@@ -391,9 +396,12 @@ def dkdv_tile(
     is_key = (lane < n_end)[:, None]
     at = (found[4] + tl.minimum(lane, n_end - 1)).to(tl.int64)[:, None]
     row, head = found[3].to(tl.int64), kv_head.to(tl.int64)
+    tile_end = tl.minimum(n_first + TILE_N, n_end)  # n_end is the sequence's
+    if RANGES > 0:  # asked for before the keys, which take as long to come
+        spans_at = tensors[10] + _slot(found, 0, b, kv_head * sizes[7], sizes, TILE_M, 4 * RANGES)
+        early = first_spans(spans_at, seqlen_q, n_first, tile_end, RANGES, 4 * RANGES, TILE_M)
     k = load_rows(tensors[1], row * strides[1][0] + head * strides[1][1] + at * strides[1][2], is_key, HEAD_DIM, BLOCK_D, False)
     v = load_rows(tensors[2], row * strides[2][0] + head * strides[2][1] + at * strides[2][2], is_key, HEAD_DIM_V, BLOCK_DV, False)
-    factor = scale if HAS_SCORE else scale * _LOG2E
     dk = tl.zeros((TILE_N, BLOCK_D), tl.float32)
     dv = tl.zeros((TILE_N, BLOCK_DV), tl.float32)
     m_lane = tl.arange(0, TILE_M)
@@ -409,35 +417,46 @@ def dkdv_tile(
         )  # fmt: skip
         if RANGES > 0:
             place = tensors[10] + _slot(found, 0, b, h, sizes, TILE_M, 4 * RANGES)
-            tile_end = tl.minimum(n_first + TILE_N, n_end)  # n_end is the sequence's
-            first, end, full, full_end = _rows_by_spans(place, seqlen_q, n_first, tile_end, RANGES, 4 * RANGES, TILE_M)
+            if IS_GROUPED:
+                of_head = first_spans(place, seqlen_q, n_first, tile_end, RANGES, 4 * RANGES, TILE_M)
+                first, end, full, full_end = rows_by_spans(of_head, place, seqlen_q, n_first, tile_end, RANGES, 4 * RANGES, TILE_M)
+            else:
+                first, end, full, full_end = rows_by_spans(early, place, seqlen_q, n_first, tile_end, RANGES, 4 * RANGES, TILE_M)
             fulls, partials = full_end - full, end - first - (full_end - full)
         else:
             counts_at, places_at = place_of_lists(spans[1], b, h, line, found, seqlen_q, LIST_M, HAS_ENTRIES)
             runs = by_lists(lists, counts_at, places_at, seqlen_q, TILE_M, LIST_M, HAS_FULL)
             fulls, partials = runs[0], runs[1]
-        for i in range(0, partials):
-            if RANGES > 0:
-                start = tl.where(first + i < full, first + i, first + i + fulls) * TILE_M
-                stop = seqlen_q
-                is_shown = False
-            else:
-                start, stop, is_shown = partial_at(runs, i, seqlen_q, 0, TILE_M, LIST_M)
-            dk, dv = _visit_rows(
-                dk, dv, k, v, start, stop, is_shown, n_first, n_end, found, heads, offsets, strides, b, h, factor, captured,
-                SCORE_ROWS, SCORE, MASK_ROWS, MASK, ALWAYS_ROWS, ALWAYS, True, HAS_SCORE, HAS_MASK, HAS_ALWAYS,
-                TILE_M, TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, RANGES, IS_NEAR, IS_NVIDIA,
-            )  # fmt: skip
-        for i in range(0, fulls):
-            if RANGES > 0:
-                start = (full + i) * TILE_M
-            else:
-                start = full_at(runs, i, 0, TILE_M, LIST_M)
-            dk, dv = _visit_rows(
-                dk, dv, k, v, start, start + TILE_M, True, n_first, n_end, found, heads, offsets, strides, b, h, factor, captured,
-                SCORE_ROWS, SCORE, MASK_ROWS, MASK, ALWAYS_ROWS, ALWAYS, False, HAS_SCORE, HAS_MASK, HAS_ALWAYS,
-                TILE_M, TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, RANGES, IS_NEAR, IS_NVIDIA,
-            )  # fmt: skip
+        if IS_JOINED:
+            for m in range(first, end):
+                is_cut = (m < full) | (m >= full_end)
+                dk, dv = _visit_either(
+                    dk, dv, k, v, m * TILE_M, seqlen_q, is_cut, n_first, n_end, found, heads, offsets, strides, b, h, scale, captured,
+                    MASK_ROWS, MASK, TILE_M, TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, IS_NEAR, IS_NVIDIA,
+                )  # fmt: skip
+        else:
+            for i in range(0, partials):
+                if RANGES > 0:
+                    start = tl.where(first + i < full, first + i, first + i + fulls) * TILE_M
+                    stop = seqlen_q
+                    is_shown = False
+                else:
+                    start, stop, is_shown = partial_at(runs, i, seqlen_q, 0, TILE_M, LIST_M)
+                dk, dv = _visit_rows(
+                    dk, dv, k, v, start, stop, is_shown, n_first, n_end, found, heads, offsets, strides, b, h, scale, captured,
+                    SCORE_ROWS, SCORE, MASK_ROWS, MASK, ALWAYS_ROWS, ALWAYS, True, HAS_SCORE, HAS_MASK, HAS_ALWAYS,
+                    TILE_M, TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, RANGES, IS_NEAR, IS_NVIDIA,
+                )  # fmt: skip
+            for i in range(0, fulls):
+                if RANGES > 0:
+                    start = (full + i) * TILE_M
+                else:
+                    start = full_at(runs, i, 0, TILE_M, LIST_M)
+                dk, dv = _visit_rows(
+                    dk, dv, k, v, start, start + TILE_M, True, n_first, n_end, found, heads, offsets, strides, b, h, scale, captured,
+                    SCORE_ROWS, SCORE, MASK_ROWS, MASK, ALWAYS_ROWS, ALWAYS, False, HAS_SCORE, HAS_MASK, HAS_ALWAYS,
+                    TILE_M, TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, RANGES, IS_NEAR, IS_NVIDIA,
+                )  # fmt: skip
     d, d_v = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_DV)[None, :]
     dk_at = row * strides[5][0] + head * strides[5][1] + at * strides[5][2]
     dv_at = row * strides[6][0] + head * strides[6][1] + at * strides[6][2]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from anyattn.backends.triton import exact, styles, tables, tuning
 from anyattn.backends.triton.again import Kept, Ready, facts_of, ready_of, sources_of
-from anyattn.backends.triton.config import Tiles, backward_tiles, capability_of, fitting, padded
+from anyattn.backends.triton.config import Tiles, backward_tiles, capability_of, fitting, heads_in_turn, padded
 from anyattn.backends.triton.forms import Form, forms_of
 from anyattn.backends.triton.launch import Signature, entry_of, run_entry, strides_of
 from anyattn.backends.triton.paged_gradients import add_to_pages, brought_together
@@ -24,7 +24,7 @@ from anyattn.problem import Problem
 
 __all__ = ["backward"]
 
-_SIZES = (*SIZES, "span_places")
+_SIZES = (*SIZES, "span_places", "together")
 _TENSORS = ("q", "k", "v", "dout", "lse", "dq", "dk", "dv", "entries", "order", "spans", "guard", "delta")
 
 
@@ -40,7 +40,7 @@ _COMMON = (
     "TILE_M", "TILE_N", "LIST_M", "LIST_N", "HAS_FULL", "HEAD_DIM", "HEAD_DIM_V", "BLOCK_D", "BLOCK_DV", "HAS_ENTRIES", "HAS_GUARD",
 )  # fmt: skip
 _DQ = _signature("dq_tile", ("RANGES", *_COMMON, "PRECISION", "IS_NEAR", "SLOT_M"), scatters=True)
-_DKDV = _signature("dkdv_tile", ("RANGES", *_COMMON, "PRECISION", "IS_NEAR", "IS_GROUPED", "IS_NVIDIA"))
+_DKDV = _signature("dkdv_tile", ("RANGES", *_COMMON, "PRECISION", "IS_NEAR", "IS_GROUPED", "IS_NVIDIA", "IS_JOINED"))
 _PREPARE = Signature(
     "backward_kernel.prepare_tile",
     (
@@ -173,7 +173,7 @@ def _totals(problem: Problem) -> tuple[Tensor, ...]:
 
 
 def _tiles(problem: Problem, plan: Plan) -> dict[str, Tiles]:
-    shape, capability = shape_of(problem), capability_of(problem.q.device)
+    shape, capability = replace(shape_of(problem), is_band=program_of(problem).program.has_band), capability_of(problem.q.device)
     found = backward_tiles(shape, capability)
     if plan.has_asked_tiles:
         wanted = {name: replace(t, tile_m=plan.tile_m, tile_n=plan.tile_n) for name, t in found.items()}
@@ -235,7 +235,7 @@ def _prepared_first(
         "HAS_ENTRIES": problem.sequences is not None, "HAS_DLSE": dlse is not None, "HAS_GUARD": form.guard is not None,
         "HAS_SINK": tensors[-1] is not None,
     }  # fmt: skip
-    numbers = (*strides, *of_dlse, 0, 0, *found.strides, *sizes_of(problem, found), places)
+    numbers = (*strides, *of_dlse, 0, 0, *found.strides, *sizes_of(problem, found), places, 1)
     grid = (found.row_tiles, problem.heads_q, programs_along_batch(problem, found))
     pointers = [out if t is None else t.detach() for t in tensors]
     handle = run_entry(
@@ -243,6 +243,16 @@ def _prepared_first(
         captured, out.device, {**constants, "num_warps": 4, "num_stages": 1},
     )  # fmt: skip
     return ready_of(handle, grid, numbers, sources_of(problem, chosen, program), captured)
+
+
+def _together(problem: Problem, program: Program, by_key: bool) -> int:
+    """How many heads programs go through at a time; see ``backward_kernel``."""
+    q, k, ratio = problem.q, problem.k, problem.qhead_per_kvhead
+    is_ragged = problem.sequences is not None  # whose programs go through all entries of a head
+    heads = (problem.heads_kv if by_key else problem.heads_q) * (1 if is_ragged else problem.batch)
+    rows = q.shape[2] * ratio if by_key else k.shape[2] // ratio
+    head_bytes = rows * (k.shape[3] + problem.v.shape[3]) * q.element_size() * (q.shape[0] if is_ragged else 1)
+    return heads_in_turn("dkdv" if by_key else "dq", heads, head_bytes, program.range_count > 1)
 
 
 def _places(problem: Problem, tile_m: int) -> int:
@@ -301,13 +311,16 @@ def _first(
     constants["IS_NEAR"] = all((t.stride(2) + 1) * t.shape[2] < 2**31 for t in (q, k, v, dout))
     if by_key:
         constants |= {"IS_GROUPED": problem.qhead_per_kvhead > 1, "IS_NVIDIA": styles.is_nvidia(q.device.type)}
+        # of a band's tiles so many are partial, and so few there are, that a loop for each kind begins too often
+        constants["IS_JOINED"] = program.has_band and program.score is None and program.always is None
     else:
         constants["SLOT_M"] = slot_m
     options = {"num_warps": used.num_warps, "num_stages": used.num_stages}
     lists = [q if t is None else t for t in found.lists]
     heads = problem.heads_kv if by_key else problem.heads_q
     grid = (found.row_tiles, heads, programs_along_batch(problem, found))
-    numbers = (*strides, 0, 0, *found.strides, *sizes_of(problem, found), _places(problem, slot_m))
+    sizes = (*sizes_of(problem, found), _places(problem, slot_m), _together(problem, program, by_key))
+    numbers = (*strides, 0, 0, *found.strides, *sizes)
     handle = run_entry(
         entry_of(_DKDV if by_key else _DQ, program, aligned), grid, (*pointers, *numbers, *lists, problem.scale), captured, q.device,
         constants | options,

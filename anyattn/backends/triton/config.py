@@ -17,7 +17,8 @@ from anyattn.geometry.nearby import heads_side_by_side
 
 __all__ = [
     "PASSES", "Shape", "Tiles", "Ways", "architecture", "asked", "backward_tiles", "candidates", "capability_of", "fits", "fitting",
-    "forward_tiles", "heads_together", "most_short", "needed", "padded", "reason_against", "resident", "shared_memory", "ways_of",
+    "forward_tiles", "heads_in_turn", "heads_together", "most_short", "needed", "padded", "reason_against", "resident", "shared_memory",
+    "ways_of",
 ]  # fmt: skip
 
 PASSES = ("forward", "dq", "dkdv")
@@ -105,6 +106,7 @@ class Shape:
     """What tiles are chosen for: padded head dimensions, dtype, whether there is a score mod.
 
     columns: values that mods load per key. asks: lists name the tiles, and in partial ones the mask is asked score by score.
+    is_band: of a backward pass, whether each row sees a band of keys (``Program.has_band``).
     """
 
     d: int
@@ -113,6 +115,7 @@ class Shape:
     has_score: bool = False
     columns: int = 0
     asks: bool = False
+    is_band: bool = False
 
 
 def architecture(capability: tuple[int, int] | None) -> str:
@@ -162,8 +165,13 @@ _SHORT: dict[str, tuple[tuple[int, int, int, int], ...]] = {"sm_90": ((16, 128, 
 _MOST_SHORT = 16
 # How the forward pass of 16 bits runs, by head dimension as above; the plainest way where an architecture has no row, and for few queries.
 _WAYS = {"sm_90": (Ways(False, 3), Ways(True, 2, True), Ways(False, 2))}
+# Of the backward pass where rows see a band of keys, 16 bits: two programs at a time fill each other's beginnings and ends.
+_BANDS: dict[str, dict[str, tuple[int, int, int, int]]] = {"sm_90": {"dq": (64, 64, 4, 2)}}
 _NEAR = 24 << 20  # bytes of keys and values that stay in the cache that all multiprocessors share, with room for the rest
 _MOST_TOGETHER = 32  # heads
+# The same of the backward pass: what a program streams, of so many heads. An H200 takes dk and dv of 64 MiB a little faster than of 32 or
+# 128, for the more heads there are the shorter the last programs; dq, which is less long, of 16.
+_NEAR_BACKWARD = {"dq": 24 << 20, "dkdv": 64 << 20}
 # What autotuning tries besides, the same for all architectures: what does not fit is left out.
 _MORE: dict[str, tuple[tuple[int, int, int, int], ...]] = {
     "forward": ((128, 128, 8, 2), (128, 64, 8, 3), (128, 64, 4, 3), (64, 64, 4, 3), (64, 128, 4, 2), (64, 32, 4, 3), (128, 32, 8, 2)),
@@ -176,6 +184,8 @@ _MORE: dict[str, tuple[tuple[int, int, int, int], ...]] = {
 
 def _default(name: str, shape: Shape, capability: tuple[int, int] | None) -> Tiles:
     arch = architecture(capability)
+    if shape.is_band and shape.dtype.itemsize == 2 and _column(shape) == 1 and name in _BANDS.get(arch, ()):
+        return Tiles(*_BANDS[arch][name])
     tiles = Tiles(*(_TILES[arch][name] if shape.dtype.itemsize == 2 else _FLOATS[name])[_column(shape)])
     if arch == "sm_90" and name == "forward" and shape.asks and shape.dtype.itemsize == 2 and _column(shape) < 2:
         # without descriptors (``ways_of``) larger tiles were faster
@@ -301,6 +311,12 @@ def heads_together(heads: int, head_bytes: int) -> int:
     """How many heads programs go through at a time, a divisor of ``heads``: of all sequences. head_bytes: of keys and values of one."""
     most = min(heads, _MOST_TOGETHER, heads_side_by_side(head_bytes, 1, _NEAR))
     return next(n for n in range(most, 0, -1) if heads % n == 0)
+
+
+def heads_in_turn(name: str, heads: int, head_bytes: int, is_uneven: bool) -> int:
+    """How many heads the programs of a backward pass go through at a time, of all entries. head_bytes: of what they stream of one.
+    is_uneven: the first tiles see much more than others (a sink's keys), and those of all heads are to begin before any other."""
+    return heads if is_uneven else min(heads, max(1, _NEAR_BACKWARD[name] // max(1, head_bytes)))
 
 
 def backward_tiles(shape: Shape, capability: tuple[int, int] | None) -> dict[str, Tiles]:

@@ -18,13 +18,29 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from anyattn.backends.triton.sizes import MOST_INDEX_BITS, Box, extents, fits
+from anyattn.backends.triton.sizes import MOST_INDEX_BITS, Box, bits_of, extents, fits
 from anyattn.mods.dependence import Dep, dependence
-from anyattn.mods.ir import DType, Expr, category, is_weak
+from anyattn.mods.ir import DType, Expr, Node, category, is_weak
 
-__all__ = ["LEAVES", "PLAIN", "SMALL", "Lines", "Style", "emit", "function", "packed_scalars", "packed_tensors", "triton_dtype"]
+__all__ = [
+    "LEAVES",
+    "LOG2E",
+    "NEAR",
+    "PLAIN",
+    "SMALL",
+    "Lines",
+    "Style",
+    "emit",
+    "function",
+    "packed_scalars",
+    "packed_tensors",
+    "triton_dtype",
+]
 
 SMALL = 2**28  # of ``Style.is_small``: sums of a few such numbers still have 32 bits
+NEAR = 2**22  # of ``Style.is_near``: sums of a few such numbers are exact in float32
+LOG2E = 1.4426950408889634
+_EXACT_BITS = 24  # of a whole number in float32
 
 LEAVES = {name: name for name in ("b", "h", "q_idx", "kv_idx", "score")}
 _HALVES = (torch.float16, torch.bfloat16)
@@ -67,13 +83,15 @@ _COARSE = {"tanh": "functions.tanh_coarse({0})"}
 
 
 class Lines(NamedTuple):
-    """Source lines by how often they run, without indentation, and the variables that hold the outputs."""
+    """Source lines by how often they run, without indentation, the variables that hold the outputs, and whether each of these is a whole
+    number of less than 2 ** ``MOST_INDEX_BITS`` in 32 bits."""
 
     once: list[str]
     row: list[str]
     column: list[str]
     tile: list[str]
     outputs: tuple[str, ...]
+    near: tuple[bool, ...]
 
     def all(self) -> list[str]:
         return [*self.once, *self.row, *self.column, *self.tile]
@@ -85,6 +103,7 @@ class Style(NamedTuple):
     is_small: positions, heads and captured whole numbers are less than ``SMALL``, sizes and strides of captured tensors less than 2 ** 31.
     is_inside: every index of a captured tensor is from 0 to its size - 1. dense: the slots of captured tensors whose last stride is 1.
     functions: "exact" (as torch rounds), "fast" (to 15 bits or more) or "coarse" (to 11). is_nvidia: there are NVIDIA's instructions.
+    is_near: positions, heads and captured whole numbers are less than ``NEAR``.
     """
 
     is_small: bool = False
@@ -92,6 +111,7 @@ class Style(NamedTuple):
     dense: tuple[int, ...] = ()
     functions: str = "exact"
     is_nvidia: bool = False
+    is_near: bool = False
 
 
 PLAIN = Style()
@@ -149,7 +169,8 @@ class _Writer:
     def __init__(self, expr: Expr, leaves: Mapping[str, str], prefix: str, style: Style) -> None:
         self.expr, self.nodes, self.leaves, self.prefix, self.style = expr, expr.nodes, leaves, prefix, style
         self.stages = [_stage(dep) for dep in dependence(expr)]
-        self.extents = extents(expr, Box.of_sizes(SMALL, SMALL) if style.is_small else Box.of_sizes(2**MOST_INDEX_BITS, None))
+        most = NEAR if style.is_near else SMALL
+        self.extents = extents(expr, Box.of_sizes(most, most) if style.is_small else Box.of_sizes(2**MOST_INDEX_BITS, None))
         self.sharp = _sharp(expr)
         self.found: dict[str, list[str]] = {stage: [] for stage in _STAGES}
         self.made: set[str] = set()
@@ -158,7 +179,8 @@ class _Writer:
         for at in range(len(self.nodes)):
             self.found[self.stages[at]].append(f"{self.prefix}{at} = {self._value(at)}")
         once, row, column, tile = (self.found[stage] for stage in _STAGES)
-        return Lines(once, row, column, tile, tuple(f"{self.prefix}{o}" for o in self.expr.outputs))
+        near = (_is_long(self.nodes[o].dtype) and fits(self.extents[o], MOST_INDEX_BITS + 1) for o in self.expr.outputs)
+        return Lines(once, row, column, tile, tuple(f"{self.prefix}{o}" for o in self.expr.outputs), tuple(near))
 
     def _aside(self, at: int, name: str, value: str) -> str:
         """A variable of the stage of node ``at`` besides its value, made once."""
@@ -201,6 +223,10 @@ class _Writer:
         if node.op == "load":
             return self._load(at)
         operand = self.nodes[node.args[-1]].dtype
+        if node.op == "mul" and self._is_score_2(node):
+            return self.leaves["score_2"]
+        if node.op == "cast" and node.dtype is torch.float32 and (text := self._in_floats(node.args[0])):
+            return text
         if node.op == "cast":
             return f"{self.prefix}{node.args[0]} != 0" if node.dtype is torch.bool else f"{self.prefix}{node.args[0]}.to({self._dtype(at)})"
         args, is_wide = self._operands(at)
@@ -240,6 +266,23 @@ class _Writer:
         if self.style.is_nvidia:
             tables = [_COARSE, _NVIDIA, _FAST] if self.style.functions == "coarse" else [_NVIDIA, _FAST]
         return next((table[node.op].format(*args) for table in tables if node.op in table), None)
+
+    def _is_score_2(self, node: Node) -> bool:
+        """Whether it is the score times log2(e), which the caller may have."""
+        one, other = (self.nodes[a] for a in node.args)
+        return "score_2" in self.leaves and one.op == "score" and one.dtype is torch.float32 and other.op == "const" and other.attr == LOG2E
+
+    def _in_floats(self, at: int) -> str | None:
+        """A whole number of each score as sums of float32, where they are exact: then what is turned into floats is a row's and a column's
+        numbers. None where that is not so."""
+        node = self.nodes[at]
+        is_exact = category(node.dtype) == "int" and (extent := self.extents[at]) is not None and bits_of(extent) <= _EXACT_BITS
+        if not is_exact:
+            return None
+        if self.stages[at] != "tile":
+            return self._aside(at, "float", f"{self.prefix}{at}.to(tl.float32)")
+        parts = [self._in_floats(a) for a in node.args] if node.op in ("add", "sub", "neg", "abs") else [None]
+        return None if None in parts else f"({_TEMPLATES[node.op].format(*parts)})"
 
     def _power(self, at: int, args: list[str]) -> str:
         """Small whole powers are products, as in torch; the rest is a function."""

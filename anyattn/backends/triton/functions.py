@@ -235,6 +235,12 @@ def limit(place):
 
 
 @triton.jit
+def between(place, lo, hi):
+    """lo <= place < hi by one comparison, of 32-bit whole numbers less than 2^30, or 2^30 at most where they are limits."""
+    return (place - lo).to(tl.uint32, bitcast=True) < tl.maximum(hi - lo, 0).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
 def zeros_like(x):
     """Offsets that give a pointer the shape of x."""
     return tl.zeros(x.shape, tl.int64)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from anyattn.backends.triton.emit import PLAIN, Lines, Style, emit, packed_scalars
+from anyattn.backends.triton.emit import LEAVES, LOG2E, PLAIN, Lines, Style, emit, packed_scalars
 from anyattn.backends.triton.styles import style_of
 from anyattn.mods.compose import anded
 from anyattn.mods.dependence import dependence
@@ -27,6 +27,7 @@ from anyattn.problem import Problem
 __all__ = ["MOST_RANGES", "Part", "Program", "Read", "captured_of", "gradient_part", "program_of", "slots_alone", "staged"]
 
 MOST_RANGES = 2  # of a row, whose limits a kernel keeps
+_SCALED = {**LEAVES, "score_2": "score_2"}
 
 
 class Load(NamedTuple):
@@ -85,6 +86,16 @@ class Program:
         return 0 if self.ranges is None else len(self.ranges.expr.outputs) // 2
 
     @property
+    def has_band(self) -> bool:
+        """Whether a row sees a band of keys, limited on both sides by where the row is: so few of them that what begins and ends a program
+        takes a good part of its time."""
+        if self.ranges is None:
+            return False
+        expr = self.ranges.expr
+        moves = [dependence(expr)[output].q for output in expr.outputs]
+        return any(lo and hi for lo, hi in zip(moves[::2], moves[1::2], strict=True))
+
+    @property
     def source(self) -> str:
         return "\n\n".join(staged(part) for part in self.parts)
 
@@ -120,11 +131,11 @@ def program_of(problem: Problem) -> Chosen:
         found = Program(score, None, None if of_listed is None else of_listed[0], None if of_rest is None else of_rest[0])
         return Chosen(found, (*mods, *(m for _, m in asked)), "given")
     if ranges is not None:
-        return Chosen(Program(score, _ranges_part("ranges", ranges), None, None), (*mods, ranges), None)
+        return Chosen(Program(score, _ranges_part("ranges", ranges, problem), None, None), (*mods, ranges), None)
     assert joint is not None
     if problem.sequences is not None and problem.sequences.is_cache:
         # few rows, and lengths that nobody has looked at: asking is cheaper than listing tiles
-        found = Program(score, _ranges_part("ranges", _ALL), None, _part("always", joint, problem))
+        found = Program(score, _ranges_part("ranges", _ALL, problem), None, _part("always", joint, problem))
         return Chosen(found, (*mods, _ALL, joint), None)
     made = _mask_part("listed", joint, problem)
     assert made is not None
@@ -154,8 +165,10 @@ def _part(name: str, mod: TracedMod, problem: Problem) -> Part:
     return Part(name, mod.kind, mod.expr, len(mod.scalars), tuple([t.ndim for t in mod.tensors]), style=style_of(mod, mod.expr, problem))
 
 
-def _ranges_part(name: str, ranges: RowRanges) -> Part:
-    return Part(name, "ranges", ranges.expr, len(ranges.scalars), tuple(t.ndim for t in ranges.tensors))
+def _ranges_part(name: str, ranges: RowRanges, problem: Problem) -> Part:
+    style = style_of(ranges, ranges.expr, problem)
+    style = PLAIN._replace(is_small=style.is_small)
+    return Part(name, "ranges", ranges.expr, len(ranges.scalars), tuple(t.ndim for t in ranges.tensors), style=style)
 
 
 def _mask_part(name: str, mask: TracedMod, problem: Problem) -> tuple[Part, TracedMod | RowRanges] | None:
@@ -165,7 +178,7 @@ def _mask_part(name: str, mask: TracedMod, problem: Problem) -> tuple[Part, Trac
         return _part(name, mask, problem), mask
     if ranges.expr == _ALL.expr:
         return None
-    return _ranges_part(name, ranges), ranges
+    return _ranges_part(name, ranges, problem), ranges
 
 
 # ---- derivatives
@@ -213,7 +226,7 @@ def _gradient_part(
 ) -> Part:
     gradients = score_gradients(expr, is_exact=not is_short)
     builder = Builder()
-    outputs = [builder.copy(expr), builder.copy(gradients.expr, gradients.expr.outputs[0])]
+    outputs = [_in_base_2(builder, expr, is_short), builder.copy(gradients.expr, gradients.expr.outputs[0])]
     deps = dependence(gradients.expr)
     loads = []
     for load in gradients.loads:
@@ -231,6 +244,31 @@ def _gradient_part(
         loads.append(Load(wanted.index(load.slot), at, indices, by_row, by_key, load.slot in alone, diagonal, load.slot in exact))
     totals = tuple(ranks[slot] + (slot in exact) for slot in wanted)
     return Part("score", "gradient", builder.build(*outputs), scalars, ranks, tuple(loads), totals)
+
+
+def _in_base_2(builder: Builder, expr: Expr, may_push: bool) -> int:
+    """The score mod's value times log2(e), in float32. may_push: the factor goes to where it is multiplied least often, into the terms of
+    a sum and to what a loop does not change, which rounds otherwise; the score that comes in is known with it."""
+    deps = dependence(expr)
+    factor = builder.const(LOG2E, torch.float32)
+
+    def cost(at: int) -> int:
+        dep = deps[at]
+        return 2 if dep.score or (dep.q and dep.kv) else int(dep.q or dep.kv)
+
+    def pushed(at: int) -> int:
+        node = expr.nodes[at]
+        if node.dtype is torch.float32 and cost(at) == 2 and may_push:
+            if node.op in ("add", "sub", "neg"):
+                return builder.add(node.op, *(pushed(a) for a in node.args), dtype=node.dtype)
+            if node.op == "mul":
+                one, other = sorted(node.args, key=cost)
+                return builder.add("mul", pushed(one), builder.copy(expr, other), dtype=node.dtype)
+            if node.op == "where":
+                return builder.add("where", builder.copy(expr, node.args[0]), *(pushed(a) for a in node.args[1:]), dtype=node.dtype)
+        return builder.add("mul", builder.cast(builder.copy(expr, at), torch.float32), factor, dtype=torch.float32)
+
+    return pushed(expr.outputs[0])
 
 
 def _scatter_source(part: Part) -> str:
@@ -303,7 +341,7 @@ def _places_source(name: str, load: Load, part: Part) -> str:
 @lru_cache(maxsize=4096)
 def staged(part: Part) -> str:
     """The two functions of a part. A "ranges" part's rows are its limits, clipped to 32 bits."""
-    lines = emit(part.expr, style=part.style)
+    lines = emit(part.expr, _SCALED if part.kind == "gradient" else LEAVES, style=part.style)
     if part.kind == "ranges":
         return _ranges_source(part.name, lines, part.expr)
     free = [*lines.once, *lines.row]
@@ -311,7 +349,8 @@ def staged(part: Part) -> str:
     text = "\n".join([*rest, *lines.outputs])
     defined = [line.split(" = ", 1)[0] for line in free]
     kept = [name for name in defined if _reads(text, name)]
-    arguments = "b, h, kv_idx, rows" if part.kind == "mask" else "score, b, h, kv_idx, rows"
+    scores = {"mask": "", "gradient": "score, score_2, "}.get(part.kind, "score, ")
+    arguments = f"{scores}b, h, kv_idx, rows"
     result = f"({', '.join(lines.outputs)},)" if part.kind == "gradient" else lines.outputs[0]
     head = _function(f"{part.name}_rows", "b, h, q_idx", [*free, f"return ({', '.join(['q_idx', *kept])},)"])
     body = [*(f"{name} = rows[{i + 1}]" for i, name in enumerate(kept)), *rest, f"return {result}"]
@@ -320,9 +359,11 @@ def staged(part: Part) -> str:
 
 
 def _ranges_source(name: str, lines: Lines, expr: Expr) -> str:
-    limits = [f"functions.limit({output})" for output in lines.outputs]
-    ranges = [(i, f"(kv_idx < rows[{i + 1}])", _is_start(expr, i)) for i in range(0, len(limits), 2)]
-    inside = " | ".join(below if is_start else f"((kv_idx >= rows[{i}]) & {below})" for i, below, is_start in ranges)
+    limits = [output if is_near else f"functions.limit({output})" for output, is_near in zip(lines.outputs, lines.near, strict=True)]
+    inside = " | ".join(
+        f"(kv_idx < rows[{i + 1}])" if _is_start(expr, i) else f"functions.between(kv_idx, rows[{i}], rows[{i + 1}])"
+        for i in range(0, len(limits), 2)
+    )
     head = _function(f"{name}_rows", "b, h, q_idx", [*lines.all(), f"return ({', '.join(limits)},)"])
     return head + "\n\n" + _function(f"{name}_value", "b, h, kv_idx, rows", [f"return {inside}"])
 

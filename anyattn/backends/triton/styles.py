@@ -7,11 +7,12 @@ from functools import lru_cache
 import torch
 
 from anyattn.backends.triton.config import Shape, padded
-from anyattn.backends.triton.emit import SMALL, Style
+from anyattn.backends.triton.emit import NEAR, SMALL, Style
 from anyattn.backends.triton.interpreter import is_interpreting
 from anyattn.backends.triton.sizes import Box, Extent, extents
 from anyattn.mods.dependence import dependence
 from anyattn.mods.ir import Expr
+from anyattn.mods.rows import RowRanges
 from anyattn.mods.trace import TracedMod
 from anyattn.problem import Problem
 
@@ -22,9 +23,10 @@ _NARROW = 2**31
 _FUNCTIONS = {torch.float16: "fast", torch.bfloat16: "coarse"}
 
 
-def style_of(mod: TracedMod, expr: Expr, problem: Problem) -> Style:
+def style_of(mod: TracedMod | RowRanges, expr: Expr, problem: Problem) -> Style:
     """The style of an expression with a mod's captured values in this call; a mask's comparisons are always exact."""
-    functions = _FUNCTIONS.get(problem.q.dtype, "exact") if mod.kind == "score" else "exact"
+    is_score = isinstance(mod, TracedMod) and mod.kind == "score"
+    functions = _FUNCTIONS.get(problem.q.dtype, "exact") if is_score else "exact"
     places = tuple([(t.shape, t.stride()) for t in mod.tensors])
     lengths = (problem.batch, problem.heads_q, problem.bound_q, problem.bound_k, problem.sequences is not None)
     numbers = tuple([n if type(n) is int else None for n in mod.scalars])
@@ -64,10 +66,10 @@ def _style(
     b, h, q, kv = (Extent(0, max(n, 1) - 1) for n in (batch, heads, rows + keys * is_ragged, keys))
     q = q._replace(lo=least_row)
     given = tuple(Extent(n or 0, n or 0) for n in numbers)
-    is_small = all(e.lo > -SMALL and e.hi < SMALL for e in (b, h, q, kv, *given))
+    is_small, is_near = (all(e.lo > -most and e.hi < most for e in (b, h, q, kv, *given)) for most in (SMALL, NEAR))
     is_small = is_small and all(abs(n) < _NARROW for shape, strides in places for n in (*shape, *strides))
     found = extents(expr, Box(b, h, q, kv, given or None))
     loads = [(places[n.attr][0][i], found[a]) for n in expr.nodes if n.op == "load" for i, a in enumerate(n.args)]  # type: ignore[call-overload]
     is_inside = all(e is not None and e.lo >= 0 and e.hi < size for size, e in loads)
     dense = tuple(slot for slot, (shape, strides) in enumerate(places) if shape and strides[-1] == 1)
-    return Style(is_small, is_inside, dense, functions, has_nvidia)
+    return Style(is_small, is_inside, dense, functions, has_nvidia, is_near)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -46,7 +47,10 @@ def question_of(pass_name: str, problem: Problem, program: Program, rows: int = 
     device = problem.q.device
     named = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     kind = _kind(problem, program) + ", split keys" * (splits > 1)
-    return Question(pass_name, named, shape_of(problem), kind, padded(rows) if 0 < rows <= 64 else 0)
+    shape = shape_of(problem)
+    if pass_name != "forward":
+        shape = replace(shape, is_band=program.has_band)
+    return Question(pass_name, named, shape, kind, padded(rows) if 0 < rows <= 64 else 0)
 
 
 def _kind(problem: Problem, program: Program) -> str:

@@ -1,0 +1,89 @@
+"""Which row tiles see a tile of keys: by what the rows of each see together, which is kept as four numbers a range.
+Kernel side.
+
+A row tile's span of a range: the least lo, the greatest hi, the greatest lo and the least hi of its rows.
+"""
+
+import triton
+import triton.language as tl
+
+__all__ = ["first_spans", "rows_by_spans", "store_span"]
+
+_FAR: tl.constexpr = tl.constexpr(2**30)
+_CHUNK: tl.constexpr = tl.constexpr(128)  # row tiles whose spans are looked at together
+
+
+@triton.jit
+def store_span(place, lo, hi):
+    some = lo < hi
+    tl.store(place, tl.min(tl.where(some, lo, _FAR)))
+    tl.store(place + 1, tl.max(tl.where(some, hi, 0)))
+    tl.store(place + 2, tl.max(lo))
+    tl.store(place + 3, tl.min(hi))
+
+
+@triton.jit
+def _spans_of(place, m, is_tile, n_first, n_end, RANGES: tl.constexpr, WIDTH: tl.constexpr):
+    """Of row tiles m [lanes]: whether a row sees one of the keys n_first to n_end, and whether every row sees all of them."""
+    at = place + m.to(tl.int64) * WIDTH
+    lo, hi = tl.load(at, mask=is_tile, other=_FAR), tl.load(at + 1, mask=is_tile, other=0)
+    all_lo, all_hi = tl.load(at + 2, mask=is_tile, other=_FAR), tl.load(at + 3, mask=is_tile, other=0)
+    touches = (lo < n_end) & (hi > n_first)
+    fills = (all_lo <= n_first) & (all_hi >= n_end)
+    if RANGES == 2:
+        lo, hi = tl.load(at + 4, mask=is_tile, other=_FAR), tl.load(at + 5, mask=is_tile, other=0)
+        all_lo, all_hi = tl.load(at + 6, mask=is_tile, other=_FAR), tl.load(at + 7, mask=is_tile, other=0)
+        touches = touches | ((lo < n_end) & (hi > n_first))
+        fills = fills | ((all_lo <= n_first) & (all_hi >= n_end))
+    return touches, fills
+
+
+@triton.jit
+def first_spans(place, seqlen_q, n_first, n_end, RANGES: tl.constexpr, WIDTH: tl.constexpr, TILE_M: tl.constexpr):
+    """``_spans_of`` the first ``_CHUNK`` row tiles."""
+    m = tl.arange(0, _CHUNK)
+    return _spans_of(place, m, m < (seqlen_q + TILE_M - 1) // TILE_M, n_first, n_end, RANGES, WIDTH)
+
+
+@triton.jit
+def _merged(first, end, full, last, count, other_first, other_end, other_full, other_last, other_count):
+    return (
+        tl.minimum(first, other_first), tl.maximum(end, other_end), tl.minimum(full, other_full), tl.maximum(last, other_last),
+        count + other_count,
+    )  # fmt: skip
+
+
+@triton.jit
+def _extent(m, seen):
+    """Of row tiles m: the first that is touched, the end of those, the first that is filled, the end of those, and how many they are."""
+    touches, fills = seen
+    return tl.reduce(
+        (tl.where(touches, m, _FAR), tl.where(touches, m + 1, 0), tl.where(fills, m, _FAR), tl.where(fills, m + 1, 0), fills.to(tl.int32)),
+        0, _merged,
+    )  # fmt: skip
+
+
+@triton.jit
+def rows_by_spans(early, place, seqlen_q, n_first, n_end, RANGES: tl.constexpr, WIDTH: tl.constexpr, TILE_M: tl.constexpr):
+    """(first, end, first full, end full) of the row tiles that see keys n_first to n_end; some between may see none.
+
+    The full ones are the first run of them; later ones are asked as if they were partial, and so is a tile that the sequence's end cuts.
+    early: what ``_spans_of`` says of the first ``_CHUNK``.
+    """
+    tiles = (seqlen_q + TILE_M - 1) // TILE_M
+    first, end, full, last, count = _extent(tl.arange(0, _CHUNK), early)
+    for start in range(_CHUNK, tiles, _CHUNK):
+        m = start + tl.arange(0, _CHUNK)
+        more = _extent(m, _spans_of(place, m, m < tiles, n_first, n_end, RANGES, WIDTH))
+        first, end, full, last, count = _merged(first, end, full, last, count, more[0], more[1], more[2], more[3], more[4])
+    first = tl.minimum(first, end)
+    whole = tl.minimum(end, seqlen_q // TILE_M)
+    is_one_run = count == last - full
+    full = tl.minimum(full, whole)
+    full_end = tl.maximum(tl.minimum(last, whole), full)
+    if not is_one_run:
+        for start in range(full // _CHUNK * _CHUNK, end, _CHUNK):
+            m = start + tl.arange(0, _CHUNK)
+            fills = _spans_of(place, m, m < tiles, n_first, n_end, RANGES, WIDTH)[1]
+            full_end = tl.minimum(full_end, tl.min(tl.where((m >= full) & (fills == 0), m, _FAR)))
+    return first, end, full, full_end
