@@ -20,7 +20,7 @@ from anyattn.mods.ir import Expr
 from anyattn.mods.solver import NO_LIMIT, NotRangesError, Solver
 from anyattn.mods.trace import TracedMod
 
-__all__ = ["MAX_RANGES", "NO_LIMIT", "RowRanges", "limits", "limits_of_rows", "ranges_unread", "row_ranges"]
+__all__ = ["MAX_RANGES", "NO_LIMIT", "RowRanges", "limits", "limits_of_rows", "never_fall", "ranges_unread", "row_ranges"]
 
 MAX_RANGES = 4  # a kernel keeps two registers per range and row
 
@@ -84,6 +84,28 @@ def ranges_unread(mask: TracedMod) -> RowRanges | None:
     ranges = row_ranges(mask)
     # what ranges capture is looked up in the mask's own numbers and tensors
     return ranges if ranges is not None and len(ranges.tensors) <= len(mask.tensors) else None
+
+
+@lru_cache(maxsize=1024)
+def never_fall(expr: Expr) -> bool:
+    """Whether no limit is less than an earlier row's, and all are the same for every head: then a tile's least and greatest limits are
+    those of its first and last row. Where this cannot be told, the answer is no.
+
+    >>> from anyattn.mods.trace import trace
+    >>> never_fall(row_ranges(trace(lambda b, h, q, k: (q >= k) & (q - k < 64), "mask")).expr)
+    True
+    >>> never_fall(row_ranges(trace(lambda b, h, q, k: k < 64 - q, "mask")).expr)
+    False
+    """
+    deps = dependence(expr)
+
+    def rises(at: int) -> bool:
+        node, slope = expr.nodes[at], deps[at].slope
+        if node.op in ("min", "max"):
+            return all(rises(a) for a in node.args)
+        return slope is not None and slope[0] >= 0
+
+    return all(rises(at) and not deps[at].h for at in expr.outputs)
 
 
 # ---- numbers

@@ -53,9 +53,12 @@ def problem(length: int = 64) -> Problem:
 torch.manual_seed(0)
 TABLE, PAIRS, IDS = torch.randn(3, 200), torch.randn(64, 64), torch.arange(64) // 5
 HALVES, SHORT = torch.randn(200).bfloat16(), (torch.arange(64) * 7 % 5).int()
+BYTES = (torch.arange(64) * 37 - 100).to(torch.int8)
 SHIFT, NEAR, FAR, REAL = 64, 5, 2**40, 0.37
 SCORES = {
     "alibi": lambda s, b, h, q, k: s + TABLE[h, 0] * (q - k),
+    "distance": lambda s, b, h, q, k: s - TABLE[h, 0] * ((q - k).abs() + NEAR) + (k - (q + k)) / 7.0,
+    "bytes": lambda s, b, h, q, k: s + (BYTES[q] - BYTES[k]) * 0.5,
     "relative": lambda s, b, h, q, k: s + TABLE[h, q - k + SHIFT],
     "from the end": lambda s, b, h, q, k: s + TABLE[h, q - k],
     "pairs": lambda s, b, h, q, k: s - PAIRS[q, k],

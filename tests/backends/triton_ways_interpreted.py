@@ -20,7 +20,10 @@ MASKS = {
     "sink and window": lambda b, h, q, k: ((k < 5) | (q - k < 20)) & (q >= k),
     "documents": lambda b, h, q, k: (IDS[q] == IDS[k]) & (q >= k),
     "nothing": lambda b, h, q, k: q < -1,
+    "falling": lambda b, h, q, k: (k < 60 - q) & (k > 9 - q),
+    "by head": lambda b, h, q, k: k < 9 + 13 * h,
 }
+GROUPED = {"causal", "sink and window", "nothing", "falling"}
 SCORES = {"plain": None, "alibi": lambda s, b, h, q, k: s + BIAS[h] * (q - k)}
 
 
@@ -46,7 +49,7 @@ def launched(monkeypatch):  # type: ignore[no-untyped-def]
     found, real = [], run.run_entry
 
     def noted(kernel, grid, values, captured, device, options):  # type: ignore[no-untyped-def]
-        found.append(options)
+        found.append({**options, "grid": grid})
         real(kernel, grid, values, captured, device, options)
 
     monkeypatch.setattr(run, "run_entry", noted)
@@ -71,6 +74,16 @@ def test_ways(name, ways, launched, monkeypatch):  # type: ignore[no-untyped-def
         assert (options["IS_LATE"], options["IS_DESCRIBED"]) == ways[:2] and options["IS_RAW"]
         assert options["IS_JOINED"] is (len(ways) > 2 and name != "documents")  # whose tiles are listed
     assert seen(launched, None, MASKS[name], None, splits=3)["IS_DESCRIBED"] == min(ways[1], 2), "parts are written row by row"
+
+
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("together", [1, 2, 4])
+def test_heads_a_few_at_a_time(together, name, launched, monkeypatch):  # type: ignore[no-untyped-def]
+    """Where a mask by ranges makes row tiles unlike, and no tile holds rows of two heads."""
+    monkeypatch.setattr(config, "ways_of", lambda *about: config.Ways(False, 0, is_grouped=True))
+    monkeypatch.setattr(config, "heads_together", lambda heads, head_bytes: together)
+    grid = seen(launched, None, MASKS[name], None, rows=80)["grid"]
+    assert grid == ((together, 5, 8 // together) if name in GROUPED else (5, 4, 2))
 
 
 def test_rows_without_a_place_of_their_own(monkeypatch):  # type: ignore[no-untyped-def]

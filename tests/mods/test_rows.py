@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anyattn.mods import masks
-from anyattn.mods.rows import NO_LIMIT, limits, row_ranges
+from anyattn.mods.evaluate import run
+from anyattn.mods.rows import NO_LIMIT, limits, never_fall, row_ranges
 from anyattn.mods.trace import trace
 from anyattn.testing.tiles import dense, library_masks, random_mask
 
@@ -141,3 +142,31 @@ def test_linear_memory():
     document = torch.arange(2**20) // 1000
     lo, hi = limits(trace(masks.document(document) & masks.causal(), "mask"), 2**20, 2**20)
     assert lo.shape == (1, 1, 1, 2**20) and int((hi - lo).max()) == 1000
+
+
+RISING = {
+    "causal": masks.causal(3), "window": masks.sliding_window(9, 2), "sink and window": masks.sink_window(4, 9),
+    "prefix": masks.prefix_lm(7), "first keys": lambda b, h, q, k: k < 9, "by entry": lambda b, h, q, k: k < 9 + b,
+}  # fmt: skip
+FALLING = {
+    "antidiagonal": lambda b, h, q, k: k < 40 - q, "by head": lambda b, h, q, k: q + h >= k, "blocks": lambda b, h, q, k: q // 4 == k // 4,
+    "two ways": lambda b, h, q, k: (q >= k) & (k >= 9 - q),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*RISING, *FALLING])
+def test_what_is_said_to_never_fall_never_does(name):
+    mod = trace({**RISING, **FALLING}[name], "mask")
+    assert never_fall(row_ranges(mod).expr) is (name in RISING)
+
+
+@given(st.integers(0, 2**32))
+@settings(max_examples=100, deadline=None)
+def test_random_masks_that_never_fall(seed):
+    ranges = row_ranges(trace(random_mask(seed, 16), "mask"))
+    if ranges is None or not never_fall(ranges.expr):
+        return
+    leaves = {"b": torch.tensor(1), "h": torch.arange(3)[:, None], "q_idx": torch.arange(20)}
+    for limit in run(ranges.expr, leaves, ranges.scalars, ranges.tensors):
+        limit = torch.as_tensor(limit).expand(3, 20)
+        assert bool((limit[:, 1:] >= limit[:, :-1]).all()) and bool((limit == limit[:1]).all())

@@ -44,7 +44,8 @@ def test_what_a_score_mod_adds_to_the_loop(name, plain):  # type: ignore[no-unty
     """Nothing in 64 bits but addresses, no call, no branch, and at most so many PTX instructions for each score."""
     found, count, kernel = per_score(SCORES[name])
     text = "\n".join(found)
-    assert not re.search(r"\.f64|cvt\.\w+\.f32\.s64|setp\.\w+\.s64|sub\.s64|call", text), name
+    assert not re.search(r"\.f64|cvt\.\w+\.f32\.s64|sub\.s64|call", text), name
+    assert len(re.findall(r"setp\.\w+\.s64", text)) <= 1, name  # tiles are counted, not scores
     assert "ld.global.nc.b32" not in text or "relative" in name or "pairs" in name
     assert kernel.metadata.shared <= 170 << 10  # no room for tiles of captured values
     # the first of them is the scale, which without a score mod is part of the exponential

@@ -105,8 +105,9 @@ def shared_memory(capability: tuple[int, int] | None) -> int:
 class Shape:
     """What tiles are chosen for: padded head dimensions, dtype, whether there is a score mod.
 
-    columns: values that mods load per key. asks: lists name the tiles, and in partial ones the mask is asked score by score.
-    is_band: of a backward pass, whether each row sees a band of keys (``Program.has_band``).
+    columns: values that mods load per key. asks: lists name the tiles, and in partial ones the mask is asked score by score. has_pairs: the
+    score mod loads a value for every pair of a row and a key. is_band: of a backward pass, whether each row sees a band of keys
+    (``Program.has_band``).
     """
 
     d: int
@@ -115,6 +116,7 @@ class Shape:
     has_score: bool = False
     columns: int = 0
     asks: bool = False
+    has_pairs: bool = False
     is_band: bool = False
 
 
@@ -164,7 +166,9 @@ _FLOATS: dict[str, tuple[tuple[int, int, int, int], ...]] = {
 _SHORT: dict[str, tuple[tuple[int, int, int, int], ...]] = {"sm_90": ((16, 128, 4, 3), (16, 64, 4, 4), (16, 64, 4, 2))}
 _MOST_SHORT = 16
 # How the forward pass of 16 bits runs, by head dimension as above; the plainest way where an architecture has no row, and for few queries.
-_WAYS = {"sm_90": (Ways(False, 3), Ways(True, 2, True), Ways(False, 2))}
+_WAYS = {"sm_90": (Ways(False, 4, False, True), Ways(True, 4, True, True), Ways(False, 2, False, True))}
+# With a score mod, which needs registers too.
+_WAYS_OF_SCORES = {"sm_90": (Ways(False, 3, False, True), Ways(True, 2, False, True), Ways(False, 2, False, True))}
 # Of the backward pass where rows see a band of keys, 16 bits: two programs at a time fill each other's beginnings and ends.
 _BANDS: dict[str, dict[str, tuple[int, int, int, int]]] = {"sm_90": {"dq": (64, 64, 4, 2)}}
 _NEAR = 24 << 20  # bytes of keys and values that stay in the cache that all multiprocessors share, with room for the rest
@@ -297,14 +301,16 @@ def _column(shape: Shape) -> int:
 def ways_of(shape: Shape, capability: tuple[int, int] | None, is_short: bool) -> Ways:
     """How the forward kernel runs. is_short: see ``forward_tiles``.
 
-    Descriptors that programs make themselves are too much for those of documents, which with few keys each do not live long; and a score
-    mod needs the registers that a late second product keeps.
+    Descriptors that programs make themselves are too much for those of documents, which with few keys each do not live long. What a score
+    mod loads for every key needs the registers that a late second product keeps. What it loads for every pair is asked for while the first
+    product runs, unless the compiler makes all addresses before; with the output described it does not.
     """
-    ways = _WAYS.get(architecture(capability))
+    ways = (_WAYS_OF_SCORES if shape.has_score else _WAYS).get(architecture(capability))
     if ways is None or is_short or shape.asks or shape.dtype.itemsize != 2:
         return Ways(False, 0)
     found = ways[_column(shape)]
-    return replace(found, is_late=False, is_joined=False) if shape.has_score else found
+    found = replace(found, is_late=False) if shape.has_score and shape.columns else found
+    return replace(found, is_described=3) if shape.has_pairs else found
 
 
 def heads_together(heads: int, head_bytes: int) -> int:

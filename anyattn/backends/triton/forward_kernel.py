@@ -3,13 +3,14 @@
 One body for every variant. Its caller, an entry written for the call's mods, hands over pointers and numbers in tuples, and the mods as
 functions:
 
-tensors: q, k, v, out, lse, highest, sink, entries, order, pages, a cache's tables cached, leftpad, rows, and guard, see ``places.is_off``;
-what a call lacks is any pointer.
+tensors: q, k, v, out, lse, highest, sink, entries, order, pages, a cache's tables cached, leftpad, rows, guard, see ``places.is_off``, and
+k, v, out once more, never as descriptors; what a call lacks is any pointer.
 strides: (rows, heads, positions) of q, k, v, out; the last dimension is contiguous; and from one split's output to the next's.
 spans[0]: from one split's statistics to the next's. spans[1], of block lists: from one entry's counts to the next's, from
 one head's to the next's, places of a row of tiles (0 where they lie flat), from one head's flat places to the next's.
 cache: new rows, capacity and rows of a cache, and the last page of a pool.
-dealt: query heads that share a tile, and the power of two that holds them: the rows of a position.
+dealt: query heads that share a tile, and the power of two that holds them: the rows of a position; heads that programs go through at a
+time, 0 for each by itself, and in how many such groups an entry's are.
 sizes: seqlen_q, seqlen_k (greatest of all), heads, positions of statistics, row tiles, splits, pages of a sequence, query heads of a K/V
 head, key tiles that lists count in a sequence of seqlen_k.
 """
@@ -17,36 +18,21 @@ head, key tiles that lists count in a sequence of seqlen_k.
 import triton
 import triton.language as tl
 
+from anyattn.backends.triton.hidden import out_again
 from anyattn.backends.triton.pages import NEARBY, first_numbers, inside, page_numbers, paged_places
-from anyattn.backends.triton.places import cache_entry, entry, is_off, key_places, row_tile
+from anyattn.backends.triton.places import cache_entry, entry, is_off, key_places, row_tile, work_of
+from anyattn.backends.triton.products import is_finite, plus_product
 from anyattn.backends.triton.visits import full_at, inside_of, partial_at, visits_of
 
-__all__ = ["forward_tile", "load_rows", "plus_product", "rows_of"]
+__all__ = ["forward_tile", "load_rows", "rows_of"]
 
 _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 _LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 # A row's maximum is never less, so that -inf less the maximum is -inf and not NaN.
 _LOWEST: tl.constexpr = tl.constexpr(-1.7014118e38)
 _FEW: tl.constexpr = tl.constexpr(32)  # rows of a tile
-
-
-@triton.jit
-def work_of(sizes, tensors, HAS_ENTRIES: tl.constexpr, IS_GROUPED: tl.constexpr):
-    """(row tile, batch entry, query head or group of heads, split) of this program; row tiles that see most go first.
-
-    IS_GROUPED: they do so in a few heads at a time, the first axis of the grid, so that none of the last ones is long."""
-    if IS_GROUPED:
-        at = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
-        b = at // sizes[2]
-        return sizes[4] - 1 - tl.program_id(1), b, at - b * sizes[2], b * 0
-    m, h, last = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    splits = sizes[5]
-    b, split = last // splits, last % splits
-    if HAS_ENTRIES:
-        at = tensors[8] + m * 2
-        return tl.load(at + 1), tl.load(at), h, split
-    else:
-        return sizes[4] - 1 - m, b, h, split
+# Sums of a row's weights until its end: a thread has one column of eight, or two next to each other, and adds up its own by itself.
+_PARTS: tl.constexpr = tl.constexpr(8)
 
 
 @triton.jit
@@ -80,37 +66,19 @@ def rows_of(
 
 
 @triton.jit
-def plus_product(acc, rescale, p, v, PRECISION: tl.constexpr):
-    """acc * rescale + p @ v, p in v's dtype. rescale: [rows], None is 1.
-
-    In float32 a tile's product is summed by itself: one sum over all keys is as long as they are many, and its error grows with it. The
-    fused addition keeps it so, for a plain one is made part of the product by Triton's compiler.
-    """
-    if v.dtype == tl.float32:
-        product = tl.dot(p, v, input_precision=PRECISION)
-        if rescale is None:
-            return tl.fma(acc, 1.0, product)
-        else:
-            return tl.fma(acc, rescale[:, None], product)
-    elif rescale is None:
-        return tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
-    else:
-        return tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
-
-
-@triton.jit
 def scores_of(
     q, first, end, is_shown, key, rows, b, h, numbers, scales, captured,
     SCORE: tl.constexpr, MASK: tl.constexpr, ALWAYS: tl.constexpr,
     IS_PARTIAL: tl.constexpr, HAS_SCORE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr, RANGES: tl.constexpr,
     TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr, FITS: tl.constexpr,
-    PRECISION: tl.constexpr, IS_RAW: tl.constexpr, IS_DESCRIBED: tl.constexpr,
+    PRECISION: tl.constexpr, IS_RAW: tl.constexpr, IS_DESCRIBED: tl.constexpr, IS_WHOLE: tl.constexpr,
 ):  # fmt: skip
     """[rows, TILE_N]: the scores of the keys from position ``first`` on, -inf where not seen; in base 2, unless IS_RAW.
 
     scales: what a product is multiplied with for the score mod, and what a score is multiplied with for base 2.
-    end: keys from it on are not there (partial tiles only). is_shown: all others are visible, whatever the mask says. key: k, v, k_row,
-    k_start and their strides. rows: what the parts of the program keep per row. numbers: of the tile's pages, see ``pages.page_numbers``.
+    end: keys from it on are not there (IS_WHOLE: all of the tile are; if not IS_PARTIAL, they come as zeros). is_shown: all others are
+    visible, whatever the mask says. key: k, v, k_row, k_start and their strides. rows: what the parts of the program keep per row. numbers:
+    of the tile's pages, see ``pages.page_numbers``.
     """
     lane = first + tl.arange(0, TILE_N)
     k = keys_at(
@@ -122,7 +90,9 @@ def scores_of(
         s = s * scales[0]
     elif not IS_RAW:
         s = s * scales[1]
-    kv = tl.minimum(lane, end - 1)[None, :]  # mods are not asked beyond the sequence
+    kv = lane[None, :]
+    if not IS_WHOLE:
+        kv = tl.minimum(kv, end - 1)  # mods are not asked beyond the sequence
     if HAS_SCORE:
         s = SCORE(s, b, h, kv, rows[0], captured[0][0], captured[0][1]).to(tl.float32)
     if IS_PARTIAL:
@@ -168,6 +138,18 @@ def keys_at(
 
 
 @triton.jit
+def sums_of(p, row_sum):
+    """[rows, parts]: of every row's weights, in as many sums as row_sum has."""
+    PARTS: tl.constexpr = row_sum.shape[1]
+    if PARTS == 1:
+        return tl.sum(p, 1, keep_dims=True)
+    elif p.shape[1] == PARTS:
+        return p
+    else:
+        return tl.sum(tl.reshape(p, (p.shape[0], p.shape[1] // PARTS, PARTS)), 1)
+
+
+@triton.jit
 def weights_of(s, row_sum, row_max, scale, IS_RAW: tl.constexpr):
     """(exponentials of scores, what earlier ones are to be multiplied with, row_sum, row_max).
 
@@ -182,11 +164,7 @@ def weights_of(s, row_sum, row_max, scale, IS_RAW: tl.constexpr):
     else:
         p = tl.exp2(s - highest[:, None])
         rescale = tl.exp2(row_max - highest)
-    if len(row_sum.shape) == 2:
-        row_sum = row_sum * rescale[:, None] + p  # summed at the end: until then no warp waits for another's
-    else:
-        row_sum = row_sum * rescale + tl.sum(p, 1)
-    return p, rescale, row_sum, highest
+    return p, rescale, row_sum * rescale[:, None] + sums_of(p, row_sum), highest
 
 
 @triton.jit
@@ -201,6 +179,7 @@ def visit(
     s = scores_of(
         q, first, end, is_shown, key, rows, b, h, numbers, scales, captured, SCORE, MASK, ALWAYS,
         IS_PARTIAL, HAS_SCORE, HAS_MASK, HAS_ALWAYS, RANGES, TILE_N, HEAD_DIM, BLOCK_D, PAGE_SIZE, FITS, PRECISION, IS_RAW, IS_DESCRIBED,
+        not IS_PARTIAL,
     )  # fmt: skip
     p, rescale, row_sum, row_max = weights_of(s, row_sum, row_max, scales[1], IS_RAW)
     v = keys_at(
@@ -226,7 +205,7 @@ def visit_late(
     """
     s = scores_of(
         q, first, first + TILE_N, True, key, rows, b, h, 0, scales, captured, SCORE, MASK, ALWAYS,
-        False, HAS_SCORE, HAS_MASK, HAS_ALWAYS, RANGES, TILE_N, HEAD_DIM, BLOCK_D, 0, False, PRECISION, IS_RAW, IS_DESCRIBED,
+        False, HAS_SCORE, HAS_MASK, HAS_ALWAYS, RANGES, TILE_N, HEAD_DIM, BLOCK_D, 0, False, PRECISION, IS_RAW, IS_DESCRIBED, True,
     )  # fmt: skip
     v = keys_at(key[1], before, before + TILE_N, key, key[6], key[7], 0, False, HEAD_DIM_V, BLOCK_DV, 0, False, TILE_N, IS_DESCRIBED, False)
     acc = plus_product(acc, owed, p, v, PRECISION)
@@ -252,7 +231,7 @@ def visit_all(
         first = first_at(runs, i, full, seqlen_k, RANGES, TILE_N)
         s = scores_of(
             q, first, seqlen_k, True, key, rows, b, h, 0, scales, captured, SCORE, MASK, ALWAYS,
-            False, HAS_SCORE, HAS_MASK, HAS_ALWAYS, RANGES, TILE_N, HEAD_DIM, BLOCK_D, 0, False, PRECISION, IS_RAW, IS_DESCRIBED,
+            False, HAS_SCORE, HAS_MASK, HAS_ALWAYS, RANGES, TILE_N, HEAD_DIM, BLOCK_D, 0, False, PRECISION, IS_RAW, IS_DESCRIBED, False,
         )  # fmt: skip
         if i >= full:
             lane = first + tl.arange(0, TILE_N)
@@ -288,14 +267,16 @@ def first_at(runs, i, full, seqlen_k, RANGES: tl.constexpr, TILE_N: tl.constexpr
 
 @triton.jit
 def store_results(
-    acc, row_sum, row_max, tensors, strides, spans, sizes, q_row, at, h, is_row, split, place,
+    acc, row_sum, row_max, tensors, strides, spans, sizes, q_row, at, h, is_row, split, place, is_right,
     HAS_SINK: tl.constexpr, HAS_LSE: tl.constexpr, HAS_MAX: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr, IS_DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """Writes a row tile's output and statistics; ``at`` are its rows of storage, ``h`` their heads.
+    """Writes a row tile's output, where it ``is_right``, and statistics; ``at`` are its rows of storage, ``h`` their heads. Returns the
+    maxima in base 2 and the sums that the output is made with.
 
     A split's go to [split][q row][head][position], where the sink is added when they are combined.
     """
+    row_sum = tl.sum(row_sum, 1)
     statistic = (q_row.to(tl.int64) * sizes[2] + h) * sizes[3] + at
     part = split.to(tl.int64) * spans[0][0]
     if HAS_MAX:
@@ -309,20 +290,22 @@ def store_results(
         acc = acc * rescale[:, None]
         row_max = highest
     total = tl.where(row_sum == 0, 1.0, row_sum)
+    if HAS_LSE:  # before the output, which the copy engine may keep a program waiting for
+        lse = tl.where(row_sum == 0, float("-inf"), row_max * _LN2 + tl.log(total))
+        tl.store(tensors[4] + part + statistic, lse, mask=is_row)
     if PRECISION == "ieee":
         acc = acc / total[:, None]
     else:  # a division takes seven instructions
         acc = acc * (1.0 / total)[:, None]
     if IS_DESCRIBED >= 3:
-        tensors[3].store([place[0], place[1], place[2], 0], tl.reshape(acc.to(tensors[3].dtype), (1, 1, acc.shape[0], BLOCK_DV)))
+        if is_right:  # what the hardware writes by itself may come after what is written again
+            tensors[3].store([place[0], place[1], place[2], 0], tl.reshape(acc.to(tensors[3].dtype), (1, 1, acc.shape[0], BLOCK_DV)))
     else:
         offsets = q_row.to(tl.int64) * strides[3][0] + h.to(tl.int64) * strides[3][1] + at.to(tl.int64) * strides[3][2]
         d = tl.arange(0, BLOCK_DV)[None, :]
         out = tensors[3] + split.to(tl.int64) * strides[4][0]
         tl.store(out + offsets[:, None] + d, acc.to(out.dtype.element_ty), mask=is_row[:, None] & (d < HEAD_DIM_V))
-    if HAS_LSE:
-        lse = tl.where(row_sum == 0, float("-inf"), row_max * _LN2 + tl.log(total))
-        tl.store(tensors[4] + part + statistic, lse, mask=is_row)
+    return row_max, total
 
 
 @triton.jit
@@ -335,7 +318,7 @@ def forward_tile(
     IS_PACKED: tl.constexpr, HAS_ENTRIES: tl.constexpr, IS_CACHE: tl.constexpr, HAS_LEFTPAD: tl.constexpr,
     HAS_ROWS: tl.constexpr, PAGE_SIZE: tl.constexpr, HAS_SINK: tl.constexpr, HAS_LSE: tl.constexpr, HAS_MAX: tl.constexpr,
     PRECISION: tl.constexpr, IS_RAW: tl.constexpr, IS_LATE: tl.constexpr, IS_DESCRIBED: tl.constexpr, IS_JOINED: tl.constexpr,
-    HAS_GUARD: tl.constexpr, IS_GROUPED: tl.constexpr,
+    HAS_GUARD: tl.constexpr, IS_RISING: tl.constexpr, HIDES: tl.constexpr,
 ):  # fmt: skip
     """One row tile, or one split of its keys.
 
@@ -343,11 +326,11 @@ def forward_tile(
     of the mask, 0 where lists say which tiles to visit. IS_PACKED: a tile may hold several query heads, which share keys. IS_CACHE: entries
     are what the cache's tables say. IS_RAW: the greatest product has the greatest score (the scale is positive), or there is a score mod,
     so that maxima are taken before the change to base 2. IS_LATE: a full tile's second product runs beside the next one's exponentials.
-    IS_DESCRIBED: keys and values come by tensor descriptors.
+    IS_DESCRIBED: keys and values come by tensor descriptors. HIDES: a row may not see a key of a tile that it visits.
     """
     if HAS_GUARD and is_off(tensors[13]):
         return
-    m, b, h, split = work_of(sizes, tensors, HAS_ENTRIES, IS_GROUPED)
+    m, b, h, kv_head, split = work_of(sizes, dealt, tensors[8], HAS_ENTRIES)
     if m < 0:
         return
     if IS_CACHE:
@@ -356,7 +339,7 @@ def forward_tile(
         found = entry(b, tensors[7], sizes[0], sizes[1], HAS_ENTRIES)
     seqlen_k = found[5]
     if IS_PACKED:
-        packed, group = dealt
+        packed, group = dealt[0], dealt[1]
     else:
         packed, group = 1, 1
     line, first_row, end_row = row_tile(m, found[2], TILE_M, LIST_M, group)
@@ -372,7 +355,7 @@ def forward_tile(
         heads = tl.minimum(heads, h * packed + packed - 1)
     at = found[1] + position
     acc = tl.zeros((TILE_M, BLOCK_DV), tl.float32)
-    row_sum = tl.zeros((TILE_M,), tl.float32)
+    row_sum = tl.zeros((TILE_M, TILE_N if TILE_M <= _FEW else 1 if PRECISION == "ieee" else _PARTS), tl.float32)
     factor = tl.full((), _LOG2E, tl.float32) if HAS_SCORE else scale * _LOG2E
     scales = scale, factor
     if IS_RAW:  # so that it stays finite once it is scaled
@@ -381,12 +364,10 @@ def forward_tile(
         row_max = tl.full((TILE_M,), _LOWEST, tl.float32)
     if seqlen_k <= 0:  # no mod may be asked about a sequence without keys: what it captures need not reach there
         store_results(
-            acc, row_sum, row_max, tensors, strides, spans, sizes, found[0], at, heads, is_row, split, (b, h, first_row),
+            acc, row_sum, row_max, tensors, strides, spans, sizes, found[0], at, heads, is_row, split, (b, h, first_row), True,
             HAS_SINK, HAS_LSE, HAS_MAX, HEAD_DIM_V, BLOCK_DV, PRECISION, IS_DESCRIBED,
         )  # fmt: skip
         return
-    if TILE_M <= _FEW and not IS_LATE:
-        row_sum = tl.zeros((TILE_M, TILE_N), tl.float32)
     if IS_DESCRIBED == 4:
         q = tl.reshape(tensors[0].load([b, h, first_row, 0]), (TILE_M, BLOCK_D))
     else:
@@ -398,11 +379,14 @@ def forward_tile(
     else:
         asked = h
     kept = rows_of(b, asked, q_idx, captured, SCORE_ROWS, MASK_ROWS, ALWAYS_ROWS, HAS_SCORE, HAS_MASK, HAS_ALWAYS)
-    kv_head = ((h * packed) // sizes[7]).to(tl.int64)
+    kv_head = kv_head.to(tl.int64)
     if IS_DESCRIBED >= 2:
         k_from, v_from = tensors[1], tensors[2]
+        k_rows = tl.multiple_of(tensors[14], 16) + kv_head * strides[1][1]
+        v_rows = tl.multiple_of(tensors[15], 16) + kv_head * strides[2][1]
     else:
-        k_from, v_from = tensors[1] + kv_head * strides[1][1], tensors[2] + kv_head * strides[2][1]
+        k_rows, v_rows = tensors[1] + kv_head * strides[1][1], tensors[2] + kv_head * strides[2][1]
+        k_from, v_from = k_rows, v_rows
     if IS_DESCRIBED == 1:
         row, start = found[3].to(tl.int64), (m * 0 + found[4]).to(tl.int64)
         k_from = tl.make_tensor_descriptor(
@@ -418,16 +402,26 @@ def forward_tile(
         and (TILE_N % max(PAGE_SIZE, 1) == 0 or PAGE_SIZE % TILE_N == 0)
     )  # fmt: skip
     pages = tensors[9] + b.to(tl.int64) * sizes[6]
+    if IS_RISING:
+        last_row = tl.minimum(first_row + TILE_M // group, end_row) - 1
+        limits = (
+            MASK_ROWS(b, h, first_row + found[6], captured[1][0], captured[1][1]),
+            MASK_ROWS(b, h, last_row + found[6], captured[1][0], captured[1][1]),
+        )  # fmt: skip
+    else:
+        limits = kept[1]
     runs, full, partial = visits_of(
-        kept[1], lists, spans[1], found, b, h * packed, line, seqlen_k, RANGES, TILE_M, TILE_N, LIST_N, HAS_FULL, HAS_ENTRIES
+        limits, lists, spans[1], found, b, h * packed, line, seqlen_k, RANGES, TILE_M, TILE_N, LIST_N, HAS_FULL, HAS_ENTRIES, IS_RISING
     )
-    # equal shares, as in geometry.splits
-    share = (full + partial + sizes[5] - 1) // sizes[5]
-    begin = tl.minimum(split * share, full + partial)
-    stop = tl.minimum(begin + share, full + partial)
+    begin, stop = 0, full + partial
+    if sizes[5] > 1:  # equal shares, as in geometry.splits
+        share = (full + partial + sizes[5] - 1) // sizes[5]
+        begin = tl.minimum(split * share, full + partial)
+        stop = tl.minimum(begin + share, full + partial)
     if RANGES > 0:
         kept = kept[0], inside_of(kept[1], seqlen_k, RANGES), kept[2]
     start, end_full = tl.minimum(begin, full), tl.minimum(stop, full)
+    every = begin, stop
     if IS_JOINED:
         tl.static_assert(RANGES > 0 and PAGE_SIZE == 0 and IS_DESCRIBED > 0, "tiles of both kinds are loaded alike")
         acc, row_sum, row_max = visit_all(
@@ -456,8 +450,7 @@ def forward_tile(
             )
             acc = plus_product(acc, owed, p, v, PRECISION)
     else:
-        # Page numbers are loaded three tiles before the keys that need them, which run ahead of the work. (They are clamped from below and
-        # from above as they come nearer, for Triton pipelines no loop that hands a value on as it is.)
+        # Page numbers are loaded three tiles ahead and clamped as they come nearer: Triton pipelines no loop that hands a value on as it is
         numbers, near, coming, nearby = 0, 0, 0, 0
         if PAGE_SIZE > 0:
             numbers, near, coming, nearby = first_numbers(
@@ -486,13 +479,22 @@ def forward_tile(
             SCORE, MASK, ALWAYS, True, HAS_SCORE, HAS_MASK, HAS_ALWAYS, RANGES,
             TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PAGE_SIZE, FITS, PRECISION, IS_RAW, IS_DESCRIBED,
         )  # fmt: skip
-    if TILE_M <= _FEW and not IS_LATE:
-        row_sum = tl.sum(row_sum, 1)
     if IS_RAW:
         row_max = row_max * factor
     if PAGE_SIZE > 0:  # so that they are loaded: no pool has less than no pages
         tl.store(tensors[9] + tl.arange(0, NEARBY), nearby, mask=(nearby == 0) & (cache[3] < -1))
-    store_results(
-        acc, row_sum, row_max, tensors, strides, spans, sizes, found[0], at, heads, is_row, split, (b, h, first_row),
+    is_right = not HIDES or is_finite(acc, None)
+    top, total = store_results(
+        acc, row_sum, row_max, tensors, strides, spans, sizes, found[0], at, heads, is_row, split, (b, h, first_row), is_right,
         HAS_SINK, HAS_LSE, HAS_MAX, HEAD_DIM_V, BLOCK_DV, PRECISION, IS_DESCRIBED,
     )  # fmt: skip
+    if not is_right:
+        out = tensors[16] if IS_DESCRIBED >= 3 else tensors[3]
+        out += split.to(tl.int64) * strides[4][0]
+        offsets = found[0].to(tl.int64) * strides[3][0] + heads.to(tl.int64) * strides[3][1] + at.to(tl.int64) * strides[3][2]
+        out_again(
+            top, total, out + offsets, is_row, q, every[0], every[1], full, seqlen_k, runs,
+            (k_rows, v_rows, key[2], key[3], key[4], key[5], key[6], key[7], key[8]), kept, b, asked, pages, cache[3], scales, captured,
+            scores_of, SCORE, MASK, ALWAYS, HAS_SCORE, HAS_MASK, HAS_ALWAYS, RANGES, TILE_N, LIST_N, HEAD_DIM, HEAD_DIM_V,
+            BLOCK_D, BLOCK_DV, PAGE_SIZE, PRECISION, IS_RAW,
+        )  # fmt: skip

@@ -3,7 +3,37 @@
 import triton
 import triton.language as tl
 
-__all__ = ["cache_entry", "entry", "is_off", "key_places", "row_tile"]
+__all__ = ["cache_entry", "entry", "is_off", "key_places", "load_columns", "row_at", "row_tile", "tile_offsets", "work_of"]
+
+
+@triton.jit
+def parted(n, parts):
+    """(n // parts, n % parts). A program that cannot begin before it has divided asks first whether there is more than one part."""
+    whole, rest = n, n * 0
+    if parts > 1:
+        whole = n // parts
+        rest = n - whole * parts
+    return whole, rest
+
+
+@triton.jit
+def work_of(sizes, dealt, order, HAS_ENTRIES: tl.constexpr):
+    """(row tile, batch entry, query head or group of heads, its K/V head, split) of this program; row tiles that see most go first.
+
+    sizes, dealt: see ``forward_kernel``. Where heads are gone through a few at a time these are the first axis of the grid and groups of
+    them the last, so that none of the last programs is long.
+    """
+    m, h, last = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if HAS_ENTRIES:
+        at, split = order + m * 2, last
+        b, m = tl.load(at), tl.load(at + 1)
+    else:
+        b, rest = parted(last, sizes[5] * dealt[3])
+        is_near = dealt[2] > 0
+        row_tile = tl.where(is_near, h, m)
+        h, split = tl.where(is_near, rest * dealt[2] + m, h), tl.where(is_near, 0, rest)
+        m = sizes[4] - 1 - row_tile
+    return m, b, h, parted(h * dealt[0], sizes[7])[0], split
 
 
 @triton.jit
@@ -70,3 +100,29 @@ def is_off(guard):
 def key_places(at, k_row, stride_row, stride):
     """Offsets in 64 bits of storage rows ``at`` of one sequence's keys, which are in no pages."""
     return k_row.to(tl.int64) * stride_row + at.to(tl.int64) * stride
+
+
+@triton.jit
+def tile_offsets(lane, stride, BLOCK_D: tl.constexpr, IS_NEAR: tl.constexpr):
+    """Where the elements of a tile's rows ``lane`` lie from its first one on, in 64 bits, or IS_NEAR, where the elements of a head's
+    storage are less than 2^31 apart, in 32, which take half the registers."""
+    if IS_NEAR:
+        return (lane * stride.to(tl.int32))[:, None] + tl.arange(0, BLOCK_D)[None, :]
+    else:
+        return lane.to(tl.int64)[:, None] * stride + tl.arange(0, BLOCK_D)[None, :]
+
+
+@triton.jit
+def row_at(at, stride, IS_NEAR: tl.constexpr):
+    """Where a row of a sequence's storage lies, in 64 bits or IS_NEAR in 32."""
+    if IS_NEAR:
+        return at * stride.to(tl.int32)
+    else:
+        return at.to(tl.int64) * stride
+
+
+@triton.jit
+def load_columns(base, lane, stride, column, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr, IS_NEAR: tl.constexpr):
+    """WIDTH columns of rows ``lane`` from the one called ``column``, zeros beyond HEAD_DIM."""
+    is_inside = column + tl.arange(0, WIDTH)[None, :] < HEAD_DIM
+    return tl.load(base + column + tile_offsets(lane, stride, WIDTH, IS_NEAR), mask=is_inside, other=0.0)

@@ -20,7 +20,7 @@ from anyattn.mods.compose import anded
 from anyattn.mods.dependence import dependence
 from anyattn.mods.grad import score_gradients
 from anyattn.mods.ir import Builder, Expr
-from anyattn.mods.rows import RowRanges, ranges_unread
+from anyattn.mods.rows import RowRanges, never_fall, ranges_unread
 from anyattn.mods.trace import TracedMod
 from anyattn.problem import Problem
 
@@ -84,6 +84,16 @@ class Program:
     def range_count(self) -> int:
         """How many ranges of keys a row has, 0 where lists say which tiles to visit."""
         return 0 if self.ranges is None else len(self.ranges.expr.outputs) // 2
+
+    @property
+    def is_rising(self) -> bool:
+        """Whether a tile's first and last row have its least and greatest limits."""
+        return self.ranges is not None and never_fall(self.ranges.expr)
+
+    @property
+    def hides(self) -> bool:
+        """Whether a row may not see a key of a tile that it visits."""
+        return self.listed is not None or self.always is not None or (self.ranges is not None and self.ranges.expr != _ALL.expr)
 
     @property
     def has_band(self) -> bool:

@@ -40,12 +40,15 @@ _FORWARD = Signature(
     (
         (
             "pointer",
-            ("q", "k", "v", "out", "lse", "highest", "sink", "entries", "order", "pages", "cached", "leftpad", "cache_rows", "guard"),
+            (
+                "q", "k", "v", "out", "lse", "highest", "sink", "entries", "order", "pages", "cached", "leftpad", "cache_rows", "guard",
+                "plain_k", "plain_v", "plain_out",
+            ),
         ),
         ("stride", (*strides_named("q", "k", "v", "out"), ("part_out",))),
         ("long", (("part_statistics",), LISTS[1])),
         ("int", ("cache_new", "cache_capacity", "cache_storage", "last_page")),
-        ("int", ("packed", "group")),
+        ("int", ("packed", "group", "together", "groups")),
         ("int", SIZES),
         ("pointer", COUNTS),
         ("float", "scale"),
@@ -54,7 +57,7 @@ _FORWARD = Signature(
     (
         "RANGES", "TILE_M", "TILE_N", "LIST_M", "LIST_N", "HAS_FULL", "HEAD_DIM", "HEAD_DIM_V", "BLOCK_D", "BLOCK_DV", "IS_PACKED",
         "HAS_ENTRIES", "IS_CACHE", "HAS_LEFTPAD", "HAS_ROWS", "PAGE_SIZE", "HAS_SINK", "HAS_LSE", "HAS_MAX", "PRECISION",
-        "IS_RAW", "IS_LATE", "IS_DESCRIBED", "IS_JOINED", "HAS_GUARD", "IS_GROUPED",
+        "IS_RAW", "IS_LATE", "IS_DESCRIBED", "IS_JOINED", "HAS_GUARD", "IS_RISING", "HIDES",
     ),
 )  # fmt: skip
 
@@ -153,7 +156,7 @@ def _launch(form: Form, plan: Plan, target: _Target) -> None:
     cache_tables = (None, None, None) if cache is None else tuple(map(_contiguous, cache.tables[:3]))
     tensors = (
         problem.q, problem.k, problem.v, *target[:3], _contiguous(problem.sink), found.entries, found.order, found.pages, *cache_tables,
-        found.guard,
+        found.guard, problem.k, problem.v, target.out,
     )  # fmt: skip
     key = (*facts_of(problem, found, target.out), target.lse is None, target.highest is None, is_raw := _is_raw(problem))
     ready = kept.get(key)
@@ -188,10 +191,11 @@ def _first(call: _Call, tensors: tuple[Tensor | None, ...]) -> Ready | None:
     for at, rows in described:
         pointers[at] = _descriptor(pointers[at], rows)
     grid = (found.row_tiles, problem.heads_q // packed, programs_along_batch(problem, found) * splits)
-    grid = _grouped(grid, problem) if constants["IS_GROUPED"] else grid
+    together, groups = _groups(grid, call)
+    grid = (together, grid[0], groups * grid[2]) if together else grid
     numbers = (
         *strides, part_statistics, *found.strides, *_cache_sizes(problem, found.cache), packed, padded_group(packed),
-        *sizes_of(problem, found, splits),
+        together, groups, *sizes_of(problem, found, splits),
     )  # fmt: skip
     captured = captured_of(chosen)
     handle = run_entry(
@@ -204,22 +208,24 @@ def _first(call: _Call, tensors: tuple[Tensor | None, ...]) -> Ready | None:
 def _constants(call: _Call, is_aligned: bool) -> dict[str, Any]:
     form, plan, target, chosen, found, is_raw = call
     problem, cache = form.problem, found.cache
-    splits, is_dense = target.parts[0], found.entries is None
+    splits = target.parts[0]
     capability = config.capability_of(problem.q.device)
     has_few = has_few_rows(problem, capability)
     ways = config.ways_of(forward_shape(problem), capability, has_few)
     is_packed = plan.heads_per_tile > 1 or has_few
     described = _described(ways.is_described, form, plan, found, target) if is_aligned else 0
     described = min(described, 2) if is_packed else described
+    # a descriptor's tile may hold keys of the next document
+    hides = chosen.program.hides or (described >= 2 and form.documents is not None)
     return {
-        **constants_of(problem, chosen, found), "TILE_M": plan.tile_m, "TILE_N": plan.tile_n,
+        **constants_of(problem, chosen, found), "HIDES": hides, "TILE_M": plan.tile_m, "TILE_N": plan.tile_n,
         "PAGE_SIZE": 0 if found.pages is None else problem.k.shape[2],
         "IS_PACKED": is_packed, "IS_CACHE": cache is not None, "HAS_LEFTPAD": _may_be_padded(problem, cache),
         "HAS_ROWS": cache is not None and cache.tables.rows is not None, "HAS_SINK": problem.sink is not None and splits == 1,
         "HAS_LSE": target.lse is not None, "HAS_MAX": target.highest is not None, "IS_RAW": is_raw,
         "IS_LATE": ways.is_late and found.pages is None,
         "IS_DESCRIBED": described, "IS_JOINED": ways.is_joined and described >= 2 and chosen.program.range_count > 0,
-        "IS_GROUPED": ways.is_grouped and splits == 1 and is_dense and not is_packed and found.row_tiles <= MOST_BLOCKS,
+        "IS_RISING": chosen.program.is_rising,
     }  # fmt: skip
 
 
@@ -227,12 +233,20 @@ def _is_raw(problem: Problem) -> bool:
     return problem.score is not None or _LEAST_SCALE < problem.scale < 1 / _LEAST_SCALE
 
 
-def _grouped(grid: tuple[int, int, int], problem: Problem) -> tuple[int, int, int]:
-    """The grid of programs that go through a few heads at a time, of (row tiles, heads, entries); see ``forward_kernel.work_of``."""
-    row_tiles, heads, k = grid[0], grid[1] * grid[2], problem.k
+def _groups(grid: tuple[int, int, int], call: _Call) -> tuple[int, int]:
+    """How many heads programs go through at a time, and in how many groups the heads of an entry are, of the grid (row tiles, heads or
+    groups that share tiles, entries and splits); (0, 1) for each head by itself."""
+    problem, capability = call.form.problem, config.capability_of(call.form.problem.q.device)
+    has_few = has_few_rows(problem, capability)
+    if has_few or call.plan.heads_per_tile > 1 or call.target.parts[0] > 1 or call.found.entries is not None:
+        return 0, 1
+    if not config.ways_of(forward_shape(problem), capability, has_few).is_grouped:
+        return 0, 1
+    k = problem.k
     head_bytes = k.shape[2] * (k.shape[3] + problem.v.shape[3]) * k.element_size() // problem.qhead_per_kvhead
-    together = config.heads_together(heads, head_bytes)
-    return together, row_tiles, heads // together
+    together = config.heads_together(grid[1], head_bytes)
+    groups = grid[1] // together
+    return (together, groups) if max(grid[0], groups * grid[2]) <= MOST_BLOCKS else (0, 1)
 
 
 def _described(wanted: int, form: Form, plan: Plan, found: tables.Tables, target: _Target) -> int:

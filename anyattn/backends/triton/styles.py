@@ -37,13 +37,20 @@ def shape_of(problem: Problem) -> Shape:
     """What the tiles of a problem are chosen for."""
     mods = [m for m in (problem.score, *problem.predicates) if m is not None]
     columns = sum(_columns(m.expr) for m in mods)
-    return Shape(padded(problem.q.shape[3]), padded(problem.v.shape[3]), problem.q.dtype, problem.score is not None, columns)
+    d, dv, has_pairs = padded(problem.q.shape[3]), padded(problem.v.shape[3]), problem.score is not None and _has_pairs(problem.score.expr)
+    return Shape(d, dv, problem.q.dtype, problem.score is not None, columns, has_pairs=has_pairs)
 
 
 @lru_cache(maxsize=4096)
 def _columns(expr: Expr) -> int:
     """How many values are loaded per key, or per row where keys are the rows."""
     return sum(node.op == "load" and dep.q != dep.kv for node, dep in zip(expr.nodes, dependence(expr), strict=True))
+
+
+@lru_cache(maxsize=4096)
+def _has_pairs(expr: Expr) -> bool:
+    """Whether a value is loaded for every pair of a row and a key."""
+    return any(node.op == "load" and dep.q and dep.kv for node, dep in zip(expr.nodes, dependence(expr), strict=True))
 
 
 @lru_cache(maxsize=8)

@@ -9,7 +9,7 @@ window, and block lists.
 import triton
 import triton.language as tl
 
-__all__ = ["by_lists", "by_ranges", "clipped", "full_at", "inside_of", "partial_at", "place_of_lists", "visits_of"]
+__all__ = ["by_lists", "by_ranges", "clipped", "full_at", "inside_of", "partial_at", "place_of_lists", "tile_at", "visits_of"]
 
 _FAR: tl.constexpr = tl.constexpr(2**30)
 
@@ -20,11 +20,17 @@ def _wider(lo, hi, all_lo, all_hi, other_lo, other_hi, other_all_lo, other_all_h
 
 
 @triton.jit
-def _run(lo, hi, TILE_N: tl.constexpr):
-    """The tiles that one range of each row touches, and those that it fills for all rows: (first, end, first full, end full)."""
+def _spread(lo, hi):
+    """(least lo and greatest hi of rows that see something, greatest lo and least hi of all), of one range of each row."""
     some = lo < hi
     # together, for each by itself takes a round through shared memory
-    least, most, all_lo, all_hi = tl.reduce((tl.where(some, lo, _FAR), tl.where(some, hi, 0), lo, hi), 0, _wider)
+    return tl.reduce((tl.where(some, lo, _FAR), tl.where(some, hi, 0), lo, hi), 0, _wider)
+
+
+@triton.jit
+def _run(spread, TILE_N: tl.constexpr):
+    """The tiles that one range of each row touches, and those that it fills for all rows: (first, end, first full, end full)."""
+    least, most, all_lo, all_hi = spread
     first = least // TILE_N
     end = (most + TILE_N - 1) // TILE_N
     first = tl.minimum(first, end)
@@ -36,12 +42,12 @@ def _run(lo, hi, TILE_N: tl.constexpr):
 
 
 @triton.jit
-def by_ranges(limits, TILE_N: tl.constexpr, RANGES: tl.constexpr):
+def by_ranges(spread, other, TILE_N: tl.constexpr, RANGES: tl.constexpr):
     """Runs (full 0, full 1, partial 0 to 3), each (first, count), of rows that see one range or two, which may overlap.
 
-    limits: (lo, hi) or (lo, hi, lo, hi) of each row, clipped to 0 .. seqlen_k.
+    spread, other: what ``_spread`` says of each, of limits clipped to 0 .. seqlen_k; a tile more than that is visited for nothing.
     """
-    first, end, full, full_end = _run(limits[0], limits[1], TILE_N)
+    first, end, full, full_end = _run(spread, TILE_N)
     if RANGES == 1:
         nothing = first * 0
         return (
@@ -49,8 +55,7 @@ def by_ranges(limits, TILE_N: tl.constexpr, RANGES: tl.constexpr):
             (nothing, nothing),
         )  # fmt: skip
     else:
-        other, other_end, other_full, other_full_end = _run(limits[2], limits[3], TILE_N)
-        return _joined((first, end, full, full_end), (other, other_end, other_full, other_full_end))
+        return _joined((first, end, full, full_end), _run(other, TILE_N))
 
 
 @triton.jit
@@ -87,15 +92,19 @@ def _joined(one, two):
 
 
 @triton.jit
-def _ranged_full(runs, i):
+def _ranged_full(runs, i, RANGES: tl.constexpr):
     """The i-th full tile."""
+    if RANGES == 1:
+        return runs[0][0] + i
     return tl.where(i < runs[0][1], runs[0][0] + i, runs[1][0] + i - runs[0][1])
 
 
 @triton.jit
-def _ranged_partial(runs, i):
+def _ranged_partial(runs, i, RANGES: tl.constexpr):
     """The i-th partial tile."""
     second = i - runs[2][1]
+    if RANGES == 1:
+        return tl.where(second < 0, runs[2][0] + i, runs[3][0] + second)
     third = second - runs[3][1]
     fourth = third - runs[4][1]
     late = tl.where(fourth < 0, runs[4][0] + third, runs[5][0] + fourth)
@@ -145,10 +154,14 @@ def _listed_partial(found, i, seqlen_k, TILE_N: tl.constexpr, LIST_N: tl.constex
 
 
 @triton.jit
+def _inside(limit, seqlen_k):
+    return tl.minimum(tl.maximum(limit, 0), seqlen_k)
+
+
+@triton.jit
 def clipped(limit, seqlen_k, TILE_M: tl.constexpr):
     """[TILE_M] limits of a row's keys, from one for each row or for all."""
-    wide = limit + tl.zeros((TILE_M, 1), tl.int32)
-    return tl.reshape(tl.minimum(tl.maximum(wide, 0), seqlen_k), (TILE_M,))
+    return tl.reshape(_inside(limit + tl.zeros((TILE_M, 1), tl.int32), seqlen_k), (TILE_M,))
 
 
 @triton.jit
@@ -174,23 +187,37 @@ def place_of_lists(strides, b, h, line, found, seqlen_k, LIST_N: tl.constexpr, H
 
 
 @triton.jit
+def _spread_of(mask_rows, AT: tl.constexpr, seqlen_k, TILE_M: tl.constexpr, IS_RISING: tl.constexpr):
+    """``_spread`` of the range whose limits are ``mask_rows[AT]`` and the next, or IS_RISING of the first row's and the last's."""
+    if IS_RISING:
+        first, last = mask_rows
+        return (
+            _inside(first[AT], seqlen_k), _inside(last[AT + 1], seqlen_k), _inside(last[AT], seqlen_k), _inside(first[AT + 1], seqlen_k)
+        )  # fmt: skip
+    else:
+        return _spread(clipped(mask_rows[AT], seqlen_k, TILE_M), clipped(mask_rows[AT + 1], seqlen_k, TILE_M))
+
+
+@triton.jit
 def visits_of(
     mask_rows, lists, spans, found, b, h, line, seqlen_k,
     RANGES: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, LIST_N: tl.constexpr, HAS_FULL: tl.constexpr,
-    HAS_ENTRIES: tl.constexpr,
+    HAS_ENTRIES: tl.constexpr, IS_RISING: tl.constexpr,
 ):  # fmt: skip
-    """(what ``full_at`` and ``partial_at`` read, full tiles, partial tiles) of a row tile: by its limits, or by lists (RANGES of 0)."""
+    """(what ``full_at`` and ``partial_at`` read, full tiles, partial tiles) of a row tile: by its limits, or by lists (RANGES of 0).
+
+    mask_rows: what the mask keeps of every row, or IS_RISING of the first and of the last, of limits that no later row has lower: a
+    program that compares all rows waits for shared memory twice before it can ask for keys."""
     if RANGES == 0:
         counts_at, places_at = place_of_lists(spans, b, h, line, found, seqlen_k, LIST_N, HAS_ENTRIES)
         runs = by_lists(lists, counts_at, places_at, seqlen_k, TILE_N, LIST_N, HAS_FULL)
         return runs, runs[0], runs[1]
     else:
-        lo, hi = clipped(mask_rows[0], seqlen_k, TILE_M), clipped(mask_rows[1], seqlen_k, TILE_M)
+        spread = _spread_of(mask_rows, 0, seqlen_k, TILE_M, IS_RISING)
         if RANGES == 1:
-            runs = by_ranges((lo, hi), TILE_N, 1)
+            runs = by_ranges(spread, spread, TILE_N, 1)
         else:
-            more = clipped(mask_rows[2], seqlen_k, TILE_M), clipped(mask_rows[3], seqlen_k, TILE_M)
-            runs = by_ranges((lo, hi, more[0], more[1]), TILE_N, 2)
+            runs = by_ranges(spread, _spread_of(mask_rows, 2, seqlen_k, TILE_M, IS_RISING), TILE_N, 2)
         return runs, runs[0][1] + runs[1][1], runs[2][1] + runs[3][1] + runs[4][1] + runs[5][1]
 
 
@@ -198,7 +225,7 @@ def visits_of(
 def full_at(runs, i, RANGES: tl.constexpr, TILE_N: tl.constexpr, LIST_N: tl.constexpr):
     """The first key of the i-th full tile."""
     if RANGES > 0:
-        return _ranged_full(runs, i) * TILE_N
+        return _ranged_full(runs, i, RANGES) * TILE_N
     else:
         return _listed_full(runs, i, TILE_N, LIST_N)
 
@@ -207,6 +234,21 @@ def full_at(runs, i, RANGES: tl.constexpr, TILE_N: tl.constexpr, LIST_N: tl.cons
 def partial_at(runs, i, seqlen_k, RANGES: tl.constexpr, TILE_N: tl.constexpr, LIST_N: tl.constexpr):
     """(first key, end, whether all of it is visible whatever the mask says) of the i-th partial tile."""
     if RANGES > 0:
-        return _ranged_partial(runs, i) * TILE_N, seqlen_k, False
+        return _ranged_partial(runs, i, RANGES) * TILE_N, seqlen_k, False
     else:
         return _listed_partial(runs, i, seqlen_k, TILE_N, LIST_N)
+
+
+@triton.jit
+def tile_at(runs, i, full, seqlen_k, RANGES: tl.constexpr, TILE_N: tl.constexpr, LIST_N: tl.constexpr):
+    """``partial_at`` of the i-th tile of all, the ``full`` ones before the partial ones; a mask by ranges shows all of a full one."""
+    if RANGES > 0:
+        return tl.where(i < full, _ranged_full(runs, i), _ranged_partial(runs, i - full)) * TILE_N, seqlen_k, False
+    else:
+        first, end, is_shown = i * 0, i * 0, i >= 0
+        if i < full:
+            first = _listed_full(runs, i, TILE_N, LIST_N)
+            end = first + TILE_N
+        else:
+            first, end, is_shown = _listed_partial(runs, i - full, seqlen_k, TILE_N, LIST_N)
+        return first, end, is_shown
