@@ -489,8 +489,7 @@ def forward_tile(
         HAS_SINK, HAS_LSE, HAS_MAX, HEAD_DIM_V, BLOCK_DV, PRECISION, IS_DESCRIBED,
     )  # fmt: skip
     if not is_right:
-        out = tensors[16] if IS_DESCRIBED >= 3 else tensors[3]
-        out += split.to(tl.int64) * strides[4][0]
+        out = (tensors[16] if IS_DESCRIBED >= 3 else tensors[3]) + split.to(tl.int64) * strides[4][0]
         offsets = found[0].to(tl.int64) * strides[3][0] + heads.to(tl.int64) * strides[3][1] + at.to(tl.int64) * strides[3][2]
         out_again(
             top, total, out + offsets, is_row, q, every[0], every[1], full, seqlen_k, runs,
