@@ -7,7 +7,8 @@ register that the loops have whose work it does again, and little of the compile
 import triton
 import triton.language as tl
 
-from anyattn.backends.triton.places import inside, key_places, page_numbers, paged_places
+from anyattn.backends.triton.pages import inside, page_numbers, paged_places
+from anyattn.backends.triton.places import key_places
 from anyattn.backends.triton.products import TURNS, plus_product, settled, turned
 from anyattn.backends.triton.visits import tile_at
 
@@ -41,7 +42,7 @@ def out_again(
                     numbers = inside(page_numbers(key[3] + first, key[3] + end - 1, pages, STEP, PAGE_SIZE, False, True), last_page)
                 s = SCORES(
                     q, first, end, is_shown, key, rows, b, h, numbers, scales, captured, SCORE, MASK, ALWAYS,
-                    True, HAS_SCORE, HAS_MASK, HAS_ALWAYS, RANGES, STEP, HEAD_DIM, BLOCK_D, PAGE_SIZE, False, PRECISION, IS_RAW, 0,
+                    True, HAS_SCORE, HAS_MASK, HAS_ALWAYS, RANGES, STEP, HEAD_DIM, BLOCK_D, PAGE_SIZE, False, PRECISION, IS_RAW, 0, False,
                 )  # fmt: skip
                 if PAGE_SIZE > 0:
                     at = paged_places(first + key[3], end - 1 + key[3], numbers, key[6], key[7], STEP, PAGE_SIZE, False, True)
