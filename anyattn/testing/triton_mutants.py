@@ -24,7 +24,7 @@ __all__ = ["MUTANTS", "active", "changed"]
 _PACKAGE = "anyattn.backends.triton"
 _FORWARD, _BACKWARD, _SPANS = "forward_kernel.py", "backward_kernel.py", "row_spans.py"
 _VISITS, _PLACES = "visits.py", "places.py"
-_COMBINE = "combine_kernel.py"
+_COMBINE, _PRODUCTS, _PAGES = "combine_kernel.py", "products.py", "pages.py"
 _OF_HIDDEN = "if (IS_PARTIAL or HAS_ALWAYS) and of_score[1].type.is_block():\n            ds = tl.where("
 
 MUTANTS = {
@@ -73,9 +73,9 @@ MUTANTS = {
         Mutant("rows_of_the_next_lists", _PLACES, "tl.minimum((line + 1) * LIST_M, seqlen_q)", "seqlen_q", "uneven_lists"),
         # sums
         Mutant("scale_1_percent_off", _FORWARD, "else scale * _LOG2E\n", "else scale * _LOG2E * 1.01\n", "full"),
-        Mutant("output_not_rescaled", _FORWARD, "tl.fma(acc, rescale[:, None], product)", "tl.fma(acc, 1.0, product)", "peaky"),
-        Mutant("sum_not_rescaled", _FORWARD, "row_sum * rescale + tl.sum(p, 1)", "row_sum + tl.sum(p, 1)", "peaky"),
-        Mutant("stale_maximum", _FORWARD, "tl.sum(p, 1), highest\n", "tl.sum(p, 1), row_max\n", "peaky"),
+        Mutant("output_not_rescaled", _PRODUCTS, "tl.fma(acc, rescale[:, None], product)", "tl.fma(acc, 1.0, product)", "peaky"),
+        Mutant("sum_not_rescaled", _FORWARD, "row_sum * rescale[:, None] + sums_of", "row_sum + sums_of", "peaky"),
+        Mutant("stale_maximum", _FORWARD, "row_sum), highest\n", "row_sum), row_max\n", "peaky"),
         Mutant("sink_counted_twice", _FORWARD, "+ tl.exp2(logit - highest)", "+ 2 * tl.exp2(logit - highest)", "sink"),
         Mutant("sink_does_not_rescale", _FORWARD, "acc = acc * rescale[:, None]\n        row_max", "row_max", "sink"),
         Mutant("sink_in_base_2", _FORWARD, ".to(tl.float32) * _LOG2E\n        highest", ".to(tl.float32)\n        highest", "sink"),
@@ -88,9 +88,10 @@ MUTANTS = {
         Mutant("head_dim_not_cut", _FORWARD, "mask=is_row & (d < HEAD_DIM)", "mask=is_row & (d <= HEAD_DIM)", "head_dim"),
         Mutant("queries_of_the_first_sequence", _FORWARD, "at = found[1] + position", "at = position", "packed"),
         Mutant("keys_of_the_first_sequence", _FORWARD, "tl.arange(0, TILE_N) + key[3]\n", "tl.arange(0, TILE_N)\n", "packed"),
-        Mutant("page_off_by_one", _PLACES, "tl.load(pages + asked)", "tl.load(pages + tl.maximum(asked - 1, 0))", "pages"),
-        Mutant("row_of_page_off_by_one", _PLACES, "((first + lane) % PAGE_SIZE) *", "((first + lane + 1) % PAGE_SIZE) *", "pages"),
-        Mutant("pages_of_the_first_sequence", _FORWARD, "tensors[9] + b.to(tl.int64) * sizes[6]", "tensors[9]", "pages"),
+        Mutant("page_off_by_one", _PAGES, "tl.load(pages + asked)", "tl.load(pages + (tl.maximum(asked, 1) - 1))", "pages"),
+        Mutant("row_of_page_off_by_one", _PAGES, "((first + lane).to(tl.uint32) %", "((first + lane + 1).to(tl.uint32) %", "uneven_pages"),
+        Mutant("row_of_fitting_page_off_by_one", _PAGES, "(lane % PAGE_SIZE) * stride", "((lane + 1) % PAGE_SIZE) * stride", "pages"),
+        Mutant("page_table_of_the_first_sequence", _FORWARD, "tensors[9] + b.to(tl.int64) * sizes[6]", "tensors[9]", "pages"),
         Mutant("launch_without_work_does_it", _PLACES, "tl.load(guard) != 0", "tl.load(guard) == 7", "documents"),
         Mutant("launch_with_work_leaves_it", _PLACES, "tl.load(guard) != 0", "tl.load(guard) >= 0", "documents"),
         # splits
@@ -103,7 +104,7 @@ MUTANTS = {
         ),
         Mutant("sink_of_splits_counted_twice", _COMBINE, "total += share\n", "total += 2 * share\n", "splits"),
         # the backward pass
-        Mutant("delta_dropped", _BACKWARD, "delta = tl.sum(out * dout, 1)", "delta = tl.sum(out * dout * 0, 1)", "full"),
+        Mutant("delta_dropped", _BACKWARD, "0.0, out * dout), 1)", "0.0, out * dout * 0), 1)", "full"),
         Mutant("lse_gradient_ignored", _BACKWARD, "    if HAS_DLSE:", "    if False:", "full"),
         Mutant("stale_lse", _BACKWARD, "tl.load(tensors[2] + place, mask", "tl.load(tensors[2] + place // 2 * 2, mask", "full"),
         Mutant("statistics_of_two_sequences_in_one_place", _BACKWARD, "TILE_M + b + m)", "TILE_M + m)", "packed"),
@@ -125,8 +126,8 @@ MUTANTS = {
         ),
         Mutant(
             "dv_overwritten_in_two_loops", _BACKWARD,
-            "plus_product(dv, None, p, dout, PRECISION)\n    #",
-            "plus_product(dv * 0, None, p, dout, PRECISION)\n    #", "full",
+            "plus_product(dv, None, p, dout, PRECISION)\n    else",
+            "plus_product(dv * 0, None, p, dout, PRECISION)\n    else", "full",
         ),
         Mutant(
             "rows_filled_in_part", _SPANS,
@@ -139,8 +140,8 @@ MUTANTS = {
             "fills = (lo <= n_first) & (all_hi >= n_end)\n", "window",
         ),
         Mutant("second_range_of_rows_lost", _SPANS, "touches = touches | (", "touches = touches & (", "sink_window"),
-        Mutant("tile_that_is_cut_not_asked", _BACKWARD, "is_cut = (m < full)", "is_cut = (m < 0)", "window"),
-        Mutant("hidden_probability_kept", _BACKWARD, "p = tl.where(seen, p, 0.0)\n    dv", "p = p * 1.0\n    dv", "causal"),
+        Mutant("tile_that_is_cut_not_asked", _BACKWARD, "is_cut = (m < runs[1])", "is_cut = (m < 0)", "window"),
+        Mutant("hidden_probability_kept", _BACKWARD, "p = tl.where(seen, p, 0.0)\n    if part", "p = p * 1.0\n    if part", "causal"),
         Mutant("hidden_score_kept_in_dq", _BACKWARD, "p = tl.where(seen, p, 0.0)\n    ds", "p = p * 1.0\n    ds", "causal"),
         Mutant("hidden_derivative_kept", _BACKWARD, f"{_OF_HIDDEN}p != 0.0", f"{_OF_HIDDEN}p == p", "infinite_derivative"),
         Mutant("hidden_derivative_kept_in_dq", _BACKWARD, f"{_OF_HIDDEN}seen", f"{_OF_HIDDEN}seen | True", "infinite_derivative"),
@@ -160,6 +161,16 @@ MUTANTS = {
             "rows[1], captured[1][0], captured[1][1]) | is_shown)",
             "rows[1], captured[1][0], captured[1][1]) | (kv >= 0))", "dilated",
         ),
+        # what is not finite
+        Mutant("hidden_values_met", _FORWARD, "is_right = not HIDES or is_finite(acc, None)", "is_right = True", "not_finite"),
+        Mutant("hidden_keys_met", _BACKWARD, "k, ds = finite(k), tl", "k, ds = k, tl", "not_finite"),
+        Mutant("hidden_queries_met", _BACKWARD, "q = finite(load_columns(", "q = (load_columns(", "not_finite"),
+        Mutant("seen_infinities_lost", _PRODUCTS, "tl.where(wide != other, one, 0.0)", "0.0", "not_finite"),
+        Mutant(
+            "infinities_of_the_other_sign", _PRODUCTS,
+            "other = tl.where(turn == 0", "other = tl.where(turn == 1", "not_finite",
+        ),
+        Mutant("hidden_infinities_counted", "hidden.py", "(s != float(\"-inf\")).to", "(s != 0.0).to", "not_finite"),
         Mutant("sink_gradient_sign", "backward_pass.py", "return -(share * delta)", "return (share * delta)", "sink"),
         Mutant("captured_derivative_forgotten", "programs.py", "ds * found[{load.factor}].to(tl.float32)", "ds", "gated"),
         Mutant("pair_stored_by_rows_beyond_the_end", "programs.py", "element_ty), mask=seen)", "element_ty), mask=is_key)", "pairs"),

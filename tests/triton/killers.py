@@ -12,6 +12,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "end_to_end"))
 
+import seeing
 import sequences as seq
 import test_flash_varlen as varlen
 from calls import judge, results
@@ -114,17 +115,22 @@ def ragged_lists() -> None:
         seq.judge(got, batch, meaning, label=layout)
 
 
-def pages() -> None:
+def pages(size: int) -> Callable[[], None]:
     """Shuffled pages; keys that the batch does not use hold NaN."""
-    batch = seq.ragged([9, 20, 3], [30, 41, 18])
-    table, count = seq.shuffled_table(3, 48, 8, 1)
-    used = torch.tensor(batch.lengths[1])
-    pools = [seq.paged(part, 8, table, count) for part in (batch.k, batch.v)]
-    out, lse = anyattn.flash_attn_varlen_func(
-        seq.packed(batch.q), *pools, cu_seqlens_q=seq.ends(batch.lengths[0]), seqused_k=used, page_table=table, causal=True, return_lse=True
-    )
-    lengths = batch.lengths[0]
-    seq.judge({"out": seq.unpacked(out, lengths), "lse": list(lse.split(lengths, 1))}, batch, Meaning(causal=True))
+
+    def check() -> None:
+        batch = seq.ragged([9, 20, 3], [30, 41, 18])
+        table, count = seq.shuffled_table(3, 48, size, 1)
+        used = torch.tensor(batch.lengths[1])
+        pools = [seq.paged(part, size, table, count) for part in (batch.k, batch.v)]
+        ends = seq.ends(batch.lengths[0])
+        out, lse = anyattn.flash_attn_varlen_func(
+            seq.packed(batch.q), *pools, cu_seqlens_q=ends, seqused_k=used, page_table=table, causal=True, return_lse=True
+        )
+        lengths = batch.lengths[0]
+        seq.judge({"out": seq.unpacked(out, lengths), "lse": list(lse.split(lengths, 1))}, batch, Meaning(causal=True))
+
+    return check
 
 
 def exact() -> None:
@@ -193,6 +199,14 @@ def documents() -> None:
             judge(*qkv(1, 2, 1, 40, 40, 16, 16), score=score, captured=[table], mask=mask, block_mask=lists)
 
 
+def not_finite() -> None:
+    """NaN and infinities that some rows see, in keys, then in values, then in queries and dout; masks by ranges and by elements."""
+    inputs = cases.inputs("normal", cases.Shape(1, 2, 1, 40, 40, 16, 16), torch.float32, 0)[:4]
+    for mask in (masks.sliding_window(12, 0), lambda b, h, i, j: (i + 2 * j) % 3 < 2):
+        for plant in (seeing.keys, seeing.values, seeing.queries):
+            seeing.judge(inputs, plant, mask)
+
+
 def ranges(sink: int, window: int) -> Callable[[], None]:
     return judged((1, 1, 1, 100, 100, 16, 16), mask=masks.sink_window(sink, window))
 
@@ -214,6 +228,7 @@ KILLERS: dict[str, Callable[[], Any]] = {
     "pairs": pairs,
     "relative": relative,
     "infinite_derivative": infinite_derivative,
+    "not_finite": not_finite,
     "head_dim": judged((1, 2, 1, 20, 20, 24, 40)),
     "few_rows": judged((1, 6, 2, 3, 50, 16, 16), score=lambda s, b, h, i, j: s - 0.02 * h * j),
     "splits": judged((1, 4, 2, 9, 100, 16, 16), mask=masks.causal(85), sink=SINK, kernel_options={"num_splits": 3}),
@@ -223,7 +238,8 @@ KILLERS: dict[str, Callable[[], Any]] = {
     "packed": packed(),
     "documents": documents,
     "ragged_lists": ragged_lists,
-    "pages": pages,
+    "pages": pages(8),
+    "uneven_pages": pages(12),
     "exact": exact,
     "shared_pages": lambda: varlen.test_shared_pages(torch.float32),
 }

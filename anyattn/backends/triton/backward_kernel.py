@@ -18,8 +18,10 @@ import triton
 import triton.language as tl
 
 from anyattn.backends.triton import functions
-from anyattn.backends.triton.forward_kernel import load_rows, plus_product, rows_of
-from anyattn.backends.triton.places import entry, is_off, row_tile
+from anyattn.backends.triton.forward_kernel import load_rows, rows_of
+from anyattn.backends.triton.hidden import dkdv_again, dq_again
+from anyattn.backends.triton.places import entry, is_off, load_columns, row_at, row_tile, tile_offsets
+from anyattn.backends.triton.products import finite, is_finite, plus_product, turned
 from anyattn.backends.triton.row_spans import first_spans, rows_by_spans, store_span
 from anyattn.backends.triton.visits import by_lists, clipped, full_at, inside_of, partial_at, place_of_lists, visits_of
 
@@ -67,7 +69,7 @@ def prepare_tile(
     d_at = row * strides[1][0] + h.to(tl.int64) * strides[1][1] + at.to(tl.int64) * strides[1][2]
     out = load_rows(tensors[0], o_at[:, None], is_row[:, None], HEAD_DIM_V, BLOCK_DV, False).to(tl.float32)
     dout = load_rows(tensors[1], d_at[:, None], is_row[:, None], HEAD_DIM_V, BLOCK_DV, False).to(tl.float32)
-    delta = tl.sum(out * dout, 1)
+    delta = tl.sum(tl.where(out == 0.0, 0.0, out * dout), 1)  # of a row that sees nothing dout may be NaN, and the sink's gradient is not
     if HAS_DLSE:
         l_at = row * spans[0][0] + h.to(tl.int64) * spans[0][1] + at.to(tl.int64) * spans[0][2]
         delta -= tl.load(tensors[3] + l_at, mask=is_row, other=0.0).to(tl.float32)
@@ -109,25 +111,6 @@ def _place(sizes, order, LAST_FIRST: tl.constexpr, HAS_ENTRIES: tl.constexpr):
 
 
 @triton.jit
-def _offsets(lane, stride, BLOCK_D: tl.constexpr, IS_NEAR: tl.constexpr):
-    """Where the elements of a tile's rows ``lane`` lie from its first one on, in 64 bits, or IS_NEAR, where the elements of a head's
-    storage are less than 2^31 apart, in 32, which take half the registers."""
-    if IS_NEAR:
-        return (lane * stride.to(tl.int32))[:, None] + tl.arange(0, BLOCK_D)[None, :]
-    else:
-        return lane.to(tl.int64)[:, None] * stride + tl.arange(0, BLOCK_D)[None, :]
-
-
-@triton.jit
-def _row_at(at, stride, IS_NEAR: tl.constexpr):
-    """Where a row of a sequence's storage lies, in 64 bits or IS_NEAR in 32."""
-    if IS_NEAR:
-        return at * stride.to(tl.int32)
-    else:
-        return at.to(tl.int64) * stride
-
-
-@triton.jit
 def _load_tile(base, offsets, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
     """A tile all of whose rows exist; zeros beyond HEAD_DIM."""
     if HEAD_DIM == BLOCK_D:
@@ -151,21 +134,22 @@ def _visit_keys(
     SCORE: tl.constexpr, MASK: tl.constexpr, ALWAYS: tl.constexpr, SCATTER: tl.constexpr,
     IS_PARTIAL: tl.constexpr, HAS_SCORE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr, HAS_SCATTER: tl.constexpr,
     TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PRECISION: tl.constexpr, RANGES: tl.constexpr, IS_NEAR: tl.constexpr,
+    PRECISION: tl.constexpr, RANGES: tl.constexpr, IS_NEAR: tl.constexpr, column,
 ):  # fmt: skip
     """dq with what one tile of keys adds to it, not yet scaled; arguments as of ``forward_kernel.visit``. offsets: of full tiles.
 
-    q_first: the tile's first row as mods count it, and how many rows it has."""
+    q_first: the tile's first row as mods count it, and how many rows it has. column: None, or of ``hidden``, the first of those that dq
+    has; then keys and values may not be finite."""
     lane = first + tl.arange(0, TILE_N)
     k_at, v_at = offsets
     start = first
     if IS_PARTIAL:
         start = tl.minimum(first, end - 1)
         local = tl.minimum(tl.arange(0, TILE_N), end - 1 - start)
-        k_at, v_at = _offsets(local, key[5], BLOCK_D, IS_NEAR), _offsets(local, key[7], BLOCK_DV, IS_NEAR)
+        k_at, v_at = tile_offsets(local, key[5], BLOCK_D, IS_NEAR), tile_offsets(local, key[7], BLOCK_DV, IS_NEAR)
     at, row = key[3] + start, key[2].to(tl.int64)
-    k = _load_tile(key[0] + row * key[4] + _row_at(at, key[5], IS_NEAR), k_at, HEAD_DIM, BLOCK_D)
-    v = _load_tile(key[1] + row * key[6] + _row_at(at, key[7], IS_NEAR), v_at, HEAD_DIM_V, BLOCK_DV)
+    k = _load_tile(key[0] + row * key[4] + row_at(at, key[5], IS_NEAR), k_at, HEAD_DIM, BLOCK_D)
+    v = _load_tile(key[1] + row * key[6] + row_at(at, key[7], IS_NEAR), v_at, HEAD_DIM_V, BLOCK_DV)
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     kv = lane[None, :]
     if IS_PARTIAL:
@@ -199,6 +183,9 @@ def _visit_keys(
         ds = ds * of_score[1].to(tl.float32)
         if (IS_PARTIAL or HAS_ALWAYS) and of_score[1].type.is_block():
             ds = tl.where(seen, ds, 0.0)  # the derivative of a hidden score may be anything, if it is not that of all
+    if column is not None:
+        k = load_columns(key[0] + row * key[4] + row_at(at, key[5], IS_NEAR), local, key[5], column, dq.shape[1], HEAD_DIM, IS_NEAR)
+        k, ds = finite(k), tl.where(seen, ds, 0.0)
     return plus_product(dq, None, ds, k, PRECISION)
 
 
@@ -211,6 +198,7 @@ def dq_tile(
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, LIST_M: tl.constexpr, LIST_N: tl.constexpr, HAS_FULL: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     HAS_ENTRIES: tl.constexpr, HAS_GUARD: tl.constexpr, PRECISION: tl.constexpr, IS_NEAR: tl.constexpr, SLOT_M: tl.constexpr,
+    HIDES: tl.constexpr,
 ):  # fmt: skip
     """dq of one row tile, and what its scores send into the score mod's captured tensors."""
     if HAS_GUARD and is_off(tensors[11]):
@@ -243,7 +231,7 @@ def dq_tile(
         strides[1][0], strides[1][2], strides[2][0], strides[2][2],
     )  # fmt: skip
     n_lane = tl.arange(0, TILE_N)
-    offsets = _offsets(n_lane, key[5], BLOCK_D, IS_NEAR), _offsets(n_lane, key[7], BLOCK_DV, IS_NEAR)
+    offsets = tile_offsets(n_lane, key[5], BLOCK_D, IS_NEAR), tile_offsets(n_lane, key[7], BLOCK_DV, IS_NEAR)
     dq = tl.zeros((TILE_M, BLOCK_D), tl.float32)
     q_first = first_row + found[6], end_row - first_row
     runs, full, partial = visits_of(
@@ -257,18 +245,24 @@ def dq_tile(
         dq = _visit_keys(
             dq, q, dout, lse, delta, is_row, q_first, first, first + TILE_N, True, key, offsets, kept, b, h, scale, captured,
             SCORE, MASK, ALWAYS, SCATTER, False, HAS_SCORE, HAS_MASK, HAS_ALWAYS, HAS_SCATTER,
-            TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, RANGES, IS_NEAR,
+            TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, RANGES, IS_NEAR, None,
         )  # fmt: skip
     for i in range(0, partial):
         first, end, is_shown = partial_at(runs, i, seqlen_k, RANGES, TILE_N, LIST_N)
         dq = _visit_keys(
             dq, q, dout, lse, delta, is_row, q_first, first, end, is_shown, key, offsets, kept, b, h, scale, captured,
             SCORE, MASK, ALWAYS, SCATTER, True, HAS_SCORE, HAS_MASK, HAS_ALWAYS, HAS_SCATTER,
-            TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, RANGES, IS_NEAR,
+            TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, RANGES, IS_NEAR, None,
         )  # fmt: skip
     d = tl.arange(0, BLOCK_D)[None, :]
-    dq_at = (row * strides[4][0] + head * strides[4][1] + at.to(tl.int64) * strides[4][2])[:, None]
-    tl.store(tensors[5] + dq_at + d, (dq * scale).to(tensors[5].dtype.element_ty), mask=is_row[:, None] & (d < HEAD_DIM))
+    out = tensors[5] + (row * strides[4][0] + head * strides[4][1] + at.to(tl.int64) * strides[4][2])[:, None]
+    tl.store(out + d, (dq * scale).to(out.dtype.element_ty), mask=is_row[:, None] & (d < HEAD_DIM))
+    if HIDES and not is_finite(dq, None):
+        dq_again(
+            out, q, dout, lse, delta, is_row, q_first, full, partial, seqlen_k, runs, key, offsets, kept, b, h, scale, captured,
+            _visit_keys, SCORE, MASK, ALWAYS, SCATTER, HAS_SCORE, HAS_MASK, HAS_ALWAYS, TILE_N, LIST_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D,
+            BLOCK_DV, PRECISION, RANGES, IS_NEAR,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -278,11 +272,12 @@ def _visit_rows(
     ALWAYS: tl.constexpr, IS_PARTIAL: tl.constexpr, HAS_SCORE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, RANGES: tl.constexpr, IS_NEAR: tl.constexpr,
-    IS_NVIDIA: tl.constexpr,
+    IS_NVIDIA: tl.constexpr, part,
 ):  # fmt: skip
     """dk, not yet scaled, and dv with what rows ``first`` to ``end`` of one head add to them. Scores are [keys, rows] here.
 
     heads: of the sequence's storage row and head q and dout, of the sequence and head lse and delta. offsets: of a full tile's q and dout.
+    part: None, or of ``hidden``, the first of the columns that dk and dv have, and which turn it is; then nothing need be finite.
     """
     m_lane = tl.arange(0, TILE_M)
     asked = functions.unknown(m_lane, IS_NVIDIA)
@@ -291,15 +286,15 @@ def _visit_rows(
     if IS_PARTIAL:
         start, kept = tl.minimum(first, end - 1), tl.where(first < end, first, 0)
         local = tl.minimum(m_lane, end - 1 - start)
-        q_at, do_at = _offsets(local, strides[0][2], BLOCK_D, IS_NEAR), _offsets(local, strides[3][2], BLOCK_DV, IS_NEAR)
+        q_at, do_at = tile_offsets(local, strides[0][2], BLOCK_D, IS_NEAR), tile_offsets(local, strides[3][2], BLOCK_DV, IS_NEAR)
         asked = tl.minimum(asked, end - 1 - start)
     is_row = first + m_lane < end
     position = start + asked
     at = found[1] + start
-    q = _load_tile(heads[0] + _row_at(at, strides[0][2], IS_NEAR), q_at, HEAD_DIM, BLOCK_D)
+    q = _load_tile(heads[0] + row_at(at, strides[0][2], IS_NEAR), q_at, HEAD_DIM, BLOCK_D)
     lse = tl.load(heads[2] + kept + m_lane)
     s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-    dout = _load_tile(heads[1] + _row_at(at, strides[3][2], IS_NEAR), do_at, HEAD_DIM_V, BLOCK_DV)
+    dout = _load_tile(heads[1] + row_at(at, strides[3][2], IS_NEAR), do_at, HEAD_DIM_V, BLOCK_DV)
     dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
     q_idx = (position + found[6])[None, :]
     kv = tl.minimum(n_first + tl.arange(0, TILE_N), n_end - 1)[:, None]
@@ -314,7 +309,7 @@ def _visit_rows(
         if IS_PARTIAL and HAS_MASK:
             rows = MASK_ROWS(b, h, q_idx, captured[1][0], captured[1][1])
             shown = MASK(b, h, kv, rows, captured[1][0], captured[1][1])
-            if RANGES > 0:  # of a row that is not there lse is infinite
+            if RANGES > 0 and part is None:  # of a row that is not there lse is infinite
                 seen = shown
             else:
                 seen = seen & (shown | is_shown)
@@ -322,7 +317,14 @@ def _visit_rows(
             rows = ALWAYS_ROWS(b, h, q_idx, captured[2][0], captured[2][1])
             seen = seen & ALWAYS(b, h, kv, rows, captured[2][0], captured[2][1])
         p = tl.where(seen, p, 0.0)
-    dv = plus_product(dv, None, p, dout, PRECISION)
+    if part is None:
+        dv = plus_product(dv, None, p, dout, PRECISION)
+    else:
+        do_row = heads[1] + row_at(at, strides[3][2], IS_NEAR)
+        dout = load_columns(do_row, local, strides[3][2], part[0], dv.shape[1], HEAD_DIM_V, IS_NEAR)
+        dv = plus_product(dv, None, tl.where(part[1] < 2, (p != 0.0).to(tl.float32), p), turned(dout, part[1]), PRECISION)
+        q_row = heads[0] + row_at(at, strides[0][2], IS_NEAR)
+        q = finite(load_columns(q_row, local, strides[0][2], part[0], dk.shape[1], HEAD_DIM, IS_NEAR))
     # asked for as late as this, it takes no registers before
     delta = tl.load(heads[3] + kept + m_lane)
     ds = p * (dp - delta[None, :])
@@ -330,7 +332,7 @@ def _visit_rows(
         ds = ds * of_score[1].to(tl.float32)
         if (IS_PARTIAL or HAS_ALWAYS) and of_score[1].type.is_block():
             ds = tl.where(p != 0.0, ds, 0.0)  # the derivative of a hidden score may be anything, if it is not that of all
-    if IS_PARTIAL and RANGES == 0:
+    if (IS_PARTIAL and RANGES == 0) or part is not None:
         ds = tl.where(p != 0.0, ds, 0.0)  # lists may begin tiles elsewhere than delta does, and what lies after those is anything
     dk = plus_product(dk, None, ds, q, PRECISION)
     return dk, dv
@@ -349,7 +351,7 @@ def _visit_either(
     m_lane = tl.arange(0, TILE_M)
     at = found[1] + first
     is_row = (m_lane < end - first)[:, None]
-    q_at, do_at = heads[0] + _row_at(at, strides[0][2], IS_NEAR), heads[1] + _row_at(at, strides[3][2], IS_NEAR)
+    q_at, do_at = heads[0] + row_at(at, strides[0][2], IS_NEAR), heads[1] + row_at(at, strides[3][2], IS_NEAR)
     q = _load_rest(q_at + offsets[0], is_row, HEAD_DIM, BLOCK_D)
     lse = tl.load(heads[2] + first + m_lane)
     s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
@@ -369,6 +371,36 @@ def _visit_either(
 
 
 @triton.jit
+def _visitors(
+    early, tensors, strides, spans, sizes, lists, found, b, h, line, n_first, n_end,
+    RANGES: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, LIST_M: tl.constexpr, HAS_FULL: tl.constexpr,
+    HAS_ENTRIES: tl.constexpr, IS_GROUPED: tl.constexpr,
+):  # fmt: skip
+    """(pointers ``heads`` of ``_visit_rows``, which row tiles see keys n_first to n_end, how many see all of them, how many some).
+
+    Which: (first, first full) by ranges, or as ``visits.full_at`` and ``partial_at`` read it. early: the first head's ``first_spans``.
+    """
+    q_row = found[0].to(tl.int64)
+    slot = _slot(found, 0, b, h, sizes, TILE_M, TILE_M)
+    heads = (
+        tensors[0] + (q_row * strides[0][0] + h.to(tl.int64) * strides[0][1]),
+        tensors[3] + (q_row * strides[3][0] + h.to(tl.int64) * strides[3][1]),
+        tl.multiple_of(tensors[4] + slot, 16), tl.multiple_of(tensors[12] + slot, 16),
+    )  # fmt: skip
+    if RANGES > 0:
+        place = tensors[10] + _slot(found, 0, b, h, sizes, TILE_M, 4 * RANGES)
+        tile_end = tl.minimum(n_first + TILE_N, n_end)  # n_end is the sequence's
+        if IS_GROUPED:
+            early = first_spans(place, found[2], n_first, tile_end, RANGES, 4 * RANGES, TILE_M)
+        first, end, full, full_end = rows_by_spans(early, place, found[2], n_first, tile_end, RANGES, 4 * RANGES, TILE_M)
+        return heads, (first, full), full_end - full, end - first - (full_end - full)
+    else:
+        counts_at, places_at = place_of_lists(spans[1], b, h, line, found, found[2], LIST_M, HAS_ENTRIES)
+        runs = by_lists(lists, counts_at, places_at, found[2], TILE_M, LIST_M, HAS_FULL)
+        return heads, runs, runs[0], runs[1]
+
+
+@triton.jit
 def dkdv_tile(
     tensors, strides, spans, sizes, lists, scale, captured,
     SCORE_ROWS: tl.constexpr, SCORE: tl.constexpr, MASK_ROWS: tl.constexpr, MASK: tl.constexpr, ALWAYS_ROWS: tl.constexpr,
@@ -376,7 +408,7 @@ def dkdv_tile(
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, LIST_M: tl.constexpr, LIST_N: tl.constexpr, HAS_FULL: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     HAS_ENTRIES: tl.constexpr, HAS_GUARD: tl.constexpr, PRECISION: tl.constexpr, IS_NEAR: tl.constexpr, IS_GROUPED: tl.constexpr,
-    IS_NVIDIA: tl.constexpr, IS_JOINED: tl.constexpr,
+    IS_NVIDIA: tl.constexpr, IS_JOINED: tl.constexpr, HIDES: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one tile of keys, summed over the query heads that share them (IS_GROUPED: several do). lists: per tile of keys.
     IS_JOINED: there are ranges and neither a score mod nor a mask for all tiles, and one loop visits partial and full ones.
@@ -398,6 +430,7 @@ def dkdv_tile(
     at = (found[4] + tl.minimum(lane, n_end - 1)).to(tl.int64)[:, None]
     row, head = found[3].to(tl.int64), kv_head.to(tl.int64)
     tile_end = tl.minimum(n_first + TILE_N, n_end)  # n_end is the sequence's
+    early = 0
     if RANGES > 0:  # asked for before the keys, which take as long to come
         spans_at = tensors[10] + _slot(found, 0, b, kv_head * sizes[7], sizes, TILE_M, 4 * RANGES)
         early = first_spans(spans_at, seqlen_q, n_first, tile_end, RANGES, 4 * RANGES, TILE_M)
@@ -406,31 +439,16 @@ def dkdv_tile(
     dk = tl.zeros((TILE_N, BLOCK_D), tl.float32)
     dv = tl.zeros((TILE_N, BLOCK_DV), tl.float32)
     m_lane = tl.arange(0, TILE_M)
-    offsets = _offsets(m_lane, strides[0][2], BLOCK_D, IS_NEAR), _offsets(m_lane, strides[3][2], BLOCK_DV, IS_NEAR)
-    q_row = found[0].to(tl.int64)
+    offsets = tile_offsets(m_lane, strides[0][2], BLOCK_D, IS_NEAR), tile_offsets(m_lane, strides[3][2], BLOCK_DV, IS_NEAR)
     for g in range(0, sizes[7] if IS_GROUPED else 1):
         h = kv_head * sizes[7] + g
-        slot = _slot(found, 0, b, h, sizes, TILE_M, TILE_M)
-        heads = (
-            tensors[0] + (q_row * strides[0][0] + h.to(tl.int64) * strides[0][1]),
-            tensors[3] + (q_row * strides[3][0] + h.to(tl.int64) * strides[3][1]),
-            tl.multiple_of(tensors[4] + slot, 16), tl.multiple_of(tensors[12] + slot, 16),
+        heads, runs, fulls, partials = _visitors(
+            early, tensors, strides, spans, sizes, lists, found, b, h, line, n_first, n_end,
+            RANGES, TILE_M, TILE_N, LIST_M, HAS_FULL, HAS_ENTRIES, IS_GROUPED,
         )  # fmt: skip
-        if RANGES > 0:
-            place = tensors[10] + _slot(found, 0, b, h, sizes, TILE_M, 4 * RANGES)
-            if IS_GROUPED:
-                of_head = first_spans(place, seqlen_q, n_first, tile_end, RANGES, 4 * RANGES, TILE_M)
-                first, end, full, full_end = rows_by_spans(of_head, place, seqlen_q, n_first, tile_end, RANGES, 4 * RANGES, TILE_M)
-            else:
-                first, end, full, full_end = rows_by_spans(early, place, seqlen_q, n_first, tile_end, RANGES, 4 * RANGES, TILE_M)
-            fulls, partials = full_end - full, end - first - (full_end - full)
-        else:
-            counts_at, places_at = place_of_lists(spans[1], b, h, line, found, seqlen_q, LIST_M, HAS_ENTRIES)
-            runs = by_lists(lists, counts_at, places_at, seqlen_q, TILE_M, LIST_M, HAS_FULL)
-            fulls, partials = runs[0], runs[1]
         if IS_JOINED:
-            for m in range(first, end):
-                is_cut = (m < full) | (m >= full_end)
+            for m in range(runs[0], runs[0] + fulls + partials):
+                is_cut = (m < runs[1]) | (m >= runs[1] + fulls)
                 dk, dv = _visit_either(
                     dk, dv, k, v, m * TILE_M, seqlen_q, is_cut, n_first, n_end, found, heads, offsets, strides, b, h, scale, captured,
                     MASK_ROWS, MASK, TILE_M, TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, IS_NEAR, IS_NVIDIA,
@@ -438,7 +456,8 @@ def dkdv_tile(
         else:
             for i in range(0, partials):
                 if RANGES > 0:
-                    start = tl.where(first + i < full, first + i, first + i + fulls) * TILE_M
+                    at_row = runs[0] + i
+                    start = tl.where(at_row < runs[1], at_row, at_row + fulls) * TILE_M
                     stop = seqlen_q
                     is_shown = False
                 else:
@@ -446,20 +465,28 @@ def dkdv_tile(
                 dk, dv = _visit_rows(
                     dk, dv, k, v, start, stop, is_shown, n_first, n_end, found, heads, offsets, strides, b, h, scale, captured,
                     SCORE_ROWS, SCORE, MASK_ROWS, MASK, ALWAYS_ROWS, ALWAYS, True, HAS_SCORE, HAS_MASK, HAS_ALWAYS,
-                    TILE_M, TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, RANGES, IS_NEAR, IS_NVIDIA,
+                    TILE_M, TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, RANGES, IS_NEAR, IS_NVIDIA, None,
                 )  # fmt: skip
             for i in range(0, fulls):
                 if RANGES > 0:
-                    start = (full + i) * TILE_M
+                    start = (runs[1] + i) * TILE_M
                 else:
                     start = full_at(runs, i, 0, TILE_M, LIST_M)
                 dk, dv = _visit_rows(
                     dk, dv, k, v, start, start + TILE_M, True, n_first, n_end, found, heads, offsets, strides, b, h, scale, captured,
                     SCORE_ROWS, SCORE, MASK_ROWS, MASK, ALWAYS_ROWS, ALWAYS, False, HAS_SCORE, HAS_MASK, HAS_ALWAYS,
-                    TILE_M, TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, RANGES, IS_NEAR, IS_NVIDIA,
+                    TILE_M, TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, RANGES, IS_NEAR, IS_NVIDIA, None,
                 )  # fmt: skip
+    is_right = not HIDES or is_finite(dk, dv)
     d, d_v = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_DV)[None, :]
-    dk_at = row * strides[5][0] + head * strides[5][1] + at * strides[5][2]
-    dv_at = row * strides[6][0] + head * strides[6][1] + at * strides[6][2]
-    tl.store(tensors[6] + dk_at + d, (dk * scale).to(tensors[6].dtype.element_ty), mask=is_key & (d < HEAD_DIM))
-    tl.store(tensors[7] + dv_at + d_v, dv.to(tensors[7].dtype.element_ty), mask=is_key & (d_v < HEAD_DIM_V))
+    dk_out = tensors[6] + (row * strides[5][0] + head * strides[5][1] + at * strides[5][2])
+    dv_out = tensors[7] + (row * strides[6][0] + head * strides[6][1] + at * strides[6][2])
+    tl.store(dk_out + d, (dk * scale).to(dk_out.dtype.element_ty), mask=is_key & (d < HEAD_DIM) & is_right)
+    tl.store(dv_out + d_v, dv.to(dv_out.dtype.element_ty), mask=is_key & (d_v < HEAD_DIM_V) & is_right)
+    if not is_right:
+        dkdv_again(
+            (dk_out, dv_out), is_key, k, v, kv_head, n_first, n_end, found, offsets, line, tensors, strides, spans, sizes, lists, b,
+            scale, captured, early, _visit_rows, _visitors, SCORE_ROWS, SCORE, MASK_ROWS, MASK, ALWAYS_ROWS, ALWAYS, HAS_SCORE,
+            HAS_MASK, HAS_ALWAYS, TILE_M, TILE_N, LIST_M, HAS_FULL, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, HAS_ENTRIES, PRECISION,
+            RANGES, IS_NEAR, IS_GROUPED, IS_NVIDIA,
+        )  # fmt: skip

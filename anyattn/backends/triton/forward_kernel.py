@@ -3,8 +3,8 @@
 One body for every variant. Its caller, an entry written for the call's mods, hands over pointers and numbers in tuples, and the mods as
 functions:
 
-tensors: q, k, v, out, lse, highest, sink, entries, order, pages, a cache's tables cached, leftpad, rows, and guard, see ``places.is_off``;
-what a call lacks is any pointer.
+tensors: q, k, v, out, lse, highest, sink, entries, order, pages, a cache's tables cached, leftpad, rows, guard, see ``places.is_off``, and
+k, v, out once more, never as descriptors; what a call lacks is any pointer.
 strides: (rows, heads, positions) of q, k, v, out; the last dimension is contiguous; and from one split's output to the next's.
 spans[0]: from one split's statistics to the next's. spans[1], of block lists: from one entry's counts to the next's, from
 one head's to the next's, places of a row of tiles (0 where they lie flat), from one head's flat places to the next's.
@@ -18,10 +18,13 @@ head, key tiles that lists count in a sequence of seqlen_k.
 import triton
 import triton.language as tl
 
-from anyattn.backends.triton.places import cache_entry, entry, inside, is_off, key_places, page_numbers, paged_places, row_tile, work_of
+from anyattn.backends.triton.hidden import out_again
+from anyattn.backends.triton.pages import NEARBY, first_numbers, inside, page_numbers, paged_places
+from anyattn.backends.triton.places import cache_entry, entry, is_off, key_places, row_tile, work_of
+from anyattn.backends.triton.products import is_finite, plus_product
 from anyattn.backends.triton.visits import full_at, inside_of, partial_at, visits_of
 
-__all__ = ["forward_tile", "load_rows", "plus_product", "rows_of"]
+__all__ = ["forward_tile", "load_rows", "rows_of"]
 
 _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 _LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
@@ -63,25 +66,6 @@ def rows_of(
 
 
 @triton.jit
-def plus_product(acc, rescale, p, v, PRECISION: tl.constexpr):
-    """acc * rescale + p @ v, p in v's dtype. rescale: [rows], None is 1.
-
-    In float32 a tile's product is summed by itself: one sum over all keys is as long as they are many, and its error grows with it. The
-    fused addition keeps it so, for a plain one is made part of the product by Triton's compiler.
-    """
-    if v.dtype == tl.float32:
-        product = tl.dot(p, v, input_precision=PRECISION)
-        if rescale is None:
-            return tl.fma(acc, 1.0, product)
-        else:
-            return tl.fma(acc, rescale[:, None], product)
-    elif rescale is None:
-        return tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
-    else:
-        return tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
-
-
-@triton.jit
 def scores_of(
     q, first, end, is_shown, key, rows, b, h, numbers, scales, captured,
     SCORE: tl.constexpr, MASK: tl.constexpr, ALWAYS: tl.constexpr,
@@ -94,7 +78,7 @@ def scores_of(
     scales: what a product is multiplied with for the score mod, and what a score is multiplied with for base 2.
     end: keys from it on are not there (IS_WHOLE: all of the tile are; if not IS_PARTIAL, they come as zeros). is_shown: all others are
     visible, whatever the mask says. key: k, v, k_row, k_start and their strides. rows: what the parts of the program keep per row. numbers:
-    of the tile's pages, see ``places.page_numbers``.
+    of the tile's pages, see ``pages.page_numbers``.
     """
     lane = first + tl.arange(0, TILE_N)
     k = keys_at(
@@ -159,6 +143,8 @@ def sums_of(p, row_sum):
     PARTS: tl.constexpr = row_sum.shape[1]
     if PARTS == 1:
         return tl.sum(p, 1, keep_dims=True)
+    elif p.shape[1] == PARTS:
+        return p
     else:
         return tl.sum(tl.reshape(p, (p.shape[0], p.shape[1] // PARTS, PARTS)), 1)
 
@@ -281,11 +267,12 @@ def first_at(runs, i, full, seqlen_k, RANGES: tl.constexpr, TILE_N: tl.constexpr
 
 @triton.jit
 def store_results(
-    acc, row_sum, row_max, tensors, strides, spans, sizes, q_row, at, h, is_row, split, place,
+    acc, row_sum, row_max, tensors, strides, spans, sizes, q_row, at, h, is_row, split, place, is_right,
     HAS_SINK: tl.constexpr, HAS_LSE: tl.constexpr, HAS_MAX: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr, IS_DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """Writes a row tile's output and statistics; ``at`` are its rows of storage, ``h`` their heads.
+    """Writes a row tile's output, where it ``is_right``, and statistics; ``at`` are its rows of storage, ``h`` their heads. Returns the
+    maxima in base 2 and the sums that the output is made with.
 
     A split's go to [split][q row][head][position], where the sink is added when they are combined.
     """
@@ -311,12 +298,14 @@ def store_results(
     else:  # a division takes seven instructions
         acc = acc * (1.0 / total)[:, None]
     if IS_DESCRIBED >= 3:
-        tensors[3].store([place[0], place[1], place[2], 0], tl.reshape(acc.to(tensors[3].dtype), (1, 1, acc.shape[0], BLOCK_DV)))
+        if is_right:  # what the hardware writes by itself may come after what is written again
+            tensors[3].store([place[0], place[1], place[2], 0], tl.reshape(acc.to(tensors[3].dtype), (1, 1, acc.shape[0], BLOCK_DV)))
     else:
         offsets = q_row.to(tl.int64) * strides[3][0] + h.to(tl.int64) * strides[3][1] + at.to(tl.int64) * strides[3][2]
         d = tl.arange(0, BLOCK_DV)[None, :]
         out = tensors[3] + split.to(tl.int64) * strides[4][0]
         tl.store(out + offsets[:, None] + d, acc.to(out.dtype.element_ty), mask=is_row[:, None] & (d < HEAD_DIM_V))
+    return row_max, total
 
 
 @triton.jit
@@ -329,7 +318,7 @@ def forward_tile(
     IS_PACKED: tl.constexpr, HAS_ENTRIES: tl.constexpr, IS_CACHE: tl.constexpr, HAS_LEFTPAD: tl.constexpr,
     HAS_ROWS: tl.constexpr, PAGE_SIZE: tl.constexpr, HAS_SINK: tl.constexpr, HAS_LSE: tl.constexpr, HAS_MAX: tl.constexpr,
     PRECISION: tl.constexpr, IS_RAW: tl.constexpr, IS_LATE: tl.constexpr, IS_DESCRIBED: tl.constexpr, IS_JOINED: tl.constexpr,
-    HAS_GUARD: tl.constexpr, IS_RISING: tl.constexpr,
+    HAS_GUARD: tl.constexpr, IS_RISING: tl.constexpr, HIDES: tl.constexpr,
 ):  # fmt: skip
     """One row tile, or one split of its keys.
 
@@ -337,7 +326,7 @@ def forward_tile(
     of the mask, 0 where lists say which tiles to visit. IS_PACKED: a tile may hold several query heads, which share keys. IS_CACHE: entries
     are what the cache's tables say. IS_RAW: the greatest product has the greatest score (the scale is positive), or there is a score mod,
     so that maxima are taken before the change to base 2. IS_LATE: a full tile's second product runs beside the next one's exponentials.
-    IS_DESCRIBED: keys and values come by tensor descriptors.
+    IS_DESCRIBED: keys and values come by tensor descriptors. HIDES: a row may not see a key of a tile that it visits.
     """
     if HAS_GUARD and is_off(tensors[13]):
         return
@@ -366,7 +355,7 @@ def forward_tile(
         heads = tl.minimum(heads, h * packed + packed - 1)
     at = found[1] + position
     acc = tl.zeros((TILE_M, BLOCK_DV), tl.float32)
-    row_sum = tl.zeros((TILE_M, 1 if PRECISION == "ieee" else _PARTS), tl.float32)
+    row_sum = tl.zeros((TILE_M, TILE_N if TILE_M <= _FEW else 1 if PRECISION == "ieee" else _PARTS), tl.float32)
     factor = tl.full((), _LOG2E, tl.float32) if HAS_SCORE else scale * _LOG2E
     scales = scale, factor
     if IS_RAW:  # so that it stays finite once it is scaled
@@ -375,7 +364,7 @@ def forward_tile(
         row_max = tl.full((TILE_M,), _LOWEST, tl.float32)
     if seqlen_k <= 0:  # no mod may be asked about a sequence without keys: what it captures need not reach there
         store_results(
-            acc, row_sum, row_max, tensors, strides, spans, sizes, found[0], at, heads, is_row, split, (b, h, first_row),
+            acc, row_sum, row_max, tensors, strides, spans, sizes, found[0], at, heads, is_row, split, (b, h, first_row), True,
             HAS_SINK, HAS_LSE, HAS_MAX, HEAD_DIM_V, BLOCK_DV, PRECISION, IS_DESCRIBED,
         )  # fmt: skip
         return
@@ -393,8 +382,11 @@ def forward_tile(
     kv_head = kv_head.to(tl.int64)
     if IS_DESCRIBED >= 2:
         k_from, v_from = tensors[1], tensors[2]
+        k_rows = tl.multiple_of(tensors[14], 16) + kv_head * strides[1][1]
+        v_rows = tl.multiple_of(tensors[15], 16) + kv_head * strides[2][1]
     else:
-        k_from, v_from = tensors[1] + kv_head * strides[1][1], tensors[2] + kv_head * strides[2][1]
+        k_rows, v_rows = tensors[1] + kv_head * strides[1][1], tensors[2] + kv_head * strides[2][1]
+        k_from, v_from = k_rows, v_rows
     if IS_DESCRIBED == 1:
         row, start = found[3].to(tl.int64), (m * 0 + found[4]).to(tl.int64)
         k_from = tl.make_tensor_descriptor(
@@ -406,7 +398,7 @@ def forward_tile(
     key = (k_from, v_from, found[3], found[4], strides[1][0], strides[1][2], strides[2][0], strides[2][2], kv_head.to(tl.int32))
     # where tiles begin at multiples of their size and so do pages
     FITS: tl.constexpr = (
-        PAGE_SIZE > 0 and IS_CACHE and not HAS_LEFTPAD and (LIST_N == 0 or LIST_N % TILE_N == 0)
+        PAGE_SIZE > 0 and not HAS_LEFTPAD and (LIST_N == 0 or LIST_N % TILE_N == 0)
         and (TILE_N % max(PAGE_SIZE, 1) == 0 or PAGE_SIZE % TILE_N == 0)
     )  # fmt: skip
     pages = tensors[9] + b.to(tl.int64) * sizes[6]
@@ -429,6 +421,7 @@ def forward_tile(
     if RANGES > 0:
         kept = kept[0], inside_of(kept[1], seqlen_k, RANGES), kept[2]
     start, end_full = tl.minimum(begin, full), tl.minimum(stop, full)
+    every = begin, stop
     if IS_JOINED:
         tl.static_assert(RANGES > 0 and PAGE_SIZE == 0 and IS_DESCRIBED > 0, "tiles of both kinds are loaded alike")
         acc, row_sum, row_max = visit_all(
@@ -457,24 +450,18 @@ def forward_tile(
             )
             acc = plus_product(acc, owed, p, v, PRECISION)
     else:
-        # Page numbers are loaded two tiles ahead: a tile's keys, which need them, are asked for while the tile before it is worked on.
-        # (They are clamped when they come nearer, for Triton pipelines no loop that hands a value on as it is.)
+        # Page numbers are loaded three tiles ahead and clamped as they come nearer: Triton pipelines no loop that hands a value on as it is
+        numbers, near, coming, nearby = 0, 0, 0, 0
         if PAGE_SIZE > 0:
-            ahead, beyond = 0, 0
-            if start < end_full:
-                ahead = full_at(runs, start, RANGES, TILE_N, LIST_N)
-                beyond = full_at(runs, tl.minimum(start + 1, end_full - 1), RANGES, TILE_N, LIST_N)
-            last_key = found[4] + seqlen_k - 1
-            numbers = inside(page_numbers(found[4] + ahead, last_key, pages, TILE_N, PAGE_SIZE, FITS, True), cache[3])
-            coming = page_numbers(found[4] + beyond, last_key, pages, TILE_N, PAGE_SIZE, FITS, True)
-        else:
-            numbers, coming = 0, 0
+            numbers, near, coming, nearby = first_numbers(
+                runs, start, end_full, found[4], seqlen_k, pages, cache[3], RANGES, TILE_N, LIST_N, PAGE_SIZE, FITS
+            )
         for i in range(start, end_full):
             first = full_at(runs, i, RANGES, TILE_N, LIST_N)
             of_tile = numbers
             if PAGE_SIZE > 0:
-                numbers = inside(coming, cache[3])
-                beyond = full_at(runs, tl.minimum(i + 2, end_full - 1), RANGES, TILE_N, LIST_N)
+                numbers, near = tl.minimum(near, cache[3]), tl.maximum(coming, 0)
+                beyond = full_at(runs, tl.minimum(i + 3, end_full - 1), RANGES, TILE_N, LIST_N)
                 coming = page_numbers(found[4] + beyond, 0, pages, TILE_N, PAGE_SIZE, FITS, False)
             acc, row_sum, row_max = visit(
                 acc, row_sum, row_max, q, first, first + TILE_N, True, key, kept, b, asked, of_tile, scales, captured,
@@ -494,7 +481,19 @@ def forward_tile(
         )  # fmt: skip
     if IS_RAW:
         row_max = row_max * factor
-    store_results(
-        acc, row_sum, row_max, tensors, strides, spans, sizes, found[0], at, heads, is_row, split, (b, h, first_row),
+    if PAGE_SIZE > 0:  # so that they are loaded: no pool has less than no pages
+        tl.store(tensors[9] + tl.arange(0, NEARBY), nearby, mask=(nearby == 0) & (cache[3] < -1))
+    is_right = not HIDES or is_finite(acc, None)
+    top, total = store_results(
+        acc, row_sum, row_max, tensors, strides, spans, sizes, found[0], at, heads, is_row, split, (b, h, first_row), is_right,
         HAS_SINK, HAS_LSE, HAS_MAX, HEAD_DIM_V, BLOCK_DV, PRECISION, IS_DESCRIBED,
     )  # fmt: skip
+    if not is_right:
+        out = (tensors[16] if IS_DESCRIBED >= 3 else tensors[3]) + split.to(tl.int64) * strides[4][0]
+        offsets = found[0].to(tl.int64) * strides[3][0] + heads.to(tl.int64) * strides[3][1] + at.to(tl.int64) * strides[3][2]
+        out_again(
+            top, total, out + offsets, is_row, q, every[0], every[1], full, seqlen_k, runs,
+            (k_rows, v_rows, key[2], key[3], key[4], key[5], key[6], key[7], key[8]), kept, b, asked, pages, cache[3], scales, captured,
+            scores_of, SCORE, MASK, ALWAYS, HAS_SCORE, HAS_MASK, HAS_ALWAYS, RANGES, TILE_N, LIST_N, HEAD_DIM, HEAD_DIM_V,
+            BLOCK_D, BLOCK_DV, PAGE_SIZE, PRECISION, IS_RAW,
+        )  # fmt: skip

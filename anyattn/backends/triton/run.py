@@ -40,7 +40,10 @@ _FORWARD = Signature(
     (
         (
             "pointer",
-            ("q", "k", "v", "out", "lse", "highest", "sink", "entries", "order", "pages", "cached", "leftpad", "cache_rows", "guard"),
+            (
+                "q", "k", "v", "out", "lse", "highest", "sink", "entries", "order", "pages", "cached", "leftpad", "cache_rows", "guard",
+                "plain_k", "plain_v", "plain_out",
+            ),
         ),
         ("stride", (*strides_named("q", "k", "v", "out"), ("part_out",))),
         ("long", (("part_statistics",), LISTS[1])),
@@ -54,7 +57,7 @@ _FORWARD = Signature(
     (
         "RANGES", "TILE_M", "TILE_N", "LIST_M", "LIST_N", "HAS_FULL", "HEAD_DIM", "HEAD_DIM_V", "BLOCK_D", "BLOCK_DV", "IS_PACKED",
         "HAS_ENTRIES", "IS_CACHE", "HAS_LEFTPAD", "HAS_ROWS", "PAGE_SIZE", "HAS_SINK", "HAS_LSE", "HAS_MAX", "PRECISION",
-        "IS_RAW", "IS_LATE", "IS_DESCRIBED", "IS_JOINED", "HAS_GUARD", "IS_RISING",
+        "IS_RAW", "IS_LATE", "IS_DESCRIBED", "IS_JOINED", "HAS_GUARD", "IS_RISING", "HIDES",
     ),
 )  # fmt: skip
 
@@ -153,7 +156,7 @@ def _launch(form: Form, plan: Plan, target: _Target) -> None:
     cache_tables = (None, None, None) if cache is None else tuple(map(_contiguous, cache.tables[:3]))
     tensors = (
         problem.q, problem.k, problem.v, *target[:3], _contiguous(problem.sink), found.entries, found.order, found.pages, *cache_tables,
-        found.guard,
+        found.guard, problem.k, problem.v, target.out,
     )  # fmt: skip
     key = (*facts_of(problem, found, target.out), target.lse is None, target.highest is None, is_raw := _is_raw(problem))
     ready = kept.get(key)
@@ -212,10 +215,12 @@ def _constants(call: _Call, is_aligned: bool) -> dict[str, Any]:
     is_packed = plan.heads_per_tile > 1 or has_few
     described = _described(ways.is_described, form, plan, found, target) if is_aligned else 0
     described = min(described, 2) if is_packed else described
+    # a descriptor's tile may hold keys of the next document
+    hides = chosen.program.hides or (described >= 2 and form.documents is not None)
     return {
-        **constants_of(problem, chosen, found), "TILE_M": plan.tile_m, "TILE_N": plan.tile_n,
+        **constants_of(problem, chosen, found), "HIDES": hides, "TILE_M": plan.tile_m, "TILE_N": plan.tile_n,
         "PAGE_SIZE": 0 if found.pages is None else problem.k.shape[2],
-        "IS_PACKED": is_packed, "IS_CACHE": cache is not None, "HAS_LEFTPAD": cache is not None and cache.tables.leftpad is not None,
+        "IS_PACKED": is_packed, "IS_CACHE": cache is not None, "HAS_LEFTPAD": _may_be_padded(problem, cache),
         "HAS_ROWS": cache is not None and cache.tables.rows is not None, "HAS_SINK": problem.sink is not None and splits == 1,
         "HAS_LSE": target.lse is not None, "HAS_MAX": target.highest is not None, "IS_RAW": is_raw,
         "IS_LATE": ways.is_late and found.pages is None,
@@ -282,6 +287,13 @@ def _cache_sizes(problem: Problem, cache: StoredCache | None) -> tuple[int, int,
         return 0, 0, 0, last_page
     sizes = cache.sizes
     return sizes.rows_q if sizes.new is None else sizes.new, sizes.capacity, sizes.storage, last_page
+
+
+def _may_be_padded(problem: Problem, cache: StoredCache | None) -> bool:
+    """Whether a cache's keys may begin behind padding: where nobody has looked, if there is a table of it."""
+    if cache is not None:
+        return cache.tables.leftpad is not None
+    return problem.sequences is not None and problem.sequences.is_cache
 
 
 def _contiguous(x: Tensor | None) -> Tensor | None:
