@@ -437,6 +437,6 @@ def test_the_backward_of_a_band() -> None:
     _, dq, dkdv = ahead.launches(ahead.problem_of(mask_mod=bands["window"].fn, has_grad=True), (9, 0), backward=True)
     assert (dq.options["TILE_M"], dq.options["num_warps"]) == (64, 4) and dkdv.options["IS_JOINED"]
     kernel = ahead.compiled(dkdv, (9, 0))
-    (loop,) = [x for x in ahead.machine_loops(kernel.asm["cubin"]) if any("MMA" in o for o in x)]
+    loop, *_ = (x for x in ahead.machine_loops(kernel.asm["cubin"]) if any("MMA" in o for o in x))  # the other repairs what is not finite
     assert sum("BRA" in o for o in loop) == 2 and sum("HGMMA" in o for o in loop) == 24
     assert ahead.spilled(kernel.asm["cubin"]) <= ahead.MOST_SPILLED

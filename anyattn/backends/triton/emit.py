@@ -274,14 +274,15 @@ class _Writer:
 
     def _in_floats(self, at: int) -> str | None:
         """A whole number of each score as sums of float32, where they are exact: then what is turned into floats is a row's and a column's
-        numbers. None where that is not so."""
+        numbers. None where that is not so: of less than 32 bits a result may have wrapped around, and a float's -0 is no whole number."""
         node = self.nodes[at]
         is_exact = category(node.dtype) == "int" and (extent := self.extents[at]) is not None and bits_of(extent) <= _EXACT_BITS
         if not is_exact:
             return None
         if self.stages[at] != "tile":
             return self._aside(at, "float", f"{self.prefix}{at}.to(tl.float32)")
-        parts = [self._in_floats(a) for a in node.args] if node.op in ("add", "sub", "neg", "abs") else [None]
+        is_plain = node.op in ("add", "sub", "abs") and (_is_long(node.dtype) or node.dtype is torch.int32)
+        parts = [self._in_floats(a) for a in node.args] if is_plain else [None]
         return None if None in parts else f"({_TEMPLATES[node.op].format(*parts)})"
 
     def _power(self, at: int, args: list[str]) -> str:
