@@ -41,7 +41,7 @@ def out_again(
                     numbers = inside(page_numbers(key[3] + first, key[3] + end - 1, pages, STEP, PAGE_SIZE, False, True), last_page)
                 s = SCORES(
                     q, first, end, is_shown, key, rows, b, h, numbers, scales, captured, SCORE, MASK, ALWAYS,
-                    True, HAS_SCORE, HAS_MASK, HAS_ALWAYS, RANGES, STEP, HEAD_DIM, BLOCK_D, PAGE_SIZE, False, PRECISION, IS_RAW, 0,
+                    True, HAS_SCORE, HAS_MASK, HAS_ALWAYS, RANGES, STEP, HEAD_DIM, BLOCK_D, PAGE_SIZE, False, PRECISION, IS_RAW, 0, False,
                 )  # fmt: skip
                 if PAGE_SIZE > 0:
                     at = paged_places(first + key[3], end - 1 + key[3], numbers, key[6], key[7], STEP, PAGE_SIZE, False, True)
