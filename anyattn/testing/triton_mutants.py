@@ -24,7 +24,7 @@ __all__ = ["MUTANTS", "active", "changed"]
 _PACKAGE = "anyattn.backends.triton"
 _FORWARD, _BACKWARD, _SPANS = "forward_kernel.py", "backward_kernel.py", "row_spans.py"
 _VISITS, _PLACES = "visits.py", "places.py"
-_COMBINE, _PRODUCTS = "combine_kernel.py", "products.py"
+_COMBINE, _PRODUCTS, _PAGES = "combine_kernel.py", "products.py", "pages.py"
 _OF_HIDDEN = "if (IS_PARTIAL or HAS_ALWAYS) and of_score[1].type.is_block():\n            ds = tl.where("
 
 MUTANTS = {
@@ -75,7 +75,7 @@ MUTANTS = {
         Mutant("scale_1_percent_off", _FORWARD, "else scale * _LOG2E\n", "else scale * _LOG2E * 1.01\n", "full"),
         Mutant("output_not_rescaled", _PRODUCTS, "tl.fma(acc, rescale[:, None], product)", "tl.fma(acc, 1.0, product)", "peaky"),
         Mutant("sum_not_rescaled", _FORWARD, "row_sum * rescale[:, None] + sums_of", "row_sum + sums_of", "peaky"),
-        Mutant("stale_maximum", _FORWARD, "sums_of(p, row_sum), highest\n", "sums_of(p, row_sum), row_max\n", "peaky"),
+        Mutant("stale_maximum", _FORWARD, "row_sum), highest\n", "row_sum), row_max\n", "peaky"),
         Mutant("sink_counted_twice", _FORWARD, "+ tl.exp2(logit - highest)", "+ 2 * tl.exp2(logit - highest)", "sink"),
         Mutant("sink_does_not_rescale", _FORWARD, "acc = acc * rescale[:, None]\n        row_max", "row_max", "sink"),
         Mutant("sink_in_base_2", _FORWARD, ".to(tl.float32) * _LOG2E\n        highest", ".to(tl.float32)\n        highest", "sink"),
@@ -88,9 +88,10 @@ MUTANTS = {
         Mutant("head_dim_not_cut", _FORWARD, "mask=is_row & (d < HEAD_DIM)", "mask=is_row & (d <= HEAD_DIM)", "head_dim"),
         Mutant("queries_of_the_first_sequence", _FORWARD, "at = found[1] + position", "at = position", "packed"),
         Mutant("keys_of_the_first_sequence", _FORWARD, "tl.arange(0, TILE_N) + key[3]\n", "tl.arange(0, TILE_N)\n", "packed"),
-        Mutant("page_off_by_one", _PLACES, "tl.load(pages + asked)", "tl.load(pages + tl.maximum(asked - 1, 0))", "pages"),
-        Mutant("row_of_page_off_by_one", _PLACES, "((first + lane) % PAGE_SIZE) *", "((first + lane + 1) % PAGE_SIZE) *", "pages"),
-        Mutant("pages_of_the_first_sequence", _FORWARD, "tensors[9] + b.to(tl.int64) * sizes[6]", "tensors[9]", "pages"),
+        Mutant("page_off_by_one", _PAGES, "tl.load(pages + asked)", "tl.load(pages + (tl.maximum(asked, 1) - 1))", "pages"),
+        Mutant("row_of_page_off_by_one", _PAGES, "((first + lane).to(tl.uint32) %", "((first + lane + 1).to(tl.uint32) %", "uneven_pages"),
+        Mutant("row_of_fitting_page_off_by_one", _PAGES, "(lane % PAGE_SIZE) * stride", "((lane + 1) % PAGE_SIZE) * stride", "pages"),
+        Mutant("page_table_of_the_first_sequence", _FORWARD, "tensors[9] + b.to(tl.int64) * sizes[6]", "tensors[9]", "pages"),
         Mutant("launch_without_work_does_it", _PLACES, "tl.load(guard) != 0", "tl.load(guard) == 7", "documents"),
         Mutant("launch_with_work_leaves_it", _PLACES, "tl.load(guard) != 0", "tl.load(guard) >= 0", "documents"),
         # splits

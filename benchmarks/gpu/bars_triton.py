@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from benchmarks.bars import Bar
 from benchmarks.case import OURS
-from benchmarks.gpu.cases import BACKWARD, DECODE, FA2, GRADIENTS, MASK_VARIANTS, SCORE_VARIANTS, SPLITS
+from benchmarks.gpu.cases import BACKWARD, DECODE, FA2, GRADIENTS, MASK_VARIANTS, PAGED_SPLITS, SCORE_VARIANTS, SPLITS
 from benchmarks.gpu.reading import one, probe, some
 
 __all__ = ["BARS"]
@@ -27,7 +27,9 @@ def _decode_bars() -> list[Bar]:
     bars += some("decode with a score mod, share of the copy bandwidth", _DECODE, ("copy",), 0.80, mine="anyattn-alibi")
     for size in (64, 16):
         bars += some(f"decode, pages of {size}, time over contiguous", _DECODE, (OURS,), 1.05, mine=f"anyattn-paged-{size}", is_time=True)
-    return bars + some("decode, chosen splits, time over the best of 1 to 32", _DECODE, SPLITS, 1.05, is_time=True)
+    bars += some("decode, chosen splits, time over the best of 1 to 32", _DECODE, SPLITS, 1.05, is_time=True)
+    name = "decode from pages of 16, chosen splits, time over the best of 1 to 32"
+    return bars + some(name, _DECODE, PAGED_SPLITS, 1.05, mine="anyattn-paged-16", is_time=True)
 
 
 def _learning_bars() -> list[Bar]:

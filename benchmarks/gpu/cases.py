@@ -20,6 +20,7 @@ __all__ = [
     "GROUPS",
     "MASK_SIZES",
     "MASK_VARIANTS",
+    "PAGED_SPLITS",
     "SCORE_VARIANTS",
     "SPLITS",
     "GpuCase",
@@ -38,6 +39,7 @@ SCORE_VARIANTS = ("alibi", "t5_bias", "softcap", "head_bias")
 CAUSAL_SCORES = ("alibi", "softcap", "head_bias")
 MASK_SIZES = (8192, 32_768, 131_072)
 SPLITS = tuple(f"splits-{n}" for n in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32))
+PAGED_SPLITS = tuple(f"anyattn-paged-16-splits-{n}" for n in (1, 2, 4, 8, 16, 32))
 _BACKWARD_PRODUCTS = 5  # the scores again, dV, dP, dQ, dK
 
 
@@ -123,8 +125,8 @@ def _gradients(variant: str, shape: Shape) -> GpuCase:
 
 
 def _decode(batch: int, heads_q: int, seqlen_k: int) -> GpuCase:
-    peers = ("copy", "anyattn-alibi", "anyattn-paged-64", "anyattn-paged-16", "anyattn-append", "fa3-pages", "fa3-paged-64", *SPLITS)
-    return GpuCase("decode", "decode", "causal", Shape(batch, heads_q, 8, 1, seqlen_k, 128), peers, "triton")
+    peers = ("copy", "anyattn-alibi", "anyattn-paged-64", "anyattn-paged-16", "anyattn-append", "fa3-pages", "fa3-paged-64")
+    return GpuCase("decode", "decode", "causal", Shape(batch, heads_q, 8, 1, seqlen_k, 128), (*peers, *SPLITS, *PAGED_SPLITS), "triton")
 
 
 _SQUARE = Shape.square(_SEQLEN, 16, 128, 2)

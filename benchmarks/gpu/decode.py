@@ -61,13 +61,14 @@ def pages(inputs: Inputs, page_size: int) -> tuple[Tensor, Tensor, Tensor]:
     return pools[0], pools[1], where.view(batch, each).int()
 
 
-def paged(page_size: int) -> Callable[[Inputs], Callable[[], Any]]:
+def paged(page_size: int, num_splits: int = 0) -> Callable[[Inputs], Callable[[], Any]]:
     def prepare(inputs: Inputs) -> Callable[[], Any]:
         import anyattn
 
         q, lengths, backend = inputs.bshd[0], _lengths(inputs), inputs.case.backend
         k, v, table = pages(inputs, page_size)
-        return lambda: anyattn.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, page_table=table, causal=True, backend=backend)
+        options: dict[str, Any] = {"causal": True, "num_splits": num_splits, "backend": backend}
+        return lambda: anyattn.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, page_table=table, **options)
 
     return prepare
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from benchmarks.case import OURS
 from benchmarks.gpu import decode
-from benchmarks.gpu.cases import SPLITS
+from benchmarks.gpu.cases import PAGED_SPLITS, SPLITS
 from benchmarks.gpu.inputs import Inputs, intervals
 from benchmarks.gpu.variants import VARIANTS, Setting
 from benchmarks.peers import Unavailable
@@ -266,6 +266,7 @@ CONTESTANTS: dict[str, Callable[[Inputs], Entry]] = {
     "anyattn-paged-16": _at_cache(decode.paged(16)),
     "anyattn-append": _at_cache(decode.append),
     **{name: _at_cache(decode.splits(int(name.removeprefix("splits-")))) for name in SPLITS},
+    **{name: _at_cache(decode.paged(16, int(name.rpartition("-")[2]))) for name in PAGED_SPLITS},
     "copy": _at_cache(decode.copy),
     "fa3": _native("fa3_fwd_interface", lacks="window_size"),
     "fa3-pages": _native(_PAGES, lacks="softcap"),

@@ -179,6 +179,8 @@ def test_bars_of_the_triton_backend_read_the_right_contestants() -> None:
     paged, chosen_splits = bar("decode, pages of 64"), bar("decode, chosen splits")
     assert paged.measure(found) == pytest.approx(1.1, rel=1e-9) and not paged.passes(1.1) and paged.passes(1.04)
     assert chosen_splits.measure(found) == pytest.approx(1.25, rel=1e-9)
+    times = {OURS: 1.0, "anyattn-paged-16": 1.2, "anyattn-paged-16-splits-2": 1.0, "anyattn-paged-16-splits-16": 2.0, "splits-8": 0.5}
+    assert bar("decode from pages of 16").measure(ratios(DECODE[1].name, times)) == pytest.approx(1.2, rel=1e-9)
     with pytest.raises(KeyError):
         bar("decode, pages of 16").measure(found)
     found = ratios(GRADIENTS[1].name, {OURS: 3.0, "anyattn-frozen": 2.0, "anyattn-plain": 1.0})

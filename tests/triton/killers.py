@@ -115,17 +115,22 @@ def ragged_lists() -> None:
         seq.judge(got, batch, meaning, label=layout)
 
 
-def pages() -> None:
+def pages(size: int) -> Callable[[], None]:
     """Shuffled pages; keys that the batch does not use hold NaN."""
-    batch = seq.ragged([9, 20, 3], [30, 41, 18])
-    table, count = seq.shuffled_table(3, 48, 8, 1)
-    used = torch.tensor(batch.lengths[1])
-    pools = [seq.paged(part, 8, table, count) for part in (batch.k, batch.v)]
-    out, lse = anyattn.flash_attn_varlen_func(
-        seq.packed(batch.q), *pools, cu_seqlens_q=seq.ends(batch.lengths[0]), seqused_k=used, page_table=table, causal=True, return_lse=True
-    )
-    lengths = batch.lengths[0]
-    seq.judge({"out": seq.unpacked(out, lengths), "lse": list(lse.split(lengths, 1))}, batch, Meaning(causal=True))
+
+    def check() -> None:
+        batch = seq.ragged([9, 20, 3], [30, 41, 18])
+        table, count = seq.shuffled_table(3, 48, size, 1)
+        used = torch.tensor(batch.lengths[1])
+        pools = [seq.paged(part, size, table, count) for part in (batch.k, batch.v)]
+        ends = seq.ends(batch.lengths[0])
+        out, lse = anyattn.flash_attn_varlen_func(
+            seq.packed(batch.q), *pools, cu_seqlens_q=ends, seqused_k=used, page_table=table, causal=True, return_lse=True
+        )
+        lengths = batch.lengths[0]
+        seq.judge({"out": seq.unpacked(out, lengths), "lse": list(lse.split(lengths, 1))}, batch, Meaning(causal=True))
+
+    return check
 
 
 def exact() -> None:
@@ -233,7 +238,8 @@ KILLERS: dict[str, Callable[[], Any]] = {
     "packed": packed(),
     "documents": documents,
     "ragged_lists": ragged_lists,
-    "pages": pages,
+    "pages": pages(8),
+    "uneven_pages": pages(12),
     "exact": exact,
     "shared_pages": lambda: varlen.test_shared_pages(torch.float32),
 }

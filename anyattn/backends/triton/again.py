@@ -198,7 +198,7 @@ def facts_of(problem: Problem, found: Tables, *tensors: Tensor) -> tuple:
     for mask in problem.predicates:
         facts += _facts_of_mod(mask, False)
     if problem.sequences is not None:
-        facts += (problem.batch, problem.bound_q, problem.bound_k)
+        facts += (problem.batch, problem.bound_q, problem.bound_k, problem.sequences.is_cache)
         if found.pages is not None:
             facts += (found.pages.stride(), found.pages.dtype)
         if found.cache is not None:

@@ -19,7 +19,8 @@ import triton
 import triton.language as tl
 
 from anyattn.backends.triton.hidden import out_again
-from anyattn.backends.triton.places import cache_entry, entry, inside, is_off, key_places, page_numbers, paged_places, row_tile, work_of
+from anyattn.backends.triton.pages import NEARBY, first_numbers, inside, page_numbers, paged_places
+from anyattn.backends.triton.places import cache_entry, entry, is_off, key_places, row_tile, work_of
 from anyattn.backends.triton.products import is_finite, plus_product
 from anyattn.backends.triton.visits import full_at, inside_of, partial_at, visits_of
 
@@ -77,7 +78,7 @@ def scores_of(
     scales: what a product is multiplied with for the score mod, and what a score is multiplied with for base 2.
     end: keys from it on are not there (IS_WHOLE: all of the tile are; if not IS_PARTIAL, they come as zeros). is_shown: all others are
     visible, whatever the mask says. key: k, v, k_row, k_start and their strides. rows: what the parts of the program keep per row. numbers:
-    of the tile's pages, see ``places.page_numbers``.
+    of the tile's pages, see ``pages.page_numbers``.
     """
     lane = first + tl.arange(0, TILE_N)
     k = keys_at(
@@ -142,6 +143,8 @@ def sums_of(p, row_sum):
     PARTS: tl.constexpr = row_sum.shape[1]
     if PARTS == 1:
         return tl.sum(p, 1, keep_dims=True)
+    elif p.shape[1] == PARTS:
+        return p
     else:
         return tl.sum(tl.reshape(p, (p.shape[0], p.shape[1] // PARTS, PARTS)), 1)
 
@@ -352,7 +355,7 @@ def forward_tile(
         heads = tl.minimum(heads, h * packed + packed - 1)
     at = found[1] + position
     acc = tl.zeros((TILE_M, BLOCK_DV), tl.float32)
-    row_sum = tl.zeros((TILE_M, 1 if PRECISION == "ieee" else _PARTS), tl.float32)
+    row_sum = tl.zeros((TILE_M, TILE_N if TILE_M <= _FEW else 1 if PRECISION == "ieee" else _PARTS), tl.float32)
     factor = tl.full((), _LOG2E, tl.float32) if HAS_SCORE else scale * _LOG2E
     scales = scale, factor
     if IS_RAW:  # so that it stays finite once it is scaled
@@ -395,7 +398,7 @@ def forward_tile(
     key = (k_from, v_from, found[3], found[4], strides[1][0], strides[1][2], strides[2][0], strides[2][2], kv_head.to(tl.int32))
     # where tiles begin at multiples of their size and so do pages
     FITS: tl.constexpr = (
-        PAGE_SIZE > 0 and IS_CACHE and not HAS_LEFTPAD and (LIST_N == 0 or LIST_N % TILE_N == 0)
+        PAGE_SIZE > 0 and not HAS_LEFTPAD and (LIST_N == 0 or LIST_N % TILE_N == 0)
         and (TILE_N % max(PAGE_SIZE, 1) == 0 or PAGE_SIZE % TILE_N == 0)
     )  # fmt: skip
     pages = tensors[9] + b.to(tl.int64) * sizes[6]
@@ -447,24 +450,18 @@ def forward_tile(
             )
             acc = plus_product(acc, owed, p, v, PRECISION)
     else:
-        # Page numbers are loaded two tiles ahead: a tile's keys, which need them, are asked for while the tile before it is worked on.
-        # (They are clamped when they come nearer, for Triton pipelines no loop that hands a value on as it is.)
+        # Page numbers are loaded three tiles ahead and clamped as they come nearer: Triton pipelines no loop that hands a value on as it is
+        numbers, near, coming, nearby = 0, 0, 0, 0
         if PAGE_SIZE > 0:
-            ahead, beyond = 0, 0
-            if start < end_full:
-                ahead = full_at(runs, start, RANGES, TILE_N, LIST_N)
-                beyond = full_at(runs, tl.minimum(start + 1, end_full - 1), RANGES, TILE_N, LIST_N)
-            last_key = found[4] + seqlen_k - 1
-            numbers = inside(page_numbers(found[4] + ahead, last_key, pages, TILE_N, PAGE_SIZE, FITS, True), cache[3])
-            coming = page_numbers(found[4] + beyond, last_key, pages, TILE_N, PAGE_SIZE, FITS, True)
-        else:
-            numbers, coming = 0, 0
+            numbers, near, coming, nearby = first_numbers(
+                runs, start, end_full, found[4], seqlen_k, pages, cache[3], RANGES, TILE_N, LIST_N, PAGE_SIZE, FITS
+            )
         for i in range(start, end_full):
             first = full_at(runs, i, RANGES, TILE_N, LIST_N)
             of_tile = numbers
             if PAGE_SIZE > 0:
-                numbers = inside(coming, cache[3])
-                beyond = full_at(runs, tl.minimum(i + 2, end_full - 1), RANGES, TILE_N, LIST_N)
+                numbers, near = tl.minimum(near, cache[3]), tl.maximum(coming, 0)
+                beyond = full_at(runs, tl.minimum(i + 3, end_full - 1), RANGES, TILE_N, LIST_N)
                 coming = page_numbers(found[4] + beyond, 0, pages, TILE_N, PAGE_SIZE, FITS, False)
             acc, row_sum, row_max = visit(
                 acc, row_sum, row_max, q, first, first + TILE_N, True, key, kept, b, asked, of_tile, scales, captured,
@@ -484,6 +481,8 @@ def forward_tile(
         )  # fmt: skip
     if IS_RAW:
         row_max = row_max * factor
+    if PAGE_SIZE > 0:  # so that they are loaded: no pool has less than no pages
+        tl.store(tensors[9] + tl.arange(0, NEARBY), nearby, mask=(nearby == 0) & (cache[3] < -1))
     is_right = not HIDES or is_finite(acc, None)
     top, total = store_results(
         acc, row_sum, row_max, tensors, strides, spans, sizes, found[0], at, heads, is_row, split, (b, h, first_row), is_right,

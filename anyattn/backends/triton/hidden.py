@@ -7,7 +7,8 @@ register that the loops have whose work it does again, and little of the compile
 import triton
 import triton.language as tl
 
-from anyattn.backends.triton.places import inside, key_places, page_numbers, paged_places
+from anyattn.backends.triton.pages import inside, page_numbers, paged_places
+from anyattn.backends.triton.places import key_places
 from anyattn.backends.triton.products import TURNS, plus_product, settled, turned
 from anyattn.backends.triton.visits import tile_at
 

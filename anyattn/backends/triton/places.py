@@ -3,10 +3,7 @@
 import triton
 import triton.language as tl
 
-__all__ = [
-    "cache_entry", "entry", "inside", "is_off", "key_places", "load_columns", "page_numbers", "paged_places", "row_at", "row_tile",
-    "tile_offsets", "work_of",
-]  # fmt: skip
+__all__ = ["cache_entry", "entry", "is_off", "key_places", "load_columns", "row_at", "row_tile", "tile_offsets", "work_of"]
 
 
 @triton.jit
@@ -100,49 +97,9 @@ def is_off(guard):
 
 
 @triton.jit
-def inside(numbers, last_page):
-    """Page numbers, those outside of the pool as some inside: nobody has looked at the table."""
-    return tl.minimum(tl.maximum(numbers, 0), last_page)
-
-
-@triton.jit
 def key_places(at, k_row, stride_row, stride):
     """Offsets in 64 bits of storage rows ``at`` of one sequence's keys, which are in no pages."""
     return k_row.to(tl.int64) * stride_row + at.to(tl.int64) * stride
-
-
-@triton.jit
-def page_numbers(first, last, pages, TILE_N: tl.constexpr, PAGE_SIZE: tl.constexpr, FITS: tl.constexpr, IS_CUT: tl.constexpr):
-    """The pages of storage rows ``first .. first + TILE_N``, a number a row, or one for all where the tile lies in one page.
-
-    FITS: tiles begin where pages do, or lie inside of them. IS_CUT: no page is asked for beyond row ``last``.
-    """
-    lane = tl.arange(0, TILE_N)
-    if FITS and PAGE_SIZE >= TILE_N:
-        asked = first // PAGE_SIZE
-    elif IS_CUT:
-        asked = tl.minimum(first + lane, last) // PAGE_SIZE
-    elif FITS:
-        asked = first // PAGE_SIZE + lane // PAGE_SIZE
-    else:
-        asked = (first + lane) // PAGE_SIZE
-    return tl.load(pages + asked)
-
-
-@triton.jit
-def paged_places(
-    first, last, numbers, stride_page, stride, TILE_N: tl.constexpr, PAGE_SIZE: tl.constexpr, FITS: tl.constexpr, IS_CUT: tl.constexpr
-):  # fmt: skip
-    """Offsets in 64 bits of storage rows ``first .. first + TILE_N`` on the pages of these numbers."""
-    lane = tl.arange(0, TILE_N)
-    if IS_CUT:
-        lane = tl.minimum(lane, last - first)
-    if FITS and PAGE_SIZE >= TILE_N:
-        return numbers.to(tl.int64) * stride_page + (first % PAGE_SIZE) * stride + lane * stride
-    elif FITS:
-        return numbers.to(tl.int64) * stride_page + (lane % PAGE_SIZE) * stride
-    else:
-        return numbers.to(tl.int64) * stride_page + ((first + lane) % PAGE_SIZE) * stride
 
 
 @triton.jit

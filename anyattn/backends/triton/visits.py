@@ -243,7 +243,8 @@ def partial_at(runs, i, seqlen_k, RANGES: tl.constexpr, TILE_N: tl.constexpr, LI
 def tile_at(runs, i, full, seqlen_k, RANGES: tl.constexpr, TILE_N: tl.constexpr, LIST_N: tl.constexpr):
     """``partial_at`` of the i-th tile of all, the ``full`` ones before the partial ones; a mask by ranges shows all of a full one."""
     if RANGES > 0:
-        return tl.where(i < full, _ranged_full(runs, i, RANGES), _ranged_partial(runs, i - full, RANGES)) * TILE_N, seqlen_k, False
+        place = tl.where(i < full, _ranged_full(runs, i, RANGES), _ranged_partial(runs, i - full, RANGES))
+        return place * TILE_N, seqlen_k, False
     else:
         first, end, is_shown = i * 0, i * 0, i >= 0
         if i < full:
