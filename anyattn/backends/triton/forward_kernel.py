@@ -31,8 +31,6 @@ _LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 # A row's maximum is never less, so that -inf less the maximum is -inf and not NaN.
 _LOWEST: tl.constexpr = tl.constexpr(-1.7014118e38)
 _FEW: tl.constexpr = tl.constexpr(32)  # rows of a tile
-# Sums of a row's weights until its end: a thread has one column of eight, or two next to each other, and adds up its own by itself.
-_PARTS: tl.constexpr = tl.constexpr(8)
 
 
 @triton.jit
@@ -318,7 +316,7 @@ def forward_tile(
     IS_PACKED: tl.constexpr, HAS_ENTRIES: tl.constexpr, IS_CACHE: tl.constexpr, HAS_LEFTPAD: tl.constexpr,
     HAS_ROWS: tl.constexpr, PAGE_SIZE: tl.constexpr, HAS_SINK: tl.constexpr, HAS_LSE: tl.constexpr, HAS_MAX: tl.constexpr,
     PRECISION: tl.constexpr, IS_RAW: tl.constexpr, IS_LATE: tl.constexpr, IS_DESCRIBED: tl.constexpr, IS_JOINED: tl.constexpr,
-    HAS_GUARD: tl.constexpr, IS_RISING: tl.constexpr, HIDES: tl.constexpr,
+    HAS_GUARD: tl.constexpr, IS_RISING: tl.constexpr, HIDES: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     """One row tile, or one split of its keys.
 
@@ -326,7 +324,8 @@ def forward_tile(
     of the mask, 0 where lists say which tiles to visit. IS_PACKED: a tile may hold several query heads, which share keys. IS_CACHE: entries
     are what the cache's tables say. IS_RAW: the greatest product has the greatest score (the scale is positive), or there is a score mod,
     so that maxima are taken before the change to base 2. IS_LATE: a full tile's second product runs beside the next one's exponentials.
-    IS_DESCRIBED: keys and values come by tensor descriptors. HIDES: a row may not see a key of a tile that it visits.
+    IS_DESCRIBED: keys and values come by tensor descriptors. HIDES: a row may not see a key of a tile that it visits. SUMS: see
+    ``config.row_sums``.
     """
     if HAS_GUARD and is_off(tensors[13]):
         return
@@ -355,7 +354,7 @@ def forward_tile(
         heads = tl.minimum(heads, h * packed + packed - 1)
     at = found[1] + position
     acc = tl.zeros((TILE_M, BLOCK_DV), tl.float32)
-    row_sum = tl.zeros((TILE_M, TILE_N if TILE_M <= _FEW else 1 if PRECISION == "ieee" else _PARTS), tl.float32)
+    row_sum = tl.zeros((TILE_M, SUMS), tl.float32)
     factor = tl.full((), _LOG2E, tl.float32) if HAS_SCORE else scale * _LOG2E
     scales = scale, factor
     if IS_RAW:  # so that it stays finite once it is scaled

@@ -57,7 +57,7 @@ _FORWARD = Signature(
     (
         "RANGES", "TILE_M", "TILE_N", "LIST_M", "LIST_N", "HAS_FULL", "HEAD_DIM", "HEAD_DIM_V", "BLOCK_D", "BLOCK_DV", "IS_PACKED",
         "HAS_ENTRIES", "IS_CACHE", "HAS_LEFTPAD", "HAS_ROWS", "PAGE_SIZE", "HAS_SINK", "HAS_LSE", "HAS_MAX", "PRECISION",
-        "IS_RAW", "IS_LATE", "IS_DESCRIBED", "IS_JOINED", "HAS_GUARD", "IS_RISING", "HIDES",
+        "IS_RAW", "IS_LATE", "IS_DESCRIBED", "IS_JOINED", "HAS_GUARD", "IS_RISING", "HIDES", "SUMS",
     ),
 )  # fmt: skip
 
@@ -225,7 +225,7 @@ def _constants(call: _Call, is_aligned: bool) -> dict[str, Any]:
         "HAS_LSE": target.lse is not None, "HAS_MAX": target.highest is not None, "IS_RAW": is_raw,
         "IS_LATE": ways.is_late and found.pages is None,
         "IS_DESCRIBED": described, "IS_JOINED": ways.is_joined and described >= 2 and chosen.program.range_count > 0,
-        "IS_RISING": chosen.program.is_rising,
+        "IS_RISING": chosen.program.is_rising, "SUMS": config.row_sums(plan.tile_m, plan.tile_n, problem.q.dtype, capability),
     }  # fmt: skip
 
 

@@ -44,7 +44,6 @@ def constants_of(problem: Problem, chosen: Chosen, found: Tables) -> dict[str, A
         "HAS_FULL": found.lists[2] is not None, "HEAD_DIM": d, "HEAD_DIM_V": dv, "BLOCK_D": padded(d), "BLOCK_DV": padded(dv),
         "HAS_ENTRIES": found.entries is not None, "HAS_GUARD": found.guard is not None,
         "HIDES": chosen.program.hides,
-        # of 16 bits there is nothing to choose, and to name what a GPU does not have (TF32, on most of AMD's) is an error. AMD's take the
-        # plainest form of everything: row sums by thread do not compile for all of them
-        "PRECISION": "ieee" if problem.q.dtype is torch.float32 or torch.version.hip is not None else None,
+        # of 16 bits there is nothing to choose, and to name what a GPU does not have (TF32, on most of AMD's) is an error
+        "PRECISION": "ieee" if problem.q.dtype is torch.float32 else None,
     }  # fmt: skip
