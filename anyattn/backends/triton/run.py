@@ -230,7 +230,7 @@ def _constants(call: _Call, is_aligned: bool) -> dict[str, Any]:
 
 
 def _limits(plan: Plan, constants: dict[str, Any], q: Tensor) -> dict[str, int]:
-    """Registers, so that three blocks of Hopper's tiles for heads of 64 still share a multiprocessor where a tile may be computed again: the
+    """Registers, so that three blocks of Hopper's tiles for heads of 64 share a multiprocessor where a tile may be computed again too: the
     compiler takes more for that than it needs."""
     is_third = (plan.tile_m, plan.tile_n, plan.num_warps) == (64, 128, 4) and constants["BLOCK_D"] <= 64 and constants["RANGES"] > 0
     is_hopper = config.architecture(config.capability_of(q.device)) == "sm_90"
