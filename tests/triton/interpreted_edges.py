@@ -241,8 +241,8 @@ def test_12_rows_that_see_the_sink_alone() -> None:
     clean = results(0.0, torch.float32)
     for fill in FILLS[1:]:
         for name, same, got, *want in zip((*seeing.NAMES, "dsink"), clean, results(fill, torch.float32), *wants, strict=True):
-            if name in ("dk", "dv"):
-                budget.check(name, got, *want)
+            if name in ("dk", "dv"):  # of a key that one row sees the plain formula's error is no yardstick
+                budget.check(name, got.flatten(2), *(t.flatten(2) for t in want))
             else:
                 assert torch.equal(same, got), name
 
