@@ -17,8 +17,8 @@ from anyattn.geometry.nearby import heads_side_by_side
 
 __all__ = [
     "PASSES", "Shape", "Tiles", "Ways", "architecture", "asked", "backward_tiles", "candidates", "capability_of", "fits", "fitting",
-    "forward_tiles", "heads_in_turn", "heads_together", "most_short", "needed", "padded", "reason_against", "resident", "row_sums", "shared_memory",
-    "ways_of",
+    "forward_tiles", "heads_in_turn", "heads_together", "most_short", "needed", "padded", "reason_against", "resident", "row_sums",
+    "shared_memory", "ways_of",
 ]  # fmt: skip
 
 PASSES = ("forward", "dq", "dkdv")
@@ -29,8 +29,8 @@ _SHARED = {
 }  # fmt: skip
 _LEAST_SHARED = {True: 99 << 10, False: 48 << 10}  # from compute capability 8 on, and before
 _OF_AMD = 64 << 10
-# Sums of a row's weights until its end: a thread has one column of eight, or two next to each other, and adds up its own by itself. Few rows
-# have one for each column.
+# Sums of a row's weights until its end: a thread has one column of eight, or two next to each other, and adds up its own by itself. Few
+# rows have one for each column.
 _ROW_SUMS, _FEW = 8, 32
 _SMALL_PARTS = 2 << 10  # barriers, statistics and what reductions pass around
 _OF_A_BLOCK = 1 << 10  # what the system keeps for itself in every block
@@ -316,12 +316,12 @@ def ways_of(shape: Shape, capability: tuple[int, int] | None, is_short: bool) ->
     return replace(found, is_described=3) if shape.has_pairs else found
 
 
-def row_sums(tile_m: int, tile_n: int, dtype: torch.dtype, capability: tuple[int, int] | None) -> int:
-    """In how many sums the forward kernel adds up a row's weights. float32 takes one, for errors' sake, and so do Blackwell and AMD's GPUs,
-    whose compilers do not know what to make of more."""
+def row_sums(tile_m: int, tile_n: int, dtype: torch.dtype) -> int:
+    """In how many sums the forward kernel adds up a row's weights. float32 takes one, for errors' sake, and so do AMD's GPUs, for not all
+    of which more compile."""
     if tile_m <= _FEW:
         return tile_n
-    return 1 if dtype is torch.float32 or architecture(capability) == "sm_100" or torch.version.hip is not None else _ROW_SUMS
+    return 1 if dtype is torch.float32 or torch.version.hip is not None else _ROW_SUMS
 
 
 def heads_together(heads: int, head_bytes: int) -> int:

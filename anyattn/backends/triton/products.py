@@ -36,10 +36,10 @@ def plus_product(acc, rescale, p, v, PRECISION: tl.constexpr):
 @triton.jit
 def is_finite(x, y):
     """Whether two blocks of as many rows hold neither NaN nor infinity; y may be None."""
-    lost = tl.sum(x * 0.0, 1)
+    lost = tl.sum(tl.sum(x * 0.0, 1, keep_dims=True))  # a vector that is summed once more Triton does not compile for Blackwell
     if y is not None:
-        lost += tl.sum(y * 0.0, 1)
-    return tl.sum(lost, 0) == 0
+        lost += tl.sum(tl.sum(y * 0.0, 1, keep_dims=True))
+    return lost == 0
 
 
 @triton.jit

@@ -225,7 +225,7 @@ def _constants(call: _Call, is_aligned: bool) -> dict[str, Any]:
         "HAS_LSE": target.lse is not None, "HAS_MAX": target.highest is not None, "IS_RAW": is_raw,
         "IS_LATE": ways.is_late and found.pages is None,
         "IS_DESCRIBED": described, "IS_JOINED": ways.is_joined and described >= 2 and chosen.program.range_count > 0,
-        "IS_RISING": chosen.program.is_rising, "SUMS": config.row_sums(plan.tile_m, plan.tile_n, problem.q.dtype, capability),
+        "IS_RISING": chosen.program.is_rising, "SUMS": config.row_sums(plan.tile_m, plan.tile_n, problem.q.dtype),
     }  # fmt: skip
 
 
