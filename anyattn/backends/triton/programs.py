@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from anyattn.backends.triton.emit import LEAVES, LOG2E, PLAIN, Lines, Style, emit, packed_scalars
-from anyattn.backends.triton.styles import style_of
+from anyattn.backends.triton.styles import has_pairs, style_of
 from anyattn.mods.compose import anded
 from anyattn.mods.dependence import dependence
 from anyattn.mods.grad import score_gradients
@@ -236,7 +236,7 @@ def _gradient_part(
 ) -> Part:
     gradients = score_gradients(expr, is_exact=not is_short)
     builder = Builder()
-    outputs = [_in_base_2(builder, expr, is_short), builder.copy(gradients.expr, gradients.expr.outputs[0])]
+    outputs = [_in_base_2(builder, expr, is_short and not has_pairs(expr)), builder.copy(gradients.expr, gradients.expr.outputs[0])]
     deps = dependence(gradients.expr)
     loads = []
     for load in gradients.loads:
@@ -258,7 +258,8 @@ def _gradient_part(
 
 def _in_base_2(builder: Builder, expr: Expr, may_push: bool) -> int:
     """The score mod's value times log2(e), in float32. may_push: the factor goes to where it is multiplied least often, into the terms of
-    a sum and to what a loop does not change, which rounds otherwise; the score that comes in is known with it."""
+    a sum and to what a loop does not change, which rounds otherwise; the score that comes in is known with it. Not for what is loaded for
+    every pair: that would be multiplied as soon as it is there, and the products that are asked for next would wait for it."""
     deps = dependence(expr)
     factor = builder.const(LOG2E, torch.float32)
 

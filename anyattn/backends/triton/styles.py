@@ -16,7 +16,7 @@ from anyattn.mods.rows import RowRanges
 from anyattn.mods.trace import TracedMod
 from anyattn.problem import Problem
 
-__all__ = ["is_nvidia", "shape_of", "style_of"]
+__all__ = ["has_pairs", "is_nvidia", "shape_of", "style_of"]
 
 _NARROW = 2**31
 # A score is rounded to the inputs' dtype in the plain formula, and errors well below that do not count.
@@ -37,8 +37,8 @@ def shape_of(problem: Problem) -> Shape:
     """What the tiles of a problem are chosen for."""
     mods = [m for m in (problem.score, *problem.predicates) if m is not None]
     columns = sum(_columns(m.expr) for m in mods)
-    d, dv, has_pairs = padded(problem.q.shape[3]), padded(problem.v.shape[3]), problem.score is not None and _has_pairs(problem.score.expr)
-    return Shape(d, dv, problem.q.dtype, problem.score is not None, columns, has_pairs=has_pairs)
+    d, dv, asks_pairs = padded(problem.q.shape[3]), padded(problem.v.shape[3]), problem.score is not None and has_pairs(problem.score.expr)
+    return Shape(d, dv, problem.q.dtype, problem.score is not None, columns, has_pairs=asks_pairs)
 
 
 @lru_cache(maxsize=4096)
@@ -48,7 +48,7 @@ def _columns(expr: Expr) -> int:
 
 
 @lru_cache(maxsize=4096)
-def _has_pairs(expr: Expr) -> bool:
+def has_pairs(expr: Expr) -> bool:
     """Whether a value is loaded for every pair of a row and a key."""
     return any(node.op == "load" and dep.q and dep.kv for node, dep in zip(expr.nodes, dependence(expr), strict=True))
 
