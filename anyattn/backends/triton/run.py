@@ -215,10 +215,11 @@ def _constants(call: _Call, is_aligned: bool) -> dict[str, Any]:
     is_packed = plan.heads_per_tile > 1 or has_few
     described = _described(ways.is_described, form, plan, found, target) if is_aligned else 0
     described = min(described, 2) if is_packed else described
+    common = constants_of(problem, chosen, found)
     # a descriptor's tile may hold keys of the next document
-    hides = chosen.program.hides or (described >= 2 and form.documents is not None)
+    hides = common["HIDES"] or (described >= 2 and form.documents is not None)
     return {
-        **constants_of(problem, chosen, found), "HIDES": hides, "TILE_M": plan.tile_m, "TILE_N": plan.tile_n,
+        **common, "HIDES": hides, "TILE_M": plan.tile_m, "TILE_N": plan.tile_n,
         "PAGE_SIZE": 0 if found.pages is None else problem.k.shape[2],
         "IS_PACKED": is_packed, "IS_CACHE": cache is not None, "HAS_LEFTPAD": _may_be_padded(problem, cache),
         "HAS_ROWS": cache is not None and cache.tables.rows is not None, "HAS_SINK": problem.sink is not None and splits == 1,
