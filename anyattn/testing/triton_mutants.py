@@ -143,8 +143,6 @@ MUTANTS = {
         Mutant("tile_that_is_cut_not_asked", _BACKWARD, "is_cut = (m < runs[1])", "is_cut = (m < 0)", "window"),
         Mutant("hidden_probability_kept", _BACKWARD, "p = tl.where(seen, p, 0.0)\n    if part", "p = p * 1.0\n    if part", "causal"),
         Mutant("hidden_score_kept_in_dq", _BACKWARD, "p = tl.where(seen, p, 0.0)\n    ds", "p = p * 1.0\n    ds", "causal"),
-        Mutant("hidden_derivative_kept", _BACKWARD, f"{_OF_HIDDEN}p != 0.0", f"{_OF_HIDDEN}p == p", "infinite_derivative"),
-        Mutant("hidden_derivative_kept_in_dq", _BACKWARD, f"{_OF_HIDDEN}seen", f"{_OF_HIDDEN}seen | True", "infinite_derivative"),
         Mutant(
             "derivative_forgotten_in_dk", _BACKWARD,
             f"of_score[1].to(tl.float32)\n        {_OF_HIDDEN}p",
@@ -190,7 +188,6 @@ MUTANTS = {
             "for i in range(tl.load(starts + page), tl.minimum(tl.load(starts + page) + 1, tl.load(starts + page + 1))):", "shared_pages",
         ),
         Mutant("pages_of_the_first_sequence", "paged_gradients.py", "k_row=own)", "k_row=own * 0)", "shared_pages"),
-        Mutant("page_held_beyond_the_end", "paged_gradients.py", "is_held = (first <", "is_held = (first <= 99 *", "shared_pages"),
         Mutant(
             "keys_of_a_shared_entry_lost", "programs.py",
             "tl.sum(part{i}, 1, keep_dims=True)",

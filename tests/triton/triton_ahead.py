@@ -231,10 +231,17 @@ def call(
 def _made(launch: Launch, capability: tuple[int, int]) -> Made:
     kernel, options = compiled(launch, capability), launch.options
     name = re.sub(r"_[0-9a-f]+$", "", launch.kernel.fn.__code__.co_filename.strip("<>").split()[-1])
-    found, narrow = resources(kernel), len(re.findall(r"ld\.global\S*\.b16", kernel.asm["ptx"]))
+    found, narrow = resources(kernel), _narrow(kernel)
+    if narrow and options.get("HIDES"):
+        narrow = _narrow(compiled(usual(launch), capability))
     tile = (options["TILE_M"], options.get("TILE_N", 0))
     in_loops = spilled(launch, capability, kernel)
     return Made(name, tile, options["num_warps"], options["num_stages"], found.shared, found.registers, in_loops, narrow)
+
+
+def _narrow(kernel: Any) -> int:
+    """Loads of single 16-bit elements."""
+    return len(re.findall(r"ld\.global\S*\.b16", kernel.asm["ptx"]))
 
 
 def judge(made: list[Made], capability: tuple[int, int], label: str) -> None:
