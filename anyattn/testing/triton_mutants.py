@@ -143,6 +143,8 @@ MUTANTS = {
         Mutant("tile_that_is_cut_not_asked", _BACKWARD, "is_cut = (m < runs[1])", "is_cut = (m < 0)", "window"),
         Mutant("hidden_probability_kept", _BACKWARD, "p = tl.where(seen, p, 0.0)\n    if part", "p = p * 1.0\n    if part", "causal"),
         Mutant("hidden_score_kept_in_dq", _BACKWARD, "p = tl.where(seen, p, 0.0)\n    ds", "p = p * 1.0\n    ds", "causal"),
+        Mutant("hidden_derivative_kept", _BACKWARD, f"{_OF_HIDDEN}p != 0.0", f"{_OF_HIDDEN}p == p", "infinite_derivative"),
+        Mutant("hidden_derivative_kept_in_dq", _BACKWARD, f"{_OF_HIDDEN}seen", f"{_OF_HIDDEN}seen | True", "infinite_derivative"),
         Mutant(
             "derivative_forgotten_in_dk", _BACKWARD,
             f"of_score[1].to(tl.float32)\n        {_OF_HIDDEN}p",

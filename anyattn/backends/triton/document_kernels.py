@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from anyattn.backends.triton.order_kernel import numbered
+
 __all__ = ["find_documents", "order_documents"]
 
 _OF_IDS = ("ids_row", "ids_at", "given", "length", "rows", "places")
@@ -85,17 +87,7 @@ def order_documents(
     order: int32 (most + 1, 3). entries: int32 (batch, 9), no more than ``most`` rows. starts, lengths: int64 (batch,).
     """
     number = tl.program_id(0) * TILES + tl.arange(0, TILES)
-    entry, base = tl.zeros((TILES,), tl.int32), tl.zeros((TILES,), tl.int32)
-    total, first = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
-    while first < batch:
-        at = first + tl.arange(0, ENTRIES)
-        tiles = (tl.load(lengths + at, mask=at < batch, other=0).to(tl.int32) + tile_m - 1) // tile_m
-        ends = total + tl.cumsum(tiles, 0)
-        is_behind = (ends[None, :] <= number[:, None]) & (at < batch)[None, :]
-        entry += tl.sum(is_behind.to(tl.int32), 1)
-        base = tl.maximum(base, tl.max(tl.where(is_behind, ends[None, :], 0), 1))
-        total += tl.sum(tiles, 0)
-        first += ENTRIES
+    entry, base, total = numbered(number, batch, lengths, lengths, 0, tile_m, False, True, TILES, ENTRIES)
     exists = number < total
     entry = tl.minimum(entry, batch - 1)
     m_block = number - base

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-__all__ = ["order_sequences"]
+__all__ = ["numbered", "order_sequences"]
 
 _NUMBERS = ("batch", "rows_q", "rows_k", "most", "tile")
 
@@ -21,19 +21,10 @@ def order_sequences(
     no other.
     """
     number = tl.program_id(0) * TILES + tl.arange(0, TILES)
-    entry, base = tl.zeros((TILES,), tl.int32), tl.zeros((TILES,), tl.int32)
-    total, first = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
-    while first < batch:
-        at = first + tl.arange(0, ENTRIES)
-        queries, _ = _rows(at, batch, ends_q, used_q, rows_q, HAS_ENDS_Q, HAS_USED_Q)
-        keys, _ = _rows(at, batch, ends_k, used_k, rows_k, HAS_ENDS_K, HAS_USED_K)
-        tiles = _tiles(keys if BY_KEY else queries, tile)
-        ends = total + tl.cumsum(tiles, 0)
-        is_behind = (ends[None, :] <= number[:, None]) & (at < batch)[None, :]
-        entry += tl.sum(is_behind.to(tl.int32), 1)
-        base = tl.maximum(base, tl.max(tl.where(is_behind, ends[None, :], 0), 1))
-        total += tl.sum(tiles, 0)
-        first += ENTRIES
+    if BY_KEY:
+        entry, base, total = numbered(number, batch, ends_k, used_k, rows_k, tile, HAS_ENDS_K, HAS_USED_K, TILES, ENTRIES)
+    else:
+        entry, base, total = numbered(number, batch, ends_q, used_q, rows_q, tile, HAS_ENDS_Q, HAS_USED_Q, TILES, ENTRIES)
     exists = number < total
     entry = tl.minimum(entry, batch - 1)
     queries, _ = _rows(entry, batch, ends_q, used_q, rows_q, HAS_ENDS_Q, HAS_USED_Q)
@@ -66,6 +57,27 @@ def order_sequences(
     tl.store(to + 5, keys, mask=is_entry)
     for i in tl.static_range(6, 9):
         tl.store(to + i, number * 0, mask=is_entry)
+
+
+@triton.jit
+def numbered(
+    number, batch, ends, used, rows, tile, HAS_ENDS: tl.constexpr, HAS_USED: tl.constexpr, TILES: tl.constexpr, ENTRIES: tl.constexpr
+):  # fmt: skip
+    """(sequence, number of its first tile, tiles of all sequences) of the tiles with these numbers [TILES], counted through; ``batch``
+    where there are not so many. The rest: as of ``_rows``, along the side whose tiles these are."""
+    entry, base = tl.zeros((TILES,), tl.int32), tl.zeros((TILES,), tl.int32)
+    total, first = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
+    while first < batch:
+        at = first + tl.arange(0, ENTRIES)
+        length, _ = _rows(at, batch, ends, used, rows, HAS_ENDS, HAS_USED)
+        tiles = _tiles(length, tile)
+        end = total + tl.cumsum(tiles, 0)
+        is_behind = (end[None, :] <= number[:, None]) & (at < batch)[None, :]
+        entry += tl.sum(is_behind.to(tl.int32), 1)
+        base = tl.maximum(base, tl.max(tl.where(is_behind, end[None, :], 0), 1))
+        total += tl.sum(tiles, 0)
+        first += ENTRIES
+    return entry, base, total
 
 
 @triton.jit

@@ -6,6 +6,8 @@ takes a GPU.
 
 from __future__ import annotations
 
+from typing import TypeGuard
+
 import torch
 from torch import Tensor
 
@@ -21,7 +23,7 @@ _TILES, _ENTRIES = 64, 64  # tiles of a program, and sequences that it looks at 
 _MOST = 1024  # sequences: each program goes through all of them
 
 
-def can_order(s: Sequences) -> bool:
+def can_order(s: Sequences) -> TypeGuard[StoredSequences]:
     """Whether the kernel orders such a batch."""
     return isinstance(s, StoredSequences) and 0 < s.batch <= _MOST and _runs_kernels(s.device)
 

@@ -198,9 +198,12 @@ def _first(call: _Call, tensors: tuple[Tensor | None, ...]) -> Ready | None:
         together, groups, *sizes_of(problem, found, splits),
     )  # fmt: skip
     captured = captured_of(chosen)
+    options = {"num_warps": plan.num_warps, "num_stages": plan.num_stages}
+    if constants["HIDES"] and constants["RANGES"] > 0:
+        options |= config.registers_beside(plan.tile_m, plan.tile_n, plan.num_warps, forward_shape(problem), config.capability_of(q.device))
     handle = run_entry(
         entry_of(_FORWARD, chosen.program, is_aligned), grid, (*pointers, *numbers, *lists, problem.scale), captured, q.device,
-        {**constants, **_limits(plan, constants, q), "num_warps": plan.num_warps, "num_stages": plan.num_stages},
+        constants | options,
     )  # fmt: skip
     return ready_of(handle, grid, numbers, sources_of(problem, chosen, chosen.program), captured, described)
 
@@ -228,14 +231,6 @@ def _constants(call: _Call, is_aligned: bool) -> dict[str, Any]:
         "IS_DESCRIBED": described, "IS_JOINED": ways.is_joined and described >= 2 and chosen.program.range_count > 0,
         "IS_RISING": chosen.program.is_rising, "SUMS": config.row_sums(plan.tile_m, plan.tile_n, problem.q.dtype),
     }  # fmt: skip
-
-
-def _limits(plan: Plan, constants: dict[str, Any], q: Tensor) -> dict[str, int]:
-    """Registers, so that three blocks of Hopper's tiles for heads of 64 share a multiprocessor where a tile may be computed again too: the
-    compiler takes more for that than it needs."""
-    is_third = (plan.tile_m, plan.tile_n, plan.num_warps) == (64, 128, 4) and constants["BLOCK_D"] <= 64 and constants["RANGES"] > 0
-    is_hopper = config.architecture(config.capability_of(q.device)) == "sm_90"
-    return {"maxnreg": 168} if is_third and is_hopper and constants["HIDES"] and q.element_size() == 2 else {}
 
 
 def _is_raw(problem: Problem) -> bool:

@@ -12,7 +12,6 @@ from anyattn.backends.triton.ordering import can_order, sequences_ordered
 from anyattn.geometry.integers import ceil_div
 from anyattn.geometry.ragged_table import entries_table, numbered_tiles
 from anyattn.geometry.sequences import Sequences
-from anyattn.geometry.stored import StoredSequences
 from anyattn.geometry.stored_cache import StoredCache
 from anyattn.mods.compose import turned
 from anyattn.mods.trace import TracedMod
@@ -161,7 +160,7 @@ def _ordered(s: Sequences, lists: Any, shape: Sequence[int], tile: tuple[int, in
     step, bound = tile[1] if tile[1] else tile[0], s.bound_k if by_key else s.bound_q
     per_line = ceil_div(step, tile[0])
     most = min(s.batch * ceil_div(bound, step), shape[0] * shape[2] // step + s.batch) * per_line
-    if lists is None and isinstance(s, StoredSequences) and can_order(s):
+    if lists is None and can_order(s):
         return sequences_ordered(s, tile[0], most, by_key)
     lengths, others = (s.seqlens_k, s.seqlens_q) if by_key else (s.seqlens_q, s.seqlens_k)
     entry, at, exists = numbered_tiles(ceil_div(lengths, step) * per_line, most)
