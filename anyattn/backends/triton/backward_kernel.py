@@ -280,7 +280,7 @@ def _visit_rows(
     part: None, or of ``hidden``, the first of the columns that dk and dv have, and which turn it is; then nothing need be finite.
     """
     m_lane = tl.arange(0, TILE_M)
-    asked = functions.unknown(m_lane, IS_NVIDIA)
+    asked = functions.unknown(m_lane, 0 if IS_PARTIAL else first, IS_NVIDIA)  # few tiles are partial: there they may be kept
     q_at, do_at = offsets
     start, kept = first, first
     if IS_PARTIAL:
@@ -360,7 +360,7 @@ def _visit_either(
     delta = tl.load(heads[3] + first + m_lane)
     p = tl.exp2(s * (scale * _LOG2E) - lse[None, :])
     if is_cut:
-        position = first + tl.minimum(functions.unknown(m_lane, IS_NVIDIA), end - 1 - first)
+        position = first + tl.minimum(functions.unknown(m_lane, first, IS_NVIDIA), end - 1 - first)
         rows = MASK_ROWS(b, h, (position + found[6])[None, :], captured[1][0], captured[1][1])
         kv = tl.minimum(n_first + tl.arange(0, TILE_N), n_end - 1)[:, None]
         p = tl.where(MASK(b, h, kv, rows, captured[1][0], captured[1][1]), p, 0.0)

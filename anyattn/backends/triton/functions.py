@@ -220,10 +220,11 @@ def load_nvidia(place):
 
 
 @triton.jit
-def unknown(x, IS_NVIDIA: tl.constexpr):
-    """32-bit whole numbers, of which the compiler is not to know that it has them elsewhere: it would keep them in registers for both."""
+def unknown(x, turn, IS_NVIDIA: tl.constexpr):
+    """32-bit whole numbers, of which the compiler is not to know that it has them elsewhere: it would keep them in registers for both.
+    turn: a number that changes with a loop's turns, or these would be found before the loop, and kept."""
     if IS_NVIDIA:
-        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=True, pack=1)
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [x, turn], dtype=tl.int32, is_pure=True, pack=1)
     else:
         return x
 

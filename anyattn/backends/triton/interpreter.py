@@ -1,10 +1,12 @@
 """Triton's interpreter (``TRITON_INTERPRET=1``), mended where it fails or computes otherwise than a GPU.
 
-Seven things: NumPy 2.4 no longer turns an array of one element into a loop's bound; float32 is cut off to bfloat16 where hardware rounds
+What is mended: NumPy 2.4 no longer turns an array of one element into a loop's bound; float32 is cut off to bfloat16 where hardware rounds
 to the nearest; products and most casts of bfloat16 are taken of the numbers' bits; a comparison of single numbers became a float when it
 was spread over a block; after a launch the whole memory behind a tensor of the CPU is copied onto itself, gigabytes of it for a small view;
-the language is patched again for every function that a kernel calls, a third of all time; and threads that launch at once read one
-another's place in the grid. Only a process that interprets is touched.
+the language is patched again for every function that a kernel calls, a third of all time; sums of whole numbers are computed three times,
+for a check that only a GPU makes, half of the rest; reductions by a function of ours go through a tile number by number; Python asks the
+system for memory, and gives it back, at each call that is just too deep for what it has; and threads that launch at once read one another's
+place in the grid. Only a process that interprets is touched.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ import numpy as np
 import torch
 
 __all__ = ["is_interpreting", "mend"]
+
+_DEEP = 60_000  # entries of a frame, half a megabyte: Python then asks for a megabyte at once, which holds all that a kernel's calls take
 
 
 def is_interpreting() -> bool:
@@ -35,6 +39,7 @@ def mend() -> None:
     """Makes the interpreter compute like a GPU, once; without the interpreter does nothing."""
     if is_interpreting():
         _mend_numbers()
+        _mend_time()
         _mend_launches()
 
 
@@ -74,6 +79,28 @@ def _mend_numbers() -> None:
     builder.create_dot, builder.cast_impl, builder.create_splat = product, casted, spread
 
 
+def _mend_time() -> None:
+    from triton.runtime import interpreter
+
+    def reduced(self: Any, given: Any) -> list[Any]:
+        """By neighbours: half as many numbers each time. A dimension has a power of two of them, as all of Triton's."""
+        parts, axis = self.unravel(given, self.axis)
+        data, kinds = [x.handle.data for x in parts], [x.dtype for x in parts]
+        while data[0].shape[axis] > 1:
+            pairs = [[np.take(x, range(i, x.shape[axis], 2), axis) for x in data] for i in (0, 1)]
+            sides = (self.to_tensor(x, kind) for side in pairs for x, kind in zip(side, kinds, strict=True))
+            found = self.combine_fn.fn(*sides)
+            data = [x.handle.data for x in (found if isinstance(found, tuple) else (found,))]
+        if not self.keep_dims:
+            data = [x.squeeze(axis) for x in data]
+        elif self.axis is None:
+            data = [x.reshape((1,) * given[0].handle.data.ndim) for x in data]
+        return [self.to_tensor(x, kind) for x, kind in zip(data, kinds, strict=True)]
+
+    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
+    interpreter.ReduceOps.generic_reduce = reduced
+
+
 def _mend_launches() -> None:
     import triton.language as tl
     from triton.runtime import interpreter
@@ -97,5 +124,6 @@ def _mend_launches() -> None:
         with one_at_a_time:
             launch(self, *args, **options)
 
+    launched.__code__ = launched.__code__.replace(co_stacksize=_DEEP)
     interpreter._patch_lang, interpreter._patch_lang_tensor = patched_language, patched_tensor
     executor._restore_args_dev, executor.__call__ = restored, launched
