@@ -26,9 +26,9 @@ MASKS = {
 SCORES = {"plain": None, "alibi": lambda s, b, h, q, k: s + BIAS[h] * (q - k)}
 
 
-def seen(launched, score, mask, scale, splits=1, width=24, rows=50):  # type: ignore[no-untyped-def]
+def seen(launched, score, mask, scale, splits=1, width=24, rows=50, batch=1):  # type: ignore[no-untyped-def]
     torch.manual_seed(0)
-    q, k, v = torch.randn(2, 4, rows, width), torch.randn(2, 2, 70, width), torch.randn(2, 2, 70, 40)
+    q, k, v = torch.randn(batch, 4, rows, width), torch.randn(batch, 2, 70, width), torch.randn(batch, 2, 70, 40)
     options = {"tile_m": 16, "tile_n": 16, "num_splits": splits}
     out, lse = anyattn.flex_attention(
         q, k, v, score, mask_mod=mask, scale=scale, enable_gqa=True, return_lse=True, backend="triton", kernel_options=options
@@ -81,7 +81,7 @@ def test_heads_a_few_at_a_time(together, name, launched, monkeypatch):  # type: 
     """Where no tile holds rows of two heads."""
     monkeypatch.setattr(config, "ways_of", lambda *about: config.Ways(False, 0, is_grouped=True))
     monkeypatch.setattr(config, "heads_together", lambda heads, head_bytes: together)
-    grid = seen(launched, None, MASKS[name], None, rows=70)["grid"]
+    grid = seen(launched, None, MASKS[name], None, rows=70, batch=2)["grid"]
     assert grid[::2] == (together, 8 // together) and grid[1] >= 5  # lists are of other tiles
 
 

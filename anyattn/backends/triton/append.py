@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anyattn.backends.triton import interpreter
 from anyattn.backends.triton.launch import run_plain
 from anyattn.geometry.integers import ceil_div
 from anyattn.geometry.stored_cache import CacheStep
@@ -39,7 +38,6 @@ def append(step: CacheStep) -> Tensor:
     tensors, numbers, last_strides = _tensors(step, turned), _numbers(step, programs), _last_strides(step)
     from anyattn.backends.triton.cache_step import cache_step
 
-    interpreter.mend()
     # a product and a sum rounded once would make other bits than the torch operations
     sizes = {"LINES": per_program, "BLOCK_D": blocks[0], "BLOCK_DV": blocks[1], "enable_fp_fusion": False}
     options = {**_options(step, numbers, width), **sizes}

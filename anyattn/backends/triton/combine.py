@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from anyattn.backends.triton import interpreter
 from anyattn.backends.triton.launch import run_plain
 
 __all__ = ["combine", "merge"]
@@ -47,7 +46,6 @@ def merge(outs: Tensor, lses: Tensor, sink: Tensor | None, out: Tensor, lse: Ten
     at_once = min(_PARTS_AT_ONCE, 1 << (parts - 1).bit_length())
     from anyattn.backends.triton.combine_kernel import combine_row
 
-    interpreter.mend()
     run_plain(
         combine_row, rows,
         (

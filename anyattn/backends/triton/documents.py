@@ -7,7 +7,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from anyattn.backends.triton import interpreter
 from anyattn.backends.triton.launch import run_plain
 from anyattn.geometry.documents import DocumentSequences, DocumentSizes
 from anyattn.geometry.integers import ceil_div
@@ -31,7 +30,6 @@ def documents_found(ids: Tensor, rows: int, places: int) -> tuple[DocumentSequen
     options = {"BLOCK": _BLOCK, "PAIRS": _PAIRS, "CHUNK": _CHUNK, "num_warps": 8}
     from anyattn.backends.triton.document_kernels import find_documents
 
-    interpreter.mend()
     run_plain(find_documents, given, (ids, starts, lengths, holds, state, *numbers), (), ids.device, options)
     return DocumentSequences(starts, lengths, DocumentSizes(rows, length, places)), holds
 
@@ -45,6 +43,5 @@ def documents_ordered(s: DocumentSequences, tile_m: int, ends_with_row: bool) ->
     options = {"ENDS_WITH_ROW": ends_with_row, "TILES": _TILES, "ENTRIES": _ENTRIES}
     from anyattn.backends.triton.document_kernels import order_documents
 
-    interpreter.mend()
     run_plain(order_documents, ceil_div(most + 1, _TILES), given, (), order.device, options)
     return order, entries

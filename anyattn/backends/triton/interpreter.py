@@ -4,17 +4,19 @@ What is mended: NumPy 2.4 no longer turns an array of one element into a loop's 
 to the nearest; products and most casts of bfloat16 are taken of the numbers' bits; a comparison of single numbers became a float when it
 was spread over a block; after a launch the whole memory behind a tensor of the CPU is copied onto itself, gigabytes of it for a small view;
 the language is patched again for every function that a kernel calls, a third of all time; sums of whole numbers are computed three times,
-for a check that only a GPU makes, half of the rest; reductions by a function of ours go through a tile number by number; Python asks the
-system for memory, and gives it back, at each call that is just too deep for what it has; and threads that launch at once read one another's
-place in the grid. Only a process that interprets is touched.
+for a check that only a GPU makes, half of the rest; a block's shape and type are made anew for each of its values, a third of what is left;
+reductions by a function of ours go through a tile number by number; Python asks the system for memory, and gives it back, at each call that
+is just too deep for what it has; and threads that launch at once read one another's place in the grid. Only a process that interprets is
+touched.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import threading
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -80,7 +82,33 @@ def _mend_numbers() -> None:
 
 
 def _mend_time() -> None:
+    import triton.language as tl
     from triton.runtime import interpreter
+
+    block_init, numpy_kind = tl.block_type.__init__, interpreter._get_np_dtype
+    blocks: dict[tuple[Any, ...], dict[str, Any]] = {}
+    kinds_of_numpy: dict[str, Any] = {}
+
+    @cache
+    def shape_of(lengths: tuple[int, ...]) -> tuple[Any, Any]:
+        return tl.tuple([tl.constexpr(n) for n in lengths]), tl.constexpr(math.prod(lengths))
+
+    def made_tensor(self: Any, handle: Any, kind: Any) -> None:
+        self.handle, self.type, self.dtype = handle, kind, kind.scalar
+        self.shape, self.numel = shape_of(tuple(kind.shape) if kind.is_block() else ())
+
+    def made_block(self: Any, kind: Any, lengths: Any) -> None:
+        at = kind.name, *(n.value if isinstance(n, tl.constexpr) else n for n in lengths)
+        if at not in blocks:
+            block_init(self, kind, lengths)
+            blocks[at] = dict(self.__dict__)
+        self.__dict__.update(blocks[at])
+
+    def kind_of(kind: Any) -> Any:
+        name = kind.scalar.name
+        if name not in kinds_of_numpy:
+            kinds_of_numpy[name] = numpy_kind(kind.scalar)
+        return kinds_of_numpy[name]
 
     def reduced(self: Any, given: Any) -> list[Any]:
         """By neighbours: half as many numbers each time. A dimension has a power of two of them, as all of Triton's."""
@@ -99,6 +127,8 @@ def _mend_time() -> None:
 
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
     interpreter.ReduceOps.generic_reduce = reduced
+    tl.tensor.__init__, tl.block_type.__init__ = made_tensor, made_block
+    interpreter._get_np_dtype = kind_of
 
 
 def _mend_launches() -> None:
@@ -112,9 +142,12 @@ def _mend_launches() -> None:
         patch_tensor(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.reshape(-1)[0]))
 
+    @lru_cache(maxsize=4096)
+    def used_by(fn: Any) -> list[Any]:
+        return [m for m in (tl, tl.core) if any(value is m for value in fn.__globals__.values())]
+
     def patched_language(fn: Any) -> Any:
-        used = [m for m in (tl, tl.core) if any(value is m for value in fn.__globals__.values())]
-        return patch(fn) if any(tl.core.is_builtin(m.load) for m in used) else interpreter._LangPatchScope()
+        return patch(fn) if any(tl.core.is_builtin(m.load) for m in used_by(fn)) else interpreter._LangPatchScope()
 
     def restored(self: Any, args: Any, *rest: Any) -> None:
         if any(isinstance(t, torch.Tensor) and t.device.type != "cpu" for t in torch.utils._pytree.tree_leaves(args)):

@@ -106,7 +106,6 @@ def _functions(part: Part | None) -> tuple[str, str]:
 @lru_cache(maxsize=4096)
 def entry_of(signature: Signature, program: Program, is_aligned: bool) -> Any:
     """The generated kernel; equal programs share it."""
-    interpreter.mend()
     source = entry_source(signature, program, is_aligned)
     module, body = signature.body.split(".")
     return generated.load(source, f"{body}_{generated.digest(source)}", module).entry
@@ -184,7 +183,8 @@ def _launch(
 
 
 def current_device(device: torch.device) -> AbstractContextManager:
-    """Triton launches on the current device."""
+    """Around every launch: Triton launches on the current device, and in its interpreter, if that was asked for."""
+    interpreter.mend()
     is_current = device.type != "cuda" or torch.cuda.device_count() < 2 or device.index == torch.cuda.current_device()
     return nullcontext() if is_current else torch.cuda.device(device)
 

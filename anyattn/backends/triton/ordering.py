@@ -46,6 +46,5 @@ def sequences_ordered(s: StoredSequences, tile: int, most: int, by_key: bool) ->
     numbers = (s.batch, s.sizes.rows_q, s.sizes.rows_k, most, tile)
     from anyattn.backends.triton.order_kernel import order_sequences
 
-    interpreter.mend()
     run_plain(order_sequences, ceil_div(max(most, s.batch), _TILES), (order, entries, *given, *numbers), (), order.device, options)
     return order, entries
