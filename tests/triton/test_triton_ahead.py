@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import pkgutil
 import re
 from pathlib import Path
 
@@ -246,6 +247,16 @@ def test_what_no_grid_has_room_for_is_not_supported() -> None:
     sequences = unread_sequences(packed, packed, LengthTables(ends, ends, None, None), (1, 1), None)
     of_one_token_each = problem_of(packed, packed, packed, sequences, Options(), offset_unread(sequences, False))
     assert of_one_token_each.batch == 70000 and supports.reason_against(of_one_token_each) is None
+
+
+def test_launches_are_caught_in_one_place() -> None:
+    """A module that had these names of its own would go on asking the machine it runs on."""
+    from anyattn.backends import triton as backend
+    from anyattn.backends.triton import config, styles
+
+    modules = [importlib.import_module(f"{backend.__name__}.{m.name}") for m in pkgutil.iter_modules(backend.__path__)]
+    for name, home in (("capability_of", config), ("is_nvidia", styles)):
+        assert [m.__name__ for m in modules if hasattr(m, name)] == [home.__name__]
 
 
 def test_loads_are_wide_where_rows_are_aligned() -> None:

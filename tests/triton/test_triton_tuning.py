@@ -62,7 +62,6 @@ def test_the_fastest_is_remembered(cache: DiskCache, monkeypatch: pytest.MonkeyP
     causal = lambda b, h, q, k: q >= k
     problem = ahead.problem_of(None, causal)
     with monkeypatch.context() as patch:
-        patch.setattr(tuning, "capability_of", lambda device: (9, 0))
         found, count = launched(problem, (128, 64), patch)
         assert found == [(128, 64)] and 4 <= count <= 10
         assert launched(problem, (128, 128), patch) == ([(128, 64)], 0), "in memory"
@@ -83,7 +82,7 @@ def test_what_is_kept_but_no_candidate_is_not_used(cache: DiskCache, monkeypatch
     problem = ahead.problem_of()
     question = tuning.question_of("forward", problem, run.program_of(problem).program)
     cache.get_or_make(question.key, lambda: disk_cache.Payload(b"", {"tiles": [512, 512, 4, 9]}))
-    default = config.candidates("forward", question.shape, None, 256)[0]
+    default = config.candidates("forward", question.shape, (9, 0), 256)[0]
     found, count = launched(problem, (64, 32), monkeypatch)
     assert count == 0 and found == [(default.tile_m, default.tile_n)]
 

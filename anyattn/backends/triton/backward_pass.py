@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from anyattn.backends.triton import exact, styles, tables, tuning
+from anyattn.backends.triton import config, exact, styles, tables, tuning
 from anyattn.backends.triton.again import Kept, Ready, facts_of, ready_of, sources_of
-from anyattn.backends.triton.config import Tiles, backward_tiles, capability_of, fitting, heads_in_turn, padded
+from anyattn.backends.triton.config import Tiles, backward_tiles, fitting, heads_in_turn, padded
 from anyattn.backends.triton.forms import Form, forms_of
 from anyattn.backends.triton.launch import Signature, entry_of, run_entry, strides_of
 from anyattn.backends.triton.paged_gradients import add_to_pages, brought_together
@@ -173,7 +173,7 @@ def _totals(problem: Problem) -> tuple[Tensor, ...]:
 
 
 def _tiles(problem: Problem, plan: Plan) -> dict[str, Tiles]:
-    shape, capability = replace(shape_of(problem), is_band=program_of(problem).program.has_band), capability_of(problem.q.device)
+    shape, capability = replace(shape_of(problem), is_band=program_of(problem).program.has_band), config.capability_of(problem.q.device)
     found = backward_tiles(shape, capability)
     if plan.has_asked_tiles:
         wanted = {name: replace(t, tile_m=plan.tile_m, tile_n=plan.tile_n) for name, t in found.items()}

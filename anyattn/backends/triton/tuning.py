@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 
 from anyattn import disk_cache
-from anyattn.backends.triton.config import Shape, Tiles, candidates, capability_of, padded
+from anyattn.backends.triton import config
+from anyattn.backends.triton.config import Shape, Tiles, candidates, padded
 from anyattn.backends.triton.programs import Program
 from anyattn.backends.triton.styles import shape_of
 from anyattn.disk_cache import Payload
@@ -71,7 +72,7 @@ def best(question: Question, device: torch.device, measure: Callable[[Tiles], fl
     Inside of a CUDA graph, where nothing can be measured, the default.
     """
     if question not in _known:
-        possible = candidates(question.pass_name, question.shape, capability_of(device), question.few_rows or _MANY)
+        possible = candidates(question.pass_name, question.shape, config.capability_of(device), question.few_rows or _MANY)
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return possible[0]
         cache = disk_cache.open_cache()
