@@ -259,6 +259,16 @@ def test_launches_are_caught_in_one_place() -> None:
         assert [m.__name__ for m in modules if hasattr(m, name)] == [home.__name__]
 
 
+def test_few_rows_are_as_many_to_the_kernel() -> None:
+    """Few rows have a sum for each column, and registers for each key's place: the compiler is asked for both by the same number."""
+    from anyattn.backends.triton import config, forward_kernel
+
+    numbers = [x.value for name, x in vars(forward_kernel).items() if name.startswith("_FEW")]
+    assert numbers == [config.FEW] and "constexpr(FEW)" in Path(forward_kernel.__file__).read_text()
+    rows = [16, 32, 64, 128]
+    assert [config.row_sums(m, 64, torch.bfloat16) == 64 for m in rows] == [m <= config.FEW for m in rows]
+
+
 def test_loads_are_wide_where_rows_are_aligned() -> None:
     """Pieces of 16 bytes, as the real launcher sees it; one odd address and they are single."""
     from triton.backends.compiler import GPUTarget

@@ -18,6 +18,7 @@ head, key tiles that lists count in a sequence of seqlen_k.
 import triton
 import triton.language as tl
 
+from anyattn.backends.triton.config import FEW
 from anyattn.backends.triton.hidden import out_again
 from anyattn.backends.triton.pages import NEARBY, first_numbers, inside, page_numbers, paged_places
 from anyattn.backends.triton.places import cache_entry, entry, is_off, key_places, row_tile, work_of
@@ -30,7 +31,7 @@ _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 _LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 # A row's maximum is never less, so that -inf less the maximum is -inf and not NaN.
 _LOWEST: tl.constexpr = tl.constexpr(-1.7014118e38)
-_FEW: tl.constexpr = tl.constexpr(32)  # rows of a tile
+_FEW: tl.constexpr = tl.constexpr(FEW)
 
 
 @triton.jit
