@@ -121,8 +121,8 @@ MUTANTS = {
         Mutant("dk_of_one_head_alone", _BACKWARD, "h = kv_head * sizes[7] + g", "h = kv_head * sizes[7]", "full"),
         Mutant(
             "dv_overwritten", _BACKWARD,
-            "plus_product(dv, None, p, dout, PRECISION)\n    ds",
-            "plus_product(dv * 0, None, p, dout, PRECISION)\n    ds", "window",
+            "plus_product(dv, None, p, dout, PRECISION)\n    if",
+            "plus_product(dv * 0, None, p, dout, PRECISION)\n    if", "window",
         ),
         Mutant(
             "dv_overwritten_in_two_loops", _BACKWARD,

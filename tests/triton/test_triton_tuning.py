@@ -54,7 +54,7 @@ def launched(problem, wanted: tuple[int, int], monkeypatch, backward: bool = Fal
             made.clear()
             measured.clear()
             backward_pass.backward(problem, chosen, found.out, found.lse, found.out, None)  # type: ignore[arg-type]
-    last = made[-2:] if backward else made[-1:]
+    last = [x for x in made if "TILE_N" in x.options][-2 if backward else -1 :]
     return [(x.options["TILE_M"], x.options["TILE_N"]) for x in last], len(measured)
 
 
@@ -75,6 +75,14 @@ def test_the_fastest_is_remembered(cache: DiskCache, monkeypatch: pytest.MonkeyP
     code, out, _ = call("cache", "list")
     assert code == 0 and "tiles of forward: 1 range = 128 x 64" in " ".join(out.split()) and "bfloat16" in out and "tiles of dkdv" in out
     assert call("cache", "clear")[0] == 0 and not cache.entries()
+
+
+def test_what_is_not_launched_is_not_measured(cache: DiskCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every tile takes the same time there, and the first of them would be remembered for calls that do launch it."""
+    without, full = ahead.problem_of(), ahead.problem_of(has_grad=True)
+    launched(full.like(k=without.k, v=without.v), (64, 32), monkeypatch, backward=True)
+    assert {e.facts["name"].split(":")[0] for e in cache.entries()} == {"tiles of forward", "tiles of dq"}
+    assert launched(full, (64, 128), monkeypatch, backward=True)[0][1] == (64, 128)
 
 
 def test_what_is_kept_but_no_candidate_is_not_used(cache: DiskCache, monkeypatch: pytest.MonkeyPatch) -> None:
