@@ -116,8 +116,19 @@ def _tuned(problem: Problem, tiles: dict[str, Tiles], results: _Results) -> dict
         return tuning.seconds(lambda: _gradients(problem, [(Form(problem), passes)], results), device)
 
     for name in _kernels_of(problem):  # of what is not launched every tile takes the same time
-        tiles = {**tiles, name: tuning.best(tuning.question_of(name, problem, program), device, partial(measure, name))}
+        question = tuning.backward_question(name, problem, program, _words_of(name, problem))
+        tiles = {**tiles, name: tuning.best(question, device, partial(measure, name))}
     return tiles
+
+
+def _words_of(name: str, problem: Problem) -> list[str]:
+    """What makes another kernel of the same mask and mods."""
+    if name == "dkdv":
+        absent = [f"without {d}" for d, t in (("dk", problem.k), ("dv", problem.v)) if not t.requires_grad]
+        return ["keys of several heads"] * (problem.qhead_per_kvhead > 1) + absent
+    wanted = _wanted(problem)
+    sent = [f"gradients of captured {', '.join(map(str, wanted))}"] if wanted else []
+    return sent + ["deterministic"] * bool(exact.additions_of(problem, wanted)) + ["without dq"] * (not problem.q.requires_grad)
 
 
 class _Shared(NamedTuple):

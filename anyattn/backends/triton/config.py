@@ -364,11 +364,11 @@ def asked(name: str, tiles: Tiles, shape: Shape, capability: tuple[int, int] | N
     return tiles
 
 
-def candidates(name: str, shape: Shape, capability: tuple[int, int] | None, rows: int) -> list[Tiles]:
-    """What autotuning measures: the default first, then others that fit."""
-    is_short = rows <= most_short(shape.dtype, capability)
+def candidates(name: str, shape: Shape, capability: tuple[int, int] | None, rows: int, is_short: bool, group: int) -> list[Tiles]:
+    """What autotuning measures: the default first, then others that fit. rows, is_short: see ``forward_tiles``. group: rows of a position,
+    which all are in one tile."""
     default = forward_tiles(shape, capability, rows, is_short) if name == "forward" else backward_tiles(shape, capability)[name]
     others = [Tiles(*t) for t in _MORE[name]]
     if name == "forward":
         others = [_few_rows(t, rows, shape.dtype) for t in others]
-    return list(dict.fromkeys([default, *(t for t in others if fits(name, t, shape, capability))]))
+    return list(dict.fromkeys([default, *(t for t in others if fits(name, t, shape, capability) and t.tile_m >= group)]))

@@ -111,7 +111,7 @@ def _with(plan: Plan, tiles: Tiles) -> Plan:
 def _tuned(problem: Problem, plan: Plan, chosen: Chosen) -> Plan:
     """The plan with the fastest tiles."""
     plan = replace(plan, is_tuned=False)
-    question = tuning.question_of("forward", problem, chosen.program, rows_of(problem, plan.heads_per_tile), plan.num_splits)
+    question = tuning.forward_question(problem, chosen.program, plan.heads_per_tile, plan.num_splits)
 
     def measure(tiles: Tiles) -> float:
         return tuning.seconds(lambda: _forward(problem, _with(plan, tiles), (Form(problem),)), problem.q.device)
