@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from anyattn import check
+
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 if importlib.util.find_spec("triton") is not None:
     import triton_ahead as ahead
@@ -92,8 +94,8 @@ def test_tiles_fit(capability: tuple[int, int]) -> None:
     for d, dv, dtype in itertools.product((16, 64, 128, 256), (16, 64, 256), (torch.float32, torch.bfloat16)):
         for has_score, columns in itertools.product((False, True), (0, 4)):
             shape = config.Shape(d, dv, dtype, has_score, columns)
-            for rows, name in itertools.product((1, 64, 4096), config.PASSES):
-                for tiles in config.candidates(name, shape, capability, rows):
+            for (rows, is_short, group), name in itertools.product(((1, True, 1), (64, True, 8), (4096, False, 1)), config.PASSES):
+                for tiles in config.candidates(name, shape, capability, rows, is_short, group):
                     assert config.fits(name, tiles, shape, capability) and min(tiles.tile_m, tiles.tile_n) >= 16
 
 
@@ -173,7 +175,6 @@ def test_calls_of_documents(capability: tuple[int, int], monkeypatch: pytest.Mon
     """Both forms of each kernel, as they are launched until it is known which of them has nothing to do: they fit, that of sequences spills
     nothing, and the other one reads its guard before anything else."""
     import anyattn
-    from anyattn import check
     from anyattn.backends.triton import config
     from anyattn.sparsity.documents import DocumentTables
 
@@ -222,7 +223,7 @@ def test_what_fits_no_tile_is_not_supported(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_what_no_grid_has_room_for_is_not_supported() -> None:
     """A launch with more than 65,535 entries or heads fails in the driver: the windows of an image are that many."""
-    from anyattn import check, hardware, plan
+    from anyattn import hardware, plan
     from anyattn.backends.triton import supports
     from anyattn.errors import BackendError
 
@@ -247,6 +248,20 @@ def test_what_no_grid_has_room_for_is_not_supported() -> None:
     sequences = unread_sequences(packed, packed, LengthTables(ends, ends, None, None), (1, 1), None)
     of_one_token_each = problem_of(packed, packed, packed, sequences, Options(), offset_unread(sequences, False))
     assert of_one_token_each.batch == 70000 and supports.reason_against(of_one_token_each) is None
+
+
+@pytest.mark.parametrize(
+    ("capability", "ratio", "packed", "tiles"),
+    [((9, 0), 8, 8, 1), ((9, 0), 17, 9, 2), ((9, 0), 24, 12, 2), ((9, 0), 40, 14, 3), ((9, 0), 71, 15, 5), ((8, 0), 71, 36, 2)],
+)  # fmt: skip
+def test_any_number_of_heads_shares_tiles(capability: tuple[int, int], ratio: int, packed: int, tiles: int) -> None:
+    """As few tiles as hold a group's heads, for each reads all keys; also of a number that nothing divides."""
+    q, k = torch.zeros(1, 2 * ratio, 1, 64, dtype=torch.bfloat16), torch.zeros(1, 2, 256, 64, dtype=torch.bfloat16)
+    problem = check.flex_problem(q, k, k, None, None, None, None, None, True, None, True, False, False)
+    plan = ahead.planned(problem, capability, {"num_splits": 1})
+    (launch,) = ahead.launches(problem, capability, {"num_splits": 1})
+    assert plan.heads_per_tile == packed and launch.grid[1] == 2 * tiles
+    assert f"{packed} query heads share a row tile" in " ".join(plan.why)
 
 
 def test_launches_are_caught_in_one_place() -> None:

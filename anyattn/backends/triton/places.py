@@ -18,7 +18,7 @@ def parted(n, parts):
 
 @triton.jit
 def work_of(sizes, dealt, order, HAS_ENTRIES: tl.constexpr):
-    """(row tile, batch entry, query head or group of heads, its K/V head, split) of this program; row tiles that see most go first.
+    """(row tile, batch entry, first query head, its K/V head, split) of this program; row tiles that see most go first.
 
     sizes, dealt: see ``forward_kernel``. Where heads are gone through a few at a time these are the first axis of the grid and groups of
     them the last, so that none of the last programs is long.
@@ -33,7 +33,8 @@ def work_of(sizes, dealt, order, HAS_ENTRIES: tl.constexpr):
         row_tile = tl.where(is_near, h, m)
         h, split = tl.where(is_near, rest * dealt[2] + m, h), tl.where(is_near, 0, rest)
         m = sizes[4] - 1 - row_tile
-    return m, b, h, parted(h * dealt[0], sizes[7])[0], split
+    kv_head, part = parted(h, dealt[4])
+    return m, b, kv_head * sizes[7] + part * dealt[0], kv_head, split
 
 
 @triton.jit
