@@ -222,7 +222,7 @@ def test_what_fits_no_tile_is_not_supported(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_what_no_grid_has_room_for_is_not_supported() -> None:
-    """A launch with more than 65,535 entries or heads fails in the driver: the windows of an image are that many."""
+    """A launch with more than 65,535 heads fails in the driver, and so does that which lists tiles of as many entries."""
     from anyattn import hardware, plan
     from anyattn.backends.triton import supports
     from anyattn.errors import BackendError
@@ -232,9 +232,10 @@ def test_what_no_grid_has_room_for_is_not_supported() -> None:
         return check.flex_problem(q, q, q, None, None, None, None, None, False, None, True, False, False)
 
     machine = hardware.Hardware("cuda", "a GPU", 0, frozenset(), (8, 0), 108)
-    for sizes in ((65536, 1), (1, 65536)):
-        assert supports.reason_against(problem(sizes[0] - 1, 1) if sizes[0] > 1 else problem(1, sizes[1] - 1)) is None
-        asked = problem(*sizes)
+    uneven = lambda b, h, i, j: (b + i) % 3 > j % 2
+    listed = check.flex_problem(*[problem(65536, 1).q] * 3, None, None, uneven, None, None, False, None, True, False, False)
+    assert supports.reason_against(problem(1, 65535)) is None
+    for asked in (listed, problem(1, 65536)):
         assert "65536" in str(supports.reason_against(asked)) and "65536" in str(supports.reason_against_backward(asked))
         assert plan.choose(asked, machine).backend == "torch"
         with pytest.raises(BackendError, match=r"65536 .* 65535: call it on parts"):
@@ -282,6 +283,15 @@ def test_few_rows_are_as_many_to_the_kernel() -> None:
     assert numbers == [config.FEW] and "constexpr(FEW)" in Path(forward_kernel.__file__).read_text()
     rows = [16, 32, 64, 128]
     assert [config.row_sums(m, 64, torch.bfloat16) == 64 for m in rows] == [m <= config.FEW for m in rows]
+
+
+@pytest.mark.parametrize("rows", [1, 200])
+def test_any_number_of_entries(rows: int) -> None:
+    """Windows of an image, say: beyond its first axis a grid has 65,535 places."""
+    q, k = (torch.zeros(1, dtype=torch.bfloat16).expand(70000, 1, n, 16) for n in (rows, 200))
+    problem = check.flex_problem(q, k, k, None, None, None, None, None, False, None, True, False, False)
+    (launch,) = ahead.launches(problem, (9, 0))
+    assert launch.grid[0] == 70000 and max(launch.grid[1:]) < 65536 and launch.given[launch.kernel.arg_names.index("together")] == -1
 
 
 def test_loads_are_wide_where_rows_are_aligned() -> None:

@@ -95,10 +95,11 @@ def _place(sizes, order, LAST_FIRST: tl.constexpr, HAS_ENTRIES: tl.constexpr):
 
     LAST_FIRST: under a causal mask the last row tiles see most, and are to begin first."""
     tiles, together = sizes[4], sizes[9]
-    heads = tl.num_programs(1)
-    at = tl.program_id(0) + tiles * (tl.program_id(1) + heads * tl.program_id(2))
+    x, heads = tl.num_programs(0), tl.num_programs(1)
+    at = tl.program_id(0) + x * (tl.program_id(1) + heads * tl.program_id(2))
+    entries = tl.where(x == tiles, tl.num_programs(2), x)  # too many of them are the first axis
     first = at // (tiles * together) * together  # head of those of all entries
-    width = tl.minimum(together, heads * tl.num_programs(2) - first)
+    width = tl.minimum(together, heads * entries - first)
     at -= first * tiles
     m, of_all = at // width, first + at % width
     b, h = of_all // heads, of_all % heads

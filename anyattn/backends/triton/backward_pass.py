@@ -14,6 +14,7 @@ from anyattn.backends.triton.again import Kept, Ready, facts_of, ready_of, sourc
 from anyattn.backends.triton.config import Tiles, backward_tiles, fitting, heads_in_turn, padded
 from anyattn.backends.triton.forms import Form, forms_of
 from anyattn.backends.triton.launch import Signature, entry_of, run_entry, strides_of
+from anyattn.backends.triton.layout import grid_of
 from anyattn.backends.triton.paged_gradients import add_to_pages, brought_together
 from anyattn.backends.triton.programs import Chosen, Program, Read, captured_of, gradient_part, program_of, slots_alone
 from anyattn.backends.triton.shared import COUNTS, FUNCTIONS, LISTS, SIZES, constants_of, programs_along_batch, sizes_of, strides_named
@@ -270,7 +271,7 @@ def _prepared_first(
         "HAS_SINK": tensors[-1] is not None,
     }  # fmt: skip
     numbers = (*strides, *of_dlse, 0, 0, *found.strides, *sizes_of(problem, found), places, 1)
-    grid = (found.row_tiles, problem.heads_q, programs_along_batch(problem, found))
+    grid = grid_of(found.row_tiles, problem.heads_q, programs_along_batch(problem, found))
     pointers = [out if t is None else t.detach() for t in tensors]
     handle = run_entry(
         entry_of(_PREPARE, program, aligned), grid, (*pointers, *numbers, *(out,) * 4, problem.scale),
@@ -352,7 +353,7 @@ def _first(call: _Call, by_key: bool, shared: _Shared, tensors: tuple[Tensor | N
     options = {"num_warps": used.num_warps, "num_stages": used.num_stages}
     lists = [q if t is None else t for t in found.lists]
     heads = problem.heads_kv if by_key else problem.heads_q
-    grid = (found.row_tiles, heads, programs_along_batch(problem, found))
+    grid = grid_of(found.row_tiles, heads, programs_along_batch(problem, found))
     sizes = (*sizes_of(problem, found), _places(problem, slot_m), _together(problem, program, by_key))
     numbers = (*strides, 0, 0, *found.strides, *sizes)
     handle = run_entry(

@@ -10,7 +10,7 @@ spans[0]: from one split's statistics to the next's. spans[1], of block lists: f
 one head's to the next's, places of a row of tiles (0 where they lie flat), from one head's flat places to the next's.
 cache: new rows, capacity and rows of a cache, and the last page of a pool.
 dealt: query heads that share a tile, and the power of two that holds them: the rows of a position; heads that programs go through at a
-time, 0 for each by itself, and in how many such groups an entry's are; how many tiles share the query heads of a K/V head.
+time, 0 for each by itself, -1 see ``work_of``, and in how many such groups an entry's are; tiles that share a K/V head's query heads.
 sizes: seqlen_q, seqlen_k (greatest of all), heads, positions of statistics, row tiles, splits, pages of a sequence, query heads of a K/V
 head, key tiles that lists count in a sequence of seqlen_k.
 """

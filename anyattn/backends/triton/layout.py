@@ -27,6 +27,7 @@ __all__ = [
     "Layout",
     "Reading",
     "forward_shape",
+    "grid_of",
     "has_few_rows",
     "layout_of",
     "padded_group",
@@ -39,7 +40,7 @@ __all__ = [
 _MOST_PACKED = 64
 _ANY_NUMBER = 1024  # of queries, where a call does not say how many an entry has at most
 _MOST_SPLITS, _MANY_SPLITS = 128, 32
-MOST_BLOCKS = 65535  # along the last axis of a CUDA grid
+MOST_BLOCKS = 65535  # along each axis of a CUDA grid but the first
 # How the time of reading keys depends on the number of pieces: fitted to an H200's 80 figures in tests/backends/test_triton_splits.py.
 # Shares and bytes instead of seconds: other devices then differ by what is known of them.
 _ALONE = 0.9  # of a multiprocessor's share of the bandwidth: what one program reads that has ``_UNDER_WAY`` bytes asked for at a time
@@ -102,6 +103,11 @@ def padded_group(packed: int) -> int:
 def tiles_per_group(problem: Problem, packed: int) -> int:
     """How many tiles share the query heads of a K/V head, so many to each and in the last what is left."""
     return ceil_div(problem.qhead_per_kvhead, packed)
+
+
+def grid_of(row_tiles: int, heads: int, entries: int) -> tuple[int, int, int]:
+    """Where programs have a row tile, a head and an entry each: entries come first where only the first axis has room for them."""
+    return (row_tiles, heads, entries) if entries <= MOST_BLOCKS else (entries, heads, row_tiles)
 
 
 def positions_per_tile(tile_m: int, packed: int) -> int:

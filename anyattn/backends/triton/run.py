@@ -17,6 +17,7 @@ from anyattn.backends.triton.launch import Signature, entry_of, entry_source, ru
 from anyattn.backends.triton.layout import (
     MOST_BLOCKS,
     forward_shape,
+    grid_of,
     has_few_rows,
     padded_group,
     positions_per_tile,
@@ -204,7 +205,11 @@ def _first(call: _Call, tensors: tuple[Tensor | None, ...]) -> Ready | None:
         programs_along_batch(problem, found) * splits,
     )
     together, groups = _groups(grid, call)
-    grid = (together, grid[0], groups * grid[2]) if together else grid
+    usual, grid = grid, grid_of(*grid)
+    if together:
+        grid = (together, usual[0], groups * usual[2])
+    elif grid != usual:
+        together = -1
     numbers = (
         *strides, part_statistics, *found.strides, *_cache_sizes(problem, found.cache), packed, padded_group(packed),
         together, groups, tiles_each, *sizes_of(problem, found, splits),
