@@ -15,7 +15,7 @@ from anyattn.mods.trace import TracedMod
 from anyattn.plan import Plan, for_backward
 from anyattn.problem import Problem
 
-__all__ = ["backend_module", "backend_of", "backward", "compute"]
+__all__ = ["backend_module", "backend_of", "backward", "compute", "wanting"]
 
 
 def backend_of(plan: Plan) -> Any:
@@ -75,12 +75,12 @@ class _Attention(torch.autograd.Function):
         inputs, (out, lse) = saved[: len(needed)], saved[len(needed) : len(needed) + 2]
         if dout is None:
             dout = torch.zeros_like(out)
-        tensors = tuple([_wanting(t, n) for t, n in zip(inputs, needed, strict=True)])
+        tensors = tuple([wanting(t, n) for t, n in zip(inputs, needed, strict=True)])
         grads = backward(_with_inputs(ctx.problem, tensors), ctx.plan, out, lse, dout, dlse)
         return None, None, *(g if n else None for g, n in zip(grads, needed, strict=True))
 
 
-def _wanting(t: Tensor | None, is_needed: bool) -> Tensor | None:
+def wanting(t: Tensor | None, is_needed: bool) -> Tensor | None:
     """The tensor as one whose gradient is asked for, or is not; nothing records, so that it may be the user's own."""
     return t if t is None or t.requires_grad is is_needed else t.detach().requires_grad_(is_needed)
 

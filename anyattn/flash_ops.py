@@ -150,6 +150,8 @@ def flash_backward(
         causal, window_size, num_splits, pack_gqa,
     )  # fmt: skip
     problem = _problem(q, k, v, (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table), options)
+    asked = zip(("q", "k", "v", "sink"), (*wants[:3], wants[4]), strict=True)  # a graph's own tensors, as they come, require none
+    problem = problem.like(**{name: autograd.wanting(getattr(problem, name), w) for name, w in asked})
     # a plan of whole spans keeps no log-sum-exp; here it was kept
     chosen = replace(plan.choose(problem, hardware.of(q.device.type), backend or None), whole_spans=False)
     rows = (out if out.ndim == 4 else out[None]).transpose(1, 2), lse if lse.ndim == 3 else lse[None]

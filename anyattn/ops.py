@@ -155,26 +155,29 @@ def attend_backward(
     lse: Tensor,
     dout: Tensor,
     dlse: Tensor | None,
-    wants_captured: list[bool],
+    wants: list[bool],
 ) -> list[Tensor]:
-    """Gradients of q, k, v, sink (empty without one) and of each score tensor (empty where not wanted)."""
-    score_tensors = [t.detach().requires_grad_(w) for t, w in zip(score_tensors, wants_captured, strict=True)]
+    """Gradients of q, k, v, sink and each score tensor; empty where ``wants`` says that none is."""
+    # a graph's own tensors, as they come, require none
+    q, k, v, sink, *score_tensors = _asking([q, k, v, sink, *score_tensors], wants)
     problem = _problem(
         q, k, v, sink, score_program, score_scalars, score_tensors, mask_programs, mask_scalars, mask_tensors, block_lists, block_size,
         is_exact, scale, False,
     )  # fmt: skip
     chosen = plan.choose(problem, hardware.of(q.device.type), backend or None)
     grads = autograd.backward(problem, chosen, out, lse, dout, dlse)
-    return [g if g is not None else q.new_empty(0) for g in grads]
+    return [g if g is not None and w else q.new_empty(0) for g, w in zip(grads, wants, strict=True)]
+
+
+def _asking(tensors: list, wants: list[bool]) -> list:
+    return [t if t is None else t.detach().requires_grad_(w) for t, w in zip(tensors, wants, strict=True)]
 
 
 @attend_backward.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *args: Any) -> list[Tensor]:
-    score_tensors, wants_captured = args[2], args[-1]
-    nothing = q.new_empty(0)
+    score_tensors, wants = args[2], args[-1]
     dense = partial(torch.empty_like, memory_format=torch.contiguous_format)
-    captured = [dense(t) if w else nothing for t, w in zip(score_tensors, wants_captured, strict=True)]
-    return [dense(q), dense(k), dense(v), torch.empty_like(sink) if sink is not None else nothing, *captured]
+    return [dense(t) if w else q.new_empty(0) for t, w in zip((q, k, v, sink, *score_tensors), wants, strict=True)]
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
@@ -185,7 +188,7 @@ def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
     ctx.counts = (len(tensors), len(mask_scalars), len(mask_tensors), len(block_lists))
     ctx.program, ctx.mask_programs, ctx.scale, ctx.backend = program, mask_programs, scale, backend
     ctx.block_size, ctx.is_exact = block_size, is_exact
-    ctx.wants_captured = [t.is_floating_point() and t.requires_grad for t in tensors]
+    ctx.wants = [t is not None and t.is_floating_point() and t.requires_grad for t in (q, k, v, sink, *tensors)]
     ctx.mark_non_differentiable(highest)
     ctx.set_materialize_grads(False)
 
@@ -201,10 +204,9 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any) -> tu
         dout = torch.zeros_like(out)
     grads = attend_backward(
         q, k, v, sink, ctx.program, scalars, tensors, ctx.mask_programs, mask_scalars, mask_tensors, block_lists, ctx.block_size,
-        ctx.is_exact, ctx.scale, ctx.backend, out, lse, dout, dlse, ctx.wants_captured,
+        ctx.is_exact, ctx.scale, ctx.backend, out, lse, dout, dlse, ctx.wants,
     )  # fmt: skip
-    dq, dk, dv, dsink, *captured = grads
-    by_tensor = [g if w else None for g, w in zip(captured, ctx.wants_captured, strict=True)]
+    dq, dk, dv, dsink, *by_tensor = [g if w else None for g, w in zip(grads, ctx.wants, strict=True)]
     # one entry per input of `attend`: a list of tensors takes a list, a list of ints one None unless it is empty (then torch cannot
     # tell it from a list of tensors)
     mask_scalars, mask_tensors, block_lists = ([None] * n for n in ctx.counts[1:])
@@ -213,7 +215,7 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any) -> tu
         dq,
         dk,
         dv,
-        dsink if sink is not None else None,
+        dsink,
         None,
         None,
         by_tensor,

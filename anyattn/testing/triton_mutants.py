@@ -83,8 +83,9 @@ MUTANTS = {
         Mutant("lse_in_base_2", _FORWARD, "row_max * _LN2 + tl.log(total))", "row_max + tl.log2(total))", "full"),
         Mutant("nan_of_a_row_that_sees_nothing", _FORWARD, "tl.where(row_sum == 0, 1.0, row_sum)", "row_sum", "islands"),
         # heads and storage
-        Mutant("wrong_gqa_head", _PLACES, "parted(h * dealt[0], sizes[7])[0]", "parted(h * dealt[0], sizes[2] // sizes[7])[1]", "full"),
-        Mutant("packed_heads_are_one", _FORWARD, "heads = h * packed + r % group", "heads = h * packed + r % group * 0", "few_rows"),
+        Mutant("wrong_gqa_head", _PLACES, "kv_head, split\n", "sizes[2] // sizes[7] - 1 - kv_head, split\n", "full"),
+        Mutant("first_head_of_whole_tiles", _PLACES, "kv_head * sizes[7] + part * dealt[0]", "h * dealt[0]", "uneven_group"),
+        Mutant("packed_heads_are_one", _FORWARD, "heads = h + r % group", "heads = h + r % group * 0", "few_rows"),
         Mutant("head_dim_not_cut", _FORWARD, "mask=is_row & (d < HEAD_DIM)", "mask=is_row & (d <= HEAD_DIM)", "head_dim"),
         Mutant("queries_of_the_first_sequence", _FORWARD, "at = found[1] + position", "at = position", "packed"),
         Mutant("keys_of_the_first_sequence", _FORWARD, "tl.arange(0, TILE_N) + key[3]\n", "tl.arange(0, TILE_N)\n", "packed"),
@@ -121,8 +122,8 @@ MUTANTS = {
         Mutant("dk_of_one_head_alone", _BACKWARD, "h = kv_head * sizes[7] + g", "h = kv_head * sizes[7]", "full"),
         Mutant(
             "dv_overwritten", _BACKWARD,
-            "plus_product(dv, None, p, dout, PRECISION)\n    ds",
-            "plus_product(dv * 0, None, p, dout, PRECISION)\n    ds", "window",
+            "plus_product(dv, None, p, dout, PRECISION)\n    if",
+            "plus_product(dv * 0, None, p, dout, PRECISION)\n    if", "window",
         ),
         Mutant(
             "dv_overwritten_in_two_loops", _BACKWARD,

@@ -16,7 +16,7 @@ from anyattn.hardware import Hardware
 
 pytest.importorskip("triton")
 
-from anyattn.backends.triton import backward_pass, config, launch
+from anyattn.backends.triton import config, launch
 from anyattn.backends.triton.direct import Handle
 
 H200 = Hardware("cuda", "a GPU", 0, frozenset((torch.bfloat16, torch.float16, torch.float32)), (9, 0), 132)
@@ -43,8 +43,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
     monkeypatch.setattr(hardware, "of", lambda *a: H200)
     monkeypatch.setattr(check_lengths, "takes_their_word", lambda device, validate: validate is not True)
-    for module in (config, backward_pass):
-        monkeypatch.setattr(module, "capability_of", lambda device: (9, 0))
+    monkeypatch.setattr(config, "capability_of", lambda device: (9, 0))
     monkeypatch.setattr(launch, "_launch", noted)
     # where looking at ids would wait for the device, a block mask's lists are kept beside its mask
     monkeypatch.setattr(check, "row_ranges", lambda mask: None)

@@ -6,9 +6,7 @@ CPU is taken for one GPU or another, for each of which the kernels' loops run in
 
 from __future__ import annotations
 
-import importlib
 import os
-import pkgutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,11 +27,9 @@ import test_fuzz_flex as flex
 from mods import chains, trees
 
 from anyattn import hardware, recall
-from anyattn.backends import triton as backend
 from anyattn.backends.triton import config
 from anyattn.testing import cases
 
-MODULES = [importlib.import_module(f"{backend.__name__}.{m.name}") for m in pkgutil.iter_modules(backend.__path__)]
 SEED = int(os.environ.get("ANYATTN_FUZZ_SEED", "0"))
 EXAMPLES = int(os.environ.get("ANYATTN_FUZZ_EXAMPLES", "2"))
 SHRINKS = os.environ.get("ANYATTN_FUZZ_SHRINKS") == "1"  # takes minutes
@@ -62,9 +58,7 @@ def taken_for(capability: tuple[int, int] | None, ways: config.Ways) -> Iterator
         patch.setattr(hardware, "of", lambda *about: replace(real(*about), capability=capability))
         patch.setattr(config, "most_short", lambda *about: 16)
         patch.setattr(config, "ways_of", lambda shape, gpu, is_short: usual if is_short else ways)
-        for module in MODULES:
-            if hasattr(module, "capability_of"):
-                patch.setattr(module, "capability_of", lambda device: capability)
+        patch.setattr(config, "capability_of", lambda device: capability)
         yield
     recall.clear()
 

@@ -233,6 +233,8 @@ KILLERS: dict[str, Callable[[], Any]] = {
     "not_finite": not_finite,
     "head_dim": judged((1, 2, 1, 20, 20, 24, 40)),
     "few_rows": judged((1, 6, 2, 3, 50, 16, 16), score=lambda s, b, h, i, j: s - 0.02 * h * j),
+    # 17 heads take two tiles of 16 rows: of nine heads, and of eight
+    "uneven_group": judged((1, 34, 2, 1, 50, 16, 16), kernel_options={"tile_m": 16}),
     "splits": judged((1, 4, 2, 9, 100, 16, 16), mask=masks.causal(85), sink=SINK, kernel_options={"num_splits": 3}),
     "lists": random_lists((32, 32), (2, 2, 50, 56)),
     "uneven_lists": random_lists((48, 24), (1, 2, 70, 50)),

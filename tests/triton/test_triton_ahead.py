@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import pkgutil
 import re
 from pathlib import Path
 
 import pytest
 import torch
+
+from anyattn import check
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 if importlib.util.find_spec("triton") is not None:
@@ -91,8 +94,8 @@ def test_tiles_fit(capability: tuple[int, int]) -> None:
     for d, dv, dtype in itertools.product((16, 64, 128, 256), (16, 64, 256), (torch.float32, torch.bfloat16)):
         for has_score, columns in itertools.product((False, True), (0, 4)):
             shape = config.Shape(d, dv, dtype, has_score, columns)
-            for rows, name in itertools.product((1, 64, 4096), config.PASSES):
-                for tiles in config.candidates(name, shape, capability, rows):
+            for (rows, is_short, group), name in itertools.product(((1, True, 1), (64, True, 8), (4096, False, 1)), config.PASSES):
+                for tiles in config.candidates(name, shape, capability, rows, is_short, group):
                     assert config.fits(name, tiles, shape, capability) and min(tiles.tile_m, tiles.tile_n) >= 16
 
 
@@ -172,7 +175,6 @@ def test_calls_of_documents(capability: tuple[int, int], monkeypatch: pytest.Mon
     """Both forms of each kernel, as they are launched until it is known which of them has nothing to do: they fit, that of sequences spills
     nothing, and the other one reads its guard before anything else."""
     import anyattn
-    from anyattn import check
     from anyattn.backends.triton import config
     from anyattn.sparsity.documents import DocumentTables
 
@@ -220,8 +222,8 @@ def test_what_fits_no_tile_is_not_supported(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_what_no_grid_has_room_for_is_not_supported() -> None:
-    """A launch with more than 65,535 entries or heads fails in the driver: the windows of an image are that many."""
-    from anyattn import check, hardware, plan
+    """A launch with more than 65,535 heads fails in the driver, and so does that which lists tiles of as many entries."""
+    from anyattn import hardware, plan
     from anyattn.backends.triton import supports
     from anyattn.errors import BackendError
 
@@ -230,9 +232,10 @@ def test_what_no_grid_has_room_for_is_not_supported() -> None:
         return check.flex_problem(q, q, q, None, None, None, None, None, False, None, True, False, False)
 
     machine = hardware.Hardware("cuda", "a GPU", 0, frozenset(), (8, 0), 108)
-    for sizes in ((65536, 1), (1, 65536)):
-        assert supports.reason_against(problem(sizes[0] - 1, 1) if sizes[0] > 1 else problem(1, sizes[1] - 1)) is None
-        asked = problem(*sizes)
+    uneven = lambda b, h, i, j: (b + i) % 3 > j % 2
+    listed = check.flex_problem(*[problem(65536, 1).q] * 3, None, None, uneven, None, None, False, None, True, False, False)
+    assert supports.reason_against(problem(1, 65535)) is None
+    for asked in (listed, problem(1, 65536)):
         assert "65536" in str(supports.reason_against(asked)) and "65536" in str(supports.reason_against_backward(asked))
         assert plan.choose(asked, machine).backend == "torch"
         with pytest.raises(BackendError, match=r"65536 .* 65535: call it on parts"):
@@ -246,6 +249,49 @@ def test_what_no_grid_has_room_for_is_not_supported() -> None:
     sequences = unread_sequences(packed, packed, LengthTables(ends, ends, None, None), (1, 1), None)
     of_one_token_each = problem_of(packed, packed, packed, sequences, Options(), offset_unread(sequences, False))
     assert of_one_token_each.batch == 70000 and supports.reason_against(of_one_token_each) is None
+
+
+@pytest.mark.parametrize(
+    ("capability", "ratio", "packed", "tiles"),
+    [((9, 0), 8, 8, 1), ((9, 0), 17, 9, 2), ((9, 0), 24, 12, 2), ((9, 0), 40, 14, 3), ((9, 0), 71, 15, 5), ((8, 0), 71, 36, 2)],
+)  # fmt: skip
+def test_any_number_of_heads_shares_tiles(capability: tuple[int, int], ratio: int, packed: int, tiles: int) -> None:
+    """As few tiles as hold a group's heads, for each reads all keys; also of a number that nothing divides."""
+    q, k = torch.zeros(1, 2 * ratio, 1, 64, dtype=torch.bfloat16), torch.zeros(1, 2, 256, 64, dtype=torch.bfloat16)
+    problem = check.flex_problem(q, k, k, None, None, None, None, None, True, None, True, False, False)
+    plan = ahead.planned(problem, capability, {"num_splits": 1})
+    (launch,) = ahead.launches(problem, capability, {"num_splits": 1})
+    assert plan.heads_per_tile == packed and launch.grid[1] == 2 * tiles
+    assert f"{packed} query heads share a row tile" in " ".join(plan.why)
+
+
+def test_launches_are_caught_in_one_place() -> None:
+    """A module that had these names of its own would go on asking the machine it runs on."""
+    from anyattn.backends import triton as backend
+    from anyattn.backends.triton import config, styles
+
+    modules = [importlib.import_module(f"{backend.__name__}.{m.name}") for m in pkgutil.iter_modules(backend.__path__)]
+    for name, home in (("capability_of", config), ("is_nvidia", styles)):
+        assert [m.__name__ for m in modules if hasattr(m, name)] == [home.__name__]
+
+
+def test_few_rows_are_as_many_to_the_kernel() -> None:
+    """Few rows have a sum for each column, and registers for each key's place: the compiler is asked for both by the same number."""
+    from anyattn.backends.triton import config, forward_kernel
+
+    numbers = [x.value for name, x in vars(forward_kernel).items() if name.startswith("_FEW")]
+    assert numbers == [config.FEW] and "constexpr(FEW)" in Path(forward_kernel.__file__).read_text()
+    rows = [16, 32, 64, 128]
+    assert [config.row_sums(m, 64, torch.bfloat16) == 64 for m in rows] == [m <= config.FEW for m in rows]
+
+
+@pytest.mark.parametrize("rows", [1, 200])
+def test_any_number_of_entries(rows: int) -> None:
+    """Windows of an image, say: beyond its first axis a grid has 65,535 places."""
+    q, k = (torch.zeros(1, dtype=torch.bfloat16).expand(70000, 1, n, 16) for n in (rows, 200))
+    problem = check.flex_problem(q, k, k, None, None, None, None, None, False, None, True, False, False)
+    (launch,) = ahead.launches(problem, (9, 0))
+    assert launch.grid[0] == 70000 and max(launch.grid[1:]) < 65536 and launch.given[launch.kernel.arg_names.index("together")] == -1
 
 
 def test_loads_are_wide_where_rows_are_aligned() -> None:

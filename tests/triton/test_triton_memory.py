@@ -104,6 +104,25 @@ def test_19_no_square_tensor_at_length_65536(name: str) -> None:
     assert found.total <= 2 * ROWS + 2 * KEYS + 16 * NUMBERS + 2 * lists, (found.total, sorted(found.made)[-9:])
 
 
+@pytest.mark.parametrize(
+    ("wanted", "kernels", "size"),
+    [("q", ["dq"], ROWS), ("k", ["dkdv"], KEYS), ("v", ["dkdv"], KEYS), ("kv", ["dkdv"], 2 * KEYS), ("bias", ["dq"], 0)],
+)
+def test_what_nobody_asks_for_is_neither_allocated_nor_launched(wanted: str, kernels: list[str], size: int) -> None:
+    q, k, v = (t.detach().requires_grad_(name in wanted) for name, t in zip("qkv", drawn(1, LONG), strict=True))
+    bias = torch.zeros(HEADS, requires_grad=wanted == "bias")
+    options = {"score_mod": lambda s, b, h, i, j: s + bias[h], "mask_mod": masks.causal(), "enable_gqa": True, "backend": "triton"}
+    with as_on_a_gpu() as found, ahead.caught((9, 0)) as made:
+        out = anyattn.flex_attention(q, k, v, **options)  # type: ignore[arg-type]
+        before = found.total
+        made.clear()
+        out.backward(torch.empty_like(q))
+    names = [launch.kernel.fn.__code__.co_filename for launch in made]
+    assert len(names) == 2 and "prepare_tile" in names[0] and [f"{k}_tile" in n for k, n in zip(kernels, names[1:], strict=True)] == [True]
+    assert [t.grad is not None for t in (q, k, v, bias)] == [name in wanted for name in "qkv"] + [wanted == "bias"]
+    assert size <= found.total - before - ROWS <= size + 16 * NUMBERS, sorted(found.made)[-5:]  # ROWS: dout, made above
+
+
 def test_19_packed_sequences() -> None:
     q, k, v = (torch.empty(LONG, h, DIM, **BF16) for h in (HEADS, KV_HEADS, KV_HEADS))  # type: ignore[arg-type]
     ends = torch.tensor([0, 5, 40000, LONG], dtype=torch.int32)

@@ -58,7 +58,7 @@ HERE = [  # what the backend itself has not
     (lambda: flex(kernel_options={"tile_m": 2048, "tile_n": 1024}), ValueError, "tile_m=2048", "65536", "wanted smaller"),
     (lambda: flex(dim=256, kernel_options={"tile_m": 256, "tile_n": 256}), ValueError, "tile_m=256", "KiB", "wanted smaller"),
     (lambda: flex(rows=200, kernel_options={"pack_gqa": True}), BackendError, "pack_gqa=True", "few queries", "pass pack_gqa=None"),
-    (lambda: flash_attn_func(*[t(66000, 1, 1, 8)] * 3, backend="triton"), BackendError, "66000 batch entries", "65535", "on parts"),
+    (lambda: flash_attn_func(*[t(1, 1, 66000, 8)] * 3, backend="triton"), BackendError, "66000 query heads", "65535", "on parts"),
     (lambda: flex_attention(*[t(1, 1, 4, 8).to("meta")] * 3, backend="triton"), BackendError, "on meta", "backend=None"),
 ]
 interprets = %s

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from test_cli import call
 
 import anyattn
-from anyattn import check, disk_cache, hardware, plan
+from anyattn import check, check_lengths, disk_cache, hardware, plan
 from anyattn.disk_cache import DiskCache
 from anyattn.explanation import Explanation
+from anyattn.plan import Plan
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 if importlib.util.find_spec("triton") is not None:
     import triton_ahead as ahead
 
-    from anyattn.backends.triton import config, generated, run, tuning
+    from anyattn.backends.triton import backward_pass, config, generated, run, tuning
 
 
 @pytest.fixture
@@ -49,12 +53,10 @@ def launched(problem, wanted: tuple[int, int], monkeypatch, backward: bool = Fal
     with ahead.caught((9, 0)) as made:
         found = run.forward(problem, chosen)
         if backward:
-            from anyattn.backends.triton import backward_pass
-
             made.clear()
             measured.clear()
             backward_pass.backward(problem, chosen, found.out, found.lse, found.out, None)  # type: ignore[arg-type]
-    last = made[-2:] if backward else made[-1:]
+    last = [x for x in made if "TILE_N" in x.options][-2 if backward else -1 :]
     return [(x.options["TILE_M"], x.options["TILE_N"]) for x in last], len(measured)
 
 
@@ -62,7 +64,6 @@ def test_the_fastest_is_remembered(cache: DiskCache, monkeypatch: pytest.MonkeyP
     causal = lambda b, h, q, k: q >= k
     problem = ahead.problem_of(None, causal)
     with monkeypatch.context() as patch:
-        patch.setattr(tuning, "capability_of", lambda device: (9, 0))
         found, count = launched(problem, (128, 64), patch)
         assert found == [(128, 64)] and 4 <= count <= 10
         assert launched(problem, (128, 128), patch) == ([(128, 64)], 0), "in memory"
@@ -78,14 +79,91 @@ def test_the_fastest_is_remembered(cache: DiskCache, monkeypatch: pytest.MonkeyP
     assert call("cache", "clear")[0] == 0 and not cache.entries()
 
 
+def test_what_is_not_launched_is_not_measured(cache: DiskCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every tile takes the same time there, and the first of them would be remembered for calls that do launch it."""
+    without, full = ahead.problem_of(), ahead.problem_of(has_grad=True)
+    launched(full.like(k=without.k, v=without.v), (64, 32), monkeypatch, backward=True)
+    assert {e.facts["name"].split(":")[0] for e in cache.entries()} == {"tiles of forward", "tiles of dq"}
+    assert launched(full, (64, 128), monkeypatch, backward=True)[0][1] == (64, 128)
+
+
 def test_what_is_kept_but_no_candidate_is_not_used(cache: DiskCache, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file of another version, whose tiles may not fit."""
     problem = ahead.problem_of()
-    question = tuning.question_of("forward", problem, run.program_of(problem).program)
+    question = tuning.forward_question(problem, run.program_of(problem).program, 1, 1)
     cache.get_or_make(question.key, lambda: disk_cache.Payload(b"", {"tiles": [512, 512, 4, 9]}))
-    default = config.candidates("forward", question.shape, None, 256)[0]
+    default = config.candidates("forward", question.shape, (9, 0), 256, False, 1)[0]
     found, count = launched(problem, (64, 32), monkeypatch)
     assert count == 0 and found == [(default.tile_m, default.tile_n)]
+
+
+def asked(door: Callable[[], Any], capability: tuple[int, int] = (9, 0)) -> tuple[tuning.Question, Plan]:
+    """What the forward pass of a call would ask if it were tuned, and its plan as it is not."""
+    seen: list[tuple[tuning.Question, Plan]] = []
+
+    def launch(form: Any, plan: Plan, target: Any) -> None:
+        program = run.program_of(form.problem).program
+        seen.append((tuning.forward_question(form.problem, program, plan.heads_per_tile, plan.num_splits), plan))
+
+    with ahead.on(capability), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "_launch", launch)
+        patch.setattr(check_lengths, "takes_their_word", lambda device, validate: validate is not True)
+        door()
+    return seen[0]
+
+
+def decoding(page_size: int, leftpad: bool = False) -> tuning.Question:
+    pools = [torch.zeros(8, page_size, 1, 64, dtype=torch.bfloat16) for _ in "kv"]
+    places = {"page_table": torch.arange(8, dtype=torch.int32)[None], "cache_seqlens": torch.tensor([page_size], dtype=torch.int32)}
+    if leftpad:
+        places["cache_leftpad"] = torch.zeros(1, dtype=torch.int32)
+    q = torch.zeros(1, 1, 2, 64, dtype=torch.bfloat16)
+    return asked(lambda: anyattn.flash_attn_with_kvcache(q, *pools, **places, num_splits=1, backend="triton"))[0]
+
+
+def test_pages_are_asked_about_by_the_tiles_that_fit() -> None:
+    """Of twelve sizes six questions, for to measure takes its time."""
+    same = ((16,), (32,), (64,), (48, 80), (128, 256, 384, 512), (5, 24, 40))
+    found = [{decoding(size) for size in sizes} for sizes in same]
+    assert all(len(questions) == 1 for questions in found) and len(set.union(*found)) == len(same), found
+    assert decoding(16, leftpad=True) == decoding(5) == decoding(128, leftpad=True), "tiles begin anywhere, and fit no page"
+
+
+def few(
+    heads: int, rows: int, lists: bool = False, sink: bool = False, capability: tuple[int, int] = (9, 0), **options: Any
+) -> tuple[tuning.Question, Plan]:
+    q, k = torch.zeros(1, heads, rows, 64, dtype=torch.bfloat16), torch.zeros(1, 1, 300, 64, dtype=torch.bfloat16)
+    more = {"mask_mod": (lambda b, h, i, j: (i + j) % 3 != 1) if lists else None, "sink": torch.zeros(heads) if sink else None}
+    return asked(lambda: anyattn.flex_attention(q, k, k, enable_gqa=True, backend="triton", kernel_options=options, **more), capability)
+
+
+def test_what_else_makes_another_kernel() -> None:
+    one = {"num_splits": 1}
+    questions = [few(8, 1, **one)[0], few(8, 1, pack_gqa=False, **one)[0], few(8, 1, sink=True, **one)[0], few(8, 1, num_splits=2)[0]]
+    assert len(set(questions)) == 4, questions
+    assert few(8, 1, sink=True, num_splits=2)[0] == questions[3], "the sink joins where pieces are merged"
+    assert few(7, 1, **one)[0] == questions[0], "as many rows of a position"
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids=str)
+def test_the_default_is_measured(capability: tuple[int, int]) -> None:
+    """Whatever is measured besides, what would be taken untuned comes first; and no tile is too small for a position's rows."""
+    for heads, rows, lists in itertools.product((1, 8, 16), (1, 4, 16, 40, 300), (False, True)):
+        question, plan = few(heads, rows, lists, capability=capability)
+        first, *others = config.candidates("forward", question.shape, capability, *question.rows)
+        assert (first.tile_m, first.tile_n, first.num_warps) == (plan.tile_m, plan.tile_n, plan.num_warps), (question, plan)
+        assert all(t.tile_m >= plan.heads_per_tile for t in (first, *others))
+
+
+def test_kernels_of_a_backward_pass_that_differ() -> None:
+    table = torch.zeros(4, requires_grad=True)
+    every = ahead.problem_of(lambda s, b, h, q, k: s + table[h], has_grad=True)
+    frozen = ahead.problem_of(lambda s, b, h, q, k: s + table.detach()[h], has_grad=True)
+    without = every.like(q=every.q.detach(), v=every.v.detach())
+    program, words = run.program_of(every).program, backward_pass._words_of
+    found = {n: [tuning.backward_question(n, p, program, words(n, p)) for p in (every, frozen, without)] for n in config.PASSES[1:]}
+    assert len(set(found["dq"])) == 3 and len(set(found["dkdv"])) == 2 and found["dkdv"][0] == found["dkdv"][1], found
+    assert "gradients of captured 0" in found["dq"][0].kind and "without dv" in found["dkdv"][2].kind
 
 
 def test_without_a_disk(cache: DiskCache, monkeypatch: pytest.MonkeyPatch) -> None:

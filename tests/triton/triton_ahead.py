@@ -73,7 +73,6 @@ def caught(capability: tuple[int, int]) -> Iterator[list[Launch]]:
     patches = (
         mock.patch.object(JITFunction, "run", run), mock.patch.object(styles, "is_nvidia", lambda device_type: torch.version.hip is None),
         mock.patch.object(config, "capability_of", lambda device: capability),
-        mock.patch("anyattn.backends.triton.backward_pass.capability_of", lambda device: capability),
     )  # fmt: skip
     with contextlib.ExitStack() as stack:
         for patch in patches:

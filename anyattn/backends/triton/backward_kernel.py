@@ -95,10 +95,11 @@ def _place(sizes, order, LAST_FIRST: tl.constexpr, HAS_ENTRIES: tl.constexpr):
 
     LAST_FIRST: under a causal mask the last row tiles see most, and are to begin first."""
     tiles, together = sizes[4], sizes[9]
-    heads = tl.num_programs(1)
-    at = tl.program_id(0) + tiles * (tl.program_id(1) + heads * tl.program_id(2))
+    x, heads = tl.num_programs(0), tl.num_programs(1)
+    at = tl.program_id(0) + x * (tl.program_id(1) + heads * tl.program_id(2))
+    entries = tl.where(x == tiles, tl.num_programs(2), x)  # too many of them are the first axis
     first = at // (tiles * together) * together  # head of those of all entries
-    width = tl.minimum(together, heads * tl.num_programs(2) - first)
+    width = tl.minimum(together, heads * entries - first)
     at -= first * tiles
     m, of_all = at // width, first + at % width
     b, h = of_all // heads, of_all % heads
@@ -134,7 +135,7 @@ def _visit_keys(
     SCORE: tl.constexpr, MASK: tl.constexpr, ALWAYS: tl.constexpr, SCATTER: tl.constexpr,
     IS_PARTIAL: tl.constexpr, HAS_SCORE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr, HAS_SCATTER: tl.constexpr,
     TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PRECISION: tl.constexpr, RANGES: tl.constexpr, IS_NEAR: tl.constexpr, column,
+    PRECISION: tl.constexpr, RANGES: tl.constexpr, IS_NEAR: tl.constexpr, HAS_DQ: tl.constexpr, column,
 ):  # fmt: skip
     """dq with what one tile of keys adds to it, not yet scaled; arguments as of ``forward_kernel.visit``. offsets: of full tiles.
 
@@ -186,7 +187,9 @@ def _visit_keys(
     if column is not None:
         k = load_columns(key[0] + row * key[4] + row_at(at, key[5], IS_NEAR), local, key[5], column, dq.shape[1], HEAD_DIM, IS_NEAR)
         k, ds = finite(k), tl.where(seen, ds, 0.0)
-    return plus_product(dq, None, ds, k, PRECISION)
+    if HAS_DQ:
+        dq = plus_product(dq, None, ds, k, PRECISION)
+    return dq
 
 
 @triton.jit
@@ -198,9 +201,9 @@ def dq_tile(
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, LIST_M: tl.constexpr, LIST_N: tl.constexpr, HAS_FULL: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     HAS_ENTRIES: tl.constexpr, HAS_GUARD: tl.constexpr, PRECISION: tl.constexpr, IS_NEAR: tl.constexpr, SLOT_M: tl.constexpr,
-    HIDES: tl.constexpr,
+    HIDES: tl.constexpr, HAS_DQ: tl.constexpr,
 ):  # fmt: skip
-    """dq of one row tile, and what its scores send into the score mod's captured tensors."""
+    """dq of one row tile (HAS_DQ: somebody wants it), and what its scores send into the score mod's captured tensors."""
     if HAS_GUARD and is_off(tensors[11]):
         return
     m, b, h = _place(sizes, tensors[9], True, HAS_ENTRIES)
@@ -245,19 +248,19 @@ def dq_tile(
         dq = _visit_keys(
             dq, q, dout, lse, delta, is_row, q_first, first, first + TILE_N, True, key, offsets, kept, b, h, scale, captured,
             SCORE, MASK, ALWAYS, SCATTER, False, HAS_SCORE, HAS_MASK, HAS_ALWAYS, HAS_SCATTER,
-            TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, RANGES, IS_NEAR, None,
+            TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, RANGES, IS_NEAR, HAS_DQ, None,
         )  # fmt: skip
     for i in range(0, partial):
         first, end, is_shown = partial_at(runs, i, seqlen_k, RANGES, TILE_N, LIST_N)
         dq = _visit_keys(
             dq, q, dout, lse, delta, is_row, q_first, first, end, is_shown, key, offsets, kept, b, h, scale, captured,
             SCORE, MASK, ALWAYS, SCATTER, True, HAS_SCORE, HAS_MASK, HAS_ALWAYS, HAS_SCATTER,
-            TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, RANGES, IS_NEAR, None,
+            TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, RANGES, IS_NEAR, HAS_DQ, None,
         )  # fmt: skip
     d = tl.arange(0, BLOCK_D)[None, :]
     out = tensors[5] + (row * strides[4][0] + head * strides[4][1] + at.to(tl.int64) * strides[4][2])[:, None]
-    tl.store(out + d, (dq * scale).to(out.dtype.element_ty), mask=is_row[:, None] & (d < HEAD_DIM))
-    if HIDES and not is_finite(dq, None):
+    tl.store(out + d, (dq * scale).to(out.dtype.element_ty), mask=is_row[:, None] & (d < HEAD_DIM) & HAS_DQ)
+    if HIDES and HAS_DQ and not is_finite(dq, None):
         dq_again(
             out, q, dout, lse, delta, is_row, q_first, full, partial, seqlen_k, runs, key, offsets, kept, b, h, scale, captured,
             _visit_keys, SCORE, MASK, ALWAYS, SCATTER, HAS_SCORE, HAS_MASK, HAS_ALWAYS, TILE_N, LIST_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D,
@@ -272,7 +275,7 @@ def _visit_rows(
     ALWAYS: tl.constexpr, IS_PARTIAL: tl.constexpr, HAS_SCORE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, RANGES: tl.constexpr, IS_NEAR: tl.constexpr,
-    IS_NVIDIA: tl.constexpr, part,
+    IS_NVIDIA: tl.constexpr, HAS_DK: tl.constexpr, HAS_DV: tl.constexpr, part,
 ):  # fmt: skip
     """dk, not yet scaled, and dv with what rows ``first`` to ``end`` of one head add to them. Scores are [keys, rows] here.
 
@@ -318,7 +321,8 @@ def _visit_rows(
             seen = seen & ALWAYS(b, h, kv, rows, captured[2][0], captured[2][1])
         p = tl.where(seen, p, 0.0)
     if part is None:
-        dv = plus_product(dv, None, p, dout, PRECISION)
+        if HAS_DV:
+            dv = plus_product(dv, None, p, dout, PRECISION)
     else:
         do_row = heads[1] + row_at(at, strides[3][2], IS_NEAR)
         dout = load_columns(do_row, local, strides[3][2], part[0], dv.shape[1], HEAD_DIM_V, IS_NEAR)
@@ -334,7 +338,8 @@ def _visit_rows(
             ds = tl.where(p != 0.0, ds, 0.0)  # the derivative of a hidden score may be anything, if it is not that of all
     if (IS_PARTIAL and RANGES == 0) or part is not None:
         ds = tl.where(p != 0.0, ds, 0.0)  # lists may begin tiles elsewhere than delta does, and what lies after those is anything
-    dk = plus_product(dk, None, ds, q, PRECISION)
+    if HAS_DK:
+        dk = plus_product(dk, None, ds, q, PRECISION)
     return dk, dv
 
 
@@ -343,7 +348,7 @@ def _visit_either(
     dk, dv, k, v, first, end, is_cut, n_first, n_end, found, heads, offsets, strides, b, h, scale, captured,
     MASK_ROWS: tl.constexpr, MASK: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, IS_NEAR: tl.constexpr,
-    IS_NVIDIA: tl.constexpr,
+    IS_NVIDIA: tl.constexpr, HAS_DK: tl.constexpr, HAS_DV: tl.constexpr,
 ):  # fmt: skip
     """``_visit_rows`` of a tile that is full or, is_cut, partial, by ranges and without a score mod. end: of the sequence.
 
@@ -364,9 +369,10 @@ def _visit_either(
         rows = MASK_ROWS(b, h, (position + found[6])[None, :], captured[1][0], captured[1][1])
         kv = tl.minimum(n_first + tl.arange(0, TILE_N), n_end - 1)[:, None]
         p = tl.where(MASK(b, h, kv, rows, captured[1][0], captured[1][1]), p, 0.0)
-    dv = plus_product(dv, None, p, dout, PRECISION)
-    ds = p * (dp - delta[None, :])
-    dk = plus_product(dk, None, ds, q, PRECISION)
+    if HAS_DV:
+        dv = plus_product(dv, None, p, dout, PRECISION)
+    if HAS_DK:
+        dk = plus_product(dk, None, p * (dp - delta[None, :]), q, PRECISION)
     return dk, dv
 
 
@@ -408,9 +414,10 @@ def dkdv_tile(
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, LIST_M: tl.constexpr, LIST_N: tl.constexpr, HAS_FULL: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     HAS_ENTRIES: tl.constexpr, HAS_GUARD: tl.constexpr, PRECISION: tl.constexpr, IS_NEAR: tl.constexpr, IS_GROUPED: tl.constexpr,
-    IS_NVIDIA: tl.constexpr, IS_JOINED: tl.constexpr, HIDES: tl.constexpr,
+    IS_NVIDIA: tl.constexpr, IS_JOINED: tl.constexpr, HIDES: tl.constexpr, HAS_DK: tl.constexpr, HAS_DV: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one tile of keys, summed over the query heads that share them (IS_GROUPED: several do). lists: per tile of keys.
+    HAS_DK, HAS_DV: which somebody wants.
     IS_JOINED: there are ranges and neither a score mod nor a mask for all tiles, and one loop visits partial and full ones.
 
     Where there are two loops full tiles come last: what only partial ones need takes no registers by then.
@@ -451,7 +458,7 @@ def dkdv_tile(
                 is_cut = (m < runs[1]) | (m >= runs[1] + fulls)
                 dk, dv = _visit_either(
                     dk, dv, k, v, m * TILE_M, seqlen_q, is_cut, n_first, n_end, found, heads, offsets, strides, b, h, scale, captured,
-                    MASK_ROWS, MASK, TILE_M, TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, IS_NEAR, IS_NVIDIA,
+                    MASK_ROWS, MASK, TILE_M, TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, IS_NEAR, IS_NVIDIA, HAS_DK, HAS_DV,
                 )  # fmt: skip
         else:
             for i in range(0, partials):
@@ -464,8 +471,8 @@ def dkdv_tile(
                     start, stop, is_shown = partial_at(runs, i, seqlen_q, 0, TILE_M, LIST_M)
                 dk, dv = _visit_rows(
                     dk, dv, k, v, start, stop, is_shown, n_first, n_end, found, heads, offsets, strides, b, h, scale, captured,
-                    SCORE_ROWS, SCORE, MASK_ROWS, MASK, ALWAYS_ROWS, ALWAYS, True, HAS_SCORE, HAS_MASK, HAS_ALWAYS,
-                    TILE_M, TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, RANGES, IS_NEAR, IS_NVIDIA, None,
+                    SCORE_ROWS, SCORE, MASK_ROWS, MASK, ALWAYS_ROWS, ALWAYS, True, HAS_SCORE, HAS_MASK, HAS_ALWAYS, TILE_M, TILE_N,
+                    HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, RANGES, IS_NEAR, IS_NVIDIA, HAS_DK, HAS_DV, None,
                 )  # fmt: skip
             for i in range(0, fulls):
                 if RANGES > 0:
@@ -474,19 +481,19 @@ def dkdv_tile(
                     start = full_at(runs, i, 0, TILE_M, LIST_M)
                 dk, dv = _visit_rows(
                     dk, dv, k, v, start, start + TILE_M, True, n_first, n_end, found, heads, offsets, strides, b, h, scale, captured,
-                    SCORE_ROWS, SCORE, MASK_ROWS, MASK, ALWAYS_ROWS, ALWAYS, False, HAS_SCORE, HAS_MASK, HAS_ALWAYS,
-                    TILE_M, TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, RANGES, IS_NEAR, IS_NVIDIA, None,
+                    SCORE_ROWS, SCORE, MASK_ROWS, MASK, ALWAYS_ROWS, ALWAYS, False, HAS_SCORE, HAS_MASK, HAS_ALWAYS, TILE_M, TILE_N,
+                    HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, RANGES, IS_NEAR, IS_NVIDIA, HAS_DK, HAS_DV, None,
                 )  # fmt: skip
     is_right = not HIDES or is_finite(dk, dv)
     d, d_v = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_DV)[None, :]
     dk_out = tensors[6] + (row * strides[5][0] + head * strides[5][1] + at * strides[5][2])
     dv_out = tensors[7] + (row * strides[6][0] + head * strides[6][1] + at * strides[6][2])
-    tl.store(dk_out + d, (dk * scale).to(dk_out.dtype.element_ty), mask=is_key & (d < HEAD_DIM) & is_right)
-    tl.store(dv_out + d_v, dv.to(dv_out.dtype.element_ty), mask=is_key & (d_v < HEAD_DIM_V) & is_right)
+    tl.store(dk_out + d, (dk * scale).to(dk_out.dtype.element_ty), mask=is_key & (d < HEAD_DIM) & is_right & HAS_DK)
+    tl.store(dv_out + d_v, dv.to(dv_out.dtype.element_ty), mask=is_key & (d_v < HEAD_DIM_V) & is_right & HAS_DV)
     if not is_right:
         dkdv_again(
             (dk_out, dv_out), is_key, k, v, kv_head, n_first, n_end, found, offsets, line, tensors, strides, spans, sizes, lists, b,
             scale, captured, early, _visit_rows, _visitors, SCORE_ROWS, SCORE, MASK_ROWS, MASK, ALWAYS_ROWS, ALWAYS, HAS_SCORE,
             HAS_MASK, HAS_ALWAYS, TILE_M, TILE_N, LIST_M, HAS_FULL, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, HAS_ENTRIES, PRECISION,
-            RANGES, IS_NEAR, IS_GROUPED, IS_NVIDIA,
+            RANGES, IS_NEAR, IS_GROUPED, IS_NVIDIA, HAS_DK, HAS_DV,
         )  # fmt: skip

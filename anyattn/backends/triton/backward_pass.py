@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from anyattn.backends.triton import exact, styles, tables, tuning
+from anyattn.backends.triton import config, exact, styles, tables, tuning
 from anyattn.backends.triton.again import Kept, Ready, facts_of, ready_of, sources_of
-from anyattn.backends.triton.config import Tiles, backward_tiles, capability_of, fitting, heads_in_turn, padded
+from anyattn.backends.triton.config import Tiles, backward_tiles, fitting, heads_in_turn, padded
 from anyattn.backends.triton.forms import Form, forms_of
 from anyattn.backends.triton.launch import Signature, entry_of, run_entry, strides_of
+from anyattn.backends.triton.layout import grid_of
 from anyattn.backends.triton.paged_gradients import add_to_pages, brought_together
 from anyattn.backends.triton.programs import Chosen, Program, Read, captured_of, gradient_part, program_of, slots_alone
 from anyattn.backends.triton.shared import COUNTS, FUNCTIONS, LISTS, SIZES, constants_of, programs_along_batch, sizes_of, strides_named
@@ -39,8 +40,11 @@ def _signature(body: str, constants: tuple[str, ...], scatters: bool = False) ->
 _COMMON = (
     "TILE_M", "TILE_N", "LIST_M", "LIST_N", "HAS_FULL", "HEAD_DIM", "HEAD_DIM_V", "BLOCK_D", "BLOCK_DV", "HAS_ENTRIES", "HAS_GUARD",
 )  # fmt: skip
-_DQ = _signature("dq_tile", ("RANGES", *_COMMON, "PRECISION", "IS_NEAR", "SLOT_M", "HIDES"), scatters=True)
-_DKDV = _signature("dkdv_tile", ("RANGES", *_COMMON, "PRECISION", "IS_NEAR", "IS_GROUPED", "IS_NVIDIA", "IS_JOINED", "HIDES"))
+_DQ = _signature("dq_tile", ("RANGES", *_COMMON, "PRECISION", "IS_NEAR", "SLOT_M", "HIDES", "HAS_DQ"), scatters=True)
+_DKDV = _signature(
+    "dkdv_tile",
+    ("RANGES", *_COMMON, "PRECISION", "IS_NEAR", "IS_GROUPED", "IS_NVIDIA", "IS_JOINED", "HIDES", "HAS_DK", "HAS_DV"),
+)
 _PREPARE = Signature(
     "backward_kernel.prepare_tile",
     (
@@ -112,9 +116,38 @@ def _tuned(problem: Problem, tiles: dict[str, Tiles], results: _Results) -> dict
         passes = _Passes.of(problem, {**tiles, name: other})
         return tuning.seconds(lambda: _gradients(problem, [(Form(problem), passes)], results), device)
 
-    for name in list(tiles):
-        tiles = {**tiles, name: tuning.best(tuning.question_of(name, problem, program), device, partial(measure, name))}
+    for name in _kernels_of(problem):  # of what is not launched every tile takes the same time
+        question = tuning.backward_question(name, problem, program, _words_of(name, problem))
+        tiles = {**tiles, name: tuning.best(question, device, partial(measure, name))}
     return tiles
+
+
+def _words_of(name: str, problem: Problem) -> list[str]:
+    """What makes another kernel of the same mask and mods."""
+    if name == "dkdv":
+        absent = [f"without {d}" for d, t in (("dk", problem.k), ("dv", problem.v)) if not t.requires_grad]
+        return ["keys of several heads"] * (problem.qhead_per_kvhead > 1) + absent
+    wanted = _wanted(problem)
+    sent = [f"gradients of captured {', '.join(map(str, wanted))}"] if wanted else []
+    return sent + ["deterministic"] * bool(exact.additions_of(problem, wanted)) + ["without dq"] * (not problem.q.requires_grad)
+
+
+class _Shared(NamedTuple):
+    """What the launches share. dq, dk, dv: None where nobody asks for it."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    dq: Tensor | None
+    dk: Tensor | None
+    dv: Tensor | None
+
+    @property
+    def filled(self) -> tuple[Tensor, ...]:
+        """In place of what nobody asks for, and no kernel writes, any tensor of its shape."""
+        q, k, v, dout, *found = self
+        return (q, k, v, dout, *[own if d is None else d for d, own in zip(found, (q, k, v), strict=True)])
 
 
 class _Prepared(NamedTuple):
@@ -128,25 +161,27 @@ class _Prepared(NamedTuple):
 
 def _gradients(problem: Problem, forms: list[tuple[Form, _Passes]], results: _Results) -> tuple[Tensor | None, ...]:
     """forms: in which it is launched."""
-    wanted, score, q = _wanted(problem), problem.score, problem.q
-    totals = _totals(problem)
+    wanted, score, totals, operands = _wanted(problem), problem.score, _totals(problem), (problem.q, problem.k, problem.v)
     # no program comes by rows of no sequence
     blank = torch.empty_like if problem.sequences is None else torch.zeros_like
-    dq, dk, dv = (blank(t) for t in (q, problem.k, problem.v))
-    shared = (q, problem.k, problem.v, results.dout, dq, dk, dv)
-    has_dq = any(t.requires_grad for t in (q, *(score.tensors[s] for s in wanted))) if score else q.requires_grad
+    found = tuple([blank(t) if t.requires_grad else None for t in operands])
+    shared = _Shared(*operands, results.dout, *found)
     delta = _delta_of_rows(problem)
     for form, passes in forms:
         prepared = _prepared(form, passes, results, delta)
-        if has_dq:
-            _launch("dq", form, passes, shared, prepared, totals)
-        if problem.k.requires_grad or problem.v.requires_grad:
-            _launch("dkdv", form, passes, shared, prepared, ())
+        for name in _kernels_of(problem):
+            _launch(name, form, passes, shared, prepared, totals if name == "dq" else ())
     captured = [None] * len(score.tensors) if score else []
     for slot, total in zip(wanted, totals, strict=True):
         own = score.tensors[slot]  # type: ignore
         captured[slot] = exact.read(total, own.dtype) if exact.is_exact(total, own) else total.to(own.dtype)  # type: ignore
-    return dq, dk, dv, _of_sink(problem, results.lse, delta), *captured
+    return *found, _of_sink(problem, results.lse, delta), *captured
+
+
+def _kernels_of(problem: Problem) -> tuple[str, ...]:
+    """Those that compute what is asked for, in the order of their launches. dq's sends to captured tensors too."""
+    has_dq = problem.q.requires_grad or bool(_wanted(problem))
+    return ("dq",) * has_dq + ("dkdv",) * (problem.k.requires_grad or problem.v.requires_grad)
 
 
 def _wanted(problem: Problem) -> tuple[int, ...]:
@@ -173,7 +208,7 @@ def _totals(problem: Problem) -> tuple[Tensor, ...]:
 
 
 def _tiles(problem: Problem, plan: Plan) -> dict[str, Tiles]:
-    shape, capability = replace(shape_of(problem), is_band=program_of(problem).program.has_band), capability_of(problem.q.device)
+    shape, capability = replace(shape_of(problem), is_band=program_of(problem).program.has_band), config.capability_of(problem.q.device)
     found = backward_tiles(shape, capability)
     if plan.has_asked_tiles:
         wanted = {name: replace(t, tile_m=plan.tile_m, tile_n=plan.tile_n) for name, t in found.items()}
@@ -236,7 +271,7 @@ def _prepared_first(
         "HAS_SINK": tensors[-1] is not None,
     }  # fmt: skip
     numbers = (*strides, *of_dlse, 0, 0, *found.strides, *sizes_of(problem, found), places, 1)
-    grid = (found.row_tiles, problem.heads_q, programs_along_batch(problem, found))
+    grid = grid_of(found.row_tiles, problem.heads_q, programs_along_batch(problem, found))
     pointers = [out if t is None else t.detach() for t in tensors]
     handle = run_entry(
         entry_of(_PREPARE, program, aligned), grid, (*pointers, *numbers, *(out,) * 4, problem.scale),
@@ -264,7 +299,7 @@ def _launch(
     name: str,
     form: Form,
     passes: _Passes,
-    shared: tuple[Tensor, ...],
+    shared: _Shared,
     prepared: _Prepared,
     totals: tuple[Tensor, ...],
 ) -> None:
@@ -277,7 +312,8 @@ def _launch(
     if form.guard is not None:
         found = found._replace(guard=form.guard)
     tensors = (q, k, v, dout, prepared.lse, dq, dk, dv, found.entries, found.order, prepared.spans, found.guard, prepared.delta)
-    key = (*facts_of(problem, found, *shared[3:]), used, prepared.tile_m, *[t.dtype for t in totals], () if by_key else _wanted(problem))
+    which = (dk is None, dv is None) if by_key else (dq is None, *_wanted(problem))
+    key = (*facts_of(problem, found, *shared.filled[3:]), used, prepared.tile_m, *[t.dtype for t in totals], which)
     ready = kept.get(key)
     if ready is not None:
         ready.launch(tensors, found.lists, problem.scale, ready.sources.read(problem, totals))
@@ -294,12 +330,10 @@ class _Call(NamedTuple):
     slot_m: int
 
 
-def _first(
-    call: _Call, by_key: bool, shared: tuple[Tensor, ...], tensors: tuple[Tensor | None, ...], totals: tuple[Tensor, ...]
-) -> Ready | None:
+def _first(call: _Call, by_key: bool, shared: _Shared, tensors: tuple[Tensor | None, ...], totals: tuple[Tensor, ...]) -> Ready | None:
     form, chosen, found, used, slot_m = call
-    problem, (q, k, v, dout, *_) = form.problem, shared
-    aligned, strides = strides_of(*shared)
+    problem, (q, k, v, dout, dq, dk, dv) = form.problem, shared
+    aligned, strides = strides_of(*shared.filled)
     pointers = [q if t is None else t.detach() for t in tensors]
     program, captured = chosen.program, list(captured_of(chosen))
     if problem.score is not None:
@@ -313,12 +347,13 @@ def _first(
         constants |= {"IS_GROUPED": problem.qhead_per_kvhead > 1, "IS_NVIDIA": styles.is_nvidia(q.device.type)}
         # of a band's tiles so many are partial, and so few there are, that a loop for each kind begins too often
         constants["IS_JOINED"] = program.has_band and program.score is None and program.always is None
+        constants |= {"HAS_DK": dk is not None, "HAS_DV": dv is not None}
     else:
-        constants["SLOT_M"] = slot_m
+        constants |= {"SLOT_M": slot_m, "HAS_DQ": dq is not None}
     options = {"num_warps": used.num_warps, "num_stages": used.num_stages}
     lists = [q if t is None else t for t in found.lists]
     heads = problem.heads_kv if by_key else problem.heads_q
-    grid = (found.row_tiles, heads, programs_along_batch(problem, found))
+    grid = grid_of(found.row_tiles, heads, programs_along_batch(problem, found))
     sizes = (*sizes_of(problem, found), _places(problem, slot_m), _together(problem, program, by_key))
     numbers = (*strides, 0, 0, *found.strides, *sizes)
     handle = run_entry(

@@ -16,7 +16,7 @@ import torch
 from anyattn.geometry.nearby import heads_side_by_side
 
 __all__ = [
-    "PASSES", "Shape", "Tiles", "Ways", "architecture", "asked", "backward_tiles", "candidates", "capability_of", "fits", "fitting",
+    "FEW", "PASSES", "Shape", "Tiles", "Ways", "architecture", "asked", "backward_tiles", "candidates", "capability_of", "fits", "fitting",
     "forward_tiles", "heads_in_turn", "heads_together", "most_short", "needed", "padded", "reason_against", "registers_beside", "resident",
     "row_sums", "shared_memory", "ways_of",
 ]  # fmt: skip
@@ -31,7 +31,8 @@ _LEAST_SHARED = {True: 99 << 10, False: 48 << 10}  # from compute capability 8 o
 _OF_AMD = 64 << 10
 # Sums of a row's weights until its end: a thread has one column of eight, or two next to each other, and adds up its own by itself. Few
 # rows have one for each column.
-_ROW_SUMS, _FEW = 8, 32
+_ROW_SUMS = 8
+FEW = 32  # rows of a tile, which leave registers to spare
 _SMALL_PARTS = 2 << 10  # barriers, statistics and what reductions pass around
 _OF_A_BLOCK = 1 << 10  # what the system keeps for itself in every block
 _THIRD = 168  # registers of a thread, where three blocks of four warps share a multiprocessor
@@ -322,7 +323,7 @@ def ways_of(shape: Shape, capability: tuple[int, int] | None, is_short: bool) ->
 def row_sums(tile_m: int, tile_n: int, dtype: torch.dtype) -> int:
     """In how many sums the forward kernel adds up a row's weights. float32 takes one, for errors' sake, and so do AMD's GPUs, for not all
     of which more compile."""
-    if tile_m <= _FEW:
+    if tile_m <= FEW:
         return tile_n
     return 1 if dtype is torch.float32 or torch.version.hip is not None else _ROW_SUMS
 
@@ -363,11 +364,11 @@ def asked(name: str, tiles: Tiles, shape: Shape, capability: tuple[int, int] | N
     return tiles
 
 
-def candidates(name: str, shape: Shape, capability: tuple[int, int] | None, rows: int) -> list[Tiles]:
-    """What autotuning measures: the default first, then others that fit."""
-    is_short = rows <= most_short(shape.dtype, capability)
+def candidates(name: str, shape: Shape, capability: tuple[int, int] | None, rows: int, is_short: bool, group: int) -> list[Tiles]:
+    """What autotuning measures: the default first, then others that fit. rows, is_short: see ``forward_tiles``. group: rows of a position,
+    which all are in one tile."""
     default = forward_tiles(shape, capability, rows, is_short) if name == "forward" else backward_tiles(shape, capability)[name]
     others = [Tiles(*t) for t in _MORE[name]]
     if name == "forward":
         others = [_few_rows(t, rows, shape.dtype) for t in others]
-    return list(dict.fromkeys([default, *(t for t in others if fits(name, t, shape, capability))]))
+    return list(dict.fromkeys([default, *(t for t in others if fits(name, t, shape, capability) and t.tile_m >= group)]))

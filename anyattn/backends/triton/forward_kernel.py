@@ -10,7 +10,7 @@ spans[0]: from one split's statistics to the next's. spans[1], of block lists: f
 one head's to the next's, places of a row of tiles (0 where they lie flat), from one head's flat places to the next's.
 cache: new rows, capacity and rows of a cache, and the last page of a pool.
 dealt: query heads that share a tile, and the power of two that holds them: the rows of a position; heads that programs go through at a
-time, 0 for each by itself, and in how many such groups an entry's are.
+time, 0 for each by itself, -1 see ``work_of``, and in how many such groups an entry's are; tiles that share a K/V head's query heads.
 sizes: seqlen_q, seqlen_k (greatest of all), heads, positions of statistics, row tiles, splits, pages of a sequence, query heads of a K/V
 head, key tiles that lists count in a sequence of seqlen_k.
 """
@@ -18,6 +18,7 @@ head, key tiles that lists count in a sequence of seqlen_k.
 import triton
 import triton.language as tl
 
+from anyattn.backends.triton.config import FEW
 from anyattn.backends.triton.hidden import out_again
 from anyattn.backends.triton.pages import NEARBY, first_numbers, inside, page_numbers, paged_places
 from anyattn.backends.triton.places import cache_entry, entry, is_off, key_places, row_tile, work_of
@@ -30,7 +31,7 @@ _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 _LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 # A row's maximum is never less, so that -inf less the maximum is -inf and not NaN.
 _LOWEST: tl.constexpr = tl.constexpr(-1.7014118e38)
-_FEW: tl.constexpr = tl.constexpr(32)  # rows of a tile
+_FEW: tl.constexpr = tl.constexpr(FEW)
 
 
 @triton.jit
@@ -348,10 +349,11 @@ def forward_tile(
     position = first_row + r // group
     is_row = position < end_row
     position = tl.minimum(position, end_row - 1)  # what is no row asks as the last one does, and is not stored
-    heads = h * packed + r % group
+    heads = h + r % group
     if IS_PACKED:
-        is_row = is_row & (r % group < packed)
-        heads = tl.minimum(heads, h * packed + packed - 1)
+        end_head = tl.minimum(h + packed, (kv_head + 1) * sizes[7])
+        is_row = is_row & (heads < end_head)
+        heads = tl.minimum(heads, end_head - 1)
     at = found[1] + position
     acc = tl.zeros((TILE_M, BLOCK_DV), tl.float32)
     row_sum = tl.zeros((TILE_M, SUMS), tl.float32)
@@ -410,7 +412,7 @@ def forward_tile(
     else:
         limits = kept[1]
     runs, full, partial = visits_of(
-        limits, lists, spans[1], found, b, h * packed, line, seqlen_k, RANGES, TILE_M, TILE_N, LIST_N, HAS_FULL, HAS_ENTRIES, IS_RISING
+        limits, lists, spans[1], found, b, h, line, seqlen_k, RANGES, TILE_M, TILE_N, LIST_N, HAS_FULL, HAS_ENTRIES, IS_RISING
     )
     begin, stop = 0, full + partial
     if sizes[5] > 1:  # equal shares, as in geometry.splits

@@ -80,7 +80,7 @@ def dq_again(
             dq = VISIT(
                 dq, q, dout, lse, delta, is_row, q_first, first, end, is_shown, key, offsets, rows, b, h, scale, captured,
                 SCORE, MASK, ALWAYS, SCATTER, True, HAS_SCORE, HAS_MASK, HAS_ALWAYS, False,
-                STEP, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, RANGES, IS_NEAR, column,
+                STEP, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, RANGES, IS_NEAR, True, column,
             )  # fmt: skip
         d = column + tl.arange(0, C)[None, :]
         tl.store(out + d, (dq * scale).to(out.dtype.element_ty), mask=is_row[:, None] & (d < HEAD_DIM))
@@ -94,6 +94,7 @@ def dkdv_again(
     HAS_ALWAYS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, LIST_M: tl.constexpr, HAS_FULL: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_ENTRIES: tl.constexpr,
     PRECISION: tl.constexpr, RANGES: tl.constexpr, IS_NEAR: tl.constexpr, IS_GROUPED: tl.constexpr, IS_NVIDIA: tl.constexpr,
+    HAS_DK: tl.constexpr, HAS_DV: tl.constexpr,
 ):  # fmt: skip
     """Writes dk and dv of keys at ``outs``. VISIT, VISITORS: ``_visit_rows`` and ``_visitors`` of
     ``backward_kernel``, as are the other arguments.
@@ -121,9 +122,10 @@ def dkdv_again(
                     dk, dv = VISIT(
                         dk, dv, k, v, first, end, is_shown, n_first, n_end, found, heads, offsets, strides, b, h, scale, captured,
                         SCORE_ROWS, SCORE, MASK_ROWS, MASK, ALWAYS_ROWS, ALWAYS, True, HAS_SCORE, HAS_MASK, HAS_ALWAYS,
-                        STEP, TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, RANGES, IS_NEAR, IS_NVIDIA, (column, turn),
+                        STEP, TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, RANGES, IS_NEAR, IS_NVIDIA, HAS_DK,
+                        HAS_DV, (column, turn),
                     )  # fmt: skip
             dk, dv = tl.where(turn < 2, 0.0, dk), settled(dv, turn)
         d = column + tl.arange(0, C)[None, :]
-        tl.store(outs[0] + d, (dk * scale).to(outs[0].dtype.element_ty), mask=is_key & (d < HEAD_DIM))
-        tl.store(outs[1] + d, dv.to(outs[1].dtype.element_ty), mask=is_key & (d < HEAD_DIM_V))
+        tl.store(outs[0] + d, (dk * scale).to(outs[0].dtype.element_ty), mask=is_key & (d < HEAD_DIM) & HAS_DK)
+        tl.store(outs[1] + d, dv.to(outs[1].dtype.element_ty), mask=is_key & (d < HEAD_DIM_V) & HAS_DV)

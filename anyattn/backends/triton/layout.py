@@ -27,18 +27,20 @@ __all__ = [
     "Layout",
     "Reading",
     "forward_shape",
+    "grid_of",
     "has_few_rows",
     "layout_of",
     "padded_group",
     "pieces_of",
     "positions_per_tile",
     "rows_of",
+    "tiles_per_group",
 ]
 
 _MOST_PACKED = 64
 _ANY_NUMBER = 1024  # of queries, where a call does not say how many an entry has at most
 _MOST_SPLITS, _MANY_SPLITS = 128, 32
-MOST_BLOCKS = 65535  # along the last axis of a CUDA grid
+MOST_BLOCKS = 65535  # along each axis of a CUDA grid but the first
 # How the time of reading keys depends on the number of pieces: fitted to an H200's 80 figures in tests/backends/test_triton_splits.py.
 # Shares and bytes instead of seconds: other devices then differ by what is known of them.
 _ALONE = 0.9  # of a multiprocessor's share of the bandwidth: what one program reads that has ``_UNDER_WAY`` bytes asked for at a time
@@ -53,7 +55,7 @@ _CLOSE = 1.015  # as good as the best: fewer pieces take less memory
 
 
 class Layout(NamedTuple):
-    """packed: query heads of one K/V head whose rows lie side by side in a tile. why: a line per decision, for people."""
+    """packed: most query heads of one K/V head whose rows lie side by side in a tile. why: a line per decision, for people."""
 
     tiles: Tiles
     packed: int
@@ -98,6 +100,16 @@ def padded_group(packed: int) -> int:
     return 1 << (packed - 1).bit_length()
 
 
+def tiles_per_group(problem: Problem, packed: int) -> int:
+    """How many tiles share the query heads of a K/V head, so many to each and in the last what is left."""
+    return ceil_div(problem.qhead_per_kvhead, packed)
+
+
+def grid_of(row_tiles: int, heads: int, entries: int) -> tuple[int, int, int]:
+    """Where programs have a row tile, a head and an entry each: entries come first where only the first axis has room for them."""
+    return (row_tiles, heads, entries) if entries <= MOST_BLOCKS else (entries, heads, row_tiles)
+
+
 def positions_per_tile(tile_m: int, packed: int) -> int:
     return tile_m // padded_group(packed)
 
@@ -122,11 +134,12 @@ def _most_q(problem: Problem) -> int:
 
 
 def _choices(problem: Problem, capability: tuple[int, int] | None) -> list[int]:
-    """How many heads may share a tile, the most first: a divisor of the group, so that none has heads of two groups."""
+    """How many heads may share a tile, the most first, and never of two groups: each number for as many tiles as share a group evenly."""
     ratio = problem.qhead_per_kvhead
     if ratio == 1 or not has_few_rows(problem, capability) or not _shares_lists(problem):
         return [1]
-    return [n for n in range(min(ratio, _MOST_PACKED), 0, -1) if ratio % n == 0]
+    evenly = dict.fromkeys(ceil_div(ratio, tiles) for tiles in range(1, ratio + 1))
+    return [n for n in evenly if n <= _MOST_PACKED]
 
 
 def _asked_choices(problem: Problem, capability: tuple[int, int] | None, options: dict[str, int]) -> list[int]:
@@ -151,7 +164,7 @@ def _shares_lists(problem: Problem) -> bool:
 
 
 def _splits(problem: Problem, tiles: Tiles, packed: int, hardware: Hardware) -> int:
-    step, heads = positions_per_tile(tiles.tile_m, packed), problem.heads_q // packed
+    step, heads = positions_per_tile(tiles.tile_m, packed), problem.heads_kv * tiles_per_group(problem, packed)
     row_tiles, batch, sm_count = ceil_div(problem.bound_q, step), problem.batch, max(1, hardware.sm_count)
     rows, _, length, _ = problem.q.shape
     if rows != batch:  # packed one after another: no more tiles than their rows make

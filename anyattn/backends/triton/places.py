@@ -18,22 +18,25 @@ def parted(n, parts):
 
 @triton.jit
 def work_of(sizes, dealt, order, HAS_ENTRIES: tl.constexpr):
-    """(row tile, batch entry, query head or group of heads, its K/V head, split) of this program; row tiles that see most go first.
+    """(row tile, batch entry, first query head, its K/V head, split) of this program; row tiles that see most go first.
 
     sizes, dealt: see ``forward_kernel``. Where heads are gone through a few at a time these are the first axis of the grid and groups of
-    them the last, so that none of the last programs is long.
+    them the last, so that none of the last programs is long. Too many entries (-1) are the first axis, and row tiles the last.
     """
     m, h, last = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if HAS_ENTRIES:
         at, split = order + m * 2, last
         b, m = tl.load(at), tl.load(at + 1)
     else:
+        is_turned = dealt[2] < 0
+        m, last = tl.where(is_turned, last, m), tl.where(is_turned, m, last)
         b, rest = parted(last, sizes[5] * dealt[3])
         is_near = dealt[2] > 0
         row_tile = tl.where(is_near, h, m)
         h, split = tl.where(is_near, rest * dealt[2] + m, h), tl.where(is_near, 0, rest)
         m = sizes[4] - 1 - row_tile
-    return m, b, h, parted(h * dealt[0], sizes[7])[0], split
+    kv_head, part = parted(h, dealt[4])
+    return m, b, kv_head * sizes[7] + part * dealt[0], kv_head, split
 
 
 @triton.jit

@@ -14,7 +14,16 @@ from anyattn.backends.triton.combine import merge
 from anyattn.backends.triton.config import Tiles
 from anyattn.backends.triton.forms import Form, forms_of
 from anyattn.backends.triton.launch import Signature, entry_of, entry_source, run_entry, strides_of
-from anyattn.backends.triton.layout import MOST_BLOCKS, forward_shape, has_few_rows, padded_group, positions_per_tile, rows_of
+from anyattn.backends.triton.layout import (
+    MOST_BLOCKS,
+    forward_shape,
+    grid_of,
+    has_few_rows,
+    padded_group,
+    positions_per_tile,
+    rows_of,
+    tiles_per_group,
+)
 from anyattn.backends.triton.programs import Chosen, captured_of, program_of
 from anyattn.backends.triton.shared import COUNTS, FUNCTIONS, LISTS, SIZES, constants_of, programs_along_batch, sizes_of, strides_named
 from anyattn.geometry.stored_cache import StoredCache
@@ -48,7 +57,7 @@ _FORWARD = Signature(
         ("stride", (*strides_named("q", "k", "v", "out"), ("part_out",))),
         ("long", (("part_statistics",), LISTS[1])),
         ("int", ("cache_new", "cache_capacity", "cache_storage", "last_page")),
-        ("int", ("packed", "group", "together", "groups")),
+        ("int", ("packed", "group", "together", "groups", "tiles_each")),
         ("int", SIZES),
         ("pointer", COUNTS),
         ("float", "scale"),
@@ -111,7 +120,7 @@ def _with(plan: Plan, tiles: Tiles) -> Plan:
 def _tuned(problem: Problem, plan: Plan, chosen: Chosen) -> Plan:
     """The plan with the fastest tiles."""
     plan = replace(plan, is_tuned=False)
-    question = tuning.question_of("forward", problem, chosen.program, rows_of(problem, plan.heads_per_tile), plan.num_splits)
+    question = tuning.forward_question(problem, chosen.program, plan.heads_per_tile, plan.num_splits)
 
     def measure(tiles: Tiles) -> float:
         return tuning.seconds(lambda: _forward(problem, _with(plan, tiles), (Form(problem),)), problem.q.device)
@@ -190,12 +199,20 @@ def _first(call: _Call, tensors: tuple[Tensor | None, ...]) -> Ready | None:
     described = [(at, rows) for at, since, rows in ways if constants["IS_DESCRIBED"] >= since]
     for at, rows in described:
         pointers[at] = _descriptor(pointers[at], rows)
-    grid = (found.row_tiles, problem.heads_q // packed, programs_along_batch(problem, found) * splits)
+    grid = (
+        found.row_tiles,
+        problem.heads_kv * (tiles_each := tiles_per_group(problem, packed)),
+        programs_along_batch(problem, found) * splits,
+    )
     together, groups = _groups(grid, call)
-    grid = (together, grid[0], groups * grid[2]) if together else grid
+    usual, grid = grid, grid_of(*grid)
+    if together:
+        grid = (together, usual[0], groups * usual[2])
+    elif grid != usual:
+        together = -1
     numbers = (
         *strides, part_statistics, *found.strides, *_cache_sizes(problem, found.cache), packed, padded_group(packed),
-        together, groups, *sizes_of(problem, found, splits),
+        together, groups, tiles_each, *sizes_of(problem, found, splits),
     )  # fmt: skip
     captured = captured_of(chosen)
     options = {"num_warps": plan.num_warps, "num_stages": plan.num_stages}

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import NoneType
+
 import torch
 
 from anyattn.backends.triton import config, exact
 from anyattn.backends.triton.layout import MOST_BLOCKS
+from anyattn.backends.triton.programs import program_of
 from anyattn.backends.triton.styles import shape_of
 from anyattn.mods.native import has_native
 from anyattn.problem import Problem
@@ -30,9 +33,9 @@ def reason_against(problem: Problem) -> str | None:
             return f"{name}'s last dimension has stride {t.stride(3)}; wanted 1, as {name}.contiguous() has"
     if not problem.may_have_pairs:
         return f"q has shape {tuple(q.shape)} and k {tuple(problem.k.shape)}, of which there is nothing to multiply"
-    # (packed sequences are counted with their tiles, of which there may be any number)
-    is_one_by_one = problem.sequences is None or problem.sequences.is_cache
-    for what, count in (("batch entries", problem.batch if is_one_by_one else 1), ("query heads", problem.heads_q)):
+    # (whose tiles the mask's own lists name, which are made for all entries at once)
+    is_listed = problem.batch > MOST_BLOCKS and problem.sequences is None and not isinstance(program_of(problem).lists, (str, NoneType))
+    for what, count in (("batch entries with tiles to list", problem.batch if is_listed else 1), ("query heads", problem.heads_q)):
         if count > MOST_BLOCKS:
             return f"there are {count} {what}; a launch has room for {MOST_BLOCKS}: call it on parts of them"
     shape, capability = shape_of(problem), config.capability_of(q.device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,28 +12,41 @@ from typing import Any, NamedTuple
 import torch
 
 from anyattn import disk_cache
-from anyattn.backends.triton.config import Shape, Tiles, candidates, capability_of, padded
+from anyattn.backends.triton import config
+from anyattn.backends.triton.config import Shape, Tiles, candidates, padded
+from anyattn.backends.triton.layout import forward_shape, has_few_rows, padded_group, rows_of
 from anyattn.backends.triton.programs import Program
 from anyattn.backends.triton.styles import shape_of
 from anyattn.disk_cache import Payload
+from anyattn.geometry.sequences import Sequences
+from anyattn.geometry.stored_cache import StoredCache
 from anyattn.problem import Problem
 
-__all__ = ["Question", "best", "forget", "question_of", "seconds"]
+__all__ = ["Question", "backward_question", "best", "forget", "forward_question", "seconds"]
 
 _RUNS = 5
 _MANY = 4096  # rows
+_LEAST_STEP, _WIDEST_STEP = 16, 128  # keys of a tile, among all that are measured
 _known: dict[Question, Tiles] = {}
 
 
 class Question(NamedTuple):
-    """What a winner is remembered by. device: its name. kind: of mask and mods, in words. few_rows: those of an
-    entry, a power of two, where tiles of fewer rows than usual do; else 0."""
+    """What a winner is remembered by. device: its name. kind: of mask, mods and what else makes another kernel, in words. Of the forward
+    pass: few_rows, those of an entry, a power of two, where tiles of fewer rows than usual do, else 0; group, rows of a position, a power
+    of two; is_short, see ``config.forward_tiles``."""
 
     pass_name: str
     device: str
     shape: Shape
     kind: str
-    few_rows: int
+    few_rows: int = 0
+    group: int = 1
+    is_short: bool = False
+
+    @property
+    def rows(self) -> tuple[int, bool, int]:
+        """What ``config.candidates`` wants to know of them."""
+        return self.few_rows or _MANY, self.is_short, self.group
 
     @property
     def key(self) -> str:
@@ -42,18 +55,26 @@ class Question(NamedTuple):
         return "tiles-" + hashlib.sha256(repr((*self, triton.__version__)).encode()).hexdigest()[:32]
 
 
-def question_of(pass_name: str, problem: Problem, program: Program, rows: int = 0, splits: int = 1) -> Question:
-    """rows: of an entry, in the forward pass."""
-    device = problem.q.device
-    named = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    kind = _kind(problem, program) + ", split keys" * (splits > 1)
-    shape = shape_of(problem)
-    if pass_name != "forward":
-        shape = replace(shape, is_band=program.has_band)
-    return Question(pass_name, named, shape, kind, padded(rows) if 0 < rows <= 64 else 0)
+def forward_question(problem: Problem, program: Program, packed: int, splits: int) -> Question:
+    """packed: see ``layout.Layout``."""
+    words = ["sink"] * (problem.sink is not None and splits == 1) + ["split keys"] * (splits > 1)
+    kind, rows = _kind(problem, program, words), rows_of(problem, packed)
+    is_short = has_few_rows(problem, config.capability_of(problem.q.device))
+    few = padded(rows) if rows <= 64 else 0
+    return Question("forward", _name(problem.q.device), forward_shape(problem), kind, few, padded_group(packed), is_short)
 
 
-def _kind(problem: Problem, program: Program) -> str:
+def backward_question(name: str, problem: Problem, program: Program, words: Sequence[str]) -> Question:
+    """words: what makes another kernel, besides mask and mods."""
+    shape = replace(shape_of(problem), is_band=program.has_band)
+    return Question(name, _name(problem.q.device), shape, _kind(problem, program, words))
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _kind(problem: Problem, program: Program, more: Sequence[str]) -> str:
     ranges = program.ranges
     mask = "lists" if ranges is None else f"{len(ranges.expr.outputs) // 2} range" + "s" * (len(ranges.expr.outputs) > 2)
     sequences = problem.sequences
@@ -61,8 +82,26 @@ def _kind(problem: Problem, program: Program) -> str:
     if program.score is not None:
         words.insert(0, f"score {program.score.expr.key[:8]}")
     if sequences is not None:
-        words.append("ragged" if sequences.page_table is None else "pages")
-    return ", ".join(words)
+        words.append("ragged" if sequences.page_table is None else _pages(problem.k.shape[2], _may_be_padded(sequences, program)))
+    return ", ".join([*words, *more])
+
+
+def _pages(size: int, is_padded: bool) -> str:
+    """Pages by the tiles that fit them (``FITS`` of ``forward_kernel``): a tile divides a page, or a page a tile. Of other sizes with the
+    same tiles the answer is the same. is_padded: tiles begin anywhere."""
+    power = min(size & -size, _WIDEST_STEP)
+    if power == _WIDEST_STEP and not is_padded:
+        return f"pages of {power} or more"
+    if is_padded or (power < _LEAST_STEP and size != power):
+        return "pages that fit no tile"
+    return f"pages of {power}" if size == power else f"pages of a multiple of {power}"
+
+
+def _may_be_padded(sequences: Sequences, program: Program) -> bool:
+    """As ``run`` has it: a cache's own tables tell, where kernels read them; else nobody has looked."""
+    if isinstance(sequences, StoredCache) and sequences.uses_all_rows and program.ranges is not None:
+        return sequences.tables.leftpad is not None
+    return sequences.is_cache
 
 
 def best(question: Question, device: torch.device, measure: Callable[[Tiles], float]) -> Tiles:
@@ -71,7 +110,7 @@ def best(question: Question, device: torch.device, measure: Callable[[Tiles], fl
     Inside of a CUDA graph, where nothing can be measured, the default.
     """
     if question not in _known:
-        possible = candidates(question.pass_name, question.shape, capability_of(device), question.few_rows or _MANY)
+        possible = candidates(question.pass_name, question.shape, config.capability_of(device), *question.rows)
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return possible[0]
         cache = disk_cache.open_cache()
