@@ -42,6 +42,7 @@ PARTS = {
     "more of variants": Part("triton/interpreted_variants.py", "not test_variant"),
     "edges": Part("triton/interpreted_edges.py"),
     "exact sums": Part("triton/interpreted_exact.py"),
+    "copies": Part("triton/interpreted_copies.py"),
     "edge cases": Part("end_to_end/test_edge_cases.py", f"({' '.join(EDGES.split())}) and not float64", "64x32", fills=False),
 }
 

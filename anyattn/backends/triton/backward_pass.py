@@ -142,7 +142,7 @@ def _gradients(problem: Problem, forms: list[tuple[Form, _Passes]], results: _Re
             _launch("dq", form, passes, shared, prepared, totals)
         if problem.k.requires_grad or problem.v.requires_grad:
             _launch("dkdv", form, passes, shared, prepared, ())
-    captured = [None] * len(score.tensors) if score else []
+    captured: list[Tensor | None] = [None] * len(score.tensors) if score else []
     for slot, total in zip(wanted, totals, strict=True):
         own = score.tensors[slot]  # type: ignore
         captured[slot] = _read(total, own)
