@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -70,3 +71,27 @@ def test_tables_of_all_sizes_share_a_kernel(name: str) -> None:
     assert len({tuple(sorted((k, str(v)) for k, v in one.options.items())) for one in found}) == 1
     totals = [one.given[-1] for one in found]
     assert [t.shape[-1] for t in totals][::2] == [1024, 1] and all(t.is_contiguous() for t in totals)
+
+
+@pytest.mark.parametrize("name", ["buckets", "pairs"])
+def test_they_find_their_room(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is brought into another layout, and what sums a whole tile. Nothing is assembled: only the memory counts."""
+    from triton.backends.nvidia.compiler import CUDABackend
+
+    from anyattn.backends.triton import config
+    from anyattn.backends.triton.styles import shape_of
+
+    monkeypatch.setattr(CUDABackend, "make_cubin", lambda *about: b"")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # which nobody may find them in
+    shape, mod = MODS[name]
+    score = mod(torch.zeros(shape, requires_grad=True))
+    for gpu, dim, dtype in (
+        ((9, 0), 128, torch.bfloat16), ((9, 0), 256, torch.float16), ((8, 6), 128, torch.bfloat16), ((8, 6), 64, torch.float32),
+        ((10, 0), 128, torch.bfloat16), ((8, 0), 256, torch.bfloat16),
+    ):  # fmt: skip
+        problem = ahead.problem_of(score, lambda b, h, q, k: q >= k, dim=dim, dtype=dtype, has_grad=True)
+        launch = next(x for x in ahead.launches(problem, gpu, backward=True) if "SLOT_M" in x.options)
+        options = launch.options
+        tiles = config.Tiles(options["TILE_M"], options["TILE_N"], options["num_warps"], options["num_stages"])
+        taken, needed = ahead.compiled(launch, gpu).metadata.shared, config.needed("dq", tiles, shape_of(problem), gpu)
+        assert taken <= needed <= config.shared_memory(gpu), (gpu, dim, tiles, taken, needed)
