@@ -200,7 +200,7 @@ def slots_copied(problem: Problem, others: Collection[int]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=1024)
 def _slots_copied(expr: Expr, is_short: bool) -> tuple[int, ...]:
-    gradients = score_gradients(expr)
+    gradients = score_gradients(expr, is_exact=not is_short)
     deps, found = dependence(gradients.expr), set()
     for load in gradients.loads:
         places = [gradients.expr.outputs[i] for i in load.indices]
