@@ -23,6 +23,7 @@ import anyattn
 from anyattn import check, masks, recall
 from anyattn.backends.triton import backward_pass, copies
 from anyattn.backends.triton.programs import gradient_part, slots_copied
+from anyattn.sparsity.documents import DocumentTables
 from anyattn.testing import cases
 
 LENGTH = 75
@@ -88,6 +89,21 @@ def test_packed_and_paged_sequences(name: str) -> None:
     )  # fmt: skip
     found = torch.autograd.grad(out, captured, seq.packed(batch.dout))
     seq.judge({}, batch, meaning, shared={f"captured{i}": g for i, g in enumerate(found)})
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_documents(is_known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launched as sequences and by lists, of which one adds nothing; and as sequences alone, once that is known."""
+    if not is_known:
+        monkeypatch.setattr(DocumentTables, "answer", lambda self: None)
+    monkeypatch.setattr(check, "row_ranges", lambda mask: None)  # as on a GPU: lists beside the mask
+    recall.clear()
+    ids, own = torch.repeat_interleave(torch.tensor([4, 1, 3]), torch.tensor([20, 30, 25])), table(8, 4)
+    mask = lambda b, h, i, j: (ids[i] == ids[j]) & (i >= j)
+    lists = anyattn.create_block_mask(mask, None, None, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=16)
+    q, k, v = cases.inputs("normal", cases.Shape(*SHAPE), torch.bfloat16, 0)[:3]
+    judge(q, k, v, score=MODS["few buckets"][1](own), captured=[own], mask=mask, block_mask=lists)
+    recall.clear()
 
 
 @pytest.fixture
