@@ -172,6 +172,23 @@ def relative() -> None:
         judge(*halves, score=score, captured=[table], mask=masks.causal(30), kernel_options=options)
 
 
+def few_entries() -> None:
+    """Many pairs for each entry: buckets by distance, of which far tiles have one, and what is looked up by row, by key and by both; in
+    tables that are large enough for one copy too."""
+    ids = torch.arange(91) * 5 % 3
+    names, far = (torch.linspace(-1, 1, n, dtype=torch.float64).sin().reshape(-1, *more) for n, *more in ((18, 3, 3), (16, 2)))
+    large = torch.zeros(3, 2**18, dtype=torch.float64)
+    buckets = anyattn.scores.t5_bias(far, max_distance=5)
+    for score, captured in (
+        (buckets, [far]), (lambda s, b, h, i, j: s + names[h, ids[i], ids[j]], [names]),
+        (lambda s, b, h, i, j: s + names[h, ids[i], 2] + large[ids[i], ids[j]] + names[1, 0, ids[j]] * s, [names, large]),
+    ):  # fmt: skip
+        for dtype in (torch.float32, torch.float16):
+            given = (t.to(dtype) for t in qkv(2, 2, 1, 70, 91, 16, 16))
+            options = {"captured": captured, "kernel_options": {"tile_m": 32, "tile_n": 32}}
+            judge(*given, score=score, mask=masks.causal(40), **options)
+
+
 def overlap() -> None:
     """Two ranges of keys that share tiles which both fill."""
     judge(*qkv(1, 1, 1, 70, 100, 16, 16), mask=lambda b, h, i, j: (j < i + 40) | ((j >= 20) & (j < 90)))
@@ -229,6 +246,7 @@ KILLERS: dict[str, Callable[[], Any]] = {
     "two_tables": two_tables,
     "pairs": pairs,
     "relative": relative,
+    "few_entries": few_entries,
     "infinite_derivative": infinite_derivative,
     "not_finite": not_finite,
     "head_dim": judged((1, 2, 1, 20, 20, 24, 40)),

@@ -43,6 +43,7 @@ PARTS = {
     "edges": Part("triton/interpreted_edges.py"),
     "exact sums": Part("triton/interpreted_exact.py"),
     "frozen": Part("triton/interpreted_frozen.py"),
+    "copies": Part("triton/interpreted_copies.py"),
     "edge cases": Part("end_to_end/test_edge_cases.py", f"({' '.join(EDGES.split())}) and not float64", "64x32", fills=False),
 }
 

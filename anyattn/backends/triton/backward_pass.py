@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from anyattn.backends.triton import config, exact, styles, tables, tuning
+from anyattn.backends.triton import config, copies, exact, styles, tables, tuning
 from anyattn.backends.triton.again import Kept, Ready, facts_of, ready_of, sources_of
 from anyattn.backends.triton.config import Tiles, backward_tiles, fitting, heads_in_turn, padded
 from anyattn.backends.triton.forms import Form, forms_of
 from anyattn.backends.triton.launch import Signature, entry_of, run_entry, strides_of
 from anyattn.backends.triton.layout import grid_of
 from anyattn.backends.triton.paged_gradients import add_to_pages, brought_together
-from anyattn.backends.triton.programs import Chosen, Program, Read, captured_of, gradient_part, program_of, slots_alone
+from anyattn.backends.triton.programs import Chosen, Program, Read, captured_of, gradient_part, program_of, slots_alone, slots_copied
 from anyattn.backends.triton.shared import COUNTS, FUNCTIONS, LISTS, SIZES, constants_of, programs_along_batch, sizes_of, strides_named
 from anyattn.backends.triton.styles import shape_of
 from anyattn.geometry.integers import ceil_div
@@ -171,10 +171,10 @@ def _gradients(problem: Problem, forms: list[tuple[Form, _Passes]], results: _Re
         prepared = _prepared(form, passes, results, delta)
         for name in _kernels_of(problem):
             _launch(name, form, passes, shared, prepared, totals if name == "dq" else ())
-    captured = [None] * len(score.tensors) if score else []
+    captured: list[Tensor | None] = [None] * len(score.tensors) if score else []
     for slot, total in zip(wanted, totals, strict=True):
         own = score.tensors[slot]  # type: ignore
-        captured[slot] = exact.read(total, own.dtype) if exact.is_exact(total, own) else total.to(own.dtype)  # type: ignore
+        captured[slot] = _read(total, own)
     return *found, _of_sink(problem, results.lse, delta), *captured
 
 
@@ -184,6 +184,13 @@ def _kernels_of(problem: Problem) -> tuple[str, ...]:
     return ("dq",) * has_dq + ("dkdv",) * (problem.k.requires_grad or problem.v.requires_grad)
 
 
+def _read(total: Tensor, own: Tensor) -> Tensor:
+    """The gradient of a captured tensor."""
+    if exact.is_exact(total):
+        return exact.read(total, own.dtype)
+    return (copies.read(total) if total.ndim > own.ndim else total).to(own.dtype)
+
+
 def _wanted(problem: Problem) -> tuple[int, ...]:
     """The slots of captured tensors that get gradients."""
     return tuple(i for i, t in enumerate(problem.score.tensors) if t.requires_grad) if problem.score else ()
@@ -191,17 +198,20 @@ def _wanted(problem: Problem) -> tuple[int, ...]:
 
 def _totals(problem: Problem) -> tuple[Tensor, ...]:
     """Where the gradients of captured tensors go: single values in the tensors' own dtype; sums of what may be a million terms, one after
-    the other, more exact than the terms, and where the order of the terms must not matter those of ``exact``."""
+    the other, more exact than the terms, in ``copies`` where many add to few; where their order must not matter those of ``exact``."""
     wanted, score, device = _wanted(problem), problem.score, problem.q.device
     if score is None:
         return ()
     alone, additions = slots_alone(problem, wanted), exact.additions_of(problem, wanted)
     sums = torch.float64 if problem.q.dtype is torch.float32 else torch.float32
+    copied = slots_copied(problem, (*alone, *additions))
 
     def total(slot: int) -> Tensor:
         shape = score.tensors[slot].shape
         if slot in additions:
             return exact.zeros(shape, additions[slot], device)
+        if slot in copied:
+            return copies.zeros(shape, sums, device)
         return torch.zeros(shape, dtype=score.tensors[slot].dtype if slot in alone else sums, device=device)
 
     return tuple(total(slot) for slot in wanted)
@@ -338,7 +348,7 @@ def _first(call: _Call, by_key: bool, shared: _Shared, tensors: tuple[Tensor | N
     program, captured = chosen.program, list(captured_of(chosen))
     if problem.score is not None:
         wanted = () if by_key else _wanted(problem)
-        are_exact = tuple(s for s, total in zip(wanted, totals, strict=True) if exact.is_exact(total, problem.score.tensors[s]))
+        are_exact = tuple(s for s, total in zip(wanted, totals, strict=True) if exact.is_exact(total))
         program = replace(program, score=gradient_part(problem, wanted, are_exact))
         captured[0] = Read(*captured[0][:2], totals)
     constants: dict[str, Any] = {**constants_of(problem, chosen, found), "TILE_M": used.tile_m, "TILE_N": used.tile_n}

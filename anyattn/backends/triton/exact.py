@@ -48,9 +48,9 @@ def zeros(shape: Sequence[int], additions: int, device: torch.device) -> Tensor:
     return torch.zeros((planes_for(additions), *shape), dtype=torch.int64, device=device).movedim(0, -1)
 
 
-def is_exact(total: Tensor, of: Tensor) -> bool:
-    """Whether ``total`` of a tensor's gradient is one of these, not of floats."""
-    return total.ndim > of.ndim
+def is_exact(total: Tensor) -> bool:
+    """Whether the ``total`` of a tensor's gradient is one of these, not of floats."""
+    return total.dtype is torch.int64
 
 
 def read(sums: Tensor, dtype: torch.dtype) -> Tensor:

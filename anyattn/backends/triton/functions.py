@@ -279,14 +279,40 @@ def send_exact(total, place, x, mask):
 
 
 @triton.jit
+def send_copies(total, place, x, mask, MAY_BE_ONE: tl.constexpr):
+    """Adds x [M, N] (one of them may be 1) to the entries ``place`` of a total of ``copies``: 32 rows each to another copy (a warp adds
+    those of a column at a time, where places follow one another along neither side), programs to others. mask: None, or which.
+    MAY_BE_ONE: where all go to one entry, their sum is added instead."""
+    M: tl.constexpr = x.shape[0]
+    lane = tl.arange(0, M)[:, None] if M > 1 else tl.arange(0, x.shape[1])[None, :]
+    last = tl.cast(total[-1], tl.int32) - 1
+    program = tl.program_id(0) + tl.num_programs(0) * (tl.program_id(1) + tl.num_programs(1) * tl.program_id(2))
+    dtype: tl.constexpr = total[0].dtype.element_ty
+    is_one = False
+    if MAY_BE_ONE:
+        least, most = place.to(tl.int32), place.to(tl.int32)  # with copies few bytes hold it
+        if mask is not None:
+            least, most = tl.where(mask, least, 2147483647), tl.where(mask, most, -1)
+        most = tl.max(most)
+        is_one = (tl.min(least) == most) & (last > 0)
+        if is_one:
+            sent = x if mask is None else tl.where(mask, x, 0.0)
+            tl.atomic_add(total[0] + most + (program * 32 & last), tl.sum(sent).to(dtype), sem="relaxed")
+    if not is_one:
+        own = total[0] + (((lane & 31) + program * 32) & last)
+        tl.atomic_add(own + place, x.to(dtype), mask=mask, sem="relaxed")
+
+
+@triton.jit
 def send_diagonals(
-    x, begin, scalars, tensors, total, PLACES: tl.constexpr, DTYPE: tl.constexpr, IS_EXACT: tl.constexpr = False
+    x, begin, scalars, tensors, total, PLACES: tl.constexpr, DTYPE: tl.constexpr, IS_EXACT: tl.constexpr, HAS_COPIES: tl.constexpr,
+    MAY_BE_ONE: tl.constexpr,
 ):  # fmt: skip
     """Adds the sums of the diagonals of x [M, N] to ``total``: a pointer, strides and sizes.
 
-    begin: of a tile, see ``programs._scatter_source``. PLACES: where a pair's diagonal goes. IS_EXACT: by ``send_exact``. In blocks of
-    8 x 8, those on one diagonal of blocks are summed, entry by entry: a product with a matrix of ones and zeros, x in DTYPE, that leaves
-    an eighth of the entries or little more.
+    begin: of a tile, see ``scatters.scatter_source``. PLACES: where a pair's diagonal goes. IS_EXACT, HAS_COPIES: by ``send_exact``,
+    ``send_copies``. In blocks of 8 x 8, those on one diagonal of blocks are summed, entry by entry: a product with a matrix of ones and
+    zeros, x in DTYPE, that leaves an eighth of the entries or little more.
     """
     ROWS: tl.constexpr = x.shape[0] // 8  # of blocks
     COLUMNS: tl.constexpr = x.shape[1] // 8
@@ -304,5 +330,7 @@ def send_diagonals(
     place = PLACES(begin[0], begin[1], q_idx, kv_idx, scalars, tensors, total)
     if IS_EXACT:
         send_exact(total, place, sums, is_there)
+    elif HAS_COPIES:
+        send_copies(total, place, sums, is_there, MAY_BE_ONE)
     else:
         tl.atomic_add(total[0] + place, sums.to(total[0].dtype.element_ty), mask=is_there, sem="relaxed")

@@ -7,6 +7,7 @@ before the loop over keys: ``NAME_rows(b, h, q_idx, scalars, tensors)``, whose t
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -15,43 +16,27 @@ import torch
 from torch import Tensor
 
 from anyattn.backends.triton.emit import LEAVES, LOG2E, PLAIN, Lines, Style, emit, packed_scalars
+from anyattn.backends.triton.scatters import Load, contends, scatter_source, tells_apart
 from anyattn.backends.triton.styles import has_pairs, style_of
 from anyattn.mods.compose import anded
-from anyattn.mods.dependence import dependence
+from anyattn.mods.dependence import Dep, dependence
 from anyattn.mods.grad import score_gradients
 from anyattn.mods.ir import Builder, Expr
 from anyattn.mods.rows import RowRanges, never_fall, ranges_unread
 from anyattn.mods.trace import TracedMod
 from anyattn.problem import Problem
 
-__all__ = ["MOST_RANGES", "Part", "Program", "Read", "captured_of", "gradient_part", "program_of", "slots_alone", "staged"]
+__all__ = ["MOST_RANGES", "Part", "Program", "Read", "captured_of", "gradient_part", "program_of", "slots_alone", "slots_copied", "staged"]
 
 MOST_RANGES = 2  # of a row, whose limits a kernel keeps
 _SCALED = {**LEAVES, "score_2": "score_2"}
 
 
-class Load(NamedTuple):
-    """A load whose tensor gets a gradient: which of the part's totals it adds to, and where among the outputs its derivative and its
-    indices are. by_row, by_key: whether a row's keys, a key's rows share one entry, so that they are summed first. is_alone: no two pairs
-    of a query and a key share an entry, so that it is stored, not added up. diagonal: the indices by themselves, where they tell a query
-    and a key apart by their distance only: a tile's diagonals are summed first. None otherwise, and in float32, whose products are slow.
-    is_exact: the total is one of ``exact``, whose sum does not depend on the order of additions."""
-
-    total: int
-    factor: int
-    indices: tuple[int, ...]
-    by_row: bool
-    by_key: bool
-    is_alone: bool = False
-    diagonal: Expr | None = None
-    is_exact: bool = False
-
-
 class Part(NamedTuple):
     """name: of its functions. kind: "score", "mask", "ranges" (row limits that stand for a mask), or "gradient" (a score mod's value, its
     derivative, and for each of ``loads`` a derivative and indices). scalars: how many numbers it captures; ranks: the number of
-    dimensions of each captured tensor; totals: of each tensor that sums gradients (an exact one has another for its planes). style: of
-    its text."""
+    dimensions of each captured tensor; totals: of each tensor that sums gradients (another one for planes or copies). style: of its
+    text."""
 
     name: str
     kind: str
@@ -205,6 +190,31 @@ def gradient_part(problem: Problem, wanted: tuple[int, ...], exact: tuple[int, .
     return made._replace(style=style_of(score, made.expr, problem))
 
 
+def slots_copied(problem: Problem, others: Collection[int]) -> tuple[int, ...]:
+    """The slots of captured tensors whose totals are those of ``copies``: to whose entries many pairs of one tile may add.
+    others: slots that are not asked about, for their totals are of another kind."""
+    if problem.score is None:
+        return ()
+    return tuple(slot for slot in _slots_copied(problem.score.expr, problem.q.dtype.itemsize == 2) if slot not in others)
+
+
+@lru_cache(maxsize=1024)
+def _slots_copied(expr: Expr, is_short: bool) -> tuple[int, ...]:
+    gradients = score_gradients(expr, is_exact=not is_short)
+    deps, found = dependence(gradients.expr), set()
+    for load in gradients.loads:
+        places = [gradients.expr.outputs[i] for i in load.indices]
+        if contends(gradients.expr, places, deps, _has_diagonals(deps, places, is_short)):
+            found.add(load.slot)
+    return tuple(sorted(found))
+
+
+def _has_diagonals(deps: Sequence[Dep], places: Sequence[int], is_short: bool) -> bool:
+    """Whether these indices tell a query and a key apart, and by their distance only, in inputs whose products are fast."""
+    moving = [deps[p] for p in places if deps[p].q or deps[p].kv]
+    return is_short and any(d.q for d in moving) and any(d.kv for d in moving) and all(d.diagonal for d in moving)
+
+
 def slots_alone(problem: Problem, wanted: tuple[int, ...]) -> tuple[int, ...]:
     """Those of the ``wanted`` slots whose tensor is read once, at an entry that no other pair of a query and a key reads: what is
     indexed by b, h, q_idx and at last kv_idx, and has room for all of them."""
@@ -235,7 +245,7 @@ def _gradient_part(
     expr: Expr, scalars: int, ranks: tuple[int, ...], wanted: tuple[int, ...], alone: frozenset[int], exact: frozenset[int], is_short: bool
 ) -> Part:
     gradients = score_gradients(expr, is_exact=not is_short)
-    builder = Builder()
+    builder, copied = Builder(), frozenset(_slots_copied(expr, is_short)) - alone - exact
     outputs = [_in_base_2(builder, expr, is_short and not has_pairs(expr)), builder.copy(gradients.expr, gradients.expr.outputs[0])]
     deps = dependence(gradients.expr)
     loads = []
@@ -248,11 +258,13 @@ def _gradient_part(
         indices = tuple(range(at + 1, len(outputs)))
         by_row, by_key = not any(deps[p].kv for p in places), not any(deps[p].q for p in places)
         diagonal = None
-        if all(deps[p].diagonal or not (deps[p].q or deps[p].kv) for p in places) and not (by_row or by_key) and is_short:
+        if _has_diagonals(deps, places, is_short):
             of_places = Builder()
             diagonal = of_places.build(*(of_places.copy(gradients.expr, p) for p in places))
-        loads.append(Load(wanted.index(load.slot), at, indices, by_row, by_key, load.slot in alone, diagonal, load.slot in exact))
-    totals = tuple(ranks[slot] + (slot in exact) for slot in wanted)
+        flags = load.slot in alone, diagonal, load.slot in exact, load.slot in copied
+        may_be_one = load.slot in copied and not (by_row or by_key or any(tells_apart(gradients.expr, p, deps) for p in places))
+        loads.append(Load(wanted.index(load.slot), at, indices, by_row, by_key, *flags, may_be_one))
+    totals = tuple(ranks[slot] + (slot in exact or slot in copied) for slot in wanted)
     return Part("score", "gradient", builder.build(*outputs), scalars, ranks, tuple(loads), totals)
 
 
@@ -282,70 +294,6 @@ def _in_base_2(builder: Builder, expr: Expr, may_push: bool) -> int:
     return pushed(expr.outputs[0])
 
 
-def _scatter_source(part: Part) -> str:
-    """``NAME_scatter(ds, seen, is_row, is_key, found, at, scalars, tensors, totals, IS_FULL, DTYPE)``: sends what the modified score's
-    derivative makes of each load's entry to the load's total, which is contiguous. IS_FULL: of all pairs but those of rows beyond the end,
-    which send 0 to the last row's entries, so that no addition asks which. at: b, h, the tile's first row and key, as mods count them, and
-    how many of each there are. DTYPE: of products."""
-    lines, before = [], []
-    for i, load in enumerate(part.loads):
-        slot = f"totals[{load.total}]"
-        lines.append(f"part{i} = tl.where(seen, ds * found[{load.factor}].to(tl.float32), 0.0)")
-        sizes = [f"{slot}[{2 + 2 * d}]" for d in range(len(load.indices))]
-        places = [f"found[{at}]" for at in load.indices]
-        if not part.style.is_inside:
-            places = [f"functions.inside({place}, {size})" for place, size in zip(places, sizes, strict=True)]
-        strides = [f" * {slot}[{1 + 2 * d}]" if d + 1 < len(places) else "" for d in range(len(places))]
-        place = " + ".join(f"{place}.to(tl.int64){stride}" for place, stride in zip(places, strides, strict=True)) or "0"
-        lines.append(f"at{i} = {place}")
-        if load.is_alone:
-            lines.append(f"tl.store({slot}[0] + at{i}, part{i}.to({slot}[0].dtype.element_ty), mask=seen)")
-            continue
-        if load.diagonal is not None:
-            before.append(_places_source(f"{part.name}_places{i}", load, part))
-            lines.append("if ds.shape[0] * ds.shape[1] >= 1024:  # a product sums 16 terms or more")
-            more = ", True" if load.is_exact else ""
-            lines.append(f"    functions.send_diagonals(part{i}, at, scalars, tensors, {slot}, {part.name}_places{i}, DTYPE{more})")
-            lines.append("else:")
-        indent = "    " * (load.diagonal is not None)
-        mask = {(False, False): "seen", (True, False): "is_row", (False, True): "is_key", (True, True): None}[load.by_row, load.by_key]
-        if load.by_row:
-            lines.append(f"part{i} = tl.sum(part{i}, 1, keep_dims=True)")
-        if load.by_key:
-            lines.append(f"part{i} = tl.sum(part{i}, 0, keep_dims=True)")
-        if mask is None:  # one number: one lane adds it
-            lines.append(f"part{i}, at{i} = tl.sum(tl.sum(part{i}, 1), 0), functions.only(at{i})")
-            lines.append(_addition(load, slot, i, "None"))
-        else:
-            lines.append(f"{indent}at{i} += functions.zeros_like(part{i})")
-            lines.append(f"{indent}mask{i} = None if IS_FULL else {mask}")
-            lines.append(indent + _addition(load, slot, i, f"mask{i}"))
-    arguments = "ds, seen, is_row, is_key, found, at, scalars, tensors, totals, IS_FULL: tl.constexpr, DTYPE: tl.constexpr"
-    head = f"@triton.jit\ndef {part.name}_scatter({arguments}):\n"
-    return "\n\n".join([*before, head + "\n".join(f"    {x}" for x in lines) + "\n"])
-
-
-def _addition(load: Load, slot: str, i: int, mask: str) -> str:
-    """The line that adds ``part{i}`` to the total of a load."""
-    if load.is_exact:
-        return f"functions.send_exact({slot}, at{i}, part{i}, {mask})"
-    more = "" if mask == "None" else f", mask={mask}"
-    return f"tl.atomic_add({slot}[0] + at{i}, part{i}.to({slot}[0].dtype.element_ty){more}, sem='relaxed')"
-
-
-def _places_source(name: str, load: Load, part: Part) -> str:
-    """``NAME(b, h, q_idx, kv_idx, scalars, tensors, total)``: where in a load's total sums of diagonals go, asked at one pair of each."""
-    assert load.diagonal is not None
-    lines = emit(load.diagonal, style=part.style)
-    slot, places = "total", list(lines.outputs)
-    if not part.style.is_inside:
-        places = [f"functions.inside({place}, {slot}[{2 + 2 * d}])" for d, place in enumerate(places)]
-    strides = [f" * {slot}[{1 + 2 * d}]" if d + 1 < len(places) else "" for d in range(len(places))]
-    place = " + ".join(f"{place}.to(tl.int64){stride}" for place, stride in zip(places, strides, strict=True))
-    body = [*lines.all(), f"return {place}"]
-    return f"@triton.jit\ndef {name}(b, h, q_idx, kv_idx, scalars, tensors, total):\n" + "\n".join(f"    {x}" for x in body) + "\n"
-
-
 # ---- source
 
 
@@ -366,7 +314,7 @@ def staged(part: Part) -> str:
     head = _function(f"{part.name}_rows", "b, h, q_idx", [*free, f"return ({', '.join(['q_idx', *kept])},)"])
     body = [*(f"{name} = rows[{i + 1}]" for i, name in enumerate(kept)), *rest, f"return {result}"]
     made = [head, _function(f"{part.name}_value", arguments, body)]
-    return "\n\n".join([*made, _scatter_source(part)] if part.loads else made)
+    return "\n\n".join([*made, scatter_source(part.name, part.loads, part.style)] if part.loads else made)
 
 
 def _ranges_source(name: str, lines: Lines, expr: Expr) -> str:
