@@ -15,7 +15,7 @@ _FORWARD = [*(f"variants/{v}/d128/8192" for v in _TABLE), "gqa/causal/d128/8192"
 _BACKWARD = [case.name for case in BACKWARD if case.variant in _TABLE]
 _HARD = {"t5_bias": "T5 bias", "softcap": "softcap"}
 _DECODE = [case.name for case in DECODE]
-_LEARNING = {"head_bias": ("(H,)", 1.3), "t5_bias": ("(H, S)", 1.5), "pair_bias": ("(B, H, S, S)", 2.0)}
+_LEARNING = {"head_bias": ("(H,)", 1.3), "t5_bias": ("(H, S)", 1.5), "pair_bias": ("(B, H, S, S)", 2.0), "bucket_bias": ("(32, H)", 1.5)}
 
 
 def _fa2(group: str) -> list[str]:

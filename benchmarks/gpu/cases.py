@@ -141,7 +141,10 @@ VARIANT_CASES = [_variant(name) for name in (*MASK_VARIANTS, *SCORE_VARIANTS)]
 BACKWARD = [*(_backward(name, _SQUARE) for name in (*MASK_VARIANTS, *SCORE_VARIANTS)), _backward("causal", _GROUPED)]
 FA2 = [_fa2(c, back) for back in (False, True) for c in DENSE if c.shape.head_dim <= 128 and c.shape.seqlen_q in (2048, 8192)]
 DECODE = [_decode(16, 32, 8192), _decode(64, 32, 4096), _decode(1, 32, 131_072), _decode(128, 64, 2048)]
-GRADIENTS = [_gradients("head_bias", _SQUARE), _gradients("t5_bias", _SQUARE), _gradients("pair_bias", Shape.square(4096, 16, 128, 2))]
+GRADIENTS = [
+    *(_gradients(name, _SQUARE) for name in ("head_bias", "t5_bias")),
+    *(_gradients(name, Shape.square(4096, 16, 128, 2)) for name in ("pair_bias", "bucket_bias")),
+]
 MASKS = [
     GpuCase("masks", "mask", v, Shape.square(s, 1, 64), ("flex-mask",)) for v in ("causal", "equal-documents-causal") for s in MASK_SIZES
 ]

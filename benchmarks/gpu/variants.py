@@ -19,6 +19,7 @@ DOCUMENTS = 8
 _PREFIX = 2048
 _SINK = 64
 _SOFTCAP = 30.0
+_BUCKETS = 32
 _EQUAL_DOCUMENT = 1000  # tokens, in the masks that are only built
 
 
@@ -109,6 +110,7 @@ VARIANTS: dict[str, Variant] = {
     ),
     "head_bias": Variant(lambda setting: Mods(_plain(masks.causal()), _plain(scores.head_bias(setting.random(setting.heads))))),
     "pair_bias": Variant(_pair_bias),
+    "bucket_bias": Variant(lambda setting: Mods(None, _plain(scores.t5_bias(setting.random(_BUCKETS, setting.heads))))),
     "equal-documents-causal": Variant(
         lambda setting: _causal_documents(torch.arange(setting.seqlen, device=setting.device) // _EQUAL_DOCUMENT)
     ),

@@ -17,7 +17,7 @@ from benchmarks.bars import Found
 from benchmarks.case import OURS, Shape, Timing
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import bars, memory, peers, probes, report, runner, timing
-from benchmarks.gpu.cases import CASES, DENSE, GpuCase, chosen
+from benchmarks.gpu.cases import CASES, DENSE, SCORE_VARIANTS, GpuCase, chosen
 from benchmarks.gpu.inputs import Inputs, intervals
 from benchmarks.gpu.reading import versus
 from benchmarks.gpu.runner import GpuRecord, difference, is_wrong, run_case
@@ -124,7 +124,7 @@ def test_documents_fill_the_sequence_and_are_the_same_in_both_forms() -> None:
     assert inputs.pairs() == 2 * 2 * sum(n * n for n in document_lengths(200))
 
 
-@pytest.mark.parametrize("variant", [name for name in VARIANTS if name not in ("alibi", "t5_bias", "softcap", "head_bias", "pair_bias")])
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if name not in (*SCORE_VARIANTS, "pair_bias", "bucket_bias")])
 def test_intervals_say_what_the_mask_says(variant: str) -> None:
     mask = VARIANTS[variant].mods(Setting(300, 1)).mask
     if variant == "sink_window":
