@@ -330,8 +330,8 @@ def row_sums(tile_m: int, tile_n: int, dtype: torch.dtype) -> int:
 
 def registers_beside(tile_m: int, tile_n: int, num_warps: int, shape: Shape, capability: tuple[int, int] | None) -> dict[str, int]:
     """Triton's option for the registers of a forward kernel that may compute a tile again: for that the compiler takes more than it needs,
-    and no three blocks of Hopper's tiles for heads of 64 share a multiprocessor any more."""
-    is_third = (tile_m, tile_n, num_warps) == _TILES["sm_90"]["forward"][0][:3] and shape.d <= 64
+    and no three blocks of Hopper's tiles for heads of 64 share a multiprocessor any more. With values for every pair they do not anyway."""
+    is_third = (tile_m, tile_n, num_warps) == _TILES["sm_90"]["forward"][0][:3] and shape.d <= 64 and not shape.has_pairs
     return {"maxnreg": _THIRD} if is_third and architecture(capability) == "sm_90" and shape.dtype.itemsize == 2 else {}
 
 
