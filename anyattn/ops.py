@@ -159,7 +159,8 @@ def attend_backward(
 ) -> list[Tensor]:
     """Gradients of q, k, v, sink and each score tensor; empty where ``wants`` says that none is."""
     # a graph's own tensors, as they come, require none
-    q, k, v, sink, *score_tensors = _asking([q, k, v, sink, *score_tensors], wants)
+    asked: list[Any] = [autograd.wanting(t, w) for t, w in zip((q, k, v, sink, *score_tensors), wants, strict=True)]
+    q, k, v, sink, *score_tensors = asked
     problem = _problem(
         q, k, v, sink, score_program, score_scalars, score_tensors, mask_programs, mask_scalars, mask_tensors, block_lists, block_size,
         is_exact, scale, False,
@@ -167,10 +168,6 @@ def attend_backward(
     chosen = plan.choose(problem, hardware.of(q.device.type), backend or None)
     grads = autograd.backward(problem, chosen, out, lse, dout, dlse)
     return [g if g is not None and w else q.new_empty(0) for g, w in zip(grads, wants, strict=True)]
-
-
-def _asking(tensors: list, wants: list[bool]) -> list:
-    return [t if t is None else t.detach().requires_grad_(w) for t, w in zip(tensors, wants, strict=True)]
 
 
 @attend_backward.register_fake

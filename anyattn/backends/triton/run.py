@@ -241,7 +241,7 @@ def _constants(call: _Call, is_aligned: bool) -> dict[str, Any]:
     return {
         **common, "HIDES": hides, "TILE_M": plan.tile_m, "TILE_N": plan.tile_n,
         "PAGE_SIZE": 0 if found.pages is None else problem.k.shape[2],
-        "IS_PACKED": is_packed, "IS_CACHE": cache is not None, "HAS_LEFTPAD": _may_be_padded(problem, cache),
+        "IS_PACKED": is_packed, "IS_CACHE": cache is not None, "HAS_LEFTPAD": tables.may_be_padded(problem.sequences, cache),
         "HAS_ROWS": cache is not None and cache.tables.rows is not None, "HAS_SINK": problem.sink is not None and splits == 1,
         "HAS_LSE": target.lse is not None, "HAS_MAX": target.highest is not None, "IS_RAW": is_raw,
         "IS_LATE": ways.is_late and found.pages is None,
@@ -308,13 +308,6 @@ def _cache_sizes(problem: Problem, cache: StoredCache | None) -> tuple[int, int,
         return 0, 0, 0, last_page
     sizes = cache.sizes
     return sizes.rows_q if sizes.new is None else sizes.new, sizes.capacity, sizes.storage, last_page
-
-
-def _may_be_padded(problem: Problem, cache: StoredCache | None) -> bool:
-    """Whether a cache's keys may begin behind padding: where nobody has looked, if there is a table of it."""
-    if cache is not None:
-        return cache.tables.leftpad is not None
-    return problem.sequences is not None and problem.sequences.is_cache
 
 
 def _contiguous(x: Tensor | None) -> Tensor | None:

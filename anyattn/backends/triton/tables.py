@@ -19,7 +19,7 @@ from anyattn.problem import Problem
 from anyattn.sparsity.documents import DocumentTables
 from anyattn.sparsity.lists import kept_transposed
 
-__all__ = ["Tables", "key_tables_of", "tables_of"]
+__all__ = ["Tables", "cache_read", "key_tables_of", "may_be_padded", "tables_of"]
 
 _MADE_TILE = (128, 128)  # of lists made for a mask that comes without
 
@@ -52,12 +52,25 @@ def tables_of(problem: Problem, listed: Any, tile_m: int, documents: DocumentTab
     pages = sequences.page_table
     if pages is not None and pages.shape[1] > 1 and pages.stride(1) != 1:
         pages = pages.contiguous()
-    if isinstance(sequences, StoredCache) and sequences.uses_all_rows and lists is None:
-        return Tables(ceil_div(sequences.bound_q, tile_m), None, None, pages, tensors, tile, strides, sequences)
+    cache = cache_read(sequences, lists is not None)
+    if cache is not None:
+        return Tables(ceil_div(cache.bound_q, tile_m), None, None, pages, tensors, tile, strides, cache)
     if documents is not None:
         return Tables(*_of_documents(documents, tile_m, bool(problem.predicates)), pages, tensors, tile, strides)
     order, entries = _ordered(sequences, lists, problem.q.shape, (tile_m, tile[0]), False)
     return Tables(len(order), entries, order, pages, tensors, tile, strides)
+
+
+def cache_read(sequences: Sequences, has_lists: bool) -> StoredCache | None:
+    """A decoder's tables, where kernels read them themselves."""
+    return sequences if isinstance(sequences, StoredCache) and sequences.uses_all_rows and not has_lists else None
+
+
+def may_be_padded(sequences: Sequences | None, cache: StoredCache | None) -> bool:
+    """Whether a cache's keys may begin behind padding: where nobody has looked, if there is a table of it. cache: see ``cache_read``."""
+    if cache is not None:
+        return cache.tables.leftpad is not None
+    return sequences is not None and sequences.is_cache
 
 
 def key_tables_of(problem: Problem, listed: Any, tile_n: int, documents: DocumentTables | None = None) -> Tables:

@@ -17,9 +17,8 @@ from anyattn.backends.triton.config import Shape, Tiles, candidates, padded
 from anyattn.backends.triton.layout import forward_shape, has_few_rows, padded_group, rows_of
 from anyattn.backends.triton.programs import Program
 from anyattn.backends.triton.styles import shape_of
+from anyattn.backends.triton.tables import cache_read, may_be_padded
 from anyattn.disk_cache import Payload
-from anyattn.geometry.sequences import Sequences
-from anyattn.geometry.stored_cache import StoredCache
 from anyattn.problem import Problem
 
 __all__ = ["Question", "backward_question", "best", "forget", "forward_question", "seconds"]
@@ -82,7 +81,8 @@ def _kind(problem: Problem, program: Program, more: Sequence[str]) -> str:
     if program.score is not None:
         words.insert(0, f"score {program.score.expr.key[:8]}")
     if sequences is not None:
-        words.append("ragged" if sequences.page_table is None else _pages(problem.k.shape[2], _may_be_padded(sequences, program)))
+        is_padded = may_be_padded(sequences, cache_read(sequences, ranges is None))
+        words.append("ragged" if sequences.page_table is None else _pages(problem.k.shape[2], is_padded))
     return ", ".join([*words, *more])
 
 
@@ -95,13 +95,6 @@ def _pages(size: int, is_padded: bool) -> str:
     if is_padded or (power < _LEAST_STEP and size != power):
         return "pages that fit no tile"
     return f"pages of {power}" if size == power else f"pages of a multiple of {power}"
-
-
-def _may_be_padded(sequences: Sequences, program: Program) -> bool:
-    """As ``run`` has it: a cache's own tables tell, where kernels read them; else nobody has looked."""
-    if isinstance(sequences, StoredCache) and sequences.uses_all_rows and program.ranges is not None:
-        return sequences.tables.leftpad is not None
-    return sequences.is_cache
 
 
 def best(question: Question, device: torch.device, measure: Callable[[Tiles], float]) -> Tiles:
