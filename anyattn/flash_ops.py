@@ -299,7 +299,7 @@ def _operands(q: Tensor, options: Options) -> tuple:
     mask = frozen_mod(options.mask_mod, Mask, "mask_mod", q, options.aux_tensors) if options.mask_mod is not None else None
     programs = []
     for mod in (score, mask):
-        programs += [NO_MOD, q.new_empty(0, dtype=torch.float64), []] if mod is None else [mod.program, mod.scalars, mod.tensors]
+        programs += [NO_MOD, q.new_empty(0, dtype=torch.int64), []] if mod is None else [mod.program, mod.scalars, mod.tensors]
     left, right = options.window_size
     window = [-1 if left is None else left, -1 if right is None else right]
     scale = None if options.softmax_scale is None else float(options.softmax_scale)

@@ -1,7 +1,7 @@
 """The operators through which ``torch.compile`` and ``torch.export`` see attention.
 
-A compiled graph cannot hold a Python function, so an operator takes a mod as its program's text (``mods/codec.py``), a float64 tensor of
-captured numbers and a list of captured tensors. The operators validate, plan and run exactly like an eager call; eager calls do not pass
+A compiled graph cannot hold a Python function, so an operator takes a mod as its program's text (``mods/codec.py``), an int64 tensor of
+the bits of captured numbers and a list of captured tensors. The operators validate, plan and run exactly like an eager call; eager calls do not pass
 through here, which saves the dispatcher's overhead. An operator takes no list of strings: mask programs are joined by newlines.
 """
 
@@ -20,6 +20,7 @@ from anyattn.mods import codec
 from anyattn.mods.algebra import Mask, Score
 from anyattn.mods.ir import Expr
 from anyattn.mods.trace import TracedMod
+from anyattn.mods.weak import numbers_of_bits
 from anyattn.problem import Problem
 
 __all__ = ["NO_MOD", "attend", "compiled_flex_attention", "frozen_mod", "traced_mod"]
@@ -36,7 +37,7 @@ def traced_mod(kind: str, program: str, scalars: Tensor, tensors: list[Tensor]) 
 
 def _numbers(expr: Expr, scalars: Tensor) -> tuple[int | float, ...]:
     kinds = {node.attr: node.dtype for node in expr.nodes if node.op == "scalar"}
-    return tuple(kinds[i](x) for i, x in enumerate(scalars.tolist()))  # type: ignore[operator, index]
+    return numbers_of_bits(scalars.tolist(), [kinds[i] for i in range(scalars.numel())])  # type: ignore[misc, index]
 
 
 class _Lists:
@@ -263,7 +264,7 @@ def compiled_flex_attention(
         mask_tensors += m.tensors
     return attend(
         query, key, value, sink,
-        NO_MOD if frozen is None else frozen.program, query.new_empty(0, dtype=torch.float64) if frozen is None else frozen.scalars,
+        NO_MOD if frozen is None else frozen.program, query.new_empty(0, dtype=torch.int64) if frozen is None else frozen.scalars,
         [] if frozen is None else frozen.tensors, "\n".join([m.program for m in masks]), [m.scalars for m in masks], mask_tensors,
         block_lists, block_size, is_exact, query.shape[3] ** -0.5 if scale is None else float(scale), wants_max, backend or "",
     )  # fmt: skip

@@ -177,7 +177,7 @@ def operands(score, mask, *, blocks=False, sink=None, wants_max=False, grad=True
         v,
         sink,
         s.program if s else "",
-        s.scalars if s else torch.empty(0, dtype=torch.float64),
+        s.scalars if s else torch.empty(0, dtype=torch.int64),
         s.tensors if s else [],
         m.program if m else "",
         [m.scalars] if m else [],

@@ -15,6 +15,7 @@ import torch
 
 from anyattn.mods import codec
 from anyattn.mods.trace import TracedMod, name_of, refuse_native, trace
+from anyattn.mods.weak import bits_of_numbers
 
 __all__ = ["Frozen", "Mask", "Score", "and_masks", "mod", "or_masks"]
 
@@ -22,11 +23,11 @@ F = TypeVar("F", bound=Callable)
 
 
 class Frozen:
-    """A traced mod in the forms an operator takes: its program as text, captured numbers as a float64 tensor, captured tensors."""
+    """A traced mod in the forms an operator takes: its program as text, captured numbers as a tensor of their bits, captured tensors."""
 
     def __init__(self, traced: TracedMod):
         self.program = codec.encode(traced.expr)
-        self.scalars = torch.tensor([float(s) for s in traced.scalars], dtype=torch.float64)
+        self.scalars = torch.tensor(bits_of_numbers(traced.scalars), dtype=torch.int64)
         self.tensors = list(traced.tensors)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from anyattn.mods.ir import OPS, Builder, category, is_weak, result_dtype
+from anyattn.mods.ir import OPS, Builder, category, is_weak, result_dtype, wrapped
 from anyattn.mods.source import mod_error, truth_cure
 
 __all__ = ["FUNCTIONS", "NeedsNumber", "Value", "View"]
@@ -150,6 +150,8 @@ class Value:
             return builder.capture(item).settled(required=True)  # type: ignore[attr-defined]
         if hasattr(item, "item") and getattr(item, "shape", None) == ():  # numpy scalars; np.float64 is a float as well
             item = item.item()
+        if isinstance(item, int) and not -(2**63) <= item < 2**64:
+            raise mod_error(f"the number {item} has more than the 64 bits that torch's whole numbers have", "use one of 64 bits, or a float")
         for number in (bool, int, float):
             if isinstance(item, number):  # an IntEnum member is an int: the IR knows exact types only
                 return Value(builder, builder.const(number(item)))
@@ -241,6 +243,22 @@ def _values(*items: Any) -> tuple[Builder, list[Value]]:
     return builder, [Value.lift(builder, i) for i in items]
 
 
+_BARE = (torch.uint16, torch.uint32, torch.uint64)  # dtypes that torch itself hardly computes in
+
+
+def _refuse_bare(*values: Value) -> None:
+    for value in values:
+        if value.kind in _BARE:
+            raise mod_error(f"a mod cannot compute with a {value.kind} value", "convert it first: x.to(torch.int64)")
+
+
+def _refuse_outside(value: Value, dtype: Any, use: str) -> None:
+    """Of a literal that torch does not put into ``dtype``: what arithmetic wraps around, these functions refuse."""
+    node, strong = value.builder.nodes[value.node], torch.int64 if dtype is int else dtype
+    if node.op == "const" and category(node.dtype) == category(dtype) == "int" and wrapped(node.attr, strong) != node.attr:  # type: ignore
+        raise mod_error(f"{use} is given {node.attr}, which {strong} does not hold", "use a number that it holds, or convert the other side")
+
+
 def _real(builder: Builder, value: Value) -> int:
     """The value's node in the float dtype that torch computes it in."""
     if category(value.kind) == "float":
@@ -251,6 +269,7 @@ def _real(builder: Builder, value: Value) -> int:
 def _unary(op: str) -> Callable[..., Value]:
     def apply(x: Any) -> Value:
         builder, (value,) = _values(x)
+        _refuse_bare(value)
         if category(value.kind) not in OPS[op].operands and OPS[op].operands == ("float",):
             if op in ("floor", "ceil", "trunc", "round"):
                 return value  # whole already
@@ -269,7 +288,10 @@ def _binary(op: str, swapped: bool = False) -> Callable[..., Value]:
         builder, (a, b) = _values(*((y, x) if swapped else (x, y)))
         if alpha is not None and alpha != 1:
             b = _binary("mul")(b, alpha)
+        _refuse_bare(a, b)
         left, right = builder.promote(a.node, b.node)
+        if builder.nodes[left].dtype is int and any(n.op == "const" and n.attr >= 2**63 for n in (builder.nodes[left], builder.nodes[right])):
+            raise NeedsNumber(_scalar_slots(builder, left) | _scalar_slots(builder, right))  # type: ignore[operator]
         name = op
         if builder.nodes[left].dtype is torch.bool:
             name = {"add": "or", "mul": "and", "max": "or", "min": "and"}.get(op, op)  # torch's meaning of + and * on bools
@@ -292,11 +314,14 @@ def _div(x: Any, y: Any, rounding_mode: str | None = None) -> Value:
     whole = category(result_dtype([a.kind, b.kind])) != "float"
     if not whole:
         return _unary("trunc")(_binary("div")(a, b))
-    magnitude = _binary("floordiv")(_unary("abs")(a), _unary("abs")(b))
-    return _binary("mul")(magnitude, _binary("mul")(_unary("sign")(a), _unary("sign")(b)))
+    return _binary("floordiv")(_binary("sub")(a, _binary("fmod")(a, b)), b)  # without its rest there is nothing to round
 
 
 def _clamp(x: Any, min: Any = None, max: Any = None) -> Value:
+    _, (value, *ends) = _values(x, *(end for end in (min, max) if end is not None))
+    _refuse_bare(value, *ends)
+    for end in ends:
+        _refuse_outside(end, result_dtype([value.kind, end.kind]), "clamp")
     if min is not None:
         x = _binary("max")(x, min)
     return x if max is None else _binary("min")(x, max)
@@ -306,6 +331,9 @@ def _where(condition: Any, a: Any, b: Any) -> Value:
     builder, (c, x, y) = _values(condition, a, b)
     if c.kind is not torch.bool:
         raise mod_error(f"torch.where's condition is a {c.kind} value", "compare it: torch.where(x != 0, a, b)")
+    _refuse_bare(x, y)
+    for value in (x, y):
+        _refuse_outside(value, result_dtype([x.kind, y.kind]), "torch.where")
     left, right = builder.promote(x.node, y.node)
     if is_weak(builder.nodes[left].dtype):  # torch.where(c, 1, 0) is a tensor, no longer a Python number
         strong = torch.get_default_dtype() if builder.nodes[left].dtype is float else torch.int64
@@ -317,6 +345,8 @@ def _to(x: Any, *args: Any, dtype: Any = None, **_: Any) -> Value:
     builder, (value,) = _values(x)
     for a in args:
         dtype = a if isinstance(a, torch.dtype) else a.dtype if isinstance(a, (torch.Tensor, Value)) else dtype
+    if dtype is torch.uint64:
+        raise mod_error("a mod cannot compute with torch.uint64", "use torch.int64, whose sums and products have the same bits")
     return value if dtype is None else Value(builder, builder.cast(value.node, dtype))
 
 
@@ -335,6 +365,7 @@ def _filled(value: Any = None, default_dtype: bool = False) -> Callable[..., Val
         builder, (like,) = _values(x)
         fill = value if value is not None else kwargs.pop("fill_value", args[-1] if args else None)
         number = Value.lift(builder, fill)
+        _refuse_outside(number, dtype or like.dtype, "a tensor of one number")
         return _to(number, dtype or like.dtype)
 
     return apply
@@ -347,6 +378,7 @@ def _tensor(x: Any, dtype: Any = None, **_: Any) -> Any:
             if isinstance(item, Value):
                 item._python_number("torch.tensor of a list")
     _builder, (value,) = _values(x)
+    _refuse_outside(value, dtype or value.dtype, "torch.tensor")
     return _to(value, dtype or value.dtype)
 
 
@@ -429,7 +461,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "type_as": _to,
     **{name: _cast(dtype) for name, dtype in {"float": torch.float32, "double": torch.float64, "half": torch.float16,
                                                "bfloat16": torch.bfloat16, "bool": torch.bool, "int": torch.int32, "long": torch.int64,
-                                               "short": torch.int16}.items()},
+                                               "short": torch.int16, "char": torch.int8, "byte": torch.uint8}.items()},
     **{name: _filled(1) for name in ("new_ones", "ones_like")},
     **{name: _filled(0) for name in ("new_zeros", "zeros_like")},
     **{name: _filled() for name in ("new_full", "full_like", "new_tensor")},

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from anyattn.backends.triton.emit import emit, function
-from anyattn.backends.triton.sizes import MOST_INDEX_BITS, Box, bits_of, extents
+from anyattn.mods.extents import MOST_INDEX_BITS, Box, bits_of, extents
 from anyattn.mods.dependence import dependence
 from anyattn.mods.ir import Builder, Expr, category, is_weak
 
