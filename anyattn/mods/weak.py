@@ -15,8 +15,9 @@ from functools import lru_cache
 from anyattn.mods.dependence import FAR_NUMBER, relies_on_near_numbers
 from anyattn.mods.ir import OPS, Expr
 
-__all__ = ["bits_of_numbers", "numbers_of_bits", "slots_in_question", "strayed"]
+__all__ = ["NEAR_NUMBER", "bits_of_numbers", "numbers_of_bits", "slots_in_question", "strayed"]
 
+NEAR_NUMBER = 2**29  # captured whole numbers below it leave room in 32 bits for a sum of few, and for positions
 _MOST_SHIFT = 64  # 1 << n is as long as n says
 
 
