@@ -1,8 +1,8 @@
 """The operators through which ``torch.compile`` and ``torch.export`` see attention.
 
 A compiled graph cannot hold a Python function, so an operator takes a mod as its program's text (``mods/codec.py``), an int64 tensor of
-the bits of captured numbers and a list of captured tensors. The operators validate, plan and run exactly like an eager call; eager calls do not pass
-through here, which saves the dispatcher's overhead. An operator takes no list of strings: mask programs are joined by newlines.
+the bits of captured numbers and a list of captured tensors. The operators validate, plan and run exactly like an eager call; eager calls
+do not pass through here, which saves the dispatcher's overhead. An operator takes no list of strings: mask programs are joined by newlines.
 """
 
 from __future__ import annotations

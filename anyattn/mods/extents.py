@@ -28,8 +28,8 @@ class Extent(NamedTuple):
 
 
 class Box(NamedTuple):
-    """What is known of the leaves. scalars: one extent for all captured whole numbers (None: nothing is known), or one for each. tensors: one
-    for each captured tensor, None of those of which only the dtype is known; no entries, and that holds for all."""
+    """What is known of the leaves. scalars: one extent for all captured whole numbers (None: nothing is known), or one for each.
+    tensors: one for each captured tensor, None of those of which only the dtype is known; no entries, and that holds for all."""
 
     b: Extent
     h: Extent

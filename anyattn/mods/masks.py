@@ -97,13 +97,13 @@ def sliding_window(left: int | None, right: int | None, offset: int | Tensor = 0
         return _window_of_places(*sides, _ids("offset", offset, (1,), "(B,)"), name)
     before, after = (None if side is None else side + sign * _whole("offset", offset) for side, sign in zip(sides, (-1, 1), strict=True))
     has_left, has_right = before is not None and before < _FAR, after is not None and after < _FAR
-    first, last = _in_sight(-(before or 0)), _in_sight(after or 0)
+    before, after = _in_sight(before or 0), _in_sight(after or 0)
     if has_left and has_right:
-        return Mask(lambda b, h, q_idx, kv_idx: (kv_idx - q_idx >= first) & (kv_idx - q_idx <= last), name)
+        return Mask(lambda b, h, q_idx, kv_idx: (q_idx - kv_idx <= before) & (kv_idx - q_idx <= after), name)
     if has_left:
-        return Mask(lambda b, h, q_idx, kv_idx: kv_idx - q_idx >= first, name)
+        return Mask(lambda b, h, q_idx, kv_idx: q_idx - kv_idx <= before, name)
     if has_right:
-        return Mask(lambda b, h, q_idx, kv_idx: kv_idx - q_idx <= last, name)
+        return Mask(lambda b, h, q_idx, kv_idx: kv_idx - q_idx <= after, name)
     return Mask(full().fn, name)
 
 

@@ -132,7 +132,8 @@ def limits(
 
     Clipped to [0, seqlen_k]; per row sorted, disjoint and with a gap between neighbours; empty ranges (lo = hi) come last and start
     where the one before ends, so a row's span is ``lo[0]`` to ``hi[-1]``. A dimension of size 1 is broadcast: the mask ignores it.
-    None where the mask has no row ranges, or sequences are longer than ``MOST_POSITIONS``. O(seqlen_q) time and memory per (b, h) that differs.
+    None where the mask has no row ranges, or a sequence is longer than ``MOST_POSITIONS``. O(seqlen_q) time and memory per (b, h) that
+    differs.
     """
     ranges = mod if isinstance(mod, RowRanges) else row_ranges(mod)
     if ranges is None or max(seqlen_q, seqlen_k) > MOST_POSITIONS:

@@ -432,6 +432,7 @@ class Solver:
         table, others = self._table(node)
         if table.dtype.is_floating_point or table.dtype is torch.bool:
             return None
+        table = table.to(torch.int64) if table.dtype in (torch.uint16, torch.uint32) else table  # which torch does not compare
         wanted = self._values_of(bound)
         if wanted is None:
             return None

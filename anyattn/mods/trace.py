@@ -2,7 +2,8 @@
 
 Captured numbers become run-time scalars: the function that is called is a copy whose numeric closure cells, defaults, globals and
 instance attributes hold symbolic numbers. Where the body needs a Python number after all (``range(n)``, or arithmetic among captured
-numbers of more than 64 bits), that one number is traced again as a constant and becomes part of the key. Captured tensors become run-time inputs when they are indexed (or, at rank 0, computed with).
+numbers of more than 64 bits), that one number is traced again as a constant and becomes part of the key. Captured tensors become run-time
+inputs when they are indexed (or, at rank 0, computed with).
 
 A trace costs about 0.1 ms. ``recognise.py`` knows a function seen before, with other values in its captures, and skips it.
 """

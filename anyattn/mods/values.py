@@ -151,7 +151,7 @@ class Value:
         if hasattr(item, "item") and getattr(item, "shape", None) == ():  # numpy scalars; np.float64 is a float as well
             item = item.item()
         if isinstance(item, int) and not -(2**63) <= item < 2**64:
-            raise mod_error(f"the number {item} has more than the 64 bits that torch's whole numbers have", "use one of 64 bits, or a float")
+            raise mod_error(f"the number {item} has more than the 64 bits of torch's whole numbers", "use one of 64 bits, or a float")
         for number in (bool, int, float):
             if isinstance(item, number):  # an IntEnum member is an int: the IR knows exact types only
                 return Value(builder, builder.const(number(item)))
@@ -256,7 +256,9 @@ def _refuse_outside(value: Value, dtype: Any, use: str) -> None:
     """Of a literal that torch does not put into ``dtype``: what arithmetic wraps around, these functions refuse."""
     node, strong = value.builder.nodes[value.node], torch.int64 if dtype is int else dtype
     if node.op == "const" and category(node.dtype) == category(dtype) == "int" and wrapped(node.attr, strong) != node.attr:  # type: ignore
-        raise mod_error(f"{use} is given {node.attr}, which {strong} does not hold", "use a number that it holds, or convert the other side")
+        raise mod_error(
+            f"{use} is given {node.attr}, which {strong} does not hold", "use a number that it holds, or convert the other side"
+        )
 
 
 def _real(builder: Builder, value: Value) -> int:
@@ -290,7 +292,8 @@ def _binary(op: str, swapped: bool = False) -> Callable[..., Value]:
             b = _binary("mul")(b, alpha)
         _refuse_bare(a, b)
         left, right = builder.promote(a.node, b.node)
-        if builder.nodes[left].dtype is int and any(n.op == "const" and n.attr >= 2**63 for n in (builder.nodes[left], builder.nodes[right])):
+        sides = builder.nodes[left], builder.nodes[right]
+        if sides[0].dtype is int and any(n.op == "const" and n.attr >= 2**63 for n in sides):  # Python's arithmetic, not torch's
             raise NeedsNumber(_scalar_slots(builder, left) | _scalar_slots(builder, right))  # type: ignore[operator]
         name = op
         if builder.nodes[left].dtype is torch.bool:

@@ -32,10 +32,10 @@ def check_cute(made: Program, mod: TracedMod) -> bool:
     q, kv = ([np.int32(first + i) for i in range(n)] for first, n in zip(at, (ROWS, COLUMNS), strict=True))
     places = {"b": np.int32(B), "h": np.int32(H), "q_idx": q, "kv_idx": kv, "apart": list(range(ROWS)), "steps": list(range(COLUMNS))}
     read = None if score is None else (lambda r, c: np.float32(score[r, c].item()))
+    store = lambda r, c, x: got.__setitem__((r, c), x.item())
     with np.errstate(all="ignore"):
-        emitter(("dividend", "divisor")[made.seed % 2])["emit"](
-            mod.expr, numbers_of(mod.scalars), [Array(t) for t in mod.tensors], places, read, lambda r, c, x: got.__setitem__((r, c), x.item())
-        )
+        emit = emitter(("dividend", "divisor")[made.seed % 2])["emit"]
+        emit(mod.expr, numbers_of(mod.scalars), [Array(t) for t in mod.tensors], places, read, store)
     assert torch.equal(got, want), f"CuTe text\n{made}{mod.expr}\n{got}\n{want}"
     return True
 

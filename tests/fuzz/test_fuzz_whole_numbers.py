@@ -1,7 +1,7 @@
 """Random mods of whole numbers against torch, for everything that reads a mod.
 
-Some hundred fixed programs as a rule; with ANYATTN_FUZZ=n (or ``make fuzz``) n fresh ones, whose seeds are printed; ANYATTN_FUZZ_SEED repeats
-them, and ``whole_numbers.program(seed)`` the one that a failure names.
+Some hundred fixed programs as a rule; with ANYATTN_FUZZ=n (or ``make fuzz``) n fresh ones, whose seeds are printed; ANYATTN_FUZZ_SEED
+repeats them, and ``whole_numbers.program(seed)`` the one that a failure names.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from cute_checks import check_cute, check_cute_ranges
 from whole_number_checks import check_classes, check_evaluation, check_ranges, check_stages, traced
 from whole_numbers import FIRST_SEED, FRESH, programs
 
+HERE = Path(__file__).resolve().parent
 SHARDS = 8 if FRESH else 2
 PATIENCE = 900
 

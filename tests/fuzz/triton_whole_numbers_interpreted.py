@@ -78,7 +78,10 @@ def kernel_text(names: list[str]) -> str:
 def check_values(asked: list[tuple[Program, TracedMod | RowRanges]]) -> None:
     """All of them in one launch: what they say of every pair."""
     names = [f"f{i}" for i in range(len(asked))]
-    texts = [(limits_text if isinstance(mod, RowRanges) else value_text)(name, made, mod) for name, (made, mod) in zip(names, asked, strict=True)]  # type: ignore[operator]
+    texts = [
+        limits_text(name, made, mod) if isinstance(mod, RowRanges) else value_text(name, made, mod)
+        for name, (made, mod) in zip(names, asked, strict=True)
+    ]
     loaded = load("\n".join([*texts, kernel_text(names)]))
     out = torch.empty(len(asked), ROWS, COLUMNS)
     score = torch.linspace(-3, 3, ROWS * COLUMNS).view(ROWS, COLUMNS)
@@ -104,9 +107,8 @@ def check_verdicts(made: Program, mod: TracedMod) -> None:
     first_q, first_kv = (torch.tensor([at[axis], at[axis] + TILE[axis]], dtype=torch.int32) for axis in (0, 1))
     lo, hi = torch.empty(2, dtype=torch.int32), torch.empty(2, dtype=torch.int32)
     source = mask_source(mod.expr).text + "\n" + _VERDICT
-    load(source).ask_verdict[(1,)](
-        lo, hi, first_q, first_q + TILE[0] - 1, first_kv, first_kv + TILE[1] - 1, bits_of_numbers(mod.scalars), packed_tensors(mod.tensors), *TILE
-    )
+    captured = bits_of_numbers(mod.scalars), packed_tensors(mod.tensors)
+    load(source).ask_verdict[(1,)](lo, hi, first_q, first_q + TILE[0] - 1, first_kv, first_kv + TILE[1] - 1, *captured, *TILE)
     for i in range(2):
         tile = called(made, *grid((int(first_q[i]), int(first_kv[i])), *TILE))
         assert bool(tile.all()) or not lo[i], f"a tile is certain to be seen and is not\n{made}{mod.expr}\n{source}"

@@ -54,9 +54,8 @@ def check_evaluation(made: Program, mod: TracedMod) -> None:
 def check_classes(made: Program, mod: TracedMod) -> None:
     """Interval arithmetic is sound, and the classes are exact, whatever they come from."""
     tile = TILES[made.seed % len(TILES)]
-    seen = called(made, *grid((0, 0), 48, LENGTH))
     seen = called(made, torch.tensor([[0]]), torch.tensor([[0]]), *grid((0, 0), 48, LENGTH)[2:])
-    parts = [[part for part in row.split(tile[1], 1)] for row in seen.split(tile[0])]
+    parts = [row.split(tile[1], 1) for row in seen.split(tile[0])]
     want = torch.tensor([[int(part.any()) + int(part.all()) for part in row] for row in parts], dtype=torch.uint8)
     judged = judge(mod, (48, LENGTH), tile, (1, 1))[0, 0]
     for sure in (EMPTY, FULL):

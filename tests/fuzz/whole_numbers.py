@@ -1,7 +1,7 @@
-"""Random mods of whole numbers: casts of every width, shifts, bits, huge literals and captures, divisions of negatives; as Python text.
+"""Random mods of whole numbers as Python text: casts of every width, shifts, bits, huge literals and captures, division of negatives.
 
-A program is text and what it captures, so that a failure prints all of it. ``called`` runs the user's own function on torch's tensors, which
-says what is right.
+A program is text and what it captures, so that a failure prints all of it. ``called`` runs the user's own function on torch's tensors,
+which says what is right.
 """
 
 from __future__ import annotations
@@ -119,7 +119,8 @@ class _Writer:
             return self.read() if self.random.random() < 0.25 else (self.random.choice("qqkkkbh"), "int64")
         if choice < 0.2:
             return self.distance(depth)
-        return self.random.choice((self.binary, self.binary, self.binary, self.cast, self.cast, self.shift, self.divided, self.unary, self.chosen))(depth)
+        rest = (self.shift, self.divided, self.unary, self.chosen)
+        return self.random.choice((self.binary, self.binary, self.binary, self.cast, self.cast, *rest))(depth)
 
     def distance(self, depth: int) -> tuple[str, str]:
         """What row ranges are derived from."""
@@ -157,7 +158,10 @@ class _Writer:
         a, dtype = self.whole(depth - 1)
         by = self.random.choice((2, 3, 7, 10, 64, 100, -2, -3, -7, -100))  # not -1, for the least number over -1 ends a process
         by = abs(by) if dtype == "uint8" else by
-        form = self.random.choice(("({} // {})", "({} // {})", "({} % {})", "({} % {})", "torch.fmod({}, {})", "torch.div({}, {}, rounding_mode='trunc')"))
+        plain = self.random.random() < 0.7
+        form = self.random.choice(
+            ("({} // {})", "({} % {})") if plain else ("torch.fmod({}, {})", "torch.div({}, {}, rounding_mode='trunc')")
+        )
         if self.random.random() < 0.2 and dtype == "int64":
             return form.format(a, f"(({self.whole(0)[0]}.to(torch.int64) & 15) + 2)"), dtype
         return form.format(a, self.capture(by) if self.random.random() < 0.3 else f"({by})"), dtype
@@ -169,7 +173,8 @@ class _Writer:
     def chosen(self, depth: int) -> tuple[str, str]:
         (a, one), (b, other) = self.whole(depth - 1), self.whole(depth - 1)
         dtype = _promoted(one, other)
-        form = self.random.choice(("torch.where({c}, {a}, {b})", "torch.minimum({a}, {b})", "torch.maximum({a}, {b})", "{a}.clamp({lo}, {hi})"))
+        forms = ("torch.where({c}, {a}, {b})", "torch.minimum({a}, {b})", "torch.maximum({a}, {b})", "{a}.clamp({lo}, {hi})")
+        form = self.random.choice(forms)
         lo, hi = sorted(self.random.sample((0, 1, 5, 60, 100), 2))
         return form.format(c=self.condition(0), a=a, b=b, lo=lo, hi=hi), one if "clamp" in form else dtype
 
@@ -182,7 +187,7 @@ class _Writer:
         if depth > 0 and choice < 0.42:
             return f"(~{self.condition(depth - 1)})"
         compare = self.random.choice(("<", "<=", ">", ">=", "<", "<=", ">", ">=", "==", "!="))
-        a, dtype = self.distance(1) if choice > 0.75 else self.whole(depth + 1)
+        a, _ = self.distance(1) if choice > 0.75 else self.whole(depth + 1)
         if choice < 0.5:
             return f"(({a} & {self.random.choice((1, 2, 3, 7, 64, 2**31, 2**40))}) {self.random.choice(('==', '!='))} 0)"
         if choice < 0.54:

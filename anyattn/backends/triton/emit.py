@@ -17,8 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from anyattn.mods.extents import MOST_INDEX_BITS, Box, bits_of, extents, fits
 from anyattn.mods.dependence import Dep, dependence
+from anyattn.mods.extents import MOST_INDEX_BITS, Box, bits_of, extents, fits
 from anyattn.mods.ir import DType, Expr, Node, category, is_weak
 
 __all__ = [
