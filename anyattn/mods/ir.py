@@ -223,7 +223,7 @@ class Builder:
             if kind == "int" and math.isfinite(node.attr) and wrapped(int(node.attr), dtype) == int(node.attr):  # type: ignore
                 return self.const(int(node.attr), dtype)  # type: ignore[call-overload]
             if kind != "int":
-                return self.const({"bool": bool, "float": float}[kind](node.attr), dtype)
+                return self.const({"bool": bool, "float": float}[kind](node.attr), dtype)  # type: ignore[arg-type]
         return self.add("cast", position, dtype=dtype)
 
     def promote(self, *positions: int) -> tuple[int, ...]:

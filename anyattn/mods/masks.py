@@ -94,7 +94,7 @@ def sliding_window(left: int | None, right: int | None, offset: int | Tensor = 0
     name = f"sliding_window(left={left}, right={right})"
     sides = [None if side in (None, -1) else int(side) for side in (left, right)]  # type: ignore[arg-type]
     if isinstance(offset, Tensor):
-        return _window_of_places(*sides, _ids("offset", offset, (1,), "(B,)"), name)
+        return _window_of_places(sides[0], sides[1], _ids("offset", offset, (1,), "(B,)"), name)
     before, after = (None if side is None else side + sign * _whole("offset", offset) for side, sign in zip(sides, (-1, 1), strict=True))
     has_left, has_right = before is not None and before < _FAR, after is not None and after < _FAR
     before, after = _in_sight(before or 0), _in_sight(after or 0)

@@ -46,7 +46,8 @@ class Solver:
         """held: the least and greatest entry of captured tensors, where they may be known."""
         self.mod, self.nodes, self.deps = mod, mod.expr.nodes, dependence(mod.expr)
         self.box = Box.of_numbers(2**MOST_INDEX_BITS, mod.scalars)._replace(tensors=held)
-        self.extents, self.exact, self.plain = (f(mod.expr, self.box) for f in (extents, exact, unwrapped))
+        self.extents, self.exact = extents(mod.expr, self.box), exact(mod.expr, self.box)
+        self.plain = unwrapped(mod.expr, self.box)
         self.out = Builder()
         self.reach: list[tuple[Extent | None, bool]] = []  # of the nodes of ``out``
         self.tensors = list(mod.tensors)

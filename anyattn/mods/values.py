@@ -293,7 +293,7 @@ def _binary(op: str, swapped: bool = False) -> Callable[..., Value]:
         _refuse_bare(a, b)
         left, right = builder.promote(a.node, b.node)
         sides = builder.nodes[left], builder.nodes[right]
-        if sides[0].dtype is int and any(n.op == "const" and n.attr >= 2**63 for n in sides):  # Python's arithmetic, not torch's
+        if sides[0].dtype is int and any(isinstance(n.attr, int) and n.attr >= 2**63 for n in sides):  # Python's arithmetic, not torch's
             raise NeedsNumber(_scalar_slots(builder, left) | _scalar_slots(builder, right))  # type: ignore[operator]
         name = op
         if builder.nodes[left].dtype is torch.bool:

@@ -145,6 +145,8 @@ class _Writer:
         (a, _), dtype = self.whole(depth - 1), self.random.choice(list(DTYPES))
         if self.random.random() < 0.1:
             return f"{self.condition(0)}.to(torch.{dtype})", dtype
+        if self.random.random() < 0.1:  # which torch casts to and from, and hardly more
+            return f"{a}.to(torch.{self.random.choice(('uint16', 'uint32'))}).to(torch.{dtype})", dtype
         return f"{a}.to(torch.{dtype})", dtype
 
     def shift(self, depth: int) -> tuple[str, str]:
@@ -192,6 +194,9 @@ class _Writer:
             return f"(({a} & {self.random.choice((1, 2, 3, 7, 64, 2**31, 2**40))}) {self.random.choice(('==', '!='))} 0)"
         if choice < 0.54:
             return f"{a}.to(torch.bool)"
+        if choice < 0.6:
+            real = self.random.choice((0.0, -3.5, 40.0, 1e6, 4e9))
+            return f"({a}.to(torch.float32) {self.random.choice(('', '* 0.5', '* 0.5 + 3.0'))} {compare} {real})"
         right = self.random.random()
         b = self.weak() if right < 0.5 else self.read()[0] if right < 0.7 else self.whole(depth)[0]
         return f"({a} {compare} {b})"

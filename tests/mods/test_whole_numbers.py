@@ -84,7 +84,7 @@ FAR = {
     "distance": lambda b, h, q, k: (q - k).abs() <= sys.maxsize,
     "literal": lambda b, h, q, k: k - q < INT64.max,
     "captured": lambda b, h, q, k: k - q < MOST,
-    "captured, other side": lambda b, h, q, k: MOST > k - q,
+    "captured, at most": lambda b, h, q, k: k - q <= MOST,
     "captured, at least": lambda b, h, q, k: k - q >= MOST - 3,
     "table": lambda b, h, q, k: k - q < SENTINELS[b],
     "table at most": lambda b, h, q, k: k - q <= SENTINELS[b],

@@ -56,7 +56,6 @@ def straight(expr: Expr) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Nodes that go by a whole number that grows evenly from key to key: casts of it to float, and reads along a last dimension."""
     due, deps, plain, sizes = stages(expr), dependence(expr), unwrapped(expr, _BOX), extents(expr, _BOX)
     casts, reads = [], []
-    decides = any(expr.nodes[o].dtype is torch.bool for o in expr.outputs)  # then sums of floats must be exact
     for i, node in enumerate(expr.nodes):
         if due[i] != "tile" or not node.args:
             continue
@@ -65,7 +64,7 @@ def straight(expr: Expr) -> tuple[tuple[int, ...], tuple[int, ...]]:
         if due[last] != "tile" or slope is None or category(expr.nodes[last].dtype) != "int" or abs(slope[1]) > _MOST_STEP:
             continue
         if node.op == "cast" and category(node.dtype) == "float":
-            if plain[last] and not (decides and (size is None or bits_of(size) > _EXACT_BITS)):
+            if plain[last] and not (_decides(expr) and (size is None or bits_of(size) > _EXACT_BITS)):
                 casts.append(i)
         elif node.op == "load" and all(due[a] in ("once", "row") for a in node.args[:-1]):
             reads.append(i)
@@ -190,10 +189,17 @@ def _product(expr: Expr, factors: list[tuple[str, int]]) -> Expr | None:
     return builder.build(total)
 
 
+def _decides(expr: Expr) -> bool:
+    """Whether it is a mask: then no sum along a row may be rounded in another way than the user's."""
+    return any(expr.nodes[o].dtype is torch.bool for o in expr.outputs)
+
+
 @lru_cache(maxsize=256)
 def lines(expr: Expr) -> tuple[int, ...]:
     """Float nodes that grow evenly from key to key: straight casts, and what numbers of the row make of them."""
     due, found = stages(expr), set(straight(expr)[0])
+    if _decides(expr):
+        return tuple(sorted(found))
     for i, node in enumerate(expr.nodes):
         on_line = [a for a in node.args if a in found]
         others = [a for a in node.args if a not in found]
