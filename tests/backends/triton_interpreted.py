@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from anyattn import masks
-from anyattn.backends.triton import emit, generated, tile_lists
+from anyattn.backends.triton import emit, generated, interpreter, tile_lists
 from anyattn.mods.bounds import classify
 from anyattn.mods.evaluate import run
 from anyattn.mods.ir import OPS, Builder, category
@@ -145,6 +145,15 @@ def way(request, monkeypatch):  # type: ignore[no-untyped-def]
 
 
 SHAPES = [((30, 50), (5, 32)), ((97, 31), (48, 16)), ((64, 64), (128, 128)), ((1, 70), (16, 24))]
+
+
+def test_captured_numbers_of_33_bits():  # type: ignore[no-untyped-def]
+    interpreter.mend()
+    for n, m in ((2**31 + 1, 0xDEADBEEF), (0xDEADBEEF, 2**31 + 1), (2**32 - 1, -(2**31) - 1)):
+        for mod in (lambda b, h, q, k, n=n, m=m: n - m < k, lambda b, h, q, k, n=n, m=m: (n * 3 - m) // 5 - q > k):
+            traced = trace(mod, "mask")
+            assert traced.scalars
+            assert torch.equal(by_triton(traced.expr, traced.scalars, ()), by_torch(traced.expr, traced.scalars, ()))
 
 
 @pytest.mark.parametrize("name", library_masks(64, 64))

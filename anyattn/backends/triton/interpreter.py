@@ -2,12 +2,12 @@
 
 What is mended: NumPy 2.4 no longer turns an array of one element into a loop's bound; float32 is cut off to bfloat16 where hardware rounds
 to the nearest; products and most casts of bfloat16 are taken of the numbers' bits; a comparison of single numbers became a float when it
-was spread over a block; after a launch the whole memory behind a tensor of the CPU is copied onto itself, gigabytes of it for a small view;
-the language is patched again for every function that a kernel calls, a third of all time; sums of whole numbers are computed three times,
-for a check that only a GPU makes, half of the rest; a block's shape and type are made anew for each of its values, a third of what is left;
-reductions by a function of ours go through a tile number by number; Python asks the system for memory, and gives it back, at each call that
-is just too deep for what it has; and threads that launch at once read one another's place in the grid. Only a process that interprets is
-touched.
+was spread over a block; a whole number from 2^31 to 2^32 was computed with in 32 bits, as 64 were said; after a launch the whole memory
+behind a tensor of the CPU is copied onto itself, gigabytes of it for a small view; the language is patched again for every function that a
+kernel calls, a third of all time; sums of whole numbers are computed three times, for a check that only a GPU makes, half of the rest; a
+block's shape and type are made anew for each of its values, a third of what is left; reductions by a function of ours go through a tile
+number by number; Python asks the system for memory, and gives it back, at each call that is just too deep for what it has; and threads that
+launch at once read one another's place in the grid. Only a process that interprets is touched.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ def _mend_numbers() -> None:
 
     builder, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
     dot, splat, cast, convert = builder.create_dot, builder.create_splat, builder.cast_impl, interpreter._convert_float
+    as_argument = interpreter._implicit_cvt
 
     def rounded(data: Any, source: Any, target: Any, rounding_mode: Any) -> Any:
         if source is tl.float32 and target is tl.bfloat16:
@@ -77,7 +78,12 @@ def _mend_numbers() -> None:
             arg = handle(arg.data, tl.int1)
         return splat(self, kind, arg)
 
-    interpreter._convert_float = rounded
+    def argument(arg: Any) -> Any:
+        if isinstance(arg, int) and 2**31 <= arg < 2**32:
+            return tl.tensor(handle(np.array([arg], dtype=np.int64), tl.int64), tl.int64)
+        return as_argument(arg)
+
+    interpreter._convert_float, interpreter._implicit_cvt = rounded, argument
     builder.create_dot, builder.cast_impl, builder.create_splat = product, casted, spread
 
 
