@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 __all__ = [
     "DTYPES",
     "aux_list",
-    "block_lengths",
+    "captured_devices",
+    "check_lists",
     "flex_problem",
     "kept_lists",
     "kernel_options",
@@ -99,8 +100,12 @@ def flex_problem(
     wants_lse: bool,
     wants_max: bool,
     deterministic: bool,
+    listed: TracedMod | None = None,
 ) -> Problem:
-    """The problem of one ``flex_attention`` call; raises before any work is done."""
+    """The problem of one ``flex_attention`` call; raises before any work is done.
+
+    listed: the mask of a block mask that is given as lists alone, as operators have it.
+    """
     key, value = tensors(query, key, value, enable_gqa)
     aux = aux_list(aux_tensors, query.device)
     batch, heads, seqlen_q, head_dim = query.shape
@@ -109,8 +114,9 @@ def flex_problem(
     predicates = []
     blocks, follows = None, False
     if block_mask is not None:
-        check_block_mask(block_mask, query, key)
-        listed = _traced(block_mask.mask_mod, "mask", query, aux, lengths, "block_mask.mask_mod")
+        if listed is None:
+            check_block_mask(block_mask, query, key)
+        listed = _traced(listed or block_mask.mask_mod, "mask", query, aux, lengths, "block_mask.mask_mod")
         predicates.append(listed)
         blocks, follows = lists_of(block_mask, listed)
     if mask_mod is not None:
@@ -190,13 +196,18 @@ def traced(mod: Any, kind: str, query: Tensor, aux: list[Tensor] | None, name: s
         return mod
     score_dtype = torch.float64 if query.dtype is torch.float64 else torch.float32
     found = native_mod(mod, kind, aux) or trace(mod, kind, score_dtype=score_dtype, aux_tensors=aux, device=query.device)
-    for tensor in found.tensors:
-        if tensor.device != query.device and tensor.ndim > 0:
-            raise ValueError(
-                f"{name or kind + '_mod'} {found.name!r} captures a tensor of shape {tuple(tensor.shape)} on {tensor.device} but query "
-                f"is on {query.device}; move it with .to()"
-            )
+    captured_devices(found, query.device, name)
     return found
+
+
+def captured_devices(mod: TracedMod, device: torch.device, name: str = "") -> None:
+    """Raises where a mod captures a tensor on another device than the call's; one of rank 0 may be anywhere."""
+    for tensor in mod.tensors:
+        if tensor.device != device and tensor.ndim > 0:
+            raise ValueError(
+                f"{name or mod.kind + '_mod'} {mod.name!r} captures a tensor of shape {tuple(tensor.shape)} on {tensor.device} but query "
+                f"is on {device}; move it with .to()"
+            )
 
 
 def lists_of(block_mask: Any, mask: TracedMod) -> tuple[BlockSparseTensors | None, bool]:
@@ -279,27 +290,30 @@ def read_lists(block_mask: Any) -> BlockSparseTensors:
 
 def check_block_mask(block_mask: Any, query: Tensor, key: Tensor) -> None:
     """Raises if this is no block mask, or one for another device, other lengths, batches or heads."""
+    is_block_mask(block_mask)
+    check_lists(block_mask.seq_lengths, block_mask.kv_num_blocks, query, key)
+
+
+def is_block_mask(block_mask: Any) -> None:
+    """Raises ``TypeError`` unless this is anyattn's or torch's ``BlockMask``."""
     from torch.nn.attention.flex_attention import BlockMask
 
     if not isinstance(block_mask, BlockMask):
         cure = "pass a function of (b, h, q_idx, kv_idx) as mask_mod" if callable(block_mask) else "make one with anyattn.create_block_mask"
         raise TypeError(f"block_mask is a {type(block_mask).__name__}; wanted a BlockMask (anyattn's or torch's): {cure}")
-    block_lengths(block_mask, query, key)
-    if block_mask.kv_num_blocks.device != query.device:
-        raise ValueError(
-            f"block_mask is on {block_mask.kv_num_blocks.device} but query is on {query.device}; move it with .to({str(query.device)!r})"
-        )
 
 
-def block_lengths(block_mask: Any, query: Tensor, key: Tensor) -> None:
-    """Raises if a block mask was made for other lengths, batches or heads."""
+def check_lists(made_for: Any, counts: Tensor, query: Tensor, key: Tensor) -> None:
+    """Raises if a block mask's lists were made for other lengths, batches, heads or another device. counts: (..., rows of blocks)."""
     lengths = (query.shape[2], key.shape[2])
-    if tuple(block_mask.seq_lengths) != lengths:
+    if tuple(made_for) != lengths:
         raise ValueError(
-            f"block_mask was made for lengths (q, kv) = {tuple(block_mask.seq_lengths)} but query and key have {lengths}; make it for "
+            f"block_mask was made for lengths (q, kv) = {tuple(made_for)} but query and key have {lengths}; make it for "
             f"these lengths: create_block_mask(mask_mod, B, H, {lengths[0]}, {lengths[1]})"
         )
-    listed = tuple(block_mask.kv_num_blocks.shape[:-1])
+    if counts.device != query.device:
+        raise ValueError(f"block_mask is on {counts.device} but query is on {query.device}; move it with .to({str(query.device)!r})")
+    listed = tuple(counts.shape[:-1])
     for got, have, axis in zip(listed[-2:], query.shape[:2], ("batch", "heads"), strict=False):
         if got not in (1, have):
             raise ValueError(f"block_mask has {axis} {got} but query has {have}; wanted 1 (shared) or {have}")

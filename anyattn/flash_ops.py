@@ -14,7 +14,7 @@ from torch import Tensor
 from anyattn import autograd, check_flash, hardware, plan
 from anyattn.check_flash import Options
 from anyattn.mods.algebra import Mask, Score
-from anyattn.ops import NO_MOD, frozen_mod, traced_mod
+from anyattn.ops import NO_MOD
 from anyattn.problem import Problem
 
 __all__ = ["compiled_decode", "compiled_flash", "decode", "flash"]

@@ -66,11 +66,12 @@ def flex_attention(
     """
     wants_lse, wants_max = check.wanted(return_lse, return_aux)
     if torch.compiler.is_compiling():
-        from anyattn import ops
+        from anyattn.custom_ops import entry_points
 
-        out, lse, max_scores = ops.compiled_flex_attention(
-            query, key, value, score_mod, block_mask, mask_mod, aux_tensors, scale, enable_gqa, sink, wants_max, backend
-        )
+        out, lse, max_scores = entry_points.flex(
+            query, key, value, score_mod, block_mask, mask_mod, aux_tensors, scale, enable_gqa, sink, wants_max, deterministic, backend,
+            kernel_options,
+        )  # fmt: skip
         return _returned(out, lse, max_scores if wants_max else None, return_lse, return_aux)
     call = FlexCall(
         query, key, value, score_mod, block_mask, mask_mod, aux_tensors, scale, enable_gqa, sink, wants_lse, wants_max, deterministic

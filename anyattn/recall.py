@@ -75,6 +75,7 @@ class FlexCall(NamedTuple):
     wants_lse: bool
     wants_max: bool
     deterministic: Any
+    listed: TracedMod | None = None  # the mask of a block mask that is given as lists alone
 
 
 class _Facts(NamedTuple):
@@ -167,6 +168,10 @@ def _aux_of(given: Any) -> tuple[Tensor, ...]:
 
 
 def _read(mod: Any) -> Reading:
+    if type(mod) is TracedMod:
+        if mod.source is None:
+            raise Unfit
+        return Reading(mod.source.pattern, list(mod.scalars), list(mod.tensors))
     reading = native_reading(mod) if is_native(mod) else recognise(mod)
     if reading is None:
         raise Unfit
@@ -199,7 +204,7 @@ def scale_fact(scale: Any) -> bool:
 def _flex_facts(call: FlexCall, backend: Any, options: Any) -> _Facts | None:
     """None for a call that cannot be remembered."""
     (
-        query, key, value, score_mod, block_mask, mask_mod, aux_tensors, scale, enable_gqa, sink, wants_lse, wants_max, deterministic,
+        query, key, value, score_mod, block_mask, mask_mod, aux_tensors, scale, enable_gqa, sink, wants_lse, wants_max, deterministic, listed,
     ) = call  # fmt: skip
     try:
         flags = (
@@ -220,7 +225,7 @@ def _flex_facts(call: FlexCall, backend: Any, options: Any) -> _Facts | None:
         if block_mask is not None:
             kept = check.kept_lists(block_mask)
             lists, blocks = (check.lists_facts(block_mask), None) if kept is None else (kept.facts, kept.blocks)
-            masks = (_read(block_mask.mask_mod),)
+            masks = (_read(listed or block_mask.mask_mod),)
         if mask_mod is not None:
             masks += (_read(mask_mod),)
         extra = (*[_seen(t) for t in aux], _identical(aux)) if aux else ()

@@ -6,7 +6,9 @@ import ast
 import contextlib
 import functools
 import linecache
+import re
 import sys
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from types import CodeType, FrameType
@@ -16,7 +18,7 @@ import torch
 
 from anyattn.errors import ModError
 
-__all__ = ["mod_error", "truth_cure", "user_line"]
+__all__ = ["at_line", "mod_error", "truth_cure", "user_line"]
 
 # Frames of these are never the user's own. Whole paths: a user's folder may be called torch/ as well.
 _FOLDERS = tuple(f"{Path(p).resolve().parent}/".replace("\\", "/") for p in (Path(__file__).parent, str(torch.__file__)))
@@ -56,8 +58,30 @@ def _span(code: CodeType, instruction: int, line: int) -> _Span:
     return _Span(start, end, column, end_column)
 
 
+_node_lines: list[str | None] = []  # where the nodes that run come from, innermost last
+
+
+@contextlib.contextmanager
+def at_line(stack_trace: str | None) -> Iterator[None]:
+    """What runs inside is a graph's node that was made at the end of ``stack_trace``, a traceback's text (None if not known)."""
+    _node_lines.append(stack_trace)
+    try:
+        yield
+    finally:
+        _node_lines.pop()
+
+
+def _line_of_node() -> tuple[str, str] | None:
+    """The last place in the traceback of the running node, and its text."""
+    found = re.findall(r'File "([^"\n]+)", line (\d+), in [^\n]*\n\s*([^\n]*)', (_node_lines[-1] if _node_lines else None) or "")
+    return (f"{found[-1][0]}:{found[-1][1]}", found[-1][2]) if found else None
+
+
 def user_line() -> tuple[str, str]:
     """The place and the text of what the user's own code is doing: the lines of the expression that is being evaluated."""
+    of_node = _line_of_node()
+    if of_node is not None:
+        return of_node
     frame = _user_frame()
     span = _span(frame.f_code, frame.f_lasti, frame.f_lineno)
     filename = frame.f_code.co_filename

@@ -26,7 +26,18 @@ from anyattn.mods.source import mod_error
 from anyattn.mods.values import FUNCTIONS, NeedsNumber, Value, View
 from anyattn.of_fields import OfFields
 
-__all__ = ["Source", "TracedMod", "is_native", "name_of", "refuse_native", "trace"]
+__all__ = [
+    "InterceptCaptured",
+    "Source",
+    "TracedMod",
+    "Tracer",
+    "finished",
+    "inputs_of",
+    "is_native",
+    "name_of",
+    "refuse_native",
+    "trace",
+]
 
 _INPUTS = {"mask": ("b", "h", "q_idx", "kv_idx"), "score": ("score", "b", "h", "q_idx", "kv_idx")}
 
@@ -60,7 +71,7 @@ class TracedMod(OfFields):
         return self.expr.key
 
 
-class _Tracer(Builder):
+class Tracer(Builder):
     """A builder that also numbers the captured tensors and numbers it meets."""
 
     def __init__(self, device: torch.device) -> None:
@@ -84,10 +95,10 @@ _METADATA = frozenset(
 )
 
 
-class _InterceptCaptured(TorchFunctionMode):
+class InterceptCaptured(TorchFunctionMode):
     """Sends torch calls that involve a symbolic value to the table of functions; ``tensor[value]`` reaches only a mode."""
 
-    def __init__(self, tracer: _Tracer) -> None:
+    def __init__(self, tracer: Tracer) -> None:
         super().__init__()
         self.tracer = tracer
 
@@ -236,9 +247,9 @@ def _arguments(fn: Callable) -> tuple[tuple[str, ...], int, bool] | None:
 
 def _run(
     fn: Callable, kind: str, score_dtype: torch.dtype, aux: list | None, pinned: frozenset[int], device: torch.device
-) -> tuple[Expr, _Tracer, list[int | float]]:
+) -> tuple[Expr, Tracer, list[int | float]]:
     """One trace: the expression with scalar slots numbered as ``captures`` finds the numbers."""
-    tracer = _Tracer(device)
+    tracer = Tracer(device)
     numbers: list[int | float] = []
 
     def lift(number: int | float) -> Any:
@@ -249,30 +260,41 @@ def _run(
         return Value(tracer, tracer.add("scalar", dtype=type(number), attr=slot))
 
     lifted = captures.rebuild(fn, lift)
-    inputs = []
-    for name in _INPUTS[kind]:
-        if name == "score":
-            inputs.append(Value(tracer, tracer.add("score", dtype=score_dtype)))
-        else:
-            inputs.append(Value(tracer, tracer.add("index", dtype=torch.int64, attr=name)))
-    with _InterceptCaptured(tracer):
-        result = lifted(*inputs, *([aux] if aux is not None else []))
-        return tracer.build(_result_node(result, tracer, kind, score_dtype, fn)), tracer, numbers
+    with InterceptCaptured(tracer):
+        result = lifted(*inputs_of(tracer, kind, score_dtype), *([aux] if aux is not None else []))
+        return tracer.build(_result_node(result, tracer, kind, score_dtype, name_of(fn))), tracer, numbers
 
 
-def _result_node(result: Any, tracer: _Tracer, kind: str, score_dtype: torch.dtype, fn: Callable) -> int:
+def inputs_of(tracer: Tracer, kind: str, score_dtype: torch.dtype) -> list[Value]:
+    """The symbolic values that a mod is called with."""
+    leaves = (
+        tracer.add("score", dtype=score_dtype) if name == "score" else tracer.add("index", dtype=torch.int64, attr=name)
+        for name in _INPUTS[kind]
+    )
+    return [Value(tracer, leaf) for leaf in leaves]
+
+
+def finished(result: Any, tracer: Tracer, kind: str, score_dtype: torch.dtype, numbers: list, name: str) -> TracedMod:
+    """The traced mod of what a call on ``inputs_of`` returned; ``numbers`` are the captured ones, by scalar slot."""
+    with InterceptCaptured(tracer):
+        expr = tracer.build(_result_node(result, tracer, kind, score_dtype, name))
+    expr, scalars, tensors = _compact(expr, numbers, tracer.tensors)
+    return TracedMod(kind, expr, tuple(numbers[s] for s in scalars), tuple(tensors), name)
+
+
+def _result_node(result: Any, tracer: Tracer, kind: str, score_dtype: torch.dtype, name: str) -> int:
     if isinstance(result, (tuple, list, dict, str, type(None))):
         raise ModError(
-            f"{kind}_mod {name_of(fn)!r} returned {'nothing' if result is None else type(result).__name__}; "
+            f"{kind}_mod {name!r} returned {'nothing' if result is None else type(result).__name__}; "
             f"return one {'bool' if kind == 'mask' else 'score'} (is a `return` missing?)"
         )
     value = Value.lift(tracer, result)
     if kind == "mask":
         if value.kind is not torch.bool:
-            raise ModError(f"mask_mod {name_of(fn)!r} returned a {value.kind} value; return a bool, as in `x != 0` or `q_idx >= kv_idx`")
+            raise ModError(f"mask_mod {name!r} returned a {value.kind} value; return a bool, as in `x != 0` or `q_idx >= kv_idx`")
         return value.node
     if category(value.kind) == "bool":
-        raise ModError(f"score_mod {name_of(fn)!r} returned a bool; a condition on positions is a mask: pass it as mask_mod")
+        raise ModError(f"score_mod {name!r} returned a bool; a condition on positions is a mask: pass it as mask_mod")
     return tracer.cast(value.node, score_dtype)
 
 
