@@ -21,6 +21,7 @@ from anyattn.mods.algebra import Mask, Score
 from anyattn.mods.ir import Expr
 from anyattn.mods.trace import TracedMod
 from anyattn.problem import Problem
+from anyattn.sparsity.block_mask import are_unwritten
 
 __all__ = ["NO_MOD", "attend", "compiled_flex_attention", "frozen_mod", "traced_mod"]
 
@@ -91,7 +92,8 @@ def _problem(
         taken += count
     blocks, follows = None, False
     if block_lists:
-        mask = _stand_in(block_lists, (tuple(block_size), (q.shape[2], k.shape[2]), is_exact))
+        # of a mask that was exact when the graph was made: nobody may have written to its lists since
+        mask = _stand_in(block_lists, (tuple(block_size), (q.shape[2], k.shape[2]), is_exact and are_unwritten(*block_lists)))
         blocks, follows = check.lists_of(mask, predicates[0])
     return Problem(q, k, v, scale, score, tuple(predicates), blocks, sink, True, wants_max, blocks_follow=follows)
 
