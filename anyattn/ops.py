@@ -24,6 +24,7 @@ from anyattn.mods.recognise import Pattern
 from anyattn.mods.trace import Source, TracedMod
 from anyattn.plan import Plan
 from anyattn.problem import Problem
+from anyattn.sparsity.block_mask import are_unwritten
 
 __all__ = ["NO_MOD", "attend", "flex_with_mods", "mod_of_operands", "operands_of", "options_text"]
 
@@ -130,7 +131,7 @@ def _call(
     masks = mods_of_operands("mask", mask_programs, mask_numbers, mask_tensors)
     blocks, listed = None, None
     if block_lists:
-        blocks = _stand_in(block_lists, (tuple(block_size), (q.shape[2], k.shape[2]), is_exact))
+        blocks = _stand_in(block_lists, (tuple(block_size), (q.shape[2], k.shape[2]), is_exact and are_unwritten(*block_lists)))
         listed, *masks = masks
     mask = masks[0] if masks else None
     call = recall.FlexCall(q, k, v, score, blocks, mask, None, scale, True, sink, True, wants_max, deterministic, listed)

@@ -94,6 +94,19 @@ def test_max_scores():
         assert torch.equal(eager, other)
 
 
+def test_lists_of_an_exact_block_mask_that_are_written_to():
+    """A graph looks whether its lists are still those that the mask makes."""
+    block_mask = anyattn.create_block_mask(masks.causal(), 1, 1, S, S, device="cpu", BLOCK_SIZE=16)
+    q, k, v = inputs(grad=False)
+    call = lambda q, k, v: anyattn.flex_attention(q, k, v, block_mask=block_mask)
+    graph = compiled(call)
+    graph(q, k, v)
+    block_mask.full_kv_num_blocks.zero_()
+    expected = anyattn.flex_attention(q, k, v, mask_mod=lambda b, h, i, j: (i >= j) & (i // 16 == j // 16))
+    for found in (graph(q, k, v), compiled(call)(q, k, v), call(q, k, v)):
+        assert float((found - expected).abs().max()) <= 32 * torch.finfo(q.dtype).eps * float(expected.abs().max())
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_other_dtypes(dtype):
     score, mask = scores.softcap(2.0), masks.causal()

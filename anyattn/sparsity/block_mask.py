@@ -16,12 +16,13 @@ from anyattn.mods.trace import trace
 from anyattn.sparsity.arguments import device_of, length, pair
 from anyattn.sparsity.block_sparse import BlockSparseTensors
 from anyattn.sparsity.compute import classes_of_mask, device_lists
-from anyattn.sparsity.lists import grid_of_lists, lists_of_grid
+from anyattn.sparsity.lists import check_counts, grid_of_lists, lists_of_grid
 
-__all__ = ["BlockMask", "block_mask_of_classes", "create_block_mask"]
+__all__ = ["BlockMask", "are_unwritten", "block_mask_of_classes", "create_block_mask"]
 
 _PAIRS = ("kv", "full_kv", "q", "full_q")
 _LISTS = tuple(f"{side}_{what}" for side in _PAIRS for what in ("num_blocks", "indices"))
+_EXACT_BY = frozenset(("mask_mod", "seq_lengths", "BLOCK_SIZE", *_LISTS[:4]))
 
 
 class BlockMask(torch_flex.BlockMask):
@@ -32,6 +33,8 @@ class BlockMask(torch_flex.BlockMask):
     Entries of ``*_indices`` beyond a row's count are 0 where anyattn built the lists; torch leaves them undefined.
     ``is_exact`` says that the lists are known to follow from ``mask_mod``: a backend may then find the visible keys by either.
     """
+
+    _exact = False  # by ``_marked``; assigning a field that the lists or the mask are read from ends it
 
     @classmethod
     def from_kv_blocks(
@@ -50,12 +53,15 @@ class BlockMask(torch_flex.BlockMask):
 
         kv_num_blocks: int32 (..., M). kv_indices: int32 (..., M, N). full_*: the same for blocks that need no mask, or None.
         mask_mod: what the partial blocks show, None for everything. seq_lengths: default whole blocks. order: torch's ``dq_*`` arguments.
+        Raises ``ValueError`` for a count below 0 or beyond N, and with compute_q_blocks for a block that is none; a GPU's lists are not read.
         """
         if kv_indices.dim() < 2:
             raise RuntimeError(f"kv_indices has shape {tuple(kv_indices.shape)}; a BlockMask has at least 2 dimensions (rows, columns)")
         if (full_kv_num_blocks is None) != (full_kv_indices is None):
             raise AssertionError("full_kv_num_blocks and full_kv_indices: pass both or neither")
         size = pair("BLOCK_SIZE", BLOCK_SIZE)
+        check_counts("kv_num_blocks", kv_num_blocks, kv_indices)
+        check_counts("full_kv_num_blocks", full_kv_num_blocks, full_kv_indices)
         if seq_lengths is None:
             seq_lengths = (kv_indices.shape[-2] * size[0], kv_indices.shape[-1] * size[1])
         backward: list[Tensor | None] = [None] * 4
@@ -84,11 +90,28 @@ class BlockMask(torch_flex.BlockMask):
     def is_exact(self) -> bool:
         """Whether the lists are known to follow from ``mask_mod``, so that a reader may work from either alone.
 
-        True for what ``create_block_mask`` made and for slices and crops of it, until a field is assigned. False where the lists of one
-        batch entry or head stand for all while ``mask_mod`` tells them apart.
+        True for what ``create_block_mask`` made and for slices, crops and copies of it, until a field is assigned or a list is written to
+        (only writes that torch counts are noticed). False where the lists of one batch entry or head stand for all while ``mask_mod``
+        tells them apart, and while ``torch.export`` records, whose program holds copies of the lists.
         """
-        known = self.__dict__.get("_exact")
-        return known is not None and all(a is b for a, b in zip(known, _identity(self), strict=True))
+        if not self._exact:
+            return False
+        if torch.compiler.is_compiling():  # how often a list was written to is no constant there: the operator looks when it runs
+            return not torch.compiler.is_exporting()
+        return are_unwritten(self.kv_num_blocks, self.kv_indices, self.full_kv_num_blocks, self.full_kv_indices)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: whether the mask is exact, not the objects by which that is known here."""
+        return vars(self) | {"_exact": self.is_exact}
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in _EXACT_BY:
+            super().__setattr__("_exact", False)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        _marked(self, bool(state.get("_exact")))
 
     def block_sparse(self) -> BlockSparseTensors:
         """The lists as kernels read them, for tiles of ``BLOCK_SIZE``."""
@@ -175,15 +198,26 @@ def _like(mask: torch_flex.BlockMask, changed: dict[str, Any], cls: type[BlockMa
     return _marked(made, getattr(mask, "is_exact", False))  # type: ignore[arg-type]
 
 
-def _identity(mask: torch_flex.BlockMask) -> tuple:
-    """The objects that the lists and the mask are: assigning another to a field changes it."""
-    lists = (mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices)
-    return (mask.mask_mod, mask.seq_lengths, mask.BLOCK_SIZE, *lists)
+def are_unwritten(*lists: Tensor | None) -> bool:
+    """Whether nobody has written to the lists of an exact mask since they were made; torch counts no writes to inference tensors."""
+    return all(t is None or (not t.is_inference() and t._version == 0) for t in lists)
 
 
 def _marked(mask: BlockMask, is_exact: bool) -> BlockMask:
-    mask._exact = _identity(mask) if is_exact else None  # type: ignore[attr-defined]
+    """Says whether the lists follow from the mask. Then writes to them count from 0: those that have been written to are new ones."""
+    if is_exact:
+        for name in _LISTS[:4]:
+            t = getattr(mask, name)
+            if not are_unwritten(t):
+                setattr(mask, name, _counted_anew(t))
+    mask._exact = is_exact
     return mask
+
+
+def _counted_anew(t: Tensor) -> Tensor:
+    """The same memory as a tensor whose writes torch counts, from 0 on; that of an inference tensor has to be copied."""
+    with torch.inference_mode(False):
+        return (t.clone() if t.is_inference() else t).data
 
 
 def _with_write_order(made: BlockMask, origin: torch_flex.BlockMask) -> BlockMask:

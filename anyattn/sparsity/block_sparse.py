@@ -10,7 +10,7 @@ from torch import Tensor
 
 from anyattn.mods.bounds import FULL, PARTIAL
 from anyattn.sparsity.arguments import check_retile, length, pair
-from anyattn.sparsity.lists import grid_of_lists, joined, lists_of_grid
+from anyattn.sparsity.lists import check_counts, grid_of_lists, joined, lists_of_grid
 
 __all__ = ["BlockSparseTensors"]
 
@@ -25,7 +25,8 @@ class BlockSparseTensors:
     tile: (tile_m, tile_n), the query rows and keys of a tile. There is no default: both sides must agree on it.
     lengths: (seqlen_q, seqlen_k) that the lists were built for, where known.
 
-    Raises ``TypeError`` or ``ValueError`` for tensors that cannot be such lists; ``validate()`` also reads what the lists hold.
+    Raises ``TypeError`` or ``ValueError`` for tensors that cannot be such lists, on the CPU for counts that cannot be too; ``validate()``
+    also reads what the lists hold.
 
     >>> import anyattn
     >>> lists = anyattn.compute_block_sparsity(128, 128, 1, 1, 256, 256, lambda b, h, q, k: q >= k, device="cpu")
@@ -209,6 +210,7 @@ def _check_shapes(name: str, cnt: Any, idx: Any) -> None:
         raise ValueError(f"{shapes}; wanted (B, H, M) and (B, H, M, N)")
     if cnt.device != idx.device:
         raise ValueError(f"{name}_block_cnt is on {cnt.device} and {name}_block_idx on {idx.device}; wanted one device")
+    check_counts(f"{name}_block_cnt", cnt, idx)
 
 
 def _check_contents(name: str, cnt: Tensor, idx: Tensor) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from anyattn.mods.bounds import EMPTY, FULL, PARTIAL
 from anyattn.mods.ragged_tiles import RaggedTiles
 
-__all__ = ["classes_of_ragged", "grid_of_lists", "joined", "kept_transposed", "lists_of_grid", "ordered", "ordered_ragged"]
+__all__ = ["check_counts", "classes_of_ragged", "grid_of_lists", "joined", "kept_transposed", "lists_of_grid", "ordered", "ordered_ragged"]
 
 _BATCH_TILES = 2**22  # tiles enumerated at once: their coordinates take 16 bytes each
 
@@ -45,6 +45,17 @@ def ordered(classes: Tensor, listed: tuple[int, ...]) -> tuple[Tensor, Tensor]:
             indices[part].view(-1)[row * columns + position] = column.to(torch.int32)
         counts[part] = count
     return counts.reshape(classes.shape[:-1]), indices.reshape(classes.shape)
+
+
+def check_counts(name: str, cnt: Tensor | None, idx: Tensor | None) -> None:
+    """Raises ``ValueError`` where a CPU's lists have more entries than room, or fewer than none. A GPU would have to be waited for."""
+    if cnt is None or idx is None or cnt.device.type != "cpu" or cnt.numel() == 0:
+        return
+    least, most = (int(n) for n in cnt.aminmax())
+    if least < 0 or most > idx.shape[-1]:
+        raise ValueError(
+            f"{name} holds {least} to {most}; wanted 0 to {idx.shape[-1]}, the entries that a row's list has room for: correct the counts"
+        )
 
 
 def _sees_all(tiles: Tensor) -> bool:
@@ -109,8 +120,10 @@ def grid_of_lists(
 ) -> Tensor:
     """uint8 classes (B, H, M, N) of lists; entries beyond a row's count are not read, and N defaults to the lists' width.
 
-    Does not wait for a GPU. Raises ``ValueError`` where a CPU's lists name a column that does not exist.
+    Does not wait for a GPU. Raises ``ValueError`` where a CPU's lists name a column that does not exist, or have more entries than room.
     """
+    check_counts("the count of a row's partial blocks", mask_cnt, mask_idx)
+    check_counts("the count of a row's full blocks", full_cnt, full_idx)
     columns = mask_idx.shape[-1] if columns is None else columns
     lead = mask_idx.shape[:-1]
     classes = torch.zeros(lead.numel(), columns, dtype=torch.uint8, device=mask_idx.device)

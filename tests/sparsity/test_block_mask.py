@@ -206,6 +206,54 @@ def test_is_exact_ends_with_an_assignment():
     assert create_block_mask(lambda b, h, q, k: q + b >= k, 2, None, 64, 64, "cpu", 16).is_exact
 
 
+def test_is_exact_ends_with_a_write():
+    for field in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"):
+        mask = create_block_mask(masks.causal(), 1, 1, 64, 64, "cpu", 16)
+        before = copy.deepcopy(mask)
+        getattr(mask, field)[0, 0, 1:].zero_()
+        assert not mask.is_exact and before.is_exact
+        for copied in (mask[:, :, 1:], mask.contiguous(), copy.copy(mask), copy.deepcopy(mask)):
+            assert not copied.is_exact
+
+
+def test_is_exact_is_known_of_what_inference_mode_made():
+    with torch.inference_mode():
+        mask = create_block_mask(masks.causal(), 1, 1, 64, 64, "cpu", 16)
+        part = mask[:, :, 2:]
+        assert mask.is_exact and part.is_exact and not part.kv_indices.is_inference()
+        part.kv_indices.zero_()
+    assert mask.is_exact and not part.is_exact
+
+
+def test_pickled_masks_stay_exact_or_not():
+    mask = create_block_mask(masks.causal(), 1, 1, 64, 64, "cpu", 16)
+    mask.mask_mod = torch_flex.noop_mask  # which can be pickled
+    assert not pickle.loads(pickle.dumps(mask)).is_exact
+    mask = create_block_mask(torch_flex.noop_mask, 1, 1, 64, 64, "cpu", 16)
+    assert mask.is_exact and pickle.loads(pickle.dumps(mask)).is_exact
+    mask.full_kv_num_blocks.zero_()
+    assert not pickle.loads(pickle.dumps(mask)).is_exact
+
+
+def listed(count):
+    """Two rows of lists with room for 8 blocks, of which the second has so many."""
+    return torch.tensor([[[8, count]]], dtype=torch.int32), torch.arange(8, dtype=torch.int32).expand(1, 1, 2, 8).contiguous()
+
+
+@pytest.mark.parametrize("count", [9, 99, -1])
+def test_counts_that_cannot_be_are_refused(count):
+    good, bad = listed(3), listed(count)
+    for name, arguments in (("kv_num_blocks", bad), ("full_kv_num_blocks", (*good, *bad))):
+        for options in ({}, {"compute_q_blocks": False}):
+            with pytest.raises(ValueError, match=rf"^{name} holds .*; wanted 0 to 8"):
+                BlockMask.from_kv_blocks(*arguments, BLOCK_SIZE=16, **options)
+    for name, arguments in (("mask_block_cnt", bad), ("full_block_cnt", (*good, *bad))):
+        with pytest.raises(ValueError, match=rf"^{name} holds .*; wanted 0 to 8"):
+            BlockSparseTensors(*arguments, tile=(16, 16))
+    with pytest.raises(ValueError, match="the count of a row's partial blocks holds"):
+        BlockSparseTensors.from_block_mask(torch_flex.BlockMask.from_kv_blocks(*bad, BLOCK_SIZE=16, compute_q_blocks=False))
+
+
 def test_copies():
     mask = create_block_mask(document_causal, 1, 1, 100, 100, "cpu", 32)
     mask.kv_indices = mask.kv_indices.transpose(-1, -2).contiguous().transpose(-1, -2)

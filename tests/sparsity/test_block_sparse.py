@@ -106,13 +106,20 @@ def lists_of(mask_cnt, mask_idx, full_cnt=None, full_idx=None, **kwargs):
     return BlockSparseTensors(*map(as_int, (mask_cnt, mask_idx, full_cnt, full_idx)), **{"tile": (16, 16), **kwargs})
 
 
+def written(cnt, idx, count):
+    """Lists whose count was changed behind the checks of their making."""
+    made = lists_of(cnt, idx)
+    made.mask_block_cnt.fill_(count)
+    return made
+
+
 def test_validate():
     lists_of([2, 0], [[0, 2, 0], [0, 0, 0]], [1, 1], [[1, 0, 0], [2, 0, 0]]).validate()
     for bad, message in [
         (lists_of([2], [[2, 0, 0]]), "mask_block_idx is not strictly increasing"),
         (lists_of([2], [[1, 1, 0]]), "not strictly increasing"),
-        (lists_of([4], [[0, 1, 2]]), "mask_block_cnt holds 4 to 4; wanted 0 to 3"),
-        (lists_of([-1], [[0, 1, 2]]), "mask_block_cnt holds -1"),
+        (written([2], [[0, 1, 2]], 4), "mask_block_cnt holds 4 to 4; wanted 0 to 3"),
+        (written([2], [[0, 1, 2]], -1), "mask_block_cnt holds -1"),
         (lists_of([1], [[3, 0, 0]]), "outside 0 to 2"),
         (lists_of([1], [[0, 0, 2]]), "not 0 after the listed"),
         (lists_of([1], [[1, 0, 0]], [2], [[0, 1, 0]]), "tile 1 of row 0 .b=0, h=0. is listed as mask block and as full block"),
