@@ -72,9 +72,9 @@ def flash_attn_func(
         deterministic, return_lse, num_splits, pack_gqa,
     )  # fmt: skip
     if torch.compiler.is_compiling():
-        from anyattn.flash_ops import compiled_flash
+        from anyattn.custom_ops import entry_points
 
-        found = compiled_flash(q, k, v, (None,) * 5, options, backend)
+        found = entry_points.flash(q, k, v, (None,) * 5, (None, None), None, options, backend)
         return found if return_lse else found[0]
     problem, chosen = recall.flash_call(q, k, v, options, backend)
     out, lse, _ = autograd.compute(problem, chosen)
@@ -142,9 +142,10 @@ def flash_attn_varlen_func(
         deterministic, return_lse, num_splits, pack_gqa,
     )  # fmt: skip
     if torch.compiler.is_compiling():
-        from anyattn.flash_ops import compiled_flash
+        from anyattn.custom_ops import entry_points
 
-        found = compiled_flash(q, k, v, (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table), options, backend)
+        tables = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table)
+        found = entry_points.flash(q, k, v, tables, (max_seqlen_q, max_seqlen_k), validate, options, backend)
         return found if return_lse else found[0]
     tables = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table)
     problem, chosen = recall.varlen_call(q, k, v, recall.Places(tables, (max_seqlen_q, max_seqlen_k), validate), options, backend)
@@ -223,12 +224,12 @@ def flash_attn_with_kvcache(
         num_splits, pack_gqa,
     )  # fmt: skip
     if torch.compiler.is_compiling():
-        from anyattn.flash_ops import compiled_decode
+        from anyattn.custom_ops import entry_points
 
         if isinstance(cache_seqlens, int):
             cache_seqlens = torch.full((len(q) if cu_seqlens_q is None else len(cu_seqlens_q) - 1,), cache_seqlens, device=q.device)
         given = (k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, page_table, cu_seqlens_q)
-        found = compiled_decode(q.detach(), k_cache, v_cache, given, rotary_interleaved, options, backend)
+        found = entry_points.decode(q.detach(), k_cache, v_cache, given, rotary_interleaved, max_seqlen_q, validate, options, backend)
         return found if return_lse else found[0]
     from anyattn.check_cache import Given
     from anyattn.recall_cache import decode_call

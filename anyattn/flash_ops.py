@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anyattn import autograd, check_flash, hardware, plan
+from anyattn import autograd, check, recall
 from anyattn.check_flash import Options
-from anyattn.mods.algebra import Mask, Score
-from anyattn.ops import NO_MOD
+from anyattn.mods.trace import TracedMod
+from anyattn.ops import mods_of_operands, operands_of
+from anyattn.plan import Plan
 from anyattn.problem import Problem
 
-__all__ = ["compiled_decode", "compiled_flash", "decode", "flash"]
+__all__ = ["decode", "decode_with_mods", "flash", "flash_with_mods"]
 
 _DIFFERENTIABLE = ("q", "k", "v", "alibi_slopes", "sink")
 
@@ -26,10 +27,10 @@ def _options(
     alibi_slopes: Tensor | None,
     sink: Tensor | None,
     score_program: str,
-    score_scalars: Tensor,
+    score_numbers: list[int],
     score_tensors: list[Tensor],
     mask_program: str,
-    mask_scalars: Tensor,
+    mask_numbers: list[int],
     mask_tensors: list[Tensor],
     softmax_scale: float | None,
     softcap: float,
@@ -37,20 +38,23 @@ def _options(
     window_size: list[int],
     num_splits: int,
     pack_gqa: bool | None,
+    deterministic: bool = False,
 ) -> Options:
-    score = traced_mod("score", score_program, score_scalars, score_tensors)
-    mask = traced_mod("mask", mask_program, mask_scalars, mask_tensors)
-    window = tuple(window_size)
+    score = next(iter(mods_of_operands("score", score_program, score_numbers, score_tensors)), None)
+    mask = next(iter(mods_of_operands("mask", mask_program, mask_numbers, mask_tensors)), None)
     return Options(
-        softmax_scale, causal, window, softcap, alibi_slopes, sink, score, mask, return_lse=True, num_splits=num_splits, pack_gqa=pack_gqa
-    )
+        softmax_scale, causal, tuple(window_size), softcap, alibi_slopes, sink, score, mask, None, None, deterministic, True, num_splits,
+        pack_gqa,
+    )  # fmt: skip
 
 
-def _problem(q: Tensor, k: Tensor, v: Tensor, tables: tuple[Tensor | None, ...], options: Options) -> Problem:
+def _call(
+    q: Tensor, k: Tensor, v: Tensor, tables: tuple[Tensor | None, ...], longest: tuple, validate: bool | None, options: Options, backend: str
+) -> tuple[Problem, Plan]:
+    """The problem and the plan of an operator's call, from the call cache where it knows the call."""
     if all(t is None for t in tables):
-        return check_flash.dense_problem(q, k, v, options)
-    cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table = tables
-    return check_flash.varlen_problem(q, k, v, cu_seqlens_q, cu_seqlens_k, None, None, seqused_q, seqused_k, page_table, None, options)
+        return recall.flash_call(q, k, v, options, backend or None)
+    return recall.varlen_call(q, k, v, recall.Places(tables, longest, validate), options, backend or None)
 
 
 @torch.library.custom_op("anyattn::flash", mutates_args=())
@@ -66,10 +70,10 @@ def flash(
     alibi_slopes: Tensor | None,
     sink: Tensor | None,
     score_program: str,
-    score_scalars: Tensor,
+    score_numbers: list[int],
     score_tensors: list[Tensor],
     mask_program: str,
-    mask_scalars: Tensor,
+    mask_numbers: list[int],
     mask_tensors: list[Tensor],
     softmax_scale: float | None,
     softcap: float,
@@ -77,22 +81,23 @@ def flash(
     window_size: list[int],
     num_splits: int,
     pack_gqa: bool | None,
+    deterministic: bool,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    validate: bool | None,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of ``flash_attn_func``, or with any table of ``flash_attn_varlen_func``; window_size: -1 is no limit."""
     options = _options(
-        alibi_slopes, sink, score_program, score_scalars, score_tensors, mask_program, mask_scalars, mask_tensors, softmax_scale, softcap,
-        causal, window_size, num_splits, pack_gqa,
+        alibi_slopes, sink, score_program, score_numbers, score_tensors, mask_program, mask_numbers, mask_tensors, softmax_scale, softcap,
+        causal, window_size, num_splits, pack_gqa, deterministic,
     )  # fmt: skip
-    problem = _problem(q, k, v, (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table), options)
-    return _run(problem, backend, q.ndim == 3)
+    tables = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table)
+    problem, chosen = _call(q, k, v, tables, (max_seqlen_q, max_seqlen_k), validate, options, backend)
+    return _results(problem, chosen, q.ndim == 3)
 
 
-def _run(problem: Problem, backend: str, is_packed: bool) -> tuple[Tensor, Tensor]:
-    return _results(problem, plan.choose(problem, hardware.of(problem.q.device.type), backend or None), is_packed)
-
-
-def _results(problem: Problem, chosen: plan.Plan, is_packed: bool) -> tuple[Tensor, Tensor]:
+def _results(problem: Problem, chosen: Plan, is_packed: bool) -> tuple[Tensor, Tensor]:
     result = autograd.backend_of(chosen).forward(problem, chosen)
     out = result.out.transpose(1, 2)
     return (out[0], result.lse[0]) if is_packed else (out, result.lse)
@@ -123,10 +128,10 @@ def flash_backward(
     alibi_slopes: Tensor | None,
     sink: Tensor | None,
     score_program: str,
-    score_scalars: Tensor,
+    score_numbers: list[int],
     score_tensors: list[Tensor],
     mask_program: str,
-    mask_scalars: Tensor,
+    mask_numbers: list[int],
     mask_tensors: list[Tensor],
     softmax_scale: float | None,
     softcap: float,
@@ -134,6 +139,10 @@ def flash_backward(
     window_size: list[int],
     num_splits: int,
     pack_gqa: bool | None,
+    deterministic: bool,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    validate: bool | None,
     backend: str,
     out: Tensor,
     lse: Tensor,
@@ -146,14 +155,15 @@ def flash_backward(
     alibi_slopes = None if alibi_slopes is None else alibi_slopes.detach().requires_grad_(slopes_wanted)
     score_tensors = [t.detach().requires_grad_(w) for t, w in zip(score_tensors, captured_wanted, strict=True)]
     options = _options(
-        alibi_slopes, sink, score_program, score_scalars, score_tensors, mask_program, mask_scalars, mask_tensors, softmax_scale, softcap,
-        causal, window_size, num_splits, pack_gqa,
+        alibi_slopes, sink, score_program, score_numbers, score_tensors, mask_program, mask_numbers, mask_tensors, softmax_scale, softcap,
+        causal, window_size, num_splits, pack_gqa, deterministic,
     )  # fmt: skip
-    problem = _problem(q, k, v, (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table), options)
+    tables = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table)
+    problem, chosen = _call(q, k, v, tables, (max_seqlen_q, max_seqlen_k), validate, options, backend)
     asked = zip(("q", "k", "v", "sink"), (*wants[:3], wants[4]), strict=True)  # a graph's own tensors, as they come, require none
     problem = problem.like(**{name: autograd.wanting(getattr(problem, name), w) for name, w in asked})
-    # a plan of whole spans keeps no log-sum-exp; here it was kept
-    chosen = replace(plan.choose(problem, hardware.of(q.device.type), backend or None), whole_spans=False)
+    if chosen.whole_spans:  # which keep no log-sum-exp; here it was kept
+        chosen = replace(chosen, whole_spans=False)
     rows = (out if out.ndim == 4 else out[None]).transpose(1, 2), lse if lse.ndim == 3 else lse[None]
     douts = (dout if dout.ndim == 4 else dout[None]).transpose(1, 2), dlse if dlse is None or dlse.ndim == 3 else dlse[None]
     dq, dk, dv, dsink, *captured = autograd.backward(problem, chosen, *rows, *douts)
@@ -232,10 +242,10 @@ def decode(
     alibi_slopes: Tensor | None,
     sink: Tensor | None,
     score_program: str,
-    score_scalars: Tensor,
+    score_numbers: list[int],
     score_tensors: list[Tensor],
     mask_program: str,
-    mask_scalars: Tensor,
+    mask_numbers: list[int],
     mask_tensors: list[Tensor],
     softmax_scale: float | None,
     softcap: float,
@@ -244,21 +254,23 @@ def decode(
     num_splits: int,
     pack_gqa: bool | None,
     rotary_interleaved: bool,
+    max_seqlen_q: int | None,
+    validate: bool | None,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of ``flash_attn_with_kvcache``."""
-    from anyattn.check_cache import Given, cache_call
+    from anyattn.check_cache import Given
+    from anyattn.recall_cache import decode_call
 
     options = _options(
-        alibi_slopes, sink, score_program, score_scalars, score_tensors, mask_program, mask_scalars, mask_tensors, softmax_scale, softcap,
+        alibi_slopes, sink, score_program, score_numbers, score_tensors, mask_program, mask_numbers, mask_tensors, softmax_scale, softcap,
         causal, window_size, num_splits, pack_gqa,
     )  # fmt: skip
     given = Given(
-        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, page_table, cu_seqlens_q, None,
-        rotary_interleaved,
+        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, page_table, cu_seqlens_q,
+        max_seqlen_q, rotary_interleaved, validate,
     )  # fmt: skip
-    call = cache_call(given, options)
-    chosen = plan.choose(call.problem, hardware.of(q.device.type), backend or None)  # which refuses before anything is written
+    call, chosen = decode_call(given, options, backend or None)  # which refuses before anything is written
     return _results(call.prepared(chosen), chosen, q.ndim == 3)
 
 
@@ -267,43 +279,54 @@ def _(q: Tensor, k_cache: Tensor, v_cache: Tensor, *args: Any) -> tuple[Tensor, 
     return _fake(q, v_cache)
 
 
-# ---- the doors inside a compiled graph
+# ---- calls with traced mods
 
 
-def compiled_flash(
-    q: Tensor, k: Tensor, v: Tensor, tables: tuple[Tensor | None, ...], options: Options, backend: str | None
+def flash_with_mods(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tables: tuple[Tensor | None, ...],
+    longest: tuple,
+    validate: bool | None,
+    options: tuple,
+    backend: str | None,
+    score: TracedMod | None,
+    mask: TracedMod | None,
 ) -> tuple[Tensor, Tensor]:
-    """``flash_attn_func`` or ``flash_attn_varlen_func`` as one operator call, so that Dynamo can trace it: mods must be wrapped."""
-    if options.block_sparse_tensors is not None:
-        raise TypeError(
-            "block_sparse_tensors is given inside torch.compile or torch.export; wanted None: pass the mask_mod alone, its tiles are found"
-        )
-    return flash(q, k, v, *tables, *_operands(q, options), backend or "")
+    """``flash_attn_func``, or with any table ``flash_attn_varlen_func``, as one operator, of traced mods."""
+    given = Options(*options)
+    longest = tuple(None if isinstance(n, Tensor) else n for n in longest)  # a bound that no result hangs on
+    return flash(q, k, v, *tables, *_operands(q, given, score, mask), bool(given.deterministic), *longest, validate, backend or "")
 
 
-def compiled_decode(
+def decode_with_mods(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
     tensors: tuple[Tensor | None, ...],
     interleaved: bool,
-    options: Options,
+    longest: Any,
+    validate: bool | None,
+    options: tuple,
     backend: str | None,
+    score: TracedMod | None,
+    mask: TracedMod | None,
 ) -> tuple[Tensor, Tensor]:
-    """``flash_attn_with_kvcache`` as one operator call; tensors: its optional ones, from k to cu_seqlens_q, in the operator's order."""
-    return decode(q, k_cache, v_cache, *tensors, *_operands(q, options), interleaved, backend or "")
+    """``flash_attn_with_kvcache`` as one operator; tensors: its optional ones, from k to cu_seqlens_q, in the operator's order."""
+    longest = None if isinstance(longest, Tensor) else longest
+    operands = _operands(q, Options(*options), score, mask)
+    return decode(q, k_cache, v_cache, *tensors, *operands, interleaved, longest, validate, backend or "")
 
 
-def _operands(q: Tensor, options: Options) -> tuple:
-    score = frozen_mod(options.score_mod, Score, "score_mod", q, options.aux_tensors) if options.score_mod is not None else None
-    mask = frozen_mod(options.mask_mod, Mask, "mask_mod", q, options.aux_tensors) if options.mask_mod is not None else None
-    programs = []
+def _operands(q: Tensor, options: Options, score: TracedMod | None, mask: TracedMod | None) -> tuple:
     for mod in (score, mask):
-        programs += [NO_MOD, q.new_empty(0, dtype=torch.float64), []] if mod is None else [mod.program, mod.scalars, mod.tensors]
+        if mod is not None:
+            check.captured_devices(mod, q.device)
     left, right = options.window_size
     window = [-1 if left is None else left, -1 if right is None else right]
-    scale = None if options.softmax_scale is None else float(options.softmax_scale)
+    scale = None if options.softmax_scale is None else check.scale_of("softmax_scale", options.softmax_scale, q.shape[-1])
     return (
-        options.alibi_slopes, options.sink, *programs, scale, float(options.softcap), bool(options.causal), window, options.num_splits,
-        options.pack_gqa,
+        options.alibi_slopes, options.sink, *operands_of(score), *operands_of(mask), scale, float(options.softcap), bool(options.causal),
+        window, options.num_splits, options.pack_gqa,
     )  # fmt: skip

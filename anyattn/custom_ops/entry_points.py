@@ -10,11 +10,13 @@ from typing import Any
 from torch import Tensor
 
 from anyattn import check
+from anyattn.check_flash import Options
 from anyattn.custom_ops import dynamo  # noqa: F401 - enters the operator into Dynamo's table
 from anyattn.custom_ops.capture import bound, call_with_mods
 
-__all__ = ["flex"]
+__all__ = ["decode", "flash", "flex"]
 
+_FLASH_MODS = (("score", "score_mod"), ("mask", "mask_mod"))
 _FLEX_MODS = (("score", "score_mod"), ("mask", "block_mask.mask_mod"), ("mask", "mask_mod"))
 
 
@@ -47,3 +49,54 @@ def flex(
     )  # fmt: skip
     mods = (bound(score_mod, "score", aux_tensors), bound(listed, "mask", aux_tensors), bound(mask_mod, "mask", aux_tensors))
     return call_with_mods("flex", query, operands, _FLEX_MODS, mods)
+
+
+def flash(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tables: tuple[Tensor | None, ...],
+    longest: tuple,
+    validate: bool | None,
+    options: Options,
+    backend: str | None,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of ``flash_attn_func``, or with any table of ``flash_attn_varlen_func``."""
+    _refuse_lists(options)
+    operands = (q, k, v, tables, longest, validate, _without_mods(options), backend)
+    return call_with_mods("flash", q, operands, _FLASH_MODS, _mods_of(options))
+
+
+def decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    tensors: tuple[Tensor | None, ...],
+    interleaved: bool,
+    longest: Any,
+    validate: bool | None,
+    options: Options,
+    backend: str | None,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of ``flash_attn_with_kvcache``; tensors: its optional ones, from k to cu_seqlens_q."""
+    operands = (q, k_cache, v_cache, tensors, interleaved, longest, validate, _without_mods(options), backend)
+    return call_with_mods("decode", q, operands, _FLASH_MODS, _mods_of(options))
+
+
+def _mods_of(options: Options) -> tuple:
+    return bound(options.score_mod, "score", options.aux_tensors), bound(options.mask_mod, "mask", options.aux_tensors)
+
+
+def _without_mods(options: Options) -> tuple:
+    """The options as operands: mods travel beside them, and aux_tensors inside them."""
+    return (
+        options.softmax_scale, options.causal, options.window_size, options.softcap, options.alibi_slopes, options.sink, None, None, None,
+        None, options.deterministic, True, options.num_splits, options.pack_gqa,
+    )  # fmt: skip
+
+
+def _refuse_lists(options: Options) -> None:
+    if options.block_sparse_tensors is not None:
+        raise TypeError(
+            "block_sparse_tensors is given inside torch.compile or torch.export; wanted None: pass the mask_mod alone, its tiles are found"
+        )
