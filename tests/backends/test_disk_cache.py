@@ -238,7 +238,8 @@ def test_a_place_that_cannot_be_a_folder_is_refused(tmp_path: Path) -> None:
 def a_users_files(folder: Path) -> dict[str, bytes]:
     """Sources and others that a user may have in a folder called ``kernels``, some under names of ours."""
     files = {
-        "softmax.py": b"import triton\n", "triton-mine.py": b"# my own\n", "triton-empty.py": b"", "model.kernel": b"weights", "a0.kernel": b"old",
+        "softmax.py": b"import triton\n", "triton-mine.py": b"# my own\n", "triton-empty.py": b"", "model.kernel": b"weights",
+        "a0.kernel": b"old",
         "yarn.lock": b"x", "a9.lock": b"x", "film.part": b"half", "anyattn-mine.part": b"mine", "notes.txt": b"",
     }  # fmt: skip
     for name, content in files.items():
