@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from anyattn.mods.algebra import Mask
+from anyattn.mods.pickling import remade_by_call
 
 __all__ = [
     "block_diagonal",
@@ -46,11 +47,13 @@ def _ids(name: str, value: Any, ranks: tuple[int, ...], shape: str) -> Tensor:
     return value
 
 
+@remade_by_call
 def full() -> Mask:
     """Every query sees every key."""
     return Mask(lambda b, h, q_idx, kv_idx: kv_idx >= 0, "full")
 
 
+@remade_by_call
 def causal(offset: int | Tensor = 0) -> Mask:
     """A query sees the keys up to its own place: ``kv_idx <= q_idx + offset``. offset 0 is the top-left aligned mask of torch.
 
@@ -66,11 +69,13 @@ def causal(offset: int | Tensor = 0) -> Mask:
     return Mask(lambda b, h, q_idx, kv_idx: q_idx + offset >= kv_idx, f"causal(offset={offset})" if offset else "causal")
 
 
+@remade_by_call
 def causal_bottom_right(seqlen_q: int, seqlen_k: int) -> Mask:
     """Causal with the last query seeing the last key, FlashAttention's ``causal=True``: offset ``seqlen_k - seqlen_q``."""
     return causal(_whole("seqlen_k", seqlen_k, 0) - _whole("seqlen_q", seqlen_q, 0))
 
 
+@remade_by_call
 def sliding_window(left: int | None, right: int | None, offset: int | Tensor = 0) -> Mask:
     """A query at place ``p = q_idx + offset`` sees ``p - left <= kv_idx <= p + right``: so many neighbours on each side and itself.
 
@@ -101,6 +106,7 @@ def sliding_window(left: int | None, right: int | None, offset: int | Tensor = 0
     return Mask(full().fn, name)
 
 
+@remade_by_call
 def prefix_lm(prefix_length: int | Tensor) -> Mask:
     """Everyone sees the prefix, the rest is causal: ``kv_idx < prefix or kv_idx <= q_idx``.
 
@@ -113,6 +119,7 @@ def prefix_lm(prefix_length: int | Tensor) -> Mask:
     return Mask(lambda b, h, q_idx, kv_idx: (kv_idx < prefix_length) | (q_idx >= kv_idx), f"prefix_lm({prefix_length})")
 
 
+@remade_by_call
 def document(ids: Tensor) -> Mask:
     """Packed documents: a query sees the keys of its own document. ids: integers (S,), or (B, S) with a packing per batch entry.
 
@@ -125,6 +132,7 @@ def document(ids: Tensor) -> Mask:
     return Mask(lambda b, h, q_idx, kv_idx: ids[b, q_idx] == ids[b, kv_idx], "document")
 
 
+@remade_by_call
 def document_from_cu_seqlens(cu_seqlens: Tensor) -> Mask:
     """``document`` for documents laid end to end: document i holds positions ``cu_seqlens[i] <= p < cu_seqlens[i + 1]``.
 
@@ -141,12 +149,14 @@ def document_from_cu_seqlens(cu_seqlens: Tensor) -> Mask:
     return document(torch.repeat_interleave(numbers, steps.to(torch.int64)))
 
 
+@remade_by_call
 def chunked(chunk: int) -> Mask:
     """Chunked causal attention (Llama 4): a query sees the keys of its own chunk of ``chunk`` positions, up to its own place."""
     _whole("chunk", chunk, 1)
     return Mask(lambda b, h, q_idx, kv_idx: (q_idx // chunk == kv_idx // chunk) & (q_idx >= kv_idx), f"chunked({chunk})")
 
 
+@remade_by_call
 def dilated(window: int, dilation: int) -> Mask:
     """Every ``dilation``-th key of a causal window: ``window`` of them besides the query's own. Source: Longformer (arXiv:2004.05150)."""
     _whole("window", window, 0)
@@ -157,12 +167,14 @@ def dilated(window: int, dilation: int) -> Mask:
     )
 
 
+@remade_by_call
 def left_padding(leftpad: Tensor) -> Mask:
     """Batches padded on the left: keys before ``leftpad[b]`` are padding. leftpad: integers (B,)."""
     _ids("leftpad", leftpad, (1,), "(B,)")
     return Mask(lambda b, h, q_idx, kv_idx: kv_idx >= leftpad[b], "left_padding")
 
 
+@remade_by_call
 def sink_window(sink: int, window: int) -> Mask:
     """Causal attention to the first ``sink`` keys and to the ``window`` keys before the query, and itself.
 
@@ -176,12 +188,14 @@ def sink_window(sink: int, window: int) -> Mask:
     )
 
 
+@remade_by_call
 def block_diagonal(block: int) -> Mask:
     """Attention inside blocks of ``block`` positions only, both directions."""
     _whole("block", block, 1)
     return Mask(lambda b, h, q_idx, kv_idx: q_idx // block == kv_idx // block, f"block_diagonal({block})")
 
 
+@remade_by_call
 def tree(bitmask: Tensor) -> Mask:
     """Any mask given bit by bit, such as the ancestors in a tree of draft tokens: key j is visible to query i if bit j of row i is set.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +11,11 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 from torch.utils import _pytree as pytree
 
+from anyattn.mods.algebra import Derived
 from anyattn.mods.bounds import EMPTY, FULL, PARTIAL
 from anyattn.mods.dependence import dependence
-from anyattn.mods.trace import trace
+from anyattn.mods.pickling import Recipe, refuse_nameless
+from anyattn.mods.trace import name_of, trace
 from anyattn.sparsity.arguments import device_of, length, pair
 from anyattn.sparsity.block_sparse import BlockSparseTensors
 from anyattn.sparsity.compute import classes_of_mask, device_lists
@@ -186,6 +189,25 @@ class BlockMask(torch_flex.BlockMask):
         """The same mask with every list in contiguous memory."""
         return _like(self, {n: t.contiguous() for n, t in self._tensors().items()})
 
+    def __getstate__(self) -> dict[str, Any]:
+        refuse_nameless(self.mask_mod, f"this BlockMask of mask_mod {name_of(self.mask_mod)!r}")
+        return self._state()
+
+    def _state(self) -> dict[str, Any]:
+        return {**vars(self), "_exact": self.is_exact}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        _marked(self, state["_exact"])
+
+    def __copy__(self) -> BlockMask:
+        return _like(self, {})
+
+    def __deepcopy__(self, memo: dict) -> BlockMask:
+        made = object.__new__(type(self))
+        made.__setstate__(copy.deepcopy(self._state(), memo))
+        return made
+
     def _tensors(self) -> dict[str, Tensor]:
         return {n: t for n, t in vars(self).items() if isinstance(t, Tensor)}
 
@@ -277,12 +299,17 @@ def _sliced(mask_mod: Callable, b_map: Any, h_map: Any, block_map: Any, block: i
     """``mask_mod`` with b, h and q_idx counted from a slice's beginning; only what changes is part of the new function."""
     for place, mapping in enumerate((b_map, h_map)):
         if mapping is not None:
-            mask_mod = _remapped(mask_mod, place, mapping)
+            mask_mod = _derived(_remapped, mask_mod, place, mapping)
     if block_map is None:
         return mask_mod
     if isinstance(block_map, tuple) and (block_map[1] == 1):
-        return _shifted_rows(mask_mod, block_map[0] * block)
-    return _chosen_rows(mask_mod, block_map, block)
+        return _derived(_shifted_rows, mask_mod, block_map[0] * block)
+    return _derived(_chosen_rows, mask_mod, block_map, block)
+
+
+def _derived(make: Callable[..., Callable], mask_mod: Callable, *settings: Any) -> Derived:
+    """``make(mask_mod, *settings)``, which can be pickled where ``mask_mod`` can."""
+    return Derived(make(mask_mod, *settings), Recipe(_derived, (make, mask_mod, *settings)), name_of(mask_mod))
 
 
 def _remapped(mask_mod: Callable, place: int, mapping: tuple[int, int] | Tensor) -> Callable:

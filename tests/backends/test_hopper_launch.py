@@ -176,7 +176,7 @@ def built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[tupl
 
     def make(config: Config, kinds: tuple, may_link: bool = True) -> disk_cache.Payload:
         notes.append((config, kinds))
-        return disk_cache.Payload(b"code", {})
+        return disk_cache.Payload(b"\x7fELF", {"form": "object", "runtime": "", "function": "f"})
 
     monkeypatch.setattr(build, "make", make)
     monkeypatch.setattr(build, "load", lambda payload: lambda *arguments: ran.append(arguments))
@@ -293,6 +293,20 @@ def test_what_is_forgotten_is_found_on_disk(built: list[tuple]) -> None:
         launch.launch(c, (1.0,))
         launch.forget()
     assert len(built) == 1 and len(ran) == 3
+
+
+def test_what_is_sound_on_disk_but_no_kernel_is_made_again(built: list[tuple], tmp_path: Path) -> None:
+    c = config()
+    launch.launch(c, (1.0,))
+    (path,) = tmp_path.rglob("*.kernel")
+    good, cache = path.read_bytes(), disk_cache.DiskCache(path.parent)
+    for data, facts in ((b"PK\x03\x04", {}), (b"\x7fELF", {"form": "library"}), (b"\x7fELF", {"form": 3, "runtime": [], "function": None})):
+        path.write_bytes(disk_cache._pack(disk_cache.Payload(data, facts), path.stem))
+        assert cache.get(path.stem) is not None
+        launch.forget()
+        launch.launch(c, (1.0,))
+        assert path.read_bytes() == good
+    assert len(built) == 4 and len(ran) == 4
 
 
 def test_compiling_only_runs_nothing_and_keeps_nothing_in_memory(built: list[tuple]) -> None:

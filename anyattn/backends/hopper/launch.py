@@ -147,7 +147,7 @@ def warm(config: Config | TablesConfig, kinds: tuple) -> disk_cache.Payload:
         cache = None
     if cache is None:
         return build.make(config, kinds, may_link=False)  # the compiler is at hand, and loads it without a linker
-    return cache.get_or_make(key, lambda: build.make(config, kinds))
+    return cache.get_or_make(key, lambda: build.make(config, kinds), build.is_loadable)
 
 
 def indexable(item: Any) -> Any:
