@@ -24,7 +24,7 @@ from anyattn.mods.recognise import Pattern
 from anyattn.mods.trace import Source, TracedMod
 from anyattn.plan import Plan
 from anyattn.problem import Problem
-from anyattn.sparsity.block_mask import are_unwritten
+from anyattn.sparsity.block_mask import are_unwritten, tells_no_more
 
 __all__ = ["NO_MOD", "attend", "flex_with_mods", "mod_of_operands", "operands_of", "options_text"]
 
@@ -278,7 +278,8 @@ def flex_with_mods(
     listed: TracedMod | None,
     mask: TracedMod | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``flex_attention`` as one operator, of traced mods. listing: a block mask's lengths, block size, and whether it is exact.
+    """``flex_attention`` as one operator, of traced mods. listing: a block mask's lengths, block size, and whether it is exact; None
+    for lists that the graph itself makes.
 
     Raises as the eager call where shapes, dtypes and devices are wrong; what tensors hold is looked at when the operator runs.
     """
@@ -291,6 +292,10 @@ def flex_with_mods(
     if listing is not None:
         lengths, size, is_exact = listing
         block_lists, block_size = [t for t in lists if t is not None], list(size)
+        if is_exact is None:
+            is_exact = tells_no_more(listed, lists[0].shape[:2])
+        # an exported program holds copies of the lists
+        is_exact = bool(is_exact) and are_unwritten(*block_lists) and not torch.compiler.is_exporting()
         check.check_lists(lengths, lists[0], query, key)
     return attend(
         query, key, value, sink, *operands_of(score), *operands_of(listed, mask), block_lists, block_size, is_exact,

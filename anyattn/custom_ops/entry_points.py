@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from anyattn import check
@@ -14,8 +15,9 @@ from anyattn.check_flash import Options
 from anyattn.custom_ops import dynamo  # noqa: F401 - enters the operator into Dynamo's table
 from anyattn.custom_ops.capture import bound, call_with_mods
 
-__all__ = ["decode", "flash", "flex"]
+__all__ = ["block_lists", "decode", "flash", "flex"]
 
+_BLOCK_MASK_MODS = (("mask", "mask_mod"),)
 _FLASH_MODS = (("score", "score_mod"), ("mask", "mask_mod"))
 _FLEX_MODS = (("score", "score_mod"), ("mask", "block_mask.mask_mod"), ("mask", "mask_mod"))
 
@@ -42,7 +44,7 @@ def flex(
     if block_mask is not None:
         check.is_block_mask(block_mask)
         lists = (block_mask.kv_num_blocks, block_mask.kv_indices, block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
-        listing = (block_mask.seq_lengths, block_mask.BLOCK_SIZE, getattr(block_mask, "is_exact", False))
+        listing = (block_mask.seq_lengths, block_mask.BLOCK_SIZE, getattr(block_mask, "_exact", False))
         listed = block_mask.mask_mod
     operands = (
         query, key, value, lists, listing, scale, bool(enable_gqa), sink, wants_max, bool(deterministic), backend, kernel_options,
@@ -100,3 +102,13 @@ def _refuse_lists(options: Options) -> None:
         raise TypeError(
             "block_sparse_tensors is given inside torch.compile or torch.export; wanted None: pass the mask_mod alone, its tiles are found"
         )
+
+
+def block_lists(
+    mask_mod: Any, B: Any, H: Any, Q_LEN: Any, KV_LEN: Any, device: Any, BLOCK_SIZE: Any, separate_full: bool
+) -> tuple[list[Tensor | None], tuple]:
+    """The eight lists of ``create_block_mask``, None for full blocks where they are not listed separately, and the block size as a pair."""
+    like = torch.empty(0, device=device)
+    found = call_with_mods("block_mask", like, (B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE, bool(separate_full)), _BLOCK_MASK_MODS, (mask_mod,))
+    lists = list(found) if separate_full else [*found[:2], None, None, *found[2:], None, None]
+    return lists, tuple(BLOCK_SIZE) if isinstance(BLOCK_SIZE, (tuple, list)) else (BLOCK_SIZE, BLOCK_SIZE)

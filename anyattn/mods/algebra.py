@@ -1,8 +1,7 @@
 """Wrapped mods that compose: ``&``, ``|``, ``~`` for masks, ``then`` for scores.
 
-A wrapped mod is still a function of the same arguments, so torch's own ``flex_attention`` takes it too. Wrapping also traces the mod once
-and keeps the result as a string and tensors, which is what an operator inside ``torch.compile`` needs; there, numbers that the mod
-captures are those of the moment of wrapping, while eager calls read them anew each time.
+A wrapped mod is still a function of the same arguments, so torch's own ``flex_attention`` takes it too. Wrapping traces the mod once, for
+its errors; every call reads anew what it captures.
 """
 
 from __future__ import annotations
@@ -14,26 +13,16 @@ from typing import Any, TypeVar
 
 import torch
 
-from anyattn.mods import codec
 from anyattn.mods.pickling import Recipe, attribute, place_of, refuse_nameless, remade_by_call
-from anyattn.mods.trace import TracedMod, name_of, refuse_native, trace
+from anyattn.mods.trace import name_of, refuse_native, trace
 
-__all__ = ["Derived", "Frozen", "Mask", "Score", "and_masks", "mod", "or_masks"]
+__all__ = ["Derived", "Mask", "Score", "and_masks", "mod", "or_masks"]
 
 F = TypeVar("F", bound=Callable)
 
 
-class Frozen:
-    """A traced mod in the forms an operator takes: its program as text, captured numbers as a float64 tensor, captured tensors."""
-
-    def __init__(self, traced: TracedMod):
-        self.program = codec.encode(traced.expr)
-        self.scalars = torch.tensor([float(s) for s in traced.scalars], dtype=torch.float64)
-        self.tensors = list(traced.tensors)
-
-
 class _Wrapped:
-    """A mod with a name. ``fn`` is the user's function; ``frozen`` its trace, by score dtype.
+    """A mod with a name. ``fn`` is the user's function, which is traced here once: what the IR cannot express raises where it is written.
 
     ``recipe`` makes an equal one where ``fn`` is no function of the user's. Pickled, and made again and traced anew, it has the same key.
     """
@@ -42,14 +31,18 @@ class _Wrapped:
     dtypes: tuple[torch.dtype, ...] = (torch.float32,)
 
     def __init__(self, fn: Callable, name: str | None = None):
-        self.recipe = Recipe(type(self), (fn, name)) if isinstance(fn, _Wrapped) else None
         self.fn = fn.fn if isinstance(fn, _Wrapped) else fn
+        if torch.compiler.is_dynamo_compiling():  # the call that the mod is passed to traces it
+            self.recipe, self.name = None, name or "compiled mod"
+            return
+        self.recipe = Recipe(type(self), (fn, name)) if isinstance(fn, _Wrapped) else None
         refuse_native(self.fn, self.kind)
         self.name = name or (fn.name if isinstance(fn, _Wrapped) else name_of(fn))
         self.__name__ = self.name
         # a mod that waits for aux_tensors can be traced only by the call that brings them
-        takes_aux = _required_arguments(self.fn) == {"mask": 5, "score": 6}[self.kind]
-        self.frozen = {} if takes_aux else {str(d): Frozen(trace(self.fn, self.kind, score_dtype=d)) for d in self.dtypes}
+        if _required_arguments(self.fn) != {"mask": 5, "score": 6}[self.kind]:
+            for dtype in self.dtypes:
+                trace(self.fn, self.kind, score_dtype=dtype)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name})"
@@ -160,8 +153,8 @@ def _chained(first: Score, second: Score) -> Score:
 def mod(fn: Callable) -> Mask | Score:
     """Wraps a mod by its number of arguments: 4 (or 5 with ``aux_tensors``) make a ``Mask``, 5 with ``score`` first make a ``Score``.
 
-    A function of 5 arguments is a mask only if its last argument is called ``aux_tensors``. Needed inside ``torch.compile`` and
-    ``torch.export``; elsewhere plain functions do as well. Raises ``TypeError`` for other functions, ``ModError`` for a body that cannot
+    A function of 5 arguments is a mask only if its last argument is called ``aux_tensors``. Every entry point takes plain functions as
+    well; a wrapped one composes, and its errors show where it is made. Raises ``TypeError`` for other functions, ``ModError`` for a body that cannot
     be expressed.
 
     >>> import anyattn
@@ -240,6 +233,9 @@ def _grouped(name: str, symbol: str = "~") -> str:
 
 
 def _positional(fn: Callable) -> list[str]:
+    if torch.compiler.is_dynamo_compiling():  # which does not trace inspect
+        code = fn.__code__
+        return list(code.co_varnames[: code.co_argcount - len(fn.__defaults__ or ())])  # type: ignore[attr-defined]
     parameters = inspect.signature(fn).parameters.values()
     return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty]
 

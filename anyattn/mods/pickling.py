@@ -16,6 +16,8 @@ import types
 from collections.abc import Callable
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
+import torch
+
 __all__ = ["Recipe", "attribute", "place_of", "refuse_nameless", "remade_by_call"]
 
 P = ParamSpec("P")
@@ -36,7 +38,7 @@ def remade_by_call(factory: Callable[P, M]) -> Callable[P, M]:
     @functools.wraps(factory)
     def made(*args: P.args, **options: P.kwargs) -> M:
         mod: Any = factory(*args, **options)
-        if mod.recipe is None:
+        if mod.recipe is None and not torch.compiler.is_dynamo_compiling():
             bound = signature.bind(*args, **options)
             bound.apply_defaults()
             mod.recipe = Recipe(made, bound.args)

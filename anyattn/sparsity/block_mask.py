@@ -21,7 +21,7 @@ from anyattn.sparsity.block_sparse import BlockSparseTensors
 from anyattn.sparsity.compute import classes_of_mask, device_lists
 from anyattn.sparsity.lists import check_counts, grid_of_lists, lists_of_grid
 
-__all__ = ["BlockMask", "are_unwritten", "block_mask_of_classes", "create_block_mask"]
+__all__ = ["BlockMask", "are_unwritten", "block_mask_of_classes", "create_block_mask", "lists_of_mask", "tells_no_more"]
 
 _PAIRS = ("kv", "full_kv", "q", "full_q")
 _LISTS = tuple(f"{side}_{what}" for side in _PAIRS for what in ("num_blocks", "indices"))
@@ -37,7 +37,8 @@ class BlockMask(torch_flex.BlockMask):
     ``is_exact`` says that the lists are known to follow from ``mask_mod``: a backend may then find the visible keys by either.
     """
 
-    _exact = False  # by ``_marked``; assigning a field that the lists or the mask are read from ends it
+    # set by ``_marked``, and None where a compiled graph made the lists; assigning a field that they are read from ends it
+    _exact: bool | None = False
 
     @classmethod
     def from_kv_blocks(
@@ -354,12 +355,42 @@ def block_mask_of_classes(
     lists are torch's, block for block. batch: (B, H) to give the lists; they are copied for each, since torch's Triton kernels find a
     head's list by the contiguous stride.
     """
+    lists = _lists_of_classes(classes, lengths, tile, separate_full, compute_q_blocks, batch)
+    return _of_lists(lists, mask_mod if mask_mod is not None else torch_flex.noop_mask, lengths, tile)
+
+
+def _lists_of_classes(
+    classes: Tensor,
+    lengths: tuple[int, int],
+    tile: tuple[int, int],
+    separate_full: bool,
+    compute_q_blocks: bool,
+    batch: tuple[int, int] | None,
+) -> list[Tensor | None]:
     classes = _with_partial_tails(classes, lengths, tile)
     grids = (classes, classes.transpose(-1, -2)) if compute_q_blocks else (classes,)
     lists = [t for grid in grids for t in lists_of_grid(grid, separate_full)]
     if batch is not None:
         lists = [None if t is None else t.expand(*batch, *t.shape[2:]).contiguous() for t in lists]
-    return _of_lists(lists, mask_mod if mask_mod is not None else torch_flex.noop_mask, lengths, tile)
+    return lists
+
+
+def lists_of_mask(
+    mask: TracedMod, lengths: tuple[int, int], tile: tuple[int, int], batch: tuple[int, int], device: torch.device, separate_full: bool
+) -> list[Tensor | None]:
+    """A block mask's lists in the order of its fields; None for full blocks where they are not listed separately."""
+    options = {"wants_columns": True, "separate_full": separate_full, "has_full_tails": False, "broadcasts": False}
+    found = device_lists(mask, lengths, tile, batch, device, **options)
+    if found is None:
+        classes = classes_of_mask(mask, lengths, tile, batch, device)
+        found = _lists_of_classes(classes, lengths, tile, separate_full, True, batch)
+    return found
+
+
+def tells_no_more(mask: TracedMod, batch: tuple[int, int]) -> bool:
+    """Whether lists of (B, H) say all that the mask does: not where one entry or head stands for all and the mask tells them apart."""
+    deps = dependence(mask.expr)
+    return not (any(d.b for d in deps) and batch[0] == 1) and not (any(d.h for d in deps) and batch[1] == 1)
 
 
 def _of_lists(lists: list[Tensor | None], mask_mod: Callable, lengths: tuple[int, int], tile: tuple[int, int]) -> BlockMask:
@@ -413,10 +444,15 @@ def create_block_mask(
     >>> mask.kv_num_blocks.tolist(), mask.full_kv_num_blocks.tolist()
     ([[[1, 1, 1, 1]]], [[[0, 1, 2, 3]]])
     """
-    if torch.compiler.is_compiling():  # sizes and captured values decide what is built: none of it belongs in a graph
-        outside: Any = torch.compiler.disable(create_block_mask)
-        order = (separate_full_blocks, compute_dq_write_order, dq_kv_order)
-        return outside(mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE, _compile, *order)
+    if torch.compiler.is_compiling():
+        from anyattn.custom_ops import entry_points
+
+        if compute_dq_write_order:
+            raise TypeError("compute_dq_write_order=True inside torch.compile or torch.export; wanted False: make the block mask outside")
+        lists, tile = entry_points.block_lists(mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE, separate_full_blocks)
+        made = _of_lists(lists, mask_mod, (Q_LEN, KV_LEN), tile)
+        made._exact = None
+        return made
     lengths = (length("Q_LEN", Q_LEN), length("KV_LEN", KV_LEN))
     batch = (1 if B is None else length("B", B), 1 if H is None else length("H", H))
     tile = pair("BLOCK_SIZE", BLOCK_SIZE)
@@ -424,14 +460,8 @@ def create_block_mask(
         raise ValueError(f"dq_kv_order is {dq_kv_order!r}; wanted a bool (explicit orders go to BlockMask.from_kv_blocks)")
     traced = trace(mask_mod, "mask")
     where = device_of(device, traced)
-    options = {"wants_columns": True, "separate_full": separate_full_blocks, "has_full_tails": False, "broadcasts": False}
-    if (found := device_lists(traced, lengths, tile, batch, where, **options)) is not None:
-        mask = _of_lists(found, mask_mod, lengths, tile)
-    else:
-        classes = classes_of_mask(traced, lengths, tile, batch, where)
-        mask = block_mask_of_classes(classes, mask_mod, lengths, tile, separate_full_blocks, batch=batch)
-    deps = dependence(traced.expr)
-    _marked(mask, not (any(d.b for d in deps) and batch[0] == 1) and not (any(d.h for d in deps) and batch[1] == 1))
+    mask = _of_lists(lists_of_mask(traced, lengths, tile, batch, where, separate_full_blocks), mask_mod, lengths, tile)
+    _marked(mask, tells_no_more(traced, batch))
     if compute_dq_write_order:
         _add_write_order(mask, dq_kv_order)
     return mask
