@@ -292,10 +292,9 @@ def flex_with_mods(
     if listing is not None:
         lengths, size, is_exact = listing
         block_lists, block_size = [t for t in lists if t is not None], list(size)
-        if is_exact is None:
-            is_exact = tells_no_more(listed, lists[0].shape[:2])
-        # an exported program holds copies of the lists
-        is_exact = bool(is_exact) and are_unwritten(*block_lists) and not torch.compiler.is_exporting()
+        is_from_graph = is_exact is None
+        is_exact = tells_no_more(listed, lists[0].shape[:2]) if is_from_graph else is_exact and not torch.compiler.is_exporting()
+        is_exact = is_exact and are_unwritten(*block_lists)  # an exported program holds copies of lists from outside
         check.check_lists(lengths, lists[0], query, key)
     return attend(
         query, key, value, sink, *operands_of(score), *operands_of(listed, mask), block_lists, block_size, is_exact,

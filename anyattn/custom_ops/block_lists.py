@@ -56,7 +56,10 @@ def _(
     found = []
     for lines, others in ((rows, columns), (columns, rows)):
         for _ in range(1 + separate_full):
-            found += [like.new_empty((batch, heads, *shape), dtype=torch.int32) for shape in ((lines,), (lines, others))]
+            # strides are given: for symbolic sizes torch would ask whether four dimensions lie channels last
+            found.append(like.new_empty_strided((batch, heads, lines), (heads * lines, lines, 1), dtype=torch.int32))
+            strides = (heads * lines * others, lines * others, others, 1)
+            found.append(like.new_empty_strided((batch, heads, lines, others), strides, dtype=torch.int32))
     return found
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch._ops import HigherOrderOperator
 
+from anyattn.errors import BackendError
 from anyattn.mods.graph import trace_graph
 from anyattn.mods.trace import TracedMod, trace
 
@@ -41,19 +42,29 @@ class CallWithMods(HigherOrderOperator):
     indices; empty for functions.
     """
 
+    refusal: Exception | None = None  # what the body raised last, for Dynamo to raise in its way
+
     def __init__(self) -> None:
         super().__init__("anyattn_call_with_mods")
 
     def __call__(  # type: ignore[override]
         self, entry: str, like: Tensor, operands: tuple, kinds: tuple, mods: tuple, captured: tuple = NO_MODS
     ) -> Any:
-        score_dtype = torch.float64 if like.dtype is torch.float64 else torch.float32
-        traced = [
-            _traced(mod, kind, name, captured[i] if captured else (), score_dtype, like.device)
-            for i, ((kind, name), mod) in enumerate(zip(kinds, mods, strict=True))
-        ]
-        module, function = _ENTRIES[entry]
-        return getattr(importlib.import_module(module), function)(*operands, *traced)
+        try:
+            return _run(entry, like, operands, kinds, mods, captured)
+        except (ValueError, TypeError, BackendError) as error:  # ModError is one of these
+            self.refusal = error
+            raise
+
+
+def _run(entry: str, like: Tensor, operands: tuple, kinds: tuple, mods: tuple, captured: tuple) -> Any:
+    score_dtype = torch.float64 if like.dtype is torch.float64 else torch.float32
+    traced = [
+        _traced(mod, kind, name, captured[i] if captured else (), score_dtype, like.device)
+        for i, ((kind, name), mod) in enumerate(zip(kinds, mods, strict=True))
+    ]
+    module, function = _ENTRIES[entry]
+    return getattr(importlib.import_module(module), function)(*operands, *traced)
 
 
 def _traced(mod: Any, kind: str, name: str, captured: tuple, score_dtype: torch.dtype, device: torch.device) -> TracedMod | None:

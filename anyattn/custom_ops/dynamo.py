@@ -11,14 +11,19 @@ import warnings
 from typing import Any
 
 import torch
-from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
-from torch._dynamo.exc import Unsupported
+from torch._C._dynamo.eval_frame import set_code_exec_strategy
+from torch._dynamo.exc import TorchRuntimeError, Unsupported, raise_observed_exception
+from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch._dynamo.utils import proxy_args_kwargs
 from torch._dynamo.variables import higher_order_ops
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import wrap_fx_proxy
 
-__all__ = ["install"]
+from anyattn.custom_ops.capture import call_with_mods
+
+__all__ = ["install", "run_uncompiled"]
+
+_warned: set[str] = set()
 
 
 class CallWithModsVariable(higher_order_ops.TorchHigherOrderOperatorVariable):
@@ -30,15 +35,57 @@ class CallWithModsVariable(higher_order_ops.TorchHigherOrderOperatorVariable):
         entry, like, operands, kinds, mods = args
         graphs, captured = [], []
         for (kind, name), fn in zip(kinds.as_python_constant(), mods.items, strict=True):
-            if fn.is_python_constant() and fn.as_python_constant() is None:
-                graph, lifted = None, ()
-            else:
-                graph, lifted = _subgraph(tx, self.value, like, fn, kind, name)
+            graph, lifted = None, ()
+            if not (fn.is_python_constant() and fn.as_python_constant() is None):
+                try:
+                    graph, lifted = _subgraph(tx, self.value, like, fn, kind, name)
+                except Unsupported as reason:
+                    _warn(name, reason)
+                    run_uncompiled()
+                    raise
             graphs.append(graph)
             captured.append(lifted)
         proxies, _ = proxy_args_kwargs([entry, like, operands, kinds], {})
         proxy = tx.output.create_proxy("call_function", self.value, (*proxies, tuple(graphs), tuple(captured)), {})
-        return wrap_fx_proxy(tx=tx, proxy=proxy, example_value=None)
+        call_with_mods.refusal = None
+        try:
+            return wrap_fx_proxy(tx=tx, proxy=proxy, example_value=None)
+        except (TorchRuntimeError, Unsupported):
+            refusal = call_with_mods.refusal
+            if refusal is None:
+                raise
+        run_uncompiled()
+        raise_observed_exception(type(refusal), tx, args=[VariableTracker.build(tx, str(refusal))])
+
+
+def _warn(name: str, reason: Unsupported) -> None:
+    """Says once for each reason that a call runs uncompiled, and the cure."""
+    first = str(reason).strip().splitlines()[0]
+    if (key := f"{name}: {first}") in _warned:
+        return
+    _warned.add(key)
+    warnings.warn(
+        f"torch.compile cannot capture a {name} of anyattn: {first}. The call runs outside the compiled graph. Write the mod with torch "
+        "operations on its arguments and on tensors that it closes over, and compute what else it needs before the call "
+        "(torch.compile(fullgraph=True) shows the line)",
+        stacklevel=2,
+    )
+
+
+def run_uncompiled() -> None:
+    """Makes Dynamo pass over the entry points' own frames, and all that they call: what it has broken off at then runs as in eager mode.
+
+    Calls inside other functions' frames are traced as before.
+    """
+    from anyattn import flash, flex
+    from anyattn.sparsity import block_mask
+
+    functions = (
+        flex.flex_attention, flash.flash_attn_func, flash.flash_attn_varlen_func, flash.flash_attn_with_kvcache,
+        flash.flash_attn_combine, block_mask.create_block_mask,
+    )  # fmt: skip
+    for fn in functions:
+        set_code_exec_strategy(fn.__code__, FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP))
 
 
 def _subgraph(tx: Any, operator: Any, like: Any, fn: Any, kind: str, name: str) -> tuple[Any, tuple]:
@@ -54,6 +101,8 @@ def _subgraph(tx: Any, operator: Any, like: Any, fn: Any, kind: str, name: str) 
         if kind == "score":  # as mods see it in eager mode, whatever the query's dtype
             dtype = torch.float64 if like.dtype is torch.float64 else torch.float32
             arguments.insert(0, scalar(dtype, like.requires_grad))
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+
     with TransformGetItemToIndex():  # table[q_idx] reads an entry, it does not ask for q_idx's value
         _, graph, lifted = higher_order_ops.speculate_subgraph(
             tx, fn, arguments, {}, description=f"anyattn: {name}", source_target=operator, set_subgraph_inputs="flatten_manual"
@@ -63,11 +112,12 @@ def _subgraph(tx: Any, operator: Any, like: Any, fn: Any, kind: str, name: str) 
 
 
 def install() -> bool:
+    """Enters the operator into Dynamo's table; False where this torch has no such table."""
     table = getattr(higher_order_ops, "_hop_name_to_variable_class", None)
-    if table is None:
-        return False
-    table["anyattn_call_with_mods"] = CallWithModsVariable
-    return True
+    if table is not None:
+        table["anyattn_call_with_mods"] = CallWithModsVariable
+    return table is not None
 
 
-install()
+if not install():
+    run_uncompiled()
