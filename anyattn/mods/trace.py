@@ -22,8 +22,9 @@ from anyattn.errors import ModError
 from anyattn.mods import captures
 from anyattn.mods.ir import Builder, Expr, category
 from anyattn.mods.recognise import Pattern, Reading, recognise
-from anyattn.mods.source import mod_error
-from anyattn.mods.values import FUNCTIONS, NeedsNumber, Value, View
+from anyattn.mods.refused import check_draws, generators_state, is_random, refuse_random
+from anyattn.mods.source import FUNCTION_CURE, called_from, failed, mod_error, place_error
+from anyattn.mods.values import NeedsNumber, Value, View
 from anyattn.of_fields import OfFields
 
 __all__ = [
@@ -78,7 +79,22 @@ class Tracer(Builder):
         super().__init__()
         self.device = device
         self.tensors: list[torch.Tensor] = []
-        self.reads_values = False  # the body asked a captured tensor for a Python number: this trace holds for these values only
+        self.reads_values = False  # the body asked a captured tensor for what is no part of the memo's key: this trace holds just now
+        self.modes: tuple[bool, ...] | None = None  # grad mode and autocast around the call of the body
+
+    def add(self, op: str, *args: int, **leaf: Any) -> int:
+        if self.modes is not None and (not self.modes[0] or _modes() != self.modes):
+            self._check_modes()
+        return super().add(op, *args, **leaf)
+
+    def _check_modes(self) -> None:
+        applied = called_from(_run.__code__)
+        if applied is not None:
+            raise place_error("a mod applies a torch.autograd.Function, whose backward no kernel could call", applied, FUNCTION_CURE)
+        if _modes() != self.modes:
+            what = "grad mode" if torch.is_grad_enabled() is not (self.modes or (True,))[0] else "autocast"
+            cure = "take the `with` out of the mod: put it around the attention call"
+            raise mod_error(f"a mod computes under another {what} than it is called in", cure)
 
     def capture(self, tensor: torch.Tensor) -> Any:
         if tensor.layout is not torch.strided or tensor.is_complex() or tensor.is_quantized:
@@ -90,9 +106,18 @@ class Tracer(Builder):
         return View(self, slot, tensor, (None,) * tensor.ndim)
 
 
-_METADATA = frozenset(
-    ("__get__", "size", "dim", "ndimension", "numel", "nelement", "__len__", "is_floating_point", "element_size", "get_device")
-)
+def _modes() -> tuple[bool, ...]:
+    return torch.is_grad_enabled(), torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu")
+
+
+# What a captured tensor says of itself that belongs to the memo's key: its shape, dtype and device.
+_METADATA = frozenset(("size", "dim", "ndimension", "numel", "nelement", "__len__", "is_floating_point", "element_size", "get_device"))
+_PROPERTIES = frozenset(("shape", "dtype", "device", "ndim", "itemsize", "nbytes", "is_cuda", "is_cpu", "is_meta"))
+
+
+def _is_metadata(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    return getattr(func.__self__, "__name__", "") in _PROPERTIES if name == "__get__" else name in _METADATA
 
 
 class InterceptCaptured(TorchFunctionMode):
@@ -104,14 +129,13 @@ class InterceptCaptured(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
+        if is_random(name := getattr(func, "__name__", "")):
+            refuse_random(f"torch.{name}")
         if any(_is_symbolic(a) for a in (*args, *kwargs.values())):
-            name = getattr(func, "__name__", "").strip("_")
-            if name in FUNCTIONS:
-                return FUNCTIONS[name](*args, **kwargs)
             return Value.__torch_function__(func, types, args, kwargs)
         result = func(*args, **kwargs)
         of_a_tensor = any(isinstance(a, torch.Tensor) for a in args)
-        if of_a_tensor and not isinstance(result, torch.Tensor) and getattr(func, "__name__", "") not in _METADATA:
+        if of_a_tensor and not isinstance(result, torch.Tensor) and not _is_metadata(func):
             self.tracer.reads_values = True
         return result
 
@@ -173,6 +197,7 @@ def trace(
     memo = _Memo.of(reading, kind, score_dtype, aux, torch.device(device)) if reading is not None else None
     if memo is not None and (known := memo.lookup(fn)) is not None:
         return known
+    before = generators_state() if reading is None else None  # the names that a pattern's code uses draw nothing
     pinned: frozenset[int] = frozenset()
     while True:
         try:
@@ -180,13 +205,25 @@ def trace(
             break
         except NeedsNumber as need:
             pinned |= need.slots
+        except ModError:
+            raise
         except Exception as error:
-            if not type(error).__module__.startswith("cutlass"):
+            told = _told(error, fn, kind)
+            if told is None:
                 raise
-            raise _unreadable(f"{kind}_mod {name_of(fn)!r} calls", kind) from error
+            raise told from error
+    if before is not None:
+        check_draws(fn, before, lambda: _run(fn, kind, score_dtype, aux if takes_aux else None, pinned, torch.device(device)))
     expr, scalars, tensors = _compact(expr, numbers, tracer.tensors)
     source = memo.remember(expr, scalars, tensors, numbers, pinned) if memo is not None and not tracer.reads_values else None
     return TracedMod(kind, expr, tuple(numbers[s] for s in scalars), tuple(tensors), name_of(fn), source)
+
+
+def _told(error: Exception, fn: Callable, kind: str) -> ModError | None:
+    """What the caller is told of an exception that came out of a mod's body; None where the exception says it as well."""
+    if type(error).__module__.startswith("cutlass"):
+        return _unreadable(f"{kind}_mod {name_of(fn)!r} calls", kind)
+    return failed(error, f"{kind}_mod {name_of(fn)!r}")
 
 
 def _takes_aux(fn: Callable, kind: str, aux_tensors: Sequence | None, reading: Reading | None) -> bool:
@@ -260,6 +297,7 @@ def _run(
         return Value(tracer, tracer.add("scalar", dtype=type(number), attr=slot))
 
     lifted = captures.rebuild(fn, lift)
+    tracer.modes = _modes()
     with InterceptCaptured(tracer):
         result = lifted(*inputs_of(tracer, kind, score_dtype), *([aux] if aux is not None else []))
         return tracer.build(_result_node(result, tracer, kind, score_dtype, name_of(fn))), tracer, numbers

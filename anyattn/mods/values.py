@@ -9,15 +9,18 @@ What has no meaning as one number per (q, kv), such as a Python ``if``, raises `
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from anyattn.mods.arguments import check_call
 from anyattn.mods.ir import OPS, Builder, category, is_weak, result_dtype
+from anyattn.mods.refused import is_random, refuse_random
 from anyattn.mods.source import mod_error, truth_cure
 
-__all__ = ["FUNCTIONS", "NeedsNumber", "Value", "View"]
+__all__ = ["FUNCTIONS", "NeedsNumber", "Value", "View", "builder_in", "cast"]
 
 
 class NeedsNumber(Exception):
@@ -76,7 +79,8 @@ class View:
 
     def _index(self, item: Any, dim: int) -> int:
         size = self.tensor.shape[dim]
-        if isinstance(item, int) and not isinstance(item, bool):
+        if hasattr(item, "__index__") and not isinstance(item, (bool, Value, torch.Tensor)):
+            item = operator.index(item)
             if not -size <= item < size:
                 raise mod_error(f"index {item} is out of range for dimension {dim} of size {size}", f"use {-size} to {size - 1}")
             return self.builder.const(item % size, torch.int64)
@@ -153,32 +157,42 @@ class Value:
         for number in (bool, int, float):
             if isinstance(item, number):  # an IntEnum member is an int: the IR knows exact types only
                 return Value(builder, builder.const(number(item)))
-        raise mod_error(f"a mod cannot compute with a {type(item).__name__}", "use numbers, indices, the score and captured tensors")
+        cure = "use numbers, indices, the score and captured tensors"
+        if type(item).__module__ == "numpy":
+            cure += "; wrap an array outside the mod: table = torch.from_numpy(array)"
+        raise mod_error(f"a mod cannot compute with a {type(item).__name__}", cure)
 
     # -- what Python asks of a number
-    def _python_number(self, use: str) -> Any:
+    def python_number(self, use: str, cure: str = "") -> Any:
+        """Asks for a trace in which this is a Python number; ``ModError`` where it can be none."""
         scalars = _scalar_slots(self.builder, self.node)
         if scalars is not None:
             raise NeedsNumber(scalars)
-        raise mod_error(f"{use} needs one Python number, but this value differs per (b, h, q_idx, kv_idx)", truth_cure())
+        raise mod_error(f"{use} needs one Python number, but this value differs per (b, h, q_idx, kv_idx)", cure or truth_cure())
 
     def __bool__(self) -> bool:
-        return self._python_number("a truth value")
+        return self.python_number("a truth value")
 
     def __int__(self) -> int:
-        return self._python_number("int()")
+        return self.python_number("int()")
 
     def __index__(self) -> int:
-        return self._python_number("a Python index or range()")
+        cure = "a table is a tensor made outside the mod: table = torch.tensor(a_list); range() and sizes take captured numbers"
+        return self.python_number("a Python index or range()", cure)
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        """NumPy asks for it when an array is indexed with a value, or one of its functions is called on it."""
+        cure = "wrap a table outside the mod, table = torch.from_numpy(array), and use torch's functions"
+        return self.python_number("NumPy", cure)
 
     def __float__(self) -> float:
-        return self._python_number("float()")
+        return self.python_number("float()")
 
     def item(self) -> Any:
-        return self._python_number(".item()")
+        return self.python_number(".item()")
 
     def tolist(self) -> Any:
-        return self._python_number(".tolist()")
+        return self.python_number(".tolist()")
 
     def __iter__(self) -> Any:
         raise mod_error("a mod's index or score is one number and cannot be looped over", "loop over range(n) with a Python number n")
@@ -192,32 +206,41 @@ class Value:
     def __hash__(self) -> int:
         return id(self)
 
+    def __repr__(self) -> str:
+        return f"<a {self.kind} value that differs per (b, h, q_idx, kv_idx)>"
+
     def __round__(self, digits: int | None = None) -> Value:
-        return _unary("round")(self)
+        return _call("round", self) if digits is None else _call("round", self, decimals=digits)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        if name == "where":  # x.where(condition, other): the one method whose self is not the function's first argument
-            return lambda condition, other: _where(condition, self, other)
-        if name in FUNCTIONS:
-            return lambda *args, **kwargs: FUNCTIONS[name](self, *args, **kwargs)
-        raise mod_error(f"tensor method or attribute .{name} has no meaning inside a mod", _SUPPORTED)
+        if name in FUNCTIONS and hasattr(torch.Tensor, name):
+            function = "where of a tensor" if name == "where" else name
+            return lambda *args, **kwargs: _call(function, self, *args, **kwargs)
+        if is_random(name):
+            refuse_random(f"torch.Tensor.{name}")
+        raise mod_error(f"tensor method or attribute .{name} has no meaning inside a mod", _supported())
 
     def __array_ufunc__(self, ufunc: Any, method: str, *args: Any, **kwargs: Any) -> Any:
         """numpy's functions, which ``np.float64(2) * q_idx`` calls too."""
         name = {"power": "pow", "left_shift": "lshift", "right_shift": "rshift"}.get(ufunc.__name__, ufunc.__name__)
         if method != "__call__" or kwargs or name not in FUNCTIONS:
-            raise mod_error(f"numpy's {ufunc.__name__} has no meaning inside a mod", _SUPPORTED)
+            raise mod_error(f"numpy's {ufunc.__name__} has no meaning inside a mod", _supported())
         x, *rest = args
-        return FUNCTIONS[name](x if isinstance(x, Value) else Value.lift(self.builder, x), *rest)
+        return _call(name, x if isinstance(x, Value) else Value.lift(self.builder, x), *rest)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        name = getattr(func, "__name__", str(func)).strip("_")
+        raw = getattr(func, "__name__", str(func))
+        name = raw.strip("_") if raw.startswith("__") else raw
+        if func is torch.Tensor.where:
+            name = "where of a tensor"
+        if name.endswith("_") and name[:-1] in FUNCTIONS:
+            raise mod_error(f"torch.{name} writes into a tensor, and a mod has none", f"use what {name[:-1]} returns")
         if name not in FUNCTIONS:
-            raise mod_error(f"torch.{name} has no meaning inside a mod", _SUPPORTED)
-        return FUNCTIONS[name](*args, **(kwargs or {}))
+            raise mod_error(f"torch.{name} has no meaning inside a mod", _supported())
+        return _call(name, *args, **(kwargs or {}))
 
 
 def _scalar_slots(builder: Builder, node: int) -> frozenset[int] | None:
@@ -233,11 +256,28 @@ def _scalar_slots(builder: Builder, node: int) -> frozenset[int] | None:
     return frozenset(slots)  # type: ignore[arg-type]
 
 
-# ---- the functions a mod may call, by the name that torch and Tensor share
+# ---- the functions a mod may call, by the name that torch and Tensor share; functions.py adds those of more than one operation
+
+
+def _call(name: str, *args: Any, **kwargs: Any) -> Any:
+    """torch's function ``name``, once every argument is known to be one that ours understands."""
+    function = FUNCTIONS[name]
+    return function(*args, **check_call(name, function, args, kwargs))
+
+
+def builder_in(items: Any) -> Builder | None:
+    """The builder of the first symbolic value among ``items``, lists and tuples in it included."""
+    for item in items:
+        if isinstance(item, (Value, View)):
+            return item.builder
+        if isinstance(item, (list, tuple)) and (found := builder_in(item)) is not None:
+            return found
+    return None
 
 
 def _values(*items: Any) -> tuple[Builder, list[Value]]:
-    builder = next(i.builder for i in items if isinstance(i, (Value, View)))
+    builder = builder_in(items)
+    assert builder is not None, "called without a symbolic value"
     return builder, [Value.lift(builder, i) for i in items]
 
 
@@ -249,10 +289,10 @@ def _real(builder: Builder, value: Value) -> int:
 
 
 def _unary(op: str) -> Callable[..., Value]:
-    def apply(x: Any) -> Value:
-        builder, (value,) = _values(x)
+    def apply(input: Any) -> Value:
+        builder, (value,) = _values(input)
         if category(value.kind) not in OPS[op].operands and OPS[op].operands == ("float",):
-            if op in ("floor", "ceil", "trunc", "round"):
+            if op in ("floor", "ceil", "trunc", "round") and category(value.kind) == "int":
                 return value  # whole already
             return Value(builder, builder.add(op, _real(builder, value)))
         if category(value.kind) not in OPS[op].operands:
@@ -263,12 +303,10 @@ def _unary(op: str) -> Callable[..., Value]:
 
 
 def _binary(op: str, swapped: bool = False) -> Callable[..., Value]:
-    def apply(x: Any, y: Any, alpha: Any = None) -> Value:
-        if isinstance(x, (str, type(None))) or isinstance(y, (str, type(None))):
-            raise mod_error(f"a mod cannot compute with {x!r} and {y!r}", "use numbers, indices, the score and captured tensors")
-        builder, (a, b) = _values(*((y, x) if swapped else (x, y)))
-        if alpha is not None and alpha != 1:
-            b = _binary("mul")(b, alpha)
+    def apply(input: Any, other: Any) -> Value:
+        if isinstance(input, (str, type(None))) or isinstance(other, (str, type(None))):
+            raise mod_error(f"a mod cannot compute with {input!r} and {other!r}", "use numbers, indices, the score and captured tensors")
+        builder, (a, b) = _values(*((other, input) if swapped else (input, other)))
         left, right = builder.promote(a.node, b.node)
         name = op
         if builder.nodes[left].dtype is torch.bool:
@@ -283,12 +321,14 @@ def _binary(op: str, swapped: bool = False) -> Callable[..., Value]:
     return apply
 
 
-def _div(x: Any, y: Any, rounding_mode: str | None = None) -> Value:
+def _div(input: Any, other: Any, rounding_mode: str | None = None) -> Value:
     if rounding_mode is None:
-        return _binary("div")(x, y)
+        return _binary("div")(input, other)
     if rounding_mode == "floor":
-        return _binary("floordiv")(x, y)
-    _, (a, b) = _values(x, y)
+        return _binary("floordiv")(input, other)
+    if rounding_mode != "trunc":
+        raise mod_error(f"div is given rounding_mode={rounding_mode!r}", "use None, 'trunc' or 'floor'")
+    _, (a, b) = _values(input, other)
     whole = category(result_dtype([a.kind, b.kind])) != "float"
     if not whole:
         return _unary("trunc")(_binary("div")(a, b))
@@ -296,14 +336,16 @@ def _div(x: Any, y: Any, rounding_mode: str | None = None) -> Value:
     return _binary("mul")(magnitude, _binary("mul")(_unary("sign")(a), _unary("sign")(b)))
 
 
-def _clamp(x: Any, min: Any = None, max: Any = None) -> Value:
+def _clamp(input: Any, min: Any = None, max: Any = None) -> Value:
+    if min is None and max is None:
+        raise mod_error("clamp is given neither min nor max", "give one, as in torch.clamp(x, min=0)")
     if min is not None:
-        x = _binary("max")(x, min)
-    return x if max is None else _binary("min")(x, max)
+        input = _binary("max")(input, min)
+    return input if max is None else _binary("min")(input, max)
 
 
-def _where(condition: Any, a: Any, b: Any) -> Value:
-    builder, (c, x, y) = _values(condition, a, b)
+def _where(condition: Any, input: Any, other: Any) -> Value:
+    builder, (c, x, y) = _values(condition, input, other)
     if c.kind is not torch.bool:
         raise mod_error(f"torch.where's condition is a {c.kind} value", "compare it: torch.where(x != 0, a, b)")
     left, right = builder.promote(x.node, y.node)
@@ -313,58 +355,35 @@ def _where(condition: Any, a: Any, b: Any) -> Value:
     return Value(builder, builder.add("where", c.node, left, right))
 
 
-def _to(x: Any, *args: Any, dtype: Any = None, **_: Any) -> Value:
-    builder, (value,) = _values(x)
-    for a in args:
-        dtype = a if isinstance(a, torch.dtype) else a.dtype if isinstance(a, (torch.Tensor, Value)) else dtype
-    return value if dtype is None else Value(builder, builder.cast(value.node, dtype))
-
-
-def _cast(dtype: torch.dtype) -> Callable[..., Value]:
-    return lambda x: _to(x, dtype)
+def cast(value: Any, dtype: torch.dtype) -> Value:
+    builder, (value,) = _values(value)
+    return Value(builder, builder.cast(value.node, dtype))
 
 
 def _logical(op: str) -> Callable[..., Value]:
-    return lambda x, y: _binary(op)(_to(x, torch.bool), _to(_values(x, y)[1][1], torch.bool))
-
-
-def _filled(value: Any = None, default_dtype: bool = False) -> Callable[..., Value]:
-    """new_ones, zeros_like and their kin, of which a mod needs rank 0 only."""
-
-    def apply(x: Any, *args: Any, dtype: Any = None, **kwargs: Any) -> Value:
-        builder, (like,) = _values(x)
-        fill = value if value is not None else kwargs.pop("fill_value", args[-1] if args else None)
-        number = Value.lift(builder, fill)
-        return _to(number, dtype or like.dtype)
+    def apply(input: Any, other: Any) -> Value:
+        _, (a, b) = _values(input, other)
+        return _binary(op)(cast(a, torch.bool), cast(b, torch.bool))
 
     return apply
 
 
-def _tensor(x: Any, dtype: Any = None, **_: Any) -> Any:
-    """torch.tensor of one number; of a list, which has no meaning per (q, kv), captured numbers become constants."""
-    if isinstance(x, (list, tuple)):
-        for item in x:
-            if isinstance(item, Value):
-                item._python_number("torch.tensor of a list")
-    _builder, (value,) = _values(x)
-    return _to(value, dtype or value.dtype)
-
-
 def _getitem(x: Any, key: Any) -> Any:
     if isinstance(x, torch.Tensor):
-        builder = next(k.builder for k in (key if isinstance(key, tuple) else (key,)) if isinstance(k, (Value, View)))
-        x = builder.capture(x)  # type: ignore[attr-defined]
+        x = builder_in((key,)).capture(x)  # type: ignore[union-attr]
     if isinstance(x, Value):
         raise mod_error("a mod's index or score is one number and cannot be indexed", "index the captured tensor instead")
     return x[key]
 
 
-def _pow(x: Any, y: Any) -> Value:
-    if isinstance(y, int) and y == 2:
-        return _binary("mul")(x, x)
-    builder, (a, b) = _values(x, y)
-    if category(result_dtype([a.kind, b.kind])) == "int" and builder.nodes[b.node].op != "const":
-        raise mod_error("an integer raised to an integer that is not a literal", "make one side a float: 2.0 ** n, or use 1 << n")
+def _pow(input: Any, exponent: Any) -> Value:
+    builder, (a, b) = _values(input, exponent)
+    if type(exponent) is int and exponent == 2 and a.kind is not torch.bool:
+        return _binary("mul")(a, a)
+    literal = builder.nodes[b.node].attr if builder.nodes[b.node].op == "const" else None
+    if category(result_dtype([a.kind, b.kind])) == "int" and (literal is None or literal < 0):  # type: ignore[operator]
+        cure = "make one side a float: 2.0 ** n, or use 1 << n"
+        raise mod_error("an integer raised to an integer that is not a literal of 0 or more", cure)
     return _binary("pow")(a, b)
 
 
@@ -380,11 +399,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "special_expit": _unary("sigmoid"),
     "invert": _unary("not"),
     "bitwise_not": _unary("not"),
-    "logical_not": lambda x: _unary("not")(_to(x, torch.bool)),
+    "logical_not": lambda input: _unary("not")(cast(input, torch.bool)),
     "pos": lambda x: x,
-    "positive": lambda x: x,
-    "subtract": _binary("sub"),
-    "rsub": lambda x, y, alpha=None: _binary("sub")(y, x, alpha),
     "multiply": _binary("mul"),
     "div": _div,
     "divide": _div,
@@ -395,21 +411,15 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "floor_divide": _binary("floordiv"),
     "remainder": _binary("mod"),
     "pow": _pow,
-    "rpow": lambda x, y: _pow(_values(x, y)[1][1], x),
-    "square": lambda x: _binary("mul")(x, x),
+    "rpow": lambda input, other: _pow(_values(input, other)[1][1], input),
+    "square": lambda input: _pow(input, 2),
     "minimum": _binary("min"),
     "maximum": _binary("max"),
-    "min": _binary("min"),
-    "max": _binary("max"),
-    "fmin": _binary("min"),
-    "fmax": _binary("max"),
     "clamp": _clamp,
     "clip": _clamp,
-    "clamp_min": lambda x, min: _clamp(x, min=min),
-    "clamp_max": lambda x, max: _clamp(x, max=max),
-    "relu": lambda x, inplace=False: _binary("max")(x, 0),
-    "where": lambda condition, x, y: _where(condition, x, y),
-    "masked_fill": lambda x, mask, value: _where(mask, value, x),
+    "clamp_min": lambda input, min: _binary("max")(input, min),
+    "clamp_max": lambda input, max: _binary("min")(input, max),
+    "where": _where,
     "bitwise_and": _binary("and"),
     "bitwise_or": _binary("or"),
     "bitwise_xor": _binary("xor"),
@@ -424,20 +434,14 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "bitwise_right_shift": _binary("shr"),
     **{name: _binary(op) for name, op in {"greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le"}.items()},
     "not_equal": _binary("ne"),
-    "to": _to,
-    "type": _to,
-    "type_as": _to,
-    **{name: _cast(dtype) for name, dtype in {"float": torch.float32, "double": torch.float64, "half": torch.float16,
-                                               "bfloat16": torch.bfloat16, "bool": torch.bool, "int": torch.int32, "long": torch.int64,
-                                               "short": torch.int16}.items()},
-    **{name: _filled(1) for name in ("new_ones", "ones_like")},
-    **{name: _filled(0) for name in ("new_zeros", "zeros_like")},
-    **{name: _filled() for name in ("new_full", "full_like", "new_tensor")},
-    **{name: (lambda x, *_, **__: x) for name in ("clone", "contiguous", "cpu", "squeeze", "view", "reshape", "expand")},
-    **dict.fromkeys(("tensor", "as_tensor", "scalar_tensor"), _tensor),
     "getitem": _getitem,
 }  # fmt: skip
-_SUPPORTED = "a mod is arithmetic on single numbers; it may use Python's operators and: " + ", ".join(sorted(FUNCTIONS))
+
+
+def _supported() -> str:
+    names = ", ".join(sorted(name for name in FUNCTIONS if " " not in name))
+    return f"a mod is arithmetic on single numbers; it may use Python's operators and: {names}"
+
 
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"):
     for _class in (Value, View):  # a View says there which dimensions are still to be indexed
