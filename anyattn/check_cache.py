@@ -16,6 +16,7 @@ from anyattn.geometry.stored_cache import CacheSizes, CacheStep, CacheTables, St
 from anyattn.kvcache import append, rotary
 from anyattn.plan import Plan
 from anyattn.problem import Problem
+from anyattn.strides import in_order
 
 __all__ = ["CacheCall", "Given", "cache_call", "cached_rows", "heads_first"]
 
@@ -62,7 +63,7 @@ class CacheCall:
         appender = plan.appender(chosen, hardware.of(step.q.device.type))
         if appender is not None:
             turned = autograd.backend_module(appender).append(step)
-            return problem if turned is step.q else problem.like(q=heads_first(turned))
+            return problem if turned is step.q else problem.like(q=in_order(heads_first(turned), problem.q))
         looked, turn = self.looked, self.turn
         if looked is None:
             looked = _look(self.given, step.tables, step.sizes)
@@ -73,7 +74,7 @@ class CacheCall:
         if turn is not None:
             new_k = turn.applied(new_k, turn.k_positions)
             turned = turn.applied(step.q.reshape(-1, *step.q.shape[-2:]), turn.q_positions)
-            problem = problem.like(q=heads_first(turned.view(step.q.shape)))
+            problem = problem.like(q=in_order(heads_first(turned.view(step.q.shape)), problem.q))
         append.append(step.k_cache, new_k, *looked.slots)
         append.append(step.v_cache, new_v, *looked.slots)
         return problem

@@ -17,6 +17,7 @@ from anyattn.mods.trace import TracedMod
 from anyattn.ops import mods_of_operands, operands_of
 from anyattn.plan import Plan
 from anyattn.problem import Problem
+from anyattn.strides import empty_in_order
 
 __all__ = ["decode", "decode_with_mods", "flash", "flash_with_mods"]
 
@@ -99,15 +100,24 @@ def flash(
 
 def _results(problem: Problem, chosen: Plan, is_packed: bool) -> tuple[Tensor, Tensor]:
     result = autograd.backend_of(chosen).forward(problem, chosen)
-    out = result.out.transpose(1, 2)
-    return (out[0], result.lse[0]) if is_packed else (out, result.lse)
+    return _as_given(result.out, is_packed), result.lse[0] if is_packed else result.lse
+
+
+def _heads_first(x: Tensor) -> Tensor:
+    """What a problem holds of ``x``: (B, S, H, D) or packed (total, H, D) as (B or 1, H, S, D), a view."""
+    return (x if x.ndim == 4 else x[None]).transpose(1, 2)
+
+
+def _as_given(x: Tensor, is_packed: bool) -> Tensor:
+    """The way back of ``_heads_first``."""
+    return x.transpose(1, 2)[0] if is_packed else x.transpose(1, 2)
 
 
 def _fake(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     stat = torch.float64 if q.dtype is torch.float64 else torch.float32
-    batch, (seqlen, heads) = q.shape[0] if q.ndim == 4 else 1, q.shape[-3:-1]
-    out, lse = q.new_empty((batch, heads, seqlen, v.shape[-1])).transpose(1, 2), q.new_empty((batch, heads, seqlen), dtype=stat)
-    return (out, lse) if q.ndim == 4 else (out[0], lse[0])
+    rows, is_packed = _heads_first(q), q.ndim == 3
+    lse = q.new_empty(rows.shape[:3], dtype=stat)
+    return _as_given(empty_in_order(rows, last=v.shape[-1]), is_packed), lse[0] if is_packed else lse
 
 
 @flash.register_fake
@@ -164,28 +174,21 @@ def flash_backward(
     problem = problem.like(**{name: autograd.wanting(getattr(problem, name), w) for name, w in asked})
     if chosen.whole_spans:  # which keep no log-sum-exp; here it was kept
         chosen = replace(chosen, whole_spans=False)
-    rows = (out if out.ndim == 4 else out[None]).transpose(1, 2), lse if lse.ndim == 3 else lse[None]
-    douts = (dout if dout.ndim == 4 else dout[None]).transpose(1, 2), dlse if dlse is None or dlse.ndim == 3 else dlse[None]
+    rows = _heads_first(out), lse if lse.ndim == 3 else lse[None]
+    douts = _heads_first(dout), dlse if dlse is None or dlse.ndim == 3 else dlse[None]
     dq, dk, dv, dsink, *captured = autograd.backward(problem, chosen, *rows, *douts)
     by_tensor = {id(t): g for t, g in zip(problem.score.tensors if problem.score else (), captured, strict=True)}
-    found = [*(_as(g, t) for g, t in zip((dq, dk, dv), (q, k, v), strict=True)), by_tensor.get(id(alibi_slopes)), dsink]
-    found += [by_tensor.get(id(t)) for t in score_tensors]
-    return [q.new_empty(0) if g is None or not w else g.contiguous() for g, w in zip(found, wants, strict=True)]
-
-
-def _as(grad: Tensor | None, like: Tensor) -> Tensor | None:
-    """A gradient (B or 1, H, S, D) laid out as the door's argument was."""
-    if grad is None:
-        return None
-    return grad.transpose(1, 2) if like.ndim == 4 else grad.transpose(1, 2)[0]
+    by_rows = [None if g is None else _as_given(g, t.ndim == 3) for g, t in zip((dq, dk, dv), (q, k, v), strict=True)]
+    found = [*by_rows, by_tensor.get(id(alibi_slopes)), dsink, *(by_tensor.get(id(t)) for t in score_tensors)]
+    return [q.new_empty(0) if g is None or not w else g for g, w in zip(found, wants, strict=True)]
 
 
 @flash_backward.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> list[Tensor]:
-    slopes, sink, score_tensors, wants = args[5], args[6], args[9], args[-1]
-    inputs = [q, k, v, slopes, sink, *score_tensors]
-    dense = torch.contiguous_format
-    return [torch.empty_like(t, memory_format=dense) if w else q.new_empty(0) for t, w in zip(inputs, wants, strict=True)]
+    of_rows, of_others = (q, k, v), (args[5], args[6], *args[9])
+    found: list[Tensor | None] = [_as_given(empty_in_order(_heads_first(t)), t.ndim == 3) for t in of_rows]
+    found += [None if t is None else t.new_empty(t.shape) for t in of_others]
+    return [g if g is not None and w else q.new_empty(0) for g, w in zip(found, args[-1], strict=True)]
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import struct
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -25,6 +25,7 @@ from anyattn.mods.trace import Source, TracedMod
 from anyattn.plan import Plan
 from anyattn.problem import Problem
 from anyattn.sparsity.block_mask import are_unwritten, tells_no_more
+from anyattn.strides import empty_in_order
 
 __all__ = ["NO_MOD", "attend", "flex_with_mods", "mod_of_operands", "operands_of", "options_text"]
 
@@ -173,7 +174,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tens
     wants_max = args[-4]
     rows = q.shape[:3]
     stat = torch.float64 if q.dtype is torch.float64 else torch.float32
-    out, lse = q.new_empty((*rows, v.shape[3])), q.new_empty(rows, dtype=stat)
+    out, lse = empty_in_order(q, last=v.shape[3]), q.new_empty(rows, dtype=stat)
     return out, lse, q.new_empty(rows if wants_max else (0,), dtype=stat)
 
 
@@ -216,9 +217,9 @@ def attend_backward(
 
 @attend_backward.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *args: Any) -> list[Tensor]:
-    score_tensors, wants = args[2], args[-1]
-    dense = partial(torch.empty_like, memory_format=torch.contiguous_format)
-    return [dense(t) if w else q.new_empty(0) for t, w in zip((q, k, v, sink, *score_tensors), wants, strict=True)]
+    of_rows, of_others = (q, k, v), (sink, *args[2])
+    found = [*map(empty_in_order, of_rows), *(None if t is None else t.new_empty(t.shape) for t in of_others)]
+    return [g if g is not None and w else q.new_empty(0) for g, w in zip(found, args[-1], strict=True)]
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple) -> None:

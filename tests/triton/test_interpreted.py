@@ -44,6 +44,8 @@ PARTS = {
     "exact sums": Part("triton/interpreted_exact.py"),
     "frozen": Part("triton/interpreted_frozen.py"),
     "copies": Part("triton/interpreted_copies.py"),
+    "strides": Part("test_strides.py", "(test_flex and score_mod) or remembered or packed or pages or decoding"),
+    "operators": Part("test_strided_operators.py", "(test_attend and all) or pages or packed or decode or (gpt and flex and aot_eager)"),
     "edge cases": Part("end_to_end/test_edge_cases.py", f"({' '.join(EDGES.split())}) and not float64", "64x32", fills=False),
 }
 

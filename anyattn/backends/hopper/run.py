@@ -22,6 +22,7 @@ from anyattn.geometry.stored import StoredSequences
 from anyattn.plan import Plan
 from anyattn.problem import Problem
 from anyattn.sparsity.documents import DocumentTables, over_sequences, tables_of
+from anyattn.strides import empty_in_order
 
 __all__ = ["CACHE_FOR_KEYS", "Result", "config_of", "forward", "runs_documents"]
 
@@ -55,13 +56,14 @@ class _Ready(NamedTuple):
     """A launch that was made once. All calls of the same facts whose tables are none, or are known to be these, differ in tensors, scale
     and captured values alone.
 
-    known: where the kernel is from; it is empty once the kernels are forgotten. numbers, shape: arguments behind the scale; out's shape.
+    known: where the kernel is from; it is empty once the kernels are forgotten. shape, strides: out's. numbers: arguments behind the scale.
     captures: whether anything is captured. is_plain: whether that can be handed over as it is. visits: the tables.
     """
 
     kernel: Callable[..., None]
     known: Mapping[tuple, Any]
     shape: tuple[int, ...]
+    strides: tuple[int, ...]
     numbers: tuple[int, int, int, int]
     captures: bool
     is_plain: bool
@@ -91,7 +93,7 @@ def _by_documents(problem: Problem, shared: _Shared, ways: ByDocument) -> Result
             same = over_sequences(problem, ways.form, documents.sequences) if ready.captures else problem
             return _again(same, ways.within, ready)
     within = over_sequences(problem, ways.form, documents.sequences)
-    results = _results(problem, torch.empty)
+    results = _results(problem)
     if answer is not False or is_compiling():
         visits = tables.visits_of_documents(documents, config)
         arguments = _launched(within, ways.within, config, visits, results)
@@ -107,7 +109,7 @@ def _again(problem: Problem, special: Special, ready: _Ready) -> Result:
     """The same launch with other tensors and values."""
     q = problem.q
     dtype, device = q.dtype, q.device
-    out = torch.empty(ready.shape, dtype=dtype, device=device)
+    out = torch.empty_strided(ready.shape, ready.strides, dtype=dtype, device=device)
     lse = torch.empty(ready.shape[:3], dtype=torch.float32, device=device) if problem.wants_lse else None
     highest = torch.empty(ready.shape[:3], dtype=torch.float32, device=device) if problem.wants_max else None
     numbers, captured = special.captured(problem) if ready.captures else ((), ())
@@ -120,8 +122,9 @@ def _again(problem: Problem, special: Special, ready: _Ready) -> Result:
 
 def _first(problem: Problem, shared: _Shared, config: Config) -> Result:
     special = shared.special
-    # rows that belong to no sequence are 0 and -inf; the kernel does not come by them
-    results = _results(problem, torch.zeros if _fills(problem) else torch.empty)
+    results = _results(problem)
+    if _fills(problem):  # rows that belong to no sequence are 0 and -inf; the kernel does not come by them
+        results.out.zero_()
     visits = tables.visits_of(problem, special, results)
     arguments = _launched(problem, special, config, visits, results)
     if special.listed is None and problem.sequences is None:
@@ -129,9 +132,8 @@ def _first(problem: Problem, shared: _Shared, config: Config) -> Result:
     return results
 
 
-def _results(problem: Problem, make: Callable[..., Tensor]) -> Result:
-    q = problem.q
-    out = make((*q.shape[:3], problem.v.shape[3]), dtype=q.dtype, device=q.device)
+def _results(problem: Problem) -> Result:
+    out = empty_in_order(problem.q, last=problem.v.shape[3])
     return Result(out, *(_statistic(problem) if wanted else None for wanted in (problem.wants_lse, problem.wants_max)))
 
 
@@ -158,7 +160,14 @@ def _keep(ready: dict[Config, _Ready], config: Config, arguments: tuple, visits:
     if kinds in known:
         captured = arguments[-2:]
         ready[config] = _Ready(
-            known[kinds], known, tuple(arguments[3].shape), arguments[-6:-2], any(captured), kinds_of(captured)[1], visits
+            known[kinds],
+            known,
+            tuple(arguments[3].shape),
+            arguments[3].stride(),
+            arguments[-6:-2],
+            any(captured),
+            kinds_of(captured)[1],
+            visits,
         )
 
 
