@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from anyattn.mods.bounds import EMPTY, FULL, PARTIAL
 from anyattn.mods.dependence import dependence
 from anyattn.mods.trace import trace
-from anyattn.sparsity.arguments import device_of, length, pair
+from anyattn.sparsity.arguments import device_of, length, pair, positions
 from anyattn.sparsity.block_sparse import BlockSparseTensors
 from anyattn.sparsity.compute import classes_of_mask, device_lists
 from anyattn.sparsity.lists import check_counts, grid_of_lists, lists_of_grid
@@ -50,7 +50,7 @@ class BlockMask(torch_flex.BlockMask):
 
         kv_num_blocks: int32 (..., M). kv_indices: int32 (..., M, N). full_*: the same for blocks that need no mask, or None.
         mask_mod: what the partial blocks show, None for everything. seq_lengths: default whole blocks. order: torch's ``dq_*`` arguments.
-        Raises ``ValueError`` for a count below 0 or beyond N, and with compute_q_blocks for a block that is none; a GPU's lists are not read.
+        Raises ``ValueError`` for a count below 0 or beyond N, and with compute_q_blocks for a block that is none, unless it is on a GPU.
         """
         if kv_indices.dim() < 2:
             raise RuntimeError(f"kv_indices has shape {tuple(kv_indices.shape)}; a BlockMask has at least 2 dimensions (rows, columns)")
@@ -389,7 +389,7 @@ def create_block_mask(
         outside: Any = torch.compiler.disable(create_block_mask)
         order = (separate_full_blocks, compute_dq_write_order, dq_kv_order)
         return outside(mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE, _compile, *order)
-    lengths = (length("Q_LEN", Q_LEN), length("KV_LEN", KV_LEN))
+    lengths = (positions("Q_LEN", Q_LEN), positions("KV_LEN", KV_LEN))
     batch = (1 if B is None else length("B", B), 1 if H is None else length("H", H))
     tile = pair("BLOCK_SIZE", BLOCK_SIZE)
     if not isinstance(dq_kv_order, bool):
