@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from anyattn.kvcache import append, rotary
 from anyattn.plan import Plan
 from anyattn.problem import Problem
 
-__all__ = ["CacheCall", "Given", "cache_call", "cached_rows", "heads_first"]
+__all__ = ["CacheCall", "Given", "cache_call", "cached_rows", "check_no_captured_gradients", "check_no_gradients", "heads_first"]
 
 
 class Given(NamedTuple):
@@ -124,6 +125,36 @@ def cache_call(given: Given, options: Options) -> CacheCall:
     rotary.check_rotary(cos, sin, q.shape[-1], -1, q.device)
     step = CacheStep(q, given.k_cache, given.v_cache, given.k, given.v, tables, sizes, cos, sin, bool(given.rotary_interleaved), follows)
     return CacheCall(problem, step, given, looked, None if looked is None else _turn(step, looked))
+
+
+_DIFFERENTIABLE = ("q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin")
+
+
+def check_no_gradients(tensors: Iterable[Any], options: Options) -> None:
+    """Raises ``ValueError`` where autograd expects a gradient: there is none, and a result without one would say nothing of it.
+
+    tensors: the call's, in the order of ``_DIFFERENTIABLE``; more may follow. For calls that autograd records.
+    """
+    for name, x in zip(_DIFFERENTIABLE, tensors):
+        if isinstance(x, Tensor) and x.requires_grad:
+            _refuse_gradient(name)
+    for name, x in (("alibi_slopes", options.alibi_slopes), ("sink", options.sink)):
+        if isinstance(x, Tensor) and x.requires_grad:
+            _refuse_gradient(name)
+
+
+def check_no_captured_gradients(tensors: Iterable[Tensor]) -> None:
+    """``check_no_gradients`` for what a score mod reads."""
+    for x in tensors:
+        if x.requires_grad:
+            _refuse_gradient(f"a tensor of shape {tuple(x.shape)} that score_mod reads")
+
+
+def _refuse_gradient(name: str) -> None:
+    raise ValueError(
+        f"{name} requires grad, but flash_attn_with_kvcache has no gradients; wanted a call under torch.no_grad() or "
+        "torch.inference_mode(), or the tensor's .detach(); to train, use flash_attn_varlen_func, which has gradients"
+    )
 
 
 def _tables(given: Given) -> tuple[CacheTables, CacheSizes]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from anyattn import autograd, check_flash, hardware, plan
+from anyattn.check_cache import Given, cache_call, check_no_captured_gradients, check_no_gradients
 from anyattn.check_flash import Options
 from anyattn.mods.algebra import Mask, Score
 from anyattn.ops import NO_MOD, frozen_mod, traced_mod
@@ -247,8 +248,6 @@ def decode(
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of ``flash_attn_with_kvcache``."""
-    from anyattn.check_cache import Given, cache_call
-
     options = _options(
         alibi_slopes, sink, score_program, score_scalars, score_tensors, mask_program, mask_scalars, mask_tensors, softmax_scale, softcap,
         causal, window_size, num_splits, pack_gqa,
@@ -291,7 +290,11 @@ def compiled_decode(
     backend: str | None,
 ) -> tuple[Tensor, Tensor]:
     """``flash_attn_with_kvcache`` as one operator call; tensors: its optional ones, from k to cu_seqlens_q, in the operator's order."""
-    return decode(q, k_cache, v_cache, *tensors, *_operands(q, options), interleaved, backend or "")
+    operands = _operands(q, options)
+    if torch.is_grad_enabled():
+        check_no_gradients((q, k_cache, v_cache, *tensors), options)
+        check_no_captured_gradients(operands[4])
+    return decode(q.detach(), k_cache, v_cache, *tensors, *operands, interleaved, backend or "")
 
 
 def _operands(q: Tensor, options: Options) -> tuple:
