@@ -208,7 +208,8 @@ def flash_attn_with_kvcache(
     records, no argument may require one.
 
     Raises ``TypeError``/``ValueError`` naming the argument: rows beyond the capacity, a page outside the pool, a cache row appended to
-    twice, rotary tables that are too short or too wide, a tensor that requires grad outside ``torch.no_grad()``, and whatever ``flash_attn_func`` refuses.
+    twice, rotary tables that are too short or too wide, a tensor that requires grad outside ``torch.no_grad()``, and whatever
+    ``flash_attn_func`` refuses.
 
     >>> import torch, anyattn
     >>> k_cache, v_cache = torch.zeros(2, 2, 64, 4, 16)  # room for 64 keys of 2 sequences

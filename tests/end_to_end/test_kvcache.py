@@ -337,7 +337,7 @@ def test_what_requires_grad_is_refused_where_autograd_records(name: str) -> None
     given |= {n: torch.randn(1, 8, 2, 16) for n in ("k_cache", "v_cache")}
     given |= {"rotary_cos": torch.randn(9, 4), "rotary_sin": torch.randn(9, 4), "alibi_slopes": torch.rand(4), "sink": torch.randn(4)}
     bias = torch.randn(4)
-    (bias if name not in given else given[name]).requires_grad_()
+    given.get(name, bias).requires_grad_()
     before = given["k_cache"].detach().clone()
 
     def call():
@@ -355,4 +355,3 @@ def test_what_requires_grad_is_refused_where_autograd_records(name: str) -> None
 def test_parameters_that_require_no_grad_are_as_good_as_buffers() -> None:
     q, cache = torch.randn(1, 1, 4, 16), torch.nn.Parameter(torch.randn(1, 8, 2, 16), requires_grad=False)
     assert torch.equal(anyattn.flash_attn_with_kvcache(q, cache, cache), anyattn.flash_attn_with_kvcache(q, cache.data, cache.data))
-
