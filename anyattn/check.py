@@ -13,7 +13,7 @@ from torch import Tensor
 
 from anyattn.mods.bounds import check_loads
 from anyattn.mods.native import native_mod
-from anyattn.mods.rows import row_ranges
+from anyattn.mods.rows import check_positions, row_ranges
 from anyattn.mods.trace import TracedMod, trace
 from anyattn.problem import Problem
 
@@ -110,6 +110,8 @@ def flex_problem(
     aux = aux_list(aux_tensors, query.device)
     batch, heads, seqlen_q, head_dim = query.shape
     lengths = (batch, heads, seqlen_q, key.shape[2])
+    check_positions("the length of query", seqlen_q)
+    check_positions("the length of key", key.shape[2])
     score = None if score_mod is None else _traced(score_mod, "score", query, aux, lengths)
     predicates = []
     blocks, follows = None, False

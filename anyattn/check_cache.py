@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from anyattn.plan import Plan
 from anyattn.problem import Problem
 from anyattn.strides import in_order
 
-__all__ = ["CacheCall", "Given", "cache_call", "cached_rows", "heads_first"]
+__all__ = ["CacheCall", "Given", "cache_call", "cached_rows", "check_no_captured_gradients", "check_no_gradients", "heads_first"]
 
 
 class Given(NamedTuple):
@@ -127,6 +128,36 @@ def cache_call(given: Given, options: Options) -> CacheCall:
     return CacheCall(problem, step, given, looked, None if looked is None else _turn(step, looked))
 
 
+_DIFFERENTIABLE = ("q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin")
+
+
+def check_no_gradients(tensors: Iterable[Any], options: Options) -> None:
+    """Raises ``ValueError`` where autograd expects a gradient: there is none, and a result without one would say nothing of it.
+
+    tensors: the call's, in the order of ``_DIFFERENTIABLE``; more may follow. For calls that autograd records.
+    """
+    for name, x in zip(_DIFFERENTIABLE, tensors):
+        if isinstance(x, Tensor) and x.requires_grad:
+            _refuse_gradient(name)
+    for name, x in (("alibi_slopes", options.alibi_slopes), ("sink", options.sink)):
+        if isinstance(x, Tensor) and x.requires_grad:
+            _refuse_gradient(name)
+
+
+def check_no_captured_gradients(tensors: Iterable[Tensor]) -> None:
+    """``check_no_gradients`` for what a score mod reads."""
+    for x in tensors:
+        if x.requires_grad:
+            _refuse_gradient(f"a tensor of shape {tuple(x.shape)} that score_mod reads")
+
+
+def _refuse_gradient(name: str) -> None:
+    raise ValueError(
+        f"{name} requires grad, but flash_attn_with_kvcache has no gradients; wanted a call under torch.no_grad() or "
+        "torch.inference_mode(), or the tensor's .detach(); to train, use flash_attn_varlen_func, which has gradients"
+    )
+
+
 def _tables(given: Given) -> tuple[CacheTables, CacheSizes]:
     """What shapes, dtypes and devices tell of the call, checked."""
     q, k_cache, k, ends = given.q, given.k_cache, given.k, given.cu_seqlens_q
@@ -141,8 +172,7 @@ def _tables(given: Given) -> tuple[CacheTables, CacheSizes]:
     if k is not None:
         append.check_apart("k_cache", k_cache)
         append.check_apart("v_cache", given.v_cache)
-        if k_cache.data_ptr() == given.v_cache.data_ptr() and k_cache.numel() > 0:
-            raise ValueError("k_cache and v_cache begin in the same memory, so v would be written over k; wanted a cache for each")
+        append.check_disjoint(k_cache, given.v_cache)
     rows_q = q.shape[0] if ends is not None else q.shape[1]
     bound_q = rows_q if ends is None else check_lengths.bound("max_seqlen_q", given.max_seqlen_q, rows_q)
     most_q = rows_q if ends is None else given.max_seqlen_q if isinstance(given.max_seqlen_q, int) else 0

@@ -32,6 +32,7 @@ from anyattn.kvcache.append import check_pages
 from anyattn.mods import masks, scores
 from anyattn.mods.compose import chained
 from anyattn.mods.loads import check_loads, check_loads_ragged, plainly_inside
+from anyattn.mods.rows import check_positions
 from anyattn.mods.trace import TracedMod
 from anyattn.problem import Problem
 
@@ -191,6 +192,8 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences | None, opt
     aux = check.aux_list(options.aux_tensors, q.device)
     sink = check.sink_logits(options.sink, q4)
     bare = Problem(q4, k4, v4, check.scale_of("softmax_scale", options.softmax_scale, q.shape[-1]), sequences=sequences)
+    check_positions("the length of q", bare.bound_q)
+    check_positions("the length of k", bare.bound_k)
 
     def traced(mod: Callable | TracedMod, kind: str) -> TracedMod:
         found = check.traced(mod, kind, q4, aux)

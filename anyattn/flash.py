@@ -205,10 +205,12 @@ def flash_attn_with_kvcache(
     Nothing of the cache but the appended rows is written, and nothing at all if an error is raised; what lies past the rows in use never
     matters. The output does not depend, bit for bit, on where pages lie, nor, at a given num_splits, on the rest of the batch.
 
-    Returns out, laid out as q with head_dim Dv, or ``(out, lse)``, lse (B, Hq, Sq) or (Hq, total_q). No gradients: the result is detached.
+    Returns out, laid out as q with head_dim Dv, or ``(out, lse)``, lse (B, Hq, Sq) or (Hq, total_q). There are no gradients: where autograd
+    records, no argument may require one.
 
     Raises ``TypeError``/``ValueError`` naming the argument: rows beyond the capacity, a page outside the pool, a cache row appended to
-    twice, rotary tables that are too short or too wide, and whatever ``flash_attn_func`` refuses.
+    twice, rotary tables that are too short or too wide, a tensor that requires grad outside ``torch.no_grad()``, and whatever
+    ``flash_attn_func`` refuses.
 
     >>> import torch, anyattn
     >>> k_cache, v_cache = torch.zeros(2, 2, 64, 4, 16)  # room for 64 keys of 2 sequences
@@ -229,17 +231,22 @@ def flash_attn_with_kvcache(
         if isinstance(cache_seqlens, int):
             cache_seqlens = torch.full((len(q) if cu_seqlens_q is None else len(cu_seqlens_q) - 1,), cache_seqlens, device=q.device)
         given = (k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, page_table, cu_seqlens_q)
-        found = entry_points.decode(q.detach(), k_cache, v_cache, given, rotary_interleaved, max_seqlen_q, validate, options, backend)
+        found = entry_points.decode(q, k_cache, v_cache, given, rotary_interleaved, max_seqlen_q, validate, options, backend)
         return found if return_lse else found[0]
-    from anyattn.check_cache import Given
+    from anyattn.check_cache import Given, check_no_captured_gradients, check_no_gradients
     from anyattn.recall_cache import decode_call
 
     arguments = Given(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, page_table, cu_seqlens_q,
         max_seqlen_q, rotary_interleaved, validate,
     )  # fmt: skip
+    records = torch.is_grad_enabled()
+    if records:
+        check_no_gradients(arguments, options)
     with torch.no_grad():
         call, chosen = decode_call(arguments, options, backend)
+        if records and call.problem.score is not None:
+            check_no_captured_gradients(call.problem.score.tensors)
         out, lse, _ = autograd.compute(call.prepared(chosen), chosen)
     return _laid_out(out, lse, cu_seqlens_q is not None, return_lse)
 

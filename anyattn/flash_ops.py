@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from anyattn import autograd, check, recall
+from anyattn.check_cache import Given, check_no_captured_gradients, check_no_gradients
 from anyattn.check_flash import Options
 from anyattn.mods.trace import TracedMod
 from anyattn.ops import mods_of_operands, operands_of
@@ -262,7 +263,6 @@ def decode(
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of ``flash_attn_with_kvcache``."""
-    from anyattn.check_cache import Given
     from anyattn.recall_cache import decode_call
 
     options = _options(
@@ -317,9 +317,12 @@ def decode_with_mods(
     mask: TracedMod | None,
 ) -> tuple[Tensor, Tensor]:
     """``flash_attn_with_kvcache`` as one operator; tensors: its optional ones, from k to cu_seqlens_q, in the operator's order."""
-    longest = None if isinstance(longest, Tensor) else longest
-    operands = _operands(q, Options(*options), score, mask)
-    return decode(q, k_cache, v_cache, *tensors, *operands, interleaved, longest, validate, backend or "")
+    longest, given = None if isinstance(longest, Tensor) else longest, Options(*options)
+    operands = _operands(q, given, score, mask)
+    if torch.is_grad_enabled():
+        check_no_gradients((q, k_cache, v_cache, *tensors), given)
+        check_no_captured_gradients(() if score is None else score.tensors)
+    return decode(q.detach(), k_cache, v_cache, *tensors, *operands, interleaved, longest, validate, backend or "")
 
 
 def _operands(q: Tensor, options: Options, score: TracedMod | None, mask: TracedMod | None) -> tuple:

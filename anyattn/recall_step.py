@@ -14,6 +14,7 @@ from anyattn import check_lengths, hardware, plan, recall
 from anyattn.check_cache import CacheCall, Given, cache_call, cached_rows, heads_first
 from anyattn.check_flash import Options
 from anyattn.geometry.stored_cache import CacheSizes, CacheStep, CacheTables, StoredCache
+from anyattn.kvcache import append
 from anyattn.plan import Plan
 from anyattn.problem import Problem
 
@@ -21,12 +22,13 @@ __all__ = ["asks_mods", "facts_of_options", "seen", "step_call"]
 
 
 class _Remembered(NamedTuple):
-    """fields: the problem's, but for its tensors and sequences."""
+    """fields: the problem's, but for its tensors and sequences. reach: the caches', see ``append.reach``."""
 
     plan: Plan
     fields: dict[str, Any]
     sizes: CacheSizes
     follows: bool
+    reach: tuple[int, int]
 
 
 def step_call(given: Given, options: Options, backend: str | None) -> tuple[CacheCall, Plan] | None:
@@ -43,7 +45,8 @@ def step_call(given: Given, options: Options, backend: str | None) -> tuple[Cach
         mods = (call.problem.score, *call.problem.predicates)
         if not any(mod is not None and mod.tensors for mod in mods):
             fields = recall.fields_of(call.problem) | {"score": call.problem.score, "predicates": call.problem.predicates}
-            recall.remember(facts, _Remembered(chosen, fields, call.step.sizes, call.step.follows))
+            reach = (append.reach(given.k_cache), append.reach(given.v_cache))
+            recall.remember(facts, _Remembered(chosen, fields, call.step.sizes, call.step.follows, reach))
     return call, chosen
 
 
@@ -55,8 +58,7 @@ def _facts(given: Given, options: Options, backend: str | None) -> tuple | None:
         most_q = given.max_seqlen_q
         if most_q is not None and type(most_q) is not int:
             return None
-        is_one = given.k_cache.data_ptr() == given.v_cache.data_ptr()
-        flags = (facts_of_options(options, given.validate, most_q), bool(given.rotary_interleaved), backend, is_one)
+        flags = (facts_of_options(options, given.validate, most_q), bool(given.rotary_interleaved), backend)
         rows = tuple([_seen(x) for x in (given.q, given.k_cache, given.v_cache, given.k, given.v, options.sink)])
         turns = _seen(given.rotary_cos), _seen(given.rotary_sin)
         lengths = type(given.cache_seqlens) if type(given.cache_seqlens) in (int, type(None)) else _seen(given.cache_seqlens)
@@ -96,6 +98,8 @@ def facts_of_options(options: Options, *others: Any) -> tuple:
 
 def _known_call(given: Given, options: Options, known: _Remembered) -> CacheCall:
     q, sizes = given.q, known.sizes
+    if given.k is not None:
+        append.check_disjoint(given.k_cache, given.v_cache, known.reach)
     cached = cached_rows(given.cache_seqlens, sizes.batch, sizes.capacity, q.device)
     tables = CacheTables(cached, given.cache_leftpad, given.cache_batch_idx, given.cu_seqlens_q, given.page_table)
     fields = dict(known.fields)

@@ -89,6 +89,23 @@ def test_decoding_writes_the_same_cache() -> None:
     assert step(q, *cache).shape == q.shape
 
 
+@pytest.mark.parametrize("which", ["q", "k_cache", "sink", "a score mod's"])
+def test_decoding_what_requires_grad_is_refused_where_autograd_records(which: str) -> None:
+    tensors = {"q": torch.randn(2, 1, H, D), "k_cache": torch.randn(2, 16, 2, D), "sink": torch.randn(H), "a score mod's": torch.randn(H)}
+    bias = tensors[which].requires_grad_() if which == "a score mod's" else tensors["a score mod's"]
+    score = anyattn.mod(lambda s, b, h, i, j: s + bias[h])
+    tensors[which].requires_grad_()
+
+    def call(q, k_cache, sink):
+        return anyattn.flash_attn_with_kvcache(q, k_cache, k_cache, cache_seqlens=5, sink=sink, score_mod=score)
+
+    given = [tensors[n] for n in ("q", "k_cache", "sink")]
+    with pytest.raises(Exception, match="requires grad"):
+        compiled(call)(*given)
+    with torch.no_grad():
+        assert torch.equal(compiled(call)(*given), call(*given))
+
+
 def test_opcheck() -> None:
     q, k, v = packed()
     bias = torch.randn(H, requires_grad=True)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from anyattn.mods.trace import TracedMod
 from anyattn.ops import mods_of_operands, operands_of
-from anyattn.sparsity.arguments import device_of, length, pair
+from anyattn.sparsity.arguments import device_of, length, pair, positions
 from anyattn.sparsity.block_mask import lists_of_mask
 
 __all__ = ["block_lists", "lists_with_mods"]
@@ -74,8 +74,7 @@ def lists_with_mods(
     mask: TracedMod,
 ) -> list[Tensor]:
     """``block_lists`` of a traced mask; arguments as ``create_block_mask`` takes them. Raises as the eager call."""
-    given = {"Q_LEN": q_len, "KV_LEN": kv_len, "B": 1 if batch is None else batch, "H": 1 if heads is None else heads}
-    sizes = {name: n if isinstance(n, torch.SymInt) else length(name, n) for name, n in given.items()}
-    lengths = (sizes["Q_LEN"], sizes["KV_LEN"])
+    lengths = [n if isinstance(n, torch.SymInt) else positions(name, n) for name, n in (("Q_LEN", q_len), ("KV_LEN", kv_len))]
+    sizes = [1 if n is None else n if isinstance(n, torch.SymInt) else length(name, n) for name, n in (("B", batch), ("H", heads))]
     like = torch.empty(0, device=device_of(device, mask))
-    return block_lists(like, *operands_of(mask), sizes["B"], sizes["H"], *lengths, *pair("BLOCK_SIZE", block_size), separate_full)
+    return block_lists(like, *operands_of(mask), *sizes, *lengths, *pair("BLOCK_SIZE", block_size), separate_full)

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anyattn.mods.rows import check_positions
 from anyattn.mods.trace import TracedMod
 
-__all__ = ["check_retile", "device_of", "length", "pair", "ragged_lengths"]
+__all__ = ["check_retile", "device_of", "length", "pair", "positions", "ragged_lengths"]
 
 
 def length(name: str, value: Any, least: int = 0) -> int:
@@ -24,6 +25,13 @@ def length(name: str, value: Any, least: int = 0) -> int:
         raise TypeError(f"{name} is a {type(value).__name__}; wanted {wanted}, such as tensor.shape[-2]") from None
     if number < least:
         raise ValueError(f"{name} is {number}; wanted {wanted}")
+    return number
+
+
+def positions(name: str, value: Any) -> int:
+    """The length of a sequence: an int from 0 to ``mods.rows.LONGEST``."""
+    number = length(name, value)
+    check_positions(name, number)
     return number
 
 
@@ -59,9 +67,11 @@ def ragged_lengths(side: str, cu_seqlens: Any, seqused: Any) -> Tensor:
         raise TypeError(f"cu_seqlens_{side} is None; pass it, (B + 1,) integers from 0, or seqused_{side}, (B,) lengths")
     steps = None if cu_seqlens is None else _steps(f"cu_seqlens_{side}", cu_seqlens)
     if seqused is None:
-        return steps  # type: ignore[return-value]
+        assert steps is not None
+        check_positions(f"the longest sequence of cu_seqlens_{side}", int(steps.max()) if len(steps) else 0)
+        return steps
     used = _whole_numbers(f"seqused_{side}", seqused, "(B,)")
-    most = steps if steps is not None else torch.full_like(used, torch.iinfo(torch.int32).max)
+    most = steps if steps is not None else torch.full_like(used, torch.iinfo(torch.int64).max)
     if used.shape != most.shape:
         raise ValueError(f"seqused_{side} has {len(used)} entries, but cu_seqlens_{side} has {len(most) + 1}; wanted B and B + 1")
     if used.device != most.device:
@@ -71,6 +81,7 @@ def ragged_lengths(side: str, cu_seqlens: Any, seqused: Any) -> Tensor:
         b = int(bad[0])
         room = "wanted 0 or more" if steps is None else f"wanted 0 to {int(most[b])}, the length that cu_seqlens_{side} gives the sequence"
         raise ValueError(f"seqused_{side}[{b}] is {int(used[b])}; {room}")
+    check_positions(f"the greatest of seqused_{side}", int(used.max()) if len(used) else 0)
     return used
 
 

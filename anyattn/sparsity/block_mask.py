@@ -15,8 +15,8 @@ from anyattn.mods.algebra import Derived
 from anyattn.mods.bounds import EMPTY, FULL, PARTIAL
 from anyattn.mods.dependence import dependence
 from anyattn.mods.pickling import Recipe, refuse_nameless
-from anyattn.mods.trace import name_of, trace
-from anyattn.sparsity.arguments import device_of, length, pair
+from anyattn.mods.trace import TracedMod, name_of, trace
+from anyattn.sparsity.arguments import device_of, length, pair, positions
 from anyattn.sparsity.block_sparse import BlockSparseTensors
 from anyattn.sparsity.compute import classes_of_mask, device_lists
 from anyattn.sparsity.lists import check_counts, grid_of_lists, lists_of_grid
@@ -57,7 +57,7 @@ class BlockMask(torch_flex.BlockMask):
 
         kv_num_blocks: int32 (..., M). kv_indices: int32 (..., M, N). full_*: the same for blocks that need no mask, or None.
         mask_mod: what the partial blocks show, None for everything. seq_lengths: default whole blocks. order: torch's ``dq_*`` arguments.
-        Raises ``ValueError`` for a count below 0 or beyond N, and with compute_q_blocks for a block that is none; a GPU's lists are not read.
+        Raises ``ValueError`` for a count below 0 or beyond N, and with compute_q_blocks for a block that is none, unless it is on a GPU.
         """
         if kv_indices.dim() < 2:
             raise RuntimeError(f"kv_indices has shape {tuple(kv_indices.shape)}; a BlockMask has at least 2 dimensions (rows, columns)")
@@ -453,7 +453,7 @@ def create_block_mask(
         made = _of_lists(lists, mask_mod, (Q_LEN, KV_LEN), tile)
         made._exact = None
         return made
-    lengths = (length("Q_LEN", Q_LEN), length("KV_LEN", KV_LEN))
+    lengths = (positions("Q_LEN", Q_LEN), positions("KV_LEN", KV_LEN))
     batch = (1 if B is None else length("B", B), 1 if H is None else length("H", H))
     tile = pair("BLOCK_SIZE", BLOCK_SIZE)
     if not isinstance(dq_kv_order, bool):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from anyattn.mods.bounds import check_loads, classify
 from anyattn.mods.trace import TracedMod, trace
-from anyattn.sparsity.arguments import device_of, length
+from anyattn.sparsity.arguments import device_of, length, positions
 from anyattn.sparsity.block_sparse import BlockSparseTensors
 from anyattn.sparsity.lists import lists_of_grid
 
@@ -52,7 +52,7 @@ def compute_block_sparsity(
     BlockSparseTensors(6 x 7 tiles of 128 x 128, (1, 1) batches x heads: 6 mask, 21 full, 15 skipped)
     """
     tile = (length("tile_m", tile_m, 1), length("tile_n", tile_n, 1))
-    lengths = (length("seqlen_q", seqlen_q), length("seqlen_k", seqlen_k))
+    lengths = (positions("seqlen_q", seqlen_q), positions("seqlen_k", seqlen_k))
     batch = 1 if batch_size is None else length("batch_size", batch_size)
     heads = 1 if num_heads is None else length("num_heads", num_heads)
     traced = trace(mask_mod, "mask", aux_tensors=aux_tensors)

@@ -330,6 +330,28 @@ def test_one_cache_for_keys_and_values_is_refused() -> None:
     assert torch.equal(cache, before)
 
 
-def test_the_result_is_detached() -> None:
-    q = torch.randn(1, 1, 4, 16, requires_grad=True)
-    assert not anyattn.flash_attn_with_kvcache(q, torch.randn(1, 8, 2, 16), torch.randn(1, 8, 2, 16)).requires_grad
+@pytest.mark.parametrize("name", ["q", "k_cache", "v_cache", "k", "v", "rotary_cos", "alibi_slopes", "sink", "a score mod's"])
+def test_what_requires_grad_is_refused_where_autograd_records(name: str) -> None:
+    """There is no backward pass: a result without a gradient would say nothing of it."""
+    given = {n: torch.randn(1, 1, h, 16) for n, h in (("q", 4), ("k", 2), ("v", 2))}
+    given |= {n: torch.randn(1, 8, 2, 16) for n in ("k_cache", "v_cache")}
+    given |= {"rotary_cos": torch.randn(9, 4), "rotary_sin": torch.randn(9, 4), "alibi_slopes": torch.rand(4), "sink": torch.randn(4)}
+    bias = torch.randn(4)
+    given.get(name, bias).requires_grad_()
+    before = given["k_cache"].detach().clone()
+
+    def call():
+        return anyattn.flash_attn_with_kvcache(**given, score_mod=lambda s, b, h, i, j: s + bias[h], cache_seqlens=3)
+
+    with pytest.raises(ValueError, match=f"^({name}|a tensor .* that score_mod reads) requires grad.*no_grad.*flash_attn_varlen_func"):
+        call()
+    assert torch.equal(given["k_cache"].detach(), before)
+    with torch.no_grad():
+        assert not call().requires_grad
+    with torch.inference_mode():
+        call()
+
+
+def test_parameters_that_require_no_grad_are_as_good_as_buffers() -> None:
+    q, cache = torch.randn(1, 1, 4, 16), torch.nn.Parameter(torch.randn(1, 8, 2, 16), requires_grad=False)
+    assert torch.equal(anyattn.flash_attn_with_kvcache(q, cache, cache), anyattn.flash_attn_with_kvcache(q, cache.data, cache.data))

@@ -9,9 +9,15 @@ import torch
 from torch.nn.attention import flex_attention as torch_flex
 from torch.utils import _pytree as pytree
 
-from anyattn import ModError
+from anyattn import ModError, flash_attn_func, flex_attention
 from anyattn.mods import masks
-from anyattn.sparsity import BlockMask, BlockSparseTensors, create_block_mask
+from anyattn.sparsity import (
+    BlockMask,
+    BlockSparseTensors,
+    compute_block_sparsity,
+    compute_varlen_block_sparsity,
+    create_block_mask,
+)
 from anyattn.testing.tiles import brute_classes, dense, library_masks, random_mask
 
 SIDES = ("kv", "full_kv", "q", "full_q")
@@ -233,6 +239,40 @@ def test_pickled_masks_stay_exact_or_not():
     assert mask.is_exact and pickle.loads(pickle.dumps(mask)).is_exact
     mask.full_kv_num_blocks.zero_()
     assert not pickle.loads(pickle.dumps(mask)).is_exact
+
+
+@pytest.mark.parametrize("length", [2**30 + 1, 2**31, 2**31 + 128, 2**40])
+def test_lengths_beyond_32_bits_are_refused(length):
+    for made in (
+        lambda: create_block_mask(lambda b, h, q, k: k >= q - 5, 1, 1, 1, length, "cpu", 2**24),
+        lambda: create_block_mask(lambda b, h, q, k: k >= q - 5, 1, 1, length, 1, "cpu", 2**24),
+        lambda: compute_block_sparsity(16, 2**24, 1, 1, 1, length, lambda b, h, q, k: k >= q, device="cpu"),
+        lambda: compute_varlen_block_sparsity(
+            16, 2**24, 1, lambda b, h, q, k: k >= q, cu_seqlens_q=torch.tensor([0, 1]), cu_seqlens_k=torch.tensor([0, length])
+        ),
+    ):
+        with pytest.raises(ValueError, match=f" {length}; wanted at most 1073741824"):
+            made()
+
+
+def test_the_longest_length_is_exact():
+    mask = create_block_mask(lambda b, h, q, k: k >= 2**30 - 5, 1, 1, 3, 2**30, "cpu", (3, 2**24))
+    assert mask.kv_num_blocks.tolist() == [[[1]]] and int(mask.kv_indices[0, 0, 0, 0]) == 63
+
+
+@pytest.mark.parametrize("size", [10**9, 2**30, 2**40])
+def test_a_block_far_longer_than_the_sequences_is_one_block(size):
+    """In the time of the sequences, not of the block."""
+    for mask in (masks.causal(), lambda b, h, q, k: (q * 7 + k * 5) % 3 == 0):
+        made = create_block_mask(mask, 1, 1, 50, 50, "cpu", size)
+        assert made.kv_num_blocks.tolist() == [[[1]]] and made.kv_indices.shape == (1, 1, 1, 1)
+        q, k, v = torch.randn(3, 1, 1, 50, 16)
+        assert torch.equal(flex_attention(q, k, v, block_mask=made), flex_attention(q, k, v, mask_mod=mask))
+        lists = compute_block_sparsity(size, size, 1, 1, 50, 50, mask, device="cpu")
+        assert lists.grid == (1, 1) and lists.visited().tolist() == [[[1]]]
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        out = flash_attn_func(q, k, v, mask_mod=mask, block_sparse_tensors=lists)
+        assert float((out - flash_attn_func(q, k, v, mask_mod=mask)).abs().max()) <= 32 * torch.finfo(out.dtype).eps * float(v.abs().max())
 
 
 def listed(count):
