@@ -14,7 +14,7 @@ from torch import Tensor
 from anyattn import autograd, check_flash, hardware, plan
 from anyattn.check_flash import Options
 from anyattn.mods.algebra import Mask, Score
-from anyattn.ops import NO_MOD, frozen_mod, traced_mod
+from anyattn.ops import NO_MOD, frozen_mod, never_empty, traced_mod
 from anyattn.problem import Problem
 
 __all__ = ["compiled_decode", "compiled_flash", "decode", "flash"]
@@ -297,9 +297,10 @@ def compiled_decode(
 def _operands(q: Tensor, options: Options) -> tuple:
     score = frozen_mod(options.score_mod, Score, "score_mod", q, options.aux_tensors) if options.score_mod is not None else None
     mask = frozen_mod(options.mask_mod, Mask, "mask_mod", q, options.aux_tensors) if options.mask_mod is not None else None
-    programs = []
+    programs, nothing = [], q.new_empty(0, dtype=torch.float64)
     for mod in (score, mask):
-        programs += [NO_MOD, q.new_empty(0, dtype=torch.float64), []] if mod is None else [mod.program, mod.scalars, mod.tensors]
+        found = [NO_MOD, nothing, []] if mod is None else [mod.program, mod.scalars, mod.tensors]
+        programs += [*found[:2], never_empty(found[2], nothing)]
     left, right = options.window_size
     window = [-1 if left is None else left, -1 if right is None else right]
     scale = None if options.softmax_scale is None else float(options.softmax_scale)

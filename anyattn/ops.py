@@ -22,7 +22,7 @@ from anyattn.mods.ir import Expr
 from anyattn.mods.trace import TracedMod
 from anyattn.problem import Problem
 
-__all__ = ["NO_MOD", "attend", "compiled_flex_attention", "frozen_mod", "traced_mod"]
+__all__ = ["NO_MOD", "attend", "compiled_flex_attention", "frozen_mod", "never_empty", "traced_mod"]
 
 NO_MOD = ""
 
@@ -31,7 +31,15 @@ def traced_mod(kind: str, program: str, scalars: Tensor, tensors: list[Tensor]) 
     if program == NO_MOD:
         return None
     expr = codec.decode(program)
-    return TracedMod(kind, expr, _numbers(expr, scalars), tuple(tensors), "compiled mod")
+    return TracedMod(kind, expr, _numbers(expr, scalars), tuple(tensors[: len(expr.tensor_slots)]), "compiled mod")
+
+
+def never_empty(tensors: list[Tensor], filler: Tensor) -> list[Tensor]:
+    """A list for an operator: AOTInductor hands over None for an empty one, so ``filler`` stands in it.
+
+    The operators know from their other arguments how many entries are meant, and take empty lists too.
+    """
+    return tensors if len(tensors) > 0 else [filler]
 
 
 def _numbers(expr: Expr, scalars: Tensor) -> tuple[int | float, ...]:
@@ -84,13 +92,14 @@ def _problem(
 ) -> Problem:
     score = traced_mod("score", score_program, score_scalars, score_tensors)
     predicates, taken = [], 0
-    for program, scalars in zip(mask_programs.splitlines(), mask_scalars, strict=True):
+    programs = mask_programs.splitlines()
+    for program, scalars in zip(programs, mask_scalars[: len(programs)], strict=True):
         expr = codec.decode(program)
         count = len(expr.tensor_slots)
         predicates.append(TracedMod("mask", expr, _numbers(expr, scalars), tuple(mask_tensors[taken : taken + count]), "compiled mask"))
         taken += count
     blocks, follows = None, False
-    if block_lists:
+    if any(block_size):
         mask = _stand_in(block_lists, (tuple(block_size), (q.shape[2], k.shape[2]), is_exact))
         blocks, follows = check.lists_of(mask, predicates[0])
     return Problem(q, k, v, scale, score, tuple(predicates), blocks, sink, True, wants_max, blocks_follow=follows)
@@ -166,7 +175,8 @@ def attend_backward(
         is_exact, scale, False,
     )  # fmt: skip
     chosen = plan.choose(problem, hardware.of(q.device.type), backend or None)
-    grads = autograd.backward(problem, chosen, out, lse, dout, dlse)
+    grads = [*autograd.backward(problem, chosen, out, lse, dout, dlse)]
+    grads += [None] * (len(wants) - len(grads))  # a filler's
     return [g if g is not None and w else q.new_empty(0) for g, w in zip(grads, wants, strict=True)]
 
 
@@ -248,7 +258,7 @@ def compiled_flex_attention(
     """``flex_attention`` as one operator call, written so that Dynamo can trace it: mods must be wrapped."""
     key, value = check.tensors(query, key, value, enable_gqa)
     frozen = frozen_mod(score_mod, Score, "score_mod", query, aux_tensors) if score_mod is not None else None
-    masks, block_lists, block_size, is_exact = [], [], [], False
+    masks, block_lists, block_size, is_exact = [], [], [0, 0], False  # no block mask; not an empty list, see never_empty
     if block_mask is not None:
         check.block_lengths(block_mask, query, key)
         masks.append(frozen_mod(block_mask.mask_mod, Mask, "block_mask.mask_mod", query, aux_tensors))
@@ -261,11 +271,12 @@ def compiled_flex_attention(
     mask_tensors = []
     for m in masks:
         mask_tensors += m.tensors
+    nothing = query.new_empty(0, dtype=torch.float64)
     return attend(
         query, key, value, sink,
-        NO_MOD if frozen is None else frozen.program, query.new_empty(0, dtype=torch.float64) if frozen is None else frozen.scalars,
-        [] if frozen is None else frozen.tensors, "\n".join([m.program for m in masks]), [m.scalars for m in masks], mask_tensors,
-        block_lists, block_size, is_exact, query.shape[3] ** -0.5 if scale is None else float(scale), wants_max, backend or "",
+        NO_MOD if frozen is None else frozen.program, nothing if frozen is None else frozen.scalars,
+        never_empty([] if frozen is None else frozen.tensors, nothing), "\n".join([m.program for m in masks]),
+        never_empty([m.scalars for m in masks], nothing), never_empty(mask_tensors, nothing), never_empty(block_lists, nothing), block_size, is_exact, query.shape[3] ** -0.5 if scale is None else float(scale), wants_max, backend or "",
     )  # fmt: skip
 
 
