@@ -276,7 +276,8 @@ def compiled_flex_attention(
         query, key, value, sink,
         NO_MOD if frozen is None else frozen.program, nothing if frozen is None else frozen.scalars,
         never_empty([] if frozen is None else frozen.tensors, nothing), "\n".join([m.program for m in masks]),
-        never_empty([m.scalars for m in masks], nothing), never_empty(mask_tensors, nothing), never_empty(block_lists, nothing), block_size, is_exact, query.shape[3] ** -0.5 if scale is None else float(scale), wants_max, backend or "",
+        never_empty([m.scalars for m in masks], nothing), never_empty(mask_tensors, nothing), never_empty(block_lists, nothing), block_size,
+        is_exact, query.shape[3] ** -0.5 if scale is None else float(scale), wants_max, backend or "",
     )  # fmt: skip
 
 
