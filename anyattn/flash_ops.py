@@ -333,6 +333,6 @@ def _operands(q: Tensor, options: Options, score: TracedMod | None, mask: Traced
     window = [-1 if left is None else left, -1 if right is None else right]
     scale = None if options.softmax_scale is None else check.scale_of("softmax_scale", options.softmax_scale, q.shape[-1])
     return (
-        options.alibi_slopes, options.sink, *operands_of(score), *operands_of(mask), scale, float(options.softcap), bool(options.causal),
+        options.alibi_slopes, options.sink, *operands_of(q, score), *operands_of(q, mask), scale, float(options.softcap), bool(options.causal),
         window, options.num_splits, options.pack_gqa,
     )  # fmt: skip

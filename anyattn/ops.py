@@ -27,7 +27,7 @@ from anyattn.problem import Problem
 from anyattn.sparsity.block_mask import are_unwritten, tells_no_more
 from anyattn.strides import empty_in_order
 
-__all__ = ["NO_MOD", "attend", "flex_with_mods", "mod_of_operands", "operands_of", "options_text"]
+__all__ = ["NO_MOD", "attend", "flex_with_mods", "mods_of_operands", "never_empty", "operands_of", "options_text"]
 
 NO_MOD = ""
 
@@ -35,11 +35,23 @@ NO_MOD = ""
 # ---- mods as operands
 
 
-def operands_of(*mods: TracedMod | None) -> tuple[str, list[int], list[Tensor]]:
-    """The programs (a line each), the captured numbers and the captured tensors of traced mods; what is None is left out."""
+def operands_of(like: Tensor, *mods: TracedMod | None) -> tuple[str, list[int], list[Tensor]]:
+    """The programs (a line each), the captured numbers and the captured tensors of traced mods; what is None is left out.
+
+    like: any tensor of the call. No list is empty, see ``never_empty``.
+    """
     given = [m for m in mods if m is not None]
     numbers = [_integer(x) for m in given for x in m.scalars]
-    return "\n".join([codec.encode(m.expr) for m in given]), numbers, [t for m in given for t in m.tensors]
+    tensors = [t for m in given for t in m.tensors]
+    return "\n".join([codec.encode(m.expr) for m in given]), numbers or [0], never_empty(tensors, like)
+
+
+def never_empty(tensors: list[Tensor], like: Tensor) -> list[Tensor]:
+    """A list for an operator: AOTInductor hands over None for an empty one, so a tensor without entries stands in it.
+
+    The operators know from their other arguments how many entries are meant, and take empty lists too.
+    """
+    return tensors or [like.new_empty(0)]
 
 
 def _integer(number: Any) -> Any:
@@ -52,7 +64,8 @@ def mods_of_operands(kind: str, programs: str, numbers: list[int], tensors: list
     found = []
     for program in programs.splitlines():
         expr, kinds, pattern, count = _read_program(program)
-        scalars = tuple([n if k is int else struct.unpack("<d", struct.pack("<q", n))[0] for k, n in zip(kinds, numbers)])
+        pairs = zip(kinds, numbers)  # of the numbers, only the first are this mod's
+        scalars = tuple([n if k is int else struct.unpack("<d", struct.pack("<q", n))[0] for k, n in pairs])
         source = Source(pattern, tuple(range(len(kinds))), tuple(range(count)))
         found.append(TracedMod(kind, expr, scalars, tuple(tensors[:count]), "compiled mod", source))
         numbers, tensors = numbers[len(kinds) :], tensors[count:]
@@ -131,7 +144,7 @@ def _call(
     score = next(iter(mods_of_operands("score", score_program, score_numbers, score_tensors)), None)
     masks = mods_of_operands("mask", mask_programs, mask_numbers, mask_tensors)
     blocks, listed = None, None
-    if block_lists:
+    if any(block_size):
         blocks = _stand_in(block_lists, (tuple(block_size), (q.shape[2], k.shape[2]), is_exact and are_unwritten(*block_lists)))
         listed, *masks = masks
     mask = masks[0] if masks else None
@@ -211,7 +224,8 @@ def attend_backward(
         q, k, v, sink, score_program, score_numbers, score_tensors, mask_programs, mask_numbers, mask_tensors, block_lists, block_size,
         is_exact, scale, False, deterministic, options, backend,
     )  # fmt: skip
-    grads = autograd.backward(problem, chosen, out, lse, dout, dlse)
+    grads = [*autograd.backward(problem, chosen, out, lse, dout, dlse)]
+    grads += [None] * (len(wants) - len(grads))  # of what stands in an empty list
     return [g if g is not None and w else q.new_empty(0) for g, w in zip(grads, wants, strict=True)]
 
 
@@ -251,12 +265,8 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any) -> tu
     )  # fmt: skip
     dq, dk, dv, dsink, *by_tensor = [g if w else None for g, w in zip(grads, ctx.wants, strict=True)]
     no_mask, no_list = ([None] * n for n in ctx.counts[1:])
-    # per input of ``attend``: a list of tensors takes a list; a list of ints one None, but an empty one a list, for torch cannot tell it
-    # from a list of tensors
-    no_numbers, no_mask_numbers, no_size = (None if x else [] for x in (numbers, mask_numbers, ctx.others[0]))
-    return (
-        dq, dk, dv, dsink, None, no_numbers, by_tensor, None, no_mask_numbers, no_mask, no_list, no_size, None, None, None, None, None, None,
-    )  # fmt: skip
+    # per input of ``attend``: a list of tensors takes a list, a list of ints, which is never empty, one None
+    return dq, dk, dv, dsink, None, None, by_tensor, None, None, no_mask, no_list, None, None, None, None, None, None, None
 
 
 attend.register_autograd(_gradients, setup_context=_save)
@@ -289,7 +299,7 @@ def flex_with_mods(
     for mod in (score, listed, mask):
         if mod is not None:
             check.captured_devices(mod, query.device)
-    block_lists, block_size, is_exact = [], [], False
+    block_lists, block_size, is_exact = [], [0, 0], False
     if listing is not None:
         lengths, size, is_exact = listing
         block_lists, block_size = [t for t in lists if t is not None], list(size)
@@ -298,6 +308,6 @@ def flex_with_mods(
         is_exact = is_exact and are_unwritten(*block_lists)  # an exported program holds copies of lists from outside
         check.check_lists(lengths, lists[0], query, key)
     return attend(
-        query, key, value, sink, *operands_of(score), *operands_of(listed, mask), block_lists, block_size, is_exact,
+        query, key, value, sink, *operands_of(query, score), *operands_of(query, listed, mask), never_empty(block_lists, query), block_size, is_exact,
         check.scale_of("scale", scale, query.shape[3]), wants_max, deterministic, options_text(options), backend or "",
     )  # fmt: skip

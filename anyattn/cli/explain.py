@@ -8,6 +8,7 @@ import click
 import torch
 
 from anyattn import check, gallery
+from anyattn.cli import limits
 from anyattn.cli.loading import named_mods
 from anyattn.errors import BackendError, ModError
 from anyattn.explanation import explain, triton_source
@@ -19,9 +20,9 @@ _DTYPES = ("float32", "float64", "bfloat16", "float16")
 
 @click.command("explain")
 @click.argument("mod")
-@click.option("--seqlen", default=2048, show_default=True, type=click.IntRange(1), help="Queries and keys of the call.")
-@click.option("--heads", default=8, show_default=True, type=click.IntRange(1), help="Query heads.")
-@click.option("--head-dim", default=64, show_default=True, type=click.IntRange(1), help="Elements per head.")
+@click.option("--seqlen", default=2048, show_default=True, type=limits.SEQLEN, help="Queries and keys of the call.")
+@click.option("--heads", default=8, show_default=True, type=limits.HEADS, help="Query heads.")
+@click.option("--head-dim", default=64, show_default=True, type=limits.HEAD_DIM, help="Elements per head.")
 @click.option("--dtype", default="float32", show_default=True, type=click.Choice(_DTYPES), help="Of the inputs.")
 @click.option("--backend", help="Insist on a backend.")
 def command(mod: str, seqlen: int, heads: int, head_dim: int, dtype: str, backend: str | None) -> None:

@@ -61,7 +61,7 @@ def _from_library(text: str) -> Any:
     wanted = f"wanted one of {', '.join(gallery.VARIANTS)}; a call like 'causal() & sliding_window(256, 0)'; or file.py:function"
     try:
         return _value(ast.parse(text, mode="eval").body)
-    except (SyntaxError, LookupError) as error:
+    except (SyntaxError, LookupError, RecursionError, MemoryError) as error:  # the last two: nested beyond what Python parses
         detail = f" ({error.args[0]})" if isinstance(error, LookupError) else ""
         raise click.BadParameter(f"{text!r} is no mask{detail}; {wanted}") from error
     except (TypeError, ValueError) as error:

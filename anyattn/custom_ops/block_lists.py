@@ -77,4 +77,4 @@ def lists_with_mods(
     lengths = [n if isinstance(n, torch.SymInt) else positions(name, n) for name, n in (("Q_LEN", q_len), ("KV_LEN", kv_len))]
     sizes = [1 if n is None else n if isinstance(n, torch.SymInt) else length(name, n) for name, n in (("B", batch), ("H", heads))]
     like = torch.empty(0, device=device_of(device, mask))
-    return block_lists(like, *operands_of(mask), *sizes, *lengths, *pair("BLOCK_SIZE", block_size), separate_full)
+    return block_lists(like, *operands_of(like, mask), *sizes, *lengths, *pair("BLOCK_SIZE", block_size), separate_full)
