@@ -51,12 +51,12 @@ def _options(
 
 
 def _call(
-    q: Tensor, k: Tensor, v: Tensor, tables: tuple[Tensor | None, ...], longest: tuple, validate: bool | None, options: Options, backend: str
+    q: Tensor, k: Tensor, v: Tensor, tables: tuple[Tensor | None, ...], longest: tuple, validate: bool | None, given: Options, backend: str
 ) -> tuple[Problem, Plan]:
     """The problem and the plan of an operator's call, from the call cache where it knows the call."""
     if all(t is None for t in tables):
-        return recall.flash_call(q, k, v, options, backend or None)
-    return recall.varlen_call(q, k, v, recall.Places(tables, longest, validate), options, backend or None)
+        return recall.flash_call(q, k, v, given, backend or None)
+    return recall.varlen_call(q, k, v, recall.Places(tables, longest, validate), given, backend or None)
 
 
 @torch.library.custom_op("anyattn::flash", mutates_args=())
@@ -333,6 +333,6 @@ def _operands(q: Tensor, options: Options, score: TracedMod | None, mask: Traced
     window = [-1 if left is None else left, -1 if right is None else right]
     scale = None if options.softmax_scale is None else check.scale_of("softmax_scale", options.softmax_scale, q.shape[-1])
     return (
-        options.alibi_slopes, options.sink, *operands_of(q, score), *operands_of(q, mask), scale, float(options.softcap), bool(options.causal),
-        window, options.num_splits, options.pack_gqa,
+        options.alibi_slopes, options.sink, *operands_of(q, score), *operands_of(q, mask), scale, float(options.softcap),
+        bool(options.causal), window, options.num_splits, options.pack_gqa,
     )  # fmt: skip

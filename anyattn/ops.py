@@ -308,6 +308,6 @@ def flex_with_mods(
         is_exact = is_exact and are_unwritten(*block_lists)  # an exported program holds copies of lists from outside
         check.check_lists(lengths, lists[0], query, key)
     return attend(
-        query, key, value, sink, *operands_of(query, score), *operands_of(query, listed, mask), never_empty(block_lists, query), block_size, is_exact,
-        check.scale_of("scale", scale, query.shape[3]), wants_max, deterministic, options_text(options), backend or "",
+        query, key, value, sink, *operands_of(query, score), *operands_of(query, listed, mask), never_empty(block_lists, query), block_size,
+        is_exact, check.scale_of("scale", scale, query.shape[3]), wants_max, deterministic, options_text(options), backend or "",
     )  # fmt: skip

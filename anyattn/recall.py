@@ -204,7 +204,8 @@ def scale_fact(scale: Any) -> bool:
 def _flex_facts(call: FlexCall, backend: Any, options: Any) -> _Facts | None:
     """None for a call that cannot be remembered."""
     (
-        query, key, value, score_mod, block_mask, mask_mod, aux_tensors, scale, enable_gqa, sink, wants_lse, wants_max, deterministic, listed,
+        query, key, value, score_mod, block_mask, mask_mod, aux_tensors, scale, enable_gqa, sink, wants_lse, wants_max, deterministic,
+        listed,
     ) = call  # fmt: skip
     try:
         flags = (

@@ -35,7 +35,7 @@ NO_MODS: tuple = ()
 
 
 class CallWithMods(HigherOrderOperator):
-    """``call_with_mods(entry, like, operands, kinds, mods, captured)``: what the function of ``entry`` returns for (*operands, *traced mods).
+    """``call_with_mods(entry, like, operands, kinds, mods)``: what the function of ``entry`` returns for (*operands, *traced mods).
 
     like: a tensor on the call's device; scores are float64 where it is, else float32. kinds: per mod its kind (``"mask"``, ``"score"``)
     and its name in messages. mods: functions, or from Dynamo graphs; None for none. captured: per graph what it takes behind score and

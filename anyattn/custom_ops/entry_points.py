@@ -109,6 +109,7 @@ def block_lists(
 ) -> tuple[list[Tensor | None], tuple]:
     """The eight lists of ``create_block_mask``, None for full blocks where they are not listed separately, and the block size as a pair."""
     like = torch.empty(0, device=device)
-    found = call_with_mods("block_mask", like, (B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE, bool(separate_full)), _BLOCK_MASK_MODS, (mask_mod,))
+    operands = (B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE, bool(separate_full))
+    found = call_with_mods("block_mask", like, operands, _BLOCK_MASK_MODS, (mask_mod,))
     lists = list(found) if separate_full else [*found[:2], None, None, *found[2:], None, None]
     return lists, tuple(BLOCK_SIZE) if isinstance(BLOCK_SIZE, (tuple, list)) else (BLOCK_SIZE, BLOCK_SIZE)

@@ -154,8 +154,8 @@ def mod(fn: Callable) -> Mask | Score:
     """Wraps a mod by its number of arguments: 4 (or 5 with ``aux_tensors``) make a ``Mask``, 5 with ``score`` first make a ``Score``.
 
     A function of 5 arguments is a mask only if its last argument is called ``aux_tensors``. Every entry point takes plain functions as
-    well; a wrapped one composes, and its errors show where it is made. Raises ``TypeError`` for other functions, ``ModError`` for a body that cannot
-    be expressed.
+    well; a wrapped one composes, and its errors show where it is made. Raises ``TypeError`` for other functions, ``ModError`` for a body
+    that cannot be expressed.
 
     >>> import anyattn
     >>> anyattn.mod(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx)

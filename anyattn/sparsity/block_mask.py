@@ -96,26 +96,16 @@ class BlockMask(torch_flex.BlockMask):
 
         True for what ``create_block_mask`` made and for slices, crops and copies of it, until a field is assigned or a list is written to
         (only writes that torch counts are noticed). False where the lists of one batch entry or head stand for all while ``mask_mod``
-        tells them apart, and while ``torch.export`` records, whose program holds copies of the lists.
+        tells them apart.
         """
         if not self._exact:
             return False
-        if torch.compiler.is_compiling():  # how often a list was written to is no constant there: the operator looks when it runs
-            return not torch.compiler.is_exporting()
         return are_unwritten(self.kv_num_blocks, self.kv_indices, self.full_kv_num_blocks, self.full_kv_indices)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles: whether the mask is exact, not the objects by which that is known here."""
-        return vars(self) | {"_exact": self.is_exact}
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         if name in _EXACT_BY:
             super().__setattr__("_exact", False)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        _marked(self, bool(state.get("_exact")))
 
     def block_sparse(self) -> BlockSparseTensors:
         """The lists as kernels read them, for tiles of ``BLOCK_SIZE``."""
