@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch._C._dynamo.eval_frame import set_code_exec_strategy
-from torch._dynamo.exc import TorchRuntimeError, Unsupported, raise_observed_exception
+from torch._dynamo.exc import TorchRuntimeError, Unsupported, raise_observed_exception, unimplemented
 from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch._dynamo.utils import proxy_args_kwargs
 from torch._dynamo.variables import higher_order_ops
@@ -103,9 +103,17 @@ def _subgraph(tx: Any, operator: Any, like: Any, fn: Any, kind: str, name: str) 
             arguments.insert(0, scalar(dtype, like.requires_grad))
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
+    drawn = len(getattr(tx.output, "random_calls", ()))
     with TransformGetItemToIndex():  # table[q_idx] reads an entry, it does not ask for q_idx's value
         _, graph, lifted = higher_order_ops.speculate_subgraph(
             tx, fn, arguments, {}, description=f"anyattn: {name}", source_target=operator, set_subgraph_inputs="flatten_manual"
+        )
+    if len(getattr(tx.output, "random_calls", ())) > drawn:
+        unimplemented(
+            gb_type="random number in a mod",
+            context=name,
+            explanation=f"{name} draws a random number, which would be one and the same for all (b, h, q_idx, kv_idx).",
+            hints=["Compute it from a captured seed and the indices, by a hash in integer arithmetic."],
         )
     installed = tx.output.install_subgraph(name.replace(".", "_"), torch.fx.GraphModule(tx.output.nn_modules, graph))
     return higher_order_ops.make_attr(tx, installed), tuple(lifted)

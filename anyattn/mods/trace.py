@@ -194,7 +194,8 @@ def trace(
     reading = recognise(fn)
     takes_aux = _takes_aux(fn, kind, aux_tensors, reading)
     aux = list(aux_tensors) if takes_aux and aux_tensors is not None else []
-    memo = _Memo.of(reading, kind, score_dtype, aux, torch.device(device)) if reading is not None else None
+    is_known = reading is not None and not _has_symbolic_sizes([*reading.tensors, *aux])
+    memo = _Memo.of(reading, kind, score_dtype, aux, torch.device(device)) if reading is not None and is_known else None
     if memo is not None and (known := memo.lookup(fn)) is not None:
         return known
     before = generators_state() if reading is None else None  # the names that a pattern's code uses draw nothing
@@ -217,6 +218,15 @@ def trace(
     expr, scalars, tensors = _compact(expr, numbers, tracer.tensors)
     source = memo.remember(expr, scalars, tensors, numbers, pinned) if memo is not None and not tracer.reads_values else None
     return TracedMod(kind, expr, tuple(numbers[s] for s in scalars), tuple(tensors), name_of(fn), source)
+
+
+def _has_symbolic_sizes(tensors: list[torch.Tensor]) -> bool:
+    """Whether an export leaves a size open: such sizes are no key."""
+    for t in tensors:
+        for n in t.shape:
+            if type(n) is not int:
+                return True
+    return False
 
 
 def _told(error: Exception, fn: Callable, kind: str) -> ModError | None:
