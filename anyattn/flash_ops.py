@@ -299,8 +299,8 @@ def _operands(q: Tensor, options: Options) -> tuple:
     mask = frozen_mod(options.mask_mod, Mask, "mask_mod", q, options.aux_tensors) if options.mask_mod is not None else None
     programs, nothing = [], q.new_empty(0, dtype=torch.float64)
     for mod in (score, mask):
-        found = [NO_MOD, nothing, []] if mod is None else [mod.program, mod.scalars, mod.tensors]
-        programs += [*found[:2], never_empty(found[2], nothing)]
+        program, scalars, tensors = (NO_MOD, nothing, []) if mod is None else (mod.program, mod.scalars, mod.tensors)
+        programs += [program, scalars, never_empty(tensors, nothing)]
     left, right = options.window_size
     window = [-1 if left is None else left, -1 if right is None else right]
     scale = None if options.softmax_scale is None else float(options.softmax_scale)

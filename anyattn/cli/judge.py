@@ -41,7 +41,7 @@ def shares(mods: Mods, qkv: tuple[Tensor, ...], dout: Tensor, out: Tensor, gradi
 
 def decode_share(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, out: Tensor) -> float:
     """The share of its budget that a decoder's step uses: q and out (B, 1, H, D) see the first ``lengths + 1`` keys of their entry."""
-    part = [t.transpose(1, 2) for t in (q, k_cache, v_cache)]
+    part = (q.transpose(1, 2), k_cache.transpose(1, 2), v_cache.transpose(1, 2))
     given: dict[str, Any] = {"mask": lambda b, h, q_idx, kv_idx: kv_idx <= lengths[b]}
     with torch.enable_grad():
         noise = rounding(*part, torch.zeros_like(part[0]), **given)

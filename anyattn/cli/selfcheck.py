@@ -90,8 +90,8 @@ def _outcome(place: Place, backend: str, call: str, run: Callable[[Place, str], 
 def _training(place: Place, backend: str) -> float:
     mods = gallery.VARIANTS["causal"].mods(gallery.Setting(_SEQLEN, _HEADS))
     *qkv, dout = _random(place, *[(1, _HEADS, _SEQLEN, _HEAD_DIM)] * 4)
-    inputs = [t.to(place.device, copy=True).requires_grad_() for t in qkv]
-    out = anyattn.flex_attention(*inputs, mods.score, mask_mod=mods.mask, backend=backend)
+    q, k, v = inputs = [t.to(place.device, copy=True).requires_grad_() for t in qkv]
+    out = anyattn.flex_attention(q, k, v, mods.score, mask_mod=mods.mask, backend=backend)
     found = [t.cpu() for t in (out, *torch.autograd.grad(out, inputs, dout.to(place.device)))]
     return max(shares(mods, tuple(qkv), dout, found[0], tuple(found[1:])).values())
 
