@@ -37,6 +37,7 @@ _OPENING = ("attrgetter", "methodcaller", "type")  # `type` of a tensor may be a
 
 _PURE = (
     frozenset((*FUNCTIONS, *_METADATA, *_LIMITS, *_FOLDERS, *_OTHERS, *STABLE_MODULES))
+    | {name.removeprefix("special_") for name in FUNCTIONS}
     | {name for module in (math, operator) for name in vars(module) if not name.startswith("_")}
     | {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 ) - frozenset(_OPENING)

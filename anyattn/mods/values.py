@@ -239,6 +239,7 @@ class Value:
         if name.endswith("_") and name[:-1] in FUNCTIONS:
             raise mod_error(f"torch.{name} writes into a tensor, and a mod has none", f"use what {name[:-1]} returns")
         if name not in FUNCTIONS:
+            _ask_for_numbers((*args, *(kwargs or {}).values()))
             raise mod_error(f"torch.{name} has no meaning inside a mod", _supported())
         return _call(name, *args, **(kwargs or {}))
 
@@ -254,6 +255,14 @@ def _scalar_slots(builder: Builder, node: int) -> frozenset[int] | None:
             slots.add(current.attr)
         stack.extend(current.args)
     return frozenset(slots)  # type: ignore[arg-type]
+
+
+def _ask_for_numbers(items: Any) -> None:
+    """Asks for the captured numbers in ``items`` as Python numbers, where nothing else in it is symbolic: ``torch.arange(n)``."""
+    values = [item for given in items for item in (given if isinstance(given, (list, tuple)) else (given,))]
+    slots = [_scalar_slots(item.builder, item.node) for item in values if isinstance(item, Value)]
+    if slots and None not in slots and not any(isinstance(item, View) for item in values):
+        raise NeedsNumber(frozenset().union(*slots))  # type: ignore[arg-type]
 
 
 # ---- the functions a mod may call, by the name that torch and Tensor share; functions.py adds those of more than one operation
@@ -292,7 +301,9 @@ def _unary(op: str) -> Callable[..., Value]:
     def apply(input: Any) -> Value:
         builder, (value,) = _values(input)
         if category(value.kind) not in OPS[op].operands and OPS[op].operands == ("float",):
-            if op in ("floor", "ceil", "trunc", "round") and category(value.kind) == "int":
+            if op in ("floor", "ceil", "trunc", "round"):
+                if value.kind is torch.bool:
+                    raise mod_error(f"`{op}` does not apply to a {value.kind} value", "convert it first, as in x.to(torch.int64)")
                 return value  # whole already
             return Value(builder, builder.add(op, _real(builder, value)))
         if category(value.kind) not in OPS[op].operands:
