@@ -93,7 +93,7 @@ def generators_state() -> tuple:
     if numpys is None:
         return (random.getstate(),)
     generator = numpys.get_bit_generator() if hasattr(numpys, "get_bit_generator") else None
-    if type(generator) is not numpys.MT19937:
+    if generator is None or type(generator) is not numpys.MT19937:
         return random.getstate(), repr(numpys.get_state() if generator is None else generator.state)
     return random.getstate(), ctypes.string_at(generator.ctypes.state_address, _MT19937)  # a tenth of the time of get_state
 

@@ -22,6 +22,7 @@ ROWS = len(SCORES)
 COLUMN = torch.tensor(2)
 table = torch.arange(12.0).reshape(3, 4)
 one, half, two = 1, 0.5, 2
+odd = 2**24 + 1  # no float32
 
 REFUSED = {
     "round_digits": (lambda s, b, h, q, k: round(s, 1), "decimals"),
@@ -106,16 +107,16 @@ SAME = {
     "clamp_by_tensors": lambda s, b, h, q, k: torch.clamp(s, min=table[0, h], max=q.float()) + torch.clamp(q, max=k),
     "clamp_by_names": lambda s, b, h, q, k: torch.clamp(input=s, max=half) + s.clamp_min(min=-1) + torch.clamp_max(s, max=one),
     "div_modes": lambda s, b, h, q, k: torch.div(s, q - 2.5, rounding_mode="trunc") + torch.div(q - 3, k, rounding_mode="floor"),
-    "masked_fill": lambda s, b, h, q, k: s.masked_fill(q > k, half) + s.half().masked_fill(q == k, 1 / 3),
+    "masked_fill": lambda s, b, h, q, k: s.masked_fill(q > k, half) + s.half().masked_fill(q > k, table[0, 1] / 3),
     "where_names": lambda s, b, h, q, k: torch.where(condition=q > k, input=s, other=0.0) + s.where(condition=q < k, other=1.0),
     "where_of_bools": lambda s, b, h, q, k: torch.where((q > k).where(q == 3, q < 2), 1.0, 2.0),
     "where_of_a_captured_bool": lambda s, b, h, q, k: torch.where((table[0, 0] < 1).where(q == 3, q < 2), 1.0, 2.0),
     "out_none": lambda s, b, h, q, k: torch.exp(s, out=None),
-    "squares_of_conditions": lambda s, b, h, q, k: s + (q > k) ** 2 + (k > q) ** 2 + (q == q) ** 2 + (q == q) ** 2 + torch.square(q > k),
+    "squares_of_conditions": lambda s, b, h, q, k: s + ((q == q) ** 2 + (q == q) ** 2 + torch.square(q > k)),
     "shape_of_one": lambda s, b, h, q, k: s.view(()).reshape(()).expand(()).squeeze().squeeze(0) + s.view(torch.float32),
     "constants": lambda s, b, h, q, k: s * s.new_ones(()) + s.new_full((), half) + torch.full_like(q, 2.5) + s.new_ones(size=()),
     "constant_dtypes": lambda s, b, h, q, k: s + torch.ones_like(q, dtype=torch.float16) / 3 + q.new_tensor(2.5) + s.new_zeros(()),
-    "scalar_tensor": lambda s, b, h, q, k: q // torch.scalar_tensor(two) + torch.tensor(two, dtype=torch.float64) * s,
+    "scalar_tensor": lambda s, b, h, q, k: torch.scalar_tensor(odd) - 2**24 + torch.tensor(two, dtype=torch.float64) * s,
     "captured_view": lambda s, b, h, q, k: s + table.view(2 * two, -1)[k, h] + table.reshape(two, 6)[0, k],
     "captured_sizes": lambda s, b, h, q, k: s + torch.arange(3 * two)[q] + torch.zeros(two, two)[h, 0] + table.roll(one, 1)[h, k],
     "numpy_index": lambda s, b, h, q, k: s + table[h, torch.tensor([1, 2]).numpy()[0]],
