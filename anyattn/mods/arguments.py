@@ -1,6 +1,6 @@
 """Arguments of torch's functions inside a mod: each one is used with torch's meaning, or refused by name.
 
-``FUNCTIONS`` of ``symbolic values`` call torch's parameters by torch's names, so that a function's signature says what it understands.
+The parameters of the functions in ``FUNCTIONS`` have torch's names, so that a function's signature says what it understands.
 """
 
 from __future__ import annotations
