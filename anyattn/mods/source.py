@@ -65,9 +65,9 @@ def user_line() -> tuple[str, str]:
     return f"{filename}:{span.line}", " ".join(filter(None, lines))
 
 
-def mod_error(problem: str, cure: str) -> ModError:
-    """The error that says what is wrong, where, and how to write it instead."""
-    place, text = user_line()
+def mod_error(problem: str, cure: str, at: tuple[str, str] | None = None) -> ModError:
+    """The error that says what is wrong, where, and how to write it instead. at: another ``user_line`` than where the user's code is."""
+    place, text = at or user_line()
     return ModError(f"{problem}\n  at {place}\n    {text or '<source not available>'}\n  {cure}")
 
 

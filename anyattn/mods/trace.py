@@ -24,6 +24,7 @@ from anyattn.mods.ir import Builder, Expr, category
 from anyattn.mods.recognise import Pattern, Reading, recognise
 from anyattn.mods.source import mod_error
 from anyattn.mods.values import FUNCTIONS, NeedsNumber, Value, View
+from anyattn.mods.vectors import Vector
 from anyattn.of_fields import OfFields
 
 __all__ = ["Source", "TracedMod", "is_native", "name_of", "refuse_native", "trace"]
@@ -106,7 +107,7 @@ class _InterceptCaptured(TorchFunctionMode):
 
 
 def _is_symbolic(item: Any) -> bool:
-    return isinstance(item, (Value, View)) or (isinstance(item, (tuple, list)) and any(_is_symbolic(i) for i in item))
+    return isinstance(item, (Value, View, Vector)) or (isinstance(item, (tuple, list)) and any(_is_symbolic(i) for i in item))
 
 
 def name_of(fn: Callable) -> str:

@@ -54,6 +54,7 @@ def reads_apart(expr: Expr) -> bool:
 def is_special(expr: Expr) -> bool:
     """Whether every score takes an operation of the pipe for special functions, beside its exponential."""
     special = ("exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sin", "cos", "tanh", "sigmoid", "reciprocal", "pow", "fmod")
+    special += ("tan", "atan", "atan2", "sinh", "cosh", "erfinv", "hypot")
     return any(n.op in special and category(n.dtype) == "float" and due == "tile" for n, due in zip(expr.nodes, stages(expr), strict=True))
 
 
