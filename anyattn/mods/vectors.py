@@ -2,8 +2,8 @@
 
 ``a[q_idx]`` of a captured tensor of shape (S, 8) is such a row. A ``Vector`` holds one symbolic value per element, so that
 ``(a[q_idx] - b[kv_idx]).pow(2).sum(-1)`` is traced as arithmetic on 16 loads: kernels know nothing of vectors. That is why a vector has at
-most ``MOST`` elements. Shapes, broadcasting and type promotion are torch's: a row outranks a single number of the same category, so an
-int32 row compared with kv_idx is compared in int32.
+most ``MOST`` elements. Shapes, broadcasting and type promotion are those of torch's flex_attention, which calls mods under vmap: in
+arithmetic a row outranks a single number of the same category (a bfloat16 row times the score is bfloat16), in comparisons it does not.
 """
 
 from __future__ import annotations
@@ -181,6 +181,9 @@ def spelled_out(keys: list[Any], rank: int) -> list[Any]:
 
 # ---- element by element
 
+_WIDEST = frozenset(
+    ("where", "eq", "ne", "lt", "le", "gt", "ge", "not_equal", "less", "less_equal", "greater", "greater_equal")
+)  # computed in the widest dtype of all operands
 _NOT_BY_ELEMENT = frozenset(("expand", "tensor", "as_tensor", "scalar_tensor", "new_tensor", "new_full", "new_ones", "new_zeros"))
 
 
@@ -204,12 +207,12 @@ def _spread(f: Callable[..., Any], name: str, args: tuple, kwargs: dict[str, Any
     vectors = {i: as_vector(x, builder) for i, x in enumerate(given) if is_row(x)}
     shape = broadcast(*(v.items.shape for v in vectors.values()))
     columns: list[Sequence[Any]] = []
-    dtype = functools.reduce(torch.promote_types, [v.dtype for i, v in vectors.items() if name != "where" or i > 0] or [torch.bool])
+    dtype = functools.reduce(torch.promote_types, [v.dtype for v in vectors.values()])
     for i, x in enumerate(given):
         if i in vectors:
             columns.append(np.broadcast_to(vectors[i].items, shape).ravel().tolist())
         else:
-            columns.append([_outranked(x, dtype) if name != "where" or i > 0 else x] * math.prod(shape))
+            columns.append([x if name in _WIDEST else _outranked(x, dtype)] * math.prod(shape))
     positional = len(args)
     made = [f(*each[:positional], **dict(zip(kwargs, each[positional:], strict=True))) for each in zip(*columns, strict=True)]
     return from_values(made, shape)

@@ -124,7 +124,8 @@ def test_a_tie_is_shared_as_torch_shares_it(name):
 
 
 EDGES = torch.tensor([0.0, -0.0, 1e-300, 1e300, -1e300, math.inf, -math.inf, math.nan, 88.0, -88.0, 1.0, -1.0], dtype=torch.float64)
-NO_EDGES = {
+# finite limits of infinities, or products of them, which torch rounds its own way
+NO_EDGES = {"selu", "celu", "nan_to_num_default", "hardswish"}
     "selu",
     "celu",
     "nan_to_num_default",
