@@ -1,7 +1,8 @@
 """torch's functions inside a mod that are more than one operation: casts, shapes, constants, and those with arguments of their own.
 
 A number has the shape ``()`` and lives where the mod runs. Arguments that ask for another shape, for other bits or for a tensor of one's
-own are refused; so is a copy that torch would take out of its gradient's way. Importing this module completes ``FUNCTIONS``.
+own are refused; so is a copy that torch would take out of its gradient's way. Importing this module completes ``FUNCTIONS``: with rows
+of captured tensors, which each function knows element by element, and with Python's operators.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ import torch
 
 from anyattn.mods.arguments import check_device, check_flags, check_memory_format, dtype_of, options_of
 from anyattn.mods.ir import category, is_weak, result_dtype
+from anyattn.mods.reductions import with_rows
 from anyattn.mods.source import mod_error
 from anyattn.mods.values import FUNCTIONS, Value, View, builder_in, cast
+from anyattn.mods.vectors import Vector
 
 __all__ = ["FUNCTIONS"]
 
@@ -271,3 +274,16 @@ FUNCTIONS.update({
     "squeeze": _squeeze,
     **{name: _tensor(name) for name in ("tensor", "as_tensor", "scalar_tensor")},
 })  # fmt: skip
+FUNCTIONS.update(with_rows(dict(FUNCTIONS)))
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"):
+    for _class in (Value, View, Vector):
+        setattr(_class, f"__{_name}__", FUNCTIONS[_name])
+        setattr(_class, f"__r{_name}__", FUNCTIONS["r" + _name])
+for _name in ("eq", "ne", "lt", "le", "gt", "ge", "neg", "abs", "invert", "pos"):
+    for _class in (Value, View, Vector):
+        setattr(_class, f"__{_name}__", FUNCTIONS[_name])
+for _name in ("matmul", "rmatmul"):
+    for _class in (Value, View, Vector):
+        setattr(_class, f"__{_name}__", FUNCTIONS[_name])
+setattr(Value, "__getitem__", FUNCTIONS["getitem"])  # noqa: B010 - mypy reads an assignment as a generic class

@@ -13,7 +13,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from anyattn.mods.source import defined_at, mod_error, place_error
+from anyattn.mods.source import defined_at, mod_error
 
 __all__ = ["RANDOM_CURE", "check_draws", "generators_state", "is_random", "refuse_random", "refusing"]
 
@@ -107,4 +107,4 @@ def check_draws(fn: Any, before: tuple, again: Callable[[], Any]) -> None:
         before = generators_state()
         again()
     problem = "a mod draws random numbers, which would be one and the same for all (b, h, q_idx, kv_idx)"
-    raise place_error(problem, defined_at(fn, "random"), RANDOM_CURE)
+    raise mod_error(problem, RANDOM_CURE, defined_at(fn, "random"))

@@ -23,8 +23,9 @@ from anyattn.mods import captures
 from anyattn.mods.ir import Builder, DType, Expr, category
 from anyattn.mods.recognise import Pattern, Reading, recognise
 from anyattn.mods.refused import check_draws, generators_state, is_random, refuse_random
-from anyattn.mods.source import FUNCTION_CURE, called_from, failed, mod_error, place_error
+from anyattn.mods.source import FUNCTION_CURE, called_from, failed, mod_error
 from anyattn.mods.values import NeedsNumber, Value, View
+from anyattn.mods.vectors import Vector
 from anyattn.of_fields import OfFields
 
 __all__ = ["Source", "TracedMod", "is_native", "name_of", "refuse_native", "trace"]
@@ -81,7 +82,7 @@ class _Tracer(Builder):
         """A custom function runs its forward, and a ``with torch.no_grad()`` its body, where no gradient is recorded."""
         applied = called_from(_run.__code__)
         if applied is not None:
-            raise place_error("a mod applies a torch.autograd.Function, whose backward no kernel could call", applied, FUNCTION_CURE)
+            raise mod_error("a mod applies a torch.autograd.Function, whose backward no kernel could call", FUNCTION_CURE, applied)
         if _is_grad_enabled() is not self.wants_grad:
             cure = "take the `with` out of the mod: put it around the attention call"
             raise mod_error("a mod computes under another grad mode than it is called in", cure)
@@ -127,7 +128,7 @@ class _InterceptCaptured(TorchFunctionMode):
 
 
 def _is_symbolic(item: Any) -> bool:
-    return isinstance(item, (Value, View)) or (isinstance(item, (tuple, list)) and any(_is_symbolic(i) for i in item))
+    return isinstance(item, (Value, View, Vector)) or (isinstance(item, (tuple, list)) and any(_is_symbolic(i) for i in item))
 
 
 def name_of(fn: Callable) -> str:

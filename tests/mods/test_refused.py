@@ -135,7 +135,7 @@ class Doubled(torch.autograd.Function):
 class Failing(torch.autograd.Function):
     @staticmethod
     def forward(x):
-        return x @ x
+        return {}[x]
 
     @staticmethod
     def setup_context(ctx, inputs, output):
