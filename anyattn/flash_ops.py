@@ -11,14 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anyattn import autograd, check_flash, hardware, plan
+from anyattn import autograd, check_flash, hardware, plan, tensor_kinds
+from anyattn.check_cache import Given, cache_call, heads_first
 from anyattn.check_flash import Options
 from anyattn.mods.algebra import Mask, Score
-from anyattn.ops import NO_MOD, frozen_mod, traced_mod
+from anyattn.operator_transforms import called
+from anyattn.ops import NO_MOD, frozen_mod, refuse_transforms_in_graph, traced_mod
 from anyattn.problem import Problem
 from anyattn.strides import empty_in_order
 
-__all__ = ["compiled_decode", "compiled_flash", "decode", "flash"]
+__all__ = ["compiled_decode", "compiled_flash", "decode", "flash", "flash_operands"]
 
 _DIFFERENTIABLE = ("q", "k", "v", "alibi_slopes", "sink")
 
@@ -81,6 +83,7 @@ def flash(
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of ``flash_attn_func``, or with any table of ``flash_attn_varlen_func``; window_size: -1 is no limit."""
+    tensor_kinds.refuse_forward_mode()
     options = _options(
         alibi_slopes, sink, score_program, score_scalars, score_tensors, mask_program, mask_scalars, mask_tensors, softmax_scale, softcap,
         causal, window_size, num_splits, pack_gqa,
@@ -95,24 +98,20 @@ def _run(problem: Problem, backend: str, is_packed: bool) -> tuple[Tensor, Tenso
 
 def _results(problem: Problem, chosen: plan.Plan, is_packed: bool) -> tuple[Tensor, Tensor]:
     result = autograd.backend_of(chosen).forward(problem, chosen)
-    return _as_given(result.out, is_packed), result.lse[0] if is_packed else result.lse
-
-
-def _heads_first(x: Tensor) -> Tensor:
-    """What a problem holds of ``x``: (B, S, H, D) or packed (total, H, D) as (B or 1, H, S, D), a view."""
-    return (x if x.ndim == 4 else x[None]).transpose(1, 2)
+    return _as_given(result.out, is_packed), result.lse.select(0, 0) if is_packed else result.lse
 
 
 def _as_given(x: Tensor, is_packed: bool) -> Tensor:
-    """The way back of ``_heads_first``."""
-    return x.transpose(1, 2)[0] if is_packed else x.transpose(1, 2)
+    """The way back from ``heads_first``."""
+    return x.transpose(1, 2).select(0, 0) if is_packed else x.transpose(1, 2)
 
 
 def _fake(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    tensor_kinds.refuse_forward_mode()
     stat = torch.float64 if q.dtype is torch.float64 else torch.float32
-    rows, is_packed = _heads_first(q), q.ndim == 3
+    rows, is_packed = heads_first(q), q.ndim == 3
     lse = q.new_empty(rows.shape[:3], dtype=stat)
-    return _as_given(empty_in_order(rows, last=v.shape[-1]), is_packed), lse[0] if is_packed else lse
+    return _as_given(empty_in_order(rows, last=v.shape[-1]), is_packed), lse.select(0, 0) if is_packed else lse
 
 
 @flash.register_fake
@@ -164,8 +163,8 @@ def flash_backward(
     problem = problem.like(**{name: autograd.wanting(getattr(problem, name), w) for name, w in asked})
     # a plan of whole spans keeps no log-sum-exp; here it was kept
     chosen = replace(plan.choose(problem, hardware.of(q.device.type), backend or None), whole_spans=False)
-    rows = _heads_first(out), lse if lse.ndim == 3 else lse[None]
-    douts = _heads_first(dout), dlse if dlse is None or dlse.ndim == 3 else dlse[None]
+    rows = heads_first(out), lse if lse.ndim == 3 else lse[None]
+    douts = heads_first(dout), dlse if dlse is None or dlse.ndim == 3 else dlse[None]
     dq, dk, dv, dsink, *captured = autograd.backward(problem, chosen, *rows, *douts)
     by_tensor = {id(t): g for t, g in zip(problem.score.tensors if problem.score else (), captured, strict=True)}
     by_rows = [None if g is None else _as_given(g, t.ndim == 3) for g, t in zip((dq, dk, dv), (q, k, v), strict=True)]
@@ -176,7 +175,7 @@ def flash_backward(
 @flash_backward.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> list[Tensor]:
     of_rows, of_others = (q, k, v), (args[5], args[6], *args[9])
-    found: list[Tensor | None] = [_as_given(empty_in_order(_heads_first(t)), t.ndim == 3) for t in of_rows]
+    found: list[Tensor | None] = [_as_given(empty_in_order(heads_first(t)), t.ndim == 3) for t in of_rows]
     found += [None if t is None else t.new_empty(t.shape) for t in of_others]
     return [g if g is not None and w else q.new_empty(0) for g, w in zip(found, args[-1], strict=True)]
 
@@ -207,7 +206,7 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple:
             inputs[i], saved = saved[:count], saved[count:]
     if dout is None:
         dout = torch.zeros_like(out)
-    grads = flash_backward(*inputs, out, lse, dout, dlse, ctx.wants)
+    grads = called(flash_backward, (*inputs, out, lse, dout, dlse, ctx.wants))
     by_input = [g if w else None for g, w in zip(grads, ctx.wants, strict=True)]
     result: list = [[None] * len(x) if is_list else None for x, is_list in zip(inputs, ctx.is_list, strict=True)]
     result[0], result[1], result[2], result[8], result[9] = by_input[:5]
@@ -216,6 +215,7 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple:
 
 
 flash.register_autograd(_gradients, setup_context=_save)
+flash_backward.register_autograd(autograd.refuse_second_derivative)
 
 
 @torch.library.custom_op("anyattn::decode", mutates_args=("k_cache", "v_cache"))
@@ -250,8 +250,6 @@ def decode(
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of ``flash_attn_with_kvcache``."""
-    from anyattn.check_cache import Given, cache_call
-
     options = _options(
         alibi_slopes, sink, score_program, score_scalars, score_tensors, mask_program, mask_scalars, mask_tensors, softmax_scale, softcap,
         causal, window_size, num_splits, pack_gqa,
@@ -277,24 +275,30 @@ def compiled_flash(
     q: Tensor, k: Tensor, v: Tensor, tables: tuple[Tensor | None, ...], options: Options, backend: str | None
 ) -> tuple[Tensor, Tensor]:
     """``flash_attn_func`` or ``flash_attn_varlen_func`` as one operator call, so that Dynamo can trace it: mods must be wrapped."""
+    refuse_transforms_in_graph()
+    return flash(*flash_operands(q, k, v, tables, options, backend))
+
+
+def flash_operands(
+    q: Tensor, k: Tensor, v: Tensor, tables: tuple[Tensor | None, ...], options: Options, backend: str | None
+) -> tuple[Any, ...]:
+    """What ``flash`` takes, of a call whose mods are wrapped."""
     if options.block_sparse_tensors is not None:
         raise TypeError(
-            "block_sparse_tensors is given inside torch.compile or torch.export; wanted None: pass the mask_mod alone, its tiles are found"
+            "block_sparse_tensors is given inside torch.compile, torch.export or torch.func; wanted None: pass the mask_mod alone, its "
+            "tiles are found"
         )
-    return flash(q, k, v, *tables, *_operands(q, options), backend or "")
+    return (q, k, v, *tables, *_operands(q, options), backend or "")
 
 
-def compiled_decode(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    tensors: tuple[Tensor | None, ...],
-    interleaved: bool,
-    options: Options,
-    backend: str | None,
-) -> tuple[Tensor, Tensor]:
-    """``flash_attn_with_kvcache`` as one operator call; tensors: its optional ones, from k to cu_seqlens_q, in the operator's order."""
-    return decode(q, k_cache, v_cache, *tensors, *_operands(q, options), interleaved, backend or "")
+def compiled_decode(given: Given, options: Options, backend: str | None) -> tuple[Tensor, Tensor]:
+    """``flash_attn_with_kvcache`` as one operator call."""
+    q, ends, lengths = given.q, given.cu_seqlens_q, given.cache_seqlens
+    if isinstance(lengths, int):
+        lengths = torch.full((len(q) if ends is None else len(ends) - 1,), lengths, device=q.device)
+    tensors = (given.k, given.v, given.rotary_cos, given.rotary_sin, lengths, given.cache_batch_idx, given.cache_leftpad, given.page_table)
+    operands = _operands(q, options)
+    return decode(q.detach(), given.k_cache, given.v_cache, *tensors, ends, *operands, given.rotary_interleaved, backend or "")
 
 
 def _operands(q: Tensor, options: Options) -> tuple:

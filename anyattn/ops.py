@@ -14,15 +14,16 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
-from anyattn import autograd, check, hardware, plan
+from anyattn import autograd, check, hardware, plan, tensor_kinds
 from anyattn.mods import codec
-from anyattn.mods.algebra import Mask, Score
+from anyattn.mods.algebra import Frozen, Mask, Score
 from anyattn.mods.ir import Expr
 from anyattn.mods.trace import TracedMod
+from anyattn.operator_transforms import called
 from anyattn.problem import Problem
 from anyattn.strides import empty_in_order
 
-__all__ = ["NO_MOD", "attend", "compiled_flex_attention", "frozen_mod", "traced_mod"]
+__all__ = ["NO_MOD", "attend", "compiled_flex_attention", "flex_operands", "frozen_mod", "refuse_transforms_in_graph", "traced_mod"]
 
 NO_MOD = ""
 
@@ -116,6 +117,7 @@ def attend(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse, max_scores) of one attention; max_scores is empty unless wanted. Layouts as in ``flex_attention``."""
+    tensor_kinds.refuse_forward_mode()
     problem = _problem(
         q, k, v, sink, score_program, score_scalars, score_tensors, mask_programs, mask_scalars, mask_tensors, block_lists, block_size,
         is_exact, scale, wants_max,
@@ -127,6 +129,7 @@ def attend(
 
 @attend.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    tensor_kinds.refuse_forward_mode()
     wants_max = args[-2]
     rows = q.shape[:3]
     stat = torch.float64 if q.dtype is torch.float64 else torch.float32
@@ -199,10 +202,11 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any) -> tu
     tensors, mask_scalars, mask_tensors, block_lists = parts
     if dout is None:
         dout = torch.zeros_like(out)
-    grads = attend_backward(
+    operands = (
         q, k, v, sink, ctx.program, scalars, tensors, ctx.mask_programs, mask_scalars, mask_tensors, block_lists, ctx.block_size,
         ctx.is_exact, ctx.scale, ctx.backend, out, lse, dout, dlse, ctx.wants,
     )  # fmt: skip
+    grads = called(attend_backward, operands)
     dq, dk, dv, dsink, *by_tensor = [g if w else None for g, w in zip(grads, ctx.wants, strict=True)]
     # one entry per input of `attend`: a list of tensors takes a list, a list of ints one None unless it is empty (then torch cannot
     # tell it from a list of tensors)
@@ -229,9 +233,31 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any) -> tu
 
 
 attend.register_autograd(_gradients, setup_context=_save)
+attend_backward.register_autograd(autograd.refuse_second_derivative)
 
 
-def compiled_flex_attention(
+def compiled_flex_attention(*call: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """``flex_attention`` as one operator call, written so that Dynamo can trace it: mods must be wrapped. call: as of ``flex_operands``."""
+    refuse_transforms_in_graph()
+    return attend(*flex_operands(*call))
+
+
+@torch.compiler.assume_constant_result
+def _transforms() -> tuple[str, ...]:
+    return tuple(tensor_kinds.transforms())
+
+
+def refuse_transforms_in_graph() -> None:
+    """Dynamo traces this; what is active is asked while it does."""
+    active = _transforms()
+    if active:
+        raise TypeError(
+            f"attention is inside torch.func.{active[-1]} inside torch.compile or torch.export; wanted torch.func.grad or vjp outside of "
+            f"compiled functions, or backward() and torch.autograd.grad"
+        )
+
+
+def flex_operands(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -244,8 +270,8 @@ def compiled_flex_attention(
     sink: Tensor | None,
     wants_max: bool,
     backend: str | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``flex_attention`` as one operator call, written so that Dynamo can trace it: mods must be wrapped."""
+) -> tuple:
+    """What ``attend`` takes, of a call whose mods are wrapped."""
     key, value = check.tensors(query, key, value, enable_gqa)
     frozen = frozen_mod(score_mod, Score, "score_mod", query, aux_tensors) if score_mod is not None else None
     masks, block_lists, block_size, is_exact = [], [], [], False
@@ -261,7 +287,7 @@ def compiled_flex_attention(
     mask_tensors = []
     for m in masks:
         mask_tensors += m.tensors
-    return attend(
+    return (
         query, key, value, sink,
         NO_MOD if frozen is None else frozen.program, query.new_empty(0, dtype=torch.float64) if frozen is None else frozen.scalars,
         [] if frozen is None else frozen.tensors, "\n".join([m.program for m in masks]), [m.scalars for m in masks], mask_tensors,
@@ -270,6 +296,8 @@ def compiled_flex_attention(
 
 
 def frozen_mod(mod: Any, kind: type[Mask] | type[Score], name: str, query: Tensor, aux_tensors: Any) -> Any:
+    if isinstance(mod, Frozen):
+        return mod
     if not isinstance(mod, kind):
         raise TypeError(
             f"{name} is a plain {type(mod).__name__} inside torch.compile or torch.export; wanted a wrapped mod: make it outside the "

@@ -13,7 +13,7 @@ from torch import Tensor
 from anyattn.mods.bounds import EMPTY, FULL, PARTIAL
 from anyattn.mods.ragged_tiles import RaggedTiles
 
-__all__ = ["classes_of_ragged", "grid_of_lists", "joined", "kept_transposed", "lists_of_grid", "ordered", "ordered_ragged"]
+__all__ = ["classes_of_ragged", "grid_of_lists", "joined", "kept_transposed", "lists_of_grid", "ordered", "ordered_ragged", "unknown_lists"]
 
 _BATCH_TILES = 2**22  # tiles enumerated at once: their coordinates take 16 bytes each
 
@@ -26,6 +26,12 @@ def lists_of_grid(classes: Tensor, separate_full: bool) -> tuple[Tensor, Tensor,
     if not separate_full:
         return *ordered(classes, (PARTIAL, FULL)), None, None
     return *ordered(classes, (PARTIAL,)), *ordered(classes, (FULL,))
+
+
+def unknown_lists(shape: tuple[int, int, int, int], device: torch.device, separate_full: bool) -> list[Tensor | None]:
+    """What ``lists_of_grid`` returns for classes of ``shape`` that nobody knows: tensors without values."""
+    counts, indices = ([torch.empty(sizes, dtype=torch.int32, device=device) for _ in range(2)] for sizes in (shape[:-1], shape))
+    return [counts[0], indices[0], *((counts[1], indices[1]) if separate_full else (None, None))]
 
 
 def ordered(classes: Tensor, listed: tuple[int, ...]) -> tuple[Tensor, Tensor]:
