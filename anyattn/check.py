@@ -16,6 +16,7 @@ from anyattn.mods.native import native_mod
 from anyattn.mods.rows import check_positions, row_ranges
 from anyattn.mods.trace import TracedMod, trace
 from anyattn.problem import Problem
+from anyattn.tensor_kinds import refuse_hidden, refuse_hidden_captures
 
 if TYPE_CHECKING:
     from anyattn.sparsity.block_sparse import BlockSparseTensors
@@ -118,6 +119,8 @@ def flex_problem(
     if block_mask is not None:
         if listed is None:
             check_block_mask(block_mask, query, key)
+        for part in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"):
+            refuse_hidden(f"block_mask.{part}", getattr(block_mask, part))
         listed = _traced(listed or block_mask.mask_mod, "mask", query, aux, lengths, "block_mask.mask_mod")
         predicates.append(listed)
         blocks, follows = lists_of(block_mask, listed)
@@ -188,6 +191,7 @@ def aux_list(aux_tensors: Any, device: torch.device) -> list[Tensor] | None:
 
 def _traced(mod: Any, kind: str, query: Tensor, aux: list[Tensor] | None, lengths: tuple[int, ...], name: str = "") -> TracedMod:
     found = traced(mod, kind, query, aux, name)
+    refuse_hidden_captures(found, name)
     check_loads(found, *lengths)
     return found
 

@@ -19,7 +19,16 @@ from anyattn.plan import Plan
 from anyattn.problem import Problem
 from anyattn.strides import in_order
 
-__all__ = ["CacheCall", "Given", "cache_call", "cached_rows", "check_no_captured_gradients", "check_no_gradients", "heads_first"]
+__all__ = [
+    "CacheCall",
+    "Given",
+    "cache_call",
+    "cached_rows",
+    "check_no_captured_gradients",
+    "check_no_gradients",
+    "check_storage",
+    "heads_first",
+]
 
 
 class Given(NamedTuple):
@@ -83,7 +92,7 @@ class CacheCall:
 
 def heads_first(q: Tensor) -> Tensor:
     """The door's queries as a problem has them."""
-    return (q if q.ndim == 4 else q[None]).transpose(1, 2)
+    return (q if q.ndim == 4 else q.unsqueeze(0)).transpose(1, 2)
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,7 +170,7 @@ def _refuse_gradient(name: str) -> None:
 def _tables(given: Given) -> tuple[CacheTables, CacheSizes]:
     """What shapes, dtypes and devices tell of the call, checked."""
     q, k_cache, k, ends = given.q, given.k_cache, given.k, given.cu_seqlens_q
-    _check_storage(q, k_cache, given.v_cache, k, given.v, ends, given.page_table)
+    check_storage(q, k_cache, given.v_cache, k, given.v, ends, given.page_table)
     batch = q.shape[0] if ends is None else check_lengths.batch_of_ends("cu_seqlens_q", ends)
     check_lengths.check_device("cu_seqlens_q", ends, q.device)
     table = None if given.page_table is None else check_lengths.pages(given.page_table, batch, k_cache)
@@ -224,7 +233,7 @@ def _as_vectors(info: SeqlenInfoQKNewK, zero: Tensor) -> SeqlenInfoQKNewK:
     return SeqlenInfoQKNewK(*(f if isinstance(f, Tensor) else zero + f if f else zero for f in vars(info).values()))
 
 
-def _check_storage(q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any, cu_seqlens_q: Any, page_table: Any) -> None:
+def check_storage(q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any, cu_seqlens_q: Any, page_table: Any) -> None:
     q_shape = "(batch, length, heads, head_dim)" if cu_seqlens_q is None else "(total, heads, head_dim)"
     check_flash.storage({"q": q}, q_shape, 4 if cu_seqlens_q is None else 3)
     kind = "(cache batch, capacity, heads, head_dim)" if page_table is None else "(pages, page_size, heads, head_dim)"

@@ -35,11 +35,14 @@ from anyattn.mods.loads import check_loads, check_loads_ragged, plainly_inside
 from anyattn.mods.rows import check_positions
 from anyattn.mods.trace import TracedMod
 from anyattn.problem import Problem
+from anyattn.tensor_kinds import refuse, refuse_hidden, refuse_hidden_captures
 
 __all__ = [
     "Options",
     "batch_of_ends",
+    "check_dense_storage",
     "check_max",
+    "check_varlen_storage",
     "combine_arguments",
     "dense_problem",
     "ends",
@@ -60,8 +63,8 @@ class Options(NamedTuple):
     softcap: Any = 0.0
     alibi_slopes: Any = None
     sink: Any = None
-    score_mod: Callable | TracedMod | None = None
-    mask_mod: Callable | TracedMod | None = None
+    score_mod: Any = None
+    mask_mod: Any = None
     block_sparse_tensors: Any = None
     aux_tensors: Sequence[Tensor] | None = None
     deterministic: bool = False
@@ -72,13 +75,17 @@ class Options(NamedTuple):
 
 def dense_problem(q: Any, k: Any, v: Any, options: Options) -> Problem:
     """The problem of one ``flash_attn_func`` call."""
+    check_dense_storage(q, k, v)
+    return problem_of(q, k, v, None, options, k.shape[1] - q.shape[1])
+
+
+def check_dense_storage(q: Any, k: Any, v: Any) -> None:
     storage({"q": q, "k": k, "v": v}, "(batch, length, heads, head_dim)", 4)
     _same_heads("k", k, "v", v)
     if not q.shape[0] == k.shape[0]:
         raise ValueError(f"k has batch {k.shape[0]} but q has {q.shape[0]}; wanted the same")
     if k.shape[1] != v.shape[1]:
         raise ValueError(f"v has length {v.shape[1]} but k has {k.shape[1]}; wanted the same")
-    return problem_of(q, k, v, None, options, k.shape[1] - q.shape[1])
 
 
 def varlen_problem(
@@ -96,7 +103,7 @@ def varlen_problem(
     options: Options,
 ) -> Problem:
     """The problem of one ``flash_attn_varlen_func`` call."""
-    _check_varlen_storage(q, k, v, cu_seqlens_q, cu_seqlens_k, page_table)
+    check_varlen_storage(q, k, v, cu_seqlens_q, cu_seqlens_k, page_table)
     lengths, pool = (max_seqlen_q, max_seqlen_k), None if page_table is None else k
     if check_lengths.takes_their_word(q.device, validate):
         tables = LengthTables(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
@@ -158,7 +165,7 @@ def _checked_sequences(
     return sequences, offset if bool(offset.any()) else 0
 
 
-def _check_varlen_storage(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, page_table: Any) -> None:
+def check_varlen_storage(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, page_table: Any) -> None:
     padded, packed = ("(batch, length, heads, head_dim)", 4), ("(total, heads, head_dim)", 3)
     storage({"q": q}, *(padded if cu_seqlens_q is None else packed))
     if page_table is not None and cu_seqlens_k is not None:
@@ -197,6 +204,7 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences | None, opt
 
     def traced(mod: Callable | TracedMod, kind: str) -> TracedMod:
         found = check.traced(mod, kind, q4, aux)
+        refuse_hidden_captures(found)
         _check_loads(found, bare)
         return found
 
@@ -331,6 +339,7 @@ def _blocks(given: Any, problem: Problem) -> Any:
     if not isinstance(given, wanted):
         door = "compute_block_sparsity" if problem.sequences is None else "compute_varlen_block_sparsity"
         raise TypeError(f"block_sparse_tensors is a {type(given).__name__}; wanted {wanted.__name__}: make it with anyattn.{door}")
+    refuse_hidden("block_sparse_tensors.mask_block_cnt", given.mask_block_cnt)
     if given.device != problem.q.device:
         raise ValueError(f"block_sparse_tensors is on {given.device} but q is on {problem.q.device}; move it with .to()")
     if isinstance(given, VarlenBlockSparseTensors):
@@ -376,6 +385,8 @@ def combine_arguments(out_partial: Any, lse_partial: Any) -> tuple[Tensor, Tenso
     for name, tensor in (("out_partial", out_partial), ("lse_partial", lse_partial)):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} is a {type(tensor).__name__}; wanted a float32 tensor")
+        if tensor.is_nested or tensor.layout is not torch.strided:
+            refuse(name, tensor)
         if tensor.dtype not in (torch.float32, torch.float64):
             raise TypeError(f"{name} has dtype {tensor.dtype}; wanted float32: partial results in 16 bits have lost what merging needs")
     if out_partial.device != lse_partial.device:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from anyattn import check, hardware, plan
+from anyattn import check, hardware, plan, tensor_kinds
 from anyattn.mods.dependence import dependence
 from anyattn.mods.ir import Expr
 from anyattn.mods.linear import additive_bias
@@ -127,6 +127,8 @@ def explain(
     >>> explain(q, q, q, mask_mod=lambda b, h, q_idx, kv_idx: q_idx >= kv_idx).plan.backend
     'torch'
     """
+    for name, t in (("query", query), ("key", key), ("value", value), ("sink", sink)):
+        tensor_kinds.refuse_hidden(name, t)
     problem = check.flex_problem(
         query, key, value, score_mod, block_mask, mask_mod, aux_tensors, scale, enable_gqa, sink, False, False, deterministic
     )

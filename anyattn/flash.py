@@ -10,6 +10,7 @@ from torch import Tensor
 
 from anyattn import autograd, check_flash, hardware, plan, recall
 from anyattn.check_flash import Options
+from anyattn.tensor_kinds import has_memory
 
 if TYPE_CHECKING:
     from anyattn.sparsity.block_sparse import BlockSparseTensors
@@ -76,8 +77,13 @@ def flash_attn_func(
 
         found = entry_points.flash(q, k, v, (None,) * 5, (None, None), None, options, backend)
         return found if return_lse else found[0]
-    problem, chosen = recall.flash_call(q, k, v, options, backend)
-    out, lse, _ = autograd.compute(problem, chosen)
+    call = recall.flash_call(q, k, v, options, backend)
+    if call is None:
+        from anyattn import operator_calls
+
+        found = operator_calls.flash(q, k, v, (None,) * 5, (None, None), None, options, backend)
+        return found if return_lse else found[0]
+    out, lse, _ = autograd.compute(*call)
     return _laid_out(out, lse, False, return_lse)
 
 
@@ -148,8 +154,13 @@ def flash_attn_varlen_func(
         found = entry_points.flash(q, k, v, tables, (max_seqlen_q, max_seqlen_k), validate, options, backend)
         return found if return_lse else found[0]
     tables = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table)
-    problem, chosen = recall.varlen_call(q, k, v, recall.Places(tables, (max_seqlen_q, max_seqlen_k), validate), options, backend)
-    out, lse, _ = autograd.compute(problem, chosen)
+    call = recall.varlen_call(q, k, v, recall.Places(tables, (max_seqlen_q, max_seqlen_k), validate), options, backend)
+    if call is None:
+        from anyattn import operator_calls
+
+        found = operator_calls.flash(q, k, v, tables, (max_seqlen_q, max_seqlen_k), validate, options, backend)
+        return found if return_lse else found[0]
+    out, lse, _ = autograd.compute(*call)
     return _laid_out(out, lse, cu_seqlens_q is not None, return_lse)
 
 
@@ -225,26 +236,30 @@ def flash_attn_with_kvcache(
         softmax_scale, causal, window_size, softcap, alibi_slopes, sink, score_mod, mask_mod, None, aux_tensors, False, return_lse,
         num_splits, pack_gqa,
     )  # fmt: skip
-    if torch.compiler.is_compiling():
-        from anyattn.custom_ops import entry_points
-
-        if isinstance(cache_seqlens, int):
-            cache_seqlens = torch.full((len(q) if cu_seqlens_q is None else len(cu_seqlens_q) - 1,), cache_seqlens, device=q.device)
-        given = (k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, page_table, cu_seqlens_q)
-        found = entry_points.decode(q, k_cache, v_cache, given, rotary_interleaved, max_seqlen_q, validate, options, backend)
-        return found if return_lse else found[0]
     from anyattn.check_cache import Given, check_no_captured_gradients, check_no_gradients
-    from anyattn.recall_cache import decode_call
 
     arguments = Given(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, page_table, cu_seqlens_q,
         max_seqlen_q, rotary_interleaved, validate,
     )  # fmt: skip
+    if torch.compiler.is_compiling():
+        from anyattn.custom_ops import entry_points
+
+        found = entry_points.decode(arguments, options, backend)
+        return found if return_lse else found[0]
+    from anyattn.recall_cache import decode_call
+
     records = torch.is_grad_enabled()
     if records:
         check_no_gradients(arguments, options)
     with torch.no_grad():
-        call, chosen = decode_call(arguments, options, backend)
+        step = decode_call(arguments, options, backend)
+        if step is None:
+            from anyattn import operator_calls
+
+            results = operator_calls.decode(arguments, options, backend)
+            return results if return_lse else results[0]
+        call, chosen = step
         if records and call.problem.score is not None:
             check_no_captured_gradients(call.problem.score.tensors)
         out, lse, _ = autograd.compute(call.prepared(chosen), chosen)
@@ -271,7 +286,10 @@ def flash_attn_combine(out_partial: Tensor, lse_partial: Tensor) -> tuple[Tensor
     tensors = (out_partial, lse_partial)
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     dtype = torch.promote_types(*(t.dtype for t in tensors))
-    chosen = plan.combiner(hardware.of(out_partial.device.type), dtype, needs_grad)
+    if not all(map(has_memory, tensors)):
+        chosen = "torch"  # whose operations take whatever they are
+    else:
+        chosen = plan.combiner(hardware.of(out_partial.device.type), dtype, needs_grad)
     return autograd.backend_module(chosen).combine(out_partial, lse_partial)
 
 

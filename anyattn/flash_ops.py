@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anyattn import autograd, check, recall
-from anyattn.check_cache import Given, check_no_captured_gradients, check_no_gradients
+from anyattn import autograd, check, recall, tensor_kinds
+from anyattn.check_cache import Given, check_no_captured_gradients, check_no_gradients, heads_first
 from anyattn.check_flash import Options
 from anyattn.mods.trace import TracedMod
+from anyattn.operator_transforms import called
 from anyattn.ops import mods_of_operands, operands_of
 from anyattn.plan import Plan
 from anyattn.problem import Problem
@@ -55,8 +56,9 @@ def _call(
 ) -> tuple[Problem, Plan]:
     """The problem and the plan of an operator's call, from the call cache where it knows the call."""
     if all(t is None for t in tables):
-        return recall.flash_call(q, k, v, given, backend or None)
-    return recall.varlen_call(q, k, v, recall.Places(tables, longest, validate), given, backend or None)
+        return recall.flash_call(q, k, v, given, backend or None, is_operator=True)  # type: ignore[return-value]
+    places = recall.Places(tables, longest, validate)
+    return recall.varlen_call(q, k, v, places, given, backend or None, is_operator=True)  # type: ignore[return-value]
 
 
 @torch.library.custom_op("anyattn::flash", mutates_args=())
@@ -90,6 +92,7 @@ def flash(
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of ``flash_attn_func``, or with any table of ``flash_attn_varlen_func``; window_size: -1 is no limit."""
+    tensor_kinds.refuse_forward_mode()
     options = _options(
         alibi_slopes, sink, score_program, score_numbers, score_tensors, mask_program, mask_numbers, mask_tensors, softmax_scale, softcap,
         causal, window_size, num_splits, pack_gqa, deterministic,
@@ -101,24 +104,20 @@ def flash(
 
 def _results(problem: Problem, chosen: Plan, is_packed: bool) -> tuple[Tensor, Tensor]:
     result = autograd.backend_of(chosen).forward(problem, chosen)
-    return _as_given(result.out, is_packed), result.lse[0] if is_packed else result.lse
-
-
-def _heads_first(x: Tensor) -> Tensor:
-    """What a problem holds of ``x``: (B, S, H, D) or packed (total, H, D) as (B or 1, H, S, D), a view."""
-    return (x if x.ndim == 4 else x[None]).transpose(1, 2)
+    return _as_given(result.out, is_packed), result.lse.select(0, 0) if is_packed else result.lse
 
 
 def _as_given(x: Tensor, is_packed: bool) -> Tensor:
-    """The way back of ``_heads_first``."""
-    return x.transpose(1, 2)[0] if is_packed else x.transpose(1, 2)
+    """The way back from ``heads_first``."""
+    return x.transpose(1, 2).select(0, 0) if is_packed else x.transpose(1, 2)
 
 
 def _fake(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    tensor_kinds.refuse_forward_mode()
     stat = torch.float64 if q.dtype is torch.float64 else torch.float32
-    rows, is_packed = _heads_first(q), q.ndim == 3
+    rows, is_packed = heads_first(q), q.ndim == 3
     lse = q.new_empty(rows.shape[:3], dtype=stat)
-    return _as_given(empty_in_order(rows, last=v.shape[-1]), is_packed), lse[0] if is_packed else lse
+    return _as_given(empty_in_order(rows, last=v.shape[-1]), is_packed), lse.select(0, 0) if is_packed else lse
 
 
 @flash.register_fake
@@ -175,8 +174,8 @@ def flash_backward(
     problem = problem.like(**{name: autograd.wanting(getattr(problem, name), w) for name, w in asked})
     if chosen.whole_spans:  # which keep no log-sum-exp; here it was kept
         chosen = replace(chosen, whole_spans=False)
-    rows = _heads_first(out), lse if lse.ndim == 3 else lse[None]
-    douts = _heads_first(dout), dlse if dlse is None or dlse.ndim == 3 else dlse[None]
+    rows = heads_first(out), lse if lse.ndim == 3 else lse[None]
+    douts = heads_first(dout), dlse if dlse is None or dlse.ndim == 3 else dlse[None]
     dq, dk, dv, dsink, *captured = autograd.backward(problem, chosen, *rows, *douts)
     by_tensor = {id(t): g for t, g in zip(problem.score.tensors if problem.score else (), captured, strict=True)}
     by_rows = [None if g is None else _as_given(g, t.ndim == 3) for g, t in zip((dq, dk, dv), (q, k, v), strict=True)]
@@ -187,7 +186,7 @@ def flash_backward(
 @flash_backward.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> list[Tensor]:
     of_rows, of_others = (q, k, v), (args[5], args[6], *args[9])
-    found: list[Tensor | None] = [_as_given(empty_in_order(_heads_first(t)), t.ndim == 3) for t in of_rows]
+    found: list[Tensor | None] = [_as_given(empty_in_order(heads_first(t)), t.ndim == 3) for t in of_rows]
     found += [None if t is None else t.new_empty(t.shape) for t in of_others]
     return [g if g is not None and w else q.new_empty(0) for g, w in zip(found, args[-1], strict=True)]
 
@@ -218,7 +217,7 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple:
             inputs[i], saved = saved[:count], saved[count:]
     if dout is None:
         dout = torch.zeros_like(out)
-    grads = flash_backward(*inputs, out, lse, dout, dlse, ctx.wants)
+    grads = called(flash_backward, (*inputs, out, lse, dout, dlse, ctx.wants))
     by_input = [g if w else None for g, w in zip(grads, ctx.wants, strict=True)]
     result: list = [[None] * len(x) if is_list else None for x, is_list in zip(inputs, ctx.is_list, strict=True)]
     result[0], result[1], result[2], result[8], result[9] = by_input[:5]
@@ -227,6 +226,7 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple:
 
 
 flash.register_autograd(_gradients, setup_context=_save)
+flash_backward.register_autograd(autograd.refuse_second_derivative)
 
 
 @torch.library.custom_op("anyattn::decode", mutates_args=("k_cache", "v_cache"))
@@ -273,7 +273,7 @@ def decode(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, page_table, cu_seqlens_q,
         max_seqlen_q, rotary_interleaved, validate,
     )  # fmt: skip
-    call, chosen = decode_call(given, options, backend or None)  # which refuses before anything is written
+    call, chosen = decode_call(given, options, backend or None, is_operator=True)  # type: ignore[misc] # refuses before it writes
     return _results(call.prepared(chosen), chosen, q.ndim == 3)
 
 
@@ -300,7 +300,8 @@ def flash_with_mods(
     """``flash_attn_func``, or with any table ``flash_attn_varlen_func``, as one operator, of traced mods."""
     given = Options(*options)
     longest = tuple(None if isinstance(n, Tensor) else n for n in longest)  # a bound that no result hangs on
-    return flash(q, k, v, *tables, *_operands(q, given, score, mask), bool(given.deterministic), *longest, validate, backend or "")
+    operands = (q, k, v, *tables, *_operands(q, given, score, mask), bool(given.deterministic), *longest, validate, backend or "")
+    return called(flash, operands, _save, _gradients)  # type: ignore[no-any-return]
 
 
 def decode_with_mods(

@@ -76,8 +76,13 @@ def flex_attention(
     call = FlexCall(
         query, key, value, score_mod, block_mask, mask_mod, aux_tensors, scale, enable_gqa, sink, wants_lse, wants_max, deterministic
     )
-    problem, chosen = recall.flex_call(call, backend, kernel_options)
-    return _returned(*autograd.compute(problem, chosen), return_lse, return_aux)
+    found = recall.flex_call(call, backend, kernel_options)
+    if found is None:
+        from anyattn import operator_calls
+
+        out, lse, max_scores = operator_calls.flex(call, backend, kernel_options)
+        return _returned(out, lse, max_scores if wants_max else None, return_lse, return_aux)
+    return _returned(*autograd.compute(*found), return_lse, return_aux)
 
 
 def _returned(out: Tensor, lse: Tensor | None, max_scores: Tensor | None, return_lse: bool, return_aux: AuxRequest | None) -> Any:

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
-from anyattn import autograd, check, recall
+from anyattn import autograd, check, recall, tensor_kinds
 from anyattn.mods import codec
 from anyattn.mods.recognise import Pattern
 from anyattn.mods.trace import Source, TracedMod
+from anyattn.operator_transforms import called
 from anyattn.plan import Plan
 from anyattn.problem import Problem
 from anyattn.sparsity.block_mask import are_unwritten, tells_no_more
@@ -149,7 +150,7 @@ def _call(
         listed, *masks = masks
     mask = masks[0] if masks else None
     call = recall.FlexCall(q, k, v, score, blocks, mask, None, scale, True, sink, True, wants_max, deterministic, listed)
-    return recall.flex_call(call, backend or None, _options(options))
+    return recall.flex_call(call, backend or None, _options(options), is_operator=True)  # type: ignore[return-value]
 
 
 @torch.library.custom_op("anyattn::attend", mutates_args=())
@@ -174,6 +175,7 @@ def attend(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse, max_scores) of one attention; max_scores is empty unless wanted. Layouts as in ``flex_attention``."""
+    tensor_kinds.refuse_forward_mode()
     problem, chosen = _call(
         q, k, v, sink, score_program, score_numbers, score_tensors, mask_programs, mask_numbers, mask_tensors, block_lists, block_size,
         is_exact, scale, wants_max, deterministic, options, backend,
@@ -184,6 +186,7 @@ def attend(
 
 @attend.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    tensor_kinds.refuse_forward_mode()
     wants_max = args[-4]
     rows = q.shape[:3]
     stat = torch.float64 if q.dtype is torch.float64 else torch.float32
@@ -259,10 +262,11 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any) -> tu
     if dout is None:
         dout = torch.zeros_like(out)
     program, numbers, mask_programs, mask_numbers = ctx.mods
-    grads = attend_backward(
+    operands = (
         q, k, v, sink, program, numbers, tensors, mask_programs, mask_numbers, mask_tensors, block_lists, *ctx.others, out, lse, dout, dlse,
         ctx.wants,
     )  # fmt: skip
+    grads = called(attend_backward, operands)
     dq, dk, dv, dsink, *by_tensor = [g if w else None for g, w in zip(grads, ctx.wants, strict=True)]
     no_mask, no_list = ([None] * n for n in ctx.counts[1:])
     # per input of ``attend``: a list of tensors takes a list, a list of ints, which is never empty, one None
@@ -270,6 +274,7 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any) -> tu
 
 
 attend.register_autograd(_gradients, setup_context=_save)
+attend_backward.register_autograd(autograd.refuse_second_derivative)
 
 
 def flex_with_mods(
@@ -307,7 +312,8 @@ def flex_with_mods(
         is_exact = tells_no_more(listed, lists[0].shape[:2]) if is_from_graph else is_exact and not torch.compiler.is_exporting()
         is_exact = is_exact and are_unwritten(*block_lists)  # an exported program holds copies of lists from outside
         check.check_lists(lengths, lists[0], query, key)
-    return attend(
+    operands = (
         query, key, value, sink, *operands_of(query, score), *operands_of(query, listed, mask), never_empty(block_lists, query), block_size,
         is_exact, check.scale_of("scale", scale, query.shape[3]), wants_max, deterministic, options_text(options), backend or "",
     )  # fmt: skip
+    return called(attend, operands, _save, _gradients)  # type: ignore[no-any-return]

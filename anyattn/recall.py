@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from anyattn import check, check_flash, hardware, plan
+from anyattn import check, check_flash, hardware, plan, tensor_kinds
 from anyattn.check_flash import Options
 from anyattn.geometry.stored import LengthTables, StoredSequences, StoredSizes
 from anyattn.mods.loads import doubt, plainly_inside
@@ -145,14 +146,14 @@ def size() -> int:
 
 def is_listened_to() -> bool:
     """Whether something sees torch's operations before they run; then they are all made, as on a first call."""
-    return bool(_are_transforms_active() or _count_modes() or _is_traced())
+    return bool(_are_transforms_active() or _count_modes() or forward_ad._current_level >= 0 or _is_traced())
 
 
 def _seen(x: Any) -> tuple:
-    """The facts of a tensor; the last 4 bits of its address say how it is aligned."""
+    """The facts of a tensor; the last 4 bits of its address say how it is aligned, and its sign may be one that memory does not have."""
     if type(x) not in PLAIN:
         raise Unfit
-    return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15, x.requires_grad
+    return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15, x.requires_grad, x.is_neg()
 
 
 def _maybe_seen(x: Any) -> tuple | None:
@@ -289,11 +290,16 @@ def remember(key: tuple, value: Any) -> None:
     _store.put(key, value)
 
 
-def flex_call(call: FlexCall, backend: str | None, options: Any) -> tuple[Problem, Plan]:
-    """The problem and the plan of a ``flex_attention`` call. options: ``kernel_options``. Raises as ``check.flex_problem`` and the plan."""
+def flex_call(call: FlexCall, backend: str | None, options: Any, is_operator: bool = False) -> tuple[Problem, Plan] | None:
+    """The problem and the plan of a ``flex_attention`` call; None where it should be its operator's (``tensor_kinds``).
+
+    options: ``kernel_options``. Raises as ``check.flex_problem`` and the plan.
+    """
     facts = None if is_listened_to() else _flex_facts(call, backend, options)
     known: _Remembered | None = None if facts is None else remembered(facts.key)
     if known is None or facts is None:
+        if not is_operator and tensor_kinds.belong_to_operators({"query": call.query, "key": call.key, "value": call.value, "sink": call.sink}):
+            return None
         problem = check.flex_problem(*call)
         chosen = plan.choose(problem, hardware.of(problem.q.device.type), backend, check.kernel_options(options))
         if facts is not None:
@@ -315,11 +321,18 @@ def flex_call(call: FlexCall, backend: str | None, options: Any) -> tuple[Proble
     return Problem.of_fields(fields), known.plan
 
 
-def flash_call(q: Any, k: Any, v: Any, given: Options, backend: str | None) -> tuple[Problem, Plan]:
-    """The problem and the plan of a ``flash_attn_func`` call. Raises as ``check_flash.dense_problem`` and the plan."""
+def flash_call(
+    q: Any, k: Any, v: Any, given: Options, backend: str | None, is_operator: bool = False
+) -> tuple[Problem, Plan] | None:
+    """The problem and the plan of a ``flash_attn_func`` call; None as ``flex_call``.
+
+    Raises as ``check_flash.dense_problem`` and the plan.
+    """
     facts = None if is_listened_to() else _flash_facts(q, k, v, given, backend)
     known: _Remembered | None = None if facts is None else remembered(facts.key)
     if known is None or facts is None:
+        if not is_operator and tensor_kinds.belong_to_operators(_named(q, k, v, given)):
+            return None
         problem = check_flash.dense_problem(q, k, v, given)
         chosen = plan.choose(problem, hardware.of(problem.q.device.type), backend)
         if facts is not None:
@@ -339,12 +352,24 @@ def flash_call(q: Any, k: Any, v: Any, given: Options, backend: str | None) -> t
     return Problem.of_fields(fields), known.plan
 
 
-def varlen_call(q: Any, k: Any, v: Any, places: Places, given: Options, backend: str | None) -> tuple[Problem, Plan]:
-    """The problem and the plan of a ``flash_attn_varlen_func`` call. Raises as ``check_flash.varlen_problem`` and the plan."""
+def _named(q: Any, k: Any, v: Any, given: Options) -> dict[str, Any]:
+    return {"q": q, "k": k, "v": v, "sink": given.sink, "alibi_slopes": given.alibi_slopes}
+
+
+def varlen_call(
+    q: Any, k: Any, v: Any, places: Places, given: Options, backend: str | None, is_operator: bool = False
+) -> tuple[Problem, Plan] | None:
+    """The problem and the plan of a ``flash_attn_varlen_func`` call; None as ``flex_call``.
+
+    Raises as ``check_flash.varlen_problem`` and the plan.
+    """
     facts = None if is_listened_to() else _varlen_facts(q, k, v, places, given, backend)
     known: _Remembered | None = None if facts is None else remembered(facts.key)
     tables = places.tables
     if known is None or facts is None or facts.sizes is None:
+        of_tables = zip(("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "page_table"), tables, strict=True)
+        if not is_operator and tensor_kinds.belong_to_operators(_named(q, k, v, given) | dict(of_tables)):
+            return None
         problem = check_flash.varlen_problem(q, k, v, *tables[:2], *places.most, *tables[2:], places.validate, given)
         chosen = plan.choose(problem, hardware.of(problem.q.device.type), backend)
         if facts is not None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from anyattn import check_lengths, hardware, plan, recall
+from anyattn import check_lengths, hardware, plan, recall, tensor_kinds
 from anyattn.bands import band
 from anyattn.check_cache import CacheCall, Given, cache_call
 from anyattn.check_flash import Options
@@ -23,7 +23,7 @@ from anyattn.geometry.sequences import OnHost
 from anyattn.kvcache import append
 from anyattn.plan import Plan
 from anyattn.problem import Problem
-from anyattn.recall_step import asks_mods, facts_of_options, seen, step_call
+from anyattn.recall_step import asks_mods, facts_of_options, named_tensors, seen, step_call
 
 __all__ = ["KnownCall", "decode_call"]
 
@@ -64,9 +64,14 @@ class _Remembered(NamedTuple):
     reach: tuple[int, int]
 
 
-def decode_call(given: Given, options: Options, backend: str | None) -> tuple[CacheCall | KnownCall, Plan]:
-    """The call, checked, and its plan; nothing is written. Raises as ``check_cache.cache_call`` and the plan."""
-    step = step_call(given, options, backend)
+def decode_call(
+    given: Given, options: Options, backend: str | None, is_operator: bool = False
+) -> tuple[CacheCall | KnownCall, Plan] | None:
+    """The call, checked, and its plan; nothing is written. None where it belongs to its operator (``tensor_kinds``).
+
+    Raises as ``check_cache.cache_call`` and the plan.
+    """
+    step = step_call(given, options, backend, is_operator)
     if step is not None:
         return step
     facts = None if backend not in (None, "torch") or recall.is_listened_to() else _facts(given, options)
@@ -74,6 +79,8 @@ def decode_call(given: Given, options: Options, backend: str | None) -> tuple[Ca
     known = None if found is None else _known_call(given, options, found)
     if known is not None and found is not None:
         return known, _plan(known.problem, backend, found.plans)
+    if not is_operator and tensor_kinds.belong_to_operators(named_tensors(given, options)):
+        return None
     checked = cache_call(given, options)
     chosen = plan.choose(checked.problem, hardware.of(given.q.device.type), backend)
     if facts is not None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from anyattn import check_lengths, hardware, plan, recall
+from anyattn import check_lengths, hardware, plan, recall, tensor_kinds
 from anyattn.check_cache import CacheCall, Given, cache_call, cached_rows, heads_first
 from anyattn.check_flash import Options
 from anyattn.geometry.stored_cache import CacheSizes, CacheStep, CacheTables, StoredCache
@@ -18,7 +18,7 @@ from anyattn.kvcache import append
 from anyattn.plan import Plan
 from anyattn.problem import Problem
 
-__all__ = ["asks_mods", "facts_of_options", "seen", "step_call"]
+__all__ = ["asks_mods", "facts_of_options", "named_tensors", "seen", "step_call"]
 
 
 class _Remembered(NamedTuple):
@@ -31,14 +31,16 @@ class _Remembered(NamedTuple):
     reach: tuple[int, int]
 
 
-def step_call(given: Given, options: Options, backend: str | None) -> tuple[CacheCall, Plan] | None:
-    """The call, checked, and its plan; nothing is written. None where the tables have to be looked at."""
+def step_call(given: Given, options: Options, backend: str | None, is_operator: bool = False) -> tuple[CacheCall, Plan] | None:
+    """The call, checked, and its plan; nothing is written. None where the tables have to be looked at, or an operator takes the call."""
     if not isinstance(given.q, Tensor) or not check_lengths.takes_their_word(given.q.device, given.validate):
         return None
     facts = None if recall.is_listened_to() else _facts(given, options, backend)
     known = None if facts is None else recall.remembered(facts)
     if known is not None:
         return _known_call(given, options, known), known.plan
+    if not is_operator and tensor_kinds.belong_to_operators(named_tensors(given, options)):
+        return None
     call = cache_call(given, options)
     chosen = plan.choose(call.problem, hardware.of(given.q.device.type), backend)
     if facts is not None and chosen.is_reusable:
@@ -74,12 +76,17 @@ def seen(x: Any) -> tuple | None:
         return None
     if type(x) not in recall.PLAIN:
         raise recall.Unfit
-    return x.shape, x.stride(), x.dtype, x.device
+    return x.shape, x.stride(), x.dtype, x.device, x.is_neg()
 
 
 def _seen(x: Any) -> tuple | None:
     found = seen(x)
     return None if found is None else (*found, x.data_ptr() & 15)
+
+
+def named_tensors(given: Given, options: Options) -> dict[str, Any]:
+    """The tensors of a call by name, and whatever else stands where a tensor may."""
+    return {**given._asdict(), "sink": options.sink, "alibi_slopes": options.alibi_slopes}
 
 
 def asks_mods(options: Options) -> bool:

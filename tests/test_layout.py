@@ -22,6 +22,8 @@ FLOORS: dict[str, int] = {
     "anyattn.flash": 0,
     "anyattn.flash_ops": 0,
     "anyattn.ops": 0,
+    "anyattn.operator_calls": 0,
+    "anyattn.operator_transforms": 0,
     "anyattn.explanation": 0,
     "anyattn.cli": 0,
     "anyattn.gallery": 0,
@@ -73,8 +75,15 @@ HANDED_DOWN: dict[str, set[str]] = {
 }
 # May be imported by everyone, and so import nothing but one another.
 SHARED = (
-    "anyattn.mods", "anyattn.errors", "anyattn.kept", "anyattn.disk_cache", "anyattn.launches", "anyattn.of_fields", "anyattn.strides",
-)  # fmt: skip
+    "anyattn.mods",
+    "anyattn.errors",
+    "anyattn.kept",
+    "anyattn.disk_cache",
+    "anyattn.launches",
+    "anyattn.of_fields",
+    "anyattn.strides",
+    "anyattn.tensor_kinds",
+)
 DECLARED = {"torch", "numpy", "click", "rich", "triton", "cutlass", "cuda", "tvm_ffi", "filelock", "matplotlib", "anyattn"}
 
 

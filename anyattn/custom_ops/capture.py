@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 from torch._ops import HigherOrderOperator
 
-from anyattn.errors import BackendError
+from anyattn import tensor_kinds
+from anyattn.errors import BackendError, ModError
 from anyattn.mods.graph import trace_graph
-from anyattn.mods.trace import TracedMod, trace
+from anyattn.mods.trace import TracedMod, is_native, trace
 
 __all__ = ["NO_MODS", "CallWithMods", "bound", "call_with_mods"]
 
@@ -72,7 +73,12 @@ def _traced(mod: Any, kind: str, name: str, captured: tuple, score_dtype: torch.
         return None
     if isinstance(mod, torch.fx.GraphModule):
         return trace_graph(mod, kind, captured, name=name, score_dtype=score_dtype, device=device)
-    return trace(mod, kind, score_dtype=score_dtype, device=device)
+    if is_native(mod):
+        raise ModError(f"{name} is a CuTe function, which runs on plain tensors alone; wanted a function of plain Python")
+    found = trace(mod, kind, score_dtype=score_dtype, device=device)
+    for t in found.tensors:
+        tensor_kinds.refuse(f"a tensor that {name} {found.name!r} captures", t)
+    return found
 
 
 call_with_mods = CallWithMods()

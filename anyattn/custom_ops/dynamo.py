@@ -8,10 +8,10 @@ table) breaks the graph once, at the call; the entry points then run as in eager
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
-from torch._C._dynamo.eval_frame import set_code_exec_strategy
+from torch._C._dynamo.eval_frame import reset_code, set_code_exec_strategy
 from torch._dynamo.exc import TorchRuntimeError, Unsupported, raise_observed_exception, unimplemented
 from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch._dynamo.utils import proxy_args_kwargs
@@ -19,10 +19,15 @@ from torch._dynamo.variables import higher_order_ops
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import wrap_fx_proxy
 
+from anyattn import tensor_kinds
 from anyattn.custom_ops.capture import call_with_mods
 
 __all__ = ["install", "run_uncompiled"]
 
+_TRANSFORMED = (
+    "attention is inside torch.func.{} inside torch.compile or torch.export; wanted torch.func.grad or vjp outside of compiled functions, "
+    "or backward() and torch.autograd.grad"
+)
 _warned: set[str] = set()
 
 
@@ -33,6 +38,8 @@ class CallWithModsVariable(higher_order_ops.TorchHigherOrderOperatorVariable):
 
     def _call_function(self, tx: Any, args: Any, kwargs: Any) -> VariableTracker:
         entry, like, operands, kinds, mods = args
+        if active := tensor_kinds.transforms():
+            _refuse(tx, TypeError(_TRANSFORMED.format(active[-1])))
         graphs, captured = [], []
         for (kind, name), fn in zip(kinds.as_python_constant(), mods.items, strict=True):
             graph, lifted = None, ()
@@ -54,8 +61,15 @@ class CallWithModsVariable(higher_order_ops.TorchHigherOrderOperatorVariable):
             refusal = call_with_mods.refusal
             if refusal is None:
                 raise
-        run_uncompiled()
-        raise_observed_exception(type(refusal), tx, args=[VariableTracker.build(tx, str(refusal))])
+        _refuse(tx, refusal)
+
+
+def _refuse(tx: Any, error: Exception) -> NoReturn:
+    """Raises ``error`` in the program that is traced; where nobody catches it, the eager call raises it."""
+    run_uncompiled()
+    # Dynamo makes exceptions of Python's own kinds alone
+    kind = next(k for k in (ValueError, TypeError, RuntimeError) if isinstance(error, k))
+    raise_observed_exception(kind, tx, args=[VariableTracker.build(tx, str(error))])
 
 
 def _warn(name: str, reason: Unsupported) -> None:
@@ -72,10 +86,10 @@ def _warn(name: str, reason: Unsupported) -> None:
     )
 
 
-def run_uncompiled() -> None:
+def run_uncompiled(is_wanted: bool = True) -> None:
     """Makes Dynamo pass over the entry points' own frames, and all that they call: what it has broken off at then runs as in eager mode.
 
-    Calls inside other functions' frames are traced as before.
+    Calls inside other functions' frames are traced as before; an entry point that is itself given to ``torch.compile`` runs uncompiled too.
     """
     from anyattn import flash, flex
     from anyattn.sparsity import block_mask
@@ -85,7 +99,10 @@ def run_uncompiled() -> None:
         flash.flash_attn_combine, block_mask.create_block_mask,
     )  # fmt: skip
     for fn in functions:
-        set_code_exec_strategy(fn.__code__, FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP))
+        if is_wanted:
+            set_code_exec_strategy(fn.__code__, FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP))
+        else:
+            reset_code(fn.__code__)
 
 
 def _subgraph(tx: Any, operator: Any, like: Any, fn: Any, kind: str, name: str) -> tuple[Any, tuple]:

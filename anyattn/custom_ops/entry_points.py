@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from anyattn import check
+from anyattn.check_cache import Given
 from anyattn.check_flash import Options
 from anyattn.custom_ops import dynamo  # noqa: F401 - enters the operator into Dynamo's table
 from anyattn.custom_ops.capture import bound, call_with_mods
@@ -69,19 +70,18 @@ def flash(
     return call_with_mods("flash", q, operands, _FLASH_MODS, _mods_of(options))
 
 
-def decode(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    tensors: tuple[Tensor | None, ...],
-    interleaved: bool,
-    longest: Any,
-    validate: bool | None,
-    options: Options,
-    backend: str | None,
-) -> tuple[Tensor, Tensor]:
-    """(out, lse) of ``flash_attn_with_kvcache``; tensors: its optional ones, from k to cu_seqlens_q."""
-    operands = (q, k_cache, v_cache, tensors, interleaved, longest, validate, _without_mods(options), backend)
+def decode(given: Given, options: Options, backend: str | None) -> tuple[Tensor, Tensor]:
+    """(out, lse) of ``flash_attn_with_kvcache``."""
+    q, ends, lengths = given.q, given.cu_seqlens_q, given.cache_seqlens
+    if isinstance(lengths, int):
+        lengths = torch.full((len(q) if ends is None else len(ends) - 1,), lengths, device=q.device)
+    tensors = (
+        given.k, given.v, given.rotary_cos, given.rotary_sin, lengths, given.cache_batch_idx, given.cache_leftpad, given.page_table, ends,
+    )  # fmt: skip
+    operands = (
+        q, given.k_cache, given.v_cache, tensors, given.rotary_interleaved, given.max_seqlen_q, given.validate, _without_mods(options),
+        backend,
+    )  # fmt: skip
     return call_with_mods("decode", q, operands, _FLASH_MODS, _mods_of(options))
 
 
@@ -100,7 +100,8 @@ def _without_mods(options: Options) -> tuple:
 def _refuse_lists(options: Options) -> None:
     if options.block_sparse_tensors is not None:
         raise TypeError(
-            "block_sparse_tensors is given inside torch.compile or torch.export; wanted None: pass the mask_mod alone, its tiles are found"
+            "block_sparse_tensors is given inside torch.compile, torch.export or torch.func; wanted None: pass the mask_mod alone, its "
+            "tiles are found"
         )
 
 

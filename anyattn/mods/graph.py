@@ -33,14 +33,14 @@ class _Run(torch.fx.Interpreter):
             return super().run_node(n)
 
     def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if target == "item" and isinstance(args[0], Tensor) and args[0].dtype is torch.float64:
-            return self.real(args[0])  # how Dynamo hands over a captured float that has changed
-        return super().call_method(target, args, kwargs)
+        found = super().call_method(target, args, kwargs)
+        return self.lifted(found)  # a captured float that has changed comes as a tensor's item()
 
     def lifted(self, item: Any) -> Any:
         """What a symbolic number is in the mod: a run-time scalar; other operands are as they are."""
         if isinstance(item, torch.SymFloat):
-            return self.real(torch.scalar_tensor(item, dtype=torch.float64))
+            # a sum, for torch keeps a float symbolic only where it meets tensors in operations that it knows
+            return self.real(torch.zeros((), dtype=torch.float64) + item)
         if not isinstance(item, torch.SymInt):
             return item
         self.numbers.append(item)

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anyattn import tensor_kinds
 from anyattn.mods.rows import check_positions
 from anyattn.mods.trace import TracedMod
 
-__all__ = ["check_retile", "device_of", "length", "pair", "positions", "ragged_lengths"]
+__all__ = ["check_retile", "device_of", "length", "pair", "positions", "ragged_lengths", "reads_nothing"]
 
 
 def length(name: str, value: Any, least: int = 0) -> int:
@@ -56,6 +57,17 @@ def check_retile(present: tuple[int, int], wanted: tuple[int, int], build: str) 
             f"the block lists were built for tiles of {present}, but tiles of {wanted} are wanted, and on one side neither size is a "
             f"multiple of the other; build the lists with {build}, or choose a kernel tile that fits {present}"
         )
+
+
+def reads_nothing(mod: TracedMod, device: torch.device) -> bool:
+    """Whether what a mask shows cannot be looked at, and lists are fake: of fake and meta tensors.
+
+    Raises ``TypeError`` for captured tensors of other kinds that have no memory of their own.
+    """
+    if device.type == "meta" or tensor_kinds.are_fake(mod.tensors):
+        return True
+    tensor_kinds.refuse_hidden_captures(mod)
+    return False
 
 
 def ragged_lengths(side: str, cu_seqlens: Any, seqused: Any) -> Tensor:

@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from anyattn.geometry.integers import ceil_div
 from anyattn.mods.bounds import check_loads, classify
 from anyattn.mods.trace import TracedMod, trace
-from anyattn.sparsity.arguments import device_of, length, positions
+from anyattn.sparsity.arguments import device_of, length, positions, reads_nothing
 from anyattn.sparsity.block_sparse import BlockSparseTensors
-from anyattn.sparsity.lists import lists_of_grid
+from anyattn.sparsity.lists import lists_of_grid, unknown_lists
 
 __all__ = ["TileLists", "classes_of_mask", "compute_block_sparsity", "has_triton", "tile_lists"]
 
@@ -114,9 +115,14 @@ def device_lists(
 ) -> list[Tensor | None] | None:
     """The lists made by Triton kernels that the host never waits for (``backends.triton.tile_lists``); None where they cannot be used.
 
+    Of fake and meta tensors, lists without values.
     They can on a CUDA device where Triton is installed, unless the mask captures a whole number of 2 ** 40 or more. Raises ``ValueError``
     for a mask that reads outside a captured tensor, except by an index that follows from captured values: that is held inside.
     """
+    if reads_nothing(mask, device):
+        rows, columns = (ceil_div(n, t) for n, t in zip(lengths, tile, strict=True))
+        shapes = ((*batch, rows, columns), (*batch, columns, rows))[: 1 + wants_columns]
+        return [t for shape in shapes for t in unknown_lists(shape, device, separate_full)]
     if device.type != "cuda" or not has_triton():
         return None
     from anyattn.backends.triton import tile_lists as kernels

@@ -12,8 +12,19 @@ from torch import Tensor
 
 from anyattn.mods.bounds import EMPTY, FULL, PARTIAL
 from anyattn.mods.ragged_tiles import RaggedTiles
+from anyattn.tensor_kinds import has_memory
 
-__all__ = ["check_counts", "classes_of_ragged", "grid_of_lists", "joined", "kept_transposed", "lists_of_grid", "ordered", "ordered_ragged"]
+__all__ = [
+    "check_counts",
+    "classes_of_ragged",
+    "grid_of_lists",
+    "joined",
+    "kept_transposed",
+    "lists_of_grid",
+    "ordered",
+    "ordered_ragged",
+    "unknown_lists",
+]
 
 _BATCH_TILES = 2**22  # tiles enumerated at once: their coordinates take 16 bytes each
 
@@ -26,6 +37,12 @@ def lists_of_grid(classes: Tensor, separate_full: bool) -> tuple[Tensor, Tensor,
     if not separate_full:
         return *ordered(classes, (PARTIAL, FULL)), None, None
     return *ordered(classes, (PARTIAL,)), *ordered(classes, (FULL,))
+
+
+def unknown_lists(shape: tuple[int, int, int, int], device: torch.device, separate_full: bool) -> list[Tensor | None]:
+    """What ``lists_of_grid`` returns for classes of ``shape`` that nobody knows: tensors without values."""
+    counts, indices = ([torch.empty(sizes, dtype=torch.int32, device=device) for _ in range(2)] for sizes in (shape[:-1], shape))
+    return [counts[0], indices[0], *((counts[1], indices[1]) if separate_full else (None, None))]
 
 
 def ordered(classes: Tensor, listed: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -49,7 +66,7 @@ def ordered(classes: Tensor, listed: tuple[int, ...]) -> tuple[Tensor, Tensor]:
 
 def check_counts(name: str, cnt: Tensor | None, idx: Tensor | None) -> None:
     """Raises ``ValueError`` where a CPU's lists have more entries than room, or fewer than none. A GPU would have to be waited for."""
-    if cnt is None or idx is None or cnt.device.type != "cpu" or cnt.numel() == 0:
+    if cnt is None or idx is None or cnt.device.type != "cpu" or cnt.numel() == 0 or not has_memory(cnt):
         return
     least, most = (int(n) for n in cnt.aminmax())
     if least < 0 or most > idx.shape[-1]:

@@ -21,6 +21,7 @@ from anyattn.sparsity import varlen_checks
 from anyattn.sparsity.arguments import check_retile, device_of, length, pair, ragged_lengths
 from anyattn.sparsity.block_sparse import BlockSparseTensors
 from anyattn.sparsity.lists import classes_of_ragged, joined, ordered_ragged
+from anyattn.tensor_kinds import refuse_hidden, refuse_hidden_captures
 
 __all__ = ["VarlenBlockSparseTensors", "compute_varlen_block_sparsity"]
 
@@ -320,9 +321,13 @@ def compute_varlen_block_sparsity(
     """
     tile = (length("tile_m", tile_m, 1), length("tile_n", tile_n, 1))
     varlen_checks.check_layout(layout)
+    given = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_q": seqused_q, "seqused_k": seqused_k}
+    for name, lengths in given.items():
+        refuse_hidden(name, lengths)
     seqlens = [ragged_lengths("q", cu_seqlens_q, seqused_q), ragged_lengths("k", cu_seqlens_k, seqused_k)]
     varlen_checks.check_batch(*seqlens)
     traced = trace(mask_mod, "mask", aux_tensors=aux_tensors)
+    refuse_hidden_captures(traced)
     if num_heads is None and any(d.h for d in dependence(traced.expr)):
         raise ValueError("num_heads is None, but mask_mod uses h; pass the number of query heads")
     heads = 1 if num_heads is None else length("num_heads", num_heads)

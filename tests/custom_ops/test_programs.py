@@ -1,4 +1,4 @@
-"""Compiled programs as users write them: a GPT with documents, masks and biases of its own; checkpoints, autocast, export, parallel wrappers."""
+"""Compiled programs as users write them: a GPT with documents and biases; checkpoints, autocast, export, parallel wrappers."""
 
 from __future__ import annotations
 

@@ -23,6 +23,8 @@ def _reset():
     torch._dynamo.reset()
     counters.clear()
     dynamo._warned.clear()
+    yield
+    dynamo.run_uncompiled(False)  # other tests compile the entry points themselves
 
 
 def unreadable(s, b, h, i, j):
