@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from limits import HANG
 
 from benchmarks.bars import Found
 from benchmarks.case import OURS, Shape, Timing
@@ -157,7 +158,7 @@ def test_the_triton_backend_takes_the_cases_that_insist_on_it() -> None:
         assert all(abs(a / b - 1) < 1e-2 for a, b in zip(*sums)), sums
     """
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, env=env, timeout=250)
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, env=env, timeout=HANG)
     assert done.returncode == 0, done.stderr[-3000:]
     backends = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
     assert len(backends) == 5 and all("triton" in backend for name, backend in backends.items() if not name.startswith("variants"))

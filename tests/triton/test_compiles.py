@@ -36,7 +36,6 @@ def test_compiles(capability: tuple[int, int]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("capability", [*GENERATIONS, *SMALL_ONES], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], **NAMES)
 @pytest.mark.parametrize(("d", "dv"), [(16, 16), (32, 32), (64, 64), (72, 72), (128, 128), (192, 128), (256, 256)])
@@ -45,7 +44,6 @@ def test_every_head_dim(d: int, dv: int, dtype: torch.dtype, capability: tuple[i
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("capability", GENERATIONS, ids=str)
 @pytest.mark.parametrize("variant", cases.VARIANTS)
 def test_every_variant(variant: str, capability: tuple[int, int]) -> None:
