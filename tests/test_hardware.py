@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -64,3 +65,19 @@ def test_every_path_runs_on_every_cpu(cpu: str, dtype: torch.dtype, monkeypatch:
         judge(q, k, v, mask=lambda b, h, i, j: (j < 5) | ((j <= i) & (i - j < 20)))
     spans = dtype != torch.float32 and dtype in CPUS[cpu].fast_dtypes
     assert took == ["forward", "whole_spans" if spans else "forward"]
+
+
+ASKS_THE_MACHINE = re.compile(r"perf_counter\(|process_time\(|getrusage\(|cpu_count\(|\btimeout=[1-9]|mark\.timeout\([1-9]")
+
+
+def test_no_test_asks_for_seconds_cores_or_resident_memory() -> None:
+    """Of the tests for a CPU; those for a GPU report how long they compiled."""
+    folder = Path(__file__).parent
+    found = [
+        f"{path.relative_to(folder)}:{number}: {line.strip()}"
+        for path in sorted(folder.rglob("*.py"))
+        if path.relative_to(folder).parts[0] != "gpu" and path.name != Path(__file__).name
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if ASKS_THE_MACHINE.search(line)
+    ]
+    assert not found, "\n".join(found)

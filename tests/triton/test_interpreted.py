@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from limits import HANG
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 TESTS = Path(__file__).resolve().parent.parent
-PATIENCE = 900  # seconds of a part, which takes one of them a minute where nothing else runs
 
 
 class Part(NamedTuple):
@@ -58,10 +58,9 @@ def run(part: Part, **more: str) -> subprocess.CompletedProcess:
     }  # fmt: skip
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore", "--durations=5"]
     command += [str(TESTS / part.files), *(["-k", part.chosen] if part.chosen else [])]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=PATIENCE)
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=HANG)
 
 
-@pytest.mark.timeout(PATIENCE + 20)
 @pytest.mark.parametrize("name", PARTS)
 def test_part(name: str) -> None:
     done = run(PARTS[name])

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from limits import HANG
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -81,5 +82,5 @@ def test_messages(interprets: bool) -> None:
     """With the interpreter, and on a machine that has no GPU for it."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": str(int(interprets)), "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT % interprets]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=HANG)
     assert done.returncode == 0 and "26 refused" in done.stdout, done.stdout + done.stderr[-3000:]
