@@ -11,9 +11,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from anyattn.mods.bounds import check_loads
 from anyattn.mods.native import native_mod
 from anyattn.mods.rows import check_positions, row_ranges
+from anyattn.mods.seen_loads import Dense, Listed, check_call
 from anyattn.mods.trace import TracedMod, trace
 from anyattn.problem import Problem
 
@@ -24,6 +24,7 @@ __all__ = [
     "DTYPES",
     "aux_list",
     "block_lengths",
+    "classes_of",
     "flex_problem",
     "kept_lists",
     "kernel_options",
@@ -107,23 +108,24 @@ def flex_problem(
     lengths = (batch, heads, seqlen_q, key.shape[2])
     check_positions("the length of query", seqlen_q)
     check_positions("the length of key", key.shape[2])
-    score = None if score_mod is None else _traced(score_mod, "score", query, aux, lengths)
+    scores = [] if score_mod is None else [traced(score_mod, "score", query, aux)]
     predicates = []
     blocks, follows = None, False
     if block_mask is not None:
         check_block_mask(block_mask, query, key)
-        listed = _traced(block_mask.mask_mod, "mask", query, aux, lengths, "block_mask.mask_mod")
+        listed = traced(block_mask.mask_mod, "mask", query, aux, "block_mask.mask_mod")
         predicates.append(listed)
         blocks, follows = lists_of(block_mask, listed)
     if mask_mod is not None:
-        predicates.append(_traced(mask_mod, "mask", query, aux, lengths))
+        predicates.append(traced(mask_mod, "mask", query, aux))
+    predicates, scores = check_call(Dense(*lengths), predicates, scores, None if follows else classes_of(blocks))
     return Problem(
         query,
         key,
         value,
         scale_of("scale", scale, head_dim),
-        score,
-        tuple(p for p in predicates if p is not None),
+        scores[0] if scores else None,
+        tuple(predicates),
         blocks,
         sink_logits(sink, query),
         wants_lse,
@@ -180,12 +182,6 @@ def aux_list(aux_tensors: Any, device: torch.device) -> list[Tensor] | None:
     return list(aux_tensors)
 
 
-def _traced(mod: Any, kind: str, query: Tensor, aux: list[Tensor] | None, lengths: tuple[int, ...], name: str = "") -> TracedMod:
-    found = traced(mod, kind, query, aux, name)
-    check_loads(found, *lengths)
-    return found
-
-
 def traced(mod: Any, kind: str, query: Tensor, aux: list[Tensor] | None, name: str = "") -> TracedMod:
     """A mod traced for ``query``'s dtype and device; where its loads lie is still to be checked."""
     if isinstance(mod, TracedMod):
@@ -211,6 +207,11 @@ def lists_of(block_mask: Any, mask: TracedMod) -> tuple[BlockSparseTensors | Non
     if follows and block_mask.kv_indices.device.type == "cpu" and row_ranges(mask) is not None:
         return None, True
     return read_lists(block_mask), follows
+
+
+def classes_of(blocks: Any) -> Callable[[], Listed] | None:
+    """How ``check_call`` asks a call's lists, None where there are none."""
+    return None if blocks is None else lambda: Listed(blocks.classes(), blocks.tile)
 
 
 class KeptLists(NamedTuple):

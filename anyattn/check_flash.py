@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -31,8 +31,9 @@ from anyattn.kept import kept
 from anyattn.kvcache.append import check_pages
 from anyattn.mods import masks, scores
 from anyattn.mods.compose import chained
-from anyattn.mods.loads import check_loads, check_loads_ragged, plainly_inside
+from anyattn.mods.loads import plainly_inside
 from anyattn.mods.rows import check_positions
+from anyattn.mods.seen_loads import Dense, Ragged, check_call
 from anyattn.mods.trace import TracedMod
 from anyattn.problem import Problem
 
@@ -196,9 +197,7 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences | None, opt
     check_positions("the length of k", bare.bound_k)
 
     def traced(mod: Callable | TracedMod, kind: str) -> TracedMod:
-        found = check.traced(mod, kind, q4, aux)
-        _check_loads(found, bare)
-        return found
+        return check.traced(mod, kind, q4, aux)
 
     predicates = []
     blocks = None
@@ -210,18 +209,18 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences | None, opt
     visible = band(options.causal, options.window_size, offset, bare.bound_q, bare.bound_k, q.device)
     if visible is not None:
         predicates.append(visible)
-    score = None
+    scores = []
     offset = offset if sequences is None or not isinstance(offset, TableOffset) else sequences.seqlens_k - sequences.seqlens_q
     for mod in (_softcap(options.softcap), _alibi(options.alibi_slopes, bare.batch, heads, offset, q.device), options.score_mod):
         if mod is not None:
-            found = traced(mod, "score")
-            score = found if score is None else chained(score, found)
+            scores.append(traced(mod, "score"))
+    predicates, scores = _inside(predicates, scores, blocks, bare)
     return Problem(
         q4,
         k4,
         v4,
         bare.scale,
-        score,
+        reduce(chained, scores) if scores else None,
         tuple(predicates),
         blocks,
         sink,
@@ -234,17 +233,18 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences | None, opt
     )
 
 
-def _check_loads(mod: TracedMod, problem: Problem) -> None:
-    if problem.sequences is None:
-        check_loads(mod, problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)
-    else:
-        s = problem.sequences
-        # what is inside for all sequences of these sizes needs no look at the tables
-        if s.is_unread:
-            first, end = s.position_bounds
-            if plainly_inside(mod, s.batch, problem.heads_q, end, s.bound_k, first):
-                return
-        check_loads_ragged(mod, problem.heads_q, s.seqlens_q, s.seqlens_k, s.q_first)
+def _inside(masks: list[TracedMod], scores: list[TracedMod], blocks: Any, bare: Problem) -> tuple[list[TracedMod], list[TracedMod]]:
+    """The masks and scores of a call, whose loads have been shown to lie inside."""
+    lists = check.classes_of(blocks)
+    if bare.sequences is None:
+        return check_call(Dense(bare.batch, bare.heads_q, bare.seqlen_q, bare.seqlen_k), masks, scores, lists)
+    s = bare.sequences
+    # what is inside for all sequences of these sizes needs no look at the tables
+    if s.is_unread:
+        first, end = s.position_bounds
+        if all(plainly_inside(m, s.batch, bare.heads_q, end, s.bound_k, first) for m in (*masks, *scores)):
+            return masks, scores
+    return check_call(Ragged(bare.heads_q, s.seqlens_q, s.seqlens_k, s.q_first), masks, scores, lists)
 
 
 # ---- tensors

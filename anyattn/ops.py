@@ -19,6 +19,7 @@ from anyattn import autograd, check, hardware, plan
 from anyattn.mods import codec
 from anyattn.mods.algebra import Mask, Score
 from anyattn.mods.ir import Expr
+from anyattn.mods.seen_loads import Dense, check_call, held
 from anyattn.mods.trace import TracedMod
 from anyattn.problem import Problem
 from anyattn.sparsity.block_mask import are_unwritten
@@ -95,6 +96,13 @@ def _problem(
         # of a mask that was exact when the graph was made: nobody may have written to its lists since
         mask = _stand_in(block_lists, (tuple(block_size), (q.shape[2], k.shape[2]), is_exact and are_unwritten(*block_lists)))
         blocks, follows = check.lists_of(mask, predicates[0])
+    sizes = (*q.shape[:3], k.shape[2])
+    if q.is_cuda:  # looking at what tensors hold would wait, and a CUDA graph must not
+        predicates, score = [held(p, *sizes) for p in predicates], None if score is None else held(score, *sizes)
+    else:
+        scores = [] if score is None else [score]
+        predicates, scores = check_call(Dense(*sizes), predicates, scores, None if follows else check.classes_of(blocks))
+        score = scores[0] if scores else None
     return Problem(q, k, v, scale, score, tuple(predicates), blocks, sink, True, wants_max, blocks_follow=follows)
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from anyattn import check, check_flash, hardware, plan
 from anyattn.check_flash import Options
 from anyattn.geometry.stored import LengthTables, StoredSequences, StoredSizes
-from anyattn.mods.loads import doubt, plainly_inside
+from anyattn.mods.loads import doubt, hangs_on_masks, plainly_inside
 from anyattn.mods.native import native_reading
 from anyattn.mods.recognise import Reading, recognise
 from anyattn.mods.trace import TracedMod, is_native
@@ -446,7 +446,7 @@ def _settle(mods: list[TracedMod], problem: Problem) -> bool:
         if problem.sequences is not None and not plainly_inside(mod, *sizes):
             return False  # then the lengths were looked at
         hangs = doubt(mod, *sizes)
-        if hangs.of_values:
+        if hangs.of_values or (hangs_on_masks(mod, *sizes) and (problem.blocks is not None or any(p.tensors for p in problem.predicates))):
             return False
         if hangs.of_numbers:
             mod.source.pattern.fix(mod.source.scalars)

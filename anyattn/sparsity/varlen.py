@@ -13,9 +13,9 @@ from torch import Tensor
 from anyattn.geometry.seqlen_info import SeqlenInfoQK
 from anyattn.mods.bounds import FULL, PARTIAL
 from anyattn.mods.dependence import dependence
-from anyattn.mods.loads import check_loads_ragged
 from anyattn.mods.ragged import classify_ragged
 from anyattn.mods.ragged_tiles import RaggedTiles
+from anyattn.mods.seen_loads import Ragged, check_call
 from anyattn.mods.trace import trace
 from anyattn.sparsity import varlen_checks
 from anyattn.sparsity.arguments import check_retile, device_of, length, pair, ragged_lengths
@@ -329,6 +329,6 @@ def compute_varlen_block_sparsity(
     where = device_of(seqlens[0].device if device is None and not traced.tensors else device, traced)
     seqlens_q, seqlens_k = (t.to(where) for t in seqlens)
     with torch.no_grad():  # a mask may compare learned parameters; where tiles lie has no gradient
-        check_loads_ragged(traced, heads, seqlens_q, seqlens_k)
+        ((traced,), _) = check_call(Ragged(heads, seqlens_q, seqlens_k, torch.zeros_like(seqlens_q)), [traced])
         classes = classify_ragged(traced, seqlens_q, seqlens_k, *tile, heads)
     return VarlenBlockSparseTensors.from_classes(classes, tile, seqlens_q, seqlens_k, compute_full_blocks, layout)
