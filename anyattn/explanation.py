@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from anyattn import check, hardware, plan
+from anyattn import autocast, check, hardware, plan
 from anyattn.mods.dependence import dependence
 from anyattn.mods.ir import Expr
 from anyattn.mods.linear import additive_bias
@@ -127,6 +127,7 @@ def explain(
     >>> explain(q, q, q, mask_mod=lambda b, h, q_idx, kv_idx: q_idx >= kv_idx).plan.backend
     'torch'
     """
+    query, key, value = autocast.arguments(query, key, value)
     problem = check.flex_problem(
         query, key, value, score_mod, block_mask, mask_mod, aux_tensors, scale, enable_gqa, sink, False, False, deterministic
     )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from anyattn import autograd, check_flash, hardware, plan, recall
+from anyattn import autocast, autograd, check_flash, hardware, plan, recall
 from anyattn.check_flash import Options
 
 if TYPE_CHECKING:
@@ -57,6 +57,8 @@ def flash_attn_func(
     Returns out (B, Sq, Hq, Dv), or with return_lse ``(out, lse)``, lse (B, Hq, Sq) the natural log-sum-exp in float32 (float64). A row
     that sees nothing gives 0 and lse -inf. Gradients flow to q, k, v, sink, alibi_slopes, the score mod's tensors, and through lse.
 
+    Under ``torch.autocast`` q, k and v are cast as ``scaled_dot_product_attention`` casts them.
+
     Raises ``TypeError``/``ValueError`` naming the argument, ``ModError`` for a mod that cannot be expressed, ``BackendError`` for a named
     backend that cannot run this.
 
@@ -71,6 +73,7 @@ def flash_attn_func(
         softmax_scale, causal, window_size, softcap, alibi_slopes, sink, score_mod, mask_mod, block_sparse_tensors, aux_tensors,
         deterministic, return_lse, num_splits, pack_gqa,
     )  # fmt: skip
+    q, k, v = autocast.arguments(q, k, v)
     if torch.compiler.is_compiling():
         from anyattn.flash_ops import compiled_flash
 
@@ -141,6 +144,7 @@ def flash_attn_varlen_func(
         softmax_scale, causal, window_size, softcap, alibi_slopes, sink, score_mod, mask_mod, block_sparse_tensors, aux_tensors,
         deterministic, return_lse, num_splits, pack_gqa,
     )  # fmt: skip
+    q, k, v = autocast.arguments(q, k, v)
     if torch.compiler.is_compiling():
         from anyattn.flash_ops import compiled_flash
 
@@ -205,7 +209,7 @@ def flash_attn_with_kvcache(
     matters. The output does not depend, bit for bit, on where pages lie, nor, at a given num_splits, on the rest of the batch.
 
     Returns out, laid out as q with head_dim Dv, or ``(out, lse)``, lse (B, Hq, Sq) or (Hq, total_q). There are no gradients: where autograd
-    records, no argument may require one.
+    records, no argument may require one. Under ``torch.autocast`` q, k and v are cast where the caches have its dtype.
 
     Raises ``TypeError``/``ValueError`` naming the argument: rows beyond the capacity, a page outside the pool, a cache row appended to
     twice, rotary tables that are too short or too wide, a tensor that requires grad outside ``torch.no_grad()``, and whatever
@@ -224,6 +228,7 @@ def flash_attn_with_kvcache(
         softmax_scale, causal, window_size, softcap, alibi_slopes, sink, score_mod, mask_mod, None, aux_tensors, False, return_lse,
         num_splits, pack_gqa,
     )  # fmt: skip
+    q, k, v = autocast.beside(k_cache, q, k, v)
     if torch.compiler.is_compiling():
         from anyattn.flash_ops import compiled_decode
 

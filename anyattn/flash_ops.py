@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anyattn import autograd, check_flash, hardware, plan
+from anyattn import autocast, autograd, check_flash, hardware, plan
 from anyattn.check_cache import Given, cache_call, check_no_captured_gradients, check_no_gradients
 from anyattn.check_flash import Options
 from anyattn.mods.algebra import Mask, Score
@@ -94,7 +94,8 @@ def _run(problem: Problem, backend: str, is_packed: bool) -> tuple[Tensor, Tenso
 
 
 def _results(problem: Problem, chosen: plan.Plan, is_packed: bool) -> tuple[Tensor, Tensor]:
-    result = autograd.backend_of(chosen).forward(problem, chosen)
+    with autocast.disabled():
+        result = autograd.backend_of(chosen).forward(problem, chosen)
     out = result.out.transpose(1, 2)
     return (out[0], result.lse[0]) if is_packed else (out, result.lse)
 

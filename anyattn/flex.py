@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from anyattn import autograd, check, recall
+from anyattn import autocast, autograd, check, recall
 from anyattn.recall import FlexCall
 
 if TYPE_CHECKING:
@@ -50,7 +50,8 @@ def flex_attention(
     deterministic: bitwise equal over reruns (always so on the CPU). backend: insist on one of ``anyattn.plan.BACKENDS``.
 
     Returns out (B, Hq, Sq, Dv), or ``(out, lse)``, or ``(out, AuxOutput)``. Gradients flow to query, key, value, sink, the score mod's
-    captured float tensors, and through lse. A row that sees nothing gives 0 and lse -inf.
+    captured float tensors, and through lse. A row that sees nothing gives 0 and lse -inf. Under ``torch.autocast`` query, key and value are
+    cast as ``scaled_dot_product_attention`` casts them; what mods capture, sink and masks stay as they are.
 
     Raises ``TypeError``/``ValueError`` naming the argument, ``ModError`` for a mod that cannot be expressed, ``BackendError`` for a named
     backend that cannot run this.
@@ -65,6 +66,7 @@ def flex_attention(
     Source: FlexAttention (Dong et al., arXiv:2412.05496).
     """
     wants_lse, wants_max = check.wanted(return_lse, return_aux)
+    query, key, value = autocast.arguments(query, key, value)
     if torch.compiler.is_compiling():
         from anyattn import ops
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
-from anyattn import autograd, check, hardware, plan
+from anyattn import autocast, autograd, check, hardware, plan
 from anyattn.mods import codec
 from anyattn.mods.algebra import Mask, Score
 from anyattn.mods.ir import Expr
@@ -131,7 +131,8 @@ def attend(
         is_exact, scale, wants_max,
     )  # fmt: skip
     chosen = plan.choose(problem, hardware.of(q.device.type), backend or None)
-    result = autograd.backend_of(chosen).forward(problem, chosen)
+    with autocast.disabled():
+        result = autograd.backend_of(chosen).forward(problem, chosen)
     return result.out, result.lse, result.max_scores if wants_max else result.lse.new_empty(0)
 
 
