@@ -26,6 +26,7 @@ __all__ = [
     "block_lengths",
     "classes_of",
     "flex_problem",
+    "is_no_mask",
     "kept_lists",
     "kernel_options",
     "lists_facts",
@@ -278,6 +279,23 @@ def read_lists(block_mask: Any) -> BlockSparseTensors:
     if len(tensors) in (2, 4) and not any(t.is_inference() for t in tensors):  # torch counts no writes to these
         _lists[block_mask] = KeptLists(objects, _versions(objects), lists_facts(block_mask), blocks)
     return blocks
+
+
+_NO_MASK = 2**30  # the block of torch's block mask that is none
+
+
+def is_no_mask(block_mask: Any) -> bool:
+    """Whether this is what torch's ``_create_empty_block_mask`` makes where there is no mask: one block of 2^30 rows and keys."""
+    size = getattr(block_mask, "BLOCK_SIZE", None)
+    if size is None or tuple(size) != (_NO_MASK, _NO_MASK) or tuple(block_mask.seq_lengths) != (1, 1):
+        return False
+    from torch.nn.attention.flex_attention import noop_mask
+
+    count = block_mask.kv_num_blocks
+    if block_mask.mask_mod is not noop_mask or block_mask.full_kv_num_blocks is not None or count.numel() != 1:
+        return False
+    # as it was made; a count that was written to says whether the block is still there
+    return torch.compiler.is_compiling() or (not count.is_inference() and count._version == 0) or int(count) == 1
 
 
 def check_block_mask(block_mask: Any, query: Tensor, key: Tensor) -> None:

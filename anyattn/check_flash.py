@@ -325,6 +325,7 @@ def _packs(given: Any) -> bool | None:
 def _blocks(given: Any, problem: Problem) -> Any:
     """Block lists, checked against the problem's lengths, heads and device."""
     from anyattn.sparsity.block_sparse import BlockSparseTensors
+    from anyattn.sparsity.lists import kept_for_call
     from anyattn.sparsity.varlen import VarlenBlockSparseTensors
 
     wanted = BlockSparseTensors if problem.sequences is None else VarlenBlockSparseTensors
@@ -340,16 +341,19 @@ def _blocks(given: Any, problem: Problem) -> Any:
         if heads not in (1, problem.heads_q):
             raise ValueError(f"block_sparse_tensors has {heads} heads but q has {problem.heads_q}; wanted 1 (shared) or {problem.heads_q}")
         return given
-    tiles = tuple(-(-n // t) for n, t in zip((problem.seqlen_q, problem.seqlen_k), given.tile, strict=True))
-    if given.grid != tiles or given.lengths not in (None, (problem.seqlen_q, problem.seqlen_k)):
+    lengths = (problem.seqlen_q, problem.seqlen_k)
+    tiles = tuple(-(-n // t) for n, t in zip(lengths, given.tile, strict=True))
+    # lists that know no lengths may be compact
+    fits = given.grid == tiles if given.lengths is not None else given.grid[0] == tiles[0] and given.grid[1] <= tiles[1]
+    if not fits or given.lengths not in (None, lengths):
         raise ValueError(
             f"block_sparse_tensors has {given.grid[0]} x {given.grid[1]} tiles of {given.tile} for lengths {given.lengths}, but q and k "
-            f"have lengths {(problem.seqlen_q, problem.seqlen_k)}, {tiles[0]} x {tiles[1]} tiles; build it for these"
+            f"have lengths {lengths}, {tiles[0]} x {tiles[1]} tiles; build it for these"
         )
     for got, size, axis in zip(given.mask_block_cnt.shape[:2], (problem.batch, problem.heads_q), ("batch", "heads"), strict=True):
         if got not in (1, size):
             raise ValueError(f"block_sparse_tensors has {axis} {got} but q has {size}; wanted 1 (shared) or {size}")
-    return given
+    return kept_for_call(given, lengths)
 
 
 def _check_built_for(lists: Any, sequences: Sequences) -> None:

@@ -193,7 +193,8 @@ def flash_attn_with_kvcache(
     integers (B, pages per sequence), pages (pages, page_size, Hkv, D or Dv) of any size and order. k, v: (B, new, Hkv, D or Dv) to
     append, or (total_q, ...) laid out as q.
     cache_seqlens: int or integers (B,), rows of each entry's cache in use before appending, padding included; None is all of it.
-    cache_batch_idx: integers (B,), the cache row of each entry. cache_leftpad: integers (B,), padding rows at the cache's beginning.
+    cache_batch_idx: integers (B,), the cache row of each entry; with page_table, the row of that, which may then have one for each entry of
+    the cache. cache_leftpad: integers (B,), padding rows at the cache's beginning.
     rotary_cos, rotary_sin: (positions, rotary_dim / 2), applied to the new keys at ``cache_seqlens + j`` and to the queries at
     ``cache_seqlens + i`` if causal or windowed, else all at ``cache_seqlens``; rotary_interleaved pairs dimensions (0, 1), (2, 3), ...,
     otherwise (0, rotary_dim / 2), ...

@@ -40,7 +40,8 @@ def flex_attention(
     query: (B, Hq, Sq, D); key: (B, Hkv, Sk, D); value: (B, Hkv, Sk, Dv); one dtype of float64, float32, bfloat16, float16, one device,
     any strides. With ``enable_gqa`` Hq may be a multiple of Hkv. A batch of 1 in key and value is shared by every query batch entry.
     score_mod: ``(score, b, h, q_idx, kv_idx) -> score``; the score comes scaled, in float32 (float64 for float64 inputs).
-    block_mask: anyattn's or torch's ``BlockMask``. mask_mod: ``(b, h, q_idx, kv_idx) -> bool``; both given, both must allow.
+    block_mask: anyattn's or torch's ``BlockMask``, torch's empty one too. mask_mod: ``(b, h, q_idx, kv_idx) -> bool``; of both, both must
+        allow.
         On Hopper score_mod and mask_mod may each be a CuTe function instead, without gradients: docs/cute.md.
     scale: default 1 / sqrt(D). aux_tensors: what a mod's trailing argument receives. sink: (Hq,), one logit per head in the denominator.
     return_lse, return_aux: also return the natural log-sum-exp and the maximal score per row, (B, Hq, Sq), float32 (float64).
@@ -67,6 +68,8 @@ def flex_attention(
     """
     wants_lse, wants_max = check.wanted(return_lse, return_aux)
     query, key, value = autocast.arguments(query, key, value)
+    if block_mask is not None and check.is_no_mask(block_mask):
+        block_mask = None
     if torch.compiler.is_compiling():
         from anyattn import ops
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from anyattn import check_lengths, hardware, plan, recall
 from anyattn.bands import band
-from anyattn.check_cache import CacheCall, Given, cache_call
+from anyattn.check_cache import CacheCall, Given, cache_call, with_own_pages
 from anyattn.check_flash import Options
 from anyattn.geometry.listed import ListedSequences, bases
 from anyattn.geometry.seqlen_info import SeqlenInfoQKNewK
@@ -66,6 +66,7 @@ class _Remembered(NamedTuple):
 
 def decode_call(given: Given, options: Options, backend: str | None) -> tuple[CacheCall | KnownCall, Plan]:
     """The call, checked, and its plan; nothing is written. Raises as ``check_cache.cache_call`` and the plan."""
+    given = with_own_pages(given)
     step = step_call(given, options, backend)
     if step is not None:
         return step
