@@ -47,7 +47,7 @@ def flex_attention(
     return_lse, return_aux: also return the natural log-sum-exp and the maximal score per row, (B, Hq, Sq), float32 (float64).
     kernel_options: ``{"tile_m": int, "tile_n": int, "num_splits": int}`` override the plan; ``{"autotune": True}`` measures a handful of
     tiles where Triton computes and remembers the winner; ``{"pack_gqa": bool}`` says whether query heads that share K and V share row tiles
-    on a GPU (left out, the plan decides); torch's names are accepted and ignored where they mean nothing here.
+    on a GPU, where they can (left out, the plan decides); torch's names are accepted and ignored where they mean nothing here.
     deterministic: bitwise equal over reruns (always so on the CPU). backend: insist on one of ``anyattn.plan.BACKENDS``.
 
     Returns out (B, Hq, Sq, Dv), or ``(out, lse)``, or ``(out, AuxOutput)``. Gradients flow to query, key, value, sink, the score mod's
