@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anyattn import hardware, tensor_kinds
+from anyattn import autocast, hardware, tensor_kinds
 from anyattn.mods.trace import TracedMod
 from anyattn.plan import Plan, for_backward
 from anyattn.problem import Problem
@@ -27,6 +27,9 @@ def backend_of(plan: Plan) -> Any:
 
 def backward(problem: Problem, plan: Plan, *results: Tensor | None) -> tuple[Tensor | None, ...]:
     """Gradients of ``problem.grad_inputs``. results: out, lse, dout and dlse of the forward pass that ``plan`` made."""
+    if autocast.is_on():
+        with autocast.disabled():
+            return backward(problem, plan, *results)
     chosen = plan
     if plan.backward:  # by another backend, whose plan hangs on the same facts
         found = plan.prepared.get("backward plan")
@@ -43,6 +46,9 @@ def backend_module(name: str) -> Any:
 
 def compute(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """out, lse, max_scores of ``problem``; out and lse carry gradients to ``problem.grad_inputs`` where autograd records."""
+    if autocast.is_on():
+        with autocast.disabled():
+            return compute(problem, plan)
     if not problem.needs_grad:
         result = backend_of(plan).forward(problem, plan)
         return result.out, result.lse, result.max_scores

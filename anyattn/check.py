@@ -11,9 +11,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from anyattn.mods.bounds import check_loads
 from anyattn.mods.native import native_mod
 from anyattn.mods.rows import check_positions, row_ranges
+from anyattn.mods.seen_loads import Dense, Listed, check_call, held
 from anyattn.mods.trace import TracedMod, trace
 from anyattn.problem import Problem
 from anyattn.tensor_kinds import refuse_hidden, refuse_hidden_captures
@@ -26,7 +26,9 @@ __all__ = [
     "aux_list",
     "captured_devices",
     "check_lists",
+    "classes_of",
     "flex_problem",
+    "is_no_mask",
     "kept_lists",
     "kernel_options",
     "lists_facts",
@@ -102,10 +104,13 @@ def flex_problem(
     wants_max: bool,
     deterministic: bool,
     listed: TracedMod | None = None,
+    *,
+    reads_captured: bool = True,
 ) -> Problem:
     """The problem of one ``flex_attention`` call; raises before any work is done.
 
-    listed: the mask of a block mask that is given as lists alone, as operators have it.
+    listed: the mask of a block mask that is given as lists alone, as operators have it. reads_captured: False where nothing may wait for
+    what captured tensors hold: indices that follow from it are held inside their tensors, not checked.
     """
     key, value = tensors(query, key, value, enable_gqa)
     aux = aux_list(aux_tensors, query.device)
@@ -113,7 +118,7 @@ def flex_problem(
     lengths = (batch, heads, seqlen_q, key.shape[2])
     check_positions("the length of query", seqlen_q)
     check_positions("the length of key", key.shape[2])
-    score = None if score_mod is None else _traced(score_mod, "score", query, aux, lengths)
+    scores = [] if score_mod is None else [_traced(score_mod, "score", query, aux)]
     predicates = []
     blocks, follows = None, False
     if block_mask is not None:
@@ -121,18 +126,22 @@ def flex_problem(
             check_block_mask(block_mask, query, key)
         for part in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"):
             refuse_hidden(f"block_mask.{part}", getattr(block_mask, part))
-        listed = _traced(listed or block_mask.mask_mod, "mask", query, aux, lengths, "block_mask.mask_mod")
+        listed = _traced(listed or block_mask.mask_mod, "mask", query, aux, "block_mask.mask_mod")
         predicates.append(listed)
         blocks, follows = lists_of(block_mask, listed)
     if mask_mod is not None:
-        predicates.append(_traced(mask_mod, "mask", query, aux, lengths))
+        predicates.append(_traced(mask_mod, "mask", query, aux))
+    if reads_captured:
+        predicates, scores = check_call(Dense(*lengths), predicates, scores, None if follows else classes_of(blocks))
+    else:
+        predicates, scores = ([held(m, *lengths) for m in mods] for mods in (predicates, scores))
     return Problem(
         query,
         key,
         value,
         scale_of("scale", scale, head_dim),
-        score,
-        tuple(p for p in predicates if p is not None),
+        scores[0] if scores else None,
+        tuple(predicates),
         blocks,
         sink_logits(sink, query),
         wants_lse,
@@ -189,10 +198,9 @@ def aux_list(aux_tensors: Any, device: torch.device) -> list[Tensor] | None:
     return list(aux_tensors)
 
 
-def _traced(mod: Any, kind: str, query: Tensor, aux: list[Tensor] | None, lengths: tuple[int, ...], name: str = "") -> TracedMod:
+def _traced(mod: Any, kind: str, query: Tensor, aux: list[Tensor] | None, name: str = "") -> TracedMod:
     found = traced(mod, kind, query, aux, name)
     refuse_hidden_captures(found, name)
-    check_loads(found, *lengths)
     return found
 
 
@@ -226,6 +234,11 @@ def lists_of(block_mask: Any, mask: TracedMod) -> tuple[BlockSparseTensors | Non
     if follows and block_mask.kv_indices.device.type == "cpu" and row_ranges(mask) is not None:
         return None, True
     return read_lists(block_mask), follows
+
+
+def classes_of(blocks: Any) -> Callable[[], Listed] | None:
+    """How ``check_call`` asks a call's lists, None where there are none."""
+    return None if blocks is None else lambda: Listed(blocks.classes(), blocks.tile)
 
 
 class KeptLists(NamedTuple):
@@ -292,6 +305,23 @@ def read_lists(block_mask: Any) -> BlockSparseTensors:
     if len(tensors) in (2, 4) and not any(t.is_inference() for t in tensors):  # torch counts no writes to these
         _lists[block_mask] = KeptLists(objects, _versions(objects), lists_facts(block_mask), blocks)
     return blocks
+
+
+_NO_MASK = 2**30  # the block of torch's block mask that is none
+
+
+def is_no_mask(block_mask: Any) -> bool:
+    """Whether this is what torch's ``_create_empty_block_mask`` makes where there is no mask: one block of 2^30 rows and keys."""
+    size = getattr(block_mask, "BLOCK_SIZE", None)
+    if size is None or tuple(size) != (_NO_MASK, _NO_MASK) or tuple(block_mask.seq_lengths) != (1, 1):
+        return False
+    from torch.nn.attention.flex_attention import noop_mask
+
+    count = block_mask.kv_num_blocks
+    if block_mask.mask_mod is not noop_mask or block_mask.full_kv_num_blocks is not None or count.numel() != 1:
+        return False
+    # as it was made; a count that was written to says whether the block is still there
+    return torch.compiler.is_compiling() or (not count.is_inference() and count._version == 0) or int(count) == 1
 
 
 def check_block_mask(block_mask: Any, query: Tensor, key: Tensor) -> None:

@@ -28,6 +28,7 @@ __all__ = [
     "check_no_gradients",
     "check_storage",
     "heads_first",
+    "with_own_pages",
 ]
 
 
@@ -123,6 +124,7 @@ def cache_call(given: Given, options: Options) -> CacheCall:
 
     On a GPU, unless ``validate`` is True, what the tables hold is not looked at.
     """
+    given = with_own_pages(given)
     tables, sizes = _tables(given)
     q = given.q
     looked = None if check_lengths.takes_their_word(q.device, given.validate) else _look(given, tables, sizes)
@@ -135,6 +137,28 @@ def cache_call(given: Given, options: Options) -> CacheCall:
     rotary.check_rotary(cos, sin, q.shape[-1], -1, q.device)
     step = CacheStep(q, given.k_cache, given.v_cache, given.k, given.v, tables, sizes, cos, sin, bool(given.rotary_interleaved), follows)
     return CacheCall(problem, step, given, looked, None if looked is None else _turn(step, looked))
+
+
+def with_own_pages(given: Given) -> Given:
+    """The call with a row of the page table for each of its entries, where cache_batch_idx chooses them from one for each cache entry.
+
+    On a GPU, where nobody looks, a row that there is not is the nearest one that there is.
+    """
+    rows, table = given.cache_batch_idx, given.page_table
+    if rows is None or table is None:
+        return given
+    q, ends = given.q, given.cu_seqlens_q
+    if not isinstance(q, Tensor) or not isinstance(given.k_cache, Tensor) or (ends is not None and not isinstance(ends, Tensor)):
+        return given  # which is refused for that
+    batch = check_lengths.batch_of_ends("cu_seqlens_q", ends) if ends is not None else q.shape[0]
+    check_lengths.check_table("cache_batch_idx", rows, batch, q.device)
+    check_lengths.check_pages_of("(cache entries, pages)", table, given.k_cache)
+    if len(table) == 0 and batch:
+        raise ValueError("page_table has no rows; wanted one for each entry of the cache, which cache_batch_idx selects")
+    if not check_lengths.takes_their_word(q.device, given.validate):
+        _cache_rows(rows, batch, len(table), "page_table", q.device)
+    chosen = rows.clamp(0, max(len(table) - 1, 0)) if q.is_cuda else rows
+    return given._replace(page_table=table.index_select(0, chosen), cache_batch_idx=None)
 
 
 _DIFFERENTIABLE = ("q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin")
@@ -199,7 +223,7 @@ def _look(given: Given, tables: CacheTables, sizes: CacheSizes) -> _Looked:
     leftpad = check_lengths.sequence_lengths("cache_leftpad", tables.leftpad, batch, q.device)
     assert cached is not None
     _check_cached(cached, leftpad, sizes.capacity)
-    rows = _cache_rows(tables.rows, batch, k_cache, q.device)
+    rows = _cache_rows(tables.rows, batch, k_cache.shape[0], "k_cache", q.device)
     number = torch.arange(batch, device=q.device)
     zero = torch.zeros_like(number)
     seqlen_q, new_ends = q.shape[1] if ends is None else None, ends if sizes.new is None else None
@@ -284,22 +308,19 @@ def _check_cached(cached: Tensor, leftpad: Tensor | None, capacity: int) -> None
 
 def _check_rows(given: Any, batch: int, k_cache: Tensor, table: Tensor | None, device: torch.device) -> None:
     """Whether entries have rows of the cache, as far as shapes tell."""
-    if given is not None and table is not None:
-        raise ValueError("cache_batch_idx and page_table are both given; wanted one: a page table already says where each entry's rows are")
     check_lengths.check_table("cache_batch_idx", given, batch, device)
     if given is None and table is None and k_cache.shape[0] < batch:
         raise ValueError(f"k_cache has batch {k_cache.shape[0]} but q has {batch}; wanted at least as many, or cache_batch_idx")
 
 
-def _cache_rows(given: Tensor | None, batch: int, k_cache: Tensor, device: torch.device) -> Tensor:
-    """The row of the cache of each batch entry."""
+def _cache_rows(given: Tensor | None, batch: int, have: int, name: str, device: torch.device) -> Tensor:
+    """The row of the cache, or of another tensor called ``name``, of each batch entry; ``have``: how many rows that has."""
     rows = check_lengths.sequence_lengths("cache_batch_idx", given, batch, device)
     if rows is None:
         return torch.arange(batch, device=device)
-    if len(rows) and int(rows.max()) >= k_cache.shape[0]:
+    if len(rows) and int(rows.max()) >= have:
         at = int(rows.argmax())
-        have = k_cache.shape[0]
-        raise ValueError(f"cache_batch_idx[{at}]={int(rows[at])} but k_cache has {have} rows; wanted 0 to {have - 1}")
+        raise ValueError(f"cache_batch_idx[{at}]={int(rows[at])} but {name} has {have} rows; wanted 0 to {have - 1}")
     return rows
 
 

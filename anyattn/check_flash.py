@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -31,8 +31,9 @@ from anyattn.kept import kept
 from anyattn.kvcache.append import check_pages
 from anyattn.mods import masks, scores
 from anyattn.mods.compose import chained
-from anyattn.mods.loads import check_loads, check_loads_ragged, plainly_inside
+from anyattn.mods.loads import plainly_inside
 from anyattn.mods.rows import check_positions
+from anyattn.mods.seen_loads import Dense, Ragged, check_call, held
 from anyattn.mods.trace import TracedMod
 from anyattn.problem import Problem
 from anyattn.tensor_kinds import refuse, refuse_hidden, refuse_hidden_captures
@@ -55,7 +56,7 @@ __all__ = [
 
 
 class Options(NamedTuple):
-    """What the three doors have in common, as the user gave it."""
+    """What the entry points have in common, as the user gave it. reads_captured: as ``check.flex_problem`` has it; for operators."""
 
     softmax_scale: Any = None
     causal: Any = False
@@ -71,6 +72,7 @@ class Options(NamedTuple):
     return_lse: bool = False
     num_splits: Any = 1
     pack_gqa: Any = None
+    reads_captured: bool = True
 
 
 def dense_problem(q: Any, k: Any, v: Any, options: Options) -> Problem:
@@ -205,7 +207,6 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences | None, opt
     def traced(mod: Callable | TracedMod, kind: str) -> TracedMod:
         found = check.traced(mod, kind, q4, aux)
         refuse_hidden_captures(found)
-        _check_loads(found, bare)
         return found
 
     predicates = []
@@ -218,18 +219,18 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences | None, opt
     visible = band(options.causal, options.window_size, offset, bare.bound_q, bare.bound_k, q.device)
     if visible is not None:
         predicates.append(visible)
-    score = None
+    scores = []
     offset = offset if sequences is None or not isinstance(offset, TableOffset) else sequences.seqlens_k - sequences.seqlens_q
     for mod in (_softcap(options.softcap), _alibi(options.alibi_slopes, bare.batch, heads, offset, q.device), options.score_mod):
         if mod is not None:
-            found = traced(mod, "score")
-            score = found if score is None else chained(score, found)
+            scores.append(traced(mod, "score"))
+    predicates, scores = _inside(predicates, scores, blocks, bare, options.reads_captured)
     return Problem(
         q4,
         k4,
         v4,
         bare.scale,
-        score,
+        reduce(chained, scores) if scores else None,
         tuple(predicates),
         blocks,
         sink,
@@ -242,17 +243,23 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences | None, opt
     )
 
 
-def _check_loads(mod: TracedMod, problem: Problem) -> None:
-    if problem.sequences is None:
-        check_loads(mod, problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)
-    else:
-        s = problem.sequences
-        # what is inside for all sequences of these sizes needs no look at the tables
-        if s.is_unread:
-            first, end = s.position_bounds
-            if plainly_inside(mod, s.batch, problem.heads_q, end, s.bound_k, first):
-                return
-        check_loads_ragged(mod, problem.heads_q, s.seqlens_q, s.seqlens_k, s.q_first)
+def _inside(
+    masks: list[TracedMod], scores: list[TracedMod], blocks: Any, bare: Problem, reads_captured: bool
+) -> tuple[list[TracedMod], list[TracedMod]]:
+    """The masks and scores of a call, whose loads have been shown to lie inside, or are held there."""
+    if not reads_captured:
+        sizes = (bare.batch, bare.heads_q, bare.bound_q, bare.bound_k)
+        return [held(m, *sizes) for m in masks], [held(m, *sizes) for m in scores]
+    lists = check.classes_of(blocks)
+    if bare.sequences is None:
+        return check_call(Dense(bare.batch, bare.heads_q, bare.seqlen_q, bare.seqlen_k), masks, scores, lists)
+    s = bare.sequences
+    # what is inside for all sequences of these sizes needs no look at the tables
+    if s.is_unread:
+        first, end = s.position_bounds
+        if all(plainly_inside(m, s.batch, bare.heads_q, end, s.bound_k, first) for m in (*masks, *scores)):
+            return masks, scores
+    return check_call(Ragged(bare.heads_q, s.seqlens_q, s.seqlens_k, s.q_first), masks, scores, lists)
 
 
 # ---- tensors
@@ -333,6 +340,7 @@ def _packs(given: Any) -> bool | None:
 def _blocks(given: Any, problem: Problem) -> Any:
     """Block lists, checked against the problem's lengths, heads and device."""
     from anyattn.sparsity.block_sparse import BlockSparseTensors
+    from anyattn.sparsity.lists import kept_for_call
     from anyattn.sparsity.varlen import VarlenBlockSparseTensors
 
     wanted = BlockSparseTensors if problem.sequences is None else VarlenBlockSparseTensors
@@ -349,16 +357,19 @@ def _blocks(given: Any, problem: Problem) -> Any:
         if heads not in (1, problem.heads_q):
             raise ValueError(f"block_sparse_tensors has {heads} heads but q has {problem.heads_q}; wanted 1 (shared) or {problem.heads_q}")
         return given
-    tiles = tuple(-(-n // t) for n, t in zip((problem.seqlen_q, problem.seqlen_k), given.tile, strict=True))
-    if given.grid != tiles or given.lengths not in (None, (problem.seqlen_q, problem.seqlen_k)):
+    lengths = (problem.seqlen_q, problem.seqlen_k)
+    tiles = tuple(-(-n // t) for n, t in zip(lengths, given.tile, strict=True))
+    # lists that know no lengths may be compact
+    fits = given.grid == tiles if given.lengths is not None else given.grid[0] == tiles[0] and given.grid[1] <= tiles[1]
+    if not fits or given.lengths not in (None, lengths):
         raise ValueError(
             f"block_sparse_tensors has {given.grid[0]} x {given.grid[1]} tiles of {given.tile} for lengths {given.lengths}, but q and k "
-            f"have lengths {(problem.seqlen_q, problem.seqlen_k)}, {tiles[0]} x {tiles[1]} tiles; build it for these"
+            f"have lengths {lengths}, {tiles[0]} x {tiles[1]} tiles; build it for these"
         )
     for got, size, axis in zip(given.mask_block_cnt.shape[:2], (problem.batch, problem.heads_q), ("batch", "heads"), strict=True):
         if got not in (1, size):
             raise ValueError(f"block_sparse_tensors has {axis} {got} but q has {size}; wanted 1 (shared) or {size}")
-    return given
+    return kept_for_call(given, lengths)
 
 
 def _check_built_for(lists: Any, sequences: Sequences) -> None:

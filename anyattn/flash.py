@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from anyattn import autograd, check_flash, hardware, plan, recall
+from anyattn import autocast, autograd, check_flash, hardware, plan, recall
 from anyattn.check_flash import Options
 from anyattn.tensor_kinds import has_memory
 
@@ -53,10 +53,13 @@ def flash_attn_func(
     mask_mod a partial tile shows everything. aux_tensors: what a mod's trailing argument receives.
     On Hopper both mods may be CuTe functions instead, without gradients: docs/cute.md.
     num_splits: the keys are divided among so many partial results, 0 chooses. pack_gqa: whether query heads that share K and V share row
-    tiles on a GPU, which pays where queries are few; None chooses. deterministic, backend: as in ``flex_attention``.
+    tiles on a GPU, which pays where queries are few; a preference, which the plan need not follow; None chooses. deterministic, backend: as
+    in ``flex_attention``.
 
     Returns out (B, Sq, Hq, Dv), or with return_lse ``(out, lse)``, lse (B, Hq, Sq) the natural log-sum-exp in float32 (float64). A row
     that sees nothing gives 0 and lse -inf. Gradients flow to q, k, v, sink, alibi_slopes, the score mod's tensors, and through lse.
+
+    Under ``torch.autocast`` q, k and v are cast as ``scaled_dot_product_attention`` casts them.
 
     Raises ``TypeError``/``ValueError`` naming the argument, ``ModError`` for a mod that cannot be expressed, ``BackendError`` for a named
     backend that cannot run this.
@@ -72,6 +75,7 @@ def flash_attn_func(
         softmax_scale, causal, window_size, softcap, alibi_slopes, sink, score_mod, mask_mod, block_sparse_tensors, aux_tensors,
         deterministic, return_lse, num_splits, pack_gqa,
     )  # fmt: skip
+    q, k, v = autocast.arguments(q, k, v)
     if torch.compiler.is_compiling():
         from anyattn.custom_ops import entry_points
 
@@ -147,6 +151,7 @@ def flash_attn_varlen_func(
         softmax_scale, causal, window_size, softcap, alibi_slopes, sink, score_mod, mask_mod, block_sparse_tensors, aux_tensors,
         deterministic, return_lse, num_splits, pack_gqa,
     )  # fmt: skip
+    q, k, v = autocast.arguments(q, k, v)
     if torch.compiler.is_compiling():
         from anyattn.custom_ops import entry_points
 
@@ -201,7 +206,8 @@ def flash_attn_with_kvcache(
     integers (B, pages per sequence), pages (pages, page_size, Hkv, D or Dv) of any size and order. k, v: (B, new, Hkv, D or Dv) to
     append, or (total_q, ...) laid out as q.
     cache_seqlens: int or integers (B,), rows of each entry's cache in use before appending, padding included; None is all of it.
-    cache_batch_idx: integers (B,), the cache row of each entry. cache_leftpad: integers (B,), padding rows at the cache's beginning.
+    cache_batch_idx: integers (B,), the cache row of each entry; with page_table, the row of that, which may then have one for each entry of
+    the cache. cache_leftpad: integers (B,), padding rows at the cache's beginning.
     rotary_cos, rotary_sin: (positions, rotary_dim / 2), applied to the new keys at ``cache_seqlens + j`` and to the queries at
     ``cache_seqlens + i`` if causal or windowed, else all at ``cache_seqlens``; rotary_interleaved pairs dimensions (0, 1), (2, 3), ...,
     otherwise (0, rotary_dim / 2), ...
@@ -217,7 +223,7 @@ def flash_attn_with_kvcache(
     matters. The output does not depend, bit for bit, on where pages lie, nor, at a given num_splits, on the rest of the batch.
 
     Returns out, laid out as q with head_dim Dv, or ``(out, lse)``, lse (B, Hq, Sq) or (Hq, total_q). There are no gradients: where autograd
-    records, no argument may require one.
+    records, no argument may require one. Under ``torch.autocast`` q, k and v are cast where the caches have its dtype.
 
     Raises ``TypeError``/``ValueError`` naming the argument: rows beyond the capacity, a page outside the pool, a cache row appended to
     twice, rotary tables that are too short or too wide, a tensor that requires grad outside ``torch.no_grad()``, and whatever
@@ -236,6 +242,7 @@ def flash_attn_with_kvcache(
         softmax_scale, causal, window_size, softcap, alibi_slopes, sink, score_mod, mask_mod, None, aux_tensors, False, return_lse,
         num_splits, pack_gqa,
     )  # fmt: skip
+    q, k, v = autocast.beside(k_cache, q, k, v)
     from anyattn.check_cache import Given, check_no_captured_gradients, check_no_gradients
 
     arguments = Given(

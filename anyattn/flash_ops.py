@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anyattn import autograd, check, recall, tensor_kinds
+from anyattn import autocast, autograd, check, recall, tensor_kinds
 from anyattn.check_cache import Given, check_no_captured_gradients, check_no_gradients, heads_first
 from anyattn.check_flash import Options
 from anyattn.mods.trace import TracedMod
@@ -41,13 +41,14 @@ def _options(
     window_size: list[int],
     num_splits: int,
     pack_gqa: bool | None,
-    deterministic: bool = False,
+    deterministic: bool,
+    is_cuda: bool,
 ) -> Options:
     score = next(iter(mods_of_operands("score", score_program, score_numbers, score_tensors)), None)
     mask = next(iter(mods_of_operands("mask", mask_program, mask_numbers, mask_tensors)), None)
     return Options(
         softmax_scale, causal, tuple(window_size), softcap, alibi_slopes, sink, score, mask, None, None, deterministic, True, num_splits,
-        pack_gqa,
+        pack_gqa, not is_cuda,
     )  # fmt: skip
 
 
@@ -95,7 +96,7 @@ def flash(
     tensor_kinds.refuse_forward_mode()
     options = _options(
         alibi_slopes, sink, score_program, score_numbers, score_tensors, mask_program, mask_numbers, mask_tensors, softmax_scale, softcap,
-        causal, window_size, num_splits, pack_gqa, deterministic,
+        causal, window_size, num_splits, pack_gqa, deterministic, q.is_cuda,
     )  # fmt: skip
     tables = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table)
     problem, chosen = _call(q, k, v, tables, (max_seqlen_q, max_seqlen_k), validate, options, backend)
@@ -103,7 +104,8 @@ def flash(
 
 
 def _results(problem: Problem, chosen: Plan, is_packed: bool) -> tuple[Tensor, Tensor]:
-    result = autograd.backend_of(chosen).forward(problem, chosen)
+    with autocast.disabled():
+        result = autograd.backend_of(chosen).forward(problem, chosen)
     return _as_given(result.out, is_packed), result.lse.select(0, 0) if is_packed else result.lse
 
 
@@ -166,7 +168,7 @@ def flash_backward(
     score_tensors = [t.detach().requires_grad_(w) for t, w in zip(score_tensors, captured_wanted, strict=True)]
     options = _options(
         alibi_slopes, sink, score_program, score_numbers, score_tensors, mask_program, mask_numbers, mask_tensors, softmax_scale, softcap,
-        causal, window_size, num_splits, pack_gqa, deterministic,
+        causal, window_size, num_splits, pack_gqa, deterministic, q.is_cuda,
     )  # fmt: skip
     tables = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table)
     problem, chosen = _call(q, k, v, tables, (max_seqlen_q, max_seqlen_k), validate, options, backend)
@@ -267,7 +269,7 @@ def decode(
 
     options = _options(
         alibi_slopes, sink, score_program, score_numbers, score_tensors, mask_program, mask_numbers, mask_tensors, softmax_scale, softcap,
-        causal, window_size, num_splits, pack_gqa,
+        causal, window_size, num_splits, pack_gqa, False, q.is_cuda,
     )  # fmt: skip
     given = Given(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, page_table, cu_seqlens_q,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
-from anyattn import autograd, check, recall, tensor_kinds
+from anyattn import autocast, autograd, check, recall, tensor_kinds
 from anyattn.mods import codec
 from anyattn.mods.recognise import Pattern
 from anyattn.mods.trace import Source, TracedMod
@@ -180,7 +180,8 @@ def attend(
         q, k, v, sink, score_program, score_numbers, score_tensors, mask_programs, mask_numbers, mask_tensors, block_lists, block_size,
         is_exact, scale, wants_max, deterministic, options, backend,
     )  # fmt: skip
-    result = autograd.backend_of(chosen).forward(problem, chosen)
+    with autocast.disabled():
+        result = autograd.backend_of(chosen).forward(problem, chosen)
     return result.out, result.lse, result.max_scores if wants_max else result.lse.new_empty(0)
 
 

@@ -138,6 +138,8 @@ def _plan_of(name: str, problem: Problem, hardware: Hardware, reason: str, optio
         if name == "torch"
         else _hopper_plan(problem, hardware, reason, options)
     )
+    if name == "torch" and options.get("pack_gqa", problem.packs) and problem.qhead_per_kvhead > 1:
+        plan = replace(plan, why=(*plan.why, "pack_gqa=True is not followed: torch multiplies the rows of all heads at once anyway"))
     if not options.get("autotune"):
         return plan
     return replace(plan, is_tuned=True, why=(*plan.why, f"autotune: {name} itself has no tiles to measure"))
@@ -165,10 +167,12 @@ def for_backward(plan: Plan, problem: Problem, hardware: Hardware) -> Plan:
 
 def _hopper_plan(problem: Problem, hardware: Hardware, reason: str, options: dict[str, int]) -> Plan:
     """Asks nothing of the mask's rows: on a GPU that would wait for them."""
+    from anyattn.backends.hopper.packing import why_apart
     from anyattn.backends.hopper.run import config_of, runs_documents
 
     backward, why_backward = _backward_by_triton(problem, hardware)
-    config = config_of(problem, bool(options["pack_gqa"]) if "pack_gqa" in options else None)
+    packs = bool(options["pack_gqa"]) if "pack_gqa" in options else problem.packs
+    config = config_of(problem, packs)
     tiles, packed = config.tiles, config.heads_per_tile
     why = [f"hopper: {reason}", f"backward: {backward}, for hopper has none yet{why_backward}"]
     if packed == 1 and runs_documents(problem):
@@ -176,6 +180,8 @@ def _hopper_plan(problem: Problem, hardware: Hardware, reason: str, options: dic
     why += _why_deterministic(problem, backward)
     if packed > 1:
         why.append(f"up to {packed} of the {problem.qhead_per_kvhead} query heads that share K and V share a row tile")
+    elif packs and (against := why_apart(config, problem.qhead_per_kvhead)):
+        why.append(f"pack_gqa=True is not followed: {against}")
     return Plan(
         "hopper", tiles.tile_m, tiles.tile_n, tiles.tile_n, 1, problem.q.dtype, backward=backward, why=tuple(why), heads_per_tile=packed
     )

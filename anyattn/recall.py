@@ -23,7 +23,7 @@ from torch.autograd import forward_ad
 from anyattn import check, check_flash, hardware, plan, tensor_kinds
 from anyattn.check_flash import Options
 from anyattn.geometry.stored import LengthTables, StoredSequences, StoredSizes
-from anyattn.mods.loads import doubt, plainly_inside
+from anyattn.mods.loads import doubt, hangs_on_masks, plainly_inside
 from anyattn.mods.native import native_reading
 from anyattn.mods.recognise import Reading, recognise
 from anyattn.mods.trace import TracedMod, is_native
@@ -298,9 +298,10 @@ def flex_call(call: FlexCall, backend: str | None, options: Any, is_operator: bo
     facts = None if is_listened_to() else _flex_facts(call, backend, options)
     known: _Remembered | None = None if facts is None else remembered(facts.key)
     if known is None or facts is None:
-        if not is_operator and tensor_kinds.belong_to_operators({"query": call.query, "key": call.key, "value": call.value, "sink": call.sink}):
+        named = {"query": call.query, "key": call.key, "value": call.value, "sink": call.sink}
+        if not is_operator and tensor_kinds.belong_to_operators(named):
             return None
-        problem = check.flex_problem(*call)
+        problem = check.flex_problem(*call, reads_captured=not (is_operator and call.query.is_cuda))
         chosen = plan.choose(problem, hardware.of(problem.q.device.type), backend, check.kernel_options(options))
         if facts is not None:
             _remember_flex(call, backend, options, facts, problem, chosen)
@@ -477,7 +478,7 @@ def _settle(mods: list[TracedMod], problem: Problem) -> bool:
         if problem.sequences is not None and not plainly_inside(mod, *sizes):
             return False  # then the lengths were looked at
         hangs = doubt(mod, *sizes)
-        if hangs.of_values:
+        if hangs.of_values or (hangs_on_masks(mod, *sizes) and (problem.blocks is not None or any(p.tensors for p in problem.predicates))):
             return False
         if hangs.of_numbers:
             mod.source.pattern.fix(mod.source.scalars)

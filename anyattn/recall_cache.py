@@ -15,7 +15,7 @@ from torch import Tensor
 
 from anyattn import check_lengths, hardware, plan, recall, tensor_kinds
 from anyattn.bands import band
-from anyattn.check_cache import CacheCall, Given, cache_call
+from anyattn.check_cache import CacheCall, Given, cache_call, with_own_pages
 from anyattn.check_flash import Options
 from anyattn.geometry.listed import ListedSequences, bases
 from anyattn.geometry.seqlen_info import SeqlenInfoQKNewK
@@ -71,6 +71,7 @@ def decode_call(
 
     Raises as ``check_cache.cache_call`` and the plan.
     """
+    given = with_own_pages(given)
     step = step_call(given, options, backend, is_operator)
     if step is not None:
         return step

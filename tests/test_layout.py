@@ -21,6 +21,7 @@ FLOORS: dict[str, int] = {
     "anyattn.flex": 0,
     "anyattn.flash": 0,
     "anyattn.flash_ops": 0,
+    "anyattn.custom_ops": 0,
     "anyattn.ops": 0,
     "anyattn.operator_calls": 0,
     "anyattn.operator_transforms": 0,
@@ -75,6 +76,7 @@ HANDED_DOWN: dict[str, set[str]] = {
 }
 # May be imported by everyone, and so import nothing but one another.
 SHARED = (
+    "anyattn.autocast",
     "anyattn.mods",
     "anyattn.errors",
     "anyattn.kept",

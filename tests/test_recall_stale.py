@@ -198,7 +198,10 @@ def test_under_autocast_and_inference_mode():
     with torch.autocast("cpu", torch.bfloat16):
         warm = call(mask_mod=narrow)
         recall.clear()
-        assert torch.equal(warm, call(mask_mod=narrow)) and warm.dtype is first.dtype
+        assert torch.equal(warm, call(mask_mod=narrow)) and warm.dtype is torch.bfloat16
+        with torch.autocast("cpu", enabled=False):
+            assert torch.equal(call(mask_mod=narrow), first)
+    assert torch.equal(call(mask_mod=narrow), first)
     with torch.inference_mode():
         inside = [call(mask_mod=narrow) for _ in range(2)]
         assert all(t.is_inference() and torch.equal(t, first) for t in inside)

@@ -6,6 +6,7 @@ with ``&``, ``|`` and ``~`` and can be passed as ``mask_mod``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -196,14 +197,40 @@ def block_diagonal(block: int) -> Mask:
 
 
 @remade_by_call
-def tree(bitmask: Tensor) -> Mask:
+def tree(bitmask: Tensor, offset: int | Tensor = 0, first_query: int | Tensor = 0) -> Mask:
     """Any mask given bit by bit, such as the ancestors in a tree of draft tokens: key j is visible to query i if bit j of row i is set.
 
-    bitmask: int64 (Sq,) for up to 64 keys, or (Sq, words) with bit ``j % 64`` of word ``j // 64``. Source: SpecInfer (arXiv:2305.09781).
+    bitmask: int64 (Sq,) for up to 64 keys, or (Sq, words) with bit ``j % 64`` of word ``j // 64``. offset: the length of a cached prefix,
+    which every query sees; the tree's key j is then ``kv_idx = offset + j``. first_query: the ``q_idx`` of row 0: 0, but in
+    ``flash_attn_with_kvcache``, where q_idx is a place among the keys, the prefix's length. Both: one int, or an integer tensor (B,) with
+    one per batch entry. Source: SpecInfer (arXiv:2305.09781).
+
+    >>> bits = torch.tensor([0b001, 0b011, 0b101])  # two drafts for the token after the first
+    >>> tree(bits, offset=10)
+    Mask(tree(offset=10))
     """
     _ids("bitmask", bitmask, (1, 2), "(Sq,) or (Sq, words)")
     if bitmask.dtype is not torch.int64:
         raise ValueError(f"bitmask has dtype {bitmask.dtype}; wanted torch.int64, 64 keys to a word")
     words = bitmask if bitmask.ndim == 2 else bitmask[:, None]
-    # >> keeps the sign bit, & 1 takes one bit of it: right for bit 63 too
-    return Mask(lambda b, h, q_idx, kv_idx: ((words[q_idx, kv_idx // 64] >> (kv_idx % 64)) & 1) != 0, "tree")
+    prefix, rows = _per_entry("offset", offset), _per_entry("first_query", first_query)
+    if prefix is None and rows is None:
+        # >> keeps the sign bit, & 1 takes one bit of it: right for bit 63 too
+        return Mask(lambda b, h, q_idx, kv_idx: ((words[q_idx, kv_idx // 64] >> (kv_idx % 64)) & 1) != 0, "tree")
+    before, first = prefix or (lambda b: 0), rows or (lambda b: 0)
+
+    def visible(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        key = kv_idx - before(b)
+        inside = torch.clamp(key, min=0)
+        return (key < 0) | (((words[q_idx - first(b), inside // 64] >> (inside % 64)) & 1) != 0)
+
+    return Mask(visible, "tree(offset per batch)" if isinstance(offset, Tensor) else f"tree(offset={offset})")
+
+
+def _per_entry(name: str, value: int | Tensor) -> Callable[[Any], Any] | None:
+    """The number of batch entry b, None where it is 0 for all."""
+    if isinstance(value, Tensor):
+        each = _ids(name, value, (1,), "(B,)")
+        return lambda b: each[b]
+    _whole(name, value, 0)
+    return (lambda b: value) if value else None

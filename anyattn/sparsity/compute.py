@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from anyattn.geometry.integers import ceil_div
-from anyattn.mods.bounds import check_loads, classify
+from anyattn.mods.bounds import classify
+from anyattn.mods.seen_loads import Dense, check_call
 from anyattn.mods.trace import TracedMod, trace
 from anyattn.sparsity.arguments import device_of, length, positions, reads_nothing
 from anyattn.sparsity.block_sparse import BlockSparseTensors
@@ -89,7 +90,7 @@ def tile_lists(
 ) -> TileLists:
     """The lists of a traced mask for a kernel's own tiles, any size; what ``compute_block_sparsity`` computes, less its checks.
 
-    The caller has shown that the mask reads inside its captured tensors (``mods.loads.check_loads``). Only pairs inside the sequences
+    The caller has shown that the mask reads inside its captured tensors (``mods.seen_loads``). Only pairs inside the sequences
     count: a tail tile whose pairs are all visible is full. On a CUDA device nothing waits for it (see ``device_lists``).
     """
     lengths, where = (seqlen_q, seqlen_k), device_of(device, mask)
@@ -129,7 +130,7 @@ def device_lists(
 
     if not kernels.can_list(mask, lengths):
         return None
-    check_loads(mask, *batch, *lengths, reads_values=False)
+    ((mask,), _) = check_call(Dense(*batch, *lengths), [mask], reads_values=False)
     options = {"wants_columns": wants_columns, "separate_full": separate_full, "has_full_tails": has_full_tails}
     return kernels.list_tiles(mask, lengths, tile, batch, device, broadcasts=broadcasts, **options)
 
@@ -144,7 +145,7 @@ def classes_of_mask(mod: TracedMod, lengths: tuple[int, int], tile: tuple[int, i
     """``bounds.classify`` after checking that the mask reads inside its captured tensors; B and H are 1 where the mask ignores them."""
     where = device_of(device, mod)
     with torch.no_grad():  # a mask may compare learned parameters; where tiles lie has no gradient
-        check_loads(mod, *batch, *lengths)
+        ((mod,), _) = check_call(Dense(*batch, *lengths), [mod])
         return classify(mod, *lengths, *tile, *batch, where)
 
 

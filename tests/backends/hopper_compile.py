@@ -102,6 +102,8 @@ def cases() -> dict[str, tuple[list, dict]]:  # type: ignore[type-arg]
         "full": ([], {"has_sink": True}),
         "causal": ([causal], ends),
         "window": ([window], {"bands": (window.expr,), "has_max": True}),
+        "highest": ([], {"has_max": True, "has_sink": True}),
+        "highest of alibi": ([alibi, causal], {"score": alibi.expr, **ends, "has_max": True}),
         "alibi": ([alibi, causal], {"score": alibi.expr, **ends}),
         "straight": ([straight, causal], {"score": straight.expr, **ends}),
         "relative": ([relative], {"score": relative.expr}),

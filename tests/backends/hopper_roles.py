@@ -31,7 +31,7 @@ Changes = tuple[tuple[str, str, str], ...]  # (module, text, text that takes its
 STOOD_IN = {
     "band": "visits", "rate": "softmax", "row_limits": "softmax", "foreseen": "softmax", "modified": "softmax", "masked": "softmax",
     "head": "softmax", "exponentials": "softmax", "unshifted": "softmax", "guessed": "guesses",
-    "finished": "epilogue", "blank": "epilogue", "stored": "epilogue", "gather": "gather",
+    "finished": "epilogue", "highest": "epilogue", "blank": "epilogue", "stored": "epilogue", "gather": "gather",
 }  # fmt: skip
 
 
@@ -370,18 +370,21 @@ class Stubs:
             raise Broken(f"O of {out} is divided by sums of {total} over {top}")
         if head != self.block.tiles[self.block.group.finished].facts["head"]:
             raise Broken("the sink of another head")
-        for x, what in ((acc, "finished"), (row_max, "highest"), (row_sum, "lse")):
+        for x, what in ((acc, "finished"), (row_sum, "lse")):
             x.done = frozenset({what})
 
+    def highest(self, tops: None, rate: str) -> None:
+        self._given(rate=rate)
+
     def stored(
-        self, acc: Registers, row_max: Registers, lse: Registers, mma: Any, thread: int, number: int, outputs: str, place: Any, facts: Any
+        self, acc: Registers, tops: None, lse: Registers, mma: Any, thread: int, number: int, outputs: str, place: Any, facts: Any
     ) -> None:
         """The row tile's output is made of all its key tiles, and takes the place of its own Q."""
         t, group = self._ends(mma, thread, outputs, facts), self.block.group
-        tile, done = self.block.tiles[t], [what for x in (acc, row_max, lse) for what in x.load().done]
+        tile, done = self.block.tiles[t], [what for x in (acc, lse) for what in x.load().done]
         if number != group.number or acc.made_of != tuple((t, i) for i in range(len(tile.visits))) or not tile.visits:
             raise Broken(f"group {number} stores {acc.made_of} as row tile {t}, which has {len(tile.visits)} visits")
-        if done != ["finished", "highest", "lse"]:
+        if done != ["finished", "lse"]:
             raise Broken(f"row tile {t} is stored as {done}")
         stage = place.stage
         if group.number not in stage.held or stage.tag != ("q", *tile.sources[0], t) or group.number in stage.reading:

@@ -275,6 +275,21 @@ def test_a_block_far_longer_than_the_sequences_is_one_block(size):
         assert float((out - flash_attn_func(q, k, v, mask_mod=mask)).abs().max()) <= 32 * torch.finfo(out.dtype).eps * float(v.abs().max())
 
 
+def test_torchs_empty_block_mask_is_no_mask():
+    q, k, v = torch.randn(3, 2, 4, 50, 16)
+    empty = torch_flex._create_empty_block_mask(q, k)
+    for given in (empty, BlockMask.from_torch(empty)):
+        for _ in range(2):
+            assert torch.equal(flex_attention(q, k, v, block_mask=given), flex_attention(q, k, v))
+        mask = masks.causal()
+        assert torch.equal(flex_attention(q, k, v, block_mask=given, mask_mod=mask), flex_attention(q, k, v, mask_mod=mask))
+    call = torch.compile(lambda q: flex_attention(q, k, v, block_mask=empty), backend="eager", fullgraph=True)
+    assert torch.equal(call(q), torch.compile(lambda q: flex_attention(q, k, v), backend="eager", fullgraph=True)(q))
+    empty.kv_num_blocks.zero_()
+    with pytest.raises(ValueError, match="block_mask was made for lengths"):
+        flex_attention(q, k, v, block_mask=empty)
+
+
 def listed(count):
     """Two rows of lists with room for 8 blocks, of which the second has so many."""
     return torch.tensor([[[8, count]]], dtype=torch.int32), torch.arange(8, dtype=torch.int32).expand(1, 1, 2, 8).contiguous()

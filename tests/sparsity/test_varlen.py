@@ -198,7 +198,8 @@ def test_used_lengths() -> None:
 
 def test_heads() -> None:
     seqlens = torch.tensor([30, 7])
-    assert compute(masks.causal(), seqlens, seqlens, (8, 8), 6).mask_block_cnt.shape == (1, 5)
+    assert compute(masks.causal(), seqlens, seqlens, (8, 8), 6).mask_block_cnt.shape == (6, 5)
+    assert compute(masks.causal(), seqlens, seqlens, (8, 8), None).mask_block_cnt.shape == (1, 5)
     per_head = lambda b, h, q, k: q + 8 * h >= k
     assert compute(per_head, seqlens, seqlens, (8, 8), 6).validate().mask_block_cnt.shape == (6, 5)
     with pytest.raises(ValueError, match="num_heads is None, but mask_mod uses h; pass the number of query heads"):
@@ -404,3 +405,16 @@ def test_bad_arguments() -> None:
     ]:
         with pytest.raises(error, match=message):
             compute_varlen_block_sparsity(**{**good, **change})
+
+
+@pytest.mark.parametrize("layout", ["flat", "padded"])
+def test_lists_have_as_many_heads_as_asked_for(layout):
+    """As the dense ones do, though the mask ignores heads."""
+    where = {"cu_seqlens_q": ends(torch.tensor([20, 0, 33])), "cu_seqlens_k": ends(torch.tensor([20, 5, 40]))}
+    one = compute_varlen_block_sparsity(8, 8, None, masks.causal(), **where, layout=layout)
+    four = compute_varlen_block_sparsity(8, 8, 4, masks.causal(), **where, layout=layout).validate()
+    for name in ("mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx"):
+        found, wanted = getattr(four, name), getattr(one, name)
+        assert found.shape == (4, *wanted.shape[1:]) and found.is_contiguous() and torch.equal(found, wanted.expand_as(found))
+    without = compute_varlen_block_sparsity(8, 8, 4, masks.causal(), **where, compute_full_blocks=False)
+    assert without.mask_block_cnt.shape[0] == 4 and without.full_block_cnt is None

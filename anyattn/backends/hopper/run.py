@@ -176,7 +176,7 @@ def _sink(problem: Problem) -> Tensor | None:
 
 
 def config_of(problem: Problem, packs: bool | None = None) -> Config:
-    """What the kernel for ``problem`` is specialised for. packs: whether heads share row tiles; may raise ``BackendError``."""
+    """What the kernel for ``problem`` is specialised for. packs: whether heads share row tiles where they can."""
     return specialised(problem, packs).config
 
 
