@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-__all__ = ["EXPANDED", "LAYOUTS", "inputs", "laid_out", "nesting"]
+__all__ = ["EACH", "EXPANDED", "LAYOUTS", "inputs", "laid_out", "nesting"]
 
 Layout = Callable[[Tensor], Tensor]
 
@@ -31,7 +31,7 @@ def _of_projection(x: Tensor) -> Tensor:
 def _sliced(x: Tensor) -> Tensor:
     """A window of a larger tensor, whose rows are no neighbours."""
     batch, heads, length, dim = x.shape
-    whole = torch.zeros(batch, heads + 1, length + 7, dim + 8, dtype=x.dtype)
+    whole = torch.zeros(batch, heads + 1, length + 7, dim + 8, dtype=x.dtype, device=x.device)
     whole[:, 1:, 3:-4, :dim] = x
     return whole[:, 1:, 3:-4, :dim]
 
@@ -51,6 +51,14 @@ EXPANDED: dict[str, tuple[Layout, tuple[int, ...]]] = {
 }
 
 
+# of q, k and v
+EACH = [
+    *((name, name, name) for name in (*LAYOUTS, *EXPANDED)),
+    ("transposed", "contiguous", "sequence first"),
+    ("contiguous", "one head", "transposed"),
+]
+
+
 def laid_out(x: Tensor, name: str) -> Tensor:
     return {**LAYOUTS, **EXPANDED}[name][0](x)
 
@@ -59,10 +67,16 @@ def nesting(name: str) -> tuple[int, ...]:
     return {**LAYOUTS, **EXPANDED}[name][1]
 
 
-def inputs(*layouts: str, shape: tuple[int, int, int, int] = (2, 4, 24, 8), heads_kv: int = 0, dtype: torch.dtype = torch.float32) -> list:
-    """q, k and v, each in its layout, without gradients asked for."""
+def inputs(
+    *layouts: str,
+    shape: tuple[int, int, int, int] = (2, 4, 24, 8),
+    heads_kv: int = 0,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> list[Tensor]:
+    """q, k and v, each in its layout, without gradients asked for. shape: q's."""
     g = torch.Generator().manual_seed(0)
     batch, heads, length, dim = shape
     counts = (heads, heads_kv or heads, heads_kv or heads)
-    made = (torch.randn(batch, n, length, dim, generator=g).to(dtype) for n in counts)
+    made = (torch.randn(batch, n, length, dim, generator=g).to(device, dtype) for n in counts)
     return [laid_out(x, name) for x, name in zip(made, layouts, strict=True)]

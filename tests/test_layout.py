@@ -54,6 +54,7 @@ FLOORS: dict[str, int] = {
 # Calls go down only, and what they hand over are these objects: a lower floor may import the class, by name, and nothing else
 # from above. `from anyattn.plan import Plan` in a backend reads a decision; `import choose` there would take one.
 HANDED_DOWN: dict[str, set[str]] = {
+    "anyattn.custom_ops.entry_points": {"block_lists"},  # for create_block_mask, an entry point itself
     "anyattn.problem": {"Problem"},
     "anyattn.plan": {"Plan"},
     "anyattn.hardware": {"Hardware"},

@@ -6,61 +6,19 @@ On the backend that ``tests/conftest.py`` names, else torch's.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from strided import EXPANDED, LAYOUTS, inputs
+from operands import as_its_fake, flash_operands, flex_operands
+from small_gpt import Sizes, check_compiled_step
+from strided import EACH, EXPANDED, LAYOUTS, inputs
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import anyattn
-from anyattn import masks, scores
 from anyattn.flash_ops import decode, flash, flash_backward
-from anyattn.mods.trace import trace
 from anyattn.ops import attend, attend_backward, operands_of
 
 B, H, S, D = 2, 4, 24, 8
-EACH = [
-    *((n, n, n) for n in (*LAYOUTS, *EXPANDED)),
-    ("transposed", "contiguous", "sequence first"),
-    ("contiguous", "one head", "transposed"),
-]
-
-
-def metadata(x: Any) -> Any:
-    return [metadata(t) for t in x] if isinstance(x, (tuple, list)) else (x.shape, x.dtype, x.stride(), x.device, x.storage_offset())
-
-
-def flat(x: Any) -> list[Tensor]:
-    return [t for one in x for t in flat(one)] if isinstance(x, (tuple, list)) else [x] if isinstance(x, Tensor) else []
-
-
-def as_its_fake(operator: Any, args: tuple) -> Any:
-    """The operator's results, shown to be laid out as the fake kernel's and to share no memory."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    fakes = torch.utils._pytree.tree_map_only(Tensor, mode.from_tensor, args)
-    with torch.no_grad():
-        found = operator(*args)
-        with mode:
-            said = operator(*fakes)
-    assert metadata(found) == metadata(said)
-    memory = [t.untyped_storage().data_ptr() for t in flat(found) if t.numel()]
-    assert len(set(memory)) == len(memory) and not set(memory) & {t.untyped_storage().data_ptr() for t in flat(args)}
-    return found
-
-
-def flex_operands(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None, **more: Any) -> tuple:
-    score = trace(scores.alibi(torch.rand(8)[::2].requires_grad_()), "score")
-    of_mods = (*operands_of(q, score), *operands_of(q, trace(masks.causal(), "mask")))
-    return (q, k, v, sink, *of_mods, [], [0, 0], False, 0.25, more.get("wants_max", False), False, "", "")
-
-
-def flash_operands(q: Tensor, k: Tensor, v: Tensor, *tables: Any, splits: int = 1) -> tuple:
-    slopes, sink = torch.rand(H, requires_grad=True), torch.randn(H, requires_grad=True)
-    of_mods = (*operands_of(q, trace(scores.head_bias(torch.randn(H, requires_grad=True)), "score")), *operands_of(q))
-    options = (None, 0.0, True, [-1, -1], splits, None, False, None, None, None, "")
-    return (q, k, v, *(tables or (None,) * 5), slopes, sink, *of_mods, *options)
 
 
 @pytest.mark.parametrize("wanted", [(True,) * 4, (False, True, False, True), (True, False, True, False)], ids=["all", "dk", "dq and dv"])
@@ -132,23 +90,7 @@ def test_opcheck(layouts: tuple[str, str, str]) -> None:
     torch.library.opcheck(flash, flash_operands(*(t.detach().transpose(1, 2).requires_grad_() for t in x)))
 
 
-# ---- a model
-
-
-class Block(torch.nn.Module):
-    """Attention as nanoGPT has it: one projection, split, seen with heads first; 4 query heads to a K/V head."""
-
-    def __init__(self, width: int, heads: int, heads_kv: int, attention: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.dim = width // heads
-        self.sizes = (width, heads_kv * self.dim, heads_kv * self.dim)
-        self.norm, self.attention = torch.nn.LayerNorm(width), attention
-        self.project, self.back = torch.nn.Linear(width, sum(self.sizes)), torch.nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        parts = self.project(self.norm(x)).split(self.sizes, -1)
-        q, k, v = (t.unflatten(-1, (-1, self.dim)).transpose(1, 2) for t in parts)
-        return x + self.back(self.attention(q, k, v).transpose(1, 2).reshape(x.shape))
+# ---- graphs
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -165,19 +107,7 @@ CAUSAL = anyattn.mod(lambda b, h, i, j: i >= j)
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("attention", [flex, flash_attention])
 def test_a_compiled_step_of_a_gpt(attention: Callable[..., Tensor], compiler: str) -> None:
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Embedding(50, 64), *(Block(64, 16, 4, attention) for _ in range(2)), torch.nn.Linear(64, 50))
-    tokens, labels = torch.randint(50, (2, 2, 32))
-    torch._dynamo.reset()
-    found = []
-    for step in (model, torch.compile(model, fullgraph=True, backend=compiler)):
-        model.zero_grad()
-        loss = torch.nn.functional.cross_entropy(step(tokens).flatten(0, 1), labels.flatten())
-        loss.backward()
-        found.append([loss.detach(), *(p.grad.clone() for p in model.parameters())])
-    for eager, other in zip(*found, strict=True):
-        # sums in other orders: a few roundings of the greatest element
-        assert float((eager - other).abs().max()) <= 64 * torch.finfo(eager.dtype).eps * float(eager.abs().max())
+    check_compiled_step(attention, compiler, Sizes())
 
 
 @pytest.mark.parametrize("layout", ["projected", "one batch entry", "sequence first"])

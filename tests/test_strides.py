@@ -7,18 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from strided import EXPANDED, LAYOUTS, inputs, nesting
+from strided import EACH, LAYOUTS, inputs, nesting
 from torch import Tensor
 
 import anyattn
 from anyattn.strides import dense_strides, empty_in_order, in_order
 
 B, H, S, D = 2, 4, 24, 8
-EACH = [
-    *((n, n, n) for n in (*LAYOUTS, *EXPANDED)),
-    ("transposed", "contiguous", "sequence first"),
-    ("contiguous", "transposed", "heads first"),
-]
 
 
 def nested(x: Tensor, order: tuple[int, ...]) -> bool:

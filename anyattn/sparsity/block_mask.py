@@ -435,11 +435,11 @@ def create_block_mask(
     ([[[1, 1, 1, 1]]], [[[0, 1, 2, 3]]])
     """
     if torch.compiler.is_compiling():
-        from anyattn.custom_ops import entry_points
+        from anyattn.custom_ops.entry_points import block_lists
 
         if compute_dq_write_order:
             raise TypeError("compute_dq_write_order=True inside torch.compile or torch.export; wanted False: make the block mask outside")
-        lists, tile = entry_points.block_lists(mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE, separate_full_blocks)
+        lists, tile = block_lists(mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE, separate_full_blocks)
         made = _of_lists(lists, mask_mod, (Q_LEN, KV_LEN), tile)
         made._exact = None
         return made
