@@ -31,7 +31,7 @@ from benchmarks.gpu.timing import Limits
 
 _DEVICE_LOST = 3
 # The most telling first, for runs that are cut off.
-_ORDER = ("variants", "gqa", "backward", "decode", "fa2", "fa2-backward", "gradients", "memory", "gpt-8k", "gpt-32k", "compiled-call")
+_ORDER = ("variants", "gqa", "backward", "decode", "fa2", "fa2-backward", "gradients", "memory")
 _GROUPS = list(dict.fromkeys([*_ORDER, *GROUPS, *NAMES]))
 Step = GpuCase | str  # the latter a probe's name
 _PACKAGES = ("torch", "triton", "nvidia-cutlass-dsl", "fa3-fwd", "tokenspeed-fa3", "flash-attn-4", "nvidia-cudnn-frontend")

@@ -6,13 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.bars import Bar, Found
+from benchmarks.gpu.gpt.contestants import REPLACED
 from benchmarks.gpu.gpt.measure import ratio
 from benchmarks.gpu.gpt.report import PEER
 from benchmarks.gpu.reading import probe
 
 __all__ = ["BARS"]
 
-_OURS = {"anyattn": "", "anyattn-forward": ", mask made in forward", "anyattn-replaced": ", replaced flex"}
+_OURS = {"anyattn": "", "anyattn-forward": ", mask made in forward", REPLACED: ", replaced flex"}
 _STEPS = 20
 
 
@@ -52,7 +53,9 @@ def _of_size(size: str, who: str) -> list[Bar]:
     def share(found: Found) -> float:
         return max(_figures(found, size, who)["budget"].values())
 
+    passed_on = [most("calls passed on to torch's own", 0, lambda found: _figures(found, size, who)["passed_on"], "")]
     return [
+        *(passed_on if who == REPLACED else []),
         Bar(f"{name}: fullgraph", 1, _is_full(size, who), unit=""),
         most(f"graphs over {_STEPS} steps", 1, _graphs(size, who), ""),
         most("first step, time over compiled flex's", 1.0, _over(size, who, "first_s")),

@@ -346,7 +346,7 @@ def test_its_answers_are_told_apart_from_what_compilers_print(tmp_path: Path) ->
 def test_steps_go_from_what_tells_most_and_follow_the_order_asked_for() -> None:
     groups = list(dict.fromkeys(s if isinstance(s, str) else s.group for s in command._steps((), None, None)))
     assert groups[:8] == ["variants", "gqa", "backward", "decode", "fa2", "fa2-backward", "gradients", "memory"]
-    assert set(groups) == {*(c.group for c in CASES), "memory", "first-call", "compilations", "compilations-triton"}
+    assert set(groups) == {*(c.group for c in CASES), *probes.NAMES}
     some = command._steps(("memory", "decode"), None, None)
     assert some[0] == "memory" and [s.group for s in some[1:]] == ["decode"] * 4
     only = command._steps((), "softcap", "triton")

@@ -20,12 +20,17 @@ __all__ = ["run"]
 
 
 def run(
-    name: str, folder: Path, who: str | None = None, limits: Limits | None = None, device: str = "cuda", caches: Path | None = None
+    name: str,
+    folder: Path,
+    who: str | None = None,
+    limits: Limits | None = None,
+    device: str = "cuda",
+    caches: Path | None = None,
+    backend: str = "inductor",
 ) -> dict[str, Any]:
     """The figures of one size; they, the profiles and the logs are left in the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     size, limits = SIZES[name], limits or Limits()
-    backend = "inductor" if device != "cpu" else "aot_eager"
 
     def save(figures: dict[str, Any]) -> None:
         (folder / "figures.json").write_text(json.dumps(figures, indent=1) + "\n")
@@ -43,6 +48,7 @@ def run(
 @click.command(context_settings={"show_default": True})
 @click.option("--size", "names", multiple=True, type=click.Choice(list(SIZES)), help="8k and 32k, unless named.")
 @click.option("--tiny", is_flag=True, help="The tiny size on the CPU, by aot_eager: shows that all of it works.")
+@click.option("--backend", help="torch.compile's; inductor, or aot_eager for the tiny size.")
 @click.option("--who", help="Of the peers only those in whose name this regular expression finds something.")
 @click.option("--seconds", default=175.0, help="Begin nothing more of a size after this long.")
 @click.option("--hang", default=120.0, help="A question that takes a contestant longer (its first step, say) ends it.")
@@ -50,17 +56,26 @@ def run(
 @click.option("--caches", type=click.Path(path_type=Path), help="Keep compilers' caches here: a second run's first steps are then warm.")
 @click.option("--out", default="bench-out/gpt", type=click.Path(path_type=Path), help="A folder for tables, figures, profiles, logs.")
 def main(
-    names: tuple[str, ...], tiny: bool, who: str | None, seconds: float, hang: float, rounds: int, caches: Path | None, out: Path
+    names: tuple[str, ...],
+    tiny: bool,
+    backend: str | None,
+    who: str | None,
+    seconds: float,
+    hang: float,
+    rounds: int,
+    caches: Path | None,
+    out: Path,
 ) -> None:
     """Train a compiled GPT on new documents every step, by anyattn and by flex attention."""
     if not tiny and not torch.cuda.is_available():
         raise click.UsageError("this needs a CUDA device; --tiny works without one")
     from benchmarks.gpu import report as gpu_report  # bars read figures of everything
 
-    found = Found({}, {})
+    found, device = Found({}, {}), "cpu" if tiny else "cuda"
+    backend = backend or ("aot_eager" if tiny else "inductor")
     for name in ("tiny",) if tiny else names or ("8k", "32k"):
         click.echo(f"gpt-{name}: {SIZES[name]}")
-        figures = run(name, out / name, who, Limits(rounds, hang=hang, seconds=seconds), "cpu" if tiny else "cuda", caches)
+        figures = run(name, out / name, who, Limits(rounds, hang=hang, seconds=seconds), device, caches, backend)
         found.probes[f"gpt-{name}"] = figures
         click.echo("\n".join(report.tables(f"gpt-{name}", figures)))
     click.echo("\n".join(gpu_report.bar_lines(found)))

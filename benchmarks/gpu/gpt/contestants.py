@@ -14,9 +14,10 @@ from torch import Tensor
 from benchmarks.gpu.gpt.model import Attend, Batch, Size
 from benchmarks.peers import Unavailable
 
-__all__ = ["CONTESTANTS", "EXACT", "PLAIN", "REFERENCES", "Contestant"]
+__all__ = ["CONTESTANTS", "EXACT", "PLAIN", "REFERENCES", "REPLACED", "Contestant"]
 
 EXACT, PLAIN = "torch-exact", "torch-plain"
+REPLACED = "anyattn-replaced"
 REFERENCES = (EXACT, PLAIN)  # not timed: what results are judged by, and what rounding is usual in their dtype
 
 
@@ -126,7 +127,7 @@ CONTESTANTS: dict[str, Callable[[Size, str], Contestant]] = {
     "flex-triton": _flex("TRITON"),
     "anyattn-forward": _anyattn_forward,
     "flex-flash": _flex("FLASH"),
-    "anyattn-replaced": _anyattn_replaced,
+    REPLACED: _anyattn_replaced,
     "anyattn-eager": _anyattn_eager,
     **dict.fromkeys(REFERENCES, _reference),
 }

@@ -58,6 +58,10 @@ def _rows(figures: dict[str, Any]) -> list[tuple[str, _Cell]]:
         except KeyError:
             return "-"
 
+    def taken(who: str) -> str:
+        mine = found[who]
+        return f"{mine['taken']}, {mine['passed_on']}" if "taken" in mine else "-"
+
     def share(part: str) -> _Cell:
         return lambda who: (
             f"{max((s for what, s in found[who].get('budget', {}).items() if ('loss' in what) == (part == 'loss')), default=0):.2f}"
@@ -73,6 +77,7 @@ def _rows(figures: dict[str, Any]) -> list[tuple[str, _Cell]]:
         ("graphs of the model", of("graphs", str)),
         ("in so many steps", of("steps", str)),
         ("graph breaks", of("breaks", str)),
+        *([("calls taken, passed on", taken)] if any("taken" in mine for mine in found.values()) else []),
         ("waits for the device a step", of("waits", lambda x: f"{x:g}")),
         ("share of its budget: losses", share("loss")),
         ("share of its budget: gradients", share("gradient")),

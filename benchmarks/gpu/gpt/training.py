@@ -14,8 +14,9 @@ from torch import Tensor
 from torch._dynamo import utils as dynamo
 from torch.profiler import record_function
 
+import anyattn
 from benchmarks.gpu.gpt import profile
-from benchmarks.gpu.gpt.contestants import CONTESTANTS, EXACT, PLAIN
+from benchmarks.gpu.gpt.contestants import CONTESTANTS, EXACT, PLAIN, REPLACED
 from benchmarks.gpu.gpt.model import GPT, Size, batches
 
 __all__ = ["COMPARED_STEPS", "PHASES", "Training"]
@@ -49,7 +50,7 @@ class Training:
         self._wake(name == PLAIN and self._is_cuda)
 
     def _wake(self, compiles: bool) -> None:
-        """CUDA's context and cuBLAS are nobody's. compiles: something small, so that whoever compiles first finds the compilers' files read."""
+        """CUDA's context and cuBLAS are nobody's. compiles: something small, so that the compilers' files are read by then."""
         x = torch.ones(64, 64, device=self._device, dtype=torch.bfloat16, requires_grad=compiles)
         (x @ x).sum().item()
         if compiles:
@@ -164,5 +165,6 @@ class Training:
         return profile.profiled(lambda: self._counted(1), self._folder / f"{self.name}.trace.json.gz")
 
     def graphs(self) -> dict[str, Any]:
-        """By function, how often Dynamo compiled it in all steps so far, and the graph breaks."""
-        return {"steps": self._steps, "graphs": self._graphs.get("forward", 0), "compiled": dict(self._graphs), "breaks": self._breaks}
+        """By function, how often Dynamo compiled it in all steps so far, and the graph breaks; of replaced calls, who computed them."""
+        found = {"steps": self._steps, "graphs": self._graphs.get("forward", 0), "compiled": dict(self._graphs), "breaks": self._breaks}
+        return found | (vars(anyattn.replaced()) if self.name == REPLACED else {})  # type: ignore[attr-defined]
