@@ -29,7 +29,12 @@ def mods(tmp_path):
         "def near(b, h, q_idx, kv_idx):\n    return (q_idx >= kv_idx) & (q_idx - kv_idx < 40)\n\n"
         "def halved(score, b, h, q_idx, kv_idx):\n    return score * 0.5\n\n"
         "def branching(b, h, q_idx, kv_idx):\n    return True if q_idx > kv_idx else False\n\n"
-        "def short(b, h):\n    return b\n"
+        "def short(b, h):\n    return b\n\n"
+        "def raising(b, h, q_idx, kv_idx):\n    raise LookupError('no such document')\n\n"
+        "def missing(b, h, q_idx, kv_idx):\n    return q_idx >= {'a': 1}['width']\n\n"
+        "def failing(score, b, h, q_idx, kv_idx):\n    return score / (1 // 0)\n\n"
+        "calls = []\n"
+        "def late(b, h, q_idx, kv_idx):\n    calls.append(1)\n    assert len(calls) < 2, 'called again'\n    return q_idx >= kv_idx\n"
     )
     return path
 
@@ -132,6 +137,30 @@ def test_show_draws_one_head_of_many(tmp_path):
     assert drawn[0] == drawn[1] == drawn[2] and "partial 0" in drawn[0]
     few = [call("show", f"{path}:per_head", "--seqlen", 256, "--block", 64, "--head", head)[1].partition("\n")[2] for head in (0, 1, 4095)]
     assert few[0] != few[1] == few[2]
+
+
+@pytest.mark.parametrize(
+    ("command", "name", "line"),
+    [
+        ("show", "raising", "raise LookupError('no such document')"),
+        ("show", "missing", "{'a': 1}['width']"),
+        ("show", "late", "assert len(calls) < 2"),
+        ("explain", "failing", "1 // 0"),
+        ("explain", "late", "assert len(calls) < 2"),
+    ],
+)
+def test_what_a_users_mod_raises_ends_in_the_users_line(command, name, line, mods):
+    code, _, err = call(command, f"{mods}:{name}")
+    assert code == BAD_ARGUMENTS, err
+    said = err.strip().splitlines()
+    assert len(said) == 1 and "mods.py:" in said[0] and line in said[0], err
+
+
+def test_what_importing_a_users_file_raises_ends_in_the_users_line(tmp_path):
+    path = tmp_path / "broken.py"
+    path.write_text("width = 3\nnear = {}['near']\n")
+    code, _, err = call("show", f"{path}:near")
+    assert code == BAD_ARGUMENTS and "KeyError" in err and "broken.py:2" in err and "{}['near']" in err, err
 
 
 def test_ctrl_c_ends_in_one_line(monkeypatch):

@@ -7,6 +7,8 @@ import torch
 
 import anyattn
 from anyattn.flash_ops import decode, flash
+from anyattn.mods.trace import trace
+from anyattn.ops import operands_of
 
 H, D = 4, 8
 ENDS = torch.tensor([0, 9, 9, 40], dtype=torch.int32)
@@ -109,14 +111,14 @@ def test_decoding_what_requires_grad_is_refused_where_autograd_records(which: st
 def test_opcheck() -> None:
     q, k, v = packed()
     bias = torch.randn(H, requires_grad=True)
-    score = anyattn.mod(lambda s, b, h, i, j: s * 2.0 + bias[h]).frozen["torch.float32"]
-    nothing = ("", torch.empty(0, dtype=torch.float64), [])
-    args = (q, k, v, ENDS, ENDS, None, None, None, None, None, score.program, score.scalars, score.tensors, *nothing, None, 0.0, True)
-    torch.library.opcheck(flash, (*args, [-1, -1], 1, None, ""))
+    of_mods = (*operands_of(q, trace(lambda s, b, h, i, j: s * 2.0 + bias[h], "score")), *operands_of(q))
+    args = (q, k, v, ENDS, ENDS, None, None, None, None, None, *of_mods, None, 0.0, True, [-1, -1], 1, None, False, None, None, None, "")
+    torch.library.opcheck(flash, args)
     cache = torch.randn(2, 16, 2, D)
     new = torch.randn(2, 1, 2, D)
     given = (new, new, None, None, torch.tensor([3, 5]), None, None, None, None, None, None)
-    args = (torch.randn(2, 1, H, D), cache, cache.clone(), *given, *nothing, *nothing, None, 0.0, True, [-1, -1], 0, False, True, "")
+    options = (None, 0.0, True, [-1, -1], 0, False, True, None, None, "")
+    args = (torch.randn(2, 1, H, D), cache, cache.clone(), *given, *operands_of(q), *operands_of(q), *options)
     torch.library.opcheck(decode, args)
 
 

@@ -72,7 +72,9 @@ HANDED_DOWN: dict[str, set[str]] = {
     "anyattn.sparsity.ragged_lists": {"RaggedLists", "ragged_lists"},
 }
 # May be imported by everyone, and so import nothing but one another.
-SHARED = ("anyattn.mods", "anyattn.errors", "anyattn.kept", "anyattn.disk_cache", "anyattn.of_fields", "anyattn.strides")
+SHARED = (
+    "anyattn.mods", "anyattn.errors", "anyattn.kept", "anyattn.disk_cache", "anyattn.launches", "anyattn.of_fields", "anyattn.strides",
+)  # fmt: skip
 DECLARED = {"torch", "numpy", "click", "rich", "triton", "cutlass", "cuda", "tvm_ffi", "filelock", "matplotlib", "anyattn"}
 
 

@@ -17,7 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import anyattn
 from anyattn import masks, scores
 from anyattn.flash_ops import decode, flash, flash_backward
-from anyattn.ops import attend, attend_backward
+from anyattn.mods.trace import trace
+from anyattn.ops import attend, attend_backward, operands_of
 
 B, H, S, D = 2, 4, 24, 8
 EACH = [
@@ -25,7 +26,6 @@ EACH = [
     ("transposed", "contiguous", "sequence first"),
     ("contiguous", "one head", "transposed"),
 ]
-NOTHING = ("", torch.empty(0, dtype=torch.float64), [])
 
 
 def metadata(x: Any) -> Any:
@@ -51,19 +51,16 @@ def as_its_fake(operator: Any, args: tuple) -> Any:
 
 
 def flex_operands(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None, **more: Any) -> tuple:
-    score = anyattn.mod(scores.alibi(torch.rand(8)[::2].requires_grad_())).frozen["torch.float32"]
-    mask = anyattn.mod(masks.causal()).frozen["torch.float32"]
-    return (
-        q, k, v, sink, score.program, score.scalars, score.tensors, mask.program, [mask.scalars], mask.tensors, [], [], False, 0.25,
-        more.get("wants_max", False), "",
-    )  # fmt: skip
+    score = trace(scores.alibi(torch.rand(8)[::2].requires_grad_()), "score")
+    of_mods = (*operands_of(q, score), *operands_of(q, trace(masks.causal(), "mask")))
+    return (q, k, v, sink, *of_mods, [], [0, 0], False, 0.25, more.get("wants_max", False), False, "", "")
 
 
 def flash_operands(q: Tensor, k: Tensor, v: Tensor, *tables: Any, splits: int = 1) -> tuple:
     slopes, sink = torch.rand(H, requires_grad=True), torch.randn(H, requires_grad=True)
-    score = anyattn.mod(scores.head_bias(torch.randn(H, requires_grad=True))).frozen["torch.float32"]
-    of_score = (score.program, score.scalars, score.tensors)
-    return (q, k, v, *(tables or (None,) * 5), slopes, sink, *of_score, *NOTHING, None, 0.0, True, [-1, -1], splits, None, "")
+    of_mods = (*operands_of(q, trace(scores.head_bias(torch.randn(H, requires_grad=True)), "score")), *operands_of(q))
+    options = (None, 0.0, True, [-1, -1], splits, None, False, None, None, None, "")
+    return (q, k, v, *(tables or (None,) * 5), slopes, sink, *of_mods, *options)
 
 
 @pytest.mark.parametrize("wanted", [(True,) * 4, (False, True, False, True), (True, False, True, False)], ids=["all", "dk", "dq and dv"])
@@ -78,7 +75,7 @@ def test_attend(layouts: tuple[str, str, str], wanted: tuple[bool, ...]) -> None
         # as a graph hands it on: laid out as out, as a loss has it (expanded), or anyhow
         for dout in (torch.randn_like(out), torch.ones(()).expand(out.shape), torch.randn(out.shape)):
             dlse = torch.randn(S, B, H).permute(1, 2, 0)
-            as_its_fake(attend_backward, (*args[:-2], args[-1], out, lse, dout, dlse, [*wanted, *([wanted[0]] * slopes)]))
+            as_its_fake(attend_backward, (*args[:14], *args[15:], out, lse, dout, dlse, [*wanted, *([wanted[0]] * slopes)]))
 
 
 @pytest.mark.parametrize("layouts", EACH, ids="-".join)
@@ -125,7 +122,7 @@ def test_decode(name: str, turned: bool) -> None:
     caches = [torch.randn(B, 2, 32, D).transpose(1, 2) for _ in range(2)]
     tables = [torch.rand(32, D // 2) if turned else None for _ in range(2)]
     given = (k, v, *tables, torch.tensor([4, 20]), None, None, None, None, None, None)
-    as_its_fake(decode, (q, *caches, *given, *NOTHING, *NOTHING, None, 0.0, True, [-1, -1], 0, None, True, ""))
+    as_its_fake(decode, (q, *caches, *given, *operands_of(q), *operands_of(q), None, 0.0, True, [-1, -1], 0, None, True, None, None, ""))
 
 
 @pytest.mark.parametrize("layouts", [("projected",) * 3, ("one batch entry",) * 3, ("sliced", "one head", "transposed")], ids="-".join)

@@ -9,8 +9,7 @@ from rich.console import Console
 
 from anyattn import gallery
 from anyattn.cli import limits, tiles
-from anyattn.cli.loading import named_mods
-from anyattn.errors import ModError
+from anyattn.cli.loading import errors_of, named_mods
 
 __all__ = ["command"]
 
@@ -39,11 +38,9 @@ def command(mask: str, seqlen: int, seqlen_k: int | None, block: int, batch: int
     found = named_mods(mask, gallery.Setting(seqlen, head + 1)).mask
     if found is None:
         raise click.BadParameter(f"{mask!r} has no mask: it hides nothing. 'anyattn explain' says what a score mod does")
-    try:
+    with errors_of(mask):
         limits.check_mask(found, lengths)
         shown = tiles.panel(mask, found, lengths, (block, block), batch, head)
-    except (ModError, ValueError, TypeError, IndexError) as error:
-        raise click.BadParameter(f"{mask}: {error}") from error
     console = Console()
     # two characters to a tile; in a pipe rich reports 80 columns
     grid, factor = tiles.coarser(shown.classes, max(console.height - 6, 32), max(console.width // 2, 8))

@@ -35,7 +35,8 @@ def block_lists(
     """
     (mask,) = mods_of_operands("mask", program, numbers, tensors)
     sizes = ((q_len, kv_len), (block_m, block_n), (batch, heads))
-    return [t.contiguous() for t in lists_of_mask(mask, *sizes, like.device, separate_full) if t is not None]
+    # .data: whether a list is exact is told by how often it was written to since it was made
+    return [t.contiguous().data for t in lists_of_mask(mask, *sizes, like.device, separate_full) if t is not None]
 
 
 @block_lists.register_fake

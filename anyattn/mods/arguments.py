@@ -1,6 +1,6 @@
 """Arguments of torch's functions inside a mod: each one is used with torch's meaning, or refused by name.
 
-``FUNCTIONS`` of ``symbolic values`` call torch's parameters by torch's names, so that a function's signature says what it understands.
+The parameters of the functions in ``FUNCTIONS`` have torch's names, so that a function's signature says what it understands.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def check_call(name: str, function: Callable, args: tuple, kwargs: Mapping[str, 
 
 def dtype_of(item: Any) -> torch.dtype | None:
     """``item`` as a real dtype, None where it names none; ``ModError`` for a dtype that a mod cannot compute in."""
-    dtype = _PYTHON_DTYPES.get(item, item) if isinstance(item, (type, torch.dtype)) else None
+    dtype = _PYTHON_DTYPES.get(item) if isinstance(item, type) else item
     if not isinstance(dtype, torch.dtype):
         return None
     if dtype.is_complex or str(dtype).startswith(("torch.q", "torch.bits")):

@@ -1,7 +1,8 @@
 """torch's functions inside a mod that are more than one operation: casts, shapes, constants, and those with arguments of their own.
 
 A number has the shape ``()`` and lives where the mod runs. Arguments that ask for another shape, for other bits or for a tensor of one's
-own are refused; so is a copy that torch would take out of its gradient's way. Importing this module completes ``FUNCTIONS``.
+own are refused; so is a copy that torch would take out of its gradient's way. Importing this module completes ``FUNCTIONS``: with rows
+of captured tensors, which each function knows element by element, and with Python's operators.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ import torch
 
 from anyattn.mods.arguments import check_device, check_flags, check_memory_format, dtype_of, options_of
 from anyattn.mods.ir import category, is_weak, result_dtype
+from anyattn.mods.reductions import with_rows
 from anyattn.mods.source import mod_error
 from anyattn.mods.values import FUNCTIONS, Value, View, builder_in, cast
+from anyattn.mods.vectors import Vector
 
 __all__ = ["FUNCTIONS"]
 
@@ -28,12 +31,16 @@ def _number(x: Any, *beside: Any) -> Value:
 
 # ---- arithmetic
 
+_ADD, _SUB, _MUL = (FUNCTIONS[name] for name in ("add", "sub", "mul"))  # of two values, without alpha
+_MAXIMUM, _WHERE = FUNCTIONS["maximum"], FUNCTIONS["where"]
+
 
 def _scaled(name: str, swapped: bool = False) -> Callable[..., Value]:
-    """add, sub and rsub: ``input + alpha * other``, the product in the dtype of the result."""
+    """add and sub: ``input + alpha * other``, the product in the dtype of the result; rsub, ``swapped``, is ``other - alpha * input``."""
 
-    def apply(input: Any, other: Any, alpha: Any = 1) -> Value:
+    def apply(input: Any, other: Any, *, alpha: Any = 1) -> Value:
         a, b = _number(input, other, alpha), _number(other, input, alpha)
+        a, b = (b, a) if swapped else (a, b)
         if not (isinstance(alpha, (int, float)) and not isinstance(alpha, bool) and alpha == 1):
             factor = _number(alpha, a)
             left, right = a.builder.promote(a.node, b.node)
@@ -41,10 +48,8 @@ def _scaled(name: str, swapped: bool = False) -> Callable[..., Value]:
             kind = category(a.kind)
             if not is_weak(factor.kind) or kind == "bool" or (kind == "int" and factor.kind is float):
                 raise mod_error(f"{name} is given an alpha of {factor.kind} for {a.kind} values", "write it out: x + alpha * y")
-            b = b * factor
-        if name == "add":
-            return a + b
-        return b - a if swapped else a - b
+            b = _MUL(b, factor)
+        return (_ADD if name == "add" else _SUB)(a, b)  # type: ignore[no-any-return]
 
     return apply
 
@@ -59,7 +64,7 @@ def _positive(input: Any) -> Value:
 def _relu(input: Any, inplace: Any = False) -> Value:
     if inplace is not False:
         raise mod_error("relu is given inplace=True, and a mod has no tensor to write into", "use what torch.relu(x) returns")
-    return torch.maximum(_number(input), 0)  # type: ignore[call-overload]
+    return _MAXIMUM(_number(input), 0)  # type: ignore[no-any-return]
 
 
 def _extreme(op: str) -> Callable[..., Value]:
@@ -82,7 +87,7 @@ def _ignoring_nan(op: str) -> Callable[..., Value]:
         result = FUNCTIONS[f"{op}imum"](a, b)
         if category(result.kind) != "float":
             return result
-        return torch.where(a != a, cast(b, result.dtype), torch.where(b != b, cast(a, result.dtype), result))  # type: ignore[call-overload]
+        return _WHERE(a != a, cast(b, result.dtype), _WHERE(b != b, cast(a, result.dtype), result))  # type: ignore[no-any-return]
 
     return apply
 
@@ -91,29 +96,31 @@ def _masked_fill(input: Any, mask: Any, value: Any) -> Value:
     x, fill = _number(input, mask, value), _number(value, mask, input)
     if category(result_dtype([x.kind, fill.kind])) != category(x.kind):
         raise mod_error(f"masked_fill puts a {fill.kind} value into a {x.kind} one", "use torch.where(mask, value, x)")
-    return cast(FUNCTIONS["where"](mask, fill, x), x.dtype)
+    return cast(_WHERE(mask, fill, x), x.dtype)
 
 
 # ---- casts
 
 
 def _to(
-    input: Any, *args: Any, dtype: Any = None, device: Any = None, other: Any = None, non_blocking: Any = False, copy: Any = False,
+    input: Any, *args: Any, dtype: Any = None, device: Any = None, tensor: Any = None, non_blocking: Any = False, copy: Any = False,
     memory_format: Any = None,
 ) -> Value:  # fmt: skip
-    """Tensor.to, in its three forms: (dtype, ...), (device, dtype, ...) and (other, ...). Only the dtype changes a number."""
+    """Tensor.to, in its three forms: (dtype, ...), (device, dtype, ...) and (tensor, ...). Only the dtype changes a number."""
     rest = list(args)
     if rest and isinstance(rest[0], (torch.Tensor, Value, View)):
-        other = rest.pop(0)
+        tensor = rest.pop(0)
     elif rest and dtype_of(rest[0]) is None:
         device = rest.pop(0)
-    if other is None and rest and not isinstance(rest[0], bool):
+        if isinstance(device, int) and rest:
+            raise mod_error(f"x.to is given {device}, which is no device beside other arguments", "name the dtype: x.to(torch.float32)")
+    if tensor is None and rest and not isinstance(rest[0], bool):
         dtype = rest.pop(0)
-    if isinstance(other, Value) and is_weak(other.kind):
-        other.python_number(".to() of a captured number", "name the dtype: x.to(torch.float32)")
-    wanted = dtype_of(dtype) if other is None else dtype_of(getattr(other, "dtype", None))
-    if (wanted is None and (other is not None or dtype is not None)) or len(rest) > 2:
-        raise mod_error(f"x.to is given {other if other is not None else dtype!r}", "give it a dtype: x.to(torch.float32)")
+    if isinstance(tensor, Value) and is_weak(tensor.kind):
+        tensor.python_number(".to() of a captured number", "name the dtype: x.to(torch.float32)")
+    wanted = dtype_of(dtype) if tensor is None else dtype_of(getattr(tensor, "dtype", None))
+    if (wanted is None and (tensor is not None or dtype is not None)) or len(rest) > 2:
+        raise mod_error(f"x.to is given {tensor if tensor is not None else dtype!r}", "give it a dtype: x.to(torch.float32)")
     check_device(device)
     check_flags(non_blocking=non_blocking, copy=copy, **dict(zip(("non_blocking ", "copy "), rest, strict=False)))
     check_memory_format(memory_format)
@@ -249,11 +256,11 @@ FUNCTIONS.update({
     "relu": _relu,
     **{name: _extreme(name) for name in ("min", "max")},
     **{"f" + name: _ignoring_nan(name) for name in ("min", "max")},
-    "where of a tensor": lambda input, condition, other: FUNCTIONS["where"](condition, input, other),  # the method
+    "where of a tensor": lambda input, condition, other: _WHERE(condition, input, other),  # the method
     "masked_fill": _masked_fill,
     "to": _to,
     "type": _type,
-    "type_as": lambda input, other: _to(input, other=other),
+    "type_as": lambda input, other: _to(input, other),
     **{name: _caster(dtype) for name, dtype in {"float": torch.float32, "double": torch.float64, "half": torch.float16,
                                                "bfloat16": torch.bfloat16, "bool": torch.bool, "int": torch.int32, "long": torch.int64,
                                                "short": torch.int16, "char": torch.int8, "byte": torch.uint8}.items()},
@@ -267,3 +274,16 @@ FUNCTIONS.update({
     "squeeze": _squeeze,
     **{name: _tensor(name) for name in ("tensor", "as_tensor", "scalar_tensor")},
 })  # fmt: skip
+FUNCTIONS.update(with_rows(dict(FUNCTIONS)))
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"):
+    for _class in (Value, View, Vector):
+        setattr(_class, f"__{_name}__", FUNCTIONS[_name])
+        setattr(_class, f"__r{_name}__", FUNCTIONS["r" + _name])
+for _name in ("eq", "ne", "lt", "le", "gt", "ge", "neg", "abs", "invert", "pos"):
+    for _class in (Value, View, Vector):
+        setattr(_class, f"__{_name}__", FUNCTIONS[_name])
+for _name in ("matmul", "rmatmul"):
+    for _class in (Value, View, Vector):
+        setattr(_class, f"__{_name}__", FUNCTIONS[_name])
+setattr(Value, "__getitem__", FUNCTIONS["getitem"])  # noqa: B010 - mypy reads an assignment as a generic class

@@ -32,11 +32,16 @@ _BUILTINS = frozenset(
 _METADATA = ("shape", "size", "dim", "ndim", "ndimension", "numel", "nelement", "dtype", "device", "is_floating_point")
 _LIMITS = ("finfo", "iinfo", "eps", "tiny", "smallest_normal", "bits")
 _FOLDERS = ("nn", "functional", "special", "attention", "flex_attention", "masks", "scores", "mods")
+_OF_TENSORS = (
+    "all", "amax", "amin", "any", "arange", "argmax", "argmin", "cat", "cumsum", "detach", "dot", "full", "inner", "item", "mean", "narrow",
+    "norm", "ones", "prod", "roll", "select", "stack", "std", "sum", "tolist", "unsqueeze", "var", "zeros", "T", "mT",
+)  # fmt: skip
 _OTHERS = ("inf", "nan", "pi", "e", "Tensor", "Size", "partial", "reduce", "noop_mask", "and_masks", "or_masks", "mod", "then")
 _OPENING = ("attrgetter", "methodcaller", "type")  # `type` of a tensor may be a subclass, and `x.type()` is text
 
 _PURE = (
-    frozenset((*FUNCTIONS, *_METADATA, *_LIMITS, *_FOLDERS, *_OTHERS, *STABLE_MODULES))
+    frozenset((*FUNCTIONS, *_METADATA, *_LIMITS, *_FOLDERS, *_OF_TENSORS, *_OTHERS, *STABLE_MODULES))
+    | {name.removeprefix("special_") for name in FUNCTIONS}
     | {name for module in (math, operator) for name in vars(module) if not name.startswith("_")}
     | {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 ) - frozenset(_OPENING)

@@ -27,7 +27,6 @@ __all__ = [
     "defined_at",
     "failed",
     "mod_error",
-    "place_error",
     "raised_at",
     "truth_cure",
     "user_line",
@@ -108,14 +107,9 @@ def _quoted(code: CodeType, instruction: int, line: int) -> tuple[str, str]:
     return f"{code.co_filename}:{span.line}", " ".join(filter(None, lines))
 
 
-def mod_error(problem: str, cure: str) -> ModError:
-    """The error that says what is wrong, where, and how to write it instead."""
-    return place_error(problem, user_line(), cure)
-
-
-def place_error(problem: str, where: tuple[str, str], cure: str) -> ModError:
-    """``mod_error`` for a line that is known: (file:line, text)."""
-    place, text = where
+def mod_error(problem: str, cure: str, at: tuple[str, str] | None = None) -> ModError:
+    """The error that says what is wrong, where, and how to write it instead. at: another ``user_line`` than where the user's code is."""
+    place, text = at or user_line()
     return ModError(f"{problem}\n  at {place}\n    {text or '<source not available>'}\n  {cure}")
 
 
@@ -176,9 +170,9 @@ def failed(error: Exception, name: str) -> ModError | None:
         return None
     where = _quoted(last.tb_frame.f_code, last.tb_lasti, last.tb_lineno)
     if any(step.tb_frame.f_code.co_filename.endswith(_CUSTOM_GRADIENTS) for step in _steps(error)):
-        return place_error(f"{name} calls a torch.autograd.Function, whose gradient no kernel could take", where, FUNCTION_CURE)
+        return mod_error(f"{name} calls a torch.autograd.Function, whose gradient no kernel could take", FUNCTION_CURE, where)
     cure = "a mod is arithmetic on single numbers: Python's operators, torch's functions of one element, and captured tensors by index"
-    return place_error(f"{name} failed while it was traced: {type(error).__name__}: {error}", where, cure)
+    return mod_error(f"{name} failed while it was traced: {type(error).__name__}: {error}", cure, where)
 
 
 def _is_raised_there(step: TracebackType) -> bool:

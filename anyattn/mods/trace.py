@@ -10,7 +10,7 @@ A trace costs about 0.1 ms. ``recognise.py`` knows a function seen before, with 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any, ClassVar, NamedTuple
@@ -20,11 +20,12 @@ from torch.overrides import TorchFunctionMode
 
 from anyattn.errors import ModError
 from anyattn.mods import captures
-from anyattn.mods.ir import Builder, Expr, category
+from anyattn.mods.ir import Builder, DType, Expr, category
 from anyattn.mods.recognise import Pattern, Reading, recognise
 from anyattn.mods.refused import check_draws, generators_state, is_random, refuse_random
-from anyattn.mods.source import FUNCTION_CURE, called_from, failed, mod_error, place_error
+from anyattn.mods.source import FUNCTION_CURE, called_from, failed, mod_error
 from anyattn.mods.values import NeedsNumber, Value, View
+from anyattn.mods.vectors import Vector
 from anyattn.of_fields import OfFields
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "trace",
 ]
 
+_is_grad_enabled = torch.is_grad_enabled
 _INPUTS = {"mask": ("b", "h", "q_idx", "kv_idx"), "score": ("score", "b", "h", "q_idx", "kv_idx")}
 
 
@@ -80,21 +82,21 @@ class Tracer(Builder):
         self.device = device
         self.tensors: list[torch.Tensor] = []
         self.reads_values = False  # the body asked a captured tensor for what is no part of the memo's key: this trace holds just now
-        self.modes: tuple[bool, ...] | None = None  # grad mode and autocast around the call of the body
+        self.wants_grad: bool | None = None  # grad mode around the call of the body
 
-    def add(self, op: str, *args: int, **leaf: Any) -> int:
-        if self.modes is not None and (not self.modes[0] or _modes() != self.modes):
-            self._check_modes()
-        return super().add(op, *args, **leaf)
+    def add(self, op: str, *args: int, dtype: DType | None = None, attr: Hashable = None) -> int:
+        if self.wants_grad is not None and not (self.wants_grad and _is_grad_enabled()):
+            self._check_grad_mode()
+        return super().add(op, *args, dtype=dtype, attr=attr)
 
-    def _check_modes(self) -> None:
+    def _check_grad_mode(self) -> None:
+        """A custom function runs its forward, and a ``with torch.no_grad()`` its body, where no gradient is recorded."""
         applied = called_from(_run.__code__)
         if applied is not None:
-            raise place_error("a mod applies a torch.autograd.Function, whose backward no kernel could call", applied, FUNCTION_CURE)
-        if _modes() != self.modes:
-            what = "grad mode" if torch.is_grad_enabled() is not (self.modes or (True,))[0] else "autocast"
+            raise mod_error("a mod applies a torch.autograd.Function, whose backward no kernel could call", FUNCTION_CURE, applied)
+        if _is_grad_enabled() is not self.wants_grad:
             cure = "take the `with` out of the mod: put it around the attention call"
-            raise mod_error(f"a mod computes under another {what} than it is called in", cure)
+            raise mod_error("a mod computes under another grad mode than it is called in", cure)
 
     def capture(self, tensor: torch.Tensor) -> Any:
         if tensor.layout is not torch.strided or tensor.is_complex() or tensor.is_quantized:
@@ -104,10 +106,6 @@ class Tracer(Builder):
             slot = len(self.tensors)
             self.tensors.append(tensor)
         return View(self, slot, tensor, (None,) * tensor.ndim)
-
-
-def _modes() -> tuple[bool, ...]:
-    return torch.is_grad_enabled(), torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu")
 
 
 # What a captured tensor says of itself that belongs to the memo's key: its shape, dtype and device.
@@ -141,7 +139,7 @@ class InterceptCaptured(TorchFunctionMode):
 
 
 def _is_symbolic(item: Any) -> bool:
-    return isinstance(item, (Value, View)) or (isinstance(item, (tuple, list)) and any(_is_symbolic(i) for i in item))
+    return isinstance(item, (Value, View, Vector)) or (isinstance(item, (tuple, list)) and any(_is_symbolic(i) for i in item))
 
 
 def name_of(fn: Callable) -> str:
@@ -209,6 +207,10 @@ def trace(
         except ModError:
             raise
         except Exception as error:
+            every = _every_slot(fn) if isinstance(error, TypeError) else pinned
+            if not every <= pinned:  # torch.arange(n) asks nothing of a symbolic n, but refuses it
+                pinned = every
+                continue
             told = _told(error, fn, kind)
             if told is None:
                 raise
@@ -227,6 +229,13 @@ def _has_symbolic_sizes(tensors: list[torch.Tensor]) -> bool:
             if type(n) is not int:
                 return True
     return False
+
+
+def _every_slot(fn: Callable) -> frozenset[int]:
+    """The slots of all numbers that ``fn`` captures."""
+    found: list[int | float] = []
+    captures.rebuild(fn, lambda number: found.append(number) or number)  # type: ignore[func-returns-value]
+    return frozenset(range(len(found)))
 
 
 def _told(error: Exception, fn: Callable, kind: str) -> ModError | None:
@@ -307,7 +316,7 @@ def _run(
         return Value(tracer, tracer.add("scalar", dtype=type(number), attr=slot))
 
     lifted = captures.rebuild(fn, lift)
-    tracer.modes = _modes()
+    tracer.wants_grad = _is_grad_enabled()
     with InterceptCaptured(tracer):
         result = lifted(*inputs_of(tracer, kind, score_dtype), *([aux] if aux is not None else []))
         return tracer.build(_result_node(result, tracer, kind, score_dtype, name_of(fn))), tracer, numbers

@@ -2,23 +2,27 @@
 
 A ``Value`` stands for one number inside the mod: an index, the score, a captured number, or anything computed from them. It answers to
 Python's operators, to torch's functions (through ``__torch_function__``) and to the tensor methods of the table below, and records each
-as a node. A ``View`` is a captured tensor of which some dimensions are still to be indexed.
+as a node. A ``View`` is a captured tensor of which some dimensions are still to be indexed; computed with as it is, it is a short row of
+values (``vectors.py``).
 
 What has no meaning as one number per (q, kv), such as a Python ``if``, raises ``ModError`` with the user's line and the cure.
 """
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from anyattn.mods.activations import ACTIVATIONS, rounded_to
 from anyattn.mods.arguments import check_call
 from anyattn.mods.ir import OPS, Builder, category, is_weak, result_dtype
 from anyattn.mods.refused import is_random, refuse_random
 from anyattn.mods.source import mod_error, truth_cure
+from anyattn.mods.vectors import Vector, as_vector, cuts, from_values, refuse_many, spelled_out
 
 __all__ = ["FUNCTIONS", "NeedsNumber", "Value", "View", "builder_in", "cast"]
 
@@ -42,7 +46,13 @@ class View:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
+        if name in FUNCTIONS:
+            return lambda *args, **kwargs: _call(name, self, *args, **kwargs)
         raise mod_error(f"a mod cannot use .{name} of a captured tensor indexed in part", "index every dimension, as in table[h, q_idx]")
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        return Value.__torch_function__(func, types, args, kwargs)
 
     @property
     def ndim(self) -> int:
@@ -58,8 +68,18 @@ class View:
     def __iter__(self) -> Any:
         raise mod_error("a mod cannot loop over a captured tensor", "index it: table[q_idx], or loop over range(n)")
 
-    def __getitem__(self, key: Any) -> Value | View:
+    def components(self) -> Vector:
+        """The row that is left, element by element."""
+        refuse_many(self.shape)
+        made = [self[place] for place in itertools.product(*map(range, self.shape))]
+        return from_values(made, self.shape)
+
+    def __getitem__(self, key: Any) -> Any:
         keys = list(key) if isinstance(key, tuple) else [key]
+        if any(k is None or cuts(k) for k in keys):
+            keys = spelled_out(keys, self.ndim)
+            whole = self[tuple(slice(None) if isinstance(k, slice) else k for k in keys if k is not None)]
+            return as_vector(whole, self.builder)[tuple(k for k in keys if k is None or isinstance(k, slice))]
         rank = len(self.shape)
         if Ellipsis in [k for k in keys if not isinstance(k, (Value, View, torch.Tensor))]:
             at = next(i for i, k in enumerate(keys) if k is Ellipsis)
@@ -134,6 +154,11 @@ class Value:
     def device(self) -> torch.device:
         return self.builder.device  # type: ignore[attr-defined]
 
+    @property
+    def is_tensor(self) -> bool:
+        """Whether a tensor of rank 0, and not a Python number."""
+        return not is_weak(self.kind)
+
     def dim(self) -> int:
         return 0
 
@@ -148,6 +173,9 @@ class Value:
         """``item`` as a value: itself, a literal, or a captured tensor of rank 0."""
         if isinstance(item, Value):
             return item
+        if isinstance(item, Vector):
+            cure = "index every dimension, as in table[h, q_idx], or reduce the row: .sum(-1), .any(-1)"
+            raise mod_error(f"a row of shape {tuple(item.shape)} stands where one number is needed", cure, item.made_at)
         if isinstance(item, View):
             return item.settled(required=True)
         if isinstance(item, torch.Tensor):
@@ -239,6 +267,7 @@ class Value:
         if name.endswith("_") and name[:-1] in FUNCTIONS:
             raise mod_error(f"torch.{name} writes into a tensor, and a mod has none", f"use what {name[:-1]} returns")
         if name not in FUNCTIONS:
+            _ask_for_numbers((*args, *(kwargs or {}).values()))
             raise mod_error(f"torch.{name} has no meaning inside a mod", _supported())
         return _call(name, *args, **(kwargs or {}))
 
@@ -256,7 +285,15 @@ def _scalar_slots(builder: Builder, node: int) -> frozenset[int] | None:
     return frozenset(slots)  # type: ignore[arg-type]
 
 
-# ---- the functions a mod may call, by the name that torch and Tensor share; functions.py adds those of more than one operation
+def _ask_for_numbers(items: Any) -> None:
+    """Asks for the captured numbers in ``items`` as Python numbers, where nothing else in it is symbolic: ``torch.arange(n)``."""
+    values = [item for given in items for item in (given if isinstance(given, (list, tuple)) else (given,))]
+    slots = [_scalar_slots(item.builder, item.node) for item in values if isinstance(item, Value)]
+    if slots and None not in slots and not any(isinstance(item, View) for item in values):
+        raise NeedsNumber(frozenset().union(*slots))  # type: ignore[arg-type]
+
+
+# ---- the functions a mod may call, by the name that torch and Tensor share; functions.py completes them
 
 
 def _call(name: str, *args: Any, **kwargs: Any) -> Any:
@@ -292,7 +329,9 @@ def _unary(op: str) -> Callable[..., Value]:
     def apply(input: Any) -> Value:
         builder, (value,) = _values(input)
         if category(value.kind) not in OPS[op].operands and OPS[op].operands == ("float",):
-            if op in ("floor", "ceil", "trunc", "round") and category(value.kind) == "int":
+            if op in ("floor", "ceil", "trunc", "round"):
+                if value.kind is torch.bool:
+                    raise mod_error(f"`{op}` does not apply to a {value.kind} value", "convert it first, as in x.to(torch.int64)")
                 return value  # whole already
             return Value(builder, builder.add(op, _real(builder, value)))
         if category(value.kind) not in OPS[op].operands:
@@ -312,7 +351,7 @@ def _binary(op: str, swapped: bool = False) -> Callable[..., Value]:
         if builder.nodes[left].dtype is torch.bool:
             name = {"add": "or", "mul": "and", "max": "or", "min": "and"}.get(op, op)  # torch's meaning of + and * on bools
         kind = category(builder.nodes[left].dtype)
-        if name == "div" and kind != "float":
+        if name in ("div", "atan2") and kind != "float":
             left, right = _real(builder, Value(builder, left)), _real(builder, Value(builder, right))
         elif kind not in OPS[name].operands:
             raise mod_error(f"`{op}` does not apply to {a.kind} and {b.kind}", "convert one side, as in x.to(torch.int64)")
@@ -372,6 +411,8 @@ def _getitem(x: Any, key: Any) -> Any:
     if isinstance(x, torch.Tensor):
         x = builder_in((key,)).capture(x)  # type: ignore[union-attr]
     if isinstance(x, Value):
+        if x.is_tensor and all(k is None or k is Ellipsis for k in (key if isinstance(key, tuple) else (key,))):
+            return as_vector(x, x.builder)[key]
         raise mod_error("a mod's index or score is one number and cannot be indexed", "index the captured tensor instead")
     return x[key]
 
@@ -397,6 +438,12 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "negative": _unary("neg"),
     "absolute": _unary("abs"),
     "special_expit": _unary("sigmoid"),
+    **{f"special_{name}": _unary(name) for name in ("erf", "erfinv", "exp2", "expm1", "log1p")},
+    "arctan": _unary("atan"),
+    **dict.fromkeys(("atan2", "arctan2"), _binary("atan2")),
+    "hypot": _binary("hypot"),
+    **dict.fromkeys(("round", "special_round"), rounded_to(_unary("round"))),
+    **ACTIVATIONS,
     "invert": _unary("not"),
     "bitwise_not": _unary("not"),
     "logical_not": lambda input: _unary("not")(cast(input, torch.bool)),
@@ -441,13 +488,3 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 def _supported() -> str:
     names = ", ".join(sorted(name for name in FUNCTIONS if " " not in name))
     return f"a mod is arithmetic on single numbers; it may use Python's operators and: {names}"
-
-
-for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"):
-    for _class in (Value, View):  # a View says there which dimensions are still to be indexed
-        setattr(_class, f"__{_name}__", FUNCTIONS[_name])
-        setattr(_class, f"__r{_name}__", FUNCTIONS["r" + _name])
-for _name in ("eq", "ne", "lt", "le", "gt", "ge", "neg", "abs", "invert", "pos"):
-    for _class in (Value, View):
-        setattr(_class, f"__{_name}__", FUNCTIONS[_name])
-setattr(Value, "__getitem__", _getitem)  # noqa: B010 - mypy reads an assignment as a generic class

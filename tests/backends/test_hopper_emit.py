@@ -85,10 +85,10 @@ class _Rests(ast.NodeTransformer):
 @cache
 def emitter(sign: str) -> dict[str, Any]:
     """The names of ``emit.py``. sign: whose sign the compiler's ``%`` of run-time integers takes, the "dividend"'s or the "divisor"'s."""
-    plain = ("exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt", "sin", "cos", "floor", "ceil", "trunc", "tanh")
+    plain = ("exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt", "sin", "cos", "floor", "ceil", "trunc", "tanh", "sinh", "cosh")
     functions: dict[str, Any] = {name: _unary(getattr(np, name)) for name in plain}
     functions |= {"rsqrt": _unary(lambda x: 1 / np.sqrt(x)), "erf": _unary(math.erf), "roundeven": _unary(np.rint), "absf": _unary(np.abs)}
-    functions |= {"copysign": np.copysign, "fma": _once_rounded}
+    functions |= {"copysign": np.copysign, "fma": _once_rounded, "atan": _unary(np.arctan), "atan2": np.arctan2}
     arch = SimpleNamespace(rcp_approx=lambda x: np.float32(1) / np.float32(x), fmin=np.fmin, fmax=np.fmax)
     cutlass = SimpleNamespace(select_=lambda condition, yes, no: yes if condition else no, min=min, max=max)
 

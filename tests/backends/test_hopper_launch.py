@@ -19,7 +19,7 @@ import torch
 from hopper_pretended import H200
 from unhindered import CLOCK
 
-from anyattn import disk_cache, masks, plan
+from anyattn import disk_cache, launches, masks, plan
 from anyattn.backends.hopper import build, content, launch, run
 from anyattn.backends.hopper.config import Ask, Config, Tiles
 from anyattn.backends.hopper.content import NoContentError, key_of
@@ -103,10 +103,10 @@ def test_each_part_of_a_config_and_of_the_kinds_changes_the_key() -> None:
 
 def test_a_kernel_is_listed_by_a_name_for_people() -> None:
     score = trace(lambda s, b, h, i, j: s * 0.5, "score").expr
-    assert build._name(config()) == "full"
-    assert build._name(config(bands=(band(masks.causal()),), has_lse=True)) == "causal + lse"
+    assert build.name_of(config()) == "full"
+    assert build.name_of(config(bands=(band(masks.causal()),), has_lse=True)) == "causal + lse"
     window = config(bands=(band(masks.sliding_window(5, 0)),), has_sink=True, score=score)
-    assert build._name(window) == f"window + score {score.key[:8]} + sink"
+    assert build.name_of(window) == f"window + score {score.key[:8]} + sink"
 
 
 def test_keys_are_the_same_in_every_process() -> None:
@@ -285,6 +285,14 @@ def test_what_cannot_be_loaded_is_compiled_and_said(built: list[tuple], monkeypa
     with pytest.warns(RuntimeWarning, match="not permitted"):
         launch.launch(config(), (1.0,))
     assert len(built) == 2 and ran == [(1.0,)]
+
+
+def test_launches_are_noted_while_somebody_asks(built: list[tuple]) -> None:
+    with launches.noting() as names:
+        for _ in range(2):
+            launch.launch(config(has_lse=True), (1.0,))
+    launch.launch(config(), (1.0,))
+    assert names == ["hopper full + lse"] * 2 and launches.noted is None
 
 
 def test_what_is_forgotten_is_found_on_disk(built: list[tuple]) -> None:

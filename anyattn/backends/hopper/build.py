@@ -22,7 +22,7 @@ from anyattn.backends.hopper.content import ARCH
 from anyattn.backends.hopper.tables_config import TablesConfig
 from anyattn.disk_cache import Payload
 
-__all__ = ["compiled_object", "dlpack_function", "examples", "has_tvm_ffi", "is_loadable", "load", "make", "wrapped"]
+__all__ = ["compiled_object", "dlpack_function", "examples", "has_tvm_ffi", "is_loadable", "load", "make", "name_of", "wrapped"]
 
 _FUNCTION = "anyattn_hopper_forward"
 _ELF = b"\x7fELF"  # how object files and shared libraries begin
@@ -51,12 +51,14 @@ def make(config: Config | TablesConfig, kinds: tuple, may_link: bool = True) -> 
 def _described(config: Config | TablesConfig) -> dict[str, Any]:
     """What ``anyattn cache`` shows of a kernel."""
     if isinstance(config, TablesConfig):
-        return {"name": "tables of sequences", "head_dim": 0, "dtype": "int32"}
-    return {"name": _name(config), "head_dim": config.head_dim, "dtype": "bfloat16" if config.is_bf16 else "float16"}
+        return {"name": name_of(config), "head_dim": 0, "dtype": "int32"}
+    return {"name": name_of(config), "head_dim": config.head_dim, "dtype": "bfloat16" if config.is_bf16 else "float16"}
 
 
-def _name(config: Config) -> str:
+def name_of(config: Config | TablesConfig) -> str:
     """What a person calls the variant."""
+    if isinstance(config, TablesConfig):
+        return "tables of sequences"
     left, right = config.has_left, config.has_right
     band = {(False, False): "full", (False, True): "causal", (True, True): "window", (True, False): "left"}[left, right]
     extras = [

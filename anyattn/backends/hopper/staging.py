@@ -15,7 +15,7 @@ from anyattn.mods.pieces import Piece, pieces
 
 __all__ = [
     "Factored", "bias", "bound", "caps", "cases", "factored", "is_even", "is_foreseen", "is_special", "is_tanh", "lines", "reads",
-    "reads_apart", "reads_straight", "shared", "stages", "straight",
+    "reads_apart", "reads_straight", "shared", "stages", "straight", "work_by_pair",
 ]  # fmt: skip
 
 
@@ -54,6 +54,7 @@ def reads_apart(expr: Expr) -> bool:
 def is_special(expr: Expr) -> bool:
     """Whether every score takes an operation of the pipe for special functions, beside its exponential."""
     special = ("exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sin", "cos", "tanh", "sigmoid", "reciprocal", "pow", "fmod")
+    special += ("tan", "atan", "atan2", "sinh", "cosh", "erfinv", "hypot")
     return any(n.op in special and category(n.dtype) == "float" and due == "tile" for n, due in zip(expr.nodes, stages(expr), strict=True))
 
 
@@ -219,6 +220,13 @@ def is_foreseen(expr: Expr) -> bool:
 def reads(expr: Expr) -> bool:
     """Whether some tensor is read for every score."""
     return any(n.op == "load" and due == "tile" for n, due in zip(expr.nodes, stages(expr), strict=True))
+
+
+@lru_cache(maxsize=256)
+def work_by_pair(expr: Expr) -> int:
+    """Operations that are written out for every pair of a row and a key that a thread has; its two rows share a column's."""
+    due = stages(expr)
+    return due.count("tile") + due.count("col") // 2
 
 
 def _alone(expr: Expr, node: int) -> Expr:

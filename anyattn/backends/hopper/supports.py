@@ -6,6 +6,7 @@ import torch
 
 from anyattn.backends.hopper.config import HEAD_DIMS, TILE_M
 from anyattn.backends.hopper.specialise import list_tile_misfit, tile_of
+from anyattn.backends.hopper.staging import work_by_pair
 from anyattn.mods.native import has_native
 from anyattn.mods.trace import TracedMod
 from anyattn.problem import Problem
@@ -17,9 +18,10 @@ _WRITTEN = frozenset(
         "index", "score", "scalar", "const", "load", "cast", "where", "add", "sub", "mul", "div", "neg", "abs", "min", "max", "and", "or",
         "not", "eq", "ne", "lt", "le", "gt", "ge", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sin", "cos", "tanh", "sigmoid", "erf",
         "floor", "reciprocal", "ceil", "trunc", "round", "expm1", "log1p", "sign", "floordiv", "mod", "fmod", "pow", "xor", "shl", "shr",
-        "tensor", "native",
+        "tan", "atan", "atan2", "sinh", "cosh", "erfinv", "hypot", "tensor", "native",
     ]
 )  # fmt: skip
+_MOST_WORK = 64  # operations per pair: of twice as many a kernel takes 40 seconds to compile, and spills registers
 _FAR = 2**31  # no captured number of more bits than the kernel counts in
 
 
@@ -47,6 +49,11 @@ def _against_mod(mod: TracedMod) -> str | None:
     missing = sorted({n.op for n in mod.expr.nodes} - _WRITTEN)
     if missing:
         return f"the {mod.kind} mod uses {', '.join(missing)}, which this kernel's emitter does not write yet"
+    if (work := work_by_pair(mod.expr)) > _MOST_WORK:
+        return (
+            f"the {mod.kind} mod takes {work} operations for every pair of a query and a key, which this kernel writes out for each pair of a "
+            f"thread; it has room for {_MOST_WORK}"
+        )
     if any(isinstance(x, int) and abs(x) >= _FAR for x in mod.scalars) and mod.kind == "score":
         return f"the {mod.kind} mod captures a number of more than 32 bits"
     return None
