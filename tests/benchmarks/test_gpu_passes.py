@@ -19,7 +19,7 @@ from click.testing import CliRunner
 from benchmarks.bars import Found
 from benchmarks.case import OURS, Shape, Timing
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import ahead, bars_triton, decode, estimate, memory, peers, report, runner
+from benchmarks.gpu import ahead, bars_triton, decode, estimate, memory, peers, probes, report, runner
 from benchmarks.gpu.ahead import Done, Job, compile_ahead, jobs_of
 from benchmarks.gpu.cases import BACKWARD, CASES, DECODE, FA2, GRADIENTS, GpuCase, chosen
 from benchmarks.gpu.inputs import Inputs
@@ -263,7 +263,6 @@ def test_the_allocators_record_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_memory_probe_goes_on_with_the_other_door(monkeypatch: pytest.MonkeyPatch) -> None:
-    from benchmarks.gpu import probes
 
     def one(door: str, meter: Any) -> dict[str, Any]:
         if door == "flex":
