@@ -31,7 +31,7 @@ LIMITS = Limits(rounds=1, timed=2, seconds=10_000)
 
 
 def _start(folder: Path) -> Callable[[str], Here]:
-    return lambda name: Here(name, TINY, "cpu", "aot_eager", folder)
+    return lambda name: Here(name, TINY, "cpu", "aot_eager", folder, folder)
 
 
 @pytest.fixture

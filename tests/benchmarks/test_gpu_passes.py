@@ -263,7 +263,6 @@ def test_the_allocators_record_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_memory_probe_goes_on_with_the_other_door(monkeypatch: pytest.MonkeyPatch) -> None:
-
     def one(door: str, meter: Any) -> dict[str, Any]:
         if door == "flex":
             raise torch.OutOfMemoryError("too much")

@@ -6,6 +6,7 @@ import json
 import sys
 from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import click
@@ -41,8 +42,9 @@ def run(
         sys.stdout.flush()
 
     with ExitStack() as stack:
-        start = processes(size, device, backend, folder, limits.hang, caches, stack)
-        return measured(size, chosen(who), start, folder, limits, save, echo)
+        scratch = Path(stack.enter_context(TemporaryDirectory(ignore_cleanup_errors=True)))  # compilers' processes may still write there
+        start = processes(size, device, backend, folder, scratch, limits.hang, caches, stack)
+        return measured(size, chosen(who), start, scratch, limits, save, echo)
 
 
 @click.command(context_settings={"show_default": True})
@@ -50,7 +52,7 @@ def run(
 @click.option("--tiny", is_flag=True, help="The tiny size on the CPU, by aot_eager: shows that all of it works.")
 @click.option("--backend", help="torch.compile's; inductor, or aot_eager for the tiny size.")
 @click.option("--who", help="Of the peers only those in whose name this regular expression finds something.")
-@click.option("--seconds", default=175.0, help="Begin nothing more of a size after this long.")
+@click.option("--seconds", default=180.0, help="Begin nothing more of a size after this long.")
 @click.option("--hang", default=120.0, help="A question that takes a contestant longer (its first step, say) ends it.")
 @click.option("--rounds", default=5, type=click.IntRange(1), help="Interleaved rounds of four timed steps.")
 @click.option("--caches", type=click.Path(path_type=Path), help="Keep compilers' caches here: a second run's first steps are then warm.")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import statistics
 import sys
 import time
@@ -89,18 +88,17 @@ def chosen(who: str | None) -> list[str]:
     return [name for name in names if name == "anyattn" or who is None or re.search(who, name)]
 
 
-def processes(size: Size, device: str, backend: str, folder: Path, hang: float, caches: Path | None, stack: ExitStack) -> Start:
-    """A fresh process for each contestant. caches: where compilers keep what they compiled; None for empty folders, thrown away."""
+def processes(
+    size: Size, device: str, backend: str, folder: Path, scratch: Path, hang: float, caches: Path | None, stack: ExitStack
+) -> Start:
+    """A fresh process for each contestant. scratch: an empty folder. caches: where compilers keep what they compiled, else there."""
 
     def start(name: str) -> Worker:
-        mine = (caches or folder / "caches") / name
-        if caches is None:
-            shutil.rmtree(mine, ignore_errors=True)
-            stack.callback(shutil.rmtree, mine, ignore_errors=True)
+        mine = (caches or scratch / "caches").absolute() / name
         mine.mkdir(parents=True, exist_ok=True)
         environment = {**CACHES, **os.environ, **{key: str(mine / key.lower()) for key in _CACHES}}
         log = stack.enter_context((folder / f"{name}.log").open("w"))
-        command = ["-m", "benchmarks.gpu.gpt.worker", name, size.name, device, backend, str(folder), str(hang)]
+        command = ["-m", "benchmarks.gpu.gpt.worker", name, size.name, device, backend, str(folder), str(scratch), str(hang)]
         return Child([sys.executable, *command], log, environment)
 
     return start
@@ -110,12 +108,12 @@ def measured(
     size: Size,
     names: list[str],
     start: Start,
-    folder: Path,
+    scratch: Path,
     limits: Limits = Limits(),
     save: Callable[[dict[str, Any]], None] = lambda figures: None,
     echo: Callable[[str], None] = print,
 ) -> dict[str, Any]:
-    """Figures by contestant. save: given those so far, each time that some were added."""
+    """Figures by contestant. scratch: where workers leave results. save: given those so far, each time that some were added."""
     everyone = [*REFERENCES, *names]
     run = _Run({name: start(name) for name in everyone}, {"size": str(size), "contestants": {}}, limits, save, echo)
     try:
@@ -126,7 +124,7 @@ def measured(
             run.ask(name, "first")
             run.drop(name)
         for name in names:
-            _looked_at(run, name, folder)
+            _looked_at(run, name, scratch)
         _timed(run, names)
         for name in names:
             run.ask(name, "profile")
@@ -141,7 +139,7 @@ def measured(
     return run.figures
 
 
-def _looked_at(run: _Run, name: str, folder: Path) -> None:
+def _looked_at(run: _Run, name: str, scratch: Path) -> None:
     """A contestant's first steps; one whose first step fails is left out."""
     first = run.ask(name, "first") if run.left() > _RESERVE else None
     if first is None:
@@ -150,7 +148,7 @@ def _looked_at(run: _Run, name: str, folder: Path) -> None:
         return
     mine = run.figures["contestants"][name]
     try:
-        mine["budget"] = judged(folder, name)
+        mine["budget"] = judged(scratch, name)
     except FileNotFoundError as missing:
         mine["budget_error"] = str(missing)
     memory = run.ask(name, "memory") or {}
@@ -160,12 +158,12 @@ def _looked_at(run: _Run, name: str, folder: Path) -> None:
     run.echo(f"  {name}: first step {first['first_s']:.1f} s{gib}, {time.monotonic() - run.started:.0f} s gone")
 
 
-def judged(folder: Path, name: str) -> dict[str, float]:
+def judged(scratch: Path, name: str) -> dict[str, float]:
     """What part of its budget each compared result uses (``anyattn.testing.budget``); at most 1 is right.
 
     Losses by row; the gradient of a weight as one row, for one token's error is in all elements of a row of it and so is no statistic.
     """
-    found = [torch.load(folder / f"{who}.pt") for who in (name, EXACT, PLAIN)]
+    found = [torch.load(scratch / f"{who}.pt") for who in (name, EXACT, PLAIN)]
     rows = [{what: t if "loss" in what else t.reshape(1, -1) for what, t in tensors.items()} for tensors in found]
     return {what: budget.share(*(tensors[what] for tensors in rows)) for what in rows[0]}
 

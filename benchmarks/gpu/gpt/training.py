@@ -28,10 +28,13 @@ _WATCHED_STEPS = 3
 
 
 class Training:
-    """Built ready for the first step, which compiles. Every method that trains goes on where the last one stopped."""
+    """Built ready for the first step, which compiles. Every method that trains goes on where the last one stopped.
 
-    def __init__(self, name: str, size: Size, device: str, backend: str, folder: Path):
-        self.name, self._size, self._folder, self._device = name, size, folder, device
+    folder: for profiles. scratch: for results that are compared.
+    """
+
+    def __init__(self, name: str, size: Size, device: str, backend: str, folder: Path, scratch: Path):
+        self.name, self._device, self._folder, self._scratch = name, device, folder, scratch
         self._is_cuda = device.startswith("cuda")
         contestant = CONTESTANTS[name](size, backend)
         self._seen = contestant.seen
@@ -104,7 +107,7 @@ class Training:
         kept, self._watched = self._watched, None
         losses += self._counted(COMPARED_STEPS - 1)
         kept |= {"losses of the first step": losses[0], f"losses of step {COMPARED_STEPS}": losses[-1]}
-        torch.save({name: t.cpu() for name, t in kept.items()}, self._folder / f"{self.name}.pt")
+        torch.save({name: t.cpu() for name, t in kept.items()}, self._scratch / f"{self.name}.pt")
         return {"first_s": seconds, "losses": [float(t.mean()) for t in losses]}
 
     def memory(self) -> dict[str, Any]:

@@ -33,8 +33,17 @@ class Worker(Protocol):
 class Here:
     """In this process. failed: told of exceptions, whole."""
 
-    def __init__(self, name: str, size: Size, device: str, backend: str, folder: Path, failed: Callable[[], Any] = traceback.print_exc):
-        self._make = lambda: Training(name, size, device, backend, folder)
+    def __init__(
+        self,
+        name: str,
+        size: Size,
+        device: str,
+        backend: str,
+        folder: Path,
+        scratch: Path,
+        failed: Callable[[], Any] = traceback.print_exc,
+    ):
+        self._make = lambda: Training(name, size, device, backend, folder, scratch)
         self._training: Training | None = None
         self._failed = failed
 
@@ -58,9 +67,9 @@ class Here:
         gc.collect()
 
 
-def _serve(name: str, size: str, device: str, backend: str, folder: str, hang: str) -> None:
+def _serve(name: str, size: str, device: str, backend: str, folder: str, scratch: str, hang: str) -> None:
     torch.set_float32_matmul_precision("highest")
-    worker = Here(name, SIZES[size], device, backend, Path(folder))
+    worker = Here(name, SIZES[size], device, backend, Path(folder), Path(scratch))
     with apart() as answers:
         for line in sys.stdin:
             faulthandler.dump_traceback_later(float(hang), exit=True)
