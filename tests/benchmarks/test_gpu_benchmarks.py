@@ -330,6 +330,20 @@ def _everything() -> Found:
         "compilations-triton": kernels,
     }
     probed["memory"] = {f"{door}_{what}": 1.0 for door in memory.DOORS for what in ("largest", "peak")}
+    wanted = ("over_flex", "mask_over_flex", "replaced_extra_us", "compiled_replaced_extra_us")
+    probed["compiled-call"] = dict.fromkeys(wanted, 0.5)
+    mine = {
+        "first_s": 1.0,
+        "peak_bytes": 1,
+        "graphs": 1,
+        "steps": 20,
+        "breaks": 0,
+        "waits": 0.0,
+        "budget": {"losses": 0.5},
+        "rounds": [[1.0]],
+    }
+    contestants = {name: {**mine, "passed_on": 0} for name in ("anyattn", "anyattn-forward", "anyattn-replaced", "flex-triton")}
+    probed |= {f"gpt-{size}": {"size": size, "contestants": contestants} for size in ("8k", "32k")}
     return Found(records, probed)
 
 

@@ -22,7 +22,7 @@ from limits import HANG
 from benchmarks.bars import Found
 from benchmarks.case import OURS, Shape, Timing
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import ahead, bars_triton, decode, estimate, memory, peers, report, runner
+from benchmarks.gpu import ahead, bars_triton, decode, estimate, memory, peers, probes, report, runner
 from benchmarks.gpu.ahead import Done, Job, compile_ahead, jobs_of
 from benchmarks.gpu.cases import BACKWARD, CASES, DECODE, FA2, GRADIENTS, GpuCase, chosen
 from benchmarks.gpu.inputs import Inputs
@@ -266,8 +266,6 @@ def test_the_allocators_record_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_memory_probe_goes_on_with_the_other_door(monkeypatch: pytest.MonkeyPatch) -> None:
-    from benchmarks.gpu import probes
-
     def one(door: str, meter: Any) -> dict[str, Any]:
         if door == "flex":
             raise torch.OutOfMemoryError("too much")
@@ -353,7 +351,7 @@ def test_its_answers_are_told_apart_from_what_compilers_print(tmp_path: Path) ->
 def test_steps_go_from_what_tells_most_and_follow_the_order_asked_for() -> None:
     groups = list(dict.fromkeys(s if isinstance(s, str) else s.group for s in command._steps((), None, None)))
     assert groups[:8] == ["variants", "gqa", "backward", "decode", "fa2", "fa2-backward", "gradients", "memory"]
-    assert set(groups) == {*(c.group for c in CASES), "memory", "first-call", "compilations", "compilations-triton"}
+    assert set(groups) == {*(c.group for c in CASES), *probes.NAMES}
     some = command._steps(("memory", "decode"), None, None)
     assert some[0] == "memory" and [s.group for s in some[1:]] == ["decode"] * 4
     only = command._steps((), "softcap", "triton")
