@@ -14,6 +14,7 @@ from torch import Tensor
 from anyattn import autocast, autograd, check, recall, tensor_kinds
 from anyattn.check_cache import Given, check_no_captured_gradients, check_no_gradients, heads_first
 from anyattn.check_flash import Options
+from anyattn.custom_ops.define import operator
 from anyattn.mods.trace import TracedMod
 from anyattn.operator_transforms import called
 from anyattn.ops import mods_of_operands, operands_of
@@ -62,7 +63,7 @@ def _call(
     return recall.varlen_call(q, k, v, places, given, backend or None, is_operator=True)  # type: ignore[return-value]
 
 
-@torch.library.custom_op("anyattn::flash", mutates_args=())
+@operator
 def flash(
     q: Tensor,
     k: Tensor,
@@ -122,12 +123,12 @@ def _fake(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return _as_given(empty_in_order(rows, last=v.shape[-1]), is_packed), lse.select(0, 0) if is_packed else lse
 
 
-@flash.register_fake
+@torch.library.register_fake("anyattn::flash")
 def _(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     return _fake(q, v)
 
 
-@torch.library.custom_op("anyattn::flash_backward", mutates_args=())
+@operator
 def flash_backward(
     q: Tensor,
     k: Tensor,
@@ -185,7 +186,7 @@ def flash_backward(
     return [q.new_empty(0) if g is None or not w else g for g, w in zip(found, wants, strict=True)]
 
 
-@flash_backward.register_fake
+@torch.library.register_fake("anyattn::flash_backward")
 def _(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> list[Tensor]:
     of_rows, of_others = (q, k, v), (args[5], args[6], *args[9])
     found: list[Tensor | None] = [_as_given(empty_in_order(heads_first(t)), t.ndim == 3) for t in of_rows]
@@ -227,8 +228,8 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple:
     return tuple(result)
 
 
-flash.register_autograd(_gradients, setup_context=_save)
-flash_backward.register_autograd(autograd.refuse_second_derivative)
+torch.library.register_autograd("anyattn::flash", _gradients, setup_context=_save)
+torch.library.register_autograd("anyattn::flash_backward", autograd.refuse_second_derivative)
 
 
 @torch.library.custom_op("anyattn::decode", mutates_args=("k_cache", "v_cache"))

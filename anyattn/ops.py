@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
 from anyattn import autocast, autograd, check, recall, tensor_kinds
+from anyattn.custom_ops.define import operator
 from anyattn.mods import codec
 from anyattn.mods.recognise import Pattern
 from anyattn.mods.trace import Source, TracedMod
@@ -153,7 +154,7 @@ def _call(
     return recall.flex_call(call, backend or None, _options(options), is_operator=True)  # type: ignore[return-value]
 
 
-@torch.library.custom_op("anyattn::attend", mutates_args=())
+@operator
 def attend(
     q: Tensor,
     k: Tensor,
@@ -185,7 +186,7 @@ def attend(
     return result.out, result.lse, result.max_scores if wants_max else result.lse.new_empty(0)
 
 
-@attend.register_fake
+@torch.library.register_fake("anyattn::attend")
 def _(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
     tensor_kinds.refuse_forward_mode()
     wants_max = args[-4]
@@ -195,7 +196,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tens
     return out, lse, q.new_empty(rows if wants_max else (0,), dtype=stat)
 
 
-@torch.library.custom_op("anyattn::attend_backward", mutates_args=())
+@operator
 def attend_backward(
     q: Tensor,
     k: Tensor,
@@ -233,7 +234,7 @@ def attend_backward(
     return [g if g is not None and w else q.new_empty(0) for g, w in zip(grads, wants, strict=True)]
 
 
-@attend_backward.register_fake
+@torch.library.register_fake("anyattn::attend_backward")
 def _(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *args: Any) -> list[Tensor]:
     of_rows, of_others = (q, k, v), (sink, *args[2])
     found = [*map(empty_in_order, of_rows), *(None if t is None else t.new_empty(t.shape) for t in of_others)]
@@ -274,8 +275,8 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any) -> tu
     return dq, dk, dv, dsink, None, None, by_tensor, None, None, no_mask, no_list, None, None, None, None, None, None, None
 
 
-attend.register_autograd(_gradients, setup_context=_save)
-attend_backward.register_autograd(autograd.refuse_second_derivative)
+torch.library.register_autograd("anyattn::attend", _gradients, setup_context=_save)
+torch.library.register_autograd("anyattn::attend_backward", autograd.refuse_second_derivative)
 
 
 def flex_with_mods(

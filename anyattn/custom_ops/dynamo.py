@@ -11,9 +11,8 @@ import warnings
 from typing import Any, NoReturn
 
 import torch
-from torch._C._dynamo.eval_frame import reset_code, set_code_exec_strategy
+from torch._C._dynamo.eval_frame import reset_code
 from torch._dynamo.exc import TorchRuntimeError, Unsupported, raise_observed_exception, unimplemented
-from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch._dynamo.utils import proxy_args_kwargs
 from torch._dynamo.variables import higher_order_ops
 from torch._dynamo.variables.base import VariableTracker
@@ -21,6 +20,7 @@ from torch._dynamo.variables.builder import wrap_fx_proxy
 
 from anyattn import tensor_kinds
 from anyattn.custom_ops.capture import call_with_mods
+from anyattn.custom_ops.define import opaque
 
 __all__ = ["install", "run_uncompiled"]
 
@@ -100,7 +100,7 @@ def run_uncompiled(is_wanted: bool = True) -> None:
     )  # fmt: skip
     for fn in functions:
         if is_wanted:
-            set_code_exec_strategy(fn.__code__, FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP))
+            opaque(fn)
         else:
             reset_code(fn.__code__)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 from torch.utils import _pytree as pytree
 
+from anyattn.geometry.list_stacks import stack_shapes
 from anyattn.mods.algebra import Derived
 from anyattn.mods.bounds import EMPTY, FULL, PARTIAL
 from anyattn.mods.dependence import dependence
@@ -366,15 +367,29 @@ def _lists_of_classes(
 
 
 def lists_of_mask(
-    mask: TracedMod, lengths: tuple[int, int], tile: tuple[int, int], batch: tuple[int, int], device: torch.device, separate_full: bool
-) -> list[Tensor | None]:
-    """A block mask's lists in the order of its fields; None for full blocks where they are not listed separately."""
+    mask: TracedMod,
+    lengths: tuple[int, int],
+    tile: tuple[int, int],
+    batch: tuple[int, int],
+    device: torch.device,
+    separate_full: bool,
+    stacks: bool = False,
+) -> list[Any]:
+    """A block mask's lists in the order of its fields; None for full blocks where they are not listed separately.
+
+    stacks: the same as stacks (``geometry.list_stacks``), which share no memory.
+    """
     options = {"wants_columns": True, "separate_full": separate_full, "has_full_tails": False, "broadcasts": False}
-    found = device_lists(mask, lengths, tile, batch, device, **options)
-    if found is None:
-        classes = classes_of_mask(mask, lengths, tile, batch, device)
-        found = _lists_of_classes(classes, lengths, tile, separate_full, True, batch)
-    return found
+    found = device_lists(mask, lengths, tile, batch, device, **options, stacks=stacks)
+    if found is not None:
+        return found
+    classes = classes_of_mask(mask, lengths, tile, batch, device)
+    lists = _lists_of_classes(classes, lengths, tile, separate_full, True, batch)
+    if not stacks:
+        return lists
+    counts, indices = ([t for t in lists[at::2] if t is not None] for at in (0, 1))
+    width = len(counts) // len(stack_shapes(batch, classes.shape[-2:], 1 + separate_full, True))
+    return [torch.stack(part[at : at + width]) for at in range(0, len(counts), width) for part in (counts, indices)]
 
 
 def tells_no_more(mask: TracedMod, batch: tuple[int, int]) -> bool:

@@ -113,8 +113,11 @@ def device_lists(
     has_full_tails: bool,
     broadcasts: bool,
     separate_full: bool = True,
+    stacks: bool = False,
 ) -> list[Tensor | None] | None:
     """The lists made by Triton kernels that the host never waits for (``backends.triton.tile_lists``); None where they cannot be used.
+
+    stacks: the allocations that hold them instead (``geometry.list_stacks``).
 
     Of fake and meta tensors, lists without values.
     They can on a CUDA device where Triton is installed, unless the mask captures a whole number of 2 ** 40 or more. Raises ``ValueError``
@@ -131,7 +134,7 @@ def device_lists(
     if not kernels.can_list(mask, lengths):
         return None
     ((mask,), _) = check_call(Dense(*batch, *lengths), [mask], reads_values=False)
-    options = {"wants_columns": wants_columns, "separate_full": separate_full, "has_full_tails": has_full_tails}
+    options = {"wants_columns": wants_columns, "separate_full": separate_full, "has_full_tails": has_full_tails, "stacks": stacks}
     return kernels.list_tiles(mask, lengths, tile, batch, device, broadcasts=broadcasts, **options)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -221,7 +222,8 @@ _counters: dict[tuple[int, int], Tensor] = {}
 def _counter(device: torch.device) -> Tensor:
     """Two zeros from which a kernel's blocks draw their work, and which it leaves as zeros.
 
-    Kernels of one stream follow one another and share them. A graph may run beside anything and gets its own.
+    Kernels of one stream follow one another and share them. A graph may run beside anything and gets its own. They are allocated by a
+    thread of their own: a compiled graph's memory pool takes what the calling thread allocates, and lets nothing in it be kept.
     """
     # torch.cuda's own functions of these names take microseconds; a CPU's counter is when only compiling
     if device.type != "cuda" or torch._C._cuda_isCurrentStreamCapturing():
@@ -229,8 +231,22 @@ def _counter(device: torch.device) -> Tensor:
     key = (device.index, torch._C._cuda_getCurrentRawStream(device.index))
     found = _counters.get(key)
     if found is None:
-        found = _counters[key] = torch.zeros(2, dtype=torch.int32, device=device)
+        found = _counters[key] = _zeros_apart(device)
     return found
+
+
+def _zeros_apart(device: torch.device) -> Tensor:
+    found: list[Tensor] = []
+
+    def allocate() -> None:
+        with torch.inference_mode(False), torch.cuda.device(device):
+            found.append(torch.zeros(2, dtype=torch.int32, device=device))
+            torch.cuda.current_stream(device).synchronize()  # once for each stream that calls are made on
+
+    thread = threading.Thread(target=allocate)
+    thread.start()
+    thread.join()
+    return found[0]
 
 
 @lru_cache(maxsize=16)
