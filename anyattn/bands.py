@@ -15,7 +15,7 @@ from anyattn.mods.trace import TracedMod, trace
 
 __all__ = ["TableOffset", "band", "sides_in_sight"]
 
-_FAR = 2**40  # further than any position, and still a number of 64 bits when positions are added
+_FAR = 2**31 - 1  # no length is greater
 
 
 class TableOffset(NamedTuple):
@@ -36,8 +36,8 @@ def sides_in_sight(causal: Any, window_size: Any, most_q: int, most_k: int) -> t
     for i, side in enumerate(window_size):
         if side is not None and (isinstance(side, bool) or not isinstance(side, int)):
             raise TypeError(f"window_size[{i}]={side!r} is a {type(side).__name__}; wanted an int, -1 or None for no limit")
-    # a side that is further away than any key is as good as none, or hides all
-    left, right = [None if side in (-1, None) else max(min(side, _FAR), -_FAR) for side in window_size]
+    far = 2 ** (max(most_q, 0) + max(most_k, 0)).bit_length()  # further than any key is: as good as no side, or hides all
+    left, right = [None if side in (-1, None) else max(min(side, far), -far) for side in window_size]
     if not isinstance(causal, bool):
         raise TypeError(f"causal={causal!r} is a {type(causal).__name__}; wanted True or False")
     if causal:
@@ -102,5 +102,12 @@ def _template(
 def _reader(kind: str | int, table: Any) -> Callable:
     """The length of entry b, in the mod language."""
     if kind == _USED:
-        return lambda b: table[b]
-    return (lambda b: table[b + 1] - table[b]) if kind == _ENDS else lambda b: kind
+        return lambda b: _length(table[b])
+    if kind == _ENDS:
+        return lambda b: _length(table[b + 1]) - _length(table[b])
+    return lambda b: kind
+
+
+def _length(entry: Any) -> Any:
+    """An entry in 64 bits, in which no sum of a few wraps around, whatever the table holds."""
+    return entry.clamp(-_FAR, _FAR) if entry.dtype is torch.int64 else entry.to(torch.int64)

@@ -9,7 +9,6 @@ mask programs are joined by newlines.
 from __future__ import annotations
 
 import json
-import struct
 from functools import lru_cache
 from typing import Any
 from weakref import WeakValueDictionary
@@ -23,6 +22,7 @@ from anyattn.custom_ops.define import operator
 from anyattn.mods import codec
 from anyattn.mods.recognise import Pattern
 from anyattn.mods.trace import Source, TracedMod
+from anyattn.mods.weak import bits_of_numbers, numbers_of_bits, strayed
 from anyattn.operator_transforms import called
 from anyattn.plan import Plan
 from anyattn.problem import Problem
@@ -32,6 +32,10 @@ from anyattn.strides import empty_in_order
 __all__ = ["NO_MOD", "attend", "flex_with_mods", "mods_of_operands", "never_empty", "operands_of", "options_text"]
 
 NO_MOD = ""
+_FAR = (
+    "a mod of a compiled graph captures whole numbers {} with which its arithmetic leaves 64 bits; wanted smaller ones, or numbers that "
+    "the compiler does not leave open (torch.compile(dynamic=False), or a constant in the mod)"
+)
 
 
 # ---- mods as operands
@@ -43,7 +47,7 @@ def operands_of(like: Tensor, *mods: TracedMod | None) -> tuple[str, list[int], 
     like: any tensor of the call. No list is empty, see ``never_empty``.
     """
     given = [m for m in mods if m is not None]
-    numbers = [_integer(x) for m in given for x in m.scalars]
+    numbers = [*bits_of_numbers([x for m in given for x in m.scalars])]
     tensors = [t for m in given for t in m.tensors]
     return "\n".join([codec.encode(m.expr) for m in given]), numbers or [0], never_empty(tensors, like)
 
@@ -56,18 +60,14 @@ def never_empty(tensors: list[Tensor], like: Tensor) -> list[Tensor]:
     return tensors or [like.new_empty(0)]
 
 
-def _integer(number: Any) -> Any:
-    """A captured number as an integer: itself, or a float's 64 bits."""
-    return struct.unpack("<q", struct.pack("<d", number))[0] if isinstance(number, float) else number
-
-
 def mods_of_operands(kind: str, programs: str, numbers: list[int], tensors: list[Tensor]) -> list[TracedMod]:
     """The way back of ``operands_of``."""
     found = []
     for program in programs.splitlines():
         expr, kinds, pattern, count = _read_program(program)
-        pairs = zip(kinds, numbers)  # of the numbers, only the first are this mod's
-        scalars = tuple([n if k is int else struct.unpack("<d", struct.pack("<q", n))[0] for k, n in pairs])
+        scalars = numbers_of_bits(numbers[: len(kinds)], kinds)
+        if strayed(expr, scalars):
+            raise ValueError(_FAR.format(scalars))
         source = Source(pattern, tuple(range(len(kinds))), tuple(range(count)))
         found.append(TracedMod(kind, expr, scalars, tuple(tensors[:count]), "compiled mod", source))
         numbers, tensors = numbers[len(kinds) :], tensors[count:]

@@ -27,6 +27,7 @@ from anyattn.mods.loads import doubt, hangs_on_masks, plainly_inside
 from anyattn.mods.native import native_reading
 from anyattn.mods.recognise import Reading, recognise
 from anyattn.mods.trace import TracedMod, is_native
+from anyattn.mods.weak import NEAR_NUMBER
 from anyattn.plan import Plan
 from anyattn.problem import Problem
 from anyattn.recall_recipe import Recipe, Unfit
@@ -180,9 +181,17 @@ def _read(mod: Any) -> Reading:
 
 
 def _mod_facts(reading: Reading, is_mask: bool) -> tuple:
-    """A mask's numbers decide which keys are seen, so they are facts; a score mod's are not, but for those its pattern names."""
+    """A mask's numbers decide which keys are seen, so they are facts; a score mod's are not, but for those its pattern names. Whether one
+    is far away is a fact, too: not every backend has room for it."""
     pattern, numbers, tensors = reading
-    settled = tuple(numbers) if is_mask else tuple([numbers[s] for s in pattern.fixed]) if pattern.fixed else ()
+    if is_mask:
+        settled: tuple = tuple(numbers)
+    else:
+        settled = tuple([numbers[s] for s in pattern.fixed]) if pattern.fixed else ()
+        for number in numbers:
+            if type(number) is int and not -NEAR_NUMBER < number < NEAR_NUMBER:
+                settled = (*settled, "far")
+                break
     if not tensors:
         return pattern, settled
     return pattern, settled, tuple([_seen(t) for t in tensors]), _identical(tensors)

@@ -83,6 +83,19 @@ def test_block_masks(mask, maker):
     same_with_gradients(lambda q, k, v: anyattn.flex_attention(q, k, v, score_mod=score, block_mask=block_mask), inputs())
 
 
+@pytest.mark.parametrize("n", [2**53 + 1, -(2**62) - 1, 2**63 - 1, 0x9E3779B97F4A7C15, 7])
+def test_captured_whole_numbers_are_exact(n):
+    """A wrapped mod's numbers are no floats on their way through the operator, and those beside them still are."""
+    mask = anyattn.mod(lambda b, h, q, k: ((q * 3 + k + n) ^ n) % 5 < 3)
+    score = anyattn.mod(lambda s, b, h, q, k, x=0.1: s + ((q + n) % 7) * x)
+    same_with_gradients(lambda q, k, v: anyattn.flex_attention(q, k, v, score_mod=score, mask_mod=mask), inputs())
+    q, k = torch.arange(S)[:, None], torch.arange(S)
+    seen = anyattn.flex_attention(*(torch.zeros(1, 1, S, 8) for _ in "qk"), torch.eye(S)[None, None], mask_mod=mask) > 0
+    through = compiled(lambda *x: anyattn.flex_attention(*x, mask_mod=mask))
+    assert torch.equal(through(*(torch.zeros(1, 1, S, 8) for _ in "qk"), torch.eye(S)[None, None]) > 0, seen)
+    assert torch.equal(seen[0, 0], ((q * 3 + k + n) ^ n) % 5 < 3)
+
+
 def test_max_scores():
     mask = masks.causal()
 

@@ -65,6 +65,8 @@ def dtype_of(item: Any) -> torch.dtype | None:
         return None
     if dtype.is_complex or str(dtype).startswith(("torch.q", "torch.bits")):
         raise mod_error(f"a mod cannot compute in {dtype}", "use a real dtype, such as torch.float32")
+    if dtype is torch.uint64:
+        raise mod_error("a mod cannot compute with torch.uint64", "use torch.int64, whose sums and products have the same bits")
     return dtype
 
 

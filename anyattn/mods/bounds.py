@@ -64,9 +64,8 @@ def classify(
     if min(batch, heads, rows, columns) == 0:
         return torch.zeros(batch, heads, rows, columns, dtype=torch.uint8, device=device)
     ranges = ranges if ranges is not None else row_ranges(mod)
-    if ranges is not None:
-        lo_hi = limits(ranges, seqlen_q, seqlen_k, B, H, device)
-        assert lo_hi is not None
+    lo_hi = None if ranges is None else limits(ranges, seqlen_q, seqlen_k, B, H, device)
+    if lo_hi is not None:
         found = classify_limits(*lo_hi, seqlen_k, tile_m, tile_n)
         return found.expand(batch, heads, -1, -1)
     return refine(mod, (seqlen_q, seqlen_k), (tile_m, tile_n), (batch, heads), device)

@@ -20,7 +20,7 @@ import torch
 from anyattn.mods.pure_names import STABLE_MODULES, has_pure_name, names_of
 from anyattn.mods.refused import refusing
 
-__all__ = ["Found", "rebuild", "walk"]
+__all__ = ["Found", "is_number", "rebuild", "walk"]
 
 _CONSTANTS = (bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type(Ellipsis))
 _OWN = "anyattn.mods."
@@ -48,8 +48,9 @@ def _global_names(code: types.CodeType) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def _is_number(item: Any) -> bool:
-    return type(item) in (int, float)
+def is_number(item: Any) -> bool:
+    """Whether a captured item is a run-time number. A whole number of more than 64 bits is not: only Python computes with it."""
+    return type(item) is float or (type(item) is int and -(2**63) <= item < 2**63)
 
 
 def _from_stable_module(item: Any) -> bool:
@@ -72,7 +73,7 @@ def rebuild(fn: Callable, lift: Callable[[int | float], Any]) -> Callable:
 
 
 def _rebuild(item: Any, lift: Callable, done: dict[int, Any]) -> Any:
-    if _is_number(item):
+    if is_number(item):
         return lift(item)
     if id(item) in done:
         return done[id(item)]
@@ -158,13 +159,13 @@ def walk(fn: Callable) -> Found | None:
 
 def _walk(item: Any, numbers: list, tensors: list, seen: dict[int, int]) -> tuple:
     """The structure of ``item``; the first entry of each tuple says of what kind the rest is (``recognise.py`` reads them again)."""
-    if _is_number(item):
+    if is_number(item):
         numbers.append(item)
         return ("number", type(item))
     if isinstance(item, torch.Tensor):
         tensors.append(item)
         return ("tensor",)
-    if isinstance(item, _CONSTANTS):
+    if isinstance(item, _CONSTANTS) or type(item) is int:
         return ("constant", type(item), item)
     if id(item) in seen:
         return ("again", seen[id(item)])

@@ -9,16 +9,18 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from anyattn.mods.extents import MOST_INDEX_BITS, Box, unwrapped
 from anyattn.mods.ir import Expr, Node
 
-__all__ = ["Dep", "dependence"]
+__all__ = ["FAR_NUMBER", "Dep", "dependence", "relies_on_near_numbers"]
 
 
 @dataclass(frozen=True)
 class Dep:
     """b, h, q, kv, score: whether the value changes with each. diagonal: it changes with q and kv only through q_idx - kv_idx.
 
-    slope: (dq, dkv) when the value is ``dq * q_idx + dkv * kv_idx + (something of b, h)``, with integer literals dq, dkv.
+    slope: (dq, dkv) when the value is ``dq * q_idx + dkv * kv_idx + (something of b, h)``, with integer literals dq, dkv; of whole
+    numbers wrapped around as they are in 64 bits (``extents.unwrapped`` says where they never are).
     """
 
     b: bool = False
@@ -47,6 +49,7 @@ _LEAF = {
     "q_idx": Dep(q=True, slope=(1, 0)),
     "kv_idx": Dep(kv=True, slope=(0, 1)),
 }
+FAR_NUMBER = 2**62  # captured whole numbers are less: of one that is not ``relies_on_near_numbers`` says whether it matters
 _COMPARISONS = frozenset(("eq", "ne", "lt", "le", "gt", "ge"))
 
 
@@ -59,13 +62,25 @@ def dependence(expr: Expr) -> tuple[Dep, ...]:
     >>> str(dependence(e)[e.outputs[0]])
     'q - kv'
     """
+    return _dependence(expr, FAR_NUMBER)
+
+
+@lru_cache(maxsize=4096)
+def relies_on_near_numbers(expr: Expr) -> bool:
+    """Whether ``dependence`` holds only while captured whole numbers are less than ``FAR_NUMBER``: a sum with one that is not may wrap."""
+    has_numbers = any(node.op == "scalar" and node.dtype is int for node in expr.nodes)
+    return has_numbers and _dependence(expr, None) != dependence(expr)
+
+
+def _dependence(expr: Expr, scalars: int | None) -> tuple[Dep, ...]:
     deps: list[Dep] = []
+    plain = unwrapped(expr, Box.of_sizes(2**MOST_INDEX_BITS, scalars))
     for node in expr.nodes:
-        deps.append(_of(node, expr, [deps[a] for a in node.args]))
+        deps.append(_of(node, expr, [deps[a] for a in node.args], all(plain[a] for a in node.args)))
     return tuple(deps)
 
 
-def _of(node: Node, expr: Expr, args: list[Dep]) -> Dep:
+def _of(node: Node, expr: Expr, args: list[Dep], are_plain: bool) -> Dep:
     if node.op == "index":
         return _LEAF[node.attr]  # type: ignore[index]
     if node.op == "score":
@@ -78,18 +93,18 @@ def _of(node: Node, expr: Expr, args: list[Dep]) -> Dep:
         score=any(a.score for a in args),
     )
     slope = _slope(node, expr, args, union)
-    return replace(union, slope=slope, diagonal=_diagonal(node, args, union, slope))
+    return replace(union, slope=slope, diagonal=_diagonal(node, args, union, slope, are_plain))
 
 
-def _diagonal(node: Node, args: list[Dep], union: Dep, slope: tuple[int, int] | None) -> bool:
+def _diagonal(node: Node, args: list[Dep], union: Dep, slope: tuple[int, int] | None, are_plain: bool) -> bool:
     if not (union.q and union.kv) or union.score:
         return False
     if slope is not None:
         return slope[0] == -slope[1]
     if all(a.diagonal or a.per_head for a in args):
         return True
-    left, right = (args[0].slope, args[1].slope) if node.op in _COMPARISONS else (None, None)
-    # q + c >= kv compares q - kv with -c, whatever side each stands on
+    left, right = (args[0].slope, args[1].slope) if node.op in _COMPARISONS and are_plain else (None, None)
+    # q + c >= kv compares q - kv with -c, whatever side each stands on, if neither wraps around
     return left is not None and right is not None and left[0] - right[0] == right[1] - left[1]
 
 

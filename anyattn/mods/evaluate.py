@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anyattn.mods.ir import OPS, Expr, Node, is_weak
+from anyattn.mods.ir import OPS, Expr, Node, category, is_weak, wrapped
 from anyattn.mods.trace import TracedMod
 
 __all__ = ["TORCH_OPS", "apply", "evaluate", "run"]
@@ -85,7 +85,10 @@ def apply(node: Node, args: list[Any], tensors: Sequence[Tensor]) -> Any:
         if on_host and is_weak(node.dtype):
             return node.dtype(args[0])  # type: ignore[operator]
         # only promotion casts a Python number: the operation that follows treats it as torch would
-        return args[0] if on_host and not is_weak(node.dtype) and _keeps_number(args[0], node.dtype) else _as_tensor(args[0], node.dtype)
+        if on_host and _keeps_number(args[0], node.dtype):
+            is_narrow = category(node.dtype) == "int" and node.dtype is not torch.int64
+            return wrapped(args[0], node.dtype) if is_narrow else args[0]  # type: ignore[arg-type]
+        return _as_tensor(args[0], node.dtype)
     if on_host:
         if is_weak(node.dtype) and (f := OPS[node.op].on_host) is not None:
             try:
@@ -118,7 +121,10 @@ def _keeps_number(value: Any, dtype: Any) -> bool:
 def _as_tensor(value: Any, dtype: Any = None) -> Tensor:
     if isinstance(value, Tensor):
         return value if dtype is None or is_weak(dtype) else value.to(dtype)
-    return torch.tensor(value, dtype=None if dtype is None or is_weak(dtype) else dtype)
+    strong = None if dtype is None or is_weak(dtype) else dtype
+    if strong is not None and isinstance(value, float) and category(strong) == "int":  # torch.tensor refuses what a cast makes of it
+        return torch.tensor(value, dtype=torch.float64).to(strong)
+    return torch.tensor(value, dtype=strong)
 
 
 def _load(tensor: Tensor, indices: list[Any]) -> Tensor:

@@ -16,7 +16,7 @@ from anyattn.mods.arguments import check_device, check_flags, check_memory_forma
 from anyattn.mods.ir import category, is_weak, result_dtype
 from anyattn.mods.reductions import with_rows
 from anyattn.mods.source import mod_error
-from anyattn.mods.values import FUNCTIONS, Value, View, builder_in, cast
+from anyattn.mods.values import FUNCTIONS, Value, View, builder_in, cast, refuse_outside
 from anyattn.mods.vectors import Vector
 
 __all__ = ["FUNCTIONS"]
@@ -207,7 +207,9 @@ def _constant(name: str, like: Any, fill: Any, options: dict[str, Any]) -> Value
     number = Value.lift(builder, fill)
     if not is_weak(number.kind) and number.is_floating_point():
         raise mod_error(f"{name} takes a number out of its gradient's way", "use the value itself, or x.to(dtype)")
-    return cast(number, options_of(name, options) or like.dtype)
+    dtype = options_of(name, options) or like.dtype
+    refuse_outside(number, dtype, name)
+    return cast(number, dtype)
 
 
 def _new_full(input: Any, size: Any, fill_value: Any, **options: Any) -> Value:
@@ -235,6 +237,7 @@ def _tensor(name: str) -> Callable[..., Value]:
             raise mod_error("torch.tensor takes a value out of its gradient's way", "use the value itself, or x.clone()")
         wanted = options_of(name, {**options, "dtype": dtype, "device": device})
         default = torch.get_default_dtype() if name == "scalar_tensor" else value.dtype
+        refuse_outside(value, wanted or default, f"torch.{name}")
         return cast(value, wanted or default)
 
     return apply

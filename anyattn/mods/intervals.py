@@ -183,12 +183,12 @@ def _mod(node: Node, args: list[Span]) -> Span:
     if category(node.dtype) == "float":
         return _where_points(node, args)
     a, b = args
-    positive = b.lo > 0
+    positive = (b.lo > 0) & (b.hi < WILD)
     if node.op == "fmod":  # C's sign: Python's where the dividend is not negative
         positive = positive & (a.lo >= 0)
     low, high = b.lo.clamp(min=1), b.hi.clamp(min=1)
     turns = torch.div(a.lo, low, rounding_mode="floor")
-    exact = (low == high) & (turns == torch.div(a.hi, low, rounding_mode="floor"))
+    exact = (low == high) & (turns == torch.div(a.hi, low, rounding_mode="floor")) & (a.lo > -WILD) & (a.hi < WILD)
     lo = torch.where(exact, a.lo - turns * low, 0)
     hi = torch.where(exact, a.hi - turns * low, high - 1)
     return _fit(node, lo, hi, ~positive)
@@ -263,9 +263,10 @@ def _bits(node: Node, args: list[Span]) -> Span:
     if node.op != "and":
         return exact
     a, b = args
-    one_number = (a.lo == a.hi) & (b.lo == b.hi)  # x & y is between 0 and either, where neither is negative
-    known = ~one_number & (a.lo >= 0) & (b.lo >= 0)
-    return Span(torch.where(known, 0, exact.lo), torch.where(known, torch.minimum(a.hi, b.hi), exact.hi), exact.wild)
+    one_number = (a.lo == a.hi) & (b.lo == b.hi)  # x & y is between 0 and either, where that is not negative
+    most = torch.minimum(torch.where(a.lo >= 0, a.hi, WILD), torch.where(b.lo >= 0, b.hi, WILD))
+    known = ~one_number & (most < WILD)
+    return Span(torch.where(known, 0, exact.lo), torch.where(known, most, exact.hi), exact.wild)
 
 
 def _not(node: Node, args: list[Span]) -> Span:

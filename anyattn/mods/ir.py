@@ -26,7 +26,7 @@ import torch
 
 from anyattn.mods.key import content_key
 
-__all__ = ["INDICES", "OPS", "Builder", "DType", "Expr", "Node", "category", "is_weak", "verify"]
+__all__ = ["INDICES", "OPS", "Builder", "DType", "Expr", "Node", "category", "is_weak", "verify", "wrapped"]
 
 DType = torch.dtype | type
 INDICES = ("b", "h", "q_idx", "kv_idx")
@@ -50,6 +50,16 @@ def category(dtype: DType) -> str:
     if dtype is float or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         return "float"
     return "bool" if dtype is torch.bool else "int"
+
+
+def wrapped(number: int, dtype: torch.dtype) -> int:
+    """The whole number of ``dtype`` that has the lowest bits of ``number``: what torch makes of one that is too large.
+
+    >>> wrapped(300, torch.uint8), wrapped(2**63, torch.int64) == -(2**63)
+    (44, True)
+    """
+    info = torch.iinfo(dtype)
+    return (number - info.min) % 2**info.bits + info.min
 
 
 class OpSpec(NamedTuple):
@@ -165,6 +175,11 @@ class Expr:
         return tuple(sorted({node.attr for node in self.nodes if node.op in ("load", "tensor")}))  # type: ignore[type-var, misc]
 
     @cached_property
+    def weak_arithmetic(self) -> tuple[int, ...]:
+        """The positions of whole numbers that are computed from captured ones alone (``weak.py``)."""
+        return tuple(i for i, node in enumerate(self.nodes) if node.dtype is int and node.op not in ("const", "scalar"))
+
+    @cached_property
     def uses_score(self) -> bool:
         return any(node.op == "score" for node in self.nodes)
 
@@ -209,9 +224,13 @@ class Builder:
     def cast(self, position: int, dtype: DType) -> int:
         node = self.nodes[position]
         if node.op == "const" and not is_weak(dtype) and node.dtype != dtype:
-            python = {"bool": bool, "int": int, "float": float}[category(dtype)]
-            if python is not int or math.isfinite(node.attr):  # type: ignore[arg-type]
-                return self.const(python(node.attr), dtype)
+            kind = category(dtype)
+            if kind == "int" and category(node.dtype) != "float":
+                return self.const(wrapped(int(node.attr), dtype), dtype)  # type: ignore[arg-type, call-overload]
+            if kind == "int" and math.isfinite(node.attr) and wrapped(int(node.attr), dtype) == int(node.attr):  # type: ignore
+                return self.const(int(node.attr), dtype)  # type: ignore[call-overload]
+            if kind != "int":
+                return self.const({"bool": bool, "float": float}[kind](node.attr), dtype)  # type: ignore[arg-type]
         return self.add("cast", position, dtype=dtype)
 
     def promote(self, *positions: int) -> tuple[int, ...]:
@@ -251,6 +270,10 @@ class Builder:
                 return self.const(spec.on_host(*literals))
             except (ArithmeticError, ValueError):
                 return None  # torch gives inf or nan here: leave it to run time
+        if None not in literals and category(node.dtype) != "float" and category(self.nodes[node.args[-1]].dtype) == "int":
+            folded = _on_whole_numbers(node, literals)  # type: ignore[arg-type]
+            if folded is not None:
+                return self.const(folded, node.dtype)
         if node.op in ("and", "or") and node.dtype is torch.bool:
             absorbing = node.op == "or"
             for literal, this, other in ((literals[0], *node.args), (literals[1], *reversed(node.args))):
@@ -275,6 +298,20 @@ class Builder:
         if node.op == "mul" and literals[0] == 1:
             return node.args[1]
         return None
+
+
+def _on_whole_numbers(node: Node, literals: list[int]) -> int | bool | None:
+    """An operation on literals of one whole dtype, None where it is left to run time."""
+    f = OPS[node.op].on_host
+    if f is None or is_weak(node.dtype) or node.op == "pow" or (node.op in ("floordiv", "mod") and literals[1] == 0):
+        return None
+    if node.dtype is torch.bool:
+        return bool(f(*literals))
+    if node.op in ("shl", "shr"):
+        bits = torch.iinfo(node.dtype).bits  # type: ignore[arg-type]
+        if not 0 <= literals[1] < bits:  # torch's: all bits leave, and to the right the sign's come in
+            return 0 if node.op == "shl" else -int(literals[0] < 0)
+    return wrapped(f(*literals), node.dtype)  # type: ignore[arg-type]
 
 
 def result_dtype(dtypes: Iterable[DType]) -> DType:
@@ -349,4 +386,6 @@ def _verify_leaf(node: Node, argument_dtypes: list[DType], where: str) -> None:
         assert isinstance(node.attr, int), f"{where}: not a slot"
     elif node.op == "scalar":
         assert isinstance(node.attr, int) and is_weak(node.dtype), f"{where}: a captured number is weak"
+    elif node.op == "const" and category(node.dtype) == "int" and not is_weak(node.dtype):
+        assert wrapped(node.attr, node.dtype) == node.attr, f"{where}: a literal outside of its dtype"  # type: ignore[arg-type]
     assert node.op == "load" or not node.args, f"{where}: a leaf takes no arguments"

@@ -40,6 +40,14 @@ def _whole(name: str, value: Any, least: int | None = None) -> int:
     return value
 
 
+_FAR = 2**31 - 1  # no position, and no difference of two, is further away
+
+
+def _in_sight(distance: int) -> int:
+    """A distance to compare with that of a key from its query: beyond the furthest, one is as good as another."""
+    return max(-_FAR, min(distance, _FAR))
+
+
 def _ids(name: str, value: Any, ranks: tuple[int, ...], shape: str) -> Tensor:
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} is a {type(value).__name__}; wanted an integer tensor of shape {shape}")
@@ -63,11 +71,13 @@ def causal(offset: int | Tensor = 0) -> Mask:
     >>> causal()
     Mask(causal)
     """
+    # the distance is compared: q_idx + offset would wrap around where an offset stands for "all keys"
     if isinstance(offset, Tensor):
         places = _ids("offset", offset, (1,), "(B,)")
-        return Mask(lambda b, h, q_idx, kv_idx: q_idx + places[b] >= kv_idx, "causal(offset per batch)")
-    _whole("offset", offset)
-    return Mask(lambda b, h, q_idx, kv_idx: q_idx + offset >= kv_idx, f"causal(offset={offset})" if offset else "causal")
+        return Mask(lambda b, h, q_idx, kv_idx: kv_idx - q_idx <= places[b], "causal(offset per batch)")
+    name = f"causal(offset={offset})" if _whole("offset", offset) else "causal"
+    offset = _in_sight(offset)
+    return Mask(lambda b, h, q_idx, kv_idx: kv_idx - q_idx <= offset, name)
 
 
 @remade_by_call
@@ -87,23 +97,33 @@ def sliding_window(left: int | None, right: int | None, offset: int | Tensor = 0
     for name, side in (("left", left), ("right", right)):
         if side is not None:
             _whole(name, side)
-    has_left, has_right = left not in (None, -1), right not in (None, -1)
     name = f"sliding_window(left={left}, right={right})"
-    if isinstance(offset, Tensor) and (has_left or has_right):
-        places = _ids("offset", offset, (1,), "(B,)")
-        if has_left and has_right:
-            return Mask(lambda b, h, q_idx, kv_idx: (kv_idx >= q_idx + places[b] - left) & (kv_idx <= q_idx + places[b] + right), name)
-        if has_left:
-            return Mask(lambda b, h, q_idx, kv_idx: kv_idx >= q_idx + places[b] - left, name)
-        return Mask(lambda b, h, q_idx, kv_idx: kv_idx <= q_idx + places[b] + right, name)
-    offset = 0 if isinstance(offset, Tensor) else _whole("offset", offset)
-
+    sides = [None if side in (None, -1) else int(side) for side in (left, right)]  # type: ignore[arg-type]
+    if isinstance(offset, Tensor):
+        return _window_of_places(sides[0], sides[1], _ids("offset", offset, (1,), "(B,)"), name)
+    before, after = (None if side is None else side + sign * _whole("offset", offset) for side, sign in zip(sides, (-1, 1), strict=True))
+    has_left, has_right = before is not None and before < _FAR, after is not None and after < _FAR
+    before, after = _in_sight(before or 0), _in_sight(after or 0)
     if has_left and has_right:
-        return Mask(lambda b, h, q_idx, kv_idx: (q_idx + offset - kv_idx <= left) & (kv_idx - q_idx - offset <= right), name)
+        return Mask(lambda b, h, q_idx, kv_idx: (q_idx - kv_idx <= before) & (kv_idx - q_idx <= after), name)
     if has_left:
-        return Mask(lambda b, h, q_idx, kv_idx: q_idx + offset - kv_idx <= left, name)
+        return Mask(lambda b, h, q_idx, kv_idx: q_idx - kv_idx <= before, name)
     if has_right:
-        return Mask(lambda b, h, q_idx, kv_idx: kv_idx - q_idx - offset <= right, name)
+        return Mask(lambda b, h, q_idx, kv_idx: kv_idx - q_idx <= after, name)
+    return Mask(full().fn, name)
+
+
+def _window_of_places(left: int | None, right: int | None, places: Tensor, name: str) -> Mask:
+    """``sliding_window`` with the place of the first query of each batch entry. A side is bounded by 2^40, which leaves room for any offset
+    but those next to the ends of int64: what is further away is of no use to positions of 31 bits."""
+    far = 2**40
+    first, last = max(-far, min(left or 0, far)), max(-far, min(right or 0, far))
+    if left is not None and right is not None:
+        return Mask(lambda b, h, q_idx, kv_idx: (kv_idx - q_idx + first >= places[b]) & (kv_idx - q_idx - last <= places[b]), name)
+    if left is not None:
+        return Mask(lambda b, h, q_idx, kv_idx: kv_idx - q_idx + first >= places[b], name)
+    if right is not None:
+        return Mask(lambda b, h, q_idx, kv_idx: kv_idx - q_idx - last <= places[b], name)
     return Mask(full().fn, name)
 
 
@@ -116,8 +136,9 @@ def prefix_lm(prefix_length: int | Tensor) -> Mask:
     if isinstance(prefix_length, Tensor):
         lengths = _ids("prefix_length", prefix_length, (1,), "(B,)")
         return Mask(lambda b, h, q_idx, kv_idx: (kv_idx < lengths[b]) | (q_idx >= kv_idx), "prefix_lm(per batch)")
-    _whole("prefix_length", prefix_length, 0)
-    return Mask(lambda b, h, q_idx, kv_idx: (kv_idx < prefix_length) | (q_idx >= kv_idx), f"prefix_lm({prefix_length})")
+    name = f"prefix_lm({_whole('prefix_length', prefix_length, 0)})"
+    prefix_length = _in_sight(prefix_length)
+    return Mask(lambda b, h, q_idx, kv_idx: (kv_idx < prefix_length) | (q_idx >= kv_idx), name)
 
 
 @remade_by_call
@@ -153,18 +174,20 @@ def document_from_cu_seqlens(cu_seqlens: Tensor) -> Mask:
 @remade_by_call
 def chunked(chunk: int) -> Mask:
     """Chunked causal attention (Llama 4): a query sees the keys of its own chunk of ``chunk`` positions, up to its own place."""
-    _whole("chunk", chunk, 1)
-    return Mask(lambda b, h, q_idx, kv_idx: (q_idx // chunk == kv_idx // chunk) & (q_idx >= kv_idx), f"chunked({chunk})")
+    name = f"chunked({_whole('chunk', chunk, 1)})"
+    chunk = _in_sight(chunk)
+    return Mask(lambda b, h, q_idx, kv_idx: (q_idx // chunk == kv_idx // chunk) & (q_idx >= kv_idx), name)
 
 
 @remade_by_call
 def dilated(window: int, dilation: int) -> Mask:
     """Every ``dilation``-th key of a causal window: ``window`` of them besides the query's own. Source: Longformer (arXiv:2004.05150)."""
     _whole("window", window, 0)
-    _whole("dilation", dilation, 1)
+    name = f"dilated(window={window}, dilation={_whole('dilation', dilation, 1)})"
+    reach, dilation = _in_sight(window * dilation), _in_sight(dilation)
     return Mask(
-        lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (q_idx - kv_idx <= window * dilation) & ((q_idx - kv_idx) % dilation == 0),
-        f"dilated(window={window}, dilation={dilation})",
+        lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (q_idx - kv_idx <= reach) & ((q_idx - kv_idx) % dilation == 0),
+        name,
     )
 
 
@@ -183,17 +206,17 @@ def sink_window(sink: int, window: int) -> Mask:
     """
     _whole("sink", sink, 0)
     _whole("window", window, 0)
-    return Mask(
-        lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & ((kv_idx < sink) | (q_idx - kv_idx <= window)),
-        f"sink_window(sink={sink}, window={window})",
-    )
+    name = f"sink_window(sink={sink}, window={window})"
+    sink, window = _in_sight(sink), _in_sight(window)
+    return Mask(lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & ((kv_idx < sink) | (q_idx - kv_idx <= window)), name)
 
 
 @remade_by_call
 def block_diagonal(block: int) -> Mask:
     """Attention inside blocks of ``block`` positions only, both directions."""
-    _whole("block", block, 1)
-    return Mask(lambda b, h, q_idx, kv_idx: q_idx // block == kv_idx // block, f"block_diagonal({block})")
+    name = f"block_diagonal({_whole('block', block, 1)})"
+    block = _in_sight(block)
+    return Mask(lambda b, h, q_idx, kv_idx: q_idx // block == kv_idx // block, name)
 
 
 @remade_by_call

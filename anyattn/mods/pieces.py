@@ -10,9 +10,15 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from anyattn.mods.dependence import dependence
+from anyattn.mods.extents import Box, extents, fits, unwrapped
 from anyattn.mods.ir import Builder, Expr, category
+from anyattn.mods.weak import NEAR_NUMBER
 
 __all__ = ["Piece", "pieces"]
+
+
+_NEAR = Box.of_sizes(2**24, NEAR_NUMBER)  # of numbers further away nobody asks for pieces
+_MOST_SLOPE = 2**16
 
 
 class Piece(NamedTuple):
@@ -69,8 +75,10 @@ def _sides(expr: Expr, i: int) -> list[tuple[Builder, int, int]] | None:
 
 def _grows(expr: Expr, args: tuple[int, ...]) -> bool:
     """Whether the only argument, or the difference of two, is a whole number that changes evenly from key to key."""
-    slopes = [dependence(expr)[a].slope for a in args]
-    if any(s is None for s in slopes) or any(category(expr.nodes[a].dtype) != "int" for a in args):
+    slopes, plain = [dependence(expr)[a].slope for a in args], unwrapped(expr, _NEAR)
+    if any(s is None or max(map(abs, s)) > _MOST_SLOPE for s in slopes) or any(category(expr.nodes[a].dtype) != "int" for a in args):
+        return False
+    if not all(plain[a] and fits(extents(expr, _NEAR)[a], 62) for a in args):
         return False
     by_key = [s[1] for s in slopes]  # type: ignore[index]
     return by_key[0] != (by_key[1] if len(args) == 2 else 0)

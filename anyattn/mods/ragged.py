@@ -12,7 +12,7 @@ from torch import Tensor
 from anyattn.mods.bounds import Boxes, Refiner, connected, tiles_of_limits
 from anyattn.mods.dependence import dependence
 from anyattn.mods.ragged_tiles import RaggedTiles
-from anyattn.mods.rows import RowRanges, limits_of_rows, row_ranges
+from anyattn.mods.rows import MOST_POSITIONS, RowRanges, limits_of_rows, row_ranges
 from anyattn.mods.trace import TracedMod
 
 __all__ = ["classify_ragged", "refine_ragged"]
@@ -40,7 +40,7 @@ def classify_ragged(
     heads = H if any(d.h for d in dependence(mod.expr)) else 1
     if heads == 0 or tiles.total_n == 0:
         return torch.zeros(heads, tiles.total_n, dtype=torch.uint8, device=tiles.device)
-    ranges = row_ranges(mod)
+    ranges = row_ranges(mod) if max(tiles.longest) <= MOST_POSITIONS else None
     if ranges is not None:
         return _of_ranges(ranges, tiles, heads, q_first).expand(heads, -1)
     return refine_ragged(mod, tiles, heads, q_first)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from anyattn.mods.captures import walk
+from anyattn.mods.captures import is_number, walk
 
 __all__ = ["Pattern", "Reading", "recognise"]
 
@@ -101,7 +101,7 @@ def _fits(node: tuple, item: Any, numbers: list, tensors: list, seen: list) -> b
     tag = node[0]
     if tag == "number":
         numbers.append(item)
-        return type(item) is node[1]
+        return type(item) is node[1] and is_number(item)
     if tag == "tensor":
         tensors.append(item)
         return isinstance(item, _TENSOR)
@@ -148,7 +148,7 @@ def _function_fits(node: tuple, fn: Any, numbers: list, tensors: list, seen: lis
             tag = cell_node[0]
             if tag == "tensor" and isinstance(contents, _TENSOR):  # as ``_fits``, without two calls
                 tensors.append(contents)
-            elif tag == "number" and type(contents) is cell_node[1]:
+            elif tag == "number" and type(contents) is cell_node[1] and is_number(contents):
                 numbers.append(contents)
             elif not _place_fits(cell_node, contents, numbers, tensors, seen):
                 return False

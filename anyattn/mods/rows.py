@@ -16,6 +16,7 @@ from torch import Tensor
 
 from anyattn.mods.dependence import Dep, dependence
 from anyattn.mods.evaluate import run
+from anyattn.mods.extents import MOST_INDEX_BITS, Extent
 from anyattn.mods.ir import Expr
 from anyattn.mods.solver import NO_LIMIT, NotRangesError, Solver
 from anyattn.mods.trace import TracedMod
@@ -23,6 +24,7 @@ from anyattn.mods.trace import TracedMod
 __all__ = [
     "LONGEST",
     "MAX_RANGES",
+    "MOST_POSITIONS",
     "NO_LIMIT",
     "RowRanges",
     "check_positions",
@@ -35,6 +37,7 @@ __all__ = [
 
 LONGEST = 2**30  # positions of a sequence: limits and tile lists are int32, and so must be the sum of a limit and a tile
 MAX_RANGES = 4  # a kernel keeps two registers per range and row
+MOST_POSITIONS = 2**MOST_INDEX_BITS  # for longer sequences limits are not shown to be right
 
 
 def check_positions(name: str, count: int) -> None:
@@ -73,7 +76,7 @@ def row_ranges(mod: TracedMod) -> RowRanges | None:
     """
     if mod.kind != "mask":
         raise TypeError(f"row_ranges takes a mask; {mod.name!r} is a {mod.kind} mod")
-    return _derive(mod) if mod.tensors else _derive_once(mod.expr, mod.scalars)
+    return _derive(mod, _held(mod)) if mod.tensors else _derive_once(mod.expr, mod.scalars)
 
 
 @lru_cache(maxsize=1024)
@@ -82,8 +85,20 @@ def _derive_once(expr: Expr, scalars: tuple[int | float, ...]) -> RowRanges | No
     return _derive(TracedMod("mask", expr, scalars, ()))
 
 
-def _derive(mod: TracedMod) -> RowRanges | None:
-    solver = Solver(mod)
+def _held(mod: TracedMod) -> tuple[Extent | None, ...]:
+    """What captured int64 tensors hold, which as far as the dtype goes could be so much that sums with it wrap around: those that kv_idx
+    indexes, and those of the CPU, where looking waits for nothing. None for all others."""
+    deps = dependence(mod.expr)
+    by_key = {node.attr for node in mod.expr.nodes if node.op == "load" and any(deps[a].kv for a in node.args)}
+    found: list[Extent | None] = []
+    for slot, t in enumerate(mod.tensors):
+        is_read = t.dtype is torch.int64 and t.numel() > 0 and (slot in by_key or t.device.type == "cpu")
+        found.append(Extent(*(int(x) for x in t.aminmax())) if is_read else None)
+    return tuple(found)
+
+
+def _derive(mod: TracedMod, held: tuple[Extent | None, ...] = ()) -> RowRanges | None:
+    solver = Solver(mod, held)
     try:
         ranges = solver.solve(mod.expr.outputs[0], True)
     except (NotRangesError, RecursionError):
@@ -99,7 +114,7 @@ def ranges_unread(mask: TracedMod) -> RowRanges | None:
     """The row ranges of a mask where finding them takes no look at what captured tensors hold, which on a GPU would wait for them."""
     if any(n.op == "load" and d.kv for n, d in zip(mask.expr.nodes, dependence(mask.expr), strict=True)):
         return None
-    ranges = row_ranges(mask)
+    ranges = _derive(mask) if mask.tensors else row_ranges(mask)
     # what ranges capture is looked up in the mask's own numbers and tensors
     return ranges if ranges is not None and len(ranges.tensors) <= len(mask.tensors) else None
 
@@ -136,10 +151,11 @@ def limits(
 
     Clipped to [0, seqlen_k]; per row sorted, disjoint and with a gap between neighbours; empty ranges (lo = hi) come last and start
     where the one before ends, so a row's span is ``lo[0]`` to ``hi[-1]``. A dimension of size 1 is broadcast: the mask ignores it.
-    None where the mask has no row ranges. O(seqlen_q) time and memory per (b, h) that differs.
+    None where the mask has no row ranges, or a sequence is longer than ``MOST_POSITIONS``. O(seqlen_q) time and memory per (b, h) that
+    differs.
     """
     ranges = mod if isinstance(mod, RowRanges) else row_ranges(mod)
-    if ranges is None:
+    if ranges is None or max(seqlen_q, seqlen_k) > MOST_POSITIONS:
         return None
     device = device if device is not None else (ranges.tensors[0].device if ranges.tensors else "cpu")
     leaves = {
@@ -161,6 +177,8 @@ def limits_of_rows(mod: TracedMod | RowRanges, b: Tensor, q_idx: Tensor, seqlen_
         return None
     leaves = {"b": b, "h": torch.arange(H, device=b.device)[:, None], "q_idx": q_idx}
     longest = int(seqlen_k.max()) if len(seqlen_k) else 0
+    if longest > MOST_POSITIONS:
+        return None
     return _limits(ranges, leaves, (1, H if _sees(ranges).h else 1, len(b)), seqlen_k, longest, b.device)
 
 

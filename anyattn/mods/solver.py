@@ -3,6 +3,10 @@
 The derivation reads the IR only. A comparison is brought to ``T(kv) >= e`` or ``T(kv) < e`` with ``e`` free of kv, and T is then peeled
 (``A // n >= e`` is ``A >= e * n``, ``abs(A) < e`` is ``A < e & A >= 1 - e``, ...) down to ``kv_idx`` itself. A captured id tensor
 indexed by kv_idx is replaced by derived tensors that say where the run of each id starts and ends (``runs.py``).
+
+These are the rules of whole numbers without end. What the user computes is looked into only where it cannot wrap around (``extents.py``);
+a part without kv_idx is computed as the user wrote it, wrapping as torch does. The solver's own arithmetic never wraps: a limit that is too
+far away is brought to the last one that decides alike, and where that does not help there are no ranges.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from torch import Tensor
 from anyattn.mods import runs
 from anyattn.mods.dependence import dependence
 from anyattn.mods.evaluate import apply, run
+from anyattn.mods.extents import MOST_INDEX_BITS, Box, Extent, exact, extent_of, extents, unwrapped
 from anyattn.mods.ir import Builder, category
 from anyattn.mods.trace import TracedMod
 
@@ -22,8 +27,7 @@ __all__ = ["NO_LIMIT", "NotRangesError", "Range", "Ranges", "Solver"]
 
 NO_LIMIT = 2**31 - 1  # the hi of a range that ends with the keys; no sequence is longer
 _MAX_INTERMEDIATE = 12
-_EXACT_INTS = (torch.int64, int)
-_PLAIN_INTS = (torch.int64, torch.int32, int)
+_NEAR = 2**61  # sums of three such numbers, and products with few, still fit int64
 _OPPOSITE = {"eq": "ne", "ne": "eq", "lt": "ge", "ge": "lt", "gt": "le", "le": "gt"}
 _MIRRORED = {"eq": "eq", "ne": "ne", "lt": "gt", "gt": "lt", "le": "ge", "ge": "le"}
 
@@ -38,9 +42,14 @@ class NotRangesError(Exception):
 class Solver:
     """Solves boolean nodes of one mask for kv_idx; the limits are built in ``out``."""
 
-    def __init__(self, mod: TracedMod) -> None:
+    def __init__(self, mod: TracedMod, held: tuple[Extent | None, ...] = ()) -> None:
+        """held: the least and greatest entry of captured tensors, where they may be known."""
         self.mod, self.nodes, self.deps = mod, mod.expr.nodes, dependence(mod.expr)
+        self.box = Box.of_numbers(2**MOST_INDEX_BITS, mod.scalars)._replace(tensors=held)
+        self.extents, self.exact = extents(mod.expr, self.box), exact(mod.expr, self.box)
+        self.plain = unwrapped(mod.expr, self.box)
         self.out = Builder()
+        self.reach: list[tuple[Extent | None, bool]] = []  # of the nodes of ``out``
         self.tensors = list(mod.tensors)
         self.conditions: dict[int, int] = {}  # hi of a range that is everything or nothing -> the condition that decides
 
@@ -59,20 +68,55 @@ class Solver:
         return self.out.copy(self.mod.expr, node)
 
     def whole(self, node: int) -> int:
-        return self.out.cast(self.free(node), torch.int64)
+        """A whole number that does not involve kv_idx. One that may wrap around on the way from row to row is no straight line, whatever
+        sums it is made of: what looks for lines in limits (``Dep.slope``) does not look into these bits."""
+        found = self.out.cast(self.free(node), torch.int64)
+        return found if self.plain[node] or not self.deps[node].q else self.out.add("and", found, self.number(-1))
+
+    def extent(self, position: int) -> Extent:
+        """Of a limit, or of another whole number in ``out``."""
+        return self._reach(position)[0] or Extent(-(2**63), 2**63 - 1)
+
+    def _reach(self, position: int) -> tuple[Extent | None, bool]:
+        nodes, box = self.out.nodes, self.box._replace(tensors=(*self.box.tensors, *[None] * len(self.tensors)) if self.box.tensors else ())
+        for node in nodes[len(self.reach) : position + 1]:
+            self.reach.append(extent_of(node, [nodes[a].dtype for a in node.args], [self.reach[a][0] for a in node.args], box))
+        return self.reach[position]
+
+    def sure(self, op: str, *args: int) -> int:
+        """The solver's own arithmetic."""
+        made = self.out.add(op, *args)
+        if not self._reach(made)[1]:
+            raise NotRangesError
+        return made
 
     def plus(self, node: int, amount: int) -> int:
-        """node + amount, folding literals, and saturating where a captured int64 sentinel could overflow."""
+        """node + amount, folding literals."""
         this = self.out.nodes[node]
         if amount == 0:
             return node
-        if this.op == "const":
+        if this.op == "const" and abs(this.attr + amount) < 2**63:  # type: ignore[operator]
             return self.number(this.attr + amount)  # type: ignore[operator]
-        if this.op == "add" and self.out.nodes[this.args[1]].op == "const":
+        if this.op == "add" and self.out.nodes[this.args[1]].op == "const" and self._reach(node)[1]:
             return self.plus(this.args[0], self.out.nodes[this.args[1]].attr + amount)  # type: ignore[operator]
-        if this.op == "load":
-            node = self.out.add("max", self.out.add("min", node, self.number(2**40)), self.number(-(2**40)))
-        return self.out.add("add", node, self.number(amount))
+        return self.sure("add", node, self.number(amount))
+
+    def between(self, node: int, lo: int, hi: int) -> int:
+        """node, no less than lo and no more than hi."""
+        extent, this = self.extent(node), self.out.nodes[node]
+        if this.op == "const":
+            return self.number(max(lo, min(this.attr, hi)))  # type: ignore[type-var, call-overload]
+        node = node if extent.hi <= hi else self.out.add("min", node, self.number(hi))
+        return node if extent.lo >= lo else self.out.add("max", node, self.number(lo))
+
+    def in_sight(self, bound: int, node: int) -> int:
+        """``bound`` where ``node >= bound`` is asked, brought near: beyond ``node``'s own extent one limit is as good as another."""
+        extent, own = self.extents[node], self.extent(bound)
+        if own.lo >= -_NEAR and own.hi <= _NEAR:
+            return bound
+        if extent is None or extent.lo < -_NEAR or extent.hi > _NEAR:
+            raise NotRangesError
+        return self.between(bound, extent.lo, extent.hi + 1)
 
     def pick(self, op: str, a: int | None, b: int | None, none_wins: bool) -> int | None:
         """min or max of two limits, where no limit either wins or loses."""
@@ -187,47 +231,72 @@ class Solver:
         if not self.deps[node].kv:
             rest.append((factor, self.whole(node)))
             return
-        if this.dtype in _EXACT_INTS and this.op in ("add", "sub", "neg"):
+        if not self.exact[node]:
+            terms[node] = terms.get(node, 0) + factor
+            return
+        if this.op in ("add", "sub", "neg"):
             self._linear(this.args[0], -factor if this.op == "neg" else factor, terms, rest)
             if this.op != "neg":
                 self._linear(this.args[1], factor if this.op == "add" else -factor, terms, rest)
             return
-        if this.dtype in _EXACT_INTS and this.op == "mul":
+        if this.op == "mul":
             for a, b in (this.args, this.args[::-1]):
                 if self.nodes[b].op == "const":
                     return self._linear(a, factor * self.nodes[b].attr, terms, rest)  # type: ignore[operator]
-        # an index, or a difference of two, fits int32: no sequence has 2^31 positions
-        if this.op == "cast" and this.dtype in _PLAIN_INTS and self.nodes[this.args[0]].dtype in _PLAIN_INTS:
+        if this.op == "cast" and category(self.nodes[this.args[0]].dtype) == "int":  # to where it fits
             return self._linear(this.args[0], factor, terms, rest)
         terms[node] = terms.get(node, 0) + factor
 
-    def _sum(self, rest: list[tuple[int, int]], sign: int) -> int:
-        """``sign`` times the sum of ``rest``, written with as few negations as possible."""
-        total, literal = None, 0
-        for factor, node in sorted(((sign * f, n) for f, n in rest), key=lambda item: item[0] < 0):
-            if self.out.nodes[node].op == "const":
-                literal += factor * self.out.nodes[node].attr  # type: ignore[operator]
-                continue
+    def _sum(self, rest: list[tuple[int, int]], sign: int, reach: int) -> int:
+        """``sign`` times the sum of ``rest``, to be compared with numbers up to ``reach``; written with as few negations as possible."""
+        parts = [(sign * f, n) for f, n in rest if self.out.nodes[n].op != "const"]
+        literal = sum(sign * f * self.out.nodes[n].attr for f, n in rest if self.out.nodes[n].op == "const")  # type: ignore[operator, misc]
+        literal = self._bring_near(parts, literal, reach + 2)
+        total = None
+        for factor, node in sorted(parts, key=lambda item: item[0] < 0):
             if abs(factor) != 1:
-                node = self.out.add("mul", node, self.number(abs(factor)))
+                node = self.sure("mul", node, self.number(abs(factor)))
             if total is None:
-                total = node if factor > 0 else self.out.add("neg", node)
+                total = node if factor > 0 else self.sure("neg", node)
             else:
-                total = self.out.add("add" if factor > 0 else "sub", total, node)
+                total = self.sure("add" if factor > 0 else "sub", total, node)
         return self.number(literal) if total is None else self.plus(total, literal)
+
+    def _bring_near(self, parts: list[tuple[int, int]], literal: int, reach: int) -> int:
+        """The literal of a sum, and in ``parts`` the one part that may be far away, such as a captured sentinel: both near enough to add,
+        and far enough to decide as before against the other parts and numbers up to ``reach``."""
+        sizes = [abs(f) * max(-self.extent(n).lo, self.extent(n).hi, 0) for f, n in parts]
+        far = [i for i, size in enumerate(sizes) if size > _NEAR // 4]
+        is_far = abs(literal) > _NEAR // 4
+        rest = reach + sum(size for i, size in enumerate(sizes) if i not in far) + abs(literal) * (not is_far)
+        if not far and not is_far:
+            return literal
+        if len(far) + is_far > 1 or rest > _NEAR:
+            raise NotRangesError
+        room = max(2**40, 1 << rest.bit_length())
+        if is_far:
+            return max(-room, min(literal, room))
+        factor, node = parts[far[0]]
+        if abs(factor) != 1:
+            raise NotRangesError
+        parts[far[0]] = factor, self.between(node, -room, room)
+        return literal
 
     def _solve_linear(self, op: str, terms: dict[int, int], rest: list[tuple[int, int]]) -> Ranges:
         """The kv at which ``sum(factor * term) + rest op 0``."""
         terms = {t: f for t, f in terms.items() if f}
         if not terms:
-            return self.when(self.out.add(op, self._sum(rest, 1), self.number(0)))
+            return self.when(self.out.add(op, self._sum(rest, 1, 0), self.number(0)))
         if len(terms) > 1:
             raise NotRangesError
         ((term, factor),) = terms.items()
-        if factor < 0:
-            op, bound = _MIRRORED[op], self._sum(rest, 1)
+        extent = self.extents[term]
+        assert extent is not None  # of whole numbers
+        if len(rest) == 1 and abs(rest[0][0]) == 1 and rest[0][0] * factor < 0:  # as the user wrote it, however far away
+            bound = rest[0][1]
         else:
-            bound = self._sum(rest, -1)
+            bound = self._sum(rest, -1 if factor > 0 else 1, abs(factor) * max(-extent.lo, extent.hi))
+        op = _MIRRORED[op] if factor < 0 else op
         return self._solve_term(op, term, abs(factor), bound)
 
     def _solve_term(self, op: str, term: int, factor: int, bound: int) -> Ranges:
@@ -239,10 +308,16 @@ class Solver:
             if op == "ne":
                 return self.union(below, from_next)
             return self.intersect(self._solve_term("ge", term, factor, bound), self._solve_term("le", term, factor, bound))
+        extent, own = self.extents[term], self.extent(bound)
+        if own.lo < -_NEAR or own.hi > _NEAR:  # one side of factor * T is as good as another
+            assert extent is not None
+            if max(-extent.lo, extent.hi) * factor > _NEAR:
+                raise NotRangesError
+            bound = self.between(bound, factor * extent.lo - 1, factor * extent.hi + 1)
         if op in ("gt", "le"):  # T > e is T >= e + 1
             bound = self.plus(bound, 1)
         if factor != 1:  # factor * T >= e is T >= ceil(e / factor); T < e likewise
-            bound = self.plus(self.out.add("floordiv", self.plus(bound, -1), self.number(factor)), 1)
+            bound = self.plus(self.sure("floordiv", self.plus(bound, -1), self.number(factor)), 1)
         return self.threshold(term, op in ("gt", "ge"), bound)
 
     def threshold(self, node: int, at_least: bool, bound: int) -> Ranges:
@@ -257,13 +332,14 @@ class Solver:
             return self._threshold_where(node, at_least, bound)
         if this.op == "load":
             return self._load_threshold(node, at_least, bound)
-        if this.dtype not in _PLAIN_INTS:
-            raise NotRangesError
         if this.op in ("min", "max"):
             combine = self.union if (this.op == "max") == at_least else self.intersect
             return combine(self.threshold(this.args[0], at_least, bound), self.threshold(this.args[1], at_least, bound))
+        if not self.exact[node]:
+            raise NotRangesError
+        bound = self.in_sight(bound, node)
         if this.op == "abs":
-            below = self.plus(self.out.add("neg", bound), 1)
+            below = self.plus(self.sure("neg", bound), 1)
             combine = self.union if at_least else self.intersect
             return combine(self.threshold(this.args[0], at_least, bound), self.threshold(this.args[0], not at_least, below))
         if this.op in ("floordiv", "mul"):
@@ -301,16 +377,16 @@ class Solver:
         if this.op == "mul" and self._literal(b) is None:
             a, b = b, a
         size = self._literal(b)
-        if size is None or size == 0 or this.dtype not in _EXACT_INTS:
+        if size is None or size == 0:
             raise NotRangesError
         n = self.whole(b)
         if this.op == "floordiv":
             if size < 0:
                 raise NotRangesError
-            return self.threshold(a, at_least, self.out.add("mul", bound, n))
+            return self.threshold(a, at_least, self.sure("mul", bound, n))
         if size > 0:
-            return self.threshold(a, at_least, self.plus(self.out.add("floordiv", self.plus(bound, -1), n), 1))
-        return self.threshold(a, not at_least, self.plus(self.out.add("floordiv", bound, n), 1))
+            return self.threshold(a, at_least, self.plus(self.sure("floordiv", self.plus(bound, -1), n), 1))
+        return self.threshold(a, not at_least, self.plus(self.sure("floordiv", bound, n), 1))
 
     # -- captured tensors indexed by kv_idx
     def _table(self, node: int) -> tuple[Tensor, tuple[int, ...]]:
@@ -357,6 +433,7 @@ class Solver:
         table, others = self._table(node)
         if table.dtype.is_floating_point or table.dtype is torch.bool:
             return None
+        table = table.to(torch.int64) if table.dtype in (torch.uint16, torch.uint32) else table  # which torch does not compare
         wanted = self._values_of(bound)
         if wanted is None:
             return None

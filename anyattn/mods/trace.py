@@ -1,8 +1,9 @@
 """Traces a user's mod into the IR by calling it once on symbolic values.
 
 Captured numbers become run-time scalars: the function that is called is a copy whose numeric closure cells, defaults, globals and
-instance attributes hold symbolic numbers. Where the body needs a Python number after all (``range(n)``), that one number is traced again
-as a constant and becomes part of the key. Captured tensors become run-time inputs when they are indexed (or, at rank 0, computed with).
+instance attributes hold symbolic numbers. Where the body needs a Python number after all (``range(n)``, or arithmetic among captured
+numbers of more than 64 bits), that one number is traced again as a constant and becomes part of the key. Captured tensors become run-time
+inputs when they are indexed (or, at rank 0, computed with).
 
 A trace costs about 0.1 ms. ``recognise.py`` knows a function seen before, with other values in its captures, and skips it.
 """
@@ -26,6 +27,7 @@ from anyattn.mods.refused import check_draws, generators_state, is_random, refus
 from anyattn.mods.source import FUNCTION_CURE, called_from, failed, mod_error
 from anyattn.mods.values import NeedsNumber, Value, View
 from anyattn.mods.vectors import Vector
+from anyattn.mods.weak import slots_in_question, strayed
 from anyattn.of_fields import OfFields
 
 __all__ = [
@@ -101,6 +103,8 @@ class Tracer(Builder):
     def capture(self, tensor: torch.Tensor) -> Any:
         if tensor.layout is not torch.strided or tensor.is_complex() or tensor.is_quantized:
             raise mod_error(f"a captured tensor is {tensor.layout} {tensor.dtype}", "capture a dense tensor of a real dtype")
+        if tensor.dtype is torch.uint64:
+            raise mod_error("a captured tensor is torch.uint64", "capture it as torch.int64, whose sums and products have the same bits")
         slot = next((i for i, t in enumerate(self.tensors) if t is tensor), None)
         if slot is None:
             slot = len(self.tensors)
@@ -201,7 +205,10 @@ def trace(
     while True:
         try:
             expr, tracer, numbers = _run(fn, kind, score_dtype, aux if takes_aux else None, pinned, torch.device(device))
-            break
+            more = strayed(expr, numbers)
+            if not more:
+                break
+            pinned |= more
         except NeedsNumber as need:
             pinned |= need.slots
         except ModError:
@@ -391,6 +398,8 @@ class _Memo:
         for expr, pinned, source in self.table.get(self.identity, ()):
             if all(_same_number(found[s], value) for s, value in pinned):
                 numbers, tensors = tuple([found[s] for s in source.scalars]), tuple([self.tensors[p] for p in source.tensors])
+                if strayed(expr, numbers):
+                    continue
                 return TracedMod(self.kind, expr, numbers, tensors, name_of(fn), source)  # equal programs have names of their own
         return None
 
@@ -403,7 +412,7 @@ class _Memo:
             entries.clear()
         if len(self.table) > 4096:
             self.table.clear()
-        self.reading.pattern.fix(tuple(pinned))
+        self.reading.pattern.fix((*pinned, *(scalars[slot] for slot in slots_in_question(expr))))
         source = Source(self.reading.pattern, tuple(scalars), tuple(paths))
         entries.append((expr, tuple((s, numbers[s]) for s in sorted(pinned)), source))
         return source

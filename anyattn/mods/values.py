@@ -19,12 +19,12 @@ import torch
 
 from anyattn.mods.activations import ACTIVATIONS, rounded_to
 from anyattn.mods.arguments import check_call
-from anyattn.mods.ir import OPS, Builder, category, is_weak, result_dtype
+from anyattn.mods.ir import OPS, Builder, category, is_weak, result_dtype, wrapped
 from anyattn.mods.refused import is_random, refuse_random
 from anyattn.mods.source import mod_error, truth_cure
 from anyattn.mods.vectors import Vector, as_vector, cuts, from_values, refuse_many, spelled_out
 
-__all__ = ["FUNCTIONS", "NeedsNumber", "Value", "View", "builder_in", "cast"]
+__all__ = ["FUNCTIONS", "NeedsNumber", "Value", "View", "builder_in", "cast", "refuse_outside"]
 
 
 class NeedsNumber(Exception):
@@ -182,6 +182,8 @@ class Value:
             return builder.capture(item).settled(required=True)  # type: ignore[attr-defined]
         if hasattr(item, "item") and getattr(item, "shape", None) == ():  # numpy scalars; np.float64 is a float as well
             item = item.item()
+        if isinstance(item, int) and not -(2**63) <= item < 2**64:
+            raise mod_error(f"the number {item} has more than the 64 bits of torch's whole numbers", "use one of 64 bits, or a float")
         for number in (bool, int, float):
             if isinstance(item, number):  # an IntEnum member is an int: the IR knows exact types only
                 return Value(builder, builder.const(number(item)))
@@ -318,6 +320,24 @@ def _values(*items: Any) -> tuple[Builder, list[Value]]:
     return builder, [Value.lift(builder, i) for i in items]
 
 
+_BARE = (torch.uint16, torch.uint32, torch.uint64)  # dtypes that torch itself hardly computes in
+
+
+def _refuse_bare(*values: Value) -> None:
+    for value in values:
+        if value.kind in _BARE:
+            raise mod_error(f"a mod cannot compute with a {value.kind} value", "convert it first: x.to(torch.int64)")
+
+
+def refuse_outside(value: Value, dtype: Any, use: str) -> None:
+    """Of a literal that torch does not put into ``dtype``: what arithmetic wraps around, these functions refuse."""
+    node, strong = value.builder.nodes[value.node], torch.int64 if dtype is int else dtype
+    if node.op == "const" and category(node.dtype) == category(dtype) == "int" and wrapped(node.attr, strong) != node.attr:  # type: ignore
+        raise mod_error(
+            f"{use} is given {node.attr}, which {strong} does not hold", "use a number that it holds, or convert the other side"
+        )
+
+
 def _real(builder: Builder, value: Value) -> int:
     """The value's node in the float dtype that torch computes it in."""
     if category(value.kind) == "float":
@@ -328,6 +348,7 @@ def _real(builder: Builder, value: Value) -> int:
 def _unary(op: str) -> Callable[..., Value]:
     def apply(input: Any) -> Value:
         builder, (value,) = _values(input)
+        _refuse_bare(value)
         if category(value.kind) not in OPS[op].operands and OPS[op].operands == ("float",):
             if op in ("floor", "ceil", "trunc", "round"):
                 if value.kind is torch.bool:
@@ -346,7 +367,11 @@ def _binary(op: str, swapped: bool = False) -> Callable[..., Value]:
         if isinstance(input, (str, type(None))) or isinstance(other, (str, type(None))):
             raise mod_error(f"a mod cannot compute with {input!r} and {other!r}", "use numbers, indices, the score and captured tensors")
         builder, (a, b) = _values(*((other, input) if swapped else (input, other)))
+        _refuse_bare(a, b)
         left, right = builder.promote(a.node, b.node)
+        sides = builder.nodes[left], builder.nodes[right]
+        if sides[0].dtype is int and any(isinstance(n.attr, int) and n.attr >= 2**63 for n in sides):  # Python's arithmetic, not torch's
+            raise NeedsNumber(_scalar_slots(builder, left) | _scalar_slots(builder, right))  # type: ignore[operator]
         name = op
         if builder.nodes[left].dtype is torch.bool:
             name = {"add": "or", "mul": "and", "max": "or", "min": "and"}.get(op, op)  # torch's meaning of + and * on bools
@@ -371,13 +396,16 @@ def _div(input: Any, other: Any, rounding_mode: str | None = None) -> Value:
     whole = category(result_dtype([a.kind, b.kind])) != "float"
     if not whole:
         return _unary("trunc")(_binary("div")(a, b))
-    magnitude = _binary("floordiv")(_unary("abs")(a), _unary("abs")(b))
-    return _binary("mul")(magnitude, _binary("mul")(_unary("sign")(a), _unary("sign")(b)))
+    return _binary("floordiv")(_binary("sub")(a, _binary("fmod")(a, b)), b)  # without its rest there is nothing to round
 
 
 def _clamp(input: Any, min: Any = None, max: Any = None) -> Value:
     if min is None and max is None:
         raise mod_error("clamp is given neither min nor max", "give one, as in torch.clamp(x, min=0)")
+    _, (value, *ends) = _values(input, *(end for end in (min, max) if end is not None))
+    _refuse_bare(value, *ends)
+    for end in ends:
+        refuse_outside(end, result_dtype([value.kind, end.kind]), "clamp")
     if min is not None:
         input = _binary("max")(input, min)
     return input if max is None else _binary("min")(input, max)
@@ -387,6 +415,9 @@ def _where(condition: Any, input: Any, other: Any) -> Value:
     builder, (c, x, y) = _values(condition, input, other)
     if c.kind is not torch.bool:
         raise mod_error(f"torch.where's condition is a {c.kind} value", "compare it: torch.where(x != 0, a, b)")
+    _refuse_bare(x, y)
+    for value in (x, y):
+        refuse_outside(value, result_dtype([x.kind, y.kind]), "torch.where")
     left, right = builder.promote(x.node, y.node)
     if is_weak(builder.nodes[left].dtype):  # torch.where(c, 1, 0) is a tensor, no longer a Python number
         strong = torch.get_default_dtype() if builder.nodes[left].dtype is float else torch.int64

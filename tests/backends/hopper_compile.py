@@ -23,7 +23,7 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from anyattn import masks
 from anyattn.backends.hopper.config import LEAST_PIECE, Ask, Config, slots, tiles_for
 from anyattn.backends.hopper.kernel import HopperForward
-from anyattn.mods.rows import row_ranges
+from anyattn.mods.rows import ranges_unread, row_ranges
 from anyattn.mods.trace import trace
 
 TYPES = {torch.float32: Float32, torch.int64: cutlass.Int64}
@@ -95,7 +95,9 @@ def cases() -> dict[str, tuple[list, dict]]:  # type: ignore[type-arg]
     document, tree = trace(masks.document(ids), "mask"), trace(masks.tree(torch.zeros(9, 3, dtype=torch.int64)), "mask")
     rounded = trace(lambda s, b, h, q, k: s + torch.round(s) % 3 - torch.sign(s) * ((q - k) // 3 ^ k) + torch.log1p(s.abs()), "score")
     powers = trace(lambda s, b, h, q, k: torch.fmod(s**3, 7) + s.abs() ** 1.7 - 0.9 ** (q - k).abs(), "score")
-    assert causal is not None and window is not None and sinks is not None
+    hashed = trace(lambda b, h, q, k: ((q * 1103515245 + k * 2654435761).to(torch.int32) >> (k.to(torch.int8) & 7)) % 7 < 3, "mask")
+    until = ranges_unread(trace(lambda b, h, q, k: k - q <= ids[b], "mask"))  # int64, and so perhaps far away
+    assert causal is not None and window is not None and sinks is not None and until is not None
     ends = {"bands": (causal.expr,)}
     each, entries = Ask(document.expr, False), {"has_entries": True, "has_order": True, "spread": "heads"}
     return {
@@ -114,6 +116,7 @@ def cases() -> dict[str, tuple[list, dict]]:  # type: ignore[type-arg]
         "document and causal": ([document, causal], {"lists": "dense", "partial": each, "always": (Ask(causal.expr, True),)}),
         "tree": ([tree], {"lists": "dense", "partial": Ask(tree.expr, False), "has_order": True}),
         "rounded": ([rounded], {"score": rounded.expr}),
+        "whole numbers": ([hashed, until], {"lists": "dense", "partial": Ask(hashed.expr, False), "always": (Ask(until.expr, True),)}),
         "powers": ([powers, causal], {"score": powers.expr, **ends}),
         "ragged": ([causal], {**ends, **entries}),
         "documents": ([alibi, causal], {"score": alibi.expr, **ends, **entries, "has_count": True}),

@@ -141,12 +141,14 @@ def test_a_scale_below_zero_is_another_kernel(launched: list[Launch]) -> None:
     assert [arguments[15] * math.log(2) for _, arguments in launched] == pytest.approx([0.5, 0.25, -0.5, 0.125], rel=1e-12)
 
 
-def test_numbers_too_far_are_brought_near_again(launched: list[Launch]) -> None:
+def test_a_number_too_far_is_no_call_of_the_same_facts(launched: list[Launch]) -> None:
     def call(width: int) -> Any:
-        anyattn.flex_attention(*qkv(), lambda s, b, h, i, j: torch.where(j < width, s, s * 2))
+        anyattn.flex_attention(*qkv(), lambda s, b, h, i, j: torch.where(j < width, s, s * 2), backend="hopper")
         return launched[-1][1][-2]
 
-    assert [call(5), call(2**31 - 1)] == [(5,), (2**30,)]
+    assert [call(5), call(2**29 - 1)] == [(5,), (2**29 - 1,)]
+    with pytest.raises(anyattn.BackendError, match="32 bits"):
+        call(2**31 - 1)
 
 
 def test_a_forgotten_kernel_is_looked_for(launched: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,16 +54,22 @@ class Start:
         return self.array[(*self.place[:-1], self.place[-1] + step)]
 
 
-class _IsInt32(type):
+class _Whole(type):
     def __instancecheck__(cls, x: Any) -> bool:
-        return isinstance(x, np.int32)
+        return isinstance(x, cls.kind)  # type: ignore[attr-defined]
 
 
-class Int32(metaclass=_IsInt32):
+class Int32(metaclass=_Whole):
     """A conversion that wraps around, as the device's does."""
 
+    kind = np.int32
+
     def __new__(cls, x: Any) -> Any:
-        return np.asarray(x).astype(np.int64).astype(np.int32)[()]
+        return np.asarray(x).astype(np.int64).astype(cls.kind)[()]
+
+
+class Int64(Int32):
+    kind = np.int64
 
 
 def _unary(function: Callable) -> Callable:
@@ -98,7 +104,7 @@ def emitter(sign: str) -> dict[str, Any]:
     laid = {"crd2idx": lambda place, layout: place, "make_tensor": lambda view, layout: view, "make_layout": lambda size: size}
     cute = SimpleNamespace(math=SimpleNamespace(**functions), arch=arch, **laid)
     given = {"cute": cute, "cutlass": cutlass, "dsl_user_op": lambda f: f}
-    given |= {"Float32": np.float32, "Int32": Int32, "Int64": np.int64, "Boolean": np.bool_, "_rest": rest, "call_native": None}
+    given |= {"Float32": np.float32, "Int32": Int32, "Int64": Int64, "Boolean": np.bool_, "_rest": rest, "call_native": None}
     below = _run("arithmetic", given)
     made = _run("emit", given | {name: below[name] for name in below["__all__"]})
     made["_UNARY"] |= {"tanh": functions["tanh"], "sigmoid": _unary(lambda x: 1 / (1 + np.exp(-x)))}

@@ -14,6 +14,7 @@ from anyattn.mods.bounds import classify
 from anyattn.mods.evaluate import run
 from anyattn.mods.ir import OPS, Builder, category
 from anyattn.mods.trace import trace
+from anyattn.mods.weak import bits_of_numbers
 from anyattn.sparsity import block_mask, compute, compute_block_sparsity, create_block_mask
 from anyattn.sparsity.block_mask import _with_partial_tails
 from anyattn.sparsity.lists import lists_of_grid
@@ -37,7 +38,7 @@ def everywhere(out, scalars, tensors, score, FN: tl.constexpr, M: tl.constexpr, 
 def by_triton(expr, scalars, tensors, score=None):  # type: ignore[no-untyped-def]
     out = torch.empty(ROWS, COLUMNS, dtype=expr.output.dtype)
     fn = generated.load(emit.function("mod", expr), f"mod_{expr.key}").mod
-    packed = emit.packed_scalars(scalars), emit.packed_tensors(tensors)
+    packed = bits_of_numbers(scalars), emit.packed_tensors(tensors)
     everywhere[(1,)](out, *packed, out if score is None else score, fn, ROWS, COLUMNS, score is not None)
     return out
 

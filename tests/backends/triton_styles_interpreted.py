@@ -8,10 +8,11 @@ import triton
 import triton.language as tl
 
 from anyattn.backends.triton import generated, interpreter
-from anyattn.backends.triton.emit import PLAIN, Style, emit, packed_scalars, packed_tensors
+from anyattn.backends.triton.emit import PLAIN, Style, emit, packed_tensors
 from anyattn.backends.triton.styles import style_of
 from anyattn.mods.evaluate import run
 from anyattn.mods.trace import trace
+from anyattn.mods.weak import bits_of_numbers
 from anyattn.problem import Problem
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
@@ -33,7 +34,7 @@ def by_triton(traced, style, score, first):  # type: ignore[no-untyped-def]
     text = f"@triton.jit\ndef mod(b, h, q_idx, kv_idx, score, scalars, tensors):\n{body}\n"
     fn = generated.load(text, f"styled_{generated.digest(text)}").mod
     out = torch.empty(ROWS, COLUMNS, dtype=traced.expr.output.dtype)
-    numbers = (*packed_scalars(traced.scalars), 0, 0)[:2]
+    numbers = (*bits_of_numbers(traced.scalars), 0, 0)[:2]
     tensor, *places = (packed_tensors(traced.tensors) or ((score,),))[0]
     everywhere[(1,)](out, score, first, *numbers, tensor, *(*places, 0, 0, 0, 0)[:4], fn, ROWS, COLUMNS)
     return out

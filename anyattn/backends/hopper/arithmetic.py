@@ -1,4 +1,4 @@
-"""What the emitter needs of arithmetic beyond single instructions, with torch's meaning: choices, whole numbers, rests, powers."""
+"""What the emitter needs of arithmetic beyond single instructions, with torch's meaning: choices, whole numbers, shifts, rests, powers."""
 
 from __future__ import annotations
 
@@ -9,19 +9,27 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
-__all__ = ["TYPES", "alike", "divided", "erfinv", "fmod", "hypot", "power", "select", "whole"]
+__all__ = [
+    "TYPES", "alike", "divided", "erfinv", "fmod", "hypot", "in_bits", "limit", "narrow", "power", "select", "shifted", "whole",
+]  # fmt: skip
 
 TYPES = {"float": Float32, "int": Int32, "bool": Boolean}
+_FAR = 2**30  # further than any position; twice that, less one, is still a number of 32 bits
 _MOST_PRODUCTS = 16  # powers up to this one are products; each squaring doubles the rounding
 
 
+def _is_long(x: Any) -> bool:
+    """Whether a whole number takes 64 bits: a run-time one by its type, a literal by its size."""
+    return isinstance(x, Int64) or (isinstance(x, int) and not -(2**31) <= x < 2**31)
+
+
 def whole(x: Any) -> Any:
-    """A run-time integer of 32 bits, unless a captured tensor made it one of 64."""
-    return x if isinstance(x, Int64) else Int32(x)
+    """A run-time integer of 32 bits, unless it takes 64."""
+    return x if isinstance(x, Int64) else Int64(x) if _is_long(x) else Int32(x)
 
 
 def alike(args: list[Any]) -> list[Any]:
-    wide = any(isinstance(a, Int64) for a in args)
+    wide = any(_is_long(a) for a in args)
     return [Int64(a) if wide else Int32(a) for a in args]
 
 
@@ -30,9 +38,45 @@ def select(condition: Any, yes: Any, no: Any, kind: str) -> Any:
     if isinstance(condition, bool):
         return yes if condition else no
     as_kind = TYPES[kind]
-    if kind == "int" and (isinstance(yes, Int64) or isinstance(no, Int64)):
+    if kind == "int" and (_is_long(yes) or _is_long(no)):
         as_kind = Int64
     return as_kind(cutlass.select_(condition, as_kind(yes), as_kind(no)))
+
+
+def narrow(x: Any) -> Any:
+    """The lower 32 bits of a whole number."""
+    return Int32(x) if isinstance(x, Int64) else x
+
+
+def in_bits(x: Any, bits: int, is_signed: bool) -> Any:
+    """A run-time whole number wrapped around as one of fewer than 32 bits."""
+    x = narrow(whole(x))
+    return (x << (32 - bits)) >> (32 - bits) if is_signed else x & (2**bits - 1)
+
+
+def limit(x: Any, is_near: bool) -> Any:
+    """A limit of a row's keys in 32 bits; further than any position is as far. is_near: a run-time one is no further than 2^30."""
+    if isinstance(x, int):
+        return max(-_FAR, x) if x < 2 * _FAR else 2 * _FAR - 1
+    if is_near and not isinstance(x, Int64):
+        return x
+    low, high = (Int64(side) if isinstance(x, Int64) else Int32(side) for side in (-_FAR, _FAR))
+    return Int32(cutlass.min(cutlass.max(x, low), high))
+
+
+def shifted(op: str, a: Any, b: Any, bits: int) -> Any:
+    """``a << b`` or ``a >> b`` of numbers of ``bits`` bits: by less than 0 or by as many bits as there are, all leave, and to the right
+    the sign's come in. What fits 32 bits is shifted in 32."""
+    a, b = alike([a, b]) if not isinstance(b, int) else (whole(a), b)
+    width = 64 if isinstance(a, Int64) else 32
+    bits = min(bits, width)
+    if isinstance(b, int):
+        is_inside = 0 <= b < bits
+        return a << b if is_inside and op == "shl" else a * 0 if op == "shl" else a >> (b if is_inside else width - 1)
+    is_inside = (b >= 0) & (b < bits)
+    if op == "shl":
+        return select(is_inside, a << select(is_inside, b, 0, "int"), 0, "int")
+    return a >> select(is_inside, b, width - 1, "int")
 
 
 # ---- rests
@@ -44,7 +88,8 @@ def divided(op: str, a: Any, b: Any, kind: str) -> Any:
         rest = fmod(a, b, kind)
         return _signed(rest, b, kind) if op == "mod" else _whole_quotient(Float32(a), b, rest)
     if isinstance(b, int) and b > 0 and b & (b - 1) == 0:
-        return whole(a) >> (b.bit_length() - 1) if op == "floordiv" else whole(a) & (b - 1)
+        a = Int64(a) if _is_long(b) else whole(a)
+        return a >> (b.bit_length() - 1) if op == "floordiv" else a & (b - 1)
     a, b = alike([a, b])
     return a // b if op == "floordiv" else _signed(a % b, b, kind)
 

@@ -2,8 +2,11 @@
 
 What depends on neither position is computed once, on the row once a row (a thread holds two of 64), on the column once a column, and only
 the rest once a score, or once a diagonal. A whole number that grows evenly from column to column, such as a distance, is turned into a
-float once a row; a table read by such a number is addressed once a row. Positions are 32-bit; addresses are not, for a tensor's strides
-are 64-bit numbers.
+float once a row; a table read by such a number is addressed once a row.
+
+torch's whole numbers have 64 bits or fewer, and wrap around. What fits 32 bits for all positions and captured numbers that the kernel takes
+(``staging.is_wide``) is computed in 32; what may leave a narrower dtype is wrapped around there. Addresses have 64 bits, for a tensor's
+strides have.
 """
 
 from __future__ import annotations
@@ -14,13 +17,28 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+import torch
+from cutlass import Float32, Int32, Int64
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
-from anyattn.backends.hopper.arithmetic import TYPES, alike, divided, erfinv, fmod, hypot, power, select, whole
+from anyattn.backends.hopper.arithmetic import (
+    TYPES,
+    alike,
+    divided,
+    erfinv,
+    fmod,
+    hypot,
+    in_bits,
+    limit,
+    narrow,
+    power,
+    select,
+    shifted,
+    whole,
+)  # fmt: skip
 from anyattn.backends.hopper.native import call_native
-from anyattn.backends.hopper.staging import lines, shared, stages, straight
+from anyattn.backends.hopper.staging import is_near, is_wide, lines, shared, stages, straight, wraps
 from anyattn.mods.dependence import dependence
 from anyattn.mods.ir import Expr, Node, category
 
@@ -58,7 +76,7 @@ _UNARY: dict[str, Callable] = {
 _COMPARE = {name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")}
 _BINARY = {
     **{"add": operator.add, "sub": operator.sub, "mul": operator.mul, "and": operator.and_, "or": operator.or_, "xor": operator.xor},
-    **{"shl": operator.lshift, "shr": operator.rshift, **_COMPARE},
+    **_COMPARE,
 }
 
 
@@ -198,12 +216,13 @@ def _at_first(expr: Expr, scalars: Sequence[Any], tensors: Sequence[Any], node: 
 
 
 def emit_rows(expr: Expr, scalars: Sequence[Any], tensors: Sequence[Any], b: Any, h: Any, q_idx: Sequence[Any]) -> list[tuple]:
-    """For each row the values of all outputs, which depend on no key and no score."""
+    """For each row the values of all outputs, which depend on no key and no score; whole numbers are limits of its keys."""
+    outputs = [(o, category(expr.nodes[o].dtype) == "int", is_near(expr)[o]) for o in expr.outputs]
     once = _run(expr, scalars, tensors, "once", {}, {"b": b, "h": h})
     found = []
     for q in q_idx:
         values = _run(expr, scalars, tensors, "row", dict(once), {"q_idx": q})
-        found.append(tuple(values[o] for o in expr.outputs))
+        found.append(tuple(values[o] if not is_limit else limit(values[o], near) for o, is_limit, near in outputs))
     return found
 
 
@@ -225,16 +244,33 @@ def _run(
         elif node.op == "scalar":
             values[i] = scalars[node.attr]  # type: ignore[index]
         else:
-            values[i] = _operation(node, [values[a] for a in node.args], expr, tensors)
+            values[i] = _operation(i, [values[a] for a in node.args], expr, tensors)
     return values
 
 
-def _operation(node: Node, args: list[Any], expr: Expr, tensors: Sequence[Any]) -> Any:
+def _operation(i: int, args: list[Any], expr: Expr, tensors: Sequence[Any]) -> Any:
+    """The value of node ``i``; of a whole number wrapped around as its dtype is."""
+    node = expr.nodes[i]
+    if category(node.dtype) != "int" or node.op in ("const", "load", "tensor", "native"):
+        return _computed(node, args, expr, tensors)
+    if is_wide(expr)[i] and node.op != "cast":
+        is_whole = (category(expr.nodes[at].dtype) == "int" for at in node.args)  # literals stay what they are
+        args = [Int64(a) if whole_one and not isinstance(a, int) else a for a, whole_one in zip(args, is_whole, strict=True)]
+    found = _computed(node, args, expr, tensors)
+    if is_wide(expr)[i] or isinstance(found, int):
+        return found
+    bits = 32 if node.dtype is int else torch.iinfo(node.dtype).bits  # type: ignore[arg-type]
+    if bits < 32 and wraps(expr)[i]:
+        return in_bits(found, bits, node.dtype is not torch.uint8)
+    return narrow(found)
+
+
+def _computed(node: Node, args: list[Any], expr: Expr, tensors: Sequence[Any]) -> Any:
     kind = category(node.dtype)
     if node.op == "const":
         return node.attr
     if node.op == "cast":
-        return _cast(args[0], category(expr.nodes[node.args[0]].dtype), kind)
+        return _cast(args[0], category(expr.nodes[node.args[0]].dtype), kind, node.dtype is torch.int64)
     if node.op == "tensor":
         return tensors[node.attr]  # type: ignore[index]
     if node.op == "native":
@@ -262,6 +298,8 @@ def _operation(node: Node, args: list[Any], expr: Expr, tensors: Sequence[Any]) 
         return (cute.math.atan2 if node.op == "atan2" else hypot)(*(Float32(a) for a in args))
     if node.op in ("fmod", "pow"):
         return (fmod if node.op == "fmod" else power)(*args, kind)
+    if node.op in ("shl", "shr"):
+        return shifted(node.op, *args, 64 if node.dtype is int else torch.iinfo(node.dtype).bits)  # type: ignore[arg-type]
     if node.op == "not":
         return select(args[0], False, True, "bool") if kind == "bool" else ~args[0]
     return _binary(node, args, category(expr.nodes[node.args[0]].dtype))
@@ -280,10 +318,14 @@ def _binary(node: Node, args: list[Any], operands: str) -> Any:
     return _BINARY[node.op](a, b)
 
 
-def _cast(value: Any, source: str, kind: str) -> Any:
+def _cast(value: Any, source: str, kind: str, is_long: bool) -> Any:
     if isinstance(value, (int, float, bool)):
         return {"float": float, "int": int, "bool": bool}[kind](value)
-    return value if source == kind else TYPES[kind](value)
+    if source == kind:
+        return value
+    if kind == "bool":
+        return value != 0
+    return (Int64 if is_long and source == "float" else TYPES[kind])(value)
 
 
 def _load(node: Node, args: list[Any], expr: Expr, tensor: Any, kind: str) -> Any:

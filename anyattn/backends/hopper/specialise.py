@@ -12,7 +12,8 @@ from torch import Tensor
 
 from anyattn.backends.hopper.config import LEAST_PIECE, MOST, TILE_M, Ask, Config, Tiles, padded, sides, slots, tiles_for
 from anyattn.backends.hopper.packing import heads_per_tile
-from anyattn.backends.hopper.staging import bound, caps, factored
+from anyattn.backends.hopper.staging import MOST_NUMBER, bound, caps, factored
+from anyattn.errors import BackendError
 from anyattn.geometry.documents import NO_DOCUMENTS
 from anyattn.mods.dependence import dependence
 from anyattn.mods.documents import DocumentForm
@@ -25,7 +26,6 @@ from anyattn.sparsity.documents import form_of, over_sequences
 
 __all__ = ["ByDocument", "Special", "by_document", "fitting", "is_bounded", "list_tile_misfit", "specialised", "tile_of"]
 
-_FAR = 2**30  # further than any position; twice that is still a number of 32 bits
 _MOST_RANGES = 2  # of a row, that the kernel keeps in registers
 # Of 8 exponentials after a cap that many are multiplied out: 104 operations of the special functions' pipe, at 8 clocks each, and 577
 # instructions in all then stand against 1,024 clocks of products for the 64 scores of a thread in a 128 x 128 tile (SASS counts)
@@ -64,8 +64,10 @@ class Special(NamedTuple):
         for at, count, tensor_count in self.sources:
             mod = problem.score if at == _SCORE else problem.predicates[at]
             if mod is not None:  # the score mod that stands for none captures nothing
-                numbers += [max(-_FAR, min(x, _FAR)) if isinstance(x, int) else x for x in mod.scalars[:count]]
+                numbers += mod.scalars[:count]
                 tensors += mod.tensors[:tensor_count]
+        if any(type(x) is int and abs(x) >= MOST_NUMBER for x in numbers):
+            raise BackendError("a mod captures a number of 2^29 or more, which the kernel's 32 bits have no room for; use backend='triton'")
         return tuple(numbers), tuple(tensors)
 
 

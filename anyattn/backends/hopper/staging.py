@@ -9,14 +9,23 @@ import torch
 
 from anyattn.mods.dependence import dependence
 from anyattn.mods.evaluate import run
+from anyattn.mods.extents import Box, bits_of, exact, extents, fits, unwrapped
 from anyattn.mods.ir import Builder, Expr, Node, category
 from anyattn.mods.linear import additive_bias
 from anyattn.mods.pieces import Piece, pieces
+from anyattn.mods.weak import NEAR_NUMBER
 
 __all__ = [
-    "Factored", "bias", "bound", "caps", "cases", "factored", "is_even", "is_foreseen", "is_special", "is_tanh", "lines", "reads",
-    "reads_apart", "reads_straight", "shared", "stages", "straight", "work_by_pair",
+    "MOST_NUMBER", "MOST_POSITIONS", "Factored", "bias", "bound", "caps", "cases", "factored", "is_even", "is_foreseen", "is_near",
+    "is_special", "is_tanh", "is_wide", "lines", "reads", "reads_apart", "reads_straight", "shared", "stages", "straight", "work_by_pair",
+    "wraps",
 ]  # fmt: skip
+
+MOST_POSITIONS = 2**24  # sequences are shorter than this, and batches and heads fewer
+MOST_NUMBER = NEAR_NUMBER  # captured whole numbers are less
+_BOX = Box.of_sizes(MOST_POSITIONS, MOST_NUMBER)
+_MOST_STEP = 2**16  # by which straight whole numbers grow: then what a tile adds to one still has 32 bits
+_EXACT_BITS = 24  # of a whole number in float32
 
 
 @lru_cache(maxsize=256)
@@ -26,18 +35,38 @@ def stages(expr: Expr) -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=256)
+def is_wide(expr: Expr) -> tuple[bool, ...]:
+    """For each node whether it is a whole number that may take 64 bits, as torch's have; the others are computed in 32."""
+    return tuple(category(n.dtype) == "int" and not fits(e) for n, e in zip(expr.nodes, extents(expr, _BOX), strict=True))
+
+
+@lru_cache(maxsize=256)
+def is_near(expr: Expr) -> tuple[bool, ...]:
+    """For each node whether it is a whole number of no more than 30 bits."""
+    return tuple(e is not None and bits_of(e) <= 30 for e in extents(expr, _BOX))
+
+
+@lru_cache(maxsize=256)
+def wraps(expr: Expr) -> tuple[bool, ...]:
+    """For each node whether it may leave the range of its dtype, and wrap around."""
+    return tuple(category(n.dtype) == "int" and not is_exact for n, is_exact in zip(expr.nodes, exact(expr, _BOX), strict=True))
+
+
+@lru_cache(maxsize=256)
 def straight(expr: Expr) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Nodes that go by a whole number that grows evenly from key to key: casts of it to float, and reads along a last dimension."""
-    due, deps = stages(expr), dependence(expr)
+    due, deps, plain, sizes = stages(expr), dependence(expr), unwrapped(expr, _BOX), extents(expr, _BOX)
     casts, reads = [], []
     for i, node in enumerate(expr.nodes):
         if due[i] != "tile" or not node.args:
             continue
         last = node.args[-1]
-        if due[last] != "tile" or deps[last].slope is None or category(expr.nodes[last].dtype) != "int":
+        slope, size = deps[last].slope, sizes[last]
+        if due[last] != "tile" or slope is None or category(expr.nodes[last].dtype) != "int" or abs(slope[1]) > _MOST_STEP:
             continue
         if node.op == "cast" and category(node.dtype) == "float":
-            casts.append(i)
+            if plain[last] and not (_decides(expr) and (size is None or bits_of(size) > _EXACT_BITS)):
+                casts.append(i)
         elif node.op == "load" and all(due[a] in ("once", "row") for a in node.args[:-1]):
             reads.append(i)
     return tuple(casts), tuple(reads)
@@ -162,10 +191,17 @@ def _product(expr: Expr, factors: list[tuple[str, int]]) -> Expr | None:
     return builder.build(total)
 
 
+def _decides(expr: Expr) -> bool:
+    """Whether it is a mask: then no sum along a row may be rounded in another way than the user's."""
+    return any(expr.nodes[o].dtype is torch.bool for o in expr.outputs)
+
+
 @lru_cache(maxsize=256)
 def lines(expr: Expr) -> tuple[int, ...]:
     """Float nodes that grow evenly from key to key: straight casts, and what numbers of the row make of them."""
     due, found = stages(expr), set(straight(expr)[0])
+    if _decides(expr):
+        return tuple(sorted(found))
     for i, node in enumerate(expr.nodes):
         on_line = [a for a in node.args if a in found]
         others = [a for a in node.args if a not in found]

@@ -6,7 +6,8 @@ import torch
 
 from anyattn.backends.hopper.config import HEAD_DIMS, TILE_M
 from anyattn.backends.hopper.specialise import list_tile_misfit, tile_of
-from anyattn.backends.hopper.staging import work_by_pair
+from anyattn.backends.hopper.staging import MOST_NUMBER, MOST_POSITIONS, work_by_pair
+from anyattn.mods.ir import category, is_weak
 from anyattn.mods.native import has_native
 from anyattn.mods.trace import TracedMod
 from anyattn.problem import Problem
@@ -22,7 +23,7 @@ _WRITTEN = frozenset(
     ]
 )  # fmt: skip
 _MOST_WORK = 64  # operations per pair: of twice as many a kernel takes 40 seconds to compile, and spills registers
-_FAR = 2**31  # no captured number of more bits than the kernel counts in
+_UNKNOWN = frozenset((torch.uint16, torch.uint32))
 
 
 def reason_against(problem: Problem) -> str | None:
@@ -34,6 +35,8 @@ def reason_against(problem: Problem) -> str | None:
         return f"head_dim is {q.shape[3]} and v's {v.shape[3]}; it has kernels up to {HEAD_DIMS[-1]}"
     if problem.num_splits != 1 or (problem.sequences is not None and problem.sequences.is_cache):
         return "split keys and caches that grow are not in this kernel yet"
+    if max(problem.batch, problem.heads_q, problem.bound_q, problem.bound_k) >= MOST_POSITIONS:
+        return "it counts positions in 24 bits, and there are 2^24 or more"
     for mod in (problem.score, *problem.predicates):
         reason = None if mod is None else _against_mod(mod)
         if reason:
@@ -51,11 +54,17 @@ def _against_mod(mod: TracedMod) -> str | None:
         return f"the {mod.kind} mod uses {', '.join(missing)}, which this kernel's emitter does not write yet"
     if (work := work_by_pair(mod.expr)) > _MOST_WORK:
         return (
-            f"the {mod.kind} mod takes {work} operations for every pair of a query and a key, which this kernel writes out for each pair of a "
-            f"thread; it has room for {_MOST_WORK}"
+            f"the {mod.kind} mod takes {work} operations for every pair of a query and a key, which this kernel writes out for each "
+            f"pair of a thread; it has room for {_MOST_WORK}"
         )
-    if any(isinstance(x, int) and abs(x) >= _FAR for x in mod.scalars) and mod.kind == "score":
-        return f"the {mod.kind} mod captures a number of more than 32 bits"
+    if any(isinstance(x, int) and abs(x) >= MOST_NUMBER for x in mod.scalars):
+        return f"the {mod.kind} mod captures a number of 2^29 or more, which the kernel's 32 bits have no room for"
+    dtypes = {node.dtype for node in mod.expr.nodes if not is_weak(node.dtype)}
+    found = dtypes & _UNKNOWN
+    if mod.kind == "mask":  # its comparisons are exact
+        found |= {d for d in dtypes if category(d) == "float" and d is not torch.float32}
+    if found:
+        return f"the {mod.kind} mod computes in {', '.join(sorted(map(str, found)))}"
     return None
 
 

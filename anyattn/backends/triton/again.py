@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from anyattn.backends.triton.direct import Handle
-from anyattn.backends.triton.emit import packed_scalars
 from anyattn.backends.triton.launch import sizes_of_captured
 from anyattn.backends.triton.programs import Chosen, Program, Read
 from anyattn.backends.triton.tables import Tables
 from anyattn.mods.trace import TracedMod
+from anyattn.mods.weak import bits_of_numbers
 from anyattn.plan import Plan
 from anyattn.problem import Problem
 
@@ -72,7 +72,7 @@ class Sources(NamedTuple):
         """totals: of the score mod's tensors."""
         found, score = [], problem.score
         if self.has_score and score is not None:
-            found.append(Read(packed_scalars(score.scalars), score.tensors, totals))
+            found.append(Read(bits_of_numbers(score.scalars), score.tensors, totals))
         if self.masks:
             tensors = _of_masks(problem)
             found += [Read(numbers, tuple([tensors[i] for i in places])) for numbers, places in self.masks]
@@ -89,7 +89,7 @@ def sources_of(problem: Problem, chosen: Chosen, program: Program) -> Sources | 
         places = [next((i for i, t in enumerate(tensors) if t is own), -1) for own in mod.tensors]
         if -1 in places:
             return None
-        masks.append((packed_scalars(mod.scalars), tuple(places)))
+        masks.append((bits_of_numbers(mod.scalars), tuple(places)))
     return Sources("score" in names, tuple(masks))
 
 

@@ -3,7 +3,7 @@
 The text computes on whatever shapes its leaves have: give ``q_idx`` as [BLOCK_M, 1] and ``kv_idx`` as [1, BLOCK_N], and what depends on
 the row alone has one value a row. Lines come in stages (once, row, column, tile), so that a caller can put each where it runs as rarely
 as its meaning allows. No value of a call is part of the text: captured numbers and tensors are the arguments ``scalars`` and ``tensors``,
-packed by ``packed_scalars`` and ``packed_tensors``, and equal expressions have equal text.
+packed by ``weak.bits_of_numbers`` and ``packed_tensors``, and equal expressions have equal text.
 
 torch's whole numbers have 64 bits; where the sizes of the operands (``sizes.py``) show that 32 hold the result, it is computed in 32, which
 on a GPU takes a third of the instructions. ``Style`` says what else the text may take for granted.
@@ -11,15 +11,14 @@ on a GPU takes a third of the instructions. ``Style`` says what else the text ma
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from anyattn.backends.triton.sizes import MOST_INDEX_BITS, Box, bits_of, extents, fits
 from anyattn.mods.dependence import Dep, dependence
+from anyattn.mods.extents import MOST_INDEX_BITS, Box, bits_of, extents, fits
 from anyattn.mods.ir import DType, Expr, Node, category, is_weak
 
 __all__ = [
@@ -32,7 +31,6 @@ __all__ = [
     "Style",
     "emit",
     "function",
-    "packed_scalars",
     "packed_tensors",
     "triton_dtype",
 ]
@@ -361,11 +359,6 @@ def _literal(value: int | float | bool) -> str:
 
 
 # ---- arguments
-
-
-def packed_scalars(scalars: Sequence[int | float]) -> tuple[int, ...]:
-    """Captured numbers as integers of 64 bits: a float as its bits, for Triton would round it to 32."""
-    return tuple(s if isinstance(s, int) else struct.unpack("<q", struct.pack("<d", s))[0] for s in scalars)
 
 
 def packed_tensors(tensors: Sequence[Tensor]) -> tuple[tuple, ...]:

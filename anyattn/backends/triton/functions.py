@@ -261,7 +261,8 @@ def shift_left(a, b, BITS: tl.constexpr):
 @triton.jit
 def shift_right(a, b, BITS: tl.constexpr):
     inside = (b >= 0) & (b < BITS)
-    return a >> tl.where(inside, b, BITS - 1)
+    found = a >> tl.where(inside, b, BITS - 1)
+    return tl.where(inside | (a < 0), found, 0)  # without a sign all bits leave
 
 
 @triton.jit

@@ -14,11 +14,11 @@ import torch
 from anyattn.backends.triton import config
 from anyattn.backends.triton.config import Shape, Tiles
 from anyattn.backends.triton.programs import program_of
-from anyattn.backends.triton.sizes import Box, Extent, extents
 from anyattn.backends.triton.styles import shape_of
 from anyattn.geometry.integers import ceil_div
 from anyattn.geometry.splits import num_splits
 from anyattn.hardware import Hardware
+from anyattn.mods.extents import Box, Extent, extents
 from anyattn.problem import Problem
 
 __all__ = [

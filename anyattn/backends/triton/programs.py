@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from anyattn.backends.triton.emit import LEAVES, LOG2E, PLAIN, Lines, Style, emit, packed_scalars
+from anyattn.backends.triton.emit import LEAVES, LOG2E, PLAIN, Lines, Style, emit
 from anyattn.backends.triton.scatters import Load, contends, scatter_source, tells_apart
 from anyattn.backends.triton.styles import has_pairs, style_of
 from anyattn.mods.compose import anded
@@ -24,6 +24,7 @@ from anyattn.mods.grad import score_gradients
 from anyattn.mods.ir import Builder, Expr
 from anyattn.mods.rows import RowRanges, never_fall, ranges_unread
 from anyattn.mods.trace import TracedMod
+from anyattn.mods.weak import bits_of_numbers
 from anyattn.problem import Problem
 
 __all__ = ["MOST_RANGES", "Part", "Program", "Read", "captured_of", "gradient_part", "program_of", "slots_alone", "slots_copied", "staged"]
@@ -139,7 +140,7 @@ def program_of(problem: Problem) -> Chosen:
 
 def captured_of(chosen: Chosen) -> tuple[Read, ...]:
     """The captured values of every part, in order."""
-    return tuple(Read(packed_scalars(m.scalars), tuple(t.detach() for t in m.tensors)) for m in chosen.mods)
+    return tuple(Read(bits_of_numbers(m.scalars), tuple(t.detach() for t in m.tensors)) for m in chosen.mods)
 
 
 def _few(mask: TracedMod | None) -> RowRanges | None:

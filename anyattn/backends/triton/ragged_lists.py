@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from anyattn.backends.triton import generated
-from anyattn.backends.triton.emit import packed_scalars
 from anyattn.backends.triton.launch import current_device
 from anyattn.backends.triton.spans import mask_source
 from anyattn.backends.triton.tile_lists import as_tuple, constants_of, mask_of, power_of_2, slots_of, way_of
 from anyattn.mods.ir import Expr
 from anyattn.mods.trace import TracedMod
+from anyattn.mods.weak import bits_of_numbers
 
 __all__ = ["PLACES", "Capacity", "Listed", "list_ragged"]
 
@@ -119,7 +119,7 @@ def _launch(
     tensors = [t.detach() if t.requires_grad else t for t in (mod.tensors[slot] for slot in mask.tensor_slots)]
     strides = [n for t in tensors for pair in zip(t.stride(), t.shape, strict=True) for n in pair]
     numbers = (batch, most.rows, most.columns, width, 2 * mask.row_leaves * heads * most.rows)
-    captured = (*numbers, *packed_scalars([mod.scalars[slot] for slot in mask.scalar_slots]), *strides, *tensors)
+    captured = (*numbers, *bits_of_numbers([mod.scalars[slot] for slot in mask.scalar_slots]), *strides, *tensors)
     kernel, hulls = kernels.list_tiles, places
     chunk, is_at_once = way_of(mask, tile, width)
     if is_at_once:

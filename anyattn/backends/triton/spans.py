@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 
 from anyattn.backends.triton.emit import emit, function
-from anyattn.backends.triton.sizes import MOST_INDEX_BITS, Box, bits_of, extents
 from anyattn.mods.dependence import dependence
+from anyattn.mods.extents import MOST_INDEX_BITS, Box, bits_of, extents
 from anyattn.mods.ir import Builder, Expr, category, is_weak
 
 __all__ = ["MOST_INDEX_BITS", "MOST_SCALAR_BITS", "MaskSource", "mask_source"]

@@ -9,8 +9,8 @@ import torch
 from anyattn.backends.triton.config import Shape, padded
 from anyattn.backends.triton.emit import NEAR, SMALL, Style
 from anyattn.backends.triton.interpreter import is_interpreting
-from anyattn.backends.triton.sizes import Box, Extent, extents
 from anyattn.mods.dependence import dependence
+from anyattn.mods.extents import Box, Extent, extents
 from anyattn.mods.ir import Expr
 from anyattn.mods.rows import RowRanges
 from anyattn.mods.trace import TracedMod

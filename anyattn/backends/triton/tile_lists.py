@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from anyattn.backends.triton import generated
-from anyattn.backends.triton.emit import packed_scalars
 from anyattn.backends.triton.launch import current_device
 from anyattn.backends.triton.spans import MOST_INDEX_BITS, MOST_SCALAR_BITS, mask_source
 from anyattn.geometry.list_stacks import lists_of_stacks, stack_shapes
 from anyattn.mods.dependence import dependence
 from anyattn.mods.ir import Expr, category
 from anyattn.mods.trace import TracedMod
+from anyattn.mods.weak import bits_of_numbers
 
 __all__ = ["Mask", "as_tuple", "can_list", "constants_of", "list_tiles", "mask_of", "power_of_2", "slots_of", "way_of"]
 
@@ -152,7 +152,7 @@ def _launch(
     tensors = [t.detach() if t.requires_grad else t for t in (mod.tensors[slot] for slot in mask.tensor_slots)]
     strides = [n for t in tensors for pair in zip(t.stride(), t.shape, strict=True) for n in pair]
     numbers = (*lengths, rows, columns, sizes[1], 2 * mask.row_leaves * count * rows)
-    captured = (*numbers, *packed_scalars([mod.scalars[slot] for slot in mask.scalar_slots]), *strides, *tensors)
+    captured = (*numbers, *bits_of_numbers([mod.scalars[slot] for slot in mask.scalar_slots]), *strides, *tensors)
     kernel, hulls = mask.kernels.list_tiles, first
     chunk, is_at_once = way_of(mask, tile, max(rows, columns))
     if is_at_once:

@@ -1,6 +1,7 @@
 """How large the whole numbers of a mod can be: the least and the greatest value of every node, from the sizes of what it is made of.
 
-Python integers, no tensors: what an emitter asks to know where 32 bits are enough, and what shows that an index stays inside of a tensor.
+Python integers, no tensors: what an emitter asks to know where 32 bits are enough, what shows that an index stays inside of a tensor, and
+what shows that no number wraps around, so that the rules of whole numbers without end hold for it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 
 from anyattn.mods.ir import DType, Expr, Node, category, is_weak
 
-__all__ = ["MOST_INDEX_BITS", "Box", "Extent", "bits_of", "extents", "fits"]
+__all__ = ["MOST_INDEX_BITS", "Box", "Extent", "bits_of", "exact", "extent_of", "extents", "fits", "unwrapped"]
 
 MOST_INDEX_BITS = 30  # sequences are shorter than 2 ** this: the caller checks
 _SHIFTS = 64
@@ -27,19 +28,26 @@ class Extent(NamedTuple):
 
 
 class Box(NamedTuple):
-    """What is known of the leaves. scalars: one extent for all captured whole numbers (None: nothing is known), or one for each."""
+    """What is known of the leaves. scalars: one extent for all captured whole numbers (None: nothing is known), or one for each.
+    tensors: one for each captured tensor, None of those of which only the dtype is known; no entries, and that holds for all."""
 
     b: Extent
     h: Extent
     q_idx: Extent
     kv_idx: Extent
     scalars: Extent | tuple[Extent, ...] | None = None
+    tensors: tuple[Extent | None, ...] = ()
 
     @classmethod
     def of_sizes(cls, positions: int, scalars: int | None) -> Box:
         """Positions, batch entries and heads below ``positions``, a row's possibly below 0; captured whole numbers below ``scalars``."""
         most = Extent(0, positions - 1)
         return cls(most, most, Extent(1 - positions, positions - 1), most, None if scalars is None else Extent(1 - scalars, scalars - 1))
+
+    @classmethod
+    def of_numbers(cls, positions: int, numbers: Sequence[int | float]) -> Box:
+        """``of_sizes`` for captured numbers that are known; of floats nothing is."""
+        return cls.of_sizes(positions, None)._replace(scalars=tuple(Extent(n, n) if type(n) is int else Extent(0, 0) for n in numbers))
 
 
 def fits(extent: Extent | None, bits: int = 32) -> bool:
@@ -61,9 +69,35 @@ def extents(expr: Expr, box: Box) -> tuple[Extent | None, ...]:
     >>> extents(e, Box.of_sizes(2**20, None))[e.nodes[e.outputs[0]].args[0]]
     Extent(lo=-2097150, hi=1048575)
     """
-    found: list[Extent | None] = []
+    return tuple(extent for extent, _ in _walked(expr, box))
+
+
+def exact(expr: Expr, box: Box) -> tuple[bool, ...]:
+    """For every node whether it is what whole numbers without end make of its arguments: it cannot leave its dtype's range."""
+    return tuple(is_exact for _, is_exact in _walked(expr, box))
+
+
+@lru_cache(maxsize=4096)
+def unwrapped(expr: Expr, box: Box) -> tuple[bool, ...]:
+    """``exact`` of a node and of all numbers that it is computed from. What is loaded is taken as it is, and so is a condition.
+
+    >>> from anyattn.mods.trace import trace
+    >>> e = trace(lambda b, h, q, k: (q * 2**40 - k).to(torch.int32) + k.to(torch.int32) > 4, "mask").expr
+    >>> [node.op for node, is_plain in zip(e.nodes, unwrapped(e, Box.of_sizes(2**20, None))) if not is_plain]
+    ['cast', 'add', 'gt']
+    """
+    found: list[bool] = []
+    for node, (_, is_exact) in zip(expr.nodes, _walked(expr, box), strict=True):
+        read = () if node.op in ("load", "tensor", "native") else node.args[1:] if node.op == "where" else node.args
+        found.append(is_exact and all(found[a] for a in read))
+    return tuple(found)
+
+
+@lru_cache(maxsize=4096)
+def _walked(expr: Expr, box: Box) -> tuple[tuple[Extent | None, bool], ...]:
+    found: list[tuple[Extent | None, bool]] = []
     for node in expr.nodes:
-        found.append(_of(node, expr, [found[a] for a in node.args], box))
+        found.append(extent_of(node, [expr.nodes[a].dtype for a in node.args], [found[a][0] for a in node.args], box))
     return tuple(found)
 
 
@@ -74,23 +108,30 @@ def _range(dtype: DType) -> Extent:
     return Extent(info.min, info.max)
 
 
-def _of(node: Node, expr: Expr, args: Sequence[Extent | None], box: Box) -> Extent | None:
+def extent_of(node: Node, dtypes: Sequence[DType], args: Sequence[Extent | None], box: Box) -> tuple[Extent | None, bool]:
+    """A node's extent (None of floats), and whether its value is sure to be the operation's result in whole numbers without end.
+
+    dtypes, args: those of its arguments, and their extents.
+    """
     if category(node.dtype) == "float":
-        return None
+        return None, True
     whole = _range(node.dtype)
     if node.op == "index":
-        return getattr(box, node.attr)  # type: ignore[call-overload, no-any-return]
+        return getattr(box, node.attr), True  # type: ignore[call-overload]
     if node.op == "const":
-        return Extent(int(node.attr), int(node.attr))  # type: ignore[call-overload]
+        return Extent(int(node.attr), int(node.attr)), True  # type: ignore[call-overload]
     if node.op == "scalar":
         given = box.scalars
-        return given if isinstance(given, Extent) else given[node.attr] if given else whole  # type: ignore[call-overload, no-any-return]
+        return given if isinstance(given, Extent) else given[node.attr] if given else whole, True  # type: ignore[call-overload]
+    if node.op == "load" and box.tensors:
+        return box.tensors[node.attr] or whole, True  # type: ignore[call-overload]
     rule = _RULES.get(node.op)
-    operand = expr.nodes[node.args[-1]].dtype if node.args else node.dtype
-    if rule is None or category(operand) == "float" or any(a is None for a in args):
-        return whole
+    stays = node.dtype is torch.bool or node.op in _INSIDE
+    if rule is None or category(dtypes[-1]) == "float" or any(a is None for a in args):
+        return whole, stays
     made = rule(*args)
-    return whole if made is None or made.lo < whole.lo or made.hi > whole.hi else made
+    is_inside = made is not None and whole.lo <= made.lo and made.hi <= whole.hi
+    return made if is_inside else whole, stays or is_inside
 
 
 def _corners(rule: Callable[[int, int], int]) -> Callable[..., Extent]:
@@ -141,6 +182,17 @@ def _bits(a: Extent, b: Extent) -> Extent:
     return Extent(0 if min(a.lo, b.lo) >= 0 else -most, most - 1)
 
 
+def _common_bits(a: Extent, b: Extent) -> Extent:
+    """Of and: between 0 and an operand that is not negative."""
+    most = [e.hi for e in (a, b) if e.lo >= 0]
+    return Extent(0, min(most)) if most else _bits(a, b)
+
+
+def _raised(a: Extent, b: Extent) -> Extent | None:
+    """Shifted to the left; by less than 0 or by too many bits the result is 0."""
+    return _corners(lambda x, y: x << y)(a, b) if b.lo >= 0 and b.hi < _SHIFTS else None
+
+
 def _shifted(a: Extent, b: Extent) -> Extent | None:
     """To the right."""
     return _corners(lambda x, y: x >> y)(a, b) if b.lo >= 0 and b.hi < _SHIFTS else None
@@ -149,6 +201,7 @@ def _shifted(a: Extent, b: Extent) -> Extent | None:
 _RULES: dict[str, Callable[..., Any]] = {
     "add": _corners(lambda x, y: x + y), "mul": _corners(lambda x, y: x * y), "sub": _corners(lambda x, y: x - y),
     "min": _corners(min), "max": _corners(max), "neg": _negated, "abs": _absolute, "floordiv": _quotient, "mod": _remainder,
-    "fmod": _rest, "and": _bits, "or": _bits, "xor": _bits, "not": lambda a: Extent(~a.hi, ~a.lo), "shr": _shifted,
+    "fmod": _rest, "shl": _raised, "and": _common_bits, "or": _bits, "xor": _bits, "not": lambda a: Extent(~a.hi, ~a.lo), "shr": _shifted,
     "sign": lambda a: Extent(-1, 1), "cast": lambda a: a, "where": lambda c, x, y: Extent(min(x.lo, y.lo), max(x.hi, y.hi)),
 }  # fmt: skip
+_INSIDE = frozenset(("load", "min", "max", "and", "or", "xor", "shr", "sign", "mod", "fmod", "where"))  # never leave their operands' dtype

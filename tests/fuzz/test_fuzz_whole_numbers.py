@@ -1,0 +1,69 @@
+"""Random mods of whole numbers against torch, for everything that reads a mod.
+
+Some hundred fixed programs as a rule; with ANYATTN_FUZZ=n (or ``make fuzz``) n fresh ones, whose seeds are printed; ANYATTN_FUZZ_SEED
+repeats them, and ``whole_numbers.program(seed)`` the one that a failure names.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from cute_checks import check_cute, check_cute_ranges
+from whole_number_checks import check_classes, check_evaluation, check_ranges, check_stages, traced
+from whole_numbers import FIRST_SEED, FRESH, programs
+
+HERE = Path(__file__).resolve().parent
+SHARDS = 8 if FRESH else 2
+PATIENCE = 900
+
+
+def seeds_of(shard: int, fixed: int) -> tuple[int, int]:
+    """(first seed, how many programs) of a shard."""
+    count = -(-(FRESH or fixed) // SHARDS)
+    if FRESH:
+        print(f"ANYATTN_FUZZ_SEED={FIRST_SEED} (shard {shard}: programs {FIRST_SEED + shard * count} and on)", file=sys.stderr)
+    return FIRST_SEED + shard * count, count
+
+
+@pytest.mark.timeout(0 if FRESH else PATIENCE)
+@pytest.mark.parametrize("shard", range(SHARDS))
+def test_readers(shard: int) -> None:
+    """The evaluator, the torch backend's stages, classes of tiles, row ranges, and the text for CuTe by value."""
+    first, count = seeds_of(shard, 300)
+    has_ranges = is_taken = asked = 0
+    for made in programs(count, first):
+        mod = traced(made)
+        if mod is None:
+            continue
+        asked += 1
+        check_evaluation(made, mod)
+        is_taken += check_cute(made, mod)
+        if made.kind == "mask":
+            check_stages(made, mod)
+            check_classes(made, mod)
+            has_ranges += check_ranges(made, mod)
+            check_cute_ranges(made, mod)
+    assert asked > 0.9 * count and has_ranges > 0.2 * count and is_taken > 0.6 * count
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+@pytest.mark.timeout(0 if FRESH else PATIENCE + 20)
+@pytest.mark.parametrize("shard", range(SHARDS))
+def test_triton_text(shard: int) -> None:
+    """The interpreter is chosen when Triton is imported, so it gets a process of its own."""
+    first, count = seeds_of(shard, 200)
+    environment = {
+        **os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(HERE.parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]),
+    }  # fmt: skip
+    command = [sys.executable, "-W", "ignore", str(HERE / "triton_whole_numbers_interpreted.py"), str(first), str(count)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=None if FRESH else PATIENCE)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-12000:]
