@@ -51,9 +51,9 @@ def flash_attn_func(
     mask_mod: ``(b, h, q_idx, kv_idx) -> bool``. block_sparse_tensors: lists of the tiles that mask_mod leaves partial or full; without a
     mask_mod a partial tile shows everything. aux_tensors: what a mod's trailing argument receives.
     On Hopper both mods may be CuTe functions instead, without gradients: docs/cute.md.
-    num_splits: the keys are divided among so many partial results, 0 chooses. pack_gqa: whether query heads that share K and V share row
-    tiles on a GPU, which pays where queries are few; a preference, which the plan need not follow; None chooses. deterministic, backend: as
-    in ``flex_attention``.
+    num_splits: the keys are divided among so many partial results, at most 256; 0 chooses. pack_gqa: whether query heads that share K and V
+    share row tiles on a GPU, which pays where queries are few; a preference, which the plan need not follow; None chooses. deterministic,
+    backend: as in ``flex_attention``.
 
     Returns out (B, Sq, Hq, Dv), or with return_lse ``(out, lse)``, lse (B, Hq, Sq) the natural log-sum-exp in float32 (float64). A row
     that sees nothing gives 0 and lse -inf. Gradients flow to q, k, v, sink, alibi_slopes, the score mod's tensors, and through lse.

@@ -84,6 +84,7 @@ def _problem(
     scale: float,
     wants_max: bool,
 ) -> Problem:
+    check.check_held("scale", scale, q.dtype)
     score = traced_mod("score", score_program, score_scalars, score_tensors)
     predicates, taken = [], 0
     for program, scalars in zip(mask_programs.splitlines(), mask_scalars, strict=True):
