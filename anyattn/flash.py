@@ -74,12 +74,14 @@ def flash_attn_func(
         softmax_scale, causal, window_size, softcap, alibi_slopes, sink, score_mod, mask_mod, block_sparse_tensors, aux_tensors,
         deterministic, return_lse, num_splits, pack_gqa,
     )  # fmt: skip
-    q, k, v = autocast.arguments(q, k, v)
     if torch.compiler.is_compiling():
         from anyattn.flash_ops import compiled_flash
 
+        q, k, v = autocast.arguments(q, k, v)
         found = compiled_flash(q, k, v, (None,) * 5, options, backend)
         return found if return_lse else found[0]
+    if autocast.is_on():
+        q, k, v = autocast.arguments(q, k, v)
     problem, chosen = recall.flash_call(q, k, v, options, backend)
     out, lse, _ = autograd.compute(problem, chosen)
     return _laid_out(out, lse, False, return_lse)
@@ -145,12 +147,14 @@ def flash_attn_varlen_func(
         softmax_scale, causal, window_size, softcap, alibi_slopes, sink, score_mod, mask_mod, block_sparse_tensors, aux_tensors,
         deterministic, return_lse, num_splits, pack_gqa,
     )  # fmt: skip
-    q, k, v = autocast.arguments(q, k, v)
     if torch.compiler.is_compiling():
         from anyattn.flash_ops import compiled_flash
 
+        q, k, v = autocast.arguments(q, k, v)
         found = compiled_flash(q, k, v, (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table), options, backend)
         return found if return_lse else found[0]
+    if autocast.is_on():
+        q, k, v = autocast.arguments(q, k, v)
     tables = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table)
     problem, chosen = recall.varlen_call(q, k, v, recall.Places(tables, (max_seqlen_q, max_seqlen_k), validate), options, backend)
     out, lse, _ = autograd.compute(problem, chosen)
@@ -230,10 +234,10 @@ def flash_attn_with_kvcache(
         softmax_scale, causal, window_size, softcap, alibi_slopes, sink, score_mod, mask_mod, None, aux_tensors, False, return_lse,
         num_splits, pack_gqa,
     )  # fmt: skip
-    q, k, v = autocast.beside(k_cache, q, k, v)
     if torch.compiler.is_compiling():
         from anyattn.flash_ops import compiled_decode
 
+        q, k, v = autocast.beside(k_cache, q, k, v)
         if isinstance(cache_seqlens, int):
             cache_seqlens = torch.full((len(q) if cu_seqlens_q is None else len(cu_seqlens_q) - 1,), cache_seqlens, device=q.device)
         given = (k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, page_table, cu_seqlens_q)
@@ -242,6 +246,8 @@ def flash_attn_with_kvcache(
     from anyattn.check_cache import Given, check_no_captured_gradients, check_no_gradients
     from anyattn.recall_cache import decode_call
 
+    if autocast.is_on():
+        q, k, v = autocast.beside(k_cache, q, k, v)
     arguments = Given(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, page_table, cu_seqlens_q,
         max_seqlen_q, rotary_interleaved, validate,
