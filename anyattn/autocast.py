@@ -18,21 +18,24 @@ def cast(x: Any) -> Any:
     """``x`` in autocast's dtype where it is a tensor of floats, not of 64 bits, on a device whose autocast is on; else as it is."""
     if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype is torch.float64:
         return x
+    return x.to(torch.get_autocast_dtype(x.device.type)) if _is_on_for(x) else x
+
+
+def _is_on_for(x: Tensor) -> bool:
     device = x.device.type
-    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
 def arguments(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
-    """q, k and v as ``scaled_dot_product_attention`` takes them under autocast; nothing else of a call is cast."""
-    if not torch.compiler.is_compiling() and not is_on():
-        return q, k, v
+    """q, k and v as ``scaled_dot_product_attention`` takes them under autocast; nothing else of a call is cast.
+
+    For where ``is_on``, and while Dynamo traces, which asks for each device.
+    """
     return cast(q), cast(k), cast(v)
 
 
 def beside(cache: Any, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
     """``arguments`` beside a cache, which is written in place and cannot be cast: q, k and v are where it has autocast's dtype."""
-    if not torch.compiler.is_compiling() and not is_on():
+    if not isinstance(cache, Tensor) or not _is_on_for(cache) or cache.dtype is not torch.get_autocast_dtype(cache.device.type):
         return q, k, v
-    if not isinstance(cache, Tensor) or not torch.is_autocast_enabled(cache.device.type):
-        return q, k, v
-    return (cast(q), cast(k), cast(v)) if cache.dtype is torch.get_autocast_dtype(cache.device.type) else (q, k, v)
+    return arguments(q, k, v)

@@ -23,8 +23,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DTYPES",
+    "FLOAT32_MAX",
     "aux_list",
     "captured_devices",
+    "check_held",
     "check_lists",
     "classes_of",
     "flex_problem",
@@ -139,7 +141,7 @@ def flex_problem(
         query,
         key,
         value,
-        scale_of("scale", scale, head_dim),
+        scale_of("scale", scale, head_dim, query.dtype),
         scores[0] if scores else None,
         tuple(predicates),
         blocks,
@@ -355,16 +357,34 @@ def check_lists(made_for: Any, counts: Tensor, query: Tensor, key: Tensor) -> No
             raise ValueError(f"block_mask has {axis} {got} but query has {have}; wanted 1 (shared) or {have}")
 
 
-def scale_of(name: str, scale: Any, head_dim: int) -> float:
+def scale_of(name: str, scale: Any, head_dim: int, dtype: torch.dtype) -> float:
+    """The scale of scores, which are float32 but for inputs of ``dtype`` float64."""
     if scale is None:
         return 1.0 / math.sqrt(head_dim)
     if isinstance(scale, Tensor) and scale.ndim == 0:
         scale = scale.item()
     if not isinstance(scale, numbers.Real) or isinstance(scale, bool):
         raise TypeError(f"{name} is a {type(scale).__name__}; wanted a number, or None for 1 / sqrt(head_dim)")
-    if not math.isfinite(scale):
+    try:
+        number = float(scale)
+    except OverflowError:  # a whole number
+        number = math.inf
+    if not math.isfinite(number):
         raise ValueError(f"{name}={scale!r}; wanted a finite number, or None for 1 / sqrt(head_dim)")
-    return float(scale)
+    check_held(name, number, dtype)
+    return number
+
+
+FLOAT32_MAX = torch.finfo(torch.float32).max
+
+
+def check_held(name: str, number: float, dtype: torch.dtype) -> None:
+    """Raises ``ValueError`` for a number that scores of these inputs cannot be computed with: in float32 it is infinite."""
+    if abs(number) > FLOAT32_MAX and dtype is not torch.float64:
+        raise ValueError(
+            f"{name}={number!r}; wanted at most {FLOAT32_MAX:.3g} in size, the greatest number of float32, in which scores are "
+            "computed, or inputs of float64"
+        )
 
 
 def sink_logits(sink: Any, query: Tensor) -> Tensor | None:

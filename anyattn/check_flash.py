@@ -200,7 +200,7 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences | None, opt
     q4, k4, v4 = (_heads_first(t) for t in (q, k, v))
     aux = check.aux_list(options.aux_tensors, q.device)
     sink = check.sink_logits(options.sink, q4)
-    bare = Problem(q4, k4, v4, check.scale_of("softmax_scale", options.softmax_scale, q.shape[-1]), sequences=sequences)
+    bare = Problem(q4, k4, v4, check.scale_of("softmax_scale", options.softmax_scale, q.shape[-1], q.dtype), sequences=sequences)
     check_positions("the length of q", bare.bound_q)
     check_positions("the length of k", bare.bound_k)
 
@@ -221,7 +221,7 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences | None, opt
         predicates.append(visible)
     scores = []
     offset = offset if sequences is None or not isinstance(offset, TableOffset) else sequences.seqlens_k - sequences.seqlens_q
-    for mod in (_softcap(options.softcap), _alibi(options.alibi_slopes, bare.batch, heads, offset, q.device), options.score_mod):
+    for mod in (_softcap(options.softcap, q.dtype), _alibi(options.alibi_slopes, bare.batch, heads, offset, q.device), options.score_mod):
         if mod is not None:
             scores.append(traced(mod, "score"))
     predicates, scores = _inside(predicates, scores, blocks, bare, options.reads_captured)
@@ -303,9 +303,10 @@ def _heads_first(x: Tensor) -> Tensor:
 # ---- mods
 
 
-def _softcap(softcap: Any) -> Callable | None:
+def _softcap(softcap: Any, dtype: torch.dtype) -> Callable | None:
     if isinstance(softcap, bool) or not isinstance(softcap, (int, float)) or not math.isfinite(softcap) or softcap < 0:
         raise ValueError(f"softcap={softcap!r}; wanted a positive number, or 0.0 for none")
+    check.check_held("softcap", float(softcap), dtype)
     return _softcap_score(float(softcap)) if softcap else None
 
 

@@ -52,9 +52,9 @@ def flash_attn_func(
     mask_mod: ``(b, h, q_idx, kv_idx) -> bool``. block_sparse_tensors: lists of the tiles that mask_mod leaves partial or full; without a
     mask_mod a partial tile shows everything. aux_tensors: what a mod's trailing argument receives.
     On Hopper both mods may be CuTe functions instead, without gradients: docs/cute.md.
-    num_splits: the keys are divided among so many partial results, 0 chooses. pack_gqa: whether query heads that share K and V share row
-    tiles on a GPU, which pays where queries are few; a preference, which the plan need not follow; None chooses. deterministic, backend: as
-    in ``flex_attention``.
+    num_splits: the keys are divided among so many partial results, at most 256; 0 chooses. pack_gqa: whether query heads that share K and V
+    share row tiles on a GPU, which pays where queries are few; a preference, which the plan need not follow; None chooses. deterministic,
+    backend: as in ``flex_attention``.
 
     Returns out (B, Sq, Hq, Dv), or with return_lse ``(out, lse)``, lse (B, Hq, Sq) the natural log-sum-exp in float32 (float64). A row
     that sees nothing gives 0 and lse -inf. Gradients flow to q, k, v, sink, alibi_slopes, the score mod's tensors, and through lse.
@@ -75,12 +75,14 @@ def flash_attn_func(
         softmax_scale, causal, window_size, softcap, alibi_slopes, sink, score_mod, mask_mod, block_sparse_tensors, aux_tensors,
         deterministic, return_lse, num_splits, pack_gqa,
     )  # fmt: skip
-    q, k, v = autocast.arguments(q, k, v)
     if torch.compiler.is_compiling():
         from anyattn.custom_ops import entry_points
 
+        q, k, v = autocast.arguments(q, k, v)
         found = entry_points.flash(q, k, v, (None,) * 5, (None, None), None, options, backend)
         return found if return_lse else found[0]
+    if autocast.is_on():
+        q, k, v = autocast.arguments(q, k, v)
     call = recall.flash_call(q, k, v, options, backend)
     if call is None:
         from anyattn import operator_calls
@@ -151,13 +153,15 @@ def flash_attn_varlen_func(
         softmax_scale, causal, window_size, softcap, alibi_slopes, sink, score_mod, mask_mod, block_sparse_tensors, aux_tensors,
         deterministic, return_lse, num_splits, pack_gqa,
     )  # fmt: skip
-    q, k, v = autocast.arguments(q, k, v)
     if torch.compiler.is_compiling():
         from anyattn.custom_ops import entry_points
 
+        q, k, v = autocast.arguments(q, k, v)
         tables = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table)
         found = entry_points.flash(q, k, v, tables, (max_seqlen_q, max_seqlen_k), validate, options, backend)
         return found if return_lse else found[0]
+    if autocast.is_on():
+        q, k, v = autocast.arguments(q, k, v)
     tables = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table)
     call = recall.varlen_call(q, k, v, recall.Places(tables, (max_seqlen_q, max_seqlen_k), validate), options, backend)
     if call is None:
@@ -242,9 +246,10 @@ def flash_attn_with_kvcache(
         softmax_scale, causal, window_size, softcap, alibi_slopes, sink, score_mod, mask_mod, None, aux_tensors, False, return_lse,
         num_splits, pack_gqa,
     )  # fmt: skip
-    q, k, v = autocast.beside(k_cache, q, k, v)
     from anyattn.check_cache import Given, check_no_captured_gradients, check_no_gradients
 
+    if torch.compiler.is_compiling() or autocast.is_on():
+        q, k, v = autocast.beside(k_cache, q, k, v)
     arguments = Given(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, page_table, cu_seqlens_q,
         max_seqlen_q, rotary_interleaved, validate,

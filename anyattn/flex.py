@@ -67,17 +67,19 @@ def flex_attention(
     Source: FlexAttention (Dong et al., arXiv:2412.05496).
     """
     wants_lse, wants_max = check.wanted(return_lse, return_aux)
-    query, key, value = autocast.arguments(query, key, value)
-    if block_mask is not None and check.is_no_mask(block_mask):
+    if getattr(block_mask, "seq_lengths", None) == (1, 1) and check.is_no_mask(block_mask):
         block_mask = None
     if torch.compiler.is_compiling():
         from anyattn.custom_ops import entry_points
 
+        query, key, value = autocast.arguments(query, key, value)
         out, lse, max_scores = entry_points.flex(
             query, key, value, score_mod, block_mask, mask_mod, aux_tensors, scale, enable_gqa, sink, wants_max, deterministic, backend,
             kernel_options,
         )  # fmt: skip
         return _returned(out, lse, max_scores if wants_max else None, return_lse, return_aux)
+    if autocast.is_on():
+        query, key, value = autocast.arguments(query, key, value)
     call = FlexCall(
         query, key, value, score_mod, block_mask, mask_mod, aux_tensors, scale, enable_gqa, sink, wants_lse, wants_max, deterministic
     )

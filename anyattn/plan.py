@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from anyattn.errors import BackendError
+from anyattn.geometry.splits import MOST_SPLITS
 from anyattn.hardware import Hardware
 from anyattn.mods.native import has_native
 from anyattn.problem import Problem
@@ -255,8 +256,16 @@ def _with_options(plan: Plan, problem: Problem, options: dict[str, int]) -> Plan
     if "tile_n" in options:
         plan = replace(plan, tile_n=options["tile_n"], tile_n_backward=options["tile_n"])
     if options.get("num_splits", 1) > 1:
-        plan = replace(plan, num_splits=options["num_splits"], whole_spans=False)
+        splits, why = _bounded_splits(options["num_splits"])
+        plan = replace(plan, num_splits=splits, whole_spans=False, why=(*plan.why, *why))
     return plan
+
+
+def _bounded_splits(asked: int) -> tuple[int, list[str]]:
+    """As many splits as are worth a partial result each, and why not more."""
+    if asked <= MOST_SPLITS:
+        return asked, []
+    return MOST_SPLITS, [f"keys in {MOST_SPLITS} pieces, not {asked}: each is a partial result to keep and to merge"]
 
 
 def _divisor(number: int, most: int) -> int:
@@ -273,7 +282,8 @@ def _torch_plan(problem: Problem, hardware: Hardware, reason: str) -> Plan:
     tile_m = _tile_m(problem, dtype.itemsize == 2, why)
     tile_n = min(1024, max(problem.seqlen_k, 1))
     width = int(min([problem.seqlen_k, *(_mean_width(limit) + tile_m for limit in problem.row_limits)]))
-    splits = problem.num_splits or 1
+    splits, why_splits = _bounded_splits(problem.num_splits or 1)
+    why += why_splits
     if problem.num_splits == 0:
         why.append("one split: torch's matrix products share every row tile among all threads already")
     whole_spans = splits == 1 and _whole_spans(problem, dtype, width)

@@ -12,7 +12,6 @@ No tensor and no function of a user's is kept, but for CuTe functions, which are
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -206,7 +205,7 @@ def scale_fact(scale: Any) -> bool:
     """Whether a scale is given; a usable number is no fact, it goes into the problem as it comes."""
     if scale is None:
         return False
-    if type(scale) not in (float, int) or not math.isfinite(scale):
+    if type(scale) not in (float, int) or not abs(scale) <= check.FLOAT32_MAX:
         raise Unfit
     return True
 

@@ -45,6 +45,7 @@ FLOORS: dict[str, int] = {
     "anyattn.recall_varlen": 1,
     "anyattn.plan": 2,
     "anyattn.hardware": 2,
+    "anyattn.autocast": 2,
     "anyattn.sparsity": 3,
     "anyattn.kvcache": 3,
     "anyattn.backends": 4,

@@ -120,6 +120,20 @@ def _whole_numbers(name: str, value: Any, shape: str) -> Tensor:
     return value.to(torch.int64)
 
 
+def _usable(device: Any) -> torch.device:
+    """The device of this name, shown to be there."""
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device is {device!r}; wanted a torch.device or the name of one, such as 'cpu' or 'cuda'") from error
+    if found.type != "cpu":
+        try:
+            torch.empty(0, device=found)
+        except (RuntimeError, AssertionError, NotImplementedError) as error:
+            raise ValueError(f"device is {str(device)!r}, which torch has not here: {str(error).splitlines()[0]}; wanted 'cpu'") from error
+    return found
+
+
 def device_of(device: Any, mod: TracedMod) -> torch.device:
     """The device to build on: as told, else where the mod's captured tensors are, else the accelerator, else the CPU."""
     if device is None:
@@ -127,7 +141,7 @@ def device_of(device: Any, mod: TracedMod) -> torch.device:
             return mod.tensors[0].device
         current = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         return torch.device(current or "cpu")
-    device = torch.device(device)
+    device = _usable(device)
     for tensor in mod.tensors:
         if tensor.device.type != device.type:
             raise ValueError(

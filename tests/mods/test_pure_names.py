@@ -139,7 +139,8 @@ def test_flex_attention_under_another_grad_mode_or_autocast_is_what_a_first_call
     plain = flex_attention(q, k, v, lambda s, b, h, i, j: s)
     whole = flex_attention(q, k, v, mask_mod=lambda b, h, i, j: i - j < 6)
     doubled = flex_attention(q, k, v, lambda s, b, h, i, j: s * 2)
-    narrow = flex_attention(q, k, v, mask_mod=lambda b, h, i, j: i - j < 1)
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # which casts q, k and v too
+        narrow = flex_attention(q, k, v, mask_mod=lambda b, h, i, j: i - j < 1)
     for _ in range(2):
         got = both()
         assert torch.equal(got[0], doubled) and torch.equal(got[1], whole)

@@ -60,13 +60,17 @@ def outside(index, size):
     return at_all_pairs(trace(lambda b, h, q, k: (index(b, h, q, k) >= size) | (index(b, h, q, k) < -size), "mask"))
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_refused_is_what_a_seen_pair_reads_outside(seed):
-    rng = random.Random(seed)
+def random_mods(rng):
+    """A mask, a bias that reads a table, by which index, and the table."""
     index, shows, size = random_case(rng)
     table = torch.randn(size)
-    mask, score = trace(shows, "mask"), trace(lambda s, b, h, q, k: s + table[index(b, h, q, k)], "score")
-    seen = at_all_pairs(mask)
+    return trace(shows, "mask"), trace(lambda s, b, h, q, k: s + table[index(b, h, q, k)], "score"), index, table
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_refused_is_what_a_seen_pair_reads_outside(seed):
+    mask, score, index, table = random_mods(random.Random(seed))
+    seen, size = at_all_pairs(mask), len(table)
     if bool((seen & outside(index, size)).any()):
         with pytest.raises(ValueError, match=r"score_mod .* reads dimension 0 of a captured tensor"):
             check_call(Dense(B, H, M, N), [mask], [score])
@@ -126,8 +130,8 @@ def test_two_masks_cannot_hide_each_other_by_what_they_read_outside():
 def test_lists_hide_the_tiles_that_they_leave_out(seed):
     """In a full tile the first mask is not asked, so that it hides nothing there."""
     rng = random.Random(seed)
-    index, shows, size = random_case(rng)
-    table, tile = torch.randn(size), (16, 8)
+    mask, score, index, table = random_mods(rng)
+    size, tile = len(table), (16, 8)
     g = torch.Generator().manual_seed(seed)
     classes = torch.randint(0, 3, (rng.choice([1, B]), rng.choice([1, H]), 3, 7), generator=g).to(torch.uint8)
     if seed % 2:  # so that some are accepted
@@ -135,7 +139,6 @@ def test_lists_hide_the_tiles_that_they_leave_out(seed):
         bad = torch.nn.functional.pad(first, (0, 0, 0, 0, 0, 8)).unflatten(2, (3, 16)).any(-1).any(3).any(0, True).any(1, True)
         classes = torch.where(bad, 0, classes).to(torch.uint8)
     by_pair = classes.repeat_interleave(16, 2)[:, :, :M].repeat_interleave(8, 3)[..., :N]
-    mask, score = trace(shows, "mask"), trace(lambda s, b, h, q, k: s + table[index(b, h, q, k)], "score")
     seen = ((by_pair == 1) & at_all_pairs(mask)) | (by_pair == 2)
     call = lambda: check_call(Dense(B, H, M, N), [mask], [score], lambda: Listed(classes, tile))
     if bool((seen & outside(index, size)).any()):
@@ -148,14 +151,12 @@ def test_lists_hide_the_tiles_that_they_leave_out(seed):
 @pytest.mark.parametrize("seed", range(20))
 def test_ragged_batches(seed):
     rng = random.Random(seed)
-    index, shows, size = random_case(rng)
-    table = torch.randn(size)
-    mask, score = trace(shows, "mask"), trace(lambda s, b, h, q, k: s + table[index(b, h, q, k)], "score")
+    mask, score, index, table = random_mods(rng)
     lengths_q, lengths_k = ([rng.choice([0, 1, 17, M]) for _ in range(B)] for _ in range(2))
     inside = torch.zeros(B, 1, M, M, dtype=torch.bool)
     for b, (n, m) in enumerate(zip(lengths_q, lengths_k, strict=True)):
         inside[b, :, :n, :m] = True
-    bad = inside & (at_all_pairs(mask) & outside(index, size))[..., :M]
+    bad = inside & (at_all_pairs(mask) & outside(index, len(table)))[..., :M]
     pairs = Ragged(H, torch.tensor(lengths_q), torch.tensor(lengths_k), torch.zeros(B, dtype=torch.int64))
     if bool(bad.any()):
         with pytest.raises(ValueError, match="reads dimension 0 of a captured tensor"):

@@ -16,7 +16,7 @@ from anyattn.backends.triton.config import Shape, Tiles
 from anyattn.backends.triton.programs import program_of
 from anyattn.backends.triton.styles import shape_of
 from anyattn.geometry.integers import ceil_div
-from anyattn.geometry.splits import num_splits
+from anyattn.geometry.splits import MOST_SPLITS, num_splits
 from anyattn.hardware import Hardware
 from anyattn.mods.extents import Box, Extent, extents
 from anyattn.problem import Problem
@@ -83,10 +83,10 @@ def layout_of(problem: Problem, hardware: Hardware, options: dict[str, int]) -> 
     if splits == 0:
         splits = _splits(problem, tiles, packed, hardware)
         why.append(f"keys in {splits} piece{'s' * (splits != 1)}: for {max(1, hardware.sm_count)} multiprocessors")
-    most = max(1, MOST_BLOCKS // max(1, problem.batch))
+    most = min(MOST_SPLITS, max(1, MOST_BLOCKS // max(1, problem.batch)))
     if splits > most:
+        why.append(f"keys in {most} pieces, not {splits}: a grid has room for {MOST_BLOCKS} entries and pieces, {MOST_SPLITS} of an entry")
         splits = most
-        why.append(f"keys in {most} pieces: a grid has room for {MOST_BLOCKS} entries and pieces")
     return Layout(tiles, packed, splits, tuple(why))
 
 
