@@ -57,7 +57,7 @@ ACTIVATIONS = {
     "elu_and_leaky": _with_gain(lambda x: F.elu(x, 0.8) - F.leaky_relu(x, 0.2)),
     "hard": _with_gain(lambda x: F.hardtanh(x, -0.7, 0.9) + F.hardsigmoid(x) + F.relu6(x)),
     "softsign": _with_gain(F.softsign),
-    "atan_tan": _with_gain(lambda x: 3 * torch.atan(x) + torch.tan(x * 0.3)),
+    "atan_tan": _with_gain(lambda x: 3 * torch.atan(x) + torch.tan(torch.tanh(x))),
     "sinh_cosh": _with_gain(lambda x: torch.sinh(x * 0.5) - torch.cosh(x * 0.4)),
     "erfinv": _with_gain(lambda x: torch.erfinv(0.9 * torch.tanh(x))),
     "atan2_hypot": _with_gain(lambda x: torch.atan2(x, x * x + 0.5) + torch.hypot(x, x + 1)),

@@ -46,6 +46,7 @@ PARTS = {
     "copies": Part("triton/interpreted_copies.py"),
     "strides": Part("test_strides.py", "(test_flex and score_mod) or remembered or packed or pages or decoding"),
     "operators": Part("test_strided_operators.py", "(test_attend and all) or pages or packed or decode or (gpt and flex and aot_eager)"),
+    "operations": Part("end_to_end/test_operations.py", "test_float32 or (test_rows_of_64 and float32)"),
     "edge cases": Part("end_to_end/test_edge_cases.py", f"({' '.join(EDGES.split())}) and not float64", "64x32", fills=False),
 }
 

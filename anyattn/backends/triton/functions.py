@@ -101,14 +101,16 @@ def tan(x):
 
 @triton.jit
 def atan(x):
-    """A cubic in x * x to 2e-4; what is missing is the arctangent of a small number, by the tangent of a difference."""
+    """A Chebyshev polynomial of x * x to 2e-8; in float64 what is missing is the arctangent of a small number, by the tangent of a
+    difference."""
     size = tl.abs(x)
     inner = tl.where(size > 1, divide(1, tl.where(size > 1, size, 1)), size)
-    square = inner * inner
-    near = inner * (0.99978355 + square * (-0.3257341 + square * (0.1553841 - square * 0.04419824)))
-    rise, run = tl.sin(near), tl.cos(near)
-    rest = divide(inner * run - rise, run + inner * rise)
-    angle = near + (rest - rest * rest * rest * 0.3333333333333333)
+    u = inner * inner
+    p = 0.106226535 + u * (-0.0746577875 + u * (0.0422410353 + u * (-0.0157938357 + u * 0.0027817079)))
+    angle = inner * (0.999999982 + u * (-0.33333044 + u * (0.199920174 + u * (-0.141989198 + u * p))))
+    if x.dtype == tl.float64:
+        rise, run = tl.sin(angle), tl.cos(angle)
+        angle += (inner * run - rise) / (run + inner * rise)
     angle = tl.where(size > 1, 1.5707963267948966 - angle, angle)
     return tl.where(x < 0, -angle, tl.where(size > 0, angle, x))
 
