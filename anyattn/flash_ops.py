@@ -54,7 +54,14 @@ def _options(
 
 
 def _call(
-    q: Tensor, k: Tensor, v: Tensor, tables: tuple[Tensor | None, ...], longest: tuple, validate: bool | None, given: Options, backend: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tables: tuple[Any, Any, Any, Any, Any],
+    longest: tuple,
+    validate: bool | None,
+    given: Options,
+    backend: str,
 ) -> tuple[Problem, Plan]:
     """The problem and the plan of an operator's call, from the call cache where it knows the call."""
     if all(t is None for t in tables):
@@ -335,7 +342,7 @@ def _operands(q: Tensor, options: Options, score: TracedMod | None, mask: Traced
             check.captured_devices(mod, q.device)
     left, right = options.window_size
     window = [-1 if left is None else left, -1 if right is None else right]
-    scale = None if options.softmax_scale is None else check.scale_of("softmax_scale", options.softmax_scale, q.shape[-1])
+    scale = None if options.softmax_scale is None else check.scale_of("softmax_scale", options.softmax_scale, q.shape[-1], q.dtype)
     return (
         options.alibi_slopes, options.sink, *operands_of(q, score), *operands_of(q, mask), scale, float(options.softcap),
         bool(options.causal), window, options.num_splits, options.pack_gqa,

@@ -307,15 +307,17 @@ def flex_with_mods(
         if mod is not None:
             check.captured_devices(mod, query.device)
     block_lists, block_size, is_exact = [], [0, 0], False
-    if listing is not None:
+    if listing is not None and listed is not None:
         lengths, size, is_exact = listing
         block_lists, block_size = [t for t in lists if t is not None], list(size)
         is_from_graph = is_exact is None
-        is_exact = tells_no_more(listed, lists[0].shape[:2]) if is_from_graph else is_exact and not torch.compiler.is_exporting()
+        counts: Any = lists[0]
+        is_exact = tells_no_more(listed, counts.shape[:2]) if is_from_graph else is_exact and not torch.compiler.is_exporting()
         is_exact = is_exact and are_unwritten(*block_lists)  # an exported program holds copies of lists from outside
-        check.check_lists(lengths, lists[0], query, key)
+        check.check_lists(lengths, counts, query, key)
     operands = (
         query, key, value, sink, *operands_of(query, score), *operands_of(query, listed, mask), never_empty(block_lists, query), block_size,
-        is_exact, check.scale_of("scale", scale, query.shape[3]), wants_max, deterministic, options_text(options), backend or "",
+        is_exact, check.scale_of("scale", scale, query.shape[3], query.dtype), wants_max, deterministic, options_text(options),
+        backend or "",
     )  # fmt: skip
     return called(attend, operands, _save, _gradients)  # type: ignore[no-any-return]

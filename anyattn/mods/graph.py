@@ -40,7 +40,7 @@ class _Run(torch.fx.Interpreter):
         """What a symbolic number is in the mod: a run-time scalar; other operands are as they are."""
         if isinstance(item, torch.SymFloat):
             # a sum, for torch keeps a float symbolic only where it meets tensors in operations that it knows
-            return self.real(torch.zeros((), dtype=torch.float64) + item)
+            return self.real(torch.zeros((), dtype=torch.float64) + item)  # type: ignore[operator]
         if not isinstance(item, torch.SymInt):
             return item
         self.numbers.append(item)

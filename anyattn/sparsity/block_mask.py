@@ -388,7 +388,7 @@ def lists_of_mask(
     if not stacks:
         return lists
     counts, indices = ([t for t in lists[at::2] if t is not None] for at in (0, 1))
-    width = len(counts) // len(stack_shapes(batch, classes.shape[-2:], 1 + separate_full, True))
+    width = len(counts) // len(stack_shapes(batch, (classes.shape[-2], classes.shape[-1]), 1 + separate_full, True))
     return [torch.stack(part[at : at + width]) for at in range(0, len(counts), width) for part in (counts, indices)]
 
 

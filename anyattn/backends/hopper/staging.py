@@ -28,6 +28,14 @@ _MOST_STEP = 2**16  # by which straight whole numbers grow: then what a tile add
 _EXACT_BITS = 24  # of a whole number in float32
 
 
+_SPECIAL = frozenset(
+    (
+        "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sin", "cos", "tanh", "sigmoid", "reciprocal", "pow", "fmod", "tan", "atan", "atan2",
+        "sinh", "cosh", "erfinv", "hypot",
+    )
+)  # fmt: skip
+
+
 @lru_cache(maxsize=256)
 def stages(expr: Expr) -> tuple[str, ...]:
     """For each node "once", "row", "col" or "tile": with what it changes."""
@@ -82,9 +90,7 @@ def reads_apart(expr: Expr) -> bool:
 
 def is_special(expr: Expr) -> bool:
     """Whether every score takes an operation of the pipe for special functions, beside its exponential."""
-    special = ("exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sin", "cos", "tanh", "sigmoid", "reciprocal", "pow", "fmod")
-    special += ("tan", "atan", "atan2", "sinh", "cosh", "erfinv", "hypot")
-    return any(n.op in special and category(n.dtype) == "float" and due == "tile" for n, due in zip(expr.nodes, stages(expr), strict=True))
+    return any(n.op in _SPECIAL and category(n.dtype) == "float" and due == "tile" for n, due in zip(expr.nodes, stages(expr), strict=True))
 
 
 def reads_straight(expr: Expr) -> bool:
