@@ -35,6 +35,28 @@ def test_compiles(capability: tuple[int, int]) -> None:
     checked(capability, 128, 128, torch.bfloat16, "causal")
 
 
+SHORT, LONG = torch.arange(256, dtype=torch.int8), torch.arange(256) << 53
+WHOLE_NUMBERS = {
+    "narrow": lambda b, h, q, k: (
+        (((q * 0x9E3779B97F4A7C15 + k * 2654435761).to(torch.int32) >> 3) % 7 < 3)
+        & (((SHORT[q] * SHORT[k] << 2) ^ (k.to(torch.uint8) - 5)) // 3 > (q.to(torch.uint8) >> 9))
+    ),
+    "wide": lambda b, h, q, k: (
+        ((LONG[q] >> (k % 70)) - (-(2**63)) + torch.fmod(q << 40, 77) > (k.to(torch.uint32).long() & 0xFFFFFFFFF))
+        | ((k - q <= LONG[b]) & ((q - k).abs() < 2**63 - 1))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE_NUMBERS)
+def test_whole_numbers(name: str) -> None:
+    """Of every width, with literals at the ends of 64 bits."""
+    import triton_ahead as ahead
+
+    launches = ahead.launches(ahead.problem_of(mask_mod=WHOLE_NUMBERS[name], dim=64), (9, 0))
+    assert launches and all(ahead.compiled(launch, (9, 0)).asm["cubin"] for launch in launches)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [*GENERATIONS, *SMALL_ONES], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], **NAMES)
