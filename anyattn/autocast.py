@@ -29,7 +29,7 @@ def _is_on_for(x: Tensor) -> bool:
 def arguments(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
     """q, k and v as ``scaled_dot_product_attention`` takes them under autocast; nothing else of a call is cast.
 
-    For where ``is_on``, and while Dynamo traces, which asks for each device.
+    For where ``is_on``; in compiled graphs the operators' operands are cast, not what Dynamo traces.
     """
     return cast(q), cast(k), cast(v)
 

@@ -78,7 +78,6 @@ def flash_attn_func(
     if torch.compiler.is_compiling():
         from anyattn.custom_ops import entry_points
 
-        q, k, v = autocast.arguments(q, k, v)
         found = entry_points.flash(q, k, v, (None,) * 5, (None, None), None, options, backend)
         return found if return_lse else found[0]
     if autocast.is_on():
@@ -156,7 +155,6 @@ def flash_attn_varlen_func(
     if torch.compiler.is_compiling():
         from anyattn.custom_ops import entry_points
 
-        q, k, v = autocast.arguments(q, k, v)
         tables = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table)
         found = entry_points.flash(q, k, v, tables, (max_seqlen_q, max_seqlen_k), validate, options, backend)
         return found if return_lse else found[0]
@@ -248,7 +246,7 @@ def flash_attn_with_kvcache(
     )  # fmt: skip
     from anyattn.check_cache import Given, check_no_captured_gradients, check_no_gradients
 
-    if torch.compiler.is_compiling() or autocast.is_on():
+    if not torch.compiler.is_compiling() and autocast.is_on():
         q, k, v = autocast.beside(k_cache, q, k, v)
     arguments = Given(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, page_table, cu_seqlens_q,

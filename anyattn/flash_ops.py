@@ -309,6 +309,7 @@ def flash_with_mods(
 ) -> tuple[Tensor, Tensor]:
     """``flash_attn_func``, or with any table ``flash_attn_varlen_func``, as one operator, of traced mods."""
     given = Options(*options)
+    q, k, v = autocast.arguments(q, k, v)
     longest = tuple(None if isinstance(n, Tensor) else n for n in longest)  # a bound that no result hangs on
     operands = (q, k, v, *tables, *_operands(q, given, score, mask), bool(given.deterministic), *longest, validate, backend or "")
     return called(flash, operands, _save, _gradients)  # type: ignore[no-any-return]
@@ -329,6 +330,8 @@ def decode_with_mods(
 ) -> tuple[Tensor, Tensor]:
     """``flash_attn_with_kvcache`` as one operator; tensors: its optional ones, from k to cu_seqlens_q, in the operator's order."""
     longest, given = None if isinstance(longest, Tensor) else longest, Options(*options)
+    q, *new = autocast.beside(k_cache, q, *tensors[:2])
+    tensors = (*new, *tensors[2:])
     operands = _operands(q, given, score, mask)
     if torch.is_grad_enabled():
         check_no_gradients((q, k_cache, v_cache, *tensors), given)

@@ -72,7 +72,6 @@ def flex_attention(
     if torch.compiler.is_compiling():
         from anyattn.custom_ops import entry_points
 
-        query, key, value = autocast.arguments(query, key, value)
         out, lse, max_scores = entry_points.flex(
             query, key, value, score_mod, block_mask, mask_mod, aux_tensors, scale, enable_gqa, sink, wants_max, deterministic, backend,
             kernel_options,

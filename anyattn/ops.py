@@ -301,6 +301,7 @@ def flex_with_mods(
 
     Raises as the eager call where shapes, dtypes and devices are wrong; what tensors hold is looked at when the operator runs.
     """
+    query, key, value = autocast.arguments(query, key, value)
     key, value = check.tensors(query, key, value, enable_gqa)
     sink = check.sink_logits(sink, query)
     for mod in (score, listed, mask):
