@@ -222,11 +222,11 @@ def hypot(x: Any, y: Any) -> Any:
 
 # Chebyshev polynomials fitted to erfinv(x) / x, lowest power first, as functions of w = -log(1 - x * x) less 2.5 while that is under 5, and
 # of its root less 3 elsewhere (M. Giles' variables): to 2e-8.
-_NEAR = (
+_ERFINV_CENTRE = (
     1.50140936, 0.246640278, -0.00417738847, -0.00125272523, 0.000218345887, -4.97306967e-06, -3.46309307e-06, 4.68266973e-07,
     2.32648001e-08, -8.94141405e-09,
 )  # fmt: skip
-_FAR = (
+_ERFINV_TAIL = (
     2.83297682, 1.00167477, 0.00944424521, -0.00763437481, 0.00569557413, -0.00361036494, 0.00146333532, -3.26567471e-05,
     -0.00029260459, 9.91220266e-05,
 )  # fmt: skip
@@ -237,6 +237,6 @@ def erfinv(x: Any) -> Any:
     is_near = w < 5.0
     t = select(is_near, w - Float32(2.5), cute.math.sqrt(select(is_near, 5.0, w, "float")) - Float32(3.0), "float")
     found = Float32(0.0)
-    for near, far in zip(reversed(_NEAR), reversed(_FAR), strict=True):
+    for near, far in zip(reversed(_ERFINV_CENTRE), reversed(_ERFINV_TAIL), strict=True):
         found = found * t + select(is_near, near, far, "float")
     return select(cute.math.absf(x) == 1.0, x * Float32(math.inf), x * found, "float")
