@@ -99,6 +99,7 @@ MUTANTS = {
         Mutant(
             "stale_call", "recall_recipe:Recipe.made", "[numbers[s] for s in self.scalars]", "[10 + s for s in self.scalars]", "closures",
         ),
+        Mutant("narrowing_cast_taken_for_none", "mods.solver:Solver._linear", "if not self.exact[node]:", "if False:", "narrowed"),
         Mutant("subtracted_bias_added", "mods.linear:additive_bias", 'node.op == "sub", right', "False, right", "alibi"),
         # the backward
         Mutant("stale_lse", f"{_BACKWARD}:_Statistics.of", "(lse * LOG2E)", "(lse.roll(1, -1) * LOG2E)", "full"),

@@ -84,6 +84,12 @@ def where() -> None:
     judge(*edge.qkv(1, 2, 1, 40, 50, 8, 8), score=lambda s, b, h, i, j: torch.where(i >= j, s * 2.0, s * 0.5))
 
 
+def narrowed() -> None:
+    """A mask by the sign of what wraps around in 32 bits."""
+    added = torch.tensor([12345, 7])
+    judge(*edge.qkv(2, 2, 1, 40, 50, 8, 8), mask=lambda b, h, i, j: (i + j * 2**27 + added[b]).to(torch.int32) > 0)
+
+
 def runs_half() -> None:
     q, k, v = edge.qkv(1, 1, 1, 100, 700, 8, 8, dtype=torch.bfloat16)
     judge(q, k, v, mask=lambda b, h, i, j: (j < 20) | ((j >= 400 + i) & (j < 500 + i)))
@@ -151,6 +157,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     "by_head": by("head"),
     "by_batch": by("batch"),
     "where": where,
+    "narrowed": narrowed,
     "garbage": lambda: edge.test_12_garbage_in_padding(float("nan"), "mask_mod"),
     "infinite_derivative": edge.test_16_a_derivative_that_is_infinite_under_the_mask,
     "closures": edge.test_17_two_closures_with_equal_code,
