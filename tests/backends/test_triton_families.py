@@ -1,4 +1,4 @@
-"""Derivatives by the elements of captured rows: which ones a Triton kernel computes in a loop, and that the loop's are those written out."""
+"""Derivatives by the elements of captured rows: which ones a Triton kernel has in a loop, and that they are those written out."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def test_functions_at_the_edges(op, dtype):  # type: ignore[no-untyped-def]
     ours = by_triton(expr, (), tensors)
     if op == "erfinv" and dtype is torch.float64:
         ours, theirs = (torch.where(MORE_EDGES.abs() < 0.9999, t, 0.0) for t in (ours, theirs))
-    assert same(op, ours, theirs), (ours - theirs)
+    assert same(op, ours, theirs), ours - theirs
 
 
 @pytest.mark.parametrize("source", [torch.bool, torch.uint8, torch.int32, torch.int64, torch.bfloat16, torch.float32, torch.float64])

@@ -48,9 +48,7 @@ def test_gradients_of_float32_tables_are_those_of_their_float64_copies():
         leaves = [t.to(dtype).requires_grad_() for t in (q, k, v)]
         score = lambda s, b, h, i, j: s - 0.2 * (x[i] - y[j]).pow(2).sum(-1)
         if dtype is torch.float64:
-            out = torch.nn.functional.scaled_dot_product_attention(
-                *leaves, attn_mask=-0.2 * torch.cdist(x, y).square(), enable_gqa=True
-            )
+            out = torch.nn.functional.scaled_dot_product_attention(*leaves, attn_mask=-0.2 * torch.cdist(x, y).square(), enable_gqa=True)
         else:
             out = flex(*leaves, score_mod=score, enable_gqa=True)
         dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64).to(dtype)
