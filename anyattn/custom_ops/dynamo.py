@@ -7,6 +7,7 @@ table) breaks the graph once, at the call; the entry points then run as in eager
 
 from __future__ import annotations
 
+import sys
 import warnings
 from typing import Any
 
@@ -47,15 +48,30 @@ class CallWithModsVariable(higher_order_ops.TorchHigherOrderOperatorVariable):
             captured.append(lifted)
         proxies, _ = proxy_args_kwargs([entry, like, operands, kinds], {})
         proxy = tx.output.create_proxy("call_function", self.value, (*proxies, tuple(graphs), tuple(captured)), {})
-        call_with_mods.refusal = None
+        call_with_mods.refusal, is_replaced = None, _is_replaced(tx)
         try:
             return wrap_fx_proxy(tx=tx, proxy=proxy, example_value=None)
-        except (TorchRuntimeError, Unsupported):
-            refusal = call_with_mods.refusal
+        except (TorchRuntimeError, Unsupported) as error:
+            refusal = call_with_mods.refusal or (error if is_replaced else None)
             if refusal is None:
                 raise
-        run_uncompiled()
-        raise_observed_exception(type(refusal), tx, args=[VariableTracker.build(tx, str(refusal))])
+        tx.output.remove_node(proxy.node)  # whoever catches the exception goes on with this graph
+        call_with_mods.refusal = refusal
+        if not is_replaced:
+            run_uncompiled()
+        # older Dynamos raise none but Python's own
+        raised = ValueError if is_replaced else type(refusal)
+        raise_observed_exception(raised, tx, args=[VariableTracker.build(tx, str(refusal))])
+
+
+def _is_replaced(tx: Any) -> bool:
+    """Whether Dynamo traces a call of torch's function that anyattn replaces, which catches what is raised."""
+    replaced_call = sys.modules.get("anyattn.replaced_call")
+    while tx is not None and replaced_call is not None:
+        if tx.f_code is replaced_call.flex_attention.__code__:
+            return True
+        tx = getattr(tx, "parent", None)
+    return False
 
 
 def _warn(name: str, reason: Unsupported) -> None:

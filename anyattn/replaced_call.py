@@ -1,0 +1,98 @@
+"""One call of torch's ``flex_attention`` while it is replaced: computed here, or passed on to torch's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import flex_attention as torch_flex
+
+from anyattn import flex
+from anyattn.replace import count_passed_on, count_taken, torchs_own
+
+__all__ = ["flex_attention"]
+
+_OWN_OPTIONS = frozenset(("tile_m", "tile_n", "num_splits", "autotune", "pack_gqa"))
+_PLAIN = (Tensor, torch.nn.Parameter)
+_torchs = torchs_own()
+_EVERYTHING = torch_flex._LARGE_SPARSE_BLOCK_SIZE  # the block size of torch's mask that stands for none
+
+
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Any,
+    block_mask: Any,
+    scale: Any,
+    enable_gqa: bool,
+    return_lse: bool,
+    kernel_options: Any,
+    return_aux: Any,
+) -> Any:
+    """What torch's function returns for these arguments, computed by anyattn unless it refuses. Dynamo traces this function too."""
+    given = (query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options)
+    is_traced = torch.compiler.is_dynamo_compiling()
+    refusal = None if torch.compiler.is_compiling() else _reason_against(query, key, value)
+    if refusal is None:
+        try:
+            if _is_no_mask(block_mask):
+                block_mask = None
+            if torch.is_autocast_enabled(query.device.type):
+                query, key, value = _autocast(query, key, value)
+            options = kernel_options and {name: value for name, value in kernel_options.items() if name in _OWN_OPTIONS}
+            result = flex.flex_attention(
+                query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, options or None, return_aux=return_aux,
+                deterministic=torch.are_deterministic_algorithms_enabled(),
+            )  # fmt: skip
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            refusal = None if is_traced else _told(error)  # Dynamo has no text of an exception
+        else:
+            count_taken()
+            return result
+    result = _torchs(*given, return_aux=return_aux)  # where torch refuses as well, its own error is the answer
+    if is_traced:
+        _count_traced()
+    else:
+        count_passed_on(refusal)
+    return result
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _count_traced() -> None:
+    """Counts a call that Dynamo hands on to torch's own; it has left the refusal with the operator."""
+    from anyattn.custom_ops.capture import call_with_mods
+
+    error, call_with_mods.refusal = call_with_mods.refusal, None
+    count_passed_on("an argument is refused while Dynamo traces the call" if error is None else _told(error))
+
+
+def _reason_against(*tensors: Any) -> str | None:
+    """Why an eager call of these is torch's from the beginning; None if it may be anyattn's."""
+    for x in tensors:
+        if type(x) not in _PLAIN:
+            return f"a {type(x).__name__} comes as query, key or value; anyattn computes plain tensors"
+    if torch._C._are_functorch_transforms_active():
+        return "a torch.func transform (grad, vmap, jvp) is active"
+    return None
+
+
+def _is_no_mask(block_mask: Any) -> bool:
+    """Whether this is what torch itself makes where no block mask is given."""
+    return block_mask is not None and block_mask.mask_mod is torch_flex.noop_mask and tuple(block_mask.BLOCK_SIZE) == (_EVERYTHING,) * 2
+
+
+def _autocast(*tensors: Tensor) -> list[Tensor]:
+    """As torch's operator casts query, key and value under autocast."""
+    dtype = torch.get_autocast_dtype(tensors[0].device.type)
+    return [x if x.dtype is torch.float64 or not x.is_floating_point() else x.to(dtype) for x in tensors]
+
+
+for _count in (count_taken, _count_traced):  # called while Dynamo traces; torch.compiler.assume_constant_result would import Dynamo
+    _count._dynamo_marked_constant = True  # type: ignore[attr-defined]
