@@ -1,8 +1,8 @@
 """``replace_flex_attention``: programs that call ``torch.nn.attention.flex_attention.flex_attention`` run on anyattn without an edit.
 
-Programs hold torch's function in many ways: imported by name, compiled when a module was imported, kept in a singleton. So the function stays
-the object that it is and gets the code of ``_dispatch``, which every holder of it then runs, compiled ones too: Dynamo guards on a function's
-code. Undoing puts torch's code back.
+Programs hold torch's function in many ways: imported by name, compiled when a module was imported, kept in a singleton. So the function
+stays the object that it is and gets the code of ``_dispatch``, which every holder of it then runs, compiled ones too: Dynamo guards on a
+function's code. Undoing puts torch's code back.
 
 This module imports no torch: ``autoload`` runs at the end of ``import torch``, whoever imports it.
 """
@@ -33,8 +33,8 @@ _lock = threading.RLock()
 class ReplacedCalls:
     """What became of calls of torch's ``flex_attention`` while it was replaced, since the process started.
 
-    taken: calls that anyattn computed. passed_on: those that torch's own function computed. reasons: why, and how many calls each: the first
-    line of the refusal, where lines that differ in numbers alone are one reason. Compiled calls are counted when Dynamo traces them, not
+    taken: calls that anyattn computed. passed_on: those that torch's own function computed. reasons: why, and how many calls each, by the
+    first line of the refusal; lines that differ in numbers alone are one reason. Compiled calls are counted when Dynamo traces them, not
     when the graph runs.
     """
 
@@ -117,8 +117,8 @@ class Replacement:
 def replace_flex_attention() -> Replacement:
     """Lets anyattn compute every call of ``torch.nn.attention.flex_attention.flex_attention`` in this process, eager and compiled.
 
-    It does not matter how a program holds the function, or whether it was compiled before. Calls that anyattn refuses run on torch's own, with
-    one warning for each reason; ``replaced()`` counts both. ``kernel_options`` that mean nothing here are ignored.
+    It does not matter how a program holds the function, or whether it was compiled before. Calls that anyattn refuses run on torch's own,
+    with one warning for each reason; ``replaced()`` counts both. ``kernel_options`` that mean nothing here are ignored.
 
     Replaced for all threads from here on, until ``undo()`` of what is returned, or the end of its ``with`` block; where several are active,
     until the last one ends. For programs that cannot be touched the environment variable ``ANYATTN_REPLACE_FLEX_ATTENTION=1`` does the same
@@ -148,10 +148,12 @@ class _Torchs:
         self.code = function.__code__
         if _arguments(self.code) != _arguments(_dispatch.__code__) or function.__closure__:
             wanted, found = (", ".join(_arguments(code)) for code in (_dispatch.__code__, self.code))
-            raise RuntimeError(f"torch's flex_attention takes ({found}); wanted ({wanted}): this torch cannot be replaced, call anyattn's own")
+            raise RuntimeError(
+                f"torch's flex_attention takes ({found}); wanted ({wanted}): this torch cannot be replaced, call anyattn's own"
+            )
         self.own = types.FunctionType(self.code, function.__globals__, function.__name__, function.__defaults__)
-        self.own.__kwdefaults__ = function.__kwdefaults__
-        self.own.__module__, self.own.__doc__ = function.__module__, function.__doc__
+        for name in ("__kwdefaults__", "__module__", "__doc__", "__annotations__"):
+            setattr(self.own, name, getattr(function, name))
 
 
 _torchs: _Torchs | None = None

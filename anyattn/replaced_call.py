@@ -53,11 +53,16 @@ def flex_attention(
         else:
             count_taken()
             return result
-    result = _torchs(*given, return_aux=return_aux)  # where torch refuses as well, its own error is the answer
     if is_traced:
+        result = _torchs(*given, return_aux=return_aux)
         _count_traced()
-    else:
-        count_passed_on(refusal)
+        return result
+    try:
+        result = _torchs(*given, return_aux=return_aux)
+    except Exception as error:  # torch refuses as well: its own error is the answer, and says below what anyattn had against the call
+        error.__cause__ = error.__cause__ or RuntimeError(f"anyattn refused the call before: {refusal}")
+        raise
+    count_passed_on(refusal)
     return result
 
 

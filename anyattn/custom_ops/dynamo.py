@@ -100,7 +100,8 @@ def run_uncompiled() -> None:
         flex.flex_attention, flash.flash_attn_func, flash.flash_attn_varlen_func, flash.flash_attn_with_kvcache,
         flash.flash_attn_combine, block_mask.create_block_mask,
     )  # fmt: skip
-    for fn in functions:
+    replaced_call = sys.modules.get("anyattn.replaced_call")
+    for fn in functions if replaced_call is None else (*functions, replaced_call.flex_attention):
         set_code_exec_strategy(fn.__code__, FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP))
 
 
