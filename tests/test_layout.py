@@ -25,6 +25,8 @@ FLOORS: dict[str, int] = {
     "anyattn.ops": 0,
     "anyattn.operator_calls": 0,
     "anyattn.operator_transforms": 0,
+    "anyattn.replace": 0,
+    "anyattn.replaced_call": 0,
     "anyattn.explanation": 0,
     "anyattn.cli": 0,
     "anyattn.gallery": 0,

@@ -7,6 +7,7 @@ table) breaks the graph once, at the call; the entry points then run as in eager
 
 from __future__ import annotations
 
+import sys
 import warnings
 from typing import Any, NoReturn
 
@@ -39,7 +40,7 @@ class CallWithModsVariable(higher_order_ops.TorchHigherOrderOperatorVariable):
     def _call_function(self, tx: Any, args: Any, kwargs: Any) -> VariableTracker:
         entry, like, operands, kinds, mods = args
         if active := tensor_kinds.transforms():
-            _refuse(tx, TypeError(_TRANSFORMED.format(active[-1])))
+            _refuse(tx, TypeError(_TRANSFORMED.format(active[-1])), _is_replaced(tx))
         graphs, captured = [], []
         for (kind, name), fn in zip(kinds.as_python_constant(), mods.items, strict=True):
             graph, lifted = None, ()
@@ -54,22 +55,35 @@ class CallWithModsVariable(higher_order_ops.TorchHigherOrderOperatorVariable):
             captured.append(lifted)
         proxies, _ = proxy_args_kwargs([entry, like, operands, kinds], {})
         proxy = tx.output.create_proxy("call_function", self.value, (*proxies, tuple(graphs), tuple(captured)), {})
-        call_with_mods.refusal = None
+        call_with_mods.refusal, is_replaced = None, _is_replaced(tx)
         try:
             return wrap_fx_proxy(tx=tx, proxy=proxy, example_value=None)
-        except (TorchRuntimeError, Unsupported):
-            refusal = call_with_mods.refusal
+        except (TorchRuntimeError, Unsupported) as error:
+            refusal = call_with_mods.refusal or (error if is_replaced else None)
             if refusal is None:
                 raise
-        _refuse(tx, refusal)
+        tx.output.remove_node(proxy.node)  # whoever catches the exception goes on with this graph
+        call_with_mods.refusal = refusal
+        _refuse(tx, refusal, is_replaced)
 
 
-def _refuse(tx: Any, error: Exception) -> NoReturn:
+def _refuse(tx: Any, error: Exception, is_replaced: bool = False) -> NoReturn:
     """Raises ``error`` in the program that is traced; where nobody catches it, the eager call raises it."""
-    run_uncompiled()
+    if not is_replaced:
+        run_uncompiled()
     # Dynamo makes exceptions of Python's own kinds alone
-    kind = next(k for k in (ValueError, TypeError, RuntimeError) if isinstance(error, k))
+    kind = next((k for k in (ValueError, TypeError) if isinstance(error, k)), RuntimeError)
     raise_observed_exception(kind, tx, args=[VariableTracker.build(tx, str(error))])
+
+
+def _is_replaced(tx: Any) -> bool:
+    """Whether Dynamo traces a call of torch's function that anyattn replaces, which catches what is raised."""
+    replaced_call = sys.modules.get("anyattn.replaced_call")
+    while tx is not None and replaced_call is not None:
+        if tx.f_code is replaced_call.flex_attention.__code__:
+            return True
+        tx = getattr(tx, "parent", None)
+    return False
 
 
 def _warn(name: str, reason: Unsupported) -> None:
@@ -98,7 +112,8 @@ def run_uncompiled(is_wanted: bool = True) -> None:
         flex.flex_attention, flash.flash_attn_func, flash.flash_attn_varlen_func, flash.flash_attn_with_kvcache,
         flash.flash_attn_combine, block_mask.create_block_mask,
     )  # fmt: skip
-    for fn in functions:
+    replaced_call = sys.modules.get("anyattn.replaced_call")
+    for fn in functions if replaced_call is None else (*functions, replaced_call.flex_attention):
         if is_wanted:
             opaque(fn)
         else:

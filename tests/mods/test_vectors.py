@@ -175,7 +175,10 @@ def test_rows_of_16_bits_are_summed_in_float32_and_rounded_once(name):
     assert bool(near.all()) and float((got == want).double().mean()) > 0.9
 
 
-@pytest.mark.parametrize("f", [lambda x, j: x == j, lambda x, j: x + j > 100, lambda x, j: torch.where(x > 3, x, j) > 90], ids=["equal", "sum", "where"])
+MEETING = {"equal": lambda x, j: x == j, "sum": lambda x, j: x + j > 100, "where": lambda x, j: torch.where(x > 3, x, j) > 90}
+
+
+@pytest.mark.parametrize("f", MEETING.values(), ids=MEETING)
 def test_a_row_of_bytes_meets_a_position_as_under_vmap(f):
     """Compared as they are, added in int8."""
     small = torch.tensor([[3, 100], [44, 5]], dtype=torch.int8)

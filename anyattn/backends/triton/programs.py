@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from anyattn.backends.triton.emit import LEAVES, LOG2E, PLAIN, Lines, Style, emit, packed_scalars
+from anyattn.backends.triton.emit import LEAVES, LOG2E, PLAIN, Lines, Style, emit
 from anyattn.backends.triton.families import Family, families
 from anyattn.backends.triton.scatters import Load, contends, scatter_source, tells_apart
 from anyattn.backends.triton.styles import has_pairs, style_of
