@@ -333,10 +333,7 @@ def flex_call(call: FlexCall, backend: str | None, options: Any, is_operator: bo
 def flash_call(
     q: Any, k: Any, v: Any, given: Options, backend: str | None, is_operator: bool = False
 ) -> tuple[Problem, Plan] | None:
-    """The problem and the plan of a ``flash_attn_func`` call; None as ``flex_call``.
-
-    Raises as ``check_flash.dense_problem`` and the plan.
-    """
+    """The problem and the plan of a ``flash_attn_func`` call; None as ``flex_call``. Raises as the checks and the plan."""
     facts = None if is_listened_to() else _flash_facts(q, k, v, given, backend)
     known: _Remembered | None = None if facts is None else remembered(facts.key)
     if known is None or facts is None:
@@ -368,10 +365,7 @@ def _named(q: Any, k: Any, v: Any, given: Options) -> dict[str, Any]:
 def varlen_call(
     q: Any, k: Any, v: Any, places: Places, given: Options, backend: str | None, is_operator: bool = False
 ) -> tuple[Problem, Plan] | None:
-    """The problem and the plan of a ``flash_attn_varlen_func`` call; None as ``flex_call``.
-
-    Raises as ``check_flash.varlen_problem`` and the plan.
-    """
+    """``flash_call`` of a ``flash_attn_varlen_func`` call. Raises as ``check_flash.varlen_problem`` and the plan."""
     facts = None if is_listened_to() else _varlen_facts(q, k, v, places, given, backend)
     known: _Remembered | None = None if facts is None else remembered(facts.key)
     tables = places.tables

@@ -12,11 +12,22 @@ from typing import Any, NamedTuple
 
 import torch
 
+from anyattn.mods.ir import category, wrapped
 from anyattn.mods.source import mod_error
 
-__all__ = ["check_call", "check_device", "check_flags", "check_memory_format", "dtype_of", "options_of"]
+__all__ = [
+    "check_call",
+    "check_device",
+    "check_flags",
+    "check_memory_format",
+    "dtype_of",
+    "options_of",
+    "refuse_bare",
+    "refuse_outside",
+]
 
 _PYTHON_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}  # what torch reads in a Python type
+_BARE = (torch.uint16, torch.uint32, torch.uint64)  # dtypes that torch itself hardly computes in
 _OPTIONS = ("dtype", "device", "layout", "requires_grad", "pin_memory", "memory_format")
 
 
@@ -111,3 +122,19 @@ def options_of(name: str, options: Mapping[str, Any]) -> torch.dtype | None:
     if given is not None and dtype is None:
         raise mod_error(f"{name} is given dtype={given!r}", "use a torch.dtype, such as torch.float32")
     return dtype
+
+
+def refuse_bare(*values: Any) -> None:
+    """Raises ``ModError`` for values of dtypes in which torch computes nothing."""
+    for value in values:
+        if value.kind in _BARE:
+            raise mod_error(f"a mod cannot compute with a {value.kind} value", "convert it first: x.to(torch.int64)")
+
+
+def refuse_outside(value: Any, dtype: Any, use: str) -> None:
+    """Raises ``ModError`` for a literal that torch does not put into ``dtype``: what arithmetic wraps around, these functions refuse."""
+    node, strong = value.builder.nodes[value.node], torch.int64 if dtype is int else dtype
+    if node.op == "const" and category(node.dtype) == category(dtype) == "int" and wrapped(node.attr, strong) != node.attr:  # type: ignore
+        raise mod_error(
+            f"{use} is given {node.attr}, which {strong} does not hold", "use a number that it holds, or convert the other side"
+        )

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from anyattn.mods.arguments import check_device, check_flags, check_memory_format, dtype_of, options_of
+from anyattn.mods.arguments import check_device, check_flags, check_memory_format, dtype_of, options_of, refuse_outside
 from anyattn.mods.ir import category, is_weak, result_dtype
 from anyattn.mods.reductions import with_rows
 from anyattn.mods.source import mod_error
-from anyattn.mods.values import FUNCTIONS, Value, View, builder_in, cast, refuse_outside
+from anyattn.mods.values import FUNCTIONS, Value, View, builder_in, cast
 from anyattn.mods.vectors import Vector
 
 __all__ = ["FUNCTIONS"]

@@ -2,9 +2,7 @@
 
 A ``Value`` stands for one number inside the mod: an index, the score, a captured number, or anything computed from them. It answers to
 Python's operators, to torch's functions (through ``__torch_function__``) and to the tensor methods of the table below, and records each
-as a node. A ``View`` is a captured tensor of which some dimensions are still to be indexed; computed with as it is, it is a short row of
-values (``vectors.py``).
-
+as a node. A ``View`` is a captured tensor of which some dimensions are still to be indexed; computed with, it is a row (``vectors.py``).
 What has no meaning as one number per (q, kv), such as a Python ``if``, raises ``ModError`` with the user's line and the cure.
 """
 
@@ -18,13 +16,13 @@ from typing import Any
 import torch
 
 from anyattn.mods.activations import ACTIVATIONS, rounded_to
-from anyattn.mods.arguments import check_call
-from anyattn.mods.ir import OPS, Builder, category, is_weak, result_dtype, wrapped
+from anyattn.mods.arguments import check_call, refuse_bare, refuse_outside
+from anyattn.mods.ir import OPS, Builder, category, is_weak, result_dtype
 from anyattn.mods.refused import is_random, refuse_random
 from anyattn.mods.source import mod_error, truth_cure
 from anyattn.mods.vectors import Vector, as_vector, cuts, from_values, refuse_many, spelled_out
 
-__all__ = ["FUNCTIONS", "NeedsNumber", "Value", "View", "builder_in", "cast", "refuse_outside"]
+__all__ = ["FUNCTIONS", "NeedsNumber", "Value", "View", "builder_in", "cast"]
 
 
 class NeedsNumber(Exception):
@@ -320,24 +318,6 @@ def _values(*items: Any) -> tuple[Builder, list[Value]]:
     return builder, [Value.lift(builder, i) for i in items]
 
 
-_BARE = (torch.uint16, torch.uint32, torch.uint64)  # dtypes that torch itself hardly computes in
-
-
-def _refuse_bare(*values: Value) -> None:
-    for value in values:
-        if value.kind in _BARE:
-            raise mod_error(f"a mod cannot compute with a {value.kind} value", "convert it first: x.to(torch.int64)")
-
-
-def refuse_outside(value: Value, dtype: Any, use: str) -> None:
-    """Of a literal that torch does not put into ``dtype``: what arithmetic wraps around, these functions refuse."""
-    node, strong = value.builder.nodes[value.node], torch.int64 if dtype is int else dtype
-    if node.op == "const" and category(node.dtype) == category(dtype) == "int" and wrapped(node.attr, strong) != node.attr:  # type: ignore
-        raise mod_error(
-            f"{use} is given {node.attr}, which {strong} does not hold", "use a number that it holds, or convert the other side"
-        )
-
-
 def _real(builder: Builder, value: Value) -> int:
     """The value's node in the float dtype that torch computes it in."""
     if category(value.kind) == "float":
@@ -348,12 +328,11 @@ def _real(builder: Builder, value: Value) -> int:
 def _unary(op: str) -> Callable[..., Value]:
     def apply(input: Any) -> Value:
         builder, (value,) = _values(input)
-        _refuse_bare(value)
-        if category(value.kind) not in OPS[op].operands and OPS[op].operands == ("float",):
-            if op in ("floor", "ceil", "trunc", "round"):
-                if value.kind is torch.bool:
-                    raise mod_error(f"`{op}` does not apply to a {value.kind} value", "convert it first, as in x.to(torch.int64)")
-                return value  # whole already
+        refuse_bare(value)
+        is_cut = op in ("floor", "ceil", "trunc", "round")
+        if is_cut and category(value.kind) == "int":
+            return value  # whole already
+        if category(value.kind) not in OPS[op].operands and OPS[op].operands == ("float",) and not is_cut:
             return Value(builder, builder.add(op, _real(builder, value)))
         if category(value.kind) not in OPS[op].operands:
             raise mod_error(f"`{op}` does not apply to a {value.kind} value", "convert it first, as in x.to(torch.int64)")
@@ -367,7 +346,7 @@ def _binary(op: str, swapped: bool = False) -> Callable[..., Value]:
         if isinstance(input, (str, type(None))) or isinstance(other, (str, type(None))):
             raise mod_error(f"a mod cannot compute with {input!r} and {other!r}", "use numbers, indices, the score and captured tensors")
         builder, (a, b) = _values(*((other, input) if swapped else (input, other)))
-        _refuse_bare(a, b)
+        refuse_bare(a, b)
         left, right = builder.promote(a.node, b.node)
         sides = builder.nodes[left], builder.nodes[right]
         if sides[0].dtype is int and any(isinstance(n.attr, int) and n.attr >= 2**63 for n in sides):  # Python's arithmetic, not torch's
@@ -403,7 +382,7 @@ def _clamp(input: Any, min: Any = None, max: Any = None) -> Value:
     if min is None and max is None:
         raise mod_error("clamp is given neither min nor max", "give one, as in torch.clamp(x, min=0)")
     _, (value, *ends) = _values(input, *(end for end in (min, max) if end is not None))
-    _refuse_bare(value, *ends)
+    refuse_bare(value, *ends)
     for end in ends:
         refuse_outside(end, result_dtype([value.kind, end.kind]), "clamp")
     if min is not None:
@@ -415,7 +394,7 @@ def _where(condition: Any, input: Any, other: Any) -> Value:
     builder, (c, x, y) = _values(condition, input, other)
     if c.kind is not torch.bool:
         raise mod_error(f"torch.where's condition is a {c.kind} value", "compare it: torch.where(x != 0, a, b)")
-    _refuse_bare(x, y)
+    refuse_bare(x, y)
     for value in (x, y):
         refuse_outside(value, result_dtype([x.kind, y.kind]), "torch.where")
     left, right = builder.promote(x.node, y.node)
