@@ -17,7 +17,7 @@ BENCH     ?=
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-TRITON_ON_GPU := $(patsubst %,tests/gpu/test_%_gpu.py,triton triton_documents triton_copies hopper lists varlen device fuzz)
+TRITON_ON_GPU := $(patsubst %,tests/gpu/test_%_gpu.py,triton triton_documents triton_copies hopper lists varlen device fuzz compiled)
 
 .PHONY: demo test test-gpu test-long lint format fuzz bench bench-gpu docs setup clean
 .DEFAULT_GOAL := test

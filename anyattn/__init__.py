@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from anyattn.kvcache.pages import PagedKVCache
     from anyattn.mods import masks, scores
     from anyattn.mods.algebra import Mask, Score, and_masks, mod, or_masks
+    from anyattn.replace import replace_flex_attention, replaced
     from anyattn.sparsity.block_mask import BlockMask, create_block_mask
     from anyattn.sparsity.block_sparse import BlockSparseTensors
     from anyattn.sparsity.compute import compute_block_sparsity
@@ -46,6 +47,8 @@ _HOME = {
     "flex_attention": "anyattn.flex",
     "mod": "anyattn.mods.algebra",
     "or_masks": "anyattn.mods.algebra",
+    "replace_flex_attention": "anyattn.replace",
+    "replaced": "anyattn.replace",
 }
 _MODULES = {"masks": "anyattn.mods.masks", "scores": "anyattn.mods.scores"}
 
@@ -75,6 +78,8 @@ __all__ = [
     "masks",
     "mod",
     "or_masks",
+    "replace_flex_attention",
+    "replaced",
     "scores",
 ]
 

@@ -8,14 +8,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from anyattn import hardware
+from anyattn import autocast, hardware, tensor_kinds
 from anyattn.mods.trace import TracedMod
 from anyattn.plan import Plan, for_backward
 from anyattn.problem import Problem
 
-__all__ = ["backend_module", "backend_of", "backward", "compute", "wanting"]
+__all__ = ["backend_module", "backend_of", "backward", "compute", "refuse_second_derivative", "wanting"]
+
+_GIVEN = "a gradient that backward was given"
+_are_transforms_active = torch._C._are_functorch_transforms_active  # type: ignore[attr-defined]
 
 
 def backend_of(plan: Plan) -> Any:
@@ -25,6 +27,9 @@ def backend_of(plan: Plan) -> Any:
 
 def backward(problem: Problem, plan: Plan, *results: Tensor | None) -> tuple[Tensor | None, ...]:
     """Gradients of ``problem.grad_inputs``. results: out, lse, dout and dlse of the forward pass that ``plan`` made."""
+    if autocast.is_on():
+        with autocast.disabled():
+            return backward(problem, plan, *results)
     chosen = plan
     if plan.backward:  # by another backend, whose plan hangs on the same facts
         found = plan.prepared.get("backward plan")
@@ -41,9 +46,17 @@ def backend_module(name: str) -> Any:
 
 def compute(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """out, lse, max_scores of ``problem``; out and lse carry gradients to ``problem.grad_inputs`` where autograd records."""
+    if autocast.is_on():
+        with autocast.disabled():
+            return compute(problem, plan)
     if not problem.needs_grad:
         result = backend_of(plan).forward(problem, plan)
         return result.out, result.lse, result.max_scores
+    if _are_transforms_active():
+        raise TypeError(
+            f"attention is called inside torch.func.{tensor_kinds.transforms()[-1]} with plain tensors that require grad outside of it; "
+            f"wanted tensors that do not: detach() them, or pass them to the transformed function"
+        )
     out, lse, highest = _Attention.apply(problem, plan, *problem.grad_inputs)
     return out, lse if problem.wants_lse else None, highest
 
@@ -68,16 +81,49 @@ class _Attention(torch.autograd.Function):
         return result.out, result.lse, result.max_scores
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any) -> Any:  # type: ignore[override]
+        if _are_transforms_active():
+            for t in (dout, dlse):
+                tensor_kinds.refuse_hidden(_GIVEN, t)
         needed = ctx.needs_input_grad[2:]
         saved = ctx.saved_tensors
         inputs, (out, lse) = saved[: len(needed)], saved[len(needed) : len(needed) + 2]
-        if dout is None:
-            dout = torch.zeros_like(out)
-        tensors = tuple([wanting(t, n) for t, n in zip(inputs, needed, strict=True)])
-        grads = backward(_with_inputs(ctx.problem, tensors), ctx.plan, out, lse, dout, dlse)
-        return None, None, *(g if n else None for g, n in zip(grads, needed, strict=True))
+        with torch.no_grad():
+            given = torch.zeros_like(out) if dout is None else dout
+            tensors = tuple([wanting(t, n) for t, n in zip(inputs, needed, strict=True)])
+            try:
+                grads = backward(_with_inputs(ctx.problem, tensors), ctx.plan, out, lse, given, dlse)
+            except RuntimeError:
+                for t in (dout, dlse):
+                    tensor_kinds.refuse_batched(_GIVEN, t)
+                raise
+        found = [g if n else None for g, n in zip(grads, needed, strict=True)]
+        return None, None, *(_differentiable_once(found, (*inputs, dout, dlse)) if torch.is_grad_enabled() else found)
+
+
+def _differentiable_once(grads: list[Tensor | None], origins: tuple[Tensor | None, ...]) -> list[Tensor | None]:
+    """The gradients of ``create_graph=True`` as functions of what they were computed from: they are no constants, and differentiating them
+    raises."""
+    made = iter(_Gradients.apply([g for g in grads if g is not None], *origins))
+    return [None if g is None else next(made) for g in grads]
+
+
+class _Gradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, grads: list[Tensor], *origins: Tensor | None) -> tuple[Tensor, ...]:  # type: ignore[override]
+        return tuple(grads)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        refuse_second_derivative()
+
+
+def refuse_second_derivative(*_: Any) -> Any:
+    """Instead of an operator's derivative."""
+    raise NotImplementedError(
+        "attention has no second derivative: a gradient that was computed with create_graph=True (or by torch.func inside of torch.func, "
+        "as hessian does) was differentiated again; wanted one derivative, or detach() the gradient where it is a constant"
+    )
 
 
 def wanting(t: Tensor | None, is_needed: bool) -> Tensor | None:

@@ -11,20 +11,26 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from anyattn.mods.bounds import check_loads
 from anyattn.mods.native import native_mod
-from anyattn.mods.rows import row_ranges
+from anyattn.mods.rows import check_positions, row_ranges
+from anyattn.mods.seen_loads import Dense, Listed, check_call, held
 from anyattn.mods.trace import TracedMod, trace
 from anyattn.problem import Problem
+from anyattn.tensor_kinds import refuse_hidden, refuse_hidden_captures
 
 if TYPE_CHECKING:
     from anyattn.sparsity.block_sparse import BlockSparseTensors
 
 __all__ = [
     "DTYPES",
+    "FLOAT32_MAX",
     "aux_list",
-    "block_lengths",
+    "captured_devices",
+    "check_held",
+    "check_lists",
+    "classes_of",
     "flex_problem",
+    "is_no_mask",
     "kept_lists",
     "kernel_options",
     "lists_facts",
@@ -99,29 +105,45 @@ def flex_problem(
     wants_lse: bool,
     wants_max: bool,
     deterministic: bool,
+    listed: TracedMod | None = None,
+    *,
+    reads_captured: bool = True,
 ) -> Problem:
-    """The problem of one ``flex_attention`` call; raises before any work is done."""
+    """The problem of one ``flex_attention`` call; raises before any work is done.
+
+    listed: the mask of a block mask that is given as lists alone, as operators have it. reads_captured: False where nothing may wait for
+    what captured tensors hold: indices that follow from it are held inside their tensors, not checked.
+    """
     key, value = tensors(query, key, value, enable_gqa)
     aux = aux_list(aux_tensors, query.device)
     batch, heads, seqlen_q, head_dim = query.shape
     lengths = (batch, heads, seqlen_q, key.shape[2])
-    score = None if score_mod is None else _traced(score_mod, "score", query, aux, lengths)
+    check_positions("the length of query", seqlen_q)
+    check_positions("the length of key", key.shape[2])
+    scores = [] if score_mod is None else [_traced(score_mod, "score", query, aux)]
     predicates = []
     blocks, follows = None, False
     if block_mask is not None:
-        check_block_mask(block_mask, query, key)
-        listed = _traced(block_mask.mask_mod, "mask", query, aux, lengths, "block_mask.mask_mod")
+        if listed is None:
+            check_block_mask(block_mask, query, key)
+        for part in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"):
+            refuse_hidden(f"block_mask.{part}", getattr(block_mask, part))
+        listed = _traced(listed or block_mask.mask_mod, "mask", query, aux, "block_mask.mask_mod")
         predicates.append(listed)
         blocks, follows = lists_of(block_mask, listed)
     if mask_mod is not None:
-        predicates.append(_traced(mask_mod, "mask", query, aux, lengths))
+        predicates.append(_traced(mask_mod, "mask", query, aux))
+    if reads_captured:
+        predicates, scores = check_call(Dense(*lengths), predicates, scores, None if follows else classes_of(blocks))
+    else:
+        predicates, scores = ([held(m, *lengths) for m in mods] for mods in (predicates, scores))
     return Problem(
         query,
         key,
         value,
-        scale_of("scale", scale, head_dim),
-        score,
-        tuple(p for p in predicates if p is not None),
+        scale_of("scale", scale, head_dim, query.dtype),
+        scores[0] if scores else None,
+        tuple(predicates),
         blocks,
         sink_logits(sink, query),
         wants_lse,
@@ -178,9 +200,9 @@ def aux_list(aux_tensors: Any, device: torch.device) -> list[Tensor] | None:
     return list(aux_tensors)
 
 
-def _traced(mod: Any, kind: str, query: Tensor, aux: list[Tensor] | None, lengths: tuple[int, ...], name: str = "") -> TracedMod:
+def _traced(mod: Any, kind: str, query: Tensor, aux: list[Tensor] | None, name: str = "") -> TracedMod:
     found = traced(mod, kind, query, aux, name)
-    check_loads(found, *lengths)
+    refuse_hidden_captures(found, name)
     return found
 
 
@@ -190,13 +212,18 @@ def traced(mod: Any, kind: str, query: Tensor, aux: list[Tensor] | None, name: s
         return mod
     score_dtype = torch.float64 if query.dtype is torch.float64 else torch.float32
     found = native_mod(mod, kind, aux) or trace(mod, kind, score_dtype=score_dtype, aux_tensors=aux, device=query.device)
-    for tensor in found.tensors:
-        if tensor.device != query.device and tensor.ndim > 0:
-            raise ValueError(
-                f"{name or kind + '_mod'} {found.name!r} captures a tensor of shape {tuple(tensor.shape)} on {tensor.device} but query "
-                f"is on {query.device}; move it with .to()"
-            )
+    captured_devices(found, query.device, name)
     return found
+
+
+def captured_devices(mod: TracedMod, device: torch.device, name: str = "") -> None:
+    """Raises where a mod captures a tensor on another device than the call's; one of rank 0 may be anywhere."""
+    for tensor in mod.tensors:
+        if tensor.device != device and tensor.ndim > 0:
+            raise ValueError(
+                f"{name or mod.kind + '_mod'} {mod.name!r} captures a tensor of shape {tuple(tensor.shape)} on {tensor.device} but query "
+                f"is on {device}; move it with .to()"
+            )
 
 
 def lists_of(block_mask: Any, mask: TracedMod) -> tuple[BlockSparseTensors | None, bool]:
@@ -209,6 +236,11 @@ def lists_of(block_mask: Any, mask: TracedMod) -> tuple[BlockSparseTensors | Non
     if follows and block_mask.kv_indices.device.type == "cpu" and row_ranges(mask) is not None:
         return None, True
     return read_lists(block_mask), follows
+
+
+def classes_of(blocks: Any) -> Callable[[], Listed] | None:
+    """How ``check_call`` asks a call's lists, None where there are none."""
+    return None if blocks is None else lambda: Listed(blocks.classes(), blocks.tile)
 
 
 class KeptLists(NamedTuple):
@@ -277,44 +309,82 @@ def read_lists(block_mask: Any) -> BlockSparseTensors:
     return blocks
 
 
+_NO_MASK = 2**30  # the block of torch's block mask that is none
+
+
+def is_no_mask(block_mask: Any) -> bool:
+    """Whether this is what torch's ``_create_empty_block_mask`` makes where there is no mask: one block of 2^30 rows and keys."""
+    size = getattr(block_mask, "BLOCK_SIZE", None)
+    if size is None or tuple(size) != (_NO_MASK, _NO_MASK) or tuple(block_mask.seq_lengths) != (1, 1):
+        return False
+    from torch.nn.attention.flex_attention import noop_mask
+
+    count = block_mask.kv_num_blocks
+    if block_mask.mask_mod is not noop_mask or block_mask.full_kv_num_blocks is not None or count.numel() != 1:
+        return False
+    # as it was made; a count that was written to says whether the block is still there
+    return torch.compiler.is_compiling() or (not count.is_inference() and count._version == 0) or int(count) == 1
+
+
 def check_block_mask(block_mask: Any, query: Tensor, key: Tensor) -> None:
     """Raises if this is no block mask, or one for another device, other lengths, batches or heads."""
+    is_block_mask(block_mask)
+    check_lists(block_mask.seq_lengths, block_mask.kv_num_blocks, query, key)
+
+
+def is_block_mask(block_mask: Any) -> None:
+    """Raises ``TypeError`` unless this is anyattn's or torch's ``BlockMask``."""
     from torch.nn.attention.flex_attention import BlockMask
 
     if not isinstance(block_mask, BlockMask):
         cure = "pass a function of (b, h, q_idx, kv_idx) as mask_mod" if callable(block_mask) else "make one with anyattn.create_block_mask"
         raise TypeError(f"block_mask is a {type(block_mask).__name__}; wanted a BlockMask (anyattn's or torch's): {cure}")
-    block_lengths(block_mask, query, key)
-    if block_mask.kv_num_blocks.device != query.device:
-        raise ValueError(
-            f"block_mask is on {block_mask.kv_num_blocks.device} but query is on {query.device}; move it with .to({str(query.device)!r})"
-        )
 
 
-def block_lengths(block_mask: Any, query: Tensor, key: Tensor) -> None:
-    """Raises if a block mask was made for other lengths, batches or heads."""
+def check_lists(made_for: Any, counts: Tensor, query: Tensor, key: Tensor) -> None:
+    """Raises if a block mask's lists were made for other lengths, batches, heads or another device. counts: (..., rows of blocks)."""
     lengths = (query.shape[2], key.shape[2])
-    if tuple(block_mask.seq_lengths) != lengths:
+    if tuple(made_for) != lengths:
         raise ValueError(
-            f"block_mask was made for lengths (q, kv) = {tuple(block_mask.seq_lengths)} but query and key have {lengths}; make it for "
+            f"block_mask was made for lengths (q, kv) = {tuple(made_for)} but query and key have {lengths}; make it for "
             f"these lengths: create_block_mask(mask_mod, B, H, {lengths[0]}, {lengths[1]})"
         )
-    listed = tuple(block_mask.kv_num_blocks.shape[:-1])
+    if counts.device != query.device:
+        raise ValueError(f"block_mask is on {counts.device} but query is on {query.device}; move it with .to({str(query.device)!r})")
+    listed = tuple(counts.shape[:-1])
     for got, have, axis in zip(listed[-2:], query.shape[:2], ("batch", "heads"), strict=False):
         if got not in (1, have):
             raise ValueError(f"block_mask has {axis} {got} but query has {have}; wanted 1 (shared) or {have}")
 
 
-def scale_of(name: str, scale: Any, head_dim: int) -> float:
+def scale_of(name: str, scale: Any, head_dim: int, dtype: torch.dtype) -> float:
+    """The scale of scores, which are float32 but for inputs of ``dtype`` float64."""
     if scale is None:
         return 1.0 / math.sqrt(head_dim)
     if isinstance(scale, Tensor) and scale.ndim == 0:
         scale = scale.item()
     if not isinstance(scale, numbers.Real) or isinstance(scale, bool):
         raise TypeError(f"{name} is a {type(scale).__name__}; wanted a number, or None for 1 / sqrt(head_dim)")
-    if not math.isfinite(scale):
+    try:
+        number = float(scale)
+    except OverflowError:  # a whole number
+        number = math.inf
+    if not math.isfinite(number):
         raise ValueError(f"{name}={scale!r}; wanted a finite number, or None for 1 / sqrt(head_dim)")
-    return float(scale)
+    check_held(name, number, dtype)
+    return number
+
+
+FLOAT32_MAX = torch.finfo(torch.float32).max
+
+
+def check_held(name: str, number: float, dtype: torch.dtype) -> None:
+    """Raises ``ValueError`` for a number that scores of these inputs cannot be computed with: in float32 it is infinite."""
+    if abs(number) > FLOAT32_MAX and dtype is not torch.float64:
+        raise ValueError(
+            f"{name}={number!r}; wanted at most {FLOAT32_MAX:.3g} in size, the greatest number of float32, in which scores are "
+            "computed, or inputs of float64"
+        )
 
 
 def sink_logits(sink: Any, query: Tensor) -> Tensor | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,8 +17,19 @@ from anyattn.geometry.stored_cache import CacheSizes, CacheStep, CacheTables, St
 from anyattn.kvcache import append, rotary
 from anyattn.plan import Plan
 from anyattn.problem import Problem
+from anyattn.strides import in_order
 
-__all__ = ["CacheCall", "Given", "cache_call", "cached_rows", "heads_first"]
+__all__ = [
+    "CacheCall",
+    "Given",
+    "cache_call",
+    "cached_rows",
+    "check_no_captured_gradients",
+    "check_no_gradients",
+    "check_storage",
+    "heads_first",
+    "with_own_pages",
+]
 
 
 class Given(NamedTuple):
@@ -62,7 +74,7 @@ class CacheCall:
         appender = plan.appender(chosen, hardware.of(step.q.device.type))
         if appender is not None:
             turned = autograd.backend_module(appender).append(step)
-            return problem if turned is step.q else problem.like(q=heads_first(turned))
+            return problem if turned is step.q else problem.like(q=in_order(heads_first(turned), problem.q))
         looked, turn = self.looked, self.turn
         if looked is None:
             looked = _look(self.given, step.tables, step.sizes)
@@ -73,7 +85,7 @@ class CacheCall:
         if turn is not None:
             new_k = turn.applied(new_k, turn.k_positions)
             turned = turn.applied(step.q.reshape(-1, *step.q.shape[-2:]), turn.q_positions)
-            problem = problem.like(q=heads_first(turned.view(step.q.shape)))
+            problem = problem.like(q=in_order(heads_first(turned.view(step.q.shape)), problem.q))
         append.append(step.k_cache, new_k, *looked.slots)
         append.append(step.v_cache, new_v, *looked.slots)
         return problem
@@ -81,7 +93,7 @@ class CacheCall:
 
 def heads_first(q: Tensor) -> Tensor:
     """The door's queries as a problem has them."""
-    return (q if q.ndim == 4 else q[None]).transpose(1, 2)
+    return (q if q.ndim == 4 else q.unsqueeze(0)).transpose(1, 2)
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,6 +124,7 @@ def cache_call(given: Given, options: Options) -> CacheCall:
 
     On a GPU, unless ``validate`` is True, what the tables hold is not looked at.
     """
+    given = with_own_pages(given)
     tables, sizes = _tables(given)
     q = given.q
     looked = None if check_lengths.takes_their_word(q.device, given.validate) else _look(given, tables, sizes)
@@ -126,10 +139,62 @@ def cache_call(given: Given, options: Options) -> CacheCall:
     return CacheCall(problem, step, given, looked, None if looked is None else _turn(step, looked))
 
 
+def with_own_pages(given: Given) -> Given:
+    """The call with a row of the page table for each of its entries, where cache_batch_idx chooses them from one for each cache entry.
+
+    On a GPU, where nobody looks, a row that there is not is the nearest one that there is.
+    """
+    rows, table = given.cache_batch_idx, given.page_table
+    if rows is None or table is None:
+        return given
+    q, ends = given.q, given.cu_seqlens_q
+    if not isinstance(q, Tensor) or not isinstance(given.k_cache, Tensor) or (ends is not None and not isinstance(ends, Tensor)):
+        return given  # which is refused for that
+    batch = check_lengths.batch_of_ends("cu_seqlens_q", ends) if ends is not None else q.shape[0]
+    check_lengths.check_table("cache_batch_idx", rows, batch, q.device)
+    check_lengths.check_pages_of("(cache entries, pages)", table, given.k_cache)
+    if len(table) == 0 and batch:
+        raise ValueError("page_table has no rows; wanted one for each entry of the cache, which cache_batch_idx selects")
+    if not check_lengths.takes_their_word(q.device, given.validate):
+        _cache_rows(rows, batch, len(table), "page_table", q.device)
+    chosen = rows.clamp(0, max(len(table) - 1, 0)) if q.is_cuda else rows
+    return given._replace(page_table=table.index_select(0, chosen), cache_batch_idx=None)
+
+
+_DIFFERENTIABLE = ("q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin")
+
+
+def check_no_gradients(tensors: Iterable[Any], options: Options) -> None:
+    """Raises ``ValueError`` where autograd expects a gradient: there is none, and a result without one would say nothing of it.
+
+    tensors: the call's, in the order of ``_DIFFERENTIABLE``; more may follow. For calls that autograd records.
+    """
+    for name, x in zip(_DIFFERENTIABLE, tensors):
+        if isinstance(x, Tensor) and x.requires_grad:
+            _refuse_gradient(name)
+    for name, x in (("alibi_slopes", options.alibi_slopes), ("sink", options.sink)):
+        if isinstance(x, Tensor) and x.requires_grad:
+            _refuse_gradient(name)
+
+
+def check_no_captured_gradients(tensors: Iterable[Tensor]) -> None:
+    """``check_no_gradients`` for what a score mod reads."""
+    for x in tensors:
+        if x.requires_grad:
+            _refuse_gradient(f"a tensor of shape {tuple(x.shape)} that score_mod reads")
+
+
+def _refuse_gradient(name: str) -> None:
+    raise ValueError(
+        f"{name} requires grad, but flash_attn_with_kvcache has no gradients; wanted a call under torch.no_grad() or "
+        "torch.inference_mode(), or the tensor's .detach(); to train, use flash_attn_varlen_func, which has gradients"
+    )
+
+
 def _tables(given: Given) -> tuple[CacheTables, CacheSizes]:
     """What shapes, dtypes and devices tell of the call, checked."""
     q, k_cache, k, ends = given.q, given.k_cache, given.k, given.cu_seqlens_q
-    _check_storage(q, k_cache, given.v_cache, k, given.v, ends, given.page_table)
+    check_storage(q, k_cache, given.v_cache, k, given.v, ends, given.page_table)
     batch = q.shape[0] if ends is None else check_lengths.batch_of_ends("cu_seqlens_q", ends)
     check_lengths.check_device("cu_seqlens_q", ends, q.device)
     table = None if given.page_table is None else check_lengths.pages(given.page_table, batch, k_cache)
@@ -140,8 +205,7 @@ def _tables(given: Given) -> tuple[CacheTables, CacheSizes]:
     if k is not None:
         append.check_apart("k_cache", k_cache)
         append.check_apart("v_cache", given.v_cache)
-        if k_cache.data_ptr() == given.v_cache.data_ptr() and k_cache.numel() > 0:
-            raise ValueError("k_cache and v_cache begin in the same memory, so v would be written over k; wanted a cache for each")
+        append.check_disjoint(k_cache, given.v_cache)
     rows_q = q.shape[0] if ends is not None else q.shape[1]
     bound_q = rows_q if ends is None else check_lengths.bound("max_seqlen_q", given.max_seqlen_q, rows_q)
     most_q = rows_q if ends is None else given.max_seqlen_q if isinstance(given.max_seqlen_q, int) else 0
@@ -159,7 +223,7 @@ def _look(given: Given, tables: CacheTables, sizes: CacheSizes) -> _Looked:
     leftpad = check_lengths.sequence_lengths("cache_leftpad", tables.leftpad, batch, q.device)
     assert cached is not None
     _check_cached(cached, leftpad, sizes.capacity)
-    rows = _cache_rows(tables.rows, batch, k_cache, q.device)
+    rows = _cache_rows(tables.rows, batch, k_cache.shape[0], "k_cache", q.device)
     number = torch.arange(batch, device=q.device)
     zero = torch.zeros_like(number)
     seqlen_q, new_ends = q.shape[1] if ends is None else None, ends if sizes.new is None else None
@@ -193,7 +257,7 @@ def _as_vectors(info: SeqlenInfoQKNewK, zero: Tensor) -> SeqlenInfoQKNewK:
     return SeqlenInfoQKNewK(*(f if isinstance(f, Tensor) else zero + f if f else zero for f in vars(info).values()))
 
 
-def _check_storage(q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any, cu_seqlens_q: Any, page_table: Any) -> None:
+def check_storage(q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any, cu_seqlens_q: Any, page_table: Any) -> None:
     q_shape = "(batch, length, heads, head_dim)" if cu_seqlens_q is None else "(total, heads, head_dim)"
     check_flash.storage({"q": q}, q_shape, 4 if cu_seqlens_q is None else 3)
     kind = "(cache batch, capacity, heads, head_dim)" if page_table is None else "(pages, page_size, heads, head_dim)"
@@ -244,22 +308,19 @@ def _check_cached(cached: Tensor, leftpad: Tensor | None, capacity: int) -> None
 
 def _check_rows(given: Any, batch: int, k_cache: Tensor, table: Tensor | None, device: torch.device) -> None:
     """Whether entries have rows of the cache, as far as shapes tell."""
-    if given is not None and table is not None:
-        raise ValueError("cache_batch_idx and page_table are both given; wanted one: a page table already says where each entry's rows are")
     check_lengths.check_table("cache_batch_idx", given, batch, device)
     if given is None and table is None and k_cache.shape[0] < batch:
         raise ValueError(f"k_cache has batch {k_cache.shape[0]} but q has {batch}; wanted at least as many, or cache_batch_idx")
 
 
-def _cache_rows(given: Tensor | None, batch: int, k_cache: Tensor, device: torch.device) -> Tensor:
-    """The row of the cache of each batch entry."""
+def _cache_rows(given: Tensor | None, batch: int, have: int, name: str, device: torch.device) -> Tensor:
+    """The row of the cache, or of another tensor called ``name``, of each batch entry; ``have``: how many rows that has."""
     rows = check_lengths.sequence_lengths("cache_batch_idx", given, batch, device)
     if rows is None:
         return torch.arange(batch, device=device)
-    if len(rows) and int(rows.max()) >= k_cache.shape[0]:
+    if len(rows) and int(rows.max()) >= have:
         at = int(rows.argmax())
-        have = k_cache.shape[0]
-        raise ValueError(f"cache_batch_idx[{at}]={int(rows[at])} but k_cache has {have} rows; wanted 0 to {have - 1}")
+        raise ValueError(f"cache_batch_idx[{at}]={int(rows[at])} but {name} has {have} rows; wanted 0 to {have - 1}")
     return rows
 
 

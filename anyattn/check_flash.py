@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -31,14 +31,19 @@ from anyattn.kept import kept
 from anyattn.kvcache.append import check_pages
 from anyattn.mods import masks, scores
 from anyattn.mods.compose import chained
-from anyattn.mods.loads import check_loads, check_loads_ragged, plainly_inside
+from anyattn.mods.loads import plainly_inside
+from anyattn.mods.rows import check_positions
+from anyattn.mods.seen_loads import Dense, Ragged, check_call, held
 from anyattn.mods.trace import TracedMod
 from anyattn.problem import Problem
+from anyattn.tensor_kinds import refuse, refuse_hidden, refuse_hidden_captures
 
 __all__ = [
     "Options",
     "batch_of_ends",
+    "check_dense_storage",
     "check_max",
+    "check_varlen_storage",
     "combine_arguments",
     "dense_problem",
     "ends",
@@ -51,7 +56,7 @@ __all__ = [
 
 
 class Options(NamedTuple):
-    """What the three doors have in common, as the user gave it."""
+    """What the entry points have in common, as the user gave it. reads_captured: as ``check.flex_problem`` has it; for operators."""
 
     softmax_scale: Any = None
     causal: Any = False
@@ -59,25 +64,30 @@ class Options(NamedTuple):
     softcap: Any = 0.0
     alibi_slopes: Any = None
     sink: Any = None
-    score_mod: Callable | TracedMod | None = None
-    mask_mod: Callable | TracedMod | None = None
+    score_mod: Any = None
+    mask_mod: Any = None
     block_sparse_tensors: Any = None
     aux_tensors: Sequence[Tensor] | None = None
     deterministic: bool = False
     return_lse: bool = False
     num_splits: Any = 1
     pack_gqa: Any = None
+    reads_captured: bool = True
 
 
 def dense_problem(q: Any, k: Any, v: Any, options: Options) -> Problem:
     """The problem of one ``flash_attn_func`` call."""
+    check_dense_storage(q, k, v)
+    return problem_of(q, k, v, None, options, k.shape[1] - q.shape[1])
+
+
+def check_dense_storage(q: Any, k: Any, v: Any) -> None:
     storage({"q": q, "k": k, "v": v}, "(batch, length, heads, head_dim)", 4)
     _same_heads("k", k, "v", v)
     if not q.shape[0] == k.shape[0]:
         raise ValueError(f"k has batch {k.shape[0]} but q has {q.shape[0]}; wanted the same")
     if k.shape[1] != v.shape[1]:
         raise ValueError(f"v has length {v.shape[1]} but k has {k.shape[1]}; wanted the same")
-    return problem_of(q, k, v, None, options, k.shape[1] - q.shape[1])
 
 
 def varlen_problem(
@@ -95,7 +105,7 @@ def varlen_problem(
     options: Options,
 ) -> Problem:
     """The problem of one ``flash_attn_varlen_func`` call."""
-    _check_varlen_storage(q, k, v, cu_seqlens_q, cu_seqlens_k, page_table)
+    check_varlen_storage(q, k, v, cu_seqlens_q, cu_seqlens_k, page_table)
     lengths, pool = (max_seqlen_q, max_seqlen_k), None if page_table is None else k
     if check_lengths.takes_their_word(q.device, validate):
         tables = LengthTables(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
@@ -157,7 +167,7 @@ def _checked_sequences(
     return sequences, offset if bool(offset.any()) else 0
 
 
-def _check_varlen_storage(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, page_table: Any) -> None:
+def check_varlen_storage(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, page_table: Any) -> None:
     padded, packed = ("(batch, length, heads, head_dim)", 4), ("(total, heads, head_dim)", 3)
     storage({"q": q}, *(padded if cu_seqlens_q is None else packed))
     if page_table is not None and cu_seqlens_k is not None:
@@ -190,11 +200,13 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences | None, opt
     q4, k4, v4 = (_heads_first(t) for t in (q, k, v))
     aux = check.aux_list(options.aux_tensors, q.device)
     sink = check.sink_logits(options.sink, q4)
-    bare = Problem(q4, k4, v4, check.scale_of("softmax_scale", options.softmax_scale, q.shape[-1]), sequences=sequences)
+    bare = Problem(q4, k4, v4, check.scale_of("softmax_scale", options.softmax_scale, q.shape[-1], q.dtype), sequences=sequences)
+    check_positions("the length of q", bare.bound_q)
+    check_positions("the length of k", bare.bound_k)
 
     def traced(mod: Callable | TracedMod, kind: str) -> TracedMod:
         found = check.traced(mod, kind, q4, aux)
-        _check_loads(found, bare)
+        refuse_hidden_captures(found)
         return found
 
     predicates = []
@@ -207,18 +219,18 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences | None, opt
     visible = band(options.causal, options.window_size, offset, bare.bound_q, bare.bound_k, q.device)
     if visible is not None:
         predicates.append(visible)
-    score = None
+    scores = []
     offset = offset if sequences is None or not isinstance(offset, TableOffset) else sequences.seqlens_k - sequences.seqlens_q
-    for mod in (_softcap(options.softcap), _alibi(options.alibi_slopes, bare.batch, heads, offset, q.device), options.score_mod):
+    for mod in (_softcap(options.softcap, q.dtype), _alibi(options.alibi_slopes, bare.batch, heads, offset, q.device), options.score_mod):
         if mod is not None:
-            found = traced(mod, "score")
-            score = found if score is None else chained(score, found)
+            scores.append(traced(mod, "score"))
+    predicates, scores = _inside(predicates, scores, blocks, bare, options.reads_captured)
     return Problem(
         q4,
         k4,
         v4,
         bare.scale,
-        score,
+        reduce(chained, scores) if scores else None,
         tuple(predicates),
         blocks,
         sink,
@@ -231,17 +243,23 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences | None, opt
     )
 
 
-def _check_loads(mod: TracedMod, problem: Problem) -> None:
-    if problem.sequences is None:
-        check_loads(mod, problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)
-    else:
-        s = problem.sequences
-        # what is inside for all sequences of these sizes needs no look at the tables
-        if s.is_unread:
-            first, end = s.position_bounds
-            if plainly_inside(mod, s.batch, problem.heads_q, end, s.bound_k, first):
-                return
-        check_loads_ragged(mod, problem.heads_q, s.seqlens_q, s.seqlens_k, s.q_first)
+def _inside(
+    masks: list[TracedMod], scores: list[TracedMod], blocks: Any, bare: Problem, reads_captured: bool
+) -> tuple[list[TracedMod], list[TracedMod]]:
+    """The masks and scores of a call, whose loads have been shown to lie inside, or are held there."""
+    if not reads_captured:
+        sizes = (bare.batch, bare.heads_q, bare.bound_q, bare.bound_k)
+        return [held(m, *sizes) for m in masks], [held(m, *sizes) for m in scores]
+    lists = check.classes_of(blocks)
+    if bare.sequences is None:
+        return check_call(Dense(bare.batch, bare.heads_q, bare.seqlen_q, bare.seqlen_k), masks, scores, lists)
+    s = bare.sequences
+    # what is inside for all sequences of these sizes needs no look at the tables
+    if s.is_unread:
+        first, end = s.position_bounds
+        if all(plainly_inside(m, s.batch, bare.heads_q, end, s.bound_k, first) for m in (*masks, *scores)):
+            return masks, scores
+    return check_call(Ragged(bare.heads_q, s.seqlens_q, s.seqlens_k, s.q_first), masks, scores, lists)
 
 
 # ---- tensors
@@ -285,9 +303,10 @@ def _heads_first(x: Tensor) -> Tensor:
 # ---- mods
 
 
-def _softcap(softcap: Any) -> Callable | None:
+def _softcap(softcap: Any, dtype: torch.dtype) -> Callable | None:
     if isinstance(softcap, bool) or not isinstance(softcap, (int, float)) or not math.isfinite(softcap) or softcap < 0:
         raise ValueError(f"softcap={softcap!r}; wanted a positive number, or 0.0 for none")
+    check.check_held("softcap", float(softcap), dtype)
     return _softcap_score(float(softcap)) if softcap else None
 
 
@@ -322,12 +341,14 @@ def _packs(given: Any) -> bool | None:
 def _blocks(given: Any, problem: Problem) -> Any:
     """Block lists, checked against the problem's lengths, heads and device."""
     from anyattn.sparsity.block_sparse import BlockSparseTensors
+    from anyattn.sparsity.lists import kept_for_call
     from anyattn.sparsity.varlen import VarlenBlockSparseTensors
 
     wanted = BlockSparseTensors if problem.sequences is None else VarlenBlockSparseTensors
     if not isinstance(given, wanted):
         door = "compute_block_sparsity" if problem.sequences is None else "compute_varlen_block_sparsity"
         raise TypeError(f"block_sparse_tensors is a {type(given).__name__}; wanted {wanted.__name__}: make it with anyattn.{door}")
+    refuse_hidden("block_sparse_tensors.mask_block_cnt", given.mask_block_cnt)
     if given.device != problem.q.device:
         raise ValueError(f"block_sparse_tensors is on {given.device} but q is on {problem.q.device}; move it with .to()")
     if isinstance(given, VarlenBlockSparseTensors):
@@ -337,16 +358,19 @@ def _blocks(given: Any, problem: Problem) -> Any:
         if heads not in (1, problem.heads_q):
             raise ValueError(f"block_sparse_tensors has {heads} heads but q has {problem.heads_q}; wanted 1 (shared) or {problem.heads_q}")
         return given
-    tiles = tuple(-(-n // t) for n, t in zip((problem.seqlen_q, problem.seqlen_k), given.tile, strict=True))
-    if given.grid != tiles or given.lengths not in (None, (problem.seqlen_q, problem.seqlen_k)):
+    lengths = (problem.seqlen_q, problem.seqlen_k)
+    tiles = tuple(-(-n // t) for n, t in zip(lengths, given.tile, strict=True))
+    # lists that know no lengths may be compact
+    fits = given.grid == tiles if given.lengths is not None else given.grid[0] == tiles[0] and given.grid[1] <= tiles[1]
+    if not fits or given.lengths not in (None, lengths):
         raise ValueError(
             f"block_sparse_tensors has {given.grid[0]} x {given.grid[1]} tiles of {given.tile} for lengths {given.lengths}, but q and k "
-            f"have lengths {(problem.seqlen_q, problem.seqlen_k)}, {tiles[0]} x {tiles[1]} tiles; build it for these"
+            f"have lengths {lengths}, {tiles[0]} x {tiles[1]} tiles; build it for these"
         )
     for got, size, axis in zip(given.mask_block_cnt.shape[:2], (problem.batch, problem.heads_q), ("batch", "heads"), strict=True):
         if got not in (1, size):
             raise ValueError(f"block_sparse_tensors has {axis} {got} but q has {size}; wanted 1 (shared) or {size}")
-    return given
+    return kept_for_call(given, lengths)
 
 
 def _check_built_for(lists: Any, sequences: Sequences) -> None:
@@ -373,6 +397,8 @@ def combine_arguments(out_partial: Any, lse_partial: Any) -> tuple[Tensor, Tenso
     for name, tensor in (("out_partial", out_partial), ("lse_partial", lse_partial)):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} is a {type(tensor).__name__}; wanted a float32 tensor")
+        if tensor.is_nested or tensor.layout is not torch.strided:
+            refuse(name, tensor)
         if tensor.dtype not in (torch.float32, torch.float64):
             raise TypeError(f"{name} has dtype {tensor.dtype}; wanted float32: partial results in 16 bits have lost what merging needs")
     if out_partial.device != lse_partial.device:

@@ -19,6 +19,7 @@ __all__ = [
     "bound",
     "check_device",
     "check_max",
+    "check_pages_of",
     "check_table",
     "check_used",
     "ends",
@@ -187,11 +188,16 @@ def _max_of(name: str, given: Any) -> int:
 
 
 def pages(page_table: Any, batch: int, pool: Tensor) -> Tensor:
-    _integers("page_table", page_table, 2, f"({batch}, pages)")
+    check_pages_of(f"({batch}, pages)", page_table, pool)
     if page_table.shape[0] != batch:
         raise ValueError(f"page_table has {page_table.shape[0]} rows; wanted {batch}, one per sequence")
+    return page_table
+
+
+def check_pages_of(shape: str, page_table: Any, pool: Tensor) -> None:
+    """A page table of this shape, as far as that is known without its batch."""
+    _integers("page_table", page_table, 2, shape)
     if page_table.device != pool.device:
         raise ValueError(f"page_table is on {page_table.device} but the pages are on {pool.device}; move it with .to()")
     if pool.shape[1] == 0:
         raise ValueError(f"the pages have shape {tuple(pool.shape)} with page_size 0; wanted at least 1")
-    return page_table

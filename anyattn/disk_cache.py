@@ -1,10 +1,12 @@
 """Compiled kernels on disk, private to the user: one file each, named by the content of what it was made from.
 
-A file is ``payload | facts as JSON | length of the facts | mark | SHA-256 of all that and the name``: what is torn or altered has the wrong
-sum and is never loaded, but made again and replaced. Files appear by ``os.replace``, so that a reader sees all of one or none. Processes
-that want the same kernel wait on a lock that the system takes back from a process that died.
+A file is ``header | payload | facts as JSON | length of the facts | SHA-256 of all that and the name``: what is torn or altered has the
+wrong sum and is never loaded, but made again and replaced. Files appear by ``os.replace``, so that a reader sees all of one or none.
+Processes that want the same kernel wait on a lock that the system takes back from a process that died.
 
-Beside them lie sources that were written for a call, ``*.py``, for people to read: nothing loads them.
+Beside them lie sources that were written for a call, ``triton-*.py``, for people to read: nothing loads them.
+
+Only files of anyattn's own making are replaced or removed: those whose name and first bytes say so, never what a symbolic link names.
 
 ``ANYATTN_CACHE_DIR`` names the folder (default: ``anyattn`` in the user's cache folder), ``ANYATTN_CACHE=0`` does without.
 """
@@ -15,6 +17,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import stat
 import struct
 import tempfile
@@ -22,16 +25,24 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["DiskCache", "Entry", "Payload", "default_folder", "is_on", "keep_text", "open_cache", "why_not"]
+__all__ = ["TEXT_HEADER", "DiskCache", "Entry", "Payload", "default_folder", "is_on", "keep_text", "open_cache", "why_not"]
 
-_MARK = b"anyattn1"
-_TAIL = struct.Struct("<Q8s")  # length of the facts, mark
+TEXT_HEADER = "# Written by anyattn, to be read: nothing loads this file, and `anyattn cache clear` removes it.\n"
+_HEADER = b"anyattn kernel 2\n"
+_TAIL = struct.Struct("<Q")  # length of the facts
 _SUM_SIZE = hashlib.sha256().digest_size
-_SUFFIX, _LOCK, _TEXT = ".kernel", ".lock", ".py"
+_SUFFIX, _LOCK, _TEXT, _PART = ".kernel", ".lock", ".py", ".part"
+_PART_PREFIX = "anyattn-"
+# the names of our files, how they begin, and whether they may be torn, which is short of that or empty
+_OWN_FILES = (
+    (re.compile(r"(tiles-)?[0-9a-f]+\.kernel"), (_HEADER,), True),
+    (re.compile(r"(tiles-)?[0-9a-f]+\.lock"), (b"",), True),
+    (re.compile(r"triton-\w+\.py"), (TEXT_HEADER.encode(),), False),
+    (re.compile(r"anyattn-\w+\.part"), (_HEADER, TEXT_HEADER.encode()), True),
+)
 _MOST = 1000  # kernels kept, some 100 KiB each
 _PATIENCE = 120.0  # seconds to wait for another process, which compiles in a few, before doing its work again
 
@@ -70,16 +81,28 @@ def default_folder() -> Path:
 
 
 def why_not(folder: Path) -> str | None:
-    """Makes ``folder`` (0700) if it is missing; None if it is the user's alone, else why it is not used."""
+    """Makes ``folder`` (0700) if it is missing; None if it is the user's alone, else why it is not used.
+
+    The folders above it count too: who may write into one of them can put another folder in its place.
+    """
     if not folder.is_absolute():
         return f"{folder} is nowhere: this user has no home folder"
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(FileExistsError):
-            folder.mkdir(mode=0o700)
-        found = folder.stat()
-    except OSError as error:
-        return f"{folder} cannot be made or read: {error.strerror or error}"
+        reason = _why_not_above(folder)
+        if reason is not None:
+            return reason
+        for missing in reversed([p for p in (folder, *folder.parents) if not p.exists()]):
+            with contextlib.suppress(FileExistsError):
+                missing.mkdir(mode=0o700)
+        found, reason = folder.lstat(), _why_not_above(folder)  # once more, for what another user may have made meanwhile
+    except (OSError, RuntimeError) as error:  # RuntimeError: links that go round in a circle
+        return f"{folder} cannot be made or read: {getattr(error, 'strerror', None) or error}"
+    return reason or _why_not_itself(folder, found)
+
+
+def _why_not_itself(folder: Path, found: os.stat_result) -> str | None:
+    if stat.S_ISLNK(found.st_mode):
+        return f"{folder} is a symbolic link; wanted a folder: ANYATTN_CACHE_DIR may name the one that it leads to"
     if not stat.S_ISDIR(found.st_mode):
         return f"{folder} is not a folder"
     if found.st_uid != os.geteuid():
@@ -90,38 +113,99 @@ def why_not(folder: Path) -> str | None:
     return None if os.access(folder, os.W_OK | os.X_OK) else f"{folder} is not writable"
 
 
+def _why_not_above(folder: Path) -> str | None:
+    """Which of the folders above ``folder`` lets others replace what is in it, and how; those that are missing do not."""
+    real = folder.parent.resolve()
+    for place in dict.fromkeys((*folder.parents, real, *real.parents)):
+        try:
+            link, found = place.lstat(), place.stat()
+        except FileNotFoundError:
+            continue
+        owner = next((s.st_uid for s in (link, found) if s.st_uid not in (0, os.geteuid())), None)
+        if owner is not None:
+            return f"{place}, above {folder}, belongs to user {owner}, who could put other code there"
+        if found.st_mode & stat.S_ISVTX:  # as /tmp: only owners replace what is theirs
+            continue
+        if found.st_mode & stat.S_IWOTH or (found.st_mode & stat.S_IWGRP and not _is_private_group(found.st_gid)):
+            mode = stat.S_IMODE(found.st_mode)
+            return f"{place}, above {folder}, has mode {mode:04o}, and others could put code there: chmod go-w {place}"
+    return None
+
+
+def _is_private_group(group: int) -> bool:
+    """Whether the user is alone in a group, the one of the user's name that many systems make: a umask of 002 lets it write."""
+    import grp
+    import pwd
+
+    try:
+        user, found = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)
+    except KeyError:
+        return False
+    return found.gr_name == user.pw_name and user.pw_gid == group and set(found.gr_mem) <= {user.pw_name}
+
+
+_refused: set[str] = set()
+
+
 def open_cache() -> DiskCache | None:
-    """The user's cache, or None if it is off or refused; the latter is said once a folder as a ``RuntimeWarning``."""
-    return _opened(default_folder()) if is_on() else None
-
-
-@lru_cache(maxsize=8)
-def _opened(folder: Path) -> DiskCache | None:
-    reason = why_not(folder)
-    if reason is not None:
-        text = f"anyattn keeps no compiled kernels: {reason}. Every process compiles its own; ANYATTN_CACHE_DIR names another place"
-        warnings.warn(text, RuntimeWarning, stacklevel=5)
+    """The user's cache, or None if it is off or refused. It is judged anew every time; a reason is said once, as a ``RuntimeWarning``."""
+    if not is_on():
         return None
-    return DiskCache(folder)
+    folder = default_folder()
+    reason = why_not(folder)
+    if reason is None:
+        return DiskCache(folder)
+    if reason not in _refused:
+        _refused.add(reason)
+        text = f"anyattn keeps no compiled kernels: {reason}. Every process compiles its own; ANYATTN_CACHE_DIR names another place"
+        warnings.warn(text, RuntimeWarning, stacklevel=4)
+    return None
 
 
 def keep_text(name: str, text: str) -> Path | None:
-    """Keeps a source for people to read, as ``name.py`` in the user's cache; where. None, and no word, where nothing is kept."""
+    """Keeps a source for people to read, as ``name.py`` in the user's cache; where. None, and no word, where nothing is kept.
+
+    name: begins with ``triton-``; text: with ``TEXT_HEADER``.
+    """
+    assert text.startswith(TEXT_HEADER), name
     folder = default_folder()
     if not is_on() or why_not(folder) is not None:
         return None
     path = folder / (name + _TEXT)
     with contextlib.suppress(OSError):
-        if not path.exists():
+        if not os.path.lexists(path):
             _replaced(path, text.encode())
             _prune(folder, _TEXT)
         return path
     return None
 
 
+def _content(path: Path, most: int = -1) -> bytes | None:
+    """The first ``most`` bytes of a file; None where it is something else, such as a link, or cannot be read."""
+    try:
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
+            return file.read(most) if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else None
+    except OSError:
+        return None
+
+
+def _is_own(path: Path) -> bool:
+    """Whether anyattn made this file: by its name, and by how it begins."""
+    for pattern, headers, may_be_torn in _OWN_FILES:
+        if pattern.fullmatch(path.name):
+            start = _content(path, len(TEXT_HEADER))
+            return start is not None and any((h and start.startswith(h)) or (may_be_torn and h.startswith(start)) for h in headers)
+    return False
+
+
+def _own_files(folder: Path, suffix: str = "") -> list[Path]:
+    """Our files in ``folder``, which is no link."""
+    return [] if folder.is_symlink() else [p for p in folder.glob("*" + suffix) if _is_own(p)]
+
+
 def _replaced(path: Path, content: bytes) -> None:
     """Writes a file so that a reader sees all of it or nothing."""
-    handle, name = tempfile.mkstemp(suffix=".part", dir=path.parent)  # mode 0600
+    handle, name = tempfile.mkstemp(prefix=_PART_PREFIX, suffix=_PART, dir=path.parent)  # mode 0600
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(content)
@@ -135,16 +219,18 @@ def _replaced(path: Path, content: bytes) -> None:
 
 
 def _prune(folder: Path, suffix: str) -> None:
-    """Removes the oldest files beyond ``_MOST``, and what else goes by their names."""
-    paths = list(folder.glob("*" + suffix))
-    if len(paths) > _MOST:
-        times = {}
-        for path in paths:
-            with contextlib.suppress(OSError):
-                times[path] = path.stat().st_mtime_ns
-        for path in sorted(times, key=lambda p: times[p])[: len(times) - _MOST]:
-            path.unlink(missing_ok=True)
-            path.with_suffix(_LOCK).unlink(missing_ok=True)
+    """Removes the oldest of our files beyond ``_MOST``, and their locks."""
+    if sum(1 for _ in folder.glob("*" + suffix)) <= _MOST:
+        return
+    times = {}
+    for path in _own_files(folder, suffix):
+        with contextlib.suppress(OSError):
+            times[path] = path.lstat().st_mtime_ns
+    for path in sorted(times, key=lambda p: times[p])[: max(len(times) - _MOST, 0)]:
+        path.unlink(missing_ok=True)
+        lock = path.with_suffix(_LOCK)
+        if _is_own(lock):
+            lock.unlink(missing_ok=True)
 
 
 class DiskCache:
@@ -164,22 +250,21 @@ class DiskCache:
 
     def get(self, key: str) -> Payload | None:
         """What is stored under ``key``; None if nothing is, or nothing sound."""
-        try:
-            return _unpack(self.path(key).read_bytes(), key)
-        except OSError:
-            return None
+        packed = _content(self.path(key))
+        return None if packed is None else _unpack(packed, key)
 
-    def get_or_make(self, key: str, make: Callable[[], Payload]) -> Payload:
+    def get_or_make(self, key: str, make: Callable[[], Payload], is_sound: Callable[[Payload], bool] = lambda payload: True) -> Payload:
         """What is stored under ``key``, made first if need be: by one process, while others wait for it.
 
+        is_sound: whether a payload is what ``make`` makes; another one is made again, and replaced.
         A disk that is full or refuses costs the file, not the kernel: what ``make`` returned is handed over all the same.
         """
         found = self.get(key)
-        if found is not None:
+        if found is not None and is_sound(found):
             return found
         with self._locked(key):
             found = self.get(key)
-            if found is None:
+            if found is None or not is_sound(found):
                 found = make()
                 with contextlib.suppress(OSError):
                     self._write(key, found)
@@ -188,33 +273,39 @@ class DiskCache:
     def entries(self) -> list[Entry]:
         """What lies in the folder, the newest first."""
         found = []
-        for path in self.folder.glob("*" + _SUFFIX):
+        for path in _own_files(self.folder, _SUFFIX):
             with contextlib.suppress(OSError):
-                payload, status = _unpack(path.read_bytes(), path.name.removesuffix(_SUFFIX)), path.stat()
+                payload, status = _unpack(_content(path) or b"", path.name.removesuffix(_SUFFIX)), path.lstat()
                 facts = {} if payload is None else payload.facts
                 found.append(Entry(path, facts, status.st_size, max(0.0, time.time() - status.st_mtime), payload is not None))
         return sorted(found, key=lambda entry: (entry.age, entry.path))
 
     def clear(self) -> tuple[int, int]:
-        """Removes everything; how many kernels and how many bytes. Processes that have loaded one keep it."""
+        """Removes all files of our own making; how many kernels and how many bytes. Processes that have loaded one keep it."""
         entries = self.entries()
-        for path in self.folder.iterdir():
-            if path.name.endswith((_SUFFIX, _LOCK, _TEXT, ".part")):
-                with contextlib.suppress(OSError):
-                    path.unlink()
+        for path in _own_files(self.folder):
+            with contextlib.suppress(OSError):
+                path.unlink()
         gone = [entry for entry in entries if not entry.path.exists()]
         return len(gone), sum(entry.size for entry in gone)
+
+    def strangers(self) -> list[Path]:
+        """What else lies in the folder and is never touched: what others put there, and what earlier versions of anyattn wrote."""
+        own = set(_own_files(self.folder))
+        return sorted(p for p in self.folder.iterdir() if p not in own)
 
     @contextlib.contextmanager
     def _locked(self, key: str) -> Iterator[None]:
         """Holds the lock of ``key``; goes on without it where the file system has no locks or its owner takes too long."""
         from filelock import FileLock, Timeout
 
-        lock = FileLock(self.folder / (key + _LOCK), timeout=_PATIENCE, mode=0o600)
+        path = self.folder / (key + _LOCK)
+        lock = FileLock(path, timeout=_PATIENCE, mode=0o600)
         held = False
         with contextlib.suppress(Timeout, OSError, NotImplementedError):
-            lock.acquire(poll_interval=0.02)
-            held = True
+            if not os.path.lexists(path) or _is_own(path):  # taking a lock empties its file
+                lock.acquire(poll_interval=0.02)
+                held = True
         try:
             yield
         finally:
@@ -223,9 +314,11 @@ class DiskCache:
 
     def texts(self) -> list[Path]:
         """Sources to read, ``keep_text``."""
-        return sorted(self.folder.glob("*" + _TEXT))
+        return sorted(_own_files(self.folder, _TEXT))
 
     def _write(self, key: str, payload: Payload) -> None:
+        if os.path.lexists(self.path(key)) and not _is_own(self.path(key)):
+            return
         _replaced(self.path(key), _pack(payload, key))
         _prune(self.folder, _SUFFIX)
 
@@ -236,14 +329,21 @@ def _sum(content: bytes, key: str) -> bytes:
 
 def _pack(payload: Payload, key: str) -> bytes:
     facts = json.dumps(payload.facts, sort_keys=True).encode()
-    content = payload.data + facts + _TAIL.pack(len(facts), _MARK)
+    content = _HEADER + payload.data + facts + _TAIL.pack(len(facts))
     return content + _sum(content, key)
 
 
 def _unpack(packed: bytes, key: str) -> Payload | None:
+    """What ``_pack`` packed; None of anything else, be its sum right or wrong."""
     content, digest = packed[:-_SUM_SIZE], packed[-_SUM_SIZE:]
-    if len(content) < _TAIL.size or content[-len(_MARK) :] != _MARK or digest != _sum(content, key):
+    if not content.startswith(_HEADER) or len(content) < len(_HEADER) + _TAIL.size or digest != _sum(content, key):
         return None
     end = len(content) - _TAIL.size
-    length, _ = _TAIL.unpack(content[end:])
-    return Payload(content[: end - length], json.loads(content[end - length : end]))
+    (length,) = _TAIL.unpack(content[end:])
+    if length > end - len(_HEADER):
+        return None
+    try:
+        facts = json.loads(content[end - length : end])
+    except (ValueError, RecursionError):  # bad JSON, bad UTF-8
+        return None
+    return Payload(content[len(_HEADER) : end - length], facts) if isinstance(facts, dict) else None

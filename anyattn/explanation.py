@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from anyattn import check, hardware, plan
+from anyattn import autocast, check, hardware, plan, tensor_kinds
 from anyattn.mods.dependence import dependence
 from anyattn.mods.ir import Expr
 from anyattn.mods.linear import additive_bias
@@ -116,6 +116,7 @@ def explain(
     aux_tensors: list[Tensor] | None = None,
     sink: Tensor | None = None,
     deterministic: bool = False,
+    kernel_options: dict[str, Any] | None = None,
     backend: str | None = None,
 ) -> Explanation:
     """What ``flex_attention`` with these arguments would do, without doing it. ``print`` the result.
@@ -127,11 +128,14 @@ def explain(
     >>> explain(q, q, q, mask_mod=lambda b, h, q_idx, kv_idx: q_idx >= kv_idx).plan.backend
     'torch'
     """
+    for name, t in (("query", query), ("key", key), ("value", value), ("sink", sink)):
+        tensor_kinds.refuse_hidden(name, t)
+    query, key, value = autocast.arguments(query, key, value)
     problem = check.flex_problem(
         query, key, value, score_mod, block_mask, mask_mod, aux_tensors, scale, enable_gqa, sink, False, False, deterministic
     )
     machine = hardware.of(query.device.type)
-    chosen = plan.choose(problem, machine, backend)
+    chosen = plan.choose(problem, machine, backend, check.kernel_options(kernel_options))
     traced = [problem.score, *problem.predicates]
     source = triton_source(problem) if chosen.backend == "triton" else ""
     return Explanation(tuple(ModExplanation(m) for m in traced if m is not None), chosen, plan.available(machine), source)

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from anyattn import autograd, check_flash, hardware, plan, recall
+from anyattn import autocast, autograd, check_flash, hardware, plan, recall
 from anyattn.check_flash import Options
+from anyattn.tensor_kinds import has_memory
 
 if TYPE_CHECKING:
     from anyattn.sparsity.block_sparse import BlockSparseTensors
@@ -51,11 +52,14 @@ def flash_attn_func(
     mask_mod: ``(b, h, q_idx, kv_idx) -> bool``. block_sparse_tensors: lists of the tiles that mask_mod leaves partial or full; without a
     mask_mod a partial tile shows everything. aux_tensors: what a mod's trailing argument receives.
     On Hopper both mods may be CuTe functions instead, without gradients: docs/cute.md.
-    num_splits: the keys are divided among so many partial results, 0 chooses. pack_gqa: whether query heads that share K and V share row
-    tiles on a GPU, which pays where queries are few; None chooses. deterministic, backend: as in ``flex_attention``.
+    num_splits: the keys are divided among so many partial results, at most 256; 0 chooses. pack_gqa: whether query heads that share K and V
+    share row tiles on a GPU, which pays where queries are few; a preference, which the plan need not follow; None chooses. deterministic,
+    backend: as in ``flex_attention``.
 
     Returns out (B, Sq, Hq, Dv), or with return_lse ``(out, lse)``, lse (B, Hq, Sq) the natural log-sum-exp in float32 (float64). A row
     that sees nothing gives 0 and lse -inf. Gradients flow to q, k, v, sink, alibi_slopes, the score mod's tensors, and through lse.
+
+    Under ``torch.autocast`` q, k and v are cast as ``scaled_dot_product_attention`` casts them.
 
     Raises ``TypeError``/``ValueError`` naming the argument, ``ModError`` for a mod that cannot be expressed, ``BackendError`` for a named
     backend that cannot run this.
@@ -72,12 +76,19 @@ def flash_attn_func(
         deterministic, return_lse, num_splits, pack_gqa,
     )  # fmt: skip
     if torch.compiler.is_compiling():
-        from anyattn.flash_ops import compiled_flash
+        from anyattn.custom_ops import entry_points
 
-        found = compiled_flash(q, k, v, (None,) * 5, options, backend)
+        found = entry_points.flash(q, k, v, (None,) * 5, (None, None), None, options, backend)
         return found if return_lse else found[0]
-    problem, chosen = recall.flash_call(q, k, v, options, backend)
-    out, lse, _ = autograd.compute(problem, chosen)
+    if autocast.is_on():
+        q, k, v = autocast.arguments(q, k, v)
+    call = recall.flash_call(q, k, v, options, backend)
+    if call is None:
+        from anyattn import operator_calls
+
+        found = operator_calls.flash(q, k, v, (None,) * 5, (None, None), None, options, backend)
+        return found if return_lse else found[0]
+    out, lse, _ = autograd.compute(*call)
     return _laid_out(out, lse, False, return_lse)
 
 
@@ -142,13 +153,21 @@ def flash_attn_varlen_func(
         deterministic, return_lse, num_splits, pack_gqa,
     )  # fmt: skip
     if torch.compiler.is_compiling():
-        from anyattn.flash_ops import compiled_flash
+        from anyattn.custom_ops import entry_points
 
-        found = compiled_flash(q, k, v, (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table), options, backend)
+        tables = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table)
+        found = entry_points.flash(q, k, v, tables, (max_seqlen_q, max_seqlen_k), validate, options, backend)
         return found if return_lse else found[0]
+    if autocast.is_on():
+        q, k, v = autocast.arguments(q, k, v)
     tables = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table)
-    problem, chosen = recall.varlen_call(q, k, v, recall.Places(tables, (max_seqlen_q, max_seqlen_k), validate), options, backend)
-    out, lse, _ = autograd.compute(problem, chosen)
+    call = recall.varlen_call(q, k, v, recall.Places(tables, (max_seqlen_q, max_seqlen_k), validate), options, backend)
+    if call is None:
+        from anyattn import operator_calls
+
+        found = operator_calls.flash(q, k, v, tables, (max_seqlen_q, max_seqlen_k), validate, options, backend)
+        return found if return_lse else found[0]
+    out, lse, _ = autograd.compute(*call)
     return _laid_out(out, lse, cu_seqlens_q is not None, return_lse)
 
 
@@ -189,7 +208,8 @@ def flash_attn_with_kvcache(
     integers (B, pages per sequence), pages (pages, page_size, Hkv, D or Dv) of any size and order. k, v: (B, new, Hkv, D or Dv) to
     append, or (total_q, ...) laid out as q.
     cache_seqlens: int or integers (B,), rows of each entry's cache in use before appending, padding included; None is all of it.
-    cache_batch_idx: integers (B,), the cache row of each entry. cache_leftpad: integers (B,), padding rows at the cache's beginning.
+    cache_batch_idx: integers (B,), the cache row of each entry; with page_table, the row of that, which may then have one for each entry of
+    the cache. cache_leftpad: integers (B,), padding rows at the cache's beginning.
     rotary_cos, rotary_sin: (positions, rotary_dim / 2), applied to the new keys at ``cache_seqlens + j`` and to the queries at
     ``cache_seqlens + i`` if causal or windowed, else all at ``cache_seqlens``; rotary_interleaved pairs dimensions (0, 1), (2, 3), ...,
     otherwise (0, rotary_dim / 2), ...
@@ -204,10 +224,12 @@ def flash_attn_with_kvcache(
     Nothing of the cache but the appended rows is written, and nothing at all if an error is raised; what lies past the rows in use never
     matters. The output does not depend, bit for bit, on where pages lie, nor, at a given num_splits, on the rest of the batch.
 
-    Returns out, laid out as q with head_dim Dv, or ``(out, lse)``, lse (B, Hq, Sq) or (Hq, total_q). No gradients: the result is detached.
+    Returns out, laid out as q with head_dim Dv, or ``(out, lse)``, lse (B, Hq, Sq) or (Hq, total_q). There are no gradients: where autograd
+    records, no argument may require one. Under ``torch.autocast`` q, k and v are cast where the caches have its dtype.
 
     Raises ``TypeError``/``ValueError`` naming the argument: rows beyond the capacity, a page outside the pool, a cache row appended to
-    twice, rotary tables that are too short or too wide, and whatever ``flash_attn_func`` refuses.
+    twice, rotary tables that are too short or too wide, a tensor that requires grad outside ``torch.no_grad()``, and whatever
+    ``flash_attn_func`` refuses.
 
     >>> import torch, anyattn
     >>> k_cache, v_cache = torch.zeros(2, 2, 64, 4, 16)  # room for 64 keys of 2 sequences
@@ -222,23 +244,34 @@ def flash_attn_with_kvcache(
         softmax_scale, causal, window_size, softcap, alibi_slopes, sink, score_mod, mask_mod, None, aux_tensors, False, return_lse,
         num_splits, pack_gqa,
     )  # fmt: skip
-    if torch.compiler.is_compiling():
-        from anyattn.flash_ops import compiled_decode
+    from anyattn.check_cache import Given, check_no_captured_gradients, check_no_gradients
 
-        if isinstance(cache_seqlens, int):
-            cache_seqlens = torch.full((len(q) if cu_seqlens_q is None else len(cu_seqlens_q) - 1,), cache_seqlens, device=q.device)
-        given = (k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, page_table, cu_seqlens_q)
-        found = compiled_decode(q.detach(), k_cache, v_cache, given, rotary_interleaved, options, backend)
-        return found if return_lse else found[0]
-    from anyattn.check_cache import Given
-    from anyattn.recall_cache import decode_call
-
+    if not torch.compiler.is_compiling() and autocast.is_on():
+        q, k, v = autocast.beside(k_cache, q, k, v)
     arguments = Given(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, page_table, cu_seqlens_q,
         max_seqlen_q, rotary_interleaved, validate,
     )  # fmt: skip
+    if torch.compiler.is_compiling():
+        from anyattn.custom_ops import entry_points
+
+        found = entry_points.decode(arguments, options, backend)
+        return found if return_lse else found[0]
+    from anyattn.recall_cache import decode_call
+
+    records = torch.is_grad_enabled()
+    if records:
+        check_no_gradients(arguments, options)
     with torch.no_grad():
-        call, chosen = decode_call(arguments, options, backend)
+        step = decode_call(arguments, options, backend)
+        if step is None:
+            from anyattn import operator_calls
+
+            results = operator_calls.decode(arguments, options, backend)
+            return results if return_lse else results[0]
+        call, chosen = step
+        if records and call.problem.score is not None:
+            check_no_captured_gradients(call.problem.score.tensors)
         out, lse, _ = autograd.compute(call.prepared(chosen), chosen)
     return _laid_out(out, lse, cu_seqlens_q is not None, return_lse)
 
@@ -263,7 +296,10 @@ def flash_attn_combine(out_partial: Tensor, lse_partial: Tensor) -> tuple[Tensor
     tensors = (out_partial, lse_partial)
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     dtype = torch.promote_types(*(t.dtype for t in tensors))
-    chosen = plan.combiner(hardware.of(out_partial.device.type), dtype, needs_grad)
+    if not all(map(has_memory, tensors)):
+        chosen = "torch"  # whose operations take whatever they are
+    else:
+        chosen = plan.combiner(hardware.of(out_partial.device.type), dtype, needs_grad)
     return autograd.backend_module(chosen).combine(out_partial, lse_partial)
 
 

@@ -11,13 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anyattn import autograd, check_flash, hardware, plan
+from anyattn import autocast, autograd, check, recall, tensor_kinds
+from anyattn.check_cache import Given, check_no_captured_gradients, check_no_gradients, heads_first
 from anyattn.check_flash import Options
-from anyattn.mods.algebra import Mask, Score
-from anyattn.ops import NO_MOD, frozen_mod, traced_mod
+from anyattn.custom_ops.define import operator
+from anyattn.mods.trace import TracedMod
+from anyattn.operator_transforms import called
+from anyattn.ops import mods_of_operands, operands_of
+from anyattn.plan import Plan
 from anyattn.problem import Problem
+from anyattn.strides import empty_in_order
 
-__all__ = ["compiled_decode", "compiled_flash", "decode", "flash"]
+__all__ = ["decode", "decode_with_mods", "flash", "flash_with_mods"]
 
 _DIFFERENTIABLE = ("q", "k", "v", "alibi_slopes", "sink")
 
@@ -26,10 +31,10 @@ def _options(
     alibi_slopes: Tensor | None,
     sink: Tensor | None,
     score_program: str,
-    score_scalars: Tensor,
+    score_numbers: list[int],
     score_tensors: list[Tensor],
     mask_program: str,
-    mask_scalars: Tensor,
+    mask_numbers: list[int],
     mask_tensors: list[Tensor],
     softmax_scale: float | None,
     softcap: float,
@@ -37,23 +42,35 @@ def _options(
     window_size: list[int],
     num_splits: int,
     pack_gqa: bool | None,
+    deterministic: bool,
+    is_cuda: bool,
 ) -> Options:
-    score = traced_mod("score", score_program, score_scalars, score_tensors)
-    mask = traced_mod("mask", mask_program, mask_scalars, mask_tensors)
-    window = tuple(window_size)
+    score = next(iter(mods_of_operands("score", score_program, score_numbers, score_tensors)), None)
+    mask = next(iter(mods_of_operands("mask", mask_program, mask_numbers, mask_tensors)), None)
     return Options(
-        softmax_scale, causal, window, softcap, alibi_slopes, sink, score, mask, return_lse=True, num_splits=num_splits, pack_gqa=pack_gqa
-    )
+        softmax_scale, causal, tuple(window_size), softcap, alibi_slopes, sink, score, mask, None, None, deterministic, True, num_splits,
+        pack_gqa, not is_cuda,
+    )  # fmt: skip
 
 
-def _problem(q: Tensor, k: Tensor, v: Tensor, tables: tuple[Tensor | None, ...], options: Options) -> Problem:
+def _call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tables: tuple[Any, Any, Any, Any, Any],
+    longest: tuple,
+    validate: bool | None,
+    given: Options,
+    backend: str,
+) -> tuple[Problem, Plan]:
+    """The problem and the plan of an operator's call, from the call cache where it knows the call."""
     if all(t is None for t in tables):
-        return check_flash.dense_problem(q, k, v, options)
-    cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table = tables
-    return check_flash.varlen_problem(q, k, v, cu_seqlens_q, cu_seqlens_k, None, None, seqused_q, seqused_k, page_table, None, options)
+        return recall.flash_call(q, k, v, given, backend or None, is_operator=True)  # type: ignore[return-value]
+    places = recall.Places(tables, longest, validate)
+    return recall.varlen_call(q, k, v, places, given, backend or None, is_operator=True)  # type: ignore[return-value]
 
 
-@torch.library.custom_op("anyattn::flash", mutates_args=())
+@operator
 def flash(
     q: Tensor,
     k: Tensor,
@@ -66,10 +83,10 @@ def flash(
     alibi_slopes: Tensor | None,
     sink: Tensor | None,
     score_program: str,
-    score_scalars: Tensor,
+    score_numbers: list[int],
     score_tensors: list[Tensor],
     mask_program: str,
-    mask_scalars: Tensor,
+    mask_numbers: list[int],
     mask_tensors: list[Tensor],
     softmax_scale: float | None,
     softcap: float,
@@ -77,40 +94,48 @@ def flash(
     window_size: list[int],
     num_splits: int,
     pack_gqa: bool | None,
+    deterministic: bool,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    validate: bool | None,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of ``flash_attn_func``, or with any table of ``flash_attn_varlen_func``; window_size: -1 is no limit."""
+    tensor_kinds.refuse_forward_mode()
     options = _options(
-        alibi_slopes, sink, score_program, score_scalars, score_tensors, mask_program, mask_scalars, mask_tensors, softmax_scale, softcap,
-        causal, window_size, num_splits, pack_gqa,
+        alibi_slopes, sink, score_program, score_numbers, score_tensors, mask_program, mask_numbers, mask_tensors, softmax_scale, softcap,
+        causal, window_size, num_splits, pack_gqa, deterministic, q.is_cuda,
     )  # fmt: skip
-    problem = _problem(q, k, v, (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table), options)
-    return _run(problem, backend, q.ndim == 3)
+    tables = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table)
+    problem, chosen = _call(q, k, v, tables, (max_seqlen_q, max_seqlen_k), validate, options, backend)
+    return _results(problem, chosen, q.ndim == 3)
 
 
-def _run(problem: Problem, backend: str, is_packed: bool) -> tuple[Tensor, Tensor]:
-    return _results(problem, plan.choose(problem, hardware.of(problem.q.device.type), backend or None), is_packed)
+def _results(problem: Problem, chosen: Plan, is_packed: bool) -> tuple[Tensor, Tensor]:
+    with autocast.disabled():
+        result = autograd.backend_of(chosen).forward(problem, chosen)
+    return _as_given(result.out, is_packed), result.lse.select(0, 0) if is_packed else result.lse
 
 
-def _results(problem: Problem, chosen: plan.Plan, is_packed: bool) -> tuple[Tensor, Tensor]:
-    result = autograd.backend_of(chosen).forward(problem, chosen)
-    out = result.out.transpose(1, 2)
-    return (out[0], result.lse[0]) if is_packed else (out, result.lse)
+def _as_given(x: Tensor, is_packed: bool) -> Tensor:
+    """The way back from ``heads_first``."""
+    return x.transpose(1, 2).select(0, 0) if is_packed else x.transpose(1, 2)
 
 
 def _fake(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    tensor_kinds.refuse_forward_mode()
     stat = torch.float64 if q.dtype is torch.float64 else torch.float32
-    batch, (seqlen, heads) = q.shape[0] if q.ndim == 4 else 1, q.shape[-3:-1]
-    out, lse = q.new_empty((batch, heads, seqlen, v.shape[-1])).transpose(1, 2), q.new_empty((batch, heads, seqlen), dtype=stat)
-    return (out, lse) if q.ndim == 4 else (out[0], lse[0])
+    rows, is_packed = heads_first(q), q.ndim == 3
+    lse = q.new_empty(rows.shape[:3], dtype=stat)
+    return _as_given(empty_in_order(rows, last=v.shape[-1]), is_packed), lse.select(0, 0) if is_packed else lse
 
 
-@flash.register_fake
+@torch.library.register_fake("anyattn::flash")
 def _(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     return _fake(q, v)
 
 
-@torch.library.custom_op("anyattn::flash_backward", mutates_args=())
+@operator
 def flash_backward(
     q: Tensor,
     k: Tensor,
@@ -123,10 +148,10 @@ def flash_backward(
     alibi_slopes: Tensor | None,
     sink: Tensor | None,
     score_program: str,
-    score_scalars: Tensor,
+    score_numbers: list[int],
     score_tensors: list[Tensor],
     mask_program: str,
-    mask_scalars: Tensor,
+    mask_numbers: list[int],
     mask_tensors: list[Tensor],
     softmax_scale: float | None,
     softcap: float,
@@ -134,6 +159,10 @@ def flash_backward(
     window_size: list[int],
     num_splits: int,
     pack_gqa: bool | None,
+    deterministic: bool,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    validate: bool | None,
     backend: str,
     out: Tensor,
     lse: Tensor,
@@ -146,36 +175,30 @@ def flash_backward(
     alibi_slopes = None if alibi_slopes is None else alibi_slopes.detach().requires_grad_(slopes_wanted)
     score_tensors = [t.detach().requires_grad_(w) for t, w in zip(score_tensors, captured_wanted, strict=True)]
     options = _options(
-        alibi_slopes, sink, score_program, score_scalars, score_tensors, mask_program, mask_scalars, mask_tensors, softmax_scale, softcap,
-        causal, window_size, num_splits, pack_gqa,
+        alibi_slopes, sink, score_program, score_numbers, score_tensors, mask_program, mask_numbers, mask_tensors, softmax_scale, softcap,
+        causal, window_size, num_splits, pack_gqa, deterministic, q.is_cuda,
     )  # fmt: skip
-    problem = _problem(q, k, v, (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table), options)
+    tables = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table)
+    problem, chosen = _call(q, k, v, tables, (max_seqlen_q, max_seqlen_k), validate, options, backend)
     asked = zip(("q", "k", "v", "sink"), (*wants[:3], wants[4]), strict=True)  # a graph's own tensors, as they come, require none
     problem = problem.like(**{name: autograd.wanting(getattr(problem, name), w) for name, w in asked})
-    # a plan of whole spans keeps no log-sum-exp; here it was kept
-    chosen = replace(plan.choose(problem, hardware.of(q.device.type), backend or None), whole_spans=False)
-    rows = (out if out.ndim == 4 else out[None]).transpose(1, 2), lse if lse.ndim == 3 else lse[None]
-    douts = (dout if dout.ndim == 4 else dout[None]).transpose(1, 2), dlse if dlse is None or dlse.ndim == 3 else dlse[None]
+    if chosen.whole_spans:  # which keep no log-sum-exp; here it was kept
+        chosen = replace(chosen, whole_spans=False)
+    rows = heads_first(out), lse if lse.ndim == 3 else lse[None]
+    douts = heads_first(dout), dlse if dlse is None or dlse.ndim == 3 else dlse[None]
     dq, dk, dv, dsink, *captured = autograd.backward(problem, chosen, *rows, *douts)
     by_tensor = {id(t): g for t, g in zip(problem.score.tensors if problem.score else (), captured, strict=True)}
-    found = [*(_as(g, t) for g, t in zip((dq, dk, dv), (q, k, v), strict=True)), by_tensor.get(id(alibi_slopes)), dsink]
-    found += [by_tensor.get(id(t)) for t in score_tensors]
-    return [q.new_empty(0) if g is None or not w else g.contiguous() for g, w in zip(found, wants, strict=True)]
+    by_rows = [None if g is None else _as_given(g, t.ndim == 3) for g, t in zip((dq, dk, dv), (q, k, v), strict=True)]
+    found = [*by_rows, by_tensor.get(id(alibi_slopes)), dsink, *(by_tensor.get(id(t)) for t in score_tensors)]
+    return [q.new_empty(0) if g is None or not w else g for g, w in zip(found, wants, strict=True)]
 
 
-def _as(grad: Tensor | None, like: Tensor) -> Tensor | None:
-    """A gradient (B or 1, H, S, D) laid out as the door's argument was."""
-    if grad is None:
-        return None
-    return grad.transpose(1, 2) if like.ndim == 4 else grad.transpose(1, 2)[0]
-
-
-@flash_backward.register_fake
+@torch.library.register_fake("anyattn::flash_backward")
 def _(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> list[Tensor]:
-    slopes, sink, score_tensors, wants = args[5], args[6], args[9], args[-1]
-    inputs = [q, k, v, slopes, sink, *score_tensors]
-    dense = torch.contiguous_format
-    return [torch.empty_like(t, memory_format=dense) if w else q.new_empty(0) for t, w in zip(inputs, wants, strict=True)]
+    of_rows, of_others = (q, k, v), (args[5], args[6], *args[9])
+    found: list[Tensor | None] = [_as_given(empty_in_order(heads_first(t)), t.ndim == 3) for t in of_rows]
+    found += [None if t is None else t.new_empty(t.shape) for t in of_others]
+    return [g if g is not None and w else q.new_empty(0) for g, w in zip(found, args[-1], strict=True)]
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
@@ -204,7 +227,7 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple:
             inputs[i], saved = saved[:count], saved[count:]
     if dout is None:
         dout = torch.zeros_like(out)
-    grads = flash_backward(*inputs, out, lse, dout, dlse, ctx.wants)
+    grads = called(flash_backward, (*inputs, out, lse, dout, dlse, ctx.wants))
     by_input = [g if w else None for g, w in zip(grads, ctx.wants, strict=True)]
     result: list = [[None] * len(x) if is_list else None for x, is_list in zip(inputs, ctx.is_list, strict=True)]
     result[0], result[1], result[2], result[8], result[9] = by_input[:5]
@@ -212,7 +235,8 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple:
     return tuple(result)
 
 
-flash.register_autograd(_gradients, setup_context=_save)
+torch.library.register_autograd("anyattn::flash", _gradients, setup_context=_save)
+torch.library.register_autograd("anyattn::flash_backward", autograd.refuse_second_derivative)
 
 
 @torch.library.custom_op("anyattn::decode", mutates_args=("k_cache", "v_cache"))
@@ -232,10 +256,10 @@ def decode(
     alibi_slopes: Tensor | None,
     sink: Tensor | None,
     score_program: str,
-    score_scalars: Tensor,
+    score_numbers: list[int],
     score_tensors: list[Tensor],
     mask_program: str,
-    mask_scalars: Tensor,
+    mask_numbers: list[int],
     mask_tensors: list[Tensor],
     softmax_scale: float | None,
     softcap: float,
@@ -244,21 +268,22 @@ def decode(
     num_splits: int,
     pack_gqa: bool | None,
     rotary_interleaved: bool,
+    max_seqlen_q: int | None,
+    validate: bool | None,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of ``flash_attn_with_kvcache``."""
-    from anyattn.check_cache import Given, cache_call
+    from anyattn.recall_cache import decode_call
 
     options = _options(
-        alibi_slopes, sink, score_program, score_scalars, score_tensors, mask_program, mask_scalars, mask_tensors, softmax_scale, softcap,
-        causal, window_size, num_splits, pack_gqa,
+        alibi_slopes, sink, score_program, score_numbers, score_tensors, mask_program, mask_numbers, mask_tensors, softmax_scale, softcap,
+        causal, window_size, num_splits, pack_gqa, False, q.is_cuda,
     )  # fmt: skip
     given = Given(
-        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, page_table, cu_seqlens_q, None,
-        rotary_interleaved,
+        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, page_table, cu_seqlens_q,
+        max_seqlen_q, rotary_interleaved, validate,
     )  # fmt: skip
-    call = cache_call(given, options)
-    chosen = plan.choose(call.problem, hardware.of(q.device.type), backend or None)  # which refuses before anything is written
+    call, chosen = decode_call(given, options, backend or None, is_operator=True)  # type: ignore[misc] # refuses before it writes
     return _results(call.prepared(chosen), chosen, q.ndim == 3)
 
 
@@ -267,43 +292,61 @@ def _(q: Tensor, k_cache: Tensor, v_cache: Tensor, *args: Any) -> tuple[Tensor, 
     return _fake(q, v_cache)
 
 
-# ---- the doors inside a compiled graph
+# ---- calls with traced mods
 
 
-def compiled_flash(
-    q: Tensor, k: Tensor, v: Tensor, tables: tuple[Tensor | None, ...], options: Options, backend: str | None
+def flash_with_mods(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tables: tuple[Tensor | None, ...],
+    longest: tuple,
+    validate: bool | None,
+    options: tuple,
+    backend: str | None,
+    score: TracedMod | None,
+    mask: TracedMod | None,
 ) -> tuple[Tensor, Tensor]:
-    """``flash_attn_func`` or ``flash_attn_varlen_func`` as one operator call, so that Dynamo can trace it: mods must be wrapped."""
-    if options.block_sparse_tensors is not None:
-        raise TypeError(
-            "block_sparse_tensors is given inside torch.compile or torch.export; wanted None: pass the mask_mod alone, its tiles are found"
-        )
-    return flash(q, k, v, *tables, *_operands(q, options), backend or "")
+    """``flash_attn_func``, or with any table ``flash_attn_varlen_func``, as one operator, of traced mods."""
+    given = Options(*options)
+    q, k, v = autocast.arguments(q, k, v)
+    longest = tuple(None if isinstance(n, Tensor) else n for n in longest)  # a bound that no result hangs on
+    operands = (q, k, v, *tables, *_operands(q, given, score, mask), bool(given.deterministic), *longest, validate, backend or "")
+    return called(flash, operands, _save, _gradients)  # type: ignore[no-any-return]
 
 
-def compiled_decode(
+def decode_with_mods(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
     tensors: tuple[Tensor | None, ...],
     interleaved: bool,
-    options: Options,
+    longest: Any,
+    validate: bool | None,
+    options: tuple,
     backend: str | None,
+    score: TracedMod | None,
+    mask: TracedMod | None,
 ) -> tuple[Tensor, Tensor]:
-    """``flash_attn_with_kvcache`` as one operator call; tensors: its optional ones, from k to cu_seqlens_q, in the operator's order."""
-    return decode(q, k_cache, v_cache, *tensors, *_operands(q, options), interleaved, backend or "")
+    """``flash_attn_with_kvcache`` as one operator; tensors: its optional ones, from k to cu_seqlens_q, in the operator's order."""
+    longest, given = None if isinstance(longest, Tensor) else longest, Options(*options)
+    q, *new = autocast.beside(k_cache, q, *tensors[:2])
+    tensors = (*new, *tensors[2:])
+    operands = _operands(q, given, score, mask)
+    if torch.is_grad_enabled():
+        check_no_gradients((q, k_cache, v_cache, *tensors), given)
+        check_no_captured_gradients(() if score is None else score.tensors)
+    return decode(q.detach(), k_cache, v_cache, *tensors, *operands, interleaved, longest, validate, backend or "")
 
 
-def _operands(q: Tensor, options: Options) -> tuple:
-    score = frozen_mod(options.score_mod, Score, "score_mod", q, options.aux_tensors) if options.score_mod is not None else None
-    mask = frozen_mod(options.mask_mod, Mask, "mask_mod", q, options.aux_tensors) if options.mask_mod is not None else None
-    programs = []
+def _operands(q: Tensor, options: Options, score: TracedMod | None, mask: TracedMod | None) -> tuple:
     for mod in (score, mask):
-        programs += [NO_MOD, q.new_empty(0, dtype=torch.int64), []] if mod is None else [mod.program, mod.scalars, mod.tensors]
+        if mod is not None:
+            check.captured_devices(mod, q.device)
     left, right = options.window_size
     window = [-1 if left is None else left, -1 if right is None else right]
-    scale = None if options.softmax_scale is None else float(options.softmax_scale)
+    scale = None if options.softmax_scale is None else check.scale_of("softmax_scale", options.softmax_scale, q.shape[-1], q.dtype)
     return (
-        options.alibi_slopes, options.sink, *programs, scale, float(options.softcap), bool(options.causal), window, options.num_splits,
-        options.pack_gqa,
+        options.alibi_slopes, options.sink, *operands_of(q, score), *operands_of(q, mask), scale, float(options.softcap),
+        bool(options.causal), window, options.num_splits, options.pack_gqa,
     )  # fmt: skip

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from anyattn import autograd, check, recall
+from anyattn import autocast, autograd, check, recall
 from anyattn.recall import FlexCall
 
 if TYPE_CHECKING:
@@ -40,17 +40,19 @@ def flex_attention(
     query: (B, Hq, Sq, D); key: (B, Hkv, Sk, D); value: (B, Hkv, Sk, Dv); one dtype of float64, float32, bfloat16, float16, one device,
     any strides. With ``enable_gqa`` Hq may be a multiple of Hkv. A batch of 1 in key and value is shared by every query batch entry.
     score_mod: ``(score, b, h, q_idx, kv_idx) -> score``; the score comes scaled, in float32 (float64 for float64 inputs).
-    block_mask: anyattn's or torch's ``BlockMask``. mask_mod: ``(b, h, q_idx, kv_idx) -> bool``; both given, both must allow.
+    block_mask: anyattn's or torch's ``BlockMask``, torch's empty one too. mask_mod: ``(b, h, q_idx, kv_idx) -> bool``; of both, both must
+        allow.
         On Hopper score_mod and mask_mod may each be a CuTe function instead, without gradients: docs/cute.md.
     scale: default 1 / sqrt(D). aux_tensors: what a mod's trailing argument receives. sink: (Hq,), one logit per head in the denominator.
     return_lse, return_aux: also return the natural log-sum-exp and the maximal score per row, (B, Hq, Sq), float32 (float64).
     kernel_options: ``{"tile_m": int, "tile_n": int, "num_splits": int}`` override the plan; ``{"autotune": True}`` measures a handful of
     tiles where Triton computes and remembers the winner; ``{"pack_gqa": bool}`` says whether query heads that share K and V share row tiles
-    on a GPU (left out, the plan decides); torch's names are accepted and ignored where they mean nothing here.
+    on a GPU, where they can (left out, the plan decides); torch's names are accepted and ignored where they mean nothing here.
     deterministic: bitwise equal over reruns (always so on the CPU). backend: insist on one of ``anyattn.plan.BACKENDS``.
 
     Returns out (B, Hq, Sq, Dv), or ``(out, lse)``, or ``(out, AuxOutput)``. Gradients flow to query, key, value, sink, the score mod's
-    captured float tensors, and through lse. A row that sees nothing gives 0 and lse -inf.
+    captured float tensors, and through lse. A row that sees nothing gives 0 and lse -inf. Under ``torch.autocast`` query, key and value are
+    cast as ``scaled_dot_product_attention`` casts them; what mods capture, sink and masks stay as they are.
 
     Raises ``TypeError``/``ValueError`` naming the argument, ``ModError`` for a mod that cannot be expressed, ``BackendError`` for a named
     backend that cannot run this.
@@ -65,18 +67,28 @@ def flex_attention(
     Source: FlexAttention (Dong et al., arXiv:2412.05496).
     """
     wants_lse, wants_max = check.wanted(return_lse, return_aux)
+    if getattr(block_mask, "seq_lengths", None) == (1, 1) and check.is_no_mask(block_mask):
+        block_mask = None
     if torch.compiler.is_compiling():
-        from anyattn import ops
+        from anyattn.custom_ops import entry_points
 
-        out, lse, max_scores = ops.compiled_flex_attention(
-            query, key, value, score_mod, block_mask, mask_mod, aux_tensors, scale, enable_gqa, sink, wants_max, backend
-        )
+        out, lse, max_scores = entry_points.flex(
+            query, key, value, score_mod, block_mask, mask_mod, aux_tensors, scale, enable_gqa, sink, wants_max, deterministic, backend,
+            kernel_options,
+        )  # fmt: skip
         return _returned(out, lse, max_scores if wants_max else None, return_lse, return_aux)
+    if autocast.is_on():
+        query, key, value = autocast.arguments(query, key, value)
     call = FlexCall(
         query, key, value, score_mod, block_mask, mask_mod, aux_tensors, scale, enable_gqa, sink, wants_lse, wants_max, deterministic
     )
-    problem, chosen = recall.flex_call(call, backend, kernel_options)
-    return _returned(*autograd.compute(problem, chosen), return_lse, return_aux)
+    found = recall.flex_call(call, backend, kernel_options)
+    if found is None:
+        from anyattn import operator_calls
+
+        out, lse, max_scores = operator_calls.flex(call, backend, kernel_options)
+        return _returned(out, lse, max_scores if wants_max else None, return_lse, return_aux)
+    return _returned(*autograd.compute(*found), return_lse, return_aux)
 
 
 def _returned(out: Tensor, lse: Tensor | None, max_scores: Tensor | None, return_lse: bool, return_aux: AuxRequest | None) -> Any:

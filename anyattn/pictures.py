@@ -203,7 +203,8 @@ def figure(panels: Sequence[Panel], *, heading: str = "", columns: int = 4) -> F
     rows = -(-len(panels) // columns)
     has_tiles = any(isinstance(panel, TilePanel) for panel in panels)
     # Inches, so that text keeps its size however many panels there are.
-    head, foot, side = 0.55 if heading else 0.1, 0.5 if has_tiles else 0.1, 3.3
+    legend = _legend(panels, columns) if has_tiles else []
+    head, foot, side = 0.55 if heading else 0.1, 0.14 + 0.18 * max(len(legend), 2) if has_tiles else 0.1, 3.3
     height = rows * side + head + foot
     fig = _matplotlib_figure(figsize=(columns * side, height), facecolor=_PAPER, layout="constrained")
     fig.get_layout_engine().set(  # type: ignore[union-attr, call-arg]
@@ -223,7 +224,7 @@ def figure(panels: Sequence[Panel], *, heading: str = "", columns: int = 4) -> F
     if heading:
         fig.text(0.012, 1 - 0.3 / height, heading, fontsize=13, color=_INK, va="center", fontweight="bold")
     if has_tiles:
-        _draw_legend(fig, columns, has_elements=any(isinstance(p, TilePanel) and p.visible is not None for p in panels))
+        _draw_legend(fig, legend)
     _settle(fig)
     return fig
 
@@ -242,12 +243,19 @@ def _settle(fig: Figure) -> None:
         axes.set_position(Bbox(axes.get_position(original=True).get_points().round(6)))
 
 
-def _draw_legend(fig: Figure, columns: int, has_elements: bool) -> None:
+def _legend(panels: Sequence[Panel], columns: int) -> list[list[tuple[str, str]]]:
+    """The legend's entries by its lines, as many to a line as there is room for under so many panels."""
+    has_elements = any(isinstance(p, TilePanel) and p.visible is not None for p in panels)
+    entries = [entry for entry in _LEGEND if has_elements or entry[0] != "hidden"]
+    per_line = len(entries) if columns >= 3 else columns
+    return [entries[at : at + per_line] for at in range(0, len(entries), per_line)]
+
+
+def _draw_legend(fig: Figure, lines: list[list[tuple[str, str]]]) -> None:
     from matplotlib.patches import Patch
 
-    entries = [(name, text) for name, text in _LEGEND if has_elements or name != "hidden"]
-    patches = [Patch(facecolor=PALETTE[name], label=text) for name, text in entries]
-    per_row = len(entries) if columns >= 3 else max(1, columns)
+    patches = [Patch(facecolor=PALETTE[name], label=text) for line in lines for name, text in line]
+    per_row = len(lines[0])
     fig.legend(handles=patches, loc="lower left", ncols=per_row, frameon=False, fontsize=8, labelcolor=_INK, handlelength=1.1)
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from anyattn.errors import BackendError
+from anyattn.geometry.splits import MOST_SPLITS
 from anyattn.hardware import Hardware
 from anyattn.mods.native import has_native
 from anyattn.problem import Problem
@@ -138,6 +139,8 @@ def _plan_of(name: str, problem: Problem, hardware: Hardware, reason: str, optio
         if name == "torch"
         else _hopper_plan(problem, hardware, reason, options)
     )
+    if name == "torch" and options.get("pack_gqa", problem.packs) and problem.qhead_per_kvhead > 1:
+        plan = replace(plan, why=(*plan.why, "pack_gqa=True is not followed: torch multiplies the rows of all heads at once anyway"))
     if not options.get("autotune"):
         return plan
     return replace(plan, is_tuned=True, why=(*plan.why, f"autotune: {name} itself has no tiles to measure"))
@@ -165,10 +168,12 @@ def for_backward(plan: Plan, problem: Problem, hardware: Hardware) -> Plan:
 
 def _hopper_plan(problem: Problem, hardware: Hardware, reason: str, options: dict[str, int]) -> Plan:
     """Asks nothing of the mask's rows: on a GPU that would wait for them."""
+    from anyattn.backends.hopper.packing import why_apart
     from anyattn.backends.hopper.run import config_of, runs_documents
 
     backward, why_backward = _backward_by_triton(problem, hardware)
-    config = config_of(problem, bool(options["pack_gqa"]) if "pack_gqa" in options else None)
+    packs = bool(options["pack_gqa"]) if "pack_gqa" in options else problem.packs
+    config = config_of(problem, packs)
     tiles, packed = config.tiles, config.heads_per_tile
     why = [f"hopper: {reason}", f"backward: {backward}, for hopper has none yet{why_backward}"]
     if packed == 1 and runs_documents(problem):
@@ -176,6 +181,8 @@ def _hopper_plan(problem: Problem, hardware: Hardware, reason: str, options: dic
     why += _why_deterministic(problem, backward)
     if packed > 1:
         why.append(f"up to {packed} of the {problem.qhead_per_kvhead} query heads that share K and V share a row tile")
+    elif packs and (against := why_apart(config, problem.qhead_per_kvhead)):
+        why.append(f"pack_gqa=True is not followed: {against}")
     return Plan(
         "hopper", tiles.tile_m, tiles.tile_n, tiles.tile_n, 1, problem.q.dtype, backward=backward, why=tuple(why), heads_per_tile=packed
     )
@@ -249,8 +256,16 @@ def _with_options(plan: Plan, problem: Problem, options: dict[str, int]) -> Plan
     if "tile_n" in options:
         plan = replace(plan, tile_n=options["tile_n"], tile_n_backward=options["tile_n"])
     if options.get("num_splits", 1) > 1:
-        plan = replace(plan, num_splits=options["num_splits"], whole_spans=False)
+        splits, why = _bounded_splits(options["num_splits"])
+        plan = replace(plan, num_splits=splits, whole_spans=False, why=(*plan.why, *why))
     return plan
+
+
+def _bounded_splits(asked: int) -> tuple[int, list[str]]:
+    """As many splits as are worth a partial result each, and why not more."""
+    if asked <= MOST_SPLITS:
+        return asked, []
+    return MOST_SPLITS, [f"keys in {MOST_SPLITS} pieces, not {asked}: each is a partial result to keep and to merge"]
 
 
 def _divisor(number: int, most: int) -> int:
@@ -267,7 +282,8 @@ def _torch_plan(problem: Problem, hardware: Hardware, reason: str) -> Plan:
     tile_m = _tile_m(problem, dtype.itemsize == 2, why)
     tile_n = min(1024, max(problem.seqlen_k, 1))
     width = int(min([problem.seqlen_k, *(_mean_width(limit) + tile_m for limit in problem.row_limits)]))
-    splits = problem.num_splits or 1
+    splits, why_splits = _bounded_splits(problem.num_splits or 1)
+    why += why_splits
     if problem.num_splits == 0:
         why.append("one split: torch's matrix products share every row tile among all threads already")
     whole_spans = splits == 1 and _whole_spans(problem, dtype, width)

@@ -12,17 +12,17 @@ No tensor and no function of a user's is kept, but for CuTe functions, which are
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from anyattn import check, check_flash, hardware, plan
+from anyattn import check, check_flash, hardware, plan, tensor_kinds
 from anyattn.check_flash import Options
 from anyattn.geometry.stored import LengthTables, StoredSequences, StoredSizes
-from anyattn.mods.loads import doubt, plainly_inside
+from anyattn.mods.loads import doubt, hangs_on_masks, plainly_inside
 from anyattn.mods.native import native_reading
 from anyattn.mods.recognise import Reading, recognise
 from anyattn.mods.trace import TracedMod, is_native
@@ -76,6 +76,7 @@ class FlexCall(NamedTuple):
     wants_lse: bool
     wants_max: bool
     deterministic: Any
+    listed: TracedMod | None = None  # the mask of a block mask that is given as lists alone
 
 
 class _Facts(NamedTuple):
@@ -145,14 +146,14 @@ def size() -> int:
 
 def is_listened_to() -> bool:
     """Whether something sees torch's operations before they run; then they are all made, as on a first call."""
-    return bool(_are_transforms_active() or _count_modes() or _is_traced())
+    return bool(_are_transforms_active() or _count_modes() or forward_ad._current_level >= 0 or _is_traced())
 
 
 def _seen(x: Any) -> tuple:
-    """The facts of a tensor; the last 4 bits of its address say how it is aligned."""
+    """The facts of a tensor; the last 4 bits of its address say how it is aligned, and its sign may be one that memory does not have."""
     if type(x) not in PLAIN:
         raise Unfit
-    return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15, x.requires_grad
+    return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15, x.requires_grad, x.is_neg()
 
 
 def _maybe_seen(x: Any) -> tuple | None:
@@ -168,6 +169,10 @@ def _aux_of(given: Any) -> tuple[Tensor, ...]:
 
 
 def _read(mod: Any) -> Reading:
+    if type(mod) is TracedMod:
+        if mod.source is None:
+            raise Unfit
+        return Reading(mod.source.pattern, list(mod.scalars), list(mod.tensors))
     reading = native_reading(mod) if is_native(mod) else recognise(mod)
     if reading is None:
         raise Unfit
@@ -200,7 +205,7 @@ def scale_fact(scale: Any) -> bool:
     """Whether a scale is given; a usable number is no fact, it goes into the problem as it comes."""
     if scale is None:
         return False
-    if type(scale) not in (float, int) or not math.isfinite(scale):
+    if type(scale) not in (float, int) or not abs(scale) <= check.FLOAT32_MAX:
         raise Unfit
     return True
 
@@ -209,6 +214,7 @@ def _flex_facts(call: FlexCall, backend: Any, options: Any) -> _Facts | None:
     """None for a call that cannot be remembered."""
     (
         query, key, value, score_mod, block_mask, mask_mod, aux_tensors, scale, enable_gqa, sink, wants_lse, wants_max, deterministic,
+        listed,
     ) = call  # fmt: skip
     try:
         flags = (
@@ -229,7 +235,7 @@ def _flex_facts(call: FlexCall, backend: Any, options: Any) -> _Facts | None:
         if block_mask is not None:
             kept = check.kept_lists(block_mask)
             lists, blocks = (check.lists_facts(block_mask), None) if kept is None else (kept.facts, kept.blocks)
-            masks = (_read(block_mask.mask_mod),)
+            masks = (_read(listed or block_mask.mask_mod),)
         if mask_mod is not None:
             masks += (_read(mask_mod),)
         extra = (*[_seen(t) for t in aux], _identical(aux)) if aux else ()
@@ -292,12 +298,18 @@ def remember(key: tuple, value: Any) -> None:
     _store.put(key, value)
 
 
-def flex_call(call: FlexCall, backend: str | None, options: Any) -> tuple[Problem, Plan]:
-    """The problem and the plan of a ``flex_attention`` call. options: ``kernel_options``. Raises as ``check.flex_problem`` and the plan."""
+def flex_call(call: FlexCall, backend: str | None, options: Any, is_operator: bool = False) -> tuple[Problem, Plan] | None:
+    """The problem and the plan of a ``flex_attention`` call; None where it should be its operator's (``tensor_kinds``).
+
+    options: ``kernel_options``. Raises as ``check.flex_problem`` and the plan.
+    """
     facts = None if is_listened_to() else _flex_facts(call, backend, options)
     known: _Remembered | None = None if facts is None else remembered(facts.key)
     if known is None or facts is None:
-        problem = check.flex_problem(*call)
+        named = {"query": call.query, "key": call.key, "value": call.value, "sink": call.sink}
+        if not is_operator and tensor_kinds.belong_to_operators(named):
+            return None
+        problem = check.flex_problem(*call, reads_captured=not (is_operator and call.query.is_cuda))
         chosen = plan.choose(problem, hardware.of(problem.q.device.type), backend, check.kernel_options(options))
         if facts is not None:
             _remember_flex(call, backend, options, facts, problem, chosen)
@@ -318,11 +330,15 @@ def flex_call(call: FlexCall, backend: str | None, options: Any) -> tuple[Proble
     return Problem.of_fields(fields), known.plan
 
 
-def flash_call(q: Any, k: Any, v: Any, given: Options, backend: str | None) -> tuple[Problem, Plan]:
-    """The problem and the plan of a ``flash_attn_func`` call. Raises as ``check_flash.dense_problem`` and the plan."""
+def flash_call(
+    q: Any, k: Any, v: Any, given: Options, backend: str | None, is_operator: bool = False
+) -> tuple[Problem, Plan] | None:
+    """The problem and the plan of a ``flash_attn_func`` call; None as ``flex_call``. Raises as the checks and the plan."""
     facts = None if is_listened_to() else _flash_facts(q, k, v, given, backend)
     known: _Remembered | None = None if facts is None else remembered(facts.key)
     if known is None or facts is None:
+        if not is_operator and tensor_kinds.belong_to_operators(_named(q, k, v, given)):
+            return None
         problem = check_flash.dense_problem(q, k, v, given)
         chosen = plan.choose(problem, hardware.of(problem.q.device.type), backend)
         if facts is not None:
@@ -342,12 +358,21 @@ def flash_call(q: Any, k: Any, v: Any, given: Options, backend: str | None) -> t
     return Problem.of_fields(fields), known.plan
 
 
-def varlen_call(q: Any, k: Any, v: Any, places: Places, given: Options, backend: str | None) -> tuple[Problem, Plan]:
-    """The problem and the plan of a ``flash_attn_varlen_func`` call. Raises as ``check_flash.varlen_problem`` and the plan."""
+def _named(q: Any, k: Any, v: Any, given: Options) -> dict[str, Any]:
+    return {"q": q, "k": k, "v": v, "sink": given.sink, "alibi_slopes": given.alibi_slopes}
+
+
+def varlen_call(
+    q: Any, k: Any, v: Any, places: Places, given: Options, backend: str | None, is_operator: bool = False
+) -> tuple[Problem, Plan] | None:
+    """``flash_call`` of a ``flash_attn_varlen_func`` call. Raises as ``check_flash.varlen_problem`` and the plan."""
     facts = None if is_listened_to() else _varlen_facts(q, k, v, places, given, backend)
     known: _Remembered | None = None if facts is None else remembered(facts.key)
     tables = places.tables
     if known is None or facts is None or facts.sizes is None:
+        of_tables = zip(("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "page_table"), tables, strict=True)
+        if not is_operator and tensor_kinds.belong_to_operators(_named(q, k, v, given) | dict(of_tables)):
+            return None
         problem = check_flash.varlen_problem(q, k, v, *tables[:2], *places.most, *tables[2:], places.validate, given)
         chosen = plan.choose(problem, hardware.of(problem.q.device.type), backend)
         if facts is not None:
@@ -455,7 +480,7 @@ def _settle(mods: list[TracedMod], problem: Problem) -> bool:
         if problem.sequences is not None and not plainly_inside(mod, *sizes):
             return False  # then the lengths were looked at
         hangs = doubt(mod, *sizes)
-        if hangs.of_values:
+        if hangs.of_values or (hangs_on_masks(mod, *sizes) and (problem.blocks is not None or any(p.tensors for p in problem.predicates))):
             return False
         if hangs.of_numbers:
             mod.source.pattern.fix(mod.source.scalars)

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from anyattn import check_lengths, hardware, plan, recall
+from anyattn import check_lengths, hardware, plan, recall, tensor_kinds
 from anyattn.bands import band
-from anyattn.check_cache import CacheCall, Given, cache_call
+from anyattn.check_cache import CacheCall, Given, cache_call, with_own_pages
 from anyattn.check_flash import Options
 from anyattn.geometry.listed import ListedSequences, bases
 from anyattn.geometry.seqlen_info import SeqlenInfoQKNewK
@@ -23,7 +23,7 @@ from anyattn.geometry.sequences import OnHost
 from anyattn.kvcache import append
 from anyattn.plan import Plan
 from anyattn.problem import Problem
-from anyattn.recall_step import asks_mods, facts_of_options, seen, step_call
+from anyattn.recall_step import asks_mods, facts_of_options, named_tensors, seen, step_call
 
 __all__ = ["KnownCall", "decode_call"]
 
@@ -57,28 +57,38 @@ class _Numbers(NamedTuple):
 
 class _Remembered(NamedTuple):
     """fields: the problem's, but for its tensors, sequences and mask. plans: by backend asked for and greatest number of keys, which is
-    all that the plan of such a call hangs on beyond its facts."""
+    all that the plan of such a call hangs on beyond its facts. reach: the caches', see ``append.reach``."""
 
     fields: dict[str, Any]
     plans: dict[tuple[str | None, int], Plan]
+    reach: tuple[int, int]
 
 
-def decode_call(given: Given, options: Options, backend: str | None) -> tuple[CacheCall | KnownCall, Plan]:
-    """The call, checked, and its plan; nothing is written. Raises as ``check_cache.cache_call`` and the plan."""
-    step = step_call(given, options, backend)
+def decode_call(
+    given: Given, options: Options, backend: str | None, is_operator: bool = False
+) -> tuple[CacheCall | KnownCall, Plan] | None:
+    """The call, checked, and its plan; nothing is written. None where it belongs to its operator (``tensor_kinds``).
+
+    Raises as ``check_cache.cache_call`` and the plan.
+    """
+    given = with_own_pages(given)
+    step = step_call(given, options, backend, is_operator)
     if step is not None:
         return step
     facts = None if backend not in (None, "torch") or recall.is_listened_to() else _facts(given, options)
     found = None if facts is None else recall.remembered(facts)
-    known = None if found is None else _known_call(given, options, found.fields)
+    known = None if found is None else _known_call(given, options, found)
     if known is not None and found is not None:
         return known, _plan(known.problem, backend, found.plans)
+    if not is_operator and tensor_kinds.belong_to_operators(named_tensors(given, options)):
+        return None
     checked = cache_call(given, options)
     chosen = plan.choose(checked.problem, hardware.of(given.q.device.type), backend)
     if facts is not None:
         score = checked.problem.score
         if score is None or not score.tensors:
-            recall.remember(facts, _Remembered(recall.fields_of(checked.problem) | {"score": score}, {}))
+            reaches = append.reach(given.k_cache), append.reach(given.v_cache)
+            recall.remember(facts, _Remembered(recall.fields_of(checked.problem) | {"score": score}, {}, reaches))
     return checked, chosen
 
 
@@ -116,7 +126,7 @@ def _facts(given: Given, options: Options) -> tuple | None:
 # ---- a call of known facts
 
 
-def _known_call(given: Given, options: Options, fields: dict[str, Any]) -> KnownCall | None:
+def _known_call(given: Given, options: Options, remembered: _Remembered) -> KnownCall | None:
     """None where what the tables hold is not plainly right."""
     q, k_cache, v_cache = given.q, given.k_cache, given.v_cache
     new = 0 if given.k is None else given.k.shape[1]
@@ -130,14 +140,13 @@ def _known_call(given: Given, options: Options, fields: dict[str, Any]) -> Known
         append.check_pages(table, sequences.on_host.k_start, ends, sequences.page_size, len(k_cache))
     written = None
     if given.k is not None:
-        if k_cache.data_ptr() == v_cache.data_ptr():
-            return None
+        append.check_disjoint(k_cache, v_cache, remembered.reach)
         places = _row_places(sequences.on_host.k_row, starts, new) if table is None else _page_places(table, starts, new, k_cache.shape[1])
         if places is None:
             return None
         written = (given.k.reshape(-1, *given.k.shape[2:]), given.v.reshape(-1, *given.v.shape[2:]), *places)
     visible = band(options.causal, options.window_size, 0, sequences.max_seqlen_q, sequences.max_seqlen_k, q.device)
-    own = dict(fields)
+    own = dict(remembered.fields)
     own["q"], own["k"], own["v"], own["sink"] = q.transpose(1, 2), k_cache.transpose(1, 2), v_cache.transpose(1, 2), options.sink
     own["sequences"], own["predicates"] = sequences, () if visible is None else (visible,)
     if options.softmax_scale is not None:

@@ -10,40 +10,45 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from anyattn import check_lengths, hardware, plan, recall
+from anyattn import check_lengths, hardware, plan, recall, tensor_kinds
 from anyattn.check_cache import CacheCall, Given, cache_call, cached_rows, heads_first
 from anyattn.check_flash import Options
 from anyattn.geometry.stored_cache import CacheSizes, CacheStep, CacheTables, StoredCache
+from anyattn.kvcache import append
 from anyattn.plan import Plan
 from anyattn.problem import Problem
 
-__all__ = ["asks_mods", "facts_of_options", "seen", "step_call"]
+__all__ = ["asks_mods", "facts_of_options", "named_tensors", "seen", "step_call"]
 
 
 class _Remembered(NamedTuple):
-    """fields: the problem's, but for its tensors and sequences."""
+    """fields: the problem's, but for its tensors and sequences. reach: the caches', see ``append.reach``."""
 
     plan: Plan
     fields: dict[str, Any]
     sizes: CacheSizes
     follows: bool
+    reach: tuple[int, int]
 
 
-def step_call(given: Given, options: Options, backend: str | None) -> tuple[CacheCall, Plan] | None:
-    """The call, checked, and its plan; nothing is written. None where the tables have to be looked at."""
+def step_call(given: Given, options: Options, backend: str | None, is_operator: bool = False) -> tuple[CacheCall, Plan] | None:
+    """The call, checked, and its plan; nothing is written. None where the tables have to be looked at, or an operator takes the call."""
     if not isinstance(given.q, Tensor) or not check_lengths.takes_their_word(given.q.device, given.validate):
         return None
     facts = None if recall.is_listened_to() else _facts(given, options, backend)
     known = None if facts is None else recall.remembered(facts)
     if known is not None:
         return _known_call(given, options, known), known.plan
+    if not is_operator and tensor_kinds.belong_to_operators(named_tensors(given, options)):
+        return None
     call = cache_call(given, options)
     chosen = plan.choose(call.problem, hardware.of(given.q.device.type), backend)
     if facts is not None and chosen.is_reusable:
         mods = (call.problem.score, *call.problem.predicates)
         if not any(mod is not None and mod.tensors for mod in mods):
             fields = recall.fields_of(call.problem) | {"score": call.problem.score, "predicates": call.problem.predicates}
-            recall.remember(facts, _Remembered(chosen, fields, call.step.sizes, call.step.follows))
+            reach = (append.reach(given.k_cache), append.reach(given.v_cache))
+            recall.remember(facts, _Remembered(chosen, fields, call.step.sizes, call.step.follows, reach))
     return call, chosen
 
 
@@ -55,8 +60,7 @@ def _facts(given: Given, options: Options, backend: str | None) -> tuple | None:
         most_q = given.max_seqlen_q
         if most_q is not None and type(most_q) is not int:
             return None
-        is_one = given.k_cache.data_ptr() == given.v_cache.data_ptr()
-        flags = (facts_of_options(options, given.validate, most_q), bool(given.rotary_interleaved), backend, is_one)
+        flags = (facts_of_options(options, given.validate, most_q), bool(given.rotary_interleaved), backend)
         rows = tuple([_seen(x) for x in (given.q, given.k_cache, given.v_cache, given.k, given.v, options.sink)])
         turns = _seen(given.rotary_cos), _seen(given.rotary_sin)
         lengths = type(given.cache_seqlens) if type(given.cache_seqlens) in (int, type(None)) else _seen(given.cache_seqlens)
@@ -72,12 +76,17 @@ def seen(x: Any) -> tuple | None:
         return None
     if type(x) not in recall.PLAIN:
         raise recall.Unfit
-    return x.shape, x.stride(), x.dtype, x.device
+    return x.shape, x.stride(), x.dtype, x.device, x.is_neg()
 
 
 def _seen(x: Any) -> tuple | None:
     found = seen(x)
     return None if found is None else (*found, x.data_ptr() & 15)
+
+
+def named_tensors(given: Given, options: Options) -> dict[str, Any]:
+    """The tensors of a call by name, and whatever else stands where a tensor may."""
+    return {**given._asdict(), "sink": options.sink, "alibi_slopes": options.alibi_slopes}
 
 
 def asks_mods(options: Options) -> bool:
@@ -96,6 +105,8 @@ def facts_of_options(options: Options, *others: Any) -> tuple:
 
 def _known_call(given: Given, options: Options, known: _Remembered) -> CacheCall:
     q, sizes = given.q, known.sizes
+    if given.k is not None:
+        append.check_disjoint(given.k_cache, given.v_cache, known.reach)
     cached = cached_rows(given.cache_seqlens, sizes.batch, sizes.capacity, q.device)
     tables = CacheTables(cached, given.cache_leftpad, given.cache_batch_idx, given.cu_seqlens_q, given.page_table)
     fields = dict(known.fields)

@@ -31,7 +31,7 @@ class Places(NamedTuple):
 
 def seen_rows(x: Tensor) -> tuple:
     """The facts of q, k or v. Of packed rows their number is none, but for one row, whose stride nobody uses."""
-    shape, where = x.shape, (x.dtype, x.device, x.data_ptr() & 15, x.requires_grad)
+    shape, where = x.shape, (x.dtype, x.device, x.data_ptr() & 15, x.requires_grad, x.is_neg())
     return (shape[0] > 1, shape[1:], x.stride(), *where) if len(shape) == 3 else (shape, x.stride(), *where)
 
 

@@ -2,7 +2,8 @@
 
 ``ANYATTN_MUTANT=name`` runs them with that planted bug (see ``anyattn.testing.mutants``). ``ANYATTN_TEST_BACKEND=name`` runs them on that
 backend: every call that names none insists on it; ``ANYATTN_TEST_TILES=32x16`` says with tiles of which size where a call does not, so that
-a test's few keys fill several. With ``ANYATTN_TEST_FILL=1`` all memory holds garbage first.
+a test's few keys fill several. With ``ANYATTN_TEST_FILL=1`` all memory holds garbage first. ``ANYATTN_TEST_CPU`` is the CPU that calls are
+planned for: plain, bf16 or fp16 (``machines.CPUS``), bf16 unless told otherwise.
 """
 
 from __future__ import annotations
@@ -11,6 +12,14 @@ import os
 from typing import Any
 
 import pytest
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _cpu():
+    from machines import CPUS, planned_for
+
+    with planned_for(CPUS[os.environ.get("ANYATTN_TEST_CPU", "bf16")]):
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")

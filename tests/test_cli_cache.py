@@ -26,7 +26,7 @@ def test_list_and_clear(cache: DiskCache, monkeypatch: pytest.MonkeyPatch) -> No
     assert code == 0 and "no kernels in" in out and str(cache.folder) in out
     cache.get_or_make("a1", lambda: Payload(b"x" * 5000, {"name": "causal + lse", "head_dim": 128, "dtype": "bfloat16"}))
     cache.get_or_make("b2", lambda: Payload(b"x", {"name": "full", "head_dim": 64, "dtype": "float16"}))
-    cache.path("b2").write_bytes(b"torn")
+    cache.path("b2").write_bytes(cache.path("b2").read_bytes()[:30])
     os.utime(cache.path("a1"), (1, 1))
     monkeypatch.setenv("ANYATTN_CACHE", "0")  # which is no reason not to look
     code, out, _ = call("cache", "list")
@@ -34,6 +34,25 @@ def test_list_and_clear(cache: DiskCache, monkeypatch: pytest.MonkeyPatch) -> No
         assert words in out, (words, out)
     code, out, _ = call("cache", "clear")
     assert code == 0 and "removed 2 kernels" in out and not cache.entries()
+
+
+def test_clear_says_what_it_leaves(cache: DiskCache) -> None:
+    (cache.folder / "mine.py").write_text("import triton")
+    (cache.folder / "b2.kernel").write_bytes(b"code of an earlier version, with its mark at the end: anyattn1")
+    cache.get_or_make("a1", lambda: Payload(b"x", {}))
+    code, out, _ = call("cache", "clear")
+    assert code == 0 and "removed 1 kernel," in out and "left 2 other files alone" in out and "earlier versions" in out, out
+    assert sorted(p.name for p in cache.folder.iterdir()) == ["b2.kernel", "mine.py"]
+    for path in cache.folder.iterdir():
+        path.unlink()
+    assert "left" not in call("cache", "clear")[1]
+
+
+def test_list_shows_odd_facts_as_they_are(cache: DiskCache) -> None:
+    for key, facts in (("a1", {"name": "[/red] [bold", "tiles": "abc"}), ("b2", {"name": None, "tiles": [1], "head_dim": {}})):
+        cache.get_or_make(key, lambda facts=facts: Payload(b"x", facts))  # type: ignore[misc]
+    code, out, err = call("cache", "list")
+    assert code == 0 and "[/red] [bold" in out and "2 kernels" in out, (out, err)
 
 
 def test_a_refused_folder_is_one_line(cache: DiskCache) -> None:

@@ -7,6 +7,8 @@ import torch
 
 import anyattn
 from anyattn.flash_ops import decode, flash
+from anyattn.mods.trace import trace
+from anyattn.ops import operands_of
 
 H, D = 4, 8
 ENDS = torch.tensor([0, 9, 9, 40], dtype=torch.int32)
@@ -89,17 +91,34 @@ def test_decoding_writes_the_same_cache() -> None:
     assert step(q, *cache).shape == q.shape
 
 
+@pytest.mark.parametrize("which", ["q", "k_cache", "sink", "a score mod's"])
+def test_decoding_what_requires_grad_is_refused_where_autograd_records(which: str) -> None:
+    tensors = {"q": torch.randn(2, 1, H, D), "k_cache": torch.randn(2, 16, 2, D), "sink": torch.randn(H), "a score mod's": torch.randn(H)}
+    bias = tensors[which].requires_grad_() if which == "a score mod's" else tensors["a score mod's"]
+    score = anyattn.mod(lambda s, b, h, i, j: s + bias[h])
+    tensors[which].requires_grad_()
+
+    def call(q, k_cache, sink):
+        return anyattn.flash_attn_with_kvcache(q, k_cache, k_cache, cache_seqlens=5, sink=sink, score_mod=score)
+
+    given = [tensors[n] for n in ("q", "k_cache", "sink")]
+    with pytest.raises(Exception, match="requires grad"):
+        compiled(call)(*given)
+    with torch.no_grad():
+        assert torch.equal(compiled(call)(*given), call(*given))
+
+
 def test_opcheck() -> None:
     q, k, v = packed()
     bias = torch.randn(H, requires_grad=True)
-    score = anyattn.mod(lambda s, b, h, i, j: s * 2.0 + bias[h]).frozen["torch.float32"]
-    nothing = ("", torch.empty(0, dtype=torch.float64), [])
-    args = (q, k, v, ENDS, ENDS, None, None, None, None, None, score.program, score.scalars, score.tensors, *nothing, None, 0.0, True)
-    torch.library.opcheck(flash, (*args, [-1, -1], 1, None, ""))
+    of_mods = (*operands_of(q, trace(lambda s, b, h, i, j: s * 2.0 + bias[h], "score")), *operands_of(q))
+    args = (q, k, v, ENDS, ENDS, None, None, None, None, None, *of_mods, None, 0.0, True, [-1, -1], 1, None, False, None, None, None, "")
+    torch.library.opcheck(flash, args)
     cache = torch.randn(2, 16, 2, D)
     new = torch.randn(2, 1, 2, D)
     given = (new, new, None, None, torch.tensor([3, 5]), None, None, None, None, None, None)
-    args = (torch.randn(2, 1, H, D), cache, cache.clone(), *given, *nothing, *nothing, None, 0.0, True, [-1, -1], 0, False, True, "")
+    options = (None, 0.0, True, [-1, -1], 0, False, True, None, None, "")
+    args = (torch.randn(2, 1, H, D), cache, cache.clone(), *given, *operands_of(q), *operands_of(q), *options)
     torch.library.opcheck(decode, args)
 
 

@@ -7,7 +7,8 @@ import torch
 
 import anyattn
 from anyattn import masks, scores
-from anyattn.ops import attend
+from anyattn.mods.trace import trace
+from anyattn.ops import attend, operands_of
 from anyattn.testing import cases
 
 B, H, S, D = 2, 4, 48, 8
@@ -107,6 +108,19 @@ def test_max_scores():
         assert torch.equal(eager, other)
 
 
+def test_lists_of_an_exact_block_mask_that_are_written_to():
+    """A graph looks whether its lists are still those that the mask makes."""
+    block_mask = anyattn.create_block_mask(masks.causal(), 1, 1, S, S, device="cpu", BLOCK_SIZE=16)
+    q, k, v = inputs(grad=False)
+    call = lambda q, k, v: anyattn.flex_attention(q, k, v, block_mask=block_mask)
+    graph = compiled(call)
+    graph(q, k, v)
+    block_mask.full_kv_num_blocks.zero_()
+    expected = anyattn.flex_attention(q, k, v, mask_mod=lambda b, h, i, j: (i >= j) & (i // 16 == j // 16))
+    for found in (graph(q, k, v), compiled(call)(q, k, v), call(q, k, v)):
+        assert float((found - expected).abs().max()) <= 32 * torch.finfo(q.dtype).eps * float(expected.abs().max())
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_other_dtypes(dtype):
     score, mask = scores.softcap(2.0), masks.causal()
@@ -162,46 +176,15 @@ def test_export():
     assert torch.equal(exported.module()(*tensors), Layer()(*tensors))
 
 
-@pytest.mark.parametrize("where", ["score_mod", "mask_mod"])
-def test_a_plain_function_says_what_to_do(where):
-    plain = {"score_mod": lambda s, b, h, q, k: s * 2, "mask_mod": lambda b, h, q, k: q >= k}[where]
-    with pytest.raises(Exception, match=rf"{where} is a plain function inside torch.compile.*anyattn\.mod\(f\)") as error:
-        compiled(lambda q, k, v: anyattn.flex_attention(q, k, v, **{where: plain}))(*inputs())
-    assert "TypeError" in f"{type(error.value)} {error.value}"
-
-
-def test_aux_tensors_say_what_to_do():
-    mod = anyattn.mod(lambda s, b, h, q, k, aux_tensors: s + aux_tensors[0][h])
-    with pytest.raises(Exception, match="wanted a mod that captures its tensors"):
-        compiled(lambda q, k, v: anyattn.flex_attention(q, k, v, score_mod=mod, aux_tensors=[torch.zeros(H)]))(*inputs())
-
-
 def operands(score, mask, *, blocks=False, sink=None, wants_max=False, grad=True):
     q, k, v = inputs(grad=grad)
-    s = score.frozen["torch.float32"] if score else None
-    m = mask.frozen["torch.float32"] if mask else None
     lists = []
     if blocks:
         made = anyattn.create_block_mask(mask, 1, 1, S, S, device="cpu", BLOCK_SIZE=16)
         lists = [made.kv_num_blocks, made.kv_indices, made.full_kv_num_blocks, made.full_kv_indices]
-    return (
-        q,
-        k,
-        v,
-        sink,
-        s.program if s else "",
-        s.scalars if s else torch.empty(0, dtype=torch.int64),
-        s.tensors if s else [],
-        m.program if m else "",
-        [m.scalars] if m else [],
-        m.tensors if m else [],
-        lists,
-        [16, 16] if blocks else [],
-        False,
-        0.25,
-        wants_max,
-        "",
-    )
+    of_mods = (*operands_of(q, score and trace(score, "score")), *operands_of(q, mask and trace(mask, "mask")))
+    size = [16, 16] if blocks else [0, 0]
+    return (q, k, v, sink, *of_mods, lists, size, False, 0.25, wants_max, False, "", "")
 
 
 OPCHECKS = {
@@ -224,8 +207,8 @@ def test_lists_are_read_once_while_they_are_the_same(monkeypatch):
 
     from anyattn import ops
 
-    found, make = [], ops._problem
-    monkeypatch.setattr(ops, "_problem", lambda *given: found.append(made := make(*given)) or made)
+    found, make = [], ops._call
+    monkeypatch.setattr(ops, "_call", lambda *given: found.append((made := make(*given))[0]) or made)
     mask = anyattn.mod(lambda b, h, q, k: (q - k) % 2 == 0)
     lists = anyattn.create_block_mask(mask, 1, 1, S, S, device="cpu", BLOCK_SIZE=16)
     call = compiled(lambda q, k, v: anyattn.flex_attention(q, k, v, block_mask=lists))

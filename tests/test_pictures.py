@@ -49,6 +49,20 @@ def test_files_are_reproducible_and_show_their_counts(tmp_path: Path) -> None:
         pictures.save(pictures.figure([heat]), tmp_path / "a.gif")
 
 
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+@pytest.mark.parametrize("seqlen", [(512, 512), (4096, 4096), (900, 100)], ids=str)
+def test_the_legend_covers_nothing(seqlen: tuple[int, int], count: int) -> None:
+    fig = pictures.figure([tiles.panel("Causal", masks.causal(), seqlen, (64, 64))] * count, heading="All" if count > 2 else "")
+    fig.draw_without_rendering()
+    (legend,) = fig.legends
+    box = legend.get_window_extent()
+    assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= fig.bbox.x1, "the legend is cut off"
+    for axes in fig.axes:
+        if axes.get_visible():
+            drawn = axes.get_tightbbox()
+            assert drawn is not None and not box.overlaps(drawn), f"{box} covers {drawn}: ticks and names of the axes are part of them"
+
+
 def test_tile_colours_differ_in_lightness() -> None:
     def lightness(colour: str) -> float:
         return sum(w * int(colour[i : i + 2], 16) for w, i in zip((0.299, 0.587, 0.114), (1, 3, 5)))

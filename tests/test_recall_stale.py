@@ -198,7 +198,10 @@ def test_under_autocast_and_inference_mode():
     with torch.autocast("cpu", torch.bfloat16):
         warm = call(mask_mod=narrow)
         recall.clear()
-        assert torch.equal(warm, call(mask_mod=narrow)) and warm.dtype is first.dtype
+        assert torch.equal(warm, call(mask_mod=narrow)) and warm.dtype is torch.bfloat16
+        with torch.autocast("cpu", enabled=False):
+            assert torch.equal(call(mask_mod=narrow), first)
+    assert torch.equal(call(mask_mod=narrow), first)
     with torch.inference_mode():
         inside = [call(mask_mod=narrow) for _ in range(2)]
         assert all(t.is_inference() and torch.equal(t, first) for t in inside)
@@ -295,6 +298,24 @@ def test_what_was_read_of_a_block_mask_is_read_again(make, what):
     assert check.kept_lists(mask) is None
     assert check.read_lists(mask) is not first
     assert what == "a size" or check.kept_lists(mask).facts == check.lists_facts(mask)
+
+
+@pytest.mark.parametrize("mask", [narrow, lambda b, h, i, j: (i * 7 + j * 5) % 3 == 0], ids=["row ranges", "asked in every tile"])
+def test_lists_of_an_exact_block_mask_that_are_written_to(mask):
+    """The lists say less than the mask then: what they leave out is not seen."""
+    for edit in (
+        lambda m: m.kv_num_blocks.zero_(),
+        lambda m: m.full_kv_num_blocks.zero_(),
+        lambda m: m.kv_indices[0, 0, 1].copy_(m.kv_indices[0, 0, 1].flip(-1)),
+    ):
+        ours = anyattn.create_block_mask(mask, 1, 1, LENGTH, LENGTH, "cpu", 16)
+        lists = [t.clone() for t in (ours.kv_num_blocks, ours.kv_indices, ours.full_kv_num_blocks, ours.full_kv_indices)]
+        call(block_mask=ours), call(block_mask=ours)
+        edit(ours)
+        other = anyattn.BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=16, mask_mod=mask, seq_lengths=(LENGTH, LENGTH))
+        edit(other)
+        for _ in range(2):
+            assert torch.equal(call(block_mask=ours), call(block_mask=other))
 
 
 def test_a_block_mask_that_is_no_longer_exact():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from anyattn import disk_cache
 from anyattn.disk_cache import DiskCache
@@ -32,9 +33,11 @@ def list_kernels() -> None:
     for entry in entries:
         facts = entry.facts
         name = str(facts.get("name", "?")) if entry.is_sound else "torn or altered: made again when needed"
-        if "tiles" in facts:
-            name += " = " + " x ".join(map(str, facts["tiles"][:2])) + ", {} warps, {} stages".format(*facts["tiles"][2:])
-        table.add_row(name, str(facts.get("head_dim", "")), str(facts.get("dtype", "")), _size(entry.size), _age(entry.age))
+        tiles = facts.get("tiles")
+        if isinstance(tiles, list) and len(tiles) == 4:
+            name += " = {} x {}, {} warps, {} stages".format(*tiles)
+        cells = (name, str(facts.get("head_dim", "")), str(facts.get("dtype", "")), _size(entry.size), _age(entry.age))
+        table.add_row(*map(Text, cells))  # Text: brackets in a name are no markup
     console.print(table, highlight=False)
     total = _size(sum(entry.size for entry in entries))
     console.print(f"{_count(len(entries))}, {total}, in {cache.folder}", highlight=False, soft_wrap=True)
@@ -42,10 +45,17 @@ def list_kernels() -> None:
 
 @command.command("clear")
 def clear() -> None:
-    """Remove all kernels, measured tiles and sources; programs that are running keep theirs."""
-    cache = _cache()
+    """Remove all kernels, measured tiles and sources; programs that are running keep theirs.
+
+    What anyattn did not write stays where it is, and so does what its earlier versions wrote.
+    """
+    cache, console = _cache(), Console()
     count, size = cache.clear()
-    Console().print(f"removed {_count(count)}, {_size(size)}, from {cache.folder}", highlight=False, soft_wrap=True)
+    console.print(f"removed {_count(count)}, {_size(size)}, from {cache.folder}", highlight=False, soft_wrap=True, markup=False)
+    left = len(cache.strangers())
+    if left:
+        said = f"left {left} other file{'s' * (left != 1)} alone: not marked as anyattn's, as those of its earlier versions are not"
+        console.print(said, highlight=False, soft_wrap=True)
 
 
 def _cache() -> DiskCache:

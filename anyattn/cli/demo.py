@@ -18,7 +18,7 @@ from torch import Tensor
 
 import anyattn
 from anyattn import gallery
-from anyattn.cli import measure, tiles
+from anyattn.cli import limits, measure, tiles
 from anyattn.cli.judge import shares
 from anyattn.cli.peer import peer
 from anyattn.mods import masks
@@ -56,16 +56,18 @@ class _Row:
 
 
 @click.command("demo")
-@click.option("--seqlen", default=2048, show_default=True, type=click.IntRange(32), help="Queries and keys.")
-@click.option("--heads", default=4, show_default=True, type=click.IntRange(1), help="Heads.")
-@click.option("--head-dim", default=64, show_default=True, type=click.IntRange(1), help="Elements per head.")
+@click.option("--seqlen", default=2048, show_default=True, type=click.IntRange(32, 2**14), help="Queries and keys.")
+@click.option("--heads", default=4, show_default=True, type=limits.HEADS, help="Heads.")
+@click.option("--head-dim", default=64, show_default=True, type=limits.HEAD_DIM, help="Elements per head.")
 @click.option("--dtype", default="float32", show_default=True, type=click.Choice(_DTYPES), help="Of the inputs.")
-@click.option("--block", default=128, show_default=True, type=click.IntRange(1), help="Tile size of the counts.")
-@click.option("--rounds", default=5, show_default=True, type=click.IntRange(1), help="Timed rounds; the median counts.")
+@click.option("--block", default=128, show_default=True, type=limits.BLOCK, help="Tile size of the counts.")
+@click.option("--rounds", default=5, show_default=True, type=click.IntRange(1, 1000), help="Timed rounds; the median counts.")
 @click.option("--only", "names", multiple=True, type=click.Choice(list(gallery.VARIANTS)), help="Only this variant (may be repeated).")
 @click.option("--out", default="demo", show_default=True, type=click.Path(path_type=Path, file_okay=False), help="Where pictures go.")
 def command(seqlen: int, heads: int, head_dim: int, dtype: str, block: int, rounds: int, names: tuple[str, ...], out: Path) -> int:
     """Run the gallery of variants forward and backward, and draw it; ends with status 1 if a result is over its error budget."""
+    limits.check_tiles((seqlen, seqlen), block)
+    limits.check_memory(seqlen, heads, head_dim)
     size = _Size(seqlen, heads, head_dim, getattr(torch, dtype), block, rounds)
     variants = [variant for variant in gallery.VARIANTS.values() if not names or variant.name in names]
     console = Console()

@@ -8,8 +8,9 @@ import click
 import torch
 
 from anyattn import check, gallery
-from anyattn.cli.loading import named_mods
-from anyattn.errors import BackendError, ModError
+from anyattn.cli import limits
+from anyattn.cli.loading import errors_of, named_mods
+from anyattn.errors import BackendError
 from anyattn.explanation import explain, triton_source
 
 __all__ = ["command"]
@@ -19,9 +20,9 @@ _DTYPES = ("float32", "float64", "bfloat16", "float16")
 
 @click.command("explain")
 @click.argument("mod")
-@click.option("--seqlen", default=2048, show_default=True, type=click.IntRange(1), help="Queries and keys of the call.")
-@click.option("--heads", default=8, show_default=True, type=click.IntRange(1), help="Query heads.")
-@click.option("--head-dim", default=64, show_default=True, type=click.IntRange(1), help="Elements per head.")
+@click.option("--seqlen", default=2048, show_default=True, type=limits.SEQLEN, help="Queries and keys of the call.")
+@click.option("--heads", default=8, show_default=True, type=limits.HEADS, help="Query heads.")
+@click.option("--head-dim", default=64, show_default=True, type=limits.HEAD_DIM, help="Elements per head.")
 @click.option("--dtype", default="float32", show_default=True, type=click.Choice(_DTYPES), help="Of the inputs.")
 @click.option("--backend", help="Insist on a backend.")
 def command(mod: str, seqlen: int, heads: int, head_dim: int, dtype: str, backend: str | None) -> None:
@@ -32,13 +33,12 @@ def command(mod: str, seqlen: int, heads: int, head_dim: int, dtype: str, backen
     # nothing is computed, so one number stands for all
     q = torch.zeros(1, dtype=getattr(torch, dtype)).expand(1, heads, seqlen, head_dim)
     try:
-        text = str(explain(q, q, q, mods.score, mask_mod=mods.mask, backend=backend))
+        with errors_of(mod):
+            text = str(explain(q, q, q, mods.score, mask_mod=mods.mask, backend=backend))
     except BackendError as error:
         if backend != "triton" or importlib.util.find_spec("triton") is None:
             raise click.BadParameter(f"{mod}: {error}") from error
         # what would be written for a GPU can be read without one
         problem = check.flex_problem(q, q, q, mods.score, None, mods.mask, None, None, False, None, False, False, False)
         text = f"{error}\n\nwhat it would write for this call:\n\n{triton_source(problem)}"
-    except (ModError, ValueError, TypeError, IndexError) as error:
-        raise click.BadParameter(f"{mod}: {error}") from error
     click.echo(text)

@@ -12,7 +12,7 @@ from anyattn.gallery import Mods
 from anyattn.testing import budget
 from anyattn.testing.rounding import rounding
 
-__all__ = ["shares"]
+__all__ = ["decode_share", "shares"]
 
 
 def shares(mods: Mods, qkv: tuple[Tensor, ...], dout: Tensor, out: Tensor, gradients: tuple[Tensor, ...]) -> dict[str, float]:
@@ -37,3 +37,13 @@ def shares(mods: Mods, qkv: tuple[Tensor, ...], dout: Tensor, out: Tensor, gradi
     mine = [t.detach()[:, head:] for t in (out, *gradients)]
     compared = zip(("out", "dq", "dk", "dv"), mine, fp64, plain, noises)
     return {name: budget.share(got, exact, by_hand, rough) for name, got, exact, by_hand, rough in compared}
+
+
+def decode_share(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, out: Tensor) -> float:
+    """The share of its budget that a decoder's step uses: q and out (B, 1, H, D) see the first ``lengths + 1`` keys of their entry."""
+    part = (q.transpose(1, 2), k_cache.transpose(1, 2), v_cache.transpose(1, 2))
+    given: dict[str, Any] = {"mask": lambda b, h, q_idx, kv_idx: kv_idx <= lengths[b]}
+    with torch.enable_grad():
+        noise = rounding(*part, torch.zeros_like(part[0]), **given)
+    exact, by_hand = oracle.attention(*part, **given).out, oracle.same_dtype(*part, **given).out
+    return budget.share(out.transpose(1, 2), exact, by_hand, noise.out)

@@ -3,19 +3,43 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import click
 
 from anyattn import gallery
+from anyattn.errors import BackendError, ModError
 from anyattn.mods import masks, scores
 from anyattn.mods.algebra import Mask, Score, mod
+from anyattn.mods.source import raised_at
 
-__all__ = ["load", "named_mods"]
+__all__ = ["errors_of", "load", "named_mods"]
+
+
+@contextlib.contextmanager
+def errors_of(text: str) -> Iterator[None]:
+    """Turns what goes wrong in the mod that ``text`` names into ``click.BadParameter``, with the user's own line where they have a part."""
+    try:
+        yield
+    except (click.ClickException, BackendError):
+        raise
+    except Exception as error:
+        where = None if isinstance(error, ModError) else raised_at(error)
+        if where is not None:
+            raise click.BadParameter(f"{text} raised {_told(error, where)}") from error
+        if not isinstance(error, (ValueError, TypeError, IndexError)):
+            raise
+        raise click.BadParameter(f"{text}: {error}") from error
+
+
+def _told(error: Exception, where: tuple[str, str]) -> str:
+    place, line = where
+    return f"{type(error).__name__}: {error} at {place}: {line or '<source not available>'}"
 
 
 def named_mods(text: str, setting: gallery.Setting) -> gallery.Mods:
@@ -30,10 +54,9 @@ def load(text: str) -> Mask | Score:
     """A mask or score from ``file.py:function`` or from an expression such as ``causal() & sliding_window(256, 0)``."""
     head, colon, name = text.rpartition(":")
     found = _from_file(Path(head), name) if colon and head.endswith(".py") else _from_library(text)
-    try:
-        return mod(found)
-    except (TypeError, ValueError) as error:
-        raise click.BadParameter(f"{text}: {error}") from error
+    with errors_of(text):
+        wrapped = mod(found)
+    return wrapped
 
 
 def _from_file(path: Path, name: str) -> Callable:
@@ -48,7 +71,9 @@ def _from_file(path: Path, name: str) -> Callable:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise click.BadParameter(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
+        where = raised_at(error)
+        told = f"{type(error).__name__}: {error}" if where is None else _told(error, where)
+        raise click.BadParameter(f"{path} cannot be imported: {told}") from error
     finally:
         sys.path.remove(str(path.parent.resolve()))
     if not hasattr(module, name):
@@ -61,7 +86,7 @@ def _from_library(text: str) -> Any:
     wanted = f"wanted one of {', '.join(gallery.VARIANTS)}; a call like 'causal() & sliding_window(256, 0)'; or file.py:function"
     try:
         return _value(ast.parse(text, mode="eval").body)
-    except (SyntaxError, LookupError) as error:
+    except (SyntaxError, LookupError, RecursionError, MemoryError) as error:  # the last two: nested beyond what Python parses
         detail = f" ({error.args[0]})" if isinstance(error, LookupError) else ""
         raise click.BadParameter(f"{text!r} is no mask{detail}; {wanted}") from error
     except (TypeError, ValueError) as error:

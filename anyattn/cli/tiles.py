@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,9 +21,12 @@ _MARKS = {FULL: ("██", PALETTE["full"]), PARTIAL: ("▒▒", PALETTE["partia
 
 def panel(title: str, mask: Callable, seqlen: tuple[int, int], tile: tuple[int, int], batch: int = 0, head: int = 0) -> TilePanel:
     """The tiles of ``mask`` over ``seqlen`` (queries, keys) in tiles of ``tile``, and its elements where they can be seen."""
-    lists = compute_block_sparsity(*tile, batch + 1, head + 1, *seqlen, mask, device="cpu")
-    classes = lists.classes()
-    grid = classes[min(batch, classes.shape[0] - 1), min(head, classes.shape[1] - 1)].numpy()
+
+    def of_place(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return mask(b + batch, h + head, q_idx, kv_idx)
+
+    lists = compute_block_sparsity(*tile, 1, 1, *seqlen, of_place if batch or head else mask, device="cpu")
+    grid = lists.classes()[0, 0].numpy()
     visible = None
     if max(seqlen) <= _ELEMENTS:
         place = [torch.tensor(i) for i in (batch, head)]

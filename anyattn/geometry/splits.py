@@ -6,7 +6,9 @@ from typing import Any
 
 from anyattn.geometry.integers import ceil_div, minimum
 
-__all__ = ["num_splits", "split_range"]
+__all__ = ["MOST_SPLITS", "num_splits", "split_range"]
+
+MOST_SPLITS = 256  # that a call may ask for
 
 _START = 1.0  # what beginning and ending a piece costs, in key tiles: loading the queries, filling the pipeline, storing
 _MERGE = 0.1  # what one more partial result costs whoever combines them, in key tiles

@@ -6,6 +6,7 @@ indices name a row. New row j of batch entry b goes to the entry's logical stora
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,7 +16,9 @@ from anyattn.geometry.integers import ceil_div
 from anyattn.geometry.seqlen_info import SeqlenInfoQKNewK
 from anyattn.geometry.sequences import end_to_end
 
-__all__ = ["append", "check_apart", "check_append", "check_pages", "slots"]
+__all__ = ["append", "check_apart", "check_append", "check_disjoint", "check_pages", "reach", "slots"]
+
+_MOST_TRIED = 10_000  # ways to make up the distance of two caches, before they are taken to overlap
 
 
 def slots(info: SeqlenInfoQKNewK, cache_rows: Tensor | None, page_table: Tensor | None, page_size: int) -> tuple[Tensor, Tensor]:
@@ -123,6 +126,73 @@ appended to; wanted a cache with memory of its own: .contiguous()
                 f"{name} has shape {tuple(cache.shape)} and strides {cache.stride()}: its dimension {dim} is expanded, so rows share "
                 f"memory and cannot be appended to; wanted a cache with memory of its own: .contiguous()"
             )
+
+
+def check_disjoint(k_cache: Tensor, v_cache: Tensor, reaches: tuple[int, int] | None = None) -> None:
+    """Raises ``ValueError`` if the caches share an element, so that new values would be written over keys.
+
+    Views of one tensor may interleave, as ``kv[:, 0]`` and ``kv[:, 1]`` do. reaches: ``reach`` of both, if the caller knows it.
+
+    >>> kv = torch.zeros(4, 2, 16, 2, 8)
+    >>> check_disjoint(kv[:, 0], kv[:, 1])
+    >>> check_disjoint(kv[:3, 0], kv[1:, 0])
+    Traceback (most recent call last):
+    ValueError: k_cache and v_cache share memory (shapes (3, 16, 2, 8) and (3, 16, 2, 8), strides (512, 16, 8, 1) and (512, 16, 8, 1), \
+v_cache 2048 bytes behind k_cache), so v would be written over k; wanted memory of its own for each, as kv[0] and kv[1] of a tensor have
+    """
+    gap = v_cache.data_ptr() - k_cache.data_ptr()
+    of_k, of_v = reaches or (reach(k_cache), reach(v_cache))
+    if not -of_v < gap < of_k:
+        return
+    sizes = (tuple(k_cache.shape), k_cache.stride(), tuple(v_cache.shape), v_cache.stride())
+    if _share_elements(gap, k_cache.element_size(), *sizes):
+        raise ValueError(
+            f"k_cache and v_cache share memory (shapes {tuple(k_cache.shape)} and {tuple(v_cache.shape)}, strides {k_cache.stride()} and "
+            f"{v_cache.stride()}, v_cache {gap} bytes behind k_cache), so v would be written over k; wanted memory of its own for "
+            "each, as kv[0] and kv[1] of a tensor have"
+        )
+
+
+def reach(x: Tensor) -> int:
+    """The bytes from the first element of a tensor to the end of its last one."""
+    if x.numel() == 0:
+        return 0
+    return (1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))) * x.element_size()
+
+
+@lru_cache(maxsize=256)  # the layers of a model ask about the same views
+def _share_elements(
+    gap: int, itemsize: int, shape: tuple[int, ...], strides: tuple[int, ...], other_shape: tuple[int, ...], other_strides: tuple[int, ...]
+) -> bool:
+    """Whether two tensors, of which the other begins ``gap`` bytes behind the first, have an element in common; if in doubt, yes.
+
+    They have where the gap is a sum of the first's strides less a sum of the other's, each as often as the sizes allow.
+    """
+    if 0 in shape or 0 in other_shape:
+        return False
+    distance, rest = divmod(gap, itemsize)
+    if rest:
+        return True
+    counts: dict[int, list[int]] = {}  # by stride, how often it can be taken: from, to
+    for sizes, steps_of, side, sign in ((shape, strides, 1, 1), (other_shape, other_strides, 0, -1)):
+        for size, stride in zip(sizes, steps_of, strict=True):
+            counts.setdefault(stride, [0, 0])[side] += sign * (size - 1)
+    steps = sorted(((stride, *count) for stride, count in counts.items() if stride), reverse=True)
+    tried = 0
+
+    def can_make(goal: int, at: int) -> bool:
+        nonlocal tried
+        if at == len(steps):
+            return goal == 0
+        stride, least, most = steps[at]
+        low, high = (sum(step[0] * step[side] for step in steps[at + 1 :]) for side in (1, 2))
+        for count in range(max(least, -((high - goal) // stride)), min(most, (goal - low) // stride) + 1):
+            tried += 1
+            if tried > _MOST_TRIED or can_make(goal - count * stride, at + 1):
+                return True
+        return False
+
+    return can_make(distance, 0)
 
 
 def _extents(info: SeqlenInfoQKNewK, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,53 +1,85 @@
 """Wrapped mods that compose: ``&``, ``|``, ``~`` for masks, ``then`` for scores.
 
-A wrapped mod is still a function of the same arguments, so torch's own ``flex_attention`` takes it too. Wrapping also traces the mod once
-and keeps the result as a string and tensors, which is what an operator inside ``torch.compile`` needs; there, numbers that the mod
-captures are those of the moment of wrapping, while eager calls read them anew each time.
+A wrapped mod is still a function of the same arguments, so torch's own ``flex_attention`` takes it too. Wrapping traces the mod once, for
+its errors; every call reads anew what it captures.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
 
-from anyattn.mods import codec
-from anyattn.mods.trace import TracedMod, name_of, refuse_native, trace
-from anyattn.mods.weak import bits_of_numbers
+from anyattn.mods.pickling import Recipe, attribute, place_of, refuse_nameless, remade_by_call
+from anyattn.mods.trace import name_of, refuse_native, trace
 
-__all__ = ["Frozen", "Mask", "Score", "and_masks", "mod", "or_masks"]
+__all__ = ["Derived", "Mask", "Score", "and_masks", "mod", "or_masks"]
 
 F = TypeVar("F", bound=Callable)
 
 
-class Frozen:
-    """A traced mod in the forms an operator takes: its program as text, captured numbers as a tensor of their bits, captured tensors."""
-
-    def __init__(self, traced: TracedMod):
-        self.program = codec.encode(traced.expr)
-        self.scalars = torch.tensor(bits_of_numbers(traced.scalars), dtype=torch.int64)
-        self.tensors = list(traced.tensors)
-
-
 class _Wrapped:
-    """A mod with a name. ``fn`` is the user's function; ``frozen`` its trace, by score dtype."""
+    """A mod with a name. ``fn`` is the user's function, which is traced here once: what the IR cannot express raises where it is written.
+
+    ``recipe`` makes an equal one where ``fn`` is no function of the user's. Pickled, and made again and traced anew, it has the same key.
+    """
 
     kind: str
     dtypes: tuple[torch.dtype, ...] = (torch.float32,)
 
     def __init__(self, fn: Callable, name: str | None = None):
         self.fn = fn.fn if isinstance(fn, _Wrapped) else fn
+        if torch.compiler.is_dynamo_compiling():  # the call that the mod is passed to traces it
+            self.recipe, self.name = None, name or "compiled mod"
+            return
+        self.recipe = Recipe(type(self), (fn, name)) if isinstance(fn, _Wrapped) else None
         refuse_native(self.fn, self.kind)
         self.name = name or (fn.name if isinstance(fn, _Wrapped) else name_of(fn))
         self.__name__ = self.name
         # a mod that waits for aux_tensors can be traced only by the call that brings them
-        takes_aux = _required_arguments(self.fn) == {"mask": 5, "score": 6}[self.kind]
-        self.frozen = {} if takes_aux else {str(d): Frozen(trace(self.fn, self.kind, score_dtype=d)) for d in self.dtypes}
+        if _required_arguments(self.fn) != {"mask": 5, "score": 6}[self.kind]:
+            for dtype in self.dtypes:
+                trace(self.fn, self.kind, score_dtype=dtype)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name})"
+
+    def __reduce__(self) -> tuple:
+        if self.recipe is not None:
+            return tuple(self.recipe)
+        place = place_of(self.fn)
+        if place is not None and isinstance(place[2], _Wrapped) and place[2].fn is self.fn:  # anyattn.mod as a decorator
+            return attribute, place[:2]
+        refuse_nameless(self.fn, f"{self.kind}_mod {self.name!r}")
+        return type(self), (self.fn, self.name)
+
+    def __copy__(self) -> _Wrapped:
+        made = object.__new__(type(self))
+        made.__dict__.update(vars(self))
+        return made
+
+    def __deepcopy__(self, memo: dict) -> Any:
+        """Of captured tensors that the library was given there are copies then; a user's function is its own copy, as everywhere."""
+        make, args = self.recipe or Recipe(type(self), (self.fn, self.name))
+        return make(*copy.deepcopy(args, memo))
+
+
+class Derived:
+    """A mask mod made of another one, such as a slice of it: a function that is pickled as the call that made it, and never traced here."""
+
+    def __init__(self, fn: Callable, recipe: Recipe, name: str):
+        self.fn, self.recipe, self.name = fn, recipe, name
+
+    def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return self.fn(b, h, q_idx, kv_idx)
+
+    def __reduce__(self) -> tuple:
+        for part in self.recipe.args:
+            refuse_nameless(part, f"a mask_mod made of {self.name!r}")
+        return tuple(self.recipe)
 
 
 class Mask(_Wrapped):
@@ -76,12 +108,7 @@ class Mask(_Wrapped):
         return _joined("|", other, self)
 
     def __invert__(self) -> Mask:
-        inner = self.fn
-
-        def inverted(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-            return ~inner(b, h, q_idx, kv_idx)
-
-        return Mask(inverted, f"~{_grouped(self.name)}")
+        return _inverted(self)
 
 
 class Score(_Wrapped):
@@ -100,20 +127,35 @@ class Score(_Wrapped):
 
     def then(self, other: Callable) -> Score:
         """The score mod that applies ``other`` to what this one returns."""
-        first, second = self.fn, Score(other)
+        return _chained(self, Score(other))
 
-        def chained(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-            return second.fn(first(score, b, h, q_idx, kv_idx), b, h, q_idx, kv_idx)
 
-        return Score(chained, f"{self.name} then {second.name}")
+@remade_by_call
+def _inverted(mask: Mask) -> Mask:
+    inner = mask.fn
+
+    def inverted(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return ~inner(b, h, q_idx, kv_idx)
+
+    return Mask(inverted, f"~{_grouped(mask.name)}")
+
+
+@remade_by_call
+def _chained(first: Score, second: Score) -> Score:
+    before = first.fn
+
+    def chained(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return second.fn(before(score, b, h, q_idx, kv_idx), b, h, q_idx, kv_idx)
+
+    return Score(chained, f"{first.name} then {second.name}")
 
 
 def mod(fn: Callable) -> Mask | Score:
     """Wraps a mod by its number of arguments: 4 (or 5 with ``aux_tensors``) make a ``Mask``, 5 with ``score`` first make a ``Score``.
 
-    A function of 5 arguments is a mask only if its last argument is called ``aux_tensors``. Needed inside ``torch.compile`` and
-    ``torch.export``; elsewhere plain functions do as well. Raises ``TypeError`` for other functions, ``ModError`` for a body that cannot
-    be expressed.
+    A function of 5 arguments is a mask only if its last argument is called ``aux_tensors``. Every entry point takes plain functions as
+    well; a wrapped one composes, and its errors show where it is made. Raises ``TypeError`` for other functions, ``ModError`` for a body
+    that cannot be expressed.
 
     >>> import anyattn
     >>> anyattn.mod(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx)
@@ -150,18 +192,27 @@ def _folded(symbol: str, mask_mods: Iterable[Callable], empty: bool) -> Mask:
         if not callable(m):
             raise TypeError(f"mask_mods[{i}] is a {type(m).__name__}; wanted a function of (b, h, q_idx, kv_idx)")
     if not given:
-        return Mask(lambda b, h, q_idx, kv_idx: (q_idx == q_idx) if empty else (q_idx != q_idx), "full" if empty else "nothing")
+        return _constant(empty)
     joined = given[0] if isinstance(given[0], Mask) else Mask(given[0])
     for other in given[1:]:
         joined = _joined(symbol, joined, other)
     return joined
 
 
+@remade_by_call
+def _constant(value: bool) -> Mask:
+    return Mask(lambda b, h, q_idx, kv_idx: (q_idx == q_idx) if value else (q_idx != q_idx), "full" if value else "nothing")
+
+
 def _joined(symbol: str, left: Callable, right: Callable) -> Mask:
     for side in (left, right):
         if not callable(side) or isinstance(side, Score):
             raise TypeError(f"cannot join a mask with a {type(side).__name__} by {symbol}; wanted masks (functions of b, h, q_idx, kv_idx)")
-    a, b_ = (m if isinstance(m, Mask) else Mask(m) for m in (left, right))
+    return _joined_masks(symbol, *(m if isinstance(m, Mask) else Mask(m) for m in (left, right)))
+
+
+@remade_by_call
+def _joined_masks(symbol: str, a: Mask, b_: Mask) -> Mask:
     f, g = a.fn, b_.fn
     if symbol == "&":
 
@@ -182,6 +233,9 @@ def _grouped(name: str, symbol: str = "~") -> str:
 
 
 def _positional(fn: Callable) -> list[str]:
+    if torch.compiler.is_dynamo_compiling():  # which does not trace inspect
+        code = fn.__code__
+        return list(code.co_varnames[: code.co_argcount - len(fn.__defaults__ or ())])  # type: ignore[attr-defined]
     parameters = inspect.signature(fn).parameters.values()
     return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty]
 

@@ -19,7 +19,7 @@ from anyattn.mods.evaluate import run
 from anyattn.mods.intervals import spans
 from anyattn.mods.loads import check_loads
 from anyattn.mods.range_tables import RangeTables
-from anyattn.mods.rows import RowRanges, limits, row_ranges
+from anyattn.mods.rows import LONGEST, RowRanges, limits, row_ranges
 from anyattn.mods.trace import TracedMod
 
 __all__ = ["DOUBT", "EMPTY", "FULL", "PARTIAL", "Boxes", "Grid", "Refiner", "check_loads", "classify", "classify_limits", "judge", "refine"]
@@ -58,6 +58,8 @@ def classify(
         device = mod.tensors[0].device if mod.tensors else "cpu"
     deps = dependence(mod.expr)
     batch, heads = B if any(d.b for d in deps) else 1, H if any(d.h for d in deps) else 1
+    # what of a tile lies past the sequences is never looked at: one of 2^30 rows costs no more than they do
+    tile_m, tile_n = min(tile_m, max(seqlen_q, 1)), min(tile_n, max(seqlen_k, 1))
     rows, columns = -(-seqlen_q // tile_m), -(-seqlen_k // tile_n)
     if min(batch, heads, rows, columns) == 0:
         return torch.zeros(batch, heads, rows, columns, dtype=torch.uint8, device=device)
@@ -105,6 +107,7 @@ def tiles_of_limits(
     lo: Tensor, hi: Tensor, seqlen_k: int | Tensor, columns: int | Tensor, tile_n: int
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """The tiles, first and end, that each range ``lo <= kv < hi`` touches, and those that it covers up to their end or the keys'."""
+    tile_n = min(tile_n, LONGEST)  # of int32 limits
     first = torch.div(lo, tile_n, rounding_mode="floor")
     last = torch.div(hi + (tile_n - 1), tile_n, rounding_mode="floor")
     from_ = torch.div(lo + (tile_n - 1), tile_n, rounding_mode="floor")

@@ -3,12 +3,12 @@
 ``rebuild`` and ``walk`` visit the same places in the same order: closure cells, defaults, globals that the code names, functools.partial
 arguments, bound methods, callable instances. ``walk`` also says what the mod's *structure* is, so that a later function of the same code
 with other numbers and tensors is recognised without calling it. It answers None when something captured could change the mod's meaning
-unseen (a user's module, class, container, object or function attribute): such a mod is simply traced on every call.
+unseen (a user's module, class, container, object or function attribute), or where the body may read what is no capture (grad mode, the
+clock; ``pure_names.py``): such a mod is simply traced on every call.
 """
 
 from __future__ import annotations
 
-import dis
 import functools
 import types
 from collections.abc import Callable
@@ -17,10 +17,12 @@ from typing import Any
 
 import torch
 
+from anyattn.mods.pure_names import STABLE_MODULES, has_pure_name, names_of
+from anyattn.mods.refused import refusing
+
 __all__ = ["Found", "is_number", "rebuild", "walk"]
 
 _CONSTANTS = (bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type(Ellipsis))
-_STABLE_MODULES = ("torch", "math", "operator", "functools", "numpy", "anyattn", "builtins")
 _OWN = "anyattn.mods."
 
 
@@ -54,7 +56,7 @@ def is_number(item: Any) -> bool:
 def _from_stable_module(item: Any) -> bool:
     """Whether Python's, torch's or our own code: what has no module (a method of C code) is Python's, a function without one a user's."""
     default = "" if isinstance(item, types.FunctionType) else "builtins"
-    return (getattr(item, "__module__", None) or default).split(".")[0] in _STABLE_MODULES
+    return (getattr(item, "__module__", None) or default).split(".")[0] in STABLE_MODULES
 
 
 def _instance_state(item: Any) -> dict | None:
@@ -75,6 +77,8 @@ def _rebuild(item: Any, lift: Callable, done: dict[int, Any]) -> Any:
         return lift(item)
     if id(item) in done:
         return done[id(item)]
+    if (instead := refusing(item)) is not None:
+        return instead
     done[id(item)] = item  # a function that captures itself keeps the original inside
     if isinstance(item, types.FunctionType):
         copy: Any = item if _library_code(item) else _rebuild_function(item, lift, done)
@@ -166,14 +170,15 @@ def _walk(item: Any, numbers: list, tensors: list, seen: dict[int, int]) -> tupl
     if id(item) in seen:
         return ("again", seen[id(item)])
     seen[id(item)] = len(seen)
-    if isinstance(item, types.FunctionType):
-        return ("same", item) if _library_code(item) else _walk_function(item, numbers, tensors, seen)
+    if isinstance(item, types.FunctionType) and not _library_code(item):
+        return _walk_function(item, numbers, tensors, seen)
     if isinstance(item, functools.partial):
         parts = [item.func, *item.args, *item.keywords.values()]
         return ("partial", tuple(item.keywords), tuple(_walk(p, numbers, tensors, seen) for p in parts))
-    if isinstance(item, types.ModuleType) and item.__name__.split(".")[0] in _STABLE_MODULES:
+    if isinstance(item, types.ModuleType) and item.__name__.split(".")[0] in STABLE_MODULES:
         return ("same", item)
-    if isinstance(item, (types.BuiltinFunctionType, type)) and _from_stable_module(item) and not _has_state(item):
+    is_library = isinstance(item, (types.FunctionType, types.BuiltinFunctionType, type)) and _from_stable_module(item)
+    if is_library and not _has_state(item) and has_pure_name(item):
         return ("same", item)
     if _is_own(item) and callable(getattr(item, "fn", None)):
         return ("wrapped", type(item), _walk(item.fn, numbers, tensors, seen))  # the rest of a wrapped mod is made from fn
@@ -191,17 +196,20 @@ def _walk_contents(item: Any, numbers: list, tensors: list, seen: dict[int, int]
     return _walk(item, numbers, tensors, seen)
 
 
-@functools.lru_cache(maxsize=4096)
-def _imports_unknown(code: types.CodeType) -> bool:
-    """Whether the body imports a user's module, whose values it could read unseen."""
-    imported = [i.argval for i in dis.get_instructions(code) if i.opname == "IMPORT_NAME"]
-    inner = (c for c in code.co_consts if isinstance(c, types.CodeType))
-    return any(name.split(".")[0] not in _STABLE_MODULES for name in imported) or any(map(_imports_unknown, inner))
+def _is_trusted(fn: types.FunctionType) -> bool:
+    """Our own closures, and those that torch joins masks by, read nothing but their cells."""
+    return (fn.__module__ or "").startswith((_OWN, "torch.nn.attention."))
+
+
+def _reads_unknown(fn: types.FunctionType) -> bool:
+    """Whether the body uses a name that could tell it anything beside its captures."""
+    is_pure, read = names_of(fn.__code__)
+    return not is_pure or not read <= fn.__globals__.keys()
 
 
 def _walk_function(fn: types.FunctionType, numbers: list, tensors: list, seen: dict[int, int]) -> tuple:
-    if fn.__dict__ or (not _from_stable_module(fn) and _imports_unknown(fn.__code__)):
-        raise _Unknown  # the body may read the function's attributes or an imported module's
+    if fn.__dict__ or (not _is_trusted(fn) and _reads_unknown(fn)):
+        raise _Unknown  # the body may read the function's attributes, or what no capture says
     cells = []
     for cell in fn.__closure__ or ():
         try:

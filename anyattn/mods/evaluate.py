@@ -19,8 +19,11 @@ __all__ = ["TORCH_OPS", "apply", "evaluate", "run"]
 
 TORCH_OPS: dict[str, Callable[..., Tensor]] = {
     **{name: getattr(torch, name) for name in ("neg", "abs", "exp", "exp2", "log", "log2", "log1p", "expm1", "sqrt", "rsqrt", "sin", "cos",
-                                                "tanh", "sigmoid", "erf", "floor", "ceil", "trunc", "round", "sign", "reciprocal")},
+                                                "tan", "atan", "sinh", "cosh", "tanh", "sigmoid", "erf", "erfinv", "floor", "ceil", "trunc",
+                                                "round", "sign", "reciprocal")},
     **{name: getattr(torch, name) for name in ("add", "sub", "mul", "div", "fmod", "pow", "eq", "ne", "lt", "le", "gt", "ge", "where")},
+    "atan2": torch.atan2,
+    "hypot": torch.hypot,
     "floordiv": torch.floor_divide,
     "mod": torch.remainder,
     "min": torch.minimum,
@@ -100,6 +103,9 @@ def apply(node: Node, args: list[Any], tensors: Sequence[Tensor]) -> Any:
         args = [a if isinstance(a, Tensor) else torch.full((), a, dtype=like.dtype, device=like.device) for a in args]
     elif node.op == "where" and not isinstance(args[0], Tensor):
         return args[1] if args[0] else args[2]
+    elif node.op == "where" and not any(isinstance(a, Tensor) for a in args[1:]):  # torch would round two numbers to float32
+        dtype: Any = None if is_weak(node.dtype) else node.dtype
+        args = [args[0], *(torch.full((), a, dtype=dtype, device=args[0].device) for a in args[1:])]
     return _typed(TORCH_OPS[node.op](*args), node)
 
 

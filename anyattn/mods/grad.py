@@ -183,9 +183,14 @@ _UNARY: dict[str, _Unary] = {
     "reciprocal": lambda r, g, x, out: r.guarded(g, lambda: r.neg(r.mul(out, out))),
     "sin": lambda r, g, x, out: r.guarded(g, lambda: r.op("cos", x)),
     "cos": lambda r, g, x, out: r.guarded(g, lambda: r.neg(r.op("sin", x))),
+    "tan": lambda r, g, x, out: r.guarded(g, lambda: r.add(r.mul(out, out), r.number(1.0))),
+    "atan": lambda r, g, x, out: r.guarded(g, lambda: r.op("reciprocal", r.add(r.mul(x, x), r.number(1.0)))),
+    "sinh": lambda r, g, x, out: r.guarded(g, lambda: r.op("cosh", x)),
+    "cosh": lambda r, g, x, out: r.guarded(g, lambda: r.op("sinh", x)),
     "tanh": lambda r, g, x, out: r.guarded(g, lambda: r.by_tanh(x, out)),
     "sigmoid": lambda r, g, x, out: r.guarded(g, lambda: r.by_sigmoid(x, out)),
     "erf": lambda r, g, x, out: r.guarded(g, lambda: r.mul(r.number(2.0 / math.sqrt(math.pi)), r.op("exp", r.neg(r.mul(x, x))))),
+    "erfinv": lambda r, g, x, out: r.guarded(g, lambda: r.mul(r.number(math.sqrt(math.pi) / 2.0), r.op("exp", r.mul(out, out)))),
 }
 
 
@@ -206,6 +211,15 @@ def _pow(r: _Reverse, g: int, x: int, y: int, out: int) -> tuple[int, int]:
     return by_x, by_y
 
 
+def _atan2(r: _Reverse, g: int, x: int, y: int, out: int) -> tuple[int, int]:
+    """torch's names: the angle of ``x`` up and ``y`` to the right."""
+
+    def over(a: int) -> int:
+        return r.op("div", a, r.op("add", r.mul(x, x), r.mul(y, y)))
+
+    return r.guarded(g, lambda: over(y)), r.guarded(g, lambda: r.neg(over(x)))
+
+
 _BINARY: dict[str, Callable[[_Reverse, int, int, int, int], tuple[int, int]]] = {
     "add": lambda r, g, x, y, out: (g, g),
     "sub": lambda r, g, x, y, out: (g, r.neg(g)),
@@ -216,4 +230,6 @@ _BINARY: dict[str, Callable[[_Reverse, int, int, int, int], tuple[int, int]]] = 
     "min": lambda r, g, x, y, out: _extreme(r, g, x, y, "lt"),
     "max": lambda r, g, x, y, out: _extreme(r, g, x, y, "gt"),
     "pow": _pow,
+    "atan2": _atan2,
+    "hypot": lambda r, g, x, y, out: (r.guarded(g, lambda: r.op("div", x, out)), r.guarded(g, lambda: r.op("div", y, out))),
 }

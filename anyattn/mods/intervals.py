@@ -217,6 +217,16 @@ def _wave(node: Node, args: list[Span]) -> Span:
     return _finite(node, -one, one, bad=torch.isnan(args[0].lo), slack=True)
 
 
+def _cosh(node: Node, args: list[Span]) -> Span:
+    size = _abs(node, args)
+    return _finite(node, torch.cosh(size.lo), torch.cosh(size.hi), slack=True)
+
+
+def _hypot(node: Node, args: list[Span]) -> Span:
+    a, b = (_abs(node, [x]) for x in args)
+    return _finite(node, torch.hypot(a.lo, b.lo), torch.hypot(a.hi, b.hi), slack=True)
+
+
 def _where_points(node: Node, args: list[Span]) -> Span:
     """Any operation, where every operand is one number; unknown elsewhere."""
     points = torch.ones((), dtype=torch.bool, device=args[0].lo.device)
@@ -332,6 +342,10 @@ _RULES: dict[str, _Rule] = {
     "min": _least,
     "max": _least,
     "pow": _where_points,
+    "tan": _where_points,
+    "atan2": _where_points,
+    "cosh": _cosh,
+    "hypot": _hypot,
     "shl": _where_points,
     "shr": _shift_right,
     "not": _not,
@@ -339,7 +353,7 @@ _RULES: dict[str, _Rule] = {
     "cast": _cast,
     **dict.fromkeys(("and", "or", "xor"), _bits),
     **dict.fromkeys(("eq", "ne", "lt", "le", "gt", "ge"), _compare),
-    **dict.fromkeys(("exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt", "tanh", "sigmoid", "erf"), _rising),
+    **dict.fromkeys(("exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt", "sinh", "tanh", "sigmoid", "atan", "erf", "erfinv"), _rising),
     **dict.fromkeys(("floor", "ceil", "trunc", "round", "sign"), _rising),
     **dict.fromkeys(("rsqrt", "reciprocal"), _falling),
     **dict.fromkeys(("sin", "cos"), _wave),

@@ -97,6 +97,10 @@ _UNARY_REAL: dict[str, Callable[..., float]] = {
     "rsqrt": lambda x: 1.0 / math.sqrt(x),
     "sin": math.sin,
     "cos": math.cos,
+    "tan": math.tan,
+    "atan": math.atan,
+    "sinh": math.sinh,
+    "cosh": math.cosh,
     "tanh": math.tanh,
     "sigmoid": lambda x: 1.0 / (1.0 + math.exp(-x)),
     "erf": math.erf,
@@ -110,6 +114,7 @@ _COMPARE: dict[str, Callable[..., bool]] = {n: getattr(operator, n) for n in ("e
 
 OPS: dict[str, OpSpec] = {
     **{name: OpSpec(1, _REAL, "same", f) for name, f in _UNARY_REAL.items()},
+    "erfinv": OpSpec(1, _REAL, "same", None),
     "neg": OpSpec(1, _NUMBER, "same", operator.neg),
     "abs": OpSpec(1, _NUMBER, "same", abs),
     "sign": OpSpec(1, _NUMBER, "same", _sign),
@@ -122,6 +127,8 @@ OPS: dict[str, OpSpec] = {
     "mod": OpSpec(2, _NUMBER, "same", operator.mod),
     "fmod": OpSpec(2, _NUMBER, "same", None),
     "pow": OpSpec(2, _NUMBER, "same", operator.pow),
+    "atan2": OpSpec(2, _REAL, "same", math.atan2),
+    "hypot": OpSpec(2, _REAL, "same", math.hypot),
     "min": OpSpec(2, _NUMBER, "same", min),
     "max": OpSpec(2, _NUMBER, "same", max),
     "and": OpSpec(2, _BITS, "same", operator.and_),

@@ -16,14 +16,37 @@ from anyattn.mods.ir import Builder, Expr
 from anyattn.mods.range_tables import RangeTables
 from anyattn.mods.trace import TracedMod
 
-__all__ = ["Doubt", "check_loads", "check_loads_ragged", "doubt", "plainly_inside"]
+__all__ = [
+    "Doubt",
+    "OutsideError",
+    "check_loads",
+    "check_loads_ragged",
+    "doubt",
+    "hangs_on_masks",
+    "inside",
+    "message",
+    "plainly_inside",
+    "unsettled",
+]
 
 _TILE = 128
+
+
+class OutsideError(ValueError):
+    """An index leaves its captured tensor at some pair, seen or not. slot, dim, arg: of the load, its index and that one's node."""
+
+    def __init__(self, message: str, slot: int, dim: int, arg: int) -> None:
+        super().__init__(message)
+        self.slot, self.dim, self.arg = slot, dim, arg
+
+
 _INSIDE: set[tuple] = set()  # calls of which it is known: by expression, captured numbers, shapes and lengths
 
 
 def check_loads(mod: TracedMod, B: int, H: int, seqlen_q: int, seqlen_k: int, *, reads_values: bool = True) -> None:
-    """Raises ``ValueError`` if ``mod`` would index a captured tensor out of its range at some (b, h, q_idx, kv_idx).
+    """Raises ``OutsideError`` if ``mod`` would index a captured tensor out of its range at some (b, h, q_idx, kv_idx).
+
+    ``seen_loads.check_call`` asks about the pairs that are seen.
 
     Negative indices count from the end, as in torch. Cheap where an index is b, h, q_idx or kv_idx itself; otherwise the range of the
     index over all positions decides, and where that is too coarse the index is evaluated exactly: in O(S) where it depends on one
@@ -89,6 +112,26 @@ def doubt(mod: TracedMod, B: int, H: int, seqlen_q: int, seqlen_k: int) -> Doubt
     return Doubt("scalar" in ops, "load" in ops or "score" in ops)
 
 
+def hangs_on_masks(mod: TracedMod, B: int, H: int, seqlen_q: int, seqlen_k: int) -> bool:
+    """Whether a load leaves its tensor at some pair, which then has to be hidden."""
+    try:
+        check_loads(mod, B, H, seqlen_q, seqlen_k)
+    except OutsideError:
+        return True
+    return False
+
+
+def unsettled(mod: TracedMod, B: int, H: int, seqlen_q: int, seqlen_k: int) -> list[tuple[int, int, int]]:
+    """(slot, dimension, index's node) of the loads that what the sizes and the mod's numbers say leaves in doubt; no tensor is read."""
+    sizes = {"b": B, "h": H, "q_idx": seqlen_q, "kv_idx": seqlen_k}
+    if min(sizes.values()) == 0:
+        return []
+    doubtful = _doubtful(mod, sizes)
+    by_values = [load for load in doubtful if any(node.op in ("load", "score") for node in _index(mod, load[2]).nodes)]
+    box = {name: (torch.zeros(1, dtype=torch.int64), torch.full((1,), n - 1)) for name, n in sizes.items()}
+    return [*by_values, *_still_doubtful(mod, [load for load in doubtful if load not in by_values], box)]
+
+
 def check_loads_ragged(mod: TracedMod, H: int, seqlens_q: Tensor, seqlens_k: Tensor, q_first: Tensor | None = None) -> None:
     """``check_loads`` for a ragged batch: b is a sequence, and q_idx and kv_idx run over its own rows and keys only.
 
@@ -108,7 +151,7 @@ def check_loads_ragged(mod: TracedMod, H: int, seqlens_q: Tensor, seqlens_k: Ten
     zero = torch.zeros_like(b)
     box = {"b": (b, b), "h": (zero, zero + (H - 1)), "q_idx": (q_first[b], last_q), "kv_idx": (zero, last_kv)}
     for slot, dim, arg in _still_doubtful(mod, doubtful, box):
-        _settle_ragged(mod, slot, dim, _index_without_score(mod, slot, dim, arg), H, seqlens_q, seqlens_k, q_first)
+        _settle_ragged(mod, slot, dim, arg, H, seqlens_q, seqlens_k, q_first)
 
 
 def _doubtful(mod: TracedMod, sizes: dict[str, int]) -> list[tuple[int, int, int]]:
@@ -146,7 +189,7 @@ def _index(mod: TracedMod, arg: int) -> Expr:
 def _index_without_score(mod: TracedMod, slot: int, dim: int, arg: int) -> Expr:
     index = _index(mod, arg)
     if index.uses_score:
-        raise ValueError(_message(mod, slot, dim, "an index computed from the score, which has no known range"))
+        raise ValueError(message(mod, slot, dim, "an index computed from the score, which has no known range"))
     return index
 
 
@@ -168,7 +211,7 @@ def _settle(mod: TracedMod, slot: int, dim: int, arg: int, dep: Dep, sizes: dict
     size = mod.tensors[slot].shape[dim]
     device = mod.tensors[0].device
     if dep.q and dep.kv and not dep.diagonal:
-        _settle_by_tiles(mod, slot, dim, index, sizes)
+        _settle_by_tiles(mod, slot, dim, arg, index, sizes)
         return
     span = {name: torch.arange(n, device=device) for name, n in sizes.items()}
     if dep.diagonal:
@@ -185,7 +228,7 @@ def _settle(mod: TracedMod, slot: int, dim: int, arg: int, dep: Dep, sizes: dict
         value = value.broadcast_to(torch.broadcast_shapes(value.shape, (1, 1, 1)))
         places = {"b": at[0], "h": at[1], "q_idx": _at(q, at[2]), "kv_idx": _at(kv, at[2])}
         place = ", ".join(f"{name}={i}" for name, i in places.items())
-        raise ValueError(_message(mod, slot, dim, f"index {int(value[tuple(at)])} (at {place})"))
+        raise OutsideError(message(mod, slot, dim, f"index {int(value[tuple(at)])} (at {place})"), slot, dim, arg)
 
 
 def _at(positions: Tensor, i: int) -> int:
@@ -197,34 +240,35 @@ def _run(index: Expr, leaves: dict[str, Any], mod: TracedMod) -> Tensor:
     return value if isinstance(value, Tensor) else torch.tensor(value)
 
 
-def _settle_by_tiles(mod: TracedMod, slot: int, dim: int, index: Expr, sizes: dict[str, int]) -> None:
+def _settle_by_tiles(mod: TracedMod, slot: int, dim: int, arg: int, index: Expr, sizes: dict[str, int]) -> None:
     """The index stays inside exactly where the mask ``-size <= index < size`` is full."""
     from anyattn.mods.bounds import FULL, classify  # bounds imports this module
 
-    classes = classify(_inside(mod, slot, dim, index), sizes["q_idx"], sizes["kv_idx"], _TILE, _TILE, sizes["b"], sizes["h"])
+    classes = classify(inside(mod, slot, dim, index), sizes["q_idx"], sizes["kv_idx"], _TILE, _TILE, sizes["b"], sizes["h"])
     outside = (classes != FULL).nonzero()
     if len(outside):
         b, h, i, j = outside[0].tolist()
         rows, columns = range(i * _TILE, min((i + 1) * _TILE, sizes["q_idx"])), range(j * _TILE, min((j + 1) * _TILE, sizes["kv_idx"]))
-        _raise_outside(mod, slot, dim, index, b, h, rows, columns)
+        _raise_outside(mod, slot, dim, arg, index, b, h, rows, columns)
 
 
-def _settle_ragged(mod: TracedMod, slot: int, dim: int, index: Expr, H: int, seqlens_q: Tensor, seqlens_k: Tensor, q_first: Tensor) -> None:
+def _settle_ragged(mod: TracedMod, slot: int, dim: int, arg: int, H: int, seqlens_q: Tensor, seqlens_k: Tensor, q_first: Tensor) -> None:
     from anyattn.mods.bounds import FULL  # these import this module
     from anyattn.mods.ragged import classify_ragged
     from anyattn.mods.ragged_tiles import RaggedTiles
 
-    classes = classify_ragged(_inside(mod, slot, dim, index), seqlens_q, seqlens_k, _TILE, _TILE, H, q_first)
+    index = _index_without_score(mod, slot, dim, arg)
+    classes = classify_ragged(inside(mod, slot, dim, index), seqlens_q, seqlens_k, _TILE, _TILE, H, q_first)
     outside = (classes != FULL).nonzero()
     if len(outside):
         h = int(outside[0, 0])
         b, i, j = (int(x) for x in RaggedTiles(seqlens_q, seqlens_k, (_TILE, _TILE)).locate(outside[0, 1]))
         first, most = int(q_first[b]), (int(seqlens_q[b]), int(seqlens_k[b]))
         rows = range(first + i * _TILE, first + min((i + 1) * _TILE, most[0]))
-        _raise_outside(mod, slot, dim, index, b, h, rows, range(j * _TILE, min((j + 1) * _TILE, most[1])))
+        _raise_outside(mod, slot, dim, arg, index, b, h, rows, range(j * _TILE, min((j + 1) * _TILE, most[1])))
 
 
-def _inside(mod: TracedMod, slot: int, dim: int, index: Expr) -> TracedMod:
+def inside(mod: TracedMod, slot: int, dim: int, index: Expr) -> TracedMod:
     """The mask that shows the pairs at which the index stays inside."""
     size = mod.tensors[slot].shape[dim]
     builder = Builder()
@@ -234,7 +278,7 @@ def _inside(mod: TracedMod, slot: int, dim: int, index: Expr) -> TracedMod:
     return TracedMod("mask", builder.build(builder.add("and", low, high)), mod.scalars, mod.tensors, mod.name)
 
 
-def _raise_outside(mod: TracedMod, slot: int, dim: int, index: Expr, b: int, h: int, rows: range, columns: range) -> None:
+def _raise_outside(mod: TracedMod, slot: int, dim: int, arg: int, index: Expr, b: int, h: int, rows: range, columns: range) -> None:
     """Raises for the first pair of these at which the index leaves its dimension; there is one."""
     size, device = mod.tensors[slot].shape[dim], mod.tensors[0].device
     q, kv = (torch.arange(r.start, r.stop, device=device) for r in (rows, columns))
@@ -242,13 +286,13 @@ def _raise_outside(mod: TracedMod, slot: int, dim: int, index: Expr, b: int, h: 
     value = value.broadcast_to(len(rows), len(columns))
     at = ((value < -size) | (value >= size)).nonzero()[0].tolist()
     place = f"b={b}, h={h}, q_idx={rows[at[0]]}, kv_idx={columns[at[1]]}"
-    raise ValueError(_message(mod, slot, dim, f"index {int(value[tuple(at)])} (at {place})"))
+    raise OutsideError(message(mod, slot, dim, f"index {int(value[tuple(at)])} (at {place})"), slot, dim, arg)
 
 
-def _message(mod: TracedMod, slot: int, dim: int, what: str) -> str:
+def message(mod: TracedMod, slot: int, dim: int, what: str) -> str:
     shape = tuple(mod.tensors[slot].shape)
     return (
         f"{mod.kind}_mod {mod.name!r} reads dimension {dim} of a captured tensor of shape {shape} at {what}; "
         f"wanted an index from {-shape[dim]} to {shape[dim] - 1}. Capture a tensor that covers every position of this call, "
-        "or keep the index inside with torch.clamp"
+        "keep the index inside with torch.clamp, or hide such pairs by the mask"
     )

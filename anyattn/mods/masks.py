@@ -6,12 +6,14 @@ with ``&``, ``|`` and ``~`` and can be passed as ``mask_mod``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from anyattn.mods.algebra import Mask
+from anyattn.mods.pickling import remade_by_call
 
 __all__ = [
     "block_diagonal",
@@ -54,11 +56,13 @@ def _ids(name: str, value: Any, ranks: tuple[int, ...], shape: str) -> Tensor:
     return value
 
 
+@remade_by_call
 def full() -> Mask:
     """Every query sees every key."""
     return Mask(lambda b, h, q_idx, kv_idx: kv_idx >= 0, "full")
 
 
+@remade_by_call
 def causal(offset: int | Tensor = 0) -> Mask:
     """A query sees the keys up to its own place: ``kv_idx <= q_idx + offset``. offset 0 is the top-left aligned mask of torch.
 
@@ -76,11 +80,13 @@ def causal(offset: int | Tensor = 0) -> Mask:
     return Mask(lambda b, h, q_idx, kv_idx: kv_idx - q_idx <= offset, name)
 
 
+@remade_by_call
 def causal_bottom_right(seqlen_q: int, seqlen_k: int) -> Mask:
     """Causal with the last query seeing the last key, FlashAttention's ``causal=True``: offset ``seqlen_k - seqlen_q``."""
     return causal(_whole("seqlen_k", seqlen_k, 0) - _whole("seqlen_q", seqlen_q, 0))
 
 
+@remade_by_call
 def sliding_window(left: int | None, right: int | None, offset: int | Tensor = 0) -> Mask:
     """A query at place ``p = q_idx + offset`` sees ``p - left <= kv_idx <= p + right``: so many neighbours on each side and itself.
 
@@ -121,6 +127,7 @@ def _window_of_places(left: int | None, right: int | None, places: Tensor, name:
     return Mask(full().fn, name)
 
 
+@remade_by_call
 def prefix_lm(prefix_length: int | Tensor) -> Mask:
     """Everyone sees the prefix, the rest is causal: ``kv_idx < prefix or kv_idx <= q_idx``.
 
@@ -134,6 +141,7 @@ def prefix_lm(prefix_length: int | Tensor) -> Mask:
     return Mask(lambda b, h, q_idx, kv_idx: (kv_idx < prefix_length) | (q_idx >= kv_idx), name)
 
 
+@remade_by_call
 def document(ids: Tensor) -> Mask:
     """Packed documents: a query sees the keys of its own document. ids: integers (S,), or (B, S) with a packing per batch entry.
 
@@ -146,6 +154,7 @@ def document(ids: Tensor) -> Mask:
     return Mask(lambda b, h, q_idx, kv_idx: ids[b, q_idx] == ids[b, kv_idx], "document")
 
 
+@remade_by_call
 def document_from_cu_seqlens(cu_seqlens: Tensor) -> Mask:
     """``document`` for documents laid end to end: document i holds positions ``cu_seqlens[i] <= p < cu_seqlens[i + 1]``.
 
@@ -162,6 +171,7 @@ def document_from_cu_seqlens(cu_seqlens: Tensor) -> Mask:
     return document(torch.repeat_interleave(numbers, steps.to(torch.int64)))
 
 
+@remade_by_call
 def chunked(chunk: int) -> Mask:
     """Chunked causal attention (Llama 4): a query sees the keys of its own chunk of ``chunk`` positions, up to its own place."""
     name = f"chunked({_whole('chunk', chunk, 1)})"
@@ -169,6 +179,7 @@ def chunked(chunk: int) -> Mask:
     return Mask(lambda b, h, q_idx, kv_idx: (q_idx // chunk == kv_idx // chunk) & (q_idx >= kv_idx), name)
 
 
+@remade_by_call
 def dilated(window: int, dilation: int) -> Mask:
     """Every ``dilation``-th key of a causal window: ``window`` of them besides the query's own. Source: Longformer (arXiv:2004.05150)."""
     _whole("window", window, 0)
@@ -180,12 +191,14 @@ def dilated(window: int, dilation: int) -> Mask:
     )
 
 
+@remade_by_call
 def left_padding(leftpad: Tensor) -> Mask:
     """Batches padded on the left: keys before ``leftpad[b]`` are padding. leftpad: integers (B,)."""
     _ids("leftpad", leftpad, (1,), "(B,)")
     return Mask(lambda b, h, q_idx, kv_idx: kv_idx >= leftpad[b], "left_padding")
 
 
+@remade_by_call
 def sink_window(sink: int, window: int) -> Mask:
     """Causal attention to the first ``sink`` keys and to the ``window`` keys before the query, and itself.
 
@@ -198,6 +211,7 @@ def sink_window(sink: int, window: int) -> Mask:
     return Mask(lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & ((kv_idx < sink) | (q_idx - kv_idx <= window)), name)
 
 
+@remade_by_call
 def block_diagonal(block: int) -> Mask:
     """Attention inside blocks of ``block`` positions only, both directions."""
     name = f"block_diagonal({_whole('block', block, 1)})"
@@ -205,14 +219,41 @@ def block_diagonal(block: int) -> Mask:
     return Mask(lambda b, h, q_idx, kv_idx: q_idx // block == kv_idx // block, name)
 
 
-def tree(bitmask: Tensor) -> Mask:
+@remade_by_call
+def tree(bitmask: Tensor, offset: int | Tensor = 0, first_query: int | Tensor = 0) -> Mask:
     """Any mask given bit by bit, such as the ancestors in a tree of draft tokens: key j is visible to query i if bit j of row i is set.
 
-    bitmask: int64 (Sq,) for up to 64 keys, or (Sq, words) with bit ``j % 64`` of word ``j // 64``. Source: SpecInfer (arXiv:2305.09781).
+    bitmask: int64 (Sq,) for up to 64 keys, or (Sq, words) with bit ``j % 64`` of word ``j // 64``. offset: the length of a cached prefix,
+    which every query sees; the tree's key j is then ``kv_idx = offset + j``. first_query: the ``q_idx`` of row 0: 0, but in
+    ``flash_attn_with_kvcache``, where q_idx is a place among the keys, the prefix's length. Both: one int, or an integer tensor (B,) with
+    one per batch entry. Source: SpecInfer (arXiv:2305.09781).
+
+    >>> bits = torch.tensor([0b001, 0b011, 0b101])  # two drafts for the token after the first
+    >>> tree(bits, offset=10)
+    Mask(tree(offset=10))
     """
     _ids("bitmask", bitmask, (1, 2), "(Sq,) or (Sq, words)")
     if bitmask.dtype is not torch.int64:
         raise ValueError(f"bitmask has dtype {bitmask.dtype}; wanted torch.int64, 64 keys to a word")
     words = bitmask if bitmask.ndim == 2 else bitmask[:, None]
-    # >> keeps the sign bit, & 1 takes one bit of it: right for bit 63 too
-    return Mask(lambda b, h, q_idx, kv_idx: ((words[q_idx, kv_idx // 64] >> (kv_idx % 64)) & 1) != 0, "tree")
+    prefix, rows = _per_entry("offset", offset), _per_entry("first_query", first_query)
+    if prefix is None and rows is None:
+        # >> keeps the sign bit, & 1 takes one bit of it: right for bit 63 too
+        return Mask(lambda b, h, q_idx, kv_idx: ((words[q_idx, kv_idx // 64] >> (kv_idx % 64)) & 1) != 0, "tree")
+    before, first = prefix or (lambda b: 0), rows or (lambda b: 0)
+
+    def visible(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        key = kv_idx - before(b)
+        inside = torch.clamp(key, min=0)
+        return (key < 0) | (((words[q_idx - first(b), inside // 64] >> (inside % 64)) & 1) != 0)
+
+    return Mask(visible, "tree(offset per batch)" if isinstance(offset, Tensor) else f"tree(offset={offset})")
+
+
+def _per_entry(name: str, value: int | Tensor) -> Callable[[Any], Any] | None:
+    """The number of batch entry b, None where it is 0 for all."""
+    if isinstance(value, Tensor):
+        each = _ids(name, value, (1,), "(B,)")
+        return lambda b: each[b]
+    _whole(name, value, 0)
+    return (lambda b: value) if value else None

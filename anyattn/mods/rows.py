@@ -21,10 +21,29 @@ from anyattn.mods.ir import Expr
 from anyattn.mods.solver import NO_LIMIT, NotRangesError, Solver
 from anyattn.mods.trace import TracedMod
 
-__all__ = ["MAX_RANGES", "MOST_POSITIONS", "NO_LIMIT", "RowRanges", "limits", "limits_of_rows", "never_fall", "ranges_unread", "row_ranges"]
+__all__ = [
+    "LONGEST",
+    "MAX_RANGES",
+    "MOST_POSITIONS",
+    "NO_LIMIT",
+    "RowRanges",
+    "check_positions",
+    "limits",
+    "limits_of_rows",
+    "never_fall",
+    "ranges_unread",
+    "row_ranges",
+]
 
+LONGEST = 2**30  # positions of a sequence: limits and tile lists are int32, and so must be the sum of a limit and a tile
 MAX_RANGES = 4  # a kernel keeps two registers per range and row
 MOST_POSITIONS = 2**MOST_INDEX_BITS  # for longer sequences limits are not shown to be right
+
+
+def check_positions(name: str, count: int) -> None:
+    """Raises ``ValueError`` for a sequence of more than ``LONGEST`` positions."""
+    if count > LONGEST:
+        raise ValueError(f"{name} is {count}; wanted at most {LONGEST} (2^30), for positions are counted in 32 bits: attend to it in parts")
 
 
 @dataclass(frozen=True, eq=False)

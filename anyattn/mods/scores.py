@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from anyattn.mods.algebra import Score
+from anyattn.mods.pickling import remade_by_call
 
 __all__ = ["alibi", "alibi_slopes", "head_bias", "pair_bias", "relative_bias", "softcap", "t5_bias", "temperature"]
 
@@ -54,6 +55,7 @@ def alibi_slopes(num_heads: int) -> Tensor:
     return torch.tensor(series(power) + series(2 * power)[0::2][: num_heads - power])
 
 
+@remade_by_call
 def alibi(slopes: Tensor, offset: int | Tensor = 0) -> Score:
     """Linear bias by distance, ``score - slopes[h] * |q_idx + offset - kv_idx|``. slopes: (Hq,) or (B, Hq), see ``alibi_slopes``.
 
@@ -72,6 +74,7 @@ def alibi(slopes: Tensor, offset: int | Tensor = 0) -> Score:
     return Score(lambda score, b, h, q_idx, kv_idx: score - slopes[h] * (q_idx - kv_idx).abs(), "alibi")
 
 
+@remade_by_call
 def relative_bias(table: Tensor) -> Score:
     """A learned bias per clipped distance: ``score + table[h, clamp(q_idx - kv_idx, -m, m) + m]``.
 
@@ -86,6 +89,7 @@ def relative_bias(table: Tensor) -> Score:
     return Score(lambda score, b, h, q_idx, kv_idx: score + table[h, torch.clamp(q_idx - kv_idx, -reach, reach) + reach], "relative_bias")
 
 
+@remade_by_call
 def t5_bias(table: Tensor, bidirectional: bool = True, max_distance: int = 128) -> Score:
     """T5's bucketed relative bias: near distances have a bucket each, far ones share buckets that grow geometrically to ``max_distance``.
 
@@ -113,12 +117,14 @@ def t5_bias(table: Tensor, bidirectional: bool = True, max_distance: int = 128) 
     return Score(biased, "t5_bias")
 
 
+@remade_by_call
 def head_bias(bias: Tensor) -> Score:
     """One number per query head added to its scores. bias: (Hq,). (It shifts LSE; with a sink it shifts the output too.)"""
     _floats("bias", bias, (1,), "(Hq,)")
     return Score(lambda score, b, h, q_idx, kv_idx: score + bias[h], "head_bias")
 
 
+@remade_by_call
 def pair_bias(bias: Tensor) -> Score:
     """A bias for every pair: ``score + bias[b, h, q_idx, kv_idx]``; a dimension of size 1 in B or H is shared.
 
@@ -134,6 +140,7 @@ def pair_bias(bias: Tensor) -> Score:
     return Score(lambda score, b, h, q_idx, kv_idx: score + bias[b, h, q_idx, kv_idx], "pair_bias")
 
 
+@remade_by_call
 def softcap(cap: float | Tensor) -> Score:
     """Soft limit ``cap * tanh(score / cap)``. cap: a positive number, or a tensor of rank 0 that may learn.
 
@@ -145,6 +152,7 @@ def softcap(cap: float | Tensor) -> Score:
     )
 
 
+@remade_by_call
 def temperature(t: float | Tensor) -> Score:
     """``score / t``. t: a positive number, or a tensor of rank 0 that may learn."""
     t = _positive("t", t)

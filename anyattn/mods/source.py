@@ -4,23 +4,40 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import dis
 import functools
+import inspect
 import linecache
+import re
 import sys
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from types import CodeType, FrameType
-from typing import NamedTuple
+from types import CodeType, FrameType, TracebackType
+from typing import Any, NamedTuple
 
 import torch
 
 from anyattn.errors import ModError
 
-__all__ = ["mod_error", "truth_cure", "user_line"]
+__all__ = [
+    "FUNCTION_CURE",
+    "at_line",
+    "called_from",
+    "defined_at",
+    "failed",
+    "mod_error",
+    "raised_at",
+    "truth_cure",
+    "user_line",
+]
 
 # Frames of these are never the user's own. Whole paths: a user's folder may be called torch/ as well.
-_FOLDERS = tuple(f"{Path(p).resolve().parent}/".replace("\\", "/") for p in (Path(__file__).parent, str(torch.__file__)))
+_PACKAGES = (Path(__file__).resolve().parent.parent, Path(str(torch.__file__)).resolve().parent)
+_FOLDERS = tuple(f"{folder}/".replace("\\", "/") for folder in _PACKAGES)
 _FILES = frozenset(str(m.__file__) for m in (functools, contextlib))
+_CUSTOM_GRADIENTS = (str(Path("torch", "autograd", "function.py")),)
+FUNCTION_CURE = "write what its forward does as plain arithmetic, of which anyattn takes the gradient itself"
 
 
 class _Span(NamedTuple):
@@ -56,19 +73,111 @@ def _span(code: CodeType, instruction: int, line: int) -> _Span:
     return _Span(start, end, column, end_column)
 
 
+_node_lines: list[str | None] = []  # where the nodes that run come from, innermost last
+
+
+@contextlib.contextmanager
+def at_line(stack_trace: str | None) -> Iterator[None]:
+    """What runs inside is a graph's node that was made at the end of ``stack_trace``, a traceback's text (None if not known)."""
+    _node_lines.append(stack_trace)
+    try:
+        yield
+    finally:
+        _node_lines.pop()
+
+
+def _line_of_node() -> tuple[str, str] | None:
+    """The last place in the traceback of the running node, and its text."""
+    found = re.findall(r'File "([^"\n]+)", line (\d+), in [^\n]*\n\s*([^\n]*)', (_node_lines[-1] if _node_lines else None) or "")
+    return (f"{found[-1][0]}:{found[-1][1]}", found[-1][2]) if found else None
+
+
 def user_line() -> tuple[str, str]:
     """The place and the text of what the user's own code is doing: the lines of the expression that is being evaluated."""
+    of_node = _line_of_node()
+    if of_node is not None:
+        return of_node
     frame = _user_frame()
-    span = _span(frame.f_code, frame.f_lasti, frame.f_lineno)
-    filename = frame.f_code.co_filename
-    lines = [linecache.getline(filename, n).strip() for n in range(span.line, span.end_line + 1)]
-    return f"{filename}:{span.line}", " ".join(filter(None, lines))
+    return _quoted(frame.f_code, frame.f_lasti, frame.f_lineno)
 
 
-def mod_error(problem: str, cure: str) -> ModError:
-    """The error that says what is wrong, where, and how to write it instead."""
-    place, text = user_line()
+def _quoted(code: CodeType, instruction: int, line: int) -> tuple[str, str]:
+    span = _span(code, instruction, line)
+    lines = [linecache.getline(code.co_filename, n).strip() for n in range(span.line, span.end_line + 1)]
+    return f"{code.co_filename}:{span.line}", " ".join(filter(None, lines))
+
+
+def mod_error(problem: str, cure: str, at: tuple[str, str] | None = None) -> ModError:
+    """The error that says what is wrong, where, and how to write it instead. at: another ``user_line`` than where the user's code is."""
+    place, text = at or user_line()
     return ModError(f"{problem}\n  at {place}\n    {text or '<source not available>'}\n  {cure}")
+
+
+def defined_at(fn: Any, word: str) -> tuple[str, str]:
+    """The first line of ``fn`` that has ``word`` in it, or else its first line, as ``user_line`` gives it."""
+    fn = inspect.unwrap(fn)
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    code = getattr(fn, "__code__", None) or getattr(type(fn).__call__, "__code__", None)
+    if code is None:
+        return repr(fn), ""
+    first = code.co_firstlineno
+    lines = sorted({first, *(line for _, _, line in code.co_lines() if line)})
+    texts = {line: linecache.getline(code.co_filename, line).strip() for line in lines}
+    line = next((line for line in lines if word in texts[line]), first)
+    return f"{code.co_filename}:{line}", texts[line]
+
+
+def called_from(outermost: CodeType) -> tuple[str, str] | None:
+    """The user's line, as ``user_line`` gives it, that applies a ``torch.autograd.Function``; None if none runs below ``outermost``."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not outermost:
+        if frame.f_code.co_filename.endswith(_CUSTOM_GRADIENTS):
+            while frame.f_back is not None and _is_library(frame.f_code.co_filename):
+                frame = frame.f_back
+            return _quoted(frame.f_code, frame.f_lasti, frame.f_lineno)
+        frame = frame.f_back
+    return None
+
+
+def raised_at(error: BaseException) -> tuple[str, str] | None:
+    """The user's innermost line on the way of ``error``, as ``user_line`` gives it; None if it passed none of theirs."""
+    ours = _last_of_the_user(error)
+    return None if ours is None else _quoted(ours.tb_frame.f_code, ours.tb_lasti, ours.tb_lineno)
+
+
+def _last_of_the_user(error: BaseException) -> TracebackType | None:
+    steps = _steps(error)
+    return next((step for step in reversed(steps) if not _is_library(step.tb_frame.f_code.co_filename)), None)
+
+
+def _steps(error: BaseException) -> list[TracebackType]:
+    steps, step = [], error.__traceback__
+    while step is not None:
+        steps.append(step)
+        step = step.tb_next
+    return steps
+
+
+def failed(error: Exception, name: str) -> ModError | None:
+    """The ``ModError`` for an exception that came out of the body of the mod called ``name``.
+
+    None for one that the user's own code raises, by ``raise`` or ``assert``, and for one that their code has no part in: those stay as
+    they are.
+    """
+    last = _last_of_the_user(error)
+    if last is None or (last.tb_next is None and _is_raised_there(last)):
+        return None
+    where = _quoted(last.tb_frame.f_code, last.tb_lasti, last.tb_lineno)
+    if any(step.tb_frame.f_code.co_filename.endswith(_CUSTOM_GRADIENTS) for step in _steps(error)):
+        return mod_error(f"{name} calls a torch.autograd.Function, whose gradient no kernel could take", FUNCTION_CURE, where)
+    cure = "a mod is arithmetic on single numbers: Python's operators, torch's functions of one element, and captured tensors by index"
+    return mod_error(f"{name} failed while it was traced: {type(error).__name__}: {error}", cure, where)
+
+
+def _is_raised_there(step: TracebackType) -> bool:
+    code = step.tb_frame.f_code.co_code
+    return dis.opname[code[step.tb_lasti]] in ("RAISE_VARARGS", "RERAISE")
 
 
 _CURES = {

@@ -11,7 +11,7 @@ A trace costs about 0.1 ms. ``recognise.py`` knows a function seen before, with 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any, ClassVar, NamedTuple
@@ -21,15 +21,29 @@ from torch.overrides import TorchFunctionMode
 
 from anyattn.errors import ModError
 from anyattn.mods import captures
-from anyattn.mods.ir import Builder, Expr, category
+from anyattn.mods.ir import Builder, DType, Expr, category
 from anyattn.mods.recognise import Pattern, Reading, recognise
-from anyattn.mods.source import mod_error
-from anyattn.mods.values import FUNCTIONS, NeedsNumber, Value, View
+from anyattn.mods.refused import check_draws, generators_state, is_random, refuse_random
+from anyattn.mods.source import FUNCTION_CURE, called_from, failed, mod_error
+from anyattn.mods.values import NeedsNumber, Value, View
+from anyattn.mods.vectors import Vector
 from anyattn.mods.weak import slots_in_question, strayed
 from anyattn.of_fields import OfFields
 
-__all__ = ["Source", "TracedMod", "is_native", "name_of", "refuse_native", "trace"]
+__all__ = [
+    "InterceptCaptured",
+    "Source",
+    "TracedMod",
+    "Tracer",
+    "finished",
+    "inputs_of",
+    "is_native",
+    "name_of",
+    "refuse_native",
+    "trace",
+]
 
+_is_grad_enabled = torch.is_grad_enabled
 _INPUTS = {"mask": ("b", "h", "q_idx", "kv_idx"), "score": ("score", "b", "h", "q_idx", "kv_idx")}
 
 
@@ -62,14 +76,29 @@ class TracedMod(OfFields):
         return self.expr.key
 
 
-class _Tracer(Builder):
+class Tracer(Builder):
     """A builder that also numbers the captured tensors and numbers it meets."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.device = device
         self.tensors: list[torch.Tensor] = []
-        self.reads_values = False  # the body asked a captured tensor for a Python number: this trace holds for these values only
+        self.reads_values = False  # the body asked a captured tensor for what is no part of the memo's key: this trace holds just now
+        self.wants_grad: bool | None = None  # grad mode around the call of the body
+
+    def add(self, op: str, *args: int, dtype: DType | None = None, attr: Hashable = None) -> int:
+        if self.wants_grad is not None and not (self.wants_grad and _is_grad_enabled()):
+            self._check_grad_mode()
+        return super().add(op, *args, dtype=dtype, attr=attr)
+
+    def _check_grad_mode(self) -> None:
+        """A custom function runs its forward, and a ``with torch.no_grad()`` its body, where no gradient is recorded."""
+        applied = called_from(_run.__code__)
+        if applied is not None:
+            raise mod_error("a mod applies a torch.autograd.Function, whose backward no kernel could call", FUNCTION_CURE, applied)
+        if _is_grad_enabled() is not self.wants_grad:
+            cure = "take the `with` out of the mod: put it around the attention call"
+            raise mod_error("a mod computes under another grad mode than it is called in", cure)
 
     def capture(self, tensor: torch.Tensor) -> Any:
         if tensor.layout is not torch.strided or tensor.is_complex() or tensor.is_quantized:
@@ -83,34 +112,38 @@ class _Tracer(Builder):
         return View(self, slot, tensor, (None,) * tensor.ndim)
 
 
-_METADATA = frozenset(
-    ("__get__", "size", "dim", "ndimension", "numel", "nelement", "__len__", "is_floating_point", "element_size", "get_device")
-)
+# What a captured tensor says of itself that belongs to the memo's key: its shape, dtype and device.
+_METADATA = frozenset(("size", "dim", "ndimension", "numel", "nelement", "__len__", "is_floating_point", "element_size", "get_device"))
+_PROPERTIES = frozenset(("shape", "dtype", "device", "ndim", "itemsize", "nbytes", "is_cuda", "is_cpu", "is_meta"))
 
 
-class _InterceptCaptured(TorchFunctionMode):
+def _is_metadata(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    return getattr(func.__self__, "__name__", "") in _PROPERTIES if name == "__get__" else name in _METADATA
+
+
+class InterceptCaptured(TorchFunctionMode):
     """Sends torch calls that involve a symbolic value to the table of functions; ``tensor[value]`` reaches only a mode."""
 
-    def __init__(self, tracer: _Tracer) -> None:
+    def __init__(self, tracer: Tracer) -> None:
         super().__init__()
         self.tracer = tracer
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
+        if is_random(name := getattr(func, "__name__", "")):
+            refuse_random(f"torch.{name}")
         if any(_is_symbolic(a) for a in (*args, *kwargs.values())):
-            name = getattr(func, "__name__", "").strip("_")
-            if name in FUNCTIONS:
-                return FUNCTIONS[name](*args, **kwargs)
             return Value.__torch_function__(func, types, args, kwargs)
         result = func(*args, **kwargs)
         of_a_tensor = any(isinstance(a, torch.Tensor) for a in args)
-        if of_a_tensor and not isinstance(result, torch.Tensor) and getattr(func, "__name__", "") not in _METADATA:
+        if of_a_tensor and not isinstance(result, torch.Tensor) and not _is_metadata(func):
             self.tracer.reads_values = True
         return result
 
 
 def _is_symbolic(item: Any) -> bool:
-    return isinstance(item, (Value, View)) or (isinstance(item, (tuple, list)) and any(_is_symbolic(i) for i in item))
+    return isinstance(item, (Value, View, Vector)) or (isinstance(item, (tuple, list)) and any(_is_symbolic(i) for i in item))
 
 
 def name_of(fn: Callable) -> str:
@@ -163,9 +196,11 @@ def trace(
     reading = recognise(fn)
     takes_aux = _takes_aux(fn, kind, aux_tensors, reading)
     aux = list(aux_tensors) if takes_aux and aux_tensors is not None else []
-    memo = _Memo.of(reading, kind, score_dtype, aux, torch.device(device)) if reading is not None else None
+    is_known = reading is not None and not _has_symbolic_sizes([*reading.tensors, *aux])
+    memo = _Memo.of(reading, kind, score_dtype, aux, torch.device(device)) if reading is not None and is_known else None
     if memo is not None and (known := memo.lookup(fn)) is not None:
         return known
+    before = generators_state() if reading is None else None  # the names that a pattern's code uses draw nothing
     pinned: frozenset[int] = frozenset()
     while True:
         try:
@@ -176,13 +211,45 @@ def trace(
             pinned |= more
         except NeedsNumber as need:
             pinned |= need.slots
+        except ModError:
+            raise
         except Exception as error:
-            if not type(error).__module__.startswith("cutlass"):
+            every = _every_slot(fn) if isinstance(error, TypeError) else pinned
+            if not every <= pinned:  # torch.arange(n) asks nothing of a symbolic n, but refuses it
+                pinned = every
+                continue
+            told = _told(error, fn, kind)
+            if told is None:
                 raise
-            raise _unreadable(f"{kind}_mod {name_of(fn)!r} calls", kind) from error
+            raise told from error
+    if before is not None:
+        check_draws(fn, before, lambda: _run(fn, kind, score_dtype, aux if takes_aux else None, pinned, torch.device(device)))
     expr, scalars, tensors = _compact(expr, numbers, tracer.tensors)
     source = memo.remember(expr, scalars, tensors, numbers, pinned) if memo is not None and not tracer.reads_values else None
     return TracedMod(kind, expr, tuple(numbers[s] for s in scalars), tuple(tensors), name_of(fn), source)
+
+
+def _has_symbolic_sizes(tensors: list[torch.Tensor]) -> bool:
+    """Whether an export leaves a size open: such sizes are no key."""
+    for t in tensors:
+        for n in t.shape:
+            if type(n) is not int:
+                return True
+    return False
+
+
+def _every_slot(fn: Callable) -> frozenset[int]:
+    """The slots of all numbers that ``fn`` captures."""
+    found: list[int | float] = []
+    captures.rebuild(fn, lambda number: found.append(number) or number)  # type: ignore[func-returns-value]
+    return frozenset(range(len(found)))
+
+
+def _told(error: Exception, fn: Callable, kind: str) -> ModError | None:
+    """What the caller is told of an exception that came out of a mod's body; None where the exception says it as well."""
+    if type(error).__module__.startswith("cutlass"):
+        return _unreadable(f"{kind}_mod {name_of(fn)!r} calls", kind)
+    return failed(error, f"{kind}_mod {name_of(fn)!r}")
 
 
 def _takes_aux(fn: Callable, kind: str, aux_tensors: Sequence | None, reading: Reading | None) -> bool:
@@ -243,9 +310,9 @@ def _arguments(fn: Callable) -> tuple[tuple[str, ...], int, bool] | None:
 
 def _run(
     fn: Callable, kind: str, score_dtype: torch.dtype, aux: list | None, pinned: frozenset[int], device: torch.device
-) -> tuple[Expr, _Tracer, list[int | float]]:
+) -> tuple[Expr, Tracer, list[int | float]]:
     """One trace: the expression with scalar slots numbered as ``captures`` finds the numbers."""
-    tracer = _Tracer(device)
+    tracer = Tracer(device)
     numbers: list[int | float] = []
 
     def lift(number: int | float) -> Any:
@@ -256,30 +323,42 @@ def _run(
         return Value(tracer, tracer.add("scalar", dtype=type(number), attr=slot))
 
     lifted = captures.rebuild(fn, lift)
-    inputs = []
-    for name in _INPUTS[kind]:
-        if name == "score":
-            inputs.append(Value(tracer, tracer.add("score", dtype=score_dtype)))
-        else:
-            inputs.append(Value(tracer, tracer.add("index", dtype=torch.int64, attr=name)))
-    with _InterceptCaptured(tracer):
-        result = lifted(*inputs, *([aux] if aux is not None else []))
-        return tracer.build(_result_node(result, tracer, kind, score_dtype, fn)), tracer, numbers
+    tracer.wants_grad = _is_grad_enabled()
+    with InterceptCaptured(tracer):
+        result = lifted(*inputs_of(tracer, kind, score_dtype), *([aux] if aux is not None else []))
+        return tracer.build(_result_node(result, tracer, kind, score_dtype, name_of(fn))), tracer, numbers
 
 
-def _result_node(result: Any, tracer: _Tracer, kind: str, score_dtype: torch.dtype, fn: Callable) -> int:
+def inputs_of(tracer: Tracer, kind: str, score_dtype: torch.dtype) -> list[Value]:
+    """The symbolic values that a mod is called with."""
+    leaves = (
+        tracer.add("score", dtype=score_dtype) if name == "score" else tracer.add("index", dtype=torch.int64, attr=name)
+        for name in _INPUTS[kind]
+    )
+    return [Value(tracer, leaf) for leaf in leaves]
+
+
+def finished(result: Any, tracer: Tracer, kind: str, score_dtype: torch.dtype, numbers: list, name: str) -> TracedMod:
+    """The traced mod of what a call on ``inputs_of`` returned; ``numbers`` are the captured ones, by scalar slot."""
+    with InterceptCaptured(tracer):
+        expr = tracer.build(_result_node(result, tracer, kind, score_dtype, name))
+    expr, scalars, tensors = _compact(expr, numbers, tracer.tensors)
+    return TracedMod(kind, expr, tuple(numbers[s] for s in scalars), tuple(tensors), name)
+
+
+def _result_node(result: Any, tracer: Tracer, kind: str, score_dtype: torch.dtype, name: str) -> int:
     if isinstance(result, (tuple, list, dict, str, type(None))):
         raise ModError(
-            f"{kind}_mod {name_of(fn)!r} returned {'nothing' if result is None else type(result).__name__}; "
+            f"{kind}_mod {name!r} returned {'nothing' if result is None else type(result).__name__}; "
             f"return one {'bool' if kind == 'mask' else 'score'} (is a `return` missing?)"
         )
     value = Value.lift(tracer, result)
     if kind == "mask":
         if value.kind is not torch.bool:
-            raise ModError(f"mask_mod {name_of(fn)!r} returned a {value.kind} value; return a bool, as in `x != 0` or `q_idx >= kv_idx`")
+            raise ModError(f"mask_mod {name!r} returned a {value.kind} value; return a bool, as in `x != 0` or `q_idx >= kv_idx`")
         return value.node
     if category(value.kind) == "bool":
-        raise ModError(f"score_mod {name_of(fn)!r} returned a bool; a condition on positions is a mask: pass it as mask_mod")
+        raise ModError(f"score_mod {name!r} returned a bool; a condition on positions is a mask: pass it as mask_mod")
     return tracer.cast(value.node, score_dtype)
 
 

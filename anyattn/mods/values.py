@@ -2,22 +2,27 @@
 
 A ``Value`` stands for one number inside the mod: an index, the score, a captured number, or anything computed from them. It answers to
 Python's operators, to torch's functions (through ``__torch_function__``) and to the tensor methods of the table below, and records each
-as a node. A ``View`` is a captured tensor of which some dimensions are still to be indexed.
-
+as a node. A ``View`` is a captured tensor of which some dimensions are still to be indexed; computed with, it is a row (``vectors.py``).
 What has no meaning as one number per (q, kv), such as a Python ``if``, raises ``ModError`` with the user's line and the cure.
 """
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from anyattn.mods.ir import OPS, Builder, category, is_weak, result_dtype, wrapped
+from anyattn.mods.activations import ACTIVATIONS, rounded_to
+from anyattn.mods.arguments import check_call, refuse_bare, refuse_outside
+from anyattn.mods.ir import OPS, Builder, category, is_weak, result_dtype
+from anyattn.mods.refused import is_random, refuse_random
 from anyattn.mods.source import mod_error, truth_cure
+from anyattn.mods.vectors import Vector, as_vector, cuts, from_values, refuse_many, spelled_out
 
-__all__ = ["FUNCTIONS", "NeedsNumber", "Value", "View"]
+__all__ = ["FUNCTIONS", "NeedsNumber", "Value", "View", "builder_in", "cast"]
 
 
 class NeedsNumber(Exception):
@@ -39,7 +44,13 @@ class View:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
+        if name in FUNCTIONS:
+            return lambda *args, **kwargs: _call(name, self, *args, **kwargs)
         raise mod_error(f"a mod cannot use .{name} of a captured tensor indexed in part", "index every dimension, as in table[h, q_idx]")
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        return Value.__torch_function__(func, types, args, kwargs)
 
     @property
     def ndim(self) -> int:
@@ -55,8 +66,18 @@ class View:
     def __iter__(self) -> Any:
         raise mod_error("a mod cannot loop over a captured tensor", "index it: table[q_idx], or loop over range(n)")
 
-    def __getitem__(self, key: Any) -> Value | View:
+    def components(self) -> Vector:
+        """The row that is left, element by element."""
+        refuse_many(self.shape)
+        made = [self[place] for place in itertools.product(*map(range, self.shape))]
+        return from_values(made, self.shape)
+
+    def __getitem__(self, key: Any) -> Any:
         keys = list(key) if isinstance(key, tuple) else [key]
+        if any(k is None or cuts(k) for k in keys):
+            keys = spelled_out(keys, self.ndim)
+            whole = self[tuple(slice(None) if isinstance(k, slice) else k for k in keys if k is not None)]
+            return as_vector(whole, self.builder)[tuple(k for k in keys if k is None or isinstance(k, slice))]
         rank = len(self.shape)
         if Ellipsis in [k for k in keys if not isinstance(k, (Value, View, torch.Tensor))]:
             at = next(i for i, k in enumerate(keys) if k is Ellipsis)
@@ -76,7 +97,8 @@ class View:
 
     def _index(self, item: Any, dim: int) -> int:
         size = self.tensor.shape[dim]
-        if isinstance(item, int) and not isinstance(item, bool):
+        if hasattr(item, "__index__") and not isinstance(item, (bool, Value, torch.Tensor)):
+            item = operator.index(item)
             if not -size <= item < size:
                 raise mod_error(f"index {item} is out of range for dimension {dim} of size {size}", f"use {-size} to {size - 1}")
             return self.builder.const(item % size, torch.int64)
@@ -130,6 +152,11 @@ class Value:
     def device(self) -> torch.device:
         return self.builder.device  # type: ignore[attr-defined]
 
+    @property
+    def is_tensor(self) -> bool:
+        """Whether a tensor of rank 0, and not a Python number."""
+        return not is_weak(self.kind)
+
     def dim(self) -> int:
         return 0
 
@@ -144,6 +171,9 @@ class Value:
         """``item`` as a value: itself, a literal, or a captured tensor of rank 0."""
         if isinstance(item, Value):
             return item
+        if isinstance(item, Vector):
+            cure = "index every dimension, as in table[h, q_idx], or reduce the row: .sum(-1), .any(-1)"
+            raise mod_error(f"a row of shape {tuple(item.shape)} stands where one number is needed", cure, item.made_at)
         if isinstance(item, View):
             return item.settled(required=True)
         if isinstance(item, torch.Tensor):
@@ -155,32 +185,42 @@ class Value:
         for number in (bool, int, float):
             if isinstance(item, number):  # an IntEnum member is an int: the IR knows exact types only
                 return Value(builder, builder.const(number(item)))
-        raise mod_error(f"a mod cannot compute with a {type(item).__name__}", "use numbers, indices, the score and captured tensors")
+        cure = "use numbers, indices, the score and captured tensors"
+        if type(item).__module__ == "numpy":
+            cure += "; wrap an array outside the mod: table = torch.from_numpy(array)"
+        raise mod_error(f"a mod cannot compute with a {type(item).__name__}", cure)
 
     # -- what Python asks of a number
-    def _python_number(self, use: str) -> Any:
+    def python_number(self, use: str, cure: str = "") -> Any:
+        """Asks for a trace in which this is a Python number; ``ModError`` where it can be none."""
         scalars = _scalar_slots(self.builder, self.node)
         if scalars is not None:
             raise NeedsNumber(scalars)
-        raise mod_error(f"{use} needs one Python number, but this value differs per (b, h, q_idx, kv_idx)", truth_cure())
+        raise mod_error(f"{use} needs one Python number, but this value differs per (b, h, q_idx, kv_idx)", cure or truth_cure())
 
     def __bool__(self) -> bool:
-        return self._python_number("a truth value")
+        return self.python_number("a truth value")
 
     def __int__(self) -> int:
-        return self._python_number("int()")
+        return self.python_number("int()")
 
     def __index__(self) -> int:
-        return self._python_number("a Python index or range()")
+        cure = "a table is a tensor made outside the mod: table = torch.tensor(a_list); range() and sizes take captured numbers"
+        return self.python_number("a Python index or range()", cure)
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        """NumPy asks for it when an array is indexed with a value, or one of its functions is called on it."""
+        cure = "wrap a table outside the mod, table = torch.from_numpy(array), and use torch's functions"
+        return self.python_number("NumPy", cure)
 
     def __float__(self) -> float:
-        return self._python_number("float()")
+        return self.python_number("float()")
 
     def item(self) -> Any:
-        return self._python_number(".item()")
+        return self.python_number(".item()")
 
     def tolist(self) -> Any:
-        return self._python_number(".tolist()")
+        return self.python_number(".tolist()")
 
     def __iter__(self) -> Any:
         raise mod_error("a mod's index or score is one number and cannot be looped over", "loop over range(n) with a Python number n")
@@ -194,32 +234,42 @@ class Value:
     def __hash__(self) -> int:
         return id(self)
 
+    def __repr__(self) -> str:
+        return f"<a {self.kind} value that differs per (b, h, q_idx, kv_idx)>"
+
     def __round__(self, digits: int | None = None) -> Value:
-        return _unary("round")(self)
+        return _call("round", self) if digits is None else _call("round", self, decimals=digits)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        if name == "where":  # x.where(condition, other): the one method whose self is not the function's first argument
-            return lambda condition, other: _where(condition, self, other)
-        if name in FUNCTIONS:
-            return lambda *args, **kwargs: FUNCTIONS[name](self, *args, **kwargs)
-        raise mod_error(f"tensor method or attribute .{name} has no meaning inside a mod", _SUPPORTED)
+        if name in FUNCTIONS and hasattr(torch.Tensor, name):
+            function = "where of a tensor" if name == "where" else name
+            return lambda *args, **kwargs: _call(function, self, *args, **kwargs)
+        if is_random(name):
+            refuse_random(f"torch.Tensor.{name}")
+        raise mod_error(f"tensor method or attribute .{name} has no meaning inside a mod", _supported())
 
     def __array_ufunc__(self, ufunc: Any, method: str, *args: Any, **kwargs: Any) -> Any:
         """numpy's functions, which ``np.float64(2) * q_idx`` calls too."""
         name = {"power": "pow", "left_shift": "lshift", "right_shift": "rshift"}.get(ufunc.__name__, ufunc.__name__)
         if method != "__call__" or kwargs or name not in FUNCTIONS:
-            raise mod_error(f"numpy's {ufunc.__name__} has no meaning inside a mod", _SUPPORTED)
+            raise mod_error(f"numpy's {ufunc.__name__} has no meaning inside a mod", _supported())
         x, *rest = args
-        return FUNCTIONS[name](x if isinstance(x, Value) else Value.lift(self.builder, x), *rest)
+        return _call(name, x if isinstance(x, Value) else Value.lift(self.builder, x), *rest)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        name = getattr(func, "__name__", str(func)).strip("_")
+        raw = getattr(func, "__name__", str(func))
+        name = raw.strip("_") if raw.startswith("__") else raw
+        if func is torch.Tensor.where:
+            name = "where of a tensor"
+        if name.endswith("_") and name[:-1] in FUNCTIONS:
+            raise mod_error(f"torch.{name} writes into a tensor, and a mod has none", f"use what {name[:-1]} returns")
         if name not in FUNCTIONS:
-            raise mod_error(f"torch.{name} has no meaning inside a mod", _SUPPORTED)
-        return FUNCTIONS[name](*args, **(kwargs or {}))
+            _ask_for_numbers((*args, *(kwargs or {}).values()))
+            raise mod_error(f"torch.{name} has no meaning inside a mod", _supported())
+        return _call(name, *args, **(kwargs or {}))
 
 
 def _scalar_slots(builder: Builder, node: int) -> frozenset[int] | None:
@@ -235,30 +285,37 @@ def _scalar_slots(builder: Builder, node: int) -> frozenset[int] | None:
     return frozenset(slots)  # type: ignore[arg-type]
 
 
-# ---- the functions a mod may call, by the name that torch and Tensor share
+def _ask_for_numbers(items: Any) -> None:
+    """Asks for the captured numbers in ``items`` as Python numbers, where nothing else in it is symbolic: ``torch.arange(n)``."""
+    values = [item for given in items for item in (given if isinstance(given, (list, tuple)) else (given,))]
+    slots = [_scalar_slots(item.builder, item.node) for item in values if isinstance(item, Value)]
+    if slots and None not in slots and not any(isinstance(item, View) for item in values):
+        raise NeedsNumber(frozenset().union(*slots))  # type: ignore[arg-type]
+
+
+# ---- the functions a mod may call, by the name that torch and Tensor share; functions.py completes them
+
+
+def _call(name: str, *args: Any, **kwargs: Any) -> Any:
+    """torch's function ``name``, once every argument is known to be one that ours understands."""
+    function = FUNCTIONS[name]
+    return function(*args, **check_call(name, function, args, kwargs))
+
+
+def builder_in(items: Any) -> Builder | None:
+    """The builder of the first symbolic value among ``items``, lists and tuples in it included."""
+    for item in items:
+        if isinstance(item, (Value, View)):
+            return item.builder
+        if isinstance(item, (list, tuple)) and (found := builder_in(item)) is not None:
+            return found
+    return None
 
 
 def _values(*items: Any) -> tuple[Builder, list[Value]]:
-    builder = next(i.builder for i in items if isinstance(i, (Value, View)))
+    builder = builder_in(items)
+    assert builder is not None, "called without a symbolic value"
     return builder, [Value.lift(builder, i) for i in items]
-
-
-_BARE = (torch.uint16, torch.uint32, torch.uint64)  # dtypes that torch itself hardly computes in
-
-
-def _refuse_bare(*values: Value) -> None:
-    for value in values:
-        if value.kind in _BARE:
-            raise mod_error(f"a mod cannot compute with a {value.kind} value", "convert it first: x.to(torch.int64)")
-
-
-def _refuse_outside(value: Value, dtype: Any, use: str) -> None:
-    """Of a literal that torch does not put into ``dtype``: what arithmetic wraps around, these functions refuse."""
-    node, strong = value.builder.nodes[value.node], torch.int64 if dtype is int else dtype
-    if node.op == "const" and category(node.dtype) == category(dtype) == "int" and wrapped(node.attr, strong) != node.attr:  # type: ignore
-        raise mod_error(
-            f"{use} is given {node.attr}, which {strong} does not hold", "use a number that it holds, or convert the other side"
-        )
 
 
 def _real(builder: Builder, value: Value) -> int:
@@ -269,12 +326,13 @@ def _real(builder: Builder, value: Value) -> int:
 
 
 def _unary(op: str) -> Callable[..., Value]:
-    def apply(x: Any) -> Value:
-        builder, (value,) = _values(x)
-        _refuse_bare(value)
-        if category(value.kind) not in OPS[op].operands and OPS[op].operands == ("float",):
-            if op in ("floor", "ceil", "trunc", "round"):
-                return value  # whole already
+    def apply(input: Any) -> Value:
+        builder, (value,) = _values(input)
+        refuse_bare(value)
+        is_cut = op in ("floor", "ceil", "trunc", "round")
+        if is_cut and category(value.kind) == "int":
+            return value  # whole already
+        if category(value.kind) not in OPS[op].operands and OPS[op].operands == ("float",) and not is_cut:
             return Value(builder, builder.add(op, _real(builder, value)))
         if category(value.kind) not in OPS[op].operands:
             raise mod_error(f"`{op}` does not apply to a {value.kind} value", "convert it first, as in x.to(torch.int64)")
@@ -284,13 +342,11 @@ def _unary(op: str) -> Callable[..., Value]:
 
 
 def _binary(op: str, swapped: bool = False) -> Callable[..., Value]:
-    def apply(x: Any, y: Any, alpha: Any = None) -> Value:
-        if isinstance(x, (str, type(None))) or isinstance(y, (str, type(None))):
-            raise mod_error(f"a mod cannot compute with {x!r} and {y!r}", "use numbers, indices, the score and captured tensors")
-        builder, (a, b) = _values(*((y, x) if swapped else (x, y)))
-        if alpha is not None and alpha != 1:
-            b = _binary("mul")(b, alpha)
-        _refuse_bare(a, b)
+    def apply(input: Any, other: Any) -> Value:
+        if isinstance(input, (str, type(None))) or isinstance(other, (str, type(None))):
+            raise mod_error(f"a mod cannot compute with {input!r} and {other!r}", "use numbers, indices, the score and captured tensors")
+        builder, (a, b) = _values(*((other, input) if swapped else (input, other)))
+        refuse_bare(a, b)
         left, right = builder.promote(a.node, b.node)
         sides = builder.nodes[left], builder.nodes[right]
         if sides[0].dtype is int and any(isinstance(n.attr, int) and n.attr >= 2**63 for n in sides):  # Python's arithmetic, not torch's
@@ -299,7 +355,7 @@ def _binary(op: str, swapped: bool = False) -> Callable[..., Value]:
         if builder.nodes[left].dtype is torch.bool:
             name = {"add": "or", "mul": "and", "max": "or", "min": "and"}.get(op, op)  # torch's meaning of + and * on bools
         kind = category(builder.nodes[left].dtype)
-        if name == "div" and kind != "float":
+        if name in ("div", "atan2") and kind != "float":
             left, right = _real(builder, Value(builder, left)), _real(builder, Value(builder, right))
         elif kind not in OPS[name].operands:
             raise mod_error(f"`{op}` does not apply to {a.kind} and {b.kind}", "convert one side, as in x.to(torch.int64)")
@@ -308,35 +364,39 @@ def _binary(op: str, swapped: bool = False) -> Callable[..., Value]:
     return apply
 
 
-def _div(x: Any, y: Any, rounding_mode: str | None = None) -> Value:
+def _div(input: Any, other: Any, rounding_mode: str | None = None) -> Value:
     if rounding_mode is None:
-        return _binary("div")(x, y)
+        return _binary("div")(input, other)
     if rounding_mode == "floor":
-        return _binary("floordiv")(x, y)
-    _, (a, b) = _values(x, y)
+        return _binary("floordiv")(input, other)
+    if rounding_mode != "trunc":
+        raise mod_error(f"div is given rounding_mode={rounding_mode!r}", "use None, 'trunc' or 'floor'")
+    _, (a, b) = _values(input, other)
     whole = category(result_dtype([a.kind, b.kind])) != "float"
     if not whole:
         return _unary("trunc")(_binary("div")(a, b))
     return _binary("floordiv")(_binary("sub")(a, _binary("fmod")(a, b)), b)  # without its rest there is nothing to round
 
 
-def _clamp(x: Any, min: Any = None, max: Any = None) -> Value:
-    _, (value, *ends) = _values(x, *(end for end in (min, max) if end is not None))
-    _refuse_bare(value, *ends)
+def _clamp(input: Any, min: Any = None, max: Any = None) -> Value:
+    if min is None and max is None:
+        raise mod_error("clamp is given neither min nor max", "give one, as in torch.clamp(x, min=0)")
+    _, (value, *ends) = _values(input, *(end for end in (min, max) if end is not None))
+    refuse_bare(value, *ends)
     for end in ends:
-        _refuse_outside(end, result_dtype([value.kind, end.kind]), "clamp")
+        refuse_outside(end, result_dtype([value.kind, end.kind]), "clamp")
     if min is not None:
-        x = _binary("max")(x, min)
-    return x if max is None else _binary("min")(x, max)
+        input = _binary("max")(input, min)
+    return input if max is None else _binary("min")(input, max)
 
 
-def _where(condition: Any, a: Any, b: Any) -> Value:
-    builder, (c, x, y) = _values(condition, a, b)
+def _where(condition: Any, input: Any, other: Any) -> Value:
+    builder, (c, x, y) = _values(condition, input, other)
     if c.kind is not torch.bool:
         raise mod_error(f"torch.where's condition is a {c.kind} value", "compare it: torch.where(x != 0, a, b)")
-    _refuse_bare(x, y)
+    refuse_bare(x, y)
     for value in (x, y):
-        _refuse_outside(value, result_dtype([x.kind, y.kind]), "torch.where")
+        refuse_outside(value, result_dtype([x.kind, y.kind]), "torch.where")
     left, right = builder.promote(x.node, y.node)
     if is_weak(builder.nodes[left].dtype):  # torch.where(c, 1, 0) is a tensor, no longer a Python number
         strong = torch.get_default_dtype() if builder.nodes[left].dtype is float else torch.int64
@@ -344,62 +404,37 @@ def _where(condition: Any, a: Any, b: Any) -> Value:
     return Value(builder, builder.add("where", c.node, left, right))
 
 
-def _to(x: Any, *args: Any, dtype: Any = None, **_: Any) -> Value:
-    builder, (value,) = _values(x)
-    for a in args:
-        dtype = a if isinstance(a, torch.dtype) else a.dtype if isinstance(a, (torch.Tensor, Value)) else dtype
-    if dtype is torch.uint64:
-        raise mod_error("a mod cannot compute with torch.uint64", "use torch.int64, whose sums and products have the same bits")
-    return value if dtype is None else Value(builder, builder.cast(value.node, dtype))
-
-
-def _cast(dtype: torch.dtype) -> Callable[..., Value]:
-    return lambda x: _to(x, dtype)
+def cast(value: Any, dtype: torch.dtype) -> Value:
+    builder, (value,) = _values(value)
+    return Value(builder, builder.cast(value.node, dtype))
 
 
 def _logical(op: str) -> Callable[..., Value]:
-    return lambda x, y: _binary(op)(_to(x, torch.bool), _to(_values(x, y)[1][1], torch.bool))
-
-
-def _filled(value: Any = None, default_dtype: bool = False) -> Callable[..., Value]:
-    """new_ones, zeros_like and their kin, of which a mod needs rank 0 only."""
-
-    def apply(x: Any, *args: Any, dtype: Any = None, **kwargs: Any) -> Value:
-        builder, (like,) = _values(x)
-        fill = value if value is not None else kwargs.pop("fill_value", args[-1] if args else None)
-        number = Value.lift(builder, fill)
-        _refuse_outside(number, dtype or like.dtype, "a tensor of one number")
-        return _to(number, dtype or like.dtype)
+    def apply(input: Any, other: Any) -> Value:
+        _, (a, b) = _values(input, other)
+        return _binary(op)(cast(a, torch.bool), cast(b, torch.bool))
 
     return apply
 
 
-def _tensor(x: Any, dtype: Any = None, **_: Any) -> Any:
-    """torch.tensor of one number; of a list, which has no meaning per (q, kv), captured numbers become constants."""
-    if isinstance(x, (list, tuple)):
-        for item in x:
-            if isinstance(item, Value):
-                item._python_number("torch.tensor of a list")
-    _builder, (value,) = _values(x)
-    _refuse_outside(value, dtype or value.dtype, "torch.tensor")
-    return _to(value, dtype or value.dtype)
-
-
 def _getitem(x: Any, key: Any) -> Any:
     if isinstance(x, torch.Tensor):
-        builder = next(k.builder for k in (key if isinstance(key, tuple) else (key,)) if isinstance(k, (Value, View)))
-        x = builder.capture(x)  # type: ignore[attr-defined]
+        x = builder_in((key,)).capture(x)  # type: ignore[union-attr]
     if isinstance(x, Value):
+        if x.is_tensor and all(k is None or k is Ellipsis for k in (key if isinstance(key, tuple) else (key,))):
+            return as_vector(x, x.builder)[key]
         raise mod_error("a mod's index or score is one number and cannot be indexed", "index the captured tensor instead")
     return x[key]
 
 
-def _pow(x: Any, y: Any) -> Value:
-    if isinstance(y, int) and y == 2:
-        return _binary("mul")(x, x)
-    builder, (a, b) = _values(x, y)
-    if category(result_dtype([a.kind, b.kind])) == "int" and builder.nodes[b.node].op != "const":
-        raise mod_error("an integer raised to an integer that is not a literal", "make one side a float: 2.0 ** n, or use 1 << n")
+def _pow(input: Any, exponent: Any) -> Value:
+    builder, (a, b) = _values(input, exponent)
+    if type(exponent) is int and exponent == 2 and a.kind is not torch.bool:
+        return _binary("mul")(a, a)
+    literal = builder.nodes[b.node].attr if builder.nodes[b.node].op == "const" else None
+    if category(result_dtype([a.kind, b.kind])) == "int" and (literal is None or literal < 0):  # type: ignore[operator]
+        cure = "make one side a float: 2.0 ** n, or use 1 << n"
+        raise mod_error("an integer raised to an integer that is not a literal of 0 or more", cure)
     return _binary("pow")(a, b)
 
 
@@ -413,13 +448,16 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "negative": _unary("neg"),
     "absolute": _unary("abs"),
     "special_expit": _unary("sigmoid"),
+    **{f"special_{name}": _unary(name) for name in ("erf", "erfinv", "exp2", "expm1", "log1p")},
+    "arctan": _unary("atan"),
+    **dict.fromkeys(("atan2", "arctan2"), _binary("atan2")),
+    "hypot": _binary("hypot"),
+    **dict.fromkeys(("round", "special_round"), rounded_to(_unary("round"))),
+    **ACTIVATIONS,
     "invert": _unary("not"),
     "bitwise_not": _unary("not"),
-    "logical_not": lambda x: _unary("not")(_to(x, torch.bool)),
+    "logical_not": lambda input: _unary("not")(cast(input, torch.bool)),
     "pos": lambda x: x,
-    "positive": lambda x: x,
-    "subtract": _binary("sub"),
-    "rsub": lambda x, y, alpha=None: _binary("sub")(y, x, alpha),
     "multiply": _binary("mul"),
     "div": _div,
     "divide": _div,
@@ -430,21 +468,15 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "floor_divide": _binary("floordiv"),
     "remainder": _binary("mod"),
     "pow": _pow,
-    "rpow": lambda x, y: _pow(_values(x, y)[1][1], x),
-    "square": lambda x: _binary("mul")(x, x),
+    "rpow": lambda input, other: _pow(_values(input, other)[1][1], input),
+    "square": lambda input: _pow(input, 2),
     "minimum": _binary("min"),
     "maximum": _binary("max"),
-    "min": _binary("min"),
-    "max": _binary("max"),
-    "fmin": _binary("min"),
-    "fmax": _binary("max"),
     "clamp": _clamp,
     "clip": _clamp,
-    "clamp_min": lambda x, min: _clamp(x, min=min),
-    "clamp_max": lambda x, max: _clamp(x, max=max),
-    "relu": lambda x, inplace=False: _binary("max")(x, 0),
-    "where": lambda condition, x, y: _where(condition, x, y),
-    "masked_fill": lambda x, mask, value: _where(mask, value, x),
+    "clamp_min": lambda input, min: _binary("max")(input, min),
+    "clamp_max": lambda input, max: _binary("min")(input, max),
+    "where": _where,
     "bitwise_and": _binary("and"),
     "bitwise_or": _binary("or"),
     "bitwise_xor": _binary("xor"),
@@ -459,26 +491,10 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "bitwise_right_shift": _binary("shr"),
     **{name: _binary(op) for name, op in {"greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le"}.items()},
     "not_equal": _binary("ne"),
-    "to": _to,
-    "type": _to,
-    "type_as": _to,
-    **{name: _cast(dtype) for name, dtype in {"float": torch.float32, "double": torch.float64, "half": torch.float16,
-                                               "bfloat16": torch.bfloat16, "bool": torch.bool, "int": torch.int32, "long": torch.int64,
-                                               "short": torch.int16, "char": torch.int8, "byte": torch.uint8}.items()},
-    **{name: _filled(1) for name in ("new_ones", "ones_like")},
-    **{name: _filled(0) for name in ("new_zeros", "zeros_like")},
-    **{name: _filled() for name in ("new_full", "full_like", "new_tensor")},
-    **{name: (lambda x, *_, **__: x) for name in ("clone", "contiguous", "cpu", "squeeze", "view", "reshape", "expand")},
-    **dict.fromkeys(("tensor", "as_tensor", "scalar_tensor"), _tensor),
     "getitem": _getitem,
 }  # fmt: skip
-_SUPPORTED = "a mod is arithmetic on single numbers; it may use Python's operators and: " + ", ".join(sorted(FUNCTIONS))
 
-for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"):
-    for _class in (Value, View):  # a View says there which dimensions are still to be indexed
-        setattr(_class, f"__{_name}__", FUNCTIONS[_name])
-        setattr(_class, f"__r{_name}__", FUNCTIONS["r" + _name])
-for _name in ("eq", "ne", "lt", "le", "gt", "ge", "neg", "abs", "invert", "pos"):
-    for _class in (Value, View):
-        setattr(_class, f"__{_name}__", FUNCTIONS[_name])
-setattr(Value, "__getitem__", _getitem)  # noqa: B010 - mypy reads an assignment as a generic class
+
+def _supported() -> str:
+    names = ", ".join(sorted(name for name in FUNCTIONS if " " not in name))
+    return f"a mod is arithmetic on single numbers; it may use Python's operators and: {names}"

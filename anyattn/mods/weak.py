@@ -91,7 +91,8 @@ def bits_of_numbers(numbers: Sequence[int | float]) -> tuple[int, ...]:
     >>> numbers_of_bits(bits_of_numbers((2**53 + 1, 0.1)), (int, float))
     (9007199254740993, 0.1)
     """
-    return tuple(n if isinstance(n, int) else struct.unpack("<q", struct.pack("<d", n))[0] for n in numbers)
+    # (an int, or a compiler's stand-in for one)
+    return tuple(struct.unpack("<q", struct.pack("<d", n))[0] if isinstance(n, float) else n for n in numbers)
 
 
 def numbers_of_bits(bits: Sequence[int], kinds: Sequence[type]) -> tuple[int | float, ...]:

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anyattn import tensor_kinds
+from anyattn.mods.rows import check_positions
 from anyattn.mods.trace import TracedMod
 
-__all__ = ["check_retile", "device_of", "length", "pair", "ragged_lengths"]
+__all__ = ["check_retile", "device_of", "length", "pair", "positions", "ragged_lengths", "reads_nothing"]
 
 
 def length(name: str, value: Any, least: int = 0) -> int:
@@ -24,6 +26,13 @@ def length(name: str, value: Any, least: int = 0) -> int:
         raise TypeError(f"{name} is a {type(value).__name__}; wanted {wanted}, such as tensor.shape[-2]") from None
     if number < least:
         raise ValueError(f"{name} is {number}; wanted {wanted}")
+    return number
+
+
+def positions(name: str, value: Any) -> int:
+    """The length of a sequence: an int from 0 to ``mods.rows.LONGEST``."""
+    number = length(name, value)
+    check_positions(name, number)
     return number
 
 
@@ -50,6 +59,17 @@ def check_retile(present: tuple[int, int], wanted: tuple[int, int], build: str) 
         )
 
 
+def reads_nothing(mod: TracedMod, device: torch.device) -> bool:
+    """Whether what a mask shows cannot be looked at, and lists are fake: of fake and meta tensors.
+
+    Raises ``TypeError`` for captured tensors of other kinds that have no memory of their own.
+    """
+    if device.type == "meta" or tensor_kinds.are_fake(mod.tensors):
+        return True
+    tensor_kinds.refuse_hidden_captures(mod)
+    return False
+
+
 def ragged_lengths(side: str, cu_seqlens: Any, seqused: Any) -> Tensor:
     """The lengths of a ragged batch, int64 (B,): ``seqused`` where given, else the steps of ``cu_seqlens``, which may then be None.
 
@@ -59,9 +79,11 @@ def ragged_lengths(side: str, cu_seqlens: Any, seqused: Any) -> Tensor:
         raise TypeError(f"cu_seqlens_{side} is None; pass it, (B + 1,) integers from 0, or seqused_{side}, (B,) lengths")
     steps = None if cu_seqlens is None else _steps(f"cu_seqlens_{side}", cu_seqlens)
     if seqused is None:
-        return steps  # type: ignore[return-value]
+        assert steps is not None
+        check_positions(f"the longest sequence of cu_seqlens_{side}", int(steps.max()) if len(steps) else 0)
+        return steps
     used = _whole_numbers(f"seqused_{side}", seqused, "(B,)")
-    most = steps if steps is not None else torch.full_like(used, torch.iinfo(torch.int32).max)
+    most = steps if steps is not None else torch.full_like(used, torch.iinfo(torch.int64).max)
     if used.shape != most.shape:
         raise ValueError(f"seqused_{side} has {len(used)} entries, but cu_seqlens_{side} has {len(most) + 1}; wanted B and B + 1")
     if used.device != most.device:
@@ -71,6 +93,7 @@ def ragged_lengths(side: str, cu_seqlens: Any, seqused: Any) -> Tensor:
         b = int(bad[0])
         room = "wanted 0 or more" if steps is None else f"wanted 0 to {int(most[b])}, the length that cu_seqlens_{side} gives the sequence"
         raise ValueError(f"seqused_{side}[{b}] is {int(used[b])}; {room}")
+    check_positions(f"the greatest of seqused_{side}", int(used.max()) if len(used) else 0)
     return used
 
 
@@ -97,6 +120,20 @@ def _whole_numbers(name: str, value: Any, shape: str) -> Tensor:
     return value.to(torch.int64)
 
 
+def _usable(device: Any) -> torch.device:
+    """The device of this name, shown to be there."""
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device is {device!r}; wanted a torch.device or the name of one, such as 'cpu' or 'cuda'") from error
+    if found.type != "cpu":
+        try:
+            torch.empty(0, device=found)
+        except (RuntimeError, AssertionError, NotImplementedError) as error:
+            raise ValueError(f"device is {str(device)!r}, which torch has not here: {str(error).splitlines()[0]}; wanted 'cpu'") from error
+    return found
+
+
 def device_of(device: Any, mod: TracedMod) -> torch.device:
     """The device to build on: as told, else where the mod's captured tensors are, else the accelerator, else the CPU."""
     if device is None:
@@ -104,7 +141,7 @@ def device_of(device: Any, mod: TracedMod) -> torch.device:
             return mod.tensors[0].device
         current = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         return torch.device(current or "cpu")
-    device = torch.device(device)
+    device = _usable(device)
     for tensor in mod.tensors:
         if tensor.device.type != device.type:
             raise ValueError(

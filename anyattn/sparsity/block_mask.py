@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -10,18 +11,22 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 from torch.utils import _pytree as pytree
 
+from anyattn.geometry.list_stacks import stack_shapes
+from anyattn.mods.algebra import Derived
 from anyattn.mods.bounds import EMPTY, FULL, PARTIAL
 from anyattn.mods.dependence import dependence
-from anyattn.mods.trace import trace
-from anyattn.sparsity.arguments import device_of, length, pair
+from anyattn.mods.pickling import Recipe, refuse_nameless
+from anyattn.mods.trace import TracedMod, name_of, trace
+from anyattn.sparsity.arguments import device_of, length, pair, positions
 from anyattn.sparsity.block_sparse import BlockSparseTensors
 from anyattn.sparsity.compute import classes_of_mask, device_lists
-from anyattn.sparsity.lists import grid_of_lists, lists_of_grid
+from anyattn.sparsity.lists import check_counts, grid_of_lists, lists_of_grid
 
-__all__ = ["BlockMask", "block_mask_of_classes", "create_block_mask"]
+__all__ = ["BlockMask", "are_unwritten", "block_mask_of_classes", "create_block_mask", "lists_of_mask", "tells_no_more"]
 
 _PAIRS = ("kv", "full_kv", "q", "full_q")
 _LISTS = tuple(f"{side}_{what}" for side in _PAIRS for what in ("num_blocks", "indices"))
+_EXACT_BY = frozenset(("mask_mod", "seq_lengths", "BLOCK_SIZE", *_LISTS[:4]))
 
 
 class BlockMask(torch_flex.BlockMask):
@@ -32,6 +37,9 @@ class BlockMask(torch_flex.BlockMask):
     Entries of ``*_indices`` beyond a row's count are 0 where anyattn built the lists; torch leaves them undefined.
     ``is_exact`` says that the lists are known to follow from ``mask_mod``: a backend may then find the visible keys by either.
     """
+
+    # set by ``_marked``, and None where a compiled graph made the lists; assigning a field that they are read from ends it
+    _exact: bool | None = False
 
     @classmethod
     def from_kv_blocks(
@@ -50,12 +58,15 @@ class BlockMask(torch_flex.BlockMask):
 
         kv_num_blocks: int32 (..., M). kv_indices: int32 (..., M, N). full_*: the same for blocks that need no mask, or None.
         mask_mod: what the partial blocks show, None for everything. seq_lengths: default whole blocks. order: torch's ``dq_*`` arguments.
+        Raises ``ValueError`` for a count below 0 or beyond N, and with compute_q_blocks for a block that is none, unless it is on a GPU.
         """
         if kv_indices.dim() < 2:
             raise RuntimeError(f"kv_indices has shape {tuple(kv_indices.shape)}; a BlockMask has at least 2 dimensions (rows, columns)")
         if (full_kv_num_blocks is None) != (full_kv_indices is None):
             raise AssertionError("full_kv_num_blocks and full_kv_indices: pass both or neither")
         size = pair("BLOCK_SIZE", BLOCK_SIZE)
+        check_counts("kv_num_blocks", kv_num_blocks, kv_indices)
+        check_counts("full_kv_num_blocks", full_kv_num_blocks, full_kv_indices)
         if seq_lengths is None:
             seq_lengths = (kv_indices.shape[-2] * size[0], kv_indices.shape[-1] * size[1])
         backward: list[Tensor | None] = [None] * 4
@@ -84,11 +95,18 @@ class BlockMask(torch_flex.BlockMask):
     def is_exact(self) -> bool:
         """Whether the lists are known to follow from ``mask_mod``, so that a reader may work from either alone.
 
-        True for what ``create_block_mask`` made and for slices and crops of it, until a field is assigned. False where the lists of one
-        batch entry or head stand for all while ``mask_mod`` tells them apart.
+        True for what ``create_block_mask`` made and for slices, crops and copies of it, until a field is assigned or a list is written to
+        (only writes that torch counts are noticed). False where the lists of one batch entry or head stand for all while ``mask_mod``
+        tells them apart.
         """
-        known = self.__dict__.get("_exact")
-        return known is not None and all(a is b for a, b in zip(known, _identity(self), strict=True))
+        if not self._exact:
+            return False
+        return are_unwritten(self.kv_num_blocks, self.kv_indices, self.full_kv_num_blocks, self.full_kv_indices)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in _EXACT_BY:
+            super().__setattr__("_exact", False)
 
     def block_sparse(self) -> BlockSparseTensors:
         """The lists as kernels read them, for tiles of ``BLOCK_SIZE``."""
@@ -163,6 +181,25 @@ class BlockMask(torch_flex.BlockMask):
         """The same mask with every list in contiguous memory."""
         return _like(self, {n: t.contiguous() for n, t in self._tensors().items()})
 
+    def __getstate__(self) -> dict[str, Any]:
+        refuse_nameless(self.mask_mod, f"this BlockMask of mask_mod {name_of(self.mask_mod)!r}")
+        return self._state()
+
+    def _state(self) -> dict[str, Any]:
+        return {**vars(self), "_exact": self.is_exact}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        _marked(self, state["_exact"])
+
+    def __copy__(self) -> BlockMask:
+        return _like(self, {})
+
+    def __deepcopy__(self, memo: dict) -> BlockMask:
+        made = object.__new__(type(self))
+        made.__setstate__(copy.deepcopy(self._state(), memo))
+        return made
+
     def _tensors(self) -> dict[str, Tensor]:
         return {n: t for n, t in vars(self).items() if isinstance(t, Tensor)}
 
@@ -175,15 +212,26 @@ def _like(mask: torch_flex.BlockMask, changed: dict[str, Any], cls: type[BlockMa
     return _marked(made, getattr(mask, "is_exact", False))  # type: ignore[arg-type]
 
 
-def _identity(mask: torch_flex.BlockMask) -> tuple:
-    """The objects that the lists and the mask are: assigning another to a field changes it."""
-    lists = (mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices)
-    return (mask.mask_mod, mask.seq_lengths, mask.BLOCK_SIZE, *lists)
+def are_unwritten(*lists: Tensor | None) -> bool:
+    """Whether nobody has written to the lists of an exact mask since they were made; torch counts no writes to inference tensors."""
+    return all(t is None or (not t.is_inference() and t._version == 0) for t in lists)
 
 
 def _marked(mask: BlockMask, is_exact: bool) -> BlockMask:
-    mask._exact = _identity(mask) if is_exact else None  # type: ignore[attr-defined]
+    """Says whether the lists follow from the mask. Then writes to them count from 0: those that have been written to are new ones."""
+    if is_exact:
+        for name in _LISTS[:4]:
+            t = getattr(mask, name)
+            if not are_unwritten(t):
+                setattr(mask, name, _counted_anew(t))
+    mask._exact = is_exact
     return mask
+
+
+def _counted_anew(t: Tensor) -> Tensor:
+    """The same memory as a tensor whose writes torch counts, from 0 on; that of an inference tensor has to be copied."""
+    with torch.inference_mode(False):
+        return (t.clone() if t.is_inference() else t).data
 
 
 def _with_write_order(made: BlockMask, origin: torch_flex.BlockMask) -> BlockMask:
@@ -243,12 +291,17 @@ def _sliced(mask_mod: Callable, b_map: Any, h_map: Any, block_map: Any, block: i
     """``mask_mod`` with b, h and q_idx counted from a slice's beginning; only what changes is part of the new function."""
     for place, mapping in enumerate((b_map, h_map)):
         if mapping is not None:
-            mask_mod = _remapped(mask_mod, place, mapping)
+            mask_mod = _derived(_remapped, mask_mod, place, mapping)
     if block_map is None:
         return mask_mod
     if isinstance(block_map, tuple) and (block_map[1] == 1):
-        return _shifted_rows(mask_mod, block_map[0] * block)
-    return _chosen_rows(mask_mod, block_map, block)
+        return _derived(_shifted_rows, mask_mod, block_map[0] * block)
+    return _derived(_chosen_rows, mask_mod, block_map, block)
+
+
+def _derived(make: Callable[..., Callable], mask_mod: Callable, *settings: Any) -> Derived:
+    """``make(mask_mod, *settings)``, which can be pickled where ``mask_mod`` can."""
+    return Derived(make(mask_mod, *settings), Recipe(_derived, (make, mask_mod, *settings)), name_of(mask_mod))
 
 
 def _remapped(mask_mod: Callable, place: int, mapping: tuple[int, int] | Tensor) -> Callable:
@@ -293,12 +346,56 @@ def block_mask_of_classes(
     lists are torch's, block for block. batch: (B, H) to give the lists; they are copied for each, since torch's Triton kernels find a
     head's list by the contiguous stride.
     """
+    lists = _lists_of_classes(classes, lengths, tile, separate_full, compute_q_blocks, batch)
+    return _of_lists(lists, mask_mod if mask_mod is not None else torch_flex.noop_mask, lengths, tile)
+
+
+def _lists_of_classes(
+    classes: Tensor,
+    lengths: tuple[int, int],
+    tile: tuple[int, int],
+    separate_full: bool,
+    compute_q_blocks: bool,
+    batch: tuple[int, int] | None,
+) -> list[Tensor | None]:
     classes = _with_partial_tails(classes, lengths, tile)
     grids = (classes, classes.transpose(-1, -2)) if compute_q_blocks else (classes,)
     lists = [t for grid in grids for t in lists_of_grid(grid, separate_full)]
     if batch is not None:
         lists = [None if t is None else t.expand(*batch, *t.shape[2:]).contiguous() for t in lists]
-    return _of_lists(lists, mask_mod if mask_mod is not None else torch_flex.noop_mask, lengths, tile)
+    return lists
+
+
+def lists_of_mask(
+    mask: TracedMod,
+    lengths: tuple[int, int],
+    tile: tuple[int, int],
+    batch: tuple[int, int],
+    device: torch.device,
+    separate_full: bool,
+    stacks: bool = False,
+) -> list[Any]:
+    """A block mask's lists in the order of its fields; None for full blocks where they are not listed separately.
+
+    stacks: the same as stacks (``geometry.list_stacks``), which share no memory.
+    """
+    options = {"wants_columns": True, "separate_full": separate_full, "has_full_tails": False, "broadcasts": False}
+    found = device_lists(mask, lengths, tile, batch, device, **options, stacks=stacks)
+    if found is not None:
+        return found
+    classes = classes_of_mask(mask, lengths, tile, batch, device)
+    lists = _lists_of_classes(classes, lengths, tile, separate_full, True, batch)
+    if not stacks:
+        return lists
+    counts, indices = ([t for t in lists[at::2] if t is not None] for at in (0, 1))
+    width = len(counts) // len(stack_shapes(batch, (classes.shape[-2], classes.shape[-1]), 1 + separate_full, True))
+    return [torch.stack(part[at : at + width]) for at in range(0, len(counts), width) for part in (counts, indices)]
+
+
+def tells_no_more(mask: TracedMod, batch: tuple[int, int]) -> bool:
+    """Whether lists of (B, H) say all that the mask does: not where one entry or head stands for all and the mask tells them apart."""
+    deps = dependence(mask.expr)
+    return not (any(d.b for d in deps) and batch[0] == 1) and not (any(d.h for d in deps) and batch[1] == 1)
 
 
 def _of_lists(lists: list[Tensor | None], mask_mod: Callable, lengths: tuple[int, int], tile: tuple[int, int]) -> BlockMask:
@@ -352,25 +449,24 @@ def create_block_mask(
     >>> mask.kv_num_blocks.tolist(), mask.full_kv_num_blocks.tolist()
     ([[[1, 1, 1, 1]]], [[[0, 1, 2, 3]]])
     """
-    if torch.compiler.is_compiling():  # sizes and captured values decide what is built: none of it belongs in a graph
-        outside: Any = torch.compiler.disable(create_block_mask)
-        order = (separate_full_blocks, compute_dq_write_order, dq_kv_order)
-        return outside(mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE, _compile, *order)
-    lengths = (length("Q_LEN", Q_LEN), length("KV_LEN", KV_LEN))
+    if torch.compiler.is_compiling():
+        from anyattn.custom_ops.entry_points import block_lists
+
+        if compute_dq_write_order:
+            raise TypeError("compute_dq_write_order=True inside torch.compile or torch.export; wanted False: make the block mask outside")
+        lists, tile = block_lists(mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE, separate_full_blocks)
+        made = _of_lists(lists, mask_mod, (Q_LEN, KV_LEN), tile)
+        made._exact = None
+        return made
+    lengths = (positions("Q_LEN", Q_LEN), positions("KV_LEN", KV_LEN))
     batch = (1 if B is None else length("B", B), 1 if H is None else length("H", H))
     tile = pair("BLOCK_SIZE", BLOCK_SIZE)
     if not isinstance(dq_kv_order, bool):
         raise ValueError(f"dq_kv_order is {dq_kv_order!r}; wanted a bool (explicit orders go to BlockMask.from_kv_blocks)")
     traced = trace(mask_mod, "mask")
     where = device_of(device, traced)
-    options = {"wants_columns": True, "separate_full": separate_full_blocks, "has_full_tails": False, "broadcasts": False}
-    if (found := device_lists(traced, lengths, tile, batch, where, **options)) is not None:
-        mask = _of_lists(found, mask_mod, lengths, tile)
-    else:
-        classes = classes_of_mask(traced, lengths, tile, batch, where)
-        mask = block_mask_of_classes(classes, mask_mod, lengths, tile, separate_full_blocks, batch=batch)
-    deps = dependence(traced.expr)
-    _marked(mask, not (any(d.b for d in deps) and batch[0] == 1) and not (any(d.h for d in deps) and batch[1] == 1))
+    mask = _of_lists(lists_of_mask(traced, lengths, tile, batch, where, separate_full_blocks), mask_mod, lengths, tile)
+    _marked(mask, tells_no_more(traced, batch))
     if compute_dq_write_order:
         _add_write_order(mask, dq_kv_order)
     return mask

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from anyattn.mods.bounds import FULL, PARTIAL
 from anyattn.sparsity.arguments import check_retile, length, pair
-from anyattn.sparsity.lists import grid_of_lists, joined, lists_of_grid
+from anyattn.sparsity.lists import check_counts, grid_of_lists, joined, lists_of_grid
 
 __all__ = ["BlockSparseTensors"]
 
@@ -20,12 +20,14 @@ class BlockSparseTensors:
     """Per tile of query rows, the key tiles to visit: partial ones (the mask is evaluated) and full ones (it is not).
 
     mask_block_cnt: int32 (B, H, M), number of partial tiles of each row of tiles; B and H may be 1, which broadcasts.
-    mask_block_idx: int32 (B, H, M, N), their columns, strictly increasing; the tail is 0.
+    mask_block_idx: int32 (B, H, M, N), their columns, strictly increasing; the tail is 0. Compact lists (B, H, M, most) have room for no
+    more tiles than a row lists; then ``lengths`` must say how many there are, or the call does that takes them.
     full_block_cnt, full_block_idx: the same for full tiles, or None: then every visited tile is in the mask list.
     tile: (tile_m, tile_n), the query rows and keys of a tile. There is no default: both sides must agree on it.
     lengths: (seqlen_q, seqlen_k) that the lists were built for, where known.
 
-    Raises ``TypeError`` or ``ValueError`` for tensors that cannot be such lists; ``validate()`` also reads what the lists hold.
+    Raises ``TypeError`` or ``ValueError`` for tensors that cannot be such lists, on the CPU for counts that cannot be too; ``validate()``
+    also reads what the lists hold.
 
     >>> import anyattn
     >>> lists = anyattn.compute_block_sparsity(128, 128, 1, 1, 256, 256, lambda b, h, q, k: q >= k, device="cpu")
@@ -54,25 +56,44 @@ class BlockSparseTensors:
         _check_shapes("mask", self.mask_block_cnt, self.mask_block_idx)
         if self.full_block_cnt is not None and self.full_block_idx is not None:
             _check_shapes("full", self.full_block_cnt, self.full_block_idx)
-            if self.full_block_idx.shape != self.mask_block_idx.shape:
+            if self.full_block_idx.shape[:3] != self.mask_block_idx.shape[:3]:
                 raise ValueError(
                     f"full_block_idx has shape {tuple(self.full_block_idx.shape)}, mask_block_idx {tuple(self.mask_block_idx.shape)}; "
-                    "wanted the same (B, H, M, N)"
+                    "wanted the same (B, H, M)"
                 )
             if self.full_block_idx.device != self.mask_block_idx.device:
                 raise ValueError(f"full_block_idx is on {self.full_block_idx.device}, mask_block_idx on {self.mask_block_idx.device}")
         if self.lengths is not None:
-            wanted = tuple(-(-n // t) for n, t in zip(self.lengths, self.tile, strict=True))
-            if self.grid != wanted:
+            wanted = self.grid
+            if self.mask_block_idx.shape[-2] != wanted[0] or self._room > wanted[1]:
                 raise ValueError(
-                    f"the lists have {self.grid[0]} x {self.grid[1]} tiles, but lengths {self.lengths} in tiles of {self.tile} make "
-                    f"{wanted[0]} x {wanted[1]}; pass the tile and the lengths that the lists were built for"
+                    f"the lists have {self.mask_block_idx.shape[-2]} x {self._room} tiles, but lengths {self.lengths} in tiles of "
+                    f"{self.tile} make {wanted[0]} x {wanted[1]}; pass the tile and the lengths that the lists were built for"
                 )
 
     @property
     def grid(self) -> tuple[int, int]:
-        """(M, N): tiles along the query rows and along the keys."""
-        return self.mask_block_idx.shape[-2], self.mask_block_idx.shape[-1]
+        """(M, N): tiles along the query rows and along the keys; of compact lists that know no lengths, as many as they have room for."""
+        if self.lengths is None:
+            return self.mask_block_idx.shape[-2], self._room
+        rows, columns = (-(-n // t) for n, t in zip(self.lengths, self.tile, strict=True))
+        return rows, columns
+
+    @property
+    def _room(self) -> int:
+        """The most tiles that a row has room for in a list."""
+        full = 0 if self.full_block_idx is None else self.full_block_idx.shape[-1]
+        return max(self.mask_block_idx.shape[-1], full)
+
+    def widened(self, lengths: tuple[int, int]) -> BlockSparseTensors:
+        """The same lists for sequences of these lengths, with room for every tile: the form that kernels read."""
+        made = replace(self, lengths=lengths)
+
+        def wide(idx: Tensor | None) -> Tensor | None:
+            missing = 0 if idx is None else made.grid[1] - idx.shape[-1]
+            return torch.nn.functional.pad(idx, (0, missing)) if idx is not None and missing else idx
+
+        return replace(made, mask_block_idx=wide(self.mask_block_idx), full_block_idx=wide(self.full_block_idx))  # type: ignore[arg-type]
 
     @property
     def device(self) -> torch.device:
@@ -87,7 +108,7 @@ class BlockSparseTensors:
 
     def classes(self) -> Tensor:
         """The grid of classes, uint8 (B, H, M, N): 0 empty, 1 partial, 2 full."""
-        return grid_of_lists(self.mask_block_cnt, self.mask_block_idx, self.full_block_cnt, self.full_block_idx)
+        return grid_of_lists(self.mask_block_cnt, self.mask_block_idx, self.full_block_cnt, self.full_block_idx, self.grid[1])
 
     def visited(self) -> Tensor:
         """int32 (B, H, M): how many tiles each row of tiles visits."""
@@ -126,12 +147,12 @@ class BlockSparseTensors:
     def validate(self) -> BlockSparseTensors:
         """Raises ``ValueError`` unless counts are in range, lists strictly increasing with a tail of 0, and partial and full disjoint.
 
-        Reads all lists, O(tiles). Returns itself.
+        Reads all lists, O(tiles). Returns itself. Lists that know no lengths are taken to have room for every tile.
         """
-        _check_contents("mask", self.mask_block_cnt, self.mask_block_idx)
+        _check_contents("mask", self.mask_block_cnt, self.mask_block_idx, self.grid[1])
         if self.full_block_cnt is not None and self.full_block_idx is not None:
-            _check_contents("full", self.full_block_cnt, self.full_block_idx)
-            as_mask = grid_of_lists(self.mask_block_cnt, self.mask_block_idx, None, None) == PARTIAL
+            _check_contents("full", self.full_block_cnt, self.full_block_idx, self.grid[1])
+            as_mask = grid_of_lists(self.mask_block_cnt, self.mask_block_idx, None, None, self.grid[1]) == PARTIAL
             both = as_mask & (self.classes() == FULL)
             if bool(both.any()):
                 b, h, m, n = both.nonzero()[0].tolist()
@@ -165,7 +186,8 @@ class BlockSparseTensors:
         lengths = lengths if lengths is not None else self.lengths
         if lengths is None:
             lengths = (self.grid[0] * self.tile[0], self.grid[1] * self.tile[1])
-        return block_mask_of_classes(self.classes(), mask_mod, lengths, self.tile, self.full_block_cnt is not None)
+        classes = (self if self.lengths is not None else replace(self, lengths=lengths)).classes()
+        return block_mask_of_classes(classes, mask_mod, lengths, self.tile, self.full_block_cnt is not None)
 
     def __repr__(self) -> str:
         full = 0 if self.full_block_cnt is None else int(self.full_block_cnt.sum())
@@ -209,13 +231,14 @@ def _check_shapes(name: str, cnt: Any, idx: Any) -> None:
         raise ValueError(f"{shapes}; wanted (B, H, M) and (B, H, M, N)")
     if cnt.device != idx.device:
         raise ValueError(f"{name}_block_cnt is on {cnt.device} and {name}_block_idx on {idx.device}; wanted one device")
+    check_counts(f"{name}_block_cnt", cnt, idx)
 
 
-def _check_contents(name: str, cnt: Tensor, idx: Tensor) -> None:
-    columns = idx.shape[-1]
-    if bool(((cnt < 0) | (cnt > columns)).any()):
-        raise ValueError(f"{name}_block_cnt holds {int(cnt.min())} to {int(cnt.max())}; wanted 0 to {columns}, the number of key tiles")
-    listed = torch.arange(columns, device=idx.device) < cnt[..., None]
+def _check_contents(name: str, cnt: Tensor, idx: Tensor, columns: int) -> None:
+    room = idx.shape[-1]
+    if bool(((cnt < 0) | (cnt > room)).any()):
+        raise ValueError(f"{name}_block_cnt holds {int(cnt.min())} to {int(cnt.max())}; wanted 0 to {room}, the number of key tiles")
+    listed = torch.arange(room, device=idx.device) < cnt[..., None]
     if bool((listed & ((idx < 0) | (idx >= columns))).any()):
         raise ValueError(f"{name}_block_idx lists a tile outside 0 to {columns - 1}")
     if bool((listed[..., 1:] & (idx[..., 1:] <= idx[..., :-1])).any()):

@@ -11,11 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from anyattn.mods.bounds import check_loads, classify
+from anyattn.geometry.integers import ceil_div
+from anyattn.mods.bounds import classify
+from anyattn.mods.seen_loads import Dense, check_call
 from anyattn.mods.trace import TracedMod, trace
-from anyattn.sparsity.arguments import device_of, length
+from anyattn.sparsity.arguments import device_of, length, positions, reads_nothing
 from anyattn.sparsity.block_sparse import BlockSparseTensors
-from anyattn.sparsity.lists import lists_of_grid
+from anyattn.sparsity.lists import lists_of_grid, unknown_lists
 
 __all__ = ["TileLists", "classes_of_mask", "compute_block_sparsity", "has_triton", "tile_lists"]
 
@@ -52,7 +54,7 @@ def compute_block_sparsity(
     BlockSparseTensors(6 x 7 tiles of 128 x 128, (1, 1) batches x heads: 6 mask, 21 full, 15 skipped)
     """
     tile = (length("tile_m", tile_m, 1), length("tile_n", tile_n, 1))
-    lengths = (length("seqlen_q", seqlen_q), length("seqlen_k", seqlen_k))
+    lengths = (positions("seqlen_q", seqlen_q), positions("seqlen_k", seqlen_k))
     batch = 1 if batch_size is None else length("batch_size", batch_size)
     heads = 1 if num_heads is None else length("num_heads", num_heads)
     traced = trace(mask_mod, "mask", aux_tensors=aux_tensors)
@@ -88,7 +90,7 @@ def tile_lists(
 ) -> TileLists:
     """The lists of a traced mask for a kernel's own tiles, any size; what ``compute_block_sparsity`` computes, less its checks.
 
-    The caller has shown that the mask reads inside its captured tensors (``mods.loads.check_loads``). Only pairs inside the sequences
+    The caller has shown that the mask reads inside its captured tensors (``mods.seen_loads``). Only pairs inside the sequences
     count: a tail tile whose pairs are all visible is full. On a CUDA device nothing waits for it (see ``device_lists``).
     """
     lengths, where = (seqlen_q, seqlen_k), device_of(device, mask)
@@ -111,20 +113,28 @@ def device_lists(
     has_full_tails: bool,
     broadcasts: bool,
     separate_full: bool = True,
+    stacks: bool = False,
 ) -> list[Tensor | None] | None:
     """The lists made by Triton kernels that the host never waits for (``backends.triton.tile_lists``); None where they cannot be used.
 
+    stacks: the allocations that hold them instead (``geometry.list_stacks``).
+
+    Of fake and meta tensors, lists without values.
     They can on a CUDA device where Triton is installed, unless the mask captures a whole number of 2 ** 40 or more. Raises ``ValueError``
     for a mask that reads outside a captured tensor, except by an index that follows from captured values: that is held inside.
     """
+    if reads_nothing(mask, device):
+        rows, columns = (ceil_div(n, t) for n, t in zip(lengths, tile, strict=True))
+        shapes = ((*batch, rows, columns), (*batch, columns, rows))[: 1 + wants_columns]
+        return [t for shape in shapes for t in unknown_lists(shape, device, separate_full)]
     if device.type != "cuda" or not has_triton():
         return None
     from anyattn.backends.triton import tile_lists as kernels
 
     if not kernels.can_list(mask, lengths):
         return None
-    check_loads(mask, *batch, *lengths, reads_values=False)
-    options = {"wants_columns": wants_columns, "separate_full": separate_full, "has_full_tails": has_full_tails}
+    ((mask,), _) = check_call(Dense(*batch, *lengths), [mask], reads_values=False)
+    options = {"wants_columns": wants_columns, "separate_full": separate_full, "has_full_tails": has_full_tails, "stacks": stacks}
     return kernels.list_tiles(mask, lengths, tile, batch, device, broadcasts=broadcasts, **options)
 
 
@@ -138,7 +148,7 @@ def classes_of_mask(mod: TracedMod, lengths: tuple[int, int], tile: tuple[int, i
     """``bounds.classify`` after checking that the mask reads inside its captured tensors; B and H are 1 where the mask ignores them."""
     where = device_of(device, mod)
     with torch.no_grad():  # a mask may compare learned parameters; where tiles lie has no gradient
-        check_loads(mod, *batch, *lengths)
+        ((mod,), _) = check_call(Dense(*batch, *lengths), [mod])
         return classify(mod, *lengths, *tile, *batch, where)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -12,8 +12,20 @@ from torch import Tensor
 
 from anyattn.mods.bounds import EMPTY, FULL, PARTIAL
 from anyattn.mods.ragged_tiles import RaggedTiles
+from anyattn.tensor_kinds import has_memory
 
-__all__ = ["classes_of_ragged", "grid_of_lists", "joined", "kept_transposed", "lists_of_grid", "ordered", "ordered_ragged"]
+__all__ = [
+    "check_counts",
+    "classes_of_ragged",
+    "grid_of_lists",
+    "joined",
+    "kept_for_call",
+    "kept_transposed",
+    "lists_of_grid",
+    "ordered",
+    "ordered_ragged",
+    "unknown_lists",
+]
 
 _BATCH_TILES = 2**22  # tiles enumerated at once: their coordinates take 16 bytes each
 
@@ -26,6 +38,12 @@ def lists_of_grid(classes: Tensor, separate_full: bool) -> tuple[Tensor, Tensor,
     if not separate_full:
         return *ordered(classes, (PARTIAL, FULL)), None, None
     return *ordered(classes, (PARTIAL,)), *ordered(classes, (FULL,))
+
+
+def unknown_lists(shape: tuple[int, int, int, int], device: torch.device, separate_full: bool) -> list[Tensor | None]:
+    """What ``lists_of_grid`` returns for classes of ``shape`` that nobody knows: tensors without values."""
+    counts, indices = ([torch.empty(sizes, dtype=torch.int32, device=device) for _ in range(2)] for sizes in (shape[:-1], shape))
+    return [counts[0], indices[0], *((counts[1], indices[1]) if separate_full else (None, None))]
 
 
 def ordered(classes: Tensor, listed: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -45,6 +63,17 @@ def ordered(classes: Tensor, listed: tuple[int, ...]) -> tuple[Tensor, Tensor]:
             indices[part].view(-1)[row * columns + position] = column.to(torch.int32)
         counts[part] = count
     return counts.reshape(classes.shape[:-1]), indices.reshape(classes.shape)
+
+
+def check_counts(name: str, cnt: Tensor | None, idx: Tensor | None) -> None:
+    """Raises ``ValueError`` where a CPU's lists have more entries than room, or fewer than none. A GPU would have to be waited for."""
+    if cnt is None or idx is None or cnt.device.type != "cpu" or cnt.numel() == 0 or not has_memory(cnt):
+        return
+    least, most = (int(n) for n in cnt.aminmax())
+    if least < 0 or most > idx.shape[-1]:
+        raise ValueError(
+            f"{name} holds {least} to {most}; wanted 0 to {idx.shape[-1]}, the entries that a row's list has room for: correct the counts"
+        )
 
 
 def _sees_all(tiles: Tensor) -> bool:
@@ -69,22 +98,43 @@ def _marked(classes: Tensor, is_listed: Tensor, idx: Tensor, value: int) -> None
     classes.copy_(wider[:, :columns])
 
 
-_transposed: weakref.WeakKeyDictionary[Any, tuple[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()
+_made: weakref.WeakKeyDictionary[Any, dict[Any, tuple[tuple[int, ...], Any]]] = weakref.WeakKeyDictionary()
 
 
 def kept_transposed(lists: Any) -> Any:
-    """``lists.transposed()``, kept as long as the lists live and nobody wrote to their tensors.
+    """``lists.transposed()``, kept as ``_kept`` keeps it."""
+    return _kept(lists, "transposed", lists.transposed)
+
+
+def kept_for_call(lists: Any, lengths: tuple[int, int]) -> Any:
+    """The lists as kernels read them for sequences of these lengths, kept as ``_kept`` keeps it: with room for every tile.
+
+    Raises ``ValueError`` where a CPU's lists name a tile that does not exist, or one twice: its keys would count twice.
+    """
+
+    def ready() -> Any:
+        wide = lists.widened(lengths)
+        if lists.device.type == "cpu" and int((wide.classes() != EMPTY).sum()) != int(wide.visited().sum()):
+            wide.validate()
+        return wide
+
+    return _kept(lists, lengths, ready)
+
+
+def _kept(lists: Any, what: Any, make: Callable[[], Any]) -> Any:
+    """What is made of ``lists``, kept as long as they live and nobody wrote to their tensors.
 
     Only writes that torch counts are noticed. While a CUDA graph is captured nothing is kept: what is computed then is not there yet.
     """
     tensors = [t for t in vars(lists).values() if isinstance(t, Tensor)]
     if any(t.is_inference() for t in tensors) or (tensors[0].is_cuda and torch.cuda.is_current_stream_capturing()):
-        return lists.transposed()
+        return make()
     versions = tuple(t._version for t in tensors)
-    known = _transposed.get(lists)
-    if known is None or known[0] != versions:
-        known = _transposed[lists] = versions, lists.transposed()
-    return known[1]
+    known = _made.setdefault(lists, {})
+    found = known.get(what)
+    if found is None or found[0] != versions:
+        found = known[what] = versions, make()
+    return found[1]
 
 
 def joined(least: Tensor, most: Tensor) -> Tensor:
@@ -107,11 +157,13 @@ def _zeros(shape: tuple[int, ...], device: torch.device) -> Tensor:
 def grid_of_lists(
     mask_cnt: Tensor, mask_idx: Tensor, full_cnt: Tensor | None, full_idx: Tensor | None, columns: int | None = None
 ) -> Tensor:
-    """uint8 classes (B, H, M, N) of lists; entries beyond a row's count are not read, and N defaults to the lists' width.
+    """uint8 classes (B, H, M, N) of lists; entries beyond a row's count are not read, and N defaults to the lists' (greater) width.
 
-    Does not wait for a GPU. Raises ``ValueError`` where a CPU's lists name a column that does not exist.
+    Does not wait for a GPU. Raises ``ValueError`` where a CPU's lists name a column that does not exist, or have more entries than room.
     """
-    columns = mask_idx.shape[-1] if columns is None else columns
+    check_counts("the count of a row's partial blocks", mask_cnt, mask_idx)
+    check_counts("the count of a row's full blocks", full_cnt, full_idx)
+    columns = max(mask_idx.shape[-1], 0 if full_idx is None else full_idx.shape[-1]) if columns is None else columns
     lead = mask_idx.shape[:-1]
     classes = torch.zeros(lead.numel(), columns, dtype=torch.uint8, device=mask_idx.device)
     for cnt, idx, value in ((mask_cnt, mask_idx, PARTIAL), (full_cnt, full_idx, FULL)):

@@ -13,14 +13,15 @@ from torch import Tensor
 from anyattn.geometry.seqlen_info import SeqlenInfoQK
 from anyattn.mods.bounds import FULL, PARTIAL
 from anyattn.mods.dependence import dependence
-from anyattn.mods.loads import check_loads_ragged
 from anyattn.mods.ragged import classify_ragged
 from anyattn.mods.ragged_tiles import RaggedTiles
+from anyattn.mods.seen_loads import Ragged, check_call
 from anyattn.mods.trace import trace
 from anyattn.sparsity import varlen_checks
 from anyattn.sparsity.arguments import check_retile, device_of, length, pair, ragged_lengths
 from anyattn.sparsity.block_sparse import BlockSparseTensors
 from anyattn.sparsity.lists import classes_of_ragged, joined, ordered_ragged
+from anyattn.tensor_kinds import refuse_hidden, refuse_hidden_captures
 
 __all__ = ["VarlenBlockSparseTensors", "compute_varlen_block_sparsity"]
 
@@ -224,6 +225,13 @@ class VarlenBlockSparseTensors:
                 made[name][:, row, n] = t[:, piece]
         return self._with_indices(made)
 
+    def _of_heads(self, heads: int) -> VarlenBlockSparseTensors:
+        """The lists of one head for so many, a copy for each."""
+        if len(self.mask_block_cnt) == heads:
+            return self
+        lists = [None if (t := getattr(self, name)) is None else t.expand(heads, *t.shape[1:]).contiguous() for name in _LISTS]
+        return self._of_lists(tuple(lists), self.tiles)  # type: ignore[arg-type]
+
     def _index_lists(self) -> dict[str, Tensor]:
         return {name: t for name in _LISTS[1::2] if (t := getattr(self, name)) is not None}
 
@@ -299,7 +307,7 @@ def compute_varlen_block_sparsity(
 ) -> VarlenBlockSparseTensors:
     """The partial and full tiles of a mask over a ragged batch, in time and memory of the rows and tiles, never of all pairs.
 
-    tile_m, tile_n: query rows and keys of a tile. num_heads: None where the mask ignores heads.
+    tile_m, tile_n: query rows and keys of a tile. num_heads: None where the mask ignores heads: one head's lists then stand for all.
     mask_mod: a function of ``(b, h, q_idx, kv_idx)``, with a trailing ``aux_tensors`` where those are given; b is the sequence, q_idx and
     kv_idx count inside it, and the mask never sees one outside.
     cu_seqlens_q, cu_seqlens_k: int32 or int64 (B + 1,), the ends of the packed sequences, from 0; may be None beside a seqused.
@@ -307,8 +315,7 @@ def compute_varlen_block_sparsity(
     device: default where the mask's captured tensors are, else where the lengths are.
     compute_full_blocks: False lists full tiles as mask blocks and leaves ``full_block_*`` None. layout: "flat" or "padded".
 
-    The lists have one head, which broadcasts, where the mask ignores heads. A tail tile is
-    full when all its pairs *inside the sequence* are visible.
+    A tail tile is full when all its pairs *inside the sequence* are visible.
 
     Raises ``TypeError`` or ``ValueError`` for bad sizes and lengths, ``ModError`` for a mask that cannot be expressed, ``ValueError`` for
     one that would read a captured tensor out of its range.
@@ -320,15 +327,19 @@ def compute_varlen_block_sparsity(
     """
     tile = (length("tile_m", tile_m, 1), length("tile_n", tile_n, 1))
     varlen_checks.check_layout(layout)
+    given = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_q": seqused_q, "seqused_k": seqused_k}
+    for name, lengths in given.items():
+        refuse_hidden(name, lengths)
     seqlens = [ragged_lengths("q", cu_seqlens_q, seqused_q), ragged_lengths("k", cu_seqlens_k, seqused_k)]
     varlen_checks.check_batch(*seqlens)
     traced = trace(mask_mod, "mask", aux_tensors=aux_tensors)
+    refuse_hidden_captures(traced)
     if num_heads is None and any(d.h for d in dependence(traced.expr)):
         raise ValueError("num_heads is None, but mask_mod uses h; pass the number of query heads")
     heads = 1 if num_heads is None else length("num_heads", num_heads)
     where = device_of(seqlens[0].device if device is None and not traced.tensors else device, traced)
     seqlens_q, seqlens_k = (t.to(where) for t in seqlens)
     with torch.no_grad():  # a mask may compare learned parameters; where tiles lie has no gradient
-        check_loads_ragged(traced, heads, seqlens_q, seqlens_k)
+        ((traced,), _) = check_call(Ragged(heads, seqlens_q, seqlens_k, torch.zeros_like(seqlens_q)), [traced])
         classes = classify_ragged(traced, seqlens_q, seqlens_k, *tile, heads)
-    return VarlenBlockSparseTensors.from_classes(classes, tile, seqlens_q, seqlens_k, compute_full_blocks, layout)
+    return VarlenBlockSparseTensors.from_classes(classes, tile, seqlens_q, seqlens_k, compute_full_blocks, layout)._of_heads(heads)

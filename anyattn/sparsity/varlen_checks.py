@@ -14,6 +14,7 @@ __all__ = [
     "check_batch",
     "check_classes",
     "check_contents",
+    "check_counts",
     "check_disjoint",
     "check_layout",
     "check_lengths",
@@ -90,10 +91,12 @@ def check_shapes(name: str, cnt: Any, idx: Any, tiles: RaggedTiles) -> None:
             f"{indices} has {idx.shape[1]} row tiles of {idx.shape[2]} entries (padded layout), but {made} {tiles.total_m} of "
             f"{tiles.max_n}; {cure}"
         )
+    if cnt.device.type == "cpu":
+        check_counts(name, cnt, tiles)
 
 
-def check_contents(name: str, cnt: Tensor, idx: Tensor, tiles: RaggedTiles) -> None:
-    """Counts and lists of one kind; see ``VarlenBlockSparseTensors.validate``."""
+def check_counts(name: str, cnt: Tensor, tiles: RaggedTiles) -> None:
+    """Raises ``ValueError`` for a row tile whose list would be longer than its sequence has key tiles, or shorter than nothing."""
     width = tiles.num_n[tiles.sequence_of_row]  # (total_m,)
     _complain(
         (cnt < 0) | (cnt > width),
@@ -101,6 +104,12 @@ def check_contents(name: str, cnt: Tensor, idx: Tensor, tiles: RaggedTiles) -> N
         None,
         lambda where, h, row, _: f"{name}_block_cnt of {where} is {int(cnt[h, row])}; wanted 0 to {int(width[row])}, its key tiles",
     )
+
+
+def check_contents(name: str, cnt: Tensor, idx: Tensor, tiles: RaggedTiles) -> None:
+    """Counts and lists of one kind; see ``VarlenBlockSparseTensors.validate``."""
+    check_counts(name, cnt, tiles)
+    width = tiles.num_n[tiles.sequence_of_row]  # (total_m,)
     row, position = _entries(idx, tiles)
     flat = idx.flatten(1)
     listed = position < cnt[:, row]

@@ -142,7 +142,7 @@ MUTANTS = {
             "(row_entry.view(-1, 1),", "(row_entry.view(-1, 1) * 0,", "packed",
         ),
         Mutant("tiles_of_another_sequence", f"{_SPANS}:_by_sequence", "start += count", "start += 0", "packed"),
-        Mutant("unused_rows_left", f"{_TILES}:rows_of_queries", "out.fill_(blank) if", "out if", "used"),
+        Mutant("unused_rows_left", f"{_TILES}:rows_of_queries", "out.zero_() if", "out if", "used"),
         # caches
         Mutant(
             "page_off_by_one", f"{_KEYS}:PoolRows.of",

@@ -38,6 +38,10 @@ class Log:
         self._whole.append((whole, size))
         return whole[_GUARD : _GUARD + size].view(shape)
 
+    def allocate_strided(self, shape: tuple[int, ...], strides: tuple[int, ...], *, dtype: torch.dtype, device: Any = None) -> Tensor:
+        """strides: dense, in any order of the dimensions."""
+        return self.allocate((math.prod(shape),), dtype=dtype, device=device).as_strided(shape, strides, _GUARD)
+
     def check(self) -> None:
         """Raises ``AssertionError`` if a guard band was written."""
         for whole, size in self._whole:
@@ -62,10 +66,10 @@ def enabled() -> Iterator[Log]:
     """Poisons every allocation of the torch backend inside; checks the guard bands at the end. Not for several threads at once."""
     from anyattn.backends.torch import memory
 
-    log, plain = Log(), memory._allocate
-    memory._allocate = log.allocate
+    log, plain, strided = Log(), memory._allocate, memory._allocate_strided
+    memory._allocate, memory._allocate_strided = log.allocate, log.allocate_strided
     try:
         yield log
     finally:
-        memory._allocate = plain
+        memory._allocate, memory._allocate_strided = plain, strided
     log.check()

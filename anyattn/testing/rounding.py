@@ -241,7 +241,7 @@ def _softmax(scores: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor, Tenso
         return scores, scores.new_zeros(scores.shape[:-1]), None
     empty = logits.amax(-1, keepdim=True) == -math.inf
     p = torch.where(empty, 0.0, torch.softmax(torch.where(empty, 0.0, logits), -1))
-    lse = torch.logsumexp(torch.where(empty, 0.0, logits), -1)
+    lse = torch.logsumexp(torch.where(empty, 0.0, logits), -1).masked_fill(empty[..., 0], -math.inf)
     return (p, lse, None) if sink is None else (p[..., :-1], lse, p[..., -1])
 
 

@@ -24,7 +24,7 @@ from benchmarks import machine
 from benchmarks.bars import Found
 from benchmarks.gpu import ahead, estimate, report
 from benchmarks.gpu.cases import CASES, GROUPS, GpuCase, chosen
-from benchmarks.gpu.probes import PROBES, measure
+from benchmarks.gpu.probes import LONGEST, NAMES, measure
 from benchmarks.gpu.runner import DeviceLost, GpuRecord, run_case
 from benchmarks.gpu.state import State, Store, is_done
 from benchmarks.gpu.timing import Limits
@@ -32,7 +32,7 @@ from benchmarks.gpu.timing import Limits
 _DEVICE_LOST = 3
 # The most telling first, for runs that are cut off.
 _ORDER = ("variants", "gqa", "backward", "decode", "fa2", "fa2-backward", "gradients", "memory")
-_GROUPS = list(dict.fromkeys([*_ORDER, *GROUPS, *PROBES]))
+_GROUPS = list(dict.fromkeys([*_ORDER, *GROUPS, *NAMES]))
 Step = GpuCase | str  # the latter a probe's name
 _PACKAGES = ("torch", "triton", "nvidia-cutlass-dsl", "fa3-fwd", "tokenspeed-fa3", "flash-attn-4", "nvidia-cudnn-frontend")
 
@@ -85,7 +85,7 @@ def main(
         raise click.UsageError("this needs a CUDA device; --list works without one")
     store, deadline = Store(out), time.monotonic() + seconds
     if worker:
-        _work(store, steps, limits, deadline, hang, not warm)
+        _work(store, steps, limits, deadline, hang, not warm, out, who)
         return
     if not keep:
         store.clear()
@@ -115,7 +115,7 @@ def _steps(groups: tuple[str, ...], only: str | None, who: str | None) -> list[S
     cases, steps = chosen(CASES, groups, only, who), list[Step]()
     for group in groups or _GROUPS:
         steps += [case for case in cases if case.group == group]
-        steps += [group] if group in PROBES and (only is None or re.search(only, group)) else []
+        steps += [group] if group in NAMES and (only is None or re.search(only, group)) else []
     return steps
 
 
@@ -146,7 +146,16 @@ def _supervise(store: Store, arguments: list[str], deadline: float) -> None:
         store.save_state(state)
 
 
-def _work(store: Store, steps: list[Step], limits: Limits, deadline: float, hang: float, cold: bool) -> None:
+def _work(
+    store: Store,
+    steps: list[Step],
+    limits: Limits,
+    deadline: float,
+    hang: float,
+    cold: bool,
+    out: Path = Path("bench-out/gpu"),
+    who: str | None = None,
+) -> None:
     where, found, state = _where(), store.found(), store.state()
 
     def watch(case: str, contestant: str) -> None:
@@ -169,8 +178,8 @@ def _work(store: Store, steps: list[Step], limits: Limits, deadline: float, hang
         if isinstance(step, str):
             rest()
             torch.cuda.empty_cache()
-            found.probes[name] = measure(name, max(10.0, min(120.0, deadline - time.monotonic())))
-            click.echo(f"{name}: {found.probes[name]}")
+            found.probes[name] = measure(name, max(10.0, min(LONGEST[name], deadline - time.monotonic())), out, who)
+            click.echo("\n".join(report.probe_lines(name, found.probes[name])))
         else:
             found.records[name] = record = _measured(store, state, step, limits, watch, cold)
             click.echo(report.describe(record))

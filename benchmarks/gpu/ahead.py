@@ -11,22 +11,20 @@ import gc
 import json
 import os
 import queue
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from benchmarks.case import OURS
 from benchmarks.gpu.cases import CASES, GpuCase
+from benchmarks.gpu.process import ANSWER, Child, apart
 
 __all__ = ["CACHES", "Done", "Job", "compile_ahead", "jobs_of"]
 
-_ANSWER = "@ahead "  # what a process says for itself; compilers print to the same stream
 # The caches that have to be asked for, and threads that would only get into one another's way.
 CACHES = {"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1"}
 _ALONE = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
@@ -72,40 +70,6 @@ def jobs_of(cases: Iterable[GpuCase]) -> list[Job]:
     return jobs
 
 
-class _Process:
-    """One that compiles."""
-
-    def __init__(self, command: list[str], log: TextIO):
-        environment = {**CACHES, **os.environ, **_ALONE}
-        pipe = subprocess.PIPE
-        self._process = subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=log, text=True)
-
-    def do(self, job: Job, seconds: float) -> dict[str, str]:
-        """Which contestants failed, and why. Raises ``RuntimeError`` if the process died or took longer."""
-        process = self._process
-        assert process.stdin is not None and process.stdout is not None
-        alarm = threading.Timer(seconds, process.kill)
-        alarm.start()
-        try:
-            process.stdin.write(json.dumps(vars(job)) + "\n")
-            process.stdin.flush()
-            for line in process.stdout:
-                if line.startswith(_ANSWER):
-                    return json.loads(line.removeprefix(_ANSWER))
-            raise RuntimeError(f"its process ended with exit code {process.wait(10)}")
-        except OSError as broken:
-            raise RuntimeError(f"its process ended with exit code {process.wait(10)}") from broken
-        finally:
-            alarm.cancel()
-
-    def end(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            with suppress(OSError):
-                pipe.close()  # type: ignore[union-attr]
-
-
 def compile_ahead(
     jobs: list[Job],
     processes: int,
@@ -120,6 +84,7 @@ def compile_ahead(
     for job in jobs:
         waiting.put(job)
     start, done = time.monotonic(), list[Done]()
+    environment = {**CACHES, **os.environ, **_ALONE}
 
     def work(errors: TextIO) -> None:
         process = None
@@ -130,8 +95,8 @@ def compile_ahead(
                 break
             begun = time.monotonic()
             try:
-                process = process or _Process([sys.executable, *command], errors)
-                failed = process.do(job, min(hang, max(10.0, seconds - (begun - start))))
+                process = process or Child([sys.executable, *command], errors, environment)
+                failed = process.ask(vars(job), min(hang, max(10.0, seconds - (begun - start))))
             except (RuntimeError, OSError) as error:
                 failed = dict.fromkeys(job.names, str(error))
                 if process is not None:
@@ -190,17 +155,9 @@ def answer(job: Job, cases: dict[str, GpuCase], device: str) -> dict[str, str]:
     return failed
 
 
-@contextmanager
-def _apart() -> Any:
-    """What compilers print goes to stderr; yields where the answers go."""
-    with os.fdopen(os.dup(sys.stdout.fileno()), "w") as answers:
-        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-        yield answers
-
-
 def _serve(device: str = "cuda") -> None:
     cases = {case.name: case for case in CASES}
-    with _apart() as answers:
+    with apart() as answers:
         for line in sys.stdin:
             figures = json.loads(line)
             job = Job(figures["case"], tuple(figures["names"]))
@@ -208,7 +165,7 @@ def _serve(device: str = "cuda") -> None:
                 failed = answer(job, cases, device)
             except (ValueError, TypeError, RuntimeError, KeyError) as error:
                 failed = dict.fromkeys(job.names, f"{type(error).__name__}: {str(error)[:200]}")
-            print(_ANSWER + json.dumps(failed), file=answers, flush=True)
+            print(ANSWER + json.dumps(failed), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What has to be reached on an H200, as data: the rows of the Hopper forward's table, then those of the Triton backend's."""
+"""What has to be reached on an H200, as data: rows of the Hopper forward's table, of the Triton backend's, of compiled programs'."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from benchmarks.bars import Bar, Found
 from benchmarks.case import OURS
-from benchmarks.gpu import bars_triton
+from benchmarks.gpu import bars_compiled, bars_triton
 from benchmarks.gpu.cases import CAUSAL_SCORES, DENSE, FA3, FLASH_ATTENTION, MASK_VARIANTS, SCORE_VARIANTS
 from benchmarks.gpu.reading import one, probe, some, versus
 
@@ -64,4 +64,4 @@ _HOPPER: list[Bar] = [
     probe("compilations over 1,000 random shapes", "compilations", "random_shapes", 2, ""),
     probe("compilations for a new closure", "compilations", "new_closure", 0, ""),
 ]
-BARS = [*_HOPPER, *bars_triton.BARS]
+BARS = [*_HOPPER, *bars_triton.BARS, *bars_compiled.BARS]

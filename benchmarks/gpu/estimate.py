@@ -17,7 +17,15 @@ _SAMPLE = {"host": 0.02, "decode": 0.007, "mask": 0.006}  # of one contestant in
 _SAMPLE_OTHER, _SAMPLE_BACKWARD = 0.004, 0.012
 _COMPILED, _ELSE = 3.0, 0.3  # to prepare a contestant: inductor traces and lowers even what it finds compiled
 _COLD = {"flex": 12.0, "fa4": 5.0, "anyattn": 5.0}  # the same without compiling ahead
-_PROBES = {"memory": 25.0, "first-call": 40.0, "compilations": 40.0, "compilations-triton": 60.0}
+_PROBES = {
+    "memory": 25.0,
+    "first-call": 40.0,
+    "compilations": 40.0,
+    "compilations-triton": 60.0,
+    "compiled-call": 60.0,
+    "gpt-8k": 200.0,
+    "gpt-32k": 220.0,
+}
 _JOB = {"flex": 12.0, "fa4": 6.0, "anyattn": 7.0}
 
 

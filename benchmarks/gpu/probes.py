@@ -1,6 +1,7 @@
-"""What needs a process of its own: memory, first calls with a cold and a warm disk cache, and how often a kernel is compiled.
+"""What needs a process of its own: memory, first calls with a cold and a warm disk cache, how often a kernel is compiled, compiled calls.
 
-``python -m benchmarks.gpu.probes NAME`` prints one JSON object; ``measure(NAME)`` runs that in fresh processes.
+``python -m benchmarks.gpu.probes NAME`` prints one JSON object; ``measure(NAME)`` runs that in fresh processes. The compiled training
+step has a process for each contestant (``benchmarks.gpu.gpt``).
 """
 
 from __future__ import annotations
@@ -13,12 +14,18 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-__all__ = ["PROBES", "measure"]
+__all__ = ["LONGEST", "NAMES", "PROBES", "measure"]
 
 _SHAPES = 1000
-_CACHES = ("XDG_CACHE_HOME", "CUTE_DSL_CACHE_DIR", "TRITON_CACHE_DIR")  # where anyattn and its compilers keep what they compiled
+_CACHES = (
+    "XDG_CACHE_HOME",
+    "CUTE_DSL_CACHE_DIR",
+    "TRITON_CACHE_DIR",
+    "TORCHINDUCTOR_CACHE_DIR",
+)  # where anyattn and its compilers keep what they compiled
 
 
 def _first_call() -> dict[str, Any]:
@@ -98,16 +105,31 @@ def _memory() -> dict[str, Any]:
     return found
 
 
+def _compiled_call() -> dict[str, Any]:
+    from benchmarks.gpu.compiled_call import host_times
+
+    return host_times()
+
+
 PROBES: dict[str, Callable[[], dict[str, Any]]] = {
     "memory": _memory,
     "first-call": _first_call,
     "compilations": lambda: _compilations(_hopper_kernels, None),
     "compilations-triton": lambda: _compilations(_triton_kernels, "triton"),
+    "compiled-call": _compiled_call,
 }
+_GPT = ("gpt-8k", "gpt-32k")
+NAMES = (*PROBES, *_GPT)
+LONGEST = {**dict.fromkeys(PROBES, 120.0), **dict.fromkeys(_GPT, 240.0)}  # seconds
 
 
-def measure(name: str, timeout_s: float = 120) -> dict[str, Any]:
-    """A probe's figures, or ``{"error": why there are none}``."""
+def measure(name: str, timeout_s: float = 120, out: Path = Path("bench-out/gpu"), who: str | None = None) -> dict[str, Any]:
+    """A probe's figures, or ``{"error": why there are none}``. out, who: the training step's, as on the command line."""
+    if name in _GPT:
+        from benchmarks.gpu.gpt.__main__ import run
+        from benchmarks.gpu.gpt.measure import Limits
+
+        return run(name.removeprefix("gpt-"), out.with_name(f"{out.name}.{name}"), who, Limits(seconds=timeout_s))
     if name == "memory":
         return _in_process(name, dict(os.environ), timeout_s)
     with tempfile.TemporaryDirectory() as folder:

@@ -7,10 +7,11 @@ from typing import Any
 from benchmarks.bars import Found
 from benchmarks.case import OURS, Record
 from benchmarks.gpu.bars import BARS
+from benchmarks.gpu.gpt import report as gpt
 from benchmarks.gpu.runner import GpuRecord, is_wrong
 from benchmarks.report import bar_rows
 
-__all__ = ["BARS", "as_json", "as_markdown", "bar_lines", "describe", "found_in", "shown_bars"]
+__all__ = ["BARS", "as_json", "as_markdown", "bar_lines", "describe", "found_in", "probe_lines", "shown_bars"]
 
 _LEGEND = """\
 Rounds are interleaved in shuffled order; a figure is the median over rounds, ± half the distance between the quartiles; `x` says how
@@ -47,13 +48,18 @@ def as_markdown(machine: dict[str, Any], found: Found) -> str:
     ]
     for group in dict.fromkeys(record.group for record in found.records.values()):
         lines += [f"### {group}", "", *_table([r for r in found.records.values() if r.group == group]), ""]
-    lines += [f"- {name}: {figures}" for name, figures in found.probes.items()]
+    for name, figures in found.probes.items():
+        lines += probe_lines(name, figures)
     missing = [f"- {r.case}: no {name}: {why}" for r in found.records.values() for name, why in r.unavailable.items()]
     if missing:
         lines += ["", "Not timed:", "", *missing]
     lines += ["", "### Bars", "", "| bar | measured | floor | aim | |", "|---|---|---|---|---|"]
     lines += ["| " + " | ".join(row) + " |" for row in shown_bars(found)]
     return "\n".join(lines) + "\n"
+
+
+def probe_lines(name: str, figures: dict[str, Any]) -> list[str]:
+    return gpt.tables(name, figures) if "contestants" in figures else [f"- {name}: {figures}"]
 
 
 def shown_bars(found: Found) -> list[tuple[str, str, str, str, str]]:

@@ -104,6 +104,8 @@ def cases() -> dict[str, tuple[list, dict]]:  # type: ignore[type-arg]
         "full": ([], {"has_sink": True}),
         "causal": ([causal], ends),
         "window": ([window], {"bands": (window.expr,), "has_max": True}),
+        "highest": ([], {"has_max": True, "has_sink": True}),
+        "highest of alibi": ([alibi, causal], {"score": alibi.expr, **ends, "has_max": True}),
         "alibi": ([alibi, causal], {"score": alibi.expr, **ends}),
         "straight": ([straight, causal], {"score": straight.expr, **ends}),
         "relative": ([relative], {"score": relative.expr}),
@@ -133,9 +135,18 @@ def cases() -> dict[str, tuple[list, dict]]:  # type: ignore[type-arg]
     }
 
 
+def rare() -> dict[str, tuple[list, dict]]:  # type: ignore[type-arg]
+    """Cases that are compiled only when they are named."""
+    rows = torch.rand(100, 8), torch.rand(100, 8)
+    near = trace(lambda s, b, h, q, k: torch.tan(s) + torch.atan(s) + torch.sinh(s) + torch.erfinv(s) + torch.hypot(s, s * 2), "score")
+    other = trace(lambda s, b, h, q, k: torch.cosh(s) + torch.atan2(s, s + 1.0) + torch.nan_to_num(s), "score")
+    products = trace(lambda s, b, h, q, k: s + torch.dot(rows[0][q], rows[1][k]), "score")
+    return {f"functions {i}": ([mod], {"score": mod.expr}) for i, mod in enumerate((near, other, products))}
+
+
 def main(folder: Path, head_dim: int, head_dim_v: int, only: str = "") -> None:
     result = {}
-    for i, (name, (mods, fields)) in enumerate(cases().items()):
+    for i, (name, (mods, fields)) in enumerate((cases() | (rare() if only else {})).items()):
         if not name.startswith(only):
             continue
         listed, page = 128 if "lists" in fields else None, fields.pop("page", 0)

@@ -25,13 +25,13 @@ _FOLDER = Path(anyattn.__file__).parent / "backends" / "hopper"
 MODULES = ("visits", "load", "gather", "multiply")
 _FILES = tuple(str(_FOLDER / f"{name}.py") for name in MODULES)
 _STATES = ("q_state", "k_state", "v_state", "work_state")
-_LOWEST, _ALL_0, _OUT, _MAX, _SUM = (frozenset({what}) for what in ("all -inf", "all 0.0", "out", "max", "sum"))
+_LOWEST, _ALL_0, _OUT, _MAX, _SUM, _TOPS = (frozenset({what}) for what in ("all -inf", "all 0.0", "out", "max", "sum", "tops"))
 Changes = tuple[tuple[str, str, str], ...]  # (module, text, text that takes its place)
 # what the roles call of the rest of the kernel's class, which ``Stubs`` has instead, and the module that it is of
 STOOD_IN = {
     "band": "visits", "rate": "softmax", "row_limits": "softmax", "foreseen": "softmax", "modified": "softmax", "masked": "softmax",
-    "head": "softmax", "exponentials": "softmax", "unshifted": "softmax", "guessed": "guesses",
-    "finished": "epilogue", "blank": "epilogue", "stored": "epilogue", "gather": "gather",
+    "head": "softmax", "exponentials": "softmax", "unshifted": "softmax", "raise_tops": "softmax", "guessed": "guesses",
+    "finished": "epilogue", "highest": "epilogue", "blank": "epilogue", "stored": "epilogue", "gather": "gather",
 }  # fmt: skip
 
 
@@ -370,19 +370,36 @@ class Stubs:
             raise Broken(f"O of {out} is divided by sums of {total} over {top}")
         if head != self.block.tiles[self.block.group.finished].facts["head"]:
             raise Broken("the sink of another head")
-        for x, what in ((acc, "finished"), (row_max, "highest"), (row_sum, "lse")):
+        for x, what in ((acc, "finished"), (row_sum, "lse")):
             x.done = frozenset({what})
 
+    def raise_tops(self, tops: Registers, scores: Registers, lifts: str | None) -> None:
+        """Before exponentials take the scores' place, and after what is hidden is."""
+        scores.idle("read")
+        ((t, i),), before = scores.made_of, tops.load()
+        is_ready = "modified" in scores.done and (not self._must_be_masked(t, i) or "masked" in scores.done)
+        if lifts != "lifts" or not is_ready or "exponential" in scores.done or before.done not in (_LOWEST, _TOPS):
+            raise Broken(f"highest scores of {scores.made_of}, {set(scores.done)}, with {lifts}, after {before}")
+        tops.store(Loaded(before.made_of + scores.made_of, -1, _TOPS))
+
+    def highest(self, tops: Registers | None, rate: str) -> Registers | None:
+        self._given(rate=rate)
+        if tops is not None:
+            tops.done = frozenset({"highest"})
+        return tops
+
     def stored(
-        self, acc: Registers, row_max: Registers, lse: Registers, mma: Any, thread: int, number: int, outputs: str, place: Any, facts: Any
+        self, acc: Registers, tops: Any, lse: Registers, mma: Any, thread: int, number: int, outputs: str, place: Any, facts: Any
     ) -> None:
         """The row tile's output is made of all its key tiles, and takes the place of its own Q."""
         t, group = self._ends(mma, thread, outputs, facts), self.block.group
-        tile, done = self.block.tiles[t], [what for x in (acc, row_max, lse) for what in x.load().done]
+        tile, done = self.block.tiles[t], [what for x in (acc, lse) for what in x.load().done]
         if number != group.number or acc.made_of != tuple((t, i) for i in range(len(tile.visits))) or not tile.visits:
             raise Broken(f"group {number} stores {acc.made_of} as row tile {t}, which has {len(tile.visits)} visits")
-        if done != ["finished", "highest", "lse"]:
+        if done != ["finished", "lse"]:
             raise Broken(f"row tile {t} is stored as {done}")
+        if (tops is None) is self.config.has_max or (tops is not None and (tops.made_of, tops.done) != (acc.made_of, {"highest"})):
+            raise Broken(f"row tile {t} is stored with the highest scores of {None if tops is None else tops.load()}")
         stage = place.stage
         if group.number not in stage.held or stage.tag != ("q", *tile.sources[0], t) or group.number in stage.reading:
             raise Broken(f"O of {t} goes where {stage.tag} is, held by {stage.held}, read by {stage.reading}")

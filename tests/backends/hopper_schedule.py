@@ -14,10 +14,11 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
+from limits import HANG
+
 __all__ = ["Broken", "MemoryBarrier", "NamedBarrier", "Schedule"]
 
 _MOST_STEPS = 100_000  # of one schedule; the longest take some thousands
-_PATIENCE = 20.0  # seconds for a schedule, which takes a tenth of one
 
 
 class Broken(AssertionError):
@@ -78,7 +79,7 @@ class Schedule:
         self.now = self._picked()
         self.now.baton.release()
         for actor in self.actors:
-            actor.thread.join(_PATIENCE)
+            actor.thread.join(HANG)
             if actor.thread.is_alive():
                 raise Broken(f"no progress\n{self._places(None)}")
         if self.failure is not None:

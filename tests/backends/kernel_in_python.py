@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from limits import HANG
 
 __all__ = ["run_block", "runnable"]
 
@@ -23,7 +24,8 @@ class _Block:
     """What the threads of one block share."""
 
     def __init__(self, threads: int):
-        self.barrier, self.warps = threading.Barrier(threads, timeout=30), [threading.Barrier(32, timeout=30) for _ in range(threads // 32)]
+        self.barrier = threading.Barrier(threads, timeout=HANG)
+        self.warps = [threading.Barrier(32, timeout=HANG) for _ in range(threads // 32)]
         self.lock, self.seen = threading.Lock(), [0] * threads
         self.shared: dict[str, np.ndarray] = {}
 

@@ -189,6 +189,19 @@ def test_results_are_new_for_each_call(launched: list[Launch]) -> None:
     assert launched[-1][1][15] == pytest.approx(math.log2(math.e) / 8, rel=1e-12)
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3)], ids=str)
+def test_outputs_are_laid_out_as_queries(order: tuple[int, ...], launched: list[Launch]) -> None:
+    """The kernel takes out's strides as they come, in the first launch and in those that follow it."""
+    for batch in (1, 2):
+        sizes = (batch, 2, 128, 64)
+        q = torch.zeros([sizes[i] for i in order], dtype=torch.bfloat16).permute([order.index(i) for i in range(4)])
+        for _ in range(3):
+            out = anyattn.flex_attention(q, q, q, mask_mod=masks.causal())
+            assert out.permute(order).is_contiguous() and launched[-1][1][3].stride() == out.stride()
+            found = anyattn.flash_attn_func(*(q.transpose(1, 2),) * 3)
+            assert found.transpose(1, 2).permute(order).is_contiguous()
+
+
 def test_garbage_is_collected_again_behind_a_compilation() -> None:
     assert gc.isenabled()
     with build._without_collections():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import math
+import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -21,6 +22,9 @@ from anyattn.backends.hopper.supports import _WRITTEN
 from anyattn.mods.evaluate import evaluate, run
 from anyattn.mods.ir import OPS, Builder, Expr, category
 from anyattn.mods.trace import trace
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "end_to_end"))
+import operations
 
 HOPPER = Path(anyattn.__file__).parent / "backends" / "hopper"  # type: ignore[arg-type]
 OUTSIDE = ("cutlass", "anyattn.backends.hopper.native", "anyattn.backends.hopper.arithmetic")
@@ -91,10 +95,10 @@ class _Rests(ast.NodeTransformer):
 @cache
 def emitter(sign: str) -> dict[str, Any]:
     """The names of ``emit.py``. sign: whose sign the compiler's ``%`` of run-time integers takes, the "dividend"'s or the "divisor"'s."""
-    plain = ("exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt", "sin", "cos", "floor", "ceil", "trunc", "tanh")
+    plain = ("exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt", "sin", "cos", "floor", "ceil", "trunc", "tanh", "sinh", "cosh")
     functions: dict[str, Any] = {name: _unary(getattr(np, name)) for name in plain}
     functions |= {"rsqrt": _unary(lambda x: 1 / np.sqrt(x)), "erf": _unary(math.erf), "roundeven": _unary(np.rint), "absf": _unary(np.abs)}
-    functions |= {"copysign": np.copysign, "fma": _once_rounded}
+    functions |= {"copysign": np.copysign, "fma": _once_rounded, "atan": _unary(np.arctan), "atan2": np.arctan2}
     arch = SimpleNamespace(rcp_approx=lambda x: np.float32(1) / np.float32(x), fmin=np.fmin, fmax=np.fmax)
     cutlass = SimpleNamespace(select_=lambda condition, yes, no: yes if condition else no, min=min, max=max)
 
@@ -194,6 +198,31 @@ def test_every_operation(op: str, kind: str, sign: str) -> None:
     leaves = {"b": 1, "h": 2, "q_idx": torch.arange(ROWS)[:, None], "kv_idx": torch.arange(COLUMNS), "score": None}
     theirs = torch.broadcast_to(run(expr, leaves, (), [a, b])[0], (ROWS, COLUMNS))
     assert_same(op, emitted(expr, (), [a, b], sign=sign), theirs)
+
+
+@pytest.mark.parametrize("name", operations.EVERY)
+def test_activations_rows_and_mods_of_other_libraries(name: str) -> None:
+    """Scores within 64 roundings of what torch makes of them in float64, masks equal."""
+    made = operations.EVERY[name]()
+    mod = trace(made.score or made.mask, "score" if made.score else "mask")  # type: ignore[arg-type]
+    score = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(2)) * 2
+    leaves = (1, 2, torch.arange(ROWS)[:, None], torch.arange(COLUMNS))
+    theirs = evaluate(mod, *leaves, score.double() if made.score else None).expand(ROWS, COLUMNS)
+    ours = emitted(mod.expr, mod.scalars, list(mod.tensors), score if made.score else None)
+    if made.score is None:
+        assert torch.equal(ours, theirs)
+    else:
+        room = 64 * torch.finfo(torch.float32).eps * theirs.abs().clamp(min=1)
+        assert bool(((ours - theirs).abs() <= room).all()), (ours - theirs).abs().max()
+
+
+def test_nan_and_infinities() -> None:
+    """Checks of them, as masks and in scores."""
+    table = torch.tensor([0.0, -1.0, math.inf, -math.inf, math.nan, 3.0, 1e38, -0.0] * 2)
+    for f in (torch.isnan, torch.isinf, torch.isfinite, lambda x: torch.nan_to_num(x, 2.0) > 1, lambda x: torch.hypot(x, x) > 1):
+        mod = trace(lambda b, h, q, k, f=f: f(table[k]), "mask")
+        theirs = evaluate(mod, 1, 2, torch.arange(ROWS)[:, None], torch.arange(COLUMNS)).expand(ROWS, COLUMNS)
+        assert torch.equal(emitted(mod.expr, mod.scalars, [table]), theirs)
 
 
 EXPONENTS = [0.0, 1.0, -1.0, 3.0, -2.0, 4.0, -5.0, 16.0, 0.5, -0.5, 1.5, -2.5, 1.7, -0.3, 21.0, -33.0, 40.0, math.inf, -math.inf]

@@ -12,7 +12,7 @@ from hopper_pretended import H200
 import anyattn
 from anyattn import BackendError, check_flash, check_lengths, masks, plan
 from anyattn.backends.hopper.config import PACKED, Config, Tiles
-from anyattn.backends.hopper.packing import groups_of, row_tiles
+from anyattn.backends.hopper.packing import groups_of, row_tiles, why_apart
 from anyattn.backends.hopper.run import config_of
 from anyattn.backends.hopper.specialise import specialised
 from anyattn.backends.hopper.tables import visits_of
@@ -65,15 +65,12 @@ def test_asking_for_it_and_against_it() -> None:
     assert config_of(problem(8, 9), False).heads_per_tile == 1 == config_of(problem(8, 9, packs=False)).heads_per_tile
     assert config_of(problem(8, 1000), True).heads_per_tile == 8 == config_of(problem(8, 1000, packs=True)).heads_per_tile
     assert config_of(problem(1, 9), True).heads_per_tile == 1  # there is nothing to share
-    for mask in (lambda b, h, i, j: i >= j + 3 * h, lambda b, h, i, j: (j < 20 + h) | (i == j)):
-        assert config_of(problem(8, 9, mask=mask)).heads_per_tile == 1
-        with pytest.raises(BackendError, match=r"pack_gqa=True cannot be had .*pass pack_gqa=None"):
-            config_of(problem(8, 9, mask=mask), True)
+    for mask in (lambda b, h, i, j: i >= j + 3 * h, lambda b, h, i, j: (j < 20 + h) | (i == j)):  # it is a preference
+        assert config_of(problem(8, 9, mask=mask)).heads_per_tile == 1 == config_of(problem(8, 9, mask=mask), True).heads_per_tile
     lists = anyattn.compute_block_sparsity(128, 128, 2, 16, 9, 400, lambda b, h, i, j: j < 50 * h + 9, device="cpu")
     by_head = problem(8, 9, mask=masks.full(), blocks=lists)
-    assert config_of(by_head).heads_per_tile == 1
-    with pytest.raises(BackendError, match="its own lists"):
-        config_of(by_head, True)
+    assert config_of(by_head).heads_per_tile == 1 == config_of(by_head, True).heads_per_tile
+    assert why_apart(config_of(by_head, True), 8) == "each head has its own lists of tiles"
 
 
 def test_biases_read_by_distance_have_eight_heads_a_tile() -> None:
@@ -93,6 +90,24 @@ def test_the_plan_says_so() -> None:
 
 
 @needs_cutlass
+def test_what_is_preferred_and_not_followed_is_said() -> None:
+    by_head = problem(8, 9, mask=lambda b, h, i, j: i >= j + 3 * h, packs=True)
+    chosen = plan.choose(by_head, H200)
+    assert (chosen.backend, chosen.heads_per_tile) == ("hopper", 1)
+    assert [w for w in chosen.why if "pack_gqa=True is not followed: the keys that a row may see differ from head to head" in w]
+    for packs in (False, None):
+        assert not any("pack_gqa" in w for w in plan.choose(by_head.like(packs=packs), H200).why)
+    assert not any("pack_gqa" in w for w in plan.choose(problem(1, 9, packs=True), H200).why)  # there is nothing to share
+
+
+def test_an_explanation_says_so() -> None:
+    q, k = torch.randn(1, 4, 5, 16), torch.randn(1, 2, 9, 16)
+    told = anyattn.explain(q, k, k, enable_gqa=True, kernel_options={"pack_gqa": True})
+    assert "pack_gqa=True is not followed: torch multiplies" in str(told)
+    assert "pack_gqa" not in str(anyattn.explain(q, k, k, enable_gqa=True, kernel_options={"pack_gqa": False}))
+
+
+@needs_cutlass
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 def test_another_backward_pass_is_not_asked_to_pack() -> None:
     many = problem(8, 5000, packs=True)
@@ -106,8 +121,8 @@ def test_triton_is_asked_too() -> None:
     assert plan.choose(problem(8, 3), H200, "triton").heads_per_tile == 8
     assert plan.choose(problem(8, 3, packs=False), H200, "triton").heads_per_tile == 1
     assert plan.choose(problem(8, 3), H200, "triton", {"pack_gqa": False}).heads_per_tile == 1
-    with pytest.raises(BackendError, match="pack_gqa=True cannot be had from the Triton"):
-        plan.choose(problem(8, 5000, packs=True), H200, "triton")
+    many = plan.choose(problem(8, 5000, packs=True), H200, "triton")
+    assert many.heads_per_tile == 1 and any("pack_gqa=True is not followed: few queries only" in w for w in many.why)
 
 
 def test_doors_take_it_and_judge_it() -> None:

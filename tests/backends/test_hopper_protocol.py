@@ -193,6 +193,15 @@ MUTANTS: dict[str, Changes] = {
     "O keeps the row tile before": planted(MULTIPLY, "        acc.fill(0.0)\n"),
     "the sums keep the row tile before": planted(MULTIPLY, "        row_sum.fill(0.0)\n"),
     "the maximum is that of the row tile before": planted(MULTIPLY, "        row_max.fill(-Float32.inf)\n"),
+    "the highest scores are those of the row tile before": planted(MULTIPLY, "            tops.fill(-Float32.inf)\n", "            pass\n"),
+    "the highest score is sought before what is hidden is": exchanged(
+        MULTIPLY,
+        "        self.masked(scores, positions, n, facts, captured, limits, visit % 2, True)\n",
+        "        if const_expr(tops is not None):\n            self.raise_tops(tops, scores, lifts)\n",
+    ),
+    "a guessed tile's highest scores are lost": planted(
+        MULTIPLY, "            self.raise_tops(tops, scores, lifts)\n        is_right", "            pass\n        is_right"
+    ),
     "O is not rescaled": planted(MULTIPLY, "            if rescales:", "            if False:"),
     "a product does not add": planted(MULTIPLY, "not from_zero)", "False)"),
     "a group multiplies another's rows": planted(MULTIPLY, "groups(group)", "groups(0)"),

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from limits import HANG
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -33,7 +34,7 @@ def test_in_the_interpreter(name: str) -> None:
     """The interpreter is chosen when Triton is imported, so it gets a process of its own."""
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(HERE.parent.parent), *sys.path])}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore", str(HERE / name)]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=280)
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=HANG)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
 
 

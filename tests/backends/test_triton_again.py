@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from limits import HANG
 from torch import Tensor
 
 import anyattn
@@ -268,5 +269,5 @@ def test_order_by_the_kernel() -> None:
     found = os.pathsep.join([str(here.parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": found, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore", str(here / "triton_order_interpreted.py")]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=500)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=HANG)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from limits import HANG
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -28,13 +29,13 @@ HERE = Path(__file__).resolve().parent
 @pytest.mark.parametrize("what", ["cache", "combine", "decode"])
 def test_in_the_interpreter(what: str) -> None:
     """The interpreter is chosen when Triton is imported, so it gets a process of its own."""
-    interpreted(what, "not slow", 280)
+    interpreted(what, "not slow", HANG)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(HANG * 4 + 600)
 def test_every_setting_in_the_interpreter() -> None:
-    interpreted("decode", "slow", 3500)
+    interpreted("decode", "slow", 4 * HANG)
 
 
 def interpreted(what: str, marks: str, seconds: int) -> None:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from limits import HANG
 from test_triton import built
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
@@ -28,7 +29,7 @@ def test_in_the_interpreter() -> None:
         "ignore",
         str(HERE / "triton_documents_interpreted.py"),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=280)
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=HANG)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from limits import HANG
 
 from anyattn.mods.evaluate import run
 from anyattn.mods.ir import Expr, category
@@ -123,7 +124,7 @@ def test_in_the_interpreter() -> None:
     """What the texts compute."""
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(HERE.parent.parent), *sys.path])}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore", str(HERE / "triton_styles_interpreted.py")]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=280)
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=HANG)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
 
 

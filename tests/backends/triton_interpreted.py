@@ -106,6 +106,27 @@ def test_every_operation(op, dtype):  # type: ignore[no-untyped-def]
     assert same(op, ours, theirs), (ours[ours != theirs], theirs[ours != theirs])
 
 
+EDGES = torch.tensor([0.0, -0.0, 1e-30, -1e-38, 1e-5, 0.2, -0.7, 0.999, -0.9999999, 1.0, -1.0, 3.0, -1e4, 88.9, -89.2, torch.inf])
+MORE_EDGES = torch.cat([EDGES, torch.tensor([-torch.inf, torch.nan, 1e30, -1e30, 2, -2, 5, -5, 1e-20, 7, -7, 20, -20, 50, -50, 0.3])])
+
+
+@pytest.mark.parametrize("op", ["tan", "atan", "sinh", "cosh", "erfinv", "atan2", "hypot"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_functions_at_the_edges(op, dtype):  # type: ignore[no-untyped-def]
+    """Zeros, infinities, NaN, and where the textbook formula overflows or cancels; near -1 and 1 torch's own erfinv of float64 errs."""
+    builder = Builder()
+    q, kv = (builder.add("index", dtype=torch.int64, attr=name) for name in ("q_idx", "kv_idx"))
+    a, b = (builder.add("load", at, dtype=dtype, attr=slot) for slot, at in enumerate((q, kv)))
+    expr = builder.build(builder.add(op, *([b] if OPS[op].arity == 1 else [a, b])))
+    tensors = [EDGES.to(dtype), MORE_EDGES.to(dtype)]
+    theirs = getattr(torch, op)(*([tensors[1].double()] if OPS[op].arity == 1 else [tensors[0].double()[:, None], tensors[1].double()]))
+    theirs = theirs.to(dtype).expand(ROWS, COLUMNS)
+    ours = by_triton(expr, (), tensors)
+    if op == "erfinv" and dtype is torch.float64:
+        ours, theirs = (torch.where(MORE_EDGES.abs() < 0.9999, t, 0.0) for t in (ours, theirs))
+    assert same(op, ours, theirs), ours - theirs
+
+
 @pytest.mark.parametrize("source", [torch.bool, torch.uint8, torch.int32, torch.int64, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("target", [torch.bool, torch.int8, torch.int32, torch.int64, torch.float16, torch.float32, torch.float64])
 def test_every_cast(source, target):  # type: ignore[no-untyped-def]

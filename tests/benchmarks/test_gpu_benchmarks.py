@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner
+from limits import HANG
 
 from benchmarks.bars import Found
 from benchmarks.case import OURS, Shape, Timing
@@ -26,12 +28,16 @@ from benchmarks.gpu.timing import Limits, measure, shuffled_rounds
 from benchmarks.gpu.variants import VARIANTS, Setting, document_lengths
 
 SMALL = Shape.square(96, heads=2, head_dim=16, batch=2)
-LIMITS = Limits(rounds=6, seconds=60, least=3)
+LIMITS = Limits(rounds=6, seconds=math.inf, least=3)
 MACHINE: dict[str, Any] = {"date": "today", "commit": "abc", "command": "it", "gpu": "a GPU", "versions": {"torch": "2"}}
 
 
 def test_the_device_is_timed_with_the_calls_queued_and_the_cache_cold(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[Any] = []
+    host = [0.0]  # seconds
+
+    def slow() -> None:
+        host[0] += 5e-3
 
     class Event:
         def __init__(self, enable_timing: bool):
@@ -55,12 +61,13 @@ def test_the_device_is_timed_with_the_calls_queued_and_the_cache_cold(monkeypatc
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("idle"))
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: done.append("sleep"), raising=False)
     monkeypatch.setattr(timing.torch, "empty", lambda *a, **k: Cache())
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: host[0]))
     clock = timing.CudaClock()
     assert round(clock.sample(lambda: done.append("call"), 3, 1e-3), 9) == 0.01
     assert done == ["idle", "sleep", "flush", "event", "call", "call", "call", "event", "wait"]
     times, head_start = clock.times(lambda: done.append("call"), Limits(sample=0.05))
     assert times == 5 and 2e-4 <= head_start <= 0.02
-    times, head_start = clock.times(lambda: time.sleep(5e-3), Limits(sample=10))
+    times, head_start = clock.times(slow, Limits(sample=10))
     assert 1 <= times <= 2 and head_start <= 0.02  # no more calls than the host can queue while the device waits
     assert timing.CudaClock(has_head_start=False).times(lambda: None, Limits())[1] == 0.0
 
@@ -304,7 +311,7 @@ def test_a_dead_child_is_replaced_without_its_contestant(tmp_path: Path, monkeyp
         return type("Done", (), {"returncode": 0 if len(runs) == 3 else 1})
 
     monkeypatch.setattr(command.subprocess, "run", child)
-    command._supervise(store, [], command.time.monotonic() + 60)
+    command._supervise(store, [], command.time.monotonic() + HANG)
     assert len(runs) == 3 and set(runs[2]["case"]) == {"contestant 1", "contestant 2"}
 
 
@@ -323,6 +330,20 @@ def _everything() -> Found:
         "compilations-triton": kernels,
     }
     probed["memory"] = {f"{door}_{what}": 1.0 for door in memory.DOORS for what in ("largest", "peak")}
+    wanted = ("over_flex", "mask_over_flex", "replaced_extra_us", "compiled_replaced_extra_us")
+    probed["compiled-call"] = dict.fromkeys(wanted, 0.5)
+    mine = {
+        "first_s": 1.0,
+        "peak_bytes": 1,
+        "graphs": 1,
+        "steps": 20,
+        "breaks": 0,
+        "waits": 0.0,
+        "budget": {"losses": 0.5},
+        "rounds": [[1.0]],
+    }
+    contestants = {name: {**mine, "passed_on": 0} for name in ("anyattn", "anyattn-forward", "anyattn-replaced", "flex-triton")}
+    probed |= {f"gpt-{size}": {"size": size, "contestants": contestants} for size in ("8k", "32k")}
     return Found(records, probed)
 
 
@@ -404,11 +425,11 @@ def test_the_worker_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(command, "run_case", fake)
     store, cases = Store(tmp_path / "gpu"), chosen(CASES, ("gqa", "window", "varlen"))
-    command._work(store, cases[:2], LIMITS, command.time.monotonic() + 100, 60, True)
+    command._work(store, cases[:2], LIMITS, command.time.monotonic() + HANG, 60, True)
     found = store.found()
     assert len(found.records) == 2 and found.records[cases[1].name].refused == "ValueError: broken"
     assert store.state().under_way is None and "refused" in (tmp_path / "gpu.md").read_text()
-    command._work(store, cases, LIMITS, command.time.monotonic() + 100, 60, True)
+    command._work(store, cases, LIMITS, command.time.monotonic() + HANG, 60, True)
     assert [name for name, _ in ran[2:]] == [case.name for case in cases if case.name not in found.records]
 
 

@@ -197,12 +197,30 @@ def test_a_cache_that_is_expanded_or_both_is_refused_again() -> None:
     good = copied(given)
     outcome(good), outcome(good)
     before = given["k_cache"].clone()
-    with pytest.raises(ValueError, match="k_cache and v_cache begin in the same memory"):
+    with pytest.raises(ValueError, match="k_cache and v_cache share memory"):
         flash_attn_with_kvcache(**given | {"v_cache": given["k_cache"]})
     assert calls.same_bits(before, given["k_cache"])
     with pytest.raises(ValueError, match="its dimension 0 is expanded"):
         flash_attn_with_kvcache(**given | {"v_cache": given["v_cache"][:1].expand(4, -1, -1, -1)})
     assert calls.same_bits(before, given["k_cache"])
+
+
+def test_caches_that_overlap_are_refused_and_those_that_interleave_are_not() -> None:
+    """First calls and known ones alike: known are the facts of two caches that lie apart as the others do not."""
+    given = arguments(GOOD)
+    shape = given["k_cache"].shape
+    pool = torch.zeros(2 * shape[0], 2, *shape[1:])
+    apart = {"k_cache": pool[: shape[0], 0], "v_cache": pool[: shape[0], 1]}
+    shifted = {"k_cache": pool[: shape[0], 0], "v_cache": pool[1 : shape[0] + 1, 0]}
+    for _ in range(2):
+        for name in ("k_cache", "v_cache"):
+            apart[name].copy_(given[name])
+        separate = flash_attn_with_kvcache(**copied(given))
+        assert torch.equal(flash_attn_with_kvcache(**given | apart), separate)
+        before = pool.clone()
+        with pytest.raises(ValueError, match="k_cache and v_cache share memory"):
+            flash_attn_with_kvcache(**given | shifted)
+        assert calls.same_bits(before, pool)
 
 
 @pytest.mark.parametrize("name", BAD)

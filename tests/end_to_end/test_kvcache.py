@@ -287,7 +287,11 @@ def bad_calls() -> dict[str, tuple[dict[str, Any], str]]:
         "a row outside": ({"cache_batch_idx": torch.tensor([0, 1, 2, 9])}, r"cache_batch_idx\[3\]=9"),
         "a page outside": ({"page_table": outside, "cache_seqlens": torch.tensor([5, 5, 30, 5])}, r"page_table\[2, 1\]=99"),
         "a page twice": ({"page_table": twice}, "page_table"),
-        "pages and rows": ({"page_table": pages, "cache_batch_idx": torch.arange(4)}, "cache_batch_idx and page_table"),
+        "rows beyond the page table": (
+            {"page_table": pages, "cache_batch_idx": torch.tensor([0, 1, 4, 2])},
+            r"cache_batch_idx\[2\]=4 but page_table has 4 rows",
+        ),
+        "fewer rows than queries": ({"page_table": pages, "cache_batch_idx": torch.arange(3)}, "cache_batch_idx has 3 entries; wanted 4"),
         "padding over the length": ({"cache_leftpad": torch.tensor([0, 9, 0, 0])}, r"cache_leftpad\[1\]=9"),
         "rotary too short": ({"rotary_cos": cos[:6], "rotary_sin": cos[:6], "cache_seqlens": 6}, "rotary_cos"),
         "rotary too wide": ({"rotary_cos": torch.ones(200, 9), "rotary_sin": torch.ones(200, 9)}, "rotary"),
@@ -330,6 +334,54 @@ def test_one_cache_for_keys_and_values_is_refused() -> None:
     assert torch.equal(cache, before)
 
 
-def test_the_result_is_detached() -> None:
-    q = torch.randn(1, 1, 4, 16, requires_grad=True)
-    assert not anyattn.flash_attn_with_kvcache(q, torch.randn(1, 8, 2, 16), torch.randn(1, 8, 2, 16)).requires_grad
+@pytest.mark.parametrize("name", ["q", "k_cache", "v_cache", "k", "v", "rotary_cos", "alibi_slopes", "sink", "a score mod's"])
+def test_what_requires_grad_is_refused_where_autograd_records(name: str) -> None:
+    """There is no backward pass: a result without a gradient would say nothing of it."""
+    given = {n: torch.randn(1, 1, h, 16) for n, h in (("q", 4), ("k", 2), ("v", 2))}
+    given |= {n: torch.randn(1, 8, 2, 16) for n in ("k_cache", "v_cache")}
+    given |= {"rotary_cos": torch.randn(9, 4), "rotary_sin": torch.randn(9, 4), "alibi_slopes": torch.rand(4), "sink": torch.randn(4)}
+    bias = torch.randn(4)
+    given.get(name, bias).requires_grad_()
+    before = given["k_cache"].detach().clone()
+
+    def call():
+        return anyattn.flash_attn_with_kvcache(**given, score_mod=lambda s, b, h, i, j: s + bias[h], cache_seqlens=3)
+
+    with pytest.raises(ValueError, match=f"^({name}|a tensor .* that score_mod reads) requires grad.*no_grad.*flash_attn_varlen_func"):
+        call()
+    assert torch.equal(given["k_cache"].detach(), before)
+    with torch.no_grad():
+        assert not call().requires_grad
+    with torch.inference_mode():
+        call()
+
+
+def test_parameters_that_require_no_grad_are_as_good_as_buffers() -> None:
+    q, cache = torch.randn(1, 1, 4, 16), torch.nn.Parameter(torch.randn(1, 8, 2, 16), requires_grad=False)
+    assert torch.equal(anyattn.flash_attn_with_kvcache(q, cache, cache), anyattn.flash_attn_with_kvcache(q, cache.data, cache.data))
+
+
+@pytest.mark.parametrize("is_packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("has_new", [False, True], ids=["read", "append"])
+def test_a_page_table_may_have_a_row_for_each_cache_entry(has_new: bool, is_packed: bool) -> None:
+    """cache_batch_idx then selects, as in FlashAttention-3: the call is the one with the selected rows."""
+    g = torch.Generator().manual_seed(5)
+    q, new = torch.randn(5, 1, 4, 16, generator=g), torch.randn(2, 5, 1, 2, 16, generator=g)
+    pools = torch.randn(2, 40, 8, 2, 16, generator=g)
+    table, rows = torch.randperm(40, generator=g).view(10, 4), torch.tensor([7, 2, 9, 0, 4])
+    lengths = torch.tensor([3, 0, 17, 30, 31]) if has_new else torch.tensor([3, 1, 17, 30, 32])
+    given = {"cache_seqlens": lengths, "causal": True, "return_lse": True}
+    if is_packed:
+        q, new = q[:, 0], new[:, :, 0]
+        given["cu_seqlens_q"] = torch.arange(6)
+    wanted_pools = pools.clone()
+    extra = ({"k": new[0], "v": new[1]}) if has_new else {}
+    wanted = anyattn.flash_attn_with_kvcache(q, *wanted_pools, **extra, **given, page_table=table[rows])
+    for dtype in (torch.int32, torch.int64):
+        for _ in range(2):
+            own = pools.clone()
+            found = anyattn.flash_attn_with_kvcache(q, *own, **extra, **given, page_table=table.to(dtype), cache_batch_idx=rows.to(dtype))
+            assert all(torch.equal(a, b) for a, b in zip((*found, own), (*wanted, wanted_pools), strict=True))
+    if has_new:
+        with pytest.raises(ValueError, match="appended to it for both"):
+            anyattn.flash_attn_with_kvcache(q, *pools, **extra, **given, page_table=table, cache_batch_idx=torch.tensor([7, 2, 9, 0, 0]))

@@ -38,7 +38,8 @@ def on_gpu(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def step(given: dict[str, Any], **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return flash_attn_with_kvcache(**{**given, "backend": "triton", "return_lse": True, **more})
+    with torch.no_grad():
+        return flash_attn_with_kvcache(**{**given, "backend": "triton", "return_lse": True, **more})
 
 
 @pytest.mark.parametrize(("i", "case"), enumerate(MATRIX), ids=str)

@@ -111,6 +111,17 @@ def test_scales(name: str, scales: tuple[float, ...]) -> None:
 
 
 @judging.not_on_the_cpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, HALF], ids=str)
+def test_max_scores_change_no_bit_of_the_output(dtype: torch.dtype) -> None:
+    for score in (None, lambda s, b, h, i, j: s + (i - j), lambda s, b, h, i, j: s * s, lambda s, b, h, i, j: s * 2):
+        for kind in KINDS:
+            q, k, v = qkv(dtype=dtype, kind=kind)
+            out, aux = flex(q, k, v, score, return_aux=anyattn.AuxRequest(max_scores=True))
+            both, more = flex(q, k, v, score, return_aux=anyattn.AuxRequest(lse=True, max_scores=True))
+            assert same(flex(q, k, v, score), out) and same(out, both) and same(aux.max_scores, more.max_scores)
+
+
+@judging.not_on_the_cpu
 def test_lse_changes_no_bit_of_the_output() -> None:
     q, k, v = qkv(1, 2, 2)
     alone = flex(q, k, v, None, masks.causal())

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from unhindered import CLOCK
+from counting import PYTHON_CALLS
+from limits import HANG
 
 import anyattn
 from anyattn import masks, oracle
@@ -180,9 +181,9 @@ def test_a_tensor_that_does_not_fit_is_an_error_not_a_launch() -> None:
 
 
 SCRIPT = (
-    CLOCK
+    PYTHON_CALLS
     + """
-import json, sys
+import json
 import torch
 import anyattn
 from anyattn import masks, scores
@@ -190,11 +191,9 @@ torch.cuda.init()
 g = torch.Generator("cuda").manual_seed(3)
 q, k, v = (torch.randn(2, 4, 300, 128, generator=g, device="cuda").bfloat16() for _ in range(3))
 torch.cuda.synchronize()
-started = clock()
-out = anyattn.flex_attention(q, k, v, scores.softcap(5.0), mask_mod=masks.causal(), backend="hopper")
-torch.cuda.synchronize()
-seconds = clock() - started
-print(json.dumps({"seconds": seconds, "compiler": "cutlass" in sys.modules, "sum": out.view(torch.int16).long().sum().item()}))
+outs = []
+calls = calls_of(lambda: outs.append(anyattn.flex_attention(q, k, v, scores.softcap(5.0), mask_mod=masks.causal(), backend="hopper")))
+print(json.dumps({"calls": calls, "compiler": "cutlass" in sys.modules, "sum": outs[0].view(torch.int16).long().sum().item()}))
 """
 )
 
@@ -203,13 +202,13 @@ def test_another_process_loads_what_one_compiled(tmp_path: Path) -> None:
     def process(**more: str) -> dict[str, Any]:
         path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
         environment = {**os.environ, "PYTHONPATH": path, "ANYATTN_CACHE_DIR": str(tmp_path), **more}
-        done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=240)
+        done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=HANG)
         assert done.returncode == 0, done.stderr[-3000:]
         found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
         return found
 
     cold, warm, memory = process(), [process() for _ in range(3)], process(ANYATTN_CACHE="0")
-    print("first call: cold", cold["seconds"], "warm", [w["seconds"] for w in warm], "in memory", memory["seconds"])
+    print("Python's calls in a first call: cold", cold["calls"], "warm", [w["calls"] for w in warm], "in memory", memory["calls"])
     assert len({p["sum"] for p in (cold, memory, *warm)}) == 1
     assert cold["compiler"] and not any(w["compiler"] for w in warm)
-    assert min(w["seconds"] for w in warm) < 0.5 and cold["seconds"] < 5
+    assert all(2 * w["calls"] < cold["calls"] for w in warm)  # the seconds of a first call are the benchmark's (benchmarks/gpu/probes.py)

@@ -16,6 +16,7 @@ from typing import Any
 import judging_gpu as judging
 import pytest
 from killers_gpu import KILLERS
+from limits import HANG
 
 from anyattn.testing import hopper_mutants
 
@@ -24,7 +25,6 @@ judging.needs_the_backend(only="hopper")
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
-PATIENCE = 200  # seconds; a check takes ten
 AT_ONCE = max(1, min(12, len(os.sched_getaffinity(0)) - 2))
 
 
@@ -38,7 +38,7 @@ def run(names: list[str], path: Path, before: tuple[str, ...] = (), **more: str)
     found = os.pathsep.join([str(path), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": found, "OMP_NUM_THREADS": "1", **more}
     command = [*before, sys.executable, str(HERE / "killers_gpu.py"), *names]
-    return subprocess.run(command, env=environment, cwd=path, capture_output=True, text=True, timeout=PATIENCE)
+    return subprocess.run(command, env=environment, cwd=path, capture_output=True, text=True, timeout=HANG)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import judging_gpu as judging
 import pytest
 import ragged_gpu as ragged
 import torch
-from judging_gpu import DEVICE, KINDS, Capturing, flex, for_library, judge, qkv, random, same, surrounded
+from judging_gpu import DEVICE, KINDS, Capturing, for_library, judge, qkv, random, same, surrounded
 from ragged_gpu import FORMS, drawn
 
 import anyattn
@@ -115,10 +115,8 @@ def test_lists_that_the_call_brings() -> None:
 
 def test_heads_that_see_other_keys_stay_apart() -> None:
     mask = lambda b, h, i, j: (j <= i + 10 * h) & (j > i - 90)
-    judge(qkv(2, 16, 2, 9, SK), mask=mask)
-    with pytest.raises(anyattn.BackendError, match="pack_gqa=True") if judging.BACKEND == "hopper" else pytest.raises(AssertionError):
-        flex(*qkv(2, 16, 2, 9, SK), mask=mask, **SHARE)
-        raise AssertionError
+    for preferred in ({}, SHARE, APART):
+        judge(qkv(2, 16, 2, 9, SK), mask=mask, **preferred)
 
 
 def test_what_lies_around_is_not_read() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from anyattn.geometry.seqlen_info import SeqlenInfoQKNewK
-from anyattn.kvcache.append import append, check_apart, check_append, check_pages, slots
+from anyattn.kvcache.append import append, check_apart, check_append, check_disjoint, check_pages, slots
 
 Slot = tuple[int, int]
 
@@ -261,3 +261,54 @@ def test_expanded_caches(dim: int) -> None:
     check_apart("v_cache", expanded.contiguous())
     one = torch.zeros(shape)
     check_apart("v_cache", one.as_strided(shape, [0 if n == 1 else s for n, s in zip(shape, one.stride())]))  # size 1: any stride will do
+
+
+def overlapping(a: Tensor, b: Tensor) -> bool:
+    """By marking every element of a."""
+    a.zero_(), b.zero_()
+    a.fill_(1)
+    return bool(b.any())
+
+
+def test_caches_that_share_an_element_are_told_from_those_that_interleave() -> None:
+    """Views of one tensor cut in every way: refused exactly where a write through one shows in the other."""
+    rng, seen = random.Random(3), {True: 0, False: 0}
+    for _ in range(600):
+        pool = torch.zeros(4, 2, 6, 2, 3, 4)
+        views = []
+        for _ in range(2):
+            kind, at = rng.choice(["pages", "places", "heads", "dims"]), rng.randrange(2)
+            if kind == "dims":
+                view = pool[:, at, ..., 0, at * 2 : at * 2 + 2]
+            else:
+                view = pool[:, at, ..., 0, :] if kind != "heads" else pool[:, 0, :, at, :, :]
+            first, step, last = rng.randrange(3), rng.randint(1, 2), rng.randint(3, 4)
+            views.append(view[first:last:step, rng.randrange(2) :: rng.randint(1, 3)])
+        wanted = overlapping(*views)
+        seen[wanted] += 1
+        try:
+            check_disjoint(*views)
+        except ValueError:
+            assert wanted
+        else:
+            assert not wanted
+    assert min(seen.values()) > 100
+
+
+def test_caches_of_other_memory_sizes_and_steps() -> None:
+    flat = torch.zeros(1000)
+    for a, b, wanted in [
+        ((0, (3, 5), (7, 2)), (1, (3, 5), (7, 2)), True),  # 1 + 2 * 3 = 7
+        ((0, (3, 3), (7, 2)), (1, (3, 3), (7, 2)), False),
+        ((0, (4, 4), (9, 1)), (5, (4, 4), (9, 1)), False),
+        ((0, (4, 4), (9, 1)), (5, (4, 5), (9, 1)), True),
+        ((0, (4, 4), (6, 4)), (1, (4, 4), (10, 2)), False),  # even against odd
+        ((0, (4, 0), (6, 4)), (0, (4, 4), (10, 2)), False),
+    ]:
+        one, other = (torch.as_strided(flat, size, stride, start) for start, size, stride in (a, b))
+        assert overlapping(one, other) == wanted or 0 in one.shape
+        if wanted:
+            with pytest.raises(ValueError, match=r"k_cache and v_cache share memory .*so v would be written over k"):
+                check_disjoint(one, other)
+        else:
+            check_disjoint(one, other)

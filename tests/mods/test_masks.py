@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import anyattn
 from anyattn import masks
 from anyattn.mods.evaluate import evaluate
 from anyattn.mods.trace import trace
@@ -139,3 +140,32 @@ def test_bad_arguments(case):
     make, error, words = BAD[case]
     with pytest.raises(error, match=words):
         make()
+
+
+@pytest.mark.parametrize("offset", [0, 1, 10, 64, 130])
+@pytest.mark.parametrize("drafts", [5, 70])
+def test_tree_behind_a_cached_prefix(offset, drafts):
+    """Every draft sees the prefix; where q_idx is a place among the keys, rows are counted from the first query."""
+    bits = torch.rand(drafts, drafts, generator=torch.Generator().manual_seed(offset)) < 0.5
+    words = torch.zeros(drafts, -(-drafts // 64), dtype=torch.int64)
+    for j in range(drafts):
+        words[:, j // 64] |= bits[:, j].to(torch.int64) << (j % 64)
+    sees = lambda b, i, j: j < offset or bool(bits[i, j - offset])
+    is_exactly(masks.tree(words, offset), sees, drafts, offset + drafts)
+    batch = [offset, offset + 3]
+    by_entry = masks.tree(words, torch.tensor(batch))
+    is_exactly(by_entry, lambda b, i, j: j < batch[b] or (j < batch[b] + drafts and bool(bits[i, j - batch[b]])), drafts, offset + drafts)
+    placed = masks.tree(words, torch.tensor(batch), torch.tensor(batch))
+    q, k, v = torch.randn(2, drafts, 2, 16), *torch.randn(2, 2, offset + 3 + drafts, 2, 16)
+    lengths = torch.tensor(batch) + drafts
+    decoded = anyattn.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, mask_mod=placed)
+    for b, n in enumerate(lengths.tolist()):
+        alone = anyattn.flash_attn_func(q[b : b + 1], k[b : b + 1, :n], v[b : b + 1, :n], mask_mod=masks.tree(words, batch[b]))
+        assert float((decoded[b] - alone[0]).abs().max()) <= 32 * torch.finfo(q.dtype).eps * float(v.abs().max())
+
+
+def test_tree_offsets_that_cannot_be_are_refused():
+    words = torch.zeros(4, dtype=torch.int64)
+    for options, message in (({"offset": -1}, "offset"), ({"offset": 1.0}, "offset"), ({"first_query": torch.zeros(2)}, "first_query")):
+        with pytest.raises((ValueError, TypeError), match=message):
+            masks.tree(words, **options)

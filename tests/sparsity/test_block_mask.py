@@ -2,16 +2,22 @@
 
 import copy
 import pickle
-import resource
 
 import pytest
 import torch
+from counting import peak_bytes
 from torch.nn.attention import flex_attention as torch_flex
 from torch.utils import _pytree as pytree
 
-from anyattn import ModError
+from anyattn import ModError, flash_attn_func, flex_attention
 from anyattn.mods import masks
-from anyattn.sparsity import BlockMask, BlockSparseTensors, create_block_mask
+from anyattn.sparsity import (
+    BlockMask,
+    BlockSparseTensors,
+    compute_block_sparsity,
+    compute_varlen_block_sparsity,
+    create_block_mask,
+)
 from anyattn.testing.tiles import brute_classes, dense, library_masks, random_mask
 
 SIDES = ("kv", "full_kv", "q", "full_q")
@@ -206,6 +212,103 @@ def test_is_exact_ends_with_an_assignment():
     assert create_block_mask(lambda b, h, q, k: q + b >= k, 2, None, 64, 64, "cpu", 16).is_exact
 
 
+def test_is_exact_ends_with_a_write():
+    for field in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"):
+        mask = create_block_mask(masks.causal(), 1, 1, 64, 64, "cpu", 16)
+        before = copy.deepcopy(mask)
+        getattr(mask, field)[0, 0, 1:].zero_()
+        assert not mask.is_exact and before.is_exact
+        for copied in (mask[:, :, 1:], mask.contiguous(), copy.copy(mask), copy.deepcopy(mask)):
+            assert not copied.is_exact
+
+
+def test_is_exact_is_known_of_what_inference_mode_made():
+    with torch.inference_mode():
+        mask = create_block_mask(masks.causal(), 1, 1, 64, 64, "cpu", 16)
+        part = mask[:, :, 2:]
+        assert mask.is_exact and part.is_exact and not part.kv_indices.is_inference()
+        part.kv_indices.zero_()
+    assert mask.is_exact and not part.is_exact
+
+
+def test_pickled_masks_stay_exact_or_not():
+    mask = create_block_mask(masks.causal(), 1, 1, 64, 64, "cpu", 16)
+    mask.mask_mod = torch_flex.noop_mask  # which can be pickled
+    assert not pickle.loads(pickle.dumps(mask)).is_exact
+    mask = create_block_mask(torch_flex.noop_mask, 1, 1, 64, 64, "cpu", 16)
+    assert mask.is_exact and pickle.loads(pickle.dumps(mask)).is_exact
+    mask.full_kv_num_blocks.zero_()
+    assert not pickle.loads(pickle.dumps(mask)).is_exact
+
+
+@pytest.mark.parametrize("length", [2**30 + 1, 2**31, 2**31 + 128, 2**40])
+def test_lengths_beyond_32_bits_are_refused(length):
+    for made in (
+        lambda: create_block_mask(lambda b, h, q, k: k >= q - 5, 1, 1, 1, length, "cpu", 2**24),
+        lambda: create_block_mask(lambda b, h, q, k: k >= q - 5, 1, 1, length, 1, "cpu", 2**24),
+        lambda: compute_block_sparsity(16, 2**24, 1, 1, 1, length, lambda b, h, q, k: k >= q, device="cpu"),
+        lambda: compute_varlen_block_sparsity(
+            16, 2**24, 1, lambda b, h, q, k: k >= q, cu_seqlens_q=torch.tensor([0, 1]), cu_seqlens_k=torch.tensor([0, length])
+        ),
+    ):
+        with pytest.raises(ValueError, match=f" {length}; wanted at most 1073741824"):
+            made()
+
+
+def test_the_longest_length_is_exact():
+    mask = create_block_mask(lambda b, h, q, k: k >= 2**30 - 5, 1, 1, 3, 2**30, "cpu", (3, 2**24))
+    assert mask.kv_num_blocks.tolist() == [[[1]]] and int(mask.kv_indices[0, 0, 0, 0]) == 63
+
+
+@pytest.mark.parametrize("size", [10**9, 2**30, 2**40])
+def test_a_block_far_longer_than_the_sequences_is_one_block(size):
+    """In the time of the sequences, not of the block."""
+    for mask in (masks.causal(), lambda b, h, q, k: (q * 7 + k * 5) % 3 == 0):
+        made = create_block_mask(mask, 1, 1, 50, 50, "cpu", size)
+        assert made.kv_num_blocks.tolist() == [[[1]]] and made.kv_indices.shape == (1, 1, 1, 1)
+        q, k, v = torch.randn(3, 1, 1, 50, 16)
+        assert torch.equal(flex_attention(q, k, v, block_mask=made), flex_attention(q, k, v, mask_mod=mask))
+        lists = compute_block_sparsity(size, size, 1, 1, 50, 50, mask, device="cpu")
+        assert lists.grid == (1, 1) and lists.visited().tolist() == [[[1]]]
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        out = flash_attn_func(q, k, v, mask_mod=mask, block_sparse_tensors=lists)
+        assert float((out - flash_attn_func(q, k, v, mask_mod=mask)).abs().max()) <= 32 * torch.finfo(out.dtype).eps * float(v.abs().max())
+
+
+def test_torchs_empty_block_mask_is_no_mask():
+    q, k, v = torch.randn(3, 2, 4, 50, 16)
+    empty = torch_flex._create_empty_block_mask(q, k)
+    for given in (empty, BlockMask.from_torch(empty)):
+        for _ in range(2):
+            assert torch.equal(flex_attention(q, k, v, block_mask=given), flex_attention(q, k, v))
+        mask = masks.causal()
+        assert torch.equal(flex_attention(q, k, v, block_mask=given, mask_mod=mask), flex_attention(q, k, v, mask_mod=mask))
+    call = torch.compile(lambda q: flex_attention(q, k, v, block_mask=empty), backend="eager", fullgraph=True)
+    assert torch.equal(call(q), torch.compile(lambda q: flex_attention(q, k, v), backend="eager", fullgraph=True)(q))
+    empty.kv_num_blocks.zero_()
+    with pytest.raises(ValueError, match="block_mask was made for lengths"):
+        flex_attention(q, k, v, block_mask=empty)
+
+
+def listed(count):
+    """Two rows of lists with room for 8 blocks, of which the second has so many."""
+    return torch.tensor([[[8, count]]], dtype=torch.int32), torch.arange(8, dtype=torch.int32).expand(1, 1, 2, 8).contiguous()
+
+
+@pytest.mark.parametrize("count", [9, 99, -1])
+def test_counts_that_cannot_be_are_refused(count):
+    good, bad = listed(3), listed(count)
+    for name, arguments in (("kv_num_blocks", bad), ("full_kv_num_blocks", (*good, *bad))):
+        for options in ({}, {"compute_q_blocks": False}):
+            with pytest.raises(ValueError, match=rf"^{name} holds .*; wanted 0 to 8"):
+                BlockMask.from_kv_blocks(*arguments, BLOCK_SIZE=16, **options)
+    for name, arguments in (("mask_block_cnt", bad), ("full_block_cnt", (*good, *bad))):
+        with pytest.raises(ValueError, match=rf"^{name} holds .*; wanted 0 to 8"):
+            BlockSparseTensors(*arguments, tile=(16, 16))
+    with pytest.raises(ValueError, match="the count of a row's partial blocks holds"):
+        BlockSparseTensors.from_block_mask(torch_flex.BlockMask.from_kv_blocks(*bad, BLOCK_SIZE=16, compute_q_blocks=False))
+
+
 def test_copies():
     mask = create_block_mask(document_causal, 1, 1, 100, 100, "cpu", 32)
     mask.kv_indices = mask.kv_indices.transpose(-1, -2).contiguous().transpose(-1, -2)
@@ -293,8 +396,8 @@ def test_bad_arguments(change, error, message):
 
 def test_a_long_mask_stays_small():
     """131,072 x 131,072 pairs would take 16 GiB; the lists of both directions take 16 MB."""
-    ids = torch.arange(2**17) // 3000
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    mask = create_block_mask(masks.document(ids) & masks.causal(), None, None, 2**17, 2**17, "cpu")
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300 * 1024
+    whole = masks.document(torch.arange(2**17) // 3000) & masks.causal()
+    made = []
+    assert peak_bytes(lambda: made.append(create_block_mask(whole, None, None, 2**17, 2**17, "cpu"))) < 100 * 2**20
+    (mask,) = made
     assert mask.kv_indices.shape == (1, 1, 1024, 1024) and int(mask.kv_num_blocks.sum()) < 4 * 1024

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from anyattn import flash_attn_func
 from anyattn.mods import masks
 from anyattn.sparsity import BlockMask, BlockSparseTensors, compute_block_sparsity, create_block_mask
 from anyattn.sparsity import lists as between
@@ -106,13 +107,20 @@ def lists_of(mask_cnt, mask_idx, full_cnt=None, full_idx=None, **kwargs):
     return BlockSparseTensors(*map(as_int, (mask_cnt, mask_idx, full_cnt, full_idx)), **{"tile": (16, 16), **kwargs})
 
 
+def written(cnt, idx, count):
+    """Lists whose count was changed behind the checks of their making."""
+    made = lists_of(cnt, idx)
+    made.mask_block_cnt.fill_(count)
+    return made
+
+
 def test_validate():
     lists_of([2, 0], [[0, 2, 0], [0, 0, 0]], [1, 1], [[1, 0, 0], [2, 0, 0]]).validate()
     for bad, message in [
         (lists_of([2], [[2, 0, 0]]), "mask_block_idx is not strictly increasing"),
         (lists_of([2], [[1, 1, 0]]), "not strictly increasing"),
-        (lists_of([4], [[0, 1, 2]]), "mask_block_cnt holds 4 to 4; wanted 0 to 3"),
-        (lists_of([-1], [[0, 1, 2]]), "mask_block_cnt holds -1"),
+        (written([2], [[0, 1, 2]], 4), "mask_block_cnt holds 4 to 4; wanted 0 to 3"),
+        (written([2], [[0, 1, 2]], -1), "mask_block_cnt holds -1"),
         (lists_of([1], [[3, 0, 0]]), "outside 0 to 2"),
         (lists_of([1], [[0, 0, 2]]), "not 0 after the listed"),
         (lists_of([1], [[1, 0, 0]], [2], [[0, 1, 0]]), "tile 1 of row 0 .b=0, h=0. is listed as mask block and as full block"),
@@ -131,7 +139,7 @@ def test_bad_construction():
         (([0], idx), {"tile": 16}, TypeError, "mask_block_cnt is a list"),
         ((cnt[0], idx), {"tile": 16}, ValueError, "wanted 3 dimensions"),
         ((cnt, idx[:, :, :1]), {"tile": 16}, ValueError, r"wanted \(B, H, M\) and \(B, H, M, N\)"),
-        ((cnt, idx, cnt, idx[..., :2]), {"tile": 16}, ValueError, "wanted the same"),
+        ((cnt, idx, cnt[..., :1], idx[:, :, :1]), {"tile": 16}, ValueError, "wanted the same"),
         (
             (cnt, idx),
             {"tile": 16, "lengths": (16, 48)},
@@ -206,3 +214,46 @@ def test_transposed_lists_are_kept_until_someone_writes():
     with torch.inference_mode():
         uncounted = causal_768_896()
     assert kept_transposed(uncounted) is not kept_transposed(uncounted)
+
+
+@pytest.mark.parametrize("has_lengths", [True, False], ids=["lengths", "no lengths"])
+@pytest.mark.parametrize("lengths", [(64, 96), (50, 90)])
+def test_compact_lists_are_the_wide_ones(lengths, has_lengths):
+    """[B, H, M, most] with fewer columns than key tiles: in every reading, and in a call, forward and backward."""
+    mask = masks.sliding_window(20, 0, offset=lengths[1] - lengths[0])
+    wide = compute_block_sparsity(16, 16, 1, 1, *lengths, mask, device="cpu")
+    most = [int(c.max()) for c in (wide.mask_block_cnt, wide.full_block_cnt)]
+    assert max(most) < wide.grid[1] and most[0] != most[1]
+    cut = (wide.mask_block_cnt, wide.mask_block_idx[..., : most[0]].contiguous(), wide.full_block_cnt, wide.full_block_idx[..., : most[1]])
+    compact = BlockSparseTensors(*cut, tile=(16, 16), lengths=lengths if has_lengths else None)
+    if has_lengths:
+        compact.validate()
+        assert compact.grid == wide.grid and torch.equal(compact.classes(), wide.classes())
+        for made in (BlockSparseTensors.transposed, lambda x: x.retile(32, 16), lambda x: x.retile(8, 8), lambda x: x.to_block_mask(mask)):
+            a, b = ([t for t in vars(made(x)).values() if isinstance(t, torch.Tensor)] for x in (compact, wide))
+            assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    found = []
+    for lists in (compact, wide):
+        q, k, v = (torch.randn(1, n, 2, 16, generator=torch.Generator().manual_seed(3)) for n in (lengths[0], lengths[1], lengths[1]))
+        tensors = [t.requires_grad_() for t in (q, k, v)]
+        for _ in range(2):
+            out = flash_attn_func(*tensors, mask_mod=mask, block_sparse_tensors=lists)
+        found.append([out, *torch.autograd.grad(out.square().sum(), tensors)])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_compact_lists_with_a_column_that_there_is_not_are_refused():
+    count, index = torch.ones(1, 1, 2, dtype=torch.int32), torch.full((1, 1, 2, 1), 7, dtype=torch.int32)
+    BlockSparseTensors(count, index, tile=16, lengths=(32, 128)).validate()
+    with pytest.raises(ValueError, match="lists a tile outside 0 to 6"):
+        BlockSparseTensors(count, index, tile=16, lengths=(32, 112)).validate()
+    q, k = torch.randn(1, 32, 1, 16), torch.randn(1, 112, 1, 16)
+    with pytest.raises(ValueError, match="name column 7"):
+        flash_attn_func(q, k, k, block_sparse_tensors=BlockSparseTensors(count, index, tile=16))
+    twice = torch.tensor([[[[1, 1], [0, 1]]]], dtype=torch.int32)
+    with pytest.raises(ValueError, match="mask_block_idx is not strictly increasing"):
+        flash_attn_func(q, k, k, block_sparse_tensors=BlockSparseTensors(2 * count, twice, tile=16))
+    with pytest.raises(ValueError, match="is listed as mask block and as full block"):
+        flash_attn_func(q, k, k, block_sparse_tensors=BlockSparseTensors(count, index * 0, count, index * 0, tile=16))
+    with pytest.raises(ValueError, match="has 2 x 9 tiles"):
+        flash_attn_func(q, k, k, block_sparse_tensors=BlockSparseTensors(count, index.expand(1, 1, 2, 9) * 0, tile=16))

@@ -124,6 +124,17 @@ def test_exact_zero_is_demanded_where_the_plain_formula_gives_it():
     assert budget.share(got, exact, plain) == math.inf
 
 
+def test_rows_that_see_nothing_are_no_errors_of_an_lse():
+    """An LSE's row is all queries of a head: those that see nothing make neither an error nor a statistic of more of them."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, n, 16, generator=g) for n in (300, 2, 2))
+    among_many = rounding(q, k, v, mask=lambda b, h, i, j: j <= i - 298).lse
+    alone = rounding(q[:, :, 298:], k, v, mask=lambda b, h, i, j: j <= i).lse
+    for many, few in zip(among_many, alone):
+        assert not bool(many[..., :298].any())
+        assert bool(((many[..., 298:] / few - 1).abs() < 1e-6).all())
+
+
 def test_the_message_names_what_failed_and_where():
     exact, plain, _ = rows(0)
     got = exact.clone()

@@ -20,6 +20,7 @@ import test_flash_varlen as varlen
 import test_known_cache_calls as known_calls
 import test_kvcache as kvcache
 from calls import judge, results
+from machines import PLAIN, WITH_BF16, planned_for
 
 import anyattn
 from anyattn.testing import cases, mutants
@@ -180,6 +181,13 @@ CHECKS: dict[str, Callable[[], None]] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def cpu():
+    """Whole spans are for a CPU with bfloat16 products, and streaming is for all else."""
+    with planned_for(WITH_BF16):
+        yield
+
+
 @pytest.mark.parametrize("name", CHECKS)
 def test_without_a_bug_the_checks_pass(name):
     CHECKS[name]()
@@ -191,6 +199,12 @@ def test_killed(name):
     with mutants.active(name), pytest.raises((AssertionError, RuntimeError, IndexError)):
         check()
     check()  # and the bug is gone afterwards
+
+
+@pytest.mark.parametrize("name", [name for name in CHECKS if "half" in name])
+def test_the_checks_of_half_precision_pass_on_a_cpu_without_it(name):
+    with planned_for(PLAIN):
+        CHECKS[name]()
 
 
 def test_there_are_enough():

@@ -58,7 +58,6 @@ def test_whole_numbers(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("capability", [*GENERATIONS, *SMALL_ONES], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], **NAMES)
 @pytest.mark.parametrize(("d", "dv"), [(16, 16), (32, 32), (64, 64), (72, 72), (128, 128), (192, 128), (256, 256)])
@@ -67,11 +66,36 @@ def test_every_head_dim(d: int, dv: int, dtype: torch.dtype, capability: tuple[i
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("capability", GENERATIONS, ids=str)
 @pytest.mark.parametrize("variant", cases.VARIANTS)
 def test_every_variant(variant: str, capability: tuple[int, int]) -> None:
     checked(capability, 64, 64, torch.bfloat16, variant)
+
+
+def test_many_values_leave_registers_to_spare() -> None:
+    """Whose loops spilled in the tables' tiles has others; of what was measured on a GPU every tile is the table's."""
+    from anyattn.backends.triton.config import Shape, Tiles, backward_tiles, forward_tiles
+
+    bf16 = torch.bfloat16
+    gated, softcap, listed = Shape(64, 64, bf16, True, 1, has_pairs=True), Shape(64, 64, bf16, True), Shape(64, 64, bf16, asks=True)
+    assert forward_tiles(gated, (8, 0), 4096, False) == Tiles(128, 64, 8, 3)
+    assert forward_tiles(gated, (10, 0), 4096, False) == forward_tiles(listed, (10, 0), 4096, False) == Tiles(128, 64, 8, 3)
+    assert backward_tiles(gated, (9, 0))["dkdv"] == backward_tiles(softcap, (9, 0))["dkdv"] == Tiles(64, 64, 8, 3)
+    for d, columns, has_pairs in itertools.product((64, 128), (0, 1), (False, True)):
+        with_score, plain = Shape(d, d, bf16, True, columns, has_pairs=has_pairs), Shape(d, d, bf16)
+        kept = [
+            forward_tiles(with_score, (9, 0), 4096, False),
+            backward_tiles(with_score, (9, 0))["dq"],
+            *backward_tiles(plain, (9, 0)).values(),
+        ]
+        kept += [backward_tiles(with_score, (9, 0))["dkdv"]] * (d == 128)
+        assert (
+            kept
+            == {
+                64: [Tiles(64, 128, 4, 2), Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 4)],
+                128: [Tiles(64, 64, 4, 3), Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 3), Tiles(64, 128, 8, 3), Tiles(64, 128, 8, 3)],
+            }[d]
+        )
 
 
 @pytest.mark.slow

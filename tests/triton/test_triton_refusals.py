@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from limits import HANG
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -57,7 +58,6 @@ HERE = [  # what the backend itself has not
     (lambda: flex(kernel_options={"tile_m": 100}), ValueError, "tile_m=100", "kernel_options", "powers of two", "wanted 128"),
     (lambda: flex(kernel_options={"tile_m": 2048, "tile_n": 1024}), ValueError, "tile_m=2048", "65536", "wanted smaller"),
     (lambda: flex(dim=256, kernel_options={"tile_m": 256, "tile_n": 256}), ValueError, "tile_m=256", "KiB", "wanted smaller"),
-    (lambda: flex(rows=200, kernel_options={"pack_gqa": True}), BackendError, "pack_gqa=True", "few queries", "pass pack_gqa=None"),
     (lambda: flash_attn_func(*[t(1, 1, 66000, 8)] * 3, backend="triton"), BackendError, "66000 query heads", "65535", "on parts"),
     (lambda: flex_attention(*[t(1, 1, 4, 8).to("meta")] * 3, backend="triton"), BackendError, "on meta", "backend=None"),
 ]
@@ -81,5 +81,5 @@ def test_messages(interprets: bool) -> None:
     """With the interpreter, and on a machine that has no GPU for it."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": str(int(interprets)), "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT % interprets]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
-    assert done.returncode == 0 and "26 refused" in done.stdout, done.stdout + done.stderr[-3000:]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=HANG)
+    assert done.returncode == 0 and "25 refused" in done.stdout, done.stdout + done.stderr[-3000:]

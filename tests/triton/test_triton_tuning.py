@@ -205,7 +205,7 @@ def test_sources_are_kept_to_be_read(cache: DiskCache, monkeypatch: pytest.Monke
     text = "def f():\n    return 1\n"
     generated.load(text, f"test_{generated.digest(str(cache.folder))}")
     (path,) = cache.texts()
-    assert path.read_text() == text and path.stat().st_mode & 0o077 == 0
+    assert path.read_text() == disk_cache.TEXT_HEADER + text and path.stat().st_mode & 0o077 == 0
     code, out, _ = call("cache", "list")
     assert code == 0 and "1 source of Triton kernels" in out and "no kernels" in out
     assert call("cache", "clear")[0] == 0 and not cache.texts()

@@ -9,7 +9,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
-__all__ = ["TYPES", "alike", "divided", "fmod", "in_bits", "limit", "narrow", "power", "select", "shifted", "whole"]
+__all__ = [
+    "TYPES", "alike", "divided", "erfinv", "fmod", "hypot", "in_bits", "limit", "narrow", "power", "select", "shifted", "whole",
+]  # fmt: skip
 
 TYPES = {"float": Float32, "int": Int32, "bool": Boolean}
 _FAR = 2**30  # further than any position; twice that, less one, is still a number of 32 bits
@@ -203,3 +205,38 @@ def _whole_power(base: Any, exponent: int) -> Any:
         return select(base == 1, 1, select(base == -1, minus_one, 0, "int"), "int")
     found = _product(Int64(base) if exponent > 2 else whole(base), exponent)
     return 1 if found is None else found
+
+
+# ---- functions that CuTe lacks
+
+
+def hypot(x: Any, y: Any) -> Any:
+    """The root of two squares that neither overflow nor vanish."""
+    x, y = cute.math.absf(x), cute.math.absf(y)
+    most, least = select(x > y, x, y, "float"), select(x > y, y, x, "float")
+    slope = least / select(most == 0.0, 1.0, most, "float")
+    found = most * cute.math.sqrt(slope * slope + Float32(1.0))
+    unknown = select((x != x) | (y != y), math.nan, found, "float")
+    return select((x == math.inf) | (y == math.inf), math.inf, unknown, "float")
+
+
+# Chebyshev polynomials fitted to erfinv(x) / x, lowest power first, as functions of w = -log(1 - x * x) less 2.5 while that is under 5, and
+# of its root less 3 elsewhere (M. Giles' variables): to 2e-8.
+_ERFINV_CENTRE = (
+    1.50140936, 0.246640278, -0.00417738847, -0.00125272523, 0.000218345887, -4.97306967e-06, -3.46309307e-06, 4.68266973e-07,
+    2.32648001e-08, -8.94141405e-09,
+)  # fmt: skip
+_ERFINV_TAIL = (
+    2.83297682, 1.00167477, 0.00944424521, -0.00763437481, 0.00569557413, -0.00361036494, 0.00146333532, -3.26567471e-05,
+    -0.00029260459, 9.91220266e-05,
+)  # fmt: skip
+
+
+def erfinv(x: Any) -> Any:
+    w = -cute.math.log((Float32(1.0) - x) * (Float32(1.0) + x))
+    is_near = w < 5.0
+    t = select(is_near, w - Float32(2.5), cute.math.sqrt(select(is_near, 5.0, w, "float")) - Float32(3.0), "float")
+    found = Float32(0.0)
+    for near, far in zip(reversed(_ERFINV_CENTRE), reversed(_ERFINV_TAIL), strict=True):
+        found = found * t + select(is_near, near, far, "float")
+    return select(cute.math.absf(x) == 1.0, x * Float32(math.inf), x * found, "float")

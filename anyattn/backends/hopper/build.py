@@ -22,9 +22,10 @@ from anyattn.backends.hopper.content import ARCH
 from anyattn.backends.hopper.tables_config import TablesConfig
 from anyattn.disk_cache import Payload
 
-__all__ = ["compiled_object", "dlpack_function", "examples", "has_tvm_ffi", "load", "make", "wrapped"]
+__all__ = ["compiled_object", "dlpack_function", "examples", "has_tvm_ffi", "is_loadable", "load", "make", "name_of", "wrapped"]
 
 _FUNCTION = "anyattn_hopper_forward"
+_ELF = b"\x7fELF"  # how object files and shared libraries begin
 _WIDE = (torch.bfloat16, torch.float16)
 
 
@@ -50,12 +51,14 @@ def make(config: Config | TablesConfig, kinds: tuple, may_link: bool = True) -> 
 def _described(config: Config | TablesConfig) -> dict[str, Any]:
     """What ``anyattn cache`` shows of a kernel."""
     if isinstance(config, TablesConfig):
-        return {"name": "tables of sequences", "head_dim": 0, "dtype": "int32"}
-    return {"name": _name(config), "head_dim": config.head_dim, "dtype": "bfloat16" if config.is_bf16 else "float16"}
+        return {"name": name_of(config), "head_dim": 0, "dtype": "int32"}
+    return {"name": name_of(config), "head_dim": config.head_dim, "dtype": "bfloat16" if config.is_bf16 else "float16"}
 
 
-def _name(config: Config) -> str:
+def name_of(config: Config | TablesConfig) -> str:
     """What a person calls the variant."""
+    if isinstance(config, TablesConfig):
+        return "tables of sequences"
     left, right = config.has_left, config.has_right
     band = {(False, False): "full", (False, True): "causal", (True, True): "window", (True, False): "left"}[left, right]
     extras = [
@@ -236,6 +239,13 @@ def _package() -> str:
 _kept: list[Any] = []  # libraries, for as long as the process lives: a kernel may still run when its last caller is gone
 
 
+def is_loadable(payload: Payload) -> bool:
+    """Whether a payload read from disk has the form of what ``make`` returns; its sum says only that nothing was altered since."""
+    facts = payload.facts
+    has_names = all(isinstance(facts.get(name), str) for name in ("function", "runtime"))
+    return has_names and facts.get("form") in ("library", "object") and payload.data.startswith(_ELF)
+
+
 def load(payload: Payload) -> Callable[..., None]:
     """The function in ``payload``. A library is loaded without importing the compiler, which takes half a second.
 
@@ -258,7 +268,10 @@ def load(payload: Payload) -> Callable[..., None]:
 
             module = load_module(str(path), enable_tvm_ffi=True)
         _kept.append(module)
-        return getattr(module, payload.facts["function"])
+        try:
+            return getattr(module, payload.facts["function"])
+        except AttributeError as error:
+            raise OSError(f"a compiled kernel has no function {payload.facts['function']!r}") from error
 
 
 @lru_cache(maxsize=4)

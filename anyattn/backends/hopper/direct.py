@@ -23,11 +23,12 @@ from torch import Tensor
 from anyattn.backends.hopper import build
 from anyattn.backends.hopper.config import MOST, Config, slots
 from anyattn.backends.hopper.launch import indexable, kinds_of
-from anyattn.backends.hopper.packing import groups_of
+from anyattn.backends.hopper.packing import groups_of, why_apart
 from anyattn.backends.hopper.run import CACHE_FOR_KEYS
 from anyattn.backends.hopper.specialise import is_bounded, specialised
 from anyattn.backends.hopper.staging import factored
 from anyattn.backends.hopper.supports import reason_against
+from anyattn.errors import BackendError
 from anyattn.geometry.integers import ceil_div
 from anyattn.geometry.nearby import heads_side_by_side
 from anyattn.mods.native import native_mod
@@ -83,6 +84,9 @@ def describe(
     if special.listed is not None:
         name = predicates[special.listed].name
         raise ValueError(f"mask_mod {name!r} needs lists of tiles; wanted a band such as causal, a CuTe function, or a Config(lists=...)")
+    against = why_apart(special.config, problem.qhead_per_kvhead) if pack_gqa else None
+    if against:
+        raise BackendError(f"pack_gqa=True cannot be had from the Hopper kernel: {against}; pass pack_gqa=False")
     return Described(special.config_for(problem), *special.captured(problem))
 
 

@@ -22,7 +22,21 @@ from cutlass import Float32, Int32, Int64
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
-from anyattn.backends.hopper.arithmetic import TYPES, alike, divided, fmod, in_bits, limit, narrow, power, select, shifted, whole
+from anyattn.backends.hopper.arithmetic import (
+    TYPES,
+    alike,
+    divided,
+    erfinv,
+    fmod,
+    hypot,
+    in_bits,
+    limit,
+    narrow,
+    power,
+    select,
+    shifted,
+    whole,
+)  # fmt: skip
 from anyattn.backends.hopper.native import call_native
 from anyattn.backends.hopper.staging import is_near, is_wide, lines, shared, stages, straight, wraps
 from anyattn.mods.dependence import dependence
@@ -51,6 +65,9 @@ _UNARY: dict[str, Callable] = {
         name: _approximate(getattr(cute.math, name))
         for name in ("exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt", "rsqrt", "sin", "cos", "erf", "floor", "ceil", "trunc")
     },
+    **{name: getattr(cute.math, name) for name in ("atan", "sinh", "cosh")},
+    "tan": lambda x: cute.math.sin(x, fastmath=True) / cute.math.cos(x, fastmath=True),
+    "erfinv": erfinv,
     "round": _approximate(cute.math.roundeven),
     "tanh": _tanh,
     "sigmoid": lambda x: _tanh(Float32(x) * Float32(0.5)) * Float32(0.5) + Float32(0.5),
@@ -261,7 +278,7 @@ def _computed(node: Node, args: list[Any], expr: Expr, tensors: Sequence[Any]) -
     if node.op == "load":
         return _load(node, args, expr, tensors[node.attr], kind)  # type: ignore[index]
     if node.op in _UNARY:
-        return _UNARY[node.op](args[0])
+        return _UNARY[node.op](Float32(args[0]))
     if node.op == "where":
         return select(*args, kind)
     if node.op in ("min", "max"):
@@ -277,6 +294,8 @@ def _computed(node: Node, args: list[Any], expr: Expr, tensors: Sequence[Any]) -
         return select(args[0] > 0, one, select(args[0] < 0, -one, zero, kind), kind)
     if node.op in ("floordiv", "mod"):
         return divided(node.op, *args, kind)
+    if node.op in ("atan2", "hypot"):
+        return (cute.math.atan2 if node.op == "atan2" else hypot)(*(Float32(a) for a in args))
     if node.op in ("fmod", "pow"):
         return (fmod if node.op == "fmod" else power)(*args, kind)
     if node.op in ("shl", "shr"):

@@ -24,7 +24,7 @@ class Epilogue:
 
     @cute.jit
     def finished(self, acc, row_max, row_sum, rate, sink, head):
-        """Divides ``acc`` by the rows' sums; leaves the natural log-sum-exp in ``row_sum`` and the highest score in ``row_max``."""
+        """Divides ``acc`` by the rows' sums; leaves the natural log-sum-exp in ``row_sum``."""
         out = rows_and_columns(acc)
         for r in cutlass.range_constexpr(cute.size(row_max)):
             total = row_sum[r]
@@ -36,14 +36,21 @@ class Epilogue:
                 higher = cute.arch.fmax(top, logit)
                 rescale = select(top == -Float32.inf, Float32(0.0), cute.math.exp2(top - higher, fastmath=True), "float")
                 total = total * rescale + cute.math.exp2(logit - higher, fastmath=True)
-                row_max[r] = top * Float32(math.log(2.0))
                 top = higher
-            else:
-                row_max[r] = top * Float32(math.log(2.0))
             inverse = rescale * cute.arch.rcp_approx(total) if total > 0.0 else Float32(0.0)
             out[r, None].store(out[r, None].load() * inverse)
             found = (top + cute.math.log2(total, fastmath=True)) * Float32(math.log(2.0))
             row_sum[r] = select(total > 0.0, found, -Float32.inf, "float")
+
+    def highest(self, tops: Any, rate: Any) -> Any:
+        """The rows' highest scores, from those of each of the four threads that hold a row; None where they are not wanted."""
+        if tops is None:
+            return None
+        for r in range(cute.size(tops)):
+            for offset in (2, 1):
+                tops[r] = cute.arch.fmax(tops[r], cute.arch.shuffle_sync_bfly(tops[r], offset=offset))
+            tops[r] = tops[r] * rate * Float32(math.log(2.0))
+        return tops
 
     @cute.jit
     def blank(self, mma, thread, outputs, sink, facts):
@@ -70,13 +77,14 @@ class Epilogue:
                         highest[row + facts.q_start, head, facts.q_row] = -Float32.inf
 
     @cute.jit
-    def stored(self, acc, row_max, lse_rows, mma, thread, group, outputs, out_in_smem, facts):
-        """Writes a row tile's output and statistics. outputs: (copy atom, its target, out, lse, highest scores)."""
+    def stored(self, acc, tops, lse_rows, mma, thread, group, outputs, out_in_smem, facts):
+        """Writes a row tile's output and statistics. tops: the rows' highest scores or None. outputs: (copy atom, its target, out, lse,
+        highest scores)."""
         tile_m, head_dim = self.config.tiles.tile_m, self.config.head_dim_v
         atom, target, out, lse, highest = outputs
         positions = rows_and_columns(mma.get_slice(thread).partition_C(cute.make_identity_tensor((tile_m, head_dim))))
         first_row, head, end = self.first_row(positions, facts), self.head(positions, facts), self.rows_end(positions, facts)
-        for statistic, rows in ((lse, lse_rows), (highest, row_max)):
+        for statistic, rows in ((lse, lse_rows), (highest, tops)):
             if const_expr(statistic is not None):
                 if positions[0, 0][1] == 0:  # of the four threads that hold a row, the first
                     for r in cutlass.range_constexpr(cute.size(rows)):

@@ -45,7 +45,7 @@ class HopperForward(Visits, Loads, Gathers, Multiplies, Softmax, Guesses, Epilog
             self.lifts = self.is_bias and any(is_even(e) for e in (self.whole, *(case.expr for case in self.cases)))
         # a bias that is read under the products, or a mod that takes long, measured slower with guesses
         is_light = config.score is None or (self.lifts and not self.foresees)
-        self.guesses = self.shortens or (is_light and not (config.is_bounded or config.has_max))
+        self.guesses = self.shortens or (is_light and not config.is_bounded)
         at = 1 if config.score is not None else 0
         self.band_sides = [(at + i, sides(band)) for i, band in enumerate(config.bands)]
         asked = ((config.partial,) if config.partial else ()) + config.always

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anyattn import disk_cache
+from anyattn import disk_cache, launches
 from anyattn.backends.hopper import build
 from anyattn.backends.hopper.config import Config
 from anyattn.backends.hopper.content import NoContentError, key_of
@@ -46,6 +46,8 @@ def launch(config: Config | TablesConfig, arguments: tuple) -> None:
     strides that are multiples of 16 bytes, the last 1; others are free. Raises ValueError or RuntimeError (tvm-ffi's) where a tensor
     is not so, and what compiling raises, the first time.
     """
+    if launches.noted is not None:
+        launches.noted.append(f"hopper {build.name_of(config)}")
     kinds, is_plain = kinds_of(arguments)
     try:
         function = config.__dict__[_SLOT][kinds]
@@ -147,7 +149,7 @@ def warm(config: Config | TablesConfig, kinds: tuple) -> disk_cache.Payload:
         cache = None
     if cache is None:
         return build.make(config, kinds, may_link=False)  # the compiler is at hand, and loads it without a linker
-    return cache.get_or_make(key, lambda: build.make(config, kinds))
+    return cache.get_or_make(key, lambda: build.make(config, kinds), build.is_loadable)
 
 
 def indexable(item: Any) -> Any:

@@ -44,7 +44,8 @@ class Multiplies:
         positions = rows_and_columns(mma_qk.get_slice(thread).partition_C(cute.make_identity_tensor((tiles.tile_m, tiles.tile_n))))
         shape_s = mma_qk.get_slice(thread).partition_shape_C((tiles.tile_m, tiles.tile_n))
         acc = cute.make_rmem_tensor(mma_pv.get_slice(thread).partition_shape_C((tiles.tile_m, self.config.head_dim_v)), Float32)
-        sums = (acc, *(cute.make_rmem_tensor(cute.size(rows_and_columns(acc), mode=[0]), Float32) for _ in range(3)))
+        per_row = [cute.make_rmem_tensor(cute.size(rows_and_columns(acc), mode=[0]), Float32) for _ in range(3 + self.config.has_max)]
+        sums = (acc, *per_row, *(() if self.config.has_max else (None,)))
         fixed = (mmas, operands, shape_s, positions, pipes, board, group, thread, in_smem)
         given = (scale_log2, self.rate(scale_log2, captured), captured)
         self._first_turn(group)
@@ -104,12 +105,14 @@ class Multiplies:
     def _first(self, fixed, sums, p, given, q_state, k_state, v_state):
         """The first product and softmax of a row tile; its probabilities into ``p``."""
         (mma_qk, _), (q, k, _), shape_s, positions, pipes, board, group, thread, in_smem = fixed
-        acc, row_max, row_sum, row_scale = sums
+        acc, row_max, row_sum, row_scale, tops = sums
         facts, scale_log2, rate, captured, limits = given
         scores = cute.make_rmem_tensor(shape_s, Float32)
         acc.fill(0.0)
         row_max.fill(-Float32.inf)
         row_sum.fill(0.0)
+        if const_expr(tops is not None):
+            tops.fill(-Float32.inf)
         pipes[1].consumer_wait(k_state)
         visit = board[1][k_state.index]
         self._my_turn(group)
@@ -120,6 +123,8 @@ class Multiplies:
         n = visit // 2
         lifts = self.modified(scores, None, positions, n, facts, scale_log2, captured, True)
         self.masked(scores, positions, n, facts, captured, limits, visit % 2, True)
+        if const_expr(tops is not None):
+            self.raise_tops(tops, scores, lifts)
         if const_expr(self.config.is_bounded):
             self.unshifted(scores, row_max, row_sum, rate, True)
         else:
@@ -157,16 +162,17 @@ class Multiplies:
     def _ended(self, fixed, sums, given, outputs, sink, q_state, work_state):
         """A row tile's output and statistics on their way. Its facts are read again rather than kept in registers."""
         (_, mma_pv), _, _, positions, _, board, group, thread, in_smem = fixed
-        acc, row_max, row_sum, _ = sums
+        acc, row_max, row_sum, _, tops = sums
         facts = self._facts(board[0], work_state)
         self.finished(acc, row_max, row_sum, given[1], sink, self.head(positions, facts))
-        self.stored(acc, row_max, row_sum, mma_pv, thread, group, outputs, in_smem[3][None, None, q_state.index], facts)
+        tops = self.highest(tops, given[1])
+        self.stored(acc, tops, row_sum, mma_pv, thread, group, outputs, in_smem[3][None, None, q_state.index], facts)
 
     @cute.jit
     def _step(self, fixed, sums, p, given, q_state, k_state, v_state, is_masked: cutlass.Constexpr):
         """The first product of a tile and the second of the tile before it, then the softmax of the tile."""
         (mma_qk, mma_pv), (q, k, v), shape_s, positions, pipes, board, group, _, _ = fixed
-        acc, _, _, row_scale = sums
+        acc, _, _, row_scale, _ = sums
         facts, _, _, captured, _ = given
         asks = is_masked or len(self.config.always) > 0
         scores = cute.make_rmem_tensor(shape_s, Float32)
@@ -199,13 +205,15 @@ class Multiplies:
     def _taken(self, fixed, sums, p, given, of_tile, is_masked: cutlass.Constexpr, asks: cutlass.Constexpr):
         """A tile's softmax as a whole, its probabilities into ``p``; whether ``acc`` is to be rescaled."""
         _, _, _, positions, pipes, _, _, _, _ = fixed
-        _, row_max, row_sum, row_scale = sums
+        _, row_max, row_sum, row_scale, tops = sums
         facts, scale_log2, rate, captured, limits = given
         scores, ahead, n, v_state = of_tile
         rescales = cutlass.Boolean(False)
         lifts = self.modified(scores, ahead, positions, n, facts, scale_log2, captured, False)
         if const_expr(asks):
             self.masked(scores, positions, n, facts, captured, limits, Int32(1) if is_masked else Int32(0), False)
+        if const_expr(tops is not None):
+            self.raise_tops(tops, scores, lifts)
         if const_expr(self.config.is_bounded):
             self.unshifted(scores, row_max, row_sum, rate, asks)
         else:
@@ -219,7 +227,7 @@ class Multiplies:
     def _guessed(self, fixed, sums, p, given, of_tile):
         """The same for a bare tile by a guess, and where that was wrong once more."""
         _, _, shape_s, positions, pipes, _, _, _, _ = fixed
-        _, row_max, row_sum, row_scale = sums
+        _, row_max, row_sum, row_scale, tops = sums
         facts, scale_log2, rate, captured, _ = given
         scores, ahead, n, v_state = of_tile
         powers = cute.make_rmem_tensor(shape_s, Float32)
@@ -227,6 +235,8 @@ class Multiplies:
         lifts, rescales = None, cutlass.Boolean(False)
         if const_expr(not self.shortens):
             lifts = self.modified(scores, ahead, positions, n, facts, scale_log2, captured, False)
+        if const_expr(tops is not None):
+            self.raise_tops(tops, scores, lifts)
         is_right = self.guessed(scores, lifts, powers, added, row_max, positions, facts, scale_log2, rate, captured)
         warpgroup.wait_group(0)
         pipes[2].consumer_release(v_state)

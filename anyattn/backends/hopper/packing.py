@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from anyattn.backends.hopper.config import PACKED
+from anyattn.backends.hopper.config import PACKED, Config
 from anyattn.backends.hopper.staging import is_foreseen
-from anyattn.errors import BackendError
 from anyattn.geometry.integers import ceil_div
 from anyattn.geometry.stored import MANY_QUERIES, queries_each
 from anyattn.mods.dependence import dependence
 from anyattn.mods.ir import Expr
 from anyattn.problem import Problem
 
-__all__ = ["groups_of", "heads_per_tile", "reason_against_packing", "row_tiles"]
+__all__ = ["groups_of", "heads_per_tile", "reason_against_packing", "row_tiles", "why_apart"]
 
 _WORTH = 0.9  # of the row tiles that heads apart make: fewer than so many are worth a kernel that packs
 
@@ -21,20 +20,14 @@ _WORTH = 0.9  # of the row tiles that heads apart make: fewer than so many are w
 def heads_per_tile(problem: Problem, score: Expr | None, tile_m: int, fields: dict[str, Any], asked: bool | None = None) -> int:
     """How many heads share a row tile of ``tile_m`` rows, 1 for none.
 
-    score: the kernel's. fields: the config's that say what lists and bands there are. asked: insists, either way.
+    score: the kernel's. fields: the config's that say what lists and bands there are. asked: what is preferred; where the heads of a group
+    do not see the same tiles they are apart all the same.
 
     A tile takes the time of its keys, however many of its rows are in use: packing pays where it makes fewer tiles. Only sizes that the
     host knows decide, and there are few kernels: 4 or 8 heads, whatever the ratio.
-
-    Raises ``BackendError`` where packing is asked for and the heads of a group do not see the same tiles.
     """
     ratio = problem.qhead_per_kvhead
-    if asked is False or ratio == 1:
-        return 1
-    against = reason_against_packing(fields)
-    if against:
-        if asked:
-            raise BackendError(f"pack_gqa=True cannot be had from the Hopper kernel: {against}; pass pack_gqa=None to leave it open")
+    if asked is False or ratio == 1 or reason_against_packing(fields):
         return 1
     # of 4 heads a thread's rows lie 2 positions apart: no two of its scores lie on one diagonal, and it cannot keep them all ahead
     is_wide = score is not None and is_foreseen(score)
@@ -51,6 +44,13 @@ def reason_against_packing(fields: dict[str, Any]) -> str | None:
     if any(d.h for band in fields.get("bands", ()) for d in dependence(band)):
         return "the keys that a row may see differ from head to head"
     return None
+
+
+def why_apart(config: Config, ratio: int) -> str | None:
+    """Why a config whose heads should share row tiles has them apart, None where they share or there is nothing to share."""
+    if config.heads_per_tile > 1 or ratio == 1:
+        return None
+    return reason_against_packing({"per_head": config.per_head, "spread": config.spread, "bands": config.bands})
 
 
 def _queries(problem: Problem) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from anyattn.geometry.stored import StoredSequences
 from anyattn.plan import Plan
 from anyattn.problem import Problem
 from anyattn.sparsity.documents import DocumentTables, over_sequences, tables_of
+from anyattn.strides import empty_in_order
 
 __all__ = ["CACHE_FOR_KEYS", "Result", "config_of", "forward", "runs_documents"]
 
@@ -55,13 +57,14 @@ class _Ready(NamedTuple):
     """A launch that was made once. All calls of the same facts whose tables are none, or are known to be these, differ in tensors, scale
     and captured values alone.
 
-    known: where the kernel is from; it is empty once the kernels are forgotten. numbers, shape: arguments behind the scale; out's shape.
+    known: where the kernel is from; it is empty once the kernels are forgotten. shape, strides: out's. numbers: arguments behind the scale.
     captures: whether anything is captured. is_plain: whether that can be handed over as it is. visits: the tables.
     """
 
     kernel: Callable[..., None]
     known: Mapping[tuple, Any]
     shape: tuple[int, ...]
+    strides: tuple[int, ...]
     numbers: tuple[int, int, int, int]
     captures: bool
     is_plain: bool
@@ -91,7 +94,7 @@ def _by_documents(problem: Problem, shared: _Shared, ways: ByDocument) -> Result
             same = over_sequences(problem, ways.form, documents.sequences) if ready.captures else problem
             return _again(same, ways.within, ready)
     within = over_sequences(problem, ways.form, documents.sequences)
-    results = _results(problem, torch.empty)
+    results = _results(problem)
     if answer is not False or is_compiling():
         visits = tables.visits_of_documents(documents, config)
         arguments = _launched(within, ways.within, config, visits, results)
@@ -107,7 +110,7 @@ def _again(problem: Problem, special: Special, ready: _Ready) -> Result:
     """The same launch with other tensors and values."""
     q = problem.q
     dtype, device = q.dtype, q.device
-    out = torch.empty(ready.shape, dtype=dtype, device=device)
+    out = torch.empty_strided(ready.shape, ready.strides, dtype=dtype, device=device)
     lse = torch.empty(ready.shape[:3], dtype=torch.float32, device=device) if problem.wants_lse else None
     highest = torch.empty(ready.shape[:3], dtype=torch.float32, device=device) if problem.wants_max else None
     numbers, captured = special.captured(problem) if ready.captures else ((), ())
@@ -120,8 +123,9 @@ def _again(problem: Problem, special: Special, ready: _Ready) -> Result:
 
 def _first(problem: Problem, shared: _Shared, config: Config) -> Result:
     special = shared.special
-    # rows that belong to no sequence are 0 and -inf; the kernel does not come by them
-    results = _results(problem, torch.zeros if _fills(problem) else torch.empty)
+    results = _results(problem)
+    if _fills(problem):  # rows that belong to no sequence are 0 and -inf; the kernel does not come by them
+        results.out.zero_()
     visits = tables.visits_of(problem, special, results)
     arguments = _launched(problem, special, config, visits, results)
     if special.listed is None and problem.sequences is None:
@@ -129,9 +133,8 @@ def _first(problem: Problem, shared: _Shared, config: Config) -> Result:
     return results
 
 
-def _results(problem: Problem, make: Callable[..., Tensor]) -> Result:
-    q = problem.q
-    out = make((*q.shape[:3], problem.v.shape[3]), dtype=q.dtype, device=q.device)
+def _results(problem: Problem) -> Result:
+    out = empty_in_order(problem.q, last=problem.v.shape[3])
     return Result(out, *(_statistic(problem) if wanted else None for wanted in (problem.wants_lse, problem.wants_max)))
 
 
@@ -158,7 +161,14 @@ def _keep(ready: dict[Config, _Ready], config: Config, arguments: tuple, visits:
     if kinds in known:
         captured = arguments[-2:]
         ready[config] = _Ready(
-            known[kinds], known, tuple(arguments[3].shape), arguments[-6:-2], any(captured), kinds_of(captured)[1], visits
+            known[kinds],
+            known,
+            tuple(arguments[3].shape),
+            arguments[3].stride(),
+            arguments[-6:-2],
+            any(captured),
+            kinds_of(captured)[1],
+            visits,
         )
 
 
@@ -167,7 +177,7 @@ def _sink(problem: Problem) -> Tensor | None:
 
 
 def config_of(problem: Problem, packs: bool | None = None) -> Config:
-    """What the kernel for ``problem`` is specialised for. packs: whether heads share row tiles; may raise ``BackendError``."""
+    """What the kernel for ``problem`` is specialised for. packs: whether heads share row tiles where they can."""
     return specialised(problem, packs).config
 
 
@@ -212,7 +222,8 @@ _counters: dict[tuple[int, int], Tensor] = {}
 def _counter(device: torch.device) -> Tensor:
     """Two zeros from which a kernel's blocks draw their work, and which it leaves as zeros.
 
-    Kernels of one stream follow one another and share them. A graph may run beside anything and gets its own.
+    Kernels of one stream follow one another and share them. A graph may run beside anything and gets its own. They are allocated by a
+    thread of their own: a compiled graph's memory pool takes what the calling thread allocates, and lets nothing in it be kept.
     """
     # torch.cuda's own functions of these names take microseconds; a CPU's counter is when only compiling
     if device.type != "cuda" or torch._C._cuda_isCurrentStreamCapturing():
@@ -220,8 +231,22 @@ def _counter(device: torch.device) -> Tensor:
     key = (device.index, torch._C._cuda_getCurrentRawStream(device.index))
     found = _counters.get(key)
     if found is None:
-        found = _counters[key] = torch.zeros(2, dtype=torch.int32, device=device)
+        found = _counters[key] = _zeros_apart(device)
     return found
+
+
+def _zeros_apart(device: torch.device) -> Tensor:
+    found: list[Tensor] = []
+
+    def allocate() -> None:
+        with torch.inference_mode(False), torch.cuda.device(device):
+            found.append(torch.zeros(2, dtype=torch.int32, device=device))
+            torch.cuda.current_stream(device).synchronize()  # once for each stream that calls are made on
+
+    thread = threading.Thread(target=allocate)
+    thread.start()
+    thread.join()
+    return found[0]
 
 
 @lru_cache(maxsize=16)

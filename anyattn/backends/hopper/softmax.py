@@ -289,7 +289,7 @@ class Softmax:
             for offset in (2, 1):  # four threads hold a row
                 top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=offset))
             if const_expr(not is_first):
-                moves = (top - row_max[r]) * rate > (0.0 if self.config.has_max else _SLACK)
+                moves = (top - row_max[r]) * rate > _SLACK
                 top = select(moves, top, row_max[r], "float")
                 rescales = rescales | moves
             base = top
@@ -302,6 +302,14 @@ class Softmax:
             row_sum[r] = total if const_expr(is_first) else row_sum[r] * row_scale[r] + total
             row_max[r] = top
         return cute.arch.vote_any_sync(rescales)
+
+    def raise_tops(self, tops: Any, scores: Any, lifts: Any) -> None:
+        """Each row's highest score, of this thread's columns, where highest scores are wanted. What is taken off before exponentials are
+        may lag behind it: asking for it changes no bit of the output."""
+        s = rows_and_columns(scores)
+        for r in range(cute.size(tops)):
+            top = s[r, None].load().reduce(cute.ReductionOp.MAX, -Float32.inf, 0)
+            tops[r] = cute.arch.fmax(tops[r], top if lifts is None else top + lifts[r])
 
     def unshifted(self, scores: Any, row_max: Any, row_sum: Any, rate: Any, is_masked: bool) -> None:
         """What ``exponentials`` does where scores are bounded: 0 stands for a row's maximum, and sums are never rescaled."""

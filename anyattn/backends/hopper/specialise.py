@@ -75,7 +75,7 @@ def specialised(problem: Problem, packs: bool | None = None) -> Special:
     """What the kernel for ``problem`` is specialised for; asks nothing of what tensors hold.
 
     Bands and CuTe functions alone need no lists of tiles. Else the first predicate that is neither has lists, which ``problem`` may bring.
-    packs: whether heads share row tiles, None for what ``problem`` says; raises ``BackendError`` where they shall and cannot.
+    packs: whether heads share row tiles where they can, None for what ``problem`` says.
     """
     bands = [_band(p) for p in problem.predicates]
     # what a CuTe function shows nobody knows: it is asked in every tile, unless the caller brings its lists

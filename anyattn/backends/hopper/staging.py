@@ -17,7 +17,8 @@ from anyattn.mods.weak import NEAR_NUMBER
 
 __all__ = [
     "MOST_NUMBER", "MOST_POSITIONS", "Factored", "bias", "bound", "caps", "cases", "factored", "is_even", "is_foreseen", "is_near",
-    "is_special", "is_tanh", "is_wide", "lines", "reads", "reads_apart", "reads_straight", "shared", "stages", "straight", "wraps",
+    "is_special", "is_tanh", "is_wide", "lines", "reads", "reads_apart", "reads_straight", "shared", "stages", "straight", "work_by_pair",
+    "wraps",
 ]  # fmt: skip
 
 MOST_POSITIONS = 2**24  # sequences are shorter than this, and batches and heads fewer
@@ -25,6 +26,14 @@ MOST_NUMBER = NEAR_NUMBER  # captured whole numbers are less
 _BOX = Box.of_sizes(MOST_POSITIONS, MOST_NUMBER)
 _MOST_STEP = 2**16  # by which straight whole numbers grow: then what a tile adds to one still has 32 bits
 _EXACT_BITS = 24  # of a whole number in float32
+
+
+_SPECIAL = frozenset(
+    (
+        "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sin", "cos", "tanh", "sigmoid", "reciprocal", "pow", "fmod", "tan", "atan", "atan2",
+        "sinh", "cosh", "erfinv", "hypot",
+    )
+)  # fmt: skip
 
 
 @lru_cache(maxsize=256)
@@ -81,8 +90,7 @@ def reads_apart(expr: Expr) -> bool:
 
 def is_special(expr: Expr) -> bool:
     """Whether every score takes an operation of the pipe for special functions, beside its exponential."""
-    special = ("exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sin", "cos", "tanh", "sigmoid", "reciprocal", "pow", "fmod")
-    return any(n.op in special and category(n.dtype) == "float" and due == "tile" for n, due in zip(expr.nodes, stages(expr), strict=True))
+    return any(n.op in _SPECIAL and category(n.dtype) == "float" and due == "tile" for n, due in zip(expr.nodes, stages(expr), strict=True))
 
 
 def reads_straight(expr: Expr) -> bool:
@@ -254,6 +262,13 @@ def is_foreseen(expr: Expr) -> bool:
 def reads(expr: Expr) -> bool:
     """Whether some tensor is read for every score."""
     return any(n.op == "load" and due == "tile" for n, due in zip(expr.nodes, stages(expr), strict=True))
+
+
+@lru_cache(maxsize=256)
+def work_by_pair(expr: Expr) -> int:
+    """Operations that are written out for every pair of a row and a key that a thread has; its two rows share a column's."""
+    due = stages(expr)
+    return due.count("tile") + due.count("col") // 2
 
 
 def _alone(expr: Expr, node: int) -> Expr:

@@ -6,7 +6,7 @@ import torch
 
 from anyattn.backends.hopper.config import HEAD_DIMS, TILE_M
 from anyattn.backends.hopper.specialise import list_tile_misfit, tile_of
-from anyattn.backends.hopper.staging import MOST_NUMBER, MOST_POSITIONS
+from anyattn.backends.hopper.staging import MOST_NUMBER, MOST_POSITIONS, work_by_pair
 from anyattn.mods.ir import category, is_weak
 from anyattn.mods.native import has_native
 from anyattn.mods.trace import TracedMod
@@ -19,9 +19,10 @@ _WRITTEN = frozenset(
         "index", "score", "scalar", "const", "load", "cast", "where", "add", "sub", "mul", "div", "neg", "abs", "min", "max", "and", "or",
         "not", "eq", "ne", "lt", "le", "gt", "ge", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sin", "cos", "tanh", "sigmoid", "erf",
         "floor", "reciprocal", "ceil", "trunc", "round", "expm1", "log1p", "sign", "floordiv", "mod", "fmod", "pow", "xor", "shl", "shr",
-        "tensor", "native",
+        "tan", "atan", "atan2", "sinh", "cosh", "erfinv", "hypot", "tensor", "native",
     ]
 )  # fmt: skip
+_MOST_WORK = 64  # operations per pair: of twice as many a kernel takes 40 seconds to compile, and spills registers
 _UNKNOWN = frozenset((torch.uint16, torch.uint32))
 
 
@@ -51,6 +52,11 @@ def _against_mod(mod: TracedMod) -> str | None:
     missing = sorted({n.op for n in mod.expr.nodes} - _WRITTEN)
     if missing:
         return f"the {mod.kind} mod uses {', '.join(missing)}, which this kernel's emitter does not write yet"
+    if (work := work_by_pair(mod.expr)) > _MOST_WORK:
+        return (
+            f"the {mod.kind} mod takes {work} operations for every pair of a query and a key, which this kernel writes out for each "
+            f"pair of a thread; it has room for {_MOST_WORK}"
+        )
     if any(isinstance(x, int) and abs(x) >= MOST_NUMBER for x in mod.scalars):
         return f"the {mod.kind} mod captures a number of 2^29 or more, which the kernel's 32 bits have no room for"
     dtypes = {node.dtype for node in mod.expr.nodes if not is_weak(node.dtype)}

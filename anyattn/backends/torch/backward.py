@@ -16,7 +16,7 @@ from torch import Tensor
 
 from anyattn.backends.torch.captured import CapturedGradients
 from anyattn.backends.torch.forward import Scores, sink_logits
-from anyattn.backends.torch.memory import zeros
+from anyattn.backends.torch.memory import zeros_in_order
 from anyattn.backends.torch.rectangles import blocks
 from anyattn.backends.torch.spans import Group, RowTile
 from anyattn.backends.torch.stages import Tile
@@ -60,10 +60,10 @@ def _sees_only_the_sink(sink: Tensor, q: Tensor, out: Tensor, lse: Tensor, dout:
 
 def backward(call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     problem = call.problem
-    stat, device = problem.stat_dtype, problem.q.device
+    stat = problem.stat_dtype
     statistics = _Statistics.of(call, out, lse, dout, dlse)
-    dq = rows_of_queries(problem, (problem.q.shape[3],), problem.q.dtype, 0.0)
-    dk, dv = (zeros(tuple(t.shape), stat, device) for t in (problem.k, problem.v))
+    dq = rows_of_queries(problem, problem.q.shape[3], problem.q.dtype)
+    dk, dv = (zeros_in_order(t, stat) for t in (problem.k, problem.v))
     scores = ScoreGradients(call)
     for group in call.coverage.groups:
         heads = Heads(problem, group, call.dtype, call.workspace)

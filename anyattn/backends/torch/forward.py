@@ -18,7 +18,19 @@ from anyattn.backends.torch.lower import lowered
 from anyattn.backends.torch.rectangles import blocks
 from anyattn.backends.torch.spans import Group, RowTile
 from anyattn.backends.torch.stages import Bound, Tile, bind
-from anyattn.backends.torch.tiles import LN2, LOG2E, Call, Chunk, Heads, chunks, is_finite, row_heads, rows_of_queries, store
+from anyattn.backends.torch.tiles import (
+    LN2,
+    LOG2E,
+    Call,
+    Chunk,
+    Heads,
+    chunks,
+    is_finite,
+    row_heads,
+    rows_of_queries,
+    statistic_of_queries,
+    store,
+)
 from anyattn.mods.linear import additive_bias
 from anyattn.problem import Problem
 
@@ -103,9 +115,9 @@ def forward(call: Call, out_dtype: torch.dtype | None = None) -> Result:
     """``call.problem``'s results, the output in ``out_dtype`` (default: the inputs')."""
     problem = call.problem
     stat = problem.stat_dtype
-    out = rows_of_queries(problem, (problem.v.shape[3],), out_dtype or problem.q.dtype, 0.0)
-    lse = rows_of_queries(problem, (), stat, -math.inf) if problem.wants_lse else None
-    highest = rows_of_queries(problem, (), stat, -math.inf) if problem.wants_max else None
+    out = rows_of_queries(problem, problem.v.shape[3], out_dtype or problem.q.dtype)
+    lse = statistic_of_queries(problem) if problem.wants_lse else None
+    highest = statistic_of_queries(problem) if problem.wants_max else None
     scores = Scores(call)
     for group in call.coverage.groups:
         heads = Heads(problem, group, call.dtype, call.workspace)

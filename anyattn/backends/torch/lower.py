@@ -17,6 +17,8 @@ from anyattn.mods.ir import Builder, Expr, Node
 
 __all__ = ["lowered", "steady"]
 
+_UNSTEADY = frozenset(("pow", "sinh", "cosh", "atan2", "hypot"))
+
 
 @lru_cache(maxsize=1024)
 def lowered(expr: Expr, factors: tuple[float, ...], is_half: bool) -> Expr:
@@ -34,7 +36,8 @@ def lowered(expr: Expr, factors: tuple[float, ...], is_half: bool) -> Expr:
 def steady(expr: Expr) -> Expr:
     """``expr`` by operations whose result does not depend on where in memory an element stands.
 
-    torch's exp2, sigmoid and pow round the last elements of their memory, which do not fill a vector, in another way than the others.
+    torch's exp2, sigmoid and those of ``_UNSTEADY`` round the last elements of their memory, which do not fill a vector, in another way
+    than the others.
     """
     builder = Builder()
     new: list[int] = []
@@ -49,9 +52,9 @@ def steady(expr: Expr) -> Expr:
         elif node.op == "sigmoid":
             power = builder.add("exp", builder.add("neg", args[0]))
             new.append(builder.add("reciprocal", builder.add("add", power, number(1.0))))
-        elif node.op == "pow" and node.dtype is torch.float32:
+        elif node.op in _UNSTEADY and node.dtype is torch.float32:
             wide = (builder.cast(a, torch.float64) for a in args)
-            new.append(builder.cast(builder.add("pow", *wide), torch.float32))
+            new.append(builder.cast(builder.add(node.op, *wide), torch.float32))
         else:
             new.append(builder.add(node.op, *args, dtype=node.dtype, attr=node.attr))
     return builder.build(*(new[o] for o in expr.outputs))

@@ -12,10 +12,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-__all__ = ["Workspace", "empty", "zeros"]
+from anyattn.strides import dense_strides
 
-# Tests replace this to fill every buffer with NaN or 0x7f bytes and to put guard bands around outputs.
+__all__ = ["Workspace", "empty", "empty_in_order", "zeros", "zeros_in_order"]
+
+# Tests replace these to fill every buffer with NaN or 0x7f bytes and to put guard bands around outputs.
 _allocate: Callable[..., Tensor] = torch.empty
+_allocate_strided: Callable[..., Tensor] = torch.empty_strided
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -24,6 +27,15 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     return empty(shape, dtype, device).zero_()
+
+
+def empty_in_order(like: Tensor, last: int, dtype: torch.dtype) -> Tensor:
+    """A result of ``like``'s shape but for the last dimension, dense in its stride order."""
+    return _allocate_strided((*like.shape[:-1], last), dense_strides(like, last), dtype=dtype, device=like.device)
+
+
+def zeros_in_order(like: Tensor, dtype: torch.dtype) -> Tensor:
+    return empty_in_order(like, like.shape[-1], dtype).zero_()
 
 
 class Workspace:

@@ -14,7 +14,7 @@ from anyattn.backends.torch.combine import combine
 from anyattn.backends.torch.forward import Result
 from anyattn.backends.torch.memory import Workspace
 from anyattn.backends.torch.spans import cover, split_of
-from anyattn.backends.torch.tiles import Call, Masks, blank_unused_rows
+from anyattn.backends.torch.tiles import Call, Masks, blank_unused_rows, rows_of_queries
 from anyattn.plan import Plan
 from anyattn.problem import Problem
 
@@ -46,7 +46,8 @@ def _forward_by_splits(problem: Problem, plan: Plan) -> Result:
     if problem.sink is not None:
         blank_unused_rows(problem, lse)
     highest = torch.stack([p.max_scores for p in parts if p.max_scores is not None]).amax(0) if problem.wants_max else None
-    return Result(out.to(problem.q.dtype), lse if problem.wants_lse else None, highest)
+    merged = rows_of_queries(problem, out.shape[3], problem.q.dtype).copy_(out)
+    return Result(merged, lse if problem.wants_lse else None, highest)
 
 
 def backward(problem: Problem, plan: Plan, out: Tensor, lse: Tensor | None, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor | None, ...]:

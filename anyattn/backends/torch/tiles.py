@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from anyattn.backends.torch.keys import KeyRows, PoolRows
-from anyattn.backends.torch.memory import Workspace, empty
+from anyattn.backends.torch.memory import Workspace, empty, empty_in_order
 from anyattn.backends.torch.spans import Coverage, Group, RowTile, Segment
 from anyattn.backends.torch.stages import Bound, Tile, bind
 from anyattn.mods.dependence import dependence
@@ -137,10 +137,16 @@ class Heads:
         return Tile(g.b_lo, g.b_hi, g.h_lo, g.h_hi, row_tile.q_lo, row_tile.q_hi, chunk.lo, chunk.hi, *self._place)
 
 
-def rows_of_queries(problem: Problem, tail: tuple[int, ...], dtype: torch.dtype, blank: float) -> Tensor:
-    """(B, Hq, Sq, *tail), stored as the queries are, uninitialised but for rows of storage that belong to no sequence: ``blank``."""
-    out = empty((*problem.q.shape[:3], *tail), dtype, problem.q.device)
-    return out.fill_(blank) if _has_unused_rows(problem) else out
+def rows_of_queries(problem: Problem, width: int, dtype: torch.dtype) -> Tensor:
+    """(B, Hq, Sq, width), stored as the queries are, uninitialised but for rows of storage that belong to no sequence: 0."""
+    out = empty_in_order(problem.q, width, dtype)
+    return out.zero_() if _has_unused_rows(problem) else out
+
+
+def statistic_of_queries(problem: Problem) -> Tensor:
+    """(B, Hq, Sq), contiguous, uninitialised but for rows of storage that belong to no sequence: -inf."""
+    out = empty(tuple(problem.q.shape[:3]), problem.stat_dtype, problem.q.device)
+    return out.fill_(-math.inf) if _has_unused_rows(problem) else out
 
 
 def blank_unused_rows(problem: Problem, lse: Tensor) -> None:

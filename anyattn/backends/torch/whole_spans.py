@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from anyattn.backends.torch.memory import zeros
+from anyattn.backends.torch.memory import zeros_in_order
 from anyattn.backends.torch.spans import RowTile
 from anyattn.backends.torch.tiles import Call, Chunk, Heads, chunks, finite_or_zero, is_finite, row_heads, rows_of_queries, store
 
@@ -81,7 +81,7 @@ class _Rows:
 def forward(call: Call) -> Tensor:
     """out (B, Hq, Sq, Dv) of ``call.problem``."""
     problem = call.problem
-    out = rows_of_queries(problem, (problem.v.shape[3],), problem.q.dtype, 0.0)
+    out = rows_of_queries(problem, problem.v.shape[3], problem.q.dtype)
     for group in call.coverage.groups:
         heads = Heads(problem, group, call.dtype, call.workspace)
         rows = _Rows(call, heads, needs_finite=False)
@@ -105,8 +105,8 @@ def forward(call: Call) -> Tensor:
 def backward(call: Call, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v."""
     problem = call.problem
-    dq = zeros(tuple(problem.q.shape), problem.q.dtype, problem.q.device)
-    dk, dv = (zeros(tuple(t.shape), problem.stat_dtype, problem.q.device) for t in (problem.k, problem.v))
+    dq = zeros_in_order(problem.q, problem.q.dtype)
+    dk, dv = (zeros_in_order(t, problem.stat_dtype) for t in (problem.k, problem.v))
     for group in call.coverage.groups:
         heads = Heads(problem, group, call.dtype, call.workspace)
         rows = _Rows(call, heads, needs_finite=True)

@@ -22,6 +22,7 @@ from anyattn.backends.triton.styles import shape_of
 from anyattn.geometry.integers import ceil_div
 from anyattn.plan import Plan
 from anyattn.problem import Problem
+from anyattn.strides import empty_in_order
 
 __all__ = ["backward"]
 
@@ -162,9 +163,11 @@ class _Prepared(NamedTuple):
 def _gradients(problem: Problem, forms: list[tuple[Form, _Passes]], results: _Results) -> tuple[Tensor | None, ...]:
     """forms: in which it is launched."""
     wanted, score, totals, operands = _wanted(problem), problem.score, _totals(problem), (problem.q, problem.k, problem.v)
-    # no program comes by rows of no sequence
-    blank = torch.empty_like if problem.sequences is None else torch.zeros_like
-    found = tuple([blank(t) if t.requires_grad else None for t in operands])
+    found = tuple([empty_in_order(t) if t.requires_grad else None for t in operands])
+    if problem.sequences is not None:  # no program comes by rows of no sequence
+        for gradient in found:
+            if gradient is not None:
+                gradient.zero_()
     shared = _Shared(*operands, results.dout, *found)
     delta = _delta_of_rows(problem)
     for form, passes in forms:

@@ -199,8 +199,20 @@ def _default(name: str, shape: Shape, capability: tuple[int, int] | None) -> Til
     if arch == "sm_90" and name == "forward" and shape.asks and shape.dtype.itemsize == 2 and _column(shape) < 2:
         # without descriptors (``ways_of``) larger tiles were faster
         tiles = Tiles(128, 64, 4, 3) if _column(shape) == 0 else Tiles(128, 128, 8, 2)
-    if arch == "sm_90" and name == "forward" and tiles.tile_m // tiles.num_warps > 16 and shape.has_score:
+    return _with_registers_to_spare(name, tiles, shape, arch)
+
+
+def _with_registers_to_spare(name: str, tiles: Tiles, shape: Shape, arch: str) -> Tiles:
+    """``tiles``, or for programs that keep more values alive than the tables were chosen for, some that leave a thread more registers."""
+    if shape.dtype.itemsize != 2:
+        return tiles
+    loads_much = shape.columns > 0 and shape.has_pairs  # a value of a key and one of a pair, both for each score
+    if name == "forward" and tiles.tile_m // tiles.num_warps > 16 and (loads_much or (arch == "sm_90" and shape.has_score)):
         return replace(tiles, num_warps=8)  # two blocks at once leave a score mod too few registers
+    if name == "forward" and arch == "sm_100" and tiles.tile_n > 64 and (loads_much or shape.asks):
+        return replace(tiles, tile_n=64, num_stages=3)
+    if name == "dkdv" and arch == "sm_90" and _column(shape) == 0 and shape.has_score:
+        return replace(tiles, num_warps=8, num_stages=3)
     return tiles
 
 

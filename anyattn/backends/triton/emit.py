@@ -47,6 +47,8 @@ _TEMPLATES = {
     "expm1": "functions.expm1({0})",
     "sqrt": "functions.sqrt({0})", "rsqrt": "functions.divide(1, functions.sqrt({0}))", "sin": "tl.sin({0})", "cos": "tl.cos({0})",
     "tanh": "functions.tanh({0})", "sigmoid": "functions.sigmoid({0})", "erf": "tl.erf({0})", "reciprocal": "functions.divide(1, {0})",
+    **{name: f"functions.{name}({{0}})" for name in ("tan", "atan", "sinh", "cosh", "erfinv")},
+    **{name: f"functions.{name}({{0}}, {{1}})" for name in ("atan2", "hypot")},
     "floor": "tl.floor({0})", "ceil": "tl.ceil({0})", "trunc": "functions.trunc({0})", "round": "functions.round_even({0})",
     "sign": "functions.sign({0})", "abs": "tl.abs({0})", "neg": "-{0}", "add": "{0} + {1}", "sub": "{0} - {1}", "mul": "{0} * {1}",
     "div": "functions.divide({0}, {1})", "and": "{0} & {1}", "or": "{0} | {1}", "xor": "{0} ^ {1}", "eq": "{0} == {1}", "ne": "{0} != {1}",

@@ -95,6 +95,85 @@ def tanh(x):
 
 
 @triton.jit
+def tan(x):
+    return divide(tl.sin(x), tl.cos(x))
+
+
+@triton.jit
+def atan(x):
+    """A Chebyshev polynomial of x * x to 2e-8; in float64 what is missing is the arctangent of a small number, by the tangent of a
+    difference."""
+    size = tl.abs(x)
+    inner = tl.where(size > 1, divide(1, tl.where(size > 1, size, 1)), size)
+    u = inner * inner
+    p = 0.106226535 + u * (-0.0746577875 + u * (0.0422410353 + u * (-0.0157938357 + u * 0.0027817079)))
+    angle = inner * (0.999999982 + u * (-0.33333044 + u * (0.199920174 + u * (-0.141989198 + u * p))))
+    if x.dtype == tl.float64:
+        rise, run = tl.sin(angle), tl.cos(angle)
+        angle += (inner * run - rise) / (run + inner * rise)
+    angle = tl.where(size > 1, 1.5707963267948966 - angle, angle)
+    return tl.where(x < 0, -angle, tl.where(size > 0, angle, x))
+
+
+@triton.jit
+def atan2(y, x):
+    """Of the smaller over the larger, then mirrored into its eighth of the circle. A zero's sign counts, and shows in its reciprocal."""
+    high, wide = tl.abs(y), tl.abs(x)
+    least, most = tl.minimum(high, wide, propagate_nan=tl.PropagateNan.ALL), tl.maximum(high, wide, propagate_nan=tl.PropagateNan.ALL)
+    is_one = least == most  # infinities, too; both 0 counts as right of the origin
+    ratio = tl.where(is_one, tl.where(most == 0, 0.0, 1.0), divide(least, tl.where(is_one, 1, most)))
+    angle = atan(ratio)
+    angle = tl.where(high > wide, 1.5707963267948966 - angle, angle)
+    angle = tl.where((x < 0) | (divide(1, x) < 0), 3.141592653589793 - angle, angle)
+    return tl.where((y < 0) | (divide(1, y) < 0), -angle, angle)
+
+
+@triton.jit
+def hypot(x, y):
+    x, y = tl.abs(x), tl.abs(y)
+    least, most = tl.minimum(x, y, propagate_nan=tl.PropagateNan.ALL), tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
+    slope = divide(least, tl.where(most == 0, 1, most))
+    return tl.where((x == float("inf")) | (y == float("inf")), float("inf"), most * sqrt(1 + slope * slope))
+
+
+@triton.jit
+def sinh(x):
+    """Near 0, where exponentials would cancel, by ``expm1``; elsewhere by the root of one, which is finite where the result is."""
+    size = tl.abs(x)
+    less, root = expm1(tl.minimum(size, 1)), tl.exp(size * 0.5)
+    far = root * (0.5 * root) - divide(0.5, root * root)
+    return tl.where(size < 1, 0.5 * (less + divide(less, less + 1)), far) * sign(x)
+
+
+@triton.jit
+def cosh(x):
+    root = tl.exp(tl.abs(x) * 0.5)
+    return root * (0.5 * root) + divide(0.5, root * root)
+
+
+@triton.jit
+def erfinv(x):
+    """M. Giles' idea: over x a smooth function of w = -log(1 - x * x), and of its root where that is large. To 2e-8, fitted by Chebyshev
+    polynomials; in float64 one step of Halley's follows while erf tells neighbours apart: to 1e-9 near -1 and 1, and 1e-15 elsewhere."""
+    w = -tl.log((1 - x) * (1 + x))
+    t = w - 2.5
+    p = 0.000218345887 + t * (-4.97306967e-06 + t * (-3.46309307e-06 + t * (4.68266973e-07 + t * (2.32648001e-08 - t * 8.94141405e-09))))
+    near = 1.50140936 + t * (0.246640278 + t * (-0.00417738847 + t * (-0.00125272523 + t * p)))
+    root = sqrt(tl.maximum(w, 5))
+    t = root - 3
+    p = 0.00569557413 + t * (-0.00361036494 + t * (0.00146333532 + t * (-3.26567471e-05 + t * (-0.00029260459 + t * 9.91220266e-05))))
+    far = 2.83297682 + t * (1.00167477 + t * (0.00944424521 + t * (-0.00763437481 + t * p)))
+    found = x * tl.where(w < 5, near, far)
+    if x.dtype == tl.float64:
+        t = root - 5
+        p = -0.000214298862 + t * (7.71935667e-05 + t * (-2.12534749e-05 + t * 3.86693312e-06))
+        found = tl.where(root > 4.15, x * (4.84990642 + t * (1.01030037 + t * (-0.000139143991 + t * p))), found)
+        step = (tl.erf(found) - x) * 0.886226925452758 * tl.exp(found * found)
+        found = tl.where(w < 16, found - step / (1 + found * step), found)
+    return tl.where(tl.abs(x) == 1, x * float("inf"), found)
+
+
+@triton.jit
 def tanh_fast(x):
     """To 2 ** -18 of the result: near 0, where the quotient would cancel, the series."""
     whole = 1 - 2 / (1 + tl.exp2(x * 2.8853900817779268))

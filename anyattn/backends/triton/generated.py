@@ -23,7 +23,7 @@ def load(source: str, name: str, module: str = "tile_classes") -> Any:
     import triton
     import triton.language as tl
 
-    filename = f"<anyattn {name}>"
+    filename, source = f"<anyattn {name}>", disk_cache.TEXT_HEADER + source  # lines are numbered as in the text that is kept
     beside = {m: importlib.import_module(f"anyattn.backends.triton.{m}") for m in ("functions", module)}
     namespace = {"triton": triton, "tl": tl, **beside, "__name__": f"anyattn.generated.{name}"}
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)  # no time: never looked for on disk

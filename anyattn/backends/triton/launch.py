@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from anyattn import launches
 from anyattn.backends.triton import generated, interpreter
 from anyattn.backends.triton.direct import Handle, handle_of, scratch
 from anyattn.backends.triton.programs import Part, Program, Read
@@ -158,6 +159,8 @@ def _launch(
 
     known: what, besides the options, Triton would compile anew for.
     """
+    if launches.noted is not None:
+        launches.noted.append(f"triton {_name(kernel)}")
     if device.type != "cuda":  # the interpreter, which cannot look into what autograd follows
 
         def interpreted(grid: tuple[int, ...], given: Sequence[Any]) -> None:
@@ -180,6 +183,12 @@ def _launch(
     constants = tuple(options[p.name] for p in kernel.params if p.is_constexpr)
     _ready[key] = made = handle_of(compiled, constants, device, grid, given, is_scratched)
     return made
+
+
+def _name(kernel: Any) -> str:
+    """What a profile calls a kernel; that of a generated one is the name of its source."""
+    function = kernel.fn
+    return str(function.__module__.rpartition(".")[2] if function.__name__ == "entry" else function.__name__)
 
 
 def current_device(device: torch.device) -> AbstractContextManager:

@@ -15,9 +15,8 @@ from anyattn.backends.triton import config
 from anyattn.backends.triton.config import Shape, Tiles
 from anyattn.backends.triton.programs import program_of
 from anyattn.backends.triton.styles import shape_of
-from anyattn.errors import BackendError
 from anyattn.geometry.integers import ceil_div
-from anyattn.geometry.splits import num_splits
+from anyattn.geometry.splits import MOST_SPLITS, num_splits
 from anyattn.hardware import Hardware
 from anyattn.mods.extents import Box, Extent, extents
 from anyattn.problem import Problem
@@ -64,8 +63,7 @@ class Layout(NamedTuple):
 
 
 def layout_of(problem: Problem, hardware: Hardware, options: dict[str, int]) -> Layout:
-    """options: ``kernel_options``, of which tile_m, tile_n and num_splits are taken as they come. Raises ``BackendError`` where heads
-    shall share row tiles and cannot."""
+    """options: ``kernel_options``, of which tile_m, tile_n and num_splits are taken as they come; pack_gqa is a preference."""
     asked = {name: options[name] for name in ("tile_m", "tile_n") if name in options}
     why, shape = [], forward_shape(problem)
     for packed in _asked_choices(problem, hardware.capability, options):
@@ -77,16 +75,18 @@ def layout_of(problem: Problem, hardware: Hardware, options: dict[str, int]) -> 
             break
     if packed > 1:
         why.append(f"{packed} query heads share a row tile: there are at most {_most_q(problem)} queries")
+    elif options.get("pack_gqa", problem.packs) and problem.qhead_per_kvhead > 1:
+        why.append("pack_gqa=True is not followed: few queries only are packed, and heads that share lists of tiles")
     if asked:
         why.append(f"tiles of {tiles.tile_m} x {tiles.tile_n}: kernel_options")
     splits = options.get("num_splits", problem.num_splits)
     if splits == 0:
         splits = _splits(problem, tiles, packed, hardware)
         why.append(f"keys in {splits} piece{'s' * (splits != 1)}: for {max(1, hardware.sm_count)} multiprocessors")
-    most = max(1, MOST_BLOCKS // max(1, problem.batch))
+    most = min(MOST_SPLITS, max(1, MOST_BLOCKS // max(1, problem.batch)))
     if splits > most:
+        why.append(f"keys in {most} pieces, not {splits}: a grid has room for {MOST_BLOCKS} entries and pieces, {MOST_SPLITS} of an entry")
         splits = most
-        why.append(f"keys in {most} pieces: a grid has room for {MOST_BLOCKS} entries and pieces")
     return Layout(tiles, packed, splits, tuple(why))
 
 
@@ -143,15 +143,9 @@ def _choices(problem: Problem, capability: tuple[int, int] | None) -> list[int]:
 
 
 def _asked_choices(problem: Problem, capability: tuple[int, int] | None, options: dict[str, int]) -> list[int]:
-    """``_choices`` as the call's pack_gqa leaves them. Raises ``BackendError`` where it asks for what cannot be."""
-    choices = _choices(problem, capability)
+    """``_choices`` as the call's pack_gqa leaves them."""
     packs = options.get("pack_gqa", problem.packs)
-    if packs is not None and not packs:
-        return [1]
-    if packs and choices == [1] and problem.qhead_per_kvhead > 1:
-        why = "it packs few queries only, whose heads share lists of tiles"
-        raise BackendError(f"pack_gqa=True cannot be had from the Triton kernels: {why}; pass pack_gqa=None to leave it open")
-    return choices
+    return [1] if packs is not None and not packs else _choices(problem, capability)
 
 
 def _shares_lists(problem: Problem) -> bool:

@@ -18,6 +18,7 @@ from anyattn.geometry.integers import ceil_div
 from anyattn.geometry.sequences import Sequences
 from anyattn.geometry.stored import LengthTables, StoredSequences
 from anyattn.problem import Problem
+from anyattn.strides import in_order
 
 __all__ = ["add_to_pages", "brought_together"]
 
@@ -72,7 +73,8 @@ def add_to_pages(rows: Tensor, pool: Tensor, sequences: Sequences) -> Tensor:
     chunks = ceil_div(size, _BLOCK)
     given = (rows.transpose(1, 2).contiguous(), found, held, starts, size, chunks)
     run_plain(sum_pages, pages * chunks, given, (), device, {"BLOCK": _BLOCK, "num_warps": 4, "num_stages": 1})
-    return found.transpose(1, 2)
+    # the kernel writes a page's tokens side by side, as pools are laid out that are nobody's view; for others they are copied once more
+    return in_order(found.transpose(1, 2), pool)
 
 
 def _holders(sequences: Sequences, pages: int, of_pool: int) -> tuple[Tensor, Tensor]:

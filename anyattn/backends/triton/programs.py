@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from anyattn.backends.triton.emit import LEAVES, LOG2E, PLAIN, Lines, Style, emit
+from anyattn.backends.triton.families import Family, families
 from anyattn.backends.triton.scatters import Load, contends, scatter_source, tells_apart
 from anyattn.backends.triton.styles import has_pairs, style_of
 from anyattn.mods.compose import anded
 from anyattn.mods.dependence import Dep, dependence
-from anyattn.mods.grad import score_gradients
+from anyattn.mods.grad import Gradients, score_gradients
 from anyattn.mods.ir import Builder, Expr
 from anyattn.mods.rows import RowRanges, never_fall, ranges_unread
 from anyattn.mods.trace import TracedMod
@@ -250,9 +251,8 @@ def _gradient_part(
     outputs = [_in_base_2(builder, expr, is_short and not has_pairs(expr)), builder.copy(gradients.expr, gradients.expr.outputs[0])]
     deps = dependence(gradients.expr)
     loads = []
-    for load in gradients.loads:
-        if load.slot not in wanted:
-            continue
+    rows, others = families(Gradients(gradients.expr, tuple(load for load in gradients.loads if load.slot in wanted)), scalars)
+    for load in others:
         places = [gradients.expr.outputs[i] for i in load.indices]
         at = len(outputs)
         outputs += [builder.copy(gradients.expr, p) for p in (gradients.expr.outputs[load.output], *places)]
@@ -265,8 +265,20 @@ def _gradient_part(
         flags = load.slot in alone, diagonal, load.slot in exact, load.slot in copied
         may_be_one = load.slot in copied and not (by_row or by_key or any(tells_apart(gradients.expr, p, deps) for p in places))
         loads.append(Load(wanted.index(load.slot), at, indices, by_row, by_key, *flags, may_be_one))
+    for family in rows:
+        if family.expr.uses_score:
+            outputs.append(builder.add("score", dtype=expr.output.dtype))
+        loads.append(_family_load(family, wanted.index(family.slot), len(outputs) - 1, family.slot in exact, family.slot in copied))
     totals = tuple(ranks[slot] + (slot in exact or slot in copied) for slot in wanted)
     return Part("score", "gradient", builder.build(*outputs), scalars, ranks, tuple(loads), totals)
+
+
+def _family_load(family: Family, total: int, score: int, is_exact: bool, has_copies: bool) -> Load:
+    deps = dependence(family.expr)
+    places = family.expr.outputs[1:]
+    by_row, by_key = not any(deps[p].kv for p in places), not any(deps[p].q for p in places)
+    may_be_one = has_copies and not (by_row or by_key or any(tells_apart(family.expr, p, deps) for p in places))
+    return Load(total, score, (), by_row, by_key, False, None, is_exact, has_copies, may_be_one, family)
 
 
 def _in_base_2(builder: Builder, expr: Expr, may_push: bool) -> int:

@@ -29,6 +29,7 @@ from anyattn.backends.triton.shared import COUNTS, FUNCTIONS, LISTS, SIZES, cons
 from anyattn.geometry.stored_cache import StoredCache
 from anyattn.plan import Plan
 from anyattn.problem import Problem
+from anyattn.strides import empty_in_order
 
 __all__ = ["Result", "forward", "source_of"]
 
@@ -90,7 +91,9 @@ def _forward(problem: Problem, plan: Plan, forms: tuple[Form, ...]) -> Result:
     fill = problem.sequences is not None and not problem.sequences.uses_all_rows
     if plan.num_splits > 1:
         return _forward_by_splits(problem, plan, fill)
-    out = (torch.zeros if fill else torch.empty)(_out_shape(problem), dtype=problem.q.dtype, device=problem.q.device)
+    out = empty_in_order(problem.q, last=problem.v.shape[3])
+    if fill:
+        out.zero_()
     rest = -torch.inf if fill else None
     lse, highest = (_statistic(problem, (), rest) if wanted else None for wanted in (problem.wants_lse, problem.wants_max))
     for form in forms:
@@ -143,7 +146,7 @@ def _forward_by_splits(problem: Problem, plan: Plan, fill: bool) -> Result:
     lses = _statistic(problem, (count,), torch.inf if fill else None)  # as no split can compute it: a row of no sequence
     highest = _statistic(problem, (count,), -torch.inf if fill else None) if problem.wants_max else None
     _launch(Form(problem), plan, _Target(outs[0], lses, highest, (count, lses.stride(0), outs.stride(0))))
-    out = torch.empty(shape, dtype=q.dtype, device=q.device)
+    out = empty_in_order(q, last=shape[3])
     lse = _statistic(problem, (), None) if problem.wants_lse else None
     sink = None if problem.sink is None else problem.sink.detach()[None, :, None].expand(shape[:3])
     merge(outs, lses, sink, out, lse, fill)

@@ -7,7 +7,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from anyattn.backends.triton.emit import Style, emit
+from anyattn.backends.triton.emit import LEAVES, Style, emit
+from anyattn.backends.triton.families import Family
 from anyattn.mods.dependence import Dep
 from anyattn.mods.ir import Expr
 
@@ -20,7 +21,8 @@ class Load(NamedTuple):
     of a query and a key share an entry, so that it is stored, not added up. diagonal: the indices by themselves, where they tell a query
     and a key apart by their distance only: a tile's diagonals are summed first. None otherwise, and in float32, whose products are slow.
     is_exact: the total is one of ``exact``, whose sum does not depend on the order of additions. has_copies: it is one of ``copies``.
-    may_be_one: all pairs of a tile may well share an entry, though the text does not say so."""
+    may_be_one: all pairs of a tile may well share an entry, though the text does not say so. family: instead of an output's derivative and
+    indices, those of a row's elements in a loop; factor is then where among the outputs the score is, if the family reads it."""
 
     total: int
     factor: int
@@ -32,6 +34,7 @@ class Load(NamedTuple):
     is_exact: bool = False
     has_copies: bool = False
     may_be_one: bool = False
+    family: Family | None = None
 
 
 def tells_apart(expr: Expr, at: int, deps: Sequence[Dep]) -> bool:
@@ -59,8 +62,15 @@ def scatter_source(name: str, loads: Sequence[Load], style: Style) -> str:
     which send 0 to the last row's entries, so that no addition asks which. at: b, h, the tile's first row and key, as mods count them, and
     how many of each there are. DTYPE: of products."""
     lines, before = [], []
+    if any(load.family is not None for load in loads):
+        lines.append("q_idx = at[2] + tl.minimum(tl.arange(0, ds.shape[0]), at[4] - 1)[:, None]")
+        lines.append("kv_idx = at[3] + tl.minimum(tl.arange(0, ds.shape[1]), at[5] - 1)[None, :]")
     for i, load in enumerate(loads):
         slot = f"totals[{load.total}]"
+        if load.family is not None:
+            before.append(_family_source(f"{name}_family{i}", load.family, style))
+            lines += _family_lines(f"{name}_family{i}", load, slot, i, style)
+            continue
         lines.append(f"part{i} = tl.where(seen, ds * found[{load.factor}].to(tl.float32), 0.0)")
         lines.append(f"at{i} = {_place([f'found[{at}]' for at in load.indices], slot, load, style)}")
         if load.is_alone:
@@ -113,3 +123,26 @@ def _places_source(name: str, load: Load, style: Style) -> str:
     lines = emit(load.diagonal, style=style)
     body = [*lines.all(), f"return {_place(list(lines.outputs), 'total', load, style)}"]
     return f"@triton.jit\ndef {name}(b, h, q_idx, kv_idx, scalars, tensors, total):\n" + "\n".join(f"    {x}" for x in body) + "\n"
+
+
+def _family_source(name: str, family: Family, style: Style) -> str:
+    """``NAME(b, h, q_idx, kv_idx, score, element, scalars, tensors)``: a family's outputs. style: of the part, whose loads are the same."""
+    lines = emit(family.expr, LEAVES, style=style)
+    body = [*lines.all(), f"return ({', '.join(lines.outputs)},)"]
+    text = "\n".join(f"    {line}" for line in body).replace(f"scalars[{family.element}]", "element")
+    return f"@triton.jit\ndef {name}(b, h, q_idx, kv_idx, score, element, scalars, tensors):\n{text}\n"
+
+
+def _family_lines(name: str, load: Load, slot: str, i: int, style: Style) -> list[str]:
+    """The lines that send the derivatives by all elements of a family, one after the other."""
+    assert load.family is not None
+    elements, rank = load.family.elements, len(load.family.expr.outputs) - 1
+    score = f"found[{load.factor}]" if load.family.expr.uses_score else "0.0"
+    inside = [
+        f"of{i} = {name}(at[0], at[1], q_idx, kv_idx, {score}, element{i}, scalars, tensors)",
+        f"part{i} = tl.where(seen, ds * of{i}[0].to(tl.float32), 0.0)",
+        f"at{i} = {_place([f'of{i}[{1 + d}]' for d in range(rank)], slot, load, style)}",
+        *_additions(load, slot, i),
+    ]
+    head = f"for element{i} in tl.range({elements.start}, {elements.stop}, {elements.step}, num_stages=1):"
+    return [head, *(f"    {line}" for line in inside)]

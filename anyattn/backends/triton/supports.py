@@ -6,7 +6,7 @@ from types import NoneType
 
 import torch
 
-from anyattn.backends.triton import config, exact
+from anyattn.backends.triton import config, exact, families
 from anyattn.backends.triton.layout import MOST_BLOCKS
 from anyattn.backends.triton.programs import program_of
 from anyattn.backends.triton.styles import shape_of
@@ -45,7 +45,7 @@ def reason_against(problem: Problem) -> str | None:
 
 def reason_against_backward(problem: Problem) -> str | None:
     """The same of the gradients of a problem whose forward pass may be any backend's."""
-    if (reason := exact.reason_against(problem)) is not None:
+    if (reason := exact.reason_against(problem) or families.reason_against(problem)) is not None:
         return reason
     shape, capability = shape_of(problem), config.capability_of(problem.q.device)
     tiles = config.backward_tiles(shape, capability)

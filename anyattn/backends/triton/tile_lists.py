@@ -12,6 +12,7 @@ from torch import Tensor
 from anyattn.backends.triton import generated
 from anyattn.backends.triton.launch import current_device
 from anyattn.backends.triton.spans import MOST_INDEX_BITS, MOST_SCALAR_BITS, mask_source
+from anyattn.geometry.list_stacks import lists_of_stacks, stack_shapes
 from anyattn.mods.dependence import dependence
 from anyattn.mods.ir import Expr, category
 from anyattn.mods.trace import TracedMod
@@ -110,37 +111,30 @@ def list_tiles(
     separate_full: bool,
     has_full_tails: bool,
     broadcasts: bool,
+    stacks: bool = False,
 ) -> list[Tensor | None]:
     """Counts and indices of the partial tiles of each row of tiles, then of the full ones, then the same four of each column if wanted.
 
     int32, (B, H, M) and (B, H, M, N). Ascending; 0 beyond a count. separate_full: False lists full tiles as partial ones and leaves their
     own lists None. has_full_tails: see ``tile_classes.list_tiles``. broadcasts: B and H are 1 where the mask ignores b or h.
+    stacks: the allocations that hold them instead, see ``geometry.list_stacks``.
     """
     mask = mask_of(mod.expr)
     sizes = (batch[0] if mask.sees_b or not broadcasts else 1, batch[1] if mask.sees_h or not broadcasts else 1)
     tile = (min(tile[0], 2**MOST_INDEX_BITS), min(tile[1], 2**MOST_INDEX_BITS))  # torch's "no mask" is one block of 2 ** 30
     rows, columns = -(-lengths[0] // tile[0]), -(-lengths[1] // tile[1])
-    found = _empty_lists(sizes, (rows, columns), device, 2 if separate_full else 1, wants_columns)
+    classes = 2 if separate_full else 1
+    # one allocation for lists of one shape: each takes as long as a tenth of the whole call may
+    shapes = stack_shapes(sizes, (rows, columns), classes, wants_columns)
+    memory: list[Any] = [torch.empty(shape, dtype=torch.int32, device=device) for pair in shapes for shape in pair]
     if min(*sizes, rows, columns) == 0:
-        return [None if t is None else t.zero_() for t in found]
-    with current_device(device):
-        _launch(mask, mod, found, lengths, tile, sizes, (rows, columns), has_full_tails)
-    return found
-
-
-def _empty_lists(
-    sizes: tuple[int, int], grid: tuple[int, int], device: torch.device, classes: int, wants_columns: bool
-) -> list[Tensor | None]:
-    """Memory for the lists; those of one shape share an allocation, for each takes as long as a tenth of the whole call may."""
-    is_joint = wants_columns and grid[0] == grid[1]
-    found: list[Tensor | None] = []
-    for lines, length in (grid, grid[::-1])[: 1 + (wants_columns and not is_joint)]:
-        many = (1 + is_joint) * classes
-        counts = torch.empty((many, *sizes, lines), dtype=torch.int32, device=device).unbind(0)
-        indices = torch.empty((many, *sizes, lines, length), dtype=torch.int32, device=device).unbind(0)
-        for at in range(0, many, classes):
-            found += [counts[at], indices[at], *((counts[at + 1], indices[at + 1]) if classes > 1 else (None, None))]
-    return found
+        for t in memory:
+            t.zero_()
+    found = lists_of_stacks(memory, classes)
+    if min(*sizes, rows, columns) > 0:
+        with current_device(device):
+            _launch(mask, mod, found, lengths, tile, sizes, (rows, columns), has_full_tails)
+    return memory if stacks else found
 
 
 def _launch(

@@ -25,6 +25,7 @@ __all__ = ["Question", "backward_question", "best", "forget", "forward_question"
 
 _RUNS = 5
 _MANY = 4096  # rows
+_STORED = 2  # the form of the file on disk: one of an earlier form is neither read nor replaced
 _LEAST_STEP, _WIDEST_STEP = 16, 128  # keys of a tile, among all that are measured
 _known: dict[Question, Tiles] = {}
 
@@ -51,7 +52,7 @@ class Question(NamedTuple):
     def key(self) -> str:
         import triton
 
-        return "tiles-" + hashlib.sha256(repr((*self, triton.__version__)).encode()).hexdigest()[:32]
+        return "tiles-" + hashlib.sha256(repr((*self, triton.__version__, _STORED)).encode()).hexdigest()[:32]
 
 
 def forward_question(problem: Problem, program: Program, packed: int, splits: int) -> Question:
@@ -108,7 +109,7 @@ def best(question: Question, device: torch.device, measure: Callable[[Tiles], fl
             return possible[0]
         cache = disk_cache.open_cache()
         made = partial(_measured, question, possible, measure)
-        _known[question] = _tiles_in(made() if cache is None else cache.get_or_make(question.key, made), possible)
+        _known[question] = _tiles_in(made() if cache is None else cache.get_or_make(question.key, made, _has_tiles), possible)
     return _known[question]
 
 
@@ -130,6 +131,11 @@ def _measured(question: Question, possible: list[Tiles], measure: Callable[[Tile
 
 def _numbers(tiles: Tiles) -> list[int]:
     return [tiles.tile_m, tiles.tile_n, tiles.num_warps, tiles.num_stages]
+
+
+def _has_tiles(payload: Payload) -> bool:
+    tiles = payload.facts.get("tiles")
+    return isinstance(tiles, list) and len(tiles) == 4 and all(type(n) is int for n in tiles)
 
 
 def _tiles_in(payload: Payload, possible: list[Tiles]) -> Tiles:

@@ -1,0 +1,57 @@
+"""How large a picture, an explanation or a demo may be asked for: what would fill the memory or take hours is refused at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import click
+
+from anyattn.mods.rows import row_ranges
+from anyattn.mods.trace import trace
+
+__all__ = ["BLOCK", "HEADS", "HEAD_DIM", "SEQLEN", "check_mask", "check_memory", "check_tiles"]
+
+SEQLEN = click.IntRange(1, 2**22)
+BLOCK = SEQLEN
+HEADS = click.IntRange(1, 2**12)
+HEAD_DIM = click.IntRange(1, 2**12)
+_TILES = 2**24  # some hundred MiB of lists
+_PAIRS = 2**32  # of a mask that may have to be asked for each of them: minutes
+_BYTES = 2**34
+
+
+def check_tiles(seqlen: tuple[int, int], block: int) -> None:
+    """Refuses a grid of more tiles than can be listed."""
+    rows, columns = (-(-n // block) for n in seqlen)
+    if rows * columns > _TILES:
+        raise click.BadParameter(
+            f"{seqlen[0]} queries and {seqlen[1]} keys are {rows} x {columns} tiles of {block}; wanted at most {_TILES}: "
+            f"take a larger --block, {least_block(seqlen)}, or fewer positions"
+        )
+
+
+def least_block(seqlen: tuple[int, int]) -> int:
+    """The smallest power of two whose tiles are few enough."""
+    block = 1
+    while -(-seqlen[0] // block) * -(-seqlen[1] // block) > _TILES:
+        block *= 2
+    return block
+
+
+def check_mask(mask: Callable, seqlen: tuple[int, int]) -> None:
+    """Refuses to look at each pair of a long sequence, as a mask that is no ranges per row may need."""
+    if seqlen[0] * seqlen[1] > _PAIRS and row_ranges(trace(mask, "mask")) is None:
+        raise click.BadParameter(
+            f"{seqlen[0]} queries x {seqlen[1]} keys of a mask that is no ranges of keys per row may all have to be looked at; "
+            f"wanted at most {_PAIRS} pairs, such as --seqlen {2**16}"
+        )
+
+
+def check_memory(seqlen: int, heads: int, head_dim: int) -> None:
+    """Refuses a demo whose dense bias (heads, seqlen, seqlen) or whose tensors would not fit: the peers of the demo make them."""
+    needed = 4 * heads * seqlen * max(seqlen, 8 * head_dim)
+    if needed > _BYTES:
+        raise click.BadParameter(
+            f"--seqlen {seqlen} --heads {heads} --head-dim {head_dim} needs {needed >> 30} GiB for torch's side of the comparison; "
+            f"wanted at most {_BYTES >> 30} GiB: fewer positions or heads"
+        )

@@ -1,0 +1,1 @@
+"""What ``torch.compile`` and ``torch.export`` see of a call with mods."""

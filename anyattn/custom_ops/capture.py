@@ -1,0 +1,100 @@
+"""Calls with mods inside ``torch.compile``: a higher-order operator that takes a call's tensors and its mods as functions or graphs.
+
+Dynamo turns each mod into a graph, and what it closes over into operands of that graph (``dynamo.py``). The operator's body is plain
+Python: wherever it runs (fake tensor propagation, AOTAutograd, export, the eager backend), it traces the graphs into the IR and calls the
+operators of ``ops.py`` and ``flash_ops.py``. Those are what is left below Dynamo's graph, and autograd is theirs.
+
+Outside Dynamo (``torch.export`` with ``strict=False``, ``make_fx``) mods arrive as the user's functions and are traced as in eager calls.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import HigherOrderOperator
+
+from anyattn import tensor_kinds
+from anyattn.errors import BackendError, ModError
+from anyattn.mods.graph import trace_graph
+from anyattn.mods.trace import TracedMod, is_native, trace
+
+__all__ = ["NO_MODS", "CallWithMods", "bound", "call_with_mods"]
+
+# Where each entry point's call with traced mods is: module and function.
+_ENTRIES = {
+    "flex": ("anyattn.ops", "flex_with_mods"),
+    "flash": ("anyattn.flash_ops", "flash_with_mods"),
+    "decode": ("anyattn.flash_ops", "decode_with_mods"),
+    "block_mask": ("anyattn.custom_ops.block_lists", "lists_with_mods"),
+}
+_ARITY = {"mask": 4, "score": 5}
+NO_MODS: tuple = ()
+
+
+class CallWithMods(HigherOrderOperator):
+    """``call_with_mods(entry, like, operands, kinds, mods)``: what the function of ``entry`` returns for (*operands, *traced mods).
+
+    like: a tensor on the call's device; scores are float64 where it is, else float32. kinds: per mod its kind (``"mask"``, ``"score"``)
+    and its name in messages. mods: functions, or from Dynamo graphs; None for none. captured: per graph what it takes behind score and
+    indices; empty for functions.
+    """
+
+    refusal: Exception | None = None  # what the body raised last, for Dynamo to raise in its way
+
+    def __init__(self) -> None:
+        super().__init__("anyattn_call_with_mods")
+
+    def __call__(  # type: ignore[override]
+        self, entry: str, like: Tensor, operands: tuple, kinds: tuple, mods: tuple, captured: tuple = NO_MODS
+    ) -> Any:
+        try:
+            return _run(entry, like, operands, kinds, mods, captured)
+        except (ValueError, TypeError, BackendError) as error:  # ModError is one of these
+            self.refusal = error
+            raise
+
+
+def _run(entry: str, like: Tensor, operands: tuple, kinds: tuple, mods: tuple, captured: tuple) -> Any:
+    score_dtype = torch.float64 if like.dtype is torch.float64 else torch.float32
+    traced = [
+        _traced(mod, kind, name, captured[i] if captured else (), score_dtype, like.device)
+        for i, ((kind, name), mod) in enumerate(zip(kinds, mods, strict=True))
+    ]
+    module, function = _ENTRIES[entry]
+    return getattr(importlib.import_module(module), function)(*operands, *traced)
+
+
+def _traced(mod: Any, kind: str, name: str, captured: tuple, score_dtype: torch.dtype, device: torch.device) -> TracedMod | None:
+    if mod is None:
+        return None
+    if isinstance(mod, torch.fx.GraphModule):
+        return trace_graph(mod, kind, captured, name=name, score_dtype=score_dtype, device=device)
+    if is_native(mod):
+        raise ModError(f"{name} is a CuTe function, which runs on plain tensors alone; wanted a function of plain Python")
+    found = trace(mod, kind, score_dtype=score_dtype, device=device)
+    for t in found.tensors:
+        tensor_kinds.refuse(f"a tensor that {name} {found.name!r} captures", t)
+    return found
+
+
+call_with_mods = CallWithMods()
+
+
+def bound(fn: Any, kind: str, aux_tensors: Any) -> Callable | None:
+    """``fn`` with aux_tensors as its last argument where it takes them; written for Dynamo to trace."""
+    if fn is None or aux_tensors is None or not _takes_aux(fn, kind):
+        return fn
+    return lambda *args: fn(*args, aux_tensors)
+
+
+def _takes_aux(fn: Any, kind: str) -> bool:
+    inner = getattr(fn, "fn", fn)  # a wrapped mod's function
+    inner = getattr(inner, "__func__", inner)
+    code = getattr(inner, "__code__", None)
+    if code is None:
+        return False
+    return code.co_argcount - (inner is not getattr(fn, "fn", fn)) > _ARITY[kind]

@@ -1,0 +1,163 @@
+"""How Dynamo captures ``call_with_mods``: every mod becomes a subgraph, what it closes over operands of the subgraph.
+
+Dynamo keeps a table from higher-order operators' names to the classes that trace them. It is semi-private: ``install`` enters ours beside
+torch's own, and says so where this torch has it otherwise. What cannot be captured (a mod that Dynamo cannot trace, a torch without the
+table) breaks the graph once, at the call; the entry points then run as in eager mode, opaque to Dynamo, after one warning.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import Any, NoReturn
+
+import torch
+from torch._C._dynamo.eval_frame import reset_code
+from torch._dynamo.exc import TorchRuntimeError, Unsupported, raise_observed_exception, unimplemented
+from torch._dynamo.utils import proxy_args_kwargs
+from torch._dynamo.variables import higher_order_ops
+from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.builder import wrap_fx_proxy
+
+from anyattn import tensor_kinds
+from anyattn.custom_ops.capture import call_with_mods
+from anyattn.custom_ops.define import opaque
+
+__all__ = ["install", "run_uncompiled"]
+
+_TRANSFORMED = (
+    "attention is inside torch.func.{} inside torch.compile or torch.export; wanted torch.func.grad or vjp outside of compiled functions, "
+    "or backward() and torch.autograd.grad"
+)
+_warned: set[str] = set()
+
+
+class CallWithModsVariable(higher_order_ops.TorchHigherOrderOperatorVariable):
+    """``call_with_mods`` while Dynamo traces a call of it."""
+
+    _HOP_NAME = "anyattn.call_with_mods"
+
+    def _call_function(self, tx: Any, args: Any, kwargs: Any) -> VariableTracker:
+        entry, like, operands, kinds, mods = args
+        if active := tensor_kinds.transforms():
+            _refuse(tx, TypeError(_TRANSFORMED.format(active[-1])), _is_replaced(tx))
+        graphs, captured = [], []
+        for (kind, name), fn in zip(kinds.as_python_constant(), mods.items, strict=True):
+            graph, lifted = None, ()
+            if not (fn.is_python_constant() and fn.as_python_constant() is None):
+                try:
+                    graph, lifted = _subgraph(tx, self.value, like, fn, kind, name)
+                except Unsupported as reason:
+                    _warn(name, reason)
+                    run_uncompiled()
+                    raise
+            graphs.append(graph)
+            captured.append(lifted)
+        proxies, _ = proxy_args_kwargs([entry, like, operands, kinds], {})
+        proxy = tx.output.create_proxy("call_function", self.value, (*proxies, tuple(graphs), tuple(captured)), {})
+        call_with_mods.refusal, is_replaced = None, _is_replaced(tx)
+        try:
+            return wrap_fx_proxy(tx=tx, proxy=proxy, example_value=None)
+        except (TorchRuntimeError, Unsupported) as error:
+            refusal = call_with_mods.refusal or (error if is_replaced else None)
+            if refusal is None:
+                raise
+        tx.output.remove_node(proxy.node)  # whoever catches the exception goes on with this graph
+        call_with_mods.refusal = refusal
+        _refuse(tx, refusal, is_replaced)
+
+
+def _refuse(tx: Any, error: Exception, is_replaced: bool = False) -> NoReturn:
+    """Raises ``error`` in the program that is traced; where nobody catches it, the eager call raises it."""
+    if not is_replaced:
+        run_uncompiled()
+    # Dynamo makes exceptions of Python's own kinds alone
+    kind = next((k for k in (ValueError, TypeError) if isinstance(error, k)), RuntimeError)
+    raise_observed_exception(kind, tx, args=[VariableTracker.build(tx, str(error))])
+
+
+def _is_replaced(tx: Any) -> bool:
+    """Whether Dynamo traces a call of torch's function that anyattn replaces, which catches what is raised."""
+    replaced_call = sys.modules.get("anyattn.replaced_call")
+    while tx is not None and replaced_call is not None:
+        if tx.f_code is replaced_call.flex_attention.__code__:
+            return True
+        tx = getattr(tx, "parent", None)
+    return False
+
+
+def _warn(name: str, reason: Unsupported) -> None:
+    """Says once for each reason that a call runs uncompiled, and the cure."""
+    first = str(reason).strip().splitlines()[0]
+    if (key := f"{name}: {first}") in _warned:
+        return
+    _warned.add(key)
+    warnings.warn(
+        f"torch.compile cannot capture a {name} of anyattn: {first}. The call runs outside the compiled graph. Write the mod with torch "
+        "operations on its arguments and on tensors that it closes over, and compute what else it needs before the call "
+        "(torch.compile(fullgraph=True) shows the line)",
+        stacklevel=2,
+    )
+
+
+def run_uncompiled(is_wanted: bool = True) -> None:
+    """Makes Dynamo pass over the entry points' own frames, and all that they call: what it has broken off at then runs as in eager mode.
+
+    Calls inside other functions' frames are traced as before; an entry point that is itself given to ``torch.compile`` runs uncompiled too.
+    """
+    from anyattn import flash, flex
+    from anyattn.sparsity import block_mask
+
+    functions = (
+        flex.flex_attention, flash.flash_attn_func, flash.flash_attn_varlen_func, flash.flash_attn_with_kvcache,
+        flash.flash_attn_combine, block_mask.create_block_mask,
+    )  # fmt: skip
+    replaced_call = sys.modules.get("anyattn.replaced_call")
+    for fn in functions if replaced_call is None else (*functions, replaced_call.flex_attention):
+        if is_wanted:
+            opaque(fn)
+        else:
+            reset_code(fn.__code__)
+
+
+def _subgraph(tx: Any, operator: Any, like: Any, fn: Any, kind: str, name: str) -> tuple[Any, tuple]:
+    """The attribute of Dynamo's graph that holds the mod as a graph, and the proxies of what it closes over."""
+    build = VariableTracker.build
+
+    def scalar(dtype: torch.dtype, requires_grad: bool = False) -> Any:
+        options = {"dtype": build(tx, dtype), "requires_grad": build(tx, requires_grad)}
+        return like.call_method(tx, "new_empty", [build(tx, [])], options)
+
+    with higher_order_ops.discard_graph_changes(tx):
+        arguments = [scalar(torch.int64) for _ in range(4)]
+        if kind == "score":  # as mods see it in eager mode, whatever the query's dtype
+            dtype = torch.float64 if like.dtype is torch.float64 else torch.float32
+            arguments.insert(0, scalar(dtype, like.requires_grad))
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+
+    drawn = len(getattr(tx.output, "random_calls", ()))
+    with TransformGetItemToIndex():  # table[q_idx] reads an entry, it does not ask for q_idx's value
+        _, graph, lifted = higher_order_ops.speculate_subgraph(
+            tx, fn, arguments, {}, description=f"anyattn: {name}", source_target=operator, set_subgraph_inputs="flatten_manual"
+        )
+    if len(getattr(tx.output, "random_calls", ())) > drawn:
+        unimplemented(
+            gb_type="random number in a mod",
+            context=name,
+            explanation=f"{name} draws a random number, which would be one and the same for all (b, h, q_idx, kv_idx).",
+            hints=["Compute it from a captured seed and the indices, by a hash in integer arithmetic."],
+        )
+    installed = tx.output.install_subgraph(name.replace(".", "_"), torch.fx.GraphModule(tx.output.nn_modules, graph))
+    return higher_order_ops.make_attr(tx, installed), tuple(lifted)
+
+
+def install() -> bool:
+    """Enters the operator into Dynamo's table; False where this torch has no such table."""
+    table = getattr(higher_order_ops, "_hop_name_to_variable_class", None)
+    if table is not None:
+        table["anyattn_call_with_mods"] = CallWithModsVariable
+    return table is not None
+
+
+if not install():
+    run_uncompiled()

@@ -1,0 +1,32 @@
+"""Tile lists of one shape in one allocation: counts and indices stacked by class (partial, full), and by direction where both agree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+__all__ = ["lists_of_stacks", "stack_shapes"]
+
+
+def stack_shapes(
+    sizes: tuple[int, int], grid: tuple[int, int], classes: int, wants_columns: bool
+) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The shapes (counts, indices) of each stack: (stacked, B, H, lines) and (stacked, B, H, lines, most).
+
+    sizes: B and H. grid: rows and columns of tiles. classes: 2 where full tiles have lists of their own. wants_columns: whether each column
+    of tiles has its lists too; they share the rows' stack where there are as many.
+    """
+    is_joint = wants_columns and grid[0] == grid[1]
+    many = (1 + is_joint) * classes
+    sides = (grid, grid[::-1])[: 1 + (wants_columns and not is_joint)]
+    return [((many, *sizes, lines), (many, *sizes, lines, most)) for lines, most in sides]
+
+
+def lists_of_stacks(stacks: Sequence[Tensor], classes: int) -> list[Tensor | None]:
+    """Views of stacks, counts and indices by turns, in the order of a block mask's fields; None for full tiles if classes is 1."""
+    found: list[Tensor | None] = []
+    for counts, indices in zip(stacks[::2], stacks[1::2], strict=True):
+        for at in range(0, len(counts), classes):
+            found += [counts[at], indices[at], *((counts[at + 1], indices[at + 1]) if classes > 1 else (None, None))]
+    return found

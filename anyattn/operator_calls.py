@@ -1,0 +1,69 @@
+"""Eager calls that go through the operators: of fake and meta tensors, whose results are fake too, of tensors of ``torch.func.grad`` and
+``vjp``, of subclasses that dispatch, and whatever a graph is being made of. ``tensor_kinds`` says which calls those are.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import Tensor
+
+from anyattn import check, check_cache, check_flash, tensor_kinds
+from anyattn.check_cache import Given
+from anyattn.check_flash import Options
+from anyattn.custom_ops import entry_points
+from anyattn.recall import FlexCall
+
+__all__ = ["decode", "flash", "flex"]
+
+Results = tuple[Tensor, Tensor]
+
+
+def flex(call: FlexCall, backend: str | None, options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, lse, max_scores) of a ``flex_attention`` call; max_scores is empty unless wanted. options: ``kernel_options``."""
+    check.tensors(call.query, call.key, call.value, call.enable_gqa)
+    with _among((call.query, call.key, call.value)):
+        return entry_points.flex(
+            call.query, call.key, call.value, call.score_mod, call.block_mask, call.mask_mod, call.aux_tensors, call.scale,
+            call.enable_gqa, call.sink, call.wants_max, call.deterministic, backend, options,
+        )  # fmt: skip
+
+
+def flash(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tables: tuple[Tensor | None, ...],
+    longest: tuple,
+    validate: bool | None,
+    options: Options,
+    backend: str | None,
+) -> Results:
+    """(out, lse) of a ``flash_attn_func`` call, or with any table of a ``flash_attn_varlen_func`` call."""
+    if all(t is None for t in tables):
+        check_flash.check_dense_storage(q, k, v)
+    else:
+        check_flash.check_varlen_storage(q, k, v, tables[0], tables[1], tables[4])
+    if tensor_kinds.are_fake((q, k, v)):
+        options = options._replace(block_sparse_tensors=None)  # which change no result's shape
+    with _among((q, k, v)):
+        return entry_points.flash(q, k, v, tables, longest, validate, options, backend)
+
+
+def decode(given: Given, options: Options, backend: str | None) -> Results:
+    """(out, lse) of a ``flash_attn_with_kvcache`` call."""
+    if active := tensor_kinds.transforms():
+        raise TypeError(f"flash_attn_with_kvcache is called inside torch.func.{active[-1]}, and has no gradients; call it outside of it")
+    rows = (given.q, given.k_cache, given.v_cache)
+    check_cache.check_storage(*rows, given.k, given.v, given.cu_seqlens_q, given.page_table)
+    with _among(rows):
+        return entry_points.decode(given, options, backend)
+
+
+def _among(tensors: tuple[Tensor, ...]) -> AbstractContextManager[Any]:
+    """Where what is made for the call is fake if its tensors are."""
+    from torch._guards import detect_fake_mode
+
+    mode = detect_fake_mode(tensors) if tensor_kinds.are_fake(tensors) else None
+    return nullcontext() if mode is None else mode

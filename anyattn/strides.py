@@ -1,0 +1,93 @@
+"""Strides of results: dense, in the stride order of an input, so that ``out.transpose(1, 2).view(B, S, H * D)`` copies nothing where the
+query is a transposed (B, S, H, D).
+
+Backends allocate by it and the operators' fake kernels say by it what a backend returns, so that the two agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["dense_strides", "empty_in_order", "in_order"]
+
+
+def dense_strides(like: Tensor, last: int | None = None) -> tuple[int, ...]:
+    """Strides without gaps of a tensor of ``like``'s shape, its dimensions nested as ``like``'s are, the last one always innermost.
+
+    last: size of the last dimension, ``like``'s own if None. A dimension of one entry, or an expanded one (stride 0), says nothing about
+    the order: it stands where it would stand in a contiguous tensor.
+
+    >>> dense_strides(torch.empty(2, 5, 3, 4).transpose(1, 2), 8)
+    (120, 8, 24, 1)
+    """
+    shape = like.shape
+    try:
+        return _known_strides(shape, like.stride(), shape[-1] if last is None else last)
+    except TypeError:  # symbolic sizes have no hash
+        return _strides(shape, like.stride(), shape[-1] if last is None else last, _may_be_symbolic)
+
+
+def empty_in_order(like: Tensor, *, last: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    """Uninitialised memory with ``dense_strides(like, last)``, on ``like``'s device, in its dtype if none is given."""
+    shape = like.shape if last is None else (*like.shape[:-1], last)
+    return torch.empty_strided(shape, dense_strides(like, last), dtype=like.dtype if dtype is None else dtype, device=like.device)
+
+
+def in_order(x: Tensor, like: Tensor) -> Tensor:
+    """``x``, of ``like``'s shape but for the last dimension, with ``dense_strides(like, x.shape[-1])``; a copy where it has others."""
+    wanted = dense_strides(like, x.shape[-1])
+    if all(a == b for a, b, n in zip(x.stride(), wanted, x.shape, strict=True) if n > 1):
+        return x if x.stride() == wanted else x.as_strided(x.shape, wanted)
+    return empty_in_order(like, last=x.shape[-1], dtype=x.dtype).copy_(x)
+
+
+def _plainly(x: Any) -> bool:
+    return bool(x)
+
+
+def _may_be_symbolic(x: Any) -> bool:
+    """Of sizes that only a run will tell, nothing that hangs on them is so; then dimensions stay in their order."""
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    return guard_or_false(x)
+
+
+def _strides(shape: Sequence[Any], strides: Sequence[Any], last: Any, holds: Any) -> tuple[Any, ...]:
+    """holds: whether a comparison of sizes is true."""
+    order: list[int] = []  # of the dimensions but the last, the outermost first
+    for dim in range(len(shape) - 1):
+        place = len(order)
+        if not _is_silent(shape, strides, dim, holds):
+            for at in range(len(order) - 1, -1, -1):
+                other = order[at]
+                if _is_silent(shape, strides, other, holds):
+                    continue
+                if not holds(strides[other] < strides[dim]):
+                    break
+                place = at
+        order.insert(place, dim)
+    found: list[Any] = [1] * len(shape)
+    step = _at_least_one(last)
+    for dim in reversed(order):
+        found[dim] = step
+        step = step * _at_least_one(shape[dim])
+    return tuple(found)
+
+
+def _is_silent(shape: Sequence[Any], strides: Sequence[Any], dim: int, holds: Any) -> bool:
+    return holds(shape[dim] == 1) or holds(strides[dim] == 0)
+
+
+def _at_least_one(size: Any) -> Any:
+    """As torch has it: an empty dimension counts as one entry."""
+    return max(size, 1) if isinstance(size, int) else torch.sym_max(size, 1)
+
+
+@lru_cache(maxsize=4096)
+def _known_strides(shape: tuple[int, ...], strides: tuple[int, ...], last: int) -> tuple[int, ...]:
+    return _strides(shape, strides, last, _plainly)

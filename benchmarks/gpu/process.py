@@ -1,0 +1,62 @@
+"""A child process that is asked in JSON lines and answers each with one: the parent's end, and the child's."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any, TextIO
+
+__all__ = ["ANSWER", "Child", "apart"]
+
+ANSWER = "@ahead "  # what the child says for itself; compilers print to the same stream
+
+
+class Child:
+    """The parent's end."""
+
+    def __init__(self, command: list[str], log: TextIO, environment: Mapping[str, str]):
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=log, text=True)
+
+    def ask(self, question: Any, seconds: float) -> Any:
+        """The child's answer. Raises ``RuntimeError`` if it died or took longer, when it is killed."""
+        process = self._process
+        assert process.stdin is not None and process.stdout is not None
+        alarm = threading.Timer(seconds, process.kill)
+        alarm.start()
+        try:
+            process.stdin.write(json.dumps(question) + "\n")
+            process.stdin.flush()
+            for line in process.stdout:
+                if line.startswith(ANSWER):
+                    return json.loads(line.removeprefix(ANSWER))
+            raise RuntimeError(f"its process ended with exit code {process.wait(10)}")
+        except OSError as broken:
+            raise RuntimeError(f"its process ended with exit code {process.wait(10)}") from broken
+        finally:
+            alarm.cancel()
+
+    def end(self, seconds: float = 0.0) -> None:
+        """Ends the child. seconds: how long it may take to end by itself once there is nothing more to read."""
+        if seconds and self._process.stdin is not None:
+            with suppress(OSError, subprocess.TimeoutExpired):
+                self._process.stdin.close()
+                self._process.wait(seconds)
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            with suppress(OSError):
+                pipe.close()  # type: ignore[union-attr]
+
+
+@contextmanager
+def apart() -> Iterator[TextIO]:
+    """In the child: what compilers print goes to stderr; yields where the answers go."""
+    with os.fdopen(os.dup(sys.stdout.fileno()), "w") as answers:
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+        yield answers

@@ -1,0 +1,83 @@
+"""What the machine offers is asked by the library, and chosen by a test: the torch backend's paths on every CPU that there may be."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from machines import CPUS, PLAIN, WITH_BF16, WITH_FP16, asked, planned_for
+
+import anyattn
+from anyattn import hardware
+
+sys.path.insert(0, str(Path(__file__).parent / "end_to_end"))
+from calls import judge
+
+QUESTIONS = ("_is_avx512_bf16_supported", "_is_amx_tile_supported", "_is_amx_fp16_supported")
+
+
+@pytest.fixture(autouse=True)
+def nobody_remembers():
+    asked.cache_clear()
+    yield
+    asked.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("has", "found"),
+    [
+        ((), PLAIN),
+        (("_is_avx512_bf16_supported",), WITH_BF16),
+        (("_is_amx_tile_supported",), WITH_BF16),
+        (("_is_amx_tile_supported", "_is_amx_fp16_supported"), WITH_FP16),
+    ],
+)
+def test_what_the_library_learns_of_a_cpu(has: tuple[str, ...], found: hardware.Hardware, monkeypatch: pytest.MonkeyPatch) -> None:
+    for question in QUESTIONS:
+        monkeypatch.setattr(torch.cpu, question, lambda answer=question in has: answer, raising=False)
+    assert asked("cpu").fast_dtypes == found.fast_dtypes
+
+
+def test_a_test_does_not_ask_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    for question in QUESTIONS:
+        monkeypatch.setattr(torch.cpu, question, lambda question=question: pytest.fail(question), raising=False)
+    assert hardware.of("cpu") == CPUS[os.environ.get("ANYATTN_TEST_CPU", "bf16")]
+    q = torch.randn(1, 2, 40, 8, dtype=torch.bfloat16)
+    anyattn.flex_attention(q, q, q, mask_mod=lambda b, h, i, j: i >= j)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("cpu", CPUS)
+def test_every_path_runs_on_every_cpu(cpu: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole spans where the CPU multiplies 16 bits fast, in both passes; streaming everywhere else, and where statistics are asked for."""
+    took = []
+    for name in ("forward", "whole_spans"):
+        module = importlib.import_module(f"anyattn.backends.torch.{name}")
+        monkeypatch.setattr(module, "forward", lambda *a, name=name, compute=module.forward: (took.append(name), compute(*a))[1])
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, heads, n, 8, generator=g).to(dtype) for heads, n in ((2, 90), (1, 100), (1, 100)))
+    with planned_for(CPUS[cpu]):
+        judge(q, k, v, mask=lambda b, h, i, j: (j < 5) | ((j <= i) & (i - j < 20)))
+    spans = dtype != torch.float32 and dtype in CPUS[cpu].fast_dtypes
+    assert took == ["forward", "whole_spans" if spans else "forward"]
+
+
+ASKS_THE_MACHINE = re.compile(r"perf_counter\(|process_time\(|getrusage\(|cpu_count\(|\btimeout=[1-9]|mark\.timeout\([1-9]")
+
+
+def test_no_test_asks_for_seconds_cores_or_resident_memory() -> None:
+    """Of the tests for a CPU; those for a GPU report how long they compiled."""
+    folder = Path(__file__).parent
+    found = [
+        f"{path.relative_to(folder)}:{number}: {line.strip()}"
+        for path in sorted(folder.rglob("*.py"))
+        if path.relative_to(folder).parts[0] != "gpu" and path.name != Path(__file__).name
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if ASKS_THE_MACHINE.search(line)
+    ]
+    assert not found, "\n".join(found)
