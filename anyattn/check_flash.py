@@ -43,6 +43,7 @@ __all__ = [
     "batch_of_ends",
     "check_dense_storage",
     "check_max",
+    "check_slopes",
     "check_varlen_storage",
     "combine_arguments",
     "dense_problem",
@@ -316,12 +317,16 @@ _softcap_score = lru_cache(maxsize=64)(scores.softcap)
 def _alibi(slopes: Any, batch: int, heads: int, offset: int | Tensor, device: torch.device) -> Callable | None:
     if slopes is None:
         return None
+    check_slopes(slopes, batch, heads, device)
+    return scores.alibi(slopes, offset)
+
+
+def check_slopes(slopes: Any, batch: int, heads: int, device: torch.device) -> None:
     if not isinstance(slopes, Tensor) or not slopes.is_floating_point() or tuple(slopes.shape) not in ((heads,), (batch, heads)):
         what = f"shape {tuple(slopes.shape)} and dtype {slopes.dtype}" if isinstance(slopes, Tensor) else f"type {type(slopes).__name__}"
         raise ValueError(f"alibi_slopes has {what}; wanted a float tensor of shape ({heads},) or ({batch}, {heads})")
     if slopes.device != device:
         raise ValueError(f"alibi_slopes is on {slopes.device} but q is on {device}; move it with .to()")
-    return scores.alibi(slopes, offset)
 
 
 def _splits(given: Any) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from anyattn import check, check_cache, check_flash, tensor_kinds
+from anyattn import check, check_cache, check_flash, check_lengths, tensor_kinds
 from anyattn.check_cache import Given
 from anyattn.check_flash import Options
 from anyattn.custom_ops import entry_points
@@ -45,6 +45,9 @@ def flash(
         check_flash.check_dense_storage(q, k, v)
     else:
         check_flash.check_varlen_storage(q, k, v, tables[0], tables[1], tables[4])
+    names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "page_table")
+    batch = check_lengths.batch_of(q, tables[0], tables[1], k, tables[4])
+    _check_options(q, batch, options, dict(zip(names, tables, strict=True)))
     if tensor_kinds.are_fake((q, k, v)):
         options = options._replace(block_sparse_tensors=None)  # which change no result's shape
     with _among((q, k, v)):
@@ -57,6 +60,9 @@ def decode(given: Given, options: Options, backend: str | None) -> Results:
         raise TypeError(f"flash_attn_with_kvcache is called inside torch.func.{active[-1]}, and has no gradients; call it outside of it")
     rows = (given.q, given.k_cache, given.v_cache)
     check_cache.check_storage(*rows, given.k, given.v, given.cu_seqlens_q, given.page_table)
+    others = {n: t for n, t in given._asdict().items() if isinstance(t, Tensor)}
+    batch = given.q.shape[0] if given.cu_seqlens_q is None else check_lengths.batch_of_ends("cu_seqlens_q", given.cu_seqlens_q)
+    _check_options(given.q, batch, options, others)
     with _among(rows):
         return entry_points.decode(given, options, backend)
 
@@ -67,3 +73,12 @@ def _among(tensors: tuple[Tensor, ...]) -> AbstractContextManager[Any]:
 
     mode = detect_fake_mode(tensors) if tensor_kinds.are_fake(tensors) else None
     return nullcontext() if mode is None else mode
+
+
+def _check_options(q: Tensor, batch: int, options: Options, tables: dict[str, Any]) -> None:
+    """What FlashAttention's entry points check of arguments that are not q, k and v, as far as no value is looked at."""
+    check.sink_logits(options.sink, check_cache.heads_first(q))
+    if options.alibi_slopes is not None:
+        check_flash.check_slopes(options.alibi_slopes, batch, q.shape[-2], q.device)
+    for name, table in tables.items():
+        check_lengths.check_device(name, table, q.device)

@@ -139,6 +139,16 @@ def test_wrong_arguments_are_refused_of_fake_tensors_too() -> None:
             anyattn.flash_attn_varlen_func(q[0], k[0], k[0], cu_seqlens_q=torch.zeros(3), cu_seqlens_k=torch.zeros(3))
         with pytest.raises(ValueError, match="k_cache has head_dim 9"):
             anyattn.flash_attn_with_kvcache(q, k, k)
+    q, elsewhere = torch.randn(B, S, H, D), torch.zeros(H, device="meta")
+    for name in ("sink", "alibi_slopes"):
+        with pytest.raises(ValueError, match=f"{name} is on meta but q"):
+            anyattn.flash_attn_func(q, q, q, **{name: elsewhere})
+        with pytest.raises(ValueError, match=f"{name} is on meta but q"):
+            anyattn.flash_attn_with_kvcache(q, q, q, **{name: elsewhere})
+    with pytest.raises(ValueError, match="sink is on meta but query"):
+        anyattn.flex_attention(q, q, q, sink=torch.zeros(S, device="meta"))
+    with pytest.raises(ValueError, match="seqused_k is on meta but q"):
+        anyattn.flash_attn_varlen_func(q, q, q, seqused_k=torch.zeros(B, dtype=torch.int32, device="meta"))
 
 
 @pytest.mark.parametrize("tracing", ["real", "fake", "symbolic"])
