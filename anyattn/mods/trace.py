@@ -23,7 +23,7 @@ from anyattn.mods import captures
 from anyattn.mods.ir import Builder, Expr, category
 from anyattn.mods.recognise import Pattern, Reading, recognise
 from anyattn.mods.refused import check_draws, generators_state, is_random, refuse_random
-from anyattn.mods.source import FUNCTION_CURE, called_from, failed, mod_error, place_error
+from anyattn.mods.source import FUNCTION_CURE, MODE_CURE, called_from, failed, mod_error, place_error
 from anyattn.mods.values import NeedsNumber, Value, View
 from anyattn.of_fields import OfFields
 
@@ -93,8 +93,7 @@ class Tracer(Builder):
             raise place_error("a mod applies a torch.autograd.Function, whose backward no kernel could call", applied, FUNCTION_CURE)
         if _modes() != self.modes:
             what = "grad mode" if torch.is_grad_enabled() is not (self.modes or (True,))[0] else "autocast"
-            cure = "take the `with` out of the mod: put it around the attention call"
-            raise mod_error(f"a mod computes under another {what} than it is called in", cure)
+            raise mod_error(f"a mod computes under another {what} than it is called in", MODE_CURE)
 
     def capture(self, tensor: torch.Tensor) -> Any:
         if tensor.layout is not torch.strided or tensor.is_complex() or tensor.is_quantized:
