@@ -62,7 +62,7 @@ def flex_attention(
     except Exception as error:  # torch refuses as well: its own error is the answer, and says below what anyattn had against the call
         error.__cause__ = error.__cause__ or RuntimeError(f"anyattn refused the call before: {refusal}")
         raise
-    count_passed_on(refusal)
+    count_passed_on(str(refusal))
     return result
 
 
