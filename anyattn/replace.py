@@ -9,9 +9,11 @@ This module imports no torch: ``autoload`` runs at the end of ``import torch``, 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import re
+import sys
 import threading
 import types
 import warnings
@@ -96,13 +98,13 @@ class Replacement:
 
     def __init__(self) -> None:
         self._is_active = False
-        with _lock:
+        with _no_compilation(), _lock:
             _enter()
             self._is_active = True
 
     def undo(self) -> None:
         """Ends this replacement; a second call does nothing."""
-        with _lock:
+        with _no_compilation(), _lock:
             if self._is_active:
                 self._is_active = False
                 _leave()
@@ -151,6 +153,7 @@ class _Torchs:
             raise RuntimeError(
                 f"torch's flex_attention takes ({found}); wanted ({wanted}): this torch cannot be replaced, call anyattn's own"
             )
+        self.dispatching = _dispatch.__code__.replace(co_name=self.code.co_name)  # one object, which Dynamo knows again
         self.own = types.FunctionType(self.code, function.__globals__, function.__name__, function.__defaults__)
         for name in ("__kwdefaults__", "__module__", "__doc__", "__annotations__"):
             setattr(self.own, name, getattr(function, name))
@@ -158,6 +161,14 @@ class _Torchs:
 
 _torchs: _Torchs | None = None
 _active = 0
+
+
+def _no_compilation() -> contextlib.AbstractContextManager:
+    """Waits until no other thread compiles: guards of code that changes meanwhile would fail at once, which Dynamo takes for an error.
+
+    To be entered before ``_lock``, which a thread that compiles takes for counting.
+    """
+    return getattr(sys.modules.get("torch._dynamo.convert_frame"), "compile_lock", None) or contextlib.nullcontext()
 
 
 def _found() -> _Torchs:
@@ -177,7 +188,7 @@ def _enter() -> None:
     global _active
     torchs = _found()
     if _active == 0:
-        torchs.function.__code__ = _dispatch.__code__.replace(co_name=torchs.code.co_name)
+        torchs.function.__code__ = torchs.dispatching
     _active += 1
 
 

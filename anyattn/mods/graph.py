@@ -8,11 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anyattn.mods.source import at_line
+from anyattn.mods.source import FUNCTION_CURE, MODE_CURE, at_line, mod_error
 from anyattn.mods.trace import InterceptCaptured, TracedMod, Tracer, finished, inputs_of
 from anyattn.mods.values import Value
 
 __all__ = ["trace_graph"]
+
+# How graphs say that a part of them computes under another mode.
+_MODE_CHANGES = {torch._C._set_grad_enabled: "grad mode", torch.amp.autocast_mode._enter_autocast: "autocast"}
 
 
 class _Run(torch.fx.Interpreter):
@@ -31,6 +34,13 @@ class _Run(torch.fx.Interpreter):
     def run_node(self, n: torch.fx.Node) -> Any:
         with at_line(n.stack_trace):
             return super().run_node(n)
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if getattr(target, "_name", "") == "autograd_function_apply":
+            raise mod_error("a mod applies a torch.autograd.Function, whose backward no kernel could call", FUNCTION_CURE)
+        if target in _MODE_CHANGES:
+            raise mod_error(f"a mod changes {_MODE_CHANGES[target]} while it computes", MODE_CURE)
+        return super().call_function(target, args, kwargs)
 
     def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:
         found = super().call_method(target, args, kwargs)

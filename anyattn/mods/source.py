@@ -22,6 +22,7 @@ from anyattn.errors import ModError
 
 __all__ = [
     "FUNCTION_CURE",
+    "MODE_CURE",
     "at_line",
     "called_from",
     "defined_at",
@@ -37,6 +38,7 @@ _PACKAGES = (Path(__file__).resolve().parent.parent, Path(str(torch.__file__)).r
 _FOLDERS = tuple(f"{folder}/".replace("\\", "/") for folder in _PACKAGES)
 _FILES = frozenset(str(m.__file__) for m in (functools, contextlib))
 _CUSTOM_GRADIENTS = (str(Path("torch", "autograd", "function.py")),)
+MODE_CURE = "take the `with` out of the mod: put it around the attention call"
 FUNCTION_CURE = "write what its forward does as plain arithmetic, of which anyattn takes the gradient itself"
 
 

@@ -24,7 +24,7 @@ from anyattn.mods import captures
 from anyattn.mods.ir import Builder, DType, Expr, category
 from anyattn.mods.recognise import Pattern, Reading, recognise
 from anyattn.mods.refused import check_draws, generators_state, is_random, refuse_random
-from anyattn.mods.source import FUNCTION_CURE, called_from, failed, mod_error
+from anyattn.mods.source import FUNCTION_CURE, MODE_CURE, called_from, failed, mod_error
 from anyattn.mods.values import NeedsNumber, Value, View
 from anyattn.mods.vectors import Vector
 from anyattn.mods.weak import slots_in_question, strayed
@@ -97,8 +97,7 @@ class Tracer(Builder):
         if applied is not None:
             raise mod_error("a mod applies a torch.autograd.Function, whose backward no kernel could call", FUNCTION_CURE, applied)
         if _is_grad_enabled() is not self.wants_grad:
-            cure = "take the `with` out of the mod: put it around the attention call"
-            raise mod_error("a mod computes under another grad mode than it is called in", cure)
+            raise mod_error("a mod computes under another grad mode than it is called in", MODE_CURE)
 
     def capture(self, tensor: torch.Tensor) -> Any:
         if tensor.layout is not torch.strided or tensor.is_complex() or tensor.is_quantized:

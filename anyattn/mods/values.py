@@ -264,6 +264,8 @@ class Value:
         name = raw.strip("_") if raw.startswith("__") else raw
         if func is torch.Tensor.where:
             name = "where of a tensor"
+        if isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)) and not str(func).startswith("aten."):
+            raise mod_error(f"torch.ops.{func} is no operator of torch's own, whatever its name", _supported())
         if name.endswith("_") and name[:-1] in FUNCTIONS:
             raise mod_error(f"torch.{name} writes into a tensor, and a mod has none", f"use what {name[:-1]} returns")
         if name not in FUNCTIONS:
