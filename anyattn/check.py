@@ -106,7 +106,6 @@ def flex_problem(
     wants_max: bool,
     deterministic: bool,
     listed: TracedMod | None = None,
-    *,
     reads_captured: bool = True,
 ) -> Problem:
     """The problem of one ``flex_attention`` call; raises before any work is done.

@@ -309,7 +309,7 @@ def flex_call(call: FlexCall, backend: str | None, options: Any, is_operator: bo
         named = {"query": call.query, "key": call.key, "value": call.value, "sink": call.sink}
         if not is_operator and tensor_kinds.belong_to_operators(named):
             return None
-        problem = check.flex_problem(*call, reads_captured=not (is_operator and call.query.is_cuda))
+        problem = check.flex_problem(*call, not (is_operator and call.query.is_cuda))
         chosen = plan.choose(problem, hardware.of(problem.q.device.type), backend, check.kernel_options(options))
         if facts is not None:
             _remember_flex(call, backend, options, facts, problem, chosen)

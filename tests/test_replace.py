@@ -168,7 +168,7 @@ def test_autocast_casts_as_torchs_operator_does(backend, replacing):
 def test_torchs_switch_for_deterministic_algorithms_holds(backend, replacing, monkeypatch):
     seen = []
     own = anyattn.check.flex_problem
-    monkeypatch.setattr(anyattn.check, "flex_problem", lambda *args, **options: seen.append(args[12]) or own(*args, **options))
+    monkeypatch.setattr(anyattn.check, "flex_problem", lambda *args: seen.append(args[12]) or own(*args))
     anyattn.recall.clear()
     call = flex_attention if backend is None else torch.compile(flex_attention, backend=backend, fullgraph=True)
     before = torch.are_deterministic_algorithms_enabled()

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from limits import HANG
 
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAM = """
@@ -41,7 +42,7 @@ def run(tmp_path):
         env.pop("ANYATTN_REPLACE_FLEX_ATTENTION", None)
         if value is not None:
             env["ANYATTN_REPLACE_FLEX_ATTENTION"] = value
-        return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=ROOT, timeout=240)
+        return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=ROOT, timeout=HANG)
 
     return run
 

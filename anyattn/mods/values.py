@@ -52,9 +52,7 @@ class View:
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         return Value.__torch_function__(func, types, args, kwargs)
 
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
+    ndim = property(lambda self: len(self.shape))
 
     @property
     def shape(self) -> tuple[int, ...]:

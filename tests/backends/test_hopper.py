@@ -365,7 +365,7 @@ def test_configs_judge_themselves(make, words: str) -> None:  # type: ignore[no-
 def test_functions_and_rows_compile_for_hopper(tmp_path: Path) -> None:
     environment = {**os.environ, "CUTE_DSL_ARCH": "sm_90a", "PYTHONPATH": str(Path(__file__).parent.parent.parent)}
     command = [sys.executable, str(Path(__file__).parent / "hopper_compile.py"), str(tmp_path), "128", "128", "functions"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG)
     assert done.returncode == 0, done.stderr[-3000:]
     assert len(json.loads(done.stdout.splitlines()[-1])) == 3
 
