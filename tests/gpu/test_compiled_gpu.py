@@ -100,7 +100,7 @@ def test_fake_tensors_launch_nothing() -> None:
         of_flash = flash_attention(*x)
         merged = anyattn.flash_attn_combine(torch.randn(2, B, S, H, D, device=DEVICE), torch.randn(2, B, S, H, device=DEVICE))
         cache = torch.randn(B, 2 * S, H, D, dtype=HALF, device=DEVICE)
-        q, new = x[0].transpose(1, 2)[:, :1], cache[:, :1].clone()
+        q, new = x[0].transpose(1, 2)[:, :1].detach(), cache[:, :1].clone()
         step = anyattn.flash_attn_with_kvcache(q, cache, cache.clone(), cache_seqlens=S, k=new, v=new)
         found = (out, *torch.autograd.grad(out.sum(), x), of_flash, *torch.autograd.grad(of_flash.sum(), x), *merged, step)
     assert all(isinstance(t, FakeTensor) and t.device.type == DEVICE for t in found)
