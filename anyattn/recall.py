@@ -330,9 +330,7 @@ def flex_call(call: FlexCall, backend: str | None, options: Any, is_operator: bo
     return Problem.of_fields(fields), known.plan
 
 
-def flash_call(
-    q: Any, k: Any, v: Any, given: Options, backend: str | None, is_operator: bool = False
-) -> tuple[Problem, Plan] | None:
+def flash_call(q: Any, k: Any, v: Any, given: Options, backend: str | None, is_operator: bool = False) -> tuple[Problem, Plan] | None:
     """The problem and the plan of a ``flash_attn_func`` call; None as ``flex_call``. Raises as the checks and the plan."""
     facts = None if is_listened_to() else _flash_facts(q, k, v, given, backend)
     known: _Remembered | None = None if facts is None else remembered(facts.key)
