@@ -28,5 +28,6 @@ def lists_of_stacks(stacks: Sequence[Tensor], classes: int) -> list[Tensor | Non
     found: list[Tensor | None] = []
     for counts, indices in zip(stacks[::2], stacks[1::2], strict=True):
         for at in range(0, len(counts), classes):
-            found += [counts[at], indices[at], *((counts[at + 1], indices[at + 1]) if classes > 1 else (None, None))]
+            one = [stack.select(0, at + of_class) for of_class in range(classes) for stack in (counts, indices)]
+            found += one if classes > 1 else [*one, None, None]
     return found
