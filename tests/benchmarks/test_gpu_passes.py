@@ -308,8 +308,8 @@ PRETENDER = f"""
 
 
 def test_what_dies_or_hangs_takes_only_its_own_job_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    do = ahead._Process.do
-    monkeypatch.setattr(ahead._Process, "do", lambda self, job, seconds: do(self, job, 2 if job.case == "hangs" else HANG))
+    ask = ahead.Child.ask
+    monkeypatch.setattr(ahead.Child, "ask", lambda self, job, seconds: ask(self, job, 2 if job["case"] == "hangs" else HANG))
     jobs = [Job(case, ("fa4",)) for case in ("good", "dies", "fails", "hangs", "good", "good")]
     said: list[str] = []
     pretender = ("-c", textwrap.dedent(PRETENDER))
@@ -325,9 +325,9 @@ def test_what_dies_or_hangs_takes_only_its_own_job_along(tmp_path: Path, monkeyp
 def test_compiling_ahead_ends_when_its_time_is_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock of the test's own, on which every job takes a second."""
     said: list[str] = []
-    now: list[Job] = []
+    now: list[dict] = []
     monkeypatch.setattr(ahead, "time", SimpleNamespace(monotonic=lambda: float(len(now))))
-    monkeypatch.setattr(ahead._Process, "do", lambda self, job, seconds: now.append(job) or {})
+    monkeypatch.setattr(ahead.Child, "ask", lambda self, job, seconds: now.append(job) or {})
     jobs = [Job("slow", ("fa4",))] * 9
     done = compile_ahead(jobs, 1, 0.5, 5, tmp_path / "log", said.append, ("-c", textwrap.dedent(PRETENDER)))
     assert len(done) == 1 and "8 left to the run itself" in said[0]
