@@ -70,4 +70,8 @@ def test_a_package_runs(call, tmp_path: Path) -> None:
         exported = torch.export.export(Model(call), (q, k, v))
     path = torch._inductor.aoti_compile_and_package(exported, package_path=str(tmp_path / "model.pt2"))
     found = torch._inductor.aoti_load_package(path)(q, k, v)
-    assert len(found) == len(want) and all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+    of_program = exported.module()(q, k, v)
+    assert len(found) == len(want) and all(torch.equal(a, b) for a, b in zip(found, of_program, strict=True))
+    # lists that became constants of a program are no longer known to follow from their mask, which is asked in full tiles too: same values,
+    # sums in another order
+    torch.testing.assert_close(found, want, rtol=0, atol=1e-6)

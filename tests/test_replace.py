@@ -16,6 +16,7 @@ from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, fle
 
 import anyattn
 from anyattn import oracle, replace
+from anyattn.custom_ops import dynamo
 from anyattn.testing import budget
 from anyattn.testing.rounding import rounding
 
@@ -27,6 +28,7 @@ torchs_operator = torch.ops.higher_order.flex_attention
 @pytest.fixture
 def replacing():
     torch._dynamo.reset()
+    dynamo.run_uncompiled(False)  # whatever tests before have tried to capture
     with anyattn.replace_flex_attention() as replacement:
         yield replacement
     assert not is_replaced()

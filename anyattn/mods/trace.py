@@ -44,6 +44,7 @@ __all__ = [
 ]
 
 _is_grad_enabled = torch.is_grad_enabled
+_is_autocast = torch._C._is_any_autocast_enabled  # type: ignore[attr-defined]
 _INPUTS = {"mask": ("b", "h", "q_idx", "kv_idx"), "score": ("score", "b", "h", "q_idx", "kv_idx")}
 
 
@@ -85,10 +86,13 @@ class Tracer(Builder):
         self.tensors: list[torch.Tensor] = []
         self.reads_values = False  # the body asked a captured tensor for what is no part of the memo's key: this trace holds just now
         self.wants_grad: bool | None = None  # grad mode around the call of the body
+        self.wants_autocast: bool | None = None  # and autocast
 
     def add(self, op: str, *args: int, dtype: DType | None = None, attr: Hashable = None) -> int:
         if self.wants_grad is not None and not (self.wants_grad and _is_grad_enabled()):
             self._check_grad_mode()
+        if self.wants_autocast is not None and _is_autocast() is not self.wants_autocast:
+            raise mod_error("a mod changes autocast while it computes", MODE_CURE)
         return super().add(op, *args, dtype=dtype, attr=attr)
 
     def _check_grad_mode(self) -> None:
@@ -322,7 +326,7 @@ def _run(
         return Value(tracer, tracer.add("scalar", dtype=type(number), attr=slot))
 
     lifted = captures.rebuild(fn, lift)
-    tracer.wants_grad = _is_grad_enabled()
+    tracer.wants_grad, tracer.wants_autocast = _is_grad_enabled(), _is_autocast()
     with InterceptCaptured(tracer):
         result = lifted(*inputs_of(tracer, kind, score_dtype), *([aux] if aux is not None else []))
         return tracer.build(_result_node(result, tracer, kind, score_dtype, name_of(fn))), tracer, numbers

@@ -35,8 +35,9 @@ class Mutant:
 _FORWARD, _BACKWARD, _TILES = "backends.torch.forward", "backends.torch.backward", "backends.torch.tiles"
 _SPANS, _STAGES, _CAPTURED = "backends.torch.spans", "backends.torch.stages", "backends.torch.captured"
 _WHOLE, _RUN, _KEYS = "backends.torch.whole_spans", "backends.torch.run", "backends.torch.keys"
+_MEMORY = "backends.torch.memory"
 _CACHE, _APPEND, _LENGTHS = "check_cache", "kvcache.append", "geometry.seqlen_info"
-_PAST_THE_END = "x = empty(shape, dtype, device); x.as_strided((x.numel() + 1,), (1,)).zero_(); return x"
+_PAST_THE_END = "x = empty_in_order(like, like.shape[-1], dtype); x.as_strided((x.numel() + 1,), (1,)).zero_(); return x"
 
 MUTANTS = {
     m.name: m
@@ -197,8 +198,11 @@ MUTANTS = {
         ),
         Mutant("packed_heads_forgotten", "geometry.block_info:BlockInfo._rows", "if group > 1:", "if False:", "blocks"),
         # memory
-        Mutant("sums_start_anywhere", "backends.torch.memory:zeros", ".zero_()", "", "full"),
-        Mutant("written_past_the_end", "backends.torch.memory:zeros", "return empty(shape, dtype, device).zero_()", _PAST_THE_END, "full"),
+        Mutant("sums_start_anywhere", f"{_MEMORY}:zeros_in_order", ".zero_()", "", "full"),
+        Mutant(
+            "written_past_the_end", f"{_MEMORY}:zeros_in_order",
+            "return empty_in_order(like, like.shape[-1], dtype).zero_()", _PAST_THE_END, "full",
+        ),
         Mutant(
             "input_overwritten", "backends.torch.keys:KeyRows.__init__",
             "self._view.reshape(self.shape)", "self._view.reshape(self.shape).mul_(1.0)", "inputs",
