@@ -106,9 +106,9 @@ def test_a_graphs_own_tensors(wanted: tuple[bool, ...]) -> None:
     """In a compiled graph no tensor requires a gradient: what is wanted is said beside them, and is computed."""
     q, k, v = (drawn()[n] for n in "qkk")
     k, v = (t.repeat_interleave(2, 1) for t in (k, v))
-    nothing = ("", torch.empty(0, dtype=torch.float64), [], "", [], [], [], [], True, 0.25)  # no mods, no lists
-    out, lse, _ = ops.attend(q, k, v, None, *nothing, False, "triton")
-    found = ops.attend_backward(q, k, v, None, *nothing, "triton", out, lse, torch.ones_like(out), None, [*wanted, False])
+    nothing = ("", [], [], "", [], [], [], [0, 0], True, 0.25)  # no mods, no lists
+    out, lse, _ = ops.attend(q, k, v, None, *nothing, False, False, "", "triton")
+    found = ops.attend_backward(q, k, v, None, *nothing, False, "", "triton", out, lse, torch.ones_like(out), None, [*wanted, False])
     leaves = [t.clone().requires_grad_() for t in (q, k, v)]
     whole = anyattn.flex_attention(*leaves, scale=0.25)
     whole.backward(torch.ones_like(whole))
