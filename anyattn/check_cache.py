@@ -142,7 +142,7 @@ def cache_call(given: Given, options: Options) -> CacheCall:
 def with_own_pages(given: Given) -> Given:
     """The call with a row of the page table for each of its entries, where cache_batch_idx chooses them from one for each cache entry.
 
-    On a GPU, where nobody looks, a row that there is not is the nearest one that there is.
+    On a GPU the values are not checked, and a row outside the table is replaced by the nearest row inside it.
     """
     rows, table = given.cache_batch_idx, given.page_table
     if rows is None or table is None:

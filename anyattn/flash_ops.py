@@ -310,7 +310,7 @@ def flash_with_mods(
     """``flash_attn_func``, or with any table ``flash_attn_varlen_func``, as one operator, of traced mods."""
     given = Options(*options)
     q, k, v = autocast.arguments(q, k, v)
-    longest = tuple(None if isinstance(n, Tensor) else n for n in longest)  # a bound that no result hangs on
+    longest = tuple(None if isinstance(n, Tensor) else n for n in longest)  # max_seqlen changes no result
     operands = (q, k, v, *tables, *_operands(q, given, score, mask), bool(given.deterministic), *longest, validate, backend or "")
     return called(flash, operands, _save, _gradients)  # type: ignore[no-any-return]
 

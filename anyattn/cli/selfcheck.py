@@ -82,7 +82,7 @@ def _outcome(place: Place, backend: str, call: str, run: Callable[[Place, str], 
     try:
         with on_device, launches.noting() as kernels:
             share = run(place, backend)
-    except Exception as error:  # whatever a broken driver, compiler or package raises is what is asked for
+    except Exception as error:  # a broken driver, compiler or package raises any exception, and doctor reports it
         return Outcome(place, backend, call, error=f"{type(error).__name__}: {' '.join(str(error).split())[:400]}")
     return Outcome(place, backend, call, tuple(kernels), share, time.perf_counter() - started)
 

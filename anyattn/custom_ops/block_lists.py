@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from anyattn.custom_ops.define import operator
+from anyattn.geometry.integers import ceil_div
 from anyattn.geometry.list_stacks import lists_of_stacks, stack_shapes
 from anyattn.mods.trace import TracedMod
 from anyattn.ops import mods_of_operands, operands_of
@@ -39,20 +40,9 @@ def block_lists(
 
 
 @torch.library.register_fake("anyattn::block_lists")
-def _(
-    like: Tensor,
-    program: str,
-    numbers: list[int],
-    tensors: list[Tensor],
-    batch: int,
-    heads: int,
-    q_len: int,
-    kv_len: int,
-    block_m: int,
-    block_n: int,
-    separate_full: bool,
-) -> list[Tensor]:
-    grid = ((q_len + block_m - 1) // block_m, (kv_len + block_n - 1) // block_n)
+def _(like: Tensor, program: str, numbers: list[int], tensors: list[Tensor], *facts: int) -> list[Tensor]:
+    batch, heads, q_len, kv_len, block_m, block_n, separate_full = facts
+    grid = (ceil_div(q_len, block_m), ceil_div(kv_len, block_n))
     shapes = stack_shapes((batch, heads), grid, 1 + separate_full, True)
     return [like.new_empty(shape, dtype=torch.int32) for pair in shapes for shape in pair]
 

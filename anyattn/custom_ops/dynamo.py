@@ -62,13 +62,13 @@ class CallWithModsVariable(higher_order_ops.TorchHigherOrderOperatorVariable):
             refusal = call_with_mods.refusal or (error if is_replaced else None)
             if refusal is None:
                 raise
-        tx.output.remove_node(proxy.node)  # whoever catches the exception goes on with this graph
+        tx.output.remove_node(proxy.node)  # a program that catches the exception continues this graph
         call_with_mods.refusal = refusal
         _refuse(tx, refusal, is_replaced)
 
 
 def _refuse(tx: Any, error: Exception, is_replaced: bool = False) -> NoReturn:
-    """Raises ``error`` in the program that is traced; where nobody catches it, the eager call raises it."""
+    """Raises ``error`` in the program that is traced; where the program does not catch it, the eager call raises it."""
     if not is_replaced:
         run_uncompiled()
     # Dynamo makes exceptions of Python's own kinds alone

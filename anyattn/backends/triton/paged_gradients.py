@@ -73,7 +73,7 @@ def add_to_pages(rows: Tensor, pool: Tensor, sequences: Sequences) -> Tensor:
     chunks = ceil_div(size, _BLOCK)
     given = (rows.transpose(1, 2).contiguous(), found, held, starts, size, chunks)
     run_plain(sum_pages, pages * chunks, given, (), device, {"BLOCK": _BLOCK, "num_warps": 4, "num_stages": 1})
-    # the kernel writes a page's tokens side by side, as pools are laid out that are nobody's view; for others they are copied once more
+    # the kernel writes a page's tokens side by side, which is the layout of a contiguous pool; a pool of other strides is copied once more
     return in_order(found.transpose(1, 2), pool)
 
 
