@@ -69,6 +69,7 @@ def check_loads(mod: TracedMod, B: int, H: int, seqlen_q: int, seqlen_k: int, *,
         doubtful = [load for load in doubtful if load not in by_values]
         if not doubtful:
             return
+    if not reads_values or not by_values:  # shapes and numbers decide: asked on the CPU, so that nothing waits for the tensors' device
         mod = replace(mod, tensors=tuple(torch.empty((), dtype=t.dtype).expand(t.shape) for t in mod.tensors))
     device = mod.tensors[0].device
     box = {name: (torch.zeros(1, dtype=torch.int64, device=device), torch.full((1,), n - 1, device=device)) for name, n in sizes.items()}

@@ -70,14 +70,14 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Says which kernels there are, or how many were compiled and which could not be."""
     if MODE not in ("compile", "list"):
         return
-    from anyattn.backends.hopper.build import _name
+    from anyattn.backends.hopper.build import name_of
     from anyattn.backends.hopper.config import Config
 
     seconds, failed = 0.0, 0
     for (config, _), future in _noted.items():
         name = str(config)
         if isinstance(config, Config):
-            name = f"{_name(config)} D {config.head_dim}/{config.head_dim_v} {'bf16' if config.is_bf16 else 'fp16'} {config.tiles}"
+            name = f"{name_of(config)} D {config.head_dim}/{config.head_dim_v} {'bf16' if config.is_bf16 else 'fp16'} {config.tiles}"
         error = None if future is None else future.exception()
         if future is None:
             terminalreporter.write_line(name)

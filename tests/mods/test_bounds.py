@@ -177,6 +177,14 @@ def test_loads_of_a_score():
         check_loads(trace(lambda s, b, h, q, k: s + table[s.to(torch.int64)], "score"), 1, 1, 16, 16)
 
 
+def test_loads_that_shapes_decide_read_no_tensor():
+    """What a table on a device holds is not asked where shapes and numbers decide: here the table holds nothing."""
+    empty = torch.empty(31, device="meta")
+    check_loads(trace(lambda s, b, h, q, k: s + empty[q - k + 15], "score"), 1, 1, 16, 16)
+    with pytest.raises(ValueError, match="index 31 "):
+        check_loads(trace(lambda s, b, h, q, k: s + empty[q - k + 16], "score"), 1, 1, 16, 16)
+
+
 def test_what_is_remembered_of_loads():
     """Being inside is known per length, shape and captured number; a table that indexes a table is read anew each time."""
 
