@@ -382,6 +382,15 @@ class Stubs:
             raise Broken(f"highest scores of {scores.made_of}, {set(scores.done)}, with {lifts}, after {before}")
         tops.store(Loaded(before.made_of + scores.made_of, -1, _TOPS))
 
+    def raise_tops_under_cap(self, tops: Registers, scores: Registers, positions: str, facts: Any, scale: str, captured: str) -> None:
+        """Of raw products, and so only where the score mod is a cap and nothing hides a key."""
+        self._given(positions=positions, scale=scale, captured=captured)
+        self._visited(scores, facts, None, False)
+        ((t, i),), before = scores.made_of, tops.load()
+        if not self.shortens or scores.done or self._must_be_masked(t, i) or before.done not in (_LOWEST, _TOPS):
+            raise Broken(f"highest products of {scores.made_of}, {set(scores.done)}, after {before}")
+        tops.store(Loaded(before.made_of + scores.made_of, -1, _TOPS))
+
     def highest(self, tops: Registers | None, rate: str) -> Registers | None:
         self._given(rate=rate)
         if tops is not None:
