@@ -14,7 +14,7 @@ import torch
 
 from anyattn import hardware, plan
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(judging.MODE != "gpu", reason="is of a GPU, in a process of its own")]
+pytestmark = [pytest.mark.gpu, judging.on_the_gpu_alone]
 judging.needs_the_backend()
 
 MOST_KERNELS = 12  # in the caches after a cold run: each takes a second or two to compile, so that a run stays under 20 s
