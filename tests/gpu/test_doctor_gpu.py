@@ -24,7 +24,9 @@ def test_a_cold_run_calls_every_backend_and_names_its_kernels(tmp_path: Path) ->
     cache, triton_cache = tmp_path / "anyattn", tmp_path / "triton"
     cache.mkdir(mode=0o700)
     environment = {**os.environ, "ANYATTN_CACHE_DIR": str(cache), "TRITON_CACHE_DIR": str(triton_cache), "COLUMNS": "200"}
-    done = subprocess.run([sys.executable, "-c", "from anyattn import cli; cli.main(['doctor'])"], capture_output=True, text=True, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-c", "from anyattn import cli; cli.main(['doctor'])"], capture_output=True, text=True, env=environment
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     for index in range(torch.cuda.device_count()):
         backends = [name for name, reason in plan.available(hardware.of("cuda", index)).items() if reason is None]
