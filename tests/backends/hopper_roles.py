@@ -31,6 +31,7 @@ Changes = tuple[tuple[str, str, str], ...]  # (module, text, text that takes its
 STOOD_IN = {
     "band": "visits", "rate": "softmax", "row_limits": "softmax", "foreseen": "softmax", "modified": "softmax", "masked": "softmax",
     "head": "softmax", "exponentials": "softmax", "unshifted": "softmax", "raise_tops": "softmax", "guessed": "guesses",
+    "raise_tops_under_cap": "guesses",
     "finished": "epilogue", "highest": "epilogue", "blank": "epilogue", "stored": "epilogue", "gather": "gather",
 }  # fmt: skip
 
