@@ -13,17 +13,18 @@ from anyattn.errors import BackendError, ModError, OutOfPagesError
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
 
+    from anyattn.block_masks import create_block_mask
     from anyattn.explanation import explain
     from anyattn.flash import flash_attn_combine, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
     from anyattn.flex import flex_attention
+    from anyattn.integrations.torch_flex import replace_flex_attention, replaced
     from anyattn.kvcache.pages import PagedKVCache
     from anyattn.mods import masks, scores
     from anyattn.mods.algebra import Mask, Score, and_masks, mod, or_masks
-    from anyattn.replace import replace_flex_attention, replaced
-    from anyattn.sparsity.block_mask import BlockMask, create_block_mask
+    from anyattn.sparsity.block_mask import BlockMask
     from anyattn.sparsity.block_sparse import BlockSparseTensors
     from anyattn.sparsity.compute import compute_block_sparsity
-    from anyattn.sparsity.varlen import VarlenBlockSparseTensors, compute_varlen_block_sparsity
+    from anyattn.sparsity.varlen_block_sparse import VarlenBlockSparseTensors, compute_varlen_block_sparsity
 
 __version__ = "0.1.0"
 _HOME = {
@@ -34,11 +35,11 @@ _HOME = {
     "Mask": "anyattn.mods.algebra",
     "PagedKVCache": "anyattn.kvcache.pages",
     "Score": "anyattn.mods.algebra",
-    "VarlenBlockSparseTensors": "anyattn.sparsity.varlen",
+    "VarlenBlockSparseTensors": "anyattn.sparsity.varlen_block_sparse",
     "and_masks": "anyattn.mods.algebra",
     "compute_block_sparsity": "anyattn.sparsity.compute",
-    "compute_varlen_block_sparsity": "anyattn.sparsity.varlen",
-    "create_block_mask": "anyattn.sparsity.block_mask",
+    "compute_varlen_block_sparsity": "anyattn.sparsity.varlen_block_sparse",
+    "create_block_mask": "anyattn.block_masks",
     "explain": "anyattn.explanation",
     "flash_attn_combine": "anyattn.flash",
     "flash_attn_func": "anyattn.flash",
@@ -47,8 +48,8 @@ _HOME = {
     "flex_attention": "anyattn.flex",
     "mod": "anyattn.mods.algebra",
     "or_masks": "anyattn.mods.algebra",
-    "replace_flex_attention": "anyattn.replace",
-    "replaced": "anyattn.replace",
+    "replace_flex_attention": "anyattn.integrations.torch_flex",
+    "replaced": "anyattn.integrations.torch_flex",
 }
 _MODULES = {"masks": "anyattn.mods.masks", "scores": "anyattn.mods.scores"}
 

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from anyattn import autocast, hardware, tensor_kinds
-from anyattn.mods.trace import TracedMod
-from anyattn.plan import Plan, for_backward
+from anyattn import autocast, hardware
+from anyattn.backends import backend_module
+from anyattn.mods.tracing.trace import TracedMod
+from anyattn.plan import Plan
+from anyattn.planner import for_backward
 from anyattn.problem import Problem
+from anyattn.tensors import kinds
 
-__all__ = ["backend_module", "backend_of", "backward", "compute", "refuse_second_derivative", "wanting"]
+__all__ = ["backend_of", "backward", "compute", "refuse_second_derivative", "wanting"]
 
 _GIVEN = "a gradient that backward was given"
 _are_transforms_active = torch._C._are_functorch_transforms_active  # type: ignore[attr-defined]
@@ -39,11 +40,6 @@ def backward(problem: Problem, plan: Plan, *results: Tensor | None) -> tuple[Ten
     return backend_of(chosen).backward(problem, chosen, *results)
 
 
-@lru_cache(maxsize=8)
-def backend_module(name: str) -> Any:
-    return importlib.import_module(f"anyattn.backends.{name}")
-
-
 def compute(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """out, lse, max_scores of ``problem``; out and lse carry gradients to ``problem.grad_inputs`` where autograd records."""
     if autocast.is_on():
@@ -54,7 +50,7 @@ def compute(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor | None, Tensor
         return result.out, result.lse, result.max_scores
     if _are_transforms_active():
         raise TypeError(
-            f"attention is called inside torch.func.{tensor_kinds.transforms()[-1]} with plain tensors that require grad outside of it; "
+            f"attention is called inside torch.func.{kinds.transforms()[-1]} with plain tensors that require grad outside of it; "
             f"wanted tensors that do not: detach() them, or pass them to the transformed function"
         )
     out, lse, highest = _Attention.apply(problem, plan, *problem.grad_inputs)
@@ -84,7 +80,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any) -> Any:  # type: ignore[override]
         if _are_transforms_active():
             for t in (dout, dlse):
-                tensor_kinds.refuse_hidden(_GIVEN, t)
+                kinds.refuse_hidden(_GIVEN, t)
         needed = ctx.needs_input_grad[2:]
         saved = ctx.saved_tensors
         inputs, (out, lse) = saved[: len(needed)], saved[len(needed) : len(needed) + 2]
@@ -95,7 +91,7 @@ class _Attention(torch.autograd.Function):
                 grads = backward(_with_inputs(ctx.problem, tensors), ctx.plan, out, lse, given, dlse)
             except RuntimeError:
                 for t in (dout, dlse):
-                    tensor_kinds.refuse_batched(_GIVEN, t)
+                    kinds.refuse_batched(_GIVEN, t)
                 raise
         found = [g if n else None for g, n in zip(grads, needed, strict=True)]
         return None, None, *(_differentiable_once(found, (*inputs, dout, dlse)) if torch.is_grad_enabled() else found)

@@ -9,13 +9,16 @@ from typing import Any
 
 from torch import Tensor
 
-from anyattn import autocast, check, hardware, plan, tensor_kinds
-from anyattn.mods.dependence import dependence
-from anyattn.mods.ir import Expr
-from anyattn.mods.linear import additive_bias
-from anyattn.mods.rows import row_ranges
-from anyattn.mods.trace import TracedMod, trace
+from anyattn import autocast, hardware, planner
+from anyattn.mods.analysis.additive_bias import additive_bias
+from anyattn.mods.analysis.row_ranges import row_ranges
+from anyattn.mods.ir.dependence import dependence
+from anyattn.mods.ir.expr import Expr
+from anyattn.mods.tracing.trace import TracedMod, trace
+from anyattn.plan import Plan
 from anyattn.problem import Problem
+from anyattn.tensors import kinds
+from anyattn.validate import flex
 
 __all__ = ["Explanation", "ModExplanation", "explain", "explain_mod", "triton_source"]
 
@@ -84,7 +87,7 @@ class Explanation:
     """
 
     mods: tuple[ModExplanation, ...]
-    plan: plan.Plan
+    plan: Plan
     backends: dict[str, str | None]
     source: str = ""
 
@@ -129,19 +132,19 @@ def explain(
     'torch'
     """
     for name, t in (("query", query), ("key", key), ("value", value), ("sink", sink)):
-        tensor_kinds.refuse_hidden(name, t)
+        kinds.refuse_hidden(name, t)
     query, key, value = autocast.arguments(query, key, value)
-    problem = check.flex_problem(
+    problem = flex.flex_problem(
         query, key, value, score_mod, block_mask, mask_mod, aux_tensors, scale, enable_gqa, sink, False, False, deterministic
     )
     machine = hardware.of(query.device.type)
-    chosen = plan.choose(problem, machine, backend, check.kernel_options(kernel_options))
+    chosen = planner.choose(problem, machine, backend, flex.kernel_options(kernel_options))
     traced = [problem.score, *problem.predicates]
     source = triton_source(problem) if chosen.backend == "triton" else ""
-    return Explanation(tuple(ModExplanation(m) for m in traced if m is not None), chosen, plan.available(machine), source)
+    return Explanation(tuple(ModExplanation(m) for m in traced if m is not None), chosen, planner.available(machine), source)
 
 
 def triton_source(problem: Problem) -> str:
     """What the Triton backend writes for the forward pass of a problem; needs Triton, and no GPU."""
-    found: str = importlib.import_module("anyattn.backends.triton.run").source_of(problem)
+    found: str = importlib.import_module("anyattn.backends.triton.api").source_of(problem)
     return found

@@ -8,17 +8,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from anyattn import autocast, autograd, check_flash, hardware, plan, recall
-from anyattn.check_flash import Options
-from anyattn.tensor_kinds import has_memory
+from anyattn import autocast, autograd, hardware, planner
+from anyattn.backends import backend_module
+from anyattn.call_cache import attention
+from anyattn.custom_ops import entry_point
+from anyattn.tensors.kinds import has_memory
+from anyattn.validate import flash
+from anyattn.validate.flash import Options
 
 if TYPE_CHECKING:
     from anyattn.sparsity.block_sparse import BlockSparseTensors
-    from anyattn.sparsity.varlen import VarlenBlockSparseTensors
+    from anyattn.sparsity.varlen_block_sparse import VarlenBlockSparseTensors
 
 __all__ = ["flash_attn_combine", "flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
 
 
+@entry_point
 def flash_attn_func(
     q: Tensor,
     k: Tensor,
@@ -82,16 +87,17 @@ def flash_attn_func(
         return found if return_lse else found[0]
     if autocast.is_on():
         q, k, v = autocast.arguments(q, k, v)
-    call = recall.flash_call(q, k, v, options, backend)
+    call = attention.flash_call(q, k, v, options, backend)
     if call is None:
-        from anyattn import operator_calls
+        from anyattn.custom_ops import eager_calls
 
-        found = operator_calls.flash(q, k, v, (None,) * 5, (None, None), None, options, backend)
+        found = eager_calls.flash(q, k, v, (None,) * 5, (None, None), None, options, backend)
         return found if return_lse else found[0]
     out, lse, _ = autograd.compute(*call)
     return _laid_out(out, lse, False, return_lse)
 
 
+@entry_point
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -161,16 +167,17 @@ def flash_attn_varlen_func(
     if autocast.is_on():
         q, k, v = autocast.arguments(q, k, v)
     tables = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table)
-    call = recall.varlen_call(q, k, v, recall.Places(tables, (max_seqlen_q, max_seqlen_k), validate), options, backend)
+    call = attention.varlen_call(q, k, v, attention.Places(tables, (max_seqlen_q, max_seqlen_k), validate), options, backend)
     if call is None:
-        from anyattn import operator_calls
+        from anyattn.custom_ops import eager_calls
 
-        found = operator_calls.flash(q, k, v, tables, (max_seqlen_q, max_seqlen_k), validate, options, backend)
+        found = eager_calls.flash(q, k, v, tables, (max_seqlen_q, max_seqlen_k), validate, options, backend)
         return found if return_lse else found[0]
     out, lse, _ = autograd.compute(*call)
     return _laid_out(out, lse, cu_seqlens_q is not None, return_lse)
 
 
+@entry_point
 def flash_attn_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
@@ -244,7 +251,7 @@ def flash_attn_with_kvcache(
         softmax_scale, causal, window_size, softcap, alibi_slopes, sink, score_mod, mask_mod, None, aux_tensors, False, return_lse,
         num_splits, pack_gqa,
     )  # fmt: skip
-    from anyattn.check_cache import Given, check_no_captured_gradients, check_no_gradients
+    from anyattn.validate.kvcache import Given, check_no_captured_gradients, check_no_gradients
 
     if not torch.compiler.is_compiling() and autocast.is_on():
         q, k, v = autocast.beside(k_cache, q, k, v)
@@ -257,7 +264,7 @@ def flash_attn_with_kvcache(
 
         found = entry_points.decode(arguments, options, backend)
         return found if return_lse else found[0]
-    from anyattn.recall_cache import decode_call
+    from anyattn.call_cache.kvcache import decode_call
 
     records = torch.is_grad_enabled()
     if records:
@@ -265,9 +272,9 @@ def flash_attn_with_kvcache(
     with torch.no_grad():
         step = decode_call(arguments, options, backend)
         if step is None:
-            from anyattn import operator_calls
+            from anyattn.custom_ops import eager_calls
 
-            results = operator_calls.decode(arguments, options, backend)
+            results = eager_calls.decode(arguments, options, backend)
             return results if return_lse else results[0]
         call, chosen = step
         if records and call.problem.score is not None:
@@ -276,6 +283,7 @@ def flash_attn_with_kvcache(
     return _laid_out(out, lse, cu_seqlens_q is not None, return_lse)
 
 
+@entry_point
 def flash_attn_combine(out_partial: Tensor, lse_partial: Tensor) -> tuple[Tensor, Tensor]:
     """Merges attention over disjoint parts of the keys into attention over all of them.
 
@@ -292,15 +300,15 @@ def flash_attn_combine(out_partial: Tensor, lse_partial: Tensor) -> tuple[Tensor
 
     Source: split-KV decoding, "Flash-Decoding" (Dao, Haziza, Massa, Sizov, 2023).
     """
-    out_partial, lse_partial = check_flash.combine_arguments(out_partial, lse_partial)
+    out_partial, lse_partial = flash.combine_arguments(out_partial, lse_partial)
     tensors = (out_partial, lse_partial)
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     dtype = torch.promote_types(*(t.dtype for t in tensors))
     if not all(map(has_memory, tensors)):
         chosen = "torch"  # whose operations take whatever they are
     else:
-        chosen = plan.combiner(hardware.of(out_partial.device.type), dtype, needs_grad)
-    return autograd.backend_module(chosen).combine(out_partial, lse_partial)
+        chosen = planner.combiner(hardware.of(out_partial.device.type), dtype, needs_grad)
+    return backend_module(chosen).combine(out_partial, lse_partial)
 
 
 def _laid_out(out: Tensor, lse: Tensor | None, is_packed: bool, return_lse: bool) -> Any:

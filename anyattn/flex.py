@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from anyattn import autocast, autograd, check, recall
-from anyattn.recall import FlexCall
+from anyattn import autocast, autograd
+from anyattn.call_cache import attention
+from anyattn.call_cache.attention import FlexCall
+from anyattn.custom_ops import entry_point
+from anyattn.validate import flex
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import AuxRequest, BlockMask
@@ -17,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["flex_attention"]
 
 
+@entry_point
 def flex_attention(
     query: Tensor,
     key: Tensor,
@@ -66,8 +70,8 @@ def flex_attention(
 
     Source: FlexAttention (Dong et al., arXiv:2412.05496).
     """
-    wants_lse, wants_max = check.wanted(return_lse, return_aux)
-    if getattr(block_mask, "seq_lengths", None) == (1, 1) and check.is_no_mask(block_mask):
+    wants_lse, wants_max = flex.wanted(return_lse, return_aux)
+    if getattr(block_mask, "seq_lengths", None) == (1, 1) and flex.is_no_mask(block_mask):
         block_mask = None
     if torch.compiler.is_compiling():
         from anyattn.custom_ops import entry_points
@@ -82,11 +86,11 @@ def flex_attention(
     call = FlexCall(
         query, key, value, score_mod, block_mask, mask_mod, aux_tensors, scale, enable_gqa, sink, wants_lse, wants_max, deterministic
     )
-    found = recall.flex_call(call, backend, kernel_options)
+    found = attention.flex_call(call, backend, kernel_options)
     if found is None:
-        from anyattn import operator_calls
+        from anyattn.custom_ops import eager_calls
 
-        out, lse, max_scores = operator_calls.flex(call, backend, kernel_options)
+        out, lse, max_scores = eager_calls.flex(call, backend, kernel_options)
         return _returned(out, lse, max_scores if wants_max else None, return_lse, return_aux)
     return _returned(*autograd.compute(*found), return_lse, return_aux)
 

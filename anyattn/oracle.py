@@ -1,7 +1,7 @@
 """Attention from its definition, in float64: what every backend is compared with.
 
-It shares with the library nothing but ``mods/evaluate.py``, and not even that when a mod is given as a plain function, which is then called
-on broadcast index tensors. Everything is dense, so the cost is S x S, a few heads at a time.
+It shares with the library nothing but ``mods/analysis/evaluate.py``, and not even that when a mod is given as a plain function, which is
+then called on broadcast index tensors. Everything is dense, so the cost is S x S, a few heads at a time.
 
 ``attention`` and ``gradients`` compute in float64 on the inputs as they are (already rounded to their dtype); ``same_dtype`` and
 ``same_dtype_gradients`` are the plain formula in the inputs' own dtype, whose error is the yardstick of ``anyattn.testing.budget``.
@@ -17,8 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from anyattn.mods.evaluate import evaluate
-from anyattn.mods.trace import TracedMod
+from anyattn.mods.analysis.evaluate import evaluate
+from anyattn.mods.tracing.trace import TracedMod
 
 __all__ = ["Gradients", "Oracle", "attention", "gradients", "same_dtype", "same_dtype_gradients"]
 

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from anyattn.mods.rows import limits, limits_of_rows
-from anyattn.mods.trace import TracedMod
-from anyattn.of_fields import OfFields
+from anyattn.fast_dataclass import OfFields
+from anyattn.mods.analysis.row_ranges import limits, limits_of_rows
+from anyattn.mods.tracing.trace import TracedMod
 
 if TYPE_CHECKING:
-    from anyattn.geometry.sequences import Sequences
+    from anyattn.sequences.batch import Sequences
     from anyattn.sparsity.block_sparse import BlockSparseTensors
 
 __all__ = ["Problem"]

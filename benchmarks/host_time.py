@@ -21,9 +21,11 @@ import torch
 from torch import Tensor
 
 import anyattn
-from anyattn import autograd, check, check_flash, check_lengths, hardware, plan, recall
-from anyattn.check_flash import Options
-from anyattn.mods.trace import trace
+from anyattn import autograd, hardware, planner
+from anyattn.call_cache import attention
+from anyattn.mods.tracing.trace import trace
+from anyattn.validate import flash, flex, sequences
+from anyattn.validate.flash import Options
 
 __all__ = ["measured", "microseconds", "stubbed"]
 
@@ -35,7 +37,7 @@ _HAS_TRITON = importlib.util.find_spec("triton") is not None
 @contextlib.contextmanager
 def stubbed() -> Iterator[None]:
     """Calls on CPU tensors are planned for Hopper, whose kernel does nothing, and neither do Triton's."""
-    run = importlib.import_module("anyattn.backends.hopper.run")
+    run = importlib.import_module("anyattn.backends.hopper.api")
     door = importlib.import_module("anyattn.backends.hopper")
     made: dict[Any, Any] = {}
 
@@ -46,23 +48,23 @@ def stubbed() -> Iterator[None]:
             made[key] = run.Result(torch.empty_like(problem.q), lse, None)
         return made[key]
 
-    recall.clear()
+    attention.clear()
     pretended = (
         mock.patch.object(hardware, "of", lambda *a: _HOPPER),
         mock.patch.object(door, "forward", forward),
-        mock.patch.object(check_lengths, "takes_their_word", lambda device, validate: validate is not True),
+        mock.patch.object(sequences, "takes_their_word", lambda device, validate: validate is not True),
     )
     with contextlib.ExitStack() as stack:
         for patch in pretended:
             stack.enter_context(patch)
         if _HAS_TRITON:  # up to Triton's launcher, which would ask a driver
-            launch = importlib.import_module("anyattn.backends.triton.launch")
-            handle = importlib.import_module("anyattn.backends.triton.direct").Handle(lambda *a: None, True, lambda x, number: [x])
+            launch = importlib.import_module("anyattn.triton_tools.launch")
+            handle = importlib.import_module("anyattn.triton_tools.fast_launch").Handle(lambda *a: None, True, lambda x, number: [x])
             stack.enter_context(mock.patch.object(launch, "_launch", lambda *a: handle))
-            ordering = importlib.import_module("anyattn.backends.triton.ordering")
+            ordering = importlib.import_module("anyattn.sequences.tile_order")
             stack.enter_context(mock.patch.object(ordering, "_runs_kernels", lambda device: True))
         yield
-    recall.clear()
+    attention.clear()
 
 
 def _tensors(device: str, heads_first: bool = True, grad: bool = False) -> tuple[Tensor, Tensor, Tensor]:
@@ -154,14 +156,14 @@ def _by_triton(device: str) -> dict[str, Callable[[], Any]]:
     """Calls by Triton's kernels, and what of one is the backend's own."""
     if not _HAS_TRITON:
         return {}
-    run = importlib.import_module("anyattn.backends.triton.run")
+    run = importlib.import_module("anyattn.backends.triton.api")
     q, k, v = _tensors(device)
     q4, k4, v4 = _tensors(device, heads_first=False)
     table, most = torch.zeros(_SHAPE[1], 2 * _SHAPE[2], device=device), _SHAPE[2]
     causal, relative = lambda b, h, i, j: i >= j, lambda s, b, h, i, j: s + table[h, i - j + most]
     listed = anyattn.create_block_mask(lambda b, h, i, j: (i - j) % 3 != 1, 1, 1, most, most, device=device)
-    problem = check.flex_problem(q, k, v, relative, None, causal, None, None, False, None, False, False, False)
-    chosen = plan.choose(problem, hardware.of(device), "triton")
+    problem = flex.flex_problem(q, k, v, relative, None, causal, None, None, False, None, False, False, False)
+    chosen = planner.choose(problem, hardware.of(device), "triton")
     cu = torch.tensor([0, 100, 256], dtype=torch.int32, device=device)
     ends = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": 256, "max_seqlen_k": 256}
     packed = torch.randn(256, 2, 64, dtype=torch.bfloat16, device=device)
@@ -191,25 +193,26 @@ def _peers(device: str) -> dict[str, Callable[[], Any]]:
 
 def _stages(device: str) -> dict[str, Callable[[], Any]]:
     """What the rooms behind the doors cost where a call is not remembered: of a flex call with a block mask, and of a causal flash."""
-    from anyattn.backends.hopper import run, supports
+    from anyattn.backends.hopper import api as run
+    from anyattn.backends.hopper import plan as backend_plan
 
     q, k, v = _tensors(device)
     machine = hardware.of(device)
     causal = anyattn.create_block_mask(lambda b, h, q, k: q >= k, 1, 1, 128, 128, device=device)
     door = (q, k, v, None, causal, None, None, None, False, None, False, False, False)
-    problem = check.flex_problem(*door)
-    chosen = plan.choose(problem, machine)
+    problem = flex.flex_problem(*door)
+    chosen = planner.choose(problem, machine)
     q4, k4, v4 = _tensors(device, heads_first=False)
     return {
-        "flex checks": lambda: check.flex_problem(*door),
-        "  tensors": lambda: check.tensors(q, k, v, False),
-        "  block mask": lambda: check.check_block_mask(causal, q, k),
+        "flex checks": lambda: flex.flex_problem(*door),
+        "  tensors": lambda: flex.tensors(q, k, v, False),
+        "  block mask": lambda: flex.check_block_mask(causal, q, k),
         "  trace, seen before": lambda: trace(causal.mask_mod, "mask", device=device),
-        "  lists": lambda: check.lists_of(causal, problem.predicates[0]),
-        "flash checks": lambda: check_flash.dense_problem(q4, k4, v4, Options(causal=True)),
-        "plan": lambda: plan.choose(problem, machine),
-        "  available": lambda: plan.available(machine),
-        "  supports": lambda: supports.reason_against(problem),
+        "  lists": lambda: flex.lists_of(causal, problem.predicates[0]),
+        "flash checks": lambda: flash.dense_problem(q4, k4, v4, Options(causal=True)),
+        "plan": lambda: planner.choose(problem, machine),
+        "  available": lambda: planner.available(machine),
+        "  reason against": lambda: backend_plan.reason_against(problem),
         "  config": lambda: run.config_of(problem),
         "autograd and backend": lambda: autograd.compute(problem, chosen),
     }

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from anyattn import gallery, pictures
-from anyattn.cli import tiles
+from anyattn import gallery
+from anyattn.cli import pictures, tiles
 from anyattn.mods import masks, scores
 
 HERE = Path(__file__).resolve().parent

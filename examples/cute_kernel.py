@@ -18,7 +18,7 @@ from torch import Tensor
 
 import anyattn
 from anyattn.backends.hopper import HopperForward
-from anyattn.backends.hopper.direct import Described, arguments, as_cute, describe, placeholders
+from anyattn.backends.hopper.cute_api import Described, arguments, as_cute, describe, placeholders
 
 
 @cute.jit

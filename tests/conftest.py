@@ -42,12 +42,13 @@ def _backend():
         return
     import torch
 
-    from anyattn import plan, recall
+    from anyattn import planner
+    from anyattn.call_cache import attention
 
     if os.environ.get("ANYATTN_TEST_FILL") == "1":
         # torch then fills all memory that it hands out uninitialised, with NaN or the greatest number
         torch.use_deterministic_algorithms(True, warn_only=True)
-    choose = plan.choose
+    choose = planner.choose
     tiles = dict(zip(("tile_m", "tile_n"), map(int, os.environ.get("ANYATTN_TEST_TILES", "32x16").split("x"))))
 
     def insisting(problem: Any, hardware: Any, backend: str | None = None, options: dict[str, int] | None = None) -> Any:
@@ -60,7 +61,7 @@ def _backend():
         return choose(problem, hardware, name, tiles | (options or {}))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "choose", insisting)
-        recall.clear()
+        patch.setattr(planner, "choose", insisting)
+        attention.clear()
         yield
-        recall.clear()
+        attention.clear()

@@ -13,7 +13,8 @@ from unittest import mock
 
 import torch
 
-from anyattn import hardware, recall
+from anyattn import hardware
+from anyattn.call_cache import attention
 from anyattn.hardware import Hardware
 
 __all__ = ["CPUS", "PLAIN", "WITH_BF16", "WITH_FP16", "asked", "planned_for"]
@@ -35,7 +36,7 @@ def planned_for(cpu: Hardware) -> Iterator[None]:
     def of(device_type: str, index: int | None = None) -> Any:
         return cpu if device_type == "cpu" else before(device_type, index)
 
-    recall.clear()
+    attention.clear()
     with mock.patch.object(hardware, "of", of):
         yield
-    recall.clear()
+    attention.clear()

@@ -10,8 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 from anyattn import masks, scores
-from anyattn.mods.trace import trace
-from anyattn.ops import operands_of
+from anyattn.custom_ops.flex import operands_of
+from anyattn.mods.tracing.trace import trace
 
 __all__ = ["as_its_fake", "flash_operands", "flex_operands"]
 

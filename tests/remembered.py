@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import anyattn
-from anyattn import recall
+from anyattn.call_cache import attention
 
 flex, flash = anyattn.flex_attention, anyattn.flash_attn_func
 LENGTH = 40
@@ -28,7 +28,7 @@ def follows(do, change, *, twice=True):
     before = [do() for _ in range(1 + twice)][-1]
     change()
     warm = do()
-    recall.clear()
+    attention.clear()
     assert torch.equal(warm, do()), "stale"
     assert not torch.equal(warm, before), "the change changes nothing: this test shows nothing"
 

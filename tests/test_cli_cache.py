@@ -96,8 +96,9 @@ def test_warmup_of_packed_sequences(cache: DiskCache, monkeypatch: pytest.Monkey
     import torch
 
     import anyattn
-    from anyattn import check_lengths, hardware
-    from anyattn.backends.hopper import launch
+    from anyattn import hardware
+    from anyattn.backends.hopper.compile import launch
+    from anyattn.validate import sequences
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     code, out, err = call("warmup", "--arch", "sm_90a", "--head-dim", 64, "--mask", "causal", "--layout", "packed", "--jobs", 1)
@@ -106,7 +107,7 @@ def test_warmup_of_packed_sequences(cache: DiskCache, monkeypatch: pytest.Monkey
     assert sorted(names) == ["causal + ragged"] * 2 + ["causal + ragged + lse"] * 2 + ["tables of sequences"] * 2
     h200 = hardware.Hardware("cuda", "Hopper", 0, frozenset((torch.bfloat16, torch.float16, torch.float32)), (9, 0), 132)
     monkeypatch.setattr(hardware, "of", lambda *_: h200)
-    monkeypatch.setattr(check_lengths, "takes_their_word", lambda device, validate: True)
+    monkeypatch.setattr(sequences, "takes_their_word", lambda device, validate: True)
     q, ends = torch.zeros(900, 4, 64, dtype=torch.bfloat16), torch.tensor([0, 300, 300, 900], dtype=torch.int32)
     with launch.compiling_only():
         for ends_k in (ends, ends.clone()):
@@ -124,23 +125,24 @@ def test_what_warmup_compiles_is_what_calls_ask_for(layout: str, mask: str, monk
     import torch
 
     import anyattn
-    from anyattn import hardware, masks, recall
+    from anyattn import hardware, masks
     from anyattn.backends import hopper
-    from anyattn.backends.hopper import run
+    from anyattn.backends.hopper import api
+    from anyattn.call_cache import attention
     from anyattn.cli import warmup
 
-    warmed = {run.config_of(p) for p in warmup._whole_problems(warmup._Variant(mask, 64, "bfloat16", layout, True))}
+    warmed = {api.config_of(p) for p in warmup._whole_problems(warmup._Variant(mask, 64, "bfloat16", layout, True))}
     h200 = hardware.Hardware("cuda", "Hopper", 0, frozenset((torch.bfloat16, torch.float16, torch.float32)), (9, 0), 132)
     asked = []
 
     def forward(problem, plan):  # type: ignore[no-untyped-def]
-        asked.append(run.config_of(problem))
+        asked.append(api.config_of(problem))
         out = problem.q.new_zeros(*problem.q.shape[:3], problem.v.shape[3])
-        return run.Result(out, torch.zeros(out.shape[:3]), None)
+        return api.Result(out, torch.zeros(out.shape[:3]), None)
 
     monkeypatch.setattr(hardware, "of", lambda *_: h200)
     monkeypatch.setattr(hopper, "forward", forward)
-    recall.clear()
+    attention.clear()
     shown = {"full": None, "causal": masks.causal(), "window": masks.sliding_window(37, 0)}[mask]
     band = {"full": {}, "causal": {"causal": True}, "window": {"window_size": (37, 0)}}[mask]
     for rows, heads in ((300, 2), (1000, 2)) if layout == "whole" else ((2, 4), (5, 3), (7, 16)):
@@ -150,5 +152,5 @@ def test_what_warmup_compiles_is_what_calls_ask_for(layout: str, mask: str, monk
         anyattn.flex_attention(q, k, k, mask_mod=shown, enable_gqa=True, return_lse=True, backend="hopper")
         q, k = q.transpose(1, 2).contiguous(), k.transpose(1, 2).contiguous()
         anyattn.flash_attn_func(q, k, k, return_lse=True, backend="hopper", **band)
-    recall.clear()
+    attention.clear()
     assert set(asked) == warmed and all((c.heads_per_tile > 1) is (layout == "grouped") for c in asked), (asked, warmed)

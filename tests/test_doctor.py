@@ -12,7 +12,7 @@ import pytest
 import torch
 from test_cli import call
 
-from anyattn import hardware, plan
+from anyattn import hardware, planner
 from anyattn.cli import selfcheck
 from anyattn.cli.selfcheck import Place
 
@@ -32,7 +32,7 @@ def test_every_gpu_is_a_place_with_backends_of_its_own(monkeypatch: pytest.Monke
     monkeypatch.setattr(hardware, "of", lambda kind, index=None: cpu if kind == "cpu" else (H200, a100)[index])
     found = selfcheck.places()
     assert [p.name for p in found] == ["cpu", "cuda:0 NVIDIA H200", "cuda:1 NVIDIA A100"]
-    assert [p.backends for p in found] == [plan.available(h) for h in (cpu, H200, a100)]
+    assert [p.backends for p in found] == [planner.available(h) for h in (cpu, H200, a100)]
     assert "compute capability 9.0" in str(found[2].backends["hopper"])
 
 

@@ -8,7 +8,7 @@ import torch
 import anyattn
 from anyattn import ModError, masks, scores
 from anyattn.explanation import explain_mod
-from anyattn.mods.trace import trace
+from anyattn.mods.tracing.trace import trace
 
 q = torch.randn(1, 2, 64, 16)
 

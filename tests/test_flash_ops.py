@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import anyattn
-from anyattn.flash_ops import decode, flash
-from anyattn.mods.trace import trace
-from anyattn.ops import operands_of
+from anyattn.custom_ops.flash import decode, flash
+from anyattn.custom_ops.flex import operands_of
+from anyattn.mods.tracing.trace import trace
 
 H, D = 4, 8
 ENDS = torch.tensor([0, 9, 9, 40], dtype=torch.int32)

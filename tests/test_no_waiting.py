@@ -16,9 +16,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import anyattn
-from anyattn import check_flash, check_lengths, hardware, recall
-from anyattn.backends.hopper import run, tables
+from anyattn import hardware
+from anyattn.backends.hopper import api, tables
+from anyattn.call_cache import attention
 from anyattn.hardware import Hardware
+from anyattn.validate import flash, sequences
 
 if importlib.util.find_spec("cutlass") is None:
     pytest.skip("needs nvidia-cutlass-dsl", allow_module_level=True)
@@ -82,14 +84,14 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple]]:
     """CPU tensors are taken for a Hopper GPU's; launches are noted and not made."""
     notes: list[tuple] = []
     monkeypatch.setattr(hardware, "of", lambda *a: H200)
-    monkeypatch.setattr(check_lengths, "takes_their_word", lambda device, validate: validate is not True)
+    monkeypatch.setattr(sequences, "takes_their_word", lambda device, validate: validate is not True)
     # mods' indices are settled on the CPU, from sizes: captured tensors without contents show that theirs are not asked for
-    monkeypatch.setattr(check_flash, "plainly_inside", without_contents(check_flash.plainly_inside))
-    for module in (tables, run):
+    monkeypatch.setattr(flash, "plainly_inside", without_contents(flash.plainly_inside))
+    for module in (tables, api):
         monkeypatch.setattr(module, "launch", lambda config, arguments: notes.append((config, arguments)))
-    recall.clear()
+    attention.clear()
     yield notes
-    recall.clear()
+    attention.clear()
 
 
 def packed(total: int, heads: int = 4) -> torch.Tensor:
@@ -139,11 +141,11 @@ def test_a_remembered_call_reads_nothing_and_launches_the_same(name: str, launch
     call = calls()[name]
     with torch.no_grad():
         anyattn.flash_attn_varlen_func(**call)
-        known = recall.size()
+        known = attention.size()
         assert known == 1
         with no_reading(through_dispatch=False):
             anyattn.flash_attn_varlen_func(**call)
-    assert recall.size() == known
+    assert attention.size() == known
     (config, before), (_, first), (again, after), (_, second) = launched
     assert config is again and [a for a in before if isinstance(a, int)] == [a for a in after if isinstance(a, int)]
     assert first[-2] == second[-2] and all(a is b for a, b in zip(first[-1], second[-1], strict=True))
@@ -191,13 +193,13 @@ def test_one_memory_serves_all_lengths(name: str, launched: list[tuple]) -> None
     """Packed sequences are different in every step: their lengths must not make a call a new one, nor may a result depend on the memory."""
     with torch.no_grad():
         anyattn.flash_attn_varlen_func(**calls()[name])
-        known = recall.size()
+        known = attention.size()
         launched.clear()
         anyattn.flash_attn_varlen_func(**other_lengths(name))
-        assert recall.size() == known + (name == "score mod")  # whose index hangs on how far positions go
+        assert attention.size() == known + (name == "score mod")  # whose index hangs on how far positions go
         by_memory = described(launched)
         launched.clear()
-        recall.clear()
+        attention.clear()
         anyattn.flash_attn_varlen_func(**other_lengths(name))
         assert described(launched) == by_memory
 

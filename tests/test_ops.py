@@ -7,8 +7,8 @@ import torch
 
 import anyattn
 from anyattn import masks, scores
-from anyattn.mods.trace import trace
-from anyattn.ops import attend, operands_of
+from anyattn.custom_ops.flex import attend, operands_of
+from anyattn.mods.tracing.trace import trace
 from anyattn.testing import cases
 
 B, H, S, D = 2, 4, 48, 8
@@ -205,10 +205,10 @@ def test_lists_are_read_once_while_they_are_the_same(monkeypatch):
     import gc
     import weakref
 
-    from anyattn import ops
+    from anyattn.custom_ops import flex
 
-    found, make = [], ops._call
-    monkeypatch.setattr(ops, "_call", lambda *given: found.append((made := make(*given))[0]) or made)
+    found, make = [], flex._call
+    monkeypatch.setattr(flex, "_call", lambda *given: found.append((made := make(*given))[0]) or made)
     mask = anyattn.mod(lambda b, h, q, k: (q - k) % 2 == 0)
     lists = anyattn.create_block_mask(mask, 1, 1, S, S, device="cpu", BLOCK_SIZE=16)
     call = compiled(lambda q, k, v: anyattn.flex_attention(q, k, v, block_mask=lists))

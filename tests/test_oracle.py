@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from anyattn import oracle
-from anyattn.mods.trace import trace
+from anyattn.mods.tracing.trace import trace
 from anyattn.testing import budget, cases
 from anyattn.testing.rounding import rounding
 

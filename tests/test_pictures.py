@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from anyattn import gallery, pictures
-from anyattn.cli import tiles
+from anyattn import gallery
+from anyattn.cli import pictures, tiles
 from anyattn.mods import masks
 
 

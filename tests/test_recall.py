@@ -15,14 +15,17 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import anyattn
-from anyattn import autograd, check, check_flash, masks, recall, scores
+from anyattn import autograd, masks, scores
+from anyattn.call_cache import attention
+from anyattn.validate import flash as check_flash
+from anyattn.validate import flex as check
 
 
 @pytest.fixture(autouse=True)
 def _forgotten():
-    recall.clear()
+    attention.clear()
     yield
-    recall.clear()
+    attention.clear()
 
 
 @pytest.fixture
@@ -151,7 +154,7 @@ def test_errors_of_flex(options):
             flex(Q, K, V, **name)
     wrong = lambda: flex(**({"query": Q, "key": K, "value": V} | right | options))
     warm = message(wrong), message(wrong)
-    recall.clear()
+    attention.clear()
     first = message(wrong)
     assert warm == (first, first) and first is not None
 
@@ -171,7 +174,7 @@ def test_what_python_calls_equal(right, wrong):
     q, k, v = (t.transpose(1, 2) for t in (Q, K, V))
     flash(q, k, v, **right), flash(q, k, v, **right)
     warm = message(lambda: flash(q, k, v, **wrong))
-    recall.clear()
+    attention.clear()
     assert warm == message(lambda: flash(q, k, v, **wrong)) and warm is not None
 
 
@@ -190,11 +193,11 @@ class Subclass(torch.Tensor):
 def test_where_nothing_is_remembered(checked):
     for _ in range(2):
         flex(Q.as_subclass(Subclass), K, V)
-    assert len(checked) == 2 and recall.size() == 0
+    assert len(checked) == 2 and attention.size() == 0
     with FakeTensorMode() as mode:
         fakes = [mode.from_tensor(t) for t in (Q, K, V)]
         assert all(isinstance(flex(*fakes), FakeTensor) for _ in range(2))  # by the operator
-    assert len(checked) == 2 and recall.size() == 0
+    assert len(checked) == 2 and attention.size() == 0
 
 
 class Listening(TorchDispatchMode):
@@ -213,7 +216,7 @@ def test_whoever_listens_hears_a_first_call(checked):
 
 
 def planned(q):
-    return recall.flex_call(recall.FlexCall(q, K, V, None, None, None, None, None, False, None, False, False, False), None, None)[1]
+    return attention.flex_call(attention.FlexCall(q, K, V, None, None, None, None, None, False, None, False, False, False), None, None)[1]
 
 
 def test_other_strides_and_alignments_have_plans_of_their_own():
@@ -234,7 +237,7 @@ def test_functorch_gives_the_same_error():
     call()
     many = torch.stack([Q, 2 * Q])
     found = message(lambda: torch.func.vmap(lambda q: flex(q, K, V))(many))
-    recall.clear()
+    attention.clear()
     assert found == message(lambda: torch.func.vmap(lambda q: flex(q, K, V))(many))
 
 
@@ -242,18 +245,20 @@ def test_functorch_gives_the_same_error():
 
 
 def test_bounded_memory():
-    for length in range(1, 3 * recall._MOST):
+    for length in range(1, 3 * attention._MOST):
         q = torch.empty(1, 1, length, 1)
-        problem, _ = recall.flex_call(recall.FlexCall(q, q, q, None, None, None, None, None, False, None, False, False, False), None, None)
+        problem, _ = attention.flex_call(
+            attention.FlexCall(q, q, q, None, None, None, None, None, False, None, False, False, False), None, None
+        )
         assert problem.q is q
-    assert recall._MOST <= recall.size() <= 2 * recall._MOST
+    assert attention._MOST <= attention.size() <= 2 * attention._MOST
 
 
 def test_the_latest_calls_are_kept(checked):
     call()
-    for length in range(1, 2 * recall._MOST, 2):
+    for length in range(1, 2 * attention._MOST, 2):
         q = torch.empty(1, 1, length, 1)
-        recall.flex_call(recall.FlexCall(q, q, q, None, None, None, None, None, False, None, False, False, False), None, None)
+        attention.flex_call(attention.FlexCall(q, q, q, None, None, None, None, None, False, None, False, False, False), None, None)
         if length % 99 == 0:
             before = len(checked)
             call()
@@ -274,7 +279,7 @@ def _called_with_their_own() -> list[weakref.ref]:
     for _ in range(3):
         out = flex(q, k, v, score_mod=own_score, block_mask=block_mask, mask_mod=own_mask, sink=sink, aux_tensors=[bias])
         out.sum().backward()
-    assert recall.size() == 1
+    assert attention.size() == 1
     kept = [q, k, v, table, sink, bias, own_mask, own_score, block_mask, block_mask.kv_indices, out]
     assert all(x is not None for x in kept)
     return [weakref.ref(x) for x in kept]

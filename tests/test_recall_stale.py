@@ -9,14 +9,16 @@ import torch
 from remembered import LENGTH, K, Q, V, call, flex, follows, made, narrow, wide
 
 import anyattn
-from anyattn import check, masks, recall
+from anyattn import masks
+from anyattn.call_cache import attention
+from anyattn.validate import flex as check
 
 
 @pytest.fixture(autouse=True)
 def _forgotten():
-    recall.clear()
+    attention.clear()
     yield
-    recall.clear()
+    attention.clear()
 
 
 def test_rebound_cells():
@@ -197,7 +199,7 @@ def test_under_autocast_and_inference_mode():
     first = call(mask_mod=narrow)
     with torch.autocast("cpu", torch.bfloat16):
         warm = call(mask_mod=narrow)
-        recall.clear()
+        attention.clear()
         assert torch.equal(warm, call(mask_mod=narrow)) and warm.dtype is torch.bfloat16
         with torch.autocast("cpu", enabled=False):
             assert torch.equal(call(mask_mod=narrow), first)
@@ -217,7 +219,7 @@ def test_the_default_dtype():
     torch.set_default_dtype(torch.float64)
     try:
         warm = once()
-        recall.clear()
+        attention.clear()
         assert torch.equal(warm, once())
     finally:
         torch.set_default_dtype(torch.float32)
@@ -269,9 +271,9 @@ def test_what_changes_during_the_checks_is_not_remembered(monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(check, "flex_problem", meanwhile)
         once()
-    assert recall.size() == 0
+    assert attention.size() == 0
     once()
-    assert recall.size() == 1
+    assert attention.size() == 1
 
 
 def changed_lists(mask, what):

@@ -15,8 +15,9 @@ from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
 import anyattn
-from anyattn import oracle, replace
+from anyattn import oracle
 from anyattn.custom_ops import dynamo
+from anyattn.integrations import torch_flex as replace
 from anyattn.testing import budget
 from anyattn.testing.rounding import rounding
 
@@ -169,9 +170,9 @@ def test_autocast_casts_as_torchs_operator_does(backend, replacing):
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
 def test_torchs_switch_for_deterministic_algorithms_holds(backend, replacing, monkeypatch):
     seen = []
-    own = anyattn.check.flex_problem
-    monkeypatch.setattr(anyattn.check, "flex_problem", lambda *args: seen.append(args[12]) or own(*args))
-    anyattn.recall.clear()
+    own = anyattn.validate.flex.flex_problem
+    monkeypatch.setattr(anyattn.validate.flex, "flex_problem", lambda *args: seen.append(args[12]) or own(*args))
+    anyattn.call_cache.attention.clear()
     call = flex_attention if backend is None else torch.compile(flex_attention, backend=backend, fullgraph=True)
     before = torch.are_deterministic_algorithms_enabled()
     try:
@@ -412,10 +413,10 @@ def test_a_mod_that_dynamo_cannot_trace_runs_outside_the_graph(replacing, counts
 
 
 def test_counting_is_marked_for_dynamo_as_torch_marks_it(replacing):
-    from anyattn import replaced_call
+    from anyattn.integrations import torch_flex_call
 
     def marked():
         pass
 
     torch.compiler.assume_constant_result(marked)
-    assert all(vars(fn).items() >= vars(marked).items() for fn in (replace.count_taken, replaced_call._count_traced))
+    assert all(vars(fn).items() >= vars(marked).items() for fn in (replace.count_taken, torch_flex_call._count_traced))

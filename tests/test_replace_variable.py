@@ -47,7 +47,7 @@ def run(tmp_path):
     return run
 
 
-@pytest.mark.parametrize("first", ["", "import anyattn.flex", "import anyattn.replace"])
+@pytest.mark.parametrize("first", ["", "import anyattn.flex", "import anyattn.integrations.torch_flex"])
 def test_a_program_runs_replaced_whatever_it_imports_first(run, first):
     done = run(PROGRAM.format(first=first, call="flex_attention"), "1")
     assert done.stdout == "1 512.0\n", done.stdout + done.stderr
@@ -76,7 +76,7 @@ def test_a_failure_warns_and_import_torch_goes_on(run):
     code = """
 import anyattn.replace
 def broken(): raise OSError("no such thing")
-anyattn.replace.replace_flex_attention = broken
+anyattn.integrations.torch_flex.replace_flex_attention = broken
 import torch
 print("imported")
 """
@@ -86,5 +86,7 @@ print("imported")
 
 
 def test_the_entry_points_module_imports_no_torch(run):
-    done = run("import sys, anyattn.replace; print(sorted(m for m in sys.modules if m.split('.')[0] in ('torch', 'numpy')))", None)
+    done = run(
+        "import sys, anyattn.integrations.torch_flex; print(sorted(m for m in sys.modules if m.split('.')[0] in ('torch', 'numpy')))", None
+    )
     assert done.stdout == "[]\n", done.stdout + done.stderr

@@ -15,8 +15,8 @@ from strided import EACH, EXPANDED, LAYOUTS, inputs
 from torch import Tensor
 
 import anyattn
-from anyattn.flash_ops import decode, flash, flash_backward
-from anyattn.ops import attend, attend_backward, operands_of
+from anyattn.custom_ops.flash import decode, flash, flash_backward
+from anyattn.custom_ops.flex import attend, attend_backward, operands_of
 
 B, H, S, D = 2, 4, 24, 8
 

@@ -11,7 +11,7 @@ from strided import EACH, LAYOUTS, inputs, nesting
 from torch import Tensor
 
 import anyattn
-from anyattn.strides import dense_strides, empty_in_order, in_order
+from anyattn.tensors.strides import dense_strides, empty_in_order, in_order
 
 B, H, S, D = 2, 4, 24, 8
 

@@ -15,8 +15,9 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import anyattn
-from anyattn import plan, recall
-from anyattn.ops import operands_of
+from anyattn import planner
+from anyattn.call_cache import attention
+from anyattn.custom_ops.flex import operands_of
 
 B, H, S, D = 2, 4, 24, 8
 ENDS = torch.tensor([0, 9, 24], dtype=torch.int32)
@@ -77,7 +78,7 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: Any) -> Any:
         raise AssertionError("a plan was asked for")
 
-    monkeypatch.setattr(plan, "choose", refused)
+    monkeypatch.setattr(planner, "choose", refused)
 
 
 # ---- fake and meta
@@ -88,7 +89,7 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_fake_tensors_give_fake_results(name: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x = inputs(layout, layout, layout)
     real = ENTRY_POINTS[name](*x)
-    monkeypatch.setattr(plan, "choose", None)
+    monkeypatch.setattr(planner, "choose", None)
     for device in ("cpu", *(["cuda"] if name != "combine" else [])):  # which needs a torch that knows CUDA
         with FakeTensorMode() as mode:
             fakes = [torch.empty_strided(t.shape, t.stride(), device=device) for t in x]
@@ -239,7 +240,7 @@ def test_refused(name: str, kind: str) -> None:
         bare = {"flash": anyattn.flash_attn_func, "decode": anyattn.flash_attn_with_kvcache, "varlen": anyattn.flash_attn_varlen_func}
         f = bare.get(name, flex)
     else:
-        recall.clear()
+        attention.clear()
         f(*x)
         f(*x)
     if name == "decode" and kind == "dual that requires grad":

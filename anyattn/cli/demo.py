@@ -169,7 +169,7 @@ def _draw(variants: list[gallery.Variant], folder: Path) -> str:
         return "no picture: none of these variants has a mask of its own"
     paths = [folder / "gallery.png", folder / "gallery.svg"]
     try:
-        from anyattn import pictures
+        from anyattn.cli import pictures
 
         heading = f"What is computed and what is skipped: {_DRAWN_SEQLEN} positions in tiles of {_DRAWN_TILE}"
         pictures.save(pictures.figure(list(shown.values()), heading=heading, columns=3), *paths)

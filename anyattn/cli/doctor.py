@@ -13,7 +13,7 @@ from rich.table import Table
 
 import anyattn
 from anyattn import disk_cache, gallery
-from anyattn.backends.hopper import build
+from anyattn.backends.hopper.compile import build
 from anyattn.cli import selfcheck
 from anyattn.cli.judge import shares
 

@@ -7,11 +7,12 @@ import importlib.util
 import click
 import torch
 
-from anyattn import check, gallery
+from anyattn import gallery
 from anyattn.cli import limits
 from anyattn.cli.loading import errors_of, named_mods
 from anyattn.errors import BackendError
 from anyattn.explanation import explain, triton_source
+from anyattn.validate import flex
 
 __all__ = ["command"]
 
@@ -39,6 +40,6 @@ def command(mod: str, seqlen: int, heads: int, head_dim: int, dtype: str, backen
         if backend != "triton" or importlib.util.find_spec("triton") is None:
             raise click.BadParameter(f"{mod}: {error}") from error
         # what would be written for a GPU can be read without one
-        problem = check.flex_problem(q, q, q, mods.score, None, mods.mask, None, None, False, None, False, False, False)
+        problem = flex.flex_problem(q, q, q, mods.score, None, mods.mask, None, None, False, None, False, False, False)
         text = f"{error}\n\nwhat it would write for this call:\n\n{triton_source(problem)}"
     click.echo(text)

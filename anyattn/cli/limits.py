@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import click
 
-from anyattn.mods.rows import row_ranges
-from anyattn.mods.trace import trace
+from anyattn.mods.analysis.row_ranges import row_ranges
+from anyattn.mods.tracing.trace import trace
 
 __all__ = ["BLOCK", "HEADS", "HEAD_DIM", "SEQLEN", "check_mask", "check_memory", "check_tiles"]
 

@@ -16,7 +16,7 @@ from anyattn import gallery
 from anyattn.errors import BackendError, ModError
 from anyattn.mods import masks, scores
 from anyattn.mods.algebra import Mask, Score, mod
-from anyattn.mods.source import raised_at
+from anyattn.mods.tracing.diagnostics import raised_at
 
 __all__ = ["errors_of", "load", "named_mods"]
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import anyattn
-from anyattn import gallery, hardware, launches, plan
+from anyattn import gallery, hardware, launch_log, planner
 from anyattn.cli.judge import decode_share, shares
 from anyattn.hardware import Hardware
 
@@ -35,7 +35,7 @@ class Place:
     @classmethod
     def of(cls, device: torch.device, found: Hardware) -> Place:
         name = str(device) if device.type == "cpu" else f"{device} {found.name}"
-        return cls(device, name, plan.available(found))
+        return cls(device, name, planner.available(found))
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def _outcome(place: Place, backend: str, call: str, run: Callable[[Place, str], 
     started = time.perf_counter()
     on_device = torch.cuda.device(place.device) if place.device.type == "cuda" else contextlib.nullcontext()
     try:
-        with on_device, launches.noting() as kernels:
+        with on_device, launch_log.noting() as kernels:
             share = run(place, backend)
     except Exception as error:  # a broken driver, compiler or package raises any exception, and doctor reports it
         return Outcome(place, backend, call, error=f"{type(error).__name__}: {' '.join(str(error).split())[:400]}")

@@ -55,7 +55,7 @@ def command(mask: str, seqlen: int, seqlen_k: int | None, block: int, batch: int
 
 
 def _write(shown: tiles.TilePanel, outs: tuple[Path, ...]) -> None:
-    from anyattn import pictures
+    from anyattn.cli import pictures
 
     try:
         pictures.save(pictures.figure([shown]), *outs)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from rich.text import Text
 
-from anyattn.pictures import EMPTY, FULL, PALETTE, PARTIAL, TilePanel
+from anyattn.cli.pictures import EMPTY, FULL, PALETTE, PARTIAL, TilePanel
 from anyattn.sparsity.compute import compute_block_sparsity
 
 __all__ = ["coarser", "drawing", "legend", "panel"]

@@ -83,7 +83,7 @@ def _check(arch: str | None) -> None:
     import torch
 
     from anyattn import disk_cache
-    from anyattn.backends.hopper import build
+    from anyattn.backends.hopper.compile import build
 
     if not disk_cache.is_on():
         raise click.ClickException("ANYATTN_CACHE=0 turns the disk cache off, so that nothing would be kept")
@@ -100,8 +100,9 @@ def _compile(variant: _Variant) -> float:
     """Seconds that it took, in a process of its own."""
     import torch
 
-    from anyattn import plan
-    from anyattn.backends.hopper import launch, run
+    from anyattn import planner
+    from anyattn.backends.hopper import api
+    from anyattn.backends.hopper.compile import launch
     from anyattn.hardware import Hardware
 
     started = time.perf_counter()
@@ -109,7 +110,7 @@ def _compile(variant: _Variant) -> float:
     hardware = Hardware("cuda", "Hopper", 0, frozenset((torch.bfloat16, torch.float16, torch.float32)), (9, 0), 132)
     with launch.compiling_only():
         for problem in _packed_problems(variant) if variant.layout == "packed" else _whole_problems(variant):
-            run.forward(problem, plan.choose(problem, hardware, "hopper"))
+            api.forward(problem, planner.choose(problem, hardware, "hopper"))
     return time.perf_counter() - started
 
 
@@ -118,9 +119,9 @@ def _whole_problems(variant: _Variant) -> list[Any]:
     import torch
 
     from anyattn import masks
-    from anyattn.check_flash import Options, dense_problem
-    from anyattn.mods.trace import trace
+    from anyattn.mods.tracing.trace import trace
     from anyattn.problem import Problem
+    from anyattn.validate.flash import Options, dense_problem
 
     mask = {"full": None, "causal": masks.causal(), "window": masks.sliding_window(128, 0)}[variant.mask]
     predicates = () if mask is None else (trace(mask, "mask"),)
@@ -138,9 +139,9 @@ def _packed_problems(variant: _Variant) -> list[Any]:
     """Calls on packed sequences of a GPU, whose tables nobody reads on the host: queries and keys with one cu_seqlens, and with two."""
     import torch
 
-    from anyattn.check_flash import Options, problem_of
-    from anyattn.check_lengths import offset_unread, unread_sequences
-    from anyattn.geometry.stored import LengthTables
+    from anyattn.sequences.unread_varlen import LengthTables
+    from anyattn.validate.flash import Options, problem_of
+    from anyattn.validate.sequences import offset_unread, unread_sequences
 
     packed, ends = torch.zeros(64, 1, variant.head_dim, dtype=getattr(torch, variant.dtype)), torch.tensor([0, 64], dtype=torch.int32)
     window = (16, 0) if variant.mask == "window" else (-1, -1)

@@ -1,1 +1,19 @@
-"""What ``torch.compile`` and ``torch.export`` see of a call with mods."""
+"""The operators that ``torch.compile`` and ``torch.export`` see, and the entry points that they capture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FunctionType
+from typing import TypeVar
+
+__all__ = ["ENTRY_POINTS", "entry_point"]
+
+ENTRY_POINTS: list[FunctionType] = []
+_Function = TypeVar("_Function", bound=Callable)
+
+
+def entry_point(function: _Function) -> _Function:
+    """Decorator of a public function that Dynamo captures whole: where a call cannot be captured, Dynamo passes over its frame."""
+    assert isinstance(function, FunctionType)
+    ENTRY_POINTS.append(function)
+    return function

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from anyattn.custom_ops.define import operator
-from anyattn.geometry.integers import ceil_div
-from anyattn.geometry.list_stacks import lists_of_stacks, stack_shapes
-from anyattn.mods.trace import TracedMod
-from anyattn.ops import mods_of_operands, operands_of
+from anyattn.custom_ops.flex import mods_of_operands, operands_of
+from anyattn.mods.tracing.trace import TracedMod
+from anyattn.sequences.integers import ceil_div
 from anyattn.sparsity.arguments import device_of, length, pair, positions
 from anyattn.sparsity.block_mask import lists_of_mask
+from anyattn.sparsity.list_stacks import lists_of_stacks, stack_shapes
 
 __all__ = ["block_lists", "lists_with_mods"]
 
@@ -32,7 +32,7 @@ def block_lists(
     block_n: int,
     separate_full: bool,
 ) -> list[Tensor]:
-    """The lists of ``create_block_mask``, int32, as stacks (``geometry.list_stacks``). like: any tensor on their device."""
+    """The lists of ``create_block_mask``, int32, as stacks (``sparsity.list_stacks``). like: any tensor on their device."""
     (mask,) = mods_of_operands("mask", program, numbers, tensors)
     sizes = ((q_len, kv_len), (block_m, block_n), (batch, heads))
     # .data: whether a list is exact is told by how often it was written to since it was made

@@ -17,18 +17,18 @@ import torch
 from torch import Tensor
 from torch._ops import HigherOrderOperator
 
-from anyattn import tensor_kinds
 from anyattn.errors import BackendError, ModError
-from anyattn.mods.graph import trace_graph
-from anyattn.mods.trace import TracedMod, is_native, trace
+from anyattn.mods.tracing.graph import trace_graph
+from anyattn.mods.tracing.trace import TracedMod, is_native, trace
+from anyattn.tensors import kinds as tensor_kinds
 
 __all__ = ["NO_MODS", "CallWithMods", "bound", "call_with_mods"]
 
 # Where each entry point's call with traced mods is: module and function.
 _ENTRIES = {
-    "flex": ("anyattn.ops", "flex_with_mods"),
-    "flash": ("anyattn.flash_ops", "flash_with_mods"),
-    "decode": ("anyattn.flash_ops", "decode_with_mods"),
+    "flex": ("anyattn.custom_ops.flex", "flex_with_mods"),
+    "flash": ("anyattn.custom_ops.flash", "flash_with_mods"),
+    "decode": ("anyattn.custom_ops.flash", "decode_with_mods"),
     "block_mask": ("anyattn.custom_ops.block_lists", "lists_with_mods"),
 }
 _ARITY = {"mask": 4, "score": 5}

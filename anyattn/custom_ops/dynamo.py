@@ -19,9 +19,10 @@ from torch._dynamo.variables import higher_order_ops
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import wrap_fx_proxy
 
-from anyattn import tensor_kinds
+from anyattn.custom_ops import ENTRY_POINTS
 from anyattn.custom_ops.capture import call_with_mods
 from anyattn.custom_ops.define import opaque
+from anyattn.tensors import kinds as tensor_kinds
 
 __all__ = ["install", "run_uncompiled"]
 
@@ -78,7 +79,7 @@ def _refuse(tx: Any, error: Exception, is_replaced: bool = False) -> NoReturn:
 
 def _is_replaced(tx: Any) -> bool:
     """Whether Dynamo traces a call of torch's function that anyattn replaces, which catches what is raised."""
-    replaced_call = sys.modules.get("anyattn.replaced_call")
+    replaced_call = sys.modules.get("anyattn.integrations.torch_flex_call")
     while tx is not None and replaced_call is not None:
         if tx.f_code is replaced_call.flex_attention.__code__:
             return True
@@ -105,15 +106,7 @@ def run_uncompiled(is_wanted: bool = True) -> None:
 
     Calls inside other functions' frames are traced as before; an entry point that is itself given to ``torch.compile`` runs uncompiled too.
     """
-    from anyattn import flash, flex
-    from anyattn.sparsity import block_mask
-
-    functions = (
-        flex.flex_attention, flash.flash_attn_func, flash.flash_attn_varlen_func, flash.flash_attn_with_kvcache,
-        flash.flash_attn_combine, block_mask.create_block_mask,
-    )  # fmt: skip
-    replaced_call = sys.modules.get("anyattn.replaced_call")
-    for fn in functions if replaced_call is None else (*functions, replaced_call.flex_attention):
+    for fn in ENTRY_POINTS:
         if is_wanted:
             opaque(fn)
         else:

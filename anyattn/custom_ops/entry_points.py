@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anyattn import check
-from anyattn.check_cache import Given
-from anyattn.check_flash import Options
 from anyattn.custom_ops import dynamo  # noqa: F401 - enters the operator into Dynamo's table
 from anyattn.custom_ops.capture import bound, call_with_mods
+from anyattn.validate import flex as check
+from anyattn.validate.flash import Options
+from anyattn.validate.kvcache import Given
 
 __all__ = ["block_lists", "decode", "flash", "flex"]
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from anyattn.errors import OutOfPagesError
-from anyattn.geometry.integers import ceil_div
-from anyattn.geometry.seqlen_info import SeqlenInfoQKNewK
 from anyattn.kvcache import append
+from anyattn.sequences.integers import ceil_div
+from anyattn.sequences.seqlen_info import SeqlenInfoQKNewK
 from anyattn.sparsity.arguments import length
 
 __all__ = ["PagedKVCache"]

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from anyattn.mods.pickling import Recipe, attribute, place_of, refuse_nameless, remade_by_call
-from anyattn.mods.trace import name_of, refuse_native, trace
+from anyattn.mods.tracing.pickling import Recipe, attribute, place_of, refuse_nameless, remade_by_call
+from anyattn.mods.tracing.trace import name_of, refuse_native, trace
 
 __all__ = ["Derived", "Mask", "Score", "and_masks", "mod", "or_masks"]
 

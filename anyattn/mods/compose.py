@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from anyattn.mods.ir import Builder, Expr
-from anyattn.mods.trace import TracedMod
+from anyattn.mods.ir.expr import Builder, Expr
+from anyattn.mods.tracing.trace import TracedMod
 
 __all__ = ["anded", "chained", "turned"]
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from anyattn.mods.algebra import Mask
-from anyattn.mods.pickling import remade_by_call
+from anyattn.mods.tracing.pickling import remade_by_call
 
 __all__ = [
     "block_diagonal",

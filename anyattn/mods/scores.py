@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from anyattn.mods.algebra import Score
-from anyattn.mods.pickling import remade_by_call
+from anyattn.mods.tracing.pickling import remade_by_call
 
 __all__ = ["alibi", "alibi_slopes", "head_bias", "pair_bias", "relative_bias", "softcap", "t5_bias", "temperature"]
 

@@ -1,10 +1,9 @@
 """Which tiles of (query rows x keys) an attention visits: lists of partial and full tiles, and the block masks made of them."""
 
-from anyattn.sparsity.block_mask import BlockMask, create_block_mask
+from anyattn.sparsity.block_mask import BlockMask
 from anyattn.sparsity.block_sparse import BlockSparseTensors
 from anyattn.sparsity.compute import compute_block_sparsity
-from anyattn.sparsity.schedule import work_list
-from anyattn.sparsity.varlen import VarlenBlockSparseTensors, compute_varlen_block_sparsity
+from anyattn.sparsity.varlen_block_sparse import VarlenBlockSparseTensors, compute_varlen_block_sparsity
 
 __all__ = [
     "BlockMask",
@@ -12,6 +11,4 @@ __all__ = [
     "VarlenBlockSparseTensors",
     "compute_block_sparsity",
     "compute_varlen_block_sparsity",
-    "create_block_mask",
-    "work_list",
 ]

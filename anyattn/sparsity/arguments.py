@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anyattn import tensor_kinds
-from anyattn.mods.rows import check_positions
-from anyattn.mods.trace import TracedMod
+from anyattn.mods.analysis.row_ranges import check_positions
+from anyattn.mods.tracing.trace import TracedMod
+from anyattn.tensors import kinds
 
 __all__ = ["check_retile", "device_of", "length", "pair", "positions", "ragged_lengths", "reads_nothing"]
 
@@ -64,9 +64,9 @@ def reads_nothing(mod: TracedMod, device: torch.device) -> bool:
 
     Raises ``TypeError`` for captured tensors of other kinds that have no memory of their own.
     """
-    if device.type == "meta" or tensor_kinds.are_fake(mod.tensors):
+    if device.type == "meta" or kinds.are_fake(mod.tensors):
         return True
-    tensor_kinds.refuse_hidden_captures(mod)
+    kinds.refuse_hidden_captures(mod)
     return False
 
 

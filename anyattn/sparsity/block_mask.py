@@ -1,4 +1,4 @@
-"""``create_block_mask`` and ``BlockMask``: torch's names and meaning, built from the mask's structure instead of from all its pairs."""
+"""``BlockMask``: torch's class and meaning, built from the mask's structure instead of from all its pairs."""
 
 from __future__ import annotations
 
@@ -11,18 +11,26 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 from torch.utils import _pytree as pytree
 
-from anyattn.geometry.list_stacks import stack_shapes
 from anyattn.mods.algebra import Derived
-from anyattn.mods.bounds import EMPTY, FULL, PARTIAL
-from anyattn.mods.dependence import dependence
-from anyattn.mods.pickling import Recipe, refuse_nameless
-from anyattn.mods.trace import TracedMod, name_of, trace
+from anyattn.mods.analysis.tile_classes import EMPTY, FULL, PARTIAL
+from anyattn.mods.ir.dependence import dependence
+from anyattn.mods.tracing.pickling import Recipe, refuse_nameless
+from anyattn.mods.tracing.trace import TracedMod, name_of, trace
 from anyattn.sparsity.arguments import device_of, length, pair, positions
 from anyattn.sparsity.block_sparse import BlockSparseTensors
 from anyattn.sparsity.compute import classes_of_mask, device_lists
+from anyattn.sparsity.list_stacks import stack_shapes
 from anyattn.sparsity.lists import check_counts, grid_of_lists, lists_of_grid
 
-__all__ = ["BlockMask", "are_unwritten", "block_mask_of_classes", "create_block_mask", "lists_of_mask", "tells_no_more"]
+__all__ = [
+    "BlockMask",
+    "are_unwritten",
+    "block_mask_of_classes",
+    "block_mask_of_lists",
+    "build_block_mask",
+    "lists_of_mask",
+    "tells_no_more",
+]
 
 _PAIRS = ("kv", "full_kv", "q", "full_q")
 _LISTS = tuple(f"{side}_{what}" for side in _PAIRS for what in ("num_blocks", "indices"))
@@ -347,7 +355,7 @@ def block_mask_of_classes(
     head's list by the contiguous stride.
     """
     lists = _lists_of_classes(classes, lengths, tile, separate_full, compute_q_blocks, batch)
-    return _of_lists(lists, mask_mod if mask_mod is not None else torch_flex.noop_mask, lengths, tile)
+    return block_mask_of_lists(lists, mask_mod if mask_mod is not None else torch_flex.noop_mask, lengths, tile)
 
 
 def _lists_of_classes(
@@ -377,7 +385,7 @@ def lists_of_mask(
 ) -> list[Any]:
     """A block mask's lists in the order of its fields; None for full blocks where they are not listed separately.
 
-    stacks: the same as stacks (``geometry.list_stacks``), which share no memory.
+    stacks: the same as stacks (``sparsity.list_stacks``), which share no memory.
     """
     options = {"wants_columns": True, "separate_full": separate_full, "has_full_tails": False, "broadcasts": False}
     found = device_lists(mask, lengths, tile, batch, device, **options, stacks=stacks)
@@ -398,7 +406,7 @@ def tells_no_more(mask: TracedMod, batch: tuple[int, int]) -> bool:
     return not (any(d.b for d in deps) and batch[0] == 1) and not (any(d.h for d in deps) and batch[1] == 1)
 
 
-def _of_lists(lists: list[Tensor | None], mask_mod: Callable, lengths: tuple[int, int], tile: tuple[int, int]) -> BlockMask:
+def block_mask_of_lists(lists: list[Tensor | None], mask_mod: Callable, lengths: tuple[int, int], tile: tuple[int, int]) -> BlockMask:
     fields: dict[str, Any] = dict.fromkeys(_LISTS)
     fields.update(zip(_LISTS, lists, strict=False))
     return BlockMask(seq_lengths=lengths, BLOCK_SIZE=tile, mask_mod=mask_mod, **fields)
@@ -415,59 +423,24 @@ def _with_partial_tails(classes: Tensor, lengths: tuple[int, int], tile: tuple[i
     return classes
 
 
-def create_block_mask(
+def build_block_mask(
     mask_mod: Callable,
-    B: int | None,
-    H: int | None,
-    Q_LEN: int,
-    KV_LEN: int,
-    device: torch.device | str | None = None,
-    BLOCK_SIZE: int | tuple[int, int] = 128,
-    _compile: bool = False,
-    separate_full_blocks: bool = True,
-    compute_dq_write_order: bool = False,
-    dq_kv_order: bool = True,
+    batch: tuple[int | None, int | None],
+    lengths: tuple[int, int],
+    device: torch.device | str | None,
+    block_size: int | tuple[int, int],
+    separate_full_blocks: bool,
+    dq_kv_order: bool | None,
 ) -> BlockMask:
-    """The ``BlockMask`` of a mask, with torch's signature and, block for block, torch's lists; only what is visible at all is looked at.
-
-    mask_mod: a function of ``(b, h, q_idx, kv_idx)`` that returns a bool. B, H: None where the mask ignores them (dimension 1, which
-    broadcasts). Q_LEN, KV_LEN: lengths in tokens, 0 allowed. device: default where the mask's captured tensors are, else the accelerator,
-    else "cpu". BLOCK_SIZE: query rows and keys of a block. _compile: accepted and needless. separate_full_blocks: False lists full blocks
-    as partial ones. compute_dq_write_order, dq_kv_order: as in torch 2.13.
-
-    A tail block (a length that BLOCK_SIZE does not divide) is partial even if everything in range is visible, as in torch.
-
-    Memory: the lists, and one byte per block while building; time is proportional to rows and blocks, never to pairs, for masks that are
-    ranges per row (causal, windows, prefix, documents, their combinations).
-
-    On a CUDA device, where Triton is installed, nothing waits for the device: the call returns while the lists are being made. An index
-    into a captured tensor that follows from another captured tensor's values is then not checked, but held inside the tensor.
-
-    Raises ``TypeError`` or ``ValueError`` naming the argument; ``ModError`` for a mask that cannot be expressed.
-
-    >>> mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 512, 512, device="cpu")
-    >>> mask.kv_num_blocks.tolist(), mask.full_kv_num_blocks.tolist()
-    ([[[1, 1, 1, 1]]], [[[0, 1, 2, 3]]])
-    """
-    if torch.compiler.is_compiling():
-        from anyattn.custom_ops.entry_points import block_lists
-
-        if compute_dq_write_order:
-            raise TypeError("compute_dq_write_order=True inside torch.compile or torch.export; wanted False: make the block mask outside")
-        lists, tile = block_lists(mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE, separate_full_blocks)
-        made = _of_lists(lists, mask_mod, (Q_LEN, KV_LEN), tile)
-        made._exact = None
-        return made
-    lengths = (positions("Q_LEN", Q_LEN), positions("KV_LEN", KV_LEN))
-    batch = (1 if B is None else length("B", B), 1 if H is None else length("H", H))
-    tile = pair("BLOCK_SIZE", BLOCK_SIZE)
-    if not isinstance(dq_kv_order, bool):
-        raise ValueError(f"dq_kv_order is {dq_kv_order!r}; wanted a bool (explicit orders go to BlockMask.from_kv_blocks)")
+    """``create_block_mask`` outside compiled code: its arguments are checked here. dq_kv_order: None leaves the write order out."""
+    sizes = (positions("Q_LEN", lengths[0]), positions("KV_LEN", lengths[1]))
+    counts = (1 if batch[0] is None else length("B", batch[0]), 1 if batch[1] is None else length("H", batch[1]))
+    tile = pair("BLOCK_SIZE", block_size)
     traced = trace(mask_mod, "mask")
     where = device_of(device, traced)
-    mask = _of_lists(lists_of_mask(traced, lengths, tile, batch, where, separate_full_blocks), mask_mod, lengths, tile)
-    _marked(mask, tells_no_more(traced, batch))
-    if compute_dq_write_order:
+    mask = block_mask_of_lists(lists_of_mask(traced, sizes, tile, counts, where, separate_full_blocks), mask_mod, sizes, tile)
+    _marked(mask, tells_no_more(traced, counts))
+    if dq_kv_order is not None:
         _add_write_order(mask, dq_kv_order)
     return mask
 

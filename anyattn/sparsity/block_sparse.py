@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anyattn.mods.bounds import FULL, PARTIAL
+from anyattn.mods.analysis.tile_classes import FULL, PARTIAL
 from anyattn.sparsity.arguments import check_retile, length, pair
 from anyattn.sparsity.lists import check_counts, grid_of_lists, joined, lists_of_grid
 

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from anyattn.geometry.integers import ceil_div
-from anyattn.mods.bounds import classify
-from anyattn.mods.seen_loads import Dense, check_call
-from anyattn.mods.trace import TracedMod, trace
+from anyattn.mods.analysis.tile_classes import classify
+from anyattn.mods.analysis.visible_loads import Dense, check_call
+from anyattn.mods.tracing.trace import TracedMod, trace
+from anyattn.sequences.integers import ceil_div
 from anyattn.sparsity.arguments import device_of, length, positions, reads_nothing
 from anyattn.sparsity.block_sparse import BlockSparseTensors
 from anyattn.sparsity.lists import lists_of_grid, unknown_lists
@@ -117,7 +117,7 @@ def device_lists(
 ) -> list[Tensor | None] | None:
     """The lists made by Triton kernels that the host never waits for (``backends.triton.tile_lists``); None where they cannot be used.
 
-    stacks: the allocations that hold them instead (``geometry.list_stacks``).
+    stacks: the allocations that hold them instead (``sparsity.list_stacks``).
 
     Of fake and meta tensors, lists without values.
     They can on a CUDA device where Triton is installed, unless the mask captures a whole number of 2 ** 40 or more. Raises ``ValueError``
@@ -129,7 +129,7 @@ def device_lists(
         return [t for shape in shapes for t in unknown_lists(shape, device, separate_full)]
     if device.type != "cuda" or not has_triton():
         return None
-    from anyattn.backends.triton import tile_lists as kernels
+    from anyattn.sparsity.kernels import block_lists as kernels
 
     if not kernels.can_list(mask, lengths):
         return None

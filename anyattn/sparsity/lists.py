@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from anyattn.mods.bounds import EMPTY, FULL, PARTIAL
-from anyattn.mods.ragged_tiles import RaggedTiles
-from anyattn.tensor_kinds import has_memory
+from anyattn.mods.analysis.tile_classes import EMPTY, FULL, PARTIAL
+from anyattn.mods.analysis.varlen_grid import RaggedTiles
+from anyattn.tensors.kinds import has_memory
 
 __all__ = [
     "check_counts",

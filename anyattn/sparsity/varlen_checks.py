@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anyattn.mods.ragged_tiles import RaggedTiles
+from anyattn.mods.analysis.varlen_grid import RaggedTiles
 from anyattn.sparsity.arguments import length
 
 __all__ = [

@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from anyattn import kept, recall
+from anyattn.call_cache import attention
+from anyattn.tensors import by_contents
 
 __all__ = ["MUTANTS", "Mutant", "active"]
 
@@ -33,10 +34,10 @@ class Mutant:
 
 
 _FORWARD, _BACKWARD, _TILES = "backends.torch.forward", "backends.torch.backward", "backends.torch.tiles"
-_SPANS, _STAGES, _CAPTURED = "backends.torch.spans", "backends.torch.stages", "backends.torch.captured"
-_WHOLE, _RUN, _KEYS = "backends.torch.whole_spans", "backends.torch.run", "backends.torch.keys"
-_MEMORY = "backends.torch.memory"
-_CACHE, _APPEND, _LENGTHS = "check_cache", "kvcache.append", "geometry.seqlen_info"
+_SPANS, _STAGES, _CAPTURED = "backends.torch.coverage", "backends.torch.mod_runner", "backends.torch.captured_gradients"
+_WHOLE, _RUN, _KEYS = "backends.torch.unstreamed", "backends.torch.api", "backends.torch.kv_matrices"
+_MEMORY = "backends.torch.workspace"
+_CACHE, _APPEND, _LENGTHS = "validate.kvcache", "kvcache.append", "sequences.seqlen_info"
 _PAST_THE_END = "x = empty_in_order(like, like.shape[-1], dtype); x.as_strided((x.numel() + 1,), (1,)).zero_(); return x"
 
 MUTANTS = {
@@ -92,16 +93,20 @@ MUTANTS = {
             "distance_off_by_one", f"{_STAGES}:Bound.__init__",
             "torch.arange(self.greatest_difference, least", "torch.arange(self.greatest_difference + 1, least", "relative_window",
         ),
-        Mutant("index_in_32_bits", "mods.evaluate:_load", "i if isinstance(i, Tensor)", "i.int() if isinstance(i, Tensor)", "huge_table"),
         Mutant(
-            "stale_closure", "mods.trace:_Memo.lookup",
+            "index_in_32_bits", "mods.analysis.evaluate:_load",
+            "i if isinstance(i, Tensor)", "i.int() if isinstance(i, Tensor)", "huge_table",
+        ),
+        Mutant(
+            "stale_closure", "mods.tracing.trace:_Memo.lookup",
             "[found[s] for s in source.scalars]", "[10 + s for s in source.scalars]", "closures_of_other_lengths",
         ),
         Mutant(
-            "stale_call", "recall_recipe:Recipe.made", "[numbers[s] for s in self.scalars]", "[10 + s for s in self.scalars]", "closures",
+            "stale_call", "call_cache.rebind:Recipe.made",
+            "[numbers[s] for s in self.scalars]", "[10 + s for s in self.scalars]", "closures",
         ),
-        Mutant("narrowing_cast_taken_for_none", "mods.solver:Solver._linear", "if not self.exact[node]:", "if False:", "narrowed"),
-        Mutant("subtracted_bias_added", "mods.linear:additive_bias", 'node.op == "sub", right', "False, right", "alibi"),
+        Mutant("narrowing_cast_taken_for_none", "mods.analysis.solver:Solver._linear", "if not self.exact[node]:", "if False:", "narrowed"),
+        Mutant("subtracted_bias_added", "mods.analysis.additive_bias:additive_bias", 'node.op == "sub", right', "False, right", "alibi"),
         # the backward
         Mutant("stale_lse", f"{_BACKWARD}:_Statistics.of", "(lse * LOG2E)", "(lse.roll(1, -1) * LOG2E)", "full"),
         Mutant("delta_dropped", f"{_BACKWARD}:_Statistics.of", "(dout.to(stat) * out)", "(dout.to(stat) * out * 0)", "full"),
@@ -119,8 +124,8 @@ MUTANTS = {
             "shared_index_counted_once", f"{_CAPTURED}:_Sum._add_indexed",
             "part.sum(shared, keepdim=True)", "part.amax(shared, True)", "relative",
         ),
-        Mutant("tanh_derivative", "mods.grad:_UNARY", "tanh", "sigmoid", "softcap"),
-        Mutant("branches_swapped", "mods.grad:_Reverse.parts", "condition, g, zero)", "condition, zero, g)", "where"),
+        Mutant("tanh_derivative", "mods.ir.grad:_UNARY", "tanh", "sigmoid", "softcap"),
+        Mutant("branches_swapped", "mods.ir.grad:_Reverse.parts", "condition, g, zero)", "condition, zero, g)", "where"),
         # low precision without statistics
         Mutant(
             "span_rows_not_cleared", f"{_WHOLE}:_Rows.probabilities",
@@ -135,7 +140,7 @@ MUTANTS = {
         ),
         Mutant("queries_of_another_sequence", f"{_TILES}:Heads.rows", "self.q_start + lo : self.q_start + hi", "lo:hi", "packed"),
         Mutant(
-            "offset_of_another_sequence", "check_flash:_checked_sequences",
+            "offset_of_another_sequence", "validate.flash:_checked_sequences",
             "sequences.seqlens_q\n", "sequences.seqlens_q.flip(0)\n", "packed",
         ),
         Mutant(
@@ -167,9 +172,9 @@ MUTANTS = {
             "place_counted_from_0", f"{_CACHE}:_look",
             "q_first=info.seqlen_k - info.seqlen_q", "q_first=info.seqlen_q * 0", "places",
         ),
-        Mutant("known_call_of_one_length", "recall_cache:_numbers", "lengths.tolist()", "[int(lengths[0])] * batch", "known"),
-        Mutant("known_row_one_late", "recall_cache:_row_places", "_vector(starts)", "_vector([s + 1 for s in starts])", "known"),
-        Mutant("known_page_off_by_one", "recall_cache:_page_places", "row // page_size", "(row + 1) // page_size", "known_pages"),
+        Mutant("known_call_of_one_length", "call_cache.kvcache:_numbers", "lengths.tolist()", "[int(lengths[0])] * batch", "known"),
+        Mutant("known_row_one_late", "call_cache.kvcache:_row_places", "_vector(starts)", "_vector([s + 1 for s in starts])", "known"),
+        Mutant("known_page_off_by_one", "call_cache.kvcache:_page_places", "row // page_size", "(row + 1) // page_size", "known_pages"),
         Mutant(
             "pages_of_other_heads", f"{_KEYS}:PoolRows.tokens",
             "[:, self.kv_heads.start * width : self.kv_heads.stop * width]",
@@ -184,19 +189,19 @@ MUTANTS = {
             "problem.like(sink=None, wants_lse=True)", "problem.like(wants_lse=True)", "splits",
         ),
         Mutant(
-            "split_end_lost", "geometry.splits:split_range",
+            "split_end_lost", "sequences.split_kv:split_range",
             "return first, minimum(first + share,", "return first, minimum(first + share - 1,", "splits",
         ),
         # tile ranges
         Mutant(
-            "range_one_tile_short", "geometry.block_info:_tiles",
+            "range_one_tile_short", "sequences.block_info:_tiles",
             "+ ceil_div(", "+ 0 * tile + (-1) * (count > 9) + ceil_div(", "blocks",
         ),
         Mutant(
-            "diagonal_top_left", "geometry.block_info:BlockInfo._keys_of_rows",
+            "diagonal_top_left", "sequences.block_info:BlockInfo._keys_of_rows",
             "seqlen_info.seqlen_k - seqlen_info.seqlen_q", "0", "blocks",
         ),
-        Mutant("packed_heads_forgotten", "geometry.block_info:BlockInfo._rows", "if group > 1:", "if False:", "blocks"),
+        Mutant("packed_heads_forgotten", "sequences.block_info:BlockInfo._rows", "if group > 1:", "if False:", "blocks"),
         # memory
         Mutant("sums_start_anywhere", f"{_MEMORY}:zeros_in_order", ".zero_()", "", "full"),
         Mutant(
@@ -204,7 +209,7 @@ MUTANTS = {
             "return empty_in_order(like, like.shape[-1], dtype).zero_()", _PAST_THE_END, "full",
         ),
         Mutant(
-            "input_overwritten", "backends.torch.keys:KeyRows.__init__",
+            "input_overwritten", "backends.torch.kv_matrices:KeyRows.__init__",
             "self._view.reshape(self.shape)", "self._view.reshape(self.shape).mul_(1.0)", "inputs",
         ),
     )
@@ -241,8 +246,8 @@ def active(name: str) -> Iterator[None]:
 
 def _forget() -> None:
     """Nothing that an earlier call left goes round the bug, and nothing that the bug made outlives it."""
-    recall.clear()
-    kept.forget()
+    attention.clear()
+    by_contents.forget()
 
 
 @contextlib.contextmanager

@@ -64,12 +64,12 @@ def _garbage(tensor: Tensor) -> Tensor:
 @contextlib.contextmanager
 def enabled() -> Iterator[Log]:
     """Poisons every allocation of the torch backend inside; checks the guard bands at the end. Not for several threads at once."""
-    from anyattn.backends.torch import memory
+    from anyattn.backends.torch import workspace
 
-    log, plain, strided = Log(), memory._allocate, memory._allocate_strided
-    memory._allocate, memory._allocate_strided = log.allocate, log.allocate_strided
+    log, plain, strided = Log(), workspace._allocate, workspace._allocate_strided
+    workspace._allocate, workspace._allocate_strided = log.allocate, log.allocate_strided
     try:
         yield log
     finally:
-        memory._allocate, memory._allocate_strided = plain, strided
+        workspace._allocate, workspace._allocate_strided = plain, strided
     log.check()

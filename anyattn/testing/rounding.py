@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from anyattn.mods.trace import TracedMod
+from anyattn.mods.tracing.trace import TracedMod
 from anyattn.oracle import Mod, _apply, _Call, _chunks, _scale, _upcast, _upcast_mods, _visible
 
 __all__ = ["Noise", "Noises", "rounding"]

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from anyattn.mods import masks
-from anyattn.mods.bounds import EMPTY, FULL, PARTIAL
-from anyattn.mods.evaluate import evaluate
-from anyattn.mods.trace import trace
+from anyattn.mods.analysis.evaluate import evaluate
+from anyattn.mods.analysis.tile_classes import EMPTY, FULL, PARTIAL
+from anyattn.mods.tracing.trace import trace
 
 __all__ = ["brute_classes", "brute_classes_ragged", "dense", "library_masks", "random_lengths", "random_mask"]
 

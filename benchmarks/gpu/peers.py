@@ -77,7 +77,7 @@ def backend_of(inputs: Inputs, backend: str | None) -> tuple[str, str]:
     Of a backward pass: "forward's + backward's", or the one that does both.
     """
     import anyattn
-    from anyattn import plan
+    from anyattn.plan import BACKENDS
 
     door, reasons = inputs.case.door, []
     if door == "mask":
@@ -91,7 +91,7 @@ def backend_of(inputs: Inputs, backend: str | None) -> tuple[str, str]:
     if backend is not None:
         return backend, ""
     call, _ = _our_door(inputs)  # explain() does not know this door: insist on one backend after the other
-    for name in sorted(set(plan.BACKENDS) - {"torch"}, key=lambda name: name != "hopper"):
+    for name in sorted(set(BACKENDS) - {"torch"}, key=lambda name: name != "hopper"):
         try:
             call(backend=name)
         except anyattn.BackendError as reason:

@@ -49,7 +49,7 @@ def _first_call() -> dict[str, Any]:
 
 def _hopper_kernels() -> Callable[[], int]:
     """How many kernels were compiled so far in this process: ``launch.compilations``, a number or a function, else the kernels it keeps."""
-    from anyattn.backends.hopper import launch
+    from anyattn.backends.hopper.compile import launch
 
     counter = getattr(launch, "compilations", None)
     if counter is None:

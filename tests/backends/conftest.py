@@ -7,8 +7,10 @@ from collections.abc import Iterator
 import pytest
 from hopper_pretended import H200, Launch
 
-from anyattn import check, hardware, recall
-from anyattn.backends.hopper import build, launch
+from anyattn import hardware
+from anyattn.backends.hopper.compile import build, launch
+from anyattn.call_cache import attention
+from anyattn.validate import flex
 
 
 @pytest.fixture
@@ -16,11 +18,11 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
     """(config, arguments) of every launch; the CPU is taken for a Hopper GPU."""
     found: list[Launch] = []
     monkeypatch.setattr(hardware, "of", lambda *_: H200)
-    monkeypatch.setattr(check, "lists_of", lambda lists, mask: (check.read_lists(lists), getattr(lists, "is_exact", False)))
+    monkeypatch.setattr(flex, "lists_of", lambda lists, mask: (flex.read_lists(lists), getattr(lists, "is_exact", False)))
     monkeypatch.setattr(build, "has_tvm_ffi", lambda: True)
     monkeypatch.setattr(launch, "_found_or_made", lambda config, kinds: lambda *arguments: found.append((config, arguments)))
-    recall.clear()
+    attention.clear()
     launch.forget()
     yield found
-    recall.clear()
+    attention.clear()
     launch.forget()

@@ -22,9 +22,9 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from anyattn import masks
 from anyattn.backends.hopper.config import LEAST_PIECE, Ask, Config, slots, tiles_for
-from anyattn.backends.hopper.kernel import HopperForward
-from anyattn.mods.rows import ranges_unread, row_ranges
-from anyattn.mods.trace import trace
+from anyattn.backends.hopper.kernel.forward import HopperForward
+from anyattn.mods.analysis.row_ranges import ranges_unread, row_ranges
+from anyattn.mods.tracing.trace import trace
 
 TYPES = {torch.float32: Float32, torch.int64: cutlass.Int64}
 

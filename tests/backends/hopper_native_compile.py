@@ -17,10 +17,10 @@ from hopper_compile import compile
 
 from anyattn import masks
 from anyattn.backends.hopper.config import Ask, Config, tiles_for
+from anyattn.mods.analysis.row_ranges import row_ranges
 from anyattn.mods.compose import chained
-from anyattn.mods.native import native_mod
-from anyattn.mods.rows import row_ranges
-from anyattn.mods.trace import trace
+from anyattn.mods.tracing.cute_mod import native_mod
+from anyattn.mods.tracing.trace import trace
 
 
 @cute.jit

@@ -21,18 +21,18 @@ import anyattn
 
 __all__ = ["MODULES", "STOOD_IN", "Changes", "Stubs", "View", "class_of", "compiled", "method", "run_block", "signatures", "text_of"]
 
-_FOLDER = Path(anyattn.__file__).parent / "backends" / "hopper"
-MODULES = ("visits", "load", "gather", "multiply")
+_FOLDER = Path(anyattn.__file__).parent / "backends" / "hopper" / "kernel"
+MODULES = ("tile_scheduler", "producer", "paged_gather", "mma")
 _FILES = tuple(str(_FOLDER / f"{name}.py") for name in MODULES)
 _STATES = ("q_state", "k_state", "v_state", "work_state")
 _LOWEST, _ALL_0, _OUT, _MAX, _SUM, _TOPS = (frozenset({what}) for what in ("all -inf", "all 0.0", "out", "max", "sum", "tops"))
 Changes = tuple[tuple[str, str, str], ...]  # (module, text, text that takes its place)
 # what the roles call of the rest of the kernel's class, which ``Stubs`` has instead, and the module that it is of
 STOOD_IN = {
-    "band": "visits", "rate": "softmax", "row_limits": "softmax", "foreseen": "softmax", "modified": "softmax", "masked": "softmax",
-    "head": "softmax", "exponentials": "softmax", "unshifted": "softmax", "raise_tops": "softmax", "guessed": "guesses",
-    "raise_tops_under_cap": "guesses",
-    "finished": "epilogue", "highest": "epilogue", "blank": "epilogue", "stored": "epilogue", "gather": "gather",
+    "band": "tile_scheduler", "rate": "softmax", "row_limits": "softmax", "foreseen": "softmax", "modified": "softmax", "masked": "softmax",
+    "head": "softmax", "exponentials": "softmax", "unshifted": "softmax", "raise_tops": "softmax", "guessed": "speculative_softmax",
+    "raise_tops_under_cap": "speculative_softmax",
+    "finished": "epilogue", "highest": "epilogue", "blank": "epilogue", "stored": "epilogue", "gather": "paged_gather",
 }  # fmt: skip
 
 
@@ -82,7 +82,7 @@ def class_of(names: dict[str, Any], name: str) -> type:
 
 def _is_stood_in(node: ast.stmt) -> bool:
     if isinstance(node, ast.ImportFrom):
-        return not str(node.module).startswith(("typing", "anyattn.geometry"))
+        return not str(node.module).startswith(("typing", "anyattn.sequences"))
     return isinstance(node, ast.Import)
 
 

@@ -23,7 +23,7 @@ def wiped_by_a_group(tile_n: int, head_dim_v: int, room: int) -> list[tuple[int,
     arch = SimpleNamespace(fence_proxy=lambda *_, **__: None, barrier=lambda **_: None)
     cute = SimpleNamespace(arch=arch, local_tile=tile_of, autovec_copy=lambda *_: None, make_rmem_tensor=lambda *_: done)
     names: dict[str, Any] = {"cute": cute, "cutlass": SimpleNamespace(range=lambda *n, **_: range(*n)), "const_expr": bool}
-    exec(compiled(())[0][MODULES.index("multiply")], names)
+    exec(compiled(())[0][MODULES.index("mma")], names)
     kernel = class_of(names, "Multiplies")()
     wiped = method(kernel, "_wiped")
     kernel.dtype, kernel.config = "dtype", SimpleNamespace(tiles=SimpleNamespace(tile_n=tile_n), head_dim_v=head_dim_v)
@@ -78,7 +78,7 @@ def rows_gathered(tile_n: int, width: int) -> dict[tuple[int, int], list[tuple[i
         "const_expr": bool,
         "cpasync": SimpleNamespace(CopyG2SOp=lambda _: None, LoadCacheMode=SimpleNamespace(GLOBAL=None)),
     }
-    exec(compiled(())[0][MODULES.index("gather")], names)
+    exec(compiled(())[0][MODULES.index("paged_gather")], names)
     kernel = class_of(names, "Gathers")()
     kernel.dtype, kernel._offset = "dtype", lambda _, row, page: [far * key for key in page]
     source = SimpleNamespace(iterator=None)

@@ -17,19 +17,20 @@ from hopper_pretended import H200
 from limits import HANG
 
 import anyattn
-from anyattn import check_flash, masks, plan
-from anyattn.backends.hopper import run
+from anyattn import masks, planner
+from anyattn.backends.hopper import api
+from anyattn.backends.hopper.codegen.score_analysis import is_foreseen
 from anyattn.backends.hopper.config import Config, Tiles, padded, sides
-from anyattn.backends.hopper.specialise import Special, specialised
-from anyattn.backends.hopper.staging import is_foreseen
-from anyattn.backends.hopper.supports import reason_against
+from anyattn.backends.hopper.make_config import Special, specialised
+from anyattn.backends.hopper.plan import reason_against
 from anyattn.backends.hopper.tables import visits_of
-from anyattn.check_flash import Options
 from anyattn.hardware import Hardware
-from anyattn.mods.rows import ranges_unread
-from anyattn.mods.trace import trace
+from anyattn.mods.analysis.row_ranges import ranges_unread
+from anyattn.mods.tracing.trace import trace
 from anyattn.problem import Problem
 from anyattn.sparsity.block_sparse import BlockSparseTensors
+from anyattn.validate import flash
+from anyattn.validate.flash import Options
 
 
 @pytest.mark.parametrize(
@@ -240,7 +241,7 @@ def paged(size: int, d: int = 128, dv: int = 128, mask=None) -> Problem:  # type
     k, v = (torch.zeros(400 // size + 1, size, 2, n, dtype=torch.bfloat16) for n in (d, dv))
     table, used = torch.arange(400 // size).view(1, -1).int(), torch.tensor([190]).int()
     q = torch.zeros(1, 5, 2, d, dtype=torch.bfloat16)
-    return check_flash.varlen_problem(q, k, v, None, None, None, None, None, used, table, None, Options(mask_mod=mask))
+    return flash.varlen_problem(q, k, v, None, None, None, None, None, used, table, None, Options(mask_mod=mask))
 
 
 @pytest.mark.parametrize("size", [*range(1, 40), 48, 64, 80, 96, 100, 112, 127, 128, 192, 200, 256, 384])
@@ -292,12 +293,12 @@ def test_heads_of_paged_keys_go_side_by_side_like_others() -> None:
     ends = torch.tensor([0, 100, 300]).int()
     q, k = torch.zeros(300, heads, 128, dtype=torch.bfloat16), torch.zeros(100_000, 4, 128, dtype=torch.bfloat16)
     ends_k = torch.cat([torch.zeros(1), lengths.cumsum(0)]).int()
-    packed = check_flash.varlen_problem(q, k, k, ends, ends_k, None, None, None, None, None, None, Options())
-    found = {run._section(packed, 4)}
+    packed = flash.varlen_problem(q, k, k, ends, ends_k, None, None, None, None, None, None, Options())
+    found = {api._section(packed, 4)}
     for size in (16, 1000):
         pool, table = k.view(-1, size, 4, 128), torch.arange(100_000 // size).view(2, -1).int()
-        p = check_flash.varlen_problem(q, pool, pool, ends, None, None, None, None, torch.tensor([50_000] * 2), table, None, Options())
-        found.add(run._section(p, 4))
+        p = flash.varlen_problem(q, pool, pool, ends, None, None, None, None, torch.tensor([50_000] * 2), table, None, Options())
+        found.add(api._section(p, 4))
     assert found == {4}
 
 
@@ -324,17 +325,17 @@ def test_row_tiles_of_a_ragged_batch(ends_with_row: bool) -> None:
     cu = torch.tensor([0, 300, 300, 301, 900])
     q = torch.randn(950, 2, 128, dtype=torch.bfloat16)
     options = Options(causal=ends_with_row)
-    p = check_flash.varlen_problem(q, q, q, cu, cu, None, None, None, None, None, None, options)
+    p = flash.varlen_problem(q, q, q, cu, cu, None, None, None, None, None, None, options)
     found = visits_of(p, specialised(p))
     assert found.entries[:, :7].tolist() == [[0, a, b - a, 0, a, b - a, 0] for a, b in pairwise(cu.tolist())]
     tiles = [(m, b) for m, _, b in found.order.tolist() if m >= 0]
     assert sorted(tiles) == sorted((m, b) for b, n in enumerate((300, 0, 1, 599)) for m in range(-(-n // found_tile(p))))
     assert len(found.order) >= len(tiles) and all(m == -1 for m, _, _ in found.order.tolist()[len(tiles) :])
     assert tiles[0][1] == 3 and (not ends_with_row or tiles[0][0] == max(m for m, b in tiles if b == 3))
-    again = check_flash.varlen_problem(q, q, q, cu, cu, None, None, None, None, None, None, options)
+    again = flash.varlen_problem(q, q, q, cu, cu, None, None, None, None, None, None, options)
     assert visits_of(again, specialised(again)).order is found.order
     cu[-1] = 950
-    changed = check_flash.varlen_problem(q, q, q, cu, cu, None, None, None, None, None, None, options)
+    changed = flash.varlen_problem(q, q, q, cu, cu, None, None, None, None, None, None, options)
     assert visits_of(changed, specialised(changed)).entries[3, 2] == 649
 
 
@@ -344,16 +345,16 @@ def found_tile(p: Problem) -> int:
 
 @pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="needs nvidia-cutlass-dsl")
 def test_the_plan_chooses_it_on_hopper() -> None:
-    chosen = plan.choose(problem(predicates=traced(masks.causal())), H200)
+    chosen = planner.choose(problem(predicates=traced(masks.causal())), H200)
     assert (chosen.backend, chosen.backward) == ("hopper", "triton") and "an H200 has it" in chosen.why[0]
-    assert plan.choose(problem(predicates=traced(masks.causal())), H200, "torch").backend == "torch"
+    assert planner.choose(problem(predicates=traced(masks.causal())), H200, "torch").backend == "torch"
     far = 2**40
     other = problem(score=trace(lambda s, b, h, i, j: s + (i + far), "score"))
-    assert plan.choose(other, H200).backend == "triton" and "32 bits" in plan.choose(other, H200).why[0]
+    assert planner.choose(other, H200).backend == "triton" and "32 bits" in planner.choose(other, H200).why[0]
     with pytest.raises(anyattn.BackendError, match="32 bits"):
-        plan.choose(other, H200, "hopper")
+        planner.choose(other, H200, "hopper")
     hashed = problem(predicates=traced(lambda b, h, i, j: (i * far + j) % 7 < 3))
-    assert plan.choose(hashed, H200).backend == "triton" and "32 bits" in plan.choose(hashed, H200).why[0]
+    assert planner.choose(hashed, H200).backend == "triton" and "32 bits" in planner.choose(hashed, H200).why[0]
 
 
 def test_it_says_what_it_needs() -> None:
@@ -361,7 +362,7 @@ def test_it_says_what_it_needs() -> None:
     with pytest.raises(anyattn.BackendError, match="NVIDIA GPU, and the tensors are on cpu"):
         anyattn.flex_attention(q, q, q, backend="hopper")
     older = Hardware("cuda", "an A100", 0, H200.fast_dtypes, (8, 0), 108)
-    assert "compute capability 9.0" in str(plan.available(older)["hopper"]) and plan.choose(problem(), older).backend == "triton"
+    assert "compute capability 9.0" in str(planner.available(older)["hopper"]) and planner.choose(problem(), older).backend == "triton"
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,10 @@ from hopper_pretended import Launch
 from torch import Tensor
 
 import anyattn
-from anyattn import masks, recall, scores
-from anyattn.backends.hopper import build, launch, run
+from anyattn import masks, scores
+from anyattn.backends.hopper import api
+from anyattn.backends.hopper.compile import build, launch
+from anyattn.call_cache import attention
 
 
 def qkv(length: int = 64, heads: int = 2, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
@@ -43,9 +45,9 @@ def differ(first: Launch, second: Launch) -> list[int]:
 
 
 def first_time(do: Callable[[], Any], launched: list[Launch]) -> Launch:
-    recall.clear()
+    attention.clear()
     do()
-    recall.clear()
+    attention.clear()
     return launched[-1]
 
 
@@ -53,7 +55,7 @@ def again(do: Callable[[], Any], launched: list[Launch], monkeypatch: pytest.Mon
     """The launch of a call for which another was remembered; nothing is described or looked for."""
     with monkeypatch.context() as patch:
         for name in ("launch", "kinds_of"):
-            patch.setattr(run, name, None)
+            patch.setattr(api, name, None)
         do()
     return launched[-1]
 

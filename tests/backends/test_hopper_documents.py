@@ -12,9 +12,10 @@ from torch import Tensor
 
 import anyattn
 from anyattn import masks, scores
-from anyattn.backends.hopper import launch, run
-from anyattn.sparsity import documents
-from anyattn.sparsity.documents import DocumentTables
+from anyattn.backends.hopper import api
+from anyattn.backends.hopper.compile import launch
+from anyattn.documents import rewrite
+from anyattn.documents.rewrite import DocumentTables
 
 S = 700
 IDS = torch.repeat_interleave(torch.tensor([4, 9, -1, 0]), torch.tensor([1, 300, 128, 271]))
@@ -98,9 +99,9 @@ def test_what_was_found_once_is_launched_again(launched: list[Launch], monkeypat
     cap = lambda c: scores.softcap(c).fn
     anyattn.flex_attention(*qkv(), cap(3.0), lists, scale=0.5)
     with monkeypatch.context() as patch:
-        patch.setattr(run, "launch", None)
-        patch.setattr(run, "kinds_of", None)
-        patch.setattr(documents, "DocumentTables", None)
+        patch.setattr(api, "launch", None)
+        patch.setattr(api, "kinds_of", None)
+        patch.setattr(rewrite, "DocumentTables", None)
         given = qkv()
         anyattn.flex_attention(*given, cap(5.0), lists, scale=0.25)
     (_, first), (_, second) = launched

@@ -17,17 +17,17 @@ import torch
 from torch import Tensor
 
 import anyattn
-from anyattn.backends.hopper.staging import bias, cases, is_even
-from anyattn.backends.hopper.supports import _WRITTEN
-from anyattn.mods.evaluate import evaluate, run
-from anyattn.mods.ir import OPS, Builder, Expr, category
-from anyattn.mods.trace import trace
+from anyattn.backends.hopper.codegen.score_analysis import bias, cases, is_even
+from anyattn.backends.hopper.plan import _WRITTEN
+from anyattn.mods.analysis.evaluate import evaluate, run
+from anyattn.mods.ir.expr import OPS, Builder, Expr, category
+from anyattn.mods.tracing.trace import trace
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "end_to_end"))
 import operations
 
 HOPPER = Path(anyattn.__file__).parent / "backends" / "hopper"  # type: ignore[arg-type]
-OUTSIDE = ("cutlass", "anyattn.backends.hopper.native", "anyattn.backends.hopper.arithmetic")
+OUTSIDE = ("cutlass", "anyattn.backends.hopper.codegen.cute_mod", "anyattn.backends.hopper.codegen.device_math")
 REAL = torch.tensor([0.0, 0.25, -0.75, 1.0, -1.0, 1.5, 2.0, -2.5, 3.0, -3.0, 7.25, -12.5, 0.1, 30.0, -0.001, 1000.0])
 WHOLE = torch.tensor([0, 1, -1, 2, -2, 3, -3, 5, 7, -8, 16, 31, -100, 1000, 4, 9])
 ROWS, COLUMNS = 16, 16
@@ -109,8 +109,8 @@ def emitter(sign: str) -> dict[str, Any]:
     cute = SimpleNamespace(math=SimpleNamespace(**functions), arch=arch, **laid)
     given = {"cute": cute, "cutlass": cutlass, "dsl_user_op": lambda f: f}
     given |= {"Float32": np.float32, "Int32": Int32, "Int64": Int64, "Boolean": np.bool_, "_rest": rest, "call_native": None}
-    below = _run("arithmetic", given)
-    made = _run("emit", given | {name: below[name] for name in below["__all__"]})
+    below = _run("codegen/device_math", given)
+    made = _run("codegen/emit", given | {name: below[name] for name in below["__all__"]})
     made["_UNARY"] |= {"tanh": functions["tanh"], "sigmoid": _unary(lambda x: 1 / (1 + np.exp(-x)))}
     return made
 
@@ -368,7 +368,7 @@ def test_a_diagonal_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @cache
 def powers() -> dict[str, Any]:
     """The names of ``powers.py``."""
-    names = _run("powers", dict(emitter("dividend")))
+    names = _run("kernel/exp2_poly", dict(emitter("dividend")))
     names["bits"] = lambda x, kind: np.frombuffer(x.tobytes(), np.int32 if kind is Int32 else np.float32)[0]
     return names
 
@@ -414,9 +414,9 @@ def guesses() -> Any:
         **{**vars(given["cute"]), "arch": arch}, size=size, jit=lambda f: f, ReductionOp=SimpleNamespace(ADD="add")
     )
     given |= {"rows_and_columns": lambda x: x, "const_expr": bool}
-    given["sum_of"] = _run("powers", given)["sum_of"]
-    outside = (*OUTSIDE, *(f"anyattn.backends.hopper.{name}" for name in ("emit", "fragment", "powers")))
-    return _run("guesses", given, outside)["Guesses"]()
+    given["sum_of"] = _run("kernel/exp2_poly", given)["sum_of"]
+    outside = (*OUTSIDE, *(f"anyattn.backends.hopper.{name}" for name in ("codegen.emit", "kernel.fragment", "kernel.exp2_poly")))
+    return _run("kernel/speculative_softmax", given, outside)["Guesses"]()
 
 
 @pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")

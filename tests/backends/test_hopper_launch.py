@@ -20,12 +20,13 @@ from counting import PYTHON_CALLS
 from hopper_pretended import H200
 from limits import HANG
 
-from anyattn import disk_cache, launches, masks, plan
-from anyattn.backends.hopper import build, content, launch, run
+from anyattn import disk_cache, launch_log, masks, planner
+from anyattn.backends.hopper import api
+from anyattn.backends.hopper.compile import build, cache_key, launch
+from anyattn.backends.hopper.compile.cache_key import NoContentError, key_of
 from anyattn.backends.hopper.config import Ask, Config, Tiles
-from anyattn.backends.hopper.content import NoContentError, key_of
-from anyattn.mods.rows import row_ranges
-from anyattn.mods.trace import trace
+from anyattn.mods.analysis.row_ranges import row_ranges
+from anyattn.mods.tracing.trace import trace
 from anyattn.problem import Problem
 
 ROOT = Path(__file__).parent.parent.parent
@@ -61,8 +62,8 @@ def named(p: Problem) -> tuple[Config, tuple]:
     """The config and the kinds that ``run.forward`` launches ``p`` with."""
     found: list[tuple] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "launch", lambda c, arguments: found.append((c, launch.kinds_of(arguments)[0])))
-        run.forward(p, plan.choose(p, H200))
+        patch.setattr(api, "launch", lambda c, arguments: found.append((c, launch.kinds_of(arguments)[0])))
+        api.forward(p, planner.choose(p, H200))
     return found[0]
 
 
@@ -112,8 +113,8 @@ def test_a_kernel_is_listed_by_a_name_for_people() -> None:
 
 def test_keys_are_the_same_in_every_process() -> None:
     code = (
-        "from anyattn.backends.hopper.config import Config, Tiles\nfrom anyattn.backends.hopper.content import key_of\n"
-        "import torch\nfrom anyattn.mods.trace import trace\n"
+        "from anyattn.backends.hopper.config import Config, Tiles\nfrom anyattn.backends.hopper.compile.cache_key import key_of\n"
+        "import torch\nfrom anyattn.mods.tracing.trace import trace\n"
         "score = trace(lambda s, b, h, i, j: s * 0.5, 'score').expr\n"
         "print(key_of(Config(128, 128, True, Tiles(128, 128, 2), score), (float, torch.float32, -2, type(None))))"
     )
@@ -132,16 +133,16 @@ def test_our_sources_and_versions_are_part_of_the_key(monkeypatch: pytest.Monkey
         ("ARCH", "sm_91a"),
     ):
         with monkeypatch.context() as patch:
-            content._surroundings.cache_clear()
-            patch.setattr(content, name, changed)
+            cache_key._surroundings.cache_clear()
+            patch.setattr(cache_key, name, changed)
             keys.add(key_of(config(), ()))
-    content._surroundings.cache_clear()
+    cache_key._surroundings.cache_clear()
     assert len(keys) == 5
 
 
 def test_the_sources_are_all_that_a_kernel_is_traced_through() -> None:
     """Follows the imports from the kernel, those inside functions too."""
-    seen, waiting = set(), ["anyattn.backends.hopper.kernel"]
+    seen, waiting = set(), ["anyattn.backends.hopper.kernel.forward"]
     while waiting:
         name = waiting.pop()
         path = ROOT.joinpath(*name.split("."))
@@ -154,17 +155,18 @@ def test_the_sources_are_all_that_a_kernel_is_traced_through() -> None:
                 waiting += [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom) and node.module:
                 waiting += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-    roots = tuple(f"anyattn.{folder.replace('/', '.')}" for folder in content.SOURCES)
+    roots = tuple(f"anyattn.{folder.replace('/', '.')}" for folder in cache_key.SOURCES)
     strays = {name for name in seen if name.startswith("anyattn") and not name.startswith(roots)}
     # errors.py holds exception classes alone, and of_fields.py makes an object of a dictionary
     assert (
-        strays <= {"anyattn.errors", "anyattn.of_fields"} and {f"{roots[0]}.kernel", f"{roots[0]}.emit", "anyattn.mods.dependence"} <= seen
+        strays <= {"anyattn.errors", "anyattn.fast_dataclass"}
+        and {f"{roots[0]}.kernel", f"{roots[0]}.emit", "anyattn.mods.ir.dependence"} <= seen
     )
 
 
 def test_what_has_no_content_has_no_name() -> None:
     with pytest.raises(NoContentError, match="function"):
-        content.canonical((1, lambda x: x))
+        cache_key.canonical((1, lambda x: x))
 
 
 # --- launches
@@ -194,7 +196,7 @@ ran: list[tuple] = []
 
 
 def go(p: Problem) -> None:
-    run.forward(p, plan.choose(p, H200))
+    api.forward(p, planner.choose(p, H200))
 
 
 def test_a_thousand_shapes_and_new_closures_compile_once(built: list[tuple]) -> None:
@@ -289,11 +291,11 @@ def test_what_cannot_be_loaded_is_compiled_and_said(built: list[tuple], monkeypa
 
 
 def test_launches_are_noted_while_somebody_asks(built: list[tuple]) -> None:
-    with launches.noting() as names:
+    with launch_log.noting() as names:
         for _ in range(2):
             launch.launch(config(has_lse=True), (1.0,))
     launch.launch(config(), (1.0,))
-    assert names == ["hopper full + lse"] * 2 and launches.noted is None
+    assert names == ["hopper full + lse"] * 2 and launch_log.noted is None
 
 
 def test_what_is_forgotten_is_found_on_disk(built: list[tuple]) -> None:
@@ -348,11 +350,11 @@ SCRIPT = (
     + """
 import json, sys
 import torch
-from anyattn.backends.hopper import launch
+from anyattn.backends.hopper.compile import launch
 from anyattn import masks
 from anyattn.backends.hopper.config import Config, Tiles
-from anyattn.mods.rows import row_ranges
-from anyattn.mods.trace import trace
+from anyattn.mods.analysis.row_ranges import row_ranges
+from anyattn.mods.tracing.trace import trace
 
 flags, one, ids, table = torch.zeros(2, 64).bool(), torch.tensor(1.0), torch.zeros(64, dtype=torch.int32), torch.zeros(64, 2)
 by, shift = 2.0, 3

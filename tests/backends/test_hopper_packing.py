@@ -10,19 +10,20 @@ import torch
 from hopper_pretended import H200
 
 import anyattn
-from anyattn import BackendError, check_flash, check_lengths, masks, plan
+from anyattn import BackendError, masks, planner
+from anyattn.backends.hopper.api import config_of
 from anyattn.backends.hopper.config import PACKED, Config, Tiles
-from anyattn.backends.hopper.packing import groups_of, row_tiles, why_apart
-from anyattn.backends.hopper.run import config_of
-from anyattn.backends.hopper.specialise import specialised
+from anyattn.backends.hopper.make_config import specialised
+from anyattn.backends.hopper.pack_gqa import groups_of, row_tiles, why_apart
 from anyattn.backends.hopper.tables import visits_of
-from anyattn.check_flash import Options
-from anyattn.geometry.integers import ceil_div
-from anyattn.geometry.stored import MANY_QUERIES, queries_each
-from anyattn.mods.rows import row_ranges
-from anyattn.mods.trace import trace
+from anyattn.call_cache.varlen import Places, facts_of_places
+from anyattn.mods.analysis.row_ranges import row_ranges
+from anyattn.mods.tracing.trace import trace
 from anyattn.problem import Problem
-from anyattn.recall_varlen import Places, facts_of_places
+from anyattn.sequences.integers import ceil_div
+from anyattn.sequences.unread_varlen import MANY_QUERIES, queries_each
+from anyattn.validate import flash, sequences
+from anyattn.validate.flash import Options
 
 needs_cutlass = pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="needs nvidia-cutlass-dsl")
 
@@ -82,22 +83,22 @@ def test_biases_read_by_distance_have_eight_heads_a_tile() -> None:
 
 @needs_cutlass
 def test_the_plan_says_so() -> None:
-    chosen = plan.choose(problem(8, 9), H200)
+    chosen = planner.choose(problem(8, 9), H200)
     assert (chosen.backend, chosen.heads_per_tile) == ("hopper", 8) and any("8 query heads that share K and V" in w for w in chosen.why)
-    assert plan.choose(problem(8, 9), H200, options={"pack_gqa": False}).heads_per_tile == 1
-    assert plan.choose(problem(8, 1000), H200, options={"pack_gqa": True}).heads_per_tile == 8
-    assert plan.choose(problem(8, 1000, packs=True), H200).heads_per_tile == 8
+    assert planner.choose(problem(8, 9), H200, options={"pack_gqa": False}).heads_per_tile == 1
+    assert planner.choose(problem(8, 1000), H200, options={"pack_gqa": True}).heads_per_tile == 8
+    assert planner.choose(problem(8, 1000, packs=True), H200).heads_per_tile == 8
 
 
 @needs_cutlass
 def test_what_is_preferred_and_not_followed_is_said() -> None:
     by_head = problem(8, 9, mask=lambda b, h, i, j: i >= j + 3 * h, packs=True)
-    chosen = plan.choose(by_head, H200)
+    chosen = planner.choose(by_head, H200)
     assert (chosen.backend, chosen.heads_per_tile) == ("hopper", 1)
     assert [w for w in chosen.why if "pack_gqa=True is not followed: the keys that a row may see differ from head to head" in w]
     for packs in (False, None):
-        assert not any("pack_gqa" in w for w in plan.choose(by_head.like(packs=packs), H200).why)
-    assert not any("pack_gqa" in w for w in plan.choose(problem(1, 9, packs=True), H200).why)  # there is nothing to share
+        assert not any("pack_gqa" in w for w in planner.choose(by_head.like(packs=packs), H200).why)
+    assert not any("pack_gqa" in w for w in planner.choose(problem(1, 9, packs=True), H200).why)  # there is nothing to share
 
 
 def test_an_explanation_says_so() -> None:
@@ -111,17 +112,17 @@ def test_an_explanation_says_so() -> None:
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 def test_another_backward_pass_is_not_asked_to_pack() -> None:
     many = problem(8, 5000, packs=True)
-    forward = plan.choose(many, H200)
+    forward = planner.choose(many, H200)
     assert (forward.backend, forward.heads_per_tile, forward.backward) == ("hopper", 8, "triton")
-    assert plan.for_backward(forward, many, H200).backend == "triton"
+    assert planner.for_backward(forward, many, H200).backend == "triton"
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 def test_triton_is_asked_too() -> None:
-    assert plan.choose(problem(8, 3), H200, "triton").heads_per_tile == 8
-    assert plan.choose(problem(8, 3, packs=False), H200, "triton").heads_per_tile == 1
-    assert plan.choose(problem(8, 3), H200, "triton", {"pack_gqa": False}).heads_per_tile == 1
-    many = plan.choose(problem(8, 5000, packs=True), H200, "triton")
+    assert planner.choose(problem(8, 3), H200, "triton").heads_per_tile == 8
+    assert planner.choose(problem(8, 3, packs=False), H200, "triton").heads_per_tile == 1
+    assert planner.choose(problem(8, 3), H200, "triton", {"pack_gqa": False}).heads_per_tile == 1
+    many = planner.choose(problem(8, 5000, packs=True), H200, "triton")
     assert many.heads_per_tile == 1 and any("pack_gqa=True is not followed: few queries only" in w for w in many.why)
 
 
@@ -131,7 +132,7 @@ def test_doors_take_it_and_judge_it() -> None:
     want = anyattn.flash_attn_func(q, k, k, causal=True)
     for packs in (True, False, None):
         assert torch.equal(want, anyattn.flash_attn_func(q, k, k, causal=True, pack_gqa=packs))
-        assert check_flash.dense_problem(q, k, k, Options(pack_gqa=packs)).packs is packs
+        assert flash.dense_problem(q, k, k, Options(pack_gqa=packs)).packs is packs
     with pytest.raises(TypeError, match="pack_gqa=1 is a int; wanted True or False, None"):
         anyattn.flash_attn_func(q, k, k, pack_gqa=1)  # type: ignore[arg-type]
     heads_first = [t.transpose(1, 2) for t in (q, k, k)]
@@ -173,7 +174,7 @@ def test_row_tiles_of_lists() -> None:
 def test_row_tiles_of_sequences() -> None:
     cu, ends = (torch.tensor(x) for x in ([0, 5, 5, 45, 46], [0, 100, 200, 300, 400]))
     q, k = torch.randn(46, 16, 128, dtype=torch.bfloat16), torch.randn(400, 2, 128, dtype=torch.bfloat16)
-    p = check_flash.varlen_problem(q, k, k, cu, ends, None, None, None, None, None, None, Options(causal=True))
+    p = flash.varlen_problem(q, k, k, cu, ends, None, None, None, None, None, None, Options(causal=True))
     special = specialised(p)
     assert (special.config.heads_per_tile, special.config.tile_q) == (8, 16)
     order = visits_of(p, special).order
@@ -189,7 +190,7 @@ def test_queries_of_sequences_are_many_or_in_few_steps() -> None:
 
 def test_calls_are_told_apart_by_what_the_plan_looks_at(monkeypatch: pytest.MonkeyPatch) -> None:
     """Packed sequences are recalled whatever their lengths; where heads may share tiles, whether queries are few is a fact."""
-    monkeypatch.setattr(check_lengths, "takes_their_word", lambda device, validate: validate is not True)
+    monkeypatch.setattr(sequences, "takes_their_word", lambda device, validate: validate is not True)
 
     def fact(rows: int, heads_kv: int) -> object:
         q, k = torch.zeros(rows, 8, 64, dtype=torch.bfloat16), torch.zeros(rows, heads_kv, 64, dtype=torch.bfloat16)
@@ -206,7 +207,7 @@ def test_calls_are_told_apart_by_what_the_plan_looks_at(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("tile_m", [128, 192])
 def test_rows_of_threads(packed: int, tile_m: int) -> None:
     """Row r of a tile is head r % packed at position r // packed, by the formulas that the kernel is traced through."""
-    from anyattn.backends.hopper.softmax import Softmax
+    from anyattn.backends.hopper.kernel.softmax import Softmax
 
     kernel = Softmax()
     kernel.config = Config(64, 64, True, Tiles(tile_m, 128, 2), heads_per_tile=packed)
@@ -225,7 +226,7 @@ def test_rows_of_threads(packed: int, tile_m: int) -> None:
 
 def test_for_users_of_cute() -> None:
     """Lengths are run-time there: the caller says whether heads share tiles, and sizes follow."""
-    from anyattn.backends.hopper.direct import arguments, describe
+    from anyattn.backends.hopper.cute_api import arguments, describe
 
     q, k = torch.zeros(2, 16, 40, 128, dtype=torch.bfloat16), torch.zeros(2, 2, 300, 128, dtype=torch.bfloat16)
     counter = torch.zeros(2, dtype=torch.int32)

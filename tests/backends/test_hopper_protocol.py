@@ -67,7 +67,7 @@ def test_lanes_gather_every_row_once(width: int) -> None:
 
 
 # Planted bugs: text and what takes its place.
-MULTIPLY, LOAD, VISITS = "multiply", "load", "visits"
+MMA, PRODUCER, SCHEDULER = "mma", "producer", "tile_scheduler"
 
 
 def planted(module: str, old: str, new: str = "") -> Changes:
@@ -115,143 +115,145 @@ END_POSTED = "        self._post(board[0], pipes[3], work_state, Facts(*(Int32(0
 POSTED = "self._post(board[0], pipes[3], work_state, facts)\n                work_state.advance()"
 ON_BOARD = "            board[state.index] = n * 2 + asked\n        pipe.sync_object_full.arrive(state.index, None)"
 MUTANTS: dict[str, Changes] = {
-    "Q is never given back": planted(MULTIPLY, RELEASED, "        pass\n"),
-    "Q is given back twice": planted(MULTIPLY, RELEASED, RELEASED * 2),
-    "Q is given back while O is leaving": planted(MULTIPLY, READ, "            pass\n"),
-    "all stores but the last are waited for": planted(MULTIPLY, "wait_group(0, read=True)", "wait_group(1, read=True)"),
-    "Q is given back before O is known to have left": exchanged(MULTIPLY, MAY_BE_READ, RELEASED),
-    "Q is not waited for": planted(MULTIPLY, "                pipes[0].consumer_wait(q_state)\n"),
-    "the one Q is not given back": planted(MULTIPLY, GIVEN_BACK),
-    "the one Q is given back before O takes its place": exchanged(MULTIPLY, ENDED, GIVEN_BACK),
-    "one of two Qs is given back at once and once more": planted(MULTIPLY, GIVEN_BACK.splitlines()[0], " " * 16 + "if const_expr(True):"),
-    "owed is never set": planted(MULTIPLY, NOW_OWED),
-    "owed is set before a Q is": exchanged(MULTIPLY, OWED, NOW_OWED),
-    "owed is said from the start": planted(MULTIPLY, "Int32(1), Int32(0)  # owed", "Int32(1), Int32(1)  # owed"),
-    "what is owed is not given back in the loop": planted(MULTIPLY, OWED),
-    "what is owed is not given back at the end": planted(MULTIPLY, "\n" + OWED_AT_END, "\n            pass\n"),
-    "what is owed is the new Q": planted(MULTIPLY, OWED, OWED.replace("1 - q_state", "q_state")),
-    "what is owed at the end is the Q before": planted(MULTIPLY, "\n" + OWED_AT_END, "\n" + OWED_AT_END.replace("1 - q_state", "q_state")),
-    "what is owed is given back after Q has advanced": planted(MULTIPLY, OWED, "                    q_state.advance()\n" + OWED),
-    "Q's state is not advanced": planted(MULTIPLY, Q_ADVANCED, "            elif"),
-    "Q's state is advanced before O is stored": planted(MULTIPLY, ENDED, "                q_state.advance()\n" + ENDED),
-    "Q's state is advanced by blank row tiles": planted(MULTIPLY, BLANK, BLANK + "                q_state.advance()\n"),
-    "blank row tiles are not written": planted(MULTIPLY, BLANK, "                pass\n"),
-    "the end is taken for a blank row tile": planted(MULTIPLY, "elif more != 0:", "else:"),
-    "facts are not waited for": planted(MULTIPLY, "            pipes[3].consumer_wait(work_state)\n"),
-    "a work slot is given back twice": planted(MULTIPLY, WORK_GIVEN_BACK, WORK_GIVEN_BACK * 2),
-    "a work slot is not given back": planted(MULTIPLY, WORK_GIVEN_BACK),
+    "Q is never given back": planted(MMA, RELEASED, "        pass\n"),
+    "Q is given back twice": planted(MMA, RELEASED, RELEASED * 2),
+    "Q is given back while O is leaving": planted(MMA, READ, "            pass\n"),
+    "all stores but the last are waited for": planted(MMA, "wait_group(0, read=True)", "wait_group(1, read=True)"),
+    "Q is given back before O is known to have left": exchanged(MMA, MAY_BE_READ, RELEASED),
+    "Q is not waited for": planted(MMA, "                pipes[0].consumer_wait(q_state)\n"),
+    "the one Q is not given back": planted(MMA, GIVEN_BACK),
+    "the one Q is given back before O takes its place": exchanged(MMA, ENDED, GIVEN_BACK),
+    "one of two Qs is given back at once and once more": planted(MMA, GIVEN_BACK.splitlines()[0], " " * 16 + "if const_expr(True):"),
+    "owed is never set": planted(MMA, NOW_OWED),
+    "owed is set before a Q is": exchanged(MMA, OWED, NOW_OWED),
+    "owed is said from the start": planted(MMA, "Int32(1), Int32(0)  # owed", "Int32(1), Int32(1)  # owed"),
+    "what is owed is not given back in the loop": planted(MMA, OWED),
+    "what is owed is not given back at the end": planted(MMA, "\n" + OWED_AT_END, "\n            pass\n"),
+    "what is owed is the new Q": planted(MMA, OWED, OWED.replace("1 - q_state", "q_state")),
+    "what is owed at the end is the Q before": planted(MMA, "\n" + OWED_AT_END, "\n" + OWED_AT_END.replace("1 - q_state", "q_state")),
+    "what is owed is given back after Q has advanced": planted(MMA, OWED, "                    q_state.advance()\n" + OWED),
+    "Q's state is not advanced": planted(MMA, Q_ADVANCED, "            elif"),
+    "Q's state is advanced before O is stored": planted(MMA, ENDED, "                q_state.advance()\n" + ENDED),
+    "Q's state is advanced by blank row tiles": planted(MMA, BLANK, BLANK + "                q_state.advance()\n"),
+    "blank row tiles are not written": planted(MMA, BLANK, "                pass\n"),
+    "the end is taken for a blank row tile": planted(MMA, "elif more != 0:", "else:"),
+    "facts are not waited for": planted(MMA, "            pipes[3].consumer_wait(work_state)\n"),
+    "a work slot is given back twice": planted(MMA, WORK_GIVEN_BACK, WORK_GIVEN_BACK * 2),
+    "a work slot is not given back": planted(MMA, WORK_GIVEN_BACK),
     "a work slot is given back before its facts are read again": (
-        (MULTIPLY, WORK_GIVEN_BACK, ""),
-        (MULTIPLY, ENDED, "    " + WORK_GIVEN_BACK + ENDED),
-        (MULTIPLY, BLANK, BLANK + "    " + WORK_GIVEN_BACK),
+        (MMA, WORK_GIVEN_BACK, ""),
+        (MMA, ENDED, "    " + WORK_GIVEN_BACK + ENDED),
+        (MMA, BLANK, BLANK + "    " + WORK_GIVEN_BACK),
     ),
-    "the work state is not advanced": planted(MULTIPLY, WORK_ADVANCED),
-    "the work state is advanced before its slot is given back": exchanged(MULTIPLY, WORK_GIVEN_BACK, WORK_ADVANCED),
+    "the work state is not advanced": planted(MMA, WORK_ADVANCED),
+    "the work state is advanced before its slot is given back": exchanged(MMA, WORK_GIVEN_BACK, WORK_ADVANCED),
     "row tiles without visits take a Q": planted(
-        LOAD, "if visits > 0:\n                    pipes[0]", "if visits >= 0:\n                    pipes[0]"
+        PRODUCER, "if visits > 0:\n                    pipes[0]", "if visits >= 0:\n                    pipes[0]"
     ),
-    "K's state is not advanced": planted(MULTIPLY, FIRST_ADVANCED, FIRST),
-    "K's state is advanced before the first product": planted(MULTIPLY, FIRST_ADVANCED, "                k_state.advance()\n" + FIRST),
-    "V's state is advanced with K's": planted(MULTIPLY, FIRST, FIRST + "                v_state.advance()\n"),
-    "V's state is not advanced in bare steps": planted(MULTIPLY, BARE, BARE.replace("\n            v_state.advance()", "")),
-    "V's state is not advanced after the last product": planted(MULTIPLY, LAST_ADVANCED, "        return"),
-    "V's state is advanced before the last product": planted(MULTIPLY, LAST_WAITED_FOR, "        v_state.advance()\n" + LAST_WAITED_FOR),
-    "what the steps advanced is lost": planted(MULTIPLY, RETURNED, RETURNED.replace("k_state, v_state =", "_, _ =")),
-    "K is given back while it is being read": planted(MULTIPLY, "warpgroup.wait_group(1)", "warpgroup.wait_group(2)"),
-    "K is not given back": planted(MULTIPLY, K_THROUGH, LAST_THROUGH),
-    "K is given back twice": planted(MULTIPLY, K_THROUGH, K_THROUGH + K_THROUGH.splitlines(keepends=True)[1]),
+    "K's state is not advanced": planted(MMA, FIRST_ADVANCED, FIRST),
+    "K's state is advanced before the first product": planted(MMA, FIRST_ADVANCED, "                k_state.advance()\n" + FIRST),
+    "V's state is advanced with K's": planted(MMA, FIRST, FIRST + "                v_state.advance()\n"),
+    "V's state is not advanced in bare steps": planted(MMA, BARE, BARE.replace("\n            v_state.advance()", "")),
+    "V's state is not advanced after the last product": planted(MMA, LAST_ADVANCED, "        return"),
+    "V's state is advanced before the last product": planted(MMA, LAST_WAITED_FOR, "        v_state.advance()\n" + LAST_WAITED_FOR),
+    "what the steps advanced is lost": planted(MMA, RETURNED, RETURNED.replace("k_state, v_state =", "_, _ =")),
+    "K is given back while it is being read": planted(MMA, "warpgroup.wait_group(1)", "warpgroup.wait_group(2)"),
+    "K is not given back": planted(MMA, K_THROUGH, LAST_THROUGH),
+    "K is given back twice": planted(MMA, K_THROUGH, K_THROUGH + K_THROUGH.splitlines(keepends=True)[1]),
     "V is given back while it is being read": planted(
-        MULTIPLY, V_THROUGH + P_STORED, V_THROUGH.replace("wait_group(0)", "wait_group(1)") + P_STORED
+        MMA, V_THROUGH + P_STORED, V_THROUGH.replace("wait_group(0)", "wait_group(1)") + P_STORED
     ),
     "V is given back while it is being read, after a guess": planted(
-        MULTIPLY, V_THROUGH + P_GUESSED, V_THROUGH.replace("wait_group(0)", "wait_group(1)") + P_GUESSED
+        MMA, V_THROUGH + P_GUESSED, V_THROUGH.replace("wait_group(0)", "wait_group(1)") + P_GUESSED
     ),
-    "V is not waited for": planted(MULTIPLY, WAITED_FOR_V, "        self._product(mma_pv, acc"),
-    "the last V is not waited for": planted(MULTIPLY, LAST_WAITED_FOR, "        self._product(mma_pv, sums"),
-    "the last product is left out": planted(MULTIPLY, LAST),
-    "the last product is not waited for": planted(MULTIPLY, LAST + LAST_THROUGH, LAST),
-    "the last V is not given back": planted(MULTIPLY, LAST_RELEASED + LAST_ADVANCED, LAST_ADVANCED),
-    "the last V is given back twice": planted(MULTIPLY, LAST_RELEASED + LAST_ADVANCED, LAST_RELEASED * 2 + LAST_ADVANCED),
-    "P is replaced before its product": exchanged(MULTIPLY, V_THROUGH, P_STORED),
-    "P is replaced before its product, by a guess": exchanged(MULTIPLY, V_THROUGH, P_GUESSED),
-    "a wrong guess stays": planted(MULTIPLY, "        if is_right:", "        if True:"),
-    "a wrong guess stays in P": planted(MULTIPLY, "row_scale, rate, False, True)\n    " + P_STORED, "row_scale, rate, False, True)\n"),
-    "a wrong guess at a cap stays in P": planted(MULTIPLY, "rate, False)\n    " + P_STORED, "rate, False)\n"),
-    "sums of guesses are lost": planted(MULTIPLY, SUMS_GUESSED, "            pass\n"),
-    "O is not rescaled after a wrong guess": planted(MULTIPLY, "        return rescales\n", "        return False\n"),
-    "masked tiles are guessed at": planted(MULTIPLY, "if const_expr(self.guesses and not asks)", "if const_expr(self.guesses)"),
-    "turns are not taken": planted(MULTIPLY, "        self._my_turn(group)\n"),
-    "turns are not passed on": planted(MULTIPLY, "        self._next_turn(group)\n"),
-    "the first turn is not given": planted(MULTIPLY, "if group == 0 and self", "if group < 0 and self"),
-    "turns go round among two of three": planted(MULTIPLY, "(group + 1) % 3", "(group + 1) % 2"),
-    "V is not wiped": planted(MULTIPLY, WIPED, "            (in_smem[2]"),
-    "V is wiped in the wrong stage": planted(MULTIPLY, WIPED, "            v_state.advance()\n" + WIPED),
-    "V is wiped without a fence": planted(MULTIPLY, 'cute.arch.fence_proxy("async.shared", space="cta")', "pass"),
-    "V is wiped from a key too late": planted(MULTIPLY, "facts.seqlen_k - n", "facts.seqlen_k + 1 - n"),
-    "V is wiped before it came": planted(MULTIPLY, "            pipe.consumer_wait(state)\n            tile = v", "            tile = v"),
-    "groups meet after wiping at one barrier": planted(MULTIPLY, "barrier_id=_CLEANED + group", "barrier_id=_CLEANED"),
-    "O keeps the row tile before": planted(MULTIPLY, "        acc.fill(0.0)\n"),
-    "the sums keep the row tile before": planted(MULTIPLY, "        row_sum.fill(0.0)\n"),
-    "the maximum is that of the row tile before": planted(MULTIPLY, "        row_max.fill(-Float32.inf)\n"),
-    "the highest scores are those of the row tile before": planted(MULTIPLY, "            tops.fill(-Float32.inf)\n", "            pass\n"),
+    "V is not waited for": planted(MMA, WAITED_FOR_V, "        self._product(mma_pv, acc"),
+    "the last V is not waited for": planted(MMA, LAST_WAITED_FOR, "        self._product(mma_pv, sums"),
+    "the last product is left out": planted(MMA, LAST),
+    "the last product is not waited for": planted(MMA, LAST + LAST_THROUGH, LAST),
+    "the last V is not given back": planted(MMA, LAST_RELEASED + LAST_ADVANCED, LAST_ADVANCED),
+    "the last V is given back twice": planted(MMA, LAST_RELEASED + LAST_ADVANCED, LAST_RELEASED * 2 + LAST_ADVANCED),
+    "P is replaced before its product": exchanged(MMA, V_THROUGH, P_STORED),
+    "P is replaced before its product, by a guess": exchanged(MMA, V_THROUGH, P_GUESSED),
+    "a wrong guess stays": planted(MMA, "        if is_right:", "        if True:"),
+    "a wrong guess stays in P": planted(MMA, "row_scale, rate, False, True)\n    " + P_STORED, "row_scale, rate, False, True)\n"),
+    "a wrong guess at a cap stays in P": planted(MMA, "rate, False)\n    " + P_STORED, "rate, False)\n"),
+    "sums of guesses are lost": planted(MMA, SUMS_GUESSED, "            pass\n"),
+    "O is not rescaled after a wrong guess": planted(MMA, "        return rescales\n", "        return False\n"),
+    "masked tiles are guessed at": planted(MMA, "if const_expr(self.guesses and not asks)", "if const_expr(self.guesses)"),
+    "turns are not taken": planted(MMA, "        self._my_turn(group)\n"),
+    "turns are not passed on": planted(MMA, "        self._next_turn(group)\n"),
+    "the first turn is not given": planted(MMA, "if group == 0 and self", "if group < 0 and self"),
+    "turns go round among two of three": planted(MMA, "(group + 1) % 3", "(group + 1) % 2"),
+    "V is not wiped": planted(MMA, WIPED, "            (in_smem[2]"),
+    "V is wiped in the wrong stage": planted(MMA, WIPED, "            v_state.advance()\n" + WIPED),
+    "V is wiped without a fence": planted(MMA, 'cute.arch.fence_proxy("async.shared", space="cta")', "pass"),
+    "V is wiped from a key too late": planted(MMA, "facts.seqlen_k - n", "facts.seqlen_k + 1 - n"),
+    "V is wiped before it came": planted(MMA, "            pipe.consumer_wait(state)\n            tile = v", "            tile = v"),
+    "groups meet after wiping at one barrier": planted(MMA, "barrier_id=_CLEANED + group", "barrier_id=_CLEANED"),
+    "O keeps the row tile before": planted(MMA, "        acc.fill(0.0)\n"),
+    "the sums keep the row tile before": planted(MMA, "        row_sum.fill(0.0)\n"),
+    "the maximum is that of the row tile before": planted(MMA, "        row_max.fill(-Float32.inf)\n"),
+    "the highest scores are those of the row tile before": planted(MMA, "            tops.fill(-Float32.inf)\n", "            pass\n"),
     "the highest score is sought before what is hidden is": exchanged(
-        MULTIPLY,
+        MMA,
         "        self.masked(scores, positions, n, facts, captured, limits, visit % 2, True)\n",
         "        if const_expr(tops is not None):\n            self.raise_tops(tops, scores, lifts)\n",
     ),
     "a guessed tile's highest scores are lost": planted(
-        MULTIPLY, "            self.raise_tops(tops, scores, lifts)\n        is_right", "            pass\n        is_right"
+        MMA, "            self.raise_tops(tops, scores, lifts)\n        is_right", "            pass\n        is_right"
     ),
-    "O is not rescaled": planted(MULTIPLY, "            if rescales:", "            if False:"),
-    "a product does not add": planted(MULTIPLY, "not from_zero)", "False)"),
-    "a group multiplies another's rows": planted(MULTIPLY, "groups(group)", "groups(0)"),
-    "registers are not fenced": planted(MULTIPLY, "        warpgroup.fence()\n"),
-    "masked tiles are one too few": planted(MULTIPLY, "cutlass.range(facts.masked,", "cutlass.range(facts.masked - 1,"),
-    "tiles behind are forgotten": planted(MULTIPLY, "if const_expr(self.config.has_left)", "if const_expr(False)"),
-    "facts are posted before they are acquired": planted(LOAD, "        pipe.producer_acquire(state)\n        for i", "        for i"),
-    "facts are posted in one slot": planted(LOAD, POSTED, POSTED.splitlines()[0]),
-    "the end is not posted": planted(LOAD, END_POSTED),
+    "O is not rescaled": planted(MMA, "            if rescales:", "            if False:"),
+    "a product does not add": planted(MMA, "not from_zero)", "False)"),
+    "a group multiplies another's rows": planted(MMA, "groups(group)", "groups(0)"),
+    "registers are not fenced": planted(MMA, "        warpgroup.fence()\n"),
+    "masked tiles are one too few": planted(MMA, "cutlass.range(facts.masked,", "cutlass.range(facts.masked - 1,"),
+    "tiles behind are forgotten": planted(MMA, "if const_expr(self.config.has_left)", "if const_expr(False)"),
+    "facts are posted before they are acquired": planted(PRODUCER, "        pipe.producer_acquire(state)\n        for i", "        for i"),
+    "facts are posted in one slot": planted(PRODUCER, POSTED, POSTED.splitlines()[0]),
+    "the end is not posted": planted(PRODUCER, END_POSTED),
     "Q is copied without its memory being free": planted(
-        LOAD, "pipes[0].producer_acquire(q_state)", "pipes[0].sync_object_full.arrive(q_state.index, None)"
+        PRODUCER, "pipes[0].producer_acquire(q_state)", "pipes[0].sync_object_full.arrive(q_state.index, None)"
     ),
-    "K is copied without its memory being free": planted(LOAD, "        pipe.sync_object_empty.wait(state.index, state.phase)\n"),
-    "the loader's Q stage is not advanced": planted(LOAD, "                    q_state.advance()\n"),
-    "V is told at K's barrier": planted(LOAD, "self._fetch(pipes[2], v_state", "self._fetch(pipes[1], v_state"),
-    "V is one tile behind": planted(LOAD, "v_copy, n, pages", "v_copy, after, pages"),
-    "the tile goes on the board in another place": planted(LOAD, ON_BOARD, ON_BOARD.replace("[state.index] =", "[1 - state.index] =")),
-    "the last key tile is loaded twice": planted(LOAD, "cutlass.min(i + 1, visits - 1)", "cutlass.min(i, visits - 1)"),
-    "row tiles are computed that the order does not count": planted(VISITS, "Sizes(tables.order[sizes.rows, 0], *", "Sizes(sizes.rows, *"),
-    "a piece is not copied": planted(LOAD, "min(pieces - group * LANES, LANES)", "min(pieces - group * LANES, LANES) - 1"),
-    "a piece too many is copied": planted(LOAD, "min(pieces - group * LANES, LANES)", "min(pieces - group * LANES, LANES) + 1"),
-    "pieces are written one over the other": planted(LOAD, "target[None, group * LANES + i,", "target[None, 0,"),
+    "K is copied without its memory being free": planted(PRODUCER, "        pipe.sync_object_empty.wait(state.index, state.phase)\n"),
+    "the loader's Q stage is not advanced": planted(PRODUCER, "                    q_state.advance()\n"),
+    "V is told at K's barrier": planted(PRODUCER, "self._fetch(pipes[2], v_state", "self._fetch(pipes[1], v_state"),
+    "V is one tile behind": planted(PRODUCER, "v_copy, n, pages", "v_copy, after, pages"),
+    "the tile goes on the board in another place": planted(PRODUCER, ON_BOARD, ON_BOARD.replace("[state.index] =", "[1 - state.index] =")),
+    "the last key tile is loaded twice": planted(PRODUCER, "cutlass.min(i + 1, visits - 1)", "cutlass.min(i, visits - 1)"),
+    "row tiles are computed that the order does not count": planted(
+        SCHEDULER, "Sizes(tables.order[sizes.rows, 0], *", "Sizes(sizes.rows, *"
+    ),
+    "a piece is not copied": planted(PRODUCER, "min(pieces - group * LANES, LANES)", "min(pieces - group * LANES, LANES) - 1"),
+    "a piece too many is copied": planted(PRODUCER, "min(pieces - group * LANES, LANES)", "min(pieces - group * LANES, LANES) + 1"),
+    "pieces are written one over the other": planted(PRODUCER, "target[None, group * LANES + i,", "target[None, 0,"),
     "a piece's page is the one of the lane before": planted(
-        LOAD, "cute.arch.shuffle_sync(pages[group], i)", "cute.arch.shuffle_sync(pages[group], max(i - 1, 0))"
+        PRODUCER, "cute.arch.shuffle_sync(pages[group], i)", "cute.arch.shuffle_sync(pages[group], max(i - 1, 0))"
     ),
     "a piece's place is the one of the lane before": planted(
-        LOAD, "cute.arch.shuffle_sync(places[group], i)", "cute.arch.shuffle_sync(places[group], max(i - 1, 0))"
+        PRODUCER, "cute.arch.shuffle_sync(places[group], i)", "cute.arch.shuffle_sync(places[group], max(i - 1, 0))"
     ),
-    "pages are those of the tile before": planted(LOAD, "n, asked, pages = after, asks, pages_after", "n, asked = after, asks"),
-    "V's pages are those of the tile after": planted(LOAD, "v_copy, n, pages, sizes", "v_copy, n, pages_after, sizes"),
-    "pages are those of the first entry": planted(LOAD, "tables.pages[entry,", "tables.pages[0,"),
-    "the table is asked about what lies past the last key": planted(LOAD, "at * self.config.piece < seqlen_k:", "at >= 0:"),
-    "pages are asked for one piece too late": planted(LOAD, "at * self.config.piece <", "(at + 1) * self.config.piece <"),
-    "pieces are counted by tiles": planted(LOAD, "n * pieces + i", "n + i"),
-    "every page begins where its first piece does": planted(LOAD, "% Uint32(sizes.pieces_in_page)", "% Uint32(1)"),
-    "gathered keys are not fenced": planted(MULTIPLY, "if const_expr(self.config.gathers):", "if const_expr(False):"),
-    "gathered keys go to the first stage": planted(LOAD, "target[None, None, state.index], pages", "target[None, None, 0], pages"),
-    "gathered keys are on the pages of the tile after": planted(LOAD, "_pieces(n))\n            if", "_pieces(n + 1))\n            if"),
+    "pages are those of the tile before": planted(PRODUCER, "n, asked, pages = after, asks, pages_after", "n, asked = after, asks"),
+    "V's pages are those of the tile after": planted(PRODUCER, "v_copy, n, pages, sizes", "v_copy, n, pages_after, sizes"),
+    "pages are those of the first entry": planted(PRODUCER, "tables.pages[entry,", "tables.pages[0,"),
+    "the table is asked about what lies past the last key": planted(PRODUCER, "at * self.config.piece < seqlen_k:", "at >= 0:"),
+    "pages are asked for one piece too late": planted(PRODUCER, "at * self.config.piece <", "(at + 1) * self.config.piece <"),
+    "pieces are counted by tiles": planted(PRODUCER, "n * pieces + i", "n + i"),
+    "every page begins where its first piece does": planted(PRODUCER, "% Uint32(sizes.pieces_in_page)", "% Uint32(1)"),
+    "gathered keys are not fenced": planted(MMA, "if const_expr(self.config.gathers):", "if const_expr(False):"),
+    "gathered keys go to the first stage": planted(PRODUCER, "target[None, None, state.index], pages", "target[None, None, 0], pages"),
+    "gathered keys are on the pages of the tile after": planted(PRODUCER, "_pieces(n))\n            if", "_pieces(n + 1))\n            if"),
     "keys are divided along the rows": planted(
-        LOAD, "flat_divide(k_smem, (piece, d))[None, None, None, 0, None]", "flat_divide(k_smem, (piece, d))[None, None, 0, None, None]"
+        PRODUCER, "flat_divide(k_smem, (piece, d))[None, None, None, 0, None]", "flat_divide(k_smem, (piece, d))[None, None, 0, None, None]"
     ),
-    "heads are cut into a group too many": planted(VISITS, "groups = ceil_div(sizes.ratio, most)", "groups = sizes.ratio // most + 1"),
-    "a smaller group has as many heads": planted(VISITS, "minimum(sizes.ratio - before, most)", "most"),
-    "a group's heads are the first ones": planted(VISITS, "* sizes.ratio + before", "* sizes.ratio"),
-    "Q is of the first group's heads": planted(LOAD, "((head % sizes.ratio, q_start), 0)", "((0, q_start), 0)"),
-    "Q is as far as heads apart have it": planted(LOAD, "shape, ((0, m_block), 0))", "shape, ((0, m_block * 4), 0))"),
+    "heads are cut into a group too many": planted(SCHEDULER, "groups = ceil_div(sizes.ratio, most)", "groups = sizes.ratio // most + 1"),
+    "a smaller group has as many heads": planted(SCHEDULER, "minimum(sizes.ratio - before, most)", "most"),
+    "a group's heads are the first ones": planted(SCHEDULER, "* sizes.ratio + before", "* sizes.ratio"),
+    "Q is of the first group's heads": planted(PRODUCER, "((head % sizes.ratio, q_start), 0)", "((0, q_start), 0)"),
+    "Q is as far as heads apart have it": planted(PRODUCER, "shape, ((0, m_block), 0))", "shape, ((0, m_block * 4), 0))"),
     "packed row tiles see what unpacked ones do": planted(
-        VISITS, "tile_m, tile_n = config.tile_q,", "tile_m, tile_n = config.tiles.tile_m,"
+        SCHEDULER, "tile_m, tile_n = config.tile_q,", "tile_m, tile_n = config.tiles.tile_m,"
     ),
-    "a visit more than loaded": planted(VISITS, "return total, masked, bare, maximum(", "return total, masked, bare + 1, maximum("),
+    "a visit more than loaded": planted(SCHEDULER, "return total, masked, bare, maximum(", "return total, masked, bare + 1, maximum("),
 }
 
 
@@ -283,11 +285,11 @@ def test_a_deadlock_is_told_with_where_everyone_stands() -> None:
 
 
 def test_what_the_kernel_lacks_is_said_by_name() -> None:
-    for module, old, said in ((MULTIPLY, "def multiply(", "no 'multiply'"), (LOAD, "class Loads", "no class 'Loads'")):
+    for module, old, said in ((MMA, "def multiply(", "no 'multiply'"), (PRODUCER, "class Loads", "no class 'Loads'")):
         with pytest.raises(LookupError, match=said):
             run_block(random_case(0), 0, planted(module, old, old[:-1] + "_of_tomorrow" + old[-1]))
     with pytest.raises(ValueError, match="which does not stand in"):
-        run_block(random_case(0), 0, planted(MULTIPLY, "yesterday's text"))
+        run_block(random_case(0), 0, planted(MMA, "yesterday's text"))
 
 
 @pytest.mark.parametrize("name", STOOD_IN)
@@ -302,7 +304,7 @@ NEEDLESS = {"pipe.producer_tail(state)"}  # the loader's stay until all is given
 
 def left_out() -> Iterator[tuple[str, Changes]]:
     """Each statement of the roles that calls or assigns, and the text without it."""
-    for module in (LOAD, MULTIPLY):
+    for module in (PRODUCER, MMA):
         text = text_of(module)
         lines = text.splitlines(keepends=True)
         functions = [f for f in ast.walk(ast.parse(text)) if isinstance(f, ast.FunctionDef)]

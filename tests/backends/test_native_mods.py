@@ -17,15 +17,20 @@ from hopper_pretended import H200
 from limits import HANG
 
 import anyattn
-from anyattn import check, check_flash, masks, plan, recall
-from anyattn.backends.hopper import direct, launch, run
-from anyattn.backends.hopper.content import NoContentError, key_of
-from anyattn.backends.hopper.specialise import specialised
-from anyattn.check_flash import Options
+from anyattn import masks, planner
+from anyattn.backends.hopper import api, cute_api
+from anyattn.backends.hopper.compile import launch
+from anyattn.backends.hopper.compile.cache_key import NoContentError, key_of
+from anyattn.backends.hopper.make_config import specialised
+from anyattn.call_cache import attention
 from anyattn.explanation import ModExplanation
 from anyattn.hardware import Hardware
-from anyattn.mods.native import NativeFunction, native_mod
+from anyattn.mods.tracing.cute_mod import NativeFunction, native_mod
+from anyattn.plan import Plan
 from anyattn.problem import Problem
+from anyattn.validate import flash
+from anyattn.validate import flex as check
+from anyattn.validate.flash import Options
 
 cutlass, cute = pytest.importorskip("cutlass"), pytest.importorskip("cutlass.cute")
 
@@ -97,12 +102,12 @@ def test_all_three_doors_take_them() -> None:
     packed = q[0].transpose(0, 1)
     problems = [
         flex(q, biased, hidden, aux=[TABLE]),
-        check_flash.dense_problem(*[q.transpose(1, 2)] * 3, options),
-        check_flash.varlen_problem(*[packed] * 3, ends, ends, None, None, None, None, None, None, options),
+        flash.dense_problem(*[q.transpose(1, 2)] * 3, options),
+        flash.varlen_problem(*[packed] * 3, ends, ends, None, None, None, None, None, None, options),
     ]
     for problem in problems:
         for backend in (None, "hopper"):
-            assert plan.choose(problem, H200, backend).backend == "hopper"
+            assert planner.choose(problem, H200, backend).backend == "hopper"
         special = specialised(problem)
         # nothing is known of the mask: every tile is visited, and it is asked in each
         assert special.config.lists is None and special.config.partial is None
@@ -115,7 +120,7 @@ def test_lists_say_what_a_function_cannot() -> None:
     q = qkv(256)
     lists = anyattn.compute_block_sparsity(128, 128, 1, 1, 256, 256, masks.causal(), device="cpu")
     options = Options(mask_mod=hidden, block_sparse_tensors=lists, aux_tensors=[TABLE])
-    config = specialised(check_flash.dense_problem(*[q.transpose(1, 2)] * 3, options)).config
+    config = specialised(flash.dense_problem(*[q.transpose(1, 2)] * 3, options)).config
     assert config.lists == "dense" and config.partial is not None and not config.partial.by_row and config.always == ()
     block_mask = anyattn.create_block_mask(masks.prefix_lm(9), 1, 1, 256, 256, device="cpu")
     config = specialised(flex(q, mask=hidden, block_mask=block_mask)).config
@@ -125,7 +130,7 @@ def test_lists_say_what_a_function_cannot() -> None:
 def test_what_anyattn_reads_keeps_its_place_beside_them() -> None:
     q = qkv().transpose(1, 2)
     options = Options(softcap=5.0, alibi_slopes=torch.ones(2), score_mod=biased, mask_mod=hidden, causal=True, aux_tensors=[TABLE])
-    problem = check_flash.dense_problem(q, q, q, options)
+    problem = flash.dense_problem(q, q, q, options)
     assert problem.score is not None and problem.score.tensors[-1] is TABLE
     special = specialised(problem)
     assert special.config.has_right and len(special.config.always) == 1
@@ -133,36 +138,38 @@ def test_what_anyattn_reads_keeps_its_place_beside_them() -> None:
     numbers, tensors = special.captured(problem)
     assert numbers[0] == 5.0 and len(tensors) == 3 and tensors[1] is TABLE and tensors[2] is TABLE
     other = specialised(flex(qkv(), mask=hidden, block_mask=None)).config
-    joined = specialised(check_flash.dense_problem(q, q, q, Options(mask_mod=masks.prefix_lm(3)))).config
+    joined = specialised(flash.dense_problem(q, q, q, Options(mask_mod=masks.prefix_lm(3)))).config
     assert other.lists is None and joined.lists == "dense"
 
 
 def test_calls_with_them_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     """With this call's tables, and as long as the functions say the same."""
-    monkeypatch.setattr(recall.hardware, "of", lambda kind: H200)
-    recall.clear()
+    monkeypatch.setattr(attention.hardware, "of", lambda kind: H200)
+    attention.clear()
     q, tables = qkv(), [TABLE, TABLE + 1]
 
-    def called(score: Any, table: torch.Tensor) -> tuple[Problem, plan.Plan]:
-        return recall.flex_call(recall.FlexCall(q, q, q, score, None, hidden, [table], None, False, None, False, False, False), None, None)
+    def called(score: Any, table: torch.Tensor) -> tuple[Problem, Plan]:
+        return attention.flex_call(
+            attention.FlexCall(q, q, q, score, None, hidden, [table], None, False, None, False, False, False), None, None
+        )
 
     (first, made), (again, reused) = called(biased, tables[0]), called(biased, tables[1])
-    assert reused is made and recall.size() == 1
+    assert reused is made and attention.size() == 1
     assert again.score is not None and again.score.tensors == (tables[1],) and again.predicates[0].tensors == (tables[1],)
     assert specialised(again).config == specialised(first).config
     before = called(scaled, TABLE)[0]
     monkeypatch.setitem(scaled.__wrapped__.__globals__, "FACTOR", 8.0)
     assert specialised(called(scaled, TABLE)[0]).config != specialised(before).config
-    assert recall.size() == 3
+    assert attention.size() == 3
     called(looked_up, TABLE)  # what it captures cannot be compared
-    assert recall.size() == 3
+    assert attention.size() == 3
     with pytest.raises(anyattn.BackendError, match="no derivative"):
         called(biased, TABLE.clone().requires_grad_())
     options = Options(softcap=3.0, alibi_slopes=torch.ones(2), score_mod=biased, mask_mod=hidden, aux_tensors=[TABLE])
     rows = q.transpose(1, 2)
-    found = [recall.flash_call(rows, rows, rows, options._replace(aux_tensors=[t]), None)[0] for t in tables]
+    found = [attention.flash_call(rows, rows, rows, options._replace(aux_tensors=[t]), None)[0] for t in tables]
     assert [p.score.tensors[1] is t for p, t in zip(found, tables, strict=True)] == [True, True]  # type: ignore[union-attr]
-    assert recall.size() == 4
+    assert attention.size() == 4
 
 
 def test_it_is_explained() -> None:
@@ -261,13 +268,13 @@ def test_other_backends_refuse() -> None:
     q = qkv()
     problem = flex(q, mask=hidden)
     with pytest.raises(anyattn.BackendError, match=r"only the Hopper kernel can run mask_mod 'hidden'.*pass backend='hopper'"):
-        plan.choose(problem, H200, "torch")
+        planner.choose(problem, H200, "torch")
     older = Hardware("cuda", "an A100", 0, H200.fast_dtypes, (8, 0), 108)
     with pytest.raises(anyattn.BackendError, match=r"an A100 has 8\.0; or write it as plain Python"):
-        plan.choose(problem, older)
+        planner.choose(problem, older)
     single = flex(q.float(), biased, aux=[TABLE])
     with pytest.raises(anyattn.BackendError, match=r"score_mod 'biased'.*not float32"):
-        plan.choose(single, H200)
+        planner.choose(single, H200)
     for backend in (None, "hopper", "torch"):
         with pytest.raises(anyattn.BackendError, match="only the Hopper kernel can run score_mod 'biased', a CuTe function"):
             anyattn.flex_attention(q, q, q, biased, aux_tensors=[TABLE], backend=backend)
@@ -300,7 +307,7 @@ def test_tensors_of_any_kind_and_scores_of_any_float(kind: str, monkeypatch: pyt
     aux = [torch.ones(64, dtype=torch.bool), torch.tensor(1.0)]
     problem = flex(qkv(), mask=flagged, aux=aux) if kind == "mask" else flex(qkv(), halved)
     with launch.compiling_only():
-        assert run.forward(problem, plan.choose(problem, H200)).out.shape == problem.q.shape
+        assert api.forward(problem, planner.choose(problem, H200)).out.shape == problem.q.shape
 
 
 @pytest.mark.parametrize("which", ["query", "table"])
@@ -308,9 +315,9 @@ def test_gradients_are_refused(which: str) -> None:
     q, table = qkv().requires_grad_(which == "query"), TABLE.clone().requires_grad_(which == "table")
     for backend in (None, "hopper"):
         with pytest.raises(anyattn.BackendError, match="has no derivative: detach the inputs"):
-            plan.choose(flex(q, biased, aux=[table]), H200, backend)
+            planner.choose(flex(q, biased, aux=[table]), H200, backend)
     with torch.no_grad():
-        assert plan.choose(flex(q, biased, aux=[table]), H200).backend == "hopper"
+        assert planner.choose(flex(q, biased, aux=[table]), H200).backend == "hopper"
 
 
 @pytest.mark.parametrize(
@@ -326,7 +333,7 @@ def test_wrong_results_are_named_while_the_kernel_is_built(options: dict, words:
     monkeypatch.setenv("ANYATTN_CACHE", "0")
     problem = flex(qkv(), **options)
     with pytest.raises(TypeError, match=words), launch.compiling_only():
-        run.forward(problem, plan.choose(problem, H200))
+        api.forward(problem, planner.choose(problem, H200))
 
 
 # ---- compiling
@@ -349,26 +356,26 @@ def test_kernels_compile_for_hopper_without_spilling(tmp_path: Path) -> None:
 # ---- HopperForward for users of CuTe
 
 
-def described(q: torch.Tensor, k: torch.Tensor, **options: Any) -> direct.Described:
-    return direct.describe(q, k, k, **options)
+def described(q: torch.Tensor, k: torch.Tensor, **options: Any) -> cute_api.Described:
+    return cute_api.describe(q, k, k, **options)
 
 
 def test_the_arguments_are_those_of_the_front_door(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the order of ``HopperForward.__call__``, and equal to what an attention call gives the kernel."""
     q, k = torch.randn(3, 8, 700, 64, dtype=torch.bfloat16), torch.randn(3, 2, 900, 64, dtype=torch.bfloat16)
     table, launched = torch.zeros(8, 900), []
-    monkeypatch.setattr(run, "launch", lambda config, given: launched.append((config, given)))
+    monkeypatch.setattr(api, "launch", lambda config, given: launched.append((config, given)))
     problem = check.flex_problem(q, k, k, biased, None, masks.causal(), [table], None, True, None, True, False, False)
-    result = run.forward(problem, plan.choose(problem, H200))
+    result = api.forward(problem, planner.choose(problem, H200))
     found = described(q, k, score_mod=biased, mask_mod=masks.causal(), aux_tensors=[table], has_lse=True)
     ((config, wanted),) = launched
-    given = direct.arguments(found, q, k, k, result.out, wanted[14], lse=result.lse, workers=1)
+    given = cute_api.arguments(found, q, k, k, result.out, wanted[14], lse=result.lse, workers=1)
     assert found.config == config and len(given) == len(wanted)
     assert all(a is b or (not isinstance(a, torch.Tensor) and a == b) for a, b in zip(given, wanted, strict=True))
     from anyattn.backends.hopper import HopperForward
 
     names = list(inspect.signature(HopperForward.__call__).parameters)
-    assert names[1:5] == ["q", "k", "v", "out"] and names[8:15] == list(direct._TABLES) and len(names) == len(given) + 2
+    assert names[1:5] == ["q", "k", "v", "out"] and names[8:15] == list(cute_api._TABLES) and len(names) == len(given) + 2
 
 
 def test_one_compiled_kernel_takes_other_shapes(tmp_path: Path) -> None:
@@ -378,7 +385,7 @@ def test_one_compiled_kernel_takes_other_shapes(tmp_path: Path) -> None:
 
     def given(q: torch.Tensor, k: torch.Tensor, scale: float) -> tuple:
         out, counter, table = torch.empty_like(q), torch.zeros(2, dtype=torch.int32), torch.zeros(8, k.shape[2])
-        return direct.arguments(described(q, k, score_mod=biased, aux_tensors=[table]), q, k, k, out, counter, scale=scale)
+        return cute_api.arguments(described(q, k, score_mod=biased, aux_tensors=[table]), q, k, k, out, counter, scale=scale)
 
     small, wide = torch.randn(1, 2, 64, 64, dtype=torch.bfloat16), torch.randn(3, 900, 8, 64, dtype=torch.bfloat16).transpose(1, 2)
     one, other = given(small, small, 0.1), given(wide, wide[:, :2], 2.0)
@@ -387,12 +394,12 @@ def test_one_compiled_kernel_takes_other_shapes(tmp_path: Path) -> None:
     options = f"--gpu-arch sm_90a --keep-cubin --dump-dir={tmp_path}"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        compiled = cute.compile(kernel, *direct.placeholders(one), make_fake_stream(), options=options)
+        compiled = cute.compile(kernel, *cute_api.placeholders(one), make_fake_stream(), options=options)
     assert compiled is not None and list(tmp_path.glob("*.cubin"))
     # CuTe's tensors do as well as torch's
-    wrapped = direct.as_cute(other)
-    again = direct.arguments(described(wide, wide[:, :2], score_mod=biased, aux_tensors=[TABLE]), *wrapped[:4], wrapped[14], scale=2.0)
-    assert again[15:20] == other[15:20] and all(a is b for a, b in zip(direct.as_cute(again)[:4], wrapped[:4], strict=True))
+    wrapped = cute_api.as_cute(other)
+    again = cute_api.arguments(described(wide, wide[:, :2], score_mod=biased, aux_tensors=[TABLE]), *wrapped[:4], wrapped[14], scale=2.0)
+    assert again[15:20] == other[15:20] and all(a is b for a, b in zip(cute_api.as_cute(again)[:4], wrapped[:4], strict=True))
 
 
 def test_arguments_and_config_must_agree() -> None:
@@ -407,19 +414,19 @@ def test_arguments_and_config_must_agree() -> None:
         ({"lse": lse, "page": None}, TypeError, "arguments has no page; wanted some of partial_count"),
     ):
         with pytest.raises(error, match=words):
-            direct.arguments(found, q, q, q, q, counter, **options)
-    direct.arguments(found.config, q, q, q, q, counter, lse=lse, tensors=(TABLE,))
+            cute_api.arguments(found, q, q, q, q, counter, **options)
+    cute_api.arguments(found.config, q, q, q, q, counter, lse=lse, tensors=(TABLE,))
 
 
 def test_factors_must_be_above_0() -> None:
     """Those that are applied behind the search for the maximum."""
     q, counter = qkv(), torch.zeros(2, dtype=torch.int32)
     with pytest.raises(ValueError, match=r"scale=-0\.5; wanted a number above 0"):
-        direct.arguments(described(q, q), q, q, q, q, counter, scale=-0.5)
+        cute_api.arguments(described(q, q), q, q, q, q, counter, scale=-0.5)
     capped = described(q, q, score_mod=anyattn.scores.softcap(5.0))
-    direct.arguments(capped, q, q, q, q, counter)
+    cute_api.arguments(capped, q, q, q, q, counter)
     with pytest.raises(ValueError, match=r"scalars\[0\]=-5\.0, which multiplies the scores"):
-        direct.arguments(capped, q, q, q, q, counter, scalars=(-5.0,))
+        cute_api.arguments(capped, q, q, q, q, counter, scalars=(-5.0,))
 
 
 def test_descriptions_say_what_they_cannot() -> None:

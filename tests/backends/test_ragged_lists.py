@@ -11,14 +11,15 @@ import torch
 from test_triton import POINTERS, Waits, built
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from anyattn import check_flash, masks
-from anyattn.check_flash import Options
-from anyattn.geometry.stored import LengthTables, StoredSequences, StoredSizes
-from anyattn.mods.loads import check_loads
-from anyattn.mods.trace import trace
-from anyattn.sparsity import ragged_lists as ragged
-from anyattn.sparsity.varlen import compute_varlen_block_sparsity
+from anyattn import masks
+from anyattn.mods.analysis.load_bounds import check_loads
+from anyattn.mods.tracing.trace import trace
+from anyattn.sequences.unread_varlen import LengthTables, StoredSequences, StoredSizes
+from anyattn.sparsity import varlen_lists as ragged
+from anyattn.sparsity.varlen_block_sparse import compute_varlen_block_sparsity
 from anyattn.testing.tiles import library_masks, random_mask
+from anyattn.validate import flash
+from anyattn.validate.flash import Options
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 _WIDE = ("hulls", "places", "seqlens_q", "seqlens_k", "q_first")
@@ -36,8 +37,8 @@ def compiled(kernel: Any, tensors: tuple[torch.Tensor, ...], constants: dict[str
 @needs_triton
 @pytest.mark.parametrize("name", ["causal", "document_causal", "tree", "dilated", "sink_window", "random 1", "random 2"])
 def test_compiles_for_hopper(name: str) -> None:
-    from anyattn.backends.triton import ragged_lists as kernels
-    from anyattn.backends.triton.tile_lists import mask_of
+    from anyattn.sparsity.kernels import varlen_lists as kernels
+    from anyattn.sparsity.kernels.block_lists import mask_of
 
     mod = random_mask(int(name[7:]), 64) if name.startswith("random") else library_masks(64, 64)[name]
     traced = trace(mod, "mask")
@@ -54,7 +55,7 @@ def test_compiles_for_hopper(name: str) -> None:
 
 @needs_triton
 def test_the_table_of_sequences_compiles_for_hopper() -> None:
-    from anyattn.backends.triton import ragged_lists as kernels
+    from anyattn.sparsity.kernels import varlen_lists as kernels
 
     made = compiled(kernels._store_places(), (), {"TILE_M": 128, "TILE_N": 96, "CHUNK": 1024})
     assert "cubin" in made.asm and "ld.local" not in made.asm["ptx"]
@@ -63,7 +64,7 @@ def test_the_table_of_sequences_compiles_for_hopper() -> None:
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Kernels are not launched but noted: a fake tensor has no memory."""
-    from anyattn.backends.triton import ragged_lists as kernels
+    from anyattn.sparsity.kernels import varlen_lists as kernels
 
     made: list[str] = []
     store = type("Grid", (), {"__getitem__": lambda self, grid: lambda *args: made.append("places")})()
@@ -77,10 +78,10 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_nothing_waits(form: str, launches: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """From the arguments of ``flash_attn_varlen_func`` to the Hopper kernel's tables, whatever the mask."""
     from anyattn.backends.hopper import tables
-    from anyattn.backends.hopper.specialise import specialised
+    from anyattn.backends.hopper.make_config import specialised
 
     monkeypatch.setattr(tables, "launch", lambda *args: launches.append("tables"))
-    monkeypatch.setattr(check_flash, "refuse_hidden_captures", lambda mod: None)  # the fake tensors stand for tensors on a GPU
+    monkeypatch.setattr(flash, "refuse_hidden_captures", lambda mod: None)  # the fake tensors stand for tensors on a GPU
     with FakeTensorMode(allow_non_fake_inputs=True):
         rows = (2, 1000) if form == "padded" else (1900,)
         q = torch.zeros(*rows, 4, 64, dtype=torch.bfloat16, device="cuda")
@@ -94,7 +95,7 @@ def test_nothing_waits(form: str, launches: list[str], monkeypatch: pytest.Monke
             check_loads(trace(mask, "mask"), 2, 4, 1000, 1000, reads_values=False)
             for _ in range(2):
                 with Waits():
-                    problem = check_flash.varlen_problem(q, q, q, cu, cu, 1000, 1000, used, used, None, None, options)
+                    problem = flash.varlen_problem(q, q, q, cu, cu, 1000, 1000, used, used, None, None, options)
                     special = specialised(problem)
                     found = tables.visits_of(problem, special, (torch.empty_like(q), None, None))
                 assert sorted(launches) == ["lists", "places", "tables"]
@@ -138,11 +139,11 @@ def test_there_is_room_for_every_tile(sizes: tuple[int, ...]) -> None:
 
 def test_one_heads_lists_stand_for_all_where_another_predicate_sees_h() -> None:
     """The kernel then looks for its head's, as its config says."""
-    from anyattn.backends.hopper.specialise import specialised
+    from anyattn.backends.hopper.make_config import specialised
     from anyattn.backends.hopper.tables import visits_of
 
     q, ends = torch.zeros(500, 4, 64, dtype=torch.bfloat16), torch.tensor([0, 300, 500])
-    problem = check_flash.varlen_problem(q, q, q, ends, ends, None, None, None, None, None, None, Options(mask_mod=masks.prefix_lm(40)))
+    problem = flash.varlen_problem(q, q, q, ends, ends, None, None, None, None, None, None, Options(mask_mod=masks.prefix_lm(40)))
     alone = visits_of(problem, specialised(problem))
     both = replace(problem, predicates=(*problem.predicates, trace(lambda b, h, q, k: (k + h) % 2 == 0, "mask")))
     found = visits_of(both, specialised(both))

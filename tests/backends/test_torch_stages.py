@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 
 from anyattn.backends.torch.lower import lowered
-from anyattn.backends.torch.stages import Bound, Tile
-from anyattn.mods.evaluate import evaluate, run
-from anyattn.mods.grad import score_gradients
-from anyattn.mods.trace import trace
+from anyattn.backends.torch.mod_runner import Bound, Tile
+from anyattn.mods.analysis.evaluate import evaluate, run
+from anyattn.mods.ir.grad import score_gradients
+from anyattn.mods.tracing.trace import trace
 from anyattn.testing import budget, cases
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "fuzz"))

@@ -18,10 +18,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from anyattn import masks
-from anyattn.mods.ir import OPS, Builder, category
-from anyattn.mods.loads import check_loads
-from anyattn.mods.trace import trace
-from anyattn.sparsity import compute_block_sparsity, create_block_mask
+from anyattn.block_masks import create_block_mask
+from anyattn.mods.analysis.load_bounds import check_loads
+from anyattn.mods.ir.expr import OPS, Builder, category
+from anyattn.mods.tracing.trace import trace
+from anyattn.sparsity import compute_block_sparsity
 from anyattn.sparsity.compute import tile_lists
 from anyattn.testing.tiles import library_masks, random_mask
 
@@ -63,7 +64,7 @@ def compiled(kernel: Any, tensors: tuple[torch.Tensor, ...], constants: dict[str
 
 @pytest.mark.parametrize("name", [*library_masks(64, 64), "random 0", "random 1", "random 2"])
 def test_compiles_for_hopper(name: str) -> None:
-    from anyattn.backends.triton import tile_lists as kernels
+    from anyattn.sparsity.kernels import block_lists as kernels
 
     mod = random_mask(int(name[7:]), 64) if name.startswith("random") else library_masks(64, 64)[name]
     traced = trace(mod, "mask")
@@ -95,7 +96,7 @@ def everywhere(out, t0, t1):
 )
 def test_every_operation_compiles(dtype: torch.dtype) -> None:
     """All operations on one dtype, in one kernel each."""
-    from anyattn.backends.triton import emit, generated
+    from anyattn.triton_tools import emit, jit_source
 
     builder = Builder()
     q, kv = (builder.add("index", dtype=torch.int64, attr=name) for name in ("q_idx", "kv_idx"))
@@ -106,7 +107,7 @@ def test_every_operation_compiles(dtype: torch.dtype) -> None:
             args = {1: [a], 2: [a, b], 3: [builder.add("lt", q, kv), a, b]}[spec.arity]
             total = builder.add("add", total, builder.cast(builder.add(op, *args), torch.float32))
     expr = builder.build(total)
-    kernel = generated.load(emit.function("mod", expr) + KERNEL, f"all_{dtype}").everywhere
+    kernel = jit_source.load(emit.function("mod", expr) + KERNEL, f"all_{dtype}").everywhere
     name = {torch.bool: "i1", torch.uint8: "u8", torch.float16: "fp16", torch.bfloat16: "bf16"}.get(dtype)
     name = name or str(dtype).replace("torch.int", "i").replace("torch.float", "fp")
     assert "cubin" in built(kernel, {"out": "*fp32", "t0": f"*{name}", "t1": f"*{name}"}, {}).asm
@@ -145,8 +146,8 @@ class Waits(TorchDispatchMode):
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
     """Kernels are not launched but listed, and fake tensors stand for those of a GPU that need not be here."""
-    from anyattn.backends.triton import tile_lists as kernels
     from anyattn.sparsity import arguments, compute
+    from anyattn.sparsity.kernels import block_lists as kernels
 
     made: list[tuple] = []
     monkeypatch.setattr(arguments, "_usable", torch.device)
@@ -216,7 +217,7 @@ def test_an_index_outside_is_still_found(launches: list[tuple]) -> None:
 
 def test_what_the_kernels_leave_to_torch(launches: list[tuple]) -> None:
     """A captured number beyond the kernels' bounds."""
-    from anyattn.backends.triton import tile_lists as kernels
+    from anyattn.sparsity.kernels import block_lists as kernels
 
     far = 2**45
     assert not kernels.can_list(trace(lambda b, h, q, k: q + far >= k, "mask"), (8, 8))
@@ -226,7 +227,7 @@ def test_what_the_kernels_leave_to_torch(launches: list[tuple]) -> None:
 
 def test_a_grid_has_room_for_any_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond its first axis a CUDA grid has 65,535 places: batch and heads get an axis each, for 4,096 entries of 32 heads have more."""
-    from anyattn.backends.triton import tile_lists as kernels
+    from anyattn.sparsity.kernels import block_lists as kernels
 
     real, grids = kernels.mask_of, []
 
@@ -251,7 +252,7 @@ def test_compiled_for_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     from triton.compiler import make_backend
     from triton.runtime.jit import compute_cache_key, create_function_from_signature
 
-    from anyattn.backends.triton import tile_lists as kernels
+    from anyattn.sparsity.kernels import block_lists as kernels
 
     found: dict[tuple[str, str], set] = {}
     target = make_backend(GPUTarget("cuda", 90, 32))

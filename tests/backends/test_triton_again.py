@@ -12,13 +12,16 @@ from limits import HANG
 from torch import Tensor
 
 import anyattn
-from anyattn import check, check_lengths, hardware, recall
+from anyattn import hardware
+from anyattn.call_cache import attention
 from anyattn.hardware import Hardware
+from anyattn.validate import flex, sequences
 
 pytest.importorskip("triton")
 
-from anyattn.backends.triton import config, launch
-from anyattn.backends.triton.direct import Handle
+from anyattn.backends.triton import tile_config
+from anyattn.triton_tools import launch
+from anyattn.triton_tools.fast_launch import Handle
 
 H200 = Hardware("cuda", "a GPU", 0, frozenset((torch.bfloat16, torch.float16, torch.float32)), (9, 0), 132)
 HALF = torch.bfloat16
@@ -43,14 +46,14 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         return Handle(again)
 
     monkeypatch.setattr(hardware, "of", lambda *a: H200)
-    monkeypatch.setattr(check_lengths, "takes_their_word", lambda device, validate: validate is not True)
-    monkeypatch.setattr(config, "capability_of", lambda device: (9, 0))
+    monkeypatch.setattr(sequences, "takes_their_word", lambda device, validate: validate is not True)
+    monkeypatch.setattr(tile_config, "capability_of", lambda device: (9, 0))
     monkeypatch.setattr(launch, "_launch", noted)
     # where looking at ids would wait for the device, a block mask's lists are kept beside its mask
-    monkeypatch.setattr(check, "row_ranges", lambda mask: None)
-    recall.clear()
+    monkeypatch.setattr(flex, "row_ranges", lambda mask: None)
+    attention.clear()
     yield found
-    recall.clear()
+    attention.clear()
 
 
 def same(a: Any, b: Any) -> bool:
@@ -151,7 +154,7 @@ def test_made_again_as_the_first_time(launches: Any, name: str) -> None:
     made, known = launches.made[first:], launches.known[first:]
     assert all(known) and len(made) == first, known
     # once more, by a call that nothing is known of
-    recall.clear()
+    attention.clear()
     before = len(launches.made)
     torch.manual_seed(1)
     call(1)
@@ -228,7 +231,7 @@ def test_whole_numbers_choose_a_text(launches: Any) -> None:
     scored = lambda n: both(qkv(), score_mod=lambda s, b, h, i, j: s + i * n)
     scored(3)
     scored(2**33)
-    recall.clear()
+    attention.clear()
     before = len(launches.made)
     scored(2**33)
     (again, *_), (fresh, *_) = launches.made[before - 4 : before], launches.made[before:]
@@ -249,10 +252,10 @@ def test_no_tensor_is_kept(launches: Any) -> None:
 
 
 def test_tuned_tiles_are_asked_for_each_time(launches: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from anyattn.backends.triton import tuning
+    from anyattn.backends.triton import autotune
 
     asked = []
-    monkeypatch.setattr(tuning, "best", lambda question, device, measure: (asked.append(question), config.Tiles(64, 64, 4, 2))[1])
+    monkeypatch.setattr(autotune, "best", lambda question, device, measure: (asked.append(question), tile_config.Tiles(64, 64, 4, 2))[1])
     for _ in range(2):
         anyattn.flex_attention(*qkv(False), backend="triton", kernel_options={"autotune": True})
     assert len(asked) == 2 and launches.known == [False, False]

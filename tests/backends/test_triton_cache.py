@@ -19,8 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import anyattn
-from anyattn import check_lengths, hardware, recall
+from anyattn import hardware
+from anyattn.call_cache import attention
 from anyattn.hardware import Hardware
+from anyattn.validate import sequences
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 HERE = Path(__file__).resolve().parent
@@ -74,7 +76,7 @@ def built(kernel: Any, types: dict[str, str], constants: dict[str, Any], capabil
     ],
 )
 def test_the_step_compiles(capability: int, dtype: str, options: dict[str, Any]) -> None:
-    from anyattn.backends.triton.cache_step import cache_step
+    from anyattn.backends.triton.kernels.append_rotary import cache_step
 
     flags = ("NEW_IS_PACKED", "Q_IS_PACKED", "HAS_ROWS", "HAS_PAGES", "TURNS", "INTERLEAVED", "FOLLOWS")
     constants = {**dict.fromkeys(flags, False), "IS_ALIGNED": True, "SEARCH_STEPS": 0, "LINES": 8, "BLOCK_D": 128, "BLOCK_DV": 128}
@@ -90,7 +92,7 @@ def test_the_step_compiles(capability: int, dtype: str, options: dict[str, Any])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("parts", "block", "flag"), [(1, 16, False), (8, 128, True), (8, 256, False)])
 def test_merging_compiles(capability: int, dtype: str, parts: int, block: int, flag: bool) -> None:
-    from anyattn.backends.triton.combine_kernel import combine_row
+    from anyattn.backends.triton.kernels.combine import combine_row
 
     types = dict.fromkeys(("outs", "lses", "sink", "lse"), "*fp32") | {"out": DTYPES[dtype]}
     constants = {"HAS_SINK": flag, "HAS_UNUSED": flag, "HAS_LSE": True, "PARTS": parts, "BLOCK": block}
@@ -107,17 +109,17 @@ POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Any:
     """CPU tensors are taken for a GPU's, of a capability to be named; launches of the forward kernel are noted and not made."""
-    from anyattn.backends.triton import run
+    from anyattn.backends.triton import api
 
     fast = frozenset(POINTERS)
     found = SimpleNamespace(capability=(9, 0), made=[])
     monkeypatch.setattr(hardware, "of", lambda *a: Hardware("cuda", "a GPU", 0, fast, found.capability, 132))  # type: ignore[arg-type]
-    monkeypatch.setattr(check_lengths, "takes_their_word", lambda device, validate: validate is not True)
-    monkeypatch.setattr(run, "run_entry", lambda *args: found.made.append(args))
-    monkeypatch.setattr(run, "merge", lambda *args: None)
-    recall.clear()  # one device has one capability
+    monkeypatch.setattr(sequences, "takes_their_word", lambda device, validate: validate is not True)
+    monkeypatch.setattr(api, "run_entry", lambda *args: found.made.append(args))
+    monkeypatch.setattr(api, "merge", lambda *args: None)
+    attention.clear()  # one device has one capability
     yield found
-    recall.clear()
+    attention.clear()
 
 
 def decode(sq: int = 1, heads: tuple[int, int] = (32, 8), width: int = 128, page: int = 0, dtype: Any = torch.bfloat16, **more: Any) -> Any:
@@ -202,11 +204,11 @@ BIAS = torch.zeros(32, 1024)
 @pytest.mark.parametrize("appends", [False, True])
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_reads_nothing(name: str, appends: bool, launches: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from anyattn.backends.triton import cache_step
+    from anyattn.backends.triton.kernels import append_rotary
 
     steps: list[Any] = []
     monkeypatch.setattr(
-        cache_step, "cache_step", type("Grid", (), {"__getitem__": lambda self, grid: lambda *a, **o: steps.append((a, o))})()
+        append_rotary, "cache_step", type("Grid", (), {"__getitem__": lambda self, grid: lambda *a, **o: steps.append((a, o))})()
     )
     options = dict(STEPS[name])
     if appends:
@@ -271,7 +273,7 @@ def test_splits_fill_the_processors(launches: Any) -> None:
 
 def test_a_known_kernel_is_asked_directly(monkeypatch: pytest.MonkeyPatch) -> None:
     """And Triton for every other that it would compile: another dtype, alignment, number that it compiles for, or option."""
-    from anyattn.backends.triton import launch
+    from anyattn.triton_tools import launch
 
     made: list[tuple[str, tuple[Any, ...]]] = []
 

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from anyattn.backends.triton import direct
+from anyattn.triton_tools import fast_launch
 
 STREAM, DEVICE = 77, torch.device("cuda", 0)
 
@@ -44,12 +44,12 @@ def test_the_same_arguments_arrive(triton_of_a_gpu: Any) -> None:
     sent: list = []
     kernel = compiled(triton_of_a_gpu, sent)
     given = (torch.zeros(3), 4, 0.5)
-    handle = direct.handle_of(kernel, (16, "ieee"), DEVICE, (7, 2, 1), given, False)
+    handle = fast_launch.handle_of(kernel, (16, "ieee"), DEVICE, (7, 2, 1), given, False)
     assert handle.takes_addresses and handle.spread is None and not sent
     kernel[(7, 2, 1)](*given, 16, "ieee")
     handle.send((7, 2, 1), given)
     ordinary, ours = sent
-    assert direct._inner(kernel._run) == (kernel._run.launch, ordinary[5:9]) and ordinary[5:9] == (False, False, None, None)
+    assert fast_launch._inner(kernel._run) == (kernel._run.launch, ordinary[5:9]) and ordinary[5:9] == (False, False, None, None)
     # nobody watches, and nobody is told
     assert ours == (*ordinary[:10], None, None, None, *ordinary[13:]) and ours[:5] == (7, 2, 1, STREAM, 5)
     assert ordinary[13:] == (*given, 16, "ieee")
@@ -58,7 +58,7 @@ def test_the_same_arguments_arrive(triton_of_a_gpu: Any) -> None:
 def test_who_watches_launches_sees_them(triton_of_a_gpu: Any) -> None:
     sent: list = []
     runtime = triton_of_a_gpu.knobs.runtime
-    handle = direct.handle_of(compiled(triton_of_a_gpu, sent), (), DEVICE, (1, 1, 1), (3,), False)
+    handle = fast_launch.handle_of(compiled(triton_of_a_gpu, sent), (), DEVICE, (1, 1, 1), (3,), False)
     watch = lambda about: None
     runtime.launch_enter_hook.add(watch)
     try:
@@ -99,7 +99,7 @@ def test_descriptors_are_encoded_outside(triton_of_a_gpu: Any, encoder: list) ->
     kernel = compiled(triton_of_a_gpu, sent, signature, [DESCRIPTOR, DESCRIPTOR])
     x, y = torch.zeros(2, 2, 64, 64, dtype=torch.bfloat16), torch.zeros(1, 2, 64, 64, dtype=torch.bfloat16)
     given = (x, described(x), 9, described(y))
-    handle = direct.handle_of(kernel, ("constant",), DEVICE, (1, 1, 1), given, False)
+    handle = fast_launch.handle_of(kernel, ("constant",), DEVICE, (1, 1, 1), given, False)
     assert handle.takes_addresses and handle.spread is not None and not sent
     kernel[(1, 1, 1)](*given, "constant")
     handle.again((1, 1, 1), given)
@@ -137,7 +137,7 @@ def test_other_internals_are_asked_the_ordinary_way(triton_of_a_gpu: Any, change
     sent: list = []
     kernel = compiled(triton_of_a_gpu, sent)
     asked: list = []
-    handle = direct.handle_of(kernel, (16,), DEVICE, (1, 2, 3), (4, 5), False)
+    handle = fast_launch.handle_of(kernel, (16,), DEVICE, (1, 2, 3), (4, 5), False)
     triton_of_a_gpu.monkeypatch.setattr(type(kernel), "__getitem__", lambda self, grid: lambda *given: asked.append((grid, given)))
     handle.send((1, 2, 3), (4, 5))
     assert asked == [((1, 2, 3), (4, 5, 16))] and not handle.takes_addresses and not sent
@@ -160,7 +160,7 @@ def test_other_descriptors_are_asked_the_ordinary_way(triton_of_a_gpu: Any, enco
     sent: list = []
     kernel = compiled(triton_of_a_gpu, sent, {"b": "tensordesc<bf16[1,1,64,64]>"}, [DESCRIPTOR])
     given = (described(torch.zeros(2, 2, 64, 64, dtype=torch.bfloat16)),)
-    handle = direct.handle_of(kernel, (), DEVICE, (1, 1, 1), given, False)
+    handle = fast_launch.handle_of(kernel, (), DEVICE, (1, 1, 1), given, False)
     assert not handle.takes_addresses and handle.spread is None and not sent
     handle.again((1, 1, 1), given)
     assert len(sent) == 1
@@ -179,21 +179,21 @@ def test_other_descriptors_are_asked_the_ordinary_way(triton_of_a_gpu: Any, enco
 def test_another_launcher_is_called_whole(triton_of_a_gpu: Any, monkeypatch: pytest.MonkeyPatch, call: Any) -> None:
     monkeypatch.setattr(triton_of_a_gpu.driver.CudaLauncher, "__call__", call)
     launcher = compiled(triton_of_a_gpu, [])._run
-    assert direct._inner(launcher) == (launcher, ())
+    assert fast_launch._inner(launcher) == (launcher, ())
 
 
 def test_memory_asked_for_at_a_launch(triton_of_a_gpu: Any) -> None:
     """A kernel that asks for memory finds who gives it, and is asked the ordinary way."""
     sent: list = []
     kernel = compiled(triton_of_a_gpu, sent, ways=64)
-    handle = direct.handle_of(kernel, (), torch.device("cpu"), (2, 1, 1), (3,), True)
+    handle = fast_launch.handle_of(kernel, (), torch.device("cpu"), (2, 1, 1), (3,), True)
     handle.send((2, 1, 1), (3,))
     assert not handle.takes_addresses and sent[0][7].shape == (128,) and sent[0][7].dtype is torch.int8
 
 
 def test_launched_on_the_tensors_own_device(triton_of_a_gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list = []
-    handle = direct.handle_of(compiled(triton_of_a_gpu, sent), (), DEVICE, (1, 1, 1), (3,), False)
+    handle = fast_launch.handle_of(compiled(triton_of_a_gpu, sent), (), DEVICE, (1, 1, 1), (3,), False)
     current = [1]
 
     class Device:

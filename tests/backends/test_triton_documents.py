@@ -35,7 +35,7 @@ def test_in_the_interpreter() -> None:
 
 @pytest.mark.parametrize("ids", ["*u8", "*i32", "*i64"])
 def test_documents_are_found_by_a_kernel_that_compiles(ids: str) -> None:
-    from anyattn.backends.triton.document_kernels import find_documents
+    from anyattn.documents.kernels import find_documents
 
     wide = {"ids": ids, "starts": "*i64", "lengths": "*i64"}
     types = {p.name: "constexpr" if p.is_constexpr else p.annotation_type or wide.get(p.name, "*i32") for p in find_documents.params}
@@ -45,7 +45,7 @@ def test_documents_are_found_by_a_kernel_that_compiles(ids: str) -> None:
 
 @pytest.mark.parametrize("ends_with_row", [False, True])
 def test_documents_are_ordered_by_a_kernel_that_compiles(ends_with_row: bool) -> None:
-    from anyattn.backends.triton.document_kernels import order_documents
+    from anyattn.documents.kernels import order_documents
 
     wide = {"starts": "*i64", "lengths": "*i64"}
     types = {p.name: "constexpr" if p.is_constexpr else p.annotation_type or wide.get(p.name, "*i32") for p in order_documents.params}

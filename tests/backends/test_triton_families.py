@@ -6,11 +6,11 @@ import pytest
 import torch
 from hopper_pretended import H200
 
-from anyattn import plan
-from anyattn.backends.triton.families import families, reason_against
-from anyattn.mods.evaluate import run
-from anyattn.mods.grad import score_gradients
-from anyattn.mods.trace import trace
+from anyattn import planner
+from anyattn.backends.triton.codegen.row_families import families, reason_against
+from anyattn.mods.analysis.evaluate import run
+from anyattn.mods.ir.grad import score_gradients
+from anyattn.mods.tracing.trace import trace
 from anyattn.problem import Problem
 
 N = 64
@@ -66,6 +66,6 @@ def test_what_would_be_written_out_at_length_is_torchs_and_explain_says_so() -> 
     assert reason_against(problem_of(lambda s, b, h, i, j: s + torch.dot(left[i], right[j]))) is None
     far = problem_of(lambda s, b, h, i, j: s - (left[i] - right[j]).norm())
     assert "derivatives by 128 entries" in (reason_against(far) or "")
-    made = plan.choose(far, H200, "triton")
+    made = planner.choose(far, H200, "triton")
     assert made.backward == "torch" and any("derivatives by 128 entries" in line for line in made.why)
-    assert plan.choose(problem_of(lambda s, b, h, i, j: s - (x[i] - y[j]).norm()), H200, "triton").backward == ""
+    assert planner.choose(problem_of(lambda s, b, h, i, j: s - (x[i] - y[j]).norm()), H200, "triton").backward == ""

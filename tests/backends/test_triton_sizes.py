@@ -12,9 +12,9 @@ import pytest
 import torch
 from limits import HANG
 
-from anyattn.mods.evaluate import run
-from anyattn.mods.ir import Expr, category
-from anyattn.mods.trace import trace
+from anyattn.mods.analysis.evaluate import run
+from anyattn.mods.ir.expr import Expr, category
+from anyattn.mods.tracing.trace import trace
 from anyattn.problem import Problem
 from anyattn.testing.tiles import library_masks, random_mask
 
@@ -30,7 +30,7 @@ def problem_of(length: int = SIZE, dtype: torch.dtype = torch.float32) -> Proble
 
 def assert_sound(mod, length: int = SIZE) -> None:  # type: ignore[no-untyped-def]
     """Every value of every node lies in its extent, over a whole grid."""
-    from anyattn.mods.extents import Box, Extent, extents
+    from anyattn.mods.analysis.extents import Box, Extent, extents
 
     traced = trace(mod, "mask")
     place = [Extent(0, n - 1) for n in (2, 2, length, length)]
@@ -76,8 +76,8 @@ def test_odd_arithmetic(name: str) -> None:
 
 
 def text_of(mod, kind: str = "score", length: int = SIZE, **style: object) -> str:  # type: ignore[no-untyped-def]
-    from anyattn.backends.triton.emit import emit
-    from anyattn.backends.triton.styles import style_of
+    from anyattn.backends.triton.codegen.assumptions import style_of
+    from anyattn.triton_tools.emit import emit
 
     traced = trace(mod, kind)
     found = style_of(traced, traced.expr, problem_of(length))

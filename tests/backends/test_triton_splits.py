@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from anyattn import hardware
-from anyattn.backends.triton import config, layout
-from anyattn.backends.triton.layout import Reading, pieces_of
+from anyattn.backends.triton import launch_shape, tile_config
+from anyattn.backends.triton.launch_shape import Reading, pieces_of
 from anyattn.problem import Problem
 
 H200 = 132  # multiprocessors
@@ -53,7 +53,7 @@ def test_the_chosen_number_is_near_the_best_that_was_measured(shape: tuple[int, 
 def test_the_model_follows_what_was_measured(shape: tuple[int, ...], rates: dict[int, float], tile_n: int) -> None:
     """Relative to the greatest rate, within 15 % of it where pieces are what they seem: not more than there are tiles."""
     of = reading(*shape, tile_n=tile_n)
-    times = {s: layout._reading_time(of, s, H200) for s in rates if -(-of.key_tiles // -(-of.key_tiles // s)) == s}
+    times = {s: launch_shape._reading_time(of, s, H200) for s in rates if -(-of.key_tiles // -(-of.key_tiles // s)) == s}
     best = max(times, key=lambda s: rates[s])
     for s, time in times.items():
         assert abs(times[best] / time * rates[best] / rates[s] - 1) < 0.15, (s, times[best] / time, rates[s] / rates[best])
@@ -82,7 +82,7 @@ def test_a_number_is_not_chosen_that_leaves_pieces_empty() -> None:
 
 def problem_of(window: int | None, keys: int = 131072) -> Problem:
     """One query at the end of many keys, which are one number spread over all of them."""
-    from anyattn.mods.trace import trace
+    from anyattn.mods.tracing.trace import trace
 
     q, k = torch.zeros(1, 32, 1, 128, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.bfloat16).expand(1, 8, keys, 128)
     mask: Any = (lambda b, h, i, j: i + keys - 1 >= j) if window is None else lambda b, h, i, j: (i + keys - 1 - j < window) & (
@@ -93,24 +93,24 @@ def problem_of(window: int | None, keys: int = 131072) -> Problem:
 
 def test_a_window_is_cut_by_what_it_shows() -> None:
     machine = hardware.Hardware("cuda", "a GPU", 0, frozenset(), (9, 0), H200)
-    whole, window = (layout.layout_of(problem_of(w), machine, {}) for w in (None, 1024))
+    whole, window = (launch_shape.layout_of(problem_of(w), machine, {}) for w in (None, 1024))
     assert whole.num_splits >= 16
-    resident = config.resident(whole.tiles, config.Shape(128, 128, torch.bfloat16), (9, 0))
-    assert whole.tiles == config.Tiles(16, 64, 4, 4) and resident == 2
+    resident = tile_config.resident(whole.tiles, tile_config.Shape(128, 128, torch.bfloat16), (9, 0))
+    assert whole.tiles == tile_config.Tiles(16, 64, 4, 4) and resident == 2
     of_tile = {"tile_n": 64, "resident": resident}
     assert whole.num_splits == pieces_of(reading(1, 32, 8, 131072, **of_tile), H200)
     assert window.num_splits == pieces_of(reading(1, 32, 8, 1024, **of_tile), H200) <= 16, "of 2,048 tiles it sees 16 or 17"
-    assert layout._most_seen(problem_of(1024)) == 1024
-    assert layout._most_seen(problem_of(None)) == 131072
+    assert launch_shape._most_seen(problem_of(1024)) == 1024
+    assert launch_shape._most_seen(problem_of(None)) == 131072
 
 
 def resident(dim: int, rows: int, capability: tuple[int, int], is_short: bool = True) -> int:
-    shape = config.Shape(dim, dim, torch.bfloat16)
-    return config.resident(config.forward_tiles(shape, capability, rows, is_short), shape, capability)
+    shape = tile_config.Shape(dim, dim, torch.bfloat16)
+    return tile_config.resident(tile_config.forward_tiles(shape, capability, rows, is_short), shape, capability)
 
 
 def test_what_a_multiprocessor_holds() -> None:
     """72, 102 and 80 KiB of shared memory, and as many registers as the measured figures follow."""
-    assert config.forward_tiles(config.Shape(128, 128, torch.bfloat16), (9, 0), 4, True) == config.Tiles(16, 64, 4, 4)
+    assert tile_config.forward_tiles(tile_config.Shape(128, 128, torch.bfloat16), (9, 0), 4, True) == tile_config.Tiles(16, 64, 4, 4)
     assert [resident(d, 4, (9, 0)) for d in (64, 128, 256)] == [3, 2, 3]
     assert resident(128, 4, (8, 0)) == 2

@@ -11,18 +11,19 @@ import numpy as np
 import pytest
 import torch
 
-from anyattn.backends.hopper import build, launch, tables
+from anyattn.backends.hopper import tables
+from anyattn.backends.hopper.compile import build, launch
 from anyattn.backends.hopper.tables_config import TablesConfig
-from anyattn.geometry import ragged_table
-from anyattn.geometry.integers import ceil_div
-from anyattn.geometry.stored import LengthTables, StoredSequences, StoredSizes
+from anyattn.sequences import varlen_tables
+from anyattn.sequences.integers import ceil_div
+from anyattn.sequences.unread_varlen import LengthTables, StoredSequences, StoredSizes
 
 if importlib.util.find_spec("cutlass") is None:
     pytest.skip("needs nvidia-cutlass-dsl", allow_module_level=True)
 
 import kernel_in_python as python
 
-from anyattn.backends.hopper.ordering import SequenceTables
+from anyattn.backends.hopper.kernel.tile_order import SequenceTables
 
 THREADS = 64
 TILE = 16  # row tiles of a batch that Python gets through
@@ -89,7 +90,7 @@ def test_the_kernel_makes_the_reference_s_tables(name: str, ends_with_row: bool)
     heads = 1 if s.batch > THREADS else 2
     entries, order, out, lse, bin_keys = made(s, heads, ends_with_row)
     assert entries.tolist() == tables._entries(s, None).tolist()
-    reference = ragged_table.longest_first(s, TILE, len(order), ends_with_row)
+    reference = varlen_tables.longest_first(s, TILE, len(order), ends_with_row)
     exists = order[:, 0] >= 0
     assert sorted(map(tuple, order[exists].tolist())) == sorted(tuple(r) for r in reference.tolist() if r[0] >= 0)
     count = int(exists.sum())

@@ -11,11 +11,11 @@ import random
 import pytest
 import torch
 
-from anyattn.backends.triton.append import append
-from anyattn.check_cache import Given, cache_call
-from anyattn.check_flash import Options
-from anyattn.geometry.stored_cache import CacheSizes, CacheStep, CacheTables, StoredCache
+from anyattn.backends.triton.append_rotary import append
 from anyattn.kvcache import rotary
+from anyattn.sequences.unread_kvcache import CacheSizes, CacheStep, CacheTables, StoredCache
+from anyattn.validate.flash import Options
+from anyattn.validate.kvcache import Given, cache_call
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -190,7 +190,7 @@ def test_ends_that_make_no_sense():  # type: ignore[no-untyped-def]
 def test_many_lines(monkeypatch):  # type: ignore[no-untyped-def]
     """More programs than one of every kind, whole blocks and parts of them."""
     # (the package's attribute of this name is the function)
-    monkeypatch.setattr(importlib.import_module("anyattn.backends.triton.append"), "_ELEMENTS", 64)
+    monkeypatch.setattr(importlib.import_module("anyattn.backends.triton.append_rotary"), "_ELEMENTS", 64)
     for seed in (1, 5, 9):
         test_the_same_bits_as_by_torch(seed, monkeypatch)
 

@@ -20,8 +20,10 @@ import test_flash_cache as cache_tests
 from flash_calls import RECIPES
 
 import anyattn
-from anyattn import autograd, check_lengths, flash_attn_func, flash_attn_varlen_func, recall
-from anyattn.backends.triton import config, layout
+from anyattn import autograd, flash_attn_func, flash_attn_varlen_func
+from anyattn.backends.triton import launch_shape, tile_config
+from anyattn.call_cache import attention
+from anyattn.validate import sequences as check_lengths
 
 # it has no gradients, and refuses the tensors of other calls' recipes, which want some
 flash_attn_with_kvcache = torch.no_grad()(anyattn.flash_attn_with_kvcache)
@@ -96,7 +98,7 @@ def test_where_pages_lie_changes_no_bit(page_size, splits, monkeypatch):  # type
 def test_pages_of_every_size_that_tiles_may_meet(more, monkeypatch):  # type: ignore[no-untyped-def]
     """Several tiles of 32 keys a sequence: of many pages, of one, of part of one, and of pages that begin anywhere in them."""
     unread(monkeypatch)
-    monkeypatch.setattr(config, "_few_rows", lambda tiles, rows, dtype: config.Tiles(16, 32, 4, 2))
+    monkeypatch.setattr(tile_config, "_few_rows", lambda tiles, rows, dtype: tile_config.Tiles(16, 32, 4, 2))
     random = torch.Generator().manual_seed(3)
     q, k, v = (torch.randn(3, n, h, 16, generator=random) for n, h in ((2, 4), (240, 2), (240, 2)))
     lengths = torch.tensor([197, 64, 240], dtype=torch.int32)
@@ -110,7 +112,7 @@ def test_pages_of_every_size_that_tiles_may_meet(more, monkeypatch):  # type: ig
         for pool, cache in zip(pools, (k, v), strict=True):
             rows = torch.nn.functional.pad(cache, (0, 0, 0, 0, 0, each * size - 240))
             pool[place.flatten().long()] = rows.reshape(3 * each, size, 2, 16)
-        recall.clear()
+        attention.clear()
         assert same(flash_attn_with_kvcache(q, *pools, page_table=place, **options), right), size
 
 
@@ -161,13 +163,13 @@ def test_a_known_step_is_what_a_first_one_is(monkeypatch):  # type: ignore[no-un
     ):
         first, second = (cache_tests.arguments(replace(s, seed=seed)) for seed in (0, 2))
         options = {"softmax_scale": 0.3, "sink": torch.randn(6), "num_splits": 1, "window_size": (20, 0)}
-        recall.clear()
+        attention.clear()
         decoded(first, **options)
-        assert recall.size() == 1
+        assert attention.size() == 1
         options |= {"softmax_scale": 0.4, "sink": torch.randn(6)}
         known = decoded(second, **options)
-        assert recall.size() == 1, "the second call is known"
-        recall.clear()
+        assert attention.size() == 1, "the second call is known"
+        attention.clear()
         assert same(known, decoded(second, **options))
         if s.new is not None:
             both = {"k_cache": second["v_cache"], "v_cache": second["v_cache"]}
@@ -198,7 +200,7 @@ def test_by_torch_unread_as_looked_at(monkeypatch):  # type: ignore[no-untyped-d
     """A GPU's call that this backend does not take, such as of float64."""
     s = replace(RAGGED, dtype=torch.float64, page_size=16)
     looked = decoded(cache_tests.arguments(s), backend="torch")
-    recall.clear()
+    attention.clear()
     unread(monkeypatch)
     assert same(decoded(cache_tests.arguments(s), backend=None), looked)
 
@@ -248,7 +250,7 @@ def test_heads_share_a_tile(recipe, heads, monkeypatch):  # type: ignore[no-unty
 
 def test_sharing_changes_where_rows_are_computed_only(monkeypatch):  # type: ignore[no-untyped-def]
     shared = judged("causal", (6, 2), 3, 40)
-    monkeypatch.setattr(layout, "has_few_rows", lambda *about: False)
+    monkeypatch.setattr(launch_shape, "has_few_rows", lambda *about: False)
     assert same(shared, judged("causal", (6, 2), 3, 40))
 
 

@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
-from anyattn.backends.triton import documents as kernels
-from anyattn.geometry.documents import document_sequences, documents_in_order
+from anyattn.documents import device as kernels
+from anyattn.documents.sequences import document_sequences, documents_in_order
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
 

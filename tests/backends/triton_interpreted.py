@@ -9,16 +9,18 @@ import triton
 import triton.language as tl
 
 from anyattn import masks
-from anyattn.backends.triton import emit, generated, interpreter, tile_lists
-from anyattn.mods.bounds import classify
-from anyattn.mods.evaluate import run
-from anyattn.mods.ir import OPS, Builder, category
-from anyattn.mods.trace import trace
-from anyattn.mods.weak import bits_of_numbers
-from anyattn.sparsity import block_mask, compute, compute_block_sparsity, create_block_mask
+from anyattn.block_masks import create_block_mask
+from anyattn.mods.analysis.evaluate import run
+from anyattn.mods.analysis.tile_classes import classify
+from anyattn.mods.ir.expr import OPS, Builder, category
+from anyattn.mods.tracing.trace import trace
+from anyattn.mods.tracing.weak_captures import bits_of_numbers
+from anyattn.sparsity import block_mask, compute, compute_block_sparsity
 from anyattn.sparsity.block_mask import _with_partial_tails
+from anyattn.sparsity.kernels import block_lists
 from anyattn.sparsity.lists import lists_of_grid
 from anyattn.testing.tiles import brute_classes, dense, library_masks, random_mask
+from anyattn.triton_tools import emit, interpreter, jit_source
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
 ROWS, COLUMNS = 16, 32
@@ -37,7 +39,7 @@ def everywhere(out, scalars, tensors, score, FN: tl.constexpr, M: tl.constexpr, 
 
 def by_triton(expr, scalars, tensors, score=None):  # type: ignore[no-untyped-def]
     out = torch.empty(ROWS, COLUMNS, dtype=expr.output.dtype)
-    fn = generated.load(emit.function("mod", expr), f"mod_{expr.key}").mod
+    fn = jit_source.load(emit.function("mod", expr), f"mod_{expr.key}").mod
     packed = bits_of_numbers(scalars), emit.packed_tensors(tensors)
     everywhere[(1,)](out, *packed, out if score is None else score, fn, ROWS, COLUMNS, score is not None)
     return out
@@ -149,7 +151,7 @@ def assert_lists(mod, lengths, tile, batch=(2, 2), options=ALL, classes=None):  
     classes = classify(traced, *lengths, *tile, *batch) if classes is None else classes
     for has_full_tails, separate in options:
         choice = {"wants_columns": True, "separate_full": separate, "has_full_tails": has_full_tails, "broadcasts": True}
-        found = tile_lists.list_tiles(traced, lengths, tile, batch, torch.device("cpu"), **choice)
+        found = block_lists.list_tiles(traced, lengths, tile, batch, torch.device("cpu"), **choice)
         grid = classes if has_full_tails else _with_partial_tails(classes, lengths, tile)
         wanted = [*lists_of_grid(grid, separate), *lists_of_grid(grid.transpose(-1, -2), separate)]
         for ours, theirs in zip(found, wanted, strict=True):
@@ -159,10 +161,10 @@ def assert_lists(mod, lengths, tile, batch=(2, 2), options=ALL, classes=None):  
 
 @pytest.fixture(params=["two kernels", "many chunks"])
 def way(request, monkeypatch):  # type: ignore[no-untyped-def]
-    monkeypatch.setattr(tile_lists, "_MOST_POSITIONS", 0)
+    monkeypatch.setattr(block_lists, "_MOST_POSITIONS", 0)
     if request.param == "many chunks":
-        monkeypatch.setattr(tile_lists, "_FEW", 1)
-        monkeypatch.setattr(tile_lists, "_MOST_CHUNK", 2)
+        monkeypatch.setattr(block_lists, "_FEW", 1)
+        monkeypatch.setattr(block_lists, "_MOST_CHUNK", 2)
 
 
 SHAPES = [((30, 50), (5, 32)), ((97, 31), (48, 16)), ((64, 64), (128, 128)), ((1, 70), (16, 24))]
@@ -273,7 +275,7 @@ def test_block_masks_by_the_kernels(monkeypatch):  # type: ignore[no-untyped-def
 
     def by_kernels(*args, **options):  # type: ignore[no-untyped-def]
         made.append(1)
-        return tile_lists.list_tiles(*args, **{"separate_full": True, **options})
+        return block_lists.list_tiles(*args, **{"separate_full": True, **options})
 
     def both(mod):  # type: ignore[no-untyped-def]
         sizes = (2, 3, 40, 70)
@@ -297,7 +299,7 @@ def test_block_masks_by_the_kernels(monkeypatch):  # type: ignore[no-untyped-def
 
 def test_bounds_settle_what_they_should(monkeypatch):  # type: ignore[no-untyped-def]
     """No tile of these is evaluated whole: bounds and samples are enough."""
-    from anyattn.backends.triton import tile_classes
+    from anyattn.sparsity.kernels import classify as tile_classes
 
     def never(*args):  # type: ignore[no-untyped-def]
         raise AssertionError("a tile is evaluated pair by pair")

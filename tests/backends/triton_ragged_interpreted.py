@@ -6,14 +6,14 @@ import os
 import pytest
 import torch
 
-from anyattn.backends.triton import ragged_lists as kernels
-from anyattn.backends.triton import tile_lists
-from anyattn.geometry.sequences import Sequences
-from anyattn.geometry.stored import LengthTables, StoredSequences, StoredSizes
-from anyattn.mods.ragged import classify_ragged
-from anyattn.mods.trace import trace
-from anyattn.sparsity import ragged_lists as ragged
-from anyattn.sparsity.varlen import VarlenBlockSparseTensors
+from anyattn.mods.analysis.tile_classes_varlen import classify_ragged
+from anyattn.mods.tracing.trace import trace
+from anyattn.sequences.batch import Sequences
+from anyattn.sequences.unread_varlen import LengthTables, StoredSequences, StoredSizes
+from anyattn.sparsity import varlen_lists as ragged
+from anyattn.sparsity.kernels import block_lists
+from anyattn.sparsity.kernels import varlen_lists as kernels
+from anyattn.sparsity.varlen_block_sparse import VarlenBlockSparseTensors
 from anyattn.testing.tiles import library_masks, random_mask
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
@@ -72,10 +72,10 @@ def assert_ragged(mod, s, tile, heads=2):  # type: ignore[no-untyped-def]
 @pytest.fixture(params=["at once", "two kernels", "many chunks"])
 def way(request, monkeypatch):  # type: ignore[no-untyped-def]
     if request.param != "at once":
-        monkeypatch.setattr(tile_lists, "_MOST_POSITIONS", 0)
+        monkeypatch.setattr(block_lists, "_MOST_POSITIONS", 0)
     if request.param == "many chunks":
-        monkeypatch.setattr(tile_lists, "_FEW", 1)
-        monkeypatch.setattr(tile_lists, "_MOST_CHUNK", 2)
+        monkeypatch.setattr(block_lists, "_FEW", 1)
+        monkeypatch.setattr(block_lists, "_MOST_CHUNK", 2)
 
 
 @pytest.mark.parametrize("name", library_masks(*LONGEST))

@@ -7,13 +7,13 @@ import torch
 import triton
 import triton.language as tl
 
-from anyattn.backends.triton import generated, interpreter
-from anyattn.backends.triton.emit import PLAIN, Style, emit, packed_tensors
-from anyattn.backends.triton.styles import style_of
-from anyattn.mods.evaluate import run
-from anyattn.mods.trace import trace
-from anyattn.mods.weak import bits_of_numbers
+from anyattn.backends.triton.codegen.assumptions import style_of
+from anyattn.mods.analysis.evaluate import run
+from anyattn.mods.tracing.trace import trace
+from anyattn.mods.tracing.weak_captures import bits_of_numbers
 from anyattn.problem import Problem
+from anyattn.triton_tools import interpreter, jit_source
+from anyattn.triton_tools.emit import PLAIN, Style, emit, packed_tensors
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
 interpreter.mend()
@@ -32,7 +32,7 @@ def by_triton(traced, style, score, first):  # type: ignore[no-untyped-def]
     lines = emit(traced.expr, style=style)
     body = "\n".join(f"    {line}" for line in [*lines.all(), f"return {lines.outputs[0]}"])
     text = f"@triton.jit\ndef mod(b, h, q_idx, kv_idx, score, scalars, tensors):\n{body}\n"
-    fn = generated.load(text, f"styled_{generated.digest(text)}").mod
+    fn = jit_source.load(text, f"styled_{jit_source.digest(text)}").mod
     out = torch.empty(ROWS, COLUMNS, dtype=traced.expr.output.dtype)
     numbers = (*bits_of_numbers(traced.scalars), 0, 0)[:2]
     tensor, *places = (packed_tensors(traced.tensors) or ((score,),))[0]

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import anyattn
-from anyattn import oracle, recall
-from anyattn.backends.triton import config, run
+from anyattn import oracle
+from anyattn.backends.triton import api, tile_config
+from anyattn.call_cache import attention
 from anyattn.testing import budget
 from anyattn.testing.rounding import rounding
 
@@ -45,16 +46,16 @@ def seen(launched, score, mask, scale, splits=1, width=24, rows=50, batch=1):  #
 @pytest.fixture
 def launched(monkeypatch):  # type: ignore[no-untyped-def]
     """The constants of every launch."""
-    found, real = [], run.run_entry
+    found, real = [], api.run_entry
 
     def noted(kernel, grid, values, captured, device, options):  # type: ignore[no-untyped-def]
         found.append({**options, "grid": grid})
         real(kernel, grid, values, captured, device, options)
 
-    monkeypatch.setattr(run, "run_entry", noted)
-    recall.clear()
+    monkeypatch.setattr(api, "run_entry", noted)
+    attention.clear()
     yield found
-    recall.clear()
+    attention.clear()
 
 
 WAYS = {
@@ -66,7 +67,7 @@ WAYS = {
 @pytest.mark.parametrize("ways", WAYS.values(), ids=list(WAYS))
 @pytest.mark.parametrize("name", MASKS)
 def test_ways(name, ways, launched, monkeypatch):  # type: ignore[no-untyped-def]
-    monkeypatch.setattr(config, "ways_of", lambda *about: config.Ways(*ways))
+    monkeypatch.setattr(tile_config, "ways_of", lambda *about: tile_config.Ways(*ways))
     for score in SCORES.values():
         # of few rows heads share a tile, which no descriptor is for
         options = seen(launched, score, MASKS[name], None, rows=65 if ways[1] > 2 else 50)
@@ -79,15 +80,15 @@ def test_ways(name, ways, launched, monkeypatch):  # type: ignore[no-untyped-def
 @pytest.mark.parametrize("together", [1, 2, 4])
 def test_heads_a_few_at_a_time(together, name, launched, monkeypatch):  # type: ignore[no-untyped-def]
     """Where no tile holds rows of two heads."""
-    monkeypatch.setattr(config, "ways_of", lambda *about: config.Ways(False, 0, is_grouped=True))
-    monkeypatch.setattr(config, "heads_together", lambda heads, head_bytes: together)
+    monkeypatch.setattr(tile_config, "ways_of", lambda *about: tile_config.Ways(False, 0, is_grouped=True))
+    monkeypatch.setattr(tile_config, "heads_together", lambda heads, head_bytes: together)
     grid = seen(launched, None, MASKS[name], None, rows=70, batch=2)["grid"]
     assert grid[::2] == (together, 8 // together) and grid[1] >= 5  # lists are of other tiles
 
 
 def test_rows_without_a_place_of_their_own(monkeypatch):  # type: ignore[no-untyped-def]
     """Keys that all heads share, by a stride of 0, and outputs of one row are described by the programs, or not at all."""
-    monkeypatch.setattr(config, "ways_of", lambda *about: config.Ways(False, 4))
+    monkeypatch.setattr(tile_config, "ways_of", lambda *about: tile_config.Ways(False, 4))
     torch.manual_seed(0)
     q, k, v = torch.randn(2, 4, 40, 16), torch.randn(2, 1, 40, 16).expand(2, 4, 40, 16), torch.randn(2, 40, 4, 16).transpose(1, 2)
     for tensors in ((q, k, v), (q, v, k), (v, q, q), (q[:, :, :1].expand(2, 4, 40, 16), q, v)):
@@ -105,5 +106,5 @@ def test_scales(scale, launched):  # type: ignore[no-untyped-def]
 
 def test_what_cannot_be_described(launched, monkeypatch):  # type: ignore[no-untyped-def]
     """Rows that do not begin at multiples of 16 bytes."""
-    monkeypatch.setattr(config, "ways_of", lambda *about: config.Ways(False, 4))
+    monkeypatch.setattr(tile_config, "ways_of", lambda *about: tile_config.Ways(False, 4))
     assert not seen(launched, None, None, None, width=25)["IS_DESCRIBED"]

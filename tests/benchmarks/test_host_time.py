@@ -7,7 +7,8 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from anyattn import autograd, check, check_flash
+from anyattn import autograd
+from anyattn.validate import flash, flex
 from benchmarks import host_time
 
 pytest.importorskip("cutlass")
@@ -15,7 +16,7 @@ pytest.importorskip("cutlass")
 
 def test_calls_are_planned_for_hopper_and_remembered(monkeypatch):
     checked = []
-    for module, name in ((check, "flex_problem"), (check_flash, "dense_problem"), (check_flash, "varlen_problem")):
+    for module, name in ((flex, "flex_problem"), (flash, "dense_problem"), (flash, "varlen_problem")):
         original = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *a, original=original: (checked.append(1), original(*a))[1])
     with host_time.stubbed():

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import anyattn
-from anyattn import masks, recall
+from anyattn import masks
+from anyattn.call_cache import attention
 
 HALF = torch.bfloat16
 BIAS, SINK = torch.randn(4, 40, requires_grad=True), torch.randn(4, requires_grad=True)
@@ -15,9 +16,9 @@ ENDS = torch.tensor([0, 15, 40])
 
 @pytest.fixture(autouse=True)
 def _forgotten():
-    recall.clear()
+    attention.clear()
     yield
-    recall.clear()
+    attention.clear()
 
 
 def inputs(*dtypes):

@@ -9,7 +9,7 @@ import torch
 
 import anyattn
 from anyattn import masks, scores
-from anyattn.backends.torch import run
+from anyattn.backends.torch import api
 
 Q = torch.randn(2, 4, 16, 8)
 K = torch.randn(2, 4, 24, 8)
@@ -131,7 +131,7 @@ ELSEWHERE = torch.zeros(24, device=META)
 def test_message(name, monkeypatch):
     call, error, words = CASES[name]
     worked = []
-    monkeypatch.setattr(run, "cover", lambda *a: worked.append(a))
+    monkeypatch.setattr(api, "cover", lambda *a: worked.append(a))
     with pytest.raises(error) as caught:
         call()
     text = str(caught.value)

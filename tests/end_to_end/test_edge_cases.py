@@ -12,7 +12,7 @@ from counting import peak_bytes
 
 import anyattn
 from anyattn import masks, oracle
-from anyattn.mods import trace as tracing
+from anyattn.mods.tracing import trace as tracing
 from anyattn.testing import budget, cases
 from anyattn.testing.rounding import rounding
 

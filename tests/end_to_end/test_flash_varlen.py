@@ -9,9 +9,10 @@ import torch
 from sequences import Meaning
 
 import anyattn
-from anyattn import check_lengths, oracle
+from anyattn import oracle
 from anyattn.testing import budget, poison
 from anyattn.testing.rounding import Noise, rounding
+from anyattn.validate import sequences
 
 TABLE = torch.linspace(-1.5, 1.5, 4 * 70, dtype=torch.float64).view(4, 70)
 PER_ENTRY = torch.linspace(-1, 1, 7, dtype=torch.float64)
@@ -92,7 +93,7 @@ def test_packed(name: str) -> None:
 @pytest.fixture
 def unread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tables are believed unseen, as on a GPU."""
-    monkeypatch.setattr(check_lengths, "takes_their_word", lambda device, validate: validate is not True)
+    monkeypatch.setattr(sequences, "takes_their_word", lambda device, validate: validate is not True)
 
 
 @pytest.mark.parametrize("name", MEANINGS)

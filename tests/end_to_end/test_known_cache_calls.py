@@ -18,17 +18,19 @@ import torch
 from test_flash_cache import BAD, GOOD, Setting, arguments
 from torch import Tensor
 
-from anyattn import check_lengths, flash_attn_with_kvcache, recall, recall_cache
-from anyattn.check_flash import Options
-from anyattn.geometry.sequences import OnHost
+from anyattn import flash_attn_with_kvcache
+from anyattn.call_cache import attention, kvcache
 from anyattn.problem import Problem
+from anyattn.sequences.batch import OnHost
+from anyattn.validate import sequences
+from anyattn.validate.flash import Options
 
 
 @pytest.fixture(autouse=True)
 def _forgotten() -> Iterator[None]:
-    recall.clear()
+    attention.clear()
     yield
-    recall.clear()
+    attention.clear()
 
 
 def copied(given: dict[str, Any]) -> dict[str, Any]:
@@ -43,13 +45,13 @@ def outcome(given: dict[str, Any]) -> list[Tensor]:
 
 def first(given: dict[str, Any]) -> list[Tensor]:
     """The outcome of a first call, of copies."""
-    recall.clear()
+    attention.clear()
     return outcome(copied(given))
 
 
 def known(given: dict[str, Any]) -> list[Tensor]:
     """The outcome of a call that no check but the tables' is made for, of copies."""
-    with mock.patch.object(recall_cache, "cache_call", side_effect=AssertionError("not known")):
+    with mock.patch.object(kvcache, "cache_call", side_effect=AssertionError("not known")):
         return outcome(copied(given))
 
 
@@ -103,11 +105,11 @@ def test_a_known_call_is_a_first_call(name: str, options: str) -> None:
 def test_numbers_on_the_host_are_those_of_the_vectors(name: str) -> None:
     """Where a known call's rows are is what ``check_cache`` says, number for number, kept copies included."""
     given = arguments(KNOWN[name])
-    asked = recall_cache.Given(**dict.fromkeys(recall_cache.Given._fields) | given)
+    asked = kvcache.Given(**dict.fromkeys(kvcache.Given._fields) | given)
     with torch.no_grad():
-        want, _ = recall_cache.decode_call(asked, Options(causal=True, num_splits=0), None)
-        got, _ = recall_cache.decode_call(asked, Options(causal=True, num_splits=0), None)
-    assert isinstance(got, recall_cache.KnownCall) and got.problem.sequences is not None and want.problem.sequences is not None
+        want, _ = kvcache.decode_call(asked, Options(causal=True, num_splits=0), None)
+        got, _ = kvcache.decode_call(asked, Options(causal=True, num_splits=0), None)
+    assert isinstance(got, kvcache.KnownCall) and got.problem.sequences is not None and want.problem.sequences is not None
     for found in (got.problem.sequences, got.problem.sequences.kept()):
         assert found.on_host == want.problem.sequences.on_host and found.batch == want.problem.sequences.batch
         for field in OnHost._fields:
@@ -239,7 +241,7 @@ def test_a_known_call_refuses_what_a_first_call_refuses(name: str) -> None:
     with pytest.raises(error, match=words) as warm:
         flash_attn_with_kvcache(**given)
     assert all(calls.same_bits(before[n], given[n]) for n in before)
-    recall.clear()
+    attention.clear()
     with pytest.raises(error) as cold:
         flash_attn_with_kvcache(**given)
     assert str(warm.value) == str(cold.value)
@@ -271,10 +273,10 @@ def test_what_is_not_known_is_not_remembered() -> None:
     ):  # fmt: skip
         outcome(copied(given | more)), outcome(copied(given | more))
     outcome(arguments(replace(GOOD, packed=True)))
-    assert recall.size() == 0
-    with mock.patch.object(check_lengths, "takes_their_word", lambda device, validate: True):  # as on a GPU, where no table is read
+    assert attention.size() == 0
+    with mock.patch.object(sequences, "takes_their_word", lambda device, validate: True):  # as on a GPU, where no table is read
         outcome(copied(given)), outcome(copied(given))
-    assert recall.size() == 0
+    assert attention.size() == 0
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Listens(TorchDispatchMode):
@@ -283,7 +285,7 @@ def test_what_is_not_known_is_not_remembered() -> None:
 
     with Listens():
         warm = outcome(copied(given))
-    assert recall.size() == 0 and same(warm, first(given))
+    assert attention.size() == 0 and same(warm, first(given))
 
 
 def test_in_inference_mode_and_out_of_it() -> None:

@@ -61,8 +61,8 @@ def test_gradients_of_float32_tables_are_those_of_their_float64_copies():
 
 @pytest.mark.skipif("ANYATTN_TEST_BACKEND" in os.environ, reason="is of the choice of backends")
 def test_hopper_leaves_long_rows_to_triton_and_says_so():
-    from anyattn.backends.hopper.supports import reason_against
-    from anyattn.mods.trace import trace
+    from anyattn.backends.hopper.plan import reason_against
+    from anyattn.mods.tracing.trace import trace
     from anyattn.problem import Problem
 
     x = torch.randn(N, 64)

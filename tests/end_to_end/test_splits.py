@@ -12,7 +12,7 @@ from sequences import Meaning
 from test_flash_varlen import dense_call, packed_call, results
 
 import anyattn
-from anyattn.geometry.splits import num_splits, split_range
+from anyattn.sequences.split_kv import num_splits, split_range
 from anyattn.testing import cases
 
 SINK = torch.tensor([0.5, -1.0, 2.0, 0.0])

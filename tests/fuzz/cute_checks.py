@@ -11,9 +11,9 @@ from whole_number_checks import B, H, called, grid, origin_of
 from whole_numbers import Program
 
 from anyattn.backends.hopper.config import sides
-from anyattn.backends.hopper.supports import _against_mod
-from anyattn.mods.rows import ranges_unread
-from anyattn.mods.trace import TracedMod
+from anyattn.backends.hopper.plan import _against_mod
+from anyattn.mods.analysis.row_ranges import ranges_unread
+from anyattn.mods.tracing.trace import TracedMod
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "backends"))
 from test_hopper_emit import Array, emitter, numbers_of

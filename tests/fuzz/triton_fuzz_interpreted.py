@@ -26,8 +26,9 @@ import test_fuzz_flash as flash
 import test_fuzz_flex as flex
 from mods import chains, trees
 
-from anyattn import hardware, recall
-from anyattn.backends.triton import config
+from anyattn import hardware
+from anyattn.backends.triton import tile_config
+from anyattn.call_cache import attention
 from anyattn.testing import cases
 
 SEED = int(os.environ.get("ANYATTN_FUZZ_SEED", "0"))
@@ -44,23 +45,23 @@ KINDS = st.sampled_from(cases.KINDS)
 TILES = st.sampled_from(((16, 16), (32, 16), (16, 32), (64, 16), (16, 64)))
 STRIDES = st.sampled_from(("plain", "transposed", "expanded", "transposed", "plain", "expanded", "plain", "offset"))
 GPUS = st.sampled_from((None, (9, 0), (8, 0), (9, 0), (9, 0), (10, 0)))
-WAYS = st.builds(config.Ways, *(st.integers(0, 4) if f.type in (int, "int") else st.booleans() for f in fields(config.Ways)))
+WAYS = st.builds(tile_config.Ways, *(st.integers(0, 4) if f.type in (int, "int") else st.booleans() for f in fields(tile_config.Ways)))
 FORMS = st.sampled_from((*(f for f in flash.FORMS if f != "pages of 64"), "pages of 5", "dense"))
 
 
 @contextmanager
-def taken_for(capability: tuple[int, int] | None, ways: config.Ways) -> Iterator[None]:
+def taken_for(capability: tuple[int, int] | None, ways: tile_config.Ways) -> Iterator[None]:
     """Calls are planned and launched as on an NVIDIA GPU of this compute capability; None is none. Kernels run as they are said to wherever
     they can, and not only where that is fast: the forward kernel's loops in these ways. Half of all calls have more queries than few."""
-    real, usual = hardware.of, config.Ways(*(False for _ in fields(config.Ways)))
-    recall.clear()
+    real, usual = hardware.of, tile_config.Ways(*(False for _ in fields(tile_config.Ways)))
+    attention.clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hardware, "of", lambda *about: replace(real(*about), capability=capability))
-        patch.setattr(config, "most_short", lambda *about: 16)
-        patch.setattr(config, "ways_of", lambda shape, gpu, is_short: usual if is_short else ways)
-        patch.setattr(config, "capability_of", lambda device: capability)
+        patch.setattr(tile_config, "most_short", lambda *about: 16)
+        patch.setattr(tile_config, "ways_of", lambda shape, gpu, is_short: usual if is_short else ways)
+        patch.setattr(tile_config, "capability_of", lambda device: capability)
         yield
-    recall.clear()
+    attention.clear()
 
 
 @st.composite
@@ -131,7 +132,7 @@ def test_random_calls(name: str) -> None:
         phases=(Phase.generate, Phase.shrink) if SHRINKS else (Phase.generate,),
     )
     @hypothesis.given(drawn, st.tuples(GPUS, WAYS))
-    def many(call: Any, how: tuple[tuple[int, int] | None, config.Ways]) -> None:
+    def many(call: Any, how: tuple[tuple[int, int] | None, tile_config.Ways]) -> None:
         with taken_for(*how):
             run(call)
 

@@ -18,13 +18,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 from whole_number_checks import B, H, called, grid, origin_of, traced
 from whole_numbers import LENGTH, Program, programs
 
-from anyattn.backends.triton import generated, interpreter
-from anyattn.backends.triton.emit import PLAIN, Style, emit, packed_tensors
-from anyattn.backends.triton.spans import MOST_SCALAR_BITS, mask_source
-from anyattn.backends.triton.styles import _style
-from anyattn.mods.rows import RowRanges, ranges_unread
-from anyattn.mods.trace import TracedMod
-from anyattn.mods.weak import bits_of_numbers
+from anyattn.backends.triton.codegen.assumptions import _style
+from anyattn.mods.analysis.row_ranges import RowRanges, ranges_unread
+from anyattn.mods.tracing.trace import TracedMod
+from anyattn.mods.tracing.weak_captures import bits_of_numbers
+from anyattn.sparsity.kernels.interval_codegen import MOST_SCALAR_BITS, mask_source
+from anyattn.triton_tools import interpreter, jit_source
+from anyattn.triton_tools.emit import PLAIN, Style, emit, packed_tensors
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
 interpreter.mend()
@@ -96,7 +96,7 @@ def check_values(asked: list[tuple[Program, TracedMod | RowRanges]]) -> None:
 
 
 def load(source: str) -> Any:
-    return generated.load(source, f"whole_numbers_{generated.digest(source)}")
+    return jit_source.load(source, f"whole_numbers_{jit_source.digest(source)}")
 
 
 def check_verdicts(made: Program, mod: TracedMod) -> None:

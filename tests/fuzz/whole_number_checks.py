@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 from whole_numbers import LENGTH, Program, called
 
-from anyattn.backends.torch.stages import Bound, Tile
+from anyattn.backends.torch.mod_runner import Bound, Tile
 from anyattn.errors import ModError
-from anyattn.mods.bounds import EMPTY, FULL, classify, judge
-from anyattn.mods.evaluate import evaluate
-from anyattn.mods.rows import limits_of_rows, row_ranges
-from anyattn.mods.trace import TracedMod, trace
+from anyattn.mods.analysis.evaluate import evaluate
+from anyattn.mods.analysis.row_ranges import limits_of_rows, row_ranges
+from anyattn.mods.analysis.tile_classes import EMPTY, FULL, classify, judge
+from anyattn.mods.tracing.trace import TracedMod, trace
 
 ROWS, COLUMNS = 12, 16
 ORIGINS = ((0, 0), (1000, 990), (2**20, 2**19), (2**23 + 1, 2**23 - 5))

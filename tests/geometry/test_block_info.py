@@ -8,8 +8,8 @@ import random
 import pytest
 import torch
 
-from anyattn.geometry.block_info import BlockInfo
-from anyattn.geometry.seqlen_info import SeqlenInfoQK, SeqlenInfoQKNewK
+from anyattn.sequences.block_info import BlockInfo
+from anyattn.sequences.seqlen_info import SeqlenInfoQK, SeqlenInfoQKNewK
 
 LENGTHS = (0, 1, 2, 3, 5, 7, 8, 9, 12, 16, 17, 24)
 WINDOWS = (None, 0, 1, 3, 8, 30, -1, -2, -5)

@@ -6,7 +6,7 @@ import importlib.util
 
 import pytest
 
-from anyattn.geometry.nearby import heads_side_by_side
+from anyattn.sequences.l2_groups import heads_side_by_side
 
 
 @pytest.mark.parametrize(
@@ -21,6 +21,6 @@ def test_as_many_as_fit_and_one_head_of_keys_at_least(head_bytes: int, ratio: in
 @pytest.mark.parametrize(("heads", "head_bytes", "wanted"), [(12, 4 << 20, 6), (7, 4 << 20, 1), (48, 1, 24), (5, 1 << 30, 1), (32, 0, 32)])
 def test_triton_goes_through_equal_groups(heads: int, head_bytes: int, wanted: int) -> None:
     """A divisor, so that no program of the grid has nothing to do; 24 MB have room for six heads of four, and 32 is the most."""
-    from anyattn.backends.triton.config import heads_together
+    from anyattn.backends.triton.tile_config import heads_together
 
     assert heads_together(heads, head_bytes) == wanted

@@ -14,7 +14,7 @@ import pytest
 import torch
 from limits import HANG
 
-from anyattn.geometry.seqlen_info import SeqlenInfo, SeqlenInfoQK, SeqlenInfoQKNewK, aligned_offset
+from anyattn.sequences.seqlen_info import SeqlenInfo, SeqlenInfoQK, SeqlenInfoQKNewK, aligned_offset
 
 CU = [0, 100, 150, 350]
 

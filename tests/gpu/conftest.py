@@ -70,7 +70,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Says which kernels there are, or how many were compiled and which could not be."""
     if MODE not in ("compile", "list"):
         return
-    from anyattn.backends.hopper.build import name_of
+    from anyattn.backends.hopper.compile.build import name_of
     from anyattn.backends.hopper.config import Config
 
     seconds, failed = 0.0, 0

@@ -219,8 +219,10 @@ def judge(
 @contextlib.contextmanager
 def without_a_gpu(note: Callable[[Any, tuple], Any] | None = None) -> Iterator[None]:
     """Inside, the CPU is taken for a Hopper GPU, and what would be launched is noted, or else compiled into the disk cache."""
-    from anyattn import check, check_lengths, hardware
-    from anyattn.backends.hopper import launch
+    from anyattn import hardware
+    from anyattn.backends.hopper.compile import launch
+    from anyattn.validate import flex as check
+    from anyattn.validate import sequences
 
     h200 = hardware.Hardware("cuda", "Hopper", 0, frozenset((torch.bfloat16, torch.float16, torch.float32)), (9, 0), 132)
     with pytest.MonkeyPatch.context() as patch, launch.compiling_only():
@@ -228,7 +230,7 @@ def without_a_gpu(note: Callable[[Any, tuple], Any] | None = None) -> Iterator[N
         # on a CPU alone are lists left aside for a mask's row ranges
         patch.setattr(check, "lists_of", lambda lists, mask: (check.read_lists(lists), getattr(lists, "is_exact", False)))
         # what a GPU's tables hold is not looked at, and kernels read them
-        patch.setattr(check_lengths, "takes_their_word", lambda device, validate: validate is not True)
+        patch.setattr(sequences, "takes_their_word", lambda device, validate: validate is not True)
         if note is not None:
             patch.setattr(launch, "warm", note)
         yield
@@ -236,7 +238,7 @@ def without_a_gpu(note: Callable[[Any, tuple], Any] | None = None) -> Iterator[N
 
 def compiled(config: Any, kinds: tuple) -> float:
     """Seconds that it took to bring a kernel into the disk cache, in a process of its own (``conftest.py``)."""
-    from anyattn.backends.hopper import launch
+    from anyattn.backends.hopper.compile import launch
 
     started = time.perf_counter()
     torch.set_num_threads(1)

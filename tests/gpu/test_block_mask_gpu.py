@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from anyattn import masks
+from anyattn.block_masks import create_block_mask
 from anyattn.mods.algebra import Mask
-from anyattn.mods.trace import TracedMod, trace
-from anyattn.sparsity import BlockMask, compute_block_sparsity, create_block_mask
+from anyattn.mods.tracing.trace import TracedMod, trace
+from anyattn.sparsity import BlockMask, compute_block_sparsity
 from anyattn.sparsity.compute import tile_lists
 from anyattn.testing.tiles import library_masks, random_mask
 
@@ -120,7 +121,7 @@ def test_inside_a_cuda_graph() -> None:
 
 
 def test_compiled_once_for_all_sizes() -> None:
-    from anyattn.backends.triton import tile_lists as kernels
+    from anyattn.sparsity.kernels import block_lists as kernels
 
     def mask_of(window: int) -> Callable:  # used by no other test
         return lambda b, h, q, k: (q - k < window) & (q + 7 >= k)

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import anyattn
-from anyattn.flash_ops import flash, flash_backward
-from anyattn.ops import attend, attend_backward
+from anyattn.custom_ops.flash import flash, flash_backward
+from anyattn.custom_ops.flex import attend, attend_backward
 
 pytestmark = [pytest.mark.gpu, judging.where_calls_run]
 judging.needs_the_backend()

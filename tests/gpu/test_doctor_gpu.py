@@ -12,7 +12,7 @@ import judging_gpu as judging
 import pytest
 import torch
 
-from anyattn import hardware, plan
+from anyattn import hardware, planner
 
 pytestmark = [pytest.mark.gpu, judging.on_the_gpu_alone]
 judging.needs_the_backend()
@@ -29,7 +29,7 @@ def test_a_cold_run_calls_every_backend_and_names_its_kernels(tmp_path: Path) ->
     )
     assert done.returncode == 0, done.stdout + done.stderr
     for index in range(torch.cuda.device_count()):
-        backends = [name for name, reason in plan.available(hardware.of("cuda", index)).items() if reason is None]
+        backends = [name for name, reason in planner.available(hardware.of("cuda", index)).items() if reason is None]
         for backend in backends:
             calls = ("forward and backward", "decode") if backend in ("torch", "triton") else ("forward and backward",)
             for call in calls:

@@ -18,7 +18,7 @@ from limits import HANG
 
 import anyattn
 from anyattn import masks, oracle
-from anyattn.backends.hopper import build, launch
+from anyattn.backends.hopper.compile import build, launch
 from anyattn.testing import budget
 from anyattn.testing.rounding import rounding
 
@@ -162,7 +162,7 @@ def test_a_graph_replays_it() -> None:
 
 
 def test_a_tensor_that_does_not_fit_is_an_error_not_a_launch() -> None:
-    """What ``supports`` keeps away is refused by the kernel's own checks as well."""
+    """What ``plan.reason_against`` keeps away is refused by the kernel's own checks as well."""
     from anyattn.backends.hopper.config import Config, Tiles
 
     config = Config(128, 128, True, Tiles(128, 128, 2))

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from anyattn.geometry.stored import LengthTables, StoredSequences, StoredSizes
-from anyattn.mods.trace import TracedMod, trace
-from anyattn.sparsity.ragged_lists import RaggedLists, ragged_lists
+from anyattn.mods.tracing.trace import TracedMod, trace
+from anyattn.sequences.unread_varlen import LengthTables, StoredSequences, StoredSizes
+from anyattn.sparsity.varlen_lists import RaggedLists, ragged_lists
 from anyattn.testing.tiles import library_masks, random_mask
 
 HAS_TRITON = torch.cuda.is_available() and importlib.util.find_spec("triton") is not None

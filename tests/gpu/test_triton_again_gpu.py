@@ -46,7 +46,7 @@ def test_one_call_after_another(dim: int) -> None:
 @judging.on_the_gpu_alone
 def test_known_kernels_go_past_tritons_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     """With this Triton: also those with tensor descriptors made with the launch."""
-    from anyattn.backends.triton import launch
+    from anyattn.triton_tools import launch
 
     monkeypatch.setattr(launch, "_ready", {})
     for dim in (64, 128):

@@ -13,11 +13,11 @@ from anyattn import masks
 from anyattn.backends.hopper import tables
 from anyattn.backends.hopper.config import Config, Tiles
 from anyattn.backends.hopper.tables_config import MOST_ENTRIES, THREADS
-from anyattn.geometry import ragged_table
-from anyattn.geometry.integers import ceil_div
-from anyattn.geometry.stored import LengthTables, StoredSequences, StoredSizes
-from anyattn.mods.rows import row_ranges
-from anyattn.mods.trace import trace
+from anyattn.mods.analysis.row_ranges import row_ranges
+from anyattn.mods.tracing.trace import trace
+from anyattn.sequences import varlen_tables
+from anyattn.sequences.integers import ceil_div
+from anyattn.sequences.unread_varlen import LengthTables, StoredSequences, StoredSizes
 
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0) and importlib.util.find_spec("cutlass") is not None
 pytestmark = pytest.mark.gpu
@@ -65,7 +65,7 @@ def test_tables(batch: int, longest: int, kind: str, dtype: torch.dtype, ends_wi
     s = stored(batch, longest, kind, dtype)
     order, entries, out, lse = prepared(s, ends_with_row)
     assert torch.equal(entries, tables._entries(s, None))
-    wanted = ragged_table.longest_first(s, TILE, len(order), ends_with_row)
+    wanted = varlen_tables.longest_first(s, TILE, len(order), ends_with_row)
     count = int((wanted[:, 0] >= 0).sum())
     assert bool((order[:count, 0] >= 0).all()) and bool((order[count:, 0] == -1).all())
     number = [(t[:count, 2].long() * 2**20 + t[:count, 0]).sort().values for t in (order, wanted)]

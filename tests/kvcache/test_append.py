@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from anyattn.geometry.seqlen_info import SeqlenInfoQKNewK
 from anyattn.kvcache.append import append, check_apart, check_append, check_disjoint, check_pages, slots
+from anyattn.sequences.seqlen_info import SeqlenInfoQKNewK
 
 Slot = tuple[int, int]
 

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from anyattn.errors import ModError
-from anyattn.mods.evaluate import evaluate, run
-from anyattn.mods.grad import score_gradients
-from anyattn.mods.trace import trace
+from anyattn.mods.analysis.evaluate import evaluate, run
+from anyattn.mods.ir.grad import score_gradients
+from anyattn.mods.tracing.trace import trace
 
 S = torch.randn(400, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 3
 T = torch.randn(400, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * 2

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch.overrides import get_testing_overrides
 
 from anyattn import ModError
-from anyattn.mods.activations import ACTIVATIONS
-from anyattn.mods.evaluate import evaluate
-from anyattn.mods.functions import FUNCTIONS
-from anyattn.mods.trace import trace
+from anyattn.mods.analysis.evaluate import evaluate
+from anyattn.mods.tracing.activations import ACTIVATIONS
+from anyattn.mods.tracing.functions import FUNCTIONS
+from anyattn.mods.tracing.trace import trace
 
 SCORES = torch.tensor([-1.75, -0.5, 0.0, 0.5, 2.25, float("nan")])
 ROWS = len(SCORES)

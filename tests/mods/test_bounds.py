@@ -5,10 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anyattn.mods import bounds, range_tables
-from anyattn.mods.bounds import DOUBT, check_loads, classify, judge, refine
-from anyattn.mods.rows import row_ranges
-from anyattn.mods.trace import trace
+from anyattn.mods.analysis import range_tables, tile_classes
+from anyattn.mods.analysis.row_ranges import row_ranges
+from anyattn.mods.analysis.tile_classes import DOUBT, check_loads, classify, judge, refine
+from anyattn.mods.tracing.trace import trace
 from anyattn.testing.tiles import brute_classes, dense, library_masks, random_mask
 
 SIDES = (1, 2, 15, 16, 17, 31, 64, 97)
@@ -117,8 +117,8 @@ def test_ranges_that_touch_make_a_full_tile():
 def test_never_all_pairs(monkeypatch):
     """2^17 x 2^17 pairs: row ranges look at none, and refinement only at tiles along the edges."""
     looked_at = []
-    original = bounds.run
-    monkeypatch.setattr(bounds, "run", lambda *args: looked_at.append(1) or original(*args))
+    original = tile_classes.run
+    monkeypatch.setattr(tile_classes, "run", lambda *args: looked_at.append(1) or original(*args))
     n = 2**17
     classify(trace(lambda b, h, q, k: q >= k, "mask"), n, n, 128, 128)
     assert not looked_at

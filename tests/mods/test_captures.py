@@ -10,7 +10,7 @@ import torch
 from torch.nn.attention.flex_attention import and_masks
 
 from anyattn import masks
-from anyattn.mods import captures
+from anyattn.mods.tracing import closure
 
 one, two = 1, 2.5
 
@@ -45,24 +45,24 @@ MODS = {
 @pytest.mark.parametrize("name", MODS)
 def test_same_numbers_in_the_same_order(name):
     lifted: list = []
-    captures.rebuild(MODS[name], lambda n: lifted.append(n) or n)
-    found = captures.walk(MODS[name])
+    closure.rebuild(MODS[name], lambda n: lifted.append(n) or n)
+    found = closure.walk(MODS[name])
     assert found is not None and list(found.numbers) == lifted and lifted
-    assert hash(found.structure) == hash(captures.walk(MODS[name]).structure)
+    assert hash(found.structure) == hash(closure.walk(MODS[name]).structure)
 
 
 def test_the_copy_has_the_lifted_numbers_and_the_original_keeps_its_own():
     f = functools.partial(make(3), 9)
-    copy = captures.rebuild(f, lambda n: n + 100)
+    copy = closure.rebuild(f, lambda n: n + 100)
     assert copy is not f and copy.args == (109,) and f.args == (9,)
     assert copy.func.__closure__[1].cell_contents == 104 and f.func.__closure__[1].cell_contents == 4
     assert copy.func.__defaults__ == (107,) and copy.func.__globals__["one"] == 101 and one == 1
 
 
 def test_structures():
-    same = [captures.walk(make(3)).structure, captures.walk(make(4, 5)).structure]
-    assert same[0] == same[1] != captures.walk(make(3.0)).structure
-    tensors = [captures.walk(functools.partial(make(3), torch.zeros(n))) for n in (1, 2)]
+    same = [closure.walk(make(3)).structure, closure.walk(make(4, 5)).structure]
+    assert same[0] == same[1] != closure.walk(make(3.0)).structure
+    tensors = [closure.walk(functools.partial(make(3), torch.zeros(n))) for n in (1, 2)]
     assert tensors[0].structure == tensors[1].structure and tensors[0].tensors[0].shape == (1,)
 
 
@@ -70,7 +70,7 @@ def test_a_function_that_captures_itself():
     def f(b, h, q, k):
         return f is None or q > k
 
-    assert captures.walk(f) is not None and captures.rebuild(f, lambda n: n).__closure__[0].cell_contents is f
+    assert closure.walk(f) is not None and closure.rebuild(f, lambda n: n).__closure__[0].cell_contents is f
 
 
 class Owner:
@@ -95,4 +95,4 @@ UNKNOWN = {
 
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_what_could_change_unseen_is_not_recognised(name):
-    assert captures.walk(UNKNOWN[name]) is None
+    assert closure.walk(UNKNOWN[name]) is None

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from anyattn import masks, scores
-from anyattn.mods import codec
-from anyattn.mods.grad import score_gradients
-from anyattn.mods.ir import OPS, Builder, is_weak
-from anyattn.mods.trace import trace
+from anyattn.mods.ir import codec
+from anyattn.mods.ir.expr import OPS, Builder, is_weak
+from anyattn.mods.ir.grad import score_gradients
+from anyattn.mods.tracing.trace import trace
 from anyattn.testing import cases
 
 SHAPE = cases.Shape(1, 4, 2, 64, 64, 8, 8)

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 
 from anyattn import masks, scores
-from anyattn.mods.dependence import dependence
-from anyattn.mods.evaluate import run
-from anyattn.mods.ir import Expr
-from anyattn.mods.trace import trace
+from anyattn.mods.analysis.evaluate import run
+from anyattn.mods.ir.dependence import dependence
+from anyattn.mods.ir.expr import Expr
+from anyattn.mods.tracing.trace import trace
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "fuzz"))
 from mods import chains, mask_of, score_of, trees

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from anyattn import and_masks, masks, scores
-from anyattn.mods.documents import document_form, ignores_origin, rest_of
-from anyattn.mods.trace import trace
+from anyattn.mods.analysis.document_masks import document_form, ignores_origin, rest_of
+from anyattn.mods.tracing.trace import trace
 from anyattn.testing.tiles import dense
 
 S = 24

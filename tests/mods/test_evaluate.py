@@ -9,8 +9,8 @@ import math
 import pytest
 import torch
 
-from anyattn.mods.evaluate import evaluate
-from anyattn.mods.trace import trace
+from anyattn.mods.analysis.evaluate import evaluate
+from anyattn.mods.tracing.trace import trace
 from anyattn.testing import cases
 
 B, H, M, N = 2, 3, 5, 7

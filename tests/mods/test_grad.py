@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 
 from anyattn import scores
-from anyattn.mods.evaluate import evaluate, run
-from anyattn.mods.grad import score_gradients
-from anyattn.mods.ir import OPS
-from anyattn.mods.trace import trace
+from anyattn.mods.analysis.evaluate import evaluate, run
+from anyattn.mods.ir.expr import OPS
+from anyattn.mods.ir.grad import score_gradients
+from anyattn.mods.tracing.trace import trace
 from anyattn.testing import cases
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "fuzz"))

@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from anyattn.mods.evaluate import run
-from anyattn.mods.ir import OPS, Builder, Expr, Node, category, is_weak, result_dtype, verify
-from anyattn.mods.trace import trace
+from anyattn.mods.analysis.evaluate import run
+from anyattn.mods.ir.expr import OPS, Builder, Expr, Node, category, is_weak, result_dtype, verify
+from anyattn.mods.tracing.trace import trace
 
 
 def index(b: Builder, name: str = "q_idx") -> int:
@@ -153,7 +153,7 @@ def test_verify(name):
 
 
 def test_every_operation_has_one_meaning_on_host_and_in_torch():
-    from anyattn.mods.evaluate import TORCH_OPS
+    from anyattn.mods.analysis.evaluate import TORCH_OPS
 
     assert set(TORCH_OPS) == set(OPS) - {"cast"}
     for name, spec in OPS.items():

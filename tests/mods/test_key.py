@@ -9,14 +9,14 @@ import sys
 import pytest
 import torch
 
-from anyattn.mods.key import content_key
+from anyattn.mods.ir.content_key import content_key
 
 _PRINT_KEYS = """
 import torch, anyattn
 from anyattn import masks, scores
-from anyattn.mods import codec
-from anyattn.mods.grad import score_gradients
-from anyattn.mods.trace import trace
+from anyattn.mods.ir import codec
+from anyattn.mods.ir.grad import score_gradients
+from anyattn.mods.tracing.trace import trace
 table = torch.zeros(4, 9)
 window = 7
 traced = [

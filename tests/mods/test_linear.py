@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from anyattn import scores
-from anyattn.mods.evaluate import run
-from anyattn.mods.linear import additive_bias
-from anyattn.mods.trace import trace
+from anyattn.mods.analysis.additive_bias import additive_bias
+from anyattn.mods.analysis.evaluate import run
+from anyattn.mods.tracing.trace import trace
 
 H, M, N = 3, 5, 6
 table = torch.randn(H, M + N, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

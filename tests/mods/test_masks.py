@@ -7,8 +7,8 @@ import torch
 
 import anyattn
 from anyattn import masks
-from anyattn.mods.evaluate import evaluate
-from anyattn.mods.trace import trace
+from anyattn.mods.analysis.evaluate import evaluate
+from anyattn.mods.tracing.trace import trace
 
 B, H, M, N = 2, 2, 13, 17
 LEFT, RIGHT = (None, -1, 0, 1, 5), (None, -1, 0, 2)

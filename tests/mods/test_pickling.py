@@ -13,9 +13,10 @@ import pytest
 import torch
 
 import anyattn
-from anyattn import create_block_mask, masks, recall, scores
-from anyattn.mods.recognise import recognise
-from anyattn.mods.trace import trace
+from anyattn import create_block_mask, masks, scores
+from anyattn.call_cache import attention
+from anyattn.mods.tracing.fingerprint import recognise
+from anyattn.mods.tracing.trace import trace
 
 IDS = torch.tensor([0, 0, 0, 1, 1, 2, 2, 2])
 LENGTH = 8
@@ -123,9 +124,9 @@ def test_a_mod_that_was_away_is_the_same_program(name: str, way: str) -> None:
 def test_a_mod_that_was_away_compiles_and_checks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     mask = masks.causal() & ~masks.sliding_window(2, 1) | own_mask
     want, back = call(mask), pickle.loads(pickle.dumps(mask))
-    monkeypatch.setattr(anyattn.check, "flex_problem", None)  # what a call that is not remembered asks
+    monkeypatch.setattr(anyattn.validate.flex, "flex_problem", None)  # what a call that is not remembered asks
     assert torch.equal(call(back), want)
-    recall.clear()
+    attention.clear()
 
 
 def test_a_mod_with_aux_tensors_travels() -> None:

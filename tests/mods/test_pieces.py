@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anyattn import scores
-from anyattn.mods.dependence import dependence
-from anyattn.mods.evaluate import run
-from anyattn.mods.ir import Expr, category
-from anyattn.mods.pieces import pieces
-from anyattn.mods.trace import TracedMod, trace
+from anyattn.mods.analysis.evaluate import run
+from anyattn.mods.analysis.piecewise import pieces
+from anyattn.mods.ir.dependence import dependence
+from anyattn.mods.ir.expr import Expr, category
+from anyattn.mods.tracing.trace import TracedMod, trace
 
 SIZE = 24
 TABLE = torch.randn(3, 2 * SIZE + 1, generator=torch.Generator().manual_seed(0))

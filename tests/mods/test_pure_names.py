@@ -11,9 +11,9 @@ import torch
 from torch import is_grad_enabled
 
 from anyattn import flex_attention, masks, scores
-from anyattn.mods.evaluate import evaluate
-from anyattn.mods.recognise import recognise
-from anyattn.mods.trace import trace
+from anyattn.mods.analysis.evaluate import evaluate
+from anyattn.mods.tracing.fingerprint import recognise
+from anyattn.mods.tracing.trace import trace
 
 I = torch.arange(6)
 table = torch.zeros(6)

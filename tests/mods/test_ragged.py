@@ -12,13 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from anyattn.mods import bounds, masks, ragged, rows
-from anyattn.mods.bounds import EMPTY, FULL, classify
-from anyattn.mods.loads import check_loads_ragged
-from anyattn.mods.ragged import classify_ragged, refine_ragged
-from anyattn.mods.ragged_tiles import RaggedTiles
-from anyattn.mods.rows import row_ranges
-from anyattn.mods.trace import trace
+from anyattn.mods import masks
+from anyattn.mods.analysis import row_ranges as rows
+from anyattn.mods.analysis import tile_classes, tile_classes_varlen
+from anyattn.mods.analysis.load_bounds import check_loads_ragged
+from anyattn.mods.analysis.row_ranges import row_ranges
+from anyattn.mods.analysis.tile_classes import EMPTY, FULL, classify
+from anyattn.mods.analysis.tile_classes_varlen import classify_ragged, refine_ragged
+from anyattn.mods.analysis.varlen_grid import RaggedTiles
+from anyattn.mods.tracing.trace import trace
 from anyattn.testing.tiles import brute_classes_ragged, library_masks, random_lengths, random_mask
 
 TILES = [(16, 16), (8, 32), (5, 7), (1, 1), (64, 128)]
@@ -125,14 +127,14 @@ def test_nothing_to_classify(lengths: tuple[list[int], list[int]]) -> None:
 
 def test_small_windows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows and tiles are taken in batches; where one ends has no meaning."""
-    from anyattn.mods import ragged_tiles
+    from anyattn.mods.analysis import varlen_grid
 
     seqlens_q, seqlens_k = random_lengths(11, (8, 8), 12)
     longest = int(seqlens_q.max()), int(seqlens_k.max())
     for budget in (1, 13, 100):
-        monkeypatch.setattr(ragged, "_BATCH_ROWS", budget)
-        monkeypatch.setattr(ragged_tiles, "_BATCH_TILES", budget)
-        monkeypatch.setattr(bounds, "_COARSE", 1)  # several levels of squares
+        monkeypatch.setattr(tile_classes_varlen, "_BATCH_ROWS", budget)
+        monkeypatch.setattr(varlen_grid, "_BATCH_TILES", budget)
+        monkeypatch.setattr(tile_classes, "_COARSE", 1)  # several levels of squares
         for name in ("causal", "sink_window", "document_per_batch", "prefix_or_document", "dilated"):
             mod = library_masks(*longest, B=12)[name]
             check(mod, seqlens_q, seqlens_k, (8, 8), 2)
@@ -155,8 +157,8 @@ def test_never_outside_a_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     def watched_run(original: Any) -> Any:
         return lambda expr, leaves, *rest: (watch(leaves), original(expr, leaves, *rest))[1]
 
-    spans = bounds.spans
-    monkeypatch.setattr(bounds, "run", watched_run(bounds.run))
+    spans = tile_classes.spans
+    monkeypatch.setattr(tile_classes, "run", watched_run(tile_classes.run))
     monkeypatch.setattr(rows, "run", watched_run(rows.run))
 
     def watched_spans(expr: Any, box: Any, *rest: Any) -> Any:
@@ -164,7 +166,7 @@ def test_never_outside_a_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
             watch({name: edges[side] for name, edges in box.items()})
         return spans(expr, box, *rest)
 
-    monkeypatch.setattr(bounds, "spans", watched_spans)
+    monkeypatch.setattr(tile_classes, "spans", watched_spans)
     for mod in (masks.causal(), masks.sink_window(2, 9), masks.dilated(4, 3), lambda b, h, q, k: (q * k + h) % 5 == 0):
         asked.clear()
         classify_ragged(trace(mod, "mask"), seqlens_q, seqlens_k, 16, 16, 2, q_first)

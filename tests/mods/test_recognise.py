@@ -12,8 +12,8 @@ import torch
 from torch.nn.attention.flex_attention import and_masks
 
 from anyattn import masks, scores
-from anyattn.mods import captures, recognise
-from anyattn.mods.trace import trace
+from anyattn.mods.tracing import closure, fingerprint
+from anyattn.mods.tracing.trace import trace
 
 one, two, table = 1, 2.5, torch.arange(9)
 
@@ -73,9 +73,9 @@ KINDS = {
 
 def agrees(fn):
     """Twice: the first reading may be the description itself."""
-    want = captures.walk(fn)
+    want = closure.walk(fn)
     for _ in range(2):
-        found = recognise.recognise(fn)
+        found = fingerprint.recognise(fn)
         if want is None:
             assert found is None
         else:
@@ -147,7 +147,7 @@ def test_a_wrapped_mod_with_another_function():
     ids=lambda x: getattr(x, "__name__", type(x).__name__),
 )
 def test_what_is_no_function_of_python(fn):
-    assert recognise.recognise(fn) is None
+    assert fingerprint.recognise(fn) is None
 
 
 def test_equal_code_of_other_namespaces():
@@ -169,12 +169,12 @@ def test_patterns_are_bounded():
 
     for n in range(128):
         agrees(nested(n))
-    assert max(map(len, recognise._patterns.values())) <= recognise._MOST_PATTERNS
-    for n in range(recognise._MOST_CODE + 50):
+    assert max(map(len, fingerprint._patterns.values())) <= fingerprint._MOST_PATTERNS
+    for n in range(fingerprint._MOST_CODE + 50):
         space = {}
         exec(f"def f{n}(b, h, q, k):\n    return q > k", space)
         agrees(space[f"f{n}"])
-    assert len(recognise._patterns) <= recognise._MOST_CODE
+    assert len(fingerprint._patterns) <= fingerprint._MOST_CODE
 
 
 def test_no_function_or_tensor_is_kept():

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from anyattn import ModError
-from anyattn.mods.evaluate import evaluate
-from anyattn.mods.trace import trace
+from anyattn.mods.analysis.evaluate import evaluate
+from anyattn.mods.tracing.trace import trace
 
 
 def message_of(fn, kind: str = "score") -> str:
@@ -109,11 +109,11 @@ def test_the_way_out_of_random_numbers_works():
 
 
 def test_a_mod_beside_threads_that_draw_is_traced(monkeypatch):
-    from anyattn.mods import refused
+    from anyattn.mods.tracing import random_numbers
 
     states = iter([(1,), (2,), (3,), (3,)])  # another thread drew during the first call, none during the second
-    monkeypatch.setattr(refused, "generators_state", lambda: next(states))
-    monkeypatch.setattr("anyattn.mods.trace.generators_state", lambda: next(states))
+    monkeypatch.setattr(random_numbers, "generators_state", lambda: next(states))
+    monkeypatch.setattr("anyattn.mods.tracing.trace.generators_state", lambda: next(states))
     assert trace(types.MethodType(lambda self, b, h, q, k: q >= k, object()), "mask").expr.output.op == "ge"
     assert next(states, None) is None
 

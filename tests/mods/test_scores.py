@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from anyattn import scores
-from anyattn.mods.evaluate import evaluate
-from anyattn.mods.trace import trace
+from anyattn.mods.analysis.evaluate import evaluate
+from anyattn.mods.tracing.trace import trace
 
 B, H, M, N = 2, 3, 9, 11
 SCORE = torch.randn(B, H, M, N, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 import anyattn
-from anyattn import masks, recall
-from anyattn.mods.evaluate import evaluate
-from anyattn.mods.loads import check_loads, check_loads_ragged
-from anyattn.mods.seen_loads import Dense, Listed, Ragged, check_call, held
-from anyattn.mods.trace import trace
+from anyattn import masks
+from anyattn.call_cache import attention
+from anyattn.mods.analysis.evaluate import evaluate
+from anyattn.mods.analysis.load_bounds import check_loads, check_loads_ragged
+from anyattn.mods.analysis.visible_loads import Dense, Listed, Ragged, check_call, held
+from anyattn.mods.tracing.trace import trace
 
 B, H, M, N = 2, 2, 40, 56
 FLAGS = torch.arange(200) % 3 != 0
@@ -21,9 +22,9 @@ IDS = torch.arange(64) // 10
 
 @pytest.fixture(autouse=True)
 def _forgotten():
-    recall.clear()
+    attention.clear()
     yield
-    recall.clear()
+    attention.clear()
 
 
 def at_all_pairs(mod, seqlen_q=M, seqlen_k=N):
@@ -251,7 +252,7 @@ def test_a_window_that_hides_is_remembered_and_a_wider_one_refused():
         Q, K, V, score_mod=lambda s, b, h, i, j: s + TABLE[i - j], mask_mod=masks.sliding_window(left, 0)
     )
     calls(127), calls(127)
-    assert recall.size() == 1
+    assert attention.size() == 1
     with pytest.raises(ValueError, match="index 128 "):
         calls(128)
 

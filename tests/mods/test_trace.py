@@ -18,8 +18,8 @@ from torch.nn.attention.flex_attention import and_masks, noop_mask, or_masks
 
 import anyattn
 from anyattn import ModError, masks
-from anyattn.mods.evaluate import evaluate
-from anyattn.mods.trace import trace
+from anyattn.mods.analysis.evaluate import evaluate
+from anyattn.mods.tracing.trace import trace
 
 B, H, M, N = 2, 3, 4, 5
 INDICES = [torch.arange(B).view(-1, 1, 1, 1), torch.arange(H).view(-1, 1, 1), torch.arange(M).view(-1, 1), torch.arange(N)]
@@ -629,7 +629,7 @@ class _Any:
     ],
 )
 def test_arguments_are_those_of_the_signature(fn):
-    from anyattn.mods.trace import _arguments
+    from anyattn.mods.tracing.trace import _arguments
 
     try:
         parameters = inspect.signature(fn).parameters.values()

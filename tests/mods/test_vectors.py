@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from anyattn.errors import ModError
-from anyattn.mods.dependence import dependence
-from anyattn.mods.evaluate import evaluate, run
-from anyattn.mods.grad import score_gradients
-from anyattn.mods.ir import category
-from anyattn.mods.trace import trace
+from anyattn.mods.analysis.evaluate import evaluate, run
+from anyattn.mods.ir.dependence import dependence
+from anyattn.mods.ir.expr import category
+from anyattn.mods.ir.grad import score_gradients
+from anyattn.mods.tracing.trace import trace
 
 B, H, M, N = 2, 3, 5, 7
 PLACES = [torch.arange(n) for n in (B, H, M, N)]

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from anyattn.errors import ModError
 from anyattn.mods import masks
-from anyattn.mods.bounds import FULL, classify
-from anyattn.mods.dependence import dependence
-from anyattn.mods.evaluate import evaluate
-from anyattn.mods.extents import Box, Extent, extents, unwrapped
-from anyattn.mods.rows import limits, limits_of_rows, never_fall, ranges_unread, row_ranges
-from anyattn.mods.trace import trace
+from anyattn.mods.analysis.evaluate import evaluate
+from anyattn.mods.analysis.extents import Box, Extent, extents, unwrapped
+from anyattn.mods.analysis.row_ranges import limits, limits_of_rows, never_fall, ranges_unread, row_ranges
+from anyattn.mods.analysis.tile_classes import FULL, classify
+from anyattn.mods.ir.dependence import dependence
+from anyattn.mods.tracing.trace import trace
 
 Q, K = 24, 40
 MOST = sys.maxsize

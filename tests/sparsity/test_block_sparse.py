@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from anyattn import flash_attn_func
+from anyattn.block_masks import create_block_mask
 from anyattn.mods import masks
-from anyattn.sparsity import BlockMask, BlockSparseTensors, compute_block_sparsity, create_block_mask
+from anyattn.sparsity import BlockMask, BlockSparseTensors, compute_block_sparsity
 from anyattn.sparsity import lists as between
 from anyattn.sparsity.lists import grid_of_lists, kept_transposed, lists_of_grid
 from anyattn.testing.tiles import brute_classes, dense, library_masks, random_mask

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 import anyattn
-from anyattn import and_masks, autograd, check, hardware, masks, oracle, plan, scores
-from anyattn.geometry.documents import document_sequences, places_of
-from anyattn.sparsity.documents import documents_of, form_of
+from anyattn import and_masks, autograd, hardware, masks, oracle, planner, scores
+from anyattn.documents.rewrite import documents_of, form_of
+from anyattn.documents.sequences import document_sequences, places_of
 from anyattn.testing import budget
 from anyattn.testing.rounding import rounding
+from anyattn.validate import flex
 
 DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -119,11 +120,11 @@ def tensors(batch=2, length=S, heads=(4, 2), dtype=torch.float32):
 
 
 def problem_of(q, k, v, mask, score=None, block_mask=None):
-    return check.flex_problem(q, k, v, score, block_mask, mask, None, None, True, None, True, True, False)
+    return flex.flex_problem(q, k, v, score, block_mask, mask, None, None, True, None, True, True, False)
 
 
 def run(problem):
-    return autograd.compute(problem, plan.choose(problem, hardware.of("cpu")))
+    return autograd.compute(problem, planner.choose(problem, hardware.of("cpu")))
 
 
 def judged(q, k, v, mask, score=None):

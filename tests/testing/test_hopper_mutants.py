@@ -28,7 +28,7 @@ def test_a_copy_has_one_bug(tmp_path: Path) -> None:
         for p in (folder / "anyattn").rglob("*.py")
         if p.read_text() != (package / p.relative_to(folder / "anyattn")).read_text()
     ]
-    assert differ == ["backends/hopper/multiply.py"]
+    assert differ == ["backends/hopper/kernel/mma.py"]
 
 
 def test_a_seam_that_moved_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import anyattn
-from anyattn.backends.torch import memory
+from anyattn.backends.torch import workspace
 from anyattn.testing import poison
 
 UNINITIALISED = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "resize_"}
@@ -19,7 +19,7 @@ UNINITIALISED = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int32, torch.int64, torch.bool])
 def test_buffers_start_as_garbage(dtype):
     with poison.enabled() as log:
-        buffer = memory.empty((3, 5), dtype, torch.device("cpu"))
+        buffer = workspace.empty((3, 5), dtype, torch.device("cpu"))
         assert buffer.shape == (3, 5) and buffer.is_contiguous()
         if dtype.is_floating_point:
             assert buffer.isnan().all()
@@ -27,7 +27,7 @@ def test_buffers_start_as_garbage(dtype):
             assert buffer.all()
         else:
             assert (buffer.view(torch.uint8) == 0x7F).all()
-        assert not memory.zeros((3, 5), dtype, torch.device("cpu")).any()
+        assert not workspace.zeros((3, 5), dtype, torch.device("cpu")).any()
     assert log.count == 2 and log.total_bytes == 2 * 15 * buffer.element_size()
 
 
@@ -36,7 +36,7 @@ def test_buffers_start_as_garbage(dtype):
 def test_a_write_outside_is_caught(dtype, offset):
     def write() -> None:
         with poison.enabled():
-            buffer = memory.empty((3, 5), dtype, torch.device("cpu"))
+            buffer = workspace.empty((3, 5), dtype, torch.device("cpu"))
             buffer.as_strided((1,), (1,), buffer.storage_offset() + offset).zero_()
 
     with pytest.raises(AssertionError, match=f"memory {'before' if offset < 0 else 'after'} a buffer of 15"):

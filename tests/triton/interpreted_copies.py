@@ -20,11 +20,13 @@ from calls import judge
 from sequences import Meaning
 
 import anyattn
-from anyattn import check, masks, recall
-from anyattn.backends.triton import backward_pass, copies
-from anyattn.backends.triton.programs import gradient_part, slots_copied
-from anyattn.sparsity.documents import DocumentTables
+from anyattn import masks
+from anyattn.backends.triton import backward_pass, privatized_sum
+from anyattn.backends.triton.codegen.programs import gradient_part, slots_copied
+from anyattn.call_cache import attention
+from anyattn.documents.rewrite import DocumentTables
 from anyattn.testing import cases
+from anyattn.validate import flex
 
 LENGTH = 75
 IDS = torch.arange(LENGTH) * 5 % 3
@@ -55,7 +57,7 @@ MODS: dict[str, tuple[list[tuple[int, ...]], Callable[..., Any]]] = {
 SHAPE = (1, 4, 2, LENGTH, LENGTH, 16, 16)
 
 
-ROOMS = {"usual": copies._ROOM, "little": 1 << 10, "none": 0}
+ROOMS = {"usual": privatized_sum._ROOM, "little": 1 << 10, "none": 0}
 CALLS = [(name, dtype, "usual") for name in MODS for dtype in (torch.bfloat16, torch.float32)]
 CALLS += [(name, torch.bfloat16, room) for name in ("few buckets", "rows", "pairs", "whole and halves") for room in ("little", "none")]
 
@@ -63,8 +65,8 @@ CALLS += [(name, torch.bfloat16, room) for name in ("few buckets", "rows", "pair
 @pytest.mark.parametrize(("name", "dtype", "room"), CALLS, ids=str)
 def test_gradients(name: str, dtype: torch.dtype, room: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In tiles that sum by diagonals and in tiles that do not; heads in groups, a mask that cuts tiles. room: for many copies, few, one."""
-    monkeypatch.setattr(copies, "_ROOM", ROOMS[room])
-    recall.clear()
+    monkeypatch.setattr(privatized_sum, "_ROOM", ROOMS[room])
+    attention.clear()
     shapes, mod = MODS[name]
     captured = [table(*shape) for shape in shapes]
     tile = (32, 32) if dtype is torch.bfloat16 else (32, 16)
@@ -96,29 +98,29 @@ def test_documents(is_known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Launched as sequences and by lists, of which one adds nothing; and as sequences alone, once that is known."""
     if not is_known:
         monkeypatch.setattr(DocumentTables, "answer", lambda self: None)
-    monkeypatch.setattr(check, "row_ranges", lambda mask: None)  # as on a GPU: lists beside the mask
-    recall.clear()
+    monkeypatch.setattr(flex, "row_ranges", lambda mask: None)  # as on a GPU: lists beside the mask
+    attention.clear()
     ids, own = torch.repeat_interleave(torch.tensor([4, 1, 3]), torch.tensor([20, 30, 25])), table(8, 4)
     mask = lambda b, h, i, j: (ids[i] == ids[j]) & (i >= j)
     lists = anyattn.create_block_mask(mask, None, None, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=16)
     q, k, v = cases.inputs("normal", cases.Shape(*SHAPE), torch.bfloat16, 0)[:3]
     judge(q, k, v, score=MODS["few buckets"][1](own), captured=[own], mask=mask, block_mask=lists)
-    recall.clear()
+    attention.clear()
 
 
 @pytest.fixture
 def summed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Tensor]]:
     """Totals with copies, as the kernel leaves them."""
     found: list[torch.Tensor] = []
-    read = copies.read
+    read = privatized_sum.read
 
     def reading(total: torch.Tensor) -> torch.Tensor:
         found.append(total.clone())
         return read(total)
 
-    monkeypatch.setattr(copies, "read", reading)
-    assert backward_pass.copies is copies
-    recall.clear()
+    monkeypatch.setattr(privatized_sum, "read", reading)
+    assert backward_pass.copies is privatized_sum
+    attention.clear()
     yield found
 
 
@@ -138,7 +140,7 @@ def test_neighbours_add_to_copies_of_their_own(name: str, summed: list[torch.Ten
     """Those of the 32 that share an entry, and more by programs; of an entry to which only whole tiles add, programs alone."""
     backward(name, torch.bfloat16, kernel_options={"tile_m": 32, "tile_n": 32})
     (total,) = summed
-    assert total.shape[-1] == copies.copies_for(total[..., 0].numel(), 4) >= 1024
+    assert total.shape[-1] == privatized_sum.copies_for(total[..., 0].numel(), 4) >= 1024
     groups = total.unflatten(-1, (-1, 32)) != 0
     lanes, programs = groups.any(-2).sum(-1), groups.any(-1).sum(-1)
     assert (lanes >= 8).sum() >= lanes.numel() // 2 and programs.max() >= 3, (lanes, programs)
@@ -197,7 +199,7 @@ def test_whose_sums_have_copies() -> None:
         for dtype, wanted in ((torch.bfloat16, of_halves), (torch.float32, of_floats)):
             tensors = [torch.zeros(shape, requires_grad=True) for shape in shapes]
             q, k = torch.zeros(2, 4, LENGTH, 16, dtype=dtype), torch.zeros(2, 4, LENGTH, 16, dtype=dtype)
-            problem = check.flex_problem(q, k, k, score(*tensors), None, None, None, None, False, None, False, False, False)
+            problem = flex.flex_problem(q, k, k, score(*tensors), None, None, None, None, False, None, False, False, False)
             found = slots_copied(problem, ())
             assert len(found) == wanted, (shapes, dtype)
             assert problem.score is not None
@@ -207,8 +209,17 @@ def test_whose_sums_have_copies() -> None:
 
 
 def test_how_many_copies() -> None:
-    assert [copies.copies_for(n, 4) for n in (0, 1, 512, 1024, 2**16, 2**20, 2**20 + 1, 2**30)] == [1024, 1024, 1024, 1024, 16, 1, 1, 1]
+    assert [privatized_sum.copies_for(n, 4) for n in (0, 1, 512, 1024, 2**16, 2**20, 2**20 + 1, 2**30)] == [
+        1024,
+        1024,
+        1024,
+        1024,
+        16,
+        1,
+        1,
+        1,
+    ]
     for entries in (1, 3, 100, 5000, 300_000, 2_000_000):
         for itemsize in (4, 8):
-            count = copies.copies_for(entries, itemsize)
+            count = privatized_sum.copies_for(entries, itemsize)
             assert count & (count - 1) == 0 and (count == 1 or count * entries * itemsize <= 4 << 20)

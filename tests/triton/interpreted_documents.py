@@ -17,13 +17,15 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "end_to_end"))
 from calls import judge
 
 import anyattn
-from anyattn import check, hardware, masks, plan, recall
-from anyattn.backends.triton import backward_pass, config
-from anyattn.backends.triton import run as forward_pass
-from anyattn.backends.triton.forms import Form
-from anyattn.sparsity import documents
-from anyattn.sparsity.documents import DocumentTables
+from anyattn import hardware, masks, planner
+from anyattn.backends.triton import api as forward_pass
+from anyattn.backends.triton import backward_pass, tile_config
+from anyattn.backends.triton.documents import Form
+from anyattn.call_cache import attention
+from anyattn.documents import rewrite
+from anyattn.documents.rewrite import DocumentTables
 from anyattn.testing import cases
+from anyattn.validate import flex
 
 LENGTH = 70
 RUNS = torch.repeat_interleave(torch.tensor([5, 2, 9, 1, 7]), torch.tensor([20, 1, 33, 15, 1]))  # in no order
@@ -66,8 +68,8 @@ def mask_of(case: Case) -> Any:
 @pytest.fixture(autouse=True)
 def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where looking at ids would wait for the device, a block mask's lists are kept beside its mask."""
-    monkeypatch.setattr(check, "row_ranges", lambda mask: None)
-    recall.clear()
+    monkeypatch.setattr(flex, "row_ranges", lambda mask: None)
+    attention.clear()
 
 
 @pytest.fixture
@@ -123,7 +125,7 @@ def test_known_is_the_same_to_the_bit(name: str, launched: list, monkeypatch: py
 def test_tables_are_made_once_for_the_same_lists(monkeypatch: pytest.MonkeyPatch) -> None:
     """And those that were made before anybody knew how many documents there are lose what no document fills."""
     made: list[Any] = []
-    make, begin = documents.documents_in_order, DocumentTables.__init__
+    make, begin = rewrite.documents_in_order, DocumentTables.__init__
     seen: list[tuple[DocumentTables, int | None]] = []
 
     def begun(self: DocumentTables, *given: Any, **options: Any) -> None:
@@ -131,7 +133,7 @@ def test_tables_are_made_once_for_the_same_lists(monkeypatch: pytest.MonkeyPatch
         seen.append((self, self.count))
         self.count = None
 
-    monkeypatch.setattr(documents, "documents_in_order", lambda *given: made.append(given[1:]) or make(*given))
+    monkeypatch.setattr(rewrite, "documents_in_order", lambda *given: made.append(given[1:]) or make(*given))
     ids = RUNS.clone()
     case = CASES["causal"]._replace(ids=ids)
     mask = mask_of(case)
@@ -163,7 +165,7 @@ def test_a_graph_has_both_forms(name: str, launched: list, monkeypatch: pytest.M
         self.count = None  # as on a GPU
         made.append(options)
 
-    monkeypatch.setattr(documents, "_is_capturing", lambda ids: True)
+    monkeypatch.setattr(rewrite, "_is_capturing", lambda ids: True)
     monkeypatch.setattr(DocumentTables, "__init__", begun)
     case = CASES[name]
     mask = mask_of(case)
@@ -184,7 +186,7 @@ def test_other_tiles_of_the_same_documents() -> None:
 @pytest.mark.parametrize("ways", [(False, 1), (True, 2), (True, 3, True), (False, 3, True)], ids=str)
 def test_keys_by_descriptors(ways: tuple, launched: list, monkeypatch: pytest.MonkeyPatch) -> None:
     """Descriptors of all of storage, where the tile behind a document's last one holds keys of the next."""
-    monkeypatch.setattr(config, "ways_of", lambda *_: config.Ways(*ways))
+    monkeypatch.setattr(tile_config, "ways_of", lambda *_: tile_config.Ways(*ways))
     for name in ("documents", "ids of each entry"):
         case = CASES[name]
         mask = mask_of(case)
@@ -204,9 +206,9 @@ def test_the_plan_says_so() -> None:
     q, k, v = cases.inputs("normal", cases.Shape(1, 2, 1, LENGTH, LENGTH, 16, 16), torch.float32, 0)[:3]
     for name, says in (("causal", True), ("ids that come back", True), (None, False)):
         mask = masks.causal() if name is None else mask_of(CASES[name])
-        problem = check.flex_problem(q, k, v, None, block_mask(Case(), mask), None, None, None, True, None, False, False, False)
+        problem = flex.flex_problem(q, k, v, None, block_mask(Case(), mask), None, None, None, True, None, False, False, False)
         for splits, wanted in ((1, says), (2, False)):
-            made = plan.choose(problem, hardware.of("cpu"), "triton", {"num_splits": splits})
+            made = planner.choose(problem, hardware.of("cpu"), "triton", {"num_splits": splits})
             assert any("documents" in line for line in made.why) is wanted
 
 

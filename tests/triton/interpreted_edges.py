@@ -249,13 +249,13 @@ def test_12_rows_that_see_the_sink_alone() -> None:
 
 def test_12_documents_as_sequences() -> None:
     """Keys of another document lie beside a document's own; ids that come back are run by lists."""
-    from anyattn import check
+    from anyattn.validate import flex
 
     ids = torch.repeat_interleave(torch.tensor([4, 1, 3]), torch.tensor([20, 21, 15]))
     for one in (ids, torch.where(torch.arange(56) < 50, ids, 4)):
         mask = lambda b, h, i, j, one=one: (one[i] == one[j]) & (i >= j)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(check, "row_ranges", lambda _: None)
+            patch.setattr(flex, "row_ranges", lambda _: None)
             lists = anyattn.create_block_mask(mask, None, None, 56, 56, device="cpu", BLOCK_SIZE=16)
             for plant in (seeing.keys, seeing.queries):
                 seeing.judge(spoilt(1, 2, 1, 56, 56, 16, 16), plant, mask, block_mask=lists)

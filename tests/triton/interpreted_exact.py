@@ -22,11 +22,13 @@ from triton.runtime import interpreter
 sys.path.insert(0, str(Path(__file__).parent.parent / "end_to_end"))
 
 import anyattn
-from anyattn import check, masks, oracle
-from anyattn.backends.triton import backward_pass, exact, functions
-from anyattn.backends.triton.interpreter import mend
+from anyattn import masks, oracle
+from anyattn.backends.triton import backward_pass, deterministic_sum
 from anyattn.testing import budget, cases
 from anyattn.testing.rounding import rounding
+from anyattn.triton_tools import device_math
+from anyattn.triton_tools.interpreter import mend
+from anyattn.validate import flex
 
 INF, NAN = math.inf, math.nan
 BLOCK, LENGTH = 32, 40
@@ -36,7 +38,7 @@ BLOCK, LENGTH = 32, 40
 def send(numbers, places, sums, stride: tl.int64, planes: tl.int64, count, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     x, place = tl.load(numbers + at, mask=at < count, other=0.0), tl.load(places + at, mask=at < count, other=0)
-    functions.send_exact((sums, stride, planes), place, x, at < count)
+    device_math.send_exact((sums, stride, planes), place, x, at < count)
 
 
 def summed(
@@ -44,9 +46,9 @@ def summed(
 ) -> torch.Tensor:
     """The sums of the float32 ``numbers`` of each of ``entries``. additions: that an entry may have."""
     mend()
-    sums = exact.zeros((entries,), additions or len(numbers), torch.device("cpu"))
+    sums = deterministic_sum.zeros((entries,), additions or len(numbers), torch.device("cpu"))
     send[(-(-len(numbers) // BLOCK),)](numbers, places, sums, *sums.stride()[-1:], sums.shape[-1], len(numbers), BLOCK=BLOCK)
-    return exact.read(sums, dtype)
+    return deterministic_sum.read(sums, dtype)
 
 
 def magnitudes(count: int, seed: int = 0) -> torch.Tensor:
@@ -83,7 +85,7 @@ def test_what_cancels_leaves_the_rest() -> None:
 @pytest.mark.parametrize("additions", [1, 2, 3, 64, 65])
 def test_as_many_terms_as_were_announced_find_room(additions: int) -> None:
     """All of them as great as a plane takes, of both ends of every plane: an entry for each."""
-    width = math.ceil(254 / (exact.planes_for(additions) - 3))
+    width = math.ceil(254 / (deterministic_sum.planes_for(additions) - 3))
     exponents = sorted({e for plane in range(0, 240, width) for e in (plane, plane + width - 1)})
     greatest = torch.tensor([sign * (2.0**24 - 1) * 2.0 ** (e - 149) for e in exponents for sign in (1, -1)])
     terms = greatest.float().repeat(additions)
@@ -192,14 +194,14 @@ def judge(name: str, dtype: torch.dtype, found: list[torch.Tensor]) -> None:
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """How many sums of whole numbers were read."""
-    read, found = exact.read, [0]
+    read, found = deterministic_sum.read, [0]
 
     def reading(*given: Any) -> torch.Tensor:
         found[0] += 1
         return read(*given)
 
-    monkeypatch.setattr(exact, "read", reading)
-    assert backward_pass.exact is exact
+    monkeypatch.setattr(deterministic_sum, "read", reading)
+    assert backward_pass.exact is deterministic_sum
     yield found
 
 
@@ -272,10 +274,10 @@ def test_how_many_terms_an_entry_may_have() -> None:
     ):  # fmt: skip
         table = torch.zeros(size).requires_grad_()
         q, k = torch.zeros(*shape[:3], 8), torch.zeros(3, 5, 11, 8)
-        problem = check.flex_problem(q, k, k, score(table), None, None, None, None, False, None, False, False, True)
-        found = exact.additions_of(problem, [0]).get(0)
+        problem = flex.flex_problem(q, k, k, score(table), None, None, None, None, False, None, False, False, True)
+        found = deterministic_sum.additions_of(problem, [0]).get(0)
         assert found == terms or (terms is None and found in (None, 2)), (size, found)
-        assert not exact.additions_of(problem.like(deterministic=False), [0])
+        assert not deterministic_sum.additions_of(problem.like(deterministic=False), [0])
 
 
 def test_what_finds_no_room_is_anothers() -> None:

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 import anyattn
-from anyattn import masks, ops
+from anyattn import masks
+from anyattn.custom_ops import flex as ops
 from anyattn.testing import cases
 
 NAMES = ("q", "k", "v", "captured")

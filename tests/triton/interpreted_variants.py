@@ -15,8 +15,9 @@ from calls import judge, results
 
 import anyattn
 from anyattn import masks
-from anyattn.backends.triton import launch, layout, run
+from anyattn.backends.triton import api, launch_shape
 from anyattn.testing import cases
+from anyattn.triton_tools import launch
 
 NAMES = {"ids": lambda x: str(x).removeprefix("torch.")}
 
@@ -57,8 +58,8 @@ def test_ladder(name, dtype):
 def test_heads_that_share_tiles_unevenly(ratio, packed, splits, monkeypatch):
     """71 heads are 24, 24 and 23; each sees other keys than its neighbours, and the next K/V head's are others again."""
     q, k, v = qkv(1, 2 * ratio, 2, 1, 70, 16, 16)
-    slopes, real, seen = torch.linspace(-1, 1, 2 * ratio, dtype=torch.float64), run._launch, []
-    monkeypatch.setattr(run, "_launch", lambda form, plan, target: (seen.append(plan.heads_per_tile), real(form, plan, target))[1])
+    slopes, real, seen = torch.linspace(-1, 1, 2 * ratio, dtype=torch.float64), api._launch, []
+    monkeypatch.setattr(api, "_launch", lambda form, plan, target: (seen.append(plan.heads_per_tile), real(form, plan, target))[1])
     options = {"kernel_options": {"num_splits": splits}, "sink": slopes.float()}
     judge(q, k, v, mask=lambda b, h, i, j: j <= 69 - h % 50, score=lambda s, b, h, i, j: s + slopes[h] * j * 0.1, **options)
     assert set(seen) == {packed}
@@ -68,7 +69,7 @@ def test_heads_that_share_tiles_unevenly(ratio, packed, splits, monkeypatch):
 def test_more_entries_than_an_axis_has_room_for(rows, packs, monkeypatch):
     """They are the first axis of every launch's grid then, forward and backward."""
     grids, real = [], launch._launch
-    monkeypatch.setattr(layout, "MOST_BLOCKS", 2)
+    monkeypatch.setattr(launch_shape, "MOST_BLOCKS", 2)
     monkeypatch.setattr(launch, "_launch", lambda kernel, grid, *more: (grids.append(grid), real(kernel, grid, *more))[1])
     judge(*qkv(3, 4, 2, rows, 40, 16, 16), mask=lambda b, h, i, j: j - b <= i + 30 - rows // 2, sink=torch.zeros(4))
     assert len(grids) == 4 and {grid[0] for grid in grids} == {3} and grids[0][1] == (2 if packs else 4), grids
@@ -178,11 +179,11 @@ def test_deterministic_reruns_agree_bitwise(name):
 
 
 def in_turn(monkeypatch, together):
-    from anyattn import recall
     from anyattn.backends.triton import backward_pass
+    from anyattn.call_cache import attention
 
     monkeypatch.setattr(backward_pass, "heads_in_turn", lambda *about: together)
-    recall.clear()
+    attention.clear()
 
 
 @pytest.mark.parametrize("name", ["causal", "sink"])

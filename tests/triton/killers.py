@@ -204,15 +204,16 @@ def documents() -> None:
     """Launched as sequences and by lists, of which one sends nothing into the table's gradient."""
     from unittest import mock
 
-    from anyattn import check, recall
-    from anyattn.sparsity.documents import DocumentTables
+    from anyattn.call_cache import attention
+    from anyattn.documents.rewrite import DocumentTables
+    from anyattn.validate import flex as check
 
     ids = torch.repeat_interleave(torch.tensor([4, 1, 3]), torch.tensor([20, 19, 1]))
     table = torch.linspace(-1, 1, 40, dtype=torch.float64)
     for one in (ids, torch.where(torch.arange(40) < 37, ids, 4)):  # the first is documents, in the other one of them comes back
         mask = lambda b, h, i, j, one=one: (one[i] == one[j]) & (i >= j)
         with mock.patch.object(check, "row_ranges", lambda _: None), mock.patch.object(DocumentTables, "answer", lambda _: None):
-            recall.clear()
+            attention.clear()
             lists = anyattn.create_block_mask(mask, None, None, 40, 40, device="cpu", BLOCK_SIZE=16)
             score = lambda s, b, h, i, j: s + table[abs(i - j)]
             judge(*qkv(1, 2, 1, 40, 40, 16, 16), score=score, captured=[table], mask=mask, block_mask=lists)

@@ -74,7 +74,7 @@ def test_every_variant(variant: str, capability: tuple[int, int]) -> None:
 
 def test_many_values_leave_registers_to_spare() -> None:
     """Whose loops spilled in the tables' tiles has others; of what was measured on a GPU every tile is the table's."""
-    from anyattn.backends.triton.config import Shape, Tiles, backward_tiles, forward_tiles
+    from anyattn.backends.triton.tile_config import Shape, Tiles, backward_tiles, forward_tiles
 
     bf16 = torch.bfloat16
     gated, softcap, listed = Shape(64, 64, bf16, True, 1, has_pairs=True), Shape(64, 64, bf16, True), Shape(64, 64, bf16, asks=True)
@@ -109,15 +109,18 @@ def test_few_rows(rows: int) -> None:
 @pytest.mark.parametrize("capability", [(7, 5), *GENERATIONS, *SMALL_ONES, (12, 0), (99, 9), None], ids=str)
 def test_tiles_fit_every_device(capability: tuple[int, int] | None, dtype: torch.dtype) -> None:
     """By the configurations' own account, for every head dimension."""
-    from anyattn.backends.triton import config
+    from anyattn.backends.triton import tile_config
 
-    widths = sorted({config.padded(d) for d in range(1, 257)})
+    widths = sorted({tile_config.padded(d) for d in range(1, 257)})
     for d, dv, has_score in itertools.product(widths, widths, (False, True)):
-        shape = config.Shape(d, dv, dtype, has_score)
+        shape = tile_config.Shape(d, dv, dtype, has_score)
         for rows in (1, 16, 64, 65, 10_000):
-            assert config.fits("forward", config.forward_tiles(shape, capability, rows, rows <= 64), shape, capability), (shape, rows)
+            assert tile_config.fits("forward", tile_config.forward_tiles(shape, capability, rows, rows <= 64), shape, capability), (
+                shape,
+                rows,
+            )
         # what is too wide for a small device, the backend says it does not support
-        is_too_wide = dtype.itemsize == 4 and max(d, dv) > 128 and config.shared_memory(capability) <= 64 << 10
-        for name, tiles in config.backward_tiles(shape, capability).items():
-            assert is_too_wide or config.fits(name, tiles, shape, capability), (shape, name)
-            assert config.reason_against(name, tiles, shape, capability) is None or is_too_wide
+        is_too_wide = dtype.itemsize == 4 and max(d, dv) > 128 and tile_config.shared_memory(capability) <= 64 << 10
+        for name, tiles in tile_config.backward_tiles(shape, capability).items():
+            assert is_too_wide or tile_config.fits(name, tiles, shape, capability), (shape, name)
+            assert tile_config.reason_against(name, tiles, shape, capability) is None or is_too_wide

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from anyattn import check
+from anyattn.validate import flex
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 if importlib.util.find_spec("triton") is not None:
@@ -89,14 +89,14 @@ DIMS = (
 @pytest.mark.parametrize("capability", GPUS, ids=str)
 def test_tiles_fit(capability: tuple[int, int]) -> None:
     """Every default and candidate that calls itself fitting, without compiling; and none outgrows the threads of a block."""
-    from anyattn.backends.triton import config
+    from anyattn.backends.triton import tile_config
 
     for d, dv, dtype in itertools.product((16, 64, 128, 256), (16, 64, 256), (torch.float32, torch.bfloat16)):
         for has_score, columns in itertools.product((False, True), (0, 4)):
-            shape = config.Shape(d, dv, dtype, has_score, columns)
-            for (rows, is_short, group), name in itertools.product(((1, True, 1), (64, True, 8), (4096, False, 1)), config.PASSES):
-                for tiles in config.candidates(name, shape, capability, rows, is_short, group):
-                    assert config.fits(name, tiles, shape, capability) and min(tiles.tile_m, tiles.tile_n) >= 16
+            shape = tile_config.Shape(d, dv, dtype, has_score, columns)
+            for (rows, is_short, group), name in itertools.product(((1, True, 1), (64, True, 8), (4096, False, 1)), tile_config.PASSES):
+                for tiles in tile_config.candidates(name, shape, capability, rows, is_short, group):
+                    assert tile_config.fits(name, tiles, shape, capability) and min(tiles.tile_m, tiles.tile_n) >= 16
 
 
 @pytest.mark.parametrize(
@@ -116,8 +116,8 @@ def test_tiles_fit(capability: tuple[int, int]) -> None:
 )
 def test_what_the_compiler_makes_of_the_tiles(capability, at, backward) -> None:  # type: ignore[no-untyped-def]
     """The formula for shared memory is at least what is taken, and what is taken is there."""
-    from anyattn.backends.triton import config
-    from anyattn.backends.triton.styles import shape_of
+    from anyattn.backends.triton import tile_config
+    from anyattn.backends.triton.codegen.assumptions import shape_of
 
     d, dv, dtype = DIMS[at]
     problem = ahead.problem_of(SCORES["alibi"], lambda b, h, q, k: q >= k, dim=d, dim_v=dv, dtype=dtype, has_grad=backward)
@@ -126,10 +126,10 @@ def test_what_the_compiler_makes_of_the_tiles(capability, at, backward) -> None:
         if "TILE_N" not in options:
             continue
         name = "forward" if not backward else "dkdv" if "IS_GROUPED" in options else "dq"
-        tiles = config.Tiles(options["TILE_M"], options["TILE_N"], options["num_warps"], options["num_stages"])
+        tiles = tile_config.Tiles(options["TILE_M"], options["TILE_N"], options["num_warps"], options["num_stages"])
         kernel = ahead.compiled(launch, capability)
-        needed = config.needed(name, tiles, shape_of(problem), capability)
-        assert kernel.metadata.shared <= needed <= config.shared_memory(capability), (name, tiles)
+        needed = tile_config.needed(name, tiles, shape_of(problem), capability)
+        assert kernel.metadata.shared <= needed <= tile_config.shared_memory(capability), (name, tiles)
         assert ahead.spilled(launch, capability, kernel) <= ahead.MOST_SPILLED, (name, tiles)
 
 
@@ -138,8 +138,8 @@ def test_gradients_of_pairs_and_distances_find_their_room(tmp_path: Path, monkey
     assembled: only the memory counts."""
     from triton.backends.nvidia.compiler import CUDABackend
 
-    from anyattn.backends.triton import config
-    from anyattn.backends.triton.styles import shape_of
+    from anyattn.backends.triton import tile_config
+    from anyattn.backends.triton.codegen.assumptions import shape_of
 
     monkeypatch.setattr(CUDABackend, "make_cubin", lambda *about: b"")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # which nobody may find them in
@@ -149,9 +149,9 @@ def test_gradients_of_pairs_and_distances_find_their_room(tmp_path: Path, monkey
         problem = ahead.problem_of(score, lambda b, h, q, k: q >= k, dim=dim, has_grad=True)
         launch = next(x for x in ahead.launches(problem, capability, backward=True) if "SLOT_M" in x.options)
         options = launch.options
-        tiles = config.Tiles(options["TILE_M"], options["TILE_N"], options["num_warps"], options["num_stages"])
-        taken, needed = ahead.compiled(launch, capability).metadata.shared, config.needed("dq", tiles, shape_of(problem), capability)
-        assert taken <= needed <= config.shared_memory(capability), (capability, dim, tiles, taken, needed)
+        tiles = tile_config.Tiles(options["TILE_M"], options["TILE_N"], options["num_warps"], options["num_stages"])
+        taken, needed = ahead.compiled(launch, capability).metadata.shared, tile_config.needed("dq", tiles, shape_of(problem), capability)
+        assert taken <= needed <= tile_config.shared_memory(capability), (capability, dim, tiles, taken, needed)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -175,10 +175,10 @@ def test_calls_of_documents(capability: tuple[int, int], monkeypatch: pytest.Mon
     """Both forms of each kernel, as they are launched until it is known which of them has nothing to do: they fit, that of sequences spills
     nothing, and the other one reads its guard before anything else."""
     import anyattn
-    from anyattn.backends.triton import config
-    from anyattn.sparsity.documents import DocumentTables
+    from anyattn.backends.triton import tile_config
+    from anyattn.documents.rewrite import DocumentTables
 
-    monkeypatch.setattr(check, "row_ranges", lambda mask: None)  # as on a GPU: lists beside the mask
+    monkeypatch.setattr(flex, "row_ranges", lambda mask: None)  # as on a GPU: lists beside the mask
     monkeypatch.setattr(DocumentTables, "answer", lambda self: None)
     ids = torch.arange(256) // 100
     lists = anyattn.create_block_mask(lambda b, h, q, k: (ids[q] == ids[k]) & (q >= k), None, None, 256, 256, device="cpu")
@@ -188,7 +188,7 @@ def test_calls_of_documents(capability: tuple[int, int], monkeypatch: pytest.Mon
     assert ways == [(True, False), (False, True), *[(True, False)] * 3, *[(False, True)] * 3]
     for launch in made if capability == (9, 0) else made[:2]:
         kernel = ahead.compiled(launch, capability)
-        assert kernel.metadata.shared <= config.shared_memory(capability)
+        assert kernel.metadata.shared <= tile_config.shared_memory(capability)
         if not launch.options["HAS_GUARD"]:
             assert ahead.spilled(launch, capability, kernel) <= ahead.MOST_SPILLED
         else:
@@ -212,43 +212,43 @@ def test_entries_of_every_dtype(dtype: torch.dtype) -> None:
 
 def test_what_fits_no_tile_is_not_supported(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call that no block's shared memory can hold is somebody else's, and says why."""
-    from anyattn.backends.triton import config, supports
+    from anyattn.backends.triton import plan, tile_config
 
     wide = ahead.problem_of(dim=256, dtype=torch.float32)
-    assert supports.reason_against(wide) is None and supports.reason_against_backward(wide) is None
-    monkeypatch.setattr(config, "capability_of", lambda device: (7, 5))
-    assert supports.reason_against_backward(ahead.problem_of(dim=128)) is None
-    assert "a block has 64" in str(supports.reason_against_backward(wide))
+    assert plan.reason_against(wide) is None and plan.reason_against_backward(wide) is None
+    monkeypatch.setattr(tile_config, "capability_of", lambda device: (7, 5))
+    assert plan.reason_against_backward(ahead.problem_of(dim=128)) is None
+    assert "a block has 64" in str(plan.reason_against_backward(wide))
 
 
 def test_what_no_grid_has_room_for_is_not_supported() -> None:
     """A launch with more than 65,535 heads fails in the driver, and so does that which lists tiles of as many entries."""
-    from anyattn import hardware, plan
-    from anyattn.backends.triton import supports
+    from anyattn import hardware, planner
+    from anyattn.backends.triton import plan
     from anyattn.errors import BackendError
 
     def problem(batch: int, heads: int):  # type: ignore[no-untyped-def]
         q = torch.zeros(1, 1, 1, 1).expand(batch, heads, 1, 16).contiguous()
-        return check.flex_problem(q, q, q, None, None, None, None, None, False, None, True, False, False)
+        return flex.flex_problem(q, q, q, None, None, None, None, None, False, None, True, False, False)
 
     machine = hardware.Hardware("cuda", "a GPU", 0, frozenset(), (8, 0), 108)
     uneven = lambda b, h, i, j: (b + i) % 3 > j % 2
-    listed = check.flex_problem(*[problem(65536, 1).q] * 3, None, None, uneven, None, None, False, None, True, False, False)
-    assert supports.reason_against(problem(1, 65535)) is None
+    listed = flex.flex_problem(*[problem(65536, 1).q] * 3, None, None, uneven, None, None, False, None, True, False, False)
+    assert plan.reason_against(problem(1, 65535)) is None
     for asked in (listed, problem(1, 65536)):
-        assert "65536" in str(supports.reason_against(asked)) and "65536" in str(supports.reason_against_backward(asked))
-        assert plan.choose(asked, machine).backend == "torch"
+        assert "65536" in str(plan.reason_against(asked)) and "65536" in str(plan.reason_against_backward(asked))
+        assert planner.choose(asked, machine).backend == "torch"
         with pytest.raises(BackendError, match=r"65536 .* 65535: call it on parts"):
-            plan.choose(asked, machine, "triton")
+            planner.choose(asked, machine, "triton")
     packed = torch.zeros(70000, 1, 16)
-    from anyattn.check_flash import Options, problem_of
-    from anyattn.check_lengths import offset_unread, unread_sequences
-    from anyattn.geometry.stored import LengthTables
+    from anyattn.sequences.unread_varlen import LengthTables
+    from anyattn.validate.flash import Options, problem_of
+    from anyattn.validate.sequences import offset_unread, unread_sequences
 
     ends = torch.arange(70001, dtype=torch.int32)
     sequences = unread_sequences(packed, packed, LengthTables(ends, ends, None, None), (1, 1), None)
     of_one_token_each = problem_of(packed, packed, packed, sequences, Options(), offset_unread(sequences, False))
-    assert of_one_token_each.batch == 70000 and supports.reason_against(of_one_token_each) is None
+    assert of_one_token_each.batch == 70000 and plan.reason_against(of_one_token_each) is None
 
 
 @pytest.mark.parametrize(
@@ -258,7 +258,7 @@ def test_what_no_grid_has_room_for_is_not_supported() -> None:
 def test_any_number_of_heads_shares_tiles(capability: tuple[int, int], ratio: int, packed: int, tiles: int) -> None:
     """As few tiles as hold a group's heads, for each reads all keys; also of a number that nothing divides."""
     q, k = torch.zeros(1, 2 * ratio, 1, 64, dtype=torch.bfloat16), torch.zeros(1, 2, 256, 64, dtype=torch.bfloat16)
-    problem = check.flex_problem(q, k, k, None, None, None, None, None, True, None, True, False, False)
+    problem = flex.flex_problem(q, k, k, None, None, None, None, None, True, None, True, False, False)
     plan = ahead.planned(problem, capability, {"num_splits": 1})
     (launch,) = ahead.launches(problem, capability, {"num_splits": 1})
     assert plan.heads_per_tile == packed and launch.grid[1] == 2 * tiles
@@ -268,28 +268,30 @@ def test_any_number_of_heads_shares_tiles(capability: tuple[int, int], ratio: in
 def test_launches_are_caught_in_one_place() -> None:
     """A module that had these names of its own would go on asking the machine it runs on."""
     from anyattn.backends import triton as backend
-    from anyattn.backends.triton import config, styles
+    from anyattn.backends.triton import tile_config
+    from anyattn.backends.triton.codegen import assumptions
 
     modules = [importlib.import_module(f"{backend.__name__}.{m.name}") for m in pkgutil.iter_modules(backend.__path__)]
-    for name, home in (("capability_of", config), ("is_nvidia", styles)):
+    for name, home in (("capability_of", tile_config), ("is_nvidia", assumptions)):
         assert [m.__name__ for m in modules if hasattr(m, name)] == [home.__name__]
 
 
 def test_few_rows_are_as_many_to_the_kernel() -> None:
     """Few rows have a sum for each column, and registers for each key's place: the compiler is asked for both by the same number."""
-    from anyattn.backends.triton import config, forward_kernel
+    from anyattn.backends.triton import tile_config
+    from anyattn.backends.triton.kernels import forward
 
-    numbers = [x.value for name, x in vars(forward_kernel).items() if name.startswith("_FEW")]
-    assert numbers == [config.FEW] and "constexpr(FEW)" in Path(forward_kernel.__file__).read_text()
+    numbers = [x.value for name, x in vars(forward).items() if name.startswith("_FEW")]
+    assert numbers == [tile_config.FEW] and "constexpr(FEW)" in Path(forward.__file__).read_text()
     rows = [16, 32, 64, 128]
-    assert [config.row_sums(m, 64, torch.bfloat16) == 64 for m in rows] == [m <= config.FEW for m in rows]
+    assert [tile_config.row_sums(m, 64, torch.bfloat16) == 64 for m in rows] == [m <= tile_config.FEW for m in rows]
 
 
 @pytest.mark.parametrize("rows", [1, 200])
 def test_any_number_of_entries(rows: int) -> None:
     """Windows of an image, say: beyond its first axis a grid has 65,535 places."""
     q, k = (torch.zeros(1, dtype=torch.bfloat16).expand(70000, 1, n, 16) for n in (rows, 200))
-    problem = check.flex_problem(q, k, k, None, None, None, None, None, False, None, True, False, False)
+    problem = flex.flex_problem(q, k, k, None, None, None, None, None, False, None, True, False, False)
     (launch,) = ahead.launches(problem, (9, 0))
     assert launch.grid[0] == 70000 and max(launch.grid[1:]) < 65536 and launch.given[launch.kernel.arg_names.index("together")] == -1
 
@@ -315,18 +317,18 @@ def test_loads_are_wide_where_rows_are_aligned() -> None:
 
 def test_gradients_by_distance_are_summed_first() -> None:
     """What has an entry for each distance sends a fifth of its tiles' scores, and the product that sums them finds its shared memory."""
-    from anyattn.backends.triton import config
-    from anyattn.backends.triton.styles import shape_of
+    from anyattn.backends.triton import tile_config
+    from anyattn.backends.triton.codegen.assumptions import shape_of
 
     table = torch.zeros(4, 256, requires_grad=True)
     problem = ahead.problem_of(lambda s, b, h, q, k: s + table[h, torch.abs(q - k)], dim=128, has_grad=True)
     launch = next(x for x in ahead.launches(problem, (9, 0), backward=True) if "dq_tile" in x.kernel.fn.__code__.co_filename)
-    tile = config.backward_tiles(shape_of(problem), (9, 0))["dq"]
+    tile = tile_config.backward_tiles(shape_of(problem), (9, 0))["dq"]
     kernel = ahead.compiled(launch, (9, 0))
     each = tile.tile_m * tile.tile_n / (32 * tile.num_warps)
     loops = [ops for ops in ahead.machine_loops(kernel.asm["cubin"]) if any("HGMMA" in op for op in ops)]
     assert loops and all(sum(op.startswith(("RED", "ATOM")) for op in ops) <= each / 4 for ops in loops)
-    assert kernel.metadata.shared <= config.needed("dq", tile, shape_of(problem), (9, 0))
+    assert kernel.metadata.shared <= tile_config.needed("dq", tile, shape_of(problem), (9, 0))
     assert ahead.spilled(launch, (9, 0), kernel) <= ahead.MOST_SPILLED
 
 
@@ -334,7 +336,7 @@ def test_gradients_by_distance_are_summed_first() -> None:
 def test_deterministic_gradients_of_captured_tensors(capability: tuple[int, int]) -> None:
     """They are added as whole numbers, by diagonals and one by one, in kernels that find their shared memory and registers; nothing else
     is, and a call that is not deterministic has none of it."""
-    from anyattn.backends.triton import config
+    from anyattn.backends.triton import tile_config
 
     table, pairs = torch.zeros(4, 512, requires_grad=True), torch.zeros(256, 256, requires_grad=True)
     mods = (lambda s, b, h, q, k: s + table[h, q - k + 256], lambda s, b, h, q, k: s + pairs[q, k])
@@ -348,7 +350,7 @@ def test_deterministic_gradients_of_captured_tensors(capability: tuple[int, int]
             kernel = ahead.compiled(launch, capability)
             sent = {found.group(1) for found in re.finditer(r"(?:red|atom)\.[a-z.]*add\.(?:noftz\.)?([a-z0-9]+)", kernel.asm["ptx"])}
             assert sent == ({"u64"} if is_deterministic else {"f32"}), sent
-            assert kernel.metadata.shared <= config.shared_memory(capability)
+            assert kernel.metadata.shared <= tile_config.shared_memory(capability)
             assert ahead.spilled(launch, capability, kernel) <= ahead.MOST_SPILLED
             if is_deterministic:
                 assert ahead.compiled(made[-1], capability).metadata.shared == 0
@@ -389,7 +391,7 @@ def test_known_kernels_are_launched_directly(monkeypatch: pytest.MonkeyPatch) ->
     """The second launch of the same kind goes past Triton's launcher, one of another dtype does not."""
     from types import SimpleNamespace
 
-    from anyattn.backends.triton import launch
+    from anyattn.triton_tools import launch
 
     calls: list[tuple] = []
 
@@ -474,7 +476,7 @@ def test_the_backward_of_a_band() -> None:
     """Rows that see a band of keys have tiles of their own, and one loop visits full and partial tiles: what only the partial ones ask is
     in a branch, before which and after which products are in flight as in a loop without."""
     from anyattn import masks
-    from anyattn.backends.triton.programs import program_of
+    from anyattn.backends.triton.codegen.programs import program_of
 
     bands = {"window": masks.sliding_window(100, 0), "sink": masks.sink_window(8, 100), "chunks": masks.chunked(64)}
     others = {"causal": masks.causal(), "prefix": masks.prefix_lm(30), "none": None, "after": lambda b, h, q, k: k >= q}

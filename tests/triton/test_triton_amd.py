@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from anyattn import hardware, plan
+from anyattn import hardware, planner
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 if importlib.util.find_spec("triton") is not None:
@@ -52,9 +52,9 @@ def test_what_nvidia_has_is_in_no_text() -> None:
 def test_the_hopper_kernel_is_not_for_them() -> None:
     """An MI200's capability is 9.0 too."""
     machine = hardware.Hardware("cuda", "AMD Instinct MI210", 0, frozenset(), (9, 0), 104)
-    plan._reason_against_hopper.cache_clear()
+    planner._reason_against_hopper.cache_clear()
     try:
         with ahead.as_amd(), mock.patch.object(importlib.util, "find_spec", lambda name: object()):
-            assert "NVIDIA" in str(plan._reason_against_hopper(machine)) and plan._reason_against_triton(machine) is None
+            assert "NVIDIA" in str(planner._reason_against_hopper(machine)) and planner._reason_against_triton(machine) is None
     finally:
-        plan._reason_against_hopper.cache_clear()
+        planner._reason_against_hopper.cache_clear()

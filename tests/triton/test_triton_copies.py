@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import anyattn
-from anyattn import check
+from anyattn.validate import flex
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 if importlib.util.find_spec("triton") is not None:
@@ -32,7 +32,7 @@ MODS: dict[str, tuple[tuple[int, ...], Callable[..., Any]]] = {
 def launched(table: torch.Tensor, mod: Any, dtype: torch.dtype, gpu: tuple[int, int] = (9, 0)) -> ahead.Launch:
     """The kernel that adds up the table's gradient."""
     q, k, v = (torch.zeros(1, 4, LENGTH, 128, dtype=dtype, requires_grad=True) for _ in range(3))
-    problem = check.flex_problem(q, k, v, mod(table), None, None, None, None, False, None, True, False, False)
+    problem = flex.flex_problem(q, k, v, mod(table), None, None, None, None, False, None, True, False, False)
     (found,) = [one for one in ahead.launches(problem, gpu, backward=True) if "dq_tile" in one.kernel.fn.__code__.co_filename]
     return found
 
@@ -78,8 +78,8 @@ def test_they_find_their_room(name: str, tmp_path: Path, monkeypatch: pytest.Mon
     """What is brought into another layout, and what sums a whole tile. Nothing is assembled: only the memory counts."""
     from triton.backends.nvidia.compiler import CUDABackend
 
-    from anyattn.backends.triton import config
-    from anyattn.backends.triton.styles import shape_of
+    from anyattn.backends.triton import tile_config
+    from anyattn.backends.triton.codegen.assumptions import shape_of
 
     monkeypatch.setattr(CUDABackend, "make_cubin", lambda *about: b"")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # which nobody may find them in
@@ -92,6 +92,6 @@ def test_they_find_their_room(name: str, tmp_path: Path, monkeypatch: pytest.Mon
         problem = ahead.problem_of(score, lambda b, h, q, k: q >= k, dim=dim, dtype=dtype, has_grad=True)
         launch = next(x for x in ahead.launches(problem, gpu, backward=True) if "SLOT_M" in x.options)
         options = launch.options
-        tiles = config.Tiles(options["TILE_M"], options["TILE_N"], options["num_warps"], options["num_stages"])
-        taken, needed = ahead.compiled(launch, gpu).metadata.shared, config.needed("dq", tiles, shape_of(problem), gpu)
-        assert taken <= needed <= config.shared_memory(gpu), (gpu, dim, tiles, taken, needed)
+        tiles = tile_config.Tiles(options["TILE_M"], options["TILE_N"], options["num_warps"], options["num_stages"])
+        taken, needed = ahead.compiled(launch, gpu).metadata.shared, tile_config.needed("dq", tiles, shape_of(problem), gpu)
+        assert taken <= needed <= tile_config.shared_memory(gpu), (gpu, dim, tiles, taken, needed)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from anyattn import check
+from anyattn.validate import flex
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 if importlib.util.find_spec("triton") is not None:
@@ -28,7 +28,7 @@ def key_of(launch: Any) -> tuple:
 
 def keys_of(draws: int, capability: tuple[int, int], width: int, backward: bool = False) -> set[tuple]:
     """The draws of the probe ``compilations-triton`` of ``benchmarks.gpu``. backward: what launches gradients, with a score mod's."""
-    from anyattn.backends.triton import backward_pass, run
+    from anyattn.backends.triton import api, backward_pass
 
     pick, mask, found = random.Random(0), windowed(width), set()
     slopes = torch.full((12,), 0.01 * width, requires_grad=True)
@@ -39,10 +39,10 @@ def keys_of(draws: int, capability: tuple[int, int], width: int, backward: bool 
             sizes = [(heads_kv * ratio, pick.randint(1, 400)), *[(heads_kv, pick.randint(1, 400))] * 2]
             batch = pick.randint(1, 3)
             q, k, v = (torch.empty(batch, h, s, 128, dtype=torch.bfloat16, requires_grad=backward) for h, s in sizes)
-            problem = check.flex_problem(q, k, v, score, None, mask, None, None, ratio > 1, None, backward, False, False)
+            problem = flex.flex_problem(q, k, v, score, None, mask, None, None, ratio > 1, None, backward, False, False)
             chosen = ahead.planned(problem, capability)
             made.clear()
-            result = run.forward(problem, chosen)
+            result = api.forward(problem, chosen)
             if backward:
                 assert result.lse is not None
                 made.clear()
@@ -69,11 +69,11 @@ def test_gradients_share_their_kernels() -> None:
 def keys_of_sequences(draws: int, width: int, page_size: int = 0) -> set[tuple]:
     """Of packed sequences, forward and backward; or, with pages, of decoding steps."""
     import anyattn
-    from anyattn import check_lengths
+    from anyattn.validate import sequences
 
     pick, found = random.Random(1), set()
     with ahead.on((9, 0)) as made, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(check_lengths, "takes_their_word", lambda device, validate: True)
+        patch.setattr(sequences, "takes_their_word", lambda device, validate: True)
         for _ in range(draws):
             made.clear()
             batch, ratio = pick.randint(1, 5), pick.choice((1, 2, 4))

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import anyattn
-from anyattn import check_lengths, masks
+from anyattn import masks
+from anyattn.validate import sequences
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 if importlib.util.find_spec("triton") is not None:
@@ -55,15 +56,15 @@ class Allocations(TorchDispatchMode):
 @contextmanager
 def as_on_a_gpu() -> Iterator[Allocations]:
     """CPU tensors are taken for an H200's; a mask's tiles are listed by the backend's kernels, and no kernel is launched."""
-    from anyattn.backends.triton import tile_lists
     from anyattn.sparsity import block_mask, compute
+    from anyattn.sparsity.kernels import block_lists
 
     def listed(*about: Any, **options: Any) -> Any:
-        found = tile_lists.list_tiles(*about, **{"separate_full": True} | options)
+        found = block_lists.list_tiles(*about, **{"separate_full": True} | options)
         return found and tuple(None if t is None else t.zero_() for t in found)  # what nothing has filled would be refused
 
     with pytest.MonkeyPatch.context() as patch, ahead.on((9, 0)), Allocations() as found:
-        patch.setattr(check_lengths, "takes_their_word", lambda device, validate: validate is not True)
+        patch.setattr(sequences, "takes_their_word", lambda device, validate: validate is not True)
         for module in (compute, block_mask):
             patch.setattr(module, "device_lists", listed)
         yield found

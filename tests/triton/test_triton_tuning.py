@@ -13,16 +13,18 @@ import torch
 from test_cli import call
 
 import anyattn
-from anyattn import check, check_lengths, disk_cache, hardware, plan
+from anyattn import disk_cache, hardware, planner
 from anyattn.disk_cache import DiskCache
 from anyattn.explanation import Explanation
 from anyattn.plan import Plan
+from anyattn.validate import flex, sequences
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 if importlib.util.find_spec("triton") is not None:
     import triton_ahead as ahead
 
-    from anyattn.backends.triton import backward_pass, config, generated, run, tuning
+    from anyattn.backends.triton import api, autotune, backward_pass, tile_config
+    from anyattn.triton_tools import jit_source
 
 
 @pytest.fixture
@@ -30,9 +32,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DiskCache:
     monkeypatch.setenv("ANYATTN_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv("ANYATTN_CACHE", raising=False)
     assert disk_cache.why_not(tmp_path / "kernels") is None
-    tuning.forget()
+    autotune.forget()
     yield DiskCache(tmp_path / "kernels")  # type: ignore[misc]
-    tuning.forget()
+    autotune.forget()
 
 
 def launched(problem, wanted: tuple[int, int], monkeypatch, backward: bool = False):  # type: ignore[no-untyped-def]
@@ -48,10 +50,10 @@ def launched(problem, wanted: tuple[int, int], monkeypatch, backward: bool = Fal
             raise RuntimeError("too many resources requested for launch")
         return 1.0 if wanted in tried else 2.0
 
-    monkeypatch.setattr(tuning, "seconds", seconds)
+    monkeypatch.setattr(autotune, "seconds", seconds)
     chosen = ahead.planned(problem, (9, 0), {"autotune": True})
     with ahead.caught((9, 0)) as made:
-        found = run.forward(problem, chosen)
+        found = api.forward(problem, chosen)
         if backward:
             made.clear()
             measured.clear()
@@ -67,7 +69,7 @@ def test_the_fastest_is_remembered(cache: DiskCache, monkeypatch: pytest.MonkeyP
         found, count = launched(problem, (128, 64), patch)
         assert found == [(128, 64)] and 4 <= count <= 10
         assert launched(problem, (128, 128), patch) == ([(128, 64)], 0), "in memory"
-        tuning.forget()
+        autotune.forget()
         assert launched(ahead.problem_of(None, causal, length=1000), (128, 128), patch) == ([(128, 64)], 0), "on disk, whatever the length"
         other, count = launched(ahead.problem_of(None, causal, dim=64), (64, 128), patch)
         assert other == [(64, 128)] and count, "another head dimension is another question"
@@ -90,29 +92,29 @@ def test_what_is_not_launched_is_not_measured(cache: DiskCache, monkeypatch: pyt
 def test_what_is_kept_but_no_candidate_is_not_used(cache: DiskCache, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file of another version, whose tiles may not fit."""
     problem = ahead.problem_of()
-    question = tuning.forward_question(problem, run.program_of(problem).program, 1, 1)
+    question = autotune.forward_question(problem, api.program_of(problem).program, 1, 1)
     cache.get_or_make(question.key, lambda: disk_cache.Payload(b"", {"tiles": [512, 512, 4, 9]}))
-    default = config.candidates("forward", question.shape, (9, 0), 256, False, 1)[0]
+    default = tile_config.candidates("forward", question.shape, (9, 0), 256, False, 1)[0]
     found, count = launched(problem, (64, 32), monkeypatch)
     assert count == 0 and found == [(default.tile_m, default.tile_n)]
 
 
-def asked(door: Callable[[], Any], capability: tuple[int, int] = (9, 0)) -> tuple[tuning.Question, Plan]:
+def asked(door: Callable[[], Any], capability: tuple[int, int] = (9, 0)) -> tuple[autotune.Question, Plan]:
     """What the forward pass of a call would ask if it were tuned, and its plan as it is not."""
-    seen: list[tuple[tuning.Question, Plan]] = []
+    seen: list[tuple[autotune.Question, Plan]] = []
 
     def launch(form: Any, plan: Plan, target: Any) -> None:
-        program = run.program_of(form.problem).program
-        seen.append((tuning.forward_question(form.problem, program, plan.heads_per_tile, plan.num_splits), plan))
+        program = api.program_of(form.problem).program
+        seen.append((autotune.forward_question(form.problem, program, plan.heads_per_tile, plan.num_splits), plan))
 
     with ahead.on(capability), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "_launch", launch)
-        patch.setattr(check_lengths, "takes_their_word", lambda device, validate: validate is not True)
+        patch.setattr(api, "_launch", launch)
+        patch.setattr(sequences, "takes_their_word", lambda device, validate: validate is not True)
         door()
     return seen[0]
 
 
-def decoding(page_size: int, leftpad: bool = False) -> tuning.Question:
+def decoding(page_size: int, leftpad: bool = False) -> autotune.Question:
     pools = [torch.zeros(8, page_size, 1, 64, dtype=torch.bfloat16) for _ in "kv"]
     places = {"page_table": torch.arange(8, dtype=torch.int32)[None], "cache_seqlens": torch.tensor([page_size], dtype=torch.int32)}
     if leftpad:
@@ -131,7 +133,7 @@ def test_pages_are_asked_about_by_the_tiles_that_fit() -> None:
 
 def few(
     heads: int, rows: int, lists: bool = False, sink: bool = False, capability: tuple[int, int] = (9, 0), **options: Any
-) -> tuple[tuning.Question, Plan]:
+) -> tuple[autotune.Question, Plan]:
     q, k = torch.zeros(1, heads, rows, 64, dtype=torch.bfloat16), torch.zeros(1, 1, 300, 64, dtype=torch.bfloat16)
     more = {"mask_mod": (lambda b, h, i, j: (i + j) % 3 != 1) if lists else None, "sink": torch.zeros(heads) if sink else None}
     return asked(lambda: anyattn.flex_attention(q, k, k, enable_gqa=True, backend="triton", kernel_options=options, **more), capability)
@@ -150,7 +152,7 @@ def test_the_default_is_measured(capability: tuple[int, int]) -> None:
     """Whatever is measured besides, what would be taken untuned comes first; and no tile is too small for a position's rows."""
     for heads, rows, lists in itertools.product((1, 8, 16), (1, 4, 16, 40, 300), (False, True)):
         question, plan = few(heads, rows, lists, capability=capability)
-        first, *others = config.candidates("forward", question.shape, capability, *question.rows)
+        first, *others = tile_config.candidates("forward", question.shape, capability, *question.rows)
         assert (first.tile_m, first.tile_n, first.num_warps) == (plan.tile_m, plan.tile_n, plan.num_warps), (question, plan)
         assert all(t.tile_m >= plan.heads_per_tile for t in (first, *others))
 
@@ -160,8 +162,8 @@ def test_kernels_of_a_backward_pass_that_differ() -> None:
     every = ahead.problem_of(lambda s, b, h, q, k: s + table[h], has_grad=True)
     frozen = ahead.problem_of(lambda s, b, h, q, k: s + table.detach()[h], has_grad=True)
     without = every.like(q=every.q.detach(), v=every.v.detach())
-    program, words = run.program_of(every).program, backward_pass._words_of
-    found = {n: [tuning.backward_question(n, p, program, words(n, p)) for p in (every, frozen, without)] for n in config.PASSES[1:]}
+    program, words = api.program_of(every).program, backward_pass._words_of
+    found = {n: [autotune.backward_question(n, p, program, words(n, p)) for p in (every, frozen, without)] for n in tile_config.PASSES[1:]}
     assert len(set(found["dq"])) == 3 and len(set(found["dkdv"])) == 2 and found["dkdv"][0] == found["dkdv"][1], found
     assert "gradients of captured 0" in found["dq"][0].kind and "without dv" in found["dkdv"][2].kind
 
@@ -172,7 +174,7 @@ def test_without_a_disk(cache: DiskCache, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_options() -> None:
-    assert check.kernel_options({"autotune": True}) == {"autotune": True}
+    assert flex.kernel_options({"autotune": True}) == {"autotune": True}
     q = torch.zeros(1, 2, 16, 16)
     for options, error, words in (
         ({"autotune": 1}, TypeError, "True or False"),
@@ -183,7 +185,7 @@ def test_options() -> None:
             anyattn.flex_attention(q, q, q, kernel_options=options)
     out = anyattn.flex_attention(q, q, q, kernel_options={"autotune": True})
     assert torch.equal(out, anyattn.flex_attention(q, q, q))
-    chosen = plan.choose(ahead.problem_of(), hardware.of("cpu"), None, {"autotune": True})
+    chosen = planner.choose(ahead.problem_of(), hardware.of("cpu"), None, {"autotune": True})
     assert "no tiles to measure" in " ".join(chosen.why)
 
 
@@ -203,14 +205,14 @@ def test_tiles_that_are_too_large_are_an_error() -> None:
 
 def test_sources_are_kept_to_be_read(cache: DiskCache, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "def f():\n    return 1\n"
-    generated.load(text, f"test_{generated.digest(str(cache.folder))}")
+    jit_source.load(text, f"test_{jit_source.digest(str(cache.folder))}")
     (path,) = cache.texts()
     assert path.read_text() == disk_cache.TEXT_HEADER + text and path.stat().st_mode & 0o077 == 0
     code, out, _ = call("cache", "list")
     assert code == 0 and "1 source of Triton kernels" in out and "no kernels" in out
     assert call("cache", "clear")[0] == 0 and not cache.texts()
     monkeypatch.setenv("ANYATTN_CACHE", "0")
-    generated.load(text + "#", f"test_{generated.digest(str(cache.folder))}")
+    jit_source.load(text + "#", f"test_{jit_source.digest(str(cache.folder))}")
     assert not cache.texts()
 
 
@@ -220,5 +222,5 @@ def test_explain_shows_the_source() -> None:
     assert code == 0 and "def score_value(score, b, h, kv_idx, rows, scalars, tensors):" in out and "@triton.jit" in out, (out, err)
     assert "cannot run here" in out
     q = torch.zeros(1, 2, 64, 16)
-    shown = Explanation((), plan.choose(ahead.problem_of(), hardware.of("cpu")), {}, "@triton.jit\ndef f(): pass")
+    shown = Explanation((), planner.choose(ahead.problem_of(), hardware.of("cpu")), {}, "@triton.jit\ndef f(): pass")
     assert "    @triton.jit" in str(shown) and "source" not in str(anyattn.explain(q, q, q))

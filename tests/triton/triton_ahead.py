@@ -14,11 +14,14 @@ from unittest import mock
 import torch
 
 import anyattn
-from anyattn import check, hardware, plan, recall
-from anyattn.backends.triton import config, styles
+from anyattn import hardware, planner
+from anyattn.backends.triton import tile_config
+from anyattn.backends.triton.codegen import assumptions
+from anyattn.call_cache import attention
 from anyattn.plan import Plan
 from anyattn.problem import Problem
 from anyattn.testing import cases
+from anyattn.validate import flex
 
 MOST_SPILLED = 0.08  # of a loop's operations
 
@@ -71,8 +74,9 @@ def caught(capability: tuple[int, int]) -> Iterator[list[Launch]]:
         made.append(Launch(self, grid, given, options))
 
     patches = (
-        mock.patch.object(JITFunction, "run", run), mock.patch.object(styles, "is_nvidia", lambda device_type: torch.version.hip is None),
-        mock.patch.object(config, "capability_of", lambda device: capability),
+        mock.patch.object(JITFunction, "run", run),
+        mock.patch.object(assumptions, "is_nvidia", lambda device_type: torch.version.hip is None),
+        mock.patch.object(tile_config, "capability_of", lambda device: capability),
     )  # fmt: skip
     with contextlib.ExitStack() as stack:
         for patch in patches:
@@ -174,19 +178,20 @@ def problem_of(
     k = q.clone()
     for t in (q, k, v):
         t.requires_grad_(more.get("has_grad", False))
-    return check.flex_problem(
+    return flex.flex_problem(
         q, k, v, score_mod, more.get("block_mask"), mask_mod, None, None, False, more.get("sink"), True, False, False
     )  # fmt: skip
 
 
 def planned(problem: Problem, capability: tuple[int, int], options: dict[str, Any] | None = None) -> Plan:
     machine = hardware.Hardware("cuda", "a GPU", 0, frozenset(), capability, 132)
-    return plan._triton_plan(problem, machine, "asked for", options or {})
+    return planner._triton_plan(problem, machine, "asked for", options or {})
 
 
 def launches(problem: Problem, capability: tuple[int, int], options: dict[str, Any] | None = None, backward: bool = False) -> list[Launch]:
     """What a call would launch: the forward pass, or the three kernels of the backward."""
-    from anyattn.backends.triton import backward_pass, run
+    from anyattn.backends.triton import api as run
+    from anyattn.backends.triton import backward_pass
 
     chosen = planned(problem, capability, options)
     with caught(capability) as made:
@@ -201,10 +206,10 @@ def launches(problem: Problem, capability: tuple[int, int], options: dict[str, A
 def on(capability: tuple[int, int]) -> Iterator[list[Launch]]:
     """``caught``, of calls of the front doors: the CPU's tensors are planned for as if they were on that GPU."""
     machine = hardware.Hardware("cuda", "a GPU", 0, frozenset((torch.float16, torch.bfloat16, torch.float32)), capability, 132)
-    recall.clear()
+    attention.clear()
     with caught(capability) as made, mock.patch.object(hardware, "of", lambda *about: machine):
         yield made
-    recall.clear()
+    attention.clear()
 
 
 def call(
@@ -245,7 +250,7 @@ def _narrow(kernel: Any) -> int:
 
 def judge(made: list[Made], capability: tuple[int, int], label: str) -> None:
     """That each finds its shared memory, loads rows in wide pieces, and spills next to nothing in a loop."""
-    room = config.shared_memory(capability)
+    room = tile_config.shared_memory(capability)
     for one in made:
         assert one.shared <= room, f"{label}: {one} takes more than the device's {room} bytes of shared memory"
         assert not one.narrow, f"{label}: {one} loads rows element by element"

@@ -5,7 +5,7 @@ For users of CuTe itself ``HopperForward`` stands here too, and ``direct`` has w
 
 from typing import Any
 
-from anyattn.backends.hopper.run import forward
+from anyattn.backends.hopper.api import forward
 
 __all__ = ["HopperForward", "forward"]
 
@@ -13,7 +13,7 @@ __all__ = ["HopperForward", "forward"]
 def __getattr__(name: str) -> Any:
     """``HopperForward`` imports CuTe DSL, which only who asks for it needs."""
     if name == "HopperForward":
-        from anyattn.backends.hopper.kernel import HopperForward
+        from anyattn.backends.hopper.kernel.forward import HopperForward
 
         return HopperForward
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from anyattn.backends.hopper.staging import cases, is_foreseen, is_special, reads_apart, reads_straight
-from anyattn.mods.dependence import dependence
-from anyattn.mods.ir import Expr
-from anyattn.mods.rows import NO_LIMIT
+from anyattn.backends.hopper.codegen.score_analysis import cases, is_foreseen, is_special, reads_apart, reads_straight
+from anyattn.mods.analysis.row_ranges import NO_LIMIT
+from anyattn.mods.ir.dependence import dependence
+from anyattn.mods.ir.expr import Expr
 
 __all__ = ["HEAD_DIMS", "LEAST_PIECE", "MOST", "PACKED", "TILE_M", "Ask", "Config", "Tiles", "padded", "sides", "slots", "tiles_for"]
 

@@ -9,17 +9,17 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from anyattn.backends.hopper.compile.launch import launch
 from anyattn.backends.hopper.config import TILE_M, Config
-from anyattn.backends.hopper.launch import launch
-from anyattn.backends.hopper.specialise import Special, tile_of
+from anyattn.backends.hopper.make_config import Special, tile_of
 from anyattn.backends.hopper.tables_config import MOST_ENTRIES, THREADS, TablesConfig
-from anyattn.geometry.integers import ceil_div
-from anyattn.geometry.ragged_table import counted, entries_table, longest_first
-from anyattn.geometry.sequences import Sequences
-from anyattn.geometry.stored import StoredSequences
-from anyattn.mods.trace import TracedMod
+from anyattn.documents.rewrite import DocumentTables
+from anyattn.mods.tracing.trace import TracedMod
 from anyattn.problem import Problem
-from anyattn.sparsity.documents import DocumentTables
+from anyattn.sequences.batch import Sequences
+from anyattn.sequences.integers import ceil_div
+from anyattn.sequences.unread_varlen import StoredSequences
+from anyattn.sequences.varlen_tables import counted, entries_table, longest_first
 
 __all__ = ["TablesOnHost", "visits_beside_documents", "visits_of", "visits_of_documents"]
 
@@ -126,7 +126,7 @@ def _made_lists(problem: Problem, mask: TracedMod, per_entry: bool, per_head: bo
 
 def _ragged_lists(problem: Problem, mask: TracedMod, per_head: bool) -> Any:
     """Those that the call brought, or else the mask's."""
-    from anyattn.sparsity.ragged_lists import RaggedLists, ragged_lists
+    from anyattn.sparsity.varlen_lists import RaggedLists, ragged_lists
 
     assert problem.sequences is not None
     if problem.blocks is not None:

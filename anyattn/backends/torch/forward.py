@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from anyattn.backends.torch.keys import KeyRows
+from anyattn.backends.torch.aten_flash import blocks
+from anyattn.backends.torch.coverage import Group, RowTile
+from anyattn.backends.torch.kv_matrices import KeyRows
 from anyattn.backends.torch.lower import lowered
-from anyattn.backends.torch.rectangles import blocks
-from anyattn.backends.torch.spans import Group, RowTile
-from anyattn.backends.torch.stages import Bound, Tile, bind
+from anyattn.backends.torch.mod_runner import Bound, Tile, bind
 from anyattn.backends.torch.tiles import (
     LN2,
     LOG2E,
@@ -31,7 +31,7 @@ from anyattn.backends.torch.tiles import (
     statistic_of_queries,
     store,
 )
-from anyattn.mods.linear import additive_bias
+from anyattn.mods.analysis.additive_bias import additive_bias
 from anyattn.problem import Problem
 
 __all__ = ["Result", "Scores", "Values", "forward", "sink_logits"]

@@ -12,8 +12,8 @@ from functools import lru_cache
 
 import torch
 
-from anyattn.mods.dependence import dependence
-from anyattn.mods.ir import Builder, Expr, Node
+from anyattn.mods.ir.dependence import dependence
+from anyattn.mods.ir.expr import Builder, Expr, Node
 
 __all__ = ["lowered", "steady"]
 

@@ -10,12 +10,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from anyattn.backends.torch.keys import KeyRows, PoolRows
-from anyattn.backends.torch.memory import Workspace, empty, empty_in_order
-from anyattn.backends.torch.spans import Coverage, Group, RowTile, Segment
-from anyattn.backends.torch.stages import Bound, Tile, bind
-from anyattn.mods.dependence import dependence
-from anyattn.mods.ir import Expr
+from anyattn.backends.torch.coverage import Coverage, Group, RowTile, Segment
+from anyattn.backends.torch.kv_matrices import KeyRows, PoolRows
+from anyattn.backends.torch.mod_runner import Bound, Tile, bind
+from anyattn.backends.torch.workspace import Workspace, empty, empty_in_order
+from anyattn.mods.ir.dependence import dependence
+from anyattn.mods.ir.expr import Expr
 from anyattn.plan import Plan
 from anyattn.problem import Problem
 

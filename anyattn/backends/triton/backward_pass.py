@@ -9,20 +9,40 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from anyattn.backends.triton import config, copies, exact, styles, tables, tuning
-from anyattn.backends.triton.again import Kept, Ready, facts_of, ready_of, sources_of
-from anyattn.backends.triton.config import Tiles, backward_tiles, fitting, heads_in_turn, padded
-from anyattn.backends.triton.forms import Form, forms_of
-from anyattn.backends.triton.launch import Signature, entry_of, run_entry, strides_of
-from anyattn.backends.triton.layout import grid_of
+from anyattn.backends.triton import autotune, deterministic_sum, privatized_sum, tables, tile_config
+from anyattn.backends.triton.codegen import assumptions
+from anyattn.backends.triton.codegen.assumptions import shape_of
+from anyattn.backends.triton.codegen.entry import Signature, entry_of, run_entry
+from anyattn.backends.triton.codegen.programs import (
+    Chosen,
+    Program,
+    Read,
+    captured_of,
+    gradient_part,
+    program_of,
+    slots_alone,
+    slots_copied,
+)
+from anyattn.backends.triton.documents import Form, forms_of
+from anyattn.backends.triton.kernel_arguments import (
+    COUNTS,
+    FUNCTIONS,
+    LISTS,
+    SIZES,
+    constants_of,
+    programs_along_batch,
+    sizes_of,
+    strides_named,
+)
+from anyattn.backends.triton.launch_cache import Kept, Ready, facts_of, ready_of, sources_of
+from anyattn.backends.triton.launch_shape import grid_of
 from anyattn.backends.triton.paged_gradients import add_to_pages, brought_together
-from anyattn.backends.triton.programs import Chosen, Program, Read, captured_of, gradient_part, program_of, slots_alone, slots_copied
-from anyattn.backends.triton.shared import COUNTS, FUNCTIONS, LISTS, SIZES, constants_of, programs_along_batch, sizes_of, strides_named
-from anyattn.backends.triton.styles import shape_of
-from anyattn.geometry.integers import ceil_div
+from anyattn.backends.triton.tile_config import Tiles, backward_tiles, fitting, heads_in_turn, padded
 from anyattn.plan import Plan
 from anyattn.problem import Problem
-from anyattn.strides import empty_in_order
+from anyattn.sequences.integers import ceil_div
+from anyattn.tensors.strides import empty_in_order
+from anyattn.triton_tools.launch import strides_of
 
 __all__ = ["backward"]
 
@@ -35,7 +55,7 @@ def _signature(body: str, constants: tuple[str, ...], scatters: bool = False) ->
         ("pointer", _TENSORS), ("stride", strides_named("q", "k", "v", "dout", "dq", "dk", "dv")), ("long", LISTS), ("int", _SIZES),
         ("pointer", COUNTS), ("float", "scale"),
     )  # fmt: skip
-    return Signature(f"backward_kernel.{body}", groups, FUNCTIONS, constants, scatters)
+    return Signature(f"backward.{body}", groups, FUNCTIONS, constants, scatters)
 
 
 _COMMON = (
@@ -47,7 +67,7 @@ _DKDV = _signature(
     ("RANGES", *_COMMON, "PRECISION", "IS_NEAR", "IS_GROUPED", "IS_NVIDIA", "IS_JOINED", "HIDES", "HAS_DK", "HAS_DV"),
 )
 _PREPARE = Signature(
-    "backward_kernel.prepare_tile",
+    "backward.prepare_tile",
     (
         ("pointer", ("out", "dout", "natural_lse", "dlse", "lse", "spans", "entries", "order", "guard", "delta", "natural_delta")),
         ("stride", strides_named("out", "dout")), ("long", (*strides_named("dlse"), *LISTS)), ("int", _SIZES),
@@ -115,11 +135,11 @@ def _tuned(problem: Problem, tiles: dict[str, Tiles], results: _Results) -> dict
 
     def measure(name: str, other: Tiles) -> float:
         passes = _Passes.of(problem, {**tiles, name: other})
-        return tuning.seconds(lambda: _gradients(problem, [(Form(problem), passes)], results), device)
+        return autotune.seconds(lambda: _gradients(problem, [(Form(problem), passes)], results), device)
 
     for name in _kernels_of(problem):  # of what is not launched every tile takes the same time
-        question = tuning.backward_question(name, problem, program, _words_of(name, problem))
-        tiles = {**tiles, name: tuning.best(question, device, partial(measure, name))}
+        question = autotune.backward_question(name, problem, program, _words_of(name, problem))
+        tiles = {**tiles, name: autotune.best(question, device, partial(measure, name))}
     return tiles
 
 
@@ -130,7 +150,7 @@ def _words_of(name: str, problem: Problem) -> list[str]:
         return ["keys of several heads"] * (problem.qhead_per_kvhead > 1) + absent
     wanted = _wanted(problem)
     sent = [f"gradients of captured {', '.join(map(str, wanted))}"] if wanted else []
-    return sent + ["deterministic"] * bool(exact.additions_of(problem, wanted)) + ["without dq"] * (not problem.q.requires_grad)
+    return sent + ["deterministic"] * bool(deterministic_sum.additions_of(problem, wanted)) + ["without dq"] * (not problem.q.requires_grad)
 
 
 class _Shared(NamedTuple):
@@ -152,7 +172,7 @@ class _Shared(NamedTuple):
 
 
 class _Prepared(NamedTuple):
-    """What ``backward_kernel.prepare_tile`` writes. lse, delta, spans: by row tiles of ``tile_m`` positions."""
+    """What ``kernels.backward.prepare_tile`` writes. lse, delta, spans: by row tiles of ``tile_m`` positions."""
 
     lse: Tensor
     delta: Tensor
@@ -189,9 +209,9 @@ def _kernels_of(problem: Problem) -> tuple[str, ...]:
 
 def _read(total: Tensor, own: Tensor) -> Tensor:
     """The gradient of a captured tensor."""
-    if exact.is_exact(total):
-        return exact.read(total, own.dtype)
-    return (copies.read(total) if total.ndim > own.ndim else total).to(own.dtype)
+    if deterministic_sum.is_exact(total):
+        return deterministic_sum.read(total, own.dtype)
+    return (privatized_sum.read(total) if total.ndim > own.ndim else total).to(own.dtype)
 
 
 def _wanted(problem: Problem) -> tuple[int, ...]:
@@ -205,23 +225,26 @@ def _totals(problem: Problem) -> tuple[Tensor, ...]:
     wanted, score, device = _wanted(problem), problem.score, problem.q.device
     if score is None:
         return ()
-    alone, additions = slots_alone(problem, wanted), exact.additions_of(problem, wanted)
+    alone, additions = slots_alone(problem, wanted), deterministic_sum.additions_of(problem, wanted)
     sums = torch.float64 if problem.q.dtype is torch.float32 else torch.float32
     copied = slots_copied(problem, (*alone, *additions))
 
     def total(slot: int) -> Tensor:
         shape = score.tensors[slot].shape
         if slot in additions:
-            return exact.zeros(shape, additions[slot], device)
+            return deterministic_sum.zeros(shape, additions[slot], device)
         if slot in copied:
-            return copies.zeros(shape, sums, device)
+            return privatized_sum.zeros(shape, sums, device)
         return torch.zeros(shape, dtype=score.tensors[slot].dtype if slot in alone else sums, device=device)
 
     return tuple(total(slot) for slot in wanted)
 
 
 def _tiles(problem: Problem, plan: Plan) -> dict[str, Tiles]:
-    shape, capability = replace(shape_of(problem), is_band=program_of(problem).program.has_band), config.capability_of(problem.q.device)
+    shape, capability = (
+        replace(shape_of(problem), is_band=program_of(problem).program.has_band),
+        tile_config.capability_of(problem.q.device),
+    )
     found = backward_tiles(shape, capability)
     if plan.has_asked_tiles:
         wanted = {name: replace(t, tile_m=plan.tile_m, tile_n=plan.tile_n) for name, t in found.items()}
@@ -351,13 +374,13 @@ def _first(call: _Call, by_key: bool, shared: _Shared, tensors: tuple[Tensor | N
     program, captured = chosen.program, list(captured_of(chosen))
     if problem.score is not None:
         wanted = () if by_key else _wanted(problem)
-        are_exact = tuple(s for s, total in zip(wanted, totals, strict=True) if exact.is_exact(total))
+        are_exact = tuple(s for s, total in zip(wanted, totals, strict=True) if deterministic_sum.is_exact(total))
         program = replace(program, score=gradient_part(problem, wanted, are_exact))
         captured[0] = Read(*captured[0][:2], totals)
     constants: dict[str, Any] = {**constants_of(problem, chosen, found), "TILE_M": used.tile_m, "TILE_N": used.tile_n}
     constants["IS_NEAR"] = all((t.stride(2) + 1) * t.shape[2] < 2**31 for t in (q, k, v, dout))
     if by_key:
-        constants |= {"IS_GROUPED": problem.qhead_per_kvhead > 1, "IS_NVIDIA": styles.is_nvidia(q.device.type)}
+        constants |= {"IS_GROUPED": problem.qhead_per_kvhead > 1, "IS_NVIDIA": assumptions.is_nvidia(q.device.type)}
         # of a band's tiles so many are partial, and so few there are, that a loop for each kind begins too often
         constants["IS_JOINED"] = program.has_band and program.score is None and program.always is None
         constants |= {"HAS_DK": dk is not None, "HAS_DV": dv is not None}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from anyattn.backends.triton.launch import run_plain
+from anyattn.triton_tools.launch import run_plain
 
 __all__ = ["combine", "merge"]
 
@@ -44,7 +44,7 @@ def merge(outs: Tensor, lses: Tensor, sink: Tensor | None, out: Tensor, lse: Ten
     outs, lses = (t if t.is_contiguous() or t[0].is_contiguous() else t.contiguous() for t in (outs.detach(), lses.detach()))
     block = max(16, 1 << (width - 1).bit_length())
     at_once = min(_PARTS_AT_ONCE, 1 << (parts - 1).bit_length())
-    from anyattn.backends.triton.combine_kernel import combine_row
+    from anyattn.backends.triton.kernels.combine import combine_row
 
     run_plain(
         combine_row, rows,

@@ -1,47 +1,58 @@
-"""The door to ``document_kernels``: documents of a dense batch, and the order of their row tiles, found without a wait for the device.
+"""A call whose mask separates documents, as launches: those of its documents as sequences, and those of its block lists.
 
-``geometry.documents`` says the same in two dozen torch operations."""
+Which of the two does the work is a number on the device, and nobody waits for it: until it has arrived on the host both are launched, and
+the one that has nothing to do sees so. Both write to the same tensors, of which together they write all.
+"""
 
 from __future__ import annotations
 
-import torch
+from typing import NamedTuple
+
 from torch import Tensor
 
-from anyattn.backends.triton.launch import run_plain
-from anyattn.geometry.documents import DocumentSequences, DocumentSizes
-from anyattn.geometry.integers import ceil_div
+from anyattn.backends.triton.codegen.programs import program_of
+from anyattn.documents.rewrite import DocumentTables, documents_of, form_of, keeps_tables, over_sequences
+from anyattn.documents.sequences import NO_DOCUMENTS
+from anyattn.mods.analysis.document_masks import DocumentForm
+from anyattn.plan import Plan
+from anyattn.problem import Problem
 
-__all__ = ["documents_found", "documents_ordered"]
-
-_BLOCK = 2048  # positions at once
-_PAIRS = 64  # ids that are compared with as many others at once
-_CHUNK = 1024
-_TILES, _ENTRIES = 64, 64  # row tiles of a program, and documents that it looks at at once
+__all__ = ["Form", "form_of_documents", "forms_of"]
 
 
-def documents_found(ids: Tensor, rows: int, places: int) -> tuple[DocumentSequences, Tensor]:
-    """``geometry.documents.document_sequences`` on a CUDA device, by one kernel and a fill."""
-    ids = ids if ids.ndim == 2 else ids[None]
-    given, length = ids.shape
-    starts, lengths = torch.empty((2, rows * places), dtype=torch.int64, device=ids.device).unbind(0)
-    holds = torch.empty(1, dtype=torch.int32, device=ids.device)
-    state = torch.zeros(2 + given, dtype=torch.int32, device=ids.device)
-    numbers = (*ids.stride(), given, length, rows, places)
-    options = {"BLOCK": _BLOCK, "PAIRS": _PAIRS, "CHUNK": _CHUNK, "num_warps": 8}
-    from anyattn.backends.triton.document_kernels import find_documents
+class Form(NamedTuple):
+    """problem: as these launches see it. guard: ``tables.Tables.guard``. documents: whose sequences the problem is over, None where it is
+    the call itself."""
 
-    run_plain(find_documents, given, (ids, starts, lengths, holds, state, *numbers), (), ids.device, options)
-    return DocumentSequences(starts, lengths, DocumentSizes(rows, length, places)), holds
+    problem: Problem
+    guard: Tensor | None = None
+    documents: DocumentTables | None = None
 
 
-def documents_ordered(s: DocumentSequences, tile_m: int, ends_with_row: bool) -> tuple[Tensor, Tensor]:
-    """``geometry.documents.documents_in_order`` on a CUDA device, by one kernel."""
-    most, batch = s.most_tiles(tile_m), s.batch
-    order = torch.empty((most + 1, 3), dtype=torch.int32, device=s.device)
-    entries = torch.empty((batch, 9), dtype=torch.int32, device=s.device)
-    given = (order, entries, s.q_start, s.seqlens_q, batch, s.sizes.places, most, tile_m)
-    options = {"ENDS_WITH_ROW": ends_with_row, "TILES": _TILES, "ENTRIES": _ENTRIES}
-    from anyattn.backends.triton.document_kernels import order_documents
+def form_of_documents(problem: Problem, num_splits: int) -> DocumentForm | None:
+    """How a call is run by its documents, None where it is not: where no block lists follow from the mask, and where a document's own mask
+    is more ranges than a kernel keeps. Holds for all calls of the same facts."""
+    if problem.blocks is None or num_splits > 1 or (form := form_of(problem)) is None:
+        return None
+    return form if program_of(over_sequences(problem, form, NO_DOCUMENTS)).lists is None else None
 
-    run_plain(order_documents, ceil_div(most + 1, _TILES), given, (), order.device, options)
-    return order, entries
+
+def forms_of(problem: Problem, plan: Plan) -> tuple[Form, ...]:
+    """The forms in which a call is launched.
+
+    A call that would have to find its documents for itself has its lists alone, unless it is a graph's.
+    """
+    if problem.blocks is None:
+        return (Form(problem),)
+    if "document form" not in plan.prepared:
+        plan.prepared["document form"] = form_of_documents(problem, plan.num_splits)
+    of_documents = plan.prepared["document form"]
+    if of_documents is None or not keeps_tables(problem, of_documents):
+        return (Form(problem),)
+    documents = documents_of(problem, of_documents)
+    assert documents is not None
+    answer = documents.tables.answer()
+    by_sequences = Form(documents.problem, None, documents.tables)
+    if answer is None:
+        return by_sequences, Form(problem, documents.holds)
+    return (by_sequences,) if answer else (Form(problem),)

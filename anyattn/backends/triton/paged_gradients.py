@@ -13,12 +13,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from anyattn.backends.triton.launch import run_plain
-from anyattn.geometry.integers import ceil_div
-from anyattn.geometry.sequences import Sequences
-from anyattn.geometry.stored import LengthTables, StoredSequences
 from anyattn.problem import Problem
-from anyattn.strides import in_order
+from anyattn.sequences.batch import Sequences
+from anyattn.sequences.integers import ceil_div
+from anyattn.sequences.unread_varlen import LengthTables, StoredSequences
+from anyattn.tensors.strides import in_order
+from anyattn.triton_tools.launch import run_plain
 
 __all__ = ["add_to_pages", "brought_together"]
 
@@ -64,7 +64,7 @@ def _in_rows(sequences: Sequences, rows: int) -> Sequences:
 def add_to_pages(rows: Tensor, pool: Tensor, sequences: Sequences) -> Tensor:
     """The gradient of ``pool`` (pages, Hkv, page_size, D): ``rows`` (B, Hkv, rows, D), 0 beyond each sequence, page by page. sequences: of
     the pool."""
-    from anyattn.backends.triton.pages_kernel import sum_pages
+    from anyattn.backends.triton.kernels.paged_gradients import sum_pages
 
     assert sequences.page_table is not None
     found = torch.empty_like(pool.transpose(1, 2), memory_format=torch.contiguous_format)  # (pages, page_size, heads, D)

@@ -8,15 +8,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from anyattn.backends.triton.ordering import can_order, sequences_ordered
-from anyattn.geometry.integers import ceil_div
-from anyattn.geometry.ragged_table import entries_table, numbered_tiles
-from anyattn.geometry.sequences import Sequences
-from anyattn.geometry.stored_cache import StoredCache
+from anyattn.documents.rewrite import DocumentTables
 from anyattn.mods.compose import turned
-from anyattn.mods.trace import TracedMod
+from anyattn.mods.tracing.trace import TracedMod
 from anyattn.problem import Problem
-from anyattn.sparsity.documents import DocumentTables
+from anyattn.sequences.batch import Sequences
+from anyattn.sequences.integers import ceil_div
+from anyattn.sequences.tile_order import can_order, sequences_ordered
+from anyattn.sequences.unread_kvcache import StoredCache
+from anyattn.sequences.varlen_tables import entries_table, numbered_tiles
 from anyattn.sparsity.lists import kept_transposed
 
 __all__ = ["Tables", "cache_read", "key_tables_of", "may_be_padded", "tables_of"]
@@ -122,7 +122,7 @@ def _of_lists(lists: Any, is_ragged: bool) -> tuple[tuple[Tensor | None, ...], t
 def _made(problem: Problem, mask: TracedMod, by_key: bool) -> Any:
     """Lists of a mask that came without; by_key: of the row tiles that visit a tile of keys."""
     if problem.sequences is not None:
-        from anyattn.sparsity.ragged_lists import ragged_lists
+        from anyattn.sparsity.varlen_lists import ragged_lists
 
         sequences = problem.sequences.turned() if by_key else problem.sequences
         return ragged_lists(turned(mask) if by_key else mask, sequences, _MADE_TILE, problem.heads_q)
@@ -140,7 +140,7 @@ def _given(problem: Problem, by_key: bool) -> Any:
     lists: Any = kept_transposed(problem.blocks) if by_key else problem.blocks
     if problem.sequences is None:
         return lists
-    from anyattn.sparsity.ragged_lists import RaggedLists
+    from anyattn.sparsity.varlen_lists import RaggedLists
 
     return RaggedLists.of(lists)
 

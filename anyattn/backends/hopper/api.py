@@ -1,0 +1,254 @@
+"""The backend's door: a problem and its plan in, results out. The backward pass is another backend's (``Plan.backward``)."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from anyattn.backends.hopper import tables
+from anyattn.backends.hopper.compile.launch import indexable, is_compiling, kinds_of, launch, loaded
+from anyattn.backends.hopper.config import Config
+from anyattn.backends.hopper.make_config import ByDocument, Special, by_document, specialised
+from anyattn.backends.hopper.pack_gqa import groups_of
+from anyattn.documents.rewrite import DocumentTables, over_sequences, tables_of
+from anyattn.plan import Plan
+from anyattn.problem import Problem
+from anyattn.sequences.integers import ceil_div
+from anyattn.sequences.l2_groups import heads_side_by_side
+from anyattn.sequences.unread_varlen import StoredSequences
+from anyattn.tensors.strides import empty_in_order
+
+__all__ = ["CACHE_FOR_KEYS", "Result", "config_of", "forward", "runs_documents"]
+
+_LOG2_E = math.log2(math.e)
+_NOTHING: Mapping[Config, Any] = {}
+CACHE_FOR_KEYS = 32 * 2**20  # bytes of the 50 MB L2 cache that K and V of the heads computed side by side may take
+
+
+class Result(NamedTuple):
+    """out: (B, Hq, Sq, Dv) in the inputs' dtype. lse, max_scores: (B, Hq, Sq) float32, or None where not wanted; lse in nats."""
+
+    out: Tensor
+    lse: Tensor | None
+    max_scores: Tensor | None
+
+
+class _Shared(NamedTuple):
+    """What the calls of one plan share, but for what ``_Ready`` adds once their kernel is there.
+
+    ready: by what the captured numbers' signs and sizes make of the config. documents: how calls are run by their documents, if they are;
+    then ready_of has, for the documents of each mask, what ready is for other calls.
+    """
+
+    special: Special
+    ready: dict[Config, _Ready]
+    documents: ByDocument | None
+    ready_of: WeakKeyDictionary[DocumentTables, dict[Config, _Ready]]
+
+
+class _Ready(NamedTuple):
+    """A launch that was made once. All calls of the same facts whose tables are none, or are known to be these, differ in tensors, scale
+    and captured values alone.
+
+    known: where the kernel is from; it is empty once the kernels are forgotten. shape, strides: out's. numbers: arguments behind the scale.
+    captures: whether anything is captured. is_plain: whether that can be handed over as it is. visits: the tables.
+    """
+
+    kernel: Callable[..., None]
+    known: Mapping[tuple, Any]
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    numbers: tuple[int, int, int, int]
+    captures: bool
+    is_plain: bool
+    visits: tables.TablesOnHost = tables.TablesOnHost()
+
+
+def forward(problem: Problem, plan: Plan) -> Result:
+    """out and the statistics of a problem that ``plan.reason_against`` has nothing against."""
+    shared = _shared(problem, plan)
+    if shared.documents is not None:
+        return _by_documents(problem, shared, shared.documents)
+    special = shared.special
+    config = special.config_for(problem)
+    ready = shared.ready.get(config)
+    if ready is not None and ready.known:
+        return _again(problem, special, ready)
+    return _first(problem, shared, config)
+
+
+def _by_documents(problem: Problem, shared: _Shared, ways: ByDocument) -> Result:
+    """As sequences, or by lists where the ids are no documents; both, each for its case, until that is known on the host."""
+    documents = tables_of(problem, ways.form)
+    answer, config = documents.answer(), ways.within.config_for(problem)  # which hangs on the score mod alone
+    if answer:
+        ready = shared.ready_of.get(documents, _NOTHING).get(config)
+        if ready is not None and ready.known:
+            same = over_sequences(problem, ways.form, documents.sequences) if ready.captures else problem
+            return _again(same, ways.within, ready)
+    within = over_sequences(problem, ways.form, documents.sequences)
+    results = _results(problem)
+    if answer is not False or is_compiling():
+        visits = tables.visits_of_documents(documents, config)
+        arguments = _launched(within, ways.within, config, visits, results)
+        if answer:
+            _keep(shared.ready_of.setdefault(documents, {}), config, arguments, visits)
+    if not answer or is_compiling():
+        visits = tables.visits_beside_documents(problem, ways.listed, documents)
+        _launched(problem, ways.listed, ways.listed.config_for(problem), visits, results)
+    return results
+
+
+def _again(problem: Problem, special: Special, ready: _Ready) -> Result:
+    """The same launch with other tensors and values."""
+    q = problem.q
+    dtype, device = q.dtype, q.device
+    out = torch.empty_strided(ready.shape, ready.strides, dtype=dtype, device=device)
+    lse = torch.empty(ready.shape[:3], dtype=torch.float32, device=device) if problem.wants_lse else None
+    highest = torch.empty(ready.shape[:3], dtype=torch.float32, device=device) if problem.wants_max else None
+    numbers, captured = special.captured(problem) if ready.captures else ((), ())
+    ready.kernel(
+        q, problem.k, problem.v, out, lse, highest, _sink(problem), *ready.visits, _counter(device),
+        problem.scale * _LOG2_E, *ready.numbers, numbers, captured if ready.is_plain else indexable(captured),
+    )  # fmt: skip
+    return Result(out, lse, highest)
+
+
+def _first(problem: Problem, shared: _Shared, config: Config) -> Result:
+    special = shared.special
+    results = _results(problem)
+    if _fills(problem):  # rows that belong to no sequence are 0 and -inf; the kernel does not come by them
+        results.out.zero_()
+    visits = tables.visits_of(problem, special, results)
+    arguments = _launched(problem, special, config, visits, results)
+    if special.listed is None and problem.sequences is None:
+        _keep(shared.ready, config, arguments, visits)
+    return results
+
+
+def _results(problem: Problem) -> Result:
+    out = empty_in_order(problem.q, last=problem.v.shape[3])
+    return Result(out, *(_statistic(problem) if wanted else None for wanted in (problem.wants_lse, problem.wants_max)))
+
+
+def _launched(problem: Problem, special: Special, config: Config, visits: tables.TablesOnHost, results: Result) -> tuple:
+    """Launches the kernel; its arguments."""
+    q = problem.q
+    rows = ceil_div(q.shape[2], config.tile_q) if visits.order is None else len(visits.order) - config.has_count
+    groups = groups_of(problem.qhead_per_kvhead, config.heads_per_tile)
+    heads = problem.heads_kv * groups
+    spread = {"all": problem.batch * heads, "heads": heads, "none": 1}[config.spread]
+    numbers = (rows, spread, min(spread, _section(problem, groups)), max(1, min(rows * spread, _multiprocessors(q.device))))
+    arguments = (
+        q, problem.k, problem.v, *results, _sink(problem), *visits, _counter(q.device), problem.scale * _LOG2_E, *numbers,
+        *special.captured(problem),
+    )  # fmt: skip
+    launch(config, arguments)
+    return arguments
+
+
+def _keep(ready: dict[Config, _Ready], config: Config, arguments: tuple, visits: tables.TablesOnHost) -> None:
+    """Keeps what another launch like this one needs, unless nothing was loaded for it."""
+    kinds, _ = kinds_of(arguments)
+    known = loaded(config)
+    if kinds in known:
+        captured = arguments[-2:]
+        ready[config] = _Ready(
+            known[kinds],
+            known,
+            tuple(arguments[3].shape),
+            arguments[3].stride(),
+            arguments[-6:-2],
+            any(captured),
+            kinds_of(captured)[1],
+            visits,
+        )
+
+
+def _sink(problem: Problem) -> Tensor | None:
+    return None if problem.sink is None else problem.sink.detach().float().contiguous()
+
+
+def config_of(problem: Problem, packs: bool | None = None) -> Config:
+    """What the kernel for ``problem`` is specialised for. packs: whether heads share row tiles where they can."""
+    return specialised(problem, packs).config
+
+
+def runs_documents(problem: Problem) -> bool:
+    """Whether ``problem`` is run as sequences, one for each document, where its ids are documents."""
+    return by_document(problem) is not None
+
+
+def _shared(problem: Problem, plan: Plan) -> _Shared:
+    key = ("hopper", problem.wants_lse, problem.scale > 0)
+    found = plan.prepared.get(key)  # type: ignore[call-overload]
+    if found is None:
+        packs = plan.heads_per_tile > 1
+        made = _Shared(specialised(problem, packs), {}, None if packs else by_document(problem), WeakKeyDictionary())
+        found = plan.prepared[key] = made  # type: ignore[index]
+    return found
+
+
+def _section(problem: Problem, groups: int) -> int:
+    keys = problem.k.shape[2]
+    if problem.sequences is not None and problem.sequences.page_table is not None:  # a pool, of which the batch may use a part
+        keys = min(problem.k.shape[0] * keys, problem.batch * problem.bound_k)
+    size = keys * (problem.q.shape[3] + problem.v.shape[3]) * problem.q.element_size()
+    return heads_side_by_side(size, groups, CACHE_FOR_KEYS)
+
+
+def _fills(problem: Problem) -> bool:
+    """Whether results are filled before the kernel runs: of stored sequences the kernel that makes their tables wipes the gaps alone."""
+    return problem.sequences is not None and not isinstance(problem.sequences, StoredSequences)
+
+
+def _statistic(problem: Problem) -> Tensor:
+    shape, device = problem.q.shape[:3], problem.q.device
+    if not _fills(problem):
+        return torch.empty(shape, dtype=torch.float32, device=device)
+    return torch.full(shape, -math.inf, dtype=torch.float32, device=device)
+
+
+_counters: dict[tuple[int, int], Tensor] = {}
+
+
+def _counter(device: torch.device) -> Tensor:
+    """Two zeros from which a kernel's blocks draw their work, and which it leaves as zeros.
+
+    Kernels of one stream follow one another and share them. A graph may run beside anything and gets its own. They are allocated by a
+    thread of their own: a compiled graph's memory pool takes what the calling thread allocates, and lets nothing in it be kept.
+    """
+    # torch.cuda's own functions of these names take microseconds; a CPU's counter is when only compiling
+    if device.type != "cuda" or torch._C._cuda_isCurrentStreamCapturing():
+        return torch.zeros(2, dtype=torch.int32, device=device)
+    key = (device.index, torch._C._cuda_getCurrentRawStream(device.index))
+    found = _counters.get(key)
+    if found is None:
+        found = _counters[key] = _zeros_apart(device)
+    return found
+
+
+def _zeros_apart(device: torch.device) -> Tensor:
+    found: list[Tensor] = []
+
+    def allocate() -> None:
+        with torch.inference_mode(False), torch.cuda.device(device):
+            found.append(torch.zeros(2, dtype=torch.int32, device=device))
+            torch.cuda.current_stream(device).synchronize()  # once for each stream that calls are made on
+
+    thread = threading.Thread(target=allocate)
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+@lru_cache(maxsize=16)
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

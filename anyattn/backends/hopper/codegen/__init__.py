@@ -1,0 +1,1 @@
+"""Mods as CuTe operations on a fragment of scores."""

@@ -1,0 +1,44 @@
+"""A CuTe function inside the kernel: scores and places go in as TensorSSA vectors of one element, and one value comes out."""
+
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32
+
+from anyattn.mods.ir.expr import INDICES, Node, category
+from anyattn.mods.tracing.cute_mod import NativeFunction
+
+__all__ = ["call_native"]
+
+
+def call_native(node: Node, args: list[Any]) -> Any:
+    """What the function says of one score: Float32, or for a mask Boolean.
+
+    args: as ``mods.native`` has them, the score if it is a score mod, b, h, q_idx, kv_idx, then the tensors, which it gets as a tuple.
+    Raises ``TypeError`` while the kernel is built where the function returns something else.
+    """
+    assert isinstance(node.attr, NativeFunction)
+    is_mask, function = category(node.dtype) == "bool", node.attr.function
+    inputs = [] if is_mask else [_vector(args[0], Float32)]
+    places = args[len(inputs) :][: len(INDICES)]
+    inputs += [_vector(place, Int32) for place in places]
+    found = function(*inputs, tuple(args[len(inputs) :]))
+    return _value(found, Boolean if is_mask else Float32, f"{'mask' if is_mask else 'score'}_mod {function.__name__!r}")
+
+
+def _vector(value: Any, dtype: Any) -> Any:
+    return cute.full((1,), dtype(value), dtype)
+
+
+def _value(found: Any, dtype: Any, name: str) -> Any:
+    """One element, of a vector or already alone; scores of other float types are converted."""
+    if isinstance(found, cute.TensorSSA):
+        if cute.size(found.shape) != 1:
+            raise TypeError(f"{name} returned a TensorSSA of shape {found.shape}; wanted that of its arguments, (1,)")
+        found = found[0]
+    made = getattr(found, "dtype", type(found))
+    is_right = made in (Boolean, bool) if dtype is Boolean else made is float or getattr(made, "is_float", False)
+    if not is_right:
+        wanted = "Boolean, as comparisons give" if dtype is Boolean else "the score's, Float32: convert with .to(cutlass.Float32)"
+        raise TypeError(f"{name} returned {getattr(made, '__name__', made)}; wanted {wanted}")
+    return found if isinstance(found, bool) else dtype(found)

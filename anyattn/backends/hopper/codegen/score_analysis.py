@@ -1,0 +1,293 @@
+"""How often each value of a mod's expression is computed in a fragment of scores: analysis for the emitter and the choice of tiles."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from anyattn.mods.analysis.additive_bias import additive_bias
+from anyattn.mods.analysis.evaluate import run
+from anyattn.mods.analysis.extents import Box, bits_of, exact, extents, fits, unwrapped
+from anyattn.mods.analysis.piecewise import Piece, pieces
+from anyattn.mods.ir.dependence import dependence
+from anyattn.mods.ir.expr import Builder, Expr, Node, category
+from anyattn.mods.tracing.weak_captures import NEAR_NUMBER
+
+__all__ = [
+    "MOST_NUMBER", "MOST_POSITIONS", "Factored", "bias", "bound", "caps", "cases", "factored", "is_even", "is_foreseen", "is_near",
+    "is_special", "is_tanh", "is_wide", "lines", "reads", "reads_apart", "reads_straight", "shared", "stages", "straight", "work_by_pair",
+    "wraps",
+]  # fmt: skip
+
+MOST_POSITIONS = 2**24  # sequences are shorter than this, and batches and heads fewer
+MOST_NUMBER = NEAR_NUMBER  # captured whole numbers are less
+_BOX = Box.of_sizes(MOST_POSITIONS, MOST_NUMBER)
+_MOST_STEP = 2**16  # by which straight whole numbers grow: then what a tile adds to one still has 32 bits
+_EXACT_BITS = 24  # of a whole number in float32
+
+
+_SPECIAL = frozenset(
+    (
+        "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sin", "cos", "tanh", "sigmoid", "reciprocal", "pow", "fmod", "tan", "atan", "atan2",
+        "sinh", "cosh", "erfinv", "hypot",
+    )
+)  # fmt: skip
+
+
+@lru_cache(maxsize=256)
+def stages(expr: Expr) -> tuple[str, ...]:
+    """For each node "once", "row", "col" or "tile": with what it changes."""
+    return tuple("tile" if d.score or (d.q and d.kv) else "row" if d.q else "col" if d.kv else "once" for d in dependence(expr))
+
+
+@lru_cache(maxsize=256)
+def is_wide(expr: Expr) -> tuple[bool, ...]:
+    """For each node whether it is a whole number that may take 64 bits, as torch's have; the others are computed in 32."""
+    return tuple(category(n.dtype) == "int" and not fits(e) for n, e in zip(expr.nodes, extents(expr, _BOX), strict=True))
+
+
+@lru_cache(maxsize=256)
+def is_near(expr: Expr) -> tuple[bool, ...]:
+    """For each node whether it is a whole number of no more than 30 bits."""
+    return tuple(e is not None and bits_of(e) <= 30 for e in extents(expr, _BOX))
+
+
+@lru_cache(maxsize=256)
+def wraps(expr: Expr) -> tuple[bool, ...]:
+    """For each node whether it may leave the range of its dtype, and wrap around."""
+    return tuple(category(n.dtype) == "int" and not is_exact for n, is_exact in zip(expr.nodes, exact(expr, _BOX), strict=True))
+
+
+@lru_cache(maxsize=256)
+def straight(expr: Expr) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Nodes that go by a whole number that grows evenly from key to key: casts of it to float, and reads along a last dimension."""
+    due, deps, plain, sizes = stages(expr), dependence(expr), unwrapped(expr, _BOX), extents(expr, _BOX)
+    casts, reads = [], []
+    for i, node in enumerate(expr.nodes):
+        if due[i] != "tile" or not node.args:
+            continue
+        last = node.args[-1]
+        slope, size = deps[last].slope, sizes[last]
+        if due[last] != "tile" or slope is None or category(expr.nodes[last].dtype) != "int" or abs(slope[1]) > _MOST_STEP:
+            continue
+        if node.op == "cast" and category(node.dtype) == "float":
+            if plain[last] and not (_decides(expr) and (size is None or bits_of(size) > _EXACT_BITS)):
+                casts.append(i)
+        elif node.op == "load" and all(due[a] in ("once", "row") for a in node.args[:-1]):
+            reads.append(i)
+    return tuple(casts), tuple(reads)
+
+
+def reads_apart(expr: Expr) -> bool:
+    """Whether some tensor is read for every score at a place of its own, not along its last dimension."""
+    along = straight(expr)[1]
+    if any(n.op == "tensor" for n in expr.nodes):  # a CuTe function reads it as it likes
+        return True
+    return any(n.op == "load" and due == "tile" and i not in along for i, (n, due) in enumerate(zip(expr.nodes, stages(expr), strict=True)))
+
+
+def is_special(expr: Expr) -> bool:
+    """Whether every score takes an operation of the pipe for special functions, beside its exponential."""
+    return any(n.op in _SPECIAL and category(n.dtype) == "float" and due == "tile" for n, due in zip(expr.nodes, stages(expr), strict=True))
+
+
+def reads_straight(expr: Expr) -> bool:
+    """Whether some tensor is read for every score along its last dimension."""
+    return bool(straight(expr)[1])
+
+
+class Factored(NamedTuple):
+    """A score mod as ``after * core(before * score)``; None is no factor. Factors change with nothing and cost nothing per score.
+
+    positive: captured numbers that must be above 0, so that the greatest ``core`` is the greatest score.
+    """
+
+    core: Expr
+    before: Expr | None
+    after: Expr | None
+    positive: tuple[int, ...]
+
+
+@lru_cache(maxsize=256)
+def factored(expr: Expr) -> Factored:
+    """Takes constant factors off a score mod's beginning and end.
+
+    >>> from anyattn.mods.tracing.trace import trace
+    >>> found = factored(trace(lambda s, b, h, q, k: 30 * torch.tanh(s / 30), "score").expr)
+    >>> [n.op for n in found.core.nodes], found.positive
+    (['score', 'tanh'], ())
+    """
+    nodes, due = expr.nodes, stages(expr)
+    score = next((i for i, n in enumerate(nodes) if n.op == "score"), None)
+    if score is None:
+        return Factored(expr, None, None, ())
+    users = [[i for i, n in enumerate(nodes) if at in n.args] for at in range(len(nodes))]
+    first, last, before, after, positive = score, expr.outputs[0], [], [], []
+    while len(users[first]) == 1 and first != last and (factor := _factor(nodes, users[first][0], first, due)) is not None:
+        before.append((nodes[users[first][0]].op, factor))
+        first = users[first][0]
+    while last != first and (found := _trailing(nodes, last, due)) is not None:
+        inner, factor, slot = found
+        after.append((nodes[last].op, factor))
+        positive += [slot] if slot is not None else []
+        last = inner
+    builder = Builder()
+    leaf = builder.add("score", dtype=nodes[score].dtype)
+    core = builder.build(builder.copy(expr, last, {first: leaf}))
+    return Factored(core, _product(expr, before), _product(expr, after), tuple(positive))
+
+
+def caps(expr: Expr) -> bool:
+    """Whether a score mod ends with a function that stays within 1, and constant factors."""
+    return factored(expr).core.output.op in ("tanh", "sigmoid", "erf", "sin", "cos")
+
+
+def is_tanh(expr: Expr) -> bool:
+    """Whether an expression is the score's tanh and nothing else."""
+    return [node.op for node in expr.nodes] == ["score", "tanh"]
+
+
+@lru_cache(maxsize=256)
+def bound(expr: Expr, scalars: tuple[int | float, ...]) -> float | None:
+    """What no score passes, to either side, after a score mod that caps it: ``after`` times a function that stays within 1.
+
+    >>> from anyattn.mods.tracing.trace import trace
+    >>> mod = trace(lambda s, b, h, q, k: 30 * torch.tanh(s / 30), "score")
+    >>> bound(mod.expr, mod.scalars)
+    30.0
+    """
+    after = factored(expr).after
+    return None if not caps(expr) else 1.0 if after is None else abs(float(run(after, {}, scalars, ())[0]))
+
+
+def _factor(nodes: tuple[Node, ...], at: int, of: int, due: tuple[str, ...]) -> int | None:
+    """The other operand where node ``at`` multiplies or divides ``of`` by what changes with nothing."""
+    node = nodes[at]
+    if node.op not in ("mul", "div") or node.args[0] == node.args[1] or (node.op == "div" and node.args[0] != of):
+        return None
+    other = node.args[1] if node.args[0] == of else node.args[0]
+    return other if due[other] == "once" and category(nodes[other].dtype) == "float" else None
+
+
+def _trailing(nodes: tuple[Node, ...], at: int, due: tuple[str, ...]) -> tuple[int, int, int | None] | None:
+    """(what node ``at`` multiplies, its factor, the captured number that the factor is) where the factor is a number above 0."""
+    for of in nodes[at].args:
+        factor = _factor(nodes, at, of, due)
+        if factor is not None:
+            source = nodes[factor]
+            while source.op == "cast":
+                source = nodes[source.args[0]]
+            if source.op == "scalar":
+                return of, factor, int(source.attr)  # type: ignore[call-overload]
+            if source.op == "const" and float(source.attr) > 0:  # type: ignore[arg-type]
+                return of, factor, None
+    return None
+
+
+def _product(expr: Expr, factors: list[tuple[str, int]]) -> Expr | None:
+    if not factors:
+        return None
+    builder = Builder()
+    total = builder.const(1.0, torch.float32)
+    for op, factor in factors:
+        copied = builder.cast(builder.copy(expr, factor), torch.float32)
+        total = builder.add(op, total, copied)
+    return builder.build(total)
+
+
+def _decides(expr: Expr) -> bool:
+    """Whether it is a mask: then no sum along a row may be rounded in another way than the user's."""
+    return any(expr.nodes[o].dtype is torch.bool for o in expr.outputs)
+
+
+@lru_cache(maxsize=256)
+def lines(expr: Expr) -> tuple[int, ...]:
+    """Float nodes that grow evenly from key to key: straight casts, and what numbers of the row make of them."""
+    due, found = stages(expr), set(straight(expr)[0])
+    if _decides(expr):
+        return tuple(sorted(found))
+    for i, node in enumerate(expr.nodes):
+        on_line = [a for a in node.args if a in found]
+        others = [a for a in node.args if a not in found]
+        if not on_line or category(node.dtype) != "float" or any(due[a] not in ("once", "row") for a in others):
+            continue
+        keeps = node.op in ("neg", "add", "sub") or (node.op == "mul" and len(on_line) == 1)
+        if keeps or (node.op == "div" and others and node.args[0] in on_line):
+            found.add(i)
+    return tuple(sorted(found))
+
+
+def bias(expr: Expr) -> Expr | None:
+    """What a score mod adds to the score, if it does nothing else to it; None otherwise.
+
+    It is added in units of the raw products, one multiply-add a score at most: what is the same along a row moves its maximum and nothing
+    else, and is added once a row.
+    """
+    found = additive_bias(expr)
+    return found if found is not None and category(found.output.dtype) == "float" else None
+
+
+@lru_cache(maxsize=256)
+def is_even(expr: Expr) -> bool:
+    """Whether a bias is the same along a row, or grows evenly along it (ALiBi)."""
+    return expr.outputs[0] in lines(expr) or stages(expr)[expr.outputs[0]] in ("once", "row")
+
+
+@lru_cache(maxsize=256)
+def cases(expr: Expr) -> tuple[Piece, ...]:
+    """Those pieces of an expression that take less work per score than the whole, with conditions under which their reads may be written
+    with literal offsets: no index is negative. One without conditions holds everywhere; where none holds, the expression itself does.
+    """
+    found, work = [], _work(expr)
+    for piece in pieces(expr):
+        indices = [_alone(piece.expr, piece.expr.nodes[i].args[-1]) for i in straight(piece.expr)[1]]
+        made = Piece(piece.expr, tuple(dict.fromkeys((*piece.conditions, *indices))))
+        if not made.conditions or (not reads_apart(piece.expr) and (indices or _work(piece.expr) < work)):
+            found.append(made)
+    return tuple(found)
+
+
+@lru_cache(maxsize=256)
+def is_foreseen(expr: Expr) -> bool:
+    """Whether a score mod adds a bias that is read along diagonals, in all its cases: so few numbers that a thread may keep them."""
+    added = bias(expr)
+    if added is None:
+        return False
+    each = [e for e in (added, *(case.expr for case in cases(added))) if not is_even(e)]
+    return all(case.conditions for case in cases(added)) and any(map(reads, each)) and all(e.outputs[0] in shared(e) for e in each)
+
+
+def reads(expr: Expr) -> bool:
+    """Whether some tensor is read for every score."""
+    return any(n.op == "load" and due == "tile" for n, due in zip(expr.nodes, stages(expr), strict=True))
+
+
+@lru_cache(maxsize=256)
+def work_by_pair(expr: Expr) -> int:
+    """Operations that are written out for every pair of a row and a key that a thread has; its two rows share a column's."""
+    due = stages(expr)
+    return due.count("tile") + due.count("col") // 2
+
+
+def _alone(expr: Expr, node: int) -> Expr:
+    builder = Builder()
+    return builder.build(builder.copy(expr, node))
+
+
+def _work(expr: Expr) -> int:
+    """Operations for every score, without whole numbers and floats that only grow evenly."""
+    even, deps = lines(expr), dependence(expr)
+    return sum(due == "tile" and i not in even and deps[i].slope is None for i, due in enumerate(stages(expr)))
+
+
+@lru_cache(maxsize=256)
+def shared(expr: Expr) -> tuple[int, ...]:
+    """Nodes whose values along a diagonal are one, and take more than an addition: a thread's second row has most of its first row's."""
+    deps, even = dependence(expr), lines(expr)
+    return tuple(
+        i
+        for i, (node, due) in enumerate(zip(expr.nodes, stages(expr), strict=True))
+        if due == "tile" and deps[i].diagonal and deps[i].slope is None and i not in even and category(node.dtype) != "bool"
+    )

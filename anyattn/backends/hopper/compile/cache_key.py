@@ -1,0 +1,103 @@
+"""The name of a compiled kernel: a SHA-256 over everything that it is made from, and nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import hashlib
+import importlib.metadata
+import platform
+import sys
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from anyattn.backends.hopper.config import Config
+from anyattn.backends.hopper.tables_config import TablesConfig
+from anyattn.mods.ir.expr import Expr
+from anyattn.mods.tracing.cute_mod import NativeFunction
+
+__all__ = ["ARCH", "NoContentError", "canonical", "key_of", "sources"]
+
+ARCH = "sm_90a"
+_PACKAGES = (
+    "anyattn",
+    "nvidia-cutlass-dsl",
+    "nvidia-cutlass-dsl-libs-core",
+    "nvidia-cutlass-dsl-libs-cu12",
+    "nvidia-cutlass-dsl-libs-cu13",
+    "apache-tvm-ffi",
+)
+# every module that a kernel is traced through lies in these; tests/backends/test_hopper_launch.py follows the imports
+SOURCES = ("backends/hopper", "sequences", "mods")
+
+
+class NoContentError(TypeError):
+    """Something in a config, such as a function, has no content that a name could be made of: its kernel is kept in memory alone."""
+
+
+def canonical(item: object) -> str:
+    """``item`` as text, the same in every process: dataclasses by their fields' names and values, expressions by their content key.
+
+    >>> canonical((1, 1.0, True, None))
+    '(1,1.0,True,None)'
+    """
+    if isinstance(item, Expr):
+        if not all(n.attr.has_content for n in item.nodes if isinstance(n.attr, NativeFunction)):
+            raise NoContentError("a CuTe function captures what has no content to name a kernel by")
+        return f"Expr:{item.key}"
+    if dataclasses.is_dataclass(item) and not isinstance(item, type):
+        fields = ",".join(f"{f.name}={canonical(getattr(item, f.name))}" for f in dataclasses.fields(item))
+        return f"{type(item).__name__}({fields})"
+    if isinstance(item, enum.Enum):
+        return f"{type(item).__name__}.{item.name}"
+    if isinstance(item, tuple):
+        return "(" + ",".join(map(canonical, item)) + ")"
+    if isinstance(item, (torch.dtype, bool, int, float, str)) or item is None:
+        return repr(item)
+    if isinstance(item, type) and "<" not in item.__qualname__:  # a class made inside a function is not known by its name
+        return f"{item.__module__}.{item.__qualname__}"
+    raise NoContentError(f"{type(item).__name__} has no content to name a kernel by")
+
+
+def key_of(config: Config | TablesConfig, kinds: tuple) -> str:
+    """64 hexadecimal digits that name the kernel for ``config`` and ``kinds`` (see ``launch.kinds_of``).
+
+    Raises NoContentError where something in them has no content.
+    """
+    return hashlib.sha256("\n".join((canonical(config), canonical(kinds), _surroundings())).encode()).hexdigest()
+
+
+@lru_cache(maxsize=1)
+def _surroundings() -> str:
+    """What else makes a kernel another: our sources, the compiler, and the processor that the launching code is written for."""
+    versions = [f"{name}={_version(name)}" for name in _PACKAGES]
+    python = ".".join(map(str, sys.version_info[:2]))
+    return "\n".join((ARCH, f"python={python}", *versions, _processor(), sources()))
+
+
+def sources() -> str:
+    """A sum over the text of all modules that take part in tracing a kernel."""
+    root, total = Path(__file__).parents[3], hashlib.sha256()
+    for path in sorted(p for folder in SOURCES for p in (root / folder).rglob("*.py")):
+        text = path.read_bytes()
+        total.update(f"{path.relative_to(root).as_posix()} {len(text)}\n".encode() + text)
+    return total.hexdigest()
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
+
+
+def _processor() -> str:
+    """The host's instruction set: the compiler writes the launching code for the processor that it runs on (AVX-512 and all)."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+            flags = next((line for line in file if line.lower().startswith(("flags", "features"))), "")
+    except OSError:
+        flags = ""
+    return f"{sys.platform} {platform.machine()} " + hashlib.sha256(" ".join(sorted(flags.split())).encode()).hexdigest()

@@ -1,0 +1,160 @@
+"""Launching: a call's config and the kinds of its arguments name a kernel, which is compiled once, kept on disk, and called directly.
+
+Lengths, strides, scales, window bounds and captured values are run-time, and so no part of the name. A kernel takes torch's tensors as
+they are through tvm-ffi and runs on torch's current stream; without tvm-ffi each tensor is wrapped for every launch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anyattn import disk_cache, launch_log
+from anyattn.backends.hopper.compile import build
+from anyattn.backends.hopper.compile.cache_key import NoContentError, key_of
+from anyattn.backends.hopper.config import Config
+from anyattn.backends.hopper.tables_config import TablesConfig
+
+__all__ = ["compiling_only", "forget", "indexable", "is_compiling", "kinds_of", "launch", "loaded", "prepare", "warm"]
+
+
+class _Known(dict[tuple, Callable[..., None]]):
+    """The kernels of one config by the kinds of their arguments. It hangs on config objects, and stays behind when one is pickled."""
+
+    def __reduce__(self) -> tuple[type, tuple]:
+        return _Known, ()
+
+
+_kernels: dict[Config | TablesConfig, _Known] = {}
+_lock = threading.RLock()
+_is_compiling_only = False
+_BOOL = torch.bool
+_SLOT = "_launch_kernels"  # in the __dict__ of a config object, as functools.cached_property would keep it
+
+
+def launch(config: Config | TablesConfig, arguments: tuple) -> None:
+    """Runs the kernel for ``config`` on the current stream of the tensors' device.
+
+    arguments: what ``HopperForward.__call__`` takes, in order, without the stream: CUDA tensors, None, floats (float32 in the kernel),
+    ints (int32), and tuples of these. 16-bit tensors of three and more dimensions that stand outside the tuples have addresses and
+    strides that are multiples of 16 bytes, the last 1; others are free. Raises ValueError or RuntimeError (tvm-ffi's) where a tensor
+    is not so, and what compiling raises, the first time.
+    """
+    if launch_log.noted is not None:
+        launch_log.noted.append(f"hopper {build.name_of(config)}")
+    kinds, is_plain = kinds_of(arguments)
+    try:
+        function = config.__dict__[_SLOT][kinds]
+    except KeyError:
+        function = prepare(config, kinds)
+    function(*(arguments if is_plain else indexable(arguments)))
+
+
+def kinds_of(arguments: tuple) -> tuple[tuple, bool]:
+    """What a kernel is specialised for in its arguments, flat; and whether they can be handed over as they are.
+
+    A tensor is its dtype and its rank, the latter negative where the last stride is not 1; a number or None is its type; a tuple is its
+    length, and then its items.
+
+    >>> kinds_of((torch.zeros(2, 3).T, None, 1.0, (2,)))
+    ((torch.float32, -2, <class 'NoneType'>, <class 'float'>, 1, <class 'int'>), True)
+    """
+    kinds: list[Any] = []
+    is_plain = _add_kinds(kinds, arguments)
+    return tuple(kinds), is_plain
+
+
+def _add_kinds(kinds: list[Any], items: tuple) -> bool:
+    """One loop without calls: this is most of what a launch costs."""
+    is_plain = True
+    for a in items:
+        if isinstance(a, Tensor):
+            dtype, strides = a.dtype, a.stride()
+            if not strides or dtype is _BOOL:
+                is_plain = False
+            rank = len(strides)
+            # of a last dimension of one entry, no stride is ever used
+            kinds += (dtype, rank if not rank or strides[-1] == 1 or a.shape[-1] == 1 else -rank)
+        elif isinstance(a, tuple):
+            kinds.append(len(a))
+            if a and not _add_kinds(kinds, a):
+                is_plain = False
+        else:
+            kinds.append(type(a))
+    return is_plain
+
+
+def prepare(config: Config | TablesConfig, kinds: tuple) -> Callable[..., None]:
+    """The kernel as a function of the arguments: from this process, from disk, or compiled now."""
+    with _lock:
+        if _is_compiling_only:
+            warm(config, kinds)
+            return lambda *arguments: None
+        known = _kernels.setdefault(config, _Known())
+        config.__dict__[_SLOT] = known
+        if kinds not in known:
+            known[kinds] = _found_or_made(config, kinds) if build.has_tvm_ffi() else build.dlpack_function(config, kinds)
+        return known[kinds]
+
+
+def loaded(config: Config | TablesConfig) -> Mapping[tuple, Callable[..., None]]:
+    """The kernels for ``config`` that this process has loaded, by kinds; ``forget`` empties it for good."""
+    return config.__dict__.get(_SLOT, {})
+
+
+def forget() -> None:
+    """Drops all kernels that this process knows, also those that hang on config objects: the next launch looks on disk again."""
+    with _lock:
+        for known in _kernels.values():
+            known.clear()
+        _kernels.clear()
+
+
+@contextlib.contextmanager
+def compiling_only() -> Iterator[None]:
+    """Inside, kernels that this process has not loaded yet go to disk and are not run: tensors may be the CPU's, results are undefined."""
+    global _is_compiling_only
+    before, _is_compiling_only = _is_compiling_only, True
+    try:
+        yield
+    finally:
+        _is_compiling_only = before
+
+
+def is_compiling() -> bool:
+    """Whether launches compile and run nothing."""
+    return _is_compiling_only
+
+
+def _found_or_made(config: Config | TablesConfig, kinds: tuple) -> Callable[..., None]:
+    try:
+        return build.load(warm(config, kinds))
+    except OSError as error:  # where no folder for temporary files may hold code, say; an object file is written to memory
+        warnings.warn(f"anyattn compiles a kernel again that cannot be loaded from disk: {error}", RuntimeWarning, stacklevel=4)
+        return build.load(build.make(config, kinds, may_link=False))
+
+
+def warm(config: Config | TablesConfig, kinds: tuple) -> disk_cache.Payload:
+    """The kernel as it lies on disk, compiled if it is not there yet; nothing is loaded, and no GPU is needed."""
+    cache = disk_cache.open_cache()
+    try:
+        key = key_of(config, kinds)
+    except NoContentError:
+        cache = None
+    if cache is None:
+        return build.make(config, kinds, may_link=False)  # the compiler is at hand, and loads it without a linker
+    return cache.get_or_make(key, lambda: build.make(config, kinds), build.is_loadable)
+
+
+def indexable(item: Any) -> Any:
+    """Arguments that the kernel can index: bools as bytes, a single value with one dimension."""
+    if isinstance(item, Tensor):
+        item = item.view(torch.uint8) if item.dtype is torch.bool else item
+        return item.reshape(1) if item.ndim == 0 else item
+    return tuple(map(indexable, item)) if isinstance(item, tuple) else item

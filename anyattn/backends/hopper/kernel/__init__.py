@@ -1,0 +1,1 @@
+"""The CuTe DSL kernel: one file for each role."""

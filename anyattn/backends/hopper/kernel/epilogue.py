@@ -1,0 +1,144 @@
+"""The end of a row tile: the sink joins, the output is divided by the rows' sums and leaves through shared memory."""
+
+import math
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, const_expr
+from cutlass.cute.nvgpu import cpasync, warp
+
+from anyattn.backends.hopper.codegen.emit import select
+from anyattn.backends.hopper.kernel.fragment import rows_and_columns
+from anyattn.backends.hopper.kernel.softmax import LOG2E
+
+__all__ = ["Epilogue"]
+
+_BARRIER = 4  # the first of the named barriers at which each multiplying warp group meets around its store
+
+
+class Epilogue:
+    """What ``HopperForward`` does with a finished row tile."""
+
+    config: Any
+
+    @cute.jit
+    def finished(self, acc, row_max, row_sum, rate, sink, head):
+        """Divides ``acc`` by the rows' sums; leaves the natural log-sum-exp in ``row_sum``."""
+        out = rows_and_columns(acc)
+        for r in cutlass.range_constexpr(cute.size(row_max)):
+            total = row_sum[r]
+            for offset in (2, 1):
+                total += cute.arch.shuffle_sync_bfly(total, offset=offset)
+            top, rescale = row_max[r] * rate, Float32(1.0)
+            if const_expr(self.config.has_sink):
+                logit = Float32(sink[head]) * Float32(LOG2E)
+                higher = cute.arch.fmax(top, logit)
+                rescale = select(top == -Float32.inf, Float32(0.0), cute.math.exp2(top - higher, fastmath=True), "float")
+                total = total * rescale + cute.math.exp2(logit - higher, fastmath=True)
+                top = higher
+            inverse = rescale * cute.arch.rcp_approx(total) if total > 0.0 else Float32(0.0)
+            out[r, None].store(out[r, None].load() * inverse)
+            found = (top + cute.math.log2(total, fastmath=True)) * Float32(math.log(2.0))
+            row_sum[r] = select(total > 0.0, found, -Float32.inf, "float")
+
+    def highest(self, tops: Any, rate: Any) -> Any:
+        """The rows' highest scores, from those of each of the four threads that hold a row; None where they are not wanted."""
+        if tops is None:
+            return None
+        for r in range(cute.size(tops)):
+            for offset in (2, 1):
+                tops[r] = cute.arch.fmax(tops[r], cute.arch.shuffle_sync_bfly(tops[r], offset=offset))
+            tops[r] = tops[r] * rate * Float32(math.log(2.0))
+        return tops
+
+    @cute.jit
+    def blank(self, mma, thread, outputs, sink, facts):
+        """A row tile that visits nothing: zeros, -inf, and as LSE the sink's logit where there is one."""
+        tile_m, head_dim_v = self.config.tiles.tile_m, self.config.head_dim_v
+        _, _, out, lse, highest = outputs
+        positions = rows_and_columns(mma.get_slice(thread).partition_C(cute.make_identity_tensor((tile_m, head_dim_v))))
+        first_row, first_column = self.first_row(positions, facts), positions[0, 0][1]
+        head, end = self.head(positions, facts), self.rows_end(positions, facts)
+        nothing = Float32(sink[head]) if const_expr(self.config.has_sink) else -Float32.inf
+        rest = cute.domain_offset((facts.q_start, 0), out[None, None, head, facts.q_row])
+        head_dim = cute.size(out, mode=[1])
+        pair = cute.make_rmem_tensor(2, self.dtype)
+        pair.fill(0.0)
+        for r in cutlass.range_constexpr(cute.size(positions, mode=[0])):
+            row = first_row + self.apart(r)
+            if row < end:
+                for column in cutlass.range(first_column, head_dim, 8, unroll=1):
+                    cute.autovec_copy(pair, cute.local_tile(rest[row, None], (2,), (column // 2,)))
+                if first_column == 0:  # of the four threads that hold a row, the first
+                    if const_expr(lse is not None):
+                        lse[row + facts.q_start, head, facts.q_row] = nothing
+                    if const_expr(highest is not None):
+                        highest[row + facts.q_start, head, facts.q_row] = -Float32.inf
+
+    @cute.jit
+    def stored(self, acc, tops, lse_rows, mma, thread, group, outputs, out_in_smem, facts):
+        """Writes a row tile's output and statistics. tops: the rows' highest scores or None. outputs: (copy atom, its target, out, lse,
+        highest scores)."""
+        tile_m, head_dim = self.config.tiles.tile_m, self.config.head_dim_v
+        atom, target, out, lse, highest = outputs
+        positions = rows_and_columns(mma.get_slice(thread).partition_C(cute.make_identity_tensor((tile_m, head_dim))))
+        first_row, head, end = self.first_row(positions, facts), self.head(positions, facts), self.rows_end(positions, facts)
+        for statistic, rows in ((lse, lse_rows), (highest, tops)):
+            if const_expr(statistic is not None):
+                if positions[0, 0][1] == 0:  # of the four threads that hold a row, the first
+                    for r in cutlass.range_constexpr(cute.size(rows)):
+                        row = first_row + self.apart(r)
+                        if row < end:
+                            statistic[row + facts.q_start, head, facts.q_row] = rows[r]
+        if const_expr(self.config.has_entries):
+            # what follows a sequence's last row is another sequence's: rows that it cuts are written one by one
+            if facts.m_block * self.config.tile_q + (group + 1) * (64 // self.config.heads_per_tile) > facts.seqlen_q:
+                self._rows_stored(acc, positions, first_row, out, facts)
+            else:
+                self._tile_stored(acc, mma, thread, group, atom, target, out_in_smem, facts)
+        else:
+            self._tile_stored(acc, mma, thread, group, atom, target, out_in_smem, facts)
+
+    @cute.jit
+    def _rows_stored(self, acc, positions, first_row, out, facts):
+        rows = rows_and_columns(acc)
+        rest = cute.domain_offset((facts.q_start, 0), out[None, None, self.head(positions, facts), facts.q_row])
+        head_dim, end = cute.size(out, mode=[1]), self.rows_end(positions, facts)
+        pair = cute.make_rmem_tensor(2, self.dtype)
+        for r in cutlass.range_constexpr(cute.size(rows, mode=[0])):
+            if first_row + self.apart(r) < end:
+                row = rest[first_row + self.apart(r), None]
+                for c in cutlass.range_constexpr(0, cute.size(rows, mode=[1]), 2):
+                    column = positions[0, c][1]  # and the next one: head_dim is even
+                    if column < head_dim:
+                        for i in cutlass.range_constexpr(2):
+                            pair[i] = self.dtype(rows[r, c + i])
+                        cute.autovec_copy(pair, cute.local_tile(row, (2,), (column // 2,)))
+
+    @cute.jit
+    def _tile_stored(self, acc, mma, thread, group, atom, target, out_in_smem, facts):
+        """A warp group's rows, through shared memory and the copy engine, which leaves out those past the tensor's last one."""
+        head_dim, groups = self.config.head_dim_v, self.config.tiles.warp_groups
+        narrow = cute.make_rmem_tensor_like(acc, self.dtype)
+        narrow.store(acc.load().to(self.dtype))
+        # the rows of Q whose place they take are read by nobody outside the group
+        cute.arch.barrier(barrier_id=_BARRIER + group, number_of_threads=128)
+        copy = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype), mma)
+        mine = copy.get_slice(thread)
+        cute.copy(copy, mine.retile(narrow), mine.partition_D(out_in_smem))
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=_BARRIER + group, number_of_threads=128)
+        packed = self.config.heads_per_tile
+        if const_expr(packed > 1):
+            ratio = target.shape[0][0]
+            rows = cute.domain_offset(((facts.head % ratio, facts.q_start), 0), target[None, None, facts.head // ratio, facts.q_row])
+            goal = cute.local_tile(rows, ((packed, 64 // packed), head_dim), ((0, facts.m_block * groups + group), 0))
+        else:
+            rows = cute.domain_offset((facts.q_start, 0), target[None, None, facts.head, facts.q_row])
+            goal = cute.local_tile(rows, (64, head_dim), (facts.m_block * groups + group, 0))
+        source = cute.local_tile(out_in_smem, (64, head_dim), (group, 0))
+        source, goal = cpasync.tma_partition(atom, 0, cute.make_layout(1), cute.group_modes(source, 0, 2), cute.group_modes(goal, 0, 2))
+        if cute.arch.make_warp_uniform(thread // 32) % 4 == 0:
+            cute.copy(atom, source, goal)
+            cute.arch.cp_async_bulk_commit_group()

@@ -1,0 +1,305 @@
+"""The consumers: S = Q K^T, softmax, O += P V, with the next tile's first product running under this tile's exponentials."""
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr, pipeline
+from cutlass.cute.nvgpu import warpgroup
+
+from anyattn.backends.hopper.kernel.fragment import narrowed, narrowed_to, rows_and_columns
+from anyattn.backends.hopper.kernel.tile_scheduler import Facts
+
+__all__ = ["Multiplies"]
+
+_TURN = 1  # the first of the named barriers by which warp groups take turns
+_CLEANED = 8  # the first of those at which each warp group meets after wiping V
+_AT_ONCE = 8  # entries of V that one instruction wipes: 16 bytes, which the swizzled layout keeps together
+
+
+class _Stage(NamedTuple):
+    """One of two stages, named without a state of its own: the other one's index is known."""
+
+    index: Any
+
+
+class Multiplies:
+    """The multiplying role of ``HopperForward``."""
+
+    config: Any
+
+    @cute.jit
+    def multiply(self, thread, mmas, in_smem, pipes, board, outputs, sink, scale_log2, captured):
+        """Row tile after row tile, as the board says. outputs: (copy of out, out, lse, highest scores)."""
+        tiles = self.config.tiles
+        mma_qk, mma_pv = mmas
+        group = cute.arch.make_warp_uniform(thread // 128)
+        groups = cute.make_layout(tiles.warp_groups, stride=128)
+        qk, pv = mma_qk.get_slice(groups(group)), mma_pv.get_slice(groups(group))
+        operands = (
+            qk.make_fragment_A(qk.partition_A(in_smem[0])),
+            qk.make_fragment_B(qk.partition_B(in_smem[1])),
+            pv.make_fragment_B(pv.partition_B(in_smem[2])),
+        )
+        positions = rows_and_columns(mma_qk.get_slice(thread).partition_C(cute.make_identity_tensor((tiles.tile_m, tiles.tile_n))))
+        shape_s = mma_qk.get_slice(thread).partition_shape_C((tiles.tile_m, tiles.tile_n))
+        acc = cute.make_rmem_tensor(mma_pv.get_slice(thread).partition_shape_C((tiles.tile_m, self.config.head_dim_v)), Float32)
+        per_row = [cute.make_rmem_tensor(cute.size(rows_and_columns(acc), mode=[0]), Float32) for _ in range(3 + self.config.has_max)]
+        sums = (acc, *per_row, *(() if self.config.has_max else (None,)))
+        fixed = (mmas, operands, shape_s, positions, pipes, board, group, thread, in_smem)
+        given = (scale_log2, self.rate(scale_log2, captured), captured)
+        self._first_turn(group)
+        self._row_tiles(fixed, sums, given, outputs, sink)
+
+    @cute.jit
+    def _row_tiles(self, fixed, sums, given, outputs, sink):
+        """One after the other. Where shared memory has room for two tiles of Q, a row tile's is given back while the next one is worked on:
+        its output may still be leaving from there."""
+        _, _, shape_s, positions, pipes, board, _, thread, _ = fixed
+        q_state, k_state, v_state, work_state = self._states()
+        p = narrowed(cute.make_rmem_tensor(shape_s, Float32), self.dtype)
+        more, owed = Int32(1), Int32(0)  # owed: the row tile before has not given its Q back
+        while more != 0:
+            pipes[3].consumer_wait(work_state)
+            facts = self._facts(board[0], work_state)
+            more = facts.more
+            if facts.total > 0:
+                pipes[0].consumer_wait(q_state)
+                of_tile = (facts, *given, self.row_limits(positions, facts, given[2]))
+                self._first(fixed, sums, p, of_tile, q_state, k_state, v_state)
+                k_state.advance()
+                if const_expr(self.config.q_stages > 1):
+                    if owed != 0:
+                        self._give_back(pipes[0], _Stage(1 - q_state.index), thread)
+                    owed = Int32(1)
+                k_state, v_state = self._steps(fixed, sums, p, of_tile, q_state, k_state, v_state)
+                self._ended(fixed, sums, given, outputs, sink, q_state, work_state)
+                if const_expr(self.config.q_stages == 1):
+                    self._give_back(pipes[0], q_state, thread)
+                q_state.advance()
+            elif more != 0:
+                self.blank(fixed[0][1], thread, outputs, sink, facts)
+            pipes[3].consumer_release(work_state)
+            work_state.advance()
+        if const_expr(self.config.q_stages > 1):
+            if owed != 0:
+                self._give_back(pipes[0], _Stage(1 - q_state.index), thread)
+
+    def _states(self) -> tuple[Any, ...]:
+        """Where the consumer stands in the pipelines of Q, K, V and of row tiles."""
+        stages = self.config.tiles.stages
+        consumer = pipeline.PipelineUserType.Consumer
+        return tuple(pipeline.make_pipeline_state(consumer, n) for n in (self.config.q_stages, stages, stages, 2))
+
+    def _facts(self, board: Any, state: Any) -> Facts:
+        return Facts(*(board[i, state.index] for i in range(len(Facts._fields))))
+
+    @cute.jit
+    def _give_back(self, pipe, state, thread):
+        """Q's memory to the loader, once O, which took its place, has been read out of it."""
+        if cute.arch.make_warp_uniform(thread // 32) % 4 == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        pipe.consumer_release(state)
+
+    @cute.jit
+    def _first(self, fixed, sums, p, given, q_state, k_state, v_state):
+        """The first product and softmax of a row tile; its probabilities into ``p``."""
+        (mma_qk, _), (q, k, _), shape_s, positions, pipes, board, group, thread, in_smem = fixed
+        acc, row_max, row_sum, row_scale, tops = sums
+        facts, scale_log2, rate, captured, limits = given
+        scores = cute.make_rmem_tensor(shape_s, Float32)
+        acc.fill(0.0)
+        row_max.fill(-Float32.inf)
+        row_sum.fill(0.0)
+        if const_expr(tops is not None):
+            tops.fill(-Float32.inf)
+        pipes[1].consumer_wait(k_state)
+        visit = board[1][k_state.index]
+        self._my_turn(group)
+        self._product(mma_qk, scores, q[None, None, None, q_state.index], k[None, None, None, k_state.index], True)
+        self._next_turn(group)
+        warpgroup.wait_group(0)
+        pipes[1].consumer_release(k_state)
+        n = visit // 2
+        lifts = self.modified(scores, None, positions, n, facts, scale_log2, captured, True)
+        self.masked(scores, positions, n, facts, captured, limits, visit % 2, True)
+        if const_expr(tops is not None):
+            self.raise_tops(tops, scores, lifts)
+        if const_expr(self.config.is_bounded):
+            self.unshifted(scores, row_max, row_sum, rate, True)
+        else:
+            self.exponentials(scores, lifts, row_max, row_sum, row_scale, rate, True, True)
+        p.store(narrowed(scores, self.dtype).load())
+        if const_expr(self.config.has_entries):  # the first tile is the only one that may reach past the last key of a sequence
+            self._wiped(in_smem[2], pipes[2], v_state, facts.seqlen_k - n * self.config.tiles.tile_n, thread, group)
+
+    @cute.jit
+    def _steps(self, fixed, sums, p, given, q_state, k_state, v_state):
+        """The key tiles of a row tile after its first: masked, bare and again masked ones."""
+        (_, mma_pv), (_, _, v), _, _, pipes, _, _, _, _ = fixed
+        facts = given[0]
+        for _ in cutlass.range(facts.masked, unroll=1):
+            self._step(fixed, sums, p, given, q_state, k_state, v_state, True)
+            k_state.advance()
+            v_state.advance()
+        for _ in cutlass.range(facts.bare, unroll=1):
+            self._step(fixed, sums, p, given, q_state, k_state, v_state, False)
+            k_state.advance()
+            v_state.advance()
+        if const_expr(self.config.has_left):
+            for _ in cutlass.range(facts.behind, unroll=1):
+                self._step(fixed, sums, p, given, q_state, k_state, v_state, True)
+                k_state.advance()
+                v_state.advance()
+        pipes[2].consumer_wait(v_state)
+        self._product(mma_pv, sums[0], p, v[None, None, None, v_state.index], False)
+        warpgroup.wait_group(0)
+        pipes[2].consumer_release(v_state)
+        v_state.advance()
+        return k_state, v_state
+
+    @cute.jit
+    def _ended(self, fixed, sums, given, outputs, sink, q_state, work_state):
+        """A row tile's output and statistics on their way. Its facts are read again rather than kept in registers."""
+        (_, mma_pv), _, _, positions, _, board, group, thread, in_smem = fixed
+        acc, row_max, row_sum, _, tops = sums
+        facts = self._facts(board[0], work_state)
+        self.finished(acc, row_max, row_sum, given[1], sink, self.head(positions, facts))
+        tops = self.highest(tops, given[1])
+        self.stored(acc, tops, row_sum, mma_pv, thread, group, outputs, in_smem[3][None, None, q_state.index], facts)
+
+    @cute.jit
+    def _step(self, fixed, sums, p, given, q_state, k_state, v_state, is_masked: cutlass.Constexpr):
+        """The first product of a tile and the second of the tile before it, then the softmax of the tile."""
+        (mma_qk, mma_pv), (q, k, v), shape_s, positions, pipes, board, group, _, _ = fixed
+        acc, _, _, row_scale, _ = sums
+        facts, _, _, captured, _ = given
+        asks = is_masked or len(self.config.always) > 0
+        scores = cute.make_rmem_tensor(shape_s, Float32)
+        pipes[1].consumer_wait(k_state)
+        n = Int32(0)
+        if const_expr(asks or self.config.score is not None):
+            n = board[1][k_state.index] // 2
+        self._my_turn(group)
+        self._product(mma_qk, scores, q[None, None, None, q_state.index], k[None, None, None, k_state.index], True)
+        pipes[2].consumer_wait(v_state)
+        self._product(mma_pv, acc, p, v[None, None, None, v_state.index], False)
+        self._next_turn(group)
+        ahead = None
+        if const_expr(self.foresees):
+            ahead = self.foreseen(positions, n, facts, captured)
+        warpgroup.wait_group(1)
+        pipes[1].consumer_release(k_state)
+        of_tile = (scores, ahead, n, v_state)
+        if const_expr(self.guesses and not asks):
+            rescales = self._guessed(fixed, sums, p, given, of_tile)
+        else:
+            rescales = self._taken(fixed, sums, p, given, of_tile, is_masked, asks)
+        if const_expr(not self.config.is_bounded):
+            if rescales:
+                out = rows_and_columns(acc)
+                for r in cutlass.range_constexpr(cute.size(row_scale)):
+                    out[r, None].store(out[r, None].load() * row_scale[r])
+
+    @cute.jit
+    def _taken(self, fixed, sums, p, given, of_tile, is_masked: cutlass.Constexpr, asks: cutlass.Constexpr):
+        """A tile's softmax as a whole, its probabilities into ``p``; whether ``acc`` is to be rescaled."""
+        _, _, _, positions, pipes, _, _, _, _ = fixed
+        _, row_max, row_sum, row_scale, tops = sums
+        facts, scale_log2, rate, captured, limits = given
+        scores, ahead, n, v_state = of_tile
+        rescales = cutlass.Boolean(False)
+        lifts = self.modified(scores, ahead, positions, n, facts, scale_log2, captured, False)
+        if const_expr(asks):
+            self.masked(scores, positions, n, facts, captured, limits, Int32(1) if is_masked else Int32(0), False)
+        if const_expr(tops is not None):
+            self.raise_tops(tops, scores, lifts)
+        if const_expr(self.config.is_bounded):
+            self.unshifted(scores, row_max, row_sum, rate, asks)
+        else:
+            rescales = self.exponentials(scores, lifts, row_max, row_sum, row_scale, rate, False, asks)
+        warpgroup.wait_group(0)
+        pipes[2].consumer_release(v_state)
+        p.store(narrowed(scores, self.dtype).load())
+        return rescales
+
+    @cute.jit
+    def _guessed(self, fixed, sums, p, given, of_tile):
+        """The same for a bare tile by a guess, and where that was wrong once more."""
+        _, _, shape_s, positions, pipes, _, _, _, _ = fixed
+        _, row_max, row_sum, row_scale, tops = sums
+        facts, scale_log2, rate, captured, _ = given
+        scores, ahead, n, v_state = of_tile
+        powers = cute.make_rmem_tensor(shape_s, Float32)
+        added = cute.make_rmem_tensor(cute.size(row_sum), Float32)
+        lifts, rescales = None, cutlass.Boolean(False)
+        if const_expr(not self.shortens):
+            lifts = self.modified(scores, ahead, positions, n, facts, scale_log2, captured, False)
+        if const_expr(tops is not None):
+            if const_expr(self.shortens):
+                self.raise_tops_under_cap(tops, scores, positions, facts, scale_log2, captured)
+            else:
+                self.raise_tops(tops, scores, lifts)
+        is_right = self.guessed(scores, lifts, powers, added, row_max, positions, facts, scale_log2, rate, captured)
+        warpgroup.wait_group(0)
+        pipes[2].consumer_release(v_state)
+        narrowed_to(p, powers, self.dtype)
+        if is_right:
+            row_sum.store(row_sum.load() + added.load())
+        elif const_expr(self.shortens):
+            self.modified(scores, ahead, positions, n, facts, scale_log2, captured, False)
+            self.unshifted(scores, row_max, row_sum, rate, False)
+            p.store(narrowed(scores, self.dtype).load())
+        else:
+            rescales = self.exponentials(scores, lifts, row_max, row_sum, row_scale, rate, False, True)
+            p.store(narrowed(scores, self.dtype).load())
+        return rescales
+
+    @cute.jit
+    def _product(self, mma, acc, a, b, from_zero: cutlass.Constexpr):
+        if const_expr(self.config.gathers):  # what threads have copied is ordered before a product's reads by none of its barriers
+            cute.arch.fence_proxy("async.shared", space="cta")
+        warpgroup.fence()
+        atom = cute.make_mma_atom(mma.op)
+        atom.set(warpgroup.Field.ACCUMULATE, not from_zero)
+        for i in cutlass.range_constexpr(cute.size(a, mode=[2])):
+            cute.gemm(atom, acc, a[None, None, i], b[None, None, i], acc)
+            atom.set(warpgroup.Field.ACCUMULATE, True)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def _wiped(self, v, pipe, state, room, thread, group):
+        """Zeros in V's rows from ``room`` on: what lies past the last key may be NaN, which a probability of 0 does not undo.
+
+        Each warp group wipes all of them, so that none has to wait for another.
+        """
+        tile_n, head_dim = self.config.tiles.tile_n, self.config.head_dim_v
+        if room < tile_n:
+            pipe.consumer_wait(state)
+            tile = v[None, None, state.index]
+            nothing = cute.make_rmem_tensor(_AT_ONCE, self.dtype)
+            nothing.fill(0.0)
+            pieces = head_dim // _AT_ONCE  # of a key
+            lanes = 1 << (pieces - 1).bit_length()
+            piece = thread % lanes
+            if piece < pieces:
+                for key in cutlass.range(room + thread % 128 // lanes, tile_n, 128 // lanes, unroll=1):
+                    cute.autovec_copy(nothing, cute.local_tile(tile, (_AT_ONCE, 1), (piece, key))[None, 0])
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.barrier(barrier_id=_CLEANED + group, number_of_threads=128)
+
+    @cute.jit
+    def _first_turn(self, group):
+        if group == 0 and self.config.tiles.ping_pong:
+            cute.arch.barrier_arrive(barrier_id=_TURN, number_of_threads=256)
+
+    @cute.jit
+    def _my_turn(self, group):
+        if const_expr(self.config.tiles.ping_pong):
+            cute.arch.barrier(barrier_id=_TURN + group, number_of_threads=256)
+
+    @cute.jit
+    def _next_turn(self, group):
+        if const_expr(self.config.tiles.ping_pong):
+            after = 1 - group if const_expr(self.config.tiles.warp_groups == 2) else (group + 1) % 3
+            cute.arch.barrier_arrive(barrier_id=_TURN + after, number_of_threads=256)

@@ -1,0 +1,192 @@
+"""The producer: one warp that posts row tiles on the board and asks the copy engine (TMA) for Q, then tile after tile of K and V."""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Uint32, const_expr, pipeline
+from cutlass.cute.nvgpu import cpasync
+
+from anyattn.backends.hopper.kernel.paged_gather import LANES
+from anyattn.backends.hopper.kernel.tile_scheduler import Facts
+
+__all__ = ["Loads"]
+
+_AT_ONCE = 8  # copies of pieces that are written out one after the other
+
+
+class Loads:
+    """The loading role of ``HopperForward``."""
+
+    config: Any
+
+    @cute.jit
+    def load(self, copies, tiles_in_smem, pipes, board, tables, counter, lengths, sizes, captured):
+        """copies: (atom, tensor) of q, k, v. board: (row tiles, key tiles) in shared memory. Key tiles go from the last to the first."""
+        producer = pipeline.PipelineUserType.Producer
+        stages = self.config.tiles.stages
+        q_state, k_state, v_state, work_state = (
+            pipeline.make_pipeline_state(producer, n) for n in (self.config.q_stages, stages, stages, 2)
+        )
+        work, _, _ = cute.arch.block_idx()
+        workers, _, _ = cute.arch.grid_dim()
+        sizes = self.counted(tables, sizes)
+        total = sizes.rows * sizes.spread
+        while work < total:
+            following = self._drawn(counter, total, workers)
+            m_block, head, entry = self.row_tile(work, tables, sizes)
+            heads = Int32(1)
+            if const_expr(self.config.heads_per_tile > 1):
+                heads, head = self.packed(head, sizes)
+            if m_block >= 0:
+                q_row, q_start, seqlen_q, k_row, k_start, seqlen_k, q_first = self.storage(entry, tables, lengths)
+                left, right = Int32(0), Int32(0)
+                if const_expr(self.config.lists is None):
+                    left, right = self.band(entry, head, q_first, captured)
+                    visits, masked, bare, behind, last = self.band_visits(m_block, seqlen_q, seqlen_k, left, right)
+                    plan = last
+                else:
+                    (visits, masked, bare, behind), plan = self.list_visits(m_block, entry, head, seqlen_k, tables)
+                facts = Facts(
+                    heads, m_block, head, entry, visits, masked, bare, behind, seqlen_q, seqlen_k, q_row, q_start, q_first, left, right
+                )  # fmt: skip
+                place = (m_block, head, q_row, q_start, k_row, k_start)
+                (q_atom, q_from, q_to), k_copy, v_copy = self._sources(copies, place, tiles_in_smem, sizes)
+                if visits > 0:
+                    pipes[0].producer_acquire(q_state)
+                    cute.copy(q_atom, q_from, q_to[None, q_state.index], tma_bar_ptr=pipes[0].producer_get_barrier(q_state))
+                    q_state.advance()
+                self._post(board[0], pipes[3], work_state, facts)
+                work_state.advance()
+                if visits > 0:
+                    n, asked = self._visit(Int32(0), plan)
+                    pages = self._pages(n, entry, seqlen_k, tables, sizes)
+                    for i in cutlass.range(visits, unroll=1):
+                        after, asks = self._visit(cutlass.min(i + 1, visits - 1), plan)  # read long before it is needed
+                        pages_after = self._pages(after, entry, seqlen_k, tables, sizes)
+                        self._fetch(pipes[1], k_state, k_copy, n, pages, sizes, board[1], asked)
+                        k_state.advance()
+                        self._fetch(pipes[2], v_state, v_copy, n, pages, sizes, None, asked)
+                        v_state.advance()
+                        n, asked, pages = after, asks, pages_after
+            work = cute.arch.shuffle_sync(following, 0)
+        self._post(board[0], pipes[3], work_state, Facts(*(Int32(0) for _ in Facts._fields)))
+        work_state.advance()
+        self._left(counter, total, workers)
+        # a block that ends while its copies are still being read would hand their memory to another
+        for pipe, state in zip(pipes, (q_state, k_state, v_state, work_state), strict=True):
+            pipe.producer_tail(state)
+
+    @cute.jit
+    def _drawn(self, counter, total, workers):
+        """The next piece of work that nobody has taken, in the first lane. Blocks that draw finish together, however uneven the pieces."""
+        found = total
+        if total > workers:
+            if cute.arch.lane_idx() == 0:
+                found = workers + cute.arch.atomic_add(counter.iterator, Int32(1))
+        return found
+
+    @cute.jit
+    def _left(self, counter, total, workers):
+        """The last block to leave sets the counter back for the next kernel."""
+        if total > workers:
+            if cute.arch.lane_idx() == 0:
+                before = cute.arch.atomic_add(counter.iterator + 1, Int32(1), sem="acq_rel", scope="gpu")
+                if before == workers - 1:
+                    counter[0] = Int32(0)
+                    counter[1] = Int32(0)
+
+    @cute.jit
+    def _visit(self, i, plan):
+        if const_expr(self.config.lists is None):
+            return plan - i, Int32(1)
+        return self.listed(i, plan)
+
+    @cute.jit
+    def _post(self, board, pipe, state, facts):
+        pipe.producer_acquire(state)
+        for i in cutlass.range_constexpr(len(facts)):
+            board[i, state.index] = facts[i]
+        pipe.producer_commit(state)
+
+    @cute.jit
+    def _pages(self, n, entry, seqlen_k, tables, sizes):
+        """The pages of key tile ``n``: a lane has that of its piece, or of each of its pieces where they are more than lanes."""
+        if const_expr(not self.config.is_paged):
+            return ()
+        return tuple(self._page(at, entry, seqlen_k, tables, sizes) for at in self._pieces(n))
+
+    @cute.jit
+    def _page(self, at, entry, seqlen_k, tables, sizes):
+        """Of pieces past the last key the table says nothing: they are on no page, where the copy engine reads nothing and writes zeros."""
+        page = Int32(-1)
+        if at * self.config.piece < seqlen_k:
+            page = tables.pages[entry, Int32(Uint32(at) // Uint32(sizes.pieces_in_page))]
+        return page
+
+    def _pieces(self, n: Any) -> list[Any]:
+        """The numbers, in the entry's keys, of a lane's pieces of key tile ``n``."""
+        pieces = self.config.tiles.tile_n // self.config.piece
+        return [n * pieces + i + cute.arch.lane_idx() for i in range(0, pieces, LANES)]
+
+    @cute.jit
+    def _fetch(self, pipe, state, copy, n, pages, sizes, board, asked):
+        """Key tile ``n`` into the next free stage; which tile it is goes on the board before the stage is called full."""
+        atom, source, target = copy
+        pipe.sync_object_empty.wait(state.index, state.phase)
+        if const_expr(board is not None):
+            board[state.index] = n * 2 + asked
+        pipe.sync_object_full.arrive(state.index, None)
+        barrier = pipe.producer_get_barrier(state)
+        if const_expr(self.config.is_paged):
+            places = tuple(Int32(Uint32(at) % Uint32(sizes.pieces_in_page)) for at in self._pieces(n))
+            if const_expr(self.config.gathers):
+                self.gather(source, target[None, None, state.index], pages, places, barrier)
+                return
+            pieces = self.config.tiles.tile_n // self.config.piece
+            for group in cutlass.range_constexpr(len(pages)):
+                for i in cutlass.range(min(pieces - group * LANES, LANES), unroll=_AT_ONCE):
+                    at = source[None, cute.arch.shuffle_sync(places[group], i), cute.arch.shuffle_sync(pages[group], i)]
+                    cute.copy(atom, at, target[None, group * LANES + i, state.index], tma_bar_ptr=barrier)
+        else:
+            cute.copy(atom, source[None, n], target[None, state.index], tma_bar_ptr=barrier)
+
+    @cute.jit
+    def _sources(self, copies, place, in_smem, sizes):
+        """(atom, source, target) of q, k and v; K's and V's with a mode for the tile. With pages they have modes for a page's pieces and
+        for the page, and the targets one for a tile's pieces."""
+        tile_m, tile_n = self.config.tiles.tile_m, self.config.tiles.tile_n
+        d, dv = self.config.head_dim, self.config.head_dim_v
+        (q_atom, q), (k_atom, k), (v_atom, v) = copies
+        m_block, head, q_row, q_start, k_row, k_start = place
+        kv_head = head // sizes.ratio
+        if const_expr(self.config.heads_per_tile > 1):
+            shape = ((self.config.heads_per_tile, self.config.tile_q), d)
+            q_rows = cute.domain_offset(((head % sizes.ratio, q_start), 0), q[None, None, kv_head, q_row])
+            q_source = cute.local_tile(q_rows, shape, ((0, m_block), 0))
+        else:
+            q_rows = cute.domain_offset((q_start, 0), q[None, None, head, q_row])
+            q_source = cute.local_tile(q_rows, (tile_m, d), (m_block, 0))
+        q_smem, k_smem, v_smem = in_smem[:3]
+        if const_expr(self.config.gathers):
+            v_smem = cute.make_tensor(v_smem.iterator, cute.select(v_smem.layout, mode=[1, 0, 2]))
+            own = (None, k[None, None, kv_head, None], k_smem), (None, v[None, None, kv_head, None], v_smem)
+            return ((q_atom, *self._partition(q_atom, q_smem, q_source)), *own)
+        if const_expr(self.config.is_paged):
+            piece = self.config.piece
+            k_source = cute.local_tile(k[None, None, kv_head, None], (piece, d), (None, 0, None))
+            v_source = cute.local_tile(v[None, None, kv_head, None], (dv, piece), (0, None, None))
+            k_smem = cute.flat_divide(k_smem, (piece, d))[None, None, None, 0, None]
+            v_smem = cute.flat_divide(v_smem, (dv, piece))[None, None, 0, None, None]
+        else:
+            k_source = cute.local_tile(cute.domain_offset((k_start, 0), k[None, None, kv_head, k_row]), (tile_n, d), (None, 0))
+            v_source = cute.local_tile(cute.domain_offset((0, k_start), v[None, None, kv_head, k_row]), (dv, tile_n), (0, None))
+        given = ((q_atom, q_smem, q_source), (k_atom, k_smem, k_source), (v_atom, v_smem, v_source))
+        return tuple((atom, *self._partition(atom, smem, source)) for atom, smem, source in given)
+
+    def _partition(self, atom: Any, in_smem: Any, in_gmem: Any) -> tuple[Any, Any]:
+        """(source, target) of the copies, the target with a last mode for the stages."""
+        target, source = cpasync.tma_partition(
+            atom, 0, cute.make_layout(1), cute.group_modes(in_smem, 0, 2), cute.group_modes(in_gmem, 0, 2)
+        )
+        return source, target

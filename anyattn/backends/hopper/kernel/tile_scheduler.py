@@ -1,0 +1,235 @@
+"""Which row tile comes next and which key tiles it visits: the loading warp decides, and posts it on a board for the others to read.
+
+Every role so takes its trip counts from one place. A visit is masked or bare; the masked ones come first and last, the bare ones between:
+a row tile's first visit (the only one that may reach past the last key), ``masked`` more, ``bare`` ones and ``behind`` masked ones.
+"""
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+
+from anyattn.backends.hopper.codegen.emit import emit_rows
+from anyattn.sequences.block_info import BlockInfo
+from anyattn.sequences.integers import ceil_div, maximum, minimum
+from anyattn.sequences.seqlen_info import SeqlenInfoQK
+
+__all__ = ["FACTS", "Facts", "Sizes", "Tables", "Visits"]
+
+FACTS = 16  # numbers of one row tile on the board
+
+
+class Facts(NamedTuple):
+    """One row tile, as posted on the board: Int32 each.
+
+    more: the tile's query heads, one unless heads are packed; 0 says that there are no more row tiles. head: the first of these heads.
+    total: visits; masked, bare, behind: those after the first. seqlen_q, seqlen_k: rows in use. q_row, q_start: the entry's queries are
+    ``q[q_row, :, q_start:]``. q_first: the position of its first query. left, right: row i sees keys ``i + left <= j < i + right``, as far
+    as the config has these bounds.
+    """
+
+    more: Any
+    m_block: Any
+    head: Any
+    entry: Any
+    total: Any
+    masked: Any
+    bare: Any
+    behind: Any
+    seqlen_q: Any
+    seqlen_k: Any
+    q_row: Any
+    q_start: Any
+    q_first: Any
+    left: Any
+    right: Any
+
+
+class Tables(NamedTuple):
+    """Tensors that say what to visit, None where the config has none; int32.
+
+    partial_count, partial_index, full_count, full_index: lists of tiles. order: (rows, 3), m_block (-1: nothing), head and entry of each
+    row tile, and with ``Config.has_count`` one row more, whose first number says how many of them there are. entries: (B, 9), q_row,
+    q_start, seqlen_q, k_row, k_start, seqlen_k, q_first and an entry's place in ragged lists: its first row tile, its first index.
+    pages: (B, most pages of an entry); those past the one of an entry's last key may be any number.
+    """
+
+    partial_count: Any
+    partial_index: Any
+    full_count: Any
+    full_index: Any
+    order: Any
+    entries: Any
+    pages: Any
+
+
+class Sizes(NamedTuple):
+    """Run-time sizes. rows: row tiles, each shared by ``spread`` heads, of which ``section`` go side by side. heads: an entry's; what
+    counts as one here is a query head, or the heads that share a row tile.
+
+    ratio: query heads for each K/V head. pieces_in_page: of ``Config.piece`` rows; 0 without pages.
+    """
+
+    rows: Any
+    spread: Any
+    section: Any
+    heads: Any
+    ratio: Any
+    pieces_in_page: Any
+
+
+class Visits:
+    """The deciding part of ``HopperForward``'s loading role."""
+
+    config: Any
+
+    @cute.jit
+    def counted(self, tables, sizes):
+        """The sizes with as many rows as there are; those that the launch names are what there is room for."""
+        if const_expr(self.config.has_count):
+            return Sizes(tables.order[sizes.rows, 0], *sizes[1:])
+        return sizes
+
+    @cute.jit
+    def row_tile(self, work, tables, sizes):
+        """(m_block, head, entry) of piece of work ``work``."""
+        rows, spread, section, heads, _, _ = sizes
+        # heads whose K and V fit the L2 cache together go side by side
+        before = work // (section * rows) * section
+        at_once = minimum(section, spread - before)
+        rest = work - before * rows
+        row, inner = rest // at_once, before + rest % at_once
+        if const_expr(self.config.has_order):
+            m_block, head, entry = (tables.order[row, i] for i in range(3))
+        else:
+            # where keys end with the row, the last rows see most: they go first
+            m_block = rows - 1 - row if const_expr(self.config.has_right) else row
+            head, entry = Int32(0), Int32(0)
+        if const_expr(self.config.spread == "all"):
+            entry, head = inner // heads, inner % heads
+        elif const_expr(self.config.spread == "heads"):
+            head = inner
+        return m_block, head, entry
+
+    @cute.jit
+    def packed(self, group, sizes):
+        """(how many query heads, the first) of those that share row tiles: a K/V head's are cut into groups, the last may be smaller."""
+        most = self.config.heads_per_tile
+        groups = ceil_div(sizes.ratio, most)
+        before = group % groups * most
+        return minimum(sizes.ratio - before, most), group // groups * sizes.ratio + before
+
+    @cute.jit
+    def storage(self, entry, tables, lengths):
+        """(q_row, q_start, seqlen_q, k_row, k_start, seqlen_k, q_first) of a batch entry."""
+        if const_expr(self.config.has_entries):
+            return tuple(tables.entries[entry, i] for i in range(7))
+        return entry, Int32(0), lengths[0], entry, Int32(0), lengths[1], Int32(0)
+
+    @cute.jit
+    def band(self, entry, head, q_first, captured):
+        """(left, right): the narrowest of the bands, from an entry's rows, whose first stands at ``q_first``."""
+        left, right = Int32(-(2**30)), Int32(2**30)
+        for at, (has_left, has_right) in self.band_sides:
+            scalars, tensors = self.captured(captured, at)
+            low, high = emit_rows(self.config.exprs[at], scalars, tensors, entry, head, [Int32(0)])[0]
+            if const_expr(has_left):
+                left = cutlass.max(left, Int32(low) + q_first)
+            if const_expr(has_right):
+                right = cutlass.min(right, Int32(high) + q_first)
+        return left, right
+
+    @cute.jit
+    def band_visits(self, m_block, seqlen_q, seqlen_k, left, right):
+        """(total, masked, bare, behind, last key tile) of a row tile whose rows see bands of keys."""
+        config = self.config
+        tile_m, tile_n = config.tile_q, config.tiles.tile_n
+        info = SeqlenInfoQK.create(0, seqlen_q, seqlen_k, tile_m=tile_m, tile_n=tile_n)
+        if const_expr(not (config.has_left or config.has_right)):
+            total = ceil_div(seqlen_k, tile_n)
+            return total, Int32(0), cutlass.max(total - 1, 0), Int32(0), total - 1
+        # BlockInfo counts from the row's place among the keys, i + seqlen_k - seqlen_q
+        offset = seqlen_k - seqlen_q
+        window_left = offset - left if const_expr(config.has_left) else None
+        window_right = right - 1 - offset if const_expr(config.has_right) else None
+        blocks = BlockInfo(tile_m, tile_n, False, True, False, window_left, window_right)
+        n_min, n_max = blocks.get_n_block_min_max(info, m_block)
+        n_left = maximum(blocks.get_n_block_min_before_local_mask(info, m_block, n_min), n_min)
+        n_right = maximum(blocks.get_n_block_min_causal_local_mask(info, m_block, n_min), n_min)
+        total = maximum(n_max - n_min, 0)
+        after = minimum(n_max - 1, n_right)  # the lowest masked tile at the upper end
+        masked = n_max - 1 - after
+        bare = maximum(after - n_left, 0)
+        return total, masked, bare, maximum(total - 1 - masked - bare, 0), n_max - 1
+
+    @cute.jit
+    def list_visits(self, m_block, entry, head, seqlen_k, tables):
+        """(total, masked, bare, behind), and for ``listed`` (partial tiles, whether a full one goes first, lists, sizes, skips)."""
+        cut_m, cut_n = self.config.list_cut
+        row = m_block // cut_m
+        partial, full = self._lists(row, entry, head, seqlen_k, tables)
+        (partial_size, partial_list), (full_size, full_list) = partial, full
+        partial_skip, _ = self._past_the_end(partial_size, partial_list, seqlen_k)
+        full_skip, full_is_cut = self._past_the_end(full_size, full_list, seqlen_k)
+        partials, fulls = partial_size * cut_n - partial_skip, full_size * cut_n - full_skip
+        total = partials + fulls
+        # a full tile that the last key cuts must be the first visit, which is the one that looks for the last key
+        full_first = Int32(1) if full_is_cut else Int32(0)
+        masked = partials if full_is_cut else cutlass.max(partials - 1, 0)
+        bare = cutlass.max(total - 1 - masked, 0)
+        lists, sizes, skips = (partial_list, full_list), (partial_size, full_size), (partial_skip, full_skip)
+        return (total, masked, bare, Int32(0)), (partials, full_first, lists, sizes, skips)
+
+    @cute.jit
+    def _lists(self, row, entry, head, seqlen_k, tables):
+        kind = self.config.lists
+        found = []
+        head = head if const_expr(self.config.per_head) else Int32(0)
+        for count, index in ((tables.partial_count, tables.partial_index), (tables.full_count, tables.full_index)):
+            if const_expr(count is None):
+                found.append((Int32(0), found[0][1]))
+            elif const_expr(kind == "dense"):
+                listed = entry if const_expr(self.config.per_entry) else Int32(0)
+                found.append((count[listed, head, row], index[listed, head, row, None]))
+            else:
+                at = tables.entries[entry, 7] + row
+                if const_expr(kind == "ragged"):
+                    entries = index[head, at, None]
+                else:
+                    columns = ceil_div(seqlen_k, self.config.list_cut[1] * self.config.tiles.tile_n)
+                    entries = cute.domain_offset((tables.entries[entry, 8] + row * columns,), index[head, None])
+                found.append((count[head, at], entries))
+        return found
+
+    @cute.jit
+    def _past_the_end(self, size, entries, seqlen_k):
+        """Of a list's last tile: how many of the kernel's tiles in it lie wholly past the last key, and whether one is cut by it."""
+        cut, tile_n = self.config.list_cut[1], self.config.tiles.tile_n
+        skip, is_cut = Int32(0), cutlass.Boolean(False)
+        if size > 0:
+            room = seqlen_k - entries[size - 1] * (cut * tile_n)
+            if const_expr(cut > 1):
+                skip = cut - cutlass.min(ceil_div(room, tile_n), cut)
+            is_cut = (room < cut * tile_n) & (room % tile_n != 0)
+        return skip, is_cut
+
+    @cute.jit
+    def listed(self, i, plan):
+        """(key tile, whether the partial predicate is asked) of visit ``i``; lists are gone through backwards. plan: ``list_visits``."""
+        cut = self.config.list_cut[1]
+        partials, full_first, lists, sizes, skips = plan
+        in_partial = (i >= full_first) & (i < partials + full_first)
+        place = i - full_first if in_partial else cutlass.max(i - partials, 0)
+        n = Int32(0)
+        if in_partial:
+            n = self._at(place + skips[0], lists[0], sizes[0], cut)
+        else:
+            n = self._at(place + skips[1], lists[1], sizes[1], cut)
+        return n, Int32(1) if in_partial else Int32(0)
+
+    @cute.jit
+    def _at(self, place, entries, size, cut: cutlass.Constexpr):
+        if const_expr(cut == 1):
+            return entries[cutlass.max(size - 1 - place, 0)]
+        return entries[cutlass.max(size - 1 - place // cut, 0)] * cut + cut - 1 - place % cut

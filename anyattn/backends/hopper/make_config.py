@@ -1,0 +1,240 @@
+"""From a problem to the kernel's ``Config``, and to where the values that its expressions capture are found."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from anyattn.backends.hopper.codegen.score_analysis import MOST_NUMBER, bound, caps, factored
+from anyattn.backends.hopper.config import LEAST_PIECE, MOST, TILE_M, Ask, Config, Tiles, padded, sides, slots, tiles_for
+from anyattn.backends.hopper.pack_gqa import heads_per_tile
+from anyattn.documents.rewrite import form_of, over_sequences
+from anyattn.documents.sequences import NO_DOCUMENTS
+from anyattn.errors import BackendError
+from anyattn.mods.analysis.document_masks import DocumentForm
+from anyattn.mods.analysis.row_ranges import RowRanges, ranges_unread
+from anyattn.mods.ir.dependence import dependence
+from anyattn.mods.ir.expr import Builder, Expr
+from anyattn.mods.tracing.cute_mod import has_native
+from anyattn.mods.tracing.trace import TracedMod
+from anyattn.problem import Problem
+
+__all__ = ["ByDocument", "Special", "by_document", "fitting", "is_bounded", "list_tile_misfit", "specialised", "tile_of"]
+
+_MOST_RANGES = 2  # of a row, that the kernel keeps in registers
+# Of 8 exponentials after a cap that many are multiplied out: 104 operations of the special functions' pipe, at 8 clocks each, and 577
+# instructions in all then stand against 1,024 clocks of products for the 64 scores of a thread in a 128 x 128 tile (SASS counts)
+_EMULATED = 3
+_SCORE = -1  # among sources, beside numbers of predicates
+
+
+class Special(NamedTuple):
+    """What calls of the same facts share.
+
+    sources: for each of ``config.exprs`` the predicate whose numbers and tensors it captures (-1: the score mod), and how many.
+    positive: the score mod's numbers that must be above 0 where ``config.is_factored``.
+    may_be_bounded: whether its numbers may bound the scores.
+    listed: the predicate that the lists belong to, None without lists. list_tile: (query rows, keys) of the lists' tiles.
+    """
+
+    config: Config
+    sources: tuple[tuple[int, int, int], ...]
+    positive: tuple[int, ...]
+    listed: int | None
+    list_tile: tuple[int, int] | None
+    may_be_bounded: bool
+
+    def config_for(self, problem: Problem) -> Config:
+        """The config, which hangs on the sign and size of numbers that the score mod captures."""
+        if self.positive and any(problem.score.scalars[i] <= 0 for i in self.positive):  # type: ignore[union-attr]
+            return _varied(self.config, False, False)
+        if self.may_be_bounded and is_bounded(self.config, problem.score.scalars):  # type: ignore[union-attr]
+            return _varied(self.config, True, True)
+        return self.config
+
+    def captured(self, problem: Problem) -> tuple[tuple[int | float, ...], tuple[Tensor, ...]]:
+        """The numbers and tensors of ``config.exprs``, one after the other."""
+        numbers: list[int | float] = []
+        tensors: list[Tensor] = []
+        for at, count, tensor_count in self.sources:
+            mod = problem.score if at == _SCORE else problem.predicates[at]
+            if mod is not None:  # the score mod that stands for none captures nothing
+                numbers += mod.scalars[:count]
+                tensors += mod.tensors[:tensor_count]
+        if any(type(x) is int and abs(x) >= MOST_NUMBER for x in numbers):
+            raise BackendError("a mod captures a number of 2^29 or more, which the kernel's 32 bits have no room for; use backend='triton'")
+        return tuple(numbers), tuple(tensors)
+
+
+def specialised(problem: Problem, packs: bool | None = None) -> Special:
+    """What the kernel for ``problem`` is specialised for; asks nothing of what tensors hold.
+
+    Bands and CuTe functions alone need no lists of tiles. Else the first predicate that is neither has lists, which ``problem`` may bring.
+    packs: whether heads share row tiles where they can, None for what ``problem`` says.
+    """
+    bands = [_band(p) for p in problem.predicates]
+    # what a CuTe function shows nobody knows: it is asked in every tile, unless the caller brings its lists
+    unlisted = [i for i, p in enumerate(problem.predicates) if bands[i] is None and has_native([p]) is None]
+    listed = None
+    if problem.blocks is not None and not (problem.blocks_follow and not unlisted):
+        listed = 0
+    elif unlisted:
+        listed = unlisted[0]
+    list_tile = None
+    if listed is not None:
+        list_tile = (TILE_M, TILE_M) if problem.blocks is None else fitting(tile_of(problem.blocks))
+    score = problem.score if problem.score is not None or problem.scale > 0 else _IDENTITY
+    sources = [] if score is None else [(_SCORE, *slots(score.expr))]
+    flags: dict[str, Any] = {} if listed is not None else {"bands": tuple(b.expr for b in bands if b is not None)}
+    if listed is None:
+        sources += [(i, *slots(b.expr)) for i, b in enumerate(bands) if b is not None]
+        always = [(i, _ask(p)) for i, p in enumerate(problem.predicates) if bands[i] is None]
+        flags["always"] = tuple(ask for _, ask in always)
+        sources += [(i, *slots(ask.expr)) for i, ask in always]
+    else:
+        first = problem.predicates[listed]
+        asked = [] if _shows_all(first) else [(listed, _ask(first))]
+        others = [(i, _ask(p)) for i, p in enumerate(problem.predicates) if i != listed]
+        flags |= {"partial": asked[0][1] if asked else None, "always": tuple(ask for _, ask in others)}
+        sources += [(i, *slots(ask.expr)) for i, ask in asked + others]
+    flags |= _storage(problem, listed is not None)
+    config = _config(problem, None if score is None else score.expr, list_tile, flags, packs)
+    positive = () if score is None or problem.scale <= 0 else factored(score.expr).positive
+    may_be_bounded = config.score is not None and config.is_factored and config.is_bf16 and caps(config.score)
+    return Special(config, tuple(sources), positive, listed, list_tile, may_be_bounded)
+
+
+class ByDocument(NamedTuple):
+    """What calls of the same facts share whose documents are run as sequences. form: of their masks. within: for the sequences; listed:
+    for lists of tiles, where documents turn out to be none. Of both kernels one finds nothing to do."""
+
+    form: DocumentForm
+    within: Special
+    listed: Special
+
+
+def by_document(problem: Problem) -> ByDocument | None:
+    """How a call is run by its documents, None where they are not told apart by block lists that follow from the mask, or where the rest
+    of the mask is not bands. Asks nothing of what tensors hold. The heads of a group are apart: how long documents are nobody knows."""
+    if problem.blocks is None or (form := form_of(problem)) is None:
+        return None  # without lists to keep them with, finding the documents for every call costs what it saves
+    within, listed = specialised(over_sequences(problem, form, NO_DOCUMENTS), False), specialised(problem, False)
+    if within.listed is not None or within.config.always or listed.listed is None:
+        return None
+    return ByDocument(form, _counted(within), _counted(listed))
+
+
+def _counted(special: Special) -> Special:
+    return special._replace(config=replace(special.config, has_count=True))
+
+
+def is_bounded(config: Config, scalars: tuple[int | float, ...]) -> bool:
+    """Whether a row's maximum need not be found, for numbers that the score mod captures."""
+    size = bound(config.score, scalars) if config.score is not None else None
+    return size is not None and size <= MOST
+
+
+@lru_cache(maxsize=256)
+def _varied(config: Config, is_factored: bool, is_bounded: bool) -> Config:
+    tiles = replace(config.tiles, emulated=_EMULATED) if is_bounded else config.tiles
+    return replace(config, is_factored=is_factored, is_bounded=is_bounded, tiles=tiles)
+
+
+def _tiles(problem: Problem, wanted: dict[str, Any]) -> tuple[tuple[int, int], Tiles, dict[str, Any]]:
+    """The head dimensions, the tiles, and how K and V come from pages. wanted: what ``tiles_for`` asks besides."""
+    given, page = (problem.q.shape[3], problem.v.shape[3]), wanted["page"]
+    dims = padded(*given)
+    tiles = tiles_for(*dims, **wanted)
+    piece = math.gcd(page, tiles.tile_n) if page else 0
+    if 0 < piece < LEAST_PIECE and dims == given:
+        return dims, tiles_for(*dims, **{**wanted, "page": 1}), {"piece": 1, "gathers": True}
+    if piece % 2 and dims[0] == 96:  # whose rows of 64 bytes lie two in the 128 bytes at which a copy may begin
+        dims = (128, 128)
+        tiles = tiles_for(*dims, **wanted)
+        piece = math.gcd(page, tiles.tile_n)
+    return dims, tiles, {"piece": piece}
+
+
+def _config(problem: Problem, score: Expr | None, list_tile: tuple[int, int] | None, flags: dict[str, Any], packs: bool | None) -> Config:
+    asks = tuple(ask for ask in (flags.get("partial"), *flags.get("always", ())) if ask is not None)
+    wanted = {"score": score, "tile_n": list_tile[1] if list_tile else None, "asked": asks, "page": flags.pop("page")}
+    (d, dv), tiles, pages = _tiles(problem, wanted)
+    packed = heads_per_tile(problem, score, tiles.tile_m, flags, problem.packs if packs is None else packs)
+    if packed > 1:
+        (d, dv), tiles, pages = _tiles(problem, wanted | {"is_packed": True})
+    if d == dv == 128 and packed == 1 and score is None and list_tile is None and not (asks or flags.get("bands") or pages["piece"]):
+        tiles = replace(tiles, ping_pong=False)  # faster on an H200 where all tiles are bare; where some are masked it is slower
+    cut = (1, 1) if list_tile is None else (list_tile[0] * packed // tiles.tile_m, list_tile[1] // tiles.tile_n)
+    is_bf16 = problem.q.dtype is torch.bfloat16
+    asked: dict[str, Any] = {"has_sink": problem.sink is not None, "has_lse": problem.wants_lse, "has_max": problem.wants_max}
+    return Config(d, dv, is_bf16, tiles, score, problem.scale > 0, heads_per_tile=packed, list_cut=cut, **pages, **flags, **asked)
+
+
+def _storage(problem: Problem, has_lists: bool) -> dict[str, Any]:
+    """The config's fields that say how sequences and lists are stored, and the rows of a page, 0 without pages."""
+    sequences, blocks = problem.sequences, problem.blocks
+    depends = [d for p in problem.predicates for d in dependence(p.expr)]
+    if sequences is None:
+        if not has_lists:
+            return {"has_entries": False, "page": 0}
+        if blocks is not None:
+            batch, heads = blocks.mask_block_cnt.shape[:2]
+        else:
+            batch, heads = problem.batch if any(d.b for d in depends) else 1, problem.heads_q if any(d.h for d in depends) else 1
+        spread = "none" if heads > 1 else "heads" if batch > 1 else "all"
+        spreads = {"per_entry": batch > 1, "per_head": heads > 1, "spread": spread}
+        return {"has_entries": False, "page": 0, "lists": "dense", "has_order": True, **spreads}
+    page = 0 if sequences.page_table is None else problem.k.shape[2]
+    found = {"has_entries": True, "page": page, "has_order": True, "spread": "heads"}
+    if has_lists and blocks is None:
+        found |= {"lists": "flat", "per_head": any(d.h for d in depends)}
+    elif has_lists:
+        found |= {"lists": "flat" if blocks.layout == "flat" else "ragged", "per_head": blocks.mask_block_cnt.shape[0] > 1}  # type: ignore
+    return found
+
+
+def tile_of(blocks: Any) -> tuple[int, int]:
+    """The tile of block lists. One that holds a whole sequence may as well be larger, and is taken to be whole tiles of the kernel's."""
+    lengths = getattr(blocks, "lengths", None) or (math.inf, math.inf)
+    rows, keys = (-(-size // TILE_M) * TILE_M if size >= n else size for size, n in zip(blocks.tile, lengths, strict=True))
+    return rows, keys
+
+
+def fitting(tile: tuple[int, int]) -> tuple[int, int]:
+    """The tile in which lists in tiles of ``tile`` are read."""
+    return (-(-tile[0] // TILE_M) * TILE_M, -(-tile[1] // TILE_M) * TILE_M) if list_tile_misfit(tile) else tile
+
+
+def list_tile_misfit(tile: tuple[int, int]) -> bool:
+    """Whether lists in such tiles cannot be read by a kernel whose own are smaller parts of them."""
+    return bool(tile[0] % TILE_M or tile[1] % 16)
+
+
+def _band(mask: TracedMod) -> RowRanges | None:
+    ranges = ranges_unread(mask)
+    return ranges if ranges is not None and sides(ranges.expr) is not None else None
+
+
+def _ask(mask: TracedMod) -> Ask:
+    ranges = ranges_unread(mask)
+    by_row = ranges is not None and ranges.count <= _MOST_RANGES
+    return Ask(ranges.expr if by_row and ranges is not None else mask.expr, by_row)
+
+
+def _shows_all(mask: TracedMod) -> bool:
+    ranges = ranges_unread(mask)
+    return ranges is not None and sides(ranges.expr) == (False, False)
+
+
+def _identity() -> TracedMod:
+    """The score mod that changes nothing: with it the scale is applied before a row's maximum is sought, as a negative one needs."""
+    builder = Builder()
+    return TracedMod("score", builder.build(builder.add("score", dtype=torch.float32)), (), (), "identity")
+
+
+_IDENTITY = _identity()

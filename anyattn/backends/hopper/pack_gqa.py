@@ -1,0 +1,74 @@
+"""Whether query heads that share K and V share row tiles too (packed GQA): few queries fill a tile so, and K and V are loaded once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from anyattn.backends.hopper.codegen.score_analysis import is_foreseen
+from anyattn.backends.hopper.config import PACKED, Config
+from anyattn.mods.ir.dependence import dependence
+from anyattn.mods.ir.expr import Expr
+from anyattn.problem import Problem
+from anyattn.sequences.integers import ceil_div
+from anyattn.sequences.unread_varlen import MANY_QUERIES, queries_each
+
+__all__ = ["groups_of", "heads_per_tile", "reason_against_packing", "row_tiles", "why_apart"]
+
+_WORTH = 0.9  # of the row tiles that heads apart make: fewer than so many are worth a kernel that packs
+
+
+def heads_per_tile(problem: Problem, score: Expr | None, tile_m: int, fields: dict[str, Any], asked: bool | None = None) -> int:
+    """How many heads share a row tile of ``tile_m`` rows, 1 for none.
+
+    score: the kernel's. fields: the config's that say what lists and bands there are. asked: what is preferred; where the heads of a group
+    do not see the same tiles they are apart all the same.
+
+    A tile takes the time of its keys, however many of its rows are in use: packing pays where it makes fewer tiles. Only sizes that the
+    host knows decide, and there are few kernels: 4 or 8 heads, whatever the ratio.
+    """
+    ratio = problem.qhead_per_kvhead
+    if asked is False or ratio == 1 or reason_against_packing(fields):
+        return 1
+    # of 4 heads a thread's rows lie 2 positions apart: no two of its scores lie on one diagonal, and it cannot keep them all ahead
+    is_wide = score is not None and is_foreseen(score)
+    packed = next((n for n in PACKED if ratio <= n and not is_wide), PACKED[-1])
+    length = _queries(problem)
+    is_worth = length < MANY_QUERIES and row_tiles(length, ratio, tile_m, packed) <= _WORTH * row_tiles(length, ratio, tile_m, 1)
+    return packed if asked or is_worth else 1
+
+
+def reason_against_packing(fields: dict[str, Any]) -> str | None:
+    """Why a group's heads cannot share tiles, None if they can. fields: as for ``heads_per_tile``."""
+    if fields.get("per_head") or fields.get("spread") == "none":
+        return "each head has its own lists of tiles"
+    if any(d.h for band in fields.get("bands", ()) for d in dependence(band)):
+        return "the keys that a row may see differ from head to head"
+    return None
+
+
+def why_apart(config: Config, ratio: int) -> str | None:
+    """Why a config whose heads should share row tiles has them apart, None where they share or there is nothing to share."""
+    if config.heads_per_tile > 1 or ratio == 1:
+        return None
+    return reason_against_packing({"per_head": config.per_head, "spread": config.spread, "bands": config.bands})
+
+
+def _queries(problem: Problem) -> int:
+    """Queries of an entry; of sequences that nobody has looked at about their mean."""
+    if problem.sequences is None:
+        return problem.q.shape[2]
+    return queries_each(problem.q.shape[0] * problem.q.shape[2], problem.batch, problem.bound_q)
+
+
+def row_tiles(length: int, ratio: int, tile_m: int, packed: int) -> int:
+    """The row tiles of ``length`` queries of the ``ratio`` heads that share K and V.
+
+    >>> row_tiles(16, 8, 128, 1), row_tiles(16, 8, 128, 8)
+    (8, 1)
+    """
+    return groups_of(ratio, packed) * ceil_div(length, tile_m // packed)
+
+
+def groups_of(ratio: int, packed: int) -> int:
+    """Into how many groups that share row tiles the heads are cut that share K and V."""
+    return ceil_div(ratio, packed)

@@ -1,0 +1,110 @@
+"""The Hopper backend's plan, which problems it computes, and why not the others."""
+
+from __future__ import annotations
+
+import torch
+
+from anyattn.backends.hopper.api import config_of, runs_documents
+from anyattn.backends.hopper.codegen.score_analysis import MOST_NUMBER, MOST_POSITIONS, work_by_pair
+from anyattn.backends.hopper.config import HEAD_DIMS, TILE_M
+from anyattn.backends.hopper.make_config import list_tile_misfit, tile_of
+from anyattn.backends.hopper.pack_gqa import why_apart
+from anyattn.mods.ir.expr import category, is_weak
+from anyattn.mods.tracing.cute_mod import has_native
+from anyattn.mods.tracing.trace import TracedMod
+from anyattn.plan import BY_DOCUMENT, Backward, Plan
+from anyattn.problem import Problem
+
+__all__ = ["plan_of", "reason_against"]
+
+_WRITTEN = frozenset(
+    [
+        "index", "score", "scalar", "const", "load", "cast", "where", "add", "sub", "mul", "div", "neg", "abs", "min", "max", "and", "or",
+        "not", "eq", "ne", "lt", "le", "gt", "ge", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sin", "cos", "tanh", "sigmoid", "erf",
+        "floor", "reciprocal", "ceil", "trunc", "round", "expm1", "log1p", "sign", "floordiv", "mod", "fmod", "pow", "xor", "shl", "shr",
+        "tan", "atan", "atan2", "sinh", "cosh", "erfinv", "hypot", "tensor", "native",
+    ]
+)  # fmt: skip
+_MOST_WORK = 64  # operations per pair: of twice as many a kernel takes 40 seconds to compile, and spills registers
+_UNKNOWN = frozenset((torch.uint16, torch.uint32))
+
+
+def reason_against(problem: Problem) -> str | None:
+    """None if the kernel can run ``problem``, else why not, for people."""
+    q, v = problem.q, problem.v
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return f"it multiplies bfloat16 and float16, not {str(q.dtype).removeprefix('torch.')}"
+    if max(q.shape[3], v.shape[3]) > HEAD_DIMS[-1]:
+        return f"head_dim is {q.shape[3]} and v's {v.shape[3]}; it has kernels up to {HEAD_DIMS[-1]}"
+    if problem.num_splits != 1 or (problem.sequences is not None and problem.sequences.is_cache):
+        return "split keys and caches that grow are not in this kernel yet"
+    if max(problem.batch, problem.heads_q, problem.bound_q, problem.bound_k) >= MOST_POSITIONS:
+        return "it counts positions in 24 bits, and there are 2^24 or more"
+    for mod in (problem.score, *problem.predicates):
+        reason = None if mod is None else _against_mod(mod)
+        if reason:
+            return reason
+    if problem.needs_grad and has_native((problem.score, *problem.predicates)):
+        return "an input requires grad, and a CuTe function has no derivative: detach the inputs, or use torch.no_grad()"
+    if not problem.may_have_pairs:
+        return "there is nothing to multiply"
+    return _against_lists(problem) or _against_layout(problem)
+
+
+def _against_mod(mod: TracedMod) -> str | None:
+    missing = sorted({n.op for n in mod.expr.nodes} - _WRITTEN)
+    if missing:
+        return f"the {mod.kind} mod uses {', '.join(missing)}, which this kernel's emitter does not write yet"
+    if (work := work_by_pair(mod.expr)) > _MOST_WORK:
+        return (
+            f"the {mod.kind} mod takes {work} operations for every pair of a query and a key, which this kernel writes out for each "
+            f"pair of a thread; it has room for {_MOST_WORK}"
+        )
+    if any(isinstance(x, int) and abs(x) >= MOST_NUMBER for x in mod.scalars):
+        return f"the {mod.kind} mod captures a number of 2^29 or more, which the kernel's 32 bits have no room for"
+    dtypes = {node.dtype for node in mod.expr.nodes if not is_weak(node.dtype)}
+    found = dtypes & _UNKNOWN
+    if mod.kind == "mask":  # its comparisons are exact
+        found |= {d for d in dtypes if category(d) == "float" and d is not torch.float32}
+    if found:
+        return f"the {mod.kind} mod computes in {', '.join(sorted(map(str, found)))}"
+    return None
+
+
+def _against_lists(problem: Problem) -> str | None:
+    blocks = problem.blocks
+    if blocks is None or not list_tile_misfit(tile_of(blocks)):
+        return None
+    rows, keys = tile_of(blocks)
+    if problem.sequences is None and problem.blocks_follow and all(TILE_M % n == 0 or n % TILE_M == 0 for n in (rows, keys)):
+        return None  # joined to larger tiles, for the mask says the rest
+    return f"its row tiles are {TILE_M} rows and its key tiles multiples of 16, and these block lists are in tiles of {rows} x {keys}"
+
+
+def _against_layout(problem: Problem) -> str | None:
+    for name, t in (("q", problem.q), ("k", problem.k), ("v", problem.v)):
+        if t.stride(3) != 1 or any(s * t.element_size() % 16 for s, n in zip(t.stride()[:3], t.shape[:3]) if n > 1) or t.data_ptr() % 16:
+            return f"{name}'s strides or address are no multiples of 16 bytes, which the copy engine (TMA) wants"
+        if t.shape[3] % 8:
+            return f"{name} has head_dim {t.shape[3]}; the copy engine (TMA) wants a multiple of 8"
+    return None
+
+
+def plan_of(problem: Problem, reason: str, options: dict[str, int], backward: Backward) -> Plan:
+    """Asks nothing of the mask's rows: on a GPU that would wait for them. options: ``validate.flex.kernel_options``."""
+    packs = bool(options["pack_gqa"]) if "pack_gqa" in options else problem.packs
+    config = config_of(problem, packs)
+    tiles, packed = config.tiles, config.heads_per_tile
+    against_triton = f"; for triton, {backward.against}" if backward.against else ""
+    why = [f"hopper: {reason}", f"backward: {backward.backend}, for hopper has none yet{against_triton}"]
+    if packed == 1 and runs_documents(problem):
+        why.append(BY_DOCUMENT)
+    why += backward.why
+    if packed > 1:
+        why.append(f"up to {packed} of the {problem.qhead_per_kvhead} query heads that share K and V share a row tile")
+    elif packs and (against := why_apart(config, problem.qhead_per_kvhead)):
+        why.append(f"pack_gqa=True is not followed: {against}")
+    return Plan(
+        "hopper", tiles.tile_m, tiles.tile_n, tiles.tile_n, 1, problem.q.dtype, backward=backward.backend, why=tuple(why),
+        heads_per_tile=packed,
+    )  # fmt: skip

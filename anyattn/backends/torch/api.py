@@ -1,0 +1,62 @@
+"""The backend's two doors: a problem and its plan in, results out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from anyattn.backends.torch import backward as backward_pass
+from anyattn.backends.torch import forward as forward_pass
+from anyattn.backends.torch import unstreamed
+from anyattn.backends.torch.combine import combine
+from anyattn.backends.torch.coverage import cover, split_of
+from anyattn.backends.torch.forward import Result
+from anyattn.backends.torch.tiles import Call, Masks, blank_unused_rows, rows_of_queries
+from anyattn.backends.torch.workspace import Workspace
+from anyattn.plan import Plan
+from anyattn.problem import Problem
+
+__all__ = ["backward", "forward"]
+
+
+def _call(problem: Problem, plan: Plan) -> Call:
+    coverage = cover(problem, plan.tile_m, plan.pairs_at_once)
+    return Call(problem, plan, coverage, Masks(problem, coverage), Workspace(problem.q.device))
+
+
+def forward(problem: Problem, plan: Plan) -> Result:
+    """out, lse and max_scores (the last two None unless wanted) of ``problem``."""
+    if plan.num_splits > 1:
+        return _forward_by_splits(problem, plan)
+    call = _call(problem, plan)
+    return Result(unstreamed.forward(call), None, None) if _by_spans(problem, plan) else forward_pass.forward(call)
+
+
+def _forward_by_splits(problem: Problem, plan: Plan) -> Result:
+    """Each split computes what it sees of every row tile, in the statistics' dtype; the sink joins when they are combined."""
+    call = _call(problem.like(sink=None, wants_lse=True), plan)
+    parts = []
+    for split in range(plan.num_splits):
+        coverage = split_of(call.coverage, split, plan.num_splits)
+        parts.append(forward_pass.forward(replace(call, coverage=coverage), problem.stat_dtype))
+    sink = None if problem.sink is None else problem.sink.to(problem.stat_dtype)[:, None]
+    out, lse = combine(torch.stack([p.out for p in parts]), torch.stack([p.lse for p in parts if p.lse is not None]), sink)
+    if problem.sink is not None:
+        blank_unused_rows(problem, lse)
+    highest = torch.stack([p.max_scores for p in parts if p.max_scores is not None]).amax(0) if problem.wants_max else None
+    merged = rows_of_queries(problem, out.shape[3], problem.q.dtype).copy_(out)
+    return Result(merged, lse if problem.wants_lse else None, highest)
+
+
+def backward(problem: Problem, plan: Plan, out: Tensor, lse: Tensor | None, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Gradients of ``problem.grad_inputs`` in that order, None where none is needed."""
+    call = _call(problem, plan)
+    if lse is None:  # the forward pass kept whole spans
+        return *unstreamed.backward(call, dout), None
+    return backward_pass.backward(call, out, lse, dout, dlse)
+
+
+def _by_spans(problem: Problem, plan: Plan) -> bool:
+    return plan.whole_spans and not (problem.wants_lse or problem.wants_max)

@@ -1,0 +1,326 @@
+"""Which stretches of keys each tile of query rows reads, and which predicates decide inside them.
+
+A *row tile* is a run of query rows that are computed together for a block of batch entries and heads (a *group*) whose lists agree. Its
+*segments* are disjoint ascending stretches of keys: a segment without predicates is seen whole by every row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import groupby, pairwise
+
+import torch
+from torch import Tensor
+
+from anyattn.mods.analysis.tile_classes import EMPTY, FULL, classify
+from anyattn.mods.analysis.tile_classes_varlen import classify_ragged
+from anyattn.problem import Problem
+from anyattn.sequences.split_kv import split_range
+from anyattn.sparsity.block_sparse import BlockSparseTensors
+
+__all__ = ["Coverage", "Group", "RowTile", "Segment", "cover", "split_of"]
+
+_TILE_N = 128  # width of the tiles in which a mask without row ranges is classified, and keys are divided among splits
+_FEW_KEYS, _TOGETHER = 256, 64  # sequences of a cache with at most so many keys are computed together, at most so many of them
+_SCORES_OF_A_SEQUENCE = 2**21  # of a cache, at once, over all its heads
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Keys ``lo <= kv < hi``; ``predicates`` are the positions in ``Problem.predicates`` to be asked there."""
+
+    lo: int
+    hi: int
+    predicates: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class RowTile:
+    q_lo: int
+    q_hi: int
+    segments: tuple[Segment, ...]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Batch entries ``b_lo:b_hi`` and query heads ``h_lo:h_hi``, computed together because their lists agree.
+
+    is_small: sequences of a cache with few keys. How many there are together must not change a bit of any.
+    """
+
+    b_lo: int
+    b_hi: int
+    h_lo: int
+    h_hi: int
+    row_tiles: tuple[RowTile, ...]
+    is_small: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Coverage:
+    """The groups, and for each predicate its row ranges, ``Problem.row_limits``, or None where it must be evaluated."""
+
+    groups: tuple[Group, ...]
+    ranges: tuple[tuple[Tensor, Tensor] | None, ...]
+
+
+# One source of segments: for a (b, h) its row tiles' stretches as (lo, hi, is_full); dims says over what it is broadcast.
+@dataclass(frozen=True, eq=False)
+class _Source:
+    predicate: int | None
+    batch: int
+    heads: int
+    stretches: list[list[list[list[tuple[int, int, bool]]]]]  # [b][h][row tile]
+
+
+def cover(problem: Problem, tile_m: int, pairs_at_once: int) -> Coverage:
+    """Row tiles of ``tile_m`` rows for every batch entry and head, at most ``pairs_at_once`` (batch, head) pairs to a group."""
+    ranges = problem.row_limits
+    sources = []
+    if problem.blocks is not None:
+        listed = 0 if problem.predicates else None
+        if problem.sequences is not None:
+            sources.append(_from_flat_classes(problem.blocks.classes(), problem.blocks.tile, listed, tile_m, problem))
+        else:
+            sources.append(_from_lists(problem.blocks, listed, tile_m, problem))
+    for i, predicate in enumerate(problem.predicates):
+        if problem.blocks is not None and i == 0:
+            continue
+        limit = ranges[i]
+        if limit is not None:
+            sources.append(_from_ranges(*limit, i, tile_m, problem))
+        elif problem.sequences is not None:
+            s = problem.sequences
+            flat = classify_ragged(predicate, s.seqlens_q, s.seqlens_k, tile_m, _TILE_N, problem.heads_q, s.q_first)
+            sources.append(_from_flat_classes(flat, (tile_m, _TILE_N), i, tile_m, problem))
+        else:
+            lengths = (problem.seqlen_q, problem.seqlen_k)
+            classes = classify(predicate, *lengths, tile_m, _TILE_N, problem.batch, problem.heads_q, problem.q.device)
+            blocks = BlockSparseTensors.from_classes(classes, (tile_m, _TILE_N), lengths)
+            sources.append(_from_lists(blocks, i, tile_m, problem))
+    return Coverage(tuple(_groups(problem, sources, tile_m, pairs_at_once)), ranges)
+
+
+def split_of(coverage: Coverage, split: int, splits: int) -> Coverage:
+    """The part of every row tile that one of ``splits`` workers computes: an equal share of the key tiles between its first and last."""
+
+    def part(row_tile: RowTile) -> RowTile:
+        if not row_tile.segments:
+            return row_tile
+        first, last = row_tile.segments[0].lo // _TILE_N, -(-row_tile.segments[-1].hi // _TILE_N)
+        lo, hi = (n * _TILE_N for n in split_range(first, last, split, splits))
+        kept = (replace(s, lo=max(s.lo, lo), hi=min(s.hi, hi)) for s in row_tile.segments if max(s.lo, lo) < min(s.hi, hi))
+        return replace(row_tile, segments=tuple(kept))
+
+    groups = tuple(replace(g, row_tiles=tuple(part(t) for t in g.row_tiles)) for g in coverage.groups)
+    return replace(coverage, groups=groups)
+
+
+def _from_ranges(lo: Tensor, hi: Tensor, predicate: int, tile_m: int, problem: Problem) -> _Source:
+    """Per row tile and range: every row sees [max lo, min hi), some row sees [min lo, max hi)."""
+    empty = lo >= hi
+    big = torch.iinfo(lo.dtype).max
+    rows = _rows_of_tiles(lo.shape[-1], tile_m, problem)
+    lo, hi = lo.masked_fill(empty, big), hi.masked_fill(empty, 0)
+    lo, hi = (x[..., rows] for x in (lo, hi))  # (n, batch, heads, tiles, tile_m)
+    table = torch.stack([lo.amin(-1), hi.amax(-1), lo.amax(-1), hi.amin(-1)], -1)  # (n, batch, heads, tiles, 4)
+    _, batch, heads, _, _ = table.shape
+    found: list = table.permute(1, 2, 3, 0, 4).tolist()
+    stretches = [[[_sweep([tuple(r) for r in ranges]) for ranges in per_head] for per_head in per_batch] for per_batch in found]
+    if problem.sequences is None:
+        return _Source(predicate, batch, heads, stretches)
+    return _Source(predicate, problem.batch, heads, _by_sequence(stretches[0], _tile_counts(problem, tile_m)))
+
+
+def _rows_of_tiles(rows: int, tile_m: int, problem: Problem) -> Tensor:
+    """(tiles, tile_m): the rows of each row tile among all rows end to end; a short tile's last row stands again for those it lacks."""
+    device = problem.q.device
+    within = torch.arange(tile_m, device=device)
+    if problem.sequences is None:
+        return (torch.arange(0, rows, tile_m, device=device)[:, None] + within).clamp(max=max(rows - 1, 0))
+    s = problem.sequences
+    counts = (s.seqlens_q + (tile_m - 1)) // tile_m
+    entry = torch.repeat_interleave(counts)
+    tile = torch.arange(len(entry), device=device) - (counts.cumsum(0) - counts)[entry]
+    first, last = s.row_base[entry] + tile * tile_m, (s.row_base + s.seqlens_q - 1)[entry]
+    return torch.minimum(first[:, None] + within, last[:, None])
+
+
+def _tile_counts(problem: Problem, tile_m: int) -> list[int]:
+    assert problem.sequences is not None
+    return [-(-n // tile_m) for n in problem.sequences.on_host.seqlens_q]
+
+
+def _by_sequence(per_head: list[list], counts: list[int]) -> list[list[list]]:
+    """[h][row tiles of all sequences] as [b][h][row tile]."""
+    found, start = [], 0
+    for count in counts:
+        found.append([tiles[start : start + count] for tiles in per_head])
+        start += count
+    return found
+
+
+def _from_flat_classes(classes: Tensor, tile: tuple[int, int], predicate: int | None, tile_m: int, problem: Problem) -> _Source:
+    """Stretches of the classes (H or 1, tiles of all sequences), as ``mods.ragged.classify_ragged`` lays them out."""
+    assert problem.sequences is not None
+    assert tile[0] % tile_m == 0, f"row tile {tile_m} does not divide the lists' tile {tile[0]}"
+    host = problem.sequences.on_host
+    stretches: list = [[] for _ in host.seqlens_q]
+    for per_head in classes.tolist():
+        start = 0
+        for b, (seqlen_q, seqlen_k) in enumerate(zip(host.seqlens_q, host.seqlens_k, strict=True)):
+            rows, columns = -(-seqlen_q // tile[0]), -(-seqlen_k // tile[1])
+            by_block = [_runs(per_head[start + m * columns : start + (m + 1) * columns], tile[1], seqlen_k) for m in range(rows)]
+            stretches[b].append([by_block[t * tile_m // tile[0]] for t in range(-(-seqlen_q // tile_m))])
+            start += rows * columns
+    return _Source(predicate, problem.batch, len(classes), stretches)
+
+
+def _runs(classes: list[int], block_n: int, seqlen_k: int) -> list[tuple[int, int, bool]]:
+    """Adjacent tiles of one class as one stretch; empty ones are left out."""
+    stretches, start = [], 0
+    for kind, run in groupby(classes):
+        end = start + sum(1 for _ in run)
+        if kind != EMPTY:
+            stretches.append((start * block_n, min(end * block_n, seqlen_k), kind == FULL))
+        start = end
+    return stretches
+
+
+def _sweep(found: list[tuple[int, ...]]) -> list[tuple[int, int, bool]]:
+    """Disjoint ascending (lo, hi, full) stretches of a union of ranges given as (some_lo, some_hi, every_lo, every_hi)."""
+    found = [r for r in found if r[0] < r[1]]
+    if len(found) == 1:
+        some_lo, some_hi, every_lo, every_hi = found[0]
+        if every_lo >= every_hi:
+            return [(some_lo, some_hi, False)]
+        parts = [(some_lo, every_lo, False), (every_lo, every_hi, True), (every_hi, some_hi, False)]
+        return [p for p in parts if p[0] < p[1]]
+    edges = sorted({e for r in found for e in (r if r[2] < r[3] else r[:2])})
+    stretches: list[tuple[int, int, bool]] = []
+    for lo, hi in pairwise(edges):
+        if not any(r[0] <= lo and hi <= r[1] for r in found):
+            continue
+        full = any(r[2] <= lo and hi <= r[3] for r in found)
+        if stretches and stretches[-1][1] == lo and stretches[-1][2] == full:
+            stretches[-1] = (stretches[-1][0], hi, full)
+        else:
+            stretches.append((lo, hi, full))
+    return stretches
+
+
+def _from_lists(blocks: BlockSparseTensors, predicate: int | None, tile_m: int, problem: Problem) -> _Source:
+    """Stretches of adjacent listed tiles of one kind; the lists' row tiles are a multiple of ``tile_m`` or equal to it."""
+    block_m, block_n = blocks.tile
+    assert block_m % tile_m == 0, f"row tile {tile_m} does not divide the lists' tile {block_m}"
+    batch, heads, rows = blocks.mask_block_cnt.shape
+    lists = [(blocks.mask_block_cnt.tolist(), blocks.mask_block_idx.tolist(), False)]
+    if blocks.full_block_cnt is not None and blocks.full_block_idx is not None:
+        lists.append((blocks.full_block_cnt.tolist(), blocks.full_block_idx.tolist(), True))
+    tiles = -(-problem.seqlen_q // tile_m)
+    stretches: list = []
+    for b in range(batch):
+        stretches.append([])
+        for h in range(heads):
+            by_block = [
+                _merge([(i, full) for cnt, idx, full in lists for i in idx[b][h][m][: cnt[b][h][m]]], block_n, problem) for m in range(rows)
+            ]
+            stretches[b].append([by_block[t * tile_m // block_m] for t in range(tiles)])
+    return _Source(predicate, batch, heads, stretches)
+
+
+def _merge(listed: list[tuple[int, bool]], block_n: int, problem: Problem) -> list[tuple[int, int, bool]]:
+    stretches: list[tuple[int, int, bool]] = []
+    for i, full in sorted(listed):
+        lo, hi = i * block_n, min((i + 1) * block_n, problem.seqlen_k)
+        if lo >= hi:
+            continue
+        if stretches and stretches[-1][1] == lo and stretches[-1][2] == full:
+            stretches[-1] = (stretches[-1][0], hi, full)
+        else:
+            stretches.append((lo, hi, full))
+    return stretches
+
+
+def _groups(problem: Problem, sources: list[_Source], tile_m: int, pairs_at_once: int) -> list[Group]:
+    """(batch, head) rectangles whose stretches agree, cut to ``pairs_at_once`` pairs and to whole or single K/V heads."""
+    if problem.sequences is not None:
+        return _ragged_groups(problem, sources, tile_m, pairs_at_once)
+    by_batch = any(s.batch > 1 and any(x != s.stretches[0] for x in s.stretches[1:]) for s in sources)
+    by_head = any(s.heads > 1 and any(x != per_b[0] for per_b in s.stretches for x in per_b[1:]) for s in sources)
+    groups = []
+    head_chunks = [(h, h + 1) for h in range(problem.heads_q)] if by_head else _head_chunks(problem, pairs_at_once)
+    batch_step = 1 if by_batch else max(1, pairs_at_once // max(1, head_chunks[0][1] - head_chunks[0][0])) if head_chunks else 1
+    known: dict[tuple[int, int], tuple[RowTile, ...]] = {}
+    for b_lo in range(0, problem.batch, batch_step):
+        for h_lo, h_hi in head_chunks:
+            at = (b_lo if by_batch else 0, h_lo if by_head else 0)
+            if at not in known:
+                known[at] = _row_tiles(problem, sources, at, tile_m)
+            groups.append(Group(b_lo, min(b_lo + batch_step, problem.batch), h_lo, h_hi, known[at]))
+    return groups
+
+
+def _ragged_groups(problem: Problem, sources: list[_Source], tile_m: int, pairs_at_once: int) -> list[Group]:
+    """One sequence to a group, or, of a cache, neighbours that are alike and have few keys.
+
+    How a sequence of a cache is computed follows from it alone, so that its bits do not depend on the batch.
+    """
+    assert problem.sequences is not None
+    s, host = problem.sequences, problem.sequences.on_host
+    groups = []
+    b_lo, batch, may_join = 0, len(host.seqlens_q), s.is_cache and problem.score is None
+    while b_lo < batch:
+        seqlen_q, seqlen_k = host.seqlens_q[b_lo], host.seqlens_k[b_lo]
+        is_small = may_join and seqlen_k <= _FEW_KEYS
+        b_hi = b_lo + 1
+        last = min(batch, b_lo + _TOGETHER) if is_small else b_hi
+        while b_hi < last and s.alike[b_hi] == s.alike[b_lo] and _agree(sources, b_lo, b_hi):
+            b_hi += 1
+        if s.is_cache:
+            pairs_at_once = max(1, _SCORES_OF_A_SEQUENCE // max(1, min(tile_m, seqlen_q) * min(1024, seqlen_k)))
+        by_head = any(x != source.stretches[b_lo][0] for source in sources for x in source.stretches[b_lo][1:])
+        for h_lo, h_hi in [(h, h + 1) for h in range(problem.heads_q)] if by_head else _head_chunks(problem, pairs_at_once):
+            row_tiles = _row_tiles(problem, sources, (b_lo, h_lo if by_head else 0), tile_m)
+            groups.append(Group(b_lo, b_hi, h_lo, h_hi, row_tiles, is_small))
+        b_lo = b_hi
+    return groups
+
+
+def _agree(sources: list[_Source], one: int, other: int) -> bool:
+    return not sources or all(s.stretches[one] == s.stretches[other] for s in sources)
+
+
+def _row_tiles(problem: Problem, sources: list[_Source], at: tuple[int, int], tile_m: int) -> tuple[RowTile, ...]:
+    seqlen_q, seqlen_k = problem.seqlen_q, problem.seqlen_k
+    if problem.sequences is not None:
+        host = problem.sequences.on_host
+        seqlen_q, seqlen_k = host.seqlens_q[at[0]], host.seqlens_k[at[0]]
+    starts = range(0, seqlen_q, tile_m)
+    return tuple(RowTile(lo, min(lo + tile_m, seqlen_q), _intersect(seqlen_k, sources, at, t)) for t, lo in enumerate(starts))
+
+
+def _head_chunks(problem: Problem, pairs_at_once: int) -> list[tuple[int, int]]:
+    ratio = problem.qhead_per_kvhead
+    if pairs_at_once >= ratio:
+        step = max(1, pairs_at_once // ratio) * ratio
+        return [(h, min(h + step, problem.heads_q)) for h in range(0, problem.heads_q, step)]
+    chunks = []
+    for kv_head in range(problem.heads_kv):
+        first, last = kv_head * ratio, (kv_head + 1) * ratio
+        chunks += [(h, min(h + pairs_at_once, last)) for h in range(first, last, pairs_at_once)]
+    return chunks
+
+
+def _intersect(seqlen_k: int, sources: list[_Source], at: tuple[int, int], tile: int) -> tuple[Segment, ...]:
+    """What every source sees; a segment asks the predicates of those sources that are not full there."""
+    segments = [Segment(0, seqlen_k)] if seqlen_k else []
+    for source in sources:
+        stretches = source.stretches[min(at[0], source.batch - 1)][min(at[1], source.heads - 1)][tile]
+        segments = [
+            Segment(max(s.lo, lo), min(s.hi, hi), s.predicates if full or source.predicate is None else (*s.predicates, source.predicate))
+            for s in segments
+            for lo, hi, full in stretches
+            if max(s.lo, lo) < min(s.hi, hi)
+        ]
+    return tuple(segments)

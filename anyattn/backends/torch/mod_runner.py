@@ -1,0 +1,260 @@
+"""Runs a mod on one tile of scores at a time, with everything hoisted that does not change from tile to tile.
+
+Each node of the expression belongs to one stage, by what it depends on:
+
+=========  ===========================  ==================================================
+stage      computed                     kept as
+=========  ===========================  ==================================================
+per_head   once a call                  (B or 1, H or 1, 1, 1)
+row        once a call                  (B or 1, H or 1, Sq, 1), a tile takes its rows
+col        once a call                  (B or 1, H or 1, 1, Sk), a tile takes its columns
+diagonal   once a call                  (B or 1, H or 1, Sq + Sk - 1), a tile is a sheared view
+entry_col  once a call                  (1, H or 1, 1, all keys), of a batch of sequences where a column also sees b
+tile       for every tile               (b, h, rows, columns), in place where the operand is not needed again
+=========  ===========================  ==================================================
+
+The rows of a tile stand in descending order of q_idx. Then a step down a column and a step along a row both lower q_idx - kv_idx by one,
+and a diagonal vector is read in place through strides (1, 1): a bias by distance costs one addition and no memory traffic of its own.
+
+In a batch of sequences of different lengths rows stand end to end, (1, H or 1, all rows, 1); columns and diagonals are those of the longest
+sequence, which the others share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from anyattn.backends.torch.lower import steady
+from anyattn.mods.analysis.evaluate import TORCH_OPS, apply, run
+from anyattn.mods.ir.dependence import dependence
+from anyattn.mods.ir.expr import Builder, Expr
+from anyattn.problem import Problem
+
+if TYPE_CHECKING:
+    from anyattn.sequences.batch import Sequences
+
+__all__ = ["Bound", "Tile", "bind"]
+
+_IN_PLACE = frozenset(TORCH_OPS) - {"where", "eq", "ne", "lt", "le", "gt", "ge"}
+
+
+class Tile(NamedTuple):
+    """Where a tile lies: batch entries, query heads, query rows and keys, as half-open ranges counted from 0 in their sequence.
+
+    q_first: the position of query row 0, as a mod sees it. row_base, key_base: the (first) sequence's first row and key when all sequences'
+    stand end to end, seqlen_q and seqlen_k of each; None where every entry is all of its storage.
+    """
+
+    b_lo: int
+    b_hi: int
+    h_lo: int
+    h_hi: int
+    q_lo: int
+    q_hi: int
+    k_lo: int
+    k_hi: int
+    q_first: int = 0
+    row_base: int = 0
+    key_base: int = 0
+    seqlen_q: int | None = None
+    seqlen_k: int | None = None
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return (self.b_hi - self.b_lo, self.h_hi - self.h_lo, self.q_hi - self.q_lo, self.k_hi - self.k_lo)
+
+    def rows_of(self, x: Tensor, dim: int) -> Tensor:
+        """The tile's rows of what stands end to end along ``dim``; of several sequences one after the other along dimension ``dim - 2``."""
+        return self._entries(x, dim, dim - 2, self.row_base, self.seqlen_q, self.q_lo, self.q_hi)
+
+    def keys_of(self, x: Tensor, dim: int) -> Tensor:
+        """The same for keys, several sequences along dimension ``dim - 3``."""
+        return self._entries(x, dim, dim - 3, self.key_base, self.seqlen_k, self.k_lo, self.k_hi)
+
+    def _entries(self, x: Tensor, dim: int, entry_dim: int, base: int, size: int | None, lo: int, hi: int) -> Tensor:
+        count = self.b_hi - self.b_lo
+        if size is None or count == 1:
+            return x.narrow(dim, base + lo, hi - lo)
+        whole = x.narrow(dim, base, count * size).unflatten(dim, (count, size)).narrow(dim + 1, lo, hi - lo)
+        return whole.transpose(entry_dim, dim).squeeze(dim)
+
+    def columns(self, lo: int, hi: int) -> Tile:
+        return self._replace(k_lo=lo, k_hi=hi)
+
+
+@dataclass(frozen=True)
+class _Staging:
+    """An expression cut in stages: each node's stage, the hoisted nodes that tiles read, and each tile node's last reader."""
+
+    stage: tuple[str, ...]
+    boundary: tuple[int, ...]
+    schedule: tuple[int, ...]
+    last_use: tuple[int, ...]
+
+
+@lru_cache(maxsize=1024)
+def _staging(expr: Expr, is_ragged: bool) -> _Staging:
+    deps = dependence(expr)
+    stage = []
+    for d in deps:
+        if d.score:
+            stage.append("tile")
+        elif d.per_head:
+            stage.append("per_head")
+        elif d.diagonal and not (is_ragged and d.b):
+            stage.append("diagonal")
+        elif d.q and d.kv:
+            stage.append("tile")
+        else:
+            stage.append("row" if d.q else "entry_col" if is_ragged and d.b else "col")
+    schedule = tuple(i for i, s in enumerate(stage) if s == "tile" and expr.nodes[i].op != "score")
+    read = {a for i in schedule for a in expr.nodes[i].args} | set(expr.outputs)
+    last_use = [-1] * len(expr.nodes)
+    for i in schedule:
+        for a in expr.nodes[i].args:
+            last_use[a] = i
+    for o in expr.outputs:
+        last_use[o] = len(expr.nodes)
+    return _Staging(tuple(stage), tuple(i for i in sorted(read) if stage[i] != "tile"), schedule, tuple(last_use))
+
+
+class Bound:
+    """An expression with its captured values and lengths: ``on(tile, score)`` gives its outputs there."""
+
+    def __init__(
+        self,
+        expr: Expr,
+        scalars: Sequence,
+        tensors: Sequence[Tensor],
+        batch: int,
+        heads: int,
+        seqlen_q: int,
+        seqlen_k: int,
+        device: torch.device,
+        sequences: Sequences | None = None,
+    ):
+        self.expr, self.tensors = expr, tensors
+        self.staging = _staging(expr, sequences is not None)
+        # entry y of a diagonal vector holds the value at q - kv = greatest_difference - y
+        self.greatest_difference = seqlen_q - 1 if sequences is None else sequences.end_position - 1
+        self.hoisted: dict[int, Any] = {}
+        if min(batch, heads, seqlen_q, seqlen_k) == 0 or (sequences is not None and not sequences.has_pairs):
+            return
+        entries = torch.arange(batch, device=device) if sequences is None else sequences.asked_entry
+        b = entries.view(-1, 1, 1, 1)
+        h = torch.arange(heads, device=device).view(-1, 1, 1)
+        zero = torch.zeros((), dtype=torch.int64, device=device)
+        least, columns = (1 - seqlen_k, seqlen_k) if sequences is None else (sequences.least_difference, sequences.longest_asked_k)
+        places = {"col": (b, zero, torch.arange(columns, device=device)), "per_head": (b, zero, zero)}
+        if "diagonal" in self.staging.stage:
+            places["diagonal"] = (b, torch.arange(self.greatest_difference, least - 1, -1, device=device), zero)
+        if sequences is None:
+            places["row"] = (b, torch.arange(seqlen_q, device=device).view(-1, 1), zero)
+        else:
+            row_entry, row_position = sequences.asked_rows
+            places["row"] = (row_entry.view(-1, 1), row_position.view(-1, 1), zero)
+            if "entry_col" in self.staging.stage:
+                key_entry, key_position = sequences.asked_keys
+                places["entry_col"] = (key_entry, zero, key_position)
+        for stage, (entry, q_idx, kv_idx) in places.items():
+            wanted = tuple(i for i in self.staging.boundary if self.staging.stage[i] == stage)
+            if wanted:
+                leaves = {"b": entry, "h": h, "q_idx": q_idx, "kv_idx": kv_idx, "score": None}
+                self.hoisted.update(zip(wanted, run(_only(expr, wanted), leaves, scalars, tensors), strict=True))
+
+    @property
+    def stage(self) -> str:
+        """The stage of the only output."""
+        return self.staging.stage[self.expr.outputs[0]]
+
+    def part(self, node: int, tile: Tile) -> Any:
+        """A hoisted node's value on a tile, as a view that broadcasts to the tile's shape."""
+        value = self.hoisted[node]
+        if not isinstance(value, Tensor) or value.ndim == 0:
+            return value
+        stage = self.staging.stage[node]
+        value = self._at_heads(value, tile)
+        if stage == "row":
+            return tile.rows_of(value, 2).flip(2)
+        if stage == "entry_col":
+            return tile.keys_of(value, 3)
+        if stage == "col":
+            return value[:, :, :, tile.k_lo : tile.k_hi]
+        return self._sheared(value[:, :, 0], tile) if stage == "diagonal" else value
+
+    @staticmethod
+    def _at_heads(value: Tensor, tile: Tile) -> Tensor:
+        value = value[(None,) * (4 - value.ndim)] if value.ndim < 4 else value
+        value = value if value.shape[0] == 1 else value[tile.b_lo : tile.b_hi]
+        return value if value.shape[1] == 1 else value[:, tile.h_lo : tile.h_hi]
+
+    def _sheared(self, vector: Tensor, tile: Tile) -> Tensor:
+        """(b, h, rows, columns) from (b, h, differences): row r (descending), column c reads entry r + c of the tile's window."""
+        return self._window(vector, tile).unfold(2, tile.k_hi - tile.k_lo, 1)
+
+    def _window(self, vector: Tensor, tile: Tile) -> Tensor:
+        start = self.greatest_difference + 1 - tile.q_first - tile.q_hi + tile.k_lo
+        return vector[:, :, start : start + tile.q_hi - tile.q_lo + tile.k_hi - tile.k_lo - 1]
+
+    def along_diagonals(self, tile: Tile) -> list[Any]:
+        """The outputs, all of stage per_head or diagonal, on the diagonals of ``tile``: (b, h, 1, rows + columns - 1)."""
+        found = []
+        for o in self.expr.outputs:
+            if self.staging.stage[o] == "diagonal":
+                value = self._window(self._at_heads(self.hoisted[o], tile)[:, :, 0], tile)[:, :, None]
+            else:
+                value = self.part(o, tile)
+            found.append(value)
+        return found
+
+    def on(self, tile: Tile, score: Tensor | None = None, owns_score: bool = False) -> list[Any]:
+        """The outputs on ``tile``; with ``owns_score`` the score's memory may be overwritten."""
+        nodes, last_use = self.expr.nodes, self.staging.last_use
+        values: dict[int, Any] = {i: self.part(i, tile) for i in self.staging.boundary}
+        mine: set[int] = set()
+        for i, node in enumerate(nodes):
+            if node.op == "score":
+                values[i] = score
+                if owns_score:
+                    mine.add(i)
+        for i in self.staging.schedule:
+            node = nodes[i]
+            args = [values[a] for a in node.args]
+            target = next((a for a in node.args if a in mine and last_use[a] == i and nodes[a].dtype == node.dtype), None)
+            if target is not None and node.op in _IN_PLACE and _fits(values[target], args):
+                values[i] = TORCH_OPS[node.op](*_operands(args, values[target]), out=values[target])
+                mine.discard(target)
+                mine.add(i)
+            else:
+                values[i] = apply(node, args, self.tensors)
+                if isinstance(values[i], Tensor) and values[i].shape == tile.shape and node.op not in ("load", "cast"):
+                    mine.add(i)
+        return [values[o] for o in self.expr.outputs]
+
+
+def _fits(target: Tensor, args: list[Any]) -> bool:
+    return all(not isinstance(a, Tensor) or a is target or a.ndim <= target.ndim for a in args)
+
+
+def _operands(args: list[Any], like: Tensor) -> list[Any]:
+    return [a if isinstance(a, Tensor) else torch.full((), a, dtype=like.dtype, device=like.device) for a in args]
+
+
+@lru_cache(maxsize=1024)
+def _only(expr: Expr, outputs: tuple[int, ...]) -> Expr:
+    builder = Builder()
+    return builder.build(*(builder.copy(expr, o) for o in outputs))
+
+
+def bind(expr: Expr, scalars: Sequence, tensors: Sequence[Tensor], problem: Problem) -> Bound:
+    """``expr`` made ready for the tiles of ``problem``; for a cache by operations that round alike whatever else is in the batch."""
+    if problem.sequences is not None and problem.sequences.is_cache:
+        expr = steady(expr)
+    sizes = (problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)
+    return Bound(expr, scalars, tensors, *sizes, problem.q.device, problem.sequences)

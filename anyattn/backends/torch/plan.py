@@ -1,0 +1,120 @@
+"""The torch backend's plan: tiles, splits and the dtype of products, by the machine's cache and fast dtypes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from anyattn.hardware import Hardware
+from anyattn.plan import Plan
+from anyattn.problem import Problem
+from anyattn.sequences.split_kv import MOST_SPLITS
+
+__all__ = ["plan_of"]
+
+_SCORES_AT_ONCE = 2**21  # scores of one tile over all its heads: 8 MB in float32, which stays in a CPU's last-level cache
+_SPAN_SCORES_AT_ONCE = 2**22  # the same for whole rows of bfloat16 scores
+_LONGEST_SPAN = 2**15
+_FEW_ROWS = 16
+
+
+def plan_of(problem: Problem, hardware: Hardware, reason: str, options: dict[str, int]) -> Plan:
+    """options: ``validate.flex.kernel_options``. reason: why torch computes it, for people."""
+    plan = _with_options(_torch_plan(problem, hardware, reason), problem, options)
+    if options.get("pack_gqa", problem.packs) and problem.qhead_per_kvhead > 1:
+        plan = replace(plan, why=(*plan.why, "pack_gqa=True is not followed: torch multiplies the rows of all heads at once anyway"))
+    return plan
+
+
+def _with_options(plan: Plan, problem: Problem, options: dict[str, int]) -> Plan:
+    """The plan with the tiles asked for; a row tile must divide the block mask's, so there the nearest one below that does is taken."""
+    if "tile_m" in options:
+        tile_m = options["tile_m"]
+        if problem.blocks is not None:
+            tile_m = _divisor(problem.blocks.tile[0], tile_m)
+        plan = replace(plan, tile_m=tile_m, why=(*plan.why, f"row tile {tile_m}: kernel_options tile_m={options['tile_m']}"))
+    if "tile_n" in options:
+        plan = replace(plan, tile_n=options["tile_n"], tile_n_backward=options["tile_n"])
+    if options.get("num_splits", 1) > 1:
+        splits, why = _bounded_splits(options["num_splits"])
+        plan = replace(plan, num_splits=splits, whole_spans=False, why=(*plan.why, *why))
+    return plan
+
+
+def _bounded_splits(asked: int) -> tuple[int, list[str]]:
+    """As many splits as are worth a partial result each, and why not more."""
+    if asked <= MOST_SPLITS:
+        return asked, []
+    return MOST_SPLITS, [f"keys in {MOST_SPLITS} pieces, not {asked}: each is a partial result to keep and to merge"]
+
+
+def _divisor(number: int, most: int) -> int:
+    """The largest divisor of ``number`` that is at most ``most``."""
+    return next(d for d in range(min(number, most), 0, -1) if number % d == 0)
+
+
+def _torch_plan(problem: Problem, hardware: Hardware, reason: str) -> Plan:
+    why = [f"torch: {reason}"]
+    dtype = problem.q.dtype
+    if dtype not in hardware.fast_dtypes:
+        why.append(f"products in float32: {hardware.device} multiplies {str(dtype).removeprefix('torch.')} slowly")
+        dtype = torch.float32
+    tile_m = _tile_m(problem, dtype.itemsize == 2, why)
+    tile_n = min(1024, max(problem.seqlen_k, 1))
+    width = int(min([problem.seqlen_k, *(_mean_width(limit) + tile_m for limit in problem.row_limits)]))
+    splits, why_splits = _bounded_splits(problem.num_splits or 1)
+    why += why_splits
+    if problem.num_splits == 0:
+        why.append("one split: torch's matrix products share every row tile among all threads already")
+    whole_spans = splits == 1 and _whole_spans(problem, dtype, width)
+    if whole_spans:
+        why.append("whole rows of scores, not streamed: no score mod, sink or statistics ask for more")
+        if problem.blocks is None and width >= 8 * tile_m and problem.seqlen_q >= 4 * tile_m:
+            tile_m *= 2  # fewer copies of the keys side by side, fewer additions to their gradients
+    at_once = _SPAN_SCORES_AT_ONCE if whole_spans else _SCORES_AT_ONCE
+    pairs = max(1, at_once // (tile_m * max(width if whole_spans else tile_n, 1)))
+    tile_n_backward = min(tile_n, 2**16 // tile_m)
+    # the rows' widths were read from what the masks capture
+    is_reusable = problem.sequences is None and not any(p.tensors for p in problem.predicates)
+    return Plan("torch", tile_m, tile_n, tile_n_backward, pairs, dtype, whole_spans, splits, why=tuple(why), is_reusable=is_reusable)
+
+
+def _whole_spans(problem: Problem, dtype: torch.dtype, width: int) -> bool:
+    """Whether a row tile's scores are kept whole, for torch's fused softmax, instead of being streamed with a running maximum.
+
+    In 16 bits that takes the scores in the products' dtype, which is what the plain formula does too: 2.6 times as fast as torch's SDPA in
+    bfloat16 on a CPU with bfloat16 instructions, against 1.8 for streaming. In float32 streaming wins, for narrow windows too.
+    """
+    if problem.sequences is not None and problem.sequences.is_cache:
+        return False  # a choice by the widths of the batch would let one entry change another's last bits
+    if problem.seqlen_q <= _FEW_ROWS:
+        return False  # laying keys side by side costs D / rows of the products
+    plain = problem.score is None and problem.sink is None and not (problem.wants_lse or problem.wants_max)
+    ranged = all(limit is not None for limit in problem.row_limits) or problem.blocks is not None
+    return plain and ranged and dtype.itemsize == 2 and width <= _LONGEST_SPAN
+
+
+def _tile_m(problem: Problem, is_half: bool, why: list[str]) -> int:
+    tile_m = min(256, max(problem.seqlen_q, 1))
+    if problem.blocks is not None:
+        block_m = problem.blocks.tile[0]
+        tile_m = _divisor(block_m, 512)
+        why.append(f"row tile {tile_m}: divides the block mask's {block_m}")
+    elif tile_m > 128 and not is_half and problem.sequences is not None and problem.sequences.is_cache:
+        tile_m = 128
+        why.append("row tile 128: for a cache the batch's widths are not asked, so that one entry cannot change another's last bits")
+    elif tile_m > 128 and not is_half and any(_mean_width(limit) < problem.seqlen_k for limit in problem.row_limits):
+        tile_m = 128
+        why.append("row tile 128: a taller one computes more of what only some of its rows see")
+    return tile_m
+
+
+def _mean_width(limit: tuple[Tensor, Tensor] | None) -> float:
+    """Keys that a row sees on average, by row ranges; infinite where there are none."""
+    if limit is None or limit[0].numel() == 0:
+        return math.inf
+    lo, hi = limit
+    return float((hi - lo).sum(0, dtype=torch.float32).mean())

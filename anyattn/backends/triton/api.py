@@ -1,0 +1,338 @@
+"""The backend's door: a problem and its plan in, results out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from anyattn.backends.triton import autotune, tables, tile_config
+from anyattn.backends.triton.codegen.entry import Signature, entry_of, entry_source, run_entry
+from anyattn.backends.triton.codegen.programs import Chosen, captured_of, program_of
+from anyattn.backends.triton.combine import merge
+from anyattn.backends.triton.documents import Form, forms_of
+from anyattn.backends.triton.kernel_arguments import (
+    COUNTS,
+    FUNCTIONS,
+    LISTS,
+    SIZES,
+    constants_of,
+    programs_along_batch,
+    sizes_of,
+    strides_named,
+)
+from anyattn.backends.triton.launch_cache import Kept, Ready, facts_of, kept_of, ready_of, sources_of
+from anyattn.backends.triton.launch_shape import (
+    MOST_BLOCKS,
+    forward_shape,
+    grid_of,
+    has_few_rows,
+    padded_group,
+    positions_per_tile,
+    rows_of,
+    tiles_per_group,
+)
+from anyattn.backends.triton.tile_config import Tiles
+from anyattn.plan import Plan
+from anyattn.problem import Problem
+from anyattn.sequences.unread_kvcache import StoredCache
+from anyattn.tensors.strides import empty_in_order
+from anyattn.triton_tools.launch import strides_of
+
+__all__ = ["Result", "forward", "source_of"]
+
+
+_LEAST_SCALE = 1e-30  # positive, and its product with a score's limits is neither 0 nor infinite
+
+
+class Result(NamedTuple):
+    """out: (B, Hq, Sq, Dv) in the inputs' dtype. lse, max_scores: (B, Hq, Sq) float32, or None where not wanted; lse in nats."""
+
+    out: Tensor
+    lse: Tensor | None
+    max_scores: Tensor | None
+
+
+_FORWARD = Signature(
+    "forward.forward_tile",
+    (
+        (
+            "pointer",
+            (
+                "q", "k", "v", "out", "lse", "highest", "sink", "entries", "order", "pages", "cached", "leftpad", "cache_rows", "guard",
+                "plain_k", "plain_v", "plain_out",
+            ),
+        ),
+        ("stride", (*strides_named("q", "k", "v", "out"), ("part_out",))),
+        ("long", (("part_statistics",), LISTS[1])),
+        ("int", ("cache_new", "cache_capacity", "cache_storage", "last_page")),
+        ("int", ("packed", "group", "together", "groups", "tiles_each")),
+        ("int", SIZES),
+        ("pointer", COUNTS),
+        ("float", "scale"),
+    ),
+    FUNCTIONS,
+    (
+        "RANGES", "TILE_M", "TILE_N", "LIST_M", "LIST_N", "HAS_FULL", "HEAD_DIM", "HEAD_DIM_V", "BLOCK_D", "BLOCK_DV", "IS_PACKED",
+        "HAS_ENTRIES", "IS_CACHE", "HAS_LEFTPAD", "HAS_ROWS", "PAGE_SIZE", "HAS_SINK", "HAS_LSE", "HAS_MAX", "PRECISION",
+        "IS_RAW", "IS_LATE", "IS_DESCRIBED", "IS_JOINED", "HAS_GUARD", "IS_RISING", "HIDES", "SUMS",
+    ),
+)  # fmt: skip
+
+
+class _Target(NamedTuple):
+    """Where one launch writes. parts: how many splits, and from one's statistics and output to the next's."""
+
+    out: Tensor
+    lse: Tensor | None
+    highest: Tensor | None
+    parts: tuple[int, int, int] = (1, 0, 0)
+
+
+def forward(problem: Problem, plan: Plan) -> Result:
+    """out and the statistics of a problem that ``plan.reason_against`` has nothing against."""
+    return _forward(problem, plan, forms_of(problem, plan))
+
+
+def _forward(problem: Problem, plan: Plan, forms: tuple[Form, ...]) -> Result:
+    # rows that belong to no sequence are 0 and -inf; no program comes by them
+    fill = problem.sequences is not None and not problem.sequences.uses_all_rows
+    if plan.num_splits > 1:
+        return _forward_by_splits(problem, plan, fill)
+    out = empty_in_order(problem.q, last=problem.v.shape[3])
+    if fill:
+        out.zero_()
+    rest = -torch.inf if fill else None
+    lse, highest = (_statistic(problem, (), rest) if wanted else None for wanted in (problem.wants_lse, problem.wants_max))
+    for form in forms:
+        _launch(form, _planned(form, problem, plan), _Target(out, lse, highest))
+    return Result(out, lse, highest)
+
+
+def _planned(form: Form, problem: Problem, plan: Plan) -> Plan:
+    """The plan for one form of ``problem``, whose own is ``plan``."""
+    if form.problem is problem:
+        return plan
+    key = "documents", form.problem.batch
+    found = plan.prepared.get(key)  # type: ignore[call-overload]
+    if found is None:
+        shape, capability, packed = forward_shape(form.problem), tile_config.capability_of(problem.q.device), plan.heads_per_tile
+        tiles = tile_config.forward_tiles(shape, capability, rows_of(form.problem, packed), has_few_rows(form.problem, capability))
+        if plan.has_asked_tiles:
+            tiles = tile_config.fitting("forward", replace(tiles, tile_m=plan.tile_m, tile_n=plan.tile_n), shape, capability)
+        found = plan.prepared[key] = _with(plan, tiles)  # type: ignore[index]
+    return found
+
+
+def _with(plan: Plan, tiles: Tiles) -> Plan:
+    return replace(plan, tile_m=tiles.tile_m, tile_n=tiles.tile_n, num_warps=tiles.num_warps, num_stages=tiles.num_stages)
+
+
+def _tuned(problem: Problem, plan: Plan, chosen: Chosen) -> Plan:
+    """The plan with the fastest tiles."""
+    plan = replace(plan, is_tuned=False)
+    question = autotune.forward_question(problem, chosen.program, plan.heads_per_tile, plan.num_splits)
+
+    def measure(tiles: Tiles) -> float:
+        return autotune.seconds(lambda: _forward(problem, _with(plan, tiles), (Form(problem),)), problem.q.device)
+
+    return _with(plan, autotune.best(question, problem.q.device, measure))
+
+
+def source_of(problem: Problem) -> str:
+    """The kernel that is written for a problem, to read: what is generated, which calls what these modules hold."""
+    q, v = problem.q, problem.v
+    out = torch.empty(1, dtype=q.dtype, device=q.device).expand(*q.shape[:3], v.shape[3])
+    return entry_source(_FORWARD, program_of(problem).program, strides_of(q, problem.k, v, out)[0])
+
+
+def _forward_by_splits(problem: Problem, plan: Plan, fill: bool) -> Result:
+    """Each split writes what it sees of every row, in float32; the sink joins when they are merged."""
+    q, count = problem.q, plan.num_splits
+    shape = _out_shape(problem)
+    outs = torch.empty((count, *shape), dtype=torch.float32, device=q.device)
+    lses = _statistic(problem, (count,), torch.inf if fill else None)  # as no split can compute it: a row of no sequence
+    highest = _statistic(problem, (count,), -torch.inf if fill else None) if problem.wants_max else None
+    _launch(Form(problem), plan, _Target(outs[0], lses, highest, (count, lses.stride(0), outs.stride(0))))
+    out = empty_in_order(q, last=shape[3])
+    lse = _statistic(problem, (), None) if problem.wants_lse else None
+    sink = None if problem.sink is None else problem.sink.detach()[None, :, None].expand(shape[:3])
+    merge(outs, lses, sink, out, lse, fill)
+    return Result(out, lse, None if highest is None else highest.amax(0))
+
+
+def _launch(form: Form, plan: Plan, target: _Target) -> None:
+    problem = form.problem
+    # what is measured is asked on every call
+    kept = Kept() if plan.is_tuned else kept_of(plan, "forward" if form.documents is None else "forward by documents")
+    chosen = None if kept.knows_lists else program_of(problem)
+    if chosen is not None and plan.is_tuned:
+        plan = _tuned(problem, plan, chosen)
+    listed = kept.lists if chosen is None else chosen.lists
+    found = tables.tables_of(problem, listed, positions_per_tile(plan.tile_m, plan.heads_per_tile), form.documents)
+    if form.guard is not None:
+        found = found._replace(guard=form.guard)
+    cache = found.cache
+    cache_tables = (None, None, None) if cache is None else tuple(map(_contiguous, cache.tables[:3]))
+    tensors = (
+        problem.q, problem.k, problem.v, *target[:3], _contiguous(problem.sink), found.entries, found.order, found.pages, *cache_tables,
+        found.guard, problem.k, problem.v, target.out,
+    )  # fmt: skip
+    key = (*facts_of(problem, found, target.out), target.lse is None, target.highest is None, is_raw := _is_raw(problem))
+    ready = kept.get(key)
+    if ready is not None:
+        ready.launch(tensors, found.lists, problem.scale, ready.sources.read(problem), _descriptor)
+        return
+    chosen = program_of(problem) if chosen is None else chosen
+    kept.put(key, _first(_Call(form, plan, target, chosen, found, is_raw), tensors), chosen)
+
+
+class _Call(NamedTuple):
+    form: Form
+    plan: Plan
+    target: _Target
+    chosen: Chosen
+    found: tables.Tables
+    is_raw: bool
+
+
+def _first(call: _Call, tensors: tuple[Tensor | None, ...]) -> Ready | None:
+    """Launches what has not been launched for such a call yet; the same for later ones. tensors: None for what is absent."""
+    form, plan, target, chosen, found, _ = call
+    problem, packed = form.problem, plan.heads_per_tile
+    q, k, v = problem.q, problem.k, problem.v
+    splits, part_statistics, part_out = target.parts
+    is_aligned, strides = strides_of(q, k, v, target.out, more=(part_out,))
+    constants = _constants(call, is_aligned)
+    pointers = [q if t is None else t for t in tensors]  # what is absent is any pointer
+    lists = [q if t is None else t for t in found.lists]
+    ways = ((0, 4, plan.tile_m), (1, 2, plan.tile_n), (2, 2, plan.tile_n), (3, 3, plan.tile_m))
+    described = [(at, rows) for at, since, rows in ways if constants["IS_DESCRIBED"] >= since]
+    for at, rows in described:
+        pointers[at] = _descriptor(pointers[at], rows)
+    grid = (
+        found.row_tiles,
+        problem.heads_kv * (tiles_each := tiles_per_group(problem, packed)),
+        programs_along_batch(problem, found) * splits,
+    )
+    together, groups = _groups(grid, call)
+    usual, grid = grid, grid_of(*grid)
+    if together:
+        grid = (together, usual[0], groups * usual[2])
+    elif grid != usual:
+        together = -1
+    numbers = (
+        *strides, part_statistics, *found.strides, *_cache_sizes(problem, found.cache), packed, padded_group(packed),
+        together, groups, tiles_each, *sizes_of(problem, found, splits),
+    )  # fmt: skip
+    captured = captured_of(chosen)
+    options = {"num_warps": plan.num_warps, "num_stages": plan.num_stages}
+    if constants["HIDES"] and constants["RANGES"] > 0:
+        options |= tile_config.registers_beside(
+            plan.tile_m, plan.tile_n, plan.num_warps, forward_shape(problem), tile_config.capability_of(q.device)
+        )
+    handle = run_entry(
+        entry_of(_FORWARD, chosen.program, is_aligned), grid, (*pointers, *numbers, *lists, problem.scale), captured, q.device,
+        constants | options,
+    )  # fmt: skip
+    return ready_of(handle, grid, numbers, sources_of(problem, chosen, chosen.program), captured, described)
+
+
+def _constants(call: _Call, is_aligned: bool) -> dict[str, Any]:
+    form, plan, target, chosen, found, is_raw = call
+    problem, cache = form.problem, found.cache
+    splits = target.parts[0]
+    capability = tile_config.capability_of(problem.q.device)
+    has_few = has_few_rows(problem, capability)
+    ways = tile_config.ways_of(forward_shape(problem), capability, has_few)
+    is_packed = plan.heads_per_tile > 1 or has_few
+    described = _described(ways.is_described, form, plan, found, target) if is_aligned else 0
+    described = min(described, 2) if is_packed else described
+    common = constants_of(problem, chosen, found)
+    # a descriptor's tile may hold keys of the next document
+    hides = common["HIDES"] or (described >= 2 and form.documents is not None)
+    return {
+        **common, "HIDES": hides, "TILE_M": plan.tile_m, "TILE_N": plan.tile_n,
+        "PAGE_SIZE": 0 if found.pages is None else problem.k.shape[2],
+        "IS_PACKED": is_packed, "IS_CACHE": cache is not None, "HAS_LEFTPAD": tables.may_be_padded(problem.sequences, cache),
+        "HAS_ROWS": cache is not None and cache.tables.rows is not None, "HAS_SINK": problem.sink is not None and splits == 1,
+        "HAS_LSE": target.lse is not None, "HAS_MAX": target.highest is not None, "IS_RAW": is_raw,
+        "IS_LATE": ways.is_late and found.pages is None,
+        "IS_DESCRIBED": described, "IS_JOINED": ways.is_joined and described >= 2 and chosen.program.range_count > 0,
+        "IS_RISING": chosen.program.is_rising, "SUMS": tile_config.row_sums(plan.tile_m, plan.tile_n, problem.q.dtype),
+    }  # fmt: skip
+
+
+def _is_raw(problem: Problem) -> bool:
+    return problem.score is not None or _LEAST_SCALE < problem.scale < 1 / _LEAST_SCALE
+
+
+def _groups(grid: tuple[int, int, int], call: _Call) -> tuple[int, int]:
+    """How many heads programs go through at a time, and in how many groups the heads of an entry are, of the grid (row tiles, heads or
+    groups that share tiles, entries and splits); (0, 1) for each head by itself."""
+    problem, capability = call.form.problem, tile_config.capability_of(call.form.problem.q.device)
+    has_few = has_few_rows(problem, capability)
+    if has_few or call.plan.heads_per_tile > 1 or call.target.parts[0] > 1 or call.found.entries is not None:
+        return 0, 1
+    if not tile_config.ways_of(forward_shape(problem), capability, has_few).is_grouped:
+        return 0, 1
+    k = problem.k
+    head_bytes = k.shape[2] * (k.shape[3] + problem.v.shape[3]) * k.element_size() // problem.qhead_per_kvhead
+    together = tile_config.heads_together(grid[1], head_bytes)
+    groups = grid[1] // together
+    return (together, groups) if max(grid[0], groups * grid[2]) <= MOST_BLOCKS else (0, 1)
+
+
+def _described(wanted: int, form: Form, plan: Plan, found: tables.Tables, target: _Target) -> int:
+    """``Ways.is_described`` as far as it can be: of keys that are rows at one distance, none of which a tile has to leave out (no pages, no
+    list tile cut unevenly); made with the launch of tensors whose sequences are all of their storage, or share it as documents do, whose
+    tiles may hold keys of the next; written where no tile has rows of two list tiles, or of two documents."""
+    problem, is_dense = form.problem, found.entries is None
+    k, v = problem.k, problem.v
+    if not wanted or found.pages is not None or found.cache is not None or found.list_tile[1] % plan.tile_n:
+        return 0
+    if not all(t.stride(2) > 0 and t.stride(2) * t.element_size() % 16 == 0 for t in (k, v)):  # a single row's stride may be anything
+        return 0
+    if wanted == 1 or not (is_dense or form.documents is not None) or not (_has_places(k) and _has_places(v)):
+        return 1
+    if wanted == 2 or not is_dense or target.parts[0] > 1 or found.list_tile[0] % plan.tile_m or not _has_places(target.out):
+        return 2
+    return wanted if _has_places(problem.q) else 3
+
+
+def _has_places(x: Tensor) -> bool:
+    """Whether every row of x has a place of its own, at a multiple of 16 bytes."""
+    return x.numel() > 0 and all(
+        s > 0 and s * x.element_size() % 16 == 0 for s, n in zip(x.stride()[:3], x.shape[:3], strict=True) if n > 1
+    )
+
+
+def _descriptor(x: Tensor, rows: int) -> Any:
+    """What tells the hardware where rows lie, [1, 1, rows, width] of them at a time."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    strides = [8 if n == 1 else s for s, n in zip(x.stride()[:3], x.shape[:3], strict=True)]
+    return TensorDescriptor(x.detach(), list(x.shape), [*strides, 1], [1, 1, rows, tile_config.padded(x.shape[3])])
+
+
+def _cache_sizes(problem: Problem, cache: StoredCache | None) -> tuple[int, int, int, int]:
+    last_page = problem.k.shape[0] - 1
+    if cache is None:
+        return 0, 0, 0, last_page
+    sizes = cache.sizes
+    return sizes.rows_q if sizes.new is None else sizes.new, sizes.capacity, sizes.storage, last_page
+
+
+def _contiguous(x: Tensor | None) -> Tensor | None:
+    return x if x is None or x.is_contiguous() else x.detach().contiguous()
+
+
+def _out_shape(problem: Problem) -> tuple[int, ...]:
+    return (*problem.q.shape[:3], problem.v.shape[3])
+
+
+def _statistic(problem: Problem, lead: tuple[int, ...], fill: float | None) -> Tensor:
+    shape, device = (*lead, *problem.q.shape[:3]), problem.q.device
+    return torch.empty(shape, dtype=torch.float32, device=device) if fill is None else torch.full(shape, fill, device=device)

@@ -1,0 +1,1 @@
+"""Source text of the Triton kernels: a call's mods as device functions."""

@@ -1,0 +1,82 @@
+"""What the text of a call's mods may take for granted: facts of the call that choose between a few texts, no value that enters one."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from anyattn.backends.triton.tile_config import Shape, padded
+from anyattn.mods.analysis.extents import Box, Extent, extents
+from anyattn.mods.analysis.row_ranges import RowRanges
+from anyattn.mods.ir.dependence import dependence
+from anyattn.mods.ir.expr import Expr
+from anyattn.mods.tracing.trace import TracedMod
+from anyattn.problem import Problem
+from anyattn.triton_tools.emit import NEAR, SMALL, Style
+from anyattn.triton_tools.interpreter import is_interpreting
+
+__all__ = ["has_pairs", "is_nvidia", "shape_of", "style_of"]
+
+_NARROW = 2**31
+# A score is rounded to the inputs' dtype in the plain formula, and errors well below that do not count.
+_FUNCTIONS = {torch.float16: "fast", torch.bfloat16: "coarse"}
+
+
+def style_of(mod: TracedMod | RowRanges, expr: Expr, problem: Problem) -> Style:
+    """The style of an expression with a mod's captured values in this call; a mask's comparisons are always exact."""
+    is_score = isinstance(mod, TracedMod) and mod.kind == "score"
+    functions = _FUNCTIONS.get(problem.q.dtype, "exact") if is_score else "exact"
+    places = tuple([(t.shape, t.stride()) for t in mod.tensors])
+    lengths = (problem.batch, problem.heads_q, problem.bound_q, problem.bound_k, problem.sequences is not None)
+    numbers = tuple([n if type(n) is int else None for n in mod.scalars])
+    return _style(expr, numbers, places, lengths, functions, is_nvidia(problem.q.device.type))
+
+
+def shape_of(problem: Problem) -> Shape:
+    """What the tiles of a problem are chosen for."""
+    mods = [m for m in (problem.score, *problem.predicates) if m is not None]
+    columns = sum(_columns(m.expr) for m in mods)
+    d, dv, asks_pairs = padded(problem.q.shape[3]), padded(problem.v.shape[3]), problem.score is not None and has_pairs(problem.score.expr)
+    return Shape(d, dv, problem.q.dtype, problem.score is not None, columns, has_pairs=asks_pairs)
+
+
+@lru_cache(maxsize=4096)
+def _columns(expr: Expr) -> int:
+    """How many values are loaded per key, or per row where keys are the rows."""
+    return sum(node.op == "load" and dep.q != dep.kv for node, dep in zip(expr.nodes, dependence(expr), strict=True))
+
+
+@lru_cache(maxsize=4096)
+def has_pairs(expr: Expr) -> bool:
+    """Whether a value is loaded for every pair of a row and a key."""
+    return any(node.op == "load" and dep.q and dep.kv for node, dep in zip(expr.nodes, dependence(expr), strict=True))
+
+
+@lru_cache(maxsize=8)
+def is_nvidia(device_type: str) -> bool:
+    """Whether the kernels may hold NVIDIA's own instructions."""
+    return device_type == "cuda" and torch.version.hip is None and not is_interpreting()
+
+
+@lru_cache(maxsize=4096)
+def _style(
+    expr: Expr,
+    numbers: tuple[int | None, ...],
+    places: tuple[tuple[torch.Size, tuple[int, ...]], ...],
+    lengths: tuple[int, int, int, int, bool],
+    functions: str,
+    has_nvidia: bool,
+) -> Style:
+    batch, heads, rows, keys, is_ragged = lengths
+    least_row = -rows if is_ragged else 0  # a row of a cache shorter than its queries
+    b, h, q, kv = (Extent(0, max(n, 1) - 1) for n in (batch, heads, rows + keys * is_ragged, keys))
+    q = q._replace(lo=least_row)
+    given = tuple(Extent(n or 0, n or 0) for n in numbers)
+    is_small, is_near = (all(e.lo > -most and e.hi < most for e in (b, h, q, kv, *given)) for most in (SMALL, NEAR))
+    is_small = is_small and all(abs(n) < _NARROW for shape, strides in places for n in (*shape, *strides))
+    found = extents(expr, Box(b, h, q, kv, given or None))
+    loads = [(places[n.attr][0][i], found[a]) for n in expr.nodes if n.op == "load" for i, a in enumerate(n.args)]  # type: ignore[call-overload]
+    is_inside = all(e is not None and e.lo >= 0 and e.hi < size for size, e in loads)
+    dense = tuple(slot for slot, (shape, strides) in enumerate(places) if shape and strides[-1] == 1)
+    return Style(is_small, is_inside, dense, functions, has_nvidia, is_near)

@@ -1,0 +1,148 @@
+"""How a tile's derivatives are sent into the gradients of what a score mod captured, as text: from the shape of a load's indices follows
+whether a tile's pairs are summed first, and how. Kernel side: ``functions``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from anyattn.backends.triton.codegen.row_families import Family
+from anyattn.mods.ir.dependence import Dep
+from anyattn.mods.ir.expr import Expr
+from anyattn.triton_tools.emit import LEAVES, Style, emit
+
+__all__ = ["Load", "contends", "scatter_source", "tells_apart"]
+
+
+class Load(NamedTuple):
+    """A load whose tensor gets a gradient: which of the part's totals it adds to, and where among the outputs its derivative and its
+    indices are. by_row, by_key: whether a row's keys, a key's rows share one entry, so that they are summed first. is_alone: no two pairs
+    of a query and a key share an entry, so that it is stored, not added up. diagonal: the indices by themselves, where they tell a query
+    and a key apart by their distance only: a tile's diagonals are summed first. None otherwise, and in float32, whose products are slow.
+    is_exact: the total is one of ``exact``, whose sum does not depend on the order of additions. has_copies: it is one of ``copies``.
+    may_be_one: all pairs of a tile may well share an entry, though the text does not say so. family: instead of an output's derivative and
+    indices, those of a row's elements in a loop; factor is then where among the outputs the score is, if the family reads it."""
+
+    total: int
+    factor: int
+    indices: tuple[int, ...]
+    by_row: bool
+    by_key: bool
+    is_alone: bool = False
+    diagonal: Expr | None = None
+    is_exact: bool = False
+    has_copies: bool = False
+    may_be_one: bool = False
+    family: Family | None = None
+
+
+def tells_apart(expr: Expr, at: int, deps: Sequence[Dep]) -> bool:
+    """Whether an index moves on with each position that it depends on, so that neighbours have entries of their own (two of them share
+    one where it is an absolute value): ``q_idx``, ``q_idx - kv_idx + 7``, not ``ids[q_idx]``."""
+    while expr.nodes[at].op in ("abs", "cast"):
+        (at,) = expr.nodes[at].args
+    return deps[at].slope not in (None, (0, 0))
+
+
+def contends(expr: Expr, places: Sequence[int], deps: Sequence[Dep], has_diagonals: bool) -> bool:
+    """Whether what a tile adds, once what shares an entry by the text's own word is summed, may meet in few entries again."""
+    apart = [deps[p] for p in places if tells_apart(expr, p, deps)]
+    by_row, by_key = not any(deps[p].kv for p in places), not any(deps[p].q for p in places)
+    if by_row and by_key:
+        return False
+    if by_row or by_key or has_diagonals:
+        return not apart
+    return not (any(d.q and not d.kv for d in apart) and any(d.kv and not d.q for d in apart))
+
+
+def scatter_source(name: str, loads: Sequence[Load], style: Style) -> str:
+    """``NAME_scatter(ds, seen, is_row, is_key, found, at, scalars, tensors, totals, IS_FULL, DTYPE)``: sends what the modified score's
+    derivative makes of each load's entry to the load's total, which is contiguous. IS_FULL: of all pairs but those of rows beyond the end,
+    which send 0 to the last row's entries, so that no addition asks which. at: b, h, the tile's first row and key, as mods count them, and
+    how many of each there are. DTYPE: of products."""
+    lines, before = [], []
+    if any(load.family is not None for load in loads):
+        lines.append("q_idx = at[2] + tl.minimum(tl.arange(0, ds.shape[0]), at[4] - 1)[:, None]")
+        lines.append("kv_idx = at[3] + tl.minimum(tl.arange(0, ds.shape[1]), at[5] - 1)[None, :]")
+    for i, load in enumerate(loads):
+        slot = f"totals[{load.total}]"
+        if load.family is not None:
+            before.append(_family_source(f"{name}_family{i}", load.family, style))
+            lines += _family_lines(f"{name}_family{i}", load, slot, i, style)
+            continue
+        lines.append(f"part{i} = tl.where(seen, ds * found[{load.factor}].to(tl.float32), 0.0)")
+        lines.append(f"at{i} = {_place([f'found[{at}]' for at in load.indices], slot, load, style)}")
+        if load.is_alone:
+            lines.append(f"tl.store({slot}[0] + at{i}, part{i}.to({slot}[0].dtype.element_ty), mask=seen)")
+            continue
+        if load.diagonal is not None:
+            before.append(_places_source(f"{name}_places{i}", load, style))
+            lines.append("if ds.shape[0] * ds.shape[1] >= 1024:  # a product sums 16 terms or more")
+            flags = f"{load.is_exact}, {load.has_copies}, {load.may_be_one}"
+            lines.append(f"    device_math.send_diagonals(part{i}, at, scalars, tensors, {slot}, {name}_places{i}, DTYPE, {flags})")
+            lines.append("else:")
+        lines += ["    " * (load.diagonal is not None) + line for line in _additions(load, slot, i)]
+    arguments = "ds, seen, is_row, is_key, found, at, scalars, tensors, totals, IS_FULL: tl.constexpr, DTYPE: tl.constexpr"
+    head = f"@triton.jit\ndef {name}_scatter({arguments}):\n"
+    return "\n\n".join([*before, head + "\n".join(f"    {x}" for x in lines) + "\n"])
+
+
+def _place(places: list[str], slot: str, load: Load, style: Style) -> str:
+    """Where in a total the entry of these indices begins. The last dimension's stride is 1, or that of ``copies``."""
+    if not style.is_inside:
+        places = [f"device_math.inside({place}, {slot}[{2 + 2 * d}])" for d, place in enumerate(places)]
+    strides = [f" * {slot}[{1 + 2 * d}]" if d + 1 < len(places) or load.has_copies else "" for d in range(len(places))]
+    return " + ".join(f"{place}.to(tl.int64){stride}" for place, stride in zip(places, strides, strict=True)) or "0"
+
+
+def _additions(load: Load, slot: str, i: int) -> list[str]:
+    """The lines that sum what shares an entry by row, by key or in the whole tile, and add that to the total."""
+    mask = {(False, False): "seen", (True, False): "is_row", (False, True): "is_key", (True, True): None}[load.by_row, load.by_key]
+    sums = [f"part{i} = tl.sum(part{i}, {axis}, keep_dims=True)" for axis, is_summed in ((1, load.by_row), (0, load.by_key)) if is_summed]
+    if mask is None:  # one number: one lane adds it
+        one = f"part{i}, at{i} = tl.sum(tl.sum(part{i}, 1), 0), device_math.only(at{i})"
+        return [*sums, one, _addition(load, slot, i, "None")]
+    spread = [f"at{i} += device_math.zeros_like(part{i})", f"mask{i} = None if IS_FULL else {mask}"]
+    return [*sums, *spread, _addition(load, slot, i, f"mask{i}")]
+
+
+def _addition(load: Load, slot: str, i: int, mask: str) -> str:
+    """The line that adds ``part{i}`` to the total of a load."""
+    if load.is_exact:
+        return f"device_math.send_exact({slot}, at{i}, part{i}, {mask})"
+    if load.has_copies and mask != "None":
+        return f"device_math.send_copies({slot}, at{i}, part{i}, {mask}, {load.may_be_one})"
+    more = "" if mask == "None" else f", mask={mask}"
+    return f"tl.atomic_add({slot}[0] + at{i}, part{i}.to({slot}[0].dtype.element_ty){more}, sem='relaxed')"
+
+
+def _places_source(name: str, load: Load, style: Style) -> str:
+    """``NAME(b, h, q_idx, kv_idx, scalars, tensors, total)``: where in a load's total sums of diagonals go, asked at one pair of each."""
+    assert load.diagonal is not None
+    lines = emit(load.diagonal, style=style)
+    body = [*lines.all(), f"return {_place(list(lines.outputs), 'total', load, style)}"]
+    return f"@triton.jit\ndef {name}(b, h, q_idx, kv_idx, scalars, tensors, total):\n" + "\n".join(f"    {x}" for x in body) + "\n"
+
+
+def _family_source(name: str, family: Family, style: Style) -> str:
+    """``NAME(b, h, q_idx, kv_idx, score, element, scalars, tensors)``: a family's outputs. style: of the part, whose loads are the same."""
+    lines = emit(family.expr, LEAVES, style=style)
+    body = [*lines.all(), f"return ({', '.join(lines.outputs)},)"]
+    text = "\n".join(f"    {line}" for line in body).replace(f"scalars[{family.element}]", "element")
+    return f"@triton.jit\ndef {name}(b, h, q_idx, kv_idx, score, element, scalars, tensors):\n{text}\n"
+
+
+def _family_lines(name: str, load: Load, slot: str, i: int, style: Style) -> list[str]:
+    """The lines that send the derivatives by all elements of a family, one after the other."""
+    assert load.family is not None
+    elements, rank = load.family.elements, len(load.family.expr.outputs) - 1
+    score = f"found[{load.factor}]" if load.family.expr.uses_score else "0.0"
+    inside = [
+        f"of{i} = {name}(at[0], at[1], q_idx, kv_idx, {score}, element{i}, scalars, tensors)",
+        f"part{i} = tl.where(seen, ds * of{i}[0].to(tl.float32), 0.0)",
+        f"at{i} = {_place([f'of{i}[{1 + d}]' for d in range(rank)], slot, load, style)}",
+        *_additions(load, slot, i),
+    ]
+    head = f"for element{i} in tl.range({elements.start}, {elements.stop}, {elements.step}, num_stages=1):"
+    return [head, *(f"    {line}" for line in inside)]

@@ -1,0 +1,135 @@
+"""Entries of the Triton kernels: generated functions that take a call's mods and captured values and call a kernel's body.
+
+An entry names every captured value as an argument (Triton compiles anew for numbers inside of tuples), packs them into the tuples that the
+body takes, and hands over the mods' functions. Lengths, strides, scales and captured values are run-time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from anyattn.backends.triton.codegen.programs import Part, Program, Read
+from anyattn.triton_tools import jit_source
+from anyattn.triton_tools.fast_launch import Handle
+from anyattn.triton_tools.launch import UNIT, current_device, launch
+
+__all__ = ["Signature", "entry_of", "entry_source", "run_entry", "sizes_of_captured"]
+
+_TYPES = {"pointer": "", "stride": ": tl.int64", "long": ": tl.int64", "int": ": tl.int32", "float": ": tl.float32"}
+_KERNELS = "anyattn.backends.triton.kernels"
+
+
+class Signature(NamedTuple):
+    """What a body takes before the captured values, and after them.
+
+    body: ``module.function`` of ``backends/triton/kernels``. groups: its first arguments, each (kind, names), names nested as the body's
+    tuples are; kinds are those of ``_TYPES``; strides of aligned rows travel in units of 8 elements, from which Triton sees that they are.
+    functions: for each part that the body can ask, the name of its functions and which part may fill it. constants: names.
+    scatters: the first part's function that adds up gradients is handed over too.
+    """
+
+    body: str
+    groups: tuple[tuple[str, Any], ...]
+    functions: tuple[tuple[str, ...], ...]
+    constants: tuple[str, ...]
+    scatters: bool = False
+
+
+def _leaves(names: Any) -> Iterator[str]:
+    if isinstance(names, str):
+        yield names
+    else:
+        for name in names:
+            yield from _leaves(name)
+
+
+def _packed(names: Any) -> str:
+    return names if isinstance(names, str) else "(" + "".join(f"{_packed(name)}, " for name in names) + ")"
+
+
+def _captured(slot: int, part: Part | None) -> tuple[list[str], list[list[str]], list[list[str]]]:
+    """Names of a part's numbers, and of each tensor, and each total, with its strides and sizes."""
+    if part is None:
+        return [], [], []
+    tensors, totals = (
+        [[f"{letter}{slot}_{i}", *(f"{letter}{slot}_{i}_{n}" for n in range(2 * rank))] for i, rank in enumerate(ranks)]
+        for letter, ranks in (("t", part.ranks), ("g", part.totals))
+    )
+    return [f"s{slot}_{i}" for i in range(part.scalars)], tensors, totals
+
+
+@lru_cache(maxsize=4096)
+def entry_source(signature: Signature, program: Program, is_aligned: bool) -> str:
+    """The source of the entry and of the functions that it hands over."""
+    slots = [next((p for p in program.parts if p.name in names), None) for names in signature.functions]
+    plain = [(n, kind) for kind, names in signature.groups for n in _leaves(names)]
+    packed: list[str] = []
+    captured_names: list[tuple[str, str]] = []
+    strides = [n for kind, names in signature.groups if kind == "stride" and is_aligned for n in _leaves(names)]
+    # the cast is for the interpreter, which takes a small number as 32 bits whatever its annotation says
+    units = [f"{n} = tl.cast({n}, tl.int64) * {UNIT}" for n in strides]
+    for slot, part in enumerate(slots):
+        numbers, tensors, totals = _captured(slot, part)
+        captured_names += [(n, "long") for n in numbers]
+        captured_names += [(n, "long") for t in tensors + totals for n in t[1:]] + [(t[0], "pointer") for t in tensors + totals]
+        # an empty tuple is not one to Triton
+        packed.append(_packed([numbers or ["0"], tensors or ["0"], totals or ["0"]]))
+    arguments = [f"{name}{_TYPES[kind]}" for name, kind in [*plain, *captured_names]]
+    # Triton asks whether the address of what has rows is a multiple of 16; ``strides_of`` has seen that all are. Everything else is taken
+    # as it comes.
+    with_rows = {n.split("_")[0] for kind, names in signature.groups if kind == "stride" and is_aligned for n in _leaves(names)}
+    unspecialised = [name for name, _ in [*plain, *captured_names] if name not in with_rows]
+    given = [_packed(names) for _, names in signature.groups]
+    functions = [f for part in slots for f in _functions(part)]
+    flags = [str(part is not None) for part in slots]
+    if signature.scatters:
+        adds = slots[0] is not None and bool(slots[0].loads)
+        functions.insert(2, f"{slots[0].name}_scatter" if adds and slots[0] else "device_math.limit")
+        flags.insert(1, str(adds))
+    call = [*given, f"({', '.join(packed)},)", *functions, *flags, *signature.constants]
+    constants = ", ".join(f"{name}: tl.constexpr" for name in signature.constants)
+    lines = [*units, f"{signature.body}({', '.join(call)})"]
+    head = f"_PLAIN = {unspecialised!r}\n\n\n@triton.jit(do_not_specialize=_PLAIN, do_not_specialize_on_alignment=_PLAIN)\n"
+    head += f"def entry({', '.join(arguments)}, {constants}):\n" + "\n".join(f"    {line}" for line in lines) + "\n"
+    return "\n\n".join([program.source, head])
+
+
+def _functions(part: Part | None) -> tuple[str, str]:
+    return ("device_math.limit", "device_math.limit") if part is None else (f"{part.name}_rows", f"{part.name}_value")
+
+
+@lru_cache(maxsize=4096)
+def entry_of(signature: Signature, program: Program, is_aligned: bool) -> Any:
+    """The generated kernel; equal programs share it."""
+    source = entry_source(signature, program, is_aligned)
+    module, body = signature.body.split(".")
+    return jit_source.load(source, f"{body}_{jit_source.digest(source)}", f"{_KERNELS}.{module}").entry
+
+
+def run_entry(
+    kernel: Any, grid: Sequence[int], values: Sequence[Any], captured: Sequence[Read], device: torch.device, options: dict[str, Any]
+) -> Handle | None:
+    """Launches it. values: the groups' in order. captured: of the parts that the body asks, in its order. options: constants and warps.
+
+    The handle is for launches with the same sizes, strides, options, dtypes and alignments.
+    """
+    given = list(values)
+    for read in captured:
+        given += read.scalars
+        given += sizes_of_captured(read)
+        given += read.tensors
+        given += read.totals
+    # dtypes and whether rows are aligned (which the entry itself says) are all that differs between launches of one entry
+    dtypes = tuple([x.dtype if isinstance(x, Tensor) else x.base.dtype for x in given if not isinstance(x, (int, float))])
+    with current_device(device):
+        return launch(kernel, tuple(grid), given, device, options, dtypes)
+
+
+def sizes_of_captured(read: Read) -> tuple[int, ...]:
+    """What an entry takes behind a part's numbers: each stride and size of the captured tensors and of the totals."""
+    return tuple([n for t in (*read.tensors, *read.totals) for pair in zip(t.stride(), t.shape, strict=True) for n in pair])

@@ -1,0 +1,354 @@
+"""What a kernel is generated from: the mods of a call as Triton functions, and the values that these read, in one order.
+
+A *part* is one expression with its captured values. Each becomes two functions, so that what depends on the row alone is computed once
+before the loop over keys: ``NAME_rows(b, h, q_idx, scalars, tensors)``, whose tuple the other takes back, and ``NAME_value``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from anyattn.backends.triton.codegen.assumptions import has_pairs, style_of
+from anyattn.backends.triton.codegen.captured_gradients import Load, contends, scatter_source, tells_apart
+from anyattn.backends.triton.codegen.row_families import Family, families
+from anyattn.mods.analysis.row_ranges import RowRanges, never_fall, ranges_unread
+from anyattn.mods.compose import anded
+from anyattn.mods.ir.dependence import Dep, dependence
+from anyattn.mods.ir.expr import Builder, Expr
+from anyattn.mods.ir.grad import Gradients, score_gradients
+from anyattn.mods.tracing.trace import TracedMod
+from anyattn.mods.tracing.weak_captures import bits_of_numbers
+from anyattn.problem import Problem
+from anyattn.triton_tools.emit import LEAVES, LOG2E, PLAIN, Lines, Style, emit
+
+__all__ = ["MOST_RANGES", "Part", "Program", "Read", "captured_of", "gradient_part", "program_of", "slots_alone", "slots_copied", "staged"]
+
+MOST_RANGES = 2  # of a row, whose limits a kernel keeps
+_SCALED = {**LEAVES, "score_2": "score_2"}
+
+
+class Part(NamedTuple):
+    """name: of its functions. kind: "score", "mask", "ranges" (row limits that stand for a mask), or "gradient" (a score mod's value, its
+    derivative, and for each of ``loads`` a derivative and indices). scalars: how many numbers it captures; ranks: the number of
+    dimensions of each captured tensor; totals: of each tensor that sums gradients (another one for planes or copies). style: of its
+    text."""
+
+    name: str
+    kind: str
+    expr: Expr
+    scalars: int
+    ranks: tuple[int, ...]
+    loads: tuple[Load, ...] = ()
+    totals: tuple[int, ...] = ()
+    style: Style = PLAIN
+
+
+@dataclass(frozen=True)
+class Program:
+    """The parts that a kernel computes with.
+
+    ranges: the keys that each row sees, in up to two ranges, where no lists say which tiles to visit (always there then).
+    listed: the mask inside of listed partial tiles, None if they show everything. always: a mask that every tile asks.
+    """
+
+    score: Part | None
+    ranges: Part | None
+    listed: Part | None
+    always: Part | None
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return tuple(p for p in (self.score, self.ranges, self.listed, self.always) if p is not None)
+
+    @property
+    def range_count(self) -> int:
+        """How many ranges of keys a row has, 0 where lists say which tiles to visit."""
+        return 0 if self.ranges is None else len(self.ranges.expr.outputs) // 2
+
+    @property
+    def is_rising(self) -> bool:
+        """Whether a tile's first and last row have its least and greatest limits."""
+        return self.ranges is not None and never_fall(self.ranges.expr)
+
+    @property
+    def hides(self) -> bool:
+        """Whether a row may not see a key of a tile that it visits."""
+        return self.listed is not None or self.always is not None or (self.ranges is not None and self.ranges.expr != _ALL.expr)
+
+    @property
+    def has_band(self) -> bool:
+        """Whether a row sees a band of keys, limited on both sides by where the row is: so few of them that what begins and ends a program
+        takes a good part of its time."""
+        if self.ranges is None:
+            return False
+        expr = self.ranges.expr
+        moves = [dependence(expr)[output].q for output in expr.outputs]
+        return any(lo and hi for lo, hi in zip(moves[::2], moves[1::2], strict=True))
+
+    @property
+    def source(self) -> str:
+        return "\n\n".join(staged(part) for part in self.parts)
+
+
+class Read(NamedTuple):
+    """A part's captured values in one call."""
+
+    scalars: tuple[int, ...]
+    tensors: tuple[Tensor, ...]
+    totals: tuple[Tensor, ...] = ()
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """mods: what the program's parts read, one each. lists: None, "given", or the mask whose lists are to be made."""
+
+    program: Program
+    mods: tuple[TracedMod | RowRanges, ...]
+    lists: Any
+
+
+def program_of(problem: Problem) -> Chosen:
+    """Which masks become row ranges, which are asked, and whether tiles are listed; reads nothing of what tensors hold."""
+    predicates, blocks = problem.predicates, problem.blocks
+    score = None if problem.score is None else _part("score", problem.score, problem)
+    mods: list[TracedMod | RowRanges] = [] if problem.score is None else [problem.score]
+    joint = anded(predicates if blocks is None or problem.blocks_follow else predicates[1:])
+    ranges = _few(joint)
+    if blocks is not None and not (problem.blocks_follow and ranges is not None):
+        listed, rest = predicates[0], anded(predicates[1:])
+        of_listed, of_rest = _mask_part("listed", listed, problem), None if rest is None else _mask_part("always", rest, problem)
+        asked = [p for p in (of_listed, of_rest) if p is not None]
+        found = Program(score, None, None if of_listed is None else of_listed[0], None if of_rest is None else of_rest[0])
+        return Chosen(found, (*mods, *(m for _, m in asked)), "given")
+    if ranges is not None:
+        return Chosen(Program(score, _ranges_part("ranges", ranges, problem), None, None), (*mods, ranges), None)
+    assert joint is not None
+    if problem.sequences is not None and problem.sequences.is_cache:
+        # few rows, and lengths that nobody has looked at: asking is cheaper than listing tiles
+        found = Program(score, _ranges_part("ranges", _ALL, problem), None, _part("always", joint, problem))
+        return Chosen(found, (*mods, _ALL, joint), None)
+    made = _mask_part("listed", joint, problem)
+    assert made is not None
+    return Chosen(Program(score, None, made[0], None), (*mods, made[1]), joint)
+
+
+def captured_of(chosen: Chosen) -> tuple[Read, ...]:
+    """The captured values of every part, in order."""
+    return tuple(Read(bits_of_numbers(m.scalars), tuple(t.detach() for t in m.tensors)) for m in chosen.mods)
+
+
+def _few(mask: TracedMod | None) -> RowRanges | None:
+    """Row ranges that a kernel can keep; of no mask, the one that holds all keys."""
+    ranges = _ALL if mask is None else ranges_unread(mask)
+    return ranges if ranges is not None and ranges.count <= MOST_RANGES else None
+
+
+def _everything() -> RowRanges:
+    builder = Builder()
+    return RowRanges(builder.build(builder.const(0, torch.int64), builder.const(2**31 - 1, torch.int64)), (), ())
+
+
+_ALL = _everything()
+
+
+def _part(name: str, mod: TracedMod, problem: Problem) -> Part:
+    return Part(name, mod.kind, mod.expr, len(mod.scalars), tuple([t.ndim for t in mod.tensors]), style=style_of(mod, mod.expr, problem))
+
+
+def _ranges_part(name: str, ranges: RowRanges, problem: Problem) -> Part:
+    style = style_of(ranges, ranges.expr, problem)
+    style = PLAIN._replace(is_small=style.is_small)
+    return Part(name, "ranges", ranges.expr, len(ranges.scalars), tuple(t.ndim for t in ranges.tensors), style=style)
+
+
+def _mask_part(name: str, mask: TracedMod, problem: Problem) -> tuple[Part, TracedMod | RowRanges] | None:
+    """How a mask is asked: by its rows' limits where it has few. None for one that shows everything."""
+    ranges = _few(mask)
+    if ranges is None:
+        return _part(name, mask, problem), mask
+    if ranges.expr == _ALL.expr:
+        return None
+    return _ranges_part(name, ranges, problem), ranges
+
+
+# ---- derivatives
+
+
+def gradient_part(problem: Problem, wanted: tuple[int, ...], exact: tuple[int, ...] = ()) -> Part:
+    """The score mod with its derivatives. wanted: the slots of captured tensors that get gradients; totals are in this order.
+    exact: those of them whose total is one of ``exact``."""
+    score = problem.score
+    assert score is not None
+    alone = frozenset(slots_alone(problem, wanted))
+    ranks, is_short = tuple([t.ndim for t in score.tensors]), problem.q.dtype.itemsize == 2
+    made = _gradient_part(score.expr, len(score.scalars), ranks, wanted, alone, frozenset(exact), is_short)
+    return made._replace(style=style_of(score, made.expr, problem))
+
+
+def slots_copied(problem: Problem, others: Collection[int]) -> tuple[int, ...]:
+    """The slots of captured tensors whose totals are those of ``copies``: to whose entries many pairs of one tile may add.
+    others: slots that are not asked about, for their totals are of another kind."""
+    if problem.score is None:
+        return ()
+    return tuple(slot for slot in _slots_copied(problem.score.expr, problem.q.dtype.itemsize == 2) if slot not in others)
+
+
+@lru_cache(maxsize=1024)
+def _slots_copied(expr: Expr, is_short: bool) -> tuple[int, ...]:
+    gradients = score_gradients(expr, is_exact=not is_short)
+    deps, found = dependence(gradients.expr), set()
+    for load in gradients.loads:
+        places = [gradients.expr.outputs[i] for i in load.indices]
+        if contends(gradients.expr, places, deps, _has_diagonals(deps, places, is_short)):
+            found.add(load.slot)
+    return tuple(sorted(found))
+
+
+def _has_diagonals(deps: Sequence[Dep], places: Sequence[int], is_short: bool) -> bool:
+    """Whether these indices tell a query and a key apart, and by their distance only, in inputs whose products are fast."""
+    moving = [deps[p] for p in places if deps[p].q or deps[p].kv]
+    return is_short and any(d.q for d in moving) and any(d.kv for d in moving) and all(d.diagonal for d in moving)
+
+
+def slots_alone(problem: Problem, wanted: tuple[int, ...]) -> tuple[int, ...]:
+    """Those of the ``wanted`` slots whose tensor is read once, at an entry that no other pair of a query and a key reads: what is
+    indexed by b, h, q_idx and at last kv_idx, and has room for all of them."""
+    score = problem.score
+    if score is None or not wanted or problem.sequences is not None:
+        return ()
+    extents = problem.batch, problem.heads_q, problem.q.shape[2], problem.k.shape[2]
+    return _slots_alone(score.expr, wanted, extents, tuple([t.shape for t in score.tensors]))
+
+
+@lru_cache(maxsize=1024)
+def _slots_alone(expr: Expr, wanted: tuple[int, ...], sizes: tuple[int, int, int, int], shapes: tuple[torch.Size, ...]) -> tuple[int, ...]:
+    extents = dict(zip(("b", "h", "q_idx", "kv_idx"), sizes, strict=True))
+    gradients = score_gradients(expr)
+    found = []
+    for slot in wanted:
+        loads = [load for load in gradients.loads if load.slot == slot]
+        nodes = [gradients.expr.nodes[gradients.expr.outputs[i]] for i in loads[0].indices]
+        names = [node.attr if node.op == "index" else None for node in nodes]
+        has_room = all(name is None or n >= extents[name] for name, n in zip(names, shapes[slot], strict=True))  # type: ignore[index]
+        if len(loads) == 1 and len(names) == 4 and extents.keys() == set(names) and names[-1] == "kv_idx" and has_room:
+            found.append(slot)
+    return tuple(found)
+
+
+@lru_cache(maxsize=1024)
+def _gradient_part(
+    expr: Expr, scalars: int, ranks: tuple[int, ...], wanted: tuple[int, ...], alone: frozenset[int], exact: frozenset[int], is_short: bool
+) -> Part:
+    gradients = score_gradients(expr, is_exact=not is_short)
+    builder, copied = Builder(), frozenset(_slots_copied(expr, is_short)) - alone - exact
+    outputs = [_in_base_2(builder, expr, is_short and not has_pairs(expr)), builder.copy(gradients.expr, gradients.expr.outputs[0])]
+    deps = dependence(gradients.expr)
+    loads = []
+    rows, others = families(Gradients(gradients.expr, tuple(load for load in gradients.loads if load.slot in wanted)), scalars)
+    for load in others:
+        places = [gradients.expr.outputs[i] for i in load.indices]
+        at = len(outputs)
+        outputs += [builder.copy(gradients.expr, p) for p in (gradients.expr.outputs[load.output], *places)]
+        indices = tuple(range(at + 1, len(outputs)))
+        by_row, by_key = not any(deps[p].kv for p in places), not any(deps[p].q for p in places)
+        diagonal = None
+        if _has_diagonals(deps, places, is_short):
+            of_places = Builder()
+            diagonal = of_places.build(*(of_places.copy(gradients.expr, p) for p in places))
+        flags = load.slot in alone, diagonal, load.slot in exact, load.slot in copied
+        may_be_one = load.slot in copied and not (by_row or by_key or any(tells_apart(gradients.expr, p, deps) for p in places))
+        loads.append(Load(wanted.index(load.slot), at, indices, by_row, by_key, *flags, may_be_one))
+    for family in rows:
+        if family.expr.uses_score:
+            outputs.append(builder.add("score", dtype=expr.output.dtype))
+        loads.append(_family_load(family, wanted.index(family.slot), len(outputs) - 1, family.slot in exact, family.slot in copied))
+    totals = tuple(ranks[slot] + (slot in exact or slot in copied) for slot in wanted)
+    return Part("score", "gradient", builder.build(*outputs), scalars, ranks, tuple(loads), totals)
+
+
+def _family_load(family: Family, total: int, score: int, is_exact: bool, has_copies: bool) -> Load:
+    deps = dependence(family.expr)
+    places = family.expr.outputs[1:]
+    by_row, by_key = not any(deps[p].kv for p in places), not any(deps[p].q for p in places)
+    may_be_one = has_copies and not (by_row or by_key or any(tells_apart(family.expr, p, deps) for p in places))
+    return Load(total, score, (), by_row, by_key, False, None, is_exact, has_copies, may_be_one, family)
+
+
+def _in_base_2(builder: Builder, expr: Expr, may_push: bool) -> int:
+    """The score mod's value times log2(e), in float32. may_push: the factor goes to where it is multiplied least often, into the terms of
+    a sum and to what a loop does not change, which rounds otherwise; the score that comes in is known with it. Not for what is loaded for
+    every pair: that would be multiplied as soon as it is there, and the products that are asked for next would wait for it."""
+    deps = dependence(expr)
+    factor = builder.const(LOG2E, torch.float32)
+
+    def cost(at: int) -> int:
+        dep = deps[at]
+        return 2 if dep.score or (dep.q and dep.kv) else int(dep.q or dep.kv)
+
+    def pushed(at: int) -> int:
+        node = expr.nodes[at]
+        if node.dtype is torch.float32 and cost(at) == 2 and may_push:
+            if node.op in ("add", "sub", "neg"):
+                return builder.add(node.op, *(pushed(a) for a in node.args), dtype=node.dtype)
+            if node.op == "mul":
+                one, other = sorted(node.args, key=cost)
+                return builder.add("mul", pushed(one), builder.copy(expr, other), dtype=node.dtype)
+            if node.op == "where":
+                return builder.add("where", builder.copy(expr, node.args[0]), *(pushed(a) for a in node.args[1:]), dtype=node.dtype)
+        return builder.add("mul", builder.cast(builder.copy(expr, at), torch.float32), factor, dtype=torch.float32)
+
+    return pushed(expr.outputs[0])
+
+
+# ---- source
+
+
+@lru_cache(maxsize=4096)
+def staged(part: Part) -> str:
+    """The two functions of a part. A "ranges" part's rows are its limits, clipped to 32 bits."""
+    lines = emit(part.expr, _SCALED if part.kind == "gradient" else LEAVES, style=part.style)
+    if part.kind == "ranges":
+        return _ranges_source(part.name, lines, part.expr)
+    free = [*lines.once, *lines.row]
+    rest = [*lines.column, *lines.tile]
+    text = "\n".join([*rest, *lines.outputs])
+    defined = [line.split(" = ", 1)[0] for line in free]
+    kept = [name for name in defined if _reads(text, name)]
+    scores = {"mask": "", "gradient": "score, score_2, "}.get(part.kind, "score, ")
+    arguments = f"{scores}b, h, kv_idx, rows"
+    result = f"({', '.join(lines.outputs)},)" if part.kind == "gradient" else lines.outputs[0]
+    head = _function(f"{part.name}_rows", "b, h, q_idx", [*free, f"return ({', '.join(['q_idx', *kept])},)"])
+    body = [*(f"{name} = rows[{i + 1}]" for i, name in enumerate(kept)), *rest, f"return {result}"]
+    made = [head, _function(f"{part.name}_value", arguments, body)]
+    return "\n\n".join([*made, scatter_source(part.name, part.loads, part.style)] if part.loads else made)
+
+
+def _ranges_source(name: str, lines: Lines, expr: Expr) -> str:
+    limits = [output if is_near else f"device_math.limit({output})" for output, is_near in zip(lines.outputs, lines.near, strict=True)]
+    inside = " | ".join(
+        f"(kv_idx < rows[{i + 1}])" if _is_start(expr, i) else f"device_math.between(kv_idx, rows[{i}], rows[{i + 1}])"
+        for i in range(0, len(limits), 2)
+    )
+    head = _function(f"{name}_rows", "b, h, q_idx", [*lines.all(), f"return ({', '.join(limits)},)"])
+    return head + "\n\n" + _function(f"{name}_value", "b, h, kv_idx, rows", [f"return {inside}"])
+
+
+def _is_start(expr: Expr, output: int) -> bool:
+    """Whether a lower limit is 0 whatever is asked, which no key is below."""
+    node = expr.nodes[expr.outputs[output]]
+    return node.op == "const" and node.attr == 0
+
+
+def _function(name: str, arguments: str, body: list[str]) -> str:
+    return f"@triton.jit\ndef {name}({arguments}, scalars, tensors):\n" + "\n".join(f"    {line}" for line in body) + "\n"
+
+
+def _reads(text: str, name: str) -> bool:
+    return re.search(rf"\b{name}\b", text) is not None

@@ -1,0 +1,1 @@
+"""Triton kernels, device side."""

@@ -1,0 +1,131 @@
+"""Where a program's tile lies: its sequence, its rows in storage, and the storage of that sequence's keys. Kernel side."""
+
+import triton
+import triton.language as tl
+
+__all__ = ["cache_entry", "entry", "is_off", "key_places", "load_columns", "row_at", "row_tile", "tile_offsets", "work_of"]
+
+
+@triton.jit
+def parted(n, parts):
+    """(n // parts, n % parts). A program that cannot begin before it has divided asks first whether there is more than one part."""
+    whole, rest = n, n * 0
+    if parts > 1:
+        whole = n // parts
+        rest = n - whole * parts
+    return whole, rest
+
+
+@triton.jit
+def work_of(sizes, dealt, order, HAS_ENTRIES: tl.constexpr):
+    """(row tile, batch entry, first query head, its K/V head, split) of this program; row tiles that see most go first.
+
+    sizes, dealt: see ``forward_kernel``. Where heads are gone through a few at a time these are the first axis of the grid and groups of
+    them the last, so that none of the last programs is long. Too many entries (-1) are the first axis, and row tiles the last.
+    """
+    m, h, last = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if HAS_ENTRIES:
+        at, split = order + m * 2, last
+        b, m = tl.load(at), tl.load(at + 1)
+    else:
+        is_turned = dealt[2] < 0
+        m, last = tl.where(is_turned, last, m), tl.where(is_turned, m, last)
+        b, rest = parted(last, sizes[5] * dealt[3])
+        is_near = dealt[2] > 0
+        row_tile = tl.where(is_near, h, m)
+        h, split = tl.where(is_near, rest * dealt[2] + m, h), tl.where(is_near, 0, rest)
+        m = sizes[4] - 1 - row_tile
+    kv_head, part = parted(h, dealt[4])
+    return m, b, kv_head * sizes[7] + part * dealt[0], kv_head, split
+
+
+@triton.jit
+def entry(b, entries, seqlen_q, seqlen_k, HAS_ENTRIES: tl.constexpr):
+    """(q_row, q_start, seqlen_q, k_row, k_start, seqlen_k, q_first, first line of lists, first place of flat lists) of sequence b.
+
+    The fields of ``sequences.batch.Sequences``; without a table every entry is all of its storage.
+    """
+    if HAS_ENTRIES:
+        at = entries + b * 9
+        # (a tuple written out: the interpreter and the compiler both know it)
+        return (
+            tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4), tl.load(at + 5), tl.load(at + 6),
+            tl.load(at + 7), tl.load(at + 8),
+        )  # fmt: skip
+    else:
+        return b, 0, seqlen_q, b, 0, seqlen_k, 0, 0, 0
+
+
+@triton.jit
+def cache_entry(b, tables, sizes, seqlen_q, HAS_LEFTPAD: tl.constexpr, HAS_ROWS: tl.constexpr):
+    """``entry`` of a decoder's cache after a step, from the step's own tables; see ``sequences.unread_kvcache.StoredCache``.
+
+    tables: cached, leftpad, rows. sizes: new rows, capacity, rows of the cache. Whatever the tables hold, no key lies outside.
+    """
+    end = tl.minimum(tl.load(tables[0] + b).to(tl.int64) + sizes[0], sizes[1])
+    if HAS_LEFTPAD:
+        start = tl.minimum(tl.maximum(tl.load(tables[1] + b).to(tl.int64), 0), sizes[1])
+    else:
+        start = end * 0
+    seqlen_k = tl.maximum(end - start, 0).to(tl.int32)
+    if HAS_ROWS:
+        row = tl.load(tables[2] + b).to(tl.int64)
+        is_row = (row >= 0) & (row < sizes[2])
+        k_row, seqlen_k = tl.where(is_row, row, 0).to(tl.int32), tl.where(is_row, seqlen_k, 0)
+    else:
+        k_row = b
+    return b, b * 0, seqlen_q, k_row, start.to(tl.int32), seqlen_k, seqlen_k - seqlen_q, b * 0, b * 0
+
+
+@triton.jit
+def row_tile(m, seqlen_q, TILE_M: tl.constexpr, LIST_M: tl.constexpr, group):
+    """(line of the lists, first position, end) of row tile m: a tile is part of one of the lists' row tiles, which hold LIST_M positions.
+
+    group: rows of a position, which has heads packed. LIST_M of 0: no lists.
+    """
+    step = TILE_M // group
+    if LIST_M > 0:
+        cut = (LIST_M + step - 1) // step
+        line = m // cut
+        first = line * LIST_M + (m % cut) * step
+        return line, first, tl.minimum((line + 1) * LIST_M, seqlen_q)
+    else:
+        return m, m * step, seqlen_q
+
+
+@triton.jit
+def is_off(guard):
+    """Whether this launch has nothing to do: another one, which was made too because nobody has looked at the number, does it all."""
+    return tl.load(guard) != 0
+
+
+@triton.jit
+def key_places(at, k_row, stride_row, stride):
+    """Offsets in 64 bits of storage rows ``at`` of one sequence's keys, which are in no pages."""
+    return k_row.to(tl.int64) * stride_row + at.to(tl.int64) * stride
+
+
+@triton.jit
+def tile_offsets(lane, stride, BLOCK_D: tl.constexpr, IS_NEAR: tl.constexpr):
+    """Where the elements of a tile's rows ``lane`` lie from its first one on, in 64 bits, or IS_NEAR, where the elements of a head's
+    storage are less than 2^31 apart, in 32, which take half the registers."""
+    if IS_NEAR:
+        return (lane * stride.to(tl.int32))[:, None] + tl.arange(0, BLOCK_D)[None, :]
+    else:
+        return lane.to(tl.int64)[:, None] * stride + tl.arange(0, BLOCK_D)[None, :]
+
+
+@triton.jit
+def row_at(at, stride, IS_NEAR: tl.constexpr):
+    """Where a row of a sequence's storage lies, in 64 bits or IS_NEAR in 32."""
+    if IS_NEAR:
+        return at * stride.to(tl.int32)
+    else:
+        return at.to(tl.int64) * stride
+
+
+@triton.jit
+def load_columns(base, lane, stride, column, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr, IS_NEAR: tl.constexpr):
+    """WIDTH columns of rows ``lane`` from the one called ``column``, zeros beyond HEAD_DIM."""
+    is_inside = column + tl.arange(0, WIDTH)[None, :] < HEAD_DIM
+    return tl.load(base + column + tile_offsets(lane, stride, WIDTH, IS_NEAR), mask=is_inside, other=0.0)

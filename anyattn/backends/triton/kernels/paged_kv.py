@@ -1,0 +1,93 @@
+"""Keys in pages: the numbers of the pages that a tile of keys lies on, and where its rows are. Kernel side.
+
+Rows and page numbers are never negative, and here they are unsigned: then a division by a page size that is a power of two is a shift, its
+rest a mask, and the product of a number and a stride two multiplications.
+"""
+
+import triton
+import triton.language as tl
+
+from anyattn.backends.triton.kernels.tile_iterator import full_at
+
+__all__ = ["NEARBY", "first_numbers", "inside", "page_numbers", "paged_places"]
+
+NEARBY: tl.constexpr = tl.constexpr(128)
+_SECTOR: tl.constexpr = tl.constexpr(32)  # bytes that a cache fetches at a time
+
+
+@triton.jit
+def inside(numbers, last_page):
+    """Page numbers, those outside of the pool as some inside: nobody has looked at the table."""
+    return tl.minimum(tl.maximum(numbers, 0), last_page)
+
+
+@triton.jit
+def page_numbers(first, last, pages, TILE_N: tl.constexpr, PAGE_SIZE: tl.constexpr, FITS: tl.constexpr, IS_CUT: tl.constexpr):
+    """The pages of storage rows ``first .. first + TILE_N``, a number a row, or one for all where the tile lies in one page.
+
+    FITS: tiles begin where pages do, or lie inside of them. IS_CUT: no page is asked for beyond row ``last``.
+    """
+    lane = tl.arange(0, TILE_N)
+    if FITS and PAGE_SIZE >= TILE_N:
+        asked = first.to(tl.uint32) // PAGE_SIZE
+    elif IS_CUT:
+        asked = tl.minimum(first + lane, last).to(tl.uint32) // PAGE_SIZE
+    elif FITS:
+        asked = first.to(tl.uint32) // PAGE_SIZE + lane // PAGE_SIZE
+    else:
+        asked = (first + lane).to(tl.uint32) // PAGE_SIZE
+    return tl.load(pages + asked)
+
+
+@triton.jit
+def _nearby(first, last, pages, PAGE_SIZE: tl.constexpr):
+    """[NEARBY]: some page numbers of storage rows ``first .. last``, from every piece of the table that caches fetch, so that others are
+    near. One that comes all the way from memory, behind the keys under way, comes later than the loop can wait for.
+    """
+    EVERY: tl.constexpr = _SECTOR * 8 // pages.dtype.element_ty.primitive_bitwidth
+    asked = first.to(tl.uint32) // PAGE_SIZE + tl.arange(0, NEARBY) * EVERY
+    return tl.load(pages + tl.minimum(asked, last.to(tl.uint32) // PAGE_SIZE))
+
+
+@triton.jit
+def _first_ahead(runs, i, begin, end, RANGES: tl.constexpr, TILE_N: tl.constexpr, LIST_N: tl.constexpr):
+    """The first key of the i-th full tile, or of the last before ``end``; 0 where there is none from ``begin`` on."""
+    first = begin * 0
+    if begin < end:
+        first = full_at(runs, tl.minimum(i, end - 1), RANGES, TILE_N, LIST_N)
+    return first
+
+
+@triton.jit
+def first_numbers(
+    runs, start, end, k_start, seqlen_k, pages, last_page,
+    RANGES: tl.constexpr, TILE_N: tl.constexpr, LIST_N: tl.constexpr, PAGE_SIZE: tl.constexpr, FITS: tl.constexpr,
+):  # fmt: skip
+    """What a loop over the full tiles ``start .. end`` begins with: the first one's page numbers inside of the pool, the second's from 0
+    on, the third's as they are, and ``_nearby`` of all. Where there is no tile they are of storage that the sequence has."""
+    last_key = k_start + seqlen_k - 1
+    one = k_start + _first_ahead(runs, start, start, end, RANGES, TILE_N, LIST_N)
+    two = k_start + _first_ahead(runs, start + 1, start, end, RANGES, TILE_N, LIST_N)
+    three = k_start + _first_ahead(runs, start + 2, start, end, RANGES, TILE_N, LIST_N)
+    last = k_start + _first_ahead(runs, end, start, end, RANGES, TILE_N, LIST_N) + TILE_N - 1
+    nearby = _nearby(one, tl.minimum(last, last_key), pages, PAGE_SIZE)
+    numbers = inside(page_numbers(one, last_key, pages, TILE_N, PAGE_SIZE, FITS, True), last_page)
+    near = tl.maximum(page_numbers(two, last_key, pages, TILE_N, PAGE_SIZE, FITS, True), 0)
+    return numbers, near, page_numbers(three, last_key, pages, TILE_N, PAGE_SIZE, FITS, True), nearby
+
+
+@triton.jit
+def paged_places(
+    first, last, numbers, stride_page, stride, TILE_N: tl.constexpr, PAGE_SIZE: tl.constexpr, FITS: tl.constexpr, IS_CUT: tl.constexpr
+):  # fmt: skip
+    """Offsets in 64 bits of storage rows ``first .. first + TILE_N`` on the pages of these numbers."""
+    lane = tl.arange(0, TILE_N)
+    page = numbers.to(tl.uint32).to(tl.uint64).to(tl.int64) * stride_page
+    if IS_CUT:
+        lane = tl.minimum(lane, last - first)
+    if FITS and PAGE_SIZE >= TILE_N:
+        return page + (first.to(tl.uint32) % PAGE_SIZE).to(tl.int64) * stride + lane * stride
+    elif FITS:
+        return page + (lane % PAGE_SIZE) * stride
+    else:
+        return page + ((first + lane).to(tl.uint32) % PAGE_SIZE).to(tl.int64) * stride

@@ -1,0 +1,212 @@
+"""Launches that were made once: a later call of the same facts puts in its tensors, its scale and its captured numbers, and that is all.
+
+What a launch's other arguments, its kernel and its grid hang on is its key: sizes, strides and alignments, the mods' expressions and the
+masks' numbers. It is compared on every call, whatever the plan that remembers the launch was chosen for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from anyattn.backends.triton.codegen.entry import sizes_of_captured
+from anyattn.backends.triton.codegen.programs import Chosen, Program, Read
+from anyattn.backends.triton.tables import Tables
+from anyattn.mods.tracing.trace import TracedMod
+from anyattn.mods.tracing.weak_captures import bits_of_numbers
+from anyattn.plan import Plan
+from anyattn.problem import Problem
+from anyattn.triton_tools.fast_launch import Handle
+
+__all__ = ["Kept", "Ready", "Sources", "facts_of", "kept_of", "ready_of", "sources_of"]
+
+_MOST = 64  # launches of one plan, and descriptors of one launch
+_UNKNOWN = object()
+
+
+class Kept:
+    """The launches of one kernel for the calls of a plan. lists: ``Chosen.lists`` where it is no mask, whose lists are made anew."""
+
+    def __init__(self) -> None:
+        self.lists: Any = _UNKNOWN
+        self._ready: dict[tuple, Ready] = {}
+
+    @property
+    def knows_lists(self) -> bool:
+        return self.lists is not _UNKNOWN
+
+    def get(self, key: tuple) -> Ready | None:
+        return self._ready.get(key)
+
+    def put(self, key: tuple, ready: Ready | None, chosen: Chosen) -> None:
+        """Keeps a launch, unless there is none that can be made again."""
+        if ready is None or not (chosen.lists is None or isinstance(chosen.lists, str)):
+            return
+        if len(self._ready) >= _MOST:
+            self._ready.clear()
+        self.lists = chosen.lists
+        self._ready[key] = ready
+
+
+def kept_of(plan: Plan, name: str) -> Kept:
+    """What a plan keeps of the launches called ``name``."""
+    found = plan.prepared.get(name)
+    if found is None:
+        found = plan.prepared[name] = Kept()
+    return found  # type: ignore[no-any-return]
+
+
+class Sources(NamedTuple):
+    """Where a call's captured values are, for each part that a kernel asks.
+
+    masks: the numbers of each part but the score's, which are the same in all calls of one key, and the places of its tensors among those
+    of all masks.
+    """
+
+    has_score: bool
+    masks: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+
+    def read(self, problem: Problem, totals: tuple[Tensor, ...] = ()) -> list[Read]:
+        """totals: of the score mod's tensors."""
+        found, score = [], problem.score
+        if self.has_score and score is not None:
+            found.append(Read(bits_of_numbers(score.scalars), score.tensors, totals))
+        if self.masks:
+            tensors = _of_masks(problem)
+            found += [Read(numbers, tuple([tensors[i] for i in places])) for numbers, places in self.masks]
+        return found
+
+
+def sources_of(problem: Problem, chosen: Chosen, program: Program) -> Sources | None:
+    """program: the parts that are asked, some of ``chosen.program``'s. None where a part reads what no mask of the call captured."""
+    tensors, masks = _of_masks(problem), []
+    names = [part.name for part in program.parts]
+    for part, mod in zip(chosen.program.parts, chosen.mods, strict=True):
+        if part.name == "score" or part.name not in names:
+            continue
+        places = [next((i for i, t in enumerate(tensors) if t is own), -1) for own in mod.tensors]
+        if -1 in places:
+            return None
+        masks.append((bits_of_numbers(mod.scalars), tuple(places)))
+    return Sources("score" in names, tuple(masks))
+
+
+def _of_masks(problem: Problem) -> list[Tensor]:
+    return [t for p in problem.predicates for t in p.tensors]
+
+
+class Ready(NamedTuple):
+    """A launch that was made once.
+
+    numbers: what stands between the pointers and the lists. described: pointers that are tensor descriptors, by place, and the rows of
+    each. sizes: of each part's captured tensors. maps: encoded descriptors, by their number and address.
+    """
+
+    handle: Handle
+    grid: tuple[int, ...]
+    numbers: tuple[int, ...]
+    sources: Sources
+    sizes: tuple[tuple[int, ...], ...]
+    described: tuple[tuple[int, int], ...]
+    maps: dict[tuple[int, int], list[Any]]
+
+    def launch(
+        self,
+        pointers: Sequence[Tensor | None],
+        lists: Sequence[Tensor | None],
+        scale: float,
+        captured: Sequence[Read],
+        describe: Any = None,
+    ) -> None:
+        """None: any pointer. describe: makes a tensor descriptor of a tensor and a number of rows."""
+        handle = self.handle
+        if not handle.takes_addresses:
+            self._plainly(pointers, lists, scale, captured, describe)
+            return
+        anywhere = pointers[0].data_ptr()  # type: ignore[union-attr]
+        given = [anywhere if t is None else t.data_ptr() for t in pointers]
+        for number in range(len(self.described) - 1, -1, -1):  # the last first, for places behind them change
+            at, rows = self.described[number]
+            given[at : at + 1] = self._map(number, given[at], pointers[at], rows, describe)
+        given += self.numbers
+        given += [anywhere if t is None else t.data_ptr() for t in lists]
+        given.append(scale)  # type: ignore[arg-type]
+        for read, sizes in zip(captured, self.sizes, strict=True):
+            given += read.scalars
+            given += sizes
+            given += [t.data_ptr() for t in read.tensors]
+            given += [t.data_ptr() for t in read.totals]
+        handle.send(self.grid, given)
+
+    def _map(self, number: int, address: int, x: Any, rows: int, describe: Any) -> list[Any]:
+        """Encodes what an address and the launch's sizes say, and so is the same as long as the address is."""
+        found = self.maps.get((number, address))
+        if found is None:
+            if len(self.maps) >= _MOST:
+                self.maps.clear()
+            assert self.handle.spread is not None
+            found = self.maps[number, address] = self.handle.spread(describe(x, rows), number)
+        return found
+
+    def _plainly(
+        self, pointers: Sequence[Tensor | None], lists: Sequence[Tensor | None], scale: float, captured: Sequence[Read], describe: Any
+    ) -> None:
+        given: list[Any] = [pointers[0] if t is None else t for t in pointers]
+        for at, rows in self.described:
+            given[at] = describe(given[at], rows)
+        given += self.numbers
+        given += [pointers[0] if t is None else t for t in lists]
+        given.append(scale)
+        for read, sizes in zip(captured, self.sizes, strict=True):
+            given += (*read.scalars, *sizes, *read.tensors, *read.totals)
+        self.handle.send(self.grid, given)
+
+
+def ready_of(
+    handle: Handle | None,
+    grid: Sequence[int],
+    numbers: Sequence[int],
+    sources: Sources | None,
+    captured: Sequence[Read],
+    described: Sequence[tuple[int, int]] = (),
+) -> Ready | None:
+    """None where the launch cannot be made again."""
+    if handle is None or sources is None or (described and handle.takes_addresses and handle.spread is None):
+        return None
+    return Ready(handle, tuple(grid), tuple(numbers), sources, tuple(map(sizes_of_captured, captured)), tuple(described), {})
+
+
+# ---- keys
+
+
+def facts_of(problem: Problem, found: Tables, *tensors: Tensor) -> tuple:
+    """What a launch hangs on in its problem, its tables and the ``tensors`` besides q, k and v that have rows."""
+    q, k, v = problem.q, problem.k, problem.v
+    address = q.data_ptr() | k.data_ptr() | v.data_ptr()
+    facts: list[Any] = [q.device, q.dtype, q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride()]
+    for t in tensors:
+        address |= t.data_ptr()
+        facts.append(t.stride())
+    facts += (
+        not address & 15, problem.sink is None, found.row_tiles, found.list_tile, found.strides, found.guard is None, found.entries is None,
+        found.lists[2] is None,
+    )  # fmt: skip
+    if problem.score is not None:
+        facts += _facts_of_mod(problem.score, True)
+    for mask in problem.predicates:
+        facts += _facts_of_mod(mask, False)
+    if problem.sequences is not None:
+        facts += (problem.batch, problem.bound_q, problem.bound_k, problem.sequences.is_cache)
+        if found.pages is not None:
+            facts += (found.pages.stride(), found.pages.dtype)
+        if found.cache is not None:
+            facts += (found.cache.sizes, *[None if t is None else t.dtype for t in found.cache.tables])
+    return tuple(facts)
+
+
+def _facts_of_mod(mod: TracedMod, is_score: bool) -> list[Any]:
+    """A score mod's text is chosen by its whole numbers' sizes; other numbers are put in anew."""
+    numbers = tuple([n if type(n) is int else None for n in mod.scalars]) if is_score else mod.scalars
+    return [mod.expr.key, numbers, *[(t.shape, t.stride(), t.dtype) for t in mod.tensors]]

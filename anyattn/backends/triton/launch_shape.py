@@ -1,0 +1,259 @@
+"""How a problem's rows and keys are dealt out to programs: the tiles, the query heads that share a tile, the pieces that keys are cut into.
+
+Pure functions of shapes: nothing asks what tensors hold.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from anyattn.backends.triton import tile_config
+from anyattn.backends.triton.codegen.assumptions import shape_of
+from anyattn.backends.triton.codegen.programs import program_of
+from anyattn.backends.triton.tile_config import Shape, Tiles
+from anyattn.hardware import Hardware
+from anyattn.mods.analysis.extents import Box, Extent, extents
+from anyattn.problem import Problem
+from anyattn.sequences.integers import ceil_div
+from anyattn.sequences.split_kv import MOST_SPLITS, num_splits
+
+__all__ = [
+    "MOST_BLOCKS",
+    "Layout",
+    "Reading",
+    "forward_shape",
+    "grid_of",
+    "has_few_rows",
+    "layout_of",
+    "padded_group",
+    "pieces_of",
+    "positions_per_tile",
+    "rows_of",
+    "tiles_per_group",
+]
+
+_MOST_PACKED = 64
+_ANY_NUMBER = 1024  # of queries, where a call does not say how many an entry has at most
+_MOST_SPLITS, _MANY_SPLITS = 128, 32
+MOST_BLOCKS = 65535  # along each axis of a CUDA grid but the first
+# How the time of reading keys depends on the number of pieces: fitted to an H200's 80 figures in tests/backends/test_triton_splits.py.
+# Shares and bytes instead of seconds: other devices then differ by what is known of them.
+_ALONE = 0.9  # of a multiprocessor's share of the bandwidth: what one program reads that has ``_UNDER_WAY`` bytes asked for at a time
+_UNDER_WAY = 64 << 10
+_MORE = 0.77  # the power with which more bytes help
+_BEND = 3  # for each tile asked for ahead: how sharply programs that read more and more together meet the bandwidth
+_ONE_MORE_LAUNCH = 224 << 10  # bytes that a multiprocessor reads while the merging of the pieces begins and ends, about 6 us
+_MERGED = 6  # times a partial output's bytes are what writing it, reading it and starting the program that makes it cost
+_BEGUN = 16 << 10  # bytes read meanwhile by the others, for each tile but one that a program asks for ahead when it begins
+_UNEVEN = 0.25
+_CLOSE = 1.015  # as good as the best: fewer pieces take less memory
+
+
+class Layout(NamedTuple):
+    """packed: most query heads of one K/V head whose rows lie side by side in a tile. why: a line per decision, for people."""
+
+    tiles: Tiles
+    packed: int
+    num_splits: int
+    why: tuple[str, ...]
+
+
+def layout_of(problem: Problem, hardware: Hardware, options: dict[str, int]) -> Layout:
+    """options: ``kernel_options``, of which tile_m, tile_n and num_splits are taken as they come; pack_gqa is a preference."""
+    asked = {name: options[name] for name in ("tile_m", "tile_n") if name in options}
+    why, shape = [], forward_shape(problem)
+    for packed in _asked_choices(problem, hardware.capability, options):
+        is_short = has_few_rows(problem, hardware.capability)
+        tiles = tile_config.forward_tiles(shape, hardware.capability, rows_of(problem, packed), is_short)
+        if asked:
+            tiles = tile_config.asked("forward", replace(tiles, **asked), shape, hardware.capability, hardware.name)
+        if padded_group(packed) <= tiles.tile_m:
+            break
+    if packed > 1:
+        why.append(f"{packed} query heads share a row tile: there are at most {_most_q(problem)} queries")
+    elif options.get("pack_gqa", problem.packs) and problem.qhead_per_kvhead > 1:
+        why.append("pack_gqa=True is not followed: few queries only are packed, and heads that share lists of tiles")
+    if asked:
+        why.append(f"tiles of {tiles.tile_m} x {tiles.tile_n}: kernel_options")
+    splits = options.get("num_splits", problem.num_splits)
+    if splits == 0:
+        splits = _splits(problem, tiles, packed, hardware)
+        why.append(f"keys in {splits} piece{'s' * (splits != 1)}: for {max(1, hardware.sm_count)} multiprocessors")
+    most = min(MOST_SPLITS, max(1, MOST_BLOCKS // max(1, problem.batch)))
+    if splits > most:
+        why.append(f"keys in {most} pieces, not {splits}: a grid has room for {MOST_BLOCKS} entries and pieces, {MOST_SPLITS} of an entry")
+        splits = most
+    return Layout(tiles, packed, splits, tuple(why))
+
+
+def forward_shape(problem: Problem) -> Shape:
+    """What a forward pass's tiles are chosen for."""
+    return replace(shape_of(problem), asks=program_of(problem).program.ranges is None)
+
+
+def padded_group(packed: int) -> int:
+    """The rows of a tile that one position has: a power of two."""
+    return 1 << (packed - 1).bit_length()
+
+
+def tiles_per_group(problem: Problem, packed: int) -> int:
+    """How many tiles share the query heads of a K/V head, so many to each and in the last what is left."""
+    return ceil_div(problem.qhead_per_kvhead, packed)
+
+
+def grid_of(row_tiles: int, heads: int, entries: int) -> tuple[int, int, int]:
+    """Where programs have a row tile, a head and an entry each: entries come first where only the first axis has room for them."""
+    return (row_tiles, heads, entries) if entries <= MOST_BLOCKS else (entries, heads, row_tiles)
+
+
+def positions_per_tile(tile_m: int, packed: int) -> int:
+    return tile_m // padded_group(packed)
+
+
+def has_few_rows(problem: Problem, capability: tuple[int, int] | None) -> bool:
+    """Whether the heads of a group may share a tile. One kernel serves all such calls, however many heads it then is."""
+    return _most_q(problem) <= tile_config.most_short(problem.q.dtype, capability)
+
+
+def rows_of(problem: Problem, packed: int) -> int:
+    """The most rows that an entry's queries make with so many heads side by side."""
+    return _most_q(problem) * padded_group(packed)
+
+
+def _most_q(problem: Problem) -> int:
+    """The most queries of an entry. Of a cache only what the call says: a number from what is in the batch would let one entry change
+    the bits of another."""
+    sequences = problem.sequences
+    if sequences is None or not sequences.is_cache:
+        return problem.bound_q
+    return sequences.most_q or _ANY_NUMBER
+
+
+def _choices(problem: Problem, capability: tuple[int, int] | None) -> list[int]:
+    """How many heads may share a tile, the most first, and never of two groups: each number for as many tiles as share a group evenly."""
+    ratio = problem.qhead_per_kvhead
+    if ratio == 1 or not has_few_rows(problem, capability) or not _shares_lists(problem):
+        return [1]
+    evenly = dict.fromkeys(ceil_div(ratio, tiles) for tiles in range(1, ratio + 1))
+    return [n for n in evenly if n <= _MOST_PACKED]
+
+
+def _asked_choices(problem: Problem, capability: tuple[int, int] | None, options: dict[str, int]) -> list[int]:
+    """``_choices`` as the call's pack_gqa leaves them."""
+    packs = options.get("pack_gqa", problem.packs)
+    return [1] if packs is not None and not packs else _choices(problem, capability)
+
+
+def _shares_lists(problem: Problem) -> bool:
+    """Whether the heads of a group visit the same tiles."""
+    lists = program_of(problem).lists
+    if not isinstance(lists, str) or problem.blocks is None:
+        return lists is None  # lists that are made are made for every head
+    counts: torch.Tensor = problem.blocks.mask_block_cnt
+    return counts.shape[1 if counts.ndim == 3 else 0] == 1
+
+
+def _splits(problem: Problem, tiles: Tiles, packed: int, hardware: Hardware) -> int:
+    step, heads = positions_per_tile(tiles.tile_m, packed), problem.heads_kv * tiles_per_group(problem, packed)
+    row_tiles, batch, sm_count = ceil_div(problem.bound_q, step), problem.batch, max(1, hardware.sm_count)
+    rows, _, length, _ = problem.q.shape
+    if rows != batch:  # packed one after another: no more tiles than their rows make
+        row_tiles, batch = min(batch * row_tiles, rows * length // step + batch), 1
+    if tiles.tile_m > 64 or not has_few_rows(problem, hardware.capability):  # products, not bytes, are what takes long
+        return num_splits(row_tiles, ceil_div(problem.bound_k, tiles.tile_n), heads, batch, sm_count, _MOST_SPLITS)
+    shape = shape_of(problem)
+    size = problem.q.dtype.itemsize
+    return pieces_of(
+        Reading(
+            programs=row_tiles * heads * batch, key_tiles=ceil_div(_most_seen(problem), tiles.tile_n),
+            tile_bytes=tiles.tile_n * (shape.d + shape.dv) * size, stages=max(1, tiles.num_stages - 1),
+            resident=tile_config.resident(tiles, shape, hardware.capability), partial_bytes=problem.q.shape[:3].numel() * shape.dv * 4,
+        ),
+        sm_count,
+    )  # fmt: skip
+
+
+def _most_seen(problem: Problem) -> int:
+    """The most keys that a row sees, as far as the mask's limits tell without a look at what tensors hold: a window's width."""
+    chosen = program_of(problem)
+    ranges = chosen.program.ranges
+    if ranges is None:
+        return problem.bound_k
+    captured = chosen.mods[chosen.program.parts.index(ranges)].scalars
+    numbers = tuple([Extent(n, n) for n in captured if type(n) is int])
+    last = problem.bound_k - 1 if problem.sequences is not None else problem.bound_q - 1  # the query that sees most has all keys before it
+    one = Extent(max(0, last), max(0, last))
+    most = Extent(0, max(0, problem.batch - 1)), Extent(0, max(0, problem.heads_q - 1))
+    found = extents(ranges.expr, Box(*most, one, one, numbers if len(numbers) == len(captured) else None))
+    limits = [found[at] for at in ranges.expr.outputs]
+    total = 0
+    for lo, hi in zip(limits[::2], limits[1::2], strict=True):
+        if lo is None or hi is None:
+            return problem.bound_k
+        total += max(0, min(hi.hi, problem.bound_k) - max(lo.lo, 0))
+    return min(total, problem.bound_k)
+
+
+class Reading(NamedTuple):
+    """A launch that takes as long as reading its keys and values does.
+
+    programs: in one piece. key_tiles: the most that a program visits. tile_bytes: of its keys and values. stages: tiles that a program has
+    asked for at a time. resident: programs that a multiprocessor holds at once. partial_bytes: of one piece's outputs, all rows together.
+    """
+
+    programs: int
+    key_tiles: int
+    tile_bytes: int
+    stages: int
+    resident: int
+    partial_bytes: int
+
+
+@lru_cache(maxsize=4096)
+def pieces_of(reading: Reading, sm_count: int) -> int:
+    """Into how many pieces to cut the keys: the least number whose time is as good as the best.
+
+    What decides: enough programs to keep the memory busy, a last round of programs that is not too small to (which makes some numbers
+    bad in between), and what partial results cost.
+    """
+    if min(reading.programs, reading.key_tiles) == 0:
+        return 1
+    # beyond two programs for each multiprocessor, many small pieces were slower than the model says
+    most = min(_MOST_SPLITS, reading.key_tiles, max(_MANY_SPLITS, ceil_div(2 * sm_count, reading.programs)))
+    # others cut no finer, and leave their last pieces empty
+    useful = [s for s in range(1, most + 1) if ceil_div(reading.key_tiles, ceil_div(reading.key_tiles, s)) == s]
+    times = {s: _reading_time(reading, s, sm_count) for s in useful}
+    best = min(times.values())
+    return next(s for s in useful if times[s] <= _CLOSE * best)
+
+
+def _reading_time(reading: Reading, splits: int, sm_count: int) -> float:
+    """In bytes read at the device's bandwidth."""
+    alone = _ALONE * (reading.stages * reading.tile_bytes / _UNDER_WAY) ** _MORE
+    bend = _BEND * reading.stages
+
+    def progress(running: int) -> float:
+        """The share of the bandwidth that so many programs reach together."""
+        asked = alone * running / sm_count
+        return asked / (1 + asked**bend) ** (1 / bend)  # type: ignore[no-any-return]
+
+    share = ceil_div(reading.key_tiles, splits)
+    last = reading.key_tiles - share * (splits - 1)  # the last piece is smaller
+    programs = reading.programs * splits
+    rest = programs % (sm_count * reading.resident)
+    # while there are more to come every program that ends is followed by another
+    tiles = reading.programs * reading.key_tiles * (programs - rest) / programs / progress(sm_count * reading.resident)
+    if rest:
+        large = rest * (splits - 1) // splits
+        # where some multiprocessors hold one more, the others wait for them in the end, if not as long
+        uneven = 1 + _UNEVEN * (ceil_div(rest, sm_count) * sm_count / rest - 1) if rest > sm_count else 1
+        tiles += uneven * rest * last / progress(rest)
+        if share > last and large:
+            tiles += uneven * large * (share - last) / progress(large)
+    begun = _BEGUN * (reading.stages - 1) * programs
+    merging = _ONE_MORE_LAUNCH * sm_count + _MERGED * splits * reading.partial_bytes if splits > 1 else 0
+    return tiles * reading.tile_bytes + begun + merging

@@ -1,0 +1,81 @@
+"""The Triton backend's plan, which problems it computes, and why not the others."""
+
+from __future__ import annotations
+
+from types import NoneType
+
+import torch
+
+from anyattn.backends.triton import deterministic_sum, tile_config
+from anyattn.backends.triton.codegen import row_families
+from anyattn.backends.triton.codegen.assumptions import shape_of
+from anyattn.backends.triton.codegen.programs import program_of
+from anyattn.backends.triton.documents import form_of_documents
+from anyattn.backends.triton.launch_shape import MOST_BLOCKS, layout_of
+from anyattn.hardware import Hardware
+from anyattn.mods.tracing.cute_mod import has_native
+from anyattn.plan import BY_DOCUMENT, Backward, Plan
+from anyattn.problem import Problem
+
+__all__ = ["plan_of", "reason_against", "reason_against_backward", "why_deterministic"]
+
+_WIDEST = 256
+_MANY = 4096  # rows
+
+
+def reason_against(problem: Problem) -> str | None:
+    """None if the kernels can run ``problem``, else why not, for people."""
+    q, v = problem.q, problem.v
+    if q.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"it multiplies float32, bfloat16 and float16, not {str(q.dtype).removeprefix('torch.')}"
+    if max(q.shape[3], v.shape[3]) > _WIDEST:
+        return f"head_dim is {q.shape[3]} and v's {v.shape[3]}; it has kernels up to {_WIDEST}"
+    if has_native((problem.score, *problem.predicates)):
+        return "a CuTe function is only for the Hopper kernel"
+    for name, t in (("q", q), ("k", problem.k), ("v", v)):
+        if t.shape[3] > 1 and t.stride(3) != 1:
+            return f"{name}'s last dimension has stride {t.stride(3)}; wanted 1, as {name}.contiguous() has"
+    if not problem.may_have_pairs:
+        return f"q has shape {tuple(q.shape)} and k {tuple(problem.k.shape)}, of which there is nothing to multiply"
+    # (whose tiles the mask's own lists name, which are made for all entries at once)
+    is_listed = problem.batch > MOST_BLOCKS and problem.sequences is None and not isinstance(program_of(problem).lists, (str, NoneType))
+    for what, count in (("batch entries with tiles to list", problem.batch if is_listed else 1), ("query heads", problem.heads_q)):
+        if count > MOST_BLOCKS:
+            return f"there are {count} {what}; a launch has room for {MOST_BLOCKS}: call it on parts of them"
+    shape, capability = shape_of(problem), tile_config.capability_of(q.device)
+    # of few rows the tiles are no larger
+    return tile_config.reason_against("forward", tile_config.forward_tiles(shape, capability, _MANY, False), shape, capability)
+
+
+def reason_against_backward(problem: Problem) -> str | None:
+    """The same of the gradients of a problem whose forward pass may be any backend's."""
+    if (reason := deterministic_sum.reason_against(problem) or row_families.reason_against(problem)) is not None:
+        return reason
+    shape, capability = shape_of(problem), tile_config.capability_of(problem.q.device)
+    tiles = tile_config.backward_tiles(shape, capability)
+    found = (tile_config.reason_against(name, t, shape, capability) for name, t in tiles.items())
+    return reason_against(problem) or next((r for r in found if r is not None), None)
+
+
+def plan_of(problem: Problem, hardware: Hardware, reason: str, options: dict[str, int], backward: Backward) -> Plan:
+    """Asks nothing of what tensors hold. options: ``validate.flex.kernel_options``. reason: why Triton computes it, for people."""
+    tiles, packed, splits, reasons = layout_of(problem, hardware, options)
+    why = [f"triton: {reason}", *reasons]
+    if form_of_documents(problem, splits) is not None:
+        why.append(BY_DOCUMENT)
+    is_tuned = bool(options.get("autotune"))
+    if is_tuned:
+        why.append("autotune: the first call of a kind measures a handful of tiles; its winner is used instead of these")
+    is_own = backward.backend == "triton"
+    why += backward.why if is_own else (f"backward: {backward.backend}; for triton, {backward.against}",)
+    return Plan(
+        "triton", tiles.tile_m, tiles.tile_n, tiles.tile_n, 1, problem.q.dtype, num_splits=splits,
+        backward="" if is_own else backward.backend, why=tuple(why), has_asked_tiles="tile_m" in options or "tile_n" in options,
+        heads_per_tile=packed, is_tuned=is_tuned, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+    )  # fmt: skip
+
+
+def why_deterministic(problem: Problem) -> tuple[str, ...]:
+    """What gradients do for ``deterministic``, where that is anything."""
+    found = deterministic_sum.describe(problem) if problem.deterministic else None
+    return () if found is None else (found,)

@@ -1,0 +1,36 @@
+"""Sums with copies: where many pairs of a query and a key add to the same few entries of a captured tensor's gradient, as to the buckets of
+a relative bias, the memory adds what comes to one address one after the other. So a small total lies there several times, and is summed at
+the end: the lanes of a warp each add to a copy of their own, side by side, programs to others (``device_math.send_copies``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["copies_for", "read", "zeros"]
+
+_ROOM = 4 << 20  # bytes: nothing beside the gradients of calls that are large
+_MOST = 1024  # for 32 lanes and 32 programs: a few programs still share one, at different times
+
+
+def copies_for(entries: int, itemsize: int) -> int:
+    """How many copies a total has: a power of two, 1 of a large one.
+
+    >>> copies_for(32 * 16, 4), copies_for(2**16, 4), copies_for(2**21, 4)
+    (1024, 16, 1)
+    """
+    most = min(_MOST, _ROOM // max(1, entries * itemsize))
+    return 1 << (max(most, 1).bit_length() - 1)
+
+
+def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Sums of no terms: contiguous, of ``shape`` and a last dimension of copies."""
+    return torch.zeros((*shape, copies_for(torch.Size(shape).numel(), dtype.itemsize)), dtype=dtype, device=device)
+
+
+def read(total: Tensor) -> Tensor:
+    """What all copies come to, always added up in the same order."""
+    return total.sum(-1) if total.shape[-1] > 1 else total.squeeze(-1)

@@ -1,0 +1,386 @@
+"""Tile shapes, warps and pipeline stages as data, by architecture, head dimension, dtype and pass; and whether they fit a device.
+
+The tables were chosen from what the compiler makes of them: no registers spilled inside a loop, shared memory for the stages, and, of
+what is left, the fewest instructions for a pair of a query and a key. With two stages Triton asks for a tile at the end of one step and
+waits for it at the beginning of the next: only from three on does a load have a step's time to arrive.
+``kernel_options={"autotune": True}`` measures instead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+
+from anyattn.sequences.l2_groups import heads_side_by_side
+
+__all__ = [
+    "FEW", "PASSES", "Shape", "Tiles", "Ways", "architecture", "asked", "backward_tiles", "candidates", "capability_of", "fits", "fitting",
+    "forward_tiles", "heads_in_turn", "heads_together", "most_short", "needed", "padded", "reason_against", "registers_beside", "resident",
+    "row_sums", "shared_memory", "ways_of",
+]  # fmt: skip
+
+PASSES = ("forward", "dq", "dkdv")
+# Bytes of shared memory that one block may have, by compute capability; the least of its generation where one is not listed.
+_SHARED = {
+    (7, 5): 64 << 10, (8, 0): 163 << 10, (8, 6): 99 << 10, (8, 7): 163 << 10, (8, 9): 99 << 10, (9, 0): 227 << 10, (10, 0): 227 << 10,
+    (11, 0): 227 << 10, (12, 0): 99 << 10, (12, 1): 99 << 10,
+}  # fmt: skip
+_LEAST_SHARED = {True: 99 << 10, False: 48 << 10}  # from compute capability 8 on, and before
+_OF_AMD = 64 << 10
+# Sums of a row's weights until its end: a thread has one column of eight, or two next to each other, and adds up its own by itself. Few
+# rows have one for each column.
+_ROW_SUMS = 8
+FEW = 32  # rows of a tile, which leave registers to spare
+_SMALL_PARTS = 2 << 10  # barriers, statistics and what reductions pass around
+_OF_A_BLOCK = 1 << 10  # what the system keeps for itself in every block
+_THIRD = 168  # registers of a thread, where three blocks of four warps share a multiprocessor
+_REGISTERS = 1 << 16  # of a multiprocessor, in which a tile's scores lie; Triton itself knows no tiles of more than 16 times as many
+_WARPS = 8  # that fit with the 190 to 255 registers a thread which few rows take, if they may
+# Of tiles of 16 rows on Hopper, as if they took 168: an H200 follows that, also where they take more, and making them take 168 was slower.
+_FEWEST, _MORE_WARPS = 16, 12
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """tile_m: query rows of a program; tile_n: keys of a step; num_warps, num_stages: Triton's. Powers of two but for the stages.
+
+    Raises ``ValueError`` for tiles that are no powers of two from 16 on, or of more scores than a multiprocessor has registers.
+    """
+
+    tile_m: int
+    tile_n: int
+    num_warps: int
+    num_stages: int
+
+    def __post_init__(self) -> None:
+        for name in ("tile_m", "tile_n"):
+            size = getattr(self, name)
+            if size < 16 or size & (size - 1):
+                wanted = padded(min(max(size, 1), 256))
+                raise ValueError(
+                    f"{name}={size} in kernel_options; this backend's tiles are powers of two from 16 on: wanted {wanted}, say"
+                )
+        if self.tile_m * self.tile_n > _REGISTERS:
+            raise ValueError(
+                f"tile_m={self.tile_m}, tile_n={self.tile_n} in kernel_options are tiles of {self.tile_m * self.tile_n} scores, and a "
+                f"multiprocessor has {_REGISTERS} registers for them; wanted smaller ones, as 128 and 128"
+            )
+
+
+@dataclass(frozen=True)
+class Ways:
+    """How the forward kernel's loop over full tiles runs. is_late: a tile's second product beside the next one's exponentials, for which
+    the weights of a tile stay in registers. is_joined: partial tiles are visited in the same loop, where they ask their mask in a branch.
+
+    is_described: what tensor descriptors are for (Hopper's TMA and later). 0: nothing. 1: keys and values, of the one sequence that a
+    program has, which makes them itself. 2: the same, made with the launch. 3: output too. 4: queries too. From 2 on they are for sequences
+    that are all of their storage; for others they mean 1.
+
+    is_grouped: programs go through a few heads at a time, as many as ``_NEAR`` has room for."""
+
+    is_late: bool
+    is_described: int
+    is_joined: bool = False
+    is_grouped: bool = False
+
+
+def padded(head_dim: int) -> int:
+    """The width of a tile that holds ``head_dim``: a power of two, 16 at the least."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+@lru_cache(maxsize=16)
+def capability_of(device: torch.device) -> tuple[int, int] | None:
+    """The compute capability of a CUDA device, None of any other."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
+def shared_memory(capability: tuple[int, int] | None) -> int:
+    """Bytes of shared memory that one block can have; of an unknown device as much as any has."""
+    if torch.version.hip is not None and capability is not None:
+        return _OF_AMD
+    if capability is None:
+        return _SHARED[9, 0]
+    return _SHARED.get(capability, _SHARED.get((capability[0], 0), _LEAST_SHARED[capability[0] >= 8]))
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What tiles are chosen for: padded head dimensions, dtype, whether there is a score mod.
+
+    columns: values that mods load per key. asks: lists name the tiles, and in partial ones the mask is asked score by score. has_pairs: the
+    score mod loads a value for every pair of a row and a key. is_band: of a backward pass, whether each row sees a band of keys
+    (``Program.has_band``).
+    """
+
+    d: int
+    dv: int
+    dtype: torch.dtype
+    has_score: bool = False
+    columns: int = 0
+    asks: bool = False
+    has_pairs: bool = False
+    is_band: bool = False
+
+
+def architecture(capability: tuple[int, int] | None) -> str:
+    """The row of the tables: "sm_80", "sm_86" (little shared memory), "sm_90" or "sm_100"; others get one of the first two."""
+    if capability is None:
+        return "sm_80"
+    if torch.version.hip is None and capability[0] in (9, 10, 11):
+        return "sm_90" if capability[0] == 9 else "sm_100"
+    return "sm_86" if shared_memory(capability) < 128 << 10 else "sm_80"
+
+
+# By architecture and pass, for the wider head dimension of up to 64, 128 and 256, 16 bits: (tile_m, tile_n, num_warps, num_stages). Those
+# of Hopper's backward up to 128 are the fastest of a sweep on an H200.
+_TILES: dict[str, dict[str, tuple[tuple[int, int, int, int], ...]]] = {
+    "sm_80": {
+        "forward": ((128, 64, 4, 3), (128, 64, 8, 3), (64, 64, 8, 2)),
+        "dq": ((128, 64, 8, 2), (128, 32, 8, 2), (64, 32, 8, 1)),
+        "dkdv": ((32, 128, 8, 2), (64, 64, 8, 2), (32, 64, 8, 1)),
+    },
+    "sm_86": {
+        "forward": ((128, 64, 4, 3), (128, 64, 8, 2), (64, 32, 8, 2)),
+        "dq": ((128, 64, 8, 2), (128, 32, 8, 1), (32, 32, 8, 1)),
+        "dkdv": ((32, 128, 8, 2), (64, 64, 8, 1), (32, 32, 8, 1)),
+    },
+    "sm_90": {
+        "forward": ((64, 128, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2)),
+        "dq": ((64, 64, 4, 3), (128, 64, 8, 3), (128, 32, 8, 3)),
+        "dkdv": ((64, 64, 4, 4), (64, 128, 8, 3), (32, 64, 8, 3)),
+    },
+    "sm_100": {
+        "forward": ((128, 128, 8, 3), (128, 128, 8, 2), (128, 64, 8, 2)),
+        "dq": ((128, 64, 8, 2), (128, 64, 8, 2), (64, 64, 8, 1)),
+        "dkdv": ((64, 128, 8, 2), (64, 64, 8, 2), (32, 64, 8, 1)),
+    },
+}  # fmt: skip
+# float32: IEEE products are not the tensor cores', but take whole rows into registers. Straight from memory, with one stage, they spill
+# (but for dq of the widest); with two, loops spill nothing.
+_FLOATS: dict[str, tuple[tuple[int, int, int, int], ...]] = {
+    "forward": ((64, 32, 8, 2), (64, 16, 8, 2), (32, 16, 8, 2)),
+    "dq": ((32, 32, 4, 2), (32, 32, 8, 2), (32, 32, 8, 1)),
+    "dkdv": ((32, 32, 8, 2), (32, 32, 8, 2), (16, 32, 8, 2)),
+}
+# Of the forward pass of up to ``_MOST_SHORT`` queries: one kernel for any number of heads in a tile, as small as products are, for reading
+# keys is what takes long; more queries have the tiles of many. An architecture without a row has tiles of as many rows as there are, in
+# powers of two, and a kernel for each.
+_SHORT: dict[str, tuple[tuple[int, int, int, int], ...]] = {"sm_90": ((16, 128, 4, 3), (16, 64, 4, 4), (16, 64, 4, 2))}
+_MOST_SHORT = 16
+# How the forward pass of 16 bits runs, by head dimension as above; the plainest way where an architecture has no row, and for few queries.
+_WAYS = {"sm_90": (Ways(False, 4, False, True), Ways(True, 4, True, True), Ways(False, 2, False, True))}
+# With a score mod, which needs registers too.
+_WAYS_OF_SCORES = {"sm_90": (Ways(False, 3, False, True), Ways(True, 2, False, True), Ways(False, 2, False, True))}
+# Of the backward pass where rows see a band of keys, 16 bits: two programs at a time fill each other's beginnings and ends.
+_BANDS: dict[str, dict[str, tuple[int, int, int, int]]] = {"sm_90": {"dq": (64, 64, 4, 2)}}
+_NEAR = 24 << 20  # bytes of keys and values that stay in the cache that all multiprocessors share, with room for the rest
+_MOST_TOGETHER = 32  # heads
+# The same of the backward pass: what a program streams, of so many heads. An H200 takes dk and dv of 64 MiB a little faster than of 32 or
+# 128, for the more heads there are the shorter the last programs; dq, which is less long, of 16.
+_NEAR_BACKWARD = {"dq": 24 << 20, "dkdv": 64 << 20}
+# What autotuning tries besides, the same for all architectures: what does not fit is left out.
+_MORE: dict[str, tuple[tuple[int, int, int, int], ...]] = {
+    "forward": ((128, 128, 8, 2), (128, 64, 8, 3), (128, 64, 4, 3), (64, 64, 4, 3), (64, 128, 4, 2), (64, 32, 4, 3), (128, 32, 8, 2)),
+    "dq": ((128, 64, 8, 1), (128, 64, 8, 3), (64, 64, 4, 2), (64, 64, 4, 3), (64, 32, 8, 1), (128, 32, 8, 2)),
+    "dkdv": (
+        (64, 64, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3), (32, 128, 8, 2), (64, 128, 8, 1), (64, 128, 8, 3), (32, 64, 8, 1), (64, 32, 8, 1),
+    ),
+}  # fmt: skip
+
+
+def _default(name: str, shape: Shape, capability: tuple[int, int] | None) -> Tiles:
+    arch = architecture(capability)
+    if shape.is_band and shape.dtype.itemsize == 2 and _column(shape) == 1 and name in _BANDS.get(arch, ()):
+        return Tiles(*_BANDS[arch][name])
+    tiles = Tiles(*(_TILES[arch][name] if shape.dtype.itemsize == 2 else _FLOATS[name])[_column(shape)])
+    if arch == "sm_90" and name == "forward" and shape.asks and shape.dtype.itemsize == 2 and _column(shape) < 2:
+        # without descriptors (``ways_of``) larger tiles were faster
+        tiles = Tiles(128, 64, 4, 3) if _column(shape) == 0 else Tiles(128, 128, 8, 2)
+    return _with_registers_to_spare(name, tiles, shape, arch)
+
+
+def _with_registers_to_spare(name: str, tiles: Tiles, shape: Shape, arch: str) -> Tiles:
+    """``tiles``, or for programs that keep more values alive than the tables were chosen for, some that leave a thread more registers."""
+    if shape.dtype.itemsize != 2:
+        return tiles
+    loads_much = shape.columns > 0 and shape.has_pairs  # a value of a key and one of a pair, both for each score
+    if name == "forward" and tiles.tile_m // tiles.num_warps > 16 and (loads_much or (arch == "sm_90" and shape.has_score)):
+        return replace(tiles, num_warps=8)  # two blocks at once leave a score mod too few registers
+    if name == "forward" and arch == "sm_100" and tiles.tile_n > 64 and (loads_much or shape.asks):
+        return replace(tiles, tile_n=64, num_stages=3)
+    if name == "dkdv" and arch == "sm_90" and _column(shape) == 0 and shape.has_score:
+        return replace(tiles, num_warps=8, num_stages=3)
+    return tiles
+
+
+def needed(name: str, tiles: Tiles, shape: Shape, capability: tuple[int, int] | None) -> int:
+    """Bytes of shared memory that suffice for a pass ("forward", "dq", "dkdv"): what stays, and what every stage brings."""
+    m, n, stages = tiles.tile_m, tiles.tile_n, tiles.num_stages
+    both, size = shape.d + shape.dv, shape.dtype.itemsize
+    stay, step = {"forward": (m * shape.d, n), "dq": (m * both, n), "dkdv": (n * both, m)}[name]
+    total = size * (stay + stages * step * both) + stages * step * 8 * shape.columns + _SMALL_PARTS
+    if name == "dkdv":  # a row's two statistics
+        total += stages * m * 8
+    if name != "forward" and stages == 1:  # then what two products want in two layouts lies there twice
+        total += size * step * max(shape.d, shape.dv)
+    if name == "dq" and shape.has_score:  # a captured tensor's gradients may be reordered there on their way to memory
+        total += m * n * size + (m * n // 64) * (max(m, n) // 4) * size  # the latter tells which diagonals of 8 x 8 blocks are one
+    is_blackwell = capability is not None and capability[0] >= 10
+    # products' left sides go through shared memory where they do not come from registers
+    passed = m * n * (2 if name != "forward" else 1)
+    if size == 4 or (is_blackwell and name != "forward"):
+        total += passed * size
+    if name == "dq" and shape.has_score and capability is not None and capability[0] == 9:
+        total += m * n * size  # of what is sent to captured tensors too, the product's left side does not come from registers either
+    if is_blackwell and name == "dkdv" and stages > 1:  # a step's last product reads its rows while those of one step more arrive
+        total += size * step * max(shape.d, shape.dv)
+    # what is computed again (``hidden``) is laid out anew, without stages
+    again = size * (stay + (n if name == "dkdv" else m) * max(shape.d, shape.dv)) + _SMALL_PARTS
+    return max(total, again)
+
+
+def resident(tiles: Tiles, shape: Shape, capability: tuple[int, int] | None) -> int:
+    """How many programs of a forward pass with few rows a multiprocessor holds at once, by shared memory and registers: an estimate."""
+    is_warpgroup = capability is not None and capability[0] == 9 and tiles.tile_m >= 64  # whose products read stages in flight
+    stages = max(1, tiles.num_stages - (not is_warpgroup))
+    step = tiles.tile_n * (shape.d + shape.dv)
+    passed = tiles.tile_n * (not is_warpgroup)  # weights, which a warp group's products take from registers
+    used = shape.dtype.itemsize * (tiles.tile_m * (shape.d + passed) + stages * step)
+    is_fewest = architecture(capability) == "sm_90" and tiles.tile_m <= _FEWEST and shape.dtype.itemsize == 2
+    warps = _MORE_WARPS if is_fewest else _WARPS
+    return max(1, min(shared_memory(capability) // (used + _OF_A_BLOCK), warps // tiles.num_warps))
+
+
+def fits(name: str, tiles: Tiles, shape: Shape, capability: tuple[int, int] | None) -> bool:
+    """Whether a pass with these tiles finds the shared memory that it needs."""
+    return needed(name, tiles, shape, capability) <= shared_memory(capability)
+
+
+def reason_against(name: str, tiles: Tiles, shape: Shape, capability: tuple[int, int] | None) -> str | None:
+    """None if the tiles fit, else why not, for people."""
+    if fits(name, tiles, shape, capability):
+        return None
+    need, room = (x >> 10 for x in (needed(name, tiles, shape, capability), shared_memory(capability)))
+    return f"its least tiles for head dimensions of {shape.d} and {shape.dv} take {need} KiB of shared memory, and a block has {room}"
+
+
+def fitting(name: str, tiles: Tiles, shape: Shape, capability: tuple[int, int] | None) -> Tiles:
+    """``tiles`` with fewer stages, then a narrower step, then less that stays, until they fit the device."""
+    step, stay = ("tile_m", "tile_n") if name == "dkdv" else ("tile_n", "tile_m")
+    while not fits(name, tiles, shape, capability):
+        if tiles.num_stages > 1:
+            tiles = replace(tiles, num_stages=tiles.num_stages - 1)
+        elif getattr(tiles, step) > 16:
+            tiles = replace(tiles, **{step: getattr(tiles, step) // 2})
+        elif getattr(tiles, stay) > 16:
+            tiles = replace(tiles, **{stay: getattr(tiles, stay) // 2})
+        else:
+            break
+    return tiles
+
+
+def most_short(dtype: torch.dtype, capability: tuple[int, int] | None) -> int:
+    """Queries, up to which the heads of a group share a tile: beyond, a head fills one by itself."""
+    return _MOST_SHORT if _has_short(dtype, capability) else 64
+
+
+def _has_short(dtype: torch.dtype, capability: tuple[int, int] | None) -> bool:
+    return architecture(capability) in _SHORT and dtype.itemsize == 2
+
+
+def forward_tiles(shape: Shape, capability: tuple[int, int] | None, rows: int, is_short: bool) -> Tiles:
+    """The tiles of a forward pass over ``rows`` query rows, heads packed among them. is_short: of ``most_short`` queries or fewer."""
+    if not _has_short(shape.dtype, capability):
+        tiles = _few_rows(_default("forward", shape, capability), rows, shape.dtype)
+    elif is_short:
+        tiles = Tiles(*_SHORT[architecture(capability)][_column(shape)])
+    else:
+        tiles = _default("forward", shape, capability)
+    return fitting("forward", tiles, shape, capability)
+
+
+def _few_rows(tiles: Tiles, rows: int, dtype: torch.dtype) -> Tiles:
+    if rows > 64:
+        return tiles
+    tile_m = min(tiles.tile_m, padded(rows))
+    warps = 4 if dtype.itemsize == 2 else max(4, tiles.num_warps * tile_m // tiles.tile_m)  # no more for a thread than in the table
+    return replace(tiles, tile_m=tile_m, num_warps=warps)
+
+
+def _column(shape: Shape) -> int:
+    """Where the tables have a shape's head dimension."""
+    widest = max(shape.d, shape.dv)
+    return 0 if widest <= 64 else 1 if widest <= 128 else 2
+
+
+@lru_cache(maxsize=1024)
+def ways_of(shape: Shape, capability: tuple[int, int] | None, is_short: bool) -> Ways:
+    """How the forward kernel runs. is_short: see ``forward_tiles``.
+
+    Descriptors that programs make themselves are too much for those of documents, which with few keys each do not live long. What a score
+    mod loads for every key needs the registers that a late second product keeps. What it loads for every pair is asked for while the first
+    product runs, unless the compiler makes all addresses before; with the output described it does not.
+    """
+    ways = (_WAYS_OF_SCORES if shape.has_score else _WAYS).get(architecture(capability))
+    if ways is None or is_short or shape.asks or shape.dtype.itemsize != 2:
+        return Ways(False, 0)
+    found = ways[_column(shape)]
+    found = replace(found, is_late=False) if shape.has_score and shape.columns else found
+    return replace(found, is_described=3) if shape.has_pairs else found
+
+
+def row_sums(tile_m: int, tile_n: int, dtype: torch.dtype) -> int:
+    """In how many sums the forward kernel adds up a row's weights. float32 takes one, for errors' sake, and so do AMD's GPUs, for not all
+    of which more compile."""
+    if tile_m <= FEW:
+        return tile_n
+    return 1 if dtype is torch.float32 or torch.version.hip is not None else _ROW_SUMS
+
+
+def registers_beside(tile_m: int, tile_n: int, num_warps: int, shape: Shape, capability: tuple[int, int] | None) -> dict[str, int]:
+    """Triton's option for the registers of a forward kernel that may compute a tile again: for that the compiler takes more than it needs,
+    and no three blocks of Hopper's tiles for heads of 64 share a multiprocessor any more. With values for every pair they do not anyway."""
+    is_third = (tile_m, tile_n, num_warps) == _TILES["sm_90"]["forward"][0][:3] and shape.d <= 64 and not shape.has_pairs
+    return {"maxnreg": _THIRD} if is_third and architecture(capability) == "sm_90" and shape.dtype.itemsize == 2 else {}
+
+
+def heads_together(heads: int, head_bytes: int) -> int:
+    """How many heads programs go through at a time, a divisor of ``heads``: of all sequences. head_bytes: of keys and values of one."""
+    most = min(heads, _MOST_TOGETHER, heads_side_by_side(head_bytes, 1, _NEAR))
+    return next(n for n in range(most, 0, -1) if heads % n == 0)
+
+
+def heads_in_turn(name: str, heads: int, head_bytes: int, is_uneven: bool) -> int:
+    """How many heads the programs of a backward pass go through at a time, of all entries. head_bytes: of what they stream of one.
+    is_uneven: the first tiles see much more than others (a sink's keys), and those of all heads are to begin before any other."""
+    return heads if is_uneven else min(heads, max(1, _NEAR_BACKWARD[name] // max(1, head_bytes)))
+
+
+def backward_tiles(shape: Shape, capability: tuple[int, int] | None) -> dict[str, Tiles]:
+    """The tiles of the kernels "dq" and "dkdv"."""
+    return {name: fitting(name, _default(name, shape, capability), shape, capability) for name in PASSES[1:]}
+
+
+def asked(name: str, tiles: Tiles, shape: Shape, capability: tuple[int, int] | None, device: str) -> Tiles:
+    """Tiles that a user asked for, with as many stages as fit. Raises ``ValueError`` where even one is too many for the device."""
+    while tiles.num_stages > 1 and not fits(name, tiles, shape, capability):
+        tiles = replace(tiles, num_stages=tiles.num_stages - 1)
+    if not fits(name, tiles, shape, capability):
+        raise ValueError(
+            f"kernel_options tile_m={tiles.tile_m}, tile_n={tiles.tile_n} take {needed(name, tiles, shape, capability) >> 10} KiB "
+            f"of shared memory, and {device} has {shared_memory(capability) >> 10} for a block; wanted smaller ones, or none for ours"
+        )
+    return tiles
+
+
+def candidates(name: str, shape: Shape, capability: tuple[int, int] | None, rows: int, is_short: bool, group: int) -> list[Tiles]:
+    """What autotuning measures: the default first, then others that fit. rows, is_short: see ``forward_tiles``. group: rows of a position,
+    which all are in one tile."""
+    default = forward_tiles(shape, capability, rows, is_short) if name == "forward" else backward_tiles(shape, capability)[name]
+    others = [Tiles(*t) for t in _MORE[name]]
+    if name == "forward":
+        others = [_few_rows(t, rows, shape.dtype) for t in others]
+    return list(dict.fromkeys([default, *(t for t in others if fits(name, t, shape, capability) and t.tile_m >= group)]))

@@ -1,0 +1,87 @@
+"""Eager calls that go through the operators: of fake and meta tensors, whose results are fake too, of tensors of ``torch.func.grad`` and
+``vjp``, of subclasses that dispatch, and whatever a graph is being made of. ``tensor_kinds`` says which calls those are.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import Tensor
+
+from anyattn.call_cache.attention import FlexCall
+from anyattn.custom_ops import entry_points
+from anyattn.tensors import kinds
+from anyattn.validate import flash as check_flash
+from anyattn.validate import flex as check
+from anyattn.validate import kvcache, sequences
+from anyattn.validate.flash import Options
+from anyattn.validate.kvcache import Given
+
+__all__ = ["decode", "flash", "flex"]
+
+Results = tuple[Tensor, Tensor]
+
+
+def flex(call: FlexCall, backend: str | None, options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, lse, max_scores) of a ``flex_attention`` call; max_scores is empty unless wanted. options: ``kernel_options``."""
+    check.tensors(call.query, call.key, call.value, call.enable_gqa)
+    with _among((call.query, call.key, call.value)):
+        return entry_points.flex(
+            call.query, call.key, call.value, call.score_mod, call.block_mask, call.mask_mod, call.aux_tensors, call.scale,
+            call.enable_gqa, call.sink, call.wants_max, call.deterministic, backend, options,
+        )  # fmt: skip
+
+
+def flash(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tables: tuple[Tensor | None, ...],
+    longest: tuple,
+    validate: bool | None,
+    options: Options,
+    backend: str | None,
+) -> Results:
+    """(out, lse) of a ``flash_attn_func`` call, or with any table of a ``flash_attn_varlen_func`` call."""
+    if all(t is None for t in tables):
+        check_flash.check_dense_storage(q, k, v)
+    else:
+        check_flash.check_varlen_storage(q, k, v, tables[0], tables[1], tables[4])
+    names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "page_table")
+    batch = sequences.batch_of(q, tables[0], tables[1], k, tables[4])
+    _check_options(q, batch, options, dict(zip(names, tables, strict=True)))
+    if kinds.are_fake((q, k, v)):
+        options = options._replace(block_sparse_tensors=None)  # which change no result's shape
+    with _among((q, k, v)):
+        return entry_points.flash(q, k, v, tables, longest, validate, options, backend)
+
+
+def decode(given: Given, options: Options, backend: str | None) -> Results:
+    """(out, lse) of a ``flash_attn_with_kvcache`` call."""
+    if active := kinds.transforms():
+        raise TypeError(f"flash_attn_with_kvcache is called inside torch.func.{active[-1]}, and has no gradients; call it outside of it")
+    rows = (given.q, given.k_cache, given.v_cache)
+    kvcache.check_storage(*rows, given.k, given.v, given.cu_seqlens_q, given.page_table)
+    others = {n: t for n, t in given._asdict().items() if isinstance(t, Tensor)}
+    batch = given.q.shape[0] if given.cu_seqlens_q is None else sequences.batch_of_ends("cu_seqlens_q", given.cu_seqlens_q)
+    _check_options(given.q, batch, options, others)
+    with _among(rows):
+        return entry_points.decode(given, options, backend)
+
+
+def _among(tensors: tuple[Tensor, ...]) -> AbstractContextManager[Any]:
+    """Where what is made for the call is fake if its tensors are."""
+    from torch._guards import detect_fake_mode
+
+    mode = detect_fake_mode(tensors) if kinds.are_fake(tensors) else None
+    return nullcontext() if mode is None else mode
+
+
+def _check_options(q: Tensor, batch: int, options: Options, tables: dict[str, Any]) -> None:
+    """What FlashAttention's entry points check of arguments that are not q, k and v, as far as no value is looked at."""
+    check.sink_logits(options.sink, kvcache.heads_first(q))
+    if options.alibi_slopes is not None:
+        check_flash.check_slopes(options.alibi_slopes, batch, q.shape[-2], q.device)
+    for name, table in tables.items():
+        sequences.check_device(name, table, q.device)

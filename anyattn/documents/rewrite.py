@@ -1,0 +1,182 @@
+"""Calls whose mask separates documents, run as sequences: the same results from tiles that begin where the documents do.
+
+A document mask's lists ask the mask in every tile that a document's edge crosses, and row tiles are not aligned with documents. As
+sequences the same documents have neither. Whether ids are such that every document is one run of positions is found on the device, so a
+backend makes both launches until the answer is known, each of which does nothing where the other one is right.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from anyattn.documents.sequences import DocumentSequences, document_sequences, documents_in_order, places_of
+from anyattn.mods.analysis.document_masks import DocumentForm, document_form, ignores_origin, rest_of
+from anyattn.mods.analysis.row_ranges import ranges_unread
+from anyattn.mods.compose import anded
+from anyattn.mods.tracing.trace import TracedMod
+from anyattn.problem import Problem
+from anyattn.sparsity.compute import has_triton
+
+__all__ = ["DocumentTables", "Documents", "documents_of", "form_of", "keeps_tables", "over_sequences", "tables_of"]
+
+
+class DocumentTables:
+    """Where the documents of some ids are.
+
+    sequences: they, all empty where it does not hold. holds: int32 (1,) on the device, 1 where every document is one run of positions and
+    has a place in the tables, so that the sequences say what the mask says; else 0, and the mask has to be asked. prepared: what backends
+    keep with the tables. count: how many documents there are, 0 where it does not hold; None as long as ``answer`` is.
+    """
+
+    def __init__(self, ids: Tensor, rows: int, length: int, *, is_kept: bool):
+        ids = ids[:rows, :length] if ids.ndim == 2 else ids[:length]
+        self._has_kernels = ids.device.type == "cuda" and has_triton()
+        if self._has_kernels:
+            from anyattn.documents.device import documents_found
+
+            self.sequences, self.holds = documents_found(ids, rows, places_of(length))
+        else:
+            self.sequences, self.holds = document_sequences(ids, rows, places_of(length))
+        self.prepared: dict[Any, Any] = {}
+        self.count: int | None = None
+        self._told: Tensor | None = None
+        lengths = self.sequences.seqlens_q
+        if ids.device.type == "cpu":
+            self.count = int((lengths > 0).sum())
+        elif is_kept:
+            self._told = torch.full(lengths.shape, _UNTOLD, dtype=lengths.dtype, pin_memory=ids.device.type == "cuda")
+            self._told.copy_(lengths, non_blocking=True)
+
+    def answer(self) -> bool | None:
+        """Whether ``holds`` is 1, as far as that is known without waiting for the device: None where it is not yet."""
+        told = self._told  # the host's memory, which the device writes to when it gets there; another thread may let go of it
+        if self.count is None and told is not None:
+            lengths = told.tolist()
+            if _UNTOLD not in lengths:
+                self.count, self._told = sum(n > 0 for n in lengths), None
+        return None if self.count is None else self.count > 0
+
+    def in_order(self, tile_m: int, ends_with_row: bool) -> tuple[Tensor, Tensor]:
+        """``documents.sequences.documents_in_order``, kept for the next call."""
+        key = ("in order", tile_m, ends_with_row)
+        known: tuple[Tensor, Tensor] | None = self.prepared.get(key)
+        if known is None:
+            if self._has_kernels:
+                from anyattn.documents.device import documents_ordered
+
+                known = documents_ordered(self.sequences, tile_m, ends_with_row)
+            else:
+                known = documents_in_order(self.sequences, tile_m, ends_with_row)
+            self.prepared[key] = known
+        return known
+
+
+_UNTOLD = -1
+
+
+class Documents(NamedTuple):
+    """problem: the call over sequences, whose results are in the same places. tables: where they are, and whether that holds."""
+
+    problem: Problem
+    tables: DocumentTables
+
+    @property
+    def holds(self) -> Tensor:
+        """int32 (1,) on the device: see ``DocumentTables``."""
+        return self.tables.holds
+
+
+def form_of(problem: Problem) -> DocumentForm | None:
+    """What document mask a problem's predicates make together, None where it must be run as it is. Asks nothing of what tensors hold.
+
+    It holds for all calls of the same programs, sizes and numbers of the masks.
+    """
+    q, k = problem.q, problem.k
+    if problem.sequences is not None or not problem.predicates or (problem.blocks is not None and not problem.blocks_follow):
+        return None
+    if q.shape[2] != k.shape[2] or not problem.may_have_pairs:
+        return None
+    if problem.score is not None and not ignores_origin(problem.score.expr):
+        return None
+    mask = _joint(problem)
+    form = document_form(mask.expr)
+    if form is None or (form.rest is not None and ranges_unread(rest_of(mask, form)) is None):  # type: ignore[arg-type]
+        return None
+    return form
+
+
+def documents_of(problem: Problem, form: DocumentForm | None = None) -> Documents | None:
+    """The same call as one over its documents, None where ``form_of`` has none. form: what that said of a call of the same facts.
+
+    The tables are kept with the call's block lists, as long as the ids are the same tensor and torch counts no write to it; without lists,
+    and while a CUDA graph is captured, they are made anew.
+
+    >>> import anyattn
+    >>> from anyattn.validate.flex import traced
+    >>> q, mask = torch.randn(1, 1, 6, 8), anyattn.masks.document(torch.tensor([3, 3, 3, 5, 5, 4]))
+    >>> found = documents_of(Problem(q, q, q, 1.0, predicates=(traced(mask, "mask", q, None),)))
+    >>> found.problem.sequences.seqlens_q[:4].tolist(), found.problem.predicates, found.tables.answer()
+    ([3, 2, 1, 0], (), True)
+    """
+    form = form_of(problem) if form is None else form
+    if form is None:
+        return None
+    tables = tables_of(problem, form)
+    return Documents(over_sequences(problem, form, tables.sequences), tables)
+
+
+def over_sequences(problem: Problem, form: DocumentForm, sequences: DocumentSequences) -> Problem:
+    """The problem over ``sequences``, with what the mask asks inside a document. form: ``form_of(problem)``."""
+    rest = rest_of(_joint(problem), form)
+    changes = {"sequences": sequences, "predicates": () if rest is None else (rest,), "blocks": None, "blocks_follow": False}
+    fields = vars(problem) | changes
+    fields.pop("row_limits", None)  # of the dense call
+    return Problem.of_fields(fields)
+
+
+def _joint(problem: Problem) -> TracedMod:
+    found = problem.predicates[0] if len(problem.predicates) == 1 else anded(problem.predicates)
+    assert found is not None
+    return found
+
+
+def keeps_tables(problem: Problem, form: DocumentForm) -> bool:
+    """Whether ``documents_of`` keeps the tables of such calls, or a graph does that is being captured, whose replays make them anew and
+    take no host's time for it; else each call makes its own."""
+    ids = _joint(problem).tensors[form.ids]
+    return problem.blocks is not None and (_are_followed(ids) or _is_capturing(ids))
+
+
+# By block lists, while they live; by rows and length, and by the stream that computes them, which no other waits for: the ids, how often
+# they had been written to, and their tables. Not by ids alone: torch does not count every write, and who writes otherwise, or by a graph's
+# replay, and then makes a block mask anew is right to expect that it holds.
+_of_lists: WeakKeyDictionary[Any, dict[tuple, tuple[Tensor, int, DocumentTables]]] = WeakKeyDictionary()
+
+
+def tables_of(problem: Problem, form: DocumentForm) -> DocumentTables:
+    """The tables of ``documents_of``. form: ``form_of(problem)``."""
+    ids = _joint(problem).tensors[form.ids]
+    rows, _, length, _ = problem.q.shape
+    if problem.blocks is None or not _are_followed(ids):
+        return DocumentTables(ids, rows, length, is_kept=False)
+    of_lists = _of_lists.get(problem.blocks)
+    if of_lists is None:
+        of_lists = _of_lists[problem.blocks] = {}
+    key = (rows, length, torch._C._cuda_getCurrentRawStream(ids.device.index) if ids.is_cuda else 0)
+    known = of_lists.get(key)
+    if known is None or known[0] is not ids or known[1] != ids._version:
+        known = of_lists[key] = ids, ids._version, DocumentTables(ids, rows, length, is_kept=True)
+    return known[2]
+
+
+def _are_followed(ids: Tensor) -> bool:
+    """Whether writes to the ids are noticed: torch counts none to inference tensors, and what a graph computes belongs to it."""
+    return not (ids.is_inference() or _is_capturing(ids))
+
+
+def _is_capturing(ids: Tensor) -> bool:
+    return ids.device.type == "cuda" and torch._C._cuda_isCurrentStreamCapturing()

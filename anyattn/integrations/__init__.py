@@ -1,0 +1,1 @@
+"""Other programs' attention computed by anyattn."""

@@ -1,0 +1,88 @@
+"""One call of torch's ``flex_attention`` while it is replaced: computed here, or passed on to torch's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anyattn import flex
+from anyattn.custom_ops import entry_point
+from anyattn.integrations.torch_flex import count_passed_on, count_taken, torchs_own
+
+__all__ = ["flex_attention"]
+
+_OWN_OPTIONS = frozenset(("tile_m", "tile_n", "num_splits", "autotune", "pack_gqa"))
+_PLAIN = (Tensor, torch.nn.Parameter)
+_torchs = torchs_own()
+
+
+@entry_point
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Any,
+    block_mask: Any,
+    scale: Any,
+    enable_gqa: bool,
+    return_lse: bool,
+    kernel_options: Any,
+    return_aux: Any,
+) -> Any:
+    """What torch's function returns for these arguments, computed by anyattn unless it refuses. Dynamo traces this function too."""
+    given = (query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options)
+    is_traced = torch.compiler.is_dynamo_compiling()
+    refusal = None if torch.compiler.is_compiling() else _reason_against(query, key, value)
+    if refusal is None:
+        try:
+            options = kernel_options and {name: value for name, value in kernel_options.items() if name in _OWN_OPTIONS}
+            result = flex.flex_attention(
+                query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, options or None, return_aux=return_aux,
+                deterministic=torch.are_deterministic_algorithms_enabled(),
+            )  # fmt: skip
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            refusal = None if is_traced else _told(error)  # Dynamo has no text of an exception
+        else:
+            count_taken()
+            return result
+    if is_traced:
+        result = _torchs(*given, return_aux=return_aux)
+        _count_traced()
+        return result
+    try:
+        result = _torchs(*given, return_aux=return_aux)
+    except Exception as error:  # torch refuses as well: its own error is the answer, and says below what anyattn had against the call
+        error.__cause__ = error.__cause__ or RuntimeError(f"anyattn refused the call before: {refusal}")
+        raise
+    count_passed_on(str(refusal))
+    return result
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _count_traced() -> None:
+    """Counts a call that Dynamo hands on to torch's own; it has left the refusal with the operator."""
+    from anyattn.custom_ops.capture import call_with_mods
+
+    error, call_with_mods.refusal = call_with_mods.refusal, None
+    count_passed_on("an argument is refused while Dynamo traces the call" if error is None else _told(error))
+
+
+def _reason_against(*tensors: Any) -> str | None:
+    """Why an eager call of these is torch's from the beginning; None if it may be anyattn's."""
+    for x in tensors:
+        if type(x) not in _PLAIN:
+            return f"a {type(x).__name__} comes as query, key or value; anyattn computes plain tensors"
+    if torch._C._are_functorch_transforms_active():
+        return "a torch.func transform (grad, vmap, jvp) is active"
+    return None
+
+
+for _count in (count_taken, _count_traced):  # called while Dynamo traces; torch.compiler.assume_constant_result would import Dynamo
+    _count._dynamo_marked_constant = True  # type: ignore[attr-defined]

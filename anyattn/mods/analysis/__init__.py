@@ -1,0 +1,1 @@
+"""Analyses of expressions: row ranges, tile classes, load bounds, evaluation."""

@@ -1,0 +1,136 @@
+"""The meaning of an expression on tensors of indices: an interpreter that broadcasts.
+
+Index tensors of shapes such as (B, 1, 1, 1), (H, 1, 1), (M, 1) and (N,) give every subexpression the shape of what it depends on, so
+what depends on the row alone is computed once per row. This is the only dense meaning of a mod; the oracle uses it as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anyattn.mods.ir.expr import OPS, Expr, Node, category, is_weak, wrapped
+from anyattn.mods.tracing.trace import TracedMod
+
+__all__ = ["TORCH_OPS", "apply", "evaluate", "run"]
+
+TORCH_OPS: dict[str, Callable[..., Tensor]] = {
+    **{name: getattr(torch, name) for name in ("neg", "abs", "exp", "exp2", "log", "log2", "log1p", "expm1", "sqrt", "rsqrt", "sin", "cos",
+                                                "tan", "atan", "sinh", "cosh", "tanh", "sigmoid", "erf", "erfinv", "floor", "ceil", "trunc",
+                                                "round", "sign", "reciprocal")},
+    **{name: getattr(torch, name) for name in ("add", "sub", "mul", "div", "fmod", "pow", "eq", "ne", "lt", "le", "gt", "ge", "where")},
+    "atan2": torch.atan2,
+    "hypot": torch.hypot,
+    "floordiv": torch.floor_divide,
+    "mod": torch.remainder,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "not": torch.bitwise_not,
+    "and": torch.bitwise_and,
+    "or": torch.bitwise_or,
+    "xor": torch.bitwise_xor,
+    "shl": torch.bitwise_left_shift,
+    "shr": torch.bitwise_right_shift,
+}  # fmt: skip
+_SCALAR_SECOND = frozenset(
+    ("add", "sub", "mul", "div", "floordiv", "mod", "fmod", "pow", "and", "or", "xor", "eq", "ne", "lt", "le", "gt", "ge")
+)
+
+
+def evaluate(mod: TracedMod, b: Any, h: Any, q_idx: Any, kv_idx: Any, score: Tensor | None = None) -> Tensor:
+    """The mod's value at every combination of the broadcast indices.
+
+    b, h, q_idx, kv_idx: int64 tensors (or ints) that broadcast with each other and with ``score``. Returns a tensor that broadcasts to
+    their common shape, of dtype bool for a mask and the score's dtype for a score; captured float tensors receive gradients through it.
+
+    >>> from anyattn.mods.tracing.trace import trace
+    >>> i = torch.arange(3)
+    >>> evaluate(trace(lambda b, h, q, k: q >= k, "mask"), 0, 0, i[:, None], i).int().tolist()
+    [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
+    """
+    leaves = {"b": b, "h": h, "q_idx": q_idx, "kv_idx": kv_idx, "score": score}
+    value = run(mod.expr, leaves, mod.scalars, mod.tensors)[0]
+    if isinstance(value, Tensor):
+        return value
+    device = next((x.device for x in leaves.values() if isinstance(x, Tensor)), None)
+    return torch.tensor(value, dtype=mod.expr.output.dtype, device=device)  # type: ignore[arg-type]
+
+
+def run(expr: Expr, leaves: Mapping[str, Any], scalars: Sequence[int | float], tensors: Sequence[Tensor]) -> list[Any]:
+    """The values of ``expr.outputs``; ``leaves`` gives ``score`` and the indices, as tensors or Python numbers."""
+    values: list[Any] = []
+    for node in expr.nodes:
+        if node.op == "index":
+            values.append(leaves[node.attr])  # type: ignore[index]
+        elif node.op == "score":
+            values.append(leaves["score"])
+        elif node.op == "const":
+            values.append(node.attr)
+        elif node.op == "scalar":
+            values.append(scalars[node.attr])  # type: ignore[call-overload]
+        else:
+            values.append(apply(node, [values[a] for a in node.args], tensors))
+    return [values[o] for o in expr.outputs]
+
+
+def apply(node: Node, args: list[Any], tensors: Sequence[Tensor]) -> Any:
+    """One operation on tensors; on Python numbers where all its arguments are such (weak values, literals)."""
+    if node.op == "load":
+        return _load(tensors[node.attr], args)  # type: ignore[call-overload]
+    on_host = not any(isinstance(a, Tensor) for a in args)
+    if node.op == "cast":
+        if on_host and is_weak(node.dtype):
+            return node.dtype(args[0])  # type: ignore[operator]
+        # only promotion casts a Python number: the operation that follows treats it as torch would
+        if on_host and _keeps_number(args[0], node.dtype):
+            is_narrow = category(node.dtype) == "int" and node.dtype is not torch.int64
+            return wrapped(args[0], node.dtype) if is_narrow else args[0]  # type: ignore[arg-type]
+        return _as_tensor(args[0], node.dtype)
+    if on_host:
+        if is_weak(node.dtype) and (f := OPS[node.op].on_host) is not None:
+            try:
+                return f(*args)
+            except (ArithmeticError, ValueError):
+                return TORCH_OPS[node.op](*(torch.tensor(a, dtype=torch.float64) for a in args)).item()
+        # a comparison's operands are as exact as Python's numbers; any other operation computes in its own dtype
+        strong = None if is_weak(node.dtype) or node.dtype is torch.bool else node.dtype
+        args = [_as_tensor(a, strong or (torch.float64 if isinstance(a, float) else None)) for a in args]
+    elif len(args) == 2 and not (isinstance(args[0], Tensor) and node.op in _SCALAR_SECOND):
+        like = next(a for a in args if isinstance(a, Tensor))
+        args = [a if isinstance(a, Tensor) else torch.full((), a, dtype=like.dtype, device=like.device) for a in args]
+    elif node.op == "where" and not isinstance(args[0], Tensor):
+        return args[1] if args[0] else args[2]
+    elif node.op == "where" and not any(isinstance(a, Tensor) for a in args[1:]):  # torch would round two numbers to float32
+        dtype: Any = None if is_weak(node.dtype) else node.dtype
+        args = [args[0], *(torch.full((), a, dtype=dtype, device=args[0].device) for a in args[1:])]
+    return _typed(TORCH_OPS[node.op](*args), node)
+
+
+def _typed(value: Tensor, node: Node) -> Tensor:
+    return value if is_weak(node.dtype) or value.dtype == node.dtype else value.to(node.dtype)  # type: ignore[arg-type]
+
+
+def _keeps_number(value: Any, dtype: Any) -> bool:
+    """Whether a Python number may stand for a strong value: an exact one may; a float rounds when it meets a narrower tensor anyway."""
+    return isinstance(value, bool) == (dtype is torch.bool) and isinstance(value, float) == dtype.is_floating_point
+
+
+def _as_tensor(value: Any, dtype: Any = None) -> Tensor:
+    if isinstance(value, Tensor):
+        return value if dtype is None or is_weak(dtype) else value.to(dtype)
+    strong = None if dtype is None or is_weak(dtype) else dtype
+    if strong is not None and isinstance(value, float) and category(strong) == "int":  # torch.tensor refuses what a cast makes of it
+        return torch.tensor(value, dtype=torch.float64).to(strong)
+    return torch.tensor(value, dtype=strong)
+
+
+def _load(tensor: Tensor, indices: list[Any]) -> Tensor:
+    if not indices:
+        return tensor
+    if all(isinstance(i, int) for i in indices):
+        return tensor[tuple(indices)]
+    device = tensor.device
+    return tensor[tuple(i if isinstance(i, Tensor) else torch.tensor(i, device=device) for i in indices)]

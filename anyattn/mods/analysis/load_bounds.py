@@ -1,0 +1,299 @@
+"""Shows, before anything runs, that a mod reads its captured tensors inside their bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from anyattn.mods.analysis.evaluate import run
+from anyattn.mods.analysis.intervals import spans
+from anyattn.mods.analysis.range_tables import RangeTables
+from anyattn.mods.ir.dependence import Dep, dependence
+from anyattn.mods.ir.expr import Builder, Expr
+from anyattn.mods.tracing.trace import TracedMod
+
+__all__ = [
+    "Doubt",
+    "OutsideError",
+    "check_loads",
+    "check_loads_ragged",
+    "doubt",
+    "hangs_on_masks",
+    "inside",
+    "message",
+    "plainly_inside",
+    "unsettled",
+]
+
+_TILE = 128
+
+
+class OutsideError(ValueError):
+    """An index leaves its captured tensor at some pair, seen or not. slot, dim, arg: of the load, its index and that one's node."""
+
+    def __init__(self, message: str, slot: int, dim: int, arg: int) -> None:
+        super().__init__(message)
+        self.slot, self.dim, self.arg = slot, dim, arg
+
+
+_INSIDE: set[tuple] = set()  # calls of which it is known: by expression, captured numbers, shapes and lengths
+
+
+def check_loads(mod: TracedMod, B: int, H: int, seqlen_q: int, seqlen_k: int, *, reads_values: bool = True) -> None:
+    """Raises ``OutsideError`` if ``mod`` would index a captured tensor out of its range at some (b, h, q_idx, kv_idx).
+
+    ``seen_loads.check_call`` asks about the pairs that are seen.
+
+    Negative indices count from the end, as in torch. Cheap where an index is b, h, q_idx or kv_idx itself; otherwise the range of the
+    index over all positions decides, and where that is too coarse the index is evaluated exactly: in O(S) where it depends on one
+    position or on q_idx - kv_idx only, else tile by tile, only where in doubt.
+
+    reads_values: False checks only what needs no captured tensor's values, and does that on the CPU: then nothing waits for the device
+    that the tensors are on.
+    """
+    sizes = {"b": B, "h": H, "q_idx": seqlen_q, "kv_idx": seqlen_k}
+    if min(sizes.values()) == 0:
+        return
+    doubtful = _doubtful(mod, sizes)
+    if not doubtful:
+        return
+    known = (mod.expr, mod.scalars, tuple(t.shape for t in mod.tensors), tuple(sizes.values()))
+    if known in _INSIDE:
+        return
+    by_values = [load for load in doubtful if any(node.op == "load" for node in _index(mod, load[2]).nodes)]
+    if not reads_values:
+        doubtful = [load for load in doubtful if load not in by_values]
+        if not doubtful:
+            return
+    if not reads_values or not by_values:  # shapes and numbers decide: asked on the CPU, so that nothing waits for the tensors' device
+        mod = replace(mod, tensors=tuple(torch.empty((), dtype=t.dtype).expand(t.shape) for t in mod.tensors))
+    device = mod.tensors[0].device
+    box = {name: (torch.zeros(1, dtype=torch.int64, device=device), torch.full((1,), n - 1, device=device)) for name, n in sizes.items()}
+    deps = dependence(mod.expr)
+    for slot, dim, arg in _still_doubtful(mod, doubtful, box):
+        _settle(mod, slot, dim, arg, deps[arg], sizes)
+    if not by_values:  # no captured value can move them
+        if len(_INSIDE) > 4096:
+            _INSIDE.clear()
+        _INSIDE.add(known)
+
+
+def plainly_inside(mod: TracedMod, B: int, H: int, end_q: int, seqlen_k: int, first_q: int = 0) -> bool:
+    """Whether every load is inside at all (b, h, q_idx, kv_idx) of these sizes, as far as the sizes and the mod's numbers show it.
+
+    end_q, first_q: q_idx is less than the one and not less than the other, which is 0 or negative.
+    False where only what captured tensors hold could show it: on a GPU finding out would wait for them.
+    """
+    sizes = {"b": B, "h": H, "q_idx": max(end_q, -first_q), "kv_idx": seqlen_k}  # a row before 0 counts from a tensor's end
+    if min(sizes.values()) == 0:
+        return True
+    doubtful = _doubtful(mod, sizes)
+    if any(node.op in ("load", "score") for _, _, arg in doubtful for node in _index(mod, arg).nodes):
+        return False
+    box = {name: (torch.zeros(1, dtype=torch.int64), torch.full((1,), n - 1)) for name, n in sizes.items()}
+    box["q_idx"] = (torch.full((1,), first_q), torch.full((1,), end_q - 1))
+    return not doubtful or next(_still_doubtful(mod, doubtful, box), None) is None
+
+
+class Doubt(NamedTuple):
+    """On what besides shapes it hangs whether loads are inside: on captured numbers, on what captured tensors hold."""
+
+    of_numbers: bool
+    of_values: bool
+
+
+def doubt(mod: TracedMod, B: int, H: int, seqlen_q: int, seqlen_k: int) -> Doubt:
+    """What ``check_loads`` would have to ask again of a mod with the same program and tensors of the same shapes."""
+    found = _doubtful(mod, {"b": B, "h": H, "q_idx": seqlen_q, "kv_idx": seqlen_k})
+    ops = {node.op for _, _, arg in found for node in _index(mod, arg).nodes}
+    return Doubt("scalar" in ops, "load" in ops or "score" in ops)
+
+
+def hangs_on_masks(mod: TracedMod, B: int, H: int, seqlen_q: int, seqlen_k: int) -> bool:
+    """Whether a load leaves its tensor at some pair, which then has to be hidden."""
+    try:
+        check_loads(mod, B, H, seqlen_q, seqlen_k)
+    except OutsideError:
+        return True
+    return False
+
+
+def unsettled(mod: TracedMod, B: int, H: int, seqlen_q: int, seqlen_k: int) -> list[tuple[int, int, int]]:
+    """(slot, dimension, index's node) of the loads that what the sizes and the mod's numbers say leaves in doubt; no tensor is read."""
+    sizes = {"b": B, "h": H, "q_idx": seqlen_q, "kv_idx": seqlen_k}
+    if min(sizes.values()) == 0:
+        return []
+    doubtful = _doubtful(mod, sizes)
+    by_values = [load for load in doubtful if any(node.op in ("load", "score") for node in _index(mod, load[2]).nodes)]
+    box = {name: (torch.zeros(1, dtype=torch.int64), torch.full((1,), n - 1)) for name, n in sizes.items()}
+    return [*by_values, *_still_doubtful(mod, [load for load in doubtful if load not in by_values], box)]
+
+
+def check_loads_ragged(mod: TracedMod, H: int, seqlens_q: Tensor, seqlens_k: Tensor, q_first: Tensor | None = None) -> None:
+    """``check_loads`` for a ragged batch: b is a sequence, and q_idx and kv_idx run over its own rows and keys only.
+
+    seqlens_q, seqlens_k: int64 (B,). q_first: int64 (B,), the q_idx of each sequence's first row; default 0. Pairs of a sequence without
+    rows or without keys do not exist, so nothing is read for it.
+    """
+    q_first = torch.zeros_like(seqlens_q) if q_first is None else q_first
+    b = ((seqlens_q > 0) & (seqlens_k > 0)).nonzero()[:, 0]
+    if H == 0 or len(b) == 0:
+        return
+    last_q, last_kv = (q_first + seqlens_q - 1)[b], (seqlens_k - 1)[b]
+    most_q = max(int(last_q.max()) + 1, -int(q_first[b].min()))  # a row before 0 counts from a tensor's end
+    sizes = {"b": int(b[-1]) + 1, "h": H, "q_idx": most_q, "kv_idx": int(last_kv.max()) + 1}
+    doubtful = _doubtful(mod, sizes)
+    if not doubtful:
+        return
+    zero = torch.zeros_like(b)
+    box = {"b": (b, b), "h": (zero, zero + (H - 1)), "q_idx": (q_first[b], last_q), "kv_idx": (zero, last_kv)}
+    for slot, dim, arg in _still_doubtful(mod, doubtful, box):
+        _settle_ragged(mod, slot, dim, arg, H, seqlens_q, seqlens_k, q_first)
+
+
+def _doubtful(mod: TracedMod, sizes: dict[str, int]) -> list[tuple[int, int, int]]:
+    """(slot, dimension, index's node) of the loads that are not plainly inside, in the order in which they are computed."""
+    return [
+        (node.attr, dim, arg)  # type: ignore[misc]
+        for node in mod.expr.nodes
+        if node.op == "load"
+        for dim, arg in enumerate(node.args)
+        if not _plainly_inside(mod, arg, sizes, mod.tensors[node.attr].shape[dim])  # type: ignore[index, call-overload]
+    ]
+
+
+def _still_doubtful(
+    mod: TracedMod, doubtful: list[tuple[int, int, int]], box: dict[str, tuple[Tensor, Tensor]]
+) -> Iterator[tuple[int, int, int]]:
+    """Those that interval arithmetic over ``box`` does not show to be inside."""
+    device = box["b"][0].device
+    indices, positions = _without_dead_nodes(Expr(mod.expr.nodes, tuple(arg for _, _, arg in doubtful)))
+    found = spans(indices, box, mod.scalars, RangeTables(mod.tensors, device)) if not indices.uses_score else None
+    for (slot, dim, arg), position in zip(doubtful, positions, strict=True):
+        size = mod.tensors[slot].shape[dim]
+        if found is not None and not found[position].wild:
+            inside = (found[position].lo >= -size) & (found[position].hi < size)
+            if bool(inside.all()):
+                continue
+        yield slot, dim, arg
+
+
+def _index(mod: TracedMod, arg: int) -> Expr:
+    builder = Builder()
+    return builder.build(builder.copy(mod.expr, arg))
+
+
+def _index_without_score(mod: TracedMod, slot: int, dim: int, arg: int) -> Expr:
+    index = _index(mod, arg)
+    if index.uses_score:
+        raise ValueError(message(mod, slot, dim, "an index computed from the score, which has no known range"))
+    return index
+
+
+def _plainly_inside(mod: TracedMod, arg: int, sizes: dict[str, int], size: int) -> bool:
+    node = mod.expr.nodes[arg]
+    if node.op == "const":
+        return -size <= node.attr < size  # type: ignore[operator]
+    return node.op == "index" and sizes[node.attr] <= size  # type: ignore[index, call-overload]
+
+
+def _without_dead_nodes(expr: Expr) -> tuple[Expr, tuple[int, ...]]:
+    builder = Builder()
+    pruned = builder.build(*(builder.copy(expr, o) for o in expr.outputs))
+    return pruned, pruned.outputs
+
+
+def _settle(mod: TracedMod, slot: int, dim: int, arg: int, dep: Dep, sizes: dict[str, int]) -> None:
+    index = _index_without_score(mod, slot, dim, arg)
+    size = mod.tensors[slot].shape[dim]
+    device = mod.tensors[0].device
+    if dep.q and dep.kv and not dep.diagonal:
+        _settle_by_tiles(mod, slot, dim, arg, index, sizes)
+        return
+    span = {name: torch.arange(n, device=device) for name, n in sizes.items()}
+    if dep.diagonal:
+        difference = torch.arange(1 - sizes["kv_idx"], sizes["q_idx"], device=device)
+        q, kv = difference.clamp(min=0), (-difference).clamp(min=0)
+    else:
+        zero = torch.zeros(1, dtype=torch.int64, device=device)
+        q, kv = span["q_idx"] if dep.q else zero, span["kv_idx"] if dep.kv else zero
+    leaves = {"b": span["b"][:, None, None], "h": span["h"][:, None], "q_idx": q, "kv_idx": kv}
+    value = _run(index, leaves, mod)
+    bad = (value < -size) | (value >= size)
+    if bool(bad.any()):
+        at = bad.broadcast_to(torch.broadcast_shapes(bad.shape, (1, 1, 1))).nonzero()[0].tolist()
+        value = value.broadcast_to(torch.broadcast_shapes(value.shape, (1, 1, 1)))
+        places = {"b": at[0], "h": at[1], "q_idx": _at(q, at[2]), "kv_idx": _at(kv, at[2])}
+        place = ", ".join(f"{name}={i}" for name, i in places.items())
+        raise OutsideError(message(mod, slot, dim, f"index {int(value[tuple(at)])} (at {place})"), slot, dim, arg)
+
+
+def _at(positions: Tensor, i: int) -> int:
+    return int(positions[min(i, len(positions) - 1)])
+
+
+def _run(index: Expr, leaves: dict[str, Any], mod: TracedMod) -> Tensor:
+    value = run(index, leaves, mod.scalars, mod.tensors)[0]
+    return value if isinstance(value, Tensor) else torch.tensor(value)
+
+
+def _settle_by_tiles(mod: TracedMod, slot: int, dim: int, arg: int, index: Expr, sizes: dict[str, int]) -> None:
+    """The index stays inside exactly where the mask ``-size <= index < size`` is full."""
+    from anyattn.mods.analysis.tile_classes import FULL, classify  # bounds imports this module
+
+    classes = classify(inside(mod, slot, dim, index), sizes["q_idx"], sizes["kv_idx"], _TILE, _TILE, sizes["b"], sizes["h"])
+    outside = (classes != FULL).nonzero()
+    if len(outside):
+        b, h, i, j = outside[0].tolist()
+        rows, columns = range(i * _TILE, min((i + 1) * _TILE, sizes["q_idx"])), range(j * _TILE, min((j + 1) * _TILE, sizes["kv_idx"]))
+        _raise_outside(mod, slot, dim, arg, index, b, h, rows, columns)
+
+
+def _settle_ragged(mod: TracedMod, slot: int, dim: int, arg: int, H: int, seqlens_q: Tensor, seqlens_k: Tensor, q_first: Tensor) -> None:
+    from anyattn.mods.analysis.tile_classes import FULL  # these import this module
+    from anyattn.mods.analysis.tile_classes_varlen import classify_ragged
+    from anyattn.mods.analysis.varlen_grid import RaggedTiles
+
+    index = _index_without_score(mod, slot, dim, arg)
+    classes = classify_ragged(inside(mod, slot, dim, index), seqlens_q, seqlens_k, _TILE, _TILE, H, q_first)
+    outside = (classes != FULL).nonzero()
+    if len(outside):
+        h = int(outside[0, 0])
+        b, i, j = (int(x) for x in RaggedTiles(seqlens_q, seqlens_k, (_TILE, _TILE)).locate(outside[0, 1]))
+        first, most = int(q_first[b]), (int(seqlens_q[b]), int(seqlens_k[b]))
+        rows = range(first + i * _TILE, first + min((i + 1) * _TILE, most[0]))
+        _raise_outside(mod, slot, dim, arg, index, b, h, rows, range(j * _TILE, min((j + 1) * _TILE, most[1])))
+
+
+def inside(mod: TracedMod, slot: int, dim: int, index: Expr) -> TracedMod:
+    """The mask that shows the pairs at which the index stays inside."""
+    size = mod.tensors[slot].shape[dim]
+    builder = Builder()
+    node = builder.copy(index)
+    low = builder.add("ge", node, builder.const(-size, torch.int64))
+    high = builder.add("lt", node, builder.const(size, torch.int64))
+    return TracedMod("mask", builder.build(builder.add("and", low, high)), mod.scalars, mod.tensors, mod.name)
+
+
+def _raise_outside(mod: TracedMod, slot: int, dim: int, arg: int, index: Expr, b: int, h: int, rows: range, columns: range) -> None:
+    """Raises for the first pair of these at which the index leaves its dimension; there is one."""
+    size, device = mod.tensors[slot].shape[dim], mod.tensors[0].device
+    q, kv = (torch.arange(r.start, r.stop, device=device) for r in (rows, columns))
+    value = _run(index, {"b": b, "h": h, "q_idx": q[:, None], "kv_idx": kv}, mod)
+    value = value.broadcast_to(len(rows), len(columns))
+    at = ((value < -size) | (value >= size)).nonzero()[0].tolist()
+    place = f"b={b}, h={h}, q_idx={rows[at[0]]}, kv_idx={columns[at[1]]}"
+    raise OutsideError(message(mod, slot, dim, f"index {int(value[tuple(at)])} (at {place})"), slot, dim, arg)
+
+
+def message(mod: TracedMod, slot: int, dim: int, what: str) -> str:
+    shape = tuple(mod.tensors[slot].shape)
+    return (
+        f"{mod.kind}_mod {mod.name!r} reads dimension {dim} of a captured tensor of shape {shape} at {what}; "
+        f"wanted an index from {-shape[dim]} to {shape[dim] - 1}. Capture a tensor that covers every position of this call, "
+        "keep the index inside with torch.clamp, or hide such pairs by the mask"
+    )

@@ -1,0 +1,284 @@
+"""Classes of tiles: which tiles of (query rows x keys) a mask leaves empty, fills, or cuts through.
+
+``classify`` never looks at all pairs. Where ``rows.py`` finds row ranges the classes follow from the limits. Otherwise interval arithmetic
+(``intervals.py``) judges coarse squares of tiles first and refines only those left in doubt; single tiles still in doubt are settled
+exactly: a few sample positions show most of them to be partial, the rest are evaluated whole, in batches. Memory is one byte per tile
+and a bounded batch, never S x S, and the mod never sees an index outside its sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from anyattn.mods.analysis.evaluate import run
+from anyattn.mods.analysis.intervals import spans
+from anyattn.mods.analysis.load_bounds import check_loads
+from anyattn.mods.analysis.range_tables import RangeTables
+from anyattn.mods.analysis.row_ranges import LONGEST, RowRanges, limits, row_ranges
+from anyattn.mods.ir.dependence import dependence
+from anyattn.mods.tracing.trace import TracedMod
+
+__all__ = ["DOUBT", "EMPTY", "FULL", "PARTIAL", "Boxes", "Grid", "Refiner", "check_loads", "classify", "classify_limits", "judge", "refine"]
+
+EMPTY, PARTIAL, FULL = 0, 1, 2
+DOUBT = 3  # of the intermediate maps only
+_BATCH_BOXES = 2**17  # boxes judged at once
+_BATCH_PAIRS = 2**21  # (q, kv) pairs evaluated at once: 16 MB per int64 value
+_BATCH_TILES = 2**23  # tiles written at once
+_COARSE = 32  # the first grid has at most this many squares each way
+_STEP = 4
+
+
+def classify(
+    mod: TracedMod,
+    seqlen_q: int,
+    seqlen_k: int,
+    tile_m: int,
+    tile_n: int,
+    B: int = 1,
+    H: int = 1,
+    device: torch.device | str | None = None,
+    ranges: RowRanges | None = None,
+) -> Tensor:
+    """The class of every tile: uint8 of shape (B or 1, H or 1, ceil(seqlen_q / tile_m), ceil(seqlen_k / tile_n)).
+
+    EMPTY (0): no pair of the tile is visible. FULL (2): all are. PARTIAL (1): some are and some are not. Only pairs inside the sequences
+    count, so a tail tile whose in-range pairs are all visible is FULL. A dimension of size 1 is broadcast: the mask ignores b or h.
+    ranges: the mask's row ranges, if the caller has them already.
+
+    >>> from anyattn.mods.tracing.trace import trace
+    >>> classify(trace(lambda b, h, q, k: q >= k, "mask"), 300, 256, 128, 128)[0, 0].tolist()
+    [[1, 0], [2, 1], [2, 2]]
+    """
+    if device is None:
+        device = mod.tensors[0].device if mod.tensors else "cpu"
+    deps = dependence(mod.expr)
+    batch, heads = B if any(d.b for d in deps) else 1, H if any(d.h for d in deps) else 1
+    # what of a tile lies past the sequences is never looked at: one of 2^30 rows costs no more than they do
+    tile_m, tile_n = min(tile_m, max(seqlen_q, 1)), min(tile_n, max(seqlen_k, 1))
+    rows, columns = -(-seqlen_q // tile_m), -(-seqlen_k // tile_n)
+    if min(batch, heads, rows, columns) == 0:
+        return torch.zeros(batch, heads, rows, columns, dtype=torch.uint8, device=device)
+    ranges = ranges if ranges is not None else row_ranges(mod)
+    lo_hi = None if ranges is None else limits(ranges, seqlen_q, seqlen_k, B, H, device)
+    if lo_hi is not None:
+        found = classify_limits(*lo_hi, seqlen_k, tile_m, tile_n)
+        return found.expand(batch, heads, -1, -1)
+    return refine(mod, (seqlen_q, seqlen_k), (tile_m, tile_n), (batch, heads), device)
+
+
+# ---- from row ranges
+
+
+def classify_limits(lo: Tensor, hi: Tensor, seqlen_k: int, tile_m: int, tile_n: int) -> Tensor:
+    """The classes that follow from ``rows.limits``: (n, B, H, seqlen_q) -> uint8 (B, H, M, N). Exact; O(rows + tiles)."""
+    n, batch, heads, seqlen_q = lo.shape
+    rows, columns = -(-seqlen_q // tile_m), -(-seqlen_k // tile_n)
+    if lo.numel() == 0 or columns == 0:
+        return torch.zeros(batch, heads, rows, columns, dtype=torch.uint8, device=lo.device)
+    pad = rows * tile_m - seqlen_q
+    if pad:  # the last row once more says nothing new
+        lo, hi = (torch.cat([t, t[..., -1:].expand(*t.shape[:-1], pad)], -1) for t in (lo, hi))
+    # (row tiles of every b and h, n, rows)
+    lo, hi = (t.reshape(n, batch * heads * rows, tile_m).transpose(0, 1) for t in (lo, hi))
+    (first, last), (from_, until) = tiles_of_limits(lo, hi, seqlen_k, columns, tile_n)
+    empty = hi <= lo
+    classes = torch.empty(batch * heads * rows, columns, dtype=torch.uint8, device=lo.device)
+    is_one = connected(first, last, empty)
+    step = max(1, _BATCH_TILES // columns)
+    for at in range(0, len(classes), step):
+        part = slice(at, at + step)
+        if is_one:
+            column = torch.arange(columns, dtype=lo.dtype, device=lo.device)
+            touched = _between(column, first[part, 0].amin(-1), last[part, 0].amax(-1))
+            covered = _between(column, from_[part, 0].amax(-1), until[part, 0].amin(-1))
+        else:
+            touched = _coverage(first[part], last[part], empty[part], columns) > 0
+            covered = _coverage(from_[part], until[part], until[part] <= from_[part], columns) == tile_m
+        classes[part] = touched.to(torch.uint8) + covered.to(torch.uint8)
+    return classes.reshape(batch, heads, rows, columns)
+
+
+def tiles_of_limits(
+    lo: Tensor, hi: Tensor, seqlen_k: int | Tensor, columns: int | Tensor, tile_n: int
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """The tiles, first and end, that each range ``lo <= kv < hi`` touches, and those that it covers up to their end or the keys'."""
+    tile_n = min(tile_n, LONGEST)  # of int32 limits
+    first = torch.div(lo, tile_n, rounding_mode="floor")
+    last = torch.div(hi + (tile_n - 1), tile_n, rounding_mode="floor")
+    from_ = torch.div(lo + (tile_n - 1), tile_n, rounding_mode="floor")
+    until = torch.where(hi == seqlen_k, columns, torch.div(hi, tile_n, rounding_mode="floor"))
+    return (first, last), (from_, until)
+
+
+def connected(first: Tensor, last: Tensor, empty: Tensor) -> bool:
+    """Whether in every row tile each row's tiles are one range that touches the next row's: their union is then one range.
+
+    first, last, empty: (row tiles, n, rows).
+    """
+    if first.shape[1] != 1 or bool(empty.any()):
+        return False
+    apart = (first[..., 1:] > last[..., :-1]) | (first[..., :-1] > last[..., 1:])
+    return not bool(apart.any())
+
+
+def _between(column: Tensor, start: Tensor, stop: Tensor) -> Tensor:
+    return (column >= start[:, None]) & (column < stop[:, None])
+
+
+def _coverage(first: Tensor, last: Tensor, skip: Tensor, columns: int) -> Tensor:
+    """(row tiles, columns): how many ranges of the row tile hold each column, by summing starts and ends along the columns."""
+    size = len(first)
+    change = torch.zeros(size, columns + 1, dtype=torch.int32, device=first.device)
+    one = (~skip).to(torch.int32).reshape(size, -1)
+    change.scatter_add_(1, first.reshape(size, -1).clamp(0, columns).to(torch.int64), one)
+    change.scatter_add_(1, last.reshape(size, -1).clamp(0, columns).to(torch.int64), -one)
+    return change.cumsum(1, dtype=torch.int32)[:, :columns]
+
+
+# ---- by refinement
+
+
+def refine(
+    mod: TracedMod, lengths: tuple[int, int], tile: tuple[int, int], batch: tuple[int, int], device: torch.device | str = "cpu"
+) -> Tensor:
+    """What ``classify`` returns, for any mask: judged by interval arithmetic, then settled."""
+    return Refiner(mod, _Rectangle(lengths, tile, batch, device)).classes()
+
+
+def judge(
+    mod: TracedMod, lengths: tuple[int, int], tile: tuple[int, int], batch: tuple[int, int], device: torch.device | str = "cpu"
+) -> Tensor:
+    """Classes by interval arithmetic alone: EMPTY and FULL are certain, the rest is DOUBT. No pair is looked at."""
+    return Refiner(mod, _Rectangle(lengths, tile, batch, device)).judged()
+
+
+class Boxes(NamedTuple):
+    """Rectangles of pairs, one per entry of each tensor; first and last q and kv are inclusive and lie inside their sequence."""
+
+    b: Tensor
+    h: Tensor
+    q: tuple[Tensor, Tensor]
+    kv: tuple[Tensor, Tensor]
+
+
+class Grid(Protocol):
+    """The tiles of one or of many sequences as a map of classes, which exists for squares of any ``size`` x ``size`` tiles too.
+
+    tile: (tile_m, tile_n). longest: the most query rows and the most keys of a sequence.
+    """
+
+    tile: tuple[int, int]
+    longest: tuple[int, int]
+    device: torch.device | str
+
+    def shape(self, size: int) -> tuple[int, ...]:
+        """The shape of the map of squares."""
+
+    def cut(self, found: Tensor, size: int, parts: int) -> Tensor:
+        """The map of squares of ``size``, from that of squares ``parts`` times as large."""
+
+    def boxes(self, where: Tensor, size: int) -> Boxes:
+        """The pairs of the squares whose indices in the map are the rows of ``where``."""
+
+
+class _Rectangle:
+    """A ``Grid`` of sequences of equal lengths; maps are (B, H, M, N)."""
+
+    def __init__(self, lengths: tuple[int, int], tile: tuple[int, int], batch: tuple[int, int], device: torch.device | str) -> None:
+        self.longest, self.tile, self.batch, self.device = lengths, tile, batch, device
+
+    def shape(self, size: int) -> tuple[int, ...]:
+        return (*self.batch, *(-(-n // (size * t)) for n, t in zip(self.longest, self.tile, strict=True)))
+
+    def cut(self, found: Tensor, size: int, parts: int) -> Tensor:
+        rows, columns = self.shape(size)[2:]
+        return found.repeat_interleave(parts, -2)[..., :rows, :].repeat_interleave(parts, -1)[..., :columns].contiguous()
+
+    def boxes(self, where: Tensor, size: int) -> Boxes:
+        edges = []
+        for axis in (0, 1):
+            first = where[:, 2 + axis] * (size * self.tile[axis])
+            edges.append((first, (first + size * self.tile[axis] - 1).clamp(max=self.longest[axis] - 1)))
+        return Boxes(where[:, 0], where[:, 1], *edges)
+
+
+class Refiner:
+    """Judges squares of tiles from coarse to fine; the map of classes grows in resolution as it goes. Then settles what is in doubt."""
+
+    def __init__(self, mod: TracedMod, grid: Grid) -> None:
+        self.mod, self.grid, self.device = mod, grid, grid.device
+        self.tables = RangeTables(mod.tensors, grid.device)
+
+    def classes(self) -> Tensor:
+        found = self.judged()
+        self.settle(found)
+        return found
+
+    def judged(self) -> Tensor:
+        size = 1
+        while max(-(-n // t) for n, t in zip(self.grid.longest, self.grid.tile, strict=True)) > _COARSE * size:
+            size *= _STEP
+        found = torch.full(self.grid.shape(size), DOUBT, dtype=torch.uint8, device=self.device)
+        self._judge(found, size)
+        while size > 1:
+            size //= _STEP
+            found = self.grid.cut(found, size, _STEP)
+            self._judge(found, size)
+        return found
+
+    def _doubtful(self, found: Tensor, batch: int) -> Iterator[Tensor]:
+        yield from (found == DOUBT).nonzero().split(batch)
+
+    def _write(self, found: Tensor, where: Tensor, classes: Tensor) -> None:
+        found[tuple(where.unbind(1))] = classes
+
+    def _judge(self, found: Tensor, size: int) -> None:
+        """Interval arithmetic on every square in doubt."""
+        for where in self._doubtful(found, _BATCH_BOXES):
+            b, h, q, kv = self.grid.boxes(where, size)
+            verdict = spans(self.mod.expr, {"b": (b, b), "h": (h, h), "q_idx": q, "kv_idx": kv}, self.mod.scalars, self.tables)
+            span = verdict[self.mod.expr.outputs[0]]
+            classes = torch.where(span.lo, FULL, torch.where(span.hi, DOUBT, EMPTY)).to(torch.uint8)
+            self._write(found, where, classes.expand(len(where)))
+
+    def _values(self, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Any:
+        leaves = {"b": b, "h": h, "q_idx": q, "kv_idx": kv}
+        value = run(self.mod.expr, leaves, self.mod.scalars, self.mod.tensors)[0]
+        return value if isinstance(value, Tensor) else torch.tensor(value, device=self.device)
+
+    def settle(self, found: Tensor) -> None:
+        """Exact classes of the tiles still in doubt. A position past a sequence's end is replaced by the last one inside."""
+        extent = tuple(
+            max(1, min(t, n)) for t, n in zip(self.grid.tile, self.grid.longest, strict=True)
+        )  # no sequence fills more of a tile
+        along_q, along_kv = (t.to(self.device) for t in _samples(*extent))
+        for where in self._doubtful(found, max(1, _BATCH_PAIRS // len(along_q))):
+            b, h, q, kv = self._positions(where, along_q, along_kv)
+            seen = self._values(b[:, None], h[:, None], q, kv).expand(len(where), len(along_q))
+            mixed = seen.any(1) & ~seen.all(1)
+            self._write(found, where[mixed], torch.tensor(PARTIAL, dtype=torch.uint8, device=self.device))
+        at_q, at_kv = (torch.arange(n, device=self.device) for n in extent)
+        for where in self._doubtful(found, max(1, _BATCH_PAIRS // (extent[0] * extent[1]))):
+            b, h, q, kv = self._positions(where, at_q, at_kv)
+            visible = self._values(b[:, None, None], h[:, None, None], q[:, :, None], kv[:, None, :])
+            visible = visible.expand(len(where), *visible.shape[1:]) if visible.ndim == 3 else visible.expand(len(where), 1, 1)
+            classes = torch.where(visible.all(-1).all(-1), FULL, torch.where(visible.any(-1).any(-1), PARTIAL, EMPTY))
+            self._write(found, where, classes.to(torch.uint8))
+
+    def _positions(self, where: Tensor, along_q: Tensor, along_kv: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        b, h, (first_q, last_q), (first_kv, last_kv) = self.grid.boxes(where, 1)
+        q, kv = first_q[:, None] + along_q, first_kv[:, None] + along_kv
+        return b, h, torch.minimum(q, last_q[:, None]), torch.minimum(kv, last_kv[:, None])
+
+
+def _samples(m: int, n: int) -> tuple[Tensor, Tensor]:
+    """Positions inside a tile at which visible and hidden pairs are likely to show: corners, then a spread without a period."""
+    spread = torch.arange(20, dtype=torch.float64)
+    q = torch.cat([torch.tensor([0, 0, m - 1, m - 1]), ((spread * 0.7548776662) % 1 * m).to(torch.int64)])
+    kv = torch.cat([torch.tensor([0, n - 1, 0, n - 1]), ((spread * 0.5698402910) % 1 * n).to(torch.int64)])
+    return q, kv

@@ -1,0 +1,277 @@
+"""Loads at pairs that are seen: an index may leave its captured tensor where a mask or tile lists hide the pair.
+
+Kernels compute whole tiles, hidden pairs too. So where some hidden pair's index lies outside, the mod's program is changed: the index is
+clamped to its tensor before the load. At seen pairs that changes nothing, and no backend can read outside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from anyattn.mods.analysis.evaluate import evaluate
+from anyattn.mods.analysis.load_bounds import OutsideError, check_loads, check_loads_ragged, inside, message, unsettled
+from anyattn.mods.analysis.tile_classes import EMPTY, FULL, PARTIAL, classify
+from anyattn.mods.analysis.tile_classes_varlen import classify_ragged
+from anyattn.mods.analysis.varlen_grid import RaggedTiles
+from anyattn.mods.compose import anded
+from anyattn.mods.ir.expr import Builder, Expr
+from anyattn.mods.tracing.trace import TracedMod
+
+__all__ = ["Dense", "Listed", "Ragged", "check_call", "held"]
+
+_TILE = (128, 128)
+
+
+class Place(NamedTuple):
+    """Rows and keys of one batch entry and head."""
+
+    b: int
+    h: int
+    rows: range
+    columns: range
+
+
+class Pairs(Protocol):
+    """All pairs (b, h, q_idx, kv_idx) of a call."""
+
+    def check(self, mod: TracedMod, reads_values: bool) -> None:
+        """Raises ``OutsideError`` for a load that leaves its tensor at any of them."""
+
+    def shown(self, mask: TracedMod, tile: tuple[int, int], classes: Tensor | None, wanted: int) -> Iterator[Place]:
+        """A tile in which the mask shows a pair, of those of class ``wanted``; none if there is none."""
+
+
+@dataclass(frozen=True)
+class Dense:
+    """The pairs of sequences of equal lengths."""
+
+    batch: int
+    heads: int
+    seqlen_q: int
+    seqlen_k: int
+
+    def check(self, mod: TracedMod, reads_values: bool) -> None:
+        check_loads(mod, self.batch, self.heads, self.seqlen_q, self.seqlen_k, reads_values=reads_values)
+
+    def shown(self, mask: TracedMod, tile: tuple[int, int], classes: Tensor | None, wanted: int) -> Iterator[Place]:
+        found = classify(mask, self.seqlen_q, self.seqlen_k, *tile, self.batch, self.heads) != EMPTY
+        for b, h, i, j in (found if classes is None else found & (classes == wanted)).nonzero()[:1].tolist():
+            yield Place(b, h, _part(i, tile[0], self.seqlen_q), _part(j, tile[1], self.seqlen_k))
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """The pairs of sequences of different lengths, int64 (B,); q_first: the ``q_idx`` of each one's first row."""
+
+    heads: int
+    seqlens_q: Tensor
+    seqlens_k: Tensor
+    q_first: Tensor
+
+    def check(self, mod: TracedMod, reads_values: bool) -> None:
+        check_loads_ragged(mod, self.heads, self.seqlens_q, self.seqlens_k, self.q_first)
+
+    def shown(self, mask: TracedMod, tile: tuple[int, int], classes: Tensor | None, wanted: int) -> Iterator[Place]:
+        found = classify_ragged(mask, self.seqlens_q, self.seqlens_k, *tile, self.heads, self.q_first) != EMPTY
+        is_of_these = classes is not None and classes.shape[1] == found.shape[1]  # lists on a GPU may be for other lengths
+        for h, at in (found & (classes == wanted) if is_of_these else found).nonzero()[:1]:
+            b, i, j = (int(x) for x in RaggedTiles(self.seqlens_q, self.seqlens_k, tile).locate(at))
+            first, (rows, keys) = int(self.q_first[b]), (int(self.seqlens_q[b]), int(self.seqlens_k[b]))
+            part = _part(i, tile[0], rows)
+            yield Place(b, int(h), range(first + part.start, first + part.stop), _part(j, tile[1], keys))
+
+
+def _part(i: int, size: int, length: int) -> range:
+    return range(i * size, min((i + 1) * size, length))
+
+
+class Listed(NamedTuple):
+    """The classes of tiles by a call's lists, as ``Pairs`` number them; the first mask says what the partial ones show."""
+
+    classes: Tensor
+    tile: tuple[int, int]
+
+
+class _Examined(NamedTuple):
+    """mod: with every index that leaves its tensor clamped. outside: of each such index the mask of the pairs where it does, its program,
+    and the error that says so."""
+
+    mod: TracedMod
+    outside: tuple[tuple[TracedMod, Expr, OutsideError], ...]
+
+
+def check_call(
+    pairs: Pairs,
+    masks: Sequence[TracedMod],
+    scores: Sequence[TracedMod] = (),
+    lists: Callable[[], Listed] | None = None,
+    *,
+    reads_values: bool = True,
+) -> tuple[list[TracedMod], list[TracedMod]]:
+    """The masks and scores with loads that lie inside at all pairs. Raises ``ValueError`` if one leaves its tensor at a pair that is seen.
+
+    A pair is seen where all masks show it; with ``lists``, which are asked for only where that decides, the first mask holds in partial
+    tiles alone, full ones need none, and the others are hidden. A mask's own load counts where the mask may show the pair, whatever the
+    load returned. reads_values: as ``check_loads`` has it; then no captured value decides what is hidden either.
+
+    >>> from anyattn.mods.tracing.trace import trace
+    >>> table = torch.zeros(4)
+    >>> window = trace(lambda b, h, q, k: (q - k < 4) & (q >= k), "mask")
+    >>> bias = trace(lambda s, b, h, q, k: s + table[q - k], "score")
+    >>> _, (held_bias,) = check_call(Dense(1, 1, 64, 64), [window], [bias])
+    >>> [node.op for node in held_bias.expr.nodes if node.op in ("min", "max", "load")]
+    ['min', 'max', 'load']
+    """
+    examined = [_examine(m, pairs, reads_values) for m in masks]
+    if any(e.outside for e in examined):
+        possible = [_possible(e, reads_values) for e in examined]
+        for number, e in enumerate(examined):
+            _refuse_seen(e, pairs, possible, lists, wants_full=number > 0)
+        values = any(m.tensors and m.expr.tensor_slots for m in possible) or lists is not None
+        examined = [e._replace(mod=_settled(e, values)) for e in examined]
+    held_masks = [replace(m, expr=e.mod.expr, source=e.mod.source) if e.outside else m for m, e in zip(masks, examined, strict=True)]
+    found = []
+    for score in scores:
+        e = _examine(score, pairs, reads_values)
+        if e.outside:
+            _refuse_seen(e, pairs, held_masks, lists, wants_full=True)
+            e = e._replace(mod=_settled(e, any(m.tensors for m in held_masks) or lists is not None))
+        found.append(e.mod)
+    return held_masks, found
+
+
+def _settled(e: _Examined, hangs_on_values: bool) -> TracedMod:
+    """A mod that was clamped, which for other values of what hides the pairs must be asked about anew."""
+    return replace(e.mod, source=None) if e.outside and hangs_on_values else e.mod
+
+
+def _examine(mod: TracedMod, pairs: Pairs, reads_values: bool) -> _Examined:
+    found = []
+    while True:
+        try:
+            pairs.check(mod, reads_values)
+        except OutsideError as error:
+            size = mod.tensors[error.slot].shape[error.dim]
+            if size == 0:
+                raise ValueError(str(error)) from None
+            builder = Builder()
+            index = builder.build(builder.copy(mod.expr, error.arg))
+            shown = inside(mod, error.slot, error.dim, index)
+            found.append((replace(shown, expr=_negated(shown.expr)), index, error))
+            mod = replace(mod, expr=_clamped(mod.expr, ((error.slot, error.dim, error.arg, size),)))
+        else:
+            if found and not reads_values:
+                mod = _without_values(mod)
+            return _Examined(mod, tuple(found))
+
+
+def _without_values(mod: TracedMod) -> TracedMod:
+    """The mod with tensors on the CPU that have nothing but their shapes."""
+    return replace(mod, tensors=tuple(torch.empty((), dtype=t.dtype).expand(t.shape) for t in mod.tensors))
+
+
+def _refuse_seen(e: _Examined, pairs: Pairs, masks: Sequence[TracedMod], lists: Callable[[], Listed] | None, wants_full: bool) -> None:
+    """Raises for an index that leaves its tensor at a seen pair. wants_full: in full tiles too, which do not ask the first mask."""
+    if not e.outside:
+        return
+    if not masks and lists is None:
+        raise ValueError(str(e.outside[0][2])) from None
+    listed = None if lists is None else lists()
+    kinds = [(masks, PARTIAL), (masks[1:], FULL)] if listed is not None and wants_full else [(masks, PARTIAL)]
+    for outside, index, error in e.outside:
+        outside = replace(outside, tensors=e.mod.tensors)
+        for asked, wanted in kinds:
+            known = [m for m in asked if not any(node.op == "native" for node in m.expr.nodes)]  # what a CuTe function shows is not known
+            bad = anded([outside, *known])
+            assert bad is not None
+            tile, classes = (_TILE, None) if listed is None else (listed.tile, listed.classes)
+            for place in pairs.shown(bad, tile, classes, wanted):
+                raise ValueError(_where(e.mod, bad, index, error, place)) from None
+
+
+def _where(mod: TracedMod, bad: TracedMod, index: Expr, error: OutsideError, place: Place) -> str:
+    device = bad.tensors[0].device
+    q, kv = (torch.arange(r.start, r.stop, device=device) for r in (place.rows, place.columns))
+    shape = (len(q), len(kv))
+    at = evaluate(bad, place.b, place.h, q[:, None], kv).broadcast_to(shape).nonzero()[0].tolist()
+    value = evaluate(replace(mod, expr=index), place.b, place.h, q[:, None], kv).broadcast_to(shape)
+    found = f"index {int(value[tuple(at)])} (at b={place.b}, h={place.h}, q_idx={place.rows[at[0]]}, kv_idx={place.columns[at[1]]})"
+    return message(mod, error.slot, error.dim, found)
+
+
+def held(mod: TracedMod, B: int, H: int, seqlen_q: int, seqlen_k: int) -> TracedMod:
+    """The mod with every index clamped that is not plainly inside its tensor: for calls that cannot look at what tensors hold."""
+    doubtful = [(slot, dim, arg, mod.tensors[slot].shape[dim]) for slot, dim, arg in unsettled(mod, B, H, seqlen_q, seqlen_k)]
+    return replace(mod, expr=_clamped(mod.expr, tuple(doubtful))) if doubtful else mod
+
+
+# ---- expressions
+
+
+@lru_cache(maxsize=1024)
+def _clamped(expr: Expr, loads: tuple[tuple[int, int, int, int], ...]) -> Expr:
+    """``expr`` with an index kept from -size to size - 1. loads: (slot, dimension, index's node, size)."""
+    builder = Builder()
+    new: list[int] = []
+    for node in expr.nodes:
+        args = [new[a] for a in node.args]
+        if node.op == "load":
+            for slot, dim, arg, size in loads:
+                if node.attr == slot and node.args[dim : dim + 1] == (arg,):
+                    least, most = (builder.const(n, torch.int64) for n in (-size, size - 1))
+                    args[dim] = builder.add("max", builder.add("min", args[dim], most), least)
+        new.append(builder.add(node.op, *args, dtype=node.dtype, attr=node.attr))
+    return builder.build(*(new[o] for o in expr.outputs))
+
+
+@lru_cache(maxsize=1024)
+def _negated(expr: Expr) -> Expr:
+    builder = Builder()
+    return builder.build(builder.add("not", builder.copy(expr)))
+
+
+def _possible(e: _Examined, reads_values: bool) -> TracedMod:
+    """The mask of the pairs that ``e.mod`` may show whatever the loads that leave their tensors return; of no values, whatever any does."""
+    if not e.outside and reads_values:
+        return e.mod
+    slots = frozenset(error.slot for *_, error in e.outside) if reads_values else None
+    mod = e.mod if reads_values else _without_values(e.mod)
+    return replace(mod, expr=_possible_expr(mod.expr, slots))
+
+
+@lru_cache(maxsize=256)
+def _possible_expr(expr: Expr, slots: frozenset[Any] | None) -> Expr:
+    """slots: of the tensors whose entries are unknown, None for all."""
+    builder = Builder()
+    unknown: list[bool] = []
+    limits: list[tuple[int, int]] = []  # of each bool: when it must be true, and when it can be
+    false, true = builder.const(False), builder.const(True)
+
+    def negated(x: int) -> int:
+        return builder.add("not", x)
+
+    for at, node in enumerate(expr.nodes):
+        is_load = node.op == "load" and (slots is None or node.attr in slots)
+        unknown.append(is_load or node.op == "native" or any(unknown[a] for a in node.args))
+        a = [limits[i] for i in node.args]
+        if not unknown[at]:
+            known = builder.copy(expr, at) if node.dtype is torch.bool else false
+            limits.append((known, known))
+        elif node.op in ("and", "or") and node.dtype is torch.bool:
+            limits.append((builder.add(node.op, a[0][0], a[1][0]), builder.add(node.op, a[0][1], a[1][1])))
+        elif node.op == "not" and node.dtype is torch.bool:
+            limits.append((negated(a[0][1]), negated(a[0][0])))
+        elif node.op == "where" and node.dtype is torch.bool:
+            (is_sure, may_be), yes, no = a
+            must = builder.add("and", builder.add("or", negated(may_be), yes[0]), builder.add("or", is_sure, no[0]))
+            can = builder.add("or", builder.add("and", may_be, yes[1]), builder.add("and", negated(is_sure), no[1]))
+            limits.append((must, can))
+        else:
+            limits.append((false, true))
+    return builder.build(limits[expr.outputs[0]][1])

@@ -1,0 +1,1 @@
+"""The expression IR: typed operations, their text form, dependence and derivatives."""

@@ -1,0 +1,391 @@
+"""The expression IR that a mod is traced into: a flat, interned list of typed operations.
+
+An ``Expr`` guarantees that
+
+* every node's arguments stand before it, so that a reader is one loop over ``nodes``;
+* two equal subexpressions are one node, so that equal mods have equal lists and therefore equal keys;
+* every node obeys the table ``OPS``, which ``verify`` checks after each pass that builds an expression;
+* no run-time value is part of it: captured numbers are ``scalar`` slots and captured tensors ``load`` slots.
+
+A function that nobody can read (``native.py``) is one operation, ``native``, of all that a mod sees and of whole tensors (``tensor``).
+
+A dtype is a ``torch.dtype``, or Python's ``int`` or ``float`` for a *weak* number (a literal, a captured number, or arithmetic
+between such), which takes part in type promotion the way a Python number does in torch.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+
+from anyattn.mods.ir.content_key import content_key
+
+__all__ = ["INDICES", "OPS", "Builder", "DType", "Expr", "Node", "category", "is_weak", "verify", "wrapped"]
+
+DType = torch.dtype | type
+INDICES = ("b", "h", "q_idx", "kv_idx")
+
+
+class Node(NamedTuple):
+    """One operation: its name, the positions of its arguments, the dtype of its value, and a leaf's or cast's attribute."""
+
+    op: str
+    args: tuple[int, ...]
+    dtype: DType
+    attr: Hashable = None
+
+
+def is_weak(dtype: DType) -> bool:
+    return isinstance(dtype, type)
+
+
+def category(dtype: DType) -> str:
+    """``"bool"``, ``"int"`` or ``"float"``: the order in which torch promotes."""
+    if dtype is float or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        return "float"
+    return "bool" if dtype is torch.bool else "int"
+
+
+def wrapped(number: int, dtype: torch.dtype) -> int:
+    """The whole number of ``dtype`` that has the lowest bits of ``number``: what torch makes of one that is too large.
+
+    >>> wrapped(300, torch.uint8), wrapped(2**63, torch.int64) == -(2**63)
+    (44, True)
+    """
+    info = torch.iinfo(dtype)
+    return (number - info.min) % 2**info.bits + info.min
+
+
+class OpSpec(NamedTuple):
+    """What one operation accepts: argument count, operand categories, and its result: ``same`` as the operands or ``bool``."""
+
+    arity: int
+    operands: tuple[str, ...]
+    result: str
+    on_host: Callable[..., int | float | bool] | None  # the same operation on Python numbers, for weak values
+
+
+_NUMBER, _ANY, _BITS, _REAL = ("int", "float"), ("bool", "int", "float"), ("bool", "int"), ("float",)
+
+
+def _round_half_even(x: float) -> float:
+    return float(round(x)) if math.isfinite(x) else x
+
+
+def _sign(x: float) -> int | float:
+    return type(x)((x > 0) - (x < 0))
+
+
+def _on_finite(f: Callable[[float], int]) -> Callable[[float], float]:
+    return lambda x: float(f(x)) if math.isfinite(x) else x
+
+
+_UNARY_REAL: dict[str, Callable[..., float]] = {
+    "exp": math.exp,
+    "exp2": math.exp2 if hasattr(math, "exp2") else lambda x: 2.0**x,
+    "log": math.log,
+    "log2": math.log2,
+    "log1p": math.log1p,
+    "expm1": math.expm1,
+    "sqrt": math.sqrt,
+    "rsqrt": lambda x: 1.0 / math.sqrt(x),
+    "sin": math.sin,
+    "cos": math.cos,
+    "tan": math.tan,
+    "atan": math.atan,
+    "sinh": math.sinh,
+    "cosh": math.cosh,
+    "tanh": math.tanh,
+    "sigmoid": lambda x: 1.0 / (1.0 + math.exp(-x)),
+    "erf": math.erf,
+    "reciprocal": lambda x: 1.0 / x,
+    "floor": _on_finite(math.floor),
+    "ceil": _on_finite(math.ceil),
+    "trunc": _on_finite(math.trunc),
+    "round": _round_half_even,
+}
+_COMPARE: dict[str, Callable[..., bool]] = {n: getattr(operator, n) for n in ("eq", "ne", "lt", "le", "gt", "ge")}
+
+OPS: dict[str, OpSpec] = {
+    **{name: OpSpec(1, _REAL, "same", f) for name, f in _UNARY_REAL.items()},
+    "erfinv": OpSpec(1, _REAL, "same", None),
+    "neg": OpSpec(1, _NUMBER, "same", operator.neg),
+    "abs": OpSpec(1, _NUMBER, "same", abs),
+    "sign": OpSpec(1, _NUMBER, "same", _sign),
+    "not": OpSpec(1, _BITS, "same", operator.invert),
+    "add": OpSpec(2, _NUMBER, "same", operator.add),
+    "sub": OpSpec(2, _NUMBER, "same", operator.sub),
+    "mul": OpSpec(2, _NUMBER, "same", operator.mul),
+    "div": OpSpec(2, _REAL, "same", operator.truediv),
+    "floordiv": OpSpec(2, _NUMBER, "same", operator.floordiv),
+    "mod": OpSpec(2, _NUMBER, "same", operator.mod),
+    "fmod": OpSpec(2, _NUMBER, "same", None),
+    "pow": OpSpec(2, _NUMBER, "same", operator.pow),
+    "atan2": OpSpec(2, _REAL, "same", math.atan2),
+    "hypot": OpSpec(2, _REAL, "same", math.hypot),
+    "min": OpSpec(2, _NUMBER, "same", min),
+    "max": OpSpec(2, _NUMBER, "same", max),
+    "and": OpSpec(2, _BITS, "same", operator.and_),
+    "or": OpSpec(2, _BITS, "same", operator.or_),
+    "xor": OpSpec(2, _BITS, "same", operator.xor),
+    "shl": OpSpec(2, ("int",), "same", operator.lshift),
+    "shr": OpSpec(2, ("int",), "same", operator.rshift),
+    **{name: OpSpec(2, _ANY, "bool", f) for name, f in _COMPARE.items()},
+    "where": OpSpec(3, _ANY, "same", None),
+    "cast": OpSpec(1, _ANY, "any", None),
+}
+_LEAVES = ("index", "score", "const", "scalar", "load", "tensor")
+
+
+@dataclass(frozen=True, eq=False)
+class Expr:
+    """A verified, pruned expression: ``nodes`` in order and the positions of its ``outputs``.
+
+    Two expressions are equal when their content is; ``key`` is a hash of that content, the same in every process.
+    """
+
+    nodes: tuple[Node, ...]
+    outputs: tuple[int, ...]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Expr) and (self.nodes, self.outputs) == (other.nodes, other.outputs)
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    @cached_property
+    def key(self) -> str:
+        return content_key(self.nodes, self.outputs)
+
+    @property
+    def output(self) -> Node:
+        """The only output's node."""
+        (position,) = self.outputs
+        return self.nodes[position]
+
+    @cached_property
+    def tensor_slots(self) -> tuple[int, ...]:
+        """The captured tensors that are read, ascending."""
+        return tuple(sorted({node.attr for node in self.nodes if node.op in ("load", "tensor")}))  # type: ignore[type-var, misc]
+
+    @cached_property
+    def weak_arithmetic(self) -> tuple[int, ...]:
+        """The positions of whole numbers that are computed from captured ones alone (``weak.py``)."""
+        return tuple(i for i, node in enumerate(self.nodes) if node.dtype is int and node.op not in ("const", "scalar"))
+
+    @cached_property
+    def uses_score(self) -> bool:
+        return any(node.op == "score" for node in self.nodes)
+
+    def __str__(self) -> str:
+        lines = []
+        for position, node in enumerate(self.nodes):
+            dtype = str(node.dtype).removeprefix("torch.") if not is_weak(node.dtype) else node.dtype.__name__  # type: ignore[union-attr]
+            words = [node.op, *([str(node.attr)] if node.attr is not None else []), *(f"%{a}" for a in node.args)]
+            lines.append(f"%{position}: {dtype} = {' '.join(words)}")
+        return "\n".join([*lines, "-> " + ", ".join(f"%{o}" for o in self.outputs)])
+
+
+class Builder:
+    """Builds an ``Expr`` node by node; equal nodes are one, and arithmetic on literals is done at once."""
+
+    def __init__(self) -> None:
+        self.nodes: list[Node] = []
+        self._position: dict[tuple, int] = {}
+
+    def add(self, op: str, *args: int, dtype: DType | None = None, attr: Hashable = None) -> int:
+        """Position of the node ``op(*args)``; leaves and casts give their ``dtype``, other operations derive it."""
+        if op == "cast" and self.nodes[args[0]].dtype == dtype:
+            return args[0]
+        if dtype is None:
+            dtype = torch.bool if OPS[op].result == "bool" else self.nodes[args[-1]].dtype
+        node = Node(op, args, dtype, attr)
+        simpler = self._simplify(node)
+        if simpler is not None:
+            return simpler
+        # 0.0 == -0.0 and 1 == True in Python, so a literal is identified by its text; NaN would never equal itself either
+        identity = (op, args, dtype, repr(attr))
+        if identity not in self._position:
+            self._position[identity] = len(self.nodes)
+            self.nodes.append(node)
+        return self._position[identity]
+
+    def const(self, value: int | float | bool, dtype: DType | None = None) -> int:
+        if dtype is None:
+            dtype = torch.bool if isinstance(value, bool) else type(value)
+        return self.add("const", dtype=dtype, attr=value)
+
+    def cast(self, position: int, dtype: DType) -> int:
+        node = self.nodes[position]
+        if node.op == "const" and not is_weak(dtype) and node.dtype != dtype:
+            kind = category(dtype)
+            if kind == "int" and category(node.dtype) != "float":
+                return self.const(wrapped(int(node.attr), dtype), dtype)  # type: ignore[arg-type, call-overload]
+            if kind == "int" and math.isfinite(node.attr) and wrapped(int(node.attr), dtype) == int(node.attr):  # type: ignore
+                return self.const(int(node.attr), dtype)  # type: ignore[call-overload]
+            if kind != "int":
+                return self.const({"bool": bool, "float": float}[kind](node.attr), dtype)  # type: ignore[arg-type]
+        return self.add("cast", position, dtype=dtype)
+
+    def promote(self, *positions: int) -> tuple[int, ...]:
+        """The values cast to the one dtype that torch would compute their combination in."""
+        dtype = result_dtype([self.nodes[p].dtype for p in positions])
+        return tuple(self.cast(p, dtype) for p in positions)
+
+    def copy(self, expr: Expr, position: int | None = None, replace: dict[int, int] | None = None) -> int:
+        """Copies the value at ``position`` (default: the only output) of ``expr``; ``replace`` maps its positions to ours."""
+        done = dict(replace or {})
+        target = expr.outputs[0] if position is None else position
+        for old in _reachable(expr.nodes, [target], stop=done):
+            node = expr.nodes[old]
+            done[old] = self.add(node.op, *(done[a] for a in node.args), dtype=node.dtype, attr=node.attr)
+        return done[target]
+
+    def build(self, *outputs: int) -> Expr:
+        """The expression of ``outputs`` alone, renumbered in a canonical order, verified."""
+        order = _reachable(self.nodes, outputs, stop={})
+        new = {old: position for position, old in enumerate(order)}
+        nodes = tuple(self.nodes[old]._replace(args=tuple(new[a] for a in self.nodes[old].args)) for old in order)
+        expr = Expr(nodes, tuple(new[o] for o in outputs))
+        verify(expr)
+        return expr
+
+    def _literal(self, position: int) -> int | float | bool | None:
+        node = self.nodes[position]
+        return node.attr if node.op == "const" else None  # type: ignore[return-value]
+
+    def _simplify(self, node: Node) -> int | None:
+        if node.op in _LEAVES or node.op == "native":
+            return None
+        literals = [self._literal(a) for a in node.args]
+        spec = OPS[node.op]
+        if spec.on_host and None not in literals and all(is_weak(self.nodes[a].dtype) for a in node.args):
+            try:
+                return self.const(spec.on_host(*literals))
+            except (ArithmeticError, ValueError):
+                return None  # torch gives inf or nan here: leave it to run time
+        if None not in literals and category(node.dtype) != "float" and category(self.nodes[node.args[-1]].dtype) == "int":
+            folded = _on_whole_numbers(node, literals)  # type: ignore[arg-type]
+            if folded is not None:
+                return self.const(folded, node.dtype)
+        if node.op in ("and", "or") and node.dtype is torch.bool:
+            absorbing = node.op == "or"
+            for literal, this, other in ((literals[0], *node.args), (literals[1], *reversed(node.args))):
+                if literal is not None:
+                    return this if literal is absorbing else other  # type: ignore[return-value]
+            return node.args[0] if node.args[0] == node.args[1] else None
+        if node.op == "where":
+            if literals[0] is not None:
+                return node.args[1] if literals[0] else node.args[2]
+            return node.args[1] if node.args[1] == node.args[2] else None
+        if node.op == "not" and node.dtype is torch.bool:
+            if literals[0] is not None:
+                return self.const(not literals[0])
+            inner = self.nodes[node.args[0]]
+            return inner.args[0] if inner.op == "not" else None
+        if category(node.dtype) == "int" and node.op in ("add", "sub") and literals[1] == 0:
+            return node.args[0]
+        if category(node.dtype) == "int" and node.op == "add" and literals[0] == 0:
+            return node.args[1]
+        if node.op in ("mul", "div", "floordiv") and literals[1] == 1 and (node.op != "floordiv" or category(node.dtype) == "int"):
+            return node.args[0]
+        if node.op == "mul" and literals[0] == 1:
+            return node.args[1]
+        return None
+
+
+def _on_whole_numbers(node: Node, literals: list[int]) -> int | bool | None:
+    """An operation on literals of one whole dtype, None where it is left to run time."""
+    f = OPS[node.op].on_host
+    if f is None or is_weak(node.dtype) or node.op == "pow" or (node.op in ("floordiv", "mod") and literals[1] == 0):
+        return None
+    if node.dtype is torch.bool:
+        return bool(f(*literals))
+    if node.op in ("shl", "shr"):
+        bits = torch.iinfo(node.dtype).bits  # type: ignore[arg-type]
+        if not 0 <= literals[1] < bits:  # torch's: all bits leave, and to the right the sign's come in
+            return 0 if node.op == "shl" else -int(literals[0] < 0)
+    return wrapped(f(*literals), node.dtype)  # type: ignore[arg-type]
+
+
+def result_dtype(dtypes: Iterable[DType]) -> DType:
+    """torch's type promotion among scalars of these dtypes, weak numbers counting as Python numbers."""
+    dtypes = list(dtypes)
+    strong = [d for d in dtypes if not is_weak(d)]
+    weak_float = any(d is float for d in dtypes)
+    if not strong:
+        return float if weak_float else int
+    result = strong[0]
+    for dtype in strong[1:]:
+        result = torch.promote_types(result, dtype)  # type: ignore[arg-type]
+    if weak_float and category(result) != "float":
+        return torch.get_default_dtype()
+    if result is torch.bool and any(d is int for d in dtypes):
+        return torch.int64
+    return result
+
+
+def _reachable(nodes: Iterable[Node], targets: Iterable[int], stop: dict[int, int]) -> list[int]:
+    """Positions that ``targets`` need, arguments first, in the order of a depth-first walk (canonical: independent of dead nodes)."""
+    nodes = list(nodes)
+    order: list[int] = []
+    seen = set(stop)
+    stack = [(t, False) for t in reversed(list(targets))]
+    while stack:
+        position, expanded = stack.pop()
+        if position in seen:
+            continue
+        if expanded:
+            seen.add(position)
+            order.append(position)
+            continue
+        stack.append((position, True))
+        stack.extend((a, False) for a in reversed(nodes[position].args) if a not in seen)
+    return order
+
+
+def verify(expr: Expr) -> None:
+    """Asserts that every node obeys ``OPS``; a failure is a bug in the pass that built ``expr``, never a user's mistake."""
+    for position, node in enumerate(expr.nodes):
+        where = f"%{position} {node}"
+        assert all(0 <= a < position for a in node.args), f"{where}: an argument does not stand before it"
+        if node.op in _LEAVES:
+            _verify_leaf(node, [expr.nodes[a].dtype for a in node.args], where)
+            continue
+        if node.op == "native":
+            assert isinstance(node.attr, str) and node.dtype in (torch.bool, torch.float32), f"{where}: no function's name, or no mod"
+            continue
+        assert node.op in OPS, f"{where}: unknown operation"
+        spec = OPS[node.op]
+        assert len(node.args) == spec.arity, f"{where}: takes {spec.arity} arguments"
+        dtypes = [expr.nodes[a].dtype for a in node.args]
+        if node.op == "cast":
+            continue
+        if node.op == "where":
+            assert dtypes.pop(0) is torch.bool, f"{where}: the condition is not bool"
+        assert len(set(dtypes)) == 1, f"{where}: operands of several dtypes {dtypes}"
+        assert category(dtypes[0]) in spec.operands, f"{where}: takes {spec.operands} operands, not {dtypes[0]}"
+        assert node.dtype == (torch.bool if spec.result == "bool" else dtypes[0]), f"{where}: wrong result dtype"
+    assert all(0 <= o < len(expr.nodes) for o in expr.outputs), "an output that is not a node"
+
+
+def _verify_leaf(node: Node, argument_dtypes: list[DType], where: str) -> None:
+    if node.op == "index":
+        assert node.attr in INDICES and node.dtype is torch.int64, f"{where}: not an index"
+    elif node.op == "score":
+        assert node.dtype in (torch.float32, torch.float64), f"{where}: a score is float32 or float64"
+    elif node.op == "load":
+        assert isinstance(node.attr, int) and all(d is torch.int64 for d in argument_dtypes), f"{where}: indices must be int64"
+    elif node.op == "tensor":
+        assert isinstance(node.attr, int), f"{where}: not a slot"
+    elif node.op == "scalar":
+        assert isinstance(node.attr, int) and is_weak(node.dtype), f"{where}: a captured number is weak"
+    elif node.op == "const" and category(node.dtype) == "int" and not is_weak(node.dtype):
+        assert wrapped(node.attr, node.dtype) == node.attr, f"{where}: a literal outside of its dtype"  # type: ignore[arg-type]
+    assert node.op == "load" or not node.args, f"{where}: a leaf takes no arguments"

@@ -1,0 +1,1 @@
+"""Tracing: a Python function becomes an expression of the IR."""

@@ -1,0 +1,225 @@
+"""What a mod captures, and copies of it with the captured numbers replaced.
+
+``rebuild`` and ``walk`` visit the same places in the same order: closure cells, defaults, globals that the code names, functools.partial
+arguments, bound methods, callable instances. ``walk`` also says what the mod's *structure* is, so that a later function of the same code
+with other numbers and tensors is recognised without calling it. It answers None when something captured could change the mod's meaning
+unseen (a user's module, class, container, object or function attribute), or where the body may read what is no capture (grad mode, the
+clock; ``pure_names.py``): such a mod is simply traced on every call.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from anyattn.mods.tracing.pure_names import STABLE_MODULES, has_pure_name, names_of
+from anyattn.mods.tracing.random_numbers import refusing
+
+__all__ = ["Found", "is_number", "rebuild", "walk"]
+
+_CONSTANTS = (bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type(Ellipsis))
+_OWN = "anyattn.mods."
+
+
+@dataclass(frozen=True)
+class Found:
+    """The structure (hashable, equal for equal code and kinds), and the captured numbers and tensors in visiting order."""
+
+    structure: tuple
+    numbers: tuple[int | float, ...]
+    tensors: tuple[torch.Tensor, ...]
+
+
+class _Unknown(Exception):
+    pass
+
+
+@functools.lru_cache(maxsize=4096)
+def _global_names(code: types.CodeType) -> tuple[str, ...]:
+    names = list(code.co_names)
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType):
+            names.extend(_global_names(const))
+    return tuple(dict.fromkeys(names))
+
+
+def is_number(item: Any) -> bool:
+    """Whether a captured item is a run-time number. A whole number of more than 64 bits is not: only Python computes with it."""
+    return type(item) is float or (type(item) is int and -(2**63) <= item < 2**63)
+
+
+def _from_stable_module(item: Any) -> bool:
+    """Whether Python's, torch's or our own code: what has no module (a method of C code) is Python's, a function without one a user's."""
+    default = "" if isinstance(item, types.FunctionType) else "builtins"
+    return (getattr(item, "__module__", None) or default).split(".")[0] in STABLE_MODULES
+
+
+def _instance_state(item: Any) -> dict | None:
+    """The attributes of a callable instance that the rebuilt copy replaces."""
+    return vars(item) if callable(item) and not isinstance(item, type) and hasattr(item, "__dict__") else None
+
+
+# ---- copies with other numbers
+
+
+def rebuild(fn: Callable, lift: Callable[[int | float], Any]) -> Callable:
+    """A copy of ``fn`` in which every captured int and float is ``lift(number)``."""
+    return _rebuild(fn, lift, {})
+
+
+def _rebuild(item: Any, lift: Callable, done: dict[int, Any]) -> Any:
+    if is_number(item):
+        return lift(item)
+    if id(item) in done:
+        return done[id(item)]
+    if (instead := refusing(item)) is not None:
+        return instead
+    done[id(item)] = item  # a function that captures itself keeps the original inside
+    if isinstance(item, types.FunctionType):
+        copy: Any = item if _library_code(item) else _rebuild_function(item, lift, done)
+    elif isinstance(item, functools.partial):
+        inner = _rebuild(item.func, lift, done)  # before its arguments, as in _walk: numbers are known by their order
+        args = [_rebuild(a, lift, done) for a in item.args]
+        copy = functools.partial(inner, *args, **{k: _rebuild(v, lift, done) for k, v in item.keywords.items()})
+    elif isinstance(item, types.MethodType):
+        copy = types.MethodType(_rebuild(item.__func__, lift, done), _rebuild_instance(item.__self__, lift, done))
+    elif isinstance(item, types.ModuleType) or _instance_state(item) is None or (_from_stable_module(item) and not _is_own(item)):
+        copy = item
+    else:
+        copy = _rebuild_instance(item, lift, done)
+    done[id(item)] = copy
+    return copy
+
+
+def _library_code(fn: types.FunctionType) -> bool:
+    """torch's and Python's own functions hold no captured values, unless they are closures over the user's (torch's ``and_masks``)."""
+    return fn.__closure__ is None and _from_stable_module(fn) and not (fn.__module__ or "").startswith(_OWN)
+
+
+def _is_own(item: Any) -> bool:
+    return type(item).__module__.startswith(_OWN)
+
+
+def _rebuild_function(fn: types.FunctionType, lift: Callable, done: dict[int, Any]) -> types.FunctionType:
+    cells = []
+    for cell in fn.__closure__ or ():
+        try:
+            cells.append(types.CellType(_rebuild_contents(cell.cell_contents, lift, done)))
+        except ValueError:  # a cell not filled yet
+            cells.append(cell)
+    names = fn.__globals__
+    if not _from_stable_module(fn):
+        replaced = {n: _rebuild(names[n], lift, done) for n in _global_names(fn.__code__) if n in names}
+        names = {**names, **replaced}
+    defaults = fn.__defaults__ and tuple(_rebuild(d, lift, done) for d in fn.__defaults__)
+    copy = types.FunctionType(fn.__code__, names, fn.__name__, defaults, tuple(cells) or None)
+    copy.__kwdefaults__ = fn.__kwdefaults__ and {k: _rebuild(v, lift, done) for k, v in fn.__kwdefaults__.items()}
+    copy.__dict__.update(fn.__dict__)
+    return copy
+
+
+def _rebuild_contents(item: Any, lift: Callable, done: dict[int, Any]) -> Any:
+    """A cell's contents; a tuple of functions (torch's ``and_masks``) is entered too."""
+    if type(item) in (tuple, list) and any(callable(i) for i in item):
+        return type(item)(_rebuild(i, lift, done) for i in item)
+    return _rebuild(item, lift, done)
+
+
+def _rebuild_instance(item: Any, lift: Callable, done: dict[int, Any]) -> Any:
+    state = getattr(item, "__dict__", None)
+    if state is None or isinstance(item, type):
+        return item
+    try:
+        copy = object.__new__(type(item))
+    except TypeError:
+        return item
+    done[id(item)] = copy
+    copy.__dict__.update({k: _rebuild_contents(v, lift, done) for k, v in state.items()})
+    return copy
+
+
+# ---- recognising
+
+
+def walk(fn: Callable) -> Found | None:
+    """What ``fn`` captures, or None if that cannot be known without calling it."""
+    numbers: list[int | float] = []
+    tensors: list[torch.Tensor] = []
+    try:
+        structure = _walk(fn, numbers, tensors, {})
+    except _Unknown:
+        return None
+    return Found(structure, tuple(numbers), tuple(tensors))
+
+
+def _walk(item: Any, numbers: list, tensors: list, seen: dict[int, int]) -> tuple:
+    """The structure of ``item``; the first entry of each tuple says of what kind the rest is (``recognise.py`` reads them again)."""
+    if is_number(item):
+        numbers.append(item)
+        return ("number", type(item))
+    if isinstance(item, torch.Tensor):
+        tensors.append(item)
+        return ("tensor",)
+    if isinstance(item, _CONSTANTS) or type(item) is int:
+        return ("constant", type(item), item)
+    if id(item) in seen:
+        return ("again", seen[id(item)])
+    seen[id(item)] = len(seen)
+    if isinstance(item, types.FunctionType) and not _library_code(item):
+        return _walk_function(item, numbers, tensors, seen)
+    if isinstance(item, functools.partial):
+        parts = [item.func, *item.args, *item.keywords.values()]
+        return ("partial", tuple(item.keywords), tuple(_walk(p, numbers, tensors, seen) for p in parts))
+    if isinstance(item, types.ModuleType) and item.__name__.split(".")[0] in STABLE_MODULES:
+        return ("same", item)
+    is_library = isinstance(item, (types.FunctionType, types.BuiltinFunctionType, type)) and _from_stable_module(item)
+    if is_library and not _has_state(item) and has_pure_name(item):
+        return ("same", item)
+    if _is_own(item) and callable(getattr(item, "fn", None)):
+        return ("wrapped", type(item), _walk(item.fn, numbers, tensors, seen))  # the rest of a wrapped mod is made from fn
+    raise _Unknown
+
+
+def _has_state(item: Any) -> bool:
+    """Whether a built-in function is the method of some object, such as ``some_dict.get``."""
+    return not isinstance(getattr(item, "__self__", None), (types.NoneType, types.ModuleType, type))
+
+
+def _walk_contents(item: Any, numbers: list, tensors: list, seen: dict[int, int]) -> tuple:
+    if type(item) in (tuple, list) and any(callable(i) for i in item):
+        return ("sequence", type(item), tuple(_walk(i, numbers, tensors, seen) for i in item))
+    return _walk(item, numbers, tensors, seen)
+
+
+def _is_trusted(fn: types.FunctionType) -> bool:
+    """Our own closures, and those that torch joins masks by, read nothing but their cells."""
+    return (fn.__module__ or "").startswith((_OWN, "torch.nn.attention."))
+
+
+def _reads_unknown(fn: types.FunctionType) -> bool:
+    """Whether the body uses a name that could tell it anything beside its captures."""
+    is_pure, read = names_of(fn.__code__)
+    return not is_pure or not read <= fn.__globals__.keys()
+
+
+def _walk_function(fn: types.FunctionType, numbers: list, tensors: list, seen: dict[int, int]) -> tuple:
+    if fn.__dict__ or (not _is_trusted(fn) and _reads_unknown(fn)):
+        raise _Unknown  # the body may read the function's attributes, or what no capture says
+    cells = []
+    for cell in fn.__closure__ or ():
+        try:
+            cells.append(_walk_contents(cell.cell_contents, numbers, tensors, seen))
+        except ValueError:
+            cells.append(("empty",))
+    names: tuple[tuple[str, tuple], ...] = ()
+    if not _from_stable_module(fn):
+        known = fn.__globals__
+        names = tuple((n, _walk(known[n], numbers, tensors, seen) if n in known else ("empty",)) for n in _global_names(fn.__code__))
+    defaults = tuple(_walk(d, numbers, tensors, seen) for d in fn.__defaults__ or ())
+    keywords = tuple((k, _walk(d, numbers, tensors, seen)) for k, d in (fn.__kwdefaults__ or {}).items())
+    return ("function", fn.__code__, fn.__module__, tuple(cells), names, defaults, keywords)

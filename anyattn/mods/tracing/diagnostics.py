@@ -1,0 +1,235 @@
+"""Where in the user's source a mod went wrong, and what to write instead: the second half of every ``ModError``."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import dis
+import functools
+import inspect
+import linecache
+import re
+import sys
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from types import CodeType, FrameType, TracebackType
+from typing import Any, NamedTuple
+
+import torch
+
+from anyattn.errors import ModError
+
+__all__ = [
+    "FUNCTION_CURE",
+    "MODE_CURE",
+    "at_line",
+    "called_from",
+    "defined_at",
+    "failed",
+    "mod_error",
+    "raised_at",
+    "truth_cure",
+    "user_line",
+]
+
+# Frames of these are never the user's own. Whole paths: a user's folder may be called torch/ as well.
+_PACKAGES = (Path(__file__).resolve().parents[2], Path(str(torch.__file__)).resolve().parent)
+_FOLDERS = tuple(f"{folder}/".replace("\\", "/") for folder in _PACKAGES)
+_FILES = frozenset(str(m.__file__) for m in (functools, contextlib))
+_CUSTOM_GRADIENTS = (str(Path("torch", "autograd", "function.py")),)
+MODE_CURE = "take the `with` out of the mod: put it around the attention call"
+FUNCTION_CURE = "write what its forward does as plain arithmetic, of which anyattn takes the gradient itself"
+
+
+class _Span(NamedTuple):
+    """Lines from 1 and columns from 0 (in bytes), the end excluded; columns are None before Python 3.11."""
+
+    line: int
+    end_line: int
+    column: int | None = None
+    end_column: int | None = None
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_library(filename: str) -> bool:
+    if filename in _FILES or filename.startswith("<frozen"):
+        return True
+    return not filename.startswith("<") and str(Path(filename).resolve()).replace("\\", "/").startswith(_FOLDERS)
+
+
+def _user_frame() -> FrameType:
+    """The innermost frame that is the user's own; the outermost of all if none is."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and _is_library(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
+
+
+def _span(code: CodeType, instruction: int, line: int) -> _Span:
+    if not hasattr(code, "co_positions"):
+        return _Span(line, line)
+    start, end, column, end_column = next(islice(code.co_positions(), instruction // 2, None))
+    if start is None or end is None:
+        return _Span(line, line)
+    return _Span(start, end, column, end_column)
+
+
+_node_lines: list[str | None] = []  # where the nodes that run come from, innermost last
+
+
+@contextlib.contextmanager
+def at_line(stack_trace: str | None) -> Iterator[None]:
+    """What runs inside is a graph's node that was made at the end of ``stack_trace``, a traceback's text (None if not known)."""
+    _node_lines.append(stack_trace)
+    try:
+        yield
+    finally:
+        _node_lines.pop()
+
+
+def _line_of_node() -> tuple[str, str] | None:
+    """The last place in the traceback of the running node, and its text."""
+    found = re.findall(r'File "([^"\n]+)", line (\d+), in [^\n]*\n\s*([^\n]*)', (_node_lines[-1] if _node_lines else None) or "")
+    return (f"{found[-1][0]}:{found[-1][1]}", found[-1][2]) if found else None
+
+
+def user_line() -> tuple[str, str]:
+    """The place and the text of what the user's own code is doing: the lines of the expression that is being evaluated."""
+    of_node = _line_of_node()
+    if of_node is not None:
+        return of_node
+    frame = _user_frame()
+    return _quoted(frame.f_code, frame.f_lasti, frame.f_lineno)
+
+
+def _quoted(code: CodeType, instruction: int, line: int) -> tuple[str, str]:
+    span = _span(code, instruction, line)
+    lines = [linecache.getline(code.co_filename, n).strip() for n in range(span.line, span.end_line + 1)]
+    return f"{code.co_filename}:{span.line}", " ".join(filter(None, lines))
+
+
+def mod_error(problem: str, cure: str, at: tuple[str, str] | None = None) -> ModError:
+    """The error that says what is wrong, where, and how to write it instead. at: another ``user_line`` than where the user's code is."""
+    place, text = at or user_line()
+    return ModError(f"{problem}\n  at {place}\n    {text or '<source not available>'}\n  {cure}")
+
+
+def defined_at(fn: Any, word: str) -> tuple[str, str]:
+    """The first line of ``fn`` that has ``word`` in it, or else its first line, as ``user_line`` gives it."""
+    fn = inspect.unwrap(fn)
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    code = getattr(fn, "__code__", None) or getattr(type(fn).__call__, "__code__", None)
+    if code is None:
+        return repr(fn), ""
+    first = code.co_firstlineno
+    lines = sorted({first, *(line for _, _, line in code.co_lines() if line)})
+    texts = {line: linecache.getline(code.co_filename, line).strip() for line in lines}
+    line = next((line for line in lines if word in texts[line]), first)
+    return f"{code.co_filename}:{line}", texts[line]
+
+
+def called_from(outermost: CodeType) -> tuple[str, str] | None:
+    """The user's line, as ``user_line`` gives it, that applies a ``torch.autograd.Function``; None if none runs below ``outermost``."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not outermost:
+        if frame.f_code.co_filename.endswith(_CUSTOM_GRADIENTS):
+            while frame.f_back is not None and _is_library(frame.f_code.co_filename):
+                frame = frame.f_back
+            return _quoted(frame.f_code, frame.f_lasti, frame.f_lineno)
+        frame = frame.f_back
+    return None
+
+
+def raised_at(error: BaseException) -> tuple[str, str] | None:
+    """The user's innermost line on the way of ``error``, as ``user_line`` gives it; None if it passed none of theirs."""
+    ours = _last_of_the_user(error)
+    return None if ours is None else _quoted(ours.tb_frame.f_code, ours.tb_lasti, ours.tb_lineno)
+
+
+def _last_of_the_user(error: BaseException) -> TracebackType | None:
+    steps = _steps(error)
+    return next((step for step in reversed(steps) if not _is_library(step.tb_frame.f_code.co_filename)), None)
+
+
+def _steps(error: BaseException) -> list[TracebackType]:
+    steps, step = [], error.__traceback__
+    while step is not None:
+        steps.append(step)
+        step = step.tb_next
+    return steps
+
+
+def failed(error: Exception, name: str) -> ModError | None:
+    """The ``ModError`` for an exception that came out of the body of the mod called ``name``.
+
+    None for one that the user's own code raises, by ``raise`` or ``assert``, and for one that their code has no part in: those stay as
+    they are.
+    """
+    last = _last_of_the_user(error)
+    if last is None or (last.tb_next is None and _is_raised_there(last)):
+        return None
+    where = _quoted(last.tb_frame.f_code, last.tb_lasti, last.tb_lineno)
+    if any(step.tb_frame.f_code.co_filename.endswith(_CUSTOM_GRADIENTS) for step in _steps(error)):
+        return mod_error(f"{name} calls a torch.autograd.Function, whose gradient no kernel could take", FUNCTION_CURE, where)
+    cure = "a mod is arithmetic on single numbers: Python's operators, torch's functions of one element, and captured tensors by index"
+    return mod_error(f"{name} failed while it was traced: {type(error).__name__}: {error}", cure, where)
+
+
+def _is_raised_there(step: TracebackType) -> bool:
+    code = step.tb_frame.f_code.co_code
+    return dis.opname[code[step.tb_lasti]] in ("RAISE_VARARGS", "RERAISE")
+
+
+_CURES = {
+    "and": "use & instead of `and`, with parentheses around each comparison: (a < b) & (c < d)",
+    "or": "use | instead of `or`, with parentheses around each comparison: (a < b) | (c < d)",
+    "not": "use ~ instead of `not`: ~(a < b)",
+    "chain": "split the chained comparison and join it with &: (a <= b) & (b < c)",
+    "extreme": "use torch.minimum / torch.maximum instead of min / max",
+    "branch": "use torch.where(condition, value_if_true, value_if_false) instead of branching on an index or a score",
+    "": "compare with torch operations (&, |, ~, torch.where): there is no Python truth value per (q, kv)",
+}
+
+
+def truth_cure() -> str:
+    """What to write instead of the Python construct that has just asked a symbolic value for its truth."""
+    frame = _user_frame()
+    span = _span(frame.f_code, frame.f_lasti, frame.f_lineno)
+    tree = _parsed(frame.f_code.co_filename)
+    if tree is None:
+        return _CURES[""]
+    around = [(node, kind) for node in ast.walk(tree) if _covers(node, span) and (kind := _truth_of(node))]
+    # ast.walk goes from the outside in: the last is the innermost
+    return _CURES[around[-1][1] if around else ""]
+
+
+@functools.lru_cache(maxsize=16)
+def _parsed(filename: str) -> ast.Module | None:
+    try:
+        return ast.parse("".join(linecache.getlines(filename)))
+    except (SyntaxError, ValueError):
+        return None
+
+
+def _covers(node: ast.AST, span: _Span) -> bool:
+    if not isinstance(node, (ast.expr, ast.stmt)) or node.end_lineno is None or node.end_col_offset is None:
+        return False
+    if span.column is None or span.end_column is None:
+        return node.lineno <= span.line and span.end_line <= node.end_lineno
+    starts_before = (node.lineno, node.col_offset) <= (span.line, span.column)
+    return starts_before and (span.end_line, span.end_column) <= (node.end_lineno, node.end_col_offset)
+
+
+def _truth_of(node: ast.AST) -> str:
+    """Which construct that needs a Python truth value ``node`` is, '' if none."""
+    if isinstance(node, ast.BoolOp):
+        return "and" if isinstance(node.op, ast.And) else "or"
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        return "not"
+    if isinstance(node, ast.Compare) and len(node.ops) > 1:
+        return "chain"
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("min", "max", "sorted"):
+        return "extreme"
+    return "branch" if isinstance(node, (ast.If, ast.IfExp, ast.While, ast.Assert)) else ""

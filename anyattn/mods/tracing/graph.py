@@ -1,0 +1,80 @@
+"""A mod that a compiler hands over as a graph: the graph runs on symbolic values, as a user's function does in ``trace.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anyattn.mods.tracing.diagnostics import FUNCTION_CURE, MODE_CURE, at_line, mod_error
+from anyattn.mods.tracing.symbolic import Value
+from anyattn.mods.tracing.trace import InterceptCaptured, TracedMod, Tracer, finished, inputs_of
+
+__all__ = ["trace_graph"]
+
+# How graphs say that a part of them computes under another mode.
+_MODE_CHANGES = {torch._C._set_grad_enabled: "grad mode", torch.amp.autocast_mode._enter_autocast: "autocast"}
+
+
+class _Run(torch.fx.Interpreter):
+    """Runs a graph on symbolic values; an error in it names the line of the user's that became the node.
+
+    numbers: those that the compiler keeps symbolic, by scalar slot; ``run`` adds to them.
+    """
+
+    extra_traceback = False
+
+    def __init__(self, graph: torch.fx.GraphModule, tracer: Tracer, score_dtype: torch.dtype):
+        super().__init__(graph, garbage_collect_values=False)
+        self.tracer, self.score_dtype = tracer, score_dtype
+        self.numbers: list[Any] = []
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        with at_line(n.stack_trace):
+            return super().run_node(n)
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if getattr(target, "_name", "") == "autograd_function_apply":
+            raise mod_error("a mod applies a torch.autograd.Function, whose backward no kernel could call", FUNCTION_CURE)
+        if target in _MODE_CHANGES:
+            raise mod_error(f"a mod changes {_MODE_CHANGES[target]} while it computes", MODE_CURE)
+        return super().call_function(target, args, kwargs)
+
+    def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:
+        found = super().call_method(target, args, kwargs)
+        return self.lifted(found)  # a captured float that has changed comes as a tensor's item()
+
+    def lifted(self, item: Any) -> Any:
+        """What a symbolic number is in the mod: a run-time scalar; other operands are as they are."""
+        if isinstance(item, torch.SymFloat):
+            # a sum, for torch keeps a float symbolic only where it meets tensors in operations that it knows
+            return self.real(torch.zeros((), dtype=torch.float64) + item)  # type: ignore[operator]
+        if not isinstance(item, torch.SymInt):
+            return item
+        self.numbers.append(item)
+        return Value(self.tracer, self.tracer.add("scalar", dtype=int, attr=len(self.numbers) - 1))
+
+    def real(self, number: Tensor) -> Value:
+        """A captured float that stands in a tensor of rank 0: in the score's dtype, as torch takes a Python float beside a score."""
+        value = Value.lift(self.tracer, number)
+        return Value(self.tracer, self.tracer.cast(value.node, self.score_dtype))
+
+
+def trace_graph(
+    graph: torch.fx.GraphModule, kind: str, captured: Sequence[Any], *, name: str, score_dtype: torch.dtype, device: torch.device
+) -> TracedMod:
+    """The ``TracedMod`` of a graph of (score, b, h, q_idx, kv_idx, *captured), or of the same without score.
+
+    captured: tensors, and the numbers that the compiler keeps symbolic, which become run-time scalars. name: the mod's, in messages.
+    Raises ``ModError`` for a graph that the IR cannot express.
+    """
+    tracer = Tracer(device)
+    runner = _Run(graph, tracer, score_dtype)
+    arguments = [*inputs_of(tracer, kind, score_dtype), *map(runner.lifted, captured)]
+    with InterceptCaptured(tracer):
+        result = runner.run(*arguments, enable_io_processing=False)
+    if isinstance(result, (tuple, list)) and len(result) == 1:
+        (result,) = result
+    return finished(result, tracer, kind, score_dtype, runner.numbers, name)

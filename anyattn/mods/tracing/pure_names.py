@@ -1,0 +1,87 @@
+"""The names that a mod's code may use and still mean the same at every trace.
+
+A trace is remembered by what the mod captures. Whatever else the body reads (grad mode, autocast, ``table.requires_grad``, the clock, a
+global that it looks up by text) is reached through some name: an attribute, a built-in function, an import. Code that uses other names
+than these is traced on every call. A name that is missing here costs time, one too many costs a wrong result.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import math
+import operator
+from types import CodeType
+from typing import Any
+
+import torch
+
+from anyattn.mods.tracing.functions import FUNCTIONS
+
+__all__ = ["STABLE_MODULES", "has_pure_name", "names_of"]
+
+STABLE_MODULES = ("torch", "math", "operator", "functools", "numpy", "anyattn", "builtins")
+
+_BUILTINS = frozenset(
+    (
+        "abs", "all", "any", "bool", "complex", "dict", "divmod", "enumerate", "filter", "float", "frozenset", "int", "isinstance", "len",
+        "list", "map", "max", "min", "pow", "print", "range", "reversed", "round", "set", "slice", "sorted", "str", "sum", "tuple", "zip",
+        "AssertionError", "Exception", "IndexError", "KeyError", "NotImplementedError", "RuntimeError", "TypeError", "ValueError",
+    )
+)  # fmt: skip
+_METADATA = ("shape", "size", "dim", "ndim", "ndimension", "numel", "nelement", "dtype", "device", "is_floating_point")
+_LIMITS = ("finfo", "iinfo", "eps", "tiny", "smallest_normal", "bits")
+_FOLDERS = ("nn", "functional", "special", "attention", "flex_attention", "masks", "scores", "mods")
+_OF_TENSORS = (
+    "all", "amax", "amin", "any", "arange", "argmax", "argmin", "cat", "cumsum", "detach", "dot", "full", "inner", "item", "mean", "narrow",
+    "norm", "ones", "prod", "roll", "select", "stack", "std", "sum", "tolist", "unsqueeze", "var", "zeros", "T", "mT",
+)  # fmt: skip
+_OTHERS = ("inf", "nan", "pi", "e", "Tensor", "Size", "partial", "reduce", "noop_mask", "and_masks", "or_masks", "mod", "then")
+_OPENING = ("attrgetter", "methodcaller", "type")  # `type` of a tensor may be a subclass, and `x.type()` is text
+
+_PURE = (
+    frozenset((*FUNCTIONS, *_METADATA, *_LIMITS, *_FOLDERS, *_OF_TENSORS, *_OTHERS, *STABLE_MODULES))
+    | {name.removeprefix("special_") for name in FUNCTIONS}
+    | {name for module in (math, operator) for name in vars(module) if not name.startswith("_")}
+    | {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+) - frozenset(_OPENING)
+
+_ATTRIBUTES = frozenset(("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "IMPORT_FROM"))
+_GLOBALS = frozenset(("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"))
+_WRITES = frozenset(("STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_BUILD_CLASS", "IMPORT_STAR"))
+
+
+@functools.lru_cache(maxsize=1)
+def _library() -> frozenset[str]:
+    """The makers of masks and scores, which hang on nothing but their arguments."""
+    from anyattn.mods import masks, scores
+
+    return frozenset((*masks.__all__, *scores.__all__))
+
+
+def _is_pure(name: str) -> bool:
+    return name in _PURE or name in _library()
+
+
+def has_pure_name(item: Any) -> bool:
+    """Whether a library's function or class that a mod captures is one whose result hangs on its arguments alone."""
+    name = getattr(item, "__name__", "")
+    return name in _BUILTINS or _is_pure(name)
+
+
+@functools.lru_cache(maxsize=4096)
+def names_of(code: CodeType) -> tuple[bool, frozenset[str]]:
+    """(whether the body uses nothing but pure attributes and imports, the globals it reads that are no pure built-in functions)."""
+    is_pure, read = True, set()
+    for instruction in dis.get_instructions(code):
+        kind, name = instruction.opname, instruction.argval
+        is_import = kind == "IMPORT_NAME" and name.split(".")[0] not in STABLE_MODULES
+        if is_import or kind in _WRITES or (kind in _ATTRIBUTES and not _is_pure(name)):
+            is_pure = False
+        elif kind in _GLOBALS and name not in _BUILTINS:
+            read.add(name)
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            also_pure, also_read = names_of(inner)
+            is_pure, read = is_pure and also_pure, read | also_read
+    return is_pure, frozenset(read)

@@ -1,0 +1,110 @@
+"""Random numbers inside a mod, refused: drawn while the mod is traced, they would be one number for all pairs.
+
+torch's own reach the tracer's function mode by name. Python's and NumPy's do not: what a mod captures of them is replaced by an object that
+raises at the user's line, and draws that go round it are seen by the state of the two global generators.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+from anyattn.mods.tracing.diagnostics import defined_at, mod_error
+
+__all__ = ["RANDOM_CURE", "check_draws", "generators_state", "is_random", "refuse_random", "refusing"]
+
+RANDOM_CURE = (
+    "compute it from the position instead, which gives every pair its own number and the backward pass the same one: a hash of a captured "
+    "seed, b, h, q_idx and kv_idx in integer arithmetic, such as x = ((seed + b) * 1000003 + h) * 1000003 + q_idx; x = x * 1000003 + "
+    "kv_idx; x = (x ^ (x >> 15)) * 2146121005; x = (x ^ (x >> 13)) & 0xFFFFFF, of which x / 2 ** 24 is in [0, 1)"
+)
+
+_DRAWS = frozenset(
+    (
+        "alpha_dropout", "bernoulli", "binomial", "cauchy", "dropout", "dropout1d", "dropout2d", "dropout3d", "exponential",
+        "feature_alpha_dropout", "feature_dropout", "geometric", "gumbel_softmax", "log_normal", "multinomial", "native_dropout", "normal",
+        "poisson", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "random", "randperm", "rrelu", "uniform",
+    )
+)  # fmt: skip
+_MT19937 = 624 * 4 + 4  # bytes: its words, and the place among them
+_CALLS = 5  # other threads draw too, but hardly during each of five calls
+
+
+def is_random(name: str) -> bool:
+    """Whether torch's function of this name draws random numbers; in-place ones end in an underscore, and ``__rand__`` is ``&``."""
+    return name.rstrip("_") in _DRAWS
+
+
+def refuse_random(what: str) -> None:
+    """Raises the ``ModError`` of a mod that draws random numbers by ``what``."""
+    raise mod_error(f"{what} is a random number, and would be one and the same for all (b, h, q_idx, kv_idx)", RANDOM_CURE)
+
+
+class _Refusing:
+    """Stands for a source of random numbers that a mod captures."""
+
+    def __init__(self, what: str):
+        self._what = what
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        refuse_random(f"{self._what}.{name}")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        refuse_random(self._what)
+
+
+class _NumPy(types.ModuleType):
+    """NumPy without ``numpy.random``."""
+
+    def __getattr__(self, name: str) -> Any:
+        return _Refusing("numpy.random") if name == "random" else getattr(sys.modules["numpy"], name)
+
+
+def refusing(item: Any) -> Any:
+    """What stands for ``item`` in a traced mod if it is, or belongs to, a source of random numbers; None for anything else."""
+    if isinstance(item, types.ModuleType):
+        if item.__name__ == "numpy":
+            return _NumPy("numpy")
+        return _Refusing(item.__name__) if item.__name__ in ("random", "secrets", "numpy.random") else None
+    owner = getattr(item, "__self__", None) if isinstance(item, (types.MethodType, types.BuiltinFunctionType)) else item
+    if _is_generator(owner):
+        return _Refusing(type(owner).__name__ if owner is item else f"{type(owner).__name__}.{item.__name__}")
+    if isinstance(item, types.FunctionType) and item.__module__ in ("random", "secrets"):
+        return _Refusing(f"{item.__module__}.{item.__name__}")
+    return None
+
+
+def _is_generator(item: Any) -> bool:
+    if isinstance(item, random.Random):
+        return True
+    numpys = sys.modules.get("numpy.random")
+    return numpys is not None and isinstance(item, (numpys.Generator, numpys.RandomState))
+
+
+def generators_state() -> tuple:
+    """The state of Python's and of NumPy's global generator, to be compared with a later one."""
+    numpys = sys.modules.get("numpy.random")
+    if numpys is None:
+        return (random.getstate(),)
+    generator = numpys.get_bit_generator() if hasattr(numpys, "get_bit_generator") else None
+    if generator is None or type(generator) is not numpys.MT19937:
+        return random.getstate(), repr(numpys.get_state() if generator is None else generator.state)
+    return random.getstate(), ctypes.string_at(generator.ctypes.state_address, _MT19937)  # a tenth of the time of get_state
+
+
+def check_draws(fn: Any, before: tuple, again: Callable[[], Any]) -> None:
+    """Raises ``ModError`` if the mod ``fn`` draws from a global generator. before: their state before it was called; again: calls it."""
+    for _ in range(_CALLS):
+        # NumPy's generator may have been loaded between the two
+        if not any(a != b for a, b in zip(before, generators_state(), strict=False)):
+            return
+        before = generators_state()
+        again()
+    problem = "a mod draws random numbers, which would be one and the same for all (b, h, q_idx, kv_idx)"
+    raise mod_error(problem, RANDOM_CURE, defined_at(fn, "random"))

@@ -1,0 +1,500 @@
+"""The symbolic values that a mod computes with while it is traced.
+
+A ``Value`` stands for one number inside the mod: an index, the score, a captured number, or anything computed from them. It answers to
+Python's operators, to torch's functions (through ``__torch_function__``) and to the tensor methods of the table below, and records each
+as a node. A ``View`` is a captured tensor of which some dimensions are still to be indexed; computed with, it is a row (``vectors.py``).
+What has no meaning as one number per (q, kv), such as a Python ``if``, raises ``ModError`` with the user's line and the cure.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from anyattn.mods.ir.expr import OPS, Builder, category, is_weak, result_dtype
+from anyattn.mods.tracing.activations import ACTIVATIONS, rounded_to
+from anyattn.mods.tracing.arguments import check_call, refuse_bare, refuse_outside
+from anyattn.mods.tracing.diagnostics import mod_error, truth_cure
+from anyattn.mods.tracing.random_numbers import is_random, refuse_random
+from anyattn.mods.tracing.vectors import Vector, as_vector, cuts, from_values, refuse_many, spelled_out
+
+__all__ = ["FUNCTIONS", "NeedsNumber", "Value", "View", "builder_in", "cast"]
+
+
+class NeedsNumber(Exception):
+    """The mod's body needs these captured numbers as Python numbers (``range(n)``): trace again with them as constants."""
+
+    def __init__(self, slots: frozenset[int]):
+        self.slots = slots
+
+
+class View:
+    """A captured tensor with some dimensions indexed: ``indices[d]`` is a node, or None while dimension d is still whole."""
+
+    def __init__(self, builder: Builder, slot: int, tensor: torch.Tensor, indices: tuple[int | None, ...]):
+        self.builder, self.slot, self.tensor, self.indices = builder, slot, tensor, indices
+        self.dtype, self.device = tensor.dtype, tensor.device
+
+    __hash__ = object.__hash__
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name in FUNCTIONS:
+            return lambda *args, **kwargs: _call(name, self, *args, **kwargs)
+        raise mod_error(f"a mod cannot use .{name} of a captured tensor indexed in part", "index every dimension, as in table[h, q_idx]")
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        return Value.__torch_function__(func, types, args, kwargs)
+
+    ndim = property(lambda self: len(self.shape))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(n for n, i in zip(self.tensor.shape, self.indices, strict=True) if i is None)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __iter__(self) -> Any:
+        raise mod_error("a mod cannot loop over a captured tensor", "index it: table[q_idx], or loop over range(n)")
+
+    def components(self) -> Vector:
+        """The row that is left, element by element."""
+        refuse_many(self.shape)
+        made = [self[place] for place in itertools.product(*map(range, self.shape))]
+        return from_values(made, self.shape)
+
+    def __getitem__(self, key: Any) -> Any:
+        keys = list(key) if isinstance(key, tuple) else [key]
+        if any(k is None or cuts(k) for k in keys):
+            keys = spelled_out(keys, self.ndim)
+            whole = self[tuple(slice(None) if isinstance(k, slice) else k for k in keys if k is not None)]
+            return as_vector(whole, self.builder)[tuple(k for k in keys if k is None or isinstance(k, slice))]
+        rank = len(self.shape)
+        if Ellipsis in [k for k in keys if not isinstance(k, (Value, View, torch.Tensor))]:
+            at = next(i for i, k in enumerate(keys) if k is Ellipsis)
+            keys[at : at + 1] = [slice(None)] * (rank - len(keys) + 1)
+        if len(keys) > rank:
+            raise mod_error(
+                f"a captured tensor of shape {tuple(self.tensor.shape)} is indexed with {len(keys)} indices where {rank} dimensions are "
+                f"left",
+                "give one index per dimension",
+            )
+        indices = list(self.indices)
+        open_dims = [d for d, i in enumerate(indices) if i is None]
+        for dim, item in zip(open_dims, keys, strict=False):
+            if not (isinstance(item, slice) and item == slice(None)):
+                indices[dim] = self._index(item, dim)
+        return View(self.builder, self.slot, self.tensor, tuple(indices)).settled()
+
+    def _index(self, item: Any, dim: int) -> int:
+        size = self.tensor.shape[dim]
+        if hasattr(item, "__index__") and not isinstance(item, (bool, Value, torch.Tensor)):
+            item = operator.index(item)
+            if not -size <= item < size:
+                raise mod_error(f"index {item} is out of range for dimension {dim} of size {size}", f"use {-size} to {size - 1}")
+            return self.builder.const(item % size, torch.int64)
+        if isinstance(item, torch.Tensor) and item.ndim == 0 and not item.is_floating_point() and item.dtype is not torch.bool:
+            item = Value.lift(self.builder, item)
+        if isinstance(item, View):
+            item = item.settled(required=True)
+        if not isinstance(item, Value):
+            raise mod_error(
+                f"a captured tensor is indexed with {type(item).__name__} {item!r}",
+                "use an integer, or an integer computed from b, h, q_idx, kv_idx, one per dimension (slices other than : are taken "
+                "outside the mod)",
+            )
+        if category(item.kind) != "int":
+            raise mod_error(f"a captured tensor is indexed with a {item.kind} value", "convert it: table[x.to(torch.int64)]")
+        return self.builder.cast(item.node, torch.int64)
+
+    def settled(self, required: bool = False) -> Any:
+        """The loaded ``Value`` once every dimension is indexed, before that the view itself (an error if ``required``)."""
+        if None not in self.indices:
+            load = self.builder.add("load", *self.indices, dtype=self.tensor.dtype, attr=self.slot)  # type: ignore[arg-type]
+            return Value(self.builder, load)
+        if required:
+            raise mod_error(
+                f"a captured tensor of shape {tuple(self.tensor.shape)} still has shape {self.shape} where one number is needed",
+                "index every dimension, as in table[h, q_idx]",
+            )
+        return self
+
+
+class Value:
+    """One number per (b, h, q_idx, kv_idx), as a node of ``builder``."""
+
+    def __init__(self, builder: Builder, node: int):
+        self.builder, self.node = builder, node
+
+    # -- what a tensor of rank 0 says of itself
+    shape, ndim = torch.Size(()), 0
+
+    @property
+    def kind(self) -> torch.dtype | type:
+        return self.builder.nodes[self.node].dtype
+
+    @property
+    def dtype(self) -> torch.dtype:
+        if self.kind is float:
+            return torch.get_default_dtype()
+        return torch.int64 if self.kind is int else self.kind  # type: ignore[return-value]
+
+    @property
+    def device(self) -> torch.device:
+        return self.builder.device  # type: ignore[attr-defined]
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether a tensor of rank 0, and not a Python number."""
+        return not is_weak(self.kind)
+
+    def dim(self) -> int:
+        return 0
+
+    def size(self) -> torch.Size:
+        return torch.Size(())
+
+    def is_floating_point(self) -> bool:
+        return category(self.kind) == "float"
+
+    @staticmethod
+    def lift(builder: Builder, item: Any) -> Value:
+        """``item`` as a value: itself, a literal, or a captured tensor of rank 0."""
+        if isinstance(item, Value):
+            return item
+        if isinstance(item, Vector):
+            cure = "index every dimension, as in table[h, q_idx], or reduce the row: .sum(-1), .any(-1)"
+            raise mod_error(f"a row of shape {tuple(item.shape)} stands where one number is needed", cure, item.made_at)
+        if isinstance(item, View):
+            return item.settled(required=True)
+        if isinstance(item, torch.Tensor):
+            return builder.capture(item).settled(required=True)  # type: ignore[attr-defined]
+        if hasattr(item, "item") and getattr(item, "shape", None) == ():  # numpy scalars; np.float64 is a float as well
+            item = item.item()
+        if isinstance(item, int) and not -(2**63) <= item < 2**64:
+            raise mod_error(f"the number {item} has more than the 64 bits of torch's whole numbers", "use one of 64 bits, or a float")
+        for number in (bool, int, float):
+            if isinstance(item, number):  # an IntEnum member is an int: the IR knows exact types only
+                return Value(builder, builder.const(number(item)))
+        cure = "use numbers, indices, the score and captured tensors"
+        if type(item).__module__ == "numpy":
+            cure += "; wrap an array outside the mod: table = torch.from_numpy(array)"
+        raise mod_error(f"a mod cannot compute with a {type(item).__name__}", cure)
+
+    # -- what Python asks of a number
+    def python_number(self, use: str, cure: str = "") -> Any:
+        """Asks for a trace in which this is a Python number; ``ModError`` where it can be none."""
+        scalars = _scalar_slots(self.builder, self.node)
+        if scalars is not None:
+            raise NeedsNumber(scalars)
+        raise mod_error(f"{use} needs one Python number, but this value differs per (b, h, q_idx, kv_idx)", cure or truth_cure())
+
+    def __bool__(self) -> bool:
+        return self.python_number("a truth value")
+
+    def __int__(self) -> int:
+        return self.python_number("int()")
+
+    def __index__(self) -> int:
+        cure = "a table is a tensor made outside the mod: table = torch.tensor(a_list); range() and sizes take captured numbers"
+        return self.python_number("a Python index or range()", cure)
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        """NumPy asks for it when an array is indexed with a value, or one of its functions is called on it."""
+        cure = "wrap a table outside the mod, table = torch.from_numpy(array), and use torch's functions"
+        return self.python_number("NumPy", cure)
+
+    def __float__(self) -> float:
+        return self.python_number("float()")
+
+    def item(self) -> Any:
+        return self.python_number(".item()")
+
+    def tolist(self) -> Any:
+        return self.python_number(".tolist()")
+
+    def __iter__(self) -> Any:
+        raise mod_error("a mod's index or score is one number and cannot be looped over", "loop over range(n) with a Python number n")
+
+    def __len__(self) -> int:
+        raise mod_error("a mod's index or score is one number and has no len()", "use captured tensor.shape for sizes")
+
+    def __contains__(self, item: Any) -> bool:
+        raise mod_error("`in` has no meaning per (q, kv)", "write it with == and |")
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __repr__(self) -> str:
+        return f"<a {self.kind} value that differs per (b, h, q_idx, kv_idx)>"
+
+    def __round__(self, digits: int | None = None) -> Value:
+        return _call("round", self) if digits is None else _call("round", self, decimals=digits)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name in FUNCTIONS and hasattr(torch.Tensor, name):
+            function = "where of a tensor" if name == "where" else name
+            return lambda *args, **kwargs: _call(function, self, *args, **kwargs)
+        if is_random(name):
+            refuse_random(f"torch.Tensor.{name}")
+        raise mod_error(f"tensor method or attribute .{name} has no meaning inside a mod", _supported())
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *args: Any, **kwargs: Any) -> Any:
+        """numpy's functions, which ``np.float64(2) * q_idx`` calls too."""
+        name = {"power": "pow", "left_shift": "lshift", "right_shift": "rshift"}.get(ufunc.__name__, ufunc.__name__)
+        if method != "__call__" or kwargs or name not in FUNCTIONS:
+            raise mod_error(f"numpy's {ufunc.__name__} has no meaning inside a mod", _supported())
+        x, *rest = args
+        return _call(name, x if isinstance(x, Value) else Value.lift(self.builder, x), *rest)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        raw = getattr(func, "__name__", str(func))
+        name = raw.strip("_") if raw.startswith("__") else raw
+        if func is torch.Tensor.where:
+            name = "where of a tensor"
+        if isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)) and not str(func).startswith("aten."):
+            raise mod_error(f"torch.ops.{func} is no operator of torch's own, whatever its name", _supported())
+        if name.endswith("_") and name[:-1] in FUNCTIONS:
+            raise mod_error(f"torch.{name} writes into a tensor, and a mod has none", f"use what {name[:-1]} returns")
+        if name not in FUNCTIONS:
+            _ask_for_numbers((*args, *(kwargs or {}).values()))
+            raise mod_error(f"torch.{name} has no meaning inside a mod", _supported())
+        return _call(name, *args, **(kwargs or {}))
+
+
+def _scalar_slots(builder: Builder, node: int) -> frozenset[int] | None:
+    """The captured numbers that ``node`` is computed from, None if it depends on anything else."""
+    slots, stack = set(), [node]
+    while stack:
+        current = builder.nodes[stack.pop()]
+        if current.op in ("index", "score", "load"):
+            return None
+        if current.op == "scalar":
+            slots.add(current.attr)
+        stack.extend(current.args)
+    return frozenset(slots)  # type: ignore[arg-type]
+
+
+def _ask_for_numbers(items: Any) -> None:
+    """Asks for the captured numbers in ``items`` as Python numbers, where nothing else in it is symbolic: ``torch.arange(n)``."""
+    values = [item for given in items for item in (given if isinstance(given, (list, tuple)) else (given,))]
+    slots = [_scalar_slots(item.builder, item.node) for item in values if isinstance(item, Value)]
+    if slots and None not in slots and not any(isinstance(item, View) for item in values):
+        raise NeedsNumber(frozenset().union(*slots))  # type: ignore[arg-type]
+
+
+# ---- the functions a mod may call, by the name that torch and Tensor share; functions.py completes them
+
+
+def _call(name: str, *args: Any, **kwargs: Any) -> Any:
+    """torch's function ``name``, once every argument is known to be one that ours understands."""
+    function = FUNCTIONS[name]
+    return function(*args, **check_call(name, function, args, kwargs))
+
+
+def builder_in(items: Any) -> Builder | None:
+    """The builder of the first symbolic value among ``items``, lists and tuples in it included."""
+    for item in items:
+        if isinstance(item, (Value, View)):
+            return item.builder
+        if isinstance(item, (list, tuple)) and (found := builder_in(item)) is not None:
+            return found
+    return None
+
+
+def _values(*items: Any) -> tuple[Builder, list[Value]]:
+    builder = builder_in(items)
+    assert builder is not None, "called without a symbolic value"
+    return builder, [Value.lift(builder, i) for i in items]
+
+
+def _real(builder: Builder, value: Value) -> int:
+    """The value's node in the float dtype that torch computes it in."""
+    if category(value.kind) == "float":
+        return value.node
+    return builder.cast(value.node, float if value.kind is int else torch.get_default_dtype())
+
+
+def _unary(op: str) -> Callable[..., Value]:
+    def apply(input: Any) -> Value:
+        builder, (value,) = _values(input)
+        refuse_bare(value)
+        is_cut = op in ("floor", "ceil", "trunc", "round")
+        if is_cut and category(value.kind) == "int":
+            return value  # whole already
+        if category(value.kind) not in OPS[op].operands and OPS[op].operands == ("float",) and not is_cut:
+            return Value(builder, builder.add(op, _real(builder, value)))
+        if category(value.kind) not in OPS[op].operands:
+            raise mod_error(f"`{op}` does not apply to a {value.kind} value", "convert it first, as in x.to(torch.int64)")
+        return Value(builder, builder.add(op, value.node))
+
+    return apply
+
+
+def _binary(op: str, swapped: bool = False) -> Callable[..., Value]:
+    def apply(input: Any, other: Any) -> Value:
+        if isinstance(input, (str, type(None))) or isinstance(other, (str, type(None))):
+            raise mod_error(f"a mod cannot compute with {input!r} and {other!r}", "use numbers, indices, the score and captured tensors")
+        builder, (a, b) = _values(*((other, input) if swapped else (input, other)))
+        refuse_bare(a, b)
+        left, right = builder.promote(a.node, b.node)
+        sides = builder.nodes[left], builder.nodes[right]
+        if sides[0].dtype is int and any(isinstance(n.attr, int) and n.attr >= 2**63 for n in sides):  # Python's arithmetic, not torch's
+            raise NeedsNumber(_scalar_slots(builder, left) | _scalar_slots(builder, right))  # type: ignore[operator]
+        name = op
+        if builder.nodes[left].dtype is torch.bool:
+            name = {"add": "or", "mul": "and", "max": "or", "min": "and"}.get(op, op)  # torch's meaning of + and * on bools
+        kind = category(builder.nodes[left].dtype)
+        if name in ("div", "atan2") and kind != "float":
+            left, right = _real(builder, Value(builder, left)), _real(builder, Value(builder, right))
+        elif kind not in OPS[name].operands:
+            raise mod_error(f"`{op}` does not apply to {a.kind} and {b.kind}", "convert one side, as in x.to(torch.int64)")
+        return Value(builder, builder.add(name, left, right))
+
+    return apply
+
+
+def _div(input: Any, other: Any, rounding_mode: str | None = None) -> Value:
+    if rounding_mode is None:
+        return _binary("div")(input, other)
+    if rounding_mode == "floor":
+        return _binary("floordiv")(input, other)
+    if rounding_mode != "trunc":
+        raise mod_error(f"div is given rounding_mode={rounding_mode!r}", "use None, 'trunc' or 'floor'")
+    _, (a, b) = _values(input, other)
+    whole = category(result_dtype([a.kind, b.kind])) != "float"
+    if not whole:
+        return _unary("trunc")(_binary("div")(a, b))
+    return _binary("floordiv")(_binary("sub")(a, _binary("fmod")(a, b)), b)  # without its rest there is nothing to round
+
+
+def _clamp(input: Any, min: Any = None, max: Any = None) -> Value:
+    if min is None and max is None:
+        raise mod_error("clamp is given neither min nor max", "give one, as in torch.clamp(x, min=0)")
+    _, (value, *ends) = _values(input, *(end for end in (min, max) if end is not None))
+    refuse_bare(value, *ends)
+    for end in ends:
+        refuse_outside(end, result_dtype([value.kind, end.kind]), "clamp")
+    if min is not None:
+        input = _binary("max")(input, min)
+    return input if max is None else _binary("min")(input, max)
+
+
+def _where(condition: Any, input: Any, other: Any) -> Value:
+    builder, (c, x, y) = _values(condition, input, other)
+    if c.kind is not torch.bool:
+        raise mod_error(f"torch.where's condition is a {c.kind} value", "compare it: torch.where(x != 0, a, b)")
+    refuse_bare(x, y)
+    for value in (x, y):
+        refuse_outside(value, result_dtype([x.kind, y.kind]), "torch.where")
+    left, right = builder.promote(x.node, y.node)
+    if is_weak(builder.nodes[left].dtype):  # torch.where(c, 1, 0) is a tensor, no longer a Python number
+        strong = torch.get_default_dtype() if builder.nodes[left].dtype is float else torch.int64
+        left, right = builder.cast(left, strong), builder.cast(right, strong)
+    return Value(builder, builder.add("where", c.node, left, right))
+
+
+def cast(value: Any, dtype: torch.dtype) -> Value:
+    builder, (value,) = _values(value)
+    return Value(builder, builder.cast(value.node, dtype))
+
+
+def _logical(op: str) -> Callable[..., Value]:
+    def apply(input: Any, other: Any) -> Value:
+        _, (a, b) = _values(input, other)
+        return _binary(op)(cast(a, torch.bool), cast(b, torch.bool))
+
+    return apply
+
+
+def _getitem(x: Any, key: Any) -> Any:
+    if isinstance(x, torch.Tensor):
+        x = builder_in((key,)).capture(x)  # type: ignore[union-attr]
+    if isinstance(x, Value):
+        if x.is_tensor and all(k is None or k is Ellipsis for k in (key if isinstance(key, tuple) else (key,))):
+            return as_vector(x, x.builder)[key]
+        raise mod_error("a mod's index or score is one number and cannot be indexed", "index the captured tensor instead")
+    return x[key]
+
+
+def _pow(input: Any, exponent: Any) -> Value:
+    builder, (a, b) = _values(input, exponent)
+    if type(exponent) is int and exponent == 2 and a.kind is not torch.bool:
+        return _binary("mul")(a, a)
+    literal = builder.nodes[b.node].attr if builder.nodes[b.node].op == "const" else None
+    if category(result_dtype([a.kind, b.kind])) == "int" and (literal is None or literal < 0):  # type: ignore[operator]
+        cure = "make one side a float: 2.0 ** n, or use 1 << n"
+        raise mod_error("an integer raised to an integer that is not a literal of 0 or more", cure)
+    return _binary("pow")(a, b)
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    **{name: _unary(name) for name in OPS if OPS[name].arity == 1 and name not in ("not", "cast")},
+    **{name: _binary(op) for op in ("add", "sub", "mul", "floordiv", "mod", "fmod") for name in (op,)},
+    **{name: _binary(name) for name in ("eq", "ne", "lt", "le", "gt", "ge", "and", "or", "xor")},
+    **{"r" + name: _binary(name, swapped=True) for name in ("add", "sub", "mul", "floordiv", "mod", "and", "or", "xor")},
+    "fix": _unary("trunc"),
+    "sgn": _unary("sign"),
+    "negative": _unary("neg"),
+    "absolute": _unary("abs"),
+    "special_expit": _unary("sigmoid"),
+    **{f"special_{name}": _unary(name) for name in ("erf", "erfinv", "exp2", "expm1", "log1p")},
+    "arctan": _unary("atan"),
+    **dict.fromkeys(("atan2", "arctan2"), _binary("atan2")),
+    "hypot": _binary("hypot"),
+    **dict.fromkeys(("round", "special_round"), rounded_to(_unary("round"))),
+    **ACTIVATIONS,
+    "invert": _unary("not"),
+    "bitwise_not": _unary("not"),
+    "logical_not": lambda input: _unary("not")(cast(input, torch.bool)),
+    "pos": lambda x: x,
+    "multiply": _binary("mul"),
+    "div": _div,
+    "divide": _div,
+    "truediv": _binary("div"),
+    "rtruediv": _binary("div", swapped=True),
+    "true_divide": _binary("div"),
+    "rdiv": _binary("div", swapped=True),
+    "floor_divide": _binary("floordiv"),
+    "remainder": _binary("mod"),
+    "pow": _pow,
+    "rpow": lambda input, other: _pow(_values(input, other)[1][1], input),
+    "square": lambda input: _pow(input, 2),
+    "minimum": _binary("min"),
+    "maximum": _binary("max"),
+    "clamp": _clamp,
+    "clip": _clamp,
+    "clamp_min": lambda input, min: _binary("max")(input, min),
+    "clamp_max": lambda input, max: _binary("min")(input, max),
+    "where": _where,
+    "bitwise_and": _binary("and"),
+    "bitwise_or": _binary("or"),
+    "bitwise_xor": _binary("xor"),
+    "logical_and": _logical("and"),
+    "logical_or": _logical("or"),
+    "logical_xor": _logical("xor"),
+    "lshift": _binary("shl"),
+    "rshift": _binary("shr"),
+    "rlshift": _binary("shl", swapped=True),
+    "rrshift": _binary("shr", swapped=True),
+    "bitwise_left_shift": _binary("shl"),
+    "bitwise_right_shift": _binary("shr"),
+    **{name: _binary(op) for name, op in {"greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le"}.items()},
+    "not_equal": _binary("ne"),
+    "getitem": _getitem,
+}  # fmt: skip
+
+
+def _supported() -> str:
+    names = ", ".join(sorted(name for name in FUNCTIONS if " " not in name))
+    return f"a mod is arithmetic on single numbers; it may use Python's operators and: {names}"

@@ -1,0 +1,425 @@
+"""Traces a user's mod into the IR by calling it once on symbolic values.
+
+Captured numbers become run-time scalars: the function that is called is a copy whose numeric closure cells, defaults, globals and
+instance attributes hold symbolic numbers. Where the body needs a Python number after all (``range(n)``, or arithmetic among captured
+numbers of more than 64 bits), that one number is traced again as a constant and becomes part of the key. Captured tensors become run-time
+inputs when they are indexed (or, at rank 0, computed with).
+
+A trace costs about 0.1 ms. ``recognise.py`` knows a function seen before, with other values in its captures, and skips it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from types import FunctionType
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from anyattn.errors import ModError
+from anyattn.fast_dataclass import OfFields
+from anyattn.mods.ir.expr import Builder, DType, Expr, category
+from anyattn.mods.tracing import closure
+from anyattn.mods.tracing.diagnostics import FUNCTION_CURE, MODE_CURE, called_from, failed, mod_error
+from anyattn.mods.tracing.fingerprint import Pattern, Reading, recognise
+from anyattn.mods.tracing.random_numbers import check_draws, generators_state, is_random, refuse_random
+from anyattn.mods.tracing.symbolic import NeedsNumber, Value, View
+from anyattn.mods.tracing.vectors import Vector
+from anyattn.mods.tracing.weak_captures import slots_in_question, strayed
+
+__all__ = [
+    "InterceptCaptured",
+    "Source",
+    "TracedMod",
+    "Tracer",
+    "finished",
+    "inputs_of",
+    "is_native",
+    "name_of",
+    "refuse_native",
+    "trace",
+]
+
+_is_grad_enabled = torch.is_grad_enabled
+_is_autocast = torch._C._is_any_autocast_enabled  # type: ignore[attr-defined]
+_INPUTS = {"mask": ("b", "h", "q_idx", "kv_idx"), "score": ("score", "b", "h", "q_idx", "kv_idx")}
+
+
+class Source(NamedTuple):
+    """Where a mod's run-time values come from: which of the numbers, and of the tensors (aux_tensors last), that its reading finds."""
+
+    pattern: Pattern
+    scalars: tuple[int, ...]
+    tensors: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class TracedMod(OfFields):
+    """A mod ready to run: its program and the run-time values of this call.
+
+    kind: ``"mask"`` (output torch.bool) or ``"score"`` (output of the score's dtype).
+    scalars: the captured numbers, by scalar slot. tensors: the captured tensors, by tensor slot.
+    source: how to find them again in a mod of the same pattern, None where only a trace can tell.
+    """
+
+    kind: str
+    expr: Expr
+    scalars: tuple[int | float, ...]
+    tensors: tuple[torch.Tensor, ...]
+    name: str = field(compare=False, default="mod")
+    source: Source | None = field(compare=False, default=None, repr=False)
+
+    @property
+    def key(self) -> str:
+        return self.expr.key
+
+
+class Tracer(Builder):
+    """A builder that also numbers the captured tensors and numbers it meets."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+        self.tensors: list[torch.Tensor] = []
+        self.reads_values = False  # the body asked a captured tensor for what is no part of the memo's key: this trace holds just now
+        self.wants_grad: bool | None = None  # grad mode around the call of the body
+        self.wants_autocast: bool | None = None  # and autocast
+
+    def add(self, op: str, *args: int, dtype: DType | None = None, attr: Hashable = None) -> int:
+        if self.wants_grad is not None and not (self.wants_grad and _is_grad_enabled()):
+            self._check_grad_mode()
+        if self.wants_autocast is not None and _is_autocast() is not self.wants_autocast:
+            raise mod_error("a mod changes autocast while it computes", MODE_CURE)
+        return super().add(op, *args, dtype=dtype, attr=attr)
+
+    def _check_grad_mode(self) -> None:
+        """A custom function runs its forward, and a ``with torch.no_grad()`` its body, where no gradient is recorded."""
+        applied = called_from(_run.__code__)
+        if applied is not None:
+            raise mod_error("a mod applies a torch.autograd.Function, whose backward no kernel could call", FUNCTION_CURE, applied)
+        if _is_grad_enabled() is not self.wants_grad:
+            raise mod_error("a mod computes under another grad mode than it is called in", MODE_CURE)
+
+    def capture(self, tensor: torch.Tensor) -> Any:
+        if tensor.layout is not torch.strided or tensor.is_complex() or tensor.is_quantized:
+            raise mod_error(f"a captured tensor is {tensor.layout} {tensor.dtype}", "capture a dense tensor of a real dtype")
+        if tensor.dtype is torch.uint64:
+            raise mod_error("a captured tensor is torch.uint64", "capture it as torch.int64, whose sums and products have the same bits")
+        slot = next((i for i, t in enumerate(self.tensors) if t is tensor), None)
+        if slot is None:
+            slot = len(self.tensors)
+            self.tensors.append(tensor)
+        return View(self, slot, tensor, (None,) * tensor.ndim)
+
+
+# What a captured tensor says of itself that belongs to the memo's key: its shape, dtype and device.
+_METADATA = frozenset(("size", "dim", "ndimension", "numel", "nelement", "__len__", "is_floating_point", "element_size", "get_device"))
+_PROPERTIES = frozenset(("shape", "dtype", "device", "ndim", "itemsize", "nbytes", "is_cuda", "is_cpu", "is_meta"))
+
+
+def _is_metadata(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    return getattr(func.__self__, "__name__", "") in _PROPERTIES if name == "__get__" else name in _METADATA
+
+
+class InterceptCaptured(TorchFunctionMode):
+    """Sends torch calls that involve a symbolic value to the table of functions; ``tensor[value]`` reaches only a mode."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        super().__init__()
+        self.tracer = tracer
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if is_random(name := getattr(func, "__name__", "")):
+            refuse_random(f"torch.{name}")
+        if any(_is_symbolic(a) for a in (*args, *kwargs.values())):
+            return Value.__torch_function__(func, types, args, kwargs)
+        result = func(*args, **kwargs)
+        of_a_tensor = any(isinstance(a, torch.Tensor) for a in args)
+        if of_a_tensor and not isinstance(result, torch.Tensor) and not _is_metadata(func):
+            self.tracer.reads_values = True
+        return result
+
+
+def _is_symbolic(item: Any) -> bool:
+    return isinstance(item, (Value, View, Vector)) or (isinstance(item, (tuple, list)) and any(_is_symbolic(i) for i in item))
+
+
+def name_of(fn: Callable) -> str:
+    """What a mod is called in messages: a wrapped mod's name, else the function's, else its class's."""
+    if isinstance(getattr(fn, "name", None), str):
+        return fn.name  # type: ignore[attr-defined]
+    inner = getattr(fn, "func", None) or fn
+    return getattr(inner, "__name__", None) or type(inner).__name__
+
+
+def is_native(fn: Any) -> bool:
+    """Whether ``fn`` was made by ``@cute.jit``, as CuTe DSL marks it; asks without importing CuTe."""
+    return getattr(fn, "_decorator_kind", None) == "jit" and hasattr(fn, "_dsl_cls")
+
+
+def refuse_native(fn: Any, kind: str) -> None:
+    """Raises ``ModError`` for a CuTe function, also under ``functools.partial``."""
+    if is_native(getattr(fn, "func", fn)):
+        raise _unreadable(f"{kind}_mod {name_of(fn)!r} is", kind)
+
+
+def _unreadable(what: str, kind: str) -> ModError:
+    return ModError(
+        f"{what} a CuTe function (@cute.jit), which cannot be read here, but only run by the Hopper kernel: pass the CuTe function itself "
+        f"to an attention function with backend='hopper', or write it as plain Python of ({', '.join(_INPUTS[kind])})"
+    )
+
+
+def trace(
+    fn: Callable,
+    kind: str,
+    *,
+    score_dtype: torch.dtype = torch.float32,
+    aux_tensors: Sequence[torch.Tensor] | None = None,
+    device: torch.device | str = "cpu",
+) -> TracedMod:
+    """The ``TracedMod`` of a user's function.
+
+    fn: any callable of ``(b, h, q_idx, kv_idx)`` for a mask or ``(score, b, h, q_idx, kv_idx)`` for a score, each with an optional
+    trailing ``aux_tensors``. score_dtype: float32, or float64 for float64 inputs. aux_tensors: what the trailing argument receives.
+
+    Raises ``TypeError`` for a wrong number of arguments and ``ModError`` for a body that the IR cannot express.
+
+    >>> trace(lambda b, h, q, k: q >= k, "mask").expr.output.op
+    'ge'
+    """
+    if isinstance(fn, TracedMod):
+        return fn
+    refuse_native(fn, kind)
+    reading = recognise(fn)
+    takes_aux = _takes_aux(fn, kind, aux_tensors, reading)
+    aux = list(aux_tensors) if takes_aux and aux_tensors is not None else []
+    is_known = reading is not None and not _has_symbolic_sizes([*reading.tensors, *aux])
+    memo = _Memo.of(reading, kind, score_dtype, aux, torch.device(device)) if reading is not None and is_known else None
+    if memo is not None and (known := memo.lookup(fn)) is not None:
+        return known
+    before = generators_state() if reading is None else None  # the names that a pattern's code uses draw nothing
+    pinned: frozenset[int] = frozenset()
+    while True:
+        try:
+            expr, tracer, numbers = _run(fn, kind, score_dtype, aux if takes_aux else None, pinned, torch.device(device))
+            more = strayed(expr, numbers)
+            if not more:
+                break
+            pinned |= more
+        except NeedsNumber as need:
+            pinned |= need.slots
+        except ModError:
+            raise
+        except Exception as error:
+            every = _every_slot(fn) if isinstance(error, TypeError) else pinned
+            if not every <= pinned:  # torch.arange(n) asks nothing of a symbolic n, but refuses it
+                pinned = every
+                continue
+            told = _told(error, fn, kind)
+            if told is None:
+                raise
+            raise told from error
+    if before is not None:
+        check_draws(fn, before, lambda: _run(fn, kind, score_dtype, aux if takes_aux else None, pinned, torch.device(device)))
+    expr, scalars, tensors = _compact(expr, numbers, tracer.tensors)
+    source = memo.remember(expr, scalars, tensors, numbers, pinned) if memo is not None and not tracer.reads_values else None
+    return TracedMod(kind, expr, tuple(numbers[s] for s in scalars), tuple(tensors), name_of(fn), source)
+
+
+def _has_symbolic_sizes(tensors: list[torch.Tensor]) -> bool:
+    """Whether an export leaves a size open: such sizes are no key."""
+    for t in tensors:
+        for n in t.shape:
+            if type(n) is not int:
+                return True
+    return False
+
+
+def _every_slot(fn: Callable) -> frozenset[int]:
+    """The slots of all numbers that ``fn`` captures."""
+    found: list[int | float] = []
+    closure.rebuild(fn, lambda number: found.append(number) or number)  # type: ignore[func-returns-value]
+    return frozenset(range(len(found)))
+
+
+def _told(error: Exception, fn: Callable, kind: str) -> ModError | None:
+    """What the caller is told of an exception that came out of a mod's body; None where the exception says it as well."""
+    if type(error).__module__.startswith("cutlass"):
+        return _unreadable(f"{kind}_mod {name_of(fn)!r} calls", kind)
+    return failed(error, f"{kind}_mod {name_of(fn)!r}")
+
+
+def _takes_aux(fn: Callable, kind: str, aux_tensors: Sequence | None, reading: Reading | None) -> bool:
+    """Whether ``fn`` is to get aux_tensors; once a signature was looked at, its pattern knows."""
+    if reading is None:
+        return _signature_takes_aux(fn, kind, aux_tensors)
+    known, asked = reading.pattern.takes_aux, (kind, aux_tensors is not None)
+    if asked not in known:
+        known[asked] = _signature_takes_aux(fn, kind, aux_tensors)
+    return known[asked]
+
+
+def _signature_takes_aux(fn: Callable, kind: str, aux_tensors: Sequence | None) -> bool:
+    if not callable(fn):
+        raise TypeError(f"{kind}_mod is a {type(fn).__name__}; wanted a function of ({', '.join(_INPUTS[kind])})")
+    wanted = len(_INPUTS[kind])
+    found = _arguments(fn)
+    if found is None:
+        return False
+    positional, required, takes_any = found
+    if takes_any:
+        return aux_tensors is not None and required > wanted
+    if required == wanted + 1 or (required <= wanted < len(positional) and positional[wanted] == "aux_tensors"):
+        if aux_tensors is None and required == wanted + 1:
+            raise TypeError(
+                f"{kind}_mod {name_of(fn)!r} takes {wanted + 1} arguments, the last being aux_tensors, but the call passes no "
+                f"aux_tensors; pass aux_tensors=[...] or write it with {wanted} arguments ({', '.join(_INPUTS[kind])})"
+            )
+        return aux_tensors is not None
+    if required > wanted or len(positional) < wanted:
+        raise TypeError(
+            f"{kind}_mod {name_of(fn)!r} takes {required} arguments; wanted {wanted} ({', '.join(_INPUTS[kind])}) "
+            f"or {wanted + 1} with a trailing aux_tensors"
+        )
+    return False
+
+
+_PRETENDERS = frozenset(("__wrapped__", "__signature__"))
+
+
+def _arguments(fn: Callable) -> tuple[tuple[str, ...], int, bool] | None:
+    """The names of the positional arguments, how many of them are required, and whether any more are taken; None if it does not say."""
+    is_function = type(fn) is FunctionType
+    called, skipped = (fn, 0) if is_function else (type(fn).__call__, 1)
+    pretends = called.__dict__ if is_function else _PRETENDERS.intersection(getattr(fn, "__dict__", ()))
+    if type(called) is FunctionType and not pretends:
+        code = called.__code__  # what inspect would find, in a tenth of the time: this is on the way of every call
+        names = code.co_varnames[skipped : code.co_argcount]
+        return names, len(names) - len(called.__defaults__ or ()), bool(code.co_flags & inspect.CO_VARARGS)
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    required = sum(p.default is p.empty for p in positional)
+    return tuple(p.name for p in positional), required, any(p.kind is p.VAR_POSITIONAL for p in parameters)
+
+
+def _run(
+    fn: Callable, kind: str, score_dtype: torch.dtype, aux: list | None, pinned: frozenset[int], device: torch.device
+) -> tuple[Expr, Tracer, list[int | float]]:
+    """One trace: the expression with scalar slots numbered as ``captures`` finds the numbers."""
+    tracer = Tracer(device)
+    numbers: list[int | float] = []
+
+    def lift(number: int | float) -> Any:
+        slot = len(numbers)
+        numbers.append(number)
+        if slot in pinned:
+            return number
+        return Value(tracer, tracer.add("scalar", dtype=type(number), attr=slot))
+
+    lifted = closure.rebuild(fn, lift)
+    tracer.wants_grad, tracer.wants_autocast = _is_grad_enabled(), _is_autocast()
+    with InterceptCaptured(tracer):
+        result = lifted(*inputs_of(tracer, kind, score_dtype), *([aux] if aux is not None else []))
+        return tracer.build(_result_node(result, tracer, kind, score_dtype, name_of(fn))), tracer, numbers
+
+
+def inputs_of(tracer: Tracer, kind: str, score_dtype: torch.dtype) -> list[Value]:
+    """The symbolic values that a mod is called with."""
+    leaves = (
+        tracer.add("score", dtype=score_dtype) if name == "score" else tracer.add("index", dtype=torch.int64, attr=name)
+        for name in _INPUTS[kind]
+    )
+    return [Value(tracer, leaf) for leaf in leaves]
+
+
+def finished(result: Any, tracer: Tracer, kind: str, score_dtype: torch.dtype, numbers: list, name: str) -> TracedMod:
+    """The traced mod of what a call on ``inputs_of`` returned; ``numbers`` are the captured ones, by scalar slot."""
+    with InterceptCaptured(tracer):
+        expr = tracer.build(_result_node(result, tracer, kind, score_dtype, name))
+    expr, scalars, tensors = _compact(expr, numbers, tracer.tensors)
+    return TracedMod(kind, expr, tuple(numbers[s] for s in scalars), tuple(tensors), name)
+
+
+def _result_node(result: Any, tracer: Tracer, kind: str, score_dtype: torch.dtype, name: str) -> int:
+    if isinstance(result, (tuple, list, dict, str, type(None))):
+        raise ModError(
+            f"{kind}_mod {name!r} returned {'nothing' if result is None else type(result).__name__}; "
+            f"return one {'bool' if kind == 'mask' else 'score'} (is a `return` missing?)"
+        )
+    value = Value.lift(tracer, result)
+    if kind == "mask":
+        if value.kind is not torch.bool:
+            raise ModError(f"mask_mod {name!r} returned a {value.kind} value; return a bool, as in `x != 0` or `q_idx >= kv_idx`")
+        return value.node
+    if category(value.kind) == "bool":
+        raise ModError(f"score_mod {name!r} returned a bool; a condition on positions is a mask: pass it as mask_mod")
+    return tracer.cast(value.node, score_dtype)
+
+
+def _compact(expr: Expr, numbers: list, tensors: list[torch.Tensor]) -> tuple[Expr, list[int], list[torch.Tensor]]:
+    """Renumbers scalar and tensor slots by first use, so that equal mods have equal keys whatever else they capture."""
+    scalars: list[int] = []
+    slots: list[int] = []
+    nodes = []
+    for node in expr.nodes:
+        if node.op in ("scalar", "load"):
+            order = scalars if node.op == "scalar" else slots
+            if node.attr not in order:
+                order.append(node.attr)  # type: ignore[arg-type]
+            node = node._replace(attr=order.index(node.attr))  # type: ignore[arg-type]
+        nodes.append(node)
+    return Expr(tuple(nodes), expr.outputs), scalars, [tensors[s] for s in slots]
+
+
+class _Memo:
+    """What earlier traces of the same code taught, looked up by code and kinds of captures, then by the numbers that were pinned."""
+
+    table: ClassVar[dict[tuple, list[tuple]]] = {}
+
+    def __init__(self, identity: tuple, reading: Reading, kind: str, tensors: list[torch.Tensor]):
+        self.identity, self.reading, self.kind, self.tensors = identity, reading, kind, tensors
+
+    @classmethod
+    def of(cls, reading: Reading, kind: str, score_dtype: torch.dtype, aux: list, device: torch.device) -> _Memo:
+        tensors = [*reading.tensors, *aux]
+        described = tuple((t.dtype, t.shape, t.device) for t in tensors)
+        same = tuple(next(j for j, u in enumerate(tensors) if u is t) for t in tensors) if len(tensors) > 1 else ()
+        default = torch.get_default_dtype()  # what captured floats make of integers
+        return cls((reading.pattern, len(aux), kind, score_dtype, default, described, same, device), reading, kind, tensors)
+
+    def lookup(self, fn: Callable) -> TracedMod | None:
+        found = self.reading.numbers
+        for expr, pinned, source in self.table.get(self.identity, ()):
+            if all(_same_number(found[s], value) for s, value in pinned):
+                numbers, tensors = tuple([found[s] for s in source.scalars]), tuple([self.tensors[p] for p in source.tensors])
+                if strayed(expr, numbers):
+                    continue
+                return TracedMod(self.kind, expr, numbers, tensors, name_of(fn), source)  # equal programs have names of their own
+        return None
+
+    def remember(self, expr: Expr, scalars: list[int], tensors: list, numbers: list, pinned: frozenset[int]) -> Source | None:
+        paths = [next((i for i, t in enumerate(self.tensors) if t is tensor), -1) for tensor in tensors]
+        if -1 in paths or len(numbers) != len(self.reading.numbers):
+            return None  # the body made a tensor of its own (a view, a constant): its values are this trace's only
+        entries = self.table.setdefault(self.identity, [])
+        if len(entries) >= 64:  # a number that changes each call is needed as a Python number: remembering would only grow
+            entries.clear()
+        if len(self.table) > 4096:
+            self.table.clear()
+        self.reading.pattern.fix((*pinned, *(scalars[slot] for slot in slots_in_question(expr))))
+        source = Source(self.reading.pattern, tuple(scalars), tuple(paths))
+        entries.append((expr, tuple((s, numbers[s]) for s in sorted(pinned)), source))
+        return source
+
+
+def _same_number(a: Any, b: Any) -> bool:
+    return type(a) is type(b) and (a == b or (a != a and b != b))

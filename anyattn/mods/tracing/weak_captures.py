@@ -1,0 +1,100 @@
+"""Captured whole numbers for which a program does not hold, so that they become constants of another one.
+
+Arithmetic among captured numbers is Python's in the user's function: it has no end, and fails in ways of its own. A traced mod computes it
+in 64 bits; where a call's numbers leave those, the user's function is traced with Python's own numbers, and what comes out meets tensors
+as it does in torch. So is one whose numbers come so near to the ends of 64 bits that sums with positions wrap around, where the program's
+analysis takes for granted that they do not.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from functools import lru_cache
+
+from anyattn.mods.ir.dependence import FAR_NUMBER, relies_on_near_numbers
+from anyattn.mods.ir.expr import OPS, Expr
+
+__all__ = ["NEAR_NUMBER", "bits_of_numbers", "numbers_of_bits", "slots_in_question", "strayed"]
+
+NEAR_NUMBER = 2**29  # captured whole numbers below it leave room in 32 bits for a sum of few, and for positions
+_MOST_SHIFT = 64  # 1 << n is as long as n says
+
+
+def strayed(expr: Expr, numbers: Sequence[int | float]) -> frozenset[int]:
+    """The slots of captured numbers with which ``expr`` is not what the user wrote; ``numbers`` by slot.
+
+    >>> from anyattn.mods.tracing.trace import trace
+    >>> expr = trace(lambda b, h, q, k, n=3: q * (n * n) >= k, "mask").expr
+    >>> [sorted(strayed(expr, (n,))) for n in (7, 2**32)]
+    [[], [0]]
+    """
+    if not slots_in_question(expr):
+        return frozenset()
+    found: frozenset[int] = frozenset()
+    if relies_on_near_numbers(expr):
+        found = frozenset(s for s in _whole_slots(expr) if not -FAR_NUMBER < numbers[s] < FAR_NUMBER)
+    values: dict[int, int | float] = {}
+    for at in expr.weak_arithmetic:
+        node = expr.nodes[at]
+        args = []
+        for a in node.args:
+            leaf = expr.nodes[a]
+            args.append(leaf.attr if leaf.op == "const" else numbers[leaf.attr] if leaf.op == "scalar" else values.get(a))  # type: ignore
+        value = _computed(node.op, args)
+        if value is None:
+            found |= _slots_below(expr, at)
+        else:
+            values[at] = value
+    return found
+
+
+@lru_cache(maxsize=4096)
+def slots_in_question(expr: Expr) -> frozenset[int]:
+    """The slots of the numbers on whose values ``strayed`` hangs."""
+    found = _whole_slots(expr) if relies_on_near_numbers(expr) else frozenset()
+    return found.union(*(_slots_below(expr, at) for at in expr.weak_arithmetic))
+
+
+def _whole_slots(expr: Expr) -> frozenset[int]:
+    return frozenset(int(node.attr) for node in expr.nodes if node.op == "scalar" and node.dtype is int)  # type: ignore[call-overload]
+
+
+def _computed(op: str, args: list) -> int | float | None:
+    """What Python computes, None where that is no whole number of 64 bits."""
+    if None in args or (op == "shl" and args[1] > _MOST_SHIFT):
+        return None
+    try:
+        value = int(args[0]) if op == "cast" else OPS[op].on_host(*args)  # type: ignore[misc]
+    except (ArithmeticError, ValueError, TypeError):
+        return None
+    return value if isinstance(value, int) and -(2**63) <= value < 2**63 else None
+
+
+def _slots_below(expr: Expr, at: int) -> frozenset[int]:
+    """The captured numbers that a node is computed from."""
+    slots, stack = set(), [at]
+    while stack:
+        node = expr.nodes[stack.pop()]
+        if node.op == "scalar":
+            slots.add(int(node.attr))  # type: ignore[call-overload]
+        stack.extend(node.args)
+    return frozenset(slots)
+
+
+# ---- captured numbers as bits
+
+
+def bits_of_numbers(numbers: Sequence[int | float]) -> tuple[int, ...]:
+    """Captured numbers as integers of 64 bits, a float as its own: nothing is rounded on the way.
+
+    >>> numbers_of_bits(bits_of_numbers((2**53 + 1, 0.1)), (int, float))
+    (9007199254740993, 0.1)
+    """
+    # (an int, or a compiler's stand-in for one)
+    return tuple(struct.unpack("<q", struct.pack("<d", n))[0] if isinstance(n, float) else n for n in numbers)
+
+
+def numbers_of_bits(bits: Sequence[int], kinds: Sequence[type]) -> tuple[int | float, ...]:
+    """What ``bits_of_numbers`` was given."""
+    return tuple(x if kind is int else struct.unpack("<d", struct.pack("<q", x))[0] for x, kind in zip(bits, kinds, strict=True))

@@ -1,0 +1,146 @@
+"""The planner: pure functions from ``Problem`` and ``Hardware`` to a ``Plan``; it chooses a backend, which then makes its own plan."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from dataclasses import replace
+from functools import lru_cache
+
+import torch
+
+from anyattn.errors import BackendError
+from anyattn.hardware import Hardware
+from anyattn.mods.tracing.cute_mod import has_native
+from anyattn.plan import BACKENDS, Backward, Plan
+from anyattn.problem import Problem
+
+__all__ = ["appender", "available", "choose", "combiner", "for_backward"]
+
+
+def available(hardware: Hardware) -> dict[str, str | None]:
+    """For each backend None if it can run here, else why not."""
+    return {"torch": None, "triton": _reason_against_triton(hardware), "hopper": _reason_against_hopper(hardware)}
+
+
+@lru_cache(maxsize=16)
+def _reason_against_triton(hardware: Hardware) -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed: pip install 'anyattn[triton]'"
+    if hardware.device != "cuda":
+        from anyattn.triton_tools.interpreter import is_interpreting
+
+        if hardware.device == "cpu" and is_interpreting():
+            return None
+        return f"it needs a GPU, and the tensors are on {hardware.device} (for tests TRITON_INTERPRET=1 runs its kernels on a CPU)"
+    if hardware.capability is not None and hardware.capability < (8, 0):
+        return f"it needs compute capability 8.0 or newer, and {hardware.name} has {'.'.join(map(str, hardware.capability))}"
+    return None
+
+
+@lru_cache(maxsize=16)  # looking for a package costs 10 us
+def _reason_against_hopper(hardware: Hardware) -> str | None:
+    if hardware.device != "cuda" or hardware.capability is None:
+        return f"it needs an NVIDIA GPU, and the tensors are on {hardware.device}"
+    if torch.version.hip is not None:  # some of AMD's GPUs say 9.0 too
+        return f"it needs an NVIDIA GPU, and {hardware.name} is AMD's"
+    if hardware.capability != (9, 0):
+        return f"it needs compute capability 9.0 (H100, H200), and {hardware.name} has {'.'.join(map(str, hardware.capability))}"
+    if importlib.util.find_spec("cutlass") is None:
+        return "nvidia-cutlass-dsl is not installed: pip install 'anyattn[cute]'"
+    return None
+
+
+def choose(problem: Problem, hardware: Hardware, backend: str | None = None, options: dict[str, int] | None = None) -> Plan:
+    """The plan for ``problem`` on ``hardware``; ``backend`` insists on one, ``options`` (``validate.flex.kernel_options``) on numbers.
+
+    Raises ``ValueError`` for a name that is no backend and ``BackendError`` for one that cannot run this problem.
+    """
+    if backend is not None and backend not in BACKENDS:
+        raise ValueError(f"backend={backend!r} is not a backend; wanted None (choose for me) or one of {', '.join(map(repr, BACKENDS))}")
+    possible = available(hardware)
+    _check_native(problem, backend, possible["hopper"])
+    if backend is not None:
+        reason = possible[backend]
+        if reason is not None:
+            raise BackendError(f"backend={backend!r} cannot run here: {reason}; pass backend=None to let anyattn choose")
+        against = _reason_against_problem(backend, problem)
+        if against:
+            raise BackendError(f"backend={backend!r} cannot run this call: {against}; pass backend=None to let anyattn choose")
+        return _plan_of(backend, problem, hardware, "asked for", options or {})
+    reasons = []
+    for name in ("hopper", "triton"):
+        against = possible[name] or _reason_against_problem(name, problem)
+        if not against and hardware.device == "cpu":
+            against = "its interpreter is for tests"
+        if not against:
+            reasons.append(f"{hardware.name} has it, and the call is of its kind")
+            return _plan_of(name, problem, hardware, "; ".join(reasons), options or {})
+        reasons.append(f"for {name}, {against}")
+    return _plan_of("torch", problem, hardware, "; ".join(reasons), options or {})
+
+
+def _plan_of(name: str, problem: Problem, hardware: Hardware, reason: str, options: dict[str, int]) -> Plan:
+    """The plan that backend ``name`` makes; GPU backends are told who computes the backward pass."""
+    if name == "torch":
+        from anyattn.backends.torch.plan import plan_of
+
+        made = plan_of(problem, hardware, reason, options)
+    elif name == "hopper":
+        from anyattn.backends.hopper.plan import plan_of as hopper_plan_of
+
+        made = hopper_plan_of(problem, reason, options, _backward_of(problem, hardware))
+    else:
+        from anyattn.backends.triton.plan import plan_of as triton_plan_of
+
+        return triton_plan_of(problem, hardware, reason, options, _backward_of(problem, hardware))
+    if not options.get("autotune"):
+        return made
+    return replace(made, is_tuned=True, why=(*made.why, f"autotune: {name} itself has no tiles to measure"))
+
+
+def _check_native(problem: Problem, backend: str | None, against: str | None) -> None:
+    """Raises ``BackendError`` where a CuTe function would have to be asked by anything but the Hopper kernel."""
+    native = has_native((problem.score, *problem.predicates))
+    if native is None:
+        return
+    named = f"backend={backend!r} is named; pass backend='hopper'" if backend in ("torch", "triton") else None
+    reason = named or against or _reason_against_problem("hopper", problem)
+    if reason and problem.has_pairs:  # asked last: on a GPU it may wait
+        raise BackendError(f"only the Hopper kernel can run {native}, a CuTe function: {reason}; or write it as plain Python")
+
+
+def for_backward(plan: Plan, problem: Problem, hardware: Hardware) -> Plan:
+    """The plan for the backward pass of what ``plan`` computed forward, with the log-sum-exp kept where it is another backend's."""
+    if not plan.backward:
+        return plan
+    options = {"autotune": 1} if plan.is_tuned else None
+    # how rows were dealt to tiles is the forward pass's own
+    return replace(choose(problem.like(packs=None), hardware, plan.backward, options), whole_spans=False)
+
+
+def _backward_of(problem: Problem, hardware: Hardware) -> Backward:
+    """Triton if it can, else torch."""
+    from anyattn.backends.triton.plan import reason_against_backward, why_deterministic
+
+    against = _reason_against_triton(hardware) or reason_against_backward(problem)
+    return Backward("torch", against) if against else Backward("triton", why=why_deterministic(problem))
+
+
+def _reason_against_problem(name: str, problem: Problem) -> str | None:
+    if name == "torch":
+        return None
+    found: str | None = importlib.import_module(f"anyattn.backends.{name}.plan").reason_against(problem)
+    return found
+
+
+def appender(plan: Plan, hardware: Hardware) -> str | None:
+    """The backend whose kernel takes a decoder's step before the attention of ``plan``; None where torch operations do."""
+    has_kernel = plan.backend != "torch" and _reason_against_triton(hardware) is None
+    return "triton" if has_kernel else None
+
+
+def combiner(hardware: Hardware, dtype: torch.dtype, needs_grad: bool) -> str:
+    """The backend that merges partial results; torch's merging has derivatives, and float64."""
+    has_kernel = hardware.device == "cuda" and dtype is torch.float32 and not needs_grad
+    return "triton" if has_kernel and _reason_against_triton(hardware) is None else "torch"

@@ -1,0 +1,147 @@
+"""A decoder's caches as its tables say, which nobody need have looked at: where new rows go, and what there is to attend to then."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from anyattn.sequences.batch import Sequences
+from anyattn.sequences.unread_varlen import UnreadSequences
+
+__all__ = ["CacheSizes", "CacheStep", "CacheTables", "StoredCache"]
+
+
+class CacheTables(NamedTuple):
+    """Integers of 32 or 64 bits. cached: (B,) rows of each entry's cache in use before the step, padding included. leftpad: (B,) padding
+    rows at its beginning. rows: (B,) the cache's row of each entry. cu_seqlens_q: (B + 1,) ends of packed queries, from 0. page_table:
+    (B, pages). None where the call has none."""
+
+    cached: Tensor
+    leftpad: Tensor | None = None
+    rows: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    page_table: Tensor | None = None
+
+
+class CacheSizes(NamedTuple):
+    """batch: how many entries. rows_q: queries of an entry, or all that are packed. bound_q: no entry has more. new: rows that each entry
+    appends, None for as many as it has queries. capacity: rows that an entry has room for. storage: the first dimension of the cache, rows
+    or pages. page_size: 0 without pages. most_q: bound_q where the call says it, 0 where it is just how many queries there are."""
+
+    batch: int
+    rows_q: int
+    bound_q: int
+    new: int | None
+    capacity: int
+    storage: int
+    page_size: int = 0
+    most_q: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class CacheStep:
+    """What one step of decoding does before it attends: new rows into the caches, and a turn of them and of the queries.
+
+    q: (B, Sq, Hq, D), or (total, Hq, D) packed. k_cache, v_cache: (B_cache, capacity, Hkv, D or Dv) or pages (pages, page_size, Hkv, D or
+    Dv). k, v: the new rows, (B, new, Hkv, D or Dv) or packed as q is; None where nothing is appended. cos, sin: (positions, rotary_dim / 2)
+    or None. follows: query i is turned as its entry's new row i is, else all as row 0.
+    """
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    k: Tensor | None
+    v: Tensor | None
+    tables: CacheTables
+    sizes: CacheSizes
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+    interleaved: bool = True
+    follows: bool = False
+
+
+class StoredCache(UnreadSequences):
+    """``Sequences`` after a step, whose fields are computed from the tables when they are asked for; a kernel may read the tables instead.
+
+    Whatever the tables hold, no entry has a key outside of its storage: rows for which there is no room are left out, and all keys of an
+    entry whose cache row does not exist.
+
+    >>> sizes = CacheSizes(batch=2, rows_q=1, bound_q=1, new=1, capacity=8, storage=2)
+    >>> s = StoredCache(CacheTables(torch.tensor([3, 8]), leftpad=torch.tensor([2, 0])), sizes, torch.device("cpu"))
+    >>> s.seqlens_k.tolist(), s.k_start.tolist(), s.q_first.tolist()
+    ([2, 8], [2, 0], [1, 7])
+    """
+
+    def __init__(self, tables: CacheTables, sizes: CacheSizes, device: torch.device):
+        # the dataclass is frozen, and its vectors are properties here
+        own = {"tables": tables, "sizes": sizes, "device": device, "is_cache": True, "most_q": sizes.most_q}
+        vars(self).update(own | {"page_table": tables.page_table, "page_size": sizes.page_size})
+
+    tables: CacheTables
+    sizes: CacheSizes
+
+    @property
+    def bound_k(self) -> int:
+        return self.sizes.capacity
+
+    @property
+    def uses_all_rows(self) -> bool:
+        return self.tables.cu_seqlens_q is None
+
+    @property
+    def position_bounds(self) -> tuple[int, int]:
+        # of an entry with keys: the last query stands at the last of them, of which there are at least the new ones
+        new = self.sizes.bound_q if self.sizes.new is None else max(1, self.sizes.new)
+        return min(0, new - self.sizes.bound_q), self.sizes.capacity
+
+    def kept(self) -> Sequences:
+        """The same with vectors and a page table of its own, for a use that comes later."""
+        pages = None if self.page_table is None else self.page_table.clone()
+        vectors = (self.seqlens_q, self.seqlens_k, self.q_row, self.q_start, self.k_row, self.k_start, self.q_first)
+        return Sequences(*vectors, pages, self.page_size, True, self.most_q)
+
+    @cached_property
+    def seqlens_q(self) -> Tensor:  # type: ignore[override]
+        if self.tables.cu_seqlens_q is None:
+            return torch.full((self.batch,), self.sizes.rows_q, device=self.device)
+        return self._ends.diff().clamp(min=0)
+
+    @cached_property
+    def seqlens_k(self) -> Tensor:  # type: ignore[override]
+        new = self.seqlens_q if self.sizes.new is None else self.sizes.new
+        found = ((self.tables.cached.to(torch.int64) + new).clamp(max=self.sizes.capacity) - self.k_start).clamp(min=0)
+        rows = self.tables.rows
+        return found if rows is None else torch.where((rows >= 0) & (rows < self.sizes.storage), found, 0)
+
+    @cached_property
+    def q_row(self) -> Tensor:  # type: ignore[override]
+        return self._number if self.tables.cu_seqlens_q is None else self._zero
+
+    @cached_property
+    def q_start(self) -> Tensor:  # type: ignore[override]
+        return self._zero if self.tables.cu_seqlens_q is None else self._ends[:-1]
+
+    @cached_property
+    def k_row(self) -> Tensor:  # type: ignore[override]
+        return self._number if self.tables.rows is None else self.tables.rows.to(torch.int64)
+
+    @cached_property
+    def k_start(self) -> Tensor:  # type: ignore[override]
+        return self._zero if self.tables.leftpad is None else self.tables.leftpad.to(torch.int64).clamp(min=0)
+
+    @cached_property
+    def q_first(self) -> Tensor:  # type: ignore[override]
+        return self.seqlens_k - self.seqlens_q
+
+    @cached_property
+    def _ends(self) -> Tensor:
+        assert self.tables.cu_seqlens_q is not None
+        return self.tables.cu_seqlens_q.to(torch.int64).clamp(0, self.sizes.rows_q)
+
+    @cached_property
+    def _zero(self) -> Tensor:
+        return torch.zeros(self.batch, dtype=torch.int64, device=self.device)

@@ -1,0 +1,1 @@
+"""Triton kernels that make tile lists on a GPU."""

@@ -1,0 +1,345 @@
+"""Lists of partial and full tiles of a ragged batch: many sequences of different lengths, packed end to end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anyattn.mods.analysis.tile_classes import FULL, PARTIAL
+from anyattn.mods.analysis.tile_classes_varlen import classify_ragged
+from anyattn.mods.analysis.varlen_grid import RaggedTiles
+from anyattn.mods.analysis.visible_loads import Ragged, check_call
+from anyattn.mods.ir.dependence import dependence
+from anyattn.mods.tracing.trace import trace
+from anyattn.sequences.seqlen_info import SeqlenInfoQK
+from anyattn.sparsity import varlen_checks
+from anyattn.sparsity.arguments import check_retile, device_of, length, pair, ragged_lengths
+from anyattn.sparsity.block_sparse import BlockSparseTensors
+from anyattn.sparsity.lists import classes_of_ragged, joined, ordered_ragged
+from anyattn.tensors.kinds import refuse_hidden, refuse_hidden_captures
+
+__all__ = ["VarlenBlockSparseTensors", "compute_varlen_block_sparsity"]
+
+_LISTS = ("mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx")
+_TABLES = ("cu_block_cnt", "cu_block_idx", "seqlens_q", "seqlens_k")
+
+
+@dataclass(frozen=True, eq=False)
+class VarlenBlockSparseTensors:
+    """Per tile of query rows of every sequence, the key tiles to visit: partial ones (the mask is evaluated) and full ones (it is not).
+
+    Sequence b has num_m(b) = ceil(seqlens_q[b] / tile_m) row tiles and num_n(b) = ceil(seqlens_k[b] / tile_n) key tiles. total_m is the sum
+    of num_m(b), total_n the sum of num_m(b) * num_n(b), max_n the greatest num_n(b). Heads H may be 1, which broadcasts.
+
+    mask_block_cnt: int32 (H, total_m), number of partial tiles of each row of tiles.
+    mask_block_idx: their key tiles, counted inside the sequence, strictly increasing; the tail is 0. int32, in one of two layouts:
+    "padded" (H, total_m, max_n), or "flat" (H, total_n), where each row of tiles owns num_n(b) entries.
+    full_block_cnt, full_block_idx: the same for full tiles, or None: then every visited tile is in the mask list.
+    cu_block_cnt: int32 (B + 1,), first row tile of each sequence. cu_block_idx: int64 (B + 1,), its first entry in the flat lists. Both end
+    with the totals; made from the lengths where left out.
+    tile: (tile_m, tile_n). There is no default: both sides must agree on it.
+    seqlens_q, seqlens_k: int64 (B,), the lengths that the lists were built for; 0 is legal.
+
+    Raises ``TypeError`` or ``ValueError`` for tensors that cannot be such lists; ``validate()`` also reads what the lists hold.
+
+    >>> import anyattn, torch
+    >>> ends = torch.tensor([0, 200, 200, 500])
+    >>> causal = lambda b, h, q, k: q >= k
+    >>> anyattn.compute_varlen_block_sparsity(128, 128, None, causal, cu_seqlens_q=ends, cu_seqlens_k=ends)
+    VarlenBlockSparseTensors(3 sequences, 5 row tiles, tiles of 128 x 128, heads: 1, flat: 5 mask, 4 full, 4 skipped)
+    """
+
+    mask_block_cnt: Tensor
+    mask_block_idx: Tensor
+    full_block_cnt: Tensor | None = None
+    full_block_idx: Tensor | None = None
+    cu_block_cnt: Tensor = None  # type: ignore[assignment]  # made below
+    cu_block_idx: Tensor = None  # type: ignore[assignment]
+    tile: tuple[int, int] = None  # type: ignore[assignment]  # required; checked below, after the optional lists
+    seqlens_q: Tensor = None  # type: ignore[assignment]
+    seqlens_k: Tensor = None  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        for name, what in (("tile", "(tile_m, tile_n)"), ("seqlens_q", "the rows (B,)"), ("seqlens_k", "the keys (B,)")):
+            if getattr(self, name) is None:
+                raise TypeError(f"VarlenBlockSparseTensors needs {name}, {what} that its lists were built for")
+        object.__setattr__(self, "tile", pair("tile", self.tile))
+        varlen_checks.check_lengths(self.seqlens_q, self.seqlens_k)
+        tables = {"cu_block_cnt": self.tiles.first_row.to(torch.int32), "cu_block_idx": self.tiles.first_tile}
+        for name, table in tables.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, table)
+            else:
+                varlen_checks.check_table(name, getattr(self, name), table)
+        if (self.full_block_cnt is None) != (self.full_block_idx is None):
+            raise ValueError("full_block_cnt and full_block_idx: one is given, the other is None; pass both or neither")
+        varlen_checks.check_shapes("mask", self.mask_block_cnt, self.mask_block_idx, self.tiles)
+        if self.full_block_cnt is not None and self.full_block_idx is not None:
+            varlen_checks.check_shapes("full", self.full_block_cnt, self.full_block_idx, self.tiles)
+            if self.full_block_idx.shape != self.mask_block_idx.shape:
+                raise ValueError(
+                    f"full_block_idx has shape {tuple(self.full_block_idx.shape)}, mask_block_idx {tuple(self.mask_block_idx.shape)}; "
+                    "wanted the same heads and the same layout"
+                )
+
+    @cached_property
+    def tiles(self) -> RaggedTiles:
+        """Where the tiles of each sequence lie."""
+        return RaggedTiles(self.seqlens_q, self.seqlens_k, self.tile)
+
+    @property
+    def layout(self) -> str:
+        """ "padded" or "flat": the form of the index lists."""
+        return "padded" if self.mask_block_idx.ndim == 3 else "flat"
+
+    @property
+    def device(self) -> torch.device:
+        return self.mask_block_cnt.device
+
+    @classmethod
+    def from_classes(
+        cls,
+        classes: Tensor,
+        tile: tuple[int, int],
+        seqlens_q: Tensor,
+        seqlens_k: Tensor,
+        separate_full: bool = True,
+        layout: str = "flat",
+    ) -> VarlenBlockSparseTensors:
+        """Lists of the classes of every tile, uint8 (H, total_n), as ``mods.ragged.classify_ragged`` returns them."""
+        varlen_checks.check_layout(layout)
+        varlen_checks.check_lengths(seqlens_q, seqlens_k)
+        tiles = RaggedTiles(seqlens_q, seqlens_k, pair("tile", tile))
+        varlen_checks.check_classes(classes, tiles)
+        return cls._of_classes(classes, tiles, separate_full, layout)
+
+    @classmethod
+    def _of_classes(cls, classes: Tensor, tiles: RaggedTiles, separate_full: bool, layout: str) -> VarlenBlockSparseTensors:
+        cnt, idx = ordered_ragged(classes, tiles, (PARTIAL,) if separate_full else (PARTIAL, FULL))
+        full_cnt, full_idx = ordered_ragged(classes, tiles, (FULL,)) if separate_full else (None, None)
+        made = cls._of_lists((cnt, idx, full_cnt, full_idx), tiles)
+        return made if layout == "flat" else made.to_padded()
+
+    @classmethod
+    def _of_lists(cls, lists: tuple[Tensor, Tensor, Tensor | None, Tensor | None], tiles: RaggedTiles) -> VarlenBlockSparseTensors:
+        """Of lists that were made for these tiles: there is nothing to check, which on a GPU would wait."""
+        made = object.__new__(cls)
+        of_tiles = (tiles.first_row.to(torch.int32), tiles.first_tile, tiles.seqlens_q, tiles.seqlens_k)
+        vars(made).update(zip(_LISTS, lists, strict=True))
+        vars(made).update(zip(_TABLES, of_tiles, strict=True))
+        vars(made).update(tile=tiles.tile, tiles=tiles)
+        return made
+
+    def _with_indices(self, made: dict[str, Tensor]) -> VarlenBlockSparseTensors:
+        return self._of_lists(tuple(made.get(name, getattr(self, name)) for name in _LISTS), self.tiles)  # type: ignore[arg-type]
+
+    @classmethod
+    def from_block_sparse(cls, lists: BlockSparseTensors, batch: int | None = None, layout: str = "flat") -> VarlenBlockSparseTensors:
+        """The lists of a batch of sequences of equal lengths. batch: how many, where ``lists`` are one entry's that stand for all."""
+        if not isinstance(lists, BlockSparseTensors):
+            raise TypeError(f"lists is a {type(lists).__name__}; wanted BlockSparseTensors")
+        if lists.lengths is None:
+            raise ValueError("these block lists do not know their sequence lengths; build them with lengths=(seqlen_q, seqlen_k)")
+        classes = lists.classes()  # (B, H, M, N)
+        batch = len(classes) if batch is None else length("batch", batch)
+        if len(classes) not in (1, batch):
+            raise ValueError(f"batch is {batch}, but the block lists are for {len(classes)} batch entries; leave it out, or pass theirs")
+        flat = classes.expand(batch, -1, -1, -1).transpose(0, 1).reshape(classes.shape[1], -1)
+        seqlens_q, seqlens_k = (torch.full((batch,), n, dtype=torch.int64, device=lists.device) for n in lists.lengths)
+        return cls.from_classes(flat, lists.tile, seqlens_q, seqlens_k, lists.full_block_cnt is not None, layout)
+
+    def classes(self) -> Tensor:
+        """The class of every tile, uint8 (H, total_n), flat in the order [sequence][row tile][key tile]: 0 empty, 1 partial, 2 full."""
+        flat = self.to_flat()
+        lists = [(flat.mask_block_cnt, flat.mask_block_idx, PARTIAL)]
+        if flat.full_block_cnt is not None and flat.full_block_idx is not None:
+            lists.append((flat.full_block_cnt, flat.full_block_idx, FULL))
+        return classes_of_ragged(self.tiles, lists)
+
+    def visited(self) -> Tensor:
+        """int32 (H, total_m): how many tiles each row of tiles visits."""
+        return self.mask_block_cnt if self.full_block_cnt is None else self.mask_block_cnt + self.full_block_cnt
+
+    def lists(self, b: int, h: int, m: int) -> tuple[Tensor, Tensor]:
+        """The partial and the full key tiles, int32, of row tile m of sequence b for head h; the full ones are empty where none are listed.
+
+        Raises ``ValueError`` for a b, h or m that there is not.
+        """
+        heads = self.mask_block_cnt.shape[0]
+        varlen_checks.check_place("b", b, self.tiles.batch, "sequences")
+        if heads == 1:  # one head's lists stand for all
+            length("h", h)
+        else:
+            varlen_checks.check_place("h", h, heads, "heads")
+        info = SeqlenInfoQK.create(
+            b,
+            0,
+            0,
+            seqused_q=self.seqlens_q,
+            seqused_k=self.seqlens_k,
+            cu_block_cnt=self.cu_block_cnt,
+            cu_block_idx=self.cu_block_idx,
+            tile_m=self.tile[0],
+            tile_n=self.tile[1],
+        )
+        varlen_checks.check_place("m", m, int(self.tiles.num_m[b]), f"row tiles in sequence {b}")
+        head, row = min(h, heads - 1), int(info.block_offset) + m
+
+        def listed(cnt: Tensor | None, idx: Tensor | None) -> Tensor:
+            if cnt is None or idx is None:
+                return torch.zeros(0, dtype=torch.int32, device=self.device)
+            count = int(cnt[head, row])
+            if idx.ndim == 3:
+                return idx[head, row, :count]
+            first = int(info.block_idx_offset) + m * int(info.num_n_blocks)
+            return idx[head, first : first + count]
+
+        return listed(self.mask_block_cnt, self.mask_block_idx), listed(self.full_block_cnt, self.full_block_idx)
+
+    # ---- other forms of the same
+
+    def to_flat(self) -> VarlenBlockSparseTensors:
+        """The same lists in the flat layout."""
+        if self.layout == "flat":
+            return self
+        made = {name: t.new_empty(len(t), self.tiles.total_n) for name, t in self._index_lists().items()}
+        for piece, (b, m, n) in self.tiles.pieces():
+            row = self.tiles.first_row[b] + m
+            for name, t in self._index_lists().items():
+                made[name][:, piece] = t[:, row, n]
+        return self._with_indices(made)
+
+    def to_padded(self) -> VarlenBlockSparseTensors:
+        """The same lists in the padded layout, which takes total_m * max_n entries: many more where lengths differ much."""
+        if self.layout == "padded":
+            return self
+        made = {name: t.new_zeros(len(t), self.tiles.total_m, self.tiles.max_n) for name, t in self._index_lists().items()}
+        for piece, (b, m, n) in self.tiles.pieces():
+            row = self.tiles.first_row[b] + m
+            for name, t in self._index_lists().items():
+                made[name][:, row, n] = t[:, piece]
+        return self._with_indices(made)
+
+    def _of_heads(self, heads: int) -> VarlenBlockSparseTensors:
+        """The lists of one head for so many, a copy for each."""
+        if len(self.mask_block_cnt) == heads:
+            return self
+        lists = [None if (t := getattr(self, name)) is None else t.expand(heads, *t.shape[1:]).contiguous() for name in _LISTS]
+        return self._of_lists(tuple(lists), self.tiles)  # type: ignore[arg-type]
+
+    def _index_lists(self) -> dict[str, Tensor]:
+        return {name: t for name in _LISTS[1::2] if (t := getattr(self, name)) is not None}
+
+    def _made_of(self, classes: Tensor, tiles: RaggedTiles) -> VarlenBlockSparseTensors:
+        separate = self.full_block_cnt is not None
+        return self._of_classes(classes, tiles, separate, self.layout)
+
+    def transposed(self) -> VarlenBlockSparseTensors:
+        """Per tile of keys, the row tiles that visit it (what the backward pass of dk and dv reads); ``tile`` is then (keys, rows).
+
+        Does not wait for a GPU."""
+        return self._made_of(self.tiles.turn(self.classes()), self.tiles.turned())
+
+    def retile(self, tile_m: int, tile_n: int) -> VarlenBlockSparseTensors:
+        """The same sparsity in tiles of (tile_m, tile_n), each side a multiple or a divisor of its present size.
+
+        A coarser tile is full when all its parts are, empty when all are, else partial. A finer tile takes the class of the tile it is cut
+        from: full and empty stay exact, a part of a partial tile is listed as partial. The mask must say what the partial tiles show.
+
+        Raises ``ValueError`` naming both tiles where neither size divides the other.
+        """
+        wanted = pair("tile", (tile_m, tile_n))
+        if wanted == self.tile:
+            return self
+        check_retile(self.tile, wanted, f"tile_m={wanted[0]}, tile_n={wanted[1]}")
+        tiles, classes = self.tiles, self.classes()
+        for target in (tiles.with_tile((wanted[0], self.tile[1])), tiles.with_tile(wanted)):  # one side, then the other
+            is_coarser = target.tile[0] * target.tile[1] > tiles.tile[0] * tiles.tile[1]
+            classes = joined(*target.least_and_most(classes, tiles)) if is_coarser else target.cut(classes, tiles)
+            tiles = target
+        return self._made_of(classes, tiles)
+
+    def validate(self) -> VarlenBlockSparseTensors:
+        """Raises ``ValueError`` unless counts are in range, lists strictly increasing with a tail of 0, and partial and full disjoint.
+
+        Names the first bad place. Reads all lists, O(entries). Returns itself.
+        """
+        varlen_checks.check_contents("mask", self.mask_block_cnt, self.mask_block_idx, self.tiles)
+        if self.full_block_cnt is not None and self.full_block_idx is not None:
+            varlen_checks.check_contents("full", self.full_block_cnt, self.full_block_idx, self.tiles)
+            as_mask = replace(self, full_block_cnt=None, full_block_idx=None).classes() == PARTIAL
+            varlen_checks.check_disjoint(as_mask & (self.classes() == FULL), self.tiles)
+        return self
+
+    def to(self, device: torch.device | str) -> VarlenBlockSparseTensors:
+        """The same lists on another device."""
+        moved: dict[str, Any] = {n: None if getattr(self, n) is None else getattr(self, n).to(device) for n in (*_LISTS, *_TABLES)}
+        return replace(self, **moved)
+
+    def __repr__(self) -> str:
+        full = 0 if self.full_block_cnt is None else int(self.full_block_cnt.sum())
+        mask, heads = int(self.mask_block_cnt.sum()), len(self.mask_block_cnt)
+        return (
+            f"VarlenBlockSparseTensors({self.tiles.batch} sequences, {self.tiles.total_m} row tiles, tiles of {self.tile[0]} x "
+            f"{self.tile[1]}, heads: {heads}, {self.layout}: {mask} mask, {full} full, {heads * self.tiles.total_n - mask - full} skipped)"
+        )
+
+
+def compute_varlen_block_sparsity(
+    tile_m: int,
+    tile_n: int,
+    num_heads: int | None,
+    mask_mod: Callable,
+    *,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    aux_tensors: Sequence[Tensor] | None = None,
+    device: torch.device | str | None = None,
+    compute_full_blocks: bool = True,
+    layout: str = "flat",
+) -> VarlenBlockSparseTensors:
+    """The partial and full tiles of a mask over a ragged batch, in time and memory of the rows and tiles, never of all pairs.
+
+    tile_m, tile_n: query rows and keys of a tile. num_heads: None where the mask ignores heads: one head's lists then stand for all.
+    mask_mod: a function of ``(b, h, q_idx, kv_idx)``, with a trailing ``aux_tensors`` where those are given; b is the sequence, q_idx and
+    kv_idx count inside it, and the mask never sees one outside.
+    cu_seqlens_q, cu_seqlens_k: int32 or int64 (B + 1,), the ends of the packed sequences, from 0; may be None beside a seqused.
+    seqused_q, seqused_k: int32 or int64 (B,), the rows and keys in use of each sequence, where fewer than it has room for.
+    device: default where the mask's captured tensors are, else where the lengths are.
+    compute_full_blocks: False lists full tiles as mask blocks and leaves ``full_block_*`` None. layout: "flat" or "padded".
+
+    A tail tile is full when all its pairs *inside the sequence* are visible.
+
+    Raises ``TypeError`` or ``ValueError`` for bad sizes and lengths, ``ModError`` for a mask that cannot be expressed, ``ValueError`` for
+    one that would read a captured tensor out of its range.
+
+    >>> ends = torch.tensor([0, 100, 400])
+    >>> lists = compute_varlen_block_sparsity(128, 128, None, lambda b, h, q, k: q >= k, cu_seqlens_q=ends, cu_seqlens_k=ends)
+    >>> lists.mask_block_cnt.tolist(), lists.full_block_cnt.tolist()
+    ([[1, 1, 1, 1]], [[0, 0, 1, 2]])
+    """
+    tile = (length("tile_m", tile_m, 1), length("tile_n", tile_n, 1))
+    varlen_checks.check_layout(layout)
+    given = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_q": seqused_q, "seqused_k": seqused_k}
+    for name, lengths in given.items():
+        refuse_hidden(name, lengths)
+    seqlens = [ragged_lengths("q", cu_seqlens_q, seqused_q), ragged_lengths("k", cu_seqlens_k, seqused_k)]
+    varlen_checks.check_batch(*seqlens)
+    traced = trace(mask_mod, "mask", aux_tensors=aux_tensors)
+    refuse_hidden_captures(traced)
+    if num_heads is None and any(d.h for d in dependence(traced.expr)):
+        raise ValueError("num_heads is None, but mask_mod uses h; pass the number of query heads")
+    heads = 1 if num_heads is None else length("num_heads", num_heads)
+    where = device_of(seqlens[0].device if device is None and not traced.tensors else device, traced)
+    seqlens_q, seqlens_k = (t.to(where) for t in seqlens)
+    with torch.no_grad():  # a mask may compare learned parameters; where tiles lie has no gradient
+        ((traced,), _) = check_call(Ragged(heads, seqlens_q, seqlens_k, torch.zeros_like(seqlens_q)), [traced])
+        classes = classify_ragged(traced, seqlens_q, seqlens_k, *tile, heads)
+    return VarlenBlockSparseTensors.from_classes(classes, tile, seqlens_q, seqlens_k, compute_full_blocks, layout)._of_heads(heads)

@@ -1,0 +1,101 @@
+"""Lists of the tiles of a ragged batch for a kernel's own use: where its tables lie on a GPU, they are made there and nobody waits."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from anyattn.mods.analysis.tile_classes_varlen import classify_ragged
+from anyattn.mods.ir.dependence import dependence
+from anyattn.mods.tracing.trace import TracedMod
+from anyattn.sequences.batch import Sequences
+from anyattn.sequences.unread_varlen import StoredSequences
+from anyattn.sparsity.compute import has_triton
+from anyattn.sparsity.varlen_block_sparse import VarlenBlockSparseTensors
+
+__all__ = ["RaggedLists", "ragged_lists"]
+
+
+class RaggedLists(NamedTuple):
+    """Per row of tiles of each sequence, how many partial and full tiles of keys there are, int32 (H, rows), and which, ascending, int32.
+
+    Sequence b has ceil(seqlens_q[b] / tile_m) rows of tiles, from row first_row[b] on, and each of them owns ceil(seqlens_k[b] / tile_n)
+    indices, from index first_entry[b] on: the flat layout of ``VarlenBlockSparseTensors``, with rows and indices that nobody has behind
+    those of the last sequence, or behind each one's. (From lists in the padded layout, indices are (H, rows, columns) and first_entry
+    is not used.) Entries beyond a count are 0. H is 1 where the mask ignores h.
+
+    first_row, first_entry: (B,) integers. seqlens_q, seqlens_k: int64 (B,), the batch's lengths held inside what its sizes allow: who reads
+    by them stays inside the lists whatever a GPU's tables hold. None where the lists were brought along: then the batch's own are right.
+    """
+
+    mask_block_cnt: Tensor
+    mask_block_idx: Tensor
+    full_block_cnt: Tensor | None
+    full_block_idx: Tensor | None
+    first_row: Tensor
+    first_entry: Tensor
+    seqlens_q: Tensor | None = None
+    seqlens_k: Tensor | None = None
+
+    @classmethod
+    def of(cls, lists: VarlenBlockSparseTensors) -> RaggedLists:
+        """Block lists that a caller brought."""
+        tensors = (lists.mask_block_cnt, lists.mask_block_idx, lists.full_block_cnt, lists.full_block_idx)
+        return cls(*tensors, lists.cu_block_cnt[:-1], lists.cu_block_idx[:-1])
+
+
+def ragged_lists(mask: TracedMod, sequences: Sequences, tile: tuple[int, int], heads: int) -> RaggedLists:
+    """The lists of a mask over a batch of at least one sequence, in tiles of ``tile`` (rows, keys), in the flat layout.
+
+    heads: query heads. The caller has shown that the mask reads inside its captured tensors (``mods.loads.check_loads_ragged``). Only pairs
+    inside a sequence count: a tail tile whose pairs are all visible is full. On a CUDA device with Triton nothing waits for it, and the
+    lists take ``bound_k / tile[1]`` indices for every row of tiles that there may be; elsewhere, where the mask captures a whole number of
+    2 ** 40 or more, and where that is 2 ** 31 indices or more, lengths are read on the host.
+
+    >>> from anyattn.sequences.unread_varlen import LengthTables, StoredSequences, StoredSizes
+    >>> from anyattn.mods.tracing.trace import trace
+    >>> ends = torch.tensor([0, 200, 300])
+    >>> batch = StoredSequences(LengthTables(ends, ends, None, None), StoredSizes(2, 300, 300, 300, 300))
+    >>> found = ragged_lists(trace(lambda b, h, q, k: q >= k, "mask"), batch, (128, 128), 1)
+    >>> found.mask_block_cnt.tolist(), found.full_block_cnt.tolist(), found.first_row.tolist()
+    ([[1, 1, 1]], [[0, 1, 0]], [0, 2])
+    """
+    device = sequences.seqlens_q.device
+    if device.type == "cuda" and has_triton() and (found := _on_device(mask, sequences, tile, heads)) is not None:
+        return found
+    lengths = (sequences.seqlens_q, sequences.seqlens_k)
+    with torch.no_grad():  # a mask may compare learned parameters; where tiles lie has no gradient
+        classes = classify_ragged(mask, *lengths, *tile, heads, sequences.q_first)
+    return RaggedLists.of(VarlenBlockSparseTensors.from_classes(classes, tile, *lengths))
+
+
+def _on_device(mask: TracedMod, s: Sequences, tile: tuple[int, int], heads: int) -> RaggedLists | None:
+    """The lists by Triton kernels that the host never waits for; None where they cannot be used."""
+    from anyattn.sparsity.kernels import varlen_lists as kernels
+    from anyattn.sparsity.kernels.block_lists import can_list
+
+    rows, columns = _most_tiles(s, tile)
+    last = s.bound_q if isinstance(s, StoredSequences) else s.end_position
+    if not can_list(mask, (last, s.bound_k)) or min(rows, columns) == 0 or rows * -(-s.bound_k // tile[1]) >= 2**31:
+        return None
+    sees_h = any(d.h for d in dependence(mask.expr))
+    most = kernels.Capacity(rows, columns, s.bound_q, s.bound_k)
+    listed = kernels.list_ragged(mask, (s.seqlens_q, s.seqlens_k, s.q_first), most, tile, heads if sees_h else 1)
+    places = dict(zip(kernels.PLACES, listed.places.unbind(0), strict=True))
+    return RaggedLists(*listed.lists, *(places[name] for name in ("first_row", "first_entry", "seqlens_q", "seqlens_k")))
+
+
+def _most_tiles(s: Sequences, tile: tuple[int, int]) -> tuple[int, int]:
+    """At least as many row tiles and key tiles as the batch has, without asking how long its sequences are."""
+    if not isinstance(s, StoredSequences):
+        pairs = ((s.on_host.seqlens_q, tile[0]), (s.on_host.seqlens_k, tile[1]))
+        return tuple(sum(-(-n // size) for n in lengths) for lengths, size in pairs)  # type: ignore[return-value]
+    found, sizes = [], s.sizes
+    sides = ((s.tables.cu_seqlens_q, sizes.rows_q, s.bound_q, tile[0]), (s.tables.cu_seqlens_k, sizes.rows_k, s.bound_k, tile[1]))
+    for ends, room, bound, size in sides:
+        each = sizes.batch * -(-bound // size)
+        # packed sequences share their rows, and each may begin a tile of its own
+        found.append(each if ends is None else min(each, room // size + sizes.batch))
+    return found[0], found[1]

@@ -1,0 +1,163 @@
+"""Tensors that are no plain memory: which of them entry points refuse, and which calls belong to the operators.
+
+A kernel is given addresses. A fake or meta tensor has none, a tensor of a function transform (``torch.func``) hides one, and a subclass
+may mean anything by an operation: a call with such tensors goes through the operators of ``ops`` and ``flash_ops``, whose fake kernels,
+gradients and dispatch are torch's. What torch could not run there either is refused here. Asked only for calls that are not remembered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+if TYPE_CHECKING:
+    from anyattn.mods.tracing.trace import TracedMod
+
+__all__ = [
+    "are_fake",
+    "belong_to_operators",
+    "has_memory",
+    "refuse",
+    "refuse_batched",
+    "refuse_forward_mode",
+    "refuse_hidden",
+    "refuse_hidden_captures",
+    "transforms",
+]
+
+_functorch = torch._C._functorch  # type: ignore[attr-defined]
+_PLAIN_DISPATCH = torch._C._disabled_torch_dispatch_impl  # type: ignore[attr-defined]
+_DENSE = "attention wants dense memory"
+_BATCHED = (
+    "a tensor of torch.vmap, which attention does not go through (nor jacrev, hessian and is_grads_batched, which use it): fold the mapped "
+    "dimension into the batch, or call once for each entry"
+)
+_FORWARD_MODE = (
+    "attention has no forward-mode derivative (torch.func.jvp, jacfwd, linearize, forward_ad); wanted a reverse-mode one: backward(), "
+    "torch.autograd.grad, torch.func.grad, vjp"
+)
+
+
+def belong_to_operators(tensors: Mapping[str, Any]) -> bool:
+    """Whether the call goes through its operator, by its named tensors; what is no tensor says nothing. Raises as ``refuse``."""
+    are_plain = True
+    for name, t in tensors.items():
+        if isinstance(t, Tensor):
+            refuse(name, t)
+            are_plain = are_plain and _is_plain(t)
+    if not are_plain or _is_traced():
+        return True
+    active = transforms()  # what a mod captures may be theirs
+    return bool(active) and "jvp" not in active and "vmap" not in active
+
+
+def refuse(name: str, t: Tensor) -> None:
+    """Raises ``TypeError``, with the way out, for a tensor that neither a kernel nor an operator can take."""
+    reason = _reason_against(t)
+    if reason is not None:
+        raise TypeError(f"{name} is {reason}")
+
+
+def refuse_hidden(name: str, t: Any) -> None:
+    """Raises ``TypeError`` for a tensor that has no memory of its own, where there is no operator that it could go through."""
+    if not isinstance(t, Tensor):
+        return
+    refuse(name, t)
+    if not _is_plain(t):
+        raise TypeError(f"{name} is {_kind_of(t)}, which has no memory that a kernel could read; wanted a plain tensor")
+
+
+def refuse_hidden_captures(mod: TracedMod, name: str = "") -> None:
+    """``refuse_hidden`` of all that a mod captures. name: of the argument, where it is not the mod's kind that tells."""
+    for t in mod.tensors:
+        refuse_hidden(f"a tensor that {name or mod.kind + '_mod'} {mod.name!r} captures", t)
+
+
+def has_memory(t: Tensor) -> bool:
+    """Whether ``t`` is memory that a kernel can be given, all of it."""
+    return _is_plain(t) and _reason_against(t) is None and not _is_traced()
+
+
+def _is_plain(t: Tensor) -> bool:
+    kind = type(t)
+    if kind is not Tensor and kind.__torch_dispatch__ is not _PLAIN_DISPATCH:
+        return False
+    return not (t.is_meta or _functorch.is_functorch_wrapped_tensor(t))
+
+
+def are_fake(tensors: Sequence[Any]) -> bool:
+    """Whether there are no values to look at: one of the tensors is fake or meta, or all that is made now will be."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return any(isinstance(t, Tensor) and (isinstance(t, FakeTensor) or t.is_meta) for t in tensors) or _mode("FAKE") is not None
+
+
+def refuse_forward_mode() -> None:
+    """For operators, where torch no longer tells which tensors have tangents, and would drop them without a word."""
+    if forward_ad._current_level >= 0:
+        raise NotImplementedError(_FORWARD_MODE)
+
+
+def transforms() -> list[str]:
+    """The names of the function transforms that are active, the outermost first."""
+    if not torch._C._are_functorch_transforms_active():  # type: ignore[attr-defined]
+        return []
+    from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
+
+    return [interpreter.key().name.lower() for interpreter in retrieve_all_functorch_interpreters()]
+
+
+def _reason_against(t: Tensor) -> str | None:
+    if t.is_nested:
+        cure = "pass q.values(), k.values(), v.values() and their offsets() as cu_seqlens_q and cu_seqlens_k to flash_attn_varlen_func"
+        return f"a nested tensor; {_DENSE}: {cure} (of nested tensors with layout=torch.jagged)"
+    if t.layout is not torch.strided:
+        return f"a tensor of layout {str(t.layout).removeprefix('torch.')}; {_DENSE}: pass .to_dense()"
+    if any(c.__name__ == "DTensor" and c.__module__.startswith("torch.distributed") for c in type(t).__mro__):
+        return (
+            "a DTensor; attention runs on one device's part: pass .to_local(), or wrap the call in "
+            "torch.distributed.tensor.experimental.local_map"
+        )
+    if _functorch.is_functorch_wrapped_tensor(t):
+        return _reason_against_transform(t)
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(t).tangent is not None:
+        return f"a dual tensor; {_FORWARD_MODE}"
+    if t.is_neg():
+        return f"a tensor whose sign is still to be turned (a view of a conjugated one); {_DENSE}: pass .resolve_neg()"
+    return None
+
+
+def _reason_against_transform(t: Tensor) -> str | None:
+    if "jvp" in transforms():
+        return f"a dual tensor; {_FORWARD_MODE}"
+    while _functorch.is_functorch_wrapped_tensor(t):
+        if _functorch.is_batchedtensor(t):
+            return _BATCHED
+        t = _functorch.get_unwrapped(t)
+    return None
+
+
+def refuse_batched(name: str, t: Tensor | None) -> None:
+    """Raises ``TypeError`` for a tensor of the older vmap that ``torch.autograd.grad(is_grads_batched=True)`` uses."""
+    if t is not None and "Batched" in str(torch._C._dispatch_keys(t)):
+        raise TypeError(f"{name} is {_BATCHED}")
+
+
+def _kind_of(t: Tensor) -> str:
+    if _functorch.is_functorch_wrapped_tensor(t):
+        return f"a tensor of torch.func.{transforms()[-1] if transforms() else 'grad'}"
+    return "a meta tensor" if t.is_meta else f"a {type(t).__name__}"
+
+
+def _is_traced() -> bool:
+    """Whether whatever is called now is to be faked, or written into a graph."""
+    return _mode("FAKE") is not None or _mode("PROXY") is not None or _mode("FUNCTIONAL") is not None
+
+
+def _mode(name: str) -> Any:
+    keys = torch._C._TorchDispatchModeKey  # type: ignore[attr-defined]
+    return torch._C._get_dispatch_mode(getattr(keys, name))  # type: ignore[attr-defined]

@@ -1,0 +1,1 @@
+"""Writing and launching Triton kernels: source text from expressions, compilation, fast launches."""

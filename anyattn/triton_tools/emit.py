@@ -1,0 +1,368 @@
+"""A mod's expression as Triton source: one line per operation, in the dtypes and with the meaning that torch gives it.
+
+The text computes on whatever shapes its leaves have: give ``q_idx`` as [BLOCK_M, 1] and ``kv_idx`` as [1, BLOCK_N], and what depends on
+the row alone has one value a row. Lines come in stages (once, row, column, tile), so that a caller can put each where it runs as rarely
+as its meaning allows. No value of a call is part of the text: captured numbers and tensors are the arguments ``scalars`` and ``tensors``,
+packed by ``weak.bits_of_numbers`` and ``packed_tensors``, and equal expressions have equal text.
+
+torch's whole numbers have 64 bits; where the sizes of the operands (``sizes.py``) show that 32 hold the result, it is computed in 32, which
+on a GPU takes a third of the instructions. ``Style`` says what else the text may take for granted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from anyattn.mods.analysis.extents import MOST_INDEX_BITS, Box, bits_of, extents, fits
+from anyattn.mods.ir.dependence import Dep, dependence
+from anyattn.mods.ir.expr import DType, Expr, Node, category, is_weak
+
+__all__ = [
+    "LEAVES",
+    "LOG2E",
+    "NEAR",
+    "PLAIN",
+    "SMALL",
+    "Lines",
+    "Style",
+    "emit",
+    "function",
+    "packed_tensors",
+    "triton_dtype",
+]
+
+SMALL = 2**28  # of ``Style.is_small``: sums of a few such numbers still have 32 bits
+NEAR = 2**22  # of ``Style.is_near``: sums of a few such numbers are exact in float32
+LOG2E = 1.4426950408889634
+_EXACT_BITS = 24  # of a whole number in float32
+
+LEAVES = {name: name for name in ("b", "h", "q_idx", "kv_idx", "score")}
+_HALVES = (torch.float16, torch.bfloat16)
+_TEMPLATES = {
+    "exp": "tl.exp({0})", "exp2": "tl.exp2({0})", "log": "tl.log({0})", "log2": "tl.log2({0})", "log1p": "device_math.log1p({0})",
+    "expm1": "device_math.expm1({0})",
+    "sqrt": "device_math.sqrt({0})", "rsqrt": "device_math.divide(1, device_math.sqrt({0}))", "sin": "tl.sin({0})", "cos": "tl.cos({0})",
+    "tanh": "device_math.tanh({0})", "sigmoid": "device_math.sigmoid({0})", "erf": "tl.erf({0})",
+    "reciprocal": "device_math.divide(1, {0})",
+    **{name: f"device_math.{name}({{0}})" for name in ("tan", "atan", "sinh", "cosh", "erfinv")},
+    **{name: f"device_math.{name}({{0}}, {{1}})" for name in ("atan2", "hypot")},
+    "floor": "tl.floor({0})", "ceil": "tl.ceil({0})", "trunc": "device_math.trunc({0})", "round": "device_math.round_even({0})",
+    "sign": "device_math.sign({0})", "abs": "tl.abs({0})", "neg": "-{0}", "add": "{0} + {1}", "sub": "{0} - {1}", "mul": "{0} * {1}",
+    "div": "device_math.divide({0}, {1})", "and": "{0} & {1}", "or": "{0} | {1}", "xor": "{0} ^ {1}", "eq": "{0} == {1}",
+    "ne": "{0} != {1}", "lt": "{0} < {1}", "le": "{0} <= {1}", "gt": "{0} > {1}", "ge": "{0} >= {1}", "where": "tl.where({0}, {1}, {2})",
+}  # fmt: skip
+_BY_KIND = {
+    ("not", "bool"): "{0} == 0",
+    ("not", "int"): "~{0}",
+    ("floordiv", "int"): "device_math.floor_div({0}, {1})",
+    ("floordiv", "float"): "device_math.floor_div_real({0}, {1})",
+    ("mod", "int"): "device_math.floor_mod({0}, {1})",
+    ("mod", "float"): "device_math.floor_mod({0}, {1})",
+    ("fmod", "int"): "{0} % {1}",
+    ("fmod", "float"): "{0} % {1}",
+    ("pow", "int"): "device_math.power_whole({0}, {1})",
+    ("pow", "float"): "device_math.power({0}, {1})",
+    ("min", "int"): "tl.minimum({0}, {1})",
+    ("max", "int"): "tl.maximum({0}, {1})",
+    ("min", "float"): "tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
+    ("max", "float"): "tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
+}
+
+# In float32, for results that are rounded to 16 bits in the end.
+_FAST = {
+    "tanh": "device_math.tanh_fast({0})", "sigmoid": "device_math.sigmoid_fast({0})", "sqrt": "tl.sqrt({0})", "rsqrt": "tl.rsqrt({0})",
+    "reciprocal": "1 / {0}", "pow": "device_math.power_fast({0}, {1})",
+}  # fmt: skip
+_NVIDIA = {
+    "tanh": "device_math.tanh_nvidia({0})", "sigmoid": "device_math.sigmoid_nvidia({0})",
+    "reciprocal": "device_math.reciprocal_nvidia({0})",
+}  # fmt: skip
+_COARSE = {"tanh": "device_math.tanh_coarse({0})"}
+
+
+class Lines(NamedTuple):
+    """Source lines by how often they run, without indentation, the variables that hold the outputs, and whether each of these is a whole
+    number of less than 2 ** ``MOST_INDEX_BITS`` in 32 bits."""
+
+    once: list[str]
+    row: list[str]
+    column: list[str]
+    tile: list[str]
+    outputs: tuple[str, ...]
+    near: tuple[bool, ...]
+
+    def all(self) -> list[str]:
+        return [*self.once, *self.row, *self.column, *self.tile]
+
+
+class Style(NamedTuple):
+    """What a text may take for granted of the calls that it serves; a call of which that is not true is served by another text.
+
+    is_small: positions, heads and captured whole numbers are less than ``SMALL``, sizes and strides of captured tensors less than 2 ** 31.
+    is_inside: every index of a captured tensor is from 0 to its size - 1. dense: the slots of captured tensors whose last stride is 1.
+    functions: "exact" (as torch rounds), "fast" (to 15 bits or more) or "coarse" (to 11). is_nvidia: there are NVIDIA's instructions.
+    is_near: positions, heads and captured whole numbers are less than ``NEAR``.
+    """
+
+    is_small: bool = False
+    is_inside: bool = False
+    dense: tuple[int, ...] = ()
+    functions: str = "exact"
+    is_nvidia: bool = False
+    is_near: bool = False
+
+
+PLAIN = Style()
+
+
+def emit(expr: Expr, leaves: Mapping[str, str] = LEAVES, prefix: str = "v", style: Style = PLAIN) -> Lines:
+    """The lines that compute ``expr.outputs`` from the variables that ``leaves`` names and from ``scalars`` and ``tensors``.
+
+    leaves: names of the variables for b, h, q_idx, kv_idx (integers of any width, scalars or blocks) and score. prefix: of the names made.
+    An output of torch.int64 has 32 bits where they hold it.
+
+    >>> from anyattn.mods.tracing.trace import trace
+    >>> print(*emit(trace(lambda b, h, q, k: q >= k, "mask").expr).all(), sep="\\n")
+    v0 = tl.cast(q_idx, tl.int32)
+    v1 = tl.cast(kv_idx, tl.int32)
+    v2 = v0 >= v1
+    """
+    return _Writer(expr, leaves, prefix, style).lines()
+
+
+def function(name: str, expr: Expr) -> str:
+    """The source of a Triton function ``name(b, h, q_idx, kv_idx, score, scalars, tensors)`` of the expression's only output.
+
+    ``score`` is an argument only where the expression reads it.
+    """
+    lines = emit(expr)
+    arguments = "b, h, q_idx, kv_idx, " + ("score, " if expr.uses_score else "") + "scalars, tensors"
+    body = "\n".join(f"    {line}" for line in [*lines.all(), f"return {lines.outputs[0]}"])
+    return f"@triton.jit\ndef {name}({arguments}):\n{body}\n"
+
+
+_STAGES = ("once", "row", "column", "tile")
+
+
+def _stage(dep: Dep) -> str:
+    if dep.score or (dep.q and dep.kv):
+        return "tile"
+    return "row" if dep.q else "column" if dep.kv else "once"
+
+
+def _is_long(dtype: DType) -> bool:
+    return dtype is int or dtype is torch.int64
+
+
+def triton_dtype(dtype: DType) -> str:
+    """Triton's name of a dtype; weak numbers are as exact as Python's."""
+    if is_weak(dtype):
+        return "tl.int64" if dtype is int else "tl.float64"
+    return "tl.int1" if dtype is torch.bool else f"tl.{str(dtype).removeprefix('torch.')}"
+
+
+class _Writer:
+    """Writes the nodes of one expression, arguments first."""
+
+    def __init__(self, expr: Expr, leaves: Mapping[str, str], prefix: str, style: Style) -> None:
+        self.expr, self.nodes, self.leaves, self.prefix, self.style = expr, expr.nodes, leaves, prefix, style
+        self.stages = [_stage(dep) for dep in dependence(expr)]
+        most = NEAR if style.is_near else SMALL
+        self.extents = extents(expr, Box.of_sizes(most, most) if style.is_small else Box.of_sizes(2**MOST_INDEX_BITS, None))
+        self.sharp = _sharp(expr)
+        self.found: dict[str, list[str]] = {stage: [] for stage in _STAGES}
+        self.made: set[str] = set()
+
+    def lines(self) -> Lines:
+        for at in range(len(self.nodes)):
+            self.found[self.stages[at]].append(f"{self.prefix}{at} = {self._value(at)}")
+        once, row, column, tile = (self.found[stage] for stage in _STAGES)
+        near = (_is_long(self.nodes[o].dtype) and fits(self.extents[o], MOST_INDEX_BITS + 1) for o in self.expr.outputs)
+        return Lines(once, row, column, tile, tuple(f"{self.prefix}{o}" for o in self.expr.outputs), tuple(near))
+
+    def _aside(self, at: int, name: str, value: str) -> str:
+        """A variable of the stage of node ``at`` besides its value, made once."""
+        name = f"{self.prefix}{at}_{name}"
+        if name not in self.made:
+            self.made.add(name)
+            self.found[self.stages[at]].append(f"{name} = {value}")
+        return name
+
+    # -- widths
+    def _is_narrow(self, at: int) -> bool:
+        """Whether the variable of a node of torch.int64 has 32 bits."""
+        return _is_long(self.nodes[at].dtype) and fits(self.extents[at])
+
+    def _dtype(self, at: int) -> str:
+        return "tl.int32" if self._is_narrow(at) else triton_dtype(self.nodes[at].dtype)
+
+    def _widened(self, at: int) -> str:
+        return f"{self.prefix}{at}.to(tl.int64)" if self._is_narrow(at) else f"{self.prefix}{at}"
+
+    def _operands(self, at: int) -> tuple[list[str], bool]:
+        """Names of a node's operands, and whether the result has 64 bits where 32 would hold it."""
+        node = self.nodes[at]
+        long = [a for a in node.args if _is_long(self.nodes[a].dtype)]
+        is_same = node.op not in ("pow", "shl") and (self._is_narrow(at) or not _is_long(node.dtype))
+        if all(self._is_narrow(a) for a in long) and is_same:
+            return [f"{self.prefix}{a}" for a in node.args], False
+        return [self._widened(a) for a in node.args], bool(long) and self._is_narrow(at)
+
+    # -- values
+    def _value(self, at: int) -> str:
+        node = self.nodes[at]
+        if node.op in ("index", "score"):
+            return f"tl.cast({self.leaves[node.attr if node.op == 'index' else 'score']}, {self._dtype(at)})"  # type: ignore[index]
+        if node.op == "const":
+            return f"tl.full((), {_literal(node.attr)}, {self._dtype(at)})"  # type: ignore[arg-type]
+        if node.op == "scalar":
+            bits = f"tl.full((), scalars[{node.attr}], tl.int64)"
+            return f"tl.cast({bits}, tl.float64, bitcast=True)" if node.dtype is float else f"{bits}.to({self._dtype(at)})"
+        if node.op == "load":
+            return self._load(at)
+        operand = self.nodes[node.args[-1]].dtype
+        if node.op == "mul" and self._is_score_2(node):
+            return self.leaves["score_2"]
+        if node.op == "cast" and node.dtype is torch.float32 and (text := self._in_floats(node.args[0])):
+            return text
+        if node.op == "cast":
+            return f"{self.prefix}{node.args[0]} != 0" if node.dtype is torch.bool else f"{self.prefix}{node.args[0]}.to({self._dtype(at)})"
+        args, is_wide = self._operands(at)
+        if node.op == "pow":
+            return self._power(at, args)
+        if operand in _HALVES and node.op != "where":  # torch computes in float32 and rounds
+            args = [f"{a}.to(tl.float32)" for a in args]
+        text = self._fast(at, args) or self._operation(at, args)
+        if is_wide:
+            return f"({text}).to(tl.int32)"
+        return f"({text}).to({triton_dtype(node.dtype)})" if node.dtype in _HALVES and node.op != "where" else text
+
+    def _operation(self, at: int, args: list[str]) -> str:
+        node = self.nodes[at]
+        operand = self.nodes[node.args[-1]].dtype
+        if node.op in ("shl", "shr"):
+            is_short = self._is_narrow(at) and all(self._is_narrow(a) for a in node.args) and node.op == "shr"
+            bits = 32 if is_short else 64 if is_weak(operand) else torch.iinfo(operand).bits  # type: ignore[arg-type]
+            return f"device_math.shift_{'left' if node.op == 'shl' else 'right'}({args[0]}, {args[1]}, {bits})"
+        if node.op == "not" and operand is torch.uint8:
+            return f"255 - {args[0]}"
+        if node.op == "mul" and at in self.sharp and node.dtype is torch.float32 and self.style.is_nvidia:
+            return f"device_math.product_nvidia({args[0]}, {args[1]})"
+        return (_TEMPLATES.get(node.op) or _BY_KIND[node.op, category(operand)]).format(*args)
+
+    def _fast(self, at: int, args: list[str]) -> str | None:
+        """The text of an operation in float32 that need not be rounded as in torch."""
+        node = self.nodes[at]
+        if self.style.functions == "exact" or at in self.sharp or node.dtype not in (torch.float32, *_HALVES):
+            return None
+        if node.op == "div":
+            divisor = node.args[1]
+            if self.stages[divisor] == self.stages[at] or self.stages[at] == "once":
+                return f"{args[0]} / {args[1]}"
+            return f"{args[0]} * {self._aside(divisor, 'turned', f'device_math.divide(1, {args[1]})')}"
+        tables = [_FAST]
+        if self.style.is_nvidia:
+            tables = [_COARSE, _NVIDIA, _FAST] if self.style.functions == "coarse" else [_NVIDIA, _FAST]
+        return next((table[node.op].format(*args) for table in tables if node.op in table), None)
+
+    def _is_score_2(self, node: Node) -> bool:
+        """Whether it is the score times log2(e), which the caller may have."""
+        one, other = (self.nodes[a] for a in node.args)
+        return "score_2" in self.leaves and one.op == "score" and one.dtype is torch.float32 and other.op == "const" and other.attr == LOG2E
+
+    def _in_floats(self, at: int) -> str | None:
+        """A whole number of each score as sums of float32, where they are exact: then what is turned into floats is a row's and a column's
+        numbers. None where that is not so: of less than 32 bits a result may have wrapped around, and a float's -0 is no whole number."""
+        node = self.nodes[at]
+        is_exact = category(node.dtype) == "int" and (extent := self.extents[at]) is not None and bits_of(extent) <= _EXACT_BITS
+        if not is_exact:
+            return None
+        if self.stages[at] != "tile":
+            return self._aside(at, "float", f"{self.prefix}{at}.to(tl.float32)")
+        is_plain = node.op in ("add", "sub", "abs") and (_is_long(node.dtype) or node.dtype is torch.int32)
+        parts = [self._in_floats(a) for a in node.args] if is_plain else [None]
+        return None if None in parts else f"({_TEMPLATES[node.op].format(*parts)})"
+
+    def _power(self, at: int, args: list[str]) -> str:
+        """Small whole powers are products, as in torch; the rest is a function."""
+        node = self.nodes[at]
+        exponent, kind = self.nodes[node.args[1]], category(node.dtype)
+        if node.dtype in _HALVES:
+            args = [f"{a}.to(tl.float32)" for a in args]
+        if exponent.op == "const" and exponent.attr in (1, 2, 3):
+            text = " * ".join([args[0]] * int(exponent.attr))  # type: ignore[call-overload]
+        elif exponent.op == "const" and exponent.attr == 0.5 and kind == "float":
+            text = f"device_math.sqrt({args[0]})"
+        else:
+            text = self._fast(at, args) or _BY_KIND["pow", kind].format(*args)
+        return f"({text}).to({self._dtype(at)})"
+
+    # -- loads
+    def _load(self, at: int) -> str:
+        """A captured tensor's entry, at a 64-bit offset: what of it is known in an earlier stage is added up there."""
+        node = self.nodes[at]
+        slot, last = f"tensors[{node.attr}]", len(node.args) - 1
+        base, terms = f"{slot}[0]", {stage: [] for stage in _STAGES}  # type: ignore[var-annotated]
+        for dim, arg in enumerate(node.args):
+            is_dense = dim == last and node.attr in self.style.dense
+            terms[self.stages[arg]].append(self._term(arg, f"{slot}[{1 + 2 * dim}]", f"{slot}[{2 + 2 * dim}]", is_dense))
+        own = self.stages[at]
+        for stage in ("once", "row"):
+            if terms[stage] and stage != own and (stage == "once" or own == "tile"):
+                base = self._line(stage, f"{self.prefix}{at}_{stage}", " + ".join([base, *terms.pop(stage)]))
+        if own == "tile" and terms["column"]:
+            terms["column"] = [self._line("column", f"{self.prefix}{at}_column", " + ".join(terms["column"]))]
+        load = "device_math.load_nvidia" if own == "tile" and self.style.is_nvidia else "tl.load"
+        return f"{load}({' + '.join([base, *(t for stage in terms.values() for t in stage)])})"
+
+    def _line(self, stage: str, name: str, value: str) -> str:
+        self.found[stage].append(f"{name} = {value}")
+        return name
+
+    def _term(self, arg: int, stride: str, size: str, is_dense: bool) -> str:
+        """Where one index leads to, in elements. A key's position is never negative, and the caller keeps it inside; so it does a row's,
+        but that of a cache with fewer keys than queries, whose first rows stand before all keys."""
+        place, is_narrow = f"{self.prefix}{arg}", self._is_narrow(arg)
+        is_kept_inside = self.nodes[arg].op == "index" and self.nodes[arg].attr != "q_idx"
+        if not is_kept_inside and not self.style.is_inside:
+            if self.style.is_small and is_narrow:
+                size = f"{size}.to(tl.int32)"
+            extent = self.extents[arg]
+            is_positive = extent is not None and extent.lo >= 0
+            place = f"device_math.{'below' if is_positive else 'inside'}({place}, {size})"
+            is_narrow = is_narrow and self.style.is_small
+        if is_dense:
+            return place
+        return f"{place}.to(tl.int64) * {stride}" if is_narrow else f"{place} * {stride}"
+
+
+_CUTS = frozenset(("floor", "ceil", "trunc", "round", "sign", "floordiv", "mod", "fmod", "eq", "ne", "lt", "le", "gt", "ge"))
+
+
+def _sharp(expr: Expr) -> frozenset[int]:
+    """Floats whose last bit can decide by how much the result differs: what is compared, rounded to whole numbers, or divided with rest."""
+    sharp: set[int] = set()
+    for at in range(len(expr.nodes) - 1, -1, -1):
+        node = expr.nodes[at]
+        is_cut = node.op == "cast" and category(node.dtype) != "float"
+        if at in sharp or is_cut or node.op in _CUTS:
+            sharp.update(node.args)
+            sharp.add(at)
+    return frozenset(sharp)
+
+
+def _literal(value: int | float | bool) -> str:
+    text = repr(value)
+    return f'float("{text}")' if text in ("inf", "-inf", "nan") else text
+
+
+# ---- arguments
+
+
+def packed_tensors(tensors: Sequence[Tensor]) -> tuple[tuple, ...]:
+    """Captured tensors as (tensor, stride 0, size 0, stride 1, size 1, ...)."""
+    return tuple((t, *(n for pair in zip(t.stride(), t.shape, strict=True) for n in pair)) for t in tensors)

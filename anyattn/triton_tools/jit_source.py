@@ -1,0 +1,42 @@
+"""Source text made into functions that Triton can compile: Triton reads a function's source, so the text is where Python looks for it."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import linecache
+from functools import lru_cache
+from types import SimpleNamespace
+from typing import Any
+
+from anyattn import disk_cache
+
+__all__ = ["digest", "load"]
+
+
+@lru_cache(maxsize=4096)
+def load(source: str, name: str, module: str | None = None) -> Any:
+    """The namespace that ``source`` leaves: its functions, which see ``triton``, ``tl``, our ``device_math`` and ``module``, a dotted name,
+    by its last part.
+
+    name: what tracebacks and profiles call the file; equal source is run once. The text is kept in the user's cache, to be read.
+    """
+    import triton
+    import triton.language as tl
+
+    from anyattn.triton_tools import device_math
+
+    filename, source = f"<anyattn {name}>", disk_cache.TEXT_HEADER + source  # lines are numbered as in the text that is kept
+    beside: dict[str, Any] = {"device_math": device_math}
+    if module is not None:
+        beside[module.rpartition(".")[2]] = importlib.import_module(module)
+    namespace = {"triton": triton, "tl": tl, **beside, "__name__": f"anyattn.generated.{name}"}
+    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)  # no time: never looked for on disk
+    exec(compile(source, filename, "exec"), namespace)
+    disk_cache.keep_text(f"triton-{name}", source)
+    return SimpleNamespace(**{key: value for key, value in namespace.items() if not key.startswith("__")})
+
+
+def digest(source: str) -> str:
+    """A short name of a source, the same in every process."""
+    return hashlib.sha256(source.encode()).hexdigest()[:16]

@@ -1,0 +1,94 @@
+"""Launching Triton kernels: the first launch by Triton's launcher, later ones of the same signature by ``fast_launch``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anyattn import launch_log
+from anyattn.triton_tools import interpreter
+from anyattn.triton_tools.fast_launch import Handle, handle_of, scratch
+
+__all__ = ["UNIT", "current_device", "launch", "run_plain", "strides_of"]
+
+UNIT = 8  # elements: 16 bytes of a 16-bit dtype, which is what one load instruction takes
+
+
+def run_plain(
+    kernel: Any, programs: int, given: Sequence[Any], special: Sequence[int], device: torch.device, options: dict[str, Any]
+) -> None:
+    """Launches a kernel as it is written, on a grid of one axis. given: its arguments up to ``special``, the numbers that Triton compiles
+    for; other numbers it must not look at. options: constants, the last arguments, and how to compile."""
+    tensors = [x for x in given if isinstance(x, Tensor)]
+    # of a pointer Triton asks whether it is a multiple of 16
+    known = (*special, *[x.dtype for x in tensors], *[x.data_ptr() % 16 == 0 for x in tensors])
+    with current_device(device):
+        launch(kernel, (programs, 1, 1), [*given, *special], device, options, known)
+
+
+_ready: dict[tuple, Handle] = {}
+_MOST_READY = 4096
+
+
+def launch(
+    kernel: Any, grid: tuple[int, ...], given: list[Any], device: torch.device, options: dict[str, Any], known: tuple
+) -> Handle | None:
+    """Triton looks at every argument of a launch: known kernels are asked directly.
+
+    known: what, besides the options, Triton would compile anew for.
+    """
+    if launch_log.noted is not None:
+        launch_log.noted.append(f"triton {_name(kernel)}")
+    if device.type != "cuda":  # the interpreter, which cannot look into what autograd follows
+
+        def interpreted(grid: tuple[int, ...], given: Sequence[Any]) -> None:
+            kernel[grid](*(x.detach() if isinstance(x, Tensor) else x for x in given), **options)
+
+        interpreted(grid, given)
+        return Handle(interpreted)
+    key = (kernel, device.index, tuple(options.values()), known)
+    found = _ready.get(key)
+    if found is not None:
+        found.again(grid, given)
+        return found
+    is_scratched = options.get("IS_DESCRIBED") == 1
+    with scratch(device) if is_scratched else nullcontext():
+        compiled = kernel[grid](*given, **options)
+    if compiled is None:
+        return None
+    if len(_ready) >= _MOST_READY:
+        _ready.clear()
+    constants = tuple(options[p.name] for p in kernel.params if p.is_constexpr)
+    _ready[key] = made = handle_of(compiled, constants, device, grid, given, is_scratched)
+    return made
+
+
+def _name(kernel: Any) -> str:
+    """What a profile calls a kernel; that of a generated one is the name of its source."""
+    function = kernel.fn
+    return str(function.__module__.rpartition(".")[2] if function.__name__ == "entry" else function.__name__)
+
+
+def current_device(device: torch.device) -> AbstractContextManager:
+    """Around every launch: Triton launches on the current device, and in its interpreter, if that was asked for."""
+    interpreter.mend()
+    is_current = device.type != "cuda" or torch.cuda.device_count() < 2 or device.index == torch.cuda.current_device()
+    return nullcontext() if is_current else torch.cuda.device(device)
+
+
+def strides_of(*tensors: Tensor, more: Sequence[int] = ()) -> tuple[bool, list[int]]:
+    """Whether every row of each begins at a multiple of 16 bytes, so that it is loaded in wide pieces; and the strides of all dimensions
+    but the last, and ``more``, in the units in which the kernel wants them."""
+    strides = [s if n > 1 else 0 for t in tensors for s, n in zip(t.stride()[:-1], t.shape[:-1], strict=True)]
+    strides += more
+    for s in strides:
+        if s % UNIT:
+            return False, strides
+    for t in tensors:
+        if t.data_ptr() % 16:
+            return False, strides
+    return True, [s // UNIT for s in strides]

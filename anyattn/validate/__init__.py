@@ -1,0 +1,1 @@
+"""User errors of every entry point: arguments in, a validated ``Problem`` out."""

@@ -1,0 +1,419 @@
+"""Every user error of FlashAttention's doors: arguments in, a validated ``Problem`` out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import lru_cache, reduce
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from anyattn.kvcache.append import check_pages
+from anyattn.mods import masks, scores
+from anyattn.mods.analysis.load_bounds import plainly_inside
+from anyattn.mods.analysis.row_ranges import check_positions
+from anyattn.mods.analysis.visible_loads import Dense, Ragged, check_call, held
+from anyattn.mods.compose import chained
+from anyattn.mods.tracing.trace import TracedMod
+from anyattn.problem import Problem
+from anyattn.sequences.batch import Sequences
+from anyattn.sequences.seqlen_info import SeqlenInfoQK
+from anyattn.sequences.unread_varlen import LengthTables, StoredSequences
+from anyattn.tensors.by_contents import kept
+from anyattn.tensors.kinds import refuse, refuse_hidden, refuse_hidden_captures
+from anyattn.validate import flex
+from anyattn.validate import sequences as check_lengths
+from anyattn.validate.sequences import (
+    NEEDS_USED,
+    batch_of,
+    batch_of_ends,
+    check_max,
+    check_used,
+    ends,
+    offset_unread,
+    pages,
+    sequence_lengths,
+    unread_sequences,
+)
+from anyattn.validate.window import TableOffset, band
+
+__all__ = [
+    "Options",
+    "batch_of_ends",
+    "check_dense_storage",
+    "check_max",
+    "check_slopes",
+    "check_varlen_storage",
+    "combine_arguments",
+    "dense_problem",
+    "ends",
+    "pages",
+    "problem_of",
+    "sequence_lengths",
+    "storage",
+    "varlen_problem",
+]
+
+
+class Options(NamedTuple):
+    """What the entry points have in common, as the user gave it. reads_captured: as ``check.flex_problem`` has it; for operators."""
+
+    softmax_scale: Any = None
+    causal: Any = False
+    window_size: Any = (-1, -1)
+    softcap: Any = 0.0
+    alibi_slopes: Any = None
+    sink: Any = None
+    score_mod: Any = None
+    mask_mod: Any = None
+    block_sparse_tensors: Any = None
+    aux_tensors: Sequence[Tensor] | None = None
+    deterministic: bool = False
+    return_lse: bool = False
+    num_splits: Any = 1
+    pack_gqa: Any = None
+    reads_captured: bool = True
+
+
+def dense_problem(q: Any, k: Any, v: Any, options: Options) -> Problem:
+    """The problem of one ``flash_attn_func`` call."""
+    check_dense_storage(q, k, v)
+    return problem_of(q, k, v, None, options, k.shape[1] - q.shape[1])
+
+
+def check_dense_storage(q: Any, k: Any, v: Any) -> None:
+    storage({"q": q, "k": k, "v": v}, "(batch, length, heads, head_dim)", 4)
+    _same_heads("k", k, "v", v)
+    if not q.shape[0] == k.shape[0]:
+        raise ValueError(f"k has batch {k.shape[0]} but q has {q.shape[0]}; wanted the same")
+    if k.shape[1] != v.shape[1]:
+        raise ValueError(f"v has length {v.shape[1]} but k has {k.shape[1]}; wanted the same")
+
+
+def varlen_problem(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: Any,
+    max_seqlen_k: Any,
+    seqused_q: Any,
+    seqused_k: Any,
+    page_table: Any,
+    validate: bool | None,
+    options: Options,
+) -> Problem:
+    """The problem of one ``flash_attn_varlen_func`` call."""
+    check_varlen_storage(q, k, v, cu_seqlens_q, cu_seqlens_k, page_table)
+    lengths, pool = (max_seqlen_q, max_seqlen_k), None if page_table is None else k
+    if check_lengths.takes_their_word(q.device, validate):
+        tables = LengthTables(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+        unread = unread_sequences(q, k, tables, lengths, page_table)
+        return problem_of(q, k, v, unread, options, offset_unread(unread, any_needs_grad(q, k, v, options)))
+    given = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table)
+
+    def checked() -> tuple[Sequences, int | Tensor]:
+        return _checked_sequences(q, k, given, lengths, validate)
+
+    # (a page table changes from step to step, and the sequences hold on to it)
+    may_keep = pool is None and not any(isinstance(n, Tensor) for n in lengths)
+    if may_keep and all(t is None or (type(t) is Tensor and t.device == q.device) for t in given) and not q.is_meta:
+        facts = ("varlen", q.shape[:-2], k.shape[:-2], q.device, lengths, tuple(map(type, lengths)), validate)
+        sequences, offset = kept(given, facts, checked)
+    else:
+        sequences, offset = checked()
+    return problem_of(q, k, v, sequences, options, offset)
+
+
+def any_needs_grad(q: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
+    """Whether a backward pass may come: a score mod's tensors may have gradients that are not seen here."""
+    if not torch.is_grad_enabled():
+        return False
+    known = (q, k, v, options.sink, options.alibi_slopes)
+    return options.score_mod is not None or any(isinstance(t, Tensor) and t.requires_grad for t in known)
+
+
+def _checked_sequences(
+    q: Tensor, k: Tensor, tables: tuple[Tensor | None, ...], lengths: tuple[Any, Any], validate: bool | None
+) -> tuple[Sequences, int | Tensor]:
+    """Where each sequence is, and the offset of its queries among its keys. Looks at what the tables hold."""
+    cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table = tables
+    batch, device = batch_of(q, cu_seqlens_q, cu_seqlens_k, k, page_table), q.device
+    if page_table is not None and seqused_k is None:
+        raise ValueError(NEEDS_USED)
+    table = None if page_table is None else pages(page_table, batch, k)
+    number = torch.arange(batch, device=device)
+    info = SeqlenInfoQK.create(
+        number,
+        q.shape[1] if cu_seqlens_q is None else None,
+        k.shape[1] if cu_seqlens_k is None else None,
+        ends("cu_seqlens_q", cu_seqlens_q, q, validate),
+        ends("cu_seqlens_k", cu_seqlens_k, k, validate),
+        sequence_lengths("seqused_q", seqused_q, batch, device),
+        sequence_lengths("seqused_k", seqused_k, batch, device),
+        tile_m=1,
+        tile_n=1,
+    )
+    sequences = _sequences(info, number, table, k.shape[1])
+    check_used(sequences, cu_seqlens_q, "seqused_q", None if cu_seqlens_q is not None else q.shape[1])
+    capacity = table.shape[1] * k.shape[1] if table is not None else None if cu_seqlens_k is not None else k.shape[1]
+    check_used(sequences, cu_seqlens_k, "seqused_k", capacity)
+    check_max("max_seqlen_q", lengths[0], sequences.max_seqlen_q)
+    check_max("max_seqlen_k", lengths[1], sequences.max_seqlen_k)
+    if table is not None:
+        check_pages(table, sequences.k_start, sequences.k_start + sequences.seqlens_k, sequences.page_size, k.shape[0])
+    offset = sequences.seqlens_k - sequences.seqlens_q
+    return sequences, offset if bool(offset.any()) else 0
+
+
+def check_varlen_storage(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, page_table: Any) -> None:
+    padded, packed = ("(batch, length, heads, head_dim)", 4), ("(total, heads, head_dim)", 3)
+    storage({"q": q}, *(padded if cu_seqlens_q is None else packed))
+    if page_table is not None and cu_seqlens_k is not None:
+        raise ValueError("cu_seqlens_k and page_table are both given; wanted one: paged keys are counted by seqused_k")
+    shape, rank = ("(pages, page_size, heads, head_dim)", 4) if page_table is not None else padded if cu_seqlens_k is None else packed
+    storage({"q": q, "k": k, "v": v}, shape, rank, skip="q")
+    _same_heads("k", k, "v", v)
+    if k.shape[: rank - 2] != v.shape[: rank - 2]:
+        raise ValueError(f"v has shape {tuple(v.shape)} but k has {tuple(k.shape)}; wanted the same but for head_dim")
+
+
+def _sequences(info: SeqlenInfoQK, number: Tensor, table: Tensor | None, page_size: int) -> Sequences:
+    zero = torch.zeros_like(number)
+    return Sequences(
+        seqlens_q=info.seqlen_q + zero,
+        seqlens_k=info.seqlen_k + zero,
+        q_row=zero if info.has_cu_seqlens_q else number,
+        q_start=info.offset_q + zero,
+        k_row=zero if info.has_cu_seqlens_k else number,
+        k_start=info.offset_k + zero,
+        q_first=zero,
+        page_table=table,
+        page_size=page_size if table is not None else 0,
+    )
+
+
+def problem_of(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences | None, options: Options, offset: Any) -> Problem:
+    """What the doors share once they know where everything is. offset: the first query's place among the keys, less its ``q_idx``."""
+    heads = q.shape[-2]
+    q4, k4, v4 = (_heads_first(t) for t in (q, k, v))
+    aux = flex.aux_list(options.aux_tensors, q.device)
+    sink = flex.sink_logits(options.sink, q4)
+    bare = Problem(q4, k4, v4, flex.scale_of("softmax_scale", options.softmax_scale, q.shape[-1], q.dtype), sequences=sequences)
+    check_positions("the length of q", bare.bound_q)
+    check_positions("the length of k", bare.bound_k)
+
+    def traced(mod: Callable | TracedMod, kind: str) -> TracedMod:
+        found = flex.traced(mod, kind, q4, aux)
+        refuse_hidden_captures(found)
+        return found
+
+    predicates = []
+    blocks = None
+    if options.block_sparse_tensors is not None:
+        blocks = _blocks(options.block_sparse_tensors, bare)
+        predicates.append(traced(options.mask_mod if options.mask_mod is not None else masks.full(), "mask"))
+    elif options.mask_mod is not None:
+        predicates.append(traced(options.mask_mod, "mask"))
+    visible = band(options.causal, options.window_size, offset, bare.bound_q, bare.bound_k, q.device)
+    if visible is not None:
+        predicates.append(visible)
+    scores = []
+    offset = offset if sequences is None or not isinstance(offset, TableOffset) else sequences.seqlens_k - sequences.seqlens_q
+    for mod in (_softcap(options.softcap, q.dtype), _alibi(options.alibi_slopes, bare.batch, heads, offset, q.device), options.score_mod):
+        if mod is not None:
+            scores.append(traced(mod, "score"))
+    predicates, scores = _inside(predicates, scores, blocks, bare, options.reads_captured)
+    return Problem(
+        q4,
+        k4,
+        v4,
+        bare.scale,
+        reduce(chained, scores) if scores else None,
+        tuple(predicates),
+        blocks,
+        sink,
+        bool(options.return_lse),
+        False,
+        bool(options.deterministic),
+        sequences,
+        _splits(options.num_splits),
+        packs=_packs(options.pack_gqa),
+    )
+
+
+def _inside(
+    masks: list[TracedMod], scores: list[TracedMod], blocks: Any, bare: Problem, reads_captured: bool
+) -> tuple[list[TracedMod], list[TracedMod]]:
+    """The masks and scores of a call, whose loads have been shown to lie inside, or are held there."""
+    if not reads_captured:
+        sizes = (bare.batch, bare.heads_q, bare.bound_q, bare.bound_k)
+        return [held(m, *sizes) for m in masks], [held(m, *sizes) for m in scores]
+    lists = flex.classes_of(blocks)
+    if bare.sequences is None:
+        return check_call(Dense(bare.batch, bare.heads_q, bare.seqlen_q, bare.seqlen_k), masks, scores, lists)
+    s = bare.sequences
+    # what is inside for all sequences of these sizes needs no look at the tables
+    if s.is_unread:
+        first, end = s.position_bounds
+        if all(plainly_inside(m, s.batch, bare.heads_q, end, s.bound_k, first) for m in (*masks, *scores)):
+            return masks, scores
+    return check_call(Ragged(bare.heads_q, s.seqlens_q, s.seqlens_k, s.q_first), masks, scores, lists)
+
+
+# ---- tensors
+
+
+def storage(tensors: dict[str, Any], shape: str, rank: int, skip: str = "") -> None:
+    """Raises unless all are tensors of one float dtype and device, those but ``skip`` of ``rank`` dimensions; the first sets the pace."""
+    first_name, first = next(iter(tensors.items()))
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} is a {type(tensor).__name__}; wanted a torch.Tensor of shape {shape}")
+        if name != skip and tensor.ndim != rank:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; wanted {rank} dimensions {shape}")
+        if tensor.dtype not in flex.DTYPES:
+            raise TypeError(f"{name} has dtype {tensor.dtype}; wanted float64, float32, bfloat16 or float16: convert it with .to()")
+        if tensor.dtype != first.dtype:
+            raise TypeError(f"{name} has dtype {tensor.dtype} but {first_name} has {first.dtype}; wanted one dtype: convert one with .to()")
+        if tensor.device != first.device:
+            raise ValueError(f"{name} is on {tensor.device} but {first_name} is on {first.device}; wanted one device: move one with .to()")
+    head_dim, heads = first.shape[-1], first.shape[-2]
+    if head_dim == 0:
+        raise ValueError(f"{first_name} has shape {tuple(first.shape)} with head_dim 0; wanted at least 1")
+    for name, tensor in tensors.items():
+        if name.startswith("k") and tensor.shape[-1] != head_dim:
+            raise ValueError(f"{name} has head_dim {tensor.shape[-1]} but {first_name} has {head_dim}; wanted the same last dimension")
+        if name.startswith("k") and (0 in (heads, tensor.shape[-2]) or heads % tensor.shape[-2]) and heads != tensor.shape[-2]:
+            have = f"{first_name} has {heads} heads but {name} has {tensor.shape[-2]}"
+            raise ValueError(f"{have}; wanted Hq a multiple of Hkv, and not 0 unless both are")
+
+
+def _same_heads(k_name: str, k: Tensor, v_name: str, v: Tensor) -> None:
+    if k.shape[-2] != v.shape[-2]:
+        raise ValueError(f"{v_name} has {v.shape[-2]} heads but {k_name} has {k.shape[-2]}; wanted the same")
+
+
+def _heads_first(x: Tensor) -> Tensor:
+    """(B, S, H, D) or packed (total, H, D) as (B or 1, H, S, D), a view."""
+    return (x if x.ndim == 4 else x.unsqueeze(0)).transpose(1, 2)
+
+
+# ---- mods
+
+
+def _softcap(softcap: Any, dtype: torch.dtype) -> Callable | None:
+    if isinstance(softcap, bool) or not isinstance(softcap, (int, float)) or not math.isfinite(softcap) or softcap < 0:
+        raise ValueError(f"softcap={softcap!r}; wanted a positive number, or 0.0 for none")
+    flex.check_held("softcap", float(softcap), dtype)
+    return _softcap_score(float(softcap)) if softcap else None
+
+
+_softcap_score = lru_cache(maxsize=64)(scores.softcap)
+
+
+def _alibi(slopes: Any, batch: int, heads: int, offset: int | Tensor, device: torch.device) -> Callable | None:
+    if slopes is None:
+        return None
+    check_slopes(slopes, batch, heads, device)
+    return scores.alibi(slopes, offset)
+
+
+def check_slopes(slopes: Any, batch: int, heads: int, device: torch.device) -> None:
+    if not isinstance(slopes, Tensor) or not slopes.is_floating_point() or tuple(slopes.shape) not in ((heads,), (batch, heads)):
+        what = f"shape {tuple(slopes.shape)} and dtype {slopes.dtype}" if isinstance(slopes, Tensor) else f"type {type(slopes).__name__}"
+        raise ValueError(f"alibi_slopes has {what}; wanted a float tensor of shape ({heads},) or ({batch}, {heads})")
+    if slopes.device != device:
+        raise ValueError(f"alibi_slopes is on {slopes.device} but q is on {device}; move it with .to()")
+
+
+def _splits(given: Any) -> int:
+    if isinstance(given, bool) or not isinstance(given, int):
+        raise TypeError(f"num_splits={given!r} is a {type(given).__name__}; wanted an int, 0 to choose")
+    if given < 0:
+        raise ValueError(f"num_splits={given}; wanted at least 1, or 0 to choose")
+    return given
+
+
+def _packs(given: Any) -> bool | None:
+    if given is not None and not isinstance(given, bool):
+        raise TypeError(f"pack_gqa={given!r} is a {type(given).__name__}; wanted True or False, None to choose")
+    return given
+
+
+def _blocks(given: Any, problem: Problem) -> Any:
+    """Block lists, checked against the problem's lengths, heads and device."""
+    from anyattn.sparsity.block_sparse import BlockSparseTensors
+    from anyattn.sparsity.lists import kept_for_call
+    from anyattn.sparsity.varlen_block_sparse import VarlenBlockSparseTensors
+
+    wanted = BlockSparseTensors if problem.sequences is None else VarlenBlockSparseTensors
+    if not isinstance(given, wanted):
+        door = "compute_block_sparsity" if problem.sequences is None else "compute_varlen_block_sparsity"
+        raise TypeError(f"block_sparse_tensors is a {type(given).__name__}; wanted {wanted.__name__}: make it with anyattn.{door}")
+    refuse_hidden("block_sparse_tensors.mask_block_cnt", given.mask_block_cnt)
+    if given.device != problem.q.device:
+        raise ValueError(f"block_sparse_tensors is on {given.device} but q is on {problem.q.device}; move it with .to()")
+    if isinstance(given, VarlenBlockSparseTensors):
+        assert problem.sequences is not None
+        _check_built_for(given, problem.sequences)
+        heads = given.mask_block_cnt.shape[0]
+        if heads not in (1, problem.heads_q):
+            raise ValueError(f"block_sparse_tensors has {heads} heads but q has {problem.heads_q}; wanted 1 (shared) or {problem.heads_q}")
+        return given
+    lengths = (problem.seqlen_q, problem.seqlen_k)
+    tiles = tuple(-(-n // t) for n, t in zip(lengths, given.tile, strict=True))
+    # lists that know no lengths may be compact
+    fits = given.grid == tiles if given.lengths is not None else given.grid[0] == tiles[0] and given.grid[1] <= tiles[1]
+    if not fits or given.lengths not in (None, lengths):
+        raise ValueError(
+            f"block_sparse_tensors has {given.grid[0]} x {given.grid[1]} tiles of {given.tile} for lengths {given.lengths}, but q and k "
+            f"have lengths {lengths}, {tiles[0]} x {tiles[1]} tiles; build it for these"
+        )
+    for got, size, axis in zip(given.mask_block_cnt.shape[:2], (problem.batch, problem.heads_q), ("batch", "heads"), strict=True):
+        if got not in (1, size):
+            raise ValueError(f"block_sparse_tensors has {axis} {got} but q has {size}; wanted 1 (shared) or {size}")
+    return kept_for_call(given, lengths)
+
+
+def _check_built_for(lists: Any, sequences: Sequences) -> None:
+    """Raises where ragged lists were built for other sequences; where no table is read, for another number of them."""
+    if isinstance(sequences, StoredSequences):
+        if len(lists.seqlens_q) != sequences.batch:
+            have = f"{len(lists.seqlens_q)} sequences but the call has {sequences.batch}"
+            raise ValueError(f"block_sparse_tensors was built for {have}; build it for these")
+        return
+    for name in ("seqlens_q", "seqlens_k"):
+        listed, have = getattr(lists, name), getattr(sequences, name)
+        if not torch.equal(listed.to(torch.int64), have):
+            what = f"{name} {_short(listed)} but the call has {_short(have)}"
+            raise ValueError(f"block_sparse_tensors was built for {what}; build it for these")
+
+
+def _short(x: Tensor) -> str:
+    listed = x[:8].tolist()
+    return f"{listed}" if len(x) <= 8 else f"{str(listed)[:-1]}, ...]"
+
+
+def combine_arguments(out_partial: Any, lse_partial: Any) -> tuple[Tensor, Tensor]:
+    """``flash_attn_combine``'s arguments, checked."""
+    for name, tensor in (("out_partial", out_partial), ("lse_partial", lse_partial)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} is a {type(tensor).__name__}; wanted a float32 tensor")
+        if tensor.is_nested or tensor.layout is not torch.strided:
+            refuse(name, tensor)
+        if tensor.dtype not in (torch.float32, torch.float64):
+            raise TypeError(f"{name} has dtype {tensor.dtype}; wanted float32: partial results in 16 bits have lost what merging needs")
+    if out_partial.device != lse_partial.device:
+        raise ValueError(f"lse_partial is on {lse_partial.device} but out_partial is on {out_partial.device}; move one with .to()")
+    if out_partial.ndim not in (4, 5) or out_partial.shape[:-1] != lse_partial.shape:
+        raise ValueError(
+            f"out_partial has shape {tuple(out_partial.shape)} and lse_partial {tuple(lse_partial.shape)}; wanted (splits, batch, length, "
+            "heads, head_dim) or (splits, total, heads, head_dim), and the same without head_dim"
+        )
+    if out_partial.shape[0] == 0:
+        raise ValueError("out_partial has no splits; wanted at least 1")
+    return out_partial, lse_partial

@@ -1,0 +1,401 @@
+"""Every user error of the front doors: arguments in, a validated ``Problem`` out."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from anyattn.mods.analysis.row_ranges import check_positions, row_ranges
+from anyattn.mods.analysis.visible_loads import Dense, Listed, check_call, held
+from anyattn.mods.tracing.cute_mod import native_mod
+from anyattn.mods.tracing.trace import TracedMod, trace
+from anyattn.problem import Problem
+from anyattn.tensors.kinds import refuse_hidden, refuse_hidden_captures
+
+if TYPE_CHECKING:
+    from anyattn.sparsity.block_sparse import BlockSparseTensors
+
+__all__ = [
+    "DTYPES",
+    "FLOAT32_MAX",
+    "aux_list",
+    "captured_devices",
+    "check_held",
+    "check_lists",
+    "classes_of",
+    "flex_problem",
+    "is_no_mask",
+    "kept_lists",
+    "kernel_options",
+    "lists_facts",
+    "read_lists",
+    "scale_of",
+    "sink_logits",
+    "tensors",
+    "traced",
+    "wanted",
+]
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+# Options of torch's kernels that change how its Triton code is built, not what is computed: accepted, without effect here.
+_TORCH_OPTIONS = frozenset(
+    [
+        "num_warps", "num_stages", "BLOCK_M", "BLOCK_N", "BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2", "PRESCALE_QK",
+        "ROWS_GUARANTEED_SAFE", "BLOCKS_ARE_CONTIGUOUS", "WRITE_DQ", "FORCE_USE_FLEX_ATTENTION", "USE_TMA", "kpack",
+        "matrix_instr_nonkdim", "waves_per_eu", "BACKEND", "fwd_num_warps", "fwd_num_stages", "bwd_num_warps", "bwd_num_stages",
+    ]
+)  # fmt: skip
+
+
+def wanted(return_lse: bool, return_aux: Any) -> tuple[bool, bool]:
+    """(lse, max_scores) wanted by torch's two ways of asking."""
+    if return_lse and return_aux is not None:
+        raise ValueError("return_lse=True and return_aux are both given; wanted one of them: use return_aux=AuxRequest(lse=True)")
+    if return_aux is None:
+        return bool(return_lse), False
+    if not hasattr(return_aux, "lse") or not hasattr(return_aux, "max_scores"):
+        raise TypeError(f"return_aux is a {type(return_aux).__name__}; wanted anyattn.AuxRequest(lse=..., max_scores=...)")
+    return bool(return_aux.lse), bool(return_aux.max_scores)
+
+
+def kernel_options(options: Any) -> dict[str, int]:
+    """The options that mean something here: tile_m, tile_n, num_splits, autotune and pack_gqa."""
+    if options is None:
+        return {}
+    if not isinstance(options, dict):
+        raise TypeError(f"kernel_options is a {type(options).__name__}; wanted a dict such as {{'tile_m': 128, 'tile_n': 64}}")
+    found = {}
+    for name, value in options.items():
+        if name in ("tile_m", "tile_n", "num_splits"):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"kernel_options[{name!r}]={value!r}; wanted a positive int")
+            found[name] = value
+        elif name in ("autotune", "pack_gqa"):
+            if not isinstance(value, bool):
+                raise TypeError(f"kernel_options[{name!r}] is a {type(value).__name__}; wanted True or False")
+            found[name] = value
+        elif name not in _TORCH_OPTIONS:
+            known = ", ".join(sorted(_TORCH_OPTIONS))
+            raise ValueError(
+                f"kernel_options has an unknown name {name!r}; wanted tile_m, tile_n, num_splits, autotune, pack_gqa (or torch's {known})"
+            )
+    fixed = [name for name in ("tile_m", "tile_n") if name in found]
+    if found.get("autotune") and fixed:
+        raise ValueError(f"kernel_options has autotune=True and {fixed[0]}={found[fixed[0]]}; wanted one of them: autotune measures tiles")
+    return found
+
+
+def flex_problem(
+    query: Any,
+    key: Any,
+    value: Any,
+    score_mod: Callable | None,
+    block_mask: Any,
+    mask_mod: Callable | None,
+    aux_tensors: Any,
+    scale: Any,
+    enable_gqa: bool,
+    sink: Any,
+    wants_lse: bool,
+    wants_max: bool,
+    deterministic: bool,
+    listed: TracedMod | None = None,
+    reads_captured: bool = True,
+) -> Problem:
+    """The problem of one ``flex_attention`` call; raises before any work is done.
+
+    listed: the mask of a block mask that is given as lists alone, as operators have it. reads_captured: False where nothing may wait for
+    what captured tensors hold: indices that follow from it are held inside their tensors, not checked.
+    """
+    key, value = tensors(query, key, value, enable_gqa)
+    aux = aux_list(aux_tensors, query.device)
+    batch, heads, seqlen_q, head_dim = query.shape
+    lengths = (batch, heads, seqlen_q, key.shape[2])
+    check_positions("the length of query", seqlen_q)
+    check_positions("the length of key", key.shape[2])
+    scores = [] if score_mod is None else [_traced(score_mod, "score", query, aux)]
+    predicates = []
+    blocks, follows = None, False
+    if block_mask is not None:
+        if listed is None:
+            check_block_mask(block_mask, query, key)
+        for part in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"):
+            refuse_hidden(f"block_mask.{part}", getattr(block_mask, part))
+        listed = _traced(listed or block_mask.mask_mod, "mask", query, aux, "block_mask.mask_mod")
+        predicates.append(listed)
+        blocks, follows = lists_of(block_mask, listed)
+    if mask_mod is not None:
+        predicates.append(_traced(mask_mod, "mask", query, aux))
+    if reads_captured:
+        predicates, scores = check_call(Dense(*lengths), predicates, scores, None if follows else classes_of(blocks))
+    else:
+        predicates, scores = ([held(m, *lengths) for m in mods] for mods in (predicates, scores))
+    return Problem(
+        query,
+        key,
+        value,
+        scale_of("scale", scale, head_dim, query.dtype),
+        scores[0] if scores else None,
+        tuple(predicates),
+        blocks,
+        sink_logits(sink, query),
+        wants_lse,
+        wants_max,
+        bool(deterministic),
+        blocks_follow=follows,
+    )
+
+
+def tensors(query: Any, key: Any, value: Any, enable_gqa: bool) -> tuple[Tensor, Tensor]:
+    """key and value, checked against query, a batch of 1 shared."""
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} is a {type(tensor).__name__}; wanted a torch.Tensor of shape (batch, heads, length, head_dim)")
+        if tensor.ndim != 4:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; wanted 4 dimensions (batch, heads, length, head_dim): unsqueeze it")
+        if tensor.dtype not in DTYPES:
+            raise TypeError(f"{name} has dtype {tensor.dtype}; wanted float64, float32, bfloat16 or float16: convert it with .to()")
+        if tensor.dtype != query.dtype:
+            raise TypeError(f"{name} has dtype {tensor.dtype} but query has {query.dtype}; wanted one dtype: convert one with .to()")
+        if tensor.device != query.device:
+            raise ValueError(f"{name} is on {tensor.device} but query is on {query.device}; wanted one device: move one with .to()")
+    batch, heads_q, _, head_dim = query.shape
+    if key.shape[3] != head_dim:
+        raise ValueError(f"key has head_dim {key.shape[3]} but query has {head_dim}; wanted the same last dimension")
+    if value.shape[:3] != key.shape[:3]:
+        raise ValueError(f"value has (batch, heads, length) {tuple(value.shape[:3])} but key has {tuple(key.shape[:3])}; wanted the same")
+    if head_dim == 0:
+        raise ValueError(f"query has shape {tuple(query.shape)} with head_dim 0; wanted at least 1")
+    heads_kv = key.shape[1]
+    if heads_q != heads_kv and not enable_gqa:
+        raise ValueError(
+            f"query has {heads_q} heads but key and value have {heads_kv}; pass enable_gqa=True to share K/V heads among query heads"
+        )
+    if heads_q != heads_kv and (heads_kv == 0 or heads_q % heads_kv):
+        raise ValueError(f"query has {heads_q} heads, not a multiple of the {heads_kv} of key and value; wanted Hq % Hkv == 0")
+    if key.shape[0] != batch:
+        if key.shape[0] != 1:
+            raise ValueError(f"key has batch {key.shape[0]} but query has {batch}; wanted the same, or 1 to share it")
+        key, value = (t.expand(batch, *t.shape[1:]) for t in (key, value))
+    return key, value
+
+
+def aux_list(aux_tensors: Any, device: torch.device) -> list[Tensor] | None:
+    if aux_tensors is None:
+        return None
+    if isinstance(aux_tensors, Tensor) or not isinstance(aux_tensors, Sequence):
+        raise TypeError(f"aux_tensors is a {type(aux_tensors).__name__}; wanted a list of tensors: aux_tensors=[table]")
+    for i, tensor in enumerate(aux_tensors):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"aux_tensors[{i}] is a {type(tensor).__name__}; wanted a torch.Tensor")
+        if tensor.device != device:
+            raise ValueError(f"aux_tensors[{i}] is on {tensor.device} but query is on {device}; move it with .to()")
+    return list(aux_tensors)
+
+
+def _traced(mod: Any, kind: str, query: Tensor, aux: list[Tensor] | None, name: str = "") -> TracedMod:
+    found = traced(mod, kind, query, aux, name)
+    refuse_hidden_captures(found, name)
+    return found
+
+
+def traced(mod: Any, kind: str, query: Tensor, aux: list[Tensor] | None, name: str = "") -> TracedMod:
+    """A mod traced for ``query``'s dtype and device; where its loads lie is still to be checked."""
+    if isinstance(mod, TracedMod):
+        return mod
+    score_dtype = torch.float64 if query.dtype is torch.float64 else torch.float32
+    found = native_mod(mod, kind, aux) or trace(mod, kind, score_dtype=score_dtype, aux_tensors=aux, device=query.device)
+    captured_devices(found, query.device, name)
+    return found
+
+
+def captured_devices(mod: TracedMod, device: torch.device, name: str = "") -> None:
+    """Raises where a mod captures a tensor on another device than the call's; one of rank 0 may be anywhere."""
+    for tensor in mod.tensors:
+        if tensor.device != device and tensor.ndim > 0:
+            raise ValueError(
+                f"{name or mod.kind + '_mod'} {mod.name!r} captures a tensor of shape {tuple(tensor.shape)} on {tensor.device} but query "
+                f"is on {device}; move it with .to()"
+            )
+
+
+def lists_of(block_mask: Any, mask: TracedMod) -> tuple[BlockSparseTensors | None, bool]:
+    """The lists of a block mask, and whether they follow from the mask, so that a backend may work from either alone.
+
+    None on a CPU where the row ranges of the mask that they were computed from say the same more finely; elsewhere finding the ranges of
+    captured ids would wait for the device.
+    """
+    follows = getattr(block_mask, "is_exact", False)
+    if follows and block_mask.kv_indices.device.type == "cpu" and row_ranges(mask) is not None:
+        return None, True
+    return read_lists(block_mask), follows
+
+
+def classes_of(blocks: Any) -> Callable[[], Listed] | None:
+    """How ``check_call`` asks a call's lists, None where there are none."""
+    return None if blocks is None else lambda: Listed(blocks.classes(), blocks.tile)
+
+
+class KeptLists(NamedTuple):
+    """What was read of a block mask. objects: those that its fields were then, ``_FIELDS``. versions: of the lists among them, how often
+    each had been written to, and its shape. facts: ``lists_facts``. blocks: the lists as kernels read them."""
+
+    objects: tuple
+    versions: list[Any]
+    facts: tuple
+    blocks: BlockSparseTensors
+
+
+_FIELDS = (
+    "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices", "mask_mod", "seq_lengths", "BLOCK_SIZE", "_exact",
+)  # fmt: skip
+_lists: WeakKeyDictionary[Any, KeptLists] = WeakKeyDictionary()  # of block masks, while they live
+
+
+def kept_lists(block_mask: Any) -> KeptLists | None:
+    """What was read of a block mask, as long as its fields are the same objects and nobody wrote to the lists; None if nothing is.
+
+    Only writes that torch counts are noticed, so not those of a kernel that torch does not know.
+    """
+    known = None if type(block_mask).__hash__ is None else _lists.get(block_mask)
+    if known is None:
+        return None
+    fields = block_mask.__dict__
+    for name, found in zip(_FIELDS, known.objects):
+        if fields.get(name) is not found:
+            return None
+    return known if _versions(known.objects) == known.versions else None
+
+
+def _versions(objects: tuple) -> list[Any]:
+    count, index, full_count, full_index, *_ = objects
+    if full_count is None:
+        return [count._version, count.shape, index._version, index.shape]
+    return [
+        count._version, count.shape, index._version, index.shape, full_count._version, full_count.shape, full_index._version,
+        full_index.shape,
+    ]  # fmt: skip
+
+
+def lists_facts(block_mask: Any) -> tuple:
+    """All that the checks and plans look at in a block mask."""
+    lists = (block_mask.kv_num_blocks, block_mask.kv_indices, block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
+    is_exact = getattr(block_mask, "is_exact", False)
+    sizes = [None if t is None else (t.shape, t.dtype, t.device) for t in lists]
+    return type(block_mask), block_mask.seq_lengths, block_mask.BLOCK_SIZE, is_exact, *sizes
+
+
+def read_lists(block_mask: Any) -> BlockSparseTensors:
+    """``BlockSparseTensors.from_block_mask``, kept with the block mask: see ``kept_lists``."""
+    from anyattn.sparsity.block_sparse import BlockSparseTensors
+
+    known = kept_lists(block_mask)
+    if known is not None:
+        return known.blocks
+    blocks = BlockSparseTensors.from_block_mask(block_mask)
+    if type(block_mask).__hash__ is None or not all(type(x) is tuple for x in (block_mask.seq_lengths, block_mask.BLOCK_SIZE)):
+        return blocks  # what may change unseen
+    objects = tuple(block_mask.__dict__.get(name) for name in _FIELDS)
+    tensors = [t for t in objects[:4] if t is not None]
+    if len(tensors) in (2, 4) and not any(t.is_inference() for t in tensors):  # torch counts no writes to these
+        _lists[block_mask] = KeptLists(objects, _versions(objects), lists_facts(block_mask), blocks)
+    return blocks
+
+
+_NO_MASK = 2**30  # the block of torch's block mask that is none
+
+
+def is_no_mask(block_mask: Any) -> bool:
+    """Whether this is what torch's ``_create_empty_block_mask`` makes where there is no mask: one block of 2^30 rows and keys."""
+    size = getattr(block_mask, "BLOCK_SIZE", None)
+    if size is None or tuple(size) != (_NO_MASK, _NO_MASK) or tuple(block_mask.seq_lengths) != (1, 1):
+        return False
+    from torch.nn.attention.flex_attention import noop_mask
+
+    count = block_mask.kv_num_blocks
+    if block_mask.mask_mod is not noop_mask or block_mask.full_kv_num_blocks is not None or count.numel() != 1:
+        return False
+    # as it was made; a count that was written to says whether the block is still there
+    return torch.compiler.is_compiling() or (not count.is_inference() and count._version == 0) or int(count) == 1
+
+
+def check_block_mask(block_mask: Any, query: Tensor, key: Tensor) -> None:
+    """Raises if this is no block mask, or one for another device, other lengths, batches or heads."""
+    is_block_mask(block_mask)
+    check_lists(block_mask.seq_lengths, block_mask.kv_num_blocks, query, key)
+
+
+def is_block_mask(block_mask: Any) -> None:
+    """Raises ``TypeError`` unless this is anyattn's or torch's ``BlockMask``."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    if not isinstance(block_mask, BlockMask):
+        cure = "pass a function of (b, h, q_idx, kv_idx) as mask_mod" if callable(block_mask) else "make one with anyattn.create_block_mask"
+        raise TypeError(f"block_mask is a {type(block_mask).__name__}; wanted a BlockMask (anyattn's or torch's): {cure}")
+
+
+def check_lists(made_for: Any, counts: Tensor, query: Tensor, key: Tensor) -> None:
+    """Raises if a block mask's lists were made for other lengths, batches, heads or another device. counts: (..., rows of blocks)."""
+    lengths = (query.shape[2], key.shape[2])
+    if tuple(made_for) != lengths:
+        raise ValueError(
+            f"block_mask was made for lengths (q, kv) = {tuple(made_for)} but query and key have {lengths}; make it for "
+            f"these lengths: create_block_mask(mask_mod, B, H, {lengths[0]}, {lengths[1]})"
+        )
+    if counts.device != query.device:
+        raise ValueError(f"block_mask is on {counts.device} but query is on {query.device}; move it with .to({str(query.device)!r})")
+    listed = tuple(counts.shape[:-1])
+    for got, have, axis in zip(listed[-2:], query.shape[:2], ("batch", "heads"), strict=False):
+        if got not in (1, have):
+            raise ValueError(f"block_mask has {axis} {got} but query has {have}; wanted 1 (shared) or {have}")
+
+
+def scale_of(name: str, scale: Any, head_dim: int, dtype: torch.dtype) -> float:
+    """The scale of scores, which are float32 but for inputs of ``dtype`` float64."""
+    if scale is None:
+        return 1.0 / math.sqrt(head_dim)
+    if isinstance(scale, Tensor) and scale.ndim == 0:
+        scale = scale.item()
+    if not isinstance(scale, numbers.Real) or isinstance(scale, bool):
+        raise TypeError(f"{name} is a {type(scale).__name__}; wanted a number, or None for 1 / sqrt(head_dim)")
+    try:
+        number = float(scale)
+    except OverflowError:  # a whole number
+        number = math.inf
+    if not math.isfinite(number):
+        raise ValueError(f"{name}={scale!r}; wanted a finite number, or None for 1 / sqrt(head_dim)")
+    check_held(name, number, dtype)
+    return number
+
+
+FLOAT32_MAX = torch.finfo(torch.float32).max
+
+
+def check_held(name: str, number: float, dtype: torch.dtype) -> None:
+    """Raises ``ValueError`` for a number that scores of these inputs cannot be computed with: in float32 it is infinite."""
+    if abs(number) > FLOAT32_MAX and dtype is not torch.float64:
+        raise ValueError(
+            f"{name}={number!r}; wanted at most {FLOAT32_MAX:.3g} in size, the greatest number of float32, in which scores are "
+            "computed, or inputs of float64"
+        )
+
+
+def sink_logits(sink: Any, query: Tensor) -> Tensor | None:
+    if sink is None:
+        return None
+    if not isinstance(sink, Tensor):
+        raise TypeError(f"sink is a {type(sink).__name__}; wanted a float tensor of shape ({query.shape[1]},), one logit per query head")
+    if tuple(sink.shape) != (query.shape[1],) or not sink.is_floating_point():
+        raise ValueError(
+            f"sink has shape {tuple(sink.shape)} and dtype {sink.dtype}; wanted a float tensor of shape ({query.shape[1]},), one logit "
+            f"per query head"
+        )
+    if sink.device != query.device:
+        raise ValueError(f"sink is on {sink.device} but query is on {query.device}; move it with .to()")
+    return sink

@@ -1,0 +1,113 @@
+"""The mask of ``causal`` and ``window_size``: a band of keys around each query's place among them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from anyattn.mods import masks
+from anyattn.mods.tracing.trace import TracedMod, trace
+from anyattn.sequences.unread_varlen import LengthTables
+
+__all__ = ["TableOffset", "band", "sides_in_sight"]
+
+_FAR = 2**31 - 1  # no length is greater
+
+
+class TableOffset(NamedTuple):
+    """Where the first query of each sequence stands among its keys, keys less queries, as a kernel reads it out of the call's tables.
+
+    rows_q, rows_k: what a sequence has where no table says it.
+    """
+
+    tables: LengthTables
+    rows_q: int
+    rows_k: int
+
+
+def sides_in_sight(causal: Any, window_size: Any, most_q: int, most_k: int) -> tuple[int | None, int | None]:
+    """(left, right) of the band, None where a side hides nothing in sequences of at most so many rows and keys."""
+    if not isinstance(window_size, (tuple, list, Sequence)) or len(window_size) != 2:
+        raise TypeError(f"window_size={window_size!r}; wanted a pair (left, right) of ints, -1 or None for no limit")
+    for i, side in enumerate(window_size):
+        if side is not None and (isinstance(side, bool) or not isinstance(side, int)):
+            raise TypeError(f"window_size[{i}]={side!r} is a {type(side).__name__}; wanted an int, -1 or None for no limit")
+    far = 2 ** (max(most_q, 0) + max(most_k, 0)).bit_length()  # further than any key is: as good as no side, or hides all
+    left, right = [None if side in (-1, None) else max(min(side, far), -far) for side in window_size]
+    if not isinstance(causal, bool):
+        raise TypeError(f"causal={causal!r} is a {type(causal).__name__}; wanted True or False")
+    if causal:
+        right = 0 if right is None else min(right, 0)
+    left = None if left is not None and left >= most_k - 1 else left
+    right = None if right is not None and right >= most_q - 1 else right  # the last query stands at the last key
+    return left, right
+
+
+def band(causal: Any, window_size: Any, offset: int | Tensor | TableOffset, most_q: int, most_k: int, device: Any) -> TracedMod | None:
+    """The mask, None if it leaves everything visible."""
+    left, right = sides_in_sight(causal, window_size, most_q, most_k)
+    if left is None and right is None:
+        return None
+    if isinstance(offset, TableOffset):
+        return _read_from_tables(left, right, offset)
+    return trace(_kept_mask(left, right, offset) if isinstance(offset, int) else _mask(left, right, offset), "mask", device=device)
+
+
+def _mask(left: int | None, right: int | None, offset: int | Tensor) -> Callable:
+    return masks.causal(offset) if (left, right) == (None, 0) else masks.sliding_window(left, right, offset)
+
+
+_kept_mask = lru_cache(maxsize=256)(_mask)  # making one traces it; not for offsets in tensors, which would be kept
+
+
+# ---- offsets that are read from tables
+
+# what says how long a sequence is: its rows in use, its end less the one before, or a number for all
+_USED, _ENDS = "used", "ends"
+
+
+def _read_from_tables(left: int | None, right: int | None, offset: TableOffset) -> TracedMod:
+    t = offset.tables
+    sides = ((t.seqused_k, t.cu_seqlens_k, offset.rows_k), (t.seqused_q, t.cu_seqlens_q, offset.rows_q))
+    given = [_USED if used is not None else _ENDS if ends is not None else rows for used, ends, rows in sides]
+    tensors = [used if used is not None else ends for used, ends, _ in sides]
+    template, order = _template(left, right, *given, *(None if x is None else x.dtype for x in tensors))
+    return TracedMod("mask", template.expr, template.scalars, tuple(tensors[i] for i in order), template.name)  # type: ignore[misc]
+
+
+@lru_cache(maxsize=256)
+def _template(
+    left: int | None, right: int | None, keys: str | int, queries: str | int, *dtypes: torch.dtype | None
+) -> tuple[TracedMod, tuple[int, ...]]:
+    """The mask traced with tables that stand for any, and which of (keys', queries') table each of its tensors is."""
+    tables = [None if dtype is None else torch.zeros(2, dtype=dtype) for dtype in dtypes]
+
+    of_keys, of_queries = (_reader(kind, table) for kind, table in zip((keys, queries), tables, strict=True))
+
+    def visible(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        place = q_idx + of_keys(b) - of_queries(b)
+        if left is None:
+            return place + right >= kv_idx
+        from_left = kv_idx >= place - left
+        return from_left if right is None else from_left & (place + right >= kv_idx)
+
+    found = trace(visible, "mask")
+    return found, tuple(next(i for i, t in enumerate(tables) if t is x) for x in found.tensors)
+
+
+def _reader(kind: str | int, table: Any) -> Callable:
+    """The length of entry b, in the mod language."""
+    if kind == _USED:
+        return lambda b: _length(table[b])
+    if kind == _ENDS:
+        return lambda b: _length(table[b + 1]) - _length(table[b])
+    return lambda b: kind
+
+
+def _length(entry: Any) -> Any:
+    """An entry in 64 bits, in which no sum of a few wraps around, whatever the table holds."""
+    return entry.clamp(-_FAR, _FAR) if entry.dtype is torch.int64 else entry.to(torch.int64)
