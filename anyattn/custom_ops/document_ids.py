@@ -1,4 +1,4 @@
-"""The operator through which ``torch.compile`` and ``torch.export`` see ``masks.document_from_cu_seqlens``: ids of a length not known before."""
+"""The operator through which ``torch.compile`` and ``torch.export`` see ``masks.document_from_cu_seqlens``."""
 
 from __future__ import annotations
 

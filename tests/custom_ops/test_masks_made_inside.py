@@ -1,4 +1,4 @@
-"""``~mask`` and ``masks.document_from_cu_seqlens`` inside ``torch.compile(fullgraph=True)`` and ``torch.export``: eager's bits and errors."""
+"""``~mask`` and ``masks.document_from_cu_seqlens`` inside ``torch.compile`` and ``torch.export``: the bits and errors of eager calls."""
 
 from __future__ import annotations
 
