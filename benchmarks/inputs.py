@@ -107,7 +107,7 @@ class Inputs:
     def comparable(self, result: Any, layout: str) -> Any:
         """A contestant's result, or its gradients of q, k and v, as (batch, length, heads, head dim); a block mask as it is.
 
-        layout: one of ``leaves``, mask, padded (documents, heads, longest, head dim), or per-document, a list of (1, length, heads, head dim).
+        layout: one of ``leaves``, mask, padded (documents, heads, longest, head dim), or per-document, each (1, length, heads, head dim).
         """
         if layout == "mask":
             return result

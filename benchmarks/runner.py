@@ -66,7 +66,7 @@ class _Run:
             self.failed(name, error)
 
     def _judge(self, name: str, mine: Any) -> None:
-        """On a GPU anyattn alone, for the sake of its time: the others are compared with it. A judge that fails there is no failure of its."""
+        """On a GPU anyattn alone, to save time: the others are compared with it. There a judge may fail, for want of memory."""
         if self.judge is None or self.judge.cannot:
             return
         if self.inputs.case.device == "cpu":
@@ -74,7 +74,7 @@ class _Run:
         elif name == OURS:
             try:
                 self.record.budget[name] = self.judge.share(mine)
-            except (RuntimeError, ValueError) as error:  # out of memory, say
+            except (RuntimeError, ValueError) as error:
                 self.record.extra["not_judged"] = _described(error)
 
     def _look_at_backend(self, name: str) -> None:

@@ -48,7 +48,7 @@ def is_done(found: Found, step: Case | str) -> bool:
 
 
 class Store:
-    """OUT.json (figures), OUT.md (tables), OUT.state.json (what is under way), OUT.ahead.log (what compilers say). bars: those of the tables."""
+    """OUT.json (figures), OUT.md (tables), OUT.state.json (what is under way), OUT.ahead.log (what compilers say). bars: of the tables."""
 
     def __init__(self, out: Path, bars: Sequence[Bar] = ()):
         self._bars = bars
