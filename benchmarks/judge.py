@@ -44,7 +44,7 @@ class Judge:
             return 0.0 if _tiles_agree(self._inputs, result) else float("inf")
         if self._inputs.case.is_backward:
             dq, dk, dv = result
-            mine = (self._part.of_queries(dq), self._part.of_keys(dk), self._part.of_keys(dv))
+            mine: tuple[Tensor, ...] = (self._part.of_queries(dq), self._part.of_keys(dk), self._part.of_keys(dv))
         else:
             mine = (self._part.of_queries(result),)
         return max(budget.share(*figures) for figures in zip(mine, *self._references, strict=True))
@@ -58,6 +58,7 @@ class Judge:
         return _Part(self._inputs, sorted({0, heads - 1}), _some_rows(self._inputs))
 
     @cached_property
+    @torch.enable_grad()
     def _references(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Any, ...]]:
         """(float64, the plain formula in the case's dtype, rounding noise), each of what ``share`` compares."""
         qkv, mods = self._part.qkv, self._part.mods

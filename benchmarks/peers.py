@@ -204,7 +204,7 @@ def _per_document(inputs: Inputs) -> Entry:
 def module(name: str) -> Any:
     """A peer's package. Raises ``Unavailable``."""
     try:
-        return importlib.importmodule(name)
+        return importlib.import_module(name)
     except ImportError as missing:
         raise Unavailable(f"{name} cannot be imported: {missing}") from missing
 
@@ -296,7 +296,7 @@ def _flex(backend: str | None) -> Callable[[Inputs], Entry]:
         if backend == "FLASH":
             module("flash_attn.cute")  # without it torch would say so after half a minute of compiling
         # a backward pass that may overwrite what the forward pass kept runs only once
-        importlib.importmodule("torch._functorch.config").donated_buffer = False  # type: ignore[attr-defined]
+        importlib.import_module("torch._functorch.config").donated_buffer = False  # type: ignore[attr-defined]
         compiled = torch.compile(flex_attention, dynamic=False)
         qkv, mods = inputs.bhsd, inputs.mods
         mask = None if mods.mask is None else create_block_mask(mods.mask, *inputs.grid, device=inputs.device)
@@ -337,7 +337,7 @@ PEERS: dict[str, Peer] = {
     "anyattn-triton": Peer(_anyattn("triton"), _CUDA),
     "anyattn-deterministic": Peer(_anyattn(deterministic=True)),
     "anyattn-mod": Peer(_anyattn_mod),
-    "anyattn-full": Peer(_anyattn_full, is_other_job=True),
+    "anyattn-full": Peer(_anyattn_full, _CPU, is_other_job=True),
     "anyattn-causal": Peer(_anyattn_causal, is_other_job=True),
     "anyattn-frozen": Peer(_anyattn_frozen),
     "anyattn-plain": Peer(_anyattn_plain, is_other_job=True),
@@ -346,7 +346,10 @@ PEERS: dict[str, Peer] = {
     "per-document": Peer(_per_document, _CPU),
     "anyattn-alibi": Peer(_at_cache(decode.alibi), is_other_job=True),
     "anyattn-append": Peer(_at_cache(decode.append), is_other_job=True),
-    **{f"{who}paged-{n}": Peer(_at_cache(decode.paged(n)), on) for who, on in (("", _CPU), ("anyattn-", _CUDA)) for n in (128, 64, 16)},
+    "paged-128": Peer(_at_cache(decode.paged(128)), _CPU),
+    "paged-16": Peer(_at_cache(decode.paged(16)), _CPU),
+    "anyattn-paged-64": Peer(_at_cache(decode.paged(64)), _CUDA),
+    "anyattn-paged-16": Peer(_at_cache(decode.paged(16)), _CUDA),
     **{name: Peer(_at_cache(decode.splits(int(name.removeprefix("splits-"))))) for name in SPLITS},
     **{name: Peer(_at_cache(decode.paged(16, int(name.rpartition("-")[2])))) for name in PAGED_SPLITS},
     "copy": Peer(_at_cache(decode.copy), is_other_job=True),

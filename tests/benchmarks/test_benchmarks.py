@@ -72,7 +72,7 @@ def test_a_wrong_result_is_not_timed(kind: str, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(peers, "backward_of", _rolled(peers.backward_of))
     record = runner.run_case(Case("t", "flex", "causal", SMALL, ("sdpa",), is_backward=kind == "backward"), LIMITS)
     assert not record.timings and record.refused is not None and "error budget" in record.refused
-    assert "REFUSED" in report.describe_record(record)
+    assert "REFUSED" in report.describe(record)
 
 
 def test_wrong_block_lists_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -221,7 +221,7 @@ def test_a_case_runs_here_and_missing_peers_are_named(kind: str, variant: str, o
 
 
 def test_the_functions_agree_with_one_another() -> None:
-    """The same documents through the function for packed sequences and through a block mask: else two columns of a table would be different jobs."""
+    """The same documents packed and by a block mask: else two columns of a table would be different jobs."""
     results = []
     for kind in ("varlen", "flex"):
         inputs = Inputs(gpu_case("t", kind, "document-causal", SMALL, ()), "cpu")
