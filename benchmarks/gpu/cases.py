@@ -38,7 +38,7 @@ MASK_VARIANTS = ("full", "causal", "sliding_window", "document", "document-causa
 SCORE_VARIANTS = ("alibi", "t5_bias", "softcap", "head_bias")
 CAUSAL_SCORES = ("alibi", "softcap", "head_bias")
 MASK_SIZES = (8192, 32_768, 131_072)
-_BUILT = ("causal", "equal-documents-causal", "sliding_window", "dilated")
+_BUILT = ("causal", "equal-documents-causal")
 
 
 def gpu_case(group: str, kind: str, variant: str, shape: Shape, peers: tuple[str, ...] = (), **more: Any) -> Case:
@@ -100,7 +100,10 @@ GRADIENTS = [
     *(_gradients(name, _SQUARE) for name in ("head_bias", "t5_bias")),
     *(_gradients(name, Shape.square(4096, 16, 128, 2)) for name in ("pair_bias", "bucket_bias")),
 ]
-MASKS = [gpu_case("masks", "mask", v, Shape.square(s, 1, 64), ("flex-mask",)) for v in _BUILT for s in MASK_SIZES]
+MASKS = [
+    *(gpu_case("masks", "mask", v, Shape.square(s, 1, 64), ("flex-mask",)) for v in _BUILT for s in MASK_SIZES),
+    *(gpu_case("masks", "mask", v, Shape.square(32_768, 1, 64), ("flex-mask",)) for v in ("sliding_window", "dilated")),
+]
 HOST = [
     gpu_case(
         "host",
