@@ -160,7 +160,7 @@ def install() -> bool:
     Dynamo calls ``__and__`` and ``__or__`` of a user's class, but up to torch 2.13 not ``__invert__``: ``~mask`` is entered here too.
     """
     if not hasattr(BuiltinVariable, "call_invert"):
-        BuiltinVariable.call_invert = _invert
+        BuiltinVariable.call_invert = _invert  # type: ignore[attr-defined]
     table = getattr(higher_order_ops, "_hop_name_to_variable_class", None)
     if table is not None:
         table["anyattn_call_with_mods"] = CallWithModsVariable
