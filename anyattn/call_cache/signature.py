@@ -70,7 +70,7 @@ class Kind:
     ALIGNED = _tensor("{x}.shape", ALIGNMENT)  # and kernels
     TENSOR = _tensor("{x}.shape", ALIGNMENT, "{x}.requires_grad")  # and gradients flow to
     # of packed rows their number is no part of the key, but for one row, whose stride nobody uses
-    PACKED_ROWS = _tensor("({x}.shape[0] > 1, {x}.shape[1:]) if {x}.ndim == 3 else {x}.shape", ALIGNMENT, "{x}.requires_grad")
+    PACKED_ROWS = _tensor("(s[0] > 1, s[1:]) if len(s := {x}.shape) == 3 else s", ALIGNMENT, "{x}.requires_grad")
     TENSORS = "(None if {x} is None else _tensors({x}, found))"
     LENGTHS = f"(int if type({{x}}) is int else {STORAGE})"  # a number that is read for every call, or a tensor
     ALIGNED_LENGTHS = f"(int if type({{x}}) is int else {ALIGNED})"
@@ -162,11 +162,7 @@ def _tensors(given: Any, found: Signature) -> tuple:
     return (*map(_tensor_key, given), _identical(given))
 
 
-def _tensor_key(x: Any) -> tuple:
-    """``Kind.TENSOR``."""
-    if type(x) not in PLAIN:
-        raise NotCacheable
-    return x.shape, x.stride(), x.dtype, x.device, x.is_neg(), x.data_ptr() & 15, x.requires_grad
+_tensor_key: Callable[[Any], tuple | None] = eval(f"lambda x: {Kind.TENSOR.format(x='x')}")
 
 
 def _identical(tensors: Any) -> tuple[int, ...]:
