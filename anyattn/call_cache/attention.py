@@ -72,8 +72,8 @@ def flex_call(call: FlexCall, backend: str | None, options: Any, is_operator: bo
         problem, plan = _planned_flex(call, backend, options, is_operator)
         if found is not None:
             again = partial(_signature_of_flex, call, backend, options)
-            more = {"has_lists": problem.blocks is not None, "shares_keys": call.key.shape[0] != call.query.shape[0]}
-            remember(found, again, problem, plan, None if call.score_mod is None else problem.score, **more)
+            score, shares_keys = None if call.score_mod is None else problem.score, call.key.shape[0] != call.query.shape[0]
+            remember(found, again, problem, plan, score, has_lists=problem.blocks is not None, shares_keys=shares_keys)
         return problem, plan
     key, value = call.key, call.value
     if warm.shares_keys:

@@ -39,8 +39,8 @@ def step_call(given: Given, options: Options, backend: str | None, is_operator: 
     plan = planner.choose(call.problem, hardware.of(given.q.device.type), backend)
     if found is not None:
         reach = append.reach(given.k_cache), append.reach(given.v_cache)
-        more = {"reach": reach, "sizes": call.step.sizes, "follows": call.step.follows}
-        remember(found, partial(_signature, given, options, backend), call.problem, plan, **more)
+        again = partial(_signature, given, options, backend)
+        remember(found, again, call.problem, plan, reach=reach, sizes=call.step.sizes, follows=call.step.follows)
     return call, plan
 
 
