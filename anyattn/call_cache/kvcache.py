@@ -59,13 +59,6 @@ class KnownCall(NamedTuple):
         return self.problem
 
 
-class _Numbers(NamedTuple):
-    """What the tables of one call say. starts: the storage row of each entry's first new row."""
-
-    sequences: ListedSequences
-    starts: list[int]
-
-
 def decode_call(
     given: Given, options: Options, backend: str | None, is_operator: bool = False
 ) -> tuple[CacheCall | KnownCall, Plan] | None:
@@ -78,9 +71,10 @@ def decode_call(
         return step_call(given, options, backend, is_operator)
     found = _signature_of_call(given, options, backend)
     warm = known(found)
-    again = None if warm is None or found is None else _warm_call(given, options, warm, found)
-    if warm is not None and again is not None:
-        return again, _plan(again.problem, backend, warm.plans)
+    if warm is not None and found is not None:
+        warm_call = _warm_call(given, options, warm, found)
+        if warm_call is not None:
+            return warm_call, _plan(warm_call.problem, backend, warm.plans)
     if not is_operator and kinds.belong_to_operators(named_tensors(given, options)):
         return None
     call = cache_call(given, options)
@@ -139,8 +133,11 @@ def _warm_call(given: Given, options: Options, warm: RememberedCall, signed: Sig
     return KnownCall(Problem.of_fields(filled), k_cache, v_cache, written)
 
 
-def _numbers(given: Given, new: int) -> _Numbers | None:
-    """None where a number is out of range, or a cache row is appended to twice."""
+def _numbers(given: Given, new: int) -> tuple[ListedSequences, list[int]] | None:
+    """What the tables of a call say, and the storage row of each entry's first new row.
+
+    None where a number is out of range, or a cache row is appended to twice.
+    """
     (batch, queries), table, (storage, rows_each) = given.q.shape[:2], given.page_table, given.k_cache.shape[:2]
     capacity = rows_each if table is None else table.shape[1] * rows_each
     lengths, padding, chosen = given.cache_seqlens, given.cache_leftpad, given.cache_batch_idx
@@ -169,7 +166,7 @@ def _numbers(given: Given, new: int) -> _Numbers | None:
         key_base=bases(seqlens_k),
     )
     page_size = 0 if table is None else rows_each
-    return _Numbers(ListedSequences(host, given.q.device, table, page_size, is_cache=True, most_q=queries), starts)
+    return ListedSequences(host, given.q.device, table, page_size, is_cache=True, most_q=queries), starts
 
 
 def _places(used: int, padding: int, queries: int, new: int) -> tuple[int, int, int, int]:
