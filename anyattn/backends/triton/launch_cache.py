@@ -1,8 +1,8 @@
 """Prepared launches: a warm call substitutes pointers, the scale and captured scalars.
 
-The key of a launch is what its other arguments, its kernel and its grid hang on: sizes, strides and alignment, the mods' expressions and the
-masks' numbers. It is compared for every call, whatever the plan that keeps the launch was chosen for. It is no ``call_cache`` signature:
-it describes a checked problem and its tables, after the plan, and one alignment for all pointers together.
+The key of a launch is what its other arguments, its kernel and its grid hang on: sizes, strides and alignment, the mods' expressions and
+the masks' numbers. It is compared for every call, whatever the plan that keeps the launch was chosen for. It is no ``call_cache``
+signature: it describes a checked problem and its tables, after the plan, and one alignment for all pointers together.
 """
 
 from __future__ import annotations
