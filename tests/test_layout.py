@@ -41,6 +41,8 @@ FLOORS: dict[str, int] = {
     "anyattn.problem": 1,
     "anyattn.autograd": 1,
     "anyattn.call_cache.attention": 1,
+    "anyattn.call_cache.calls": 1,
+    "anyattn.call_cache.signature": 1,
     "anyattn.call_cache.kvcache": 1,
     "anyattn.call_cache.rebind": 1,
     "anyattn.call_cache.kvcache_step": 1,

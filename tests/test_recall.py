@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import anyattn
 from anyattn import autograd, masks, scores
-from anyattn.call_cache import attention
+from anyattn.call_cache import attention, calls
 from anyattn.validate import flash as check_flash
 from anyattn.validate import flex as check
 
@@ -245,18 +245,18 @@ def test_functorch_gives_the_same_error():
 
 
 def test_bounded_memory():
-    for length in range(1, 3 * attention._MOST):
+    for length in range(1, 3 * calls.MOST):
         q = torch.empty(1, 1, length, 1)
         problem, _ = attention.flex_call(
             attention.FlexCall(q, q, q, None, None, None, None, None, False, None, False, False, False), None, None
         )
         assert problem.q is q
-    assert attention._MOST <= attention.size() <= 2 * attention._MOST
+    assert calls.MOST <= attention.size() <= 2 * calls.MOST
 
 
 def test_the_latest_calls_are_kept(checked):
     call()
-    for length in range(1, 2 * attention._MOST, 2):
+    for length in range(1, 2 * calls.MOST, 2):
         q = torch.empty(1, 1, length, 1)
         attention.flex_call(attention.FlexCall(q, q, q, None, None, None, None, None, False, None, False, False, False), None, None)
         if length % 99 == 0:

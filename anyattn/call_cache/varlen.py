@@ -35,14 +35,6 @@ _signature = signature(
     "flash_attn_varlen_func", q=Kind.PACKED_ROWS, k=Kind.PACKED_ROWS, v=Kind.PACKED_ROWS, of_places=Kind.VALUE, given=OPTIONS,
     backend=Kind.VALUE,
 )  # fmt: skip
-    "flash_attn_varlen_func",
-    q=Kind.PACKED_ROWS,
-    k=Kind.PACKED_ROWS,
-    v=Kind.PACKED_ROWS,
-    of_places=Kind.VALUE,
-    given=OPTIONS,
-    backend=Kind.VALUE,
-)
 
 
 def signature_of_varlen(q: Any, k: Any, v: Any, places: Places, given: Options, backend: str | None) -> Signature | None:
