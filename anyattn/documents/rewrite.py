@@ -28,8 +28,8 @@ class DocumentTables:
     """Where the documents of some ids are.
 
     sequences: the documents; all empty where ``holds`` is 0. holds: int32 (1,) on the device, 1 where every document is one run of
-    positions and fits the tables, so that the sequences are equivalent to the mask; else 0. prepared: what backends keep with the tables. count: how
-    many documents there are, 0 where ``holds`` is 0; None while ``answer`` is None.
+    positions and fits the tables, so that the sequences are equivalent to the mask; else 0. prepared: what backends keep with the
+    tables. count: how many documents there are, 0 where ``holds`` is 0; None while ``answer`` is None.
     """
 
     def __init__(self, ids: Tensor, rows: int, length: int, *, is_kept: bool):
