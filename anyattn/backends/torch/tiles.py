@@ -1,4 +1,4 @@
-"""What the forward and the backward pass share: operands as matrices per group, chunks of keys, scores and masks of one tile."""
+"""Tile operands shared by the forward and backward pass: matrices per group, chunks of keys, scores and masks of one tile."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _BITS = {torch.float64: torch.int64, torch.float32: torch.int32, torch.bfloat16:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Adjacent keys ``lo:hi`` computed at once; ``asked`` are the stretches in which predicates decide."""
+    """Adjacent keys ``lo:hi`` computed at once; ``asked`` are the ranges in which predicates decide."""
 
     lo: int
     hi: int
