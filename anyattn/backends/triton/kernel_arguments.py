@@ -1,4 +1,4 @@
-"""What the launches of every kernel that reads a problem's storage say alike."""
+"""Kernel arguments common to all launches that read a problem's storage: names, strides, sizes, constants."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def strides_named(*names: str) -> tuple[tuple[str, ...], ...]:
 
 
 def programs_along_batch(problem: Problem, found: Tables) -> int:
-    """A table of entries has its row tiles one after the other."""
+    """Programs along the batch axis: 1 with a table of entries, whose row tiles share one axis."""
     return 1 if found.entries is not None else problem.batch
 
 

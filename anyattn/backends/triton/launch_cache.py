@@ -1,7 +1,7 @@
-"""Launches that were made once: a later call of the same facts puts in its tensors, its scale and its captured numbers, and that is all.
+"""Prepared launches: a warm call substitutes pointers, the scale and captured numbers, and launches again.
 
-What a launch's other arguments, its kernel and its grid hang on is its key: sizes, strides and alignments, the mods' expressions and the
-masks' numbers. It is compared on every call, whatever the plan that remembers the launch was chosen for.
+A launch's key covers everything that its other arguments, its kernel and its grid depend on: sizes, strides and alignments, the mods'
+expressions and the masks' numbers. It is compared on every call.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Kept:
         return self._ready.get(key)
 
     def put(self, key: tuple, ready: Ready | None, chosen: Chosen) -> None:
-        """Keeps a launch, unless there is none that can be made again."""
+        """Stores a prepared launch, if it can be repeated."""
         if ready is None or not (chosen.lists is None or isinstance(chosen.lists, str)):
             return
         if len(self._ready) >= _MOST:
@@ -51,7 +51,7 @@ class Kept:
 
 
 def kept_of(plan: Plan, name: str) -> Kept:
-    """What a plan keeps of the launches called ``name``."""
+    """The plan's prepared launches of the kernel called ``name``."""
     found = plan.prepared.get(name)
     if found is None:
         found = plan.prepared[name] = Kept()
@@ -98,9 +98,9 @@ def _of_masks(problem: Problem) -> list[Tensor]:
 
 
 class Ready(NamedTuple):
-    """A launch that was made once.
+    """A prepared launch.
 
-    numbers: what stands between the pointers and the lists. described: pointers that are tensor descriptors, by place, and the rows of
+    numbers: the arguments between the pointers and the lists. described: pointers that are tensor descriptors, by place, and the rows of
     each. sizes: of each part's captured tensors. maps: encoded descriptors, by their number and address.
     """
 
@@ -182,7 +182,7 @@ def ready_of(
 
 
 def facts_of(problem: Problem, found: Tables, *tensors: Tensor) -> tuple:
-    """What a launch hangs on in its problem, its tables and the ``tensors`` besides q, k and v that have rows."""
+    """The key of a launch: what it depends on in its problem, its tables and the ``tensors`` besides q, k and v that have rows."""
     q, k, v = problem.q, problem.k, problem.v
     address = q.data_ptr() | k.data_ptr() | v.data_ptr()
     facts: list[Any] = [q.device, q.dtype, q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride()]
@@ -207,6 +207,6 @@ def facts_of(problem: Problem, found: Tables, *tensors: Tensor) -> tuple:
 
 
 def _facts_of_mod(mod: TracedMod, is_score: bool) -> list[Any]:
-    """A score mod's text is chosen by its whole numbers' sizes; other numbers are put in anew."""
+    """A score mod's part of the key: its integers' sizes select its text; other numbers are substituted."""
     numbers = tuple([n if type(n) is int else None for n in mod.scalars]) if is_score else mod.scalars
     return [mod.expr.key, numbers, *[(t.shape, t.stride(), t.dtype) for t in mod.tensors]]

@@ -1,6 +1,6 @@
-"""How a problem's rows and keys are dealt out to programs: the tiles, the query heads that share a tile, the pieces that keys are cut into.
+"""Launch shape: how a problem's rows and keys are divided among programs; tiles, packed query heads, splits of the keys.
 
-Pure functions of shapes: nothing asks what tensors hold.
+Pure functions of shapes: no tensor is read.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def padded_group(packed: int) -> int:
 
 
 def tiles_per_group(problem: Problem, packed: int) -> int:
-    """How many tiles share the query heads of a K/V head, so many to each and in the last what is left."""
+    """How many tiles the query heads of a K/V head take, ``packed`` to each and the rest in the last."""
     return ceil_div(problem.qhead_per_kvhead, packed)
 
 
@@ -178,7 +178,7 @@ def _splits(problem: Problem, tiles: Tiles, packed: int, hardware: Hardware) -> 
 
 
 def _most_seen(problem: Problem) -> int:
-    """The most keys that a row sees, as far as the mask's limits tell without a look at what tensors hold: a window's width."""
+    """The most keys that a row sees, as far as the mask's limits tell without reading tensors: a window's width."""
     chosen = program_of(problem)
     ranges = chosen.program.ranges
     if ranges is None:

@@ -1,4 +1,4 @@
-"""Gradients of keys and values in pages: of each sequence's keys brought together, and from there back to the pages.
+"""Gradients of paged keys and values: each sequence's keys are gathered for the backward pass, and their gradients added back to pages.
 
 A page that several sequences hold gets the sum of what each of them gives it, in the order of the page table. Nothing is read on the host.
 What that takes besides is keys, values and their gradients once more, as many for each sequence as the longest may have: its bound, or

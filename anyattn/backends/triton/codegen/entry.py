@@ -1,7 +1,7 @@
 """Entries of the Triton kernels: generated functions that take a call's mods and captured values and call a kernel's body.
 
-An entry names every captured value as an argument (Triton compiles anew for numbers inside of tuples), packs them into the tuples that the
-body takes, and hands over the mods' functions. Lengths, strides, scales and captured values are run-time.
+An entry names every captured value as an argument (Triton recompiles for numbers inside of tuples), packs them into the tuples that the
+body takes, and passes the mods' functions. Lengths, strides, scales and captured values are run-time arguments.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Signature(NamedTuple):
 
     body: ``module.function`` of ``backends/triton/kernels``. groups: its first arguments, each (kind, names), names nested as the body's
     tuples are; kinds are those of ``_TYPES``; strides of aligned rows travel in units of 8 elements, from which Triton sees that they are.
-    functions: for each part that the body can ask, the name of its functions and which part may fill it. constants: names.
-    scatters: the first part's function that adds up gradients is handed over too.
+    functions: for each part that the body can call, the names of the program's parts that may fill it. constants: names.
+    scatters: the first part's function that adds to captured gradients is passed too.
     """
 
     body: str
