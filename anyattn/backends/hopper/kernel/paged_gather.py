@@ -1,4 +1,4 @@
-"""Keys from pages too small for the copy engine: the loader's lanes copy them row by row, 16 bytes at a time, and wait for none of them."""
+"""Paged gather: keys from pages too small for TMA, copied asynchronously by the producer's lanes, 16 bytes of a row at a time."""
 
 from typing import Any
 
