@@ -1,12 +1,12 @@
-"""Remembers calls: what was checked and planned for one call holds for the next one of the same facts.
+"""Call cache of ``flex_attention`` and FlashAttention's functions: calls of one signature share their checks and their plan.
 
-The facts are everything that the checks and the plan look at: shapes, strides, dtypes, devices, alignment and requires_grad of every
-tensor, the patterns of the mods (``mods/tracing/fingerprint.py``) and the numbers on which more than a score hangs, the block mask's sizes,
-and the options with their types. What the mods capture is read again on every call and enters the problem as its run-time values. A call
-is not remembered where its checks or its plan hang on what tensors hold, where a mod can be understood only by tracing it, and where
-something listens to torch's operations (functorch, dispatch modes, tracing).
+The signature is everything that checks and plan depend on: shapes, strides, dtypes, devices, alignment and requires_grad of every tensor,
+the patterns of the mods (``mods/tracing/fingerprint.py``) and those of their numbers on which more than a score depends, the block mask's
+sizes, and the options with their types. Captured values are read again on every call and become the problem's run-time values. A call is
+not cached where its checks or its plan depend on the contents of tensors, where a mod can be understood only by tracing it, and where
+something intercepts torch's operations (functorch, dispatch modes, tracing).
 
-No tensor and no function of a user's is kept, but for CuTe functions, which are their programs, and no more than ``2 * _MOST`` calls.
+No user's tensor and no user's function is kept, except CuTe functions, which are their own programs; at most ``2 * _MOST`` calls are.
 """
 
 from __future__ import annotations

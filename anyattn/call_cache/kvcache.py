@@ -1,9 +1,8 @@
-"""Remembers ``flash_attn_with_kvcache`` calls on a CPU: for calls of the same facts only what the tables hold is looked at again.
+"""Call cache of ``flash_attn_with_kvcache`` on a CPU: for calls of one signature only the tables' contents are checked again.
 
-The facts are shapes, strides, dtypes and options; cache_seqlens, cache_leftpad, cache_batch_idx and page_table are read on every call, in
-plain numbers. They are found good here or not at all: whatever looks wrong, or is not plainly right, goes through ``check_cache``, which
-says what is wrong with it. Nothing is written before both have passed. A call with mods, rotary tables, ALiBi or packed queries is not
-remembered.
+The signature is shapes, strides, dtypes and options; cache_seqlens, cache_leftpad, cache_batch_idx and page_table are read on every call,
+as plain numbers. Tables that are not plainly right go through ``validate.kvcache``, which raises the error. Nothing is written before both
+have passed. A call with mods, rotary tables, ALiBi or packed queries is not cached.
 """
 
 from __future__ import annotations

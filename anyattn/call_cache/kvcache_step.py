@@ -1,6 +1,6 @@
-"""Remembers ``flash_attn_with_kvcache`` calls whose tables nobody looks at, on a GPU: then nothing but their facts decides what is done.
+"""Call cache of ``flash_attn_with_kvcache`` on a GPU, whose tables the host does not read: the signature alone decides.
 
-The facts are shapes, strides, dtypes, devices, alignment and options. A call with mods or ALiBi is not remembered.
+The signature is shapes, strides, dtypes, devices, alignment and options. A call with mods or ALiBi is not cached.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How a remembered call makes its mods: the programs are known, the values are this call's."""
+"""Rebinding of mods in a cached call: the known programs with this call's captured values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The facts of a ``flash_attn_varlen_func`` call whose tables nobody looks at: how long its sequences are is no fact of most."""
+"""Signature of a ``flash_attn_varlen_func`` call whose tables the host does not read; most do not depend on the sequences' lengths."""
 
 from __future__ import annotations
 
