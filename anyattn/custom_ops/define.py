@@ -1,7 +1,7 @@
-"""Defines operators: what ``torch.library.custom_op`` does, without the checks that it repeats at every call.
+"""Definition of custom operators as by ``torch.library.custom_op``, without the checks that it repeats at every call.
 
-Those take longer than a warm call of attention does. What they would find (results that share memory with arguments or with one another) is
-tested instead.
+Those checks take longer than a warm call of attention. What they would find (results that share memory with arguments or with one another)
+is tested instead.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Eager calls that go through the operators: of fake and meta tensors, whose results are fake too, of tensors of ``torch.func.grad`` and
-``vjp``, of subclasses that dispatch, and whatever a graph is being made of. ``tensor_kinds`` says which calls those are.
+"""Eager calls that go through the custom operators: of fake and meta tensors, of tensors of ``torch.func.grad`` and ``vjp``, of subclasses
+that dispatch, and under graph capture. ``tensors.kinds`` decides which calls those are.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The operators through which ``torch.compile`` and ``torch.export`` see attention.
+"""Custom operators of ``flex_attention`` for ``torch.compile`` and ``torch.export``.
 
 A compiled graph cannot hold a Python function, so an operator takes a mod as its program's text (``mods/ir/codec.py``), the captured
 numbers as integers (floats by their bits) and a list of captured tensors. The operators check, plan and run like an eager call, warm calls

@@ -1,4 +1,4 @@
-"""Operators under ``torch.func.grad`` and ``vjp``, for which torch wants an ``autograd.Function`` of a kind that its own operators are not.
+"""Custom operators under ``torch.func.grad`` and ``vjp``, which need an ``autograd.Function`` with ``setup_context``.
 
 The function takes every tensor of the operator's arguments, also those in lists, as an argument of its own.
 """
