@@ -79,7 +79,7 @@ def _among(tensors: tuple[Tensor, ...]) -> AbstractContextManager[Any]:
 
 
 def _check_options(q: Tensor, batch: int, options: Options, tables: dict[str, Any]) -> None:
-    """What FlashAttention's entry points check of arguments that are not q, k and v, as far as no value is looked at."""
+    """The checks of FlashAttention's entry points on arguments besides q, k and v that read no values."""
     check.sink_logits(options.sink, kvcache.heads_first(q))
     if options.alibi_slopes is not None:
         check_flash.check_slopes(options.alibi_slopes, batch, q.shape[-2], q.device)

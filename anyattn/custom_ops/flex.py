@@ -108,7 +108,7 @@ class _Lists:
         self.BLOCK_SIZE, self.seq_lengths, self.is_exact = facts
 
 
-# While one lives the memory that it views is nobody else's. It lives as long as the tensor of counts that came first: a backward pass gets
+# While one lives its memory is not reused. It lives as long as the tensor of counts that came first: a backward pass gets
 # another one of the same memory, with the same count of writes.
 _by_place: WeakValueDictionary[tuple, _Lists] = WeakValueDictionary()
 _by_counts: WeakIdKeyDictionary = WeakTensorKeyDictionary()
@@ -116,7 +116,7 @@ _by_counts: WeakIdKeyDictionary = WeakTensorKeyDictionary()
 
 def _stand_in(tensors: list[Tensor], facts: tuple) -> _Lists:
     """The same one for the same lists: what is found out of a block mask is kept with it."""
-    if any(t.is_inference() for t in tensors):  # nobody counts writes to these
+    if any(t.is_inference() for t in tensors):  # torch counts no writes to these
         return _Lists(tensors, facts)
     places = (facts, *[(t.data_ptr(), t._version, t.shape, t.stride(), t.dtype, t.device) for t in tensors])
     known = _by_place.get(places)
@@ -302,7 +302,7 @@ def flex_with_mods(
     """``flex_attention`` as one operator, of traced mods. listing: a block mask's lengths, block size, and whether it is exact; None
     for lists that the graph itself makes.
 
-    Raises as the eager call where shapes, dtypes and devices are wrong; what tensors hold is looked at when the operator runs.
+    Raises as the eager call where shapes, dtypes and devices are wrong; the contents of tensors are checked when the operator runs.
     """
     query, key, value = autocast.arguments(query, key, value)
     key, value = flex.tensors(query, key, value, enable_gqa)

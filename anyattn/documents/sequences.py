@@ -88,7 +88,7 @@ class DocumentSequences(UnreadSequences):
         return torch.zeros_like(self._number)
 
 
-# for what hangs on the kind of the sequences alone
+# for callers that depend on the kind of sequences alone
 NO_DOCUMENTS = DocumentSequences(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), DocumentSizes(0, 0, 0))
 
 

@@ -221,7 +221,7 @@ def _like(mask: torch_flex.BlockMask, changed: dict[str, Any], cls: type[BlockMa
 
 
 def are_unwritten(*lists: Tensor | None) -> bool:
-    """Whether nobody has written to the lists of an exact mask since they were made; torch counts no writes to inference tensors."""
+    """Whether the lists of an exact mask are unwritten since they were made; torch counts no writes to inference tensors."""
     return all(t is None or (not t.is_inference() and t._version == 0) for t in lists)
 
 

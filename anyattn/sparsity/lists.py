@@ -66,7 +66,7 @@ def ordered(classes: Tensor, listed: tuple[int, ...]) -> tuple[Tensor, Tensor]:
 
 
 def check_counts(name: str, cnt: Tensor | None, idx: Tensor | None) -> None:
-    """Raises ``ValueError`` where a CPU's lists have more entries than room, or fewer than none. A GPU would have to be waited for."""
+    """Raises ``ValueError`` where lists on a CPU have a count above their width or below 0. Not on a GPU, where it would wait."""
     if cnt is None or idx is None or cnt.device.type != "cpu" or cnt.numel() == 0 or not has_memory(cnt):
         return
     least, most = (int(n) for n in cnt.aminmax())

@@ -168,7 +168,7 @@ def _undescribed(run: Any, arguments: tuple) -> tuple[Any, Callable[[Any, int], 
         wrapped = run.launch
         cells = dict(zip(wrapped.__code__.co_freevars, wrapped.__closure__, strict=True))
         inside, encode = cells["tensordesc_meta"].cell_contents, wrapped.__globals__["make_tensordesc_arg"]
-        if any(m is None for m in inside):  # then it is an address and numbers, made by nobody
+        if any(m is None for m in inside):  # then it is passed as an address and numbers, without an encoded descriptor
             return None
         own = copy.copy(run)
         own.launch = cells["launcher"].cell_contents

@@ -22,7 +22,7 @@ def run_plain(
     kernel: Any, programs: int, given: Sequence[Any], special: Sequence[int], device: torch.device, options: dict[str, Any]
 ) -> None:
     """Launches a kernel as it is written, on a grid of one axis. given: its arguments up to ``special``, the numbers that Triton compiles
-    for; other numbers it must not look at. options: constants, the last arguments, and how to compile."""
+    for; it must not specialise on others. options: constants, the last arguments, and how to compile."""
     tensors = [x for x in given if isinstance(x, Tensor)]
     # Triton specialises on whether a pointer is a multiple of 16
     known = (*special, *[x.dtype for x in tensors], *[x.data_ptr() % 16 == 0 for x in tensors])
@@ -43,7 +43,7 @@ def launch(
     """
     if launch_log.noted is not None:
         launch_log.noted.append(f"triton {_name(kernel)}")
-    if device.type != "cuda":  # the interpreter, which cannot look into what autograd follows
+    if device.type != "cuda":  # the interpreter, which cannot read tensors that require grad
 
         def interpreted(grid: tuple[int, ...], given: Sequence[Any]) -> None:
             kernel[grid](*(x.detach() if isinstance(x, Tensor) else x for x in given), **options)

@@ -123,7 +123,7 @@ def _again(problem: Problem, special: Special, ready: _Ready) -> Result:
 def _first(problem: Problem, shared: _Shared, config: Config) -> Result:
     special = shared.special
     results = _results(problem)
-    if _fills(problem):  # rows that belong to no sequence are 0 and -inf; the kernel does not come by them
+    if _fills(problem):  # rows that belong to no sequence are 0 and -inf; the kernel does not visit them
         results.out.zero_()
     visits = tables.visits_of(problem, special, results)
     arguments = _launched(problem, special, config, visits, results)

@@ -92,7 +92,7 @@ class Config:
     has_entries: a table says where each batch entry's rows are. piece: 0, or K and V are a pool of pages, and one copy brings so many rows
     of a page: a tile of keys takes ``tile_n / piece`` copies, and a page holds whole pieces. gathers: pieces are rows, and the loader's
     lanes copy them themselves; no row of K or V is padded.
-    has_sink, has_lse, has_max: as the call asks.
+    has_sink, has_lse, has_max: as the call requests.
     """
 
     head_dim: int
@@ -240,7 +240,7 @@ def tiles_for(
 ) -> Tiles:
     """The tiles for padded head dimensions: as large as registers allow without spilling, which ``tests/backends/test_hopper.py`` watches.
 
-    A score mod, or predicates asked beside bands, need registers that three warp groups do not have, and what reads a table for every score
+    A score mod, or predicates besides bands, need registers that three warp groups do not have, and what reads a table for every score
     needs more. tile_n: what a tile's keys must divide, a list's tile. asked: all predicates but bands. page: rows of a page, 0 without.
     is_packed: heads share row tiles, and a thread's scores lie on more diagonals.
     """

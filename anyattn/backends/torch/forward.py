@@ -82,7 +82,7 @@ class Scores:
         return value.to(like.dtype).expand(batch, heads, rows, 1).reshape(like.shape)
 
     def products(self, q: Tensor, keys: Tensor, factor: float, name: str = "scores") -> Tensor:
-        """(count, rows, columns) of ``factor * scale * q k^T``, keys (count, columns, D); the memory is lent until the next call."""
+        """(count, rows, columns) of ``factor * scale * q k^T``, keys (count, columns, D); the memory is reused by the next call."""
         out = self.call.workspace.take(name, (q.shape[0], q.shape[1], keys.shape[1]), q.dtype)
         alpha = factor * self.call.problem.scale
         if q.shape[1] <= _FEW_ROWS and q.element_size() == 2:
@@ -165,7 +165,7 @@ class Values:
         self.rows, self.is_guarded = rows, is_guarded
 
     def weighted(self, p: Tensor, chunk: Chunk, name: str) -> Tensor:
-        """(count, rows, Dv) of ``p @ v``; the memory is lent until the next call with the same ``name``."""
+        """(count, rows, Dv) of ``p @ v``; the memory is reused by the next call with the same ``name``."""
         values = self.rows.run(chunk.lo, chunk.hi)
         out = self.rows.workspace.take(name, (*p.shape[:2], values.shape[-1]), p.dtype)
         if not self.is_guarded:

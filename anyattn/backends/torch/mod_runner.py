@@ -47,8 +47,8 @@ _IN_PLACE = frozenset(TORCH_OPS) - {"where", "eq", "ne", "lt", "le", "gt", "ge"}
 class Tile(NamedTuple):
     """The coordinates of a tile: batch entries, query heads, query rows and keys, as half-open ranges counted from 0 in their sequence.
 
-    q_first: the position of query row 0, as a mod sees it. row_base, key_base: the (first) sequence's first row and key when all sequences'
-    stand end to end, seqlen_q and seqlen_k of each; None where every entry is all of its storage.
+    q_first: the position of query row 0, as a mod sees it. row_base, key_base: the (first) sequence's first row and key when all sequences
+    are concatenated; seqlen_q and seqlen_k of each, None where every entry is all of its storage.
     """
 
     b_lo: int

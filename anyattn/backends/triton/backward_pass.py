@@ -109,7 +109,7 @@ class _Passes(NamedTuple):
 
 
 def _passes(form: Form, plan: Plan, results: _Results) -> _Passes:
-    if plan.is_tuned:  # what is measured is asked on every call
+    if plan.is_tuned:  # autotuned launches are looked up on every call
         return _Passes.of(form.problem, _tuned(form.problem, _tiles(form.problem, plan), results))
     key = "backward" if form.documents is None else "backward by documents"
     found = plan.prepared.get(key)

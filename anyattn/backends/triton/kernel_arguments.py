@@ -17,7 +17,7 @@ SIZES = ("seqlen_q", "seqlen_k", "heads", "positions", "row_tiles", "splits", "p
 LISTS = (("part_statistics", "part_out"), ("lists_entry", "lists_head", "lists_row", "lists_flat"))
 COUNTS = ("partial_count", "partial_index", "full_count", "full_index")
 _WIDE = 128
-FUNCTIONS = (("score",), ("ranges", "listed"), ("always",))  # the parts that a kernel asks
+FUNCTIONS = (("score",), ("ranges", "listed"), ("always",))  # the parts whose functions a kernel calls
 
 
 def strides_named(*names: str) -> tuple[tuple[str, ...], ...]:

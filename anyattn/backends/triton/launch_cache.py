@@ -59,7 +59,7 @@ def kept_of(plan: Plan, name: str) -> Kept:
 
 
 class Sources(NamedTuple):
-    """Where a call's captured values are, for each part that a kernel asks.
+    """Where a call's captured values are, for each part that a kernel calls.
 
     masks: the numbers of each part but the score's, which are the same in all calls of one key, and the places of its tensors among those
     of all masks.
@@ -80,7 +80,7 @@ class Sources(NamedTuple):
 
 
 def sources_of(problem: Problem, chosen: Chosen, program: Program) -> Sources | None:
-    """program: the parts that are asked, some of ``chosen.program``'s. None where a part reads what no mask of the call captured."""
+    """program: the parts that are called, some of ``chosen.program``'s. None where a part reads what no mask of the call captured."""
     tensors, masks = _of_masks(problem), []
     names = [part.name for part in program.parts]
     for part, mod in zip(chosen.program.parts, chosen.mods, strict=True):

@@ -26,7 +26,7 @@ _BLOCK = 1024
 
 
 def brought_together(problem: Problem) -> Problem:
-    """The same call with keys and values in a row of storage for each sequence, (B, Hkv, rows, D), laid out token by token as pages are."""
+    """The call with gathered keys and values, a row of storage for each sequence, (B, Hkv, rows, D), token by token as pages are."""
     sequences = problem.sequences
     assert sequences is not None and sequences.page_table is not None
     pages = _pages_in_use(sequences)

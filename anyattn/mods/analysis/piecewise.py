@@ -33,7 +33,7 @@ class Piece(NamedTuple):
 def pieces(expr: Expr, most: int = 4) -> tuple[Piece, ...]:
     """The pieces of an expression with one output, at most ``most`` of them; they cover all positions, and where two meet they agree.
 
-    Only numbers that change from key to key are asked for their sign. An expression without such is its own only piece.
+    Pieces split at sign changes of numbers that change from key to key. An expression without such is its own only piece.
 
     >>> from anyattn.mods.tracing.trace import trace
     >>> for piece in pieces(trace(lambda s, b, h, q, k: s - (q - k).abs(), "score").expr):

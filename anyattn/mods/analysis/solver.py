@@ -440,7 +440,7 @@ class Solver:
         values, indices = wanted
         lead = len(others)
         paired = indices[:lead] == others and values.shape[:lead] == table.shape[:lead]
-        if not paired:  # every row of the table is asked for every value
+        if not paired:  # every value is searched in every row of the table
             if table[..., :1].numel() * values.numel() > 2**26:
                 return None
             values = values.expand(*table.shape[:-1], *values.shape)

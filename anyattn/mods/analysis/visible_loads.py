@@ -116,7 +116,7 @@ def check_call(
 ) -> tuple[list[TracedMod], list[TracedMod]]:
     """The masks and scores with loads that lie inside at all pairs. Raises ``ValueError`` if one leaves its tensor at a pair that is seen.
 
-    A pair is seen where all masks show it; with ``lists``, which are asked for only where that decides, the first mask holds in partial
+    A pair is seen where all masks show it; with ``lists``, which are read only where that decides, the first mask holds in partial
     tiles alone, full ones need none, and the others are hidden. A mask's own load counts where the mask may show the pair, whatever the
     load returned. reads_values: as ``check_loads`` has it; then no captured value decides what is hidden either.
 

@@ -147,7 +147,7 @@ def _caster(dtype: torch.dtype) -> Callable[..., Value]:
 
 
 def _check_shape(name: str, shape: tuple) -> None:
-    """Refuses every shape but ``()``; a captured number in the shape of a real tensor is asked for as a Python number."""
+    """Refuses every shape but ``()``; a captured number in the shape of a real tensor is requested as a Python number."""
     sizes = [size for item in shape for size in (item if isinstance(item, (tuple, list)) else (item,))]
     for size in sizes:
         if isinstance(size, Value):

@@ -256,7 +256,7 @@ def _told(error: Exception, fn: Callable, kind: str) -> ModError | None:
 
 
 def _takes_aux(fn: Callable, kind: str, aux_tensors: Sequence | None, reading: Reading | None) -> bool:
-    """Whether ``fn`` is to get aux_tensors; once a signature was looked at, its pattern knows."""
+    """Whether ``fn`` is to get aux_tensors; a signature is inspected once and the answer kept with its pattern."""
     if reading is None:
         return _signature_takes_aux(fn, kind, aux_tensors)
     known, asked = reading.pattern.takes_aux, (kind, aux_tensors is not None)

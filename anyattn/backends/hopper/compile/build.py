@@ -276,7 +276,7 @@ def load(payload: Payload) -> Callable[..., None]:
 
 @lru_cache(maxsize=4)
 def _load_runtime(relative: str) -> None:
-    """Loads CuTe DSL's runtime, by whose name a kernel's library asks for it."""
+    """Loads CuTe DSL's runtime, which a kernel's library links to by name."""
     import ctypes
 
     named = next((p for p in os.environ.get("CUTE_DSL_LIBS", "").split(os.pathsep) if p.endswith("libcute_dsl_runtime.so")), None)

@@ -109,7 +109,7 @@ def loaded(config: Config | TablesConfig) -> Mapping[tuple, Callable[..., None]]
 
 
 def forget() -> None:
-    """Drops all kernels that this process knows, also those that hang on config objects: the next launch looks on disk again."""
+    """Drops all kernels that this process knows, also those stored on config objects: the next launch reads the disk cache again."""
     with _lock:
         for known in _kernels.values():
             known.clear()

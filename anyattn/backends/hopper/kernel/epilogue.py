@@ -122,7 +122,7 @@ class Epilogue:
         head_dim, groups = self.config.head_dim_v, self.config.tiles.warp_groups
         narrow = cute.make_rmem_tensor_like(acc, self.dtype)
         narrow.store(acc.load().to(self.dtype))
-        # the rows of Q whose place they take are read by nobody outside the group
+        # the rows of Q whose memory they take are read by this group alone
         cute.arch.barrier(barrier_id=_BARRIER + group, number_of_threads=128)
         copy = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype), mma)
         mine = copy.get_slice(thread)

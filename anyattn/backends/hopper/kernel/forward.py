@@ -138,8 +138,8 @@ class HopperForward(Visits, Loads, Gathers, Multiplies, Softmax, Guesses, Epilog
         )  # fmt: skip
 
     def _copy_of(self, operation: Any, tensor: Any, tile: Any, shape: tuple[int, int]) -> tuple[Any, Any]:
-        """(atom, tensor) of copies of ``shape`` into a part of a tile, whose layout they keep: where an entry goes hangs on the bits of its
-        address, and the copy engine swizzles by these too, so that a part may begin at any multiple of 128 bytes."""
+        """(atom, tensor) of copies of ``shape`` into a part of a tile, in the tile's layout: the swizzle depends on the bits of an entry's
+        address, for TMA too, so that a part may begin at any multiple of 128 bytes."""
         part = cute.composition(tile, tuple(cute.make_layout(n) for n in shape))
         return cpasync.make_tiled_tma_atom(operation, tensor, part, shape)
 

@@ -199,7 +199,7 @@ class Softmax:
 
     @cute.jit
     def row_limits(self, positions, facts, captured):
-        """For each predicate that is asked by row: for each row of the thread lo, hi, lo, hi, ... of the keys that it sees."""
+        """For each predicate with row ranges: for each row of the thread lo, hi, lo, hi, ... of the keys that it sees."""
         found = []
         for at, ask in self.asked:
             if const_expr(ask.by_row):
@@ -212,7 +212,7 @@ class Softmax:
 
     @cute.jit
     def masked(self, scores, positions, n, facts, captured, limits, is_partial, is_edge: cutlass.Constexpr):
-        """-inf for the keys of tile ``n`` that a row does not see. is_partial: whether the partial predicate is asked."""
+        """-inf for the keys of tile ``n`` that a row does not see. is_partial: whether the partial predicate is evaluated."""
         config = self.config
         s = rows_and_columns(scores)
         rows = cute.size(s, mode=[0])

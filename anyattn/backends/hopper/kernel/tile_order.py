@@ -17,7 +17,7 @@ __all__ = ["SequenceTables"]
 
 @dataclass(frozen=True)
 class Given:
-    """What the call says: tensors or None. rows_q, rows_k: what one row of storage has room for."""
+    """The call's tables: tensors or None. rows_q, rows_k: the capacity of one row of storage."""
 
     cu_seqlens_q: Any
     cu_seqlens_k: Any

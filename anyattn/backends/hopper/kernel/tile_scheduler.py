@@ -216,7 +216,7 @@ class Visits:
 
     @cute.jit
     def listed(self, i, plan):
-        """(key tile, whether the partial predicate is asked) of visit ``i``; lists are gone through backwards. plan: ``list_visits``."""
+        """(key tile, whether the partial predicate is evaluated) of visit ``i``; lists are traversed backwards. plan: ``list_visits``."""
         cut = self.config.list_cut[1]
         partials, full_first, lists, sizes, skips = plan
         in_partial = (i >= full_first) & (i < partials + full_first)

@@ -194,7 +194,7 @@ def gradient_part(problem: Problem, wanted: tuple[int, ...], exact: tuple[int, .
 
 def slots_copied(problem: Problem, others: Collection[int]) -> tuple[int, ...]:
     """The slots of captured tensors whose totals are those of ``copies``: to whose entries many pairs of one tile may add.
-    others: slots that are not asked about, for their totals are of another kind."""
+    others: slots to leave out, whose totals are of another kind."""
     if problem.score is None:
         return ()
     return tuple(slot for slot in _slots_copied(problem.score.expr, problem.q.dtype.itemsize == 2) if slot not in others)
@@ -341,7 +341,7 @@ def _ranges_source(name: str, lines: Lines, expr: Expr) -> str:
 
 
 def _is_start(expr: Expr, output: int) -> bool:
-    """Whether a lower limit is 0 whatever is asked, which no key is below."""
+    """Whether a lower limit is always 0, so that no key is below it."""
     node = expr.nodes[expr.outputs[output]]
     return node.op == "const" and node.attr == 0
 
