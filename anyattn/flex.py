@@ -1,4 +1,4 @@
-"""The door with PyTorch's names: ``flex_attention``."""
+"""Entry point with PyTorch's names: ``flex_attention``."""
 
 from __future__ import annotations
 

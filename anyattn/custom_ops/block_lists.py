@@ -1,4 +1,4 @@
-"""The operator through which ``torch.compile`` and ``torch.export`` see the making of a block mask."""
+"""Custom operator of ``create_block_mask`` for ``torch.compile`` and ``torch.export``."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""How Dynamo captures ``call_with_mods``: every mod becomes a subgraph, what it closes over operands of the subgraph.
+"""Dynamo's tracing of ``call_with_mods``: every mod becomes a subgraph, what it closes over operands of the subgraph.
 
-Dynamo keeps a table from higher-order operators' names to the classes that trace them. It is semi-private: ``install`` enters ours beside
-torch's own, and says so where this torch has it otherwise. What cannot be captured (a mod that Dynamo cannot trace, a torch without the
+Dynamo keeps a table from higher-order operators' names to the classes that trace them. It is semi-private: ``install`` adds ours to
+torch's own, and warns where this torch differs. What cannot be captured (a mod that Dynamo cannot trace, a torch without the
 table) breaks the graph once, at the call; the entry points then run as in eager mode, opaque to Dynamo, after one warning.
 """
 

@@ -1,5 +1,5 @@
-"""Eager calls that go through the operators: of fake and meta tensors, whose results are fake too, of tensors of ``torch.func.grad`` and
-``vjp``, of subclasses that dispatch, and whatever a graph is being made of. ``tensor_kinds`` says which calls those are.
+"""Eager calls that go through the custom operators: of fake and meta tensors, of tensors of ``torch.func.grad`` and ``vjp``, of subclasses
+that dispatch, and under graph capture. ``tensors.kinds`` decides which calls those are.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _among(tensors: tuple[Tensor, ...]) -> AbstractContextManager[Any]:
 
 
 def _check_options(q: Tensor, batch: int, options: Options, tables: dict[str, Any]) -> None:
-    """What FlashAttention's entry points check of arguments that are not q, k and v, as far as no value is looked at."""
+    """The checks of FlashAttention's entry points on arguments besides q, k and v that read no values."""
     check.sink_logits(options.sink, kvcache.heads_first(q))
     if options.alibi_slopes is not None:
         check_flash.check_slopes(options.alibi_slopes, batch, q.shape[-2], q.device)

@@ -1,4 +1,4 @@
-"""The entry points inside ``torch.compile`` and ``torch.export``: arguments in, one ``call_with_mods`` out.
+"""Entry points inside ``torch.compile`` and ``torch.export``: arguments in, one ``call_with_mods`` out.
 
 Dynamo traces this module's functions: no arithmetic, no checks (those are in the operator's body), nothing that Dynamo does not know.
 """

@@ -1,6 +1,6 @@
-"""The operators through which ``torch.compile`` and ``torch.export`` see FlashAttention's doors; see ``ops.py`` for how mods travel.
+"""Custom operators of the entry points with FlashAttention's names; ``flex.py`` describes how mods are encoded.
 
-The operators take what the doors take, and check and plan as an eager call does, when the graph runs.
+The operators take the entry points' arguments, and check and plan as an eager call does, when the graph runs.
 """
 
 from __future__ import annotations

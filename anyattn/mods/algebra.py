@@ -1,4 +1,4 @@
-"""Wrapped mods that compose: ``&``, ``|``, ``~`` for masks, ``then`` for scores.
+"""``Mask`` and ``Score``: wrapped mods that compose by ``&``, ``|``, ``~`` and ``then``.
 
 A wrapped mod is still a function of the same arguments, so torch's own ``flex_attention`` takes it too. Wrapping traces the mod once, for
 its errors; every call reads anew what it captures.
@@ -44,7 +44,7 @@ class _Wrapped:
         refuse_native(self.fn, self.kind)
         self.name = name or (fn.name if isinstance(fn, _Wrapped) else name_of(fn))
         self.__name__ = self.name
-        # a mod that waits for aux_tensors can be traced only by the call that brings them
+        # a mod with aux_tensors can be traced only by the call that passes them
         if _required_arguments(self.fn) != {"mask": 5, "score": 6}[self.kind]:
             for dtype in self.dtypes:
                 trace(self.fn, self.kind, score_dtype=dtype)

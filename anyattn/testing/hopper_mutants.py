@@ -1,8 +1,8 @@
 """Mutants of the Hopper backend. A kernel is traced from its source file, so a mutant is a copy of the package with one text changed.
 
-``where`` of these is a file below ``anyattn/``. ``planted`` makes the copy; a process that finds it first on its path runs the bug. Each
-names a ``killer``, a check in ``tests/gpu/killers_gpu.py`` that fails under it. None changes how often a role goes round, which would hang
-instead of erring.
+``where`` of these is a file below ``anyattn/``. ``planted`` makes the copy; a process that finds it first on its path runs the mutant. Each
+names a ``killer``, a check in ``tests/gpu/killers_gpu.py`` that fails under it. None changes a role's trip count, which would hang instead
+of giving wrong results.
 """
 
 from __future__ import annotations

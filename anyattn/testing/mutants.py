@@ -1,4 +1,4 @@
-"""Planted bugs: the tests must fail under every one of them, or they prove nothing.
+"""Mutants of the package: single bugs, under each of which the tests must fail.
 
 A mutant replaces a piece of one function's source, or an entry of a table, while ``active(name)`` lasts; the production code knows nothing
 of it. ``ANYATTN_MUTANT=name pytest`` runs any tests under one (``tests/conftest.py``). Each names a ``killer``, a check of

@@ -1,4 +1,4 @@
-"""Source text made into functions that Triton can compile: Triton reads a function's source, so the text is where Python looks for it."""
+"""Generated source as functions that Triton can compile: Triton reads a function's source, so the text is registered in ``linecache``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["digest", "load"]
 
 @lru_cache(maxsize=4096)
 def load(source: str, name: str, module: str | None = None) -> Any:
-    """The namespace that ``source`` leaves: its functions, which see ``triton``, ``tl``, our ``device_math`` and ``module``, a dotted name,
+    """The namespace that ``source`` defines: its functions can use ``triton``, ``tl``, our ``device_math`` and ``module``, a dotted name,
     by its last part.
 
     name: what tracebacks and profiles call the file; equal source is run once. The text is kept in the user's cache, to be read.

@@ -1,4 +1,4 @@
-"""The backend's door: a problem and its plan in, results out."""
+"""The Triton backend's entry point: the forward pass; a problem and its plan in, results out."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ _FORWARD = Signature(
 
 
 class _Target(NamedTuple):
-    """Where one launch writes. parts: how many splits, and from one's statistics and output to the next's."""
+    """Where one launch writes. parts: how many splits, and the distances between their statistics and their outputs."""
 
     out: Tensor
     lse: Tensor | None
@@ -97,7 +97,7 @@ def forward(problem: Problem, plan: Plan) -> Result:
 
 
 def _forward(problem: Problem, plan: Plan, forms: tuple[Form, ...]) -> Result:
-    # rows that belong to no sequence are 0 and -inf; no program comes by them
+    # rows that belong to no sequence are 0 and -inf; no program visits them
     fill = problem.sequences is not None and not problem.sequences.uses_all_rows
     if plan.num_splits > 1:
         return _forward_by_splits(problem, plan, fill)
@@ -142,14 +142,14 @@ def _tuned(problem: Problem, plan: Plan, chosen: Chosen) -> Plan:
 
 
 def source_of(problem: Problem) -> str:
-    """The kernel that is written for a problem, to read: what is generated, which calls what these modules hold."""
+    """The generated source of a problem's kernel, for people to read; it calls functions of these modules."""
     q, v = problem.q, problem.v
     out = torch.empty(1, dtype=q.dtype, device=q.device).expand(*q.shape[:3], v.shape[3])
     return entry_source(_FORWARD, program_of(problem).program, strides_of(q, problem.k, v, out)[0])
 
 
 def _forward_by_splits(problem: Problem, plan: Plan, fill: bool) -> Result:
-    """Each split writes what it sees of every row, in float32; the sink joins when they are merged."""
+    """Each split writes its part of every row, in float32; the sink is added when they are merged."""
     q, count = problem.q, plan.num_splits
     shape = _out_shape(problem)
     outs = torch.empty((count, *shape), dtype=torch.float32, device=q.device)
@@ -165,7 +165,7 @@ def _forward_by_splits(problem: Problem, plan: Plan, fill: bool) -> Result:
 
 def _launch(form: Form, plan: Plan, target: _Target) -> None:
     problem = form.problem
-    # what is measured is asked on every call
+    # autotuned launches are looked up on every call
     kept = Kept() if plan.is_tuned else kept_of(plan, "forward" if form.documents is None else "forward by documents")
     chosen = None if kept.knows_lists else program_of(problem)
     if chosen is not None and plan.is_tuned:
@@ -199,14 +199,14 @@ class _Call(NamedTuple):
 
 
 def _first(call: _Call, tensors: tuple[Tensor | None, ...]) -> Ready | None:
-    """Launches what has not been launched for such a call yet; the same for later ones. tensors: None for what is absent."""
+    """The first launch for such a call; returns the prepared launch for later ones. tensors: None for what is absent."""
     form, plan, target, chosen, found, _ = call
     problem, packed = form.problem, plan.heads_per_tile
     q, k, v = problem.q, problem.k, problem.v
     splits, part_statistics, part_out = target.parts
     is_aligned, strides = strides_of(q, k, v, target.out, more=(part_out,))
     constants = _constants(call, is_aligned)
-    pointers = [q if t is None else t for t in tensors]  # what is absent is any pointer
+    pointers = [q if t is None else t for t in tensors]  # an absent tensor is passed as any pointer
     lists = [q if t is None else t for t in found.lists]
     ways = ((0, 4, plan.tile_m), (1, 2, plan.tile_n), (2, 2, plan.tile_n), (3, 3, plan.tile_m))
     described = [(at, rows) for at, since, rows in ways if constants["IS_DESCRIBED"] >= since]
@@ -303,14 +303,14 @@ def _described(wanted: int, form: Form, plan: Plan, found: tables.Tables, target
 
 
 def _has_places(x: Tensor) -> bool:
-    """Whether every row of x has a place of its own, at a multiple of 16 bytes."""
+    """Whether all rows of x are distinct in memory, at multiples of 16 bytes."""
     return x.numel() > 0 and all(
         s > 0 and s * x.element_size() % 16 == 0 for s, n in zip(x.stride()[:3], x.shape[:3], strict=True) if n > 1
     )
 
 
 def _descriptor(x: Tensor, rows: int) -> Any:
-    """What tells the hardware where rows lie, [1, 1, rows, width] of them at a time."""
+    """The tensor descriptor of x for TMA, in boxes of [1, 1, rows, width]."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     strides = [8 if n == 1 else s for s, n in zip(x.stride()[:3], x.shape[:3], strict=True)]

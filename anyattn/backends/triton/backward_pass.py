@@ -1,4 +1,4 @@
-"""Gradients: three launches, of what each row needs to know, of dq with the captured tensors' gradients, and of dk and dv."""
+"""The Triton backward pass in three launches: row statistics; dq with the captured tensors' gradients; dk and dv."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class _Passes(NamedTuple):
 
 
 def _passes(form: Form, plan: Plan, results: _Results) -> _Passes:
-    if plan.is_tuned:  # what is measured is asked on every call
+    if plan.is_tuned:  # autotuned launches are looked up on every call
         return _Passes.of(form.problem, _tuned(form.problem, _tiles(form.problem, plan), results))
     key = "backward" if form.documents is None else "backward by documents"
     found = plan.prepared.get(key)
@@ -154,7 +154,7 @@ def _words_of(name: str, problem: Problem) -> list[str]:
 
 
 class _Shared(NamedTuple):
-    """What the launches share. dq, dk, dv: None where nobody asks for it."""
+    """What the launches share. dq, dk, dv: None where not needed."""
 
     q: Tensor
     k: Tensor
@@ -166,7 +166,7 @@ class _Shared(NamedTuple):
 
     @property
     def filled(self) -> tuple[Tensor, ...]:
-        """In place of what nobody asks for, and no kernel writes, any tensor of its shape."""
+        """The gradients, with any tensor of the right shape in place of those that are not needed and that no kernel writes."""
         q, k, v, dout, *found = self
         return (q, k, v, dout, *[own if d is None else d for d, own in zip(found, (q, k, v), strict=True)])
 
@@ -202,7 +202,7 @@ def _gradients(problem: Problem, forms: list[tuple[Form, _Passes]], results: _Re
 
 
 def _kernels_of(problem: Problem) -> tuple[str, ...]:
-    """Those that compute what is asked for, in the order of their launches. dq's sends to captured tensors too."""
+    """The kernels that compute the needed gradients, in the order of their launches. dq's adds to captured tensors' gradients too."""
     has_dq = problem.q.requires_grad or bool(_wanted(problem))
     return ("dq",) * has_dq + ("dkdv",) * (problem.k.requires_grad or problem.v.requires_grad)
 
@@ -220,8 +220,8 @@ def _wanted(problem: Problem) -> tuple[int, ...]:
 
 
 def _totals(problem: Problem) -> tuple[Tensor, ...]:
-    """Where the gradients of captured tensors go: single values in the tensors' own dtype; sums of what may be a million terms, one after
-    the other, more exact than the terms, in ``copies`` where many add to few; where their order must not matter those of ``exact``."""
+    """Buffers for the gradients of captured tensors: single values in the tensors' own dtype; sums, which may have a million terms, in a
+    more exact dtype, privatized (``privatized_sum``) where many pairs add to few entries; or ``deterministic_sum``'s."""
     wanted, score, device = _wanted(problem), problem.score, problem.q.device
     if score is None:
         return ()
@@ -259,7 +259,7 @@ def _delta_of_rows(problem: Problem) -> Tensor | None:
 
 
 def _of_sink(problem: Problem, lse: Tensor, delta: Tensor | None) -> Tensor | None:
-    """Minus what the sink's share of each row takes from the row's other scores, summed per head."""
+    """The gradient of the sink's logits: minus the sink's probability times delta of each row, summed per head."""
     sink = problem.sink
     if sink is None or delta is None:
         return None

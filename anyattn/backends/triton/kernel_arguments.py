@@ -1,4 +1,4 @@
-"""What the launches of every kernel that reads a problem's storage say alike."""
+"""Kernel arguments common to all launches that read a problem's storage: names, strides, sizes, constants."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SIZES = ("seqlen_q", "seqlen_k", "heads", "positions", "row_tiles", "splits", "p
 LISTS = (("part_statistics", "part_out"), ("lists_entry", "lists_head", "lists_row", "lists_flat"))
 COUNTS = ("partial_count", "partial_index", "full_count", "full_index")
 _WIDE = 128
-FUNCTIONS = (("score",), ("ranges", "listed"), ("always",))  # the parts that a kernel asks
+FUNCTIONS = (("score",), ("ranges", "listed"), ("always",))  # the parts whose functions a kernel calls
 
 
 def strides_named(*names: str) -> tuple[tuple[str, ...], ...]:
@@ -26,7 +26,7 @@ def strides_named(*names: str) -> tuple[tuple[str, ...], ...]:
 
 
 def programs_along_batch(problem: Problem, found: Tables) -> int:
-    """A table of entries has its row tiles one after the other."""
+    """Programs along the batch axis: 1 with a table of entries, whose row tiles share one axis."""
     return 1 if found.entries is not None else problem.batch
 
 

@@ -1,8 +1,8 @@
-"""Tile shapes, warps and pipeline stages as data, by architecture, head dimension, dtype and pass; and whether they fit a device.
+"""Tile configurations: tile shapes, warps and pipeline stages by architecture, head dimension, dtype and pass; whether they fit a device.
 
 The tables were chosen from what the compiler makes of them: no registers spilled inside a loop, shared memory for the stages, and, of
-what is left, the fewest instructions for a pair of a query and a key. With two stages Triton asks for a tile at the end of one step and
-waits for it at the beginning of the next: only from three on does a load have a step's time to arrive.
+what is left, the fewest instructions for a pair of a query and a key. With two stages Triton starts loading a tile at the end of one step
+and waits for it at the beginning of the next: only from three on does a load have a step's time to arrive.
 ``kernel_options={"autotune": True}`` measures instead.
 """
 
@@ -318,7 +318,7 @@ def _column(shape: Shape) -> int:
 
 @lru_cache(maxsize=1024)
 def ways_of(shape: Shape, capability: tuple[int, int] | None, is_short: bool) -> Ways:
-    """How the forward kernel runs. is_short: see ``forward_tiles``.
+    """The forward kernel's pipeline options. is_short: see ``forward_tiles``.
 
     Descriptors that programs make themselves are too much for those of documents, which with few keys each do not live long. What a score
     mod loads for every key needs the registers that a late second product keeps. What it loads for every pair is asked for while the first
@@ -365,7 +365,7 @@ def backward_tiles(shape: Shape, capability: tuple[int, int] | None) -> dict[str
 
 
 def asked(name: str, tiles: Tiles, shape: Shape, capability: tuple[int, int] | None, device: str) -> Tiles:
-    """Tiles that a user asked for, with as many stages as fit. Raises ``ValueError`` where even one is too many for the device."""
+    """Tiles that kernel_options request, with as many stages as fit. Raises ``ValueError`` where even one is too many for the device."""
     while tiles.num_stages > 1 and not fits(name, tiles, shape, capability):
         tiles = replace(tiles, num_stages=tiles.num_stages - 1)
     if not fits(name, tiles, shape, capability):

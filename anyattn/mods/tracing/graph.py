@@ -1,4 +1,4 @@
-"""A mod that a compiler hands over as a graph: the graph runs on symbolic values, as a user's function does in ``trace.py``."""
+"""Tracing of FX graphs: a mod that a compiler passes as a graph is run on symbolic values, as ``trace.py`` runs a function."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MODE_CHANGES = {torch._C._set_grad_enabled: "grad mode", torch.amp.autocast_mod
 
 
 class _Run(torch.fx.Interpreter):
-    """Runs a graph on symbolic values; an error in it names the line of the user's that became the node.
+    """Runs a graph on symbolic values; errors name the user's line that became the node.
 
     numbers: those that the compiler keeps symbolic, by scalar slot; ``run`` adds to them.
     """

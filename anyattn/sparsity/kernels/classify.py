@@ -1,8 +1,8 @@
-"""Which tiles a mask leaves empty, fills or cuts through, and the lists of them, in one or two kernels that wait for nothing.
+"""Triton kernels that classify tiles as empty, partial or full and write their lists, without any read on the host.
 
-A program judges one row of tiles, or one column, from end to end: bounds of the mask over each tile settle most, eight sample pairs show
-most of the others to be partial, and what is left is evaluated whole. Then it writes the row's lists. So the time of a usual mask follows
-the number of tiles, and of any mask the number of pairs, and no value ever travels to the host.
+A program classifies one row of tiles, or one column: interval bounds of the mask over each tile decide most, eight sample pairs show
+most of the others to be partial, and the rest is evaluated pair by pair. Then it writes the row's lists. The time of a usual mask is
+proportional to the number of tiles, in the worst case to the number of pairs.
 """
 
 import triton
@@ -63,7 +63,7 @@ def list_tiles(
     counts_at = bh * lines + line
     list_at = counts_at.to(tl.int64) * length
     partial, full = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
-    first = line * 0  # a loop over a range needs a newer interpreter than NumPy 2.4 leaves it
+    first = line * 0  # loops over a range fail in Triton's interpreter with NumPy 2.4
     while first < length:
         lane = tl.arange(0, CHUNK)
         is_tile = first + lane < length
@@ -105,7 +105,7 @@ def list_tiles(
 
 @triton.jit
 def _appended(index, size, listed, along):
-    """Writes the listed tiles behind the ``size`` that the list has; how many it has then."""
+    """Appends the listed tiles to a list of ``size`` entries; returns its new size."""
     hit = listed.to(tl.int32)
     tl.store(index + size + tl.cumsum(hit, 0) - 1, along, mask=listed)
     return size + tl.sum(hit, 0)
@@ -113,7 +113,7 @@ def _appended(index, size, listed, along):
 
 @triton.jit
 def _ended(count, index, size, length, CHUNK: tl.constexpr):
-    """Stores how many a list has, and zeros behind them."""
+    """Stores a list's size, and zeros after its entries."""
     tl.store(count, size)
     first = size * 0
     while first < length:
@@ -124,7 +124,7 @@ def _ended(count, index, size, length, CHUNK: tl.constexpr):
 
 @triton.jit
 def _sampled(found, b, h, q_first, q_last, kv_first, kv_last, scalars, tensors, VALUE: tl.constexpr):
-    """Doubtful tiles that show a visible and a hidden pair are partial: the four corners, then pairs without a period."""
+    """Classes undecided tiles as partial where samples show a visible and a hidden pair: four corners, then aperiodic positions."""
     some, every = found < 0, found >= 0
     for sample in range(0, 8):
         along_q = tl.where(sample < 4, (sample >> 1) * 65536, (sample * 49473) & 65535).to(tl.int64)
@@ -138,7 +138,7 @@ def _sampled(found, b, h, q_first, q_last, kv_first, kv_last, scalars, tensors, 
 
 @triton.jit
 def _settled(b, h, q_first, q_last, kv_first, kv_last, scalars, tensors, VALUE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The class of one tile, by looking at its pairs until a visible and a hidden one have been met."""
+    """The class of one tile, by evaluating its pairs until a visible and a hidden one are found."""
     some, every = tl.full((), 0, tl.int32), tl.full((), 1, tl.int32)
     q, kv = q_first, kv_first
     while (q <= q_last) & (some <= every):
@@ -153,7 +153,7 @@ def _settled(b, h, q_first, q_last, kv_first, kv_last, scalars, tensors, VALUE: 
     return tl.where(every == 1, _FULL, tl.where(some == 1, _PARTIAL, _EMPTY))
 
 
-# ---- of many sequences: a program has one row of tiles of one of them, and finds out which
+# ---- varlen: a program has one row of tiles of one sequence, which it looks up
 
 
 @triton.jit
@@ -161,9 +161,9 @@ def store_places(
     places, seqlens_q, seqlens_k, q_first, batch, most_rows, width, bound_q, bound_k,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Where the tiles of each sequence are, by one program. places: int64 [7][batch], see ``ragged_lists.PLACES``.
+    """Writes where the tiles of each sequence are; one program. places: int64 [7][batch], see ``varlen_lists.PLACES``.
 
-    Whatever the lengths are, they are held inside 0 to bound_q and bound_k, and no sequence's rows of tiles end behind ``most_rows``.
+    Lengths are clamped to 0 .. bound_q and bound_k, and no sequence's rows of tiles end after ``most_rows``.
     """
     rows, columns = tl.full((), 0, tl.int64), tl.full((), 0, tl.int64)
     first = tl.full((), 0, tl.int32)

@@ -1,12 +1,12 @@
-"""A mod's expression as CuTe operations on a fragment of scores.
+"""CuTe emitter: a mod's expression as CuTe operations on a fragment of scores.
 
 What depends on neither position is computed once, on the row once a row (a thread holds two of 64), on the column once a column, and only
 the rest once a score, or once a diagonal. A whole number that grows evenly from column to column, such as a distance, is turned into a
 float once a row; a table read by such a number is addressed once a row.
 
 torch's whole numbers have 64 bits or fewer, and wrap around. What fits 32 bits for all positions and captured numbers that the kernel takes
-(``staging.is_wide``) is computed in 32; what may leave a narrower dtype is wrapped around there. Addresses have 64 bits, for a tensor's
-strides have.
+(``score_analysis.is_wide``) is computed in 32; what may leave a narrower dtype is wrapped around there. Addresses have 64 bits, for a
+tensor's strides have.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Exponentials that are taken before it is known whether they may be taken so; the scores are kept until it is."""
+"""Speculative softmax: reuse the previous row maximum, verify, redo on failure; the scores are kept until verified."""
 
 import math
 from typing import Any
@@ -17,9 +17,9 @@ _FACTORS = (2.0**-20, 2.0**20)  # before tanh: their fifth power is a normal num
 
 
 class Guesses:
-    """The hopeful part of ``HopperForward``'s softmax, for tiles without a mask.
+    """The speculative part of ``HopperForward``'s softmax, for tiles without a mask.
 
-    That a row's maximum stays about where it is, which is so but for a few tiles: no maximum is looked for, and no thread waits for the
+    It assumes that a row's maximum stays about where it is, which fails in few tiles: no maximum is computed, and no thread waits for the
     others of its row. And that scores under a cap, whose maximum does not matter, are so far from it that tanh is a short polynomial.
     """
 

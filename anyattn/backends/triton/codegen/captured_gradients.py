@@ -1,5 +1,6 @@
-"""How a tile's derivatives are sent into the gradients of what a score mod captured, as text: from the shape of a load's indices follows
-whether a tile's pairs are summed first, and how. Kernel side: ``functions``.
+"""Generated code that adds a tile's derivatives to the gradients of a score mod's captured tensors.
+
+The form of a load's indices decides whether and how a tile's pairs are summed first. Device functions: ``triton_tools.device_math``.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ class Load(NamedTuple):
     indices are. by_row, by_key: whether a row's keys, a key's rows share one entry, so that they are summed first. is_alone: no two pairs
     of a query and a key share an entry, so that it is stored, not added up. diagonal: the indices by themselves, where they tell a query
     and a key apart by their distance only: a tile's diagonals are summed first. None otherwise, and in float32, whose products are slow.
-    is_exact: the total is one of ``exact``, whose sum does not depend on the order of additions. has_copies: it is one of ``copies``.
-    may_be_one: all pairs of a tile may well share an entry, though the text does not say so. family: instead of an output's derivative and
+    is_exact: the total is one of ``deterministic_sum``. has_copies: it is one of ``privatized_sum``.
+    may_be_one: all pairs of a tile may share an entry, though the indices do not show it. family: instead of an output's derivative and
     indices, those of a row's elements in a loop; factor is then where among the outputs the score is, if the family reads it."""
 
     total: int
@@ -46,7 +47,7 @@ def tells_apart(expr: Expr, at: int, deps: Sequence[Dep]) -> bool:
 
 
 def contends(expr: Expr, places: Sequence[int], deps: Sequence[Dep], has_diagonals: bool) -> bool:
-    """Whether what a tile adds, once what shares an entry by the text's own word is summed, may meet in few entries again."""
+    """Whether a tile's additions, after summing the pairs that provably share an entry, may still contend for few entries."""
     apart = [deps[p] for p in places if tells_apart(expr, p, deps)]
     by_row, by_key = not any(deps[p].kv for p in places), not any(deps[p].q for p in places)
     if by_row and by_key:

@@ -1,7 +1,7 @@
 """Entries of the Triton kernels: generated functions that take a call's mods and captured values and call a kernel's body.
 
-An entry names every captured value as an argument (Triton compiles anew for numbers inside of tuples), packs them into the tuples that the
-body takes, and hands over the mods' functions. Lengths, strides, scales and captured values are run-time.
+An entry names every captured value as an argument (Triton recompiles for numbers inside of tuples), packs them into the tuples that the
+body takes, and passes the mods' functions. Lengths, strides, scales and captured values are run-time arguments.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Signature(NamedTuple):
 
     body: ``module.function`` of ``backends/triton/kernels``. groups: its first arguments, each (kind, names), names nested as the body's
     tuples are; kinds are those of ``_TYPES``; strides of aligned rows travel in units of 8 elements, from which Triton sees that they are.
-    functions: for each part that the body can ask, the name of its functions and which part may fill it. constants: names.
-    scatters: the first part's function that adds up gradients is handed over too.
+    functions: for each part that the body can call, the names of the program's parts that may fill it. constants: names.
+    scatters: the first part's function that adds to captured gradients is passed too.
     """
 
     body: str
@@ -80,8 +80,8 @@ def entry_source(signature: Signature, program: Program, is_aligned: bool) -> st
         # an empty tuple is not one to Triton
         packed.append(_packed([numbers or ["0"], tensors or ["0"], totals or ["0"]]))
     arguments = [f"{name}{_TYPES[kind]}" for name, kind in [*plain, *captured_names]]
-    # Triton asks whether the address of what has rows is a multiple of 16; ``strides_of`` has seen that all are. Everything else is taken
-    # as it comes.
+    # Triton specialises on whether the address of a tensor with rows is a multiple of 16; ``strides_of`` has checked that all are. It
+    # specialises on no other argument.
     with_rows = {n.split("_")[0] for kind, names in signature.groups if kind == "stride" and is_aligned for n in _leaves(names)}
     unspecialised = [name for name, _ in [*plain, *captured_names] if name not in with_rows]
     given = [_packed(names) for _, names in signature.groups]
@@ -114,7 +114,7 @@ def entry_of(signature: Signature, program: Program, is_aligned: bool) -> Any:
 def run_entry(
     kernel: Any, grid: Sequence[int], values: Sequence[Any], captured: Sequence[Read], device: torch.device, options: dict[str, Any]
 ) -> Handle | None:
-    """Launches it. values: the groups' in order. captured: of the parts that the body asks, in its order. options: constants and warps.
+    """Launches it. values: the groups' in order. captured: of the parts that the body calls, in its order. options: constants and warps.
 
     The handle is for launches with the same sizes, strides, options, dtypes and alignments.
     """
