@@ -15,9 +15,9 @@ __all__ = ["digest", "load"]
 
 
 @lru_cache(maxsize=4096)
-def load(source: str, name: str, module: str | None = None) -> Any:
-    """The namespace that ``source`` leaves: its functions, which see ``triton``, ``tl``, our ``device_math`` and ``module``, a dotted name,
-    by its last part.
+def load(source: str, name: str, *modules: str) -> Any:
+    """The namespace that ``source`` leaves: its functions, which see ``triton``, ``tl``, our ``device_math`` and ``modules``, dotted
+    names, each by its last part.
 
     name: what tracebacks and profiles call the file; equal source is run once. The text is kept in the user's cache, to be read.
     """
@@ -28,7 +28,7 @@ def load(source: str, name: str, module: str | None = None) -> Any:
 
     filename, source = f"<anyattn {name}>", disk_cache.TEXT_HEADER + source  # lines are numbered as in the text that is kept
     beside: dict[str, Any] = {"device_math": device_math}
-    if module is not None:
+    for module in modules:
         beside[module.rpartition(".")[2]] = importlib.import_module(module)
     namespace = {"triton": triton, "tl": tl, **beside, "__name__": f"anyattn.generated.{name}"}
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)  # no time: never looked for on disk

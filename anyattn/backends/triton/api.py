@@ -9,19 +9,19 @@ import torch
 from torch import Tensor
 
 from anyattn.backends.triton import autotune, tables, tile_config
-from anyattn.backends.triton.codegen.entry import Signature, entry_of, entry_source, run_entry
+from anyattn.backends.triton.codegen.entry import Group, Signature, entry_of, entry_source, run_entry
 from anyattn.backends.triton.codegen.programs import Chosen, captured_of, program_of
 from anyattn.backends.triton.combine import merge
 from anyattn.backends.triton.documents import Form, forms_of
-from anyattn.backends.triton.kernel_arguments import (
-    COUNTS,
-    FUNCTIONS,
-    LISTS,
-    SIZES,
-    constants_of,
-    programs_along_batch,
-    sizes_of,
-    strides_named,
+from anyattn.backends.triton.kernel_arguments import FUNCTIONS, constants_of, programs_along_batch, sizes_of
+from anyattn.backends.triton.kernels.arguments import (
+    CacheSizes,
+    ForwardSpans,
+    ForwardStrides,
+    ForwardTensors,
+    HeadsDealt,
+    Lists,
+    Sizes,
 )
 from anyattn.backends.triton.launch_cache import Kept, Ready, facts_of, kept_of, ready_of, sources_of
 from anyattn.backends.triton.launch_shape import (
@@ -58,20 +58,8 @@ class Result(NamedTuple):
 _FORWARD = Signature(
     "forward.forward_tile",
     (
-        (
-            "pointer",
-            (
-                "q", "k", "v", "out", "lse", "highest", "sink", "entries", "order", "pages", "cached", "leftpad", "cache_rows", "guard",
-                "plain_k", "plain_v", "plain_out",
-            ),
-        ),
-        ("stride", (*strides_named("q", "k", "v", "out"), ("part_out",))),
-        ("long", (("part_statistics",), LISTS[1])),
-        ("int", ("cache_new", "cache_capacity", "cache_storage", "last_page")),
-        ("int", ("packed", "group", "together", "groups", "tiles_each")),
-        ("int", SIZES),
-        ("pointer", COUNTS),
-        ("float", "scale"),
+        Group("pointer", ForwardTensors), Group("stride", ForwardStrides), Group("long", ForwardSpans),
+        Group("int", CacheSizes, "cache_"), Group("int", HeadsDealt), Group("int", Sizes), Group("pointer", Lists), Group("float", "scale"),
     ),
     FUNCTIONS,
     (
@@ -176,7 +164,7 @@ def _launch(form: Form, plan: Plan, target: _Target) -> None:
         found = found._replace(guard=form.guard)
     cache = found.cache
     cache_tables = (None, None, None) if cache is None else tuple(map(_contiguous, cache.tables[:3]))
-    tensors = (
+    tensors = (  # ``ForwardTensors``
         problem.q, problem.k, problem.v, *target[:3], _contiguous(problem.sink), found.entries, found.order, found.pages, *cache_tables,
         found.guard, problem.k, problem.v, target.out,
     )  # fmt: skip
@@ -208,8 +196,8 @@ def _first(call: _Call, tensors: tuple[Tensor | None, ...]) -> Ready | None:
     constants = _constants(call, is_aligned)
     pointers = [q if t is None else t for t in tensors]  # what is absent is any pointer
     lists = [q if t is None else t for t in found.lists]
-    ways = ((0, 4, plan.tile_m), (1, 2, plan.tile_n), (2, 2, plan.tile_n), (3, 3, plan.tile_m))
-    described = [(at, rows) for at, since, rows in ways if constants["IS_DESCRIBED"] >= since]
+    ways = (("q", 4, plan.tile_m), ("k", 2, plan.tile_n), ("v", 2, plan.tile_n), ("out", 3, plan.tile_m))
+    described = [(ForwardTensors._fields.index(name), rows) for name, since, rows in ways if constants["IS_DESCRIBED"] >= since]
     for at, rows in described:
         pointers[at] = _descriptor(pointers[at], rows)
     grid = (

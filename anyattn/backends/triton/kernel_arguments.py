@@ -7,22 +7,15 @@ from typing import Any
 import torch
 
 from anyattn.backends.triton.codegen.programs import Chosen
+from anyattn.backends.triton.kernels.arguments import Sizes
 from anyattn.backends.triton.tables import Tables
 from anyattn.backends.triton.tile_config import padded
 from anyattn.problem import Problem
 
-__all__ = ["COUNTS", "FUNCTIONS", "LISTS", "SIZES", "constants_of", "programs_along_batch", "sizes_of", "strides_named"]
+__all__ = ["FUNCTIONS", "constants_of", "programs_along_batch", "sizes_of"]
 
-SIZES = ("seqlen_q", "seqlen_k", "heads", "positions", "row_tiles", "splits", "pages_each", "ratio")
-LISTS = (("part_statistics", "part_out"), ("lists_entry", "lists_head", "lists_row", "lists_flat"))
-COUNTS = ("partial_count", "partial_index", "full_count", "full_index")
 _WIDE = 128
 FUNCTIONS = (("score",), ("ranges", "listed"), ("always",))  # the parts that a kernel asks
-
-
-def strides_named(*names: str) -> tuple[tuple[str, ...], ...]:
-    """The names of each tensor's strides."""
-    return tuple(tuple(f"{t}_{s}" for s in ("rows", "head", "position")) for t in names)
 
 
 def programs_along_batch(problem: Problem, found: Tables) -> int:
@@ -30,11 +23,11 @@ def programs_along_batch(problem: Problem, found: Tables) -> int:
     return 1 if found.entries is not None else problem.batch
 
 
-def sizes_of(problem: Problem, found: Tables, splits: int = 1) -> tuple[int, ...]:
-    """The numbers that ``SIZES`` names; see ``forward_kernel``."""
+def sizes_of(problem: Problem, found: Tables, splits: int = 1) -> Sizes:
     pages_each = 0 if found.pages is None else found.pages.stride(0)
-    lengths = (problem.bound_q, problem.bound_k)
-    return (*lengths, problem.heads_q, problem.q.shape[2], found.row_tiles, splits, pages_each, problem.qhead_per_kvhead)
+    return Sizes(
+        problem.bound_q, problem.bound_k, problem.heads_q, problem.q.shape[2], found.row_tiles, splits, pages_each, problem.qhead_per_kvhead
+    )  # fmt: skip
 
 
 def constants_of(problem: Problem, chosen: Chosen, found: Tables) -> dict[str, Any]:

@@ -39,17 +39,17 @@ def out_again(
                 first += i % CUT * STEP
                 numbers = 0
                 if PAGE_SIZE > 0:
-                    numbers = inside(page_numbers(key[3] + first, key[3] + end - 1, pages, STEP, PAGE_SIZE, False, True), last_page)
+                    numbers = inside(page_numbers(key.start + first, key.start + end - 1, pages, STEP, PAGE_SIZE, False, True), last_page)
                 s = SCORES(
                     q, first, end, is_shown, key, rows, b, h, numbers, scales, captured, SCORE, MASK, ALWAYS,
                     True, HAS_SCORE, HAS_MASK, HAS_ALWAYS, RANGES, STEP, HEAD_DIM, BLOCK_D, PAGE_SIZE, False, PRECISION, IS_RAW, 0, False,
                 )  # fmt: skip
                 if PAGE_SIZE > 0:
-                    at = paged_places(first + key[3], end - 1 + key[3], numbers, key[6], key[7], STEP, PAGE_SIZE, False, True)
+                    at = paged_places(first + key.start, end - 1 + key.start, numbers, key.v_strides, STEP, PAGE_SIZE, False, True)
                 else:
-                    at = key_places(key[3] + tl.minimum(first + tl.arange(0, STEP), end - 1), key[2], key[6], key[7])
-                v = tl.load(key[1] + at[:, None] + d, mask=d < HEAD_DIM_V, other=0.0)
-                p = tl.exp2((s * scales[1] if IS_RAW else s) - top[:, None])
+                    at = key_places(key.start + tl.minimum(first + tl.arange(0, STEP), end - 1), key.row, key.v_strides)
+                v = tl.load(key.v + at[:, None] + d, mask=d < HEAD_DIM_V, other=0.0)
+                p = tl.exp2((s * scales.base_2 if IS_RAW else s) - top[:, None])
                 p = tl.where(turn < 2, (s != float("-inf")).to(tl.float32), p)
                 acc = plus_product(acc, None, p, turned(v, turn), PRECISION)
             acc = settled(acc, turn)
@@ -58,7 +58,7 @@ def out_again(
 
 @triton.jit
 def dq_again(
-    out, q, dout, lse, delta, is_row, q_first, full, partial, seqlen_k, runs, key, offsets, rows, b, h, scale, captured,
+    out, q, dout, lse, delta, is_row, q_first, row_count, full, partial, seqlen_k, runs, key, offsets, rows, b, h, scale, captured,
     VISIT: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr, ALWAYS: tl.constexpr, SCATTER: tl.constexpr, HAS_SCORE: tl.constexpr,
     HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr, TILE_N: tl.constexpr, LIST_N: tl.constexpr, HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, RANGES: tl.constexpr,
@@ -78,7 +78,7 @@ def dq_again(
             first, end, is_shown = tile_at(runs, i // CUT, full, seqlen_k, RANGES, TILE_N, LIST_N)
             first += i % CUT * STEP
             dq = VISIT(
-                dq, q, dout, lse, delta, is_row, q_first, first, end, is_shown, key, offsets, rows, b, h, scale, captured,
+                dq, q, dout, lse, delta, is_row, q_first, row_count, first, end, is_shown, key, offsets, rows, b, h, scale, captured,
                 SCORE, MASK, ALWAYS, SCATTER, True, HAS_SCORE, HAS_MASK, HAS_ALWAYS, False,
                 STEP, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, RANGES, IS_NEAR, True, column,
             )  # fmt: skip
@@ -88,7 +88,7 @@ def dq_again(
 
 @triton.jit
 def dkdv_again(
-    outs, is_key, k, v, kv_head, n_first, n_end, found, offsets, line, tensors, strides, spans, sizes, lists, b, scale, captured, early,
+    outs, is_key, k, v, kv_head, n_first, n_end, sequence, offsets, line, tensors, strides, spans, sizes, lists, b, scale, captured, early,
     VISIT: tl.constexpr, VISITORS: tl.constexpr, SCORE_ROWS: tl.constexpr, SCORE: tl.constexpr, MASK_ROWS: tl.constexpr,
     MASK: tl.constexpr, ALWAYS_ROWS: tl.constexpr, ALWAYS: tl.constexpr, HAS_SCORE: tl.constexpr, HAS_MASK: tl.constexpr,
     HAS_ALWAYS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, LIST_M: tl.constexpr, HAS_FULL: tl.constexpr,
@@ -107,25 +107,26 @@ def dkdv_again(
     for column in tl.range(0, max(HEAD_DIM, HEAD_DIM_V), C, num_stages=1):
         dk, dv = tl.zeros((TILE_N, C), tl.float32), tl.zeros((TILE_N, C), tl.float32)
         for turn in tl.range(0, TURNS, num_stages=1):
-            for g in tl.range(0, sizes[7] if IS_GROUPED else 1, num_stages=1):
-                h = kv_head * sizes[7] + g
+            for g in tl.range(0, sizes.ratio if IS_GROUPED else 1, num_stages=1):
+                h = kv_head * sizes.ratio + g
                 heads, runs, fulls, partials = VISITORS(
-                    early, tensors, strides, spans, sizes, lists, found, b, h, line, n_first, n_end,
+                    early, tensors, strides, spans, sizes, lists, sequence, b, h, line, n_first, n_end,
                     RANGES, TILE_M, TILE_N, LIST_M, HAS_FULL, HAS_ENTRIES, IS_GROUPED,
                 )  # fmt: skip
                 for i in tl.range(0, (fulls + partials) * CUT, num_stages=1):
                     if RANGES > 0:
-                        first, end, is_shown = (runs[0] + i // CUT) * TILE_M, found[2], False
+                        first, end, is_shown = (runs.first + i // CUT) * TILE_M, sequence.seqlen_q, False
                     else:
-                        first, end, is_shown = tile_at(runs, i // CUT, fulls, found[2], 0, TILE_M, LIST_M)
+                        first, end, is_shown = tile_at(runs, i // CUT, fulls, sequence.seqlen_q, 0, TILE_M, LIST_M)
                     first += i % CUT * STEP
                     dk, dv = VISIT(
-                        dk, dv, k, v, first, end, is_shown, n_first, n_end, found, heads, offsets, strides, b, h, scale, captured,
+                        dk, dv, k, v, first, end, is_shown, n_first, n_end, sequence, heads, offsets, strides, b, h, scale, captured,
                         SCORE_ROWS, SCORE, MASK_ROWS, MASK, ALWAYS_ROWS, ALWAYS, True, HAS_SCORE, HAS_MASK, HAS_ALWAYS,
                         STEP, TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, RANGES, IS_NEAR, IS_NVIDIA, HAS_DK,
                         HAS_DV, (column, turn),
                     )  # fmt: skip
             dk, dv = tl.where(turn < 2, 0.0, dk), settled(dv, turn)
         d = column + tl.arange(0, C)[None, :]
-        tl.store(outs[0] + d, (dk * scale).to(outs[0].dtype.element_ty), mask=is_key & (d < HEAD_DIM) & HAS_DK)
-        tl.store(outs[1] + d, dv.to(outs[1].dtype.element_ty), mask=is_key & (d < HEAD_DIM_V) & HAS_DV)
+        dk_out, dv_out = outs
+        tl.store(dk_out + d, (dk * scale).to(dk_out.dtype.element_ty), mask=is_key & (d < HEAD_DIM) & HAS_DK)
+        tl.store(dv_out + d, dv.to(dv_out.dtype.element_ty), mask=is_key & (d < HEAD_DIM_V) & HAS_DV)
