@@ -134,7 +134,11 @@ MUTANTS = {
         # the backward pass
         Mutant("delta_dropped", _BACKWARD, "0.0, out * dout), 1)", "0.0, out * dout * 0), 1)", "full"),
         Mutant("lse_gradient_ignored", _BACKWARD, "    if HAS_DLSE:", "    if False:", "full"),
-        Mutant("stale_lse", _BACKWARD, "tl.load(tensors.natural_lse + place, mask", "tl.load(tensors.natural_lse + place // 2 * 2, mask", "full"),
+        Mutant(
+            "stale_lse", _BACKWARD,
+            "tl.load(tensors.natural_lse + place, mask",
+            "tl.load(tensors.natural_lse + place // 2 * 2, mask", "full",
+        ),
         Mutant("statistics_of_two_sequences_in_one_place", _BACKWARD, "TILE_M + b + m)", "TILE_M + m)", "packed"),
         Mutant("statistics_of_the_first_rows", _BACKWARD, "tl.where(first < end, first, 0)", "first * 0", "causal"),
         Mutant(
