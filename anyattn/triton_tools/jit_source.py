@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import importlib
 import linecache
+from collections.abc import Iterable
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
 
 from anyattn import disk_cache
 
-__all__ = ["digest", "load"]
+__all__ = ["digest", "group", "load"]
 
 
 @lru_cache(maxsize=4096)
@@ -35,6 +36,14 @@ def load(source: str, name: str, *modules: str) -> Any:
     exec(compile(source, filename, "exec"), namespace)
     disk_cache.keep_text(f"triton-{name}", source)
     return SimpleNamespace(**{key: value for key, value in namespace.items() if not key.startswith("__")})
+
+
+def group(fields: Any, values: Iterable[str]) -> str:
+    """The text that makes a NamedTuple of a module called ``arguments`` out of its fields' texts.
+
+    By keyword: what Triton keeps on disk is found by a kernel's text, which so says the order of the fields too.
+    """
+    return f"arguments.{fields.__name__}({', '.join(f'{name}={value}' for name, value in zip(fields._fields, values, strict=True))})"
 
 
 def digest(source: str) -> str:

@@ -71,12 +71,7 @@ def _made(fields: Any, prefix: str) -> str:
         return fields
     kinds = get_type_hints(fields).items()
     given = [_made(kind, f"{prefix}{name}_") if hasattr(kind, "_fields") else prefix + name for name, kind in kinds]
-    return _call(fields, given)
-
-
-def _call(fields: Any, given: Sequence[str]) -> str:
-    arguments = ", ".join(f"{name}={value}" for name, value in zip(fields._fields, given, strict=True))
-    return f"arguments.{fields.__name__}({arguments})"
+    return jit_source.group(fields, given)
 
 
 def _tuple(values: Sequence[str]) -> str:
@@ -109,7 +104,9 @@ def entry_source(signature: Signature, program: Program, is_aligned: bool) -> st
         numbers, tensors, totals = _captured(slot, part)
         captured_names += [(n, "long") for n in numbers]
         captured_names += [(n, "long") for t in tensors + totals for n in t[1:]] + [(t[0], "pointer") for t in tensors + totals]
-        parts.append(_call(CapturedPart, [_tuple(numbers), *(_tuple([_tuple(names) for names in ts]) for ts in (tensors, totals))]))
+        parts.append(
+            jit_source.group(CapturedPart, [_tuple(numbers), *(_tuple([_tuple(names) for names in ts]) for ts in (tensors, totals))])
+        )
     arguments = [f"{name}{_TYPES[kind]}" for name, kind in [*plain, *captured_names]]
     # Triton asks whether the address of what has rows is a multiple of 16; ``strides_of`` has seen that all are. Everything else is taken
     # as it comes.
@@ -122,7 +119,7 @@ def entry_source(signature: Signature, program: Program, is_aligned: bool) -> st
         adds = slots[0] is not None and bool(slots[0].loads)
         functions.insert(2, f"{slots[0].name}_scatter" if adds and slots[0] else "device_math.limit")
         flags.insert(1, str(adds))
-    call = [*given, _call(Captured, parts), *functions, *flags, *signature.constants]
+    call = [*given, jit_source.group(Captured, parts), *functions, *flags, *signature.constants]
     constants = ", ".join(f"{name}: tl.constexpr" for name in signature.constants)
     lines = [*units, f"{signature.body}({', '.join(call)})"]
     head = f"_PLAIN = {unspecialised!r}\n\n\n@triton.jit(do_not_specialize=_PLAIN, do_not_specialize_on_alignment=_PLAIN)\n"

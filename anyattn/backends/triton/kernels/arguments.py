@@ -7,6 +7,8 @@ of a group. Kernels make them by keyword: Triton's disk cache knows a kernel's t
 
 from typing import Any, NamedTuple
 
+from anyattn.sparsity.kernels.arguments import Lists
+
 __all__ = [
     "BackwardSizes", "BackwardStrides", "BackwardTensors", "CacheSizes", "Captured", "CapturedPart", "ForwardSpans", "ForwardStrides",
     "ForwardTensors", "HeadPointers", "HeadsDealt", "KeyStorage", "ListSpans", "ListStrides", "ListedTiles", "Lists", "PrepareSpans",
@@ -27,7 +29,7 @@ class RowStrides(NamedTuple):
 
 
 class ListStrides(NamedTuple):
-    """Where block lists go on, in elements: int64.
+    """Where block ``Lists`` go on, in elements: int64. They are (batch, heads, tiles), or those of a ragged batch.
 
     entry, head: from one batch entry's and head's counts to the next's, 0 where they share. row: indices of a row of tiles, 0 where
     indices lie flat. flat: from one head's flat indices to the next's.
@@ -37,17 +39,6 @@ class ListStrides(NamedTuple):
     head: Any
     row: Any
     flat: Any
-
-
-class Lists(NamedTuple):
-    """Block lists: pointers to int32. count: (batch, heads, tiles) listed tiles of each row of tiles (or, for dk and dv, of each column).
-    index: which they are, ascending. partial: of tiles that are asked the mask, full: of those that show everything. ``ListStrides``
-    says how they lie; any pointers where the program visits tiles by row ranges."""
-
-    partial_count: Any
-    partial_index: Any
-    full_count: Any
-    full_index: Any
 
 
 class Sizes(NamedTuple):
