@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 from anyattn.sparsity.kernels.arguments import Lists
 
 __all__ = [
-    "BackwardSizes", "BackwardStrides", "BackwardTensors", "CacheSizes", "Captured", "CapturedPart", "ForwardSpans", "ForwardStrides",
-    "ForwardTensors", "HeadPointers", "HeadsDealt", "KeyStorage", "ListSpans", "ListStrides", "ListedTiles", "Lists", "PrepareSpans",
-    "PrepareStrides", "PrepareTensors", "RowRun", "RowStrides", "RowsOfParts", "Run", "Runs", "Scales", "Sequence", "Sizes", "TileOfScores",
-    "TileRange",
+    "BackwardSizes", "BackwardStrides", "BackwardTensors", "CachePlaces", "CacheSizes", "Captured", "CapturedPart", "ForwardSpans",
+    "ForwardStrides", "ForwardTensors", "HeadPointers", "HeadsDealt", "KeyStorage", "LineStrides", "ListSpans", "ListStrides",
+    "ListedTiles", "Lists", "PrepareSpans", "PrepareStrides", "PrepareTensors", "Rotary", "RowRun", "RowStrides", "RowsOfParts", "Run",
+    "Runs", "Scales", "Sequence", "Sizes", "TileOfScores", "TileRange",
 ]  # fmt: skip
 
 
@@ -349,3 +349,37 @@ class TileOfScores(NamedTuple):
     k_first: Any
     rows: Any
     keys: Any
+
+
+class LineStrides(NamedTuple):
+    """Elements from one entry, row and head of a tensor to the next, whose unit is a line, one head of one row: int64."""
+
+    entry: Any
+    row: Any
+    head: Any
+
+
+class CachePlaces(NamedTuple):
+    """Where the rows of a decoder's cache are. rows: pointer to integers (B,), each entry's row of the cache. pages: pointer to integers
+    (B, pages of an entry). pages_entry: from one entry's page numbers to the next's: int64. capacity: rows of an entry. storage: rows or
+    pages of the cache. page_size: rows of a page."""
+
+    rows: Any
+    pages: Any
+    pages_entry: Any
+    capacity: Any
+    storage: Any
+    page_size: Any
+
+
+class Rotary(NamedTuple):
+    """The rotary tables: cos, sin: pointers, (positions, half). _row, _element: their strides: int64."""
+
+    cos: Any
+    cos_row: Any
+    cos_element: Any
+    sin: Any
+    sin_row: Any
+    sin_element: Any
+    half: Any
+    positions: Any
