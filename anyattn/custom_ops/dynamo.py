@@ -18,10 +18,13 @@ from torch._dynamo.utils import proxy_args_kwargs
 from torch._dynamo.variables import higher_order_ops
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import wrap_fx_proxy
+from torch._dynamo.variables.builtin import BuiltinVariable
+from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 
 from anyattn.custom_ops import ENTRY_POINTS
 from anyattn.custom_ops.capture import call_with_mods
 from anyattn.custom_ops.define import opaque
+from anyattn.mods.algebra import Mask
 from anyattn.tensors import kinds as tensor_kinds
 
 __all__ = ["install", "run_uncompiled"]
@@ -144,8 +147,20 @@ def _subgraph(tx: Any, operator: Any, like: Any, fn: Any, kind: str, name: str) 
     return higher_order_ops.make_attr(tx, installed), tuple(lifted)
 
 
+def _invert(self: BuiltinVariable, tx: Any, operand: VariableTracker) -> VariableTracker | None:
+    """``operator.invert`` of a ``Mask``; None leaves any other operand to Dynamo."""
+    if isinstance(operand, UserDefinedObjectVariable) and issubclass(operand.python_type(), Mask):
+        return operand.call_method(tx, "__invert__", [], {})
+    return None
+
+
 def install() -> bool:
-    """Enters the operator into Dynamo's table; False where this torch has no such table."""
+    """Enters the operator into Dynamo's table; False where this torch has no such table.
+
+    Dynamo calls ``__and__`` and ``__or__`` of a user's class, but up to torch 2.13 not ``__invert__``: ``~mask`` is entered here too.
+    """
+    if not hasattr(BuiltinVariable, "call_invert"):
+        BuiltinVariable.call_invert = _invert
     table = getattr(higher_order_ops, "_hop_name_to_variable_class", None)
     if table is not None:
         table["anyattn_call_with_mods"] = CallWithModsVariable

@@ -6,6 +6,7 @@ with ``&``, ``|`` and ``~`` and can be passed as ``mask_mod``.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -161,6 +162,14 @@ def document_from_cu_seqlens(cu_seqlens: Tensor) -> Mask:
     cu_seqlens: integers (documents + 1,), from 0, not falling. Raises ``ValueError`` naming the first entry that breaks this.
     """
     _ids("cu_seqlens", cu_seqlens, (1,), "(documents + 1,)")
+    if torch.compiler.is_compiling():
+        _load_operator()
+        return document(torch.ops.anyattn.document_ids(cu_seqlens))
+    return document(ids_of_documents(cu_seqlens))
+
+
+def ids_of_documents(cu_seqlens: Tensor) -> Tensor:
+    """The document of every position, int32 (cu_seqlens[-1],), for ``document_from_cu_seqlens``."""
     steps = cu_seqlens.diff()
     if cu_seqlens.numel() < 1 or int(cu_seqlens[0]) != 0:
         raise ValueError(f"cu_seqlens starts with {cu_seqlens[:1].tolist()}; wanted 0, then each document's end")
@@ -168,7 +177,14 @@ def document_from_cu_seqlens(cu_seqlens: Tensor) -> Mask:
         bad = int((steps < 0).nonzero()[0, 0]) + 1
         raise ValueError(f"cu_seqlens[{bad}]={int(cu_seqlens[bad])} is less than the entry before it; wanted entries that do not fall")
     numbers = torch.arange(steps.numel(), dtype=torch.int32, device=cu_seqlens.device)
-    return document(torch.repeat_interleave(numbers, steps.to(torch.int64)))
+    return torch.repeat_interleave(numbers, steps.to(torch.int64))
+
+
+def _load_operator() -> None:
+    importlib.import_module("anyattn.custom_ops.document_ids")
+
+
+_load_operator._dynamo_marked_constant = True  # type: ignore[attr-defined]  # runs while Dynamo traces; its decorator would import Dynamo
 
 
 @remade_by_call

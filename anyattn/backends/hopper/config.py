@@ -134,8 +134,8 @@ class Config:
             raise ValueError("bands and lists are both given; with lists a band is one of the predicates that hold always")
         if self.has_count and not self.has_order:
             raise ValueError("has_count without has_order: the number of row tiles stands behind their order")
-        if self.is_bounded and (self.score is None or not self.is_factored or not self.is_bf16 or self.has_max):
-            raise ValueError("is_bounded without a factored score mod, in float16 or with has_max; wanted bfloat16 and no highest scores")
+        if self.is_bounded and (self.score is None or not self.is_factored or not self.is_bf16):
+            raise ValueError("is_bounded without a factored score mod or in float16; wanted bfloat16, in which no exponential overflows")
         is_odd = self.piece % 2 == 1 and not self.gathers and 96 in (self.head_dim, self.head_dim_v)
         if self.piece and (self.tiles.tile_n % self.piece or is_odd):
             raise ValueError(f"piece={self.piece}; wanted a divisor of tile_n={self.tiles.tile_n}, even at head_dim 96 (TMA's 128 bytes)")

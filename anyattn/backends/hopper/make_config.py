@@ -105,7 +105,7 @@ def specialised(problem: Problem, packs: bool | None = None) -> Special:
     flags |= _storage(problem, listed is not None)
     config = _config(problem, None if score is None else score.expr, list_tile, flags, packs)
     positive = () if score is None or problem.scale <= 0 else factored(score.expr).positive
-    may_be_bounded = config.score is not None and config.is_factored and config.is_bf16 and not config.has_max and caps(config.score)
+    may_be_bounded = config.score is not None and config.is_factored and config.is_bf16 and caps(config.score)
     return Special(config, tuple(sources), positive, listed, list_tile, may_be_bounded)
 
 

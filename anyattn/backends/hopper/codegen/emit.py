@@ -42,11 +42,11 @@ from anyattn.backends.hopper.codegen.score_analysis import is_near, is_wide, lin
 from anyattn.mods.ir.dependence import dependence
 from anyattn.mods.ir.expr import Expr, Node, category
 
-__all__ = ["emit", "emit_lines", "emit_rows", "holds", "select"]
+__all__ = ["emit", "emit_lines", "emit_rows", "holds", "select", "tanh"]
 
 
 @dsl_user_op
-def _tanh(x: Any, *, loc: Any = None, ip: Any = None) -> Any:
+def tanh(x: Any, *, loc: Any = None, ip: Any = None) -> Any:
     """One MUFU operation, relative error 2^-11: what 16-bit inputs leave of a score is coarser."""
     operands = [Float32(x).ir_value(loc=loc, ip=ip)]
     dialect = llvm.AsmDialect.AD_ATT
@@ -69,8 +69,8 @@ _UNARY: dict[str, Callable] = {
     "tan": lambda x: cute.math.sin(x, fastmath=True) / cute.math.cos(x, fastmath=True),
     "erfinv": erfinv,
     "round": _approximate(cute.math.roundeven),
-    "tanh": _tanh,
-    "sigmoid": lambda x: _tanh(Float32(x) * Float32(0.5)) * Float32(0.5) + Float32(0.5),
+    "tanh": tanh,
+    "sigmoid": lambda x: tanh(Float32(x) * Float32(0.5)) * Float32(0.5) + Float32(0.5),
     "reciprocal": lambda x: cute.arch.rcp_approx(Float32(x)),
 }
 _COMPARE = {name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")}

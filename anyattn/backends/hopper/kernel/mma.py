@@ -236,7 +236,10 @@ class Multiplies:
         if const_expr(not self.shortens):
             lifts = self.modified(scores, ahead, positions, n, facts, scale_log2, captured, False)
         if const_expr(tops is not None):
-            self.raise_tops(tops, scores, lifts)
+            if const_expr(self.shortens):
+                self.raise_tops_under_cap(tops, scores, positions, facts, scale_log2, captured)
+            else:
+                self.raise_tops(tops, scores, lifts)
         is_right = self.guessed(scores, lifts, powers, added, row_max, positions, facts, scale_log2, rate, captured)
         warpgroup.wait_group(0)
         pipes[2].consumer_release(v_state)
