@@ -185,7 +185,7 @@ def problem_of(
 
 def planned(problem: Problem, capability: tuple[int, int], options: dict[str, Any] | None = None) -> Plan:
     machine = hardware.Hardware("cuda", "a GPU", 0, frozenset(), capability, 132)
-    return planner._triton_plan(problem, machine, "asked for", options or {})
+    return planner._plan_of("triton", problem, machine, "asked for", options or {})
 
 
 def launches(problem: Problem, capability: tuple[int, int], options: dict[str, Any] | None = None, backward: bool = False) -> list[Launch]:
