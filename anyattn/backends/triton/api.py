@@ -65,7 +65,7 @@ _FORWARD = Signature(
     (
         "RANGES", "TILE_M", "TILE_N", "LIST_M", "LIST_N", "HAS_FULL", "HEAD_DIM", "HEAD_DIM_V", "BLOCK_D", "BLOCK_DV", "IS_PACKED",
         "HAS_ENTRIES", "IS_CACHE", "HAS_LEFTPAD", "HAS_ROWS", "PAGE_SIZE", "HAS_SINK", "HAS_LSE", "HAS_MAX", "PRECISION",
-        "IS_RAW", "IS_LATE", "IS_DESCRIBED", "IS_JOINED", "HAS_GUARD", "IS_RISING", "HIDES", "SUMS",
+        "IS_RAW", "IS_LATE", "IS_DESCRIBED", "IS_JOINED", "HAS_GUARD", "IS_RISING", "SUMS",
     ),
 )  # fmt: skip
 
@@ -166,7 +166,7 @@ def _launch(form: Form, plan: Plan, target: _Target) -> None:
     cache_tables = (None, None, None) if cache is None else tuple(map(_contiguous, cache.tables[:3]))
     tensors = (  # ``ForwardTensors``
         problem.q, problem.k, problem.v, *target[:3], _contiguous(problem.sink), found.entries, found.order, found.pages, *cache_tables,
-        found.guard, problem.k, problem.v, target.out,
+        found.guard,
     )  # fmt: skip
     key = (*facts_of(problem, found, target.out), target.lse is None, target.highest is None, is_raw := _is_raw(problem))
     ready = kept.get(key)
@@ -217,10 +217,6 @@ def _first(call: _Call, tensors: tuple[Tensor | None, ...]) -> Ready | None:
     )  # fmt: skip
     captured = captured_of(chosen)
     options = {"num_warps": plan.num_warps, "num_stages": plan.num_stages}
-    if constants["HIDES"] and constants["RANGES"] > 0:
-        options |= tile_config.registers_beside(
-            plan.tile_m, plan.tile_n, plan.num_warps, forward_shape(problem), tile_config.capability_of(q.device)
-        )
     handle = run_entry(
         entry_of(_FORWARD, chosen.program, is_aligned), grid, (*pointers, *numbers, *lists, problem.scale), captured, q.device,
         constants | options,
@@ -238,11 +234,8 @@ def _constants(call: _Call, is_aligned: bool) -> dict[str, Any]:
     is_packed = plan.heads_per_tile > 1 or has_few
     described = _described(ways.is_described, form, plan, found, target) if is_aligned else 0
     described = min(described, 2) if is_packed else described
-    common = constants_of(problem, chosen, found)
-    # a descriptor's tile may hold keys of the next document
-    hides = common["HIDES"] or (described >= 2 and form.documents is not None)
     return {
-        **common, "HIDES": hides, "TILE_M": plan.tile_m, "TILE_N": plan.tile_n,
+        **constants_of(problem, chosen, found), "TILE_M": plan.tile_m, "TILE_N": plan.tile_n,
         "PAGE_SIZE": 0 if found.pages is None else problem.k.shape[2],
         "IS_PACKED": is_packed, "IS_CACHE": cache is not None, "HAS_LEFTPAD": tables.may_be_padded(problem.sequences, cache),
         "HAS_ROWS": cache is not None and cache.tables.rows is not None, "HAS_SINK": problem.sink is not None and splits == 1,

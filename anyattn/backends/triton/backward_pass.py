@@ -58,10 +58,10 @@ def _signature(body: str, constants: tuple[str, ...], scatters: bool = False) ->
 _COMMON = (
     "TILE_M", "TILE_N", "LIST_M", "LIST_N", "HAS_FULL", "HEAD_DIM", "HEAD_DIM_V", "BLOCK_D", "BLOCK_DV", "HAS_ENTRIES", "HAS_GUARD",
 )  # fmt: skip
-_DQ = _signature("dq_tile", ("RANGES", *_COMMON, "PRECISION", "IS_NEAR", "SLOT_M", "HIDES", "HAS_DQ"), scatters=True)
+_DQ = _signature("dq_tile", ("RANGES", *_COMMON, "PRECISION", "IS_NEAR", "SLOT_M", "HAS_DQ"), scatters=True)
 _DKDV = _signature(
     "dkdv_tile",
-    ("RANGES", *_COMMON, "PRECISION", "IS_NEAR", "IS_GROUPED", "IS_NVIDIA", "IS_JOINED", "HIDES", "HAS_DK", "HAS_DV"),
+    ("RANGES", *_COMMON, "PRECISION", "IS_NEAR", "IS_GROUPED", "IS_NVIDIA", "IS_JOINED", "HAS_DK", "HAS_DV"),
 )
 _PREPARE = Signature(
     "backward.prepare_tile",

@@ -14,7 +14,6 @@ from anyattn.problem import Problem
 
 __all__ = ["FUNCTIONS", "constants_of", "programs_along_batch", "sizes_of"]
 
-_WIDE = 128
 FUNCTIONS = (("score",), ("ranges", "listed"), ("always",))  # the parts that a kernel asks
 
 
@@ -37,8 +36,6 @@ def constants_of(problem: Problem, chosen: Chosen, found: Tables) -> dict[str, A
         "RANGES": chosen.program.range_count, "LIST_M": found.list_tile[0], "LIST_N": found.list_tile[1],
         "HAS_FULL": found.lists[2] is not None, "HEAD_DIM": d, "HEAD_DIM_V": dv, "BLOCK_D": padded(d), "BLOCK_DV": padded(dv),
         "HAS_ENTRIES": found.entries is not None, "HAS_GUARD": found.guard is not None,
-        # float32 of wide heads: with what would compute a tile again the compiler has no registers left for the loops
-        "HIDES": chosen.program.hides and not (problem.q.dtype is torch.float32 and max(d, dv) > _WIDE),
         # of 16 bits there is nothing to choose, and to name what a GPU does not have (TF32, on most of AMD's) is an error
         "PRECISION": "ieee" if problem.q.dtype is torch.float32 else None,
     }  # fmt: skip

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from anyattn.backends.triton.kernels.arguments import Sequence
 
-__all__ = ["cache_entry", "entry", "is_off", "key_places", "load_columns", "row_at", "row_offsets", "row_tile", "tile_offsets", "work_of"]
+__all__ = ["cache_entry", "entry", "is_off", "key_places", "row_at", "row_offsets", "row_tile", "tile_offsets", "work_of"]
 
 
 @triton.jit
@@ -131,10 +131,3 @@ def row_at(at, strides, IS_NEAR: tl.constexpr):
         return at * strides.position.to(tl.int32)
     else:
         return at.to(tl.int64) * strides.position
-
-
-@triton.jit
-def load_columns(base, lane, strides, column, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr, IS_NEAR: tl.constexpr):
-    """WIDTH columns of rows ``lane`` from the one called ``column``, zeros beyond HEAD_DIM."""
-    is_inside = column + tl.arange(0, WIDTH)[None, :] < HEAD_DIM
-    return tl.load(base + column + tile_offsets(lane, strides, WIDTH, IS_NEAR), mask=is_inside, other=0.0)

@@ -122,7 +122,7 @@ class ForwardTensors(NamedTuple):
     q: (B, Hq, Sq, D). k: (B, Hkv, Sk, D). v: (B, Hkv, Sk, Dv), or pools of pages. out: (B, Hq, Sq, Dv). These four may be tensor
     descriptors. lse, max_scores: float32 (B, Hq, Sq), contiguous, in nats. sink: (Hq,). entries: int32 (B, 9), ``Sequence``. order: int32
     (row tiles, 2), sequence and row tile or -1. pages: integers (B, pages of a sequence). cached, leftpad, cache_rows: integers (B,), a
-    cache's tables. guard: int32 (1,), see ``addressing.is_off``. plain_k, plain_v, plain_out: k, v and out, never as descriptors.
+    cache's tables. guard: int32 (1,), see ``addressing.is_off``.
     """
 
     q: Any
@@ -139,9 +139,6 @@ class ForwardTensors(NamedTuple):
     leftpad: Any
     cache_rows: Any
     guard: Any
-    plain_k: Any
-    plain_v: Any
-    plain_out: Any
 
 
 class ForwardStrides(NamedTuple):

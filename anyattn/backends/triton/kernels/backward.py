@@ -14,11 +14,10 @@ no load in a loop needs a mask, and those of full tiles are a pointer that moves
 import triton
 import triton.language as tl
 
-from anyattn.backends.triton.kernels.addressing import entry, is_off, load_columns, row_at, row_offsets, row_tile, tile_offsets
+from anyattn.backends.triton.kernels.addressing import entry, is_off, row_at, row_offsets, row_tile, tile_offsets
 from anyattn.backends.triton.kernels.arguments import HeadPointers, KeyStorage, RowRun, RowsOfParts, TileOfScores
 from anyattn.backends.triton.kernels.forward import load_rows, rows_of
-from anyattn.backends.triton.kernels.matmul import finite, is_finite, plus_product, turned
-from anyattn.backends.triton.kernels.nonfinite import dkdv_again, dq_again
+from anyattn.backends.triton.kernels.matmul import plus_product
 from anyattn.backends.triton.kernels.row_tile_bounds import first_spans, rows_by_spans, store_span
 from anyattn.backends.triton.kernels.tile_iterator import by_lists, clipped, full_at, inside_of, partial_at, place_of_lists, visits_of
 from anyattn.triton_tools import device_math
@@ -129,12 +128,11 @@ def _visit_keys(
     SCORE: tl.constexpr, MASK: tl.constexpr, ALWAYS: tl.constexpr, SCATTER: tl.constexpr,
     IS_PARTIAL: tl.constexpr, HAS_SCORE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr, HAS_SCATTER: tl.constexpr,
     TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PRECISION: tl.constexpr, RANGES: tl.constexpr, IS_NEAR: tl.constexpr, HAS_DQ: tl.constexpr, column,
+    PRECISION: tl.constexpr, RANGES: tl.constexpr, IS_NEAR: tl.constexpr, HAS_DQ: tl.constexpr,
 ):  # fmt: skip
     """dq with what one tile of keys adds to it, not yet scaled; arguments as of ``kernels.forward.visit``. offsets: of full tiles.
 
-    q_first: the tile's first row as mods count it. row_count: how many rows it has. column: None, or of ``nonfinite``, the first of those
-    that dq has; then keys and values may not be finite."""
+    q_first: the tile's first row as mods count it. row_count: how many rows it has."""
     lane = first + tl.arange(0, TILE_N)
     k_at, v_at = offsets
     start = first
@@ -178,10 +176,6 @@ def _visit_keys(
         ds = ds * of_score[1].to(tl.float32)
         if (IS_PARTIAL or HAS_ALWAYS) and of_score[1].type.is_block():
             ds = tl.where(seen, ds, 0.0)  # the derivative of a hidden score may be anything, if it is not that of all
-    if column is not None:
-        k_row = key.k + row * key.k_strides.rows + row_at(at, key.k_strides, IS_NEAR)
-        k = load_columns(k_row, local, key.k_strides, column, dq.shape[1], HEAD_DIM, IS_NEAR)
-        k, ds = finite(k), tl.where(seen, ds, 0.0)
     if HAS_DQ:
         dq = plus_product(dq, None, ds, k, PRECISION)
     return dq
@@ -196,7 +190,7 @@ def dq_tile(
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, LIST_M: tl.constexpr, LIST_N: tl.constexpr, HAS_FULL: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     HAS_ENTRIES: tl.constexpr, HAS_GUARD: tl.constexpr, PRECISION: tl.constexpr, IS_NEAR: tl.constexpr, SLOT_M: tl.constexpr,
-    HIDES: tl.constexpr, HAS_DQ: tl.constexpr,
+    HAS_DQ: tl.constexpr,
 ):  # fmt: skip
     """dq of one row tile (HAS_DQ: somebody wants it), and what its scores send into the score mod's captured tensors."""
     if HAS_GUARD and is_off(tensors.guard):
@@ -242,24 +236,18 @@ def dq_tile(
         dq = _visit_keys(
             dq, q, dout, lse, delta, is_row, q_first, row_count, first, first + TILE_N, True, key, offsets, kept, b, h, scale, captured,
             SCORE, MASK, ALWAYS, SCATTER, False, HAS_SCORE, HAS_MASK, HAS_ALWAYS, HAS_SCATTER,
-            TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, RANGES, IS_NEAR, HAS_DQ, None,
+            TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, RANGES, IS_NEAR, HAS_DQ,
         )  # fmt: skip
     for i in range(0, partial):
         first, end, is_shown = partial_at(runs, i, seqlen_k, RANGES, TILE_N, LIST_N)
         dq = _visit_keys(
             dq, q, dout, lse, delta, is_row, q_first, row_count, first, end, is_shown, key, offsets, kept, b, h, scale, captured,
             SCORE, MASK, ALWAYS, SCATTER, True, HAS_SCORE, HAS_MASK, HAS_ALWAYS, HAS_SCATTER,
-            TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, RANGES, IS_NEAR, HAS_DQ, None,
+            TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, RANGES, IS_NEAR, HAS_DQ,
         )  # fmt: skip
     d = tl.arange(0, BLOCK_D)[None, :]
     out = tensors.dq + row_offsets(row, head, at, strides.dq)[:, None]
     tl.store(out + d, (dq * scale).to(out.dtype.element_ty), mask=is_row[:, None] & (d < HEAD_DIM) & HAS_DQ)
-    if HIDES and HAS_DQ and not is_finite(dq, None):
-        dq_again(
-            out, q, dout, lse, delta, is_row, q_first, row_count, full, partial, seqlen_k, runs, key, offsets, kept, b, h, scale, captured,
-            _visit_keys, SCORE, MASK, ALWAYS, SCATTER, HAS_SCORE, HAS_MASK, HAS_ALWAYS, TILE_N, LIST_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D,
-            BLOCK_DV, PRECISION, RANGES, IS_NEAR,
-        )  # fmt: skip
 
 
 @triton.jit
@@ -269,12 +257,11 @@ def _visit_rows(
     ALWAYS: tl.constexpr, IS_PARTIAL: tl.constexpr, HAS_SCORE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, RANGES: tl.constexpr, IS_NEAR: tl.constexpr,
-    IS_NVIDIA: tl.constexpr, HAS_DK: tl.constexpr, HAS_DV: tl.constexpr, part,
+    IS_NVIDIA: tl.constexpr, HAS_DK: tl.constexpr, HAS_DV: tl.constexpr,
 ):  # fmt: skip
     """dk, not yet scaled, and dv with what rows ``first`` to ``end`` of one head add to them. Scores are [keys, rows] here.
 
     heads: ``HeadPointers``. offsets: of a full tile's q and dout.
-    part: None, or of ``hidden``, the first of the columns that dk and dv have, and which turn it is; then nothing need be finite.
     """
     m_lane = tl.arange(0, TILE_M)
     asked = device_math.unknown(m_lane, 0 if IS_PARTIAL else first, IS_NVIDIA)  # few tiles are partial: there they may be kept
@@ -306,7 +293,7 @@ def _visit_rows(
         if IS_PARTIAL and HAS_MASK:
             rows = MASK_ROWS(b, h, q_idx, captured.mask.scalars, captured.mask.tensors)
             shown = MASK(b, h, kv, rows, captured.mask.scalars, captured.mask.tensors)
-            if RANGES > 0 and part is None:  # of a row that is not there lse is infinite
+            if RANGES > 0:  # of a row that is not there lse is infinite
                 seen = shown
             else:
                 seen = seen & (shown | is_shown)
@@ -314,16 +301,8 @@ def _visit_rows(
             rows = ALWAYS_ROWS(b, h, q_idx, captured.always.scalars, captured.always.tensors)
             seen = seen & ALWAYS(b, h, kv, rows, captured.always.scalars, captured.always.tensors)
         p = tl.where(seen, p, 0.0)
-    if part is None:
-        if HAS_DV:
-            dv = plus_product(dv, None, p, dout, PRECISION)
-    else:
-        column, turn = part
-        do_row = heads.dout + row_at(at, strides.dout, IS_NEAR)
-        dout = load_columns(do_row, local, strides.dout, column, dv.shape[1], HEAD_DIM_V, IS_NEAR)
-        dv = plus_product(dv, None, tl.where(turn < 2, (p != 0.0).to(tl.float32), p), turned(dout, turn), PRECISION)
-        q_row = heads.q + row_at(at, strides.q, IS_NEAR)
-        q = finite(load_columns(q_row, local, strides.q, column, dk.shape[1], HEAD_DIM, IS_NEAR))
+    if HAS_DV:
+        dv = plus_product(dv, None, p, dout, PRECISION)
     # asked for as late as this, it takes no registers before
     delta = tl.load(heads.delta + kept + m_lane)
     ds = p * (dp - delta[None, :])
@@ -331,7 +310,7 @@ def _visit_rows(
         ds = ds * of_score[1].to(tl.float32)
         if (IS_PARTIAL or HAS_ALWAYS) and of_score[1].type.is_block():
             ds = tl.where(p != 0.0, ds, 0.0)  # the derivative of a hidden score may be anything, if it is not that of all
-    if (IS_PARTIAL and RANGES == 0) or part is not None:
+    if IS_PARTIAL and RANGES == 0:
         ds = tl.where(p != 0.0, ds, 0.0)  # lists may begin tiles elsewhere than delta does, and what lies after those is anything
     if HAS_DK:
         dk = plus_product(dk, None, ds, q, PRECISION)
@@ -410,7 +389,7 @@ def dkdv_tile(
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, LIST_M: tl.constexpr, LIST_N: tl.constexpr, HAS_FULL: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     HAS_ENTRIES: tl.constexpr, HAS_GUARD: tl.constexpr, PRECISION: tl.constexpr, IS_NEAR: tl.constexpr, IS_GROUPED: tl.constexpr,
-    IS_NVIDIA: tl.constexpr, IS_JOINED: tl.constexpr, HIDES: tl.constexpr, HAS_DK: tl.constexpr, HAS_DV: tl.constexpr,
+    IS_NVIDIA: tl.constexpr, IS_JOINED: tl.constexpr, HAS_DK: tl.constexpr, HAS_DV: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one tile of keys, summed over the query heads that share them (IS_GROUPED: several do). lists: per tile of keys.
     HAS_DK, HAS_DV: which somebody wants.
@@ -468,7 +447,7 @@ def dkdv_tile(
                 dk, dv = _visit_rows(
                     dk, dv, k, v, start, stop, is_shown, n_first, n_end, sequence, heads, offsets, strides, b, h, scale, captured,
                     SCORE_ROWS, SCORE, MASK_ROWS, MASK, ALWAYS_ROWS, ALWAYS, True, HAS_SCORE, HAS_MASK, HAS_ALWAYS, TILE_M, TILE_N,
-                    HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, RANGES, IS_NEAR, IS_NVIDIA, HAS_DK, HAS_DV, None,
+                    HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, RANGES, IS_NEAR, IS_NVIDIA, HAS_DK, HAS_DV,
                 )  # fmt: skip
             for i in range(0, fulls):
                 if RANGES > 0:
@@ -478,18 +457,10 @@ def dkdv_tile(
                 dk, dv = _visit_rows(
                     dk, dv, k, v, start, start + TILE_M, True, n_first, n_end, sequence, heads, offsets, strides, b, h, scale, captured,
                     SCORE_ROWS, SCORE, MASK_ROWS, MASK, ALWAYS_ROWS, ALWAYS, False, HAS_SCORE, HAS_MASK, HAS_ALWAYS, TILE_M, TILE_N,
-                    HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, RANGES, IS_NEAR, IS_NVIDIA, HAS_DK, HAS_DV, None,
+                    HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, RANGES, IS_NEAR, IS_NVIDIA, HAS_DK, HAS_DV,
                 )  # fmt: skip
-    is_right = not HIDES or is_finite(dk, dv)
     d, d_v = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_DV)[None, :]
     dk_out = tensors.dk + row_offsets(row, head, at, strides.dk)
     dv_out = tensors.dv + row_offsets(row, head, at, strides.dv)
-    tl.store(dk_out + d, (dk * scale).to(dk_out.dtype.element_ty), mask=is_key & (d < HEAD_DIM) & is_right & HAS_DK)
-    tl.store(dv_out + d_v, dv.to(dv_out.dtype.element_ty), mask=is_key & (d_v < HEAD_DIM_V) & is_right & HAS_DV)
-    if not is_right:
-        dkdv_again(
-            (dk_out, dv_out), is_key, k, v, kv_head, n_first, n_end, sequence, offsets, line, tensors, strides, spans, sizes, lists, b,
-            scale, captured, early, _visit_rows, _visitors, SCORE_ROWS, SCORE, MASK_ROWS, MASK, ALWAYS_ROWS, ALWAYS, HAS_SCORE,
-            HAS_MASK, HAS_ALWAYS, TILE_M, TILE_N, LIST_M, HAS_FULL, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, HAS_ENTRIES, PRECISION,
-            RANGES, IS_NEAR, IS_GROUPED, IS_NVIDIA, HAS_DK, HAS_DV,
-        )  # fmt: skip
+    tl.store(dk_out + d, (dk * scale).to(dk_out.dtype.element_ty), mask=is_key & (d < HEAD_DIM) & HAS_DK)
+    tl.store(dv_out + d_v, dv.to(dv_out.dtype.element_ty), mask=is_key & (d_v < HEAD_DIM_V) & HAS_DV)

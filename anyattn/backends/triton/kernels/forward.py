@@ -9,8 +9,7 @@ import triton.language as tl
 
 from anyattn.backends.triton.kernels.addressing import cache_entry, entry, is_off, key_places, row_offsets, row_tile, work_of
 from anyattn.backends.triton.kernels.arguments import KeyStorage, RowsOfParts, Scales
-from anyattn.backends.triton.kernels.matmul import is_finite, plus_product
-from anyattn.backends.triton.kernels.nonfinite import out_again
+from anyattn.backends.triton.kernels.matmul import plus_product
 from anyattn.backends.triton.kernels.paged_kv import NEARBY, first_numbers, inside, page_numbers, paged_places
 from anyattn.backends.triton.kernels.tile_iterator import full_at, inside_of, partial_at, visits_of
 from anyattn.backends.triton.tile_config import FEW
@@ -260,12 +259,12 @@ def first_at(runs, i, full, seqlen_k, RANGES: tl.constexpr, TILE_N: tl.constexpr
 
 @triton.jit
 def store_results(
-    acc, row_sum, row_max, tensors, strides, spans, sizes, q_row, at, h, is_row, split, described_at, is_right,
+    acc, row_sum, row_max, tensors, strides, spans, sizes, q_row, at, h, is_row, split, described_at,
     HAS_SINK: tl.constexpr, HAS_LSE: tl.constexpr, HAS_MAX: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr, IS_DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """Writes a row tile's output, where it ``is_right``, and statistics; ``at`` are its rows of storage, ``h`` their heads, described_at:
-    entry, head and row of its first. Returns the maxima in base 2 and the sums that the output is made with.
+    """Writes a row tile's output and statistics; ``at`` are its rows of storage, ``h`` their heads, described_at: entry, head and row of
+    its first.
 
     A split's go to [split][q row][head][position], where the sink is added when they are combined.
     """
@@ -291,15 +290,13 @@ def store_results(
     else:  # a division takes seven instructions
         acc = acc * (1.0 / total)[:, None]
     if IS_DESCRIBED >= 3:
-        if is_right:  # what the hardware writes by itself may come after what is written again
-            b, head, first = described_at
-            tensors.out.store([b, head, first, 0], tl.reshape(acc.to(tensors.out.dtype), (1, 1, acc.shape[0], BLOCK_DV)))
+        b, head, first = described_at
+        tensors.out.store([b, head, first, 0], tl.reshape(acc.to(tensors.out.dtype), (1, 1, acc.shape[0], BLOCK_DV)))
     else:
         offsets = row_offsets(q_row, h, at, strides.out)
         d = tl.arange(0, BLOCK_DV)[None, :]
         out = tensors.out + split.to(tl.int64) * strides.part_out
         tl.store(out + offsets[:, None] + d, acc.to(out.dtype.element_ty), mask=is_row[:, None] & (d < HEAD_DIM_V))
-    return row_max, total
 
 
 @triton.jit
@@ -312,7 +309,7 @@ def forward_tile(
     IS_PACKED: tl.constexpr, HAS_ENTRIES: tl.constexpr, IS_CACHE: tl.constexpr, HAS_LEFTPAD: tl.constexpr,
     HAS_ROWS: tl.constexpr, PAGE_SIZE: tl.constexpr, HAS_SINK: tl.constexpr, HAS_LSE: tl.constexpr, HAS_MAX: tl.constexpr,
     PRECISION: tl.constexpr, IS_RAW: tl.constexpr, IS_LATE: tl.constexpr, IS_DESCRIBED: tl.constexpr, IS_JOINED: tl.constexpr,
-    HAS_GUARD: tl.constexpr, IS_RISING: tl.constexpr, HIDES: tl.constexpr, SUMS: tl.constexpr,
+    HAS_GUARD: tl.constexpr, IS_RISING: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     """One row tile, or one split of its keys.
 
@@ -320,7 +317,7 @@ def forward_tile(
     of the mask, 0 where lists say which tiles to visit. IS_PACKED: a tile may hold several query heads, which share keys. IS_CACHE: entries
     are what the cache's tables say. IS_RAW: the greatest product has the greatest score (the scale is positive), or there is a score mod,
     so that maxima are taken before the change to base 2. IS_LATE: a full tile's second product runs beside the next one's exponentials.
-    IS_DESCRIBED: keys and values come by tensor descriptors. HIDES: a row may not see a key of a tile that it visits. SUMS: see
+    IS_DESCRIBED: keys and values come by tensor descriptors. SUMS: see
     ``config.row_sums``.
     """
     if HAS_GUARD and is_off(tensors.guard):
@@ -360,7 +357,7 @@ def forward_tile(
         row_max = tl.full((TILE_M,), _LOWEST, tl.float32)
     if seqlen_k <= 0:  # no mod may be asked about a sequence without keys: what it captures need not reach there
         store_results(
-            acc, row_sum, row_max, tensors, strides, spans, sizes, sequence.q_row, at, heads, is_row, split, (b, h, first_row), True,
+            acc, row_sum, row_max, tensors, strides, spans, sizes, sequence.q_row, at, heads, is_row, split, (b, h, first_row),
             HAS_SINK, HAS_LSE, HAS_MAX, HEAD_DIM_V, BLOCK_DV, PRECISION, IS_DESCRIBED,
         )  # fmt: skip
         return
@@ -378,11 +375,8 @@ def forward_tile(
     kv_head = kv_head.to(tl.int64)
     if IS_DESCRIBED >= 2:
         k_from, v_from = tensors.k, tensors.v
-        k_rows = tl.multiple_of(tensors.plain_k, 16) + kv_head * strides.k.head
-        v_rows = tl.multiple_of(tensors.plain_v, 16) + kv_head * strides.v.head
     else:
-        k_rows, v_rows = tensors.k + kv_head * strides.k.head, tensors.v + kv_head * strides.v.head
-        k_from, v_from = k_rows, v_rows
+        k_from, v_from = tensors.k + kv_head * strides.k.head, tensors.v + kv_head * strides.v.head
     if IS_DESCRIBED == 1:
         row, start = sequence.k_row.to(tl.int64), (m * 0 + sequence.k_start).to(tl.int64)
         k_from = tl.make_tensor_descriptor(
@@ -419,7 +413,6 @@ def forward_tile(
     if RANGES > 0:
         kept = RowsOfParts(score=kept.score, mask=inside_of(kept.mask, seqlen_k, RANGES), always=kept.always)
     start, end_full = tl.minimum(begin, full), tl.minimum(stop, full)
-    first_tile, end_tile = begin, stop
     if IS_JOINED:
         tl.static_assert(RANGES > 0 and PAGE_SIZE == 0 and IS_DESCRIBED > 0, "tiles of both kinds are loaded alike")
         acc, row_sum, row_max = visit_all(
@@ -479,20 +472,7 @@ def forward_tile(
         row_max = row_max * factor
     if PAGE_SIZE > 0:  # so that they are loaded: no pool has less than no pages
         tl.store(tensors.pages + tl.arange(0, NEARBY), nearby, mask=(nearby == 0) & (cache.last_page < -1))
-    is_right = not HIDES or is_finite(acc, None)
-    top, total = store_results(
-        acc, row_sum, row_max, tensors, strides, spans, sizes, sequence.q_row, at, heads, is_row, split, (b, h, first_row), is_right,
+    store_results(
+        acc, row_sum, row_max, tensors, strides, spans, sizes, sequence.q_row, at, heads, is_row, split, (b, h, first_row),
         HAS_SINK, HAS_LSE, HAS_MAX, HEAD_DIM_V, BLOCK_DV, PRECISION, IS_DESCRIBED,
     )  # fmt: skip
-    if not is_right:
-        stored = KeyStorage(
-            k=k_rows, v=v_rows, row=key.row, start=key.start, k_strides=key.k_strides, v_strides=key.v_strides, head=key.head
-        )
-        out = (tensors.plain_out if IS_DESCRIBED >= 3 else tensors.out) + split.to(tl.int64) * strides.part_out
-        offsets = row_offsets(sequence.q_row, heads, at, strides.out)
-        out_again(
-            top, total, out + offsets, is_row, q, first_tile, end_tile, full, seqlen_k, runs,
-            stored, kept, b, asked, pages, cache.last_page, scales, captured,
-            scores_of, SCORE, MASK, ALWAYS, HAS_SCORE, HAS_MASK, HAS_ALWAYS, RANGES, TILE_N, LIST_N, HEAD_DIM, HEAD_DIM_V,
-            BLOCK_D, BLOCK_DV, PAGE_SIZE, PRECISION, IS_RAW,
-        )  # fmt: skip

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from anyattn.backends.triton.kernels.arguments import ListedTiles, Run, Runs, TileRange
 
-__all__ = ["by_lists", "by_ranges", "clipped", "full_at", "inside_of", "partial_at", "place_of_lists", "tile_at", "visits_of"]
+__all__ = ["by_lists", "by_ranges", "clipped", "full_at", "inside_of", "partial_at", "place_of_lists", "visits_of"]
 
 _FAR: tl.constexpr = tl.constexpr(2**30)
 
@@ -255,19 +255,3 @@ def partial_at(runs, i, seqlen_k, RANGES: tl.constexpr, TILE_N: tl.constexpr, LI
         return _ranged_partial(runs, i, RANGES) * TILE_N, seqlen_k, False
     else:
         return _listed_partial(runs, i, seqlen_k, TILE_N, LIST_N)
-
-
-@triton.jit
-def tile_at(runs, i, full, seqlen_k, RANGES: tl.constexpr, TILE_N: tl.constexpr, LIST_N: tl.constexpr):
-    """``partial_at`` of the i-th tile of all, the ``full`` ones before the partial ones; a mask by ranges shows all of a full one."""
-    if RANGES > 0:
-        place = tl.where(i < full, _ranged_full(runs, i, RANGES), _ranged_partial(runs, i - full, RANGES))
-        return place * TILE_N, seqlen_k, False
-    else:
-        first, end, is_shown = i * 0, i * 0, i >= 0
-        if i < full:
-            first = _listed_full(runs, i, TILE_N, LIST_N)
-            end = first + TILE_N
-        else:
-            first, end, is_shown = _listed_partial(runs, i - full, seqlen_k, TILE_N, LIST_N)
-        return first, end, is_shown
