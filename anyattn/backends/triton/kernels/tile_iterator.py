@@ -235,8 +235,8 @@ def visits_of(
             runs = by_ranges(spread, spread, TILE_N, 1)
         else:
             runs = by_ranges(spread, _spread_of(mask_rows, 2, seqlen_k, TILE_M, IS_RISING), TILE_N, 2)
-        partial = runs.partial_0.tiles + runs.partial_1.tiles + runs.partial_2.tiles + runs.partial_3.tiles
-        return runs, runs.full_0.tiles + runs.full_1.tiles, partial
+        full = runs.full_0.tiles + runs.full_1.tiles
+        return runs, full, runs.partial_0.tiles + runs.partial_1.tiles + runs.partial_2.tiles + runs.partial_3.tiles
 
 
 @triton.jit
