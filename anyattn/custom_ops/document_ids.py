@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -11,15 +13,20 @@ from anyattn.mods.masks import ids_of_documents
 __all__ = ["document_ids"]
 
 
-@operator
-def document_ids(cu_seqlens: Tensor) -> Tensor:
-    """The document of every position, int32 (cu_seqlens[-1],). Raises as ``masks.document_from_cu_seqlens`` does."""
-    return ids_of_documents(cu_seqlens)
+class DocumentIds(NamedTuple):
+    """The operator's arguments."""
+
+    cu_seqlens: Tensor
 
 
-@torch.library.register_fake("anyattn::document_ids")
-def _(cu_seqlens: Tensor) -> Tensor:
+def _fake(given: DocumentIds) -> Tensor:
     # not ctx.new_dynamic_size, which asks for torch._dynamo.config.capture_dynamic_output_shape_ops
     length = torch.library.get_ctx()._shape_env.create_unbacked_symint()
     torch._check(length >= 0)
-    return cu_seqlens.new_empty(length, dtype=torch.int32)
+    return given.cu_seqlens.new_empty(length, dtype=torch.int32)
+
+
+@operator(DocumentIds, fake=_fake)
+def document_ids(given: DocumentIds) -> Tensor:
+    """The document of every position, int32 (cu_seqlens[-1],). Raises as ``masks.document_from_cu_seqlens`` does."""
+    return ids_of_documents(given.cu_seqlens)

@@ -194,7 +194,8 @@ def flash_with_mods(
     (tables, longest, validate), given = places, Options(*options)
     q, k, v = autocast.arguments(q, k, v)
     shared = _shared(q, given, score, mask)
-    call = Flash(q, k, v, Tables(*tables), shared, bool(given.deterministic), *map(_number, longest), validate, backend or "")
+    longest_q, longest_k = map(_number, longest)
+    call = Flash(q, k, v, Tables(*tables), shared, bool(given.deterministic), longest_q, longest_k, validate, backend or "")
     return called(flash, call)  # type: ignore[no-any-return]
 
 

@@ -74,6 +74,7 @@ def ragged_lists(mask: TracedMod, sequences: Sequences, tile: tuple[int, int], h
 def _on_device(mask: TracedMod, s: Sequences, tile: tuple[int, int], heads: int) -> RaggedLists | None:
     """The lists made by Triton kernels without waiting for the device; None where these cannot be used."""
     from anyattn.sparsity.kernels import varlen_lists as kernels
+    from anyattn.sparsity.kernels.arguments import SequenceTables
     from anyattn.sparsity.kernels.block_lists import can_list
 
     rows, columns = _most_tiles(s, tile)
@@ -83,8 +84,8 @@ def _on_device(mask: TracedMod, s: Sequences, tile: tuple[int, int], heads: int)
     sees_h = any(d.h for d in dependence(mask.expr))
     most = kernels.Capacity(rows, columns, s.bound_q, s.bound_k)
     listed = kernels.list_ragged(mask, (s.seqlens_q, s.seqlens_k, s.q_first), most, tile, heads if sees_h else 1)
-    places = dict(zip(kernels.PLACES, listed.places.unbind(0), strict=True))
-    return RaggedLists(*listed.lists, *(places[name] for name in ("first_row", "first_entry", "seqlens_q", "seqlens_k")))
+    places = SequenceTables(*listed.places.unbind(0))
+    return RaggedLists(*listed.lists, places.first_row, places.first_entry, places.seqlens_q, places.seqlens_k)
 
 
 def _most_tiles(s: Sequences, tile: tuple[int, int]) -> tuple[int, int]:

@@ -44,7 +44,6 @@ _BACKWARD_PASS = "backends/triton/backward_pass.py"
 _CAPTURED_GRADIENTS = "backends/triton/codegen/captured_gradients.py"
 _PROGRAMS = "backends/triton/codegen/programs.py"
 _DETERMINISTIC_SUM = "backends/triton/kernels/deterministic_sum.py"
-_NONFINITE = "backends/triton/kernels/nonfinite.py"
 _PAGED_GRADIENTS = "backends/triton/kernels/paged_gradients.py"
 _HOST_PAGED_GRADIENTS = "backends/triton/paged_gradients.py"
 _PRIVATIZED_SUM = "backends/triton/privatized_sum.py"
@@ -74,11 +73,11 @@ MUTANTS = {
             "tl.minimum(most // TILE_N, end)", "causal",
         ),
         Mutant("window_edge_taken_for_full", _ITERATOR, "full = tl.maximum((all_lo", "full = tl.maximum((least", "window"),
-        Mutant("tiles_before_the_full_ones_lost", _ITERATOR, "(first, full - first), (full_end,", "(first, nothing), (full_end,", "window"),
+        Mutant("tiles_before_the_full_ones_lost", _ITERATOR, "tiles=one.full - one.first)", "tiles=zero)", "window"),
         Mutant("least_of_limits_kept", _ITERATOR, "tl.minimum(all_hi, other_all_hi)", "tl.maximum(all_hi, other_all_hi)", "causal"),
         Mutant("limits_of_the_first_row_alone", _ITERATOR, "_inside(last[AT + 1], seqlen_k)", "_inside(first[AT + 1], seqlen_k)", "causal"),
         Mutant("limits_of_the_last_row_alone", _ITERATOR, "_inside(first[AT + 1], seqlen_k)", "_inside(last[AT + 1], seqlen_k)", "causal"),
-        Mutant("last_tile_lost", _ITERATOR, "(full_end, end - full_end), (nothing", "(full_end, end - full_end - 1), (nothing", "full"),
+        Mutant("last_tile_lost", _ITERATOR, "tiles=one.end - one.full_end)", "tiles=one.end - one.full_end - 1)", "full"),
         Mutant(
             "tiles_after_the_first_range_lost", _ITERATOR,
             "middle = tl.where(apart, a1, g0)",
@@ -87,13 +86,13 @@ MUTANTS = {
         Mutant("second_range_lost", _ITERATOR, "fourth_end = tl.where(apart, b1, nothing)", "fourth_end = fourth", "sink_window"),
         Mutant("shared_tile_visited_twice", _ITERATOR, "g0 = tl.maximum(g0, f1)\n", "g0 = g0 + 0\n", "overlap"),
         # lists
-        Mutant("full_tile_of_lists_taken_for_partial", _ITERATOR, "is_full = i >= found[2]", "is_full = i < 0", "lists"),
+        Mutant("full_tile_of_lists_taken_for_partial", _ITERATOR, "is_full = i >= listed.listed", "is_full = i < 0", "lists"),
         Mutant("whole_of_a_list_tile_missed", _ITERATOR, "LIST_N + (i % CUT) * TILE_N", "LIST_N", "lists"),
         Mutant("beyond_the_list_tile", _ITERATOR, "tl.minimum((n + 1) * LIST_N, seqlen_k)", "seqlen_k", "uneven_lists"),
-        Mutant("heads_share_one_list", _ITERATOR, "head = h.to(tl.int64) * strides[1]", "head = h.to(tl.int64) * 0", "lists"),
-        Mutant("entries_share_one_list", _ITERATOR, "at = b.to(tl.int64) * strides[0] + head", "at = head", "lists"),
-        Mutant("lists_of_the_first_sequence", _ITERATOR, "at = head + found[7] + line", "at = head + line", "ragged_lists"),
-        Mutant("flat_list_offset", _ITERATOR, "found[8] + line.to(tl.int64)", "found[8] * 0 + line.to(tl.int64)", "ragged_lists"),
+        Mutant("heads_share_one_list", _ITERATOR, "head = h.to(tl.int64) * strides.head", "head = h.to(tl.int64) * 0", "lists"),
+        Mutant("entries_share_one_list", _ITERATOR, "at = b.to(tl.int64) * strides.entry + head", "at = head", "lists"),
+        Mutant("lists_of_the_first_sequence", _ITERATOR, "at = head + sequence.lists_line + line", "at = head + line", "ragged_lists"),
+        Mutant("flat_list_offset", _ITERATOR, "sequence.lists_place + line.to(tl.int64)", "line.to(tl.int64)", "ragged_lists"),
         Mutant("rows_of_the_next_lists", _ADDRESSING, "tl.minimum((line + 1) * LIST_M, seqlen_q)", "seqlen_q", "uneven_lists"),
         # sums
         Mutant("scale_1_percent_off", _FORWARD, "else scale * _LOG2E\n", "else scale * _LOG2E * 1.01\n", "full"),
@@ -103,23 +102,23 @@ MUTANTS = {
         Mutant("sink_counted_twice", _FORWARD, "+ tl.exp2(logit - highest)", "+ 2 * tl.exp2(logit - highest)", "sink"),
         Mutant("sink_does_not_rescale", _FORWARD, "acc = acc * rescale[:, None]\n        row_max", "row_max", "sink"),
         Mutant("sink_in_base_2", _FORWARD, ".to(tl.float32) * _LOG2E\n        highest", ".to(tl.float32)\n        highest", "sink"),
-        Mutant("sink_of_another_head", _FORWARD, "tl.load(tensors[6] + h)", "tl.load(tensors[6] + h * 0)", "sink"),
+        Mutant("sink_of_another_head", _FORWARD, "tl.load(tensors.sink + h)", "tl.load(tensors.sink + h * 0)", "sink"),
         Mutant("lse_in_base_2", _FORWARD, "row_max * _LN2 + tl.log(total))", "row_max + tl.log2(total))", "full"),
         Mutant("nan_of_a_row_that_sees_nothing", _FORWARD, "tl.where(row_sum == 0, 1.0, row_sum)", "row_sum", "islands"),
         # heads and storage
-        Mutant("wrong_gqa_head", _ADDRESSING, "kv_head, split\n", "sizes[2] // sizes[7] - 1 - kv_head, split\n", "full"),
-        Mutant("first_head_of_whole_tiles", _ADDRESSING, "kv_head * sizes[7] + part * dealt[0]", "h * dealt[0]", "uneven_group"),
+        Mutant("wrong_gqa_head", _ADDRESSING, "kv_head, split\n", "sizes.heads // sizes.ratio - 1 - kv_head, split\n", "full"),
+        Mutant("first_head_of_whole_tiles", _ADDRESSING, "kv_head * sizes.ratio + part * dealt.packed", "h * dealt.packed", "uneven_group"),
         Mutant("packed_heads_are_one", _FORWARD, "heads = h + r % group", "heads = h + r % group * 0", "few_rows"),
         Mutant("head_dim_not_cut", _FORWARD, "mask=is_row & (d < HEAD_DIM)", "mask=is_row & (d <= HEAD_DIM)", "head_dim"),
-        Mutant("queries_of_the_first_sequence", _FORWARD, "at = found[1] + position", "at = position", "packed"),
-        Mutant("keys_of_the_first_sequence", _FORWARD, "tl.arange(0, TILE_N) + key[3]\n", "tl.arange(0, TILE_N)\n", "packed"),
+        Mutant("queries_of_the_first_sequence", _FORWARD, "at = sequence.q_start + position", "at = position", "packed"),
+        Mutant("keys_of_the_first_sequence", _FORWARD, "tl.arange(0, TILE_N) + key.start\n", "tl.arange(0, TILE_N)\n", "packed"),
         Mutant("page_off_by_one", _PAGED_KV, "tl.load(pages + asked)", "tl.load(pages + (tl.maximum(asked, 1) - 1))", "pages"),
         Mutant(
             "row_of_page_off_by_one", _PAGED_KV,
             "((first + lane).to(tl.uint32) %", "((first + lane + 1).to(tl.uint32) %", "uneven_pages",
         ),
         Mutant("row_of_fitting_page_off_by_one", _PAGED_KV, "(lane % PAGE_SIZE) * stride", "((lane + 1) % PAGE_SIZE) * stride", "pages"),
-        Mutant("page_table_of_the_first_sequence", _FORWARD, "tensors[9] + b.to(tl.int64) * sizes[6]", "tensors[9]", "pages"),
+        Mutant("page_table_of_the_first_sequence", _FORWARD, "tensors.pages + b.to(tl.int64) * sizes.pages_each", "tensors.pages", "pages"),
         Mutant("launch_without_work_does_it", _ADDRESSING, "tl.load(guard) != 0", "tl.load(guard) == 7", "documents"),
         Mutant("launch_with_work_leaves_it", _ADDRESSING, "tl.load(guard) != 0", "tl.load(guard) >= 0", "documents"),
         # splits
@@ -134,19 +133,23 @@ MUTANTS = {
         # the backward pass
         Mutant("delta_dropped", _BACKWARD, "0.0, out * dout), 1)", "0.0, out * dout * 0), 1)", "full"),
         Mutant("lse_gradient_ignored", _BACKWARD, "    if HAS_DLSE:", "    if False:", "full"),
-        Mutant("stale_lse", _BACKWARD, "tl.load(tensors[2] + place, mask", "tl.load(tensors[2] + place // 2 * 2, mask", "full"),
+        Mutant(
+            "stale_lse", _BACKWARD,
+            "tl.load(tensors.natural_lse + place, mask",
+            "tl.load(tensors.natural_lse + place // 2 * 2, mask", "full",
+        ),
         Mutant("statistics_of_two_sequences_in_one_place", _BACKWARD, "TILE_M + b + m)", "TILE_M + m)", "packed"),
         Mutant("statistics_of_the_first_rows", _BACKWARD, "tl.where(first < end, first, 0)", "first * 0", "causal"),
         Mutant(
             "statistics_of_the_first_rows_alone", _BACKWARD,
-            "tl.load(heads[2] + first + m_lane)",
-            "tl.load(heads[2] + m_lane)", "window",
+            "tl.load(heads.lse + first + m_lane)",
+            "tl.load(heads.lse + m_lane)", "window",
         ),
         Mutant("heads_in_turn_lost", _BACKWARD, "first + at % width", "first + at % width // 2 * 2", "causal"),
         Mutant("dq_not_scaled", _BACKWARD, "(dq * scale)", "(dq * 1.0)", "full"),
         Mutant("dk_1_percent_off", _BACKWARD, "(dk * scale)", "(dk * scale * 1.01)", "full"),
         Mutant("row_tile_lost", _ROW_TILE_BOUNDS, "tl.where(touches, m + 1, 0)", "tl.where(touches, m, 0)", "full"),
-        Mutant("dk_of_one_head_alone", _BACKWARD, "h = kv_head * sizes[7] + g", "h = kv_head * sizes[7]", "full"),
+        Mutant("dk_of_one_head_alone", _BACKWARD, "h = kv_head * sizes.ratio + g", "h = kv_head * sizes.ratio", "full"),
         Mutant(
             "dv_overwritten", _BACKWARD,
             "plus_product(dv, None, p, dout, PRECISION)\n    if",
@@ -154,8 +157,8 @@ MUTANTS = {
         ),
         Mutant(
             "dv_overwritten_in_two_loops", _BACKWARD,
-            "plus_product(dv, None, p, dout, PRECISION)\n    else",
-            "plus_product(dv * 0, None, p, dout, PRECISION)\n    else", "full",
+            "plus_product(dv, None, p, dout, PRECISION)\n    #",
+            "plus_product(dv * 0, None, p, dout, PRECISION)\n    #", "full",
         ),
         Mutant(
             "rows_filled_in_part", _ROW_TILE_BOUNDS,
@@ -168,8 +171,8 @@ MUTANTS = {
             "fills = (lo <= n_first) & (all_hi >= n_end)\n", "window",
         ),
         Mutant("second_range_of_rows_lost", _ROW_TILE_BOUNDS, "touches = touches | (", "touches = touches & (", "sink_window"),
-        Mutant("tile_that_is_cut_not_asked", _BACKWARD, "is_cut = (m < runs[1])", "is_cut = (m < 0)", "window"),
-        Mutant("hidden_probability_kept", _BACKWARD, "p = tl.where(seen, p, 0.0)\n    if part", "p = p * 1.0\n    if part", "causal"),
+        Mutant("tile_that_is_cut_not_asked", _BACKWARD, "is_cut = (m < runs.full)", "is_cut = (m < 0)", "window"),
+        Mutant("hidden_probability_kept", _BACKWARD, "p = tl.where(seen, p, 0.0)\n    if", "p = p * 1.0\n    if", "causal"),
         Mutant("hidden_score_kept_in_dq", _BACKWARD, "p = tl.where(seen, p, 0.0)\n    ds", "p = p * 1.0\n    ds", "causal"),
         Mutant("hidden_derivative_kept", _BACKWARD, f"{_OF_HIDDEN}p != 0.0", f"{_OF_HIDDEN}p == p", "infinite_derivative"),
         Mutant("hidden_derivative_kept_in_dq", _BACKWARD, f"{_OF_HIDDEN}seen", f"{_OF_HIDDEN}seen | True", "infinite_derivative"),
@@ -186,19 +189,9 @@ MUTANTS = {
         Mutant("mask_forgotten_in_dk", _BACKWARD, "(shown | is_shown)", "(shown | (kv >= 0))", "dilated"),
         Mutant(
             "mask_forgotten_in_dq", _BACKWARD,
-            "rows[1], captured[1][0], captured[1][1]) | is_shown)",
-            "rows[1], captured[1][0], captured[1][1]) | (kv >= 0))", "dilated",
+            "rows.mask, captured.mask.scalars, captured.mask.tensors) | is_shown)",
+            "rows.mask, captured.mask.scalars, captured.mask.tensors) | (kv >= 0))", "dilated",
         ),
-        # what is not finite
-        Mutant("hidden_values_met", _FORWARD, "is_right = not HIDES or is_finite(acc, None)", "is_right = True", "not_finite"),
-        Mutant("hidden_keys_met", _BACKWARD, "k, ds = finite(k), tl", "k, ds = k, tl", "not_finite"),
-        Mutant("hidden_queries_met", _BACKWARD, "q = finite(load_columns(", "q = (load_columns(", "not_finite"),
-        Mutant("seen_infinities_lost", _MATMUL, "tl.where(wide != other, one, 0.0)", "0.0", "not_finite"),
-        Mutant(
-            "infinities_of_the_other_sign", _MATMUL,
-            "other = tl.where(turn == 0", "other = tl.where(turn == 1", "not_finite",
-        ),
-        Mutant("hidden_infinities_counted", _NONFINITE, "(s != float(\"-inf\")).to", "(s != 0.0).to", "not_finite"),
         Mutant("sink_gradient_sign", _BACKWARD_PASS, "return -(share * delta)", "return (share * delta)", "sink"),
         Mutant("captured_derivative_forgotten", _CAPTURED_GRADIENTS, "ds * found[{load.factor}].to(tl.float32)", "ds", "gated"),
         Mutant("pair_stored_by_rows_beyond_the_end", _CAPTURED_GRADIENTS, "element_ty), mask=seen)", "element_ty), mask=is_key)", "pairs"),
@@ -206,7 +199,7 @@ MUTANTS = {
         Mutant("diagonals_one_place_on", _DEVICE_MATH, "entry % 8 - entry // 8  #", "entry % 8 - entry // 8 + 1  #", "relative"),
         Mutant("diagonals_of_blocks_mixed", _DEVICE_MATH, "block // COLUMNS + ROWS - 1 ==", "block // COLUMNS + ROWS - 2 ==", "relative"),
         Mutant("diagonals_before_the_tile_lost", _DEVICE_MATH, "is_there = (i <", "is_there = (i < 1) & (i <", "relative"),
-        Mutant("diagonals_of_the_first_head", _DEVICE_MATH, "PLACES(begin[0], begin[1]", "PLACES(begin[0], begin[1] * 0", "relative"),
+        Mutant("diagonals_of_the_first_head", _DEVICE_MATH, "PLACES(begin.b, begin.h", "PLACES(begin.b, begin.h * 0", "relative"),
         Mutant("copies_but_the_first_lost", _PRIVATIZED_SUM, "total.sum(-1)", "total[..., 0]", "few_entries"),
         Mutant("entries_begin_at_copies", _CAPTURED_GRADIENTS, "or load.has_copies else", "else", "few_entries"),
         Mutant("first_entry_taken_for_all", _DEVICE_MATH, "(tl.min(least) == most)", "(tl.min(least) <= most)", "few_entries"),

@@ -405,9 +405,9 @@ def send_diagonals(
     far = (line - (ROWS - 1)) * 8 + entry % 8 - entry // 8  # how far the key is after the query
     # a diagonal's first pair: where that is not in the sequence, none is
     i, j = tl.maximum(-far, 0), tl.maximum(far, 0)
-    is_there = (i < tl.minimum(begin[4], 8 * ROWS)) & (j < tl.minimum(begin[5], 8 * COLUMNS))
-    q_idx, kv_idx = begin[2] + tl.minimum(i, begin[4] - 1), begin[3] + tl.minimum(j, begin[5] - 1)
-    place = PLACES(begin[0], begin[1], q_idx, kv_idx, scalars, tensors, total)
+    is_there = (i < tl.minimum(begin.rows, 8 * ROWS)) & (j < tl.minimum(begin.keys, 8 * COLUMNS))
+    q_idx, kv_idx = begin.q_first + tl.minimum(i, begin.rows - 1), begin.k_first + tl.minimum(j, begin.keys - 1)
+    place = PLACES(begin.b, begin.h, q_idx, kv_idx, scalars, tensors, total)
     if IS_EXACT:
         send_exact(total, place, sums, is_there)
     elif HAS_COPIES:

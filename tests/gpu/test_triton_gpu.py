@@ -24,7 +24,6 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "end_to_end"))
 sys.path.insert(0, str(Path(__file__).parent.parent / "triton"))
 
 import proof
-import seeing
 from calls import results
 from test_device_gpu import IDS, captured
 
@@ -118,21 +117,6 @@ def test_pages_that_sequences_share_rerun_bitwise() -> None:
         budget.check(name, *found)
     for _ in range(RERUNS // 10 + 1):
         assert all(torch.equal(a, b) for a, b in zip(first, gradients(judging.BACKEND or "triton"), strict=True))
-
-
-@judging.on_the_gpu_alone
-@pytest.mark.parametrize("plant", [seeing.keys, seeing.values, seeing.queries])
-@pytest.mark.parametrize("name", ["causal", "window", "elements", "documents"])
-@pytest.mark.parametrize(("d", "dtype"), [(64, torch.bfloat16), (128, torch.float16), (256, torch.bfloat16), (40, torch.float32)], **NAMES)
-def test_what_is_not_finite_meets_only_those_that_see_it(d: int, dtype: torch.dtype, name: str, plant: seeing.Plant) -> None:
-    ids = (torch.arange(700, device=DEVICE) * 3 // 700).int()
-    mask = {
-        "causal": masks.causal(), "window": masks.sliding_window(200, 0), "elements": lambda b, h, i, j: (i + 2 * j) % 3 < 2,
-        "documents": masks.document(ids) & masks.causal(),
-    }[name]  # fmt: skip
-    inputs = cases.inputs("normal", cases.Shape(1, 4, 2, 700, 700, d, d), dtype, 0)[:4]
-    made = anyattn.create_block_mask(mask, None, None, 700, 700, device=DEVICE)
-    seeing.judge(tuple(t.to(DEVICE) for t in inputs), plant, mask, block_mask=made, backend=judging.BACKEND)
 
 
 # ---- streams, threads and graphs with gradients; tests/gpu/test_device_gpu.py has them without, test_decode_gpu.py a decoder's

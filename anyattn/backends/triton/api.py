@@ -9,19 +9,19 @@ import torch
 from torch import Tensor
 
 from anyattn.backends.triton import autotune, tables, tile_config
-from anyattn.backends.triton.codegen.entry import Signature, entry_of, entry_source, run_entry
+from anyattn.backends.triton.codegen.entry import Group, Signature, entry_of, entry_source, run_entry
 from anyattn.backends.triton.codegen.programs import Chosen, captured_of, program_of
 from anyattn.backends.triton.combine import merge
 from anyattn.backends.triton.documents import Form, forms_of
-from anyattn.backends.triton.kernel_arguments import (
-    COUNTS,
-    FUNCTIONS,
-    LISTS,
-    SIZES,
-    constants_of,
-    programs_along_batch,
-    sizes_of,
-    strides_named,
+from anyattn.backends.triton.kernel_arguments import FUNCTIONS, constants_of, programs_along_batch, sizes_of
+from anyattn.backends.triton.kernels.arguments import (
+    CacheSizes,
+    ForwardSpans,
+    ForwardStrides,
+    ForwardTensors,
+    HeadsDealt,
+    Lists,
+    Sizes,
 )
 from anyattn.backends.triton.launch_cache import Kept, Ready, facts_of, kept_of, ready_of, sources_of
 from anyattn.backends.triton.launch_shape import (
@@ -58,26 +58,14 @@ class Result(NamedTuple):
 _FORWARD = Signature(
     "forward.forward_tile",
     (
-        (
-            "pointer",
-            (
-                "q", "k", "v", "out", "lse", "highest", "sink", "entries", "order", "pages", "cached", "leftpad", "cache_rows", "guard",
-                "plain_k", "plain_v", "plain_out",
-            ),
-        ),
-        ("stride", (*strides_named("q", "k", "v", "out"), ("part_out",))),
-        ("long", (("part_statistics",), LISTS[1])),
-        ("int", ("cache_new", "cache_capacity", "cache_storage", "last_page")),
-        ("int", ("packed", "group", "together", "groups", "tiles_each")),
-        ("int", SIZES),
-        ("pointer", COUNTS),
-        ("float", "scale"),
+        Group("pointer", ForwardTensors), Group("stride", ForwardStrides), Group("long", ForwardSpans),
+        Group("int", CacheSizes, "cache_"), Group("int", HeadsDealt), Group("int", Sizes), Group("pointer", Lists), Group("float", "scale"),
     ),
     FUNCTIONS,
     (
         "RANGES", "TILE_M", "TILE_N", "LIST_M", "LIST_N", "HAS_FULL", "HEAD_DIM", "HEAD_DIM_V", "BLOCK_D", "BLOCK_DV", "IS_PACKED",
         "HAS_ENTRIES", "IS_CACHE", "HAS_LEFTPAD", "HAS_ROWS", "PAGE_SIZE", "HAS_SINK", "HAS_LSE", "HAS_MAX", "PRECISION",
-        "IS_RAW", "IS_LATE", "IS_DESCRIBED", "IS_JOINED", "HAS_GUARD", "IS_RISING", "HIDES", "SUMS",
+        "IS_RAW", "IS_LATE", "IS_DESCRIBED", "IS_JOINED", "HAS_GUARD", "IS_RISING", "SUMS",
     ),
 )  # fmt: skip
 
@@ -176,9 +164,9 @@ def _launch(form: Form, plan: Plan, target: _Target) -> None:
         found = found._replace(guard=form.guard)
     cache = found.cache
     cache_tables = (None, None, None) if cache is None else tuple(map(_contiguous, cache.tables[:3]))
-    tensors = (
+    tensors = (  # ``ForwardTensors``
         problem.q, problem.k, problem.v, *target[:3], _contiguous(problem.sink), found.entries, found.order, found.pages, *cache_tables,
-        found.guard, problem.k, problem.v, target.out,
+        found.guard,
     )  # fmt: skip
     key = (*facts_of(problem, found, target.out), target.lse is None, target.highest is None, is_raw := _is_raw(problem))
     ready = kept.get(key)
@@ -208,8 +196,8 @@ def _first(call: _Call, tensors: tuple[Tensor | None, ...]) -> Ready | None:
     constants = _constants(call, is_aligned)
     pointers = [q if t is None else t for t in tensors]  # an absent tensor is passed as any pointer
     lists = [q if t is None else t for t in found.lists]
-    ways = ((0, 4, plan.tile_m), (1, 2, plan.tile_n), (2, 2, plan.tile_n), (3, 3, plan.tile_m))
-    described = [(at, rows) for at, since, rows in ways if constants["IS_DESCRIBED"] >= since]
+    ways = (("q", 4, plan.tile_m), ("k", 2, plan.tile_n), ("v", 2, plan.tile_n), ("out", 3, plan.tile_m))
+    described = [(ForwardTensors._fields.index(name), rows) for name, since, rows in ways if constants["IS_DESCRIBED"] >= since]
     for at, rows in described:
         pointers[at] = _descriptor(pointers[at], rows)
     grid = (
@@ -229,10 +217,6 @@ def _first(call: _Call, tensors: tuple[Tensor | None, ...]) -> Ready | None:
     )  # fmt: skip
     captured = captured_of(chosen)
     options = {"num_warps": plan.num_warps, "num_stages": plan.num_stages}
-    if constants["HIDES"] and constants["RANGES"] > 0:
-        options |= tile_config.registers_beside(
-            plan.tile_m, plan.tile_n, plan.num_warps, forward_shape(problem), tile_config.capability_of(q.device)
-        )
     handle = run_entry(
         entry_of(_FORWARD, chosen.program, is_aligned), grid, (*pointers, *numbers, *lists, problem.scale), captured, q.device,
         constants | options,
@@ -250,11 +234,8 @@ def _constants(call: _Call, is_aligned: bool) -> dict[str, Any]:
     is_packed = plan.heads_per_tile > 1 or has_few
     described = _described(ways.is_described, form, plan, found, target) if is_aligned else 0
     described = min(described, 2) if is_packed else described
-    common = constants_of(problem, chosen, found)
-    # a descriptor's tile may hold keys of the next document
-    hides = common["HIDES"] or (described >= 2 and form.documents is not None)
     return {
-        **common, "HIDES": hides, "TILE_M": plan.tile_m, "TILE_N": plan.tile_n,
+        **constants_of(problem, chosen, found), "TILE_M": plan.tile_m, "TILE_N": plan.tile_n,
         "PAGE_SIZE": 0 if found.pages is None else problem.k.shape[2],
         "IS_PACKED": is_packed, "IS_CACHE": cache is not None, "HAS_LEFTPAD": tables.may_be_padded(problem.sequences, cache),
         "HAS_ROWS": cache is not None and cache.tables.rows is not None, "HAS_SINK": problem.sink is not None and splits == 1,

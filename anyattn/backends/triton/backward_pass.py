@@ -12,7 +12,7 @@ from torch import Tensor
 from anyattn.backends.triton import autotune, deterministic_sum, privatized_sum, tables, tile_config
 from anyattn.backends.triton.codegen import assumptions
 from anyattn.backends.triton.codegen.assumptions import shape_of
-from anyattn.backends.triton.codegen.entry import Signature, entry_of, run_entry
+from anyattn.backends.triton.codegen.entry import Group, Signature, entry_of, run_entry
 from anyattn.backends.triton.codegen.programs import (
     Chosen,
     Program,
@@ -24,15 +24,16 @@ from anyattn.backends.triton.codegen.programs import (
     slots_copied,
 )
 from anyattn.backends.triton.documents import Form, forms_of
-from anyattn.backends.triton.kernel_arguments import (
-    COUNTS,
-    FUNCTIONS,
-    LISTS,
-    SIZES,
-    constants_of,
-    programs_along_batch,
-    sizes_of,
-    strides_named,
+from anyattn.backends.triton.kernel_arguments import FUNCTIONS, constants_of, programs_along_batch, sizes_of
+from anyattn.backends.triton.kernels.arguments import (
+    BackwardSizes,
+    BackwardStrides,
+    BackwardTensors,
+    Lists,
+    ListSpans,
+    PrepareSpans,
+    PrepareStrides,
+    PrepareTensors,
 )
 from anyattn.backends.triton.launch_cache import Kept, Ready, facts_of, ready_of, sources_of
 from anyattn.backends.triton.launch_shape import grid_of
@@ -46,36 +47,28 @@ from anyattn.triton_tools.launch import strides_of
 
 __all__ = ["backward"]
 
-_SIZES = (*SIZES, "span_places", "together")
-_TENSORS = ("q", "k", "v", "dout", "lse", "dq", "dk", "dv", "entries", "order", "spans", "guard", "delta")
+_REST = Group("int", BackwardSizes), Group("pointer", Lists), Group("float", "scale")
 
 
 def _signature(body: str, constants: tuple[str, ...], scatters: bool = False) -> Signature:
-    groups = (
-        ("pointer", _TENSORS), ("stride", strides_named("q", "k", "v", "dout", "dq", "dk", "dv")), ("long", LISTS), ("int", _SIZES),
-        ("pointer", COUNTS), ("float", "scale"),
-    )  # fmt: skip
+    groups = Group("pointer", BackwardTensors), Group("stride", BackwardStrides), Group("long", ListSpans), *_REST
     return Signature(f"backward.{body}", groups, FUNCTIONS, constants, scatters)
 
 
 _COMMON = (
     "TILE_M", "TILE_N", "LIST_M", "LIST_N", "HAS_FULL", "HEAD_DIM", "HEAD_DIM_V", "BLOCK_D", "BLOCK_DV", "HAS_ENTRIES", "HAS_GUARD",
 )  # fmt: skip
-_DQ = _signature("dq_tile", ("RANGES", *_COMMON, "PRECISION", "IS_NEAR", "SLOT_M", "HIDES", "HAS_DQ"), scatters=True)
+_DQ = _signature("dq_tile", ("RANGES", *_COMMON, "PRECISION", "IS_NEAR", "SLOT_M", "HAS_DQ"), scatters=True)
 _DKDV = _signature(
     "dkdv_tile",
-    ("RANGES", *_COMMON, "PRECISION", "IS_NEAR", "IS_GROUPED", "IS_NVIDIA", "IS_JOINED", "HIDES", "HAS_DK", "HAS_DV"),
+    ("RANGES", *_COMMON, "PRECISION", "IS_NEAR", "IS_GROUPED", "IS_NVIDIA", "IS_JOINED", "HAS_DK", "HAS_DV"),
 )
 _PREPARE = Signature(
     "backward.prepare_tile",
-    (
-        ("pointer", ("out", "dout", "natural_lse", "dlse", "lse", "spans", "entries", "order", "guard", "delta", "natural_delta")),
-        ("stride", strides_named("out", "dout")), ("long", (*strides_named("dlse"), *LISTS)), ("int", _SIZES),
-        ("pointer", COUNTS), ("float", "scale"),
-    ),
+    (Group("pointer", PrepareTensors), Group("stride", PrepareStrides), Group("long", PrepareSpans), *_REST),
     FUNCTIONS,
     ("RANGES", "TILE_M", "HEAD_DIM_V", "BLOCK_DV", "HAS_ENTRIES", "HAS_DLSE", "HAS_GUARD", "HAS_SINK"),
-)  # fmt: skip
+)
 
 
 class _Results(NamedTuple):
@@ -277,7 +270,7 @@ def _prepared(form: Form, passes: _Passes, results: _Results, delta_of_rows: Ten
     of_lse, of_delta = (torch.empty(((slots + 1) * tile_m,), dtype=torch.float32, device=device) for _ in range(2))
     spans = torch.empty((slots, max(4 * count, 1)), dtype=torch.int32, device=device)
     found = tables.tables_of(problem, None, tile_m, form.documents)
-    tensors = (out, dout, lse, dlse, of_lse, spans, found.entries, found.order, guard, of_delta, delta_of_rows)
+    tensors = (out, dout, lse, dlse, of_lse, spans, found.entries, found.order, guard, of_delta, delta_of_rows)  # ``PrepareTensors``
     key = (*facts_of(problem, found, out, dout), None if dlse is None else dlse.stride(), delta_of_rows is None, guard is None, tile_m)
     ready = kept.get(key)
     if ready is not None:
@@ -288,13 +281,14 @@ def _prepared(form: Form, passes: _Passes, results: _Results, delta_of_rows: Ten
     return _Prepared(of_lse, of_delta, spans, tile_m)
 
 
-_NO_LISTS = (None,) * len(COUNTS)
+_NO_LISTS = Lists(None, None, None, None)
 
 
 def _prepared_first(
     form: Form, chosen: Chosen, found: tables.Tables, tensors: tuple[Tensor | None, ...], places: int, tile_m: int
 ) -> Ready | None:
-    problem, out, dout, dlse = form.problem, tensors[0], tensors[1], tensors[3]
+    problem, named = form.problem, PrepareTensors(*tensors)
+    out, dout, dlse = named.out, named.dout, named.dlse
     assert out is not None and dout is not None
     ranges, count = chosen.program.ranges, chosen.program.range_count
     aligned, strides = strides_of(out, dout)
@@ -304,9 +298,9 @@ def _prepared_first(
     constants = {
         "RANGES": count, "TILE_M": tile_m, "HEAD_DIM_V": out.shape[3], "BLOCK_DV": padded(out.shape[3]),
         "HAS_ENTRIES": problem.sequences is not None, "HAS_DLSE": dlse is not None, "HAS_GUARD": form.guard is not None,
-        "HAS_SINK": tensors[-1] is not None,
+        "HAS_SINK": named.natural_delta is not None,
     }  # fmt: skip
-    numbers = (*strides, *of_dlse, 0, 0, *found.strides, *sizes_of(problem, found), places, 1)
+    numbers = (*strides, *of_dlse, *found.strides, *sizes_of(problem, found), places, 1)
     grid = grid_of(found.row_tiles, problem.heads_q, programs_along_batch(problem, found))
     pointers = [out if t is None else t.detach() for t in tensors]
     handle = run_entry(
@@ -347,6 +341,7 @@ def _launch(
     found = make(problem, kept.lists if chosen is None else chosen.lists, tile, form.documents)
     if form.guard is not None:
         found = found._replace(guard=form.guard)
+    # ``BackwardTensors``
     tensors = (q, k, v, dout, prepared.lse, dq, dk, dv, found.entries, found.order, prepared.spans, found.guard, prepared.delta)
     which = (dk is None, dv is None) if by_key else (dq is None, *_wanted(problem))
     key = (*facts_of(problem, found, *shared.filled[3:]), used, prepared.tile_m, *[t.dtype for t in totals], which)
@@ -391,7 +386,7 @@ def _first(call: _Call, by_key: bool, shared: _Shared, tensors: tuple[Tensor | N
     heads = problem.heads_kv if by_key else problem.heads_q
     grid = grid_of(found.row_tiles, heads, programs_along_batch(problem, found))
     sizes = (*sizes_of(problem, found), _places(problem, slot_m), _together(problem, program, by_key))
-    numbers = (*strides, 0, 0, *found.strides, *sizes)
+    numbers = (*strides, *found.strides, *sizes)
     handle = run_entry(
         entry_of(_DKDV if by_key else _DQ, program, aligned), grid, (*pointers, *numbers, *lists, problem.scale), captured, q.device,
         constants | options,

@@ -13,9 +13,11 @@ from anyattn.mods.ir.dependence import dependence
 from anyattn.mods.ir.expr import Expr, category
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.mods.tracing.weak_captures import bits_of_numbers
+from anyattn.sparsity.kernels.arguments import Lists, TileSizes
 from anyattn.sparsity.kernels.interval_codegen import MOST_INDEX_BITS, MOST_SCALAR_BITS, mask_source
 from anyattn.sparsity.list_stacks import lists_of_stacks, stack_shapes
 from anyattn.triton_tools import jit_source
+from anyattn.triton_tools.jit_source import group
 from anyattn.triton_tools.launch import current_device
 
 __all__ = ["Mask", "as_tuple", "can_list", "constants_of", "list_tiles", "mask_of", "power_of_2", "slots_of", "way_of"]
@@ -42,9 +44,7 @@ class Mask(NamedTuple):
 def mask_of(expr: Expr) -> Mask:
     source, deps = mask_source(expr), dependence(expr)
     scalars, ranks = slots_of(expr)
-    kernels = jit_source.load(
-        "\n\n".join([source.text, *_entries(scalars, ranks)]), f"mask_{expr.key}", "anyattn.sparsity.kernels.classify"
-    )
+    kernels = jit_source.load("\n\n".join([source.text, *_entries(scalars, ranks)]), f"mask_{expr.key}", *MODULES)
     # a fused multiply-add rounds once and could flip a comparison that torch rounds twice
     has_floats = any(category(node.dtype) == "float" for node in expr.nodes)
     options = {"enable_fp_fusion": False} if has_floats else {}
@@ -52,8 +52,8 @@ def mask_of(expr: Expr) -> Mask:
     return Mask(kernels, scalars, tuple(ranks), source.row_leaves, source.column_leaves, sees_b, sees_h, options)
 
 
-_NUMBERS = ("seqlen_q", "seqlen_k", "rows", "columns", "heads", "column_hulls_at")
-_LISTS = tuple(f"{side}_{what}" for side in ("row", "column") for what in ("partial_count", "partial_index", "full_count", "full_index"))
+MODULES = ("anyattn.sparsity.kernels.classify", "anyattn.sparsity.kernels.arguments")  # what the texts of kernels name
+_LISTS = tuple(f"{side}_{name}" for side in ("row", "column") for name in Lists._fields)
 
 
 def slots_of(expr: Expr) -> tuple[tuple[int, ...], dict[int, int]]:
@@ -68,9 +68,11 @@ def _entries(scalar_slots: tuple[int, ...], ranks: dict[int, int]) -> list[str]:
     scalars = [f"s{slot}" for slot in scalar_slots]
     tensors = {f"t{slot}": [f"t{slot}_{i}" for i in range(2 * rank)] for slot, rank in ranks.items()}
     numbers = [f"{name}: tl.int64" for name in [*scalars, *(n for names in tensors.values() for n in names)]]
-    captured = ", ".join([*(f"{name}: tl.int32" for name in _NUMBERS), *numbers, *tensors])
-    packed = f"{as_tuple(scalars)}, {as_tuple(as_tuple([t, *names]) for t, names in tensors.items())}, {', '.join(_NUMBERS)}"
-    plain = [*_LISTS, "hulls", *_NUMBERS, *scalars, *(n for names in tensors.values() for n in names), *tensors]
+    captured = ", ".join([*(f"{name}: tl.int32" for name in TileSizes._fields), *numbers, *tensors])
+    packed = (
+        f"{as_tuple(scalars)}, {as_tuple(as_tuple([t, *names]) for t, names in tensors.items())}, {group(TileSizes, TileSizes._fields)}"
+    )
+    plain = [*_LISTS, "hulls", *TileSizes._fields, *scalars, *(n for names in tensors.values() for n in names), *tensors]
     head = f"_PLAIN = {plain!r}\n\n\n@triton.jit(do_not_specialize=_PLAIN, do_not_specialize_on_alignment=_PLAIN)\ndef "
     store, lists = ("TILE_M", "TILE_N", "BLOCK"), ("TILE_M", "TILE_N", "CHUNK", "BLOCK_M", "BLOCK_N", "SEPARATE_FULL", "HAS_FULL_TAILS")
     made = [
@@ -80,8 +82,8 @@ def _entries(scalar_slots: tuple[int, ...], ranks: dict[int, int]) -> list[str]:
     for name, verdict in (("list_tiles", "verdict"), ("list_tiles_at_once", "verdict_at_once")):
         made.append(
             f"{head}{name}({', '.join(_LISTS)}, hulls, {captured}, {constants_of(lists)}):\n"
-            f"    lists = {as_tuple(_LISTS[:4])}, {as_tuple(_LISTS[4:])}\n"
-            f"    classify.list_tiles(lists[0], lists[1], hulls, {packed}, value, {verdict}, {', '.join(lists)})\n"
+            f"    classify.list_tiles({group(Lists, _LISTS[:4])}, {group(Lists, _LISTS[4:])}, hulls, {packed}, value, {verdict}, "
+            f"{', '.join(lists)})\n"
         )
     return made
 

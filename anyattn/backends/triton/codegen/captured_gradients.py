@@ -60,12 +60,11 @@ def contends(expr: Expr, places: Sequence[int], deps: Sequence[Dep], has_diagona
 def scatter_source(name: str, loads: Sequence[Load], style: Style) -> str:
     """``NAME_scatter(ds, seen, is_row, is_key, found, at, scalars, tensors, totals, IS_FULL, DTYPE)``: sends what the modified score's
     derivative makes of each load's entry to the load's total, which is contiguous. IS_FULL: of all pairs but those of rows beyond the end,
-    which send 0 to the last row's entries, so that no addition asks which. at: b, h, the tile's first row and key, as mods count them, and
-    how many of each there are. DTYPE: of products."""
+    which send 0 to the last row's entries, so that no addition asks which. at: ``TileOfScores``. DTYPE: of products."""
     lines, before = [], []
     if any(load.family is not None for load in loads):
-        lines.append("q_idx = at[2] + tl.minimum(tl.arange(0, ds.shape[0]), at[4] - 1)[:, None]")
-        lines.append("kv_idx = at[3] + tl.minimum(tl.arange(0, ds.shape[1]), at[5] - 1)[None, :]")
+        lines.append("q_idx = at.q_first + tl.minimum(tl.arange(0, ds.shape[0]), at.rows - 1)[:, None]")
+        lines.append("kv_idx = at.k_first + tl.minimum(tl.arange(0, ds.shape[1]), at.keys - 1)[None, :]")
     for i, load in enumerate(loads):
         slot = f"totals[{load.total}]"
         if load.family is not None:
@@ -140,7 +139,7 @@ def _family_lines(name: str, load: Load, slot: str, i: int, style: Style) -> lis
     elements, rank = load.family.elements, len(load.family.expr.outputs) - 1
     score = f"found[{load.factor}]" if load.family.expr.uses_score else "0.0"
     inside = [
-        f"of{i} = {name}(at[0], at[1], q_idx, kv_idx, {score}, element{i}, scalars, tensors)",
+        f"of{i} = {name}(at.b, at.h, q_idx, kv_idx, {score}, element{i}, scalars, tensors)",
         f"part{i} = tl.where(seen, ds * of{i}[0].to(tl.float32), 0.0)",
         f"at{i} = {_place([f'of{i}[{1 + d}]' for d in range(rank)], slot, load, style)}",
         *_additions(load, slot, i),

@@ -78,11 +78,6 @@ class Program:
         return self.ranges is not None and never_fall(self.ranges.expr)
 
     @property
-    def hides(self) -> bool:
-        """Whether a row may not see a key of a tile that it visits."""
-        return self.listed is not None or self.always is not None or (self.ranges is not None and self.ranges.expr != _ALL.expr)
-
-    @property
     def has_band(self) -> bool:
         """Whether a row sees a band of keys, limited on both sides by where the row is: so few of them that what begins and ends a program
         takes a good part of its time."""
