@@ -31,7 +31,7 @@ def programs_along_batch(problem: Problem, found: Tables) -> int:
 
 
 def sizes_of(problem: Problem, found: Tables, splits: int = 1) -> tuple[int, ...]:
-    """The numbers that ``SIZES`` names; see ``forward_kernel``."""
+    """The numbers that ``SIZES`` names; see ``kernels.forward``."""
     pages_each = 0 if found.pages is None else found.pages.stride(0)
     lengths = (problem.bound_q, problem.bound_k)
     return (*lengths, problem.heads_q, problem.q.shape[2], found.row_tiles, splits, pages_each, problem.qhead_per_kvhead)
