@@ -184,7 +184,7 @@ def _gradients(problem: Problem, forms: list[tuple[Form, _Passes]], results: _Re
     """forms: in which it is launched."""
     wanted, score, totals, operands = _wanted(problem), problem.score, _totals(problem), (problem.q, problem.k, problem.v)
     found = tuple([empty_in_order(t) if t.requires_grad else None for t in operands])
-    if problem.sequences is not None:  # no program comes by rows of no sequence
+    if problem.sequences is not None:  # no program visits rows of no sequence
         for gradient in found:
             if gradient is not None:
                 gradient.zero_()

@@ -156,7 +156,7 @@ def _lists_of(problem: Problem, listed: Any, by_key: bool) -> tuple[Any, tuple[i
 
 
 def _entries(s: Sequences, lists: Any, by_key: bool) -> Tensor:
-    """``addressing.entry``. lists: ``RaggedLists``, by whose lengths, if any, a kernel finds its way through them, or None."""
+    """``addressing.entry``. lists: ``RaggedLists``, whose own lengths, if any, locate its lists, or None."""
     if lists is None:
         return entries_table(s)
     lengths = None if lists.seqlens_q is None else (lists.seqlens_q, lists.seqlens_k)
