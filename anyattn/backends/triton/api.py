@@ -288,8 +288,8 @@ def _groups(grid: tuple[int, int, int], call: _Call) -> tuple[int, int]:
 def _described(wanted: int, form: Form, plan: Plan, found: tables.Tables, target: _Target) -> int:
     """``Ways.is_described`` as far as the call allows: 1 (descriptors of keys made in the kernel) needs rows at one stride and tiles
     without gaps (no pages, no list tile cut unevenly); 2 (made with the launch) also dense storage, or documents that share it, whose tiles
-    may hold keys of the next one; 3 (output too) dense calls whose tiles lie in one list tile each;
-    4 also describes queries."""
+    may hold keys of the next one; 3 (output too) dense calls whose tiles lie in one list tile each; 4 also
+    describes queries."""
     problem, is_dense = form.problem, found.entries is None
     k, v = problem.k, problem.v
     if not wanted or found.pages is not None or found.cache is not None or found.list_tile[1] % plan.tile_n:
