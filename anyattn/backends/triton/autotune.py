@@ -88,7 +88,7 @@ def _kind(problem: Problem, program: Program, more: Sequence[str]) -> str:
 
 
 def _pages(size: int, is_padded: bool) -> str:
-    """Pages by the tiles that fit them (``FITS`` of ``forward_kernel``): a tile divides a page, or a page a tile. Of other sizes with the
+    """Pages by the tiles that fit them (``FITS`` of ``kernels.forward``): a tile divides a page, or a page a tile. Of other sizes with the
     same tiles the answer is the same. is_padded: tiles begin anywhere."""
     power = min(size & -size, _WIDEST_STEP)
     if power == _WIDEST_STEP and not is_padded:

@@ -55,7 +55,7 @@ def _kernels(expr: Expr) -> _Kernels:
 
 
 def _entries(scalar_slots: tuple[int, ...], ranks: dict[int, int]) -> list[str]:
-    """The kernels to launch, as ``tile_lists`` has them: every captured value is an argument of its own."""
+    """The kernels to launch, as ``block_lists`` has them: every captured value is an argument of its own."""
     scalars = [f"s{slot}" for slot in scalar_slots]
     tensors = {f"t{slot}": [f"t{slot}_{i}" for i in range(2 * rank)] for slot, rank in ranks.items()}
     strides = [name for names in tensors.values() for name in names]
@@ -82,7 +82,7 @@ def list_ragged(mod: TracedMod, lengths: tuple[Tensor, Tensor, Tensor], most: Ca
     """Which tiles of each row of tiles of each sequence the mask cuts through, and which it fills.
 
     lengths: int64 (B,) each, queries, keys and the position of the first query; B is at least 1. most: at least one row and one column.
-    heads: 1 where the mask ignores h. The caller has asked ``tile_lists.can_list``, and that the indices count to less than 2 ** 31.
+    heads: 1 where the mask ignores h. The caller has asked ``block_lists.can_list``, and that the indices count to less than 2 ** 31.
     """
     batch, device = len(lengths[0]), lengths[0].device
     width = -(-most.bound_k // tile[1])
