@@ -1,0 +1,189 @@
+"""Arguments of the operators: declared once, as NamedTuples, from which schema, records and the places of tensors follow."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, get_type_hints
+
+import torch
+from torch import Tensor
+
+__all__ = ["Arguments", "Mask", "Masks", "Results", "Score"]
+
+
+class Score(NamedTuple):
+    """A score mod as an operator has it: its program's text, the captured numbers as integers (floats by their bits), captured tensors."""
+
+    score_program: str
+    score_numbers: list[int]
+    score_tensors: list[Tensor]
+
+
+class Mask(NamedTuple):
+    """A mask as ``Score``."""
+
+    mask_program: str
+    mask_numbers: list[int]
+    mask_tensors: list[Tensor]
+
+
+class Masks(NamedTuple):
+    """Masks as ``Score``; the programs are joined by newlines, since an operator takes no list of strings."""
+
+    mask_programs: str
+    mask_numbers: list[int]
+    mask_tensors: list[Tensor]
+
+
+class Results(NamedTuple):
+    """What a backward operator takes beside the forward operator's arguments. wants: which gradients, in the order of ``Arguments``."""
+
+    out: Tensor
+    lse: Tensor
+    dout: Tensor
+    dlse: Tensor | None
+    wants: list[bool]
+
+
+class Arguments:
+    """What an operator takes: the fields of ``records``, in order; a field whose type is a NamedTuple stands for that one's fields.
+
+    left_out: fields that the operator does not take, and what a record has there.
+
+    >>> class Rows(NamedTuple):
+    ...     q: Tensor
+    ...     score: Score
+    ...     backend: str
+    >>> arguments = Arguments(Rows)
+    >>> arguments.names
+    ('q', 'score_program', 'score_numbers', 'score_tensors', 'backend')
+    >>> q = torch.zeros(2)
+    >>> given = Rows(q, Score("", [0], []), "torch")
+    >>> arguments.records(arguments.flat(given)) == [given]
+    True
+    """
+
+    def __init__(self, *records: type, left_out: dict[str, Any] | None = None) -> None:
+        self._left_out = left_out or {}
+        kinds = [pair for record in records for pair in _fields_of(record) if pair[0] not in self._left_out]
+        self.names = tuple(name for name, _ in kinds)
+        self._kinds = tuple(kind for _, kind in kinds)
+        self._tensors = tuple(i for i, kind in enumerate(self._kinds) if kind in (Tensor, Tensor | None))
+        self._lists = tuple(i for i, kind in enumerate(self._kinds) if kind == list[Tensor])
+        count, self._readers = 0, []
+        for record in records:
+            reader = _Reader(record, count, self._left_out)
+            count = reader.stop
+            self._readers.append(reader)
+
+    def schema(self, implementation: Callable, changed: Sequence[str] = ()) -> str:
+        """The operator's schema behind its name; what it returns is what ``implementation`` says. changed: the tensors it writes to."""
+
+        def prototype(*_: Any) -> None: ...
+
+        place = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        listed = [inspect.Parameter(name, place, annotation=kind) for name, kind in zip(self.names, self._kinds, strict=True)]
+        prototype.__signature__ = inspect.Signature(listed, return_annotation=get_type_hints(implementation)["return"])  # type: ignore[attr-defined]
+        return torch.library.infer_schema(prototype, mutates_args=changed)
+
+    def records(self, given: tuple) -> list[Any]:
+        """The records of an operator's arguments."""
+        return [reader.read(given) for reader in self._readers]
+
+    def flat(self, *records: tuple) -> tuple:
+        """An operator's arguments of records."""
+        found: list[Any] = []
+        for record in records:
+            _flatten(record, self._left_out, found)
+        return tuple(found)
+
+    def of(self, names: Sequence[str], given: tuple) -> list[Tensor | None]:
+        """The tensors of some of the arguments, those of lists one by one."""
+        found: list[Tensor | None] = []
+        for name in names:
+            value = given[self.names.index(name)]
+            found += value if isinstance(value, (list, tuple)) else [value]
+        return found
+
+    def split(self, given: tuple) -> tuple[tuple, list[Tensor | None]]:
+        """(arguments without tensors, the tensors): in the first, None stands for a tensor and its length for a list of them."""
+        others = list(given)
+        tensors: list[Tensor | None] = [given[i] for i in self._tensors]
+        for i in self._tensors:
+            others[i] = None
+        for i in self._lists:
+            tensors += given[i]
+            others[i] = len(given[i])
+        return tuple(others), tensors
+
+    def joined(self, others: tuple, tensors: Iterable[Any]) -> tuple:
+        """The way back of ``split``; tensors: those, or something for each of them."""
+        given, rest = list(others), iter(tensors)
+        for i in self._tensors:
+            given[i] = next(rest)
+        for i in self._lists:
+            given[i] = [next(rest) for _ in range(others[i])]
+        return tuple(given)
+
+
+def _fields_of(record: type) -> Iterator[tuple[str, Any]]:
+    hints = get_type_hints(record)
+    for name in record._fields:  # type: ignore[attr-defined]
+        if _is_record(hints[name]):
+            yield from _fields_of(hints[name])
+        else:
+            yield name, hints[name]
+
+
+def _is_record(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields")
+
+
+class _Reader:
+    """Makes one record of the arguments from ``start`` to ``stop``."""
+
+    def __init__(self, record: type, start: int, left_out: dict[str, Any]) -> None:
+        hints = get_type_hints(record)
+        self._make: Callable[[list], Any] = record._make  # type: ignore[attr-defined]
+        self._parts: list[tuple[Any, int, int]] = []  # (how: None for the arguments as they are, start, stop)
+        self.stop = start
+        for name in record._fields:  # type: ignore[attr-defined]
+            first = self.stop
+            if name in left_out:
+                self._parts.append((_Constant(left_out[name]), first, first))
+            elif _is_record(hints[name]):
+                reader = _Reader(hints[name], first, left_out)
+                self.stop = reader.stop
+                self._parts.append((reader, first, self.stop))
+            else:
+                self.stop += 1
+                if self._parts and self._parts[-1][0] is None:
+                    first = self._parts.pop()[1]
+                self._parts.append((None, first, self.stop))
+
+    def read(self, given: tuple) -> Any:
+        values: list[Any] = []
+        for how, start, stop in self._parts:
+            if how is None:
+                values += given[start:stop]
+            else:
+                values.append(how.read(given))
+        return self._make(values)
+
+
+class _Constant(NamedTuple):
+    value: Any
+
+    def read(self, given: tuple) -> Any:
+        return self.value
+
+
+def _flatten(record: tuple, left_out: dict[str, Any], found: list[Any]) -> None:
+    for name, value in zip(record._fields, record, strict=True):  # type: ignore[attr-defined]
+        if name in left_out:
+            continue
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            _flatten(value, left_out, found)
+        else:
+            found.append(value)
