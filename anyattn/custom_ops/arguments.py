@@ -71,11 +71,9 @@ class Arguments:
         self._kinds = tuple(kind for _, kind in kinds)
         self._tensors = tuple(i for i, kind in enumerate(self._kinds) if kind in (Tensor, Tensor | None))
         self._lists = tuple(i for i, kind in enumerate(self._kinds) if kind == list[Tensor])
-        count, self._readers = 0, []
-        for record in records:
-            reader = _Reader(record, count, self._left_out)
-            count = reader.stop
-            self._readers.append(reader)
+        scope: dict[str, Any] = {"made": tuple.__new__, "left_out": self._left_out}
+        made = ", ".join([_constructed(record, self._left_out, scope) for record in records])
+        self._records: Callable[..., list[Any]] = eval(f"lambda {', '.join(self.names)}: [{made}]", scope)
 
     def schema(self, implementation: Callable, changed: Sequence[str] = ()) -> str:
         """The operator's schema behind its name; what it returns is what ``implementation`` says. changed: the tensors it writes to."""
@@ -89,7 +87,7 @@ class Arguments:
 
     def records(self, given: tuple) -> list[Any]:
         """The records of an operator's arguments."""
-        return [reader.read(given) for reader in self._readers]
+        return self._records(*given)
 
     def flat(self, *records: tuple) -> tuple:
         """An operator's arguments of records."""
@@ -140,43 +138,15 @@ def _is_record(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields")
 
 
-class _Reader:
-    """Makes one record of the arguments from ``start`` to ``stop``."""
-
-    def __init__(self, record: type, start: int, left_out: dict[str, Any]) -> None:
-        hints = get_type_hints(record)
-        self._make: Callable[[list], Any] = record._make  # type: ignore[attr-defined]
-        self._parts: list[tuple[Any, int, int]] = []  # (how: None for the arguments as they are, start, stop)
-        self.stop = start
-        for name in record._fields:  # type: ignore[attr-defined]
-            first = self.stop
-            if name in left_out:
-                self._parts.append((_Constant(left_out[name]), first, first))
-            elif _is_record(hints[name]):
-                reader = _Reader(hints[name], first, left_out)
-                self.stop = reader.stop
-                self._parts.append((reader, first, self.stop))
-            else:
-                self.stop += 1
-                if self._parts and self._parts[-1][0] is None:
-                    first = self._parts.pop()[1]
-                self._parts.append((None, first, self.stop))
-
-    def read(self, given: tuple) -> Any:
-        values: list[Any] = []
-        for how, start, stop in self._parts:
-            if how is None:
-                values += given[start:stop]
-            else:
-                values.append(how.read(given))
-        return self._make(values)
-
-
-class _Constant(NamedTuple):
-    value: Any
-
-    def read(self, given: tuple) -> Any:
-        return self.value
+def _constructed(record: type, left_out: dict[str, Any], scope: dict[str, Any]) -> str:
+    """The expression that makes a record of the names of its fields; what else it needs is put into ``scope``."""
+    hints = get_type_hints(record)
+    scope[record.__name__] = record
+    values = [
+        f"left_out[{name!r}]" if name in left_out else _constructed(hints[name], left_out, scope) if _is_record(hints[name]) else name
+        for name in record._fields  # type: ignore[attr-defined]
+    ]
+    return f"made({record.__name__}, ({', '.join(values)},))"
 
 
 def _flatten(record: tuple, left_out: dict[str, Any], found: list[Any]) -> None:

@@ -124,14 +124,17 @@ _by_place: WeakValueDictionary[tuple, _Lists] = WeakValueDictionary()
 _by_counts: WeakIdKeyDictionary = WeakTensorKeyDictionary()
 
 
-def _stand_in(tensors: list[Tensor], facts: tuple) -> _Lists:
-    """The same one for the same lists: what is found out of a block mask is kept with it."""
-    if any(t.is_inference() for t in tensors):  # nobody counts writes to these
-        return _Lists(tensors, facts)
-    places = (facts, *[(t.data_ptr(), t._version, t.shape, t.stride(), t.dtype, t.device) for t in tensors])
-    known = _by_place.get(places)
+def _stand_in(tensors: list[Tensor], sizes: tuple, is_exact: bool) -> _Lists:
+    """The same one for the same lists: what is found out of a block mask is kept with it. sizes: block size and lengths."""
+    places: list[Any] = [*sizes, is_exact]
+    for t in tensors:
+        if t.is_inference():  # nobody counts writes to these
+            return _Lists(tensors, (*sizes, False))
+        places += (t.data_ptr(), t._version, t.shape, t.stride(), t.dtype, t.device)
+    key = tuple(places)
+    known = _by_place.get(key)
     if known is None:
-        known = _by_place[places] = _by_counts[tensors[0]] = _Lists(tensors, facts)
+        known = _by_place[key] = _by_counts[tensors[0]] = _Lists(tensors, (*sizes, is_exact and are_unwritten(*tensors)))
     return known
 
 
@@ -168,7 +171,7 @@ def _call(given: Attend) -> tuple[Problem, Plan]:
     masks = mods_of_operands("mask", *of_masks)
     blocks, listed = None, None
     if any(block_size):
-        blocks = _stand_in(block_lists, (tuple(block_size), (q.shape[2], k.shape[2]), is_exact and are_unwritten(*block_lists)))
+        blocks = _stand_in(block_lists, (tuple(block_size), (q.shape[2], k.shape[2])), is_exact)
         listed, *masks = masks
     mask = masks[0] if masks else None
     call = attention.FlexCall(q, k, v, score, blocks, mask, None, scale, True, sink, True, wants_max, deterministic, listed)
