@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 __all__ = ["flash_attn_combine", "flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
 
 
+_NOWHERE = attention.Places((None,) * 5, (None, None), None)  # of whole batches
+
+
 @entry_point
 def flash_attn_func(
     q: Tensor,
@@ -83,7 +86,7 @@ def flash_attn_func(
     if torch.compiler.is_compiling():
         from anyattn.custom_ops import entry_points
 
-        found = entry_points.flash(q, k, v, (None,) * 5, (None, None), None, options, backend)
+        found = entry_points.flash(q, k, v, _NOWHERE, options, backend)
         return found if return_lse else found[0]
     if autocast.is_on():
         q, k, v = autocast.arguments(q, k, v)
@@ -91,7 +94,7 @@ def flash_attn_func(
     if call is None:
         from anyattn.custom_ops import eager_calls
 
-        found = eager_calls.flash(q, k, v, (None,) * 5, (None, None), None, options, backend)
+        found = eager_calls.flash(q, k, v, _NOWHERE, options, backend)
         return found if return_lse else found[0]
     out, lse, _ = autograd.compute(*call)
     return _laid_out(out, lse, False, return_lse)
@@ -158,20 +161,20 @@ def flash_attn_varlen_func(
         softmax_scale, causal, window_size, softcap, alibi_slopes, sink, score_mod, mask_mod, block_sparse_tensors, aux_tensors,
         deterministic, return_lse, num_splits, pack_gqa,
     )  # fmt: skip
+    tables = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table)
+    places = attention.Places(tables, (max_seqlen_q, max_seqlen_k), validate)
     if torch.compiler.is_compiling():
         from anyattn.custom_ops import entry_points
 
-        tables = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table)
-        found = entry_points.flash(q, k, v, tables, (max_seqlen_q, max_seqlen_k), validate, options, backend)
+        found = entry_points.flash(q, k, v, places, options, backend)
         return found if return_lse else found[0]
     if autocast.is_on():
         q, k, v = autocast.arguments(q, k, v)
-    tables = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table)
-    call = attention.varlen_call(q, k, v, attention.Places(tables, (max_seqlen_q, max_seqlen_k), validate), options, backend)
+    call = attention.varlen_call(q, k, v, places, options, backend)
     if call is None:
         from anyattn.custom_ops import eager_calls
 
-        found = eager_calls.flash(q, k, v, tables, (max_seqlen_q, max_seqlen_k), validate, options, backend)
+        found = eager_calls.flash(q, k, v, places, options, backend)
         return found if return_lse else found[0]
     out, lse, _ = autograd.compute(*call)
     return _laid_out(out, lse, cu_seqlens_q is not None, return_lse)

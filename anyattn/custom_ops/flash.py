@@ -187,48 +187,36 @@ def decode(given: Decode) -> tuple[Tensor, Tensor]:
 
 
 def flash_with_mods(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    tables: tuple[Tensor | None, ...],
-    longest: tuple,
-    validate: bool | None,
-    options: tuple,
-    backend: str | None,
-    score: TracedMod | None,
-    mask: TracedMod | None,
+    q: Tensor, k: Tensor, v: Tensor, places: tuple, options: tuple, backend: str | None, score: TracedMod | None, mask: TracedMod | None
 ) -> tuple[Tensor, Tensor]:
-    """``flash_attn_func``, or with any table ``flash_attn_varlen_func``, as one operator, of traced mods."""
-    given = Options(*options)
+    """``flash_attn_func``, or with any table ``flash_attn_varlen_func``, as one operator, of traced mods. places, options: ``Places`` and
+    ``Options`` without mods."""
+    (tables, longest, validate), given = places, Options(*options)
     q, k, v = autocast.arguments(q, k, v)
-    longest = tuple(None if isinstance(n, Tensor) else n for n in longest)  # max_seqlen changes no result
     shared = _shared(q, given, score, mask)
-    call = Flash(q, k, v, Tables(*tables), shared, bool(given.deterministic), *longest, validate, backend or "")
+    call = Flash(q, k, v, Tables(*tables), shared, bool(given.deterministic), *map(_number, longest), validate, backend or "")
     return called(flash, call)  # type: ignore[no-any-return]
 
 
+def _number(longest: Any) -> Any:
+    """max_seqlen changes no result; where it is a tensor, nobody reads it."""
+    return None if isinstance(longest, Tensor) else longest
+
+
 def decode_with_mods(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    tensors: tuple[Tensor | None, ...],
-    interleaved: bool,
-    longest: Any,
-    validate: bool | None,
-    options: tuple,
-    backend: str | None,
-    score: TracedMod | None,
-    mask: TracedMod | None,
+    given: tuple, lengths: Tensor | None, options: tuple, backend: str | None, score: TracedMod | None, mask: TracedMod | None
 ) -> tuple[Tensor, Tensor]:
-    """``flash_attn_with_kvcache`` as one operator; tensors: its optional ones, from k to cu_seqlens_q, in the operator's order."""
-    longest, given = None if isinstance(longest, Tensor) else longest, Options(*options)
-    q, *new = autocast.beside(k_cache, q, *tensors[:2])
-    tensors = (*new, *tensors[2:])
-    shared = _shared(q, given, score, mask)
+    """``flash_attn_with_kvcache`` as one operator, of traced mods. given, options: ``Given`` and ``Options`` without mods. lengths:
+    cache_seqlens as a tensor."""
+    asked = Given(*given)._replace(cache_seqlens=lengths)
+    q, k, v = autocast.beside(asked.k_cache, asked.q, asked.k, asked.v)
+    asked = asked._replace(q=q, k=k, v=v)
+    shared = _shared(q, Options(*options), score, mask)
     if torch.is_grad_enabled():
-        check_no_gradients((q, k_cache, v_cache, *tensors), given)
+        check_no_gradients(asked[:12], Options(*options))
         check_no_captured_gradients(() if score is None else score.tensors)
-    call = Decode(q.detach(), k_cache, v_cache, *tensors, shared, interleaved, longest, validate, backend or "")
+    longest = _number(asked.max_seqlen_q)
+    call = Decode(q.detach(), *asked[1:12], shared, asked.rotary_interleaved, longest, asked.validate, backend or "")
     return called(decode, call)  # type: ignore[no-any-return]
 
 

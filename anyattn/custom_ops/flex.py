@@ -221,30 +221,24 @@ differentiable(attend, attend_backward, ("q", "k", "v", "sink", "score_tensors")
 
 
 def flex_with_mods(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    call: tuple,
     lists: tuple[Tensor | None, ...],
     listing: tuple | None,
-    scale: float | None,
-    enable_gqa: bool,
-    sink: Tensor | None,
-    wants_max: bool,
-    deterministic: bool,
     backend: str | None,
     options: dict[str, Any] | None,
     score: TracedMod | None,
     listed: TracedMod | None,
     mask: TracedMod | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``flex_attention`` as one operator, of traced mods. listing: a block mask's lengths, block size, and whether it is exact; None
-    for lists that the graph itself makes.
+    """``flex_attention`` as one operator, of traced mods. call: a ``FlexCall`` without them. listing: a block mask's lengths, block size,
+    and whether it is exact; None for lists that the graph itself makes.
 
     Raises as the eager call where shapes, dtypes and devices are wrong; what tensors hold is looked at when the operator runs.
     """
-    query, key, value = autocast.arguments(query, key, value)
-    key, value = flex.tensors(query, key, value, enable_gqa)
-    sink = flex.sink_logits(sink, query)
+    asked = attention.FlexCall(*call)
+    query, key, value = autocast.arguments(asked.query, asked.key, asked.value)
+    key, value = flex.tensors(query, key, value, bool(asked.enable_gqa))
+    sink = flex.sink_logits(asked.sink, query)
     for mod in (score, listed, mask):
         if mod is not None:
             flex.captured_devices(mod, query.device)
@@ -259,7 +253,7 @@ def flex_with_mods(
         flex.check_lists(lengths, counts, query, key)
     given = Attend(
         query, key, value, sink, Score(*operands_of(query, score)), Masks(*operands_of(query, listed, mask)),
-        never_empty(block_lists, query), block_size, is_exact, flex.scale_of("scale", scale, query.shape[3], query.dtype), wants_max,
-        deterministic, options_text(options), backend or "",
+        never_empty(block_lists, query), block_size, is_exact, flex.scale_of("scale", asked.scale, query.shape[3], query.dtype),
+        asked.wants_max, bool(asked.deterministic), options_text(options), backend or "",
     )  # fmt: skip
     return called(attend, given)  # type: ignore[no-any-return]
