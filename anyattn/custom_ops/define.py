@@ -7,6 +7,7 @@ dispatcher take longer than a warm call of attention does.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ from anyattn.custom_ops.gradients import without_gradients
 __all__ = ["opaque", "operator"]
 
 _library = torch.library.Library("anyattn", "FRAGMENT")
-_BELOW_COUNTING = torch._C._after_ADInplaceOrView_keyset  # type: ignore[attr-defined]
+# counting writes is what ADInplaceOrView is for
+_BELOW_COUNTING, _BelowCounting = torch._C._after_ADInplaceOrView_keyset, torch._C._AutoDispatchBelowADInplaceOrView  # type: ignore
 _count_write = torch.autograd.graph.increment_version
 
 
@@ -39,16 +41,14 @@ def operator(
         def run(*given: Any) -> Any:
             return fn(*arguments.records(given))
 
-        def count_writes(*given: Any) -> Any:
+        def counted(call: Callable[..., Any], given: tuple) -> Any:
             for i in written:
                 _count_write(given[i])
-            return run(*given)
+            with _BelowCounting():
+                return call(*given)
 
         def counting(keyset: Any, *given: Any) -> Any:
-            for i in written:
-                _count_write(given[i])
-            with torch._C._AutoDispatchBelowADInplaceOrView():  # type: ignore[attr-defined]
-                return made.redispatch(keyset & _BELOW_COUNTING, *given)
+            return counted(partial(made.redispatch, keyset & _BELOW_COUNTING), given)
 
         _library.define(name + arguments.schema(fn, changed), tags=(torch.Tag.pt2_compliant_tag,))
         _library.impl(name, opaque(run), "CompositeExplicitAutograd")
@@ -56,7 +56,7 @@ def operator(
         made = getattr(torch.ops.anyattn, name).default
         if written:
             _library.impl(name, opaque(counting), "ADInplaceOrView", with_keyset=True)
-        at_autograd = without_gradients(made, arguments, count_writes if written else run)
+        at_autograd = without_gradients(made, arguments, (lambda *given: counted(run, given)) if written else run)
         _library.impl(name, opaque(at_autograd), "Autograd", with_keyset=True)
         return made
 
