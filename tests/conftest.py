@@ -16,7 +16,7 @@ import pytest
 
 @pytest.fixture(autouse=True, scope="session")
 def _cpu():
-    from machines import CPUS, planned_for
+    from tests.support.machines import CPUS, planned_for
 
     with planned_for(CPUS[os.environ.get("ANYATTN_TEST_CPU", "bf16")]):
         yield
@@ -28,7 +28,7 @@ def _mutant():
     if not name:
         yield
         return
-    from anyattn.testing import mutants
+    from tests.mutants import cpu_mutants as mutants
 
     with mutants.active(name):
         yield

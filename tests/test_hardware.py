@@ -5,18 +5,15 @@ from __future__ import annotations
 import importlib
 import os
 import re
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from machines import CPUS, PLAIN, WITH_BF16, WITH_FP16, asked, planned_for
 
 import anyattn
 from anyattn import hardware
-
-sys.path.insert(0, str(Path(__file__).parent / "end_to_end"))
-from calls import judge
+from tests.support.flex_calls import judge
+from tests.support.machines import CPUS, PLAIN, WITH_BF16, WITH_FP16, asked, planned_for
 
 QUESTIONS = ("_is_avx512_bf16_supported", "_is_amx_tile_supported", "_is_amx_fp16_supported")
 

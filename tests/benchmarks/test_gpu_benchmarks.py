@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from limits import HANG
 
 from benchmarks.bars import Found
 from benchmarks.case import OURS, Shape, Timing
@@ -26,6 +25,7 @@ from benchmarks.gpu.runner import GpuRecord, difference, is_wrong, run_case
 from benchmarks.gpu.state import State, Store
 from benchmarks.gpu.timing import Limits, measure, shuffled_rounds
 from benchmarks.gpu.variants import VARIANTS, Setting, document_lengths
+from tests.support.limits import HANG
 
 SMALL = Shape.square(96, heads=2, head_dim=16, batch=2)
 LIMITS = Limits(rounds=6, seconds=math.inf, least=3)

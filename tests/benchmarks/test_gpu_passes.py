@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from limits import HANG
 
 from benchmarks.bars import Found
 from benchmarks.case import OURS, Shape, Timing
@@ -31,6 +30,7 @@ from benchmarks.gpu.runner import GpuRecord, difference, run_case
 from benchmarks.gpu.state import State, Store, is_done
 from benchmarks.gpu.timing import Limits
 from benchmarks.runner import geometric_mean
+from tests.support.limits import HANG
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMITS = Limits(rounds=2, seconds=math.inf, least=2)

@@ -14,7 +14,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from limits import HANG
+
+from tests.support.limits import HANG
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 HERE = Path(__file__).resolve().parent

@@ -14,11 +14,9 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-from cute_checks import check_cute, check_cute_ranges
-from whole_number_checks import check_classes, check_evaluation, check_ranges, check_stages, traced
-from whole_numbers import FIRST_SEED, FRESH, programs
+from tests.support.fuzz.cute_checks import check_cute, check_cute_ranges
+from tests.support.fuzz.whole_number_checks import check_classes, check_evaluation, check_ranges, check_stages, traced
+from tests.support.fuzz.whole_numbers import FIRST_SEED, FRESH, programs
 
 HERE = Path(__file__).resolve().parent
 SHARDS = 8 if FRESH else 2

@@ -52,7 +52,8 @@ def _without_a_gpu() -> Iterator[None]:
         yield
         return
     import torch
-    from judging_gpu import compiled, without_a_gpu
+
+    from tests.support.gpu.judging import compiled, without_a_gpu
 
     torch.set_num_threads(1)
     # a forked child of a process whose torch has threads may hang

@@ -5,15 +5,14 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-import judging_gpu as judging
 import pytest
-import ragged_gpu as ragged
 import torch
-from judging_gpu import DEVICE, NAN, flex, hole, judge, qkv, random, same, surrounded
 from torch import Tensor
 
 import anyattn
 from anyattn import masks, scores
+from tests.support.gpu import judging, ragged
+from tests.support.gpu.judging import DEVICE, NAN, flex, hole, judge, qkv, random, same, surrounded
 
 pytestmark = pytest.mark.gpu
 judging.needs_the_backend()

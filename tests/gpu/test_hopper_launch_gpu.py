@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from counting import PYTHON_CALLS
-from limits import HANG
 
 import anyattn
 from anyattn import masks, oracle
 from anyattn.backends.hopper.compile import build, launch
 from anyattn.testing import budget
 from anyattn.testing.rounding import rounding
+from tests.support.counting import PYTHON_CALLS
+from tests.support.limits import HANG
 
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0) and importlib.util.find_spec("cutlass") is not None
 pytestmark = pytest.mark.gpu

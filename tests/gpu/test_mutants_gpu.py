@@ -13,12 +13,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import judging_gpu as judging
 import pytest
-from killers_gpu import KILLERS
-from limits import HANG
 
-from anyattn.testing import hopper_mutants
+from tests.mutants import hopper_mutants
+from tests.mutants.hopper_killers import KILLERS
+from tests.support.gpu import judging
+from tests.support.limits import HANG
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 judging.needs_the_backend(only="hopper")

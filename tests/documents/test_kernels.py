@@ -1,0 +1,54 @@
+"""The Triton kernels that find documents: in the interpreter, and compiled for Hopper without a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.sparsity.kernels.test_block_lists import built
+from tests.support.limits import HANG
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+HERE = Path(__file__).resolve().parent
+
+
+def test_in_the_interpreter() -> None:
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(HERE.parent.parent), *sys.path])}
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-W",
+        "ignore",
+        str(HERE / "triton_documents_interpreted.py"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=HANG)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("ids", ["*u8", "*i32", "*i64"])
+def test_documents_are_found_by_a_kernel_that_compiles(ids: str) -> None:
+    from anyattn.documents.kernels import find_documents
+
+    wide = {"ids": ids, "starts": "*i64", "lengths": "*i64"}
+    types = {p.name: "constexpr" if p.is_constexpr else p.annotation_type or wide.get(p.name, "*i32") for p in find_documents.params}
+    made = built(find_documents, types, {"BLOCK": 2048, "PAIRS": 64, "CHUNK": 1024})
+    assert "cubin" in made.asm and "ld.local" not in made.asm["ptx"]
+
+
+@pytest.mark.parametrize("ends_with_row", [False, True])
+def test_documents_are_ordered_by_a_kernel_that_compiles(ends_with_row: bool) -> None:
+    from anyattn.documents.kernels import order_documents
+
+    wide = {"starts": "*i64", "lengths": "*i64"}
+    types = {p.name: "constexpr" if p.is_constexpr else p.annotation_type or wide.get(p.name, "*i32") for p in order_documents.params}
+    made = built(order_documents, types, {"ENDS_WITH_ROW": ends_with_row, "TILES": 64, "ENTRIES": 64})
+    assert "cubin" in made.asm and "ld.local" not in made.asm["ptx"]
