@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from anyattn import launch_log
-from anyattn.triton_tools import interpreter
 from anyattn.triton_tools.fast_launch import Handle, handle_of, scratch
 
 __all__ = ["UNIT", "current_device", "launch", "run_plain", "strides_of"]
@@ -75,7 +74,6 @@ def _name(kernel: Any) -> str:
 
 def current_device(device: torch.device) -> AbstractContextManager:
     """Around every launch: Triton launches on the current device, and in its interpreter, if that was asked for."""
-    interpreter.mend()
     is_current = device.type != "cuda" or torch.cuda.device_count() < 2 or device.index == torch.cuda.current_device()
     return nullcontext() if is_current else torch.cuda.device(device)
 

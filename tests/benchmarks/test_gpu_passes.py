@@ -6,8 +6,6 @@ import importlib
 import json
 import math
 import os
-import subprocess
-import sys
 import textwrap
 from dataclasses import replace
 from pathlib import Path
@@ -31,8 +29,8 @@ from benchmarks.gpu.state import State, Store, is_done
 from benchmarks.gpu.timing import Limits
 from benchmarks.runner import geometric_mean
 from tests.support.limits import HANG
+from tests.support.processes import python
 
-ROOT = Path(__file__).resolve().parents[2]
 LIMITS = Limits(rounds=2, seconds=math.inf, least=2)
 HERE = ("anyattn", "splits-", "copy", "fa2")  # contestants that need no GPU
 
@@ -149,6 +147,8 @@ def test_the_triton_backend_takes_the_cases_that_insist_on_it() -> None:
         from benchmarks.gpu.memory import DOORS, long_documents
         from tests.benchmarks.test_gpu_passes import CASES, CLOCKS, Meter, run_case, small
         from tests.benchmarks.test_gpu_passes import Limits
+        from tests.support.interpreter import mend
+        mend()
         wanted = ("variants/softcap/", "backward/causal/", "gradients/head_bias/", "fa2-backward/full/d64/2048", "decode/b1-")
         for case in CASES:
             if case.name.startswith(wanted):
@@ -159,8 +159,7 @@ def test_the_triton_backend_takes_the_cases_that_insist_on_it() -> None:
         sums = [long_documents(door, Meter(), "cpu", "triton", tokens=40, heads=1)["sums"] for door in DOORS]
         assert all(abs(a / b - 1) < 1e-2 for a, b in zip(*sums)), sums
     """
-    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, env=env, timeout=HANG)
+    done = python("-c", textwrap.dedent(program), TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr[-3000:]
     backends = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
     assert len(backends) == 5 and all("triton" in backend for name, backend in backends.items() if not name.startswith("variants"))

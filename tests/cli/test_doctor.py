@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,8 +11,8 @@ from anyattn import hardware, planner
 from anyattn.cli import selfcheck
 from anyattn.cli.selfcheck import Place
 from tests.cli.test_cli import call
+from tests.support.processes import python
 
-TESTS = Path(__file__).resolve().parent
 CPU = torch.device("cpu")
 H200 = hardware.Hardware("cuda", "NVIDIA H200", 0, frozenset((torch.bfloat16,)), (9, 0), 132)
 
@@ -95,7 +91,9 @@ import sys
 import torch
 from anyattn import cli
 from anyattn.cli import doctor, selfcheck
+from tests.support.interpreter import mend
 
+mend()
 selfcheck._SEQLEN, selfcheck._HEAD_DIM = 48, 16
 doctor._CHECKED = ("causal",)
 backends = {"torch": None, "triton": None, "hopper": "it is not interpreted"}
@@ -107,9 +105,7 @@ cli.main(["doctor"])
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 def test_kernels_of_triton_are_judged_and_named() -> None:
     """By Triton's interpreter, which is chosen when Triton is imported: in a process of its own."""
-    found = os.pathsep.join([str(TESTS.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": found, "OMP_NUM_THREADS": "1", "ANYATTN_CACHE": "0"}
-    done = subprocess.run([sys.executable, "-c", INTERPRETED], capture_output=True, text=True, env=environment)
+    done = python("-c", INTERPRETED, TRITON_INTERPRET="1", OMP_NUM_THREADS="1", ANYATTN_CACHE="0")
     assert done.returncode == 0, done.stdout + done.stderr
     training, decode = (line for line in done.stdout.splitlines() if line.startswith("cuda:0 interpreted, triton, "))
     assert "forward and backward: " in training and "triton forward_tile_" in training

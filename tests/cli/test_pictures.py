@@ -76,7 +76,7 @@ def test_the_gallery_is_complete_and_documented() -> None:
         *("causal", "sliding_window", "document", "prefix_lm", "sink_window"),
         *("alibi", "t5_bias", "softcap", "head_bias", "own"),
     }
-    docs = Path(__file__).resolve().parent.parent / "docs"
+    docs = Path(__file__).resolve().parents[2] / "docs"
     written = (docs / "gallery.md").read_text()
     for variant in gallery.VARIANTS.values():
         assert variant.code in written, f"{variant.name}: run `make docs`"

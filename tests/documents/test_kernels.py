@@ -3,35 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from tests.sparsity.kernels.test_block_lists import built
-from tests.support.limits import HANG
+from tests.support.processes import in_the_interpreter
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
-HERE = Path(__file__).resolve().parent
 
 
 def test_in_the_interpreter() -> None:
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(HERE.parent.parent), *sys.path])}
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-W",
-        "ignore",
-        str(HERE / "triton_documents_interpreted.py"),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=HANG)
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+    in_the_interpreter("documents/test_kernels_interpreted.py")
 
 
 @pytest.mark.parametrize("ids", ["*u8", "*i32", "*i64"])

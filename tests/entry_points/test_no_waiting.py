@@ -7,7 +7,6 @@ import importlib
 import importlib.util
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -224,8 +223,8 @@ def test_with_gradients_too(launched: list[tuple]) -> None:
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_gradients_read_nothing(name: str, deterministic: bool, launched: list[tuple], monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of Triton's kernels, noted and not launched: three, what pages want added up, and what exact sums come to."""
-    monkeypatch.syspath_prepend(Path(__file__).parent / "triton")
-    ahead = importlib.import_module("triton_ahead")
+    from tests.support.triton import ahead
+
     call = calls()[name]
     wanted = [call[x].detach().clone().requires_grad_() for x in ("q", "k", "v")]
     call |= dict(zip(("q", "k", "v"), wanted, strict=True))

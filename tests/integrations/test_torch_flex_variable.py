@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.limits import HANG
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import sys
 {first}

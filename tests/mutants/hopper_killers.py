@@ -1,6 +1,6 @@
 """Small judged calls, each of which fails under some planted bug (``anyattn.testing.hopper_mutants``), and under the sanitizer is clean.
 
-As a script, ``killers_gpu.py NAME...`` runs some and prints a line of JSON for each: its name, and what an assertion said, or null.
+As a script, ``python -m tests.mutants.hopper_killers NAME...`` runs some and prints a line of JSON for each: its name, and what an assertion said, or null.
 """
 
 from __future__ import annotations

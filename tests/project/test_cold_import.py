@@ -12,7 +12,7 @@ from typing import Any
 from tests.support.counting import PYTHON_CALLS
 from tests.support.limits import HANG
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 # Inductor and dynamo alone would double the time that importing torch takes.
 FORBIDDEN = ("triton", "cutlass", "cuda", "matplotlib", "torch._dynamo", "torch._inductor", "click", "rich")
 

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import ast
 import re
-import sys
-from pathlib import Path
 
-TESTS = Path(__file__).resolve().parent
-PAGE = TESTS.parent / "docs" / "edge-cases.md"
+from tests.backends.triton.test_in_the_interpreter import EDGES, PARTS
+from tests.support.processes import ROOT, TESTS
+
+PAGE = ROOT / "docs" / "edge-cases.md"
+TRITON = "backends/triton"
 FILES = {
-    "C": "end_to_end/test_edge_cases.py", "E": "triton/interpreted_edges.py", "V": "triton/interpreted_variants.py",
-    "S": "triton/interpreted_sequences.py", "K": "triton/test_triton_keys.py", "M": "triton/test_triton_memory.py",
-    "D": "backends/triton_decode_interpreted.py", "P": "backends/triton_cache_interpreted.py",
-    "J": "backends/triton_combine_interpreted.py",
-}  # fmt: skip
+    "C": "entry_points/test_edge_cases.py",
+    "E": f"{TRITON}/kernels/test_edge_cases_interpreted.py",
+    "V": f"{TRITON}/kernels/test_every_variant_interpreted.py",
+    "S": f"{TRITON}/kernels/test_sequences_interpreted.py",
+    "K": f"{TRITON}/test_launch_keys.py",
+    "M": f"{TRITON}/test_memory.py",
+    "D": f"{TRITON}/test_decoding_interpreted.py",
+    "P": f"{TRITON}/kernels/test_append_rotary_interpreted.py",
+    "J": f"{TRITON}/kernels/test_combine_interpreted.py",
+}
 
 
 def rows() -> list[list[str]]:
@@ -33,9 +39,6 @@ def names_in(file: str) -> set[str]:
 
 
 def test_every_case_has_tests_and_they_are_there() -> None:
-    sys.path.insert(0, str(TESTS / "triton"))
-    from tests.backends.triton.test_in_the_interpreter import EDGES, PARTS
-
     known = {letter: names_in(file) for letter, file in FILES.items()}
     chosen = re.findall(r"test_\w+", EDGES)
     assert [int(row[0].split()[0]) for row in rows()] == list(range(1, 21))

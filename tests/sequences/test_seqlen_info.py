@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import random
-import subprocess
-import sys
 from dataclasses import astuple
 from pathlib import Path
 
@@ -14,7 +11,7 @@ import pytest
 import torch
 
 from anyattn.sequences.seqlen_info import SeqlenInfo, SeqlenInfoQK, SeqlenInfoQKNewK, aligned_offset
-from tests.support.limits import HANG
+from tests.support.processes import python
 
 CU = [0, 100, 150, 350]
 
@@ -136,6 +133,5 @@ def test_the_formulas_compile_in_a_kernel(tmp_path: Path) -> None:
     """The same formulas on CuTe DSL integers, cross-compiled for Hopper; in a process of its own, for the target is read at import."""
     script = tmp_path / "kernel.py"
     script.write_text(KERNEL)
-    environment = {**os.environ, "CUTE_DSL_ARCH": "sm_90a", "PYTHONPATH": str(Path(__file__).parent.parent.parent)}
-    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=HANG)
+    done = python(str(script), CUTE_DSL_ARCH="sm_90a")
     assert done.returncode == 0, done.stderr[-3000:]

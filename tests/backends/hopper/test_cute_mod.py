@@ -4,9 +4,6 @@ import functools
 import inspect
 import json
 import operator
-import os
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -30,7 +27,7 @@ from anyattn.validate import flash
 from anyattn.validate import flex as check
 from anyattn.validate.flash import Options
 from tests.support.hopper.pretended import H200
-from tests.support.limits import HANG
+from tests.support.processes import python
 
 cutlass, cute = pytest.importorskip("cutlass"), pytest.importorskip("cutlass.cute")
 
@@ -202,10 +199,9 @@ def test_rebound_globals_make_another_kernel(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_name_is_the_same_in_every_process() -> None:
-    code = f"import sys; sys.path[:0] = {[str(p) for p in Path(__file__).parents[:2]]}; import test_native_mods as t; "
+    code = "import tests.backends.hopper.test_cute_mod as t; "
     code += "print(t.NativeFunction.of(t.biased), t.NativeFunction.of(t.multiplied(2.0)))"
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "PYTHONHASHSEED": "7"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=HANG)
+    done = python("-c", code, PYTHONHASHSEED="7")
     assert done.stdout.split() == [NativeFunction.of(biased), NativeFunction.of(multiplied(2.0))], done.stderr[-2000:]
 
 
@@ -340,9 +336,7 @@ def test_wrong_results_are_named_while_the_kernel_is_built(options: dict, words:
 
 
 def test_kernels_compile_for_hopper_without_spilling(tmp_path: Path) -> None:
-    environment = {**os.environ, "CUTE_DSL_ARCH": "sm_90a", "PYTHONPATH": str(Path(__file__).parents[2])}
-    script = Path(__file__).with_name("hopper_native_compile.py")
-    done = subprocess.run([sys.executable, str(script), str(tmp_path)], env=environment, capture_output=True, text=True, timeout=HANG)
+    done = python("-m", "tests.support.hopper.cross_compile_cute_mods", str(tmp_path), CUTE_DSL_ARCH="sm_90a")
     assert done.returncode == 0, done.stderr[-3000:]
     frames = json.loads(done.stdout.splitlines()[-1])
     assert len(frames) == 10 and all(frames.values()), "a kernel left no cubin to look at"

@@ -6,10 +6,7 @@ import ast
 import dataclasses
 import importlib.util
 import json
-import os
 import pickle
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,9 +24,8 @@ from anyattn.mods.tracing.trace import trace
 from anyattn.problem import Problem
 from tests.support.counting import PYTHON_CALLS
 from tests.support.hopper.pretended import H200
-from tests.support.limits import HANG
+from tests.support.processes import ROOT, python
 
-ROOT = Path(__file__).parent.parent.parent
 FLOAT, INT = float, int
 needs_compiler = pytest.mark.skipif(
     importlib.util.find_spec("cutlass") is None or importlib.util.find_spec("tvm_ffi") is None,
@@ -118,8 +114,7 @@ def test_keys_are_the_same_in_every_process() -> None:
         "score = trace(lambda s, b, h, i, j: s * 0.5, 'score').expr\n"
         "print(key_of(Config(128, 128, True, Tiles(128, 128, 2), score), (float, torch.float32, -2, type(None))))"
     )
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}", "PYTHONHASHSEED": "7"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=HANG)
+    done = python("-c", code, PYTHONHASHSEED="7")
     score = trace(lambda s, b, h, i, j: s * 0.5, "score").expr
     assert done.stdout.strip() == key_of(config(score=score), (FLOAT, torch.float32, -2, type(None))), done.stderr
 
@@ -383,9 +378,7 @@ print(json.dumps({"calls": calls, "compiler": "cutlass" in sys.modules, "said": 
 
 
 def in_a_process(folder: Path, **environment: str) -> dict[str, Any]:
-    path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    variables = {**os.environ, "PYTHONPATH": path, "ANYATTN_CACHE_DIR": str(folder), **environment}
-    done = subprocess.run([sys.executable, "-c", SCRIPT], env=variables, capture_output=True, text=True, timeout=HANG)
+    done = python("-c", SCRIPT, ANYATTN_CACHE_DIR=str(folder), **environment)
     assert done.returncode == 0, done.stderr[-3000:]
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     # the kernel is there and looks at its arguments: this machine's tensors are not a GPU's

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -29,7 +27,7 @@ from anyattn.sparsity.block_sparse import BlockSparseTensors
 from anyattn.validate import flash
 from anyattn.validate.flash import Options
 from tests.support.hopper.pretended import H200
-from tests.support.limits import HANG
+from tests.support.processes import python
 
 
 @pytest.mark.parametrize(
@@ -361,12 +359,14 @@ def test_configs_judge_themselves(make, words: str) -> None:  # type: ignore[no-
         make()
 
 
+def cross_compiled(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
+    return python("-m", "tests.support.hopper.cross_compile", str(folder), *arguments, CUTE_DSL_ARCH="sm_90a")
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="needs nvidia-cutlass-dsl")
 def test_functions_and_rows_compile_for_hopper(tmp_path: Path) -> None:
-    environment = {**os.environ, "CUTE_DSL_ARCH": "sm_90a", "PYTHONPATH": str(Path(__file__).parent.parent.parent)}
-    command = [sys.executable, str(Path(__file__).parent / "hopper_compile.py"), str(tmp_path), "128", "128", "functions"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG)
+    done = cross_compiled(tmp_path, "128", "128", "functions")
     assert done.returncode == 0, done.stderr[-3000:]
     assert len(json.loads(done.stdout.splitlines()[-1])) == 3
 
@@ -378,11 +378,7 @@ def test_functions_and_rows_compile_for_hopper(tmp_path: Path) -> None:
     ids=str,
 )
 def test_every_kernel_compiles_for_hopper_without_spilling(head_dim: tuple[int, int], tmp_path: Path) -> None:
-    environment = {**os.environ, "CUTE_DSL_ARCH": "sm_90a", "PYTHONPATH": str(Path(__file__).parent.parent.parent)}
-    script = Path(__file__).parent / "hopper_compile.py"
-    done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path), *map(str, head_dim)], env=environment, capture_output=True, text=True, timeout=HANG
-    )
+    done = cross_compiled(tmp_path, *map(str, head_dim))
     assert done.returncode == 0, done.stderr[-3000:]
     frames = json.loads(done.stdout.splitlines()[-1])
     assert len(frames) == 31 and all(frames.values()), "a kernel left no cubin to look at"

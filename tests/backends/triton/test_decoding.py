@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,29 +19,26 @@ from anyattn.call_cache import attention
 from anyattn.hardware import Hardware
 from anyattn.validate import sequences
 from tests.support.limits import HANG
+from tests.support.processes import in_the_interpreter
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
-HERE = Path(__file__).resolve().parent
+FILES = {
+    "cache": "kernels/test_append_rotary_interpreted.py",
+    "combine": "kernels/test_combine_interpreted.py",
+    "decode": "test_decoding_interpreted.py",
+}
 
 
-@pytest.mark.parametrize("what", ["cache", "combine", "decode"])
+@pytest.mark.parametrize("what", FILES)
 def test_in_the_interpreter(what: str) -> None:
     """The interpreter is chosen when Triton is imported, so it gets a process of its own."""
-    interpreted(what, "not slow", HANG)
+    in_the_interpreter(f"backends/triton/{FILES[what]}", "-m", "not slow")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(HANG * 4 + 600)
 def test_every_setting_in_the_interpreter() -> None:
-    interpreted("decode", "slow", 4 * HANG)
-
-
-def interpreted(what: str, marks: str, seconds: int) -> None:
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(HERE.parent.parent), *sys.path])}
-    options = ["-q", "-p", "no:cacheprovider", "-W", "ignore", "-m", marks]
-    command = [sys.executable, "-m", "pytest", *options, str(HERE / f"triton_{what}_interpreted.py")]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=seconds)
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+    in_the_interpreter(f"backends/triton/{FILES['decode']}", "-m", "slow", seconds=4 * HANG)
 
 
 # ---- compiled

@@ -15,7 +15,7 @@ from anyattn import hardware
 from anyattn.call_cache import attention
 from anyattn.hardware import Hardware
 from anyattn.validate import flex, sequences
-from tests.support.limits import HANG
+from tests.support.processes import in_the_interpreter
 
 pytest.importorskip("triton")
 
@@ -263,14 +263,4 @@ def test_tuned_tiles_are_asked_for_each_time(launches: Any, monkeypatch: pytest.
 
 def test_order_by_the_kernel() -> None:
     """Of a ragged batch's tiles, in Triton's interpreter."""
-    import os
-    import subprocess
-    import sys
-    from pathlib import Path
-
-    here = Path(__file__).resolve().parent
-    found = os.pathsep.join([str(here.parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": found, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore", str(here / "triton_order_interpreted.py")]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=HANG)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    in_the_interpreter("sequences/test_tile_order_interpreted.py")

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-from tests.support.limits import HANG
+from tests.support.processes import python
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
-ROOT = Path(__file__).resolve().parent.parent.parent
 
 # Each in one process: (what is called, the words that its message has). t(...) is a tensor of zeros.
 SCRIPT = """
@@ -79,7 +74,5 @@ print(len(ALWAYS + HERE), "refused")
 @pytest.mark.parametrize("interprets", [True, False])
 def test_messages(interprets: bool) -> None:
     """With the interpreter, and on a machine that has no GPU for it."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": str(int(interprets)), "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-W", "ignore", "-c", SCRIPT % interprets]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=HANG)
+    done = python("-W", "ignore", "-c", SCRIPT % interprets, TRITON_INTERPRET=str(int(interprets)), CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0 and "24 refused" in done.stdout, done.stdout + done.stderr[-3000:]

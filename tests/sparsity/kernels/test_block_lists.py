@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import random
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,19 +20,16 @@ from anyattn.mods.tracing.trace import trace
 from anyattn.sparsity import compute_block_sparsity
 from anyattn.sparsity.compute import tile_lists
 from anyattn.testing.tiles import library_masks, random_mask
-from tests.support.limits import HANG
+from tests.support.processes import in_the_interpreter
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
-HERE = Path(__file__).resolve().parent
+FILES = ["test_block_lists_interpreted.py", "test_varlen_lists_interpreted.py"]
 
 
-@pytest.mark.parametrize("name", ["triton_interpreted.py", "triton_ragged_interpreted.py", "triton_ways_interpreted.py"])
+@pytest.mark.parametrize("name", FILES)
 def test_in_the_interpreter(name: str) -> None:
     """The interpreter is chosen when Triton is imported, so it gets a process of its own."""
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(HERE.parent.parent), *sys.path])}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore", str(HERE / name)]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=HANG)
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+    in_the_interpreter(f"sparsity/kernels/{name}")
 
 
 # ---- compiled

@@ -1,8 +1,6 @@
 """What the Triton kernels compute, by Triton's interpreter on the CPU. Run by test_triton.py in a process of its own, for the
 interpreter has to be chosen before Triton is imported."""
 
-import os
-
 import pytest
 import torch
 import triton
@@ -20,9 +18,8 @@ from anyattn.sparsity.block_mask import _with_partial_tails
 from anyattn.sparsity.kernels import block_lists
 from anyattn.sparsity.lists import lists_of_grid
 from anyattn.testing.tiles import brute_classes, dense, library_masks, random_mask
-from anyattn.triton_tools import emit, interpreter, jit_source
+from anyattn.triton_tools import emit, jit_source
 
-assert os.environ.get("TRITON_INTERPRET") == "1"
 ROWS, COLUMNS = 16, 32
 
 
@@ -171,7 +168,6 @@ SHAPES = [((30, 50), (5, 32)), ((97, 31), (48, 16)), ((64, 64), (128, 128)), ((1
 
 
 def test_captured_numbers_of_33_bits():  # type: ignore[no-untyped-def]
-    interpreter.mend()
     for n, m in ((2**31 + 1, 0xDEADBEEF), (0xDEADBEEF, 2**31 + 1), (2**32 - 1, -(2**31) - 1)):
         for mod in (lambda b, h, q, k, n=n, m=m: n - m < k, lambda b, h, q, k, n=n, m=m: (n * 3 - m) // 5 - q > k):
             traced = trace(mod, "mask")

@@ -17,13 +17,14 @@ from anyattn.mods.analysis.row_ranges import RowRanges, ranges_unread
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.mods.tracing.weak_captures import bits_of_numbers
 from anyattn.sparsity.kernels.interval_codegen import MOST_SCALAR_BITS, mask_source
-from anyattn.triton_tools import interpreter, jit_source
+from anyattn.triton_tools import jit_source
 from anyattn.triton_tools.emit import PLAIN, Style, emit, packed_tensors
 from tests.support.fuzz.whole_number_checks import B, H, called, grid, origin_of, traced
 from tests.support.fuzz.whole_numbers import LENGTH, Program, programs
+from tests.support.interpreter import mend
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
-interpreter.mend()
+mend()
 ROWS, COLUMNS, TOGETHER = 8, 16, 40
 TILE = (4, 8)
 

@@ -1,6 +1,6 @@
 """Cross-compiles kernels with CuTe functions in them for sm_90a; prints {name: bytes of local memory}. Argument: folder.
 
-A process of its own, as ``hopper_compile.py``, whose functions it uses.
+A process of its own, as ``cross_compile.py``, whose functions it uses.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def everything(b, h, q_idx, kv_idx, aux_tensors):
 
 
 def cases() -> dict[str, tuple[list, dict]]:  # type: ignore[type-arg]
-    """As in ``hopper_compile.py``."""
+    """As in ``cross_compile.py``."""
     table, ids = torch.rand(4, 100), torch.arange(10) // 3
     scores = {f.__name__: native_mod(f, "score", [table] if f is relative else None) for f in (doubled, relative, alone)}
     asked = {f.__name__: native_mod(f, "mask", [ids] if f is same_document else None) for f in (causal, same_document, everything)}

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,11 +12,10 @@ from anyattn.mods.ir.expr import Expr, category
 from anyattn.mods.tracing.trace import trace
 from anyattn.problem import Problem
 from anyattn.testing.tiles import library_masks, random_mask
-from tests.support.limits import HANG
+from tests.support.processes import in_the_interpreter
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 SIZE = 24
-HERE = Path(__file__).resolve().parent
 
 
 def problem_of(length: int = SIZE, dtype: torch.dtype = torch.float32) -> Problem:
@@ -122,10 +117,7 @@ def test_fast_functions_keep_out_of_what_is_cut() -> None:
 
 def test_in_the_interpreter() -> None:
     """What the texts compute."""
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(HERE.parent.parent), *sys.path])}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore", str(HERE / "triton_styles_interpreted.py")]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=HANG)
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+    in_the_interpreter("backends/triton/codegen/test_assumptions_interpreted.py")
 
 
 def test_styles_change_with_sizes_only() -> None:

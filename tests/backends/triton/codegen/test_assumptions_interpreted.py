@@ -12,11 +12,10 @@ from anyattn.mods.analysis.evaluate import run
 from anyattn.mods.tracing.trace import trace
 from anyattn.mods.tracing.weak_captures import bits_of_numbers
 from anyattn.problem import Problem
-from anyattn.triton_tools import interpreter, jit_source
+from anyattn.triton_tools import jit_source
 from anyattn.triton_tools.emit import PLAIN, Style, emit, packed_tensors
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
-interpreter.mend()
 ROWS, COLUMNS = 16, 32
 
 

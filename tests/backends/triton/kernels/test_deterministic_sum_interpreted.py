@@ -23,7 +23,6 @@ from anyattn.backends.triton import backward_pass, deterministic_sum
 from anyattn.testing import budget, cases
 from anyattn.testing.rounding import rounding
 from anyattn.triton_tools import device_math
-from anyattn.triton_tools.interpreter import mend
 from anyattn.validate import flex
 
 INF, NAN = math.inf, math.nan
@@ -41,7 +40,6 @@ def summed(
     numbers: torch.Tensor, places: torch.Tensor, entries: int, additions: int | None = None, dtype: Any = torch.float64
 ) -> torch.Tensor:
     """The sums of the float32 ``numbers`` of each of ``entries``. additions: that an entry may have."""
-    mend()
     sums = deterministic_sum.zeros((entries,), additions or len(numbers), torch.device("cpu"))
     send[(-(-len(numbers) // BLOCK),)](numbers, places, sums, *sums.stride()[-1:], sums.shape[-1], len(numbers), BLOCK=BLOCK)
     return deterministic_sum.read(sums, dtype)
