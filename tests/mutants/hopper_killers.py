@@ -1,6 +1,7 @@
-"""Small judged calls, each of which fails under some planted bug (``anyattn.testing.hopper_mutants``), and under the sanitizer is clean.
+"""Small judged calls, each of which fails under some mutant (``hopper_mutants.py``), and under the sanitizer is clean.
 
-As a script, ``python -m tests.mutants.hopper_killers NAME...`` runs some and prints a line of JSON for each: its name, and what an assertion said, or null.
+``python -m tests.mutants.hopper_killers NAME...`` runs some and prints a line of JSON for each: its name, and what an assertion said, or
+null.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every planted bug is caught, by the check that it names; with no bug, all checks pass."""
+"""Every mutant of the package on the CPU is caught by the check that it names; with no bug, all checks pass."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from tests.entry_points import test_edge_cases as edge
 from tests.entry_points import test_flash_varlen as varlen
 from tests.entry_points import test_kvcache as kvcache
 from tests.mutants import cpu_mutants as mutants
+from tests.mutants.mutant import Mutant
 from tests.sequences import test_block_info as blocks
 from tests.support import sequences as seq
 from tests.support.flex_calls import judge, results
@@ -207,8 +208,11 @@ def test_there_are_enough():
 
 
 def test_a_seam_that_moved_is_reported(monkeypatch):
-    mutant = mutants.Mutant("moved", "oracle:attention", "no such text", "", "full")
+    mutant = Mutant("moved", "oracle:attention", "no_such_name", "0", "full")
     monkeypatch.setitem(mutants.MUTANTS, "moved", mutant)
-    with pytest.raises(LookupError, match=r"'no such text' stands 0 times in oracle:attention"), mutants.active("moved"):
+    with (
+        pytest.raises(LookupError, match=r"moved of oracle:attention: 'no_such_name' stands 0 times in attention"),
+        mutants.active("moved"),
+    ):
         pass
     assert anyattn.__version__

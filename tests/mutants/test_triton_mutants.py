@@ -1,4 +1,4 @@
-"""The Triton backend's planted bugs still find their place; that they are caught is shown in ``tests/triton/test_interpreted.py``."""
+"""Mutants of the Triton backend still find their place; ``test_triton_mutants_interpreted.py`` shows that they are caught."""
 
 from __future__ import annotations
 
@@ -8,21 +8,23 @@ from pathlib import Path
 import pytest
 
 from tests.mutants import triton_mutants
-from tests.mutants.cpu_mutants import Mutant
+from tests.mutants.mutant import Mutant, changed, package
 
-KILLERS = Path(__file__).parent.parent / "triton" / "killers.py"
+KILLERS = Path(__file__).with_name("triton_killers.py")
 
 
 @pytest.mark.parametrize("name", triton_mutants.MUTANTS)
 def test_the_place_is_there_and_the_bug_is_python(name: str) -> None:
     mutant = triton_mutants.MUTANTS[name]
-    ast.parse(triton_mutants.changed(mutant))
-    assert mutant.old != mutant.new and f'"{mutant.killer}":' in KILLERS.read_text()
+    source = changed(mutant)
+    ast.parse(source)
+    assert source != ast.unparse(ast.parse((package() / mutant.file).read_text())) + "\n"
+    assert f'"{mutant.killer}":' in KILLERS.read_text()
 
 
 def test_a_seam_that_moved_is_reported() -> None:
-    with pytest.raises(LookupError, match=r"'no such text' stands 0 times in places.py"):
-        triton_mutants.changed(Mutant("moved", "places.py", "no such text", "", "full"))
+    with pytest.raises(LookupError, match=r"'no_such_name' stands 0 times in is_off"):
+        changed(Mutant("moved", "backends.triton.kernels.addressing:is_off", "no_such_name", "0", "full"))
 
 
 def test_there_are_enough() -> None:

@@ -1,10 +1,11 @@
-"""Every planted bug of the Triton backend is caught by the check that it names, in Triton's interpreter; with no bug all checks pass.
+"""Every mutant of the Triton backend is caught by the check that it names, in Triton's interpreter; with no bug all checks pass.
 
-Run by ``test_interpreted.py`` in a process of its own.
+Run by ``tests/backends/triton/test_in_the_interpreter.py`` in a process of its own.
 """
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ def test_killed(name: str, tmp_path: Path) -> None:
     with triton_mutants.active(name, tmp_path):
         with pytest.raises(AssertionError) as said:
             KILLERS[mutant.killer]()
-        module = __import__(f"anyattn.backends.triton.{mutant.where.removesuffix('.py')}", fromlist=["x"])
+        module = importlib.import_module(mutant.module)
         assert module.__file__ == str(tmp_path / f"{name}.py"), "the plain backend ran"
     print(name, "said:", str(said.value)[:200])
 

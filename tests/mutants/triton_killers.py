@@ -1,4 +1,4 @@
-"""Small judged calls on the Triton backend, each of which fails under some planted bug (``anyattn.testing.triton_mutants``)."""
+"""Small judged calls on the Triton backend, each of which fails under some mutant (``triton_mutants.py``)."""
 
 from __future__ import annotations
 
