@@ -7,7 +7,9 @@ delta from dO . O errs by some roundings there. So every figure comes with its s
 the definition from one rounding per stored value (unit eps/2 of the inputs' dtype) and per accumulated product (float32 or better), and
 with ``dof``, how many independent errors a row is made of. The budget adds ``4 sigma / sqrt(dof)``: four standard deviations for a row
 made by one error, little for a row made of many. Errors that a whole row shares (its sum, its LSE, partial sums that grow steadily)
-count as one.
+count as one; so do the errors of equal LSEs, which are made by equal roundings. Queries that see one key alone leave dP - delta = 0 in
+``same_dtype``, whose sum of p dP is dP itself: their roundings in dk are noise in full, whatever the number of queries. A stored value
+below the dtype's normal numbers is rounded to a multiple of the least subnormal number, not relative to itself.
 """
 
 from __future__ import annotations
@@ -84,7 +86,8 @@ def rounding(
         call = call._replace(score=dataclasses.replace(call.score, tensors=tensors))
         captured = [t for t, f in zip(tensors, floats) if f]
         slots = [sum(floats[:i]) if f else None for i, f in enumerate(floats)]
-    work = _Work(call, unit, wide_unit, captured)
+    info = torch.finfo(q.dtype)
+    work = _Work(call, q.dtype, unit, wide_unit, info.tiny * info.eps / 2, captured)
     for b, h in _chunks(call):
         work.add(b, h, None if dout is None else dout[b, h].double(), None if dlse is None else dlse[b, h].double())
     return work.result(dout is not None, slots)
@@ -109,14 +112,17 @@ class _Forward:
 
 
 class _Work:
-    """Sums variances over heads and batch entries; u2 is the variance unit of a stored value, w2 of an accumulated one."""
+    """Sums variances over heads and batch entries; u2 is the variance unit of a stored value, w2 of an accumulated one, quantum2 the
+    variance that storing adds whatever the value is."""
 
-    def __init__(self, call: _Call, unit: float, wide_unit: float, captured: Sequence[Tensor]):
+    def __init__(self, call: _Call, dtype: torch.dtype, unit: float, wide_unit: float, quantum: float, captured: Sequence[Tensor]):
+        self.dtype = dtype
         clean = [torch.nan_to_num(t, 0.0, 0.0, 0.0) for t in (call.q, call.k, call.v)]
         self.call, self.u2, self.w2, self.captured = call._replace(q=clean[0], k=clean[1], v=clean[2]), unit**2, wide_unit**2, captured
         self.out, self.dq = _Sum(call.q.new_zeros(*call.q.shape[:3], call.v.shape[3])), _Sum(call.q)
         self.dk, self.dv = _Sum(call.k), _Sum(call.v)
-        self.lse2 = call.q.new_zeros(call.q.shape[:3])
+        self.quantum2 = quantum**2
+        self.lse2, self.lse = (call.q.new_zeros(call.q.shape[:3]) for _ in range(2))
         self.dsink2 = None if call.sink is None else torch.zeros_like(call.sink)
         self.captured2 = [torch.zeros_like(t) for t in captured]
         self.random = torch.Generator().manual_seed(0)
@@ -144,13 +150,14 @@ class _Work:
         # sum of p^2 score2 (v - out)^2, then of p's own rounding and of the products' accumulation
         moved = p2 * score2
         out2 = moved @ v2 - 2 * (moved @ v) * out + moved.sum(-1, keepdim=True) * out.square()
-        out2 = out2.clamp_min(0) + (u2 + w2 * _depth(k.shape[1])) * (p2 @ v2)
+        out2 = out2.clamp_min(0) + (u2 + w2 * _depth(k.shape[1])) * (p2 @ v2) + self.quantum2
         # equal scores give equal probabilities, whose errors are equal too: at worst those of a whole row, or of a whole column
         is_tied = product.numel() > 0 and bool((product == product[..., :1, :1]).all())
         tied2 = float(score2.max()) + u2 if is_tied else 0.0
         shared = ((u2 if is_tied else 0.0) + w2 * _length(k.shape[1])) * out.square()
         _accumulate(self.out, b, h, out2, moved + u2 * p2, shared)
         self.lse2[b, h] = torch.where(lse == -math.inf, 0.0, row2[..., 0] + w2 * (lse.square() + _length(k.shape[1])))
+        self.lse[b, h] = lse
         row2 = row2 + w2 * torch.where(lse == -math.inf, 0.0, lse).square()[..., None]
         return _Forward(q, k, v, slope, pull, p, p_sink, score2, row2, tied2, out, out2 + shared)
 
@@ -177,11 +184,15 @@ class _Work:
         _accumulate(self.dq, b, h, scale2 * (rows @ f.k.square()), rows, scale2 * shared)
         columns = (own + delta2 * common.square() + w2 * _depth(seqlen_q) * ds.square()).mT
         shared = w2 * _length(seqlen_q) * (ds.mT @ f.q).square()
+        if seqlen_k:
+            sees_one = 1 - f.p.amax(-1, keepdim=True) <= math.sqrt(u2)
+            unseen2 = torch.where(sees_one, (dp2 + delta2) * common.square(), 0.0)
+            shared = shared + unseen2.mT @ f.q.square()
         _accumulate(self.dk, b, kv, scale2 * (columns @ f.q.square()), columns, scale2 * shared)
         if f.p_sink is not None and self.call.sink is not None and self.dsink2 is not None:
             net_sink = delta[..., 0] if dlse is None else delta[..., 0] - dlse
             relative = f.row2[..., 0] + u2 * (2 + self.call.sink[h][:, None].square())
-            self.dsink2[h] += (f.p_sink.square() * (net_sink.square() * relative + delta2[..., 0])).sum(-1)
+            self.dsink2[h] += (f.p_sink.square() * (net_sink.square() * relative + delta2[..., 0])).sum(-1) + self.quantum2
 
     def _captured(self, f: _Forward, ds: Tensor, ds2: Tensor) -> None:
         """The variance of the captured tensors' gradients, from draws of dS with its variance: only the mod's derivative is known."""
@@ -225,8 +236,9 @@ class _Work:
         return dense.index_put(at, value.detach()), dense.index_put(at, slope), pull
 
     def result(self, backward: bool, slots: list[int | None]) -> Noises:
-        # LSE's row is all queries of a head: as many independent errors as there are rows of weight
-        effective = self.lse2.sum(-1, keepdim=True).square() / self.lse2.square().sum(-1, keepdim=True).clamp_min(1e-300)
+        # LSE's row is all queries of a head: as many independent errors as there are different values of weight
+        wide = torch.promote_types(self.dtype, torch.float32)
+        effective = self.lse2.sum(-1, keepdim=True).square() / _by_value(self.lse2, self.lse.to(wide)).clamp_min(1e-300)
         lse = Noise(self.lse2.sqrt(), (self.lse2 / effective.clamp_min(1.0)).sqrt())
         if not backward:
             return Noises(self.out.noise(), lse, None, None, None, None, ())
@@ -243,6 +255,15 @@ def _softmax(scores: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor, Tenso
     p = torch.where(empty, 0.0, torch.softmax(torch.where(empty, 0.0, logits), -1))
     lse = torch.logsumexp(torch.where(empty, 0.0, logits), -1).masked_fill(empty[..., 0], -math.inf)
     return (p, lse, None) if sink is None else (p[..., :-1], lse, p[..., -1])
+
+
+def _by_value(weights: Tensor, values: Tensor) -> Tensor:
+    """(..., 1): for each row the sum of squares of the total weights of its equal values."""
+    rows, found = values.flatten(0, -2), weights.new_zeros(weights.shape[:-1]).flatten()
+    for i, (row, weight) in enumerate(zip(rows, weights.flatten(0, -2))):
+        which = row.unique(return_inverse=True)[1]
+        found[i] = weight.new_zeros(row.numel()).index_add_(0, which, weight).square().sum()
+    return found.reshape(weights.shape[:-1])[..., None]
 
 
 def _single(variance: Tensor) -> Noise:

@@ -212,3 +212,16 @@ def test_random_calls(drawn, run, shard):
         run(call)
 
     many()
+
+
+def test_a_sinks_gradient_below_the_normal_numbers() -> None:
+    """Found by random calls: the stored output is a multiple of float16's least number, and delta is taken of it."""
+    options = Options(
+        mask=None, chain=[("alibi", 0.2)], causal=False, window=(None, 20), softcap=0.0, slopes="none", has_sink=True, scale=None
+    )
+    run_sequences(
+        Sequences(
+            form="packed", lengths=[(127, 1)], heads=(2, 2), dims=(1, 16), dtype=torch.float16, kind="normal", options=options, splits=0,
+            blocks=None, with_lse=False, seed=1,
+        )
+    )  # fmt: skip

@@ -123,3 +123,20 @@ def test_random_calls(shard):
         run(call)
 
     many()
+
+
+_PLAIN = {"mask": None, "chain": [], "batch": 1, "seqlen_q": 255, "strides": ("plain",) * 3, "block": None, "tile": None, "seed": 0}
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        Call(heads_kv=2, ratio=8, seqlen_k=0, head_dim=1, head_dim_v=1, dtype=torch.bfloat16, kind="normal", has_sink=True, **_PLAIN),
+        Call(heads_kv=1, ratio=8, seqlen_k=1, head_dim=1, head_dim_v=1, dtype=torch.float64, kind="coded", has_sink=True, **_PLAIN),
+        Call(heads_kv=2, ratio=1, seqlen_k=1, head_dim=64, head_dim_v=16, dtype=torch.float32, kind="normal", has_sink=False, **_PLAIN),
+    ],
+    ids=["a sink alone", "a sink and one key", "one key"],
+)  # fmt: skip
+def test_rows_that_share_their_rounding_errors(call: Call) -> None:
+    """Found by random calls: equal LSEs err alike, and queries of one key leave no error in the plain formula."""
+    run(call)

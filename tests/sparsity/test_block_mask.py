@@ -9,13 +9,13 @@ from torch.nn.attention import flex_attention as torch_flex
 from torch.utils import _pytree as pytree
 
 from anyattn import ModError, flash_attn_func, flex_attention
+from anyattn.block_masks import create_block_mask
 from anyattn.mods import masks
 from anyattn.sparsity import (
     BlockMask,
     BlockSparseTensors,
     compute_block_sparsity,
     compute_varlen_block_sparsity,
-    create_block_mask,
 )
 from anyattn.testing.tiles import brute_classes, dense, library_masks, random_mask
 from tests.support.counting import peak_bytes

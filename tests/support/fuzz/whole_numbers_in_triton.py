@@ -49,7 +49,7 @@ def limits_text(name: str, made: Program, ranges: RowRanges) -> str:
     """Whether a key lies within a row's limits, as kernels bring them to 32 bits."""
     found = emit(ranges.expr, style=PLAIN._replace(is_small=style_of(made, ranges).is_small))
     pairs = zip(found.outputs[::2], found.outputs[1::2], strict=True)
-    seen = " | ".join(f"((kv_idx >= functions.limit({lo})) & (kv_idx < functions.limit({hi})))" for lo, hi in pairs)
+    seen = " | ".join(f"((kv_idx >= device_math.limit({lo})) & (kv_idx < device_math.limit({hi})))" for lo, hi in pairs)
     body = "\n".join(f"    {line}" for line in [*found.all(), f"return {seen}"])
     return f"@triton.jit\ndef {name}(b, h, q_idx, kv_idx, score, scalars, tensors):\n{body}\n"
 
