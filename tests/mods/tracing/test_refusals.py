@@ -262,4 +262,4 @@ def test_what_fails_in_a_body_is_told_at_the_users_line(name):
 def test_what_a_body_raises_itself_stays_its_own(fn, kind):
     with pytest.raises(kind) as error:
         trace(fn, "mask")
-    assert error.type is kind and error.traceback[-1].path.name == "test_refused.py"
+    assert error.type is kind and error.traceback[-1].path.name == "test_refusals.py"

@@ -1,4 +1,4 @@
-"""The CuTe text of programs by value, as ``tests/backends/test_hopper_emit.py`` runs it."""
+"""The CuTe text of programs by value, as ``tests/backends/hopper/test_emit.py`` runs it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the Triton kernels are shown by, twice: in Triton's interpreter on few keys (``test_interpreted.py``) and on a GPU on many
+"""What the Triton kernels are shown by, twice: in Triton's interpreter on few keys (``test_in_the_interpreter.py``) and on a GPU on many
 (``tests/gpu/test_triton_gpu.py``). Every variant of ``anyattn.testing.cases`` in turn over shapes, kinds of input and dtypes."""
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Gradients that do not depend on the order in which programs run, by Triton's interpreter: sums of whole numbers, and keys in pages.
 
-The interpreter runs programs one after the other, so another order is one that these tests make. Run by ``test_interpreted.py`` in a
+The interpreter runs programs one after the other, so another order is one that these tests make. Run by ``test_in_the_interpreter.py`` in a
 process of its own.
 """
 

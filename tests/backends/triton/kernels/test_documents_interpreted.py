@@ -1,6 +1,6 @@
 """Masks of documents by Triton's interpreter: as sequences, by their lists, and launched both ways, of which one does nothing.
 
-Run by ``test_interpreted.py`` in a process of its own, in which all memory holds NaN first.
+Run by ``test_in_the_interpreter.py`` in a process of its own, in which all memory holds NaN first.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Edge cases that have a form of their own here, by Triton's interpreter: garbage that nothing may read, captured values, threads; and
-packed sequences and caches where ``end_to_end/test_edge_cases.py`` has whole batches.
+packed sequences and caches where ``tests/entry_points/test_edge_cases.py`` has whole batches.
 
 Those of that file that are small enough as they are run too; numbers are those of its list. ``docs/edge-cases.md`` says which test stands
-for which case. Run by ``test_interpreted.py`` in a process of its own.
+for which case. Run by ``test_in_the_interpreter.py`` in a process of its own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every variant, forward and backward, by Triton's interpreter. Run by ``test_interpreted.py`` in a process of its own."""
+"""Every variant, forward and backward, by Triton's interpreter. Run by ``test_in_the_interpreter.py`` in a process of its own."""
 
 from __future__ import annotations
 

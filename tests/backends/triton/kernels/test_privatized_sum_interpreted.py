@@ -1,5 +1,5 @@
 """Gradients of captured tensors to whose entries many pairs add, by Triton's interpreter: sums with copies, which lanes and programs share
-out among them. Run by ``test_interpreted.py`` in a process of its own.
+out among them. Run by ``test_in_the_interpreter.py`` in a process of its own.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Sequences of different lengths by Triton's interpreter: the tests of ``end_to_end/test_flash_varlen.py``, on shorter ones.
+"""Sequences of different lengths by Triton's interpreter: the tests of ``tests/entry_points/test_flash_varlen.py``, on shorter ones.
 
-Run by ``test_interpreted.py`` in a process of its own.
+Run by ``test_in_the_interpreter.py`` in a process of its own.
 """
 
 from __future__ import annotations

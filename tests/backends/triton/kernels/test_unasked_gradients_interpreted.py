@@ -1,7 +1,7 @@
 """Gradients that nobody asks for, by Triton's interpreter: the others have the bits that they have beside all, and nothing else is written.
 
 A kernel that leaves out what is not wanted is given any pointer in its place, the operand's own: so operands are compared too. Run by
-``test_interpreted.py`` in a process of its own.
+``test_in_the_interpreter.py`` in a process of its own.
 """
 
 from __future__ import annotations
