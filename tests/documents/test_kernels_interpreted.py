@@ -1,7 +1,6 @@
 """Documents by the Triton kernels, in Triton's interpreter, against those of torch operations. Run by ``test_kernels.py`` in a
 process of its own, for the interpreter has to be chosen before Triton is imported."""
 
-import os
 import random
 
 import pytest
@@ -9,8 +8,6 @@ import torch
 
 from anyattn.documents import device as kernels
 from anyattn.documents.sequences import document_sequences, documents_in_order
-
-assert os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @pytest.fixture(autouse=True, params=["small blocks", "as they are"])

@@ -1,8 +1,6 @@
 """The order of a ragged batch's tiles by the Triton kernel, in Triton's interpreter, against torch operations. Run by
 ``test_launch_cache.py`` in a process of its own, for the interpreter has to be chosen before Triton is imported."""
 
-import os
-
 import pytest
 import torch
 
@@ -10,8 +8,6 @@ from anyattn.backends.triton import tables
 from anyattn.sequences import tile_order
 from anyattn.sequences.unread_varlen import LengthTables, StoredSequences, StoredSizes
 from tests.sparsity.kernels.test_varlen_lists_interpreted import BATCHES, ends, stored
-
-assert os.environ.get("TRITON_INTERPRET") == "1"
 
 MANY = ([(7 * i) % 50 for i in range(150)], [(11 * i) % 13 for i in range(150)])  # more than the kernel looks at at once
 

@@ -1,8 +1,6 @@
 """Lists of ragged batches by the Triton kernels, in Triton's interpreter, against those of torch operations. Run by
 ``test_block_lists.py`` in a process of its own, for the interpreter has to be chosen before Triton is imported."""
 
-import os
-
 import pytest
 import torch
 
@@ -15,8 +13,6 @@ from anyattn.sparsity.kernels import block_lists
 from anyattn.sparsity.kernels import varlen_lists as kernels
 from anyattn.sparsity.varlen_block_sparse import VarlenBlockSparseTensors
 from anyattn.testing.tiles import library_masks, random_mask
-
-assert os.environ.get("TRITON_INTERPRET") == "1"
 
 LONGEST = (97, 110)
 BATCHES = [  # (queries, keys) of each sequence

@@ -5,7 +5,6 @@ Run by test_decoding.py in a process of its own, for the interpreter has to be c
 
 import importlib
 import math
-import os
 import random
 
 import pytest
@@ -16,8 +15,6 @@ from anyattn.kvcache import rotary
 from anyattn.sequences.unread_kvcache import CacheSizes, CacheStep, CacheTables, StoredCache
 from anyattn.validate.flash import Options
 from anyattn.validate.kvcache import Given, cache_call
-
-assert os.environ.get("TRITON_INTERPRET") == "1"
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 LAYOUTS = ("plain", "heads first", "wide heads", "every other")

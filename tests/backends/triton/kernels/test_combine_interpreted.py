@@ -2,7 +2,6 @@
 interpreter has to be chosen before Triton is imported."""
 
 import math
-import os
 
 import pytest
 import torch
@@ -11,8 +10,6 @@ from anyattn.backends.torch.combine import combine as by_torch
 from anyattn.backends.triton.combine import combine, merge
 from anyattn.testing import budget
 from anyattn.testing.rounding import Noise
-
-assert os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def partials(parts, lead, width, seed=0, spread=3.0):  # type: ignore[no-untyped-def]
