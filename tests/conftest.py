@@ -1,6 +1,6 @@
 """Shared by all tests, for tests that run others in a process of their own.
 
-``ANYATTN_MUTANT=name`` runs them with that planted bug (see ``tests.mutants.cpu_mutants``). ``ANYATTN_TEST_BACKEND=name`` runs them on that
+``ANYATTN_MUTANT=name`` runs them with that mutant (see ``tests.mutants.cpu_mutants``). ``ANYATTN_TEST_BACKEND=name`` runs them on that
 backend: every call that names none insists on it; ``ANYATTN_TEST_TILES=32x16`` says with tiles of which size where a call does not, so that
 a test's few keys fill several. With ``ANYATTN_TEST_FILL=1`` all memory holds garbage first. ``ANYATTN_TEST_CPU`` is the CPU that calls are
 planned for: plain, bf16 or fp16 (``machines.CPUS``), bf16 unless told otherwise.

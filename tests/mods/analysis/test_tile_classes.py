@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anyattn.mods.analysis import range_tables, tile_classes
+from anyattn.mods.analysis.load_bounds import check_loads
 from anyattn.mods.analysis.row_ranges import row_ranges
-from anyattn.mods.analysis.tile_classes import DOUBT, check_loads, classify, judge, refine
+from anyattn.mods.analysis.tile_classes import DOUBT, classify, judge, refine
 from anyattn.mods.tracing.trace import trace
 from anyattn.testing.tiles import brute_classes, dense, library_masks, random_mask
 
