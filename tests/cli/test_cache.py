@@ -10,7 +10,7 @@ import pytest
 
 from anyattn import disk_cache
 from anyattn.disk_cache import DiskCache, Payload
-from tests.cli.test_cli import call
+from tests.support.command_line import call
 
 
 @pytest.fixture

@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-
 import pytest
 import torch
 
-from anyattn import cli, gallery
+from anyattn import gallery
 from anyattn.cli import BAD_ARGUMENTS, INTERRUPTED
+from tests.support.command_line import call
 
 PNG, SVG = b"\x89PNG", b"<?xml"
-
-
-def call(*arguments: object) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of ``anyattn ARGUMENTS``."""
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as ended:
-        cli.main([str(a) for a in arguments])
-    return int(ended.value.code or 0), out.getvalue(), err.getvalue()
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import torch
 from anyattn import hardware, planner
 from anyattn.cli import selfcheck
 from anyattn.cli.selfcheck import Place
-from tests.cli.test_cli import call
+from tests.support.command_line import call
 from tests.support.processes import python
 
 CPU = torch.device("cpu")

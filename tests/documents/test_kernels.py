@@ -6,8 +6,8 @@ import importlib.util
 
 import pytest
 
-from tests.sparsity.kernels.test_block_lists import built
 from tests.support.processes import in_the_interpreter
+from tests.support.triton.built import built
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 

@@ -12,9 +12,9 @@ import torch
 import anyattn
 from anyattn import masks
 from anyattn.testing import budget
-from tests.gpu.test_device_gpu import captured as in_a_graph
 from tests.support.flex_calls import judge
 from tests.support.gpu import judging
+from tests.support.gpu.graphs import captured as in_a_graph
 from tests.support.gpu.judging import DEVICE, qkv, random
 
 pytestmark = pytest.mark.gpu

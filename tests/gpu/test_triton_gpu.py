@@ -15,9 +15,9 @@ import torch
 import anyattn
 from anyattn import masks
 from anyattn.testing import budget, cases
-from tests.gpu.test_device_gpu import IDS, captured
 from tests.support.flex_calls import results
 from tests.support.gpu import judging
+from tests.support.gpu.graphs import IDS, captured
 from tests.support.gpu.judging import DEVICE, judge, qkv, random, same
 from tests.support.triton import nonfinite as seeing
 from tests.support.triton import proof

@@ -17,7 +17,7 @@ from anyattn.disk_cache import DiskCache
 from anyattn.explanation import Explanation
 from anyattn.plan import Plan
 from anyattn.validate import flex, sequences
-from tests.cli.test_cli import call
+from tests.support.command_line import call
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 if importlib.util.find_spec("triton") is not None:

@@ -19,7 +19,7 @@ from anyattn.sparsity.varlen_block_sparse import compute_varlen_block_sparsity
 from anyattn.testing.tiles import library_masks, random_mask
 from anyattn.validate import flash
 from anyattn.validate.flash import Options
-from tests.sparsity.kernels.test_block_lists import POINTERS, Waits, built
+from tests.support.triton.built import POINTERS, Waits, built
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 _WIDE = ("hulls", "places", "seqlens_q", "seqlens_k", "q_first")

@@ -9,9 +9,9 @@ from anyattn.backends.hopper.config import sides
 from anyattn.backends.hopper.plan import _against_mod
 from anyattn.mods.analysis.row_ranges import ranges_unread
 from anyattn.mods.tracing.trace import TracedMod
-from tests.backends.hopper.test_emit import Array, emitter, numbers_of
 from tests.support.fuzz.whole_number_checks import B, H, called, grid, origin_of
 from tests.support.fuzz.whole_numbers import Program
+from tests.support.hopper.emitted import Array, emitter, numbers_of
 
 ROWS, COLUMNS = 3, 5
 
