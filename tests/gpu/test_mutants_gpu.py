@@ -1,4 +1,4 @@
-"""Every planted bug of the Hopper backend is caught by the check that it names; with no bug all pass, and the sanitizer finds nothing."""
+"""Every mutant of the Hopper backend is caught by the check that it names; with no bug all pass, and the sanitizer finds nothing."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The roles of the Hopper kernel between them: no deadlock, nothing given back twice or never, every P with its V, every O in its place.
 
-The kernel's own text is run, thread by thread, in schedules drawn at random (``hopper_protocol``); planted bugs show that it can fail.
+The kernel's own text is run, thread by thread, in schedules drawn at random (``protocol.py``); planted bugs show that it can fail.
 """
 
 from __future__ import annotations

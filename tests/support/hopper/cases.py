@@ -43,7 +43,7 @@ class Sizes(NamedTuple):
 
 @dataclass
 class Case:
-    """tiles: what this block should compute, in order. jumps, left: see ``hopper_roles.Counter``. bands: (left, right) of each entry.
+    """tiles: what this block should compute, in order. jumps, left: see ``roles.Counter``. bands: (left, right) of each entry.
     foresees, guesses, shortens: what the kernel found of its config."""
 
     config: Any

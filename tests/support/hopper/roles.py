@@ -1,4 +1,4 @@
-"""The text of the Hopper kernel's roles, run as Python in the machine of ``hopper_protocol``: one thread loads, one for each warp group
+"""The text of the Hopper kernel's roles, run as Python in the machine of ``protocol.py``: one thread loads, one for each warp group
 multiplies. CuTe DSL is not needed: the text is read from its files, and ``cute``, ``pipeline`` and ``warpgroup`` are stand-ins.
 
 Pipeline states are handed to methods by value, as under a traced loop: what a method does not return its caller does not see.

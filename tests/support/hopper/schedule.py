@@ -1,4 +1,4 @@
-"""Threads of which one at a time runs, and what they wait at: the machine below ``hopper_protocol``.
+"""Threads of which one at a time runs, and what they wait at: the machine below ``protocol.py``.
 
 Whoever may go on, a thread or a copy that is under way, is picked at random wherever threads could meet; a seed repeats a schedule. A
 deadlock is seen at once, for nobody can go on, and is told with the lines at which all threads stand.
