@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from operands import flash_operands, flex_operands
 from torch import Tensor
 
 from anyattn.custom_ops import flash, flex
 from anyattn.custom_ops.arguments import Arguments, Results
 from anyattn.custom_ops.block_lists import block_lists
+from tests.support.operands import flash_operands, flex_operands
 
 _SCORE = "str score_program, SymInt[] score_numbers, Tensor[] score_tensors"
 _ATTEND = (
