@@ -44,12 +44,11 @@ def _fake(given: BlockLists) -> list[Tensor]:
 @operator(BlockLists, fake=_fake)
 def block_lists(given: BlockLists) -> list[Tensor]:
     """The lists of ``create_block_mask``, int32, as stacks (``sparsity.list_stacks``)."""
-    like, program, numbers, tensors, *sizes, separate_full = given
+    like, program, numbers, tensors, batch, heads, q_len, kv_len, block_m, block_n, separate_full = given
     (mask,) = mods_of_operands("mask", program, numbers, tensors)
-    batch, heads, *lengths = sizes
-    found = lists_of_mask(mask, tuple(lengths[:2]), tuple(lengths[2:]), (batch, heads), like.device, separate_full, stacks=True)
+    sizes = ((q_len, kv_len), (block_m, block_n), (batch, heads))
     # .data: whether a list is exact is told by how often it was written to since it was made
-    return [t.data for t in found]
+    return [t.data for t in lists_of_mask(mask, *sizes, like.device, separate_full, stacks=True)]
 
 
 def lists_with_mods(
@@ -66,6 +65,7 @@ def lists_with_mods(
     lengths = [n if isinstance(n, torch.SymInt) else positions(name, n) for name, n in (("Q_LEN", q_len), ("KV_LEN", kv_len))]
     sizes = [1 if n is None else n if isinstance(n, torch.SymInt) else length(name, n) for name, n in (("B", batch), ("H", heads))]
     like = torch.empty(0, device=device_of(device, mask))
-    given = BlockLists(like, *operands_of(like, mask), *sizes, *lengths, *pair("BLOCK_SIZE", block_size), separate_full)
+    (b, h), (m, n), (block_m, block_n) = sizes, lengths, pair("BLOCK_SIZE", block_size)
+    given = BlockLists(like, *operands_of(like, mask), b, h, m, n, block_m, block_n, separate_full)
     stacks = called(block_lists, given)
     return [t for t in lists_of_stacks(stacks, 1 + separate_full) if t is not None]

@@ -194,7 +194,8 @@ def flash_with_mods(
     (tables, longest, validate), given = places, Options(*options)
     q, k, v = autocast.arguments(q, k, v)
     shared = _shared(q, given, score, mask)
-    call = Flash(q, k, v, Tables(*tables), shared, bool(given.deterministic), *map(_number, longest), validate, backend or "")
+    most_q, most_k = map(_number, longest)
+    call = Flash(q, k, v, Tables(*tables), shared, bool(given.deterministic), most_q, most_k, validate, backend or "")
     return called(flash, call)  # type: ignore[no-any-return]
 
 
@@ -204,11 +205,10 @@ def _number(longest: Any) -> Any:
 
 
 def decode_with_mods(
-    given: tuple, lengths: Tensor | None, options: tuple, backend: str | None, score: TracedMod | None, mask: TracedMod | None
+    given: tuple, options: tuple, backend: str | None, score: TracedMod | None, mask: TracedMod | None
 ) -> tuple[Tensor, Tensor]:
-    """``flash_attn_with_kvcache`` as one operator, of traced mods. given, options: ``Given`` and ``Options`` without mods. lengths:
-    cache_seqlens as a tensor."""
-    asked = Given(*given)._replace(cache_seqlens=lengths)
+    """``flash_attn_with_kvcache`` as one operator, of traced mods. given, options: ``Given`` and ``Options`` without mods."""
+    asked = Given(*given)
     q, k, v = autocast.beside(asked.k_cache, asked.q, asked.k, asked.v)
     asked = asked._replace(q=q, k=k, v=v)
     shared = _shared(q, Options(*options), score, mask)
