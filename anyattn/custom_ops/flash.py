@@ -227,7 +227,8 @@ def _shared(q: Tensor, options: Options, score: TracedMod | None, mask: TracedMo
     left, right = options.window_size
     window = [-1 if left is None else left, -1 if right is None else right]
     scale = None if options.softmax_scale is None else flex.scale_of("softmax_scale", options.softmax_scale, q.shape[-1], q.dtype)
+    nothing = q.new_empty(0)  # one for all lists: a compiled graph makes it at every call
     return Shared(
-        options.alibi_slopes, options.sink, Score(*operands_of(q, score)), Mask(*operands_of(q, mask)), scale, float(options.softcap),
-        bool(options.causal), window, options.num_splits, options.pack_gqa,
+        options.alibi_slopes, options.sink, Score(*operands_of(nothing, score)), Mask(*operands_of(nothing, mask)), scale,
+        float(options.softcap), bool(options.causal), window, options.num_splits, options.pack_gqa,
     )  # fmt: skip
