@@ -1,7 +1,7 @@
 """Tensors that are no plain memory: which of them entry points refuse, and which calls belong to the operators.
 
 A kernel is given addresses. A fake or meta tensor has none, a tensor of a function transform (``torch.func``) hides one, and a subclass
-may mean anything by an operation: a call with such tensors goes through the operators of ``custom_ops``, whose fake kernels,
+may mean anything by an operation: a call with such tensors goes through the operators of ``ops`` and ``flash_ops``, whose fake kernels,
 gradients and dispatch are torch's. What torch could not run there either is refused here. Asked only for calls that are not remembered.
 """
 
