@@ -2,7 +2,7 @@
 
 Dynamo turns each mod into a graph, and what it closes over into operands of that graph (``dynamo.py``). The operator's body is plain
 Python: wherever it runs (fake tensor propagation, AOTAutograd, export, the eager backend), it traces the graphs into the IR and calls the
-operators of ``flex.py``, ``flash.py`` and ``block_lists.py``. Those are what is left below Dynamo's graph, and autograd is theirs.
+operators of ``ops.py`` and ``flash_ops.py``. Those are what is left below Dynamo's graph, and autograd is theirs.
 
 Outside Dynamo (``torch.export`` with ``strict=False``, ``make_fx``) mods arrive as the user's functions and are traced as in eager calls.
 """
