@@ -12,7 +12,7 @@ from anyattn import autocast, autograd
 from anyattn.call_cache import attention
 from anyattn.call_cache.attention import FlexCall
 from anyattn.custom_ops import entry_point
-from anyattn.validate import flex
+from anyattn.validate.flex import is_no_mask, wanted
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import AuxRequest, BlockMask
@@ -70,8 +70,8 @@ def flex_attention(
 
     Source: FlexAttention (Dong et al., arXiv:2412.05496).
     """
-    wants_lse, wants_max = flex.wanted(return_lse, return_aux)
-    if getattr(block_mask, "seq_lengths", None) == (1, 1) and flex.is_no_mask(block_mask):
+    wants_lse, wants_max = wanted(return_lse, return_aux)
+    if getattr(block_mask, "seq_lengths", None) == (1, 1) and is_no_mask(block_mask):
         block_mask = None
     if not is_compiling() and autocast.is_on():
         query, key, value = autocast.arguments(query, key, value)

@@ -1,6 +1,6 @@
-"""The operators through which ``torch.compile`` and ``torch.export`` see FlashAttention's doors; see ``ops.py`` for how mods travel.
+"""The operators through which ``torch.compile`` and ``torch.export`` see FlashAttention's entry points; ``flex.py`` says how mods travel.
 
-The operators take what the doors take, and check and plan as an eager call does, when the graph runs.
+The operators take what the entry points take, and check and plan as an eager call does, when the graph runs.
 """
 
 from __future__ import annotations
