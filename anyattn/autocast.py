@@ -1,4 +1,4 @@
-"""Under ``torch.autocast`` attention computes in its dtype, as torch's own does: what is cast, and what is kept from being cast again."""
+"""Autocast: query, key and value cast to the dtype of ``torch.autocast``, as torch's own attention does; nothing is cast twice."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 __all__ = ["arguments", "beside", "cast", "disabled", "is_on"]
 
-# whether any device's autocast is on; a call outside pays for this question alone
+# Whether any device's autocast is on: the only cost of a call outside autocast.
 is_on = torch._C._is_any_autocast_enabled  # type: ignore[attr-defined]
 disabled = torch._C._DisableAutocast  # type: ignore[attr-defined]  # a context: what runs inside computes in the dtypes it was written for
 
@@ -29,13 +29,13 @@ def _is_on_for(x: Tensor) -> bool:
 def arguments(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
     """q, k and v as ``scaled_dot_product_attention`` takes them under autocast; nothing else of a call is cast.
 
-    For where ``is_on``; in compiled graphs the operators' operands are cast, not what Dynamo traces.
+    Called where ``is_on``. In compiled graphs the operators cast their operands; Dynamo traces no cast.
     """
     return cast(q), cast(k), cast(v)
 
 
 def beside(cache: Any, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
-    """``arguments`` beside a cache, which is written in place and cannot be cast: q, k and v are where it has autocast's dtype."""
+    """``arguments`` of a call with a cache, which is written in place and never cast: q, k and v are cast if it has autocast's dtype."""
     if not isinstance(cache, Tensor) or not _is_on_for(cache) or cache.dtype is not torch.get_autocast_dtype(cache.device.type):
         return q, k, v
     return arguments(q, k, v)

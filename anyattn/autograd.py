@@ -1,4 +1,4 @@
-"""Ties a backend's forward and backward into torch's autograd."""
+"""The autograd node: connects a backend's forward and backward pass to torch's autograd."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def backward(problem: Problem, plan: Plan, *results: Tensor | None) -> tuple[Ten
         with autocast.disabled():
             return backward(problem, plan, *results)
     chosen = plan
-    if plan.backward:  # by another backend, whose plan hangs on the same facts
+    if plan.backward:  # by another backend, whose plan depends on the same properties of the call
         found = plan.prepared.get("backward plan")
         if found is None:
             found = plan.prepared["backward plan"] = for_backward(plan, problem, hardware.of(problem.q.device.type))
@@ -58,7 +58,7 @@ def compute(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor | None, Tensor
 
 
 class _Attention(torch.autograd.Function):
-    """One node of the autograd graph; ``problem`` rides along without its tensors, which torch saves: it notices in-place edits."""
+    """One node of the autograd graph. It keeps ``problem`` without its tensors; torch saves those, and detects in-place changes to them."""
 
     @staticmethod
     def forward(ctx: Any, problem: Problem, plan: Plan, *inputs: Tensor | None) -> Any:  # type: ignore[override]
@@ -69,7 +69,7 @@ class _Attention(torch.autograd.Function):
             problem = problem.like(wants_lse=keeps_lse, sequences=sequences)
         result = backend_of(plan).forward(problem, plan)
         ctx.problem, ctx.plan = _without_inputs(problem), plan
-        # what the masks read is asked again in the backward pass, though no gradient flows there
+        # the backward pass reads the masks' tensors again, though no gradient flows to them
         ctx.save_for_backward(*inputs, result.out, result.lse, *(t for p in problem.predicates for t in p.tensors if not t.is_inference()))
         ctx.set_materialize_grads(False)
         if result.max_scores is not None:
@@ -98,8 +98,8 @@ class _Attention(torch.autograd.Function):
 
 
 def _differentiable_once(grads: list[Tensor | None], origins: tuple[Tensor | None, ...]) -> list[Tensor | None]:
-    """The gradients of ``create_graph=True`` as functions of what they were computed from: they are no constants, and differentiating them
-    raises."""
+    """The gradients under ``create_graph=True``, attached to what they were computed from, so that differentiating them raises instead of
+    treating them as constants."""
     made = iter(_Gradients.apply([g for g in grads if g is not None], *origins))
     return [None if g is None else next(made) for g in grads]
 
@@ -115,7 +115,7 @@ class _Gradients(torch.autograd.Function):
 
 
 def refuse_second_derivative(*_: Any) -> Any:
-    """Instead of an operator's derivative."""
+    """Raises ``NotImplementedError``; stands where the derivative of an operator's backward pass would."""
     raise NotImplementedError(
         "attention has no second derivative: a gradient that was computed with create_graph=True (or by torch.func inside of torch.func, "
         "as hessian does) was differentiated again; wanted one derivative, or detach() the gradient where it is a constant"
@@ -123,12 +123,12 @@ def refuse_second_derivative(*_: Any) -> Any:
 
 
 def wanting(t: Tensor | None, is_needed: bool) -> Tensor | None:
-    """The tensor as one whose gradient is asked for, or is not; nothing records, so that it may be the user's own."""
+    """The tensor with ``requires_grad`` set to ``is_needed``. Grad mode is off, so the user's own tensor may be returned."""
     return t if t is None or t.requires_grad is is_needed else t.detach().requires_grad_(is_needed)
 
 
 def _without_inputs(problem: Problem) -> Problem:
-    """Only for ``_with_inputs``. What the forward pass found out of the mask's rows goes along."""
+    """The problem without its differentiable tensors, for ``_with_inputs``. Cached row limits are kept."""
     score = problem.score and TracedMod.of_fields(vars(problem.score) | {"tensors": (), "source": None})
     return problem.like(q=None, k=None, v=None, sink=None, score=score)
 

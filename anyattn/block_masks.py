@@ -26,7 +26,8 @@ def create_block_mask(
     compute_dq_write_order: bool = False,
     dq_kv_order: bool = True,
 ) -> BlockMask:
-    """The ``BlockMask`` of a mask, with torch's signature and, block for block, torch's lists; only what is visible at all is looked at.
+    """The ``BlockMask`` of a mask, with torch's signature and, block for block, torch's lists. Pairs that the mask's
+    structure already decides are not evaluated.
 
     mask_mod: a function of ``(b, h, q_idx, kv_idx)`` that returns a bool. B, H: None where the mask ignores them (dimension 1, which
     broadcasts). Q_LEN, KV_LEN: lengths in tokens, 0 allowed. device: default where the mask's captured tensors are, else the accelerator,
@@ -39,7 +40,7 @@ def create_block_mask(
     ranges per row (causal, windows, prefix, documents, their combinations).
 
     On a CUDA device, where Triton is installed, nothing waits for the device: the call returns while the lists are being made. An index
-    into a captured tensor that follows from another captured tensor's values is then not checked, but held inside the tensor.
+    into a captured tensor that is read from another captured tensor is then not checked, but clamped to the tensor's bounds.
 
     Raises ``TypeError`` or ``ValueError`` naming the argument; ``ModError`` for a mask that cannot be expressed.
 

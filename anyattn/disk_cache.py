@@ -1,12 +1,12 @@
-"""Compiled kernels on disk, private to the user: one file each, named by the content of what it was made from.
+"""Disk cache of compiled kernels, private to the user: one file each, named by a hash of what it was compiled from.
 
-A file is ``header | payload | facts as JSON | length of the facts | SHA-256 of all that and the name``: what is torn or altered has the
-wrong sum and is never loaded, but made again and replaced. Files appear by ``os.replace``, so that a reader sees all of one or none.
-Processes that want the same kernel wait on a lock that the system takes back from a process that died.
+A file is ``header | payload | facts as JSON | length of the facts | SHA-256 of all that and the name``: a truncated or altered file has the
+wrong checksum; it is never loaded, but compiled again and replaced. Files are written by ``os.replace``, so that a reader sees all of one
+or none. Processes that want the same kernel wait on a lock, which the system releases if its process dies.
 
-Beside them lie sources that were written for a call, ``triton-*.py``, for people to read: nothing loads them.
+The folder also holds generated sources, ``triton-*.py``, for people to read: nothing loads them.
 
-Only files of anyattn's own making are replaced or removed: those whose name and first bytes say so, never what a symbolic link names.
+Only files that anyattn made are replaced or removed, recognised by name and first bytes; symbolic links are never followed.
 
 ``ANYATTN_CACHE_DIR`` names the folder (default: ``anyattn`` in the user's cache folder), ``ANYATTN_CACHE=0`` does without.
 """
@@ -36,7 +36,7 @@ _TAIL = struct.Struct("<Q")  # length of the facts
 _SUM_SIZE = hashlib.sha256().digest_size
 _SUFFIX, _LOCK, _TEXT, _PART = ".kernel", ".lock", ".py", ".part"
 _PART_PREFIX = "anyattn-"
-# the names of our files, how they begin, and whether they may be torn, which is short of that or empty
+# the names of our files, their first bytes, and whether they may be truncated (shorter than these, or empty)
 _OWN_FILES = (
     (re.compile(r"(tiles-)?[0-9a-f]+\.kernel"), (_HEADER,), True),
     (re.compile(r"(tiles-)?[0-9a-f]+\.lock"), (b"",), True),
@@ -56,7 +56,7 @@ class Payload(NamedTuple):
 
 @dataclass(frozen=True)
 class Entry:
-    """One file. facts is empty if the file is torn or altered (``is_sound`` False)."""
+    """One file. facts is empty if the file is truncated or altered (``is_sound`` False)."""
 
     path: Path
     facts: dict[str, Any]
@@ -83,7 +83,7 @@ def default_folder() -> Path:
 def why_not(folder: Path) -> str | None:
     """Makes ``folder`` (0700) if it is missing; None if it is the user's alone, else why it is not used.
 
-    The folders above it count too: who may write into one of them can put another folder in its place.
+    The folders above it are checked too: whoever may write into one of them can replace the folder.
     """
     if not folder.is_absolute():
         return f"{folder} is nowhere: this user has no home folder"
@@ -95,7 +95,7 @@ def why_not(folder: Path) -> str | None:
             with contextlib.suppress(FileExistsError):
                 missing.mkdir(mode=0o700)
         found, reason = folder.lstat(), _why_not_above(folder)  # once more, for what another user may have made meanwhile
-    except (OSError, RuntimeError) as error:  # RuntimeError: links that go round in a circle
+    except (OSError, RuntimeError) as error:  # RuntimeError: a cycle of symbolic links
         return f"{folder} cannot be made or read: {getattr(error, 'strerror', None) or error}"
     return reason or _why_not_itself(folder, found)
 
@@ -114,7 +114,7 @@ def _why_not_itself(folder: Path, found: os.stat_result) -> str | None:
 
 
 def _why_not_above(folder: Path) -> str | None:
-    """Which of the folders above ``folder`` lets others replace what is in it, and how; those that are missing do not."""
+    """Which of the folders above ``folder`` lets other users replace its contents, and how; missing folders do not. None if none does."""
     real = folder.parent.resolve()
     for place in dict.fromkeys((*folder.parents, real, *real.parents)):
         try:
@@ -133,7 +133,7 @@ def _why_not_above(folder: Path) -> str | None:
 
 
 def _is_private_group(group: int) -> bool:
-    """Whether the user is alone in a group, the one of the user's name that many systems make: a umask of 002 lets it write."""
+    """Whether a group is the user's private group, as many systems make one of the user's name: with umask 002 it may write."""
     import grp
     import pwd
 
@@ -148,7 +148,7 @@ _refused: set[str] = set()
 
 
 def open_cache() -> DiskCache | None:
-    """The user's cache, or None if it is off or refused. It is judged anew every time; a reason is said once, as a ``RuntimeWarning``."""
+    """The user's cache, or None if it is off or unsafe. The folder is checked every time, a reason given once, as a ``RuntimeWarning``."""
     if not is_on():
         return None
     folder = default_folder()
@@ -163,7 +163,7 @@ def open_cache() -> DiskCache | None:
 
 
 def keep_text(name: str, text: str) -> Path | None:
-    """Keeps a source for people to read, as ``name.py`` in the user's cache; where. None, and no word, where nothing is kept.
+    """Writes a source for people to read, as ``name.py`` in the user's cache; returns its path, or None where nothing is kept.
 
     name: begins with ``triton-``; text: with ``TEXT_HEADER``.
     """
@@ -234,7 +234,7 @@ def _prune(folder: Path, suffix: str) -> None:
 
 
 class DiskCache:
-    """Files in ``folder``, which the caller has judged with ``why_not``.
+    """The cache files in ``folder``, which the caller has checked with ``why_not``.
 
     >>> import tempfile
     >>> cache = DiskCache(Path(tempfile.mkdtemp()))
@@ -254,10 +254,10 @@ class DiskCache:
         return None if packed is None else _unpack(packed, key)
 
     def get_or_make(self, key: str, make: Callable[[], Payload], is_sound: Callable[[Payload], bool] = lambda payload: True) -> Payload:
-        """What is stored under ``key``, made first if need be: by one process, while others wait for it.
+        """What is stored under ``key``, made first if missing: by one process, while others wait for it.
 
-        is_sound: whether a payload is what ``make`` makes; another one is made again, and replaced.
-        A disk that is full or refuses costs the file, not the kernel: what ``make`` returned is handed over all the same.
+        is_sound: whether a payload is what ``make`` makes; if not it is made again and replaced.
+        If the file cannot be written (a full disk, no permission), what ``make`` returned is returned all the same.
         """
         found = self.get(key)
         if found is not None and is_sound(found):
@@ -281,7 +281,7 @@ class DiskCache:
         return sorted(found, key=lambda entry: (entry.age, entry.path))
 
     def clear(self) -> tuple[int, int]:
-        """Removes all files of our own making; how many kernels and how many bytes. Processes that have loaded one keep it."""
+        """Removes all files that anyattn made; returns how many kernels and bytes. Processes that have loaded a kernel keep it."""
         entries = self.entries()
         for path in _own_files(self.folder):
             with contextlib.suppress(OSError):
@@ -290,7 +290,7 @@ class DiskCache:
         return len(gone), sum(entry.size for entry in gone)
 
     def strangers(self) -> list[Path]:
-        """What else lies in the folder and is never touched: what others put there, and what earlier versions of anyattn wrote."""
+        """Other files in the folder, which are never touched: other programs' and those of earlier versions of anyattn."""
         own = set(_own_files(self.folder))
         return sorted(p for p in self.folder.iterdir() if p not in own)
 
@@ -334,7 +334,7 @@ def _pack(payload: Payload, key: str) -> bytes:
 
 
 def _unpack(packed: bytes, key: str) -> Payload | None:
-    """What ``_pack`` packed; None of anything else, be its sum right or wrong."""
+    """What ``_pack`` packed; None for any other bytes, whether or not their checksum is right."""
     content, digest = packed[:-_SUM_SIZE], packed[-_SUM_SIZE:]
     if not content.startswith(_HEADER) or len(content) < len(_HEADER) + _TAIL.size or digest != _sum(content, key):
         return None

@@ -1,4 +1,4 @@
-"""The exceptions that anyattn raises beyond Python's own.
+"""Exceptions of anyattn beyond Python's own.
 
 Bad arguments raise ``ValueError`` or ``TypeError``; the classes here add what those two cannot say.
 """
@@ -9,7 +9,7 @@ __all__ = ["BackendError", "ModError", "OutOfPagesError"]
 
 
 class ModError(ValueError):
-    """A ``score_mod`` or ``mask_mod`` says something that no backend could run.
+    """A ``score_mod`` or ``mask_mod`` uses something that cannot be traced or computed.
 
     The message quotes the source line and proposes the change that makes it legal.
     """

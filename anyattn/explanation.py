@@ -1,4 +1,4 @@
-"""What anyattn makes of a mod, and how a call would be computed, as text."""
+"""Explanations as text: a mod's traced program and structure, and the plan of a call with its reasons."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["Explanation", "ModExplanation", "explain", "explain_mod", "triton_so
 
 @dataclass(frozen=True)
 class ModExplanation:
-    """One mod as its readers see it: the program with what each line depends on, row ranges (masks), captures, key."""
+    """One mod as traced: the program with what each line depends on, its row ranges (masks), captures and key."""
 
     mod: TracedMod
 

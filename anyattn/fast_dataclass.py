@@ -1,4 +1,4 @@
-"""Frozen dataclasses made of their own dictionary."""
+"""Fast construction of frozen dataclasses: from a dictionary of their fields, without ``__init__``."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ _T = TypeVar("_T", bound="OfFields")
 
 
 class OfFields:
-    """What a frozen dataclass inherits to be made without its constructor, which takes longer than a known call has."""
+    """Base class of frozen dataclasses that are made without ``__init__``, which takes longer than the rest of a warm call's checks."""
 
     @classmethod
     def of_fields(cls: type[_T], fields: dict[str, Any]) -> _T:
-        """One of all these fields, by name, none left out; the dictionary becomes its own.
+        """An instance with these fields, by name, none left out; the dictionary becomes its ``__dict__``.
 
         >>> from dataclasses import dataclass
         >>> @dataclass(frozen=True)

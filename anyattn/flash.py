@@ -1,4 +1,4 @@
-"""The doors with FlashAttention's names: whole batches, packed sequences, and a cache that grows."""
+"""Entry points with FlashAttention's names: whole batches, packed sequences, and decoding with a cache."""
 
 from __future__ import annotations
 
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from anyattn.sparsity.varlen_block_sparse import VarlenBlockSparseTensors
 
 __all__ = ["flash_attn_combine", "flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
+
+
+_NOWHERE = attention.Places((None,) * 5, (None, None), None)  # of whole batches
 
 
 @entry_point
@@ -83,7 +86,7 @@ def flash_attn_func(
     if torch.compiler.is_compiling():
         from anyattn.custom_ops import entry_points
 
-        found = entry_points.flash(q, k, v, (None,) * 5, (None, None), None, options, backend)
+        found = entry_points.flash(q, k, v, _NOWHERE, options, backend)
         return found if return_lse else found[0]
     if autocast.is_on():
         q, k, v = autocast.arguments(q, k, v)
@@ -91,7 +94,7 @@ def flash_attn_func(
     if call is None:
         from anyattn.custom_ops import eager_calls
 
-        found = eager_calls.flash(q, k, v, (None,) * 5, (None, None), None, options, backend)
+        found = eager_calls.flash(q, k, v, _NOWHERE, options, backend)
         return found if return_lse else found[0]
     out, lse, _ = autograd.compute(*call)
     return _laid_out(out, lse, False, return_lse)
@@ -132,15 +135,15 @@ def flash_attn_varlen_func(
     q: (total_q, Hq, D) with cu_seqlens_q, int32 or int64 (B + 1,), from 0: sequence i is rows ``cu_seqlens_q[i]`` to
     ``cu_seqlens_q[i + 1]``; or (B, Sq, Hq, D) without. k, v: packed by cu_seqlens_k, or (B, Sk, Hkv, D), or pages
     (pages, page_size, Hkv, D) with page_table, integers (B, pages per sequence).
-    seqused_q, seqused_k: integers (B,), how many of a sequence's rows are in use (needed with pages); what stands in the others never
-    matters. Lengths may be 0 and differ between q and k.
+    seqused_q, seqused_k: integers (B,), how many of a sequence's rows are in use (needed with pages); the contents of the others never
+    matter. Lengths may be 0 and differ between q and k.
     max_seqlen_q, max_seqlen_k: ints or tensors of no dimensions, not needed here; no sequence may be longer.
     Mods see (sequence, head, query in its sequence, key in its sequence).
-    validate: True looks at all that the tables hold, and also refuses packed rows behind the last sequence; None looks where that costs
+    validate: True checks the contents of all tables, and also refuses packed rows behind the last sequence; None checks where that costs
     nothing (on the CPU), False leaves out cu_seqlens. On a GPU, unless validate is True, no table is read on the host: the call does not
-    wait, and a CUDA graph that has captured it reads what the tables hold by then. What they hold wrongly is not noticed there: a row in
-    two sequences gives one of its results, rows outside storage are left out; a page outside the pool, a greatest length that is
-    too small and block lists built for other lengths make results mean nothing.
+    wait, and a CUDA graph that has captured it reads the tables' contents at each replay. Wrong contents are not detected there: a row in
+    two sequences gets one of its results, rows outside storage are left out; a page outside the pool, a greatest length that is too small
+    and block lists built for other lengths give undefined results.
 
     Returns out, laid out as q with head_dim Dv, or ``(out, lse)``, lse (Hq, total_q), or (B, Hq, Sq) where q is not packed. Rows that
     are in no sequence give 0 and lse -inf. Gradients as in ``flash_attn_func``. Raises as ``flash_attn_func``, and ``ValueError`` naming
@@ -158,20 +161,20 @@ def flash_attn_varlen_func(
         softmax_scale, causal, window_size, softcap, alibi_slopes, sink, score_mod, mask_mod, block_sparse_tensors, aux_tensors,
         deterministic, return_lse, num_splits, pack_gqa,
     )  # fmt: skip
+    tables = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table)
+    places = attention.Places(tables, (max_seqlen_q, max_seqlen_k), validate)
     if torch.compiler.is_compiling():
         from anyattn.custom_ops import entry_points
 
-        tables = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table)
-        found = entry_points.flash(q, k, v, tables, (max_seqlen_q, max_seqlen_k), validate, options, backend)
+        found = entry_points.flash(q, k, v, places, options, backend)
         return found if return_lse else found[0]
     if autocast.is_on():
         q, k, v = autocast.arguments(q, k, v)
-    tables = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table)
-    call = attention.varlen_call(q, k, v, attention.Places(tables, (max_seqlen_q, max_seqlen_k), validate), options, backend)
+    call = attention.varlen_call(q, k, v, places, options, backend)
     if call is None:
         from anyattn.custom_ops import eager_calls
 
-        found = eager_calls.flash(q, k, v, tables, (max_seqlen_q, max_seqlen_k), validate, options, backend)
+        found = eager_calls.flash(q, k, v, places, options, backend)
         return found if return_lse else found[0]
     out, lse, _ = autograd.compute(*call)
     return _laid_out(out, lse, cu_seqlens_q is not None, return_lse)
@@ -209,7 +212,7 @@ def flash_attn_with_kvcache(
     validate: bool | None = None,
     backend: str | None = None,
 ) -> Any:
-    """Decoding: appends new keys and values to a cache in place, then attends to all that it holds.
+    """Decoding: appends new keys and values to a cache in place, then attends to the whole cache.
 
     q: (B, Sq, Hq, D), or (total_q, Hq, D) with cu_seqlens_q. k_cache, v_cache: (B_cache, capacity, Hkv, D or Dv); with page_table,
     integers (B, pages per sequence), pages (pages, page_size, Hkv, D or Dv) of any size and order. k, v: (B, new, Hkv, D or Dv) to
@@ -220,10 +223,10 @@ def flash_attn_with_kvcache(
     rotary_cos, rotary_sin: (positions, rotary_dim / 2), applied to the new keys at ``cache_seqlens + j`` and to the queries at
     ``cache_seqlens + i`` if causal or windowed, else all at ``cache_seqlens``; rotary_interleaved pairs dimensions (0, 1), (2, 3), ...,
     otherwise (0, rotary_dim / 2), ...
-    validate: None looks at what the tables hold where that costs nothing (on the CPU), True everywhere, and also refuses packed rows
+    validate: None checks the contents of the tables where that costs nothing (on the CPU), True everywhere, and also refuses packed rows
     behind the last entry; False leaves out cu_seqlens_q. On a GPU, unless it is True, the Triton backend reads no table on the host: the
-    call does not wait, and a CUDA graph that has captured it reads what the tables hold by then. What they hold wrongly is not noticed
-    there: new rows for which there is no room, or no page of the pool, are not written, and results of such an entry mean nothing; rotary
+    call does not wait, and a CUDA graph that has captured it reads the tables' contents at each replay. Wrong contents are not detected
+    there: new rows for which there is no room, or no page of the pool, are not written, and results of such an entry are undefined; rotary
     tables that are too short give NaN; of two entries that append to one place either may win.
     Mods see logical positions: keys counted behind the padding, and as q_idx the query's place among them, ``seqlen_k - seqlen_q + i``, so
     that a mod written for training decodes unchanged. The other options are those of ``flash_attn_func``.
@@ -288,7 +291,7 @@ def flash_attn_combine(out_partial: Tensor, lse_partial: Tensor) -> tuple[Tensor
     """Merges attention over disjoint parts of the keys into attention over all of them.
 
     out_partial: float32 (splits, B, S, H, Dv) or (splits, total, H, Dv). lse_partial: the same without Dv, natural logarithm; -inf where a
-    part has seen nothing, and then whatever stands in its output does not matter.
+    part has seen nothing; its output is then ignored.
 
     Returns out and lse without the first dimension, in the arguments' dtypes; 0 and -inf where no part has seen anything. Differentiable.
     Raises ``TypeError``/``ValueError`` naming the argument.
@@ -305,7 +308,7 @@ def flash_attn_combine(out_partial: Tensor, lse_partial: Tensor) -> tuple[Tensor
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     dtype = torch.promote_types(*(t.dtype for t in tensors))
     if not all(map(has_memory, tensors)):
-        chosen = "torch"  # whose operations take whatever they are
+        chosen = "torch"  # its operations work on tensors without memory (fake, meta) too
     else:
         chosen = planner.combiner(hardware.of(out_partial.device.type), dtype, needs_grad)
     return backend_module(chosen).combine(out_partial, lse_partial)
@@ -314,6 +317,6 @@ def flash_attn_combine(out_partial: Tensor, lse_partial: Tensor) -> tuple[Tensor
 def _laid_out(out: Tensor, lse: Tensor | None, is_packed: bool, return_lse: bool) -> Any:
     out = torch.transpose(out, 1, 2)  # the method takes half a microsecond longer
     if is_packed:
-        # not out[0], whose derivative is a copy among zeros
+        # not out[0]: its derivative would be a copy into a tensor of zeros
         out, lse = out.squeeze(0), None if lse is None else lse.squeeze(0)
     return (out, lse) if return_lse else out

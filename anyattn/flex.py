@@ -1,4 +1,4 @@
-"""The door with PyTorch's names: ``flex_attention``."""
+"""Entry point with PyTorch's names: ``flex_attention``."""
 
 from __future__ import annotations
 
@@ -73,19 +73,17 @@ def flex_attention(
     wants_lse, wants_max = flex.wanted(return_lse, return_aux)
     if getattr(block_mask, "seq_lengths", None) == (1, 1) and flex.is_no_mask(block_mask):
         block_mask = None
-    if torch.compiler.is_compiling():
-        from anyattn.custom_ops import entry_points
-
-        out, lse, max_scores = entry_points.flex(
-            query, key, value, score_mod, block_mask, mask_mod, aux_tensors, scale, enable_gqa, sink, wants_max, deterministic, backend,
-            kernel_options,
-        )  # fmt: skip
-        return _returned(out, lse, max_scores if wants_max else None, return_lse, return_aux)
-    if autocast.is_on():
+    is_compiling = torch.compiler.is_compiling()
+    if not is_compiling and autocast.is_on():
         query, key, value = autocast.arguments(query, key, value)
     call = FlexCall(
         query, key, value, score_mod, block_mask, mask_mod, aux_tensors, scale, enable_gqa, sink, wants_lse, wants_max, deterministic
     )
+    if is_compiling:
+        from anyattn.custom_ops import entry_points
+
+        out, lse, max_scores = entry_points.flex(call, backend, kernel_options)
+        return _returned(out, lse, max_scores if wants_max else None, return_lse, return_aux)
     found = attention.flex_call(call, backend, kernel_options)
     if found is None:
         from anyattn.custom_ops import eager_calls

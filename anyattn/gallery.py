@@ -1,4 +1,4 @@
-"""The gallery: the variants that the demo runs, the benchmarks time and the docs show, as data.
+"""Gallery of attention variants, as data: what the demo runs, the benchmarks time and the docs show.
 
 A variant is a function from a ``Setting`` to the pair of mods it stands for, written as a user would write it.
 

@@ -1,4 +1,4 @@
-"""What the machine offers, asked once."""
+"""Hardware capabilities of a device, queried once."""
 
 from __future__ import annotations
 
@@ -38,6 +38,6 @@ def of(device_type: str, index: int | None = None) -> Hardware:
 
 
 def _cpu_has(question: str) -> bool:
-    """Asks torch.cpu one of its semi-private questions; a torch without it is taken for a CPU without it."""
+    """The answer of a semi-private query function of torch.cpu; False where this torch has no such function."""
     ask = getattr(torch.cpu, question, None)
     return bool(ask()) if ask is not None else False

@@ -1,6 +1,6 @@
-"""A log of the kernels that are launched for the first time, while somebody asks: ``anyattn doctor`` names what ran.
+"""Log of kernel launches, written only inside ``noting()``: ``anyattn doctor`` names the kernels that ran.
 
-Backends write to it where a launch is prepared; a launch that is made again from what an earlier one left is not noted.
+Backends write to it where a launch is prepared; a prepared launch that is repeated is not noted.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ noted: list[str] | None = None  # of the whole process: a backward pass on a GPU
 
 @contextlib.contextmanager
 def noting() -> Iterator[list[str]]:
-    """Inside, the names of kernels are added to the list that is given, in the order of their launches."""
+    """Context in which the names of launched kernels are appended to the list that it yields, in order."""
     global noted
     before, noted = noted, []
     try:

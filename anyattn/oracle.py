@@ -1,10 +1,10 @@
-"""Attention from its definition, in float64: what every backend is compared with.
+"""Reference attention in float64, from the definition: what every backend is compared with.
 
 It shares with the library nothing but ``mods/analysis/evaluate.py``, and not even that when a mod is given as a plain function, which is
 then called on broadcast index tensors. Everything is dense, so the cost is S x S, a few heads at a time.
 
 ``attention`` and ``gradients`` compute in float64 on the inputs as they are (already rounded to their dtype); ``same_dtype`` and
-``same_dtype_gradients`` are the plain formula in the inputs' own dtype, whose error is the yardstick of ``anyattn.testing.budget``.
+``same_dtype_gradients`` are the plain formula in the inputs' own dtype, whose error ``anyattn.testing.budget`` measures in.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def attention(
     q (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv), any float dtype; Hq a multiple of Hkv. score, mask: a ``TracedMod`` (the score
     traced with ``score_dtype=torch.float64``) or a function of broadcast index tensors. sink: (Hq,) logits. Returns float64 results.
 
-    A row that sees nothing gives 0; what stands in a masked position, NaN included, changes nothing.
+    A row that sees nothing gives 0; the value at a masked position, NaN included, changes nothing.
 
     >>> q = torch.ones(1, 1, 2, 4)
     >>> attention(q, q, q, mask=lambda b, h, i, j: j < i).lse[0, 0].tolist()
@@ -144,7 +144,7 @@ def same_dtype_gradients(
 
 
 def _definition(call: _Call, b: int, h: Tensor) -> Oracle:
-    """Straight from the definition, and safe against whatever stands in masked positions."""
+    """The definition, unaffected by the values at masked positions."""
     q, k, v = call.q[b, h], *(t[b, h // (call.q.shape[1] // max(1, t.shape[1]))] for t in (call.k, call.v))
     visible = _visible(call, b, h)  # (heads, Sq, Sk)
     scores = _modified(call, _masked_product(q, k.transpose(-1, -2), visible, contract="d") * call.scale, visible, b, h)
@@ -161,7 +161,7 @@ def _definition(call: _Call, b: int, h: Tensor) -> Oracle:
 
 
 def _by_hand(call: _Call, b: int, h: Tensor) -> Oracle:
-    """The same in as few torch calls as a user would write, rounding as they round."""
+    """The same formula as a user would write it in a few torch calls, with their rounding."""
     dtype = call.q.dtype
     wide = torch.promote_types(dtype, torch.float32)
     q, k, v = call.q[b, h], *(t[b, h // (call.q.shape[1] // max(1, t.shape[1]))] for t in (call.k, call.v))
@@ -200,8 +200,8 @@ def _visible(call: _Call, b: int, h: Tensor) -> Tensor:
 
 
 def _modified(call: _Call, scores: Tensor, visible: Tensor, b: int, h: Tensor) -> Tensor:
-    """The score mod's value where visible, -inf elsewhere; the mod itself meets visible positions only, so that neither a value nor a
-    derivative that is infinite under the mask can turn into NaN."""
+    """The score mod's value where visible, -inf elsewhere. The mod is evaluated at visible positions only, so that a value or derivative
+    that is infinite at a masked position cannot turn into NaN."""
     if call.score is None or scores.numel() == 0:
         return torch.where(visible, scores, -math.inf)
     if call.mask is None:

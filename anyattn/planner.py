@@ -1,4 +1,4 @@
-"""The planner: pure functions from ``Problem`` and ``Hardware`` to a ``Plan``; it chooses a backend, which then makes its own plan."""
+"""Planner: pure functions from ``Problem`` and ``Hardware`` to a ``Plan``. It chooses a backend, which then makes its own plan."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def choose(problem: Problem, hardware: Hardware, backend: str | None = None, opt
 
 
 def _plan_of(name: str, problem: Problem, hardware: Hardware, reason: str, options: dict[str, int]) -> Plan:
-    """The plan that backend ``name`` makes; GPU backends are told who computes the backward pass."""
+    """The plan that backend ``name`` makes; GPU backends are given the backend of the backward pass."""
     if name == "torch":
         from anyattn.backends.torch.plan import plan_of
 
@@ -100,27 +100,27 @@ def _plan_of(name: str, problem: Problem, hardware: Hardware, reason: str, optio
 
 
 def _check_native(problem: Problem, backend: str | None, against: str | None) -> None:
-    """Raises ``BackendError`` where a CuTe function would have to be asked by anything but the Hopper kernel."""
+    """Raises ``BackendError`` where a mod is a CuTe function and the Hopper kernel cannot run the call."""
     native = has_native((problem.score, *problem.predicates))
     if native is None:
         return
     named = f"backend={backend!r} is named; pass backend='hopper'" if backend in ("torch", "triton") else None
     reason = named or against or _reason_against_problem("hopper", problem)
-    if reason and problem.has_pairs:  # asked last: on a GPU it may wait
+    if reason and problem.has_pairs:  # evaluated last: on a GPU it may wait
         raise BackendError(f"only the Hopper kernel can run {native}, a CuTe function: {reason}; or write it as plain Python")
 
 
 def for_backward(plan: Plan, problem: Problem, hardware: Hardware) -> Plan:
-    """The plan for the backward pass of what ``plan`` computed forward, with the log-sum-exp kept where it is another backend's."""
+    """The plan of the backward pass after ``plan``'s forward pass. Where it is another backend's, the log-sum-exp is kept."""
     if not plan.backward:
         return plan
     options = {"autotune": 1} if plan.is_tuned else None
-    # how rows were dealt to tiles is the forward pass's own
+    # packing rows into tiles is a choice of the forward pass alone
     return replace(choose(problem.like(packs=None), hardware, plan.backward, options), whole_spans=False)
 
 
 def _backward_of(problem: Problem, hardware: Hardware) -> Backward:
-    """Triton if it can, else torch."""
+    """The backend of the backward pass: Triton if it can, else torch."""
     from anyattn.backends.triton.plan import reason_against_backward, why_deterministic
 
     against = _reason_against_triton(hardware) or reason_against_backward(problem)
@@ -135,7 +135,7 @@ def _reason_against_problem(name: str, problem: Problem) -> str | None:
 
 
 def appender(plan: Plan, hardware: Hardware) -> str | None:
-    """The backend whose kernel takes a decoder's step before the attention of ``plan``; None where torch operations do."""
+    """The backend whose kernel appends and rotates before the attention of ``plan``; None where torch operations do."""
     has_kernel = plan.backend != "torch" and _reason_against_triton(hardware) is None
     return "triton" if has_kernel else None
 

@@ -1,4 +1,4 @@
-"""The validated facts of one attention call: what every later room reads instead of the user's arguments."""
+"""``Problem``: the validated facts of one attention call, which everything after validation reads instead of the user's arguments."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Problem(OfFields):
 
     q: (B, Hq, Sq, D), k: (B, Hkv, Sk, D), v: (B, Hkv, Sk, Dv), one dtype and device, any strides; Hq is a multiple of Hkv.
     predicates: the element masks. With ``blocks``, the first predicate belongs to the lists: it decides inside the listed partial tiles,
-    listed full tiles need no asking, unlisted tiles are invisible; the other predicates hold everywhere.
+    is true in listed full tiles, and unlisted tiles are invisible; the other predicates hold everywhere.
     sink: (Hq,) logits that join the softmax's denominator.
     blocks_follow: the lists follow from the first predicate, so that a backend may work from either alone.
     sequences: None where every batch entry is all of its storage. Else the tensors are storage, whose first dimension need not be the
-    batch (packed, cached, paged), and this says where each entry's rows are; storage rows that belong to none give 0 and -inf.
+    batch (packed, cached, paged), and this says where each entry's rows are; storage rows that belong to no entry give 0 and -inf.
     num_splits: the keys of each row tile are divided among so many partial results, which are combined; 0 leaves it to the plan.
     packs: whether query heads that share K and V share row tiles where a kernel has a choice; None leaves it to the plan.
     """
@@ -79,29 +79,29 @@ class Problem(OfFields):
 
     @property
     def bound_q(self) -> int:
-        """At least ``seqlen_q``, and known without a look at what tensors on a GPU hold."""
+        """An upper bound of ``seqlen_q`` that needs no read of GPU memory."""
         return self.q.shape[2] if self.sequences is None else self.sequences.bound_q
 
     @property
     def bound_k(self) -> int:
-        """At least ``seqlen_k``, and known without a look at what tensors on a GPU hold."""
+        """An upper bound of ``seqlen_k`` that needs no read of GPU memory."""
         return self.k.shape[2] if self.sequences is None else self.sequences.bound_k
 
     def like(self, **changes: Any) -> Problem:
-        """``dataclasses.replace`` for what leaves predicates and lengths as they are: the row limits, once known, go along."""
+        """``dataclasses.replace`` for changes that leave predicates and lengths as they are: cached row limits are kept."""
         assert changes.keys() <= vars(self).keys(), changes
         return self.of_fields(vars(self) | changes)
 
     @cached_property
     def row_limits(self) -> tuple[tuple[Tensor, Tensor] | None, ...]:
-        """For each predicate its ranges of visible keys per row, ``rows.limits``: (lo, hi), each (n, B or 1, H or 1, Sq), or None.
+        """For each predicate its ranges of visible keys per row, ``row_ranges.limits``: (lo, hi), each (n, B or 1, H or 1, Sq), or None.
 
-        With ``sequences`` their rows stand end to end: (n, 1, H or 1, total rows).
+        With ``sequences`` the rows of all are concatenated: (n, 1, H or 1, total rows).
         """
         if not self.predicates:
             return ()
         rows = self.seqlen_q if self.sequences is None else len(self.sequences.row_entry)
-        if not self.has_pairs:  # then no mod may be asked: a captured table need not have a single entry
+        if not self.has_pairs:  # then no mod may be evaluated: a captured table may be empty
             nothing = torch.zeros((1, 1, 1, rows), dtype=torch.int32, device=self.q.device)
             return ((nothing, nothing),) * len(self.predicates)
         if self.sequences is not None:
@@ -112,13 +112,13 @@ class Problem(OfFields):
 
     @property
     def has_pairs(self) -> bool:
-        """Whether there is any (query, key) about which a mod can be asked."""
+        """Whether there is any (query, key) at which a mod can be evaluated."""
         entries = self.sequences.has_pairs if self.sequences is not None else min(self.batch, self.seqlen_q, self.seqlen_k) > 0
         return entries and self.heads_q > 0
 
     @property
     def may_have_pairs(self) -> bool:
-        """Whether ``has_pairs`` can be true, as far as that is known without a look at what tensors on a GPU hold."""
+        """Whether ``has_pairs`` can be true, as far as that is known without reading GPU memory."""
         sizes = (self.batch, *self.q.shape, *self.k.shape)
         return min(sizes) > 0 and min(self.bound_q, self.bound_k) > 0
 

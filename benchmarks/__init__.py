@@ -1,5 +1,5 @@
-"""Every speed claim of anyattn comes from here: ``python -m benchmarks``.
+"""Every speed claim of anyattn comes from here: ``python -m benchmarks`` on a CPU, ``python -m benchmarks.gpu`` on a GPU.
 
-Cases and peers are data (``cases.py``, ``peers.py``, ``variants.py``); one runner times a case's contenders in interleaved rounds, after it
-has judged their results against float64. ``bars.py`` says what has to be reached.
+One harness for both: cases (``cpu/cases.py``, ``gpu/cases.py``), variants and peers are data; the runner judges what the contestants
+compute, then times them in interleaved rounds with the device's clock. Bars say what has to be reached.
 """

@@ -5,18 +5,20 @@ from __future__ import annotations
 import fnmatch
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import click
-from rich.console import Console
 
 from benchmarks import machine, report
 from benchmarks.bars import Found
-from benchmarks.case import Case, Record
-from benchmarks.cases import CASES
+from benchmarks.case import Case
+from benchmarks.cpu.bars import BARS
+from benchmarks.cpu.cases import CASES
 from benchmarks.probes import PROBES, measure
-from benchmarks.runner import run_case
+from benchmarks.runner import refused, run_case
+from benchmarks.store import Store
+from benchmarks.timing import Limits
 
 _PROBE_GROUPS = {
     "memory": ("memory",),
@@ -24,6 +26,8 @@ _PROBE_GROUPS = {
     "host": ("first-call", "closure", "import"),
     "sequences": ("decode-host", "decode-pages", "ragged-lists"),
 }
+_LEAST_ROUNDS = 3
+_SAMPLE = 0.02  # seconds
 _GROUPS = list(dict.fromkeys([*(case.group for case in CASES), *_PROBE_GROUPS]))
 
 
@@ -52,63 +56,46 @@ def main(
     list_only: bool,
 ) -> None:
     """Time anyattn against its peers, in interleaved rounds, on random data, after judging its results."""
-    console = Console()
     cases = _chosen(CASES, groups, pattern)
     probes = [p for g, names in _PROBE_GROUPS.items() if not groups or g in groups for p in names] if pattern is None else []
     assert set(probes) <= set(PROBES)
     if list_only:
-        console.print("\n".join([*(f"{c.name}  {c.shape}  vs {', '.join(c.peers) or '-'}" for c in cases), *probes]), highlight=False)
+        click.echo("\n".join([*(f"{c.name}  {c.shape}  vs {', '.join(c.peers) or '-'}" for c in cases), *probes]))
         return
     if not cases and not probes:
         raise click.UsageError("no case matches; --list names them")
     where = machine.describe("python -m benchmarks " + " ".join(sys.argv[1:]))
-    found = _earlier(out, where["commit"]) if keep else Found({}, {})
-    for case in [case for case in cases if case.name not in found.records]:
-        with console.status(f"{case.name} ({case.shape})"):
-            found.records[case.name] = record = _run(case, rounds, seconds, patience)
-        console.print(report.describe_record(record), highlight=False, soft_wrap=True)
-        _write(out, where, found)
-    for probe in [probe for probe in probes if probe not in found.probes]:
-        with console.status(probe):
-            found.probes[probe] = measure(probe)
-        console.print(f"{probe}: {json.dumps(found.probes[probe])}", highlight=False, soft_wrap=True)
-        _write(out, where, found)
-    report.print_bars(console, report.bar_rows(found))
-    if any(record.refused for record in found.records.values()):
+    if keep and out is None:
+        raise click.UsageError("--keep needs --out, the files to keep from")
+    store = None if out is None else Store(out, BARS)
+    found = _earlier(store, where["commit"]) if keep and store is not None else Found({}, {})
+    limits = Limits(rounds, seconds, _LEAST_ROUNDS, _SAMPLE, patience)
+    for name, step in [*((case.name, case) for case in cases), *((probe, None) for probe in probes)]:
+        if name in (found.probes if step is None else found.records):
+            continue
+        if step is None:
+            found.probes[name] = measure(name)
+            click.echo(f"{name}: {json.dumps(found.probes[name])}")
+        else:
+            try:
+                found.records[name] = run_case(step, limits)
+            except Exception as error:
+                found.records[name] = refused(step, error)
+            click.echo(report.describe(found.records[name]))
+        if store is not None:  # after every case, so that an interrupted run keeps what it has
+            store.save(where, found)
+    click.echo("\n".join(report.bar_lines(found, BARS)))
+    if any(record.refused for record in found.records.values()) or any("error" in figures for figures in found.probes.values()):
         sys.exit(1)
 
 
-def _earlier(out: Path | None, commit: str) -> Found:
-    """What an earlier run of the same commit wrote, without the cases that were refused or disturbed."""
-    if out is None:
-        raise click.UsageError("--keep needs --out, the files to keep from")
-    path = out.with_suffix(".json")
-    if not path.exists():
-        return Found({}, {})
-    figures: dict[str, Any] = json.loads(path.read_text())
-    if figures["machine"]["commit"] != commit:
-        raise click.UsageError(f"{path} is of commit {figures['machine']['commit']}, this is {commit}; run without --keep")
-    records = [Record.from_json(case) for case in figures["cases"]]
-    return Found({r.case: r for r in records if r.is_quiet}, figures["probes"])
-
-
-def _run(case: Case, rounds: int, seconds: float, patience: float) -> Record:
-    """A case that raises is a refusal too: the other figures are still wanted."""
-    try:
-        return run_case(case, rounds, seconds, patience)
-    except Exception as error:
-        record = Record.of(case)
-        record.refused = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        return record
-
-
-def _write(out: Path | None, where: dict, found: Found) -> None:
-    """After every case, so that an interrupted run keeps what it has."""
-    if out is None:
-        return
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.with_suffix(".json").write_text(json.dumps(report.as_json(where, found), indent=1) + "\n")
-    out.with_suffix(".md").write_text(report.as_markdown(where, found))
+def _earlier(store: Store, commit: str) -> Found:
+    """What an earlier run of the same commit wrote, without the cases that were refused or disturbed and the probes that failed."""
+    if store.commit() not in ("", commit):
+        raise click.UsageError(f"the figures in --out are of commit {store.commit()}, this is {commit}; run without --keep")
+    found = store.found()
+    quiet = {name: record for name, record in found.records.items() if record.is_quiet}
+    return replace(found, records=quiet, probes={name: figures for name, figures in found.probes.items() if "error" not in figures})
 
 
 if __name__ == "__main__":

@@ -1,17 +1,16 @@
-"""What has to be reached, as data: one row a bar, read from a run's records."""
+"""What has to be reached, as data: one row a bar, and how bars read a run's records."""
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.case import OURS, Record
-from benchmarks.cases import GALLERY
-from benchmarks.runner import geometric_mean
 
-__all__ = ["BARS", "Bar", "Found"]
+__all__ = ["Bar", "Found", "bar_rows", "geometric_mean", "one", "probe", "some", "versus"]
 
 
 @dataclass(frozen=True)
@@ -34,11 +33,8 @@ class Found:
     def ratio(self, case: str, peer: str) -> float:
         return self.record(case).ratio(peer)
 
-    def gallery(self, dtype: str) -> dict[str, float]:
-        return {v: self.ratio(f"forward/{v}/4096/{dtype}", "flex") for v in GALLERY}
-
-    def seconds(self, case: str) -> float:
-        return self.record(case).timings[OURS].median
+    def seconds(self, case: str, who: str = OURS) -> float:
+        return self.record(case).timings[who].median
 
 
 @dataclass(frozen=True)
@@ -57,122 +53,96 @@ class Bar:
         return (operator.ge if self.at_least else operator.le)(value, self.floor)
 
 
-def _versus(group: str, variant: str, dtype: str, floor: float, aim: float | None) -> Bar:
-    return Bar(
-        f"{group} {variant} {dtype} vs SDPA",
-        floor,
-        lambda found: found.ratio(f"{group}/{variant}/4096/{dtype}", "sdpa"),
-        aim=aim,
-    )
+def bar_rows(found: Found, bars: Sequence[Bar]) -> list[tuple[str, str, str, str, str]]:
+    """(bar, measured, floor, aim, verdict) of every bar, in their order."""
+    return [_row(bar, found) for bar in bars]
 
 
-def _worst_note(dtype: str) -> Callable[[Found], str]:
-    def note(found: Found) -> str:
-        ratios = found.gallery(dtype)
-        return min(ratios, key=lambda name: ratios[name])
-
-    return note
-
-
-def _gallery(dtype: str, each: float, mean: float) -> list[Bar]:
-    name = f"gallery forward {dtype} vs compiled flex"
-    return [
-        Bar(f"{name}, worst", each, lambda found: min(found.gallery(dtype).values()), note=_worst_note(dtype)),
-        Bar(f"{name}, geometric mean", mean, lambda found: geometric_mean(found.gallery(dtype).values())),
-    ]
+def _row(bar: Bar, found: Found) -> tuple[str, str, str, str, str]:
+    sign = "≥" if bar.at_least else "≤"
+    floor, aim = f"{sign} {_figure(bar.floor)} {bar.unit}", "" if bar.aim is None else f"{_figure(bar.aim)} {bar.unit}"
+    found.disturbed.clear()
+    try:
+        value, note = bar.measure(found), bar.note(found)
+    except KeyError as missing:
+        record = found.records.get(str(missing.args[0]))
+        return bar.name, "refused" if record is not None else "not measured", floor, aim, "-"
+    text = f"{_figure(value)} {bar.unit}" + (f" ({note})" if note else "")
+    verdict = "pass" if bar.passes(value) else "**short**"
+    return bar.name, text, floor, aim, verdict + (" (disturbed)" if found.disturbed else "")
 
 
-def _window(dtype: str) -> Bar:
-    def over_share(found: Found) -> float:
-        record = found.record(f"window/window-512/16384/{dtype}")
-        return record.timings[OURS].median / (record.timings["anyattn-full"].median * record.extra["tile_share"])
-
-    return Bar(f"window 512 at S=16,384 {dtype}, time over its share of tiles", 1.25, over_share, at_least=False)
+def _figure(value: float) -> str:
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
-def _mask_ratio(variant: str) -> Callable[[Found], float]:
-    return lambda found: found.ratio(f"masks/{variant}/32768", "flex-mask")
+def geometric_mean(values: Iterable[float]) -> float:
+    """nan of nothing."""
+    logs = [math.log(v) for v in values]
+    return math.exp(sum(logs) / len(logs)) if logs else math.nan
 
 
-def _mask_seconds(variant: str) -> Callable[[Found], float]:
-    return lambda found: found.seconds(f"masks/{variant}/131072")
+def versus(found: Found, case: str, peers: Iterable[str], mine: str = OURS) -> float:
+    """How many times as fast as the fastest of ``peers`` that did the same job. ``KeyError`` if none was timed, or anyattn was not, or
+    its result is wrong."""
+    record = found.record(case)
+    timed = [p for p in peers if p in record.timings and not record.differs(p)]
+    is_wrong = record.differs(mine) or record.budget.get(mine, 0.0) > 1.0
+    if mine not in record.timings or is_wrong or not timed:
+        raise KeyError(case)
+    return min(record.ratio(peer, mine) for peer in timed)
 
 
-def _long_mask(variant: str, key: str) -> Callable[[Found], float]:
-    return lambda found: found.probes["long-masks"][variant][key]
+def _all(found: Found, cases: Iterable[str], peers: Iterable[str], mine: str) -> dict[str, float]:
+    """The ratios of those cases that have one. Raises ``KeyError`` if none has."""
+    ratios: dict[str, float] = {}
+    for case in cases:
+        try:
+            ratios[case] = versus(found, case, peers, mine)
+        except KeyError:
+            continue
+    if not ratios:
+        raise KeyError(next(iter(cases)))
+    return ratios
 
 
-def _mask_bars() -> list[Bar]:
-    bars = []
-    for v in ("causal", "document-causal"):
-        bars += [
-            Bar(f"mask {v} 32,768 vs compiled create_block_mask", 20, _mask_ratio(v)),
-            Bar(f"mask {v} 131,072", 0.5, _mask_seconds(v), at_least=False, unit="s"),
-            Bar(f"mask {v} 1,048,576", 15, _long_mask(v, "seconds"), at_least=False, unit="s"),
-            Bar(
-                f"mask {v} 1,048,576 peak memory",
-                2048,
-                _long_mask(v, "peak_extra_mib"),
-                at_least=False,
-                unit="MiB",
-            ),
-        ]
-    return bars
+def some(
+    name: str,
+    cases: list[str],
+    peers: tuple[str, ...],
+    each: float,
+    mean: float | None = None,
+    aim: float | None = None,
+    mine: str = OURS,
+    is_time: bool = False,
+) -> list[Bar]:
+    """Bars on the worst case and on the geometric mean; each says of how many of its cases.
+
+    is_time: ``each`` is the most that the time may be, as a multiple of the fastest peer's.
+    """
+
+    def count(found: Found) -> str:
+        measured = len(_all(found, cases, peers, mine))
+        return "" if measured == len(cases) else f"{measured} of {len(cases)} cases"
+
+    def worst(found: Found) -> str:
+        by_case = _all(found, cases, peers, mine)
+        return ", ".join(part for part in (min(by_case, key=lambda case: by_case[case]), count(found)) if part)
+
+    def ratios(found: Found) -> list[float]:
+        return list(_all(found, cases, peers, mine).values())
+
+    if is_time:
+        return [Bar(f"{name}, worst", each, lambda found: 1 / min(ratios(found)), at_least=False, note=worst)]
+    least = Bar(f"{name}, worst", each, lambda found: min(ratios(found)), aim=None if mean else aim, note=worst)
+    if mean is None:
+        return [least]
+    return [Bar(f"{name}, geometric mean", mean, lambda found: geometric_mean(ratios(found)), aim=aim, note=count), least]
 
 
-def _host(name: str, probe: str, key: str, most: float, unit: str) -> Bar:
-    return Bar(name, most, lambda found: found.probes[probe][key], at_least=False, unit=unit)
+def one(name: str, case: str, peers: tuple[str, ...], floor: float, aim: float | None = None, mine: str = OURS) -> Bar:
+    return Bar(name, floor, lambda found: versus(found, case, peers, mine), aim=aim)
 
 
-def _sequence_bars() -> list[Bar]:
-    bars = []
-    for d in ("float32", "bfloat16"):
-        documents, decode = f"sequences/documents/16384/{d}", f"sequences/decode/1/{d}"
-        bars += [
-            Bar(f"64 documents, causal, {d} vs SDPA on the padded batch", 3, lambda found, c=documents: found.ratio(c, "sdpa-padded")),
-            Bar(
-                f"64 documents {d}, time over one call a document",
-                1.15,
-                lambda found, c=documents: 1 / found.ratio(c, "per-document"),
-                at_least=False,
-            ),
-            Bar(f"decode 16 x 8,192 keys, 32/8 heads, {d} vs SDPA enable_gqa", 1.5, lambda found, c=decode: found.ratio(c, "sdpa-gqa")),
-            *(
-                Bar(
-                    f"decode {d}, pages of {n} over contiguous",
-                    1.3,
-                    lambda found, c=decode, n=n: found.ratio(c, f"paged-{n}"),
-                    at_least=False,
-                )
-                for n in (128, 16)
-            ),
-        ]
-    for stored in ("contiguous", "paged"):
-        for batch in (1, 16):
-            bars.append(_host(f"host time of a decode call, batch {batch}, {stored}", "decode-host", f"batch {batch}, {stored}", 300, "us"))
-    lists = lambda found: found.probes["ragged-lists"]["causal"]["lists_s"]
-    return [*bars, Bar("block lists of 1,000 sequences, causal", 1, lists, at_least=False, unit="s")]
-
-
-BARS: list[Bar] = [
-    _versus("forward", "full", "float32", 0.9, 1.0),
-    _versus("forward", "causal", "float32", 0.9, 1.0),
-    _versus("forward", "full", "bfloat16", 1.8, 2.5),
-    _versus("forward", "causal", "bfloat16", 1.5, 1.8),
-    *_gallery("float32", 0.9, 1.3),
-    *_gallery("bfloat16", 1.2, 2.0),
-    _versus("backward", "full", "float32", 0.9, None),
-    _versus("backward", "causal", "float32", 0.9, None),
-    _versus("backward", "full", "bfloat16", 1.3, None),
-    _versus("backward", "causal", "bfloat16", 1.3, None),
-    _window("float32"),
-    _window("bfloat16"),
-    _host("peak extra memory, S=65,536 H1 window 512, forward + backward", "memory", "peak_extra_mib", 300 * 1e6 / 2**20, "MiB"),
-    *_mask_bars(),
-    _host("first call with a new mod", "first-call", "worst", 0.5, "s"),
-    _host("very first call of a process", "first-call", "very_first", 0.5, "s"),
-    _host("extra host time of a new closure", "closure", "extra_ms", 1.0, "ms"),
-    _host("import anyattn beyond torch", "import", "package_s", 1.0, "s"),
-    _host("import anyattn and reach flex_attention, beyond torch", "import", "with_flex_attention_s", 1.0, "s"),
-    *_sequence_bars(),
-]
+def probe(name: str, of: str, key: str, most: float, unit: str, aim: float | None = None) -> Bar:
+    return Bar(name, most, lambda found: found.probes[of][key], at_least=False, unit=unit, aim=aim)

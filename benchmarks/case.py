@@ -8,11 +8,14 @@ from typing import Any
 
 import torch
 
-__all__ = ["OTHER_JOB", "OURS", "Case", "Record", "Shape", "Timing"]
+__all__ = ["KINDS", "LARGEST_DIFFERENCE", "OTHER_FLOPS", "OURS", "Case", "Record", "Shape", "Timing"]
 
 OURS = "anyattn"
-_PRODUCTS = {"forward": 2, "backward": 5, "mask": 0, "documents": 2, "decode": 2}  # matrix products of each kind
-OTHER_JOB = ("anyattn-full",)  # contenders whose result is another case's: judged there, and of other FLOPs
+KINDS = ("flex", "flash", "varlen", "decode", "mask")
+OTHER_FLOPS = ("anyattn-full",)  # contestants that compute other pairs than the case's
+LARGEST_DIFFERENCE = 2e-2  # relative RMS between two bfloat16 results that are taken for the same computation
+_FORWARD_PRODUCTS = 2
+_BACKWARD_PRODUCTS = 5  # the scores again, dV, dP, dQ, dK, as FlashAttention counts
 
 
 @dataclass(frozen=True)
@@ -36,42 +39,73 @@ class Shape:
 
 @dataclass(frozen=True)
 class Case:
-    """One thing to time. kind: forward, backward, mask (building a block mask), documents or decode (``sequences.py``).
+    """One thing to time.
 
-    peers: names in ``peers.PEERS``, or of the calls of a case of sequences, besides anyattn.
-
-    dtype: a torch dtype's name, empty for masks. device: where it runs, which also decides the clock.
+    kind: which of anyattn's functions is timed: flex, flash, varlen, decode (``flash_attn_with_kvcache``) or mask (``create_block_mask``).
+    variant: a name in ``variants.VARIANTS[device]``. peers: names in ``peers.PEERS``. backend: the one that anyattn's contestant insists
+    on, None for its own choice. is_backward: what is timed are the gradients of q, k and v, the forward pass having been run before.
+    learns: the score mod's tensors get one too. is_host_time: how long the call takes to return, whatever the device does behind it.
+    device: cpu or cuda, which decides the clock and the variant's sizes. dtype: a torch dtype's name, empty for masks. rounds: fewer, for
+    the long ones.
     """
 
     group: str
     kind: str
     variant: str
-    peers: tuple[str, ...]
-    shape: Shape = field(default_factory=Shape)
-    dtype: str = "float32"
+    shape: Shape = Shape()
+    peers: tuple[str, ...] = ()
+    backend: str | None = None
+    is_backward: bool = False
+    learns: bool = False
+    is_host_time: bool = False
     device: str = "cpu"
-    rounds: int | None = None  # fewer for the long ones
+    dtype: str = "float32"
+    rounds: int | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in _PRODUCTS:
-            raise ValueError(f"kind={self.kind!r} is not one of {', '.join(_PRODUCTS)}")
+        if self.kind not in KINDS:
+            raise ValueError(f"kind={self.kind!r} is not one of {', '.join(KINDS)}")
+        if self.device not in ("cpu", "cuda"):
+            raise ValueError(f"device={self.device!r} must be 'cpu' or 'cuda'")
 
     @property
     def name(self) -> str:
-        """group/variant/S/dtype: what filters and bars look for."""
-        length = str(self.shape.seqlen_q)
-        return "/".join(p for p in (self.group, self.variant, length, self.dtype) if p)
+        """What ``--filter``, ``--only`` and bars look for. CPU: group/variant/S/dtype. GPU: group/variant/D/S, of decoding its sizes."""
+        shape = self.shape
+        if self.device == "cpu":
+            return "/".join(part for part in (self.group, self.variant, str(shape.seqlen_q), self.dtype) if part)
+        if self.kind == "decode":
+            return f"{self.group}/b{shape.batch}-h{shape.heads_q}-{shape.heads_kv}-s{shape.seqlen_k}"
+        width = f"d{shape.head_dim}/" if not (self.kind == "mask" or self.is_host_time) else ""
+        heads = "-gqa" if shape.heads_q != shape.heads_kv and self.group != "gqa" else ""
+        return f"{self.group}/{self.variant}{heads}/{width}{shape.seqlen_q}"
+
+    @property
+    def contestants(self) -> tuple[str, ...]:
+        return (OURS, *self.peers)
 
     @property
     def torch_dtype(self) -> torch.dtype:
         return getattr(torch, self.dtype)
 
-    def flops(self, pairs: int) -> int:
-        """Floating-point operations of the matrix products over ``pairs`` unmasked (query, key) pairs of all batch entries and heads.
+    @property
+    def products(self) -> int:
+        """Matrix products per visible pair; 0 where it is not they that take the time."""
+        if self.kind == "mask" or self.is_host_time or self.bytes:
+            return 0
+        return _BACKWARD_PRODUCTS if self.is_backward else _FORWARD_PRODUCTS
 
-        Forward: two products; backward: five (the scores again, dV, dP, dQ, dK), as FlashAttention counts.
-        """
-        return _PRODUCTS[self.kind] * 2 * self.shape.head_dim * pairs
+    @property
+    def bytes(self) -> int:
+        """Of the keys and values that have to be read, where it is they that take the time: on a GPU that decodes."""
+        shape = self.shape
+        if self.kind != "decode" or self.device == "cpu":
+            return 0
+        return 2 * self.torch_dtype.itemsize * shape.batch * shape.seqlen_k * shape.heads_kv * shape.head_dim
+
+    def flops(self, pairs: int) -> int:
+        """Of the matrix products over ``pairs`` visible (query, key) pairs of all batch entries and heads."""
+        return self.products * 2 * self.shape.head_dim * pairs
 
 
 @dataclass(frozen=True)
@@ -95,7 +129,11 @@ class Timing:
 
 @dataclass
 class Record:
-    """What came of a case. budget: contender -> share of its error budget. refused: why nothing was timed. extra: other figures."""
+    """What came of a case.
+
+    timings: the n-th numbers of all contestants come from one round. budget: contestant -> share of its error budget against float64.
+    difference: contestant -> relative RMS between its result and anyattn's. refused: why nothing was timed. extra: other figures.
+    """
 
     case: str
     group: str
@@ -105,6 +143,7 @@ class Record:
     shape: str
     timings: dict[str, Timing] = field(default_factory=dict)
     budget: dict[str, float] = field(default_factory=dict)
+    difference: dict[str, float] = field(default_factory=dict)
     unavailable: dict[str, str] = field(default_factory=dict)
     refused: str | None = None
     flops: int = 0
@@ -126,9 +165,14 @@ class Record:
         """Timed, and in rounds during which nothing else ran."""
         return bool(self.timings) and not self.extra.get("disturbed_used", False)
 
-    def ratio(self, peer: str) -> float:
-        """How many times as fast as ``peer`` anyattn was, in this run."""
-        return self.timings[peer].median / self.timings[OURS].median
+    def differs(self, name: str) -> bool:
+        """Whether a contestant computed something else than anyattn."""
+        return name in self.difference and not self.difference[name] <= LARGEST_DIFFERENCE
+
+    def ratio(self, peer: str, mine: str = OURS) -> float:
+        """How many times as fast as ``peer`` anyattn was: the median over rounds of the ratio within the round."""
+        rounds = zip(self.timings[mine].seconds, self.timings[peer].seconds)
+        return statistics.median(theirs / ours for ours, theirs in rounds)
 
     def as_json(self) -> dict[str, Any]:
         contenders = {
@@ -136,7 +180,7 @@ class Record:
                 "median_s": t.median,
                 "spread": t.spread,
                 "rounds_s": list(t.seconds),
-                "gflops": self.flops / t.median / 1e9 if self.flops and name not in OTHER_JOB else None,
+                "gflops": self.flops / t.median / 1e9 if self.flops and name not in OTHER_FLOPS else None,
                 "anyattn_is_times_as_fast": self.ratio(name) if OURS in self.timings else None,
             }
             for name, t in self.timings.items()

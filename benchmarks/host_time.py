@@ -60,7 +60,9 @@ def stubbed() -> Iterator[None]:
         if _HAS_TRITON:  # up to Triton's launcher, which would ask a driver
             launch = importlib.import_module("anyattn.triton_tools.launch")
             handle = importlib.import_module("anyattn.triton_tools.fast_launch").Handle(lambda *a: None, True, lambda x, number: [x])
-            stack.enter_context(mock.patch.object(launch, "_launch", lambda *a: handle))
+            entry = importlib.import_module("anyattn.backends.triton.codegen.entry")
+            for module in (launch, entry):
+                stack.enter_context(mock.patch.object(module, "launch", lambda *a: handle))
             ordering = importlib.import_module("anyattn.sequences.tile_order")
             stack.enter_context(mock.patch.object(ordering, "_runs_kernels", lambda device: True))
         yield

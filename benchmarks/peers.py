@@ -1,151 +1,380 @@
-"""Who is timed: every contender turns a case and its inputs into a call that returns a result in one common form.
+"""The contestants: one table for every device. Each is a function from a case's inputs to the call that is timed and the layout of its
+result (``Inputs.comparable``).
 
-forward: out (B, H, S, D). backward: (dq, dk, dv). mask: a torch ``BlockMask``.
+One that does not run on the case's device, whose package is not there, or that has no name for a variant, raises ``Unavailable`` and is
+left out of the case with its reason.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
-from benchmarks.case import OURS, Case
-from benchmarks.variants import VARIANTS, Variant
+from benchmarks import decode
+from benchmarks.case import OURS
+from benchmarks.inputs import Inputs, intervals
+from benchmarks.variants import VARIANTS, Setting
 
-__all__ = ["PEERS", "Inputs", "Peer", "Unavailable"]
+__all__ = ["INSISTED", "PAGED_SPLITS", "PEERS", "SPLITS", "Entry", "Peer", "Unavailable", "backend_of", "backward_of", "module"]
+
+SPLITS = tuple(f"splits-{n}" for n in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32))
+PAGED_SPLITS = tuple(f"anyattn-paged-16-splits-{n}" for n in (1, 2, 4, 8, 16, 32))
+Entry = tuple[Callable[[], Any], str]
 
 
 class Unavailable(Exception):
-    """This contender cannot do this case here; the message says why."""
-
-
-@dataclass
-class Inputs:
-    """A case's random tensors and mods; ``block_masks`` are built once, outside of what is timed."""
-
-    case: Case
-    variant: Variant
-    q: Tensor | None = None
-    k: Tensor | None = None
-    v: Tensor | None = None
-    dout: Tensor | None = None
-    block_masks: dict[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, case: Case, seed: int = 0) -> Inputs:
-        shape = case.shape
-        inputs = cls(case, VARIANTS[case.variant](shape.seqlen_k, shape.heads_q, case.device))
-        if case.kind == "mask":
-            return inputs
-        random = torch.Generator().manual_seed(seed)
-        sizes = {
-            "q": (shape.batch, shape.heads_q, shape.seqlen_q, shape.head_dim),
-            "k": (shape.batch, shape.heads_kv, shape.seqlen_k, shape.head_dim),
-            "v": (shape.batch, shape.heads_kv, shape.seqlen_k, shape.head_dim),
-            "dout": (shape.batch, shape.heads_q, shape.seqlen_q, shape.head_dim),
-        }
-        for name, size in sizes.items():
-            setattr(inputs, name, torch.randn(size, generator=random).to(case.device, case.torch_dtype))
-        return inputs
-
-    def qkv(self) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v; for the backward, leaves that require gradients."""
-        assert self.q is not None and self.k is not None and self.v is not None
-        if self.case.kind != "backward":
-            return self.q, self.k, self.v
-        q, k, v = (t.detach().clone().requires_grad_() for t in (self.q, self.k, self.v))
-        return q, k, v
-
-    def grid(self) -> tuple[int, int, int, int]:
-        return 1, 1, self.case.shape.seqlen_q, self.case.shape.seqlen_k
+    """This contestant cannot do this case here; the message says why."""
 
 
 @dataclass(frozen=True)
 class Peer:
-    """prepare: (inputs) -> what is timed; raises ``Unavailable``. devices: where it exists."""
+    """prepare: makes what is timed; raises ``Unavailable`` for what it cannot do. devices: where it exists.
 
-    name: str
-    prepare: Callable[[Inputs], Callable[[], Any]]
+    is_other_job: its result is not to be compared with the case's. is_compiled: by a compiler whose kernels are worth making ahead.
+    """
+
+    prepare: Callable[[Inputs], Entry]
     devices: tuple[str, ...] = ("cpu", "cuda")
+    is_other_job: bool = False
+    is_compiled: bool = False
+
+    def entry(self, name: str, inputs: Inputs) -> Entry:
+        """What is timed, of a backward pass too."""
+        if inputs.case.device not in self.devices:
+            raise Unavailable(f"{name} does not run on {inputs.case.device}")
+        entry = self.prepare(inputs)
+        return backward_of(entry, inputs) if inputs.case.is_backward else entry
 
 
-def _attention_call(inputs: Inputs, attention: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[[], Any]:
-    """The forward itself, or the backward of one forward that is run beforehand."""
-    qkv = inputs.qkv()
-    if inputs.case.kind == "forward":
-        return lambda: attention(*qkv)
-    out = attention(*qkv)
-    return lambda: torch.autograd.grad(out, qkv, inputs.dout, retain_graph=True)
+def _anyattn(backend: str | None = "", deterministic: bool = False) -> Callable[[Inputs], Entry]:
+    """anyattn's function. backend: to insist on, None for its own choice, and by default what the case says."""
+
+    def prepare(inputs: Inputs) -> Entry:
+        insisted = inputs.case.backend if backend == "" else backend
+        call, layout = _our_function(inputs)
+        if inputs.case.kind == "mask":
+            return call, layout
+        more = {"deterministic": True} if deterministic else {}
+        return lambda: call(backend=insisted, **more), layout
+
+    return prepare
 
 
-def _anyattn(inputs: Inputs) -> Callable[[], Any]:
+def _our_function(inputs: Inputs) -> tuple[Callable[..., Any], str]:
+    """anyattn's function for a case, which still takes ``backend`` and ``deterministic``."""
     import anyattn
 
-    mask, score = inputs.variant.mask, inputs.variant.score
-    if inputs.case.kind == "mask":
-        visible = inputs.variant.masked()
-        return lambda: anyattn.create_block_mask(visible, *inputs.grid(), device=inputs.case.device)
-    block_mask = anyattn.create_block_mask(mask, *inputs.grid(), device=inputs.case.device) if mask else None
-    inputs.block_masks[OURS] = block_mask
-    return _attention_call(inputs, lambda q, k, v: anyattn.flex_attention(q, k, v, score, block_mask))
+    kind, native, mods = inputs.case.kind, inputs.variant.native, inputs.mods
+    if kind == "mask":
+        mask = mods.mask
+        assert mask is not None
+        return lambda: anyattn.create_block_mask(mask, *inputs.grid, device=inputs.device), "mask"
+    if kind == "decode":
+        return decode.contiguous(inputs), "bshd"
+    if kind == "flash":
+        return lambda **more: anyattn.flash_attn_func(*inputs.bshd, **native or {}, **more), "bshd"
+    if kind == "varlen":
+        qkv, ends, longest = inputs.packed, inputs.cu_seqlens, max(inputs.lengths)
+        options: dict[str, Any] = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": longest, "max_seqlen_k": longest}
+        return lambda **more: anyattn.flash_attn_varlen_func(*qkv, **options, **native or {}, validate=False, **more), "packed"
+    qkv, block_mask, gqa = inputs.bhsd, inputs.block_mask, inputs.enable_gqa
+    return lambda **more: anyattn.flex_attention(*qkv, mods.score, block_mask, enable_gqa=gqa, **more), "bhsd"
 
 
-def _anyattn_full(inputs: Inputs) -> Callable[[], Any]:
-    """The same shape without mods: what a variant's share of tiles is a share of."""
+def backward_of(entry: Entry, inputs: Inputs) -> Entry:
+    """The backward pass of a contestant's forward pass, which is run here, once. What does not take part in it has no gradient."""
+    call, layout = entry
+    where = inputs.leaves(layout)
+    with torch.enable_grad():
+        found = call()
+        out = found[0] if isinstance(found, (tuple, list)) else found
+    wanted, gradient = [*where, *inputs.captured], inputs.gradient(layout)
+    return lambda: torch.autograd.grad(out, wanted, gradient, retain_graph=True, allow_unused=True), layout
+
+
+def backend_of(inputs: Inputs, backend: str | None) -> tuple[str, str]:
+    """Which of anyattn's backends computes the case if it is told ``backend``, and, if it is torch's, why none of the others does.
+
+    Of a backward pass: "forward's + backward's", or the one that does both.
+    """
+    import anyattn
+    from anyattn.plan import BACKENDS
+
+    kind, reasons = inputs.case.kind, []
+    if kind == "mask":
+        return "", ""
+    if inputs.case.is_backward or kind == "flex":
+        chosen = anyattn.explain(*inputs.bhsd, inputs.mods.score, inputs.block_mask, enable_gqa=inputs.enable_gqa, backend=backend).plan
+        name = chosen.backend
+        if inputs.case.is_backward and chosen.backward not in ("", name):
+            name = f"{name} + {chosen.backward}"
+        return name, "; ".join(chosen.why) if "torch" in name else ""
+    if backend is not None:
+        return backend, ""
+    call, _ = _our_function(inputs)  # explain() does not know this function: insist on one backend after the other
+    for name in sorted(set(BACKENDS) - {"torch"}, key=lambda name: name != "hopper"):
+        try:
+            call(backend=name)
+        except anyattn.BackendError as reason:
+            reasons.append(str(reason))
+        else:
+            return name, ""
+    return "torch", "; ".join(reasons)
+
+
+def _anyattn_mod(inputs: Inputs) -> Entry:
+    """The mask as a function only, without a block mask."""
     import anyattn
 
-    return _attention_call(inputs, anyattn.flex_attention)
+    if inputs.mods.mask is None:
+        raise Unavailable("there is no mask")
+    qkv, mods = inputs.bhsd, inputs.mods
+    return lambda: anyattn.flex_attention(*qkv, mods.score, mask_mod=mods.mask), "bhsd"
 
 
-def _sdpa(inputs: Inputs) -> Callable[[], Any]:
+def _anyattn_causal(inputs: Inputs) -> Entry:
+    """anyattn's plain causal attention at the same sizes: what score mods are measured against."""
+    import anyattn
+
+    shape, qkv = inputs.case.shape, inputs.bhsd
+    mask = VARIANTS[inputs.case.device]["causal"].mods(Setting(shape.seqlen_k, shape.heads_q, inputs.device)).mask
+    assert mask is not None
+    block_mask = anyattn.create_block_mask(mask, *inputs.grid, device=inputs.device)
+    return lambda: anyattn.flex_attention(*qkv, block_mask=block_mask), "bhsd"
+
+
+def _anyattn_full(inputs: Inputs) -> Entry:
+    """anyattn over all keys at the same sizes: what masks are measured against."""
+    import anyattn
+
+    qkv = inputs.bhsd
+    return lambda: anyattn.flex_attention(*qkv), "bhsd"
+
+
+def _anyattn_with(inputs: Inputs, score: Any) -> Entry:
+    import anyattn
+
+    qkv, block_mask, backend, gqa = inputs.bhsd, inputs.block_mask, inputs.case.backend, inputs.enable_gqa
+    return lambda: anyattn.flex_attention(*qkv, score, block_mask, enable_gqa=gqa, backend=backend), "bhsd"
+
+
+def _anyattn_frozen(inputs: Inputs) -> Entry:
+    """The same attention where the score mod's tensors want no gradient."""
+    return _anyattn_with(inputs, inputs.variant.mods(replace(inputs.setting, learns=False, captured=[])).score)
+
+
+def _anyattn_plain(inputs: Inputs) -> Entry:
+    """The same mask without the score mod."""
+    return _anyattn_with(inputs, None)
+
+
+def _anyattn_flash(inputs: Inputs) -> Entry:
+    import anyattn
+
+    qkv = inputs.bshd
+    return lambda: anyattn.flash_attn_func(*qkv), "bshd"
+
+
+def _anyattn_mods(inputs: Inputs) -> Entry:
+    """A call with library mods: what looking up mods and handing over what they capture costs the host."""
+    import anyattn
+
+    qkv, mask = inputs.bhsd, anyattn.masks.causal()
+    score = anyattn.scores.alibi(anyattn.scores.alibi_slopes(inputs.case.shape.heads_q).to(inputs.device))
+    return lambda: anyattn.flex_attention(*qkv, score, mask_mod=mask), "bhsd"
+
+
+def _per_document(inputs: Inputs) -> Entry:
+    """One call of ``flash_attn_func`` a document."""
+    import anyattn
+
+    if inputs.variant.native is None or inputs.variant.documents is None:
+        raise Unavailable("there are no documents")
+    options, ends = inputs.variant.native, inputs.cu_seqlens.tolist()
+    one_by_one = [[x[None, a:b] for x in inputs.packed] for a, b in pairwise(ends)]
+    return lambda: [anyattn.flash_attn_func(*one, **options) for one in one_by_one], "per-document"
+
+
+def module(name: str) -> Any:
+    """A peer's package. Raises ``Unavailable``."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as missing:
+        raise Unavailable(f"{name} cannot be imported: {missing}") from missing
+
+
+def _native(package: str, lacks: str = "") -> Callable[[Inputs], Entry]:
+    """FlashAttention's functions of one package. lacks: the option that this build was compiled without."""
+
+    def prepare(inputs: Inputs) -> Entry:
+        options, flash = inputs.variant.native, module(package)
+        if inputs.case.kind == "decode":
+            return decode.fa3(lambda: flash)(inputs), "bshd"
+        if options is None:
+            raise Unavailable("it has no name for this variant")
+        if lacks in options:
+            raise Unavailable(f"this build has no {lacks}")
+        if inputs.variant.documents is None:
+            qkv = inputs.bshd
+            return lambda: flash.flash_attn_func(*qkv, **options), "bshd"
+        qkv, ends, longest = inputs.packed, inputs.cu_seqlens, max(inputs.lengths)
+        lengths = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": longest, "max_seqlen_k": longest}
+        return lambda: flash.flash_attn_varlen_func(*qkv, **lengths, **options), "packed"
+
+    return prepare
+
+
+def _sdpa_by(backend: str) -> Callable[[Inputs], Entry]:
+    """torch's SDPA, told to use one of its backends."""
+
+    def prepare(inputs: Inputs) -> Entry:
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        if inputs.case.variant not in ("full", "causal"):
+            raise Unavailable("SDPA has no name for this mask")
+        qkv, named = inputs.bhsd, getattr(SDPBackend, backend)
+        options = {"is_causal": inputs.case.variant == "causal", "enable_gqa": inputs.enable_gqa}
+
+        def call() -> Any:
+            with sdpa_kernel(named):
+                return F.scaled_dot_product_attention(*qkv, **options)
+
+        return call, "bhsd"
+
+    return prepare
+
+
+def _sdpa(inputs: Inputs) -> Entry:
+    """torch's SDPA with the backend of its own choice."""
     if inputs.case.variant not in ("full", "causal"):
         raise Unavailable("SDPA has no name for this mask; see sdpa-mask")
-    is_causal = inputs.case.variant == "causal"
-    return _attention_call(inputs, lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=is_causal))
+    qkv = inputs.bhsd
+    if inputs.case.variant == "full":
+        return lambda: F.scaled_dot_product_attention(*qkv), "bhsd"
+    return lambda: F.scaled_dot_product_attention(*qkv, is_causal=True), "bhsd"
 
 
-def _sdpa_mask(inputs: Inputs) -> Callable[[], Any]:
-    if inputs.variant.score is not None or inputs.variant.mask is None:
+def _sdpa_mask(inputs: Inputs) -> Entry:
+    """torch's SDPA with the mask as a dense one of bools."""
+    mask, shape, qkv = inputs.mods.mask, inputs.case.shape, inputs.bhsd
+    if inputs.mods.score is not None or mask is None:
         raise Unavailable("a bool mask cannot say this variant")
     zero = torch.zeros((), dtype=torch.int64)
-    rows, keys = (torch.arange(n) for n in (inputs.case.shape.seqlen_q, inputs.case.shape.seqlen_k))
-    dense = inputs.variant.mask(zero, zero, rows[:, None], keys)
-    return _attention_call(inputs, lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=dense))
+    rows, keys = torch.arange(shape.seqlen_q), torch.arange(shape.seqlen_k)
+    dense = mask(zero, zero, rows[:, None], keys)
+    return lambda: F.scaled_dot_product_attention(*qkv, attn_mask=dense), "bhsd"
 
 
-def _flex(inputs: Inputs) -> Callable[[], Any]:
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    if inputs.case.kind == "backward" and inputs.case.device == "cpu":
-        raise Unavailable("torch's flex_attention has no backward on the CPU")
-    torch.compiler.reset()  # a fresh, specialised compilation for every case: the peer at its best
-    compiled = torch.compile(flex_attention, dynamic=False)
-    mask, score = inputs.variant.mask, inputs.variant.score
-    block_mask = create_block_mask(mask, *inputs.grid(), device=inputs.case.device) if mask else None
-    return _attention_call(inputs, lambda q, k, v: compiled(q, k, v, score_mod=score, block_mask=block_mask))
+def _sdpa_padded(inputs: Inputs) -> Entry:
+    """torch's SDPA over a batch of the documents, padded to the longest."""
+    if inputs.variant.native != {"causal": True} or inputs.variant.documents is None:
+        raise Unavailable("there are no causal documents")
+    longest, ends = max(inputs.lengths), inputs.cu_seqlens.tolist()
+    rows = [[F.pad(x[a:b], (0, 0, 0, 0, 0, longest - b + a)) for a, b in pairwise(ends)] for x in inputs.packed]
+    padded = [torch.stack(documents).transpose(1, 2).contiguous() for documents in rows]
+    return lambda: F.scaled_dot_product_attention(*padded, is_causal=True), "padded"
 
 
-def _flex_mask(inputs: Inputs) -> Callable[[], Any]:
+def _sdpa_grouped(inputs: Inputs) -> Entry:
+    """torch's SDPA over the cache as it lies, with ``enable_gqa``."""
+    qkv = [t.transpose(1, 2) for t in inputs.bshd]
+    return lambda: F.scaled_dot_product_attention(*qkv, enable_gqa=True), "bhsd"
+
+
+def _flex(backend: str | None) -> Callable[[Inputs], Entry]:
+    def prepare(inputs: Inputs) -> Entry:
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+        if inputs.case.is_backward and inputs.case.device == "cpu":
+            raise Unavailable("torch's flex_attention has no backward on the CPU")
+        if backend == "FLASH":
+            module("flash_attn.cute")  # without it torch would say so after half a minute of compiling
+        # a backward pass that may overwrite what the forward pass kept runs only once
+        importlib.import_module("torch._functorch.config").donated_buffer = False  # type: ignore[attr-defined]
+        compiled = torch.compile(flex_attention, dynamic=False)
+        qkv, mods = inputs.bhsd, inputs.mods
+        mask = None if mods.mask is None else create_block_mask(mods.mask, *inputs.grid, device=inputs.device)
+        options: dict[str, Any] = {} if backend is None else {"kernel_options": {"BACKEND": backend}}
+        options["enable_gqa"] = inputs.enable_gqa
+        return lambda: compiled(*qkv, score_mod=mods.score, block_mask=mask, **options), "bhsd"
+
+    return prepare
+
+
+def _flex_mask(inputs: Inputs) -> Entry:
     from torch.nn.attention.flex_attention import create_block_mask
 
-    torch.compiler.reset()
-    compiled = torch.compile(create_block_mask)
-    visible = inputs.variant.masked()
-    return lambda: compiled(visible, *inputs.grid(), device=inputs.case.device)
+    compiled, mask = torch.compile(create_block_mask), inputs.mods.mask
+    return lambda: compiled(mask, *inputs.grid, device=inputs.device), "mask"
 
 
+def _cudnn_frontend(inputs: Inputs) -> Entry:
+    """cuDNN's interval masks; the plan is made beforehand, as block masks are."""
+    flex = module("cudnn.flex_attention")
+    if inputs.mods.score is not None:
+        raise Unavailable("it has no score mods")
+    shape, qkv = inputs.case.shape, inputs.bshd
+    ends = intervals(inputs.mods.mask, shape.seqlen_q, shape.seqlen_k, inputs.device)
+    plan = flex.create_mask_plan(ends.repeat(1, shape.batch)[None].contiguous(), *qkv, build_backward=False)
+    return lambda: flex.flex_attn_func(*qkv, mask_plan=plan), "bshd"
+
+
+def _at_cache(prepare: Callable[[Inputs], Callable[[], Any]]) -> Callable[[Inputs], Entry]:
+    return lambda inputs: (prepare(inputs), "bshd")
+
+
+_PAGES = "flash_attn_interface"
+_CPU, _CUDA = ("cpu",), ("cuda",)
 PEERS: dict[str, Peer] = {
-    peer.name: peer
-    for peer in (
-        Peer(OURS, _anyattn),
-        Peer("anyattn-full", _anyattn_full),
-        Peer("sdpa", _sdpa),
-        Peer("sdpa-mask", _sdpa_mask, ("cpu",)),
-        Peer("flex", _flex),
-        Peer("flex-mask", _flex_mask),
-    )
+    OURS: Peer(_anyattn()),
+    "anyattn-auto": Peer(_anyattn(None), _CUDA),
+    "anyattn-triton": Peer(_anyattn("triton"), _CUDA),
+    "anyattn-deterministic": Peer(_anyattn(deterministic=True)),
+    "anyattn-mod": Peer(_anyattn_mod),
+    "anyattn-full": Peer(_anyattn_full, _CPU, is_other_job=True),
+    "anyattn-causal": Peer(_anyattn_causal, is_other_job=True),
+    "anyattn-frozen": Peer(_anyattn_frozen),
+    "anyattn-plain": Peer(_anyattn_plain, is_other_job=True),
+    "anyattn-flash": Peer(_anyattn_flash),
+    "anyattn-mods": Peer(_anyattn_mods, is_other_job=True),
+    "per-document": Peer(_per_document, _CPU),
+    "anyattn-alibi": Peer(_at_cache(decode.alibi), is_other_job=True),
+    "anyattn-append": Peer(_at_cache(decode.append), is_other_job=True),
+    "paged-128": Peer(_at_cache(decode.paged(128)), _CPU),
+    "paged-16": Peer(_at_cache(decode.paged(16)), _CPU),
+    "anyattn-paged-64": Peer(_at_cache(decode.paged(64)), _CUDA),
+    "anyattn-paged-16": Peer(_at_cache(decode.paged(16)), _CUDA),
+    **{name: Peer(_at_cache(decode.splits(int(name.removeprefix("splits-"))))) for name in SPLITS},
+    **{name: Peer(_at_cache(decode.paged(16, int(name.rpartition("-")[2])))) for name in PAGED_SPLITS},
+    "copy": Peer(_at_cache(decode.copy), is_other_job=True),
+    "fa3": Peer(_native("fa3_fwd_interface", lacks="window_size"), _CUDA),
+    "fa3-pages": Peer(_native(_PAGES, lacks="softcap"), _CUDA),
+    "fa3-paged-64": Peer(_at_cache(decode.fa3(lambda: module(_PAGES), 64)), _CUDA),
+    "fa4": Peer(_native("flash_attn.cute.interface"), _CUDA, is_compiled=True),
+    "cudnn": Peer(_sdpa_by("CUDNN_ATTENTION"), _CUDA),
+    "fa2": Peer(_sdpa_by("FLASH_ATTENTION"), _CUDA),
+    "sdpa": Peer(_sdpa),
+    "sdpa-mask": Peer(_sdpa_mask, _CPU),
+    "sdpa-padded": Peer(_sdpa_padded, _CPU),
+    "sdpa-gqa": Peer(_sdpa_grouped, _CPU),
+    "flex": Peer(_flex(None), is_compiled=True),
+    "flex-triton": Peer(_flex("TRITON"), _CUDA, is_compiled=True),
+    "flex-flash": Peer(_flex("FLASH"), _CUDA, is_compiled=True),
+    "flex-mask": Peer(_flex_mask, is_compiled=True),
+    "cudnn-fe": Peer(_cudnn_frontend, _CUDA),
+}
+# What the contestants that stand or fall with anyattn's choice of a backend insist on; "" is the case's.
+INSISTED = {
+    OURS: "",
+    "anyattn-deterministic": "",
+    "anyattn-frozen": "",
+    "anyattn-plain": "",
+    "anyattn-auto": None,
+    "anyattn-triton": "triton",
 }

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -16,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
+from benchmarks.process import probed
 
 __all__ = ["PROBES", "measure"]
 
@@ -73,13 +74,14 @@ def _long_masks() -> dict[str, Any]:
     import torch
 
     import anyattn
-    from benchmarks.variants import VARIANTS
+    from benchmarks.variants import VARIANTS, Setting
 
     torch.manual_seed(0)
     found: dict[str, Any] = {"seqlen": 2**20}
     for name in ("causal", "document-causal"):
-        anyattn.create_block_mask(VARIANTS[name](4096, 1, "cpu").masked(), 1, 1, 4096, 4096, device="cpu")
-        mask = VARIANTS[name](2**20, 1, "cpu").masked()
+        small, mask = (VARIANTS["cpu"][name].mods(Setting(seqlen, 1)).mask for seqlen in (4096, 2**20))
+        assert small is not None and mask is not None
+        anyattn.create_block_mask(small, 1, 1, 4096, 4096, device="cpu")
         peak, start = Peak(), time.perf_counter()
         made = anyattn.create_block_mask(mask, 1, 1, 2**20, 2**20, device="cpu")
         found[name] = {"seconds": time.perf_counter() - start, "peak_extra_mib": peak.mib()}
@@ -92,17 +94,17 @@ def _first_call() -> dict[str, Any]:
     import torch
 
     import anyattn
-    from benchmarks.cases import GALLERY
-    from benchmarks.variants import VARIANTS
+    from benchmarks.cpu.cases import GALLERY
+    from benchmarks.variants import VARIANTS, Setting
 
     q, k, v = torch.randn(3, 1, 2, 256, 64)
     start = time.perf_counter()
     anyattn.flex_attention(q, k, v, mask_mod=lambda b, h, q_idx, kv_idx: q_idx * 2 > kv_idx)
     found = {"very first": time.perf_counter() - start}
     for name in GALLERY:
-        variant = VARIANTS[name](256, 2, "cpu")
+        mods = VARIANTS["cpu"][name].mods(Setting(256, 2))
         start = time.perf_counter()
-        anyattn.flex_attention(q, k, v, variant.score, mask_mod=variant.mask)
+        anyattn.flex_attention(q, k, v, mods.score, mask_mod=mods.mask)
         found[name] = time.perf_counter() - start
     inductor = "torch._inductor.compile_fx" in sys.modules
     return {"seconds": found, "worst": max(list(found.values())[1:]), "very_first": found["very first"], "inductor": inductor}
@@ -192,14 +194,15 @@ def _decode_pages() -> dict[str, Any]:
     import torch
 
     from benchmarks.case import OURS
-    from benchmarks.cases import CASES
-    from benchmarks.sequences import Decode
+    from benchmarks.cpu.cases import CASES
+    from benchmarks.inputs import Inputs
+    from benchmarks.peers import PEERS
 
     torch.set_num_threads(1)
     found: dict[str, Any] = {}
     for case in (c for c in CASES if c.kind == "decode"):
-        calls = Decode(replace(case, shape=replace(case.shape, batch=4))).calls()
-        ours = {name: call for name, call in calls.items() if name == OURS or name.startswith("paged")}
+        inputs = Inputs(replace(case, shape=replace(case.shape, batch=4)))
+        ours = {name: PEERS[name].entry(name, inputs)[0] for name in case.contestants if name == OURS or name.startswith("paged")}
         least = dict.fromkeys(ours, float("inf"))
         for _ in range(10):
             for name, call in ours.items():
@@ -242,21 +245,9 @@ PROBES: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-def measure(name: str, repeats: int = 1, timeout_s: float = 600) -> dict[str, Any]:
-    """Runs the probe ``name`` in ``repeats`` fresh processes; the last one's figures, with all under "all" if there are several."""
-    found = []
-    for _ in range(repeats):
-        done = subprocess.run(
-            [sys.executable, "-m", "benchmarks.probes", name],
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            cwd=Path(__file__).resolve().parent.parent,
-        )
-        if done.returncode:
-            raise RuntimeError(f"probe {name} failed:\n{done.stderr[-2000:]}")
-        found.append(json.loads(done.stdout.splitlines()[-1]))
-    return found[0] if repeats == 1 else {**found[-1], "all": found}
+def measure(name: str, timeout_s: float = 600) -> dict[str, Any]:
+    """The probe's figures, from a fresh process, or ``{"error": why there are none}``."""
+    return probed("benchmarks.probes", name, timeout_s)
 
 
 if __name__ == "__main__":

@@ -1,127 +1,161 @@
-"""A run as JSON and as Markdown."""
+"""A run as JSON and as Markdown, whichever device it was on."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+from benchmarks.bars import Bar, Found, bar_rows
+from benchmarks.case import OTHER_FLOPS, OURS, Record
 
-from benchmarks.bars import BARS, Bar, Found
-from benchmarks.case import OTHER_JOB, OURS, Record
+__all__ = ["as_json", "as_markdown", "bar_lines", "describe", "found_in", "probe_lines", "shown_bars"]
 
-__all__ = ["as_json", "as_markdown", "bar_rows", "describe_record", "print_bars"]
+_LEGEND = """\
+Rounds are interleaved in shuffled order; a figure is the median over rounds, ± half the distance between the quartiles; `x` says how
+many times as fast as that peer anyattn was, the median of the ratios within each round. GF/s and TF/s count visible pairs only, GB/s keys
+and values. budget: the share of the allowed error against float64 that anyattn's result uses (1 is the limit). difference: the largest
+relative RMS between a contestant's result and anyattn's (0 for block masks: the same tiles); one marked **differs** computed something
+else (or, if all do, anyattn did)."""
+_LEGEND_CPU = "A round during which other processes were busy is repeated; (disturbed) marks a case that had too few quiet ones."
+_LEGEND_GPU = """\
+backend: which of anyattn's computed the case, of a backward pass "forward's + backward's"; `anyattn-mod` has the mask as a function and no
+block mask."""
 
 
-def as_json(machine: dict[str, Any], found: Found) -> dict[str, Any]:
+def as_json(machine: dict[str, Any], found: Found, bars: Sequence[Bar]) -> dict[str, Any]:
     return {
         "machine": machine,
         "cases": [record.as_json() for record in found.records.values()],
         "probes": found.probes,
-        "bars": [dict(zip(("bar", "measured", "floor", "aim", "verdict"), row)) for row in bar_rows(found)],
+        "bars": [dict(zip(("bar", "measured", "floor", "aim", "verdict"), row)) for row in bar_rows(found, bars)],
     }
 
 
-def as_markdown(machine: dict[str, Any], found: Found) -> str:
+def found_in(figures: dict[str, Any]) -> Found:
+    """The run that ``as_json`` gave ``figures`` of."""
+    records = [Record.from_json(case) for case in figures["cases"]]
+    return Found({record.case: record for record in records}, dict(figures["probes"]))
+
+
+def as_markdown(machine: dict[str, Any], found: Found, bars: Sequence[Bar]) -> str:
     """A section for docs/measured.md."""
-    bf16 = "with" if machine["bf16_instructions"] else "without"
-    lines = [
-        f"## {machine['date']}, commit {machine['commit']}",
-        "",
-        f"`{machine['command']}` on {machine['cpu']}, {machine['threads']} threads, {machine['capability']} {bf16} bf16 instructions; "
-        f"torch {machine['torch']}, Python {machine['python']}, {machine['system']}.",
-        "Rounds are interleaved; times are medians, ± half the distance between the quartiles; GFLOP/s count unmasked pairs only; a ratio",
-        "is how many times as fast anyattn was in the same run; budget is the share of the allowed error against float64 (1 is the limit);",
-        "a round during which other processes were busy is repeated; (disturbed) marks a case that had too few quiet ones.",
-        "",
-    ]
+    legend = _LEGEND_GPU if "gpu" in machine else _LEGEND_CPU
+    lines = [f"## {machine['date']}, commit {machine['commit']}", "", f"`{machine['command']}` on {_place(machine)}.", _LEGEND, legend, ""]
     for group in dict.fromkeys(record.group for record in found.records.values()):
-        records = [r for r in found.records.values() if r.group == group]
-        lines += [f"### {group}", "", *_table(records), ""]
+        lines += [f"### {group}", "", *_table([r for r in found.records.values() if r.group == group]), ""]
     for name, figures in found.probes.items():
-        lines += [f"- {name}: {_flat(figures)}"]
+        lines += probe_lines(name, figures)
+    missing = [f"- {r.case}: no {name}: {why}" for r in found.records.values() for name, why in r.unavailable.items()]
+    if missing:
+        lines += ["", "Not timed:", "", *missing]
     lines += ["", "### Bars", "", "| bar | measured | floor | aim | |", "|---|---|---|---|---|"]
-    lines += ["| " + " | ".join(row) + " |" for row in bar_rows(found)]
+    lines += ["| " + " | ".join(row) + " |" for row in shown_bars(found, bars)]
     return "\n".join(lines) + "\n"
 
 
-def bar_rows(found: Found, bars: Sequence[Bar] = BARS) -> list[tuple[str, str, str, str, str]]:
-    """(bar, measured, floor, aim, verdict) of every bar, in their order."""
-    return [_bar_row(bar, found) for bar in bars]
+def _place(machine: dict[str, Any]) -> str:
+    if "gpu" in machine:
+        versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+        return f"{machine['gpu']}; {versions}"
+    bf16 = "with" if machine["bf16_instructions"] else "without"
+    what = f"{machine['cpu']}, {machine['threads']} threads, {machine['capability']} {bf16} bf16 instructions"
+    return f"{what}; torch {machine['torch']}, Python {machine['python']}, {machine['system']}"
 
 
-def _bar_row(bar: Bar, found: Found) -> tuple[str, str, str, str, str]:
-    sign = "≥" if bar.at_least else "≤"
-    floor, aim = f"{sign} {_figure(bar.floor)} {bar.unit}", "" if bar.aim is None else f"{_figure(bar.aim)} {bar.unit}"
-    found.disturbed.clear()
-    try:
-        value, note = bar.measure(found), bar.note(found)
-    except KeyError as missing:
-        record = found.records.get(str(missing.args[0]))
-        return bar.name, "refused" if record is not None else "not measured", floor, aim, "-"
-    text = f"{_figure(value)} {bar.unit}" + (f" ({note})" if note else "")
-    verdict = "pass" if bar.passes(value) else "**short**"
-    return bar.name, text, floor, aim, verdict + (" (disturbed)" if found.disturbed else "")
+def probe_lines(name: str, figures: dict[str, Any]) -> list[str]:
+    if "contestants" not in figures:
+        return [f"- {name}: {_rounded(figures)}"]
+    from benchmarks.gpu.gpt import report as gpt  # the training step's tables: reading a CPU's run needs none of its modules
+
+    return gpt.tables(name, figures)
 
 
-def print_bars(console: Console, rows: Sequence[tuple[str, str, str, str, str]]) -> None:
-    """The bars that were measured, as ``bar_rows`` gives them: green or, where the verdict is "short", red."""
-    table = Table("bar", "measured", "floor", "aim", "", title="Bars")
-    for row in rows:
-        if row[1] != "not measured":
-            verdict = row[4].replace("*", "")
-            table.add_row(*row[:4], f"[{'green' if verdict.startswith(('pass', 'reached')) else 'red'}]{verdict}")
-    console.print(table)
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _rounded(each) for key, each in value.items()}
+    return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
-def describe_record(record: Record) -> str:
+def shown_bars(found: Found, bars: Sequence[Bar]) -> list[tuple[str, str, str, str, str]]:
+    """(bar, measured, floor, aim, reached or short) of every bar."""
+    rows = bar_rows(found, bars)
+    return [(row[0], row[1].replace("refused", "no figure"), *row[2:4], row[4].replace("pass", "reached")) for row in rows]
+
+
+def bar_lines(found: Found, bars: Sequence[Bar]) -> list[str]:
+    """The bars in few characters, one a line: verdict, bar, measured, wanted. Of those that have no figure only the number."""
+    rows = shown_bars(found, bars)
+    measured = [row for row in rows if row[4] != "-"]
+    lines = [f"{row[4].replace('*', ''):8}{row[0]}: {row[1]}, wanted {row[2].strip()}" for row in measured]
+    short = sum(line.startswith("short") for line in lines)
+    summary = f"bars: {len(lines) - short} reached, {short} short, {len(rows) - len(lines)} without figures"
+    return [*lines, summary]
+
+
+def describe(record: Record) -> str:
     """One line for people who are waiting."""
     if record.refused:
         return f"{record.case}: REFUSED, {record.refused}"
-    ratios = ", ".join(f"{record.ratio(p):.2f}x {p}" for p in record.timings if p != OURS)
-    missing = "".join(f", no {name}: {why}" for name, why in record.unavailable.items())
-    noisy = ", while other processes were busy" if not record.is_quiet else ""
-    return f"{record.case}: {_time(record, OURS)}, {ratios or 'no peer'}{missing}{noisy}"
+    speeds = [f"{name} {_cell(record, name)}" for name in record.timings]
+    missing = [f"no {name} ({why[:120]})" for name, why in record.unavailable.items()]
+    missing += [f"anyattn waits for the device ({waits[:120]})"] if (waits := record.extra.get("syncs")) else []
+    missing += ["while other processes were busy"] if record.timings and not record.is_quiet else []
+    backend, seconds = _backend(record), f"{record.extra.get('seconds', '?')} s"
+    return f"{record.case}{f' [{backend}]' if backend else ''}: " + "; ".join([*speeds, *missing, seconds])
 
 
 def _table(records: list[Record]) -> list[str]:
-    peers = list(dict.fromkeys(name for r in records for name in r.timings if name != OURS))
-    has_flops = any(r.flops for r in records)
-    head = ["case", "shape", "budget", "anyattn", *(c for p in peers for c in (p, f"vs {p}"))]
+    """Columns that no record has anything for are left out."""
+    names = list(dict.fromkeys(name for r in records for name in (*r.timings, *r.unavailable) if name != OURS))
+    about = {"backend": _backend, "budget": _budget, "difference": _difference}
+    columns = {title: cell for title, cell in about.items() if any(cell(r) for r in records)}
+    head = ["case", "shape", *columns, OURS, *names]
     rows = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     for r in records:
-        if r.refused:
-            rows.append(f"| {r.case} | {r.shape} | **{r.budget.get(OURS, float('nan')):.3g}** | refused | {' | ' * (2 * len(peers) - 1)} |")
-            continue
-        noisy = " (disturbed)" if not r.is_quiet else ""
-        cells = [r.case + noisy, r.shape, f"{r.budget[OURS]:.2f}" if has_flops else "equal", _time(r, OURS)]
-        for p in peers:
-            cells += [_time(r, p), f"{r.ratio(p):.2f}x"] if p in r.timings else ["-", "-"]
-        rows.append("| " + " | ".join(cells) + " |")
+        case = r.case + (" (disturbed)" if r.timings and not r.is_quiet else "")
+        figures = [f"refused: {r.refused}", *["-"] * len(names)] if r.refused else [_cell(r, name) for name in (OURS, *names)]
+        rows.append("| " + " | ".join([case, r.shape, *(cell(r) or "-" for cell in columns.values()), *figures]) + " |")
     return rows
 
 
-def _time(record: Record, name: str) -> str:
-    timing = record.timings[name]
-    text = f"{_figure(timing.median * 1e3)} ms ±{timing.spread * 100:.0f} %"
-    failed = record.budget.get(name, 0.0) > 1.0
-    return (
-        text
-        + (f", {record.flops / timing.median / 1e9:.0f} GF/s" if record.flops and name not in OTHER_JOB else "")
-        + (" (fails the budget)" if failed else "")
-    )
+def _backend(record: Record) -> str:
+    backend, by_mod = record.extra.get("backend", ""), record.extra.get("backend_mod", "")
+    return f"{backend} (mod: {by_mod})" if by_mod and by_mod != backend else backend
 
 
-def _figure(value: float) -> str:
-    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
+def _budget(record: Record) -> str:
+    if OURS not in record.budget:
+        return ""
+    share = record.budget[OURS]
+    return f"{share:.2f}" if share <= 1 else f"**{share:.3g}**"
 
 
-def _flat(figures: dict[str, Any]) -> str:
-    parts = []
-    for name, value in figures.items():
-        if isinstance(value, dict):
-            parts.append(f"{name} ({_flat(value)})")
-        elif not isinstance(value, list):
-            parts.append(f"{name} {_figure(value) if isinstance(value, float) else value}")
+def _difference(record: Record) -> str:
+    others = [d for name, d in record.difference.items() if name != OURS]
+    return f"{max(others):.1e}" if others else ""
+
+
+def _cell(record: Record, name: str) -> str:
+    if name not in record.timings:
+        return "-"
+    parts = [_speed(record, name)]
+    if name != OURS and OURS in record.timings:
+        parts.append(f"{record.ratio(name):.2f}x")
+    if record.differs(name):
+        parts.append(f"**differs** ({record.difference[name]:.1e})")
+    if not record.budget.get(name, 0.0) <= 1.0:
+        parts.append("(fails the budget)")
     return ", ".join(parts)
+
+
+def _speed(record: Record, name: str) -> str:
+    """The rate alone where a device is so fast that nobody thinks in its milliseconds."""
+    timing = record.timings[name]
+    seconds, spread = timing.median, f" ±{timing.spread * 100:.0f} %"
+    if "bytes" in record.extra:
+        return f"{record.extra['bytes'] / seconds / 1e9:,.0f} GB/s{spread}"
+    rate = record.flops / seconds if name not in OTHER_FLOPS else 0.0
+    if rate >= 1e12:
+        return f"{rate / 1e12:.0f} TF/s{spread}"
+    shown = f"{seconds * 1e6:.1f} us" if seconds < 1e-3 else f"{seconds * 1e3:.2f} ms" if seconds < 0.1 else f"{seconds * 1e3:.0f} ms"
+    return shown + spread + (f", {rate / 1e9:.0f} GF/s" if rate else "")

@@ -1,155 +1,223 @@
-"""The one runner: judge, then time all contenders of a case in interleaved rounds."""
+"""Runs one case: prepares its contestants, judges and compares what they compute, times those that work."""
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import psutil
+import torch
 
-from benchmarks.case import OTHER_JOB, OURS, Case, Record, Timing
-from benchmarks.judge import judge
-from benchmarks.peers import PEERS, Inputs, Unavailable
-from benchmarks.sequences import Decode, Documents
-from benchmarks.variants import visible_pairs
+from benchmarks.case import OURS, Case, Record
+from benchmarks.inputs import Inputs
+from benchmarks.judge import Judge, difference
+from benchmarks.peers import INSISTED, PEERS, Unavailable, backend_of
+from benchmarks.timing import Clock, CpuClock, CudaClock, HostClock, Limits, Others, measure
 
-__all__ = ["Others", "clock", "geometric_mean", "interleave", "run_case"]
+__all__ = ["DeviceLost", "prepared", "refused", "run_case"]
 
-_DISTURBED = 0.15  # cores that other processes may use during a round without its being repeated
-_SEQUENCES: dict[str, Any] = {"documents": Documents, "decode": Decode}
-_SAMPLE = 0.02  # seconds: shorter calls are repeated within a sample, so that the clock and a scheduler's tick matter little
+_LONGEST_ON_TORCH = 4096
 
 
-def clock(device: str) -> Callable[[Callable[[], Any], int], float]:
-    """(call, times) -> seconds per call, as that device must be timed."""
-    if device == "cpu":
-        return _cpu_seconds
-    raise NotImplementedError(f"no clock for device {device!r} yet")
+class DeviceLost(Exception):
+    """Nothing more can run in this process: a kernel failed on the device."""
 
 
-def _cpu_seconds(call: Callable[[], Any], times: int) -> float:
-    start = time.perf_counter()
-    for _ in range(times):
-        call()
-    return (time.perf_counter() - start) / times
+@dataclass
+class _Run:
+    """A case on its way. watch: told (contestant) before anything that may hang. judge: None where results are only compared."""
 
+    inputs: Inputs
+    record: Record
+    watch: Callable[[str], None]
+    judge: Judge | None = None
+    calls: dict[str, Callable[[], Any]] = field(default_factory=dict)
+    reference: Any = None
 
-class Others:
-    """How many cores other processes kept busy since the last look: two OpenMP programs on the same cores slow one another tenfold."""
+    def failed(self, name: str, error: Exception) -> None:
+        """Leaves a contestant out; raises ``DeviceLost`` if it took the device with it."""
+        self.calls.pop(name, None)
+        self.record.unavailable[name] = str(error) if isinstance(error, Unavailable) else _described(error)
+        if torch.cuda.is_available():
+            try:
+                torch.cuda.synchronize()
+            except Exception as lost:
+                raise DeviceLost(f"{name}: {_described(error)}; {_described(lost)}") from error
 
-    def __init__(self) -> None:
-        self._last = self._look()
-
-    def _look(self) -> tuple[float, float]:
-        whole, mine = psutil.cpu_times(), psutil.Process().cpu_times()
-        busy = sum(getattr(whole, kind, 0.0) for kind in ("user", "nice", "system", "irq", "softirq", "steal"))
-        return busy - mine.user - mine.system, time.perf_counter()
-
-    def cores(self) -> float:
-        (busy, at), self._last = self._last, self._look()
-        tick = 0.02  # the kernel counts in hundredths of a second
-        return max(0.0, self._last[0] - busy - tick) / max(self._last[1] - at, tick)
-
-    def wait(self, patience_s: float) -> float:
-        """Sleeps until half a second went by quietly, at most about ``patience_s``; the seconds that took."""
-        start = time.perf_counter()
-        while time.perf_counter() - start < patience_s:
-            time.sleep(0.5)
-            if self.cores() <= _DISTURBED:
-                break
-        return time.perf_counter() - start
-
-
-def interleave(
-    calls: dict[str, Callable[[], Any]], rounds: int, seconds: Callable, budget_s: float, patience_s: float = 0.0
-) -> tuple[dict[str, Timing], dict[str, Any]]:
-    """Every round times every call once, beginning with another one each time, until ``budget_s`` is spent but at least 3 times.
-
-    Rounds during which other processes were busy are repeated when they no longer are, for which ``patience_s`` in all are spent, and
-    count only if fewer than 3 quiet ones came about. Returns the timings, how many rounds were disturbed and whether those had to be used.
-    """
-    repeats = {}
-    for name, call in calls.items():
-        call()
-        repeats[name] = max(1, math.ceil(_SAMPLE / seconds(call, 1)))
-    quiet: list[dict[str, float]] = []
-    disturbed: list[dict[str, float]] = []
-    names, start, others = list(calls), time.perf_counter(), Others()
-    while len(quiet) < rounds:
-        tried = len(quiet) + len(disturbed)
-        turn = tried % len(names)
-        others.cores()
-        sample = {name: seconds(calls[name], repeats[name]) for name in names[turn:] + names[:turn]}
-        is_quiet = others.cores() <= _DISTURBED
-        (quiet if is_quiet else disturbed).append(sample)
-        if not is_quiet:
-            waited = others.wait(patience_s)
-            start, patience_s = start + waited, patience_s - waited  # waiting is not on the case's budget
-        if tried >= 2 and time.perf_counter() - start > budget_s:
-            break
-    used = quiet if len(quiet) >= 3 else quiet + disturbed
-    about = {"disturbed_rounds": len(disturbed), "disturbed_used": used is not quiet}
-    return {name: Timing(tuple(sample[name] for sample in used)) for name in names}, about
-
-
-def run_case(case: Case, rounds: int, budget_s: float, patience_s: float = 0.0) -> Record:
-    """Builds, judges and times one case. Nothing is timed if anyattn's result fails its budget (``Record.refused``).
-
-    A peer whose result fails is timed all the same, with its share in the record: it is no claim of ours.
-    """
-    if case.kind in _SEQUENCES:
-        return _run_sequences(case, rounds, budget_s, patience_s)
-    record, inputs = Record.of(case), Inputs.of(case)
-    calls: dict[str, Callable[[], Any]] = {}
-    for name in (OURS, *case.peers):
-        peer = PEERS[name]
+    def prepare(self, name: str) -> None:
+        """Builds a contestant, calls it once and looks at its result; anyattn comes first, and the others are compared with it."""
+        self.watch(name)
         try:
-            if case.device not in peer.devices:
-                raise Unavailable(f"{name} does not run on {case.device}")
-            calls[name] = peer.prepare(inputs)
-        except Unavailable as reason:
-            record.unavailable[name] = str(reason)
-    record.extra.update(_facts(inputs))
-    record.flops = case.flops(record.extra.get("pairs", 0))
-    record.budget = judge(inputs, {name: call() for name, call in calls.items() if name not in OTHER_JOB})
-    if not record.budget[OURS] <= 1.0:
-        what = "its lists differ from the mask" if case.kind == "mask" else f"it uses {record.budget[OURS]:.3g} of its error budget"
-        record.refused = f"anyattn's result is wrong here ({what}); not timed"
-        return record
-    record.timings, about = interleave(calls, case.rounds or rounds, clock(case.device), budget_s, patience_s)
-    record.extra.update(about)
+            if self.inputs.case.device == "cuda":
+                self._look_at_backend(name)
+            call, layout = PEERS[name].entry(name, self.inputs)
+            result = call()
+            if not PEERS[name].is_other_job:
+                mine = self.inputs.comparable(result, layout)
+                if self.reference is None:
+                    self.reference = mine
+                self.record.difference[name] = difference(mine, self.reference)
+                self._judge(name, mine)
+            self.calls[name] = call
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+        except Exception as error:
+            self.failed(name, error)
+
+    def _judge(self, name: str, mine: Any) -> None:
+        """On a GPU anyattn alone, to save time: the others are compared with it. There a judge may fail, for want of memory."""
+        if self.judge is None or self.judge.cannot:
+            return
+        if self.inputs.case.device == "cpu":
+            self.record.budget[name] = self.judge.share(mine)
+        elif name == OURS:
+            try:
+                self.record.budget[name] = self.judge.share(mine)
+            except Exception as error:
+                self.record.extra["not_judged"] = _described(error)
+
+    def _look_at_backend(self, name: str) -> None:
+        """Notes it, and refuses what torch's operations would take too long for."""
+        extra, case = self.record.extra, self.inputs.case
+        if name in INSISTED:
+            key = "" if name == OURS else f"_{name.removeprefix('anyattn-')}"
+            insisted = INSISTED[name]
+            backend, why = backend_of(self.inputs, case.backend if insisted == "" else insisted)
+            extra[f"backend{key}"], extra[f"why_torch{key}"] = backend, why
+        elif name == "anyattn-mod":
+            backend, why = _explained(self.inputs), ""
+            extra["backend_mod"] = backend
+        elif name == "anyattn-causal":
+            backend, why = extra.get("backend", ""), extra.get("why_torch", "")
+        else:
+            return
+        if "torch" in backend and case.shape.seqlen_q > _LONGEST_ON_TORCH:
+            raise Unavailable(f"its plan is {backend}, and torch is not timed beyond {_LONGEST_ON_TORCH}: {why}")
+
+
+def _explained(inputs: Inputs) -> str:
+    """The backend of the case with the mask as a function."""
+    import anyattn
+
+    return anyattn.explain(*inputs.bhsd, inputs.mods.score, mask_mod=inputs.mods.mask).plan.backend
+
+
+def run_case(
+    case: Case,
+    limits: Limits,
+    device: str | None = None,
+    clock: Clock | None = None,
+    banned: Mapping[str, str] | None = None,
+    watch: Callable[[str], None] = lambda name: None,
+    cold: bool = True,
+) -> Record:
+    """Builds, judges and times one case.
+
+    On a CPU nothing is timed if anyattn's result fails its budget (``Record.refused``); on a GPU, where a machine is not to be had every
+    day, it is timed, said so, and clears no bar. A peer whose result fails is timed all the same: it is no claim of ours.
+
+    device, clock: instead of the case's. banned: contestant -> why it is not even tried. watch: told of the contestant that is next.
+    cold: of a GPU, with the L2 cache overwritten before each sample. Raises ``DeviceLost``.
+    """
+    start = time.perf_counter()
+    watch("")
+    with torch.no_grad():
+        run = prepared(case, case.contestants, device or case.device, banned or {}, watch, is_judged=True)
+        record, limits = run.record, _limits(case, run.record, limits)
+        if case.device == "cpu":
+            record.refused = _refusal(case, record)
+            if record.refused is not None:
+                return record
+            record.extra.update(_tile_share(run.inputs))
+        elif case.kind in ("mask", "decode") and OURS in run.calls:
+            record.extra["syncs"] = _syncs(run.calls[OURS])
+        others = Others(limits.patience) if case.device == "cpu" else None
+        record.extra["prepare_s"] = round(time.perf_counter() - start, 1)
+        record.timings = measure(run.calls, clock or _clock(case, cold), limits, run.failed, watch, others, record.extra)
+    record.extra["seconds"] = round(time.perf_counter() - start, 1)
     return record
 
 
-def _run_sequences(case: Case, rounds: int, budget_s: float, patience_s: float) -> Record:
-    record, job = Record.of(case), _SEQUENCES[case.kind](case)
-    calls = job.calls()
-    record.extra.update(job.facts())
-    record.flops = case.flops(record.extra["pairs"])
-    record.budget = job.judge({name: call() for name, call in calls.items()})
-    if not record.budget[OURS] <= 1.0:
-        record.refused = f"anyattn's result is wrong here (it uses {record.budget[OURS]:.3g} of its error budget); not timed"
-        return record
-    record.timings, about = interleave(calls, case.rounds or rounds, clock(case.device), budget_s, patience_s)
-    record.extra.update(about)
+def prepared(
+    case: Case,
+    names: Sequence[str],
+    device: str,
+    banned: Mapping[str, str],
+    watch: Callable[[str], None] = lambda name: None,
+    is_judged: bool = False,
+) -> _Run:
+    """A case with those of its contestants that work here, compiled, called once and compared. Raises ``DeviceLost``."""
+    record = Record.of(case)
+    record.unavailable.update(banned)
+    if any(name.startswith("flex") for name in names):
+        torch.compiler.reset()  # a fresh, specialised compilation for every case: the peer at its best
+    inputs = Inputs(case, device)
+    pairs = inputs.pairs()
+    record.flops, record.extra["pairs"] = case.flops(pairs), pairs
+    if case.bytes:
+        record.extra["bytes"] = case.bytes
+    run = _Run(inputs, record, watch, Judge(inputs) if is_judged else None)
+    for name in names:
+        if name not in record.unavailable:
+            run.prepare(name)
+    run.reference = run.judge = None  # their tensors are not to lie about while others are timed
+    return run
+
+
+def refused(case: Case, error: Exception) -> Record:
+    """Of a case that raised: the others are still wanted."""
+    record = Record.of(case)
+    record.refused = _described(error)
     return record
 
 
-def _facts(inputs: Inputs) -> dict[str, Any]:
-    """Unmasked pairs over all batch entries and heads, and the share of the score matrix's tiles that are listed."""
-    case, facts = inputs.case, dict[str, Any]()
-    if case.kind != "mask":
-        shape = case.shape
-        pairs = visible_pairs(inputs.variant.mask, shape.seqlen_q, shape.seqlen_k, case.device)
-        facts["pairs"] = pairs * shape.batch * shape.heads_q
-        block_mask = inputs.block_masks.get(OURS)
-        facts["tile_share"] = 1.0 if block_mask is None else float(block_mask.to_dense().double().mean())
-    return facts
+def _refusal(case: Case, record: Record) -> str | None:
+    """Why a case that was judged is not to be timed; None if it may be."""
+    if OURS in record.unavailable:
+        return record.unavailable[OURS]
+    if record.budget[OURS] <= 1.0:
+        return None
+    what = "its lists differ from the mask" if case.kind == "mask" else f"it uses {record.budget[OURS]:.3g} of its error budget"
+    return f"anyattn's result is wrong here ({what}); not timed"
 
 
-def geometric_mean(values: Iterable[float]) -> float:
-    """nan of nothing."""
-    logs = [math.log(v) for v in values]
-    return math.exp(sum(logs) / len(logs)) if logs else math.nan
+def _limits(case: Case, record: Record, limits: Limits) -> Limits:
+    """Fewer rounds of the long cases, and on a GPU of what torch's operations compute."""
+    if case.rounds is not None:
+        return replace(limits, rounds=case.rounds, least=min(limits.least, case.rounds))
+    if "torch" not in record.extra.get("backend", ""):
+        return limits
+    return Limits(limits.least, limits.seconds / 4, min(3, limits.least), limits.sample)
+
+
+def _clock(case: Case, cold: bool) -> Clock:
+    if case.is_host_time:
+        return HostClock()
+    return CpuClock() if case.device == "cpu" else CudaClock(cold, has_head_start=case.kind != "mask")
+
+
+def _tile_share(inputs: Inputs) -> dict[str, float]:
+    """The share of the score matrix's tiles that are listed, where there is a block mask."""
+    if inputs.case.kind != "flex":
+        return {}
+    return {"tile_share": 1.0 if inputs.block_mask is None else float(inputs.block_mask.to_dense().double().mean())}
+
+
+def _syncs(call: Callable[[], Any]) -> str:
+    """What torch says of a call that waits for the device; empty if it does not."""
+    if not torch.cuda.is_available():
+        return ""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        call()
+    except RuntimeError as error:
+        return _described(error)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return ""
+
+
+def _described(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:300] if lines else ''}"

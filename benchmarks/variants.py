@@ -1,77 +1,135 @@
-"""The variants that are timed, most of them the gallery's: pairs of plain functions, the same for anyattn and for its peers."""
+"""The variants that are timed: each as plain mods, as the options that FlashAttention has for it, or both.
+
+The gallery's variants are taken from ``anyattn.gallery``. On a GPU those with a size of their own have the sizes of the peers' published
+tables instead, which do not grow with the sequence.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from anyattn import gallery
+from anyattn import gallery, masks, scores
+from anyattn.gallery import Mods
 
-__all__ = ["VARIANTS", "Variant", "visible_pairs"]
+__all__ = ["DOCUMENTS", "VARIANTS", "WINDOW", "Setting", "Variant", "document_lengths", "spread_lengths"]
+
+WINDOW = 1024
+DOCUMENTS = 8
+_PREFIX = 2048
+_SINK = 64
+_SOFTCAP = 30.0
+_BUCKETS = 32
+_EQUAL_DOCUMENT = 1000  # tokens, in the masks that are only built
+_CPU_WINDOW = 512
+_CPU_DOCUMENTS = 9
+
+
+@dataclass(frozen=True)
+class Setting(gallery.Setting):
+    """The sizes that mods are made for. learns: what score mods read wants gradients. captured: what they read, once they were made."""
+
+    batch: int = 1
+    learns: bool = False
+    captured: list[Tensor] = field(default_factory=list)
+
+    def random(self, *shape: int, seed: int = 3, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The same numbers on every call: random ones, made where they are used, for the largest are a gigabyte."""
+        generator = torch.Generator(self.device).manual_seed(seed)
+        made = torch.randn(shape, generator=generator, device=self.device, dtype=dtype).requires_grad_(self.learns)
+        self.captured.append(made)
+        return made
 
 
 @dataclass(frozen=True)
 class Variant:
-    """mask: (b, h, q_idx, kv_idx) -> bool, or None for everything. score: (score, b, h, q_idx, kv_idx) -> score, or None."""
+    """make: the variant's mods for a setting. native: the options of FlashAttention's functions that mean the same, None where it has none.
 
-    mask: Callable[..., Any] | None = None
-    score: Callable[..., Any] | None = None
+    documents: the lengths of the documents that fill a sequence, where FlashAttention does it by its function for packed sequences.
+    """
 
-    def masked(self) -> Callable[..., Any]:
-        """The mask of a variant that has one."""
-        assert self.mask is not None
-        return self.mask
+    make: Callable[[Setting], Mods]
+    native: dict[str, Any] | None = None
+    documents: Callable[[int], list[int]] | None = None
 
-
-def _from_gallery(variant: gallery.Variant) -> Callable[[int, int, str], Variant]:
-    def make(seqlen: int, heads: int, device: str) -> Variant:
-        mods = variant.mods(gallery.Setting(seqlen, heads, device))
-        return Variant(_plain(mods.mask), _plain(mods.score))
-
-    return make
+    def mods(self, setting: Setting) -> Mods:
+        """Plain functions as a user would have written them, the same for anyattn and its peers: without the wrapper that composes."""
+        made = self.make(setting)
+        return Mods(getattr(made.mask, "fn", made.mask), getattr(made.score, "fn", made.score))
 
 
-def _plain(mod: Callable[..., Any] | None) -> Callable[..., Any] | None:
-    """What a user would have written himself, without the wrapper that makes anyattn's masks compose."""
-    return getattr(mod, "fn", mod)
+def document_lengths(seqlen: int, count: int = DOCUMENTS) -> list[int]:
+    """The tokens of so many documents that fill a sequence, cut at random."""
+    cuts = torch.randperm(seqlen - 1, generator=torch.Generator().manual_seed(1))[: count - 1] + 1
+    ends = torch.cat([torch.tensor([0]), cuts.sort().values, torch.tensor([seqlen])])
+    return ends.diff().tolist()
 
 
-def _full(seqlen: int, heads: int, device: str) -> Variant:
-    return Variant()
+def spread_lengths(seqlen: int, count: int = 64) -> list[int]:
+    """Lengths spread evenly over their logarithm from 12 to about 1,800, in random order, ``seqlen`` in all."""
+    random = torch.Generator().manual_seed(0)
+    spread = torch.exp(torch.linspace(2.5, 7.5, count, dtype=torch.float64))[torch.randperm(count, generator=random)]
+    lengths = (spread / spread.sum() * seqlen).round().long().clamp(min=1)
+    lengths[lengths.argmax()] += seqlen - lengths.sum()
+    return lengths.tolist()
 
 
-def _window_512(seqlen: int, heads: int, device: str) -> Variant:
-    window = 512
-    return Variant(lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (q_idx - kv_idx < window))
+def _ids(setting: Setting, lengths: list[int]) -> Tensor:
+    """Each position's document."""
+    return torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(setting.device)
 
 
-def _document_causal(seqlen: int, heads: int, device: str) -> Variant:
-    """9 documents, cut at random."""
-    cuts = torch.randperm(seqlen - 1, generator=torch.Generator().manual_seed(1))[:8] + 1
-    starts = torch.zeros(seqlen, dtype=torch.int64)
-    starts[cuts] = 1
-    ids = starts.cumsum(0).to(device)
-    return Variant(lambda b, h, q_idx, kv_idx: (ids[q_idx] == ids[kv_idx]) & (q_idx >= kv_idx))
+def _causal_documents(ids: Tensor) -> Mods:
+    return Mods(lambda b, h, q_idx, kv_idx: (ids[q_idx] == ids[kv_idx]) & (q_idx >= kv_idx))
 
 
-VARIANTS: dict[str, Callable[[int, int, str], Variant]] = {
-    "full": _full,
-    **{name: _from_gallery(variant) for name, variant in gallery.VARIANTS.items()},
-    "window-512": _window_512,
-    "document-causal": _document_causal,
+def _documents(setting: Setting) -> Mods:
+    return Mods(masks.document(_ids(setting, document_lengths(setting.seqlen))))
+
+
+def _window_512(setting: Setting) -> Mods:
+    return Mods(lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (q_idx - kv_idx < _CPU_WINDOW))
+
+
+def _distance_bias(setting: Setting) -> Mods:
+    table = setting.random(setting.heads, setting.seqlen)
+    return Mods(None, lambda score, b, h, q_idx, kv_idx: score + table[h, torch.abs(q_idx - kv_idx)])
+
+
+def _pair_bias(setting: Setting) -> Mods:
+    bias = setting.random(setting.batch, setting.heads, setting.seqlen, setting.seqlen, dtype=torch.bfloat16)
+    return Mods(None, lambda score, b, h, q_idx, kv_idx: score + bias[b, h, q_idx, kv_idx])
+
+
+_GALLERY = {name: Variant(variant.mods) for name, variant in gallery.VARIANTS.items()}
+_BOTH = {"full": Variant(lambda setting: Mods(), {}), "causal": Variant(_GALLERY["causal"].make, {"causal": True})}
+
+_CPU = {
+    **_GALLERY,
+    **_BOTH,
+    "window-512": Variant(_window_512),
+    "document-causal": Variant(lambda s: _causal_documents(_ids(s, document_lengths(s.seqlen, _CPU_DOCUMENTS)))),
+    "documents": Variant(lambda s: _causal_documents(_ids(s, spread_lengths(s.seqlen))), {"causal": True}, spread_lengths),
+    "decode": Variant(lambda setting: Mods(), {"causal": True}),  # one query a sequence, the last position: causal hides nothing
 }
-
-
-def visible_pairs(mask: Callable | None, seqlen_q: int, seqlen_k: int, device: str, rows_at_once: int = 1024) -> int:
-    """How many (query, key) pairs of one head the mask shows; a mask of these benchmarks depends on neither b nor h."""
-    if mask is None:
-        return seqlen_q * seqlen_k
-    zero, keys = torch.zeros((), dtype=torch.int64, device=device), torch.arange(seqlen_k, device=device)
-    total = 0
-    for start in range(0, seqlen_q, rows_at_once):
-        rows = torch.arange(start, min(start + rows_at_once, seqlen_q), device=device)[:, None]
-        total += int(mask(zero, zero, rows, keys).expand(len(rows), seqlen_k).sum())
-    return total
+_CUDA = {
+    **_BOTH,
+    "sliding_window": Variant(lambda s: Mods(masks.sliding_window(left=WINDOW, right=0)), {"window_size": (WINDOW, 0)}),
+    "document": Variant(_documents, {}, document_lengths),
+    "document-causal": Variant(lambda s: _causal_documents(_ids(s, document_lengths(s.seqlen))), {"causal": True}, document_lengths),
+    "prefix": Variant(lambda s: Mods(masks.prefix_lm(_PREFIX))),
+    "sink_window": Variant(lambda s: Mods(masks.sink_window(sink=_SINK, window=WINDOW))),
+    "alibi": _GALLERY["alibi"],
+    "t5_bias": Variant(_distance_bias),
+    "softcap": Variant(lambda s: Mods(masks.causal(), scores.softcap(_SOFTCAP)), {"causal": True, "softcap": _SOFTCAP}),
+    "head_bias": _GALLERY["head_bias"],
+    "pair_bias": Variant(_pair_bias),
+    "bucket_bias": Variant(lambda s: Mods(None, scores.t5_bias(s.random(_BUCKETS, s.heads)))),
+    "equal-documents-causal": Variant(lambda s: _causal_documents(torch.arange(s.seqlen, device=s.device) // _EQUAL_DOCUMENT)),
+    "dilated": Variant(lambda s: Mods(masks.dilated(512, 3))),
+}
+VARIANTS: dict[str, dict[str, Variant]] = {"cpu": _CPU, "cuda": _CUDA}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,22 @@ def test_every_path_runs_on_every_cpu(cpu: str, dtype: torch.dtype, monkeypatch:
         judge(q, k, v, mask=lambda b, h, i, j: (j < 5) | ((j <= i) & (i - j < 20)))
     spans = dtype != torch.float32 and dtype in CPUS[cpu].fast_dtypes
     assert took == ["forward", "whole_spans" if spans else "forward"]
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 64])
+def test_any_number_of_cores(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More threads than there are cores run one after the other: the same products in other pieces."""
+    before = torch.get_num_threads()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: pytest.fail("how much is computed at once hangs on the number of threads"))
+    g = torch.Generator().manual_seed(0)
+    torch.set_num_threads(threads)
+    try:
+        for dtype in (torch.float32, torch.bfloat16):
+            q, k, v = (torch.randn(2, heads, n, 16, generator=g).to(dtype) for heads, n in ((4, 300), (2, 310), (2, 310)))
+            with planned_for(replace(WITH_BF16, threads=threads)):
+                judge(q, k, v, score=lambda s, b, h, i, j: s - 0.05 * (i - j), mask=lambda b, h, i, j: (j <= i + 10) & (i - j < 90))
+    finally:
+        torch.set_num_threads(before)
 
 
 ASKS_THE_MACHINE = re.compile(r"perf_counter\(|process_time\(|getrusage\(|cpu_count\(|\btimeout=[1-9]|mark\.timeout\([1-9]")

@@ -1,21 +1,22 @@
-"""Remembers ``flash_attn_with_kvcache`` calls on a CPU: for calls of the same facts only what the tables hold is looked at again.
+"""Warm calls of ``flash_attn_with_kvcache`` on a CPU: of calls with one signature only what the tables hold is looked at again.
 
-The facts are shapes, strides, dtypes and options; cache_seqlens, cache_leftpad, cache_batch_idx and page_table are read on every call, in
-plain numbers. They are found good here or not at all: whatever looks wrong, or is not plainly right, goes through ``check_cache``, which
-says what is wrong with it. Nothing is written before both have passed. A call with mods, rotary tables, ALiBi or packed queries is not
-remembered.
+cache_seqlens, cache_leftpad, cache_batch_idx and page_table are read for every call, as Python's numbers. A table that looks wrong, or is
+not plainly right, goes through ``validate.kvcache``, which says what is wrong with it; nothing is written before. A call with mods, rotary
+tables, ALiBi or packed queries has no signature.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from anyattn import hardware, planner
-from anyattn.call_cache import attention
-from anyattn.call_cache.kvcache_step import asks_mods, facts_of_options, named_tensors, seen, step_call
+from anyattn.call_cache.calls import RememberedCall, known, remember
+from anyattn.call_cache.kvcache_step import OPTIONS_WITHOUT_MODS, named_tensors, step_call
+from anyattn.call_cache.signature import Kind, Signature, fields, signature
 from anyattn.kvcache import append
 from anyattn.plan import Plan
 from anyattn.problem import Problem
@@ -33,9 +34,16 @@ __all__ = ["KnownCall", "decode_call"]
 _MOST_PLANS = 8  # the layers of one step ask for the same one
 _MOST_ROWS = 2048  # new rows; from here on vectors beat lists, and hardly any of the time is the host's
 
+_GIVEN = fields(
+    Given, q=Kind.STORAGE, k_cache=Kind.STORAGE, v_cache=Kind.STORAGE, k=Kind.STORAGE, v=Kind.STORAGE, rotary_cos=Kind.ABSENT,
+    rotary_sin=Kind.ABSENT, cache_seqlens=Kind.LENGTHS, cache_batch_idx=Kind.STORAGE, cache_leftpad=Kind.STORAGE,
+    page_table=Kind.STORAGE, cu_seqlens_q=Kind.ABSENT, max_seqlen_q=Kind.ABSENT, rotary_interleaved=Kind.ELSEWHERE, validate=Kind.VALUE,
+)  # fmt: skip
+_signature = signature("flash_attn_with_kvcache", given=_GIVEN, options=OPTIONS_WITHOUT_MODS, backend=Kind.VALUE)
+
 
 class KnownCall(NamedTuple):
-    """One call of known facts, whose tables are good. new: k, v and the caches' two leading indices of every new row, or None."""
+    """A warm call, whose tables are good. new: k, v and the caches' two leading indices of every new row, or None."""
 
     problem: Problem
     k_cache: Tensor
@@ -51,85 +59,55 @@ class KnownCall(NamedTuple):
         return self.problem
 
 
-class _Numbers(NamedTuple):
-    """What the tables of one call say. starts: the storage row of each entry's first new row."""
-
-    sequences: ListedSequences
-    starts: list[int]
-
-
-class _Remembered(NamedTuple):
-    """fields: the problem's, but for its tensors, sequences and mask. plans: by backend asked for and greatest number of keys, which is
-    all that the plan of such a call hangs on beyond its facts. reach: the caches', see ``append.reach``."""
-
-    fields: dict[str, Any]
-    plans: dict[tuple[str | None, int], Plan]
-    reach: tuple[int, int]
-
-
 def decode_call(
     given: Given, options: Options, backend: str | None, is_operator: bool = False
 ) -> tuple[CacheCall | KnownCall, Plan] | None:
-    """The call, checked, and its plan; nothing is written. None where it belongs to its operator (``tensor_kinds``).
+    """The call, checked, and its plan; nothing is written. None where it belongs to its operator (``tensors.kinds``).
 
-    Raises as ``check_cache.cache_call`` and the plan.
+    Raises as ``validate.kvcache.cache_call`` and the planner.
     """
     given = with_own_pages(given)
-    step = step_call(given, options, backend, is_operator)
-    if step is not None:
-        return step
-    facts = None if backend not in (None, "torch") or attention.is_listened_to() else _facts(given, options)
-    found = None if facts is None else attention.remembered(facts)
-    known = None if found is None else _known_call(given, options, found)
-    if known is not None and found is not None:
-        return known, _plan(known.problem, backend, found.plans)
+    if isinstance(given.q, Tensor) and check_lengths.takes_their_word(given.q.device, given.validate):
+        return step_call(given, options, backend, is_operator)
+    found = _signature_of_call(given, options, backend)
+    warm = known(found)
+    if warm is not None and found is not None:
+        warm_call = _warm_call(given, options, warm, found)
+        if warm_call is not None:
+            return warm_call, _plan(warm_call.problem, backend, warm.plans)
     if not is_operator and kinds.belong_to_operators(named_tensors(given, options)):
         return None
-    checked = cache_call(given, options)
-    chosen = planner.choose(checked.problem, hardware.of(given.q.device.type), backend)
-    if facts is not None:
-        score = checked.problem.score
-        if score is None or not score.tensors:
-            reaches = append.reach(given.k_cache), append.reach(given.v_cache)
-            attention.remember(facts, _Remembered(attention.fields_of(checked.problem) | {"score": score}, {}, reaches))
-    return checked, chosen
+    call = cache_call(given, options)
+    plan = planner.choose(call.problem, hardware.of(given.q.device.type), backend)
+    if found is not None:
+        reach = append.reach(given.k_cache), append.reach(given.v_cache)
+        remember(found, partial(_signature_of_call, given, options, backend), call.problem, plan, reach=reach, plans={})
+    return call, plan
 
 
-def _plan(problem: Problem, backend: str | None, plans: dict[tuple[str | None, int], Plan]) -> Plan:
-    key = (backend, problem.seqlen_k)
-    found = plans.get(key)
+def _plan(problem: Problem, backend: str | None, plans: dict[int, Plan] | None) -> Plan:
+    assert plans is not None
+    found = plans.get(problem.seqlen_k)
     if found is None:
         if len(plans) >= _MOST_PLANS:
             plans.clear()
-        found = plans[key] = planner.choose(problem, hardware.of("cpu"), backend)
+        found = plans[problem.seqlen_k] = planner.choose(problem, hardware.of("cpu"), backend)
     return found
 
 
-# ---- facts
-
-
-def _facts(given: Given, options: Options) -> tuple | None:
-    """None for a call that is not remembered, such as one with a wrong argument."""
-    if given.rotary_cos is not None or given.rotary_sin is not None or given.cu_seqlens_q is not None or given.max_seqlen_q is not None:
+def _signature_of_call(given: Given, options: Options, backend: str | None) -> Signature | None:
+    """None also for a call that another backend computes."""
+    if backend not in (None, "torch") or not isinstance(given.q, Tensor) or given.q.device.type != "cpu":
         return None
-    if asks_mods(options):
+    if (given.k is None) != (given.v is None):
         return None
-    try:
-        device = given.q.device
-        if device.type != "cpu" or check_lengths.takes_their_word(device, given.validate) or (given.k is None) != (given.v is None):
-            return None
-        flags = facts_of_options(options, given.validate)
-        rows = tuple([seen(x) for x in (given.q, given.k_cache, given.v_cache, given.k, given.v, options.sink)])
-        lengths = int if type(given.cache_seqlens) is int else seen(given.cache_seqlens)
-        return ("cache", rows, lengths, seen(given.cache_batch_idx), seen(given.cache_leftpad), seen(given.page_table), flags)
-    except (attention.Unfit, *attention.UNREADABLE):
-        return None
+    return _signature(given, options, backend)
 
 
-# ---- a call of known facts
+# ---- a warm call
 
 
-def _known_call(given: Given, options: Options, remembered: _Remembered) -> KnownCall | None:
+def _warm_call(given: Given, options: Options, warm: RememberedCall, signed: Signature) -> KnownCall | None:
     """None where what the tables hold is not plainly right."""
     q, k_cache, v_cache = given.q, given.k_cache, given.v_cache
     new = 0 if given.k is None else given.k.shape[1]
@@ -143,22 +121,23 @@ def _known_call(given: Given, options: Options, remembered: _Remembered) -> Know
         append.check_pages(table, sequences.on_host.k_start, ends, sequences.page_size, len(k_cache))
     written = None
     if given.k is not None:
-        append.check_disjoint(k_cache, v_cache, remembered.reach)
+        append.check_disjoint(k_cache, v_cache, warm.reach)
         places = _row_places(sequences.on_host.k_row, starts, new) if table is None else _page_places(table, starts, new, k_cache.shape[1])
         if places is None:
             return None
         written = (given.k.reshape(-1, *given.k.shape[2:]), given.v.reshape(-1, *given.v.shape[2:]), *places)
     visible = band(options.causal, options.window_size, 0, sequences.max_seqlen_q, sequences.max_seqlen_k, q.device)
-    own = dict(remembered.fields)
-    own["q"], own["k"], own["v"], own["sink"] = q.transpose(1, 2), k_cache.transpose(1, 2), v_cache.transpose(1, 2), options.sink
-    own["sequences"], own["predicates"] = sequences, () if visible is None else (visible,)
-    if options.softmax_scale is not None:
-        own["scale"] = float(options.softmax_scale)
-    return KnownCall(Problem.of_fields(own), k_cache, v_cache, written)
+    storage = q.transpose(1, 2), k_cache.transpose(1, 2), v_cache.transpose(1, 2)
+    filled = warm.filled(*storage, options.sink, options.softmax_scale, signed)
+    filled["sequences"], filled["predicates"] = sequences, () if visible is None else (visible,)
+    return KnownCall(Problem.of_fields(filled), k_cache, v_cache, written)
 
 
-def _numbers(given: Given, new: int) -> _Numbers | None:
-    """None where a number is out of range, or a cache row is appended to twice."""
+def _numbers(given: Given, new: int) -> tuple[ListedSequences, list[int]] | None:
+    """What the tables of a call say, and the storage row of each entry's first new row.
+
+    None where a number is out of range, or a cache row is appended to twice.
+    """
     (batch, queries), table, (storage, rows_each) = given.q.shape[:2], given.page_table, given.k_cache.shape[:2]
     capacity = rows_each if table is None else table.shape[1] * rows_each
     lengths, padding, chosen = given.cache_seqlens, given.cache_leftpad, given.cache_batch_idx
@@ -187,7 +166,7 @@ def _numbers(given: Given, new: int) -> _Numbers | None:
         key_base=bases(seqlens_k),
     )
     page_size = 0 if table is None else rows_each
-    return _Numbers(ListedSequences(host, given.q.device, table, page_size, is_cache=True, most_q=queries), starts)
+    return ListedSequences(host, given.q.device, table, page_size, is_cache=True, most_q=queries), starts
 
 
 def _places(used: int, padding: int, queries: int, new: int) -> tuple[int, int, int, int]:

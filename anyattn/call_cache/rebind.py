@@ -1,56 +1,91 @@
-"""How a remembered call makes its mods: the programs are known, the values are this call's."""
+"""Rebinding a warm call's mods: their programs are known, their captured numbers and tensors are this call's."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
+from anyattn.call_cache.signature import NotCacheable, Signature
+from anyattn.mods.analysis.load_bounds import doubt, hangs_on_masks, plainly_inside
 from anyattn.mods.ir.expr import Expr
-from anyattn.mods.tracing.fingerprint import Reading
 from anyattn.mods.tracing.trace import TracedMod
+from anyattn.problem import Problem
 
-__all__ = ["Recipe", "Unfit"]
-
-
-class Unfit(Exception):
-    """This call cannot be remembered."""
+__all__ = ["Recipe", "checks_hold"]
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to make a traced mod of a later call: the program, and where in its reading the run-time values are.
+    """How to make a mod of a warm call: the program, and where in the call its run-time values are.
 
-    before: numbers that the call's facts settle and that come first. fixed: the mod itself, if it has no run-time values at all.
+    A mod is the user's, or one of the library's own (softcap, ALiBi, the band of causal and window_size), after which the user's may come.
+
+    reading: of which of the call's ``Signature.readings`` it takes scalars and tensors, at these slots.
+    own_scalars: the numbers of the library's own mods, which the key settles; they come first. own_tensors: places of their tensors among
+    the call's arguments, which come first too. fixed: the mod itself, if it has no run-time values at all.
     """
 
     kind: str
     expr: Expr
-    before: tuple[int | float, ...]
+    name: str
+    reading: int
     scalars: tuple[int, ...]
     tensors: tuple[int, ...]
-    name: str
+    own_scalars: tuple[int | float, ...]
+    own_tensors: tuple[int, ...]
     fixed: TracedMod | None = None
 
     @classmethod
-    def of(cls, mod: TracedMod) -> Recipe:
-        if mod.source is None:
-            if mod.tensors:
-                raise Unfit
-            return cls(mod.kind, mod.expr, mod.scalars, (), (), mod.name, mod)
-        return cls(mod.kind, mod.expr, (), mod.source.scalars, mod.source.tensors, mod.name, None if mod.scalars or mod.tensors else mod)
+    def of(cls, mod: TracedMod, user: TracedMod | None, reading: int, arguments: tuple[Any, ...]) -> Recipe:
+        """user: the part of ``mod`` that is the user's, its end or all of it. arguments: tensors that the library's own part may read."""
+        scalars: tuple[int, ...] = ()
+        tensors: tuple[int, ...] = ()
+        if user is not None:
+            if user.source is None:
+                raise NotCacheable
+            scalars, tensors = user.source.scalars, user.source.tensors
+        own_scalars = mod.scalars[: len(mod.scalars) - len(scalars)]
+        places = [_place(t, arguments) for t in mod.tensors[: len(mod.tensors) - len(tensors)]]
+        fixed = mod if not scalars and not tensors and not places else None
+        return cls(mod.kind, mod.expr, mod.name, reading, scalars, tensors, own_scalars, tuple(places), fixed)
 
-    def made(self, reading: Reading | None, aux: tuple[Tensor, ...], leading: tuple[Tensor, ...] = ()) -> TracedMod:
-        """The mod of a call that was read so; leading: tensors that come before those of the reading."""
+    def made(self, found: Signature, arguments: tuple[Any, ...]) -> TracedMod:
+        """The mod of a call with this signature and these ``arguments``, as ``of`` takes them."""
         if self.fixed is not None:
             return self.fixed
-        scalars, tensors = self.before, leading
-        if reading is not None:
-            numbers, found = reading.numbers, (*reading.tensors, *aux)
-            if self.scalars:
-                scalars += tuple([numbers[s] for s in self.scalars])
-            if self.tensors:
-                tensors += tuple([found[t] for t in self.tensors])
+        scalars: tuple[int | float, ...] = self.own_scalars
+        tensors: tuple[Tensor, ...] = tuple([arguments[i] for i in self.own_tensors]) if self.own_tensors else ()
+        if self.scalars:
+            numbers = found.readings[self.reading].numbers
+            scalars += tuple([numbers[s] for s in self.scalars])
+        if self.tensors:
+            captured = (*found.readings[self.reading].tensors, *found.aux)
+            tensors += tuple([captured[t] for t in self.tensors])
         return TracedMod.of_fields(
             {"kind": self.kind, "expr": self.expr, "scalars": scalars, "tensors": tensors, "name": self.name, "source": None}
         )
+
+
+def _place(tensor: Tensor, arguments: tuple[Any, ...]) -> int:
+    for i, x in enumerate(arguments):
+        if x is tensor:
+            return i
+    raise NotCacheable  # computed from the arguments
+
+
+def checks_hold(mods: list[TracedMod], problem: Problem) -> bool:
+    """Whether the checks of the user's mods hold for all calls of one key; numbers on which they hang become part of the key."""
+    for mod in mods:
+        if mod.source is None:
+            return False
+        sizes = (problem.batch, problem.heads_q, problem.bound_q, problem.bound_k)
+        if problem.sequences is not None and not plainly_inside(mod, *sizes):
+            return False  # then the lengths were looked at
+        hangs = doubt(mod, *sizes)
+        if hangs.of_values or (hangs_on_masks(mod, *sizes) and (problem.blocks is not None or any(p.tensors for p in problem.predicates))):
+            return False
+        if hangs.of_numbers:
+            mod.source.pattern.fix(mod.source.scalars)
+    return True

@@ -1,4 +1,4 @@
-"""The facts of a ``flash_attn_varlen_func`` call whose tables nobody looks at: how long its sequences are is no fact of most."""
+"""Signatures of ``flash_attn_varlen_func``, whose length tables the host does not read: most lengths are no part of the key."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from anyattn.call_cache.signature import CANNOT_READ, OPTIONS, PLAIN, Kind, Signature, signature
 from anyattn.sequences.unread_varlen import StoredSizes, queries_each
 from anyattn.validate import sequences
 from anyattn.validate.flash import Options
 from anyattn.validate.window import sides_in_sight
 
-__all__ = ["Places", "facts_of_places", "seen_rows"]
+__all__ = ["Places", "key_of_places", "signature_of_varlen"]
 
 _FEW = 64  # queries, up to which a plan looks at how many there are
 _INTEGERS = (torch.int32, torch.int64)
+_GREATEST = (int, type(None))
 
 
 class Places(NamedTuple):
@@ -29,14 +31,28 @@ class Places(NamedTuple):
     validate: bool | None
 
 
-def seen_rows(x: Tensor) -> tuple:
-    """The facts of q, k or v. Of packed rows their number is none, but for one row, whose stride nobody uses."""
-    shape, where = x.shape, (x.dtype, x.device, x.data_ptr() & 15, x.requires_grad, x.is_neg())
-    return (shape[0] > 1, shape[1:], x.stride(), *where) if len(shape) == 3 else (shape, x.stride(), *where)
+_signature = signature(
+    "flash_attn_varlen_func", q=Kind.PACKED_ROWS, k=Kind.PACKED_ROWS, v=Kind.PACKED_ROWS, of_places=Kind.VALUE, given=OPTIONS,
+    backend=Kind.VALUE,
+)  # fmt: skip
 
 
-def facts_of_places(q: Tensor, k: Tensor, v: Tensor, places: Places, given: Options) -> tuple[tuple, StoredSizes] | None:
-    """(what is the same for all calls of one kind, this call's sizes); None where the tables are looked at, or something is amiss."""
+def signature_of_varlen(q: Any, k: Any, v: Any, places: Places, given: Options, backend: str | None) -> Signature | None:
+    """None also for a call whose tables are read."""
+    if type(q) not in PLAIN or type(k) not in PLAIN or type(v) not in PLAIN:
+        return None
+    try:
+        of_places = key_of_places(q, k, v, places, given)
+    except CANNOT_READ:
+        return None
+    found = None if of_places is None else _signature(q, k, v, of_places[0], given, backend)
+    if of_places is not None and found is not None:
+        found.sizes = of_places[1]
+    return found
+
+
+def key_of_places(q: Tensor, k: Tensor, v: Tensor, places: Places, given: Options) -> tuple[tuple, StoredSizes] | None:
+    """(what is the same for all calls of one key, this call's sizes); None where the tables are read, or something is amiss."""
     (cu_q, cu_k, used_q, used_k, pages), (most_q, most_k) = places.tables, places.most
     if not sequences.takes_their_word(q.device, places.validate):
         return None
@@ -45,16 +61,16 @@ def facts_of_places(q: Tensor, k: Tensor, v: Tensor, places: Places, given: Opti
     if pages is not None and (cu_k is not None or used_k is None):
         return None
     counts: list[int] = []
-    seen: list[Any] = []
+    kinds: list[Any] = []
     present: list[Tensor] = []
     for i, t in enumerate(places.tables):
         if t is None:
-            seen.append(None)
+            kinds.append(None)
             continue
         # a subclass may mean anything by an operation
         if type(t) is not Tensor or t.dtype not in _INTEGERS or t.device != q.device or t.ndim != (2 if i == 4 else 1):
             return None
-        seen.append((t.dtype, t.stride()))
+        kinds.append((t.dtype, t.stride()))
         present.append(t)
         counts.append(t.shape[0] - (i < 2))
     counts += [t.shape[0] for t, is_padded in ((q, cu_q is None), (k, cu_k is None and pages is None)) if is_padded]
@@ -76,7 +92,4 @@ def facts_of_places(q: Tensor, k: Tensor, v: Tensor, places: Places, given: Opti
     # tiles for few queries are made to measure, whose heads may share them, and the number of splits is chosen from all sizes
     stored = rows_q if cu_q is not None else rows_q * counts[0]
     planned = min(bound_q, _FEW + 1), q.shape[-2] != k.shape[-2] and queries_each(stored, counts[0], bound_q)
-    return (tuple(seen), identical, in_sight, planned, sizes if reads or given.num_splits == 0 else None), sizes
-
-
-_GREATEST = (int, type(None))
+    return (tuple(kinds), identical, in_sight, planned, sizes if reads or given.num_splits == 0 else None), sizes

@@ -1,4 +1,4 @@
-"""The command line: ``anyattn demo | show | explain | doctor | cache | warmup``. Bad arguments and Ctrl-C end in one line on stderr."""
+"""Command line: ``anyattn demo | show | explain | doctor | cache | warmup``. Bad arguments and Ctrl-C end in one line on stderr."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def cli() -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs the command line and ends the process: 0, 2 for bad arguments, 130 after Ctrl-C, or what the command asked for."""
+    """Runs the command line and exits: 0, 2 for bad arguments, 130 after Ctrl-C, or the command's own status."""
     sys.exit(_run(arguments))
 
 

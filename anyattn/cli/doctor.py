@@ -20,7 +20,7 @@ from anyattn.cli.judge import shares
 __all__ = ["command"]
 
 _PACKAGES = ("torch", "numpy", "triton", "nvidia-cutlass-dsl", "apache-tvm-ffi", "matplotlib")
-# A mask by ranges, captured ids, a score mod with a table, and a mod of nobody's: one per path through the library.
+# A mask by ranges, captured ids, a score mod with a table, and a custom mod: one per path through the library.
 _CHECKED = ("causal", "document", "t5_bias", "own")
 
 

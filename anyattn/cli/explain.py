@@ -1,4 +1,4 @@
-"""``anyattn explain``: what anyattn makes of a mod, and how a call with it would be run."""
+"""``anyattn explain``: the traced program and structure of a mod, and the plan of a call with it."""
 
 from __future__ import annotations
 

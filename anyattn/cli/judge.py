@@ -1,4 +1,4 @@
-"""Judges a result of the gallery against float64, as shares of the error budget."""
+"""Judging of gallery results against float64, as shares of the error budget."""
 
 from __future__ import annotations
 

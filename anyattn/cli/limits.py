@@ -1,4 +1,4 @@
-"""How large a picture, an explanation or a demo may be asked for: what would fill the memory or take hours is refused at once."""
+"""Size limits of the command line: pictures, explanations and demos that would fill the memory or take hours are refused."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def least_block(seqlen: tuple[int, int]) -> int:
 
 
 def check_mask(mask: Callable, seqlen: tuple[int, int]) -> None:
-    """Refuses to look at each pair of a long sequence, as a mask that is no ranges per row may need."""
+    """Refuses to evaluate every pair of a long sequence, as a mask without row ranges may need."""
     if seqlen[0] * seqlen[1] > _PAIRS and row_ranges(trace(mask, "mask")) is None:
         raise click.BadParameter(
             f"{seqlen[0]} queries x {seqlen[1]} keys of a mask that is no ranges of keys per row may all have to be looked at; "

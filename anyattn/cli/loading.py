@@ -1,4 +1,4 @@
-"""From what a person types to a mod: a name of the gallery, a call of the library of masks, or ``file.py:function``."""
+"""Loading of mods named on the command line: a name of the gallery, a call of the library of masks, or ``file.py:function``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["errors_of", "load", "named_mods"]
 
 @contextlib.contextmanager
 def errors_of(text: str) -> Iterator[None]:
-    """Turns what goes wrong in the mod that ``text`` names into ``click.BadParameter``, with the user's own line where they have a part."""
+    """Converts errors in the mod that ``text`` names to ``click.BadParameter``, with the user's own source line where there is one."""
     try:
         yield
     except (click.ClickException, BackendError):

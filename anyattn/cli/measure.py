@@ -1,4 +1,4 @@
-"""Time and memory of one call, for the demo. Claims of speed are made by ``benchmarks`` with its stricter protocol."""
+"""Measuring time and memory of one call, for the demo. Claims of speed are made by ``benchmarks`` with its stricter protocol."""
 
 from __future__ import annotations
 

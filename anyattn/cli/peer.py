@@ -1,4 +1,4 @@
-"""The same attention as a person would write it in plain torch: what the demo's times are compared with."""
+"""The demo's peer: the same attention as a person would write it in plain torch."""
 
 from __future__ import annotations
 

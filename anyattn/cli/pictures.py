@@ -1,4 +1,4 @@
-"""Pictures of masks and score mods, as PNG or SVG: which tiles a kernel skips, masks or runs bare.
+"""Pictures of masks and score mods as PNG or SVG: tiles that a kernel skips, masks or computes without a mask.
 
 A mask is drawn tile by tile: **full** (no mask is evaluated), **partial** (the mask is evaluated in it) and **empty**
 (never loaded). Where the sequences are short enough the single elements inside partial tiles are drawn too. A score mod

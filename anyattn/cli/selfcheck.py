@@ -1,4 +1,4 @@
-"""Real calls on every device by every backend that it has, judged against float64: forward and backward, and a decoder's step."""
+"""Self-check: calls on every device by every available backend, judged against float64: forward, backward and a decoding step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``anyattn warmup``: compiles the common kernels into the disk cache before a program asks for them, several at a time."""
+"""``anyattn warmup``: compiles the common kernels into the disk cache before a program needs them, several at a time."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def command(
 
 
 def _check(arch: str | None) -> None:
-    """Says what keeps kernels from being compiled or kept."""
+    """Raises with the reason where kernels cannot be compiled or kept."""
     import importlib.util
 
     import torch
@@ -115,7 +115,7 @@ def _compile(variant: _Variant) -> float:
 
 
 def _whole_problems(variant: _Variant) -> list[Any]:
-    """Calls on whole batches by both doors, whose windows are written otherwise; tensors are the CPU's, for nothing runs."""
+    """Calls on whole batches by both entry points, whose windows differ in form; tensors are on the CPU, since nothing runs."""
     import torch
 
     from anyattn import masks
@@ -136,7 +136,7 @@ def _whole_problems(variant: _Variant) -> list[Any]:
 
 
 def _packed_problems(variant: _Variant) -> list[Any]:
-    """Calls on packed sequences of a GPU, whose tables nobody reads on the host: queries and keys with one cu_seqlens, and with two."""
+    """Calls on packed sequences of a GPU, whose tables the host does not read: queries and keys with one cu_seqlens, and with two."""
     import torch
 
     from anyattn.sequences.unread_varlen import LengthTables

@@ -1,4 +1,4 @@
-"""The operators that ``torch.compile`` and ``torch.export`` see, and the entry points that they capture."""
+"""Custom operators that ``torch.compile`` and ``torch.export`` record, and the registry of entry points that Dynamo captures."""
 
 from __future__ import annotations
 

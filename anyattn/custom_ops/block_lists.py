@@ -1,14 +1,15 @@
-"""The operator through which ``torch.compile`` and ``torch.export`` see the making of a block mask."""
+"""Custom operator of ``create_block_mask`` for ``torch.compile`` and ``torch.export``."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from anyattn.custom_ops.define import operator
 from anyattn.custom_ops.flex import mods_of_operands, operands_of
+from anyattn.custom_ops.gradients import called
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.sequences.integers import ceil_div
 from anyattn.sparsity.arguments import device_of, length, pair, positions
@@ -18,33 +19,36 @@ from anyattn.sparsity.list_stacks import lists_of_stacks, stack_shapes
 __all__ = ["block_lists", "lists_with_mods"]
 
 
-@operator
-def block_lists(
-    like: Tensor,
-    program: str,
-    numbers: list[int],
-    tensors: list[Tensor],
-    batch: int,
-    heads: int,
-    q_len: int,
-    kv_len: int,
-    block_m: int,
-    block_n: int,
-    separate_full: bool,
-) -> list[Tensor]:
-    """The lists of ``create_block_mask``, int32, as stacks (``sparsity.list_stacks``). like: any tensor on their device."""
-    (mask,) = mods_of_operands("mask", program, numbers, tensors)
-    sizes = ((q_len, kv_len), (block_m, block_n), (batch, heads))
+class BlockLists(NamedTuple):
+    """The arguments of ``anyattn::block_lists``: those of ``create_block_mask``. like: any tensor on the lists' device."""
+
+    like: Tensor
+    program: str
+    numbers: list[int]
+    tensors: list[Tensor]
+    batch: int
+    heads: int
+    q_len: int
+    kv_len: int
+    block_m: int
+    block_n: int
+    separate_full: bool
+
+
+def _fake(given: BlockLists) -> list[Tensor]:
+    grid = (ceil_div(given.q_len, given.block_m), ceil_div(given.kv_len, given.block_n))
+    shapes = stack_shapes((given.batch, given.heads), grid, 1 + given.separate_full, True)
+    return [given.like.new_empty(shape, dtype=torch.int32) for pair in shapes for shape in pair]
+
+
+@operator(BlockLists, fake=_fake)
+def block_lists(given: BlockLists) -> list[Tensor]:
+    """The lists of ``create_block_mask``, int32, as stacks (``sparsity.list_stacks``)."""
+    (mask,) = mods_of_operands("mask", *given[1:4])
+    lengths, tile = (given.q_len, given.kv_len), (given.block_m, given.block_n)
+    found = lists_of_mask(mask, lengths, tile, (given.batch, given.heads), given.like.device, given.separate_full, stacks=True)
     # .data: whether a list is exact is told by how often it was written to since it was made
-    return [t.data for t in lists_of_mask(mask, *sizes, like.device, separate_full, stacks=True)]
-
-
-@torch.library.register_fake("anyattn::block_lists")
-def _(like: Tensor, program: str, numbers: list[int], tensors: list[Tensor], *facts: int) -> list[Tensor]:
-    batch, heads, q_len, kv_len, block_m, block_n, separate_full = facts
-    grid = (ceil_div(q_len, block_m), ceil_div(kv_len, block_n))
-    shapes = stack_shapes((batch, heads), grid, 1 + separate_full, True)
-    return [like.new_empty(shape, dtype=torch.int32) for pair in shapes for shape in pair]
+    return [t.data for t in found]
 
 
 def lists_with_mods(
@@ -60,6 +64,7 @@ def lists_with_mods(
     """A block mask's lists, made by the operator: eight, or four without separate full blocks. Raises as the eager call."""
     lengths = [n if isinstance(n, torch.SymInt) else positions(name, n) for name, n in (("Q_LEN", q_len), ("KV_LEN", kv_len))]
     sizes = [1 if n is None else n if isinstance(n, torch.SymInt) else length(name, n) for name, n in (("B", batch), ("H", heads))]
-    like = torch.empty(0, device=device_of(device, mask))
-    stacks = block_lists(like, *operands_of(like, mask), *sizes, *lengths, *pair("BLOCK_SIZE", block_size), separate_full)
+    like, tile = torch.empty(0, device=device_of(device, mask)), pair("BLOCK_SIZE", block_size)
+    given = BlockLists(like, *operands_of(like, mask), sizes[0], sizes[1], lengths[0], lengths[1], tile[0], tile[1], separate_full)
+    stacks = called(block_lists, given)
     return [t for t in lists_of_stacks(stacks, 1 + separate_full) if t is not None]

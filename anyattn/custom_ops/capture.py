@@ -1,8 +1,8 @@
-"""Calls with mods inside ``torch.compile``: a higher-order operator that takes a call's tensors and its mods as functions or graphs.
+"""Capture of calls with mods by ``torch.compile``: a higher-order operator that takes a call's tensors and its mods as functions or graphs.
 
 Dynamo turns each mod into a graph, and what it closes over into operands of that graph (``dynamo.py``). The operator's body is plain
 Python: wherever it runs (fake tensor propagation, AOTAutograd, export, the eager backend), it traces the graphs into the IR and calls the
-operators of ``ops.py`` and ``flash_ops.py``. Those are what is left below Dynamo's graph, and autograd is theirs.
+operators of ``flex.py`` and ``flash.py``. Those remain below Dynamo's graph, and have the autograd formulas.
 
 Outside Dynamo (``torch.export`` with ``strict=False``, ``make_fx``) mods arrive as the user's functions and are traced as in eager calls.
 """

@@ -1,31 +1,66 @@
-"""Defines operators: what ``torch.library.custom_op`` does, without the checks that it repeats at every call.
+"""Defines operators: what ``torch.library.custom_op`` does, without the work that it repeats at every call.
 
-Those take longer than a warm call of attention does. What they would find (results that share memory with arguments or with one another) is
-tested instead.
+Its checks of results (whether they share memory with arguments or with one another; tested here instead) and its second way through the
+dispatcher take longer than a warm call of attention does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch._C._dynamo import eval_frame
 
+from anyattn.custom_ops.arguments import Arguments
+from anyattn.custom_ops.gradients import without_gradients
+
 __all__ = ["opaque", "operator"]
 
 _library = torch.library.Library("anyattn", "FRAGMENT")
+# counting writes is what ADInplaceOrView is for
+_BELOW_COUNTING, _BelowCounting = torch._C._after_ADInplaceOrView_keyset, torch._C._AutoDispatchBelowADInplaceOrView  # type: ignore
+_count_write = torch.autograd.graph.increment_version
 
 
-def operator(fn: Callable[..., Any]) -> Any:
+def operator(
+    *records: type, fake: Callable[..., Any], left_out: dict[str, Any] | None = None, changed: tuple[str, ...] = ()
+) -> Callable[[Callable[..., Any]], Any]:
     """Decorates the implementation of ``anyattn::NAME``, on every device, NAME being the function's; the operator takes its place.
 
-    It changes none of its arguments, and its results are new memory.
+    records, left_out: its arguments, see ``Arguments``; the implementation and the fake one take the records. changed: the tensors among
+    them that it writes to. Its results are new memory. It has no derivative unless ``gradients.differentiable`` gives it one.
     """
-    name = fn.__name__
-    _library.define(name + torch.library.infer_schema(fn, mutates_args=()), tags=(torch.Tag.pt2_compliant_tag,))
-    _library.impl(name, opaque(fn), "CompositeExplicitAutograd")
-    return getattr(torch.ops.anyattn, name).default
+    arguments = Arguments(*records, left_out=left_out)
+
+    def define(fn: Callable[..., Any]) -> Any:
+        name = fn.__name__
+        written = [arguments.names.index(c) for c in changed]
+
+        def run(*given: Any) -> Any:
+            return fn(*arguments.records(given))
+
+        def counted(call: Callable[..., Any], given: tuple) -> Any:
+            for i in written:
+                _count_write(given[i])
+            with _BelowCounting():
+                return call(*given)
+
+        def counting(keyset: Any, *given: Any) -> Any:
+            return counted(partial(made.redispatch, keyset & _BELOW_COUNTING), given)
+
+        _library.define(name + arguments.schema(fn, changed), tags=(torch.Tag.pt2_compliant_tag,))
+        _library.impl(name, opaque(run), "CompositeExplicitAutograd")
+        torch.library.register_fake(f"anyattn::{name}", lambda *given: fake(*arguments.records(given)), lib=_library)
+        made = getattr(torch.ops.anyattn, name).default
+        if written:
+            _library.impl(name, opaque(counting), "ADInplaceOrView", with_keyset=True)
+        at_autograd = without_gradients(made, arguments, (lambda *given: counted(run, given)) if written else run)
+        _library.impl(name, opaque(at_autograd), "Autograd", with_keyset=True)
+        return made
+
+    return define
 
 
 def opaque(fn: Callable[..., Any]) -> Callable[..., Any]:

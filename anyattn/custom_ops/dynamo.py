@@ -1,7 +1,7 @@
-"""How Dynamo captures ``call_with_mods``: every mod becomes a subgraph, what it closes over operands of the subgraph.
+"""Dynamo's tracing of ``call_with_mods``: every mod becomes a subgraph, what it closes over operands of the subgraph.
 
-Dynamo keeps a table from higher-order operators' names to the classes that trace them. It is semi-private: ``install`` enters ours beside
-torch's own, and says so where this torch has it otherwise. What cannot be captured (a mod that Dynamo cannot trace, a torch without the
+Dynamo keeps a table from higher-order operators' names to the classes that trace them. It is semi-private: ``install`` adds ours to
+torch's own, and warns where this torch differs. What cannot be captured (a mod that Dynamo cannot trace, a torch without the
 table) breaks the graph once, at the call; the entry points then run as in eager mode, opaque to Dynamo, after one warning.
 """
 
@@ -18,10 +18,13 @@ from torch._dynamo.utils import proxy_args_kwargs
 from torch._dynamo.variables import higher_order_ops
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import wrap_fx_proxy
+from torch._dynamo.variables.builtin import BuiltinVariable
+from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 
 from anyattn.custom_ops import ENTRY_POINTS
 from anyattn.custom_ops.capture import call_with_mods
 from anyattn.custom_ops.define import opaque
+from anyattn.mods.algebra import Mask
 from anyattn.tensors import kinds as tensor_kinds
 
 __all__ = ["install", "run_uncompiled"]
@@ -144,8 +147,20 @@ def _subgraph(tx: Any, operator: Any, like: Any, fn: Any, kind: str, name: str) 
     return higher_order_ops.make_attr(tx, installed), tuple(lifted)
 
 
+def _invert(self: BuiltinVariable, tx: Any, operand: VariableTracker) -> VariableTracker | None:
+    """``operator.invert`` of a ``Mask``; None leaves any other operand to Dynamo."""
+    if isinstance(operand, UserDefinedObjectVariable) and issubclass(operand.python_type(), Mask):
+        return operand.call_method(tx, "__invert__", [], {})
+    return None
+
+
 def install() -> bool:
-    """Enters the operator into Dynamo's table; False where this torch has no such table."""
+    """Enters the operator into Dynamo's table; False where this torch has no such table.
+
+    Dynamo calls ``__and__`` and ``__or__`` of a user's class, but up to torch 2.13 not ``__invert__``: ``~mask`` is entered here too.
+    """
+    if not hasattr(BuiltinVariable, "call_invert"):
+        BuiltinVariable.call_invert = _invert  # type: ignore[attr-defined]
     table = getattr(higher_order_ops, "_hop_name_to_variable_class", None)
     if table is not None:
         table["anyattn_call_with_mods"] = CallWithModsVariable

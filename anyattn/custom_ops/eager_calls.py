@@ -1,5 +1,5 @@
-"""Eager calls that go through the operators: of fake and meta tensors, whose results are fake too, of tensors of ``torch.func.grad`` and
-``vjp``, of subclasses that dispatch, and whatever a graph is being made of. ``tensor_kinds`` says which calls those are.
+"""Eager calls that go through the custom operators: of fake and meta tensors, of tensors of ``torch.func.grad`` and ``vjp``, of subclasses
+that dispatch, and under graph capture. ``tensors.kinds`` decides which calls those are.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from anyattn.call_cache.attention import FlexCall
+from anyattn.call_cache.attention import FlexCall, Places
 from anyattn.custom_ops import entry_points
 from anyattn.tensors import kinds
 from anyattn.validate import flash as check_flash
@@ -27,34 +27,22 @@ def flex(call: FlexCall, backend: str | None, options: Any) -> tuple[Tensor, Ten
     """(out, lse, max_scores) of a ``flex_attention`` call; max_scores is empty unless wanted. options: ``kernel_options``."""
     check.tensors(call.query, call.key, call.value, call.enable_gqa)
     with _among((call.query, call.key, call.value)):
-        return entry_points.flex(
-            call.query, call.key, call.value, call.score_mod, call.block_mask, call.mask_mod, call.aux_tensors, call.scale,
-            call.enable_gqa, call.sink, call.wants_max, call.deterministic, backend, options,
-        )  # fmt: skip
+        return entry_points.flex(call, backend, options)
 
 
-def flash(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    tables: tuple[Tensor | None, ...],
-    longest: tuple,
-    validate: bool | None,
-    options: Options,
-    backend: str | None,
-) -> Results:
+def flash(q: Tensor, k: Tensor, v: Tensor, places: Places, options: Options, backend: str | None) -> Results:
     """(out, lse) of a ``flash_attn_func`` call, or with any table of a ``flash_attn_varlen_func`` call."""
-    if all(t is None for t in tables):
+    cu_q, cu_k, used_q, used_k, pages = places.tables
+    if all(t is None for t in places.tables):
         check_flash.check_dense_storage(q, k, v)
     else:
-        check_flash.check_varlen_storage(q, k, v, tables[0], tables[1], tables[4])
-    names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "page_table")
-    batch = sequences.batch_of(q, tables[0], tables[1], k, tables[4])
-    _check_options(q, batch, options, dict(zip(names, tables, strict=True)))
+        check_flash.check_varlen_storage(q, k, v, cu_q, cu_k, pages)
+    tables = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "seqused_q": used_q, "seqused_k": used_k, "page_table": pages}
+    _check_options(q, sequences.batch_of(q, cu_q, cu_k, k, pages), options, tables)
     if kinds.are_fake((q, k, v)):
         options = options._replace(block_sparse_tensors=None)  # which change no result's shape
     with _among((q, k, v)):
-        return entry_points.flash(q, k, v, tables, longest, validate, options, backend)
+        return entry_points.flash(q, k, v, places, options, backend)
 
 
 def decode(given: Given, options: Options, backend: str | None) -> Results:
@@ -79,7 +67,7 @@ def _among(tensors: tuple[Tensor, ...]) -> AbstractContextManager[Any]:
 
 
 def _check_options(q: Tensor, batch: int, options: Options, tables: dict[str, Any]) -> None:
-    """What FlashAttention's entry points check of arguments that are not q, k and v, as far as no value is looked at."""
+    """The checks of FlashAttention's entry points on arguments besides q, k and v that read no values."""
     check.sink_logits(options.sink, kvcache.heads_first(q))
     if options.alibi_slopes is not None:
         check_flash.check_slopes(options.alibi_slopes, batch, q.shape[-2], q.device)

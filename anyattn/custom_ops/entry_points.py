@@ -1,4 +1,4 @@
-"""The entry points inside ``torch.compile`` and ``torch.export``: arguments in, one ``call_with_mods`` out.
+"""Entry points inside ``torch.compile`` and ``torch.export``: arguments in, one ``call_with_mods`` out.
 
 Dynamo traces this module's functions: no arithmetic, no checks (those are in the operator's body), nothing that Dynamo does not know.
 """
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anyattn.call_cache.attention import FlexCall, Places
 from anyattn.custom_ops import dynamo  # noqa: F401 - enters the operator into Dynamo's table
 from anyattn.custom_ops.capture import bound, call_with_mods
 from anyattn.validate import flex as check
@@ -18,55 +19,31 @@ from anyattn.validate.kvcache import Given
 
 __all__ = ["block_lists", "decode", "flash", "flex"]
 
+_OF_MODS = ("score_mod", "mask_mod", "block_mask", "block_sparse_tensors", "aux_tensors")
 _BLOCK_MASK_MODS = (("mask", "mask_mod"),)
 _FLASH_MODS = (("score", "score_mod"), ("mask", "mask_mod"))
 _FLEX_MODS = (("score", "score_mod"), ("mask", "block_mask.mask_mod"), ("mask", "mask_mod"))
 
 
-def flex(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    score_mod: Any,
-    block_mask: Any,
-    mask_mod: Any,
-    aux_tensors: Any,
-    scale: float | None,
-    enable_gqa: bool,
-    sink: Tensor | None,
-    wants_max: bool,
-    deterministic: bool,
-    backend: str | None,
-    kernel_options: dict[str, Any] | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def flex(call: FlexCall, backend: str | None, kernel_options: dict[str, Any] | None) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse, max_scores) of ``flex_attention``."""
     lists: tuple = ()
     listing, listed = None, None
+    block_mask, aux_tensors = call.block_mask, call.aux_tensors
     if block_mask is not None:
         check.is_block_mask(block_mask)
         lists = (block_mask.kv_num_blocks, block_mask.kv_indices, block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
         listing = (block_mask.seq_lengths, block_mask.BLOCK_SIZE, getattr(block_mask, "_exact", False))
         listed = block_mask.mask_mod
-    operands = (
-        query, key, value, lists, listing, scale, bool(enable_gqa), sink, wants_max, bool(deterministic), backend, kernel_options,
-    )  # fmt: skip
-    mods = (bound(score_mod, "score", aux_tensors), bound(listed, "mask", aux_tensors), bound(mask_mod, "mask", aux_tensors))
-    return call_with_mods("flex", query, operands, _FLEX_MODS, mods)
+    operands = (_without_mods(call), lists, listing, backend, kernel_options)
+    mods = (bound(call.score_mod, "score", aux_tensors), bound(listed, "mask", aux_tensors), bound(call.mask_mod, "mask", aux_tensors))
+    return call_with_mods("flex", call.query, operands, _FLEX_MODS, mods)
 
 
-def flash(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    tables: tuple[Tensor | None, ...],
-    longest: tuple,
-    validate: bool | None,
-    options: Options,
-    backend: str | None,
-) -> tuple[Tensor, Tensor]:
+def flash(q: Tensor, k: Tensor, v: Tensor, places: Places, options: Options, backend: str | None) -> tuple[Tensor, Tensor]:
     """(out, lse) of ``flash_attn_func``, or with any table of ``flash_attn_varlen_func``."""
     _refuse_lists(options)
-    operands = (q, k, v, tables, longest, validate, _without_mods(options), backend)
+    operands = (q, k, v, tuple(places), _without_mods(options), backend)
     return call_with_mods("flash", q, operands, _FLASH_MODS, _mods_of(options))
 
 
@@ -75,26 +52,16 @@ def decode(given: Given, options: Options, backend: str | None) -> tuple[Tensor,
     q, ends, lengths = given.q, given.cu_seqlens_q, given.cache_seqlens
     if isinstance(lengths, int):
         lengths = torch.full((len(q) if ends is None else len(ends) - 1,), lengths, device=q.device)
-    tensors = (
-        given.k, given.v, given.rotary_cos, given.rotary_sin, lengths, given.cache_batch_idx, given.cache_leftpad, given.page_table, ends,
-    )  # fmt: skip
-    operands = (
-        q, given.k_cache, given.v_cache, tensors, given.rotary_interleaved, given.max_seqlen_q, given.validate, _without_mods(options),
-        backend,
-    )  # fmt: skip
-    return call_with_mods("decode", q, operands, _FLASH_MODS, _mods_of(options))
+    return call_with_mods("decode", q, (tuple(given), lengths, _without_mods(options), backend), _FLASH_MODS, _mods_of(options))
 
 
 def _mods_of(options: Options) -> tuple:
     return bound(options.score_mod, "score", options.aux_tensors), bound(options.mask_mod, "mask", options.aux_tensors)
 
 
-def _without_mods(options: Options) -> tuple:
-    """The options as operands: mods travel beside them, and aux_tensors inside them."""
-    return (
-        options.softmax_scale, options.causal, options.window_size, options.softcap, options.alibi_slopes, options.sink, None, None, None,
-        None, options.deterministic, True, options.num_splits, options.pack_gqa,
-    )  # fmt: skip
+def _without_mods(given: Any) -> tuple:
+    """A NamedTuple of arguments as an operand: mods travel beside it, and aux_tensors inside them."""
+    return tuple([None if name in _OF_MODS else value for name, value in zip(given._fields, given)])
 
 
 def _refuse_lists(options: Options) -> None:

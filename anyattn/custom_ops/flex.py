@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -19,8 +19,9 @@ from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
 from anyattn import autocast, autograd
 from anyattn.call_cache import attention
+from anyattn.custom_ops.arguments import Masks, Results, Score
 from anyattn.custom_ops.define import operator
-from anyattn.custom_ops.transforms import called
+from anyattn.custom_ops.gradients import called, differentiable
 from anyattn.mods.ir import codec
 from anyattn.mods.tracing.fingerprint import Pattern
 from anyattn.mods.tracing.trace import Source, TracedMod
@@ -66,14 +67,23 @@ def never_empty(tensors: list[Tensor], like: Tensor) -> list[Tensor]:
 def mods_of_operands(kind: str, programs: str, numbers: list[int], tensors: list[Tensor]) -> list[TracedMod]:
     """The way back of ``operands_of``."""
     found = []
+    for mod, start, stop in _read_programs(kind, programs, tuple(numbers)) if programs else ():
+        found.append(mod if start == stop else TracedMod.of_fields({**vars(mod), "tensors": tuple(tensors[start:stop])}))
+    return found
+
+
+@lru_cache(maxsize=1024)
+def _read_programs(kind: str, programs: str, numbers: tuple[int, ...]) -> list[tuple[TracedMod, int, int]]:
+    """Each program as a mod without its tensors, and where those are in the list of all."""
+    found, first = [], 0
     for program in programs.splitlines():
         expr, kinds, pattern, count = _read_program(program)
         scalars = numbers_of_bits(numbers[: len(kinds)], kinds)
         if strayed(expr, scalars):
             raise ValueError(_FAR.format(scalars))
         source = Source(pattern, tuple(range(len(kinds))), tuple(range(count)))
-        found.append(TracedMod(kind, expr, scalars, tuple(tensors[:count]), "compiled mod", source))
-        numbers, tensors = numbers[len(kinds) :], tensors[count:]
+        found.append((TracedMod(kind, expr, scalars, (), "compiled mod", source), first, first + count))
+        numbers, first = numbers[len(kinds) :], first + count
     return found
 
 
@@ -114,199 +124,121 @@ _by_place: WeakValueDictionary[tuple, _Lists] = WeakValueDictionary()
 _by_counts: WeakIdKeyDictionary = WeakTensorKeyDictionary()
 
 
-def _stand_in(tensors: list[Tensor], facts: tuple) -> _Lists:
-    """The same one for the same lists: what is found out of a block mask is kept with it."""
-    if any(t.is_inference() for t in tensors):  # nobody counts writes to these
-        return _Lists(tensors, facts)
-    places = (facts, *[(t.data_ptr(), t._version, t.shape, t.stride(), t.dtype, t.device) for t in tensors])
-    known = _by_place.get(places)
+def _stand_in(tensors: list[Tensor], sizes: tuple, is_exact: bool) -> _Lists:
+    """The same one for the same lists: what is found out of a block mask is kept with it. sizes: block size and lengths."""
+    places: list[Any] = [*sizes, is_exact]
+    for t in tensors:
+        if t.is_inference():  # nobody counts writes to these
+            return _Lists(tensors, (*sizes, False))
+        places += (t.data_ptr(), t._version, t.shape, t.stride(), t.dtype, t.device)
+    key = tuple(places)
+    known = _by_place.get(key)
     if known is None:
-        known = _by_place[places] = _by_counts[tensors[0]] = _Lists(tensors, facts)
+        known = _by_place[key] = _by_counts[tensors[0]] = _Lists(tensors, (*sizes, is_exact and are_unwritten(*tensors)))
     return known
 
 
-def _call(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sink: Tensor | None,
-    score_program: str,
-    score_numbers: list[int],
-    score_tensors: list[Tensor],
-    mask_programs: str,
-    mask_numbers: list[int],
-    mask_tensors: list[Tensor],
-    block_lists: list[Tensor],
-    block_size: list[int],
-    is_exact: bool,
-    scale: float,
-    wants_max: bool,
-    deterministic: bool,
-    options: str,
-    backend: str,
-) -> tuple[Problem, Plan]:
+# ---- the operators
+
+
+class Attend(NamedTuple):
+    """The arguments of ``anyattn::attend``. options: ``options_text``. backend: empty for none.
+
+    masks: of a block mask first, if block_size says that there is one. block_lists: its two or four lists. is_exact: whether they are known
+    to follow from its mask, as long as nobody writes to them.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sink: Tensor | None
+    score: Score
+    masks: Masks
+    block_lists: list[Tensor]
+    block_size: list[int]
+    is_exact: bool
+    scale: float
+    wants_max: bool
+    deterministic: bool
+    options: str
+    backend: str
+
+
+def _call(given: Attend) -> tuple[Problem, Plan]:
     """The problem and the plan of an operator's call, from the call cache where it knows the call."""
-    score = next(iter(mods_of_operands("score", score_program, score_numbers, score_tensors)), None)
-    masks = mods_of_operands("mask", mask_programs, mask_numbers, mask_tensors)
+    q, k, v, sink, of_score, of_masks, block_lists, block_size, is_exact, scale, wants_max, deterministic, options, backend = given
+    score = next(iter(mods_of_operands("score", *of_score)), None)
+    masks = mods_of_operands("mask", *of_masks)
     blocks, listed = None, None
     if any(block_size):
-        blocks = _stand_in(block_lists, (tuple(block_size), (q.shape[2], k.shape[2]), is_exact and are_unwritten(*block_lists)))
+        blocks = _stand_in(block_lists, (tuple(block_size), (q.shape[2], k.shape[2])), is_exact)
         listed, *masks = masks
     mask = masks[0] if masks else None
     call = attention.FlexCall(q, k, v, score, blocks, mask, None, scale, True, sink, True, wants_max, deterministic, listed)
     return attention.flex_call(call, backend or None, _options(options), is_operator=True)  # type: ignore[return-value]
 
 
-@operator
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sink: Tensor | None,
-    score_program: str,
-    score_numbers: list[int],
-    score_tensors: list[Tensor],
-    mask_programs: str,
-    mask_numbers: list[int],
-    mask_tensors: list[Tensor],
-    block_lists: list[Tensor],
-    block_size: list[int],
-    is_exact: bool,
-    scale: float,
-    wants_max: bool,
-    deterministic: bool,
-    options: str,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _fake(given: Attend) -> tuple[Tensor, Tensor, Tensor]:
+    tensor_kinds.refuse_forward_mode()
+    q, rows = given.q, given.q.shape[:3]
+    stat = torch.float64 if q.dtype is torch.float64 else torch.float32
+    out, lse = empty_in_order(q, last=given.v.shape[3]), q.new_empty(rows, dtype=stat)
+    return out, lse, q.new_empty(rows if given.wants_max else (0,), dtype=stat)
+
+
+@operator(Attend, fake=_fake)
+def attend(given: Attend) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse, max_scores) of one attention; max_scores is empty unless wanted. Layouts as in ``flex_attention``."""
     tensor_kinds.refuse_forward_mode()
-    problem, chosen = _call(
-        q, k, v, sink, score_program, score_numbers, score_tensors, mask_programs, mask_numbers, mask_tensors, block_lists, block_size,
-        is_exact, scale, wants_max, deterministic, options, backend,
-    )  # fmt: skip
+    problem, chosen = _call(given)
     with autocast.disabled():
         result = autograd.backend_of(chosen).forward(problem, chosen)
-    return result.out, result.lse, result.max_scores if wants_max else result.lse.new_empty(0)
+    return result.out, result.lse, result.max_scores if given.wants_max else result.lse.new_empty(0)
 
 
-@torch.library.register_fake("anyattn::attend")
-def _(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    tensor_kinds.refuse_forward_mode()
-    wants_max = args[-4]
-    rows = q.shape[:3]
-    stat = torch.float64 if q.dtype is torch.float64 else torch.float32
-    out, lse = empty_in_order(q, last=v.shape[3]), q.new_empty(rows, dtype=stat)
-    return out, lse, q.new_empty(rows if wants_max else (0,), dtype=stat)
+def _fake_backward(given: Attend, results: Results) -> list[Tensor]:
+    q, k, v = given[:3]
+    of_others = (given.sink, *given.score.score_tensors)
+    found = [*map(empty_in_order, (q, k, v)), *(None if t is None else t.new_empty(t.shape) for t in of_others)]
+    return [g if g is not None and w else q.new_empty(0) for g, w in zip(found, results.wants, strict=True)]
 
 
-@operator
-def attend_backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sink: Tensor | None,
-    score_program: str,
-    score_numbers: list[int],
-    score_tensors: list[Tensor],
-    mask_programs: str,
-    mask_numbers: list[int],
-    mask_tensors: list[Tensor],
-    block_lists: list[Tensor],
-    block_size: list[int],
-    is_exact: bool,
-    scale: float,
-    deterministic: bool,
-    options: str,
-    backend: str,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor,
-    dlse: Tensor | None,
-    wants: list[bool],
-) -> list[Tensor]:
+@operator(Attend, Results, fake=_fake_backward, left_out={"wants_max": False})
+def attend_backward(given: Attend, results: Results) -> list[Tensor]:
     """Gradients of q, k, v, sink and each score tensor; empty where ``wants`` says that none is."""
+    wants = results.wants
+    sources = (*given[:4], *given.score.score_tensors)
     # a graph's own tensors, as they come, require none
-    asked: list[Any] = [autograd.wanting(t, w) for t, w in zip((q, k, v, sink, *score_tensors), wants, strict=True)]
-    q, k, v, sink, *score_tensors = asked
-    problem, chosen = _call(
-        q, k, v, sink, score_program, score_numbers, score_tensors, mask_programs, mask_numbers, mask_tensors, block_lists, block_size,
-        is_exact, scale, False, deterministic, options, backend,
-    )  # fmt: skip
-    grads = [*autograd.backward(problem, chosen, out, lse, dout, dlse)]
+    asked: list[Any] = [autograd.wanting(t, w) for t, w in zip(sources, wants, strict=True)]
+    q, k, v, sink, *captured = asked
+    problem, chosen = _call(given._replace(q=q, k=k, v=v, sink=sink, score=given.score._replace(score_tensors=captured)))
+    grads = [*autograd.backward(problem, chosen, *results[:4])]
     grads += [None] * (len(wants) - len(grads))  # of what stands in an empty list
     return [g if g is not None and w else q.new_empty(0) for g, w in zip(grads, wants, strict=True)]
 
 
-@torch.library.register_fake("anyattn::attend_backward")
-def _(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *args: Any) -> list[Tensor]:
-    of_rows, of_others = (q, k, v), (sink, *args[2])
-    found = [*map(empty_in_order, of_rows), *(None if t is None else t.new_empty(t.shape) for t in of_others)]
-    return [g if g is not None and w else q.new_empty(0) for g, w in zip(found, args[-1], strict=True)]
-
-
-def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
-    q, k, v, sink, program, numbers, tensors, *rest = inputs
-    out, lse, highest = output
-    mask_programs, mask_numbers, mask_tensors, block_lists, block_size, is_exact, scale, _, deterministic, options, backend = rest
-    ctx.save_for_backward(q, k, v, sink, out, lse, *tensors, *mask_tensors, *block_lists)
-    ctx.counts = (len(tensors), len(mask_tensors), len(block_lists))
-    ctx.mods = (program, numbers, mask_programs, mask_numbers)
-    ctx.others = (block_size, is_exact, scale, deterministic, options, backend)
-    ctx.wants = [t is not None and t.is_floating_point() and t.requires_grad for t in (q, k, v, sink, *tensors)]
-    ctx.mark_non_differentiable(highest)
-    ctx.set_materialize_grads(False)
-
-
-def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any) -> tuple:
-    q, k, v, sink, out, lse, *lists = ctx.saved_tensors
-    parts = []
-    for count in ctx.counts:
-        parts.append(list(lists[:count]))
-        lists = lists[count:]
-    tensors, mask_tensors, block_lists = parts
-    if dout is None:
-        dout = torch.zeros_like(out)
-    program, numbers, mask_programs, mask_numbers = ctx.mods
-    operands = (
-        q, k, v, sink, program, numbers, tensors, mask_programs, mask_numbers, mask_tensors, block_lists, *ctx.others, out, lse, dout, dlse,
-        ctx.wants,
-    )  # fmt: skip
-    grads = called(attend_backward, operands)
-    dq, dk, dv, dsink, *by_tensor = [g if w else None for g, w in zip(grads, ctx.wants, strict=True)]
-    no_mask, no_list = ([None] * n for n in ctx.counts[1:])
-    # per input of ``attend``: a list of tensors takes a list, a list of ints, which is never empty, one None
-    return dq, dk, dv, dsink, None, None, by_tensor, None, None, no_mask, no_list, None, None, None, None, None, None, None
-
-
-torch.library.register_autograd("anyattn::attend", _gradients, setup_context=_save)
-torch.library.register_autograd("anyattn::attend_backward", autograd.refuse_second_derivative)
+differentiable(attend, attend_backward, ("q", "k", "v", "sink", "score_tensors"), constant=(2,))
 
 
 def flex_with_mods(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    call: tuple,
     lists: tuple[Tensor | None, ...],
     listing: tuple | None,
-    scale: float | None,
-    enable_gqa: bool,
-    sink: Tensor | None,
-    wants_max: bool,
-    deterministic: bool,
     backend: str | None,
     options: dict[str, Any] | None,
     score: TracedMod | None,
     listed: TracedMod | None,
     mask: TracedMod | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``flex_attention`` as one operator, of traced mods. listing: a block mask's lengths, block size, and whether it is exact; None
-    for lists that the graph itself makes.
+    """``flex_attention`` as one operator, of traced mods. call: a ``FlexCall`` without them. listing: a block mask's lengths, block size,
+    and whether it is exact; None for lists that the graph itself makes.
 
     Raises as the eager call where shapes, dtypes and devices are wrong; what tensors hold is looked at when the operator runs.
     """
-    query, key, value = autocast.arguments(query, key, value)
-    key, value = flex.tensors(query, key, value, enable_gqa)
-    sink = flex.sink_logits(sink, query)
+    asked = attention.FlexCall(*call)
+    query, key, value = autocast.arguments(asked.query, asked.key, asked.value)
+    key, value = flex.tensors(query, key, value, bool(asked.enable_gqa))
+    sink = flex.sink_logits(asked.sink, query)
     for mod in (score, listed, mask):
         if mod is not None:
             flex.captured_devices(mod, query.device)
@@ -319,9 +251,9 @@ def flex_with_mods(
         is_exact = tells_no_more(listed, counts.shape[:2]) if is_from_graph else is_exact and not torch.compiler.is_exporting()
         is_exact = is_exact and are_unwritten(*block_lists)  # an exported program holds copies of lists from outside
         flex.check_lists(lengths, counts, query, key)
-    operands = (
-        query, key, value, sink, *operands_of(query, score), *operands_of(query, listed, mask), never_empty(block_lists, query), block_size,
-        is_exact, flex.scale_of("scale", scale, query.shape[3], query.dtype), wants_max, deterministic, options_text(options),
-        backend or "",
+    given = Attend(
+        query, key, value, sink, Score(*operands_of(query, score)), Masks(*operands_of(query, listed, mask)),
+        never_empty(block_lists, query), block_size, is_exact, flex.scale_of("scale", asked.scale, query.shape[3], query.dtype),
+        asked.wants_max, bool(asked.deterministic), options_text(options), backend or "",
     )  # fmt: skip
-    return called(attend, operands, _save, _gradients)  # type: ignore[no-any-return]
+    return called(attend, given)  # type: ignore[no-any-return]

@@ -1,6 +1,6 @@
-"""The door to ``document_kernels``: documents of a dense batch, and the order of their row tiles, found without a wait for the device.
+"""Launches of the document kernels: finds the documents of a dense batch and the order of their row tiles without waiting for the device.
 
-``documents.sequences`` says the same in two dozen torch operations."""
+``documents.sequences`` computes the same by two dozen torch operations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["documents_found", "documents_ordered"]
 _BLOCK = 2048  # positions at once
 _PAIRS = 64  # ids that are compared with as many others at once
 _CHUNK = 1024
-_TILES, _ENTRIES = 64, 64  # row tiles of a program, and documents that it looks at at once
+_TILES, _ENTRIES = 64, 64  # row tiles of a program, and documents that it reads at once
 
 
 def documents_found(ids: Tensor, rows: int, places: int) -> tuple[DocumentSequences, Tensor]:

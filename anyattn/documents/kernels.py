@@ -1,4 +1,4 @@
-"""Where runs of equal ids begin and end, and whether each id is one run, in one kernel; in another the order of the runs' row tiles."""
+"""Triton kernels of documents: find runs of equal ids and whether each id is one run; order the runs' row tiles."""
 
 import triton
 import triton.language as tl
@@ -16,10 +16,10 @@ def find_documents(
     ids, starts, lengths, holds, state, ids_row: tl.int64, ids_at: tl.int64, given: tl.int32, length: tl.int32, rows: tl.int32,
     places: tl.int32, BLOCK: tl.constexpr, PAIRS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Each program finds the runs of a row of ids; the last one to end writes down what all of them are. Grid: ``given``, 1 or ``rows``.
+    """Each program finds the runs of one row of ids; the last program to end combines the results. Grid: ``given``, 1 or ``rows``.
 
-    starts, lengths: int64 (rows, places). holds: int32 (1,). state: zeros, int32 (2 + given,): rows that are no documents, programs that
-    have ended, and the runs of each row.
+    starts, lengths: int64 (rows, places). holds: int32 (1,). state: zeros, int32 (2 + given,): rows whose ids are not documents, programs
+    that have ended, and the runs of each row.
     """
     row = tl.program_id(0)
     mine, table = ids + row.to(tl.int64) * ids_row, starts + row * places
@@ -49,7 +49,7 @@ def find_documents(
             i = first + tl.arange(0, CHUNK)
             is_inside = i < rows * places
             source, place = tl.where(given > 1, i // places, 0), i % places
-            # another program's, which the first cache of this multiprocessor does not have
+            # written by another program: not from this multiprocessor's L1 cache
             count = tl.load(state + 2 + source, mask=is_inside, other=0, cache_modifier=".cg")
             begin = starts + source * places + place
             start = tl.load(begin, mask=is_inside & (place < count), other=length, cache_modifier=".cg")
@@ -82,7 +82,7 @@ def order_documents(
     order, entries, starts, lengths, batch: tl.int32, places: tl.int32, most: tl.int32, tile_m: tl.int32,
     ENDS_WITH_ROW: tl.constexpr, TILES: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """Each program finds the places of some row tiles, by counting those that come before them. Grid: enough for ``most + 1`` tiles.
+    """Each program finds the positions of some row tiles in the order, by counting those before them. Grid: enough for ``most + 1`` tiles.
 
     order: int32 (most + 1, 3). entries: int32 (batch, 9), no more than ``most`` rows. starts, lengths: int64 (batch,).
     """
@@ -119,7 +119,7 @@ def order_documents(
 def _before(
     lengths, batch, tile_m, entry, m_block, cost, ENDS_WITH_ROW: tl.constexpr, TILES: tl.constexpr, ENTRIES: tl.constexpr
 ):  # fmt: skip
-    """How many row tiles cost more than each of these, or as much and are counted before it."""
+    """How many row tiles cost more than each of these, or as much with a lower number."""
     found, first = tl.zeros((TILES,), tl.int32), tl.full((), 0, tl.int32)
     c = cost[:, None]
     while first < batch:

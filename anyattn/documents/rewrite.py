@@ -1,8 +1,8 @@
-"""Calls whose mask separates documents, run as sequences: the same results from tiles that begin where the documents do.
+"""Rewriting of calls with a document mask: each document becomes a sequence of a varlen call with the same results.
 
-A document mask's lists ask the mask in every tile that a document's edge crosses, and row tiles are not aligned with documents. As
-sequences the same documents have neither. Whether ids are such that every document is one run of positions is found on the device, so a
-backend makes both launches until the answer is known, each of which does nothing where the other one is right.
+With block lists a document mask is evaluated in every tile that a document's edge crosses, and row tiles are not aligned with documents; as
+sequences, tiles begin where documents do. Whether every document is one run of positions is found on the device, so a backend makes both
+launches until the host knows the answer; each does nothing where the other one is right.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ __all__ = ["DocumentTables", "Documents", "documents_of", "form_of", "keeps_tabl
 class DocumentTables:
     """Where the documents of some ids are.
 
-    sequences: they, all empty where it does not hold. holds: int32 (1,) on the device, 1 where every document is one run of positions and
-    has a place in the tables, so that the sequences say what the mask says; else 0, and the mask has to be asked. prepared: what backends
-    keep with the tables. count: how many documents there are, 0 where it does not hold; None as long as ``answer`` is.
+    sequences: the documents; all empty where ``holds`` is 0. holds: int32 (1,) on the device, 1 where every document is one run of
+    positions and fits the tables, so that the sequences are equivalent to the mask; else 0. prepared: what backends keep with the
+    tables. count: how many documents there are, 0 where ``holds`` is 0; None while ``answer`` is None.
     """
 
     def __init__(self, ids: Tensor, rows: int, length: int, *, is_kept: bool):
@@ -52,8 +52,8 @@ class DocumentTables:
             self._told.copy_(lengths, non_blocking=True)
 
     def answer(self) -> bool | None:
-        """Whether ``holds`` is 1, as far as that is known without waiting for the device: None where it is not yet."""
-        told = self._told  # the host's memory, which the device writes to when it gets there; another thread may let go of it
+        """Whether ``holds`` is 1; None while the host does not know it yet. Never waits for the device."""
+        told = self._told  # host memory that the device writes to; another thread may release it
         if self.count is None and told is not None:
             lengths = told.tolist()
             if _UNTOLD not in lengths:
@@ -79,7 +79,7 @@ _UNTOLD = -1
 
 
 class Documents(NamedTuple):
-    """problem: the call over sequences, whose results are in the same places. tables: where they are, and whether that holds."""
+    """A call rewritten over its documents. problem: over sequences, with results in the same places. tables: the documents."""
 
     problem: Problem
     tables: DocumentTables
@@ -91,9 +91,9 @@ class Documents(NamedTuple):
 
 
 def form_of(problem: Problem) -> DocumentForm | None:
-    """What document mask a problem's predicates make together, None where it must be run as it is. Asks nothing of what tensors hold.
+    """The document mask that a problem's predicates make together, None where the call must be run as it is. Reads no tensor.
 
-    It holds for all calls of the same programs, sizes and numbers of the masks.
+    The same for all calls with the same programs, sizes and numbers of the masks.
     """
     q, k = problem.q, problem.k
     if problem.sequences is not None or not problem.predicates or (problem.blocks is not None and not problem.blocks_follow):
@@ -110,10 +110,10 @@ def form_of(problem: Problem) -> DocumentForm | None:
 
 
 def documents_of(problem: Problem, form: DocumentForm | None = None) -> Documents | None:
-    """The same call as one over its documents, None where ``form_of`` has none. form: what that said of a call of the same facts.
+    """The same call over its documents, None where ``form_of`` is None. form: its result for a call of the same signature.
 
-    The tables are kept with the call's block lists, as long as the ids are the same tensor and torch counts no write to it; without lists,
-    and while a CUDA graph is captured, they are made anew.
+    The tables are cached with the call's block lists, as long as the ids are the same tensor and torch counts no write to it; without
+    lists, and while a CUDA graph is captured, they are made anew.
 
     >>> import anyattn
     >>> from anyattn.validate.flex import traced
@@ -130,7 +130,7 @@ def documents_of(problem: Problem, form: DocumentForm | None = None) -> Document
 
 
 def over_sequences(problem: Problem, form: DocumentForm, sequences: DocumentSequences) -> Problem:
-    """The problem over ``sequences``, with what the mask asks inside a document. form: ``form_of(problem)``."""
+    """The problem over ``sequences``, with the part of the mask that applies inside a document. form: ``form_of(problem)``."""
     rest = rest_of(_joint(problem), form)
     changes = {"sequences": sequences, "predicates": () if rest is None else (rest,), "blocks": None, "blocks_follow": False}
     fields = vars(problem) | changes
@@ -145,15 +145,15 @@ def _joint(problem: Problem) -> TracedMod:
 
 
 def keeps_tables(problem: Problem, form: DocumentForm) -> bool:
-    """Whether ``documents_of`` keeps the tables of such calls, or a graph does that is being captured, whose replays make them anew and
-    take no host's time for it; else each call makes its own."""
+    """Whether ``documents_of`` caches the tables of such calls, or a CUDA graph is being captured, whose replays make them anew without the
+    host; else each call makes its own."""
     ids = _joint(problem).tensors[form.ids]
     return problem.blocks is not None and (_are_followed(ids) or _is_capturing(ids))
 
 
-# By block lists, while they live; by rows and length, and by the stream that computes them, which no other waits for: the ids, how often
-# they had been written to, and their tables. Not by ids alone: torch does not count every write, and who writes otherwise, or by a graph's
-# replay, and then makes a block mask anew is right to expect that it holds.
+# Keys: block lists, while they live; rows and length; the stream that computes the tables, since no other stream waits for it. Values: the
+# ids, their write counter, and their tables. Not by ids alone: torch does not count every write (graph replays, other libraries' kernels),
+# and whoever writes so and then makes a new block mask may expect new tables.
 _of_lists: WeakKeyDictionary[Any, dict[tuple, tuple[Tensor, int, DocumentTables]]] = WeakKeyDictionary()
 
 
@@ -174,7 +174,7 @@ def tables_of(problem: Problem, form: DocumentForm) -> DocumentTables:
 
 
 def _are_followed(ids: Tensor) -> bool:
-    """Whether writes to the ids are noticed: torch counts none to inference tensors, and what a graph computes belongs to it."""
+    """Whether writes to the ids are noticed: torch counts none to inference tensors, nor those of a graph's replay."""
     return not (ids.is_inference() or _is_capturing(ids))
 
 

@@ -1,4 +1,4 @@
-"""Documents of a dense batch as sequences: where runs of equal ids begin and end, found without a look at what the ids are."""
+"""Documents of a dense batch as sequences: finds where runs of equal ids begin and end, without reading the ids on the host."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from anyattn.sequences.varlen_tables import counted, entries_table, longest_firs
 
 __all__ = ["NO_DOCUMENTS", "DocumentSequences", "DocumentSizes", "document_sequences", "documents_in_order", "places_of"]
 
-_MEAN = 128  # more documents than one in so many positions are not told apart: row tiles of most kernels would be half empty
+_MEAN = 128  # at most one document per so many positions on average: with more, row tiles of most kernels would be half empty
 _FEWEST = 8
 
 
 class DocumentSizes(NamedTuple):
-    """rows: batch entries of the dense call. length: positions of each. places: of documents in each; unused ones are empty."""
+    """rows: batch entries of the dense call. length: positions of each. places: room for documents in each; unused ones are empty."""
 
     rows: int
     length: int
@@ -36,7 +36,7 @@ class DocumentSizes(NamedTuple):
 
 
 def places_of(length: int) -> int:
-    """How many documents of a batch entry of so many positions are told apart."""
+    """The most documents of a batch entry of so many positions."""
     return max(_FEWEST, ceil_div(length, _MEAN))
 
 
@@ -59,18 +59,18 @@ class DocumentSequences(UnreadSequences):
 
     @property
     def uses_all_rows(self) -> bool:
-        return True  # where they are documents at all: every position belongs to one
+        return True  # every position belongs to a document
 
     @property
     def position_bounds(self) -> tuple[int, int]:
         return 0, self.sizes.length
 
     def most_tiles(self, tile_m: int) -> int:
-        """No more row tiles of so many rows are there, whatever the documents."""
+        """An upper bound of the number of row tiles of so many rows, whatever the documents."""
         return self.sizes.rows * (self.sizes.length // tile_m + self.sizes.places)
 
     def kept(self) -> Sequences:
-        return self  # nobody else writes to its vectors
+        return self  # its vectors are never written to
 
     def turned(self) -> Sequences:
         return self
@@ -88,14 +88,15 @@ class DocumentSequences(UnreadSequences):
         return torch.zeros_like(self._number)
 
 
-# for what hangs on the kind of the sequences alone
+# for callers that depend on the kind of sequences alone
 NO_DOCUMENTS = DocumentSequences(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), DocumentSizes(0, 0, 0))
 
 
 def document_sequences(ids: Tensor, rows: int, places: int) -> tuple[DocumentSequences, Tensor]:
-    """The documents of a batch of ``rows`` entries, and int32 (1,): 1 where every document is one run and there is a place for each.
+    """The documents of a batch of ``rows`` entries, and int32 (1,): 1 where every document is one run and there is room for each.
 
-    ids: integers (length,), of every entry, or (rows, length); length is at least 1. Where it is 0, all lengths are 0. Waits for nothing.
+    ids: integers (length,), of every entry, or (rows, length); length is at least 1. Where the second result is 0, all document lengths are
+    0. Never waits for the device.
 
     >>> s, holds = document_sequences(torch.tensor([7, 7, 3]), 1, 4)
     >>> s.q_start.tolist(), s.seqlens_q.tolist(), holds.tolist()
@@ -109,8 +110,8 @@ def document_sequences(ids: Tensor, rows: int, places: int) -> tuple[DocumentSeq
     torch.ne(ids[:, 1:], ids[:, :-1], out=begins[:, 1:])
     run = begins.cumsum(1)  # of each position, from 1
     edges = torch.searchsorted(run, torch.arange(1, places + 2, device=ids.device).repeat(given, 1))  # length behind the last run
-    # Runs of different ids are as many as different ids; an unused place shows the last run's once more. More runs than places have more
-    # runs than ids are looked at.
+    # Every document is one run if there are as many runs as different ids. An unused place repeats the last run's id. With more runs than
+    # places, there are more runs than ids compared here.
     first = ids.gather(1, edges[:, :-1].clamp(max=length - 1)).sort(1).values
     different = (first[:, 1:] != first[:, :-1]).sum(1)
     holds = (different == run[:, -1] - 1).all()
@@ -122,8 +123,8 @@ def document_sequences(ids: Tensor, rows: int, places: int) -> tuple[DocumentSeq
 def documents_in_order(s: DocumentSequences, tile_m: int, ends_with_row: bool) -> tuple[Tensor, Tensor]:
     """The order of the documents' row tiles, longest first, and the table of the documents: int32 (rows + 1, 3) and (B, 9).
 
-    order: m_block (-1: nothing), 0 and document of each row tile; the last row says how many of the others there are. entries: see
-    ``ragged_table.entries_table``. ends_with_row: a row sees keys up to its own place.
+    order: m_block (-1: unused), 0 and document of each row tile; the last row holds the number of tiles. entries: see
+    ``varlen_tables.entries_table``. ends_with_row: a row sees keys up to its own position.
 
     >>> s, _ = document_sequences(torch.tensor([7, 7, 7, 3]), 1, 2)
     >>> documents_in_order(s, 2, False)[0].tolist()

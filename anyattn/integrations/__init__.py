@@ -1,1 +1,1 @@
-"""Other programs' attention computed by anyattn."""
+"""Integrations: attention of other libraries' functions, computed by anyattn."""

@@ -1,4 +1,4 @@
-"""One call of torch's ``flex_attention`` while it is replaced: computed here, or passed on to torch's own."""
+"""Calls of torch's ``flex_attention`` while it is replaced: computed by anyattn, or passed on to torch's own."""
 
 from __future__ import annotations
 

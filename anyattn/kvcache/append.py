@@ -1,4 +1,4 @@
-"""New keys and values into a cache, in place: which slot each row gets, what must be refused first, and the write itself.
+"""Appending to a KV cache in place: the slot of each new row, the checks before, and the write.
 
 A cache is (B_cache, S_cache, H, D), or a pool of pages (num_pages, page_size, H, D) that a page table hands out; either way two leading
 indices name a row. New row j of batch entry b goes to the entry's logical storage row ``leftpad_k + seqlen_k_og + j``.
@@ -18,7 +18,7 @@ from anyattn.sequences.seqlen_info import SeqlenInfoQKNewK
 
 __all__ = ["append", "check_apart", "check_append", "check_disjoint", "check_pages", "reach", "slots"]
 
-_MOST_TRIED = 10_000  # ways to make up the distance of two caches, before they are taken to overlap
+_MOST_TRIED = 10_000  # sums of strides tried as the distance of two caches, before these are treated as overlapping
 
 
 def slots(info: SeqlenInfoQKNewK, cache_rows: Tensor | None, page_table: Tensor | None, page_size: int) -> tuple[Tensor, Tensor]:
@@ -43,7 +43,7 @@ def slots(info: SeqlenInfoQKNewK, cache_rows: Tensor | None, page_table: Tensor 
 
 
 def append(cache: Tensor, rows: Tensor, first: Tensor, second: Tensor) -> None:
-    """``cache[first, second] = rows``, in place, and nothing else of the cache is touched.
+    """``cache[first, second] = rows``, in place; nothing else of the cache is written.
 
     cache: (B_cache, S_cache, H, D) or (num_pages, page_size, H, D), any strides that keep its rows apart (``check_apart``). rows:
     (total_new, H, D) of the cache's dtype, any strides. first, second: what ``slots`` gives, no pair twice.
@@ -63,7 +63,7 @@ def check_append(info: SeqlenInfoQKNewK, cache_rows: Tensor | None, page_table: 
     page_size, num_pages: the second and the first dimension of the cache, which without pages are its capacity and its rows. Refused:
     entries that do not fit with their new rows, pages in use that the pool does not have, a cache row or a page that is appended to twice.
     cache_rows None without pages: every entry has a row of its own.
-    A page or row that another entry only reads is not looked for.
+    Pages or rows that another entry only reads are not checked.
 
     >>> info = SeqlenInfoQKNewK.create(torch.arange(2), 2, 32, 2, seqused_k=torch.tensor([7, 31]))
     >>> check_append(info, torch.tensor([5, 9]), None, 32, 16)
@@ -88,7 +88,7 @@ def check_append(info: SeqlenInfoQKNewK, cache_rows: Tensor | None, page_table: 
 def check_pages(page_table: Tensor, begin: Tensor | list[int], end: Tensor | list[int], page_size: int, num_pages: int) -> None:
     """Raises ``ValueError`` where a page that holds storage rows ``begin[b]`` to ``end[b]``, B integers, is not in the pool.
 
-    page_table: integers (B, max_pages). What it says of pages that hold no such row is not looked at.
+    page_table: integers (B, max_pages). Its entries for pages that hold no such row are not read.
 
     >>> check_pages(torch.tensor([[2, 9]]), torch.tensor([0]), torch.tensor([17]), 16, 8)
     Traceback (most recent call last):
@@ -160,13 +160,13 @@ def reach(x: Tensor) -> int:
     return (1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))) * x.element_size()
 
 
-@lru_cache(maxsize=256)  # the layers of a model ask about the same views
+@lru_cache(maxsize=256)  # the layers of a model pass the same views
 def _share_elements(
     gap: int, itemsize: int, shape: tuple[int, ...], strides: tuple[int, ...], other_shape: tuple[int, ...], other_strides: tuple[int, ...]
 ) -> bool:
     """Whether two tensors, of which the other begins ``gap`` bytes behind the first, have an element in common; if in doubt, yes.
 
-    They have where the gap is a sum of the first's strides less a sum of the other's, each as often as the sizes allow.
+    They do where the gap is a sum of the first's strides less a sum of the other's, each as often as the sizes allow.
     """
     if 0 in shape or 0 in other_shape:
         return False

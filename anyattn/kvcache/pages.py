@@ -1,4 +1,4 @@
-"""A pool of pages for keys and values, and which sequence holds which of them.
+"""``PagedKVCache``: a pool of pages for keys and values, and which sequence holds which pages.
 
 Source: Kwon et al., PagedAttention (arXiv:2309.06180).
 """
@@ -34,15 +34,15 @@ class _Sequence:
 
 
 class PagedKVCache:
-    """Keys and values of many sequences that grow, in pages that are handed out as they are needed and go back when one is freed.
+    """Keys and values of many growing sequences, in pages that are allocated as needed and returned when a sequence is freed.
 
     num_pages, page_size: the pool, shared by all sequences; each of its pages holds page_size tokens in every layer. num_heads_kv,
-    head_dim: of the keys; head_dim_v: of the values, the same if None. num_layers: pools of that shape, filled in step, under one page
+    head_dim: of the keys; head_dim_v: of the values, the same if None. num_layers: pools of that shape, filled together, with one page
     table. dtype, device: of the pools.
 
     A decode step is one ``reserve``, one ``anyattn.flash_attn_with_kvcache`` per layer, which appends, and one ``advance``. ``append`` is
-    for keys and values that are there already. Methods take one handle or a list; what belongs to a call is checked, and pages are
-    found, before anything is changed. The cache is for inference, records no gradients, and is not for several threads at once.
+    for keys and values that exist already. Methods take one handle or a list; arguments are checked and pages are found before anything
+    is changed. The cache is for inference, records no gradients, and is not thread-safe.
 
     Raises ``TypeError``/``ValueError`` for sizes and tensors that do not fit and for a handle that was freed or never given, and
     ``OutOfPagesError`` where the pool is too small.
@@ -98,7 +98,7 @@ class PagedKVCache:
         return len(self._free)
 
     def add_sequence(self) -> int:
-        """The handle of a new, empty sequence. It holds no page yet, and its number is never given again."""
+        """The handle of a new, empty sequence. It holds no page yet, and its number is never reused."""
         handle = self._next_handle
         self._next_handle += 1
         self._sequences[handle] = _Sequence(torch.empty(0, dtype=torch.int32), [0] * self.num_layers)
@@ -111,7 +111,7 @@ class PagedKVCache:
             del self._sequences[handle]
 
     def reserve(self, handles: Handles, new_tokens: Counts) -> None:
-        """Hands out the pages that ``new_tokens`` more tokens of each sequence need, those that it has counted: for all, or for none.
+        """Allocates the pages that ``new_tokens`` more tokens of each sequence need beyond those it holds: for all sequences or for none.
 
         new_tokens: one int for all sequences, or one for each. Raises ``OutOfPagesError`` if there are too few.
         """
@@ -120,10 +120,10 @@ class PagedKVCache:
         self._hand_out(sequences, [self._in_all(s) + n for s, n in zip(sequences, counts)])
 
     def append(self, handles: Handles, k: Tensor | Sequence[Tensor], v: Tensor | Sequence[Tensor], layer: int = 0) -> None:
-        """Writes keys and values of one layer behind what the sequences hold in it, on pages that it reserves.
+        """Appends keys and values of one layer to the sequences, on pages that it reserves.
 
         k: (B, S_new, Hkv, D), or a list of B tensors (S_new, Hkv, D), whose lengths may differ; v: the same with Dv. The cache's dtype.
-        A new token has been appended when it is in every layer: until then ``seqlens(handles, layer)`` tells, and ``advance`` refuses.
+        A token counts as appended once it is in every layer: until then ``seqlens(handles, layer)`` shows it, and ``advance`` raises.
         """
         sequences, at = self._of(handles, once=True), self._layer(layer)
         pools = (self._k[at], self._v[at])
@@ -222,7 +222,7 @@ class PagedKVCache:
         return at
 
     def _hand_out(self, sequences: list[_Sequence], lengths: list[int]) -> None:
-        """Gives every sequence the pages that so many tokens need, or raises and gives none."""
+        """Allocates the pages that so many tokens of every sequence need, or raises and allocates none."""
         missing = [max(0, ceil_div(n, self.page_size) - len(s.pages)) for s, n in zip(sequences, lengths)]
         if sum(missing) > len(self._free):
             raise OutOfPagesError(
@@ -260,7 +260,7 @@ def _counts(name: str, value: Any, batch: int) -> list[int]:
 
 
 def _rows(name: str, given: Any, batch: int, pool: Tensor) -> tuple[Tensor, list[int]]:
-    """(total_new, H, D), the rows of all sequences laid end to end, and how many each has."""
+    """(total_new, H, D), the rows of all sequences concatenated, and how many each has."""
     heads, width = pool.shape[2:]
     if isinstance(given, Tensor):
         if given.ndim != 4 or given.shape[0] != batch or given.shape[2:] != (heads, width):

@@ -1,4 +1,4 @@
-"""Rotary position embedding: pairs of dimensions of a query or key turned by an angle that its position sets.
+"""Rotary position embedding: pairs of dimensions of a query or key rotated by an angle that depends on its position.
 
 Source: Su et al., RoFormer (arXiv:2104.09864); the two ways of pairing are GPT-J's (interleaved) and GPT-NeoX's (halves).
 """
@@ -15,12 +15,12 @@ __all__ = ["apply_rotary", "check_rotary"]
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
-    """``x`` with the pair (a, b) of row r turned to (a cos - b sin, a sin + b cos), its angle at ``positions[r]`` in the tables.
+    """``x`` with the pair (a, b) of row r rotated to (a cos - b sin, a sin + b cos), by the angle at ``positions[r]`` of the tables.
 
     x: (rows, H, D), any float dtype and strides. cos, sin: (seqlen_ro, rotary_dim / 2), any float dtype. positions: int64 (rows,).
-    The first rotary_dim of D are turned, the rest passes through unchanged. interleaved: the pairs are dimensions (0, 1), (2, 3), ...;
+    The first rotary_dim of D are rotated, the rest is unchanged. interleaved: the pairs are dimensions (0, 1), (2, 3), ...;
     otherwise (0, rotary_dim / 2), (1, rotary_dim / 2 + 1), ... Computed in float32 (float64 for float64), rounded once to x's dtype.
-    Returns a new contiguous tensor. What must be refused is ``check_rotary``'s.
+    Returns a new contiguous tensor. Errors are ``check_rotary``'s to raise.
 
     >>> zero, one = torch.zeros(2, 1), torch.ones(2, 1)  # a quarter turn at every position
     >>> apply_rotary(torch.tensor([[[1.0, 2.0, 3.0]]]), zero, one, torch.tensor([1]), interleaved=True).tolist()
@@ -48,10 +48,10 @@ def _as_complex(pairs: Tensor) -> Tensor:
 
 
 def check_rotary(cos: Any, sin: Any, head_dim: int, last_position: int, device: torch.device) -> None:
-    """Raises ``TypeError`` or ``ValueError`` unless the tables can turn heads of ``head_dim`` at positions up to ``last_position``.
+    """Raises ``TypeError`` or ``ValueError`` unless the tables can rotate heads of ``head_dim`` at positions up to ``last_position``.
 
-    cos, sin: ``rotary_cos`` and ``rotary_sin`` of the call, both None where nothing is turned. last_position: the greatest position that
-    the call turns, -1 for none. device: the queries'.
+    cos, sin: ``rotary_cos`` and ``rotary_sin`` of the call, both None where nothing is rotated. last_position: the greatest position that
+    the call rotates, -1 for none. device: the queries'.
 
     >>> check_rotary(torch.ones(8, 2), torch.ones(8, 2), 4, 8, torch.device("cpu"))
     Traceback (most recent call last):

@@ -1,4 +1,4 @@
-"""Wrapped mods that compose: ``&``, ``|``, ``~`` for masks, ``then`` for scores.
+"""``Mask`` and ``Score``: wrapped mods that compose by ``&``, ``|``, ``~`` and ``then``.
 
 A wrapped mod is still a function of the same arguments, so torch's own ``flex_attention`` takes it too. Wrapping traces the mod once, for
 its errors; every call reads anew what it captures.
@@ -7,7 +7,9 @@ its errors; every call reads anew what it captures.
 from __future__ import annotations
 
 import copy
+import importlib
 import inspect
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -33,13 +35,16 @@ class _Wrapped:
     def __init__(self, fn: Callable, name: str | None = None):
         self.fn = fn.fn if isinstance(fn, _Wrapped) else fn
         if torch.compiler.is_dynamo_compiling():  # the call that the mod is passed to traces it
+            _enter_into_dynamo()
             self.recipe, self.name = None, name or "compiled mod"
             return
+        if "torch._dynamo" in sys.modules:
+            _enter_into_dynamo()
         self.recipe = Recipe(type(self), (fn, name)) if isinstance(fn, _Wrapped) else None
         refuse_native(self.fn, self.kind)
         self.name = name or (fn.name if isinstance(fn, _Wrapped) else name_of(fn))
         self.__name__ = self.name
-        # a mod that waits for aux_tensors can be traced only by the call that brings them
+        # a mod with aux_tensors can be traced only by the call that passes them
         if _required_arguments(self.fn) != {"mask": 5, "score": 6}[self.kind]:
             for dtype in self.dtypes:
                 trace(self.fn, self.kind, score_dtype=dtype)
@@ -128,6 +133,14 @@ class Score(_Wrapped):
     def then(self, other: Callable) -> Score:
         """The score mod that applies ``other`` to what this one returns."""
         return _chained(self, Score(other))
+
+
+def _enter_into_dynamo() -> None:
+    """Makes Dynamo know ``~mask`` from here on, also where it traces that before any entry point of the library."""
+    importlib.import_module("anyattn.custom_ops.dynamo")
+
+
+_enter_into_dynamo._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler's decorator would import Dynamo
 
 
 @remade_by_call

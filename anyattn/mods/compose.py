@@ -1,4 +1,4 @@
-"""Score mods one after the other and masks together, joined as expressions: no function is called or traced anew."""
+"""Composition of traced mods at the level of expressions: chained scores, conjunctions of masks. No function is traced again."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _renumbered(expr: Expr, shift: dict[str, int]) -> Expr:
 
 
 def anded(masks: Sequence[TracedMod]) -> TracedMod | None:
-    """The mask of what all of ``masks`` show; None of none."""
+    """The conjunction of ``masks``; None if there are none."""
     if not masks:
         return None
     joint = masks[0]
@@ -52,7 +52,7 @@ def _anded(first: Expr, second: Expr, scalars: int, tensors: int) -> Expr:
 
 
 def turned(mask: TracedMod) -> TracedMod:
-    """The mask in which queries and keys have changed places: it shows (q, kv) where ``mask`` shows (kv, q)."""
+    """The transposed mask, with queries and keys swapped: it shows (q, kv) where ``mask`` shows (kv, q)."""
     return TracedMod("mask", _turned(mask.expr), mask.scalars, mask.tensors, f"{mask.name} turned")
 
 

@@ -1,4 +1,4 @@
-"""The library of masks, each written once in the mod language.
+"""Library of masks, each written once in the mod language.
 
 Positions are logical: ``q_idx`` and ``kv_idx`` count from 0 inside their own sequences. Every function returns a ``Mask``, which composes
 with ``&``, ``|`` and ``~`` and can be passed as ``mask_mod``.
@@ -6,6 +6,7 @@ with ``&``, ``|`` and ``~`` and can be passed as ``mask_mod``.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -44,7 +45,7 @@ _FAR = 2**31 - 1  # no position, and no difference of two, is further away
 
 
 def _in_sight(distance: int) -> int:
-    """A distance to compare with that of a key from its query: beyond the furthest, one is as good as another."""
+    """A distance clamped to the greatest that two positions can have: beyond it all compare alike."""
     return max(-_FAR, min(distance, _FAR))
 
 
@@ -64,7 +65,7 @@ def full() -> Mask:
 
 @remade_by_call
 def causal(offset: int | Tensor = 0) -> Mask:
-    """A query sees the keys up to its own place: ``kv_idx <= q_idx + offset``. offset 0 is the top-left aligned mask of torch.
+    """A query sees the keys up to its own position: ``kv_idx <= q_idx + offset``. offset 0 is the top-left aligned mask of torch.
 
     offset: one int, or an integer tensor (B,) with one per batch entry.
 
@@ -88,10 +89,10 @@ def causal_bottom_right(seqlen_q: int, seqlen_k: int) -> Mask:
 
 @remade_by_call
 def sliding_window(left: int | None, right: int | None, offset: int | Tensor = 0) -> Mask:
-    """A query at place ``p = q_idx + offset`` sees ``p - left <= kv_idx <= p + right``: so many neighbours on each side and itself.
+    """A query at position ``p = q_idx + offset`` sees ``p - left <= kv_idx <= p + right``: so many neighbours on each side and itself.
 
     None or -1 is no limit on that side; ``sliding_window(-1, 0)`` is causal. A number below -1 ends the window short of the query's own
-    place; where nothing is left between the two sides, nothing is seen. offset: one int, or an integer tensor (B,) with one per batch
+    position; where nothing is left between the two sides, nothing is seen. offset: one int, or an integer tensor (B,) with one per batch
     entry. Source: FlashAttention's ``window_size``.
     """
     for name, side in (("left", left), ("right", right)):
@@ -114,8 +115,8 @@ def sliding_window(left: int | None, right: int | None, offset: int | Tensor = 0
 
 
 def _window_of_places(left: int | None, right: int | None, places: Tensor, name: str) -> Mask:
-    """``sliding_window`` with the place of the first query of each batch entry. A side is bounded by 2^40, which leaves room for any offset
-    but those next to the ends of int64: what is further away is of no use to positions of 31 bits."""
+    """``sliding_window`` with the position of the first query of each batch entry. Sides are clamped to 2^40: positions have 31 bits, and
+    sums with any offset not near the ends of int64 cannot overflow."""
     far = 2**40
     first, last = max(-far, min(left or 0, far)), max(-far, min(right or 0, far))
     if left is not None and right is not None:
@@ -156,11 +157,19 @@ def document(ids: Tensor) -> Mask:
 
 @remade_by_call
 def document_from_cu_seqlens(cu_seqlens: Tensor) -> Mask:
-    """``document`` for documents laid end to end: document i holds positions ``cu_seqlens[i] <= p < cu_seqlens[i + 1]``.
+    """``document`` for concatenated documents: document i holds positions ``cu_seqlens[i] <= p < cu_seqlens[i + 1]``.
 
     cu_seqlens: integers (documents + 1,), from 0, not falling. Raises ``ValueError`` naming the first entry that breaks this.
     """
     _ids("cu_seqlens", cu_seqlens, (1,), "(documents + 1,)")
+    if torch.compiler.is_compiling():
+        _load_operator()
+        return document(torch.ops.anyattn.document_ids(cu_seqlens))
+    return document(ids_of_documents(cu_seqlens))
+
+
+def ids_of_documents(cu_seqlens: Tensor) -> Tensor:
+    """The document of every position, int32 (cu_seqlens[-1],), for ``document_from_cu_seqlens``."""
     steps = cu_seqlens.diff()
     if cu_seqlens.numel() < 1 or int(cu_seqlens[0]) != 0:
         raise ValueError(f"cu_seqlens starts with {cu_seqlens[:1].tolist()}; wanted 0, then each document's end")
@@ -168,12 +177,19 @@ def document_from_cu_seqlens(cu_seqlens: Tensor) -> Mask:
         bad = int((steps < 0).nonzero()[0, 0]) + 1
         raise ValueError(f"cu_seqlens[{bad}]={int(cu_seqlens[bad])} is less than the entry before it; wanted entries that do not fall")
     numbers = torch.arange(steps.numel(), dtype=torch.int32, device=cu_seqlens.device)
-    return document(torch.repeat_interleave(numbers, steps.to(torch.int64)))
+    return torch.repeat_interleave(numbers, steps.to(torch.int64))
+
+
+def _load_operator() -> None:
+    importlib.import_module("anyattn.custom_ops.document_ids")
+
+
+_load_operator._dynamo_marked_constant = True  # type: ignore[attr-defined]  # runs while Dynamo traces; its decorator would import Dynamo
 
 
 @remade_by_call
 def chunked(chunk: int) -> Mask:
-    """Chunked causal attention (Llama 4): a query sees the keys of its own chunk of ``chunk`` positions, up to its own place."""
+    """Chunked causal attention (Llama 4): a query sees the keys of its own chunk of ``chunk`` positions, up to its own position."""
     name = f"chunked({_whole('chunk', chunk, 1)})"
     chunk = _in_sight(chunk)
     return Mask(lambda b, h, q_idx, kv_idx: (q_idx // chunk == kv_idx // chunk) & (q_idx >= kv_idx), name)

@@ -1,4 +1,4 @@
-"""The library of score mods, each written once in the mod language. Every function returns a ``Score``, which chains with ``then``.
+"""Library of score mods, each written once in the mod language. Every function returns a ``Score``, which chains with ``then``.
 
 The score that a mod receives is already scaled. Float tensors given here receive gradients.
 """
@@ -59,7 +59,7 @@ def alibi_slopes(num_heads: int) -> Tensor:
 def alibi(slopes: Tensor, offset: int | Tensor = 0) -> Score:
     """Linear bias by distance, ``score - slopes[h] * |q_idx + offset - kv_idx|``. slopes: (Hq,) or (B, Hq), see ``alibi_slopes``.
 
-    offset: where the first query stands among the keys, one int or an integer tensor (B,) with one per batch entry.
+    offset: the first query's position among the keys, one int or an integer tensor (B,) with one per batch entry.
     Source: ALiBi (arXiv:2108.12409); the absolute value makes it mean the same without a causal mask, as in FlashAttention.
     """
     _floats("slopes", slopes, (1, 2), "(Hq,) or (B, Hq)")

@@ -1,4 +1,4 @@
-"""A batch whose entries differ: where each one's queries and keys are stored, how many there are, and what their positions are called."""
+"""``Sequences``: a varlen batch; where each sequence's queries and keys are stored, how many there are, and their positions."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class Sequences:
     page_table: (B, pages) integers, or None. With it storage row t of sequence b is row ``t % page_size`` of page
     ``page_table[b, t // page_size]`` of a pool (pages, heads, page_size, D), the sequence begins at storage row k_start, and k_row is
     not read.
-    is_cache: the keys are a cache that grows; then a result must not depend on what else is in the batch. most_q: as the call says, and
-    not what is in it, no entry of such a batch has more queries; 0 where it does not say.
+    is_cache: the keys are a cache that grows; then a result must not depend on the rest of the batch. most_q: the call's own upper bound
+    of an entry's queries in such a batch (not read from its contents); 0 where it gives none.
     """
 
     seqlens_q: Tensor
@@ -71,23 +71,23 @@ class Sequences:
         return len(self.seqlens_q)
 
     def kept(self) -> Sequences:
-        """The same with a page table of its own, for a use that comes later: a decoder changes its table in place."""
+        """The same with a copy of the page table, for later use: a decoder changes its table in place."""
         return self if self.page_table is None else replace(self, page_table=self.page_table.clone())
 
     def turned(self) -> Sequences:
-        """The same batch with queries and keys in each other's places; not of a cache or of pages."""
+        """The same batch with queries and keys swapped; not for caches or pages."""
         lengths, rows, starts = (self.seqlens_k, self.seqlens_q), (self.k_row, self.q_row), (self.k_start, self.q_start)
         q_row, k_row, q_start, k_start = *rows, *starts
         return Sequences(*lengths, q_row, q_start, k_row, k_start, torch.zeros_like(self.q_first))
 
     @cached_property
     def row_base(self) -> Tensor:
-        """(B,): the first row of each sequence when all queries are laid end to end."""
+        """(B,): the first row of each sequence when all queries are concatenated."""
         return self.seqlens_q.cumsum(0) - self.seqlens_q
 
     @cached_property
     def key_base(self) -> Tensor:
-        """(B,): the first key of each sequence when all keys are laid end to end."""
+        """(B,): the first key of each sequence when all keys are concatenated."""
         return self.seqlens_k.cumsum(0) - self.seqlens_k
 
     @cached_property
@@ -105,27 +105,27 @@ class Sequences:
 
     @property
     def bound_q(self) -> int:
-        """No sequence has more queries."""
+        """An upper bound of every sequence's queries."""
         return self.max_seqlen_q
 
     @property
     def bound_k(self) -> int:
-        """No sequence has more keys."""
+        """An upper bound of every sequence's keys."""
         return self.max_seqlen_k
 
     @property
     def is_unread(self) -> bool:
-        """Whether nobody has looked at what the tables hold; then the fields hang on numbers that may lie on a GPU."""
+        """Whether the host has not read the tables; then the fields depend on numbers that may be on a GPU."""
         return False
 
     @property
     def uses_all_rows(self) -> bool:
-        """Whether, as far as that is known without a look, every row of the queries' storage belongs to a sequence."""
+        """Whether every row of the queries' storage is known, without reading tables, to belong to a sequence."""
         return False
 
     @property
     def position_bounds(self) -> tuple[int, int]:
-        """No query of a sequence with keys stands, as mods see it, before the first, which is at most 0, or from the second on."""
+        """(lowest, end) of the query positions, as mods see them, of sequences with keys: lowest <= position < end, lowest at most 0."""
         host = self.on_host
         first = min((f for f, asked in zip(host.q_first, self._with_pairs, strict=True) if asked), default=0)
         return min(0, first), self.end_position
@@ -155,27 +155,27 @@ class Sequences:
 
     @cached_property
     def has_pairs(self) -> bool:
-        """Whether any sequence has both queries and keys; if none has, there is nothing that a mod could be asked about."""
+        """Whether any sequence has both queries and keys; if none has, there is no pair at which a mod could be evaluated."""
         return any(self._with_pairs)
 
     @cached_property
     def asked_entry(self) -> Tensor:
-        """(B,): the b that mods are asked about in each sequence's place; needs ``has_pairs``.
+        """(B,): the b at which mods are evaluated for each sequence; needs ``has_pairs``.
 
-        Itself, but for a sequence without queries or without keys: none of its pairs exists, so a captured table need not reach to it, and
-        what a mod says of the first sequence with pairs stands there unread.
+        The sequence itself, but for one without queries or without keys: none of its pairs exists and a captured table may be too short for
+        it, so mods are evaluated at the first sequence with pairs instead, and the value is not used.
         """
         spare = self._with_pairs.index(True)
         return torch.tensor([b if asked else spare for b, asked in enumerate(self._with_pairs)], device=self.seqlens_q.device)
 
     @cached_property
     def asked_rows(self) -> tuple[Tensor, Tensor]:
-        """(total queries,) each: the b and q_idx that mods are asked about for each row; see ``asked_entry``."""
+        """(total queries,) each: the b and q_idx at which mods are evaluated for each row; see ``asked_entry``."""
         return self._asked(self.q_first, self.seqlens_q)
 
     @cached_property
     def asked_keys(self) -> tuple[Tensor, Tensor]:
-        """(total keys,) each: the b and kv_idx that mods are asked about for each key; see ``asked_entry``."""
+        """(total keys,) each: the b and kv_idx at which mods are evaluated for each key; see ``asked_entry``."""
         return self._asked(torch.zeros_like(self.seqlens_k), self.seqlens_k)
 
     def _asked(self, first: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
@@ -192,9 +192,9 @@ class Sequences:
 
     @cached_property
     def alike(self) -> list[int]:
-        """For each sequence the first of the run of neighbours to which it belongs whose rows lie at one stride in storage.
+        """For each sequence the first of its run of neighbours that are stored at one stride.
 
-        Such neighbours agree in lengths, positions and, within their rows of storage, in place; their rows follow one another.
+        Such neighbours have equal lengths and positions and the same place within their rows of storage; these rows follow one another.
         """
         host = self.on_host
         facts = list(zip(host.seqlens_q, host.seqlens_k, host.q_start, host.k_start, host.q_first, strict=True))
@@ -206,7 +206,7 @@ class Sequences:
         return first
 
     def storage_rows(self, lo: int, hi: int) -> Tensor:
-        """(hi - lo, seqlen_k): where each key of sequences that are alike and have pages is in the pool, seen as one run of rows."""
+        """(hi - lo, seqlen_k): the row of each key in the page pool, flattened to rows, for ``alike`` sequences with pages."""
         assert self.page_table is not None
         start, count, size = self.on_host.k_start[lo], self.on_host.seqlens_k[lo], self.page_size
         first = start // size

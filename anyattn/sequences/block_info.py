@@ -1,7 +1,7 @@
-"""Which tiles of keys a tile of query rows needs, and which tiles of query rows a tile of keys: tiles nobody sees are never loaded.
+"""``BlockInfo``: ranges of key tiles that a tile of query rows needs under causal and window masks, and the other way round.
 
-Query row i of a sequence stands at ``i + seqlen_k - seqlen_q`` among the keys (bottom-right alignment) and sees the keys from
-``window_size_left`` before its place to ``window_size_right`` behind it. The methods take Python ints, tensors of tile numbers with
+Query row i of a sequence is at ``i + seqlen_k - seqlen_q`` among the keys (bottom-right alignment) and sees the keys from
+``window_size_left`` before that position to ``window_size_right`` after it. The methods take Python ints, tensors of tile numbers with
 fields of tensors, or CuTe DSL integers, and return the same kind.
 
 The names are those of FlashAttention (``flash_attn/cute/block_info.py``). Ranges here are tight: the first and the last tile of each hold a
@@ -24,7 +24,7 @@ class BlockInfo:
     """Tile ranges of one kind of mask.
 
     tile_m, tile_n: rows and keys of a tile; with packed GQA a tile's rows are ``qhead_per_kvhead_packgqa`` heads for each query position.
-    is_causal: no key behind a row's place. is_local: ``window_size_left`` / ``window_size_right`` bound the keys, None is unbounded.
+    is_causal: no key after a row's position. is_local: ``window_size_left`` / ``window_size_right`` bound the keys, None is unbounded.
     is_split_kv: the keys of each row tile are divided among ``num_splits`` workers.
 
     What specialises a kernel (the flags, the tiles, whether a window bound is None) is known when it is compiled; window sizes and the
@@ -94,7 +94,7 @@ class BlockInfo:
     def get_n_block_min_causal_local_mask(self, seqlen_info: Any, m_block: Any, n_block_min: Any) -> Any:
         """The first key tile that needs the mask's right side: in the tiles before it every row sees the last key.
 
-        At least ``n_block_min``. The sequence's own end is not the mask's business: it cuts the last tile only.
+        At least ``n_block_min``. The sequence's own end is not considered: it cuts the last tile only.
         """
         if self._right is None:
             return maximum(n_block_min, ceil_div(seqlen_info.seqlen_k, self.tile_n))
@@ -117,7 +117,7 @@ class BlockInfo:
 
     @property
     def _right(self) -> Any:
-        """Keys behind its place that a row sees; causal sees none, and a window may end before."""
+        """Keys after its position that a row sees: 0 if causal; negative where a window ends before the position."""
         if not self.is_causal:
             return self.window_size_right if self.is_local else None
         return 0 if not self.is_local or self.window_size_right is None else minimum(self.window_size_right, 0)

@@ -1,4 +1,4 @@
-"""A ragged batch whose numbers are on the host already, as those of a batch on a CPU are."""
+"""Varlen batches whose lengths and offsets are Python lists on the host, as those of a batch on a CPU are."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["ListedSequences", "bases"]
 
 
 def bases(lengths: list[int]) -> list[int]:
-    """Where each one begins when all are laid end to end.
+    """Start offsets of ranges of these lengths when concatenated.
 
     >>> bases([3, 0, 2])
     [0, 3, 3]
@@ -27,7 +27,7 @@ def _vector(name: str) -> cached_property[Tensor]:
 
 
 class ListedSequences(Sequences):
-    """``Sequences`` whose vectors are made when they are asked for: a decode step mostly needs the numbers alone.
+    """``Sequences`` whose vectors are made when first read: a decode step mostly needs the lists alone.
 
     >>> numbers = OnHost([1, 1], [5, 9], [0, 1], [0, 0], [0, 1], [0, 0], [4, 8], bases([1, 1]), bases([5, 9]))
     >>> s = ListedSequences(numbers, torch.device("cpu"))

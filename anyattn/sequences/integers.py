@@ -1,6 +1,6 @@
-"""Arithmetic that means the same on Python ints, integer tensors (elementwise) and CuTe DSL integers.
+"""Integer arithmetic for Python ints, integer tensors (elementwise) and CuTe DSL integers alike: minimum, maximum, ceiling division.
 
-``+ - *`` and ``//`` by a positive number already do; these are the operations that Python spells differently for each.
+``+ - *`` and ``//`` by a positive number already mean the same on all three.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where a batch entry's rows begin in a tensor, and how many there are.
+"""``SeqlenInfo`` and its kin: offsets and lengths of one batch entry in packed, padded and cached tensors.
 
 One batch entry's facts are read once and kept: ``create`` takes a batch index and the tables (cu_seqlens, seqused, ...) and returns a
 frozen object of plain numbers. Give it a Python int and Python lists, a tensor of batch indices and tensors (then every field is a vector

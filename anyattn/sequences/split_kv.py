@@ -1,4 +1,4 @@
-"""Split-KV: how the keys of a tile of rows are divided among workers, and among how many."""
+"""Split-KV: how the keys of a row tile are divided among workers, and the choice of their number."""
 
 from __future__ import annotations
 

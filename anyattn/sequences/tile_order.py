@@ -1,7 +1,7 @@
-"""The door to ``order_kernel``: the tiles of a ragged batch in order, and its sequences' places, by one launch.
+"""Tile order of a varlen batch by one kernel launch (``tile_order_kernel``): its tiles, longest first, and the table of its sequences.
 
-``sequences.varlen_tables`` and ``tables`` say the same in two dozen torch operations, each of which takes the host longer than the kernel
-takes a GPU.
+``sequences.varlen_tables`` computes the same by two dozen torch operations, each of which takes the host longer than the kernel takes
+a GPU.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from anyattn.triton_tools.launch import run_plain
 
 __all__ = ["can_order", "sequences_ordered"]
 
-_TILES, _ENTRIES = 64, 64  # tiles of a program, and sequences that it looks at at once
+_TILES, _ENTRIES = 64, 64  # tiles of a program, and sequences that it reads at once
 _MOST = 1024  # sequences: each program goes through all of them
 
 
@@ -33,13 +33,13 @@ def _runs_kernels(device: torch.device | None) -> bool:
 
 
 def sequences_ordered(s: StoredSequences, tile: int, most: int, by_key: bool) -> tuple[Tensor, Tensor]:
-    """(order, entries), int32 (most, 2) and (B, 9): (sequence, tile of ``tile`` rows or -1), those of sequences with most on the other side
-    first, and ``ragged_table.entries_table``. by_key: tiles of keys. Waits for nothing."""
+    """(order, entries), int32 (most, 2) and (B, 9): (sequence, tile of ``tile`` rows or -1), sequences with most on the other side first,
+    and ``varlen_tables.entries_table``. by_key: tiles of keys. Never waits for the device."""
     order = torch.empty((most, 2), dtype=torch.int32, device=s.device)
     entries = torch.empty((s.batch, 9), dtype=torch.int32, device=s.device)
     tables = [s.tables.cu_seqlens_q, s.tables.cu_seqlens_k, s.tables.seqused_q, s.tables.seqused_k]
     flags = [t is not None for t in tables]
-    # what is absent is any pointer
+    # an absent tensor is passed as any pointer
     given = [order if t is None else t if t.is_contiguous() else t.contiguous() for t in tables]
     names = ("HAS_ENDS_Q", "HAS_ENDS_K", "HAS_USED_Q", "HAS_USED_K")
     options = {**dict(zip(names, flags, strict=True)), "BY_KEY": by_key, "TILES": _TILES, "ENTRIES": _ENTRIES}

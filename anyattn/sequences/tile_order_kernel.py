@@ -1,4 +1,4 @@
-"""The tiles of a ragged batch in the order in which programs take them, and the table of its sequences, by one kernel."""
+"""Triton kernel that orders the tiles of a varlen batch for scheduling and writes the table of its sequences."""
 
 import triton
 import triton.language as tl
@@ -17,8 +17,8 @@ def order_sequences(
     """Each program finds the places of some tiles, by counting those that come before them. Grid: enough for ``most`` tiles, and ``batch``.
 
     order: int32 (most, 2), of (sequence, tile or -1): tiles of ``tile`` queries, those of sequences with most keys first, or with BY_KEY
-    the other way round. entries: int32 (batch, 9). The rest: ``StoredSequences``'s tables. Whatever they hold, every row is written and
-    no other.
+    the other way round. entries: int32 (batch, 9). The rest: ``StoredSequences``'s tables. Whatever they hold, exactly these rows are
+    written.
     """
     number = tl.program_id(0) * TILES + tl.arange(0, TILES)
     if BY_KEY:
@@ -40,7 +40,7 @@ def order_sequences(
         is_before = (others > cost) | ((others == cost) & (at[None, :] < entry[:, None]))
         rank += tl.sum(tl.where(is_before, tiles[None, :], 0), 1)
         first += ENTRIES
-    # wrong tables may say more tiles than there is room for: the first of them, as they come
+    # wrong tables may give more tiles than there is room for: then the first ones, in order of sequences
     to = order + tl.where(exists & (total <= most), rank, number) * 2
     is_inside = number < most
     tl.store(to, entry, mask=is_inside)

@@ -1,4 +1,4 @@
-"""A decoder's caches as its tables say, which nobody need have looked at: where new rows go, and what there is to attend to then."""
+"""KV caches described by device tables that the host has not read: where new rows go, and which keys there are after appending."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ class CacheSizes(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class CacheStep:
-    """What one step of decoding does before it attends: new rows into the caches, and a turn of them and of the queries.
+    """The part of a decoding step before attention: append new rows to the caches, and rotate them and the queries.
 
     q: (B, Sq, Hq, D), or (total, Hq, D) packed. k_cache, v_cache: (B_cache, capacity, Hkv, D or Dv) or pages (pages, page_size, Hkv, D or
     Dv). k, v: the new rows, (B, new, Hkv, D or Dv) or packed as q is; None where nothing is appended. cos, sin: (positions, rotary_dim / 2)
-    or None. follows: query i is turned as its entry's new row i is, else all as row 0.
+    or None. follows: query i is rotated by the position of its entry's new row i, else all by that of row 0.
     """
 
     q: Tensor
@@ -65,7 +65,7 @@ class CacheStep:
 
 
 class StoredCache(UnreadSequences):
-    """``Sequences`` after a step, whose fields are computed from the tables when they are asked for; a kernel may read the tables instead.
+    """``Sequences`` after a step, whose fields are computed from the tables when first read; a kernel may read the tables instead.
 
     Whatever the tables hold, no entry has a key outside of its storage: rows for which there is no room are left out, and all keys of an
     entry whose cache row does not exist.
@@ -94,12 +94,12 @@ class StoredCache(UnreadSequences):
 
     @property
     def position_bounds(self) -> tuple[int, int]:
-        # of an entry with keys: the last query stands at the last of them, of which there are at least the new ones
+        # in an entry with keys the last query is at the last key, and there are at least the new keys
         new = self.sizes.bound_q if self.sizes.new is None else max(1, self.sizes.new)
         return min(0, new - self.sizes.bound_q), self.sizes.capacity
 
     def kept(self) -> Sequences:
-        """The same with vectors and a page table of its own, for a use that comes later."""
+        """The same with copies of its vectors and page table, for later use."""
         pages = None if self.page_table is None else self.page_table.clone()
         vectors = (self.seqlens_q, self.seqlens_k, self.q_row, self.q_start, self.k_row, self.k_start, self.q_first)
         return Sequences(*vectors, pages, self.page_size, True, self.most_q)

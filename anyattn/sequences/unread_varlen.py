@@ -1,4 +1,4 @@
-"""A ragged batch as its tables say, which nobody has looked at: what the tables hold may be on a GPU, and may change before it is used."""
+"""A varlen batch described by device tables that the host has not read; their contents may change before they are used."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from anyattn.sequences.integers import ceil_div
 
 __all__ = ["MANY_QUERIES", "LengthTables", "StoredSequences", "StoredSizes", "UnreadSequences", "queries_each"]
 
-MANY_QUERIES = 272  # of an entry, from where their number decides nothing
+MANY_QUERIES = 272  # of an entry; beyond that their number changes no decision
 
 
 class LengthTables(NamedTuple):
@@ -38,9 +38,9 @@ class StoredSizes(NamedTuple):
 
 
 def queries_each(rows: int, batch: int, bound_q: int) -> int:
-    """About how many queries each of ``batch`` entries has, up to ``MANY_QUERIES`` and in steps of 16, so that there are few answers.
+    """About how many queries each of ``batch`` entries has, up to ``MANY_QUERIES`` and in steps of 16, so that there are few results.
 
-    rows: of storage, all entries together. bound_q: no entry has more.
+    rows: of storage, all entries together. bound_q: an upper bound for each entry.
 
     >>> queries_each(100, 50, 100), queries_each(9000, 2, 9000) == MANY_QUERIES
     (16, True)
@@ -49,7 +49,7 @@ def queries_each(rows: int, batch: int, bound_q: int) -> int:
 
 
 class UnreadSequences(Sequences):
-    """``Sequences`` of tables that nobody has looked at. sizes: what is known without, a ``batch`` and a ``bound_q`` among it."""
+    """``Sequences`` of tables that the host has not read. sizes: what is known without them, ``batch`` and ``bound_q`` among it."""
 
     sizes: Any
     device: torch.device | None
@@ -72,9 +72,9 @@ class UnreadSequences(Sequences):
 
 
 class StoredSequences(UnreadSequences):
-    """``Sequences`` whose fields are computed from the tables when they are asked for; a kernel may read the tables instead.
+    """``Sequences`` whose fields are computed from the tables when first read; a kernel may read the tables instead.
 
-    tables: what says where the sequences are.
+    tables: where the sequences are.
 
     >>> s = StoredSequences(LengthTables(torch.tensor([0, 3, 5]), None, None, torch.tensor([2, 7])), StoredSizes(2, 5, 9, 3, 7))
     >>> s.seqlens_q.tolist(), s.q_start.tolist(), s.seqlens_k.tolist(), s.k_row.tolist()
@@ -102,7 +102,7 @@ class StoredSequences(UnreadSequences):
         return 0, self.sizes.bound_q
 
     def kept(self) -> Sequences:
-        """The same with tables of its own, for a use that comes later."""
+        """The same with copies of its tables, for later use."""
         own = LengthTables(*(None if t is None else t.clone() for t in self.tables))
         if self.tables.cu_seqlens_q is self.tables.cu_seqlens_k:
             own = own._replace(cu_seqlens_k=own.cu_seqlens_q)

@@ -1,4 +1,4 @@
-"""Tables of a ragged batch as kernels read them, made without a look at what tensors hold."""
+"""Tables of a varlen batch in the form that kernels read, made by torch operations that never wait for the device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def entries_table(s: Sequences, lengths: tuple[Tensor, Tensor] | None = None, li
 
 
 def numbered_tiles(tiles: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(sequence, tile inside of it, whether there is one), each (most,), of the tiles of all sequences counted through.
+    """(sequence, tile inside of it, whether there is one), each (most,), of the tiles of all sequences in one numbering.
 
     tiles: (B,) of each sequence. Numbers beyond the last tile have the last sequence.
 
@@ -40,9 +40,9 @@ def numbered_tiles(tiles: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def longest_first(s: Sequences, tile_m: int, most: int, ends_with_row: bool) -> Tensor:
-    """The row tiles of a ragged batch, int32 (most, 3), about longest first; m_block is -1 in those that are not.
+    """The row tiles of a varlen batch, int32 (most, 3), about longest first; unused rows have m_block -1.
 
-    Asks nothing of the host. ends_with_row: a row sees keys up to its own place.
+    Reads nothing on the host. ends_with_row: a row sees keys up to its own position.
     """
     entry, m_block, exists = numbered_tiles(ceil_div(s.seqlens_q, tile_m), most)
     cost = s.seqlens_k[entry]
@@ -55,7 +55,7 @@ def longest_first(s: Sequences, tile_m: int, most: int, ends_with_row: bool) -> 
 
 
 def counted(order: Tensor, tiles: Tensor) -> Tensor:
-    """An order of row tiles with one row more, which says how many of its rows there are. tiles: that, one integer."""
+    """An order of row tiles with one more row, which holds the number of valid rows. tiles: that number."""
     last = torch.zeros((1, 3), dtype=torch.int32, device=order.device)
     last[:, :1] = tiles
     return torch.cat((order, last))

@@ -1,4 +1,4 @@
-"""Which tiles of (query rows x keys) an attention visits: lists of partial and full tiles, and the block masks made of them."""
+"""Block sparsity: lists of the partial and full tiles of (query rows x keys) that an attention visits, and block masks."""
 
 from anyattn.sparsity.block_mask import BlockMask
 from anyattn.sparsity.block_sparse import BlockSparseTensors

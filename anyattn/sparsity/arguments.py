@@ -1,4 +1,4 @@
-"""Checks of the arguments that every maker of tile lists takes."""
+"""Argument checks shared by the functions that make tile lists."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def check_retile(present: tuple[int, int], wanted: tuple[int, int], build: str) 
 
 
 def reads_nothing(mod: TracedMod, device: torch.device) -> bool:
-    """Whether what a mask shows cannot be looked at, and lists are fake: of fake and meta tensors.
+    """Whether a mask's captured tensors have no values (fake and meta tensors), so that its lists are fake too.
 
     Raises ``TypeError`` for captured tensors of other kinds that have no memory of their own.
     """
@@ -121,7 +121,7 @@ def _whole_numbers(name: str, value: Any, shape: str) -> Tensor:
 
 
 def _usable(device: Any) -> torch.device:
-    """The device of this name, shown to be there."""
+    """The device of this name; raises where it does not exist."""
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError) as error:
@@ -135,7 +135,7 @@ def _usable(device: Any) -> torch.device:
 
 
 def device_of(device: Any, mod: TracedMod) -> torch.device:
-    """The device to build on: as told, else where the mod's captured tensors are, else the accelerator, else the CPU."""
+    """The device to build on: ``device`` if given, else where the mod's captured tensors are, else the accelerator, else the CPU."""
     if device is None:
         if mod.tensors:
             return mod.tensors[0].device

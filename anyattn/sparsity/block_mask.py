@@ -46,7 +46,7 @@ class BlockMask(torch_flex.BlockMask):
     ``is_exact`` says that the lists are known to follow from ``mask_mod``: a backend may then find the visible keys by either.
     """
 
-    # set by ``_marked``, and None where a compiled graph made the lists; assigning a field that they are read from ends it
+    # set by ``_marked``; None where a compiled graph made the lists, and once a field that they are read from is assigned
     _exact: bool | None = False
 
     @classmethod
@@ -66,7 +66,7 @@ class BlockMask(torch_flex.BlockMask):
 
         kv_num_blocks: int32 (..., M). kv_indices: int32 (..., M, N). full_*: the same for blocks that need no mask, or None.
         mask_mod: what the partial blocks show, None for everything. seq_lengths: default whole blocks. order: torch's ``dq_*`` arguments.
-        Raises ``ValueError`` for a count below 0 or beyond N, and with compute_q_blocks for a block that is none, unless it is on a GPU.
+        Raises ``ValueError`` for a count below 0 or above N, and with compute_q_blocks for a block index out of range, unless on a GPU.
         """
         if kv_indices.dim() < 2:
             raise RuntimeError(f"kv_indices has shape {tuple(kv_indices.shape)}; a BlockMask has at least 2 dimensions (rows, columns)")
@@ -82,7 +82,7 @@ class BlockMask(torch_flex.BlockMask):
             classes = [grid_of_lists(kv_num_blocks, kv_indices, None, None)]
             if full_kv_num_blocks is not None and full_kv_indices is not None:
                 classes.append(grid_of_lists(full_kv_num_blocks, full_kv_indices, None, None))
-            # each list on its own: nothing stops a caller from naming a block in both
+            # each list by itself: a caller may name a block in both
             for at, grid in enumerate(classes):
                 backward[2 * at : 2 * at + 2] = lists_of_grid(grid.transpose(-1, -2), False)[:2]
         dq_order = order.pop("dq_kv_order", None)
@@ -213,7 +213,7 @@ class BlockMask(torch_flex.BlockMask):
 
 
 def _like(mask: torch_flex.BlockMask, changed: dict[str, Any], cls: type[BlockMask] | None = None) -> BlockMask:
-    """A copy of ``mask`` with some fields changed; fields are taken by name, for torch adds to them from version to version."""
+    """A copy of ``mask`` with some fields changed; fields are taken by name, because torch versions differ in them."""
     made = object.__new__(cls or type(mask))
     made.__dict__.update(vars(mask))
     made.__dict__.update(changed)
@@ -221,12 +221,12 @@ def _like(mask: torch_flex.BlockMask, changed: dict[str, Any], cls: type[BlockMa
 
 
 def are_unwritten(*lists: Tensor | None) -> bool:
-    """Whether nobody has written to the lists of an exact mask since they were made; torch counts no writes to inference tensors."""
+    """Whether the lists of an exact mask are unwritten since they were made; torch counts no writes to inference tensors."""
     return all(t is None or (not t.is_inference() and t._version == 0) for t in lists)
 
 
 def _marked(mask: BlockMask, is_exact: bool) -> BlockMask:
-    """Says whether the lists follow from the mask. Then writes to them count from 0: those that have been written to are new ones."""
+    """Records whether the lists follow from the mask, with torch's write counters at 0: lists written to before become new tensors."""
     if is_exact:
         for name in _LISTS[:4]:
             t = getattr(mask, name)
@@ -243,7 +243,7 @@ def _counted_anew(t: Tensor) -> Tensor:
 
 
 def _with_write_order(made: BlockMask, origin: torch_flex.BlockMask) -> BlockMask:
-    """Carries over what torch's deterministic backward asks for, recomputed for the new lists."""
+    """Copies the fields that torch's deterministic backward needs, recomputed for the new lists."""
     if getattr(origin, "dq_kv_order", None) is not None:
         raise NotImplementedError("a BlockMask with an explicit dq_kv_order cannot be sliced or cropped; build it anew for its new shape")
     if getattr(origin, "dq_write_order", None) is not None:
@@ -285,7 +285,7 @@ def _take(tensor: Tensor, picks: list[Tensor]) -> Tensor:
 
 
 def _as_map(picked: Tensor | None) -> tuple[int, int] | Tensor | None:
-    """How a position in the slice becomes one in the whole: (start, step), a table, or None for unchanged."""
+    """The map from positions in the slice to positions in the whole: (start, step), a table, or None for the identity."""
     if picked is None or len(picked) == 0:
         return None
     start = int(picked[0])
@@ -401,7 +401,7 @@ def lists_of_mask(
 
 
 def tells_no_more(mask: TracedMod, batch: tuple[int, int]) -> bool:
-    """Whether lists of (B, H) say all that the mask does: not where one entry or head stands for all and the mask tells them apart."""
+    """Whether lists of (B, H) describe the mask completely: not where one entry or head stands for all but the mask depends on it."""
     deps = dependence(mask.expr)
     return not (any(d.b for d in deps) and batch[0] == 1) and not (any(d.h for d in deps) and batch[1] == 1)
 
@@ -446,7 +446,7 @@ def build_block_mask(
 
 
 def _register() -> None:
-    """Makes ours a pytree wherever torch made its own one."""
+    """Registers our class as a pytree node where torch registered its own."""
     if torch_flex.BlockMask in pytree.SUPPORTED_NODES and BlockMask not in pytree.SUPPORTED_NODES:
         pytree.register_pytree_node(
             BlockMask,

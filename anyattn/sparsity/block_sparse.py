@@ -1,4 +1,4 @@
-"""Lists of the tiles that a mask leaves partial or full: the form in which kernels read block sparsity."""
+"""``BlockSparseTensors``: lists of a mask's partial and full tiles, the form in which kernels read block sparsity."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class BlockSparseTensors:
     tile: (tile_m, tile_n), the query rows and keys of a tile. There is no default: both sides must agree on it.
     lengths: (seqlen_q, seqlen_k) that the lists were built for, where known.
 
-    Raises ``TypeError`` or ``ValueError`` for tensors that cannot be such lists, on the CPU for counts that cannot be too; ``validate()``
-    also reads what the lists hold.
+    Raises ``TypeError`` or ``ValueError`` for tensors that cannot be such lists, on the CPU also for impossible counts; ``validate()``
+    reads the lists' contents too.
 
     >>> import anyattn
     >>> lists = anyattn.compute_block_sparsity(128, 128, 1, 1, 256, 256, lambda b, h, q, k: q >= k, device="cpu")
@@ -73,7 +73,7 @@ class BlockSparseTensors:
 
     @property
     def grid(self) -> tuple[int, int]:
-        """(M, N): tiles along the query rows and along the keys; of compact lists that know no lengths, as many as they have room for."""
+        """(M, N): tiles along the query rows and along the keys; for compact lists without lengths, as many as they have room for."""
         if self.lengths is None:
             return self.mask_block_idx.shape[-2], self._room
         rows, columns = (-(-n // t) for n, t in zip(self.lengths, self.tile, strict=True))
@@ -103,7 +103,7 @@ class BlockSparseTensors:
     def from_classes(
         cls, classes: Tensor, tile: tuple[int, int], lengths: tuple[int, int] | None = None, separate_full: bool = True
     ) -> BlockSparseTensors:
-        """Lists of a grid of classes, uint8 (B, H, M, N), as ``mods.bounds.classify`` returns it."""
+        """Lists of a grid of classes, uint8 (B, H, M, N), as ``tile_classes.classify`` returns it."""
         return cls(*lists_of_grid(classes, separate_full), tile=tile, lengths=lengths)
 
     def classes(self) -> Tensor:
@@ -123,7 +123,7 @@ class BlockSparseTensors:
         """The same sparsity in tiles of (tile_m, tile_n), each side a multiple or a divisor of its present size.
 
         A coarser tile is full when all its parts are, empty when all are, else partial. A finer tile takes the class of the tile it is cut
-        from: full and empty stay exact, a part of a partial tile is listed as partial. The mask must say what the partial tiles show.
+        from: full and empty stay exact, a part of a partial tile is listed as partial and left to the mask.
 
         Raises ``ValueError`` naming both tiles where neither size divides the other.
         """
@@ -200,7 +200,7 @@ class BlockSparseTensors:
 
 
 def _coarser(classes: Tensor, dim: int, parts: int) -> Tensor:
-    """Joins ``parts`` neighbours; those past the end say nothing, so a group that is cut off is judged by what it has."""
+    """Joins ``parts`` neighbours; a group that the end cuts off is classified by the tiles that it has."""
     if parts == 1:
         return classes
     size = classes.shape[dim]

@@ -1,4 +1,4 @@
-"""From a mask to the lists of its tiles: the door below ``create_block_mask``, with FlashAttention's names."""
+"""``compute_block_sparsity``: from a mask to the lists of its tiles, with FlashAttention's names; below ``create_block_mask``."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def compute_block_sparsity(
     tile_m, tile_n: query rows and keys of a tile. batch_size, num_heads: None where the mask ignores them (the lists then broadcast).
     mask_mod: a function of ``(b, h, q_idx, kv_idx)``, with a trailing ``aux_tensors`` where those are given. device: default as for
     ``create_block_mask``. compute_full_blocks: False lists full tiles as mask blocks and leaves ``full_block_*`` None.
-    use_fast_sampling: accepted for compatibility; the classes are exact either way, and never cost a look at all pairs.
+    use_fast_sampling: accepted for compatibility; the classes are exact either way, and all pairs are never evaluated.
 
     A tail tile counts as full when all its pairs *inside the sequences* are visible, as in FlashAttention, whose kernels mask the tail of
     every tile themselves; ``create_block_mask`` counts it as partial, as torch does.
@@ -90,8 +90,8 @@ def tile_lists(
 ) -> TileLists:
     """The lists of a traced mask for a kernel's own tiles, any size; what ``compute_block_sparsity`` computes, less its checks.
 
-    The caller has shown that the mask reads inside its captured tensors (``mods.seen_loads``). Only pairs inside the sequences
-    count: a tail tile whose pairs are all visible is full. On a CUDA device nothing waits for it (see ``device_lists``).
+    The caller has checked that the mask reads inside its captured tensors (``analysis.visible_loads``). Only pairs inside the sequences
+    count: a tail tile whose pairs are all visible is full. On a CUDA device the host does not wait (see ``device_lists``).
     """
     lengths, where = (seqlen_q, seqlen_k), device_of(device, mask)
     if (
@@ -115,13 +115,12 @@ def device_lists(
     separate_full: bool = True,
     stacks: bool = False,
 ) -> list[Tensor | None] | None:
-    """The lists made by Triton kernels that the host never waits for (``backends.triton.tile_lists``); None where they cannot be used.
+    """The lists made by Triton kernels without waiting for the device (``sparsity.kernels.block_lists``); None where these cannot be used.
 
-    stacks: the allocations that hold them instead (``sparsity.list_stacks``).
+    stacks: the allocations to write them to (``sparsity.list_stacks``). For fake and meta tensors, lists without values.
 
-    Of fake and meta tensors, lists without values.
-    They can on a CUDA device where Triton is installed, unless the mask captures a whole number of 2 ** 40 or more. Raises ``ValueError``
-    for a mask that reads outside a captured tensor, except by an index that follows from captured values: that is held inside.
+    Usable on a CUDA device where Triton is installed, unless the mask captures a whole number of 2 ** 40 or more. Raises ``ValueError``
+    for a mask that reads outside a captured tensor, except by an index read from another one: that is clamped.
     """
     if reads_nothing(mask, device):
         rows, columns = (ceil_div(n, t) for n, t in zip(lengths, tile, strict=True))
@@ -145,7 +144,7 @@ def has_triton() -> bool:
 
 
 def classes_of_mask(mod: TracedMod, lengths: tuple[int, int], tile: tuple[int, int], batch: tuple[int, int], device: Any) -> Tensor:
-    """``bounds.classify`` after checking that the mask reads inside its captured tensors; B and H are 1 where the mask ignores them."""
+    """``tile_classes.classify`` after checking that the mask reads inside its captured tensors; B, H are 1 where the mask ignores them."""
     where = device_of(device, mod)
     with torch.no_grad():  # a mask may compare learned parameters; where tiles lie has no gradient
         ((mod,), _) = check_call(Dense(*batch, *lengths), [mod])

@@ -1,4 +1,4 @@
-"""Between a grid of tile classes and the lists that kernels read: how many tiles a row has, and which."""
+"""Conversions between a grid of tile classes and tile lists: per row of tiles a count and ascending indices."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def lists_of_grid(classes: Tensor, separate_full: bool) -> tuple[Tensor, Tensor,
 
 
 def unknown_lists(shape: tuple[int, int, int, int], device: torch.device, separate_full: bool) -> list[Tensor | None]:
-    """What ``lists_of_grid`` returns for classes of ``shape`` that nobody knows: tensors without values."""
+    """What ``lists_of_grid`` returns for fake classes of ``shape``: tensors without values."""
     counts, indices = ([torch.empty(sizes, dtype=torch.int32, device=device) for _ in range(2)] for sizes in (shape[:-1], shape))
     return [counts[0], indices[0], *((counts[1], indices[1]) if separate_full else (None, None))]
 
@@ -66,7 +66,7 @@ def ordered(classes: Tensor, listed: tuple[int, ...]) -> tuple[Tensor, Tensor]:
 
 
 def check_counts(name: str, cnt: Tensor | None, idx: Tensor | None) -> None:
-    """Raises ``ValueError`` where a CPU's lists have more entries than room, or fewer than none. A GPU would have to be waited for."""
+    """Raises ``ValueError`` where lists on a CPU have a count above their width or below 0. Not on a GPU, where it would wait."""
     if cnt is None or idx is None or cnt.device.type != "cpu" or cnt.numel() == 0 or not has_memory(cnt):
         return
     least, most = (int(n) for n in cnt.aminmax())
@@ -77,21 +77,21 @@ def check_counts(name: str, cnt: Tensor | None, idx: Tensor | None) -> None:
 
 
 def _sees_all(tiles: Tensor) -> bool:
-    """Whether all tiles are gone through, not the listed ones alone: a GPU would have to be waited for to know how many those are."""
+    """Whether all tiles are processed instead of the listed ones alone, whose number on a GPU is only known by waiting for it."""
     return tiles.is_cuda
 
 
 def _moved_up(hit: Tensor) -> Tensor:
     """int32: the columns of each row's hits, ascending, then zeros."""
     rows, columns = hit.shape
-    # what is no hit goes to a column more
+    # misses go to an extra column
     goal = torch.where(hit, hit.cumsum(-1) - 1, columns)
     number = torch.arange(columns, dtype=torch.int32, device=hit.device).expand(rows, columns)
     return torch.zeros(rows, columns + 1, dtype=torch.int32, device=hit.device).scatter_(1, goal, number)[:, :columns]
 
 
 def _marked(classes: Tensor, is_listed: Tensor, idx: Tensor, value: int) -> None:
-    """``value`` at the listed columns of each row. A column that is none is for torch's kernel to complain of, on a GPU by an assertion."""
+    """``value`` at the listed columns of each row. torch's kernel raises for a column out of range, on a GPU by a device assertion."""
     rows, columns = classes.shape
     goal = torch.where(is_listed, idx + (idx == columns), columns).to(torch.int64)
     wider = torch.cat((classes, classes.new_zeros(rows, 1)), 1).scatter_(1, goal, value)
@@ -122,9 +122,9 @@ def kept_for_call(lists: Any, lengths: tuple[int, int]) -> Any:
 
 
 def _kept(lists: Any, what: Any, make: Callable[[], Any]) -> Any:
-    """What is made of ``lists``, kept as long as they live and nobody wrote to their tensors.
+    """A result made of ``lists``, cached while they live and their tensors are not written to.
 
-    Only writes that torch counts are noticed. While a CUDA graph is captured nothing is kept: what is computed then is not there yet.
+    Only writes that torch counts are noticed. While a CUDA graph is captured nothing is cached: its results are computed at replay.
     """
     tensors = [t for t in vars(lists).values() if isinstance(t, Tensor)]
     if any(t.is_inference() for t in tensors) or (tensors[0].is_cuda and torch.cuda.is_current_stream_capturing()):
@@ -148,7 +148,7 @@ def _batches(grid: Tensor) -> Iterator[slice]:
 
 
 def _zeros(shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """Zeros whose pages the system provides when first written: most of a long mask's index tensor is never touched."""
+    """Zeros on pages that the operating system maps at the first write: most of a long mask's index tensor is never touched."""
     if device.type == "cpu":
         return torch.from_numpy(np.zeros(shape, dtype=np.int32))
     return torch.zeros(shape, dtype=torch.int32, device=device)

@@ -1,4 +1,4 @@
-"""Lists of partial and full tiles of a ragged batch: many sequences of different lengths, packed end to end."""
+"""``VarlenBlockSparseTensors``: lists of partial and full tiles of a varlen batch, all sequences packed into one set of lists."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class VarlenBlockSparseTensors:
     tile: (tile_m, tile_n). There is no default: both sides must agree on it.
     seqlens_q, seqlens_k: int64 (B,), the lengths that the lists were built for; 0 is legal.
 
-    Raises ``TypeError`` or ``ValueError`` for tensors that cannot be such lists; ``validate()`` also reads what the lists hold.
+    Raises ``TypeError`` or ``ValueError`` for tensors that cannot be such lists; ``validate()`` also reads the lists' contents.
 
     >>> import anyattn, torch
     >>> ends = torch.tensor([0, 200, 200, 500])
@@ -111,7 +111,7 @@ class VarlenBlockSparseTensors:
         separate_full: bool = True,
         layout: str = "flat",
     ) -> VarlenBlockSparseTensors:
-        """Lists of the classes of every tile, uint8 (H, total_n), as ``mods.ragged.classify_ragged`` returns them."""
+        """Lists of the classes of every tile, uint8 (H, total_n), as ``tile_classes_varlen.classify_ragged`` returns them."""
         varlen_checks.check_layout(layout)
         varlen_checks.check_lengths(seqlens_q, seqlens_k)
         tiles = RaggedTiles(seqlens_q, seqlens_k, pair("tile", tile))
@@ -127,7 +127,7 @@ class VarlenBlockSparseTensors:
 
     @classmethod
     def _of_lists(cls, lists: tuple[Tensor, Tensor, Tensor | None, Tensor | None], tiles: RaggedTiles) -> VarlenBlockSparseTensors:
-        """Of lists that were made for these tiles: there is nothing to check, which on a GPU would wait."""
+        """From lists that were made for these tiles; unchecked, since a check would wait for a GPU."""
         made = object.__new__(cls)
         of_tiles = (tiles.first_row.to(torch.int32), tiles.first_tile, tiles.seqlens_q, tiles.seqlens_k)
         vars(made).update(zip(_LISTS, lists, strict=True))
@@ -168,7 +168,7 @@ class VarlenBlockSparseTensors:
     def lists(self, b: int, h: int, m: int) -> tuple[Tensor, Tensor]:
         """The partial and the full key tiles, int32, of row tile m of sequence b for head h; the full ones are empty where none are listed.
 
-        Raises ``ValueError`` for a b, h or m that there is not.
+        Raises ``ValueError`` for b, h or m out of range.
         """
         heads = self.mask_block_cnt.shape[0]
         varlen_checks.check_place("b", b, self.tiles.batch, "sequences")
@@ -249,7 +249,7 @@ class VarlenBlockSparseTensors:
         """The same sparsity in tiles of (tile_m, tile_n), each side a multiple or a divisor of its present size.
 
         A coarser tile is full when all its parts are, empty when all are, else partial. A finer tile takes the class of the tile it is cut
-        from: full and empty stay exact, a part of a partial tile is listed as partial. The mask must say what the partial tiles show.
+        from: full and empty stay exact, a part of a partial tile is listed as partial and left to the mask.
 
         Raises ``ValueError`` naming both tiles where neither size divides the other.
         """
@@ -305,7 +305,7 @@ def compute_varlen_block_sparsity(
     compute_full_blocks: bool = True,
     layout: str = "flat",
 ) -> VarlenBlockSparseTensors:
-    """The partial and full tiles of a mask over a ragged batch, in time and memory of the rows and tiles, never of all pairs.
+    """The partial and full tiles of a mask over a varlen batch, in time and memory proportional to rows and tiles, never to all pairs.
 
     tile_m, tile_n: query rows and keys of a tile. num_heads: None where the mask ignores heads: one head's lists then stand for all.
     mask_mod: a function of ``(b, h, q_idx, kv_idx)``, with a trailing ``aux_tensors`` where those are given; b is the sequence, q_idx and

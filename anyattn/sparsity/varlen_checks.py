@@ -1,4 +1,4 @@
-"""What ``VarlenBlockSparseTensors`` demands of its tensors: shapes when it is made, contents when asked to ``validate``."""
+"""Checks of ``VarlenBlockSparseTensors``: shapes when it is made, contents in ``validate``."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def check_shapes(name: str, cnt: Any, idx: Any, tiles: RaggedTiles) -> None:
 
 
 def check_counts(name: str, cnt: Tensor, tiles: RaggedTiles) -> None:
-    """Raises ``ValueError`` for a row tile whose list would be longer than its sequence has key tiles, or shorter than nothing."""
+    """Raises ``ValueError`` for a row tile whose list is longer than its sequence has key tiles, or of negative length."""
     width = tiles.num_n[tiles.sequence_of_row]  # (total_m,)
     _complain(
         (cnt < 0) | (cnt > width),

@@ -1,4 +1,4 @@
-"""Lists of the tiles of a ragged batch for a kernel's own use: where its tables lie on a GPU, they are made there and nobody waits."""
+"""Tile lists of a varlen batch for a kernel's own tiles; on a GPU they are made without waiting for the device."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class RaggedLists(NamedTuple):
     """Per row of tiles of each sequence, how many partial and full tiles of keys there are, int32 (H, rows), and which, ascending, int32.
 
     Sequence b has ceil(seqlens_q[b] / tile_m) rows of tiles, from row first_row[b] on, and each of them owns ceil(seqlens_k[b] / tile_n)
-    indices, from index first_entry[b] on: the flat layout of ``VarlenBlockSparseTensors``, with rows and indices that nobody has behind
-    those of the last sequence, or behind each one's. (From lists in the padded layout, indices are (H, rows, columns) and first_entry
+    indices, from index first_entry[b] on: the flat layout of ``VarlenBlockSparseTensors``, with unused rows and indices after
+    those of the last sequence, or after each one's. (From lists in the padded layout, indices are (H, rows, columns) and first_entry
     is not used.) Entries beyond a count are 0. H is 1 where the mask ignores h.
 
-    first_row, first_entry: (B,) integers. seqlens_q, seqlens_k: int64 (B,), the batch's lengths held inside what its sizes allow: who reads
-    by them stays inside the lists whatever a GPU's tables hold. None where the lists were brought along: then the batch's own are right.
+    first_row, first_entry: (B,) integers. seqlens_q, seqlens_k: int64 (B,), the batch's lengths clamped to what its sizes allow: reads by
+    them stay inside the lists whatever a GPU's tables hold. None where the caller passed the lists: then the batch's own lengths are used.
     """
 
     mask_block_cnt: Tensor
@@ -49,9 +49,9 @@ class RaggedLists(NamedTuple):
 def ragged_lists(mask: TracedMod, sequences: Sequences, tile: tuple[int, int], heads: int) -> RaggedLists:
     """The lists of a mask over a batch of at least one sequence, in tiles of ``tile`` (rows, keys), in the flat layout.
 
-    heads: query heads. The caller has shown that the mask reads inside its captured tensors (``mods.loads.check_loads_ragged``). Only pairs
-    inside a sequence count: a tail tile whose pairs are all visible is full. On a CUDA device with Triton nothing waits for it, and the
-    lists take ``bound_k / tile[1]`` indices for every row of tiles that there may be; elsewhere, where the mask captures a whole number of
+    heads: query heads. The caller has checked that the mask reads inside its captured tensors (``load_bounds.check_loads_ragged``). Only
+    pairs inside a sequence count: a tail tile whose pairs are all visible is full. On a CUDA device with Triton the host does not wait, and
+    the lists take ``bound_k / tile[1]`` indices for every possible row of tiles; elsewhere, where the mask captures a whole number of
     2 ** 40 or more, and where that is 2 ** 31 indices or more, lengths are read on the host.
 
     >>> from anyattn.sequences.unread_varlen import LengthTables, StoredSequences, StoredSizes
@@ -72,8 +72,9 @@ def ragged_lists(mask: TracedMod, sequences: Sequences, tile: tuple[int, int], h
 
 
 def _on_device(mask: TracedMod, s: Sequences, tile: tuple[int, int], heads: int) -> RaggedLists | None:
-    """The lists by Triton kernels that the host never waits for; None where they cannot be used."""
+    """The lists made by Triton kernels without waiting for the device; None where these cannot be used."""
     from anyattn.sparsity.kernels import varlen_lists as kernels
+    from anyattn.sparsity.kernels.arguments import SequenceTables
     from anyattn.sparsity.kernels.block_lists import can_list
 
     rows, columns = _most_tiles(s, tile)
@@ -83,12 +84,12 @@ def _on_device(mask: TracedMod, s: Sequences, tile: tuple[int, int], heads: int)
     sees_h = any(d.h for d in dependence(mask.expr))
     most = kernels.Capacity(rows, columns, s.bound_q, s.bound_k)
     listed = kernels.list_ragged(mask, (s.seqlens_q, s.seqlens_k, s.q_first), most, tile, heads if sees_h else 1)
-    places = dict(zip(kernels.PLACES, listed.places.unbind(0), strict=True))
-    return RaggedLists(*listed.lists, *(places[name] for name in ("first_row", "first_entry", "seqlens_q", "seqlens_k")))
+    places = SequenceTables(*listed.places.unbind(0))
+    return RaggedLists(*listed.lists, places.first_row, places.first_entry, places.seqlens_q, places.seqlens_k)
 
 
 def _most_tiles(s: Sequences, tile: tuple[int, int]) -> tuple[int, int]:
-    """At least as many row tiles and key tiles as the batch has, without asking how long its sequences are."""
+    """Upper bounds of the batch's row tiles and key tiles, without reading its lengths."""
     if not isinstance(s, StoredSequences):
         pairs = ((s.on_host.seqlens_q, tile[0]), (s.on_host.seqlens_k, tile[1]))
         return tuple(sum(-(-n // size) for n in lengths) for lengths, size in pairs)  # type: ignore[return-value]

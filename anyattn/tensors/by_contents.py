@@ -1,4 +1,4 @@
-"""Results kept by what tensors hold."""
+"""Memoisation by the contents of tensors."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _results: OrderedDict[tuple, Any] = OrderedDict()
 
 
 def kept(tensors: tuple[Tensor | None, ...], facts: Hashable, make: Callable[[], Any]) -> Any:
-    """``make()``, which depends on what ``tensors`` hold and on ``facts``; made once for the same numbers, whoever wrote them.
+    """``make()``, which depends on the contents of ``tensors`` and on ``facts``; computed once for equal contents.
 
-    Reads the tensors, and so waits for a device: for callers that look at them anyway. At most 64 results are kept, and no tensor is.
+    Reads the tensors, and so waits for a device: for callers that read them anyway. At most 64 results are kept, and no tensor is.
 
     >>> import torch
     >>> a = torch.zeros(2)
@@ -35,5 +35,5 @@ def kept(tensors: tuple[Tensor | None, ...], facts: Hashable, make: Callable[[],
 
 
 def forget() -> None:
-    """Forgets every result, as if nothing had been made yet."""
+    """Forgets every result."""
     _results.clear()

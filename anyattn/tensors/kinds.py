@@ -1,8 +1,8 @@
-"""Tensors that are no plain memory: which of them entry points refuse, and which calls belong to the operators.
+"""Kinds of tensors without plain memory (fake, meta, transformed, subclasses): which are refused, and which calls go through operators.
 
-A kernel is given addresses. A fake or meta tensor has none, a tensor of a function transform (``torch.func``) hides one, and a subclass
-may mean anything by an operation: a call with such tensors goes through the operators of ``ops`` and ``flash_ops``, whose fake kernels,
-gradients and dispatch are torch's. What torch could not run there either is refused here. Asked only for calls that are not remembered.
+A kernel takes addresses. A fake or meta tensor has none, a tensor of a function transform (``torch.func``) hides one, and a subclass
+may redefine any operation: a call with such tensors goes through the operators of ``custom_ops``, whose fake kernels, gradients and
+dispatch are torch's. What torch could not run there either is refused here. Checked only for calls that the call cache does not know.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _FORWARD_MODE = (
 
 
 def belong_to_operators(tensors: Mapping[str, Any]) -> bool:
-    """Whether the call goes through its operator, by its named tensors; what is no tensor says nothing. Raises as ``refuse``."""
+    """Whether the call goes through its operator, judged by its named tensors; other arguments are ignored. Raises as ``refuse``."""
     are_plain = True
     for name, t in tensors.items():
         if isinstance(t, Tensor):
@@ -51,7 +51,7 @@ def belong_to_operators(tensors: Mapping[str, Any]) -> bool:
             are_plain = are_plain and _is_plain(t)
     if not are_plain or _is_traced():
         return True
-    active = transforms()  # what a mod captures may be theirs
+    active = transforms()  # a mod may capture a tensor of theirs
     return bool(active) and "jvp" not in active and "vmap" not in active
 
 
@@ -63,7 +63,7 @@ def refuse(name: str, t: Tensor) -> None:
 
 
 def refuse_hidden(name: str, t: Any) -> None:
-    """Raises ``TypeError`` for a tensor that has no memory of its own, where there is no operator that it could go through."""
+    """Raises ``TypeError`` for a tensor that has no memory of its own, in calls that have no operator."""
     if not isinstance(t, Tensor):
         return
     refuse(name, t)
@@ -72,13 +72,13 @@ def refuse_hidden(name: str, t: Any) -> None:
 
 
 def refuse_hidden_captures(mod: TracedMod, name: str = "") -> None:
-    """``refuse_hidden`` of all that a mod captures. name: of the argument, where it is not the mod's kind that tells."""
+    """``refuse_hidden`` for every tensor that a mod captures. name: of the argument, where it does not follow from the mod's kind."""
     for t in mod.tensors:
         refuse_hidden(f"a tensor that {name or mod.kind + '_mod'} {mod.name!r} captures", t)
 
 
 def has_memory(t: Tensor) -> bool:
-    """Whether ``t`` is memory that a kernel can be given, all of it."""
+    """Whether all of ``t`` is memory that a kernel can be given."""
     return _is_plain(t) and _reason_against(t) is None and not _is_traced()
 
 
@@ -90,14 +90,14 @@ def _is_plain(t: Tensor) -> bool:
 
 
 def are_fake(tensors: Sequence[Any]) -> bool:
-    """Whether there are no values to look at: one of the tensors is fake or meta, or all that is made now will be."""
+    """Whether there are no values to read: one of the tensors is fake or meta, or a fake mode is active."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return any(isinstance(t, Tensor) and (isinstance(t, FakeTensor) or t.is_meta) for t in tensors) or _mode("FAKE") is not None
 
 
 def refuse_forward_mode() -> None:
-    """For operators, where torch no longer tells which tensors have tangents, and would drop them without a word."""
+    """Raises for forward-mode tangents. For operators, where torch no longer tells which tensors have them and would drop them silently."""
     if forward_ad._current_level >= 0:
         raise NotImplementedError(_FORWARD_MODE)
 

@@ -1,7 +1,7 @@
-"""Strides of results: dense, in the stride order of an input, so that ``out.transpose(1, 2).view(B, S, H * D)`` copies nothing where the
-query is a transposed (B, S, H, D).
+"""Strides of results: dense, in the stride order of an input.
 
-Backends allocate by it and the operators' fake kernels say by it what a backend returns, so that the two agree.
+``out.transpose(1, 2).view(B, S, H * D)`` then copies nothing where the query is a transposed (B, S, H, D). Backends allocate by these
+functions and the operators' fake kernels describe results by them, so that the two agree.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _plainly(x: Any) -> bool:
 
 
 def _may_be_symbolic(x: Any) -> bool:
-    """Of sizes that only a run will tell, nothing that hangs on them is so; then dimensions stay in their order."""
+    """A condition on sizes; False where a symbolic size leaves it undecided: then dimensions keep their order."""
     from torch.fx.experimental.symbolic_shapes import guard_or_false
 
     return guard_or_false(x)

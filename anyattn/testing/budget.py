@@ -1,4 +1,4 @@
-"""The one rule by which results are judged: row by row, against float64, in units of what the plain formula errs.
+"""Error budget: the one rule by which results are judged; row by row, against float64, in units of the plain formula's error.
 
 For every row (last dimension: a query row of out and dq, a key row of dk and dv; of LSE, all queries of a head)
 

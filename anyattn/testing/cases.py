@@ -1,4 +1,4 @@
-"""The cases that tests and benchmarks run: inputs of three kinds, shapes, and a gallery of mods.
+"""Test cases for tests and benchmarks: inputs of three kinds, shapes, and a gallery of mods.
 
 A ``Variant`` is a recipe: its mods are made anew from captured tensors of whatever dtype is wanted, so that the library gets them in the
 inputs' dtype and the oracle in float64, by a plain Python function that no tracer has seen.
@@ -249,7 +249,7 @@ def expected(
 ) -> Expected:
     """Draws the case's inputs in ``dtype`` (captured tensors at least float32 unless told) and computes what it must give.
 
-    with_lse: False for a call that does not ask for LSE: a backend may then go another way, and no gradient comes through it. device: where
+    with_lse: False for a call that does not return LSE: a backend may then take another path, and LSE has no gradient. device: where
     it is computed and what it is for; the numbers are drawn on the CPU.
     """
     shape, variant = case.shape, VARIANTS[case.variant]

@@ -1,4 +1,4 @@
-"""Poisoned memory: inside ``enabled()`` every buffer that the package allocates starts as garbage and stands between guard bands.
+"""Poisoned memory: inside ``enabled()`` every buffer that the package allocates starts as garbage, between guard bands.
 
 Floats start as NaN, integers as bytes 0x7f, bools as True, so that a result which depends on what was never written shows; the bands on
 both sides must be untouched when the context ends, so that a write past either end shows too.

@@ -1,4 +1,4 @@
-"""How much correct code may err in one row: first-order rounding noise, the part of the budget that ``same_dtype`` cannot show.
+"""Rounding noise: first-order error bounds of correct code per row, the part of the budget that ``same_dtype`` cannot show.
 
 ``same_dtype`` is one draw of the rounding errors. Where a row's error is a sum over many keys and dims, one draw tells their size to a few
 per cent, and "twice that" is a fair bound. Where one score carries the row (peaky scores, the first rows of a causal mask) the draw is one

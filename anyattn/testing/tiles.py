@@ -1,4 +1,4 @@
-"""Brute force for tile classes, and masks to try it on: every mask of the library, and random trees of conditions."""
+"""Brute-force tile classes, and masks to test them on: every mask of the library, and random trees of conditions."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""torch's operations that Triton lacks or defines otherwise: what emitted code calls.
+"""Device math: torch's operations that Triton lacks or defines otherwise, as Triton functions that generated code calls.
 
-Whole numbers divide like C's in Triton and like Python's in torch. Every function works element by element on values of one dtype;
+Integers divide like C's in Triton and like Python's in torch. Every function works element by element on values of one dtype;
 those of floats take float32 or float64 and stay accurate to a few units in the last place near 0, where the textbook formula cancels.
 """
 
@@ -41,7 +41,7 @@ def sqrt(x):
 
 @triton.jit
 def floor_div_real(a, b):
-    """torch's: the quotient less its remainder is whole but for rounding, which decides whether it is rounded down or to nearest."""
+    """torch's floor division of floats: the quotient without the remainder's part, corrected for rounding."""
     rest = a % b
     quotient = divide(a - rest, b)
     quotient = tl.where((rest != 0) & ((rest < 0) != (b < 0)), quotient - 1, quotient)
@@ -71,7 +71,7 @@ def sign(x):
 
 @triton.jit
 def expm1(x):
-    """W. Kahan's: what rounding did to exp(x) is undone by its logarithm."""
+    """W. Kahan's method: the rounding error of exp(x) is corrected by its logarithm."""
     grown = tl.exp(x)
     less = grown - 1
     corrected = less * (x / tl.log(tl.where(grown == 1, 2, grown)))
@@ -80,7 +80,7 @@ def expm1(x):
 
 @triton.jit
 def log1p(x):
-    """W. Kahan's, as ``expm1``."""
+    """W. Kahan's method, as ``expm1``."""
     moved = 1 + x
     corrected = tl.log(moved) * (x / tl.where(moved == 1, 1, moved - 1))
     return tl.where(moved == 1, x, tl.where(moved == float("inf"), x, corrected))
@@ -88,7 +88,7 @@ def log1p(x):
 
 @triton.jit
 def tanh(x):
-    """Far from 0 what is missing from 1, which no rounding of a quotient near 1 can hide; near 0, where that would cancel, Kahan's."""
+    """Far from 0 by the difference from 1, which loses no digits; near 0, where that would cancel, by Kahan's method."""
     size = tl.abs(x)
     less, grown = expm1(-2 * size), tl.exp(-2 * size)
     return tl.where(size > 0.5, 1 - 2 * grown / (1 + grown), -less / (less + 2)) * sign(x)
@@ -117,7 +117,7 @@ def atan(x):
 
 @triton.jit
 def atan2(y, x):
-    """Of the smaller over the larger, then mirrored into its eighth of the circle. A zero's sign counts, and shows in its reciprocal."""
+    """The arctangent of the smaller over the larger, mapped to its octant. A zero's sign counts, and is read from its reciprocal."""
     high, wide = tl.abs(y), tl.abs(x)
     least, most = tl.minimum(high, wide, propagate_nan=tl.PropagateNan.ALL), tl.maximum(high, wide, propagate_nan=tl.PropagateNan.ALL)
     is_one = least == most  # infinities, too; both 0 counts as right of the origin
@@ -138,7 +138,7 @@ def hypot(x, y):
 
 @triton.jit
 def sinh(x):
-    """Near 0, where exponentials would cancel, by ``expm1``; elsewhere by the root of one, which is finite where the result is."""
+    """Near 0, where exponentials would cancel, by ``expm1``; elsewhere by exp(x / 2), which is finite where the result is."""
     size = tl.abs(x)
     less, root = expm1(tl.minimum(size, 1)), tl.exp(size * 0.5)
     far = root * (0.5 * root) - divide(0.5, root * root)
@@ -182,7 +182,7 @@ def tanh_fast(x):
 
 @triton.jit
 def reciprocal_nvidia(x):
-    """To a unit in the last place, in one instruction; what is below 2 ** -126 counts as 0."""
+    """To a unit in the last place, in one instruction; numbers below 2 ** -126 count as 0."""
     return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
@@ -195,7 +195,7 @@ def tanh_nvidia(x):
 
 @triton.jit
 def product_nvidia(a, b):
-    """Rounded by itself: a product and the sum it goes into are otherwise one instruction, rounded once, and 5 * 0.3 - 1 is not 0.5."""
+    """A product that is rounded by itself, not fused into a following sum: with one rounding 5 * 0.3 - 1 is not 0.5."""
     return tl.inline_asm_elementwise("mul.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1)
 
 
@@ -269,20 +269,20 @@ def shift_right(a, b, BITS: tl.constexpr):
 
 @triton.jit
 def inside(place, size):
-    """A place counted from the end where it is negative; never outside of 0 to size - 1, whatever was captured."""
+    """An index, counted from the end where it is negative; clamped to 0 .. size - 1."""
     place = tl.where(place < 0, place + size, place)
     return tl.minimum(tl.maximum(place, 0), size - 1)
 
 
 @triton.jit
 def below(place, size):
-    """``inside`` of a place that is not negative."""
+    """``inside`` for an index that is not negative."""
     return tl.minimum(place, size - 1)
 
 
 @triton.jit
 def load_nvidia(place):
-    """Entries straight into registers. Triton would take them through shared memory, room for a whole tile of them for each stage."""
+    """Loads straight into registers. Triton would pipeline them through shared memory, a whole tile of them for each stage."""
     dtype: tl.constexpr = place.dtype.element_ty
     at = place.to(tl.int64)
     if dtype.primitive_bitwidth == 64:
@@ -301,8 +301,8 @@ def load_nvidia(place):
 
 @triton.jit
 def unknown(x, turn, IS_NVIDIA: tl.constexpr):
-    """32-bit whole numbers, of which the compiler is not to know that it has them elsewhere: it would keep them in registers for both.
-    turn: a number that changes with a loop's turns, or these would be found before the loop, and kept."""
+    """The same 32-bit integers, opaque to the compiler's common-subexpression elimination, which would keep them in registers.
+    turn: a number that changes in each iteration, so that they are not hoisted out of the loop and kept."""
     if IS_NVIDIA:
         return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [x, turn], dtype=tl.int32, is_pure=True, pack=1)
     else:
@@ -311,19 +311,19 @@ def unknown(x, turn, IS_NVIDIA: tl.constexpr):
 
 @triton.jit
 def limit(place):
-    """A limit of a row's keys in 32 bits; further than any position is as far."""
+    """A limit of a row's keys in 32 bits, clamped beyond the furthest position."""
     return tl.minimum(tl.maximum(place, -(2**30)), 2**30).to(tl.int32)
 
 
 @triton.jit
 def between(place, lo, hi):
-    """lo <= place < hi by one comparison, of 32-bit whole numbers less than 2^30, or 2^30 at most where they are limits."""
+    """lo <= place < hi by one comparison, of 32-bit integers less than 2^30; limits may be 2^30."""
     return (place - lo).to(tl.uint32, bitcast=True) < tl.maximum(hi - lo, 0).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
 def zeros_like(x):
-    """Offsets that give a pointer the shape of x."""
+    """Zero offsets that give a pointer the shape of x."""
     return tl.zeros(x.shape, tl.int64)
 
 
@@ -338,7 +338,7 @@ def only(x):
 
 @triton.jit
 def send_exact(total, place, x, mask):
-    """Adds float32 numbers to the entries ``place`` of a total of ``exact``: each to one plane, as a whole number. mask: None, or which."""
+    """Adds float32 numbers to the entries ``place`` of a ``deterministic_sum``: each to one plane, as an integer. mask: None, or which."""
     planes = tl.cast(total[-1], tl.int32) - 3
     width = (253 + planes) // planes
     bits = x.to(tl.int32, bitcast=True)
@@ -360,7 +360,7 @@ def send_exact(total, place, x, mask):
 
 @triton.jit
 def send_copies(total, place, x, mask, MAY_BE_ONE: tl.constexpr):
-    """Adds x [M, N] (one of them may be 1) to the entries ``place`` of a total of ``copies``: 32 rows each to another copy (a warp adds
+    """Adds x [M, N] (one of them may be 1) to the entries ``place`` of a ``privatized_sum``: 32 rows each to another copy (a warp adds
     those of a column at a time, where places follow one another along neither side), programs to others. mask: None, or which.
     MAY_BE_ONE: where all go to one entry, their sum is added instead."""
     M: tl.constexpr = x.shape[0]
@@ -390,9 +390,9 @@ def send_diagonals(
 ):  # fmt: skip
     """Adds the sums of the diagonals of x [M, N] to ``total``: a pointer, strides and sizes.
 
-    begin: of a tile, see ``scatters.scatter_source``. PLACES: where a pair's diagonal goes. IS_EXACT, HAS_COPIES: by ``send_exact``,
-    ``send_copies``. In blocks of 8 x 8, those on one diagonal of blocks are summed, entry by entry: a product with a matrix of ones and
-    zeros, x in DTYPE, that leaves an eighth of the entries or little more.
+    begin: of a tile, see ``captured_gradients.scatter_source``. PLACES: where a pair's diagonal goes. IS_EXACT, HAS_COPIES: by
+    ``send_exact``, ``send_copies``. In blocks of 8 x 8, those on one diagonal of blocks are summed, entry by entry: a product with a matrix
+    of ones and zeros, x in DTYPE, that leaves an eighth of the entries or little more.
     """
     ROWS: tl.constexpr = x.shape[0] // 8  # of blocks
     COLUMNS: tl.constexpr = x.shape[1] // 8
@@ -405,9 +405,9 @@ def send_diagonals(
     far = (line - (ROWS - 1)) * 8 + entry % 8 - entry // 8  # how far the key is after the query
     # a diagonal's first pair: where that is not in the sequence, none is
     i, j = tl.maximum(-far, 0), tl.maximum(far, 0)
-    is_there = (i < tl.minimum(begin[4], 8 * ROWS)) & (j < tl.minimum(begin[5], 8 * COLUMNS))
-    q_idx, kv_idx = begin[2] + tl.minimum(i, begin[4] - 1), begin[3] + tl.minimum(j, begin[5] - 1)
-    place = PLACES(begin[0], begin[1], q_idx, kv_idx, scalars, tensors, total)
+    is_there = (i < tl.minimum(begin.rows, 8 * ROWS)) & (j < tl.minimum(begin.keys, 8 * COLUMNS))
+    q_idx, kv_idx = begin.q_first + tl.minimum(i, begin.rows - 1), begin.k_first + tl.minimum(j, begin.keys - 1)
+    place = PLACES(begin.b, begin.h, q_idx, kv_idx, scalars, tensors, total)
     if IS_EXACT:
         send_exact(total, place, sums, is_there)
     elif HAS_COPIES:

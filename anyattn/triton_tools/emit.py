@@ -1,12 +1,12 @@
-"""A mod's expression as Triton source: one line per operation, in the dtypes and with the meaning that torch gives it.
+"""Triton emitter: a mod's expression as Triton source, one line per operation, with torch's dtypes and meaning.
 
-The text computes on whatever shapes its leaves have: give ``q_idx`` as [BLOCK_M, 1] and ``kv_idx`` as [1, BLOCK_N], and what depends on
-the row alone has one value a row. Lines come in stages (once, row, column, tile), so that a caller can put each where it runs as rarely
-as its meaning allows. No value of a call is part of the text: captured numbers and tensors are the arguments ``scalars`` and ``tensors``,
-packed by ``weak.bits_of_numbers`` and ``packed_tensors``, and equal expressions have equal text.
+The text broadcasts over the shapes of its leaves: with ``q_idx`` as [BLOCK_M, 1] and ``kv_idx`` as [1, BLOCK_N], what depends on the row
+alone has one value per row. Lines come in stages (once, row, column, tile), so that a caller can hoist each out of its loops. No value of a
+call is part of the text: captured numbers and tensors are the arguments ``scalars`` and ``tensors``, packed by
+``weak_captures.bits_of_numbers`` and ``packed_tensors``, and equal expressions have equal text.
 
-torch's whole numbers have 64 bits; where the sizes of the operands (``sizes.py``) show that 32 hold the result, it is computed in 32, which
-on a GPU takes a third of the instructions. ``Style`` says what else the text may take for granted.
+torch's integers have 64 bits; where the extents of the operands (``extents.py``) show that 32 hold the result, it is computed in 32, which
+on a GPU takes a third of the instructions. ``Style`` has the other assumptions of the text.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Lines(NamedTuple):
 
 
 class Style(NamedTuple):
-    """What a text may take for granted of the calls that it serves; a call of which that is not true is served by another text.
+    """Assumptions of a generated text about the calls that use it; calls that violate them get another text.
 
     is_small: positions, heads and captured whole numbers are less than ``SMALL``, sizes and strides of captured tensors less than 2 ** 31.
     is_inside: every index of a captured tensor is from 0 to its size - 1. dense: the slots of captured tensors whose last stride is 1.
@@ -255,7 +255,7 @@ class _Writer:
         return (_TEMPLATES.get(node.op) or _BY_KIND[node.op, category(operand)]).format(*args)
 
     def _fast(self, at: int, args: list[str]) -> str | None:
-        """The text of an operation in float32 that need not be rounded as in torch."""
+        """The text of a faster operation in float32, where torch's rounding is not required."""
         node = self.nodes[at]
         if self.style.functions == "exact" or at in self.sharp or node.dtype not in (torch.float32, *_HALVES):
             return None
@@ -303,7 +303,7 @@ class _Writer:
 
     # -- loads
     def _load(self, at: int) -> str:
-        """A captured tensor's entry, at a 64-bit offset: what of it is known in an earlier stage is added up there."""
+        """A load of a captured tensor, at a 64-bit offset whose terms are summed in the earliest stage possible."""
         node = self.nodes[at]
         slot, last = f"tensors[{node.attr}]", len(node.args) - 1
         base, terms = f"{slot}[0]", {stage: [] for stage in _STAGES}  # type: ignore[var-annotated]
@@ -344,7 +344,7 @@ _CUTS = frozenset(("floor", "ceil", "trunc", "round", "sign", "floordiv", "mod",
 
 
 def _sharp(expr: Expr) -> frozenset[int]:
-    """Floats whose last bit can decide by how much the result differs: what is compared, rounded to whole numbers, or divided with rest."""
+    """Floats whose last bit can change the result by a lot: operands of comparisons, rounding to integers, and division with remainder."""
     sharp: set[int] = set()
     for at in range(len(expr.nodes) - 1, -1, -1):
         node = expr.nodes[at]

@@ -1,8 +1,7 @@
-"""Compiled kernels launched past Triton's own launcher, which looks at every argument anew and takes the host longer than the rest of a
-call: arguments that are known to be of the same kinds go straight to the compiled kernel, tensors as their addresses.
+"""Fast launches of compiled Triton kernels, past Triton's own launcher, which inspects every argument on each call.
 
-How a compiled kernel is asked is Triton's own affair. So Triton is watched once for each kernel: where it would not pass on exactly what we
-would, it is asked the ordinary way, here and from then on.
+Arguments of known kinds go straight to the compiled kernel, tensors as their addresses. The launcher ABI is private to Triton: the first
+launch of each kernel records what Triton passes; if it differs from ours, Triton's launcher is used, for this launch and all later ones.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class Handle(NamedTuple):
 def handle_of(
     compiled: Any, constants: tuple, device: torch.device, grid: tuple[int, ...], given: Sequence[Any], is_scratched: bool
 ) -> Handle:
-    """The handle of a compiled kernel that was launched with ``given``. is_scratched: it asks for memory at a launch, see ``scratch``."""
+    """The handle of a compiled kernel that was launched with ``given``. is_scratched: its launches need memory, see ``scratch``."""
 
     def plainly(grid: tuple[int, ...], given: Sequence[Any]) -> None:
         if is_scratched:
@@ -60,7 +59,7 @@ def handle_of(
 
 @contextmanager
 def scratch(device: torch.device) -> Iterator[None]:
-    """Where kernels that describe tensors to the hardware write the descriptions: memory that Triton asks for at a launch."""
+    """Context that provides Triton with scratch memory at a launch, where kernels write the tensor descriptors that they make."""
     from triton.runtime._allocation import _allocator
 
     before = _allocator.set(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=device))
@@ -71,7 +70,7 @@ def scratch(device: torch.device) -> Iterator[None]:
 
 
 def _direct(compiled: Any, run: Any, constants: tuple, device: torch.device, hooked: Callable[..., None] | None) -> Callable[..., None]:
-    """hooked: how to launch where somebody watches launches; None: with those who watch told as much as is known without Triton."""
+    """hooked: how to launch where launch hooks are set; None: call the hooks with what is known without Triton."""
     from triton import knobs
 
     function, metadata, index = compiled.function, compiled.packed_metadata, device.index
@@ -101,7 +100,7 @@ def _direct(compiled: Any, run: Any, constants: tuple, device: torch.device, hoo
 
 
 def _asks_as_known(compiled: Any, grid: tuple[int, ...], arguments: tuple, device: torch.device) -> bool:
-    """Whether Triton asks a compiled kernel as ``_direct`` does. Nothing is launched: what is asked has no function that could be."""
+    """Whether Triton calls a compiled kernel as ``_direct`` does. Nothing is launched: the call goes to a recorder without a kernel."""
     noted: list[tuple] = []
     try:
         from triton import knobs
@@ -121,7 +120,7 @@ def _asks_as_known(compiled: Any, grid: tuple[int, ...], arguments: tuple, devic
 
 
 def _inner(run: Any) -> tuple[Any, tuple]:
-    """What ``run`` calls in its turn with the same arguments, and what it puts between the function and its data; else ``run`` itself."""
+    """What ``run`` calls with the same arguments, and what it inserts between the function and its data; else ``run`` itself."""
     noted: list[tuple] = []
     try:
         probe = copy.copy(run)
@@ -160,7 +159,7 @@ def _without_descriptors(given: Sequence[Any], spread: Callable[[Any, int], list
 
 
 def _undescribed(run: Any, arguments: tuple) -> tuple[Any, Callable[[Any, int], list[Any]]] | None:
-    """How a kernel with tensor descriptors is asked, as if it had none; and what is passed on in a descriptor's stead.
+    """The call of a kernel with tensor descriptors as if it had none, and what is passed in place of a descriptor.
 
     Triton wraps the launch of such a kernel into a function that looks through all arguments and encodes each descriptor anew.
     """
@@ -169,7 +168,7 @@ def _undescribed(run: Any, arguments: tuple) -> tuple[Any, Callable[[Any, int], 
         wrapped = run.launch
         cells = dict(zip(wrapped.__code__.co_freevars, wrapped.__closure__, strict=True))
         inside, encode = cells["tensordesc_meta"].cell_contents, wrapped.__globals__["make_tensordesc_arg"]
-        if any(m is None for m in inside):  # then it is an address and numbers, made by nobody
+        if any(m is None for m in inside):  # then it is passed as an address and numbers, without an encoded descriptor
             return None
         own = copy.copy(run)
         own.launch = cells["launcher"].cell_contents

@@ -9,7 +9,7 @@ __all__ = ["is_interpreting"]
 
 
 def is_interpreting() -> bool:
-    """Whether kernels run in the interpreter; Triton decides when it is imported. Does not import it only to hear that they do not."""
+    """Whether kernels run in the interpreter, which Triton decides when it is imported; does not import Triton where the answer is no."""
     if "triton" not in sys.modules and not os.environ.get("TRITON_INTERPRET"):
         return False
     import triton

@@ -1,23 +1,24 @@
-"""Source text made into functions that Triton can compile: Triton reads a function's source, so the text is where Python looks for it."""
+"""Generated source as functions that Triton can compile: Triton reads a function's source, so the text is registered in ``linecache``."""
 
 from __future__ import annotations
 
 import hashlib
 import importlib
 import linecache
+from collections.abc import Iterable
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
 
 from anyattn import disk_cache
 
-__all__ = ["digest", "load"]
+__all__ = ["digest", "group", "load"]
 
 
 @lru_cache(maxsize=4096)
-def load(source: str, name: str, module: str | None = None) -> Any:
-    """The namespace that ``source`` leaves: its functions, which see ``triton``, ``tl``, our ``device_math`` and ``module``, a dotted name,
-    by its last part.
+def load(source: str, name: str, *modules: str) -> Any:
+    """The namespace that ``source`` defines: its functions can use ``triton``, ``tl``, our ``device_math`` and ``modules``, dotted names,
+    each by its last part.
 
     name: what tracebacks and profiles call the file; equal source is run once. The text is kept in the user's cache, to be read.
     """
@@ -28,13 +29,21 @@ def load(source: str, name: str, module: str | None = None) -> Any:
 
     filename, source = f"<anyattn {name}>", disk_cache.TEXT_HEADER + source  # lines are numbered as in the text that is kept
     beside: dict[str, Any] = {"device_math": device_math}
-    if module is not None:
+    for module in modules:
         beside[module.rpartition(".")[2]] = importlib.import_module(module)
     namespace = {"triton": triton, "tl": tl, **beside, "__name__": f"anyattn.generated.{name}"}
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)  # no time: never looked for on disk
     exec(compile(source, filename, "exec"), namespace)
     disk_cache.keep_text(f"triton-{name}", source)
     return SimpleNamespace(**{key: value for key, value in namespace.items() if not key.startswith("__")})
+
+
+def group(fields: Any, values: Iterable[str]) -> str:
+    """The text that makes a NamedTuple of a module called ``arguments`` out of its fields' texts.
+
+    By keyword: what Triton keeps on disk is found by a kernel's text, which so says the order of the fields too.
+    """
+    return f"arguments.{fields.__name__}({', '.join(f'{name}={value}' for name, value in zip(fields._fields, values, strict=True))})"
 
 
 def digest(source: str) -> str:

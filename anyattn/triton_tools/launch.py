@@ -21,9 +21,9 @@ def run_plain(
     kernel: Any, programs: int, given: Sequence[Any], special: Sequence[int], device: torch.device, options: dict[str, Any]
 ) -> None:
     """Launches a kernel as it is written, on a grid of one axis. given: its arguments up to ``special``, the numbers that Triton compiles
-    for; other numbers it must not look at. options: constants, the last arguments, and how to compile."""
+    for; it must not specialise on others. options: constants, the last arguments, and how to compile."""
     tensors = [x for x in given if isinstance(x, Tensor)]
-    # of a pointer Triton asks whether it is a multiple of 16
+    # Triton specialises on whether a pointer is a multiple of 16
     known = (*special, *[x.dtype for x in tensors], *[x.data_ptr() % 16 == 0 for x in tensors])
     with current_device(device):
         launch(kernel, (programs, 1, 1), [*given, *special], device, options, known)
@@ -36,13 +36,13 @@ _MOST_READY = 4096
 def launch(
     kernel: Any, grid: tuple[int, ...], given: list[Any], device: torch.device, options: dict[str, Any], known: tuple
 ) -> Handle | None:
-    """Triton looks at every argument of a launch: known kernels are asked directly.
+    """Launches a kernel: the first time by Triton's launcher, then by ``fast_launch``. Returns the handle for equal launches.
 
-    known: what, besides the options, Triton would compile anew for.
+    known: what, besides the options, Triton would recompile for.
     """
     if launch_log.noted is not None:
         launch_log.noted.append(f"triton {_name(kernel)}")
-    if device.type != "cuda":  # the interpreter, which cannot look into what autograd follows
+    if device.type != "cuda":  # the interpreter, which cannot read tensors that require grad
 
         def interpreted(grid: tuple[int, ...], given: Sequence[Any]) -> None:
             kernel[grid](*(x.detach() if isinstance(x, Tensor) else x for x in given), **options)
@@ -73,7 +73,7 @@ def _name(kernel: Any) -> str:
 
 
 def current_device(device: torch.device) -> AbstractContextManager:
-    """Around every launch: Triton launches on the current device, and in its interpreter, if that was asked for."""
+    """Context of every launch: makes ``device`` current, on which Triton launches."""
     is_current = device.type != "cuda" or torch.cuda.device_count() < 2 or device.index == torch.cuda.current_device()
     return nullcontext() if is_current else torch.cuda.device(device)
 

@@ -1,4 +1,4 @@
-"""Every user error of FlashAttention's doors: arguments in, a validated ``Problem`` out."""
+"""Validation of the entry points with FlashAttention's names: every user error; arguments in, a validated ``Problem`` out."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ __all__ = [
 
 
 class Options(NamedTuple):
-    """What the entry points have in common, as the user gave it. reads_captured: as ``check.flex_problem`` has it; for operators."""
+    """The entry points' common arguments, as the user gave them. reads_captured: as in ``flex.flex_problem``; for operators."""
 
     softmax_scale: Any = None
     causal: Any = False
@@ -118,7 +118,7 @@ def varlen_problem(
     def checked() -> tuple[Sequences, int | Tensor]:
         return _checked_sequences(q, k, given, lengths, validate)
 
-    # (a page table changes from step to step, and the sequences hold on to it)
+    # (a page table changes from step to step, and the sequences keep a reference to it)
     may_keep = pool is None and not any(isinstance(n, Tensor) for n in lengths)
     if may_keep and all(t is None or (type(t) is Tensor and t.device == q.device) for t in given) and not q.is_meta:
         facts = ("varlen", q.shape[:-2], k.shape[:-2], q.device, lengths, tuple(map(type, lengths)), validate)
@@ -129,7 +129,7 @@ def varlen_problem(
 
 
 def any_needs_grad(q: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
-    """Whether a backward pass may come: a score mod's tensors may have gradients that are not seen here."""
+    """Whether a backward pass may follow; a score mod counts, since its tensors are not checked here."""
     if not torch.is_grad_enabled():
         return False
     known = (q, k, v, options.sink, options.alibi_slopes)
@@ -139,7 +139,7 @@ def any_needs_grad(q: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
 def _checked_sequences(
     q: Tensor, k: Tensor, tables: tuple[Tensor | None, ...], lengths: tuple[Any, Any], validate: bool | None
 ) -> tuple[Sequences, int | Tensor]:
-    """Where each sequence is, and the offset of its queries among its keys. Looks at what the tables hold."""
+    """Where each sequence is, and the offset of its queries among its keys. Reads the tables' contents."""
     cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table = tables
     batch, device = batch_of(q, cu_seqlens_q, cu_seqlens_k, k, page_table), q.device
     if page_table is not None and seqused_k is None:
@@ -197,7 +197,7 @@ def _sequences(info: SeqlenInfoQK, number: Tensor, table: Tensor | None, page_si
 
 
 def problem_of(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences | None, options: Options, offset: Any) -> Problem:
-    """What the doors share once they know where everything is. offset: the first query's place among the keys, less its ``q_idx``."""
+    """The problem of any entry point, given its sequences. offset: the first query's position among the keys, less its ``q_idx``."""
     heads = q.shape[-2]
     q4, k4, v4 = (_heads_first(t) for t in (q, k, v))
     aux = flex.aux_list(options.aux_tensors, q.device)
@@ -248,7 +248,7 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences | None, opt
 def _inside(
     masks: list[TracedMod], scores: list[TracedMod], blocks: Any, bare: Problem, reads_captured: bool
 ) -> tuple[list[TracedMod], list[TracedMod]]:
-    """The masks and scores of a call, whose loads have been shown to lie inside, or are held there."""
+    """The masks and scores of a call, whose loads are proved to be in bounds, or clamped."""
     if not reads_captured:
         sizes = (bare.batch, bare.heads_q, bare.bound_q, bare.bound_k)
         return [held(m, *sizes) for m in masks], [held(m, *sizes) for m in scores]
@@ -256,7 +256,7 @@ def _inside(
     if bare.sequences is None:
         return check_call(Dense(bare.batch, bare.heads_q, bare.seqlen_q, bare.seqlen_k), masks, scores, lists)
     s = bare.sequences
-    # what is inside for all sequences of these sizes needs no look at the tables
+    # loads that are in bounds for all sequences of these sizes need no read of the tables
     if s.is_unread:
         first, end = s.position_bounds
         if all(plainly_inside(m, s.batch, bare.heads_q, end, s.bound_k, first) for m in (*masks, *scores)):
@@ -268,7 +268,7 @@ def _inside(
 
 
 def storage(tensors: dict[str, Any], shape: str, rank: int, skip: str = "") -> None:
-    """Raises unless all are tensors of one float dtype and device, those but ``skip`` of ``rank`` dimensions; the first sets the pace."""
+    """Raises unless all are tensors of the first one's float dtype and device, and all but ``skip`` have ``rank`` dimensions."""
     first_name, first = next(iter(tensors.items()))
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
@@ -366,7 +366,7 @@ def _blocks(given: Any, problem: Problem) -> Any:
         return given
     lengths = (problem.seqlen_q, problem.seqlen_k)
     tiles = tuple(-(-n // t) for n, t in zip(lengths, given.tile, strict=True))
-    # lists that know no lengths may be compact
+    # lists without lengths may be compact
     fits = given.grid == tiles if given.lengths is not None else given.grid[0] == tiles[0] and given.grid[1] <= tiles[1]
     if not fits or given.lengths not in (None, lengths):
         raise ValueError(

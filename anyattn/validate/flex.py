@@ -1,4 +1,4 @@
-"""Every user error of the front doors: arguments in, a validated ``Problem`` out."""
+"""Validation of ``flex_attention``: every user error; arguments in, a validated ``Problem`` out."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _TORCH_OPTIONS = frozenset(
 
 
 def wanted(return_lse: bool, return_aux: Any) -> tuple[bool, bool]:
-    """(lse, max_scores) wanted by torch's two ways of asking."""
+    """Whether (lse, max_scores) are to be returned, by torch's two ways of requesting them."""
     if return_lse and return_aux is not None:
         raise ValueError("return_lse=True and return_aux are both given; wanted one of them: use return_aux=AuxRequest(lse=True)")
     if return_aux is None:
@@ -110,8 +110,8 @@ def flex_problem(
 ) -> Problem:
     """The problem of one ``flex_attention`` call; raises before any work is done.
 
-    listed: the mask of a block mask that is given as lists alone, as operators have it. reads_captured: False where nothing may wait for
-    what captured tensors hold: indices that follow from it are held inside their tensors, not checked.
+    listed: the mask of a block mask that is given as lists alone, as operators have it. reads_captured: False where captured tensors must
+    not be read on the host: indices that depend on their contents are clamped, not checked.
     """
     key, value = tensors(query, key, value, enable_gqa)
     aux = aux_list(aux_tensors, query.device)
@@ -206,7 +206,7 @@ def _traced(mod: Any, kind: str, query: Tensor, aux: list[Tensor] | None, name: 
 
 
 def traced(mod: Any, kind: str, query: Tensor, aux: list[Tensor] | None, name: str = "") -> TracedMod:
-    """A mod traced for ``query``'s dtype and device; where its loads lie is still to be checked."""
+    """A mod traced for ``query``'s dtype and device; the bounds of its loads are still to be checked."""
     if isinstance(mod, TracedMod):
         return mod
     score_dtype = torch.float64 if query.dtype is torch.float64 else torch.float32
@@ -216,7 +216,7 @@ def traced(mod: Any, kind: str, query: Tensor, aux: list[Tensor] | None, name: s
 
 
 def captured_devices(mod: TracedMod, device: torch.device, name: str = "") -> None:
-    """Raises where a mod captures a tensor on another device than the call's; one of rank 0 may be anywhere."""
+    """Raises where a mod captures a tensor on another device than the call's; tensors of rank 0 may be on any."""
     for tensor in mod.tensors:
         if tensor.device != device and tensor.ndim > 0:
             raise ValueError(
@@ -228,8 +228,8 @@ def captured_devices(mod: TracedMod, device: torch.device, name: str = "") -> No
 def lists_of(block_mask: Any, mask: TracedMod) -> tuple[BlockSparseTensors | None, bool]:
     """The lists of a block mask, and whether they follow from the mask, so that a backend may work from either alone.
 
-    None on a CPU where the row ranges of the mask that they were computed from say the same more finely; elsewhere finding the ranges of
-    captured ids would wait for the device.
+    None on a CPU where the mask has row ranges, which describe the same more finely; elsewhere finding the ranges of captured ids would
+    wait for the device.
     """
     follows = getattr(block_mask, "is_exact", False)
     if follows and block_mask.kv_indices.device.type == "cpu" and row_ranges(mask) is not None:
@@ -238,13 +238,13 @@ def lists_of(block_mask: Any, mask: TracedMod) -> tuple[BlockSparseTensors | Non
 
 
 def classes_of(blocks: Any) -> Callable[[], Listed] | None:
-    """How ``check_call`` asks a call's lists, None where there are none."""
+    """The form in which ``check_call`` takes a call's lists, None where there are none."""
     return None if blocks is None else lambda: Listed(blocks.classes(), blocks.tile)
 
 
 class KeptLists(NamedTuple):
-    """What was read of a block mask. objects: those that its fields were then, ``_FIELDS``. versions: of the lists among them, how often
-    each had been written to, and its shape. facts: ``lists_facts``. blocks: the lists as kernels read them."""
+    """What was read of a block mask. objects: the values of its fields ``_FIELDS`` at that time. versions: for each of the lists its write
+    counter and shape. facts: ``lists_facts``. blocks: the lists as kernels read them."""
 
     objects: tuple
     versions: list[Any]
@@ -259,7 +259,7 @@ _lists: WeakKeyDictionary[Any, KeptLists] = WeakKeyDictionary()  # of block mask
 
 
 def kept_lists(block_mask: Any) -> KeptLists | None:
-    """What was read of a block mask, as long as its fields are the same objects and nobody wrote to the lists; None if nothing is.
+    """The cached reading of a block mask while its fields are the same objects and the lists are not written to; else None.
 
     Only writes that torch counts are noticed, so not those of a kernel that torch does not know.
     """
@@ -284,7 +284,7 @@ def _versions(objects: tuple) -> list[Any]:
 
 
 def lists_facts(block_mask: Any) -> tuple:
-    """All that the checks and plans look at in a block mask."""
+    """The properties of a block mask that checks and plans depend on."""
     lists = (block_mask.kv_num_blocks, block_mask.kv_indices, block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
     is_exact = getattr(block_mask, "is_exact", False)
     sizes = [None if t is None else (t.shape, t.dtype, t.device) for t in lists]
@@ -300,7 +300,7 @@ def read_lists(block_mask: Any) -> BlockSparseTensors:
         return known.blocks
     blocks = BlockSparseTensors.from_block_mask(block_mask)
     if type(block_mask).__hash__ is None or not all(type(x) is tuple for x in (block_mask.seq_lengths, block_mask.BLOCK_SIZE)):
-        return blocks  # what may change unseen
+        return blocks  # not cached: it may change without notice
     objects = tuple(block_mask.__dict__.get(name) for name in _FIELDS)
     tensors = [t for t in objects[:4] if t is not None]
     if len(tensors) in (2, 4) and not any(t.is_inference() for t in tensors):  # torch counts no writes to these
@@ -312,7 +312,7 @@ _NO_MASK = 2**30  # the block of torch's block mask that is none
 
 
 def is_no_mask(block_mask: Any) -> bool:
-    """Whether this is what torch's ``_create_empty_block_mask`` makes where there is no mask: one block of 2^30 rows and keys."""
+    """Whether this is torch's block mask for no mask (``_create_empty_block_mask``): one block of 2^30 rows and keys."""
     size = getattr(block_mask, "BLOCK_SIZE", None)
     if size is None or tuple(size) != (_NO_MASK, _NO_MASK) or tuple(block_mask.seq_lengths) != (1, 1):
         return False
@@ -378,7 +378,7 @@ FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
 def check_held(name: str, number: float, dtype: torch.dtype) -> None:
-    """Raises ``ValueError`` for a number that scores of these inputs cannot be computed with: in float32 it is infinite."""
+    """Raises ``ValueError`` for a number that is infinite in float32, where scores of these inputs are computed in float32."""
     if abs(number) > FLOAT32_MAX and dtype is not torch.float64:
         raise ValueError(
             f"{name}={number!r}; wanted at most {FLOAT32_MAX:.3g} in size, the greatest number of float32, in which scores are "

@@ -1,4 +1,4 @@
-"""Every user error of ``flash_attn_with_kvcache``, and what a call is to append, settled before anything is written."""
+"""Validation of ``flash_attn_with_kvcache``: every user error, and what a call appends, before anything is written."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ __all__ = [
 
 
 class Given(NamedTuple):
-    """The door's arguments that say what is cached, as the user gave them."""
+    """The entry point's arguments that describe the cache, as the user gave them."""
 
     q: Any
     k_cache: Any
@@ -57,9 +57,9 @@ class Given(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class CacheCall:
-    """The attention of one call, and the step that comes before it.
+    """The attention of one call, and the step (append, rotate) before it.
 
-    problem.q: the queries as given. looked: what the tables hold, None where nobody has looked.
+    problem.q: the queries as given. looked: the checked contents of the tables, None where they have not been read.
     """
 
     problem: Problem
@@ -71,7 +71,7 @@ class CacheCall:
     def prepared(self, chosen: Plan) -> Problem:
         """Appends to the caches and returns the attention over what they then hold, for the plan that was chosen for ``problem``.
 
-        Where no kernel takes the step the tables are looked at, if nobody has, before anything is written.
+        Where no kernel takes the step, the tables are read and checked first, if they have not been.
         """
         problem, step = self.problem, self.step
         appender = planner.appender(chosen, hardware.of(step.q.device.type))
@@ -95,13 +95,13 @@ class CacheCall:
 
 
 def heads_first(q: Tensor) -> Tensor:
-    """The door's queries as a problem has them."""
+    """The entry point's queries with heads before positions, as a problem has them."""
     return (q if q.ndim == 4 else q.unsqueeze(0)).transpose(1, 2)
 
 
 @dataclass(frozen=True, eq=False)
 class _Looked:
-    """What the tables hold, checked. slots: int64 (total_new,) each, where every new row goes, the caches' two leading indices."""
+    """The checked contents of the tables. slots: int64 (total_new,) each, the caches' two leading indices of every new row."""
 
     info: SeqlenInfoQKNewK
     sequences: Sequences
@@ -125,14 +125,14 @@ class _Turn:
 def cache_call(given: Given, options: Options) -> CacheCall:
     """One call, checked; nothing is written.
 
-    On a GPU, unless ``validate`` is True, what the tables hold is not looked at.
+    On a GPU, unless ``validate`` is True, the tables' contents are not read.
     """
     given = with_own_pages(given)
     tables, sizes = _tables(given)
     q = given.q
     looked = None if check_lengths.takes_their_word(q.device, given.validate) else _look(given, tables, sizes)
     sequences = StoredCache(tables, sizes, q.device) if looked is None else looked.sequences
-    problem = flash.problem_of(q, given.k_cache, given.v_cache, sequences, options, 0)  # before the turn, which reads the options too
+    problem = flash.problem_of(q, given.k_cache, given.v_cache, sequences, options, 0)  # before _turn, which reads the options too
     follows = options.causal or any(side not in (None, -1) for side in options.window_size)
     cos, sin = given.rotary_cos, given.rotary_sin
     if (cos is not None or sin is not None) and given.k is None:
@@ -168,7 +168,7 @@ _DIFFERENTIABLE = ("q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_si
 
 
 def check_no_gradients(tensors: Iterable[Any], options: Options) -> None:
-    """Raises ``ValueError`` where autograd expects a gradient: there is none, and a result without one would say nothing of it.
+    """Raises ``ValueError`` where autograd expects a gradient: there is none, and a result without one would be silently wrong.
 
     tensors: the call's, in the order of ``_DIFFERENTIABLE``; more may follow. For calls that autograd records.
     """
@@ -195,7 +195,7 @@ def _refuse_gradient(name: str) -> None:
 
 
 def _tables(given: Given) -> tuple[CacheTables, CacheSizes]:
-    """What shapes, dtypes and devices tell of the call, checked."""
+    """The call's tables, checked by shape, dtype and device alone."""
     q, k_cache, k, ends = given.q, given.k_cache, given.k, given.cu_seqlens_q
     check_storage(q, k_cache, given.v_cache, k, given.v, ends, given.page_table)
     batch = q.shape[0] if ends is None else check_lengths.batch_of_ends("cu_seqlens_q", ends)
@@ -219,7 +219,7 @@ def _tables(given: Given) -> tuple[CacheTables, CacheSizes]:
 
 
 def _look(given: Given, tables: CacheTables, sizes: CacheSizes) -> _Looked:
-    """What the tables hold, and whether that can be."""
+    """Reads the tables' contents and checks them."""
     q, k_cache, table, batch = given.q, given.k_cache, tables.page_table, sizes.batch
     ends = check_lengths.ends("cu_seqlens_q", tables.cu_seqlens_q, q, given.validate)
     cached = check_lengths.sequence_lengths("cache_seqlens", tables.cached, batch, q.device)
@@ -247,7 +247,7 @@ def _look(given: Given, tables: CacheTables, sizes: CacheSizes) -> _Looked:
     )
     check_lengths.check_max("max_seqlen_q", given.max_seqlen_q, sequences.max_seqlen_q)
     if given.k is not None:
-        # a cache row may be appended to once; rows that the user did not name are all different
+        # a cache row may be appended to once; without cache_batch_idx all rows are different
         append.check_append(info, rows if tables.rows is not None else None, table, k_cache.shape[1], k_cache.shape[0])
         return _Looked(info, sequences, append.slots(info, rows, table, k_cache.shape[1]))
     if table is not None:
@@ -328,7 +328,7 @@ def _cache_rows(given: Tensor | None, batch: int, have: int, name: str, device: 
 
 
 def _turn(step: CacheStep, looked: _Looked) -> _Turn | None:
-    """The rotary part of the call: new key j at ``seqlen_rotary + j``, query i likewise if causal or windowed, else at seqlen_rotary."""
+    """The call's rotary positions: new key j at ``seqlen_rotary + j``, query i likewise if causal or windowed, else at seqlen_rotary."""
     if step.cos is None or step.sin is None:
         return None
     info, s, q = looked.info, looked.sequences, step.q

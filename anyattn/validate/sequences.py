@@ -1,4 +1,4 @@
-"""Every user error in what says where sequences are: cu_seqlens, seqused, page tables and greatest lengths."""
+"""Validation of sequence tables: every user error in cu_seqlens, seqused, page tables and greatest lengths."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ NEEDS_USED = "seqused_k is None with a page_table; wanted the number of keys of 
 
 
 def takes_their_word(device: torch.device, validate: bool | None) -> bool:
-    """Whether what tables hold is believed unseen: looking would wait for the GPU, and a CUDA graph must not."""
+    """Whether the tables' contents are trusted unread: reading would wait for the GPU, which a CUDA graph must not do."""
     return device.type == "cuda" and validate is not True
 
 
 def unread_sequences(q: Tensor, k: Tensor, tables: LengthTables, lengths: tuple[Any, Any], page_table: Any) -> StoredSequences:
-    """Where each sequence is, as the tables will say. Checks what is known without reading them."""
+    """Where each sequence is, computed from the tables later. Checks what is known without reading them."""
     cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = tables
     batch = batch_of(q, cu_seqlens_q, cu_seqlens_k, k, page_table)
     if page_table is not None and seqused_k is None:
@@ -67,7 +67,7 @@ def bound(name: str, given: Any, rows: int) -> int:
 
 
 def offset_unread(s: StoredSequences, is_for_later: bool) -> int | Tensor | TableOffset:
-    """The offset of each sequence's queries among its keys. is_for_later: until then the tables may have changed."""
+    """The offset of each sequence's queries among its keys. is_for_later: computed now, since the tables may change before use."""
     cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = s.tables
     is_told = cu_seqlens_q is not None or seqused_q is not None
     if cu_seqlens_q is cu_seqlens_k and seqused_q is seqused_k and (is_told or s.sizes.rows_q == s.sizes.rows_k):
@@ -94,7 +94,7 @@ def batch_of(q: Tensor, cu_seqlens_q: Any, cu_seqlens_k: Any, k: Tensor, page_ta
 
 
 def batch_of_ends(name: str, given: Any) -> int:
-    """The number of sequences that a cu_seqlens tells apart."""
+    """The number of sequences of a cu_seqlens."""
     _integers(name, given, 1, "(batch + 1,)")
     if len(given) == 0:
         raise ValueError(f"{name} is empty; wanted batch + 1 entries, the first 0")
@@ -104,7 +104,7 @@ def batch_of_ends(name: str, given: Any) -> int:
 def ends(name: str, given: Any, packed: Tensor, validate: bool | None) -> Tensor | None:
     """cu_seqlens as int64, checked: from 0, never falling, never past the packed rows; with ``validate`` ending exactly there.
 
-    validate None: on the CPU, where looking costs nothing, all but the exact end; elsewhere nothing, for it would wait for the device.
+    validate None: on the CPU, where reading costs nothing, all but the exact end; elsewhere nothing, since it would wait for the device.
     """
     if given is None:
         return None
@@ -138,7 +138,7 @@ def sequence_lengths(name: str, given: Any, batch: int, device: torch.device) ->
 
 
 def check_table(name: str, given: Any, batch: int, device: torch.device) -> None:
-    """``sequence_lengths`` as far as that is known without a look at the numbers."""
+    """The checks of ``sequence_lengths`` that need no read of the numbers."""
     if given is None:
         return
     _integers(name, given, 1, f"({batch},)")
@@ -195,7 +195,7 @@ def pages(page_table: Any, batch: int, pool: Tensor) -> Tensor:
 
 
 def check_pages_of(shape: str, page_table: Any, pool: Tensor) -> None:
-    """A page table of this shape, as far as that is known without its batch."""
+    """The checks of a page table that do not depend on the batch."""
     _integers("page_table", page_table, 2, shape)
     if page_table.device != pool.device:
         raise ValueError(f"page_table is on {page_table.device} but the pages are on {pool.device}; move it with .to()")

@@ -1,4 +1,4 @@
-"""The mask of ``causal`` and ``window_size``: a band of keys around each query's place among them."""
+"""The mask of ``causal`` and ``window_size``: a band of keys around each query's position among them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _FAR = 2**31 - 1  # no length is greater
 
 
 class TableOffset(NamedTuple):
-    """Where the first query of each sequence stands among its keys, keys less queries, as a kernel reads it out of the call's tables.
+    """The position of each sequence's first query among its keys (keys less queries), which a kernel reads from the call's tables.
 
-    rows_q, rows_k: what a sequence has where no table says it.
+    rows_q, rows_k: a sequence's length where no table has it.
     """
 
     tables: LengthTables
@@ -36,14 +36,14 @@ def sides_in_sight(causal: Any, window_size: Any, most_q: int, most_k: int) -> t
     for i, side in enumerate(window_size):
         if side is not None and (isinstance(side, bool) or not isinstance(side, int)):
             raise TypeError(f"window_size[{i}]={side!r} is a {type(side).__name__}; wanted an int, -1 or None for no limit")
-    far = 2 ** (max(most_q, 0) + max(most_k, 0)).bit_length()  # further than any key is: as good as no side, or hides all
+    far = 2 ** (max(most_q, 0) + max(most_k, 0)).bit_length()  # further than any key: such a side hides nothing, or everything
     left, right = [None if side in (-1, None) else max(min(side, far), -far) for side in window_size]
     if not isinstance(causal, bool):
         raise TypeError(f"causal={causal!r} is a {type(causal).__name__}; wanted True or False")
     if causal:
         right = 0 if right is None else min(right, 0)
     left = None if left is not None and left >= most_k - 1 else left
-    right = None if right is not None and right >= most_q - 1 else right  # the last query stands at the last key
+    right = None if right is not None and right >= most_q - 1 else right  # the last query is at the last key
     return left, right
 
 
@@ -61,12 +61,12 @@ def _mask(left: int | None, right: int | None, offset: int | Tensor) -> Callable
     return masks.causal(offset) if (left, right) == (None, 0) else masks.sliding_window(left, right, offset)
 
 
-_kept_mask = lru_cache(maxsize=256)(_mask)  # making one traces it; not for offsets in tensors, which would be kept
+_kept_mask = lru_cache(maxsize=256)(_mask)  # making a mask traces it; not for offsets in tensors, which the cache would keep alive
 
 
 # ---- offsets that are read from tables
 
-# what says how long a sequence is: its rows in use, its end less the one before, or a number for all
+# the sources of a sequence's length: its rows in use, its end less the one before, or a number for all
 _USED, _ENDS = "used", "ends"
 
 
@@ -83,7 +83,7 @@ def _read_from_tables(left: int | None, right: int | None, offset: TableOffset) 
 def _template(
     left: int | None, right: int | None, keys: str | int, queries: str | int, *dtypes: torch.dtype | None
 ) -> tuple[TracedMod, tuple[int, ...]]:
-    """The mask traced with tables that stand for any, and which of (keys', queries') table each of its tensors is."""
+    """The mask traced with placeholder tables, and which of (keys', queries') table each of its tensors is."""
     tables = [None if dtype is None else torch.zeros(2, dtype=dtype) for dtype in dtypes]
 
     of_keys, of_queries = (_reader(kind, table) for kind, table in zip((keys, queries), tables, strict=True))

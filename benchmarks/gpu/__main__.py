@@ -20,20 +20,22 @@ from typing import Any
 import click
 import torch
 
-from benchmarks import machine
+from benchmarks import machine, report
 from benchmarks.bars import Found
-from benchmarks.gpu import ahead, estimate, report
-from benchmarks.gpu.cases import CASES, GROUPS, GpuCase, chosen
+from benchmarks.case import Case, Record
+from benchmarks.gpu import ahead, estimate
+from benchmarks.gpu.bars import BARS
+from benchmarks.gpu.cases import CASES, GROUPS, chosen
 from benchmarks.gpu.probes import LONGEST, NAMES, measure
-from benchmarks.gpu.runner import DeviceLost, GpuRecord, run_case
-from benchmarks.gpu.state import State, Store, is_done
-from benchmarks.gpu.timing import Limits
+from benchmarks.runner import DeviceLost, refused, run_case
+from benchmarks.store import State, Store, is_done
+from benchmarks.timing import Limits
 
 _DEVICE_LOST = 3
 # The most telling first, for runs that are cut off.
 _ORDER = ("variants", "gqa", "backward", "decode", "fa2", "fa2-backward", "gradients", "memory")
 _GROUPS = list(dict.fromkeys([*_ORDER, *GROUPS, *NAMES]))
-Step = GpuCase | str  # the latter a probe's name
+Step = Case | str  # the latter a probe's name
 _PACKAGES = ("torch", "triton", "nvidia-cutlass-dsl", "fa3-fwd", "tokenspeed-fa3", "flash-attn-4", "nvidia-cudnn-frontend")
 
 
@@ -77,13 +79,13 @@ def main(
         _list(steps, limits)
         return
     if bars_only:
-        click.echo("\n".join(report.bar_lines(Store(out).found())))
+        click.echo("\n".join(report.bar_lines(Store(out).found(), BARS)))
         return
     if not steps:
         raise click.UsageError("nothing matches; --list names the cases and probes")
     if not torch.cuda.is_available():
         raise click.UsageError("this needs a CUDA device; --list works without one")
-    store, deadline = Store(out), time.monotonic() + seconds
+    store, deadline = Store(out, BARS), time.monotonic() + seconds
     if worker:
         _work(store, steps, limits, deadline, hang, not warm, out, who)
         return
@@ -93,13 +95,13 @@ def main(
         os.environ.setdefault(name, value)
     _compile(store, steps, limits, jobs, min(ahead_seconds, seconds), hang)
     _supervise(store, [arg for arg in sys.argv[1:] if arg != "--keep"], deadline)
-    click.echo("\n".join(report.bar_lines(store.found())))
+    click.echo("\n".join(report.bar_lines(store.found(), BARS)))
 
 
 def _compile(store: Store, steps: list[Step], limits: Limits, processes: int, seconds: float, hang: float) -> None:
     """What is still to be timed, ahead of that; and says how long everything will take."""
     found, state = store.found(), store.state()
-    left = [step for step in steps if isinstance(step, GpuCase) and not is_done(found, step)]
+    left = [step for step in steps if isinstance(step, Case) and not is_done(found, step)]
     jobs = [job for job in ahead.jobs_of(left) if not set(job.names) & set(state.banned_in(job.case, job.names))]
     flex = sum(name.startswith("flex") for job in jobs for name in job.names)
     start = min(seconds, estimate.ahead_seconds(len(jobs), flex, processes)) if processes else 0.0
@@ -121,8 +123,8 @@ def _steps(groups: tuple[str, ...], only: str | None, who: str | None) -> list[S
 
 def _list(steps: list[Step], limits: Limits) -> None:
     lines = [f"{s}  (in processes of its own)" if isinstance(s, str) else f"{s.name}  {s.shape}  vs {', '.join(s.peers)}" for s in steps]
-    bars = [f"bar: {bar.name} {'≥' if bar.at_least else '≤'} {bar.floor:g} {bar.unit}" for bar in report.BARS]
-    aims = ["" if bar.aim is None else f", aim {bar.aim:g}" for bar in report.BARS]
+    bars = [f"bar: {bar.name} {'≥' if bar.at_least else '≤'} {bar.floor:g} {bar.unit}" for bar in BARS]
+    aims = ["" if bar.aim is None else f", aim {bar.aim:g}" for bar in BARS]
     times = ["estimated, compiled ahead:", *estimate.described(steps, limits, True, Found({}, {}))]
     click.echo("\n".join([*lines, *map(str.__add__, bars, aims), *times]))
 
@@ -188,7 +190,7 @@ def _work(
     rest()
 
 
-def _measured(store: Store, state: State, case: GpuCase, limits: Limits, watch: Callable[[str, str], None], cold: bool) -> GpuRecord:
+def _measured(store: Store, state: State, case: Case, limits: Limits, watch: Callable[[str, str], None], cold: bool) -> Record:
     """Ends the process if the device is lost."""
     try:
         banned = state.banned_in(case.name, case.contestants)
@@ -201,7 +203,7 @@ def _measured(store: Store, state: State, case: GpuCase, limits: Limits, watch: 
         sys.exit(_DEVICE_LOST)
 
 
-def _record(case: GpuCase, limits: Limits, banned: dict[str, str], watch: Any, cold: bool) -> GpuRecord:
+def _record(case: Case, limits: Limits, banned: dict[str, str], watch: Any, cold: bool) -> Record:
     """A case that raises is a refusal: the others are still wanted."""
     try:
         if "" in banned:
@@ -210,9 +212,7 @@ def _record(case: GpuCase, limits: Limits, banned: dict[str, str], watch: Any, c
     except DeviceLost:
         raise
     except Exception as error:
-        record = GpuRecord(case.name, case.group, case.door, case.variant, "", str(case.shape))
-        record.refused = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        return record
+        return refused(case, error)
 
 
 def _where() -> dict[str, Any]:

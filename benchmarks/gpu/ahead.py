@@ -19,16 +19,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO
 
-from benchmarks.case import OURS
-from benchmarks.gpu.cases import CASES, GpuCase
-from benchmarks.gpu.process import ANSWER, Child, apart
+from benchmarks.case import OURS, Case
+from benchmarks.gpu.cases import CASES
+from benchmarks.peers import PEERS
+from benchmarks.process import ANSWER, Child, apart
 
 __all__ = ["CACHES", "Done", "Job", "compile_ahead", "jobs_of"]
 
 # The caches that have to be asked for, and threads that would only get into one another's way.
 CACHES = {"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1"}
 _ALONE = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-_COMPILED = ("fa4", "flex", "flex-triton", "flex-flash", "flex-mask")  # the peers that are; anyattn's contestants all are
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Done:
     failed: dict[str, str]
 
 
-def jobs_of(cases: Iterable[GpuCase]) -> list[Job]:
+def jobs_of(cases: Iterable[Case]) -> list[Job]:
     """What has to be compiled: anyattn's contestants of a case together, every peer alone.
 
     Cases that differ by lengths alone share their kernels, but for inductor's, which are compiled for a shape, and those of decoding,
@@ -66,7 +66,7 @@ def jobs_of(cases: Iterable[GpuCase]) -> list[Job]:
         seen.add(alike)
         if ours := tuple(name for name in names if name.startswith((OURS, "splits-"))):
             jobs.append(Job(case.name, ours))
-        jobs += [Job(case.name, (name,)) for name in case.peers if name in _COMPILED and (name in names or name.startswith("flex"))]
+        jobs += [Job(case.name, (name,)) for name in case.peers if PEERS[name].is_compiled and (name in names or name.startswith("flex"))]
     return jobs
 
 
@@ -139,11 +139,11 @@ def _few(names: Iterable[str]) -> str:
 # ---- the other side
 
 
-def answer(job: Job, cases: dict[str, GpuCase], device: str) -> dict[str, str]:
+def answer(job: Job, cases: dict[str, Case], device: str) -> dict[str, str]:
     """Compiles, and says which contestants failed and why. Raises ``DeviceLost``."""
     import torch
 
-    from benchmarks.gpu.runner import prepared
+    from benchmarks.runner import prepared
 
     with torch.no_grad():
         run = prepared(cases[job.case], job.names, device, {})

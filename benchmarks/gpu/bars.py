@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from benchmarks.bars import Bar, Found
+from benchmarks.bars import Bar, Found, one, probe, some, versus
 from benchmarks.case import OURS
 from benchmarks.gpu import bars_compiled, bars_triton
 from benchmarks.gpu.cases import CAUSAL_SCORES, DENSE, FA3, FLASH_ATTENTION, MASK_VARIANTS, SCORE_VARIANTS
-from benchmarks.gpu.reading import one, probe, some, versus
 
 __all__ = ["BARS"]
 
@@ -41,7 +40,7 @@ def _mask_bars() -> list[Bar]:
 
 
 def _microseconds(contestant: str) -> Callable[[Found], float]:
-    return lambda found: found.record("host/full/128").timings[contestant].median * 1e6
+    return lambda found: found.seconds("host/full/128", contestant) * 1e6
 
 
 _HOPPER: list[Bar] = [

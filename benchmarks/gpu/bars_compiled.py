@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.bars import Bar, Found
+from benchmarks.bars import Bar, Found, probe
 from benchmarks.gpu.gpt.contestants import REPLACED
 from benchmarks.gpu.gpt.measure import ratio
 from benchmarks.gpu.gpt.report import PEER
-from benchmarks.gpu.reading import probe
 
 __all__ = ["BARS"]
 

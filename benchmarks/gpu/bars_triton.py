@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from benchmarks.bars import Bar
+from benchmarks.bars import Bar, one, probe, some
 from benchmarks.case import OURS
-from benchmarks.gpu.cases import BACKWARD, DECODE, FA2, GRADIENTS, MASK_VARIANTS, PAGED_SPLITS, SCORE_VARIANTS, SPLITS
-from benchmarks.gpu.reading import one, probe, some
+from benchmarks.gpu.cases import BACKWARD, DECODE, FA2, GRADIENTS, MASK_VARIANTS, SCORE_VARIANTS
+from benchmarks.peers import PAGED_SPLITS, SPLITS
 
 __all__ = ["BARS"]
 
@@ -43,10 +43,10 @@ def _learning_bars() -> list[Bar]:
 
 def _memory_bars() -> list[Bar]:
     bars = []
-    for door in ("flex", "varlen"):
-        name = f"memory of 60,000 tokens forward and backward, {door}"
-        bars.append(probe(f"{name}: largest allocation over a gradient's", "memory", f"{door}_largest", 1.0, "x"))
-        bars.append(probe(f"{name}: peak over output, gradients, statistics", "memory", f"{door}_peak", 1.02, "x"))
+    for function in ("flex", "varlen"):
+        name = f"memory of 60,000 tokens forward and backward, {function}"
+        bars.append(probe(f"{name}: largest allocation over a gradient's", "memory", f"{function}_largest", 1.0, "x"))
+        bars.append(probe(f"{name}: peak over output, gradients, statistics", "memory", f"{function}_peak", 1.02, "x"))
     return bars
 
 

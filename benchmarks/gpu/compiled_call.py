@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.timing import HostClock, Limits, measure
+from benchmarks.timing import HostClock, Limits, measure
 
 __all__ = ["host_times"]
 

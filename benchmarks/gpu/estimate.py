@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from benchmarks.bars import Found
-from benchmarks.gpu.cases import GpuCase
-from benchmarks.gpu.state import is_done
-from benchmarks.gpu.timing import Limits
+from benchmarks.case import Case
+from benchmarks.store import is_done
+from benchmarks.timing import Limits
 
 __all__ = ["ahead_seconds", "case_seconds", "described"]
 
 _START = 10.0  # importing torch, waking CUDA
 _INPUTS = 0.8
-_SAMPLE = {"host": 0.02, "decode": 0.007, "mask": 0.006}  # of one contestant in one round, its head start included
+_SAMPLE_HOST = 0.02
+_SAMPLE = {"decode": 0.007, "mask": 0.006}  # of one contestant in one round, its head start included
 _SAMPLE_OTHER, _SAMPLE_BACKWARD = 0.004, 0.012
 _COMPILED, _ELSE = 3.0, 0.3  # to prepare a contestant: inductor traces and lowers even what it finds compiled
 _COLD = {"flex": 12.0, "fa4": 5.0, "anyattn": 5.0}  # the same without compiling ahead
@@ -33,9 +34,9 @@ def _kind(name: str) -> str:
     return next((kind for kind in _COLD if name.startswith(kind)), "")
 
 
-def case_seconds(case: GpuCase, limits: Limits, is_compiled: bool) -> float:
-    backward = _SAMPLE_BACKWARD if case.is_backward else _SAMPLE_OTHER
-    rounds = limits.rounds * len(case.contestants) * _SAMPLE.get(case.door, backward)
+def case_seconds(case: Case, limits: Limits, is_compiled: bool) -> float:
+    sample = _SAMPLE_HOST if case.is_host_time else _SAMPLE.get(case.kind, _SAMPLE_BACKWARD if case.is_backward else _SAMPLE_OTHER)
+    rounds = limits.rounds * len(case.contestants) * sample
     prepare = sum(_COLD.get(_kind(n), _ELSE) if not is_compiled else _COMPILED if n.startswith("flex") else _ELSE for n in case.contestants)
     return _INPUTS + prepare + min(rounds, max(limits.seconds, limits.least * rounds / limits.rounds))
 
@@ -45,7 +46,7 @@ def ahead_seconds(jobs: int, flex_jobs: int, processes: int) -> float:
     return _START + (flex_jobs * _JOB["flex"] + (jobs - flex_jobs) * _JOB["anyattn"]) / max(1, min(processes, jobs)) if jobs else 0.0
 
 
-def described(steps: Sequence[GpuCase | str], limits: Limits, is_compiled: bool, found: Found, start: float = 0.0) -> list[str]:
+def described(steps: Sequence[Case | str], limits: Limits, is_compiled: bool, found: Found, start: float = 0.0) -> list[str]:
     """A line a group: how many of its cases are left, how long they take, and when they will be done."""
     lines, total = [], start + _START
     for group in dict.fromkeys(step if isinstance(step, str) else step.group for step in steps):

@@ -9,9 +9,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.variants import VARIANTS, Setting, document_lengths
+from benchmarks.variants import VARIANTS, Setting, document_lengths
 
-__all__ = ["DOORS", "CudaMeter", "Meter", "long_documents"]
+__all__ = ["FUNCTIONS", "CudaMeter", "Meter", "long_documents"]
 
 _TOKENS, _HEADS, _WIDTH = 60_000, 16, 128
 _STATISTIC = 4  # bytes of a float32
@@ -61,28 +61,30 @@ def _varlen(qkv: tuple[Tensor, ...], mask: Callable | None, lengths: list[int], 
     return anyattn.flash_attn_varlen_func(*qkv, **given, causal=True, validate=False, backend=backend)
 
 
-DOORS: dict[str, Callable[..., Tensor]] = {"flex": _flex, "varlen": _varlen}
+FUNCTIONS: dict[str, Callable[..., Tensor]] = {"flex": _flex, "varlen": _varlen}
 
 
-def _pass(door: str, qkv: tuple[Tensor, ...], gradient: Tensor, mask: Any, lengths: list[int], backend: str | None) -> tuple[Tensor, ...]:
-    out = DOORS[door](qkv, mask, lengths, backend)
+def _pass(
+    function: str, qkv: tuple[Tensor, ...], gradient: Tensor, mask: Any, lengths: list[int], backend: str | None
+) -> tuple[Tensor, ...]:
+    out = FUNCTIONS[function](qkv, mask, lengths, backend)
     return out, *torch.autograd.grad(out, qkv, gradient)
 
 
 def long_documents(
-    door: str, meter: Meter, device: str = "cuda", backend: str | None = "triton", tokens: int = _TOKENS, heads: int = _HEADS
+    function: str, meter: Meter, device: str = "cuda", backend: str | None = "triton", tokens: int = _TOKENS, heads: int = _HEADS
 ) -> dict[str, Any]:
     """Runs both passes once, for the first time. Building the block mask counts too.
 
     largest: the largest allocation, as a multiple of one gradient's. peak: what was allocated at once, as a multiple of the output, the
-    three gradients and two statistics a row. sums: of the absolute values of out, dq, dk and dv, which both doors must agree on.
+    three gradients and two statistics a row. sums: of the absolute values of out, dq, dk and dv, which both functions must agree on.
     """
     random = torch.Generator(device).manual_seed(0)
     drawn = [torch.randn(tokens, heads, _WIDTH, generator=random, device=device, dtype=torch.bfloat16) for _ in range(4)]
     gradient, qkv = drawn[3], tuple(t.requires_grad_() for t in drawn[:3])
-    mask, lengths = VARIANTS["document-causal"].mods(Setting(tokens, heads, device)).mask, document_lengths(tokens)
+    mask, lengths = VARIANTS["cuda"]["document-causal"].mods(Setting(tokens, heads, device)).mask, document_lengths(tokens)
     meter.start()
-    results = _pass(door, qkv, gradient, mask, lengths, backend)
+    results = _pass(function, qkv, gradient, mask, lengths, backend)
     largest, peak = meter.stop()
     one = gradient.nbytes
     return {

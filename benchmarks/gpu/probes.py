@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import subprocess
 import sys
 import tempfile
 import time
@@ -17,15 +16,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.process import CACHE_FOLDERS, probed
+
 __all__ = ["LONGEST", "NAMES", "PROBES", "measure"]
 
 _SHAPES = 1000
-_CACHES = (
-    "XDG_CACHE_HOME",
-    "CUTE_DSL_CACHE_DIR",
-    "TRITON_CACHE_DIR",
-    "TORCHINDUCTOR_CACHE_DIR",
-)  # where anyattn and its compilers keep what they compiled
 
 
 def _first_call() -> dict[str, Any]:
@@ -93,15 +88,15 @@ def _compilations(counter: Callable[[], Callable[[], int]], backend: str | None)
 
 
 def _memory() -> dict[str, Any]:
-    """What 60,000 tokens take by each door: the figures of one that fails are missing, and say why."""
-    from benchmarks.gpu.memory import DOORS, CudaMeter, long_documents
+    """What 60,000 tokens take by each function: the figures of one that fails are missing, and say why."""
+    from benchmarks.gpu.memory import FUNCTIONS, CudaMeter, long_documents
 
     found: dict[str, Any] = {}
-    for door in DOORS:
+    for name in FUNCTIONS:
         try:
-            found.update({f"{door}_{key}": value for key, value in long_documents(door, CudaMeter()).items()})
+            found.update({f"{name}_{key}": value for key, value in long_documents(name, CudaMeter()).items()})
         except Exception as error:
-            found[f"{door}_error"] = f"{type(error).__name__}: {str(error)[:300]}"
+            found[f"{name}_error"] = f"{type(error).__name__}: {str(error)[:300]}"
     return found
 
 
@@ -133,7 +128,7 @@ def measure(name: str, timeout_s: float = 120, out: Path = Path("bench-out/gpu")
     if name == "memory":
         return _in_process(name, dict(os.environ), timeout_s)
     with tempfile.TemporaryDirectory() as folder:
-        environment = {**os.environ, **dict.fromkeys(_CACHES, folder)}  # empty at first, and nobody else's is spoilt
+        environment = {**os.environ, **dict.fromkeys(CACHE_FOLDERS, folder)}  # empty at first, and nobody else's is spoilt
         if name != "first-call":
             return _in_process(name, environment, timeout_s)
         cold, warm = (_in_process(name, environment, timeout_s) for _ in range(2))
@@ -145,14 +140,7 @@ def measure(name: str, timeout_s: float = 120, out: Path = Path("bench-out/gpu")
 
 
 def _in_process(name: str, environment: dict[str, str], timeout_s: float) -> dict[str, Any]:
-    try:
-        command = [sys.executable, "-m", "benchmarks.gpu.probes", name]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        return {"error": f"it took more than {timeout_s:.0f} s"}
-    if done.returncode:
-        return {"error": (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1][:300]}
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    return probed("benchmarks.gpu.probes", name, timeout_s, environment)
 
 
 if __name__ == "__main__":

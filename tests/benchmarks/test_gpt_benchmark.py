@@ -16,15 +16,16 @@ import torch
 from click.testing import CliRunner
 
 import anyattn
+from benchmarks import report, timing
 from benchmarks.bars import Found
-from benchmarks.gpu import bars_compiled, compiled_call, probes, report, timing
+from benchmarks.gpu import bars_compiled, compiled_call, probes
 from benchmarks.gpu.gpt import __main__ as command
 from benchmarks.gpu.gpt import contestants, measure, profile
 from benchmarks.gpu.gpt.measure import Limits, measured, ratio
 from benchmarks.gpu.gpt.model import SIZES, batches
 from benchmarks.gpu.gpt.report import kernels, tables
 from benchmarks.gpu.gpt.worker import Here
-from benchmarks.gpu.process import Child
+from benchmarks.process import Child
 
 TINY = SIZES["tiny"]
 LIMITS = Limits(rounds=1, timed=2, seconds=10_000)

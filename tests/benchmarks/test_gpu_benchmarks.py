@@ -14,19 +14,23 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from benchmarks.bars import Found
-from benchmarks.case import OURS, Shape, Timing
+from benchmarks import peers, process, report, runner, timing
+from benchmarks.bars import Found, versus
+from benchmarks.case import LARGEST_DIFFERENCE, OURS, Case, Record, Shape, Timing
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import bars, memory, peers, probes, report, runner, timing
-from benchmarks.gpu.cases import CASES, DENSE, SCORE_VARIANTS, GpuCase, chosen
-from benchmarks.gpu.inputs import Inputs, intervals
-from benchmarks.gpu.reading import versus
-from benchmarks.gpu.runner import GpuRecord, difference, is_wrong, run_case
-from benchmarks.gpu.state import State, Store
-from benchmarks.gpu.timing import Limits, measure, shuffled_rounds
-from benchmarks.gpu.variants import VARIANTS, Setting, document_lengths
+from benchmarks.gpu import bars, memory, probes
+from benchmarks.gpu.cases import CASES, DENSE, SCORE_VARIANTS, chosen, gpu_case
+from benchmarks.inputs import Inputs, intervals
+from benchmarks.judge import difference
+from benchmarks.peers import PEERS, Peer
+from benchmarks.runner import run_case
+from benchmarks.store import State, Store
+from benchmarks.timing import Limits, measure, shuffled_rounds
+from benchmarks.variants import VARIANTS as ALL_VARIANTS
+from benchmarks.variants import Setting, document_lengths
 from tests.support.limits import HANG
 
+VARIANTS = ALL_VARIANTS["cuda"]
 SMALL = Shape.square(96, heads=2, head_dim=16, batch=2)
 LIMITS = Limits(rounds=6, seconds=math.inf, least=3)
 MACHINE: dict[str, Any] = {"date": "today", "commit": "abc", "command": "it", "gpu": "a GPU", "versions": {"torch": "2"}}
@@ -90,7 +94,7 @@ class FakeClock:
         return self.seconds[(self.samples - 1) % len(self.seconds)]
 
 
-CLOCKS = dict.fromkeys(("flash", "varlen", "flex", "mask", "host", "decode"), FakeClock())
+CLOCK = FakeClock()
 
 
 def test_cases_are_those_of_the_table() -> None:
@@ -101,8 +105,9 @@ def test_cases_are_those_of_the_table() -> None:
         shape = case.shape
         assert shape.batch * shape.seqlen_q == 32_768 and shape.heads_q * shape.head_dim == 2048
     for case in CASES:
-        assert case.variant in VARIANTS and set(case.peers) <= set(peers.CONTESTANTS), case.name
-        if case.door in ("flash", "varlen", "decode"):
+        assert case.device == "cuda" and case.variant in VARIANTS, case.name
+        assert all("cuda" in PEERS[name].devices for name in case.contestants), case.name
+        if case.kind in ("flash", "varlen", "decode"):
             assert VARIANTS[case.variant].native is not None
     assert {c.shape.seqlen_q for c in CASES if c.group == "masks"} == {8192, 32_768, 131_072}
 
@@ -115,7 +120,7 @@ def test_groups_and_patterns_choose_in_the_order_asked_for() -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_flops_count_each_visible_pair(variant: str) -> None:
-    case = GpuCase("t", "flex", variant, Shape.square(80, 2, 16, 3), ())
+    case = gpu_case("t", "flex", variant, Shape.square(80, 2, 16, 3), ())
     mask = VARIANTS[variant].mods(Setting(80, 2)).mask
     seen = 80 * 80 if mask is None else sum(bool(mask(0, 0, torch.tensor(i), torch.tensor(j))) for i in range(80) for j in range(80))
     assert Inputs(case, "cpu").pairs() == seen * 3 * 2
@@ -125,7 +130,7 @@ def test_flops_count_each_visible_pair(variant: str) -> None:
 def test_documents_fill_the_sequence_and_are_the_same_in_both_forms() -> None:
     lengths = document_lengths(8192)
     assert len(lengths) == 8 and sum(lengths) == 8192 and min(lengths) > 0
-    inputs = Inputs(GpuCase("t", "varlen", "document", Shape.square(200, 2, 16, 2), ()), "cpu")
+    inputs = Inputs(gpu_case("t", "varlen", "document", Shape.square(200, 2, 16, 2), ()), "cpu")
     ends = inputs.cu_seqlens.tolist()
     assert len(ends) == 17 and ends[-1] == 400 and ends[8] == 200
     assert inputs.pairs() == 2 * 2 * sum(n * n for n in document_lengths(200))
@@ -188,44 +193,45 @@ def test_a_ratio_is_the_median_of_the_ratios_within_rounds() -> None:
     assert _record("x", {OURS: (1.0, 1.0), "peer": (1.0, 2.0)}).ratio("peer") == 1.5
 
 
-def _record(name: str, seconds: dict[str, tuple[float, ...]], flops: int = 0, budget: dict[str, float] | None = None) -> GpuRecord:
+def _record(name: str, seconds: dict[str, tuple[float, ...]], flops: int = 0, differences: dict[str, float] | None = None) -> Record:
     timings = {who: Timing(times) for who, times in seconds.items()}
     case = next((c for c in CASES if c.name == name), CASES[0])
-    return GpuRecord(name, case.group, case.door, case.variant, "", "shape", timings, budget or {}, flops=flops)
+    return Record(name, case.group, case.kind, case.variant, "", "shape", timings, difference=differences or {}, flops=flops)
 
 
 @pytest.mark.parametrize(
-    ("door", "variant", "others"),
+    ("kind", "variant", "others"),
     [
         ("flash", "causal", ()),
         ("flash", "sliding_window", ()),
         ("varlen", "document-causal", ()),
         ("flex", "document", ("anyattn-mod", "cudnn-fe")),
         ("flex", "softcap", ("anyattn-mod", "anyattn-causal", "fa3")),
-        ("host", "full", ("anyattn-flash", "anyattn-mods", "sdpa")),
+        ("flex", "full", ("anyattn-flash", "anyattn-mods", "sdpa")),
     ],
 )
-def test_a_case_runs_here_and_missing_peers_are_named(door: str, variant: str, others: tuple[str, ...]) -> None:
-    record = run_case(GpuCase("t", door, variant, SMALL, others), LIMITS, "cpu", CLOCKS)
+def test_a_case_runs_here_and_missing_peers_are_named(kind: str, variant: str, others: tuple[str, ...]) -> None:
+    record = run_case(gpu_case("t", kind, variant, SMALL, others), LIMITS, "cpu", CLOCK)
     here = {OURS, *(name for name in others if name.startswith("anyattn") or name == "sdpa")}
     assert set(record.timings) == here and set(record.unavailable) == set(others) - here
     assert record.extra["backend"] == "torch" and "NVIDIA GPU" in record.extra["why_torch"]
-    assert all(difference <= runner.LARGEST_DIFFERENCE for difference in record.budget.values())
+    assert all(difference <= LARGEST_DIFFERENCE for difference in record.difference.values())
+    assert set(record.budget) == {OURS} and record.budget[OURS] <= 1.0 and "not_judged" not in record.extra
     assert json.loads(json.dumps(record.as_json()))["case"] == record.case
 
 
-def test_the_doors_agree_with_one_another() -> None:
-    """The same documents through the packed door and through a block mask: else two columns of a table would be different jobs."""
+def test_the_functions_agree_with_one_another() -> None:
+    """The same documents packed and by a block mask: else two columns of a table would be different jobs."""
     results = []
-    for door in ("varlen", "flex"):
-        inputs = Inputs(GpuCase("t", door, "document-causal", SMALL, ()), "cpu")
-        call, layout = peers.CONTESTANTS[OURS](inputs)
+    for kind in ("varlen", "flex"):
+        inputs = Inputs(gpu_case("t", kind, "document-causal", SMALL, ()), "cpu")
+        call, layout = PEERS[OURS].entry(OURS, inputs)
         results.append(inputs.comparable(call(), layout))
     assert difference(*results) < 1e-2
 
 
 def test_mask_cases_compare_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = GpuCase("t", "mask", "causal", Shape.square(1024, 1, 64), ("flex-mask",))
+    case = gpu_case("t", "mask", "causal", Shape.square(1024, 1, 64), ("flex-mask",))
 
     def other(inputs: Inputs) -> peers.Entry:
         wrong = VARIANTS["full"] if how == "wrong" else VARIANTS["causal"]
@@ -234,33 +240,33 @@ def test_mask_cases_compare_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return lambda: create_block_mask(mask, *inputs.grid, device="cpu"), "mask"
 
-    monkeypatch.setitem(peers.CONTESTANTS, "flex-mask", other)
+    monkeypatch.setitem(PEERS, "flex-mask", Peer(other))
     for how in ("right", "wrong"):
-        record = run_case(case, LIMITS, "cpu", CLOCKS)
-        assert is_wrong(record, "flex-mask") == (how == "wrong")
+        record = run_case(case, LIMITS, "cpu", CLOCK)
+        assert record.differs("flex-mask") == (how == "wrong") and record.budget == {OURS: 0.0}
         assert record.flops == 0 and record.extra["syncs"] == ""
 
 
 def test_a_peer_that_computes_something_else_is_flagged_and_clears_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(peers.CONTESTANTS, "fa3", lambda inputs: (lambda: peers.CONTESTANTS["sdpa"](inputs)[0]() * 1.1, "bhsd"))
-    record = run_case(GpuCase("gqa", "flash", "full", SMALL, ("fa3", "sdpa")), LIMITS, "cpu", CLOCKS)
-    assert is_wrong(record, "fa3") and not is_wrong(record, "sdpa")
-    assert "**differs**" in "\n".join(report.as_markdown(MACHINE, Found({record.case: record}, {})).splitlines())
+    monkeypatch.setitem(PEERS, "fa3", Peer(lambda inputs: (lambda: PEERS["sdpa"].prepare(inputs)[0]() * 1.1, "bhsd")))
+    record = run_case(gpu_case("gqa", "flash", "full", SMALL, ("fa3", "sdpa")), LIMITS, "cpu", CLOCK)
+    assert record.differs("fa3") and not record.differs("sdpa")
+    assert "**differs**" in "\n".join(report.as_markdown(MACHINE, Found({record.case: record}, {}), bars.BARS).splitlines())
     with pytest.raises(KeyError):
         versus(Found({record.case: record}, {}), record.case, ["fa3"])
     assert versus(Found({record.case: record}, {}), record.case, ["fa3", "sdpa"]) == 1.0
 
 
 def test_a_long_case_is_not_run_on_torch() -> None:
-    record = run_case(GpuCase("t", "flash", "causal", Shape.square(4112, 1, 16), ("sdpa",)), LIMITS, "cpu", CLOCKS)
+    record = run_case(gpu_case("t", "flash", "causal", Shape.square(4112, 1, 16), ("sdpa",)), LIMITS, "cpu", CLOCK)
     assert set(record.timings) == {"sdpa"} and "torch" in record.unavailable[OURS]
 
 
 def test_banned_contestants_are_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(peers.CONTESTANTS, "fa4", lambda inputs: pytest.fail("called"))
+    monkeypatch.setitem(PEERS, "fa4", Peer(lambda inputs: pytest.fail("called")))
     seen: list[str] = []
-    case = GpuCase("t", "flash", "full", SMALL, ("fa4", "sdpa"))
-    record = run_case(case, LIMITS, "cpu", CLOCKS, {"fa4": "it hung"}, seen.append)
+    case = gpu_case("t", "flash", "full", SMALL, ("fa4", "sdpa"))
+    record = run_case(case, LIMITS, "cpu", CLOCK, {"fa4": "it hung"}, seen.append)
     assert record.unavailable["fa4"] == "it hung" and set(record.timings) == {OURS, "sdpa"}
     assert seen[0] == "" and {OURS, "sdpa"} == set(seen[1:])
 
@@ -271,7 +277,7 @@ def test_the_device_is_given_up_when_it_no_longer_answers(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lost)
-    run = runner._Run(Inputs(GpuCase("t", "flash", "full", SMALL, ()), "cpu"), _record("x", {}), lambda name: None)
+    run = runner._Run(Inputs(gpu_case("t", "flash", "full", SMALL, ()), "cpu"), _record("x", {}), lambda name: None)
     with pytest.raises(runner.DeviceLost, match="fa4: ValueError: bad"):
         run.failed("fa4", ValueError("bad"))
 
@@ -321,7 +327,7 @@ def _everything() -> Found:
     for case in CASES:
         seconds = {name: (1e-5 if name.startswith(OURS) else 2e-5,) * 3 for name in case.contestants}
         records[case.name] = _record(case.name, seconds, case.flops(10**6))
-        if case.door == "mask":
+        if case.kind == "mask":
             records[case.name].extra["syncs"] = ""
     kernels = {"random_shapes": 1, "new_closure": 0}
     probed: dict[str, dict[str, Any]] = {
@@ -329,7 +335,7 @@ def _everything() -> Found:
         "compilations": kernels,
         "compilations-triton": kernels,
     }
-    probed["memory"] = {f"{door}_{what}": 1.0 for door in memory.DOORS for what in ("largest", "peak")}
+    probed["memory"] = {f"{name}_{what}": 1.0 for name in memory.FUNCTIONS for what in ("largest", "peak")}
     wanted = ("over_flex", "mask_over_flex", "replaced_extra_us", "compiled_replaced_extra_us")
     probed["compiled-call"] = dict.fromkeys(wanted, 0.5)
     mine = {
@@ -348,7 +354,7 @@ def _everything() -> Found:
 
 
 def test_every_bar_finds_its_figures() -> None:
-    rows = report.shown_bars(_everything())
+    rows = report.shown_bars(_everything(), bars.BARS)
     assert len(rows) == len(bars.BARS) == len({row[0] for row in rows})
     short = [row for row in rows if row[4] != "reached"]
     assert not [row for row in short if not row[0].startswith("block mask causal 131,072") and "131,072" not in row[0]], short
@@ -359,7 +365,7 @@ def test_bars_are_read_as_the_table_means_them() -> None:
     found = _everything()
     case = found.records[DENSE[0].name]
     case.timings["fa4"] = Timing((0.8e-5,) * 3)  # the faster of the two counts
-    rows = {row[0]: row for row in report.shown_bars(found)}
+    rows = {row[0]: row for row in report.shown_bars(found, bars.BARS)}
     worst = rows["dense vs the faster of FA3 and FA4, worst"]
     assert worst[1].startswith("0.8 x") and DENSE[0].name in worst[1] and worst[4] == "**short**"
     assert rows["dense vs the faster of FA3 and FA4, geometric mean"][4] == "reached"
@@ -367,7 +373,7 @@ def test_bars_are_read_as_the_table_means_them() -> None:
     found.records["variants/t5_bias/d128/8192"].timings["flex-flash"] = Timing((1.1e-5,) * 3)
     del found.records["variants/prefix/d128/8192"].timings["cudnn-fe"]
     found.probes["first-call"] = {"error": "no"}
-    rows = {row[0]: row for row in report.shown_bars(found)}
+    rows = {row[0]: row for row in report.shown_bars(found, bars.BARS)}
     assert rows["block masks whose building waits for the GPU"][1] == "1 cases"
     assert rows["T5 bias vs flex FLASH"][4] == "**short**" and rows["variants vs flex FLASH, worst"][4] == "reached"
     assert "6 of 7 cases" in rows["mask variants vs cuDNN's interval masks, worst"][1]
@@ -380,7 +386,7 @@ def test_tables_name_backends_speeds_and_gaps() -> None:
     record.extra.update(backend="torch", backend_mod="hopper", seconds=3)
     record.timings.pop("fa4")
     record.unavailable["fa4"] = "it hung"
-    text = report.as_markdown(MACHINE, found)
+    text = report.as_markdown(MACHINE, found, bars.BARS)
     line = next(line for line in text.splitlines() if line.startswith("| variants/causal"))
     assert "torch (mod: hopper)" in line and "51 TF/s ±0 %" in line and "2.00x" in line
     assert "- variants/causal/d128/8192: no fa4: it hung" in text and "| masks/causal/8192 |" in text and "10.0 us" in text
@@ -391,7 +397,7 @@ def test_a_probe_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     class Done:
         returncode, stdout, stderr = 1, "", "Traceback\nRuntimeError: no GPU"
 
-    monkeypatch.setattr(probes.subprocess, "run", lambda *a, **k: Done)
+    monkeypatch.setattr(process.subprocess, "run", lambda *a, **k: Done)
     assert probes.measure("compilations") == {"error": "RuntimeError: no GPU"}
     assert probes.measure("first-call") == {"cold": {"error": "RuntimeError: no GPU"}, "warm": {"error": "RuntimeError: no GPU"}}
 
@@ -416,12 +422,12 @@ def test_the_worker_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(sys, "argv", ["x"])
     ran: list[tuple[str, dict[str, str]]] = []
 
-    def fake(case: GpuCase, limits: Limits, banned: dict[str, str], watch: Any, cold: bool) -> GpuRecord:
+    def fake(case: Case, limits: Limits, banned: dict[str, str], watch: Any, cold: bool) -> Record:
         ran.append((case.name, banned))
         if len(ran) == 2:
             raise ValueError("broken")
         absent = {**dict.fromkeys(case.peers, "not here"), **banned}
-        return run_case(replace(case, shape=SMALL), limits, "cpu", CLOCKS, absent, watch)
+        return run_case(replace(case, shape=SMALL), limits, "cpu", CLOCK, absent, watch)
 
     monkeypatch.setattr(command, "run_case", fake)
     store, cases = Store(tmp_path / "gpu"), chosen(CASES, ("gqa", "window", "varlen"))
@@ -444,7 +450,7 @@ def test_first_calls_begin_with_empty_caches_that_the_second_process_finds_fille
         backend = "torch" if torch_only else "hopper"
         return type("Done", (), {"returncode": 0, "stdout": json.dumps({"causal": len(seen), "backend": backend})})
 
-    monkeypatch.setattr(probes.subprocess, "run", child)
+    monkeypatch.setattr(process.subprocess, "run", child)
     torch_only = False
     figures = probes.measure("first-call")
     assert (figures["cold_s"], figures["warm_s"]) == (1, 2)

@@ -16,18 +16,20 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from benchmarks.bars import Found
-from benchmarks.case import OURS, Shape, Timing
+from benchmarks import decode, report
+from benchmarks.bars import Found, geometric_mean, versus
+from benchmarks.case import LARGEST_DIFFERENCE, OURS, Case, Record, Shape, Timing
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import ahead, bars_triton, decode, estimate, memory, peers, probes, report, runner
+from benchmarks.gpu import ahead, bars_triton, estimate, memory, probes
 from benchmarks.gpu.ahead import Done, Job, compile_ahead, jobs_of
-from benchmarks.gpu.cases import BACKWARD, CASES, DECODE, FA2, GRADIENTS, GpuCase, chosen
-from benchmarks.gpu.inputs import Inputs
-from benchmarks.gpu.reading import versus
-from benchmarks.gpu.runner import GpuRecord, difference, run_case
-from benchmarks.gpu.state import State, Store, is_done
-from benchmarks.gpu.timing import Limits
-from benchmarks.runner import geometric_mean
+from benchmarks.gpu.bars import BARS
+from benchmarks.gpu.cases import BACKWARD, CASES, DECODE, FA2, GRADIENTS, chosen
+from benchmarks.inputs import Inputs
+from benchmarks.judge import difference
+from benchmarks.peers import PEERS
+from benchmarks.runner import run_case
+from benchmarks.store import State, Store, is_done
+from benchmarks.timing import Limits
 from tests.support.limits import HANG
 from tests.support.processes import python
 
@@ -44,17 +46,17 @@ class Clock:
         return 1.0
 
 
-CLOCKS = dict.fromkeys(("flash", "varlen", "flex", "decode"), Clock())
+CLOCK = Clock()
 
 
-def small(case: GpuCase, backend: str | None = None) -> GpuCase:
+def small(case: Case, backend: str | None = None) -> Case:
     ratio = case.shape.heads_q // case.shape.heads_kv
-    shape = Shape(2, 2 * ratio, 2, 1, 128, 16) if case.door == "decode" else Shape(2, 2 * ratio, 2, 48, 48, 16)
+    shape = Shape(2, 2 * ratio, 2, 1, 128, 16) if case.kind == "decode" else Shape(2, 2 * ratio, 2, 48, 48, 16)
     return replace(case, shape=shape, backend=backend, peers=tuple(p for p in case.peers if p.startswith(HERE)))
 
 
 def ratios(case: str, seconds: dict[str, float]) -> Found:
-    record = GpuRecord(case, "", "", "", "", "", {name: Timing((s,) * 3) for name, s in seconds.items()})
+    record = Record(case, "", "", "", "", "", {name: Timing((s,) * 3) for name, s in seconds.items()})
     return Found({case: record}, {})
 
 
@@ -67,22 +69,24 @@ def bar(name: str) -> Any:
 
 
 @pytest.mark.parametrize("case", [*BACKWARD, *GRADIENTS, FA2[0], FA2[-1], *DECODE[2:]], ids=lambda case: case.name)
-def test_every_contestant_of_ours_computes_the_case(case: GpuCase) -> None:
+def test_every_contestant_of_ours_computes_the_case(case: Case) -> None:
     insists = "anyattn-triton"
-    record = run_case(small(case), LIMITS, "cpu", CLOCKS)
+    record = run_case(small(case), LIMITS, "cpu", CLOCK)
     wanted = {OURS, *(p for p in small(case).peers if p != insists)}
     assert set(record.timings) == wanted, record.unavailable
-    assert set(record.budget) == wanted - set(peers.OTHER_JOBS)
-    assert all(d <= runner.LARGEST_DIFFERENCE for d in record.budget.values()), record.budget
+    assert set(record.difference) == {name for name in wanted if not PEERS[name].is_other_job}
+    assert all(d <= LARGEST_DIFFERENCE for d in record.difference.values()), record.difference
+    judged = {} if case.is_backward else {OURS}
+    assert set(record.budget) == set(judged) and record.budget.get(OURS, 0.0) <= 1.0 and "not_judged" not in record.extra
 
 
 def test_a_backward_pass_gives_the_gradients_of_q_k_v_and_of_what_is_learnt() -> None:
     case = small(next(c for c in GRADIENTS if c.variant == "head_bias"))
     inputs = Inputs(case, "cpu")
     with torch.no_grad():
-        call, layout = peers.backward_of(peers.CONTESTANTS[OURS](inputs), inputs)
+        call, layout = PEERS[OURS].entry(OURS, inputs)
         found, again = call(), call()
-        frozen = peers.backward_of(peers.CONTESTANTS["anyattn-frozen"](inputs), inputs)[0]()
+        frozen = PEERS["anyattn-frozen"].entry("anyattn-frozen", inputs)[0]()
     (bias,) = inputs.captured
     assert layout == "bhsd" and [g.shape for g in found] == [*(t.shape for t in inputs.bhsd), bias.shape]
     assert difference(tuple(again[:3]), tuple(found[:3])) == 0 and float(found[3].abs().max()) > 0
@@ -92,7 +96,7 @@ def test_a_backward_pass_gives_the_gradients_of_q_k_v_and_of_what_is_learnt() ->
 
 
 def test_layouts_have_the_same_gradient_of_the_output() -> None:
-    inputs = Inputs(replace(small(BACKWARD[0]), door="flash"), "cpu")
+    inputs = Inputs(replace(small(BACKWARD[0]), kind="flash"), "cpu")
     plain = inputs.gradient("bshd")
     assert torch.equal(inputs.gradient("bhsd").transpose(1, 2), plain) and inputs.gradient("bhsd").is_contiguous()
     assert torch.equal(inputs.gradient("packed").view(plain.shape), plain)
@@ -111,10 +115,10 @@ def test_flex_computes_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     (case,) = [c for c in CASES if c.name == name]
     config: Any = importlib.import_module("torch._functorch.config")
     with config.patch(donated_buffer=True):
-        record = run_case(replace(small(case), peers=("flex-triton",)), LIMITS, "cpu", CLOCKS)
+        record = run_case(replace(small(case), peers=("flex-triton",)), LIMITS, "cpu", CLOCK)
         assert not config.donated_buffer  # else its backward pass runs only once
     assert set(record.timings) == {OURS, "flex-triton"}, record.unavailable
-    assert record.budget["flex-triton"] <= runner.LARGEST_DIFFERENCE
+    assert record.difference["flex-triton"] <= LARGEST_DIFFERENCE
 
 
 def test_pages_hold_the_cache_in_another_order() -> None:
@@ -135,7 +139,7 @@ def test_copying_moves_as_many_bytes_as_decoding_reads() -> None:
 
 def test_a_plan_with_torch_in_it_is_not_timed_on_long_cases() -> None:
     case = replace(small(BACKWARD[0]), shape=Shape.square(4112, 1, 16), peers=())
-    record = run_case(case, LIMITS, "cpu", CLOCKS)
+    record = run_case(case, LIMITS, "cpu", CLOCK)
     assert not record.timings and "its plan is torch" in record.unavailable[OURS]
 
 
@@ -144,8 +148,8 @@ def test_the_triton_backend_takes_the_cases_that_insist_on_it() -> None:
     """By its interpreter, which is chosen when Triton is imported: in a process of its own."""
     program = """
         from dataclasses import replace
-        from benchmarks.gpu.memory import DOORS, long_documents
-        from tests.benchmarks.test_gpu_passes import CASES, CLOCKS, Meter, run_case, small
+        from benchmarks.gpu.memory import FUNCTIONS, long_documents
+        from tests.benchmarks.test_gpu_passes import CASES, CLOCK, Meter, run_case, small
         from tests.benchmarks.test_gpu_passes import Limits
         from tests.support.interpreter import mend
         mend()
@@ -153,10 +157,10 @@ def test_the_triton_backend_takes_the_cases_that_insist_on_it() -> None:
         for case in CASES:
             if case.name.startswith(wanted):
                 peers = ("anyattn-triton",) if case.group == "variants" else ("anyattn-paged-64",) if case.group == "decode" else ()
-                record = run_case(replace(small(case, case.backend), peers=peers), Limits(1, 1, 1), "cpu", CLOCKS)
+                record = run_case(replace(small(case, case.backend), peers=peers), Limits(1, 1, 1), "cpu", CLOCK)
                 assert not record.unavailable and set(record.timings) == {"anyattn", *peers}, (case.name, record.unavailable)
                 print(case.name, record.extra["backend"])
-        sums = [long_documents(door, Meter(), "cpu", "triton", tokens=40, heads=1)["sums"] for door in DOORS]
+        sums = [long_documents(name, Meter(), "cpu", "triton", tokens=40, heads=1)["sums"] for name in FUNCTIONS]
         assert all(abs(a / b - 1) < 1e-2 for a, b in zip(*sums)), sums
     """
     done = python("-c", textwrap.dedent(program), TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
@@ -204,16 +208,16 @@ def test_forward_and_backward_bars_are_over_every_variant_of_the_peers_table() -
 def test_a_contestant_of_ours_that_differs_clears_no_bar() -> None:
     found = ratios(DECODE[0].name, {OURS: 1.0, "anyattn-paged-16": 0.5})
     assert versus(found, DECODE[0].name, [OURS], "anyattn-paged-16") == 2.0
-    found.records[DECODE[0].name].budget["anyattn-paged-16"] = 0.3
+    found.records[DECODE[0].name].difference["anyattn-paged-16"] = 0.3
     with pytest.raises(KeyError):
         versus(found, DECODE[0].name, [OURS], "anyattn-paged-16")
 
 
 def test_bars_are_printed_in_few_characters() -> None:
-    lines = report.bar_lines(ratios("variants/t5_bias/d128/8192", {OURS: 1.0, "anyattn-triton": 2.0, "flex-triton": 3.0}))
+    lines = report.bar_lines(ratios("variants/t5_bias/d128/8192", {OURS: 1.0, "anyattn-triton": 2.0, "flex-triton": 3.0}), BARS)
     assert "reached Triton forward, T5 bias, vs flex TRITON: 1.5 x, wanted ≥ 1.3 x" in lines
-    assert lines[-1] == f"bars: {len(lines) - 1} reached, 0 short, {len(report.BARS) - len(lines) + 1} without figures"
-    lines = report.bar_lines(ratios(DECODE[0].name, {OURS: 1.0, "copy": 0.5}))
+    assert lines[-1] == f"bars: {len(lines) - 1} reached, 0 short, {len(BARS) - len(lines) + 1} without figures"
+    lines = report.bar_lines(ratios(DECODE[0].name, {OURS: 1.0, "copy": 0.5}), BARS)
     assert lines == [
         f"short   decode, share of the copy bandwidth, worst: 0.5 x ({DECODE[0].name}, 1 of 4 cases), wanted ≥ 0.85 x",
         lines[-1],
@@ -238,11 +242,11 @@ class Meter:
 
 def test_memory_is_told_in_multiples_of_what_has_to_be_there() -> None:
     meter, found = Meter(), {}
-    for door in memory.DOORS:
-        found[door] = memory.long_documents(door, meter, "cpu", None, tokens=64, heads=2)
-        assert meter.started and found[door]["largest"] == 1.0
-        assert found[door]["peak"] == 10_000_000 / (4 * 64 * 2 * 128 * 2 + 2 * 64 * 2 * 4)
-    flex, varlen = (found[door]["sums"] for door in ("flex", "varlen"))
+    for name in memory.FUNCTIONS:
+        found[name] = memory.long_documents(name, meter, "cpu", None, tokens=64, heads=2)
+        assert meter.started and found[name]["largest"] == 1.0
+        assert found[name]["peak"] == 10_000_000 / (4 * 64 * 2 * 128 * 2 + 2 * 64 * 2 * 4)
+    flex, varlen = (found[name]["sums"] for name in ("flex", "varlen"))
     assert len(flex) == 4 and all(abs(a / b - 1) < 1e-2 for a, b in zip(flex, varlen, strict=True))
 
 
@@ -264,9 +268,9 @@ def test_the_allocators_record_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls.index("reset_peak_memory_stats") < calls.index("all") < calls.index("max_memory_allocated") and calls[-1] is None
 
 
-def test_the_memory_probe_goes_on_with_the_other_door(monkeypatch: pytest.MonkeyPatch) -> None:
-    def one(door: str, meter: Any) -> dict[str, Any]:
-        if door == "flex":
+def test_the_memory_probe_goes_on_with_the_other_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    def one(name: str, meter: Any) -> dict[str, Any]:
+        if name == "flex":
             raise torch.OutOfMemoryError("too much")
         return {"largest": 1.0, "peak": 1.0}
 
@@ -287,10 +291,12 @@ def test_jobs_are_ours_together_and_peers_alone() -> None:
     assert (OURS, "anyattn-mod", "anyattn-triton") in names and ("flex-triton",) in names and ("fa4",) in names
     assert not {"fa3", "cudnn-fe"} & {name for group in names for name in group}
     every = jobs_of(CASES)
-    assert {n for job in every for n in job.names} >= {c for c in peers.CONTESTANTS if c.startswith(("anyattn", "splits", "flex"))}
+    assert {n for job in every for n in job.names} >= {
+        name for name, peer in PEERS.items() if "cuda" in peer.devices and name.startswith(("anyattn", "splits", "flex"))
+    }
     assert sum(job.case.startswith("dense/") for job in every) == 3 * 2 * 2  # D, full or causal, ours and FA4: not every length
     assert sum(job.case.startswith("decode/") for job in every) == 4
-    assert sum(job.names == ("flex-mask",) for job in every) == 6
+    assert sum(job.names == ("flex-mask",) for job in every) == 2 * 3 + 2 + 2  # sizes that bars name, other masks, host times
 
 
 PRETENDER = f"""
@@ -377,7 +383,7 @@ def test_a_case_is_done_when_every_contestant_was_tried() -> None:
     assert not is_done(found, case) and is_done(found, replace(case, peers=("flex-triton",))) and not is_done(found, BACKWARD[1])
     found.records[case.name].unavailable["anyattn-auto"] = "it hung"
     assert is_done(found, case) and not is_done(found, "memory")
-    refused = GpuRecord(case.name, "", "", "", "", "", refused="broken")
+    refused = Record(case.name, "", "", "", "", "", refused="broken")
     assert is_done(Found({case.name: refused}, {}), case)
 
 
@@ -407,8 +413,8 @@ def test_a_run_compiles_what_is_left_then_times_and_ends_with_the_bars(tmp_path:
     json.loads((tmp_path / "gpu.json").read_text())
 
 
-@pytest.mark.parametrize("door", memory.DOORS)
-def test_the_gradient_reaches_the_backward_pass_without_a_copy(door: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("function", memory.FUNCTIONS)
+def test_the_gradient_reaches_the_backward_pass_without_a_copy(function: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As many bytes as an output has: what indexing a batch of one entry would cost."""
     from anyattn import autograd
 
@@ -417,5 +423,5 @@ def test_the_gradient_reaches_the_backward_pass_without_a_copy(door: str, monkey
     monkeypatch.setattr(autograd, "backward", lambda problem, plan, *results: seen.append(results[2]) or backward(problem, plan, *results))
     qkv = tuple(torch.randn(64, 2, 128, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     gradient = torch.randn(64, 2, 128, dtype=torch.bfloat16)
-    memory._pass(door, qkv, gradient, lambda b, h, i, j: i >= j, [30, 34], None)
+    memory._pass(function, qkv, gradient, lambda b, h, i, j: i >= j, [30, 34], None)
     assert seen[0].data_ptr() == gradient.data_ptr()

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import anyattn
 from anyattn import autograd, masks, scores
-from anyattn.call_cache import attention
+from anyattn.call_cache import attention, calls
 from anyattn.validate import flash as check_flash
 from anyattn.validate import flex as check
 from tests.support.warm_calls import LENGTH, K, Q, V, call, flash, flex, follows, made, narrow, qkv, wide
@@ -245,18 +245,18 @@ def test_functorch_gives_the_same_error():
 
 
 def test_bounded_memory():
-    for length in range(1, 3 * attention._MOST):
+    for length in range(1, 3 * calls.MOST):
         q = torch.empty(1, 1, length, 1)
         problem, _ = attention.flex_call(
             attention.FlexCall(q, q, q, None, None, None, None, None, False, None, False, False, False), None, None
         )
         assert problem.q is q
-    assert attention._MOST <= attention.size() <= 2 * attention._MOST
+    assert calls.MOST <= attention.size() <= 2 * calls.MOST
 
 
 def test_the_latest_calls_are_kept(checked):
     call()
-    for length in range(1, 2 * attention._MOST, 2):
+    for length in range(1, 2 * calls.MOST, 2):
         q = torch.empty(1, 1, length, 1)
         attention.flex_call(attention.FlexCall(q, q, q, None, None, None, None, None, False, None, False, False, False), None, None)
         if length % 99 == 0:
@@ -341,12 +341,12 @@ def python_calls(do):
 HEADS_LAST = tuple(t.transpose(1, 2) for t in (Q, K, V))
 SLOPES = torch.tensor([0.5, 0.25])
 BUDGETS = {
-    "no mod": (32, lambda: call()),
-    "score mod": (40, lambda: call(score_mod=lambda s, b, h, i, j: s + (j - i))),
-    "mask mod": (40, lambda: call(mask_mod=narrow)),
-    "captures": (50, lambda: call(score_mod=lambda s, b, h, i, j: s + SLOPES[h] * (j - i))),
-    "flash causal": (36, lambda: flash(*HEADS_LAST, causal=True)),
-    "flash alibi": (40, lambda: flash(*HEADS_LAST, causal=True, alibi_slopes=SLOPES)),
+    "no mod": (24, lambda: call()),
+    "score mod": (34, lambda: call(score_mod=lambda s, b, h, i, j: s + (j - i))),
+    "mask mod": (34, lambda: call(mask_mod=narrow)),
+    "captures": (41, lambda: call(score_mod=lambda s, b, h, i, j: s + SLOPES[h] * (j - i))),
+    "flash causal": (24, lambda: flash(*HEADS_LAST, causal=True)),
+    "flash alibi": (28, lambda: flash(*HEADS_LAST, causal=True, alibi_slopes=SLOPES)),
 }
 
 
@@ -373,4 +373,4 @@ def test_a_block_mask_enters_few_functions(monkeypatch):
     class Results:
         out, lse, max_scores = Q, None, None
 
-    assert python_calls(lambda: call(block_mask=mask)) <= 54
+    assert python_calls(lambda: call(block_mask=mask)) <= 46

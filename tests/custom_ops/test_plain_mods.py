@@ -44,6 +44,21 @@ def test_closures_made_inside_capture_parameters_ids_and_numbers() -> None:
     assert graphs.frame_count == 2
 
 
+def test_sizes_of_captured_tensors_that_the_compiler_keeps_symbolic() -> None:
+    """Under ``dynamic=True`` a captured tensor's size is a symbolic number, which the mod takes at run time: one graph for all lengths."""
+
+    def call(q, k, v, ids):
+        last = lambda at: torch.clamp(at, 0, ids.shape[0] - 1)
+        mask = lambda b, h, i, j: (ids[last(i)] == ids[last(j)]) & (j < ids.size(0))
+        return anyattn.flex_attention(q, k, v, lambda s, b, h, i, j: s + ids.shape[0], mask_mod=mask)
+
+    compiled, graphs = fresh(call, dynamic=True)
+    for length in (48, 96, 160):
+        given = [t.detach().repeat(1, 1, length // S + 1, 1)[:, :, :length].requires_grad_() for t in inputs()]
+        assert same(compiled, call, (*given, torch.arange(length) // 7), given)
+    assert graphs.frame_count == 1
+
+
 def test_floats_that_change_are_compiled_once_more_and_no_oftener() -> None:
     def call(q, k, v, factor):
         return anyattn.flex_attention(q, k, v, lambda s, b, h, i, j: s * factor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from typing import Any
 
@@ -101,6 +102,14 @@ def test_max_scores(name: str, sink: Tensor | None) -> None:
         judge(qkv(kind=kind), mask=MASKS[name], has_max=True, sink=sink, label=kind)
 
 
+@pytest.mark.parametrize("cap", [5.0, 60.0, -5.0])
+@pytest.mark.parametrize("name", ["full", "bottom right"])
+def test_max_scores_under_a_cap(name: str, cap: float) -> None:
+    """Of a cap that bounds exponentials, of one too high for that, and of one that turns the order of the scores round."""
+    for kind in KINDS:
+        judge(qkv(kind=kind), score=lambda s, b, h, i, j: abs(cap) * torch.tanh(s / cap), mask=MASKS[name], has_max=True, label=kind)
+
+
 @pytest.mark.parametrize("name,scales", [("full", (0.5, 1e-6)), ("bottom right", (-0.1, 0.0, 0.5, 1e-6))])
 def test_scales(name: str, scales: tuple[float, ...]) -> None:
     """A negative scale turns the order of the scores round, 0 makes them equal."""
@@ -113,12 +122,19 @@ def test_scales(name: str, scales: tuple[float, ...]) -> None:
 @judging.not_on_the_cpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, HALF], ids=str)
 def test_max_scores_change_no_bit_of_the_output(dtype: torch.dtype) -> None:
-    for score in (None, lambda s, b, h, i, j: s + (i - j), lambda s, b, h, i, j: s * s, lambda s, b, h, i, j: s * 2):
+    capped = (
+        scores.softcap(5.0),
+        scores.softcap(60.0),
+        lambda s, b, h, i, j: 5.0 * torch.tanh(s / -5.0),
+        lambda s, b, h, i, j: 8.0 * torch.sigmoid(s),
+    )
+    others = (None, lambda s, b, h, i, j: s + (i - j), lambda s, b, h, i, j: s * s, lambda s, b, h, i, j: s * 2)
+    for score, mask in itertools.product((*capped, *others), (None, masks.causal())):
         for kind in KINDS:
             q, k, v = qkv(dtype=dtype, kind=kind)
-            out, aux = flex(q, k, v, score, return_aux=anyattn.AuxRequest(max_scores=True))
-            both, more = flex(q, k, v, score, return_aux=anyattn.AuxRequest(lse=True, max_scores=True))
-            assert same(flex(q, k, v, score), out) and same(out, both) and same(aux.max_scores, more.max_scores)
+            out, aux = flex(q, k, v, score, mask, return_aux=anyattn.AuxRequest(max_scores=True))
+            both, more = flex(q, k, v, score, mask, return_aux=anyattn.AuxRequest(lse=True, max_scores=True))
+            assert same(flex(q, k, v, score, mask), out) and same(out, both) and same(aux.max_scores, more.max_scores)
 
 
 @judging.not_on_the_cpu

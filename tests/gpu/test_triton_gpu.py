@@ -1,4 +1,4 @@
-"""The Triton kernels on a GPU, at the sizes that they are for: what ``tests/triton`` shows of them in Triton's interpreter.
+"""The Triton kernels on a GPU, at the sizes that they are for: what ``tests/backends/triton`` shows of them in Triton's interpreter.
 
 The tests that they share with the Hopper kernel are run on them by ``ANYATTN_GPU_BACKEND=triton`` (``make test-gpu``).
 """
@@ -19,7 +19,6 @@ from tests.support.flex_calls import results
 from tests.support.gpu import judging
 from tests.support.gpu.graphs import IDS, captured
 from tests.support.gpu.judging import DEVICE, judge, qkv, random, same
-from tests.support.triton import nonfinite as seeing
 from tests.support.triton import proof
 
 pytestmark = pytest.mark.gpu
@@ -112,21 +111,6 @@ def test_pages_that_sequences_share_rerun_bitwise() -> None:
         budget.check(name, *found)
     for _ in range(RERUNS // 10 + 1):
         assert all(torch.equal(a, b) for a, b in zip(first, gradients(judging.BACKEND or "triton"), strict=True))
-
-
-@judging.on_the_gpu_alone
-@pytest.mark.parametrize("plant", [seeing.keys, seeing.values, seeing.queries])
-@pytest.mark.parametrize("name", ["causal", "window", "elements", "documents"])
-@pytest.mark.parametrize(("d", "dtype"), [(64, torch.bfloat16), (128, torch.float16), (256, torch.bfloat16), (40, torch.float32)], **NAMES)
-def test_what_is_not_finite_meets_only_those_that_see_it(d: int, dtype: torch.dtype, name: str, plant: seeing.Plant) -> None:
-    ids = (torch.arange(700, device=DEVICE) * 3 // 700).int()
-    mask = {
-        "causal": masks.causal(), "window": masks.sliding_window(200, 0), "elements": lambda b, h, i, j: (i + 2 * j) % 3 < 2,
-        "documents": masks.document(ids) & masks.causal(),
-    }[name]  # fmt: skip
-    inputs = cases.inputs("normal", cases.Shape(1, 4, 2, 700, 700, d, d), dtype, 0)[:4]
-    made = anyattn.create_block_mask(mask, None, None, 700, 700, device=DEVICE)
-    seeing.judge(tuple(t.to(DEVICE) for t in inputs), plant, mask, block_mask=made, backend=judging.BACKEND)
 
 
 # ---- streams, threads and graphs with gradients; tests/gpu/test_device_gpu.py has them without, test_decode_gpu.py a decoder's

@@ -15,7 +15,6 @@ from tests.entry_points import test_flash_varlen as varlen
 from tests.support import sequences as seq
 from tests.support.flex_calls import judge, results
 from tests.support.sequences import Meaning
-from tests.support.triton import nonfinite as seeing
 
 SMALL = cases.Shape(1, 4, 2, 35, 43, 16, 16)
 LONG = cases.Shape(1, 2, 1, 70, 70, 16, 16)
@@ -214,14 +213,6 @@ def documents() -> None:
             judge(*qkv(1, 2, 1, 40, 40, 16, 16), score=score, captured=[table], mask=mask, block_mask=lists)
 
 
-def not_finite() -> None:
-    """NaN and infinities that some rows see, in keys, then in values, then in queries and dout; masks by ranges and by elements."""
-    inputs = cases.inputs("normal", cases.Shape(1, 2, 1, 40, 40, 16, 16), torch.float32, 0)[:4]
-    for mask in (masks.sliding_window(12, 0), lambda b, h, i, j: (i + 2 * j) % 3 < 2):
-        for plant in (seeing.keys, seeing.values, seeing.queries):
-            seeing.judge(inputs, plant, mask)
-
-
 def ranges(sink: int, window: int) -> Callable[[], None]:
     return judged((1, 1, 1, 100, 100, 16, 16), mask=masks.sink_window(sink, window))
 
@@ -244,7 +235,6 @@ KILLERS: dict[str, Callable[[], Any]] = {
     "relative": relative,
     "few_entries": few_entries,
     "infinite_derivative": infinite_derivative,
-    "not_finite": not_finite,
     "head_dim": judged((1, 2, 1, 20, 20, 24, 40)),
     "few_rows": judged((1, 6, 2, 3, 50, 16, 16), score=lambda s, b, h, i, j: s - 0.02 * h * j),
     # 17 heads take two tiles of 16 rows: of nine heads, and of eight

@@ -42,7 +42,6 @@ _BACKWARD_PASS = "backends.triton.backward_pass"
 _CAPTURED_GRADIENTS = "backends.triton.codegen.captured_gradients"
 _PROGRAMS = "backends.triton.codegen.programs"
 _DETERMINISTIC_SUM = "backends.triton.kernels.deterministic_sum"
-_NONFINITE = "backends.triton.kernels.nonfinite"
 _PAGED_GRADIENTS = "backends.triton.kernels.paged_gradients"
 _HOST_PAGED_GRADIENTS = "backends.triton.paged_gradients"
 _PRIVATIZED_SUM = "backends.triton.privatized_sum"
@@ -67,35 +66,26 @@ MUTANTS = by_name(
     Mutant("column_of_the_first_tile", f"{_FORWARD}:scores_of", "kv = lane[None, :]", "kv = (lane - first)[None, :]", "alibi"),
     Mutant("partial_taken_for_full", f"{_ITERATOR}:_run", "all_hi // TILE_N", "most // TILE_N", "causal"),
     Mutant("window_edge_taken_for_full", f"{_ITERATOR}:_run", "all_lo + TILE_N", "least + TILE_N", "window"),
-    Mutant("tiles_before_the_full_ones_lost", f"{_ITERATOR}:by_ranges", "full - first", "nothing", "window"),
-    Mutant(
-        "least_of_limits_kept", f"{_ITERATOR}:_wider",
-        "tl.minimum(all_hi, other_all_hi)", "tl.maximum(all_hi, other_all_hi)", "causal",
-    ),
+    Mutant("tiles_before_the_full_ones_lost", f"{_ITERATOR}:by_ranges", "one.full - one.first", "zero", "window"),
+    Mutant("least_of_limits_kept", f"{_ITERATOR}:_wider", "tl.minimum(all_hi, other_all_hi)", "tl.maximum(all_hi, other_all_hi)", "causal"),
     Mutant("limits_of_the_first_row_alone", f"{_ITERATOR}:_spread_of", "last[AT + 1]", "first[AT + 1]", "causal"),
     Mutant("limits_of_the_last_row_alone", f"{_ITERATOR}:_spread_of", "first[AT + 1]", "last[AT + 1]", "causal"),
-    Mutant("last_tile_lost", f"{_ITERATOR}:by_ranges", "end - full_end", "end - full_end - 1", "full"),
-    Mutant(
-        "tiles_after_the_first_range_lost", f"{_ITERATOR}:_joined",
-        "tl.where(apart, a1, g0)", "tl.where(apart, f1, g0)", "sink_window",
-    ),
+    Mutant("last_tile_lost", f"{_ITERATOR}:by_ranges", "one.end - one.full_end", "one.end - one.full_end - 1", "full"),
+    Mutant("tiles_after_the_first_range_lost", f"{_ITERATOR}:_joined", "tl.where(apart, a1, g0)", "tl.where(apart, f1, g0)", "sink_window"),
     Mutant("second_range_lost", f"{_ITERATOR}:_joined", "tl.where(apart, b1, nothing)", "fourth", "sink_window"),
     Mutant("shared_tile_visited_twice", f"{_ITERATOR}:_joined", "tl.maximum(g0, f1)", "g0 + 0", "overlap"),
     # lists
-    Mutant("full_tile_of_lists_taken_for_partial", f"{_ITERATOR}:_listed_partial", "i >= found[2]", "i < 0", "lists"),
+    Mutant("full_tile_of_lists_taken_for_partial", f"{_ITERATOR}:_listed_partial", "i >= listed.listed", "i < 0", "lists"),
     Mutant("whole_of_a_list_tile_missed", f"{_ITERATOR}:_listed_full", "__ + i % CUT * TILE_N", "__", "lists"),
+    Mutant("beyond_the_list_tile", f"{_ITERATOR}:_listed_partial", "tl.minimum((n + 1) * LIST_N, seqlen_k)", "seqlen_k", "uneven_lists"),
+    Mutant("heads_share_one_list", f"{_ITERATOR}:place_of_lists", "strides.head", "0", "lists"),
+    Mutant("entries_share_one_list", f"{_ITERATOR}:place_of_lists", "b.to(tl.int64) * strides.entry + head", "head", "lists"),
+    Mutant("lists_of_the_first_sequence", f"{_ITERATOR}:place_of_lists", "head + sequence.lists_line", "head", "ragged_lists"),
     Mutant(
-        "beyond_the_list_tile", f"{_ITERATOR}:_listed_partial",
-        "tl.minimum((n + 1) * LIST_N, seqlen_k)", "seqlen_k", "uneven_lists",
+        "flat_list_offset", f"{_ITERATOR}:place_of_lists",
+        "h.to(tl.int64) * strides.flat + sequence.lists_place", "h.to(tl.int64) * strides.flat", "ragged_lists",
     ),
-    Mutant("heads_share_one_list", f"{_ITERATOR}:place_of_lists", "strides[1]", "0", "lists"),
-    Mutant("entries_share_one_list", f"{_ITERATOR}:place_of_lists", "b.to(tl.int64) * strides[0] + head", "head", "lists"),
-    Mutant("lists_of_the_first_sequence", f"{_ITERATOR}:place_of_lists", "head + found[7]", "head", "ragged_lists"),
-    Mutant("flat_list_offset", f"{_ITERATOR}:place_of_lists", "found[8]", "found[8] * 0", "ragged_lists"),
-    Mutant(
-        "rows_of_the_next_lists", f"{_ADDRESSING}:row_tile",
-        "tl.minimum((line + 1) * LIST_M, seqlen_q)", "seqlen_q", "uneven_lists",
-    ),
+    Mutant("rows_of_the_next_lists", f"{_ADDRESSING}:row_tile", "tl.minimum((line + 1) * LIST_M, seqlen_q)", "seqlen_q", "uneven_lists"),
     # sums
     Mutant("scale_1_percent_off", f"{_FORWARD}:forward_tile", "scale * _LOG2E", "scale * _LOG2E * 1.01", "full"),
     Mutant(
@@ -107,31 +97,31 @@ MUTANTS = by_name(
     Mutant("sink_counted_twice", f"{_FORWARD}:store_results", "tl.exp2(logit - highest)", "2 * tl.exp2(logit - highest)", "sink"),
     Mutant("sink_does_not_rescale", f"{_FORWARD}:store_results", "acc = acc * rescale[:, None]", "pass", "sink"),
     Mutant("sink_in_base_2", f"{_FORWARD}:store_results", "tl.load(__).to(tl.float32) * _LOG2E", "tl.load(__).to(tl.float32)", "sink"),
-    Mutant("sink_of_another_head", f"{_FORWARD}:store_results", "tensors[6] + h", "tensors[6] + h * 0", "sink"),
+    Mutant("sink_of_another_head", f"{_FORWARD}:store_results", "tensors.sink + h", "tensors.sink + h * 0", "sink"),
     Mutant("lse_in_base_2", f"{_FORWARD}:store_results", "row_max * _LN2 + tl.log(total)", "row_max + tl.log2(total)", "full"),
     Mutant("nan_of_a_row_that_sees_nothing", f"{_FORWARD}:store_results", "tl.where(row_sum == 0, 1.0, row_sum)", "row_sum", "islands"),
     # heads and storage
     Mutant(
         "wrong_gqa_head", f"{_ADDRESSING}:work_of",
-        "(m, b, __, kv_head, split)", "(m, b, __, sizes[2] // sizes[7] - 1 - kv_head, split)", "full",
+        "(m, b, __, kv_head, split)", "(m, b, __, sizes.heads // sizes.ratio - 1 - kv_head, split)", "full",
     ),
     Mutant(
         "first_head_of_whole_tiles", f"{_ADDRESSING}:work_of",
-        "kv_head * sizes[7] + part * dealt[0]", "h * dealt[0]", "uneven_group",
+        "kv_head * sizes.ratio + part * dealt.packed", "h * dealt.packed", "uneven_group",
     ),
     Mutant("packed_heads_are_one", f"{_FORWARD}:forward_tile", "r % group", "r % group * 0", "few_rows"),
     Mutant("head_dim_not_cut", f"{_FORWARD}:load_rows", "is_row & (d < HEAD_DIM)", "is_row & (d <= HEAD_DIM)", "head_dim"),
-    Mutant("queries_of_the_first_sequence", f"{_FORWARD}:forward_tile", "found[1] + position", "position", "packed"),
+    Mutant("queries_of_the_first_sequence", f"{_FORWARD}:forward_tile", "sequence.q_start + position", "position", "packed"),
     Mutant(
         "keys_of_the_first_sequence", f"{_FORWARD}:keys_at",
-        "first + tl.arange(0, TILE_N) + key[3]", "first + tl.arange(0, TILE_N)", "packed",
+        "first + tl.arange(0, TILE_N) + key.start", "first + tl.arange(0, TILE_N)", "packed",
     ),
     Mutant("page_off_by_one", f"{_PAGED_KV}:page_numbers", "pages + asked", "pages + (tl.maximum(asked, 1) - 1)", "pages"),
     Mutant("row_of_page_off_by_one", f"{_PAGED_KV}:paged_places", "first + lane", "first + lane + 1", "uneven_pages"),
     Mutant("row_of_fitting_page_off_by_one", f"{_PAGED_KV}:paged_places", "lane % PAGE_SIZE", "(lane + 1) % PAGE_SIZE", "pages"),
     Mutant(
         "page_table_of_the_first_sequence", f"{_FORWARD}:forward_tile",
-        "tensors[9] + b.to(tl.int64) * sizes[6]", "tensors[9]", "pages",
+        "tensors.pages + b.to(tl.int64) * sizes.pages_each", "tensors.pages", "pages",
     ),
     Mutant("launch_without_work_does_it", f"{_ADDRESSING}:is_off", "tl.load(guard) != 0", "tl.load(guard) == 7", "documents"),
     Mutant("launch_with_work_leaves_it", f"{_ADDRESSING}:is_off", "tl.load(guard) != 0", "tl.load(guard) >= 0", "documents"),
@@ -146,15 +136,15 @@ MUTANTS = by_name(
     # the backward pass
     Mutant("delta_dropped", f"{_BACKWARD}:prepare_tile", "out * dout", "out * dout * 0", "full"),
     Mutant("lse_gradient_ignored", f"{_BACKWARD}:prepare_tile", "if HAS_DLSE: ...", "if False: ...", "full"),
-    Mutant("stale_lse", f"{_BACKWARD}:prepare_tile", "tensors[2] + place", "tensors[2] + place // 2 * 2", "full"),
+    Mutant("stale_lse", f"{_BACKWARD}:prepare_tile", "tensors.natural_lse + place", "tensors.natural_lse + place // 2 * 2", "full"),
     Mutant("statistics_of_two_sequences_in_one_place", f"{_BACKWARD}:_slot", "__ + b", "__", "packed"),
     Mutant("statistics_of_the_first_rows", f"{_BACKWARD}:_visit_rows", "tl.where(first < end, first, 0)", "first * 0", "causal"),
-    Mutant("statistics_of_the_first_rows_alone", f"{_BACKWARD}:_visit_either", "heads[2] + first", "heads[2]", "window"),
+    Mutant("statistics_of_the_first_rows_alone", f"{_BACKWARD}:_visit_either", "heads.lse + first", "heads.lse", "window"),
     Mutant("heads_in_turn_lost", f"{_BACKWARD}:_place", "at % width", "at % width // 2 * 2", "causal"),
     Mutant("dq_not_scaled", f"{_BACKWARD}:dq_tile", "dq * scale", "dq * 1.0", "full"),
     Mutant("dk_1_percent_off", f"{_BACKWARD}:dkdv_tile", "dk * scale", "dk * scale * 1.01", "full"),
     Mutant("row_tile_lost", f"{_ROW_TILE_BOUNDS}:_extent", "tl.where(touches, m + 1, 0)", "tl.where(touches, m, 0)", "full"),
-    Mutant("dk_of_one_head_alone", f"{_BACKWARD}:dkdv_tile", "kv_head * sizes[7] + g", "kv_head * sizes[7]", "full"),
+    Mutant("dk_of_one_head_alone", f"{_BACKWARD}:dkdv_tile", "kv_head * sizes.ratio + g", "kv_head * sizes.ratio", "full"),
     Mutant(
         "dv_overwritten", f"{_BACKWARD}:_visit_either",
         "plus_product(dv, None, p, dout, PRECISION)", "plus_product(dv * 0, None, p, dout, PRECISION)", "window",
@@ -175,7 +165,7 @@ MUTANTS = by_name(
         "second_range_of_rows_lost", f"{_ROW_TILE_BOUNDS}:_spans_of",
         "touches | (lo < n_end) & (hi > n_first)", "touches & ((lo < n_end) & (hi > n_first))", "sink_window",
     ),
-    Mutant("tile_that_is_cut_not_asked", f"{_BACKWARD}:dkdv_tile", "m < runs[1]", "m < 0", "window"),
+    Mutant("tile_that_is_cut_not_asked", f"{_BACKWARD}:dkdv_tile", "m < runs.full", "m < 0", "window"),
     Mutant("hidden_probability_kept", f"{_BACKWARD}:_visit_rows", "tl.where(seen, p, 0.0)", "p * 1.0", "causal"),
     Mutant("hidden_score_kept_in_dq", f"{_BACKWARD}:_visit_keys", "tl.where(seen, p, 0.0)", "p * 1.0", "causal"),
     Mutant(
@@ -191,16 +181,6 @@ MUTANTS = by_name(
     Mutant("derivative_forgotten_in_dq", f"{_BACKWARD}:_visit_keys", "of_score[1].to(tl.float32)", "1.0", "softcap"),
     Mutant("mask_forgotten_in_dk", f"{_BACKWARD}:_visit_rows", "is_shown", "kv >= 0", "dilated"),
     Mutant("mask_forgotten_in_dq", f"{_BACKWARD}:_visit_keys", "is_shown", "kv >= 0", "dilated"),
-    # what is not finite
-    Mutant("hidden_values_met", f"{_FORWARD}:forward_tile", "not HIDES or is_finite(acc, None)", "True", "not_finite"),
-    Mutant("hidden_keys_met", f"{_BACKWARD}:_visit_keys", "finite(k)", "k", "not_finite"),
-    Mutant("hidden_queries_met", f"{_BACKWARD}:_visit_rows", "finite(__)", "__", "not_finite"),
-    Mutant("seen_infinities_lost", f"{_MATMUL}:turned", "tl.where(wide != other, one, 0.0)", "0.0", "not_finite"),
-    Mutant(
-        "infinities_of_the_other_sign", f"{_MATMUL}:turned",
-        "tl.where(turn == 0, float('-inf'), float('inf'))", "tl.where(turn == 1, float('-inf'), float('inf'))", "not_finite",
-    ),
-    Mutant("hidden_infinities_counted", f"{_NONFINITE}:out_again", "float('-inf')", "0.0", "not_finite"),
     Mutant("sink_gradient_sign", f"{_BACKWARD_PASS}:_of_sink", "-__", "__", "sink"),
     Mutant(
         "captured_derivative_forgotten", f"{_CAPTURED_GRADIENTS}:scatter_source",
@@ -218,9 +198,9 @@ MUTANTS = by_name(
     Mutant("diagonals_of_blocks_mixed", f"{_DEVICE_MATH}:send_diagonals", "__ + ROWS - 1", "__ + ROWS - 2", "relative"),
     Mutant(
         "diagonals_before_the_tile_lost", f"{_DEVICE_MATH}:send_diagonals",
-        "i < tl.minimum(begin[4], 8 * ROWS)", "(i < 1) & (i < tl.minimum(begin[4], 8 * ROWS))", "relative",
+        "i < tl.minimum(begin.rows, 8 * ROWS)", "(i < 1) & (i < tl.minimum(begin.rows, 8 * ROWS))", "relative",
     ),
-    Mutant("diagonals_of_the_first_head", f"{_DEVICE_MATH}:send_diagonals", "begin[1]", "begin[1] * 0", "relative"),
+    Mutant("diagonals_of_the_first_head", f"{_DEVICE_MATH}:send_diagonals", "begin.h", "begin.h * 0", "relative"),
     Mutant("copies_but_the_first_lost", f"{_PRIVATIZED_SUM}:read", "total.sum(-1)", "total[..., 0]", "few_entries"),
     Mutant(
         "entries_begin_at_copies", f"{_CAPTURED_GRADIENTS}:_place",
@@ -242,8 +222,7 @@ MUTANTS = by_name(
     ),
     Mutant(
         "pages_of_the_first_sequence", f"{_HOST_PAGED_GRADIENTS}:_in_rows",
-        "replace(__, page_table=None, page_size=0, k_row=own)",
-        "replace(__, page_table=None, page_size=0, k_row=own * 0)", "shared_pages",
+        "replace(__, page_table=None, page_size=0, k_row=own)", "replace(__, page_table=None, page_size=0, k_row=own * 0)", "shared_pages",
     ),
     Mutant(
         "keys_of_a_shared_entry_lost", f"{_CAPTURED_GRADIENTS}:_additions",

@@ -1,6 +1,6 @@
-"""Attention forward on NVIDIA Hopper: one kernel in CuTe DSL for every variant, specialised by what the mods are.
+"""The Hopper backend: the forward pass on NVIDIA Hopper by one CuTe DSL kernel, specialised for each variant's mods.
 
-For users of CuTe itself ``HopperForward`` stands here too, and ``direct`` has what goes with it.
+For users of CuTe itself it also exports ``HopperForward``; ``cute_api`` has what goes with it.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ __all__ = ["HopperForward", "forward"]
 
 
 def __getattr__(name: str) -> Any:
-    """``HopperForward`` imports CuTe DSL, which only who asks for it needs."""
+    """Imports ``HopperForward``, and with it CuTe DSL, at first use."""
     if name == "HopperForward":
         from anyattn.backends.hopper.kernel.forward import HopperForward
 

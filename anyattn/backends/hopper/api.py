@@ -1,4 +1,4 @@
-"""The backend's door: a problem and its plan in, results out. The backward pass is another backend's (``Plan.backward``)."""
+"""The Hopper backend's entry point: a problem and its plan in, results out. The backward pass is another backend's (``Plan.backward``)."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ class Result(NamedTuple):
 
 
 class _Shared(NamedTuple):
-    """What the calls of one plan share, but for what ``_Ready`` adds once their kernel is there.
+    """What the calls of one plan share.
 
-    ready: by what the captured numbers' signs and sizes make of the config. documents: how calls are run by their documents, if they are;
-    then ready_of has, for the documents of each mask, what ready is for other calls.
+    ready: prepared launches by config, which depends on the captured numbers' signs and sizes. documents: how calls are run by their
+    documents, if they are; then ready_of has the prepared launches for the documents of each mask.
     """
 
     special: Special
@@ -54,11 +54,10 @@ class _Shared(NamedTuple):
 
 
 class _Ready(NamedTuple):
-    """A launch that was made once. All calls of the same facts whose tables are none, or are known to be these, differ in tensors, scale
-    and captured values alone.
+    """A prepared launch. Calls of the same signature with no tables, or with these, differ in tensors, scale and captured values alone.
 
-    known: where the kernel is from; it is empty once the kernels are forgotten. shape, strides: out's. numbers: arguments behind the scale.
-    captures: whether anything is captured. is_plain: whether that can be handed over as it is. visits: the tables.
+    known: the mapping that holds the kernel; empty once kernels are forgotten. shape, strides: out's. numbers: arguments after the scale.
+    captures: whether anything is captured. is_plain: whether captures can be passed as they are. visits: the tables.
     """
 
     kernel: Callable[..., None]
@@ -85,9 +84,9 @@ def forward(problem: Problem, plan: Plan) -> Result:
 
 
 def _by_documents(problem: Problem, shared: _Shared, ways: ByDocument) -> Result:
-    """As sequences, or by lists where the ids are no documents; both, each for its case, until that is known on the host."""
+    """Runs a call as sequences, or by lists where the ids are not documents; launches both until the host knows which."""
     documents = tables_of(problem, ways.form)
-    answer, config = documents.answer(), ways.within.config_for(problem)  # which hangs on the score mod alone
+    answer, config = documents.answer(), ways.within.config_for(problem)  # which depends on the score mod alone
     if answer:
         ready = shared.ready_of.get(documents, _NOTHING).get(config)
         if ready is not None and ready.known:
@@ -124,7 +123,7 @@ def _again(problem: Problem, special: Special, ready: _Ready) -> Result:
 def _first(problem: Problem, shared: _Shared, config: Config) -> Result:
     special = shared.special
     results = _results(problem)
-    if _fills(problem):  # rows that belong to no sequence are 0 and -inf; the kernel does not come by them
+    if _fills(problem):  # rows that belong to no sequence are 0 and -inf; the kernel does not visit them
         results.out.zero_()
     visits = tables.visits_of(problem, special, results)
     arguments = _launched(problem, special, config, visits, results)
@@ -155,7 +154,7 @@ def _launched(problem: Problem, special: Special, config: Config, visits: tables
 
 
 def _keep(ready: dict[Config, _Ready], config: Config, arguments: tuple, visits: tables.TablesOnHost) -> None:
-    """Keeps what another launch like this one needs, unless nothing was loaded for it."""
+    """Stores a prepared launch, unless no kernel was loaded for it."""
     kinds, _ = kinds_of(arguments)
     known = loaded(config)
     if kinds in known:
@@ -205,7 +204,7 @@ def _section(problem: Problem, groups: int) -> int:
 
 
 def _fills(problem: Problem) -> bool:
-    """Whether results are filled before the kernel runs: of stored sequences the kernel that makes their tables wipes the gaps alone."""
+    """Whether results are filled before the kernel runs; with ``StoredSequences`` the kernel that makes the tables clears unused rows."""
     return problem.sequences is not None and not isinstance(problem.sequences, StoredSequences)
 
 
@@ -220,10 +219,10 @@ _counters: dict[tuple[int, int], Tensor] = {}
 
 
 def _counter(device: torch.device) -> Tensor:
-    """Two zeros from which a kernel's blocks draw their work, and which it leaves as zeros.
+    """The work counter of a launch: two zeros, which the kernel's blocks increment and the last block resets.
 
-    Kernels of one stream follow one another and share them. A graph may run beside anything and gets its own. They are allocated by a
-    thread of their own: a compiled graph's memory pool takes what the calling thread allocates, and lets nothing in it be kept.
+    Kernels of one stream run one after another and share it. A CUDA graph may run concurrently and gets its own. It is allocated in a
+    separate thread: a compiled graph's memory pool would take allocations of the calling thread, and reuse them.
     """
     # torch.cuda's own functions of these names take microseconds; a CPU's counter is when only compiling
     if device.type != "cuda" or torch._C._cuda_isCurrentStreamCapturing():

@@ -1,4 +1,4 @@
-"""What one compiled kernel is specialised for; a config that cannot run is refused where it is made."""
+"""``Config``: what one compiled Hopper kernel is specialised for; a config that cannot run raises where it is made."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _REGISTERS = {2: (240, 24), 3: (160, 32)}  # of a consumer and of a producer thr
 
 
 def padded(head_dim: int, head_dim_v: int) -> tuple[int, int]:
-    """The head dimensions of the kernel that computes these: the copy engine fills up with zeros.
+    """The head dimensions of the kernel that computes these: the copy engine pads with zeros.
 
     Raises ``ValueError`` where one is larger than any kernel's.
     """
@@ -66,8 +66,8 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Ask:
-    """How a predicate is asked in the kernel. by_row: ``expr``'s outputs are lo, hi, lo, hi, ..., the ranges of keys that a row sees
-    (``mods.rows.RowRanges``), and a key's column is compared with them; else ``expr`` is the mask itself."""
+    """How a predicate is evaluated in the kernel. by_row: ``expr``'s outputs are lo, hi, lo, hi, ..., the ranges of keys that a row sees
+    (``row_ranges.RowRanges``), and a key's column is compared with them; else ``expr`` is the mask itself."""
 
     expr: Expr
     by_row: bool
@@ -79,20 +79,20 @@ class Config:
 
     head_dim, head_dim_v: as padded. is_bf16: else float16. score: the score mod's expression or None.
     is_factored: constant factors may be taken off the score mod's end, for they and the scale are above 0 (``staging.factored``, ``bias``).
-    is_bounded: no score passes ``MOST``, so that a row's maximum need not be found: exponentials are taken of the scores themselves.
+    is_bounded: no score exceeds ``MOST``, so exponentials are taken of the scores themselves, without a row maximum.
     heads_per_tile: query heads that share K and V and a row tile (packed GQA), 1, 4 or 8: row r is head ``r % heads_per_tile`` of them at
     position ``r // heads_per_tile`` of the tile's. A group of another number of heads leaves rows of its last tiles empty.
-    bands: row ranges ``lo, hi`` of predicates that are bands around a row's place (``sides``); the kernel derives its tiles from them.
+    bands: row ranges ``lo, hi`` of predicates that are bands around a row's position (``sides``); the kernel derives its tiles from them.
     lists: None, or the layout of the lists of tiles to visit: "dense" (B, H, M, N), "ragged" (H, total_m, max_n) or "flat" (H, total_n).
     per_entry, per_head: the lists differ from batch entry to entry, from head to head. list_cut: (rows, keys) of a list's tile in units
     of the kernel's. partial: what decides inside listed partial tiles (None: nothing). always: predicates that hold in every tile.
-    has_order: the row tiles come in a given order. has_count: which says itself, behind its last row, how many of its rows there are: so
-    what is known on the device alone decides whether there is anything to do. spread: the heads that share one place in the order: "all"
+    has_order: the row tiles come in a given order. has_count: the order's last row holds the number of its valid rows, which may be known
+    on the device alone. spread: the heads that share one place in the order: "all"
     (of the batch), "heads" (of an entry) or "none".
     has_entries: a table says where each batch entry's rows are. piece: 0, or K and V are a pool of pages, and one copy brings so many rows
     of a page: a tile of keys takes ``tile_n / piece`` copies, and a page holds whole pieces. gathers: pieces are rows, and the loader's
     lanes copy them themselves; no row of K or V is padded.
-    has_sink, has_lse, has_max: as the call asks.
+    has_sink, has_lse, has_max: as the call requests.
     """
 
     head_dim: int
@@ -134,8 +134,8 @@ class Config:
             raise ValueError("bands and lists are both given; with lists a band is one of the predicates that hold always")
         if self.has_count and not self.has_order:
             raise ValueError("has_count without has_order: the number of row tiles stands behind their order")
-        if self.is_bounded and (self.score is None or not self.is_factored or not self.is_bf16 or self.has_max):
-            raise ValueError("is_bounded without a factored score mod, in float16 or with has_max; wanted bfloat16 and no highest scores")
+        if self.is_bounded and (self.score is None or not self.is_factored or not self.is_bf16):
+            raise ValueError("is_bounded without a factored score mod or in float16; wanted bfloat16, in which no exponential overflows")
         is_odd = self.piece % 2 == 1 and not self.gathers and 96 in (self.head_dim, self.head_dim_v)
         if self.piece and (self.tiles.tile_n % self.piece or is_odd):
             raise ValueError(f"piece={self.piece}; wanted a divisor of tile_n={self.tiles.tile_n}, even at head_dim 96 (TMA's 128 bytes)")
@@ -242,7 +242,7 @@ def tiles_for(
 
     ``tests/backends/hopper/test_plan_and_compile.py`` compiles them all and counts what spills.
 
-    A score mod, or predicates asked beside bands, need registers that three warp groups do not have, and what reads a table for every score
+    A score mod, or predicates besides bands, need registers that three warp groups do not have, and what reads a table for every score
     needs more. tile_n: what a tile's keys must divide, a list's tile. asked: all predicates but bands. page: rows of a page, 0 without.
     is_packed: heads share row tiles, and a thread's scores lie on more diagonals.
     """

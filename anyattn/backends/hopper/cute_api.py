@@ -1,4 +1,4 @@
-"""For users of CuTe itself: ``HopperForward`` under ``cute.compile``, with the many optional arguments filled in.
+"""CuTe API: compiling and launching ``HopperForward`` by ``cute.compile``, with its optional arguments filled in.
 
 >>> import torch
 >>> q = torch.zeros(1, 4, 256, 128, dtype=torch.bfloat16)
@@ -64,8 +64,8 @@ def describe(
 
     q: (B, Hq, Sq, D), k, v: (B, Hkv, Sk, D or Dv), bfloat16 or float16; the dtype and head dimensions decide, other sizes are run-time.
     pack_gqa: query heads that share K and V share row tiles, 4 of them or 8, as their number here is at most 4 or not.
-    Raises ``BackendError`` where heads that shall share row tiles see other keys each, and ``ValueError`` where no kernel can do this, or
-    where the mask needs lists of tiles: those a ``Config`` written by hand takes.
+    Raises ``BackendError`` where heads that are to share row tiles see different keys, and ``ValueError`` where no kernel can do this, or
+    where the mask needs lists of tiles, which only a ``Config`` written by hand takes.
     """
 
     def read(mod: Callable, kind: str) -> TracedMod:
@@ -114,7 +114,7 @@ def arguments(
     two. scale: default 1 / sqrt(D). workers: thread blocks, by default one for each of the 132 multiprocessors, but no more than there
     is work. tables: partial_count, partial_index, full_count, full_index, order, entries, pages, where the config has them.
 
-    Raises ``ValueError`` where something that the config has is missing, or was given though it has it not.
+    Raises ``ValueError`` where an argument that the config needs is missing, or one is given that it does not have.
     """
     config, *captured = described if isinstance(described, Described) else (described, (), ())
     scalars, tensors = (tuple(old if new is None else new) for old, new in zip(captured, (scalars, tensors), strict=True))
@@ -135,7 +135,7 @@ def arguments(
 
 
 def _check_signs(config: Config, scale: float, scalars: tuple[int | float, ...]) -> None:
-    """Where factors are applied behind the search for a row's maximum they must be above 0."""
+    """Raises unless factors that are applied after finding a row's maximum are above 0."""
     if config.score is not None and not config.is_factored:
         return
     cure = "a number above 0, or a Config with a score and is_factored=False"
@@ -167,7 +167,7 @@ def _check(config: Config, statistics: dict[str, Any], tables: dict[str, Any], s
 
 
 def placeholders(given: tuple) -> tuple:
-    """What stands for ``arguments`` of torch tensors in ``cute.compile``: sizes and strides of any value, no memory, no GPU needed."""
+    """Placeholders for ``arguments`` of torch tensors in ``cute.compile``: sizes and strides of any value, no memory, no GPU needed."""
     kinds, _ = kinds_of(indexable(given))
     # ``as_cute`` lays a last dimension out with stride 1, whatever a tensor's is
     return tuple(build.examples(tuple(abs(kind) if isinstance(kind, int) else kind for kind in kinds)))

@@ -1,4 +1,4 @@
-"""From a problem to the kernel's ``Config``, and to where the values that its expressions capture are found."""
+"""Making a ``Config`` from a problem, and mapping the captured values of its expressions to the call's mods."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _SCORE = -1  # among sources, beside numbers of predicates
 
 
 class Special(NamedTuple):
-    """What calls of the same facts share.
+    """What calls of the same signature share.
 
     sources: for each of ``config.exprs`` the predicate whose numbers and tensors it captures (-1: the score mod), and how many.
     positive: the score mod's numbers that must be above 0 where ``config.is_factored``.
@@ -50,7 +50,7 @@ class Special(NamedTuple):
     may_be_bounded: bool
 
     def config_for(self, problem: Problem) -> Config:
-        """The config, which hangs on the sign and size of numbers that the score mod captures."""
+        """The config, which depends on the sign and size of numbers that the score mod captures."""
         if self.positive and any(problem.score.scalars[i] <= 0 for i in self.positive):  # type: ignore[union-attr]
             return _varied(self.config, False, False)
         if self.may_be_bounded and is_bounded(self.config, problem.score.scalars):  # type: ignore[union-attr]
@@ -72,13 +72,13 @@ class Special(NamedTuple):
 
 
 def specialised(problem: Problem, packs: bool | None = None) -> Special:
-    """What the kernel for ``problem`` is specialised for; asks nothing of what tensors hold.
+    """What the kernel for ``problem`` is specialised for; reads no tensor.
 
     Bands and CuTe functions alone need no lists of tiles. Else the first predicate that is neither has lists, which ``problem`` may bring.
     packs: whether heads share row tiles where they can, None for what ``problem`` says.
     """
     bands = [_band(p) for p in problem.predicates]
-    # what a CuTe function shows nobody knows: it is asked in every tile, unless the caller brings its lists
+    # CuTe masks are opaque: evaluated in every tile unless lists are given
     unlisted = [i for i, p in enumerate(problem.predicates) if bands[i] is None and has_native([p]) is None]
     listed = None
     if problem.blocks is not None and not (problem.blocks_follow and not unlisted):
@@ -105,13 +105,13 @@ def specialised(problem: Problem, packs: bool | None = None) -> Special:
     flags |= _storage(problem, listed is not None)
     config = _config(problem, None if score is None else score.expr, list_tile, flags, packs)
     positive = () if score is None or problem.scale <= 0 else factored(score.expr).positive
-    may_be_bounded = config.score is not None and config.is_factored and config.is_bf16 and not config.has_max and caps(config.score)
+    may_be_bounded = config.score is not None and config.is_factored and config.is_bf16 and caps(config.score)
     return Special(config, tuple(sources), positive, listed, list_tile, may_be_bounded)
 
 
 class ByDocument(NamedTuple):
-    """What calls of the same facts share whose documents are run as sequences. form: of their masks. within: for the sequences; listed:
-    for lists of tiles, where documents turn out to be none. Of both kernels one finds nothing to do."""
+    """What calls of the same signature share whose documents are run as sequences. form: of their masks. within: for the sequences; listed:
+    for lists of tiles, where the ids turn out not to be documents. One of the two kernels does nothing."""
 
     form: DocumentForm
     within: Special
@@ -119,8 +119,8 @@ class ByDocument(NamedTuple):
 
 
 def by_document(problem: Problem) -> ByDocument | None:
-    """How a call is run by its documents, None where they are not told apart by block lists that follow from the mask, or where the rest
-    of the mask is not bands. Asks nothing of what tensors hold. The heads of a group are apart: how long documents are nobody knows."""
+    """How a call is run by its documents, None without block lists that follow from the mask, or where the rest of the mask is not bands.
+    Reads no tensor. Heads are not packed, since the documents' lengths are unknown."""
     if problem.blocks is None or (form := form_of(problem)) is None:
         return None  # without lists to keep them with, finding the documents for every call costs what it saves
     within, listed = specialised(over_sequences(problem, form, NO_DOCUMENTS), False), specialised(problem, False)
@@ -134,7 +134,7 @@ def _counted(special: Special) -> Special:
 
 
 def is_bounded(config: Config, scalars: tuple[int | float, ...]) -> bool:
-    """Whether a row's maximum need not be found, for numbers that the score mod captures."""
+    """Whether the captured numbers bound the scores, so that no row maximum is needed."""
     size = bound(config.score, scalars) if config.score is not None else None
     return size is not None and size <= MOST
 
@@ -199,7 +199,7 @@ def _storage(problem: Problem, has_lists: bool) -> dict[str, Any]:
 
 
 def tile_of(blocks: Any) -> tuple[int, int]:
-    """The tile of block lists. One that holds a whole sequence may as well be larger, and is taken to be whole tiles of the kernel's."""
+    """The tile of block lists. One that holds a whole sequence is enlarged to whole tiles of the kernel's."""
     lengths = getattr(blocks, "lengths", None) or (math.inf, math.inf)
     rows, keys = (-(-size // TILE_M) * TILE_M if size >= n else size for size, n in zip(blocks.tile, lengths, strict=True))
     return rows, keys
@@ -232,7 +232,7 @@ def _shows_all(mask: TracedMod) -> bool:
 
 
 def _identity() -> TracedMod:
-    """The score mod that changes nothing: with it the scale is applied before a row's maximum is sought, as a negative one needs."""
+    """The identity score mod: with it the scale is applied before a row's maximum is found, as a negative scale needs."""
     builder = Builder()
     return TracedMod("score", builder.build(builder.add("score", dtype=torch.float32)), (), (), "identity")
 

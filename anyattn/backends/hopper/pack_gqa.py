@@ -1,4 +1,4 @@
-"""Whether query heads that share K and V share row tiles too (packed GQA): few queries fill a tile so, and K and V are loaded once."""
+"""Packed GQA: whether query heads that share K and V share row tiles, so that few queries fill a tile and K and V are loaded once."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def reason_against_packing(fields: dict[str, Any]) -> str | None:
 
 
 def why_apart(config: Config, ratio: int) -> str | None:
-    """Why a config whose heads should share row tiles has them apart, None where they share or there is nothing to share."""
+    """Why a config's heads do not share row tiles though packing is wanted; None where they do or there is nothing to share."""
     if config.heads_per_tile > 1 or ratio == 1:
         return None
     return reason_against_packing({"per_head": config.per_head, "spread": config.spread, "bands": config.bands})
 
 
 def _queries(problem: Problem) -> int:
-    """Queries of an entry; of sequences that nobody has looked at about their mean."""
+    """Queries of an entry; of unread sequences about their mean."""
     if problem.sequences is None:
         return problem.q.shape[2]
     return queries_each(problem.q.shape[0] * problem.q.shape[2], problem.batch, problem.bound_q)

@@ -91,7 +91,7 @@ def _against_layout(problem: Problem) -> str | None:
 
 
 def plan_of(problem: Problem, reason: str, options: dict[str, int], backward: Backward) -> Plan:
-    """Asks nothing of the mask's rows: on a GPU that would wait for them. options: ``validate.flex.kernel_options``."""
+    """The plan; does not read the mask's row ranges, which on a GPU would wait for them. options: ``validate.flex.kernel_options``."""
     packs = bool(options["pack_gqa"]) if "pack_gqa" in options else problem.packs
     config = config_of(problem, packs)
     tiles, packed = config.tiles, config.heads_per_tile

@@ -1,4 +1,4 @@
-"""The tables that tell the kernel where to look: lists of tiles, the order of row tiles, the places of a ragged batch's entries."""
+"""Device tables that the Hopper kernel reads: lists of tiles, the order of row tiles, a varlen batch's entries."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["TablesOnHost", "visits_beside_documents", "visits_of", "visits_of_do
 
 
 class TablesOnHost(NamedTuple):
-    """``visits.Tables`` as torch tensors."""
+    """``tile_scheduler.Tables`` as torch tensors."""
 
     partial_count: Tensor | None = None
     partial_index: Tensor | None = None
@@ -113,7 +113,7 @@ def _longest_first(visited: Tensor, cut: int, tiles: int) -> Tensor:
 
 
 def _made_lists(problem: Problem, mask: TracedMod, per_entry: bool, per_head: bool) -> Any:
-    """Lists of a mask that came without."""
+    """Lists made for a mask that has none."""
     from anyattn.sparsity.block_sparse import BlockSparseTensors
     from anyattn.sparsity.compute import tile_lists
 
@@ -160,9 +160,9 @@ def _ragged(problem: Problem, special: Special, lists: Any, results: Results | N
 
 
 def _prepared(s: StoredSequences, config: Config, most: int, results: Results) -> tuple[Tensor, Tensor]:
-    """(order, entries) by one launch, which also wipes the results' rows of no sequence.
+    """(order, entries) by one launch, which also clears the results' rows of no sequence.
 
-    Made anew for each call: what the tables hold may have changed in ways that torch does not count, and wiping is a launch anyway.
+    Made anew for each call: the tables' contents may have changed in ways that torch does not count, and clearing is a launch anyway.
     """
     out, device = results[0], results[0].device
     is_large = s.batch > MOST_ENTRIES[-1]
@@ -185,7 +185,7 @@ def _prepared(s: StoredSequences, config: Config, most: int, results: Results) -
     return order, entries
 
 
-_ROWS_AT_ONCE = THREADS  # of storage that a block looks at, one a thread
+_ROWS_AT_ONCE = THREADS  # of storage that a block checks, one a thread
 _MOST_BLOCKS = 528  # four for each multiprocessor of an H200, of which two fit at once
 
 

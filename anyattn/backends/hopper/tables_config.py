@@ -1,4 +1,4 @@
-"""What the kernel that makes a ragged batch's tables is specialised for."""
+"""``TablesConfig``: what the kernel that makes a varlen batch's tables is specialised for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention with torch operations: the CPU backend, and a fallback-free reference on anything torch runs on."""
+"""The torch backend: attention by torch operations, for the CPU and any other device that torch runs on."""
 
 from anyattn.backends.torch.api import backward, forward
 from anyattn.backends.torch.combine import combine

@@ -1,4 +1,4 @@
-"""The backend's two doors: a problem and its plan in, results out."""
+"""The torch backend's entry points: a problem and its plan in, results out."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def forward(problem: Problem, plan: Plan) -> Result:
 
 
 def _forward_by_splits(problem: Problem, plan: Plan) -> Result:
-    """Each split computes what it sees of every row tile, in the statistics' dtype; the sink joins when they are combined."""
+    """Each split computes its keys of every row tile, in the statistics' dtype; the sink is added when they are combined."""
     call = _call(problem.like(sink=None, wants_lse=True), plan)
     parts = []
     for split in range(plan.num_splits):

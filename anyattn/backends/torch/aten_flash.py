@@ -1,4 +1,4 @@
-"""Large rectangles that every row sees whole, computed by ATen's own flash kernel for the CPU.
+"""ATen's flash-attention CPU kernel for large rectangles of (rows x keys) without a mask.
 
 In float32 without a score mod that kernel runs at the speed of the matrix product, a few per cent faster than streaming tiles through torch
 operations. It returns output and log-sum-exp, so a rectangle is simply the state from which a row tile's streaming starts; its backward
@@ -92,7 +92,7 @@ def _is_served(call: Call) -> bool:
 
 
 def _shared(tiles: tuple[RowTile, ...]) -> Rectangle | None:
-    """The widest stretch that all rows of ``tiles`` see whole."""
+    """The widest range of keys that all rows of ``tiles`` see completely."""
     common = [(s.lo, s.hi) for s in tiles[0].segments if not s.predicates]
     for tile in tiles[1:]:
         seen = [(s.lo, s.hi) for s in tile.segments if not s.predicates]

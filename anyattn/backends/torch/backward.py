@@ -1,4 +1,4 @@
-"""The streaming backward pass: the forward's tiles again, with the probabilities recomputed from the saved log-sum-exp.
+"""Streaming backward pass on the forward's tiles, with probabilities recomputed from the saved log-sum-exp.
 
 With P the probabilities of a row, dP = dO V^T and delta = rowsum(dO * O) - dLSE, the derivative by the modified score is
 dS = P * (dP - delta) (FlashAttention, arXiv:2205.14135, appendix B). Every query row tile is visited once: dQ is finished there, dK, dV
@@ -24,7 +24,7 @@ from anyattn.backends.torch.workspace import zeros_in_order
 
 __all__ = ["backward"]
 
-_FAR = 1024.0  # a base-2 log-sum-exp beyond this has rounded away more than 2^-13 of what it was told of the sum
+_FAR = 1024.0  # a base-2 log-sum-exp beyond this has lost the digits of the sum below 2^-13
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +41,7 @@ class _Statistics:
         stat, q = call.problem.stat_dtype, call.problem.q
         blind = torch.isneginf(lse)
         idle = blind if call.problem.sink is None else blind | _sees_only_the_sink(call.problem.sink, q, out, lse, dout)
-        if bool(idle.any()):  # whatever stands in a row that sees nothing must not meet its zero probabilities
+        if bool(idle.any()):  # NaN in a row that sees nothing must not be multiplied by its zero probabilities
             dout, q = (t.masked_fill(idle[..., None], 0.0) for t in (dout, q))
         delta = (dout.to(stat) * out).sum(-1)
         if dlse is not None:
@@ -50,7 +50,7 @@ class _Statistics:
 
 
 def _sees_only_the_sink(sink: Tensor, q: Tensor, out: Tensor, lse: Tensor, dout: Tensor) -> Tensor:
-    """(B, Hq, Sq) rows that see no key and hold, in q or dout, what is not finite; of the others it does not matter."""
+    """(B, Hq, Sq): rows that see no key and have a value in q or dout that is not finite; rows without one may be True or False."""
     if is_finite(q) and is_finite(dout):
         return torch.zeros_like(lse, dtype=torch.bool)
     logit = sink.to(lse.dtype)[:, None]
@@ -84,9 +84,9 @@ def backward(call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | 
 def _with_starts(
     call: Call, group: Group, heads: Heads, statistics: _Statistics, operands: _Operands, rows: tuple[Tensor, Tensor, Tensor] | None
 ) -> Iterator[tuple[RowTile, Tensor | None]]:
-    """The row tiles with the dQ that a rectangle has already given them; its dK and dV are added to the group's.
+    """The row tiles with the dQ that their rectangles contribute; the rectangles' dK and dV are added to the group's.
 
-    rows: dout, out and lse as given; None where a gradient of lse asks for more than ATen's kernel knows.
+    rows: dout, out and lse as given; None where lse has a gradient, which ATen's kernel does not support.
     """
     if rows is None:
         yield from ((row_tile, None) for row_tile in group.row_tiles)
@@ -117,7 +117,7 @@ class _Operands:
 
 
 class ScoreGradients:
-    """Scores and their derivatives on one tile, what makes them probabilities, and what flows into the score mod's captured tensors."""
+    """Scores and their derivatives on one tile, their normalisers, and the gradients of the score mod's captured tensors."""
 
     def __init__(self, call: Call):
         self.call, self.scores = call, Scores(call)
@@ -136,11 +136,11 @@ class ScoreGradients:
     def normaliser(
         self, q: Tensor, keys: Tensor, heads: Heads, row_tile: RowTile, lse: Tensor, is_whole: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """What is to be subtracted from a row's base-2 scores to give its probabilities' logarithms, as two terms (count, rows, 1).
+        """What is subtracted from a row's base-2 scores to give the logarithms of its probabilities, as two terms (count, rows, 1).
 
         Far from 0 the log-sum-exp has no digits left for the sum: 1,000 scores of -1e9 would each get the probability 1. There the row's
-        maximum and the logarithm of its sum are found again, and kept apart. is_whole: the row tile holds all keys that its rows see, none
-        were left to a rectangle, which has no score mod that could take scores so far.
+        maximum and the logarithm of its sum are computed again, and kept as two terms. is_whole: the row tile holds all keys that its rows
+        see; none are in a rectangle, which has no score mod and so no such scores.
         """
         shift = self.scores.shift_of(heads.tile(row_tile, Chunk(0, 0, ())), lse)
         far = torch.isfinite(lse) & (lse.abs() > _FAR)

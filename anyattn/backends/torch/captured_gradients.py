@@ -1,4 +1,4 @@
-"""Gradients of the float tensors that a score mod captures.
+"""Gradients of the float tensors that a score mod captures, in the torch backend.
 
 A load ``table[i, j]`` contributes dS * d(mod)/d(load) at its indices. How those are summed depends on what the indices see: plain indices
 (``bias[h, q_idx]``) name a slice of the tensor; indices of q_idx - kv_idx alone are summed along the tile's diagonals first; whatever
@@ -27,7 +27,7 @@ _AXES = {"b": 0, "h": 1, "q_idx": 2, "kv_idx": 3}
 
 
 class CapturedGradients:
-    """The modified score with its derivatives on one tile, and the sums of what flows into each captured tensor."""
+    """The modified score with its derivatives on one tile, and the sums of each captured tensor's gradient."""
 
     def __init__(self, call: Call, is_additive: bool):
         self.call = call
@@ -63,7 +63,7 @@ class CapturedGradients:
         return value, None if self.by_score_is_one else by_score
 
     def add(self, dscore: Tensor, tile: Tile, asked: tuple[Segment, ...]) -> None:
-        """Adds what the derivative ``dscore`` (b, h, rows, columns) by the modified score sends into each captured tensor."""
+        """Adds the contributions of ``dscore`` (b, h, rows, columns), the derivative by the modified score, to each captured tensor."""
         if not self.loads:
             return
         by_load = self._by_load if self._by_load is not None else self.bound.on(tile)

@@ -1,4 +1,4 @@
-"""Partial results over parts of the keys, merged by their log-sum-exps."""
+"""Combination of partial results over parts of the keys, by their log-sum-exps (torch operations)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ __all__ = ["combine"]
 def combine(outs: Tensor, lses: Tensor, sink: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """outs: (parts, ..., Dv), lses: (parts, ...), natural logarithm -> out (..., Dv), lse (...), in their dtypes.
 
-    A part whose lse is -inf has seen nothing: whatever stands in its output does not matter. sink: a logit that broadcasts with lse and
-    joins the denominator once.
+    A part whose lse is -inf has seen nothing: its output is ignored. sink: a logit that broadcasts with lse and is added to the
+    denominator once.
     """
     top = lses.amax(0) if sink is None else torch.maximum(lses.amax(0), sink)
     finite_top = top.masked_fill(torch.isneginf(top), 0.0).detach()  # any number near the greatest will do

@@ -1,7 +1,7 @@
-"""Which stretches of keys each tile of query rows reads, and which predicates decide inside them.
+"""Coverage: the ranges of keys that each tile of query rows reads, and the predicates that decide inside them.
 
 A *row tile* is a run of query rows that are computed together for a block of batch entries and heads (a *group*) whose lists agree. Its
-*segments* are disjoint ascending stretches of keys: a segment without predicates is seen whole by every row.
+*segments* are disjoint ascending ranges of keys: every row sees a segment without predicates completely.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SCORES_OF_A_SEQUENCE = 2**21  # of a cache, at once, over all its heads
 
 @dataclass(frozen=True)
 class Segment:
-    """Keys ``lo <= kv < hi``; ``predicates`` are the positions in ``Problem.predicates`` to be asked there."""
+    """Keys ``lo <= kv < hi``; ``predicates`` are the positions in ``Problem.predicates`` to be evaluated there."""
 
     lo: int
     hi: int
@@ -45,7 +45,7 @@ class RowTile:
 class Group:
     """Batch entries ``b_lo:b_hi`` and query heads ``h_lo:h_hi``, computed together because their lists agree.
 
-    is_small: sequences of a cache with few keys. How many there are together must not change a bit of any.
+    is_small: sequences of a cache with few keys. Their number must not change a bit of any result.
     """
 
     b_lo: int
@@ -133,7 +133,7 @@ def _from_ranges(lo: Tensor, hi: Tensor, predicate: int, tile_m: int, problem: P
 
 
 def _rows_of_tiles(rows: int, tile_m: int, problem: Problem) -> Tensor:
-    """(tiles, tile_m): the rows of each row tile among all rows end to end; a short tile's last row stands again for those it lacks."""
+    """(tiles, tile_m): the rows of each row tile among all concatenated rows; a short tile repeats its last row."""
     device = problem.q.device
     within = torch.arange(tile_m, device=device)
     if problem.sequences is None:
@@ -161,7 +161,7 @@ def _by_sequence(per_head: list[list], counts: list[int]) -> list[list[list]]:
 
 
 def _from_flat_classes(classes: Tensor, tile: tuple[int, int], predicate: int | None, tile_m: int, problem: Problem) -> _Source:
-    """Stretches of the classes (H or 1, tiles of all sequences), as ``mods.ragged.classify_ragged`` lays them out."""
+    """Ranges of the classes (H or 1, tiles of all sequences), as ``tile_classes_varlen.classify_ragged`` lays them out."""
     assert problem.sequences is not None
     assert tile[0] % tile_m == 0, f"row tile {tile_m} does not divide the lists' tile {tile[0]}"
     host = problem.sequences.on_host
@@ -313,7 +313,7 @@ def _head_chunks(problem: Problem, pairs_at_once: int) -> list[tuple[int, int]]:
 
 
 def _intersect(seqlen_k: int, sources: list[_Source], at: tuple[int, int], tile: int) -> tuple[Segment, ...]:
-    """What every source sees; a segment asks the predicates of those sources that are not full there."""
+    """The intersection of all sources; a segment has the predicates of those sources that are not full there."""
     segments = [Segment(0, seqlen_k)] if seqlen_k else []
     for source in sources:
         stretches = source.stretches[min(at[0], source.batch - 1)][min(at[1], source.heads - 1)][tile]

@@ -1,7 +1,7 @@
-"""The streaming forward pass: for each tile of query rows, softmax over its visible keys, chunk by chunk, with a running maximum.
+"""Streaming forward pass: for each tile of query rows, online softmax over its visible keys, chunk by chunk.
 
 The recurrence is the online softmax of Milakov and Gimelshein (arXiv:1805.02867) as FlashAttention arranges it (arXiv:2205.14135):
-scores live in base 2, so that the exponential is one exp2, and the output is divided by the row sum once, at the end.
+scores are in base 2, so that the exponential is one exp2, and the output is divided by the row sum once, at the end.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Scores:
         return value.to(like.dtype).expand(batch, heads, rows, 1).reshape(like.shape)
 
     def products(self, q: Tensor, keys: Tensor, factor: float, name: str = "scores") -> Tensor:
-        """(count, rows, columns) of ``factor * scale * q k^T``, keys (count, columns, D); the memory is lent until the next call."""
+        """(count, rows, columns) of ``factor * scale * q k^T``, keys (count, columns, D); the memory is reused by the next call."""
         out = self.call.workspace.take(name, (q.shape[0], q.shape[1], keys.shape[1]), q.dtype)
         alpha = factor * self.call.problem.scale
         if q.shape[1] <= _FEW_ROWS and q.element_size() == 2:
@@ -144,7 +144,7 @@ def forward(call: Call, out_dtype: torch.dtype | None = None) -> Result:
 def _with_starts(
     call: Call, group: Group, heads: Heads, keys: KeyRows, values: KeyRows
 ) -> Iterator[tuple[RowTile, tuple[Tensor, Tensor] | None]]:
-    """The row tiles with what a rectangle has already summed for them: normalised output and base-2 log-sum-exp, or None."""
+    """The row tiles with the normalised output and base-2 log-sum-exp of their rectangles, or None."""
     for block in blocks(call, group):
         if block.rectangle is None:
             yield from ((row_tile, None) for row_tile in block.row_tiles)
@@ -157,15 +157,15 @@ def _with_starts(
 class Values:
     """V as a batch of matrices, its products guarded on demand: 0 x NaN must not reach the output of a row that does not see the NaN.
 
-    The guard costs a look at all of V and a second product, so a row tile is first computed without it; only where the result is not
-    finite is it computed again, guarded. The guard adds zeros where there were none, so it changes no bit of any other row.
+    The guard costs a read of all of V and a second product, so a row tile is first computed without it; only where the result is not
+    finite is it computed again, guarded. The guard replaces by zeros, which changes no bit of any other row.
     """
 
     def __init__(self, rows: KeyRows, is_guarded: bool):
         self.rows, self.is_guarded = rows, is_guarded
 
     def weighted(self, p: Tensor, chunk: Chunk, name: str) -> Tensor:
-        """(count, rows, Dv) of ``p @ v``; the memory is lent until the next call with the same ``name``."""
+        """(count, rows, Dv) of ``p @ v``; the memory is reused by the next call with the same ``name``."""
         values = self.rows.run(chunk.lo, chunk.hi)
         out = self.rows.workspace.take(name, (*p.shape[:2], values.shape[-1]), p.dtype)
         if not self.is_guarded:
@@ -204,7 +204,7 @@ def _stream(
             rescale = (row_max - new_max).to(stat).exp2_()
             row_sum, acc = row_sum.mul_(rescale).add_(part_sum), acc.mul_(rescale).add_(part)
         row_max = new_max
-    if acc is None or row_sum is None or row_max is None:  # nobody in this tile sees a key
+    if acc is None or row_sum is None or row_max is None:  # no row of this tile sees a key
         acc = torch.zeros((*shape[:2], values.rows.shape[-1]), dtype=stat, device=q.device)
         return acc, torch.full(shape, lowest, dtype=stat, device=q.device), torch.zeros(shape, dtype=stat, device=q.device)
     return acc, row_max.to(stat), row_sum
@@ -221,7 +221,7 @@ def _narrow(call: Call, p: Tensor) -> Tensor:
 
 
 def _is_cache(problem: Problem) -> bool:
-    """Whether one entry's bits may not depend on another's: no decision may then look at the whole batch."""
+    """Whether one entry's bits must not depend on another's: then no decision may depend on the whole batch."""
     return problem.sequences is not None and problem.sequences.is_cache
 
 

@@ -1,4 +1,4 @@
-"""One group's keys or values as a batch of matrices, whole or a run of keys at a time, wherever they are stored."""
+"""Keys or values of one group as a batch of matrices, whole or by runs of keys, from dense, cached or paged storage."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class KeyRows:
 
     x: (batch entries, K/V heads, keys, D), a view of storage; with ``pool_rows`` instead a page pool (pages, K/V heads of the call,
     page_size, D).
-    is_read_once: each key is asked for once, so what must be copied is copied run by run into memory that stays in a cache. Copied runs
-    are laid out head by head, which the matrix products read faster than a cache's own layout: that pays for the copy. Only products of
-    32 bits and more read a sequence's pages as fast in the pools' layout, token by token, if tokens are not a power of two apart; there
-    they are gathered so, all heads at once, which takes 0.6 of the time.
+    is_read_once: each key is read once, so copies are made run by run into memory that stays in the CPU's cache. Copied runs are laid out
+    head by head, which matrix products read faster than a KV cache's own layout: that pays for the copy. Only products of 32 bits and more
+    read a sequence's pages as fast in the pools' layout, token by token, if tokens are not a power of two apart; there they are gathered
+    so, all heads at once, which takes 0.6 of the time.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Runs a mod on one tile of scores at a time, with everything hoisted that does not change from tile to tile.
+"""Mod runner: evaluates a mod on one tile of scores at a time, with everything hoisted that does not change from tile to tile.
 
 Each node of the expression belongs to one stage, by what it depends on:
 
@@ -16,7 +16,7 @@ tile       for every tile               (b, h, rows, columns), in place where th
 The rows of a tile stand in descending order of q_idx. Then a step down a column and a step along a row both lower q_idx - kv_idx by one,
 and a diagonal vector is read in place through strides (1, 1): a bias by distance costs one addition and no memory traffic of its own.
 
-In a batch of sequences of different lengths rows stand end to end, (1, H or 1, all rows, 1); columns and diagonals are those of the longest
+In a batch of sequences of different lengths rows are concatenated, (1, H or 1, all rows, 1); columns and diagonals are those of the longest
 sequence, which the others share.
 """
 
@@ -45,10 +45,10 @@ _IN_PLACE = frozenset(TORCH_OPS) - {"where", "eq", "ne", "lt", "le", "gt", "ge"}
 
 
 class Tile(NamedTuple):
-    """Where a tile lies: batch entries, query heads, query rows and keys, as half-open ranges counted from 0 in their sequence.
+    """The coordinates of a tile: batch entries, query heads, query rows and keys, as half-open ranges counted from 0 in their sequence.
 
-    q_first: the position of query row 0, as a mod sees it. row_base, key_base: the (first) sequence's first row and key when all sequences'
-    stand end to end, seqlen_q and seqlen_k of each; None where every entry is all of its storage.
+    q_first: the position of query row 0, as a mod sees it. row_base, key_base: the (first) sequence's first row and key when all sequences
+    are concatenated; seqlen_q and seqlen_k of each, None where every entry is all of its storage.
     """
 
     b_lo: int
@@ -70,7 +70,7 @@ class Tile(NamedTuple):
         return (self.b_hi - self.b_lo, self.h_hi - self.h_lo, self.q_hi - self.q_lo, self.k_hi - self.k_lo)
 
     def rows_of(self, x: Tensor, dim: int) -> Tensor:
-        """The tile's rows of what stands end to end along ``dim``; of several sequences one after the other along dimension ``dim - 2``."""
+        """The tile's rows of what is concatenated along ``dim``; of several sequences one after the other along dimension ``dim - 2``."""
         return self._entries(x, dim, dim - 2, self.row_base, self.seqlen_q, self.q_lo, self.q_hi)
 
     def keys_of(self, x: Tensor, dim: int) -> Tensor:
@@ -253,7 +253,7 @@ def _only(expr: Expr, outputs: tuple[int, ...]) -> Expr:
 
 
 def bind(expr: Expr, scalars: Sequence, tensors: Sequence[Tensor], problem: Problem) -> Bound:
-    """``expr`` made ready for the tiles of ``problem``; for a cache by operations that round alike whatever else is in the batch."""
+    """``expr`` prepared for the tiles of ``problem``; for a cache by operations whose rounding does not depend on the rest of the batch."""
     if problem.sequences is not None and problem.sequences.is_cache:
         expr = steady(expr)
     sizes = (problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)

@@ -30,7 +30,7 @@ def plan_of(problem: Problem, hardware: Hardware, reason: str, options: dict[str
 
 
 def _with_options(plan: Plan, problem: Problem, options: dict[str, int]) -> Plan:
-    """The plan with the tiles asked for; a row tile must divide the block mask's, so there the nearest one below that does is taken."""
+    """The plan with the requested tiles; a row tile must divide the block mask's, so there the nearest smaller divisor is taken."""
     if "tile_m" in options:
         tile_m = options["tile_m"]
         if problem.blocks is not None:
@@ -45,7 +45,7 @@ def _with_options(plan: Plan, problem: Problem, options: dict[str, int]) -> Plan
 
 
 def _bounded_splits(asked: int) -> tuple[int, list[str]]:
-    """As many splits as are worth a partial result each, and why not more."""
+    """The number of splits, bounded so that each is worth a partial result; and why it is bounded."""
     if asked <= MOST_SPLITS:
         return asked, []
     return MOST_SPLITS, [f"keys in {MOST_SPLITS} pieces, not {asked}: each is a partial result to keep and to merge"]

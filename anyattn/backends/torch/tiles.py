@@ -1,4 +1,4 @@
-"""What the forward and the backward pass share: operands as matrices per group, chunks of keys, scores and masks of one tile."""
+"""Tile operands shared by the forward and backward pass: matrices per group, chunks of keys, scores and masks of one tile."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _BITS = {torch.float64: torch.int64, torch.float32: torch.int32, torch.bfloat16:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Adjacent keys ``lo:hi`` computed at once; ``asked`` are the stretches in which predicates decide."""
+    """Adjacent keys ``lo:hi`` computed at once; ``asked`` are the ranges in which predicates decide."""
 
     lo: int
     hi: int
@@ -113,7 +113,7 @@ class Heads:
         rows = self.pool_rows.storage_rows
         page, slot = rows // total.shape[2], rows % total.shape[2]
         per_key = part.view(len(page), self.count // len(page), *part.shape[1:]).transpose(1, 2)  # (entries, keys, K/V heads, D)
-        # a page that serves several places receives from all of them
+        # a page that several sequences share gets the sum of their gradients
         total.transpose(1, 2)[:, :, self.kv_heads].index_put_((page, slot), per_key, accumulate=True)
 
     def place(self, x: Tensor, row_tile: RowTile) -> Tensor:
@@ -121,12 +121,12 @@ class Heads:
         return x[self.q_rows, self.q_heads, self.q_start + row_tile.q_lo : self.q_start + row_tile.q_hi]
 
     def rows(self, x: Tensor, lo: int, hi: int, name: str, dtype: torch.dtype | None = None, is_only_read: bool = False) -> Tensor:
-        """(count, query heads per K/V head x rows, D) of a (B, Hq, Sq, D) tensor; rows descend, see ``stages``.
+        """(count, query heads per K/V head x rows, D) of a (B, Hq, Sq, D) tensor; rows descend, see ``mod_runner``.
 
-        The memory is lent until the next call with the same ``name``; is_only_read: it may be that of ``x``.
+        The memory is reused by the next call with the same ``name``; is_only_read: it may be that of ``x``.
         """
         part = x[self.q_rows, self.q_heads, self.q_start + lo : self.q_start + hi]
-        # single rows, as those of a decode step, stand where they are as in the copy, down to the alignment on which last bits may hang
+        # single rows, as of a decode step, have the copy's layout, down to the alignment, on which last bits may depend
         if is_only_read and hi - lo == 1 and x.dtype == (dtype or self.dtype) and part.is_contiguous() and part.data_ptr() % _ALIGNED == 0:
             return part.view(self.count, -1, part.shape[-1])
         out = self.workspace.take(f"rows of {name}", tuple(part.shape), dtype or self.dtype)
@@ -201,7 +201,7 @@ def store(target: Tensor, x: Tensor, tile: Tile, workspace: Workspace) -> None:
 class _Cover:
     """A visibility as bit patterns of a score dtype: ``keep`` is all ones where visible, ``fill`` is -inf where not, else zero.
 
-    ``score & keep | fill`` hides whatever stands there, NaN included, in two passes of integer arithmetic; masked_fill takes about 15
+    ``score & keep | fill`` hides any value, NaN included, in two passes of integer arithmetic; masked_fill takes about 15
     times as long (1.85 against 0.11 ns an element).
     """
 
@@ -238,7 +238,7 @@ class Masks:
             cover.hide(target)
 
     def zero(self, values: Tensor, tile: Tile, asked: tuple[Segment, ...]) -> None:
-        """Sets ``values`` to 0 where a predicate of ``asked`` hides, whatever stands there, NaN included."""
+        """Sets ``values`` to 0 where a predicate of ``asked`` hides, NaN included."""
         for target, cover in self._covers(values, tile, asked):
             cover.zero(target)
 

@@ -1,4 +1,4 @@
-"""Both passes with a row tile's visible scores kept whole, for low precision without a score mod.
+"""Unstreamed forward and backward pass: all visible scores of a row tile at once, for low precision without a score mod.
 
 The scores stay in the products' dtype, as in the plain formula, and torch's fused softmax and its fused backward do the rest: nothing is
 rescaled, and the backward needs neither the log-sum-exp nor delta. What a row tile sees may lie in several runs of keys; they are copied
@@ -58,7 +58,7 @@ class _Rows:
         return out.copy_(x.transpose(1, 2))
 
     def probabilities(self, row_tile: RowTile, spans: _Spans, q: Tensor, keys: Tensor) -> Tensor:
-        """(count, rows, width), 0 where hidden; the memory is lent until the next call."""
+        """(count, rows, width), 0 where hidden; the memory is reused by the next call."""
         call = self.call
         scores = call.workspace.take("scores", (q.shape[0], q.shape[1], spans.width), call.dtype)
         torch.baddbmm(scores, q, self.transposed("keys^T", keys), beta=0, alpha=call.problem.scale, out=scores)
@@ -94,7 +94,7 @@ def forward(call: Call) -> Tensor:
             p = rows.probabilities(row_tile, spans, q, rows.gathered("keys", rows.keys, spans))
             values = rows.gathered("values", rows.values, spans)
             result = _product(call, p, values)
-            if not is_finite(result):  # 0 x NaN: a row must not meet what it does not see
+            if not is_finite(result):  # 0 x NaN: values that a row does not see must not reach it
                 result = _product(call, p, finite_or_zero(values))
                 bad = torch.isfinite(values).logical_not_().to(p.dtype)
                 result.masked_fill_(torch.bmm((p != 0).to(p.dtype), bad) > 0, torch.nan)
@@ -143,7 +143,7 @@ def _row_tile(rows: _Rows, row_tile: RowTile, spans: _Spans, dout: Tensor, dk: T
 
 
 def _product(call: Call, x: Tensor, y: Tensor) -> Tensor:
-    """``x @ y`` in memory that is lent until the next product."""
+    """``x @ y`` in memory that the next product reuses."""
     return torch.bmm(x, y, out=call.workspace.take("product", (x.shape[0], x.shape[1], y.shape[2]), x.dtype))
 
 

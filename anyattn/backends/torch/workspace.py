@@ -1,6 +1,6 @@
-"""The one place where the torch backend takes memory, so that tests can poison what it forgets to write.
+"""Memory allocation of the torch backend, in one place, so that tests can poison uninitialised memory.
 
-A ``Workspace`` lends named scratch buffers that are reused from tile to tile: a fresh tensor of more than a few MB costs page faults on
+A ``Workspace`` has named scratch buffers that are reused from tile to tile: a fresh tensor of more than a few MB costs page faults on
 every use (measured on the CPU: they tripled the time of a 16 MB tile).
 """
 
@@ -39,7 +39,7 @@ def zeros_in_order(like: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Workspace:
-    """Scratch buffers by name; a buffer grows to the largest shape asked for and is never shrunk or cleared."""
+    """Scratch buffers by name; a buffer grows to the largest requested shape and is never shrunk or cleared."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -52,6 +52,6 @@ class Workspace:
             return held
         size = math.prod(shape)
         if held is None or held.numel() < size:
-            held = self._held[name, dtype] = empty(shape, dtype, self.device)  # as it is asked for: a call of one tile asks once
+            held = self._held[name, dtype] = empty(shape, dtype, self.device)  # exactly this shape: one tile takes each buffer once
             return held
         return held.view(-1)[:size].view(shape)

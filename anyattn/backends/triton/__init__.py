@@ -1,4 +1,4 @@
-"""Kernels in Triton, for any GPU it reaches; see ``run.py``. Nothing here is imported before it is used; Triton is an extra."""
+"""The Triton backend: kernels for any GPU that Triton supports; see ``api.py``. Imported at first use, since Triton is an extra."""
 
 from anyattn.backends.triton.api import Result, forward
 from anyattn.backends.triton.append_rotary import append

@@ -1,4 +1,4 @@
-"""The backend's door: a problem and its plan in, results out."""
+"""The Triton backend's entry point: the forward pass; a problem and its plan in, results out."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import torch
 from torch import Tensor
 
 from anyattn.backends.triton import autotune, tables, tile_config
-from anyattn.backends.triton.codegen.entry import Signature, entry_of, entry_source, run_entry
+from anyattn.backends.triton.codegen.entry import Group, Signature, entry_of, entry_source, run_entry
 from anyattn.backends.triton.codegen.programs import Chosen, captured_of, program_of
 from anyattn.backends.triton.combine import merge
 from anyattn.backends.triton.documents import Form, forms_of
-from anyattn.backends.triton.kernel_arguments import (
-    COUNTS,
-    FUNCTIONS,
-    LISTS,
-    SIZES,
-    constants_of,
-    programs_along_batch,
-    sizes_of,
-    strides_named,
+from anyattn.backends.triton.kernel_arguments import FUNCTIONS, constants_of, programs_along_batch, sizes_of
+from anyattn.backends.triton.kernels.arguments import (
+    CacheSizes,
+    ForwardSpans,
+    ForwardStrides,
+    ForwardTensors,
+    HeadsDealt,
+    Lists,
+    Sizes,
 )
 from anyattn.backends.triton.launch_cache import Kept, Ready, facts_of, kept_of, ready_of, sources_of
 from anyattn.backends.triton.launch_shape import (
@@ -58,32 +58,20 @@ class Result(NamedTuple):
 _FORWARD = Signature(
     "forward.forward_tile",
     (
-        (
-            "pointer",
-            (
-                "q", "k", "v", "out", "lse", "highest", "sink", "entries", "order", "pages", "cached", "leftpad", "cache_rows", "guard",
-                "plain_k", "plain_v", "plain_out",
-            ),
-        ),
-        ("stride", (*strides_named("q", "k", "v", "out"), ("part_out",))),
-        ("long", (("part_statistics",), LISTS[1])),
-        ("int", ("cache_new", "cache_capacity", "cache_storage", "last_page")),
-        ("int", ("packed", "group", "together", "groups", "tiles_each")),
-        ("int", SIZES),
-        ("pointer", COUNTS),
-        ("float", "scale"),
+        Group("pointer", ForwardTensors), Group("stride", ForwardStrides), Group("long", ForwardSpans),
+        Group("int", CacheSizes, "cache_"), Group("int", HeadsDealt), Group("int", Sizes), Group("pointer", Lists), Group("float", "scale"),
     ),
     FUNCTIONS,
     (
         "RANGES", "TILE_M", "TILE_N", "LIST_M", "LIST_N", "HAS_FULL", "HEAD_DIM", "HEAD_DIM_V", "BLOCK_D", "BLOCK_DV", "IS_PACKED",
         "HAS_ENTRIES", "IS_CACHE", "HAS_LEFTPAD", "HAS_ROWS", "PAGE_SIZE", "HAS_SINK", "HAS_LSE", "HAS_MAX", "PRECISION",
-        "IS_RAW", "IS_LATE", "IS_DESCRIBED", "IS_JOINED", "HAS_GUARD", "IS_RISING", "HIDES", "SUMS",
+        "IS_RAW", "IS_LATE", "IS_DESCRIBED", "IS_JOINED", "HAS_GUARD", "IS_RISING", "SUMS",
     ),
 )  # fmt: skip
 
 
 class _Target(NamedTuple):
-    """Where one launch writes. parts: how many splits, and from one's statistics and output to the next's."""
+    """Where one launch writes. parts: how many splits, and the distances between their statistics and their outputs."""
 
     out: Tensor
     lse: Tensor | None
@@ -97,7 +85,7 @@ def forward(problem: Problem, plan: Plan) -> Result:
 
 
 def _forward(problem: Problem, plan: Plan, forms: tuple[Form, ...]) -> Result:
-    # rows that belong to no sequence are 0 and -inf; no program comes by them
+    # rows that belong to no sequence are 0 and -inf; no program visits them
     fill = problem.sequences is not None and not problem.sequences.uses_all_rows
     if plan.num_splits > 1:
         return _forward_by_splits(problem, plan, fill)
@@ -142,14 +130,14 @@ def _tuned(problem: Problem, plan: Plan, chosen: Chosen) -> Plan:
 
 
 def source_of(problem: Problem) -> str:
-    """The kernel that is written for a problem, to read: what is generated, which calls what these modules hold."""
+    """The generated source of a problem's kernel, for people to read; it calls functions of these modules."""
     q, v = problem.q, problem.v
     out = torch.empty(1, dtype=q.dtype, device=q.device).expand(*q.shape[:3], v.shape[3])
     return entry_source(_FORWARD, program_of(problem).program, strides_of(q, problem.k, v, out)[0])
 
 
 def _forward_by_splits(problem: Problem, plan: Plan, fill: bool) -> Result:
-    """Each split writes what it sees of every row, in float32; the sink joins when they are merged."""
+    """Each split writes its part of every row, in float32; the sink is added when they are merged."""
     q, count = problem.q, plan.num_splits
     shape = _out_shape(problem)
     outs = torch.empty((count, *shape), dtype=torch.float32, device=q.device)
@@ -165,7 +153,7 @@ def _forward_by_splits(problem: Problem, plan: Plan, fill: bool) -> Result:
 
 def _launch(form: Form, plan: Plan, target: _Target) -> None:
     problem = form.problem
-    # what is measured is asked on every call
+    # autotuned launches are looked up on every call
     kept = Kept() if plan.is_tuned else kept_of(plan, "forward" if form.documents is None else "forward by documents")
     chosen = None if kept.knows_lists else program_of(problem)
     if chosen is not None and plan.is_tuned:
@@ -176,9 +164,9 @@ def _launch(form: Form, plan: Plan, target: _Target) -> None:
         found = found._replace(guard=form.guard)
     cache = found.cache
     cache_tables = (None, None, None) if cache is None else tuple(map(_contiguous, cache.tables[:3]))
-    tensors = (
+    tensors = (  # ``ForwardTensors``
         problem.q, problem.k, problem.v, *target[:3], _contiguous(problem.sink), found.entries, found.order, found.pages, *cache_tables,
-        found.guard, problem.k, problem.v, target.out,
+        found.guard,
     )  # fmt: skip
     key = (*facts_of(problem, found, target.out), target.lse is None, target.highest is None, is_raw := _is_raw(problem))
     ready = kept.get(key)
@@ -199,17 +187,17 @@ class _Call(NamedTuple):
 
 
 def _first(call: _Call, tensors: tuple[Tensor | None, ...]) -> Ready | None:
-    """Launches what has not been launched for such a call yet; the same for later ones. tensors: None for what is absent."""
+    """The first launch for such a call; returns the prepared launch for later ones. tensors: None for what is absent."""
     form, plan, target, chosen, found, _ = call
     problem, packed = form.problem, plan.heads_per_tile
     q, k, v = problem.q, problem.k, problem.v
     splits, part_statistics, part_out = target.parts
     is_aligned, strides = strides_of(q, k, v, target.out, more=(part_out,))
     constants = _constants(call, is_aligned)
-    pointers = [q if t is None else t for t in tensors]  # what is absent is any pointer
+    pointers = [q if t is None else t for t in tensors]  # an absent tensor is passed as any pointer
     lists = [q if t is None else t for t in found.lists]
-    ways = ((0, 4, plan.tile_m), (1, 2, plan.tile_n), (2, 2, plan.tile_n), (3, 3, plan.tile_m))
-    described = [(at, rows) for at, since, rows in ways if constants["IS_DESCRIBED"] >= since]
+    ways = (("q", 4, plan.tile_m), ("k", 2, plan.tile_n), ("v", 2, plan.tile_n), ("out", 3, plan.tile_m))
+    described = [(ForwardTensors._fields.index(name), rows) for name, since, rows in ways if constants["IS_DESCRIBED"] >= since]
     for at, rows in described:
         pointers[at] = _descriptor(pointers[at], rows)
     grid = (
@@ -229,10 +217,6 @@ def _first(call: _Call, tensors: tuple[Tensor | None, ...]) -> Ready | None:
     )  # fmt: skip
     captured = captured_of(chosen)
     options = {"num_warps": plan.num_warps, "num_stages": plan.num_stages}
-    if constants["HIDES"] and constants["RANGES"] > 0:
-        options |= tile_config.registers_beside(
-            plan.tile_m, plan.tile_n, plan.num_warps, forward_shape(problem), tile_config.capability_of(q.device)
-        )
     handle = run_entry(
         entry_of(_FORWARD, chosen.program, is_aligned), grid, (*pointers, *numbers, *lists, problem.scale), captured, q.device,
         constants | options,
@@ -250,11 +234,8 @@ def _constants(call: _Call, is_aligned: bool) -> dict[str, Any]:
     is_packed = plan.heads_per_tile > 1 or has_few
     described = _described(ways.is_described, form, plan, found, target) if is_aligned else 0
     described = min(described, 2) if is_packed else described
-    common = constants_of(problem, chosen, found)
-    # a descriptor's tile may hold keys of the next document
-    hides = common["HIDES"] or (described >= 2 and form.documents is not None)
     return {
-        **common, "HIDES": hides, "TILE_M": plan.tile_m, "TILE_N": plan.tile_n,
+        **constants_of(problem, chosen, found), "TILE_M": plan.tile_m, "TILE_N": plan.tile_n,
         "PAGE_SIZE": 0 if found.pages is None else problem.k.shape[2],
         "IS_PACKED": is_packed, "IS_CACHE": cache is not None, "HAS_LEFTPAD": tables.may_be_padded(problem.sequences, cache),
         "HAS_ROWS": cache is not None and cache.tables.rows is not None, "HAS_SINK": problem.sink is not None and splits == 1,
@@ -303,14 +284,14 @@ def _described(wanted: int, form: Form, plan: Plan, found: tables.Tables, target
 
 
 def _has_places(x: Tensor) -> bool:
-    """Whether every row of x has a place of its own, at a multiple of 16 bytes."""
+    """Whether all rows of x are distinct in memory, at multiples of 16 bytes."""
     return x.numel() > 0 and all(
         s > 0 and s * x.element_size() % 16 == 0 for s, n in zip(x.stride()[:3], x.shape[:3], strict=True) if n > 1
     )
 
 
 def _descriptor(x: Tensor, rows: int) -> Any:
-    """What tells the hardware where rows lie, [1, 1, rows, width] of them at a time."""
+    """The tensor descriptor of x for TMA, in boxes of [1, 1, rows, width]."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     strides = [8 if n == 1 else s for s, n in zip(x.stride()[:3], x.shape[:3], strict=True)]

@@ -1,4 +1,4 @@
-"""The door to ``cache_step``: one launch for all that a step of decoding does before it attends, without a wait for the device."""
+"""Appending and rotary embedding of a decoding step in one launch of ``kernels.append_rotary``, without waiting for the device."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _MOST_LINES = 2**31
 
 
 def append(step: CacheStep) -> Tensor:
-    """Writes the new rows into the caches, keys turned; returns the queries, turned too, laid out as they came.
+    """Writes the new rows into the caches, keys rotated; returns the queries, rotated too, in their own layout.
 
-    Where nothing is turned the queries come back as they are. No table is read on the host: rows beyond an entry's capacity, on a page
-    outside the pool or in a cache row that does not exist are not written, and a row that stands beyond the rotary tables becomes NaN. If
-    two entries write one place, either's row may stand there afterwards.
+    Without rotary tables the queries are returned as they are. No table is read on the host: rows beyond an entry's capacity, on a page
+    outside the pool or in a cache row that does not exist are not written, and a row at a position beyond the rotary tables becomes NaN. If
+    two entries write one place, either may win.
     """
     turned = step.q if step.cos is None else torch.empty_like(step.q, memory_format=torch.contiguous_format)
     lines = _lines(step)
@@ -38,7 +38,7 @@ def append(step: CacheStep) -> Tensor:
     tensors, numbers, last_strides = _tensors(step, turned), _numbers(step, programs), _last_strides(step)
     from anyattn.backends.triton.kernels.append_rotary import cache_step
 
-    # a product and a sum rounded once would make other bits than the torch operations
+    # a fused multiply-add rounds once, and would give other bits than the torch operations
     sizes = {"LINES": per_program, "BLOCK_D": blocks[0], "BLOCK_DV": blocks[1], "enable_fp_fusion": False}
     options = {**_options(step, numbers, width), **sizes}
     run_plain(cache_step, sum(programs), (*tensors, *numbers), last_strides, step.q.device, options)

@@ -1,4 +1,4 @@
-"""``kernel_options={"autotune": True}``: a handful of tiles is measured on the device, and the winner remembered, in memory and on disk."""
+"""Autotuning (``kernel_options={"autotune": True}``): measures a few tiles and remembers the fastest, in memory and on disk."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _known: dict[Question, Tiles] = {}
 
 
 class Question(NamedTuple):
-    """What a winner is remembered by. device: its name. kind: of mask, mods and what else makes another kernel, in words. Of the forward
+    """The key of a winner. device: its name. kind: of mask, mods and what else makes another kernel, in words. Of the forward
     pass: few_rows, those of an entry, a power of two, where tiles of fewer rows than usual do, else 0; group, rows of a position, a power
     of two; is_short, see ``config.forward_tiles``."""
 
@@ -139,7 +139,7 @@ def _has_tiles(payload: Payload) -> bool:
 
 
 def _tiles_in(payload: Payload, possible: list[Tiles]) -> Tiles:
-    """What was kept, as long as it is still among the candidates."""
+    """The stored winner, if it is still among the candidates."""
     kept = next((t for t in possible if _numbers(t) == payload.facts.get("tiles")), None)
     return possible[0] if kept is None else kept
 

@@ -1,4 +1,4 @@
-"""Gradients: three launches, of what each row needs to know, of dq with the captured tensors' gradients, and of dk and dv."""
+"""The Triton backward pass in three launches: row statistics; dq with the captured tensors' gradients; dk and dv."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from anyattn.backends.triton import autotune, deterministic_sum, privatized_sum, tables, tile_config
 from anyattn.backends.triton.codegen import assumptions
 from anyattn.backends.triton.codegen.assumptions import shape_of
-from anyattn.backends.triton.codegen.entry import Signature, entry_of, run_entry
+from anyattn.backends.triton.codegen.entry import Group, Signature, entry_of, run_entry
 from anyattn.backends.triton.codegen.programs import (
     Chosen,
     Program,
@@ -24,15 +24,16 @@ from anyattn.backends.triton.codegen.programs import (
     slots_copied,
 )
 from anyattn.backends.triton.documents import Form, forms_of
-from anyattn.backends.triton.kernel_arguments import (
-    COUNTS,
-    FUNCTIONS,
-    LISTS,
-    SIZES,
-    constants_of,
-    programs_along_batch,
-    sizes_of,
-    strides_named,
+from anyattn.backends.triton.kernel_arguments import FUNCTIONS, constants_of, programs_along_batch, sizes_of
+from anyattn.backends.triton.kernels.arguments import (
+    BackwardSizes,
+    BackwardStrides,
+    BackwardTensors,
+    Lists,
+    ListSpans,
+    PrepareSpans,
+    PrepareStrides,
+    PrepareTensors,
 )
 from anyattn.backends.triton.launch_cache import Kept, Ready, facts_of, ready_of, sources_of
 from anyattn.backends.triton.launch_shape import grid_of
@@ -46,36 +47,28 @@ from anyattn.triton_tools.launch import strides_of
 
 __all__ = ["backward"]
 
-_SIZES = (*SIZES, "span_places", "together")
-_TENSORS = ("q", "k", "v", "dout", "lse", "dq", "dk", "dv", "entries", "order", "spans", "guard", "delta")
+_REST = Group("int", BackwardSizes), Group("pointer", Lists), Group("float", "scale")
 
 
 def _signature(body: str, constants: tuple[str, ...], scatters: bool = False) -> Signature:
-    groups = (
-        ("pointer", _TENSORS), ("stride", strides_named("q", "k", "v", "dout", "dq", "dk", "dv")), ("long", LISTS), ("int", _SIZES),
-        ("pointer", COUNTS), ("float", "scale"),
-    )  # fmt: skip
+    groups = Group("pointer", BackwardTensors), Group("stride", BackwardStrides), Group("long", ListSpans), *_REST
     return Signature(f"backward.{body}", groups, FUNCTIONS, constants, scatters)
 
 
 _COMMON = (
     "TILE_M", "TILE_N", "LIST_M", "LIST_N", "HAS_FULL", "HEAD_DIM", "HEAD_DIM_V", "BLOCK_D", "BLOCK_DV", "HAS_ENTRIES", "HAS_GUARD",
 )  # fmt: skip
-_DQ = _signature("dq_tile", ("RANGES", *_COMMON, "PRECISION", "IS_NEAR", "SLOT_M", "HIDES", "HAS_DQ"), scatters=True)
+_DQ = _signature("dq_tile", ("RANGES", *_COMMON, "PRECISION", "IS_NEAR", "SLOT_M", "HAS_DQ"), scatters=True)
 _DKDV = _signature(
     "dkdv_tile",
-    ("RANGES", *_COMMON, "PRECISION", "IS_NEAR", "IS_GROUPED", "IS_NVIDIA", "IS_JOINED", "HIDES", "HAS_DK", "HAS_DV"),
+    ("RANGES", *_COMMON, "PRECISION", "IS_NEAR", "IS_GROUPED", "IS_NVIDIA", "IS_JOINED", "HAS_DK", "HAS_DV"),
 )
 _PREPARE = Signature(
     "backward.prepare_tile",
-    (
-        ("pointer", ("out", "dout", "natural_lse", "dlse", "lse", "spans", "entries", "order", "guard", "delta", "natural_delta")),
-        ("stride", strides_named("out", "dout")), ("long", (*strides_named("dlse"), *LISTS)), ("int", _SIZES),
-        ("pointer", COUNTS), ("float", "scale"),
-    ),
+    (Group("pointer", PrepareTensors), Group("stride", PrepareStrides), Group("long", PrepareSpans), *_REST),
     FUNCTIONS,
     ("RANGES", "TILE_M", "HEAD_DIM_V", "BLOCK_DV", "HAS_ENTRIES", "HAS_DLSE", "HAS_GUARD", "HAS_SINK"),
-)  # fmt: skip
+)
 
 
 class _Results(NamedTuple):
@@ -109,7 +102,7 @@ class _Passes(NamedTuple):
 
 
 def _passes(form: Form, plan: Plan, results: _Results) -> _Passes:
-    if plan.is_tuned:  # what is measured is asked on every call
+    if plan.is_tuned:  # autotuned launches are looked up on every call
         return _Passes.of(form.problem, _tuned(form.problem, _tiles(form.problem, plan), results))
     key = "backward" if form.documents is None else "backward by documents"
     found = plan.prepared.get(key)
@@ -154,7 +147,7 @@ def _words_of(name: str, problem: Problem) -> list[str]:
 
 
 class _Shared(NamedTuple):
-    """What the launches share. dq, dk, dv: None where nobody asks for it."""
+    """What the launches share. dq, dk, dv: None where not needed."""
 
     q: Tensor
     k: Tensor
@@ -166,7 +159,7 @@ class _Shared(NamedTuple):
 
     @property
     def filled(self) -> tuple[Tensor, ...]:
-        """In place of what nobody asks for, and no kernel writes, any tensor of its shape."""
+        """The gradients, with any tensor of the right shape in place of those that are not needed and that no kernel writes."""
         q, k, v, dout, *found = self
         return (q, k, v, dout, *[own if d is None else d for d, own in zip(found, (q, k, v), strict=True)])
 
@@ -202,7 +195,7 @@ def _gradients(problem: Problem, forms: list[tuple[Form, _Passes]], results: _Re
 
 
 def _kernels_of(problem: Problem) -> tuple[str, ...]:
-    """Those that compute what is asked for, in the order of their launches. dq's sends to captured tensors too."""
+    """The kernels that compute the needed gradients, in the order of their launches. dq's adds to captured tensors' gradients too."""
     has_dq = problem.q.requires_grad or bool(_wanted(problem))
     return ("dq",) * has_dq + ("dkdv",) * (problem.k.requires_grad or problem.v.requires_grad)
 
@@ -220,8 +213,8 @@ def _wanted(problem: Problem) -> tuple[int, ...]:
 
 
 def _totals(problem: Problem) -> tuple[Tensor, ...]:
-    """Where the gradients of captured tensors go: single values in the tensors' own dtype; sums of what may be a million terms, one after
-    the other, more exact than the terms, in ``copies`` where many add to few; where their order must not matter those of ``exact``."""
+    """Buffers for the gradients of captured tensors: single values in the tensors' own dtype; sums, which may have a million terms, in a
+    more exact dtype, privatized (``privatized_sum``) where many pairs add to few entries; or ``deterministic_sum``'s."""
     wanted, score, device = _wanted(problem), problem.score, problem.q.device
     if score is None:
         return ()
@@ -259,7 +252,7 @@ def _delta_of_rows(problem: Problem) -> Tensor | None:
 
 
 def _of_sink(problem: Problem, lse: Tensor, delta: Tensor | None) -> Tensor | None:
-    """Minus what the sink's share of each row takes from the row's other scores, summed per head."""
+    """The gradient of the sink's logits: minus the sink's probability times delta of each row, summed per head."""
     sink = problem.sink
     if sink is None or delta is None:
         return None
@@ -277,7 +270,7 @@ def _prepared(form: Form, passes: _Passes, results: _Results, delta_of_rows: Ten
     of_lse, of_delta = (torch.empty(((slots + 1) * tile_m,), dtype=torch.float32, device=device) for _ in range(2))
     spans = torch.empty((slots, max(4 * count, 1)), dtype=torch.int32, device=device)
     found = tables.tables_of(problem, None, tile_m, form.documents)
-    tensors = (out, dout, lse, dlse, of_lse, spans, found.entries, found.order, guard, of_delta, delta_of_rows)
+    tensors = (out, dout, lse, dlse, of_lse, spans, found.entries, found.order, guard, of_delta, delta_of_rows)  # ``PrepareTensors``
     key = (*facts_of(problem, found, out, dout), None if dlse is None else dlse.stride(), delta_of_rows is None, guard is None, tile_m)
     ready = kept.get(key)
     if ready is not None:
@@ -288,13 +281,14 @@ def _prepared(form: Form, passes: _Passes, results: _Results, delta_of_rows: Ten
     return _Prepared(of_lse, of_delta, spans, tile_m)
 
 
-_NO_LISTS = (None,) * len(COUNTS)
+_NO_LISTS = Lists(None, None, None, None)
 
 
 def _prepared_first(
     form: Form, chosen: Chosen, found: tables.Tables, tensors: tuple[Tensor | None, ...], places: int, tile_m: int
 ) -> Ready | None:
-    problem, out, dout, dlse = form.problem, tensors[0], tensors[1], tensors[3]
+    problem, named = form.problem, PrepareTensors(*tensors)
+    out, dout, dlse = named.out, named.dout, named.dlse
     assert out is not None and dout is not None
     ranges, count = chosen.program.ranges, chosen.program.range_count
     aligned, strides = strides_of(out, dout)
@@ -304,9 +298,9 @@ def _prepared_first(
     constants = {
         "RANGES": count, "TILE_M": tile_m, "HEAD_DIM_V": out.shape[3], "BLOCK_DV": padded(out.shape[3]),
         "HAS_ENTRIES": problem.sequences is not None, "HAS_DLSE": dlse is not None, "HAS_GUARD": form.guard is not None,
-        "HAS_SINK": tensors[-1] is not None,
+        "HAS_SINK": named.natural_delta is not None,
     }  # fmt: skip
-    numbers = (*strides, *of_dlse, 0, 0, *found.strides, *sizes_of(problem, found), places, 1)
+    numbers = (*strides, *of_dlse, *found.strides, *sizes_of(problem, found), places, 1)
     grid = grid_of(found.row_tiles, problem.heads_q, programs_along_batch(problem, found))
     pointers = [out if t is None else t.detach() for t in tensors]
     handle = run_entry(
@@ -347,6 +341,7 @@ def _launch(
     found = make(problem, kept.lists if chosen is None else chosen.lists, tile, form.documents)
     if form.guard is not None:
         found = found._replace(guard=form.guard)
+    # ``BackwardTensors``
     tensors = (q, k, v, dout, prepared.lse, dq, dk, dv, found.entries, found.order, prepared.spans, found.guard, prepared.delta)
     which = (dk is None, dv is None) if by_key else (dq is None, *_wanted(problem))
     key = (*facts_of(problem, found, *shared.filled[3:]), used, prepared.tile_m, *[t.dtype for t in totals], which)
@@ -391,7 +386,7 @@ def _first(call: _Call, by_key: bool, shared: _Shared, tensors: tuple[Tensor | N
     heads = problem.heads_kv if by_key else problem.heads_q
     grid = grid_of(found.row_tiles, heads, programs_along_batch(problem, found))
     sizes = (*sizes_of(problem, found), _places(problem, slot_m), _together(problem, program, by_key))
-    numbers = (*strides, 0, 0, *found.strides, *sizes)
+    numbers = (*strides, *found.strides, *sizes)
     handle = run_entry(
         entry_of(_DKDV if by_key else _DQ, program, aligned), grid, (*pointers, *numbers, *lists, problem.scale), captured, q.device,
         constants | options,

@@ -1,4 +1,4 @@
-"""The door to ``combine_row``: partial results over parts of the keys, merged by their log-sum-exps."""
+"""Combination of partial results over parts of the keys, by their log-sum-exps, in one kernel (``kernels.combine``)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _PARTS_AT_ONCE = 8
 def combine(outs: Tensor, lses: Tensor, sink: Tensor | None = None, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     """outs: float32 (parts, ..., Dv), lses: float32 (parts, ...), natural logarithm -> out (..., Dv) in ``dtype``, lse (...) in float32.
 
-    A part whose lse is -inf has seen nothing: whatever stands in its output does not matter. sink: a logit that broadcasts with lse and
-    joins the denominator once. Without gradients.
+    A part whose lse is -inf has seen nothing: its output is ignored. sink: a logit that broadcasts with lse and is added to the
+    denominator once. Without gradients.
     """
     lead = outs.shape[1:-1]
     out, lse = (torch.empty(shape, dtype=t, device=outs.device) for shape, t in ((outs.shape[1:], dtype), (lead, torch.float32)))

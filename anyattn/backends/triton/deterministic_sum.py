@@ -1,6 +1,6 @@
-"""Sums whose last bit does not depend on the order of their terms, which threads add as they come: sums of whole numbers.
+"""Deterministic sums of float32 terms that threads add atomically in any order: exact sums in integer accumulators.
 
-A float32 is a whole number of 24 bits times a power of two. Each of an entry's *planes* is an int64 that sums the terms of ``width``
+A float32 is an integer of 24 bits times a power of two. Each of an entry's *planes* is an int64 that sums the terms of ``width``
 neighbouring powers of two, shifted to the least of them; so a term is one addition to one plane, and no term is rounded, however much
 larger others are. As many bits as the number of terms has are left free, which is what decides how many powers of two a plane serves.
 Three more planes count the terms that are +inf, -inf and NaN. (The idea of an accumulator for all exponents is Kulisch's; bins of them
@@ -54,7 +54,7 @@ def is_exact(total: Tensor) -> bool:
 
 
 def read(sums: Tensor, dtype: torch.dtype) -> Tensor:
-    """What the terms come to, rounded once; as additions of floats have it where terms are not finite."""
+    """The sum of the terms, rounded once; where terms are not finite, what additions of floats give."""
     from anyattn.backends.triton.kernels.deterministic_sum import read_sums
 
     found = torch.empty(sums.shape[:-1], dtype=torch.float64 if dtype is torch.float64 else torch.float32, device=sums.device)

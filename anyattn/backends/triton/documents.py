@@ -1,7 +1,7 @@
-"""A call whose mask separates documents, as launches: those of its documents as sequences, and those of its block lists.
+"""Dispatch of calls with a document mask: launches over documents as sequences, and launches over block lists.
 
-Which of the two does the work is a number on the device, and nobody waits for it: until it has arrived on the host both are launched, and
-the one that has nothing to do sees so. Both write to the same tensors, of which together they write all.
+A number on the device says which of the two applies. Until it has arrived on the host both are launched, and each kernel reads the number
+and does nothing where the other launch applies. Both write to the same tensors.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Form(NamedTuple):
 
 
 def form_of_documents(problem: Problem, num_splits: int) -> DocumentForm | None:
-    """How a call is run by its documents, None where it is not: where no block lists follow from the mask, and where a document's own mask
-    is more ranges than a kernel keeps. Holds for all calls of the same facts."""
+    """The document form by which a call is run, None where it is not run so: without block lists, and where a document's own mask has more
+    ranges than a kernel keeps. The same for all calls of one signature."""
     if problem.blocks is None or num_splits > 1 or (form := form_of(problem)) is None:
         return None
     return form if program_of(over_sequences(problem, form, NO_DOCUMENTS)).lists is None else None
@@ -40,7 +40,7 @@ def form_of_documents(problem: Problem, num_splits: int) -> DocumentForm | None:
 def forms_of(problem: Problem, plan: Plan) -> tuple[Form, ...]:
     """The forms in which a call is launched.
 
-    A call that would have to find its documents for itself has its lists alone, unless it is a graph's.
+    A call whose document tables cannot be cached uses its lists alone, unless a CUDA graph captures it.
     """
     if problem.blocks is None:
         return (Form(problem),)

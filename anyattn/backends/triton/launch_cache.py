@@ -1,7 +1,8 @@
-"""Launches that were made once: a later call of the same facts puts in its tensors, its scale and its captured numbers, and that is all.
+"""Prepared launches: a warm call substitutes pointers, the scale and captured scalars.
 
-What a launch's other arguments, its kernel and its grid hang on is its key: sizes, strides and alignments, the mods' expressions and the
-masks' numbers. It is compared on every call, whatever the plan that remembers the launch was chosen for.
+The key of a launch is what its other arguments, its kernel and its grid hang on: sizes, strides and alignment, the mods' expressions and
+the masks' numbers. It is compared for every call, whatever the plan that keeps the launch was chosen for. It is no ``call_cache``
+signature: it describes a checked problem and its tables, after the plan, and one alignment for all pointers together.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""How a problem's rows and keys are dealt out to programs: the tiles, the query heads that share a tile, the pieces that keys are cut into.
+"""Launch shape: how a problem's rows and keys are divided among programs; tiles, packed query heads, splits of the keys.
 
-Pure functions of shapes: nothing asks what tensors hold.
+Pure functions of shapes: no tensor is read.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ _MOST_SPLITS, _MANY_SPLITS = 128, 32
 MOST_BLOCKS = 65535  # along each axis of a CUDA grid but the first
 # How the time of reading keys depends on the number of pieces: fitted to an H200's 80 figures in tests/backends/triton/test_split_kv.py.
 # Shares and bytes instead of seconds: other devices then differ by what is known of them.
-_ALONE = 0.9  # of a multiprocessor's share of the bandwidth: what one program reads that has ``_UNDER_WAY`` bytes asked for at a time
+_ALONE = 0.9  # of a multiprocessor's share of the bandwidth: what one program reads with ``_UNDER_WAY`` bytes of loads in flight
 _UNDER_WAY = 64 << 10
 _MORE = 0.77  # the power with which more bytes help
-_BEND = 3  # for each tile asked for ahead: how sharply programs that read more and more together meet the bandwidth
+_BEND = 3  # for each tile loaded ahead: how sharply the throughput of more and more programs saturates at the bandwidth
 _ONE_MORE_LAUNCH = 224 << 10  # bytes that a multiprocessor reads while the merging of the pieces begins and ends, about 6 us
 _MERGED = 6  # times a partial output's bytes are what writing it, reading it and starting the program that makes it cost
-_BEGUN = 16 << 10  # bytes read meanwhile by the others, for each tile but one that a program asks for ahead when it begins
+_BEGUN = 16 << 10  # bytes read meanwhile by the others, for each tile but one that a program loads ahead when it begins
 _UNEVEN = 0.25
 _CLOSE = 1.015  # as good as the best: fewer pieces take less memory
 
@@ -101,7 +101,7 @@ def padded_group(packed: int) -> int:
 
 
 def tiles_per_group(problem: Problem, packed: int) -> int:
-    """How many tiles share the query heads of a K/V head, so many to each and in the last what is left."""
+    """How many tiles the query heads of a K/V head take, ``packed`` to each and the rest in the last."""
     return ceil_div(problem.qhead_per_kvhead, packed)
 
 
@@ -178,7 +178,7 @@ def _splits(problem: Problem, tiles: Tiles, packed: int, hardware: Hardware) -> 
 
 
 def _most_seen(problem: Problem) -> int:
-    """The most keys that a row sees, as far as the mask's limits tell without a look at what tensors hold: a window's width."""
+    """The most keys that a row sees, as far as the mask's limits tell without reading tensors: a window's width."""
     chosen = program_of(problem)
     ranges = chosen.program.ranges
     if ranges is None:

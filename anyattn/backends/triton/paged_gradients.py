@@ -1,4 +1,4 @@
-"""Gradients of keys and values in pages: of each sequence's keys brought together, and from there back to the pages.
+"""Gradients of paged keys and values: each sequence's keys are gathered for the backward pass, and their gradients added back to pages.
 
 A page that several sequences hold gets the sum of what each of them gives it, in the order of the page table. Nothing is read on the host.
 What that takes besides is keys, values and their gradients once more, as many for each sequence as the longest may have: its bound, or
@@ -26,7 +26,7 @@ _BLOCK = 1024
 
 
 def brought_together(problem: Problem) -> Problem:
-    """The same call with keys and values in a row of storage for each sequence, (B, Hkv, rows, D), laid out token by token as pages are."""
+    """The call with gathered keys and values, a row of storage for each sequence, (B, Hkv, rows, D), token by token as pages are."""
     sequences = problem.sequences
     assert sequences is not None and sequences.page_table is not None
     pages = _pages_in_use(sequences)

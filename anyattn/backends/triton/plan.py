@@ -58,7 +58,7 @@ def reason_against_backward(problem: Problem) -> str | None:
 
 
 def plan_of(problem: Problem, hardware: Hardware, reason: str, options: dict[str, int], backward: Backward) -> Plan:
-    """Asks nothing of what tensors hold. options: ``validate.flex.kernel_options``. reason: why Triton computes it, for people."""
+    """The plan; reads no tensor. options: ``validate.flex.kernel_options``. reason: why Triton computes it, for people."""
     tiles, packed, splits, reasons = layout_of(problem, hardware, options)
     why = [f"triton: {reason}", *reasons]
     if form_of_documents(problem, splits) is not None:
@@ -76,6 +76,6 @@ def plan_of(problem: Problem, hardware: Hardware, reason: str, options: dict[str
 
 
 def why_deterministic(problem: Problem) -> tuple[str, ...]:
-    """What gradients do for ``deterministic``, where that is anything."""
+    """What gradients do for ``deterministic``, for people; empty where nothing is needed."""
     found = deterministic_sum.describe(problem) if problem.deterministic else None
     return () if found is None else (found,)

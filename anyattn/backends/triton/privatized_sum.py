@@ -1,6 +1,7 @@
-"""Sums with copies: where many pairs of a query and a key add to the same few entries of a captured tensor's gradient, as to the buckets of
-a relative bias, the memory adds what comes to one address one after the other. So a small total lies there several times, and is summed at
-the end: the lanes of a warp each add to a copy of their own, side by side, programs to others (``device_math.send_copies``).
+"""Privatized sums: several copies of a small captured gradient, to which threads add without contention, summed at the end.
+
+Where many pairs add to the same few entries, as to the buckets of a relative bias, atomic additions to one address are serialised. With
+copies the lanes of a warp each add to a copy of their own, side by side, and programs to different ones (``device_math.send_copies``).
 """
 
 from __future__ import annotations
@@ -32,5 +33,5 @@ def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
 
 
 def read(total: Tensor) -> Tensor:
-    """What all copies come to, always added up in the same order."""
+    """The sum of all copies, always added up in the same order."""
     return total.sum(-1) if total.shape[-1] > 1 else total.squeeze(-1)

@@ -1,4 +1,4 @@
-"""The tables that tell the kernels where to look: block lists, the row tiles of a ragged batch, the places of its sequences."""
+"""Device tables that kernels read: block lists, the order of a varlen batch's row tiles, its sequences' entries."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from anyattn.sparsity.lists import kept_transposed
 
 __all__ = ["Tables", "cache_read", "key_tables_of", "may_be_padded", "tables_of"]
 
-_MADE_TILE = (128, 128)  # of lists made for a mask that comes without
+_MADE_TILE = (128, 128)  # of lists made for a mask that has none
 
 
 class Tables(NamedTuple):
@@ -67,7 +67,7 @@ def cache_read(sequences: Sequences, has_lists: bool) -> StoredCache | None:
 
 
 def may_be_padded(sequences: Sequences | None, cache: StoredCache | None) -> bool:
-    """Whether a cache's keys may begin behind padding: where nobody has looked, if there is a table of it. cache: see ``cache_read``."""
+    """Whether a cache's keys may begin behind padding; unread, if there is a table of it. cache: see ``cache_read``."""
     if cache is not None:
         return cache.tables.leftpad is not None
     return sequences is not None and sequences.is_cache
@@ -120,7 +120,7 @@ def _of_lists(lists: Any, is_ragged: bool) -> tuple[tuple[Tensor | None, ...], t
 
 
 def _made(problem: Problem, mask: TracedMod, by_key: bool) -> Any:
-    """Lists of a mask that came without; by_key: of the row tiles that visit a tile of keys."""
+    """Lists made for a mask that has none; by_key: of the row tiles that visit a tile of keys."""
     if problem.sequences is not None:
         from anyattn.sparsity.varlen_lists import ragged_lists
 
@@ -136,7 +136,7 @@ def _made(problem: Problem, mask: TracedMod, by_key: bool) -> Any:
 
 
 def _given(problem: Problem, by_key: bool) -> Any:
-    """The lists that came with the call; those of a ragged batch with the places of their sequences' lists."""
+    """The call's own lists; for a varlen batch also where each sequence's lists begin."""
     lists: Any = kept_transposed(problem.blocks) if by_key else problem.blocks
     if problem.sequences is None:
         return lists
@@ -166,7 +166,7 @@ def _entries(s: Sequences, lists: Any, by_key: bool) -> Tensor:
 
 
 def _ordered(s: Sequences, lists: Any, shape: Sequence[int], tile: tuple[int, int], by_key: bool) -> tuple[Tensor, Tensor]:
-    """The tiles of a ragged batch along one side, those with most to visit first, and its sequences; asks nothing of the host.
+    """The tiles of a varlen batch along one side, those with most to visit first, and its sequences; reads nothing on the host.
 
     lists: see ``_entries``. shape: of the storage along that side. tile: the programs', and the lists' (0 without).
     """

@@ -1,8 +1,8 @@
-"""Tile shapes, warps and pipeline stages as data, by architecture, head dimension, dtype and pass; and whether they fit a device.
+"""Tile configurations: tile shapes, warps and pipeline stages by architecture, head dimension, dtype and pass; whether they fit a device.
 
 The tables were chosen from what the compiler makes of them: no registers spilled inside a loop, shared memory for the stages, and, of
-what is left, the fewest instructions for a pair of a query and a key. With two stages Triton asks for a tile at the end of one step and
-waits for it at the beginning of the next: only from three on does a load have a step's time to arrive.
+what is left, the fewest instructions for a pair of a query and a key. With two stages Triton starts loading a tile at the end of one step
+and waits for it at the beginning of the next: only from three on does a load have a step's time to arrive.
 ``kernel_options={"autotune": True}`` measures instead.
 """
 
@@ -17,7 +17,7 @@ from anyattn.sequences.l2_groups import heads_side_by_side
 
 __all__ = [
     "FEW", "PASSES", "Shape", "Tiles", "Ways", "architecture", "asked", "backward_tiles", "candidates", "capability_of", "fits", "fitting",
-    "forward_tiles", "heads_in_turn", "heads_together", "most_short", "needed", "padded", "reason_against", "registers_beside", "resident",
+    "forward_tiles", "heads_in_turn", "heads_together", "most_short", "needed", "padded", "reason_against", "resident",
     "row_sums", "shared_memory", "ways_of",
 ]  # fmt: skip
 
@@ -35,7 +35,6 @@ _ROW_SUMS = 8
 FEW = 32  # rows of a tile, which leave registers to spare
 _SMALL_PARTS = 2 << 10  # barriers, statistics and what reductions pass around
 _OF_A_BLOCK = 1 << 10  # what the system keeps for itself in every block
-_THIRD = 168  # registers of a thread, where three blocks of four warps share a multiprocessor
 _REGISTERS = 1 << 16  # of a multiprocessor, in which a tile's scores lie; Triton itself knows no tiles of more than 16 times as many
 _WARPS = 8  # that fit with the 190 to 255 registers a thread which few rows take, if they may
 # Of tiles of 16 rows on Hopper, as if they took 168: an H200 follows that, also where they take more, and making them take 168 was slower.
@@ -318,7 +317,7 @@ def _column(shape: Shape) -> int:
 
 @lru_cache(maxsize=1024)
 def ways_of(shape: Shape, capability: tuple[int, int] | None, is_short: bool) -> Ways:
-    """How the forward kernel runs. is_short: see ``forward_tiles``.
+    """The forward kernel's pipeline options. is_short: see ``forward_tiles``.
 
     Descriptors that programs make themselves are too much for those of documents, which with few keys each do not live long. What a score
     mod loads for every key needs the registers that a late second product keeps. What it loads for every pair is asked for while the first
@@ -340,13 +339,6 @@ def row_sums(tile_m: int, tile_n: int, dtype: torch.dtype) -> int:
     return 1 if dtype is torch.float32 or torch.version.hip is not None else _ROW_SUMS
 
 
-def registers_beside(tile_m: int, tile_n: int, num_warps: int, shape: Shape, capability: tuple[int, int] | None) -> dict[str, int]:
-    """Triton's option for the registers of a forward kernel that may compute a tile again: for that the compiler takes more than it needs,
-    and no three blocks of Hopper's tiles for heads of 64 share a multiprocessor any more. With values for every pair they do not anyway."""
-    is_third = (tile_m, tile_n, num_warps) == _TILES["sm_90"]["forward"][0][:3] and shape.d <= 64 and not shape.has_pairs
-    return {"maxnreg": _THIRD} if is_third and architecture(capability) == "sm_90" and shape.dtype.itemsize == 2 else {}
-
-
 def heads_together(heads: int, head_bytes: int) -> int:
     """How many heads programs go through at a time, a divisor of ``heads``: of all sequences. head_bytes: of keys and values of one."""
     most = min(heads, _MOST_TOGETHER, heads_side_by_side(head_bytes, 1, _NEAR))
@@ -365,7 +357,7 @@ def backward_tiles(shape: Shape, capability: tuple[int, int] | None) -> dict[str
 
 
 def asked(name: str, tiles: Tiles, shape: Shape, capability: tuple[int, int] | None, device: str) -> Tiles:
-    """Tiles that a user asked for, with as many stages as fit. Raises ``ValueError`` where even one is too many for the device."""
+    """Tiles that kernel_options request, with as many stages as fit. Raises ``ValueError`` where even one is too many for the device."""
     while tiles.num_stages > 1 and not fits(name, tiles, shape, capability):
         tiles = replace(tiles, num_stages=tiles.num_stages - 1)
     if not fits(name, tiles, shape, capability):

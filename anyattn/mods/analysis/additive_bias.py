@@ -1,4 +1,4 @@
-"""Recognises score mods that only add something to the score: ``score + bias(b, h, q_idx, kv_idx)``."""
+"""Additive bias: recognises score mods of the form ``score + bias(b, h, q_idx, kv_idx)``."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Recognises masks of documents: ``ids[q_idx] == ids[kv_idx]``, perhaps together with something that only looks at q_idx - kv_idx.
+"""Document masks: recognises ``ids[q_idx] == ids[kv_idx]``, also ANDed with a mask that depends on q_idx - kv_idx only.
 
-Inside one document nothing but that rest is left to ask, and the rest does not care where the document begins: each document may as well
-be a sequence of its own, whose positions count from 0.
+Inside one document only that second mask is left, and it does not depend on where the document begins: each document can be a sequence of
+its own, whose positions count from 0.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def document_form(expr: Expr) -> DocumentForm | None:
 
 
 def rest_of(mask: TracedMod, form: DocumentForm) -> TracedMod | None:
-    """What ``mask``, which is of this form, asks inside a document; None where it shows all."""
+    """The mask inside a document, of a ``mask`` of this form; None where everything is visible."""
     if form.rest is None:
         return None
     scalars, tensors = tuple([mask.scalars[i] for i in form.scalars]), tuple([mask.tensors[i] for i in form.tensors])
@@ -70,7 +70,7 @@ def rest_of(mask: TracedMod, form: DocumentForm) -> TracedMod | None:
 
 @lru_cache(maxsize=1024)
 def ignores_origin(expr: Expr) -> bool:
-    """Whether a mod says the same when q_idx and kv_idx are both shifted by any number, and whatever b is."""
+    """Whether a mod is unchanged by any common shift of q_idx and kv_idx and independent of b."""
     deps = dependence(expr)
     same: list[bool] = []
     for node, dep in zip(expr.nodes, deps, strict=True):

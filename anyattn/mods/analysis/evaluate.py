@@ -1,4 +1,4 @@
-"""The meaning of an expression on tensors of indices: an interpreter that broadcasts.
+"""Evaluation of an expression on tensors of indices: a broadcasting interpreter.
 
 Index tensors of shapes such as (B, 1, 1, 1), (H, 1, 1), (M, 1) and (N,) give every subexpression the shape of what it depends on, so
 what depends on the row alone is computed once per row. This is the only dense meaning of a mod; the oracle uses it as well.

@@ -1,7 +1,7 @@
-"""How large the whole numbers of a mod can be: the least and the greatest value of every node, from the sizes of what it is made of.
+"""Extents: the least and greatest value of every integer node of a mod, from the sizes of its leaves.
 
-Python integers, no tensors: what an emitter asks to know where 32 bits are enough, what shows that an index stays inside of a tensor, and
-what shows that no number wraps around, so that the rules of whole numbers without end hold for it.
+In Python integers, without tensors. Emitters learn where 32 bits are enough; other analyses that an index stays inside its tensor, or that
+no number wraps around, so that the rules of unbounded integers hold.
 """
 
 from __future__ import annotations
@@ -73,13 +73,13 @@ def extents(expr: Expr, box: Box) -> tuple[Extent | None, ...]:
 
 
 def exact(expr: Expr, box: Box) -> tuple[bool, ...]:
-    """For every node whether it is what whole numbers without end make of its arguments: it cannot leave its dtype's range."""
+    """For every node whether it equals the operation on unbounded integers: it cannot leave its dtype's range."""
     return tuple(is_exact for _, is_exact in _walked(expr, box))
 
 
 @lru_cache(maxsize=4096)
 def unwrapped(expr: Expr, box: Box) -> tuple[bool, ...]:
-    """``exact`` of a node and of all numbers that it is computed from. What is loaded is taken as it is, and so is a condition.
+    """``exact`` of a node and of all numbers that it is computed from. Loaded values and conditions count as exact.
 
     >>> from anyattn.mods.tracing.trace import trace
     >>> e = trace(lambda b, h, q, k: (q * 2**40 - k).to(torch.int32) + k.to(torch.int32) > 4, "mask").expr

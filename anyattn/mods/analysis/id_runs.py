@@ -1,4 +1,4 @@
-"""Runs of equal ids in captured tensors: where the value that a row asks for begins and ends along kv_idx.
+"""Runs of equal ids in captured tensors: where the run of a row's value begins and ends along kv_idx.
 
 Every function takes ``table`` (..., n) and returns positions in 0..n, or None where the table's values do not lie in runs. All of it is
 done on whole tensors, in O(n log n) time.

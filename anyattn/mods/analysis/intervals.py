@@ -1,4 +1,4 @@
-"""Interval arithmetic on the IR: what values an expression can take while each index runs over a range, for many boxes at once.
+"""Interval arithmetic on the IR: bounds of an expression while each index runs over a range, for many boxes at once.
 
 A ``Span`` holds, per box, bounds that are always sound. For a bool, ``lo`` says that the value is certainly true and ``hi`` that it may
 be true, so three-valued logic is the same arithmetic. What cannot be bounded becomes unknown: NaN for floats, ``+-WILD`` for integers

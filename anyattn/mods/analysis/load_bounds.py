@@ -1,4 +1,4 @@
-"""Shows, before anything runs, that a mod reads its captured tensors inside their bounds."""
+"""Bounds checks of loads: proves before a call that a mod reads its captured tensors inside their bounds."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _INSIDE: set[tuple] = set()  # calls of which it is known: by expression, captur
 def check_loads(mod: TracedMod, B: int, H: int, seqlen_q: int, seqlen_k: int, *, reads_values: bool = True) -> None:
     """Raises ``OutsideError`` if ``mod`` would index a captured tensor out of its range at some (b, h, q_idx, kv_idx).
 
-    ``seen_loads.check_call`` asks about the pairs that are seen.
+    ``visible_loads.check_call`` checks the visible pairs only.
 
     Negative indices count from the end, as in torch. Cheap where an index is b, h, q_idx or kv_idx itself; otherwise the range of the
     index over all positions decides, and where that is too coarse the index is evaluated exactly: in O(S) where it depends on one
@@ -86,10 +86,10 @@ def check_loads(mod: TracedMod, B: int, H: int, seqlen_q: int, seqlen_k: int, *,
 
 
 def plainly_inside(mod: TracedMod, B: int, H: int, end_q: int, seqlen_k: int, first_q: int = 0) -> bool:
-    """Whether every load is inside at all (b, h, q_idx, kv_idx) of these sizes, as far as the sizes and the mod's numbers show it.
+    """Whether the sizes and the mod's numbers alone prove that every load is inside at all (b, h, q_idx, kv_idx) of these sizes.
 
-    end_q, first_q: q_idx is less than the one and not less than the other, which is 0 or negative.
-    False where only what captured tensors hold could show it: on a GPU finding out would wait for them.
+    first_q <= q_idx < end_q; first_q is 0 or negative. False where the proof would need the contents of captured tensors, which on a GPU
+    would have to be waited for.
     """
     sizes = {"b": B, "h": H, "q_idx": max(end_q, -first_q), "kv_idx": seqlen_k}  # a row before 0 counts from a tensor's end
     if min(sizes.values()) == 0:
@@ -103,14 +103,14 @@ def plainly_inside(mod: TracedMod, B: int, H: int, end_q: int, seqlen_k: int, fi
 
 
 class Doubt(NamedTuple):
-    """On what besides shapes it hangs whether loads are inside: on captured numbers, on what captured tensors hold."""
+    """On what besides shapes the bounds checks depend: on captured numbers, on the contents of captured tensors."""
 
     of_numbers: bool
     of_values: bool
 
 
 def doubt(mod: TracedMod, B: int, H: int, seqlen_q: int, seqlen_k: int) -> Doubt:
-    """What ``check_loads`` would have to ask again of a mod with the same program and tensors of the same shapes."""
+    """What ``check_loads`` would have to check again for a mod with the same program and tensors of the same shapes."""
     found = _doubtful(mod, {"b": B, "h": H, "q_idx": seqlen_q, "kv_idx": seqlen_k})
     ops = {node.op for _, _, arg in found for node in _index(mod, arg).nodes}
     return Doubt("scalar" in ops, "load" in ops or "score" in ops)
@@ -126,7 +126,7 @@ def hangs_on_masks(mod: TracedMod, B: int, H: int, seqlen_q: int, seqlen_k: int)
 
 
 def unsettled(mod: TracedMod, B: int, H: int, seqlen_q: int, seqlen_k: int) -> list[tuple[int, int, int]]:
-    """(slot, dimension, index's node) of the loads that what the sizes and the mod's numbers say leaves in doubt; no tensor is read."""
+    """(slot, dimension, index's node) of the loads that sizes and the mod's numbers do not prove to be inside; reads no tensor."""
     sizes = {"b": B, "h": H, "q_idx": seqlen_q, "kv_idx": seqlen_k}
     if min(sizes.values()) == 0:
         return []

@@ -1,7 +1,7 @@
-"""Splits an expression where whole numbers of the positions change sign: ``abs``, ``min``, ``max`` and comparisons of such numbers.
+"""Piecewise expressions: splits ``abs``, ``min``, ``max`` and comparisons of integers of the positions into linear pieces.
 
-``abs(q_idx - kv_idx)`` is no straight line, but it is one to either side of the diagonal, and all but a few tiles lie on one side. A
-kernel that asks a tile's corners which side that is can compute the piece: in it a distance grows evenly and a clamped one is constant.
+``abs(q_idx - kv_idx)`` is not linear, but it is on either side of the diagonal, and all but a few tiles lie on one side. A kernel that
+tests a tile's corners can compute the piece for that side alone: in it a distance grows linearly and a clamped one is constant.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from anyattn.mods.tracing.weak_captures import NEAR_NUMBER
 __all__ = ["Piece", "pieces"]
 
 
-_NEAR = Box.of_sizes(2**24, NEAR_NUMBER)  # of numbers further away nobody asks for pieces
+_NEAR = Box.of_sizes(2**24, NEAR_NUMBER)  # pieces are only needed for numbers within these
 _MOST_SLOPE = 2**16
 
 
 class Piece(NamedTuple):
-    """What an expression is wherever all ``conditions`` hold. Each is a whole number that changes evenly with the positions (its ``Dep``
-    has a slope), and holds where it is at least 0; so it holds in all of a rectangle of positions if it does at two of its corners."""
+    """An expression that is valid where all ``conditions`` hold. Each condition is an integer linear in the positions (its ``Dep`` has a
+    slope), and holds where it is at least 0: so it holds in a whole rectangle of positions if it does at two of its corners."""
 
     expr: Expr
     conditions: tuple[Expr, ...]
@@ -33,7 +33,7 @@ class Piece(NamedTuple):
 def pieces(expr: Expr, most: int = 4) -> tuple[Piece, ...]:
     """The pieces of an expression with one output, at most ``most`` of them; they cover all positions, and where two meet they agree.
 
-    Only numbers that change from key to key are asked for their sign. An expression without such is its own only piece.
+    Pieces split at sign changes of numbers that change from key to key. An expression without such is its own only piece.
 
     >>> from anyattn.mods.tracing.trace import trace
     >>> for piece in pieces(trace(lambda s, b, h, q, k: s - (q - k).abs(), "score").expr):

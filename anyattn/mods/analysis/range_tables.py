@@ -1,4 +1,4 @@
-"""Least and greatest entry of a captured tensor over a range of one index: sparse tables, built once per mask and dimension."""
+"""Range-minimum and range-maximum tables of captured tensors along one index: sparse tables, built once per mask and dimension."""
 
 from __future__ import annotations
 

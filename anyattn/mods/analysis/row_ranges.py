@@ -1,4 +1,4 @@
-"""Row ranges: where a mask is, for every query row, a short union of ranges ``lo <= kv_idx < hi``, those limits.
+"""Row ranges: the limits of masks that are, for every query row, a short union of ranges ``lo <= kv_idx < hi``.
 
 Causal, sliding window, prefix, sink + window, chunks and packed documents are all of this kind, and so is what ``&``, ``|``, ``~`` and
 ``torch.where`` make of them. A kernel then compares a column with two numbers per row instead of evaluating the mask, and the classes of
@@ -86,8 +86,8 @@ def _derive_once(expr: Expr, scalars: tuple[int | float, ...]) -> RowRanges | No
 
 
 def _held(mod: TracedMod) -> tuple[Extent | None, ...]:
-    """What captured int64 tensors hold, which as far as the dtype goes could be so much that sums with it wrap around: those that kv_idx
-    indexes, and those of the CPU, where looking waits for nothing. None for all others."""
+    """The extents of captured int64 tensors, whose dtype alone would allow sums with them to wrap around: of those that kv_idx indexes, and
+    of those on the CPU, where reading waits for nothing. None for all others."""
     deps = dependence(mod.expr)
     by_key = {node.attr for node in mod.expr.nodes if node.op == "load" and any(deps[a].kv for a in node.args)}
     found: list[Extent | None] = []
@@ -111,18 +111,18 @@ def _derive(mod: TracedMod, held: tuple[Extent | None, ...] = ()) -> RowRanges |
 
 
 def ranges_unread(mask: TracedMod) -> RowRanges | None:
-    """The row ranges of a mask where finding them takes no look at what captured tensors hold, which on a GPU would wait for them."""
+    """The row ranges of a mask where finding them needs no read of captured tensors, which on a GPU would wait for them."""
     if any(n.op == "load" and d.kv for n, d in zip(mask.expr.nodes, dependence(mask.expr), strict=True)):
         return None
     ranges = _derive(mask) if mask.tensors else row_ranges(mask)
-    # what ranges capture is looked up in the mask's own numbers and tensors
+    # the slots of the ranges refer to the mask's own numbers and tensors
     return ranges if ranges is not None and len(ranges.tensors) <= len(mask.tensors) else None
 
 
 @lru_cache(maxsize=1024)
 def never_fall(expr: Expr) -> bool:
     """Whether no limit is less than an earlier row's, and all are the same for every head: then a tile's least and greatest limits are
-    those of its first and last row. Where this cannot be told, the answer is no.
+    those of its first and last row. False where this cannot be proved.
 
     >>> from anyattn.mods.tracing.trace import trace
     >>> never_fall(row_ranges(trace(lambda b, h, q, k: (q >= k) & (q - k < 64), "mask")).expr)

@@ -1,12 +1,12 @@
-"""Solves a mask for kv_idx: from a boolean expression to ranges ``lo <= kv_idx < hi`` whose limits do not involve kv_idx.
+"""Solver of masks for kv_idx: from a boolean expression to ranges ``lo <= kv_idx < hi`` whose limits do not involve kv_idx.
 
 The derivation reads the IR only. A comparison is brought to ``T(kv) >= e`` or ``T(kv) < e`` with ``e`` free of kv, and T is then peeled
 (``A // n >= e`` is ``A >= e * n``, ``abs(A) < e`` is ``A < e & A >= 1 - e``, ...) down to ``kv_idx`` itself. A captured id tensor
-indexed by kv_idx is replaced by derived tensors that say where the run of each id starts and ends (``runs.py``).
+indexed by kv_idx is replaced by derived tensors that say where the run of each id starts and ends (``id_runs.py``).
 
-These are the rules of whole numbers without end. What the user computes is looked into only where it cannot wrap around (``extents.py``);
+These are the rules of unbounded integers. The user's arithmetic is transformed only where it cannot wrap around (``extents.py``);
 a part without kv_idx is computed as the user wrote it, wrapping as torch does. The solver's own arithmetic never wraps: a limit that is too
-far away is brought to the last one that decides alike, and where that does not help there are no ranges.
+large is clamped to the last one that decides alike, and where that does not help there are no ranges.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class Solver:
         return self.out.copy(self.mod.expr, node)
 
     def whole(self, node: int) -> int:
-        """A whole number that does not involve kv_idx. One that may wrap around on the way from row to row is no straight line, whatever
-        sums it is made of: what looks for lines in limits (``Dep.slope``) does not look into these bits."""
+        """An integer that does not involve kv_idx. One that may wrap around from row to row is made opaque: it is not linear, and
+        ``Dep.slope`` must not find a slope in it."""
         found = self.out.cast(self.free(node), torch.int64)
         return found if self.plain[node] or not self.deps[node].q else self.out.add("and", found, self.number(-1))
 
@@ -110,7 +110,7 @@ class Solver:
         return node if extent.lo >= lo else self.out.add("max", node, self.number(lo))
 
     def in_sight(self, bound: int, node: int) -> int:
-        """``bound`` where ``node >= bound`` is asked, brought near: beyond ``node``'s own extent one limit is as good as another."""
+        """``bound`` of a comparison ``node >= bound``, clamped to ``node``'s own extent, beyond which all limits decide alike."""
         extent, own = self.extents[node], self.extent(bound)
         if own.lo >= -_NEAR and own.hi <= _NEAR:
             return bound
@@ -440,7 +440,7 @@ class Solver:
         values, indices = wanted
         lead = len(others)
         paired = indices[:lead] == others and values.shape[:lead] == table.shape[:lead]
-        if not paired:  # every row of the table is asked for every value
+        if not paired:  # every value is searched in every row of the table
             if table[..., :1].numel() * values.numel() > 2**26:
                 return None
             values = values.expand(*table.shape[:-1], *values.shape)

@@ -1,7 +1,7 @@
-"""Classes of tiles: which tiles of (query rows x keys) a mask leaves empty, fills, or cuts through.
+"""Tile classes: which tiles of (query rows x keys) are empty, partial or full under a mask.
 
-``classify`` never looks at all pairs. Where ``rows.py`` finds row ranges the classes follow from the limits. Otherwise interval arithmetic
-(``intervals.py``) judges coarse squares of tiles first and refines only those left in doubt; single tiles still in doubt are settled
+``classify`` never evaluates all pairs. Where ``row_ranges.py`` finds row ranges the classes follow from the limits. Otherwise interval
+arithmetic (``intervals.py``) classifies coarse squares of tiles first and refines only undecided ones; undecided single tiles are evaluated
 exactly: a few sample positions show most of them to be partial, the rest are evaluated whole, in batches. Memory is one byte per tile
 and a bounded batch, never S x S, and the mod never sees an index outside its sequences.
 """
@@ -25,7 +25,7 @@ __all__ = ["DOUBT", "EMPTY", "FULL", "PARTIAL", "Boxes", "Grid", "Refiner", "cla
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 DOUBT = 3  # of the intermediate maps only
-_BATCH_BOXES = 2**17  # boxes judged at once
+_BATCH_BOXES = 2**17  # boxes classified at once
 _BATCH_PAIRS = 2**21  # (q, kv) pairs evaluated at once: 16 MB per int64 value
 _BATCH_TILES = 2**23  # tiles written at once
 _COARSE = 32  # the first grid has at most this many squares each way
@@ -57,7 +57,7 @@ def classify(
         device = mod.tensors[0].device if mod.tensors else "cpu"
     deps = dependence(mod.expr)
     batch, heads = B if any(d.b for d in deps) else 1, H if any(d.h for d in deps) else 1
-    # what of a tile lies past the sequences is never looked at: one of 2^30 rows costs no more than they do
+    # the part of a tile past the sequences is never evaluated: a tile of 2^30 rows costs no more than the sequences do
     tile_m, tile_n = min(tile_m, max(seqlen_q, 1)), min(tile_n, max(seqlen_k, 1))
     rows, columns = -(-seqlen_q // tile_m), -(-seqlen_k // tile_n)
     if min(batch, heads, rows, columns) == 0:
@@ -74,13 +74,13 @@ def classify(
 
 
 def classify_limits(lo: Tensor, hi: Tensor, seqlen_k: int, tile_m: int, tile_n: int) -> Tensor:
-    """The classes that follow from ``rows.limits``: (n, B, H, seqlen_q) -> uint8 (B, H, M, N). Exact; O(rows + tiles)."""
+    """The classes that follow from ``row_ranges.limits``: (n, B, H, seqlen_q) -> uint8 (B, H, M, N). Exact; O(rows + tiles)."""
     n, batch, heads, seqlen_q = lo.shape
     rows, columns = -(-seqlen_q // tile_m), -(-seqlen_k // tile_n)
     if lo.numel() == 0 or columns == 0:
         return torch.zeros(batch, heads, rows, columns, dtype=torch.uint8, device=lo.device)
     pad = rows * tile_m - seqlen_q
-    if pad:  # the last row once more says nothing new
+    if pad:  # repeating the last row changes nothing
         lo, hi = (torch.cat([t, t[..., -1:].expand(*t.shape[:-1], pad)], -1) for t in (lo, hi))
     # (row tiles of every b and h, n, rows)
     lo, hi = (t.reshape(n, batch * heads * rows, tile_m).transpose(0, 1) for t in (lo, hi))
@@ -145,14 +145,14 @@ def _coverage(first: Tensor, last: Tensor, skip: Tensor, columns: int) -> Tensor
 def refine(
     mod: TracedMod, lengths: tuple[int, int], tile: tuple[int, int], batch: tuple[int, int], device: torch.device | str = "cpu"
 ) -> Tensor:
-    """What ``classify`` returns, for any mask: judged by interval arithmetic, then settled."""
+    """What ``classify`` returns, for any mask: by interval arithmetic, then by evaluating undecided tiles."""
     return Refiner(mod, _Rectangle(lengths, tile, batch, device)).classes()
 
 
 def judge(
     mod: TracedMod, lengths: tuple[int, int], tile: tuple[int, int], batch: tuple[int, int], device: torch.device | str = "cpu"
 ) -> Tensor:
-    """Classes by interval arithmetic alone: EMPTY and FULL are certain, the rest is DOUBT. No pair is looked at."""
+    """Classes by interval arithmetic alone: EMPTY and FULL are certain, the rest is DOUBT. No pair is evaluated."""
     return Refiner(mod, _Rectangle(lengths, tile, batch, device)).judged()
 
 
@@ -207,7 +207,7 @@ class _Rectangle:
 
 
 class Refiner:
-    """Judges squares of tiles from coarse to fine; the map of classes grows in resolution as it goes. Then settles what is in doubt."""
+    """Classifies squares of tiles from coarse to fine, refining the map of classes; then evaluates the undecided tiles."""
 
     def __init__(self, mod: TracedMod, grid: Grid) -> None:
         self.mod, self.grid, self.device = mod, grid, grid.device

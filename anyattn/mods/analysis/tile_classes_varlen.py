@@ -1,7 +1,7 @@
-"""Classes of the tiles of a whole ragged batch: many sequences of different lengths judged at once, never one by one.
+"""Tile classes of a varlen batch: many sequences of different lengths at once, without a loop over them.
 
-The means are those of ``bounds.py``: row ranges where the mask has them, interval arithmetic and exact settling where it has not. Time and
-memory follow the rows and the tiles, never the product of the totals.
+By the methods of ``tile_classes.py``: row ranges where the mask has them, else interval arithmetic and exact evaluation. Time and memory
+are proportional to rows and tiles, never to the product of the totals.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def classify_ragged(
 
     seqlens_q, seqlens_k: int64 (B,), rows and keys of each sequence, 0 or more. q_first: int64 (B,), the ``q_idx`` of each sequence's first
     row; default 0. Sequence b has ceil(seqlens_q[b] / tile_m) x ceil(seqlens_k[b] / tile_n) tiles (``RaggedTiles`` says where they lie).
-    The mask is asked about (b = sequence, h, q_idx, kv_idx), the places counted inside the sequence, and never about one outside. Classes
-    are those of ``bounds.classify``, whose result for each sequence this is. Dimension 0 is 1 where the mask ignores h.
+    The mask is evaluated at (b = sequence, h, q_idx, kv_idx), positions counted inside the sequence, never at one outside. Classes
+    are those of ``tile_classes.classify`` for each sequence. Dimension 0 is 1 where the mask ignores h.
 
     >>> from anyattn.mods.tracing.trace import trace
     >>> mask = trace(lambda b, h, q, k: q >= k, "mask")
@@ -47,7 +47,7 @@ def classify_ragged(
 
 
 def refine_ragged(mod: TracedMod, tiles: RaggedTiles, heads: int, q_first: Tensor) -> Tensor:
-    """What ``classify_ragged`` returns, for any mask: judged by interval arithmetic, then settled."""
+    """What ``classify_ragged`` returns, for any mask: by interval arithmetic, then by evaluating undecided tiles."""
     return Refiner(mod, _RaggedGrid(tiles, heads, q_first)).classes()
 
 
@@ -70,7 +70,7 @@ def _classes_of_rows(ranges: RowRanges, tiles: RaggedTiles, row_tiles: Tensor, r
     """The classes at ``places`` of the flat list, which belong to ``row_tiles``."""
     b = tiles.sequence_of_row[row_tiles]
     q = tiles.row_in_sequence[row_tiles, None] * tiles.tile[0] + torch.arange(rows, device=tiles.device)
-    q = torch.minimum(q, tiles.seqlens_q[b, None] - 1) + q_first[b, None]  # the last row once more says nothing new
+    q = torch.minimum(q, tiles.seqlens_q[b, None] - 1) + q_first[b, None]  # repeating the last row changes nothing
     seqlen_k = tiles.seqlens_k[b]
     found = limits_of_rows(ranges, b.repeat_interleave(rows), q.reshape(-1), seqlen_k.repeat_interleave(rows), H)
     assert found is not None
@@ -106,7 +106,7 @@ def _coverage(first: Tensor, end: Tensor, begins: Tensor, heads: int, size: int)
 
 
 class _RaggedGrid:
-    """A ``bounds.Grid`` of many sequences; maps are (H or 1, tiles)."""
+    """A ``tile_classes.Grid`` of many sequences; maps are (H or 1, tiles)."""
 
     def __init__(self, tiles: RaggedTiles, heads: int, q_first: Tensor) -> None:
         self.tile, self.longest = tiles.tile, tiles.longest

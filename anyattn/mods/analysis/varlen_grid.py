@@ -1,7 +1,7 @@
-"""Where the tiles of many sequences of different lengths lie in one flat list: [sequence][row tile][key tile].
+"""Tile numbering of a varlen batch: the tiles of many sequences in one flat list, [sequence][row tile][key tile].
 
-Everything is a vector over the whole batch, so that nothing ever loops over sequences; what needs more than the list itself is done window
-by window.
+Everything is a vector over the whole batch, so that nothing loops over sequences; what needs more memory than the list itself is done
+window by window.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _BATCH_TILES = 2**20  # tiles located at once: 8 bytes for each of their coordin
 
 
 class Window(NamedTuple):
-    """Row tiles ``rows`` of all sequences', laid end to end, and the stretch ``tiles`` of the flat list that belongs to them."""
+    """The range ``rows`` of the numbered row tiles of all sequences, and the range ``tiles`` of the flat list that belongs to them."""
 
     rows: slice
     tiles: slice
@@ -150,7 +150,7 @@ class RaggedTiles:
         return self._knowing(RaggedTiles(self.seqlens_k, self.seqlens_q, self.tile[::-1]), -1)
 
     def _knowing(self, other: RaggedTiles, step: int) -> RaggedTiles:
-        """What the host knows of these tiles it knows of others of the same batch."""
+        """``other``, tiles of the same batch, with what the host already knows of these tiles."""
         if "on_host" in vars(self):
             vars(other)["on_host"] = self.on_host[::step]
         return other

@@ -1,4 +1,4 @@
-"""Loads at pairs that are seen: an index may leave its captured tensor where a mask or tile lists hide the pair.
+"""Bounds checks of loads at visible pairs: an index may leave its captured tensor where a mask or tile lists hide the pair.
 
 Kernels compute whole tiles, hidden pairs too. So where some hidden pair's index lies outside, the mod's program is changed: the index is
 clamped to its tensor before the load. At seen pairs that changes nothing, and no backend can read outside.
@@ -116,7 +116,7 @@ def check_call(
 ) -> tuple[list[TracedMod], list[TracedMod]]:
     """The masks and scores with loads that lie inside at all pairs. Raises ``ValueError`` if one leaves its tensor at a pair that is seen.
 
-    A pair is seen where all masks show it; with ``lists``, which are asked for only where that decides, the first mask holds in partial
+    A pair is seen where all masks show it; with ``lists``, which are read only where that decides, the first mask holds in partial
     tiles alone, full ones need none, and the others are hidden. A mask's own load counts where the mask may show the pair, whatever the
     load returned. reads_values: as ``check_loads`` has it; then no captured value decides what is hidden either.
 
@@ -147,7 +147,7 @@ def check_call(
 
 
 def _settled(e: _Examined, hangs_on_values: bool) -> TracedMod:
-    """A mod that was clamped, which for other values of what hides the pairs must be asked about anew."""
+    """A clamped mod, marked so that it is checked again when what hides the pairs has other values."""
     return replace(e.mod, source=None) if e.outside and hangs_on_values else e.mod
 
 
@@ -206,7 +206,7 @@ def _where(mod: TracedMod, bad: TracedMod, index: Expr, error: OutsideError, pla
 
 
 def held(mod: TracedMod, B: int, H: int, seqlen_q: int, seqlen_k: int) -> TracedMod:
-    """The mod with every index clamped that is not plainly inside its tensor: for calls that cannot look at what tensors hold."""
+    """The mod with every index clamped that is not proved to be inside its tensor: for calls that must not read captured tensors."""
     doubtful = [(slot, dim, arg, mod.tensors[slot].shape[dim]) for slot, dim, arg in unsettled(mod, B, H, seqlen_q, seqlen_k)]
     return replace(mod, expr=_clamped(mod.expr, tuple(doubtful))) if doubtful else mod
 

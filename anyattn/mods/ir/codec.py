@@ -1,4 +1,4 @@
-"""Expressions as text and back: what a compiled or exported graph carries, readable by any process."""
+"""Serialisation of expressions as JSON text, which compiled and exported graphs carry and any process can read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Content keys: what makes two mods the same program.
+"""Content keys of expressions: equal for mods that are the same program.
 
 A key covers structure, dtypes and the ranks of captured tensors (the number of a load's indices), never values, shapes or object
 identities; it is the same in every process, so that it can name files in a cache.

@@ -1,4 +1,4 @@
-"""What each subexpression of a mod depends on, so that emitters compute it as rarely as its meaning allows.
+"""Dependence analysis: which indices each subexpression of a mod depends on, by which emitters hoist it out of loops.
 
 ``diagonal`` marks values that see the two positions only through their difference q_idx - kv_idx: such a value is the same along every
 diagonal, so one vector of S_q + S_k values holds all of it.
@@ -33,7 +33,7 @@ class Dep:
 
     @property
     def per_head(self) -> bool:
-        """Changes with neither position nor the score: one value per (b, h)."""
+        """Independent of both positions and the score: one value per (b, h)."""
         return not (self.q or self.kv or self.score)
 
     def __str__(self) -> str:
@@ -49,7 +49,7 @@ _LEAF = {
     "q_idx": Dep(q=True, slope=(1, 0)),
     "kv_idx": Dep(kv=True, slope=(0, 1)),
 }
-FAR_NUMBER = 2**62  # captured whole numbers are less: of one that is not ``relies_on_near_numbers`` says whether it matters
+FAR_NUMBER = 2**62  # captured whole numbers are assumed to be less; ``relies_on_near_numbers`` says whether that matters
 _COMPARISONS = frozenset(("eq", "ne", "lt", "le", "gt", "ge"))
 
 
@@ -104,7 +104,7 @@ def _diagonal(node: Node, args: list[Dep], union: Dep, slope: tuple[int, int] | 
     if all(a.diagonal or a.per_head for a in args):
         return True
     left, right = (args[0].slope, args[1].slope) if node.op in _COMPARISONS and are_plain else (None, None)
-    # q + c >= kv compares q - kv with -c, whatever side each stands on, if neither wraps around
+    # q + c >= kv compares q - kv with -c, on whichever side each is written, if neither wraps around
     return left is not None and right is not None and left[0] - right[0] == right[1] - left[1]
 
 

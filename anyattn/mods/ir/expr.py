@@ -7,7 +7,7 @@ An ``Expr`` guarantees that
 * every node obeys the table ``OPS``, which ``verify`` checks after each pass that builds an expression;
 * no run-time value is part of it: captured numbers are ``scalar`` slots and captured tensors ``load`` slots.
 
-A function that nobody can read (``native.py``) is one operation, ``native``, of all that a mod sees and of whole tensors (``tensor``).
+An opaque CuTe function (``cute_mod.py``) is one operation, ``native``, of all arguments of a mod and of whole tensors (``tensor``).
 
 A dtype is a ``torch.dtype``, or Python's ``int`` or ``float`` for a *weak* number (a literal, a captured number, or arithmetic
 between such), which takes part in type promotion the way a Python number does in torch.
@@ -53,7 +53,7 @@ def category(dtype: DType) -> str:
 
 
 def wrapped(number: int, dtype: torch.dtype) -> int:
-    """The whole number of ``dtype`` that has the lowest bits of ``number``: what torch makes of one that is too large.
+    """``number`` wrapped around to the range of ``dtype``, as torch does: the value of its lowest bits.
 
     >>> wrapped(300, torch.uint8), wrapped(2**63, torch.int64) == -(2**63)
     (44, True)
@@ -176,7 +176,7 @@ class Expr:
 
     @cached_property
     def weak_arithmetic(self) -> tuple[int, ...]:
-        """The positions of whole numbers that are computed from captured ones alone (``weak.py``)."""
+        """The positions of whole numbers that are computed from captured ones alone (``weak_captures.py``)."""
         return tuple(i for i, node in enumerate(self.nodes) if node.dtype is int and node.op not in ("const", "scalar"))
 
     @cached_property
@@ -193,7 +193,7 @@ class Expr:
 
 
 class Builder:
-    """Builds an ``Expr`` node by node; equal nodes are one, and arithmetic on literals is done at once."""
+    """Builds an ``Expr`` node by node; equal nodes are shared, and arithmetic on literals is folded."""
 
     def __init__(self) -> None:
         self.nodes: list[Node] = []

@@ -1,4 +1,4 @@
-"""The derivative of a score mod, IR in and IR out: by the score, and by each value it loads from a captured float tensor.
+"""Differentiation of score mods, IR in and IR out: by the score, and by each value loaded from a captured float tensor.
 
 Reverse accumulation over the expression's nodes, in the score's dtype. Subgradients are those of torch's autograd: ``abs`` and ``sign``
 have 0 at 0, ``minimum`` and ``maximum`` share a tie half and half (so does ``clamp``, which is written with them), steps such as ``floor``
@@ -37,8 +37,8 @@ class Gradients:
 def score_gradients(expr: Expr, is_exact: bool = False) -> Gradients:
     """The derivatives of a traced score mod's expression.
 
-    is_exact: where a function is nearly flat its derivative is found without a difference of numbers near 1, which would leave it no right
-    digit; that takes an exponential more. Pointless where what comes of it is rounded to 16 bits.
+    is_exact: derivatives of saturating functions avoid differences of numbers near 1, which would cancel all digits; that takes one more
+    exponential. Not needed where results are rounded to 16 bits.
 
     >>> from anyattn.mods.tracing.trace import trace
     >>> import torch
@@ -107,14 +107,14 @@ class _Reverse:
         return a if self.literal(b) == 1 else self.op("div", a, b)
 
     def guarded(self, g: int, factor: Callable[[], int]) -> int:
-        """``g * factor``, and 0 where g is 0: a factor that is infinite in a branch not taken must not make NaN of it."""
+        """``g * factor``, and 0 where g is 0: an infinite factor in a branch not taken must not give NaN."""
         product = self.mul(g, factor())
         if g not in self.conditional or self.literal(g) is not None:
             return product
         return self.op("where", self.op("eq", g, self.number(0.0)), self.number(0.0), product)
 
     def bell(self, x: int) -> int:
-        """The derivative of the sigmoid: of its lower half, in which nothing cancels."""
+        """The derivative of the sigmoid, computed from its lower half, where nothing cancels."""
         lower = self.op("sigmoid", self.neg(self.op("abs", x)))
         return self.mul(lower, self.op("sub", self.number(1.0), lower))
 
@@ -151,7 +151,7 @@ class _Reverse:
         return Gradients(self.builder.build(*outputs), tuple(described))
 
     def parts(self, i: int, g: int) -> list[int | None]:
-        """What the cotangent ``g`` of node ``i`` sends to each of its arguments."""
+        """The cotangents of node ``i``'s arguments, from its own cotangent ``g``."""
         node = self.expr.nodes[i]
         if node.op in _UNARY:
             return [_UNARY[node.op](self, g, self.value(node.args[0]), self.value(i))]

@@ -1,4 +1,4 @@
-"""Activations and other compound functions that a mod may call, each written with torch's own simpler functions.
+"""Activations and other compound functions that a mod may call, each composed of simpler torch functions.
 
 They are called with symbolic values while a mod is traced, so torch's functions and Python's operators record their nodes. Forms are those
 that keep their digits in float32: no difference of numbers near 1, no exponential that overflows where the result does not. Where torch's

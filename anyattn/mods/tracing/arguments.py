@@ -1,4 +1,4 @@
-"""Arguments of torch's functions inside a mod: each one is used with torch's meaning, or refused by name.
+"""Argument checks of torch functions inside a mod: each argument is used with torch's meaning, or refused by name.
 
 The parameters of the functions in ``FUNCTIONS`` have torch's names, so that a function's signature says what it understands.
 """
@@ -82,7 +82,7 @@ def dtype_of(item: Any) -> torch.dtype | None:
 
 
 def check_device(device: Any) -> None:
-    """Where a number lives does not change it; only what is no place at all is refused."""
+    """Accepts any device, which does not change a number; refuses only what is no device."""
     if device is None:
         return
     try:
@@ -94,13 +94,13 @@ def check_device(device: Any) -> None:
 
 
 def check_memory_format(memory_format: Any) -> None:
-    """One number is laid out in one way; the formats of images need four dimensions."""
+    """Accepts the memory formats that a single number can have; those of images need four dimensions."""
     if memory_format not in (None, torch.preserve_format, torch.contiguous_format):
         raise mod_error(f"memory_format={memory_format} needs a tensor of more dimensions", "leave it out: a mod's value is one number")
 
 
 def check_flags(**flags: Any) -> None:
-    """Flags by which torch copies or waits, and which no value depends on."""
+    """Checks flags such as copy and non_blocking, on which no value depends."""
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise mod_error(f"{name} is a {type(value).__name__} {value!r}; wanted a bool", f"leave {name} out")
@@ -132,7 +132,7 @@ def refuse_bare(*values: Any) -> None:
 
 
 def refuse_outside(value: Any, dtype: Any, use: str) -> None:
-    """Raises ``ModError`` for a literal that torch does not put into ``dtype``: what arithmetic wraps around, these functions refuse."""
+    """Raises ``ModError`` for a literal that does not fit ``dtype``, in functions where torch raises instead of wrapping around."""
     node, strong = value.builder.nodes[value.node], torch.int64 if dtype is int else dtype
     if node.op == "const" and category(node.dtype) == category(dtype) == "int" and wrapped(node.attr, strong) != node.attr:  # type: ignore
         raise mod_error(

@@ -1,10 +1,10 @@
-"""What a mod captures, and copies of it with the captured numbers replaced.
+"""Closure analysis: the numbers and tensors that a mod captures, and copies of it with the numbers replaced.
 
 ``rebuild`` and ``walk`` visit the same places in the same order: closure cells, defaults, globals that the code names, functools.partial
 arguments, bound methods, callable instances. ``walk`` also says what the mod's *structure* is, so that a later function of the same code
 with other numbers and tensors is recognised without calling it. It answers None when something captured could change the mod's meaning
-unseen (a user's module, class, container, object or function attribute), or where the body may read what is no capture (grad mode, the
-clock; ``pure_names.py``): such a mod is simply traced on every call.
+without notice (a user's module, class, container, object or function attribute), or where the body may read what is no capture (grad mode,
+the clock; ``pure_names.py``): such a mod is traced on every call.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def walk(fn: Callable) -> Found | None:
 
 
 def _walk(item: Any, numbers: list, tensors: list, seen: dict[int, int]) -> tuple:
-    """The structure of ``item``; the first entry of each tuple says of what kind the rest is (``recognise.py`` reads them again)."""
+    """The structure of ``item``; the first entry of each tuple is a tag for the kind of the rest (``fingerprint.py`` reads them too)."""
     if is_number(item):
         numbers.append(item)
         return ("number", type(item))
@@ -202,7 +202,7 @@ def _is_trusted(fn: types.FunctionType) -> bool:
 
 
 def _reads_unknown(fn: types.FunctionType) -> bool:
-    """Whether the body uses a name that could tell it anything beside its captures."""
+    """Whether the body uses a name through which it could read anything but its captures."""
     is_pure, read = names_of(fn.__code__)
     return not is_pure or not read <= fn.__globals__.keys()
 

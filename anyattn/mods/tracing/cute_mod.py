@@ -1,8 +1,7 @@
-"""Mods that are CuTe functions already: ``@cute.jit`` over TensorSSA, with the signatures of FlashAttention's CuTe interface.
+"""CuTe mods: ``@cute.jit`` functions over TensorSSA as mods, with the signatures of FlashAttention's CuTe interface.
 
-Nobody but the Hopper kernel can run such a function, and nobody can read it: in the IR it is one operation, ``native``, of everything that
-a mod sees and of its ``aux_tensors`` whole. So it joins what anyattn does read (softcap, ALiBi, bands, block lists), and whatever would
-have to look inside refuses.
+Such a function is opaque, and only the Hopper kernel can run it: in the IR it is one operation, ``native``, of all arguments of a mod and
+of its whole ``aux_tensors``. It composes with traced mods (softcap, ALiBi, bands, block lists); analyses that would need its inside refuse.
 """
 
 from __future__ import annotations
@@ -45,10 +44,10 @@ _patterns: dict[str, Pattern] = {}
 
 
 class NativeFunction(str):
-    """What a jitted function is called by its content, and the ``function``; functions of one content are one.
+    """A jitted function and its content key; functions of equal content are equal.
 
-    has_content: the name holds in every process, and follows what closure and globals hold; else it stands for this very object, whose
-    captures are read once, and kernels with it are kept in memory alone.
+    has_content: the key is the same in every process and covers closure and globals; else it identifies this very object, whose captures
+    are read once, and kernels with it are kept in memory alone.
     """
 
     function: Callable
@@ -75,7 +74,7 @@ class NativeFunction(str):
 
 
 class _NoContent(Exception):
-    """Something captured has no text that says what it is."""
+    """Something captured has no textual content that could be hashed."""
 
 
 class _CapturesTensor(Exception):
@@ -83,7 +82,7 @@ class _CapturesTensor(Exception):
 
 
 def _content(item: Any, within: tuple) -> str:
-    """What ``item`` is, as text that is the same in every process. within: the functions whose text is being written."""
+    """The content of ``item`` as text that is the same in every process. within: the functions whose text is being written."""
     if item is None or type(item) in (bool, int, float, str, bytes, torch.dtype):
         return repr(item)
     if type(item) in (tuple, list):
@@ -105,7 +104,7 @@ def _content(item: Any, within: tuple) -> str:
 
 
 def _function_content(fn: types.FunctionType, within: tuple) -> str:
-    """Its code, and what its closure, its defaults and the globals that it names hold now: CuTe reads them while it compiles."""
+    """Its code, and the current values of its closure, defaults and named globals, which CuTe reads while it compiles."""
     cells = []
     for cell in fn.__closure__ or ():
         try:
@@ -165,7 +164,7 @@ def native_mod(fn: Any, kind: str, aux_tensors: Sequence[Tensor] | None) -> Trac
 
 
 def native_reading(fn: Any) -> Reading | None:
-    """As ``recognise.recognise``, for a CuTe function: all that it captures is in its name. None where that says too little."""
+    """As ``fingerprint.recognise``, for a CuTe function, whose key covers all that it captures. None where it has no content key."""
     function = NativeFunction.of(fn)
     return Reading(_pattern(function), [], []) if function.has_content else None
 

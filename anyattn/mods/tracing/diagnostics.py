@@ -1,4 +1,4 @@
-"""Where in the user's source a mod went wrong, and what to write instead: the second half of every ``ModError``."""
+"""Diagnostics of ``ModError``: the user's source line at which a mod failed, and what to write instead."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ _node_lines: list[str | None] = []  # where the nodes that run come from, innerm
 
 @contextlib.contextmanager
 def at_line(stack_trace: str | None) -> Iterator[None]:
-    """What runs inside is a graph's node that was made at the end of ``stack_trace``, a traceback's text (None if not known)."""
+    """Context of a graph node: errors inside name the last line of ``stack_trace``, a traceback's text (None if not known)."""
     _node_lines.append(stack_trace)
     try:
         yield
@@ -194,7 +194,7 @@ _CURES = {
 
 
 def truth_cure() -> str:
-    """What to write instead of the Python construct that has just asked a symbolic value for its truth."""
+    """What to write instead of the Python construct that has just converted a symbolic value to a bool."""
     frame = _user_frame()
     span = _span(frame.f_code, frame.f_lasti, frame.f_lineno)
     tree = _parsed(frame.f_code.co_filename)

@@ -1,9 +1,9 @@
-"""Recognises a mod whose structure has been seen before, and reads what it captures now.
+"""Fingerprints of mods: recognises a mod whose structure is known, and reads its current captures.
 
-``captures.walk`` describes a mod's structure; a description costs more than a call may take. A ``Pattern`` is a structure that was
-described once: reading a later function against it visits the same places, compares what must be the same, and collects the numbers and
-tensors of this call. Nothing is believed unseen: a rebound cell, global or attribute either is read anew or makes the pattern fail, and
-then the mod is described again.
+``closure.walk`` describes a mod's structure, which takes too long for a warm call. A ``Pattern`` is a structure that was described once:
+matching a later function against it visits the same places, compares what must be equal, and collects the numbers and tensors of this
+call. Every capture is read again: a rebound cell, global or attribute either gives its new value or makes the match fail, and then the mod
+is described again.
 
 Patterns hold code, constants and what belongs to libraries, never a user's tensor or function object.
 """
@@ -29,7 +29,7 @@ _FUNCTION, _PARTIAL, _TENSOR = types.FunctionType, functools.partial, torch.Tens
 class Pattern:
     """A structure seen before. Identical patterns, not equal ones, are the same: they key the memos.
 
-    fixed: slots of the numbers of a score mod on which something else than its result hangs; the memos key calls by their values.
+    fixed: slots of a score mod's numbers on which more than its result depends; caches use their values as keys.
     takes_aux: whether the trailing argument is passed, by (kind, whether the call brings tensors), where that is known.
     """
 
@@ -56,7 +56,7 @@ _patterns: dict[Any, list[Pattern]] = {}
 
 
 def recognise(fn: Any) -> Reading | None:
-    """What ``fn`` captures and its pattern, or None where ``captures.walk`` cannot know.
+    """What ``fn`` captures and its pattern, or None where ``closure.walk`` cannot know.
 
     >>> width = 3
     >>> recognise(lambda b, h, q_idx, kv_idx: q_idx - kv_idx < width).numbers
@@ -97,7 +97,7 @@ def _described(fn: Any, anchor: Any, patterns: list[Pattern]) -> Reading | None:
 
 
 def _fits(node: tuple, item: Any, numbers: list, tensors: list, seen: list) -> bool:
-    """Whether ``captures.walk`` would describe ``item`` as ``node``; collects numbers and tensors in its order."""
+    """Whether ``closure.walk`` would describe ``item`` as ``node``; collects numbers and tensors in its order."""
     tag = node[0]
     if tag == "number":
         numbers.append(item)

@@ -1,8 +1,8 @@
-"""torch's functions inside a mod that are more than one operation: casts, shapes, constants, and those with arguments of their own.
+"""Torch functions inside a mod that are more than one operation: casts, shapes, constants, and those with extra arguments.
 
-A number has the shape ``()`` and lives where the mod runs. Arguments that ask for another shape, for other bits or for a tensor of one's
-own are refused; so is a copy that torch would take out of its gradient's way. Importing this module completes ``FUNCTIONS``: with rows
-of captured tensors, which each function knows element by element, and with Python's operators.
+A number has the shape ``()`` and is on the mod's device. Arguments that ask for another shape, for reinterpreted bits or for a new tensor
+are refused, as are copies that torch would detach from gradients. Importing this module completes ``FUNCTIONS``: every function also takes
+rows of captured tensors, element by element, and Python's operators are added.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def _caster(dtype: torch.dtype) -> Callable[..., Value]:
 
 
 def _check_shape(name: str, shape: tuple) -> None:
-    """Refuses every shape but ``()``; a captured number in the shape of a real tensor is asked for as a Python number."""
+    """Refuses every shape but ``()``; a captured number in the shape of a real tensor is requested as a Python number."""
     sizes = [size for item in shape for size in (item if isinstance(item, (tuple, list)) else (item,))]
     for size in sizes:
         if isinstance(size, Value):

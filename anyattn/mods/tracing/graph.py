@@ -1,4 +1,4 @@
-"""A mod that a compiler hands over as a graph: the graph runs on symbolic values, as a user's function does in ``trace.py``."""
+"""Tracing of FX graphs: a mod that a compiler passes as a graph is run on symbolic values, as ``trace.py`` runs a function."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MODE_CHANGES = {torch._C._set_grad_enabled: "grad mode", torch.amp.autocast_mod
 
 
 class _Run(torch.fx.Interpreter):
-    """Runs a graph on symbolic values; an error in it names the line of the user's that became the node.
+    """Runs a graph on symbolic values; errors name the user's line that became the node.
 
     numbers: those that the compiler keeps symbolic, by scalar slot; ``run`` adds to them.
     """
@@ -40,21 +40,25 @@ class _Run(torch.fx.Interpreter):
             raise mod_error("a mod applies a torch.autograd.Function, whose backward no kernel could call", FUNCTION_CURE)
         if target in _MODE_CHANGES:
             raise mod_error(f"a mod changes {_MODE_CHANGES[target]} while it computes", MODE_CURE)
-        return super().call_function(target, args, kwargs)
+        return self.lifted(super().call_function(target, args, kwargs))
 
     def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:
         found = super().call_method(target, args, kwargs)
         return self.lifted(found)  # a captured float that has changed comes as a tensor's item()
 
     def lifted(self, item: Any) -> Any:
-        """What a symbolic number is in the mod: a run-time scalar; other operands are as they are."""
+        """What a symbolic number is in the mod, such as a captured tensor's size: a run-time scalar; other operands are as they are."""
+        if isinstance(item, torch.Size):
+            return tuple([self.lifted(n) for n in item])
         if isinstance(item, torch.SymFloat):
             # a sum, for torch keeps a float symbolic only where it meets tensors in operations that it knows
             return self.real(torch.zeros((), dtype=torch.float64) + item)  # type: ignore[operator]
         if not isinstance(item, torch.SymInt):
             return item
-        self.numbers.append(item)
-        return Value(self.tracer, self.tracer.add("scalar", dtype=int, attr=len(self.numbers) - 1))
+        slot = next((i for i, n in enumerate(self.numbers) if n.node.expr == item.node.expr), len(self.numbers))
+        if slot == len(self.numbers):
+            self.numbers.append(item)
+        return Value(self.tracer, self.tracer.add("scalar", dtype=int, attr=slot))
 
     def real(self, number: Tensor) -> Value:
         """A captured float that stands in a tensor of rank 0: in the score's dtype, as torch takes a Python float beside a score."""

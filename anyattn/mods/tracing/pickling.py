@@ -1,4 +1,4 @@
-"""Pickling and copying mods: a function that closes over its settings is pickled as the call that makes it.
+"""Pickling and copying of mods: a function that closes over its settings is pickled as the call that makes it.
 
 Python pickles a function by its name, which a function made inside another one does not have. The library's masks and scores, and what
 ``&``, ``|``, ``~``, ``then`` and slices make of mods, keep their ``Recipe``. Made again they are the same code over equal captures, so

@@ -1,4 +1,4 @@
-"""The names that a mod's code may use and still mean the same at every trace.
+"""Pure names: attributes, built-ins and imports that a mod's code may use and still mean the same at every trace.
 
 A trace is remembered by what the mod captures. Whatever else the body reads (grad mode, autocast, ``table.requires_grad``, the clock, a
 global that it looks up by text) is reached through some name: an attribute, a built-in function, an import. Code that uses other names
@@ -53,7 +53,7 @@ _WRITES = frozenset(("STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "DELETE_GLOBAL
 
 @functools.lru_cache(maxsize=1)
 def _library() -> frozenset[str]:
-    """The makers of masks and scores, which hang on nothing but their arguments."""
+    """The library's functions that make masks and scores, which depend on their arguments alone."""
     from anyattn.mods import masks, scores
 
     return frozenset((*masks.__all__, *scores.__all__))
@@ -64,7 +64,7 @@ def _is_pure(name: str) -> bool:
 
 
 def has_pure_name(item: Any) -> bool:
-    """Whether a library's function or class that a mod captures is one whose result hangs on its arguments alone."""
+    """Whether a library's function or class that a mod captures depends on its arguments alone."""
     name = getattr(item, "__name__", "")
     return name in _BUILTINS or _is_pure(name)
 

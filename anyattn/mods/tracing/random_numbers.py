@@ -1,7 +1,7 @@
-"""Random numbers inside a mod, refused: drawn while the mod is traced, they would be one number for all pairs.
+"""Refusal of random numbers inside a mod: drawn while the mod is traced, they would be one number for all pairs.
 
-torch's own reach the tracer's function mode by name. Python's and NumPy's do not: what a mod captures of them is replaced by an object that
-raises at the user's line, and draws that go round it are seen by the state of the two global generators.
+torch's functions are caught by name in the tracer's function mode. Python's and NumPy's are not: their modules and functions among a mod's
+captures are replaced by an object that raises at the user's line, and other draws are detected by the state of the two global generators.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class _NumPy(types.ModuleType):
 
 
 def refusing(item: Any) -> Any:
-    """What stands for ``item`` in a traced mod if it is, or belongs to, a source of random numbers; None for anything else."""
+    """The replacement of ``item`` in a traced mod if it is, or belongs to, a source of random numbers; None for anything else."""
     if isinstance(item, types.ModuleType):
         if item.__name__ == "numpy":
             return _NumPy("numpy")

@@ -1,4 +1,4 @@
-"""Reductions of rows of captured tensors (``vectors.py``) to one number: sums, extremes, norms, inner products.
+"""Reductions inside a mod, of rows of captured tensors (``vectors.py``) to one number: sums, extremes, norms, inner products.
 
 Each is written out as a tree of pairs, so that the rounding of a sum grows with the logarithm of its length. Rows of 16 bits are added up
 in float32 and rounded once, as torch does.

@@ -1,7 +1,7 @@
-"""The symbolic values that a mod computes with while it is traced.
+"""Symbolic values, with which a mod computes while it is traced.
 
-A ``Value`` stands for one number inside the mod: an index, the score, a captured number, or anything computed from them. It answers to
-Python's operators, to torch's functions (through ``__torch_function__``) and to the tensor methods of the table below, and records each
+A ``Value`` is one number inside the mod: an index, the score, a captured number, or anything computed from them. It implements
+Python's operators, torch's functions (through ``__torch_function__``) and the tensor methods of the table below, and records each
 as a node. A ``View`` is a captured tensor of which some dimensions are still to be indexed; computed with, it is a row (``vectors.py``).
 What has no meaning as one number per (q, kv), such as a Python ``if``, raises ``ModError`` with the user's line and the cure.
 """
@@ -133,7 +133,7 @@ class Value:
     def __init__(self, builder: Builder, node: int):
         self.builder, self.node = builder, node
 
-    # -- what a tensor of rank 0 says of itself
+    # -- attributes of a tensor of rank 0
     shape, ndim = torch.Size(()), 0
 
     @property
@@ -188,9 +188,9 @@ class Value:
             cure += "; wrap an array outside the mod: table = torch.from_numpy(array)"
         raise mod_error(f"a mod cannot compute with a {type(item).__name__}", cure)
 
-    # -- what Python asks of a number
+    # -- Python's number protocol
     def python_number(self, use: str, cure: str = "") -> Any:
-        """Asks for a trace in which this is a Python number; ``ModError`` where it can be none."""
+        """Requests a new trace in which this is a Python number; ``ModError`` where it cannot be one."""
         scalars = _scalar_slots(self.builder, self.node)
         if scalars is not None:
             raise NeedsNumber(scalars)
@@ -286,7 +286,7 @@ def _scalar_slots(builder: Builder, node: int) -> frozenset[int] | None:
 
 
 def _ask_for_numbers(items: Any) -> None:
-    """Asks for the captured numbers in ``items`` as Python numbers, where nothing else in it is symbolic: ``torch.arange(n)``."""
+    """Requests the captured numbers in ``items`` as Python numbers, where nothing else in it is symbolic: ``torch.arange(n)``."""
     values = [item for given in items for item in (given if isinstance(given, (list, tuple)) else (given,))]
     slots = [_scalar_slots(item.builder, item.node) for item in values if isinstance(item, Value)]
     if slots and None not in slots and not any(isinstance(item, View) for item in values):

@@ -1,11 +1,11 @@
-"""Traces a user's mod into the IR by calling it once on symbolic values.
+"""Tracer: turns a user's mod into the IR by calling it once on symbolic values.
 
 Captured numbers become run-time scalars: the function that is called is a copy whose numeric closure cells, defaults, globals and
 instance attributes hold symbolic numbers. Where the body needs a Python number after all (``range(n)``, or arithmetic among captured
 numbers of more than 64 bits), that one number is traced again as a constant and becomes part of the key. Captured tensors become run-time
 inputs when they are indexed (or, at rank 0, computed with).
 
-A trace costs about 0.1 ms. ``recognise.py`` knows a function seen before, with other values in its captures, and skips it.
+A trace costs about 0.1 ms. ``fingerprint.py`` recognises a function traced before, with other captured values, and skips it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class TracedMod(OfFields):
 
     kind: ``"mask"`` (output torch.bool) or ``"score"`` (output of the score's dtype).
     scalars: the captured numbers, by scalar slot. tensors: the captured tensors, by tensor slot.
-    source: how to find them again in a mod of the same pattern, None where only a trace can tell.
+    source: how to find them again in a mod of the same pattern, None where only a new trace can.
     """
 
     kind: str
@@ -84,7 +84,7 @@ class Tracer(Builder):
         super().__init__()
         self.device = device
         self.tensors: list[torch.Tensor] = []
-        self.reads_values = False  # the body asked a captured tensor for what is no part of the memo's key: this trace holds just now
+        self.reads_values = False  # the body read what the memo's key does not cover: this trace is valid once
         self.wants_grad: bool | None = None  # grad mode around the call of the body
         self.wants_autocast: bool | None = None  # and autocast
 
@@ -115,7 +115,7 @@ class Tracer(Builder):
         return View(self, slot, tensor, (None,) * tensor.ndim)
 
 
-# What a captured tensor says of itself that belongs to the memo's key: its shape, dtype and device.
+# Attributes of captured tensors that are part of the memo's key: shape, dtype and device.
 _METADATA = frozenset(("size", "dim", "ndimension", "numel", "nelement", "__len__", "is_floating_point", "element_size", "get_device"))
 _PROPERTIES = frozenset(("shape", "dtype", "device", "ndim", "itemsize", "nbytes", "is_cuda", "is_cpu", "is_meta"))
 
@@ -249,14 +249,14 @@ def _every_slot(fn: Callable) -> frozenset[int]:
 
 
 def _told(error: Exception, fn: Callable, kind: str) -> ModError | None:
-    """What the caller is told of an exception that came out of a mod's body; None where the exception says it as well."""
+    """The error to raise for an exception from a mod's body; None where the exception itself says enough."""
     if type(error).__module__.startswith("cutlass"):
         return _unreadable(f"{kind}_mod {name_of(fn)!r} calls", kind)
     return failed(error, f"{kind}_mod {name_of(fn)!r}")
 
 
 def _takes_aux(fn: Callable, kind: str, aux_tensors: Sequence | None, reading: Reading | None) -> bool:
-    """Whether ``fn`` is to get aux_tensors; once a signature was looked at, its pattern knows."""
+    """Whether ``fn`` is to get aux_tensors; a signature is inspected once and the answer kept with its pattern."""
     if reading is None:
         return _signature_takes_aux(fn, kind, aux_tensors)
     known, asked = reading.pattern.takes_aux, (kind, aux_tensors is not None)
@@ -381,7 +381,7 @@ def _compact(expr: Expr, numbers: list, tensors: list[torch.Tensor]) -> tuple[Ex
 
 
 class _Memo:
-    """What earlier traces of the same code taught, looked up by code and kinds of captures, then by the numbers that were pinned."""
+    """Cache of traces, by code and kinds of captures, then by the numbers that became constants."""
 
     table: ClassVar[dict[tuple, list[tuple]]] = {}
 

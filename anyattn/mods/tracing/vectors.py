@@ -1,4 +1,4 @@
-"""Rows of captured tensors inside a mod: a few numbers per (b, h, q_idx, kv_idx), computed with element by element and then reduced.
+"""Vectors inside a mod: rows of captured tensors, a few numbers per (b, h, q_idx, kv_idx), traced element by element and then reduced.
 
 ``a[q_idx]`` of a captured tensor of shape (S, 8) is such a row. A ``Vector`` holds one symbolic value per element, so that
 ``(a[q_idx] - b[kv_idx]).pow(2).sum(-1)`` is traced as arithmetic on 16 loads: kernels know nothing of vectors. That is why a vector has at
@@ -31,7 +31,7 @@ _CURE = "compute with its elements one by one, and reduce it: row.sum(-1), row.a
 class Vector:
     """A small tensor of symbolic values, as a numpy array of them."""
 
-    functions: ClassVar[dict[str, Callable[..., Any]]] = {}  # those a mod may call, by name: the table of ``values.py``
+    functions: ClassVar[dict[str, Callable[..., Any]]] = {}  # those a mod may call, by name: the table of ``symbolic.py``
 
     def __init__(self, items: np.ndarray):
         self.items = items
@@ -133,7 +133,7 @@ def from_values(values: Sequence[Any], shape: tuple[int, ...]) -> Vector:
 
 
 def refuse_many(shape: Sequence[int]) -> None:
-    """Raises ``ModError`` for a row that is too long to be written out, or has no elements."""
+    """Raises ``ModError`` for a row with more than ``MOST`` elements, or none."""
     if not 0 < math.prod(shape) <= MOST:
         raise mod_error(
             f"a captured tensor indexed in part leaves a row of shape {tuple(shape)}, {math.prod(shape)} elements; "

@@ -1,9 +1,9 @@
-"""Captured whole numbers for which a program does not hold, so that they become constants of another one.
+"""Captured whole numbers too large for a traced program's 64-bit arithmetic, which become constants of another trace.
 
-Arithmetic among captured numbers is Python's in the user's function: it has no end, and fails in ways of its own. A traced mod computes it
-in 64 bits; where a call's numbers leave those, the user's function is traced with Python's own numbers, and what comes out meets tensors
-as it does in torch. So is one whose numbers come so near to the ends of 64 bits that sums with positions wrap around, where the program's
-analysis takes for granted that they do not.
+Arithmetic among captured numbers is Python's in the user's function: unbounded, with errors of its own. A traced mod computes it in 64
+bits; where a call's numbers leave that range, the function is traced again with them as Python numbers, and the results meet tensors as in
+torch. So is a function whose numbers are so close to the ends of 64 bits that sums with positions wrap around, which the analyses assume
+they do not.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def strayed(expr: Expr, numbers: Sequence[int | float]) -> frozenset[int]:
 
 @lru_cache(maxsize=4096)
 def slots_in_question(expr: Expr) -> frozenset[int]:
-    """The slots of the numbers on whose values ``strayed`` hangs."""
+    """The slots of the numbers on whose values ``strayed`` depends."""
     found = _whole_slots(expr) if relies_on_near_numbers(expr) else frozenset()
     return found.union(*(_slots_below(expr, at) for at in expr.weak_arithmetic))
 

@@ -1,4 +1,4 @@
-"""The door to ``tile_classes``: the lists of a mask's tiles on a CUDA device, without a wait for it."""
+"""Block lists of a mask on a CUDA device: launches the kernels of ``classify`` without waiting for the device."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from anyattn.mods.ir.dependence import dependence
 from anyattn.mods.ir.expr import Expr, category
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.mods.tracing.weak_captures import bits_of_numbers
+from anyattn.sparsity.kernels.arguments import Lists, TileSizes
 from anyattn.sparsity.kernels.interval_codegen import MOST_INDEX_BITS, MOST_SCALAR_BITS, mask_source
 from anyattn.sparsity.list_stacks import lists_of_stacks, stack_shapes
 from anyattn.triton_tools import jit_source
+from anyattn.triton_tools.jit_source import group
 from anyattn.triton_tools.launch import current_device
 
 __all__ = ["Mask", "as_tuple", "can_list", "constants_of", "list_tiles", "mask_of", "power_of_2", "slots_of", "way_of"]
 
-_FEW, _MOST_CHUNK = 64, 1024  # tiles of a row judged at once
+_FEW, _MOST_CHUNK = 64, 1024  # tiles of a row classified at once
 # Where one kernel does all: the positions of all tiles of a row together, and how many leaves have to be evaluated at them.
 _MOST_POSITIONS, _MOST_LEAVES = 2**14, 4
 
@@ -42,18 +44,16 @@ class Mask(NamedTuple):
 def mask_of(expr: Expr) -> Mask:
     source, deps = mask_source(expr), dependence(expr)
     scalars, ranks = slots_of(expr)
-    kernels = jit_source.load(
-        "\n\n".join([source.text, *_entries(scalars, ranks)]), f"mask_{expr.key}", "anyattn.sparsity.kernels.classify"
-    )
-    # a product and a sum rounded once would make another comparison true than in torch
+    kernels = jit_source.load("\n\n".join([source.text, *_entries(scalars, ranks)]), f"mask_{expr.key}", *MODULES)
+    # a fused multiply-add rounds once and could flip a comparison that torch rounds twice
     has_floats = any(category(node.dtype) == "float" for node in expr.nodes)
     options = {"enable_fp_fusion": False} if has_floats else {}
     sees_b, sees_h = any(d.b for d in deps), any(d.h for d in deps)
     return Mask(kernels, scalars, tuple(ranks), source.row_leaves, source.column_leaves, sees_b, sees_h, options)
 
 
-_NUMBERS = ("seqlen_q", "seqlen_k", "rows", "columns", "heads", "column_hulls_at")
-_LISTS = tuple(f"{side}_{what}" for side in ("row", "column") for what in ("partial_count", "partial_index", "full_count", "full_index"))
+MODULES = ("anyattn.sparsity.kernels.classify", "anyattn.sparsity.kernels.arguments")  # what the texts of kernels name
+_LISTS = tuple(f"{side}_{name}" for side in ("row", "column") for name in Lists._fields)
 
 
 def slots_of(expr: Expr) -> tuple[tuple[int, ...], dict[int, int]]:
@@ -64,13 +64,15 @@ def slots_of(expr: Expr) -> tuple[tuple[int, ...], dict[int, int]]:
 
 
 def _entries(scalar_slots: tuple[int, ...], ranks: dict[int, int]) -> list[str]:
-    """The kernels to launch: they name every captured value as an argument, for Triton compiles anew for numbers inside of tuples."""
+    """The kernels to launch. Every captured value is an argument of its own: Triton recompiles for numbers inside tuples."""
     scalars = [f"s{slot}" for slot in scalar_slots]
     tensors = {f"t{slot}": [f"t{slot}_{i}" for i in range(2 * rank)] for slot, rank in ranks.items()}
     numbers = [f"{name}: tl.int64" for name in [*scalars, *(n for names in tensors.values() for n in names)]]
-    captured = ", ".join([*(f"{name}: tl.int32" for name in _NUMBERS), *numbers, *tensors])
-    packed = f"{as_tuple(scalars)}, {as_tuple(as_tuple([t, *names]) for t, names in tensors.items())}, {', '.join(_NUMBERS)}"
-    plain = [*_LISTS, "hulls", *_NUMBERS, *scalars, *(n for names in tensors.values() for n in names), *tensors]
+    captured = ", ".join([*(f"{name}: tl.int32" for name in TileSizes._fields), *numbers, *tensors])
+    packed = (
+        f"{as_tuple(scalars)}, {as_tuple(as_tuple([t, *names]) for t, names in tensors.items())}, {group(TileSizes, TileSizes._fields)}"
+    )
+    plain = [*_LISTS, "hulls", *TileSizes._fields, *scalars, *(n for names in tensors.values() for n in names), *tensors]
     head = f"_PLAIN = {plain!r}\n\n\n@triton.jit(do_not_specialize=_PLAIN, do_not_specialize_on_alignment=_PLAIN)\ndef "
     store, lists = ("TILE_M", "TILE_N", "BLOCK"), ("TILE_M", "TILE_N", "CHUNK", "BLOCK_M", "BLOCK_N", "SEPARATE_FULL", "HAS_FULL_TAILS")
     made = [
@@ -80,8 +82,8 @@ def _entries(scalar_slots: tuple[int, ...], ranks: dict[int, int]) -> list[str]:
     for name, verdict in (("list_tiles", "verdict"), ("list_tiles_at_once", "verdict_at_once")):
         made.append(
             f"{head}{name}({', '.join(_LISTS)}, hulls, {captured}, {constants_of(lists)}):\n"
-            f"    lists = {as_tuple(_LISTS[:4])}, {as_tuple(_LISTS[4:])}\n"
-            f"    classify.list_tiles(lists[0], lists[1], hulls, {packed}, value, {verdict}, {', '.join(lists)})\n"
+            f"    classify.list_tiles({group(Lists, _LISTS[:4])}, {group(Lists, _LISTS[4:])}, hulls, {packed}, value, {verdict}, "
+            f"{', '.join(lists)})\n"
         )
     return made
 
@@ -95,7 +97,7 @@ def constants_of(names: Iterable[str]) -> str:
 
 
 def can_list(mod: TracedMod, lengths: tuple[int, int]) -> bool:
-    """Whether the numbers of this call are of the sizes that the kernels' bounds were written for, and no captured tensor is empty."""
+    """Whether the call's numbers are within the sizes that the kernels' interval arithmetic assumes, and no captured tensor is empty."""
     limit = 2**MOST_SCALAR_BITS
     if not all(t.numel() for t in mod.tensors):
         return False
@@ -126,7 +128,7 @@ def list_tiles(
     tile = (min(tile[0], 2**MOST_INDEX_BITS), min(tile[1], 2**MOST_INDEX_BITS))  # torch's "no mask" is one block of 2 ** 30
     rows, columns = -(-lengths[0] // tile[0]), -(-lengths[1] // tile[1])
     classes = 2 if separate_full else 1
-    # one allocation for lists of one shape: each takes as long as a tenth of the whole call may
+    # one allocation for lists of one shape: each takes about a tenth of the call's time
     shapes = stack_shapes(sizes, (rows, columns), classes, wants_columns)
     memory: list[Any] = [torch.empty(shape, dtype=torch.int32, device=device) for pair in shapes for shape in pair]
     if min(*sizes, rows, columns) == 0:
@@ -172,7 +174,7 @@ def _launch(
 
 
 def way_of(mask: Mask, tile: tuple[int, int], longest: int) -> tuple[int, bool]:
-    """How many tiles of a row are judged at once, of at most ``longest``, and whether one kernel looks at the leaves in passing."""
+    """How many tiles of a row are classified at once, of at most ``longest``, and whether the same kernel evaluates the leaves."""
     chunk = _FEW if longest <= _FEW else _MOST_CHUNK  # few sizes: each is a compilation
     leaves = mask.row_leaves + mask.column_leaves
     return chunk, 0 < leaves <= _MOST_LEAVES and chunk * power_of_2(max(tile), 2 * _MOST_POSITIONS) <= _MOST_POSITIONS

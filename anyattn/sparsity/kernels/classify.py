@@ -1,12 +1,14 @@
-"""Which tiles a mask leaves empty, fills or cuts through, and the lists of them, in one or two kernels that wait for nothing.
+"""Triton kernels that classify tiles as empty, partial or full and write their lists, without any read on the host.
 
-A program judges one row of tiles, or one column, from end to end: bounds of the mask over each tile settle most, eight sample pairs show
-most of the others to be partial, and what is left is evaluated whole. Then it writes the row's lists. So the time of a usual mask follows
-the number of tiles, and of any mask the number of pairs, and no value ever travels to the host.
+A program classifies one row of tiles, or one column: interval bounds of the mask over each tile decide most, eight sample pairs show
+most of the others to be partial, and the rest is evaluated pair by pair. Then it writes the row's lists. The time of a usual mask is
+proportional to the number of tiles, in the worst case to the number of pairs.
 """
 
 import triton
 import triton.language as tl
+
+from anyattn.sparsity.kernels.arguments import SequenceTables
 
 __all__ = ["list_ragged_tiles", "list_tiles", "store_hulls", "store_places", "store_ragged_hulls"]
 
@@ -18,62 +20,64 @@ _DOUBT: tl.constexpr = tl.constexpr(3)
 
 @triton.jit
 def store_hulls(
-    hulls, scalars, tensors, seqlen_q, seqlen_k, rows, columns, heads, column_hulls_at,
+    hulls, scalars, tensors, sizes,
     STORE_ROW: tl.constexpr, STORE_COLUMN: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The least and the greatest value of every leaf over one tile's rows or columns. Grid: (rows + columns, heads, batch).
 
-    hulls: int64 [2 * row leaves][batch * heads][rows], and from ``column_hulls_at`` [2 * column leaves][batch * heads][columns].
+    sizes: ``TileSizes``. hulls: int64 [2 * row leaves][batch * heads][rows], and from ``column_hulls_at`` [2 * column leaves][batch *
+    heads][columns].
     """
     place, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    bh, count = b * heads + h, tl.num_programs(2) * heads
-    if place < rows:
+    bh, count = b * sizes.heads + h, tl.num_programs(2) * sizes.heads
+    if place < sizes.rows:
         first = place * TILE_M
-        last = tl.minimum(first + TILE_M, seqlen_q) - 1
-        STORE_ROW(b, h, first, last, hulls + bh * rows + place, count * rows, scalars, tensors, BLOCK)
+        last = tl.minimum(first + TILE_M, sizes.seqlen_q) - 1
+        STORE_ROW(b, h, first, last, hulls + bh * sizes.rows + place, count * sizes.rows, scalars, tensors, BLOCK)
     else:
-        place -= rows
+        place -= sizes.rows
         first = place * TILE_N
-        last = tl.minimum(first + TILE_N, seqlen_k) - 1
-        STORE_COLUMN(b, h, first, last, hulls + column_hulls_at + bh * columns + place, count * columns, scalars, tensors, BLOCK)
+        last = tl.minimum(first + TILE_N, sizes.seqlen_k) - 1
+        at = hulls + sizes.column_hulls_at + bh * sizes.columns + place
+        STORE_COLUMN(b, h, first, last, at, count * sizes.columns, scalars, tensors, BLOCK)
 
 
 @triton.jit
 def list_tiles(
-    row_lists, column_lists, hulls, scalars, tensors, seqlen_q, seqlen_k, rows, columns, heads, column_hulls_at,
+    row_lists, column_lists, hulls, scalars, tensors, sizes,
     VALUE: tl.constexpr, VERDICT: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SEPARATE_FULL: tl.constexpr, HAS_FULL_TAILS: tl.constexpr,
 ):  # fmt: skip
     """The lists of one row of tiles, or of one column. Grid: (rows, or rows + columns, heads, batch).
 
-    row_lists: pointers to int32 counts and indices of partial tiles, then of full ones; counts [batch * heads][rows], indices
-    [batch * heads][rows][columns]. column_lists: the same along the other side. hulls: what ``store_hulls`` left.
+    sizes: ``TileSizes``. row_lists: ``Lists`` with counts [batch * heads][rows], indices [batch * heads][rows][columns]. column_lists: the
+    same along the other side. hulls: what ``store_hulls`` left.
     HAS_FULL_TAILS: a tile that a sequence's end cuts is full if all its pairs inside are visible, else it is partial then.
     """
     place, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    bh, count = b * heads + h, tl.num_programs(2) * heads
-    is_row = place < rows
-    line = tl.where(is_row, place, place - rows)
-    length = tl.where(is_row, columns, rows)
+    bh, count = b * sizes.heads + h, tl.num_programs(2) * sizes.heads
+    is_row = place < sizes.rows
+    line = tl.where(is_row, place, place - sizes.rows)
+    length = tl.where(is_row, sizes.columns, sizes.rows)
     if is_row:
-        partial_count, partial_index, full_count, full_index = row_lists
+        lists = row_lists
     else:
-        partial_count, partial_index, full_count, full_index = column_lists
-    lines = tl.where(is_row, rows, columns)
+        lists = column_lists
+    lines = tl.where(is_row, sizes.rows, sizes.columns)
     counts_at = bh * lines + line
     list_at = counts_at.to(tl.int64) * length
     partial, full = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
-    first = line * 0  # a loop over a range needs a newer interpreter than NumPy 2.4 leaves it
+    first = line * 0  # loops over a range fail in Triton's interpreter with NumPy 2.4
     while first < length:
         lane = tl.arange(0, CHUNK)
         is_tile = first + lane < length
         along = tl.minimum(first + lane, length - 1)
         m, n = tl.where(is_row, line, along), tl.where(is_row, along, line)
         q_first, kv_first = m * TILE_M, n * TILE_N
-        q_last, kv_last = tl.minimum(q_first + TILE_M, seqlen_q) - 1, tl.minimum(kv_first + TILE_N, seqlen_k) - 1
-        row_hulls, column_hulls = hulls + bh * rows + m, hulls + column_hulls_at + bh * columns + n
+        q_last, kv_last = tl.minimum(q_first + TILE_M, sizes.seqlen_q) - 1, tl.minimum(kv_first + TILE_N, sizes.seqlen_k) - 1
+        row_hulls, column_hulls = hulls + bh * sizes.rows + m, hulls + sizes.column_hulls_at + bh * sizes.columns + n
         certain, possible = VERDICT(
-            b, h, q_first, q_last, kv_first, kv_last, row_hulls, count * rows, column_hulls, count * columns, scalars, tensors,
+            b, h, q_first, q_last, kv_first, kv_last, row_hulls, count * sizes.rows, column_hulls, count * sizes.columns, scalars, tensors,
             TILE_M, TILE_N,
         )  # fmt: skip
         found = tl.where(certain, _FULL, tl.where(possible, _DOUBT, _EMPTY))
@@ -85,7 +89,7 @@ def list_tiles(
                 at = first + doubtful
                 q = tl.where(is_row, line, at) * TILE_M
                 kv = tl.where(is_row, at, line) * TILE_N
-                q_end, kv_end = tl.minimum(q + TILE_M, seqlen_q) - 1, tl.minimum(kv + TILE_N, seqlen_k) - 1
+                q_end, kv_end = tl.minimum(q + TILE_M, sizes.seqlen_q) - 1, tl.minimum(kv + TILE_N, sizes.seqlen_k) - 1
                 settled = _settled(b, h, q, q_end, kv, kv_end, scalars, tensors, VALUE, BLOCK_M, BLOCK_N)
                 found = tl.where(lane == doubtful, settled, found)
                 doubtful = tl.min(tl.where(found == _DOUBT, lane, CHUNK), 0)
@@ -93,19 +97,19 @@ def list_tiles(
             is_cut = (q_last - q_first + 1 < TILE_M) | (kv_last - kv_first + 1 < TILE_N)
             found = tl.where((found == _FULL) & is_cut, _PARTIAL, found)
         if SEPARATE_FULL:
-            partial = _appended(partial_index + list_at, partial, found == _PARTIAL, along)
-            full = _appended(full_index + list_at, full, found == _FULL, along)
+            partial = _appended(lists.partial_index + list_at, partial, found == _PARTIAL, along)
+            full = _appended(lists.full_index + list_at, full, found == _FULL, along)
         else:
-            partial = _appended(partial_index + list_at, partial, found != _EMPTY, along)
+            partial = _appended(lists.partial_index + list_at, partial, found != _EMPTY, along)
         first += CHUNK
-    _ended(partial_count + counts_at, partial_index + list_at, partial, length, CHUNK)
+    _ended(lists.partial_count + counts_at, lists.partial_index + list_at, partial, length, CHUNK)
     if SEPARATE_FULL:
-        _ended(full_count + counts_at, full_index + list_at, full, length, CHUNK)
+        _ended(lists.full_count + counts_at, lists.full_index + list_at, full, length, CHUNK)
 
 
 @triton.jit
 def _appended(index, size, listed, along):
-    """Writes the listed tiles behind the ``size`` that the list has; how many it has then."""
+    """Appends the listed tiles to a list of ``size`` entries; returns its new size."""
     hit = listed.to(tl.int32)
     tl.store(index + size + tl.cumsum(hit, 0) - 1, along, mask=listed)
     return size + tl.sum(hit, 0)
@@ -113,7 +117,7 @@ def _appended(index, size, listed, along):
 
 @triton.jit
 def _ended(count, index, size, length, CHUNK: tl.constexpr):
-    """Stores how many a list has, and zeros behind them."""
+    """Stores a list's size, and zeros after its entries."""
     tl.store(count, size)
     first = size * 0
     while first < length:
@@ -124,7 +128,7 @@ def _ended(count, index, size, length, CHUNK: tl.constexpr):
 
 @triton.jit
 def _sampled(found, b, h, q_first, q_last, kv_first, kv_last, scalars, tensors, VALUE: tl.constexpr):
-    """Doubtful tiles that show a visible and a hidden pair are partial: the four corners, then pairs without a period."""
+    """Classes undecided tiles as partial where samples show a visible and a hidden pair: four corners, then aperiodic positions."""
     some, every = found < 0, found >= 0
     for sample in range(0, 8):
         along_q = tl.where(sample < 4, (sample >> 1) * 65536, (sample * 49473) & 65535).to(tl.int64)
@@ -138,7 +142,7 @@ def _sampled(found, b, h, q_first, q_last, kv_first, kv_last, scalars, tensors, 
 
 @triton.jit
 def _settled(b, h, q_first, q_last, kv_first, kv_last, scalars, tensors, VALUE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The class of one tile, by looking at its pairs until a visible and a hidden one have been met."""
+    """The class of one tile, by evaluating its pairs until a visible and a hidden one are found."""
     some, every = tl.full((), 0, tl.int32), tl.full((), 1, tl.int32)
     q, kv = q_first, kv_first
     while (q <= q_last) & (some <= every):
@@ -153,7 +157,7 @@ def _settled(b, h, q_first, q_last, kv_first, kv_last, scalars, tensors, VALUE: 
     return tl.where(every == 1, _FULL, tl.where(some == 1, _PARTIAL, _EMPTY))
 
 
-# ---- of many sequences: a program has one row of tiles of one of them, and finds out which
+# ---- varlen: a program has one row of tiles of one sequence, which it looks up
 
 
 @triton.jit
@@ -161,9 +165,9 @@ def store_places(
     places, seqlens_q, seqlens_k, q_first, batch, most_rows, width, bound_q, bound_k,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Where the tiles of each sequence are, by one program. places: int64 [7][batch], see ``ragged_lists.PLACES``.
+    """Writes where the tiles of each sequence are; one program. places: int64 [7][batch], ``SequenceTables``.
 
-    Whatever the lengths are, they are held inside 0 to bound_q and bound_k, and no sequence's rows of tiles end behind ``most_rows``.
+    Lengths are clamped to 0 .. bound_q and bound_k, and no sequence's rows of tiles end after ``most_rows``.
     """
     rows, columns = tl.full((), 0, tl.int64), tl.full((), 0, tl.int64)
     first = tl.full((), 0, tl.int32)
@@ -175,14 +179,14 @@ def store_places(
         of_rows, of_columns = (q + TILE_M - 1) // TILE_M, (k + TILE_N - 1) // TILE_N
         row_ends, column_ends = rows + tl.cumsum(of_rows, 0), columns + tl.cumsum(of_columns, 0)
         begin = tl.minimum(row_ends, most_rows) - of_rows
-        to = places + at
-        tl.store(to, row_ends, mask=is_inside)
-        tl.store(to + batch, column_ends, mask=is_inside)
-        tl.store(to + 2 * batch, q, mask=is_inside)
-        tl.store(to + 3 * batch, k, mask=is_inside)
-        tl.store(to + 4 * batch, tl.load(q_first + at, mask=is_inside, other=0), mask=is_inside)
-        tl.store(to + 5 * batch, begin, mask=is_inside)
-        tl.store(to + 6 * batch, begin * width, mask=is_inside)
+        to = _tables(places + at, batch)
+        tl.store(to.row_ends, row_ends, mask=is_inside)
+        tl.store(to.column_ends, column_ends, mask=is_inside)
+        tl.store(to.seqlens_q, q, mask=is_inside)
+        tl.store(to.seqlens_k, k, mask=is_inside)
+        tl.store(to.q_first, tl.load(q_first + at, mask=is_inside, other=0), mask=is_inside)
+        tl.store(to.first_row, begin, mask=is_inside)
+        tl.store(to.first_entry, begin * width, mask=is_inside)
         rows += tl.sum(of_rows, 0)
         columns += tl.sum(of_columns, 0)
         first += CHUNK
@@ -204,56 +208,67 @@ def _located(ends, batch, number):
 
 
 @triton.jit
-def _place(places, batch, which: tl.constexpr, entry):
-    return tl.load(places + which * batch + entry).to(tl.int32)
+def _tables(places, batch):
+    """``SequenceTables`` of the table ``places``, int64 [7][batch], or of the column of it that ``places`` points to."""
+    return SequenceTables(
+        row_ends=places, column_ends=places + batch, seqlens_q=places + 2 * batch, seqlens_k=places + 3 * batch,
+        q_first=places + 4 * batch, first_row=places + 5 * batch, first_entry=places + 6 * batch,
+    )  # fmt: skip
+
+
+@triton.jit
+def _number(table, entry):
+    return tl.load(table + entry).to(tl.int32)
 
 
 @triton.jit
 def store_ragged_hulls(
-    hulls, places, scalars, tensors, batch, most_rows, most_columns, width, column_hulls_at,
+    hulls, places, scalars, tensors, sizes,
     STORE_ROW: tl.constexpr, STORE_COLUMN: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """``store_hulls`` for the tiles of all sequences. Grid: (most_rows + most_columns, heads).
 
-    hulls: int64 [2 * row leaves][heads][most_rows], and from ``column_hulls_at`` [2 * column leaves][heads][most_columns].
+    sizes: ``VarlenTileSizes``. hulls: int64 [2 * row leaves][heads][most_rows], and from ``column_hulls_at`` [2 * column leaves][heads]
+    [most_columns].
     """
     number, h, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    if number < most_rows:
-        b, m, exists = _located(places, batch, number)
-        start = _place(places, batch, 4, b)
+    tables = _tables(places, sizes.batch)
+    if number < sizes.most_rows:
+        b, m, exists = _located(tables.row_ends, sizes.batch, number)
+        start = _number(tables.q_first, b)
         first = start + m * TILE_M
-        last = tl.where(exists, tl.minimum(first + TILE_M, start + _place(places, batch, 2, b)), first) - 1
-        STORE_ROW(b, h, first, last, hulls + h * most_rows + number, heads * most_rows, scalars, tensors, BLOCK)
+        last = tl.where(exists, tl.minimum(first + TILE_M, start + _number(tables.seqlens_q, b)), first) - 1
+        STORE_ROW(b, h, first, last, hulls + h * sizes.most_rows + number, heads * sizes.most_rows, scalars, tensors, BLOCK)
     else:
-        number -= most_rows
-        b, n, exists = _located(places + batch, batch, number)
+        number -= sizes.most_rows
+        b, n, exists = _located(tables.column_ends, sizes.batch, number)
         first = n * TILE_N
-        last = tl.where(exists, tl.minimum(first + TILE_N, _place(places, batch, 3, b)), first) - 1
-        at = hulls + column_hulls_at + h * most_columns + number
-        STORE_COLUMN(b, h, first, last, at, heads * most_columns, scalars, tensors, BLOCK)
+        last = tl.where(exists, tl.minimum(first + TILE_N, _number(tables.seqlens_k, b)), first) - 1
+        at = hulls + sizes.column_hulls_at + h * sizes.most_columns + number
+        STORE_COLUMN(b, h, first, last, at, heads * sizes.most_columns, scalars, tensors, BLOCK)
 
 
 @triton.jit
 def list_ragged_tiles(
-    lists, places, hulls, scalars, tensors, batch, most_rows, most_columns, width, column_hulls_at,
+    lists, places, hulls, scalars, tensors, sizes,
     VALUE: tl.constexpr, VERDICT: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """``list_tiles`` for one row of tiles of one sequence, whose own tiles alone it lists. Grid: (most_rows, heads).
 
-    lists: pointers to int32 counts and indices of partial tiles, then of full ones; counts [heads][most_rows], indices [heads][most_rows *
-    width], where a sequence's rows of tiles begin at ``width`` times its first and take as many as it has tiles of keys. A tile that a
-    sequence's end cuts is full if all its pairs inside are visible. Rows of tiles that no sequence has list nothing.
+    sizes: ``VarlenTileSizes``. lists: ``Lists`` with counts [heads][most_rows], indices [heads][most_rows * width], where a sequence's
+    rows of tiles begin at ``width`` times its first and take as many as it has tiles of keys. A tile that a sequence's end cuts is full
+    if all its pairs inside are visible. Rows of tiles that no sequence has list nothing.
     """
     number, h, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    partial_count, partial_index, full_count, full_index = lists
-    b, m, exists = _located(places, batch, number)
-    start, q_end, seqlen_k = _place(places, batch, 4, b), _place(places, batch, 2, b), _place(places, batch, 3, b)
+    tables = _tables(places, sizes.batch)
+    b, m, exists = _located(tables.row_ends, sizes.batch, number)
+    start, q_end, seqlen_k = _number(tables.q_first, b), _number(tables.seqlens_q, b), _number(tables.seqlens_k, b)
     q_end += start
     length = tl.where(exists, (seqlen_k + TILE_N - 1) // TILE_N, 0)
-    columns_at = h * most_columns + _place(places, batch, 1, b) - length  # its first tile of keys, among all
-    counts_at = h * most_rows + number
-    list_at = (counts_at - m).to(tl.int64) * width + m.to(tl.int64) * length
+    columns_at = h * sizes.most_columns + _number(tables.column_ends, b) - length  # its first tile of keys, among all
+    counts_at = h * sizes.most_rows + number
+    list_at = (counts_at - m).to(tl.int64) * sizes.width + m.to(tl.int64) * length
     partial, full = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
     first = number * 0
     while first < length:
@@ -261,10 +276,10 @@ def list_ragged_tiles(
         along = tl.minimum(first + lane, length - 1)
         q_first, kv_first = start + m * TILE_M + along * 0, along * TILE_N
         q_last, kv_last = tl.minimum(q_first + TILE_M, q_end) - 1, tl.minimum(kv_first + TILE_N, seqlen_k) - 1
-        row_hulls, column_hulls = hulls + counts_at + along * 0, hulls + column_hulls_at + columns_at + along
+        row_hulls, column_hulls = hulls + counts_at + along * 0, hulls + sizes.column_hulls_at + columns_at + along
         certain, possible = VERDICT(
-            b, h, q_first, q_last, kv_first, kv_last, row_hulls, heads * most_rows, column_hulls, heads * most_columns, scalars, tensors,
-            TILE_M, TILE_N,
+            b, h, q_first, q_last, kv_first, kv_last, row_hulls, heads * sizes.most_rows, column_hulls, heads * sizes.most_columns,
+            scalars, tensors, TILE_M, TILE_N,
         )  # fmt: skip
         found = tl.where(certain, _FULL, tl.where(possible, _DOUBT, _EMPTY))
         found = tl.where(first + lane < length, found, _EMPTY).to(tl.int32)
@@ -277,8 +292,8 @@ def list_ragged_tiles(
                 settled = _settled(b, h, q, last, kv, kv_end, scalars, tensors, VALUE, BLOCK_M, BLOCK_N)
                 found = tl.where(lane == doubtful, settled, found)
                 doubtful = tl.min(tl.where(found == _DOUBT, lane, CHUNK), 0)
-        partial = _appended(partial_index + list_at, partial, found == _PARTIAL, along)
-        full = _appended(full_index + list_at, full, found == _FULL, along)
+        partial = _appended(lists.partial_index + list_at, partial, found == _PARTIAL, along)
+        full = _appended(lists.full_index + list_at, full, found == _FULL, along)
         first += CHUNK
-    _ended(partial_count + counts_at, partial_index + list_at, partial, length, CHUNK)
-    _ended(full_count + counts_at, full_index + list_at, full, length, CHUNK)
+    _ended(lists.partial_count + counts_at, lists.partial_index + list_at, partial, length, CHUNK)
+    _ended(lists.full_count + counts_at, lists.full_index + list_at, full, length, CHUNK)

@@ -1,9 +1,9 @@
-"""Interval arithmetic on masks, as Triton source: what a tile certainly shows and what it may show, without a look at its pairs.
+"""Interval arithmetic on masks as generated Triton source: whether a tile is certainly or possibly visible, without evaluating its pairs.
 
-What ``mods.intervals`` computes with torch, written for a kernel that must not wait for the host. Two things differ. A part of the mask
-that sees one position only and that bounds do not follow through (a captured tensor, a remainder, a float) is a *leaf*: its least and
-greatest value over every tile are found exactly, by evaluating it there, and stored beforehand. And a bound is plain int64 text without
-a check wherever the sizes of its operands show that nothing overflows.
+The same as ``mods.analysis.intervals`` computes with torch, for kernels. Two things differ. A part of the mask that depends on one position
+only and has no useful bounds (a captured tensor, a remainder, a float) is a *leaf*: it is evaluated at all positions of every tile, and its
+least and greatest values are stored beforehand. And where operand sizes show that nothing overflows, a bound is int64 arithmetic without
+overflow checks.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class _Writer:
         return rule(at, *(self.known[a] for a in node.args))
 
     def _looks_hard(self, at: int) -> bool:
-        """Whether bounds of this node, which sees one position, would be no good: then its values are looked at."""
+        """Whether this node, which depends on one position, has no useful bounds: then it becomes a leaf, whose values are evaluated."""
         node = self.nodes[at]
         if self._is_free(at) or node.op == "index":
             return False
@@ -169,7 +169,7 @@ class _Writer:
         return self._named(at, f"tl.full((), {-_WILD}, tl.int64)", f"tl.full((), {_WILD}, tl.int64)", _WILD_BITS)
 
     def _point(self, at: int) -> _Span:
-        """A value that sees neither position: it is its own bounds."""
+        """A value that depends on neither position: it is its own bounds."""
         found = emit(_part(self.expr, at), prefix=f"p{at}_")
         kind = category(self.nodes[at].dtype)
         if kind == "float":
@@ -202,7 +202,7 @@ class _Writer:
         self.lines += [*found.all(), f"seen{at} = {found.outputs[0]}.to(tl.int64)"]
 
     def _bounded(self, at: int, lo: str, hi: str) -> _Span:
-        """Bounds of a value that was looked at: as large as its dtype allows, and unknown where they are too large to add."""
+        """Bounds of an evaluated leaf: as large as its dtype allows, and unknown where they are too large to add."""
         bits = self._point_bits(at)
         if bits < _WILD_BITS:
             return self._named(at, lo, hi, bits)
@@ -279,7 +279,7 @@ class _Writer:
         return self._fit(at, lo, hi, b.bits, a, b)
 
     def _load(self, at: int, *places: _Span) -> _Span:
-        """An entry chosen by both positions: known where all of the tile reads the same one, as a mask of blocks does."""
+        """A load indexed by both positions: known where the whole tile reads one entry, as block-wise masks do."""
         dtype, slot = self.nodes[at].dtype, f"tensors[{self.nodes[at].attr}]"
         offset = [f"device_math.inside({p.lo}, {slot}[{2 + 2 * i}]) * {slot}[{1 + 2 * i}]" for i, p in enumerate(places)]
         self.lines += [f"one{at} = {' & '.join(f'({p.lo} == {p.hi})' for p in places)}"]

@@ -1,4 +1,4 @@
-"""The door to ``tile_classes`` for a ragged batch: the lists of all its sequences on a CUDA device, without a wait for it."""
+"""Block lists of a mask over a varlen batch on a CUDA device: launches the kernels of ``classify`` without waiting for the device."""
 
 from __future__ import annotations
 
@@ -11,22 +11,21 @@ from torch import Tensor
 from anyattn.mods.ir.expr import Expr
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.mods.tracing.weak_captures import bits_of_numbers
-from anyattn.sparsity.kernels.block_lists import as_tuple, constants_of, mask_of, power_of_2, slots_of, way_of
+from anyattn.sparsity.kernels.arguments import Lists, SequenceTables, VarlenTileSizes
+from anyattn.sparsity.kernels.block_lists import MODULES, as_tuple, constants_of, mask_of, power_of_2, slots_of, way_of
 from anyattn.sparsity.kernels.interval_codegen import mask_source
 from anyattn.triton_tools import jit_source
+from anyattn.triton_tools.jit_source import group
 from anyattn.triton_tools.launch import current_device
 
-__all__ = ["PLACES", "Capacity", "Listed", "list_ragged"]
+__all__ = ["Capacity", "Listed", "list_ragged"]
 
-# Rows of the table of sequences: the ends of their row tiles and key tiles when all are counted through, their lengths and first query
-# position, and where their lists begin: among counts, and among indices.
-PLACES = ("row_ends", "column_ends", "seqlens_q", "seqlens_k", "q_first", "first_row", "first_entry")
 _PLACES_CHUNK = 1024  # sequences at once
 
 
 class Capacity(NamedTuple):
-    """What a batch takes at the most, as far as the host knows. rows, columns: its row tiles and key tiles; bound_q, bound_k: a sequence's
-    queries and keys."""
+    """Upper bounds of a batch that the host knows. rows, columns: its row tiles and key tiles; bound_q, bound_k: a sequence's queries and
+    keys."""
 
     rows: int
     columns: int
@@ -35,10 +34,10 @@ class Capacity(NamedTuple):
 
 
 class Listed(NamedTuple):
-    """places: int64 (7, B), ``PLACES``. lists: counts int32 (H, rows) and indices (H, rows * width) of partial tiles, then of full ones."""
+    """places: int64 (7, B), ``SequenceTables``. lists: ``Lists``, int32, counts (H, rows) and indices (H, rows * width)."""
 
     places: Tensor
-    lists: tuple[Tensor, Tensor, Tensor, Tensor]
+    lists: Lists
 
 
 class _Kernels(NamedTuple):
@@ -49,26 +48,22 @@ class _Kernels(NamedTuple):
     store_hulls: Any
 
 
-_LISTS = ("partial_count", "partial_index", "full_count", "full_index")
-_NUMBERS = ("batch", "most_rows", "most_columns", "width", "column_hulls_at")
-
-
 @lru_cache(maxsize=1024)
 def _kernels(expr: Expr) -> _Kernels:
-    made = jit_source.load(
-        "\n\n".join([mask_source(expr).text, *_entries(*slots_of(expr))]), f"ragged_mask_{expr.key}", "anyattn.sparsity.kernels.classify"
-    )
+    made = jit_source.load("\n\n".join([mask_source(expr).text, *_entries(*slots_of(expr))]), f"ragged_mask_{expr.key}", *MODULES)
     return _Kernels(made.list_ragged_tiles, made.list_ragged_tiles_at_once, made.store_ragged_hulls)
 
 
 def _entries(scalar_slots: tuple[int, ...], ranks: dict[int, int]) -> list[str]:
-    """The kernels to launch, as ``tile_lists`` has them: every captured value is an argument of its own."""
+    """The kernels to launch, as in ``block_lists``: every captured value is an argument of its own."""
     scalars = [f"s{slot}" for slot in scalar_slots]
     tensors = {f"t{slot}": [f"t{slot}_{i}" for i in range(2 * rank)] for slot, rank in ranks.items()}
     strides = [name for names in tensors.values() for name in names]
-    captured = ", ".join([*(f"{n}: tl.int32" for n in _NUMBERS), *(f"{n}: tl.int64" for n in (*scalars, *strides)), *tensors])
-    packed = f"{as_tuple(scalars)}, {as_tuple(as_tuple([t, *names]) for t, names in tensors.items())}, {', '.join(_NUMBERS)}"
-    plain = [*_LISTS, "places", "hulls", *_NUMBERS, *scalars, *strides, *tensors]
+    sizes = VarlenTileSizes._fields
+    captured = ", ".join([*(f"{n}: tl.int32" for n in sizes), *(f"{n}: tl.int64" for n in (*scalars, *strides)), *tensors])
+    packed = f"{as_tuple(scalars)}, {as_tuple(as_tuple([t, *names]) for t, names in tensors.items())}, {group(VarlenTileSizes, sizes)}"
+    given = group(Lists, Lists._fields)
+    plain = [*Lists._fields, "places", "hulls", *sizes, *scalars, *strides, *tensors]
     head = f"_PLAIN = {plain!r}\n\n\n@triton.jit(do_not_specialize=_PLAIN, do_not_specialize_on_alignment=_PLAIN)\ndef "
     store, lists = ("TILE_M", "TILE_N", "BLOCK"), ("TILE_M", "TILE_N", "CHUNK", "BLOCK_M", "BLOCK_N")
     made = [
@@ -77,8 +72,8 @@ def _entries(scalar_slots: tuple[int, ...], ranks: dict[int, int]) -> list[str]:
     ]
     for name, verdict in (("list_ragged_tiles", "verdict"), ("list_ragged_tiles_at_once", "verdict_at_once")):
         made.append(
-            f"{head}{name}({', '.join(_LISTS)}, places, hulls, {captured}, {constants_of(lists)}):\n"
-            f"    classify.list_ragged_tiles({as_tuple(_LISTS)}, places, hulls, {packed}, value, {verdict}, {', '.join(lists)})\n"
+            f"{head}{name}({', '.join(Lists._fields)}, places, hulls, {captured}, {constants_of(lists)}):\n"
+            f"    classify.list_ragged_tiles({given}, places, hulls, {packed}, value, {verdict}, {', '.join(lists)})\n"
         )
     return made
 
@@ -87,14 +82,14 @@ def list_ragged(mod: TracedMod, lengths: tuple[Tensor, Tensor, Tensor], most: Ca
     """Which tiles of each row of tiles of each sequence the mask cuts through, and which it fills.
 
     lengths: int64 (B,) each, queries, keys and the position of the first query; B is at least 1. most: at least one row and one column.
-    heads: 1 where the mask ignores h. The caller has asked ``tile_lists.can_list``, and that the indices count to less than 2 ** 31.
+    heads: 1 where the mask ignores h. The caller has checked ``block_lists.can_list``, and that there are less than 2 ** 31 indices.
     """
     batch, device = len(lengths[0]), lengths[0].device
     width = -(-most.bound_k // tile[1])
-    places = torch.empty((len(PLACES), batch), dtype=torch.int64, device=device)
+    places = torch.empty((len(SequenceTables._fields), batch), dtype=torch.int64, device=device)
     counts = torch.empty((2, heads, most.rows), dtype=torch.int32, device=device).unbind(0)
     indices = torch.empty((2, heads, most.rows * width), dtype=torch.int32, device=device).unbind(0)
-    lists = (counts[0], indices[0], counts[1], indices[1])
+    lists = Lists(counts[0], indices[0], counts[1], indices[1])
     with current_device(places.device):
         _store_places()[(1,)](places, *lengths, batch, most.rows, width, most.bound_q, most.bound_k, *tile, _PLACES_CHUNK)
         _launch(mod, places, lists, most, width, tile, heads)
@@ -111,12 +106,10 @@ def _store_places() -> Any:
         f"def store_places({', '.join([*names[:4], *numbers])}, {constants_of(constants)}):\n"
         f"    classify.store_places({', '.join([*names, *constants])})\n"
     )
-    return jit_source.load(source, "places", "anyattn.sparsity.kernels.classify").store_places
+    return jit_source.load(source, "places", *MODULES).store_places
 
 
-def _launch(
-    mod: TracedMod, places: Tensor, lists: tuple[Tensor, ...], most: Capacity, width: int, tile: tuple[int, int], heads: int
-) -> None:
+def _launch(mod: TracedMod, places: Tensor, lists: Lists, most: Capacity, width: int, tile: tuple[int, int], heads: int) -> None:
     mask, kernels, batch = mask_of(mod.expr), _kernels(mod.expr), places.shape[1]
     tensors = [t.detach() if t.requires_grad else t for t in (mod.tensors[slot] for slot in mask.tensor_slots)]
     strides = [n for t in tensors for pair in zip(t.stride(), t.shape, strict=True) for n in pair]

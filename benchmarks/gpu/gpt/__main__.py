@@ -71,7 +71,8 @@ def main(
     """Train a compiled GPT on new documents every step, by anyattn and by flex attention."""
     if not tiny and not torch.cuda.is_available():
         raise click.UsageError("this needs a CUDA device; --tiny works without one")
-    from benchmarks.gpu import report as gpu_report  # bars read figures of everything
+    from benchmarks.gpu.bars import BARS  # they read figures of everything
+    from benchmarks.report import bar_lines
 
     found, device = Found({}, {}), "cpu" if tiny else "cuda"
     backend = backend or ("aot_eager" if tiny else "inductor")
@@ -80,7 +81,7 @@ def main(
         figures = run(name, out / name, who, Limits(rounds, hang=hang, seconds=seconds), device, caches, backend)
         found.probes[f"gpt-{name}"] = figures
         click.echo("\n".join(report.tables(f"gpt-{name}", figures)))
-    click.echo("\n".join(gpu_report.bar_lines(found)))
+    click.echo("\n".join(bar_lines(found, BARS)))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.gpu.gpt.model import Attend, Batch, Size
-from benchmarks.peers import Unavailable
+from benchmarks.peers import Unavailable, module
 
 __all__ = ["CONTESTANTS", "EXACT", "PLAIN", "REFERENCES", "REPLACED", "Contestant"]
 
@@ -80,10 +79,7 @@ def _flex(kernels: str | None) -> Callable[[Size, str], Contestant]:
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
         if kernels == "FLASH":
-            try:
-                importlib.import_module("flash_attn.cute")
-            except ImportError as missing:
-                raise Unavailable(f"flash_attn.cute cannot be imported: {missing}") from missing
+            module("flash_attn.cute")
         options: Any = None if kernels is None else {"BACKEND": kernels}
 
         def attend(q: Tensor, k: Tensor, v: Tensor, block_mask: Any) -> Tensor:

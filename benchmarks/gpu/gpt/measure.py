@@ -20,12 +20,11 @@ from benchmarks.gpu.ahead import CACHES
 from benchmarks.gpu.gpt.contestants import CONTESTANTS, EXACT, PLAIN, REFERENCES
 from benchmarks.gpu.gpt.model import Size
 from benchmarks.gpu.gpt.worker import Worker
-from benchmarks.gpu.process import Child
-from benchmarks.gpu.timing import shuffled_rounds
+from benchmarks.process import CACHE_FOLDERS, Child
+from benchmarks.timing import shuffled_rounds
 
 __all__ = ["Limits", "chosen", "judged", "measured", "processes", "ratio"]
 
-_CACHES = ("XDG_CACHE_HOME", "CUTE_DSL_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
 _ENDING = 5.0
 _RESERVE = 40.0  # seconds for the timing of those whose first step is done
 _MOST_MEMORY = 0.85  # of the device's, for what all contestants keep between their turns
@@ -96,7 +95,7 @@ def processes(
     def start(name: str) -> Worker:
         mine = (caches or scratch / "caches").absolute() / name
         mine.mkdir(parents=True, exist_ok=True)
-        environment = {**CACHES, **os.environ, **{key: str(mine / key.lower()) for key in _CACHES}}
+        environment = {**CACHES, **os.environ, **{key: str(mine / key.lower()) for key in CACHE_FOLDERS}}
         log = stack.enter_context((folder / f"{name}.log").open("w"))
         command = ["-m", "benchmarks.gpu.gpt.worker", name, size.name, device, backend, str(folder), str(scratch), str(hang)]
         return Child([sys.executable, *command], log, environment)

@@ -15,8 +15,8 @@ import torch
 
 from benchmarks.gpu.gpt.model import SIZES, Size
 from benchmarks.gpu.gpt.training import Training
-from benchmarks.gpu.process import ANSWER, apart
 from benchmarks.peers import Unavailable
+from benchmarks.process import ANSWER, apart
 
 __all__ = ["Here", "Worker"]
 

@@ -15,7 +15,7 @@ from anyattn.backends.hopper.config import PACKED, Config, Tiles
 from anyattn.backends.hopper.make_config import specialised
 from anyattn.backends.hopper.pack_gqa import groups_of, row_tiles, why_apart
 from anyattn.backends.hopper.tables import visits_of
-from anyattn.call_cache.varlen import Places, facts_of_places
+from anyattn.call_cache.varlen import Places, key_of_places
 from anyattn.mods.analysis.row_ranges import row_ranges
 from anyattn.mods.tracing.trace import trace
 from anyattn.problem import Problem
@@ -195,7 +195,7 @@ def test_calls_are_told_apart_by_what_the_plan_looks_at(monkeypatch: pytest.Monk
     def fact(rows: int, heads_kv: int) -> object:
         q, k = torch.zeros(rows, 8, 64, dtype=torch.bfloat16), torch.zeros(rows, heads_kv, 64, dtype=torch.bfloat16)
         cu = torch.tensor([0, rows // 3, rows // 2, rows])
-        found = facts_of_places(q, k, k, Places((cu, cu, None, None, None), (None, None), None), Options(causal=True))
+        found = key_of_places(q, k, k, Places((cu, cu, None, None, None), (None, None), None), Options(causal=True))
         assert found is not None
         return found[0]
 

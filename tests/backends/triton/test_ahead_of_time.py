@@ -130,7 +130,7 @@ def test_what_the_compiler_makes_of_the_tiles(capability, at, backward) -> None:
         kernel = ahead.compiled(launch, capability)
         needed = tile_config.needed(name, tiles, shape_of(problem), capability)
         assert kernel.metadata.shared <= needed <= tile_config.shared_memory(capability), (name, tiles)
-        assert ahead.spilled(launch, capability, kernel) <= ahead.MOST_SPILLED, (name, tiles)
+        assert ahead.spilled(kernel) <= ahead.MOST_SPILLED, (name, tiles)
 
 
 def test_gradients_of_pairs_and_distances_find_their_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +161,7 @@ def test_float32_is_summed_on_two_levels(dtype: torch.dtype) -> None:
     problem = ahead.problem_of(None, lambda b, h, q, k: q >= k, dim=64, dtype=dtype, has_grad=True)
     made = [*ahead.launches(problem, (9, 0)), *ahead.launches(problem, (9, 0), backward=True)[1:]]
     for launch, results in zip(made, (1, 1, 2), strict=True):
-        text = ahead.compiled(ahead.usual(launch), (9, 0)).asm["ttgir"]
+        text = ahead.compiled(launch, (9, 0)).asm["ttgir"]
         sums = re.findall(r"(?:tt\.dot|ttng\.warp_group_dot) %\S+, %\S+, (%\S+)", text)
         zeros = re.findall(r"(%\S+) = arith\.constant dense<0\.0+e\+00> : tensor<\d+x\d+xf32", text)
         carried = len([name for name in sums if name.rstrip(",") not in zeros])
@@ -190,7 +190,7 @@ def test_calls_of_documents(capability: tuple[int, int], monkeypatch: pytest.Mon
         kernel = ahead.compiled(launch, capability)
         assert kernel.metadata.shared <= tile_config.shared_memory(capability)
         if not launch.options["HAS_GUARD"]:
-            assert ahead.spilled(launch, capability, kernel) <= ahead.MOST_SPILLED
+            assert ahead.spilled(kernel) <= ahead.MOST_SPILLED
         else:
             first = kernel.asm["ttgir"].split("tt.load", 2)[1]
             assert "cf.cond_br" in first, "something else is loaded before the guard is looked at"
@@ -329,7 +329,7 @@ def test_gradients_by_distance_are_summed_first() -> None:
     loops = [ops for ops in ahead.machine_loops(kernel.asm["cubin"]) if any("HGMMA" in op for op in ops)]
     assert loops and all(sum(op.startswith(("RED", "ATOM")) for op in ops) <= each / 4 for ops in loops)
     assert kernel.metadata.shared <= tile_config.needed("dq", tile, shape_of(problem), (9, 0))
-    assert ahead.spilled(launch, (9, 0), kernel) <= ahead.MOST_SPILLED
+    assert ahead.spilled(kernel) <= ahead.MOST_SPILLED
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)], ids=str)
@@ -351,7 +351,7 @@ def test_deterministic_gradients_of_captured_tensors(capability: tuple[int, int]
             sent = {found.group(1) for found in re.finditer(r"(?:red|atom)\.[a-z.]*add\.(?:noftz\.)?([a-z0-9]+)", kernel.asm["ptx"])}
             assert sent == ({"u64"} if is_deterministic else {"f32"}), sent
             assert kernel.metadata.shared <= tile_config.shared_memory(capability)
-            assert ahead.spilled(launch, capability, kernel) <= ahead.MOST_SPILLED
+            assert ahead.spilled(kernel) <= ahead.MOST_SPILLED
             if is_deterministic:
                 assert ahead.compiled(made[-1], capability).metadata.shared == 0
 
@@ -381,7 +381,7 @@ def test_descriptors_come_with_the_launch(dim: int, most: int) -> None:
     kernel = ahead.compiled(launch, (9, 0))
     used = ahead.resources(kernel)
     assert used.registers <= most and used.stack <= 16
-    assert "st.global.b16" not in ahead.compiled(ahead.usual(launch), (9, 0)).asm["ptx"]
+    assert "st.global.b16" not in ahead.compiled(launch, (9, 0)).asm["ptx"]
     assert (3 if dim == 64 else 2) * (used.shared + 1024) <= 228 << 10
     # products are not waited for one by one
     assert all(sum(op.startswith("WARPGROUP") for op in ops) < 10 for ops in ahead.machine_loops(kernel.asm["cubin"]))
@@ -488,4 +488,4 @@ def test_the_backward_of_a_band() -> None:
     kernel = ahead.compiled(dkdv, (9, 0))
     loop, *_ = (x for x in ahead.machine_loops(kernel.asm["cubin"]) if any("MMA" in o for o in x))  # the other repairs what is not finite
     assert sum("BRA" in o for o in loop) == 2 and sum("HGMMA" in o for o in loop) == 24
-    assert ahead.spilled(dkdv, (9, 0), kernel) <= ahead.MOST_SPILLED
+    assert ahead.spilled(kernel) <= ahead.MOST_SPILLED

@@ -20,6 +20,7 @@ from tests.support.processes import in_the_interpreter
 pytest.importorskip("triton")
 
 from anyattn.backends.triton import tile_config
+from anyattn.backends.triton.codegen import entry
 from anyattn.triton_tools import launch
 from anyattn.triton_tools.fast_launch import Handle
 
@@ -48,7 +49,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(hardware, "of", lambda *a: H200)
     monkeypatch.setattr(sequences, "takes_their_word", lambda device, validate: validate is not True)
     monkeypatch.setattr(tile_config, "capability_of", lambda device: (9, 0))
-    monkeypatch.setattr(launch, "_launch", noted)
+    for module in (launch, entry):
+        monkeypatch.setattr(module, "launch", noted)
     # where looking at ids would wait for the device, a block mask's lists are kept beside its mask
     monkeypatch.setattr(flex, "row_ranges", lambda mask: None)
     attention.clear()

@@ -140,7 +140,7 @@ def random_case(seed: int, rows: int | None = None) -> Case:
     work = [(r, h) for first in range(0, heads, section) for r in range(rows) for h in range(first, min(first + section, heads))]
     taken, jumps = _taken(draw, len(work), workers)
     made = _listed if config.lists else _entries
-    config.has_max = seed % 3 == 0 and not config.is_bounded
+    config.has_max = seed % 3 == 0
     tables, lengths, bands, tile = made(draw, config, sizes)
     tiles = [found for i in taken if (found := tile(*work[i])) is not None]
     names = ("partial_count", "partial_index", "full_count", "full_index", "order", "entries", "pages")

@@ -132,6 +132,7 @@ def cases() -> dict[str, tuple[list, dict]]:  # type: ignore[type-arg]
         "packed straight": ([straight, causal], {"score": straight.expr, "heads_per_tile": 8, **ends}),
         "packed lists": ([document], {"lists": "dense", "partial": each, "has_order": True, "heads_per_tile": 8}),
         "packed ragged": ([causal], {**ends, **entries, "heads_per_tile": 4}),
+        "highest of capped": ([capped, window], {"score": capped.expr, "bands": (window.expr,), "is_bounded": True, "has_max": True}),
     }
 
 

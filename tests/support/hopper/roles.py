@@ -30,6 +30,7 @@ Changes = tuple[tuple[str, str, str], ...]  # (module, text, text that takes its
 STOOD_IN = {
     "band": "tile_scheduler", "rate": "softmax", "row_limits": "softmax", "foreseen": "softmax", "modified": "softmax", "masked": "softmax",
     "head": "softmax", "exponentials": "softmax", "unshifted": "softmax", "raise_tops": "softmax", "guessed": "speculative_softmax",
+    "raise_tops_under_cap": "speculative_softmax",
     "finished": "epilogue", "highest": "epilogue", "blank": "epilogue", "stored": "epilogue", "gather": "paged_gather",
 }  # fmt: skip
 
@@ -379,6 +380,15 @@ class Stubs:
         is_ready = "modified" in scores.done and (not self._must_be_masked(t, i) or "masked" in scores.done)
         if lifts != "lifts" or not is_ready or "exponential" in scores.done or before.done not in (_LOWEST, _TOPS):
             raise Broken(f"highest scores of {scores.made_of}, {set(scores.done)}, with {lifts}, after {before}")
+        tops.store(Loaded(before.made_of + scores.made_of, -1, _TOPS))
+
+    def raise_tops_under_cap(self, tops: Registers, scores: Registers, positions: str, facts: Any, scale: str, captured: str) -> None:
+        """Of raw products, and so only where the score mod is a cap and nothing hides a key."""
+        self._given(positions=positions, scale=scale, captured=captured)
+        self._visited(scores, facts, None, False)
+        ((t, i),), before = scores.made_of, tops.load()
+        if not self.shortens or scores.done or self._must_be_masked(t, i) or before.done not in (_LOWEST, _TOPS):
+            raise Broken(f"highest products of {scores.made_of}, {set(scores.done)}, after {before}")
         tops.store(Loaded(before.made_of + scores.made_of, -1, _TOPS))
 
     def highest(self, tops: Registers | None, rate: str) -> Registers | None:

@@ -148,19 +148,10 @@ def _innermost(jumps: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return [b for b in back if not any(b != c and b[0] <= c[0] and c[1] <= b[1] for c in back)]
 
 
-def usual(launch: Launch) -> Launch:
-    """The launch of a kernel without what it computes again where a sum is not finite (``hidden``), which is in no hurry."""
-    return launch._replace(options={**launch.options, "HIDES": False})
-
-
-def spilled(launch: Launch, gpu: tuple[int, int], kernel: Any) -> float:
+def spilled(kernel: Any) -> float:
     """The share of operations that move registers to and from memory, in the worst loop with a product, the tensor cores' or float32's.
-    What is put away before a loop and fetched after it costs nothing that counts, nor do the loops that compute something again: they come
-    after as many others as the kernel has without them."""
-    shares = _spilled_shares(kernel.asm["cubin"])
-    if max(shares, default=0.0) > MOST_SPILLED and launch.options.get("HIDES"):
-        shares = shares[: len(_spilled_shares(compiled(usual(launch), gpu).asm["cubin"]))]
-    return max(shares, default=0.0)
+    What is put away before a loop and fetched after it costs nothing that counts."""
+    return max(_spilled_shares(kernel.asm["cubin"]), default=0.0)
 
 
 def _spilled_shares(cubin: bytes) -> list[float]:
@@ -185,7 +176,7 @@ def problem_of(
 
 def planned(problem: Problem, capability: tuple[int, int], options: dict[str, Any] | None = None) -> Plan:
     machine = hardware.Hardware("cuda", "a GPU", 0, frozenset(), capability, 132)
-    return planner._triton_plan(problem, machine, "asked for", options or {})
+    return planner._plan_of("triton", problem, machine, "asked for", options or {})
 
 
 def launches(problem: Problem, capability: tuple[int, int], options: dict[str, Any] | None = None, backward: bool = False) -> list[Launch]:
@@ -236,10 +227,8 @@ def _made(launch: Launch, capability: tuple[int, int]) -> Made:
     kernel, options = compiled(launch, capability), launch.options
     name = re.sub(r"_[0-9a-f]+$", "", launch.kernel.fn.__code__.co_filename.strip("<>").split()[-1])
     found, narrow = resources(kernel), _narrow(kernel)
-    if narrow and options.get("HIDES"):
-        narrow = _narrow(compiled(usual(launch), capability))
     tile = (options["TILE_M"], options.get("TILE_N", 0))
-    in_loops = spilled(launch, capability, kernel)
+    in_loops = spilled(kernel)
     return Made(name, tile, options["num_warps"], options["num_stages"], found.shared, found.registers, in_loops, narrow)
 
 

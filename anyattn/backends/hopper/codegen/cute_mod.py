@@ -1,4 +1,4 @@
-"""A CuTe function inside the kernel: scores and places go in as TensorSSA vectors of one element, and one value comes out."""
+"""Calls of CuTe mods inside the kernel: scores and positions are passed as TensorSSA vectors of one element."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ __all__ = ["call_native"]
 
 
 def call_native(node: Node, args: list[Any]) -> Any:
-    """What the function says of one score: Float32, or for a mask Boolean.
+    """The function's value for one score: Float32, or for a mask Boolean.
 
     args: as ``mods.native`` has them, the score if it is a score mod, b, h, q_idx, kv_idx, then the tensors, which it gets as a tuple.
     Raises ``TypeError`` while the kernel is built where the function returns something else.

@@ -1,4 +1,4 @@
-"""What the emitter needs of arithmetic beyond single instructions, with torch's meaning: choices, whole numbers, shifts, rests, powers."""
+"""Device math of the Hopper emitter, with torch's meaning: selection, integers, shifts, division with remainder, powers."""
 
 from __future__ import annotations
 

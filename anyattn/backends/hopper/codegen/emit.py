@@ -1,12 +1,12 @@
-"""A mod's expression as CuTe operations on a fragment of scores.
+"""CuTe emitter: a mod's expression as CuTe operations on a fragment of scores.
 
 What depends on neither position is computed once, on the row once a row (a thread holds two of 64), on the column once a column, and only
 the rest once a score, or once a diagonal. A whole number that grows evenly from column to column, such as a distance, is turned into a
 float once a row; a table read by such a number is addressed once a row.
 
 torch's whole numbers have 64 bits or fewer, and wrap around. What fits 32 bits for all positions and captured numbers that the kernel takes
-(``staging.is_wide``) is computed in 32; what may leave a narrower dtype is wrapped around there. Addresses have 64 bits, for a tensor's
-strides have.
+(``score_analysis.is_wide``) is computed in 32; what may leave a narrower dtype is wrapped around there. Addresses have 64 bits, for a
+tensor's strides have.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from anyattn.backends.hopper.codegen.score_analysis import is_near, is_wide, lin
 from anyattn.mods.ir.dependence import dependence
 from anyattn.mods.ir.expr import Expr, Node, category
 
-__all__ = ["emit", "emit_lines", "emit_rows", "holds", "select"]
+__all__ = ["emit", "emit_lines", "emit_rows", "holds", "select", "tanh"]
 
 
 @dsl_user_op
-def _tanh(x: Any, *, loc: Any = None, ip: Any = None) -> Any:
+def tanh(x: Any, *, loc: Any = None, ip: Any = None) -> Any:
     """One MUFU operation, relative error 2^-11: what 16-bit inputs leave of a score is coarser."""
     operands = [Float32(x).ir_value(loc=loc, ip=ip)]
     dialect = llvm.AsmDialect.AD_ATT
@@ -69,8 +69,8 @@ _UNARY: dict[str, Callable] = {
     "tan": lambda x: cute.math.sin(x, fastmath=True) / cute.math.cos(x, fastmath=True),
     "erfinv": erfinv,
     "round": _approximate(cute.math.roundeven),
-    "tanh": _tanh,
-    "sigmoid": lambda x: _tanh(Float32(x) * Float32(0.5)) * Float32(0.5) + Float32(0.5),
+    "tanh": tanh,
+    "sigmoid": lambda x: tanh(Float32(x) * Float32(0.5)) * Float32(0.5) + Float32(0.5),
     "reciprocal": lambda x: cute.arch.rcp_approx(Float32(x)),
 }
 _COMPARE = {name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")}

@@ -1,4 +1,4 @@
-"""How often each value of a mod's expression is computed in a fragment of scores: analysis for the emitter and the choice of tiles."""
+"""Score analysis: how often each value of a mod's expression is computed in a fragment, for the emitter and the choice of tiles."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def is_tanh(expr: Expr) -> bool:
 
 @lru_cache(maxsize=256)
 def bound(expr: Expr, scalars: tuple[int | float, ...]) -> float | None:
-    """What no score passes, to either side, after a score mod that caps it: ``after`` times a function that stays within 1.
+    """The bound of a score's size after a score mod that caps it: ``after`` times a function that stays within 1.
 
     >>> from anyattn.mods.tracing.trace import trace
     >>> mod = trace(lambda s, b, h, q, k: 30 * torch.tanh(s / 30), "score")
@@ -198,7 +198,7 @@ def _product(expr: Expr, factors: list[tuple[str, int]]) -> Expr | None:
 
 
 def _decides(expr: Expr) -> bool:
-    """Whether it is a mask: then no sum along a row may be rounded in another way than the user's."""
+    """Whether the expression is a mask: then sums along a row must be rounded as the user wrote them."""
     return any(expr.nodes[o].dtype is torch.bool for o in expr.outputs)
 
 

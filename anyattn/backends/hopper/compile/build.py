@@ -1,4 +1,4 @@
-"""From a config and the kinds of its arguments to machine code: fake tensors in, an object file out. No GPU is needed for it."""
+"""Compilation of a kernel from its config and the kinds of its arguments to a shared library or object file; needs no GPU."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _described(config: Config | TablesConfig) -> dict[str, Any]:
 
 
 def name_of(config: Config | TablesConfig) -> str:
-    """What a person calls the variant."""
+    """The variant's name for people."""
     if isinstance(config, TablesConfig):
         return "tables of sequences"
     left, right = config.has_left, config.has_right
@@ -90,8 +90,8 @@ def compiled_object(config: Config | TablesConfig, kinds: tuple) -> bytes:
 
 @contextlib.contextmanager
 def _without_collections() -> Iterator[None]:
-    """Inside, Python looks for no garbage: importing the compiler and tracing make so many objects that it would look all the time,
-    through torch's and the compiler's too, which is half of the import and a good part of the trace."""
+    """Context without garbage collection: importing the compiler and tracing make so many objects that collections would take half of the
+    import and a good part of the trace."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -112,7 +112,7 @@ def _compiled(config: Config | TablesConfig, kinds: tuple, through_tvm_ffi: bool
     options = f"--gpu-arch {ARCH}" + (" --enable-tvm-ffi" if through_tvm_ffi else "")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of CuTe DSL's own deprecations
-        # what is exported needs no engine of its own, which would write the machine code a second time
+        # an exported kernel needs no execution engine, which would generate the machine code a second time
         kernel = SequenceTables(config) if isinstance(config, TablesConfig) else HopperForward(config)
         return cute.compile(kernel, *examples(kinds), stream, options=options, no_jit_engine=through_tvm_ffi)
 
@@ -157,7 +157,7 @@ def _fake_tensor(dtype: torch.dtype, rank: int, is_nested: bool) -> Any:
 def _element(dtype: torch.dtype) -> Any:
     import cutlass
 
-    names = {"bool": "Uint8", "bfloat16": "BFloat16"}  # a byte each: the kernel asks whether it is 0
+    names = {"bool": "Uint8", "bfloat16": "BFloat16"}  # a byte each: the kernel tests whether it is 0
     name = str(dtype).removeprefix("torch.")
     return getattr(cutlass, names.get(name, name.capitalize()))
 
@@ -240,7 +240,7 @@ _kept: list[Any] = []  # libraries, for as long as the process lives: a kernel m
 
 
 def is_loadable(payload: Payload) -> bool:
-    """Whether a payload read from disk has the form of what ``make`` returns; its sum says only that nothing was altered since."""
+    """Whether a payload read from disk has the form of what ``make`` returns; its checksum only proves that it is unaltered."""
     facts = payload.facts
     has_names = all(isinstance(facts.get(name), str) for name in ("function", "runtime"))
     return has_names and facts.get("form") in ("library", "object") and payload.data.startswith(_ELF)
@@ -249,7 +249,7 @@ def is_loadable(payload: Payload) -> bool:
 def load(payload: Payload) -> Callable[..., None]:
     """The function in ``payload``. A library is loaded without importing the compiler, which takes half a second.
 
-    The bytes that were judged are the bytes that are run: they go through a file of our own, which nobody else can reach.
+    The bytes that were verified are the bytes that run: they go through a private temporary file.
     Raises OSError where that cannot be, such as where no folder for temporary files may hold code.
     """
     with tempfile.TemporaryDirectory(prefix="anyattn-") as folder:
@@ -276,7 +276,7 @@ def load(payload: Payload) -> Callable[..., None]:
 
 @lru_cache(maxsize=4)
 def _load_runtime(relative: str) -> None:
-    """Loads CuTe DSL's runtime, by whose name a kernel's library asks for it."""
+    """Loads CuTe DSL's runtime, which a kernel's library links to by name."""
     import ctypes
 
     named = next((p for p in os.environ.get("CUTE_DSL_LIBS", "").split(os.pathsep) if p.endswith("libcute_dsl_runtime.so")), None)

@@ -1,4 +1,4 @@
-"""The name of a compiled kernel: a SHA-256 over everything that it is made from, and nothing else."""
+"""Cache key of a compiled kernel: a SHA-256 over everything that it is made from, and nothing else."""
 
 from __future__ import annotations
 
@@ -71,14 +71,14 @@ def key_of(config: Config | TablesConfig, kinds: tuple) -> str:
 
 @lru_cache(maxsize=1)
 def _surroundings() -> str:
-    """What else makes a kernel another: our sources, the compiler, and the processor that the launching code is written for."""
+    """What else a kernel depends on: our sources, the compiler, and the processor that its launching code is compiled for."""
     versions = [f"{name}={_version(name)}" for name in _PACKAGES]
     python = ".".join(map(str, sys.version_info[:2]))
     return "\n".join((ARCH, f"python={python}", *versions, _processor(), sources()))
 
 
 def sources() -> str:
-    """A sum over the text of all modules that take part in tracing a kernel."""
+    """A hash of the text of all modules that take part in tracing a kernel."""
     root, total = Path(__file__).parents[3], hashlib.sha256()
     for path in sorted(p for folder in SOURCES for p in (root / folder).rglob("*.py")):
         text = path.read_bytes()

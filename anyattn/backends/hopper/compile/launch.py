@@ -1,4 +1,4 @@
-"""Launching: a call's config and the kinds of its arguments name a kernel, which is compiled once, kept on disk, and called directly.
+"""Launching of compiled kernels, which are identified by config and kinds of arguments, compiled once and kept on disk.
 
 Lengths, strides, scales, window bounds and captured values are run-time, and so no part of the name. A kernel takes torch's tensors as
 they are through tvm-ffi and runs on torch's current stream; without tvm-ffi each tensor is wrapped for every launch.
@@ -25,7 +25,7 @@ __all__ = ["compiling_only", "forget", "indexable", "is_compiling", "kinds_of", 
 
 
 class _Known(dict[tuple, Callable[..., None]]):
-    """The kernels of one config by the kinds of their arguments. It hangs on config objects, and stays behind when one is pickled."""
+    """The kernels of one config by the kinds of their arguments. Stored on config objects, and dropped when one is pickled."""
 
     def __reduce__(self) -> tuple[type, tuple]:
         return _Known, ()
@@ -57,7 +57,7 @@ def launch(config: Config | TablesConfig, arguments: tuple) -> None:
 
 
 def kinds_of(arguments: tuple) -> tuple[tuple, bool]:
-    """What a kernel is specialised for in its arguments, flat; and whether they can be handed over as they are.
+    """What a kernel is specialised for in its arguments, flat; and whether they can be passed as they are.
 
     A tensor is its dtype and its rank, the latter negative where the last stride is not 1; a number or None is its type; a tuple is its
     length, and then its items.
@@ -109,7 +109,7 @@ def loaded(config: Config | TablesConfig) -> Mapping[tuple, Callable[..., None]]
 
 
 def forget() -> None:
-    """Drops all kernels that this process knows, also those that hang on config objects: the next launch looks on disk again."""
+    """Drops all kernels that this process knows, also those stored on config objects: the next launch reads the disk cache again."""
     with _lock:
         for known in _kernels.values():
             known.clear()
@@ -118,7 +118,7 @@ def forget() -> None:
 
 @contextlib.contextmanager
 def compiling_only() -> Iterator[None]:
-    """Inside, kernels that this process has not loaded yet go to disk and are not run: tensors may be the CPU's, results are undefined."""
+    """Context in which kernels not loaded yet are only compiled to disk: tensors may be on the CPU, results are undefined."""
     global _is_compiling_only
     before, _is_compiling_only = _is_compiling_only, True
     try:
@@ -141,7 +141,7 @@ def _found_or_made(config: Config | TablesConfig, kinds: tuple) -> Callable[...,
 
 
 def warm(config: Config | TablesConfig, kinds: tuple) -> disk_cache.Payload:
-    """The kernel as it lies on disk, compiled if it is not there yet; nothing is loaded, and no GPU is needed."""
+    """The kernel's payload on disk, compiled if it is missing; nothing is loaded, and no GPU is needed."""
     cache = disk_cache.open_cache()
     try:
         key = key_of(config, kinds)

@@ -1,4 +1,4 @@
-"""The end of a row tile: the sink joins, the output is divided by the rows' sums and leaves through shared memory."""
+"""Epilogue of a row tile: adds the sink, divides the output by the row sums and stores it through shared memory."""
 
 import math
 from typing import Any
@@ -92,7 +92,7 @@ class Epilogue:
                         if row < end:
                             statistic[row + facts.q_start, head, facts.q_row] = rows[r]
         if const_expr(self.config.has_entries):
-            # what follows a sequence's last row is another sequence's: rows that it cuts are written one by one
+            # the next rows belong to another sequence: a row tile that a sequence's end cuts is written row by row
             if facts.m_block * self.config.tile_q + (group + 1) * (64 // self.config.heads_per_tile) > facts.seqlen_q:
                 self._rows_stored(acc, positions, first_row, out, facts)
             else:
@@ -122,7 +122,7 @@ class Epilogue:
         head_dim, groups = self.config.head_dim_v, self.config.tiles.warp_groups
         narrow = cute.make_rmem_tensor_like(acc, self.dtype)
         narrow.store(acc.load().to(self.dtype))
-        # the rows of Q whose place they take are read by nobody outside the group
+        # the rows of Q whose memory they take are read by this group alone
         cute.arch.barrier(barrier_id=_BARRIER + group, number_of_threads=128)
         copy = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype), mma)
         mine = copy.get_slice(thread)

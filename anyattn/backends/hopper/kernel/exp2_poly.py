@@ -1,4 +1,4 @@
-"""Powers of 2 on the pipes that multiply and add, for those scores that the one for special functions has no time for."""
+"""Polynomial exp2 (and tanh) on the FMA pipes, for part of the scores, to relieve the special-function unit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernel put together: layouts, copies and products on the host, roles on the device."""
+"""``HopperForward``: the forward kernel; layouts, copies and MMA atoms on the host, warp-specialised roles on the device."""
 
 from typing import Any
 
@@ -82,8 +82,8 @@ class HopperForward(Visits, Loads, Gathers, Multiplies, Softmax, Guesses, Epilog
         sink: (Hq,). With ``entries`` B is what storage has, with ``pages`` k and v are (pages, Hkv, page size, D),
         the page size a multiple of ``config.piece``.
 
-        partial_count to pages: see ``visits.Tables``. counter: two zeros, int32, which the kernel leaves as zeros. scale_log2: the softmax
-        scale times log2(e). rows, spread, section: see ``visits.Sizes``. workers: thread blocks, each of which takes row tiles in turn.
+        partial_count to pages: see ``tile_scheduler.Tables``. counter: two zeros, int32, left as zeros. scale_log2: the softmax scale times
+        log2(e). rows, spread, section: see ``tile_scheduler.Sizes``. workers: thread blocks, each of which takes row tiles in turn.
         scalars, tensors: captured values, those of each of ``config.exprs`` in turn.
         """
         tiles, head_dim, head_dim_v = self.config.tiles, self.config.head_dim, self.config.head_dim_v
@@ -138,8 +138,8 @@ class HopperForward(Visits, Loads, Gathers, Multiplies, Softmax, Guesses, Epilog
         )  # fmt: skip
 
     def _copy_of(self, operation: Any, tensor: Any, tile: Any, shape: tuple[int, int]) -> tuple[Any, Any]:
-        """(atom, tensor) of copies of ``shape`` into a part of a tile, whose layout they keep: where an entry goes hangs on the bits of its
-        address, and the copy engine swizzles by these too, so that a part may begin at any multiple of 128 bytes."""
+        """(atom, tensor) of copies of ``shape`` into a part of a tile, in the tile's layout: the swizzle depends on the bits of an entry's
+        address, for TMA too, so that a part may begin at any multiple of 128 bytes."""
         part = cute.composition(tile, tuple(cute.make_layout(n) for n in shape))
         return cpasync.make_tiled_tma_atom(operation, tensor, part, shape)
 

@@ -1,4 +1,4 @@
-"""Views of an accumulator: rows and columns, and the operand that the next product takes from it."""
+"""Fragment layouts: an MMA accumulator viewed as rows and columns, and as the operand of the next MMA."""
 
 from __future__ import annotations
 

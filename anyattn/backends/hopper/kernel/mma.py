@@ -1,4 +1,4 @@
-"""The consumers: S = Q K^T, softmax, O += P V, with the next tile's first product running under this tile's exponentials."""
+"""MMA role (consumer warp groups): S = Q K^T, softmax, O += P V, with the next tile's first product overlapping the exponentials."""
 
 from typing import Any, NamedTuple
 
@@ -225,7 +225,7 @@ class Multiplies:
 
     @cute.jit
     def _guessed(self, fixed, sums, p, given, of_tile):
-        """The same for a bare tile by a guess, and where that was wrong once more."""
+        """The same for a bare tile by the speculative softmax; redone where the speculation failed."""
         _, _, shape_s, positions, pipes, _, _, _, _ = fixed
         _, row_max, row_sum, row_scale, tops = sums
         facts, scale_log2, rate, captured, _ = given
@@ -236,7 +236,10 @@ class Multiplies:
         if const_expr(not self.shortens):
             lifts = self.modified(scores, ahead, positions, n, facts, scale_log2, captured, False)
         if const_expr(tops is not None):
-            self.raise_tops(tops, scores, lifts)
+            if const_expr(self.shortens):
+                self.raise_tops_under_cap(tops, scores, positions, facts, scale_log2, captured)
+            else:
+                self.raise_tops(tops, scores, lifts)
         is_right = self.guessed(scores, lifts, powers, added, row_max, positions, facts, scale_log2, rate, captured)
         warpgroup.wait_group(0)
         pipes[2].consumer_release(v_state)
@@ -266,7 +269,7 @@ class Multiplies:
 
     @cute.jit
     def _wiped(self, v, pipe, state, room, thread, group):
-        """Zeros in V's rows from ``room`` on: what lies past the last key may be NaN, which a probability of 0 does not undo.
+        """Zeros in V's rows from ``room`` on: rows past the last key may hold NaN, and 0 x NaN is NaN.
 
         Each warp group wipes all of them, so that none has to wait for another.
         """

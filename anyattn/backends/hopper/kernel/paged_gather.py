@@ -1,4 +1,4 @@
-"""Keys from pages too small for the copy engine: the loader's lanes copy them row by row, 16 bytes at a time, and wait for none of them."""
+"""Paged gather: keys from pages too small for TMA, copied asynchronously by the producer's lanes, 16 bytes of a row at a time."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ class Gathers:
         """A tile's rows, each of which is a piece, on their way; ``barrier`` is told when they have come.
 
         source: (row of a page, entry, page). target: (key, entry). pages, places: page and row of each lane's key, ``LANES`` apart. Keys
-        on no page of the pool, such as those past the last one, get some row of it: who reads the tile has them masked or wipes them.
+        on no page of the pool, such as those past the last one, get any row of it: the consumers mask or clear them.
         """
         atom = cute.make_copy_atom(cpasync.CopyG2SOp(cpasync.LoadCacheMode.GLOBAL), self.dtype, num_bits_per_copy=16 * _AT_ONCE)
         tile_n, width = (cute.size(target, mode=[i]) for i in (0, 1))

@@ -1,4 +1,4 @@
-"""The producer: one warp that posts row tiles on the board and asks the copy engine (TMA) for Q, then tile after tile of K and V."""
+"""Producer role: one warp that schedules row tiles and loads Q, then tile after tile of K and V, by TMA."""
 
 from typing import Any
 
@@ -79,7 +79,7 @@ class Loads:
 
     @cute.jit
     def _drawn(self, counter, total, workers):
-        """The next piece of work that nobody has taken, in the first lane. Blocks that draw finish together, however uneven the pieces."""
+        """The next work item, from an atomic counter, in the first lane: dynamic scheduling balances uneven items."""
         found = total
         if total > workers:
             if cute.arch.lane_idx() == 0:
@@ -88,7 +88,7 @@ class Loads:
 
     @cute.jit
     def _left(self, counter, total, workers):
-        """The last block to leave sets the counter back for the next kernel."""
+        """The last block to finish resets the counter for the next kernel."""
         if total > workers:
             if cute.arch.lane_idx() == 0:
                 before = cute.arch.atomic_add(counter.iterator + 1, Int32(1), sem="acq_rel", scope="gpu")

@@ -1,4 +1,4 @@
-"""The online softmax on a fragment: mods and masks first, then exp2 with the scale folded in, the row's maximum and sum carried along."""
+"""Online softmax on a fragment: mods and masks, then exp2 with the scale folded in, with running row maximum and row sum."""
 
 import math
 from typing import Any
@@ -31,7 +31,7 @@ class Softmax:
         return captured[0][numbers : numbers + before[-1][0]], captured[1][tensors : tensors + before[-1][1]]
 
     def _places(self, positions: Any, n: Any, facts: Any, is_edge: bool) -> dict[str, Any]:
-        """Where a thread's scores lie, as mods see it. A row or key past the last is computed and not used; no mod is asked about it."""
+        """The positions of a thread's scores, as mods see them. Rows and keys past the last are clamped, and their scores are not used."""
         rows, columns = cute.size(positions, mode=[0]), cute.size(positions, mode=[1])
         apart, steps = [self.apart(r) for r in range(rows)], [_column(c) for c in range(columns)]
         row, column = self.first_row(positions, facts), positions[0, 0][1] + n * self.config.tiles.tile_n
@@ -199,7 +199,7 @@ class Softmax:
 
     @cute.jit
     def row_limits(self, positions, facts, captured):
-        """For each predicate that is asked by row: for each row of the thread lo, hi, lo, hi, ... of the keys that it sees."""
+        """For each predicate with row ranges: for each row of the thread lo, hi, lo, hi, ... of the keys that it sees."""
         found = []
         for at, ask in self.asked:
             if const_expr(ask.by_row):
@@ -212,7 +212,7 @@ class Softmax:
 
     @cute.jit
     def masked(self, scores, positions, n, facts, captured, limits, is_partial, is_edge: cutlass.Constexpr):
-        """-inf for the keys of tile ``n`` that a row does not see. is_partial: whether the partial predicate is asked."""
+        """-inf for the keys of tile ``n`` that a row does not see. is_partial: whether the partial predicate is evaluated."""
         config = self.config
         s = rows_and_columns(scores)
         rows = cute.size(s, mode=[0])

@@ -1,4 +1,4 @@
-"""Exponentials that are taken before it is known whether they may be taken so; the scores are kept until it is."""
+"""Speculative softmax: reuse the previous row maximum, verify, redo on failure; the scores are kept until verified."""
 
 import math
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
-from anyattn.backends.hopper.codegen.emit import emit_rows, select
+from anyattn.backends.hopper.codegen.emit import emit_rows, select, tanh
 from anyattn.backends.hopper.kernel.exp2_poly import FAR_FROM_CAP, TANH, polynomial, sum_of
 from anyattn.backends.hopper.kernel.fragment import rows_and_columns
 
@@ -17,9 +17,9 @@ _FACTORS = (2.0**-20, 2.0**20)  # before tanh: their fifth power is a normal num
 
 
 class Guesses:
-    """The hopeful part of ``HopperForward``'s softmax, for tiles without a mask.
+    """The speculative part of ``HopperForward``'s softmax, for tiles without a mask.
 
-    That a row's maximum stays about where it is, which is so but for a few tiles: no maximum is looked for, and no thread waits for the
+    It assumes that a row's maximum stays about where it is, which fails in few tiles: no maximum is computed, and no thread waits for the
     others of its row. And that scores under a cap, whose maximum does not matter, are so far from it that tanh is a short polynomial.
     """
 
@@ -42,6 +42,15 @@ class Guesses:
             sums[r] = sum_of(to, r)
             right = right & (sums[r] <= _MOST)
         return cute.arch.vote_all_sync(right)
+
+    def raise_tops_under_cap(self, tops: Any, scores: Any, positions: Any, facts: Any, scale_log2: Any, captured: Any) -> None:
+        """What ``raise_tops`` finds after tanh, of raw products: tanh grows with its argument, so that each row takes it of one score."""
+        s, before = rows_and_columns(scores), self._before_cap(positions, facts, scale_log2, captured)
+        for r in range(cute.size(tops)):
+            top = s[r, 0] * before  # the factor may be negative: the greatest product need not be the greatest score's
+            for c in range(1, cute.size(s, mode=[1])):
+                top = cute.arch.fmax(top, s[r, c] * before)
+            tops[r] = cute.arch.fmax(tops[r], tanh(top))
 
     def _before_cap(self, positions: Any, facts: Any, scale_log2: Any, captured: Any) -> Any:
         """By what a raw product is multiplied before tanh is taken of it."""

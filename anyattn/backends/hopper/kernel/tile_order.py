@@ -1,4 +1,4 @@
-"""One small kernel before the big one: a ragged batch's tables out of cu_seqlens and seqused, and rows of no sequence wiped."""
+"""Tile-order kernel: makes a varlen batch's tables from cu_seqlens and seqused, and clears result rows of no sequence."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,7 @@ __all__ = ["SequenceTables"]
 
 @dataclass(frozen=True)
 class Given:
-    """What the call says: tensors or None. rows_q, rows_k: what one row of storage has room for."""
+    """The call's tables: tensors or None. rows_q, rows_k: the capacity of one row of storage."""
 
     cu_seqlens_q: Any
     cu_seqlens_k: Any
@@ -29,10 +29,10 @@ class Given:
 
 
 class SequenceTables:
-    """The kernel for one ``TablesConfig``: its first block makes the tables, the others wipe.
+    """The kernel for one ``TablesConfig``: its first block makes the tables, the others clear rows.
 
-    Row tiles are put in order by counting: each falls into one of as many bins of costs as there are threads, the bins are laid end to
-    end, the costliest first, and each tile takes the next place of its bin. Whatever the tables hold, nothing outside storage is written.
+    Row tiles are ordered by a counting sort: each falls into one of as many bins of costs as there are threads, the bins are concatenated,
+    the costliest first, and each tile takes the next place of its bin. Whatever the tables hold, nothing outside storage is written.
     """
 
     def __init__(self, config: TablesConfig):
@@ -59,7 +59,7 @@ class SequenceTables:
         stream: cuda.CUstream,
     ):
         """cu_seqlens: (B + 1,), seqused: (B,), int32 or int64, as far as the call has them. entries: (B, 9) and order: (rows, 3) int32,
-        see ``visits.Tables``, or both None. out: (rows of storage, Hq, rows_q, Dv), lse, highest: the same without Dv, or all None.
+        see ``tile_scheduler.Tables``, or both None. out: (rows of storage, Hq, rows_q, Dv), lse, highest: the same without Dv, or all None.
 
         bin_keys: keys that a bin of costs is wide. blocks: thread blocks. heads: those that wipe go side by side for so many heads.
         """
@@ -210,7 +210,7 @@ class SequenceTables:
 
     @cute.jit
     def wipe(self, given, outputs, block, blocks, head, heads):
-        """Zeros in out, -inf in the statistics; each warp looks at 32 rows of storage at once and clears for every ``heads``-th head."""
+        """Zeros in out, -inf in the statistics; each warp checks 32 rows of storage at once and clears for every ``heads``-th head."""
         out, lse, highest = outputs
         thread, _, _ = cute.arch.thread_idx()
         lane, warp, warps = thread % 32, block * (THREADS // 32) + thread // 32, blocks * (THREADS // 32)

@@ -1,6 +1,6 @@
-"""Which row tile comes next and which key tiles it visits: the loading warp decides, and posts it on a board for the others to read.
+"""Tile scheduler: the next row tile and the key tiles that it visits, which the producer warp writes to shared memory for all roles.
 
-Every role so takes its trip counts from one place. A visit is masked or bare; the masked ones come first and last, the bare ones between:
+So every role takes its trip counts from one place. A visit is masked or bare; the masked ones come first and last, the bare ones between:
 a row tile's first visit (the only one that may reach past the last key), ``masked`` more, ``bare`` ones and ``behind`` masked ones.
 """
 
@@ -21,7 +21,7 @@ FACTS = 16  # numbers of one row tile on the board
 
 
 class Facts(NamedTuple):
-    """One row tile, as posted on the board: Int32 each.
+    """One row tile, as the producer posts it in shared memory (the board): Int32 each.
 
     more: the tile's query heads, one unless heads are packed; 0 says that there are no more row tiles. head: the first of these heads.
     total: visits; masked, bare, behind: those after the first. seqlen_q, seqlen_k: rows in use. q_row, q_start: the entry's queries are
@@ -216,7 +216,7 @@ class Visits:
 
     @cute.jit
     def listed(self, i, plan):
-        """(key tile, whether the partial predicate is asked) of visit ``i``; lists are gone through backwards. plan: ``list_visits``."""
+        """(key tile, whether the partial predicate is evaluated) of visit ``i``; lists are traversed backwards. plan: ``list_visits``."""
         cut = self.config.list_cut[1]
         partials, full_first, lists, sizes, skips = plan
         in_partial = (i >= full_first) & (i < partials + full_first)

@@ -1,4 +1,4 @@
-"""What the text of a call's mods may take for granted: facts of the call that choose between a few texts, no value that enters one."""
+"""Assumptions of generated mod code: the properties of a call that select a variant (``emit.Style``); no value enters the code."""
 
 from __future__ import annotations
 

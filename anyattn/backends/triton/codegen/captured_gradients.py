@@ -1,5 +1,6 @@
-"""How a tile's derivatives are sent into the gradients of what a score mod captured, as text: from the shape of a load's indices follows
-whether a tile's pairs are summed first, and how. Kernel side: ``functions``.
+"""Generated code that adds a tile's derivatives to the gradients of a score mod's captured tensors.
+
+The form of a load's indices decides whether and how a tile's pairs are summed first. Device functions: ``triton_tools.device_math``.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ class Load(NamedTuple):
     indices are. by_row, by_key: whether a row's keys, a key's rows share one entry, so that they are summed first. is_alone: no two pairs
     of a query and a key share an entry, so that it is stored, not added up. diagonal: the indices by themselves, where they tell a query
     and a key apart by their distance only: a tile's diagonals are summed first. None otherwise, and in float32, whose products are slow.
-    is_exact: the total is one of ``exact``, whose sum does not depend on the order of additions. has_copies: it is one of ``copies``.
-    may_be_one: all pairs of a tile may well share an entry, though the text does not say so. family: instead of an output's derivative and
+    is_exact: the total is one of ``deterministic_sum``. has_copies: it is one of ``privatized_sum``.
+    may_be_one: all pairs of a tile may share an entry, though the indices do not show it. family: instead of an output's derivative and
     indices, those of a row's elements in a loop; factor is then where among the outputs the score is, if the family reads it."""
 
     total: int
@@ -46,7 +47,7 @@ def tells_apart(expr: Expr, at: int, deps: Sequence[Dep]) -> bool:
 
 
 def contends(expr: Expr, places: Sequence[int], deps: Sequence[Dep], has_diagonals: bool) -> bool:
-    """Whether what a tile adds, once what shares an entry by the text's own word is summed, may meet in few entries again."""
+    """Whether a tile's additions, after summing the pairs that provably share an entry, may still contend for few entries."""
     apart = [deps[p] for p in places if tells_apart(expr, p, deps)]
     by_row, by_key = not any(deps[p].kv for p in places), not any(deps[p].q for p in places)
     if by_row and by_key:
@@ -59,12 +60,11 @@ def contends(expr: Expr, places: Sequence[int], deps: Sequence[Dep], has_diagona
 def scatter_source(name: str, loads: Sequence[Load], style: Style) -> str:
     """``NAME_scatter(ds, seen, is_row, is_key, found, at, scalars, tensors, totals, IS_FULL, DTYPE)``: sends what the modified score's
     derivative makes of each load's entry to the load's total, which is contiguous. IS_FULL: of all pairs but those of rows beyond the end,
-    which send 0 to the last row's entries, so that no addition asks which. at: b, h, the tile's first row and key, as mods count them, and
-    how many of each there are. DTYPE: of products."""
+    which send 0 to the last row's entries, so that no addition asks which. at: ``TileOfScores``. DTYPE: of products."""
     lines, before = [], []
     if any(load.family is not None for load in loads):
-        lines.append("q_idx = at[2] + tl.minimum(tl.arange(0, ds.shape[0]), at[4] - 1)[:, None]")
-        lines.append("kv_idx = at[3] + tl.minimum(tl.arange(0, ds.shape[1]), at[5] - 1)[None, :]")
+        lines.append("q_idx = at.q_first + tl.minimum(tl.arange(0, ds.shape[0]), at.rows - 1)[:, None]")
+        lines.append("kv_idx = at.k_first + tl.minimum(tl.arange(0, ds.shape[1]), at.keys - 1)[None, :]")
     for i, load in enumerate(loads):
         slot = f"totals[{load.total}]"
         if load.family is not None:
@@ -139,7 +139,7 @@ def _family_lines(name: str, load: Load, slot: str, i: int, style: Style) -> lis
     elements, rank = load.family.elements, len(load.family.expr.outputs) - 1
     score = f"found[{load.factor}]" if load.family.expr.uses_score else "0.0"
     inside = [
-        f"of{i} = {name}(at[0], at[1], q_idx, kv_idx, {score}, element{i}, scalars, tensors)",
+        f"of{i} = {name}(at.b, at.h, q_idx, kv_idx, {score}, element{i}, scalars, tensors)",
         f"part{i} = tl.where(seen, ds * of{i}[0].to(tl.float32), 0.0)",
         f"at{i} = {_place([f'of{i}[{1 + d}]' for d in range(rank)], slot, load, style)}",
         *_additions(load, slot, i),

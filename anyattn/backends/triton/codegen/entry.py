@@ -1,55 +1,82 @@
 """Entries of the Triton kernels: generated functions that take a call's mods and captured values and call a kernel's body.
 
-An entry names every captured value as an argument (Triton compiles anew for numbers inside of tuples), packs them into the tuples that the
-body takes, and hands over the mods' functions. Lengths, strides, scales and captured values are run-time.
+An entry names every value as an argument of its own (Triton recompiles for numbers inside of tuples), packs them into the groups that the
+body takes, and passes the mods' functions. Lengths, strides, scales and captured values are run-time arguments.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
 
 from anyattn.backends.triton.codegen.programs import Part, Program, Read
+from anyattn.backends.triton.kernels.arguments import Captured, CapturedPart
 from anyattn.triton_tools import jit_source
 from anyattn.triton_tools.fast_launch import Handle
 from anyattn.triton_tools.launch import UNIT, current_device, launch
 
-__all__ = ["Signature", "entry_of", "entry_source", "run_entry", "sizes_of_captured"]
+__all__ = ["Group", "Signature", "entry_of", "entry_source", "run_entry", "sizes_of_captured"]
 
 _TYPES = {"pointer": "", "stride": ": tl.int64", "long": ": tl.int64", "int": ": tl.int32", "float": ": tl.float32"}
 _KERNELS = "anyattn.backends.triton.kernels"
 
 
+class Group(NamedTuple):
+    """One of a body's first arguments.
+
+    kind: of all its values, one of ``_TYPES``; strides of aligned rows travel in units of 8 elements, from which Triton sees that they
+    are. fields: a class of ``kernels.arguments``, or the name of a single value. prefix: of the values' names in the entry, where the
+    fields' names are another group's too.
+    """
+
+    kind: str
+    fields: Any
+    prefix: str = ""
+
+
 class Signature(NamedTuple):
     """What a body takes before the captured values, and after them.
 
-    body: ``module.function`` of ``backends/triton/kernels``. groups: its first arguments, each (kind, names), names nested as the body's
-    tuples are; kinds are those of ``_TYPES``; strides of aligned rows travel in units of 8 elements, from which Triton sees that they are.
-    functions: for each part that the body can ask, the name of its functions and which part may fill it. constants: names.
-    scatters: the first part's function that adds up gradients is handed over too.
+    body: ``module.function`` of ``backends/triton/kernels``. groups: its first arguments, whose values a launch gives in order.
+    functions: for each part that the body can call, the names of the program's parts that may fill it. constants: names.
+    scatters: the first part's function that adds to captured gradients is passed too.
     """
 
     body: str
-    groups: tuple[tuple[str, Any], ...]
+    groups: tuple[Group, ...]
     functions: tuple[tuple[str, ...], ...]
     constants: tuple[str, ...]
     scatters: bool = False
 
 
-def _leaves(names: Any) -> Iterator[str]:
-    if isinstance(names, str):
-        yield names
-    else:
-        for name in names:
-            yield from _leaves(name)
+def _names(fields: Any, prefix: str) -> Iterator[str]:
+    """The names of a group's values, those of groups inside of it behind the field's name."""
+    if isinstance(fields, str):
+        yield fields
+        return
+    for name, kind in get_type_hints(fields).items():
+        if hasattr(kind, "_fields"):
+            yield from _names(kind, f"{prefix}{name}_")
+        else:
+            yield prefix + name
 
 
-def _packed(names: Any) -> str:
-    return names if isinstance(names, str) else "(" + "".join(f"{_packed(name)}, " for name in names) + ")"
+def _made(fields: Any, prefix: str) -> str:
+    """The text that makes a group of its values."""
+    if isinstance(fields, str):
+        return fields
+    kinds = get_type_hints(fields).items()
+    given = [_made(kind, f"{prefix}{name}_") if hasattr(kind, "_fields") else prefix + name for name, kind in kinds]
+    return jit_source.group(fields, given)
+
+
+def _tuple(values: Sequence[str]) -> str:
+    """An empty tuple is not one to Triton."""
+    return "(" + "".join(f"{value}, " for value in values or ["0"]) + ")"
 
 
 def _captured(slot: int, part: Part | None) -> tuple[list[str], list[list[str]], list[list[str]]]:
@@ -67,31 +94,32 @@ def _captured(slot: int, part: Part | None) -> tuple[list[str], list[list[str]],
 def entry_source(signature: Signature, program: Program, is_aligned: bool) -> str:
     """The source of the entry and of the functions that it hands over."""
     slots = [next((p for p in program.parts if p.name in names), None) for names in signature.functions]
-    plain = [(n, kind) for kind, names in signature.groups for n in _leaves(names)]
-    packed: list[str] = []
+    plain = [(name, g.kind) for g in signature.groups for name in _names(g.fields, g.prefix)]
+    parts: list[str] = []
     captured_names: list[tuple[str, str]] = []
-    strides = [n for kind, names in signature.groups if kind == "stride" and is_aligned for n in _leaves(names)]
+    strides = [name for name, kind in plain if kind == "stride" and is_aligned]
     # the cast is for the interpreter, which takes a small number as 32 bits whatever its annotation says
     units = [f"{n} = tl.cast({n}, tl.int64) * {UNIT}" for n in strides]
     for slot, part in enumerate(slots):
         numbers, tensors, totals = _captured(slot, part)
         captured_names += [(n, "long") for n in numbers]
         captured_names += [(n, "long") for t in tensors + totals for n in t[1:]] + [(t[0], "pointer") for t in tensors + totals]
-        # an empty tuple is not one to Triton
-        packed.append(_packed([numbers or ["0"], tensors or ["0"], totals or ["0"]]))
+        parts.append(
+            jit_source.group(CapturedPart, [_tuple(numbers), *(_tuple([_tuple(names) for names in ts]) for ts in (tensors, totals))])
+        )
     arguments = [f"{name}{_TYPES[kind]}" for name, kind in [*plain, *captured_names]]
-    # Triton asks whether the address of what has rows is a multiple of 16; ``strides_of`` has seen that all are. Everything else is taken
-    # as it comes.
-    with_rows = {n.split("_")[0] for kind, names in signature.groups if kind == "stride" and is_aligned for n in _leaves(names)}
+    # Triton specialises on whether the address of a tensor with rows is a multiple of 16; ``strides_of`` has checked that all are. It
+    # specialises on no other argument.
+    with_rows = {name.split("_")[0] for name in strides}
     unspecialised = [name for name, _ in [*plain, *captured_names] if name not in with_rows]
-    given = [_packed(names) for _, names in signature.groups]
+    given = [_made(g.fields, g.prefix) for g in signature.groups]
     functions = [f for part in slots for f in _functions(part)]
     flags = [str(part is not None) for part in slots]
     if signature.scatters:
         adds = slots[0] is not None and bool(slots[0].loads)
         functions.insert(2, f"{slots[0].name}_scatter" if adds and slots[0] else "device_math.limit")
         flags.insert(1, str(adds))
-    call = [*given, f"({', '.join(packed)},)", *functions, *flags, *signature.constants]
+    call = [*given, jit_source.group(Captured, parts), *functions, *flags, *signature.constants]
     constants = ", ".join(f"{name}: tl.constexpr" for name in signature.constants)
     lines = [*units, f"{signature.body}({', '.join(call)})"]
     head = f"_PLAIN = {unspecialised!r}\n\n\n@triton.jit(do_not_specialize=_PLAIN, do_not_specialize_on_alignment=_PLAIN)\n"
@@ -108,13 +136,13 @@ def entry_of(signature: Signature, program: Program, is_aligned: bool) -> Any:
     """The generated kernel; equal programs share it."""
     source = entry_source(signature, program, is_aligned)
     module, body = signature.body.split(".")
-    return jit_source.load(source, f"{body}_{jit_source.digest(source)}", f"{_KERNELS}.{module}").entry
+    return jit_source.load(source, f"{body}_{jit_source.digest(source)}", f"{_KERNELS}.{module}", f"{_KERNELS}.arguments").entry
 
 
 def run_entry(
     kernel: Any, grid: Sequence[int], values: Sequence[Any], captured: Sequence[Read], device: torch.device, options: dict[str, Any]
 ) -> Handle | None:
-    """Launches it. values: the groups' in order. captured: of the parts that the body asks, in its order. options: constants and warps.
+    """Launches it. values: the groups' in order. captured: of the parts that the body calls, in its order. options: constants and warps.
 
     The handle is for launches with the same sizes, strides, options, dtypes and alignments.
     """

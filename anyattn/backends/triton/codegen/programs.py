@@ -1,4 +1,4 @@
-"""What a kernel is generated from: the mods of a call as Triton functions, and the values that these read, in one order.
+"""Programs: the mods of a call as Triton functions from which a kernel is generated, and the values that they read.
 
 A *part* is one expression with its captured values. Each becomes two functions, so that what depends on the row alone is computed once
 before the loop over keys: ``NAME_rows(b, h, q_idx, scalars, tensors)``, whose tuple the other takes back, and ``NAME_value``.
@@ -55,7 +55,7 @@ class Program:
     """The parts that a kernel computes with.
 
     ranges: the keys that each row sees, in up to two ranges, where no lists say which tiles to visit (always there then).
-    listed: the mask inside of listed partial tiles, None if they show everything. always: a mask that every tile asks.
+    listed: the mask inside of listed partial tiles, None if they show everything. always: a mask that every tile evaluates.
     """
 
     score: Part | None
@@ -76,11 +76,6 @@ class Program:
     def is_rising(self) -> bool:
         """Whether a tile's first and last row have its least and greatest limits."""
         return self.ranges is not None and never_fall(self.ranges.expr)
-
-    @property
-    def hides(self) -> bool:
-        """Whether a row may not see a key of a tile that it visits."""
-        return self.listed is not None or self.always is not None or (self.ranges is not None and self.ranges.expr != _ALL.expr)
 
     @property
     def has_band(self) -> bool:
@@ -115,7 +110,7 @@ class Chosen:
 
 
 def program_of(problem: Problem) -> Chosen:
-    """Which masks become row ranges, which are asked, and whether tiles are listed; reads nothing of what tensors hold."""
+    """Decides which masks become row ranges, which are evaluated, and whether tiles are listed; reads no tensor."""
     predicates, blocks = problem.predicates, problem.blocks
     score = None if problem.score is None else _part("score", problem.score, problem)
     mods: list[TracedMod | RowRanges] = [] if problem.score is None else [problem.score]
@@ -131,7 +126,7 @@ def program_of(problem: Problem) -> Chosen:
         return Chosen(Program(score, _ranges_part("ranges", ranges, problem), None, None), (*mods, ranges), None)
     assert joint is not None
     if problem.sequences is not None and problem.sequences.is_cache:
-        # few rows, and lengths that nobody has looked at: asking is cheaper than listing tiles
+        # few rows, and unread lengths: evaluating the mask is cheaper than listing tiles
         found = Program(score, _ranges_part("ranges", _ALL, problem), None, _part("always", joint, problem))
         return Chosen(found, (*mods, _ALL, joint), None)
     made = _mask_part("listed", joint, problem)
@@ -169,7 +164,7 @@ def _ranges_part(name: str, ranges: RowRanges, problem: Problem) -> Part:
 
 
 def _mask_part(name: str, mask: TracedMod, problem: Problem) -> tuple[Part, TracedMod | RowRanges] | None:
-    """How a mask is asked: by its rows' limits where it has few. None for one that shows everything."""
+    """A mask as a part: as its row limits where it has few ranges, else its expression. None for one that shows everything."""
     ranges = _few(mask)
     if ranges is None:
         return _part(name, mask, problem), mask
@@ -194,7 +189,7 @@ def gradient_part(problem: Problem, wanted: tuple[int, ...], exact: tuple[int, .
 
 def slots_copied(problem: Problem, others: Collection[int]) -> tuple[int, ...]:
     """The slots of captured tensors whose totals are those of ``copies``: to whose entries many pairs of one tile may add.
-    others: slots that are not asked about, for their totals are of another kind."""
+    others: slots to leave out, whose totals are of another kind."""
     if problem.score is None:
         return ()
     return tuple(slot for slot in _slots_copied(problem.score.expr, problem.q.dtype.itemsize == 2) if slot not in others)
@@ -341,7 +336,7 @@ def _ranges_source(name: str, lines: Lines, expr: Expr) -> str:
 
 
 def _is_start(expr: Expr, output: int) -> bool:
-    """Whether a lower limit is 0 whatever is asked, which no key is below."""
+    """Whether a lower limit is always 0, so that no key is below it."""
     node = expr.nodes[expr.outputs[output]]
     return node.op == "const" and node.attr == 0
 

@@ -1,4 +1,4 @@
-"""Loads of a row's elements, ``a[q_idx, 0]`` to ``a[q_idx, 63]``, whose derivatives are one expression of which element it is.
+"""Row families: loads of a row's elements, ``a[q_idx, 0]`` to ``a[q_idx, 63]``, whose derivatives are one expression of the element.
 
 A mod that reduces rows of captured tensors (``mods/tracing/vectors.py``) is written out element by element. Its gradients need not be:
 where the derivative by element c and c's indices are the same expression of c for all of them, a kernel computes them in a loop. Written

@@ -3,7 +3,9 @@
 import triton
 import triton.language as tl
 
-__all__ = ["cache_entry", "entry", "is_off", "key_places", "load_columns", "row_at", "row_tile", "tile_offsets", "work_of"]
+from anyattn.backends.triton.kernels.arguments import Sequence
+
+__all__ = ["cache_entry", "entry", "is_off", "key_places", "row_at", "row_offsets", "row_tile", "tile_offsets", "work_of"]
 
 
 @triton.jit
@@ -20,7 +22,7 @@ def parted(n, parts):
 def work_of(sizes, dealt, order, HAS_ENTRIES: tl.constexpr):
     """(row tile, batch entry, first query head, its K/V head, split) of this program; row tiles that see most go first.
 
-    sizes, dealt: see ``forward_kernel``. Where heads are gone through a few at a time these are the first axis of the grid and groups of
+    Where heads are gone through a few at a time these are the first axis of the grid and groups of
     them the last, so that none of the last programs is long. Too many entries (-1) are the first axis, and row tiles the last.
     """
     m, h, last = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -28,53 +30,54 @@ def work_of(sizes, dealt, order, HAS_ENTRIES: tl.constexpr):
         at, split = order + m * 2, last
         b, m = tl.load(at), tl.load(at + 1)
     else:
-        is_turned = dealt[2] < 0
+        is_turned = dealt.together < 0
         m, last = tl.where(is_turned, last, m), tl.where(is_turned, m, last)
-        b, rest = parted(last, sizes[5] * dealt[3])
-        is_near = dealt[2] > 0
+        b, rest = parted(last, sizes.splits * dealt.groups)
+        is_near = dealt.together > 0
         row_tile = tl.where(is_near, h, m)
-        h, split = tl.where(is_near, rest * dealt[2] + m, h), tl.where(is_near, 0, rest)
-        m = sizes[4] - 1 - row_tile
-    kv_head, part = parted(h, dealt[4])
-    return m, b, kv_head * sizes[7] + part * dealt[0], kv_head, split
+        h, split = tl.where(is_near, rest * dealt.together + m, h), tl.where(is_near, 0, rest)
+        m = sizes.row_tiles - 1 - row_tile
+    kv_head, part = parted(h, dealt.tiles_each)
+    return m, b, kv_head * sizes.ratio + part * dealt.packed, kv_head, split
 
 
 @triton.jit
 def entry(b, entries, seqlen_q, seqlen_k, HAS_ENTRIES: tl.constexpr):
-    """(q_row, q_start, seqlen_q, k_row, k_start, seqlen_k, q_first, first line of lists, first place of flat lists) of sequence b.
-
-    The fields of ``sequences.batch.Sequences``; without a table every entry is all of its storage.
-    """
+    """``Sequence`` b of the table ``entries``, int32 (B, 9); without a table every entry is all of its storage."""
     if HAS_ENTRIES:
         at = entries + b * 9
-        # (a tuple written out: the interpreter and the compiler both know it)
-        return (
-            tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4), tl.load(at + 5), tl.load(at + 6),
-            tl.load(at + 7), tl.load(at + 8),
+        return Sequence(
+            q_row=tl.load(at), q_start=tl.load(at + 1), seqlen_q=tl.load(at + 2), k_row=tl.load(at + 3), k_start=tl.load(at + 4),
+            seqlen_k=tl.load(at + 5), q_first=tl.load(at + 6), lists_line=tl.load(at + 7), lists_place=tl.load(at + 8),
         )  # fmt: skip
     else:
-        return b, 0, seqlen_q, b, 0, seqlen_k, 0, 0, 0
+        return Sequence(
+            q_row=b, q_start=0, seqlen_q=seqlen_q, k_row=b, k_start=0, seqlen_k=seqlen_k, q_first=0, lists_line=0, lists_place=0
+        )
 
 
 @triton.jit
-def cache_entry(b, tables, sizes, seqlen_q, HAS_LEFTPAD: tl.constexpr, HAS_ROWS: tl.constexpr):
-    """``entry`` of a decoder's cache after a step, from the step's own tables; see ``sequences.unread_kvcache.StoredCache``.
+def cache_entry(b, tensors, sizes, seqlen_q, HAS_LEFTPAD: tl.constexpr, HAS_ROWS: tl.constexpr):
+    """``Sequence`` b of a decoder's cache after a step, from the step's own tables; see ``sequences.unread_kvcache.StoredCache``.
 
-    tables: cached, leftpad, rows. sizes: new rows, capacity, rows of the cache. Whatever the tables hold, no key lies outside.
+    sizes: ``CacheSizes``. Whatever the tables hold, no key lies outside.
     """
-    end = tl.minimum(tl.load(tables[0] + b).to(tl.int64) + sizes[0], sizes[1])
+    end = tl.minimum(tl.load(tensors.cached + b).to(tl.int64) + sizes.new, sizes.capacity)
     if HAS_LEFTPAD:
-        start = tl.minimum(tl.maximum(tl.load(tables[1] + b).to(tl.int64), 0), sizes[1])
+        start = tl.minimum(tl.maximum(tl.load(tensors.leftpad + b).to(tl.int64), 0), sizes.capacity)
     else:
         start = end * 0
     seqlen_k = tl.maximum(end - start, 0).to(tl.int32)
     if HAS_ROWS:
-        row = tl.load(tables[2] + b).to(tl.int64)
-        is_row = (row >= 0) & (row < sizes[2])
+        row = tl.load(tensors.cache_rows + b).to(tl.int64)
+        is_row = (row >= 0) & (row < sizes.storage)
         k_row, seqlen_k = tl.where(is_row, row, 0).to(tl.int32), tl.where(is_row, seqlen_k, 0)
     else:
         k_row = b
-    return b, b * 0, seqlen_q, k_row, start.to(tl.int32), seqlen_k, seqlen_k - seqlen_q, b * 0, b * 0
+    return Sequence(
+        q_row=b, q_start=b * 0, seqlen_q=seqlen_q, k_row=k_row, k_start=start.to(tl.int32), seqlen_k=seqlen_k, q_first=seqlen_k - seqlen_q,
+        lists_line=b * 0, lists_place=b * 0,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -100,32 +103,31 @@ def is_off(guard):
 
 
 @triton.jit
-def key_places(at, k_row, stride_row, stride):
+def key_places(at, k_row, strides):
     """Offsets in 64 bits of storage rows ``at`` of one sequence's keys, which are in no pages."""
-    return k_row.to(tl.int64) * stride_row + at.to(tl.int64) * stride
+    return k_row.to(tl.int64) * strides.rows + at.to(tl.int64) * strides.position
 
 
 @triton.jit
-def tile_offsets(lane, stride, BLOCK_D: tl.constexpr, IS_NEAR: tl.constexpr):
+def row_offsets(row, head, at, strides):
+    """Offsets in 64 bits of positions ``at`` of a storage row and its heads."""
+    return row.to(tl.int64) * strides.rows + head.to(tl.int64) * strides.head + at.to(tl.int64) * strides.position
+
+
+@triton.jit
+def tile_offsets(lane, strides, BLOCK_D: tl.constexpr, IS_NEAR: tl.constexpr):
     """Where the elements of a tile's rows ``lane`` lie from its first one on, in 64 bits, or IS_NEAR, where the elements of a head's
     storage are less than 2^31 apart, in 32, which take half the registers."""
     if IS_NEAR:
-        return (lane * stride.to(tl.int32))[:, None] + tl.arange(0, BLOCK_D)[None, :]
+        return (lane * strides.position.to(tl.int32))[:, None] + tl.arange(0, BLOCK_D)[None, :]
     else:
-        return lane.to(tl.int64)[:, None] * stride + tl.arange(0, BLOCK_D)[None, :]
+        return lane.to(tl.int64)[:, None] * strides.position + tl.arange(0, BLOCK_D)[None, :]
 
 
 @triton.jit
-def row_at(at, stride, IS_NEAR: tl.constexpr):
+def row_at(at, strides, IS_NEAR: tl.constexpr):
     """Where a row of a sequence's storage lies, in 64 bits or IS_NEAR in 32."""
     if IS_NEAR:
-        return at * stride.to(tl.int32)
+        return at * strides.position.to(tl.int32)
     else:
-        return at.to(tl.int64) * stride
-
-
-@triton.jit
-def load_columns(base, lane, stride, column, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr, IS_NEAR: tl.constexpr):
-    """WIDTH columns of rows ``lane`` from the one called ``column``, zeros beyond HEAD_DIM."""
-    is_inside = column + tl.arange(0, WIDTH)[None, :] < HEAD_DIM
-    return tl.load(base + column + tile_offsets(lane, stride, WIDTH, IS_NEAR), mask=is_inside, other=0.0)
+        return at.to(tl.int64) * strides.position

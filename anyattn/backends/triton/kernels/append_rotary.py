@@ -8,6 +8,8 @@ write outside of the caches: a line without a place is left out.
 import triton
 import triton.language as tl
 
+from anyattn.backends.triton.kernels.arguments import CachePlaces, LineStrides, Rotary
+
 __all__ = ["NUMBERS", "TENSORS", "cache_step"]
 
 TENSORS = (
@@ -48,6 +50,10 @@ def cache_step(
         k_cache_b, k_cache_s, k_cache_h = tl.multiple_of(k_cache_b, 8), tl.multiple_of(k_cache_s, 8), tl.multiple_of(k_cache_h, 8)
         v_cache_b, v_cache_s, v_cache_h = tl.multiple_of(v_cache_b, 8), tl.multiple_of(v_cache_s, 8), tl.multiple_of(v_cache_h, 8)
         head_dim, head_dim_v = tl.multiple_of(head_dim, 8), tl.multiple_of(head_dim_v, 8)
+    table = CachePlaces(rows=rows, pages=pages, pages_entry=pages_b, capacity=capacity, storage=storage, page_size=page_size)
+    rotary = Rotary(
+        cos=cos, cos_row=cos_s, cos_element=cos_d, sin=sin, sin_row=sin_s, sin_element=sin_d, half=half, positions=positions
+    )  # fmt: skip
     program = tl.program_id(0)
     if program < k_programs + v_programs:
         is_k = program < k_programs
@@ -55,26 +61,18 @@ def cache_step(
         row, head = lane // heads_kv, lane % heads_kv
         entry, at, exists = _entry(row, row < rows_new, ends, batch, per_entry_new, NEW_IS_PACKED, SEARCH_STEPS)
         position = tl.load(cached + entry, mask=exists, other=0).to(tl.int64) + at
-        first, second, exists = _slot(
-            entry, position, exists, rows, pages, pages_b, capacity, storage, page_size, HAS_ROWS, HAS_PAGES
-        )  # fmt: skip
+        first, second, exists = _slot(entry, position, exists, table, HAS_ROWS, HAS_PAGES)
         source_b, source_s = entry.to(tl.int64), at.to(tl.int64)
         if NEW_IS_PACKED:
             source_b, source_s = source_b * 0, row.to(tl.int64)
         if is_k:
-            source = new_k + source_b * new_k_b + source_s * new_k_s + head * new_k_h
-            target = k_cache + first * k_cache_b + second * k_cache_s + head * k_cache_h
-            _store_line(
-                source, new_k_d, target, k_cache_d, head_dim, exists, position, cos, cos_s, cos_d, sin, sin_s, sin_d, half, positions,
-                TURNS, INTERLEAVED, BLOCK_D,
-            )  # fmt: skip
+            source = _line(new_k, source_b, source_s, head, LineStrides(entry=new_k_b, row=new_k_s, head=new_k_h))
+            target = _line(k_cache, first, second, head, LineStrides(entry=k_cache_b, row=k_cache_s, head=k_cache_h))
+            _store_line(source, new_k_d, target, k_cache_d, head_dim, exists, position, rotary, TURNS, INTERLEAVED, BLOCK_D)
         else:
-            source = new_v + source_b * new_v_b + source_s * new_v_s + head * new_v_h
-            target = v_cache + first * v_cache_b + second * v_cache_s + head * v_cache_h
-            _store_line(
-                source, new_v_d, target, v_cache_d, head_dim_v, exists, position, cos, cos_s, cos_d, sin, sin_s, sin_d, half, positions,
-                False, INTERLEAVED, BLOCK_DV,
-            )  # fmt: skip
+            source = _line(new_v, source_b, source_s, head, LineStrides(entry=new_v_b, row=new_v_s, head=new_v_h))
+            target = _line(v_cache, first, second, head, LineStrides(entry=v_cache_b, row=v_cache_s, head=v_cache_h))
+            _store_line(source, new_v_d, target, v_cache_d, head_dim_v, exists, position, rotary, False, INTERLEAVED, BLOCK_DV)
     elif TURNS:
         lane = (program - k_programs - v_programs) * LINES + tl.arange(0, LINES)
         row, head = lane // heads_q, lane % heads_q
@@ -85,13 +83,11 @@ def cache_step(
         source_b, source_s = entry.to(tl.int64), at.to(tl.int64)
         if Q_IS_PACKED:
             source_b, source_s = source_b * 0, row.to(tl.int64)
-        source = q + source_b * q_b + source_s * q_s + head * q_h
+        source = _line(q, source_b, source_s, head, LineStrides(entry=q_b, row=q_s, head=q_h))
         target = turned + lane.to(tl.int64) * head_dim
         # rows of no entry are written too, whatever they are turned to: nobody reads them, but nothing is left that was never written
-        _store_line(
-            source, q_d, target, 1, head_dim, row < rows_q, tl.where(exists, position, 0), cos, cos_s, cos_d, sin, sin_s, sin_d, half,
-            positions, TURNS, INTERLEAVED, BLOCK_D,
-        )  # fmt: skip
+        position = tl.where(exists, position, 0)
+        _store_line(source, q_d, target, 1, head_dim, row < rows_q, position, rotary, TURNS, INTERLEAVED, BLOCK_D)
 
 
 @triton.jit
@@ -113,29 +109,34 @@ def _entry(row, is_row, ends, batch, per_entry, IS_PACKED: tl.constexpr, STEPS: 
 
 
 @triton.jit
-def _slot(
-    entry, position, exists, rows, pages, pages_b, capacity, storage, page_size, HAS_ROWS: tl.constexpr, HAS_PAGES: tl.constexpr
-):  # fmt: skip
-    """The two leading indices into the cache of storage row ``position`` of each entry, and whether that is inside."""
-    exists = exists & (position >= 0) & (position < capacity)
+def _line(base, first, second, head, strides):
+    """Pointers to lines: first, second: the two leading indices, in 64 bits. strides: ``LineStrides``."""
+    return base + first * strides.entry + second * strides.row + head * strides.head
+
+
+@triton.jit
+def _slot(entry, position, exists, table, HAS_ROWS: tl.constexpr, HAS_PAGES: tl.constexpr):
+    """The two leading indices into the cache of storage row ``position`` of each entry, and whether that is inside. table:
+    ``CachePlaces``."""
+    exists = exists & (position >= 0) & (position < table.capacity)
     first, second = entry.to(tl.int64), tl.where(exists, position, 0)
     if HAS_PAGES:
         # positions that exist fit in 32 bits, in which division is cheaper
-        page = second.to(tl.int32) // page_size
-        first = tl.load(pages + first * pages_b + page, mask=exists, other=-1).to(tl.int64)
-        second = second - page * page_size
+        page = second.to(tl.int32) // table.page_size
+        first = tl.load(table.pages + first * table.pages_entry + page, mask=exists, other=-1).to(tl.int64)
+        second = second - page * table.page_size
     elif HAS_ROWS:
-        first = tl.load(rows + first, mask=exists, other=-1).to(tl.int64)
-    exists = exists & (first >= 0) & (first < storage)
+        first = tl.load(table.rows + first, mask=exists, other=-1).to(tl.int64)
+    exists = exists & (first >= 0) & (first < table.storage)
     return tl.where(exists, first, 0), second, exists
 
 
 @triton.jit
 def _store_line(
-    source, source_d, target, target_d, width, exists, position, cos, cos_s, cos_d, sin, sin_s, sin_d, half, positions,
+    source, source_d, target, target_d, width, exists, position, rotary,
     TURNS: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Lines from ``source`` to ``target``; their first ``2 * half`` elements turned by the angle of their position."""
+    """Lines from ``source`` to ``target``; their first ``2 * rotary.half`` elements turned by the angle of their position."""
     d = tl.arange(0, BLOCK)
     there = exists[:, None] & (d < width)[None, :]
     x = tl.load(source[:, None] + (d * source_d)[None, :], mask=there)
@@ -144,14 +145,16 @@ def _store_line(
         if INTERLEAVED:
             is_first, other, pair = d % 2 == 0, d ^ 1, d // 2
         else:
-            is_first = d < half
-            other = tl.where(is_first, d + half, d - half)
-            pair = tl.where(is_first, d, d - half)
-        is_turned = there & (d < 2 * half)[None, :]
+            is_first = d < rotary.half
+            other = tl.where(is_first, d + rotary.half, d - rotary.half)
+            pair = tl.where(is_first, d, d - rotary.half)
+        is_turned = there & (d < 2 * rotary.half)[None, :]
         y = tl.load(source[:, None] + (other * source_d)[None, :], mask=is_turned, other=0.0).to(wide_dtype)
-        known = is_turned & ((position >= 0) & (position < positions))[:, None]
-        c = tl.load(cos + position[:, None] * cos_s + (pair * cos_d)[None, :], mask=known, other=float("nan")).to(wide_dtype)
-        s = tl.load(sin + position[:, None] * sin_s + (pair * sin_d)[None, :], mask=known, other=float("nan")).to(wide_dtype)
+        known = is_turned & ((position >= 0) & (position < rotary.positions))[:, None]
+        cos = rotary.cos + position[:, None] * rotary.cos_row + (pair * rotary.cos_element)[None, :]
+        sin = rotary.sin + position[:, None] * rotary.sin_row + (pair * rotary.sin_element)[None, :]
+        c = tl.load(cos, mask=known, other=float("nan")).to(wide_dtype)
+        s = tl.load(sin, mask=known, other=float("nan")).to(wide_dtype)
         # (a, b) -> (a cos - b sin, b cos + a sin), each product and the sum rounded as torch rounds them
         result = x.to(wide_dtype) * c + tl.where(is_first[None, :], -y, y) * s
         x = tl.where(is_turned, result.to(x.dtype), x)

@@ -1,10 +1,7 @@
 """The backward kernels' bodies: dq over the tiles of keys that a row tile visits, dk and dv over the row tiles that visit a tile of keys.
 Kernel side.
 
-The probabilities are computed again from the log-sum-exp. Tuples are those of ``forward_kernel``, but for
-
-tensors: q, k, v, dout, lse, dq, dk, dv, entries, order, spans, guard, delta.
-strides: of q, k, v, dout, dq, dk, dv.
+The probabilities are computed again from the log-sum-exp. Arguments are the groups of ``kernels.arguments``.
 
 lse is a row's log-sum-exp in base 2 (infinite for a row that sees nothing, so that its probabilities are 0), delta the sum of
 out * dout less the gradient of the log-sum-exp: what every score of the row loses. Both lie by row tiles of dk and dv (``_slot``), so that
@@ -17,10 +14,10 @@ no load in a loop needs a mask, and those of full tiles are a pointer that moves
 import triton
 import triton.language as tl
 
-from anyattn.backends.triton.kernels.addressing import entry, is_off, load_columns, row_at, row_tile, tile_offsets
+from anyattn.backends.triton.kernels.addressing import entry, is_off, row_at, row_offsets, row_tile, tile_offsets
+from anyattn.backends.triton.kernels.arguments import HeadPointers, KeyStorage, RowRun, RowsOfParts, TileOfScores
 from anyattn.backends.triton.kernels.forward import load_rows, rows_of
-from anyattn.backends.triton.kernels.matmul import finite, is_finite, plus_product, turned
-from anyattn.backends.triton.kernels.nonfinite import dkdv_again, dq_again
+from anyattn.backends.triton.kernels.matmul import plus_product
 from anyattn.backends.triton.kernels.row_tile_bounds import first_spans, rows_by_spans, store_span
 from anyattn.backends.triton.kernels.tile_iterator import by_lists, clipped, full_at, inside_of, partial_at, place_of_lists, visits_of
 from anyattn.triton_tools import device_math
@@ -31,11 +28,10 @@ _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _slot(found, m, b, h, sizes, TILE_M: tl.constexpr, WIDTH: tl.constexpr):
+def _slot(sequence, m, b, h, sizes, TILE_M: tl.constexpr, WIDTH: tl.constexpr):
     """Where what is kept of row tile m of a sequence begins, WIDTH numbers of each tile: no two sequences' tiles share a place."""
-    per_row = (sizes[3] + TILE_M - 1) // TILE_M
-    places = sizes[8]
-    return ((h * places) + found[0] * per_row + found[1] // TILE_M + b + m).to(tl.int64) * WIDTH
+    per_row = (sizes.positions + TILE_M - 1) // TILE_M
+    return ((h * sizes.slots) + sequence.q_row * per_row + sequence.q_start // TILE_M + b + m).to(tl.int64) * WIDTH
 
 
 @triton.jit
@@ -48,44 +44,41 @@ def prepare_tile(
 ):  # fmt: skip
     """The statistics of one row tile, and for each of its mask's row ranges: least lo, greatest hi, greatest lo, least hi of its rows.
 
-    tensors: out, dout, natural lse, dlse, lse, spans, entries, order, guard, delta, and where the sink wants delta, [rows, heads,
-    positions]. strides: of out, dout, dlse (its positions' last).
+    tensors, strides, spans: ``PrepareTensors`` and so on.
     """
-    if HAS_GUARD and is_off(tensors[8]):
+    if HAS_GUARD and is_off(tensors.guard):
         return
-    m, b, h = _place(sizes, tensors[7], False, HAS_ENTRIES)
+    m, b, h = _place(sizes, tensors.order, False, HAS_ENTRIES)
     if m < 0:
         return
-    found = entry(b, tensors[6], sizes[0], sizes[1], HAS_ENTRIES)
-    first_row, end_row = m * TILE_M, found[2]
+    sequence = entry(b, tensors.entries, sizes.seqlen_q, sizes.seqlen_k, HAS_ENTRIES)
+    first_row, end_row = m * TILE_M, sequence.seqlen_q
     if first_row >= end_row:
         return
     position = first_row + tl.arange(0, TILE_M)
     is_row = position < end_row
     position = tl.minimum(position, end_row - 1)
-    at = found[1] + position
-    row = found[0].to(tl.int64)
-    o_at = row * strides[0][0] + h.to(tl.int64) * strides[0][1] + at.to(tl.int64) * strides[0][2]
-    d_at = row * strides[1][0] + h.to(tl.int64) * strides[1][1] + at.to(tl.int64) * strides[1][2]
-    out = load_rows(tensors[0], o_at[:, None], is_row[:, None], HEAD_DIM_V, BLOCK_DV, False).to(tl.float32)
-    dout = load_rows(tensors[1], d_at[:, None], is_row[:, None], HEAD_DIM_V, BLOCK_DV, False).to(tl.float32)
+    at = sequence.q_start + position
+    row = sequence.q_row.to(tl.int64)
+    o_at, d_at = row_offsets(row, h, at, strides.out), row_offsets(row, h, at, strides.dout)
+    out = load_rows(tensors.out, o_at[:, None], is_row[:, None], HEAD_DIM_V, BLOCK_DV, False).to(tl.float32)
+    dout = load_rows(tensors.dout, d_at[:, None], is_row[:, None], HEAD_DIM_V, BLOCK_DV, False).to(tl.float32)
     delta = tl.sum(tl.where(out == 0.0, 0.0, out * dout), 1)  # of a row that sees nothing dout may be NaN, and the sink's gradient is not
     if HAS_DLSE:
-        l_at = row * spans[0][0] + h.to(tl.int64) * spans[0][1] + at.to(tl.int64) * spans[0][2]
-        delta -= tl.load(tensors[3] + l_at, mask=is_row, other=0.0).to(tl.float32)
-    place = (row * sizes[2] + h) * sizes[3] + at
-    lse = tl.load(tensors[2] + place, mask=is_row, other=float("-inf"))
-    slot = _slot(found, m, b, h, sizes, TILE_M, TILE_M) + tl.arange(0, TILE_M)
-    tl.store(tensors[4] + slot, tl.where(lse == float("-inf"), float("inf"), lse * _LOG2E))
-    tl.store(tensors[9] + slot, delta)
+        delta -= tl.load(tensors.dlse + row_offsets(row, h, at, spans.dlse), mask=is_row, other=0.0).to(tl.float32)
+    place = (row * sizes.heads + h) * sizes.positions + at
+    lse = tl.load(tensors.natural_lse + place, mask=is_row, other=float("-inf"))
+    slot = _slot(sequence, m, b, h, sizes, TILE_M, TILE_M) + tl.arange(0, TILE_M)
+    tl.store(tensors.lse + slot, tl.where(lse == float("-inf"), float("inf"), lse * _LOG2E))
+    tl.store(tensors.delta + slot, delta)
     if HAS_SINK:
-        tl.store(tensors[10] + place, delta, mask=is_row)
+        tl.store(tensors.natural_delta + place, delta, mask=is_row)
     if RANGES > 0:
-        rows = MASK_ROWS(b, h, (position + found[6])[:, None], captured[1][0], captured[1][1])
-        place = tensors[5] + _slot(found, m, b, h, sizes, TILE_M, 4 * RANGES)
-        store_span(place, clipped(rows[0], found[5], TILE_M), clipped(rows[1], found[5], TILE_M))
+        rows = MASK_ROWS(b, h, (position + sequence.q_first)[:, None], captured.mask.scalars, captured.mask.tensors)
+        place = tensors.spans + _slot(sequence, m, b, h, sizes, TILE_M, 4 * RANGES)
+        store_span(place, clipped(rows[0], sequence.seqlen_k, TILE_M), clipped(rows[1], sequence.seqlen_k, TILE_M))
         if RANGES == 2:
-            store_span(place + 4, clipped(rows[2], found[5], TILE_M), clipped(rows[3], found[5], TILE_M))
+            store_span(place + 4, clipped(rows[2], sequence.seqlen_k, TILE_M), clipped(rows[3], sequence.seqlen_k, TILE_M))
 
 
 @triton.jit
@@ -94,7 +87,7 @@ def _place(sizes, order, LAST_FIRST: tl.constexpr, HAS_ENTRIES: tl.constexpr):
     then through their second ones: so none of the last programs is long, and what they read is not far.
 
     LAST_FIRST: under a causal mask the last row tiles see most, and are to begin first."""
-    tiles, together = sizes[4], sizes[9]
+    tiles, together = sizes.row_tiles, sizes.together
     x, heads = tl.num_programs(0), tl.num_programs(1)
     at = tl.program_id(0) + x * (tl.program_id(1) + heads * tl.program_id(2))
     entries = tl.where(x == tiles, tl.num_programs(2), x)  # too many of them are the first axis
@@ -131,62 +124,58 @@ def _load_rest(places, is_row, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def _visit_keys(
-    dq, q, dout, lse, delta, is_row, q_first, first, end, is_shown, key, offsets, rows, b, h, scale, captured,
+    dq, q, dout, lse, delta, is_row, q_first, row_count, first, end, is_shown, key, offsets, rows, b, h, scale, captured,
     SCORE: tl.constexpr, MASK: tl.constexpr, ALWAYS: tl.constexpr, SCATTER: tl.constexpr,
     IS_PARTIAL: tl.constexpr, HAS_SCORE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr, HAS_SCATTER: tl.constexpr,
     TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PRECISION: tl.constexpr, RANGES: tl.constexpr, IS_NEAR: tl.constexpr, HAS_DQ: tl.constexpr, column,
+    PRECISION: tl.constexpr, RANGES: tl.constexpr, IS_NEAR: tl.constexpr, HAS_DQ: tl.constexpr,
 ):  # fmt: skip
     """dq with what one tile of keys adds to it, not yet scaled; arguments as of ``kernels.forward.visit``. offsets: of full tiles.
 
-    q_first: the tile's first row as mods count it, and how many rows it has. column: None, or of ``hidden``, the first of those that dq
-    has; then keys and values may not be finite."""
+    q_first: the tile's first row as mods count it. row_count: how many rows it has."""
     lane = first + tl.arange(0, TILE_N)
     k_at, v_at = offsets
     start = first
     if IS_PARTIAL:
         start = tl.minimum(first, end - 1)
         local = tl.minimum(tl.arange(0, TILE_N), end - 1 - start)
-        k_at, v_at = tile_offsets(local, key[5], BLOCK_D, IS_NEAR), tile_offsets(local, key[7], BLOCK_DV, IS_NEAR)
-    at, row = key[3] + start, key[2].to(tl.int64)
-    k = _load_tile(key[0] + row * key[4] + row_at(at, key[5], IS_NEAR), k_at, HEAD_DIM, BLOCK_D)
-    v = _load_tile(key[1] + row * key[6] + row_at(at, key[7], IS_NEAR), v_at, HEAD_DIM_V, BLOCK_DV)
+        k_at, v_at = tile_offsets(local, key.k_strides, BLOCK_D, IS_NEAR), tile_offsets(local, key.v_strides, BLOCK_DV, IS_NEAR)
+    at, row = key.start + start, key.row.to(tl.int64)
+    k = _load_tile(key.k + row * key.k_strides.rows + row_at(at, key.k_strides, IS_NEAR), k_at, HEAD_DIM, BLOCK_D)
+    v = _load_tile(key.v + row * key.v_strides.rows + row_at(at, key.v_strides, IS_NEAR), v_at, HEAD_DIM_V, BLOCK_DV)
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     kv = lane[None, :]
     if IS_PARTIAL:
         kv = tl.minimum(kv, end - 1)
     if HAS_SCORE:
-        of_score = SCORE(s * scale, s * (scale * _LOG2E), b, h, kv, rows[0], captured[0][0], captured[0][1])
+        of_score = SCORE(s * scale, s * (scale * _LOG2E), b, h, kv, rows.score, captured.score.scalars, captured.score.tensors)
         p = tl.exp2(of_score[0] - lse[:, None])
     else:
         p = tl.exp2(s * (scale * _LOG2E) - lse[:, None])
     # of a row that is not there lse is infinite, and dq is not stored
     if IS_PARTIAL and RANGES > 0:  # the rows' limits are inside the sequence
-        seen = MASK(b, h, lane[None, :], rows[1], captured[1][0], captured[1][1])
+        seen = MASK(b, h, lane[None, :], rows.mask, captured.mask.scalars, captured.mask.tensors)
     else:
         seen = (lane < end)[None, :]
         if IS_PARTIAL and HAS_MASK:
-            seen = seen & (MASK(b, h, kv, rows[1], captured[1][0], captured[1][1]) | is_shown)
+            seen = seen & (MASK(b, h, kv, rows.mask, captured.mask.scalars, captured.mask.tensors) | is_shown)
     if HAS_SCATTER:
         seen = seen & is_row[:, None]
     if HAS_ALWAYS:
-        seen = seen & ALWAYS(b, h, kv, rows[2], captured[2][0], captured[2][1])
+        seen = seen & ALWAYS(b, h, kv, rows.always, captured.always.scalars, captured.always.tensors)
     if IS_PARTIAL or HAS_ALWAYS:
         p = tl.where(seen, p, 0.0)
     ds = p * (tl.dot(dout, tl.trans(v), input_precision=PRECISION) - delta[:, None])
     if HAS_SCATTER:
-        begin = b, h, q_first[0], first, q_first[1], end - first
+        tile = TileOfScores(b=b, h=h, q_first=q_first, k_first=first, rows=row_count, keys=end - first)
         SCATTER(
-            ds, seen, is_row[:, None], (lane < end)[None, :], of_score, begin, captured[0][0], captured[0][1], captured[0][2],
-            not IS_PARTIAL and not HAS_ALWAYS, k.dtype,
+            ds, seen, is_row[:, None], (lane < end)[None, :], of_score, tile, captured.score.scalars, captured.score.tensors,
+            captured.score.totals, not IS_PARTIAL and not HAS_ALWAYS, k.dtype,
         )  # fmt: skip
     if HAS_SCORE:
         ds = ds * of_score[1].to(tl.float32)
         if (IS_PARTIAL or HAS_ALWAYS) and of_score[1].type.is_block():
             ds = tl.where(seen, ds, 0.0)  # the derivative of a hidden score may be anything, if it is not that of all
-    if column is not None:
-        k = load_columns(key[0] + row * key[4] + row_at(at, key[5], IS_NEAR), local, key[5], column, dq.shape[1], HEAD_DIM, IS_NEAR)
-        k, ds = finite(k), tl.where(seen, ds, 0.0)
     if HAS_DQ:
         dq = plus_product(dq, None, ds, k, PRECISION)
     return dq
@@ -201,86 +190,78 @@ def dq_tile(
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, LIST_M: tl.constexpr, LIST_N: tl.constexpr, HAS_FULL: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     HAS_ENTRIES: tl.constexpr, HAS_GUARD: tl.constexpr, PRECISION: tl.constexpr, IS_NEAR: tl.constexpr, SLOT_M: tl.constexpr,
-    HIDES: tl.constexpr, HAS_DQ: tl.constexpr,
+    HAS_DQ: tl.constexpr,
 ):  # fmt: skip
     """dq of one row tile (HAS_DQ: somebody wants it), and what its scores send into the score mod's captured tensors."""
-    if HAS_GUARD and is_off(tensors[11]):
+    if HAS_GUARD and is_off(tensors.guard):
         return
-    m, b, h = _place(sizes, tensors[9], True, HAS_ENTRIES)
+    m, b, h = _place(sizes, tensors.order, True, HAS_ENTRIES)
     if m < 0:
         return
-    found = entry(b, tensors[8], sizes[0], sizes[1], HAS_ENTRIES)
-    seqlen_k = found[5]
-    line, first_row, end_row = row_tile(m, found[2], TILE_M, LIST_M, 1)
+    sequence = entry(b, tensors.entries, sizes.seqlen_q, sizes.seqlen_k, HAS_ENTRIES)
+    seqlen_k = sequence.seqlen_k
+    line, first_row, end_row = row_tile(m, sequence.seqlen_q, TILE_M, LIST_M, 1)
     if first_row >= end_row:
         return
     position = first_row + tl.arange(0, TILE_M)
     is_row = position < end_row
     position = tl.minimum(position, end_row - 1)
-    at = found[1] + position
-    row, head = found[0].to(tl.int64), h.to(tl.int64)
-    q_at = (row * strides[0][0] + head * strides[0][1] + at.to(tl.int64) * strides[0][2])[:, None]
-    do_at = (row * strides[3][0] + head * strides[3][1] + at.to(tl.int64) * strides[3][2])[:, None]
-    q = load_rows(tensors[0], q_at, is_row[:, None], HEAD_DIM, BLOCK_D, False)
-    dout = load_rows(tensors[3], do_at, is_row[:, None], HEAD_DIM_V, BLOCK_DV, False)
-    slot = _slot(found, 0, b, h, sizes, SLOT_M, SLOT_M) + position
-    lse = tl.load(tensors[4] + slot, mask=is_row, other=float("inf"))
-    delta = tl.load(tensors[12] + slot, mask=is_row, other=0.0)
-    q_idx = (position + found[6])[:, None]
+    at = sequence.q_start + position
+    row, head = sequence.q_row.to(tl.int64), h.to(tl.int64)
+    q_at, do_at = row_offsets(row, head, at, strides.q)[:, None], row_offsets(row, head, at, strides.dout)[:, None]
+    q = load_rows(tensors.q, q_at, is_row[:, None], HEAD_DIM, BLOCK_D, False)
+    dout = load_rows(tensors.dout, do_at, is_row[:, None], HEAD_DIM_V, BLOCK_DV, False)
+    slot = _slot(sequence, 0, b, h, sizes, SLOT_M, SLOT_M) + position
+    lse = tl.load(tensors.lse + slot, mask=is_row, other=float("inf"))
+    delta = tl.load(tensors.delta + slot, mask=is_row, other=0.0)
+    q_idx = (position + sequence.q_first)[:, None]
     kept = rows_of(b, h, q_idx, captured, SCORE_ROWS, MASK_ROWS, ALWAYS_ROWS, HAS_SCORE, HAS_MASK, HAS_ALWAYS)
-    kv_head = (h // sizes[7]).to(tl.int64)
-    key = (
-        tensors[1] + kv_head * strides[1][1], tensors[2] + kv_head * strides[2][1], found[3], found[4],
-        strides[1][0], strides[1][2], strides[2][0], strides[2][2],
+    kv_head = (h // sizes.ratio).to(tl.int64)
+    key = KeyStorage(
+        k=tensors.k + kv_head * strides.k.head, v=tensors.v + kv_head * strides.v.head, row=sequence.k_row, start=sequence.k_start,
+        k_strides=strides.k, v_strides=strides.v, head=kv_head,
     )  # fmt: skip
     n_lane = tl.arange(0, TILE_N)
-    offsets = tile_offsets(n_lane, key[5], BLOCK_D, IS_NEAR), tile_offsets(n_lane, key[7], BLOCK_DV, IS_NEAR)
+    offsets = tile_offsets(n_lane, key.k_strides, BLOCK_D, IS_NEAR), tile_offsets(n_lane, key.v_strides, BLOCK_DV, IS_NEAR)
     dq = tl.zeros((TILE_M, BLOCK_D), tl.float32)
-    q_first = first_row + found[6], end_row - first_row
+    q_first, row_count = first_row + sequence.q_first, end_row - first_row
     runs, full, partial = visits_of(
-        kept[1], lists, spans[1], found, b, h, line, seqlen_k, RANGES, TILE_M, TILE_N, LIST_N, HAS_FULL, HAS_ENTRIES,
+        kept.mask, lists, spans.lists, sequence, b, h, line, seqlen_k, RANGES, TILE_M, TILE_N, LIST_N, HAS_FULL, HAS_ENTRIES,
         False,
     )  # fmt: skip
     if RANGES > 0:
-        kept = kept[0], inside_of(kept[1], seqlen_k, RANGES), kept[2]
+        kept = RowsOfParts(score=kept.score, mask=inside_of(kept.mask, seqlen_k, RANGES), always=kept.always)
     for i in range(0, full):
         first = full_at(runs, i, RANGES, TILE_N, LIST_N)
         dq = _visit_keys(
-            dq, q, dout, lse, delta, is_row, q_first, first, first + TILE_N, True, key, offsets, kept, b, h, scale, captured,
+            dq, q, dout, lse, delta, is_row, q_first, row_count, first, first + TILE_N, True, key, offsets, kept, b, h, scale, captured,
             SCORE, MASK, ALWAYS, SCATTER, False, HAS_SCORE, HAS_MASK, HAS_ALWAYS, HAS_SCATTER,
-            TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, RANGES, IS_NEAR, HAS_DQ, None,
+            TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, RANGES, IS_NEAR, HAS_DQ,
         )  # fmt: skip
     for i in range(0, partial):
         first, end, is_shown = partial_at(runs, i, seqlen_k, RANGES, TILE_N, LIST_N)
         dq = _visit_keys(
-            dq, q, dout, lse, delta, is_row, q_first, first, end, is_shown, key, offsets, kept, b, h, scale, captured,
+            dq, q, dout, lse, delta, is_row, q_first, row_count, first, end, is_shown, key, offsets, kept, b, h, scale, captured,
             SCORE, MASK, ALWAYS, SCATTER, True, HAS_SCORE, HAS_MASK, HAS_ALWAYS, HAS_SCATTER,
-            TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, RANGES, IS_NEAR, HAS_DQ, None,
+            TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, RANGES, IS_NEAR, HAS_DQ,
         )  # fmt: skip
     d = tl.arange(0, BLOCK_D)[None, :]
-    out = tensors[5] + (row * strides[4][0] + head * strides[4][1] + at.to(tl.int64) * strides[4][2])[:, None]
+    out = tensors.dq + row_offsets(row, head, at, strides.dq)[:, None]
     tl.store(out + d, (dq * scale).to(out.dtype.element_ty), mask=is_row[:, None] & (d < HEAD_DIM) & HAS_DQ)
-    if HIDES and HAS_DQ and not is_finite(dq, None):
-        dq_again(
-            out, q, dout, lse, delta, is_row, q_first, full, partial, seqlen_k, runs, key, offsets, kept, b, h, scale, captured,
-            _visit_keys, SCORE, MASK, ALWAYS, SCATTER, HAS_SCORE, HAS_MASK, HAS_ALWAYS, TILE_N, LIST_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D,
-            BLOCK_DV, PRECISION, RANGES, IS_NEAR,
-        )  # fmt: skip
 
 
 @triton.jit
 def _visit_rows(
-    dk, dv, k, v, first, end, is_shown, n_first, n_end, found, heads, offsets, strides, b, h, scale, captured,
+    dk, dv, k, v, first, end, is_shown, n_first, n_end, sequence, heads, offsets, strides, b, h, scale, captured,
     SCORE_ROWS: tl.constexpr, SCORE: tl.constexpr, MASK_ROWS: tl.constexpr, MASK: tl.constexpr, ALWAYS_ROWS: tl.constexpr,
     ALWAYS: tl.constexpr, IS_PARTIAL: tl.constexpr, HAS_SCORE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, RANGES: tl.constexpr, IS_NEAR: tl.constexpr,
-    IS_NVIDIA: tl.constexpr, HAS_DK: tl.constexpr, HAS_DV: tl.constexpr, part,
+    IS_NVIDIA: tl.constexpr, HAS_DK: tl.constexpr, HAS_DV: tl.constexpr,
 ):  # fmt: skip
     """dk, not yet scaled, and dv with what rows ``first`` to ``end`` of one head add to them. Scores are [keys, rows] here.
 
-    heads: of the sequence's storage row and head q and dout, of the sequence and head lse and delta. offsets: of a full tile's q and dout.
-    part: None, or of ``hidden``, the first of the columns that dk and dv have, and which turn it is; then nothing need be finite.
+    heads: ``HeadPointers``. offsets: of a full tile's q and dout.
     """
     m_lane = tl.arange(0, TILE_M)
     asked = device_math.unknown(m_lane, 0 if IS_PARTIAL else first, IS_NVIDIA)  # few tiles are partial: there they may be kept
@@ -289,54 +270,47 @@ def _visit_rows(
     if IS_PARTIAL:
         start, kept = tl.minimum(first, end - 1), tl.where(first < end, first, 0)
         local = tl.minimum(m_lane, end - 1 - start)
-        q_at, do_at = tile_offsets(local, strides[0][2], BLOCK_D, IS_NEAR), tile_offsets(local, strides[3][2], BLOCK_DV, IS_NEAR)
+        q_at, do_at = tile_offsets(local, strides.q, BLOCK_D, IS_NEAR), tile_offsets(local, strides.dout, BLOCK_DV, IS_NEAR)
         asked = tl.minimum(asked, end - 1 - start)
     is_row = first + m_lane < end
     position = start + asked
-    at = found[1] + start
-    q = _load_tile(heads[0] + row_at(at, strides[0][2], IS_NEAR), q_at, HEAD_DIM, BLOCK_D)
-    lse = tl.load(heads[2] + kept + m_lane)
+    at = sequence.q_start + start
+    q = _load_tile(heads.q + row_at(at, strides.q, IS_NEAR), q_at, HEAD_DIM, BLOCK_D)
+    lse = tl.load(heads.lse + kept + m_lane)
     s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-    dout = _load_tile(heads[1] + row_at(at, strides[3][2], IS_NEAR), do_at, HEAD_DIM_V, BLOCK_DV)
+    dout = _load_tile(heads.dout + row_at(at, strides.dout, IS_NEAR), do_at, HEAD_DIM_V, BLOCK_DV)
     dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
-    q_idx = (position + found[6])[None, :]
+    q_idx = (position + sequence.q_first)[None, :]
     kv = tl.minimum(n_first + tl.arange(0, TILE_N), n_end - 1)[:, None]
     if HAS_SCORE:
-        rows = SCORE_ROWS(b, h, q_idx, captured[0][0], captured[0][1])
-        of_score = SCORE(s * scale, s * (scale * _LOG2E), b, h, kv, rows, captured[0][0], captured[0][1])
+        rows = SCORE_ROWS(b, h, q_idx, captured.score.scalars, captured.score.tensors)
+        of_score = SCORE(s * scale, s * (scale * _LOG2E), b, h, kv, rows, captured.score.scalars, captured.score.tensors)
         p = tl.exp2(of_score[0] - lse[None, :])
     else:
         p = tl.exp2(s * (scale * _LOG2E) - lse[None, :])
     if IS_PARTIAL or HAS_ALWAYS:
         seen = is_row[None, :]
         if IS_PARTIAL and HAS_MASK:
-            rows = MASK_ROWS(b, h, q_idx, captured[1][0], captured[1][1])
-            shown = MASK(b, h, kv, rows, captured[1][0], captured[1][1])
-            if RANGES > 0 and part is None:  # of a row that is not there lse is infinite
+            rows = MASK_ROWS(b, h, q_idx, captured.mask.scalars, captured.mask.tensors)
+            shown = MASK(b, h, kv, rows, captured.mask.scalars, captured.mask.tensors)
+            if RANGES > 0:  # of a row that is not there lse is infinite
                 seen = shown
             else:
                 seen = seen & (shown | is_shown)
         if HAS_ALWAYS:
-            rows = ALWAYS_ROWS(b, h, q_idx, captured[2][0], captured[2][1])
-            seen = seen & ALWAYS(b, h, kv, rows, captured[2][0], captured[2][1])
+            rows = ALWAYS_ROWS(b, h, q_idx, captured.always.scalars, captured.always.tensors)
+            seen = seen & ALWAYS(b, h, kv, rows, captured.always.scalars, captured.always.tensors)
         p = tl.where(seen, p, 0.0)
-    if part is None:
-        if HAS_DV:
-            dv = plus_product(dv, None, p, dout, PRECISION)
-    else:
-        do_row = heads[1] + row_at(at, strides[3][2], IS_NEAR)
-        dout = load_columns(do_row, local, strides[3][2], part[0], dv.shape[1], HEAD_DIM_V, IS_NEAR)
-        dv = plus_product(dv, None, tl.where(part[1] < 2, (p != 0.0).to(tl.float32), p), turned(dout, part[1]), PRECISION)
-        q_row = heads[0] + row_at(at, strides[0][2], IS_NEAR)
-        q = finite(load_columns(q_row, local, strides[0][2], part[0], dk.shape[1], HEAD_DIM, IS_NEAR))
+    if HAS_DV:
+        dv = plus_product(dv, None, p, dout, PRECISION)
     # asked for as late as this, it takes no registers before
-    delta = tl.load(heads[3] + kept + m_lane)
+    delta = tl.load(heads.delta + kept + m_lane)
     ds = p * (dp - delta[None, :])
     if HAS_SCORE:
         ds = ds * of_score[1].to(tl.float32)
         if (IS_PARTIAL or HAS_ALWAYS) and of_score[1].type.is_block():
             ds = tl.where(p != 0.0, ds, 0.0)  # the derivative of a hidden score may be anything, if it is not that of all
-    if (IS_PARTIAL and RANGES == 0) or part is not None:
+    if IS_PARTIAL and RANGES == 0:
         ds = tl.where(p != 0.0, ds, 0.0)  # lists may begin tiles elsewhere than delta does, and what lies after those is anything
     if HAS_DK:
         dk = plus_product(dk, None, ds, q, PRECISION)
@@ -345,7 +319,7 @@ def _visit_rows(
 
 @triton.jit
 def _visit_either(
-    dk, dv, k, v, first, end, is_cut, n_first, n_end, found, heads, offsets, strides, b, h, scale, captured,
+    dk, dv, k, v, first, end, is_cut, n_first, n_end, sequence, heads, offsets, strides, b, h, scale, captured,
     MASK_ROWS: tl.constexpr, MASK: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, IS_NEAR: tl.constexpr,
     IS_NVIDIA: tl.constexpr, HAS_DK: tl.constexpr, HAS_DV: tl.constexpr,
@@ -354,21 +328,22 @@ def _visit_either(
 
     Only in a branch is the mask asked, so that one loop does for all tiles: of a window there are few, and two loops begin twice."""
     m_lane = tl.arange(0, TILE_M)
-    at = found[1] + first
+    at = sequence.q_start + first
     is_row = (m_lane < end - first)[:, None]
-    q_at, do_at = heads[0] + row_at(at, strides[0][2], IS_NEAR), heads[1] + row_at(at, strides[3][2], IS_NEAR)
-    q = _load_rest(q_at + offsets[0], is_row, HEAD_DIM, BLOCK_D)
-    lse = tl.load(heads[2] + first + m_lane)
+    q_at, do_at = heads.q + row_at(at, strides.q, IS_NEAR), heads.dout + row_at(at, strides.dout, IS_NEAR)
+    q_offsets, do_offsets = offsets
+    q = _load_rest(q_at + q_offsets, is_row, HEAD_DIM, BLOCK_D)
+    lse = tl.load(heads.lse + first + m_lane)
     s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-    dout = _load_rest(do_at + offsets[1], is_row, HEAD_DIM_V, BLOCK_DV)
+    dout = _load_rest(do_at + do_offsets, is_row, HEAD_DIM_V, BLOCK_DV)
     dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
-    delta = tl.load(heads[3] + first + m_lane)
+    delta = tl.load(heads.delta + first + m_lane)
     p = tl.exp2(s * (scale * _LOG2E) - lse[None, :])
     if is_cut:
         position = first + tl.minimum(device_math.unknown(m_lane, first, IS_NVIDIA), end - 1 - first)
-        rows = MASK_ROWS(b, h, (position + found[6])[None, :], captured[1][0], captured[1][1])
+        rows = MASK_ROWS(b, h, (position + sequence.q_first)[None, :], captured.mask.scalars, captured.mask.tensors)
         kv = tl.minimum(n_first + tl.arange(0, TILE_N), n_end - 1)[:, None]
-        p = tl.where(MASK(b, h, kv, rows, captured[1][0], captured[1][1]), p, 0.0)
+        p = tl.where(MASK(b, h, kv, rows, captured.mask.scalars, captured.mask.tensors), p, 0.0)
     if HAS_DV:
         dv = plus_product(dv, None, p, dout, PRECISION)
     if HAS_DK:
@@ -378,32 +353,32 @@ def _visit_either(
 
 @triton.jit
 def _visitors(
-    early, tensors, strides, spans, sizes, lists, found, b, h, line, n_first, n_end,
+    early, tensors, strides, spans, sizes, lists, sequence, b, h, line, n_first, n_end,
     RANGES: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, LIST_M: tl.constexpr, HAS_FULL: tl.constexpr,
     HAS_ENTRIES: tl.constexpr, IS_GROUPED: tl.constexpr,
 ):  # fmt: skip
-    """(pointers ``heads`` of ``_visit_rows``, which row tiles see keys n_first to n_end, how many see all of them, how many some).
+    """(``HeadPointers``, which row tiles see keys n_first to n_end, how many see all of them, how many some).
 
-    Which: (first, first full) by ranges, or as ``visits.full_at`` and ``partial_at`` read it. early: the first head's ``first_spans``.
+    Which: ``RowRun`` by ranges, or ``ListedTiles``. early: the first head's ``first_spans``.
     """
-    q_row = found[0].to(tl.int64)
-    slot = _slot(found, 0, b, h, sizes, TILE_M, TILE_M)
-    heads = (
-        tensors[0] + (q_row * strides[0][0] + h.to(tl.int64) * strides[0][1]),
-        tensors[3] + (q_row * strides[3][0] + h.to(tl.int64) * strides[3][1]),
-        tl.multiple_of(tensors[4] + slot, 16), tl.multiple_of(tensors[12] + slot, 16),
+    q_row = sequence.q_row.to(tl.int64)
+    slot = _slot(sequence, 0, b, h, sizes, TILE_M, TILE_M)
+    heads = HeadPointers(
+        q=tensors.q + (q_row * strides.q.rows + h.to(tl.int64) * strides.q.head),
+        dout=tensors.dout + (q_row * strides.dout.rows + h.to(tl.int64) * strides.dout.head),
+        lse=tl.multiple_of(tensors.lse + slot, 16), delta=tl.multiple_of(tensors.delta + slot, 16),
     )  # fmt: skip
     if RANGES > 0:
-        place = tensors[10] + _slot(found, 0, b, h, sizes, TILE_M, 4 * RANGES)
+        place = tensors.spans + _slot(sequence, 0, b, h, sizes, TILE_M, 4 * RANGES)
         tile_end = tl.minimum(n_first + TILE_N, n_end)  # n_end is the sequence's
         if IS_GROUPED:
-            early = first_spans(place, found[2], n_first, tile_end, RANGES, 4 * RANGES, TILE_M)
-        first, end, full, full_end = rows_by_spans(early, place, found[2], n_first, tile_end, RANGES, 4 * RANGES, TILE_M)
-        return heads, (first, full), full_end - full, end - first - (full_end - full)
+            early = first_spans(place, sequence.seqlen_q, n_first, tile_end, RANGES, 4 * RANGES, TILE_M)
+        first, end, full, full_end = rows_by_spans(early, place, sequence.seqlen_q, n_first, tile_end, RANGES, 4 * RANGES, TILE_M)
+        return heads, RowRun(first=first, full=full), full_end - full, end - first - (full_end - full)
     else:
-        counts_at, places_at = place_of_lists(spans[1], b, h, line, found, found[2], LIST_M, HAS_ENTRIES)
-        runs = by_lists(lists, counts_at, places_at, found[2], TILE_M, LIST_M, HAS_FULL)
-        return heads, runs, runs[0], runs[1]
+        counts_at, places_at = place_of_lists(spans.lists, b, h, line, sequence, sequence.seqlen_q, LIST_M, HAS_ENTRIES)
+        runs = by_lists(lists, counts_at, places_at, sequence.seqlen_q, TILE_M, LIST_M, HAS_FULL)
+        return heads, runs, runs.full, runs.partial
 
 
 @triton.jit
@@ -414,7 +389,7 @@ def dkdv_tile(
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, LIST_M: tl.constexpr, LIST_N: tl.constexpr, HAS_FULL: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     HAS_ENTRIES: tl.constexpr, HAS_GUARD: tl.constexpr, PRECISION: tl.constexpr, IS_NEAR: tl.constexpr, IS_GROUPED: tl.constexpr,
-    IS_NVIDIA: tl.constexpr, IS_JOINED: tl.constexpr, HIDES: tl.constexpr, HAS_DK: tl.constexpr, HAS_DV: tl.constexpr,
+    IS_NVIDIA: tl.constexpr, IS_JOINED: tl.constexpr, HAS_DK: tl.constexpr, HAS_DV: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one tile of keys, summed over the query heads that share them (IS_GROUPED: several do). lists: per tile of keys.
     HAS_DK, HAS_DV: which somebody wants.
@@ -422,78 +397,70 @@ def dkdv_tile(
 
     Where there are two loops full tiles come last: what only partial ones need takes no registers by then.
     """
-    if HAS_GUARD and is_off(tensors[11]):
+    if HAS_GUARD and is_off(tensors.guard):
         return
-    n, b, kv_head = _place(sizes, tensors[9], False, HAS_ENTRIES)
+    n, b, kv_head = _place(sizes, tensors.order, False, HAS_ENTRIES)
     if n < 0:
         return
-    found = entry(b, tensors[8], sizes[0], sizes[1], HAS_ENTRIES)
-    seqlen_q = found[2]
-    line, n_first, n_end = row_tile(n, found[5], TILE_N, LIST_N, 1)
+    sequence = entry(b, tensors.entries, sizes.seqlen_q, sizes.seqlen_k, HAS_ENTRIES)
+    seqlen_q = sequence.seqlen_q
+    line, n_first, n_end = row_tile(n, sequence.seqlen_k, TILE_N, LIST_N, 1)
     if n_first >= n_end:
         return
     lane = n_first + tl.arange(0, TILE_N)
     is_key = (lane < n_end)[:, None]
-    at = (found[4] + tl.minimum(lane, n_end - 1)).to(tl.int64)[:, None]
-    row, head = found[3].to(tl.int64), kv_head.to(tl.int64)
+    at = (sequence.k_start + tl.minimum(lane, n_end - 1)).to(tl.int64)[:, None]
+    row, head = sequence.k_row.to(tl.int64), kv_head.to(tl.int64)
     tile_end = tl.minimum(n_first + TILE_N, n_end)  # n_end is the sequence's
     early = 0
     if RANGES > 0:  # asked for before the keys, which take as long to come
-        spans_at = tensors[10] + _slot(found, 0, b, kv_head * sizes[7], sizes, TILE_M, 4 * RANGES)
+        spans_at = tensors.spans + _slot(sequence, 0, b, kv_head * sizes.ratio, sizes, TILE_M, 4 * RANGES)
         early = first_spans(spans_at, seqlen_q, n_first, tile_end, RANGES, 4 * RANGES, TILE_M)
-    k = load_rows(tensors[1], row * strides[1][0] + head * strides[1][1] + at * strides[1][2], is_key, HEAD_DIM, BLOCK_D, False)
-    v = load_rows(tensors[2], row * strides[2][0] + head * strides[2][1] + at * strides[2][2], is_key, HEAD_DIM_V, BLOCK_DV, False)
+    k = load_rows(tensors.k, row_offsets(row, head, at, strides.k), is_key, HEAD_DIM, BLOCK_D, False)
+    v = load_rows(tensors.v, row_offsets(row, head, at, strides.v), is_key, HEAD_DIM_V, BLOCK_DV, False)
     dk = tl.zeros((TILE_N, BLOCK_D), tl.float32)
     dv = tl.zeros((TILE_N, BLOCK_DV), tl.float32)
     m_lane = tl.arange(0, TILE_M)
-    offsets = tile_offsets(m_lane, strides[0][2], BLOCK_D, IS_NEAR), tile_offsets(m_lane, strides[3][2], BLOCK_DV, IS_NEAR)
-    for g in range(0, sizes[7] if IS_GROUPED else 1):
-        h = kv_head * sizes[7] + g
+    offsets = tile_offsets(m_lane, strides.q, BLOCK_D, IS_NEAR), tile_offsets(m_lane, strides.dout, BLOCK_DV, IS_NEAR)
+    for g in range(0, sizes.ratio if IS_GROUPED else 1):
+        h = kv_head * sizes.ratio + g
         heads, runs, fulls, partials = _visitors(
-            early, tensors, strides, spans, sizes, lists, found, b, h, line, n_first, n_end,
+            early, tensors, strides, spans, sizes, lists, sequence, b, h, line, n_first, n_end,
             RANGES, TILE_M, TILE_N, LIST_M, HAS_FULL, HAS_ENTRIES, IS_GROUPED,
         )  # fmt: skip
         if IS_JOINED:
-            for m in range(runs[0], runs[0] + fulls + partials):
-                is_cut = (m < runs[1]) | (m >= runs[1] + fulls)
+            for m in range(runs.first, runs.first + fulls + partials):
+                is_cut = (m < runs.full) | (m >= runs.full + fulls)
                 dk, dv = _visit_either(
-                    dk, dv, k, v, m * TILE_M, seqlen_q, is_cut, n_first, n_end, found, heads, offsets, strides, b, h, scale, captured,
+                    dk, dv, k, v, m * TILE_M, seqlen_q, is_cut, n_first, n_end, sequence, heads, offsets, strides, b, h, scale, captured,
                     MASK_ROWS, MASK, TILE_M, TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, IS_NEAR, IS_NVIDIA, HAS_DK, HAS_DV,
                 )  # fmt: skip
         else:
             for i in range(0, partials):
                 if RANGES > 0:
-                    at_row = runs[0] + i
-                    start = tl.where(at_row < runs[1], at_row, at_row + fulls) * TILE_M
+                    at_row = runs.first + i
+                    start = tl.where(at_row < runs.full, at_row, at_row + fulls) * TILE_M
                     stop = seqlen_q
                     is_shown = False
                 else:
                     start, stop, is_shown = partial_at(runs, i, seqlen_q, 0, TILE_M, LIST_M)
                 dk, dv = _visit_rows(
-                    dk, dv, k, v, start, stop, is_shown, n_first, n_end, found, heads, offsets, strides, b, h, scale, captured,
+                    dk, dv, k, v, start, stop, is_shown, n_first, n_end, sequence, heads, offsets, strides, b, h, scale, captured,
                     SCORE_ROWS, SCORE, MASK_ROWS, MASK, ALWAYS_ROWS, ALWAYS, True, HAS_SCORE, HAS_MASK, HAS_ALWAYS, TILE_M, TILE_N,
-                    HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, RANGES, IS_NEAR, IS_NVIDIA, HAS_DK, HAS_DV, None,
+                    HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, RANGES, IS_NEAR, IS_NVIDIA, HAS_DK, HAS_DV,
                 )  # fmt: skip
             for i in range(0, fulls):
                 if RANGES > 0:
-                    start = (runs[1] + i) * TILE_M
+                    start = (runs.full + i) * TILE_M
                 else:
                     start = full_at(runs, i, 0, TILE_M, LIST_M)
                 dk, dv = _visit_rows(
-                    dk, dv, k, v, start, start + TILE_M, True, n_first, n_end, found, heads, offsets, strides, b, h, scale, captured,
+                    dk, dv, k, v, start, start + TILE_M, True, n_first, n_end, sequence, heads, offsets, strides, b, h, scale, captured,
                     SCORE_ROWS, SCORE, MASK_ROWS, MASK, ALWAYS_ROWS, ALWAYS, False, HAS_SCORE, HAS_MASK, HAS_ALWAYS, TILE_M, TILE_N,
-                    HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, RANGES, IS_NEAR, IS_NVIDIA, HAS_DK, HAS_DV, None,
+                    HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PRECISION, RANGES, IS_NEAR, IS_NVIDIA, HAS_DK, HAS_DV,
                 )  # fmt: skip
-    is_right = not HIDES or is_finite(dk, dv)
     d, d_v = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_DV)[None, :]
-    dk_out = tensors[6] + (row * strides[5][0] + head * strides[5][1] + at * strides[5][2])
-    dv_out = tensors[7] + (row * strides[6][0] + head * strides[6][1] + at * strides[6][2])
-    tl.store(dk_out + d, (dk * scale).to(dk_out.dtype.element_ty), mask=is_key & (d < HEAD_DIM) & is_right & HAS_DK)
-    tl.store(dv_out + d_v, dv.to(dv_out.dtype.element_ty), mask=is_key & (d_v < HEAD_DIM_V) & is_right & HAS_DV)
-    if not is_right:
-        dkdv_again(
-            (dk_out, dv_out), is_key, k, v, kv_head, n_first, n_end, found, offsets, line, tensors, strides, spans, sizes, lists, b,
-            scale, captured, early, _visit_rows, _visitors, SCORE_ROWS, SCORE, MASK_ROWS, MASK, ALWAYS_ROWS, ALWAYS, HAS_SCORE,
-            HAS_MASK, HAS_ALWAYS, TILE_M, TILE_N, LIST_M, HAS_FULL, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, HAS_ENTRIES, PRECISION,
-            RANGES, IS_NEAR, IS_GROUPED, IS_NVIDIA, HAS_DK, HAS_DV,
-        )  # fmt: skip
+    dk_out = tensors.dk + row_offsets(row, head, at, strides.dk)
+    dv_out = tensors.dv + row_offsets(row, head, at, strides.dv)
+    tl.store(dk_out + d, (dk * scale).to(dk_out.dtype.element_ty), mask=is_key & (d < HEAD_DIM) & HAS_DK)
+    tl.store(dv_out + d_v, dv.to(dv_out.dtype.element_ty), mask=is_key & (d_v < HEAD_DIM_V) & HAS_DV)

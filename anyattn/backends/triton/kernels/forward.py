@@ -1,26 +1,15 @@
 """The forward kernel's body: online softmax in base 2 over the tiles of keys that a row tile visits. Kernel side.
 
-One body for every variant. Its caller, an entry written for the call's mods, hands over pointers and numbers in tuples, and the mods as
-functions:
-
-tensors: q, k, v, out, lse, highest, sink, entries, order, pages, a cache's tables cached, leftpad, rows, guard, see ``places.is_off``, and
-k, v, out once more, never as descriptors; what a call lacks is any pointer.
-strides: (rows, heads, positions) of q, k, v, out; the last dimension is contiguous; and from one split's output to the next's.
-spans[0]: from one split's statistics to the next's. spans[1], of block lists: from one entry's counts to the next's, from
-one head's to the next's, places of a row of tiles (0 where they lie flat), from one head's flat places to the next's.
-cache: new rows, capacity and rows of a cache, and the last page of a pool.
-dealt: query heads that share a tile, and the power of two that holds them: the rows of a position; heads that programs go through at a
-time, 0 for each by itself, -1 see ``work_of``, and in how many such groups an entry's are; tiles that share a K/V head's query heads.
-sizes: seqlen_q, seqlen_k (greatest of all), heads, positions of statistics, row tiles, splits, pages of a sequence, query heads of a K/V
-head, key tiles that lists count in a sequence of seqlen_k.
+One body for every variant. Its caller, an entry written for the call's mods, hands over the groups of ``kernels.arguments``, and the mods
+as functions.
 """
 
 import triton
 import triton.language as tl
 
-from anyattn.backends.triton.kernels.addressing import cache_entry, entry, is_off, key_places, row_tile, work_of
-from anyattn.backends.triton.kernels.matmul import is_finite, plus_product
-from anyattn.backends.triton.kernels.nonfinite import out_again
+from anyattn.backends.triton.kernels.addressing import cache_entry, entry, is_off, key_places, row_offsets, row_tile, work_of
+from anyattn.backends.triton.kernels.arguments import KeyStorage, RowsOfParts, Scales
+from anyattn.backends.triton.kernels.matmul import plus_product
 from anyattn.backends.triton.kernels.paged_kv import NEARBY, first_numbers, inside, page_numbers, paged_places
 from anyattn.backends.triton.kernels.tile_iterator import full_at, inside_of, partial_at, visits_of
 from anyattn.backends.triton.tile_config import FEW
@@ -53,15 +42,15 @@ def rows_of(
     b, h, q_idx, captured, SCORE_ROWS: tl.constexpr, MASK_ROWS: tl.constexpr, ALWAYS_ROWS: tl.constexpr,
     HAS_SCORE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALWAYS: tl.constexpr,
 ):  # fmt: skip
-    """What each part of the program keeps per row; what there is not is any tuple."""
+    """``RowsOfParts``; what there is not is any tuple."""
     score_rows, mask_rows, always_rows = (q_idx, q_idx), (q_idx, q_idx), (q_idx, q_idx)
     if HAS_SCORE:
-        score_rows = SCORE_ROWS(b, h, q_idx, captured[0][0], captured[0][1])
+        score_rows = SCORE_ROWS(b, h, q_idx, captured.score.scalars, captured.score.tensors)
     if HAS_MASK:
-        mask_rows = MASK_ROWS(b, h, q_idx, captured[1][0], captured[1][1])
+        mask_rows = MASK_ROWS(b, h, q_idx, captured.mask.scalars, captured.mask.tensors)
     if HAS_ALWAYS:
-        always_rows = ALWAYS_ROWS(b, h, q_idx, captured[2][0], captured[2][1])
-    return score_rows, mask_rows, always_rows
+        always_rows = ALWAYS_ROWS(b, h, q_idx, captured.always.scalars, captured.always.tensors)
+    return RowsOfParts(score=score_rows, mask=mask_rows, always=always_rows)
 
 
 @triton.jit
@@ -74,66 +63,77 @@ def scores_of(
 ):  # fmt: skip
     """[rows, TILE_N]: the scores of the keys from position ``first`` on, -inf where not seen; in base 2, unless IS_RAW.
 
-    scales: what a product is multiplied with for the score mod, and what a score is multiplied with for base 2.
     end: keys from it on are not there (IS_WHOLE: all of the tile are; if not IS_PARTIAL, they come as zeros). is_shown: all others are
-    visible, whatever the mask says. key: k, v, k_row, k_start and their strides. rows: what the parts of the program keep per row. numbers:
-    of the tile's pages, see ``pages.page_numbers``.
+    visible, whatever the mask says. key: ``KeyStorage``. rows: ``RowsOfParts``. numbers: of the tile's pages, see
+    ``paged_kv.page_numbers``.
     """
     lane = first + tl.arange(0, TILE_N)
     k = keys_at(
-        key[0], first, end, key, key[4], key[5], numbers, IS_PARTIAL, HEAD_DIM, BLOCK_D, PAGE_SIZE, FITS, TILE_N, IS_DESCRIBED,
+        key.k, key.k_strides, first, end, key, numbers, IS_PARTIAL, HEAD_DIM, BLOCK_D, PAGE_SIZE, FITS, TILE_N, IS_DESCRIBED,
         q.shape[0] <= _FEW,
     )  # fmt: skip
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if HAS_SCORE:
-        s = s * scales[0]
+        s = s * scales.score
     elif not IS_RAW:
-        s = s * scales[1]
+        s = s * scales.base_2
     kv = lane[None, :]
     if not IS_WHOLE:
         kv = tl.minimum(kv, end - 1)  # mods are not asked beyond the sequence
     if HAS_SCORE:
-        s = SCORE(s, b, h, kv, rows[0], captured[0][0], captured[0][1]).to(tl.float32)
+        s = SCORE(s, b, h, kv, rows.score, captured.score.scalars, captured.score.tensors).to(tl.float32)
     if IS_PARTIAL:
         if RANGES > 0:  # the rows' limits are inside the sequence
-            seen = MASK(b, h, lane[None, :], rows[1], captured[1][0], captured[1][1])
+            seen = MASK(b, h, lane[None, :], rows.mask, captured.mask.scalars, captured.mask.tensors)
         else:
             seen = (lane < end)[None, :]
             if HAS_MASK:
-                seen = seen & (MASK(b, h, kv, rows[1], captured[1][0], captured[1][1]) | is_shown)
+                seen = seen & (MASK(b, h, kv, rows.mask, captured.mask.scalars, captured.mask.tensors) | is_shown)
         s = tl.where(seen, s, float("-inf"))
     if HAS_ALWAYS:
-        s = tl.where(ALWAYS(b, h, kv, rows[2], captured[2][0], captured[2][1]), s, float("-inf"))
+        s = tl.where(ALWAYS(b, h, kv, rows.always, captured.always.scalars, captured.always.tensors), s, float("-inf"))
     return s
 
 
 @triton.jit
 def keys_at(
-    source, first, end, key, stride_row, stride, numbers,
+    source, strides, first, end, key, numbers,
     IS_PARTIAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr, FITS: tl.constexpr,
     TILE_N: tl.constexpr, IS_DESCRIBED: tl.constexpr, FEW_ROWS: tl.constexpr,
 ):  # fmt: skip
     """[TILE_N, BLOCK_D]: keys or values from position ``first``; zeros from ``end`` on (partial tiles only).
 
-    source: where they lie, a pointer, or IS_DESCRIBED a descriptor, which knows where they end, or from 2 on where all of storage ends.
+    source, strides: ``key``'s, of keys or of values; source is a pointer, or IS_DESCRIBED a descriptor, which knows where they end, or
+    from 2 on where all of storage ends.
     """
     if IS_DESCRIBED >= 2:
-        return tl.reshape(source.load([key[2], key[8], first + key[3], 0]), (TILE_N, BLOCK_D))
+        return tl.reshape(source.load([key.row, key.head, first + key.start, 0]), (TILE_N, BLOCK_D))
     elif IS_DESCRIBED == 1:
         return source.load([first, 0])
     else:
         is_key = (first + tl.arange(0, TILE_N) < end)[:, None]
         if PAGE_SIZE > 0:
-            at = paged_places(first + key[3], end - 1 + key[3], numbers, stride_row, stride, TILE_N, PAGE_SIZE, FITS, IS_PARTIAL)
+            at = paged_places(first + key.start, end - 1 + key.start, numbers, strides, TILE_N, PAGE_SIZE, FITS, IS_PARTIAL)
         elif FEW_ROWS and not IS_PARTIAL:
             # few rows leave registers for every row's way from the tile's first, and then a tile costs one addition a row
-            at = key[2].to(tl.int64) * stride_row + (first + key[3]).to(tl.int64) * stride + tl.arange(0, TILE_N) * stride
+            step = strides.position
+            at = key.row.to(tl.int64) * strides.rows + (first + key.start).to(tl.int64) * step + tl.arange(0, TILE_N) * step
         else:
-            lane = first + tl.arange(0, TILE_N) + key[3]
+            lane = first + tl.arange(0, TILE_N) + key.start
             if IS_PARTIAL:
-                lane = tl.minimum(lane, key[3] + end - 1)
-            at = key_places(lane, key[2], stride_row, stride)
+                lane = tl.minimum(lane, key.start + end - 1)
+            at = key_places(lane, key.row, strides)
         return load_rows(source, at[:, None], is_key, HEAD_DIM, BLOCK_D, not IS_PARTIAL)
+
+
+@triton.jit
+def whole_keys_at(
+    source, strides, first, key, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TILE_N: tl.constexpr, IS_DESCRIBED: tl.constexpr
+):  # fmt: skip
+    """``keys_at`` of a tile all of whose keys are there, in no pages and for many rows."""
+    return keys_at(
+        source, strides, first, first + TILE_N, key, 0, False, HEAD_DIM, BLOCK_D, 0, False, TILE_N, IS_DESCRIBED, False
+    )  # fmt: skip
 
 
 @triton.jit
@@ -180,9 +180,8 @@ def visit(
         IS_PARTIAL, HAS_SCORE, HAS_MASK, HAS_ALWAYS, RANGES, TILE_N, HEAD_DIM, BLOCK_D, PAGE_SIZE, FITS, PRECISION, IS_RAW, IS_DESCRIBED,
         not IS_PARTIAL,
     )  # fmt: skip
-    p, rescale, row_sum, row_max = weights_of(s, row_sum, row_max, scales[1], IS_RAW)
-    v = keys_at(
-        key[1], first, end, key, key[6], key[7], numbers, IS_PARTIAL, HEAD_DIM_V, BLOCK_DV, PAGE_SIZE, FITS, TILE_N, IS_DESCRIBED,
+    p, rescale, row_sum, row_max = weights_of(s, row_sum, row_max, scales.base_2, IS_RAW)
+    v = keys_at(key.v, key.v_strides, first, end, key, numbers, IS_PARTIAL, HEAD_DIM_V, BLOCK_DV, PAGE_SIZE, FITS, TILE_N, IS_DESCRIBED,
         q.shape[0] <= _FEW,
     )  # fmt: skip
     acc = plus_product(acc, rescale, p, v, PRECISION)
@@ -206,9 +205,9 @@ def visit_late(
         q, first, first + TILE_N, True, key, rows, b, h, 0, scales, captured, SCORE, MASK, ALWAYS,
         False, HAS_SCORE, HAS_MASK, HAS_ALWAYS, RANGES, TILE_N, HEAD_DIM, BLOCK_D, 0, False, PRECISION, IS_RAW, IS_DESCRIBED, True,
     )  # fmt: skip
-    v = keys_at(key[1], before, before + TILE_N, key, key[6], key[7], 0, False, HEAD_DIM_V, BLOCK_DV, 0, False, TILE_N, IS_DESCRIBED, False)
+    v = whole_keys_at(key.v, key.v_strides, before, key, HEAD_DIM_V, BLOCK_DV, TILE_N, IS_DESCRIBED)
     acc = plus_product(acc, owed, p, v, PRECISION)
-    p, owed, row_sum, row_max = weights_of(s, row_sum, row_max, scales[1], IS_RAW)
+    p, owed, row_sum, row_max = weights_of(s, row_sum, row_max, scales.base_2, IS_RAW)
     return acc, row_sum, row_max, p, owed
 
 
@@ -234,25 +233,19 @@ def visit_all(
         )  # fmt: skip
         if i >= full:
             lane = first + tl.arange(0, TILE_N)
-            s = tl.where(MASK(b, h, lane[None, :], rows[1], captured[1][0], captured[1][1]), s, float("-inf"))
+            s = tl.where(MASK(b, h, lane[None, :], rows.mask, captured.mask.scalars, captured.mask.tensors), s, float("-inf"))
         if IS_LATE:
-            v = keys_at(
-                key[1], before, before + TILE_N, key, key[6], key[7], 0, False, HEAD_DIM_V, BLOCK_DV, 0, False, TILE_N, IS_DESCRIBED, False
-            )
+            v = whole_keys_at(key.v, key.v_strides, before, key, HEAD_DIM_V, BLOCK_DV, TILE_N, IS_DESCRIBED)
             acc = plus_product(acc, owed, p, v, PRECISION)
-            p, owed, row_sum, row_max = weights_of(s, row_sum, row_max, scales[1], IS_RAW)
+            p, owed, row_sum, row_max = weights_of(s, row_sum, row_max, scales.base_2, IS_RAW)
             before = first
         else:
-            p, rescale, row_sum, row_max = weights_of(s, row_sum, row_max, scales[1], IS_RAW)
-            v = keys_at(
-                key[1], first, first + TILE_N, key, key[6], key[7], 0, False, HEAD_DIM_V, BLOCK_DV, 0, False, TILE_N, IS_DESCRIBED, False
-            )
+            p, rescale, row_sum, row_max = weights_of(s, row_sum, row_max, scales.base_2, IS_RAW)
+            v = whole_keys_at(key.v, key.v_strides, first, key, HEAD_DIM_V, BLOCK_DV, TILE_N, IS_DESCRIBED)
             acc = plus_product(acc, rescale, p, v, PRECISION)
     if IS_LATE:  # noqa: SIM102 (the one is asked when it is compiled, the other by the program)
         if begin < stop:
-            v = keys_at(
-                key[1], before, before + TILE_N, key, key[6], key[7], 0, False, HEAD_DIM_V, BLOCK_DV, 0, False, TILE_N, IS_DESCRIBED, False
-            )
+            v = whole_keys_at(key.v, key.v_strides, before, key, HEAD_DIM_V, BLOCK_DV, TILE_N, IS_DESCRIBED)
             acc = plus_product(acc, owed, p, v, PRECISION)
     return acc, row_sum, row_max
 
@@ -260,29 +253,29 @@ def visit_all(
 @triton.jit
 def first_at(runs, i, full, seqlen_k, RANGES: tl.constexpr, TILE_N: tl.constexpr):
     """The first key of the i-th tile, full ones before partial ones."""
-    partial = partial_at(runs, i - full, seqlen_k, RANGES, TILE_N, 0)
-    return tl.where(i < full, full_at(runs, i, RANGES, TILE_N, 0), partial[0])
+    partial, _, _ = partial_at(runs, i - full, seqlen_k, RANGES, TILE_N, 0)
+    return tl.where(i < full, full_at(runs, i, RANGES, TILE_N, 0), partial)
 
 
 @triton.jit
 def store_results(
-    acc, row_sum, row_max, tensors, strides, spans, sizes, q_row, at, h, is_row, split, place, is_right,
+    acc, row_sum, row_max, tensors, strides, spans, sizes, q_row, at, h, is_row, split, described_at,
     HAS_SINK: tl.constexpr, HAS_LSE: tl.constexpr, HAS_MAX: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr, IS_DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """Writes a row tile's output, where it ``is_right``, and statistics; ``at`` are its rows of storage, ``h`` their heads. Returns the
-    maxima in base 2 and the sums that the output is made with.
+    """Writes a row tile's output and statistics; ``at`` are its rows of storage, ``h`` their heads, described_at: entry, head and row of
+    its first.
 
     A split's go to [split][q row][head][position], where the sink is added when they are combined.
     """
     row_sum = tl.sum(row_sum, 1)
-    statistic = (q_row.to(tl.int64) * sizes[2] + h) * sizes[3] + at
-    part = split.to(tl.int64) * spans[0][0]
+    statistic = (q_row.to(tl.int64) * sizes.heads + h) * sizes.positions + at
+    part = split.to(tl.int64) * spans.part_statistics
     if HAS_MAX:
         seen = tl.where(row_sum == 0, float("-inf"), row_max * _LN2)
-        tl.store(tensors[5] + part + statistic, seen, mask=is_row)
+        tl.store(tensors.max_scores + part + statistic, seen, mask=is_row)
     if HAS_SINK:
-        logit = tl.load(tensors[6] + h).to(tl.float32) * _LOG2E
+        logit = tl.load(tensors.sink + h).to(tl.float32) * _LOG2E
         highest = tl.maximum(row_max, logit)
         rescale = tl.exp2(row_max - highest)
         row_sum = row_sum * rescale + tl.exp2(logit - highest)
@@ -291,20 +284,19 @@ def store_results(
     total = tl.where(row_sum == 0, 1.0, row_sum)
     if HAS_LSE:  # before the output, which the copy engine may keep a program waiting for
         lse = tl.where(row_sum == 0, float("-inf"), row_max * _LN2 + tl.log(total))
-        tl.store(tensors[4] + part + statistic, lse, mask=is_row)
+        tl.store(tensors.lse + part + statistic, lse, mask=is_row)
     if PRECISION == "ieee":
         acc = acc / total[:, None]
     else:  # a division takes seven instructions
         acc = acc * (1.0 / total)[:, None]
     if IS_DESCRIBED >= 3:
-        if is_right:  # what the hardware writes by itself may come after what is written again
-            tensors[3].store([place[0], place[1], place[2], 0], tl.reshape(acc.to(tensors[3].dtype), (1, 1, acc.shape[0], BLOCK_DV)))
+        b, head, first = described_at
+        tensors.out.store([b, head, first, 0], tl.reshape(acc.to(tensors.out.dtype), (1, 1, acc.shape[0], BLOCK_DV)))
     else:
-        offsets = q_row.to(tl.int64) * strides[3][0] + h.to(tl.int64) * strides[3][1] + at.to(tl.int64) * strides[3][2]
+        offsets = row_offsets(q_row, h, at, strides.out)
         d = tl.arange(0, BLOCK_DV)[None, :]
-        out = tensors[3] + split.to(tl.int64) * strides[4][0]
+        out = tensors.out + split.to(tl.int64) * strides.part_out
         tl.store(out + offsets[:, None] + d, acc.to(out.dtype.element_ty), mask=is_row[:, None] & (d < HEAD_DIM_V))
-    return row_max, total
 
 
 @triton.jit
@@ -317,7 +309,7 @@ def forward_tile(
     IS_PACKED: tl.constexpr, HAS_ENTRIES: tl.constexpr, IS_CACHE: tl.constexpr, HAS_LEFTPAD: tl.constexpr,
     HAS_ROWS: tl.constexpr, PAGE_SIZE: tl.constexpr, HAS_SINK: tl.constexpr, HAS_LSE: tl.constexpr, HAS_MAX: tl.constexpr,
     PRECISION: tl.constexpr, IS_RAW: tl.constexpr, IS_LATE: tl.constexpr, IS_DESCRIBED: tl.constexpr, IS_JOINED: tl.constexpr,
-    HAS_GUARD: tl.constexpr, IS_RISING: tl.constexpr, HIDES: tl.constexpr, SUMS: tl.constexpr,
+    HAS_GUARD: tl.constexpr, IS_RISING: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     """One row tile, or one split of its keys.
 
@@ -325,24 +317,24 @@ def forward_tile(
     of the mask, 0 where lists say which tiles to visit. IS_PACKED: a tile may hold several query heads, which share keys. IS_CACHE: entries
     are what the cache's tables say. IS_RAW: the greatest product has the greatest score (the scale is positive), or there is a score mod,
     so that maxima are taken before the change to base 2. IS_LATE: a full tile's second product runs beside the next one's exponentials.
-    IS_DESCRIBED: keys and values come by tensor descriptors. HIDES: a row may not see a key of a tile that it visits. SUMS: see
+    IS_DESCRIBED: keys and values come by tensor descriptors. SUMS: see
     ``config.row_sums``.
     """
-    if HAS_GUARD and is_off(tensors[13]):
+    if HAS_GUARD and is_off(tensors.guard):
         return
-    m, b, h, kv_head, split = work_of(sizes, dealt, tensors[8], HAS_ENTRIES)
+    m, b, h, kv_head, split = work_of(sizes, dealt, tensors.order, HAS_ENTRIES)
     if m < 0:
         return
     if IS_CACHE:
-        found = cache_entry(b, (tensors[10], tensors[11], tensors[12]), cache, sizes[0], HAS_LEFTPAD, HAS_ROWS)
+        sequence = cache_entry(b, tensors, cache, sizes.seqlen_q, HAS_LEFTPAD, HAS_ROWS)
     else:
-        found = entry(b, tensors[7], sizes[0], sizes[1], HAS_ENTRIES)
-    seqlen_k = found[5]
+        sequence = entry(b, tensors.entries, sizes.seqlen_q, sizes.seqlen_k, HAS_ENTRIES)
+    seqlen_k = sequence.seqlen_k
     if IS_PACKED:
-        packed, group = dealt[0], dealt[1]
+        packed, group = dealt.packed, dealt.padded
     else:
         packed, group = 1, 1
-    line, first_row, end_row = row_tile(m, found[2], TILE_M, LIST_M, group)
+    line, first_row, end_row = row_tile(m, sequence.seqlen_q, TILE_M, LIST_M, group)
     if first_row >= end_row:
         return
     r = tl.arange(0, TILE_M)
@@ -351,30 +343,30 @@ def forward_tile(
     position = tl.minimum(position, end_row - 1)  # what is no row asks as the last one does, and is not stored
     heads = h + r % group
     if IS_PACKED:
-        end_head = tl.minimum(h + packed, (kv_head + 1) * sizes[7])
+        end_head = tl.minimum(h + packed, (kv_head + 1) * sizes.ratio)
         is_row = is_row & (heads < end_head)
         heads = tl.minimum(heads, end_head - 1)
-    at = found[1] + position
+    at = sequence.q_start + position
     acc = tl.zeros((TILE_M, BLOCK_DV), tl.float32)
     row_sum = tl.zeros((TILE_M, SUMS), tl.float32)
     factor = tl.full((), _LOG2E, tl.float32) if HAS_SCORE else scale * _LOG2E
-    scales = scale, factor
+    scales = Scales(score=scale, base_2=factor)
     if IS_RAW:  # so that it stays finite once it is scaled
         row_max = tl.full((TILE_M,), _LOWEST, tl.float32) / tl.maximum(factor, 1.0)
     else:
         row_max = tl.full((TILE_M,), _LOWEST, tl.float32)
     if seqlen_k <= 0:  # no mod may be asked about a sequence without keys: what it captures need not reach there
         store_results(
-            acc, row_sum, row_max, tensors, strides, spans, sizes, found[0], at, heads, is_row, split, (b, h, first_row), True,
+            acc, row_sum, row_max, tensors, strides, spans, sizes, sequence.q_row, at, heads, is_row, split, (b, h, first_row),
             HAS_SINK, HAS_LSE, HAS_MAX, HEAD_DIM_V, BLOCK_DV, PRECISION, IS_DESCRIBED,
         )  # fmt: skip
         return
     if IS_DESCRIBED == 4:
-        q = tl.reshape(tensors[0].load([b, h, first_row, 0]), (TILE_M, BLOCK_D))
+        q = tl.reshape(tensors.q.load([b, h, first_row, 0]), (TILE_M, BLOCK_D))
     else:
-        offsets = found[0].to(tl.int64) * strides[0][0] + heads.to(tl.int64) * strides[0][1] + at.to(tl.int64) * strides[0][2]
-        q = load_rows(tensors[0], offsets[:, None], is_row[:, None], HEAD_DIM, BLOCK_D, False)
-    q_idx = (position + found[6])[:, None]
+        offsets = row_offsets(sequence.q_row, heads, at, strides.q)
+        q = load_rows(tensors.q, offsets[:, None], is_row[:, None], HEAD_DIM, BLOCK_D, False)
+    q_idx = (position + sequence.q_first)[:, None]
     if IS_PACKED:
         asked = heads[:, None]
     else:
@@ -382,47 +374,45 @@ def forward_tile(
     kept = rows_of(b, asked, q_idx, captured, SCORE_ROWS, MASK_ROWS, ALWAYS_ROWS, HAS_SCORE, HAS_MASK, HAS_ALWAYS)
     kv_head = kv_head.to(tl.int64)
     if IS_DESCRIBED >= 2:
-        k_from, v_from = tensors[1], tensors[2]
-        k_rows = tl.multiple_of(tensors[14], 16) + kv_head * strides[1][1]
-        v_rows = tl.multiple_of(tensors[15], 16) + kv_head * strides[2][1]
+        k_from, v_from = tensors.k, tensors.v
     else:
-        k_rows, v_rows = tensors[1] + kv_head * strides[1][1], tensors[2] + kv_head * strides[2][1]
-        k_from, v_from = k_rows, v_rows
+        k_from, v_from = tensors.k + kv_head * strides.k.head, tensors.v + kv_head * strides.v.head
     if IS_DESCRIBED == 1:
-        row, start = found[3].to(tl.int64), (m * 0 + found[4]).to(tl.int64)
+        row, start = sequence.k_row.to(tl.int64), (m * 0 + sequence.k_start).to(tl.int64)
         k_from = tl.make_tensor_descriptor(
-            k_from + row * strides[1][0] + start * strides[1][2], [seqlen_k, HEAD_DIM], [strides[1][2], 1], [TILE_N, BLOCK_D]
+            k_from + row * strides.k.rows + start * strides.k.position, [seqlen_k, HEAD_DIM], [strides.k.position, 1], [TILE_N, BLOCK_D]
         )
         v_from = tl.make_tensor_descriptor(
-            v_from + row * strides[2][0] + start * strides[2][2], [seqlen_k, HEAD_DIM_V], [strides[2][2], 1], [TILE_N, BLOCK_DV]
+            v_from + row * strides.v.rows + start * strides.v.position, [seqlen_k, HEAD_DIM_V], [strides.v.position, 1], [TILE_N, BLOCK_DV]
         )
-    key = (k_from, v_from, found[3], found[4], strides[1][0], strides[1][2], strides[2][0], strides[2][2], kv_head.to(tl.int32))
+    key = KeyStorage(
+        k=k_from, v=v_from, row=sequence.k_row, start=sequence.k_start, k_strides=strides.k, v_strides=strides.v, head=kv_head.to(tl.int32)
+    )
     # where tiles begin at multiples of their size and so do pages
     FITS: tl.constexpr = (
         PAGE_SIZE > 0 and not HAS_LEFTPAD and (LIST_N == 0 or LIST_N % TILE_N == 0)
         and (TILE_N % max(PAGE_SIZE, 1) == 0 or PAGE_SIZE % TILE_N == 0)
     )  # fmt: skip
-    pages = tensors[9] + b.to(tl.int64) * sizes[6]
+    pages = tensors.pages + b.to(tl.int64) * sizes.pages_each
     if IS_RISING:
         last_row = tl.minimum(first_row + TILE_M // group, end_row) - 1
         limits = (
-            MASK_ROWS(b, h, first_row + found[6], captured[1][0], captured[1][1]),
-            MASK_ROWS(b, h, last_row + found[6], captured[1][0], captured[1][1]),
+            MASK_ROWS(b, h, first_row + sequence.q_first, captured.mask.scalars, captured.mask.tensors),
+            MASK_ROWS(b, h, last_row + sequence.q_first, captured.mask.scalars, captured.mask.tensors),
         )  # fmt: skip
     else:
-        limits = kept[1]
+        limits = kept.mask
     runs, full, partial = visits_of(
-        limits, lists, spans[1], found, b, h, line, seqlen_k, RANGES, TILE_M, TILE_N, LIST_N, HAS_FULL, HAS_ENTRIES, IS_RISING
+        limits, lists, spans.lists, sequence, b, h, line, seqlen_k, RANGES, TILE_M, TILE_N, LIST_N, HAS_FULL, HAS_ENTRIES, IS_RISING
     )
     begin, stop = 0, full + partial
-    if sizes[5] > 1:  # equal shares, as in sequences.split_kv
-        share = (full + partial + sizes[5] - 1) // sizes[5]
+    if sizes.splits > 1:  # equal shares, as in sequences.split_kv
+        share = (full + partial + sizes.splits - 1) // sizes.splits
         begin = tl.minimum(split * share, full + partial)
         stop = tl.minimum(begin + share, full + partial)
     if RANGES > 0:
-        kept = kept[0], inside_of(kept[1], seqlen_k, RANGES), kept[2]
+        kept = RowsOfParts(score=kept.score, mask=inside_of(kept.mask, seqlen_k, RANGES), always=kept.always)
     start, end_full = tl.minimum(begin, full), tl.minimum(stop, full)
-    every = begin, stop
     if IS_JOINED:
         tl.static_assert(RANGES > 0 and PAGE_SIZE == 0 and IS_DESCRIBED > 0, "tiles of both kinds are loaded alike")
         acc, row_sum, row_max = visit_all(
@@ -446,24 +436,22 @@ def forward_tile(
             )  # fmt: skip
             before = first
         if start < end_full:
-            v = keys_at(
-                key[1], before, before + TILE_N, key, key[6], key[7], 0, False, HEAD_DIM_V, BLOCK_DV, 0, False, TILE_N, IS_DESCRIBED, False
-            )
+            v = whole_keys_at(key.v, key.v_strides, before, key, HEAD_DIM_V, BLOCK_DV, TILE_N, IS_DESCRIBED)
             acc = plus_product(acc, owed, p, v, PRECISION)
     else:
         # Page numbers are loaded three tiles ahead and clamped as they come nearer: Triton pipelines no loop that hands a value on as it is
         numbers, near, coming, nearby = 0, 0, 0, 0
         if PAGE_SIZE > 0:
             numbers, near, coming, nearby = first_numbers(
-                runs, start, end_full, found[4], seqlen_k, pages, cache[3], RANGES, TILE_N, LIST_N, PAGE_SIZE, FITS
+                runs, start, end_full, key.start, seqlen_k, pages, cache.last_page, RANGES, TILE_N, LIST_N, PAGE_SIZE, FITS
             )
         for i in range(start, end_full):
             first = full_at(runs, i, RANGES, TILE_N, LIST_N)
             of_tile = numbers
             if PAGE_SIZE > 0:
-                numbers, near = tl.minimum(near, cache[3]), tl.maximum(coming, 0)
+                numbers, near = tl.minimum(near, cache.last_page), tl.maximum(coming, 0)
                 beyond = full_at(runs, tl.minimum(i + 3, end_full - 1), RANGES, TILE_N, LIST_N)
-                coming = page_numbers(found[4] + beyond, 0, pages, TILE_N, PAGE_SIZE, FITS, False)
+                coming = page_numbers(key.start + beyond, 0, pages, TILE_N, PAGE_SIZE, FITS, False)
             acc, row_sum, row_max = visit(
                 acc, row_sum, row_max, q, first, first + TILE_N, True, key, kept, b, asked, of_tile, scales, captured,
                 SCORE, MASK, ALWAYS, False, HAS_SCORE, HAS_MASK, HAS_ALWAYS, RANGES,
@@ -472,7 +460,7 @@ def forward_tile(
     for i in range(tl.maximum(begin - full, 0), tl.maximum(stop - full, 0)):
         first, end, is_shown = partial_at(runs, i, seqlen_k, RANGES, TILE_N, LIST_N)
         if PAGE_SIZE > 0:
-            of_tile = inside(page_numbers(found[4] + first, found[4] + end - 1, pages, TILE_N, PAGE_SIZE, FITS, True), cache[3])
+            of_tile = inside(page_numbers(key.start + first, key.start + end - 1, pages, TILE_N, PAGE_SIZE, FITS, True), cache.last_page)
         else:
             of_tile = 0
         acc, row_sum, row_max = visit(
@@ -483,18 +471,8 @@ def forward_tile(
     if IS_RAW:
         row_max = row_max * factor
     if PAGE_SIZE > 0:  # so that they are loaded: no pool has less than no pages
-        tl.store(tensors[9] + tl.arange(0, NEARBY), nearby, mask=(nearby == 0) & (cache[3] < -1))
-    is_right = not HIDES or is_finite(acc, None)
-    top, total = store_results(
-        acc, row_sum, row_max, tensors, strides, spans, sizes, found[0], at, heads, is_row, split, (b, h, first_row), is_right,
+        tl.store(tensors.pages + tl.arange(0, NEARBY), nearby, mask=(nearby == 0) & (cache.last_page < -1))
+    store_results(
+        acc, row_sum, row_max, tensors, strides, spans, sizes, sequence.q_row, at, heads, is_row, split, (b, h, first_row),
         HAS_SINK, HAS_LSE, HAS_MAX, HEAD_DIM_V, BLOCK_DV, PRECISION, IS_DESCRIBED,
     )  # fmt: skip
-    if not is_right:
-        out = (tensors[16] if IS_DESCRIBED >= 3 else tensors[3]) + split.to(tl.int64) * strides[4][0]
-        offsets = found[0].to(tl.int64) * strides[3][0] + heads.to(tl.int64) * strides[3][1] + at.to(tl.int64) * strides[3][2]
-        out_again(
-            top, total, out + offsets, is_row, q, every[0], every[1], full, seqlen_k, runs,
-            (k_rows, v_rows, key[2], key[3], key[4], key[5], key[6], key[7], key[8]), kept, b, asked, pages, cache[3], scales, captured,
-            scores_of, SCORE, MASK, ALWAYS, HAS_SCORE, HAS_MASK, HAS_ALWAYS, RANGES, TILE_N, LIST_N, HEAD_DIM, HEAD_DIM_V,
-            BLOCK_D, BLOCK_DV, PAGE_SIZE, PRECISION, IS_RAW,
-        )  # fmt: skip

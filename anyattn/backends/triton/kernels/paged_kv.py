@@ -78,11 +78,12 @@ def first_numbers(
 
 @triton.jit
 def paged_places(
-    first, last, numbers, stride_page, stride, TILE_N: tl.constexpr, PAGE_SIZE: tl.constexpr, FITS: tl.constexpr, IS_CUT: tl.constexpr
+    first, last, numbers, strides, TILE_N: tl.constexpr, PAGE_SIZE: tl.constexpr, FITS: tl.constexpr, IS_CUT: tl.constexpr
 ):  # fmt: skip
-    """Offsets in 64 bits of storage rows ``first .. first + TILE_N`` on the pages of these numbers."""
+    """Offsets in 64 bits of storage rows ``first .. first + TILE_N`` on the pages of these numbers. strides: ``RowStrides`` of the pool."""
+    stride = strides.position
     lane = tl.arange(0, TILE_N)
-    page = numbers.to(tl.uint32).to(tl.uint64).to(tl.int64) * stride_page
+    page = numbers.to(tl.uint32).to(tl.uint64).to(tl.int64) * strides.rows
     if IS_CUT:
         lane = tl.minimum(lane, last - first)
     if FITS and PAGE_SIZE >= TILE_N:

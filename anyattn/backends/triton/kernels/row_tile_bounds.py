@@ -75,7 +75,7 @@ def rows_by_spans(early, place, seqlen_q, n_first, n_end, RANGES: tl.constexpr, 
     for start in range(_CHUNK, tiles, _CHUNK):
         m = start + tl.arange(0, _CHUNK)
         more = _extent(m, _spans_of(place, m, m < tiles, n_first, n_end, RANGES, WIDTH))
-        first, end, full, last, count = _merged(first, end, full, last, count, more[0], more[1], more[2], more[3], more[4])
+        first, end, full, last, count = _merged(first, end, full, last, count, *more)
     first = tl.minimum(first, end)
     whole = tl.minimum(end, seqlen_q // TILE_M)
     is_one_run = count == last - full
@@ -84,6 +84,6 @@ def rows_by_spans(early, place, seqlen_q, n_first, n_end, RANGES: tl.constexpr, 
     if not is_one_run:
         for start in range(full // _CHUNK * _CHUNK, end, _CHUNK):
             m = start + tl.arange(0, _CHUNK)
-            fills = _spans_of(place, m, m < tiles, n_first, n_end, RANGES, WIDTH)[1]
+            _, fills = _spans_of(place, m, m < tiles, n_first, n_end, RANGES, WIDTH)
             full_end = tl.minimum(full_end, tl.min(tl.where((m >= full) & (fills == 0), m, _FAR)))
     return first, end, full, full_end

@@ -1,15 +1,16 @@
 """Which tiles of keys a row tile visits: first those that every row sees whole, then those that a mask or the sequence's end cuts.
 Kernel side.
 
-What is to be visited is two runs ``first, count`` of full tiles and up to four of partial ones; or by lists, counts and where they are
-stored. ``full_at(i)`` and ``partial_at(i)`` give the place of the i-th. So one pair of loops serves a causal mask, a window, a sink with a
-window, and block lists.
+What is to be visited is ``Runs`` of tiles, or by lists ``ListedTiles``. ``full_at(i)`` and ``partial_at(i)`` give the place of the i-th. So
+one pair of loops serves a causal mask, a window, a sink with a window, and block lists.
 """
 
 import triton
 import triton.language as tl
 
-__all__ = ["by_lists", "by_ranges", "clipped", "full_at", "inside_of", "partial_at", "place_of_lists", "tile_at", "visits_of"]
+from anyattn.backends.triton.kernels.arguments import ListedTiles, Run, Runs, TileRange
+
+__all__ = ["by_lists", "by_ranges", "clipped", "full_at", "inside_of", "partial_at", "place_of_lists", "visits_of"]
 
 _FAR: tl.constexpr = tl.constexpr(2**30)
 
@@ -29,7 +30,7 @@ def _spread(lo, hi):
 
 @triton.jit
 def _run(spread, TILE_N: tl.constexpr):
-    """The tiles that one range of each row touches, and those that it fills for all rows: (first, end, first full, end full)."""
+    """The ``TileRange`` of one range of each row."""
     least, most, all_lo, all_hi = spread
     first = least // TILE_N
     end = (most + TILE_N - 1) // TILE_N
@@ -38,35 +39,40 @@ def _run(spread, TILE_N: tl.constexpr):
     full = tl.maximum((all_lo + TILE_N - 1) // TILE_N, first)
     full_end = tl.maximum(tl.minimum(all_hi // TILE_N, end), full)
     full = tl.minimum(full, full_end)
-    return first, end, full, full_end
+    return TileRange(first=first, end=end, full=full, full_end=full_end)
 
 
 @triton.jit
 def by_ranges(spread, other, TILE_N: tl.constexpr, RANGES: tl.constexpr):
-    """Runs (full 0, full 1, partial 0 to 3), each (first, count), of rows that see one range or two, which may overlap.
+    """``Runs`` of rows that see one range or two, which may overlap.
 
     spread, other: what ``_spread`` says of each, of limits clipped to 0 .. seqlen_k; a tile more than that is visited for nothing.
     """
-    first, end, full, full_end = _run(spread, TILE_N)
+    one = _run(spread, TILE_N)
     if RANGES == 1:
-        nothing = first * 0
-        return (
-            (full, full_end - full), (nothing, nothing), (first, full - first), (full_end, end - full_end), (nothing, nothing),
-            (nothing, nothing),
-        )  # fmt: skip
+        zero = one.first * 0
+        nothing = Run(first=zero, tiles=zero)
+        return Runs(
+            full_0=Run(first=one.full, tiles=one.full_end - one.full),
+            full_1=nothing,
+            partial_0=Run(first=one.first, tiles=one.full - one.first),
+            partial_1=Run(first=one.full_end, tiles=one.end - one.full_end),
+            partial_2=nothing,
+            partial_3=nothing,
+        )
     else:
-        return _joined((first, end, full, full_end), _run(other, TILE_N))
+        return _joined(one, _run(other, TILE_N))
 
 
 @triton.jit
 def _joined(one, two):
     """The runs of two ranges' tiles, each tile once."""
     # the range that begins first; one without tiles begins nowhere
-    swap = (two[0] < two[1]) & ((two[0] < one[0]) | (one[0] >= one[1]))
-    a0, a1 = tl.where(swap, two[0], one[0]), tl.where(swap, two[1], one[1])
-    b0, b1 = tl.where(swap, one[0], two[0]), tl.where(swap, one[1], two[1])
-    f0, f1 = tl.where(swap, two[2], one[2]), tl.where(swap, two[3], one[3])
-    g0, g1 = tl.where(swap, one[2], two[2]), tl.where(swap, one[3], two[3])
+    swap = (two.first < two.end) & ((two.first < one.first) | (one.first >= one.end))
+    a0, a1 = tl.where(swap, two.first, one.first), tl.where(swap, two.end, one.end)
+    b0, b1 = tl.where(swap, one.first, two.first), tl.where(swap, one.end, two.end)
+    f0, f1 = tl.where(swap, two.full, one.full), tl.where(swap, two.full_end, one.full_end)
+    g0, g1 = tl.where(swap, one.full, two.full), tl.where(swap, one.full_end, two.full_end)
     b1 = tl.maximum(b1, b0)
     # full runs in order, the second without what the first has; an empty one sits where the other begins
     f0, f1 = tl.where(f0 < f1, f0, a0), tl.where(f0 < f1, f1, a0)
@@ -82,73 +88,84 @@ def _joined(one, two):
     middle = tl.where(apart, a1, g0)
     second = tl.where(apart, b0, end)
     nothing = a0 * 0
-    full_0, full_1 = (f0, f1 - f0), (g0, g1 - g0)
+    full_0, full_1 = Run(first=f0, tiles=f1 - f0), Run(first=g0, tiles=g1 - g0)
     # together: [a0, f0) [f1, g0) [g1, end);  apart: [a0, f0) [f1, a1) [b0, g0) [g1, b1)
     third = tl.where(apart, second, g1)
     third_end = tl.where(apart, g0, end)
     fourth = tl.where(apart, g1, nothing)
     fourth_end = tl.where(apart, b1, nothing)
-    return full_0, full_1, (a0, f0 - a0), (f1, middle - f1), (third, third_end - third), (fourth, fourth_end - fourth)
+    return Runs(
+        full_0=full_0,
+        full_1=full_1,
+        partial_0=Run(first=a0, tiles=f0 - a0),
+        partial_1=Run(first=f1, tiles=middle - f1),
+        partial_2=Run(first=third, tiles=third_end - third),
+        partial_3=Run(first=fourth, tiles=fourth_end - fourth),
+    )
 
 
 @triton.jit
 def _ranged_full(runs, i, RANGES: tl.constexpr):
     """The i-th full tile."""
     if RANGES == 1:
-        return runs[0][0] + i
-    return tl.where(i < runs[0][1], runs[0][0] + i, runs[1][0] + i - runs[0][1])
+        return runs.full_0.first + i
+    return tl.where(i < runs.full_0.tiles, runs.full_0.first + i, runs.full_1.first + i - runs.full_0.tiles)
 
 
 @triton.jit
 def _ranged_partial(runs, i, RANGES: tl.constexpr):
     """The i-th partial tile."""
-    second = i - runs[2][1]
+    second = i - runs.partial_0.tiles
     if RANGES == 1:
-        return tl.where(second < 0, runs[2][0] + i, runs[3][0] + second)
-    third = second - runs[3][1]
-    fourth = third - runs[4][1]
-    late = tl.where(fourth < 0, runs[4][0] + third, runs[5][0] + fourth)
-    return tl.where(second < 0, runs[2][0] + i, tl.where(third < 0, runs[3][0] + second, late))
+        return tl.where(second < 0, runs.partial_0.first + i, runs.partial_1.first + second)
+    third = second - runs.partial_1.tiles
+    fourth = third - runs.partial_2.tiles
+    late = tl.where(fourth < 0, runs.partial_2.first + third, runs.partial_3.first + fourth)
+    return tl.where(second < 0, runs.partial_0.first + i, tl.where(third < 0, runs.partial_1.first + second, late))
 
 
 @triton.jit
 def by_lists(lists, line, place, seqlen_k, TILE_N: tl.constexpr, LIST_N: tl.constexpr, HAS_FULL: tl.constexpr):
-    """(full tiles, partial tiles, of which listed as partial, full tiles' places, partial tiles' places) of one line of lists.
+    """``ListedTiles`` of one line of ``lists``, whose counts are at ``line``, its indices from ``place``.
 
-    lists: pointers to counts and places of partial tiles, then of full ones; the line's counts are at ``line``, its places from ``place``.
     A listed tile is cut in tiles of the kernel's. Those of full ones that the sequence's end cuts come after the partial ones.
     """
     CUT: tl.constexpr = (LIST_N + TILE_N - 1) // TILE_N
-    partial_count, partial_index, full_count, full_index = lists
-    partial = tl.load(partial_count + line) * CUT
+    partial = tl.load(lists.partial_count + line) * CUT
     if HAS_FULL:
-        full = tl.load(full_count + line)
+        full = tl.load(lists.full_count + line)
         whole = full * CUT
         if LIST_N % TILE_N == 0:
-            last = tl.load(full_index + place + full - 1, mask=full > 0, other=0)
+            last = tl.load(lists.full_index + place + full - 1, mask=full > 0, other=0)
             inside = tl.minimum(tl.maximum((seqlen_k - last * LIST_N) // TILE_N, 0), CUT)
             cut = tl.where(full > 0, CUT - inside, 0)
         else:
             cut = whole
-        return whole - cut, partial + cut, partial, full_index + place, partial_index + place
+        return ListedTiles(
+            full=whole - cut, partial=partial + cut, listed=partial,
+            full_index=lists.full_index + place, partial_index=lists.partial_index + place,
+        )  # fmt: skip
     else:
-        return partial * 0, partial, partial, partial_index, partial_index + place
+        return ListedTiles(
+            full=partial * 0, partial=partial, listed=partial,
+            full_index=lists.partial_index, partial_index=lists.partial_index + place,
+        )  # fmt: skip
 
 
 @triton.jit
-def _listed_full(found, i, TILE_N: tl.constexpr, LIST_N: tl.constexpr):
+def _listed_full(listed, i, TILE_N: tl.constexpr, LIST_N: tl.constexpr):
     """The first key of the i-th full tile."""
     CUT: tl.constexpr = (LIST_N + TILE_N - 1) // TILE_N
-    return tl.load(found[3] + i // CUT) * LIST_N + (i % CUT) * TILE_N
+    return tl.load(listed.full_index + i // CUT) * LIST_N + (i % CUT) * TILE_N
 
 
 @triton.jit
-def _listed_partial(found, i, seqlen_k, TILE_N: tl.constexpr, LIST_N: tl.constexpr):
+def _listed_partial(listed, i, seqlen_k, TILE_N: tl.constexpr, LIST_N: tl.constexpr):
     """(first key, end, whether all of it is visible) of the i-th partial tile, full ones that are cut among them."""
     CUT: tl.constexpr = (LIST_N + TILE_N - 1) // TILE_N
-    is_full = i >= found[2]
-    at = tl.where(is_full, i - found[2] + found[0], i)
-    place = tl.where(is_full, found[3] + at // CUT, found[4] + at // CUT)
+    is_full = i >= listed.listed
+    at = tl.where(is_full, i - listed.listed + listed.full, i)
+    place = tl.where(is_full, listed.full_index + at // CUT, listed.partial_index + at // CUT)
     n = tl.load(place)
     return n * LIST_N + (at % CUT) * TILE_N, tl.minimum((n + 1) * LIST_N, seqlen_k), is_full
 
@@ -174,16 +191,16 @@ def inside_of(limits, seqlen_k, RANGES: tl.constexpr):
 
 
 @triton.jit
-def place_of_lists(strides, b, h, line, found, seqlen_k, LIST_N: tl.constexpr, HAS_ENTRIES: tl.constexpr):
-    """(the line of counts, the first place) in block lists, dense ones or those of a ragged batch."""
-    head = h.to(tl.int64) * strides[1]
+def place_of_lists(strides, b, h, line, sequence, seqlen_k, LIST_N: tl.constexpr, HAS_ENTRIES: tl.constexpr):
+    """(the line of counts, the first place) in block lists, dense ones or those of a ragged batch. strides: ``ListStrides``."""
+    head = h.to(tl.int64) * strides.head
     if HAS_ENTRIES:
-        at = head + found[7] + line
-        flat = h.to(tl.int64) * strides[3] + found[8] + line.to(tl.int64) * ((seqlen_k + LIST_N - 1) // LIST_N)
-        return at, tl.where(strides[2] > 0, at * strides[2], flat)
+        at = head + sequence.lists_line + line
+        flat = h.to(tl.int64) * strides.flat + sequence.lists_place + line.to(tl.int64) * ((seqlen_k + LIST_N - 1) // LIST_N)
+        return at, tl.where(strides.row > 0, at * strides.row, flat)
     else:
-        at = b.to(tl.int64) * strides[0] + head + line
-        return at, at * strides[2]
+        at = b.to(tl.int64) * strides.entry + head + line
+        return at, at * strides.row
 
 
 @triton.jit
@@ -200,7 +217,7 @@ def _spread_of(mask_rows, AT: tl.constexpr, seqlen_k, TILE_M: tl.constexpr, IS_R
 
 @triton.jit
 def visits_of(
-    mask_rows, lists, spans, found, b, h, line, seqlen_k,
+    mask_rows, lists, strides, sequence, b, h, line, seqlen_k,
     RANGES: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, LIST_N: tl.constexpr, HAS_FULL: tl.constexpr,
     HAS_ENTRIES: tl.constexpr, IS_RISING: tl.constexpr,
 ):  # fmt: skip
@@ -209,16 +226,17 @@ def visits_of(
     mask_rows: what the mask keeps of every row, or IS_RISING of the first and of the last, of limits that no later row has lower: a
     program that compares all rows waits for shared memory twice before it can ask for keys."""
     if RANGES == 0:
-        counts_at, places_at = place_of_lists(spans, b, h, line, found, seqlen_k, LIST_N, HAS_ENTRIES)
+        counts_at, places_at = place_of_lists(strides, b, h, line, sequence, seqlen_k, LIST_N, HAS_ENTRIES)
         runs = by_lists(lists, counts_at, places_at, seqlen_k, TILE_N, LIST_N, HAS_FULL)
-        return runs, runs[0], runs[1]
+        return runs, runs.full, runs.partial
     else:
         spread = _spread_of(mask_rows, 0, seqlen_k, TILE_M, IS_RISING)
         if RANGES == 1:
             runs = by_ranges(spread, spread, TILE_N, 1)
         else:
             runs = by_ranges(spread, _spread_of(mask_rows, 2, seqlen_k, TILE_M, IS_RISING), TILE_N, 2)
-        return runs, runs[0][1] + runs[1][1], runs[2][1] + runs[3][1] + runs[4][1] + runs[5][1]
+        full = runs.full_0.tiles + runs.full_1.tiles
+        return runs, full, runs.partial_0.tiles + runs.partial_1.tiles + runs.partial_2.tiles + runs.partial_3.tiles
 
 
 @triton.jit
@@ -237,19 +255,3 @@ def partial_at(runs, i, seqlen_k, RANGES: tl.constexpr, TILE_N: tl.constexpr, LI
         return _ranged_partial(runs, i, RANGES) * TILE_N, seqlen_k, False
     else:
         return _listed_partial(runs, i, seqlen_k, TILE_N, LIST_N)
-
-
-@triton.jit
-def tile_at(runs, i, full, seqlen_k, RANGES: tl.constexpr, TILE_N: tl.constexpr, LIST_N: tl.constexpr):
-    """``partial_at`` of the i-th tile of all, the ``full`` ones before the partial ones; a mask by ranges shows all of a full one."""
-    if RANGES > 0:
-        place = tl.where(i < full, _ranged_full(runs, i, RANGES), _ranged_partial(runs, i - full, RANGES))
-        return place * TILE_N, seqlen_k, False
-    else:
-        first, end, is_shown = i * 0, i * 0, i >= 0
-        if i < full:
-            first = _listed_full(runs, i, TILE_N, LIST_N)
-            end = first + TILE_N
-        else:
-            first, end, is_shown = _listed_partial(runs, i - full, seqlen_k, TILE_N, LIST_N)
-        return first, end, is_shown

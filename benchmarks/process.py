@@ -1,4 +1,4 @@
-"""A child process that is asked in JSON lines and answers each with one: the parent's end, and the child's."""
+"""Child processes: one that is asked in JSON lines and answers each with one (the parent's end, and the child's), and probes."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, TextIO
 
-__all__ = ["ANSWER", "Child", "apart"]
+__all__ = ["ANSWER", "CACHE_FOLDERS", "Child", "apart", "probed"]
 
+# where anyattn and its compilers keep what they compiled
+CACHE_FOLDERS = ("XDG_CACHE_HOME", "CUTE_DSL_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
 ANSWER = "@ahead "  # what the child says for itself; compilers print to the same stream
 
 
@@ -60,3 +63,15 @@ def apart() -> Iterator[TextIO]:
     with os.fdopen(os.dup(sys.stdout.fileno()), "w") as answers:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         yield answers
+
+
+def probed(module: str, name: str, timeout_s: float, environment: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """The JSON object that ``python -m module name`` prints last, in a fresh process; ``{"error": why there is none}``."""
+    command, root = [sys.executable, "-m", module, name], Path(__file__).resolve().parent.parent
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s, cwd=root)
+    except subprocess.TimeoutExpired:
+        return {"error": f"it took more than {timeout_s:.0f} s"}
+    if done.returncode:
+        return {"error": (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1][:300]}
+    return json.loads(done.stdout.strip().splitlines()[-1])

@@ -1,4 +1,4 @@
-"""Decoding from a cache: anyattn's door in each of its forms, and copying as many bytes as the keys and values have."""
+"""Decoding from a cache: ``flash_attn_with_kvcache`` in each of its forms, and copying as many bytes as the keys and values have."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from anyattn import scores
-from benchmarks.gpu.inputs import Inputs
+from benchmarks.inputs import Inputs
 
 __all__ = ["alibi", "append", "contiguous", "copy", "fa3", "paged", "pages", "splits"]
 
@@ -22,7 +22,7 @@ def _lengths(inputs: Inputs, less: int = 0) -> Tensor:
 
 
 def contiguous(inputs: Inputs, **options: Any) -> Callable[..., Any]:
-    """One query a sequence against a full cache, nothing appended; open for ``backend``."""
+    """One query a sequence against a full cache, nothing appended; still takes ``backend``."""
     import anyattn
 
     qkv, lengths = inputs.bshd, _lengths(inputs)

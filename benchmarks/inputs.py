@@ -11,25 +11,25 @@ import torch
 from torch import Tensor
 
 from anyattn.gallery import Mods
-from benchmarks.gpu.cases import GpuCase
-from benchmarks.gpu.variants import VARIANTS, Setting, document_lengths
-from benchmarks.variants import visible_pairs
+from benchmarks.case import Case
+from benchmarks.variants import VARIANTS, Setting
 
-__all__ = ["Inputs", "intervals"]
+__all__ = ["Inputs", "intervals", "visible_pairs"]
 
 
 class Inputs:
     """Random normal q, k, v of a case, the same for every contestant, and the gradient of its output.
 
     bshd: contiguous (batch, length, heads, head dim), FlashAttention's layout. bhsd: a contiguous copy, torch's layout. packed: bshd as
-    one row of tokens. Where gradients are timed each is a leaf of its own.
+    one row of tokens. Where gradients are timed each is a leaf of its own. device: where they are, the case's unless named.
     """
 
-    def __init__(self, case: GpuCase, device: str, dtype: torch.dtype = torch.bfloat16):
+    def __init__(self, case: Case, device: str | None = None):
         shape = case.shape
-        self.case, self.device, self.variant = case, device, VARIANTS[case.variant]
+        self.case, self.device, self.variant = case, device or case.device, VARIANTS[case.device][case.variant]
         self.bshd: tuple[Tensor, ...] = ()
-        if case.door != "mask":
+        if case.kind != "mask":
+            device, dtype = self.device, case.torch_dtype
             random = torch.Generator(device).manual_seed(0)
             sizes = ((shape.seqlen_q, shape.heads_q), (shape.seqlen_k, shape.heads_kv), (shape.seqlen_k, shape.heads_kv))
             drawn = [torch.randn(shape.batch, s, h, shape.head_dim, generator=random, device=device, dtype=dtype) for s, h in sizes]
@@ -78,7 +78,8 @@ class Inputs:
     @property
     def lengths(self) -> list[int]:
         """Of the documents of all batch entries, one after the other."""
-        return document_lengths(self.case.shape.seqlen_q) * self.case.shape.batch
+        assert self.variant.documents is not None, f"{self.case.variant} has no documents"
+        return self.variant.documents(self.case.shape.seqlen_q) * self.case.shape.batch
 
     @cached_property
     def cu_seqlens(self) -> Tensor:
@@ -104,17 +105,37 @@ class Inputs:
         return visible_pairs(self.mods.mask, shape.seqlen_q, shape.seqlen_k, self.device) * shape.batch * shape.heads_q
 
     def comparable(self, result: Any, layout: str) -> Any:
-        """A contestant's result, or its gradients of q, k and v, as (batch, length, heads, head dim); a block mask as it is."""
+        """A contestant's result, or its gradients of q, k and v, as (batch, length, heads, head dim); a block mask as it is.
+
+        layout: one of ``leaves``, mask, padded (documents, heads, longest, head dim), or per-document, each (1, length, heads, head dim).
+        """
         if layout == "mask":
             return result
         if self.case.is_backward:
             return tuple(self._as_bshd(grad, layout, like) for grad, like in zip(result, self.bshd))
+        if layout == "per-document":
+            return torch.cat(result, dim=1).reshape(self.bshd[0].shape)
+        if layout == "padded":
+            rows = [row[:, :length].transpose(0, 1) for row, length in zip(result, self.lengths, strict=True)]
+            return torch.cat(rows).reshape(self.bshd[0].shape)
         return self._as_bshd(result[0] if isinstance(result, (tuple, list)) else result, layout, self.bshd[0])
 
     def _as_bshd(self, t: Tensor, layout: str, like: Tensor) -> Tensor:
         if layout == "bhsd":
             return t.transpose(1, 2)
         return t.reshape(like.shape) if layout == "packed" else t
+
+
+def visible_pairs(mask: Any, seqlen_q: int, seqlen_k: int, device: str, rows_at_once: int = 1024) -> int:
+    """How many (query, key) pairs of one head the mask shows; a mask of these benchmarks depends on neither b nor h."""
+    if mask is None:
+        return seqlen_q * seqlen_k
+    zero, keys = torch.zeros((), dtype=torch.int64, device=device), torch.arange(seqlen_k, device=device)
+    total = 0
+    for start in range(0, seqlen_q, rows_at_once):
+        rows = torch.arange(start, min(start + rows_at_once, seqlen_q), device=device)[:, None]
+        total += int(mask(zero, zero, rows, keys).expand(len(rows), seqlen_k).sum())
+    return total
 
 
 def intervals(mask: Any, seqlen_q: int, seqlen_k: int, device: str, rows_at_once: int = 1024) -> Tensor:

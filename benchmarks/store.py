@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.bars import Found
-from benchmarks.gpu import report
-from benchmarks.gpu.cases import GpuCase
+from benchmarks import report
+from benchmarks.bars import Bar, Found
+from benchmarks.case import Case
 
 __all__ = ["State", "Store", "is_done"]
 
@@ -39,7 +39,7 @@ class State:
         return {**often, **self.banned.get(case, {})}
 
 
-def is_done(found: Found, step: GpuCase | str) -> bool:
+def is_done(found: Found, step: Case | str) -> bool:
     """Whether a probe was taken, or each of a case's contestants was timed or has a reason why not."""
     if isinstance(step, str):
         return step in found.probes
@@ -48,9 +48,10 @@ def is_done(found: Found, step: GpuCase | str) -> bool:
 
 
 class Store:
-    """OUT.json (figures), OUT.md (tables), OUT.state.json (what is under way), OUT.ahead.log (what compilers say)."""
+    """OUT.json (figures), OUT.md (tables), OUT.state.json (what is under way), OUT.ahead.log (what compilers say). bars: of the tables."""
 
-    def __init__(self, out: Path):
+    def __init__(self, out: Path, bars: Sequence[Bar] = ()):
+        self._bars = bars
         out.parent.mkdir(parents=True, exist_ok=True)
         self._figures, self._tables = out.with_name(out.name + ".json"), out.with_name(out.name + ".md")
         self._state, self.log = out.with_name(out.name + ".state.json"), out.with_name(out.name + ".ahead.log")
@@ -62,9 +63,13 @@ class Store:
     def found(self) -> Found:
         return report.found_in(json.loads(self._figures.read_text())) if self._figures.exists() else Found({}, {})
 
+    def commit(self) -> str:
+        """That the figures are of; empty if there are none."""
+        return json.loads(self._figures.read_text())["machine"]["commit"] if self._figures.exists() else ""
+
     def save(self, machine: dict[str, Any], found: Found) -> None:
-        _replace(self._figures, json.dumps(report.as_json(machine, found), indent=1) + "\n")
-        _replace(self._tables, report.as_markdown(machine, found))
+        _replace(self._figures, json.dumps(report.as_json(machine, found, self._bars), indent=1) + "\n")
+        _replace(self._tables, report.as_markdown(machine, found, self._bars))
 
     def state(self) -> State:
         if not self._state.exists():

@@ -1,0 +1,142 @@
+"""Remembered calls: a two-generation cache from the key of a call to its plan, and to its problem without tensors.
+
+No tensor and no function of a user's is kept, but for CuTe functions, which are their programs, and no more than ``2 * MOST`` calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from anyattn.call_cache.rebind import Recipe, checks_hold
+from anyattn.call_cache.signature import NotCacheable, Signature
+from anyattn.mods.tracing.trace import TracedMod
+from anyattn.plan import Plan
+from anyattn.problem import Problem
+from anyattn.sequences.unread_kvcache import CacheSizes
+
+__all__ = ["MOST", "RememberedCall", "TwoGenerationCache", "clear", "known", "remember", "size"]
+
+MOST = 512
+
+
+class RememberedCall(NamedTuple):
+    """What calls of one key have in common.
+
+    fields: the problem's, but for its tensors and what its mods capture.
+    has_lists, shares_keys (``flex_attention``): whether there are block lists; whether key and value of batch 1 stand for every query batch
+    entry. reach, sizes, follows (``flash_attn_with_kvcache``): ``append.reach`` of the caches; ``CacheStep``'s.
+    plans: where the plan hangs on the greatest number of keys too, by that.
+    """
+
+    plan: Plan
+    fields: dict[str, Any]
+    score: Recipe | None
+    masks: tuple[Recipe, ...]
+    has_lists: bool = False
+    shares_keys: bool = False
+    reach: tuple[int, int] = (0, 0)
+    sizes: CacheSizes | None = None
+    follows: bool = False
+    plans: dict[int, Plan] | None = None
+
+    def filled(self, q: Any, k: Any, v: Any, sink: Any, scale: Any, found: Signature, arguments: tuple[Any, ...] = ()) -> dict[str, Any]:
+        """The fields of a warm call's problem; block lists and sequences are left to the entry point. arguments: as ``Recipe.made``."""
+        fields = dict(self.fields)
+        fields["q"], fields["k"], fields["v"], fields["sink"] = q, k, v, sink
+        if scale is not None:
+            fields["scale"] = float(scale)
+        if self.score is not None:
+            fields["score"] = self.score.made(found, arguments)
+        if self.masks:
+            fields["predicates"] = tuple([mask.made(found, arguments) for mask in self.masks])
+        return fields
+
+
+class TwoGenerationCache:
+    """The latest calls: a full ``young`` becomes ``old``; a hit in ``old`` is copied to ``young``.
+
+    A key that cannot be hashed holds a wrong argument, and is never there.
+    """
+
+    def __init__(self) -> None:
+        self.young: dict[tuple, RememberedCall] = {}
+        self.old: dict[tuple, RememberedCall] = {}
+
+    def get(self, key: tuple) -> RememberedCall | None:
+        try:
+            found = self.young.get(key)
+        except TypeError:
+            return None
+        if found is None:
+            found = self.old.get(key)
+            if found is not None:
+                self.put(key, found)
+        return found
+
+    def put(self, key: tuple, call: RememberedCall) -> None:
+        if len(self.young) >= MOST:
+            self.old, self.young = self.young, {}
+        with contextlib.suppress(TypeError):
+            self.young[key] = call
+
+
+_calls = TwoGenerationCache()
+
+
+def clear() -> None:
+    """Forgets every call; for tests and measurements, which look at what a first call does."""
+    _calls.young, _calls.old = {}, {}
+
+
+def size() -> int:
+    """How many calls are remembered."""
+    return len(_calls.young) + len(_calls.old)
+
+
+def known(found: Signature | None) -> RememberedCall | None:
+    """The remembered call of this signature."""
+    return None if found is None else _calls.get(found.key)
+
+
+def remember(
+    found: Signature,
+    again: Callable[[], Signature | None],
+    problem: Problem,
+    plan: Plan,
+    score: TracedMod | None = None,
+    arguments: tuple[Any, ...] = (),
+    **more: Any,
+) -> None:
+    """Remembers a first call, unless its checks or its plan hang on what tensors hold.
+
+    again: reads the signature once more: a call whose signature changed during the checks is not remembered, for another thread may have
+    rebound what a mod captures, and the first trace of a mod may find that more of its numbers belong to the key.
+    score: the user's part of ``problem.score``; the first predicates are the user's, too. arguments: as ``Recipe.of`` takes them.
+    more: fields of ``RememberedCall``.
+    """
+    if not plan.is_reusable and "plans" not in more:
+        return
+    has_score = int(score is not None)
+    count = len(found.readings) - has_score
+    if not checks_hold([m for m in (score, *problem.predicates[:count]) if m is not None], problem):
+        return
+    still = again()
+    if still is None or still.key != found.key:
+        return
+    try:
+        whole = None if problem.score is None else Recipe.of(problem.score, score, 0, arguments)
+        masks = [Recipe.of(p, p if i < count else None, i + has_score, arguments) for i, p in enumerate(problem.predicates)]
+    except NotCacheable:
+        return
+    _calls.put(found.key, RememberedCall(plan, _without_tensors(problem), whole, tuple(masks), **more))
+
+
+def _without_tensors(problem: Problem) -> dict[str, Any]:
+    """All fields, the tensors and what the mods captured left out."""
+    return {
+        "q": None, "k": None, "v": None, "scale": problem.scale, "score": None, "predicates": (), "blocks": None, "sink": None,
+        "wants_lse": problem.wants_lse, "wants_max": problem.wants_max, "deterministic": problem.deterministic, "sequences": None,
+        "num_splits": problem.num_splits, "blocks_follow": problem.blocks_follow, "packs": problem.packs,
+    }  # fmt: skip

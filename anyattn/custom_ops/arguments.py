@@ -1,0 +1,159 @@
+"""Arguments of the operators: declared once, as NamedTuples, from which schema, records and the places of tensors follow."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, get_type_hints
+
+import torch
+from torch import Tensor
+
+__all__ = ["Arguments", "Mask", "Masks", "Results", "Score"]
+
+
+class Score(NamedTuple):
+    """A score mod as an operator has it: its program's text, the captured numbers as integers (floats by their bits), captured tensors."""
+
+    score_program: str
+    score_numbers: list[int]
+    score_tensors: list[Tensor]
+
+
+class Mask(NamedTuple):
+    """A mask as ``Score``."""
+
+    mask_program: str
+    mask_numbers: list[int]
+    mask_tensors: list[Tensor]
+
+
+class Masks(NamedTuple):
+    """Masks as ``Score``; the programs are joined by newlines, since an operator takes no list of strings."""
+
+    mask_programs: str
+    mask_numbers: list[int]
+    mask_tensors: list[Tensor]
+
+
+class Results(NamedTuple):
+    """What a backward operator takes beside the forward operator's arguments. wants: which gradients, in the order of ``Arguments``."""
+
+    out: Tensor
+    lse: Tensor
+    dout: Tensor
+    dlse: Tensor | None
+    wants: list[bool]
+
+
+class Arguments:
+    """What an operator takes: the fields of ``records``, in order; a field whose type is a NamedTuple stands for that one's fields.
+
+    left_out: fields that the operator does not take, and what a record has there.
+
+    >>> class Rows(NamedTuple):
+    ...     q: Tensor
+    ...     score: Score
+    ...     backend: str
+    >>> arguments = Arguments(Rows)
+    >>> arguments.names
+    ('q', 'score_program', 'score_numbers', 'score_tensors', 'backend')
+    >>> q = torch.zeros(2)
+    >>> given = Rows(q, Score("", [0], []), "torch")
+    >>> arguments.records(arguments.flat(given)) == [given]
+    True
+    """
+
+    def __init__(self, *records: type, left_out: dict[str, Any] | None = None) -> None:
+        self._left_out = left_out or {}
+        kinds = [pair for record in records for pair in _fields_of(record) if pair[0] not in self._left_out]
+        self.names = tuple(name for name, _ in kinds)
+        self._kinds = tuple(kind for _, kind in kinds)
+        self._tensors = tuple(i for i, kind in enumerate(self._kinds) if kind in (Tensor, Tensor | None))
+        self._lists = tuple(i for i, kind in enumerate(self._kinds) if kind == list[Tensor])
+        scope: dict[str, Any] = {"made": tuple.__new__, "left_out": self._left_out}
+        made = ", ".join([_constructed(record, self._left_out, scope) for record in records])
+        self._records: Callable[..., list[Any]] = eval(f"lambda {', '.join(self.names)}: [{made}]", scope)
+
+    def schema(self, implementation: Callable, changed: Sequence[str] = ()) -> str:
+        """The operator's schema behind its name; what it returns is what ``implementation`` says. changed: the tensors it writes to."""
+
+        def prototype(*_: Any) -> None: ...
+
+        place = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        listed = [inspect.Parameter(name, place, annotation=kind) for name, kind in zip(self.names, self._kinds, strict=True)]
+        prototype.__signature__ = inspect.Signature(listed, return_annotation=get_type_hints(implementation)["return"])  # type: ignore[attr-defined]
+        return torch.library.infer_schema(prototype, mutates_args=changed)
+
+    def records(self, given: tuple) -> list[Any]:
+        """The records of an operator's arguments."""
+        return self._records(*given)
+
+    def flat(self, *records: tuple) -> tuple:
+        """An operator's arguments of records."""
+        found: list[Any] = []
+        for record in records:
+            _flatten(record, self._left_out, found)
+        return tuple(found)
+
+    def of(self, names: Sequence[str], given: tuple) -> list[Tensor | None]:
+        """The tensors of some of the arguments, those of lists one by one."""
+        found: list[Tensor | None] = []
+        for name in names:
+            value = given[self.names.index(name)]
+            found += value if isinstance(value, (list, tuple)) else [value]
+        return found
+
+    def split(self, given: tuple) -> tuple[tuple, list[Tensor | None]]:
+        """(arguments without tensors, the tensors): in the first, None stands for a tensor and its length for a list of them."""
+        others = list(given)
+        tensors: list[Tensor | None] = [given[i] for i in self._tensors]
+        for i in self._tensors:
+            others[i] = None
+        for i in self._lists:
+            tensors += given[i]
+            others[i] = len(given[i])
+        return tuple(others), tensors
+
+    def joined(self, others: tuple, tensors: Iterable[Any]) -> tuple:
+        """The way back of ``split``; tensors: those, or something for each of them."""
+        given, rest = list(others), iter(tensors)
+        for i in self._tensors:
+            given[i] = next(rest)
+        for i in self._lists:
+            given[i] = [next(rest) for _ in range(others[i])]
+        return tuple(given)
+
+
+def _fields_of(record: type) -> Iterator[tuple[str, Any]]:
+    hints = get_type_hints(record)
+    for name in record._fields:  # type: ignore[attr-defined]
+        if _is_record(hints[name]):
+            yield from _fields_of(hints[name])
+        else:
+            yield name, hints[name]
+
+
+def _is_record(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields")
+
+
+def _constructed(record: type, left_out: dict[str, Any], scope: dict[str, Any]) -> str:
+    """The expression that makes a record of the names of its fields; what else it needs is put into ``scope``."""
+    hints = get_type_hints(record)
+    scope[record.__name__] = record
+    values = [
+        f"left_out[{name!r}]" if name in left_out else _constructed(hints[name], left_out, scope) if _is_record(hints[name]) else name
+        for name in record._fields  # type: ignore[attr-defined]
+    ]
+    return f"made({record.__name__}, ({', '.join(values)},))"
+
+
+def _flatten(record: tuple, left_out: dict[str, Any], found: list[Any]) -> None:
+    for name, value in zip(record._fields, record, strict=True):  # type: ignore[attr-defined]
+        if name in left_out:
+            continue
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            _flatten(value, left_out, found)
+        else:
+            found.append(value)

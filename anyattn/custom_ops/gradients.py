@@ -1,0 +1,125 @@
+"""Gradients of the operators: autograd's kernel of each, and ``torch.func.grad`` and ``vjp`` of them.
+
+A call in which no gradient, mode or transform takes part runs at once, from the dispatcher's first step. Else one ``autograd.Function``,
+of the kind that ``torch.func`` wants, takes every tensor of the arguments, also those in lists, as an argument of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import repeat
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from anyattn.autograd import refuse_second_derivative
+from anyattn.custom_ops.arguments import Arguments, Results
+from anyattn.tensors import kinds
+
+__all__ = ["called", "differentiable", "without_gradients"]
+
+_BELOW, _Below = torch._C._after_autograd_keyset, torch._C._AutoDispatchBelowAutograd  # type: ignore[attr-defined]
+_MEMORY = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
+_is_grad_enabled, _any_requires_grad = torch._C.is_grad_enabled, torch._C._any_requires_grad  # type: ignore[attr-defined]
+
+
+class _Rule(NamedTuple):
+    """How an operator is differentiated, see ``differentiable``; backward is None for one that has no derivative."""
+
+    operator: Any
+    arguments: Arguments
+    backward: Any = None
+    of: tuple[str, ...] = ()
+    constant: tuple[int, ...] = ()
+
+
+_rules: dict[Any, _Rule] = {}
+
+
+def differentiable(operator: Any, backward: Any, of: tuple[str, ...], constant: tuple[int, ...] = ()) -> None:
+    """Gives an operator of (out, lse, ...) its derivative: the operator ``backward``, which takes its arguments' record and ``Results``.
+
+    of: the arguments whose gradients ``backward`` returns, in order, those of a list one by one. constant: results without a gradient.
+    """
+    _rules[operator] = _rules[operator]._replace(backward=backward, of=of, constant=constant)
+
+
+def called(operator: Any, *records: Any) -> Any:
+    """The operator's results for arguments in records, also inside function transforms; raises for tensors that those hide from it."""
+    rule = _rules[operator]
+    given = rule.arguments.flat(*records)
+    active = kinds.transforms()
+    if not active:
+        return operator(*given)
+    _, tensors = rule.arguments.split(given)
+    for t in tensors:
+        if t is not None:
+            kinds.refuse("an argument of attention", t)
+    return _differentiated(rule, operator, given) if "grad" in active else operator(*given)
+
+
+def without_gradients(operator: Any, arguments: Arguments, run: Callable[..., Any]) -> Callable[..., Any]:
+    """Autograd's kernel of an operator, until ``differentiable`` one without derivative. run: its implementation."""
+    _rules[operator] = _Rule(operator, arguments)
+    plain: dict[int, bool] = {}  # by the keys of a call's tensors and modes: whether its tensors are memory and nothing listens
+
+    def kernel(keyset: Any, *given: Any) -> Any:
+        if _is_grad_enabled() and _any_requires_grad(*given):
+
+            def below(*given: Any) -> Any:
+                with _Below():
+                    return operator.redispatch(keyset & _BELOW, *given)
+
+            return _differentiated(_rules[operator], below, given)
+        keys = keyset.raw_repr()
+        is_plain = plain.get(keys)
+        if is_plain is None:
+            rest = (keyset & _BELOW).remove(torch._C.DispatchKey.ADInplaceOrView)
+            is_plain = plain[keys] = rest.highestPriorityTypeId() in _MEMORY
+        with _Below():
+            return run(*given) if is_plain else operator.redispatch(keyset & _BELOW, *given)
+
+    return kernel
+
+
+def _differentiated(rule: _Rule, call: Callable[..., Any], given: tuple) -> Any:
+    others, tensors = rule.arguments.split(given)
+    found = _Differentiated.apply(call, rule, others, *tensors)  # type: ignore[no-untyped-call]
+    return found if len(rule.operator._schema.returns) > 1 else list(found)
+
+
+class _Differentiated(torch.autograd.Function):
+    """An operator's call. others, tensors: its arguments, see ``Arguments.split``."""
+
+    @staticmethod
+    def forward(call: Callable[..., Any], rule: _Rule, others: tuple, *tensors: Tensor | None) -> tuple:  # type: ignore[override]
+        return tuple(call(*rule.arguments.joined(others, tensors)))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+        _, rule, others, *tensors = inputs
+        ctx.rule, ctx.others, ctx.count = rule, others, len(output)
+        if rule.backward is None:
+            return
+        sources = rule.arguments.of(rule.of, rule.arguments.joined(others, tensors))
+        ctx.wants = [t is not None and t.is_floating_point() and t.requires_grad for t in sources]
+        ctx.save_for_backward(*output, *tensors)
+        ctx.mark_non_differentiable(*(output[i] for i in rule.constant))
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        rule: _Rule = ctx.rule
+        if rule.backward is None:
+            refuse_second_derivative()
+        (out, lse, *_), tensors = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+        dout, dlse = torch.zeros_like(out) if grads[0] is None else grads[0], grads[1]
+        given = rule.arguments.joined(ctx.others, tensors)
+        found = called(rule.backward, *rule.arguments.records(given), Results(out, lse, dout, dlse, ctx.wants))
+        wanted = iter([g if w else None for g, w in zip(found, ctx.wants, strict=True)])
+        by_argument = list(rule.arguments.joined(ctx.others, repeat(None)))
+        for name in rule.of:
+            i = rule.arguments.names.index(name)
+            by_argument[i] = [next(wanted) for _ in by_argument[i]] if isinstance(by_argument[i], list) else next(wanted)
+        return None, None, None, *rule.arguments.split(tuple(by_argument))[1]

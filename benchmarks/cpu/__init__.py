@@ -1,0 +1,1 @@
+"""The CPU benchmark's cases and bars: ``python -m benchmarks`` runs them."""
