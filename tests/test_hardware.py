@@ -54,7 +54,7 @@ def test_a_test_does_not_ask_its_machine(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_every_path_runs_on_every_cpu(cpu: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole spans where the CPU multiplies 16 bits fast, in both passes; streaming everywhere else, and where statistics are asked for."""
     took = []
-    for name in ("forward", "whole_spans"):
+    for name in ("forward", "unstreamed"):
         module = importlib.import_module(f"anyattn.backends.torch.{name}")
         monkeypatch.setattr(module, "forward", lambda *a, name=name, compute=module.forward: (took.append(name), compute(*a))[1])
     g = torch.Generator().manual_seed(0)
@@ -62,7 +62,7 @@ def test_every_path_runs_on_every_cpu(cpu: str, dtype: torch.dtype, monkeypatch:
     with planned_for(CPUS[cpu]):
         judge(q, k, v, mask=lambda b, h, i, j: (j < 5) | ((j <= i) & (i - j < 20)))
     spans = dtype != torch.float32 and dtype in CPUS[cpu].fast_dtypes
-    assert took == ["forward", "whole_spans" if spans else "forward"]
+    assert took == ["forward", "unstreamed" if spans else "forward"]
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 64])

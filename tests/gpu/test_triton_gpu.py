@@ -1,4 +1,4 @@
-"""The Triton kernels on a GPU, at the sizes that they are for: what ``tests/triton`` shows of them in Triton's interpreter.
+"""The Triton kernels on a GPU, at the sizes that they are for: what ``tests/backends/triton`` shows of them in Triton's interpreter.
 
 The tests that they share with the Hopper kernel are run on them by ``ANYATTN_GPU_BACKEND=triton`` (``make test-gpu``).
 """

@@ -1,15 +1,15 @@
-"""Patches of Triton's interpreter (``TRITON_INTERPRET=1``), where it fails or computes otherwise than a GPU.
+"""Patches of Triton's interpreter (``TRITON_INTERPRET=1``), for where it fails, is slow or computes differently from a GPU.
 
 Tests, fuzzers and mutants that launch kernels call ``mend`` first; ``tests/conftest.py`` does so for all that pytest runs.
 
-What is mended: NumPy 2.4 no longer turns an array of one element into a loop's bound; float32 is cut off to bfloat16 where hardware rounds
-to the nearest; products and most casts of bfloat16 are taken of the numbers' bits; a comparison of single numbers became a float when it
-was spread over a block; a whole number from 2^31 to 2^32 was computed with in 32 bits, as 64 were said; after a launch the whole memory
-behind a tensor of the CPU is copied onto itself, gigabytes of it for a small view; the language is patched again for every function that a
-kernel calls, a third of all time; sums of whole numbers are computed three times, for a check that only a GPU makes, half of the rest; a
-block's shape and type are made anew for each of its values, a third of what is left; reductions by a function of ours go through a tile
-number by number; Python asks the system for memory, and gives it back, at each call that is just too deep for what it has; and threads that
-launch at once read one another's place in the grid. Only a process that interprets is touched.
+Correctness: NumPy 2.4 no longer converts an array of one element to a loop's bound; float32 is truncated to bfloat16 where hardware rounds
+to nearest; products and most casts of bfloat16 use the numbers' bits; a comparison of scalars becomes a float when it is broadcast; an
+integer from 2^31 to 2^32 is computed with in 32 bits where 64 are annotated; threads that launch at once share one grid position.
+Speed: after a launch the whole storage behind a CPU tensor is copied onto itself, gigabytes for a small view; the language is patched again
+for every function that a kernel calls, a third of all time; sums of integers are computed three times, for a check that only a GPU makes,
+half of the rest; a block's shape and type are made anew for each of its values, a third of what is left; reductions by our own functions
+go through a tile number by number; Python allocates and frees a stack chunk at each call that just exceeds the one it has.
+Only a process that interprets is patched.
 """
 
 from __future__ import annotations
