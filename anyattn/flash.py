@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from anyattn import autocast, autograd, hardware, planner
+from anyattn import autograd, hardware, planner
 from anyattn.backends import backend_module
 from anyattn.call_cache import attention
 from anyattn.custom_ops import entry_point
+from anyattn.tensors import autocast
 from anyattn.tensors.kinds import has_memory
 from anyattn.validate import flash
 from anyattn.validate.flash import Options

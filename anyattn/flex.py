@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from anyattn import autocast, autograd
+from anyattn import autograd
 from anyattn.call_cache import attention
 from anyattn.call_cache.attention import FlexCall
 from anyattn.custom_ops import entry_point
+from anyattn.tensors import autocast
 from anyattn.validate.flex import is_no_mask, wanted
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from anyattn import autocast, autograd
+from anyattn import autograd
 from anyattn.call_cache import attention
 from anyattn.custom_ops.arguments import Mask, Results, Score
 from anyattn.custom_ops.define import operator
@@ -20,7 +20,7 @@ from anyattn.custom_ops.gradients import called, differentiable
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.plan import Plan
 from anyattn.problem import Problem
-from anyattn.tensors import kinds
+from anyattn.tensors import autocast, kinds
 from anyattn.tensors.strides import empty_in_order
 from anyattn.validate import flex
 from anyattn.validate.flash import Options

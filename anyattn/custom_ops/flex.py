@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
-from anyattn import autocast, autograd
+from anyattn import autograd
 from anyattn.call_cache import attention
 from anyattn.custom_ops.arguments import Masks, Results, Score
 from anyattn.custom_ops.define import operator
@@ -29,6 +29,7 @@ from anyattn.mods.tracing.weak_captures import bits_of_numbers, numbers_of_bits,
 from anyattn.plan import Plan
 from anyattn.problem import Problem
 from anyattn.sparsity.block_mask import are_unwritten, tells_no_more
+from anyattn.tensors import autocast
 from anyattn.tensors import kinds as tensor_kinds
 from anyattn.tensors.strides import empty_in_order
 from anyattn.validate import flex

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from anyattn.backends.triton.codegen.programs import program_of
+from anyattn.backends.triton.codegen.programs import masks_of
 from anyattn.documents.rewrite import DocumentTables, documents_of, form_of, keeps_tables, over_sequences
 from anyattn.documents.sequences import NO_DOCUMENTS
 from anyattn.mods.analysis.document_masks import DocumentForm
@@ -34,7 +34,7 @@ def form_of_documents(problem: Problem, num_splits: int) -> DocumentForm | None:
     ranges than a kernel keeps. The same for all calls of one signature."""
     if problem.blocks is None or num_splits > 1 or (form := form_of(problem)) is None:
         return None
-    return form if program_of(over_sequences(problem, form, NO_DOCUMENTS)).lists is None else None
+    return None if masks_of(over_sequences(problem, form, NO_DOCUMENTS)).has_lists else form
 
 
 def forms_of(problem: Problem, plan: Plan) -> tuple[Form, ...]:

@@ -13,7 +13,7 @@ import torch
 
 from anyattn.backends.triton import tile_config
 from anyattn.backends.triton.codegen.assumptions import shape_of
-from anyattn.backends.triton.codegen.programs import program_of
+from anyattn.backends.triton.codegen.programs import masks_of, program_of
 from anyattn.backends.triton.tile_config import Shape, Tiles
 from anyattn.hardware import Hardware
 from anyattn.mods.analysis.extents import Box, Extent, extents
@@ -92,7 +92,7 @@ def layout_of(problem: Problem, hardware: Hardware, options: dict[str, int]) -> 
 
 def forward_shape(problem: Problem) -> Shape:
     """What a forward pass's tiles are chosen for."""
-    return replace(shape_of(problem), asks=program_of(problem).program.ranges is None)
+    return replace(shape_of(problem), asks=masks_of(problem).has_lists)
 
 
 def padded_group(packed: int) -> int:
@@ -150,10 +150,10 @@ def _asked_choices(problem: Problem, capability: tuple[int, int] | None, options
 
 def _shares_lists(problem: Problem) -> bool:
     """Whether the heads of a group visit the same tiles."""
-    lists = program_of(problem).lists
-    if not isinstance(lists, str) or problem.blocks is None:
-        return lists is None  # lists that are made are made for every head
-    counts: torch.Tensor = problem.blocks.mask_block_cnt
+    plan = masks_of(problem)
+    if not plan.uses_blocks:
+        return not plan.has_lists  # lists that are made are made for every head
+    counts: torch.Tensor = problem.blocks.mask_block_cnt  # type: ignore[union-attr]
     return counts.shape[1 if counts.ndim == 3 else 0] == 1
 
 
