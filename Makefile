@@ -69,7 +69,7 @@ fuzz: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks $(BENCH)
 
-# anyattn beside its peers on a Hopper GPU; which of them are installed is its own affair (docs/benchmarks-gpu.md)
+# anyattn beside its peers on a Hopper GPU; peers that are not installed are left out (docs/benchmarks-gpu.md)
 bench-gpu: $(STAMP)
 	$(BIN)/python -m benchmarks.gpu $(BENCH)
 

@@ -108,3 +108,6 @@ def test_writes_to_a_cache_are_counted() -> None:
     flash.decode(*given)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         kept.backward()
+    required = (q.clone().requires_grad_(), *given[1:])
+    with pytest.raises(NotImplementedError, match="anyattn::decode has no derivative"):
+        flash.decode(*required)[0].sum().backward()

@@ -195,7 +195,7 @@ def _tables_config(config: Config, is_large: bool) -> TablesConfig:
 
 
 def _entries(s: Sequences, lists: Any) -> Tensor:
-    """``visits.Tables.entries``. lists: ``RaggedLists``, by whose lengths, if any, the kernel finds its way through them, or None."""
+    """``tile_scheduler.Tables.entries``. lists: ``RaggedLists``, whose lengths, if any, locate the lists, or None."""
     if lists is None:
         return entries_table(s)
     lengths = None if lists.seqlens_q is None else (lists.seqlens_q, lists.seqlens_k)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import flex_attention as torch_flex
 
 import anyattn
 from anyattn import masks, scores
@@ -100,6 +102,51 @@ def test_flash_launches_again(launched: list[Launch], monkeypatch: pytest.Monkey
 
         second = again(do, launched, monkeypatch)
         assert differ(first_time(do, launched), second) == []
+
+
+def torchs_lists() -> Any:
+    """A block mask of torch's, whose lists may say what its mask does not: the kernel goes by them."""
+    return torch_flex.create_block_mask(lambda b, h, i, j: (i // 128 + j // 128) % 2 == 0, 1, 1, 512, 512, device="cpu")
+
+
+def test_lists_are_launched_again(launched: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:
+    lists, shorter = torchs_lists(), torchs_lists()
+    shorter.full_kv_num_blocks[..., 0] = 0
+
+    def call(given: Any, inputs: list[Tensor]) -> Any:
+        return anyattn.flex_attention(*inputs, block_mask=given, backend="hopper")
+
+    others = {given: qkv(512) for given in (lists, shorter)}
+    for given in (lists, shorter, lists, shorter):
+        call(given, qkv(512))
+    launches = {given: again(lambda: call(given, others[given]), launched, monkeypatch) for given in others}  # noqa: B023
+    for given, second in launches.items():
+        assert all(x is y for x, y in zip(second[1][:3], others[given], strict=True))
+        assert differ(first_time(lambda: call(given, others[given]), launched), second) == []  # noqa: B023
+    assert not torch.equal(launches[lists][1][9], launches[shorter][1][9])  # each mask's own, as tiles of the kernel
+
+
+def test_lists_that_were_written_to_are_read_anew(launched: list[Launch]) -> None:
+    lists = torchs_lists()
+    for _ in range(3):
+        anyattn.flex_attention(*qkv(512), block_mask=lists, backend="hopper")
+    before = launched[-1]
+    lists.kv_num_blocks[..., 1:] = 0
+    lists.full_kv_num_blocks[..., 1:] = 0
+    anyattn.flex_attention(*qkv(512), block_mask=lists, backend="hopper")
+    reference = first_time(lambda: anyattn.flex_attention(*qkv(512), block_mask=lists, backend="hopper"), launched)
+    assert differ(reference, launched[-1]) == [] and not same(before[1][11], launched[-1][1][11])  # the order of the row tiles
+
+
+def test_a_dropped_block_mask_leaves_no_launch(launched: list[Launch]) -> None:
+    lists = torchs_lists()
+    for _ in range(2):
+        anyattn.flex_attention(*qkv(512), block_mask=lists, backend="hopper")
+    kept = weakref.ref(lists.kv_indices)
+    del lists
+    launched.clear()
+    gc.collect()
+    assert kept() is None
 
 
 OTHERS: dict[str, Callable[[], Any]] = {

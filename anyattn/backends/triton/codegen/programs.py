@@ -277,9 +277,9 @@ def _family_load(family: Family, total: int, score: int, is_exact: bool, has_cop
 
 
 def _in_base_2(builder: Builder, expr: Expr, may_push: bool) -> int:
-    """The score mod's value times log2(e), in float32. may_push: the factor goes to where it is multiplied least often, into the terms of
-    a sum and to what a loop does not change, which rounds otherwise; the score that comes in is known with it. Not for what is loaded for
-    every pair: that would be multiplied as soon as it is there, and the products that are asked for next would wait for it."""
+    """The score mod's value times log2(e), in float32. may_push: the factor is moved to where it is multiplied least often, into the terms
+    of a sum and to loop invariants, which changes the rounding; the incoming score is available with it. Not into values loaded for every
+    pair: multiplying them on arrival would delay the next products."""
     deps = dependence(expr)
     factor = builder.const(LOG2E, torch.float32)
 
