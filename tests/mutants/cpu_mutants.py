@@ -94,10 +94,7 @@ MUTANTS = by_name(
     Mutant("dk_not_scaled", f"{_BACKWARD}:_row_tile", "_accumulate(__, narrow, q, scale)", "_accumulate(__, narrow, q, 1.0)", "full"),
     Mutant("dv_two_percent_off", f"{_BACKWARD}:_row_tile", "_accumulate(__, __1, dout)", "_accumulate(__, __1, dout, 1.02)", "full"),
     Mutant("gqa_gradients_overwritten", f"{_TILES}:Heads.add_to_keys", "target += __", "target[:] = __", "by_head"),
-    Mutant(
-        "hidden_derivative_kept", f"{_BACKWARD}:_row_tile",
-        "call.masks.zero(dscore, tile, chunk.asked)", "pass", "infinite_derivative",
-    ),
+    Mutant("hidden_derivative_kept", f"{_BACKWARD}:_row_tile", "call.masks.zero(dscore, tile, chunk.asked)", "pass", "infinite_derivative"),
     Mutant("sink_gradient_sign", f"{_BACKWARD}:backward", "__.neg_()", "__", "sink"),
     Mutant("diagonal_sums_shifted", f"{_CAPTURED}:_Sum._add_diagonals", "width + 1", "width", "relative"),
     Mutant(

@@ -26,20 +26,14 @@ MUTANTS = by_name(
     Mutant("edge_not_masked", f"{_SOFTMAX}:Softmax.masked", "facts.seqlen_k - first", "facts.seqlen_k + 64 - first", "full"),
     Mutant("row_limit_off_by_one", f"{_TILE_SCHEDULER}:Visits.band", "Int32(high) + q_first", "Int32(high) + q_first + 1", "causal"),
     Mutant("left_limit_off_by_one", f"{_TILE_SCHEDULER}:Visits.band", "Int32(low) + q_first", "Int32(low) + q_first + 1", "window"),
-    Mutant(
-        "last_tile_not_visited", f"{_TILE_SCHEDULER}:Visits.band_visits",
-        "ceil_div(seqlen_k, tile_n)", "seqlen_k // tile_n", "full",
-    ),
+    Mutant("last_tile_not_visited", f"{_TILE_SCHEDULER}:Visits.band_visits", "ceil_div(seqlen_k, tile_n)", "seqlen_k // tile_n", "full"),
     Mutant(
         "predicate_asked_in_first_tile_alone", f"{_MMA}:Multiplies._step",
         "is_masked or len(self.config.always) > 0", "False", "window",
     ),
     Mutant("full_tiles_not_asked", f"{_MMA}:Multiplies._step", "is_masked or len(self.config.always) > 0", "is_masked", "beside_lists"),
     # lists
-    Mutant(
-        "full_tile_taken_for_partial", f"{_TILE_SCHEDULER}:Visits.listed",
-        "Int32(1) if in_partial else Int32(0)", "Int32(1)", "lists",
-    ),
+    Mutant("full_tile_taken_for_partial", f"{_TILE_SCHEDULER}:Visits.listed", "Int32(1) if in_partial else Int32(0)", "Int32(1)", "lists"),
     Mutant("list_read_from_its_second_tile", f"{_TILE_SCHEDULER}:Visits._at", "size - 1 - place", "size - 2 - place", "lists"),
     Mutant(
         "heads_share_one_list", f"{_TILE_SCHEDULER}:Visits._lists",
@@ -52,10 +46,7 @@ MUTANTS = by_name(
     Mutant("wrong_part_of_a_list_tile", f"{_TILE_SCHEDULER}:Visits._at", "__ + cut - 1 - place % cut", "__ + place % cut", "cut_lists"),
     Mutant("lists_of_the_first_sequence", f"{_TILE_SCHEDULER}:Visits._lists", "tables.entries[entry, 7] + row", "row", "ragged_lists"),
     Mutant("flat_list_offset", f"{_TILE_SCHEDULER}:Visits._lists", "row * columns", "row", "ragged_lists"),
-    Mutant(
-        "row_of_lists_of_another_size", f"{_TILE_SCHEDULER}:Visits.list_visits",
-        "m_block // cut_m", "m_block // (2 * cut_m)", "lists",
-    ),
+    Mutant("row_of_lists_of_another_size", f"{_TILE_SCHEDULER}:Visits.list_visits", "m_block // cut_m", "m_block // (2 * cut_m)", "lists"),
     # sums
     Mutant("output_not_rescaled", f"{_MMA}:Multiplies._step", "out[r, None].load() * row_scale[r]", "out[r, None].load()", "peaky"),
     Mutant("sum_not_rescaled", f"{_SOFTMAX}:Softmax.exponentials", "row_sum[r] * row_scale[r]", "row_sum[r]", "peaky"),

@@ -67,34 +67,25 @@ MUTANTS = by_name(
     Mutant("partial_taken_for_full", f"{_ITERATOR}:_run", "all_hi // TILE_N", "most // TILE_N", "causal"),
     Mutant("window_edge_taken_for_full", f"{_ITERATOR}:_run", "all_lo + TILE_N", "least + TILE_N", "window"),
     Mutant("tiles_before_the_full_ones_lost", f"{_ITERATOR}:by_ranges", "one.full - one.first", "zero", "window"),
-    Mutant(
-        "least_of_limits_kept", f"{_ITERATOR}:_wider",
-        "tl.minimum(all_hi, other_all_hi)", "tl.maximum(all_hi, other_all_hi)", "causal",
-    ),
+    Mutant("least_of_limits_kept", f"{_ITERATOR}:_wider", "tl.minimum(all_hi, other_all_hi)", "tl.maximum(all_hi, other_all_hi)", "causal"),
     Mutant("limits_of_the_first_row_alone", f"{_ITERATOR}:_spread_of", "last[AT + 1]", "first[AT + 1]", "causal"),
     Mutant("limits_of_the_last_row_alone", f"{_ITERATOR}:_spread_of", "first[AT + 1]", "last[AT + 1]", "causal"),
     Mutant("last_tile_lost", f"{_ITERATOR}:by_ranges", "one.end - one.full_end", "one.end - one.full_end - 1", "full"),
-    Mutant(
-        "tiles_after_the_first_range_lost", f"{_ITERATOR}:_joined",
-        "tl.where(apart, a1, g0)", "tl.where(apart, f1, g0)", "sink_window",
-    ),
+    Mutant("tiles_after_the_first_range_lost", f"{_ITERATOR}:_joined", "tl.where(apart, a1, g0)", "tl.where(apart, f1, g0)", "sink_window"),
     Mutant("second_range_lost", f"{_ITERATOR}:_joined", "tl.where(apart, b1, nothing)", "fourth", "sink_window"),
     Mutant("shared_tile_visited_twice", f"{_ITERATOR}:_joined", "tl.maximum(g0, f1)", "g0 + 0", "overlap"),
     # lists
     Mutant("full_tile_of_lists_taken_for_partial", f"{_ITERATOR}:_listed_partial", "i >= listed.listed", "i < 0", "lists"),
     Mutant("whole_of_a_list_tile_missed", f"{_ITERATOR}:_listed_full", "__ + i % CUT * TILE_N", "__", "lists"),
-    Mutant(
-        "beyond_the_list_tile", f"{_ITERATOR}:_listed_partial",
-        "tl.minimum((n + 1) * LIST_N, seqlen_k)", "seqlen_k", "uneven_lists",
-    ),
+    Mutant("beyond_the_list_tile", f"{_ITERATOR}:_listed_partial", "tl.minimum((n + 1) * LIST_N, seqlen_k)", "seqlen_k", "uneven_lists"),
     Mutant("heads_share_one_list", f"{_ITERATOR}:place_of_lists", "strides.head", "0", "lists"),
     Mutant("entries_share_one_list", f"{_ITERATOR}:place_of_lists", "b.to(tl.int64) * strides.entry + head", "head", "lists"),
     Mutant("lists_of_the_first_sequence", f"{_ITERATOR}:place_of_lists", "head + sequence.lists_line", "head", "ragged_lists"),
-    Mutant("flat_list_offset", f"{_ITERATOR}:place_of_lists", "sequence.lists_place", "sequence.lists_place * 0", "ragged_lists"),
     Mutant(
-        "rows_of_the_next_lists", f"{_ADDRESSING}:row_tile",
-        "tl.minimum((line + 1) * LIST_M, seqlen_q)", "seqlen_q", "uneven_lists",
+        "flat_list_offset", f"{_ITERATOR}:place_of_lists",
+        "h.to(tl.int64) * strides.flat + sequence.lists_place", "h.to(tl.int64) * strides.flat", "ragged_lists",
     ),
+    Mutant("rows_of_the_next_lists", f"{_ADDRESSING}:row_tile", "tl.minimum((line + 1) * LIST_M, seqlen_q)", "seqlen_q", "uneven_lists"),
     # sums
     Mutant("scale_1_percent_off", f"{_FORWARD}:forward_tile", "scale * _LOG2E", "scale * _LOG2E * 1.01", "full"),
     Mutant(
@@ -145,10 +136,7 @@ MUTANTS = by_name(
     # the backward pass
     Mutant("delta_dropped", f"{_BACKWARD}:prepare_tile", "out * dout", "out * dout * 0", "full"),
     Mutant("lse_gradient_ignored", f"{_BACKWARD}:prepare_tile", "if HAS_DLSE: ...", "if False: ...", "full"),
-    Mutant(
-        "stale_lse", f"{_BACKWARD}:prepare_tile",
-        "tensors.natural_lse + place", "tensors.natural_lse + place // 2 * 2", "full",
-    ),
+    Mutant("stale_lse", f"{_BACKWARD}:prepare_tile", "tensors.natural_lse + place", "tensors.natural_lse + place // 2 * 2", "full"),
     Mutant("statistics_of_two_sequences_in_one_place", f"{_BACKWARD}:_slot", "__ + b", "__", "packed"),
     Mutant("statistics_of_the_first_rows", f"{_BACKWARD}:_visit_rows", "tl.where(first < end, first, 0)", "first * 0", "causal"),
     Mutant("statistics_of_the_first_rows_alone", f"{_BACKWARD}:_visit_either", "heads.lse + first", "heads.lse", "window"),
@@ -234,8 +222,7 @@ MUTANTS = by_name(
     ),
     Mutant(
         "pages_of_the_first_sequence", f"{_HOST_PAGED_GRADIENTS}:_in_rows",
-        "replace(__, page_table=None, page_size=0, k_row=own)",
-        "replace(__, page_table=None, page_size=0, k_row=own * 0)", "shared_pages",
+        "replace(__, page_table=None, page_size=0, k_row=own)", "replace(__, page_table=None, page_size=0, k_row=own * 0)", "shared_pages",
     ),
     Mutant(
         "keys_of_a_shared_entry_lost", f"{_CAPTURED_GRADIENTS}:_additions",
