@@ -238,7 +238,9 @@ def tiles_for(
     page: int = 0,
     is_packed: bool = False,
 ) -> Tiles:
-    """The tiles for padded head dimensions: as large as registers allow without spilling, which ``tests/backends/test_hopper.py`` watches.
+    """The tiles for padded head dimensions: as large as registers allow without spilling.
+
+    ``tests/backends/hopper/test_plan_and_compile.py`` compiles them all and counts what spills.
 
     A score mod, or predicates besides bands, need registers that three warp groups do not have, and what reads a table for every score
     needs more. tile_n: what a tile's keys must divide, a list's tile. asked: all predicates but bands. page: rows of a page, 0 without.

@@ -40,7 +40,7 @@ _MOST_PACKED = 64
 _ANY_NUMBER = 1024  # of queries, where a call does not say how many an entry has at most
 _MOST_SPLITS, _MANY_SPLITS = 128, 32
 MOST_BLOCKS = 65535  # along each axis of a CUDA grid but the first
-# How the time of reading keys depends on the number of pieces: fitted to an H200's 80 figures in tests/backends/test_triton_splits.py.
+# How the time of reading keys depends on the number of pieces: fitted to an H200's 80 figures in tests/backends/triton/test_split_kv.py.
 # Shares and bytes instead of seconds: other devices then differ by what is known of them.
 _ALONE = 0.9  # of a multiprocessor's share of the bandwidth: what one program reads with ``_UNDER_WAY`` bytes of loads in flight
 _UNDER_WAY = 64 << 10

@@ -236,9 +236,7 @@ def needed(name: str, tiles: Tiles, shape: Shape, capability: tuple[int, int] | 
         total += m * n * size  # of what is sent to captured tensors too, the product's left side does not come from registers either
     if is_blackwell and name == "dkdv" and stages > 1:  # a step's last product reads its rows while those of one step more arrive
         total += size * step * max(shape.d, shape.dv)
-    # what is computed again (``hidden``) is laid out anew, without stages
-    again = size * (stay + (n if name == "dkdv" else m) * max(shape.d, shape.dv)) + _SMALL_PARTS
-    return max(total, again)
+    return total
 
 
 def resident(tiles: Tiles, shape: Shape, capability: tuple[int, int] | None) -> int:
