@@ -78,7 +78,7 @@ MUTANTS = {
         Mutant("sink_of_another_head", _EPILOGUE, "Float32(sink[head]) * Float32(LOG2E)", "Float32(sink[0]) * Float32(LOG2E)", "sink"),
         Mutant(
             "lse_in_base_2", _EPILOGUE,
-            "found = (top + cute.math.log2(total, fastmath=True)) * Float32(math.log(2.0))",
+            "found = (top + cute.math.log2(total, fastmath=True)) * Float32(LN2)",
             "found = top + cute.math.log2(total, fastmath=True)", "full",
         ),
         # heads and storage

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from anyattn.backends.result import Result
 from anyattn.backends.triton import autotune, tables, tile_config
 from anyattn.backends.triton.codegen.entry import Group, Signature, entry_of, entry_source, run_entry
 from anyattn.backends.triton.codegen.programs import Chosen, captured_of, program_of
@@ -41,18 +42,10 @@ from anyattn.sequences.unread_kvcache import StoredCache
 from anyattn.tensors.strides import empty_in_order
 from anyattn.triton_tools.launch import strides_of
 
-__all__ = ["Result", "forward", "source_of"]
+__all__ = ["forward", "source_of"]
 
 
 _LEAST_SCALE = 1e-30  # positive, and its product with a score's limits is neither 0 nor infinite
-
-
-class Result(NamedTuple):
-    """out: (B, Hq, Sq, Dv) in the inputs' dtype. lse, max_scores: (B, Hq, Sq) float32, or None where not wanted; lse in nats."""
-
-    out: Tensor
-    lse: Tensor | None
-    max_scores: Tensor | None
 
 
 _FORWARD = Signature(

@@ -13,6 +13,7 @@ from functools import lru_cache
 
 import torch
 
+from anyattn.arithmetic import next_power_of_2
 from anyattn.sequences.l2_groups import heads_side_by_side
 
 __all__ = [
@@ -87,7 +88,7 @@ class Ways:
 
 def padded(head_dim: int) -> int:
     """The width of a tile that holds ``head_dim``: a power of two, 16 at the least."""
-    return max(16, 1 << (head_dim - 1).bit_length())
+    return max(16, next_power_of_2(head_dim))
 
 
 @lru_cache(maxsize=16)
