@@ -160,7 +160,7 @@ def test_the_sources_are_all_that_a_kernel_is_traced_through() -> None:
     # errors.py holds exception classes alone, and of_fields.py makes an object of a dictionary
     assert (
         strays <= {"anyattn.errors", "anyattn.fast_dataclass"}
-        and {f"{roots[0]}.kernel", f"{roots[0]}.emit", "anyattn.mods.ir.dependence", "anyattn.arithmetic"} <= seen
+        and {f"{roots[0]}.kernel.mma", f"{roots[0]}.codegen.emit", "anyattn.mods.ir.dependence", "anyattn.arithmetic"} <= seen
     )
 
 
