@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from anyattn import disk_cache, launch_log, masks, planner
+from anyattn import disk_cache, masks, planner
 from anyattn.backends.hopper import api
 from anyattn.backends.hopper.compile import build, cache_key, launch
 from anyattn.backends.hopper.compile.cache_key import NoContentError, key_of
@@ -22,6 +22,7 @@ from anyattn.backends.hopper.config import Ask, Config, Tiles
 from anyattn.mods.analysis.row_ranges import row_ranges
 from anyattn.mods.tracing.trace import trace
 from anyattn.problem import Problem
+from anyattn.triton_tools import launch_log
 from tests.support.counting import PYTHON_CALLS
 from tests.support.hopper.pretended import H200
 from tests.support.processes import ROOT, python
