@@ -162,7 +162,7 @@ def _launch(form: Form, plan: Plan, target: _Target) -> None:
         found.guard,
     )  # fmt: skip
     key = (*facts_of(problem, found, target.out), target.lse is None, target.highest is None, is_raw := _is_raw(problem))
-    prepare(kept, key, problem, tensors, found.lists, lambda: _first(form, plan, target, chosen, found, is_raw))
+    prepare(kept, key, problem, tensors, found.lists, _first, (form, plan, target, chosen, found, is_raw))
 
 
 class _Call(NamedTuple):

@@ -272,14 +272,15 @@ def _prepared(form: Form, passes: _Passes, results: _Results, delta_of_rows: Ten
     found = tables.tables_of(problem, None, tile_m, form.documents)
     tensors = (out, dout, lse, dlse, of_lse, spans, found.entries, found.order, guard, of_delta, delta_of_rows)  # ``PrepareTensors``
     key = (*facts_of(problem, found, out, dout), None if dlse is None else dlse.stride(), delta_of_rows is None, guard is None, tile_m)
-    prepare(kept, key, problem, tensors, _NO_LISTS, lambda: _prepared_first(form, found, PrepareTensors(*tensors), places, tile_m))
+    prepare(kept, key, problem, tensors, _NO_LISTS, _prepared_first, (form, found, tensors, places, tile_m))
     return _Prepared(of_lse, of_delta, spans, tile_m)
 
 
 _NO_LISTS = Lists(None, None, None, None)
 
 
-def _prepared_first(form: Form, found: tables.Tables, named: PrepareTensors, places: int, tile_m: int) -> First:
+def _prepared_first(form: Form, found: tables.Tables, tensors: tuple[Tensor | None, ...], places: int, tile_m: int) -> First:
+    named = PrepareTensors(*tensors)
     problem, (out, dout, dlse) = form.problem, (named.out, named.dout, named.dlse)
     assert out is not None and dout is not None
     chosen = replace(program_of(problem), lists=None)
@@ -333,24 +334,16 @@ def _launch(
     tensors = (q, k, v, dout, prepared.lse, dq, dk, dv, found.entries, found.order, prepared.spans, found.guard, prepared.delta)
     which = (dk is None, dv is None) if by_key else (dq is None, *_wanted(problem))
     key = (*facts_of(problem, found, *shared.filled[3:]), used, prepared.tile_m, *[t.dtype for t in totals], which)
-
-    def first() -> First:
-        call = _Call(problem, program_of(problem) if chosen is None else chosen, found, used, prepared.tile_m)
-        return _first(call, by_key, shared, totals)
-
-    prepare(kept, key, problem, tensors, found.lists, first, totals)
+    about = (problem, chosen, found, used, prepared.tile_m), by_key, shared, totals
+    prepare(kept, key, problem, tensors, found.lists, _first, about, totals)
 
 
-class _Call(NamedTuple):
-    problem: Problem
-    chosen: Chosen
-    found: tables.Tables
-    used: Tiles
-    slot_m: int
+_Call = tuple[Problem, "Chosen | None", tables.Tables, Tiles, int]
 
 
 def _first(call: _Call, by_key: bool, shared: _Shared, totals: tuple[Tensor, ...]) -> First:
     (problem, chosen, found, used, slot_m), (q, k, v, dout, dq, dk, dv) = call, shared
+    chosen = program_of(problem) if chosen is None else chosen
     aligned, strides = strides_of(*shared.filled)
     program, captured = chosen.program, list(captured_of(chosen))
     if problem.score is not None:

@@ -179,18 +179,20 @@ def prepare(
     problem: Problem,
     tensors: Sequence[Tensor | None],
     lists: Sequence[Tensor | None],
-    first: Callable[[], First],
+    first: Callable[..., First],
+    about: tuple,
     totals: tuple[Tensor, ...] = (),
 ) -> None:
     """Launches a kernel: again if a launch of this key is prepared, else for the first time, and keeps what was prepared.
 
-    tensors: the first pointers, None for those that are absent. totals: buffers for the gradients of the score mod's tensors.
+    tensors: the first pointers, None for those that are absent. about: what ``first`` takes. totals: buffers for the gradients of the score
+    mod's tensors.
     """
     ready = kept.ready.get(key)
     if ready is not None:
         ready.launch(tensors, lists, problem.scale, ready.sources.read(problem, totals))
         return
-    made = first()
+    made = first(*about)
     kept.put(key, _launched(made, problem, tensors, lists), made.chosen)
 
 
