@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from anyattn.backends.hopper import tables
 from anyattn.backends.hopper.compile import build, launch
 from anyattn.backends.hopper.tables_config import TablesConfig
-from anyattn.sequences import varlen_tables
 from anyattn.sequences.integers import ceil_div
+from anyattn.sequences.tile_order import keys_up_to, longest_first, of_all_heads
 from anyattn.sequences.unread_varlen import LengthTables, StoredSequences, StoredSizes
+from anyattn.sequences.varlen_tables import entries_table
 
 if importlib.util.find_spec("cutlass") is None:
     pytest.skip("needs nvidia-cutlass-dsl", allow_module_level=True)
@@ -65,7 +65,7 @@ def made(s: StoredSequences, heads: int, ends_with_row: bool, blocks: int = 3) -
 def cost(row: np.ndarray, entries: np.ndarray, ends_with_row: bool) -> int:
     m_block, _, b = row.tolist()
     seqlen_q, seqlen_k = entries[b, 2], entries[b, 5]
-    return int(min(seqlen_k, (m_block + 1) * TILE + seqlen_k - seqlen_q)) if ends_with_row else int(seqlen_k)
+    return int(keys_up_to(m_block, TILE, int(seqlen_q), int(seqlen_k))) if ends_with_row else int(seqlen_k)
 
 
 MANY = np.cumsum([0, *(i * 7 % 33 for i in range(150))]).tolist()
@@ -89,8 +89,8 @@ def test_the_kernel_makes_the_reference_s_tables(name: str, ends_with_row: bool)
     s = stored(lengths, rows_q, rows_k, torch.int64 if ends_with_row else torch.int32)
     heads = 1 if s.batch > THREADS else 2
     entries, order, out, lse, bin_keys = made(s, heads, ends_with_row)
-    assert entries.tolist() == tables._entries(s, None).tolist()
-    reference = varlen_tables.longest_first(s, TILE, len(order), ends_with_row)
+    assert entries.tolist() == entries_table(s).tolist()
+    reference = of_all_heads(longest_first(s, TILE, len(order), ends_with_row=ends_with_row))
     exists = order[:, 0] >= 0
     assert sorted(map(tuple, order[exists].tolist())) == sorted(tuple(r) for r in reference.tolist() if r[0] >= 0)
     count = int(exists.sum())

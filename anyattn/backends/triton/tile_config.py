@@ -13,7 +13,7 @@ from functools import lru_cache
 
 import torch
 
-from anyattn.sequences.l2_groups import heads_side_by_side
+from anyattn.sequences.l2_groups import equal_groups, heads_side_by_side
 
 __all__ = [
     "FEW", "PASSES", "Shape", "Tiles", "Ways", "architecture", "asked", "backward_tiles", "candidates", "capability_of", "fits", "fitting",
@@ -341,14 +341,13 @@ def row_sums(tile_m: int, tile_n: int, dtype: torch.dtype) -> int:
 
 def heads_together(heads: int, head_bytes: int) -> int:
     """How many heads programs go through at a time, a divisor of ``heads``: of all sequences. head_bytes: of keys and values of one."""
-    most = min(heads, _MOST_TOGETHER, heads_side_by_side(head_bytes, 1, _NEAR))
-    return next(n for n in range(most, 0, -1) if heads % n == 0)
+    return equal_groups(heads, min(_MOST_TOGETHER, heads_side_by_side(head_bytes, 1, _NEAR)))
 
 
 def heads_in_turn(name: str, heads: int, head_bytes: int, is_uneven: bool) -> int:
     """How many heads the programs of a backward pass go through at a time, of all entries. head_bytes: of what they stream of one.
     is_uneven: the first tiles see much more than others (a sink's keys), and those of all heads are to begin before any other."""
-    return heads if is_uneven else min(heads, max(1, _NEAR_BACKWARD[name] // max(1, head_bytes)))
+    return heads if is_uneven else min(heads, heads_side_by_side(head_bytes, 1, _NEAR_BACKWARD[name]))
 
 
 def backward_tiles(shape: Shape, capability: tuple[int, int] | None) -> dict[str, Tiles]:
