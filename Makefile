@@ -1,7 +1,7 @@
 # Every target makes .venv if it is missing, installs what it needs and then only checks a stamp file, so that a second
 # run starts at once. Needed beforehand: python3.10 or newer with pip, and a C compiler.
 #   make demo    the gallery forward and backward, pictures in ./demo, then a sentence encoder and a decoder
-#   make test    ruff, mypy, pytest          make lint   the first two
+#   make test    ruff, mypy, import-linter, pytest   make lint   all but the last
 #   make fuzz    long random testing         make bench  the speed tables (make bench-gpu: on a GPU)
 # PIP_FLAGS is handed to every pip install. PyPI's torch for Linux carries CUDA; for the small CPU build say
 #   make test PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu"
@@ -48,6 +48,7 @@ demo: $(STAMP)
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
 
 format: $(STAMP)
 	$(BIN)/ruff format .
@@ -68,7 +69,7 @@ fuzz: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks $(BENCH)
 
-# anyattn beside its peers on a Hopper GPU; which of them are installed is its own affair (docs/benchmarks-gpu.md)
+# anyattn beside its peers on a Hopper GPU; peers that are not installed are left out (docs/benchmarks-gpu.md)
 bench-gpu: $(STAMP)
 	$(BIN)/python -m benchmarks.gpu $(BENCH)
 

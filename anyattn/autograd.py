@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anyattn import autocast, hardware
+from anyattn import hardware
 from anyattn.backends import backend_module
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.plan import Plan
 from anyattn.planner import for_backward
 from anyattn.problem import Problem
-from anyattn.tensors import kinds
+from anyattn.tensors import autocast, kinds
 
 __all__ = ["backend_of", "backward", "compute", "refuse_second_derivative", "wanting"]
 

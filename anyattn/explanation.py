@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from anyattn import autocast, hardware, planner
+from anyattn import hardware, planner
 from anyattn.mods.analysis.additive_bias import additive_bias
 from anyattn.mods.analysis.row_ranges import row_ranges
 from anyattn.mods.ir.dependence import dependence
@@ -17,7 +17,7 @@ from anyattn.mods.ir.expr import Expr
 from anyattn.mods.tracing.trace import TracedMod, trace
 from anyattn.plan import Plan
 from anyattn.problem import Problem
-from anyattn.tensors import kinds
+from anyattn.tensors import autocast, kinds
 from anyattn.validate import flex
 
 __all__ = ["Explanation", "ModExplanation", "explain", "explain_mod", "triton_source"]

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
-from anyattn import autocast, autograd, hardware, planner
+from anyattn import autograd, hardware, planner
 from anyattn.backends import backend_module
 from anyattn.call_cache import attention
 from anyattn.custom_ops import entry_point
+from anyattn.tensors import autocast
 from anyattn.tensors.kinds import has_memory
 from anyattn.validate import flash
 from anyattn.validate.flash import Options
@@ -21,9 +23,6 @@ if TYPE_CHECKING:
     from anyattn.sparsity.varlen_block_sparse import VarlenBlockSparseTensors
 
 __all__ = ["flash_attn_combine", "flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
-
-
-_NOWHERE = attention.Places((None,) * 5, (None, None), None)  # of whole batches
 
 
 @entry_point
@@ -79,22 +78,24 @@ def flash_attn_func(
 
     Source: FlashAttention-2 and -3 (Dao, arXiv:2307.08691; Shah et al., arXiv:2407.08608).
     """
-    options = Options(
+    given = (
         softmax_scale, causal, window_size, softcap, alibi_slopes, sink, score_mod, mask_mod, block_sparse_tensors, aux_tensors,
         deterministic, return_lse, num_splits, pack_gqa,
     )  # fmt: skip
-    if torch.compiler.is_compiling():
-        from anyattn.custom_ops import entry_points
+    nowhere = ((None, None, None, None, None), (None, None), None)
+    if is_compiling():
+        from anyattn.custom_ops.entry_points import flash as compiled
 
-        found = entry_points.flash(q, k, v, _NOWHERE, options, backend)
+        found = compiled(q, k, v, nowhere, given, backend)
         return found if return_lse else found[0]
+    options = Options(*given)
     if autocast.is_on():
         q, k, v = autocast.arguments(q, k, v)
     call = attention.flash_call(q, k, v, options, backend)
     if call is None:
         from anyattn.custom_ops import eager_calls
 
-        found = eager_calls.flash(q, k, v, _NOWHERE, options, backend)
+        found = eager_calls.flash(q, k, v, attention.Places(*nowhere), options, backend)
         return found if return_lse else found[0]
     out, lse, _ = autograd.compute(*call)
     return _laid_out(out, lse, False, return_lse)
@@ -157,17 +158,17 @@ def flash_attn_varlen_func(
 
     Source: FlashAttention-2 and -3 (Dao, arXiv:2307.08691; Shah et al., arXiv:2407.08608).
     """
-    options = Options(
+    given = (
         softmax_scale, causal, window_size, softcap, alibi_slopes, sink, score_mod, mask_mod, block_sparse_tensors, aux_tensors,
         deterministic, return_lse, num_splits, pack_gqa,
     )  # fmt: skip
     tables = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table)
-    places = attention.Places(tables, (max_seqlen_q, max_seqlen_k), validate)
-    if torch.compiler.is_compiling():
-        from anyattn.custom_ops import entry_points
+    if is_compiling():
+        from anyattn.custom_ops.entry_points import flash as compiled
 
-        found = entry_points.flash(q, k, v, places, options, backend)
+        found = compiled(q, k, v, (tables, (max_seqlen_q, max_seqlen_k), validate), given, backend)
         return found if return_lse else found[0]
+    options, places = Options(*given), attention.Places(tables, (max_seqlen_q, max_seqlen_k), validate)
     if autocast.is_on():
         q, k, v = autocast.arguments(q, k, v)
     call = attention.varlen_call(q, k, v, places, options, backend)
@@ -250,25 +251,25 @@ def flash_attn_with_kvcache(
 
     Source: FlashAttention's function of this name; paged caches: Kwon et al. (arXiv:2309.06180).
     """
-    options = Options(
+    given = (
         softmax_scale, causal, window_size, softcap, alibi_slopes, sink, score_mod, mask_mod, None, aux_tensors, False, return_lse,
         num_splits, pack_gqa,
     )  # fmt: skip
-    from anyattn.validate.kvcache import Given, check_no_captured_gradients, check_no_gradients
-
-    if not torch.compiler.is_compiling() and autocast.is_on():
+    if not is_compiling() and autocast.is_on():
         q, k, v = autocast.beside(k_cache, q, k, v)
-    arguments = Given(
+    cached = (
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, page_table, cu_seqlens_q,
         max_seqlen_q, rotary_interleaved, validate,
     )  # fmt: skip
-    if torch.compiler.is_compiling():
-        from anyattn.custom_ops import entry_points
+    if is_compiling():
+        from anyattn.custom_ops.entry_points import decode as compiled
 
-        found = entry_points.decode(arguments, options, backend)
+        found = compiled(cached, given, backend)
         return found if return_lse else found[0]
     from anyattn.call_cache.kvcache import decode_call
+    from anyattn.validate.kvcache import Given, check_no_captured_gradients, check_no_gradients
 
+    arguments, options = Given(*cached), Options(*given)
     records = torch.is_grad_enabled()
     if records:
         check_no_gradients(arguments, options)

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
-from anyattn import autocast, autograd
+from anyattn import autograd
 from anyattn.call_cache import attention
 from anyattn.call_cache.attention import FlexCall
 from anyattn.custom_ops import entry_point
-from anyattn.validate import flex
+from anyattn.tensors import autocast
+from anyattn.validate.flex import is_no_mask, wanted
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import AuxRequest, BlockMask
@@ -70,20 +71,20 @@ def flex_attention(
 
     Source: FlexAttention (Dong et al., arXiv:2412.05496).
     """
-    wants_lse, wants_max = flex.wanted(return_lse, return_aux)
-    if getattr(block_mask, "seq_lengths", None) == (1, 1) and flex.is_no_mask(block_mask):
+    wants_lse, wants_max = wanted(return_lse, return_aux)
+    if getattr(block_mask, "seq_lengths", None) == (1, 1) and is_no_mask(block_mask):
         block_mask = None
-    is_compiling = torch.compiler.is_compiling()
-    if not is_compiling and autocast.is_on():
+    if not is_compiling() and autocast.is_on():
         query, key, value = autocast.arguments(query, key, value)
-    call = FlexCall(
-        query, key, value, score_mod, block_mask, mask_mod, aux_tensors, scale, enable_gqa, sink, wants_lse, wants_max, deterministic
-    )
-    if is_compiling:
-        from anyattn.custom_ops import entry_points
+    arguments = (
+        query, key, value, score_mod, block_mask, mask_mod, aux_tensors, scale, enable_gqa, sink, wants_lse, wants_max, deterministic,
+    )  # fmt: skip
+    if is_compiling():
+        from anyattn.custom_ops.entry_points import flex as compiled
 
-        out, lse, max_scores = entry_points.flex(call, backend, kernel_options)
+        out, lse, max_scores = compiled(arguments, backend, kernel_options)
         return _returned(out, lse, max_scores if wants_max else None, return_lse, return_aux)
+    call = FlexCall(*arguments)
     found = attention.flex_call(call, backend, kernel_options)
     if found is None:
         from anyattn.custom_ops import eager_calls

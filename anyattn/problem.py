@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from anyattn.fast_dataclass import OfFields
-from anyattn.mods.analysis.row_ranges import limits, limits_of_rows
+from anyattn.mods.analysis.row_ranges import NO_KEYS, RowRanges, limits, limits_of_rows, row_ranges
 from anyattn.mods.tracing.trace import TracedMod
 
 if TYPE_CHECKING:
@@ -93,6 +93,13 @@ class Problem(OfFields):
         return self.of_fields(vars(self) | changes)
 
     @cached_property
+    def row_ranges(self) -> tuple[RowRanges | None, ...]:
+        """For each predicate its row ranges, None where it has none; reads captured tensors, as ``row_ranges.row_ranges`` does."""
+        if not self.has_pairs:  # then no mod may be evaluated: a captured table may be empty
+            return (NO_KEYS,) * len(self.predicates)
+        return tuple([row_ranges(p) for p in self.predicates])
+
+    @cached_property
     def row_limits(self) -> tuple[tuple[Tensor, Tensor] | None, ...]:
         """For each predicate its ranges of visible keys per row, ``row_ranges.limits``: (lo, hi), each (n, B or 1, H or 1, Sq), or None.
 
@@ -101,14 +108,12 @@ class Problem(OfFields):
         if not self.predicates:
             return ()
         rows = self.seqlen_q if self.sequences is None else len(self.sequences.row_entry)
-        if not self.has_pairs:  # then no mod may be evaluated: a captured table may be empty
-            nothing = torch.zeros((1, 1, 1, rows), dtype=torch.int32, device=self.q.device)
-            return ((nothing, nothing),) * len(self.predicates)
         if self.sequences is not None:
             s = self.sequences
-            return tuple(limits_of_rows(p, *s.asked_rows, s.seqlens_k[s.row_entry], self.heads_q) for p in self.predicates)
-        lengths = (rows, self.seqlen_k, self.batch, self.heads_q)
-        return tuple(limits(p, *lengths, self.q.device) for p in self.predicates)
+            lengths = s.seqlens_k[s.row_entry]
+            return tuple([None if r is None else limits_of_rows(r, *s.asked_rows, lengths, self.heads_q) for r in self.row_ranges])
+        sizes = (rows, self.seqlen_k, self.batch, self.heads_q, self.q.device)
+        return tuple([None if r is None else limits(r, *sizes) for r in self.row_ranges])
 
     @property
     def has_pairs(self) -> bool:

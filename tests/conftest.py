@@ -1,22 +1,46 @@
 """Shared by all tests, for tests that run others in a process of their own.
 
-``ANYATTN_MUTANT=name`` runs them with that planted bug (see ``anyattn.testing.mutants``). ``ANYATTN_TEST_BACKEND=name`` runs them on that
+``ANYATTN_MUTANT=name`` runs them with that mutant (see ``tests.mutants.cpu_mutants``). ``ANYATTN_TEST_BACKEND=name`` runs them on that
 backend: every call that names none insists on it; ``ANYATTN_TEST_TILES=32x16`` says with tiles of which size where a call does not, so that
 a test's few keys fill several. With ``ANYATTN_TEST_FILL=1`` all memory holds garbage first. ``ANYATTN_TEST_CPU`` is the CPU that calls are
 planned for: plain, bf16 or fp16 (``machines.CPUS``), bf16 unless told otherwise.
+
+Files named ``test_*_interpreted.py`` launch Triton kernels on the CPU and need ``TRITON_INTERPRET=1``; without it they are skipped, for
+other tests run them in a process that has it (``support/processes.py``).
 """
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 
+class _NotInterpreted(pytest.Module):
+    """A file that is not imported, for Triton would compile its kernels for a GPU."""
+
+    def collect(self) -> Any:
+        pytest.skip("runs in Triton's interpreter, with TRITON_INTERPRET=1; another test starts it so", allow_module_level=True)
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+    if module_path.stem.endswith("_interpreted") and not os.environ.get("TRITON_INTERPRET"):
+        return _NotInterpreted.from_parent(parent, path=module_path)
+    return None
+
+
+def pytest_configure() -> None:
+    if os.environ.get("TRITON_INTERPRET"):
+        from tests.support.interpreter import mend
+
+        mend()
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _cpu():
-    from machines import CPUS, planned_for
+    from tests.support.machines import CPUS, planned_for
 
     with planned_for(CPUS[os.environ.get("ANYATTN_TEST_CPU", "bf16")]):
         yield
@@ -28,9 +52,9 @@ def _mutant():
     if not name:
         yield
         return
-    from anyattn.testing import mutants
+    from tests.mutants import cpu_mutants
 
-    with mutants.active(name):
+    with cpu_mutants.active(name):
         yield
 
 

@@ -5,19 +5,16 @@ from __future__ import annotations
 import importlib
 import os
 import re
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from machines import CPUS, PLAIN, WITH_BF16, WITH_FP16, asked, planned_for
 
 import anyattn
 from anyattn import hardware
-
-sys.path.insert(0, str(Path(__file__).parent / "end_to_end"))
-from calls import judge
+from tests.support.flex_calls import judge
+from tests.support.machines import CPUS, PLAIN, WITH_BF16, WITH_FP16, asked, planned_for
 
 QUESTIONS = ("_is_avx512_bf16_supported", "_is_amx_tile_supported", "_is_amx_fp16_supported")
 
@@ -57,7 +54,7 @@ def test_a_test_does_not_ask_its_machine(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_every_path_runs_on_every_cpu(cpu: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole spans where the CPU multiplies 16 bits fast, in both passes; streaming everywhere else, and where statistics are asked for."""
     took = []
-    for name in ("forward", "whole_spans"):
+    for name in ("forward", "unstreamed"):
         module = importlib.import_module(f"anyattn.backends.torch.{name}")
         monkeypatch.setattr(module, "forward", lambda *a, name=name, compute=module.forward: (took.append(name), compute(*a))[1])
     g = torch.Generator().manual_seed(0)
@@ -65,7 +62,7 @@ def test_every_path_runs_on_every_cpu(cpu: str, dtype: torch.dtype, monkeypatch:
     with planned_for(CPUS[cpu]):
         judge(q, k, v, mask=lambda b, h, i, j: (j < 5) | ((j <= i) & (i - j < 20)))
     spans = dtype != torch.float32 and dtype in CPUS[cpu].fast_dtypes
-    assert took == ["forward", "whole_spans" if spans else "forward"]
+    assert took == ["forward", "unstreamed" if spans else "forward"]
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 64])
@@ -93,7 +90,7 @@ def test_no_test_asks_for_seconds_cores_or_resident_memory() -> None:
     found = [
         f"{path.relative_to(folder)}:{number}: {line.strip()}"
         for path in sorted(folder.rglob("*.py"))
-        if path.relative_to(folder).parts[0] != "gpu" and path.name != Path(__file__).name
+        if "gpu" not in path.relative_to(folder).parts and path.name != Path(__file__).name
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
         if ASKS_THE_MACHINE.search(line)
     ]

@@ -1,4 +1,4 @@
-"""Custom operator of ``create_block_mask`` for ``torch.compile`` and ``torch.export``."""
+"""The operator through which ``torch.compile`` and ``torch.export`` see the making of a block mask."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ def _fake(given: BlockLists) -> list[Tensor]:
 @operator(BlockLists, fake=_fake)
 def block_lists(given: BlockLists) -> list[Tensor]:
     """The lists of ``create_block_mask``, int32, as stacks (``sparsity.list_stacks``)."""
-    (mask,) = mods_of_operands("mask", *given[1:4])
-    lengths, tile = (given.q_len, given.kv_len), (given.block_m, given.block_n)
-    found = lists_of_mask(mask, lengths, tile, (given.batch, given.heads), given.like.device, given.separate_full, stacks=True)
+    like, program, numbers, tensors, batch, heads, q_len, kv_len, block_m, block_n, separate_full = given
+    (mask,) = mods_of_operands("mask", program, numbers, tensors)
+    sizes = ((q_len, kv_len), (block_m, block_n), (batch, heads))
     # .data: whether a list is exact is told by how often it was written to since it was made
-    return [t.data for t in found]
+    return [t.data for t in lists_of_mask(mask, *sizes, like.device, separate_full, stacks=True)]
 
 
 def lists_with_mods(
@@ -64,7 +64,8 @@ def lists_with_mods(
     """A block mask's lists, made by the operator: eight, or four without separate full blocks. Raises as the eager call."""
     lengths = [n if isinstance(n, torch.SymInt) else positions(name, n) for name, n in (("Q_LEN", q_len), ("KV_LEN", kv_len))]
     sizes = [1 if n is None else n if isinstance(n, torch.SymInt) else length(name, n) for name, n in (("B", batch), ("H", heads))]
-    like, tile = torch.empty(0, device=device_of(device, mask)), pair("BLOCK_SIZE", block_size)
-    given = BlockLists(like, *operands_of(like, mask), sizes[0], sizes[1], lengths[0], lengths[1], tile[0], tile[1], separate_full)
+    like = torch.empty(0, device=device_of(device, mask))
+    (b, h), (m, n), (block_m, block_n) = sizes, lengths, pair("BLOCK_SIZE", block_size)
+    given = BlockLists(like, *operands_of(like, mask), b, h, m, n, block_m, block_n, separate_full)
     stacks = called(block_lists, given)
     return [t for t in lists_of_stacks(stacks, 1 + separate_full) if t is not None]

@@ -133,8 +133,9 @@ def _subgraph(tx: Any, operator: Any, like: Any, fn: Any, kind: str, name: str) 
 
     drawn = len(getattr(tx.output, "random_calls", ()))
     with TransformGetItemToIndex():  # table[q_idx] reads an entry, it does not ask for q_idx's value
+        # "flatten_manual" would trace torch's pytree too, and guard all that it is made of at every call
         _, graph, lifted = higher_order_ops.speculate_subgraph(
-            tx, fn, arguments, {}, description=f"anyattn: {name}", source_target=operator, set_subgraph_inputs="flatten_manual"
+            tx, fn, arguments, {}, description=f"anyattn: {name}", source_target=operator, set_subgraph_inputs="manual"
         )
     if len(getattr(tx.output, "random_calls", ())) > drawn:
         unimplemented(

@@ -1,6 +1,6 @@
-"""Custom operators of the entry points with FlashAttention's names; ``flex.py`` describes how mods are encoded.
+"""The operators through which ``torch.compile`` and ``torch.export`` see FlashAttention's entry points; ``flex.py`` says how mods travel.
 
-The operators take the entry points' arguments, and check and plan as an eager call does, when the graph runs.
+The operators take what the entry points take, and check and plan as an eager call does, when the graph runs.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from anyattn import autocast, autograd
+from anyattn import autograd
 from anyattn.call_cache import attention
 from anyattn.custom_ops.arguments import Mask, Results, Score
 from anyattn.custom_ops.define import operator
@@ -20,7 +20,7 @@ from anyattn.custom_ops.gradients import called, differentiable
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.plan import Plan
 from anyattn.problem import Problem
-from anyattn.tensors import kinds
+from anyattn.tensors import autocast, kinds
 from anyattn.tensors.strides import empty_in_order
 from anyattn.validate import flex
 from anyattn.validate.flash import Options
@@ -194,8 +194,8 @@ def flash_with_mods(
     (tables, longest, validate), given = places, Options(*options)
     q, k, v = autocast.arguments(q, k, v)
     shared = _shared(q, given, score, mask)
-    longest_q, longest_k = map(_number, longest)
-    call = Flash(q, k, v, Tables(*tables), shared, bool(given.deterministic), longest_q, longest_k, validate, backend or "")
+    most_q, most_k = map(_number, longest)
+    call = Flash(q, k, v, Tables(*tables), shared, bool(given.deterministic), most_q, most_k, validate, backend or "")
     return called(flash, call)  # type: ignore[no-any-return]
 
 
@@ -205,11 +205,10 @@ def _number(longest: Any) -> Any:
 
 
 def decode_with_mods(
-    given: tuple, lengths: Tensor | None, options: tuple, backend: str | None, score: TracedMod | None, mask: TracedMod | None
+    given: tuple, options: tuple, backend: str | None, score: TracedMod | None, mask: TracedMod | None
 ) -> tuple[Tensor, Tensor]:
-    """``flash_attn_with_kvcache`` as one operator, of traced mods. given, options: ``Given`` and ``Options`` without mods. lengths:
-    cache_seqlens as a tensor."""
-    asked = Given(*given)._replace(cache_seqlens=lengths)
+    """``flash_attn_with_kvcache`` as one operator, of traced mods. given, options: ``Given`` and ``Options`` without mods."""
+    asked = Given(*given)
     q, k, v = autocast.beside(asked.k_cache, asked.q, asked.k, asked.v)
     asked = asked._replace(q=q, k=k, v=v)
     shared = _shared(q, Options(*options), score, mask)
@@ -228,7 +227,8 @@ def _shared(q: Tensor, options: Options, score: TracedMod | None, mask: TracedMo
     left, right = options.window_size
     window = [-1 if left is None else left, -1 if right is None else right]
     scale = None if options.softmax_scale is None else flex.scale_of("softmax_scale", options.softmax_scale, q.shape[-1], q.dtype)
+    nothing = q.new_empty(0)  # one for all lists: a compiled graph makes it at every call
     return Shared(
-        options.alibi_slopes, options.sink, Score(*operands_of(q, score)), Mask(*operands_of(q, mask)), scale, float(options.softcap),
-        bool(options.causal), window, options.num_splits, options.pack_gqa,
+        options.alibi_slopes, options.sink, Score(*operands_of(nothing, score)), Mask(*operands_of(nothing, mask)), scale,
+        float(options.softcap), bool(options.causal), window, options.num_splits, options.pack_gqa,
     )  # fmt: skip

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
-from anyattn import autocast, autograd
+from anyattn import autograd
 from anyattn.call_cache import attention
 from anyattn.custom_ops.arguments import Masks, Results, Score
 from anyattn.custom_ops.define import operator
@@ -29,6 +29,7 @@ from anyattn.mods.tracing.weak_captures import bits_of_numbers, numbers_of_bits,
 from anyattn.plan import Plan
 from anyattn.problem import Problem
 from anyattn.sparsity.block_mask import are_unwritten, tells_no_more
+from anyattn.tensors import autocast
 from anyattn.tensors import kinds as tensor_kinds
 from anyattn.tensors.strides import empty_in_order
 from anyattn.validate import flex
@@ -48,7 +49,7 @@ _FAR = (
 def operands_of(like: Tensor, *mods: TracedMod | None) -> tuple[str, list[int], list[Tensor]]:
     """The programs (a line each), the captured numbers and the captured tensors of traced mods; what is None is left out.
 
-    like: any tensor of the call. No list is empty, see ``never_empty``.
+    like: any tensor of the call, or what ``never_empty`` would make of one. No list is empty, see there.
     """
     given = [m for m in mods if m is not None]
     numbers = [*bits_of_numbers([x for m in given for x in m.scalars])]
@@ -61,7 +62,7 @@ def never_empty(tensors: list[Tensor], like: Tensor) -> list[Tensor]:
 
     The operators know from their other arguments how many entries are meant, and take empty lists too.
     """
-    return tensors or [like.new_empty(0)]
+    return tensors or [like if like.shape == (0,) else like.new_empty(0)]
 
 
 def mods_of_operands(kind: str, programs: str, numbers: list[int], tensors: list[Tensor]) -> list[TracedMod]:
@@ -251,9 +252,10 @@ def flex_with_mods(
         is_exact = tells_no_more(listed, counts.shape[:2]) if is_from_graph else is_exact and not torch.compiler.is_exporting()
         is_exact = is_exact and are_unwritten(*block_lists)  # an exported program holds copies of lists from outside
         flex.check_lists(lengths, counts, query, key)
+    nothing = query.new_empty(0)  # one for all lists: a compiled graph makes it at every call
     given = Attend(
-        query, key, value, sink, Score(*operands_of(query, score)), Masks(*operands_of(query, listed, mask)),
-        never_empty(block_lists, query), block_size, is_exact, flex.scale_of("scale", asked.scale, query.shape[3], query.dtype),
+        query, key, value, sink, Score(*operands_of(nothing, score)), Masks(*operands_of(nothing, listed, mask)),
+        never_empty(block_lists, nothing), block_size, is_exact, flex.scale_of("scale", asked.scale, query.shape[3], query.dtype),
         asked.wants_max, bool(asked.deterministic), options_text(options), backend or "",
     )  # fmt: skip
     return called(attend, given)  # type: ignore[no-any-return]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import repeat
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -89,6 +89,15 @@ def _differentiated(rule: _Rule, call: Callable[..., Any], given: tuple) -> Any:
     return found if len(rule.operator._schema.returns) > 1 else list(found)
 
 
+def _refuse(operator: Any) -> NoReturn:
+    name = operator._schema.name
+    if name.endswith("_backward"):
+        refuse_second_derivative()
+    raise NotImplementedError(
+        f"{name} has no derivative, and was given tensors that require one; wanted detach()ed ones, or torch.no_grad()"
+    )
+
+
 class _Differentiated(torch.autograd.Function):
     """An operator's call. others, tensors: its arguments, see ``Arguments.split``."""
 
@@ -112,7 +121,7 @@ class _Differentiated(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         rule: _Rule = ctx.rule
         if rule.backward is None:
-            refuse_second_derivative()
+            _refuse(rule.operator)
         (out, lse, *_), tensors = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
         dout, dlse = torch.zeros_like(out) if grads[0] is None else grads[0], grads[1]
         given = rule.arguments.joined(ctx.others, tensors)

@@ -111,7 +111,8 @@ def over_sequences(problem: Problem, form: DocumentForm, sequences: DocumentSequ
     rest = rest_of(_joint(problem), form)
     changes = {"sequences": sequences, "predicates": () if rest is None else (rest,), "blocks": None, "blocks_follow": False}
     fields = vars(problem) | changes
-    fields.pop("row_limits", None)  # of the dense call
+    for name in ("row_ranges", "row_limits"):  # of the dense call
+        fields.pop(name, None)
     return Problem.of_fields(fields)
 
 

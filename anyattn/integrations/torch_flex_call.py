@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, are_deterministic_algorithms_enabled
+from torch.compiler import is_compiling, is_dynamo_compiling
 
 from anyattn import flex
 from anyattn.custom_ops import entry_point
@@ -15,7 +16,7 @@ __all__ = ["flex_attention"]
 
 _OWN_OPTIONS = frozenset(("tile_m", "tile_n", "num_splits", "autotune", "pack_gqa"))
 _PLAIN = (Tensor, torch.nn.Parameter)
-_torchs = torchs_own()
+_torchs, _anyattns = torchs_own(), flex.flex_attention  # by name: Dynamo compares each module on the way to a function at every call
 
 
 @entry_point
@@ -33,14 +34,14 @@ def flex_attention(
 ) -> Any:
     """What torch's function returns for these arguments, computed by anyattn unless it refuses. Dynamo traces this function too."""
     given = (query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options)
-    is_traced = torch.compiler.is_dynamo_compiling()
-    refusal = None if torch.compiler.is_compiling() else _reason_against(query, key, value)
+    is_traced = is_dynamo_compiling()
+    refusal = None if is_compiling() else _reason_against(query, key, value)
     if refusal is None:
         try:
             options = kernel_options and {name: value for name, value in kernel_options.items() if name in _OWN_OPTIONS}
-            result = flex.flex_attention(
+            result = _anyattns(
                 query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, options or None, return_aux=return_aux,
-                deterministic=torch.are_deterministic_algorithms_enabled(),
+                deterministic=are_deterministic_algorithms_enabled(),
             )  # fmt: skip
         except torch.OutOfMemoryError:
             raise

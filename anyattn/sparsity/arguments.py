@@ -30,7 +30,7 @@ def length(name: str, value: Any, least: int = 0) -> int:
 
 
 def positions(name: str, value: Any) -> int:
-    """The length of a sequence: an int from 0 to ``mods.rows.LONGEST``."""
+    """The length of a sequence: an int from 0 to ``row_ranges.LONGEST``."""
     number = length(name, value)
     check_positions(name, number)
     return number

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from anyattn import launch_log
-from anyattn.triton_tools import interpreter
 from anyattn.triton_tools.fast_launch import Handle, handle_of, scratch
 
 __all__ = ["UNIT", "current_device", "launch", "run_plain", "strides_of"]
@@ -74,8 +73,7 @@ def _name(kernel: Any) -> str:
 
 
 def current_device(device: torch.device) -> AbstractContextManager:
-    """Context of every launch: makes ``device`` current, on which Triton launches, and patches the interpreter if it is in use."""
-    interpreter.mend()
+    """Context of every launch: makes ``device`` current, on which Triton launches."""
     is_current = device.type != "cuda" or torch.cuda.device_count() < 2 or device.index == torch.cuda.current_device()
     return nullcontext() if is_current else torch.cuda.device(device)
 

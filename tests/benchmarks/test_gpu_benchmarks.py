@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from limits import HANG
 
 from benchmarks import peers, process, report, runner, timing
 from benchmarks.bars import Found, versus
@@ -29,6 +28,7 @@ from benchmarks.store import State, Store
 from benchmarks.timing import Limits, measure, shuffled_rounds
 from benchmarks.variants import VARIANTS as ALL_VARIANTS
 from benchmarks.variants import Setting, document_lengths
+from tests.support.limits import HANG
 
 VARIANTS = ALL_VARIANTS["cuda"]
 SMALL = Shape.square(96, heads=2, head_dim=16, batch=2)

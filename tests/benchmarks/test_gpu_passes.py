@@ -6,8 +6,6 @@ import importlib
 import json
 import math
 import os
-import subprocess
-import sys
 import textwrap
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from limits import HANG
 
 from benchmarks import decode, report
 from benchmarks.bars import Found, geometric_mean, versus
@@ -33,8 +30,9 @@ from benchmarks.peers import PEERS
 from benchmarks.runner import run_case
 from benchmarks.store import State, Store, is_done
 from benchmarks.timing import Limits
+from tests.support.limits import HANG
+from tests.support.processes import python
 
-ROOT = Path(__file__).resolve().parents[2]
 LIMITS = Limits(rounds=2, seconds=math.inf, least=2)
 HERE = ("anyattn", "splits-", "copy", "fa2")  # contestants that need no GPU
 
@@ -153,6 +151,8 @@ def test_the_triton_backend_takes_the_cases_that_insist_on_it() -> None:
         from benchmarks.gpu.memory import FUNCTIONS, long_documents
         from tests.benchmarks.test_gpu_passes import CASES, CLOCK, Meter, run_case, small
         from tests.benchmarks.test_gpu_passes import Limits
+        from tests.support.interpreter import mend
+        mend()
         wanted = ("variants/softcap/", "backward/causal/", "gradients/head_bias/", "fa2-backward/full/d64/2048", "decode/b1-")
         for case in CASES:
             if case.name.startswith(wanted):
@@ -163,8 +163,7 @@ def test_the_triton_backend_takes_the_cases_that_insist_on_it() -> None:
         sums = [long_documents(name, Meter(), "cpu", "triton", tokens=40, heads=1)["sums"] for name in FUNCTIONS]
         assert all(abs(a / b - 1) < 1e-2 for a, b in zip(*sums)), sums
     """
-    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, env=env, timeout=HANG)
+    done = python("-c", textwrap.dedent(program), TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr[-3000:]
     backends = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
     assert len(backends) == 5 and all("triton" in backend for name, backend in backends.items() if not name.startswith("variants"))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from operands import flash_operands, flex_operands
 from torch import Tensor
 
 from anyattn.custom_ops import flash, flex
 from anyattn.custom_ops.arguments import Arguments, Results
 from anyattn.custom_ops.block_lists import block_lists
+from tests.support.operands import flash_operands, flex_operands
 
 _SCORE = "str score_program, SymInt[] score_numbers, Tensor[] score_tensors"
 _ATTEND = (
@@ -108,3 +108,6 @@ def test_writes_to_a_cache_are_counted() -> None:
     flash.decode(*given)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         kept.backward()
+    required = (q.clone().requires_grad_(), *given[1:])
+    with pytest.raises(NotImplementedError, match="anyattn::decode has no derivative"):
+        flash.decode(*required)[0].sum().backward()

@@ -7,10 +7,10 @@ import sys
 
 import pytest
 import torch
-from compiling import fresh, same
 
 import anyattn
 from anyattn import masks
+from tests.support.compiling import fresh, same
 
 H, S, D = 2, 64, 16
 OUTSIDE = masks.sliding_window(3, 5)

@@ -6,11 +6,11 @@ import functools
 
 import pytest
 import torch
-from compiling import fresh, same
 from torch import nn
 
 import anyattn
 from anyattn import masks, scores
+from tests.support.compiling import fresh, same
 
 B, H, S, D = 2, 4, 48, 8
 

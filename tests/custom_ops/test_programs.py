@@ -10,12 +10,12 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.distributed as dist
-from compiling import fresh, nearly_same
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import anyattn
 from anyattn import scores
+from tests.support.compiling import fresh, nearly_same
 
 B, S, WIDTH, HEADS, HEADS_KV, D = 2, 80, 32, 4, 2, 8
 needs_compiler = pytest.mark.skipif(shutil.which(os.environ.get("CXX", "g++")) is None, reason="Inductor needs a C++ compiler")

@@ -11,7 +11,6 @@ import random
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import hypothesis
 import pytest
@@ -19,16 +18,12 @@ import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parent.parent / "end_to_end"))
-
-import flash_calls as calls
-import flash_reference as reference
-from mods import chains, mask_of, score_of, trees
-from test_flash_cache import Setting, check
-from test_flash_packed import FORMS, Stored, judged, paged
-
 import anyattn
+from tests.entry_points.test_flash_cache import Setting, check
+from tests.entry_points.test_flash_packed import FORMS, Stored, judged, paged
+from tests.support import flash_calls as calls
+from tests.support import flash_reference as reference
+from tests.support.fuzz.random_mods import chains, mask_of, score_of, trees
 
 FRESH = int(os.environ.get("ANYATTN_FUZZ") or os.environ.get("ANYATTN_FUZZ_EXAMPLES") or 0)
 FIRST_SEED = int(os.environ.get("ANYATTN_FUZZ_SEED") or (random.SystemRandom().randrange(10**6) if FRESH else 0))

@@ -10,7 +10,6 @@ import os
 import random
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import hypothesis
 import pytest
@@ -18,14 +17,10 @@ import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parent.parent / "end_to_end"))
-
-from calls import judge
-from mods import chains, mask_of, score_of, trees
-
 import anyattn
 from anyattn.testing import cases
+from tests.support.flex_calls import judge
+from tests.support.fuzz.random_mods import chains, mask_of, score_of, trees
 
 FRESH = int(os.environ.get("ANYATTN_FUZZ") or os.environ.get("ANYATTN_FUZZ_EXAMPLES") or 0)
 FIRST_SEED = int(os.environ.get("ANYATTN_FUZZ_SEED") or (random.SystemRandom().randrange(10**6) if FRESH else 0))

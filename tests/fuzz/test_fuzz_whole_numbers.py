@@ -7,20 +7,15 @@ repeats them, and ``whole_numbers.program(seed)`` the one that a failure names.
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+from tests.support.fuzz.cute_checks import check_cute, check_cute_ranges
+from tests.support.fuzz.whole_number_checks import check_classes, check_evaluation, check_ranges, check_stages, traced
+from tests.support.fuzz.whole_numbers import FIRST_SEED, FRESH, programs
+from tests.support.processes import python
 
-from cute_checks import check_cute, check_cute_ranges
-from whole_number_checks import check_classes, check_evaluation, check_ranges, check_stages, traced
-from whole_numbers import FIRST_SEED, FRESH, programs
-
-HERE = Path(__file__).resolve().parent
 SHARDS = 8 if FRESH else 2
 PATIENCE = 900
 
@@ -60,10 +55,6 @@ def test_readers(shard: int) -> None:
 def test_triton_text(shard: int) -> None:
     """The interpreter is chosen when Triton is imported, so it gets a process of its own."""
     first, count = seeds_of(shard, 200)
-    environment = {
-        **os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(HERE.parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]),
-    }  # fmt: skip
-    command = [sys.executable, "-W", "ignore", str(HERE / "triton_whole_numbers_interpreted.py"), str(first), str(count)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=None if FRESH else PATIENCE)
+    command = ["-W", "ignore", "-m", "tests.support.fuzz.whole_numbers_in_triton", str(first), str(count)]
+    done = python(*command, seconds=None if FRESH else PATIENCE, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-12000:]

@@ -1,4 +1,4 @@
-"""The kernels of the GPU suite are compiled before it runs, many at a time; see ``judging_gpu.MODE`` for the other modes.
+"""The kernels of the GPU suite are compiled before it runs, many at a time; see ``judging.MODE`` for the other modes.
 
 A run on the GPU starts itself once more in the mode ``compile``, with the same arguments and without the GPU, and then finds all kernels in
 the disk cache. ``ANYATTN_GPU_WARM=0`` leaves that out.
@@ -52,7 +52,8 @@ def _without_a_gpu() -> Iterator[None]:
         yield
         return
     import torch
-    from judging_gpu import compiled, without_a_gpu
+
+    from tests.support.gpu.judging import compiled, without_a_gpu
 
     torch.set_num_threads(1)
     # a forked child of a process whose torch has threads may hang

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-import judging_gpu as judging
 import pytest
 import torch
-from judging_gpu import BACKEND, DEVICE
-from operands import as_its_fake, flash_operands, flex_operands
-from small_gpt import Sizes, check_compiled_step
-from strided import EACH, inputs, nesting
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import anyattn
 from anyattn.custom_ops.flash import flash, flash_backward
 from anyattn.custom_ops.flex import attend, attend_backward
+from tests.support.gpu import judging
+from tests.support.gpu.judging import BACKEND, DEVICE
+from tests.support.operands import as_its_fake, flash_operands, flex_operands
+from tests.support.small_gpt import Sizes, check_compiled_step
+from tests.support.strided import EACH, inputs, nesting
 
 pytestmark = [pytest.mark.gpu, judging.where_calls_run]
 judging.needs_the_backend()

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "end_to_end"))
-
-import flash_calls as calls
-import flash_reference as reference
-import test_flash_cache as cache_tests
-from flash_calls import RECIPES
-from waiting_gpu import no_waiting
-
 from anyattn import flash_attn_combine, flash_attn_with_kvcache
 from anyattn.testing import budget
+from tests.entry_points import test_flash_cache as cache_tests
+from tests.support import flash_calls as calls
+from tests.support import flash_reference as reference
+from tests.support.flash_calls import RECIPES
+from tests.support.gpu.waiting import no_waiting
 
 if not torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
     pytest.skip("needs a GPU and triton", allow_module_level=True)

@@ -5,27 +5,21 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-import judging_gpu as judging
 import pytest
-import ragged_gpu as ragged
 import torch
-from judging_gpu import DEVICE, NAN, flex, hole, judge, qkv, random, same, surrounded
 from torch import Tensor
 
 import anyattn
 from anyattn import masks, scores
+from tests.support.gpu import judging, ragged
+from tests.support.gpu.graphs import IDS, captured, synchronize
+from tests.support.gpu.judging import DEVICE, NAN, flex, hole, judge, qkv, random, same, surrounded
 
 pytestmark = pytest.mark.gpu
 judging.needs_the_backend()
 
 RERUNS = 300
-IDS = (torch.rand(4, 1025, generator=torch.Generator().manual_seed(3)) < 0.01).long().cumsum(1)
 nothing = hole(9, 5, 3)
-
-
-def synchronize() -> None:
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
 
 
 # ---- the same bits again
@@ -204,21 +198,6 @@ def test_threads_at_once() -> None:
     for thread in threads:
         thread.join()
     assert not wrong
-
-
-def captured(call: Any) -> tuple[Any, Any]:
-    """(graph, its result)."""
-    call()
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        call()
-    torch.cuda.current_stream().wait_stream(side)
-    synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = call()
-    return graph, found
 
 
 @judging.on_the_gpu_alone

@@ -8,11 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import judging_gpu as judging
 import pytest
 import torch
 
 from anyattn import hardware, planner
+from tests.support.gpu import judging
 
 pytestmark = [pytest.mark.gpu, judging.on_the_gpu_alone]
 judging.needs_the_backend()

@@ -5,14 +5,14 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
-import judging_gpu as judging
 import pytest
 import torch
-from judging_gpu import DEVICE, KINDS, Capturing, both, flex, judge, qkv, random, same
 from torch import Tensor
 
 import anyattn
 from anyattn import masks, scores
+from tests.support.gpu import judging
+from tests.support.gpu.judging import DEVICE, KINDS, Capturing, both, flex, judge, qkv, random, same
 
 pytestmark = pytest.mark.gpu
 judging.needs_the_backend()

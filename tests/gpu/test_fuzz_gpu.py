@@ -10,19 +10,16 @@ from __future__ import annotations
 import os
 import random
 import sys
-from pathlib import Path
 
 import hypothesis
-import judging_gpu as judging
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "fuzz"))
-
-import mods
-import test_fuzz_flex as flex
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
+
+from tests.fuzz import test_fuzz_flex as flex
+from tests.support.fuzz import random_mods as mods
+from tests.support.gpu import judging
 
 pytestmark = pytest.mark.gpu
 judging.needs_the_backend(only="triton")

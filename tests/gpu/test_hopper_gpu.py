@@ -6,14 +6,14 @@ import itertools
 import re
 from typing import Any
 
-import judging_gpu as judging
 import pytest
 import torch
-from judging_gpu import KINDS, Capturing, flex, judge, qkv, random, same
 from torch import Tensor
 
 import anyattn
 from anyattn import masks, scores
+from tests.support.gpu import judging
+from tests.support.gpu.judging import KINDS, Capturing, flex, judge, qkv, random, same
 
 pytestmark = pytest.mark.gpu
 judging.needs_the_backend()

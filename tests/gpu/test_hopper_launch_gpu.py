@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from counting import PYTHON_CALLS
-from limits import HANG
 
 import anyattn
 from anyattn import masks, oracle
 from anyattn.backends.hopper.compile import build, launch
 from anyattn.testing import budget
 from anyattn.testing.rounding import rounding
+from tests.support.counting import PYTHON_CALLS
+from tests.support.processes import python
 
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0) and importlib.util.find_spec("cutlass") is not None
 pytestmark = pytest.mark.gpu
@@ -28,8 +25,6 @@ if not HAS_HOPPER:
     pytest.skip("needs a Hopper GPU and nvidia-cutlass-dsl", allow_module_level=True)
 if not build.has_tvm_ffi():
     pytest.skip("needs apache-tvm-ffi", allow_module_level=True)
-
-ROOT = Path(__file__).parent.parent.parent
 
 
 def qkv(b: int = 2, h: int = 4, s: int = 300, d: int = 128) -> list[torch.Tensor]:
@@ -200,9 +195,7 @@ print(json.dumps({"calls": calls, "compiler": "cutlass" in sys.modules, "sum": o
 
 def test_another_process_loads_what_one_compiled(tmp_path: Path) -> None:
     def process(**more: str) -> dict[str, Any]:
-        path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-        environment = {**os.environ, "PYTHONPATH": path, "ANYATTN_CACHE_DIR": str(tmp_path), **more}
-        done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=HANG)
+        done = python("-c", SCRIPT, ANYATTN_CACHE_DIR=str(tmp_path), **more)
         assert done.returncode == 0, done.stderr[-3000:]
         found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
         return found

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import judging_gpu as judging
 import pytest
 import torch
-from judging_gpu import DEVICE, MODE, Capturing, both, judge, qkv, same
 
 import anyattn
 from anyattn import masks
+from tests.support.gpu import judging
+from tests.support.gpu.judging import DEVICE, MODE, Capturing, both, judge, qkv, same
 
 pytestmark = pytest.mark.gpu
 judging.needs_the_backend()

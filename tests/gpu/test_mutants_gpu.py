@@ -1,4 +1,4 @@
-"""Every planted bug of the Hopper backend is caught by the check that it names; with no bug all pass, and the sanitizer finds nothing."""
+"""Every mutant of the Hopper backend is caught by the check that it names; with no bug all pass, and the sanitizer finds nothing."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import judging_gpu as judging
 import pytest
-from killers_gpu import KILLERS
-from limits import HANG
 
-from anyattn.testing import hopper_mutants
+from tests.mutants import hopper_mutants
+from tests.mutants.hopper_killers import KILLERS
+from tests.support.gpu import judging
+from tests.support.limits import HANG
+from tests.support.processes import ROOT, environment
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 judging.needs_the_backend(only="hopper")
 
-HERE = Path(__file__).parent
-ROOT = HERE.parent.parent
 AT_ONCE = max(1, min(12, len(os.sched_getaffinity(0)) - 2))
 
 
@@ -35,10 +34,10 @@ def test_without_a_bug_the_checks_pass(name: str) -> None:
 
 def run(names: list[str], path: Path, before: tuple[str, ...] = (), **more: str) -> subprocess.CompletedProcess:
     """Checks in a process of their own, whose package is the one in ``path``."""
-    found = os.pathsep.join([str(path), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "PYTHONPATH": found, "OMP_NUM_THREADS": "1", **more}
-    command = [*before, sys.executable, str(HERE / "killers_gpu.py"), *names]
-    return subprocess.run(command, env=environment, cwd=path, capture_output=True, text=True, timeout=HANG)
+    command = [*before, sys.executable, "-m", "tests.mutants.hopper_killers", *names]
+    return subprocess.run(
+        command, env=environment(path, OMP_NUM_THREADS="1", **more), cwd=path, capture_output=True, text=True, timeout=HANG
+    )
 
 
 @pytest.fixture(scope="module")

@@ -6,15 +6,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import judging_gpu as judging
 import pytest
-import ragged_gpu as ragged
 import torch
-from judging_gpu import DEVICE, KINDS, Capturing, for_library, judge, qkv, random, same, surrounded
-from ragged_gpu import FORMS, drawn
 
 import anyattn
 from anyattn import masks, scores
+from tests.support.gpu import judging, ragged
+from tests.support.gpu.judging import DEVICE, KINDS, Capturing, for_library, judge, qkv, random, same, surrounded
+from tests.support.gpu.ragged import FORMS, drawn
 
 pytestmark = pytest.mark.gpu
 judging.needs_the_backend("hopper")

@@ -6,13 +6,13 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import judging_gpu as judging
 import pytest
 import torch
-from judging_gpu import DEVICE, judge, qkv
 from torch import Tensor
 
 import anyattn
+from tests.support.gpu import judging
+from tests.support.gpu.judging import DEVICE, judge, qkv
 
 pytestmark = pytest.mark.gpu
 judging.needs_the_backend(only="triton")

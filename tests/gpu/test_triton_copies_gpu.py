@@ -3,24 +3,19 @@ with copies are right at the sizes that they are for, in a graph too, and take n
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import judging_gpu as judging
 import pytest
 import torch
-from judging_gpu import DEVICE, qkv, random
 
 import anyattn
 from anyattn import masks
 from anyattn.testing import budget
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "end_to_end"))
-
-from calls import judge
-from test_device_gpu import captured as in_a_graph
+from tests.support.flex_calls import judge
+from tests.support.gpu import judging
+from tests.support.gpu.graphs import captured as in_a_graph
+from tests.support.gpu.judging import DEVICE, qkv, random
 
 pytestmark = pytest.mark.gpu
 judging.needs_the_backend(only="triton")

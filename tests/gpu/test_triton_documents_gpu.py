@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
-import judging_gpu as judging
 import pytest
 import torch
-from judging_gpu import DEVICE, judge, qkv
 
 import anyattn
 from anyattn.documents.rewrite import DocumentTables
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "end_to_end"))
+from tests.support.gpu import judging
+from tests.support.gpu.judging import DEVICE, judge, qkv
 
 pytestmark = pytest.mark.gpu
 judging.needs_the_backend(only="triton")

@@ -1,31 +1,25 @@
-"""The Triton kernels on a GPU, at the sizes that they are for: what ``tests/triton`` shows of them in Triton's interpreter.
+"""The Triton kernels on a GPU, at the sizes that they are for: what ``tests/backends/triton`` shows of them in Triton's interpreter.
 
 The tests that they share with the Hopper kernel are run on them by ``ANYATTN_GPU_BACKEND=triton`` (``make test-gpu``).
 """
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import judging_gpu as judging
 import pytest
 import torch
-from judging_gpu import DEVICE, judge, qkv, random, same
 
 import anyattn
 from anyattn import masks
 from anyattn.testing import budget, cases
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "end_to_end"))
-sys.path.insert(0, str(Path(__file__).parent.parent / "triton"))
-
-import proof
-from calls import results
-from test_device_gpu import IDS, captured
+from tests.support.flex_calls import results
+from tests.support.gpu import judging
+from tests.support.gpu.graphs import IDS, captured
+from tests.support.gpu.judging import DEVICE, judge, qkv, random, same
+from tests.support.triton import proof
 
 pytestmark = pytest.mark.gpu
 judging.needs_the_backend(only="triton")

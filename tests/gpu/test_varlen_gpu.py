@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import judging_gpu as judging
 import pytest
-import ragged_gpu as ragged
 import torch
-from judging_gpu import DEVICE, KINDS, Capturing, both, for_library, random, same
-from ragged_gpu import EQUAL, FORMS, LENGTHS, drawn
 
 import anyattn
 from anyattn import masks
+from tests.support.gpu import judging, ragged
+from tests.support.gpu.judging import DEVICE, KINDS, Capturing, both, for_library, random, same
+from tests.support.gpu.ragged import EQUAL, FORMS, LENGTHS, drawn
 
 pytestmark = pytest.mark.gpu
 judging.needs_the_backend()

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from waiting_gpu import no_waiting
 
 import anyattn
 from anyattn import masks, oracle
 from anyattn.testing import budget
 from anyattn.testing.rounding import rounding
+from tests.support.gpu.waiting import no_waiting
 
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0) and importlib.util.find_spec("cutlass") is not None
 pytestmark = pytest.mark.gpu

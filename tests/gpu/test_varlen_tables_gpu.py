@@ -16,7 +16,7 @@ from anyattn.backends.hopper.tables_config import MOST_ENTRIES, THREADS
 from anyattn.mods.analysis.row_ranges import row_ranges
 from anyattn.mods.tracing.trace import trace
 from anyattn.sequences.integers import ceil_div
-from anyattn.sequences.tile_order import keys_up_to, longest_first, of_all_heads
+from anyattn.sequences.tile_order import longest_first, of_all_heads
 from anyattn.sequences.unread_varlen import LengthTables, StoredSequences, StoredSizes
 from anyattn.sequences.varlen_tables import entries_table
 
@@ -72,7 +72,7 @@ def test_tables(batch: int, longest: int, kind: str, dtype: torch.dtype, ends_wi
     number = [(t[:count, 2].long() * 2**20 + t[:count, 0]).sort().values for t in (order, wanted)]
     assert torch.equal(*number)
     seqlen_q, seqlen_k = (entries[order[:count, 2].long(), i] for i in (2, 5))
-    cost = keys_up_to(order[:count, 0], TILE, seqlen_q, seqlen_k) if ends_with_row else seqlen_k
+    cost = torch.minimum(seqlen_k, (order[:count, 0] + 1) * TILE + seqlen_k - seqlen_q) if ends_with_row else seqlen_k
     bins = cost.clamp(min=0) // ceil_div(s.bound_k + 1, THREADS)
     if batch <= MOST_ENTRIES[-1]:
         assert bool((bins.diff() <= 0).all())

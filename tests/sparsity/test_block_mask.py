@@ -5,7 +5,6 @@ import pickle
 
 import pytest
 import torch
-from counting import peak_bytes
 from torch.nn.attention import flex_attention as torch_flex
 from torch.utils import _pytree as pytree
 
@@ -19,6 +18,7 @@ from anyattn.sparsity import (
     compute_varlen_block_sparsity,
 )
 from anyattn.testing.tiles import brute_classes, dense, library_masks, random_mask
+from tests.support.counting import peak_bytes
 
 SIDES = ("kv", "full_kv", "q", "full_q")
 

@@ -18,7 +18,6 @@ from anyattn.backends.hopper.config import Config
 from anyattn.backends.hopper.make_config import ByDocument, Special, by_document, specialised
 from anyattn.backends.hopper.pack_gqa import groups_of
 from anyattn.documents.dispatch import dispatched
-from anyattn.documents.rewrite import DocumentTables
 from anyattn.plan import Plan
 from anyattn.problem import Problem
 from anyattn.sequences.integers import ceil_div
@@ -45,13 +44,13 @@ class _Shared(NamedTuple):
     """What the calls of one plan share.
 
     ready: prepared launches by config, which depends on the captured numbers' signs and sizes. documents: how calls are run by their
-    documents, if they are; then ready_of has the prepared launches for the documents of each mask.
+    documents, if they are. ready_of: what ready is for calls with block lists, and for the documents of a mask: for each of these.
     """
 
     special: Special
     ready: dict[Config, _Ready]
     documents: ByDocument | None
-    ready_of: WeakKeyDictionary[DocumentTables, dict[Config, _Ready]]
+    ready_of: WeakKeyDictionary[Any, dict[Config, _Ready]]
 
 
 class _Ready(NamedTuple):
@@ -78,7 +77,10 @@ def forward(problem: Problem, plan: Plan) -> Result:
         return _by_documents(problem, shared, shared.documents)
     special = shared.special
     config = special.config_for(problem)
-    ready = shared.ready.get(config)
+    known: Mapping[Config, _Ready] = shared.ready
+    if special.listed is not None:
+        known = _NOTHING if problem.blocks is None else shared.ready_of.get(problem.blocks, _NOTHING)
+    ready = known.get(config)
     if ready is not None and ready.known:
         return _again(problem, special, ready)
     return _first(problem, shared, config)
@@ -128,8 +130,11 @@ def _first(problem: Problem, shared: _Shared, config: Config) -> Result:
         results.out.zero_()
     visits = tables.visits_of(problem, special, results)
     arguments = _launched(problem, special, config, visits, results)
-    if special.listed is None and problem.sequences is None:
-        _keep(shared.ready, config, arguments, visits)
+    if problem.sequences is None:
+        if special.listed is None:
+            _keep(shared.ready, config, arguments, visits)
+        elif problem.blocks is not None:  # frozen, as are their tables; a list that was written to is read anew
+            _keep(shared.ready_of.setdefault(problem.blocks, {}), config, arguments, visits)
     return results
 
 

@@ -78,8 +78,8 @@ class Config:
     """One kernel. Run-time numbers (lengths, strides, scales, window bounds, captured values) are no part of it.
 
     head_dim, head_dim_v: as padded. is_bf16: else float16. score: the score mod's expression or None.
-    is_factored: constant factors may be taken off the score mod's end, for they and the scale are above 0 (``staging.factored``, ``bias``).
-    is_bounded: no score exceeds ``MOST``, so exponentials are taken of the scores themselves, without a row maximum.
+    is_factored: constant factors may be taken off the score mod's end, for they and the scale are above 0 (``score_analysis.factored``,
+    ``bias``). is_bounded: no score exceeds ``MOST``, so exponentials are taken of the scores themselves, without a row maximum.
     heads_per_tile: query heads that share K and V and a row tile (packed GQA), 1, 4 or 8: row r is head ``r % heads_per_tile`` of them at
     position ``r // heads_per_tile`` of the tile's. A group of another number of heads leaves rows of its last tiles empty.
     bands: row ranges ``lo, hi`` of predicates that are bands around a row's position (``sides``); the kernel derives its tiles from them.
@@ -238,7 +238,9 @@ def tiles_for(
     page: int = 0,
     is_packed: bool = False,
 ) -> Tiles:
-    """The tiles for padded head dimensions: as large as registers allow without spilling, which ``tests/backends/test_hopper.py`` watches.
+    """The tiles for padded head dimensions: as large as registers allow without spilling.
+
+    ``tests/backends/hopper/test_plan_and_compile.py`` compiles them all and counts what spills.
 
     A score mod, or predicates besides bands, need registers that three warp groups do not have, and what reads a table for every score
     needs more. tile_n: what a tile's keys must divide, a list's tile. asked: all predicates but bands. page: rows of a page, 0 without.

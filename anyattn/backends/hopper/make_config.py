@@ -15,17 +15,17 @@ from anyattn.backends.hopper.config import LEAST_PIECE, MOST, TILE_M, Ask, Confi
 from anyattn.backends.hopper.pack_gqa import heads_per_tile
 from anyattn.documents.dispatch import over_unknown_documents
 from anyattn.errors import BackendError
+from anyattn.mask_plan import MaskAbilities, MaskPart, mask_plan
 from anyattn.mods.analysis.document_masks import DocumentForm
-from anyattn.mods.analysis.row_ranges import RowRanges, ranges_unread
 from anyattn.mods.ir.dependence import dependence
 from anyattn.mods.ir.expr import Builder, Expr
-from anyattn.mods.tracing.cute_mod import has_native
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.problem import Problem
 
 __all__ = ["ByDocument", "Special", "by_document", "fitting", "is_bounded", "list_tile_misfit", "specialised", "tile_of"]
 
-_MOST_RANGES = 2  # of a row, that the kernel keeps in registers
+# The kernel keeps two ranges of a row in registers. Tiles follow from bands alone, of which there may be several.
+_ABILITIES = MaskAbilities(most_ranges=2, tiles_follow=lambda ranges: sides(ranges.expr) is not None)
 # Of 8 exponentials after a cap that many are multiplied out: 104 operations of the special functions' pipe, at 8 clocks each, and 577
 # instructions in all then stand against 1,024 clocks of products for the 64 scores of a thread in a 128 x 128 tile (SASS counts)
 _EMULATED = 3
@@ -73,34 +73,22 @@ class Special(NamedTuple):
 def specialised(problem: Problem, packs: bool | None = None) -> Special:
     """What the kernel for ``problem`` is specialised for; reads no tensor.
 
-    Bands and CuTe functions alone need no lists of tiles. Else the first predicate that is neither has lists, which ``problem`` may bring.
     packs: whether heads share row tiles where they can, None for what ``problem`` says.
     """
-    bands = [_band(p) for p in problem.predicates]
-    # CuTe masks are opaque: evaluated in every tile unless lists are given
-    unlisted = [i for i, p in enumerate(problem.predicates) if bands[i] is None and has_native([p]) is None]
-    listed = None
-    if problem.blocks is not None and not (problem.blocks_follow and not unlisted):
-        listed = 0
-    elif unlisted:
-        listed = unlisted[0]
+    plan = mask_plan(problem, _ABILITIES)
+    listed = 0 if plan.uses_blocks else plan.listed[0].predicates[0] if plan.listed else None
     list_tile = None
     if listed is not None:
         list_tile = (TILE_M, TILE_M) if problem.blocks is None else fitting(tile_of(problem.blocks))
     score = problem.score if problem.score is not None or problem.scale > 0 else _IDENTITY
+    partial = [part for part in (plan.of_blocks, *plan.listed) if part is not None]
     sources = [] if score is None else [(_SCORE, *slots(score.expr))]
-    flags: dict[str, Any] = {} if listed is not None else {"bands": tuple(b.expr for b in bands if b is not None)}
+    sources += [(part.predicates[0], *slots(_ask(part).expr)) for part in (*plan.ranged, *partial, *plan.always)]
+    flags: dict[str, Any] = {"always": tuple(_ask(part) for part in plan.always)}
     if listed is None:
-        sources += [(i, *slots(b.expr)) for i, b in enumerate(bands) if b is not None]
-        always = [(i, _ask(p)) for i, p in enumerate(problem.predicates) if bands[i] is None]
-        flags["always"] = tuple(ask for _, ask in always)
-        sources += [(i, *slots(ask.expr)) for i, ask in always]
+        flags["bands"] = tuple(_ask(part).expr for part in plan.ranged)
     else:
-        first = problem.predicates[listed]
-        asked = [] if _shows_all(first) else [(listed, _ask(first))]
-        others = [(i, _ask(p)) for i, p in enumerate(problem.predicates) if i != listed]
-        flags |= {"partial": asked[0][1] if asked else None, "always": tuple(ask for _, ask in others)}
-        sources += [(i, *slots(ask.expr)) for i, ask in asked + others]
+        flags["partial"] = _ask(partial[0]) if partial else None
     flags |= _storage(problem, listed is not None)
     config = _config(problem, None if score is None else score.expr, list_tile, flags, packs)
     positive = () if score is None or problem.scale <= 0 else factored(score.expr).positive
@@ -215,20 +203,8 @@ def list_tile_misfit(tile: tuple[int, int]) -> bool:
     return bool(tile[0] % TILE_M or tile[1] % 16)
 
 
-def _band(mask: TracedMod) -> RowRanges | None:
-    ranges = ranges_unread(mask)
-    return ranges if ranges is not None and sides(ranges.expr) is not None else None
-
-
-def _ask(mask: TracedMod) -> Ask:
-    ranges = ranges_unread(mask)
-    by_row = ranges is not None and ranges.count <= _MOST_RANGES
-    return Ask(ranges.expr if by_row and ranges is not None else mask.expr, by_row)
-
-
-def _shows_all(mask: TracedMod) -> bool:
-    ranges = ranges_unread(mask)
-    return ranges is not None and sides(ranges.expr) == (False, False)
+def _ask(part: MaskPart) -> Ask:
+    return Ask(part.mask.expr, False) if part.ranges is None else Ask(part.ranges.expr, True)
 
 
 def _identity() -> TracedMod:

@@ -12,14 +12,19 @@ from itertools import groupby, pairwise
 import torch
 from torch import Tensor
 
+from anyattn.mask_plan import MaskAbilities, mask_plan
+from anyattn.mods.analysis.row_ranges import MAX_RANGES
 from anyattn.mods.analysis.tile_classes import EMPTY, FULL, classify
 from anyattn.mods.analysis.tile_classes_varlen import classify_ragged
+from anyattn.mods.tracing.trace import TracedMod
 from anyattn.problem import Problem
 from anyattn.sequences.split_kv import split_range
 from anyattn.sparsity.block_sparse import BlockSparseTensors
 
 __all__ = ["Coverage", "Group", "RowTile", "Segment", "cover", "split_of"]
 
+# Of keys in tensors on the host any ranges and lists can be combined, and lists that a call brings cost nothing.
+_ABILITIES = MaskAbilities(most_ranges=MAX_RANGES, reads_tensors=True, drops_blocks=False, most_lists=None)
 _TILE_N = 128  # width of the tiles in which a mask without row ranges is classified, and keys are divided among splits
 _FEW_KEYS, _TOGETHER = 256, 64  # sequences of a cache with at most so many keys are computed together, at most so many of them
 _SCORES_OF_A_SEQUENCE = 2**21  # of a cache, at once, over all its heads
@@ -75,30 +80,32 @@ class _Source:
 
 def cover(problem: Problem, tile_m: int, pairs_at_once: int) -> Coverage:
     """Row tiles of ``tile_m`` rows for every batch entry and head, at most ``pairs_at_once`` (batch, head) pairs to a group."""
-    ranges = problem.row_limits
+    plan, ranges = mask_plan(problem, _ABILITIES), problem.row_limits
+    assert not plan.always, "torch runs no CuTe functions"
     sources = []
-    if problem.blocks is not None:
-        listed = 0 if problem.predicates else None
+    if plan.uses_blocks:
+        predicate = None if plan.of_blocks is None else plan.of_blocks.predicates[0]
         if problem.sequences is not None:
-            sources.append(_from_flat_classes(problem.blocks.classes(), problem.blocks.tile, listed, tile_m, problem))
+            sources.append(_from_flat_classes(problem.blocks.classes(), problem.blocks.tile, predicate, tile_m, problem))  # type: ignore
         else:
-            sources.append(_from_lists(problem.blocks, listed, tile_m, problem))
-    for i, predicate in enumerate(problem.predicates):
-        if problem.blocks is not None and i == 0:
-            continue
-        limit = ranges[i]
-        if limit is not None:
-            sources.append(_from_ranges(*limit, i, tile_m, problem))
-        elif problem.sequences is not None:
-            s = problem.sequences
-            flat = classify_ragged(predicate, s.seqlens_q, s.seqlens_k, tile_m, _TILE_N, problem.heads_q, s.q_first)
-            sources.append(_from_flat_classes(flat, (tile_m, _TILE_N), i, tile_m, problem))
-        else:
-            lengths = (problem.seqlen_q, problem.seqlen_k)
-            classes = classify(predicate, *lengths, tile_m, _TILE_N, problem.batch, problem.heads_q, problem.q.device)
-            blocks = BlockSparseTensors.from_classes(classes, (tile_m, _TILE_N), lengths)
-            sources.append(_from_lists(blocks, i, tile_m, problem))
+            sources.append(_from_lists(problem.blocks, predicate, tile_m, problem))  # type: ignore[arg-type]
+    for part in plan.ranged:
+        limit = ranges[part.predicates[0]]
+        assert limit is not None, "validation refuses longer sequences than row ranges are right for"
+        sources.append(_from_ranges(*limit, part.predicates[0], tile_m, problem))
+    sources += [_classified(part.mask, part.predicates[0], tile_m, problem) for part in plan.listed]
     return Coverage(tuple(_groups(problem, sources, tile_m, pairs_at_once)), ranges)
+
+
+def _classified(mask: TracedMod, predicate: int, tile_m: int, problem: Problem) -> _Source:
+    """Stretches of a mask without row ranges, whose tiles are classified."""
+    if problem.sequences is not None:
+        s = problem.sequences
+        flat = classify_ragged(mask, s.seqlens_q, s.seqlens_k, tile_m, _TILE_N, problem.heads_q, s.q_first)
+        return _from_flat_classes(flat, (tile_m, _TILE_N), predicate, tile_m, problem)
+    lengths = (problem.seqlen_q, problem.seqlen_k)
+    classes = classify(mask, *lengths, tile_m, _TILE_N, problem.batch, problem.heads_q, problem.q.device)
+    return _from_lists(BlockSparseTensors.from_classes(classes, (tile_m, _TILE_N), lengths), predicate, tile_m, problem)
 
 
 def split_of(coverage: Coverage, split: int, splits: int) -> Coverage:

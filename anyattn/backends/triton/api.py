@@ -251,8 +251,8 @@ def _is_raw(problem: Problem) -> bool:
 
 
 def _groups(grid: tuple[int, int, int], call: _Call) -> tuple[int, int]:
-    """How many heads programs go through at a time, and in how many groups the heads of an entry are, of the grid (row tiles, heads or
-    groups that share tiles, entries and splits); (0, 1) for each head by itself."""
+    """L2 grouping of heads: how many heads programs compute at a time, and the number of such groups per entry; (0, 1) without grouping.
+    grid: row tiles, heads or groups that share tiles, entries and splits."""
     problem, capability = call.form.problem, tile_config.capability_of(call.form.problem.q.device)
     has_few = has_few_rows(problem, capability)
     if has_few or call.plan.heads_per_tile > 1 or call.target.parts[0] > 1 or call.found.entries is not None:
@@ -267,9 +267,10 @@ def _groups(grid: tuple[int, int, int], call: _Call) -> tuple[int, int]:
 
 
 def _described(wanted: int, form: Form, plan: Plan, found: tables.Tables, target: _Target) -> int:
-    """``Ways.is_described`` as far as it can be: of keys that are rows at one distance, none of which a tile has to leave out (no pages, no
-    list tile cut unevenly); made with the launch of tensors whose sequences are all of their storage, or share it as documents do, whose
-    tiles may hold keys of the next; written where no tile has rows of two list tiles, or of two documents."""
+    """``Ways.is_described`` as far as the call allows: 1 (descriptors of keys made in the kernel) needs rows at one stride and tiles
+    without gaps (no pages, no list tile cut unevenly); 2 (made with the launch) also dense storage, or documents that share it, whose tiles
+    may hold keys of the next one; 3 (output too) dense calls whose tiles lie in one list tile each; 4 also
+    describes queries."""
     problem, is_dense = form.problem, found.entries is None
     k, v = problem.k, problem.v
     if not wanted or found.pages is not None or found.cache is not None or found.list_tile[1] % plan.tile_n:

@@ -52,7 +52,7 @@ def _lines(step: CacheStep) -> tuple[int, int, int]:
 
 
 def _tensors(step: CacheStep, turned: Tensor) -> tuple[Tensor, ...]:
-    """``cache_step.TENSORS``; where the call has none, one that is not read."""
+    """``kernels.append_rotary.TENSORS``; an absent one is replaced by any tensor."""
     tables = step.tables
     cached = _side_by_side(tables.cached)
     k, v = (step.k, step.v) if step.k is not None and step.v is not None else (step.q, step.q)
@@ -68,7 +68,7 @@ def _side_by_side(table: Tensor) -> Tensor:
 
 
 def _numbers(step: CacheStep, programs: list[int]) -> tuple[int, ...]:
-    """``cache_step.NUMBERS``."""
+    """``kernels.append_rotary.NUMBERS``."""
     sizes, (heads_kv, width), table = step.sizes, step.k_cache.shape[2:], step.tables.page_table
     new = (0, 0, 0) if step.k is None else _strides(step.k)
     new_v = (0, 0, 0) if step.v is None else _strides(step.v)

@@ -33,7 +33,7 @@ _known: dict[Question, Tiles] = {}
 class Question(NamedTuple):
     """The key of a winner. device: its name. kind: of mask, mods and what else makes another kernel, in words. Of the forward
     pass: few_rows, those of an entry, a power of two, where tiles of fewer rows than usual do, else 0; group, rows of a position, a power
-    of two; is_short, see ``config.forward_tiles``."""
+    of two; is_short, see ``tile_config.forward_tiles``."""
 
     pass_name: str
     device: str
@@ -45,7 +45,7 @@ class Question(NamedTuple):
 
     @property
     def rows(self) -> tuple[int, bool, int]:
-        """What ``config.candidates`` wants to know of them."""
+        """The row counts that ``tile_config.candidates`` takes."""
         return self.few_rows or _MANY, self.is_short, self.group
 
     @property
@@ -56,7 +56,7 @@ class Question(NamedTuple):
 
 
 def forward_question(problem: Problem, program: Program, packed: int, splits: int) -> Question:
-    """packed: see ``layout.Layout``."""
+    """packed: see ``launch_shape.Layout``."""
     words = ["sink"] * (problem.sink is not None and splits == 1) + ["split keys"] * (splits > 1)
     kind, rows = _kind(problem, program, words), rows_of(problem, packed)
     is_short = has_few_rows(problem, tile_config.capability_of(problem.q.device))
@@ -88,7 +88,7 @@ def _kind(problem: Problem, program: Program, more: Sequence[str]) -> str:
 
 
 def _pages(size: int, is_padded: bool) -> str:
-    """Pages by the tiles that fit them (``FITS`` of ``forward_kernel``): a tile divides a page, or a page a tile. Of other sizes with the
+    """Pages by the tiles that fit them (``FITS`` of ``kernels.forward``): a tile divides a page, or a page a tile. Of other sizes with the
     same tiles the answer is the same. is_padded: tiles begin anywhere."""
     power = min(size & -size, _WIDEST_STEP)
     if power == _WIDEST_STEP and not is_padded:

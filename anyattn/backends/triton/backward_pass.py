@@ -177,7 +177,7 @@ def _gradients(problem: Problem, forms: list[tuple[Form, _Passes]], results: _Re
     """forms: in which it is launched."""
     wanted, score, totals, operands = _wanted(problem), problem.score, _totals(problem), (problem.q, problem.k, problem.v)
     found = tuple([empty_in_order(t) if t.requires_grad else None for t in operands])
-    if problem.sequences is not None:  # no program comes by rows of no sequence
+    if problem.sequences is not None:  # no program visits rows of no sequence
         for gradient in found:
             if gradient is not None:
                 gradient.zero_()
@@ -311,7 +311,7 @@ def _prepared_first(
 
 
 def _together(problem: Problem, program: Program, by_key: bool) -> int:
-    """How many heads programs go through at a time; see ``backward_kernel``."""
+    """How many heads programs go through at a time; see ``kernels.backward._place``."""
     q, k, ratio = problem.q, problem.k, problem.qhead_per_kvhead
     is_ragged = problem.sequences is not None  # whose programs go through all entries of a head
     heads = (problem.heads_kv if by_key else problem.heads_q) * (1 if is_ragged else problem.batch)
@@ -321,7 +321,7 @@ def _together(problem: Problem, program: Program, by_key: bool) -> int:
 
 
 def _places(problem: Problem, tile_m: int) -> int:
-    """Row tiles of one head that have a place of their own; see ``backward_kernel``."""
+    """Row tiles of one head that have a place of their own; see ``kernels.backward._slot``."""
     return problem.q.shape[0] * ceil_div(problem.q.shape[2], tile_m) + problem.batch
 
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from anyattn.backends.triton.codegen.programs import program_of
+from anyattn.backends.triton.codegen.programs import masks_of
 from anyattn.documents.dispatch import dispatched, over_unknown_documents
 from anyattn.documents.rewrite import DocumentTables
 from anyattn.mods.analysis.document_masks import DocumentForm
@@ -31,7 +31,7 @@ def form_of_documents(problem: Problem, num_splits: int) -> DocumentForm | None:
     if num_splits > 1 or (found := over_unknown_documents(problem)) is None:
         return None
     form, within = found
-    return form if program_of(within).lists is None else None
+    return None if masks_of(within).has_lists else form
 
 
 def forms_of(problem: Problem, plan: Plan) -> tuple[Form, ...]:

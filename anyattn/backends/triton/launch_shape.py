@@ -13,7 +13,7 @@ import torch
 
 from anyattn.backends.triton import tile_config
 from anyattn.backends.triton.codegen.assumptions import shape_of
-from anyattn.backends.triton.codegen.programs import program_of
+from anyattn.backends.triton.codegen.programs import masks_of, program_of
 from anyattn.backends.triton.tile_config import Shape, Tiles
 from anyattn.hardware import Hardware
 from anyattn.mods.analysis.extents import Box, Extent, extents
@@ -40,7 +40,7 @@ _MOST_PACKED = 64
 _ANY_NUMBER = 1024  # of queries, where a call does not say how many an entry has at most
 _MOST_SPLITS, _MANY_SPLITS = 128, 32
 MOST_BLOCKS = 65535  # along each axis of a CUDA grid but the first
-# How the time of reading keys depends on the number of pieces: fitted to an H200's 80 figures in tests/backends/test_triton_splits.py.
+# How the time of reading keys depends on the number of pieces: fitted to an H200's 80 figures in tests/backends/triton/test_split_kv.py.
 # Shares and bytes instead of seconds: other devices then differ by what is known of them.
 _ALONE = 0.9  # of a multiprocessor's share of the bandwidth: what one program reads with ``_UNDER_WAY`` bytes of loads in flight
 _UNDER_WAY = 64 << 10
@@ -92,7 +92,7 @@ def layout_of(problem: Problem, hardware: Hardware, options: dict[str, int]) -> 
 
 def forward_shape(problem: Problem) -> Shape:
     """What a forward pass's tiles are chosen for."""
-    return replace(shape_of(problem), asks=program_of(problem).program.ranges is None)
+    return replace(shape_of(problem), asks=masks_of(problem).has_lists)
 
 
 def padded_group(packed: int) -> int:
@@ -106,7 +106,7 @@ def tiles_per_group(problem: Problem, packed: int) -> int:
 
 
 def grid_of(row_tiles: int, heads: int, entries: int) -> tuple[int, int, int]:
-    """Where programs have a row tile, a head and an entry each: entries come first where only the first axis has room for them."""
+    """The launch grid of (row tiles, heads, entries): entries are the first axis where only that one is large enough for them."""
     return (row_tiles, heads, entries) if entries <= MOST_BLOCKS else (entries, heads, row_tiles)
 
 
@@ -115,7 +115,7 @@ def positions_per_tile(tile_m: int, packed: int) -> int:
 
 
 def has_few_rows(problem: Problem, capability: tuple[int, int] | None) -> bool:
-    """Whether the heads of a group may share a tile. One kernel serves all such calls, however many heads it then is."""
+    """Whether the heads of a group may share a tile. One kernel serves all such calls, for any number of heads."""
     return _most_q(problem) <= tile_config.most_short(problem.q.dtype, capability)
 
 
@@ -125,8 +125,8 @@ def rows_of(problem: Problem, packed: int) -> int:
 
 
 def _most_q(problem: Problem) -> int:
-    """The most queries of an entry. Of a cache only what the call says: a number from what is in the batch would let one entry change
-    the bits of another."""
+    """The most queries of an entry. For a cache only the call's own bound: a number read from the batch would let one entry change the bits
+    of another."""
     sequences = problem.sequences
     if sequences is None or not sequences.is_cache:
         return problem.bound_q
@@ -143,17 +143,17 @@ def _choices(problem: Problem, capability: tuple[int, int] | None) -> list[int]:
 
 
 def _asked_choices(problem: Problem, capability: tuple[int, int] | None, options: dict[str, int]) -> list[int]:
-    """``_choices`` as the call's pack_gqa leaves them."""
+    """``_choices``, restricted by the call's pack_gqa."""
     packs = options.get("pack_gqa", problem.packs)
     return [1] if packs is not None and not packs else _choices(problem, capability)
 
 
 def _shares_lists(problem: Problem) -> bool:
     """Whether the heads of a group visit the same tiles."""
-    lists = program_of(problem).lists
-    if not isinstance(lists, str) or problem.blocks is None:
-        return lists is None  # lists that are made are made for every head
-    counts: torch.Tensor = problem.blocks.mask_block_cnt
+    plan = masks_of(problem)
+    if not plan.uses_blocks:
+        return not plan.has_lists  # lists that are made are made for every head
+    counts: torch.Tensor = problem.blocks.mask_block_cnt  # type: ignore[union-attr]
     return counts.shape[1 if counts.ndim == 3 else 0] == 1
 
 
@@ -215,7 +215,7 @@ class Reading(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def pieces_of(reading: Reading, sm_count: int) -> int:
-    """Into how many pieces to cut the keys: the least number whose time is as good as the best.
+    """The number of splits of the keys: the least one whose modelled time is as good as the best.
 
     What decides: enough programs to keep the memory busy, a last round of programs that is not too small to (which makes some numbers
     bad in between), and what partial results cost.

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from types import NoneType
-
 import torch
 
 from anyattn.backends.triton import deterministic_sum, tile_config
 from anyattn.backends.triton.codegen import row_families
 from anyattn.backends.triton.codegen.assumptions import shape_of
-from anyattn.backends.triton.codegen.programs import program_of
+from anyattn.backends.triton.codegen.programs import masks_of
 from anyattn.backends.triton.documents import form_of_documents
 from anyattn.backends.triton.launch_shape import MOST_BLOCKS, layout_of
 from anyattn.hardware import Hardware
@@ -38,7 +36,7 @@ def reason_against(problem: Problem) -> str | None:
     if not problem.may_have_pairs:
         return f"q has shape {tuple(q.shape)} and k {tuple(problem.k.shape)}, of which there is nothing to multiply"
     # (whose tiles the mask's own lists name, which are made for all entries at once)
-    is_listed = problem.batch > MOST_BLOCKS and problem.sequences is None and not isinstance(program_of(problem).lists, (str, NoneType))
+    is_listed = problem.batch > MOST_BLOCKS and problem.sequences is None and bool(masks_of(problem).listed)
     for what, count in (("batch entries with tiles to list", problem.batch if is_listed else 1), ("query heads", problem.heads_q)):
         if count > MOST_BLOCKS:
             return f"there are {count} {what}; a launch has room for {MOST_BLOCKS}: call it on parts of them"

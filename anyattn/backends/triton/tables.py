@@ -26,10 +26,10 @@ _MADE_TILE = (128, 128)  # of lists made for a mask that has none
 
 
 class Tables(NamedTuple):
-    """row_tiles: programs per head. entries: int32 (B, 9), ``places.entry``. order: int32 (row_tiles, 2), (sequence, row tile or -1).
+    """row_tiles: programs per head. entries: int32 (B, 9), ``Sequence``. order: int32 (row_tiles, 2), (sequence, row tile or -1).
     pages: integers (B, pages), rows contiguous. cache: a decoder's tables, which a kernel reads instead of entries and order.
     lists: counts and places of partial, then of full tiles; list_tile: their rows and keys, (0, 0) without lists;
-    strides: ``visits.place_of_lists``. guard: int32 (1,), ``places.is_off``, or None where the launch always has work."""
+    strides: ``kernels.arguments.ListStrides``. guard: int32 (1,), ``addressing.is_off``, or None where the launch always has work."""
 
     row_tiles: int
     entries: Tensor | None
@@ -43,7 +43,7 @@ class Tables(NamedTuple):
 
 
 def tables_of(problem: Problem, listed: Any, tile_m: int, documents: DocumentTables | None = None) -> Tables:
-    """All tables of a call whose row tiles have ``tile_m`` positions. listed: ``Chosen.lists``. documents: see ``forms.Form``."""
+    """All tables of a call whose row tiles have ``tile_m`` positions. listed: ``Chosen.lists``. documents: see ``documents.Form``."""
     sequences = problem.sequences
     lists, tile = _lists_of(problem, listed, by_key=False)
     tensors, strides = _of_lists(lists, sequences is not None)

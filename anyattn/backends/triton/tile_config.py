@@ -319,9 +319,9 @@ def _column(shape: Shape) -> int:
 def ways_of(shape: Shape, capability: tuple[int, int] | None, is_short: bool) -> Ways:
     """The forward kernel's pipeline options. is_short: see ``forward_tiles``.
 
-    Descriptors that programs make themselves are too much for those of documents, which with few keys each do not live long. What a score
-    mod loads for every key needs the registers that a late second product keeps. What it loads for every pair is asked for while the first
-    product runs, unless the compiler makes all addresses before; with the output described it does not.
+    Programs of documents have few keys each, too few to pay for descriptors that they make themselves. A score mod's loads for every key
+    need the registers that a late second product takes. Its loads for every pair overlap the first product, unless the compiler computes
+    all addresses before it; with the output described it does not.
     """
     ways = (_WAYS_OF_SCORES if shape.has_score else _WAYS).get(architecture(capability))
     if ways is None or is_short or shape.asks or shape.dtype.itemsize != 2:
@@ -340,12 +340,12 @@ def row_sums(tile_m: int, tile_n: int, dtype: torch.dtype) -> int:
 
 
 def heads_together(heads: int, head_bytes: int) -> int:
-    """How many heads programs go through at a time, a divisor of ``heads``: of all sequences. head_bytes: of keys and values of one."""
+    """L2 grouping: how many heads programs compute at a time, a divisor of ``heads``. head_bytes: of one head's keys and values."""
     return equal_groups(heads, min(_MOST_TOGETHER, heads_side_by_side(head_bytes, 1, _NEAR)))
 
 
 def heads_in_turn(name: str, heads: int, head_bytes: int, is_uneven: bool) -> int:
-    """How many heads the programs of a backward pass go through at a time, of all entries. head_bytes: of what they stream of one.
+    """L2 grouping of a backward pass: how many heads of all entries are computed at a time. head_bytes: of what is streamed of one.
     is_uneven: the first tiles see much more than others (a sink's keys), and those of all heads are to begin before any other."""
     return heads if is_uneven else min(heads, heads_side_by_side(head_bytes, 1, _NEAR_BACKWARD[name]))
 

@@ -12,6 +12,9 @@ from torch import Tensor
 from anyattn.mods.analysis.evaluate import run
 from anyattn.mods.analysis.intervals import spans
 from anyattn.mods.analysis.range_tables import RangeTables
+from anyattn.mods.analysis.tile_classes import FULL, classify
+from anyattn.mods.analysis.tile_classes_varlen import classify_ragged
+from anyattn.mods.analysis.varlen_grid import RaggedTiles
 from anyattn.mods.ir.dependence import Dep, dependence
 from anyattn.mods.ir.expr import Builder, Expr
 from anyattn.mods.tracing.trace import TracedMod
@@ -243,8 +246,6 @@ def _run(index: Expr, leaves: dict[str, Any], mod: TracedMod) -> Tensor:
 
 def _settle_by_tiles(mod: TracedMod, slot: int, dim: int, arg: int, index: Expr, sizes: dict[str, int]) -> None:
     """The index stays inside exactly where the mask ``-size <= index < size`` is full."""
-    from anyattn.mods.analysis.tile_classes import FULL, classify  # tile_classes imports this module
-
     classes = classify(inside(mod, slot, dim, index), sizes["q_idx"], sizes["kv_idx"], _TILE, _TILE, sizes["b"], sizes["h"])
     outside = (classes != FULL).nonzero()
     if len(outside):
@@ -254,10 +255,6 @@ def _settle_by_tiles(mod: TracedMod, slot: int, dim: int, arg: int, index: Expr,
 
 
 def _settle_ragged(mod: TracedMod, slot: int, dim: int, arg: int, H: int, seqlens_q: Tensor, seqlens_k: Tensor, q_first: Tensor) -> None:
-    from anyattn.mods.analysis.tile_classes import FULL  # these import this module
-    from anyattn.mods.analysis.tile_classes_varlen import classify_ragged
-    from anyattn.mods.analysis.varlen_grid import RaggedTiles
-
     index = _index_without_score(mod, slot, dim, arg)
     classes = classify_ragged(inside(mod, slot, dim, index), seqlens_q, seqlens_k, _TILE, _TILE, H, q_first)
     outside = (classes != FULL).nonzero()

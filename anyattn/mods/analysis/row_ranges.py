@@ -18,13 +18,15 @@ from anyattn.mods.analysis.evaluate import run
 from anyattn.mods.analysis.extents import MOST_INDEX_BITS, Extent
 from anyattn.mods.analysis.solver import NO_LIMIT, NotRangesError, Solver
 from anyattn.mods.ir.dependence import Dep, dependence
-from anyattn.mods.ir.expr import Expr
+from anyattn.mods.ir.expr import Builder, Expr
 from anyattn.mods.tracing.trace import TracedMod
 
 __all__ = [
+    "ALL_KEYS",
     "LONGEST",
     "MAX_RANGES",
     "MOST_POSITIONS",
+    "NO_KEYS",
     "NO_LIMIT",
     "RowRanges",
     "check_positions",
@@ -63,6 +65,22 @@ class RowRanges:
     @property
     def count(self) -> int:
         return len(self.expr.outputs) // 2
+
+    @property
+    def shows_all(self) -> bool:
+        """Whether they are one range that holds every key, of every row."""
+        if self.count != 1:
+            return False
+        lo, hi = (self.expr.nodes[at] for at in self.expr.outputs)
+        return lo.op == hi.op == "const" and lo.attr <= 0 and hi.attr >= NO_LIMIT  # type: ignore[operator]
+
+
+def _constant(lo: int, hi: int) -> RowRanges:
+    builder = Builder()
+    return RowRanges(builder.build(builder.const(lo, torch.int64), builder.const(hi, torch.int64)), (), ())
+
+
+ALL_KEYS, NO_KEYS = _constant(0, NO_LIMIT), _constant(0, 0)
 
 
 def row_ranges(mod: TracedMod) -> RowRanges | None:

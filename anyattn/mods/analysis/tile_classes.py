@@ -16,13 +16,12 @@ from torch import Tensor
 
 from anyattn.mods.analysis.evaluate import run
 from anyattn.mods.analysis.intervals import spans
-from anyattn.mods.analysis.load_bounds import check_loads
 from anyattn.mods.analysis.range_tables import RangeTables
 from anyattn.mods.analysis.row_ranges import LONGEST, RowRanges, limits, row_ranges
 from anyattn.mods.ir.dependence import dependence
 from anyattn.mods.tracing.trace import TracedMod
 
-__all__ = ["DOUBT", "EMPTY", "FULL", "PARTIAL", "Boxes", "Grid", "Refiner", "check_loads", "classify", "classify_limits", "judge", "refine"]
+__all__ = ["DOUBT", "EMPTY", "FULL", "PARTIAL", "Boxes", "Grid", "Refiner", "classify", "classify_limits", "judge", "refine"]
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 DOUBT = 3  # of the intermediate maps only

@@ -43,7 +43,7 @@ class VarlenTileSizes(NamedTuple):
 
 
 class SequenceTables(NamedTuple):
-    """The rows of the table of a ragged batch's sequences: pointers to int64 (batch,) each.
+    """The rows of the table of a ragged batch's sequences: int64 (batch,) each, one behind the other in memory.
 
     row_ends, column_ends: the ends of each sequence's row tiles and key tiles when all are counted through. seqlens_q, seqlens_k: lengths.
     q_first: position of the first query. first_row, first_entry: where the sequence's lists begin, among counts and among indices.

@@ -16,6 +16,14 @@ _EMPTY: tl.constexpr = tl.constexpr(0)
 _PARTIAL: tl.constexpr = tl.constexpr(1)
 _FULL: tl.constexpr = tl.constexpr(2)
 _DOUBT: tl.constexpr = tl.constexpr(3)
+# rows of the table of a ragged batch's sequences
+_ROW_ENDS: tl.constexpr = tl.constexpr(SequenceTables._fields.index("row_ends"))
+_COLUMN_ENDS: tl.constexpr = tl.constexpr(SequenceTables._fields.index("column_ends"))
+_SEQLENS_Q: tl.constexpr = tl.constexpr(SequenceTables._fields.index("seqlens_q"))
+_SEQLENS_K: tl.constexpr = tl.constexpr(SequenceTables._fields.index("seqlens_k"))
+_Q_FIRST: tl.constexpr = tl.constexpr(SequenceTables._fields.index("q_first"))
+_FIRST_ROW: tl.constexpr = tl.constexpr(SequenceTables._fields.index("first_row"))
+_FIRST_ENTRY: tl.constexpr = tl.constexpr(SequenceTables._fields.index("first_entry"))
 
 
 @triton.jit
@@ -60,9 +68,9 @@ def list_tiles(
     line = tl.where(is_row, place, place - sizes.rows)
     length = tl.where(is_row, sizes.columns, sizes.rows)
     if is_row:
-        lists = row_lists
+        partial_count, partial_index, full_count, full_index = row_lists
     else:
-        lists = column_lists
+        partial_count, partial_index, full_count, full_index = column_lists
     lines = tl.where(is_row, sizes.rows, sizes.columns)
     counts_at = bh * lines + line
     list_at = counts_at.to(tl.int64) * length
@@ -97,14 +105,14 @@ def list_tiles(
             is_cut = (q_last - q_first + 1 < TILE_M) | (kv_last - kv_first + 1 < TILE_N)
             found = tl.where((found == _FULL) & is_cut, _PARTIAL, found)
         if SEPARATE_FULL:
-            partial = _appended(lists.partial_index + list_at, partial, found == _PARTIAL, along)
-            full = _appended(lists.full_index + list_at, full, found == _FULL, along)
+            partial = _appended(partial_index + list_at, partial, found == _PARTIAL, along)
+            full = _appended(full_index + list_at, full, found == _FULL, along)
         else:
-            partial = _appended(lists.partial_index + list_at, partial, found != _EMPTY, along)
+            partial = _appended(partial_index + list_at, partial, found != _EMPTY, along)
         first += CHUNK
-    _ended(lists.partial_count + counts_at, lists.partial_index + list_at, partial, length, CHUNK)
+    _ended(partial_count + counts_at, partial_index + list_at, partial, length, CHUNK)
     if SEPARATE_FULL:
-        _ended(lists.full_count + counts_at, lists.full_index + list_at, full, length, CHUNK)
+        _ended(full_count + counts_at, full_index + list_at, full, length, CHUNK)
 
 
 @triton.jit
@@ -179,14 +187,14 @@ def store_places(
         of_rows, of_columns = (q + TILE_M - 1) // TILE_M, (k + TILE_N - 1) // TILE_N
         row_ends, column_ends = rows + tl.cumsum(of_rows, 0), columns + tl.cumsum(of_columns, 0)
         begin = tl.minimum(row_ends, most_rows) - of_rows
-        to = _tables(places + at, batch)
-        tl.store(to.row_ends, row_ends, mask=is_inside)
-        tl.store(to.column_ends, column_ends, mask=is_inside)
-        tl.store(to.seqlens_q, q, mask=is_inside)
-        tl.store(to.seqlens_k, k, mask=is_inside)
-        tl.store(to.q_first, tl.load(q_first + at, mask=is_inside, other=0), mask=is_inside)
-        tl.store(to.first_row, begin, mask=is_inside)
-        tl.store(to.first_entry, begin * width, mask=is_inside)
+        to = places + at
+        tl.store(to + _ROW_ENDS * batch, row_ends, mask=is_inside)
+        tl.store(to + _COLUMN_ENDS * batch, column_ends, mask=is_inside)
+        tl.store(to + _SEQLENS_Q * batch, q, mask=is_inside)
+        tl.store(to + _SEQLENS_K * batch, k, mask=is_inside)
+        tl.store(to + _Q_FIRST * batch, tl.load(q_first + at, mask=is_inside, other=0), mask=is_inside)
+        tl.store(to + _FIRST_ROW * batch, begin, mask=is_inside)
+        tl.store(to + _FIRST_ENTRY * batch, begin * width, mask=is_inside)
         rows += tl.sum(of_rows, 0)
         columns += tl.sum(of_columns, 0)
         first += CHUNK
@@ -208,17 +216,9 @@ def _located(ends, batch, number):
 
 
 @triton.jit
-def _tables(places, batch):
-    """``SequenceTables`` of the table ``places``, int64 [7][batch], or of the column of it that ``places`` points to."""
-    return SequenceTables(
-        row_ends=places, column_ends=places + batch, seqlens_q=places + 2 * batch, seqlens_k=places + 3 * batch,
-        q_first=places + 4 * batch, first_row=places + 5 * batch, first_entry=places + 6 * batch,
-    )  # fmt: skip
-
-
-@triton.jit
-def _number(table, entry):
-    return tl.load(table + entry).to(tl.int32)
+def _number(places, batch, row: tl.constexpr, entry):
+    """A sequence's entry in one of the rows of the table ``places``."""
+    return tl.load(places + row * batch + entry).to(tl.int32)
 
 
 @triton.jit
@@ -232,18 +232,18 @@ def store_ragged_hulls(
     [most_columns].
     """
     number, h, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    tables = _tables(places, sizes.batch)
+    batch = sizes.batch
     if number < sizes.most_rows:
-        b, m, exists = _located(tables.row_ends, sizes.batch, number)
-        start = _number(tables.q_first, b)
+        b, m, exists = _located(places + _ROW_ENDS * batch, batch, number)
+        start = _number(places, batch, _Q_FIRST, b)
         first = start + m * TILE_M
-        last = tl.where(exists, tl.minimum(first + TILE_M, start + _number(tables.seqlens_q, b)), first) - 1
+        last = tl.where(exists, tl.minimum(first + TILE_M, start + _number(places, batch, _SEQLENS_Q, b)), first) - 1
         STORE_ROW(b, h, first, last, hulls + h * sizes.most_rows + number, heads * sizes.most_rows, scalars, tensors, BLOCK)
     else:
         number -= sizes.most_rows
-        b, n, exists = _located(tables.column_ends, sizes.batch, number)
+        b, n, exists = _located(places + _COLUMN_ENDS * batch, batch, number)
         first = n * TILE_N
-        last = tl.where(exists, tl.minimum(first + TILE_N, _number(tables.seqlens_k, b)), first) - 1
+        last = tl.where(exists, tl.minimum(first + TILE_N, _number(places, batch, _SEQLENS_K, b)), first) - 1
         at = hulls + sizes.column_hulls_at + h * sizes.most_columns + number
         STORE_COLUMN(b, h, first, last, at, heads * sizes.most_columns, scalars, tensors, BLOCK)
 
@@ -261,12 +261,16 @@ def list_ragged_tiles(
     if all its pairs inside are visible. Rows of tiles that no sequence has list nothing.
     """
     number, h, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    tables = _tables(places, sizes.batch)
-    b, m, exists = _located(tables.row_ends, sizes.batch, number)
-    start, q_end, seqlen_k = _number(tables.q_first, b), _number(tables.seqlens_q, b), _number(tables.seqlens_k, b)
+    batch = sizes.batch
+    b, m, exists = _located(places + _ROW_ENDS * batch, batch, number)
+    start, q_end, seqlen_k = (
+        _number(places, batch, _Q_FIRST, b),
+        _number(places, batch, _SEQLENS_Q, b),
+        _number(places, batch, _SEQLENS_K, b),
+    )
     q_end += start
     length = tl.where(exists, (seqlen_k + TILE_N - 1) // TILE_N, 0)
-    columns_at = h * sizes.most_columns + _number(tables.column_ends, b) - length  # its first tile of keys, among all
+    columns_at = h * sizes.most_columns + _number(places, batch, _COLUMN_ENDS, b) - length  # its first tile of keys, among all
     counts_at = h * sizes.most_rows + number
     list_at = (counts_at - m).to(tl.int64) * sizes.width + m.to(tl.int64) * length
     partial, full = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)

@@ -14,7 +14,7 @@ __all__ = ["call_native"]
 def call_native(node: Node, args: list[Any]) -> Any:
     """The function's value for one score: Float32, or for a mask Boolean.
 
-    args: as ``mods.native`` has them, the score if it is a score mod, b, h, q_idx, kv_idx, then the tensors, which it gets as a tuple.
+    args: those of a ``native`` node, the score if it is a score mod, b, h, q_idx, kv_idx, then the tensors, which it gets as a tuple.
     Raises ``TypeError`` while the kernel is built where the function returns something else.
     """
     assert isinstance(node.attr, NativeFunction)

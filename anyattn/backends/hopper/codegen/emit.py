@@ -126,7 +126,7 @@ def emit_lines(expr: Expr, scalars: Sequence[Any], tensors: Sequence[Any], place
 
 
 def holds(conditions: Sequence[Expr], scalars: Sequence[Any], tensors: Sequence[Any], places: dict[str, Any]) -> Any:
-    """Whether conditions (``mods.pieces``) hold at all of a thread's rows and columns."""
+    """Whether conditions (``piecewise.Piece``) hold at all of a thread's rows and columns."""
     found = None
     for expr in conditions:
         once = _run(expr, scalars, tensors, "once", {}, {"b": places["b"], "h": places["h"]})

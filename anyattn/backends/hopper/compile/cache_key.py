@@ -29,7 +29,7 @@ _PACKAGES = (
     "nvidia-cutlass-dsl-libs-cu13",
     "apache-tvm-ffi",
 )
-# every module that a kernel is traced through lies in these; tests/backends/test_hopper_launch.py follows the imports
+# every module that a kernel is traced through lies in these; tests/backends/hopper/test_launch.py follows the imports
 SOURCES = ("backends/hopper", "sequences", "mods")
 
 

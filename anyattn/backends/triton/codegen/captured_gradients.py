@@ -60,7 +60,7 @@ def contends(expr: Expr, places: Sequence[int], deps: Sequence[Dep], has_diagona
 def scatter_source(name: str, loads: Sequence[Load], style: Style) -> str:
     """``NAME_scatter(ds, seen, is_row, is_key, found, at, scalars, tensors, totals, IS_FULL, DTYPE)``: sends what the modified score's
     derivative makes of each load's entry to the load's total, which is contiguous. IS_FULL: of all pairs but those of rows beyond the end,
-    which send 0 to the last row's entries, so that no addition asks which. at: ``TileOfScores``. DTYPE: of products."""
+    which send 0 to the last row's entries, so that no addition needs a mask. at: ``TileOfScores``. DTYPE: of products."""
     lines, before = [], []
     if any(load.family is not None for load in loads):
         lines.append("q_idx = at.q_first + tl.minimum(tl.arange(0, ds.shape[0]), at.rows - 1)[:, None]")

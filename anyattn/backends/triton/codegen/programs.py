@@ -18,8 +18,8 @@ from torch import Tensor
 from anyattn.backends.triton.codegen.assumptions import has_pairs, style_of
 from anyattn.backends.triton.codegen.captured_gradients import Load, contends, scatter_source, tells_apart
 from anyattn.backends.triton.codegen.row_families import Family, families
-from anyattn.mods.analysis.row_ranges import RowRanges, never_fall, ranges_unread
-from anyattn.mods.compose import anded
+from anyattn.mask_plan import MaskAbilities, MaskPart, MaskPlan, mask_plan
+from anyattn.mods.analysis.row_ranges import ALL_KEYS, RowRanges, never_fall
 from anyattn.mods.ir.dependence import Dep, dependence
 from anyattn.mods.ir.expr import Builder, Expr
 from anyattn.mods.ir.grad import Gradients, score_gradients
@@ -28,9 +28,10 @@ from anyattn.mods.tracing.weak_captures import bits_of_numbers
 from anyattn.problem import Problem
 from anyattn.triton_tools.emit import LEAVES, LOG2E, PLAIN, Lines, Style, emit
 
-__all__ = ["MOST_RANGES", "Part", "Program", "Read", "captured_of", "gradient_part", "program_of", "slots_alone", "slots_copied", "staged"]
+__all__ = ["Part", "Program", "Read", "captured_of", "gradient_part", "masks_of", "program_of", "slots_alone", "slots_copied", "staged"]
 
-MOST_RANGES = 2  # of a row, whose limits a kernel keeps
+# A kernel keeps the limits of two ranges of a row. Where a cache's few rows have more, evaluating the mask is cheaper than listing tiles.
+_ABILITIES = MaskAbilities(most_ranges=2, joins=True, lists_caches=False)
 _SCALED = {**LEAVES, "score_2": "score_2"}
 
 
@@ -109,48 +110,29 @@ class Chosen:
     lists: Any
 
 
+def masks_of(problem: Problem) -> MaskPlan:
+    """Which masks become row ranges, which are evaluated, and whether tiles are listed; reads no tensor."""
+    return mask_plan(problem, _ABILITIES)
+
+
 def program_of(problem: Problem) -> Chosen:
-    """Decides which masks become row ranges, which are evaluated, and whether tiles are listed; reads no tensor."""
-    predicates, blocks = problem.predicates, problem.blocks
-    score = None if problem.score is None else _part("score", problem.score, problem)
-    mods: list[TracedMod | RowRanges] = [] if problem.score is None else [problem.score]
-    joint = anded(predicates if blocks is None or problem.blocks_follow else predicates[1:])
-    ranges = _few(joint)
-    if blocks is not None and not (problem.blocks_follow and ranges is not None):
-        listed, rest = predicates[0], anded(predicates[1:])
-        of_listed, of_rest = _mask_part("listed", listed, problem), None if rest is None else _mask_part("always", rest, problem)
-        asked = [p for p in (of_listed, of_rest) if p is not None]
-        found = Program(score, None, None if of_listed is None else of_listed[0], None if of_rest is None else of_rest[0])
-        return Chosen(found, (*mods, *(m for _, m in asked)), "given")
-    if ranges is not None:
-        return Chosen(Program(score, _ranges_part("ranges", ranges, problem), None, None), (*mods, ranges), None)
-    assert joint is not None
-    if problem.sequences is not None and problem.sequences.is_cache:
-        # few rows, and unread lengths: evaluating the mask is cheaper than listing tiles
-        found = Program(score, _ranges_part("ranges", _ALL, problem), None, _part("always", joint, problem))
-        return Chosen(found, (*mods, _ALL, joint), None)
-    made = _mask_part("listed", joint, problem)
-    assert made is not None
-    return Chosen(Program(score, None, made[0], None), (*mods, made[1]), joint)
+    """The parts that a kernel computes ``problem`` with; reads no tensor."""
+    plan, score = masks_of(problem), problem.score
+    named = [("ranges", part) for part in plan.ranged]
+    named += [("listed", part) for part in (plan.of_blocks, *plan.listed) if part is not None]
+    named += [("always", part) for part in plan.always]
+    parts, mods = {name: _mask_part(name, part, problem) for name, part in named}, [part.ranges or part.mask for _, part in named]
+    if not plan.has_lists and not plan.ranged:  # every tile is visited
+        parts, mods = {"ranges": _ranges_part("ranges", ALL_KEYS, problem), **parts}, [ALL_KEYS, *mods]
+    of_score = None if score is None else _part("score", score, problem)
+    program = Program(of_score, parts.get("ranges"), parts.get("listed"), parts.get("always"))
+    lists = "given" if plan.uses_blocks else plan.listed[0].mask if plan.listed else None
+    return Chosen(program, (*([] if score is None else [score]), *mods), lists)
 
 
 def captured_of(chosen: Chosen) -> tuple[Read, ...]:
     """The captured values of every part, in order."""
     return tuple(Read(bits_of_numbers(m.scalars), tuple(t.detach() for t in m.tensors)) for m in chosen.mods)
-
-
-def _few(mask: TracedMod | None) -> RowRanges | None:
-    """Row ranges that a kernel can keep; of no mask, the one that holds all keys."""
-    ranges = _ALL if mask is None else ranges_unread(mask)
-    return ranges if ranges is not None and ranges.count <= MOST_RANGES else None
-
-
-def _everything() -> RowRanges:
-    builder = Builder()
-    return RowRanges(builder.build(builder.const(0, torch.int64), builder.const(2**31 - 1, torch.int64)), (), ())
-
-
-_ALL = _everything()
 
 
 def _part(name: str, mod: TracedMod, problem: Problem) -> Part:
@@ -163,14 +145,9 @@ def _ranges_part(name: str, ranges: RowRanges, problem: Problem) -> Part:
     return Part(name, "ranges", ranges.expr, len(ranges.scalars), tuple(t.ndim for t in ranges.tensors), style=style)
 
 
-def _mask_part(name: str, mask: TracedMod, problem: Problem) -> tuple[Part, TracedMod | RowRanges] | None:
-    """A mask as a part: as its row limits where it has few ranges, else its expression. None for one that shows everything."""
-    ranges = _few(mask)
-    if ranges is None:
-        return _part(name, mask, problem), mask
-    if ranges.expr == _ALL.expr:
-        return None
-    return _ranges_part(name, ranges, problem), ranges
+def _mask_part(name: str, part: MaskPart, problem: Problem) -> Part:
+    """Part of a program: row limits where the mask has few ranges, else its expression."""
+    return _part(name, part.mask, problem) if part.ranges is None else _ranges_part(name, part.ranges, problem)
 
 
 # ---- derivatives
@@ -277,9 +254,9 @@ def _family_load(family: Family, total: int, score: int, is_exact: bool, has_cop
 
 
 def _in_base_2(builder: Builder, expr: Expr, may_push: bool) -> int:
-    """The score mod's value times log2(e), in float32. may_push: the factor goes to where it is multiplied least often, into the terms of
-    a sum and to what a loop does not change, which rounds otherwise; the score that comes in is known with it. Not for what is loaded for
-    every pair: that would be multiplied as soon as it is there, and the products that are asked for next would wait for it."""
+    """The score mod's value times log2(e), in float32. may_push: the factor is moved to where it is multiplied least often, into the terms
+    of a sum and to loop invariants, which changes the rounding; the incoming score is available with it. Not into values loaded for every
+    pair: multiplying them on arrival would delay the next products."""
     deps = dependence(expr)
     factor = builder.const(LOG2E, torch.float32)
 

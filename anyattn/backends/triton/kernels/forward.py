@@ -317,8 +317,7 @@ def forward_tile(
     of the mask, 0 where lists say which tiles to visit. IS_PACKED: a tile may hold several query heads, which share keys. IS_CACHE: entries
     are what the cache's tables say. IS_RAW: the greatest product has the greatest score (the scale is positive), or there is a score mod,
     so that maxima are taken before the change to base 2. IS_LATE: a full tile's second product runs beside the next one's exponentials.
-    IS_DESCRIBED: keys and values come by tensor descriptors. SUMS: see
-    ``config.row_sums``.
+    IS_DESCRIBED: keys and values come by tensor descriptors. SUMS: see ``tile_config.row_sums``.
     """
     if HAS_GUARD and is_off(tensors.guard):
         return

@@ -1,0 +1,156 @@
+"""Mask plan: for each predicate of a call, whether row ranges, block lists, or an evaluation in every tile decide what it hides.
+
+One rule for all backends. What differs between them, such as how many row ranges a kernel keeps, is an argument: ``MaskAbilities``.
+A backend turns the plan into what its kernels read and decides nothing itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from anyattn.mods.analysis.row_ranges import RowRanges, ranges_unread
+from anyattn.mods.compose import anded
+from anyattn.mods.tracing.cute_mod import has_native
+from anyattn.mods.tracing.trace import TracedMod
+from anyattn.problem import Problem
+
+__all__ = ["MaskAbilities", "MaskPart", "MaskPlan", "mask_plan"]
+
+
+def _any_ranges(ranges: RowRanges) -> bool:
+    return True
+
+
+class MaskAbilities(NamedTuple):
+    """What a backend can do with masks.
+
+    most_ranges: how many row ranges may stand for a predicate; of more, the predicate itself is evaluated.
+    tiles_follow: whether a backend finds the tiles to visit from such row ranges alone.
+    joins: all predicates that decide in the same place become one, their conjunction.
+    reads_tensors: row ranges may be derived from the values of captured tensors (``Problem.row_ranges``), which waits for the device.
+    drops_blocks: block lists that follow from the mask are not used where every predicate has tiles that follow.
+    most_lists: 1: the backend reads one set of block lists, and evaluates in every tile what these do not decide. None: any number.
+    lists_caches: lists are made for the few rows of a call with a cache; else its predicates are evaluated in every tile.
+    """
+
+    most_ranges: int
+    tiles_follow: Callable[[RowRanges], bool] = _any_ranges
+    joins: bool = False
+    reads_tensors: bool = False
+    drops_blocks: bool = True
+    most_lists: int | None = 1
+    lists_caches: bool = True
+
+
+class MaskPart(NamedTuple):
+    """A predicate, or several that a backend joins.
+
+    mask: what it shows. predicates: its places in ``Problem.predicates``. ranges: the row ranges that keys are compared with instead of
+    evaluating the mask, None where it has none or too many.
+    """
+
+    mask: TracedMod
+    predicates: tuple[int, ...]
+    ranges: RowRanges | None
+
+    @property
+    def hides_nothing(self) -> bool:
+        return self.ranges is not None and self.ranges.shows_all
+
+
+@dataclass(frozen=True, eq=False)
+class MaskPlan:
+    """Where each predicate of a call decides. A tile is visited if no part leaves it out.
+
+    ranged: row ranges say which tiles are visited, and decide inside them.
+    uses_blocks: the call's block lists say which tiles are visited.
+    of_blocks: what decides inside their partial tiles; None without them, and where nothing is hidden there.
+    listed: block lists are made for each of these, which decides inside their partial tiles.
+    always: evaluated in every visited tile. Predicates that hide nothing are left out.
+    """
+
+    ranged: tuple[MaskPart, ...] = ()
+    uses_blocks: bool = False
+    of_blocks: MaskPart | None = None
+    listed: tuple[MaskPart, ...] = ()
+    always: tuple[MaskPart, ...] = ()
+
+    @property
+    def has_lists(self) -> bool:
+        return self.uses_blocks or bool(self.listed)
+
+
+def mask_plan(problem: Problem, abilities: MaskAbilities) -> MaskPlan:
+    """The plan of a problem's predicates. Reads no tensor unless ``abilities.reads_tensors``.
+
+    >>> import torch
+    >>> from anyattn import masks
+    >>> from anyattn.mods.tracing.trace import trace
+    >>> q, mask = torch.zeros(1, 1, 8, 8), masks.prefix_lm(3)
+    >>> plan = mask_plan(Problem(q, q, q, 1.0, predicates=(trace(mask, "mask"),)), MaskAbilities(2))
+    >>> [part.ranges.count for part in plan.ranged], plan.listed
+    ([2], ())
+    """
+    blocks, count = problem.blocks, len(problem.predicates)
+    if blocks is not None and not (problem.blocks_follow and abilities.drops_blocks):
+        return _beside_blocks(problem, abilities)
+    parts = _parts(problem, 0, abilities)
+    ranged, always, others = _sorted(parts, abilities)
+    if blocks is not None and others:
+        return _beside_blocks(problem, abilities, parts if count == 1 or not abilities.joins else None)
+    if not others or abilities.most_lists is None:
+        return MaskPlan(ranged, listed=others, always=always)
+    if not abilities.lists_caches and problem.sequences is not None and problem.sequences.is_cache:
+        return MaskPlan(always=_hiding(parts))
+    return MaskPlan(listed=others[:1], always=_hiding([part for part in parts if part is not others[0]]))
+
+
+def _beside_blocks(problem: Problem, abilities: MaskAbilities, parts: tuple[MaskPart, ...] | None = None) -> MaskPlan:
+    """The plan of a call whose block lists are used: the first predicate is theirs. parts: of each predicate, where they are known."""
+    if not problem.predicates:
+        return MaskPlan(uses_blocks=True)
+    if parts is None:
+        parts = (_part(problem, (0,), abilities), *_parts(problem, 1, abilities))
+    of_blocks = None if parts[0].hides_nothing else parts[0]
+    if abilities.most_lists is not None:
+        return MaskPlan((), True, of_blocks, (), _hiding(parts[1:]))
+    ranged, always, others = _sorted(parts[1:], abilities)
+    return MaskPlan(ranged, True, of_blocks, others, always)
+
+
+def _sorted(parts: tuple[MaskPart, ...], abilities: MaskAbilities) -> tuple[tuple[MaskPart, ...], ...]:
+    """Parts whose tiles follow from their row ranges; opaque ones, for which no lists can be made; all others."""
+    ranged, opaque, others = [], [], []
+    for part in parts:
+        if part.ranges is not None and abilities.tiles_follow(part.ranges):
+            ranged.append(part)
+        elif has_native([part.mask]) is not None:  # what a CuTe function shows is known only where it runs
+            opaque.append(part)
+        else:
+            others.append(part)
+    return tuple(ranged), tuple(opaque), tuple(others)
+
+
+def _hiding(parts: tuple[MaskPart, ...] | list[MaskPart]) -> tuple[MaskPart, ...]:
+    return tuple(part for part in parts if not part.hides_nothing)
+
+
+def _parts(problem: Problem, first: int, abilities: MaskAbilities) -> tuple[MaskPart, ...]:
+    """The predicates from the ``first`` on: one part each, or one of all."""
+    places = range(first, len(problem.predicates))
+    if not abilities.joins:
+        return tuple([_part(problem, (at,), abilities) for at in places])
+    return (_part(problem, tuple(places), abilities),) if places else ()
+
+
+def _part(problem: Problem, places: tuple[int, ...], abilities: MaskAbilities) -> MaskPart:
+    mask = anded([problem.predicates[at] for at in places])
+    assert mask is not None
+    if abilities.reads_tensors:
+        assert len(places) == 1, "the row ranges of conjunctions are derived without reading tensors"
+        ranges = problem.row_ranges[places[0]]
+    else:
+        ranges = ranges_unread(mask)
+    return MaskPart(mask, places, ranges if ranges is not None and ranges.count <= abilities.most_ranges else None)

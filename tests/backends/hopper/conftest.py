@@ -1,0 +1,28 @@
+"""What tests of the backends share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from anyattn import hardware
+from anyattn.backends.hopper.compile import build, launch
+from anyattn.call_cache import attention
+from anyattn.validate import flex
+from tests.support.hopper.pretended import H200, Launch
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
+    """(config, arguments) of every launch; the CPU is taken for a Hopper GPU."""
+    found: list[Launch] = []
+    monkeypatch.setattr(hardware, "of", lambda *_: H200)
+    monkeypatch.setattr(flex, "lists_of", lambda lists, mask: (flex.read_lists(lists), getattr(lists, "is_exact", False)))
+    monkeypatch.setattr(build, "has_tvm_ffi", lambda: True)
+    monkeypatch.setattr(launch, "_found_or_made", lambda config, kinds: lambda *arguments: found.append((config, arguments)))
+    attention.clear()
+    launch.forget()
+    yield found
+    attention.clear()
+    launch.forget()

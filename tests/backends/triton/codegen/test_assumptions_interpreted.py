@@ -1,0 +1,124 @@
+"""Texts of every style against torch, by Triton's interpreter. Run by test_assumptions.py in a process of its own."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from anyattn.backends.triton.codegen.assumptions import style_of
+from anyattn.mods.analysis.evaluate import run
+from anyattn.mods.tracing.trace import trace
+from anyattn.mods.tracing.weak_captures import bits_of_numbers
+from anyattn.problem import Problem
+from anyattn.triton_tools import jit_source
+from anyattn.triton_tools.emit import PLAIN, Style, emit, packed_tensors
+
+ROWS, COLUMNS = 16, 32
+
+
+@triton.jit
+def everywhere(out, score, first, s0, s1, t0, n0, n1, n2, n3, FN: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
+    q, kv = first + tl.arange(0, M)[:, None], tl.arange(0, N)[None, :]
+    place = (q - first) * N + kv
+    value = FN(1, 2, q, kv, tl.load(score + place), (s0, s1), ((t0, n0, n1, n2, n3),))
+    tl.store(out + place, tl.broadcast_to(value, (M, N)).to(out.dtype.element_ty))
+
+
+def by_triton(traced, style, score, first):  # type: ignore[no-untyped-def]
+    lines = emit(traced.expr, style=style)
+    body = "\n".join(f"    {line}" for line in [*lines.all(), f"return {lines.outputs[0]}"])
+    text = f"@triton.jit\ndef mod(b, h, q_idx, kv_idx, score, scalars, tensors):\n{body}\n"
+    fn = jit_source.load(text, f"styled_{jit_source.digest(text)}").mod
+    out = torch.empty(ROWS, COLUMNS, dtype=traced.expr.output.dtype)
+    numbers = (*bits_of_numbers(traced.scalars), 0, 0)[:2]
+    tensor, *places = (packed_tensors(traced.tensors) or ((score,),))[0]
+    everywhere[(1,)](out, score, first, *numbers, tensor, *(*places, 0, 0, 0, 0)[:4], fn, ROWS, COLUMNS)
+    return out
+
+
+def by_torch(traced, score, first):  # type: ignore[no-untyped-def]
+    b, h, q, kv = torch.tensor(1), torch.tensor(2), first + torch.arange(ROWS)[:, None], torch.arange(COLUMNS)
+    leaves = {"b": b, "h": h, "q_idx": q, "kv_idx": kv, "score": score}
+    return torch.broadcast_to(torch.as_tensor(run(traced.expr, leaves, traced.scalars, traced.tensors)[0]), (ROWS, COLUMNS))
+
+
+def problem(length: int = 64) -> Problem:
+    x = torch.zeros(1).expand(2, 3, length, 16)
+    return Problem(x, x, x, 1.0)
+
+
+torch.manual_seed(0)
+TABLE, PAIRS, IDS = torch.randn(3, 200), torch.randn(64, 64), torch.arange(64) // 5
+HALVES, SHORT = torch.randn(200).bfloat16(), (torch.arange(64) * 7 % 5).int()
+BYTES = (torch.arange(64) * 37 - 100).to(torch.int8)
+SHIFT, NEAR, FAR, REAL = 64, 5, 2**40, 0.37
+SCORES = {
+    "alibi": lambda s, b, h, q, k: s + TABLE[h, 0] * (q - k),
+    "distance": lambda s, b, h, q, k: s - TABLE[h, 0] * ((q - k).abs() + NEAR) + (k - (q + k)) / 7.0,
+    "bytes": lambda s, b, h, q, k: s + (BYTES[q] - BYTES[k]) * 0.5,
+    "relative": lambda s, b, h, q, k: s + TABLE[h, q - k + SHIFT],
+    "from the end": lambda s, b, h, q, k: s + TABLE[h, q - k],
+    "pairs": lambda s, b, h, q, k: s - PAIRS[q, k],
+    "turned pairs": lambda s, b, h, q, k: s - PAIRS.T[q, k],
+    "buckets": lambda s, b, h, q, k: s + HALVES[((q - k).abs() + 1.0).log2().to(torch.int64)],
+    "far": lambda s, b, h, q, k: s + (q - k + FAR) % 1000,
+    "products": lambda s, b, h, q, k: s + ((q * 3001 * 70001) % 97 - k * k) * REAL,
+    "rest": lambda s, b, h, q, k: torch.where((q - k) % 3 == 1, s * REAL, s - (q // 4) * (k >> 1)),
+}
+MASKS = {
+    "window": lambda b, h, q, k: (q - k <= NEAR) & (k - q < FAR),
+    "far away": lambda b, h, q, k: q + FAR >= k + FAR - 3,
+    "documents": lambda b, h, q, k: IDS[q] == IDS[k],
+    "int32": lambda b, h, q, k: SHORT[q] + 1 == SHORT[k],
+    "bits": lambda b, h, q, k: ((q ^ k) & 5) < (~q & 3),
+}
+
+
+@pytest.mark.parametrize("first", [0, 31])
+@pytest.mark.parametrize("name", [*SCORES, *MASKS])
+def test_exact_texts(name, first):  # type: ignore[no-untyped-def]
+    kind, mod = ("score", SCORES[name]) if name in SCORES else ("mask", MASKS[name])
+    traced, score = trace(mod, kind), torch.randn(ROWS, COLUMNS)
+    theirs = by_torch(traced, score, first)
+    found = style_of(traced, traced.expr, problem())
+    assert found.is_small == (name not in ("far", "far away", "window"))
+    for style in (PLAIN, found, found._replace(is_inside=False), found._replace(dense=())):
+        assert torch.equal(by_triton(traced, style, score, first), theirs), (name, style)
+
+
+FUNCTIONS = {
+    "tanh": lambda s, b, h, q, k: 30 * torch.tanh(s / 30),
+    "sigmoid": lambda s, b, h, q, k: torch.sigmoid(s * 3),
+    "quotients": lambda s, b, h, q, k: s.abs() / (q + 1.5) / (k + 0.3) / REAL + 1 / s.abs().sqrt(),
+    "powers": lambda s, b, h, q, k: s**4 + (k + 1.0) ** -REAL + s.abs().rsqrt() + torch.reciprocal(s).abs() + s.abs() ** ((k - 3.0) * 0.1),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_fast_functions(name):  # type: ignore[no-untyped-def]
+    """To 18 bits of the result, small and large; the same at infinities, and NaN stays NaN."""
+    traced = trace(FUNCTIONS[name], "score")
+    for size in (1e-6, 1e-2, 1.0, 40.0):
+        score = torch.randn(ROWS, COLUMNS) * size
+        ours, theirs = by_triton(traced, Style(True, True, (), "fast"), score, 3).double(), by_torch(traced, score.double(), 3).double()
+        assert bool(((ours - theirs).abs() <= theirs.abs() * 2**-17).all()), (name, size)
+    odd = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e30, -1e30, 1.0]).repeat(ROWS, COLUMNS // 8)
+    if name in ("tanh", "sigmoid"):
+        ours, theirs = by_triton(traced, Style(True, True, (), "fast"), odd, 0), by_torch(traced, odd, 0)
+        assert torch.equal(ours.isnan(), theirs.isnan()) and torch.equal(ours[:, 1:4], theirs[:, 1:4])
+
+
+@triton.jit
+def cast(x, out, N: tl.constexpr):
+    lane = tl.arange(0, N)
+    tl.store(out + lane, tl.load(x + lane).to(out.dtype.element_ty))
+
+
+@pytest.mark.parametrize("other", [torch.bool, torch.int32, torch.int64, torch.float16, torch.float32, torch.float64], ids=str)
+def test_casts_of_bfloat16(other):  # type: ignore[no-untyped-def]
+    """What the interpreter is mended for; powers of two, so that nothing is rounded."""
+    numbers = torch.tensor([0.0, 1.0, 2.0, 64.0])
+    for source, target in ((torch.bfloat16, other), (other, torch.bfloat16)):
+        out = torch.empty(4, dtype=target)
+        cast[(1,)](numbers.to(source), out, 4)
+        assert torch.equal(out, numbers.to(source).to(target)), (source, target)

@@ -1,0 +1,41 @@
+"""flex_attention, forward and backward, against the oracle: every variant on several shapes, kinds of input and dtypes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from anyattn.testing import cases
+from tests.support.flex_calls import results
+
+HALVES = (torch.bfloat16, torch.float16)
+
+
+def _dtypes(position: int, case: cases.Case) -> list[torch.dtype]:
+    """Small cases in float32 and one more dtype in turn, large ones in one dtype in turn: each variant meets several."""
+    if max(case.shape) >= 2048:
+        return [(torch.float32, torch.bfloat16, torch.float32, torch.float16)[position // 3 % 4]]
+    return [torch.float32, (torch.float64, *HALVES)[position % 3]]
+
+
+MATRIX = [(case, dtype) for i, case in enumerate(cases.CASES) for dtype in _dtypes(i, case)]
+
+
+@pytest.mark.parametrize(("case", "dtype"), MATRIX, ids=lambda x: str(x).removeprefix("torch."))
+def test_case(case, dtype):
+    want = cases.expected(case, dtype)
+    want.check(results(case, want), str(case))
+
+
+HALF_MATRIX = [(case, HALVES[i % 2]) for i, case in enumerate(c for c in cases.CASES if cases.VARIANTS[c.variant].score is None)]
+
+
+@pytest.mark.parametrize(("case", "dtype"), HALF_MATRIX, ids=lambda x: str(x).removeprefix("torch."))
+def test_case_without_lse(case, dtype):
+    """In low precision the output alone may be computed another way."""
+    want = cases.expected(case, dtype, with_lse=False)
+    want.check(results(case, want), str(case))
+
+
+def test_a_third_of_the_cases_is_long():
+    assert sum(max(c.shape) >= 2048 for c in cases.CASES) * 3 >= len(cases.CASES)

@@ -1,0 +1,134 @@
+"""Random calls of all three doors by Triton's interpreter: the recipes of the other files here, on few keys and in small tiles.
+
+Run by ``test_fuzz_triton.py`` in processes of their own. Lengths are 0, 1, 2, primes, and multiples of a tile with their neighbours. The
+CPU is taken for one GPU or another, for each of which the kernels' loops run in another way.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from typing import Any
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+
+from anyattn import hardware
+from anyattn.backends.triton import tile_config
+from anyattn.call_cache import attention
+from anyattn.testing import cases
+from tests.fuzz import test_fuzz_flash as flash
+from tests.fuzz import test_fuzz_flex as flex
+from tests.support.fuzz.random_mods import chains, trees
+
+SEED = int(os.environ.get("ANYATTN_FUZZ_SEED", "0"))
+EXAMPLES = int(os.environ.get("ANYATTN_FUZZ_EXAMPLES", "2"))
+SHRINKS = os.environ.get("ANYATTN_FUZZ_SHRINKS") == "1"  # takes minutes
+
+DTYPES = st.sampled_from((torch.float32, torch.bfloat16, torch.float16))
+FEW = (0, 1, 2, 3, 7, 13, 15, 16, 17)
+LENGTHS = st.one_of(st.sampled_from(FEW), st.sampled_from((31, 32, 33, 37, 41)), st.sampled_from((47, 48, 49, 61, 65)))
+RATIOS = (1, 2, 3, 5, 8)
+HEADS = st.tuples(st.sampled_from(RATIOS), st.integers(1, 2)).map(lambda x: (x[0] * (x[1] if x[0] < 4 else 1), x[1] if x[0] < 4 else 1))
+DIMS = st.sampled_from((16, 8, 24, 64, 40, 16, 64, 33, 72, 1))
+KINDS = st.sampled_from(cases.KINDS)
+TILES = st.sampled_from(((16, 16), (32, 16), (16, 32), (64, 16), (16, 64)))
+STRIDES = st.sampled_from(("plain", "transposed", "expanded", "transposed", "plain", "expanded", "plain", "offset"))
+GPUS = st.sampled_from((None, (9, 0), (8, 0), (9, 0), (9, 0), (10, 0)))
+WAYS = st.builds(tile_config.Ways, *(st.integers(0, 4) if f.type in (int, "int") else st.booleans() for f in fields(tile_config.Ways)))
+FORMS = st.sampled_from((*(f for f in flash.FORMS if f != "pages of 64"), "pages of 5", "dense"))
+
+
+@contextmanager
+def taken_for(capability: tuple[int, int] | None, ways: tile_config.Ways) -> Iterator[None]:
+    """Calls are planned and launched as on an NVIDIA GPU of this compute capability; None is none. Kernels run as they are said to wherever
+    they can, and not only where that is fast: the forward kernel's loops in these ways. Half of all calls have more queries than few."""
+    real, usual = hardware.of, tile_config.Ways(*(False for _ in fields(tile_config.Ways)))
+    attention.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hardware, "of", lambda *about: replace(real(*about), capability=capability))
+        patch.setattr(tile_config, "most_short", lambda *about: 16)
+        patch.setattr(tile_config, "ways_of", lambda shape, gpu, is_short: usual if is_short else ways)
+        patch.setattr(tile_config, "capability_of", lambda device: capability)
+        yield
+    attention.clear()
+
+
+@st.composite
+def flex_calls(draw: Callable) -> tuple[flex.Call, int]:
+    """A call, and into how many pieces its keys are cut: up to one more than there are tiles."""
+    heads, heads_kv = draw(HEADS)
+    tile, seqlen_k = draw(TILES), draw(LENGTHS)
+    call = flex.Call(
+        mask=draw(st.one_of(st.none(), trees(), trees())), chain=draw(chains),
+        batch=draw(st.integers(1, 1 if heads > 4 else 2)), heads_kv=heads_kv, ratio=heads // heads_kv,
+        seqlen_q=draw(LENGTHS), seqlen_k=seqlen_k, head_dim=draw(DIMS), head_dim_v=draw(DIMS), dtype=draw(DTYPES), kind=draw(KINDS),
+        strides=draw(st.tuples(STRIDES, STRIDES, STRIDES)), block=draw(st.one_of(st.none(), st.sampled_from((16, 24, 48, 80)))), tile=tile,
+        has_sink=draw(st.booleans()), seed=draw(st.integers(0, 99)),
+    )  # fmt: skip
+    return call, draw(st.one_of(st.just(1), st.integers(1, -(-seqlen_k // tile[1]) + 1)))
+
+
+def run_flex(drawn: tuple[flex.Call, int]) -> None:
+    call, splits = drawn
+    flex.run(call, num_splits=splits)
+
+
+sequences = st.builds(
+    flash.Sequences,
+    form=FORMS,
+    lengths=st.lists(st.tuples(LENGTHS, LENGTHS), min_size=1, max_size=3),
+    heads=HEADS,
+    dims=st.tuples(DIMS, DIMS),
+    dtype=DTYPES,
+    kind=KINDS,
+    options=flash.options,
+    splits=st.sampled_from((1, 1, 2, 3, 6)),
+    blocks=st.one_of(st.none(), st.none(), st.sampled_from(((16, 16), (48, 8), (32, 64)))),
+    with_lse=st.booleans(),
+    seed=st.integers(0, 99),
+)
+
+
+def single(call: flash.Cache, dtype: torch.dtype, heads: tuple[int, int]) -> flash.Cache:
+    s = call.setting
+    most = max(s.cached)
+    cached = tuple(n if n <= 66 else n % 67 for n in s.cached)
+    leftpad = None if s.leftpad is None else tuple(min(p, n) for p, n in zip(s.leftpad, cached, strict=True))
+    capacity = s.capacity - most + max(cached)
+    return replace(call, setting=replace(s, cached=cached, leftpad=leftpad, capacity=capacity, heads=heads, dtype=dtype))
+
+
+caches = st.builds(single, flash.caches(), DTYPES, HEADS)
+
+KINDS_OF_CALL: dict[str, tuple[st.SearchStrategy, Callable[[Any], None]]] = {
+    "flex": (flex_calls(), run_flex),
+    "sequences": (sequences, flash.run_sequences),
+    "cache": (caches, flash.run_cache),
+}
+
+
+@pytest.mark.parametrize("name", KINDS_OF_CALL)
+def test_random_calls(name: str) -> None:
+    drawn, run = KINDS_OF_CALL[name]
+
+    @hypothesis.seed(SEED)
+    @settings(
+        max_examples=EXAMPLES,
+        deadline=None,
+        database=None,
+        print_blob=False,
+        suppress_health_check=list(HealthCheck),
+        phases=(Phase.generate, Phase.shrink) if SHRINKS else (Phase.generate,),
+    )
+    @hypothesis.given(drawn, st.tuples(GPUS, WAYS))
+    def many(call: Any, how: tuple[tuple[int, int] | None, tile_config.Ways]) -> None:
+        with taken_for(*how):
+            run(call)
+
+    many()

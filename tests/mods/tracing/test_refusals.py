@@ -1,0 +1,265 @@
+"""What cannot be traced is refused at the user's line: random numbers, custom gradients, NumPy tables, and whatever fails in a body."""
+
+from __future__ import annotations
+
+import random
+import secrets
+import types
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from anyattn import ModError
+from anyattn.mods.analysis.evaluate import evaluate
+from anyattn.mods.tracing.trace import trace
+
+
+def message_of(fn, kind: str = "score") -> str:
+    with pytest.raises(ModError) as error:
+        trace(fn, kind)
+    return str(error.value)
+
+
+# ---- random numbers
+
+drawing = random.Random(0)
+numpys = np.random.default_rng(0)
+place = 2
+draw_one, numpys_draw = random.random, np.random.rand
+dropout = nn.Dropout(0.5)
+
+
+def helper(x):
+    return x + random.gauss(0.0, 1.0)
+
+
+class Noisy:
+    def __init__(self):
+        self.numbers = np.random.default_rng(0)
+
+    def score(self, s, b, h, q, k):
+        return s + random.random()
+
+    def of_numpy(self, s, b, h, q, k):
+        return s + np.random.rand()
+
+    def __call__(self, s, b, h, q, k):
+        return s + self.numbers.random()
+
+
+outside = types.ModuleType("outside")
+exec("import random\ndef noise(x):\n    return x + random.random()", outside.__dict__)
+
+RANDOM = {
+    "torch.rand": lambda s, b, h, q, k: s + torch.rand(()),
+    "torch.rand_of_captured": lambda s, b, h, q, k: s + torch.rand(place, place)[0, 0],
+    "torch.randn": lambda s, b, h, q, k: s + torch.randn(8)[q],
+    "torch.randint": lambda s, b, h, q, k: s + torch.randint(0, 3, ()),
+    "torch.randperm": lambda s, b, h, q, k: s + torch.randperm(4)[h],
+    "torch.rand_like": lambda s, b, h, q, k: s + torch.rand_like(s),
+    "torch.bernoulli": lambda s, b, h, q, k: torch.bernoulli(s),
+    "torch.normal": lambda s, b, h, q, k: s + torch.normal(0.0, 1.0, ()),
+    "method": lambda s, b, h, q, k: s.bernoulli(),
+    "in_place": lambda s, b, h, q, k: s + torch.empty(()).uniform_(),
+    "dropout": lambda s, b, h, q, k: F.dropout(s, 0.1),
+    "dropout_module": lambda s, b, h, q, k: dropout(s),
+    "random": lambda s, b, h, q, k: s + random.random(),
+    "random_function": lambda s, b, h, q, k: s + draw_one(),
+    "random_method": lambda s, b, h, q, k: s + drawing.gauss(0, 1),
+    "random_helper": lambda s, b, h, q, k: helper(s),
+    "numpy.random": lambda s, b, h, q, k: s + np.random.rand(),
+    "numpy_function": lambda s, b, h, q, k: s + numpys_draw(),
+    "numpy_generator": lambda s, b, h, q, k: s + numpys.random(),
+    "fresh_generator": lambda s, b, h, q, k: s + np.random.default_rng().random(),
+    "secrets": lambda s, b, h, q, k: s + secrets.randbelow(3),
+    "object": Noisy(),
+    "method_of_object": Noisy().score,
+    "numpy_in_a_method": Noisy().of_numpy,
+    "other_module": lambda s, b, h, q, k: outside.noise(s),
+}
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_random_numbers_are_refused_with_the_way_out(name):
+    message = message_of(RANDOM[name])
+    assert "random" in message and "hash of a captured seed" in message and __file__ in message, message
+
+
+def test_reflected_and_is_no_random_number():
+    assert trace(lambda b, h, q, k: torch.tensor(True) & (q >= k), "mask").expr.output.op in ("and", "ge")
+
+
+def test_the_way_out_of_random_numbers_works():
+    seed = 7
+
+    def drop(b, h, q_idx, kv_idx):
+        x = ((seed + b) * 1000003 + h) * 1000003 + q_idx
+        x = x * 1000003 + kv_idx
+        x = (x ^ (x >> 15)) * 2146121005
+        x = (x ^ (x >> 13)) & 0xFFFFFF
+        return x.to(torch.float64) / 2**24 >= 0.25
+
+    i = torch.arange(256)
+    kept = evaluate(trace(drop, "mask"), torch.tensor(1), torch.tensor(2), i[:, None], i)
+    assert torch.equal(kept, drop(torch.tensor(1), torch.tensor(2), i[:, None], i))
+    assert 0.74 < kept.double().mean() < 0.76 and kept.double().mean(0).std() < 0.03 and kept.double().mean(1).std() < 0.03
+
+
+def test_a_mod_beside_threads_that_draw_is_traced(monkeypatch):
+    from anyattn.mods.tracing import random_numbers
+
+    states = iter([(1,), (2,), (3,), (3,)])  # another thread drew during the first call, none during the second
+    monkeypatch.setattr(random_numbers, "generators_state", lambda: next(states))
+    monkeypatch.setattr("anyattn.mods.tracing.trace.generators_state", lambda: next(states))
+    assert trace(types.MethodType(lambda self, b, h, q, k: q >= k, object()), "mask").expr.output.op == "ge"
+    assert next(states, None) is None
+
+
+# ---- custom gradients and grad modes
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * 100
+
+
+class Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(x):
+        return {}[x]
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+
+doubled = Doubled.apply
+
+
+@pytest.mark.parametrize("wants_grad", [False, True])
+@pytest.mark.parametrize(
+    "fn",
+    [lambda s, b, h, q, k: Doubled.apply(s), lambda s, b, h, q, k: doubled(s) + 1, lambda s, b, h, q, k: Failing.apply(s)],
+    ids=["class", "function", "failing"],
+)
+def test_an_autograd_function_is_refused_at_the_users_line(fn, wants_grad):
+    with torch.set_grad_enabled(wants_grad):
+        message = message_of(fn)
+    assert "torch.autograd.Function" in message and __file__ in message, message
+
+
+def test_a_mod_may_be_traced_inside_an_autograd_function():
+    traced = []
+
+    class Attention(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            traced.append(trace(types.MethodType(lambda self, b, h, q, k: q >= k, x), "mask"))
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, g):
+            return g
+
+    Attention.apply(torch.ones(1, requires_grad=True))
+    assert traced[0].expr.output.op == "ge"
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_another_grad_mode_inside_a_mod_is_refused(mode):
+    def score(s, b, h, q, k):
+        with mode():
+            return s * 2
+
+    assert "grad mode" in message_of(score)
+
+
+# ---- NumPy
+
+array, small = np.arange(12.0), np.zeros((3, 3))
+
+
+class Holder:
+    def __init__(self):
+        self.array = np.arange(9)
+
+    def mask(self, b, h, q, k):
+        return self.array[q] >= k
+
+
+NUMPY = {
+    "table": lambda b, h, q, k: array[q] >= k,
+    "two_indices": lambda b, h, q, k: small[q, k] > 0,
+    "attribute": Holder().mask,
+    "arithmetic": lambda b, h, q, k: array * q > k,
+    "reflected": lambda b, h, q, k: q * array > k,
+    "comparison": lambda b, h, q, k: q > array,
+    "function": lambda b, h, q, k: np.where(q > k, True, False),
+    "list_of_rows": lambda b, h, q, k: np.stack([array])[0, q] > k,
+}
+
+
+@pytest.mark.parametrize("name", NUMPY)
+def test_a_numpy_table_is_refused_with_from_numpy(name):
+    message = message_of(NUMPY[name], "mask")
+    assert "torch.from_numpy" in message and __file__ in message, message
+
+
+def test_constants_of_a_numpy_table_and_its_torch_view_are_fine():
+    i = torch.arange(6)
+    wrapped = torch.from_numpy(array)
+    for fn in (lambda b, h, q, k: q >= k + array[place], lambda b, h, q, k: wrapped[q] >= k + 2, lambda b, h, q, k: q >= k + array[2]):
+        got = evaluate(trace(fn, "mask"), torch.tensor(0), torch.tensor(0), i[:, None], i)
+        assert torch.equal(got, i[:, None] >= i + 2)
+
+
+# ---- whatever else fails while a body runs
+
+
+def no_name(b, h, q, k):
+    return q >= unknown_name  # noqa: F821
+
+
+def raises(b, h, q, k):
+    raise LookupError("mine")
+
+
+def asserts(b, h, q, k):
+    assert array.size == 3, "too long"
+    return q >= k
+
+
+FAILING = {
+    "transform": (lambda s, b, h, q, k: torch.func.grad(lambda x: x * x)(s), "torch.func.grad"),
+    "vmap": (lambda s, b, h, q, k: torch.vmap(lambda x: x * x)(s), "torch.vmap"),
+    "key": (lambda s, b, h, q, k: s + {0: 1.0}[q], "KeyError"),
+    "zero": (lambda s, b, h, q, k: s + 1 // (len(array) - 12), "ZeroDivisionError"),
+    "captured_bounds": (lambda s, b, h, q, k: s + torch.arange(3)[7], "IndexError"),
+    "attribute": (lambda s, b, h, q, k: s + array.nothing, "AttributeError"),
+    "name": (lambda s, b, h, q, k: no_name(b, h, q, k), "NameError"),
+    "unknown": (lambda s, b, h, q, k: torch.linalg.matrix_exp(s), "torch.linalg.matrix_exp(s)"),
+    "formatted": (lambda s, b, h, q, k: s + float(f"{q:.2f}"), "TypeError"),
+}
+
+
+@pytest.mark.parametrize("name", FAILING)
+def test_what_fails_in_a_body_is_told_at_the_users_line(name):
+    fn, words = FAILING[name]
+    message = message_of(fn)
+    assert words in message and __file__ in message, message
+
+
+@pytest.mark.parametrize(("fn", "kind"), [(raises, LookupError), (asserts, AssertionError)])
+def test_what_a_body_raises_itself_stays_its_own(fn, kind):
+    with pytest.raises(kind) as error:
+        trace(fn, "mask")
+    assert error.type is kind and error.traceback[-1].path.name == "test_refusals.py"

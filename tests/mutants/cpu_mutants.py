@@ -1,0 +1,248 @@
+"""Mutants of everything above the kernels and of the torch backend: a function is compiled anew with one edit while ``active`` lasts.
+
+The production code knows nothing of them. ``ANYATTN_MUTANT=name pytest`` runs any tests under one (``tests/conftest.py``). Each names a
+``killer``, a check of ``test_cpu_mutants.py`` that fails under it. A bug that a user finds becomes a mutant first.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from anyattn.call_cache import attention
+from anyattn.tensors import by_contents
+from tests.mutants.mutant import Mutant, by_name
+from tests.mutants.syntax import scope_of
+
+__all__ = ["MUTANTS", "active"]
+
+_FORWARD, _BACKWARD, _TILES = "backends.torch.forward", "backends.torch.backward", "backends.torch.tiles"
+_SPANS, _STAGES, _CAPTURED = "backends.torch.coverage", "backends.torch.mod_runner", "backends.torch.captured_gradients"
+_WHOLE, _RUN, _KEYS = "backends.torch.unstreamed", "backends.torch.api", "backends.torch.kv_matrices"
+_MEMORY = "backends.torch.workspace"
+_CACHE, _APPEND, _LENGTHS = "validate.kvcache", "kvcache.append", "sequences.seqlen_info"
+
+MUTANTS = by_name(
+    # the forward's arithmetic
+    Mutant(
+        "scale_1_percent_off", f"{_FORWARD}:Scores.products",
+        "factor * self.call.problem.scale", "factor * self.call.problem.scale * 1.01", "full",
+    ),
+    Mutant("lost_last_key", f"{_SPANS}:_intersect", "Segment(0, seqlen_k)", "Segment(0, seqlen_k - 1)", "full"),
+    Mutant("stale_maximum", f"{_FORWARD}:_stream", "row_max = new_max", "row_max = new_max if row_max is None else row_max", "chunks"),
+    Mutant("output_not_rescaled", f"{_FORWARD}:_stream", "acc.mul_(rescale)", "acc", "chunks"),
+    Mutant("sum_not_rescaled", f"{_FORWARD}:_stream", "row_sum.mul_(rescale)", "row_sum", "chunks"),
+    Mutant("dropped_chunk", f"{_FORWARD}:_stream", "acc.mul_(rescale).add_(part)", "acc.mul_(rescale)", "chunks"),
+    Mutant("lse_in_base_2", f"{_FORWARD}:forward", "row_max.mul_(LN2).add_(row_sum.log())", "row_max.add_(row_sum.log2())", "full"),
+    Mutant("sink_counted_twice", f"{_FORWARD}:_add_sink", "_exp2(logit - new_max, __)", "2 * _exp2(logit - new_max, __)", "sink"),
+    Mutant("sink_does_not_rescale", f"{_FORWARD}:_add_sink", "acc.mul_(rescale)", "pass", "sink"),
+    Mutant("nan_of_hidden_values", f"{_FORWARD}:Values.weighted", "not self.is_guarded", "True", "garbage"),
+    Mutant(
+        "mask_forgotten_with_a_mod", f"{_FORWARD}:Scores.of",
+        "self.call.masks.apply(view, tile, chunk.asked)", "pass", "relative_window",
+    ),
+    # which keys and heads
+    Mutant("window_one_too_wide", f"{_TILES}:Masks._visible", "columns < hi", "columns <= hi", "window"),
+    Mutant("window_one_too_narrow", f"{_TILES}:Masks._visible", "columns >= lo", "columns > lo", "window"),
+    Mutant("last_stretch_unmasked", f"{_TILES}:Masks._covers", "for segment in asked: ...", "for segment in asked[:-1]: ...", "causal"),
+    Mutant("wrong_gqa_head", f"{_TILES}:Heads.keys", "x[__]", "x[__].flip(1)", "gqa"),
+    Mutant("rows_in_reverse", f"{_TILES}:Masks._rows_of", "__.flip(3)", "__", "causal"),
+    Mutant("partial_taken_for_full", f"{_SPANS}:_from_ranges", "hi.amin", "hi.amax", "causal"),
+    Mutant("band_edge_taken_for_full", f"{_SPANS}:_from_ranges", "lo.amax", "lo.amin", "window"),
+    Mutant("full_blocks_dropped", f"{_SPANS}:_from_lists", "lists.append(__)", "repr(__)", "block_mask"),
+    Mutant("block_end_off_by_one", f"{_SPANS}:_merge", "(i + 1) * block_n", "(i + 1) * block_n - 1", "block_mask"),
+    Mutant(
+        "block_row_off_by_one", f"{_SPANS}:_from_lists",
+        "t * tile_m // block_m", "min((t + 1) * tile_m // block_m, rows - 1)", "block_mask",
+    ),
+    Mutant("heads_share_one_mask", f"{_SPANS}:_groups", "x != per_b[0]", "x is None", "by_head"),
+    Mutant("batch_shares_one_mask", f"{_SPANS}:_groups", "x != s.stretches[0]", "x is None", "by_batch"),
+    # mods
+    Mutant(
+        "head_offset_forgotten", f"{_STAGES}:Bound._at_heads",
+        "value[:, tile.h_lo : tile.h_hi]", "value[:, : tile.h_hi - tile.h_lo]", "by_head",
+    ),
+    Mutant(
+        "batch_offset_forgotten", f"{_STAGES}:Bound._at_heads",
+        "value[tile.b_lo : tile.b_hi]", "value[: tile.b_hi - tile.b_lo]", "by_batch",
+    ),
+    Mutant(
+        "distance_off_by_one", f"{_STAGES}:Bound.__init__",
+        "torch.arange(__, least - 1, -1, device=device)", "torch.arange(__ + 1, least - 1, -1, device=device)", "relative_window",
+    ),
+    Mutant(
+        "index_in_32_bits", "mods.analysis.evaluate:_load",
+        "i if isinstance(i, Tensor) else __", "i.int() if isinstance(i, Tensor) else __", "huge_table",
+    ),
+    Mutant(
+        "stale_closure", "mods.tracing.trace:_Memo.lookup",
+        "[found[s] for s in __]", "[10 + s for s in __]", "closures_of_other_lengths",
+    ),
+    Mutant("stale_call", "call_cache.rebind:Recipe.made", "numbers[s]", "10 + s", "closures"),
+    Mutant("narrowing_cast_taken_for_none", "mods.analysis.solver:Solver._linear", "not self.exact[node]", "False", "narrowed"),
+    Mutant("subtracted_bias_added", "mods.analysis.additive_bias:additive_bias", "node.op == 'sub'", "False", "alibi"),
+    # the backward
+    Mutant("stale_lse", f"{_BACKWARD}:_Statistics.of", "lse * LOG2E", "lse.roll(1, -1) * LOG2E", "full"),
+    Mutant("delta_dropped", f"{_BACKWARD}:_Statistics.of", "dout.to(stat) * out", "dout.to(stat) * out * 0", "full"),
+    Mutant("lse_gradient_ignored", f"{_BACKWARD}:_Statistics.of", "delta -= dlse", "pass", "full"),
+    Mutant("dk_not_scaled", f"{_BACKWARD}:_row_tile", "_accumulate(__, narrow, q, scale)", "_accumulate(__, narrow, q, 1.0)", "full"),
+    Mutant("dv_two_percent_off", f"{_BACKWARD}:_row_tile", "_accumulate(__, __1, dout)", "_accumulate(__, __1, dout, 1.02)", "full"),
+    Mutant("gqa_gradients_overwritten", f"{_TILES}:Heads.add_to_keys", "target += __", "target[:] = __", "by_head"),
+    Mutant("hidden_derivative_kept", f"{_BACKWARD}:_row_tile", "call.masks.zero(dscore, tile, chunk.asked)", "pass", "infinite_derivative"),
+    Mutant("sink_gradient_sign", f"{_BACKWARD}:backward", "__.neg_()", "__", "sink"),
+    Mutant("diagonal_sums_shifted", f"{_CAPTURED}:_Sum._add_diagonals", "width + 1", "width", "relative"),
+    Mutant(
+        "shared_index_counted_once", f"{_CAPTURED}:_Sum._add_indexed",
+        "part.sum(shared, keepdim=True)", "part.amax(shared, True)", "relative",
+    ),
+    Mutant("tanh_derivative", "mods.ir.grad:_UNARY", "tanh", "sigmoid", "softcap"),
+    Mutant(
+        "branches_swapped", "mods.ir.grad:_Reverse.parts",
+        "self.op('where', condition, g, zero)", "self.op('where', condition, zero, g)", "where",
+    ),
+    # low precision without statistics
+    Mutant("span_rows_not_cleared", f"{_WHOLE}:_Rows.probabilities", "call.masks.zero", "lambda *_: None", "blind_half"),
+    Mutant("span_runs_on_one_another", f"{_WHOLE}:_Rows.gathered", "run.hi - run.lo", "0", "runs_half"),
+    Mutant(
+        "span_dk_not_scaled", f"{_WHOLE}:_row_tile",
+        "_add_to_runs(dk, __, spans, call.problem.scale)", "_add_to_runs(dk, __, spans, 1.0)", "full_half",
+    ),
+    # sequences
+    Mutant("rows_of_another_sequence", f"{_STAGES}:Tile._entries", "base + lo", "lo", "packed"),
+    Mutant(
+        "queries_of_another_sequence", f"{_TILES}:Heads.rows",
+        "__[__1, __2, self.q_start + lo : self.q_start + hi]", "__[__1, __2, lo:hi]", "packed",
+    ),
+    Mutant(
+        "offset_of_another_sequence", "validate.flash:_checked_sequences",
+        "sequences.seqlens_q", "sequences.seqlens_q.flip(0)", "packed",
+    ),
+    Mutant("entry_forgotten", f"{_STAGES}:Bound.__init__", "row_entry.view(-1, 1)", "row_entry.view(-1, 1) * 0", "packed"),
+    Mutant("tiles_of_another_sequence", f"{_SPANS}:_by_sequence", "start += count", "start += 0", "packed"),
+    Mutant("unused_rows_left", f"{_TILES}:rows_of_queries", "out.zero_()", "out", "used"),
+    # caches
+    Mutant(
+        "page_off_by_one", f"{_KEYS}:PoolRows.of",
+        "self.storage_rows[:, None]", "(self.storage_rows[:, None] + page_size) % (len(pool) * page_size)", "pages",
+    ),
+    Mutant("slot_off_by_one", f"{_APPEND}:slots", "row // page_size", "(row + 1) // page_size", "pages"),
+    Mutant(
+        "leftpad_ignored", f"{_LENGTHS}:SeqlenInfoQKNewK.create",
+        "(0 if __ else __1) + leftpad", "(0 if __ else __1) + 0 * leftpad", "leftpad",
+    ),
+    Mutant("leftpad_counted_as_keys", f"{_LENGTHS}:SeqlenInfoQKNewK.create", "__ - leftpad", "__", "leftpad"),
+    Mutant("padding_not_turned", f"{_LENGTHS}:SeqlenInfoQKNewK.create", "seqlen_k_og + leftpad", "seqlen_k_og", "leftpad_rotary"),
+    Mutant(
+        "rotary_off_by_one", "kvcache.rotary:apply_rotary",
+        "__.index_select(0, positions)", "__.index_select(0, positions + 1)", "rotary",
+    ),
+    Mutant("rotary_stands_still", f"{_CACHE}:_turn", "step.follows", "False", "rotary"),
+    Mutant("wrong_batch_row", f"{_CACHE}:_cache_rows", "return rows", "return rows.flip(0)", "rows"),
+    Mutant("appended_to_the_wrong_row", f"{_APPEND}:slots", "cache_rows[entry]", "entry", "rows"),
+    Mutant("place_counted_from_0", f"{_CACHE}:_look", "info.seqlen_k - info.seqlen_q", "info.seqlen_q * 0", "places"),
+    Mutant("known_call_of_one_length", "call_cache.kvcache:_numbers", "lengths.tolist()", "[int(lengths[0])] * batch", "known"),
+    Mutant("known_row_one_late", "call_cache.kvcache:_row_places", "_vector(starts)", "_vector([s + 1 for s in starts])", "known"),
+    Mutant("known_page_off_by_one", "call_cache.kvcache:_page_places", "row // page_size", "(row + 1) // page_size", "known_pages"),
+    Mutant(
+        "pages_of_other_heads", f"{_KEYS}:PoolRows.tokens",
+        "__[:, __1 * width : __2 * width]", "__[:, : (__2 - __1) * width]", "pages_by_head",
+    ),
+    Mutant("bits_by_place", f"{_FORWARD}:_exp2", "is_small", "False", "bits"),
+    # splits
+    Mutant("split_lost", f"{_RUN}:_forward_by_splits", "range(plan.num_splits)", "range(plan.num_splits - 1)", "splits"),
+    Mutant("split_weight_dropped", "backends.torch.combine:combine", "seen * weights[..., None]", "seen", "splits"),
+    Mutant(
+        "sink_in_every_split", f"{_RUN}:_forward_by_splits",
+        "problem.like(sink=None, wants_lse=True)", "problem.like(wants_lse=True)", "splits",
+    ),
+    Mutant("split_end_lost", "sequences.split_kv:split_range", "first + share", "first + share - 1", "splits"),
+    # tile ranges
+    Mutant("range_one_tile_short", "sequences.block_info:_tiles", "n_min + __", "n_min + 0 * tile + (-1) * (count > 9) + __", "blocks"),
+    Mutant(
+        "diagonal_top_left", "sequences.block_info:BlockInfo._keys_of_rows",
+        "seqlen_info.seqlen_k - seqlen_info.seqlen_q", "0", "blocks",
+    ),
+    Mutant("packed_heads_forgotten", "sequences.block_info:BlockInfo._rows", "group > 1", "False", "blocks"),
+    # memory
+    Mutant("sums_start_anywhere", f"{_MEMORY}:zeros_in_order", "__.zero_()", "__", "full"),
+    Mutant(
+        "written_past_the_end", f"{_MEMORY}:zeros_in_order",
+        "return empty_in_order(like, like.shape[-1], dtype).zero_()",
+        "x = empty_in_order(like, like.shape[-1], dtype); x.as_strided((x.numel() + 1,), (1,)).zero_(); return x", "full",
+    ),
+    Mutant(
+        "input_overwritten", f"{_KEYS}:KeyRows.__init__",
+        "self._view.reshape(self.shape)", "self._view.reshape(self.shape).mul_(1.0)", "inputs",
+    ),
+)  # fmt: skip
+
+
+@contextlib.contextmanager
+def active(name: str) -> Iterator[None]:
+    """The package with one bug in it. Raises ``LookupError`` if the function no longer has the fragment that the mutant replaces."""
+    mutant = MUTANTS[name]
+    module = importlib.import_module(mutant.module)
+    owner: Any = module
+    *parents, last = mutant.scope.split(".")
+    for parent in parents:
+        owner = getattr(owner, parent)
+    original = inspect.getattr_static(owner, last)
+    if isinstance(original, dict):
+        with _table_entry(original, mutant):
+            yield
+        return
+    mutated = _rewritten(mutant, module)
+    _forget()
+    places = [(owner, last)] if parents else _bindings(original)
+    for place, attribute in places:
+        setattr(place, attribute, mutated)
+    try:
+        yield
+    finally:
+        _forget()
+        for place, attribute in places:
+            setattr(place, attribute, original)
+
+
+def _forget() -> None:
+    """Nothing that an earlier call left goes round the bug, and nothing that the bug made outlives it."""
+    attention.clear()
+    by_contents.forget()
+
+
+@contextlib.contextmanager
+def _table_entry(table: dict[str, Any], mutant: Mutant) -> Iterator[None]:
+    """Replaces the entry ``old`` of a table by its entry ``new``."""
+    original = table[mutant.old]
+    table[mutant.old] = table[mutant.new]
+    try:
+        yield
+    finally:
+        table[mutant.old] = original
+
+
+def _rewritten(mutant: Mutant, module: Any) -> Any:
+    """The function with its bug, in its module's namespace."""
+    edited = mutant.edited(ast.parse(Path(module.__file__).read_text()))
+    function = scope_of(edited, mutant.scope)
+    code = compile(ast.Module([function], []), f"<mutant {mutant.name}>", "exec", flags=annotations.compiler_flag)
+    found: dict[str, Any] = {}
+    exec(code, vars(module), found)
+    return found[function.name]
+
+
+def _bindings(function: Callable) -> list[tuple[Any, str]]:
+    """Every module of the package that holds ``function`` under some name: importers have their own reference."""
+    return [
+        (module, attribute)
+        for module_name, module in list(sys.modules.items())
+        if module_name.split(".")[0] == "anyattn" and module is not None
+        for attribute, value in list(vars(module).items())
+        if value is function
+    ]

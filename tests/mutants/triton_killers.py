@@ -1,0 +1,253 @@
+"""Small judged calls on the Triton backend, each of which fails under some mutant (``triton_mutants.py``)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import anyattn
+from anyattn import masks
+from anyattn.testing import cases
+from tests.entry_points import test_flash_varlen as varlen
+from tests.support import sequences as seq
+from tests.support.flex_calls import judge, results
+from tests.support.sequences import Meaning
+
+SMALL = cases.Shape(1, 4, 2, 35, 43, 16, 16)
+LONG = cases.Shape(1, 2, 1, 70, 70, 16, 16)
+SINK = torch.tensor([0.5, -1.0, 2.0, 0.0])
+
+
+def qkv(*shape: int, kind: str = "normal") -> tuple[torch.Tensor, ...]:
+    return cases.inputs(kind, cases.Shape(*shape), torch.float32, 0)[:3]
+
+
+@functools.cache
+def wanted(variant: str, shape: cases.Shape, kind: str) -> tuple[cases.Case, cases.Expected]:
+    case = cases.Case(variant, shape, kind)
+    return case, cases.expected(case, torch.float32)
+
+
+def variant(name: str, shape: cases.Shape = SMALL, kind: str = "normal") -> Callable[[], None]:
+    def check() -> None:
+        case, want = wanted(name, shape, kind)
+        want.check(results(case, want), name)
+
+    return check
+
+
+def judged(shape: tuple[int, ...], **options: Any) -> Callable[[], None]:
+    return lambda: judge(*qkv(*shape), **options) and None
+
+
+def rising() -> None:
+    """Every tile of keys has greater scores than the one before."""
+    q, k, v = qkv(1, 2, 1, 20, 70, 16, 16)
+    judge(q, k * torch.linspace(0.2, 4, 70)[:, None], v)
+
+
+def random_lists(tile: tuple[int, int], sizes: tuple[int, int, int, int]) -> Callable[[], None]:
+    """Random lists, others for each entry and head; what a partial tile shows has holes that a full one does not."""
+
+    def check() -> None:
+        batch, heads, sq, sk = sizes
+        grid = (batch, heads, -(-sq // tile[0]), -(-sk // tile[1]))
+        kinds = torch.randint(0, 3, grid, generator=torch.Generator().manual_seed(4))
+        kinds[..., -1] = 2  # the sequence's end cuts full tiles
+        kinds[0, 0, 0] = 0
+        tables = []
+        for which in (1, 2):
+            at = kinds == which
+            tables += [at.sum(-1, dtype=torch.int32), at.int().argsort(dim=-1, descending=True, stable=True).int()]
+        shown = lambda b, h, i, j: (i + j) % 3 != 0
+        made = anyattn.BlockMask.from_kv_blocks(*tables, BLOCK_SIZE=tile, mask_mod=shown, seq_lengths=(sq, sk))
+
+        def meant(b: Any, h: Any, i: Any, j: Any) -> Any:
+            kind = kinds[b, h, i // tile[0], j // tile[1]]
+            return (kind == 2) | ((kind == 1) & shown(b, h, i, j))
+
+        judge(*qkv(batch, heads, 1, sq, sk, 16, 16), mask=meant, block_mask=made)
+
+    return check
+
+
+def beside_lists() -> None:
+    """Lists that say nothing of what the mask beside them hides in every tile."""
+    q, k, v = qkv(1, 2, 1, 64, 64, 16, 16)
+    shown = lambda b, h, i, j: (i // 16 - j // 16) % 3 != 1
+    made = anyattn.create_block_mask(shown, None, None, 64, 64, device="cpu", BLOCK_SIZE=32)
+    beside = lambda b, h, i, j: (i * 3 + j * 5) % 4 != 0
+    both = lambda b, h, i, j: shown(b, h, i, j) & beside(b, h, i, j)
+    judge(q, k, v, mask=both, block_mask=made, mask_mod=beside)
+
+
+def packed(form: Callable[..., Any] = varlen.packed_call) -> Callable[[], None]:
+    """Lengths that differ between sequences and sides; forward and backward."""
+
+    def check() -> None:
+        batch = seq.ragged([20, 3, 37], [30, 41, 18])
+        meaning = Meaning(causal=True, score_mod=lambda s, b, h, i, j: s + 0.1 * b * (i % 3))
+        got, shared = varlen.results(batch, meaning, form)
+        seq.judge(got, batch, meaning, shared=shared)
+
+    return check
+
+
+def ragged_lists() -> None:
+    lengths = ([20, 40, 9], [30, 41, 20])
+    batch = seq.ragged(*lengths, 2, 1)
+    ids = (torch.arange(150).reshape(3, 50) * 7 // 31) % 5
+    mask = lambda b, h, i, j: (ids[b, i] == ids[b, j]) | (j < 6 * b + 5 * h)
+    where = {"cu_seqlens_q": seq.ends(lengths[0]), "cu_seqlens_k": seq.ends(lengths[1])}
+    for layout in ("flat", "padded"):
+        lists = anyattn.compute_varlen_block_sparsity(32, 16, 2, mask, layout=layout, device="cpu", **where)
+        meaning = Meaning(mask_mod=mask)
+        got, _ = varlen.results(batch, meaning, varlen.packed_call, block_sparse_tensors=lists)
+        seq.judge(got, batch, meaning, label=layout)
+
+
+def pages(size: int) -> Callable[[], None]:
+    """Shuffled pages; keys that the batch does not use hold NaN."""
+
+    def check() -> None:
+        batch = seq.ragged([9, 20, 3], [30, 41, 18])
+        table, count = seq.shuffled_table(3, 48, size, 1)
+        used = torch.tensor(batch.lengths[1])
+        pools = [seq.paged(part, size, table, count) for part in (batch.k, batch.v)]
+        ends = seq.ends(batch.lengths[0])
+        out, lse = anyattn.flash_attn_varlen_func(
+            seq.packed(batch.q), *pools, cu_seqlens_q=ends, seqused_k=used, page_table=table, causal=True, return_lse=True
+        )
+        lengths = batch.lengths[0]
+        seq.judge({"out": seq.unpacked(out, lengths), "lse": list(lse.split(lengths, 1))}, batch, Meaning(causal=True))
+
+    return check
+
+
+def exact() -> None:
+    """Sums in no order of terms of very different sizes: of diagonals, of single pairs, of rows, of all; none is rounded away."""
+    distance, table, rows = (torch.linspace(-1, 1, n, dtype=torch.float64).sin() for n in (2 * 90, 5 * 7, 37))
+    distance, table, heat = distance.reshape(2, 90), table.reshape(5, 7), torch.tensor(0.75, dtype=torch.float64)
+    score = lambda s, b, h, i, j: s * heat + distance[h, i - j + 45] + table[i % 5, j % 7] + rows[i] * s
+    dout = torch.randn(2, 2, 37, 16, generator=torch.Generator().manual_seed(1)) * torch.logspace(0, -30, 37)[:, None]
+    for dtype in (torch.float32, torch.bfloat16):
+        q, k, v, incoming = (t.to(dtype) for t in (*qkv(2, 2, 1, 37, 43, 16, 16), dout))
+        options = {"captured": [distance, table, heat, rows], "deterministic": True, "kernel_options": {"tile_m": 32, "tile_n": 32}}
+        judge(q, k, v, score=score, dout=incoming, **options)
+
+
+def two_tables() -> None:
+    a, b = torch.linspace(-1, 1, 43, dtype=torch.float64), torch.linspace(1, -2, 37, dtype=torch.float64)
+    judge(*qkv(1, 2, 1, 37, 43, 16, 16), score=lambda s, _, h, i, j: s + a[j] * b[i], captured=[a, b])
+
+
+def pairs() -> None:
+    """An entry of its own for every pair, in a tensor with room to spare; the second time two pairs share one, or a pair has two."""
+    a = torch.linspace(-1, 1, 2 * 2 * 40 * 48, dtype=torch.float64).sin().reshape(2, 2, 40, 48)
+    mask = lambda b, h, i, j: (i + 2 * j) % 3 < 2
+    for score in (
+        lambda s, b, h, i, j: s * 0.5 + a[b, h, i, j], lambda s, b, h, i, j: s + a[0, h, i, j],
+        lambda s, b, h, i, j: s + a[b, h, i, j] * a[b, 0, i, j],
+    ):  # fmt: skip
+        judge(*qkv(2, 2, 1, 37, 43, 16, 16), score=score, captured=[a])
+        judge(*qkv(2, 2, 1, 37, 43, 16, 16), score=score, captured=[a], mask=mask)
+
+
+def relative() -> None:
+    """A captured entry for each distance, in tiles that are wider than high, higher than wide, and square."""
+    table = torch.linspace(-1, 1, 2 * 170, dtype=torch.float64).sin().reshape(2, 170)
+    for tile in ((16, 64), (64, 16), (32, 32)):
+        options = {"tile_m": tile[0], "tile_n": tile[1]}
+        score = lambda s, b, h, i, j: s + table[h, i - j + 95]
+        halves = (t.half() for t in qkv(2, 2, 1, 70, 91, 16, 16))  # in float32 nothing is summed by products
+        judge(*halves, score=score, captured=[table], mask=masks.causal(30), kernel_options=options)
+
+
+def few_entries() -> None:
+    """Many pairs for each entry: buckets by distance, of which far tiles have one, and what is looked up by row, by key and by both; in
+    tables that are large enough for one copy too."""
+    ids = torch.arange(91) * 5 % 3
+    names, far = (torch.linspace(-1, 1, n, dtype=torch.float64).sin().reshape(-1, *more) for n, *more in ((18, 3, 3), (16, 2)))
+    large = torch.zeros(3, 2**18, dtype=torch.float64)
+    buckets = anyattn.scores.t5_bias(far, max_distance=5)
+    for score, captured in (
+        (buckets, [far]), (lambda s, b, h, i, j: s + names[h, ids[i], ids[j]], [names]),
+        (lambda s, b, h, i, j: s + names[h, ids[i], 2] + large[ids[i], ids[j]] + names[1, 0, ids[j]] * s, [names, large]),
+    ):  # fmt: skip
+        for dtype in (torch.float32, torch.float16):
+            given = (t.to(dtype) for t in qkv(2, 2, 1, 70, 91, 16, 16))
+            options = {"captured": captured, "kernel_options": {"tile_m": 32, "tile_n": 32}}
+            judge(*given, score=score, mask=masks.causal(40), **options)
+
+
+def overlap() -> None:
+    """Two ranges of keys that share tiles which both fill."""
+    judge(*qkv(1, 1, 1, 70, 100, 16, 16), mask=lambda b, h, i, j: (j < i + 40) | ((j >= 20) & (j < 90)))
+
+
+def infinite_derivative() -> None:
+    """Of narrow heads, and of so wide ones that nothing is computed again where a sum is not finite."""
+    for d in (16, 136):
+        judge(*qkv(1, 1, 1, 40, 40, d, d), score=lambda s, b, h, i, j: s / torch.clamp(i - j + 1, min=0), mask=masks.causal())
+
+
+def documents() -> None:
+    """Launched as sequences and by lists, of which one sends nothing into the table's gradient."""
+    from unittest import mock
+
+    from anyattn.call_cache import attention
+    from anyattn.documents.rewrite import DocumentTables
+    from anyattn.validate import flex as check
+
+    ids = torch.repeat_interleave(torch.tensor([4, 1, 3]), torch.tensor([20, 19, 1]))
+    table = torch.linspace(-1, 1, 40, dtype=torch.float64)
+    for one in (ids, torch.where(torch.arange(40) < 37, ids, 4)):  # the first is documents, in the other one of them comes back
+        mask = lambda b, h, i, j, one=one: (one[i] == one[j]) & (i >= j)
+        with mock.patch.object(check, "row_ranges", lambda _: None), mock.patch.object(DocumentTables, "answer", lambda _: None):
+            attention.clear()
+            lists = anyattn.create_block_mask(mask, None, None, 40, 40, device="cpu", BLOCK_SIZE=16)
+            score = lambda s, b, h, i, j: s + table[abs(i - j)]
+            judge(*qkv(1, 2, 1, 40, 40, 16, 16), score=score, captured=[table], mask=mask, block_mask=lists)
+
+
+def ranges(sink: int, window: int) -> Callable[[], None]:
+    return judged((1, 1, 1, 100, 100, 16, 16), mask=masks.sink_window(sink, window))
+
+
+KILLERS: dict[str, Callable[[], Any]] = {
+    "full": variant("full"),
+    "causal": variant("causal", LONG),
+    "window": judged((1, 2, 1, 70, 90, 16, 16), mask=masks.sliding_window(37, 5)),
+    "dilated": variant("dilated", LONG),
+    "islands": variant("islands", LONG),
+    "sink_window": lambda: (ranges(4, 19)(), ranges(17, 40)()),
+    "overlap": overlap,
+    "peaky": rising,
+    "sink": variant("sink"),
+    "alibi": variant("alibi"),
+    "gated": variant("gated"),
+    "softcap": variant("softcap"),
+    "two_tables": two_tables,
+    "pairs": pairs,
+    "relative": relative,
+    "few_entries": few_entries,
+    "infinite_derivative": infinite_derivative,
+    "head_dim": judged((1, 2, 1, 20, 20, 24, 40)),
+    "few_rows": judged((1, 6, 2, 3, 50, 16, 16), score=lambda s, b, h, i, j: s - 0.02 * h * j),
+    # 17 heads take two tiles of 16 rows: of nine heads, and of eight
+    "uneven_group": judged((1, 34, 2, 1, 50, 16, 16), kernel_options={"tile_m": 16}),
+    "splits": judged((1, 4, 2, 9, 100, 16, 16), mask=masks.causal(85), sink=SINK, kernel_options={"num_splits": 3}),
+    "lists": random_lists((32, 32), (2, 2, 50, 56)),
+    "uneven_lists": random_lists((48, 24), (1, 2, 70, 50)),
+    "beside_lists": beside_lists,
+    "packed": packed(),
+    "documents": documents,
+    "ragged_lists": ragged_lists,
+    "pages": pages(8),
+    "uneven_pages": pages(12),
+    "exact": exact,
+    "shared_pages": lambda: varlen.test_shared_pages(torch.float32),
+}

@@ -1,0 +1,271 @@
+"""Mutants of the Triton backend: while ``active`` lasts, a module is read from a file with one edit. For a process that interprets.
+
+Each names a ``killer``, a check in ``triton_killers.py`` that fails under it. None makes a kernel read far from what it was given: a bug
+has to be noticed by the judge, not by the operating system.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import sys
+from collections.abc import Iterator
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any
+
+from anyattn.backends import backend_module
+from anyattn.call_cache import attention
+from anyattn.tensors import by_contents
+from tests.mutants.mutant import Mutant, by_name, changed
+
+__all__ = ["MUTANTS", "active"]
+
+# whatever reads Triton: imported anew around every mutant
+_PACKAGES = (
+    "anyattn.backends.triton",
+    "anyattn.triton_tools",
+    "anyattn.sparsity.kernels",
+    "anyattn.documents.device",
+    "anyattn.documents.kernels",
+)
+_FORWARD = "backends.triton.kernels.forward"
+_BACKWARD = "backends.triton.kernels.backward"
+_ROW_TILE_BOUNDS = "backends.triton.kernels.row_tile_bounds"
+_ITERATOR = "backends.triton.kernels.tile_iterator"
+_ADDRESSING = "backends.triton.kernels.addressing"
+_COMBINE = "backends.triton.kernels.combine"
+_MATMUL = "backends.triton.kernels.matmul"
+_PAGED_KV = "backends.triton.kernels.paged_kv"
+_BACKWARD_PASS = "backends.triton.backward_pass"
+_CAPTURED_GRADIENTS = "backends.triton.codegen.captured_gradients"
+_PROGRAMS = "backends.triton.codegen.programs"
+_DETERMINISTIC_SUM = "backends.triton.kernels.deterministic_sum"
+_PAGED_GRADIENTS = "backends.triton.kernels.paged_gradients"
+_HOST_PAGED_GRADIENTS = "backends.triton.paged_gradients"
+_PRIVATIZED_SUM = "backends.triton.privatized_sum"
+_DEVICE_MATH = "triton_tools.device_math"
+
+MUTANTS = by_name(
+    # what a row sees
+    Mutant("unmasked_tail", f"{_ITERATOR}:inside_of", "(limits[0], tl.minimum(limits[1], seqlen_k))", "(limits[0], limits[1])", "full"),
+    Mutant(
+        "lost_last_key", f"{_ITERATOR}:inside_of",
+        "(limits[0], tl.minimum(limits[1], seqlen_k))", "(limits[0], tl.minimum(limits[1], seqlen_k - 1))", "full",
+    ),
+    Mutant("unmasked_tail_of_lists", f"{_FORWARD}:scores_of", "lane < end", "lane < end + 1", "uneven_lists"),
+    Mutant("lost_last_key_of_lists", f"{_FORWARD}:scores_of", "lane < end", "lane < end - 1", "lists"),
+    Mutant(
+        "row_limit_off_by_one", f"{_PROGRAMS}:_ranges_source",
+        "text('(kv_idx < rows[{i + 1}])')", "text('(kv_idx <= rows[{i + 1}])')", "causal",
+    ),
+    Mutant("left_limit_off_by_one", f"{_DEVICE_MATH}:between", "place - lo", "place - lo - 1", "window"),
+    Mutant("mask_forgotten", f"{_FORWARD}:scores_of", "seen & __", "seen | __", "dilated"),
+    Mutant("mask_beside_lists_forgotten", f"{_FORWARD}:scores_of", "if HAS_ALWAYS: ...", "if False: ...", "beside_lists"),
+    Mutant("column_of_the_first_tile", f"{_FORWARD}:scores_of", "kv = lane[None, :]", "kv = (lane - first)[None, :]", "alibi"),
+    Mutant("partial_taken_for_full", f"{_ITERATOR}:_run", "all_hi // TILE_N", "most // TILE_N", "causal"),
+    Mutant("window_edge_taken_for_full", f"{_ITERATOR}:_run", "all_lo + TILE_N", "least + TILE_N", "window"),
+    Mutant("tiles_before_the_full_ones_lost", f"{_ITERATOR}:by_ranges", "one.full - one.first", "zero", "window"),
+    Mutant("least_of_limits_kept", f"{_ITERATOR}:_wider", "tl.minimum(all_hi, other_all_hi)", "tl.maximum(all_hi, other_all_hi)", "causal"),
+    Mutant("limits_of_the_first_row_alone", f"{_ITERATOR}:_spread_of", "last[AT + 1]", "first[AT + 1]", "causal"),
+    Mutant("limits_of_the_last_row_alone", f"{_ITERATOR}:_spread_of", "first[AT + 1]", "last[AT + 1]", "causal"),
+    Mutant("last_tile_lost", f"{_ITERATOR}:by_ranges", "one.end - one.full_end", "one.end - one.full_end - 1", "full"),
+    Mutant("tiles_after_the_first_range_lost", f"{_ITERATOR}:_joined", "tl.where(apart, a1, g0)", "tl.where(apart, f1, g0)", "sink_window"),
+    Mutant("second_range_lost", f"{_ITERATOR}:_joined", "tl.where(apart, b1, nothing)", "fourth", "sink_window"),
+    Mutant("shared_tile_visited_twice", f"{_ITERATOR}:_joined", "tl.maximum(g0, f1)", "g0 + 0", "overlap"),
+    # lists
+    Mutant("full_tile_of_lists_taken_for_partial", f"{_ITERATOR}:_listed_partial", "i >= listed.listed", "i < 0", "lists"),
+    Mutant("whole_of_a_list_tile_missed", f"{_ITERATOR}:_listed_full", "__ + i % CUT * TILE_N", "__", "lists"),
+    Mutant("beyond_the_list_tile", f"{_ITERATOR}:_listed_partial", "tl.minimum((n + 1) * LIST_N, seqlen_k)", "seqlen_k", "uneven_lists"),
+    Mutant("heads_share_one_list", f"{_ITERATOR}:place_of_lists", "strides.head", "0", "lists"),
+    Mutant("entries_share_one_list", f"{_ITERATOR}:place_of_lists", "b.to(tl.int64) * strides.entry + head", "head", "lists"),
+    Mutant("lists_of_the_first_sequence", f"{_ITERATOR}:place_of_lists", "head + sequence.lists_line", "head", "ragged_lists"),
+    Mutant(
+        "flat_list_offset", f"{_ITERATOR}:place_of_lists",
+        "h.to(tl.int64) * strides.flat + sequence.lists_place", "h.to(tl.int64) * strides.flat", "ragged_lists",
+    ),
+    Mutant("rows_of_the_next_lists", f"{_ADDRESSING}:row_tile", "tl.minimum((line + 1) * LIST_M, seqlen_q)", "seqlen_q", "uneven_lists"),
+    # sums
+    Mutant("scale_1_percent_off", f"{_FORWARD}:forward_tile", "scale * _LOG2E", "scale * _LOG2E * 1.01", "full"),
+    Mutant(
+        "output_not_rescaled", f"{_MATMUL}:plus_product",
+        "tl.fma(acc, rescale[:, None], product)", "tl.fma(acc, 1.0, product)", "peaky",
+    ),
+    Mutant("sum_not_rescaled", f"{_FORWARD}:weights_of", "row_sum * rescale[:, None]", "row_sum", "peaky"),
+    Mutant("stale_maximum", f"{_FORWARD}:weights_of", "(p, rescale, __, highest)", "(p, rescale, __, row_max)", "peaky"),
+    Mutant("sink_counted_twice", f"{_FORWARD}:store_results", "tl.exp2(logit - highest)", "2 * tl.exp2(logit - highest)", "sink"),
+    Mutant("sink_does_not_rescale", f"{_FORWARD}:store_results", "acc = acc * rescale[:, None]", "pass", "sink"),
+    Mutant("sink_in_base_2", f"{_FORWARD}:store_results", "tl.load(__).to(tl.float32) * _LOG2E", "tl.load(__).to(tl.float32)", "sink"),
+    Mutant("sink_of_another_head", f"{_FORWARD}:store_results", "tensors.sink + h", "tensors.sink + h * 0", "sink"),
+    Mutant("lse_in_base_2", f"{_FORWARD}:store_results", "row_max * _LN2 + tl.log(total)", "row_max + tl.log2(total)", "full"),
+    Mutant("nan_of_a_row_that_sees_nothing", f"{_FORWARD}:store_results", "tl.where(row_sum == 0, 1.0, row_sum)", "row_sum", "islands"),
+    # heads and storage
+    Mutant(
+        "wrong_gqa_head", f"{_ADDRESSING}:work_of",
+        "(m, b, __, kv_head, split)", "(m, b, __, sizes.heads // sizes.ratio - 1 - kv_head, split)", "full",
+    ),
+    Mutant(
+        "first_head_of_whole_tiles", f"{_ADDRESSING}:work_of",
+        "kv_head * sizes.ratio + part * dealt.packed", "h * dealt.packed", "uneven_group",
+    ),
+    Mutant("packed_heads_are_one", f"{_FORWARD}:forward_tile", "r % group", "r % group * 0", "few_rows"),
+    Mutant("head_dim_not_cut", f"{_FORWARD}:load_rows", "is_row & (d < HEAD_DIM)", "is_row & (d <= HEAD_DIM)", "head_dim"),
+    Mutant("queries_of_the_first_sequence", f"{_FORWARD}:forward_tile", "sequence.q_start + position", "position", "packed"),
+    Mutant(
+        "keys_of_the_first_sequence", f"{_FORWARD}:keys_at",
+        "first + tl.arange(0, TILE_N) + key.start", "first + tl.arange(0, TILE_N)", "packed",
+    ),
+    Mutant("page_off_by_one", f"{_PAGED_KV}:page_numbers", "pages + asked", "pages + (tl.maximum(asked, 1) - 1)", "pages"),
+    Mutant("row_of_page_off_by_one", f"{_PAGED_KV}:paged_places", "first + lane", "first + lane + 1", "uneven_pages"),
+    Mutant("row_of_fitting_page_off_by_one", f"{_PAGED_KV}:paged_places", "lane % PAGE_SIZE", "(lane + 1) % PAGE_SIZE", "pages"),
+    Mutant(
+        "page_table_of_the_first_sequence", f"{_FORWARD}:forward_tile",
+        "tensors.pages + b.to(tl.int64) * sizes.pages_each", "tensors.pages", "pages",
+    ),
+    Mutant("launch_without_work_does_it", f"{_ADDRESSING}:is_off", "tl.load(guard) != 0", "tl.load(guard) == 7", "documents"),
+    Mutant("launch_with_work_leaves_it", f"{_ADDRESSING}:is_off", "tl.load(guard) != 0", "tl.load(guard) >= 0", "documents"),
+    # splits
+    Mutant("split_lost", f"{_FORWARD}:forward_tile", "split * share", "(split + 1) * share", "splits"),
+    Mutant("last_tile_of_every_split_lost", f"{_FORWARD}:forward_tile", "begin + share", "begin + share - 1", "splits"),
+    Mutant(
+        "splits_weighed_alike", f"{_COMBINE}:combine_row",
+        "tl.exp(found - near)", "tl.where(found > float('-inf'), 1.0, 0.0)", "splits",
+    ),
+    Mutant("sink_of_splits_counted_twice", f"{_COMBINE}:combine_row", "total += share", "total += 2 * share", "splits"),
+    # the backward pass
+    Mutant("delta_dropped", f"{_BACKWARD}:prepare_tile", "out * dout", "out * dout * 0", "full"),
+    Mutant("lse_gradient_ignored", f"{_BACKWARD}:prepare_tile", "if HAS_DLSE: ...", "if False: ...", "full"),
+    Mutant("stale_lse", f"{_BACKWARD}:prepare_tile", "tensors.natural_lse + place", "tensors.natural_lse + place // 2 * 2", "full"),
+    Mutant("statistics_of_two_sequences_in_one_place", f"{_BACKWARD}:_slot", "__ + b", "__", "packed"),
+    Mutant("statistics_of_the_first_rows", f"{_BACKWARD}:_visit_rows", "tl.where(first < end, first, 0)", "first * 0", "causal"),
+    Mutant("statistics_of_the_first_rows_alone", f"{_BACKWARD}:_visit_either", "heads.lse + first", "heads.lse", "window"),
+    Mutant("heads_in_turn_lost", f"{_BACKWARD}:_place", "at % width", "at % width // 2 * 2", "causal"),
+    Mutant("dq_not_scaled", f"{_BACKWARD}:dq_tile", "dq * scale", "dq * 1.0", "full"),
+    Mutant("dk_1_percent_off", f"{_BACKWARD}:dkdv_tile", "dk * scale", "dk * scale * 1.01", "full"),
+    Mutant("row_tile_lost", f"{_ROW_TILE_BOUNDS}:_extent", "tl.where(touches, m + 1, 0)", "tl.where(touches, m, 0)", "full"),
+    Mutant("dk_of_one_head_alone", f"{_BACKWARD}:dkdv_tile", "kv_head * sizes.ratio + g", "kv_head * sizes.ratio", "full"),
+    Mutant(
+        "dv_overwritten", f"{_BACKWARD}:_visit_either",
+        "plus_product(dv, None, p, dout, PRECISION)", "plus_product(dv * 0, None, p, dout, PRECISION)", "window",
+    ),
+    Mutant(
+        "dv_overwritten_in_two_loops", f"{_BACKWARD}:_visit_rows",
+        "plus_product(dv, None, p, dout, PRECISION)", "plus_product(dv * 0, None, p, dout, PRECISION)", "full",
+    ),
+    Mutant(
+        "rows_filled_in_part", f"{_ROW_TILE_BOUNDS}:_spans_of",
+        "fills = __ & (all_hi >= n_end)", "fills = __ & (hi >= n_end)", "causal",
+    ),
+    Mutant(
+        "rows_filled_from_later_on", f"{_ROW_TILE_BOUNDS}:_spans_of",
+        "fills = (all_lo <= n_first) & __", "fills = (lo <= n_first) & __", "window",
+    ),
+    Mutant(
+        "second_range_of_rows_lost", f"{_ROW_TILE_BOUNDS}:_spans_of",
+        "touches | (lo < n_end) & (hi > n_first)", "touches & ((lo < n_end) & (hi > n_first))", "sink_window",
+    ),
+    Mutant("tile_that_is_cut_not_asked", f"{_BACKWARD}:dkdv_tile", "m < runs.full", "m < 0", "window"),
+    Mutant("hidden_probability_kept", f"{_BACKWARD}:_visit_rows", "tl.where(seen, p, 0.0)", "p * 1.0", "causal"),
+    Mutant("hidden_score_kept_in_dq", f"{_BACKWARD}:_visit_keys", "tl.where(seen, p, 0.0)", "p * 1.0", "causal"),
+    Mutant(
+        "hidden_derivative_kept", f"{_BACKWARD}:_visit_rows",
+        "if __ and of_score[1].type.is_block(): ds = tl.where(p != 0.0, ds, 0.0)",
+        "if __ and of_score[1].type.is_block(): ds = tl.where(p == p, ds, 0.0)", "infinite_derivative",
+    ),
+    Mutant(
+        "hidden_derivative_kept_in_dq", f"{_BACKWARD}:_visit_keys",
+        "ds = tl.where(seen, ds, 0.0)", "ds = tl.where(seen | True, ds, 0.0)", "infinite_derivative",
+    ),
+    Mutant("derivative_forgotten_in_dk", f"{_BACKWARD}:_visit_rows", "of_score[1].to(tl.float32)", "1.0", "softcap"),
+    Mutant("derivative_forgotten_in_dq", f"{_BACKWARD}:_visit_keys", "of_score[1].to(tl.float32)", "1.0", "softcap"),
+    Mutant("mask_forgotten_in_dk", f"{_BACKWARD}:_visit_rows", "is_shown", "kv >= 0", "dilated"),
+    Mutant("mask_forgotten_in_dq", f"{_BACKWARD}:_visit_keys", "is_shown", "kv >= 0", "dilated"),
+    Mutant("sink_gradient_sign", f"{_BACKWARD_PASS}:_of_sink", "-__", "__", "sink"),
+    Mutant(
+        "captured_derivative_forgotten", f"{_CAPTURED_GRADIENTS}:scatter_source",
+        "text('ds * found[{load.factor}].to(tl.float32)')", "text('ds')", "gated",
+    ),
+    Mutant(
+        "pair_stored_by_rows_beyond_the_end", f"{_CAPTURED_GRADIENTS}:scatter_source",
+        "text('element_ty), mask=seen)')", "text('element_ty), mask=is_key)')", "pairs",
+    ),
+    Mutant(
+        "captured_gradient_one_place_on", f"{_CAPTURED_GRADIENTS}:scatter_source",
+        "text('totals[{load.total}]')", "text('totals[{0 * load.total}]')", "two_tables",
+    ),
+    Mutant("diagonals_one_place_on", f"{_DEVICE_MATH}:send_diagonals", "__ - entry // 8", "__ - entry // 8 + 1", "relative"),
+    Mutant("diagonals_of_blocks_mixed", f"{_DEVICE_MATH}:send_diagonals", "__ + ROWS - 1", "__ + ROWS - 2", "relative"),
+    Mutant(
+        "diagonals_before_the_tile_lost", f"{_DEVICE_MATH}:send_diagonals",
+        "i < tl.minimum(begin.rows, 8 * ROWS)", "(i < 1) & (i < tl.minimum(begin.rows, 8 * ROWS))", "relative",
+    ),
+    Mutant("diagonals_of_the_first_head", f"{_DEVICE_MATH}:send_diagonals", "begin.h", "begin.h * 0", "relative"),
+    Mutant("copies_but_the_first_lost", f"{_PRIVATIZED_SUM}:read", "total.sum(-1)", "total[..., 0]", "few_entries"),
+    Mutant(
+        "entries_begin_at_copies", f"{_CAPTURED_GRADIENTS}:_place",
+        "d + 1 < len(places) or load.has_copies", "d + 1 < len(places)", "few_entries",
+    ),
+    Mutant("first_entry_taken_for_all", f"{_DEVICE_MATH}:send_copies", "tl.min(least) == most", "tl.min(least) <= most", "few_entries"),
+    Mutant("sum_of_a_tile_lost", f"{_DEVICE_MATH}:send_copies", "tl.sum(sent)", "tl.max(sent)", "few_entries"),
+    Mutant("exact_sign_lost", f"{_DEVICE_MATH}:send_exact", "tl.where(bits < 0, -number, number)", "number", "exact"),
+    Mutant(
+        "exact_leading_one_lost", f"{_DEVICE_MATH}:send_exact",
+        "tl.where(field > 0, 0x800000, 0)", "tl.where(field > 0, 0x400000, 0)", "exact",
+    ),
+    Mutant("exact_shift_by_all", f"{_DEVICE_MATH}:send_exact", "exponent - plane * width", "exponent % 16", "exact"),
+    Mutant("exact_planes_alike", f"{_DETERMINISTIC_SUM}:read_sums", "plane * width", "plane * (width - 1)", "exact"),
+    Mutant("exact_planes_lost", f"{_DETERMINISTIC_SUM}:read_sums", "range(0, powers)", "range(powers // 2, powers)", "exact"),
+    Mutant(
+        "second_holder_of_a_page_lost", f"{_PAGED_GRADIENTS}:sum_pages",
+        "tl.load(starts + page + 1)", "tl.minimum(tl.load(starts + page) + 1, tl.load(starts + page + 1))", "shared_pages",
+    ),
+    Mutant(
+        "pages_of_the_first_sequence", f"{_HOST_PAGED_GRADIENTS}:_in_rows",
+        "replace(__, page_table=None, page_size=0, k_row=own)", "replace(__, page_table=None, page_size=0, k_row=own * 0)", "shared_pages",
+    ),
+    Mutant(
+        "keys_of_a_shared_entry_lost", f"{_CAPTURED_GRADIENTS}:_additions",
+        "text('tl.sum(part{i}, {axis}, keep_dims=True)')", "text('tl.max(part{i}, {axis}, keep_dims=True)')", "alibi",
+    ),
+)  # fmt: skip
+
+
+@contextlib.contextmanager
+def active(name: str, folder: Path) -> Iterator[None]:
+    """The backend with one bug in it, imported anew from a file in ``folder``.
+
+    Raises ``LookupError`` if the function no longer has the fragment that the mutant replaces.
+    """
+    mutant = MUTANTS[name]
+    path = folder / f"{name}.py"  # a file of its own: Triton reads a kernel's source
+    path.write_text(changed(mutant))
+    finder = _Finder(mutant.module, path)
+    sys.meta_path.insert(0, finder)
+    _forget()
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+        _forget()
+
+
+class _Finder(MetaPathFinder):
+    def __init__(self, module: str, path: Path) -> None:
+        self.module, self.path = module, path
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        return importlib.util.spec_from_file_location(fullname, self.path) if fullname == self.module else None
+
+
+def _forget() -> None:
+    """The backend is imported again when it is next used."""
+    for name in list(sys.modules):
+        if any(name == p or name.startswith(f"{p}.") for p in _PACKAGES):
+            del sys.modules[name]
+            parent, _, last = name.rpartition(".")
+            if hasattr(sys.modules.get(parent), last):
+                delattr(sys.modules[parent], last)
+    backend_module.cache_clear()
+    attention.clear()
+    by_contents.forget()

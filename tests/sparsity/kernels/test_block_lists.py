@@ -1,0 +1,238 @@
+"""The Triton backend without a GPU: run in Triton's interpreter, compiled for Hopper, and shown to wait for nothing."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from anyattn import masks
+from anyattn.block_masks import create_block_mask
+from anyattn.mods.analysis.load_bounds import check_loads
+from anyattn.mods.ir.expr import OPS, Builder, category
+from anyattn.mods.tracing.trace import trace
+from anyattn.sparsity import compute_block_sparsity
+from anyattn.sparsity.compute import tile_lists
+from anyattn.testing.tiles import library_masks, random_mask
+from tests.support.processes import in_the_interpreter
+from tests.support.triton.built import POINTERS, Waits, built
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+FILES = ["test_block_lists_interpreted.py", "test_varlen_lists_interpreted.py"]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_in_the_interpreter(name: str) -> None:
+    """The interpreter is chosen when Triton is imported, so it gets a process of its own."""
+    in_the_interpreter(f"sparsity/kernels/{name}")
+
+
+# ---- compiled
+
+
+def compiled(kernel: Any, tensors: tuple[torch.Tensor, ...], constants: dict[str, Any]) -> Any:
+    named = {f"t{i}": POINTERS[t.dtype] for i, t in enumerate(tensors)}
+    types = {}
+    for parameter in kernel.params:
+        pointer = named.get(parameter.name, "*i64" if parameter.name == "hulls" else "*i32")
+        types[parameter.name] = "constexpr" if parameter.is_constexpr else parameter.annotation_type or pointer
+    return built(kernel, types, constants)
+
+
+@pytest.mark.parametrize("name", [*library_masks(64, 64), "random 0", "random 1", "random 2"])
+def test_compiles_for_hopper(name: str) -> None:
+    from anyattn.sparsity.kernels import block_lists as kernels
+
+    mod = random_mask(int(name[7:]), 64) if name.startswith("random") else library_masks(64, 64)[name]
+    traced = trace(mod, "mask")
+    mask = kernels.mask_of(traced.expr)
+    tile = {"TILE_M": 192, "TILE_N": 80}
+    options = {"CHUNK": 64, "BLOCK_M": 32, "BLOCK_N": 128, "SEPARATE_FULL": True, "HAS_FULL_TAILS": False}
+    made = [compiled(mask.kernels.list_tiles, traced.tensors, {**tile, **options})]
+    if mask.row_leaves or mask.column_leaves:
+        made.append(compiled(mask.kernels.store_hulls, traced.tensors, {**tile, "BLOCK": 256}))
+        if mask.row_leaves + mask.column_leaves <= kernels._MOST_LEAVES:
+            made.append(compiled(mask.kernels.list_tiles_at_once, traced.tensors, {**tile, **options}))
+    for kernel in made:
+        assert "cubin" in kernel.asm and "ld.local" not in kernel.asm["ptx"]
+
+
+KERNEL = """
+@triton.jit
+def everywhere(out, t0, t1):
+    q, kv = tl.arange(0, 16)[:, None], tl.arange(0, 32)[None, :]
+    value = mod(0, 0, q, kv, (), ((t0, 1, 16), (t1, 1, 32)))
+    tl.store(out + q * 32 + kv, tl.broadcast_to(value, (16, 32)).to(tl.float32))
+"""
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.bool, torch.int8, torch.uint8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64],
+    ids=str,
+)
+def test_every_operation_compiles(dtype: torch.dtype) -> None:
+    """All operations on one dtype, in one kernel each."""
+    from anyattn.triton_tools import emit, jit_source
+
+    builder = Builder()
+    q, kv = (builder.add("index", dtype=torch.int64, attr=name) for name in ("q_idx", "kv_idx"))
+    a, b = builder.add("load", q, dtype=dtype, attr=0), builder.add("load", kv, dtype=dtype, attr=1)
+    total = builder.const(0.0, torch.float32)
+    for op, spec in OPS.items():
+        if op != "cast" and category(dtype) in spec.operands:
+            args = {1: [a], 2: [a, b], 3: [builder.add("lt", q, kv), a, b]}[spec.arity]
+            total = builder.add("add", total, builder.cast(builder.add(op, *args), torch.float32))
+    expr = builder.build(total)
+    kernel = jit_source.load(emit.function("mod", expr) + KERNEL, f"all_{dtype}").everywhere
+    name = {torch.bool: "i1", torch.uint8: "u8", torch.float16: "fp16", torch.bfloat16: "bf16"}.get(dtype)
+    name = name or str(dtype).replace("torch.int", "i").replace("torch.float", "fp")
+    assert "cubin" in built(kernel, {"out": "*fp32", "t0": f"*{name}", "t1": f"*{name}"}, {}).asm
+
+
+# ---- nothing waits
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
+    """Kernels are not launched but listed, and fake tensors stand for those of a GPU that need not be here."""
+    from anyattn.sparsity import arguments, compute
+    from anyattn.sparsity.kernels import block_lists as kernels
+
+    made: list[tuple] = []
+    monkeypatch.setattr(arguments, "_usable", torch.device)
+    monkeypatch.setattr(compute, "reads_nothing", lambda mod, device: False)
+    monkeypatch.setattr(kernels, "_launch", lambda *args: made.append(args))
+    return made
+
+
+def fake_masks() -> dict[str, Any]:
+    ids, per_batch = torch.zeros(1000, dtype=torch.int32, device="cuda"), torch.zeros(2, 1000, dtype=torch.int64, device="cuda")
+    lengths = torch.zeros(2, dtype=torch.int64, device="cuda")
+    return {
+        "causal": masks.causal(),
+        "window": masks.causal() & masks.sliding_window(100, 0),
+        "document": masks.document(ids),
+        "document_causal": masks.document(per_batch) & masks.causal(),
+        "prefix": masks.prefix_lm(lengths),
+        "sink": masks.sink_window(4, 100),
+        "padding": masks.left_padding(lengths),
+        "dilated": masks.dilated(5, 3),
+        "computed index": lambda b, h, q, k: ids[q // 3 + 1] == ids[k],
+        "far index": lambda b, h, q, k: ids[(q - k).abs()] == 0,
+        "captured index": lambda b, h, q, k: ids[ids[q]] == 0,
+    }
+
+
+def test_nothing_waits(launches: list[tuple]) -> None:
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with fake:
+        mods = fake_masks()
+    for mod in mods.values():
+        for batch in (1, 2):  # computed on the CPU, once: a fake CPU tensor has no values either
+            check_loads(trace(mod, "mask"), batch, batch, 1000, 1000, reads_values=False)
+    with fake:
+        for name, mod in mods.items():
+            for _ in range(2):  # traced, then remembered
+                with Waits() as waits:
+                    mask = create_block_mask(mod, 2, 2, 1000, 1000, device="cuda")
+                    compute_block_sparsity(128, 64, 2, 2, 1000, 1000, mod, device="cuda")
+                    tile_lists(trace(mod, "mask"), 2, 2, 1000, 1000, (192, 128), "cuda")
+            assert mask.kv_indices.shape == (2, 2, 8, 8) and mask.kv_indices.device.type == "cuda", name
+            assert len(launches) == 6, name
+            launches.clear()
+            with Waits() as waits:
+                create_block_mask(mod, None, None, 1000, 1000, device="cuda")
+            launches.clear()
+            calls = [c for c in waits.calls if c not in ("promote_types", "device")]  # the lists' own memory and views of it
+            assert len(calls) <= 12, (name, calls)
+
+
+def test_the_checker_itself() -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        x = torch.zeros(4, device="cuda")
+        for wait in (lambda: x.sum().item(), lambda: x[x > 0], lambda: x.cpu(), lambda: x.nonzero(), lambda: torch.equal(x, x)):
+            with pytest.raises((AssertionError, RuntimeError)), Waits():
+                wait()
+
+
+def test_an_index_outside_is_still_found(launches: list[tuple]) -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        table = torch.zeros(100, dtype=torch.int32, device="cuda")
+    for mod in (lambda b, h, q, k: table[q] == table[k], lambda b, h, q, k: table[(q - k).abs()] == 0):
+        with pytest.raises(ValueError, match=r"captured tensor of shape \(100,\)"):
+            create_block_mask(mod, 1, 1, 200, 200, device="cuda")
+    assert not launches
+
+
+def test_what_the_kernels_leave_to_torch(launches: list[tuple]) -> None:
+    """A captured number beyond the kernels' bounds."""
+    from anyattn.sparsity.kernels import block_lists as kernels
+
+    far = 2**45
+    assert not kernels.can_list(trace(lambda b, h, q, k: q + far >= k, "mask"), (8, 8))
+    assert kernels.can_list(trace(lambda b, h, q, k: q + 1.5e300 >= k, "mask"), (8, 8))
+    assert not kernels.can_list(trace(masks.causal(), "mask"), (2**30, 8))
+
+
+def test_a_grid_has_room_for_any_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond its first axis a CUDA grid has 65,535 places: batch and heads get an axis each, for 4,096 entries of 32 heads have more."""
+    from anyattn.sparsity.kernels import block_lists as kernels
+
+    real, grids = kernels.mask_of, []
+
+    def kernel() -> Any:
+        return type("Grid", (), {"__getitem__": lambda self, grid: grids.append(grid) or (lambda *args, **options: None)})()
+
+    def mask_of(expr: Any) -> Any:
+        names = ("list_tiles", "list_tiles_at_once", "store_hulls")
+        return real(expr)._replace(kernels=SimpleNamespace(**{n: kernel() for n in names}))
+
+    monkeypatch.setattr(kernels, "mask_of", mask_of)
+    table, options = torch.zeros(4096, 1000, dtype=torch.int32), {"separate_full": True, "has_full_tails": False, "broadcasts": False}
+    for mask in (masks.causal(), lambda b, h, q, k: table[b, q] == table[b, k] % (h + 1)):
+        kernels.list_tiles(trace(mask, "mask"), (1000, 1000), (128, 128), (4096, 32), torch.device("cpu"), wants_columns=True, **options)
+        kernels.list_tiles(trace(mask, "mask"), (8000, 8000), (512, 512), (4096, 2), torch.device("cpu"), wants_columns=False, **options)
+    assert len(grids) > 4 and {grid[1:] for grid in grids} == {(32, 4096), (2, 4096)}, grids
+
+
+def test_compiled_for_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lengths, captured numbers, strides and addresses are no part of what Triton compiles for; few tiles and many are."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import make_backend
+    from triton.runtime.jit import compute_cache_key, create_function_from_signature
+
+    from anyattn.sparsity.kernels import block_lists as kernels
+
+    found: dict[tuple[str, str], set] = {}
+    target = make_backend(GPUTarget("cuda", 90, 32))
+
+    def launched(key: str, kernel: Any) -> Any:
+        bind, texts = create_function_from_signature(kernel.signature, kernel.params, target), {}  # type: ignore[var-annotated]
+
+        def launch(*args: Any, **options: Any) -> None:
+            _, special, rest = bind(*args, **options)
+            found.setdefault((key, kernel.__name__), set()).add(compute_cache_key(texts, special, rest))
+
+        return type("Grid", (), {"__getitem__": lambda self, grid: launch})()
+
+    real = kernels.mask_of
+
+    def mask_of(expr: Any) -> Any:
+        mask = real(expr)
+        names = ("list_tiles", "list_tiles_at_once", "store_hulls")
+        return mask._replace(kernels=SimpleNamespace(**{n: launched(expr.key, getattr(mask.kernels, n)) for n in names}))
+
+    monkeypatch.setattr(kernels, "mask_of", mask_of)
+    rng, table = random.Random(0), torch.zeros(20001, dtype=torch.int32)
+    for at in range(60):
+        lengths = tuple(rng.choice([1, 16, 17, rng.randrange(1, 20000)]) for _ in range(2))
+        for mod in (masks.sliding_window(rng.choice([1, 2, 16, 1000, 2**33]), 0), masks.document(table[at % 3 :]) & masks.causal()):
+            options = {"wants_columns": True, "separate_full": True, "has_full_tails": False, "broadcasts": False}
+            kernels.list_tiles(trace(mod, "mask"), lengths, (128, 128), (1, 1), torch.device("cpu"), **options)  # type: ignore[arg-type]
+    assert found and all(len(keys) <= 2 for keys in found.values()), {name: len(keys) for name, keys in found.items()}

@@ -1,0 +1,1 @@
+"""What tests share: inputs, references, judges, pretended machines, child processes."""

@@ -1,0 +1,267 @@
+"""Random work for one block of the Hopper kernel: row tiles, how many key tiles each visits, stages, warp groups, kinds of lists."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from tests.support.hopper.protocol import RowTile
+from tests.support.hopper.schedule import Broken
+
+__all__ = ["Case", "random_case"]
+
+TILE_N = 16
+_VISITS = (0, 1, 1, 1, 2, 2, 3, 5)
+
+
+class Table:
+    """A tensor of a call's metadata; indexing outside it is an error."""
+
+    def __init__(self, values: list):
+        self.values = values
+
+    def __getitem__(self, key: tuple) -> Any:
+        found: Any = self.values
+        for i in key:
+            if i is not None:
+                if not 0 <= i < len(found):
+                    raise Broken(f"a table is asked for {key}; it has {len(found)} entries there")
+                found = found[i]
+        return found
+
+
+class Sizes(NamedTuple):
+    rows: int
+    spread: int
+    section: int
+    heads: int
+    ratio: int
+    pieces_in_page: int
+
+
+@dataclass
+class Case:
+    """tiles: what this block should compute, in order. jumps, left: see ``roles.Counter``. bands: (left, right) of each entry.
+    foresees, guesses, shortens: what the kernel found of its config."""
+
+    config: Any
+    tiles: list[RowTile]
+    tables: dict[str, Any]
+    lengths: tuple[int, int]
+    sizes: Sizes
+    bands: list[tuple[int, int]]
+    workers: int
+    jumps: list[int]
+    left: int
+    foresees: bool
+    guesses: bool
+    shortens: bool
+
+    @property
+    def rows(self) -> int:
+        """How many row tiles there are: as many as there is room for, or as the order says."""
+        order = self.tables["order"]
+        return order[self.sizes.rows, 0] if self.config.has_count else self.sizes.rows
+
+    @property
+    def draws(self) -> bool:
+        return self.rows * self.sizes.spread > self.workers
+
+    def __str__(self) -> str:
+        tiles = self.config.tiles
+        return (
+            f"visits {[len(t.visits) for t in self.tiles]}, {tiles.stages} stages, Q {self.config.q_stages}, "
+            f"{tiles.warp_groups} warp groups, turns {tiles.ping_pong}, lists {self.config.lists}, "
+            f"left {self.config.has_left}, score {self.config.score}, heads of a tile {self.config.heads_per_tile}"
+        )
+
+
+def _config(draw: random.Random) -> Any:
+    groups, q_stages = draw.choice((2, 3)), draw.choice((1, 2, 2))
+    tiles = SimpleNamespace(
+        tile_m=64 * groups, tile_n=TILE_N, stages=draw.choice((1, 2, 3)), ping_pong=draw.random() < 0.8, warp_groups=groups
+    )
+    lists = draw.choice((None, None, "dense"))
+    piece = draw.choice((0, 0, 0, 0, TILE_N, 8, 4, 2, 1)) if lists is None else 0
+    return SimpleNamespace(
+        tiles=tiles,
+        tile_q=tiles.tile_m,
+        heads_per_tile=1,
+        q_stages=q_stages,
+        score=draw.choice((None, "score")),
+        is_bounded=draw.random() < 0.3,
+        always=draw.choice(((), ("always",))),
+        lists=lists,
+        piece=piece,
+        is_paged=piece > 0,
+        gathers=piece == 1,
+        list_cut=draw.choice(((1, 1), (2, 1), (1, 2))),
+        per_entry=False,
+        per_head=False,
+        has_order=lists is None,
+        has_count=False,
+        has_entries=lists is None,
+        has_left=lists is None and draw.random() < 0.5,
+        has_right=lists is None and draw.random() < 0.5,
+        spread="none" if lists else draw.choice(("none", "heads")),
+        head_dim=64,
+        head_dim_v=64,
+    )
+
+
+def _taken(draw: random.Random, total: int, workers: int) -> tuple[list[int], list[int]]:
+    """The pieces of work that the first block gets, and how many others take after each of its draws."""
+    jumps = [draw.choice((0, 0, 1, 2)) if workers > 1 else 0 for _ in range(total)]
+    taken, at = [0] if total else [], workers
+    for jump in jumps:
+        if total <= workers or at >= total:
+            break
+        taken.append(at)
+        at += 1 + jump
+    return taken, jumps
+
+
+def random_case(seed: int, rows: int | None = None) -> Case:
+    """rows: row tiles for all blocks together, from none to 12."""
+    draw = random.Random(seed)
+    config = _config(draw)
+    rows = draw.choice((0, 1, 2, 3, 5, 8, 12)) if rows is None else rows
+    workers = draw.choice((1, 1, 2))
+    heads = draw.choice((2, 3, 4)) if config.spread == "heads" else 1
+    section = draw.randint(1, heads)
+    ratio = 2 if heads % 2 == 0 else 1
+    if config.spread == "heads" and random.Random(-1 - seed).random() < 0.6:  # heads are then groups of heads that share row tiles
+        config.heads_per_tile, config.tile_q = 4, config.tiles.tile_m // 4
+        ratio = 4 * ratio - seed % 4
+    sizes = Sizes(rows, heads, section, heads, ratio, draw.choice((1, 1, 2, 3)))
+    # heads whose K and V fit the cache together go side by side
+    work = [(r, h) for first in range(0, heads, section) for r in range(rows) for h in range(first, min(first + section, heads))]
+    taken, jumps = _taken(draw, len(work), workers)
+    made = _listed if config.lists else _entries
+    config.has_max = seed % 3 == 0
+    tables, lengths, bands, tile = made(draw, config, sizes)
+    tiles = [found for i in taken if (found := tile(*work[i])) is not None]
+    names = ("partial_count", "partial_index", "full_count", "full_index", "order", "entries", "pages")
+    left, foresees = draw.randrange(workers), bool(config.score) and draw.random() < 0.5
+    guesses = draw.random() < 0.7
+    shortens = guesses and config.is_bounded and not foresees
+    case = Case(
+        config, tiles, {n: tables.get(n) for n in names}, lengths, sizes, bands, workers, jumps, left, foresees,
+        guesses and (shortens or not config.is_bounded), shortens,
+    )  # fmt: skip
+    return _counted(case, random.Random(-seed))
+
+
+def _counted(case: Case, draw: random.Random) -> Case:
+    """Every other order says itself how many row tiles there are; behind them stand others, that are not to be computed."""
+    if not case.config.has_order or draw.random() < 0.5:
+        return case
+    room, rows = draw.choice((0, 1, 4)), case.sizes.rows
+    case.config.has_count = True
+    case.tables["order"] = Table([*case.tables["order"].values, *[(0, 0, 0)] * room, (rows, 0, 0)])
+    case.sizes = case.sizes._replace(rows=rows + room)
+    return case
+
+
+def _entries(draw: random.Random, config: Any, sizes: Sizes) -> tuple[dict[str, Any], tuple, list, Any]:
+    """Each row tile is of an entry of its own, whose length is what it takes to have the visits wished for."""
+    tile_m, count, in_page = config.tile_q, sizes.rows, sizes.pieces_in_page
+    entries, order, bands, pages = [], [], [], []
+    for b in range(count):
+        m_block = draw.choice((0, 0, 1, -1 if draw.random() < 0.3 else 0))
+        seqlen_q = max(m_block, 0) * tile_m + draw.choice((1, tile_m // 2 + 3, tile_m, tile_m, tile_m + 5))
+        seqlen_k = max(0, draw.choice(_VISITS) * TILE_N - draw.choice((0, 0, 1, 9, 15)))
+        entries.append((7 * b, 1000 * b, seqlen_q, 5 * b, 300 * b, seqlen_k, 40 * b, 0, 0))
+        order.append((m_block, 0, b))
+        left, right = draw.randint(-seqlen_q - 10, seqlen_k), draw.randint(-seqlen_q, seqlen_k + 10)
+        bands.append((left if config.has_left else -(2**30), max(right, left) if config.has_right else 2**30))
+        # no more than a sequence needs: who asks for another page fails
+        used = -(-seqlen_k // (config.piece * in_page)) if config.is_paged else 0
+        pages.append([1000 * b + i for i in draw.sample(range(99), used)])
+    draw.shuffle(order)
+
+    def tile(row: int, head: int) -> RowTile | None:
+        m_block, _, b = order[row]
+        if m_block < 0:
+            return None
+        q_row, q_start, seqlen_q, k_row, k_start, seqlen_k, q_first, _, _ = entries[b]
+        left, right = bands[b]
+        visits = [(n, 1, cut) for n, cut in _of_band(m_block * tile_m, min((m_block + 1) * tile_m, seqlen_q), seqlen_k, left, right)]
+        heads, head, q_place = _of_heads(head, config.heads_per_tile, sizes.ratio, (q_row, q_start, m_block))
+        kv_head = head // sizes.ratio
+        keys: list[tuple] = [(kv_head, k_row, k_start, 0, n) for n, _, _ in visits]
+        if config.is_paged:
+            place = lambda at: (kv_head, 0, *_on_page(at, seqlen_k, pages[b], config.piece, in_page))
+            keys = [tuple(place(at) for at in _pieces(n, config.piece)) for n, _, _ in visits]
+        seen = {"left": left if config.has_left else -(2**30), "right": right if config.has_right else 2**30}
+        facts = {"more": heads, "m_block": m_block, "head": head, "entry": b, "total": len(visits), "seqlen_q": seqlen_q,
+                 "seqlen_k": seqlen_k, "q_row": q_row, "q_start": q_start, "q_first": q_first, **seen}  # fmt: skip
+        room = seqlen_k - visits[0][0] * TILE_N if visits else TILE_N
+        return RowTile(facts, visits, (q_place, keys, keys), room if room < TILE_N else None)
+
+    tables = {"order": Table(order), "entries": Table(entries), "pages": Table(pages)}
+    return tables, (999, 999), bands, tile
+
+
+def _pieces(n: int, piece: int) -> range:
+    """The pieces of key tile ``n``, counted from an entry's first key."""
+    count = TILE_N // piece
+    return range(n * count, (n + 1) * count)
+
+
+def _on_page(at: int, seqlen_k: int, pages: list[int], piece: int, in_page: int) -> tuple[int, int]:
+    """(piece of a page, page) of piece ``at``; past the last key no page at all."""
+    return at % in_page, pages[at // in_page] if at * piece < seqlen_k else -1
+
+
+def _of_heads(number: int, packed: int, ratio: int, at: tuple[int, int, int]) -> tuple[int, int, tuple]:
+    """(heads of a row tile, the first, what is chosen of Q). number: the tile's head, or the number of the group that shares it."""
+    q_row, q_start, m_block = at
+    if packed == 1:
+        return 1, number, (number, q_row, q_start, m_block, 0)
+    groups = [(h, min(packed, ratio - h)) for h in range(0, ratio, packed)]
+    kv_head, (before, heads) = number // len(groups), groups[number % len(groups)]
+    return heads, kv_head * ratio + before, (kv_head, q_row, ((before, q_start), 0), (0, m_block), 0)
+
+
+def _of_band(first: int, end: int, seqlen_k: int, left: int, right: int) -> list[tuple[int, bool]]:
+    """(key tile, whether the band cuts it), from the last to the first, of rows that see keys ``i + left <= j < i + right``."""
+    low, high = max(0, first + left), min(seqlen_k, end - 1 + right)
+    if high <= low or right <= left:
+        return []
+    tiles = range((high - 1) // TILE_N, low // TILE_N - 1, -1)
+    return [(n, end - 1 + left > n * TILE_N or first + right < min((n + 1) * TILE_N, seqlen_k)) for n in tiles]
+
+
+def _listed(draw: random.Random, config: Any, sizes: Sizes) -> tuple[dict[str, Any], tuple, list, Any]:
+    """Every row tile has a list of partial tiles and one of full ones."""
+    cut_m, cut_n = config.list_cut
+    seqlen_k = 8 * TILE_N - draw.choice((0, 0, 1, 9, 15, 20, 31))
+    rows = []
+    for _ in range(sizes.rows):
+        exist = -(-seqlen_k // (TILE_N * cut_n))
+        listed = draw.sample(range(exist), min(draw.choice(_VISITS), exist))
+        cut = draw.randint(0, len(listed))
+        rows.append((sorted(listed[:cut]), sorted(listed[cut:])))
+    has_full = draw.random() < 0.8
+
+    def tile(row: int, head: int) -> RowTile:
+        partial, full = ([n for e in reversed(x) for n in range(e * cut_n + cut_n - 1, e * cut_n - 1, -1)] for x in rows[row // cut_m])
+        partial, full = ([n for n in x if n * TILE_N < seqlen_k] for x in (partial, full if has_full else []))
+        # the tile that the last key cuts goes first
+        ahead = full[:1] if full and (full[0] + 1) * TILE_N > seqlen_k else []
+        order = [(n, 0) for n in ahead] + [(n, 1) for n in partial] + [(n, 0) for n in full[len(ahead) :]]
+        visits = [(n, asked, bool(asked)) for n, asked in order]
+        keys = [(0, 0, 0, 0, n) for n, _, _ in visits]
+        facts = {"more": 1, "m_block": row, "head": 0, "entry": 0, "total": len(visits), "seqlen_q": sizes.rows * config.tiles.tile_m,
+                 "seqlen_k": seqlen_k, "q_row": 0, "q_start": 0, "q_first": 0, "left": 0, "right": 0}  # fmt: skip
+        return RowTile(facts, visits, ((0, 0, 0, row, 0), keys, keys), None)
+
+    tables = {}
+    for name, which in (("partial", 0), ("full", 1)):
+        if which == 0 or has_full:
+            tables[f"{name}_count"] = Table([[[len(r[which]) for r in rows]]])
+            tables[f"{name}_index"] = Table([[[r[which] or [0] for r in rows]]])
+    return tables, (sizes.rows * config.tiles.tile_m, seqlen_k), [], tile

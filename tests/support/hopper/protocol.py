@@ -1,0 +1,482 @@
+"""A thread block of the Hopper kernel with everything that its roles can get wrong between them, and nothing of its arithmetic.
+
+Memory holds tags ("K tile 3 of row tile 1") instead of numbers, and registers hold what they are made of. Copies by the copy engine and
+products are asynchronous: they take effect, or end their reading, some time between their issue and the wait that covers them.
+
+``Block`` is one block; ``Pipe``, ``Memory``, ``Registers`` are what the kernel's text touches. Every access is checked when it is made,
+and so most mistakes are found whatever the schedule.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from tests.support.hopper.schedule import Broken, MemoryBarrier, NamedBarrier, Schedule
+
+__all__ = [
+    "PARTS", "TURN", "Block", "Group", "Loaded", "Memory", "Part", "PieceRef", "Pieces", "Pipe", "Registers", "RowTile", "StageRef",
+    "State",
+]  # fmt: skip
+
+PARTS = 2  # instructions of a product
+TURN = range(1, 4)  # the barriers at which warp groups take turns
+CLEANED = range(8, 11)  # and those at which each one meets after wiping
+
+
+class RowTile(NamedTuple):
+    """facts: those that a row tile is told by, by name. visits: (key tile, whether the partial predicate is asked, whether it must be
+    masked). sources: tags of Q, and of K and of V for each visit, with pages one for each piece. room: keys of the first visited tile, if a
+    sequence's end cuts it."""
+
+    facts: dict[str, int]
+    visits: list[tuple[int, int, bool]]
+    sources: tuple[tuple, list[tuple], list[tuple]]
+    room: int | None
+
+
+@dataclass
+class State:
+    """``PipelineState``."""
+
+    stages: int
+    index: int
+    phase: int
+
+    def advance(self) -> None:
+        self.index += 1
+        if self.index == self.stages:
+            self.index, self.phase = 0, self.phase ^ 1
+
+    def clone(self) -> State:
+        return State(self.stages, self.index, self.phase)
+
+
+@dataclass
+class Stage:
+    """What shared memory holds: ``tag`` (None: nothing yet or being written), and by warp group who is at it."""
+
+    tag: Any = None
+    asked: dict[int, bool] = field(default_factory=dict)  # the pieces that copies were asked for since the last tile, and whether each came
+    held: set[int] = field(default_factory=set)  # waited for and not given back
+    reading: list[int] = field(default_factory=list)  # products and stores under way
+    used: set[int] = field(default_factory=set)  # groups that are through with it
+    output: set[int] = field(default_factory=set)  # groups whose rows of Q are O's now
+    wiped: dict[int, tuple[int, str]] = field(default_factory=dict)  # from which key, and how far others can see it
+
+
+class StageRef(NamedTuple):
+    memory: Memory
+    index: int
+
+    def __getitem__(self, key: Any) -> Any:
+        return Part(self, key[2]) if len(key) == 3 else self
+
+    @property
+    def stage(self) -> Stage:
+        return self.memory.stages[self.index]
+
+
+class PieceRef(NamedTuple):
+    """Where one copy of a tile goes."""
+
+    memory: Memory
+    index: int
+    piece: int
+
+    @property
+    def stage(self) -> Stage:
+        return self.memory.stages[self.index]
+
+
+class Pieces:
+    """A memory of K or V divided into pieces of keys: (in a piece, of the row), (in a row), pieces of keys and of the row, stages."""
+
+    def __init__(self, memory: Memory, shape: tuple[int, int]):
+        self.memory, self.at = memory, ("k", "v").index(memory.name)  # which mode of both is the keys'
+        if memory.block.gathers:
+            raise Broken(f"{memory.name} comes row by row, and is divided for the copy engine")
+        if shape[self.at] * memory.pieces != memory.keys:
+            raise Broken(f"{memory.name} is divided into pieces of {shape[self.at]} keys; wanted {memory.pieces} pieces")
+
+    def __getitem__(self, key: tuple) -> Any:
+        if len(key) == 5:
+            if key[3 - self.at] != 0 or key[2 + self.at] is not None:
+                raise Broken(f"{self.memory.name} is divided along its rows: {key}")
+            return self
+        return PieceRef(self.memory, self.memory[key].index, key[1])
+
+
+class Part(NamedTuple):
+    """What one instruction of a product reads."""
+
+    of: Any
+    i: int
+
+
+class Memory:
+    """Stages of Q (whose place O takes), K or V; the last index says which. keys: of a tile of K or V, which so many copies fill."""
+
+    def __init__(self, block: Block, name: str, stages: int, keys: int = 0, pieces: int = 1):
+        self.block, self.name, self.stages = block, name, [Stage() for _ in range(stages)]
+        self.keys, self.pieces = keys, pieces
+        self.iterator, self.layout = self, None
+
+    def __getitem__(self, key: Any) -> StageRef:
+        if not 0 <= key[-1] < len(self.stages):
+            raise Broken(f"{self.name} has no stage {key[-1]}")
+        return StageRef(self, key[-1])
+
+
+class Pipe:
+    """``PipelineTmaAsync`` with a memory, ``PipelineAsync`` for the board's row tiles. One arrival stands for a warp group's."""
+
+    def __init__(self, block: Block, name: str, stages: int, groups: int, memory: Memory | None):
+        self.block, self.name, self.memory = block, name, memory
+        self.full = [MemoryBarrier(block.schedule, f"{name} {i} full", 1) for i in range(stages)]
+        self.empty = [MemoryBarrier(block.schedule, f"{name} {i} empty", groups) for i in range(stages)]
+        self.stages = memory.stages if memory else [Stage() for _ in range(stages)]
+        self.sync_object_empty, self.sync_object_full = _Empty(self), _Full(self)
+
+    def at(self, barriers: list[MemoryBarrier], index: int) -> MemoryBarrier:
+        if not 0 <= index < len(barriers):
+            raise Broken(f"{self.name} has no stage {index}")
+        return barriers[index]
+
+    def producer_acquire(self, state: Any) -> None:
+        self.sync_object_empty.wait(state.index, state.phase)
+        if self.memory:
+            self.sync_object_full.arrive(state.index, None)
+
+    def producer_commit(self, state: Any) -> None:
+        if self.memory is None:
+            self.sync_object_full.arrive(state.index, None)
+
+    def producer_get_barrier(self, state: Any) -> MemoryBarrier:
+        return self.at(self.full, state.index)
+
+    def producer_tail(self, state: Any) -> None:
+        for _ in self.full:
+            self.sync_object_empty.wait(state.index, state.phase)
+            state.advance()
+
+    def consumer_wait(self, state: Any) -> None:
+        self.at(self.full, state.index).wait(state.phase)
+        self.stages[state.index].held.add(self.block.group.number)
+        if self.block.gathers and self.memory:
+            self.block.group.unfenced.add((self.name, state.index))
+
+    def consumer_release(self, state: Any) -> None:
+        barrier, group = self.at(self.empty, state.index), self.block.group
+        stage = self.stages[state.index]
+        if group.number not in stage.held:
+            raise Broken(f"{self.name} {state.index} is given back by group {group.number}, which does not hold it")
+        if group.number in stage.reading:
+            raise Broken(f"{self.name} {state.index} is given back while it is being read")
+        if self.memory and group.number not in stage.used:
+            raise Broken(f"{self.name} {state.index} ({stage.tag}) is given back before it was used")
+        stage.held.discard(group.number)
+        barrier.arrive()
+
+
+class _Empty(NamedTuple):
+    pipe: Pipe
+
+    def wait(self, index: int, phase: int) -> None:
+        self.pipe.at(self.pipe.empty, index).wait(phase)
+
+
+class _Full(NamedTuple):
+    pipe: Pipe
+
+    def arrive(self, index: int, _: None) -> None:
+        self.pipe.at(self.pipe.full, index).arrive(self.pipe.memory.pieces if self.pipe.memory else 0)
+
+
+class Loaded(NamedTuple):
+    """Values of registers: what they are made of, the maximum they stand in relation to, what they are or what was done to them."""
+
+    made_of: tuple
+    epoch: int
+    done: frozenset[str]
+
+    def __mul__(self, factor: Registers) -> Loaded:  # type: ignore[override]
+        if factor.made_of != (self.epoch,):
+            raise Broken("rescaled from another maximum than the one in use")
+        return self._replace(epoch=factor.epoch)
+
+    def __add__(self, more: Loaded) -> Loaded:  # type: ignore[override]
+        if more.epoch != self.epoch or more.done != self.done:
+            raise Broken(f"{more} is added to {self}")
+        return self._replace(made_of=self.made_of + more.made_of)
+
+
+class Registers:
+    """A fragment. busy: products under way that read or write it."""
+
+    def __init__(self, block: Block):
+        self.group, self.busy = block.group, 0
+        self.made_of, self.epoch, self.done = tuple[Any, ...](("nothing",)), -1, frozenset[str]()
+        self.group.fresh.add(id(self))
+
+    def __getitem__(self, key: Any) -> Any:
+        return Part(self, key[2]) if isinstance(key, tuple) and len(key) == 3 else self
+
+    def idle(self, what: str) -> None:
+        if self.busy:
+            raise Broken(f"registers are {what} while a product is under way")
+
+    def fill(self, value: float) -> None:
+        self.store(Loaded((), -1, frozenset({f"all {value}"})))
+
+    def load(self) -> Loaded:
+        self.idle("read")
+        return Loaded(self.made_of, self.epoch, self.done)
+
+    def store(self, values: Loaded) -> None:
+        self.idle("written")
+        self.made_of, self.epoch, self.done = values
+        self.group.fresh.add(id(self))
+
+
+@dataclass
+class _Product:
+    """Instructions of one committed group: (accumulator, a, b, whether it adds)."""
+
+    parts: list[tuple[Registers, Part, Part, bool]]
+    tags: list[tuple[Stage, Any]] = field(default_factory=list)
+    tile: tuple[int, int] = (0, 0)
+
+
+class Group:
+    """A warp group: its products under way, and how far it is in the order that all groups follow."""
+
+    def __init__(self, block: Block, number: int):
+        self.block, self.number = block, number
+        self.issued: list[tuple[Registers, Part, Part, bool]] = []
+        self.flying: list[_Product] = []
+        self.fresh = set[int]()  # registers written since the last fence
+        self.unfenced = set[tuple[str, int]]()  # stages that threads filled, waited for since the last fence between them and products
+        self.scores, self.outputs, self.finished = 0, 0, 0  # products of K, of V, row tiles
+        self.stores = list[bool]()  # of each store so far whether its memory has been read
+
+    def gemm(self, atom: Any, acc: Registers, a: Part, b: Part) -> None:
+        if atom.operation != ("qk" if isinstance(a.of, StageRef) else "pv"):
+            raise Broken(f"a product by the layout of {atom.operation}")
+        if any(id(x) in self.fresh for x in (acc, a.of)):
+            raise Broken("a product of registers that no fence has covered")
+        self.issued.append((acc, a, b, atom.adds))
+
+    def commit(self) -> None:
+        self.block.schedule.step()
+        product = _Product(self.issued)
+        self.issued = []
+        acc, a, b, _ = product.parts[0]
+        is_scores = isinstance(a.of, StageRef)
+        wanted = [(acc, Part(a.of, i), Part(b.of, i), i > 0 or not is_scores) for i in range(PARTS)]
+        if product.parts != wanted:
+            raise Broken("a product is not the sum of its parts")
+        (self._scores if is_scores else self._output)(product, acc, a.of, b.of)
+        for x in (acc, a.of):
+            if isinstance(x, Registers):
+                x.busy += 1
+        self.flying.append(product)
+
+    def _next(self, count: int) -> tuple[int, int]:
+        if count >= len(self.block.order):
+            raise Broken("a product of no tile")
+        return self.block.order[count]
+
+    def _scores(self, product: _Product, acc: Registers, q: StageRef, k: StageRef) -> None:
+        product.tile = t, i = self._next(self.scores)
+        self.scores += 1
+        self._reads(product, q, ("q", *self.block.tiles[t].sources[0]), t)
+        self._reads(product, k, ("k", *self.block.tiles[t].sources[1][i]), (t, i))
+        acc.idle("overwritten")
+        if self.number in q.stage.output:
+            raise Broken("Q is read where O stands")
+        if self.block.takes_turns and self.block.turn != self.number:
+            raise Broken(f"group {self.number} multiplies in the turn of {self.block.turn}")
+
+    def _output(self, product: _Product, acc: Registers, p: Registers, v: StageRef) -> None:
+        product.tile = t, i = self._next(self.outputs)
+        self.outputs += 1
+        tile = self.block.tiles[t]
+        self._reads(product, v, ("v", *tile.sources[2][i]), (t, i))
+        if p.made_of != ((t, i),) or "exponential" not in p.done:
+            raise Broken(f"P of {p.made_of} with V of {(t, i)}")
+        flown = tuple(x.tile for x in self.flying if x.parts[0][0] is acc)
+        if acc.made_of + flown != tuple((t, j) for j in range(i)) or not acc.done <= {"out", "all 0.0"}:
+            raise Broken(f"V of {(t, i)} is added to {acc.made_of}")
+        if i == 0:
+            acc.epoch = p.epoch
+        if acc.epoch != p.epoch:
+            raise Broken("O is not rescaled to the maximum of P")
+        if i == 0 and tile.room is not None and v.stage.wiped.get(self.number) != (tile.room, "seen"):
+            raise Broken(f"V of {(t, i)} is not wiped from {tile.room} on: {v.stage.wiped}")
+
+    def _reads(self, product: _Product, ref: StageRef, tag: tuple, place: Any) -> None:
+        stage = ref.stage
+        if self.number not in stage.held:
+            raise Broken(f"{ref.memory.name} {ref.index} is read without having been waited for")
+        if tag[0] != "q" and (ref.memory.name, ref.index) in self.unfenced:
+            raise Broken(f"{ref.memory.name} {ref.index} was written by threads, and a product reads it without a fence")
+        if stage.tag != (*tag, place):
+            raise Broken(f"{ref.memory.name} {ref.index} holds {stage.tag}; wanted {(*tag, place)}")
+        stage.reading.append(self.number)
+        product.tags.append((stage, stage.tag))
+
+    def wait(self, most: int) -> None:
+        """All but the last ``most`` products are through."""
+        self.block.schedule.step()
+        while len(self.flying) > most:
+            product = self.flying.pop(0)
+            acc, a, _, _ = product.parts[0]
+            for stage, tag in product.tags:
+                if stage.tag != tag:
+                    raise Broken(f"{tag} was overwritten by {stage.tag} while it was being read")
+                stage.reading.remove(self.number)
+                if tag[0] != "q":
+                    stage.used.add(self.number)
+            acc.busy -= 1
+            if isinstance(a.of, Registers):
+                a.of.busy -= 1
+                acc.made_of, acc.done = (*acc.made_of, product.tile), frozenset({"out"})
+            else:
+                acc.made_of, acc.done, acc.epoch = (product.tile,), frozenset(), -1
+
+
+class Block:
+    """tiles: the row tiles that the block will get, in order. takes_turns: ``Tiles.ping_pong``."""
+
+    def __init__(self, schedule: Schedule, config: Any, tiles: list[RowTile]):
+        self.schedule, self.tiles, self.takes_turns, self.gathers = schedule, tiles, config.tiles.ping_pong, config.gathers
+        self.order = [(t, i) for t, tile in enumerate(tiles) for i in range(len(tile.visits))]
+        count, stages = config.tiles.warp_groups, config.tiles.stages
+        self.groups = {f"group {i}": Group(self, i) for i in range(count)}
+        keys = config.tiles.tile_n
+        whole = (keys, keys // config.piece if config.is_paged else 1)
+        self.memories = [Memory(self, "q", config.q_stages), Memory(self, "k", stages, *whole), Memory(self, "v", stages, *whole)]
+        self.pipes = [Pipe(self, m.name, len(m.stages), count, m) for m in self.memories] + [Pipe(self, "work", 2, count, None)]
+        self.barriers: dict[int, NamedBarrier] = {}
+        self.owners: dict[int, int] = {}  # of barriers for one warp group
+        self.copied = {"q": 0, "k": 0, "v": 0}
+        self.turn: int | None = None
+        self.epochs = 0
+        self.written = {(t, g): 0 for t in range(len(tiles)) for g in range(count)}
+
+    @property
+    def group(self) -> Group:
+        return self.groups[self.schedule.now.name]
+
+    def copy_in(self, name: str, tag: tuple, to: StageRef | PieceRef, barrier: MemoryBarrier) -> None:
+        """The copy engine fills a stage or a piece of it, some time later."""
+        self.schedule.step()
+        stage, pieces = to.stage, to.memory.pieces
+        piece = to.piece if isinstance(to, PieceRef) else 0
+        if not 0 <= piece < pieces:
+            raise Broken(f"{name} has {pieces} pieces, and {piece} is copied")
+        count = self.copied[name] // pieces
+        places: list[Any] = self.order if name != "q" else [t for t, tile in enumerate(self.tiles) if tile.visits]
+        if count >= len(places):
+            raise Broken(f"{name} {tag} is copied for no tile")
+        place = places[count]
+        whole = self.tiles[place].sources[0] if name == "q" else self.tiles[place[0]].sources[1 if name == "k" else 2][place[1]]
+        wanted = whole[piece] if isinstance(to, PieceRef) else whole
+        if (name, tag) != (to.memory.name, wanted):
+            raise Broken(f"{name} {tag} is copied to {to.memory.name} for {place}; wanted {wanted}")
+        if barrier is not self.pipes[("q", "k", "v").index(name)].full[to.index]:
+            raise Broken(f"{name} {tag} comes to {to.index} and is told at {barrier.name}")
+        if self.copied[name] % pieces == 0:
+            self._is_free(to)
+            stage.tag, stage.used, stage.output, stage.wiped, stage.asked = None, set(), set(), {}, {}
+        if piece in stage.asked or stage.tag is not None:
+            raise Broken(f"piece {piece} of {name} {place} is copied twice, or to a stage of another tile")
+        stage.asked[piece] = False
+        self.copied[name] += 1
+
+        def came() -> None:
+            stage.asked[piece] = True
+            if sum(stage.asked.values()) == pieces:
+                stage.tag = (name, *whole, place)
+            barrier.came()
+
+        self.schedule.under_way.append(came)
+
+    def _is_free(self, to: StageRef | PieceRef) -> None:
+        stage = to.stage
+        if stage.reading or stage.held:
+            raise Broken(f"{to.memory.name} {to.index} ({stage.tag}) is overwritten while {stage.reading or stage.held} use it")
+        if stage.tag is not None and stage.used != {g.number for g in self.groups.values()}:
+            raise Broken(f"{stage.tag} is overwritten; only {stage.used} have used it")
+        if stage.tag is None and self.copied[to.memory.name] >= len(to.memory.stages) * to.memory.pieces:
+            raise Broken(f"{to.memory.name} {to.index} is overwritten while it is being filled")
+
+    def copy_out(self, ref: StageRef, t: int) -> None:
+        """The copy engine reads a warp group's rows of O out of Q's memory, some time later."""
+        group, stage = self.group, ref.stage
+        stage.output.add(group.number)
+        stage.reading.append(group.number)
+        group.stores.append(False)
+        tag, number = stage.tag, len(group.stores) - 1
+
+        def gone() -> None:
+            if stage.tag != tag:
+                raise Broken(f"O of {tag} was overwritten by {stage.tag} before it had left")
+            stage.reading.remove(group.number)
+            group.stores[number] = True
+            self.written[t, group.number] += 1
+
+        self.schedule.under_way.append(gone)
+
+    def wait_for_stores(self, most: int) -> None:
+        """All but the last ``most`` stores have been read."""
+        stores = self.group.stores
+        self.schedule.until(lambda: all(stores[: len(stores) - most]), "waits for its stores to have been read")
+
+    def barrier(self, number: int, threads: int, waits: bool) -> None:
+        group = self.group
+        if number in TURN and not waits:
+            if self.turn != group.number and (group.number, group.scores) != (0, 0):
+                raise Broken(f"group {group.number} gives away the turn of {self.turn}")
+            self.turn = None
+        self.barriers.setdefault(number, NamedBarrier(self.schedule, f"barrier {number}", threads)).arrive(threads, waits)
+        if threads == 128 and self.owners.setdefault(number, group.number) != group.number:
+            raise Broken(f"groups {self.owners[number]} and {group.number} meet at barrier {number}, which takes one of them")
+        if number in TURN and waits:
+            if self.turn is not None or number != TURN[0] + group.number:
+                raise Broken(f"group {group.number} takes turn {number} while {self.turn} has it")
+            self.turn = group.number
+        if number in CLEANED:
+            self._sees_wiped(lambda how: "seen" if how == "fenced" else how)
+
+    def wiped(self, ref: StageRef, first: int, zeros: Registers) -> None:
+        group, stage = self.group, ref.stage
+        if zeros.done != {"all 0.0"}:
+            raise Broken("wiped with something else than zeros")
+        if group.number not in stage.held or stage.tag is None or group.number in stage.reading:
+            raise Broken(f"{ref.memory.name} {ref.index} is wiped while others fill or read it")
+        stage.wiped.setdefault(group.number, (first, "wiped"))
+
+    def fence_written(self) -> None:
+        """Between what the calling threads wrote, or saw written, and what their products read."""
+        self.group.unfenced.clear()
+        self._sees_wiped(lambda how: "fenced" if how == "wiped" else how)
+
+    def _sees_wiped(self, change: Any) -> None:
+        group = self.group.number
+        for stage in self.memories[2].stages:
+            if group in stage.wiped:
+                first, how = stage.wiped[group]
+                stage.wiped[group] = (first, change(how))
+
+    def check_end(self) -> None:
+        """All is computed, written and given back."""
+        for name, group in self.groups.items():
+            done = (group.scores, group.outputs, group.finished, len(group.flying), group.stores.count(False))
+            if done != (len(self.order), len(self.order), len(self.tiles), 0, 0):
+                raise Broken(f"{name} ends with {done} of {len(self.order)} tiles, {len(self.tiles)} row tiles")
+        if any(n != 1 for n in self.written.values()) or self.turn is not None:
+            raise Broken(f"outputs written: {self.written}; turn of {self.turn}")
+        if any(stage.held for pipe in self.pipes for stage in pipe.stages):
+            raise Broken("something was never given back")

@@ -1,0 +1,561 @@
+"""The text of the Hopper kernel's roles, run as Python in the machine of ``protocol.py``: one thread loads, one for each warp group
+multiplies. CuTe DSL is not needed: the text is read from its files, and ``cute``, ``pipeline`` and ``warpgroup`` are stand-ins.
+
+Pipeline states are handed to methods by value, as under a traced loop: what a method does not return its caller does not see.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import math
+from pathlib import Path
+from types import CodeType, SimpleNamespace
+from typing import Any
+
+import anyattn
+from tests.support.hopper.cases import Case
+from tests.support.hopper.protocol import PARTS, Block, Loaded, Memory, PieceRef, Pieces, Pipe, Registers, RowTile, StageRef, State
+from tests.support.hopper.schedule import Broken, Schedule
+
+__all__ = ["MODULES", "STOOD_IN", "Changes", "Stubs", "View", "class_of", "compiled", "method", "run_block", "signatures", "text_of"]
+
+_FOLDER = Path(anyattn.__file__).parent / "backends" / "hopper" / "kernel"
+MODULES = ("tile_scheduler", "producer", "paged_gather", "mma")
+_FILES = tuple(str(_FOLDER / f"{name}.py") for name in MODULES)
+_STATES = ("q_state", "k_state", "v_state", "work_state")
+_LOWEST, _ALL_0, _OUT, _MAX, _SUM, _TOPS = (frozenset({what}) for what in ("all -inf", "all 0.0", "out", "max", "sum", "tops"))
+Changes = tuple[tuple[str, str, str], ...]  # (module, text, text that takes its place)
+# what the roles call of the rest of the kernel's class, which ``Stubs`` has instead, and the module that it is of
+STOOD_IN = {
+    "band": "tile_scheduler", "rate": "softmax", "row_limits": "softmax", "foreseen": "softmax", "modified": "softmax", "masked": "softmax",
+    "head": "softmax", "exponentials": "softmax", "unshifted": "softmax", "raise_tops": "softmax", "guessed": "speculative_softmax",
+    "raise_tops_under_cap": "speculative_softmax",
+    "finished": "epilogue", "highest": "epilogue", "blank": "epilogue", "stored": "epilogue", "gather": "paged_gather",
+}  # fmt: skip
+
+
+def text_of(module: str) -> str:
+    return (_FOLDER / f"{module}.py").read_text()
+
+
+@functools.lru_cache(maxsize=8)
+def compiled(changes: Changes) -> tuple[list[CodeType], dict[str, list[str]]]:
+    """The modules, and their lines."""
+    found, lines = [], {}
+    for module, file in zip(MODULES, _FILES, strict=True):
+        text = text_of(module)
+        for name, old, new in changes:
+            if name == module:
+                if old not in text:
+                    raise ValueError(f"a planted bug replaces {old!r}, which does not stand in {file}; wanted text of today's kernel")
+                text = text.replace(old, new)
+        lines[file] = text.splitlines()
+        tree = ast.parse(text)
+        tree.body = [node for node in tree.body if not _is_stood_in(node)]
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef):
+                _untyped(node)
+        found.append(compile(ast.fix_missing_locations(tree), file, "exec"))
+    return found, lines
+
+
+def signatures(module: str) -> dict[str, int]:
+    """How many arguments each method of the module's classes takes, after ``self``."""
+    classes = [node for node in ast.parse(text_of(module)).body if isinstance(node, ast.ClassDef)]
+    return {f.name: len(f.args.args) - 1 for c in classes for f in c.body if isinstance(f, ast.FunctionDef)}
+
+
+def method(of: Any, name: str) -> Any:
+    """What the model needs of the kernel's class, or a word on where it looked for it."""
+    if not hasattr(of, name):
+        raise LookupError(f"the Hopper kernel has no {name!r}, which the model runs; looked for in {', '.join(_FILES)}")
+    return getattr(of, name)
+
+
+def class_of(names: dict[str, Any], name: str) -> type:
+    if name not in names:
+        raise LookupError(f"the Hopper kernel has no class {name!r}, which the model is built on; looked for in {', '.join(_FILES)}")
+    return names[name]
+
+
+def _is_stood_in(node: ast.stmt) -> bool:
+    if isinstance(node, ast.ImportFrom):
+        return not str(node.module).startswith(("typing", "anyattn.sequences"))
+    return isinstance(node, ast.Import)
+
+
+def _untyped(function: ast.FunctionDef) -> None:
+    function.decorator_list, function.returns = [], None
+    for argument in function.args.args:
+        argument.annotation = None
+    taken = [a.arg for a in function.args.args if a.arg in _STATES]
+    function.body[:0] = ast.parse("\n".join(f"{name} = {name}.clone()" for name in taken)).body
+
+
+class View:
+    """A tensor in global memory; the tag says what was chosen of it."""
+
+    def __init__(self, name: str, tag: tuple = ()):
+        self.name, self.tag = name, tag
+
+    def __getitem__(self, key: tuple) -> View:
+        return View(self.name, self.tag + tuple(i for i in key if i is not None))
+
+
+class Turned:
+    """V, or a stage of it, with its keys first."""
+
+    def __init__(self, of: Any):
+        self.of = of
+
+    def __getitem__(self, key: tuple) -> Turned:
+        return Turned(self.of[key])
+
+
+class Lanes(list):
+    """A number that differs from lane to lane."""
+
+    def __mod__(self, by: int) -> Lanes:
+        return Lanes(x % by for x in self)
+
+
+class Counter:
+    """From which blocks draw work. jumps: how many pieces others take after each of this block's; left: blocks that have left before."""
+
+    def __init__(self, jumps: list[int], left: int):
+        self.values, self.jumps, self.iterator = [0, left], list(jumps), 0
+
+    def __setitem__(self, i: int, value: int) -> None:
+        self.values[i] = value
+
+    def add(self, at: int, value: int, **_: Any) -> int:
+        before = self.values[at]
+        self.values[at] += value + (self.jumps.pop(0) if at == 0 and self.jumps else 0)
+        return before
+
+
+class _Board:
+    """Shared memory that the loader writes; a slot is written when nobody holds it, read by who holds it."""
+
+    def __init__(self, block: Block, pipe: Pipe, names: str):
+        self.block, self.pipe, self.names = block, pipe, names
+        self.values: dict[Any, int] = {}
+
+    def _held(self, key: Any) -> set[int]:
+        """The warp groups that hold the slot."""
+        slot = key[1] if isinstance(key, tuple) else key
+        if not 0 <= slot < len(self.pipe.stages):
+            raise Broken(f"{self.names} has no slot {slot}")
+        return self.pipe.stages[slot].held
+
+    def __getitem__(self, key: Any) -> int:
+        self.block.schedule.step()
+        if self.block.group.number not in self._held(key) or key not in self.values:
+            raise Broken(f"{self.names} {key} is read by who does not hold it, or before it was written")
+        return self.values[key]
+
+    def __setitem__(self, key: Any, value: int) -> None:
+        if self._held(key):
+            raise Broken(f"{self.names} {key} is written while {self._held(key)} hold it")
+        self.values[key] = value
+
+
+class _Atom:
+    def __init__(self, operation: str):
+        self.operation, self.adds = operation, True
+
+    def set(self, _: str, adds: bool) -> None:
+        self.adds = adds
+
+
+class _Mma:
+    """A tiled product of Q and K or of P and V, and a thread's or a warp group's part of it."""
+
+    def __init__(self, block: Block, op: str, thread: int | None = None):
+        self.block, self.op, self.thread = block, op, thread
+
+    def get_slice(self, thread: int) -> _Mma:
+        if thread != 128 * self.block.group.number:
+            raise Broken(f"group {self.block.group.number} multiplies what thread {thread} does")
+        return _Mma(self.block, self.op, thread)
+
+    def _of(self, memory: Memory, wanted: str) -> Memory:
+        if memory.name != wanted:
+            raise Broken(f"{memory.name} is an operand of {self.op} in the place of {wanted}")
+        return memory
+
+    def partition_A(self, memory: Memory) -> Memory:
+        return self._of(memory, self.op[0])
+
+    def partition_B(self, memory: Memory) -> Memory:
+        return self._of(memory, self.op[1])
+
+    make_fragment_A, make_fragment_B = partition_A, partition_B
+
+    def partition_C(self, _: str) -> str:
+        return "positions"
+
+    def partition_shape_C(self, _: tuple) -> str:
+        return "shape"
+
+
+class Stubs:
+    """What the roles call of softmax and epilogue: it keeps the tags and checks what it is given."""
+
+    block: Block
+    config: Any
+    bands: list[tuple[int, int]]
+    foresees: bool
+    guesses: bool
+    shortens: bool
+    dtype = "dtype"
+    arch: Any
+
+    def _pieces(self, n: int) -> list[Lanes]:
+        """What the text says in each lane."""
+        found = []
+        for self.arch.lane in range(32):
+            found.append(super()._pieces(n))  # type: ignore[misc]
+        self.arch.lane = 0
+        return [Lanes(of_lanes) for of_lanes in zip(*found, strict=True)]
+
+    def _page(self, at: Lanes, *given: Any) -> Lanes:
+        return Lanes(super(Stubs, self)._page(i, *given) for i in at)  # type: ignore[misc]
+
+    def gather(self, source: View, target: Any, pages: tuple[Lanes, ...], places: tuple[Lanes, ...], barrier: Any) -> None:
+        """``hopper_threads`` looks into it; for all others its copies are like the copy engine's, of a row each."""
+        if isinstance(target, Turned) is not (source.name == "v"):
+            raise Broken(f"{source.name} is gathered along the wrong side of its tile")
+        target = target.of if isinstance(target, Turned) else target
+        for key in range(target.memory.keys):
+            page, place = (x[key // 32][key % 32] for x in (pages, places))
+            to = PieceRef(target.memory, target.index, key)
+            self.block.copy_in(source.name, (*source.tag, 0, place, page), to, barrier)
+
+    def band(self, entry: int, head: int, q_first: int, captured: Any) -> tuple[int, int]:
+        return self.bands[entry]
+
+    def rate(self, scale: str, captured: str) -> str:
+        self._given(scale=scale, captured=captured)
+        return "rate"
+
+    def row_limits(self, positions: str, facts: Any, captured: str) -> Any:
+        self._given(positions=positions, captured=captured)
+        return facts
+
+    def _given(self, **given: str) -> None:
+        if any(name != value for name, value in given.items()):
+            raise Broken(f"unexpected arguments: {given}")
+
+    def _tile(self, facts: Any) -> int:
+        t = next((t for t, tile in enumerate(self.block.tiles) if tile.facts.items() <= facts._asdict().items()), None)
+        if t is None:
+            raise Broken(f"facts of no row tile: {facts}")
+        return t
+
+    def _visited(self, scores: Registers, facts: Any, n: int | None, is_edge: bool) -> tuple[RowTile, int]:
+        """The row tile and the number of the visit that the scores are of, if all else agrees."""
+        scores.idle("read")
+        ((t, i),) = scores.made_of
+        tile = self.block.tiles[t]
+        if self._tile(facts) != t or (n is not None and n != tile.visits[i][0]) or is_edge != (i == 0):
+            raise Broken(f"scores of {(t, i)} are taken for key tile {n} of {facts}, first: {is_edge}")
+        return tile, i
+
+    def foreseen(self, positions: str, n: int, facts: Any, captured: str) -> tuple:
+        self._given(positions=positions, captured=captured)
+        return "ahead", n, self._tile(facts)
+
+    def modified(self, scores: Registers, ahead: Any, positions: str, n: int, facts: Any, scale: str, captured: str, is_edge: bool) -> str:
+        self._given(positions=positions, scale=scale, captured=captured)
+        self._visited(scores, facts, n if self.config.score else None, is_edge)
+        if ahead != (("ahead", n, self._tile(facts)) if self.foresees and not is_edge else None) or scores.done:
+            raise Broken(f"{scores.made_of} with what was read ahead for {ahead}")
+        scores.done |= {"modified"}
+        return "lifts"
+
+    def masked(
+        self, scores: Registers, positions: str, n: int, facts: Any, captured: str, limits: Any, is_partial: int, is_edge: bool
+    ) -> None:
+        self._given(positions=positions, captured=captured)
+        tile, i = self._visited(scores, facts, n, is_edge)
+        if limits != facts or scores.done != {"modified"}:
+            raise Broken(f"{scores.made_of} is masked by {limits}, {scores.done}")
+        if self.config.lists and is_partial != tile.visits[i][1]:
+            raise Broken(f"{scores.made_of} is masked as partial={is_partial}; wanted {tile.visits[i]}")
+        scores.done |= {"masked"}
+
+    def _softened(self, scores: Registers, rate: str, may_be_blind: bool) -> tuple:
+        self._given(rate=rate)
+        scores.idle("read")
+        ((t, i),) = scores.made_of
+        if "modified" not in scores.done or "exponential" in scores.done or (self._must_be_masked(t, i) and "masked" not in scores.done):
+            raise Broken(f"{scores.made_of}: exponentials of {set(scores.done)} scores")
+        if "masked" in scores.done and not may_be_blind:
+            raise Broken(f"{scores.made_of}: masked rows are taken to see something")
+        scores.done |= {"exponential"}
+        return scores.made_of
+
+    def _must_be_masked(self, t: int, i: int) -> bool:
+        return i == 0 or self.block.tiles[t].visits[i][2] or bool(self.config.always)
+
+    def exponentials(
+        self,
+        scores: Registers,
+        lifts: str,
+        row_max: Registers,
+        row_sum: Registers,
+        row_scale: Registers,
+        rate: str,
+        is_first: bool,
+        blind: bool,
+    ) -> bool:
+        made_of, block = self._softened(scores, rate, blind), self.block
+        rises = is_first or block.schedule.random.random() < 0.5
+        top, total = row_max.load(), Loaded((), -1, _ALL_0) if is_first else row_sum.load()
+        if (top.done, total.done) != ((_LOWEST, _ALL_0) if is_first else (_MAX, _SUM)) or lifts != "lifts" or top.made_of != total.made_of:
+            raise Broken(f"exponentials with a maximum of {top} and a sum of {total}, first: {is_first}")
+        block.epochs += rises
+        epoch = block.epochs if rises else top.epoch
+        row_scale.store(Loaded((top.epoch,), epoch, frozenset({"scale"})))
+        row_max.store(Loaded(top.made_of + made_of, epoch, _MAX))
+        row_sum.store(Loaded(total.made_of + made_of, epoch, _SUM))
+        scores.epoch = epoch
+        return rises
+
+    def unshifted(self, scores: Registers, row_max: Registers, row_sum: Registers, rate: str, is_masked: bool) -> None:
+        made_of = self._softened(scores, rate, is_masked)
+        for x, kinds in ((row_max, (_MAX, _LOWEST)), (row_sum, (_SUM, _ALL_0))):
+            before = x.load()
+            if before.done not in kinds:
+                raise Broken(f"exponentials are added to {before}")
+            x.store(Loaded(before.made_of + made_of, -1, kinds[0]))
+
+    def guessed(
+        self,
+        scores: Registers,
+        lifts: str | None,
+        powers: Registers,
+        sums: Registers,
+        row_max: Registers,
+        positions: str,
+        facts: Any,
+        scale: str,
+        rate: str,
+        captured: str,
+    ) -> bool:
+        self._given(positions=positions, scale=scale, rate=rate, captured=captured)
+        self._visited(scores, facts, None, False)
+        ((t, i),), top = scores.made_of, row_max.load()
+        wanted = (None, frozenset()) if self.shortens else ("lifts", {"modified"})
+        if (lifts, scores.done) != wanted or self._must_be_masked(t, i) or top.done != _MAX:
+            raise Broken(f"a guess at {scores.made_of}, {set(scores.done)}, with {lifts} and a maximum of {top}")
+        is_right = self.block.schedule.random.random() < 0.6
+        made_of = scores.made_of if is_right else ("a wrong guess",)
+        powers.store(Loaded(made_of, top.epoch, frozenset({"exponential"})))
+        sums.store(Loaded(made_of, top.epoch, _SUM))
+        if is_right:
+            row_max.store(Loaded(top.made_of + made_of, top.epoch, _MAX))
+        return is_right
+
+    def head(self, positions: str, facts: Any) -> int:
+        self._given(positions=positions)
+        return int(facts.head)
+
+    def finished(self, acc: Registers, row_max: Registers, row_sum: Registers, rate: str, sink: str, head: int) -> None:
+        self._given(rate=rate)
+        out, top, total = found = acc.load(), row_max.load(), row_sum.load()
+        if tuple(x.done for x in found) != (_OUT, _MAX, _SUM) or len({x.made_of for x in found}) > 1 or len({x.epoch for x in found}) > 1:
+            raise Broken(f"O of {out} is divided by sums of {total} over {top}")
+        if head != self.block.tiles[self.block.group.finished].facts["head"]:
+            raise Broken("the sink of another head")
+        for x, what in ((acc, "finished"), (row_sum, "lse")):
+            x.done = frozenset({what})
+
+    def raise_tops(self, tops: Registers, scores: Registers, lifts: str | None) -> None:
+        """Before exponentials take the scores' place, and after what is hidden is."""
+        scores.idle("read")
+        ((t, i),), before = scores.made_of, tops.load()
+        is_ready = "modified" in scores.done and (not self._must_be_masked(t, i) or "masked" in scores.done)
+        if lifts != "lifts" or not is_ready or "exponential" in scores.done or before.done not in (_LOWEST, _TOPS):
+            raise Broken(f"highest scores of {scores.made_of}, {set(scores.done)}, with {lifts}, after {before}")
+        tops.store(Loaded(before.made_of + scores.made_of, -1, _TOPS))
+
+    def raise_tops_under_cap(self, tops: Registers, scores: Registers, positions: str, facts: Any, scale: str, captured: str) -> None:
+        """Of raw products, and so only where the score mod is a cap and nothing hides a key."""
+        self._given(positions=positions, scale=scale, captured=captured)
+        self._visited(scores, facts, None, False)
+        ((t, i),), before = scores.made_of, tops.load()
+        if not self.shortens or scores.done or self._must_be_masked(t, i) or before.done not in (_LOWEST, _TOPS):
+            raise Broken(f"highest products of {scores.made_of}, {set(scores.done)}, after {before}")
+        tops.store(Loaded(before.made_of + scores.made_of, -1, _TOPS))
+
+    def highest(self, tops: Registers | None, rate: str) -> Registers | None:
+        self._given(rate=rate)
+        if tops is not None:
+            tops.done = frozenset({"highest"})
+        return tops
+
+    def stored(
+        self, acc: Registers, tops: Any, lse: Registers, mma: Any, thread: int, number: int, outputs: str, place: Any, facts: Any
+    ) -> None:
+        """The row tile's output is made of all its key tiles, and takes the place of its own Q."""
+        t, group = self._ends(mma, thread, outputs, facts), self.block.group
+        tile, done = self.block.tiles[t], [what for x in (acc, lse) for what in x.load().done]
+        if number != group.number or acc.made_of != tuple((t, i) for i in range(len(tile.visits))) or not tile.visits:
+            raise Broken(f"group {number} stores {acc.made_of} as row tile {t}, which has {len(tile.visits)} visits")
+        if done != ["finished", "lse"]:
+            raise Broken(f"row tile {t} is stored as {done}")
+        if (tops is None) is self.config.has_max or (tops is not None and (tops.made_of, tops.done) != (acc.made_of, {"highest"})):
+            raise Broken(f"row tile {t} is stored with the highest scores of {None if tops is None else tops.load()}")
+        stage = place.stage
+        if group.number not in stage.held or stage.tag != ("q", *tile.sources[0], t) or group.number in stage.reading:
+            raise Broken(f"O of {t} goes where {stage.tag} is, held by {stage.held}, read by {stage.reading}")
+        stage.used.add(group.number)
+        end = facts.m_block * self.config.tile_q + (number + 1) * 64 // self.config.heads_per_tile
+        if self.config.has_entries and end > facts.seqlen_q:
+            self.block.written[t, group.number] += 1
+        else:
+            self.block.copy_out(place, t)
+
+    def blank(self, mma: Any, thread: int, outputs: str, sink: str, facts: Any) -> None:
+        t = self._ends(mma, thread, outputs, facts)
+        if self.block.tiles[t].visits or sink != "sink":
+            raise Broken(f"row tile {t} is left blank")
+        self.block.written[t, self.block.group.number] += 1
+
+    def _ends(self, mma: Any, thread: int, outputs: str, facts: Any) -> int:
+        """The row tile whose turn it is to end, if it is the one that the facts tell of."""
+        block, t, group = self.block, self._tile(facts), self.block.group
+        block.schedule.step()
+        given, wanted = (t, thread, mma.op, outputs), (group.finished, 128 * group.number, "pv", "outputs")
+        if given != wanted:
+            raise Broken(f"stored: {given}; wanted {wanted}")
+        group.finished += 1
+        return t
+
+
+def _arch(block: Block, work: tuple[int, int], counter: Counter) -> SimpleNamespace:
+    arch = SimpleNamespace(lane=0)
+    arch.__dict__.update(
+        block_idx=lambda: (work[0], 0, 0),
+        grid_dim=lambda: (work[1], 1, 1),
+        lane_idx=lambda: arch.lane,
+        shuffle_sync=lambda value, lane: value[lane] if isinstance(value, Lanes) else value,
+        atomic_add=counter.add,
+        make_warp_uniform=int,
+        cp_async_bulk_wait_group=lambda most, read: block.wait_for_stores(most),
+        fence_proxy=lambda *_, **__: block.fence_written(),
+        barrier=lambda barrier_id, number_of_threads: block.barrier(barrier_id, number_of_threads, True),
+        barrier_arrive=lambda barrier_id, number_of_threads: block.barrier(barrier_id, number_of_threads, False),
+    )
+    return arch
+
+
+def _stand_ins(block: Block, work: tuple[int, int], counter: Counter) -> dict[str, Any]:
+    """The names that the kernel's modules import."""
+
+    def copy(atom: str, source: View, to: StageRef, tma_bar_ptr: Any) -> None:
+        if not atom == source.name == to.memory.name:
+            raise Broken(f"{source.name} is copied by {atom} to {to.memory.name}")
+        block.copy_in(source.name, source.tag, to, tma_bar_ptr)
+
+    cute = SimpleNamespace(
+        arch=_arch(block, work, counter),
+        copy=copy,
+        domain_offset=lambda by, view: View(view.name, (*view.tag, by if isinstance(by[0], tuple) else sum(by))),
+        local_tile=_local_tile,
+        flat_divide=Pieces,
+        make_tensor=lambda of, _: Turned(of),
+        select=lambda *_, **__: None,
+        group_modes=lambda x, *_: x,
+        make_layout=lambda _, stride=1: lambda i: i * stride,
+        make_identity_tensor=lambda _: "identity",
+        size=lambda _, mode=None: 1 if mode is None else PARTS,
+        make_mma_atom=_Atom,
+        gemm=lambda atom, acc, a, b, _: block.group.gemm(atom, acc, a, b),
+        make_rmem_tensor=lambda *_: Registers(block),
+        autovec_copy=lambda zeros, to: block.wiped(to.of, to.key, zeros),
+    )
+    cutlass = SimpleNamespace(min=min, max=max, Boolean=bool, range=lambda *n, **_: range(*n), range_constexpr=range)
+    states = SimpleNamespace(Producer=1, Consumer=0)
+    return {
+        "cute": cute,
+        "cutlass": cutlass,
+        "const_expr": bool,
+        "LANES": 32,
+        "Int32": _integer,
+        "Uint32": _integer,
+        "Float32": SimpleNamespace(inf=math.inf),
+        "pipeline": SimpleNamespace(PipelineUserType=states, make_pipeline_state=lambda kind, n: State(n, 0, kind)),
+        "cpasync": SimpleNamespace(tma_partition=lambda _, __, ___, in_smem, in_gmem: (in_smem, in_gmem)),
+        "warpgroup": SimpleNamespace(
+            fence=lambda: block.group.fresh.clear(),
+            commit_group=lambda: block.group.commit(),
+            wait_group=lambda most: block.group.wait(most),
+            Field=SimpleNamespace(ACCUMULATE="accumulate"),
+        ),
+        "narrowed": functools.partial(_narrowed, block),
+        "narrowed_to": lambda out, x, _: out.store(x.load()),
+        "rows_and_columns": lambda x: x,
+    }
+
+
+def _integer(x: Any) -> Any:
+    return x if isinstance(x, Lanes) else int(x)
+
+
+class _Cells:
+    """Some of a stage's keys, from ``key`` on."""
+
+    def __init__(self, of: StageRef, key: int):
+        self.of, self.key = of, key
+
+    def __getitem__(self, _: Any) -> _Cells:
+        return self
+
+
+def _local_tile(x: Any, _: tuple, at: tuple) -> Any:
+    return _Cells(x, at[1]) if isinstance(x, StageRef) else x[at]
+
+
+def _narrowed(block: Block, x: Registers, _: str) -> Registers:
+    out = Registers(block)
+    out.store(x.load())
+    return out
+
+
+def run_block(case: Case, seed: int, changes: Changes = ()) -> int:
+    """One block of ``case`` by the kernel's text with ``changes``; raises ``Broken``. Returns a number that says who went on when."""
+    codes, texts = compiled(changes)
+    schedule = Schedule(seed, texts)
+    block, counter = Block(schedule, case.config, case.tiles), Counter(case.jumps, case.left)
+    names = _stand_ins(block, (0, case.workers), counter)
+    for code in codes:
+        exec(code, names)
+    kernel = type("Kernel", (Stubs, *(class_of(names, name) for name in ("Visits", "Loads", "Multiplies"))), {})()
+    load, multiply, tables = method(kernel, "load"), method(kernel, "multiply"), class_of(names, "Tables")(**case.tables)
+    kernel.block, kernel.config, kernel.bands = block, case.config, case.bands
+    kernel.foresees, kernel.guesses, kernel.shortens = case.foresees, case.guesses, case.shortens
+    kernel.arch = names["cute"].arch
+    board = (_Board(block, block.pipes[3], "facts"), _Board(block, block.pipes[1], "visit"))
+    in_smem = (*block.memories, block.memories[0])
+    copies = tuple((name, View(name)) for name in ("q", "k", "v"))
+
+    def loads() -> None:
+        load(copies, in_smem, block.pipes, board, tables, counter, case.lengths, case.sizes, "captured")
+
+    def multiplies(number: int) -> None:
+        mmas = (_Mma(block, "qk"), _Mma(block, "pv"))
+        multiply(128 * number, mmas, in_smem, block.pipes, board, "outputs", "sink", "scale", "captured")
+
+    schedule.add("loader", loads)
+    for name, group in block.groups.items():
+        schedule.add(name, functools.partial(multiplies, group.number))
+    schedule.run()
+    block.check_end()
+    is_last = case.left == case.workers - 1
+    if case.draws and (counter.values[1] != (0 if is_last else case.left + 1) or (counter.values[0] == 0) is not is_last):
+        raise Broken(f"the counter is left at {counter.values}")
+    return schedule.turns

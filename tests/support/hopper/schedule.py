@@ -1,0 +1,193 @@
+"""Threads of which one at a time runs, and what they wait at: the machine below ``protocol.py``.
+
+Whoever may go on, a thread or a copy that is under way, is picked at random wherever threads could meet; a seed repeats a schedule. A
+deadlock is seen at once, for nobody can go on, and is told with the lines at which all threads stand.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any
+
+from tests.support.limits import HANG
+
+__all__ = ["Broken", "MemoryBarrier", "NamedBarrier", "Schedule"]
+
+_MOST_STEPS = 100_000  # of one schedule; the longest take some thousands
+
+
+class Broken(AssertionError):
+    """The protocol is broken."""
+
+
+class _Stopped(BaseException):
+    """Another thread has failed."""
+
+
+class _Actor:
+    def __init__(self, number: int, name: str, weight: float, body: Callable[[], None]):
+        self.number, self.name, self.weight, self.body = number, name, weight, body
+        self.baton = threading.Lock()
+        self.baton.acquire()
+        self.condition: Callable[[], bool] | None = None
+        self.waits_for, self.is_done = "", False
+        self.thread = threading.Thread(target=lambda: None)
+
+
+class Schedule:
+    """texts: lines of source files, those that are told when something fails."""
+
+    def __init__(self, seed: int, texts: dict[str, list[str]]):
+        self.random, self.texts = random.Random(seed), texts
+        self.actors: list[_Actor] = []
+        self.under_way: list[Callable[[], None]] = []  # copies
+        self.failure: BaseException | None = None
+        self.steps, self.turns = 0, 0  # turns: a number that says who went on when
+        # schedules in which one thread is far ahead or behind come as often as fair ones
+        self.uneven = self.random.choice((1.0, 0.3, 0.03))
+        self.copy_weight = self.random.uniform(self.uneven, 1.0)
+        self.now: Any = None
+
+    def add(self, name: str, body: Callable[[], None]) -> None:
+        self.actors.append(_Actor(len(self.actors), name, self.random.uniform(self.uneven, 1.0), body))
+
+    def step(self) -> None:
+        """Others may go on before the caller does."""
+        me, after = self.now, self._picked()
+        if after is not me:
+            self.now = after
+            after.baton.release()
+            me.baton.acquire()
+            if self.failure is not None:
+                raise _Stopped
+
+    def until(self, condition: Callable[[], bool], what: str) -> None:
+        self.now.condition, self.now.waits_for = condition, what
+        self.step()
+        self.now.condition, self.now.waits_for = None, ""
+
+    def run(self) -> None:
+        """Runs the threads to their ends; raises what one of them raises first."""
+        for actor in self.actors:
+            actor.thread = threading.Thread(target=self._body, args=(actor,), daemon=True)
+            actor.thread.start()
+        self.now = self._picked()
+        self.now.baton.release()
+        for actor in self.actors:
+            actor.thread.join(HANG)
+            if actor.thread.is_alive():
+                raise Broken(f"no progress\n{self._places(None)}")
+        if self.failure is not None:
+            raise self.failure
+
+    def _picked(self) -> Any:
+        while True:
+            self.steps += 1
+            if self.steps > _MOST_STEPS:
+                raise Broken("it never ends")
+            able = [a for a in self.actors if not a.is_done and (a.condition is None or a.condition())]
+            if not able and not self.under_way:
+                if all(a.is_done for a in self.actors):
+                    return None
+                raise Broken("deadlock")
+            at = self.random.random() * (sum(a.weight for a in able) + (self.copy_weight if self.under_way else 0.0))
+            for actor in able:
+                at -= actor.weight
+                if at < 0.0:
+                    self.turns = hash((self.turns, actor.number))
+                    return actor
+            if not self.under_way:
+                return able[-1]
+            self.under_way.pop(self.random.randrange(len(self.under_way)))()
+
+    def _body(self, actor: _Actor) -> None:
+        actor.baton.acquire()
+        try:
+            if self.failure is None:
+                actor.body()
+                actor.is_done, actor.waits_for = True, "done"
+                self.now = self._picked()
+                if self.now is not None:
+                    self.now.baton.release()
+        except _Stopped:
+            pass
+        except BaseException as error:
+            self.failure = Broken(f"{type(error).__name__}: {error}\n{self._places(error.__traceback__)}")
+            self.failure.__cause__ = error
+            actor.is_done = True
+            for other in self.actors:
+                if other is not actor and not other.is_done:
+                    other.baton.release()
+
+    def _places(self, failed: TracebackType | None) -> str:
+        """Where each thread stands in the kernel's text."""
+        frames = sys._current_frames()
+        lines = []
+        for actor in self.actors:
+            frame: FrameType | None = frames.get(actor.thread.ident or 0)
+            is_me = failed is not None and actor.thread is threading.current_thread()
+            stack = traceback.extract_tb(failed) if is_me else traceback.extract_stack(frame) if frame else []
+            seen = [self._line(s.filename, s.lineno or 1, s.name) for s in stack if s.filename in self.texts]
+            what = "done" if actor.is_done and not is_me else actor.waits_for or "could go on"
+            lines.append("\n    ".join([f"{actor.name} ({what})", *seen]))
+        return "\n".join(lines)
+
+    def _line(self, file: str, number: int, function: str) -> str:
+        return f"{file.rsplit('/', 1)[-1]}:{number} {function}: {self.texts[file][number - 1].strip()}"
+
+
+class MemoryBarrier:
+    """An mbarrier: a phase ends when everyone has arrived and all expected bytes have come; only the phase's parity can be asked."""
+
+    def __init__(self, schedule: Schedule, name: str, arrivals: int):
+        self.schedule, self.name, self.arrivals = schedule, name, arrivals
+        self.parity, self.arrived, self.expected = 0, list[str](), 0
+
+    def arrive(self, expected: int = 0) -> None:
+        self.schedule.step()
+        who = self.schedule.now.name
+        if who in self.arrived:
+            raise Broken(f"{who} arrives twice at {self.name}")
+        self.arrived.append(who)
+        self.expected += expected
+        self._turn()
+
+    def came(self) -> None:
+        """A copy is complete."""
+        self.expected -= 1
+        self._turn()
+
+    def wait(self, parity: int) -> None:
+        self.schedule.until(lambda: self.parity != parity, f"waits for {self.name}, phase {parity}")
+
+    def _turn(self) -> None:
+        if len(self.arrived) == self.arrivals and self.expected == 0:
+            self.parity ^= 1
+            self.arrived.clear()
+
+
+class NamedBarrier:
+    """``bar.sync`` and ``bar.arrive``; a thread of the schedule stands for the 128 of a warp group."""
+
+    def __init__(self, schedule: Schedule, name: str, threads: int):
+        self.schedule, self.name, self.threads = schedule, name, threads
+        self.arrived, self.waiting, self.generation = 0, 0, 0
+
+    def arrive(self, threads: int, waits: bool) -> None:
+        self.schedule.step()
+        if threads != self.threads:
+            raise Broken(f"{self.name} is asked for {threads} threads and for {self.threads}")
+        mine = self.generation
+        self.arrived += 128
+        self.waiting += waits
+        if self.arrived == self.threads:
+            if not self.waiting:
+                raise Broken(f"nobody waits at {self.name}")
+            self.arrived, self.waiting, self.generation = 0, 0, mine + 1
+        if waits:
+            self.schedule.until(lambda: self.generation != mine, f"waits at {self.name}")

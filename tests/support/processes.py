@@ -1,0 +1,39 @@
+"""Child processes of tests: Triton's interpreter, a compiler's target and a cache are chosen when a module is imported, once a process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.support.limits import HANG
+
+ROOT = Path(__file__).resolve().parents[2]
+TESTS = ROOT / "tests"
+
+
+def environment(*first: Path, **more: str) -> dict[str, str]:
+    """The variables of this process, with ``first`` and then this checkout in front of the path."""
+    path = os.pathsep.join([*map(str, first), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**os.environ, "PYTHONPATH": path, **more}
+
+
+def python(*arguments: str, seconds: float | None = HANG, **more: str) -> subprocess.CompletedProcess:
+    """Runs Python in the repository's root, with the variables ``more``."""
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, env=environment(**more), cwd=ROOT, capture_output=True, text=True, timeout=seconds)
+
+
+def in_the_interpreter(file: str, *options: str, seconds: float | None = HANG, **more: str) -> str:
+    """Runs a test file below ``tests`` by Triton's interpreter and returns pytest's report. Fails if any of its tests fails."""
+    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore", *options, str(TESTS / file)]
+    done = python(*command, seconds=seconds, TRITON_INTERPRET="1", OMP_NUM_THREADS="1", **more)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    return str(done.stdout)
+
+
+def result_of(done: subprocess.CompletedProcess) -> str:
+    """The last line that a process printed. Fails if the process did."""
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    return str(done.stdout.splitlines()[-1])
