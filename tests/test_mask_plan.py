@@ -14,7 +14,7 @@ from anyattn.backends.torch import coverage
 from anyattn.backends.triton.codegen import programs
 from anyattn.mask_plan import MaskAbilities, MaskPart, MaskPlan, mask_plan
 from anyattn.mods.tracing.cute_mod import native_mod
-from anyattn.mods.tracing.trace import trace
+from anyattn.mods.tracing.trace import TracedMod, trace
 from anyattn.problem import Problem
 from anyattn.validate import kvcache
 from anyattn.validate.flash import Options
@@ -34,14 +34,22 @@ MASKS = {
 }
 
 
-def opaque(b, h, q_idx, kv_idx, seqlen_info, aux_tensors):  # type: ignore[no-untyped-def]
+def opaque(b, h, q_idx, kv_idx, aux_tensors):  # type: ignore[no-untyped-def]
     return q_idx >= kv_idx
+
+
+def predicate_of(name: str) -> TracedMod:
+    if name != "opaque":
+        return trace(MASKS[name], "mask")
+    found = native_mod(pytest.importorskip("cutlass.cute").jit(opaque), "mask", None)
+    assert found is not None
+    return found
 
 
 def problem_of(*names: str, lists: str = "") -> Problem:
     """lists: "given" or "follow", block lists of the first mask."""
     q = torch.zeros(1, 2, LENGTH, 64)
-    predicates: Any = tuple([native_mod(opaque, "mask", None) if n == "opaque" else trace(MASKS[n], "mask") for n in names])
+    predicates = tuple(map(predicate_of, names))
     changes: dict[str, Any] = {}
     if lists:
         blocks = anyattn.compute_block_sparsity(32, 32, 1, 1, LENGTH, LENGTH, MASKS.get(names[0], MASKS["full"]), device="cpu")

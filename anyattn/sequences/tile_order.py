@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anyattn.arithmetic import ceil_div
 from anyattn.sequences.batch import Sequences
-from anyattn.sequences.integers import ceil_div, minimum
+from anyattn.sequences.integers import minimum
 
 __all__ = ["counted", "keys_up_to", "longest_first", "most_tiles", "most_visits_first", "numbered_tiles", "of_all_heads"]
 

@@ -10,12 +10,12 @@ import torch
 
 import anyattn
 from anyattn import masks
+from anyattn.arithmetic import ceil_div
 from anyattn.backends.hopper import tables
 from anyattn.backends.hopper.config import Config, Tiles
 from anyattn.backends.hopper.tables_config import MOST_ENTRIES, THREADS
 from anyattn.mods.analysis.row_ranges import row_ranges
 from anyattn.mods.tracing.trace import trace
-from anyattn.sequences.integers import ceil_div
 from anyattn.sequences.tile_order import longest_first, of_all_heads
 from anyattn.sequences.unread_varlen import LengthTables, StoredSequences, StoredSizes
 from anyattn.sequences.varlen_tables import entries_table

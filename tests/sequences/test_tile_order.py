@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from anyattn.sequences.integers import ceil_div
+from anyattn.arithmetic import ceil_div
 from anyattn.sequences.tile_order import counted, keys_up_to, longest_first, most_tiles, most_visits_first, of_all_heads
 from anyattn.sequences.unread_varlen import LengthTables, StoredSequences, StoredSizes
 

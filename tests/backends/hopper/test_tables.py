@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from anyattn.arithmetic import ceil_div
 from anyattn.backends.hopper.compile import build, launch
 from anyattn.backends.hopper.tables_config import TablesConfig
-from anyattn.sequences.integers import ceil_div
 from anyattn.sequences.tile_order import longest_first, of_all_heads
 from anyattn.sequences.unread_varlen import LengthTables, StoredSequences, StoredSizes
 from anyattn.sequences.varlen_tables import entries_table

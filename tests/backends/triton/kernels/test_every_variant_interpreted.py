@@ -8,8 +8,8 @@ import torch
 import anyattn
 from anyattn import masks
 from anyattn.backends.triton import api, launch_shape
+from anyattn.backends.triton.codegen import entry
 from anyattn.testing import cases
-from anyattn.triton_tools import launch
 from tests.support.flex_calls import judge, results
 from tests.support.triton import proof
 
@@ -62,9 +62,9 @@ def test_heads_that_share_tiles_unevenly(ratio, packed, splits, monkeypatch):
 @pytest.mark.parametrize(("rows", "packs"), [(1, True), (70, False)])
 def test_more_entries_than_an_axis_has_room_for(rows, packs, monkeypatch):
     """They are the first axis of every launch's grid then, forward and backward."""
-    grids, real = [], launch._launch
+    grids, real = [], entry.launch
     monkeypatch.setattr(launch_shape, "MOST_BLOCKS", 2)
-    monkeypatch.setattr(launch, "_launch", lambda kernel, grid, *more: (grids.append(grid), real(kernel, grid, *more))[1])
+    monkeypatch.setattr(entry, "launch", lambda kernel, grid, *more: (grids.append(grid), real(kernel, grid, *more))[1])
     judge(*qkv(3, 4, 2, rows, 40, 16, 16), mask=lambda b, h, i, j: j - b <= i + 30 - rows // 2, sink=torch.zeros(4))
     assert len(grids) == 4 and {grid[0] for grid in grids} == {3} and grids[0][1] == (2 if packs else 4), grids
 
