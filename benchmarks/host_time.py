@@ -63,7 +63,7 @@ def stubbed() -> Iterator[None]:
             entry = importlib.import_module("anyattn.backends.triton.codegen.entry")
             for module in (launch, entry):
                 stack.enter_context(mock.patch.object(module, "launch", lambda *a: handle))
-            ordering = importlib.import_module("anyattn.sequences.tile_order")
+            ordering = importlib.import_module("anyattn.sequences.tile_order_device")
             stack.enter_context(mock.patch.object(ordering, "_runs_kernels", lambda device: True))
         yield
     attention.clear()

@@ -1,13 +1,12 @@
 """Rewriting of calls with a document mask: each document becomes a sequence of a varlen call with the same results.
 
 With block lists a document mask is evaluated in every tile that a document's edge crosses, and row tiles are not aligned with documents; as
-sequences, tiles begin where documents do. Whether every document is one run of positions is found on the device, so a backend makes both
-launches until the host knows the answer; each does nothing where the other one is right.
+sequences, tiles begin where documents do. Whether every document is one run of positions is found on the device: ``documents.dispatch``.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,7 +20,7 @@ from anyattn.mods.tracing.trace import TracedMod
 from anyattn.problem import Problem
 from anyattn.sparsity.compute import has_triton
 
-__all__ = ["DocumentTables", "Documents", "documents_of", "form_of", "keeps_tables", "over_sequences", "tables_of"]
+__all__ = ["DocumentTables", "form_of", "over_sequences", "tables_are_cached", "tables_of"]
 
 
 class DocumentTables:
@@ -78,18 +77,6 @@ class DocumentTables:
 _UNTOLD = -1
 
 
-class Documents(NamedTuple):
-    """A call rewritten over its documents. problem: over sequences, with results in the same places. tables: the documents."""
-
-    problem: Problem
-    tables: DocumentTables
-
-    @property
-    def holds(self) -> Tensor:
-        """int32 (1,) on the device: see ``DocumentTables``."""
-        return self.tables.holds
-
-
 def form_of(problem: Problem) -> DocumentForm | None:
     """The document mask that a problem's predicates make together, None where the call must be run as it is. Reads no tensor.
 
@@ -109,28 +96,18 @@ def form_of(problem: Problem) -> DocumentForm | None:
     return form
 
 
-def documents_of(problem: Problem, form: DocumentForm | None = None) -> Documents | None:
-    """The same call over its documents, None where ``form_of`` is None. form: its result for a call of the same signature.
-
-    The tables are cached with the call's block lists, as long as the ids are the same tensor and torch counts no write to it; without
-    lists, and while a CUDA graph is captured, they are made anew.
+def over_sequences(problem: Problem, form: DocumentForm, sequences: DocumentSequences) -> Problem:
+    """The problem over ``sequences``, with the part of the mask that applies inside a document. form: ``form_of(problem)``.
 
     >>> import anyattn
     >>> from anyattn.validate.flex import traced
     >>> q, mask = torch.randn(1, 1, 6, 8), anyattn.masks.document(torch.tensor([3, 3, 3, 5, 5, 4]))
-    >>> found = documents_of(Problem(q, q, q, 1.0, predicates=(traced(mask, "mask", q, None),)))
-    >>> found.problem.sequences.seqlens_q[:4].tolist(), found.problem.predicates, found.tables.answer()
+    >>> problem = Problem(q, q, q, 1.0, predicates=(traced(mask, "mask", q, None),))
+    >>> tables = tables_of(problem, form_of(problem))
+    >>> found = over_sequences(problem, form_of(problem), tables.sequences)
+    >>> found.sequences.seqlens_q[:4].tolist(), found.predicates, tables.answer()
     ([3, 2, 1, 0], (), True)
     """
-    form = form_of(problem) if form is None else form
-    if form is None:
-        return None
-    tables = tables_of(problem, form)
-    return Documents(over_sequences(problem, form, tables.sequences), tables)
-
-
-def over_sequences(problem: Problem, form: DocumentForm, sequences: DocumentSequences) -> Problem:
-    """The problem over ``sequences``, with the part of the mask that applies inside a document. form: ``form_of(problem)``."""
     rest = rest_of(_joint(problem), form)
     changes = {"sequences": sequences, "predicates": () if rest is None else (rest,), "blocks": None, "blocks_follow": False}
     fields = vars(problem) | changes
@@ -145,8 +122,8 @@ def _joint(problem: Problem) -> TracedMod:
     return found
 
 
-def keeps_tables(problem: Problem, form: DocumentForm) -> bool:
-    """Whether ``documents_of`` caches the tables of such calls, or a CUDA graph is being captured, whose replays make them anew without the
+def tables_are_cached(problem: Problem, form: DocumentForm) -> bool:
+    """Whether ``tables_of`` caches the tables of such calls, or a CUDA graph is being captured, whose replays make them anew without the
     host; else each call makes its own."""
     ids = _joint(problem).tensors[form.ids]
     return problem.blocks is not None and (_are_followed(ids) or _is_capturing(ids))
@@ -159,7 +136,11 @@ _of_lists: WeakKeyDictionary[Any, dict[tuple, tuple[Tensor, int, DocumentTables]
 
 
 def tables_of(problem: Problem, form: DocumentForm) -> DocumentTables:
-    """The tables of ``documents_of``. form: ``form_of(problem)``."""
+    """Where the documents of a call are. form: ``form_of(problem)``.
+
+    The tables are cached with the call's block lists, as long as the ids are the same tensor and torch counts no write to it; without
+    lists, and while a CUDA graph is captured, they are made anew.
+    """
     ids = _joint(problem).tensors[form.ids]
     rows, _, length, _ = problem.q.shape
     if problem.blocks is None or not _are_followed(ids):

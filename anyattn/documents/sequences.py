@@ -10,8 +10,9 @@ from torch import Tensor
 
 from anyattn.arithmetic import ceil_div
 from anyattn.sequences.batch import Sequences
+from anyattn.sequences.tile_order import counted, longest_first, of_all_heads
 from anyattn.sequences.unread_varlen import UnreadSequences
-from anyattn.sequences.varlen_tables import counted, entries_table, longest_first
+from anyattn.sequences.varlen_tables import entries_table
 
 __all__ = ["NO_DOCUMENTS", "DocumentSequences", "DocumentSizes", "document_sequences", "documents_in_order", "places_of"]
 
@@ -130,5 +131,5 @@ def documents_in_order(s: DocumentSequences, tile_m: int, ends_with_row: bool) -
     >>> documents_in_order(s, 2, False)[0].tolist()
     [[0, 0, 0], [1, 0, 0], [0, 0, 1], [-1, 0, 1], [3, 0, 0]]
     """
-    order = longest_first(s, tile_m, s.most_tiles(tile_m), ends_with_row)
-    return counted(order, ceil_div(s.seqlens_q, tile_m).sum()), entries_table(s)
+    order = longest_first(s, tile_m, s.most_tiles(tile_m), ends_with_row=ends_with_row)
+    return counted(of_all_heads(order), ceil_div(s.seqlens_q, tile_m).sum()), entries_table(s)

@@ -1,8 +1,13 @@
-"""L2 grouping of heads: how many are computed at a time, so that programs with the same keys and values find them in the L2 cache."""
+"""L2 grouping of heads: how many are computed at a time, so that programs with the same keys and values find them in the L2 cache.
+
+Work goes through the first tiles of a group's heads, then through their second ones, and so on, group after group; ``place_in_groups`` is
+what kernels compute (Hopper's ``tile_scheduler.row_tile``, Triton's ``backward._place``). How many bytes of the cache a group may take is
+measured by each backend.
+"""
 
 from __future__ import annotations
 
-__all__ = ["heads_side_by_side"]
+__all__ = ["equal_groups", "heads_side_by_side", "place_in_groups"]
 
 
 def heads_side_by_side(head_bytes: int, ratio: int, room: int) -> int:
@@ -15,3 +20,24 @@ def heads_side_by_side(head_bytes: int, ratio: int, room: int) -> int:
     (16, 4)
     """
     return max(1, room // max(head_bytes, 1)) * ratio
+
+
+def equal_groups(heads: int, most: int) -> int:
+    """The heads of a group where all groups are to have as many: a divisor of ``heads``, and at most ``most`` (1 or more).
+
+    >>> equal_groups(12, 8), equal_groups(7, 6)
+    (6, 1)
+    """
+    return next(n for n in range(min(heads, most), 0, -1) if heads % n == 0)
+
+
+def place_in_groups(work: int, tiles: int, heads: int, together: int) -> tuple[int, int]:
+    """(tile, head) of a piece of work. tiles: of each head. together: heads of a group; the last one may have fewer.
+
+    >>> [place_in_groups(work, 2, 3, 2) for work in range(6)]
+    [(0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (1, 2)]
+    """
+    first = work // (together * tiles) * together
+    width = min(together, heads - first)
+    rest = work - first * tiles
+    return rest // width, first + rest % width

@@ -1,50 +1,99 @@
-"""Tile order of a varlen batch by one kernel launch (``tile_order_kernel``): its tiles, longest first, and the table of its sequences.
+"""Order in which kernels take the tiles of a batch: those that cost most first, so that no long tile is left for the end.
 
-``sequences.varlen_tables`` computes the same by two dozen torch operations, each of which takes the host longer than the kernel takes
-a GPU.
+A row tile costs the keys that it sees, a tile of keys the queries that see it, by lengths alone or, where a row sees keys up to its own
+position, by ``keys_up_to``; tiles of equal cost stay in the order of their sequences. What is here is the order's meaning, by torch
+operations that never wait for the device. Kernels make the same tables by one launch each:
+
+- ``sequences.tile_order_kernel`` (Triton): the same order of a ``StoredSequences``, by lengths.
+- ``documents.kernels.order_documents`` (Triton): the same order of documents, whose queries and keys are the same positions.
+- ``backends.hopper.kernel.tile_order`` (CuTe): a counting sort by the same costs, in bins; tiles of one bin are in any order.
 """
 
 from __future__ import annotations
 
-from typing import TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from anyattn.arithmetic import ceil_div
 from anyattn.sequences.batch import Sequences
-from anyattn.sequences.unread_varlen import StoredSequences
-from anyattn.triton_tools import interpreter
-from anyattn.triton_tools.launch import run_plain
+from anyattn.sequences.integers import minimum
 
-__all__ = ["can_order", "sequences_ordered"]
-
-_TILES, _ENTRIES = 64, 64  # tiles of a program, and sequences that it reads at once
-_MOST = 1024  # sequences: each program goes through all of them
+__all__ = ["counted", "keys_up_to", "longest_first", "most_tiles", "most_visits_first", "numbered_tiles", "of_all_heads"]
 
 
-def can_order(s: Sequences) -> TypeGuard[StoredSequences]:
-    """Whether the kernel orders such a batch."""
-    return isinstance(s, StoredSequences) and 0 < s.batch <= _MOST and _runs_kernels(s.device)
+def keys_up_to(m_block: Any, tile_m: int, seqlen_q: Any, seqlen_k: Any) -> Any:
+    """The keys up to the position of row tile ``m_block``'s last row, where the last row is at the last key; below 0 where all rows of the
+    tile are before the first key. Of Python ints, integer tensors and CuTe DSL integers alike.
+
+    >>> [keys_up_to(m, 4, 10, 7) for m in range(3)], keys_up_to(0, 4, 10, 2)
+    ([1, 5, 7], -4)
+    """
+    return minimum(seqlen_k, (m_block + 1) * tile_m + seqlen_k - seqlen_q)
 
 
-def _runs_kernels(device: torch.device | None) -> bool:
-    return device is not None and (device.type == "cuda" or interpreter.is_interpreting())
+def most_tiles(batch: int, bound: int, rows: int, tile: int) -> int:
+    """At least as many tiles as ``batch`` sequences have, whatever their lengths. bound: of each length. rows: of all storage."""
+    return min(batch * ceil_div(bound, tile), rows // tile + batch)
 
 
-def sequences_ordered(s: StoredSequences, tile: int, most: int, by_key: bool) -> tuple[Tensor, Tensor]:
-    """(order, entries), int32 (most, 2) and (B, 9): (sequence, tile of ``tile`` rows or -1), sequences with most on the other side first,
-    and ``varlen_tables.entries_table``. by_key: tiles of keys. Never waits for the device."""
-    order = torch.empty((most, 2), dtype=torch.int32, device=s.device)
-    entries = torch.empty((s.batch, 9), dtype=torch.int32, device=s.device)
-    tables = [s.tables.cu_seqlens_q, s.tables.cu_seqlens_k, s.tables.seqused_q, s.tables.seqused_k]
-    flags = [t is not None for t in tables]
-    # an absent tensor is passed as any pointer
-    given = [order if t is None else t if t.is_contiguous() else t.contiguous() for t in tables]
-    names = ("HAS_ENDS_Q", "HAS_ENDS_K", "HAS_USED_Q", "HAS_USED_K")
-    options = {**dict(zip(names, flags, strict=True)), "BY_KEY": by_key, "TILES": _TILES, "ENTRIES": _ENTRIES}
-    numbers = (s.batch, s.sizes.rows_q, s.sizes.rows_k, most, tile)
-    from anyattn.sequences.tile_order_kernel import order_sequences
+def numbered_tiles(tiles: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(sequence, tile inside of it, whether there is one), each (most,), of the tiles of all sequences in one numbering.
 
-    run_plain(order_sequences, ceil_div(max(most, s.batch), _TILES), (order, entries, *given, *numbers), (), order.device, options)
-    return order, entries
+    tiles: (B,) of each sequence. Numbers beyond the last tile have the last sequence.
+
+    >>> [t.tolist() for t in numbered_tiles(torch.tensor([2, 0, 1]), 4)]
+    [[0, 0, 2, 2], [0, 1, 0, 1], [True, True, True, False]]
+    """
+    ends = tiles.cumsum(0)
+    number = torch.arange(most, device=ends.device)
+    entry = torch.searchsorted(ends, number, right=True)
+    exists = entry < len(tiles)
+    entry = entry.clamp(max=max(len(tiles) - 1, 0))
+    return entry, number - (ends - tiles)[entry], exists
+
+
+def longest_first(s: Sequences, tile: int, most: int, *, by_key: bool = False, ends_with_row: bool = False, list_tile: int = 0) -> Tensor:
+    """The tiles of ``tile`` rows of a varlen batch, about longest first: int32 (most, 2), (sequence, tile or -1 where there is none).
+
+    by_key: tiles of keys. ends_with_row: a row sees keys up to its own position, which row tiles alone take into account. list_tile: rows
+    of a block list's tiles, which kernels cut into whole numbers of their own; 0 without lists.
+    """
+    step = list_tile or tile
+    lengths, others = (s.seqlens_k, s.seqlens_q) if by_key else (s.seqlens_q, s.seqlens_k)
+    entry, at, exists = numbered_tiles(ceil_div(lengths, step) * ceil_div(step, tile), most)
+    cost = others[entry]
+    if ends_with_row:
+        cost = keys_up_to(at, tile, lengths[entry], cost).clamp(min=0)
+    order = torch.where(exists, cost, -1).argsort(descending=True, stable=True)
+    return torch.stack((entry, torch.where(exists, at, -1)), 1)[order].to(torch.int32)
+
+
+def of_all_heads(order: Tensor) -> Tensor:
+    """``longest_first`` as a kernel reads it that takes (m_block, head, entry): int32 (most, 3), with head 0."""
+    entry, m_block = order.unbind(1)
+    return torch.stack((m_block, torch.zeros_like(m_block), entry), 1)
+
+
+def most_visits_first(visited: Tensor, cut: int, tiles: int) -> Tensor:
+    """The row tiles of a dense batch with block lists, those that visit most first: int32 (rows, 3), (m_block, head, entry).
+
+    visited: (B, H, M), tiles that each of the lists' row tiles visits; ``cut`` of the kernel's ``tiles`` make one.
+
+    >>> most_visits_first(torch.tensor([[[1, 5]], [[2, 0]]]), 1, 2).tolist()
+    [[1, 0, 0], [0, 0, 1], [0, 0, 0], [1, 0, 1]]
+    """
+    _, heads, _ = visited.shape
+    if cut > 1:
+        visited = visited.repeat_interleave(cut, 2, output_size=cut * visited.shape[2])[..., :tiles]
+    order = visited.reshape(-1).argsort(descending=True, stable=True)
+    places = (order % tiles, order // tiles % heads, order // (tiles * heads))
+    return torch.stack(places, 1).to(torch.int32)
+
+
+def counted(order: Tensor, tiles: Tensor) -> Tensor:
+    """An order of row tiles with one more row, which holds the number of valid rows. tiles: that number."""
+    last = torch.zeros((1, 3), dtype=torch.int32, device=order.device)
+    last[:, :1] = tiles
+    return torch.cat((order, last))

@@ -13,6 +13,7 @@ from anyattn.mods.ir.dependence import dependence
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.sequences.batch import Sequences
 from anyattn.sequences.unread_varlen import StoredSequences
+from anyattn.sequences.varlen_tables import entries_table
 from anyattn.sparsity.compute import has_triton
 from anyattn.sparsity.varlen_block_sparse import VarlenBlockSparseTensors
 
@@ -45,6 +46,13 @@ class RaggedLists(NamedTuple):
         """Block lists that a caller brought."""
         tensors = (lists.mask_block_cnt, lists.mask_block_idx, lists.full_block_cnt, lists.full_block_idx)
         return cls(*tensors, lists.cu_block_cnt[:-1], lists.cu_block_idx[:-1])
+
+    def entries(self, s: Sequences, by_key: bool = False) -> Tensor:
+        """``varlen_tables.entries_table``, by which a kernel finds its way through the lists. by_key: their rows are of keys."""
+        lengths = None if self.seqlens_q is None or self.seqlens_k is None else (self.seqlens_q, self.seqlens_k)
+        if lengths is not None and by_key:
+            lengths = lengths[::-1]
+        return entries_table(s, lengths, (self.first_row, self.first_entry))
 
 
 def ragged_lists(mask: TracedMod, sequences: Sequences, tile: tuple[int, int], heads: int) -> RaggedLists:

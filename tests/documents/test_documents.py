@@ -3,14 +3,18 @@
 import gc
 import random
 import weakref
+from typing import NamedTuple
 
 import pytest
 import torch
 
 import anyattn
 from anyattn import and_masks, autograd, hardware, masks, oracle, planner, scores
-from anyattn.documents.rewrite import documents_of, form_of
+from anyattn.documents import rewrite
+from anyattn.documents.dispatch import dispatched, over_unknown_documents
+from anyattn.documents.rewrite import DocumentTables, form_of, over_sequences, tables_of
 from anyattn.documents.sequences import document_sequences, places_of
+from anyattn.problem import Problem
 from anyattn.testing import budget
 from anyattn.testing.rounding import rounding
 from anyattn.validate import flex
@@ -127,6 +131,19 @@ def run(problem):
     return autograd.compute(problem, planner.choose(problem, hardware.of("cpu")))
 
 
+class Found(NamedTuple):
+    """A call over its documents, and where these are."""
+
+    problem: Problem
+    tables: DocumentTables
+
+
+def documents_of(problem):
+    form = form_of(problem)
+    tables = tables_of(problem, form)
+    return Found(over_sequences(problem, form, tables.sequences), tables)
+
+
 def judged(q, k, v, mask, score=None):
     """What the call must give, the plain formula's results and the rounding noise."""
     return tuple(f(q, k, v, score=score, mask=mask) for f in (oracle.attention, oracle.same_dtype, rounding))
@@ -174,7 +191,7 @@ def test_calls_that_stay_as_they_are():
 def test_ids_that_are_no_documents():
     q, k, v = tensors()
     found = documents_of(problem_of(q, k, v, masks.document(torch.arange(S) % 3)))
-    assert found.tables.answer() is False and found.holds.tolist() == [0] and not found.problem.sequences.seqlens_q.any()
+    assert found.tables.answer() is False and found.tables.holds.tolist() == [0] and not found.problem.sequences.seqlens_q.any()
     many = torch.arange(S) // 2
     assert len(many.unique()) > places_of(S)
     assert documents_of(problem_of(q, k, v, masks.document(many))).tables.answer() is False
@@ -242,3 +259,40 @@ def test_inference_tensors_are_read_anew():
         documents_of(problem)
         mine[10:] = 2
         assert [n for n in documents_of(problem).problem.sequences.seqlens_q[:8].tolist() if n] == [10, 65]
+
+
+# ---- dispatch
+
+
+@pytest.mark.parametrize("needs_both", [False, True])
+@pytest.mark.parametrize("answer", [None, True, False])
+def test_both_are_launched_until_the_answer_is_known(answer, needs_both, monkeypatch):
+    """The launch over sequences has no tiles where it does not apply; the one over lists has a guard while the other one is made too."""
+    monkeypatch.setattr(DocumentTables, "answer", lambda self: answer)
+    problem = with_lists(problem_of(*tensors(), masks.document(ids) & masks.causal()), Lists())
+    form, unknown = over_unknown_documents(problem)
+    found = dispatched(problem, form, needs_cache=True, needs_both=needs_both)
+    assert (found.by_sequences, found.by_lists) == (answer is not False or needs_both, answer is not True or needs_both)
+    assert found.guard is (found.tables.holds if found.by_sequences else None) and found.answer is answer
+    over = found.over_sequences()
+    assert over.sequences is found.tables.sequences and over.blocks is unknown.blocks is None and not unknown.sequences.batch
+    assert [p.expr for p in over.predicates] == [p.expr for p in unknown.predicates] == [form.rest]
+    assert dispatched(problem, form, needs_cache=True).tables is found.tables
+
+
+def test_without_lists_nothing_is_dispatched():
+    assert over_unknown_documents(problem_of(*tensors(), masks.document(ids))) is None
+    assert over_unknown_documents(with_lists(problem_of(*tensors(), masks.causal()), Lists())) is None
+
+
+def test_documents_whose_tables_cannot_be_cached(monkeypatch):
+    """Ids of inference mode: launched as the call is, where a backend says so; but made anew by a graph's replays, for which both are."""
+    with torch.inference_mode():
+        mine = ids.clone()
+    problem = with_lists(problem_of(*tensors(), masks.document(mine)), Lists())
+    form = form_of(problem)
+    assert dispatched(problem, form, needs_cache=True) is None
+    found = dispatched(problem, form, needs_cache=False)
+    assert found.by_sequences and not found.by_lists and found.tables is not dispatched(problem, form, needs_cache=False).tables
+    monkeypatch.setattr(rewrite, "_is_capturing", lambda ids: True)
+    assert dispatched(problem, form, needs_cache=True) is not None

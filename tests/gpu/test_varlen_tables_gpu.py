@@ -10,14 +10,15 @@ import torch
 
 import anyattn
 from anyattn import masks
+from anyattn.arithmetic import ceil_div
 from anyattn.backends.hopper import tables
 from anyattn.backends.hopper.config import Config, Tiles
 from anyattn.backends.hopper.tables_config import MOST_ENTRIES, THREADS
 from anyattn.mods.analysis.row_ranges import row_ranges
 from anyattn.mods.tracing.trace import trace
-from anyattn.sequences import varlen_tables
-from anyattn.sequences.integers import ceil_div
+from anyattn.sequences.tile_order import longest_first, of_all_heads
 from anyattn.sequences.unread_varlen import LengthTables, StoredSequences, StoredSizes
+from anyattn.sequences.varlen_tables import entries_table
 
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0) and importlib.util.find_spec("cutlass") is not None
 pytestmark = pytest.mark.gpu
@@ -64,8 +65,8 @@ def prepared(s: StoredSequences, ends_with_row: bool, heads: int = 3) -> tuple[t
 def test_tables(batch: int, longest: int, kind: str, dtype: torch.dtype, ends_with_row: bool) -> None:
     s = stored(batch, longest, kind, dtype)
     order, entries, out, lse = prepared(s, ends_with_row)
-    assert torch.equal(entries, tables._entries(s, None))
-    wanted = varlen_tables.longest_first(s, TILE, len(order), ends_with_row)
+    assert torch.equal(entries, entries_table(s))
+    wanted = of_all_heads(longest_first(s, TILE, len(order), ends_with_row=ends_with_row))
     count = int((wanted[:, 0] >= 0).sum())
     assert bool((order[:count, 0] >= 0).all()) and bool((order[count:, 0] == -1).all())
     number = [(t[:count, 2].long() * 2**20 + t[:count, 0]).sort().values for t in (order, wanted)]

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from anyattn.backends.triton import tables
-from anyattn.sequences import tile_order
+from anyattn.sequences import tile_order_device
 from anyattn.sequences.unread_varlen import LengthTables, StoredSequences, StoredSizes
 from tests.sparsity.kernels.test_varlen_lists_interpreted import BATCHES, ends, stored
 
@@ -17,7 +17,7 @@ def both_ways(s, tile, by_key, monkeypatch):  # type: ignore[no-untyped-def]
     rows = s.sizes.rows_k if by_key else s.sizes.rows_q
     packed = (s.tables.cu_seqlens_k if by_key else s.tables.cu_seqlens_q) is not None
     shape = (1 if packed else s.batch, 2, rows, 16)
-    assert tile_order.can_order(s)
+    assert tile_order_device.can_order(s)
     by_kernel = tables._ordered(s, None, shape, (tile, 0), by_key)
     with monkeypatch.context() as patch:
         patch.setattr(tables, "can_order", lambda s: False)
@@ -50,6 +50,6 @@ def test_every_row_is_written_whatever_the_tables_hold():  # type: ignore[no-unt
         places = iter([whole[:9], torch.empty(3, 9, dtype=torch.int32)])
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch, "empty", lambda shape, places=places, **more: next(places))
-            order, _ = tile_order.sequences_ordered(s, 16, 9, False)
+            order, _ = tile_order_device.sequences_ordered(s, 16, 9, False)
         assert order.shape == (9, 2) and bool((whole[9:] == -77).all())
         assert bool(((order[:, 0] >= 0) & (order[:, 0] < 3) & (order[:, 1] >= -1)).all()), order

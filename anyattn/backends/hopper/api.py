@@ -19,7 +19,7 @@ from anyattn.backends.hopper.config import Config
 from anyattn.backends.hopper.make_config import ByDocument, Special, by_document, specialised
 from anyattn.backends.hopper.pack_gqa import groups_of
 from anyattn.backends.result import Result
-from anyattn.documents.rewrite import over_sequences, tables_of
+from anyattn.documents.dispatch import dispatched
 from anyattn.plan import Plan
 from anyattn.problem import Problem
 from anyattn.sequences.l2_groups import heads_side_by_side
@@ -79,22 +79,22 @@ def forward(problem: Problem, plan: Plan) -> Result:
 
 
 def _by_documents(problem: Problem, shared: _Shared, ways: ByDocument) -> Result:
-    """Runs a call as sequences, or by lists where the ids are not documents; launches both until the host knows which."""
-    documents = tables_of(problem, ways.form)
-    answer, config = documents.answer(), ways.within.config_for(problem)  # which depends on the score mod alone
-    if answer:
+    """The launches of ``documents.dispatch``, which write to the same results."""
+    # both kernels read the documents' tables, so that these are made even where they cannot be cached
+    call = dispatched(problem, ways.form, needs_cache=False, needs_both=is_compiling())
+    assert call is not None
+    documents, config = call.tables, ways.within.config_for(problem)  # which depends on the score mod alone
+    if call.answer:
         ready = shared.ready_of.get(documents, _NOTHING).get(config)
         if ready is not None and ready.known:
-            same = over_sequences(problem, ways.form, documents.sequences) if ready.captures else problem
-            return _again(same, ways.within, ready)
-    within = over_sequences(problem, ways.form, documents.sequences)
+            return _again(call.over_sequences() if ready.captures else problem, ways.within, ready)
     results = _results(problem)
-    if answer is not False or is_compiling():
+    if call.by_sequences:
         visits = tables.visits_of_documents(documents, config)
-        arguments = _launched(within, ways.within, config, visits, results)
-        if answer:
+        arguments = _launched(call.over_sequences(), ways.within, config, visits, results)
+        if call.answer:
             _keep(shared.ready_of.setdefault(documents, {}), config, arguments, visits)
-    if not answer or is_compiling():
+    if call.by_lists:
         visits = tables.visits_beside_documents(problem, ways.listed, documents)
         _launched(problem, ways.listed, ways.listed.config_for(problem), visits, results)
     return results

@@ -14,8 +14,7 @@ from anyattn.arithmetic import ceil_div
 from anyattn.backends.hopper.codegen.score_analysis import MOST_NUMBER, bound, caps, factored
 from anyattn.backends.hopper.config import LEAST_PIECE, MOST, TILE_M, Ask, Config, Tiles, padded, sides, slots, tiles_for
 from anyattn.backends.hopper.pack_gqa import heads_per_tile
-from anyattn.documents.rewrite import form_of, over_sequences
-from anyattn.documents.sequences import NO_DOCUMENTS
+from anyattn.documents.dispatch import over_unknown_documents
 from anyattn.errors import BackendError
 from anyattn.mask_plan import MaskAbilities, MaskPart, mask_plan
 from anyattn.mods.analysis.document_masks import DocumentForm
@@ -100,7 +99,7 @@ def specialised(problem: Problem, packs: bool | None = None) -> Special:
 
 class ByDocument(NamedTuple):
     """What calls of the same signature share whose documents are run as sequences. form: of their masks. within: for the sequences; listed:
-    for lists of tiles, where the ids turn out not to be documents. One of the two kernels does nothing."""
+    for lists of tiles, where the ids turn out not to be documents. Both kernels read how many row tiles they have: one has none."""
 
     form: DocumentForm
     within: Special
@@ -110,9 +109,10 @@ class ByDocument(NamedTuple):
 def by_document(problem: Problem) -> ByDocument | None:
     """How a call is run by its documents, None without block lists that follow from the mask, or where the rest of the mask is not bands.
     Reads no tensor. Heads are not packed, since the documents' lengths are unknown."""
-    if problem.blocks is None or (form := form_of(problem)) is None:
-        return None  # without lists to keep them with, finding the documents for every call costs what it saves
-    within, listed = specialised(over_sequences(problem, form, NO_DOCUMENTS), False), specialised(problem, False)
+    if (found := over_unknown_documents(problem)) is None:
+        return None
+    form, over_documents = found
+    within, listed = specialised(over_documents, False), specialised(problem, False)
     if within.listed is not None or within.config.always or listed.listed is None:
         return None
     return ByDocument(form, _counted(within), _counted(listed))

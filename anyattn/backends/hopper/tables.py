@@ -18,8 +18,9 @@ from anyattn.documents.rewrite import DocumentTables
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.problem import Problem
 from anyattn.sequences.batch import Sequences
+from anyattn.sequences.tile_order import counted, longest_first, most_tiles, most_visits_first, of_all_heads
 from anyattn.sequences.unread_varlen import StoredSequences
-from anyattn.sequences.varlen_tables import counted, entries_table, longest_first
+from anyattn.sequences.varlen_tables import entries_table
 
 __all__ = ["TablesOnHost", "visits_beside_documents", "visits_of", "visits_of_documents"]
 
@@ -90,26 +91,13 @@ def _dense(problem: Problem, special: Special, lists: Any) -> TablesOnHost:
     visited = tensors[0] if tensors[2] is None else tensors[0] + tensors[2]
     if special.config.spread == "none":  # every head of every entry has its own row tiles
         visited = visited.expand(problem.batch, problem.heads_q, -1)
-    order = _longest_first(visited, special.config.list_cut[0], ceil_div(problem.q.shape[2], special.config.tile_q))
+    order = most_visits_first(visited, special.config.list_cut[0], ceil_div(problem.q.shape[2], special.config.tile_q))
     return TablesOnHost(*tensors, order)
 
 
 def _tensors(lists: Any) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Those of dense or ragged lists, as the kernel takes them."""
     return lists.mask_block_cnt, lists.mask_block_idx, lists.full_block_cnt, lists.full_block_idx
-
-
-def _longest_first(visited: Tensor, cut: int, tiles: int) -> Tensor:
-    """The row tiles, those that visit most first, int32 (rows, 3): m_block, head, entry.
-
-    visited: (B, H, M), tiles that each of the lists' row tiles visits; ``cut`` of the kernel's ``tiles`` make one.
-    """
-    _, heads, _ = visited.shape
-    if cut > 1:
-        visited = visited.repeat_interleave(cut, 2, output_size=cut * visited.shape[2])[..., :tiles]
-    order = visited.reshape(-1).argsort(descending=True, stable=True)
-    places = (order % tiles, order // tiles % heads, order // (tiles * heads))
-    return torch.stack(places, 1).to(torch.int32)
 
 
 def _made_lists(problem: Problem, mask: TracedMod, per_entry: bool, per_head: bool) -> Any:
@@ -143,8 +131,7 @@ def _ragged(problem: Problem, special: Special, lists: Any, results: Results | N
     pages = None if sequences.page_table is None else sequences.page_table.to(torch.int32)
     tile_m = config.tile_q
     entries, length = problem.q.shape[0], problem.q.shape[2]
-    # at least as many row tiles as there are, without asking
-    most = min(problem.batch * ceil_div(length, tile_m), entries * length // tile_m + problem.batch)
+    most = most_tiles(problem.batch, length, entries * length, tile_m)
     if isinstance(sequences, StoredSequences):
         assert results is not None
         order, places = _prepared(sequences, config, most, results)
@@ -152,11 +139,11 @@ def _ragged(problem: Problem, special: Special, lists: Any, results: Results | N
         known = _of_sequences.setdefault(sequences, {})
         key = (tile_m, most, config.has_right)
         if key not in known:
-            known[key] = longest_first(sequences, *key), _entries(sequences, None)
+            known[key] = _in_order(sequences, config, most)
         order, places = known[key]
     if lists is None:
         return TablesOnHost(order=order, entries=places, pages=pages)
-    return TablesOnHost(*_tensors(lists), order, _entries(sequences, lists), pages)
+    return TablesOnHost(*_tensors(lists), order, lists.entries(sequences), pages)
 
 
 def _prepared(s: StoredSequences, config: Config, most: int, results: Results) -> tuple[Tensor, Tensor]:
@@ -181,8 +168,13 @@ def _prepared(s: StoredSequences, config: Config, most: int, results: Results) -
             (*s.tables, entries, order, *wiped, s.batch, s.sizes.rows_q, s.sizes.rows_k, bin_keys, blocks, heads),
         )
     if order is None or entries is None:
-        return longest_first(s, config.tile_q, most, config.has_right), _entries(s, None)
+        return _in_order(s, config, most)
     return order, entries
+
+
+def _in_order(s: Sequences, config: Config, most: int) -> tuple[Tensor, Tensor]:
+    """(order, entries) by torch operations."""
+    return of_all_heads(longest_first(s, config.tile_q, most, ends_with_row=config.has_right)), entries_table(s)
 
 
 _ROWS_AT_ONCE = THREADS  # of storage that a block checks, one a thread
@@ -192,11 +184,3 @@ _MOST_BLOCKS = 528  # four for each multiprocessor of an H200, of which two fit 
 @lru_cache(maxsize=256)
 def _tables_config(config: Config, is_large: bool) -> TablesConfig:
     return TablesConfig(config.tile_q, config.has_right, MOST_ENTRIES[is_large])
-
-
-def _entries(s: Sequences, lists: Any) -> Tensor:
-    """``tile_scheduler.Tables.entries``. lists: ``RaggedLists``, whose lengths, if any, locate the lists, or None."""
-    if lists is None:
-        return entries_table(s)
-    lengths = None if lists.seqlens_q is None else (lists.seqlens_q, lists.seqlens_k)
-    return entries_table(s, lengths, (lists.first_row, lists.first_entry))

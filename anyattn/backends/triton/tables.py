@@ -14,9 +14,10 @@ from anyattn.mods.compose import turned
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.problem import Problem
 from anyattn.sequences.batch import Sequences
-from anyattn.sequences.tile_order import can_order, sequences_ordered
+from anyattn.sequences.tile_order import longest_first, most_tiles
+from anyattn.sequences.tile_order_device import can_order, sequences_ordered
 from anyattn.sequences.unread_kvcache import StoredCache
-from anyattn.sequences.varlen_tables import entries_table, numbered_tiles
+from anyattn.sequences.varlen_tables import entries_table
 from anyattn.sparsity.lists import kept_transposed
 
 __all__ = ["Tables", "cache_read", "key_tables_of", "may_be_padded", "tables_of"]
@@ -155,28 +156,14 @@ def _lists_of(problem: Problem, listed: Any, by_key: bool) -> tuple[Any, tuple[i
     return _given(problem, by_key), problem.blocks.tile
 
 
-def _entries(s: Sequences, lists: Any, by_key: bool) -> Tensor:
-    """``Sequence`` of every entry. lists: ``RaggedLists``, whose own lengths, if any, locate its lists, or None."""
-    if lists is None:
-        return entries_table(s)
-    lengths = None if lists.seqlens_q is None else (lists.seqlens_q, lists.seqlens_k)
-    if lengths is not None and by_key:  # such lists' rows are of keys
-        lengths = lengths[::-1]
-    return entries_table(s, lengths, (lists.first_row, lists.first_entry))
-
-
 def _ordered(s: Sequences, lists: Any, shape: Sequence[int], tile: tuple[int, int], by_key: bool) -> tuple[Tensor, Tensor]:
     """The tiles of a varlen batch along one side, those with most to visit first, and its sequences; reads nothing on the host.
 
-    lists: see ``_entries``. shape: of the storage along that side. tile: the programs', and the lists' (0 without).
+    lists: ``RaggedLists`` or None. shape: of the storage along that side. tile: the programs', and the lists' (0 without).
     """
-    step, bound = tile[1] if tile[1] else tile[0], s.bound_k if by_key else s.bound_q
-    per_line = ceil_div(step, tile[0])
-    most = min(s.batch * ceil_div(bound, step), shape[0] * shape[2] // step + s.batch) * per_line
+    step, bound = tile[1] or tile[0], s.bound_k if by_key else s.bound_q
+    most = most_tiles(s.batch, bound, shape[0] * shape[2], step) * ceil_div(step, tile[0])
     if lists is None and can_order(s):
         return sequences_ordered(s, tile[0], most, by_key)
-    lengths, others = (s.seqlens_k, s.seqlens_q) if by_key else (s.seqlens_q, s.seqlens_k)
-    entry, at, exists = numbered_tiles(ceil_div(lengths, step) * per_line, most)
-    at = torch.where(exists, at, -1)
-    order = torch.where(exists, others[entry], -1).argsort(descending=True, stable=True)
-    return torch.stack((entry, at), 1)[order].to(torch.int32), _entries(s, lists, by_key)
+    order = longest_first(s, tile[0], most, by_key=by_key, list_tile=tile[1])
+    return order, entries_table(s) if lists is None else lists.entries(s, by_key)

@@ -14,7 +14,7 @@ from functools import lru_cache
 import torch
 
 from anyattn.arithmetic import next_power_of_2
-from anyattn.sequences.l2_groups import heads_side_by_side
+from anyattn.sequences.l2_groups import equal_groups, heads_side_by_side
 
 __all__ = [
     "FEW", "PASSES", "Shape", "Tiles", "Ways", "architecture", "asked", "backward_tiles", "candidates", "capability_of", "fits", "fitting",
@@ -340,14 +340,13 @@ def row_sums(tile_m: int, tile_n: int, dtype: torch.dtype) -> int:
 
 def heads_together(heads: int, head_bytes: int) -> int:
     """L2 grouping: how many heads programs compute at a time, a divisor of ``heads``. head_bytes: of one head's keys and values."""
-    most = min(heads, _MOST_TOGETHER, heads_side_by_side(head_bytes, 1, _NEAR))
-    return next(n for n in range(most, 0, -1) if heads % n == 0)
+    return equal_groups(heads, min(_MOST_TOGETHER, heads_side_by_side(head_bytes, 1, _NEAR)))
 
 
 def heads_in_turn(name: str, heads: int, head_bytes: int, is_uneven: bool) -> int:
     """L2 grouping of a backward pass: how many heads of all entries are computed at a time. head_bytes: of what is streamed of one.
     is_uneven: the first tiles see much more than others (a sink's keys), and those of all heads are to begin before any other."""
-    return heads if is_uneven else min(heads, max(1, _NEAR_BACKWARD[name] // max(1, head_bytes)))
+    return heads if is_uneven else min(heads, heads_side_by_side(head_bytes, 1, _NEAR_BACKWARD[name]))
 
 
 def backward_tiles(shape: Shape, capability: tuple[int, int] | None) -> dict[str, Tiles]:

@@ -10,6 +10,7 @@ import torch
 
 import anyattn
 from anyattn import BackendError, masks, planner
+from anyattn.arithmetic import ceil_div
 from anyattn.backends.hopper.api import config_of
 from anyattn.backends.hopper.config import PACKED, Config, Tiles
 from anyattn.backends.hopper.make_config import specialised
@@ -19,7 +20,6 @@ from anyattn.call_cache.varlen import Places, key_of_places
 from anyattn.mods.analysis.row_ranges import row_ranges
 from anyattn.mods.tracing.trace import trace
 from anyattn.problem import Problem
-from anyattn.sequences.integers import ceil_div
 from anyattn.sequences.unread_varlen import MANY_QUERIES, queries_each
 from anyattn.validate import flash, sequences
 from anyattn.validate.flash import Options

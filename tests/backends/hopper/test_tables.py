@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from anyattn.backends.hopper import tables
+from anyattn.arithmetic import ceil_div
 from anyattn.backends.hopper.compile import build, launch
 from anyattn.backends.hopper.tables_config import TablesConfig
-from anyattn.sequences import varlen_tables
-from anyattn.sequences.integers import ceil_div
+from anyattn.sequences.tile_order import longest_first, of_all_heads
 from anyattn.sequences.unread_varlen import LengthTables, StoredSequences, StoredSizes
+from anyattn.sequences.varlen_tables import entries_table
 
 if importlib.util.find_spec("cutlass") is None:
     pytest.skip("needs nvidia-cutlass-dsl", allow_module_level=True)
@@ -88,8 +88,8 @@ def test_the_kernel_makes_the_reference_s_tables(name: str, ends_with_row: bool)
     s = stored(lengths, rows_q, rows_k, torch.int64 if ends_with_row else torch.int32)
     heads = 1 if s.batch > THREADS else 2
     entries, order, out, lse, bin_keys = made(s, heads, ends_with_row)
-    assert entries.tolist() == tables._entries(s, None).tolist()
-    reference = varlen_tables.longest_first(s, TILE, len(order), ends_with_row)
+    assert entries.tolist() == entries_table(s).tolist()
+    reference = of_all_heads(longest_first(s, TILE, len(order), ends_with_row=ends_with_row))
     exists = order[:, 0] >= 0
     assert sorted(map(tuple, order[exists].tolist())) == sorted(tuple(r) for r in reference.tolist() if r[0] >= 0)
     count = int(exists.sum())

@@ -11,6 +11,7 @@ from cutlass.utils import SmemAllocator
 
 from anyattn.arithmetic import ceil_div
 from anyattn.backends.hopper.tables_config import THREADS, TablesConfig
+from anyattn.sequences.tile_order import keys_up_to
 
 __all__ = ["SequenceTables"]
 
@@ -31,8 +32,9 @@ class Given:
 class SequenceTables:
     """The kernel for one ``TablesConfig``: its first block makes the tables, the others clear rows.
 
-    Row tiles are ordered by a counting sort: each falls into one of as many bins of costs as there are threads, the bins are concatenated,
-    the costliest first, and each tile takes the next place of its bin. Whatever the tables hold, nothing outside storage is written.
+    Row tiles are ordered by a counting sort of their costs (``sequences.tile_order``): each falls into one of as many bins as there are
+    threads, the bins are concatenated, the costliest first, and each tile takes the next place of its bin. Whatever the tables hold,
+    nothing outside storage is written.
     """
 
     def __init__(self, config: TablesConfig):
@@ -203,7 +205,7 @@ class SequenceTables:
         m_block = number - before
         cost = entries[low, 5]
         if const_expr(self.config.ends_with_row):
-            cost = cutlass.min(cost, (m_block + 1) * self.config.tile_m + cost - entries[low, 2])
+            cost = keys_up_to(m_block, self.config.tile_m, entries[low, 2], cost)
         return low, m_block, THREADS - 1 - cutlass.min(cutlass.max(cost, 0) // bin_keys, THREADS - 1)
 
     # ---- rows of no sequence

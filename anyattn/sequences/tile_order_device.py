@@ -1,0 +1,50 @@
+"""Tile order of a varlen batch by one launch of a Triton kernel (``tile_order_kernel``), and the table of its sequences.
+
+``sequences.tile_order`` and ``varlen_tables`` compute the same by two dozen torch operations, each of which takes the host longer than the
+kernel takes a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import TypeGuard
+
+import torch
+from torch import Tensor
+
+from anyattn.arithmetic import ceil_div
+from anyattn.sequences.batch import Sequences
+from anyattn.sequences.unread_varlen import StoredSequences
+from anyattn.triton_tools import interpreter
+from anyattn.triton_tools.launch import run_plain
+
+__all__ = ["can_order", "sequences_ordered"]
+
+_TILES, _ENTRIES = 64, 64  # tiles of a program, and sequences that it reads at once
+_MOST = 1024  # sequences: each program goes through all of them
+
+
+def can_order(s: Sequences) -> TypeGuard[StoredSequences]:
+    """Whether the kernel orders such a batch."""
+    return isinstance(s, StoredSequences) and 0 < s.batch <= _MOST and _runs_kernels(s.device)
+
+
+def _runs_kernels(device: torch.device | None) -> bool:
+    return device is not None and (device.type == "cuda" or interpreter.is_interpreting())
+
+
+def sequences_ordered(s: StoredSequences, tile: int, most: int, by_key: bool) -> tuple[Tensor, Tensor]:
+    """(order, entries), int32 (most, 2) and (B, 9): ``tile_order.longest_first`` and ``varlen_tables.entries_table``. Never waits for the
+    device."""
+    order = torch.empty((most, 2), dtype=torch.int32, device=s.device)
+    entries = torch.empty((s.batch, 9), dtype=torch.int32, device=s.device)
+    tables = [s.tables.cu_seqlens_q, s.tables.cu_seqlens_k, s.tables.seqused_q, s.tables.seqused_k]
+    flags = [t is not None for t in tables]
+    # an absent tensor is passed as any pointer
+    given = [order if t is None else t if t.is_contiguous() else t.contiguous() for t in tables]
+    names = ("HAS_ENDS_Q", "HAS_ENDS_K", "HAS_USED_Q", "HAS_USED_K")
+    options = {**dict(zip(names, flags, strict=True)), "BY_KEY": by_key, "TILES": _TILES, "ENTRIES": _ENTRIES}
+    numbers = (s.batch, s.sizes.rows_q, s.sizes.rows_k, most, tile)
+    from anyattn.sequences.tile_order_kernel import order_sequences
+
+    run_plain(order_sequences, ceil_div(max(most, s.batch), _TILES), (order, entries, *given, *numbers), (), order.device, options)
+    return order, entries
