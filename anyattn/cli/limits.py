@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import click
 
+from anyattn.arithmetic import ceil_div
 from anyattn.mods.analysis.row_ranges import row_ranges
 from anyattn.mods.tracing.trace import trace
 
@@ -22,7 +23,7 @@ _BYTES = 2**34
 
 def check_tiles(seqlen: tuple[int, int], block: int) -> None:
     """Refuses a grid of more tiles than can be listed."""
-    rows, columns = (-(-n // block) for n in seqlen)
+    rows, columns = (ceil_div(n, block) for n in seqlen)
     if rows * columns > _TILES:
         raise click.BadParameter(
             f"{seqlen[0]} queries and {seqlen[1]} keys are {rows} x {columns} tiles of {block}; wanted at most {_TILES}: "
@@ -33,7 +34,7 @@ def check_tiles(seqlen: tuple[int, int], block: int) -> None:
 def least_block(seqlen: tuple[int, int]) -> int:
     """The smallest power of two whose tiles are few enough."""
     block = 1
-    while -(-seqlen[0] // block) * -(-seqlen[1] // block) > _TILES:
+    while ceil_div(seqlen[0], block) * ceil_div(seqlen[1], block) > _TILES:
         block *= 2
     return block
 

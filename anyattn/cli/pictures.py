@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from anyattn.arithmetic import ceil_div
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -49,7 +51,7 @@ class TilePanel:
     visible: np.ndarray | None = None
 
     def __post_init__(self) -> None:
-        wanted = tuple(-(-length // size) for length, size in zip(self.seqlen, self.tile))
+        wanted = tuple(ceil_div(length, size) for length, size in zip(self.seqlen, self.tile))
         if self.classes.shape != wanted:
             raise ValueError(f"classes has shape {self.classes.shape}, but seqlen={self.seqlen} in tiles of {self.tile} is {wanted}")
         if self.visible is not None and self.visible.shape != self.seqlen:
@@ -200,7 +202,7 @@ def figure(panels: Sequence[Panel], *, heading: str = "", columns: int = 4) -> F
     if not panels:
         raise ValueError("panels is empty: give at least one")
     columns = min(columns, len(panels))
-    rows = -(-len(panels) // columns)
+    rows = ceil_div(len(panels), columns)
     has_tiles = any(isinstance(panel, TilePanel) for panel in panels)
     # Inches, so that text keeps its size however many panels there are.
     legend = _legend(panels, columns) if has_tiles else []

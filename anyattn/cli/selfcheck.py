@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 import anyattn
-from anyattn import gallery, hardware, launch_log, planner
+from anyattn import gallery, hardware, planner
 from anyattn.cli.judge import decode_share, shares
 from anyattn.hardware import Hardware
+from anyattn.triton_tools import launch_log
 
 __all__ = ["Outcome", "Place", "outcomes", "places"]
 

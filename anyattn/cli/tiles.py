@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from rich.text import Text
 
+from anyattn.arithmetic import ceil_div
 from anyattn.cli.pictures import EMPTY, FULL, PALETTE, PARTIAL, TilePanel
 from anyattn.sparsity.compute import compute_block_sparsity
 
@@ -37,10 +38,10 @@ def panel(title: str, mask: Callable, seqlen: tuple[int, int], tile: tuple[int, 
 
 def coarser(classes: np.ndarray, most_rows: int, most_columns: int) -> tuple[np.ndarray, int]:
     """The grid with squares of tiles merged until it fits, and how many a side: mixed squares are partial."""
-    factor = max(1, -(-classes.shape[0] // most_rows), -(-classes.shape[1] // most_columns))
+    factor = max(1, ceil_div(classes.shape[0], most_rows), ceil_div(classes.shape[1], most_columns))
     if factor == 1:
         return classes, 1
-    rows, columns = (-(-size // factor) for size in classes.shape)
+    rows, columns = (ceil_div(size, factor) for size in classes.shape)
     # edge padding repeats the last tiles, which changes no square's being all full or all empty
     padding = [(0, rows * factor - classes.shape[0]), (0, columns * factor - classes.shape[1])]
     squares = np.pad(classes, padding, mode="edge").reshape(rows, factor, columns, factor)

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from anyattn.arithmetic import ceil_div
 from anyattn.custom_ops.define import operator
 from anyattn.custom_ops.flex import mods_of_operands, operands_of
 from anyattn.custom_ops.gradients import called
 from anyattn.mods.tracing.trace import TracedMod
-from anyattn.sequences.integers import ceil_div
 from anyattn.sparsity.arguments import device_of, length, pair, positions
 from anyattn.sparsity.block_mask import lists_of_mask
 from anyattn.sparsity.list_stacks import lists_of_stacks, stack_shapes

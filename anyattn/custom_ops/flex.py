@@ -34,9 +34,8 @@ from anyattn.tensors import kinds as tensor_kinds
 from anyattn.tensors.strides import empty_in_order
 from anyattn.validate import flex
 
-__all__ = ["NO_MOD", "attend", "flex_with_mods", "mods_of_operands", "never_empty", "operands_of", "options_text"]
+__all__ = ["attend", "flex_with_mods", "mods_of_operands", "never_empty", "operands_of", "options_text"]
 
-NO_MOD = ""
 _FAR = (
     "a mod of a compiled graph captures whole numbers {} with which its arithmetic leaves 64 bits; wanted smaller ones, or numbers that "
     "the compiler does not leave open (torch.compile(dynamic=False), or a constant in the mod)"

@@ -7,8 +7,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from anyattn.arithmetic import ceil_div
 from anyattn.documents.sequences import DocumentSequences, DocumentSizes
-from anyattn.sequences.integers import ceil_div
 from anyattn.triton_tools.launch import run_plain
 
 __all__ = ["documents_found", "documents_ordered"]

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from anyattn.arithmetic import ceil_div
 from anyattn.sequences.batch import Sequences
-from anyattn.sequences.integers import ceil_div
 from anyattn.sequences.unread_varlen import UnreadSequences
 from anyattn.sequences.varlen_tables import counted, entries_table, longest_first
 

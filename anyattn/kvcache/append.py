@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anyattn.arithmetic import ceil_div
 from anyattn.sequences.batch import end_to_end
-from anyattn.sequences.integers import ceil_div
 from anyattn.sequences.seqlen_info import SeqlenInfoQKNewK
 
 __all__ = ["append", "check_apart", "check_append", "check_disjoint", "check_pages", "reach", "slots"]

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from anyattn.arithmetic import ceil_div
 from anyattn.errors import OutOfPagesError
 from anyattn.kvcache import append
-from anyattn.sequences.integers import ceil_div
 from anyattn.sequences.seqlen_info import SeqlenInfoQKNewK
 from anyattn.sparsity.arguments import length
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from anyattn.sequences.integers import ceil_div
+from anyattn.arithmetic import ceil_div
 
 __all__ = ["OnHost", "Sequences", "end_to_end"]
 

@@ -13,7 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from anyattn.sequences.integers import ceil_div, maximum, minimum
+from anyattn.arithmetic import ceil_div
+from anyattn.sequences.integers import maximum, minimum
 from anyattn.sequences.split_kv import split_range
 
 __all__ = ["BlockInfo"]

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anyattn.arithmetic import ceil_div
+
 __all__ = ["ceil_div", "maximum", "minimum"]
 
 
@@ -19,11 +21,6 @@ def minimum(a: Any, b: Any) -> Any:
 
 def maximum(a: Any, b: Any) -> Any:
     return _either(a, b, max, torch.maximum, "max")
-
-
-def ceil_div(a: Any, b: Any) -> Any:
-    """``a / b`` rounded up, for b > 0 and a > -b."""
-    return (a + (b - 1)) // b
 
 
 def _either(a: Any, b: Any, on_ints: Any, on_tensors: Any, name: str) -> Any:

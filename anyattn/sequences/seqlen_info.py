@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from anyattn.sequences.integers import ceil_div
+from anyattn.arithmetic import ceil_div
 
 __all__ = ["SeqlenInfo", "SeqlenInfoQK", "SeqlenInfoQKNewK", "aligned_offset", "offset_batch"]
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from anyattn.sequences.integers import ceil_div, minimum
+from anyattn.arithmetic import ceil_div
+from anyattn.sequences.integers import minimum
 
 __all__ = ["MOST_SPLITS", "num_splits", "split_range"]
 
@@ -46,7 +47,7 @@ def num_splits(num_m_blocks: int, num_n_blocks: int, heads: int, batch: int, sm_
         return 1
 
     def time(splits: int) -> float:
-        waves = -(-tiles * splits // sm_count)
-        return waves * (-(-num_n_blocks // splits) + _START) + (_MERGE * splits if splits > 1 else 0.0)
+        waves = ceil_div(tiles * splits, sm_count)
+        return waves * (ceil_div(num_n_blocks, splits) + _START) + (_MERGE * splits if splits > 1 else 0.0)
 
     return min(range(1, min(max_splits, num_n_blocks) + 1), key=lambda s: (time(s), s))

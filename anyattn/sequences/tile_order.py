@@ -11,8 +11,8 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
+from anyattn.arithmetic import ceil_div
 from anyattn.sequences.batch import Sequences
-from anyattn.sequences.integers import ceil_div
 from anyattn.sequences.unread_varlen import StoredSequences
 from anyattn.triton_tools import interpreter
 from anyattn.triton_tools.launch import run_plain

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from anyattn.arithmetic import ceil_div
 from anyattn.sequences.batch import Sequences
-from anyattn.sequences.integers import ceil_div
 
 __all__ = ["MANY_QUERIES", "LengthTables", "StoredSequences", "StoredSizes", "UnreadSequences", "queries_each"]
 

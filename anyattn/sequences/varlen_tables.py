@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from anyattn.arithmetic import ceil_div
 from anyattn.sequences.batch import Sequences
-from anyattn.sequences.integers import ceil_div
 
 __all__ = ["counted", "entries_table", "longest_first", "numbered_tiles"]
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 from torch.utils import _pytree as pytree
 
+from anyattn.arithmetic import ceil_div
 from anyattn.mods.algebra import Derived
 from anyattn.mods.analysis.tile_classes import EMPTY, FULL, PARTIAL
 from anyattn.mods.ir.dependence import dependence
@@ -166,7 +167,7 @@ class BlockMask(torch_flex.BlockMask):
         new = (length("new_q_len", new_q_len), length("new_kv_len", new_kv_len))
         if any(n > old for n, old in zip(new, self.seq_lengths, strict=True)):
             raise ValueError(f"this BlockMask covers {tuple(self.seq_lengths)} and cannot grow to {new}; build one with create_block_mask")
-        rows, columns = (-(-n // t) for n, t in zip(new, self.BLOCK_SIZE, strict=True))
+        rows, columns = (ceil_div(n, t) for n, t in zip(new, self.BLOCK_SIZE, strict=True))
         classes = grid_of_lists(*self._lists_4d().values())[..., :rows, :columns]
         separate, both = self.full_kv_num_blocks is not None, self.q_indices is not None
         made = block_mask_of_classes(classes, self.mask_mod, new, self.BLOCK_SIZE, separate, compute_q_blocks=both)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anyattn.arithmetic import ceil_div
 from anyattn.mods.analysis.tile_classes import FULL, PARTIAL
 from anyattn.sparsity.arguments import check_retile, length, pair
 from anyattn.sparsity.lists import check_counts, grid_of_lists, joined, lists_of_grid
@@ -76,7 +77,7 @@ class BlockSparseTensors:
         """(M, N): tiles along the query rows and along the keys; for compact lists without lengths, as many as they have room for."""
         if self.lengths is None:
             return self.mask_block_idx.shape[-2], self._room
-        rows, columns = (-(-n // t) for n, t in zip(self.lengths, self.tile, strict=True))
+        rows, columns = (ceil_div(n, t) for n, t in zip(self.lengths, self.tile, strict=True))
         return rows, columns
 
     @property
@@ -142,7 +143,7 @@ class BlockSparseTensors:
                 "these block lists do not know their sequence lengths, so they cannot be cut finer; pass lengths=(seqlen_q, seqlen_k)"
             )
         new = self.tile[dim] // parts
-        return classes.repeat_interleave(parts, dim).narrow(dim, 0, -(-self.lengths[dim] // new))
+        return classes.repeat_interleave(parts, dim).narrow(dim, 0, ceil_div(self.lengths[dim], new))
 
     def validate(self) -> BlockSparseTensors:
         """Raises ``ValueError`` unless counts are in range, lists strictly increasing with a tail of 0, and partial and full disjoint.
@@ -175,7 +176,7 @@ class BlockSparseTensors:
         lengths = tuple(block_mask.seq_lengths)
         # torch's "no mask" is one block of 2^30 x 2^30
         tile = tuple(min(size, max(n, 1)) for size, n in zip(block_mask.BLOCK_SIZE, lengths, strict=True))
-        rows, columns = (-(-n // t) for n, t in zip(lengths, tile, strict=True))
+        rows, columns = (ceil_div(n, t) for n, t in zip(lengths, tile, strict=True))
         classes = grid_of_lists(cnt, idx, full_cnt, full_idx, columns=max(columns, idx.shape[-1]))[..., :rows, :columns]
         return cls.from_classes(classes, tile, lengths, full_cnt is not None)  # type: ignore[arg-type]
 

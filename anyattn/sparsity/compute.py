@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from anyattn.arithmetic import ceil_div
 from anyattn.mods.analysis.tile_classes import classify
 from anyattn.mods.analysis.visible_loads import Dense, check_call
 from anyattn.mods.tracing.trace import TracedMod, trace
-from anyattn.sequences.integers import ceil_div
 from anyattn.sparsity.arguments import device_of, length, positions, reads_nothing
 from anyattn.sparsity.block_sparse import BlockSparseTensors
 from anyattn.sparsity.lists import lists_of_grid, unknown_lists

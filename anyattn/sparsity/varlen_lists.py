@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from anyattn.arithmetic import ceil_div
 from anyattn.mods.analysis.tile_classes_varlen import classify_ragged
 from anyattn.mods.ir.dependence import dependence
 from anyattn.mods.tracing.trace import TracedMod
@@ -79,7 +80,7 @@ def _on_device(mask: TracedMod, s: Sequences, tile: tuple[int, int], heads: int)
 
     rows, columns = _most_tiles(s, tile)
     last = s.bound_q if isinstance(s, StoredSequences) else s.end_position
-    if not can_list(mask, (last, s.bound_k)) or min(rows, columns) == 0 or rows * -(-s.bound_k // tile[1]) >= 2**31:
+    if not can_list(mask, (last, s.bound_k)) or min(rows, columns) == 0 or rows * ceil_div(s.bound_k, tile[1]) >= 2**31:
         return None
     sees_h = any(d.h for d in dependence(mask.expr))
     most = kernels.Capacity(rows, columns, s.bound_q, s.bound_k)
@@ -92,11 +93,11 @@ def _most_tiles(s: Sequences, tile: tuple[int, int]) -> tuple[int, int]:
     """Upper bounds of the batch's row tiles and key tiles, without reading its lengths."""
     if not isinstance(s, StoredSequences):
         pairs = ((s.on_host.seqlens_q, tile[0]), (s.on_host.seqlens_k, tile[1]))
-        return tuple(sum(-(-n // size) for n in lengths) for lengths, size in pairs)  # type: ignore[return-value]
+        return tuple(sum(ceil_div(n, size) for n in lengths) for lengths, size in pairs)  # type: ignore[return-value]
     found, sizes = [], s.sizes
     sides = ((s.tables.cu_seqlens_q, sizes.rows_q, s.bound_q, tile[0]), (s.tables.cu_seqlens_k, sizes.rows_k, s.bound_k, tile[1]))
     for ends, room, bound, size in sides:
-        each = sizes.batch * -(-bound // size)
+        each = sizes.batch * ceil_div(bound, size)
         # packed sequences share their rows, and each may begin a tile of its own
         found.append(each if ends is None else min(each, room // size + sizes.batch))
     return found[0], found[1]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anyattn.arithmetic import ceil_div
 from anyattn.mods import masks
 from anyattn.mods.analysis.evaluate import evaluate
 from anyattn.mods.analysis.tile_classes import EMPTY, FULL, PARTIAL
@@ -27,7 +28,7 @@ def dense(mod: Any, seqlen_q: int, seqlen_k: int, B: int = 1, H: int = 1) -> Ten
 def brute_classes(mask: Tensor, tile_m: int, tile_n: int, pad: bool = False) -> Tensor:
     """uint8 (B, H, M, N) classes of a dense mask by counting; ``pad`` counts the tail's padding as hidden, as torch does."""
     seqlen_q, seqlen_k = mask.shape[-2:]
-    rows, columns = -(-seqlen_q // tile_m), -(-seqlen_k // tile_n)
+    rows, columns = ceil_div(seqlen_q, tile_m), ceil_div(seqlen_k, tile_n)
     padding = (0, columns * tile_n - seqlen_k, 0, rows * tile_m - seqlen_q)
 
     def count(x: Tensor) -> Tensor:
@@ -69,7 +70,7 @@ def library_masks(seqlen_q: int, seqlen_k: int, B: int = 2, seed: int = 0) -> di
     ids = torch.tensor(_runs(rng, length))
     ids_per_batch = torch.tensor([_runs(rng, length) for _ in range(B)])
     cuts = sorted({0, length, *(rng.randrange(length + 1) for _ in range(3))})
-    words = torch.randint(-(2**62), 2**62, (max(seqlen_q, 1), -(-length // 64)), generator=torch.Generator().manual_seed(seed))
+    words = torch.randint(-(2**62), 2**62, (max(seqlen_q, 1), ceil_div(length, 64)), generator=torch.Generator().manual_seed(seed))
     prefix = torch.tensor([rng.randrange(length + 1) for _ in range(B)])
     w = rng.randrange(1, length + 2)
     return {

@@ -17,13 +17,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from anyattn.arithmetic import LOG2E
 from anyattn.mods.analysis.extents import MOST_INDEX_BITS, Box, bits_of, extents, fits
 from anyattn.mods.ir.dependence import Dep, dependence
 from anyattn.mods.ir.expr import DType, Expr, Node, category, is_weak
 
 __all__ = [
     "LEAVES",
-    "LOG2E",
     "NEAR",
     "PLAIN",
     "SMALL",
@@ -37,7 +37,6 @@ __all__ = [
 
 SMALL = 2**28  # of ``Style.is_small``: sums of a few such numbers still have 32 bits
 NEAR = 2**22  # of ``Style.is_near``: sums of a few such numbers are exact in float32
-LOG2E = 1.4426950408889634
 _EXACT_BITS = 24  # of a whole number in float32
 
 LEAVES = {name: name for name in ("b", "h", "q_idx", "kv_idx", "score")}

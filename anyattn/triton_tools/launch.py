@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anyattn import launch_log
+from anyattn.triton_tools import launch_log
 from anyattn.triton_tools.fast_launch import Handle, handle_of, scratch
 
 __all__ = ["UNIT", "current_device", "launch", "run_plain", "strides_of"]

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from anyattn.arithmetic import ceil_div
 from anyattn.kvcache.append import check_pages
 from anyattn.mods import masks, scores
 from anyattn.mods.analysis.load_bounds import plainly_inside
@@ -365,7 +366,7 @@ def _blocks(given: Any, problem: Problem) -> Any:
             raise ValueError(f"block_sparse_tensors has {heads} heads but q has {problem.heads_q}; wanted 1 (shared) or {problem.heads_q}")
         return given
     lengths = (problem.seqlen_q, problem.seqlen_k)
-    tiles = tuple(-(-n // t) for n, t in zip(lengths, given.tile, strict=True))
+    tiles = tuple(ceil_div(n, t) for n, t in zip(lengths, given.tile, strict=True))
     # lists without lengths may be compact
     fits = given.grid == tiles if given.lengths is not None else given.grid[0] == tiles[0] and given.grid[1] <= tiles[1]
     if not fits or given.lengths not in (None, lengths):

@@ -128,6 +128,7 @@ def test_what_warmup_compiles_is_what_calls_ask_for(layout: str, mask: str, monk
     from anyattn import hardware, masks
     from anyattn.backends import hopper
     from anyattn.backends.hopper import api
+    from anyattn.backends.result import Result
     from anyattn.call_cache import attention
     from anyattn.cli import warmup
 
@@ -138,7 +139,7 @@ def test_what_warmup_compiles_is_what_calls_ask_for(layout: str, mask: str, monk
     def forward(problem, plan):  # type: ignore[no-untyped-def]
         asked.append(api.config_of(problem))
         out = problem.q.new_zeros(*problem.q.shape[:3], problem.v.shape[3])
-        return api.Result(out, torch.zeros(out.shape[:3]), None)
+        return Result(out, torch.zeros(out.shape[:3]), None)
 
     monkeypatch.setattr(hardware, "of", lambda *_: h200)
     monkeypatch.setattr(hopper, "forward", forward)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
 import anyattn
 from anyattn import masks
 from tests.support.compiling import fresh, same
+from tests.support.processes import python
 
 H, S, D = 2, 64, 16
 OUTSIDE = masks.sliding_window(3, 5)
@@ -74,7 +72,8 @@ assert torch.equal(torch.compile(call, fullgraph=True, backend="aot_eager")(q), 
 
 
 def test_an_inversion_may_be_the_first_thing_of_ours_that_dynamo_traces() -> None:
-    subprocess.run([sys.executable, "-W", "ignore", "-c", _FIRST], check=True, timeout=300)
+    done = python("-W", "ignore", "-c", _FIRST)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def listed(q, k, v, cu):

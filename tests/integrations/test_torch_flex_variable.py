@@ -75,7 +75,7 @@ def test_a_wrong_value_warns_and_import_torch_goes_on(run):
 
 def test_a_failure_warns_and_import_torch_goes_on(run):
     code = """
-import anyattn.replace
+import anyattn.integrations.torch_flex
 def broken(): raise OSError("no such thing")
 anyattn.integrations.torch_flex.replace_flex_attention = broken
 import torch

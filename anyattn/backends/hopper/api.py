@@ -12,32 +12,24 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from anyattn.arithmetic import LOG2E, ceil_div
 from anyattn.backends.hopper import tables
 from anyattn.backends.hopper.compile.launch import indexable, is_compiling, kinds_of, launch, loaded
 from anyattn.backends.hopper.config import Config
 from anyattn.backends.hopper.make_config import ByDocument, Special, by_document, specialised
 from anyattn.backends.hopper.pack_gqa import groups_of
+from anyattn.backends.result import Result
 from anyattn.documents.rewrite import over_sequences, tables_of
 from anyattn.plan import Plan
 from anyattn.problem import Problem
-from anyattn.sequences.integers import ceil_div
 from anyattn.sequences.l2_groups import heads_side_by_side
 from anyattn.sequences.unread_varlen import StoredSequences
 from anyattn.tensors.strides import empty_in_order
 
-__all__ = ["CACHE_FOR_KEYS", "Result", "config_of", "forward", "runs_documents"]
+__all__ = ["CACHE_FOR_KEYS", "config_of", "forward", "runs_documents"]
 
-_LOG2_E = math.log2(math.e)
 _NOTHING: Mapping[Config, Any] = {}
 CACHE_FOR_KEYS = 32 * 2**20  # bytes of the 50 MB L2 cache that K and V of the heads computed side by side may take
-
-
-class Result(NamedTuple):
-    """out: (B, Hq, Sq, Dv) in the inputs' dtype. lse, max_scores: (B, Hq, Sq) float32, or None where not wanted; lse in nats."""
-
-    out: Tensor
-    lse: Tensor | None
-    max_scores: Tensor | None
 
 
 class _Shared(NamedTuple):
@@ -118,7 +110,7 @@ def _again(problem: Problem, special: Special, ready: _Ready) -> Result:
     numbers, captured = special.captured(problem) if ready.captures else ((), ())
     ready.kernel(
         q, problem.k, problem.v, out, lse, highest, _sink(problem), *ready.visits, _counter(device),
-        problem.scale * _LOG2_E, *ready.numbers, numbers, captured if ready.is_plain else indexable(captured),
+        problem.scale * LOG2E, *ready.numbers, numbers, captured if ready.is_plain else indexable(captured),
     )  # fmt: skip
     return Result(out, lse, highest)
 
@@ -152,7 +144,7 @@ def _launched(problem: Problem, special: Special, config: Config, visits: tables
     spread = {"all": problem.batch * heads, "heads": heads, "none": 1}[config.spread]
     numbers = (rows, spread, min(spread, _section(problem, groups)), max(1, min(rows * spread, _multiprocessors(q.device))))
     arguments = (
-        q, problem.k, problem.v, *results, _sink(problem), *visits, _counter(q.device), problem.scale * _LOG2_E, *numbers,
+        q, problem.k, problem.v, *results, _sink(problem), *visits, _counter(q.device), problem.scale * LOG2E, *numbers,
         *special.captured(problem),
     )  # fmt: skip
     launch(config, arguments)

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from anyattn.arithmetic import LOG2E, ceil_div
 from anyattn.backends.hopper.api import CACHE_FOR_KEYS
 from anyattn.backends.hopper.codegen.score_analysis import factored
 from anyattn.backends.hopper.compile import build
@@ -32,7 +33,6 @@ from anyattn.errors import BackendError
 from anyattn.mods.tracing.cute_mod import native_mod
 from anyattn.mods.tracing.trace import TracedMod, trace
 from anyattn.problem import Problem
-from anyattn.sequences.integers import ceil_div
 from anyattn.sequences.l2_groups import heads_side_by_side
 
 __all__ = ["Described", "arguments", "as_cute", "describe", "placeholders"]
@@ -131,7 +131,7 @@ def arguments(
     section = min(spread, heads_side_by_side(keys * (q.shape[3] + v.shape[3]) * 2, groups, CACHE_FOR_KEYS))
     blocks = max(1, min(rows * spread, 132 if workers is None else workers))
     found = tuple(tables.get(name) for name in _TABLES)
-    return (q, k, v, out, lse, highest, sink, *found, counter, factor * math.log2(math.e), rows, spread, section, blocks, scalars, tensors)
+    return (q, k, v, out, lse, highest, sink, *found, counter, factor * LOG2E, rows, spread, section, blocks, scalars, tensors)
 
 
 def _check_signs(config: Config, scale: float, scalars: tuple[int | float, ...]) -> None:

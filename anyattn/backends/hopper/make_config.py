@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from anyattn.arithmetic import ceil_div
 from anyattn.backends.hopper.codegen.score_analysis import MOST_NUMBER, bound, caps, factored
 from anyattn.backends.hopper.config import LEAST_PIECE, MOST, TILE_M, Ask, Config, Tiles, padded, sides, slots, tiles_for
 from anyattn.backends.hopper.pack_gqa import heads_per_tile
@@ -189,13 +190,13 @@ def _storage(problem: Problem, has_lists: bool) -> dict[str, Any]:
 def tile_of(blocks: Any) -> tuple[int, int]:
     """The tile of block lists. One that holds a whole sequence is enlarged to whole tiles of the kernel's."""
     lengths = getattr(blocks, "lengths", None) or (math.inf, math.inf)
-    rows, keys = (-(-size // TILE_M) * TILE_M if size >= n else size for size, n in zip(blocks.tile, lengths, strict=True))
+    rows, keys = (ceil_div(size, TILE_M) * TILE_M if size >= n else size for size, n in zip(blocks.tile, lengths, strict=True))
     return rows, keys
 
 
 def fitting(tile: tuple[int, int]) -> tuple[int, int]:
     """The tile in which lists in tiles of ``tile`` are read."""
-    return (-(-tile[0] // TILE_M) * TILE_M, -(-tile[1] // TILE_M) * TILE_M) if list_tile_misfit(tile) else tile
+    return (ceil_div(tile[0], TILE_M) * TILE_M, ceil_div(tile[1], TILE_M) * TILE_M) if list_tile_misfit(tile) else tile
 
 
 def list_tile_misfit(tile: tuple[int, int]) -> bool:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from anyattn.arithmetic import ceil_div
 from anyattn.backends.hopper.codegen.score_analysis import is_foreseen
 from anyattn.backends.hopper.config import PACKED, Config
 from anyattn.mods.ir.dependence import dependence
 from anyattn.mods.ir.expr import Expr
 from anyattn.problem import Problem
-from anyattn.sequences.integers import ceil_div
 from anyattn.sequences.unread_varlen import MANY_QUERIES, queries_each
 
 __all__ = ["groups_of", "heads_per_tile", "reason_against_packing", "row_tiles", "why_apart"]

@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from anyattn.arithmetic import ceil_div
 from anyattn.backends.hopper.compile.launch import launch
 from anyattn.backends.hopper.config import TILE_M, Config
 from anyattn.backends.hopper.make_config import Special, tile_of
@@ -17,7 +18,6 @@ from anyattn.documents.rewrite import DocumentTables
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.problem import Problem
 from anyattn.sequences.batch import Sequences
-from anyattn.sequences.integers import ceil_div
 from anyattn.sequences.unread_varlen import StoredSequences
 from anyattn.sequences.varlen_tables import counted, entries_table, longest_first
 

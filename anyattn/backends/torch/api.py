@@ -7,12 +7,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from anyattn.backends.result import Result
 from anyattn.backends.torch import backward as backward_pass
 from anyattn.backends.torch import forward as forward_pass
 from anyattn.backends.torch import unstreamed
 from anyattn.backends.torch.combine import combine
 from anyattn.backends.torch.coverage import cover, split_of
-from anyattn.backends.torch.forward import Result
 from anyattn.backends.torch.tiles import Call, Masks, blank_unused_rows, rows_of_queries
 from anyattn.backends.torch.workspace import Workspace
 from anyattn.plan import Plan

@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from anyattn.arithmetic import LOG2E
 from anyattn.backends.torch.coverage import Group, RowTile, Segment
 from anyattn.backends.torch.kv_matrices import KeyRows
-from anyattn.backends.torch.tiles import LOG2E, Call, Heads
+from anyattn.backends.torch.tiles import Call, Heads
 
 __all__ = ["Rectangle", "RowBlock", "blocks"]
 

@@ -14,12 +14,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from anyattn.arithmetic import LOG2E
 from anyattn.backends.torch.aten_flash import blocks
 from anyattn.backends.torch.captured_gradients import CapturedGradients
 from anyattn.backends.torch.coverage import Group, RowTile
 from anyattn.backends.torch.forward import Scores, sink_logits
 from anyattn.backends.torch.mod_runner import Tile
-from anyattn.backends.torch.tiles import LOG2E, Call, Chunk, Heads, chunks, finite_or_zero, is_finite, row_heads, rows_of_queries, store
+from anyattn.backends.torch.tiles import Call, Chunk, Heads, chunks, finite_or_zero, is_finite, row_heads, rows_of_queries, store
 from anyattn.backends.torch.workspace import zeros_in_order
 
 __all__ = ["backward"]

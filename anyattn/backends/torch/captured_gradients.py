@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anyattn.arithmetic import LOG2E
 from anyattn.backends.torch.coverage import Segment
 from anyattn.backends.torch.lower import lowered
 from anyattn.backends.torch.mod_runner import Tile, bind
-from anyattn.backends.torch.tiles import LOG2E, Call
+from anyattn.backends.torch.tiles import Call
 from anyattn.backends.torch.workspace import zeros
 from anyattn.mods.ir.dependence import dependence
 from anyattn.mods.ir.expr import Builder, Expr

@@ -12,6 +12,7 @@ from itertools import groupby, pairwise
 import torch
 from torch import Tensor
 
+from anyattn.arithmetic import ceil_div
 from anyattn.mask_plan import MaskAbilities, mask_plan
 from anyattn.mods.analysis.row_ranges import MAX_RANGES
 from anyattn.mods.analysis.tile_classes import EMPTY, FULL, classify
@@ -114,7 +115,7 @@ def split_of(coverage: Coverage, split: int, splits: int) -> Coverage:
     def part(row_tile: RowTile) -> RowTile:
         if not row_tile.segments:
             return row_tile
-        first, last = row_tile.segments[0].lo // _TILE_N, -(-row_tile.segments[-1].hi // _TILE_N)
+        first, last = row_tile.segments[0].lo // _TILE_N, ceil_div(row_tile.segments[-1].hi, _TILE_N)
         lo, hi = (n * _TILE_N for n in split_range(first, last, split, splits))
         kept = (replace(s, lo=max(s.lo, lo), hi=min(s.hi, hi)) for s in row_tile.segments if max(s.lo, lo) < min(s.hi, hi))
         return replace(row_tile, segments=tuple(kept))
@@ -146,7 +147,7 @@ def _rows_of_tiles(rows: int, tile_m: int, problem: Problem) -> Tensor:
     if problem.sequences is None:
         return (torch.arange(0, rows, tile_m, device=device)[:, None] + within).clamp(max=max(rows - 1, 0))
     s = problem.sequences
-    counts = (s.seqlens_q + (tile_m - 1)) // tile_m
+    counts = ceil_div(s.seqlens_q, tile_m)
     entry = torch.repeat_interleave(counts)
     tile = torch.arange(len(entry), device=device) - (counts.cumsum(0) - counts)[entry]
     first, last = s.row_base[entry] + tile * tile_m, (s.row_base + s.seqlens_q - 1)[entry]
@@ -155,7 +156,7 @@ def _rows_of_tiles(rows: int, tile_m: int, problem: Problem) -> Tensor:
 
 def _tile_counts(problem: Problem, tile_m: int) -> list[int]:
     assert problem.sequences is not None
-    return [-(-n // tile_m) for n in problem.sequences.on_host.seqlens_q]
+    return [ceil_div(n, tile_m) for n in problem.sequences.on_host.seqlens_q]
 
 
 def _by_sequence(per_head: list[list], counts: list[int]) -> list[list[list]]:
@@ -176,9 +177,9 @@ def _from_flat_classes(classes: Tensor, tile: tuple[int, int], predicate: int | 
     for per_head in classes.tolist():
         start = 0
         for b, (seqlen_q, seqlen_k) in enumerate(zip(host.seqlens_q, host.seqlens_k, strict=True)):
-            rows, columns = -(-seqlen_q // tile[0]), -(-seqlen_k // tile[1])
+            rows, columns = ceil_div(seqlen_q, tile[0]), ceil_div(seqlen_k, tile[1])
             by_block = [_runs(per_head[start + m * columns : start + (m + 1) * columns], tile[1], seqlen_k) for m in range(rows)]
-            stretches[b].append([by_block[t * tile_m // tile[0]] for t in range(-(-seqlen_q // tile_m))])
+            stretches[b].append([by_block[t * tile_m // tile[0]] for t in range(ceil_div(seqlen_q, tile_m))])
             start += rows * columns
     return _Source(predicate, problem.batch, len(classes), stretches)
 
@@ -224,7 +225,7 @@ def _from_lists(blocks: BlockSparseTensors, predicate: int | None, tile_m: int, 
     lists = [(blocks.mask_block_cnt.tolist(), blocks.mask_block_idx.tolist(), False)]
     if blocks.full_block_cnt is not None and blocks.full_block_idx is not None:
         lists.append((blocks.full_block_cnt.tolist(), blocks.full_block_idx.tolist(), True))
-    tiles = -(-problem.seqlen_q // tile_m)
+    tiles = ceil_div(problem.seqlen_q, tile_m)
     stretches: list = []
     for b in range(batch):
         stretches.append([])

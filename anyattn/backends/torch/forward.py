@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from anyattn.arithmetic import LN2, LOG2E
+from anyattn.backends.result import Result
 from anyattn.backends.torch.aten_flash import blocks
 from anyattn.backends.torch.coverage import Group, RowTile
 from anyattn.backends.torch.kv_matrices import KeyRows
 from anyattn.backends.torch.lower import lowered
 from anyattn.backends.torch.mod_runner import Bound, Tile, bind
 from anyattn.backends.torch.tiles import (
-    LN2,
-    LOG2E,
     Call,
     Chunk,
     Heads,
@@ -34,18 +33,9 @@ from anyattn.backends.torch.tiles import (
 from anyattn.mods.analysis.additive_bias import additive_bias
 from anyattn.problem import Problem
 
-__all__ = ["Result", "Scores", "Values", "forward", "sink_logits"]
+__all__ = ["Scores", "Values", "forward", "sink_logits"]
 
 _FEW_ROWS = 32
-
-
-@dataclass(frozen=True)
-class Result:
-    """out: (B, Hq, Sq, Dv) in the inputs' dtype. lse, max_scores: (B, Hq, Sq) in the statistics' dtype, natural logarithm, or None."""
-
-    out: Tensor
-    lse: Tensor | None
-    max_scores: Tensor | None
 
 
 class Scores:

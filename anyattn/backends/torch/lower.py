@@ -7,11 +7,11 @@ loses relative accuracy near 0, which inputs of 16 bits do not notice.
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
 
 import torch
 
+from anyattn.arithmetic import LN2
 from anyattn.mods.ir.dependence import dependence
 from anyattn.mods.ir.expr import Builder, Expr, Node
 
@@ -48,7 +48,7 @@ def steady(expr: Expr) -> Expr:
             return builder.const(value, dtype)  # type: ignore[arg-type]
 
         if node.op == "exp2":
-            new.append(builder.add("exp", builder.add("mul", args[0], number(math.log(2.0)))))
+            new.append(builder.add("exp", builder.add("mul", args[0], number(LN2))))
         elif node.op == "sigmoid":
             power = builder.add("exp", builder.add("neg", args[0]))
             new.append(builder.add("reciprocal", builder.add("add", power, number(1.0))))

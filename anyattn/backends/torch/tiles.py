@@ -10,6 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from anyattn.arithmetic import ceil_div
 from anyattn.backends.torch.coverage import Coverage, Group, RowTile, Segment
 from anyattn.backends.torch.kv_matrices import KeyRows, PoolRows
 from anyattn.backends.torch.mod_runner import Bound, Tile, bind
@@ -20,8 +21,6 @@ from anyattn.plan import Plan
 from anyattn.problem import Problem
 
 __all__ = [
-    "LN2",
-    "LOG2E",
     "Call",
     "Chunk",
     "Heads",
@@ -35,8 +34,6 @@ __all__ = [
     "store",
 ]
 
-LOG2E = math.log2(math.e)
-LN2 = math.log(2.0)
 _ALIGNED = 64  # bytes, as torch's memory on a CPU
 _BITS = {torch.float64: torch.int64, torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 
@@ -61,7 +58,7 @@ def chunks(row_tile: RowTile, width: int) -> list[Chunk]:
             end += 1
         run = segments[start : end + 1]
         lo, hi = run[0].lo, run[-1].hi
-        pieces = -(-(hi - lo) // width)
+        pieces = ceil_div(hi - lo, width)
         for p in range(pieces):
             a, b = lo + (hi - lo) * p // pieces, lo + (hi - lo) * (p + 1) // pieces
             asked = tuple(Segment(max(s.lo, a), min(s.hi, b), s.predicates) for s in run if s.predicates and s.lo < b and s.hi > a)

@@ -1,8 +1,8 @@
 """The Triton backend: kernels for any GPU that Triton supports; see ``api.py``. Imported at first use, since Triton is an extra."""
 
-from anyattn.backends.triton.api import Result, forward
+from anyattn.backends.triton.api import forward
 from anyattn.backends.triton.append_rotary import append
 from anyattn.backends.triton.backward_pass import backward
 from anyattn.backends.triton.combine import combine
 
-__all__ = ["Result", "append", "backward", "combine", "forward"]
+__all__ = ["append", "backward", "combine", "forward"]

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from anyattn.backends.result import Result
 from anyattn.backends.triton import autotune, tables, tile_config
-from anyattn.backends.triton.codegen.entry import Group, Signature, entry_of, entry_source, run_entry
+from anyattn.backends.triton.codegen.entry import Group, Signature, entry_source
 from anyattn.backends.triton.codegen.programs import Chosen, captured_of, program_of
 from anyattn.backends.triton.combine import merge
 from anyattn.backends.triton.documents import Form, forms_of
@@ -23,7 +24,7 @@ from anyattn.backends.triton.kernels.arguments import (
     Lists,
     Sizes,
 )
-from anyattn.backends.triton.launch_cache import Kept, Ready, facts_of, kept_of, ready_of, sources_of
+from anyattn.backends.triton.launch_cache import First, Kept, facts_of, kept_of, prepare
 from anyattn.backends.triton.launch_shape import (
     MOST_BLOCKS,
     forward_shape,
@@ -41,18 +42,10 @@ from anyattn.sequences.unread_kvcache import StoredCache
 from anyattn.tensors.strides import empty_in_order
 from anyattn.triton_tools.launch import strides_of
 
-__all__ = ["Result", "forward", "source_of"]
+__all__ = ["forward", "source_of"]
 
 
 _LEAST_SCALE = 1e-30  # positive, and its product with a score's limits is neither 0 nor infinite
-
-
-class Result(NamedTuple):
-    """out: (B, Hq, Sq, Dv) in the inputs' dtype. lse, max_scores: (B, Hq, Sq) float32, or None where not wanted; lse in nats."""
-
-    out: Tensor
-    lse: Tensor | None
-    max_scores: Tensor | None
 
 
 _FORWARD = Signature(
@@ -169,12 +162,7 @@ def _launch(form: Form, plan: Plan, target: _Target) -> None:
         found.guard,
     )  # fmt: skip
     key = (*facts_of(problem, found, target.out), target.lse is None, target.highest is None, is_raw := _is_raw(problem))
-    ready = kept.get(key)
-    if ready is not None:
-        ready.launch(tensors, found.lists, problem.scale, ready.sources.read(problem), _descriptor)
-        return
-    chosen = program_of(problem) if chosen is None else chosen
-    kept.put(key, _first(_Call(form, plan, target, chosen, found, is_raw), tensors), chosen)
+    prepare(kept, key, problem, tensors, found.lists, lambda: _first(form, plan, target, chosen, found, is_raw))
 
 
 class _Call(NamedTuple):
@@ -186,20 +174,16 @@ class _Call(NamedTuple):
     is_raw: bool
 
 
-def _first(call: _Call, tensors: tuple[Tensor | None, ...]) -> Ready | None:
-    """The first launch for such a call; returns the prepared launch for later ones. tensors: None for what is absent."""
-    form, plan, target, chosen, found, _ = call
+def _first(form: Form, plan: Plan, target: _Target, chosen: Chosen | None, found: tables.Tables, is_raw: bool) -> First:
     problem, packed = form.problem, plan.heads_per_tile
+    chosen = program_of(problem) if chosen is None else chosen
+    call = _Call(form, plan, target, chosen, found, is_raw)
     q, k, v = problem.q, problem.k, problem.v
     splits, part_statistics, part_out = target.parts
     is_aligned, strides = strides_of(q, k, v, target.out, more=(part_out,))
     constants = _constants(call, is_aligned)
-    pointers = [q if t is None else t for t in tensors]  # an absent tensor is passed as any pointer
-    lists = [q if t is None else t for t in found.lists]
     ways = (("q", 4, plan.tile_m), ("k", 2, plan.tile_n), ("v", 2, plan.tile_n), ("out", 3, plan.tile_m))
-    described = [(ForwardTensors._fields.index(name), rows) for name, since, rows in ways if constants["IS_DESCRIBED"] >= since]
-    for at, rows in described:
-        pointers[at] = _descriptor(pointers[at], rows)
+    described = tuple((ForwardTensors._fields.index(name), rows) for name, since, rows in ways if constants["IS_DESCRIBED"] >= since)
     grid = (
         found.row_tiles,
         problem.heads_kv * (tiles_each := tiles_per_group(problem, packed)),
@@ -215,13 +199,8 @@ def _first(call: _Call, tensors: tuple[Tensor | None, ...]) -> Ready | None:
         *strides, part_statistics, *found.strides, *_cache_sizes(problem, found.cache), packed, padded_group(packed),
         together, groups, tiles_each, *sizes_of(problem, found, splits),
     )  # fmt: skip
-    captured = captured_of(chosen)
-    options = {"num_warps": plan.num_warps, "num_stages": plan.num_stages}
-    handle = run_entry(
-        entry_of(_FORWARD, chosen.program, is_aligned), grid, (*pointers, *numbers, *lists, problem.scale), captured, q.device,
-        constants | options,
-    )  # fmt: skip
-    return ready_of(handle, grid, numbers, sources_of(problem, chosen, chosen.program), captured, described)
+    options = constants | {"num_warps": plan.num_warps, "num_stages": plan.num_stages}
+    return First(_FORWARD, chosen, chosen.program, captured_of(chosen), is_aligned, grid, numbers, options, described)
 
 
 def _constants(call: _Call, is_aligned: bool) -> dict[str, Any]:
@@ -289,14 +268,6 @@ def _has_places(x: Tensor) -> bool:
     return x.numel() > 0 and all(
         s > 0 and s * x.element_size() % 16 == 0 for s, n in zip(x.stride()[:3], x.shape[:3], strict=True) if n > 1
     )
-
-
-def _descriptor(x: Tensor, rows: int) -> Any:
-    """The tensor descriptor of x for TMA, in boxes of [1, 1, rows, width]."""
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    strides = [8 if n == 1 else s for s, n in zip(x.stride()[:3], x.shape[:3], strict=True)]
-    return TensorDescriptor(x.detach(), list(x.shape), [*strides, 1], [1, 1, rows, tile_config.padded(x.shape[3])])
 
 
 def _cache_sizes(problem: Problem, cache: StoredCache | None) -> tuple[int, int, int, int]:

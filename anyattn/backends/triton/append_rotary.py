@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anyattn.sequences.integers import ceil_div
+from anyattn.arithmetic import ceil_div, next_power_of_2
 from anyattn.sequences.unread_kvcache import CacheStep
 from anyattn.triton_tools.launch import run_plain
 
@@ -112,4 +112,4 @@ def _options(step: CacheStep, numbers: tuple[int, ...], width: tuple[int, int]) 
 
 
 def _power_of_2(size: int) -> int:
-    return max(16, 1 << (size - 1).bit_length())
+    return max(16, next_power_of_2(size))

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from anyattn.arithmetic import ceil_div
 from anyattn.backends.triton import autotune, deterministic_sum, privatized_sum, tables, tile_config
 from anyattn.backends.triton.codegen import assumptions
 from anyattn.backends.triton.codegen.assumptions import shape_of
-from anyattn.backends.triton.codegen.entry import Group, Signature, entry_of, run_entry
+from anyattn.backends.triton.codegen.entry import Group, Signature
 from anyattn.backends.triton.codegen.programs import (
     Chosen,
     Program,
@@ -35,13 +36,12 @@ from anyattn.backends.triton.kernels.arguments import (
     PrepareStrides,
     PrepareTensors,
 )
-from anyattn.backends.triton.launch_cache import Kept, Ready, facts_of, ready_of, sources_of
+from anyattn.backends.triton.launch_cache import First, Kept, facts_of, prepare
 from anyattn.backends.triton.launch_shape import grid_of
 from anyattn.backends.triton.paged_gradients import add_to_pages, brought_together
 from anyattn.backends.triton.tile_config import Tiles, backward_tiles, fitting, heads_in_turn, padded
 from anyattn.plan import Plan
 from anyattn.problem import Problem
-from anyattn.sequences.integers import ceil_div
 from anyattn.tensors.strides import empty_in_order
 from anyattn.triton_tools.launch import strides_of
 
@@ -272,24 +272,17 @@ def _prepared(form: Form, passes: _Passes, results: _Results, delta_of_rows: Ten
     found = tables.tables_of(problem, None, tile_m, form.documents)
     tensors = (out, dout, lse, dlse, of_lse, spans, found.entries, found.order, guard, of_delta, delta_of_rows)  # ``PrepareTensors``
     key = (*facts_of(problem, found, out, dout), None if dlse is None else dlse.stride(), delta_of_rows is None, guard is None, tile_m)
-    ready = kept.get(key)
-    if ready is not None:
-        ready.launch(tensors, _NO_LISTS, problem.scale, ready.sources.read(problem))
-    else:
-        chosen = program_of(problem)
-        kept.put(key, _prepared_first(form, chosen, found, tensors, places, tile_m), replace(chosen, lists=None))
+    prepare(kept, key, problem, tensors, _NO_LISTS, lambda: _prepared_first(form, found, PrepareTensors(*tensors), places, tile_m))
     return _Prepared(of_lse, of_delta, spans, tile_m)
 
 
 _NO_LISTS = Lists(None, None, None, None)
 
 
-def _prepared_first(
-    form: Form, chosen: Chosen, found: tables.Tables, tensors: tuple[Tensor | None, ...], places: int, tile_m: int
-) -> Ready | None:
-    problem, named = form.problem, PrepareTensors(*tensors)
-    out, dout, dlse = named.out, named.dout, named.dlse
+def _prepared_first(form: Form, found: tables.Tables, named: PrepareTensors, places: int, tile_m: int) -> First:
+    problem, (out, dout, dlse) = form.problem, (named.out, named.dout, named.dlse)
     assert out is not None and dout is not None
+    chosen = replace(program_of(problem), lists=None)
     ranges, count = chosen.program.ranges, chosen.program.range_count
     aligned, strides = strides_of(out, dout)
     of_dlse = (0, 0, 0) if dlse is None else dlse.stride()
@@ -302,12 +295,7 @@ def _prepared_first(
     }  # fmt: skip
     numbers = (*strides, *of_dlse, *found.strides, *sizes_of(problem, found), places, 1)
     grid = grid_of(found.row_tiles, problem.heads_q, programs_along_batch(problem, found))
-    pointers = [out if t is None else t.detach() for t in tensors]
-    handle = run_entry(
-        entry_of(_PREPARE, program, aligned), grid, (*pointers, *numbers, *(out,) * 4, problem.scale),
-        captured, out.device, {**constants, "num_warps": 4, "num_stages": 1},
-    )  # fmt: skip
-    return ready_of(handle, grid, numbers, sources_of(problem, chosen, program), captured)
+    return First(_PREPARE, chosen, program, captured, aligned, grid, numbers, {**constants, "num_warps": 4, "num_stages": 1})
 
 
 def _together(problem: Problem, program: Program, by_key: bool) -> int:
@@ -345,27 +333,25 @@ def _launch(
     tensors = (q, k, v, dout, prepared.lse, dq, dk, dv, found.entries, found.order, prepared.spans, found.guard, prepared.delta)
     which = (dk is None, dv is None) if by_key else (dq is None, *_wanted(problem))
     key = (*facts_of(problem, found, *shared.filled[3:]), used, prepared.tile_m, *[t.dtype for t in totals], which)
-    ready = kept.get(key)
-    if ready is not None:
-        ready.launch(tensors, found.lists, problem.scale, ready.sources.read(problem, totals))
-        return
-    call = _Call(form, program_of(problem) if chosen is None else chosen, found, used, prepared.tile_m)
-    kept.put(key, _first(call, by_key, shared, tensors, totals), call.chosen)
+
+    def first() -> First:
+        call = _Call(problem, program_of(problem) if chosen is None else chosen, found, used, prepared.tile_m)
+        return _first(call, by_key, shared, totals)
+
+    prepare(kept, key, problem, tensors, found.lists, first, totals)
 
 
 class _Call(NamedTuple):
-    form: Form
+    problem: Problem
     chosen: Chosen
     found: tables.Tables
     used: Tiles
     slot_m: int
 
 
-def _first(call: _Call, by_key: bool, shared: _Shared, tensors: tuple[Tensor | None, ...], totals: tuple[Tensor, ...]) -> Ready | None:
-    form, chosen, found, used, slot_m = call
-    problem, (q, k, v, dout, dq, dk, dv) = form.problem, shared
+def _first(call: _Call, by_key: bool, shared: _Shared, totals: tuple[Tensor, ...]) -> First:
+    (problem, chosen, found, used, slot_m), (q, k, v, dout, dq, dk, dv) = call, shared
     aligned, strides = strides_of(*shared.filled)
-    pointers = [q if t is None else t.detach() for t in tensors]
     program, captured = chosen.program, list(captured_of(chosen))
     if problem.score is not None:
         wanted = () if by_key else _wanted(problem)
@@ -381,14 +367,9 @@ def _first(call: _Call, by_key: bool, shared: _Shared, tensors: tuple[Tensor | N
         constants |= {"HAS_DK": dk is not None, "HAS_DV": dv is not None}
     else:
         constants |= {"SLOT_M": slot_m, "HAS_DQ": dq is not None}
-    options = {"num_warps": used.num_warps, "num_stages": used.num_stages}
-    lists = [q if t is None else t for t in found.lists]
+    options = constants | {"num_warps": used.num_warps, "num_stages": used.num_stages}
     heads = problem.heads_kv if by_key else problem.heads_q
     grid = grid_of(found.row_tiles, heads, programs_along_batch(problem, found))
     sizes = (*sizes_of(problem, found), _places(problem, slot_m), _together(problem, program, by_key))
     numbers = (*strides, *found.strides, *sizes)
-    handle = run_entry(
-        entry_of(_DKDV if by_key else _DQ, program, aligned), grid, (*pointers, *numbers, *lists, problem.scale), captured, q.device,
-        constants | options,
-    )  # fmt: skip
-    return ready_of(handle, grid, numbers, sources_of(problem, chosen, program), captured)
+    return First(_DKDV if by_key else _DQ, chosen, program, captured, aligned, grid, numbers, options)

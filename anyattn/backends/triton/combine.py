@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from anyattn.arithmetic import next_power_of_2
 from anyattn.triton_tools.launch import run_plain
 
 __all__ = ["combine", "merge"]
@@ -42,8 +43,8 @@ def merge(outs: Tensor, lses: Tensor, sink: Tensor | None, out: Tensor, lse: Ten
     if rows == 0:
         return
     outs, lses = (t if t.is_contiguous() or t[0].is_contiguous() else t.contiguous() for t in (outs.detach(), lses.detach()))
-    block = max(16, 1 << (width - 1).bit_length())
-    at_once = min(_PARTS_AT_ONCE, 1 << (parts - 1).bit_length())
+    block = max(16, next_power_of_2(width))
+    at_once = min(_PARTS_AT_ONCE, next_power_of_2(parts))
     from anyattn.backends.triton.kernels.combine import combine_row
 
     run_plain(

@@ -7,48 +7,46 @@ signature: it describes a checked problem and its tables, after the plan, and on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from anyattn.backends.triton.codegen.entry import sizes_of_captured
+from anyattn.backends.triton.codegen.entry import Signature, entry_of, run_entry, sizes_of_captured
 from anyattn.backends.triton.codegen.programs import Chosen, Program, Read
 from anyattn.backends.triton.tables import Tables
+from anyattn.backends.triton.tile_config import padded
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.mods.tracing.weak_captures import bits_of_numbers
 from anyattn.plan import Plan
 from anyattn.problem import Problem
 from anyattn.triton_tools.fast_launch import Handle
 
-__all__ = ["Kept", "Ready", "Sources", "facts_of", "kept_of", "ready_of", "sources_of"]
+__all__ = ["First", "Kept", "facts_of", "kept_of", "prepare"]
 
 _MOST = 64  # launches of one plan, and descriptors of one launch
 _UNKNOWN = object()
 
 
 class Kept:
-    """The launches of one kernel for the calls of a plan. lists: ``Chosen.lists`` where it is no mask, whose lists are made anew."""
+    """The launches of one kernel for the calls of a plan, by key. lists: ``Chosen.lists``, unless a mask whose lists are made anew."""
 
     def __init__(self) -> None:
         self.lists: Any = _UNKNOWN
-        self._ready: dict[tuple, Ready] = {}
+        self.ready: dict[tuple, Ready] = {}
 
     @property
     def knows_lists(self) -> bool:
         return self.lists is not _UNKNOWN
 
-    def get(self, key: tuple) -> Ready | None:
-        return self._ready.get(key)
-
     def put(self, key: tuple, ready: Ready | None, chosen: Chosen) -> None:
         """Keeps a launch, unless there is none that can be made again."""
         if ready is None or not (chosen.lists is None or isinstance(chosen.lists, str)):
             return
-        if len(self._ready) >= _MOST:
-            self._ready.clear()
+        if len(self.ready) >= _MOST:
+            self.ready.clear()
         self.lists = chosen.lists
-        self._ready[key] = ready
+        self.ready[key] = ready
 
 
 def kept_of(plan: Plan, name: str) -> Kept:
@@ -80,7 +78,7 @@ class Sources(NamedTuple):
         return found
 
 
-def sources_of(problem: Problem, chosen: Chosen, program: Program) -> Sources | None:
+def _sources_of(problem: Problem, chosen: Chosen, program: Program) -> Sources | None:
     """program: the parts that are asked, some of ``chosen.program``'s. None where a part reads what no mask of the call captured."""
     tensors, masks = _of_masks(problem), []
     names = [part.name for part in program.parts]
@@ -119,18 +117,17 @@ class Ready(NamedTuple):
         lists: Sequence[Tensor | None],
         scale: float,
         captured: Sequence[Read],
-        describe: Any = None,
     ) -> None:
-        """None: any pointer. describe: makes a tensor descriptor of a tensor and a number of rows."""
+        """None: any pointer."""
         handle = self.handle
         if not handle.takes_addresses:
-            self._plainly(pointers, lists, scale, captured, describe)
+            self._plainly(pointers, lists, scale, captured)
             return
         anywhere = pointers[0].data_ptr()  # type: ignore[union-attr]
         given = [anywhere if t is None else t.data_ptr() for t in pointers]
         for number in range(len(self.described) - 1, -1, -1):  # the last first, for places behind them change
             at, rows = self.described[number]
-            given[at : at + 1] = self._map(number, given[at], pointers[at], rows, describe)
+            given[at : at + 1] = self._map(number, given[at], pointers[at], rows)
         given += self.numbers
         given += [anywhere if t is None else t.data_ptr() for t in lists]
         given.append(scale)  # type: ignore[arg-type]
@@ -141,48 +138,101 @@ class Ready(NamedTuple):
             given += [t.data_ptr() for t in read.totals]
         handle.send(self.grid, given)
 
-    def _map(self, number: int, address: int, x: Any, rows: int, describe: Any) -> list[Any]:
+    def _map(self, number: int, address: int, x: Any, rows: int) -> list[Any]:
         """Encodes what an address and the launch's sizes say, and so is the same as long as the address is."""
         found = self.maps.get((number, address))
         if found is None:
             if len(self.maps) >= _MOST:
                 self.maps.clear()
             assert self.handle.spread is not None
-            found = self.maps[number, address] = self.handle.spread(describe(x, rows), number)
+            found = self.maps[number, address] = self.handle.spread(_descriptor(x, rows), number)
         return found
 
-    def _plainly(
-        self, pointers: Sequence[Tensor | None], lists: Sequence[Tensor | None], scale: float, captured: Sequence[Read], describe: Any
-    ) -> None:
-        given: list[Any] = [pointers[0] if t is None else t for t in pointers]
-        for at, rows in self.described:
-            given[at] = describe(given[at], rows)
-        given += self.numbers
-        given += [pointers[0] if t is None else t for t in lists]
-        given.append(scale)
+    def _plainly(self, pointers: Sequence[Tensor | None], lists: Sequence[Tensor | None], scale: float, captured: Sequence[Read]) -> None:
+        given = _values(pointers, self.numbers, lists, scale, self.described)
         for read, sizes in zip(captured, self.sizes, strict=True):
             given += (*read.scalars, *sizes, *read.tensors, *read.totals)
         self.handle.send(self.grid, given)
 
 
-def ready_of(
-    handle: Handle | None,
-    grid: Sequence[int],
-    numbers: Sequence[int],
-    sources: Sources | None,
-    captured: Sequence[Read],
-    described: Sequence[tuple[int, int]] = (),
-) -> Ready | None:
+class First(NamedTuple):
+    """What the first launch of a kernel takes besides its tensors, its lists and the scale.
+
+    program: the parts that the kernel asks, some of ``chosen.program``'s; captured: of each. options: constants, warps and stages.
+    numbers, described: see ``Ready``.
+    """
+
+    signature: Signature
+    chosen: Chosen
+    program: Program
+    captured: Sequence[Read]
+    is_aligned: bool
+    grid: tuple[int, ...]
+    numbers: tuple[int, ...]
+    options: dict[str, Any]
+    described: tuple[tuple[int, int], ...] = ()
+
+
+def prepare(
+    kept: Kept,
+    key: tuple,
+    problem: Problem,
+    tensors: Sequence[Tensor | None],
+    lists: Sequence[Tensor | None],
+    first: Callable[[], First],
+    totals: tuple[Tensor, ...] = (),
+) -> None:
+    """Launches a kernel: again if a launch of this key is prepared, else for the first time, and keeps what was prepared.
+
+    tensors: the first pointers, None for those that are absent. totals: buffers for the gradients of the score mod's tensors.
+    """
+    ready = kept.ready.get(key)
+    if ready is not None:
+        ready.launch(tensors, lists, problem.scale, ready.sources.read(problem, totals))
+        return
+    made = first()
+    kept.put(key, _launched(made, problem, tensors, lists), made.chosen)
+
+
+def _launched(first: First, problem: Problem, tensors: Sequence[Tensor | None], lists: Sequence[Tensor | None]) -> Ready | None:
     """None where the launch cannot be made again."""
-    if handle is None or sources is None or (described and handle.takes_addresses and handle.spread is None):
+    pointers = [None if t is None else t.detach() for t in tensors]
+    values = _values(pointers, first.numbers, lists, problem.scale, first.described)
+    entry = entry_of(first.signature, first.program, first.is_aligned)
+    handle = run_entry(entry, first.grid, values, first.captured, problem.q.device, first.options)
+    sources = _sources_of(problem, first.chosen, first.program)
+    if handle is None or sources is None or (first.described and handle.takes_addresses and handle.spread is None):
         return None
-    return Ready(handle, tuple(grid), tuple(numbers), sources, tuple(map(sizes_of_captured, captured)), tuple(described), {})
+    sizes = tuple(map(sizes_of_captured, first.captured))
+    return Ready(handle, tuple(first.grid), first.numbers, sources, sizes, first.described, {})
+
+
+def _values(
+    pointers: Sequence[Tensor | None],
+    numbers: tuple[int, ...],
+    lists: Sequence[Tensor | None],
+    scale: float,
+    described: tuple[tuple[int, int], ...],
+) -> list[Any]:
+    """The arguments of an entry in front of the captured values. An absent tensor is passed as any pointer."""
+    given: list[Any] = [pointers[0] if t is None else t for t in pointers]
+    for at, rows in described:
+        given[at] = _descriptor(given[at], rows)
+    return [*given, *numbers, *(pointers[0] if t is None else t for t in lists), scale]
+
+
+def _descriptor(x: Tensor, rows: int) -> Any:
+    """The tensor descriptor of x for TMA, in boxes of [1, 1, rows, width]."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    strides = [8 if n == 1 else s for s, n in zip(x.stride()[:3], x.shape[:3], strict=True)]
+    return TensorDescriptor(x.detach(), list(x.shape), [*strides, 1], [1, 1, rows, padded(x.shape[3])])
 
 
 # ---- keys
 
 
-def facts_of(problem: Problem, found: Tables, *tensors: Tensor) -> tuple:
+def facts_of(problem: Problem, found: Tables, *tensors: Tensor) -> list[Any]:
     """What a launch hangs on in its problem, its tables and the ``tensors`` besides q, k and v that have rows."""
     q, k, v = problem.q, problem.k, problem.v
     address = q.data_ptr() | k.data_ptr() | v.data_ptr()
@@ -204,7 +254,7 @@ def facts_of(problem: Problem, found: Tables, *tensors: Tensor) -> tuple:
             facts += (found.pages.stride(), found.pages.dtype)
         if found.cache is not None:
             facts += (found.cache.sizes, *[None if t is None else t.dtype for t in found.cache.tables])
-    return tuple(facts)
+    return facts
 
 
 def _facts_of_mod(mod: TracedMod, is_score: bool) -> list[Any]:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from anyattn.arithmetic import ceil_div, next_power_of_2
 from anyattn.backends.triton import tile_config
 from anyattn.backends.triton.codegen.assumptions import shape_of
 from anyattn.backends.triton.codegen.programs import masks_of, program_of
@@ -18,7 +19,6 @@ from anyattn.backends.triton.tile_config import Shape, Tiles
 from anyattn.hardware import Hardware
 from anyattn.mods.analysis.extents import Box, Extent, extents
 from anyattn.problem import Problem
-from anyattn.sequences.integers import ceil_div
 from anyattn.sequences.split_kv import MOST_SPLITS, num_splits
 
 __all__ = [
@@ -97,7 +97,7 @@ def forward_shape(problem: Problem) -> Shape:
 
 def padded_group(packed: int) -> int:
     """The rows of a tile that one position has: a power of two."""
-    return 1 << (packed - 1).bit_length()
+    return next_power_of_2(packed)
 
 
 def tiles_per_group(problem: Problem, packed: int) -> int:

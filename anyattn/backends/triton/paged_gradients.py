@@ -13,9 +13,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from anyattn.arithmetic import ceil_div
 from anyattn.problem import Problem
 from anyattn.sequences.batch import Sequences
-from anyattn.sequences.integers import ceil_div
 from anyattn.sequences.unread_varlen import LengthTables, StoredSequences
 from anyattn.tensors.strides import in_order
 from anyattn.triton_tools.launch import run_plain

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from anyattn.arithmetic import ceil_div
 from anyattn.documents.rewrite import DocumentTables
 from anyattn.mods.compose import turned
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.problem import Problem
 from anyattn.sequences.batch import Sequences
-from anyattn.sequences.integers import ceil_div
 from anyattn.sequences.tile_order import can_order, sequences_ordered
 from anyattn.sequences.unread_kvcache import StoredCache
 from anyattn.sequences.varlen_tables import entries_table, numbered_tiles

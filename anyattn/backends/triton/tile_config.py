@@ -13,6 +13,7 @@ from functools import lru_cache
 
 import torch
 
+from anyattn.arithmetic import next_power_of_2
 from anyattn.sequences.l2_groups import heads_side_by_side
 
 __all__ = [
@@ -87,7 +88,7 @@ class Ways:
 
 def padded(head_dim: int) -> int:
     """The width of a tile that holds ``head_dim``: a power of two, 16 at the least."""
-    return max(16, 1 << (head_dim - 1).bit_length())
+    return max(16, next_power_of_2(head_dim))
 
 
 @lru_cache(maxsize=16)
@@ -170,9 +171,9 @@ _FLOATS: dict[str, tuple[tuple[int, int, int, int], ...]] = {
 _SHORT: dict[str, tuple[tuple[int, int, int, int], ...]] = {"sm_90": ((16, 128, 4, 3), (16, 64, 4, 4), (16, 64, 4, 2))}
 _MOST_SHORT = 16
 # How the forward pass of 16 bits runs, by head dimension as above; the plainest way where an architecture has no row, and for few queries.
-_WAYS = {"sm_90": (Ways(False, 4, False, True), Ways(True, 4, True, True), Ways(False, 2, False, True))}
+_WAYS = {"sm_90": (Ways(False, 4, is_grouped=True), Ways(True, 4, True, True), Ways(False, 2, is_grouped=True))}
 # With a score mod, which needs registers too.
-_WAYS_OF_SCORES = {"sm_90": (Ways(False, 3, False, True), Ways(True, 2, False, True), Ways(False, 2, False, True))}
+_WAYS_OF_SCORES = {"sm_90": (Ways(False, 3, is_grouped=True), Ways(True, 2, is_grouped=True), Ways(False, 2, is_grouped=True))}
 # Of the backward pass where rows see a band of keys, 16 bits: two programs at a time fill each other's beginnings and ends.
 _BANDS: dict[str, dict[str, tuple[int, int, int, int]]] = {"sm_90": {"dq": (64, 64, 4, 2)}}
 _NEAR = 24 << 20  # bytes of keys and values that stay in the cache that all multiprocessors share, with room for the rest

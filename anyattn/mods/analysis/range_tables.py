@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from anyattn.arithmetic import ceil_div
+
 __all__ = ["RangeTables"]
 
 _MAX_BLOCKS = 2**15  # longer dimensions are looked up in blocks of a power of two: 15 levels of 32,768 entries at most
@@ -70,9 +72,9 @@ def _build(rows: Tensor) -> tuple[Tensor, Tensor, int]:
     """(least, most) of shape (levels, *lead, blocks), level k covering 2^k blocks from each position, and the block's size."""
     n = rows.shape[-1]
     block = 1
-    while -(-n // block) > _MAX_BLOCKS:
+    while ceil_div(n, block) > _MAX_BLOCKS:
         block *= 2
-    blocks = -(-n // block)
+    blocks = ceil_div(n, block)
     if blocks * block != n:
         rows = torch.cat([rows, rows[..., -1:].expand(*rows.shape[:-1], blocks * block - n)], -1)
     grouped = rows.reshape(*rows.shape[:-1], blocks, block)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from anyattn.arithmetic import ceil_div
 from anyattn.mods.analysis.evaluate import run
 from anyattn.mods.analysis.intervals import spans
 from anyattn.mods.analysis.range_tables import RangeTables
@@ -59,7 +60,7 @@ def classify(
     batch, heads = B if any(d.b for d in deps) else 1, H if any(d.h for d in deps) else 1
     # the part of a tile past the sequences is never evaluated: a tile of 2^30 rows costs no more than the sequences do
     tile_m, tile_n = min(tile_m, max(seqlen_q, 1)), min(tile_n, max(seqlen_k, 1))
-    rows, columns = -(-seqlen_q // tile_m), -(-seqlen_k // tile_n)
+    rows, columns = ceil_div(seqlen_q, tile_m), ceil_div(seqlen_k, tile_n)
     if min(batch, heads, rows, columns) == 0:
         return torch.zeros(batch, heads, rows, columns, dtype=torch.uint8, device=device)
     ranges = ranges if ranges is not None else row_ranges(mod)
@@ -76,7 +77,7 @@ def classify(
 def classify_limits(lo: Tensor, hi: Tensor, seqlen_k: int, tile_m: int, tile_n: int) -> Tensor:
     """The classes that follow from ``row_ranges.limits``: (n, B, H, seqlen_q) -> uint8 (B, H, M, N). Exact; O(rows + tiles)."""
     n, batch, heads, seqlen_q = lo.shape
-    rows, columns = -(-seqlen_q // tile_m), -(-seqlen_k // tile_n)
+    rows, columns = ceil_div(seqlen_q, tile_m), ceil_div(seqlen_k, tile_n)
     if lo.numel() == 0 or columns == 0:
         return torch.zeros(batch, heads, rows, columns, dtype=torch.uint8, device=lo.device)
     pad = rows * tile_m - seqlen_q
@@ -192,7 +193,7 @@ class _Rectangle:
         self.longest, self.tile, self.batch, self.device = lengths, tile, batch, device
 
     def shape(self, size: int) -> tuple[int, ...]:
-        return (*self.batch, *(-(-n // (size * t)) for n, t in zip(self.longest, self.tile, strict=True)))
+        return (*self.batch, *(ceil_div(n, size * t) for n, t in zip(self.longest, self.tile, strict=True)))
 
     def cut(self, found: Tensor, size: int, parts: int) -> Tensor:
         rows, columns = self.shape(size)[2:]
@@ -220,7 +221,7 @@ class Refiner:
 
     def judged(self) -> Tensor:
         size = 1
-        while max(-(-n // t) for n, t in zip(self.grid.longest, self.grid.tile, strict=True)) > _COARSE * size:
+        while max(ceil_div(n, t) for n, t in zip(self.grid.longest, self.grid.tile, strict=True)) > _COARSE * size:
             size *= _STEP
         found = torch.full(self.grid.shape(size), DOUBT, dtype=torch.uint8, device=self.device)
         self._judge(found, size)

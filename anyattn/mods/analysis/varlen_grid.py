@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from anyattn.arithmetic import ceil_div
+
 __all__ = ["RaggedTiles", "Window"]
 
 _BATCH_TILES = 2**20  # tiles located at once: 8 bytes for each of their coordinates
@@ -76,7 +78,7 @@ class RaggedTiles:
     def _numbers(self) -> tuple[np.ndarray, np.ndarray]:
         """num_m and num_n in the host's memory."""
         lengths = self.on_host
-        return -(-lengths[0] // self.tile[0]), -(-lengths[1] // self.tile[1])
+        return ceil_div(lengths[0], self.tile[0]), ceil_div(lengths[1], self.tile[1])
 
     @cached_property
     def total_m(self) -> int:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from anyattn.arithmetic import LN2
 from anyattn.mods.ir.expr import Builder, Expr, category
 
 __all__ = ["Gradients", "LoadGradient", "score_gradients"]
@@ -173,10 +174,10 @@ _UNARY: dict[str, _Unary] = {
     "neg": lambda r, g, x, out: r.neg(g),
     "abs": lambda r, g, x, out: r.guarded(g, lambda: r.op("sign", x)),
     "exp": lambda r, g, x, out: r.guarded(g, lambda: out),
-    "exp2": lambda r, g, x, out: r.guarded(g, lambda: r.mul(out, r.number(math.log(2.0)))),
+    "exp2": lambda r, g, x, out: r.guarded(g, lambda: r.mul(out, r.number(LN2))),
     "expm1": lambda r, g, x, out: r.guarded(g, lambda: r.add(out, r.number(1.0))),
     "log": lambda r, g, x, out: r.guarded(g, lambda: r.op("reciprocal", x)),
-    "log2": lambda r, g, x, out: r.guarded(g, lambda: r.op("reciprocal", r.mul(x, r.number(math.log(2.0))))),
+    "log2": lambda r, g, x, out: r.guarded(g, lambda: r.op("reciprocal", r.mul(x, r.number(LN2)))),
     "log1p": lambda r, g, x, out: r.guarded(g, lambda: r.op("reciprocal", r.add(x, r.number(1.0)))),
     "sqrt": lambda r, g, x, out: r.guarded(g, lambda: r.op("div", r.number(0.5), out)),
     "rsqrt": lambda r, g, x, out: r.guarded(g, lambda: r.mul(r.number(-0.5), r.op("div", out, x))),

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from anyattn.arithmetic import LOG2E
 from anyattn.mods.tracing.diagnostics import mod_error
 
 __all__ = ["ACTIVATIONS", "rounded_to"]
@@ -194,7 +195,7 @@ def _logaddexp(x: Any, y: Any) -> Any:
 
 def _logaddexp2(x: Any, y: Any) -> Any:
     _need_floats("logaddexp2", x, y)
-    return torch.maximum(x, y) + torch.log1p(torch.exp2(-abs(_difference(x, y)))) * math.log2(math.e)
+    return torch.maximum(x, y) + torch.log1p(torch.exp2(-abs(_difference(x, y)))) * LOG2E
 
 
 def _difference(x: Any, y: Any) -> Any:

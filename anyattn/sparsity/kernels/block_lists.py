@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from anyattn.arithmetic import ceil_div, next_power_of_2
 from anyattn.mods.ir.dependence import dependence
 from anyattn.mods.ir.expr import Expr, category
 from anyattn.mods.tracing.trace import TracedMod
@@ -126,7 +127,7 @@ def list_tiles(
     mask = mask_of(mod.expr)
     sizes = (batch[0] if mask.sees_b or not broadcasts else 1, batch[1] if mask.sees_h or not broadcasts else 1)
     tile = (min(tile[0], 2**MOST_INDEX_BITS), min(tile[1], 2**MOST_INDEX_BITS))  # torch's "no mask" is one block of 2 ** 30
-    rows, columns = -(-lengths[0] // tile[0]), -(-lengths[1] // tile[1])
+    rows, columns = ceil_div(lengths[0], tile[0]), ceil_div(lengths[1], tile[1])
     classes = 2 if separate_full else 1
     # one allocation for lists of one shape: each takes about a tenth of the call's time
     shapes = stack_shapes(sizes, (rows, columns), classes, wants_columns)
@@ -182,4 +183,4 @@ def way_of(mask: Mask, tile: tuple[int, int], longest: int) -> tuple[int, bool]:
 
 def power_of_2(size: int, most: int) -> int:
     """The least power of two that is not less than ``size``, 16 at the least and ``most`` at the most."""
-    return min(max(16, 1 << (size - 1).bit_length()), most)
+    return min(max(16, next_power_of_2(size)), most)

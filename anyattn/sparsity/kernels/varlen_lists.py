@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from anyattn.arithmetic import ceil_div
 from anyattn.mods.ir.expr import Expr
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.mods.tracing.weak_captures import bits_of_numbers
@@ -85,7 +86,7 @@ def list_ragged(mod: TracedMod, lengths: tuple[Tensor, Tensor, Tensor], most: Ca
     heads: 1 where the mask ignores h. The caller has checked ``block_lists.can_list``, and that there are less than 2 ** 31 indices.
     """
     batch, device = len(lengths[0]), lengths[0].device
-    width = -(-most.bound_k // tile[1])
+    width = ceil_div(most.bound_k, tile[1])
     places = torch.empty((len(SequenceTables._fields), batch), dtype=torch.int64, device=device)
     counts = torch.empty((2, heads, most.rows), dtype=torch.int32, device=device).unbind(0)
     indices = torch.empty((2, heads, most.rows * width), dtype=torch.int32, device=device).unbind(0)

@@ -102,13 +102,13 @@ POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Any:
     """CPU tensors are taken for a GPU's, of a capability to be named; launches of the forward kernel are noted and not made."""
-    from anyattn.backends.triton import api
+    from anyattn.backends.triton import api, launch_cache
 
     fast = frozenset(POINTERS)
     found = SimpleNamespace(capability=(9, 0), made=[])
     monkeypatch.setattr(hardware, "of", lambda *a: Hardware("cuda", "a GPU", 0, fast, found.capability, 132))  # type: ignore[arg-type]
     monkeypatch.setattr(sequences, "takes_their_word", lambda device, validate: validate is not True)
-    monkeypatch.setattr(api, "run_entry", lambda *args: found.made.append(args))
+    monkeypatch.setattr(launch_cache, "run_entry", lambda *args: found.made.append(args))
     monkeypatch.setattr(api, "merge", lambda *args: None)
     attention.clear()  # one device has one capability
     yield found

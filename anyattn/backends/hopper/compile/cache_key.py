@@ -29,8 +29,8 @@ _PACKAGES = (
     "nvidia-cutlass-dsl-libs-cu13",
     "apache-tvm-ffi",
 )
-# every module that a kernel is traced through lies in these; tests/backends/hopper/test_launch.py follows the imports
-SOURCES = ("backends/hopper", "sequences", "mods")
+# every module that a kernel is traced through is one of these or lies in one; tests/backends/hopper/test_launch.py follows the imports
+SOURCES = ("backends/hopper", "sequences", "mods", "arithmetic.py")
 
 
 class NoContentError(TypeError):
@@ -80,7 +80,8 @@ def _surroundings() -> str:
 def sources() -> str:
     """A hash of the text of all modules that take part in tracing a kernel."""
     root, total = Path(__file__).parents[3], hashlib.sha256()
-    for path in sorted(p for folder in SOURCES for p in (root / folder).rglob("*.py")):
+    modules = (p for name in SOURCES for p in ((root / name).rglob("*.py") if (root / name).is_dir() else (root / name,)))
+    for path in sorted(modules):
         text = path.read_bytes()
         total.update(f"{path.relative_to(root).as_posix()} {len(text)}\n".encode() + text)
     return total.hexdigest()

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anyattn import disk_cache, launch_log
+from anyattn import disk_cache
 from anyattn.backends.hopper.compile import build
 from anyattn.backends.hopper.compile.cache_key import NoContentError, key_of
 from anyattn.backends.hopper.config import Config
 from anyattn.backends.hopper.tables_config import TablesConfig
+from anyattn.triton_tools import launch_log
 
 __all__ = ["compiling_only", "forget", "indexable", "is_compiling", "kinds_of", "launch", "loaded", "prepare", "warm"]
 

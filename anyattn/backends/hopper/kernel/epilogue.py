@@ -1,6 +1,5 @@
 """Epilogue of a row tile: adds the sink, divides the output by the row sums and stores it through shared memory."""
 
-import math
 from typing import Any
 
 import cutlass
@@ -8,9 +7,9 @@ import cutlass.cute as cute
 from cutlass import Float32, const_expr
 from cutlass.cute.nvgpu import cpasync, warp
 
+from anyattn.arithmetic import LN2, LOG2E
 from anyattn.backends.hopper.codegen.emit import select
 from anyattn.backends.hopper.kernel.fragment import rows_and_columns
-from anyattn.backends.hopper.kernel.softmax import LOG2E
 
 __all__ = ["Epilogue"]
 
@@ -39,7 +38,7 @@ class Epilogue:
                 top = higher
             inverse = rescale * cute.arch.rcp_approx(total) if total > 0.0 else Float32(0.0)
             out[r, None].store(out[r, None].load() * inverse)
-            found = (top + cute.math.log2(total, fastmath=True)) * Float32(math.log(2.0))
+            found = (top + cute.math.log2(total, fastmath=True)) * Float32(LN2)
             row_sum[r] = select(total > 0.0, found, -Float32.inf, "float")
 
     def highest(self, tops: Any, rate: Any) -> Any:
@@ -49,7 +48,7 @@ class Epilogue:
         for r in range(cute.size(tops)):
             for offset in (2, 1):
                 tops[r] = cute.arch.fmax(tops[r], cute.arch.shuffle_sync_bfly(tops[r], offset=offset))
-            tops[r] = tops[r] * rate * Float32(math.log(2.0))
+            tops[r] = tops[r] * rate * Float32(LN2)
         return tops
 
     @cute.jit

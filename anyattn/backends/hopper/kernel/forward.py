@@ -11,6 +11,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import SmemAllocator
 
+from anyattn.arithmetic import ceil_div
 from anyattn.backends.hopper.codegen.score_analysis import Factored, bias, cases, factored, is_even, is_foreseen, is_tanh
 from anyattn.backends.hopper.config import Config, sides
 from anyattn.backends.hopper.kernel.epilogue import Epilogue
@@ -20,7 +21,6 @@ from anyattn.backends.hopper.kernel.producer import Loads
 from anyattn.backends.hopper.kernel.softmax import Softmax
 from anyattn.backends.hopper.kernel.speculative_softmax import Guesses
 from anyattn.backends.hopper.kernel.tile_scheduler import FACTS, Sizes, Tables, Visits
-from anyattn.sequences.integers import ceil_div
 
 __all__ = ["HopperForward"]
 

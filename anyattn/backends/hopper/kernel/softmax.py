@@ -1,21 +1,20 @@
 """Online softmax on a fragment: mods and masks, then exp2 with the scale folded in, with running row maximum and row sum."""
 
-import math
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
+from anyattn.arithmetic import LOG2E
 from anyattn.backends.hopper.codegen.emit import emit, emit_lines, emit_rows, holds, select
 from anyattn.backends.hopper.codegen.score_analysis import is_even
 from anyattn.backends.hopper.config import slots
 from anyattn.backends.hopper.kernel.exp2_poly import exp2, exp2_of_product, sum_of
 from anyattn.backends.hopper.kernel.fragment import rows_and_columns
 
-__all__ = ["LOG2E", "Softmax"]
+__all__ = ["Softmax"]
 
-LOG2E = math.log2(math.e)
 _SLACK = 8.0  # probabilities grow to 2^8 at most, which 16 bits hold as precisely as 1
 
 

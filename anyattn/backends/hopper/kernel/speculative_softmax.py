@@ -1,11 +1,11 @@
 """Speculative softmax: reuse the previous row maximum, verify, redo on failure; the scores are kept until verified."""
 
-import math
 from typing import Any
 
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
+from anyattn.arithmetic import LN2
 from anyattn.backends.hopper.codegen.emit import emit_rows, select, tanh
 from anyattn.backends.hopper.kernel.exp2_poly import FAR_FROM_CAP, TANH, polynomial, sum_of
 from anyattn.backends.hopper.kernel.fragment import rows_and_columns
@@ -54,7 +54,7 @@ class Guesses:
 
     def _before_cap(self, positions: Any, facts: Any, scale_log2: Any, captured: Any) -> Any:
         """By what a raw product is multiplied before tanh is taken of it."""
-        scale = scale_log2 * Float32(math.log(2.0))
+        scale = scale_log2 * Float32(LN2)
         if self.score.before is None:
             return scale
         head = self.head(positions, facts)

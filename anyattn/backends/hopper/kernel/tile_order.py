@@ -9,8 +9,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.utils import SmemAllocator
 
+from anyattn.arithmetic import ceil_div
 from anyattn.backends.hopper.tables_config import THREADS, TablesConfig
-from anyattn.sequences.integers import ceil_div
 
 __all__ = ["SequenceTables"]
 

@@ -10,9 +10,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
+from anyattn.arithmetic import ceil_div
 from anyattn.backends.hopper.codegen.emit import emit_rows
 from anyattn.sequences.block_info import BlockInfo
-from anyattn.sequences.integers import ceil_div, maximum, minimum
+from anyattn.sequences.integers import maximum, minimum
 from anyattn.sequences.seqlen_info import SeqlenInfoQK
 
 __all__ = ["FACTS", "Facts", "Sizes", "Tables", "Visits"]

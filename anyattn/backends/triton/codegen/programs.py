@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from anyattn.arithmetic import LOG2E
 from anyattn.backends.triton.codegen.assumptions import has_pairs, style_of
 from anyattn.backends.triton.codegen.captured_gradients import Load, contends, scatter_source, tells_apart
 from anyattn.backends.triton.codegen.row_families import Family, families
@@ -26,7 +27,7 @@ from anyattn.mods.ir.grad import Gradients, score_gradients
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.mods.tracing.weak_captures import bits_of_numbers
 from anyattn.problem import Problem
-from anyattn.triton_tools.emit import LEAVES, LOG2E, PLAIN, Lines, Style, emit
+from anyattn.triton_tools.emit import LEAVES, PLAIN, Lines, Style, emit
 
 __all__ = ["Part", "Program", "Read", "captured_of", "gradient_part", "masks_of", "program_of", "slots_alone", "slots_copied", "staged"]
 

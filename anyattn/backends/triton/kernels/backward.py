@@ -14,6 +14,7 @@ no load in a loop needs a mask, and those of full tiles are a pointer that moves
 import triton
 import triton.language as tl
 
+from anyattn.arithmetic import LOG2E
 from anyattn.backends.triton.kernels.addressing import entry, is_off, row_at, row_offsets, row_tile, tile_offsets
 from anyattn.backends.triton.kernels.arguments import HeadPointers, KeyStorage, RowRun, RowsOfParts, TileOfScores
 from anyattn.backends.triton.kernels.forward import load_rows, rows_of
@@ -24,7 +25,7 @@ from anyattn.triton_tools import device_math
 
 __all__ = ["dkdv_tile", "dq_tile", "prepare_tile"]
 
-_LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+_LOG2E: tl.constexpr = tl.constexpr(LOG2E)
 
 
 @triton.jit

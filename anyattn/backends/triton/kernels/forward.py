@@ -7,6 +7,7 @@ as functions.
 import triton
 import triton.language as tl
 
+from anyattn.arithmetic import LN2, LOG2E
 from anyattn.backends.triton.kernels.addressing import cache_entry, entry, is_off, key_places, row_offsets, row_tile, work_of
 from anyattn.backends.triton.kernels.arguments import KeyStorage, RowsOfParts, Scales
 from anyattn.backends.triton.kernels.matmul import plus_product
@@ -16,8 +17,8 @@ from anyattn.backends.triton.tile_config import FEW
 
 __all__ = ["forward_tile", "load_rows", "rows_of"]
 
-_LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
-_LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+_LOG2E: tl.constexpr = tl.constexpr(LOG2E)
+_LN2: tl.constexpr = tl.constexpr(LN2)
 # A row's maximum is never less, so that -inf less the maximum is -inf and not NaN.
 _LOWEST: tl.constexpr = tl.constexpr(-1.7014118e38)
 _FEW: tl.constexpr = tl.constexpr(FEW)

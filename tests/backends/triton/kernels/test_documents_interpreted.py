@@ -13,7 +13,7 @@ import torch
 import anyattn
 from anyattn import hardware, masks, planner
 from anyattn.backends.triton import api as forward_pass
-from anyattn.backends.triton import backward_pass, tile_config
+from anyattn.backends.triton import backward_pass, launch_cache, tile_config
 from anyattn.backends.triton.documents import Form
 from anyattn.call_cache import attention
 from anyattn.documents import rewrite
@@ -71,14 +71,13 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """The options of every launch of the two passes."""
     made: list[dict[str, Any]] = []
-    for module in (forward_pass, backward_pass):
-        run = module.run_entry
+    run = launch_cache.run_entry
 
-        def counted(*given: Any, run: Any = run) -> None:
-            made.append(given[-1])
-            run(*given)
+    def counted(*given: Any) -> None:
+        made.append(given[-1])
+        run(*given)
 
-        monkeypatch.setattr(module, "run_entry", counted)
+    monkeypatch.setattr(launch_cache, "run_entry", counted)
     return made
 
 

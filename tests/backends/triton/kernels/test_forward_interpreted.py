@@ -6,7 +6,7 @@ import torch
 
 import anyattn
 from anyattn import oracle
-from anyattn.backends.triton import api, tile_config
+from anyattn.backends.triton import launch_cache, tile_config
 from anyattn.call_cache import attention
 from anyattn.testing import budget
 from anyattn.testing.rounding import rounding
@@ -43,13 +43,13 @@ def seen(launched, score, mask, scale, splits=1, width=24, rows=50, batch=1):  #
 @pytest.fixture
 def launched(monkeypatch):  # type: ignore[no-untyped-def]
     """The constants of every launch."""
-    found, real = [], api.run_entry
+    found, real = [], launch_cache.run_entry
 
     def noted(kernel, grid, values, captured, device, options):  # type: ignore[no-untyped-def]
         found.append({**options, "grid": grid})
         real(kernel, grid, values, captured, device, options)
 
-    monkeypatch.setattr(api, "run_entry", noted)
+    monkeypatch.setattr(launch_cache, "run_entry", noted)
     attention.clear()
     yield found
     attention.clear()
