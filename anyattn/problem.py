@@ -108,6 +108,9 @@ class Problem(OfFields):
         if not self.predicates:
             return ()
         rows = self.seqlen_q if self.sequences is None else len(self.sequences.row_entry)
+        if not self.has_pairs:
+            nothing = torch.zeros((1, 1, 1, rows), dtype=torch.int32, device=self.q.device)
+            return ((nothing, nothing),) * len(self.predicates)
         if self.sequences is not None:
             s = self.sequences
             lengths = s.seqlens_k[s.row_entry]

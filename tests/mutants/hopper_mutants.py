@@ -63,7 +63,7 @@ MUTANTS = by_name(
     ),
     Mutant("sink_in_base_2", f"{_EPILOGUE}:Epilogue.finished", "Float32(sink[head]) * Float32(LOG2E)", "Float32(sink[head])", "sink"),
     Mutant("sink_of_another_head", f"{_EPILOGUE}:Epilogue.finished", "sink[head]", "sink[0]", "sink"),
-    Mutant("lse_in_base_2", f"{_EPILOGUE}:Epilogue.finished", "__ * Float32(math.log(2.0))", "__", "full"),
+    Mutant("lse_in_base_2", f"{_EPILOGUE}:Epilogue.finished", "found = __ * Float32(LN2)", "found = __", "full"),
     # heads and storage
     Mutant("wrong_gqa_head", f"{_PRODUCER}:Loads._sources", "head // sizes.ratio", "head % (sizes.heads // sizes.ratio)", "full"),
     Mutant("queries_of_the_first_sequence", f"{_PRODUCER}:Loads._sources", "(q_start, 0)", "(q_start * 0, 0)", "packed"),
