@@ -167,7 +167,10 @@ class _Work:
         p2, dout2, out_sq = f.p.square(), dout.square(), f.out.square()
         relative2 = f.score2 + f.row2 + u2  # of a recomputed probability
         weights = p2 * (relative2 + w2 * _depth(seqlen_q))
-        _accumulate(self.dv, b, kv, weights.mT @ dout2, weights.mT, (f.tied2 + w2 * _length(seqlen_q)) * (f.p.mT @ dout).square())
+        # heads of equal queries err alike: their sum in dk and dv is as many times one error
+        alike = self._equal_heads(b)
+        shared = (f.tied2 + w2 * _length(seqlen_q)) * (f.p.mT @ dout).square() + alike * (weights.mT @ dout2)
+        _accumulate(self.dv, b, kv, weights.mT @ dout2, weights.mT, shared)
         dp, delta = dout @ f.v.mT, (dout * f.out).sum(-1, keepdim=True)
         dp2 = w2 * deep * (dout2 @ f.v.square().mT) + u2 * dp.square()
         delta2 = (dout2 * (u2 * out_sq + f.out2 + w2 * deep * out_sq)).sum(-1, keepdim=True) + u2 * delta.square()
@@ -188,7 +191,7 @@ class _Work:
             sees_one = 1 - f.p.amax(-1, keepdim=True) <= math.sqrt(u2)
             unseen2 = torch.where(sees_one, (dp2 + delta2) * common.square(), 0.0)
             shared = shared + unseen2.mT @ f.q.square()
-        _accumulate(self.dk, b, kv, scale2 * (columns @ f.q.square()), columns, scale2 * shared)
+        _accumulate(self.dk, b, kv, scale2 * (columns @ f.q.square()), columns, scale2 * (shared + alike * (columns @ f.q.square())))
         if f.p_sink is not None and self.call.sink is not None and self.dsink2 is not None:
             net_sink = delta[..., 0] if dlse is None else delta[..., 0] - dlse
             relative = f.row2[..., 0] + u2 * (2 + self.call.sink[h][:, None].square())
@@ -209,6 +212,12 @@ class _Work:
         for total, part in zip(self.captured2, f.pull(ds)):
             if part is not None:
                 total += self.w2 * _length(size) * part.square()
+
+    def _equal_heads(self, b: int) -> int:
+        """How many query heads share each K and V head if their queries are equal, as those of an expanded tensor; else 0."""
+        ratio = self.call.q.shape[1] // max(1, self.call.k.shape[1])
+        groups = self.call.q[b].unflatten(0, (-1, max(1, ratio))) if ratio > 1 else None
+        return ratio if groups is not None and bool((groups == groups[:, :1]).all()) else 0
 
     def _kv_heads(self, h: Tensor) -> Tensor:
         return h // (self.call.q.shape[1] // max(1, self.call.k.shape[1]))

@@ -134,9 +134,13 @@ _PLAIN = {"mask": None, "chain": [], "batch": 1, "seqlen_q": 255, "strides": ("p
         Call(heads_kv=2, ratio=8, seqlen_k=0, head_dim=1, head_dim_v=1, dtype=torch.bfloat16, kind="normal", has_sink=True, **_PLAIN),
         Call(heads_kv=1, ratio=8, seqlen_k=1, head_dim=1, head_dim_v=1, dtype=torch.float64, kind="coded", has_sink=True, **_PLAIN),
         Call(heads_kv=2, ratio=1, seqlen_k=1, head_dim=64, head_dim_v=16, dtype=torch.float32, kind="normal", has_sink=False, **_PLAIN),
+        Call(
+            mask=None, chain=[], batch=1, heads_kv=1, ratio=5, seqlen_q=1, seqlen_k=31, head_dim=16, head_dim_v=8, dtype=torch.float32,
+            kind="peaky", strides=("expanded", "plain", "plain"), block=None, tile=None, has_sink=False, seed=1,
+        ),
     ],
-    ids=["a sink alone", "a sink and one key", "one key"],
+    ids=["a sink alone", "a sink and one key", "one key", "equal heads"],
 )  # fmt: skip
 def test_rows_that_share_their_rounding_errors(call: Call) -> None:
-    """Found by random calls: equal LSEs err alike, and queries of one key leave no error in the plain formula."""
+    """Found by random calls: equal LSEs and equal heads err alike, and queries of one key leave no error in the plain formula."""
     run(call)
