@@ -81,7 +81,7 @@ def class_of(names: dict[str, Any], name: str) -> type:
 
 def _is_stood_in(node: ast.stmt) -> bool:
     if isinstance(node, ast.ImportFrom):
-        return not str(node.module).startswith(("typing", "anyattn.sequences"))
+        return not str(node.module).startswith(("typing", "anyattn.arithmetic", "anyattn.sequences"))
     return isinstance(node, ast.Import)
 
 
