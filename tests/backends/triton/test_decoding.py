@@ -250,7 +250,7 @@ def test_heads_of_a_group_share_a_tile(launches: Any) -> None:
     for heads, sq, packed in (((32, 8), 1, 4), ((32, 32), 1, 1), ((14, 2), 1, 7), ((32, 8), 16, 4), ((32, 8), 17, 1), ((142, 2), 1, 15)):
         found = planned(launches, heads=heads, sq=sq, num_splits=1)
         assert (found["packed"], found["grid"][1]) == (packed, heads[1] * -(-heads[0] // heads[1] // packed)), heads
-        group = found["group"]
+        group = found["padded"]
         assert packed <= group < 2 * packed and group <= found["TILE_M"] and found["grid"][0] == -(-sq * group // found["TILE_M"])
     assert planned(launches, heads=(256, 2), sq=1, num_splits=1)["packed"] == 16, "so many as a tile may have"
 
