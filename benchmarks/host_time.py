@@ -38,7 +38,7 @@ _HAS_TRITON = importlib.util.find_spec("triton") is not None
 def stubbed() -> Iterator[None]:
     """Calls on CPU tensors are planned for Hopper, whose kernel does nothing, and neither do Triton's."""
     run = importlib.import_module("anyattn.backends.hopper.api")
-    door = importlib.import_module("anyattn.backends.hopper")
+    backend = importlib.import_module("anyattn.backends.hopper")
     made: dict[Any, Any] = {}
 
     def forward(problem: Any, chosen: Any) -> Any:
@@ -51,8 +51,8 @@ def stubbed() -> Iterator[None]:
     attention.clear()
     pretended = (
         mock.patch.object(hardware, "of", lambda *a: _HOPPER),
-        mock.patch.object(door, "forward", forward),
-        mock.patch.object(sequences, "takes_their_word", lambda device, validate: validate is not True),
+        mock.patch.object(backend, "forward", forward),
+        mock.patch.object(sequences, "skips_device_reads", lambda device, validate: validate is not True),
     )
     with contextlib.ExitStack() as stack:
         for patch in pretended:
@@ -194,19 +194,19 @@ def _peers(device: str) -> dict[str, Callable[[], Any]]:
 
 
 def _stages(device: str) -> dict[str, Callable[[], Any]]:
-    """What the rooms behind the doors cost where a call is not remembered: of a flex call with a block mask, and of a causal flash."""
+    """Stages of a call that is not in the call cache: of a flex call with a block mask, and of a causal flash call."""
     from anyattn.backends.hopper import api as run
     from anyattn.backends.hopper import plan as backend_plan
 
     q, k, v = _tensors(device)
     machine = hardware.of(device)
     causal = anyattn.create_block_mask(lambda b, h, q, k: q >= k, 1, 1, 128, 128, device=device)
-    door = (q, k, v, None, causal, None, None, None, False, None, False, False, False)
-    problem = flex.flex_problem(*door)
+    call = (q, k, v, None, causal, None, None, None, False, None, False, False, False)
+    problem = flex.flex_problem(*call)
     chosen = planner.choose(problem, machine)
     q4, k4, v4 = _tensors(device, heads_first=False)
     return {
-        "flex checks": lambda: flex.flex_problem(*door),
+        "flex checks": lambda: flex.flex_problem(*call),
         "  tensors": lambda: flex.tensors(q, k, v, False),
         "  block mask": lambda: flex.check_block_mask(causal, q, k),
         "  trace, seen before": lambda: trace(causal.mask_mod, "mask", device=device),
@@ -228,7 +228,7 @@ def microseconds(call: Callable[[], Any], repeat: int = 7, number: int = 300) ->
 
 
 def measured(device: str) -> dict[str, float]:
-    """Microseconds by name: the doors, then the rooms behind them."""
+    """Microseconds by name: entry points, then the stages of a call."""
     if device == "cpu":
         with stubbed():
             return {name: microseconds(call) for name, call in _ours(device).items()}

@@ -27,7 +27,7 @@ class RememberedCall(NamedTuple):
     fields: the problem's, but for its tensors and what its mods capture.
     has_lists, shares_keys (``flex_attention``): whether there are block lists; whether key and value of batch 1 stand for every query batch
     entry. reach, sizes, follows (``flash_attn_with_kvcache``): ``append.reach`` of the caches; ``CacheStep``'s.
-    plans: where the plan hangs on the greatest number of keys too, by that.
+    plans: further plans by the greatest number of keys, where the plan depends on that too.
     """
 
     plan: Plan

@@ -67,7 +67,7 @@ def decode_call(
     Raises as ``validate.kvcache.cache_call`` and the planner.
     """
     given = with_own_pages(given)
-    if isinstance(given.q, Tensor) and check_lengths.takes_their_word(given.q.device, given.validate):
+    if isinstance(given.q, Tensor) and check_lengths.skips_device_reads(given.q.device, given.validate):
         return step_call(given, options, backend, is_operator)
     found = _signature_of_call(given, options, backend)
     warm = known(found)

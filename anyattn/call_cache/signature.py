@@ -1,8 +1,8 @@
 """Signatures: the key of a warm call, made of its arguments by the kinds that its entry point declares for them.
 
 ``signature`` takes the declaration and returns the function that makes the key. A kind is the Python expression for what an argument adds
-to the key: everything that the checks and the plan look at. Numbers and tensors that mods capture are read for every call; they are
-no part of the key unless something else than a score hangs on them.
+to the key: everything that the checks and the plan look at. Numbers and tensors that mods capture are read for every call; the key holds
+only those on which the checks or the plan depend.
 
 A call has no signature, and is not remembered, where something listens to torch's operations (function transforms, dispatch modes,
 tracing), where a tensor is of a subclass, where a mod can be understood only by tracing it, and where an argument is not of its kind.
@@ -69,7 +69,7 @@ class Kind:
     STORAGE = _tensor("{x}.shape")  # a tensor, or None, that torch's operations read, outside autograd
     ALIGNED = _tensor("{x}.shape", ALIGNMENT)  # and kernels
     TENSOR = _tensor("{x}.shape", ALIGNMENT, "{x}.requires_grad")  # and gradients flow to
-    # of packed rows their number is no part of the key, but for one row, whose stride nobody uses
+    # the number of packed rows is not in the key; whether there are several is, because the stride of a single row is not used
     PACKED_ROWS = _tensor("(s[0] > 1, s[1:]) if len(s := {x}.shape) == 3 else s", ALIGNMENT, "{x}.requires_grad")
     TENSORS = "(None if {x} is None else _tensors({x}, found))"
     LENGTHS = f"(int if type({{x}}) is int else {STORAGE})"  # a number that is read for every call, or a tensor

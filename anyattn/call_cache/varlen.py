@@ -54,7 +54,7 @@ def signature_of_varlen(q: Any, k: Any, v: Any, places: Places, given: Options, 
 def key_of_places(q: Tensor, k: Tensor, v: Tensor, places: Places, given: Options) -> tuple[tuple, StoredSizes] | None:
     """(what is the same for all calls of one key, this call's sizes); None where the tables are read, or something is amiss."""
     (cu_q, cu_k, used_q, used_k, pages), (most_q, most_k) = places.tables, places.most
-    if not sequences.takes_their_word(q.device, places.validate):
+    if not sequences.skips_device_reads(q.device, places.validate):
         return None
     if q.ndim != (4 if cu_q is None else 3) or k.ndim != (4 if cu_k is None else 3) or k.shape[:-1] != v.shape[:-1]:
         return None

@@ -74,10 +74,6 @@ def rounding(
     captured: Sequence[Tensor] = (),
 ) -> Noises:
     """The rounding noise of every result of one call; arguments as in ``oracle.gradients``, in the dtype that is judged."""
-    # in float64 the oracle errs as much as what it judges, and same_dtype errs like the oracle: the noise is all there is to go by
-    oracles_own = 3.0 if q.dtype is torch.float64 else 1.0
-    unit = oracles_own * torch.finfo(q.dtype).eps / 2
-    wide_unit = oracles_own * torch.finfo(torch.promote_types(q.dtype, torch.float32)).eps / 2
     call = _Call(*_upcast(q, k, v, sink), *_upcast_mods(score, mask), _scale(q, scale))
     slots: list[int | None] = list(range(len(captured)))
     if isinstance(call.score, TracedMod):
@@ -86,8 +82,7 @@ def rounding(
         call = call._replace(score=dataclasses.replace(call.score, tensors=tensors))
         captured = [t for t, f in zip(tensors, floats) if f]
         slots = [sum(floats[:i]) if f else None for i, f in enumerate(floats)]
-    info = torch.finfo(q.dtype)
-    work = _Work(call, q.dtype, unit, wide_unit, info.tiny * info.eps / 2, captured)
+    work = _Work(call, q.dtype, captured)
     for b, h in _chunks(call):
         work.add(b, h, None if dout is None else dout[b, h].double(), None if dlse is None else dlse[b, h].double())
     return work.result(dout is not None, slots)
@@ -115,13 +110,16 @@ class _Work:
     """Sums variances over heads and batch entries; u2 is the variance unit of a stored value, w2 of an accumulated one, quantum2 the
     variance that storing adds whatever the value is."""
 
-    def __init__(self, call: _Call, dtype: torch.dtype, unit: float, wide_unit: float, quantum: float, captured: Sequence[Tensor]):
-        self.dtype = dtype
+    def __init__(self, call: _Call, dtype: torch.dtype, captured: Sequence[Tensor]):
+        self.wide, info = torch.promote_types(dtype, torch.float32), torch.finfo(dtype)
+        # in float64 the oracle errs as much as what it judges, and same_dtype errs like the oracle: the noise is all there is to go by
+        oracles_own = 3.0 if dtype is torch.float64 else 1.0
+        self.u2, self.w2 = ((oracles_own * torch.finfo(d).eps / 2) ** 2 for d in (dtype, self.wide))
+        self.quantum2 = (info.tiny * info.eps / 2) ** 2
         clean = [torch.nan_to_num(t, 0.0, 0.0, 0.0) for t in (call.q, call.k, call.v)]
-        self.call, self.u2, self.w2, self.captured = call._replace(q=clean[0], k=clean[1], v=clean[2]), unit**2, wide_unit**2, captured
+        self.call, self.captured = call._replace(q=clean[0], k=clean[1], v=clean[2]), captured
         self.out, self.dq = _Sum(call.q.new_zeros(*call.q.shape[:3], call.v.shape[3])), _Sum(call.q)
         self.dk, self.dv = _Sum(call.k), _Sum(call.v)
-        self.quantum2 = quantum**2
         self.lse2, self.lse = (call.q.new_zeros(call.q.shape[:3]) for _ in range(2))
         self.dsink2 = None if call.sink is None else torch.zeros_like(call.sink)
         self.captured2 = [torch.zeros_like(t) for t in captured]
@@ -169,8 +167,9 @@ class _Work:
         weights = p2 * (relative2 + w2 * _depth(seqlen_q))
         # heads of equal queries err alike: their sum in dk and dv is as many times one error
         alike = self._equal_heads(b)
-        shared = (f.tied2 + w2 * _length(seqlen_q)) * (f.p.mT @ dout).square() + alike * (weights.mT @ dout2)
-        _accumulate(self.dv, b, kv, weights.mT @ dout2, weights.mT, shared)
+        variance = weights.mT @ dout2
+        shared = (f.tied2 + w2 * _length(seqlen_q)) * (f.p.mT @ dout).square() + alike * variance
+        _accumulate(self.dv, b, kv, variance, weights.mT, shared)
         dp, delta = dout @ f.v.mT, (dout * f.out).sum(-1, keepdim=True)
         dp2 = w2 * deep * (dout2 @ f.v.square().mT) + u2 * dp.square()
         delta2 = (dout2 * (u2 * out_sq + f.out2 + w2 * deep * out_sq)).sum(-1, keepdim=True) + u2 * delta.square()
@@ -191,7 +190,8 @@ class _Work:
             sees_one = 1 - f.p.amax(-1, keepdim=True) <= math.sqrt(u2)
             unseen2 = torch.where(sees_one, (dp2 + delta2) * common.square(), 0.0)
             shared = shared + unseen2.mT @ f.q.square()
-        _accumulate(self.dk, b, kv, scale2 * (columns @ f.q.square()), columns, scale2 * (shared + alike * (columns @ f.q.square())))
+        variance = columns @ f.q.square()
+        _accumulate(self.dk, b, kv, scale2 * variance, columns, scale2 * (shared + alike * variance))
         if f.p_sink is not None and self.call.sink is not None and self.dsink2 is not None:
             net_sink = delta[..., 0] if dlse is None else delta[..., 0] - dlse
             relative = f.row2[..., 0] + u2 * (2 + self.call.sink[h][:, None].square())
@@ -246,8 +246,7 @@ class _Work:
 
     def result(self, backward: bool, slots: list[int | None]) -> Noises:
         # LSE's row is all queries of a head: as many independent errors as there are different values of weight
-        wide = torch.promote_types(self.dtype, torch.float32)
-        effective = self.lse2.sum(-1, keepdim=True).square() / _by_value(self.lse2, self.lse.to(wide)).clamp_min(1e-300)
+        effective = self.lse2.sum(-1, keepdim=True).square() / _by_value(self.lse2, self.lse.to(self.wide)).clamp_min(1e-300)
         lse = Noise(self.lse2.sqrt(), (self.lse2 / effective.clamp_min(1.0)).sqrt())
         if not backward:
             return Noises(self.out.noise(), lse, None, None, None, None, ())

@@ -110,7 +110,7 @@ def varlen_problem(
     """The problem of one ``flash_attn_varlen_func`` call."""
     check_varlen_storage(q, k, v, cu_seqlens_q, cu_seqlens_k, page_table)
     lengths, pool = (max_seqlen_q, max_seqlen_k), None if page_table is None else k
-    if check_lengths.takes_their_word(q.device, validate):
+    if check_lengths.skips_device_reads(q.device, validate):
         tables = LengthTables(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
         unread = unread_sequences(q, k, tables, lengths, page_table)
         return problem_of(q, k, v, unread, options, offset_unread(unread, any_needs_grad(q, k, v, options)))
@@ -353,8 +353,8 @@ def _blocks(given: Any, problem: Problem) -> Any:
 
     wanted = BlockSparseTensors if problem.sequences is None else VarlenBlockSparseTensors
     if not isinstance(given, wanted):
-        door = "compute_block_sparsity" if problem.sequences is None else "compute_varlen_block_sparsity"
-        raise TypeError(f"block_sparse_tensors is a {type(given).__name__}; wanted {wanted.__name__}: make it with anyattn.{door}")
+        maker = "compute_block_sparsity" if problem.sequences is None else "compute_varlen_block_sparsity"
+        raise TypeError(f"block_sparse_tensors is a {type(given).__name__}; wanted {wanted.__name__}: make it with anyattn.{maker}")
     refuse_hidden("block_sparse_tensors.mask_block_cnt", given.mask_block_cnt)
     if given.device != problem.q.device:
         raise ValueError(f"block_sparse_tensors is on {given.device} but q is on {problem.q.device}; move it with .to()")

@@ -130,7 +130,7 @@ def cache_call(given: Given, options: Options) -> CacheCall:
     given = with_own_pages(given)
     tables, sizes = _tables(given)
     q = given.q
-    looked = None if check_lengths.takes_their_word(q.device, given.validate) else _look(given, tables, sizes)
+    looked = None if check_lengths.skips_device_reads(q.device, given.validate) else _look(given, tables, sizes)
     sequences = StoredCache(tables, sizes, q.device) if looked is None else looked.sequences
     problem = flash.problem_of(q, given.k_cache, given.v_cache, sequences, options, 0)  # before _turn, which reads the options too
     follows = options.causal or any(side not in (None, -1) for side in options.window_size)
@@ -158,7 +158,7 @@ def with_own_pages(given: Given) -> Given:
     check_lengths.check_pages_of("(cache entries, pages)", table, given.k_cache)
     if len(table) == 0 and batch:
         raise ValueError("page_table has no rows; wanted one for each entry of the cache, which cache_batch_idx selects")
-    if not check_lengths.takes_their_word(q.device, given.validate):
+    if not check_lengths.skips_device_reads(q.device, given.validate):
         _cache_rows(rows, batch, len(table), "page_table", q.device)
     chosen = rows.clamp(0, max(len(table) - 1, 0)) if q.is_cuda else rows
     return given._replace(page_table=table.index_select(0, chosen), cache_batch_idx=None)

@@ -26,14 +26,14 @@ __all__ = [
     "offset_unread",
     "pages",
     "sequence_lengths",
-    "takes_their_word",
+    "skips_device_reads",
     "unread_sequences",
 ]
 
 NEEDS_USED = "seqused_k is None with a page_table; wanted the number of keys of each sequence, (batch,) integers"
 
 
-def takes_their_word(device: torch.device, validate: bool | None) -> bool:
+def skips_device_reads(device: torch.device, validate: bool | None) -> bool:
     """Whether the tables' contents are trusted unread: reading would wait for the GPU, which a CUDA graph must not do."""
     return device.type == "cuda" and validate is not True
 

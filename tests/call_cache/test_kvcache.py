@@ -274,7 +274,7 @@ def test_what_is_not_known_is_not_remembered() -> None:
         outcome(copied(given | more)), outcome(copied(given | more))
     outcome(arguments(replace(GOOD, packed=True)))
     assert attention.size() == 0
-    with mock.patch.object(sequences, "takes_their_word", lambda device, validate: True):  # as on a GPU, where no table is read
+    with mock.patch.object(sequences, "skips_device_reads", lambda device, validate: True):  # as on a GPU, where no table is read
         outcome(copied(given)), outcome(copied(given))
     assert attention.size() == 0
     from torch.utils._python_dispatch import TorchDispatchMode

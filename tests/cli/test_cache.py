@@ -107,7 +107,7 @@ def test_warmup_of_packed_sequences(cache: DiskCache, monkeypatch: pytest.Monkey
     assert sorted(names) == ["causal + ragged"] * 2 + ["causal + ragged + lse"] * 2 + ["tables of sequences"] * 2
     h200 = hardware.Hardware("cuda", "Hopper", 0, frozenset((torch.bfloat16, torch.float16, torch.float32)), (9, 0), 132)
     monkeypatch.setattr(hardware, "of", lambda *_: h200)
-    monkeypatch.setattr(sequences, "takes_their_word", lambda device, validate: True)
+    monkeypatch.setattr(sequences, "skips_device_reads", lambda device, validate: True)
     q, ends = torch.zeros(900, 4, 64, dtype=torch.bfloat16), torch.tensor([0, 300, 300, 900], dtype=torch.int32)
     with launch.compiling_only():
         for ends_k in (ends, ends.clone()):

@@ -93,7 +93,7 @@ def test_packed(name: str) -> None:
 @pytest.fixture
 def unread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tables are believed unseen, as on a GPU."""
-    monkeypatch.setattr(sequences, "takes_their_word", lambda device, validate: validate is not True)
+    monkeypatch.setattr(sequences, "skips_device_reads", lambda device, validate: validate is not True)
 
 
 @pytest.mark.parametrize("name", MEANINGS)

@@ -83,7 +83,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple]]:
     """CPU tensors are taken for a Hopper GPU's; launches are noted and not made."""
     notes: list[tuple] = []
     monkeypatch.setattr(hardware, "of", lambda *a: H200)
-    monkeypatch.setattr(sequences, "takes_their_word", lambda device, validate: validate is not True)
+    monkeypatch.setattr(sequences, "skips_device_reads", lambda device, validate: validate is not True)
     # mods' indices are settled on the CPU, from sizes: captured tensors without contents show that theirs are not asked for
     monkeypatch.setattr(flash, "plainly_inside", without_contents(flash.plainly_inside))
     for module in (tables, api):

@@ -190,7 +190,7 @@ def test_queries_of_sequences_are_many_or_in_few_steps() -> None:
 
 def test_calls_are_told_apart_by_what_the_plan_looks_at(monkeypatch: pytest.MonkeyPatch) -> None:
     """Packed sequences are recalled whatever their lengths; where heads may share tiles, whether queries are few is a fact."""
-    monkeypatch.setattr(sequences, "takes_their_word", lambda device, validate: validate is not True)
+    monkeypatch.setattr(sequences, "skips_device_reads", lambda device, validate: validate is not True)
 
     def fact(rows: int, heads_kv: int) -> object:
         q, k = torch.zeros(rows, 8, 64, dtype=torch.bfloat16), torch.zeros(rows, heads_kv, 64, dtype=torch.bfloat16)

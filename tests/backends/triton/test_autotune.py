@@ -108,7 +108,7 @@ def asked(door: Callable[[], Any], capability: tuple[int, int] = (9, 0)) -> tupl
 
     with ahead.on(capability), pytest.MonkeyPatch.context() as patch:
         patch.setattr(api, "_launch", launch)
-        patch.setattr(sequences, "takes_their_word", lambda device, validate: validate is not True)
+        patch.setattr(sequences, "skips_device_reads", lambda device, validate: validate is not True)
         door()
     return seen[0]
 

@@ -107,7 +107,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Any:
     fast = frozenset(POINTERS)
     found = SimpleNamespace(capability=(9, 0), made=[])
     monkeypatch.setattr(hardware, "of", lambda *a: Hardware("cuda", "a GPU", 0, fast, found.capability, 132))  # type: ignore[arg-type]
-    monkeypatch.setattr(sequences, "takes_their_word", lambda device, validate: validate is not True)
+    monkeypatch.setattr(sequences, "skips_device_reads", lambda device, validate: validate is not True)
     monkeypatch.setattr(launch_cache, "run_entry", lambda *args: found.made.append(args))
     monkeypatch.setattr(api, "merge", lambda *args: None)
     attention.clear()  # one device has one capability

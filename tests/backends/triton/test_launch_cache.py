@@ -47,7 +47,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         return Handle(again)
 
     monkeypatch.setattr(hardware, "of", lambda *a: H200)
-    monkeypatch.setattr(sequences, "takes_their_word", lambda device, validate: validate is not True)
+    monkeypatch.setattr(sequences, "skips_device_reads", lambda device, validate: validate is not True)
     monkeypatch.setattr(tile_config, "capability_of", lambda device: (9, 0))
     for module in (launch, entry):
         monkeypatch.setattr(module, "launch", noted)

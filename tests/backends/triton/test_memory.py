@@ -64,7 +64,7 @@ def as_on_a_gpu() -> Iterator[Allocations]:
         return found and tuple(None if t is None else t.zero_() for t in found)  # what nothing has filled would be refused
 
     with pytest.MonkeyPatch.context() as patch, ahead.on((9, 0)), Allocations() as found:
-        patch.setattr(sequences, "takes_their_word", lambda device, validate: validate is not True)
+        patch.setattr(sequences, "skips_device_reads", lambda device, validate: validate is not True)
         for module in (compute, block_mask):
             patch.setattr(module, "device_lists", listed)
         yield found

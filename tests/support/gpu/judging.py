@@ -230,7 +230,7 @@ def without_a_gpu(note: Callable[[Any, tuple], Any] | None = None) -> Iterator[N
         # on a CPU alone are lists left aside for a mask's row ranges
         patch.setattr(check, "lists_of", lambda lists, mask: (check.read_lists(lists), getattr(lists, "is_exact", False)))
         # what a GPU's tables hold is not looked at, and kernels read them
-        patch.setattr(sequences, "takes_their_word", lambda device, validate: validate is not True)
+        patch.setattr(sequences, "skips_device_reads", lambda device, validate: validate is not True)
         if note is not None:
             patch.setattr(launch, "warm", note)
         yield

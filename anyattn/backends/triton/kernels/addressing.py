@@ -98,7 +98,7 @@ def row_tile(m, seqlen_q, TILE_M: tl.constexpr, LIST_M: tl.constexpr, group):
 
 @triton.jit
 def is_off(guard):
-    """Whether this launch has nothing to do: another one, which was made too because nobody has looked at the number, does it all."""
+    """True if the other speculative launch does the work. guard: int32 (1,), see ``documents.dispatch``."""
     return tl.load(guard) != 0
 
 

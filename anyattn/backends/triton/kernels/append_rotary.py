@@ -136,7 +136,7 @@ def _store_line(
     source, source_d, target, target_d, width, exists, position, rotary,
     TURNS: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Lines from ``source`` to ``target``; their first ``2 * rotary.half`` elements turned by the angle of their position."""
+    """Copies rows from ``source`` to ``target`` and rotates their first ``2 * rotary.half`` elements by the angle of their position."""
     d = tl.arange(0, BLOCK)
     there = exists[:, None] & (d < width)[None, :]
     x = tl.load(source[:, None] + (d * source_d)[None, :], mask=there)

@@ -87,9 +87,9 @@ class CacheSizes(NamedTuple):
 class HeadsDealt(NamedTuple):
     """Which query heads a program has: int32.
 
-    packed: query heads that share a tile. padded: the power of two that holds them, the rows of a position. together: heads that programs
-    go through at a time, 0 for each by itself, -1 see ``addressing.work_of``. groups: how many such groups an entry has. tiles_each: tiles
-    that share a K/V head's query heads.
+    packed: query heads that share a tile. padded: the least power of two that holds them. together: heads that
+    programs compute at a time; 0 computes each alone, -1 is explained in ``addressing.work_of``. groups: groups of such heads in an entry.
+    tiles_each: tiles among which a K/V head's query heads are divided.
     """
 
     packed: Any
@@ -109,7 +109,8 @@ class CapturedPart(NamedTuple):
 
 
 class Captured(NamedTuple):
-    """What the score mod, the mask by ranges or inside of listed tiles, and the mask that every tile is asked have captured."""
+    """Captured values of a kernel's parts. score: the score mod. mask: the mask given by row ranges, or the one evaluated in listed partial
+    tiles. always: the mask evaluated in every tile."""
 
     score: CapturedPart
     mask: CapturedPart

@@ -10,8 +10,8 @@ __all__ = ["plus_product"]
 def plus_product(acc, rescale, p, v, PRECISION: tl.constexpr):
     """acc * rescale + p @ v, p in v's dtype. rescale: [rows], None is 1.
 
-    In float32 a tile's product is summed by itself: one sum over all keys is as long as they are many, and its error grows with it. The
-    fused addition keeps it so, for a plain one is made part of the product by Triton's compiler.
+    In float32 each tile's product is summed by itself and then added: the error of one running sum grows with the number of keys. The
+    addition is an fma, because Triton's compiler folds a plain addition into the product.
     """
     if v.dtype == tl.float32:
         product = tl.dot(p, v, input_precision=PRECISION)

@@ -17,7 +17,7 @@ _SECTOR: tl.constexpr = tl.constexpr(32)  # bytes that a cache fetches at a time
 
 @triton.jit
 def inside(numbers, last_page):
-    """Page numbers, those outside of the pool as some inside: nobody has looked at the table."""
+    """Page numbers, clamped to the pool: the host has not read the table."""
     return tl.minimum(tl.maximum(numbers, 0), last_page)
 
 

@@ -114,7 +114,7 @@ def summed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Tensor]]:
         return read(total)
 
     monkeypatch.setattr(privatized_sum, "read", reading)
-    assert backward_pass.copies is privatized_sum
+    assert backward_pass.privatized_sum is privatized_sum
     attention.clear()
     yield found
 
