@@ -16,20 +16,21 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from benchmarks import decode, report
+from anyattn.testing.harness import decode
+from anyattn.testing.harness.case import LARGEST_DIFFERENCE, OURS, Case, Record, Shape, Timing
+from anyattn.testing.harness.inputs import Inputs
+from anyattn.testing.harness.judge import difference
+from anyattn.testing.harness.peers import PEERS
+from anyattn.testing.harness.runner import run_case
+from anyattn.testing.harness.timing import Limits
+from benchmarks import report
 from benchmarks.bars import Found, geometric_mean, versus
-from benchmarks.case import LARGEST_DIFFERENCE, OURS, Case, Record, Shape, Timing
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import ahead, bars_triton, estimate, memory, probes
 from benchmarks.gpu.ahead import Done, Job, compile_ahead, jobs_of
 from benchmarks.gpu.bars import BARS
 from benchmarks.gpu.cases import BACKWARD, CASES, DECODE, FA2, GRADIENTS, chosen
-from benchmarks.inputs import Inputs
-from benchmarks.judge import difference
-from benchmarks.peers import PEERS
-from benchmarks.runner import run_case
 from benchmarks.store import State, Store, is_done
-from benchmarks.timing import Limits
 from tests.support.limits import HANG
 from tests.support.processes import python
 

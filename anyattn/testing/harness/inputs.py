@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from anyattn.gallery import Mods
-from benchmarks.case import Case
-from benchmarks.variants import VARIANTS, Setting
+from anyattn.testing.harness.case import Case
+from anyattn.testing.harness.variants import VARIANTS, Setting
 
 __all__ = ["Inputs", "intervals", "visible_pairs"]
 

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from benchmarks import decode
-from benchmarks.case import OURS
-from benchmarks.inputs import Inputs, intervals
-from benchmarks.variants import VARIANTS, Setting
+from anyattn.testing.harness import decode
+from anyattn.testing.harness.case import OURS
+from anyattn.testing.harness.inputs import Inputs, intervals
+from anyattn.testing.harness.variants import VARIANTS, Setting
 
 __all__ = ["INSISTED", "PAGED_SPLITS", "PEERS", "SPLITS", "Entry", "Peer", "Unavailable", "backend_of", "backward_of", "module"]
 

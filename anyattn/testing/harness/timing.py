@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import psutil
 import torch
 
-from benchmarks.case import Timing
+from anyattn.testing.harness.case import Timing
 
 __all__ = ["Clock", "CpuClock", "CudaClock", "HostClock", "Limits", "Others", "measure", "shuffled_rounds"]
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.case import OURS, Case, Record
-from benchmarks.inputs import Inputs
-from benchmarks.judge import Judge, difference
-from benchmarks.peers import INSISTED, PEERS, Unavailable, backend_of
-from benchmarks.timing import Clock, CpuClock, CudaClock, HostClock, Limits, Others, measure
+from anyattn.testing.harness.case import OURS, Case, Record
+from anyattn.testing.harness.inputs import Inputs
+from anyattn.testing.harness.judge import Judge, difference
+from anyattn.testing.harness.peers import INSISTED, PEERS, Unavailable, backend_of
+from anyattn.testing.harness.timing import Clock, CpuClock, CudaClock, HostClock, Limits, Others, measure
 
 __all__ = ["DeviceLost", "prepared", "refused", "run_case"]
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from anyattn import oracle
 from anyattn.testing import budget
+from anyattn.testing.harness.inputs import Inputs
 from anyattn.testing.rounding import rounding
-from benchmarks.inputs import Inputs
 
 __all__ = ["Judge", "difference"]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from anyattn import scores
-from benchmarks.inputs import Inputs
+from anyattn.testing.harness.inputs import Inputs
 
 __all__ = ["alibi", "append", "contiguous", "copy", "fa3", "paged", "pages", "splits"]
 
