@@ -10,10 +10,11 @@ from pathlib import Path
 
 import click
 
+from anyattn.testing.harness import machine
 from anyattn.testing.harness.case import Case
 from anyattn.testing.harness.runner import refused, run_case
 from anyattn.testing.harness.timing import Limits
-from benchmarks import machine, report
+from benchmarks import report
 from benchmarks.bars import Found
 from benchmarks.cpu.bars import BARS
 from benchmarks.cpu.cases import CASES

@@ -20,10 +20,11 @@ from typing import Any
 import click
 import torch
 
+from anyattn.testing.harness import machine
 from anyattn.testing.harness.case import Case, Record
 from anyattn.testing.harness.runner import DeviceLost, refused, run_case
 from anyattn.testing.harness.timing import Limits
-from benchmarks import machine, report
+from benchmarks import report
 from benchmarks.bars import Found
 from benchmarks.gpu import ahead, estimate
 from benchmarks.gpu.bars import BARS

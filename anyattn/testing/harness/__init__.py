@@ -1,1 +1,1 @@
-"""The harness of every speed claim: cases, contestants, judging before timing, interleaved rounds. ``anyattn bench`` and ``benchmarks`` share it."""
+"""Harness of every speed claim: contestants, judging before timing, interleaved rounds; shared by ``anyattn bench`` and ``benchmarks``."""
