@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Group", "Panel", "chart"]
 
-_BAR, _GAP, _HEAD, _FOOT, _WIDTH = 0.2, 0.14, 0.75, 0.5, 7.4  # inches
+_BAR, _GAP, _HEAD, _FOOT, _WIDTH, _LETTER = 0.19, 0.1, 0.72, 0.5, 5.4, 0.068  # inches
 
 
 @dataclass(frozen=True)
@@ -45,24 +45,33 @@ def chart(panels: Sequence[Panel], contestants: Sequence[str], heading: str, cap
     if not panels:
         raise ValueError("panels is empty: give at least one")
     heights = [_HEAD + sum(_BAR * len(g.values) + _GAP for g in panel.groups) for panel in panels]
-    top, bottom = 0.75, 0.3 + 0.17 * (1 + caption.count("\n"))
+    top, bottom = 0.65 if len(contestants) > 1 else 0.42, 0.15 + 0.17 * (1 + caption.count("\n"))
     total = top + bottom + sum(heights)
-    fig = blank_figure(figsize=(_WIDTH, total), facecolor=PAPER)
+    labels = [line for panel in panels for group in panel.groups for line in _label(group).splitlines()]
+    margin = 0.2 + _LETTER * max(map(len, labels), default=0)
+    width = max(margin + _WIDTH, 0.4 + 0.105 * len(heading))
+    most = max((value for panel in panels for group in panel.groups for value in group.values.values()), default=1.0)
+    fig = blank_figure(figsize=(width, total), facecolor=PAPER)
     at = total - top
     for panel, height in zip(panels, heights):
-        axes = fig.add_axes((0.27, (at - height + _FOOT) / total, 0.67, (height - _HEAD) / total))
-        _draw(axes, panel, list(contestants))
+        place = (margin / width, (at - height + _FOOT) / total, 1 - (margin + 0.3) / width, (height - _HEAD) / total)
+        _draw(fig.add_axes(place), panel, list(contestants), most)
         at -= height
-    fig.text(0.02, 1 - 0.25 / total, heading, fontsize=12, color=INK, va="center", fontweight="bold")
+    fig.text(0.15 / width, 1 - 0.25 / total, heading, fontsize=12, color=INK, va="center", fontweight="bold")
     if len(contestants) > 1:
         _legend(fig, contestants, total)
-    fig.text(0.02, 0.1 / total, caption, fontsize=7.5, color=QUIET, va="bottom")
+    fig.text(0.15 / width, 0.1 / total, caption, fontsize=7.5, color=QUIET, va="bottom")
     settle(fig)
     return fig
 
 
-def _draw(axes: Axes, panel: Panel, contestants: list[str]) -> None:
-    most = max((value for group in panel.groups for value in group.values.values()), default=1.0)
+def _label(group: Group) -> str:
+    if not group.note:
+        return group.name
+    return f"{group.name}{chr(10) if len(group.values) > 1 else '  '}{group.note}"
+
+
+def _draw(axes: Axes, panel: Panel, contestants: list[str], most: float) -> None:
     at, ticks = 0.0, []
     for group in panel.groups:
         first = at
@@ -74,7 +83,7 @@ def _draw(axes: Axes, panel: Panel, contestants: list[str]) -> None:
             ((first + at - 1) / 2, f"{group.name}\n{group.note}" if group.note and at - first > 1 else f"{group.name}  {group.note}")
         )
         at += _GAP / _BAR
-    axes.set_yticks([place for place, _ in ticks], [name.strip() for _, name in ticks])
+    axes.set_yticks([place for place, _ in ticks], [name for _, name in ticks])
     axes.set_ylim(at - _GAP / _BAR - 0.4, -0.6)
     axes.set_xlim(0, most * 1.1)
     axes.set_facecolor(PAPER)
@@ -83,7 +92,7 @@ def _draw(axes: Axes, panel: Panel, contestants: list[str]) -> None:
     axes.tick_params(labelsize=8, colors=INK, length=0)
     axes.tick_params(axis="x", labelsize=7, colors=QUIET)
     if panel.line is not None:
-        axes.axvline(panel.line, color=QUIET, linewidth=0.9, linestyle=(0, (4, 3)))
+        axes.axvline(panel.line, color=QUIET, linewidth=0.9, linestyle=(0, (4, 3)), zorder=0)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.spines["bottom"].set_color(QUIET)
