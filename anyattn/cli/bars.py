@@ -79,9 +79,7 @@ def _draw(axes: Axes, panel: Panel, contestants: list[str], most: float) -> None
             axes.barh(at, value, height=0.84, color=CURVES[contestants.index(who) % len(CURVES)])
             axes.text(value + most * 0.01, at, f"{value:.{panel.digits}f}", fontsize=7.5, color=INK, va="center")
             at += 1
-        ticks.append(
-            ((first + at - 1) / 2, f"{group.name}\n{group.note}" if group.note and at - first > 1 else f"{group.name}  {group.note}")
-        )
+        ticks.append(((first + at - 1) / 2, _label(group)))
         at += _GAP / _BAR
     axes.set_yticks([place for place, _ in ticks], [name for _, name in ticks])
     axes.set_ylim(at - _GAP / _BAR - 0.4, -0.6)
