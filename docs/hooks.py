@@ -7,7 +7,11 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-OPTIONAL = {"transformers.md": ("How to", "run Transformers' models"), "serving.md": ("How to", "serve requests"), "finetuning.md": ("How to", "fine-tune")}
+OPTIONAL = {
+    "transformers.md": ("How to", "run Transformers' models"),
+    "serving.md": ("How to", "serve requests"),
+    "finetuning.md": ("How to", "fine-tune"),
+}
 OUTSIDE = re.compile(r"\[([^\]]+)\]\((\.\./[^)#]+)(#[^)]*)?\)")
 
 

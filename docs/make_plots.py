@@ -23,7 +23,7 @@ def data(name: str) -> dict[str, Any]:
 
 
 def caption(found: dict[str, Any]) -> str:
-    return f"{found['with']}; commit {found['commit']}, {found['date']}\ncommand and every figure: docs/measured.md, \"{found['section'].lstrip('# ')}\""
+    return f'{found["with"]}; commit {found["commit"]}, {found["date"]}\ncommand and every figure: docs/measured.md, "{found["section"].lstrip("# ")}"'
 
 
 def h200() -> Figure:
