@@ -19,9 +19,7 @@ def as_markdown(text: str) -> str:
 def _paragraph(part: str) -> str:
     lines = part.splitlines()
     if lines[0].lstrip().startswith(">>>"):
-        return (
-            "```pycon\n" + "\n".join(line.strip() if line.lstrip().startswith((">>>", "...")) else line.strip() for line in lines) + "\n```"
-        )
+        return "```pycon\n" + "\n".join(line.strip() for line in lines) + "\n```"
     if not any(_argument(line) for line in lines):
         return "\n".join(line.strip() for line in lines)
     written = []

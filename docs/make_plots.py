@@ -23,7 +23,8 @@ def data(name: str) -> dict[str, Any]:
 
 
 def caption(found: dict[str, Any]) -> str:
-    return f'{found["with"]}; commit {found["commit"]}, {found["date"]}\ncommand and every figure: docs/measured.md, "{found["section"].lstrip("# ")}"'
+    source = found["section"].lstrip("# ")
+    return f"{found['with']}; commit {found['commit']}, {found['date']}\ncommand and every figure: docs/measured.md, {source}"
 
 
 def h200() -> Figure:

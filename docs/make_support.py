@@ -26,19 +26,8 @@ BACKENDS = {
 }
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 HEAD_DIMS = (1, 8, 20, 64, 72, 128, 192, 256, 264, 512)
-COLUMNS = (
-    "backend",
-    "runs on",
-    "dtypes",
-    "head dims",
-    "varlen",
-    "paged",
-    "decoding",
-    "gradients",
-    "captured gradients",
-    "deterministic",
-    "compile",
-)
+PASSES = ("gradients", "captured gradients", "deterministic")
+COLUMNS = ("backend", "runs on", "dtypes", "head dims", "varlen", "paged", "decoding", *PASSES, "compile")
 
 
 def inputs(dtype: torch.dtype = torch.bfloat16, head_dim: int = 64, learns: bool = False, seqlen: int = 256) -> tuple[Tensor, ...]:
