@@ -166,8 +166,9 @@ def test_plots_show_every_figure(name: str, make: str, tmp_path: Path) -> None:
 
 def test_docstrings_become_lists_and_code() -> None:
     pytest.importorskip("griffe", reason="needs the docs extra")
-    written = script("docstrings").as_markdown("A call.\n\n    q: the queries.\n    k, v: keys,\n    and values.\n\n    >>> f(1)\n    2\n")
-    assert written == "A call.\n\n- **q**: the queries.\n- **k, v**: keys,\n  and values.\n\n```pycon\n>>> f(1)\n2\n```"
+    text = "A call.\n\n    q: the queries. k, v: keys,\n    and values. note: no argument.\n\n    >>> f(1)\n    2\n"
+    wanted = "A call.\n\n- **q**: the queries.\n- **k, v**: keys,\n  and values. note: no argument.\n\n```pycon\n>>> f(1)\n2\n```"
+    assert script("docstrings").as_markdown(text, ["q", "k", "v"]) == wanted
 
 
 @pytest.mark.skipif(
