@@ -135,10 +135,15 @@ def _variant(names: Sequence[str], shape: Shape, device: str) -> Variant:
         if found.score is not None and mods.score is not None:
             raise click.BadParameter(f"{name!r} is a second score mod; wanted at most one: chain them with .then in a file")
         mods = gallery.Mods(found.mask or mods.mask, found.score or mods.score)
-    with errors_of(_title(names)):
-        if mods.mask is not None:
-            limits.check_mask(mods.mask, (shape.seqlen_q, shape.seqlen_k))
-        return Variant(lambda _: mods, native_options(mods, shape.seqlen_k, device))
+    try:
+        with errors_of(_title(names)):
+            if mods.mask is not None:
+                limits.check_mask(mods.mask, (shape.seqlen_q, shape.seqlen_k))
+            return Variant(lambda _: mods, native_options(mods, shape.seqlen_k, device))
+    except RuntimeError as error:  # of torch's: tensors on two devices
+        raise click.BadParameter(
+            f"{_title(names)}: {error}; what a mod captures must be on {device}: make it there, or name another --device"
+        ) from error
 
 
 def _timed(cases: list[Case], variants: dict[Shape, Variant], limit: Limits, console: Console) -> list[Record]:
