@@ -16,6 +16,8 @@ __all__ = ["Group", "Panel", "chart"]
 
 _BAR, _GAP, _HEAD, _FOOT, _WIDTH, _LETTER = 0.19, 0.1, 0.72, 0.5, 5.4, 0.068  # inches
 
+_OVER_LINES = {"facecolor": PAPER, "edgecolor": "none", "pad": 0.5}
+
 
 @dataclass(frozen=True)
 class Group:
@@ -77,7 +79,7 @@ def _draw(axes: Axes, panel: Panel, contestants: list[str], most: float) -> None
         first = at
         for who, value in group.values.items():
             axes.barh(at, value, height=0.84, color=CURVES[contestants.index(who) % len(CURVES)])
-            axes.text(value + most * 0.01, at, f"{value:.{panel.digits}f}", fontsize=7.5, color=INK, va="center")
+            axes.text(value + most * 0.01, at, f"{value:.{panel.digits}f}", fontsize=7.5, color=INK, va="center", bbox=_OVER_LINES)
             at += 1
         ticks.append(((first + at - 1) / 2, _label(group)))
         at += _GAP / _BAR

@@ -52,6 +52,8 @@ def lines(records: list[Record], cases: list[Case], where: dict[str, Any]) -> It
         "[dim]error: the share that a result uses of the error allowed against float64 (100% fails); by: anyattn's backend.\n"
         "time: median over interleaved rounds, ± half the distance between the quartiles. Rates count visible pairs only.[/]"
     )
+    if case.device == "cpu" and not any("disturbed_used" in record.extra for record in records):
+        yield "[dim]Other processes were not watched for: pip install psutil.[/]"
     if any(record.extra.get("disturbed_used") for record in records):
         yield "[yellow]Other processes were busy meanwhile: too few quiet rounds. Close them and run again, or give more --patience.[/]"
 

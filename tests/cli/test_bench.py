@@ -10,7 +10,7 @@ import torch
 from anyattn import masks, scores
 from anyattn.cli import BAD_ARGUMENTS, bench, bench_report
 from anyattn.gallery import Mods
-from anyattn.testing.harness import dense, peers, runner
+from anyattn.testing.harness import dense, peers, runner, timing
 from anyattn.testing.harness.case import OURS, Case, Record, Shape, Timing
 from anyattn.testing.harness.inputs import Inputs
 from anyattn.testing.harness.native import native_options
@@ -158,6 +158,23 @@ def test_a_dense_bias_holds_the_mask_and_the_score_mod():
 
 
 # ---- the report
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_it_says_when_nobody_watches_for_other_processes(monkeypatch, is_there):
+    find = timing.importlib.util.find_spec
+    monkeypatch.setattr(timing.importlib.util, "find_spec", lambda name, *more: find(name, *more) if is_there or name != "psutil" else None)
+    code, out, _ = call("bench", "causal", "--seqlen", 40, "--pass", "forward", "--peer", "sdpa", *QUICK)
+    assert code == 0 and ("Other processes were not watched for: pip install psutil." in out) == (not is_there)
+
+
+def test_what_a_mod_captures_on_another_device_is_told_with_a_way_out(mods, monkeypatch):
+    def elsewhere(*given):
+        raise RuntimeError("indices should be either on cpu or on the same device")
+
+    monkeypatch.setattr(bench, "native_options", elsewhere)
+    code, _, err = call("bench", f"{mods}:near", *QUICK)
+    assert code == BAD_ARGUMENTS and "what a mod captures must be on cpu: make it there, or name another --device" in err
 
 
 def record(**timings: float) -> Record:
