@@ -135,15 +135,15 @@ def _variant(names: Sequence[str], shape: Shape, device: str) -> Variant:
         if found.score is not None and mods.score is not None:
             raise click.BadParameter(f"{name!r} is a second score mod; wanted at most one: chain them with .then in a file")
         mods = gallery.Mods(found.mask or mods.mask, found.score or mods.score)
-    try:
-        with errors_of(_title(names)):
-            if mods.mask is not None:
-                limits.check_mask(mods.mask, (shape.seqlen_q, shape.seqlen_k))
-            return Variant(lambda _: mods, native_options(mods, shape.seqlen_k, device))
-    except RuntimeError as error:  # of torch's: tensors on two devices
-        raise click.BadParameter(
-            f"{_title(names)}: {error}; what a mod captures must be on {device}: make it there, or name another --device"
-        ) from error
+    with errors_of(_title(names)):
+        if mods.mask is not None:
+            limits.check_mask(mods.mask, (shape.seqlen_q, shape.seqlen_k))
+        try:
+            native = native_options(mods, shape.seqlen_k, device)
+        except RuntimeError as error:  # torch's, of tensors on two devices
+            way_out = f"what a mod captures must be on {device}: make it there, or name another --device"
+            raise click.BadParameter(f"{_title(names)}: {error}; {way_out}") from error
+    return Variant(lambda _: mods, native)
 
 
 def _timed(cases: list[Case], variants: dict[Shape, Variant], limit: Limits, console: Console) -> list[Record]:
