@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from anyattn import gallery
 from anyattn.cli import bench_report, limits
 from anyattn.cli.loading import errors_of, named_mods
+from anyattn.plan import BACKENDS
 from anyattn.testing.harness import machine, runner
 from anyattn.testing.harness.case import Case, Record, Shape
 from anyattn.testing.harness.native import native_options
@@ -41,7 +42,7 @@ _MOST_BYTES = 2**36  # of q, k, v, the output and their gradients
 @click.option("--head-dim", default=64, show_default=True, type=limits.HEAD_DIM, help="Elements per head.")
 @click.option("--dtype", type=click.Choice(_DTYPES), help="Of the inputs.  [default: float32, on a GPU bfloat16]")
 @click.option("--device", type=click.Choice(("cpu", "cuda")), help="Where.  [default: cuda if there is one]")
-@click.option("--backend", help="Insist on one of anyattn's backends.  [default: its own choice]")
+@click.option("--backend", type=click.Choice(BACKENDS), help="Insist on one of anyattn's.  [default: its own choice]")
 @click.option("--pass", "passes", multiple=True, type=click.Choice(_PASSES), help="Only this pass (repeatable).  [default: both]")
 @click.option("--peer", "peers", multiple=True, type=click.Choice(PEER_NAMES), help="Only this peer (repeatable).  [default: all]")
 @click.option("--rounds", default=9, show_default=True, type=click.IntRange(3, 1000), help="Interleaved rounds, at most.")

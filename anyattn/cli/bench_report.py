@@ -49,7 +49,8 @@ def lines(records: list[Record], cases: list[Case], where: dict[str, Any]) -> It
         yield _summary(record, each)
     yield from _missing(records)
     yield (
-        "[dim]error: the share that a result uses of the error allowed against float64 (100% fails); by: anyattn's backend.\n"
+        "[dim]error: the share that a result uses of the error allowed against float64 (100% fails),\n"
+        "-: compared with anyattn's result only; by: anyattn's backend.\n"
         "time: median over interleaved rounds, ± half the distance between the quartiles. Rates count visible pairs only.[/]"
     )
     if case.device == "cpu" and not any("disturbed_used" in record.extra for record in records):
