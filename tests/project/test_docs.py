@@ -10,10 +10,14 @@ import subprocess
 import sys
 import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import anyattn
+from anyattn.testing.harness.case import OURS, Record, Timing
+from benchmarks import report
+from benchmarks.bars import Found
 from tests.support import snippets
 from tests.support.processes import ROOT
 
@@ -113,22 +117,70 @@ def test_the_gallery_is_what_the_library_says() -> None:
     assert (DOCS / "gallery.md").read_text() == script("make_gallery").text(), "run make docs"
 
 
-def section(heading: str) -> str:
+def section(heading: str, text: str | None = None) -> str:
     """The part of docs/measured.md under a heading."""
-    text = (DOCS / "measured.md").read_text()
-    assert text.count(f"\n{heading}\n") == 1, heading
+    text = (DOCS / "measured.md").read_text() if text is None else text
+    assert f"\n{text}".count(f"\n{heading}\n") == 1, heading
     level = heading.split(" ")[0]
-    return re.split(rf"^#{{1,{len(level)}}} ", text.split(f"\n{heading}\n")[1], maxsplit=1, flags=re.M)[0]
+    return re.split(rf"^#{{1,{len(level)}}} ", f"\n{text}".split(f"\n{heading}\n")[1], maxsplit=1, flags=re.M)[0]
+
+
+def check_gpu_figures(data: dict[str, Any], measured: str) -> None:
+    """Each plotted ratio stands in the row of its bar, or of its case."""
+    assert data["commit"] in measured + data["section"] and data["date"] in measured + data["section"]
+    bars = dict(line.strip("| ").split(" | ")[::2] for line in measured.splitlines() if line.startswith("| ") and line.count(" | ") == 2)
+    cases = {line.strip("| ").split(" | ")[0].removesuffix(" (disturbed)"): line for line in measured.splitlines() if line.startswith("| ")}
+    for row in data["rows"]:
+        if "bar" in row:
+            assert f"{row['ratio']:.2f}" in re.split(r"[;,] ", bars[row["bar"]]), row
+        else:
+            assert f"{row['ratio']:.2f}x" in re.split(r"[|,] ?", cases[row["case"]].replace(" |", "|")), row
 
 
 def test_plotted_figures_of_the_gpu_are_the_measured_ones() -> None:
     data = json.loads((DOCS / "data" / "h200.json").read_text())
-    measured = section(data["section"])
-    assert data["commit"] in measured and data["date"] in measured
-    rows = dict(line.strip("| ").split(" | ")[::2] for line in measured.splitlines() if line.startswith("| ") and line.count(" | ") == 2)
-    for row in data["rows"]:
-        assert f"{row['ratio']:.2f}" in re.split(r"[;,] ", rows[row["bar"]]), row
+    check_gpu_figures(data, section(data["section"]))
     assert len(data["rows"]) > 12
+
+
+def run_of_the_benchmark() -> tuple[dict[str, Any], str]:
+    """A run's JSON and Markdown: two cases with figures, one that went wrong, one of another group."""
+
+    def record(group: str, variant: str, share: float = 0.3, **seconds: float) -> Record:
+        made = Record(f"{group}/{variant}/d128/8192", group, "flex", variant, "bfloat16", "B2 H16 S8192 D128", flops=10**12)
+        made.timings = {name.replace("_", "-"): Timing((each, each * 1.01, each * 0.99)) for name, each in seconds.items()}
+        made.budget, made.extra = {OURS: share}, {"backend": "hopper + triton" if group == "backward" else "hopper"}
+        return made
+
+    records = [
+        record("variants", "sink_window", anyattn=1e-3, flex_flash=1.5e-3, flex_triton=2e-3, anyattn_mod=0.5e-3),
+        record("backward", "document-causal", anyattn=2e-3, flex_triton=2.48e-3),
+        record("variants", "full", share=1.2, anyattn=1e-3, fa3=2e-3),
+        record("host", "causal", anyattn=1e-3, flex=2e-3),
+    ]
+    versions = {"torch": "2.11.0", "triton": "3.6.0"}
+    machine = {
+        "date": "2026-11-22 04:00 UTC",
+        "commit": "abc1234",
+        "command": "python -m benchmarks.gpu",
+        "gpu": "a GPU",
+        "versions": versions,
+    }
+    found = Found({each.case: each for each in records}, {})
+    return json.loads(json.dumps(report.as_json(machine, found, []))), report.as_markdown(machine, found, [])
+
+
+def test_a_run_of_the_gpu_benchmark_becomes_plotted_figures() -> None:
+    run, markdown = run_of_the_benchmark()
+    data = script("take_run").taken(run)
+    assert [(row["variant"], row["peer"], row["backend"], row["ratio"]) for row in data["rows"]] == [
+        ("sink window", "flex_attention, FLASH", "Hopper, forward", 1.5),
+        ("document + causal", "flex_attention, TRITON", "Triton, backward", 1.24),
+    ]
+    check_gpu_figures(data, section(data["section"], markdown))
+    data["rows"][0]["ratio"] = 1.6
+    with pytest.raises(AssertionError, match="sink window"):
+        check_gpu_figures(data, section(data["section"], markdown))
 
 
 def test_plotted_figures_of_the_cpu_are_the_measured_ones() -> None:
