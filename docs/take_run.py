@@ -36,14 +36,13 @@ def row(record: Record) -> dict[str, Any] | None:
     variant = record.variant.replace("_", " ").replace("-", " + ")
     grouped = ", GQA" if "/" in record.shape.split(" ")[1] else ""
     form = {"window": ", by option", "varlen": ", packed"}.get(record.group, "")
-    backend = (
-        str(record.extra.get("backend", "")).rpartition("+")[2].strip() if record.group == "backward" else record.extra.get("backend", "")
-    )
     which = "backward" if record.group == "backward" else "forward"
+    forward, _, last = str(record.extra.get("backend", "")).partition(" + ")  # of a backward pass "forward's + backward's"
+    backend = (last or forward) if which == "backward" else forward
     return {
         "variant": f"{variant}{grouped}{form}",
         "peer": NAMES[peer],
-        "backend": f"{str(backend).capitalize()}, {which}",
+        "backend": f"{backend.capitalize()}, {which}",
         "ratio": round(record.ratio(peer), 2),
         "case": record.case,
     }
