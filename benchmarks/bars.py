@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.case import OURS, Record
+from anyattn.testing.harness.case import OURS, Record
 
 __all__ = ["Bar", "Found", "bar_rows", "geometric_mean", "one", "probe", "some", "versus"]
 

@@ -74,7 +74,7 @@ def _long_masks() -> dict[str, Any]:
     import torch
 
     import anyattn
-    from benchmarks.variants import VARIANTS, Setting
+    from anyattn.testing.harness.variants import VARIANTS, Setting
 
     torch.manual_seed(0)
     found: dict[str, Any] = {"seqlen": 2**20}
@@ -94,8 +94,8 @@ def _first_call() -> dict[str, Any]:
     import torch
 
     import anyattn
+    from anyattn.testing.harness.variants import VARIANTS, Setting
     from benchmarks.cpu.cases import GALLERY
-    from benchmarks.variants import VARIANTS, Setting
 
     q, k, v = torch.randn(3, 1, 2, 256, 64)
     start = time.perf_counter()
@@ -193,10 +193,10 @@ def _decode_pages() -> dict[str, Any]:
 
     import torch
 
-    from benchmarks.case import OURS
+    from anyattn.testing.harness.case import OURS
+    from anyattn.testing.harness.inputs import Inputs
+    from anyattn.testing.harness.peers import PEERS
     from benchmarks.cpu.cases import CASES
-    from benchmarks.inputs import Inputs
-    from benchmarks.peers import PEERS
 
     torch.set_num_threads(1)
     found: dict[str, Any] = {}

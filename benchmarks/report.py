@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from anyattn.testing.harness.case import OTHER_FLOPS, OURS, Record
 from benchmarks.bars import Bar, Found, bar_rows
-from benchmarks.case import OTHER_FLOPS, OURS, Record
 
 __all__ = ["as_json", "as_markdown", "bar_lines", "describe", "found_in", "probe_lines", "shown_bars"]
 

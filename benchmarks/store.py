@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from anyattn.testing.harness.case import Case
 from benchmarks import report
 from benchmarks.bars import Bar, Found
-from benchmarks.case import Case
 
 __all__ = ["State", "Store", "is_done"]
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
+import re
 import textwrap
 from pathlib import Path
 
@@ -17,9 +19,9 @@ HERE = Path(__file__).resolve().parent
 SEQLEN, TILE, HEADS = 512, 64, 4
 INTRODUCTION = f"""# Gallery of mods
 
-Written by `make docs` from `anyattn/gallery.py` and the library. Pictures: {SEQLEN} positions in tiles of {TILE}, head 0.
-`setting` holds the sequence length and the number of heads. Masks compose with `&`, `|` and `~`, scores with `.then`; pass them as
-`flex_attention(q, k, v, score_mod=..., mask_mod=...)`, or build `create_block_mask(mask, ...)` once for many calls.
+Written by `make docs` from `anyattn/gallery.py` and the library. Pictures: {SEQLEN} positions in tiles of {TILE}, head 0. Each example
+can be pasted and run. Masks compose with `&`, `|` and `~`, scores with `.then`; `create_block_mask(mask, ...)` makes lists of tiles once
+for many calls.
 """
 
 
@@ -50,10 +52,29 @@ def panels(variant: gallery.Variant) -> list[pictures.Panel]:
     return found
 
 
+def snippet(variant: gallery.Variant) -> str:
+    """The variant's code with numbers in place of its setting, ending in a call: what can be pasted."""
+    body, returned = variant.code.rsplit("return ", 1)
+    made = ast.parse(returned.strip(), mode="eval").body
+    assert isinstance(made, ast.Call) and ast.unparse(made.func) == "Mods"
+    given = dict(zip(("mask_mod", "score_mod"), (ast.get_source_segment(returned.strip(), each) or "" for each in made.args)))
+    mods = [f"{name}={given[name]}" for name in ("score_mod", "mask_mod") if given.get(name, "None") != "None"]
+    call = f"out = anyattn.flex_attention(q, k, v, {', '.join(mods)})"
+    code = re.sub(r"setting\.random\(([^()]*), seed=\d+\)", r"torch.randn(\1)", f"{body}{call}")
+    for name, value in (("setting.seqlen", str(SEQLEN)), ("setting.heads", str(HEADS)), (".to(setting.device)", "")):
+        code = code.replace(name, value)
+    assert "setting" not in code, variant.name
+    code = re.sub(r"\n+(?=def )", r"\n\n\n", code)  # as ruff formats it
+    code = re.sub(r"(\n    [^\n]*)\n+(?=\w)", r"\1\n\n\n", code)
+    library = [name for name in ("masks", "scores") if re.search(rf"\b{name}\.", code)]
+    imports = ["import torch", "", "import anyattn", *([f"from anyattn import {', '.join(library)}"] if library else [])]
+    return "\n".join([*imports, "", f"q, k, v = torch.randn(3, 1, {HEADS}, {SEQLEN}, 64)", code])
+
+
 def text() -> str:
     parts = [INTRODUCTION]
     for variant in gallery.VARIANTS.values():
-        parts += [f"## {variant.title}", f"`{variant.name}`: {variant.meaning}", f"```python\n{variant.code}\n```"]
+        parts += [f"## {variant.title}", f"`{variant.name}`: {variant.meaning}", f"```python\n{snippet(variant)}\n```"]
         parts.append(f"![{variant.title}](gallery/{variant.name}.svg)\n")
     parts.append("## The whole library")
     for module, title in ((masks, "`anyattn.masks`"), (scores, "`anyattn.scores`")):

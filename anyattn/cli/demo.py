@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +23,8 @@ from anyattn.cli import limits, measure, tiles
 from anyattn.cli.judge import shares
 from anyattn.cli.peer import peer
 from anyattn.mods import masks
+from anyattn.testing.harness.timing import CpuClock, Limits
+from anyattn.testing.harness.timing import measure as timed
 
 __all__ = ["command"]
 
@@ -115,9 +118,13 @@ def _measured(variant: gallery.Variant, size: _Size, step: Callable[[str], None]
     name, plain = peer(variant, mods, size.heads, size.seqlen)
     calls = {"mine": partial(_forward_and_backward, attend, qkv, dout), "theirs": partial(_forward_and_backward, plain, qkv, dout)}
     memory = {who: measure.extra_memory(call) for who, call in calls.items()}
-    seconds = measure.medians(calls, size.rounds)
+    timings = timed(calls, CpuClock(), Limits(size.rounds, math.inf, size.rounds, 0.0), _raised)
     counts = (grid.count(0), grid.count(1), grid.count(2))
-    return _Row(variant.title, counts, budget, seconds["mine"], seconds["theirs"], name, memory["mine"], memory["theirs"])
+    return _Row(variant.title, counts, budget, timings["mine"].median, timings["theirs"].median, name, memory["mine"], memory["theirs"])
+
+
+def _raised(name: str, error: Exception) -> None:
+    raise error
 
 
 def _anyattn(q: Tensor, k: Tensor, v: Tensor, *, score: Callable[..., Any] | None, blocks: Any) -> Tensor:

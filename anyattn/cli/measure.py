@@ -1,29 +1,16 @@
-"""Measuring time and memory of one call, for the demo. Claims of speed are made by ``benchmarks`` with its stricter protocol."""
+"""Peak memory of one call, for the demo."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import statistics
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["extra_memory", "medians"]
+__all__ = ["extra_memory"]
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-
-
-def medians(calls: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Median seconds of each call, the calls taking turns, so that whatever else the machine does falls on all of them."""
-    taken: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            started = time.perf_counter()
-            call()
-            taken[name].append(time.perf_counter() - started)
-    return {name: statistics.median(seconds) for name, seconds in taken.items()}
 
 
 def extra_memory(call: Callable[[], Any]) -> int | None:

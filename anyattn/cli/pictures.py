@@ -24,12 +24,28 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["EMPTY", "FULL", "PALETTE", "PARTIAL", "CurvePanel", "HeatPanel", "TilePanel", "figure", "save"]
+__all__ = [
+    "CURVES",
+    "EMPTY",
+    "FULL",
+    "INK",
+    "PALETTE",
+    "PAPER",
+    "PARTIAL",
+    "QUIET",
+    "CurvePanel",
+    "HeatPanel",
+    "TilePanel",
+    "blank_figure",
+    "figure",
+    "save",
+    "settle",
+]
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 PALETTE = {"full": "#1f5fa8", "partial": "#f2a43a", "hidden": "#fbe3bd", "empty": "#e6e9ed"}
-_INK, _QUIET, _PAPER = "#1d2430", "#5d6878", "#ffffff"
-_CURVES = ("#1f5fa8", "#f2a43a", "#2f9e77", "#b3477d", "#7a5cc2", "#5d6878")
+INK, QUIET, PAPER = "#1d2430", "#5d6878", "#ffffff"
+CURVES = ("#1f5fa8", "#f2a43a", "#2f9e77", "#b3477d", "#7a5cc2", "#5d6878")
 # Above this many elements a side a pixel of the picture holds several, and single elements tell nothing.
 _MAX_ELEMENTS = 1024
 # White lines between more tiles than this would cover the tiles.
@@ -118,8 +134,8 @@ def _draw_tiles(axes: Axes, panel: TilePanel) -> None:
     axes.set_ylim(rows, 0)
     if max(grid_m, grid_n) <= _MAX_RULED_TILES:
         width = 0.7 if max(grid_m, grid_n) <= 32 else 0.35
-        axes.hlines(np.arange(1, grid_m) * panel.tile[0], 0, columns, colors=_PAPER, linewidth=width)
-        axes.vlines(np.arange(1, grid_n) * panel.tile[1], 0, rows, colors=_PAPER, linewidth=width)
+        axes.hlines(np.arange(1, grid_m) * panel.tile[0], 0, columns, colors=PAPER, linewidth=width)
+        axes.vlines(np.arange(1, grid_n) * panel.tile[1], 0, rows, colors=PAPER, linewidth=width)
     skipped = panel.count(EMPTY) / max(panel.classes.size, 1)
     note = f"{panel.count(FULL)} full, {panel.count(PARTIAL)} partial, {panel.count(EMPTY)} empty ({skipped:.0%} skipped)"
     _label(axes, panel.title, note)
@@ -136,21 +152,21 @@ def _draw_heat(axes: Axes, panel: HeatPanel) -> None:
     extent = (0, columns, rows, 0)
     image = axes.imshow(panel.values, cmap=colours, vmin=-reach, vmax=reach, extent=extent, interpolation="nearest", aspect="auto")
     bar = axes.figure.colorbar(image, ax=axes, fraction=0.046, pad=0.03)
-    bar.ax.tick_params(labelsize=7, colors=_QUIET, length=2)
+    bar.ax.tick_params(labelsize=7, colors=QUIET, length=2)
     bar.outline.set_visible(False)
     _label(axes, panel.title, panel.note)
     _place_axis(axes, rows, columns)
 
 
 def _draw_curves(axes: Axes, panel: CurvePanel) -> None:
-    axes.plot(panel.scores, panel.scores, color=_QUIET, linewidth=0.9, linestyle=(0, (4, 3)), label="unchanged")
-    for (label, values), colour in zip(panel.curves.items(), _CURVES):
+    axes.plot(panel.scores, panel.scores, color=QUIET, linewidth=0.9, linestyle=(0, (4, 3)), label="unchanged")
+    for (label, values), colour in zip(panel.curves.items(), CURVES):
         axes.plot(panel.scores, values, color=colour, linewidth=1.6, label=label)
-    axes.legend(fontsize=7, frameon=False, labelcolor=_INK, loc="upper left")
-    axes.set_xlabel("score", fontsize=8, color=_QUIET)
-    axes.set_ylabel("score after the mod", fontsize=8, color=_QUIET)
+    axes.legend(fontsize=7, frameon=False, labelcolor=INK, loc="upper left")
+    axes.set_xlabel("score", fontsize=8, color=QUIET)
+    axes.set_ylabel("score after the mod", fontsize=8, color=QUIET)
     axes.set_box_aspect(1)
-    axes.tick_params(labelsize=7, colors=_QUIET, length=2)
+    axes.tick_params(labelsize=7, colors=QUIET, length=2)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     for side in ("left", "bottom"):
@@ -159,8 +175,8 @@ def _draw_curves(axes: Axes, panel: CurvePanel) -> None:
 
 
 def _label(axes: Axes, title: str, note: str) -> None:
-    axes.set_title(title, fontsize=11, color=_INK, loc="left", pad=18, fontweight="bold")
-    axes.text(0, 1.02, note, transform=axes.transAxes, fontsize=7.5, color=_QUIET, va="bottom", ha="left")
+    axes.set_title(title, fontsize=11, color=INK, loc="left", pad=18, fontweight="bold")
+    axes.text(0, 1.02, note, transform=axes.transAxes, fontsize=7.5, color=QUIET, va="bottom", ha="left")
 
 
 def _place_axis(axes: Axes, rows: int, columns: int) -> None:
@@ -168,14 +184,15 @@ def _place_axis(axes: Axes, rows: int, columns: int) -> None:
     axes.set_box_aspect(1 if rows == columns else min(max(rows / columns, 0.4), 2.5))
     axes.set_xticks([0, columns // 2, columns])
     axes.set_yticks([0, rows // 2, rows])
-    axes.tick_params(labelsize=7, colors=_QUIET, length=2)
-    axes.set_xlabel("key position", fontsize=8, color=_QUIET, labelpad=2)
-    axes.set_ylabel("query position", fontsize=8, color=_QUIET, labelpad=2)
+    axes.tick_params(labelsize=7, colors=QUIET, length=2)
+    axes.set_xlabel("key position", fontsize=8, color=QUIET, labelpad=2)
+    axes.set_ylabel("query position", fontsize=8, color=QUIET, labelpad=2)
     for spine in axes.spines.values():
         spine.set_visible(False)
 
 
-def _matplotlib_figure(**options: Any) -> Figure:
+def blank_figure(**options: Any) -> Figure:
+    """An empty figure of matplotlib's. Raises ``ImportError`` that says what to install."""
     try:
         # Not pyplot: it would pick a window system and keep every figure alive.
         from matplotlib.figure import Figure
@@ -208,13 +225,13 @@ def figure(panels: Sequence[Panel], *, heading: str = "", columns: int = 4) -> F
     legend = _legend(panels, columns) if has_tiles else []
     head, foot, side = 0.55 if heading else 0.1, 0.14 + 0.18 * max(len(legend), 2) if has_tiles else 0.1, 3.3
     height = rows * side + head + foot
-    fig = _matplotlib_figure(figsize=(columns * side, height), facecolor=_PAPER, layout="constrained")
+    fig = blank_figure(figsize=(columns * side, height), facecolor=PAPER, layout="constrained")
     fig.get_layout_engine().set(  # type: ignore[union-attr, call-arg]
         rect=(0.005, foot / height, 0.99, 1 - (head + foot) / height), wspace=0.06, hspace=0.06
     )
     grid = fig.subplots(rows, columns, squeeze=False).ravel()
     for axes, panel in zip(grid, panels):
-        axes.set_facecolor(_PAPER)
+        axes.set_facecolor(PAPER)
         if isinstance(panel, TilePanel):
             _draw_tiles(axes, panel)
         elif isinstance(panel, HeatPanel):
@@ -224,14 +241,14 @@ def figure(panels: Sequence[Panel], *, heading: str = "", columns: int = 4) -> F
     for axes in grid[len(panels) :]:
         axes.set_visible(False)
     if heading:
-        fig.text(0.012, 1 - 0.3 / height, heading, fontsize=13, color=_INK, va="center", fontweight="bold")
+        fig.text(0.012, 1 - 0.3 / height, heading, fontsize=13, color=INK, va="center", fontweight="bold")
     if has_tiles:
         _draw_legend(fig, legend)
-    _settle(fig)
+    settle(fig)
     return fig
 
 
-def _settle(fig: Figure) -> None:
+def settle(fig: Figure) -> None:
     """Lay the panels out now, and round where they lie.
 
     The layout's solver visits its variables in the order of their addresses, so that its last bits change from figure
@@ -258,7 +275,7 @@ def _draw_legend(fig: Figure, lines: list[list[tuple[str, str]]]) -> None:
 
     patches = [Patch(facecolor=PALETTE[name], label=text) for line in lines for name, text in line]
     per_row = len(lines[0])
-    fig.legend(handles=patches, loc="lower left", ncols=per_row, frameon=False, fontsize=8, labelcolor=_INK, handlelength=1.1)
+    fig.legend(handles=patches, loc="lower left", ncols=per_row, frameon=False, fontsize=8, labelcolor=INK, handlelength=1.1)
 
 
 def save(fig: Figure, *paths: str | Path) -> None:

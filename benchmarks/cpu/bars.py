@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from anyattn.testing.harness.case import OURS
 from benchmarks.bars import Bar, Found, geometric_mean, probe
-from benchmarks.case import OURS
 from benchmarks.cpu.cases import GALLERY
 
 __all__ = ["BARS"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from anyattn import gallery
-from benchmarks.case import Case, Shape
+from anyattn.testing.harness.case import Case, Shape
 
 __all__ = ["CASES", "GALLERY"]
 

@@ -20,16 +20,17 @@ from typing import Any
 import click
 import torch
 
-from benchmarks import machine, report
+from anyattn.testing.harness import machine
+from anyattn.testing.harness.case import Case, Record
+from anyattn.testing.harness.runner import DeviceLost, refused, run_case
+from anyattn.testing.harness.timing import Limits
+from benchmarks import report
 from benchmarks.bars import Found
-from benchmarks.case import Case, Record
 from benchmarks.gpu import ahead, estimate
 from benchmarks.gpu.bars import BARS
 from benchmarks.gpu.cases import CASES, GROUPS, chosen
 from benchmarks.gpu.probes import LONGEST, NAMES, measure
-from benchmarks.runner import DeviceLost, refused, run_case
 from benchmarks.store import State, Store, is_done
-from benchmarks.timing import Limits
 
 _DEVICE_LOST = 3
 # The most telling first, for runs that are cut off.

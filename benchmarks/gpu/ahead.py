@@ -19,9 +19,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO
 
-from benchmarks.case import OURS, Case
+from anyattn.testing.harness.case import OURS, Case
+from anyattn.testing.harness.peers import PEERS
 from benchmarks.gpu.cases import CASES
-from benchmarks.peers import PEERS
 from benchmarks.process import ANSWER, Child, apart
 
 __all__ = ["CACHES", "Done", "Job", "compile_ahead", "jobs_of"]
@@ -143,7 +143,7 @@ def answer(job: Job, cases: dict[str, Case], device: str) -> dict[str, str]:
     """Compiles, and says which contestants failed and why. Raises ``DeviceLost``."""
     import torch
 
-    from benchmarks.runner import prepared
+    from anyattn.testing.harness.runner import prepared
 
     with torch.no_grad():
         run = prepared(cases[job.case], job.names, device, {})

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from anyattn.testing.harness.case import OURS
 from benchmarks.bars import Bar, Found, one, probe, some, versus
-from benchmarks.case import OURS
 from benchmarks.gpu import bars_compiled, bars_triton
 from benchmarks.gpu.cases import CAUSAL_SCORES, DENSE, FA3, FLASH_ATTENTION, MASK_VARIANTS, SCORE_VARIANTS
 

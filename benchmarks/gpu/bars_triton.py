@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from anyattn.testing.harness.case import OURS
+from anyattn.testing.harness.peers import PAGED_SPLITS, SPLITS
 from benchmarks.bars import Bar, one, probe, some
-from benchmarks.case import OURS
 from benchmarks.gpu.cases import BACKWARD, DECODE, FA2, GRADIENTS, MASK_VARIANTS, SCORE_VARIANTS
-from benchmarks.peers import PAGED_SPLITS, SPLITS
 
 __all__ = ["BARS"]
 

@@ -6,8 +6,8 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.case import Case, Shape
-from benchmarks.peers import PAGED_SPLITS, SPLITS
+from anyattn.testing.harness.case import Case, Shape
+from anyattn.testing.harness.peers import PAGED_SPLITS, SPLITS
 
 __all__ = [
     "BACKWARD",

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.timing import HostClock, Limits, measure
+from anyattn.testing.harness.timing import HostClock, Limits, measure
 
 __all__ = ["host_times"]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from anyattn.testing.harness.case import Case
+from anyattn.testing.harness.timing import Limits
 from benchmarks.bars import Found
-from benchmarks.case import Case
 from benchmarks.store import is_done
-from benchmarks.timing import Limits
 
 __all__ = ["ahead_seconds", "case_seconds", "described"]
 

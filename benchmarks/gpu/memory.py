@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from benchmarks.variants import VARIANTS, Setting, document_lengths
+from anyattn.testing.harness.variants import VARIANTS, Setting, document_lengths
 
 __all__ = ["FUNCTIONS", "CudaMeter", "Meter", "long_documents"]
 

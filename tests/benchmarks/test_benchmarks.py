@@ -10,16 +10,17 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from anyattn.testing.harness import peers, runner, timing
+from anyattn.testing.harness.case import OURS, Case, Record, Shape, Timing
+from anyattn.testing.harness.inputs import Inputs, visible_pairs
+from anyattn.testing.harness.peers import PEERS, Peer, Unavailable
+from anyattn.testing.harness.timing import CpuClock, Limits
+from anyattn.testing.harness.variants import VARIANTS, Setting, spread_lengths
 from benchmarks import __main__ as command
-from benchmarks import peers, report, runner, timing
+from benchmarks import report
 from benchmarks.bars import Found, bar_rows
-from benchmarks.case import OURS, Case, Record, Shape, Timing
 from benchmarks.cpu.bars import BARS
 from benchmarks.cpu.cases import CASES, GALLERY
-from benchmarks.inputs import Inputs, visible_pairs
-from benchmarks.peers import PEERS, Peer, Unavailable
-from benchmarks.timing import CpuClock, Limits
-from benchmarks.variants import VARIANTS, Setting, spread_lengths
 
 LIMITS = Limits(rounds=3, seconds=0.0, least=3, sample=0.02)
 SMALL = Shape.square(192, heads=2, head_dim=16)

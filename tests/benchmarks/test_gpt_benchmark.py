@@ -16,7 +16,8 @@ import torch
 from click.testing import CliRunner
 
 import anyattn
-from benchmarks import report, timing
+from anyattn.testing.harness import timing
+from benchmarks import report
 from benchmarks.bars import Found
 from benchmarks.gpu import bars_compiled, compiled_call, probes
 from benchmarks.gpu.gpt import __main__ as command

@@ -14,20 +14,21 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from benchmarks import peers, process, report, runner, timing
+from anyattn.testing.harness import peers, runner, timing
+from anyattn.testing.harness.case import LARGEST_DIFFERENCE, OURS, Case, Record, Shape, Timing
+from anyattn.testing.harness.inputs import Inputs, intervals
+from anyattn.testing.harness.judge import difference
+from anyattn.testing.harness.peers import PEERS, Peer
+from anyattn.testing.harness.runner import run_case
+from anyattn.testing.harness.timing import Limits, measure, shuffled_rounds
+from anyattn.testing.harness.variants import VARIANTS as ALL_VARIANTS
+from anyattn.testing.harness.variants import Setting, document_lengths
+from benchmarks import process, report
 from benchmarks.bars import Found, versus
-from benchmarks.case import LARGEST_DIFFERENCE, OURS, Case, Record, Shape, Timing
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import bars, memory, probes
 from benchmarks.gpu.cases import CASES, DENSE, SCORE_VARIANTS, chosen, gpu_case
-from benchmarks.inputs import Inputs, intervals
-from benchmarks.judge import difference
-from benchmarks.peers import PEERS, Peer
-from benchmarks.runner import run_case
 from benchmarks.store import State, Store
-from benchmarks.timing import Limits, measure, shuffled_rounds
-from benchmarks.variants import VARIANTS as ALL_VARIANTS
-from benchmarks.variants import Setting, document_lengths
 from tests.support.limits import HANG
 
 VARIANTS = ALL_VARIANTS["cuda"]

@@ -16,20 +16,21 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from benchmarks import decode, report
+from anyattn.testing.harness import decode
+from anyattn.testing.harness.case import LARGEST_DIFFERENCE, OURS, Case, Record, Shape, Timing
+from anyattn.testing.harness.inputs import Inputs
+from anyattn.testing.harness.judge import Judge, difference
+from anyattn.testing.harness.peers import PEERS
+from anyattn.testing.harness.runner import run_case
+from anyattn.testing.harness.timing import Limits
+from benchmarks import report
 from benchmarks.bars import Found, geometric_mean, versus
-from benchmarks.case import LARGEST_DIFFERENCE, OURS, Case, Record, Shape, Timing
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import ahead, bars_triton, estimate, memory, probes
 from benchmarks.gpu.ahead import Done, Job, compile_ahead, jobs_of
 from benchmarks.gpu.bars import BARS
 from benchmarks.gpu.cases import BACKWARD, CASES, DECODE, FA2, GRADIENTS, chosen
-from benchmarks.inputs import Inputs
-from benchmarks.judge import difference
-from benchmarks.peers import PEERS
-from benchmarks.runner import run_case
 from benchmarks.store import State, Store, is_done
-from benchmarks.timing import Limits
 from tests.support.limits import HANG
 from tests.support.processes import python
 
@@ -76,8 +77,19 @@ def test_every_contestant_of_ours_computes_the_case(case: Case) -> None:
     assert set(record.timings) == wanted, record.unavailable
     assert set(record.difference) == {name for name in wanted if not PEERS[name].is_other_job}
     assert all(d <= LARGEST_DIFFERENCE for d in record.difference.values()), record.difference
-    judged = {} if case.is_backward else {OURS}
-    assert set(record.budget) == set(judged) and record.budget.get(OURS, 0.0) <= 1.0 and "not_judged" not in record.extra
+    assert set(record.budget) == {OURS} and record.budget[OURS] <= 1.0 and "not_judged" not in record.extra
+
+
+def test_a_long_backward_pass_on_a_gpu_is_not_judged_and_says_so() -> None:
+    assert "67,108,864 pairs are gigabytes" in Judge(Long(BACKWARD[0])).cannot
+    assert not Judge(Long(small(BACKWARD[0]))).cannot
+
+
+class Long:
+    """Inputs of which only the case is looked at."""
+
+    def __init__(self, case: Case):
+        self.case = case
 
 
 def test_a_backward_pass_gives_the_gradients_of_q_k_v_and_of_what_is_learnt() -> None:

@@ -8,14 +8,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks import report, runner
+from anyattn.testing.harness import runner
+from anyattn.testing.harness.case import OURS, Case, Record, Shape, Timing
+from anyattn.testing.harness.inputs import Inputs
+from anyattn.testing.harness.peers import PEERS, Entry
+from anyattn.testing.harness.timing import Limits
+from benchmarks import report
 from benchmarks.bars import Found, bar_rows
-from benchmarks.case import OURS, Case, Record, Shape, Timing
 from benchmarks.cpu.bars import BARS
 from benchmarks.cpu.cases import CASES
-from benchmarks.inputs import Inputs
-from benchmarks.peers import PEERS, Entry
-from benchmarks.timing import Limits
 
 LIMITS = Limits(rounds=3, seconds=0.0, least=3, sample=0.02)
 SMALL = {"varlen": Shape.square(1200, heads=2, head_dim=16), "decode": Shape(3, 6, 2, 1, 256, 16)}

@@ -1,36 +1,33 @@
-"""The README's examples run as they stand."""
+"""The README's examples run as they stand, and what the guide says of torch.func."""
 
 from __future__ import annotations
 
 import re
-import shutil
-import sys
-import types
-from pathlib import Path
 
 import pytest
 import torch
 
 import anyattn
+from tests.support import snippets
+from tests.support.processes import ROOT
 
-README = (Path(__file__).resolve().parents[2] / "README.md").read_text()
-EXAMPLES = dict(re.findall(r"^## ([^\n]+)\n(?:(?!^## ).)*?```python\n(.*?)```", README, flags=re.S | re.M))
+README = ROOT / "README.md"
+GUIDE = (ROOT / "docs" / "guide.md").read_text()
+EXAMPLES = snippets.of_page(README)
 
 
 def test_every_example_is_found() -> None:
-    assert len(EXAMPLES) == README.count("```python")
+    assert len(EXAMPLES) == README.read_text().count("```python") > 0
 
 
-@pytest.mark.parametrize("title", EXAMPLES)
-def test_example(title: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if "torch.compile" in EXAMPLES[title] and shutil.which("g++") is None:
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: f"line {example.line}")
+def test_example(example: snippets.Snippet) -> None:
+    if example.is_compiled and not snippets.can_compile():
         pytest.skip("torch.compile on the CPU needs g++")
-    module = types.ModuleType("readme_example")
-    monkeypatch.setitem(sys.modules, module.__name__, module)  # Dynamo of torch 2.11 imports the module that a function names
-    exec(compile(EXAMPLES[title], f"README.md, {title}", "exec"), module.__dict__)
+    snippets.run(example, snippets.module("readme_example").__dict__, f"README.md:{example.line}")
 
 
-# ---- what the README says of torch.func
+# ---- what the guide says of torch.func
 
 X = torch.randn(3, 2, 2, 20, 8, generator=torch.Generator().manual_seed(0))
 
@@ -59,8 +56,8 @@ def gradient(q: torch.Tensor, **options: bool) -> torch.Tensor:
 
 
 def test_what_works_of_torch_func() -> None:
-    """Each name on the side on which the README has it."""
-    works, refused = re.search(r"- Over q, k, v and captured tensors, (.*?) work\. (.*?) do not:", README, flags=re.S).groups()  # type: ignore
+    """Each name on the side on which the page has it."""
+    works, refused = re.search(r"Over q, k, v and captured tensors, (.*?) work\. (.*?) do not:", GUIDE, flags=re.S).groups()  # type: ignore
     works, refused = (re.findall(r"`torch\.func\.(\w+)`", x) for x in (works, refused))
     assert {*works, *refused} == set(TRANSFORMS)
     wanted = gradient(X[0].clone().requires_grad_())

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from anyattn.testing.harness.peers import Unavailable, module
 from benchmarks.gpu.gpt.model import Attend, Batch, Size
-from benchmarks.peers import Unavailable, module
 
 __all__ = ["CONTESTANTS", "EXACT", "PLAIN", "REFERENCES", "REPLACED", "Contestant"]
 

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 
 from anyattn.testing import budget
+from anyattn.testing.harness.timing import shuffled_rounds
 from benchmarks.gpu.ahead import CACHES
 from benchmarks.gpu.gpt.contestants import CONTESTANTS, EXACT, PLAIN, REFERENCES
 from benchmarks.gpu.gpt.model import Size
 from benchmarks.gpu.gpt.worker import Worker
 from benchmarks.process import CACHE_FOLDERS, Child
-from benchmarks.timing import shuffled_rounds
 
 __all__ = ["Limits", "chosen", "judged", "measured", "processes", "ratio"]
 

@@ -13,9 +13,9 @@ from typing import Any, Protocol
 
 import torch
 
+from anyattn.testing.harness.peers import Unavailable
 from benchmarks.gpu.gpt.model import SIZES, Size
 from benchmarks.gpu.gpt.training import Training
-from benchmarks.peers import Unavailable
 from benchmarks.process import ANSWER, apart
 
 __all__ = ["Here", "Worker"]

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.case import OURS, Case, Record
-from benchmarks.inputs import Inputs
-from benchmarks.judge import Judge, difference
-from benchmarks.peers import INSISTED, PEERS, Unavailable, backend_of
-from benchmarks.timing import Clock, CpuClock, CudaClock, HostClock, Limits, Others, measure
+from anyattn.testing.harness.case import OURS, Case, Record
+from anyattn.testing.harness.inputs import Inputs
+from anyattn.testing.harness.judge import Judge, difference
+from anyattn.testing.harness.peers import INSISTED, PEERS, Unavailable, backend_of
+from anyattn.testing.harness.timing import Clock, CpuClock, CudaClock, HostClock, Limits, Others, measure
+from anyattn.testing.harness.variants import Variant
 
 __all__ = ["DeviceLost", "prepared", "refused", "run_case"]
 
@@ -67,7 +68,10 @@ class _Run:
 
     def _judge(self, name: str, mine: Any) -> None:
         """On a GPU anyattn alone, to save time: the others are compared with it. There a judge may fail, for want of memory."""
-        if self.judge is None or self.judge.cannot:
+        if self.judge is None:
+            return
+        if self.judge.cannot:
+            self.record.extra["not_judged"] = self.judge.cannot
             return
         if self.inputs.case.device == "cpu":
             self.record.budget[name] = self.judge.share(mine)
@@ -111,6 +115,7 @@ def run_case(
     banned: Mapping[str, str] | None = None,
     watch: Callable[[str], None] = lambda name: None,
     cold: bool = True,
+    variant: Variant | None = None,
 ) -> Record:
     """Builds, judges and times one case.
 
@@ -118,12 +123,12 @@ def run_case(
     day, it is timed, said so, and clears no bar. A peer whose result fails is timed all the same: it is no claim of ours.
 
     device, clock: instead of the case's. banned: contestant -> why it is not even tried. watch: told of the contestant that is next.
-    cold: of a GPU, with the L2 cache overwritten before each sample. Raises ``DeviceLost``.
+    cold: of a GPU, with the L2 cache overwritten before each sample. variant: a user's own, that no table has. Raises ``DeviceLost``.
     """
     start = time.perf_counter()
     watch("")
     with torch.no_grad():
-        run = prepared(case, case.contestants, device or case.device, banned or {}, watch, is_judged=True)
+        run = prepared(case, case.contestants, device or case.device, banned or {}, watch, is_judged=True, variant=variant)
         record, limits = run.record, _limits(case, run.record, limits)
         if case.device == "cpu":
             record.refused = _refusal(case, record)
@@ -132,7 +137,7 @@ def run_case(
             record.extra.update(_tile_share(run.inputs))
         elif case.kind in ("mask", "decode") and OURS in run.calls:
             record.extra["syncs"] = _syncs(run.calls[OURS])
-        others = Others(limits.patience) if case.device == "cpu" else None
+        others = Others.found(limits.patience) if case.device == "cpu" else None
         record.extra["prepare_s"] = round(time.perf_counter() - start, 1)
         record.timings = measure(run.calls, clock or _clock(case, cold), limits, run.failed, watch, others, record.extra)
     record.extra["seconds"] = round(time.perf_counter() - start, 1)
@@ -146,13 +151,14 @@ def prepared(
     banned: Mapping[str, str],
     watch: Callable[[str], None] = lambda name: None,
     is_judged: bool = False,
+    variant: Variant | None = None,
 ) -> _Run:
     """A case with those of its contestants that work here, compiled, called once and compared. Raises ``DeviceLost``."""
     record = Record.of(case)
     record.unavailable.update(banned)
     if any(name.startswith("flex") for name in names):
         torch.compiler.reset()  # a fresh, specialised compilation for every case: the peer at its best
-    inputs = Inputs(case, device)
+    inputs = Inputs(case, device, variant)
     pairs = inputs.pairs()
     record.flops, record.extra["pairs"] = case.flops(pairs), pairs
     if case.bytes:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from anyattn import scores
-from benchmarks.inputs import Inputs
+from anyattn.testing.harness.inputs import Inputs
 
 __all__ = ["alibi", "append", "contiguous", "copy", "fa3", "paged", "pages", "splits"]
 
@@ -25,8 +25,8 @@ def contiguous(inputs: Inputs, **options: Any) -> Callable[..., Any]:
     """One query a sequence against a full cache, nothing appended; still takes ``backend``."""
     import anyattn
 
-    qkv, lengths = inputs.bshd, _lengths(inputs)
-    return lambda **more: anyattn.flash_attn_with_kvcache(*qkv, cache_seqlens=lengths, causal=True, **options, **more)
+    (q, k, v), lengths = inputs.bshd, _lengths(inputs)
+    return lambda **more: anyattn.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, causal=True, **options, **more)
 
 
 def alibi(inputs: Inputs) -> Callable[[], Any]:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import math
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
-import psutil
 import torch
 
-from benchmarks.case import Timing
+from anyattn.testing.harness.case import Timing
 
 __all__ = ["Clock", "CpuClock", "CudaClock", "HostClock", "Limits", "Others", "measure", "shuffled_rounds"]
 
@@ -128,7 +129,14 @@ class Others:
         self._patience = patience
         self._last = self._look()
 
+    @classmethod
+    def found(cls, patience: float) -> Others | None:
+        """None without psutil, which counts the processors' time."""
+        return None if importlib.util.find_spec("psutil") is None else cls(patience)
+
     def _look(self) -> tuple[float, float]:
+        import psutil
+
         whole, mine = psutil.cpu_times(), psutil.Process().cpu_times()
         busy = sum(getattr(whole, kind, 0.0) for kind in ("user", "nice", "system", "irq", "softirq", "steal"))
         return busy - mine.user - mine.system, time.perf_counter()
@@ -190,7 +198,7 @@ class _Rounds:
 
 
 def measure(
-    calls: dict[str, Call],
+    calls: Mapping[str, Call],
     clock: Clock,
     limits: Limits,
     failed: Callable[[str, Exception], None],
@@ -215,7 +223,7 @@ def measure(
             failed(name, error)
 
     for name, call in calls.items():
-        plan = attempt(name, lambda call=call: clock.times(call, limits))
+        plan = attempt(name, partial(clock.times, call, limits))
         if plan is not None:
             plans[name] = plan
     rounds, start = _Rounds(others, [], []), time.perf_counter()
@@ -227,7 +235,7 @@ def measure(
         taken: dict[str, float] = {}
         rounds.begin()
         for name in (n for n in order if n in alive):
-            seconds = attempt(name, lambda name=name: clock.sample(calls[name], *plans[name]))
+            seconds = attempt(name, partial(clock.sample, calls[name], *plans[name]))
             if seconds is not None:
                 taken[name] = seconds
         start += rounds.end(taken)

@@ -10,10 +10,15 @@ from typing import Any
 
 import torch
 
+from anyattn import __version__
+
 __all__ = ["describe"]
+
+_ROOT = Path(__file__).resolve().parents[3]
 
 
 def describe(command: str) -> dict[str, Any]:
+    """The machine, the versions and the commit that figures are of; command: what made them."""
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "command": command,
@@ -29,11 +34,13 @@ def describe(command: str) -> dict[str, Any]:
 
 
 def _commit() -> str:
-    """The short hash, with "+" when tracked files differ from it."""
+    """The short hash, with "+" when tracked files differ from it; of an installed package, which no repository holds, its version."""
+    if not (_ROOT / ".git").exists():
+        return f"version {__version__}"
 
     def git(*args: str) -> str:
         try:
-            done = subprocess.run(["git", *args], capture_output=True, text=True, cwd=Path(__file__).parent)
+            done = subprocess.run(["git", *args], capture_output=True, text=True, cwd=_ROOT)
         except FileNotFoundError:  # a copy of the files on a machine without git
             return ""
         return done.stdout.strip() if done.returncode == 0 else ""

@@ -8,6 +8,7 @@ left out of the case with its reason.
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -15,15 +16,17 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-from benchmarks import decode
-from benchmarks.case import OURS
-from benchmarks.inputs import Inputs, intervals
-from benchmarks.variants import VARIANTS, Setting
+from anyattn.testing.harness import decode, dense
+from anyattn.testing.harness.case import OURS
+from anyattn.testing.harness.inputs import Inputs, intervals
+from anyattn.testing.harness.variants import VARIANTS, Setting
 
 __all__ = ["INSISTED", "PAGED_SPLITS", "PEERS", "SPLITS", "Entry", "Peer", "Unavailable", "backend_of", "backward_of", "module"]
 
 SPLITS = tuple(f"splits-{n}" for n in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32))
+DENSE_BYTES = 2**33
 PAGED_SPLITS = tuple(f"anyattn-paged-16-splits-{n}" for n in (1, 2, 4, 8, 16, 32))
 Entry = tuple[Callable[[], Any], str]
 
@@ -78,11 +81,12 @@ def _our_function(inputs: Inputs) -> tuple[Callable[..., Any], str]:
     if kind == "decode":
         return decode.contiguous(inputs), "bshd"
     if kind == "flash":
-        return lambda **more: anyattn.flash_attn_func(*inputs.bshd, **native or {}, **more), "bshd"
+        q, k, v = inputs.bshd
+        return lambda **more: anyattn.flash_attn_func(q, k, v, **native or {}, **more), "bshd"
     if kind == "varlen":
-        qkv, ends, longest = inputs.packed, inputs.cu_seqlens, max(inputs.lengths)
+        (q, k, v), ends, longest = inputs.packed, inputs.cu_seqlens, max(inputs.lengths)
         options: dict[str, Any] = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": longest, "max_seqlen_k": longest}
-        return lambda **more: anyattn.flash_attn_varlen_func(*qkv, **options, **native or {}, validate=False, **more), "packed"
+        return lambda **more: anyattn.flash_attn_varlen_func(q, k, v, **options, **native or {}, validate=False, **more), "packed"
     qkv, block_mask, gqa = inputs.bhsd, inputs.block_mask, inputs.enable_gqa
     return lambda **more: anyattn.flex_attention(*qkv, mods.score, block_mask, enable_gqa=gqa, **more), "bhsd"
 
@@ -236,10 +240,7 @@ def _sdpa_by(backend: str) -> Callable[[Inputs], Entry]:
     def prepare(inputs: Inputs) -> Entry:
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
-        if inputs.case.variant not in ("full", "causal"):
-            raise Unavailable("SDPA has no name for this mask")
-        qkv, named = inputs.bhsd, getattr(SDPBackend, backend)
-        options = {"is_causal": inputs.case.variant == "causal", "enable_gqa": inputs.enable_gqa}
+        options, qkv, named = _sdpa_options(inputs), inputs.bhsd, getattr(SDPBackend, backend)
 
         def call() -> Any:
             with sdpa_kernel(named):
@@ -250,25 +251,56 @@ def _sdpa_by(backend: str) -> Callable[[Inputs], Entry]:
     return prepare
 
 
+def _sdpa_options(inputs: Inputs) -> dict[str, Any]:
+    """What tells SDPA the case's mask: nothing or ``is_causal``. Raises ``Unavailable``."""
+    native, shape = inputs.variant.native, inputs.case.shape
+    is_square = shape.seqlen_q == shape.seqlen_k
+    if native not in ({}, {"causal": True}) or inputs.variant.documents is not None or (native and not is_square):
+        raise Unavailable("SDPA has no name for this mask; see sdpa-mask")
+    return {"is_causal": bool(native), "enable_gqa": inputs.enable_gqa}
+
+
 def _sdpa(inputs: Inputs) -> Entry:
     """torch's SDPA with the backend of its own choice."""
-    if inputs.case.variant not in ("full", "causal"):
-        raise Unavailable("SDPA has no name for this mask; see sdpa-mask")
-    qkv = inputs.bhsd
-    if inputs.case.variant == "full":
-        return lambda: F.scaled_dot_product_attention(*qkv), "bhsd"
-    return lambda: F.scaled_dot_product_attention(*qkv, is_causal=True), "bhsd"
+    options, qkv = _sdpa_options(inputs), inputs.bhsd
+    return lambda: F.scaled_dot_product_attention(*qkv, **options), "bhsd"
 
 
 def _sdpa_mask(inputs: Inputs) -> Entry:
     """torch's SDPA with the mask as a dense one of bools."""
-    mask, shape, qkv = inputs.mods.mask, inputs.case.shape, inputs.bhsd
-    if inputs.mods.score is not None or mask is None:
+    if inputs.mods.score is not None or inputs.mods.mask is None:
         raise Unavailable("a bool mask cannot say this variant")
-    zero = torch.zeros((), dtype=torch.int64)
-    rows, keys = torch.arange(shape.seqlen_q), torch.arange(shape.seqlen_k)
-    dense = mask(zero, zero, rows[:, None], keys)
-    return lambda: F.scaled_dot_product_attention(*qkv, attn_mask=dense), "bhsd"
+    where = _dense_places(inputs, inputs.grid, matrices=2)
+    mask, qkv, gqa = dense.visible(inputs.mods, where), inputs.bhsd, inputs.enable_gqa
+    return lambda: F.scaled_dot_product_attention(*qkv, attn_mask=mask, enable_gqa=gqa), "bhsd"
+
+
+def _sdpa_bias(inputs: Inputs) -> Entry:
+    """torch's SDPA with a dense bias, made beforehand, that holds the mask too."""
+    if not dense.is_additive(inputs.mods):
+        raise Unavailable("the score mod is no bias that is added" if inputs.mods.score is not None else "there is no score mod")
+    shape = inputs.case.shape
+    where = _dense_places(inputs, (shape.batch, shape.heads_q, shape.seqlen_q, shape.seqlen_k), matrices=4)
+    bias, qkv, gqa = dense.bias(inputs.mods, where, inputs.case.torch_dtype), inputs.bhsd, inputs.enable_gqa
+    return lambda: F.scaled_dot_product_attention(*qkv, attn_mask=bias, enable_gqa=gqa), "bhsd"
+
+
+def _eager(inputs: Inputs) -> Entry:
+    """The formula in torch's operations, as a person would write it."""
+    shape = inputs.case.shape
+    where = _dense_places(inputs, (shape.batch, shape.heads_q, shape.seqlen_q, shape.seqlen_k), matrices=6)
+    seen, score, qkv = dense.visible(inputs.mods, where), inputs.mods.score, inputs.bhsd
+    return lambda: dense.formula(*qkv, score, where, seen), "bhsd"
+
+
+def _dense_places(inputs: Inputs, grid: tuple[int, int, int, int], matrices: int) -> tuple[Tensor, ...]:
+    """b, h, q_idx and kv_idx of every pair. Raises ``Unavailable`` where so many dense float matrices of them would be too large."""
+    needed = matrices * 4 * math.prod(grid)
+    if needed > DENSE_BYTES:
+        raise Unavailable(
+            f"dense matrices of {' x '.join(map(str, grid))} pairs take {needed / 2**30:.0f} GiB; at most {DENSE_BYTES >> 30} are made"
+        )
+    return dense.places(inputs.case.shape.batch, inputs.case.shape.heads_q, *grid[2:], inputs.device)
 
 
 def _sdpa_padded(inputs: Inputs) -> Entry:
@@ -277,14 +309,14 @@ def _sdpa_padded(inputs: Inputs) -> Entry:
         raise Unavailable("there are no causal documents")
     longest, ends = max(inputs.lengths), inputs.cu_seqlens.tolist()
     rows = [[F.pad(x[a:b], (0, 0, 0, 0, 0, longest - b + a)) for a, b in pairwise(ends)] for x in inputs.packed]
-    padded = [torch.stack(documents).transpose(1, 2).contiguous() for documents in rows]
-    return lambda: F.scaled_dot_product_attention(*padded, is_causal=True), "padded"
+    q, k, v = (torch.stack(documents).transpose(1, 2).contiguous() for documents in rows)
+    return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True), "padded"
 
 
 def _sdpa_grouped(inputs: Inputs) -> Entry:
     """torch's SDPA over the cache as it lies, with ``enable_gqa``."""
-    qkv = [t.transpose(1, 2) for t in inputs.bshd]
-    return lambda: F.scaled_dot_product_attention(*qkv, enable_gqa=True), "bhsd"
+    q, k, v = (t.transpose(1, 2) for t in inputs.bshd)
+    return lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=True), "bhsd"
 
 
 def _flex(backend: str | None) -> Callable[[Inputs], Entry]:
@@ -311,6 +343,7 @@ def _flex_mask(inputs: Inputs) -> Entry:
     from torch.nn.attention.flex_attention import create_block_mask
 
     compiled, mask = torch.compile(create_block_mask), inputs.mods.mask
+    assert mask is not None
     return lambda: compiled(mask, *inputs.grid, device=inputs.device), "mask"
 
 
@@ -353,6 +386,7 @@ PEERS: dict[str, Peer] = {
     **{name: Peer(_at_cache(decode.splits(int(name.removeprefix("splits-"))))) for name in SPLITS},
     **{name: Peer(_at_cache(decode.paged(16, int(name.rpartition("-")[2])))) for name in PAGED_SPLITS},
     "copy": Peer(_at_cache(decode.copy), is_other_job=True),
+    "flash-attn": Peer(_native("flash_attn"), _CUDA),
     "fa3": Peer(_native("fa3_fwd_interface", lacks="window_size"), _CUDA),
     "fa3-pages": Peer(_native(_PAGES, lacks="softcap"), _CUDA),
     "fa3-paged-64": Peer(_at_cache(decode.fa3(lambda: module(_PAGES), 64)), _CUDA),
@@ -360,7 +394,9 @@ PEERS: dict[str, Peer] = {
     "cudnn": Peer(_sdpa_by("CUDNN_ATTENTION"), _CUDA),
     "fa2": Peer(_sdpa_by("FLASH_ATTENTION"), _CUDA),
     "sdpa": Peer(_sdpa),
-    "sdpa-mask": Peer(_sdpa_mask, _CPU),
+    "sdpa-mask": Peer(_sdpa_mask),
+    "sdpa-bias": Peer(_sdpa_bias),
+    "eager": Peer(_eager),
     "sdpa-padded": Peer(_sdpa_padded, _CPU),
     "sdpa-gqa": Peer(_sdpa_grouped, _CPU),
     "flex": Peer(_flex(None), is_compiled=True),

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from anyattn.gallery import Mods
-from benchmarks.case import Case
-from benchmarks.variants import VARIANTS, Setting
+from anyattn.testing.harness.case import Case
+from anyattn.testing.harness.dense import entries_and_heads
+from anyattn.testing.harness.variants import VARIANTS, Setting, Variant
 
+Three = tuple[Tensor, Tensor, Tensor]
 __all__ = ["Inputs", "intervals", "visible_pairs"]
 
 
@@ -22,12 +24,13 @@ class Inputs:
 
     bshd: contiguous (batch, length, heads, head dim), FlashAttention's layout. bhsd: a contiguous copy, torch's layout. packed: bshd as
     one row of tokens. Where gradients are timed each is a leaf of its own. device: where they are, the case's unless named.
+    variant: a user's own, that no table has.
     """
 
-    def __init__(self, case: Case, device: str | None = None):
+    def __init__(self, case: Case, device: str | None = None, variant: Variant | None = None):
         shape = case.shape
-        self.case, self.device, self.variant = case, device or case.device, VARIANTS[case.device][case.variant]
-        self.bshd: tuple[Tensor, ...] = ()
+        self.case, self.device, self.variant = case, device or case.device, variant or VARIANTS[case.device][case.variant]
+        self.bshd: Three = ()  # type: ignore[assignment]  # of a mask alone, none
         if case.kind != "mask":
             device, dtype = self.device, case.torch_dtype
             random = torch.Generator(device).manual_seed(0)
@@ -36,18 +39,19 @@ class Inputs:
             self.bshd = self._leaves(drawn)
             self._gradient = torch.randn(self.bshd[0].shape, generator=random, device=device, dtype=dtype) if case.is_backward else None
 
-    def _leaves(self, tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
-        return tuple(t.detach().requires_grad_(self.case.is_backward) for t in tensors)
+    def _leaves(self, tensors: Iterable[Tensor]) -> Three:
+        q, k, v = (t.detach().requires_grad_(self.case.is_backward) for t in tensors)
+        return q, k, v
 
     @cached_property
-    def bhsd(self) -> tuple[Tensor, ...]:
+    def bhsd(self) -> Three:
         return self._leaves(t.detach().transpose(1, 2).contiguous() for t in self.bshd)
 
     @cached_property
-    def packed(self) -> tuple[Tensor, ...]:
+    def packed(self) -> Three:
         return self._leaves(t.detach().flatten(0, 1) for t in self.bshd)
 
-    def leaves(self, layout: str) -> tuple[Tensor, ...]:
+    def leaves(self, layout: str) -> Three:
         return {"bshd": self.bshd, "bhsd": self.bhsd, "packed": self.packed}[layout]
 
     def gradient(self, layout: str) -> Tensor:
@@ -85,9 +89,11 @@ class Inputs:
     def cu_seqlens(self) -> Tensor:
         return torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32, device=self.device)
 
-    @property
+    @cached_property
     def grid(self) -> tuple[int, int, int, int]:
-        return 1, 1, self.case.shape.seqlen_q, self.case.shape.seqlen_k
+        """Of a block mask: 1 for all batch entries or heads where the mask is the same for each."""
+        shape, (by_entry, by_head) = self.case.shape, entries_and_heads(self.mods)
+        return shape.batch if by_entry else 1, shape.heads_q if by_head else 1, shape.seqlen_q, shape.seqlen_k
 
     @cached_property
     def block_mask(self) -> Any:
@@ -101,8 +107,9 @@ class Inputs:
         """Visible pairs of all batch entries and heads, counted on the mask itself."""
         if not self.case.products:
             return 0
-        shape = self.case.shape
-        return visible_pairs(self.mods.mask, shape.seqlen_q, shape.seqlen_k, self.device) * shape.batch * shape.heads_q
+        shape, (entries, heads, seqlen_q, seqlen_k) = self.case.shape, self.grid
+        shown = [visible_pairs(self.mods.mask, seqlen_q, seqlen_k, self.device, (b, h)) for b in range(entries) for h in range(heads)]
+        return sum(shown) * (shape.batch // entries) * (shape.heads_q // heads)
 
     def comparable(self, result: Any, layout: str) -> Any:
         """A contestant's result, or its gradients of q, k and v, as (batch, length, heads, head dim); a block mask as it is.
@@ -126,15 +133,15 @@ class Inputs:
         return t.reshape(like.shape) if layout == "packed" else t
 
 
-def visible_pairs(mask: Any, seqlen_q: int, seqlen_k: int, device: str, rows_at_once: int = 1024) -> int:
-    """How many (query, key) pairs of one head the mask shows; a mask of these benchmarks depends on neither b nor h."""
+def visible_pairs(mask: Any, seqlen_q: int, seqlen_k: int, device: str, at: tuple[int, int] = (0, 0), rows_at_once: int = 1024) -> int:
+    """How many (query, key) pairs the mask shows of one (batch entry, head)."""
     if mask is None:
         return seqlen_q * seqlen_k
-    zero, keys = torch.zeros((), dtype=torch.int64, device=device), torch.arange(seqlen_k, device=device)
+    (b, h), keys = torch.tensor(at, device=device), torch.arange(seqlen_k, device=device)
     total = 0
     for start in range(0, seqlen_q, rows_at_once):
         rows = torch.arange(start, min(start + rows_at_once, seqlen_q), device=device)[:, None]
-        total += int(mask(zero, zero, rows, keys).expand(len(rows), seqlen_k).sum())
+        total += int(mask(b, h, rows, keys).expand(len(rows), seqlen_k).sum())
     return total
 
 

@@ -15,13 +15,14 @@ from torch import Tensor
 
 from anyattn import oracle
 from anyattn.testing import budget
+from anyattn.testing.harness.inputs import Inputs
 from anyattn.testing.rounding import rounding
-from benchmarks.inputs import Inputs
 
 __all__ = ["Judge", "difference"]
 
 _ROWS = 128  # query rows of a forward that are compared with the oracle: the first and last ones and random others
 _BATCHES = 4
+_MOST_PAIRS = 2**25  # a dozen float64 matrices of them take 3 GiB
 _TILES = 400  # tiles of a block mask that are compared with the mask itself
 
 
@@ -34,8 +35,10 @@ class Judge:
     @property
     def cannot(self) -> str:
         """Why this case is not judged against float64; empty if it is."""
-        if self._inputs.case.is_backward and self._inputs.case.device == "cuda":
-            return "one head's probabilities in float64, of a GPU's sequences, are gigabytes"
+        shape = self._inputs.case.shape
+        pairs = shape.seqlen_q * shape.seqlen_k * (shape.heads_q // shape.heads_kv)
+        if self._inputs.case.is_backward and self._inputs.case.device == "cuda" and pairs > _MOST_PAIRS:
+            return f"float64 matrices of one K/V head's {pairs:,} pairs are gigabytes; at most {_MOST_PAIRS:,} are judged"
         return ""
 
     def share(self, result: Any) -> float:

@@ -1,0 +1,192 @@
+"""``anyattn bench``: a mod of the user's at a shape of the user's, judged and timed beside the peers that are installed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from anyattn import gallery
+from anyattn.cli import bench_report, limits
+from anyattn.cli.loading import errors_of, named_mods
+from anyattn.plan import BACKENDS
+from anyattn.testing.harness import machine, runner
+from anyattn.testing.harness.case import Case, Record, Shape
+from anyattn.testing.harness.native import native_options
+from anyattn.testing.harness.timing import Limits
+from anyattn.testing.harness.variants import Variant
+
+__all__ = ["PEER_NAMES", "command"]
+
+PEER_NAMES = ("sdpa", "sdpa-mask", "sdpa-bias", "flex", "eager", "flash-attn", "fa3", "fa3-pages", "fa4", "cudnn", "fa2")
+_PASSES = ("forward", "backward")
+_DTYPES = ("float32", "bfloat16", "float16")
+_SAMPLES = {"cpu": 0.02, "cuda": 1e-3}  # seconds of work that one sample is made of
+_LEAST_ROUNDS = 3
+_MOST_BYTES = 2**36  # of q, k, v, the output and their gradients
+
+
+@click.command("bench")
+@click.argument("mods", nargs=-1)
+@click.option("--batch", default=1, show_default=True, type=click.IntRange(1, 2**16), help="Batch entries.")
+@click.option("--heads", default=8, show_default=True, type=limits.HEADS, help="Query heads.")
+@click.option("--heads-kv", type=limits.HEADS, help="Key and value heads.  [default: as many as query heads]")
+@click.option("--seqlen", "seqlens", multiple=True, default=(2048,), show_default=True, type=limits.SEQLEN, help="Positions (repeatable).")
+@click.option("--head-dim", default=64, show_default=True, type=limits.HEAD_DIM, help="Elements per head.")
+@click.option("--dtype", type=click.Choice(_DTYPES), help="Of the inputs.  [default: float32, on a GPU bfloat16]")
+@click.option("--device", type=click.Choice(("cpu", "cuda")), help="Where.  [default: cuda if there is one]")
+@click.option("--backend", type=click.Choice(BACKENDS), help="Insist on one of anyattn's.  [default: its own choice]")
+@click.option("--pass", "passes", multiple=True, type=click.Choice(_PASSES), help="Only this pass (repeatable).  [default: both]")
+@click.option("--peer", "peers", multiple=True, type=click.Choice(PEER_NAMES), help="Only this peer (repeatable).  [default: all]")
+@click.option("--rounds", default=9, show_default=True, type=click.IntRange(3, 1000), help="Interleaved rounds, at most.")
+@click.option(
+    "--seconds", default=10.0, show_default=True, type=click.FloatRange(0), help="Start no further round of a case after this long."
+)
+@click.option("--patience", default=5.0, show_default=True, type=click.FloatRange(0), help="CPU: wait so long for other processes to end.")
+@click.option("--out", "outs", multiple=True, type=click.Path(path_type=Path), help="Write a plot, .png or .svg (repeatable).")
+@click.option(
+    "--json",
+    "figures",
+    type=click.Path(path_type=Path, allow_dash=True, dir_okay=False),
+    help="Write all figures; - for stdout.",
+)
+def command(
+    mods: tuple[str, ...],
+    batch: int,
+    heads: int,
+    heads_kv: int | None,
+    seqlens: tuple[int, ...],
+    head_dim: int,
+    dtype: str | None,
+    device: str | None,
+    backend: str | None,
+    passes: tuple[str, ...],
+    peers: tuple[str, ...],
+    rounds: int,
+    seconds: float,
+    patience: float,
+    outs: tuple[Path, ...],
+    figures: Path | None,
+) -> int:
+    """Time attention with MODS (nothing, a mask, a score mod, or both) at your shape, forward and backward, beside what is installed.
+
+    Each of MODS is a name of the gallery, a call such as 'causal()', or file.py:function. Results are judged against float64 before they
+    are timed. Ends with status 1 if anyattn's result is over its error budget, or it could not be timed.
+
+    \b
+    anyattn bench causal --seqlen 4096 --heads 16 --heads-kv 4
+    anyattn bench my_masks.py:sliding 'softcap(30.0)' --dtype bfloat16 --out speed.svg
+    """
+    for out in outs:
+        if out.suffix.lower() not in (".png", ".svg"):
+            raise click.BadParameter(f"--out {out}: the name must end in .png or .svg")
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise click.BadParameter("--device cuda: torch finds no CUDA device here; leave it out to time the CPU, or run 'anyattn doctor'")
+    dtype = dtype or ("bfloat16" if device == "cuda" else "float32")
+    shapes = [Shape(batch, heads, heads_kv or heads, n, n, head_dim) for n in dict.fromkeys(seqlens)]
+    _check_shapes(shapes, dtype)
+    chosen = tuple(peers) or PEER_NAMES
+    cases = [
+        Case("bench", "flex", _title(mods), shape, chosen, backend, which == "backward", device=device, dtype=dtype)
+        for which in _PASSES
+        for shape in shapes
+        if which in (passes or _PASSES)
+    ]
+    variants = {shape: _variant(mods, shape, device) for shape in shapes}
+    console = Console(stderr=figures is not None and str(figures) == "-")
+    records = _timed(cases, variants, Limits(rounds, seconds, _LEAST_ROUNDS, _SAMPLES[device], patience), console)
+    _write(records, cases, console, outs, figures)
+    return 0 if all(bench_report.is_right(record) for record in records) else 1
+
+
+def _title(mods: Sequence[str]) -> str:
+    return " + ".join(mods) or "full"
+
+
+def _check_shapes(shapes: list[Shape], dtype: str) -> None:
+    for shape in shapes:
+        if shape.heads_q % shape.heads_kv:
+            way_out = f"a multiple of --heads-kv, such as --heads {2 * shape.heads_kv}"
+            raise click.BadParameter(f"--heads {shape.heads_q} --heads-kv {shape.heads_kv}: wanted {way_out}")
+        elements = shape.batch * shape.head_dim * (3 * shape.heads_q * shape.seqlen_q + 4 * shape.heads_kv * shape.seqlen_k)
+        needed = 2 * elements * getattr(torch, dtype).itemsize
+        if needed > _MOST_BYTES:
+            raise click.BadParameter(
+                f"{shape} needs {needed >> 30} GiB for the tensors and their gradients; wanted at most {_MOST_BYTES >> 30} GiB: "
+                "fewer positions, heads or batch entries"
+            )
+
+
+def _variant(names: Sequence[str], shape: Shape, device: str) -> Variant:
+    """The mods that ``names`` stand for at one shape, with FlashAttention's options for them where it has some."""
+    setting = gallery.Setting(shape.seqlen_k, shape.heads_q, device)
+    mods = gallery.Mods()
+    for name in names:
+        found = named_mods(name, setting)
+        if found.mask is not None and mods.mask is not None:
+            raise click.BadParameter(f"{name!r} is a second mask; wanted at most one: compose them, 'causal() & document(...)'")
+        if found.score is not None and mods.score is not None:
+            raise click.BadParameter(f"{name!r} is a second score mod; wanted at most one: chain them with .then in a file")
+        mods = gallery.Mods(found.mask or mods.mask, found.score or mods.score)
+    with errors_of(_title(names)):
+        if mods.mask is not None:
+            limits.check_mask(mods.mask, (shape.seqlen_q, shape.seqlen_k))
+        try:
+            native = native_options(mods, shape.seqlen_k, device)
+        except RuntimeError as error:  # torch's, of tensors on two devices
+            way_out = f"what a mod captures must be on {device}: make it there, or name another --device"
+            raise click.BadParameter(f"{_title(names)}: {error}; {way_out}") from error
+    return Variant(lambda _: mods, native)
+
+
+def _timed(cases: list[Case], variants: dict[Shape, Variant], limit: Limits, console: Console) -> list[Record]:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    each = 1 + len(cases[0].contestants) * (2 + limit.rounds)  # prepared, tried, and every round
+    records = []
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("bench", total=each * len(cases))
+        for number, case in enumerate(cases):
+
+            def watch(name: str, case: Case = case) -> None:
+                what = f"{bench_report.pass_of(case)} S{case.shape.seqlen_q}"
+                progress.update(task, advance=1, description=f"{what}: {name or 'inputs'}")
+
+            records.append(_record(case, variants[case.shape], limit, watch))
+            progress.update(task, completed=each * (number + 1))
+    return records
+
+
+def _record(case: Case, variant: Variant, limit: Limits, watch: Any) -> Record:
+    try:
+        return runner.run_case(case, limit, watch=watch, variant=variant)
+    except Exception as error:  # the other cases are still wanted
+        return runner.refused(case, error)
+
+
+def _write(records: list[Record], cases: list[Case], console: Console, outs: tuple[Path, ...], figures: Path | None) -> None:
+    where = machine.describe("anyattn bench " + " ".join(sys.argv[2:]))
+    if cases[0].device == "cuda":
+        where["gpu"] = torch.cuda.get_device_name()
+    for line in bench_report.lines(records, cases, where):
+        console.print(line, highlight=False)
+    try:
+        if figures is not None:
+            text = json.dumps({"machine": where, "cases": [record.as_json() for record in records]}, indent=1)
+            click.echo(text) if str(figures) == "-" else figures.write_text(text + "\n")
+        if outs and any(record.timings for record in records):
+            from anyattn.cli import pictures
+
+            pictures.save(bench_report.plot(records, cases, where), *outs)
+    except (ImportError, OSError) as error:
+        raise click.ClickException(str(error)) from error
+    for path in (*outs, *([figures] if figures is not None and str(figures) != "-" else [])):
+        if path.exists():
+            console.print(f"wrote {path}", highlight=False)
