@@ -1,9 +1,10 @@
 """What Transformers' manager of continuous batching decides by the name of an attention implementation, told of anyattn's.
 
-Since 5.2x the manager knows ``"paged|eager"``, ``"sdpa"`` and names with "flash" in them, refuses all others, and strips ``"paged|"`` from
-them; there is no registry for this. ``accept`` wraps the functions that ask, so that for anyattn they answer as for FlashAttention: no mask
-tensors are allocated, CUDA graphs and asynchronous batching may be used, and steps of decoding alone get block tables, on any device.
-Functions that a release lacks are left out; 4.57 takes any registered name and needs only to be told that no mask is wanted.
+The manager of Transformers 5.23 knows ``"paged|eager"``, ``"sdpa"`` and names with "flash" in them, refuses all others, and strips
+``"paged|"`` from them: there is no registry for this. ``accept`` wraps the functions that ask, so that for anyattn they answer as for
+FlashAttention: no mask tensors are allocated, CUDA graphs and asynchronous batching may be used, and steps of decoding alone get block
+tables, on any device. Functions that a release lacks are left out; 4.57 takes any registered name and needs only to be told that no mask
+is wanted.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
 """Continuous batching of Transformers on anyattn: the attention function behind ``attn_implementation="paged|anyattn"``.
 
-``model.generate_batch`` runs requests of all lengths, some in prefill and some in decode, as one packed sequence. The cache is Transformers'
-own (``PagedAttentionCache``), and this module keeps its contract: ``cache.update`` writes the step's keys and values and returns those of
-each request, packed; in a step of decoding alone Transformers hands out a block table instead, and keys and values are then appended to
-their pages in place. Windows, causality, softcap and sinks are arguments of the kernel: there is no mask tensor, and no table is read on the
-host.
+``model.generate_batch`` runs requests of all lengths, some in prefill and some in decode, as one packed sequence. The cache is
+Transformers' own (``PagedAttentionCache``), and this module keeps its contract: ``cache.update`` writes the step's keys and values and
+returns those of each request, packed; in a step of decoding alone Transformers hands out a block table instead, and keys and values are
+then appended to their pages in place. Windows, causality, softcap and sinks are arguments of the kernel: there is no mask tensor, and no
+table is read on the host.
 """
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -24,6 +25,10 @@ NAMES = ("anyattn", "paged|anyattn", IMPLEMENTATION)  # what a user's model may 
 # Transformers 4.57 calls them max_seqlen_q and max_seqlen_k.
 _LONGEST_QUERY = ("max_length_q", "max_seqlen_q")
 _LONGEST_KEY = ("max_length_k", "max_seqlen_k")
+_OLD_WINDOWS = (
+    "continuous batching of Transformers 4.57 reads the wrong cached keys in sliding-window layers once a request is longer than the "
+    "window, with every attention implementation; use Transformers 5.23 or newer, or generate() in place of generate_batch()"
+)
 
 
 def register() -> None:
@@ -66,14 +71,14 @@ def paged_attention(
     """
     _check(module, dropout, is_causal, kwargs)
     window = sliding_window if sliding_window is not None else getattr(module, "sliding_window", None)
-    options: dict[str, Any] = dict(
-        softmax_scale=scaling,
-        causal=True,
-        window_size=(-1, -1) if window is None else (window - 1, 0),  # Transformers counts the query itself
-        softcap=0.0 if softcap is None else softcap,
-        sink=s_aux,
-        num_splits=0,  # a batch of few long sequences fills a GPU by splitting their keys
-    )
+    options: dict[str, Any] = {
+        "softmax_scale": scaling,
+        "causal": True,
+        "window_size": (-1, -1) if window is None else (window - 1, 0),  # Transformers counts the query itself
+        "softcap": 0.0 if softcap is None else softcap,
+        "sink": s_aux,
+        "num_splits": 0,  # a batch of few long sequences fills a GPU by splitting their keys
+    }
     if kwargs.get("block_table") is not None:
         out = _append_and_attend(module, query, key, value, options, kwargs)
     else:
@@ -96,6 +101,8 @@ def _update_and_attend(
     else:
         kind = "sliding_attention" if has_window else "full_attention"
         key, value = cache.update(key, value, layer, **{name: kwargs[name] for name in ("read_index", "write_index")})
+        if has_window:
+            warnings.warn(_OLD_WINDOWS, stacklevel=2)
     cu_seqlens_k = kwargs["cu_seq_lens_k"]
     if isinstance(cu_seqlens_k, dict):
         cu_seqlens_k = cu_seqlens_k[kind]
@@ -142,8 +149,9 @@ def _append_and_attend(
 
 def _check(module: torch.nn.Module, dropout: float, is_causal: bool | None, kwargs: dict[str, Any]) -> None:
     if kwargs.get("cache") is None:
+        config: Any = module.config
         raise ValueError(
-            f"attn_implementation {module.config._attn_implementation!r} was called without a paged cache; it serves model.generate_batch "
+            f"attn_implementation {config._attn_implementation!r} was called without a paged cache; it serves model.generate_batch "
             f'and its manager alone. For a forward pass or generate: model.set_attn_implementation("anyattn")'
         )
     if dropout:

@@ -56,6 +56,8 @@ def test_answers_are_those_of_eager(kind: str, monkeypatch: pytest.MonkeyPatch) 
     model, texts = decoder(kind), prompts((1, 5, 40, 17, 70, 3))
     expected = one_by_one(model, texts, NEW)
     assert sum(len(set(answer)) for answer in expected) > 25, "the same token again and again would compare little"
+    if IS_4 and kind != "llama":
+        pytest.skip("Transformers 4.57 loses keys of requests longer than the window")
     use(model, "paged|anyattn")
     before = model.config._attn_implementation
     calls = Calls(monkeypatch)
@@ -69,6 +71,16 @@ def test_answers_are_those_of_eager(kind: str, monkeypatch: pytest.MonkeyPatch) 
     assert windows == expected_windows.get(kind, {(-1, -1), (WINDOW - 1, 0)})
     has_tables = kind == "llama" and not IS_4
     assert bool(calls.of["flash_attn_with_kvcache"]) == has_tables, "block tables are for models of full attention alone"
+
+
+@pytest.mark.skipif(not IS_4, reason="for Transformers 4.57")
+@pytest.mark.parametrize("kind", KINDS)
+def test_4_57_within_the_window(kind: str, recwarn: pytest.WarningsRecorder) -> None:
+    model, texts = decoder(kind), prompts((1, 4, 2, 3))
+    expected = one_by_one(model, texts, WINDOW - 4)
+    use(model, "paged|anyattn")
+    assert batched(model, texts, WINDOW - 4, max_batch_tokens=5) == expected
+    assert any("wrong cached keys" in str(w.message) for w in recwarn) == (kind != "llama")
 
 
 @needs_5
@@ -96,6 +108,7 @@ def test_no_mask_is_made(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen and set(seen) == {(None, None, True)}
 
 
+@needs_5  # 4.57 fails where a pool is too small
 @pytest.mark.parametrize("kind", ["llama", "mistral"])
 def test_a_pool_too_small_for_all(kind: str) -> None:
     """Requests are evicted and start again, on pages that hold the keys of others."""
