@@ -24,6 +24,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import click
 import numpy as np
@@ -48,28 +49,39 @@ QUESTIONS = (
     "What does a compiler do?",
     "Translate to French: The cat sleeps on the chair.",
 )
-LONG = 4  # of the longest sentences of the file are given to be explained
+LONG = 3  # of the longest sentences of the file are given to be explained
 LONGEST = 1024  # tokens of a prompt and its answer
 
 # (layer, queries (total, heads, head_dim), keys and values (total, heads_kv, head_dim)) -> (total, heads, head_dim)
 Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
+class Sizes(NamedTuple):
+    layers: int
+    heads_kv: int
+    head_dim: int
+    eps: float  # of the norms
+    base: float  # of the rotary angles
+
+
 class Decoder:
     """SmolLM2, a Llama, in plain torch. Its attention, and with it all that knows of positions, is whatever it is given."""
 
-    def __init__(self, path: Path):
+    def __init__(self, sizes: Sizes, weights: dict[str, Tensor]):
+        self.weights, self.layers, self.heads_kv, self.head_dim, self.eps = weights, sizes.layers, sizes.heads_kv, sizes.head_dim, sizes.eps
+        angle = torch.outer(torch.arange(LONGEST), sizes.base ** (-torch.arange(0, self.head_dim, 2) / self.head_dim))
+        self.cos, self.sin = angle.cos(), angle.sin()  # (positions, head_dim / 2); dimensions 2 i and 2 i + 1 are a pair
+
+    @classmethod
+    def read(cls, path: Path) -> Decoder:
+        """A decoder out of a GGUF file, its weights in float32."""
         import gguf
 
         reader = gguf.GGUFReader(path)
-        self.fields = {name: reader.get_field(f"llama.{name}").contents() for name in (
-            "block_count", "attention.head_count", "attention.head_count_kv", "attention.layer_norm_rms_epsilon", "rope.freq_base",
-            "rope.dimension_count",
-        )}  # fmt: skip
-        self.layers, self.heads, self.heads_kv, self.eps, base, self.head_dim = self.fields.values()
-        self.weights = {t.name: torch.from_numpy(np.array(gguf.dequantize(t.data, t.tensor_type), np.float32)) for t in reader.tensors}
-        angle = torch.outer(torch.arange(LONGEST), base ** (-torch.arange(0, self.head_dim, 2) / self.head_dim))
-        self.cos, self.sin = angle.cos(), angle.sin()  # (positions, head_dim / 2); dimensions 2 i and 2 i + 1 are a pair
+        names = ("block_count", "attention.head_count_kv", "rope.dimension_count", "attention.layer_norm_rms_epsilon", "rope.freq_base")
+        sizes = Sizes(*(reader.fields[f"llama.{name}"].contents() for name in names))
+        weights = {t.name: torch.from_numpy(np.array(gguf.dequantize(t.data, t.tensor_type), np.float32)) for t in reader.tensors}
+        return cls(sizes, weights)
 
     def __call__(self, tokens: Tensor, attention: Attention) -> Tensor:
         """(total, hidden) of tokens (total,)."""
@@ -322,18 +334,18 @@ def make_requests(words: Words, questions: tuple[str, ...], wanted: int, rate: f
 
 @click.command()
 @click.argument("questions", nargs=-1)
-@click.option("--rate", default=4.0, show_default=True, type=click.FloatRange(0, min_open=True), help="Requests a second, on average.")
+@click.option("--rate", default=6.0, show_default=True, type=click.FloatRange(0, min_open=True), help="Requests a second, on average.")
 @click.option("--tokens", "wanted", default=32, show_default=True, type=click.IntRange(1, 512), help="Of an answer, at most.")
 @click.option("--pages", default=96, show_default=True, type=click.IntRange(1), help="Pages of the cache.")
 @click.option("--page-size", default=16, show_default=True, type=click.IntRange(1), help="Tokens of a page.")
-@click.option("--budget", default=64, show_default=True, type=click.IntRange(1), help="Tokens of a step.")
+@click.option("--budget", default=128, show_default=True, type=click.IntRange(1), help="Tokens of a step.")
 @click.option("--seed", default=0, show_default=True, help="Of the order and the times of arrival.")
 def main(questions: tuple[str, ...], rate: float, wanted: int, pages: int, page_size: int, budget: int, seed: int) -> None:
     """Answer QUESTIONS that arrive over time with a paged cache, and compare with answering them one by one."""
     console = Console()
     path = model_path()
     with console.status("reading the model"):
-        model, words = Decoder(path), Words(path)
+        model, words = Decoder.read(path), Words(path)
     requests = make_requests(words, questions, wanted, rate, seed)
     for request in requests:
         if request.prompt + wanted > LONGEST:
