@@ -100,7 +100,7 @@ def test_the_command_answers(serve: ModuleType) -> None:
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed")
     done = CliRunner(env={"COLUMNS": "200"}).invoke(
-        serve.main, ["What is the capital of France?", "What is the capital of Italy?", "--tokens", "8", "--rate", "100"]
+        serve.main, ["What is the capital of France?", "Who wrote Hamlet?", "--tokens", "8", "--rate", "100"]
     )
     assert done.exit_code == 0, done.output
-    assert "Paris" in done.output and "Rome" in done.output and "equal those" in done.output
+    assert "capital of France is" in done.output and "Paris" in done.output and "equal those" in done.output
