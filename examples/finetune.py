@@ -201,8 +201,8 @@ def main(training: int, held_out: int, batch: int, epochs: int, rounds: int, see
     texts, judged = make_texts(load_tokenizer(folder), training, held_out, seed)
     lengths = sorted(len(text.tokens) for text in texts)
     console.print(
-        f"{len(texts)} docstrings of {len(LIBRARIES)} libraries to train with, {len(judged)} held out; {lengths[0]} to {lengths[-1]} tokens, "
-        f"half of them under {lengths[len(lengths) // 2] + 1}"
+        f"{len(texts)} docstrings of {len(LIBRARIES)} libraries to train with, {len(judged)} held out; "
+        f"{lengths[0]} to {lengths[-1]} tokens, half of them under {lengths[len(lengths) // 2] + 1}"
     )
     with console.status("embedding"):
         model.place_centres(texts)

@@ -17,18 +17,20 @@ from typing import Any
 __all__ = ["accept"]
 
 _PACKAGE = "transformers.generation.continuous_batching"
+_names: set[str] = set()
 
 
-def accept(names: tuple[str, ...], implementation: str) -> None:
+def accept(names: set[str], implementation: str) -> None:
     """While a manager runs a model whose implementation is one of ``names``, sets it to ``implementation``. May be called again."""
+    _names.update(names)
     api = _module("continuous_api")
     manager = getattr(api, "ContinuousBatchingManager", None)
-    _wrap(manager, "switch_to_cb_friendly_attn", functools.partial(_switching, names, implementation))
+    _wrap(manager, "switch_to_cb_friendly_attn", functools.partial(_switching, implementation))
     for module in (_module("initialization"), _module("cache")):
         _wrap(module, "is_flash_attention_requested", functools.partial(_counting_as_flash, implementation))
     initialization = _module("initialization")
     _wrap(initialization, "ensure_decode_fast_path_is_available", functools.partial(_with_block_tables, implementation, initialization))
-    _wrap(getattr(api, "ContinuousBatchProcessor", None), "return_attention_mask", functools.partial(_without_masks, names))  # 4.57
+    _wrap(getattr(api, "ContinuousBatchProcessor", None), "return_attention_mask", _without_masks)  # 4.57
 
 
 def _module(name: str) -> Any:
@@ -48,10 +50,10 @@ def _wrap(owner: Any, name: str, wrapping: Callable[[Callable], Callable]) -> No
     setattr(owner, name, wrapped)
 
 
-def _switching(names: tuple[str, ...], implementation: str, original: Callable) -> Callable:
+def _switching(implementation: str, original: Callable) -> Callable:
     def switch_to_cb_friendly_attn(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
         current = model.config._attn_implementation
-        if current not in names:
+        if current not in _names:
             return original(self, model, *args, **kwargs)
         if current != implementation:
             model.set_attn_implementation(implementation)
@@ -79,8 +81,8 @@ def _with_block_tables(implementation: str, initialization: Any, original: Calla
     return ensure_decode_fast_path_is_available
 
 
-def _without_masks(names: tuple[str, ...], original: Callable) -> Callable:
+def _without_masks(original: Callable) -> Callable:
     def return_attention_mask(self: Any) -> bool:
-        return self.config._attn_implementation not in names and original(self)
+        return self.config._attn_implementation not in _names and original(self)
 
     return return_attention_mask

@@ -17,10 +17,9 @@ from torch import Tensor
 
 import anyattn
 
-__all__ = ["IMPLEMENTATION", "NAMES", "paged_attention", "register"]
+__all__ = ["IMPLEMENTATION", "paged_attention", "register"]
 
 IMPLEMENTATION = "anyattn_paged"  # what a model is set to while a manager of continuous batching runs it
-NAMES = ("anyattn", "paged|anyattn", IMPLEMENTATION)  # what a user's model may be set to
 
 # Transformers 4.57 calls them max_seqlen_q and max_seqlen_k.
 _LONGEST_QUERY = ("max_length_q", "max_seqlen_q")
@@ -31,8 +30,8 @@ _OLD_WINDOWS = (
 )
 
 
-def register() -> None:
-    """Registers ``paged_attention`` with Transformers and lets its manager of continuous batching use it. May be called again.
+def register(name: str = "anyattn") -> None:
+    """Lets models whose attention implementation is ``name`` or ``"paged|" + name`` run in continuous batching. May be called again.
 
     The names are left out of ``AttentionMaskInterface`` on purpose: Transformers then makes no mask at all.
     """
@@ -40,9 +39,9 @@ def register() -> None:
 
     from anyattn.integrations.transformers import continuous_batching
 
-    for name in ("paged|anyattn", IMPLEMENTATION):
-        AttentionInterface.register(name, paged_attention)
-    continuous_batching.accept(NAMES, IMPLEMENTATION)
+    for each in (f"paged|{name}", IMPLEMENTATION):
+        AttentionInterface.register(each, paged_attention)
+    continuous_batching.accept({name, f"paged|{name}", IMPLEMENTATION}, IMPLEMENTATION)
 
 
 @torch.compiler.disable  # the cache is updated in place through views, which a compiled graph would copy whole
@@ -131,20 +130,19 @@ def _append_and_attend(
     k_cache, v_cache = (view[::between] for view in allocator.get_cache_for_block_table(module.layer_idx))
     requests = query.shape[2]
     ends = kwargs["cu_seq_lens_k"][allocator.layer_type]
-    # A CUDA graph fills its batch up with requests of length 0 without pages. They append to the sector that Transformers keeps for this.
+    # A compiled step or a CUDA graph is filled up with requests of length 0 without pages, behind all others. They append to a page
+    # that Transformers keeps for this.
     held = (ends[1 : requests + 1] - ends[:requests] - 1).clamp_min(0)
     table = kwargs["block_table"][allocator.index][:requests]
     pages = (table // between).masked_fill(table < 0, allocator.blocks_per_sector)
-    return anyattn.flash_attn_with_kvcache(
-        query[0].transpose(0, 1)[:, None],
-        k_cache,
-        v_cache,
-        k=key[0].transpose(0, 1)[:, None],
-        v=value[0].transpose(0, 1)[:, None],
-        cache_seqlens=held,
-        page_table=pages,
-        **options,
-    )[:, 0]
+    real = requests
+    if query.device.type == "cpu":  # where reading costs nothing, and a row that is appended to twice is an error
+        real = int((ends[1 : requests + 1] > ends[:requests]).sum())
+    q, k, v = (x[0].transpose(0, 1)[:real, None] for x in (query, key, value))
+    out = anyattn.flash_attn_with_kvcache(q, k_cache, v_cache, k=k, v=v, cache_seqlens=held[:real], page_table=pages[:real], **options)[
+        :, 0
+    ]
+    return out if real == requests else torch.nn.functional.pad(out, (0, 0, 0, 0, 0, requests - real))
 
 
 def _check(module: torch.nn.Module, dropout: float, is_causal: bool | None, kwargs: dict[str, Any]) -> None:

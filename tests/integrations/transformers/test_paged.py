@@ -119,6 +119,27 @@ def test_a_pool_too_small_for_all(kind: str) -> None:
 
 
 @needs_5
+@pytest.mark.parametrize("kind", ["llama", "gpt_oss"])
+def test_batches_that_are_filled_up(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for CUDA graphs and compiled steps: more rows than there are tokens, more requests than there are, tables of -1."""
+    from transformers.generation.continuous_batching.model_runner import ModelRunner
+
+    original = ModelRunner.__init__
+
+    def padding(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        self.pad_inputs = True
+
+    monkeypatch.setattr(ModelRunner, "__init__", padding)
+    model, texts = decoder(kind), prompts((1, 5, 40, 17, 70, 3))
+    expected = one_by_one(model, texts, NEW)
+    use(model, "anyattn")
+    calls = Calls(monkeypatch)
+    assert batched(model, texts, NEW, q_padding_interval_size=16, kv_padding_interval_size=32) == expected
+    assert any(c["cu_seqlens_q"][-1] == c["cu_seqlens_q"][-2] for c in calls.of["flash_attn_varlen_func"])
+
+
+@needs_5
 def test_shared_prefixes() -> None:
     model = decoder("llama")
     stem = prompts((40,), seed=5)[0]
