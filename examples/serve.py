@@ -1,9 +1,8 @@
 """Continuous batching: a trained language model answers requests that arrive over time, from one paged cache.
 
 Every step runs whatever there is to do as one packed batch: a token for each request that is being answered, and a part of the prompt of
-each that has just come. Keys and values live in an ``anyattn.PagedKVCache``; ``anyattn.flash_attn_with_kvcache`` appends the new ones,
-turns them by their positions and attends, for prompts and single tokens alike. A request gets its pages when they are free, and gives them
-back when it is answered.
+each that has just come. Keys and values live in an ``anyattn.PagedKVCache``; ``anyattn.flash_attn_with_kvcache`` appends the new ones
+and attends, for prompts and single tokens alike. A request gets its pages when they are free, and gives them back when it is answered.
 
 Afterwards every request is answered once more alone, with a cache of its own and torch's SDPA: the answers must be the same, token for
 token.
@@ -66,7 +65,7 @@ class Sizes(NamedTuple):
 
 
 class Decoder:
-    """SmolLM2, a Llama, in plain torch. Its attention, and with it all that knows of positions, is whatever it is given."""
+    """SmolLM2, a Llama, in plain torch. Its attention is whatever it is given."""
 
     def __init__(self, sizes: Sizes, weights: dict[str, Tensor]):
         self.weights, self.layers, self.heads_kv, self.head_dim, self.eps = weights, sizes.layers, sizes.heads_kv, sizes.head_dim, sizes.eps
@@ -84,15 +83,21 @@ class Decoder:
         weights = {t.name: torch.from_numpy(np.array(gguf.dequantize(t.data, t.tensor_type), np.float32)) for t in reader.tensors}
         return cls(sizes, weights)
 
-    def __call__(self, tokens: Tensor, attention: Attention) -> Tensor:
-        """(total, hidden) of tokens (total,)."""
+    def __call__(self, tokens: Tensor, positions: Tensor, attention: Attention) -> Tensor:
+        """(total, hidden) of tokens (total,), at positions (total,) of their texts."""
         w = self.weights
+        cos, sin = self.cos[positions, None], self.sin[positions, None]
+
+        def turned(x: Tensor) -> Tensor:
+            a, b = x[..., 0::2], x[..., 1::2]
+            return torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2)
+
         x = w["token_embd.weight"][tokens]
         for i in range(self.layers):
             layer = f"blk.{i}."
             h = self._norm(x, f"{layer}attn_norm")
             q, k, v = (F.linear(h, w[f"{layer}attn_{name}.weight"]).unflatten(-1, (-1, self.head_dim)) for name in "qkv")
-            x = x + F.linear(attention(i, q, k, v).flatten(-2), w[f"{layer}attn_output.weight"])
+            x = x + F.linear(attention(i, turned(q), turned(k), v).flatten(-2), w[f"{layer}attn_output.weight"])
             h = self._norm(x, f"{layer}ffn_norm")
             gated = F.silu(F.linear(h, w[f"{layer}ffn_gate.weight"])) * F.linear(h, w[f"{layer}ffn_up.weight"])
             x = x + F.linear(gated, w[f"{layer}ffn_down.weight"])
@@ -225,7 +230,9 @@ class Server:
         counts = [len(part) for part in parts]
         handles = [request.handle for request in chosen]
         ends = F.pad(torch.tensor(counts).cumsum(0), (1, 0))
-        hidden = self.model(torch.tensor([token for part in parts for token in part]), self._attention(handles, ends))
+        tokens = torch.tensor([token for part in parts for token in part])
+        positions = torch.cat([torch.arange(r.held, r.held + n) for r, n in zip(chosen, counts)])
+        hidden = self.model(tokens, positions, self._attention(handles, ends))
         self.cache.advance(handles, counts)
         self.steps, self.most = self.steps + 1, max(self.most, len(chosen))
         is_answer = [request.held >= request.prompt for request in chosen]
@@ -241,21 +248,14 @@ class Server:
     def _attention(self, handles: list[int], ends: Tensor) -> Attention:
         """Attention of packed new tokens, whose keys and values it appends to the cache."""
         held, pages = self.cache.seqlens(handles), self.cache.page_table(handles)
+        is_one_each = len(handles) == ends[-1]  # then a row for each is a little faster than packed
 
         def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return anyattn.flash_attn_with_kvcache(
-                q,
-                self.cache.k_cache(layer),
-                self.cache.v_cache(layer),
-                k=k,
-                v=v,
-                rotary_cos=self.model.cos,
-                rotary_sin=self.model.sin,
-                cache_seqlens=held,
-                page_table=pages,
-                cu_seqlens_q=ends,
-                causal=True,
-            )
+            caches = self.cache.k_cache(layer), self.cache.v_cache(layer)
+            where = {"cache_seqlens": held, "page_table": pages, "causal": True}
+            if is_one_each:
+                return anyattn.flash_attn_with_kvcache(q[:, None], *caches, k=k[:, None], v=v[:, None], **where)[:, 0]
+            return anyattn.flash_attn_with_kvcache(q, *caches, k=k, v=v, cu_seqlens_q=ends, **where)
 
         return attention
 
@@ -276,21 +276,15 @@ def answer_alone(model: Decoder, prompt: list[int], wanted: int, end: int) -> li
     kept = [(nothing, nothing)] * model.layers
 
     def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        before = len(kept[layer][0])
-        cos, sin = (table[before : before + len(q), None] for table in (model.cos, model.sin))
-
-        def turned(x: Tensor) -> Tensor:
-            a, b = x[..., 0::2], x[..., 1::2]
-            return torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2)
-
-        k, v = kept[layer] = torch.cat((kept[layer][0], turned(k))), torch.cat((kept[layer][1], v))
+        k, v = kept[layer] = torch.cat((kept[layer][0], k)), torch.cat((kept[layer][1], v))
         is_prompt = len(q) > 1
-        heads_first = (x.transpose(0, 1)[None] for x in (turned(q), k, v))
+        heads_first = (x.transpose(0, 1)[None] for x in (q, k, v))
         return F.scaled_dot_product_attention(*heads_first, is_causal=is_prompt, enable_gqa=True)[0].transpose(0, 1)
 
-    answer = model.next_tokens(model(torch.tensor(prompt), attention)[-1:])
+    answer = model.next_tokens(model(torch.tensor(prompt), torch.arange(len(prompt)), attention)[-1:])
     while len(answer) < wanted and answer[-1] != end:
-        answer += model.next_tokens(model(torch.tensor(answer[-1:]), attention))
+        at = torch.tensor([len(prompt) + len(answer) - 1])
+        answer += model.next_tokens(model(torch.tensor(answer[-1:]), at, attention))
     return answer
 
 
