@@ -170,7 +170,7 @@ def train(model: Classifier, texts: list[Text], batch: int, epochs: int, rounds:
     schedule = [some for _ in range(epochs) for some in batches(texts, batch)]
     falling = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, len(schedule))
     compared = []
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TextColumn("{task.fields[note]}"), console=console) as progress:
         task = progress.add_task("fine-tuning", total=len(schedule), note="")
         for step, some in enumerate(schedule):
@@ -221,7 +221,7 @@ def main(training: int, held_out: int, batch: int, epochs: int, rounds: int, see
 
 
 def _print_comparisons(console: Console, compared: list[Comparison]) -> None:
-    table = Table("step", "loss", "losses differ by", "gradients by", "tokens packed", "padded", "seconds packed", "padded, SDPA")
+    table = Table("step", "loss", "losses differ", "gradients differ", "tokens packed", "padded", "seconds packed", "padded")
     for c in compared:
         numbers = (f"{c.tokens[0]:,}", f"{c.tokens[1]:,}", f"{c.seconds[0]:.2f}", f"{c.seconds[1]:.2f}")
         table.add_row(str(c.step), f"{c.loss:.3f}", f"{c.difference:.0e}", f"{c.gradients:.0e}", *numbers)

@@ -151,7 +151,6 @@ class Request:
     prompt: int = 0
     handle: int = -1
     held: int = 0
-    began: float = math.nan
     first: float = math.nan
     done: float = math.nan
 
@@ -190,7 +189,6 @@ class Server:
             while coming and coming[0].arrives <= now:
                 self.waiting.append(coming.popleft())
             while self.waiting and self._admit(self.waiting[0]):
-                self.waiting[0].began = now
                 self.running.append(self.waiting.popleft())
             if not self.running:
                 time.sleep(coming[0].arrives - now)
@@ -361,7 +359,7 @@ def main(questions: tuple[str, ...], rate: float, wanted: int, pages: int, page_
 
 def _run_both(console: Console, server: Server, requests: list[Request]) -> tuple[float, list[list[int]], float]:
     """(seconds of serving, the answers one by one, their seconds)."""
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TextColumn("{task.fields[note]}"), console=console) as progress:
         served = progress.add_task("served together", total=sum(r.wanted for r in requests), note="")
         tokens = 0
@@ -386,11 +384,11 @@ def _run_both(console: Console, server: Server, requests: list[Request]) -> tupl
 
 
 def _print_answers(console: Console, requests: list[Request], words: Words) -> None:
-    table = Table("arrives", "waits", "first token", "done", "prompt", "tokens", "question", "answer")
+    table = Table("arrives", "first", "done", "tokens", "question", "answer", caption="seconds; tokens of the prompt + of the answer")
     for r in requests:
         question = r.question if len(r.question) <= 48 else r.question[:47] + "…"
-        seconds = (r.arrives, r.began - r.arrives, r.first, r.done)
-        table.add_row(*(f"{s:.1f} s" for s in seconds), str(r.prompt), str(len(r.answer)), question, words.text(r.answer))
+        seconds = (f"{s:.1f}" for s in (r.arrives, r.first, r.done))
+        table.add_row(*seconds, f"{r.prompt} + {len(r.answer)}", question, words.text(r.answer))
     console.print(table)
 
 
