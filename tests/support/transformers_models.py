@@ -111,7 +111,7 @@ def logits(model: Any, implementation: str, **inputs: Any) -> Tensor:
 
 
 def gradients(model: Any, implementation: str, keep: Tensor | None = None, **inputs: Any) -> dict[str, Tensor]:
-    """The first output, and the gradients of all parameters for a weighted sum of it. keep: the positions that count."""
+    """The first output, and the gradients of each module's own parameters for a weighted sum of it, flat. keep: the positions that count."""
     model.set_attn_implementation(implementation)
     model.zero_grad(set_to_none=True)
     out = model(**inputs)[0]
@@ -119,9 +119,13 @@ def gradients(model: Any, implementation: str, keep: Tensor | None = None, **inp
     if keep is not None:
         weights = weights * keep[..., None]
     (out * weights).sum().backward()
-    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     shown = out.detach() if keep is None else out.detach()[keep.bool()]
-    return {"out": shown, **found}
+    # by module: a bias of the keys has a gradient of next to nothing, which its weight's errors measure better than its own
+    modules: dict[str, list[Tensor]] = {"out": [shown.flatten()]}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            modules.setdefault(name.rpartition(".")[0], []).append(parameter.grad.flatten())
+    return {name: torch.cat(parts) for name, parts in modules.items()}
 
 
 def check_like_eager(run: Callable[[str, torch.dtype], dict[str, Tensor]], *, has_eager: bool = True) -> None:
@@ -136,7 +140,7 @@ def check_like_eager(run: Callable[[str, torch.dtype], dict[str, Tensor]], *, ha
         assert got.keys() == expected.keys() == plain.keys()
         for name in got:
             # a tensor is one row: errors of two layers have met in every element
-            budget.check(f"{implementation} {name}", *(t[name].reshape(1, -1) for t in (got, expected, plain)))
+            budget.check(f"{implementation} {name}", *(t[name][None] for t in (got, expected, plain)))
 
 
 def _definition(
