@@ -118,10 +118,13 @@ def has_few_rows(q: Tensor) -> bool:
     return q.device.type == "cpu" and q.dtype in _FEW_ROWS_DTYPES and hasattr(torch.ops.aten, _FORWARD)
 
 
-def few_rows(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
-    """Attention of a few rows over all keys in one call of the kernel, without gradients.
+def few_rows(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float | None, is_causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Attention of a few rows in one call of the kernel, without gradients.
 
-    q: (B, H, rows, D); k, v: (B, H, keys, D), the last dimension contiguous. bias: (B, 1, 1, keys) in q's dtype, 0 or -inf. Returns out
-    (B, H, rows, D) and the natural log-sum-exp (B, H, rows); 0 and meaningless where a row sees nothing.
+    q: (B, H, rows, D); k, v: (B, H, keys, D), the last dimension contiguous. bias: (B, 1, 1, keys) in q's dtype, 0 or -inf. is_causal: row
+    i sees the keys up to i, and those that bias shows. Returns out (B, H, rows, D) and the natural log-sum-exp (B, H, rows); 0 and
+    meaningless where a row sees nothing.
     """
-    return getattr(torch.ops.aten, _FORWARD)(q, k, v, attn_mask=bias, scale=scale)
+    return getattr(torch.ops.aten, _FORWARD)(q, k, v, 0.0, is_causal, attn_mask=bias, scale=scale)

@@ -11,7 +11,7 @@ from torch.nn.attention import flex_attention as torch_flex
 
 from anyattn.flash import flash_attn_func, flash_attn_with_kvcache
 from anyattn.flex import flex_attention
-from anyattn.integrations.transformers import decode_row, dense_masks
+from anyattn.integrations.transformers import dense_masks, few_rows
 from anyattn.integrations.transformers.description import Aligned, Cached, Listed, MaskDescription, Way
 from anyattn.integrations.transformers.packed import Ends, packed_attention
 
@@ -122,8 +122,8 @@ def _described(
             f"a layer has {query.shape[2]} queries and {key.shape[2]} keys, its mask is for {mask.seq_lengths}; wanted a mask for this "
             "layer's cache: this model wants attn_implementation='sdpa' or 'eager'"
         )
-    if mask.is_decoding and softcap is None and bias is None and decode_row.serves(query, key, value, mask, sink):
-        return decode_row.attention(query, key, value, mask, scaling, sink)
+    if softcap is None and bias is None and few_rows.serves(query, key, value, mask, sink):
+        return few_rows.attention(query, key, value, mask, scaling, sink)
     way: Way = mask.way
     if isinstance(way, Cached) and (bias is not None or _records(query, key, value, sink)):
         way = mask.with_gradients()

@@ -11,7 +11,7 @@ from torch.nn.attention import flex_attention as torch_flex
 
 from anyattn.sparsity.block_mask import BlockMask
 
-__all__ = ["Aligned", "Cached", "DecodeRow", "Listed", "MaskDescription", "Masked", "Way"]
+__all__ = ["Aligned", "Cached", "FewRows", "Listed", "MaskDescription", "Masked", "Way"]
 
 
 class Aligned(NamedTuple):
@@ -50,15 +50,16 @@ class Masked(NamedTuple):
 Way = Aligned | Cached | Listed | Masked
 
 
-class DecodeRow(NamedTuple):
-    """One query row on a CPU: the keys ``lo <= kv < hi``, and which of them are hidden.
+class FewRows(NamedTuple):
+    """A few query rows on a CPU: they see the keys ``lo <= kv < hi``, each up to its own row if ``is_causal``, but for those hidden.
 
-    hidden: (B, hi - lo), None where every entry sees all of them.
+    hidden: (B, hi - lo), None where no entry hides any of them.
     """
 
     lo: int
     hi: int
     hidden: Tensor | None
+    is_causal: bool
 
 
 class MaskDescription(torch_flex.BlockMask):
@@ -67,14 +68,14 @@ class MaskDescription(torch_flex.BlockMask):
     It is a torch ``BlockMask`` by class because Transformers hands on, untouched, what is one and has four dimensions.
     """
 
-    def __init__(self, batch: int, lengths: tuple[int, int], way: Way, row: DecodeRow | None, listed: Callable[[], Listed] | None):
-        """lengths: of queries and keys. row: set where the layers decode one row on a CPU. listed: the same mask by lists, for a way that
+    def __init__(self, batch: int, lengths: tuple[int, int], way: Way, rows: FewRows | None, listed: Callable[[], Listed] | None):
+        """lengths: of queries and keys. rows: set where the layers have few rows on a CPU. listed: the same mask by lists, for a way that
         has no gradients."""
         self.batch = batch
         self.seq_lengths = lengths
         self.way = way
-        self.row = row
-        self.is_decoding = False  # one row on a CPU, in eager code or in a graph
+        self.rows = rows
+        self.is_decoding = False  # one row on a CPU by ``way`` alone, as a graph sees it
         self.has_documents = False
         self._listed = listed
         self._biases: dict[torch.dtype, Tensor] = {}
@@ -98,7 +99,7 @@ class MaskDescription(torch_flex.BlockMask):
         elif isinstance(way, Cached):
             moved = [None if t is None else t.to(device) for t in (way.lengths, way.leftpad)]
             way = Cached(moved[0], moved[1], *way[2:])
-        other = MaskDescription(self.batch, self.seq_lengths, way, self.row, self._listed)
+        other = MaskDescription(self.batch, self.seq_lengths, way, self.rows, self._listed)
         other.is_decoding, other.has_documents = self.is_decoding, self.has_documents
         return other
 
@@ -109,13 +110,13 @@ class MaskDescription(torch_flex.BlockMask):
         return self.way
 
     def bias(self, dtype: torch.dtype) -> Tensor | None:
-        """What ``row`` adds to scores, (B, 1, 1, hi - lo), 0 or -inf; made at the first layer."""
-        row = self.row
-        if row is None or row.hidden is None:
+        """What ``rows`` adds to scores, (B, 1, 1, hi - lo), 0 or -inf; made at the first layer."""
+        rows = self.rows
+        if rows is None or rows.hidden is None:
             return None
         found = self._biases.get(dtype)
         if found is None:
-            found = torch.zeros(row.hidden.shape, dtype=dtype).masked_fill_(row.hidden, float("-inf"))[:, None, None]
+            found = torch.zeros(rows.hidden.shape, dtype=dtype).masked_fill_(rows.hidden, float("-inf"))[:, None, None]
             self._biases[dtype] = found
         return found
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.masking_utils import causal_mask_function
 
 from anyattn.block_masks import create_block_mask
-from anyattn.integrations.transformers.description import Aligned, Cached, DecodeRow, Listed, MaskDescription, Masked, Way
+from anyattn.integrations.transformers.description import Aligned, Cached, FewRows, Listed, MaskDescription, Masked, Way
 from anyattn.integrations.transformers.mask_functions import Form, form_of
 from anyattn.integrations.transformers.padding import NO_PADDING, Padding, padding_of, padding_read
 from anyattn.mods import masks
@@ -20,6 +20,8 @@ from anyattn.mods.algebra import and_masks
 from anyattn.tensors.kinds import has_memory
 
 __all__ = ["describe_mask"]
+
+_FEW = 1024  # query rows up to which ATen's CPU kernel is measured to be the faster one
 
 
 def describe_mask(
@@ -55,13 +57,13 @@ def describe_mask(
     sizes = _Sizes(batch_size, q_length, kv_length, q_offset, kv_offset, device)
     form = form_of(mask_function)
     if torch.compiler.is_compiling():
-        way, row, listed = _way_in_a_graph(sizes, form, mask_function, attention_mask), None, None
+        way, rows, listed = _way_in_a_graph(sizes, form, mask_function, attention_mask), None, None
     else:
         padding = _padding(sizes, form, attention_mask, is_read)
         way = _way(sizes, form, padding)
-        row = _decode_row(sizes, form, attention_mask) if is_read else None
+        rows = _few_rows(sizes, form, attention_mask) if is_read else None
         listed = partial(_listed, sizes, form, padding) if isinstance(way, Cached) else None
-    description = MaskDescription(batch_size, (q_length, kv_length), way, row, listed)
+    description = MaskDescription(batch_size, (q_length, kv_length), way, rows, listed)
     is_plain = isinstance(way, Aligned) or (isinstance(way, Cached) and way.mask_mod is None)
     description.is_decoding = q_length == 1 and device.type == "cpu" and is_plain
     description.has_documents = form.documents is not None
@@ -188,22 +190,30 @@ def _way_in_a_graph(sizes: _Sizes, form: Form, mask_function: Callable, attentio
     return Masked(both)
 
 
-def _decode_row(sizes: _Sizes, form: Form, attention_mask: Tensor | None) -> DecodeRow | None:
-    """The keys of one query row by numbers, where nothing but distances and padding decide."""
+def _few_rows(sizes: _Sizes, form: Form, attention_mask: Tensor | None) -> FewRows | None:
+    """The keys of few query rows by numbers, where nothing but distances and padding decide."""
     distance = sizes.distance
-    if sizes.queries != 1 or not form.is_band or isinstance(distance, Tensor):
+    if sizes.queries > _FEW or not form.is_band or isinstance(distance, Tensor):
         return None
-    after = 0 if form.causal else form.right
-    lo = 0 if form.left is None else max(0, distance - form.left)
-    hi = sizes.keys if after is None else min(sizes.keys, distance + after + 1)
+    lo, hi, is_causal = 0, sizes.keys, False
+    if sizes.queries == 1:
+        after = 0 if form.causal else form.right
+        lo = 0 if form.left is None else max(0, distance - form.left)
+        hi = hi if after is None else min(hi, distance + after + 1)
+    elif form.depends_on_places:
+        is_wide = form.left is None or form.left >= sizes.queries - 1
+        if distance != 0 or not form.causal or not is_wide:
+            return None
+        hi, is_causal = min(hi, sizes.queries), True
     if hi <= lo:
         return None
     if attention_mask is None:
-        return DecodeRow(lo, hi, None)
-    seen = attention_mask[:, sizes.kv_offset + lo : sizes.kv_offset + hi].to(torch.bool)
+        return FewRows(lo, hi, None, is_causal)
+    seen = attention_mask[:, sizes.kv_offset + lo : sizes.kv_offset + hi]
+    seen = seen if seen.dtype is torch.bool else seen.to(torch.bool)
     if seen.shape[1] < hi - lo:
         seen = torch.nn.functional.pad(seen, (0, hi - lo - seen.shape[1]))
-    return DecodeRow(lo, hi, None if bool(seen.all()) else ~seen)
+    return FewRows(lo, hi, None if bool(seen.all()) else ~seen, is_causal)
 
 
 def _visible(mask: Tensor) -> Callable:

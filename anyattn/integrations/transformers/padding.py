@@ -45,6 +45,6 @@ def padding_read(attention_mask: Tensor, kv_offset: int, end: int, kv_length: in
 
 def _reaching(attention_mask: Tensor, end: int) -> Tensor:
     """The mask over at least ``end`` positions; those that it does not name are hidden, as in Transformers."""
-    mask = attention_mask.to(torch.bool)
+    mask = attention_mask if attention_mask.dtype is torch.bool else attention_mask.to(torch.bool)
     missing = end - mask.shape[1]
     return torch.nn.functional.pad(mask, (0, missing)) if missing > 0 else mask

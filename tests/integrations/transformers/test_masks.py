@@ -144,11 +144,11 @@ def test_description_means_the_dense_mask(name: str, place: str, padding: str) -
     dense = _dense(function, places, mask)
     assert torch.equal(_meaning(described, described.way), dense)
     assert described.shape == (2, 1, *places[:2])
-    if described.row is not None:
-        lo, hi, hidden = described.row
-        seen = torch.zeros(2, places[1], dtype=torch.bool)
-        seen[:, lo:hi] = True if hidden is None else ~hidden
-        assert torch.equal(seen[:, None, None], dense)
+    if described.rows is not None:
+        lo, hi, hidden, is_causal = described.rows
+        seen = torch.zeros(2, 1, places[0], places[1], dtype=torch.bool)
+        seen[..., lo:hi] = True if hidden is None else ~hidden[:, None, None]
+        assert torch.equal(seen.tril() if is_causal else seen, dense)
     if isinstance(described.way, Cached):
         listed = described.with_gradients()
         assert isinstance(listed, Listed)
@@ -163,7 +163,7 @@ def test_description_without_a_look_at_contents(name: str, place: str, padding: 
     function, places = _functions()[name], PLACES[place]
     mask = _mask(padding, places[2] + places[0])
     described = _described(function, places, mask, as_tensor=True)
-    assert described.row is None
+    assert described.rows is None
     assert torch.equal(_meaning(described, described.way), _dense(function, places, mask))
 
 

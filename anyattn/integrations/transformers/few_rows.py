@@ -1,7 +1,7 @@
-"""One query row on a CPU: ATen's flash-attention kernel over the keys that the row sees.
+"""Few query rows on a CPU, nothing to differentiate: ATen's flash-attention kernel over the keys that the rows see.
 
 A step of decoding is a few microseconds of arithmetic. The mask has said once for all layers which keys are seen, so a layer slices them,
-adds the padding's bias if there is padding, and calls the kernel with the query heads of one key head as its rows.
+adds the padding's bias if there is padding, and calls the kernel; with one row, its heads of one key head are the kernel's rows.
 """
 
 from __future__ import annotations
@@ -17,34 +17,36 @@ __all__ = ["attention", "serves"]
 
 
 def serves(query: Tensor, key: Tensor, value: Tensor, mask: MaskDescription, sink: Tensor | None) -> bool:
-    """Whether the kernel computes this call: one dtype, one head_dim, nothing to differentiate; in a graph no sink."""
+    """Whether the kernel computes this call: one dtype, one head_dim, nothing to differentiate; in a graph one row and no sink."""
     if query.shape[3] != value.shape[3] or not query.dtype == key.dtype == value.dtype:
         return False
     if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
         return False
     if torch.compiler.is_compiling():
-        return sink is None
-    return mask.row is not None and aten_flash.has_few_rows(query)
+        return mask.is_decoding and sink is None
+    return mask.rows is not None and aten_flash.has_few_rows(query)
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, mask: MaskDescription, scaling: float | None, sink: Tensor | None) -> Tensor:
-    """query: (B, Hq, 1, D); key, value: (B, Hkv, Sk, D). Returns (B, 1, Hq, D)."""
-    batch, heads, _, width = query.shape
+    """query: (B, Hq, Sq, D); key, value: (B, Hkv, Sk, D). Returns (B, Sq, Hq, D)."""
+    batch, heads, length, width = query.shape
     kv_heads = key.shape[1]
-    rows = query.reshape(batch, kv_heads, heads // kv_heads, width)
+    if length == 1:
+        query = query.reshape(batch, kv_heads, heads // kv_heads, width)
+    elif heads != kv_heads:
+        key, value = (t.repeat_interleave(heads // kv_heads, dim=1) for t in (key, value))
     if torch.compiler.is_compiling():
-        out = _in_a_graph(rows, key, value, mask, scaling)
-        return out.reshape(batch, 1, heads, width)
-    lo, hi, _ = mask.row
+        return _in_a_graph(query, key, value, mask, scaling).reshape(batch, 1, heads, width)
+    lo, hi, _, is_causal = mask.rows  # type: ignore[misc]
     if hi - lo != key.shape[2]:
         key, value = key[:, :, lo:hi], value[:, :, lo:hi]
-    out, lse = aten_flash.few_rows(rows, key, value, mask.bias(query.dtype), scaling)
-    out = out.reshape(batch, heads, width)
+    out, lse = aten_flash.few_rows(query, key, value, mask.bias(query.dtype), scaling, is_causal)
+    out = out.reshape(batch, heads, length, width)
     if sink is not None:
         # softmax with one more logit: what the keys have is their share of both sums
-        share = torch.sigmoid(lse.reshape(batch, heads) - sink.to(lse.dtype))
+        share = torch.sigmoid(lse.reshape(batch, heads, length) - sink.to(lse.dtype)[:, None])
         out = (out * share[..., None]).to(query.dtype)
-    return out[:, None]
+    return out.transpose(1, 2)
 
 
 def _in_a_graph(rows: Tensor, key: Tensor, value: Tensor, mask: MaskDescription, scaling: float | None) -> Tensor:
