@@ -66,7 +66,7 @@ def decoder(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> An
 
 def _register() -> None:
     register()
-    AttentionInterface.register(DEFINITION, _definition)
+    AttentionInterface.register(DEFINITION, definition)
     AttentionMaskInterface.register(DEFINITION, _dense_mask)
 
 
@@ -143,7 +143,7 @@ def check_like_eager(run: Callable[[str, torch.dtype], dict[str, Tensor]], *, ha
             budget.check(f"{implementation} {name}", *(t[name][None] for t in (got, expected, plain)))
 
 
-def _definition(
+def definition(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float | None = None, **others: Any
 ) -> tuple[Tensor, None]:
     """Attention by its definition in the inputs' dtype; a row that sees nothing gives 0."""
@@ -164,6 +164,13 @@ def _definition(
     if attention_mask is not None and attention_mask.dtype is torch.bool:
         weights = weights.masked_fill(~attention_mask.any(-1, keepdim=True), 0.0)
     return (weights @ value).transpose(1, 2), None
+
+
+def check_attention(got: Tensor, query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, **others: Any) -> None:
+    """Judges the output of one layer, (B, Sq, H, D), by the definition's. seen: bool (B or 1, H or 1, Sq, Sk)."""
+    wide = {name: t.double() if isinstance(t, Tensor) else t for name, t in others.items()}
+    expected = definition(None, query.double(), key.double(), value.double(), seen, **wide)[0]
+    budget.check("out", got, expected, definition(None, query, key, value, seen, **others)[0])
 
 
 def _dense_mask(**asked: Any) -> Tensor | None:

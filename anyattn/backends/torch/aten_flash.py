@@ -113,9 +113,11 @@ def _without(segments: tuple[Segment, ...], rectangle: Rectangle) -> tuple[Segme
     return tuple(kept)
 
 
-def has_few_rows(q: Tensor) -> bool:
-    """Whether ``few_rows`` computes with queries like these."""
-    return q.device.type == "cpu" and q.dtype in _FEW_ROWS_DTYPES and hasattr(torch.ops.aten, _FORWARD)
+def has_few_rows(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether ``few_rows`` computes with tensors like these, of one dtype and head_dim."""
+    if q.device.type != "cpu" or q.dtype not in _FEW_ROWS_DTYPES or not hasattr(torch.ops.aten, _FORWARD):
+        return False
+    return q.stride(3) == k.stride(3) == v.stride(3) == 1
 
 
 def few_rows(

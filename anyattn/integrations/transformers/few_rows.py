@@ -24,7 +24,7 @@ def serves(query: Tensor, key: Tensor, value: Tensor, mask: MaskDescription, sin
         return False
     if torch.compiler.is_compiling():
         return mask.is_decoding and sink is None
-    return mask.rows is not None and aten_flash.has_few_rows(query)
+    return mask.rows is not None and aten_flash.has_few_rows(query, key, value)
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, mask: MaskDescription, scaling: float | None, sink: Tensor | None) -> Tensor:
@@ -33,13 +33,13 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: MaskDescription, 
     kv_heads = key.shape[1]
     if length == 1:
         query = query.reshape(batch, kv_heads, heads // kv_heads, width)
-    elif heads != kv_heads:
-        key, value = (t.repeat_interleave(heads // kv_heads, dim=1) for t in (key, value))
     if torch.compiler.is_compiling():
         return _in_a_graph(query, key, value, mask, scaling).reshape(batch, 1, heads, width)
     lo, hi, _, is_causal = mask.rows  # type: ignore[misc]
     if hi - lo != key.shape[2]:
         key, value = key[:, :, lo:hi], value[:, :, lo:hi]
+    if length > 1 and heads != kv_heads:
+        key, value = (t.repeat_interleave(heads // kv_heads, dim=1) for t in (key, value))
     out, lse = aten_flash.few_rows(query, key, value, mask.bias(query.dtype), scaling, is_causal)
     out = out.reshape(batch, heads, length, width)
     if sink is not None:

@@ -10,7 +10,7 @@ import transformers
 from torch import Tensor
 
 from anyattn.integrations.transformers import NAME
-from tests.support.transformers_models import VOCABULARY, check_like_eager, generated, gradients, made, padded, tokens
+from tests.support.transformers_models import IS_FIVE, VOCABULARY, check_like_eager, generated, gradients, made, padded, tokens
 
 _BERT: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -127,8 +127,8 @@ def test_t5_position_bias() -> None:
         vocab_size=VOCABULARY, d_model=48, d_kv=12, d_ff=64, num_layers=2, num_heads=4, dropout_rate=0.0, pad_token_id=0,
         decoder_start_token_id=1, relative_attention_num_buckets=8, relative_attention_max_distance=16,
     )  # fmt: skip
-    if not getattr(transformers.T5ForConditionalGeneration, "_supports_attention_backend", False):
-        pytest.skip("this Transformers' T5 does not go through the attention interface")
+    if not IS_FIVE:
+        pytest.skip("T5 of Transformers 4 does not go through the attention interface")
     source, target, mask = tokens(2, 13), tokens(2, 7, seed=1), padded(2, 13, [13, 6], "right")
 
     def run(how: str, dtype: torch.dtype) -> dict[str, Tensor]:
