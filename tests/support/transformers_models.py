@@ -59,7 +59,7 @@ def decoder(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> An
     config_name, model_name = names.get(family, (f"{family}Config", f"{family}ForCausalLM"))
     config = getattr(transformers, config_name)(**{**_COMMON, **settings, **changes})
     model = getattr(transformers, model_name)(config)
-    if hasattr(model, "set_experts_implementation"):
+    if dtype is torch.float64 and hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # the others have no float64
     return made(model, dtype)
 
@@ -120,11 +120,12 @@ def gradients(model: Any, implementation: str, keep: Tensor | None = None, **inp
         weights = weights * keep[..., None]
     (out * weights).sum().backward()
     shown = out.detach() if keep is None else out.detach()[keep.bool()]
-    # by module: a bias of the keys has a gradient of next to nothing, which its weight's errors measure better than its own
+    # by module: biases of keys and sinks have gradients of next to nothing, which their layer's errors measure better than their own
     modules: dict[str, list[Tensor]] = {"out": [shown.flatten()]}
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
-            modules.setdefault(name.rpartition(".")[0], []).append(parameter.grad.flatten())
+            layer, attention, _ = name.partition("self_attn")
+            modules.setdefault(layer + attention if attention else name.rpartition(".")[0], []).append(parameter.grad.flatten())
     return {name: torch.cat(parts) for name, parts in modules.items()}
 
 

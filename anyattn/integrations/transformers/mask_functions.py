@@ -34,7 +34,7 @@ class Form:
     @property
     def is_band(self) -> bool:
         """Whether causality and distances say everything."""
-        return self.documents is None and not self.rest
+        return self.documents is None and len(self.rest) == 0  # Dynamo knows no `not` of a tuple
 
     @property
     def depends_on_places(self) -> bool:
