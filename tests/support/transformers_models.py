@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
@@ -111,7 +110,7 @@ def logits(model: Any, implementation: str, **inputs: Any) -> Tensor:
 
 
 def gradients(model: Any, implementation: str, keep: Tensor | None = None, **inputs: Any) -> dict[str, Tensor]:
-    """The first output, and the gradients of each module's own parameters for a weighted sum of it, flat. keep: the positions that count."""
+    """The first output, and the gradients of each module's own parameters for a weighted sum of it. keep: the positions that count."""
     model.set_attn_implementation(implementation)
     model.zero_grad(set_to_none=True)
     out = model(**inputs)[0]
@@ -130,10 +129,10 @@ def gradients(model: Any, implementation: str, keep: Tensor | None = None, **inp
 
 
 def check_like_eager(run: Callable[[str, torch.dtype], dict[str, Tensor]], *, has_eager: bool = True) -> None:
-    """Judges anyattn's results in float32 by the definition's in float64, in units of the definition's own errors in float32.
+    """Judges anyattn's results in float32 by the definition's in float64, in units of the definition's errors in float32.
 
-    Eager attention is judged by the same rule, so that the definition means what eager means. It is no oracle itself: its softmax is float32
-    whatever the model's dtype.
+    Eager attention is judged by the same rule, so that the definition means what eager means. It is no oracle itself: its
+    softmax is float32 whatever the model's dtype.
     """
     expected, plain = run(DEFINITION, torch.float64), run(DEFINITION, torch.float32)
     for implementation in (NAME, "eager") if has_eager else (NAME,):

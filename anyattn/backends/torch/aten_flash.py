@@ -120,9 +120,7 @@ def has_few_rows(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return q.stride(3) == k.stride(3) == v.stride(3) == 1
 
 
-def few_rows(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float | None, is_causal: bool
-) -> tuple[Tensor, Tensor]:
+def few_rows(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float | None, is_causal: bool) -> tuple[Tensor, Tensor]:
     """Attention of a few rows in one call of the kernel, without gradients.
 
     q: (B, H, rows, D); k, v: (B, H, keys, D), the last dimension contiguous. bias: (B, 1, 1, keys) in q's dtype, 0 or -inf. is_causal: row

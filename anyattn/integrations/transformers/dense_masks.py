@@ -21,7 +21,9 @@ def fitted(name: str, given: Tensor, query: Tensor, key: Tensor) -> Tensor:
         if size not in (1, whole):
             raise ValueError(f"{name} has shape {tuple(given.shape)}; {wanted}")
     if given.dtype is not torch.bool and not given.is_floating_point():
-        raise TypeError(f"{name} has dtype {given.dtype}; wanted torch.bool, True where a key is visible, or a float dtype, added to scores")
+        raise TypeError(
+            f"{name} has dtype {given.dtype}; wanted torch.bool, True where a key is visible, or a float dtype, added to scores"
+        )
     if name == "position_bias" and given.dtype is torch.bool:
         raise TypeError(f"{name} has dtype torch.bool; wanted a float dtype, it is added to scores")
     return given[..., :keys].expand(batch, heads, rows, keys)
@@ -33,7 +35,7 @@ def mask_of(visible: Tensor) -> Callable:
 
 
 def score_of(softcap: float | None, *added: Tensor | None) -> Callable | None:
-    """A score mod: the cap ``softcap * tanh(score / softcap)`` first, then each tensor (B, H, Sq, Sk); None where there is nothing to do."""
+    """A score mod: the cap ``softcap * tanh(score / softcap)`` first, then each tensor (B, H, Sq, Sk); None if nothing is asked."""
     terms = [t for t in added if t is not None]
     if softcap is None and not terms:
         return None
@@ -47,4 +49,4 @@ def score_of(softcap: float | None, *added: Tensor | None) -> Callable | None:
         if softcap is None:
             return lambda score, b, h, q, kv: score + only[b, h, q, kv]
         return lambda score, b, h, q, kv: softcap * torch.tanh(score / softcap) + only[b, h, q, kv]
-    return lambda score, b, h, q, kv: softcap * torch.tanh(score / softcap)
+    return lambda score, b, h, q, kv: softcap * torch.tanh(score / softcap)  # type: ignore[operator]

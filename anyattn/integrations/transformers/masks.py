@@ -147,7 +147,8 @@ def _way(sizes: _Sizes, form: Form, padding: Padding) -> Way:
 
 def _listed(sizes: _Sizes, form: Form, padding: Padding) -> Listed:
     """Block lists over rows of queries and keys. Parts that the library has a name for are said by it."""
-    distance, parts = sizes.distance, []
+    distance = sizes.distance
+    parts: list[Callable] = []
     is_shared = padding is NO_PADDING and not form.rest  # by all batch entries
     if form.causal or form.left is not None or form.right is not None:
         if isinstance(distance, Tensor):

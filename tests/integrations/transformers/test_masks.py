@@ -50,7 +50,11 @@ def _functions() -> dict[str, Callable]:
     return found
 
 
-PACKED = {"causal": causal, "window": masking_utils.sliding_window_causal_mask_function(3), "prefix": masking_utils.or_masks(causal, causal)}
+PACKED = {
+    "causal": causal,
+    "window": masking_utils.sliding_window_causal_mask_function(3),
+    "prefix": masking_utils.or_masks(causal, causal),
+}
 
 # batch 2: queries, keys, first query, first key
 PLACES = {
