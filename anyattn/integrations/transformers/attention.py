@@ -1,0 +1,215 @@
+"""Attention interface of Transformers: one call of a model's attention layer as one call of anyattn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import flex_attention as torch_flex
+
+from anyattn.flash import flash_attn_func, flash_attn_with_kvcache
+from anyattn.flex import flex_attention
+from anyattn.integrations.transformers import dense_masks, few_rows
+from anyattn.integrations.transformers.description import Aligned, Cached, Listed, MaskDescription, Way
+from anyattn.integrations.transformers.packed import Ends, packed_attention
+
+__all__ = ["attention_forward"]
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any = None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    max_length_q: int | Tensor | None = None,
+    max_length_k: int | Tensor | None = None,
+    output_attentions: bool | None = None,
+    cache: Any = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attention of one layer, as Transformers asks its implementations for it.
+
+    query: (B, Hq, Sq, D); key: (B, Hkv, Sk, D); value: (B, Hkv, Sk, Dv), from a cache where there is one. attention_mask: what
+    ``describe_mask`` returned; or the user's ``BlockMask``, or a tensor (B or 1, H or 1, Sq, at least Sk), bool (True is visible) or
+    additive; None is no mask, but causality where the layer is causal. softcap, s_aux (one sink logit for each query head), position_bias
+    (added to scores): as models pass them. cu_seq_lens_*: int (sequences + 1,), sequences packed into a batch of one.
+    others: what means nothing to attention.
+
+    Returns the output (B, Sq, Hq, Dv), and None for the weights, which are never there.
+
+    Raises ``ValueError`` for dropout, output_attentions and a cache of continuous batching, and whatever anyattn refuses.
+    """
+    if dropout > 0.0 or output_attentions or cache is not None:
+        _refuse(dropout, output_attentions, cache)
+    if cu_seq_lens_q is not None and not _has_documents(attention_mask):
+        ends = Ends(cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
+        causal, window = _packed_band(module, attention_mask, is_causal, sliding_window)
+        out = packed_attention(query, key, value, ends, causal, window, scaling, softcap, s_aux, position_bias)
+        return out, None
+    if isinstance(attention_mask, MaskDescription):
+        out = _described(query, key, value, attention_mask, scaling, softcap, s_aux, position_bias)
+    elif attention_mask is None:
+        out = _unmasked(module, query, key, value, is_causal, scaling, softcap, s_aux, position_bias)
+    else:
+        out = _given(query, key, value, attention_mask, scaling, softcap, s_aux, position_bias)
+    return out if out.is_contiguous() else out.contiguous(), None
+
+
+def _refuse(dropout: float, output_attentions: bool | None, cache: Any) -> None:
+    if dropout > 0.0:
+        raise ValueError(
+            f"dropout={dropout} of attention weights in training; anyattn has none: set attention_dropout=0.0 (or the model's name for it, "
+            "such as attention_probs_dropout_prob) in the config, or use attn_implementation='sdpa'"
+        )
+    if output_attentions:
+        raise ValueError(
+            "output_attentions=True; the weights are never all in memory: call model.set_attn_implementation('eager') to look at them"
+        )
+    if cache is not None:
+        raise ValueError(f"cache is a {type(cache).__name__}; attn_implementation='anyattn' has no continuous batching, 'sdpa' has")
+
+
+def _has_documents(attention_mask: Any) -> bool:
+    """Whether the mask keeps packed sequences apart itself, by position_ids."""
+    return isinstance(attention_mask, MaskDescription) and attention_mask.has_documents
+
+
+def _packed_band(
+    module: torch.nn.Module, attention_mask: Any, is_causal: bool | None, sliding_window: int | None
+) -> tuple[bool, tuple[int, int]]:
+    """Causality and window inside packed sequences: the mask's, or the layer's where it has no mask."""
+    if isinstance(attention_mask, MaskDescription) and isinstance(attention_mask.way, Aligned):
+        return attention_mask.way
+    if attention_mask is not None:
+        raise ValueError(
+            f"cu_seq_lens_q is given beside attention_mask={attention_mask!r}; wanted a causal or sliding mask of equally many queries and "
+            "keys: pass no attention_mask with packed sequences, and use_cache=False"
+        )
+    causal = _is_causal(module, is_causal)
+    if sliding_window is None:
+        return causal, (-1, -1)
+    return causal, (sliding_window - 1, 0 if causal else sliding_window - 1)
+
+
+def _is_causal(module: torch.nn.Module, is_causal: bool | None) -> bool:
+    return bool(is_causal if is_causal is not None else getattr(module, "is_causal", True))
+
+
+def _described(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: MaskDescription,
+    scaling: float | None,
+    softcap: float | None,
+    sink: Tensor | None,
+    bias: Tensor | None,
+) -> Tensor:
+    if key.shape[2] != mask.seq_lengths[1] or query.shape[2] != mask.seq_lengths[0]:
+        raise ValueError(
+            f"a layer has {query.shape[2]} queries and {key.shape[2]} keys, its mask is for {mask.seq_lengths}; wanted a mask for this "
+            "layer's cache: this model wants attn_implementation='sdpa' or 'eager'"
+        )
+    if softcap is None and bias is None and few_rows.serves(query, key, value, mask, sink):
+        return few_rows.attention(query, key, value, mask, scaling, sink)
+    way: Way = mask.way
+    if isinstance(way, Cached) and (bias is not None or _records(query, key, value, sink)):
+        way = mask.with_gradients()
+    if bias is not None:
+        score_mod = dense_masks.score_of(softcap, dense_masks.fitted("position_bias", bias, query, key))
+        return _by_mask_of(way, query, key, value, score_mod, scaling, sink)
+    cap = 0.0 if softcap is None else softcap
+    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    if isinstance(way, Aligned):
+        return flash_attn_func(q, k, v, softmax_scale=scaling, causal=way.causal, window_size=way.window, softcap=cap, sink=sink)
+    if isinstance(way, Cached):
+        return flash_attn_with_kvcache(
+            q, k, v, cache_seqlens=way.lengths, cache_leftpad=way.leftpad, softmax_scale=scaling, causal=way.causal,
+            window_size=way.window, softcap=cap, sink=sink, mask_mod=way.mask_mod,
+        )  # fmt: skip
+    return _by_mask_of(way, query, key, value, dense_masks.score_of(softcap, None), scaling, sink)
+
+
+def _records(query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None) -> bool:
+    """Whether autograd records this call; a parameter beside decoding tensors counts too."""
+    if not torch.is_grad_enabled():
+        return False
+    return any(t is not None and t.requires_grad for t in (query, key, value, sink))
+
+
+def _by_mask_of(
+    way: Way, query: Tensor, key: Tensor, value: Tensor, score_mod: Callable | None, scaling: float | None, sink: Tensor | None
+) -> Tensor:
+    """``flex_attention`` with lists, with a mask mod, or with a window of ``flash_attn_func``."""
+    if isinstance(way, Aligned):
+        q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        return flash_attn_func(q, k, v, softmax_scale=scaling, causal=way.causal, window_size=way.window, sink=sink, score_mod=score_mod)
+    if isinstance(way, Listed):
+        return _flex(query, key, value, scaling, sink, score_mod, block_mask=way.block_mask)
+    return _flex(query, key, value, scaling, sink, score_mod, mask_mod=way.mask_mod)
+
+
+def _flex(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, sink: Tensor | None, score_mod: Callable | None, **mask: Any
+) -> Tensor:
+    return flex_attention(query, key, value, score_mod=score_mod, scale=scaling, enable_gqa=True, sink=sink, **mask).transpose(1, 2)
+
+
+def _unmasked(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    is_causal: bool | None,
+    scaling: float | None,
+    softcap: float | None,
+    sink: Tensor | None,
+    bias: Tensor | None,
+) -> Tensor:
+    """A layer that was given no mask: everything is visible, unless the layer says that it is causal."""
+    causal = _is_causal(module, is_causal) and query.shape[2] > 1
+    if causal and query.shape[2] != key.shape[2]:
+        raise ValueError(
+            f"attention_mask is None in a causal layer with {query.shape[2]} queries and {key.shape[2]} keys, which leaves open where the "
+            "queries lie; wanted the mask that anyattn.integrations.transformers.register() lets Transformers make, or is_causal=False"
+        )
+    score_mod = None
+    if bias is not None:
+        score_mod = dense_masks.score_of(softcap, dense_masks.fitted("position_bias", bias, query, key))
+    cap = 0.0 if softcap is None or score_mod is not None else softcap
+    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    return flash_attn_func(q, k, v, softmax_scale=scaling, causal=causal, softcap=cap, sink=sink, score_mod=score_mod)
+
+
+def _given(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    scaling: float | None,
+    softcap: float | None,
+    sink: Tensor | None,
+    bias: Tensor | None,
+) -> Tensor:
+    """The user's own mask, which stands for causality and padding too."""
+    added = None if bias is None else dense_masks.fitted("position_bias", bias, query, key)
+    if isinstance(mask, torch_flex.BlockMask):
+        return _flex(query, key, value, scaling, sink, dense_masks.score_of(softcap, added), block_mask=mask)
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"attention_mask is a {type(mask).__name__}; wanted a BlockMask, a tensor of 4 dimensions or None")
+    seen = dense_masks.fitted("attention_mask", mask, query, key)
+    if seen.dtype is torch.bool:
+        return _flex(query, key, value, scaling, sink, dense_masks.score_of(softcap, added), mask_mod=dense_masks.mask_of(seen))
+    return _flex(query, key, value, scaling, sink, dense_masks.score_of(softcap, added, seen))

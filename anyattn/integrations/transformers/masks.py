@@ -1,0 +1,234 @@
+"""Mask interface of Transformers: from lengths, offsets, padding and a mask function to a ``MaskDescription``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.masking_utils import causal_mask_function
+
+from anyattn.block_masks import create_block_mask
+from anyattn.integrations.transformers.description import Aligned, Cached, FewRows, Listed, MaskDescription, Masked, Way
+from anyattn.integrations.transformers.mask_functions import Form, form_of
+from anyattn.integrations.transformers.padding import NO_PADDING, Padding, padding_of, padding_read
+from anyattn.mods import masks
+from anyattn.mods.algebra import and_masks
+from anyattn.tensors.kinds import has_memory
+
+__all__ = ["describe_mask"]
+
+_FEW = 1024  # query rows up to which ATen's CPU kernel is measured to be the faster one
+
+
+def describe_mask(
+    batch_size: int,
+    q_length: int | None = None,
+    kv_length: int = 0,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    device: torch.device | str | None = None,
+    cache_position: Tensor | None = None,
+    **others: Any,
+) -> MaskDescription:
+    """What the layers of one type see, as Transformers asks its mask interfaces for it.
+
+    q_length, q_offset: how many queries, and the global position of the first; a tensor with a static cache, which is not read on a GPU.
+    Transformers 4 passes cache_position, the queries' positions, instead. kv_length, kv_offset: the same of the keys that the layers will
+    hand over. mask_function: ``(b, h, q, kv) -> bool`` over global positions. attention_mask: bool (B, positions), False for padding.
+    others: what other implementations need.
+    """
+    if cache_position is not None:
+        q_length, q_offset = cache_position.shape[0], _first(cache_position, kv_length, kv_offset)
+        device = cache_position.device
+    if q_length is None:
+        raise TypeError("describe_mask got neither q_length nor cache_position; wanted one of them, as Transformers passes it")
+    if device is None:
+        device = attention_mask.device if attention_mask is not None else "cpu"
+    device = torch.device(device)
+    is_read = _can_read(device, attention_mask, q_offset)
+    if is_read and isinstance(q_offset, Tensor):
+        q_offset = int(q_offset)
+    sizes = _Sizes(batch_size, q_length, kv_length, q_offset, kv_offset, device)
+    form = form_of(mask_function)
+    if torch.compiler.is_compiling():
+        way, rows, listed = _way_in_a_graph(sizes, form, mask_function, attention_mask), None, None
+    else:
+        padding = _padding(sizes, form, attention_mask, is_read)
+        way = _way(sizes, form, padding)
+        rows = _few_rows(sizes, form, attention_mask) if is_read else None
+        listed = partial(_listed, sizes, form, padding) if isinstance(way, Cached) else None
+    description = MaskDescription(batch_size, (q_length, kv_length), way, rows, listed)
+    is_plain = isinstance(way, Aligned) or (isinstance(way, Cached) and way.mask_mod is None)
+    description.is_decoding = q_length == 1 and device.type == "cpu" and is_plain
+    description.has_documents = form.documents is not None
+    return description
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Lengths, and the global positions of the first query and the first key."""
+
+    batch: int
+    queries: int
+    keys: int
+    q_offset: int | Tensor
+    kv_offset: int
+    device: torch.device
+
+    @property
+    def distance(self) -> int | Tensor:
+        """How far the first query lies behind the first key."""
+        return self.q_offset - self.kv_offset
+
+    @property
+    def is_aligned(self) -> bool:
+        """Whether the last query lies where the last key does, as far as numbers on the host say it."""
+        return not isinstance(self.q_offset, Tensor) and self.q_offset + self.queries == self.kv_offset + self.keys
+
+    def in_use(self) -> Tensor | None:
+        """Rows of the keys up to the last query, int32 (B,); None where these are all."""
+        if self.is_aligned:
+            return None
+        end = self.distance + self.queries
+        if isinstance(end, Tensor):
+            return end.to(torch.int32).expand(self.batch)
+        return torch.full((self.batch,), end, dtype=torch.int32, device=self.device)
+
+
+def _can_read(device: torch.device, attention_mask: Tensor | None, q_offset: int | Tensor) -> bool:
+    """Whether looking at contents costs nothing: on a CPU, outside compiled graphs, of tensors that have contents."""
+    if torch.compiler.is_compiling() or device.type != "cpu":
+        return False
+    return all(has_memory(t) and t.device.type == "cpu" for t in (attention_mask, q_offset) if isinstance(t, Tensor))
+
+
+def _first(cache_position: Tensor, kv_length: int, kv_offset: int) -> int | Tensor:
+    """The first position; 0 without a look at it where the queries are as many as the keys, which then are all that there is."""
+    count = cache_position.shape[0]
+    if torch.compiler.is_compiling() or cache_position.device.type != "cpu":
+        return 0 if count == kv_length and kv_offset == 0 else cache_position[0]
+    first, last = int(cache_position[0]), int(cache_position[-1])
+    if last - first != count - 1:
+        raise ValueError(f"cache_position runs from {first} to {last} over {count} queries; wanted consecutive positions")
+    return first
+
+
+def _padding(sizes: _Sizes, form: Form, attention_mask: Tensor | None, is_read: bool) -> Padding:
+    if attention_mask is None:
+        return NO_PADDING
+    if not is_read:
+        return padding_of(attention_mask, sizes.kv_offset, sizes.keys)
+    end = sizes.keys
+    if form.causal and not isinstance(sizes.distance, Tensor):
+        end = min(end, sizes.distance + sizes.queries)
+    return padding_read(attention_mask, sizes.kv_offset, max(end, 0), sizes.keys)
+
+
+def _way(sizes: _Sizes, form: Form, padding: Padding) -> Way:
+    places_matter = form.depends_on_places
+    if padding is NO_PADDING and form.is_band and (sizes.is_aligned or not places_matter):
+        return Aligned(form.causal, form.window)
+    # rows behind the queries are left out by that call: those of a static cache, which causality hides
+    has_one_end = sizes.is_aligned or form.causal
+    if has_one_end and form.documents is None and (sizes.queries == 1 or (not sizes.is_aligned and not form.rest)):
+        mods = [_on_cache(f, padding.leftpad, sizes.kv_offset) for f in form.rest]
+        if padding.visible is not None:
+            mods.append(_on_cache(_visible(padding.visible), padding.leftpad, sizes.kv_offset))
+        mod = and_masks(*mods) if mods else None
+        return Cached(sizes.in_use(), padding.leftpad, form.causal, form.window, mod)
+    return _listed(sizes, form, padding)
+
+
+def _listed(sizes: _Sizes, form: Form, padding: Padding) -> Listed:
+    """Block lists over rows of queries and keys. Parts that the library has a name for are said by it."""
+    distance = sizes.distance
+    parts: list[Callable] = []
+    is_shared = padding is NO_PADDING and not form.rest  # by all batch entries
+    if form.causal or form.left is not None or form.right is not None:
+        if isinstance(distance, Tensor):
+            distance, is_shared = distance.expand(sizes.batch), False
+        parts.append(masks.sliding_window(form.left, 0 if form.causal else form.right, distance))
+    if form.documents is not None:
+        ids = form.documents
+        if not isinstance(sizes.q_offset, Tensor) and sizes.q_offset == sizes.kv_offset == 0:
+            parts.append(masks.document(ids[0] if ids.shape[0] == 1 else ids))
+            is_shared = is_shared and ids.shape[0] == 1
+        else:
+            parts.append(_on_rows(masks.document(ids), sizes.q_offset, sizes.kv_offset))
+            is_shared = False
+    if padding.leftpad is not None:
+        parts.append(masks.left_padding(padding.leftpad))
+    if padding.visible is not None:
+        parts.append(_on_rows(_visible(padding.visible), sizes.q_offset, sizes.kv_offset))
+    parts += [_on_rows(f, sizes.q_offset, sizes.kv_offset) for f in form.rest]
+    mod = and_masks(*parts) if parts else masks.full()
+    batch = None if is_shared else sizes.batch
+    return Listed(create_block_mask(mod, batch, None, sizes.queries, sizes.keys, device=sizes.device))
+
+
+def _way_in_a_graph(sizes: _Sizes, form: Form, mask_function: Callable, attention_mask: Tensor | None) -> Way:
+    """Inside ``torch.compile`` and ``torch.export`` nothing is read, and lists are the compiled call's own affair."""
+    places_matter = form.depends_on_places
+    if attention_mask is None and form.is_band:
+        if sizes.is_aligned or not places_matter:
+            return Aligned(form.causal, form.window)
+        if form.causal and not torch.is_grad_enabled():
+            return Cached(sizes.in_use(), None, True, form.window, None)
+    whole = _on_rows(mask_function, sizes.q_offset, sizes.kv_offset)
+    if attention_mask is None:
+        return Masked(whole)
+    seen = _on_rows(_visible(padding_of(attention_mask, sizes.kv_offset, sizes.keys).positions), sizes.q_offset, sizes.kv_offset)
+
+    def both(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return whole(b, h, q_idx, kv_idx) & seen(b, h, q_idx, kv_idx)
+
+    return Masked(both)
+
+
+def _few_rows(sizes: _Sizes, form: Form, attention_mask: Tensor | None) -> FewRows | None:
+    """The keys of few query rows by numbers, where nothing but distances and padding decide."""
+    distance = sizes.distance
+    if sizes.queries > _FEW or not form.is_band or isinstance(distance, Tensor):
+        return None
+    lo, hi, is_causal = 0, sizes.keys, False
+    if sizes.queries == 1:
+        after = 0 if form.causal else form.right
+        lo = 0 if form.left is None else max(0, distance - form.left)
+        hi = hi if after is None else min(hi, distance + after + 1)
+    elif form.depends_on_places:
+        is_wide = form.left is None or form.left >= sizes.queries - 1
+        if distance != 0 or not form.causal or not is_wide:
+            return None
+        hi, is_causal = min(hi, sizes.queries), True
+    if hi <= lo:
+        return None
+    if attention_mask is None:
+        return FewRows(lo, hi, None, is_causal)
+    seen = attention_mask[:, sizes.kv_offset + lo : sizes.kv_offset + hi]
+    seen = seen if seen.dtype is torch.bool else seen.to(torch.bool)
+    if seen.shape[1] < hi - lo:
+        seen = torch.nn.functional.pad(seen, (0, hi - lo - seen.shape[1]))
+    return FewRows(lo, hi, None if bool(seen.all()) else ~seen, is_causal)
+
+
+def _visible(mask: Tensor) -> Callable:
+    return lambda b, h, q_idx, kv_idx: mask[b, kv_idx]
+
+
+def _on_rows(mask_function: Callable, q_offset: int | Tensor, kv_offset: int) -> Callable:
+    """A function of global positions as a mod over rows."""
+    return lambda b, h, q_idx, kv_idx: mask_function(b, h, q_idx + q_offset, kv_idx + kv_offset)
+
+
+def _on_cache(mask_function: Callable, leftpad: Tensor | None, kv_offset: int) -> Callable:
+    """A function of global positions as a mod of ``flash_attn_with_kvcache``, which counts queries and keys from the padding's end."""
+    if leftpad is None:
+        return lambda b, h, q_idx, kv_idx: mask_function(b, h, q_idx + kv_offset, kv_idx + kv_offset)
+    first = leftpad + kv_offset
+    return lambda b, h, q_idx, kv_idx: mask_function(b, h, q_idx + first[b], kv_idx + first[b])

