@@ -13,7 +13,6 @@ from anyattn.custom_ops import dynamo
 from anyattn.integrations.transformers import NAME
 from tests.support.transformers_models import IS_FIVE, decoder, generated, logits, padded, tokens
 
-
 # gpt-oss of Transformers 4 loops over the experts that were hit, which is no graph whatever the attention
 GPT_OSS = pytest.param("gpt_oss", marks=pytest.mark.skipif(not IS_FIVE, reason="its experts are no graph in Transformers 4"))
 
