@@ -36,7 +36,10 @@ def padding_read(attention_mask: Tensor, kv_offset: int, end: int, kv_length: in
     """Padding by its contents, of which keys from row ``end`` on do not matter."""
     seen = _reaching(attention_mask, kv_offset + end)[:, kv_offset : kv_offset + end]
     if bool(seen.all()):
-        return NO_PADDING
+        if kv_offset == 0 or bool(attention_mask.all()):
+            return NO_PADDING
+        # a window that has passed the padding: said as before, so that a compiled step stays the same
+        return Padding(seen.new_zeros(seen.shape[0], dtype=torch.int32), None, seen)
     positions = _reaching(attention_mask, kv_offset + kv_length)
     first = seen.to(torch.int32).argmax(dim=1).to(torch.int32)
     is_left = bool((seen.sum(dim=1) == end - first).all())

@@ -13,6 +13,9 @@ from anyattn.custom_ops import dynamo
 from anyattn.integrations.transformers import NAME
 from tests.support.transformers_models import IS_FIVE, decoder, generated, logits, padded, tokens
 
+# gpt-oss of Transformers 4 loops over the experts that were hit, which is no graph whatever the attention
+GPT_OSS = pytest.param("gpt_oss", marks=pytest.mark.skipif(not IS_FIVE, reason="its experts are no graph in Transformers 4"))
+
 
 def _counter() -> CompileCounterWithBackend:
     torch._dynamo.reset()
@@ -30,7 +33,7 @@ def _config(counter: CompileCounterWithBackend) -> Any:
 
 
 @pytest.mark.parametrize("is_padded", [False, True])
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", GPT_OSS])
 def test_forward_is_one_graph(name: str, is_padded: bool) -> None:
     model, ids = decoder(name), tokens(2, 11)
     mask = padded(2, 11, [11, 6]) if is_padded else None
@@ -60,7 +63,7 @@ def test_training_step_is_one_graph(name: str) -> None:
         assert torch.nn.functional.cosine_similarity(p.grad.flatten(), eager[n].flatten(), dim=0) > 1 - 1e-6
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gpt_oss"])
+@pytest.mark.parametrize("name", ["llama", "mistral", GPT_OSS])
 def test_decoding_with_a_static_cache_is_one_graph(name: str) -> None:
     """The user compiles the model: masks are described inside the graph, the cache's length is a tensor."""
     model, ids = decoder(name), tokens(2, 6)
@@ -85,7 +88,7 @@ def _positions(first: int, count: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("is_padded", [False, True])
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", GPT_OSS])
 def test_generate_with_a_compiled_step(name: str, is_padded: bool) -> None:
     model, ids = decoder(name), tokens(2, 6)
     mask = padded(2, 6, [6, 3]) if is_padded else None
@@ -96,21 +99,22 @@ def test_generate_with_a_compiled_step(name: str, is_padded: bool) -> None:
     assert torch.equal(found, generated(model, "eager", ids, mask))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_padded", [False, True])
 def test_a_compiled_step_is_compiled_as_rarely_as_with_sdpa(is_padded: bool) -> None:
-    model, ids = decoder("mistral"), tokens(2, 6)
+    ids = tokens(2, 6)
     mask = padded(2, 6, [6, 3]) if is_padded else None
     graphs = []
     for how in (NAME, "sdpa"):
         counter = _counter()
-        model = decoder("mistral")
-        for new in (8, 8, 8):
-            generated(model, how, ids, mask, cache_implementation="static", compile_config=_config(counter), new=new)
+        model, config = decoder("mistral"), _config(counter)
+        for _ in range(2):
+            generated(model, how, ids, mask, cache_implementation="static", compile_config=config, new=8)
         graphs.append(counter.frame_count)
     assert graphs[0] <= graphs[1]
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", GPT_OSS])
 @pytest.mark.parametrize("is_strict", [False, True])
 def test_export(name: str, is_strict: bool) -> None:
     model, ids = decoder(name), tokens(2, 11)
@@ -122,6 +126,7 @@ def test_export(name: str, is_strict: bool) -> None:
     assert torch.equal(found.argmax(-1), expected.argmax(-1))
 
 
+@pytest.mark.slow
 def test_a_growing_cache_may_be_compiled() -> None:
     model, ids = decoder("mistral"), tokens(2, 9)
     model.set_attn_implementation(NAME)
