@@ -12,7 +12,8 @@ PACKAGE = ROOT / "anyattn"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 MAX_LINES, MAX_AT_THE_ROOT, MAX_IN_A_FOLDER = 500, 18, 22
 DECLARED = {
-    "torch", "numpy", "click", "rich", "triton", "cutlass", "cuda", "tvm_ffi", "filelock", "matplotlib", "psutil", "transformers", "anyattn",
+    "torch", "numpy", "click", "rich", "triton", "cutlass", "cuda", "tvm_ffi", "filelock", "matplotlib", "psutil", "transformers",
+    "anyattn",
 }  # fmt: skip
 
 

@@ -395,24 +395,35 @@ def test_functions_and_rows_compile_for_hopper(tmp_path: Path) -> None:
     assert len(json.loads(done.stdout.splitlines()[-1])) == 3
 
 
+# where a score mod is long, the loading role leaves a few numbers that change once a row tile to local memory: it has 24 registers
+MOST_BYTES = {
+    "alibi": 8,
+    "whole numbers": 64,
+    # two more numbers a thread, which change once a key tile
+    **dict.fromkeys(("window", "highest", "highest of alibi"), 8),
+    **dict.fromkeys(("straight", "relative", "by_token", "rounded", "powers", "packed straight", "packed relative"), 32),
+}
+KERNELS, QUICK = 32, ((64, 64), (128, 128), (192, 128), (256, 256))
+
+
 @pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="needs nvidia-cutlass-dsl")
-@pytest.mark.parametrize(
-    "head_dim",
-    [(64, 64), (128, 128), (192, 128), (256, 256), *(pytest.param(d, marks=pytest.mark.slow) for d in ((96, 96), (192, 192)))],
-    ids=str,
-)
+@pytest.mark.parametrize("part", range(len(QUICK)))
+def test_kernels_compile_for_hopper_without_spilling(part: int, tmp_path: Path) -> None:
+    """Every kind of kernel at one of four head dimensions; ``make test-long`` compiles each at all of six."""
+    check_frames(tmp_path, KERNELS // len(QUICK), *map(str, QUICK[part]), "", f"{part}/{len(QUICK)}")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="needs nvidia-cutlass-dsl")
+@pytest.mark.parametrize("head_dim", [*QUICK, (96, 96), (192, 192)], ids=str)
 def test_every_kernel_compiles_for_hopper_without_spilling(head_dim: tuple[int, int], tmp_path: Path) -> None:
-    done = cross_compiled(tmp_path, *map(str, head_dim))
+    check_frames(tmp_path, KERNELS, *map(str, head_dim))
+
+
+def check_frames(folder: Path, count: int, *arguments: str) -> None:
+    done = cross_compiled(folder, *arguments)
     assert done.returncode == 0, done.stderr[-3000:]
     frames = json.loads(done.stdout.splitlines()[-1])
-    assert len(frames) == 32 and all(frames.values()), "a kernel left no cubin to look at"
-    # where a score mod is long, the loading role leaves a few numbers that change once a row tile to local memory: it has 24 registers
-    most = {
-        "alibi": 8,
-        "whole numbers": 64,
-        # two more numbers a thread, which change once a key tile
-        **dict.fromkeys(("window", "highest", "highest of alibi"), 8),
-        **dict.fromkeys(("straight", "relative", "by_token", "rounded", "powers", "packed straight", "packed relative"), 32),
-    }
-    spilled = {name: sizes for name, sizes in frames.items() if any(size > most.get(name, 0) for size in sizes)}
+    assert len(frames) == count and all(frames.values()), "a kernel left no cubin to look at"
+    spilled = {name: sizes for name, sizes in frames.items() if any(size > MOST_BYTES.get(name, 0) for size in sizes)}
     assert not spilled, f"bytes of local memory: {spilled}"

@@ -145,10 +145,11 @@ def rare() -> dict[str, tuple[list, dict]]:  # type: ignore[type-arg]
     return {f"functions {i}": ([mod], {"score": mod.expr}) for i, mod in enumerate((near, other, products))}
 
 
-def main(folder: Path, head_dim: int, head_dim_v: int, only: str = "") -> None:
-    result = {}
+def main(folder: Path, head_dim: int, head_dim_v: int, only: str = "", part: str = "0/1") -> None:
+    """Compiles the cases whose names begin with ``only``; of the i-th of n parts those in places i, i + n, i + 2n..."""
+    result, (first, parts) = {}, map(int, part.split("/"))
     for i, (name, (mods, fields)) in enumerate((cases() | (rare() if only else {})).items()):
-        if not name.startswith(only):
+        if not name.startswith(only) or i % parts != first:
             continue
         listed, page = 128 if "lists" in fields else None, fields.pop("page", 0)
         asks = tuple(ask for ask in (fields.get("partial"), *fields.get("always", ())) if ask is not None)
