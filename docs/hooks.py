@@ -1,4 +1,4 @@
-"""Hooks of the site: links that leave docs/ become names of files in the repository; pages of optional parts join the navigation."""
+"""Hooks of the site: links that leave docs/ become names of files in the repository."""
 
 from __future__ import annotations
 
@@ -7,21 +7,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-OPTIONAL = {
-    "transformers.md": ("How to", "run Transformers' models"),
-    "serving.md": ("How to", "serve requests"),
-    "finetuning.md": ("How to", "fine-tune"),
-}
 OUTSIDE = re.compile(r"\[([^\]]+)\]\((\.\./[^)#]+)(#[^)]*)?\)")
-
-
-def on_config(config: Any) -> Any:
-    """Adds the optional pages that are there."""
-    for page, (section, title) in OPTIONAL.items():
-        listed = next(entry[section] for entry in config.nav if isinstance(entry, dict) and section in entry)
-        if (HERE / page).exists() and not any(page in entry.values() for entry in listed):
-            listed.append({title: page})
-    return config
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
