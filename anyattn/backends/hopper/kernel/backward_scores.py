@@ -1,0 +1,154 @@
+"""Pointwise part of the backward pass on a transposed fragment: probabilities from the log-sum-exp, mods, masks, gradients of scores.
+
+A thread's two rows of the fragment are keys, 8 apart; its columns are query rows.
+"""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, const_expr
+
+from anyattn.arithmetic import LOG2E
+from anyattn.backends.hopper.codegen.emit import emit, emit_rows, select
+from anyattn.backends.hopper.kernel.fragment import rows_and_columns
+
+__all__ = ["Scores"]
+
+
+class Scores:
+    """What ``HopperBackward`` does to the scores of one tile."""
+
+    config: Any
+    asked: Any
+
+    def of_rows(self, statistic: Any, positions: Any) -> Any:
+        """The numbers of a thread's query rows, read in pairs: a thread's columns lie in pairs, 8 apart."""
+        columns = cute.size(positions, mode=[1])
+        found = cute.make_rmem_tensor(columns, Float32)
+        first = positions[0, 0][1] // 2
+        pairs = cute.logical_divide(statistic, cute.make_layout(2))
+        for c in range(columns // 2):
+            cute.autovec_copy(pairs[None, first + 4 * c], cute.make_tensor(found.iterator + 2 * c, cute.make_layout(2)))
+        return found
+
+    def probabilities(self, scores: Any, lse: Any, scale_log2: Any) -> None:
+        """Turns raw products into exp2 of the scaled ones less the log-sum-exp, in place."""
+        s = rows_and_columns(scores)
+        for c in range(cute.size(s, mode=[1])):
+            for r in range(cute.size(s, mode=[0])):
+                s[r, c] = cute.math.exp2(cute.math.fma(s[r, c], scale_log2, -lse[c]), fastmath=True)
+
+    def score_gradients(self, p: Any, dp: Any, delta: Any) -> None:
+        """Turns dP into the scores' gradients, P times (dP - delta), in place."""
+        p, dp = rows_and_columns(p), rows_and_columns(dp)
+        for c in range(cute.size(p, mode=[1])):
+            for r in range(cute.size(p, mode=[0])):
+                dp[r, c] = p[r, c] * (dp[r, c] - delta[c])
+
+    def modified(
+        self,
+        scores: Any,
+        dp: Any,
+        lse: Any,
+        delta: Any,
+        positions: Any,
+        m: Any,
+        head: Any,
+        scale: Any,
+        facts: Any,
+        captured: Any,
+    ) -> None:
+        """Both of these behind a score mod: its value makes the probability, its derivative is a factor of the gradient."""
+        s, grad = rows_and_columns(scores), rows_and_columns(dp)
+
+        def read(r: int, c: int) -> Any:  # of the emitter's rows, which are query rows, and columns, which are keys
+            return s[c, r] * scale
+
+        def store(r: int, c: int, value: Any, derivative: Any) -> None:
+            p = cute.math.exp2(cute.math.fma(Float32(value), Float32(LOG2E), -lse[r]), fastmath=True)
+            ds = p * (grad[c, r] - delta[r])
+            if not (isinstance(derivative, (int, float)) and derivative == 1.0):
+                # where the probability is 0 the derivative may be anything
+                ds = select(p == 0.0, Float32(0.0), ds * Float32(derivative), "float")
+            s[c, r], grad[c, r] = p, ds
+
+        places = self._places(positions, m, head, facts)
+        emit(self.config.score, *self.captured(captured, 0), places, read, store)
+
+    def _places(self, positions: Any, m: Any, head: Any, facts: Any) -> dict[str, Any]:
+        """The positions of a thread's scores, as mods see them: rows and keys past the last are clamped, and their scores are not used."""
+        apart, steps = self._offsets(positions)
+        row, key = self._first(positions, m, facts)
+        q_idx = [cutlass.min(row + a, facts.seqlen_q - 1) for a in apart]
+        kv_idx = [cutlass.min(key + s, facts.seqlen_k - 1) for s in steps]
+        return {"b": facts.entry, "h": head, "q_idx": q_idx, "kv_idx": kv_idx, "apart": apart, "steps": steps}
+
+    def _offsets(self, positions: Any) -> tuple[list[int], list[int]]:
+        """How far each of a thread's query rows lies from its first, and each of its keys."""
+        columns, keys = cute.size(positions, mode=[1]), cute.size(positions, mode=[0])
+        return [c // 2 * 8 + c % 2 for c in range(columns)], [8 * r for r in range(keys)]
+
+    def _first(self, positions: Any, m: Any, facts: Any) -> tuple[Any, Any]:
+        """A thread's first query row and key, as their sequences count them."""
+        tiles = self.config.tiles
+        return positions[0, 0][1] + m * tiles.tile_m, positions[0, 0][0] + facts.n_block * tiles.tile_n
+
+    @cute.jit
+    def hidden(self, fragments, positions, m, head, is_masked, facts, captured):
+        """Zeros in ``fragments`` where a row does not see a key. is_masked: the tile is not a bare one."""
+        if const_expr(self.config.always):
+            self._hide(fragments, positions, m, head, facts, captured)
+        else:
+            if is_masked != 0:
+                self._hide(fragments, positions, m, head, facts, captured)
+
+    def _hide(self, fragments: tuple, positions: Any, m: Any, head: Any, facts: Any, captured: Any) -> None:
+        config = self.config
+        apart, steps = self._offsets(positions)
+        row, key = self._first(positions, m, facts)
+        in_rows = [Int32(a) < facts.seqlen_q - row for a in apart]
+        in_keys = [Int32(s) < facts.seqlen_k - key for s in steps]
+        fragments = tuple(rows_and_columns(f) for f in fragments)
+        places = self._places(positions, m, head, facts)
+        for c, a in enumerate(apart):
+            limits = self._limits(places, c, captured)
+            for r, s in enumerate(steps):
+                seen = in_rows[c] & in_keys[r]
+                if config.has_right:  # key < row + right
+                    seen = seen & (Int32(s - a) < row + facts.right - key)
+                if config.has_left:
+                    seen = seen & (Int32(s - a) >= row + facts.left - key)
+                for pairs in limits:
+                    inside: Any = None
+                    for low, high in pairs:
+                        here = (key + s >= low) & (key + s < high)
+                        inside = here if inside is None else inside | here
+                    seen = seen & inside
+                for f in fragments:
+                    f[r, c] = select(seen, f[r, c], Float32(0.0), "float")
+        for at, ask in self.asked:
+            if not ask.by_row:
+                self._ask_each(fragments, at, ask, places, captured)
+
+    def _limits(self, places: dict[str, Any], c: int, captured: Any) -> list[list[tuple[Any, Any]]]:
+        """For each predicate with row ranges, those of the keys that row ``c`` sees."""
+        found = []
+        for at, ask in self.asked:
+            if ask.by_row:
+                numbers, tensors = self.captured(captured, at)
+                flat = emit_rows(ask.expr, numbers, tensors, places["b"], places["h"], [places["q_idx"][c]])[0]
+                found.append(list(zip(flat[::2], flat[1::2], strict=True)))
+        return found
+
+    def _ask_each(self, fragments: tuple, at: int, ask: Any, places: dict[str, Any], captured: Any) -> None:
+        def store(r: int, c: int, seen: Any) -> None:
+            seen = Boolean(seen) if not isinstance(seen, bool) else seen
+            for f in fragments:
+                f[c, r] = select(seen, f[c, r], Float32(0.0), "float")
+
+        emit(ask.expr, *self.captured(captured, at), places, None, store)
+
+    def turn_of(self, facts: Any, m: Any) -> Any:
+        """How many tiles of keys add to a row tile before this one."""
+        return facts.n_block
