@@ -17,7 +17,7 @@ from anyattn.backends.hopper.kernel.backward_adder import Adds
 from anyattn.backends.hopper.kernel.backward_epilogue import StoresKeys
 from anyattn.backends.hopper.kernel.backward_mma import MultipliesBack
 from anyattn.backends.hopper.kernel.backward_producer import LoadsRows
-from anyattn.backends.hopper.kernel.backward_scheduler import KEY_FACTS, KeySizes, KeyTables, VisitsRows
+from anyattn.backends.hopper.kernel.backward_scheduler import KEY_FACTS, VISIT_FACTS, KeySizes, KeyTables, VisitsRows
 from anyattn.backends.hopper.kernel.backward_scores import Scores
 
 __all__ = ["HopperBackward"]
@@ -55,7 +55,6 @@ class HopperBackward(VisitsRows, LoadsRows, MultipliesBack, Scores, Adds, Stores
         partial_index: cute.Tensor | None,
         full_count: cute.Tensor | None,
         full_index: cute.Tensor | None,
-        order: cute.Tensor | None,
         counter: cute.Tensor,
         scale: Float32,
         scale_log2: Float32,
@@ -72,7 +71,7 @@ class HopperBackward(VisitsRows, LoadsRows, MultipliesBack, Scores, Adds, Stores
         lse: (B, Hq, M, tile_m) float32, in base 2, infinite for a row that sees nothing and for one that does not exist; delta: the same
         shape, what every score of a row loses. dq_sums: (B, Hq, M, tile_m * head_dim) float32, zeros, in the order of
         ``backward_rows``. turns: (B, Hq, M) int32 zeros, where the config is deterministic.
-        partial_count to order: see ``backward_scheduler.KeyTables``. counter: two zeros, int32, left as zeros. scale: the softmax scale;
+        partial_count to full_index: see ``backward_scheduler.KeyTables``. counter: two zeros, int32, left as zeros. scale: the softmax scale;
         scale_log2: times log2(e). rows, spread, section: see ``backward_scheduler.KeySizes``. workers: thread blocks.
         scalars, tensors: captured values, those of each of ``config.exprs`` in turn.
         """
@@ -100,7 +99,7 @@ class HopperBackward(VisitsRows, LoadsRows, MultipliesBack, Scores, Adds, Stores
         sizes = (rows, spread, section, k_heads, heads // k_heads)
         self.kernel(
             (q_atom, do_atom, k_atom, v_atom), (q, dout, k, v), (dk_atom, dv_atom), (dk, dv), (lse, delta, dq_sums, turns),
-            (scale, scale_log2), (partial_count, partial_index, full_count, full_index, order, counter), lengths, sizes,
+            (scale, scale_log2), (partial_count, partial_index, full_count, full_index, counter), lengths, sizes,
             (scalars, tensors), layouts, self._products(),
         ).launch(
             grid=(workers, 1, 1),
@@ -144,7 +143,7 @@ class HopperBackward(VisitsRows, LoadsRows, MultipliesBack, Scores, Adds, Stores
             v_barriers: cute.struct.MemRange[cutlass.Int64, 2]
             work_barriers: cute.struct.MemRange[cutlass.Int64, 4]
             work: cute.struct.Align[cute.struct.MemRange[cutlass.Int32, 2 * KEY_FACTS], 16]
-            visit: cute.struct.MemRange[cutlass.Int32, 2 * tiles.q_stages]
+            visit: cute.struct.MemRange[cutlass.Int32, VISIT_FACTS * tiles.q_stages]
             place: cute.struct.MemRange[cutlass.Int32, 4 * tiles.warp_groups]
             lse: cute.struct.Align[cute.struct.MemRange[Float32, tiles.q_stages * tiles.tile_m], 128]
             delta: cute.struct.Align[cute.struct.MemRange[Float32, tiles.do_stages * tiles.tile_m], 128]
@@ -188,7 +187,7 @@ class HopperBackward(VisitsRows, LoadsRows, MultipliesBack, Scores, Adds, Stores
         )
         board = (
             storage.work.get_tensor(cute.make_layout((KEY_FACTS, 2))),
-            storage.visit.get_tensor(cute.make_layout((2, tiles.q_stages))),
+            storage.visit.get_tensor(cute.make_layout((VISIT_FACTS, tiles.q_stages))),
             storage.place.get_tensor(cute.make_layout((4, tiles.warp_groups))),
         )
         # by chunks of 4 numbers of each of a warp group's threads: conflict-free, and one piece of global memory for each group

@@ -37,7 +37,7 @@ class Adds:
                 else:
                     if cute.arch.lane_idx() == 0:
                         if const_expr(turns is not None):
-                            self._await(turns[entry, head, None].iterator + m, turn)
+                            self._await(turns[entry, head, None].iterator + m, turn * groups + group)
                         target = sums[entry, head, m, None].iterator + group * size
                         add_floats(target, dq[None, None, None, group].iterator, 4 * size)
                         cute.arch.cp_async_bulk_commit_group()

@@ -8,7 +8,7 @@ from cutlass import Float32, Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import warp, warpgroup
 
 from anyattn.backends.hopper.kernel.backward_adder import ADD_THREADS, FILLED, FREE
-from anyattn.backends.hopper.kernel.backward_scheduler import KeyFacts
+from anyattn.backends.hopper.kernel.backward_scheduler import KeyFacts, Visit
 from anyattn.backends.hopper.kernel.fragment import narrowed, rows_and_columns
 
 __all__ = ["MultipliesBack"]
@@ -99,16 +99,15 @@ class MultipliesBack:
         dk, dv = sums
         scores, dp = (cute.make_rmem_tensor(shapes[0], Float32) for _ in range(2))
         pipes[0].consumer_wait(q_state)
-        visit, head = board[1][0, q_state.index], board[1][1, q_state.index]
+        visit = Visit(*(board[1][i, q_state.index] for i in range(len(Visit._fields))))
         self._product_of(to_scores, scores, k[None, None, None, 0], q[None, None, None, q_state.index], True)
         pipes[1].consumer_wait(do_state)
         self._product_of(to_scores, dp, v[None, None, None, 0], dout[None, None, None, do_state.index], True)
         lse = self.of_rows(statistics[0][None, q_state.index], positions)
-        m, place = visit // 2, None
         if const_expr(self.config.score is None):
             warpgroup.wait_group(1)
             self.probabilities(scores, lse, scales[1])
-            self.hidden((scores,), positions, m, head, visit % 2, facts, captured)
+            self.hidden((scores,), positions, visit, facts, captured)
             p = narrowed(scores, self.dtype)
             self._product_of(to_v, dv, p, dout_t[None, None, None, do_state.index], False)
             delta = self.of_rows(statistics[1][None, do_state.index], positions)
@@ -117,8 +116,8 @@ class MultipliesBack:
         else:
             delta = self.of_rows(statistics[1][None, do_state.index], positions)
             warpgroup.wait_group(0)
-            self.modified(scores, dp, lse, delta, positions, m, head, scales[0], facts, captured)
-            self.hidden((scores, dp), positions, m, head, visit % 2, facts, captured)
+            self.modified(scores, dp, lse, delta, positions, visit, scales[0], facts, captured)
+            self.hidden((scores, dp), positions, visit, facts, captured)
             p = narrowed(scores, self.dtype)
             self._product_of(to_v, dv, p, dout_t[None, None, None, do_state.index], False)
         ds = narrowed(dp, self.dtype)
@@ -130,7 +129,10 @@ class MultipliesBack:
         self._product_of(to_k, dk, ds, q_t[None, None, None, q_state.index], False)
         warpgroup.wait_group(1)
         pipes[1].consumer_release(do_state)
-        self._told(dq_in_smem, dq, board[2], group, thread, (m, head, facts.entry, self.turn_of(facts, m)))
+        place = (visit.m_block, visit.head, facts.entry, Int32(0))
+        if const_expr(self.config.is_deterministic):
+            place = (*place[:3], self.turn_of(facts.n_block, visit))
+        self._told(dq_in_smem, dq, board[2], group, thread, place)
         warpgroup.wait_group(0)
         pipes[0].consumer_release(q_state)
 

@@ -34,27 +34,26 @@ class LoadsRows:
         while work < total:
             following = self._drawn(counter, total, workers)
             n_block, kv_head, entry = self.key_tile(work, tables, sizes)
-            seqlen_q, seqlen_k = lengths
-            left, right = self.band(entry, kv_head * sizes.ratio, Int32(0), captured)
-            span = self.row_span(n_block, seqlen_q, seqlen_k, left, right)
-            per_head = span[1] - span[0]
-            visits = per_head * sizes.ratio
-            facts = KeyFacts(Int32(1), n_block, kv_head, entry, visits, seqlen_q, seqlen_k, left, right)
-            self._post(board[0], pipes[4], work_state, facts)
+            visits = Int32(0)
+            for which in cutlass.range(sizes.ratio, unroll=1):
+                of_head, _ = self.plan_of(n_block, kv_head * sizes.ratio + which, entry, lengths, tables, captured)
+                visits += of_head
+            self._post(board[0], pipes[4], work_state, KeyFacts(Int32(1), n_block, kv_head, entry, visits, *lengths))
             work_state.advance()
             place = (n_block, kv_head, entry)
             self._keys(copies[2], in_smem[2], self.config.head_dim, pipes[2], key_state, place)
             self._keys(copies[3], in_smem[3], self.config.head_dim_v, pipes[3], key_state, place)
             key_state.advance()
-            for i in cutlass.range(visits, unroll=1):
-                m, which, is_masked = self.span_visit(i, per_head, span)
+            for which in cutlass.range(sizes.ratio, unroll=1):
                 head = kv_head * sizes.ratio + which
-                of_q, of_do = (m, head, entry, q_state), (m, head, entry, do_state)
-                visit = (m * 2 + is_masked, head)
-                self._rows(copies[0], in_smem[0], statistics[0], statistics_in_smem[0], self.config.head_dim, pipes[0], of_q, board[1], visit)
-                self._rows(copies[1], in_smem[1], statistics[1], statistics_in_smem[1], self.config.head_dim_v, pipes[1], of_do, None, visit)
-                q_state.advance()
-                do_state.advance()
+                of_head, plan = self.plan_of(n_block, head, entry, lengths, tables, captured)
+                for i in cutlass.range(of_head, unroll=1):
+                    visit = self.visit_of(i, n_block, head, lengths, plan)
+                    of_q, of_do = (entry, visit, q_state), (entry, visit, do_state)
+                    self._rows(copies[0], in_smem[0], statistics[0], statistics_in_smem[0], self.config.head_dim, pipes[0], of_q, board[1])
+                    self._rows(copies[1], in_smem[1], statistics[1], statistics_in_smem[1], self.config.head_dim_v, pipes[1], of_do, None)
+                    q_state.advance()
+                    do_state.advance()
             work = cute.arch.shuffle_sync(following, 0)
         self._post(board[0], pipes[4], work_state, KeyFacts(*(Int32(0) for _ in KeyFacts._fields)))
         work_state.advance()
@@ -74,16 +73,17 @@ class LoadsRows:
         cute.copy(atom, source, target[None, state.index], tma_bar_ptr=pipe.producer_get_barrier(state))
 
     @cute.jit
-    def _rows(self, copy, in_smem, statistic, statistic_in_smem, head_dim: cutlass.Constexpr, pipe, place, board, visit):
+    def _rows(self, copy, in_smem, statistic, statistic_in_smem, head_dim: cutlass.Constexpr, pipe, place, board):
         """A row tile of Q or dO with its statistic; which visit it is goes on the board before the stage is called full."""
         atom, tensor = copy
-        m, head, entry, state = place
+        entry, visit, state = place
+        m, head = visit.m_block, visit.head
         tile_m = self.config.tiles.tile_m
         source = cute.local_tile(tensor[None, None, head, entry], (tile_m, head_dim), (m, 0))
         source, target = self._partition(atom, in_smem, source)
         pipe.sync_object_empty.wait(state.index, state.phase)
         if const_expr(board is not None):
-            for i in cutlass.range_constexpr(2):
+            for i in cutlass.range_constexpr(len(visit)):
                 board[i, state.index] = visit[i]
         pipe.sync_object_full.arrive(state.index, None)
         barrier = pipe.producer_get_barrier(state)

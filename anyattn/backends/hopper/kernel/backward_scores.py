@@ -53,8 +53,7 @@ class Scores:
         lse: Any,
         delta: Any,
         positions: Any,
-        m: Any,
-        head: Any,
+        visit: Any,
         scale: Any,
         facts: Any,
         captured: Any,
@@ -73,72 +72,82 @@ class Scores:
                 ds = select(p == 0.0, Float32(0.0), ds * Float32(derivative), "float")
             s[c, r], grad[c, r] = p, ds
 
-        places = self._places(positions, m, head, facts)
+        places = self._places(positions, visit, facts)
         emit(self.config.score, *self.captured(captured, 0), places, read, store)
 
-    def _places(self, positions: Any, m: Any, head: Any, facts: Any) -> dict[str, Any]:
+    def _places(self, positions: Any, visit: Any, facts: Any) -> dict[str, Any]:
         """The positions of a thread's scores, as mods see them: rows and keys past the last are clamped, and their scores are not used."""
         apart, steps = self._offsets(positions)
-        row, key = self._first(positions, m, facts)
+        row, key = self._first(positions, visit, facts)
         q_idx = [cutlass.min(row + a, facts.seqlen_q - 1) for a in apart]
         kv_idx = [cutlass.min(key + s, facts.seqlen_k - 1) for s in steps]
-        return {"b": facts.entry, "h": head, "q_idx": q_idx, "kv_idx": kv_idx, "apart": apart, "steps": steps}
+        return {"b": facts.entry, "h": visit.head, "q_idx": q_idx, "kv_idx": kv_idx, "apart": apart, "steps": steps}
 
     def _offsets(self, positions: Any) -> tuple[list[int], list[int]]:
         """How far each of a thread's query rows lies from its first, and each of its keys."""
         columns, keys = cute.size(positions, mode=[1]), cute.size(positions, mode=[0])
         return [c // 2 * 8 + c % 2 for c in range(columns)], [8 * r for r in range(keys)]
 
-    def _first(self, positions: Any, m: Any, facts: Any) -> tuple[Any, Any]:
+    def _first(self, positions: Any, visit: Any, facts: Any) -> tuple[Any, Any]:
         """A thread's first query row and key, as their sequences count them."""
         tiles = self.config.tiles
-        return positions[0, 0][1] + m * tiles.tile_m, positions[0, 0][0] + facts.n_block * tiles.tile_n
+        return positions[0, 0][1] + visit.m_block * tiles.tile_m, positions[0, 0][0] + facts.n_block * tiles.tile_n
 
     @cute.jit
-    def hidden(self, fragments, positions, m, head, is_masked, facts, captured):
-        """Zeros in ``fragments`` where a row does not see a key. is_masked: the tile is not a bare one."""
+    def hidden(self, fragments, positions, visit, facts, captured):
+        """Zeros in ``fragments`` where a row does not see a key."""
+        given = (positions, visit, facts, captured)
         if const_expr(self.config.always):
-            self._hide(fragments, positions, m, head, facts, captured)
+            self._hide(fragments, True, self._asked(False), *given)
         else:
-            if is_masked != 0:
-                self._hide(fragments, positions, m, head, facts, captured)
+            if visit.is_masked != 0:
+                self._hide(fragments, True, (), *given)
+        if const_expr(self.config.partial is not None):
+            if visit.asks != 0:
+                self._hide(fragments, False, self._asked(True), *given)
 
-    def _hide(self, fragments: tuple, positions: Any, m: Any, head: Any, facts: Any, captured: Any) -> None:
-        config = self.config
+    def _asked(self, is_partial: bool) -> tuple:
+        """The partial predicate, or those that hold always."""
+        return tuple((at, ask) for at, ask in self.asked if (ask is self.config.partial) is is_partial)
+
+    def _hide(self, fragments: tuple, has_edges: bool, asked: tuple, positions: Any, visit: Any, facts: Any, captured: Any) -> None:
+        """has_edges: rows and keys past the last are hidden, and what is outside of a row's band."""
         apart, steps = self._offsets(positions)
-        row, key = self._first(positions, m, facts)
-        in_rows = [Int32(a) < facts.seqlen_q - row for a in apart]
-        in_keys = [Int32(s) < facts.seqlen_k - key for s in steps]
+        row, key = self._first(positions, visit, facts)
         fragments = tuple(rows_and_columns(f) for f in fragments)
-        places = self._places(positions, m, head, facts)
+        places = self._places(positions, visit, facts)
         for c, a in enumerate(apart):
-            limits = self._limits(places, c, captured)
+            limits = [_pairs(found) for found in self._limits(asked, places, c, captured)]
             for r, s in enumerate(steps):
-                seen = in_rows[c] & in_keys[r]
-                if config.has_right:  # key < row + right
-                    seen = seen & (Int32(s - a) < row + facts.right - key)
-                if config.has_left:
-                    seen = seen & (Int32(s - a) >= row + facts.left - key)
+                seen = self._within(row, key, a, s, visit, facts) if has_edges else None
                 for pairs in limits:
                     inside: Any = None
                     for low, high in pairs:
                         here = (key + s >= low) & (key + s < high)
                         inside = here if inside is None else inside | here
-                    seen = seen & inside
-                for f in fragments:
+                    seen = inside if seen is None else seen & inside
+                for f in fragments if seen is not None else ():
                     f[r, c] = select(seen, f[r, c], Float32(0.0), "float")
-        for at, ask in self.asked:
+        for at, ask in asked:
             if not ask.by_row:
                 self._ask_each(fragments, at, ask, places, captured)
 
-    def _limits(self, places: dict[str, Any], c: int, captured: Any) -> list[list[tuple[Any, Any]]]:
-        """For each predicate with row ranges, those of the keys that row ``c`` sees."""
+    def _within(self, row: Any, key: Any, a: int, s: int, visit: Any, facts: Any) -> Any:
+        """Whether a row and a key exist and the key is in the row's band; literals are compared with numbers of the tile."""
+        seen = (Int32(a) < facts.seqlen_q - row) & (Int32(s) < facts.seqlen_k - key)
+        if self.config.has_right:  # key < row + right
+            seen = seen & (Int32(s - a) < row + visit.right - key)
+        if self.config.has_left:
+            seen = seen & (Int32(s - a) >= row + visit.left - key)
+        return seen
+
+    def _limits(self, asked: tuple, places: dict[str, Any], c: int, captured: Any) -> list[tuple]:
+        """For each predicate with row ranges lo, hi, lo, hi, ... of the keys that row ``c`` sees."""
         found = []
-        for at, ask in self.asked:
+        for at, ask in asked:
             if ask.by_row:
                 numbers, tensors = self.captured(captured, at)
-                flat = emit_rows(ask.expr, numbers, tensors, places["b"], places["h"], [places["q_idx"][c]])[0]
-                found.append(list(zip(flat[::2], flat[1::2], strict=True)))
+                found.append(emit_rows(ask.expr, numbers, tensors, places["b"], places["h"], [places["q_idx"][c]])[0])
         return found
 
     def _ask_each(self, fragments: tuple, at: int, ask: Any, places: dict[str, Any], captured: Any) -> None:
@@ -149,6 +158,6 @@ class Scores:
 
         emit(ask.expr, *self.captured(captured, at), places, None, store)
 
-    def turn_of(self, facts: Any, m: Any) -> Any:
-        """How many tiles of keys add to a row tile before this one."""
-        return facts.n_block
+
+def _pairs(limits: tuple) -> list[tuple[Any, Any]]:
+    return list(zip(limits[::2], limits[1::2], strict=True))
