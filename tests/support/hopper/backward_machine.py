@@ -133,10 +133,13 @@ class View:
         self.iterator = self
 
     def index(self) -> tuple:
-        return tuple(slice(None) if k is None else k for k in self.key)
+        # a tile whose rows and columns are one mode has one index less
+        missing = self.of.values.ndim - len(self.key)
+        return (slice(None),) * missing + tuple(slice(None) if k is None else k for k in self.key)
 
-    def read(self, what: str) -> np.ndarray:
-        if self.of.unfenced:
+    def read(self, what: str, of_group: int | None = None) -> np.ndarray:
+        """of_group: whose part alone is read."""
+        if self.of.unfenced if of_group is None else of_group in self.of.unfenced:
             raise Broken(f"{self.of.name} is read by {what} before the writes of groups {self.of.unfenced} are fenced")
         found = self.of.values[self.index()]
         return found.T if self.is_transposed else found

@@ -105,7 +105,7 @@ def main(folder: Path, head_dim: int, head_dim_v: int, *only: str) -> None:
             result[name] = compile_backward(BackwardConfig(head_dim, head_dim_v, i % 2 == 0, tiles, **fields), mods, folder / str(i))
     for is_after in (False, True):
         config = RowsConfig(head_dim, head_dim_v, True, tiles.tile_m, is_after, has_dlse=not is_after)
-        result["after" if is_after else "before"] = compile_rows(config, folder / f"rows {is_after}")
+        result["after" if is_after else "before"] = compile_rows(config, folder / f"rows_{is_after}")
     print(json.dumps(result))
 
 
