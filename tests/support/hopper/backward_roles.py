@@ -188,7 +188,7 @@ class _Device:
         )
         given = {
             "cute": cute, "cutlass": cutlass, "Float32": _Number, "Int32": _Whole, "Int64": _Long, "Boolean": np.bool_, "const_expr": lambda x: x,
-            "dsl_user_op": lambda f: f, "call_native": None,
+            "dsl_user_op": lambda f: f, "call_native": None, "_rest": np.fmod,
         }  # fmt: skip
         below = run_source("codegen/device_math", given)
         made = run_source("codegen/emit", given | {name: below[name] for name in below["__all__"]})

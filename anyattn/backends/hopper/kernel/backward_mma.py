@@ -74,7 +74,7 @@ class MultipliesBack:
                 pipes[2].consumer_wait(key_state)
                 pipes[3].consumer_wait(key_state)
                 for _ in cutlass.range(facts.total, unroll=1):
-                    self._row_tile(fixed, sums, facts, scales, captured, q_state, do_state, stage)
+                    self._row_tile(fixed, sums, scales, captured, (q_state, do_state, work_state), stage)
                     q_state.advance()
                     do_state.advance()
                     stage = tiles.ds_stages - 1 - stage
@@ -85,21 +85,36 @@ class MultipliesBack:
                 key_state.advance()
             pipes[4].consumer_release(work_state)
             work_state.advance()
-        self._told(dq_in_smem, None, board[2], group, thread, (Int32(-1), Int32(0), Int32(0), Int32(0)))
+        self._told(dq_in_smem, None, board[2], group, thread, None)
+
+    def said_of(self, said: Any) -> tuple[Visit, KeyFacts]:
+        """What the board says of the visit and of the keys at work. said: the board and where it stands."""
+        board, q_state, work_state = said
+        return Visit(*(board[1][i, q_state.index] for i in range(len(Visit._fields)))), self._key_facts(board[0], work_state)
+
+    def _place(self, said: Any) -> tuple[Any, ...]:
+        """(row tile, head, entry, turn) for the adding warp; said is None at the end."""
+        if said is None:
+            return Int32(-1), Int32(0), Int32(0), Int32(0)
+        visit, facts = self.said_of(said)
+        turn = self.turn_of(facts.n_block, visit) if self.config.is_deterministic else Int32(0)
+        return visit.m_block, visit.head, facts.entry, turn
 
     def _key_facts(self, board: Any, state: Any) -> KeyFacts:
         return KeyFacts(*(board[i, state.index] for i in range(len(KeyFacts._fields))))
 
     @cute.jit
-    def _row_tile(self, fixed, sums, facts, scales, captured, q_state, do_state, stage):
-        """What one row tile adds to dK and dV, and its part of dQ on its way."""
+    def _row_tile(self, fixed, sums, scales, captured, states, stage):
+        """What one row tile adds to dK and dV, and its part of dQ on its way. What the board says of it and of its keys is read where it is
+        used rather than kept in registers."""
+        q_state, do_state, work_state = states
         mmas, operands, shapes, positions, pipes, board, group, thread, statistics, (store, ds_in_smem, dq_in_smem) = fixed
         k, q, v, dout, dout_t, q_t, ds_t, k_t = operands
         to_scores, to_v, to_k, to_q = mmas
         dk, dv = sums
         scores, dp = (cute.make_rmem_tensor(shapes[0], Float32) for _ in range(2))
         pipes[0].consumer_wait(q_state)
-        visit = Visit(*(board[1][i, q_state.index] for i in range(len(Visit._fields))))
+        said = (board, q_state, work_state)
         self._product_of(to_scores, scores, k[None, None, None, 0], q[None, None, None, q_state.index], True)
         pipes[1].consumer_wait(do_state)
         self._product_of(to_scores, dp, v[None, None, None, 0], dout[None, None, None, do_state.index], True)
@@ -107,7 +122,7 @@ class MultipliesBack:
         if const_expr(self.config.score is None):
             warpgroup.wait_group(1)
             self.probabilities(scores, lse, scales[1])
-            self.hidden((scores,), positions, visit, facts, captured)
+            self.hidden((scores,), positions, said, captured)
             p = narrowed(scores, self.dtype)
             self._product_of(to_v, dv, p, dout_t[None, None, None, do_state.index], False)
             delta = self.of_rows(statistics[1][None, do_state.index], positions)
@@ -116,8 +131,8 @@ class MultipliesBack:
         else:
             delta = self.of_rows(statistics[1][None, do_state.index], positions)
             warpgroup.wait_group(0)
-            self.modified(scores, dp, lse, delta, positions, visit, scales[0], facts, captured)
-            self.hidden((scores, dp), positions, visit, facts, captured)
+            self.modified(scores, dp, lse, delta, positions, said, scales[0], captured)
+            self.hidden((scores, dp), positions, said, captured)
             p = narrowed(scores, self.dtype)
             self._product_of(to_v, dv, p, dout_t[None, None, None, do_state.index], False)
         ds = narrowed(dp, self.dtype)
@@ -129,10 +144,7 @@ class MultipliesBack:
         self._product_of(to_k, dk, ds, q_t[None, None, None, q_state.index], False)
         warpgroup.wait_group(1)
         pipes[1].consumer_release(do_state)
-        place = (visit.m_block, visit.head, facts.entry, Int32(0))
-        if const_expr(self.config.is_deterministic):
-            place = (*place[:3], self.turn_of(facts.n_block, visit))
-        self._told(dq_in_smem, dq, board[2], group, thread, place)
+        self._told(dq_in_smem, dq, board[2], group, thread, said)
         warpgroup.wait_group(0)
         pipes[0].consumer_release(q_state)
 
@@ -146,11 +158,12 @@ class MultipliesBack:
         cute.arch.barrier(barrier_id=_EXCHANGED, number_of_threads=128 * self.config.tiles.warp_groups)
 
     @cute.jit
-    def _told(self, in_smem, dq, places, group, thread, place):
+    def _told(self, in_smem, dq, places, group, thread, said):
         """A warp group's part of dQ into shared memory, once what stood there has been read, and where it belongs; ``dq`` is None at the
         end. By chunks of 4: two pairs of columns, 8 apart, of one row (``backward_rows`` puts them in order)."""
         cute.arch.barrier(barrier_id=FREE + group, number_of_threads=ADD_THREADS)
         if thread % 128 == 0:
+            place = self._place(said)
             for i in cutlass.range_constexpr(4):
                 places[i, group] = place[i]
         if const_expr(dq is not None):

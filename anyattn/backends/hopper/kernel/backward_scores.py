@@ -21,6 +21,7 @@ class Scores:
 
     config: Any
     asked: Any
+    said_of: Any
 
     def of_rows(self, statistic: Any, positions: Any) -> Any:
         """The numbers of a thread's query rows, read in pairs: a thread's columns lie in pairs, 8 apart."""
@@ -53,13 +54,13 @@ class Scores:
         lse: Any,
         delta: Any,
         positions: Any,
-        visit: Any,
+        said: Any,
         scale: Any,
-        facts: Any,
         captured: Any,
     ) -> None:
         """Both of these behind a score mod: its value makes the probability, its derivative is a factor of the gradient."""
         s, grad = rows_and_columns(scores), rows_and_columns(dp)
+        visit, facts = self.said_of(said)
 
         def read(r: int, c: int) -> Any:  # of the emitter's rows, which are query rows, and columns, which are keys
             return s[c, r] * scale
@@ -94,9 +95,10 @@ class Scores:
         return positions[0, 0][1] + visit.m_block * tiles.tile_m, positions[0, 0][0] + facts.n_block * tiles.tile_n
 
     @cute.jit
-    def hidden(self, fragments, positions, visit, facts, captured):
-        """Zeros in ``fragments`` where a row does not see a key."""
-        given = (positions, visit, facts, captured)
+    def hidden(self, fragments, positions, said, captured):
+        """Zeros in ``fragments`` where a row does not see a key. said: see ``MultipliesBack.said_of``."""
+        given = (positions, said, captured)
+        visit, _ = self.said_of(said)
         if const_expr(self.config.always):
             self._hide(fragments, True, self._asked(False), *given)
         else:
@@ -110,8 +112,9 @@ class Scores:
         """The partial predicate, or those that hold always."""
         return tuple((at, ask) for at, ask in self.asked if (ask is self.config.partial) is is_partial)
 
-    def _hide(self, fragments: tuple, has_edges: bool, asked: tuple, positions: Any, visit: Any, facts: Any, captured: Any) -> None:
+    def _hide(self, fragments: tuple, has_edges: bool, asked: tuple, positions: Any, said: Any, captured: Any) -> None:
         """has_edges: rows and keys past the last are hidden, and what is outside of a row's band."""
+        visit, facts = self.said_of(said)
         apart, steps = self._offsets(positions)
         row, key = self._first(positions, visit, facts)
         fragments = tuple(rows_and_columns(f) for f in fragments)
