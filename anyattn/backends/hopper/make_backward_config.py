@@ -138,7 +138,8 @@ def reason_against_backward(problem: Problem) -> str | None:
         wanted = _joined(tile)
         joins = problem.blocks_follow and all(new % old == 0 for new, old in zip(wanted, tile, strict=True))
         if wanted != tile and not joins:
-            return f"its backward kernel has tiles of {_ROWS} rows x {TILE_N} keys, and these block lists are in tiles of {tile[0]} x {tile[1]}"
+            own, given = f"{_ROWS} rows x {TILE_N} keys", f"{tile[0]} x {tile[1]}"
+            return f"its backward kernel has tiles of {own}, and these block lists are in tiles of {given}"
     return None
 
 

@@ -1,5 +1,5 @@
-"""The text of the backward roles, run as Python on real numbers in the machine of ``backward_machine.py``: a thread that loads, one that adds,
-one for each warp group that multiplies. CuTe DSL is not needed: the text is read from its files, and ``cute`` and the rest are stand-ins.
+"""The text of the backward roles, run as Python on real numbers in the machine of ``backward_machine.py``: a thread that loads, one that
+adds, one for each warp group that multiplies. CuTe DSL is not needed: ``cute`` and the rest are stand-ins, the text is read from its files.
 """
 
 from __future__ import annotations
@@ -172,13 +172,13 @@ class _Device:
             cp_async_bulk_wait_group=lambda most, read: self.group.wait_for_copies(most),
             rcp_approx=lambda x: np.float32(1) / np.float32(x), fmin=np.fmin, fmax=np.fmax,
         )  # fmt: skip
-        functions = {name: _unary(getattr(np, name)) for name in ("exp", "exp2", "log", "log2", "sqrt", "sin", "cos", "floor", "ceil", "trunc")}
-        functions |= {name: _unary(getattr(np, name)) for name in ("expm1", "log1p", "tanh", "sinh", "cosh")}
+        plain = ("exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt", "sin", "cos", "floor", "ceil", "trunc", "tanh", "sinh", "cosh")
+        functions: dict[str, Any] = {name: _unary(getattr(np, name)) for name in plain}
         functions |= {"rsqrt": _unary(lambda x: 1 / np.sqrt(x)), "erf": None, "roundeven": _unary(np.rint), "absf": _unary(np.abs)}
         functions |= {"copysign": np.copysign, "fma": _fma, "atan": _unary(np.arctan), "atan2": np.arctan2}
         cute = SimpleNamespace(
             arch=arch, math=SimpleNamespace(**functions), size=_size, make_rmem_tensor=_registers, copy=self.copy, autovec_copy=self.vector,
-            make_rmem_tensor_like=lambda x, dtype: Acc(x.values.shape[2]), make_layout=lambda size, **_: _Layout(size) if isinstance(size, int) else size,
+            make_rmem_tensor_like=lambda x, dtype: Acc(x.values.shape[2]), make_layout=_layout,
             make_identity_tensor=lambda shape: shape, make_tensor=_tensor, select=lambda x, mode: ("select", tuple(mode)),
             make_copy_atom=lambda *x: None, make_tiled_copy_C=lambda atom, mma: _Store(), make_mma_atom=lambda mma: _Atom(),
             gemm=self.gemm, local_tile=_tile_of, group_modes=lambda x, *_: x, logical_divide=lambda x, _: _Pairs(x),
@@ -187,19 +187,21 @@ class _Device:
             min=_either("min"), max=_either("max"), range=_range, range_constexpr=_range, select_=np.where, Constexpr=None
         )
         given = {
-            "cute": cute, "cutlass": cutlass, "Float32": _Number, "Int32": _Whole, "Int64": _Long, "Boolean": np.bool_, "const_expr": lambda x: x,
-            "dsl_user_op": lambda f: f, "call_native": None, "_rest": np.fmod,
+            "cute": cute, "cutlass": cutlass, "Float32": _Number, "Int32": _Whole, "Int64": _Long, "Boolean": np.bool_,
+            "const_expr": lambda x: x, "dsl_user_op": lambda f: f, "call_native": None, "_rest": np.fmod,
         }  # fmt: skip
         below = run_source("codegen/device_math", given)
         made = run_source("codegen/emit", given | {name: below[name] for name in below["__all__"]})
         made["_UNARY"] |= {"tanh": functions["tanh"], "sigmoid": _unary(lambda x: 1 / (1 + np.exp(-x)))}
-        pipeline = SimpleNamespace(PipelineUserType=SimpleNamespace(Producer=1, Consumer=0), make_pipeline_state=lambda who, n: State(n, 0, who))
+        parity = SimpleNamespace(Producer=1, Consumer=0)
+        pipeline = SimpleNamespace(PipelineUserType=parity, make_pipeline_state=lambda who, n: State(n, 0, who))
         warpgroup = SimpleNamespace(
             fence=lambda: None, commit_group=lambda: self.group.commit(), wait_group=lambda n: self.group.wait(n),
             Field=SimpleNamespace(ACCUMULATE=0),
         )  # fmt: skip
         return given | {
-            "emit": made["emit"], "emit_rows": made["emit_rows"], "select": below["select"], "slots": slots, "rows_and_columns": lambda x: x,
+            "emit": made["emit"], "emit_rows": made["emit_rows"], "select": below["select"], "slots": slots,
+            "rows_and_columns": lambda x: x,
             "narrowed": _narrowed, "pipeline": pipeline, "warpgroup": warpgroup, "warp": SimpleNamespace(StMatrix8x8x16bOp=lambda *x: None),
             "cpasync": SimpleNamespace(tma_partition=lambda atom, a, b, smem, gmem: (smem, gmem)), "load_bytes": self.load_bytes,
             "add_floats": self.add_floats, "LANES": 32, "Facts": None,
@@ -243,6 +245,7 @@ class _Device:
 
     def copy(self, atom: Any, source: Any, target: Any, tma_bar_ptr: Any = None) -> None:
         if tma_bar_ptr is not None:  # by the copy engine, from global memory
+
             def come() -> None:
                 target.write(source.read())
                 tma_bar_ptr.came_bytes(2 * source.shape[0] * source.shape[1])
@@ -304,6 +307,10 @@ class _Store:
 
     def partition_D(self, target: View) -> View:
         return target
+
+
+def _layout(size: Any, **_: Any) -> Any:
+    return _Layout(size) if isinstance(size, int) else size
 
 
 class _Layout(int):
@@ -462,4 +469,3 @@ def _after(names: dict, call: Call) -> np.ndarray:
             for j in range(8):
                 found[..., row, column + 8 * half + j] = call.sums[..., first + j // 2 * 4 + 2 * half + j % 2]
     return found.reshape(call.batch, call.heads, -1, config.head_dim)[:, :, : call.rows, : call.q.shape[3]] * np.float32(call.scale)
-

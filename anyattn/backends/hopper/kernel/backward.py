@@ -6,7 +6,7 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as helpers
-from cutlass import BFloat16, Float16, Float32, Int32, const_expr, pipeline
+from cutlass import BFloat16, Float16, Float32, Int32, pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import SmemAllocator
@@ -68,19 +68,17 @@ class HopperBackward(VisitsRows, LoadsRows, MultipliesBack, Scores, Adds, Stores
     ):
         """q, dout: (B, Hq, Sq, D), k, v, dk, dv: (B, Hkv, Sk, D), strides multiples of 16 bytes, the last 1.
 
-        lse: (B, Hq, M, tile_m) float32, in base 2, infinite for a row that sees nothing and for one that does not exist; delta: the same
-        shape, what every score of a row loses. dq_sums: (B, Hq, M, tile_m * head_dim) float32, zeros, in the order of
+        lse: (B, Hq, M, tile_m) float32, in base 2, infinite for a row that sees nothing and for one that does not exist; delta: likewise,
+        what every score of a row loses. dq_sums: (B, Hq, M, tile_m * head_dim) float32, zeros, in the order of
         ``backward_rows``. turns: (B, Hq, M) int32 zeros, where the config is deterministic.
-        partial_count to full_index: see ``backward_scheduler.KeyTables``. counter: two zeros, int32, left as zeros. scale: the softmax scale;
-        scale_log2: times log2(e). rows, spread, section: see ``backward_scheduler.KeySizes``. workers: thread blocks.
-        scalars, tensors: captured values, those of each of ``config.exprs`` in turn.
+        partial_count to full_index: see ``backward_scheduler.KeyTables``. counter: two zeros, int32, left as zeros. scale: the softmax
+        scale; scale_log2: times log2(e). rows, spread, section: see ``backward_scheduler.KeySizes``. workers: thread blocks. scalars,
+        tensors: captured values, those of each of ``config.exprs`` in turn.
         """
         tiles, d, dv_ = self.config.tiles, self.config.head_dim, self.config.head_dim_v
         tile_m, tile_n = tiles.tile_m, tiles.tile_n
         lengths, heads, k_heads = (q.shape[2], k.shape[2]), q.shape[1], k.shape[1]
-        q, k, v, dout, dk, dv = (
-            cute.make_tensor(t.iterator, cute.select(t.layout, mode=[2, 3, 1, 0])) for t in (q, k, v, dout, dk, dv)
-        )
+        q, k, v, dout, dk, dv = (cute.make_tensor(t.iterator, cute.select(t.layout, mode=[2, 3, 1, 0])) for t in (q, k, v, dout, dk, dv))
         layouts = self._layouts()
         one = [cute.slice_(layout, (None, None, 0)) for layout in layouts]
         read, write = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()

@@ -5,7 +5,7 @@ from typing import Any
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float16, Float32, Int32, const_expr
+from cutlass import BFloat16, Float16, Float32, const_expr
 
 from anyattn.arithmetic import LOG2E
 from anyattn.backends.hopper.backward_config import RowsConfig

@@ -157,7 +157,7 @@ class VisitsRows:
     @cute.jit
     def listed_rows(self, n_block, head, entry, seqlen_q, tables):
         """(visits, plan for ``listed_visit``) of a query head: partial tiles first, then full ones."""
-        cut_m, cut_n = self.config.list_cut
+        _, cut_n = self.config.list_cut
         entry = entry if const_expr(self.config.per_entry) else Int32(0)
         head = head if const_expr(self.config.per_head) else Int32(0)
         line, found = n_block // cut_n, []
