@@ -27,6 +27,11 @@ class _Rows:
         block, _, _ = cute.arch.block_idx()
         return block % tiles, block // tiles % heads, block // tiles // heads
 
+    def sums_of(self, sums: Any, entry: Any, head: Any, m: Any) -> Any:
+        """A row tile's sums, which begin at a multiple of 16 bytes: the library allocates them."""
+        start = sums[entry, head, m, None].iterator.align(16)
+        return cute.make_tensor(start, cute.make_layout(self.config.tile_m * self.config.head_dim))
+
 
 class RowsBefore(_Rows):
     """The kernel for one ``RowsConfig`` that runs before the backward kernel: a block for each row tile."""
@@ -77,10 +82,11 @@ class RowsBefore(_Rows):
                         total -= Float32(dlse[entry, head, row])
                 lse[entry, head, m, place] = found
                 delta[entry, head, m, place] = total
+        own = self.sums_of(sums, entry, head, m)
         nothing = cute.make_rmem_tensor(4, Float32)
         nothing.fill(0.0)
         for i in cutlass.range_constexpr(tile_m * self.config.head_dim // (4 * _THREADS)):
-            cute.autovec_copy(nothing, cute.local_tile(sums[entry, head, m, None], (4,), (i * _THREADS + thread,)))
+            cute.autovec_copy(nothing, cute.local_tile(own, (4,), (i * _THREADS + thread,)))
 
 
 class RowsAfter(_Rows):
@@ -97,13 +103,14 @@ class RowsAfter(_Rows):
         m, head, entry = self.tile(sums.shape[1], sums.shape[2])
         thread, _, _ = cute.arch.thread_idx()
         tile_m, head_dim = self.config.tile_m, self.config.head_dim
+        own = self.sums_of(sums, entry, head, m)
         pieces = tile_m * head_dim // 16  # of 16 numbers that follow one another in the sums, and of a row
         for i in cutlass.range_constexpr(cute.ceil_div(pieces, _THREADS)):
             row, column, first = self.place_of(i * _THREADS + thread)
             row += m * tile_m
             if row < dq.shape[2]:
                 found = cute.make_rmem_tensor(16, Float32)
-                cute.autovec_copy(cute.local_tile(sums[entry, head, m, None], (16,), (first // 16,)), found)
+                cute.autovec_copy(cute.local_tile(own, (16,), (first // 16,)), found)
                 for half in cutlass.range_constexpr(2):
                     if column + 8 * half < dq.shape[3]:
                         narrow = cute.make_rmem_tensor(_WIDE, self.dtype)
