@@ -87,9 +87,12 @@ def _plan_of(name: str, problem: Problem, hardware: Hardware, reason: str, optio
 
         made = plan_of(problem, hardware, reason, options)
     elif name == "hopper":
+        from anyattn.backends.hopper.plan import against_own_backward
         from anyattn.backends.hopper.plan import plan_of as hopper_plan_of
 
-        made = hopper_plan_of(problem, reason, options, _backward_of(problem, hardware))
+        against = against_own_backward(problem)
+        backward = Backward("hopper") if against is None else _backward_of(problem, hardware)
+        made = hopper_plan_of(problem, reason, options, backward, against)
     else:
         from anyattn.backends.triton.plan import plan_of as triton_plan_of
 
@@ -120,7 +123,7 @@ def for_backward(plan: Plan, problem: Problem, hardware: Hardware) -> Plan:
 
 
 def _backward_of(problem: Problem, hardware: Hardware) -> Backward:
-    """The backend of the backward pass: Triton if it can, else torch."""
+    """The backend of the backward pass, where it is not Hopper's: Triton if it can, else torch."""
     from anyattn.backends.triton.plan import reason_against_backward, why_deterministic
 
     against = _reason_against_triton(hardware) or reason_against_backward(problem)

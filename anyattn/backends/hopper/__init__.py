@@ -1,4 +1,4 @@
-"""The Hopper backend: the forward pass on NVIDIA Hopper by one CuTe DSL kernel, specialised for each variant's mods.
+"""The Hopper backend: attention on NVIDIA Hopper by CuTe DSL kernels, forward and backward, specialised for each variant's mods.
 
 For users of CuTe itself it also exports ``HopperForward``; ``cute_api`` has what goes with it.
 """
@@ -6,8 +6,9 @@ For users of CuTe itself it also exports ``HopperForward``; ``cute_api`` has wha
 from typing import Any
 
 from anyattn.backends.hopper.api import forward
+from anyattn.backends.hopper.backward import backward
 
-__all__ = ["HopperForward", "forward"]
+__all__ = ["HopperForward", "backward", "forward"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""The Hopper backend's entry point: a problem and its plan in, results out. The backward pass is another backend's (``Plan.backward``)."""
+"""The Hopper backend's forward pass: a problem and its plan in, results out."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from anyattn.sequences.l2_groups import heads_side_by_side
 from anyattn.sequences.unread_varlen import StoredSequences
 from anyattn.tensors.strides import empty_in_order
 
-__all__ = ["CACHE_FOR_KEYS", "config_of", "forward", "runs_documents"]
+__all__ = ["CACHE_FOR_KEYS", "config_of", "counter_of", "forward", "multiprocessors", "runs_documents"]
 
 _NOTHING: Mapping[Config, Any] = {}
 CACHE_FOR_KEYS = 32 * 2**20  # bytes of the 50 MB L2 cache that K and V of the heads computed side by side may take
@@ -109,7 +109,7 @@ def _again(problem: Problem, special: Special, ready: _Ready) -> Result:
     highest = torch.empty(ready.shape[:3], dtype=torch.float32, device=device) if problem.wants_max else None
     numbers, captured = special.captured(problem) if ready.captures else ((), ())
     ready.kernel(
-        q, problem.k, problem.v, out, lse, highest, _sink(problem), *ready.visits, _counter(device),
+        q, problem.k, problem.v, out, lse, highest, _sink(problem), *ready.visits, counter_of(device),
         problem.scale * LOG2E, *ready.numbers, numbers, captured if ready.is_plain else indexable(captured),
     )  # fmt: skip
     return Result(out, lse, highest)
@@ -142,9 +142,9 @@ def _launched(problem: Problem, special: Special, config: Config, visits: tables
     groups = groups_of(problem.qhead_per_kvhead, config.heads_per_tile)
     heads = problem.heads_kv * groups
     spread = {"all": problem.batch * heads, "heads": heads, "none": 1}[config.spread]
-    numbers = (rows, spread, min(spread, _section(problem, groups)), max(1, min(rows * spread, _multiprocessors(q.device))))
+    numbers = (rows, spread, min(spread, _section(problem, groups)), max(1, min(rows * spread, multiprocessors(q.device))))
     arguments = (
-        q, problem.k, problem.v, *results, _sink(problem), *visits, _counter(q.device), problem.scale * LOG2E, *numbers,
+        q, problem.k, problem.v, *results, _sink(problem), *visits, counter_of(q.device), problem.scale * LOG2E, *numbers,
         *special.captured(problem),
     )  # fmt: skip
     launch(config, arguments)
@@ -216,7 +216,7 @@ def _statistic(problem: Problem) -> Tensor:
 _counters: dict[tuple[int, int], Tensor] = {}
 
 
-def _counter(device: torch.device) -> Tensor:
+def counter_of(device: torch.device) -> Tensor:
     """The work counter of a launch: two zeros, which the kernel's blocks increment and the last block resets.
 
     Kernels of one stream run one after another and share it. A CUDA graph may run concurrently and gets its own. It is allocated in a
@@ -247,5 +247,5 @@ def _zeros_apart(device: torch.device) -> Tensor:
 
 
 @lru_cache(maxsize=16)
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -7,6 +7,7 @@ import torch
 from anyattn.backends.hopper.api import config_of, runs_documents
 from anyattn.backends.hopper.codegen.score_analysis import MOST_NUMBER, MOST_POSITIONS, work_by_pair
 from anyattn.backends.hopper.config import HEAD_DIMS, TILE_M
+from anyattn.backends.hopper.make_backward_config import VARIABLE, is_wanted, reason_against_backward
 from anyattn.backends.hopper.make_config import list_tile_misfit, tile_of
 from anyattn.backends.hopper.pack_gqa import why_apart
 from anyattn.mods.ir.expr import category, is_weak
@@ -15,9 +16,9 @@ from anyattn.mods.tracing.trace import TracedMod
 from anyattn.plan import BY_DOCUMENT, Backward, Plan
 from anyattn.problem import Problem
 
-__all__ = ["plan_of", "reason_against"]
+__all__ = ["WRITTEN", "against_own_backward", "plan_of", "reason_against"]
 
-_WRITTEN = frozenset(
+WRITTEN = frozenset(
     [
         "index", "score", "scalar", "const", "load", "cast", "where", "add", "sub", "mul", "div", "neg", "abs", "min", "max", "and", "or",
         "not", "eq", "ne", "lt", "le", "gt", "ge", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sin", "cos", "tanh", "sigmoid", "erf",
@@ -52,7 +53,7 @@ def reason_against(problem: Problem) -> str | None:
 
 
 def _against_mod(mod: TracedMod) -> str | None:
-    missing = sorted({n.op for n in mod.expr.nodes} - _WRITTEN)
+    missing = sorted({n.op for n in mod.expr.nodes} - WRITTEN)
     if missing:
         return f"the {mod.kind} mod uses {', '.join(missing)}, which this kernel's emitter does not write yet"
     if (work := work_by_pair(mod.expr)) > _MOST_WORK:
@@ -90,13 +91,26 @@ def _against_layout(problem: Problem) -> str | None:
     return None
 
 
-def plan_of(problem: Problem, reason: str, options: dict[str, int], backward: Backward) -> Plan:
-    """The plan; does not read the mask's row ranges, which on a GPU would wait for them. options: ``validate.flex.kernel_options``."""
+def against_own_backward(problem: Problem) -> str | None:
+    """Why this backend does not compute the gradients of a ``problem`` that it can run, for people; None if it does.
+
+    Its backward kernel is opted into by the environment variable ``ANYATTN_HOPPER_BACKWARD=1``, read whenever a plan is made: no device
+    has run it yet.
+    """
+    if not is_wanted():
+        return f"its backward kernel, which no device has run yet, is opted into by {VARIABLE}=1"
+    return reason_against_backward(problem)
+
+
+def plan_of(problem: Problem, reason: str, options: dict[str, int], backward: Backward, against: str | None) -> Plan:
+    """The plan; does not read the mask's row ranges, which on a GPU would wait for them. options: ``validate.flex.kernel_options``.
+    against: why the backward pass is another backend's (``against_own_backward``)."""
     packs = bool(options["pack_gqa"]) if "pack_gqa" in options else problem.packs
     config = config_of(problem, packs)
     tiles, packed = config.tiles, config.heads_per_tile
     against_triton = f"; for triton, {backward.against}" if backward.against else ""
-    why = [f"hopper: {reason}", f"backward: {backward.backend}, for hopper has none yet{against_triton}"]
+    why_backward = f"as {VARIABLE}=1 asks" if against is None else f"for hopper, {against}{against_triton}"
+    why = [f"hopper: {reason}", f"backward: {backward.backend}, {why_backward}"]
     if packed == 1 and runs_documents(problem):
         why.append(BY_DOCUMENT)
     why += backward.why

@@ -22,7 +22,7 @@ from anyattn.sequences.tile_order import counted, longest_first, most_tiles, mos
 from anyattn.sequences.unread_varlen import StoredSequences
 from anyattn.sequences.varlen_tables import entries_table
 
-__all__ = ["TablesOnHost", "visits_beside_documents", "visits_of", "visits_of_documents"]
+__all__ = ["TablesOnHost", "made_lists", "visits_beside_documents", "visits_of", "visits_of_documents"]
 
 
 class TablesOnHost(NamedTuple):
@@ -57,7 +57,7 @@ def visits_of(problem: Problem, special: Special, results: Results | None = None
     if sequences is not None:
         return _ragged(problem, special, _ragged_lists(problem, problem.predicates[special.listed], config.per_head), results)
     if blocks is None:
-        return _dense(problem, special, _made_lists(problem, problem.predicates[special.listed], config.per_entry, config.per_head))
+        return _dense(problem, special, made_lists(problem, problem.predicates[special.listed], config.per_entry, config.per_head))
     known = _of_lists.setdefault(blocks, {})
     assert special.list_tile is not None
     key = (special.list_tile, special.config.spread, special.config.tile_q, problem.q.shape[:3])
@@ -100,7 +100,7 @@ def _tensors(lists: Any) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     return lists.mask_block_cnt, lists.mask_block_idx, lists.full_block_cnt, lists.full_block_idx
 
 
-def _made_lists(problem: Problem, mask: TracedMod, per_entry: bool, per_head: bool) -> Any:
+def made_lists(problem: Problem, mask: TracedMod, per_entry: bool, per_head: bool) -> Any:
     """Lists made for a mask that has none."""
     from anyattn.sparsity.block_sparse import BlockSparseTensors
     from anyattn.sparsity.compute import tile_lists

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from anyattn.backends.hopper.codegen.score_analysis import bias, cases, is_even
-from anyattn.backends.hopper.plan import _WRITTEN
+from anyattn.backends.hopper.plan import WRITTEN
 from anyattn.mods.analysis.evaluate import evaluate, run
 from anyattn.mods.ir.expr import OPS, Builder, Expr, category
 from anyattn.mods.tracing.trace import trace
@@ -71,7 +71,7 @@ CASES = [(op, kind) for op, spec in OPS.items() for kind in ("float", "int", "bo
 @pytest.mark.parametrize("op,kind", CASES, ids=str)
 def test_every_operation(op: str, kind: str, sign: str) -> None:
     """On numbers of rows and columns, all pairs of which meet."""
-    assert op in _WRITTEN
+    assert op in WRITTEN
     dtype = {"float": torch.float32, "int": torch.int64, "bool": torch.bool}[kind]
     values = {"float": REAL, "int": WHOLE, "bool": torch.arange(ROWS) % 3 == 1}[kind].to(dtype)
     a, b = values, values.roll(5)

@@ -86,10 +86,10 @@ def emit(
     tensors: Sequence[Any],
     places: dict[str, Any],
     score: Callable[[int, int], Any] | None,
-    store: Callable[[int, int, Any], None],
+    store: Callable[..., None],
     reads_ahead: bool = False,
 ) -> None:
-    """Calls ``store(r, c, value)`` with the expression's value at every row and column of a fragment.
+    """Calls ``store(r, c, value)`` with the expression's value, or all of them, at every row and column of a fragment.
 
     places: b and h, and q_idx and kv_idx as lists, one position for each row and column; apart and steps: how far each row and column lies
     from the first, in literals. score(r, c): the score there. reads_ahead: no index of a straight read is negative, nor past the end.
@@ -109,7 +109,7 @@ def emit(
             leaves = {"score": None if score is None else score(r, c)}
             values = _run(expr, scalars, tensors, "tile", {**row, **column, **met, **known}, leaves)
             met.update((i, values[i]) for i in shared(expr))
-            store(r, c, values[expr.outputs[0]])
+            store(r, c, *(values[o] for o in expr.outputs))
 
 
 def emit_lines(expr: Expr, scalars: Sequence[Any], tensors: Sequence[Any], places: dict[str, Any]) -> list[tuple[Any, Any]]:

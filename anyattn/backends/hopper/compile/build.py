@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 
+from anyattn.backends.hopper.backward_config import BackwardConfig, RowsConfig
+from anyattn.backends.hopper.compile.any_config import AnyConfig
 from anyattn.backends.hopper.compile.cache_key import ARCH
-from anyattn.backends.hopper.config import Config
 from anyattn.backends.hopper.tables_config import TablesConfig
 from anyattn.disk_cache import Payload
 
@@ -35,7 +36,7 @@ def has_tvm_ffi() -> bool:
     return importlib.util.find_spec("tvm_ffi") is not None
 
 
-def make(config: Config | TablesConfig, kinds: tuple, may_link: bool = True) -> Payload:
+def make(config: AnyConfig, kinds: tuple, may_link: bool = True) -> Payload:
     """The kernel compiled: a shared library where the machine has a linker, which loads in milliseconds, else an object file."""
     code = compiled_object(config, kinds)
     library, runtime = _linked(code) if may_link else None, _runtime()
@@ -48,19 +49,26 @@ def make(config: Config | TablesConfig, kinds: tuple, may_link: bool = True) -> 
     return Payload(code if library is None else library, facts)
 
 
-def _described(config: Config | TablesConfig) -> dict[str, Any]:
+def _described(config: AnyConfig) -> dict[str, Any]:
     """What ``anyattn cache`` shows of a kernel."""
     if isinstance(config, TablesConfig):
         return {"name": name_of(config), "head_dim": 0, "dtype": "int32"}
     return {"name": name_of(config), "head_dim": config.head_dim, "dtype": "bfloat16" if config.is_bf16 else "float16"}
 
 
-def name_of(config: Config | TablesConfig) -> str:
+def name_of(config: AnyConfig) -> str:
     """The variant's name for people."""
     if isinstance(config, TablesConfig):
         return "tables of sequences"
+    if isinstance(config, RowsConfig):
+        return "backward: dq from its sums" if config.is_after else "backward: rows' statistics"
     left, right = config.has_left, config.has_right
     band = {(False, False): "full", (False, True): "causal", (True, True): "window", (True, False): "left"}[left, right]
+    if isinstance(config, BackwardConfig):
+        words = [f"score {config.score.key[:8]}"] if config.score is not None else []
+        words += [f"mask {ask.expr.key[:8]}" for ask in (config.partial, *config.always) if ask is not None]
+        words += ["deterministic"] if config.is_deterministic else []
+        return " + ".join(["backward", "lists" if config.lists else band, *words])
     extras = [
         f"score {config.score.key[:8]}" if config.score is not None else "",
         *(f"mask {ask.expr.key[:8]}" for ask in (config.partial, *config.always) if ask is not None),
@@ -79,7 +87,7 @@ def name_of(config: Config | TablesConfig) -> str:
     return " + ".join(["lists" if config.lists else band, *filter(None, extras)])
 
 
-def compiled_object(config: Config | TablesConfig, kinds: tuple) -> bytes:
+def compiled_object(config: AnyConfig, kinds: tuple) -> bytes:
     """The host's and the device's code as one object file, to be called through tvm-ffi."""
     with tempfile.TemporaryDirectory(prefix="anyattn-") as folder:
         path = Path(folder) / "kernel.o"
@@ -101,20 +109,29 @@ def _without_collections() -> Iterator[None]:
             gc.enable()
 
 
-def _compiled(config: Config | TablesConfig, kinds: tuple, through_tvm_ffi: bool) -> Any:
+def _compiled(config: AnyConfig, kinds: tuple, through_tvm_ffi: bool) -> Any:
     import cutlass.cute as cute
     from cutlass.cute.runtime import make_fake_stream
-
-    from anyattn.backends.hopper.kernel.forward import HopperForward
-    from anyattn.backends.hopper.kernel.tile_order import SequenceTables
 
     stream = make_fake_stream(use_tvm_ffi_env_stream=through_tvm_ffi)
     options = f"--gpu-arch {ARCH}" + (" --enable-tvm-ffi" if through_tvm_ffi else "")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of CuTe DSL's own deprecations
         # an exported kernel needs no execution engine, which would generate the machine code a second time
-        kernel = SequenceTables(config) if isinstance(config, TablesConfig) else HopperForward(config)
-        return cute.compile(kernel, *examples(kinds), stream, options=options, no_jit_engine=through_tvm_ffi)
+        return cute.compile(_kernel(config), *examples(kinds), stream, options=options, no_jit_engine=through_tvm_ffi)
+
+
+def _kernel(config: AnyConfig) -> Any:
+    from anyattn.backends.hopper.kernel.backward import HopperBackward
+    from anyattn.backends.hopper.kernel.backward_rows import RowsAfter, RowsBefore
+    from anyattn.backends.hopper.kernel.forward import HopperForward
+    from anyattn.backends.hopper.kernel.tile_order import SequenceTables
+
+    if isinstance(config, TablesConfig):
+        return SequenceTables(config)
+    if isinstance(config, RowsConfig):
+        return RowsAfter(config) if config.is_after else RowsBefore(config)
+    return HopperBackward(config) if isinstance(config, BackwardConfig) else HopperForward(config)
 
 
 def examples(kinds: tuple) -> list[Any]:
@@ -162,7 +179,7 @@ def _element(dtype: torch.dtype) -> Any:
     return getattr(cutlass, names.get(name, name.capitalize()))
 
 
-def dlpack_function(config: Config | TablesConfig, kinds: tuple) -> Callable[..., None]:
+def dlpack_function(config: AnyConfig, kinds: tuple) -> Callable[..., None]:
     """The kernel as a function of torch's tensors where tvm-ffi is missing: tens of microseconds a launch, and never from disk."""
     import cuda.bindings.driver as cuda
 

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import torch
 
-from anyattn.backends.hopper.config import Config
-from anyattn.backends.hopper.tables_config import TablesConfig
+from anyattn.backends.hopper.compile.any_config import AnyConfig
 from anyattn.mods.ir.expr import Expr
 from anyattn.mods.tracing.cute_mod import NativeFunction
 
@@ -61,7 +60,7 @@ def canonical(item: object) -> str:
     raise NoContentError(f"{type(item).__name__} has no content to name a kernel by")
 
 
-def key_of(config: Config | TablesConfig, kinds: tuple) -> str:
+def key_of(config: AnyConfig, kinds: tuple) -> str:
     """64 hexadecimal digits that name the kernel for ``config`` and ``kinds`` (see ``launch.kinds_of``).
 
     Raises NoContentError where something in them has no content.

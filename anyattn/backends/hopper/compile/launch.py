@@ -17,9 +17,8 @@ from torch import Tensor
 
 from anyattn import disk_cache
 from anyattn.backends.hopper.compile import build
+from anyattn.backends.hopper.compile.any_config import AnyConfig
 from anyattn.backends.hopper.compile.cache_key import NoContentError, key_of
-from anyattn.backends.hopper.config import Config
-from anyattn.backends.hopper.tables_config import TablesConfig
 from anyattn.triton_tools import launch_log
 
 __all__ = ["compiling_only", "forget", "indexable", "is_compiling", "kinds_of", "launch", "loaded", "prepare", "warm"]
@@ -32,14 +31,14 @@ class _Known(dict[tuple, Callable[..., None]]):
         return _Known, ()
 
 
-_kernels: dict[Config | TablesConfig, _Known] = {}
+_kernels: dict[AnyConfig, _Known] = {}
 _lock = threading.RLock()
 _is_compiling_only = False
 _BOOL = torch.bool
 _SLOT = "_launch_kernels"  # in the __dict__ of a config object, as functools.cached_property would keep it
 
 
-def launch(config: Config | TablesConfig, arguments: tuple) -> None:
+def launch(config: AnyConfig, arguments: tuple) -> None:
     """Runs the kernel for ``config`` on the current stream of the tensors' device.
 
     arguments: what ``HopperForward.__call__`` takes, in order, without the stream: CUDA tensors, None, floats (float32 in the kernel),
@@ -91,7 +90,7 @@ def _add_kinds(kinds: list[Any], items: tuple) -> bool:
     return is_plain
 
 
-def prepare(config: Config | TablesConfig, kinds: tuple) -> Callable[..., None]:
+def prepare(config: AnyConfig, kinds: tuple) -> Callable[..., None]:
     """The kernel as a function of the arguments: from this process, from disk, or compiled now."""
     with _lock:
         if _is_compiling_only:
@@ -104,7 +103,7 @@ def prepare(config: Config | TablesConfig, kinds: tuple) -> Callable[..., None]:
         return known[kinds]
 
 
-def loaded(config: Config | TablesConfig) -> Mapping[tuple, Callable[..., None]]:
+def loaded(config: AnyConfig) -> Mapping[tuple, Callable[..., None]]:
     """The kernels for ``config`` that this process has loaded, by kinds; ``forget`` empties it for good."""
     return config.__dict__.get(_SLOT, {})
 
@@ -133,7 +132,7 @@ def is_compiling() -> bool:
     return _is_compiling_only
 
 
-def _found_or_made(config: Config | TablesConfig, kinds: tuple) -> Callable[..., None]:
+def _found_or_made(config: AnyConfig, kinds: tuple) -> Callable[..., None]:
     try:
         return build.load(warm(config, kinds))
     except OSError as error:  # where no folder for temporary files may hold code, say; an object file is written to memory
@@ -141,7 +140,7 @@ def _found_or_made(config: Config | TablesConfig, kinds: tuple) -> Callable[...,
         return build.load(build.make(config, kinds, may_link=False))
 
 
-def warm(config: Config | TablesConfig, kinds: tuple) -> disk_cache.Payload:
+def warm(config: AnyConfig, kinds: tuple) -> disk_cache.Payload:
     """The kernel's payload on disk, compiled if it is missing; nothing is loaded, and no GPU is needed."""
     cache = disk_cache.open_cache()
     try:

@@ -1,0 +1,120 @@
+"""The Hopper backward pass in three launches: rows' statistics; dk, dv and the sums of dq; dq from its sums."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from anyattn.arithmetic import LOG2E, ceil_div
+from anyattn.backends.hopper.api import CACHE_FOR_KEYS, counter_of, multiprocessors
+from anyattn.backends.hopper.backward_config import RowsConfig
+from anyattn.backends.hopper.compile.launch import launch
+from anyattn.backends.hopper.make_backward_config import BackwardSpecial, specialised_backward
+from anyattn.backends.hopper.make_config import tile_of
+from anyattn.backends.hopper.tables import made_lists
+from anyattn.plan import Plan
+from anyattn.problem import Problem
+from anyattn.sequences.l2_groups import heads_side_by_side
+from anyattn.tensors.strides import empty_in_order
+
+__all__ = ["backward"]
+
+_of_lists: WeakKeyDictionary[Any, dict[tuple, tuple[Tensor | None, ...]]] = WeakKeyDictionary()
+
+
+class _Rows(NamedTuple):
+    """lse, in base 2, and delta: (B, Hq, M, tile_m); sums: (B, Hq, M, tile_m * head_dim); float32."""
+
+    lse: Tensor
+    delta: Tensor
+    sums: Tensor
+
+
+def backward(problem: Problem, plan: Plan, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Gradients of ``problem.grad_inputs`` in that order, None where none is needed. dout: any strides."""
+    special: BackwardSpecial | None = plan.prepared.get("hopper backward")
+    if special is None:
+        special = plan.prepared["hopper backward"] = specialised_backward(problem)
+    out, dout = _readable(out), _readable(dout)
+    config, q = special.config, problem.q
+    rows = _rows_of(problem, special)
+    about = (config.head_dim, config.head_dim_v, config.is_bf16, config.tiles.tile_m)
+    launch(RowsConfig(*about, is_after=False, has_dlse=dlse is not None), (out, dout, lse, dlse, *rows))
+    dq, dk, dv = (empty_in_order(t) for t in (q, problem.k, problem.v))
+    _launch_products(problem, special, dout, dk, dv, rows)
+    if q.requires_grad:
+        launch(RowsConfig(*about, is_after=True), (rows.sums, dq, problem.scale))
+    found = [d if t.requires_grad else None for d, t in zip((dq, dk, dv), (q, problem.k, problem.v), strict=True)]
+    captured = () if problem.score is None else (None,) * len(problem.score.tensors)
+    return *found, _of_sink(problem, lse, rows.delta), *captured
+
+
+def _readable(t: Tensor) -> Tensor:
+    """``t`` as the copy engine reads it: strides and address multiples of 16 bytes, the last stride 1."""
+    size = t.element_size()
+    is_so = t.stride(3) == 1 and t.data_ptr() % 16 == 0 and not any(s * size % 16 for s, n in zip(t.stride()[:3], t.shape[:3]) if n > 1)
+    return t if is_so else t.clone(memory_format=torch.contiguous_format)
+
+
+def _rows_of(problem: Problem, special: BackwardSpecial) -> _Rows:
+    config, q = special.config, problem.q
+    tiles = ceil_div(q.shape[2], config.tiles.tile_m)
+    shape = (q.shape[0], q.shape[1], tiles)
+
+    def empty(width: int) -> Tensor:
+        return torch.empty((*shape, width), dtype=torch.float32, device=q.device)
+
+    return _Rows(empty(config.tiles.tile_m), empty(config.tiles.tile_m), empty(config.tiles.tile_m * config.head_dim))
+
+
+def _launch_products(problem: Problem, special: BackwardSpecial, dout: Tensor, dk: Tensor, dv: Tensor, rows: _Rows) -> None:
+    config, q, k = special.config, problem.q, problem.k
+    key_tiles = ceil_div(k.shape[2], config.tiles.tile_n)
+    spread = problem.batch * problem.heads_kv
+    turns = torch.zeros(rows.lse.shape[:3], dtype=torch.int32, device=q.device) if config.is_deterministic else None
+    # what the thread blocks of one head read and add to again and again: Q, dO and dQ's sums
+    size = q.shape[2] * problem.qhead_per_kvhead * (2 * (q.shape[3] + dout.shape[3]) + 4 * config.head_dim)
+    section = min(spread, heads_side_by_side(size, 1, CACHE_FOR_KEYS))
+    workers = max(1, min(key_tiles * spread, multiprocessors(q.device)))
+    launch(
+        config,
+        (
+            q, k, problem.v, dout, dk, dv, *rows, turns, *_lists_of(problem, special), counter_of(q.device), problem.scale,
+            problem.scale * LOG2E, key_tiles, spread, section, workers, *special.captured(problem),
+        ),
+    )  # fmt: skip
+
+
+def _lists_of(problem: Problem, special: BackwardSpecial) -> tuple[Tensor | None, ...]:
+    """The row tiles of each tile of keys: counts and indices of partial and of full ones. Of block lists they are kept with these."""
+    if special.listed is None:
+        return (None, None, None, None)
+    blocks, config = problem.blocks, special.config
+    if blocks is None:
+        return _tensors(made_lists(problem, problem.predicates[special.listed], config.per_entry, config.per_head))
+    assert special.list_tile is not None
+    known = _of_lists.setdefault(blocks, {})
+    key = (special.list_tile, problem.q.shape[2], problem.k.shape[2])
+    if key not in known:
+        fits = special.list_tile == tile_of(blocks)
+        known[key] = _tensors(blocks if fits else blocks.retile(*special.list_tile))
+    return known[key]
+
+
+def _tensors(lists: Any) -> tuple[Tensor | None, ...]:
+    turned = lists.transposed()
+    names = ("mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx")
+    return tuple([None if (t := getattr(turned, name)) is None else t.contiguous() for name in names])
+
+
+def _of_sink(problem: Problem, lse: Tensor, delta: Tensor) -> Tensor | None:
+    """The gradient of the sink's logits: minus the sink's probability times delta of each row, summed per head."""
+    sink = problem.sink
+    if sink is None or not sink.requires_grad:
+        return None
+    of_rows = delta.flatten(2)[..., : lse.shape[2]]
+    share = torch.exp(sink.detach().float()[:, None] - lse)
+    return -(share * of_rows).masked_fill(torch.isneginf(lse), 0.0).sum((0, 2)).to(sink.dtype)

@@ -1,0 +1,221 @@
+"""``HopperBackward``: the backward kernel; layouts, copies and MMA atoms on the host, warp-specialised roles on the device."""
+
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as helpers
+from cutlass import BFloat16, Float16, Float32, Int32, pipeline
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.tensor_utils import LayoutEnum
+from cutlass.utils import SmemAllocator
+
+from anyattn.backends.hopper.backward_config import REGISTERS, BackwardConfig
+from anyattn.backends.hopper.config import sides
+from anyattn.backends.hopper.kernel.backward_adder import Adds
+from anyattn.backends.hopper.kernel.backward_epilogue import StoresKeys
+from anyattn.backends.hopper.kernel.backward_mma import MultipliesBack
+from anyattn.backends.hopper.kernel.backward_producer import LoadsRows
+from anyattn.backends.hopper.kernel.backward_scheduler import KEY_FACTS, VISIT_FACTS, KeySizes, KeyTables, VisitsRows
+from anyattn.backends.hopper.kernel.backward_scores import Scores
+
+__all__ = ["HopperBackward"]
+
+
+class HopperBackward(VisitsRows, LoadsRows, MultipliesBack, Scores, Adds, StoresKeys):
+    """Attention backward for one ``BackwardConfig``: dK, dV and the sums of dQ in float32.
+
+    A thread block takes tiles of keys in turn and goes through the row tiles that see them. Source: FlashAttention-3 (Shah et al.,
+    arXiv:2407.08608): S and dP transposed, so that P and dS are operands from registers; dQ added to global memory.
+    """
+
+    def __init__(self, config: BackwardConfig):
+        self.config = config
+        self.dtype = BFloat16 if config.is_bf16 else Float16
+        at = 1 if config.score is not None else 0
+        self.band_sides = [(at + i, sides(band)) for i, band in enumerate(config.bands)]
+        asked = ((config.partial,) if config.partial else ()) + config.always
+        self.asked = [(at + len(config.bands) + i, ask) for i, ask in enumerate(asked)]
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        dout: cute.Tensor,
+        dk: cute.Tensor,
+        dv: cute.Tensor,
+        lse: cute.Tensor,
+        delta: cute.Tensor,
+        dq_sums: cute.Tensor,
+        turns: cute.Tensor | None,
+        partial_count: cute.Tensor | None,
+        partial_index: cute.Tensor | None,
+        full_count: cute.Tensor | None,
+        full_index: cute.Tensor | None,
+        counter: cute.Tensor,
+        scale: Float32,
+        scale_log2: Float32,
+        rows: Int32,
+        spread: Int32,
+        section: Int32,
+        workers: Int32,
+        scalars: tuple,
+        tensors: tuple,
+        stream: cuda.CUstream,
+    ):
+        """q, dout: (B, Hq, Sq, D), k, v, dk, dv: (B, Hkv, Sk, D), strides multiples of 16 bytes, the last 1.
+
+        lse: (B, Hq, M, tile_m) float32, in base 2, infinite for a row that sees nothing and for one that does not exist; delta: likewise,
+        what every score of a row loses. dq_sums: (B, Hq, M, tile_m * head_dim) float32, zeros, in the order of
+        ``backward_rows``. turns: (B, Hq, M) int32 zeros, where the config is deterministic.
+        partial_count to full_index: see ``backward_scheduler.KeyTables``. counter: two zeros, int32, left as zeros. scale: the softmax
+        scale; scale_log2: times log2(e). rows, spread, section: see ``backward_scheduler.KeySizes``. workers: thread blocks. scalars,
+        tensors: captured values, those of each of ``config.exprs`` in turn.
+        """
+        tiles, d, dv_ = self.config.tiles, self.config.head_dim, self.config.head_dim_v
+        tile_m, tile_n = tiles.tile_m, tiles.tile_n
+        lengths, heads, k_heads = (q.shape[2], k.shape[2]), q.shape[1], k.shape[1]
+        q, k, v, dout, dk, dv = (cute.make_tensor(t.iterator, cute.select(t.layout, mode=[2, 3, 1, 0])) for t in (q, k, v, dout, dk, dv))
+        layouts = self._layouts()
+        one = [cute.slice_(layout, (None, None, 0)) for layout in layouts]
+        read, write = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        q_atom, q = cpasync.make_tiled_tma_atom(read, q, one[0], (tile_m, d))
+        do_atom, dout = cpasync.make_tiled_tma_atom(read, dout, one[1], (tile_m, dv_))
+        k_atom, k = cpasync.make_tiled_tma_atom(read, k, one[2], (tile_n, d))
+        v_atom, v = cpasync.make_tiled_tma_atom(read, v, one[3], (tile_n, dv_))
+        # each warp group sends its own keys of dK and dV
+        part_k, part_v = (
+            cute.slice_(helpers.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (64, 64, n), self.dtype, 1), (None, None, 0)) for n in (d, dv_)
+        )
+        dk_atom, dk = cpasync.make_tiled_tma_atom(write, dk, part_k, (64, d))
+        dv_atom, dv = cpasync.make_tiled_tma_atom(write, dv, part_v, (64, dv_))
+        self.bytes = [cute.size_in_bytes(self.dtype, layout) for layout in one[:4]]
+        self.storage_of_block = self._shared(layouts)
+        sizes = (rows, spread, section, k_heads, heads // k_heads)
+        self.kernel(
+            (q_atom, do_atom, k_atom, v_atom), (q, dout, k, v), (dk_atom, dv_atom), (dk, dv), (lse, delta, dq_sums, turns),
+            (scale, scale_log2), (partial_count, partial_index, full_count, full_index, counter), lengths, sizes,
+            (scalars, tensors), layouts, self._products(),
+        ).launch(
+            grid=(workers, 1, 1),
+            block=[128 * (tiles.warp_groups + 1), 1, 1],
+            stream=stream,
+            min_blocks_per_mp=1,
+        )  # fmt: skip
+
+    def _layouts(self) -> tuple[Any, ...]:
+        """Of Q, dO, K, V and of dS, whose rows are keys, in shared memory: all as they are stored, with a last mode for the stage."""
+        tiles, d, dv = self.config.tiles, self.config.head_dim, self.config.head_dim_v
+        tile_m, tile_n = tiles.tile_m, tiles.tile_n
+        shapes = (
+            (tile_m, d, tiles.q_stages), (tile_m, dv, tiles.do_stages), (tile_n, d, 1), (tile_n, dv, 1), (tile_n, tile_m, tiles.ds_stages),
+        )  # fmt: skip
+        return tuple(helpers.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (m, 64, k), self.dtype, stages) for m, k, stages in shapes)
+
+    def _products(self) -> tuple[Any, ...]:
+        """S^T = K Q^T (and dP^T = V dO^T), dV += P^T dO, dK += dS^T Q, dQ = dS K. Where a row tile has 64 rows, each warp group makes
+        half the columns of dQ; else 64 of its rows."""
+        tiles, d, dv, dtype = self.config.tiles, self.config.head_dim, self.config.head_dim_v, self.dtype
+        along, across, groups = OperandMajorMode.K, OperandMajorMode.MN, tiles.warp_groups
+        in_registers = warpgroup.OperandSource.RMEM
+        make = helpers.make_trivial_tiled_mma
+        scores = make(dtype, dtype, along, along, Float32, (groups, 1, 1), (64, tiles.tile_m))
+        to_v = make(dtype, dtype, along, across, Float32, (groups, 1, 1), (64, dv), in_registers)
+        to_k = make(dtype, dtype, along, across, Float32, (groups, 1, 1), (64, d), in_registers)
+        by_rows = tiles.tile_m // 64
+        to_q = make(dtype, dtype, across, across, Float32, (by_rows, groups // by_rows, 1), (64, d * by_rows // groups))
+        return scores, to_v, to_k, to_q
+
+    def _shared(self, layouts: tuple) -> Any:
+        tiles, dtype = self.config.tiles, self.dtype
+        sizes = [cute.cosize(layout) for layout in layouts]
+
+        @cute.struct
+        class Storage:
+            q_barriers: cute.struct.MemRange[cutlass.Int64, 2 * tiles.q_stages]  # full and empty, for each stage
+            do_barriers: cute.struct.MemRange[cutlass.Int64, 2 * tiles.do_stages]
+            k_barriers: cute.struct.MemRange[cutlass.Int64, 2]
+            v_barriers: cute.struct.MemRange[cutlass.Int64, 2]
+            work_barriers: cute.struct.MemRange[cutlass.Int64, 4]
+            work: cute.struct.Align[cute.struct.MemRange[cutlass.Int32, 2 * KEY_FACTS], 16]
+            visit: cute.struct.MemRange[cutlass.Int32, VISIT_FACTS * tiles.q_stages]
+            place: cute.struct.MemRange[cutlass.Int32, 4 * tiles.warp_groups]
+            lse: cute.struct.Align[cute.struct.MemRange[Float32, tiles.q_stages * tiles.tile_m], 128]
+            delta: cute.struct.Align[cute.struct.MemRange[Float32, tiles.do_stages * tiles.tile_m], 128]
+            q: cute.struct.Align[cute.struct.MemRange[dtype, sizes[0]], 1024]
+            dout: cute.struct.Align[cute.struct.MemRange[dtype, sizes[1]], 1024]
+            k: cute.struct.Align[cute.struct.MemRange[dtype, sizes[2]], 1024]
+            v: cute.struct.Align[cute.struct.MemRange[dtype, sizes[3]], 1024]
+            ds: cute.struct.Align[cute.struct.MemRange[dtype, sizes[4]], 1024]
+            dq: cute.struct.Align[cute.struct.MemRange[Float32, tiles.tile_m * self.config.head_dim], 128]
+
+        return Storage
+
+    @cute.kernel
+    def kernel(self, atoms, gmem, key_atoms, key_gmem, sums, scales, tables, lengths, sizes, captured, layouts, mmas):
+        tiles = self.config.tiles
+        thread, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp == 0:
+            for atom in (*atoms, *key_atoms):
+                cpasync.prefetch_descriptor(atom)
+        storage = SmemAllocator().allocate(self.storage_of_block)
+        agent = pipeline.Agent.Thread
+        statistics = 4 * tiles.tile_m  # bytes, which ride with Q and with dO
+        pipes = (
+            self._pipe(storage.q_barriers.data_ptr(), tiles.q_stages, self.bytes[0] + statistics),
+            self._pipe(storage.do_barriers.data_ptr(), tiles.do_stages, self.bytes[1] + statistics),
+            self._pipe(storage.k_barriers.data_ptr(), 1, self.bytes[2]),
+            self._pipe(storage.v_barriers.data_ptr(), 1, self.bytes[3]),
+            pipeline.PipelineAsync.create(
+                barrier_storage=storage.work_barriers.data_ptr(),
+                num_stages=2,
+                producer_group=pipeline.CooperativeGroup(agent, 32),
+                consumer_group=pipeline.CooperativeGroup(agent, 128 * tiles.warp_groups),
+            ),
+        )
+        ranges = (storage.q, storage.dout, storage.k, storage.v, storage.ds)
+        smem = tuple(part.get_tensor(layout.outer, swizzle=layout.inner) for part, layout in zip(ranges, layouts, strict=True))
+        statistics_in_smem = (
+            storage.lse.get_tensor(cute.make_layout((tiles.tile_m, tiles.q_stages))),
+            storage.delta.get_tensor(cute.make_layout((tiles.tile_m, tiles.do_stages))),
+        )
+        board = (
+            storage.work.get_tensor(cute.make_layout((KEY_FACTS, 2))),
+            storage.visit.get_tensor(cute.make_layout((VISIT_FACTS, tiles.q_stages))),
+            storage.place.get_tensor(cute.make_layout((4, tiles.warp_groups))),
+        )
+        # by chunks of 4 numbers of each of a warp group's threads: conflict-free, and one piece of global memory for each group
+        chunks = tiles.tile_m * self.config.head_dim // (512 * tiles.warp_groups)
+        dq = storage.dq.get_tensor(cute.make_layout((4, 128, chunks, tiles.warp_groups)))
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        if warp < 4:
+            cute.arch.setmaxregister_decrease(REGISTERS[1])
+            if warp == 0:
+                copies = tuple(zip(atoms, gmem))
+                self.load(
+                    copies, smem, (sums[0], sums[1]), statistics_in_smem, pipes, board, KeyTables(*tables[:-1]), tables[-1], lengths,
+                    KeySizes(*sizes), captured,
+                )  # fmt: skip
+            if warp == 1:
+                self.add(dq, board[2], sums[2], sums[3])
+        else:
+            cute.arch.setmaxregister_increase(REGISTERS[0])
+            keys = tuple(zip(key_atoms, key_gmem))
+            self.multiply(thread - 128, mmas, smem, statistics_in_smem, dq, pipes, board, keys, scales, captured)
+
+    def _pipe(self, barriers: Any, stages: int, transaction_bytes: int) -> Any:
+        """One thread fills a stage; one of each multiplying warp gives it back."""
+        agent = pipeline.Agent.Thread
+        return pipeline.PipelineTmaAsync.create(
+            barrier_storage=barriers,
+            num_stages=stages,
+            producer_group=pipeline.CooperativeGroup(agent, 1),
+            consumer_group=pipeline.CooperativeGroup(agent, 4 * self.config.tiles.warp_groups),
+            tx_count=transaction_bytes,
+            cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
+        )

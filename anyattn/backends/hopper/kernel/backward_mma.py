@@ -1,0 +1,194 @@
+"""Backward MMA role (consumer warp groups): S^T, dP^T, then dV += P^T dO, dQ = dS K and dK += dS^T Q, row tile after row tile."""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr, pipeline
+from cutlass.cute.nvgpu import warp, warpgroup
+
+from anyattn.backends.hopper.kernel.backward_adder import ADD_THREADS, FILLED, FREE
+from anyattn.backends.hopper.kernel.backward_scheduler import KeyFacts, Visit
+from anyattn.backends.hopper.kernel.fragment import narrowed, rows_and_columns
+
+__all__ = ["MultipliesBack"]
+
+_EXCHANGED = 4  # the named barrier at which all warp groups have written their keys' part of dS
+_EMPTIED = 5  # where dS has one stage: all of them have read it
+
+
+class MultipliesBack:
+    """The multiplying role of ``HopperBackward``."""
+
+    config: Any
+
+    @cute.jit
+    def multiply(self, thread, mmas, in_smem, statistics, dq_in_smem, pipes, board, keys, scales, captured):
+        """Tile after tile of keys, as the board says. in_smem: Q, dO, K, V and dS. statistics: lse and delta in shared memory. keys: (copy
+        atom, tensor) of dK and dV. scales: the softmax scale, and that times log2(e)."""
+        tiles, d, dv = self.config.tiles, self.config.head_dim, self.config.head_dim_v
+        to_scores, to_v, to_k, to_q = mmas
+        group = cute.arch.make_warp_uniform(thread // 128)
+        groups = cute.make_layout(tiles.warp_groups, stride=128)
+        of_scores, of_v, of_k, of_q = (mma.get_slice(groups(group)) for mma in mmas)
+        q, dout, k, v, ds = in_smem
+        operands = (
+            of_scores.make_fragment_A(of_scores.partition_A(k)),
+            of_scores.make_fragment_B(of_scores.partition_B(q)),
+            of_scores.make_fragment_A(of_scores.partition_A(v)),
+            of_scores.make_fragment_B(of_scores.partition_B(dout)),
+            of_v.make_fragment_B(of_v.partition_B(_transposed(dout))),
+            of_k.make_fragment_B(of_k.partition_B(_transposed(q))),
+            of_q.make_fragment_A(of_q.partition_A(_transposed(ds))),
+            of_q.make_fragment_B(of_q.partition_B(_transposed(k))),
+        )
+        mine = to_scores.get_slice(thread)
+        positions = rows_and_columns(mine.partition_C(cute.make_identity_tensor((tiles.tile_n, tiles.tile_m))))
+        shapes = (
+            mine.partition_shape_C((tiles.tile_n, tiles.tile_m)),
+            to_q.get_slice(thread).partition_shape_C((tiles.tile_m, d)),
+        )
+        dk = cute.make_rmem_tensor(to_k.get_slice(thread).partition_shape_C((tiles.tile_n, d)), Float32)
+        dv_acc = cute.make_rmem_tensor(to_v.get_slice(thread).partition_shape_C((tiles.tile_n, dv)), Float32)
+        store = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype), to_scores).get_slice(thread)
+        fixed = (mmas, operands, shapes, positions, pipes, board, group, thread, statistics, (store, ds, dq_in_smem))
+        self._key_tiles(fixed, (dk, dv_acc), in_smem, keys, scales, captured)
+
+    @cute.jit
+    def _key_tiles(self, fixed, sums, in_smem, keys, scales, captured):
+        """One after the other. dK and dV take the places of K and V, which are given back when they have left."""
+        mmas, _, _, _, pipes, board, group, thread, _, (_, _, dq_in_smem) = fixed
+        consumer = pipeline.PipelineUserType.Consumer
+        tiles = self.config.tiles
+        q_state, do_state, key_state, work_state = (
+            pipeline.make_pipeline_state(consumer, n) for n in (tiles.q_stages, tiles.do_stages, 1, 2)
+        )
+        more, stage = Int32(1), Int32(0)  # stage: of dS
+        while more != 0:
+            pipes[4].consumer_wait(work_state)
+            facts = self._key_facts(board[0], work_state)
+            more = facts.more
+            if more != 0:
+                sums[0].fill(0.0)
+                sums[1].fill(0.0)
+                pipes[2].consumer_wait(key_state)
+                pipes[3].consumer_wait(key_state)
+                for _ in cutlass.range(facts.total, unroll=1):
+                    self._row_tile(fixed, sums, scales, captured, (q_state, do_state, work_state), stage)
+                    q_state.advance()
+                    do_state.advance()
+                    stage = tiles.ds_stages - 1 - stage
+                facts = self._key_facts(board[0], work_state)
+                self.stored_keys(sums, mmas, in_smem, keys, scales[0], group, thread, facts)
+                pipes[2].consumer_release(key_state)
+                pipes[3].consumer_release(key_state)
+                key_state.advance()
+            pipes[4].consumer_release(work_state)
+            work_state.advance()
+        self._told(dq_in_smem, None, board[2], group, thread, None)
+
+    def said_of(self, said: Any) -> tuple[Visit, KeyFacts]:
+        """What the board says of the visit and of the keys at work. said: the board and where it stands."""
+        board, q_state, work_state = said
+        return Visit(*(board[1][i, q_state.index] for i in range(len(Visit._fields)))), self._key_facts(board[0], work_state)
+
+    def _place(self, said: Any) -> tuple[Any, ...]:
+        """(row tile, head, entry, turn) for the adding warp; said is None at the end."""
+        if said is None:
+            return Int32(-1), Int32(0), Int32(0), Int32(0)
+        visit, facts = self.said_of(said)
+        turn = self.turn_of(facts.n_block, visit) if self.config.is_deterministic else Int32(0)
+        return visit.m_block, visit.head, facts.entry, turn
+
+    def _key_facts(self, board: Any, state: Any) -> KeyFacts:
+        return KeyFacts(*(board[i, state.index] for i in range(len(KeyFacts._fields))))
+
+    @cute.jit
+    def _row_tile(self, fixed, sums, scales, captured, states, stage):
+        """What one row tile adds to dK and dV, and its part of dQ on its way. What the board says of it and of its keys is read where it is
+        used rather than kept in registers."""
+        q_state, do_state, work_state = states
+        mmas, operands, shapes, positions, pipes, board, group, thread, statistics, (store, ds_in_smem, dq_in_smem) = fixed
+        k, q, v, dout, dout_t, q_t, ds_t, k_t = operands
+        to_scores, to_v, to_k, to_q = mmas
+        dk, dv = sums
+        scores, dp = (cute.make_rmem_tensor(shapes[0], Float32) for _ in range(2))
+        pipes[0].consumer_wait(q_state)
+        said = (board, q_state, work_state)
+        self._product_of(to_scores, scores, k[None, None, None, 0], q[None, None, None, q_state.index], True)
+        pipes[1].consumer_wait(do_state)
+        self._product_of(to_scores, dp, v[None, None, None, 0], dout[None, None, None, do_state.index], True)
+        lse = self.of_rows(statistics[0][None, q_state.index], positions)
+        if const_expr(self.config.score is None):
+            warpgroup.wait_group(1)
+            self.probabilities(scores, lse, scales[1])
+            self.hidden((scores,), positions, said, captured)
+            p = narrowed(scores, self.dtype)
+            self._product_of(to_v, dv, p, dout_t[None, None, None, do_state.index], False)
+            delta = self.of_rows(statistics[1][None, do_state.index], positions)
+            warpgroup.wait_group(1)
+            self.score_gradients(scores, dp, delta)
+        else:
+            delta = self.of_rows(statistics[1][None, do_state.index], positions)
+            warpgroup.wait_group(0)
+            self.modified(scores, dp, lse, delta, positions, said, scales[0], captured)
+            self.hidden((scores, dp), positions, said, captured)
+            p = narrowed(scores, self.dtype)
+            self._product_of(to_v, dv, p, dout_t[None, None, None, do_state.index], False)
+        ds = narrowed(dp, self.dtype)
+        if const_expr(self.config.tiles.ds_stages == 1):
+            cute.arch.barrier(barrier_id=_EMPTIED, number_of_threads=128 * self.config.tiles.warp_groups)
+        self._exchanged(store, dp, ds_in_smem[None, None, stage])
+        dq = cute.make_rmem_tensor(shapes[1], Float32)
+        self._product_of(to_q, dq, ds_t[None, None, None, stage], k_t[None, None, None, 0], True)
+        self._product_of(to_k, dk, ds, q_t[None, None, None, q_state.index], False)
+        warpgroup.wait_group(1)
+        pipes[1].consumer_release(do_state)
+        self._told(dq_in_smem, dq, board[2], group, thread, said)
+        warpgroup.wait_group(0)
+        pipes[0].consumer_release(q_state)
+
+    @cute.jit
+    def _exchanged(self, store, ds, target):
+        """A warp group's keys of dS into shared memory, where all warp groups read them: dQ sums over all keys."""
+        narrow = cute.make_rmem_tensor_like(ds, self.dtype)
+        narrow.store(ds.load().to(self.dtype))
+        cute.copy(store, store.retile(narrow), store.partition_D(target))
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=_EXCHANGED, number_of_threads=128 * self.config.tiles.warp_groups)
+
+    @cute.jit
+    def _told(self, in_smem, dq, places, group, thread, said):
+        """A warp group's part of dQ into shared memory, once what stood there has been read, and where it belongs; ``dq`` is None at the
+        end. By chunks of 4: two pairs of columns, 8 apart, of one row (``backward_rows`` puts them in order)."""
+        cute.arch.barrier(barrier_id=FREE + group, number_of_threads=ADD_THREADS)
+        if thread % 128 == 0:
+            place = self._place(said)
+            for i in cutlass.range_constexpr(4):
+                places[i, group] = place[i]
+        if const_expr(dq is not None):
+            own = rows_and_columns(dq)
+            rows, columns = cute.size(own, mode=[0]), cute.size(own, mode=[1])
+            chunk = cute.make_rmem_tensor(4, Float32)
+            for c in cutlass.range_constexpr(columns // 4):
+                for r in cutlass.range_constexpr(rows):
+                    for i in cutlass.range_constexpr(4):
+                        chunk[i] = own[r, 4 * c + i]
+                    cute.autovec_copy(chunk, in_smem[None, thread % 128, c * rows + r, group])
+            cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier_arrive(barrier_id=FILLED + group, number_of_threads=ADD_THREADS)
+
+    @cute.jit
+    def _product_of(self, mma, acc, a, b, from_zero: cutlass.Constexpr):
+        warpgroup.fence()
+        atom = cute.make_mma_atom(mma.op)
+        atom.set(warpgroup.Field.ACCUMULATE, not from_zero)
+        for i in cutlass.range_constexpr(cute.size(a, mode=[2])):
+            cute.gemm(atom, acc, a[None, None, i], b[None, None, i], acc)
+            atom.set(warpgroup.Field.ACCUMULATE, True)
+        warpgroup.commit_group()
+
+
+def _transposed(x: Any) -> Any:
+    """A staged tile in shared memory with its columns first."""
+    return cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 0, 2]))

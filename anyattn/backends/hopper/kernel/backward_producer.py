@@ -1,0 +1,92 @@
+"""Backward producer role: one warp that schedules tiles of keys and loads K and V, then row tile after row tile of Q and dO, by TMA."""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr, pipeline
+
+from anyattn.backends.hopper.kernel.backward_scheduler import KeyFacts
+from anyattn.backends.hopper.kernel.bulk_copy import load_bytes
+from anyattn.backends.hopper.kernel.producer import Loads
+
+__all__ = ["LoadsRows"]
+
+
+class LoadsRows:
+    """The loading role of ``HopperBackward``."""
+
+    config: Any
+
+    _drawn, _left, _post, _partition = Loads._drawn, Loads._left, Loads._post, Loads._partition
+
+    @cute.jit
+    def load(self, copies, in_smem, statistics, statistics_in_smem, pipes, board, tables, counter, lengths, sizes, captured):
+        """copies: (atom, tensor) of q, dout, k, v. statistics: lse and delta. board: (tiles of keys, visits, places) in shared memory."""
+        producer = pipeline.PipelineUserType.Producer
+        tiles = self.config.tiles
+        q_state, do_state, key_state, work_state = (
+            pipeline.make_pipeline_state(producer, n) for n in (tiles.q_stages, tiles.do_stages, 1, 2)
+        )
+        work, _, _ = cute.arch.block_idx()
+        workers, _, _ = cute.arch.grid_dim()
+        total = sizes.rows * sizes.spread
+        while work < total:
+            following = self._drawn(counter, total, workers)
+            n_block, kv_head, entry = self.key_tile(work, tables, sizes)
+            visits = Int32(0)
+            for which in cutlass.range(sizes.ratio, unroll=1):
+                of_head, _ = self.plan_of(n_block, kv_head * sizes.ratio + which, entry, lengths, tables, captured)
+                visits += of_head
+            self._post(board[0], pipes[4], work_state, KeyFacts(Int32(1), n_block, kv_head, entry, visits, *lengths))
+            work_state.advance()
+            place = (n_block, kv_head, entry)
+            self._keys(copies[2], in_smem[2], self.config.head_dim, pipes[2], key_state, place)
+            self._keys(copies[3], in_smem[3], self.config.head_dim_v, pipes[3], key_state, place)
+            key_state.advance()
+            for which in cutlass.range(sizes.ratio, unroll=1):
+                head = kv_head * sizes.ratio + which
+                of_head, plan = self.plan_of(n_block, head, entry, lengths, tables, captured)
+                for i in cutlass.range(of_head, unroll=1):
+                    visit = self.visit_of(i, n_block, head, lengths, plan)
+                    of_q, of_do = (entry, visit, q_state), (entry, visit, do_state)
+                    self._rows(copies[0], in_smem[0], statistics[0], statistics_in_smem[0], self.config.head_dim, pipes[0], of_q, board[1])
+                    self._rows(copies[1], in_smem[1], statistics[1], statistics_in_smem[1], self.config.head_dim_v, pipes[1], of_do, None)
+                    q_state.advance()
+                    do_state.advance()
+            work = cute.arch.shuffle_sync(following, 0)
+        self._post(board[0], pipes[4], work_state, KeyFacts(*(Int32(0) for _ in KeyFacts._fields)))
+        work_state.advance()
+        self._left(counter, total, workers)
+        # a block that ends while its copies are still being read would hand their memory to another
+        for pipe, state in zip(pipes, (q_state, do_state, key_state, key_state, work_state), strict=True):
+            pipe.producer_tail(state.clone())
+
+    @cute.jit
+    def _keys(self, copy, in_smem, head_dim: cutlass.Constexpr, pipe, state, place):
+        """A tile of K or V; keys past the last are zeros."""
+        atom, tensor = copy
+        n_block, head, entry = place
+        source = cute.local_tile(tensor[None, None, head, entry], (self.config.tiles.tile_n, head_dim), (n_block, 0))
+        source, target = self._partition(atom, in_smem, source)
+        pipe.producer_acquire(state)
+        cute.copy(atom, source, target[None, state.index], tma_bar_ptr=pipe.producer_get_barrier(state))
+
+    @cute.jit
+    def _rows(self, copy, in_smem, statistic, statistic_in_smem, head_dim: cutlass.Constexpr, pipe, place, board):
+        """A row tile of Q or dO with its statistic; which visit it is goes on the board before the stage is called full."""
+        atom, tensor = copy
+        entry, visit, state = place
+        m, head = visit.m_block, visit.head
+        tile_m = self.config.tiles.tile_m
+        source = cute.local_tile(tensor[None, None, head, entry], (tile_m, head_dim), (m, 0))
+        source, target = self._partition(atom, in_smem, source)
+        pipe.sync_object_empty.wait(state.index, state.phase)
+        if const_expr(board is not None):
+            for i in cutlass.range_constexpr(len(visit)):
+                board[i, state.index] = visit[i]
+        pipe.sync_object_full.arrive(state.index, None)
+        barrier = pipe.producer_get_barrier(state)
+        cute.copy(atom, source, target[None, state.index], tma_bar_ptr=barrier)
+        with cute.arch.elect_one():
+            load_bytes(statistic_in_smem[None, state.index].iterator, statistic[entry, head, m, None].iterator, 4 * tile_m, barrier)

@@ -1,0 +1,132 @@
+"""Row kernels around the backward kernel: before it each row's statistics and zeros in the sums of dQ, behind it dQ from its sums."""
+
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float16, Float32, const_expr
+
+from anyattn.arithmetic import LOG2E
+from anyattn.backends.hopper.backward_config import RowsConfig
+from anyattn.backends.hopper.codegen.emit import select
+
+__all__ = ["RowsAfter", "RowsBefore"]
+
+_THREADS = 256
+_WIDE = 8  # 16-bit numbers of one load
+
+
+class _Rows:
+    def __init__(self, config: RowsConfig):
+        self.config = config
+        self.dtype = BFloat16 if config.is_bf16 else Float16
+
+    def tile(self, heads: Any, tiles: Any) -> tuple[Any, Any, Any]:
+        """(row tile, head, entry) of this block."""
+        block, _, _ = cute.arch.block_idx()
+        return block % tiles, block // tiles % heads, block // tiles // heads
+
+    def sums_of(self, sums: Any, entry: Any, head: Any, m: Any) -> Any:
+        """A row tile's sums, which begin at a multiple of 16 bytes: the library allocates them."""
+        start = sums[entry, head, m, None].iterator.align(16)
+        return cute.make_tensor(start, cute.make_layout(self.config.tile_m * self.config.head_dim))
+
+
+class RowsBefore(_Rows):
+    """The kernel for one ``RowsConfig`` that runs before the backward kernel: a block for each row tile."""
+
+    @cute.jit
+    def __call__(
+        self,
+        out: cute.Tensor,
+        dout: cute.Tensor,
+        natural_lse: cute.Tensor,
+        dlse: cute.Tensor | None,
+        lse: cute.Tensor,
+        delta: cute.Tensor,
+        sums: cute.Tensor,
+        stream: cuda.CUstream,
+    ):
+        """out, dout: (B, Hq, Sq, Dv). natural_lse, dlse: (B, Hq, Sq) float32. lse, delta, sums: see ``HopperBackward``."""
+        blocks = lse.shape[0] * lse.shape[1] * lse.shape[2]
+        self.kernel(out, dout, natural_lse, dlse, lse, delta, sums).launch(grid=(blocks, 1, 1), block=[_THREADS, 1, 1], stream=stream)
+
+    @cute.kernel
+    def kernel(self, out, dout, natural_lse, dlse, lse, delta, sums):
+        m, head, entry = self.tile(lse.shape[1], lse.shape[2])
+        thread, _, _ = cute.arch.thread_idx()
+        tile_m, lanes = self.config.tile_m, self.config.head_dim_v // _WIDE
+        at_once = _THREADS // lanes
+        for i in cutlass.range_constexpr(tile_m // at_once):
+            place = i * at_once + thread // lanes
+            row = m * tile_m + place
+            total = Float32(0.0)
+            column = thread % lanes * _WIDE
+            if (row < out.shape[2]) & (column < out.shape[3]):
+                of_out, of_dout = (cute.make_rmem_tensor(_WIDE, self.dtype) for _ in range(2))
+                for source, target in ((out, of_out), (dout, of_dout)):
+                    cute.autovec_copy(cute.local_tile(source[entry, head, row, None], (_WIDE,), (column // _WIDE,)), target)
+                for j in cutlass.range_constexpr(_WIDE):
+                    x = Float32(of_out[j])
+                    # a row that sees nothing has zeros, and its gradient may be anything
+                    total += select(x == 0.0, Float32(0.0), x * Float32(of_dout[j]), "float")
+            for j in cutlass.range_constexpr(lanes.bit_length() - 1):
+                total += cute.arch.shuffle_sync_bfly(total, offset=1 << j)
+            if thread % lanes == 0:
+                found = Float32.inf
+                if row < out.shape[2]:
+                    natural = natural_lse[entry, head, row]
+                    found = select(natural == -Float32.inf, Float32.inf, natural * Float32(LOG2E), "float")
+                    if const_expr(dlse is not None):
+                        total -= Float32(dlse[entry, head, row])
+                lse[entry, head, m, place] = found
+                delta[entry, head, m, place] = total
+        own = self.sums_of(sums, entry, head, m)
+        nothing = cute.make_rmem_tensor(4, Float32)
+        nothing.fill(0.0)
+        for i in cutlass.range_constexpr(tile_m * self.config.head_dim // (4 * _THREADS)):
+            cute.autovec_copy(nothing, cute.local_tile(own, (4,), (i * _THREADS + thread,)))
+
+
+class RowsAfter(_Rows):
+    """The kernel for one ``RowsConfig`` that runs behind the backward kernel: a block for each row tile."""
+
+    @cute.jit
+    def __call__(self, sums: cute.Tensor, dq: cute.Tensor, scale: Float32, stream: cuda.CUstream):
+        """sums: see ``HopperBackward``. dq: (B, Hq, Sq, D), the sums times ``scale``."""
+        blocks = sums.shape[0] * sums.shape[1] * sums.shape[2]
+        self.kernel(sums, dq, scale).launch(grid=(blocks, 1, 1), block=[_THREADS, 1, 1], stream=stream)
+
+    @cute.kernel
+    def kernel(self, sums, dq, scale):
+        m, head, entry = self.tile(sums.shape[1], sums.shape[2])
+        thread, _, _ = cute.arch.thread_idx()
+        tile_m, head_dim = self.config.tile_m, self.config.head_dim
+        own = self.sums_of(sums, entry, head, m)
+        pieces = tile_m * head_dim // 16  # of 16 numbers that follow one another in the sums, and of a row
+        for i in cutlass.range_constexpr(cute.ceil_div(pieces, _THREADS)):
+            row, column, first = self.place_of(i * _THREADS + thread)
+            row += m * tile_m
+            if row < dq.shape[2]:
+                found = cute.make_rmem_tensor(16, Float32)
+                cute.autovec_copy(cute.local_tile(own, (16,), (first // 16,)), found)
+                for half in cutlass.range_constexpr(2):
+                    if column + 8 * half < dq.shape[3]:
+                        narrow = cute.make_rmem_tensor(_WIDE, self.dtype)
+                        for j in cutlass.range_constexpr(_WIDE):
+                            narrow[j] = self.dtype(found[j // 2 * 4 + 2 * half + j % 2] * scale)
+                        cute.autovec_copy(narrow, cute.local_tile(dq[entry, head, row, None], (_WIDE,), (column // 8 + half,)))
+
+    def place_of(self, piece: Any) -> tuple[Any, Any, Any]:
+        """(row of the tile, column, first number in the sums) of a piece: 4 threads' chunks (``MultipliesBack._told``)."""
+        tile_m, head_dim = self.config.tile_m, self.config.head_dim
+        chunks = tile_m * head_dim // 1024  # of a warp group's thread: 2 warp groups, 128 threads, 4 numbers
+        quad, chunk, group = piece % 32, piece // 32 % chunks, piece // 32 // chunks
+        row = quad // 8 * 16 + quad % 8 + chunk % 2 * 8
+        column = chunk // 2 * 16
+        if tile_m == 64:
+            column = column + group * (head_dim // 2)
+        else:
+            row = row + group * 64
+        return row, column, ((group * chunks + chunk) * 128 + quad * 4) * 4

@@ -1,0 +1,203 @@
+"""Backward tile scheduler: the next tile of keys and the row tiles that see it, which the producer warp writes to shared memory.
+
+A visit is a row tile of one of the query heads that share the keys; heads come one after the other, each one's rows from the first to the
+last. A visit is masked or bare: rows of a bare one see all keys of the tile, as far as bands and lists say.
+"""
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+
+from anyattn.arithmetic import ceil_div
+from anyattn.backends.hopper.kernel.softmax import Softmax
+from anyattn.backends.hopper.kernel.tile_scheduler import Visits
+
+__all__ = ["KEY_FACTS", "VISIT_FACTS", "KeyFacts", "KeySizes", "KeyTables", "Visit", "VisitsRows"]
+
+KEY_FACTS = 8  # numbers of one tile of keys on the board
+VISIT_FACTS = 6  # and of one visit
+
+
+class KeyFacts(NamedTuple):
+    """One tile of keys, as the producer posts it: Int32 each.
+
+    more: 0 says that there are no more tiles. n_block: the tile. kv_head, entry: whose keys they are. total: visits, those of all heads.
+    seqlen_q, seqlen_k: rows in use.
+    """
+
+    more: Any
+    n_block: Any
+    kv_head: Any
+    entry: Any
+    total: Any
+    seqlen_q: Any
+    seqlen_k: Any
+
+
+class Visit(NamedTuple):
+    """One row tile that sees keys of the tile at work, as the producer posts it beside its Q: Int32 each.
+
+    m_block, head: the row tile. is_masked: some row does not see all keys of the tile. asks: the partial predicate is evaluated.
+    left, right: row i sees keys ``i + left <= j < i + right``, as far as the config has these bounds.
+    """
+
+    m_block: Any
+    head: Any
+    is_masked: Any
+    asks: Any
+    left: Any
+    right: Any
+
+
+class KeyTables(NamedTuple):
+    """Tensors that say what to visit, None where the config has none; int32.
+
+    partial_count, full_count: (B, H, N), partial_index, full_index: (B, H, N, M): the row tiles of each tile of keys, in the tiles of the
+    lists (``BackwardConfig.list_cut``); B and H may be 1.
+    """
+
+    partial_count: Any
+    partial_index: Any
+    full_count: Any
+    full_index: Any
+
+
+class KeySizes(NamedTuple):
+    """Run-time sizes. rows: tiles of keys of an entry, each shared by ``spread`` kv heads of all entries, of which ``section`` go side by
+    side. heads: an entry's kv heads. ratio: query heads for each of them."""
+
+    rows: Any
+    spread: Any
+    section: Any
+    heads: Any
+    ratio: Any
+
+
+class VisitsRows:
+    """The deciding part of ``HopperBackward``'s loading role."""
+
+    config: Any
+    band_sides: Any
+
+    captured = Softmax.captured
+    band = Visits.band
+
+    @cute.jit
+    def key_tile(self, work, tables, sizes):
+        """(n_block, kv head, entry) of piece of work ``work``. Of causal rows the first keys are seen by most: they go first."""
+        rows, spread, section, heads, _ = sizes
+        before = work // (section * rows) * section
+        at_once = cutlass.min(section, spread - before)
+        rest = work - before * rows
+        inner = before + rest % at_once
+        n_block = rest // at_once
+        if const_expr(self.config.has_left and not self.config.has_right and not self.config.is_deterministic):
+            n_block = rows - 1 - n_block
+        return n_block, inner % heads, inner // heads
+
+    @cute.jit
+    def plan_of(self, n_block, head, entry, lengths, tables, captured):
+        """(visits of a query head, what ``visit_of`` needs of them)."""
+        seqlen_q, seqlen_k = lengths
+        left, right = Int32(0), Int32(0)
+        if const_expr(self.config.lists is None):
+            left, right = self.band(entry, head, Int32(0), captured)
+            span = self.row_span(n_block, seqlen_q, seqlen_k, left, right)
+            visits, plan = span[1] - span[0], span
+        else:
+            visits, plan = self.listed_rows(n_block, head, entry, seqlen_q, tables)
+        return visits, (plan, left, right)
+
+    @cute.jit
+    def visit_of(self, i, n_block, head, lengths, planned):
+        """Visit ``i`` of a query head."""
+        plan, left, right = planned
+        seqlen_q, seqlen_k = lengths
+        if const_expr(self.config.lists is None):
+            m, is_masked = self.span_visit(i, plan)
+            asks = Int32(0)
+        else:
+            m, asks = self.listed_visit(i, plan)
+            is_masked = asks
+            tile_m, tile_n = self.config.tiles.tile_m, self.config.tiles.tile_n
+            if ((m + 1) * tile_m > seqlen_q) | ((n_block + 1) * tile_n > seqlen_k):
+                is_masked = Int32(1)
+        return Visit(m, head, is_masked, asks, left, right)
+
+    @cute.jit
+    def row_span(self, n_block, seqlen_q, seqlen_k, left, right):
+        """(first, end) of the row tiles that see keys of the tile, and (first, end) of those whose rows see all of them."""
+        config = self.config
+        tile_m, tile_n = config.tiles.tile_m, config.tiles.tile_n
+        start, end = n_block * tile_n, cutlass.min((n_block + 1) * tile_n, seqlen_k)
+        first, last = Int32(0), ceil_div(seqlen_q, tile_m)
+        bare_first, bare_last = Int32(0), seqlen_q // tile_m
+        if const_expr(config.has_right):  # row i sees keys below i + right
+            first = cutlass.max(start - right + 1, 0) // tile_m
+            bare_first = ceil_div(cutlass.max(end - right, 0), tile_m)
+        if const_expr(config.has_left):  # and from i + left on
+            last = cutlass.min(last, ceil_div(cutlass.max(end - left, 0), tile_m))
+            bare_last = cutlass.min(bare_last, cutlass.max(start - left + 1, 0) // tile_m)
+        if end - start < tile_n:  # keys past the last one are hidden from all rows
+            bare_last = Int32(0)
+        return first, cutlass.max(last, first), bare_first, bare_last
+
+    @cute.jit
+    def span_visit(self, i, span):
+        """(row tile, whether it is masked) of visit ``i``."""
+        first, _, bare_first, bare_last = span
+        m = first + i
+        is_masked = Int32(1)
+        if (m >= bare_first) & (m < bare_last):
+            is_masked = Int32(0)
+        return m, is_masked
+
+    @cute.jit
+    def listed_rows(self, n_block, head, entry, seqlen_q, tables):
+        """(visits, plan for ``listed_visit``) of a query head: partial tiles first, then full ones."""
+        _, cut_n = self.config.list_cut
+        entry = entry if const_expr(self.config.per_entry) else Int32(0)
+        head = head if const_expr(self.config.per_head) else Int32(0)
+        line, found = n_block // cut_n, []
+        for count, index in ((tables.partial_count, tables.partial_index), (tables.full_count, tables.full_index)):
+            if const_expr(count is None):
+                found.append((Int32(0), found[0][1]))
+            else:
+                entries = index[entry, head, line, None]
+                found.append((self.rows_listed(count[entry, head, line], entries, seqlen_q), entries))
+        (partials, _), (fulls, _) = found
+        return partials + fulls, (partials, found[0][1], found[1][1])
+
+    @cute.jit
+    def rows_listed(self, size, entries, seqlen_q):
+        """Row tiles in a list's tiles, without those of its last tile that lie past the last row."""
+        cut, tile_m = self.config.list_cut[0], self.config.tiles.tile_m
+        rows = size * cut
+        if const_expr(cut > 1):
+            if size > 0:
+                room = ceil_div(seqlen_q, tile_m) - entries[size - 1] * cut
+                rows = (size - 1) * cut + cutlass.min(cut, room)
+        return rows
+
+    @cute.jit
+    def listed_visit(self, i, plan):
+        """(row tile, whether the partial predicate is evaluated) of visit ``i``."""
+        cut = self.config.list_cut[0]
+        partials, partial_list, full_list = plan
+        m, asks = Int32(0), Int32(1)
+        if i < partials:
+            m = partial_list[i // cut] * cut + i % cut
+        else:
+            asks = Int32(0)
+            m = full_list[(i - partials) // cut] * cut + (i - partials) % cut
+        return m, asks
+
+    @cute.jit
+    def turn_of(self, n_block, visit):
+        """How many tiles of keys add to a row tile before this one: those from the first that its rows see on."""
+        turn = n_block
+        if const_expr(self.config.has_left):
+            turn = n_block - cutlass.max(visit.m_block * self.config.tiles.tile_m + visit.left, 0) // self.config.tiles.tile_n
+        return turn

@@ -1,0 +1,166 @@
+"""Pointwise part of the backward pass on a transposed fragment: probabilities from the log-sum-exp, mods, masks, gradients of scores.
+
+A thread's two rows of the fragment are keys, 8 apart; its columns are query rows.
+"""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, const_expr
+
+from anyattn.arithmetic import LOG2E
+from anyattn.backends.hopper.codegen.emit import emit, emit_rows, select
+from anyattn.backends.hopper.kernel.fragment import rows_and_columns
+
+__all__ = ["Scores"]
+
+
+class Scores:
+    """What ``HopperBackward`` does to the scores of one tile."""
+
+    config: Any
+    asked: Any
+    said_of: Any
+
+    def of_rows(self, statistic: Any, positions: Any) -> Any:
+        """The numbers of a thread's query rows, read in pairs: a thread's columns lie in pairs, 8 apart."""
+        columns = cute.size(positions, mode=[1])
+        found = cute.make_rmem_tensor(columns, Float32)
+        first = positions[0, 0][1] // 2
+        pairs = cute.logical_divide(statistic, cute.make_layout(2))
+        for c in range(columns // 2):
+            cute.autovec_copy(pairs[None, first + 4 * c], cute.make_tensor(found.iterator + 2 * c, cute.make_layout(2)))
+        return found
+
+    def probabilities(self, scores: Any, lse: Any, scale_log2: Any) -> None:
+        """Turns raw products into exp2 of the scaled ones less the log-sum-exp, in place."""
+        s = rows_and_columns(scores)
+        for c in range(cute.size(s, mode=[1])):
+            for r in range(cute.size(s, mode=[0])):
+                s[r, c] = cute.math.exp2(cute.math.fma(s[r, c], scale_log2, -lse[c]), fastmath=True)
+
+    def score_gradients(self, p: Any, dp: Any, delta: Any) -> None:
+        """Turns dP into the scores' gradients, P times (dP - delta), in place."""
+        p, dp = rows_and_columns(p), rows_and_columns(dp)
+        for c in range(cute.size(p, mode=[1])):
+            for r in range(cute.size(p, mode=[0])):
+                dp[r, c] = p[r, c] * (dp[r, c] - delta[c])
+
+    def modified(
+        self,
+        scores: Any,
+        dp: Any,
+        lse: Any,
+        delta: Any,
+        positions: Any,
+        said: Any,
+        scale: Any,
+        captured: Any,
+    ) -> None:
+        """Both of these behind a score mod: its value makes the probability, its derivative is a factor of the gradient."""
+        s, grad = rows_and_columns(scores), rows_and_columns(dp)
+        visit, facts = self.said_of(said)
+
+        def read(r: int, c: int) -> Any:  # of the emitter's rows, which are query rows, and columns, which are keys
+            return s[c, r] * scale
+
+        def store(r: int, c: int, value: Any, derivative: Any) -> None:
+            p = cute.math.exp2(cute.math.fma(Float32(value), Float32(LOG2E), -lse[r]), fastmath=True)
+            ds = p * (grad[c, r] - delta[r])
+            if not (isinstance(derivative, (int, float)) and derivative == 1.0):
+                # where the probability is 0 the derivative may be anything
+                ds = select(p == 0.0, Float32(0.0), ds * Float32(derivative), "float")
+            s[c, r], grad[c, r] = p, ds
+
+        places = self._places(positions, visit, facts)
+        emit(self.config.score, *self.captured(captured, 0), places, read, store)
+
+    def _places(self, positions: Any, visit: Any, facts: Any) -> dict[str, Any]:
+        """The positions of a thread's scores, as mods see them: rows and keys past the last are clamped, and their scores are not used."""
+        apart, steps = self._offsets(positions)
+        row, key = self._first(positions, visit, facts)
+        q_idx = [cutlass.min(row + a, facts.seqlen_q - 1) for a in apart]
+        kv_idx = [cutlass.min(key + s, facts.seqlen_k - 1) for s in steps]
+        return {"b": facts.entry, "h": visit.head, "q_idx": q_idx, "kv_idx": kv_idx, "apart": apart, "steps": steps}
+
+    def _offsets(self, positions: Any) -> tuple[list[int], list[int]]:
+        """How far each of a thread's query rows lies from its first, and each of its keys."""
+        columns, keys = cute.size(positions, mode=[1]), cute.size(positions, mode=[0])
+        return [c // 2 * 8 + c % 2 for c in range(columns)], [8 * r for r in range(keys)]
+
+    def _first(self, positions: Any, visit: Any, facts: Any) -> tuple[Any, Any]:
+        """A thread's first query row and key, as their sequences count them."""
+        tiles = self.config.tiles
+        return positions[0, 0][1] + visit.m_block * tiles.tile_m, positions[0, 0][0] + facts.n_block * tiles.tile_n
+
+    @cute.jit
+    def hidden(self, fragments, positions, said, captured):
+        """Zeros in ``fragments`` where a row does not see a key. said: see ``MultipliesBack.said_of``."""
+        given = (positions, said, captured)
+        visit, _ = self.said_of(said)
+        if const_expr(self.config.always):
+            self._hide(fragments, True, self._asked(False), *given)
+        else:
+            if visit.is_masked != 0:
+                self._hide(fragments, True, (), *given)
+        if const_expr(self.config.partial is not None):
+            if visit.asks != 0:
+                self._hide(fragments, False, self._asked(True), *given)
+
+    def _asked(self, is_partial: bool) -> tuple:
+        """The partial predicate, or those that hold always."""
+        return tuple((at, ask) for at, ask in self.asked if (ask is self.config.partial) is is_partial)
+
+    def _hide(self, fragments: tuple, has_edges: bool, asked: tuple, positions: Any, said: Any, captured: Any) -> None:
+        """has_edges: rows and keys past the last are hidden, and what is outside of a row's band."""
+        visit, facts = self.said_of(said)
+        apart, steps = self._offsets(positions)
+        row, key = self._first(positions, visit, facts)
+        fragments = tuple(rows_and_columns(f) for f in fragments)
+        places = self._places(positions, visit, facts)
+        for c, a in enumerate(apart):
+            limits = [_pairs(found) for found in self._limits(asked, places, c, captured)]
+            for r, s in enumerate(steps):
+                seen = self._within(row, key, a, s, visit, facts) if has_edges else None
+                for pairs in limits:
+                    inside: Any = None
+                    for low, high in pairs:
+                        here = (key + s >= low) & (key + s < high)
+                        inside = here if inside is None else inside | here
+                    seen = inside if seen is None else seen & inside
+                for f in fragments if seen is not None else ():
+                    f[r, c] = select(seen, f[r, c], Float32(0.0), "float")
+        for at, ask in asked:
+            if not ask.by_row:
+                self._ask_each(fragments, at, ask, places, captured)
+
+    def _within(self, row: Any, key: Any, a: int, s: int, visit: Any, facts: Any) -> Any:
+        """Whether a row and a key exist and the key is in the row's band; literals are compared with numbers of the tile."""
+        seen = (Int32(a) < facts.seqlen_q - row) & (Int32(s) < facts.seqlen_k - key)
+        if self.config.has_right:  # key < row + right
+            seen = seen & (Int32(s - a) < row + visit.right - key)
+        if self.config.has_left:
+            seen = seen & (Int32(s - a) >= row + visit.left - key)
+        return seen
+
+    def _limits(self, asked: tuple, places: dict[str, Any], c: int, captured: Any) -> list[tuple]:
+        """For each predicate with row ranges lo, hi, lo, hi, ... of the keys that row ``c`` sees."""
+        found = []
+        for at, ask in asked:
+            if ask.by_row:
+                numbers, tensors = self.captured(captured, at)
+                found.append(emit_rows(ask.expr, numbers, tensors, places["b"], places["h"], [places["q_idx"][c]])[0])
+        return found
+
+    def _ask_each(self, fragments: tuple, at: int, ask: Any, places: dict[str, Any], captured: Any) -> None:
+        def store(r: int, c: int, seen: Any) -> None:
+            seen = Boolean(seen) if not isinstance(seen, bool) else seen
+            for f in fragments:
+                f[c, r] = select(seen, f[c, r], Float32(0.0), "float")
+
+        emit(ask.expr, *self.captured(captured, at), places, None, store)
+
+
+def _pairs(limits: tuple) -> list[tuple[Any, Any]]:
+    return list(zip(limits[::2], limits[1::2], strict=True))

@@ -1,0 +1,149 @@
+"""The Hopper backward kernel on a GPU, opted into by its environment variable, judged by the budget against the fp64 oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import anyattn
+from anyattn import hardware, masks
+from anyattn.backends.hopper.make_backward_config import VARIABLE
+from tests.support.gpu import judging
+from tests.support.gpu.judging import DEVICE, judge, qkv, random
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120, method="thread")]  # a kernel that hangs is a failure
+judging.needs_the_backend(only="hopper")
+
+RERUNS = 300 if judging.MODE == "gpu" else 2
+MASKS: dict[str, Any] = {
+    "full": None,
+    "causal": masks.causal(),
+    "offset": masks.causal(33),
+    "window": masks.sliding_window(100, 7),
+    "left": masks.sliding_window(100, None),
+    "prefix": masks.prefix_lm(150),
+    "sinks": masks.sink_window(4, 90),
+    "dilated": masks.dilated(3, 200),
+    "blind": lambda b, h, i, j: (i >= j) & (i % 5 != 0),
+    "by head": lambda b, h, i, j: i >= j + 3 * h,
+}
+SLOPES, TABLE = random(4), random(4, 99)
+SCORES: dict[str, Any] = {
+    "softcap": lambda s, b, h, i, j: 20 * torch.tanh(s / 20),
+    "square": lambda s, b, h, i, j: s * s * 0.1,
+    "alibi": judging.Capturing(lambda to: (lambda t: lambda s, b, h, i, j: s - t[h].abs() * (i - j).abs() * 0.01)(to(SLOPES))),
+    "relative": judging.Capturing(lambda to: (lambda t: lambda s, b, h, i, j: s + t[h, torch.clamp(i - j, -49, 49) + 49])(to(TABLE))),
+}
+
+
+@pytest.fixture(autouse=True)
+def _opted_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv(VARIABLE, "1")
+    yield
+    if judging.MODE == "gpu":
+        torch.cuda.synchronize()
+
+
+def backed(*given: Any, **options: Any) -> None:
+    judge(*given, backward=True, **options)
+
+
+def test_first_one_tile() -> None:
+    """The smallest case, to be run before all others: one tile of keys, one row tile."""
+    backed(qkv(1, 1, 1, sq=64, sk=128, d=64))
+
+
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", judging.KINDS)
+@pytest.mark.parametrize("name", ["full", "causal"])
+def test_dense(name: str, kind: str, dtype: torch.dtype, d: int) -> None:
+    backed(qkv(2, 4, 2, sq=300, sk=333, d=d, dtype=dtype, kind=kind), mask=MASKS[name])
+
+
+@pytest.mark.parametrize(("sq", "sk"), [(1, 1), (1, 400), (63, 127), (64, 128), (65, 129), (257, 31), (1025, 1025), (2048, 2048)])
+@pytest.mark.parametrize("name", ["full", "causal", "window"])
+def test_lengths(name: str, sq: int, sk: int) -> None:
+    backed(qkv(1, 4, 2, sq=sq, sk=sk, d=128), mask=MASKS[name])
+
+
+@pytest.mark.parametrize(("d", "dv"), [(8, 8), (40, 40), (72, 72), (96, 96), (128, 64), (64, 128), (120, 88)])
+def test_head_dims(d: int, dv: int) -> None:
+    backed(qkv(1, 4, 2, d=d, dv=dv), mask=masks.causal(33))
+
+
+@pytest.mark.parametrize("ratio", [1, 3, 8])
+def test_grouped_heads(ratio: int) -> None:
+    backed(qkv(2, 2 * ratio, 2, sq=500, sk=500), mask=masks.causal())
+
+
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("name", MASKS)
+def test_masks(name: str, d: int) -> None:
+    backed(qkv(2, 4, 2, sq=600, sk=700, d=d), mask=MASKS[name])
+
+
+@pytest.mark.parametrize("tile", [64, 128, 256])
+def test_block_masks(tile: int) -> None:
+    mask = masks.prefix_lm(150)
+    block_mask = anyattn.create_block_mask(mask, None, None, 600, 700, device=DEVICE, BLOCK_SIZE=tile)
+    backed(qkv(2, 4, 2, sq=600, sk=700), mask=mask, block_mask=block_mask)
+
+
+@pytest.mark.parametrize("name", SCORES)
+@pytest.mark.parametrize("mask", ["full", "causal", "blind"])
+def test_score_mods(name: str, mask: str) -> None:
+    backed(qkv(2, 4, 2, sq=300, sk=333), score=SCORES[name], mask=MASKS[mask])
+
+
+def test_sinks_and_scale() -> None:
+    backed(qkv(2, 4, 2), sink=random(4), scale=0.3, mask=masks.causal())
+
+
+@judging.on_the_gpu_alone
+def test_gradients_of_the_sink_and_through_the_log_sum_exp() -> None:
+    """Against Triton's, which the budget has judged: the same terms by another kernel."""
+    found = []
+    for wanted in ("1", "0"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(VARIABLE, wanted)
+            leaves = [t.detach().requires_grad_() for t in qkv(1, 4, 2, sq=500, sk=500)]
+            sink = random(4).to(DEVICE).requires_grad_()
+            out, lse = anyattn.flex_attention(*leaves, sink=sink, return_lse=True, enable_gqa=True, backend="hopper")
+            given = random(*out.shape, seed=1).to(out), random(*lse.shape, seed=2).to(lse)
+            found.append([t.float() for t in torch.autograd.grad((out, lse), [*leaves, sink], given)])
+    for own, other in zip(*found, strict=True):
+        assert (own - other).norm() <= 2**-7 * other.norm()
+
+
+@judging.on_the_gpu_alone
+@pytest.mark.parametrize("name", ["full", "causal", "window"])
+def test_deterministic_reruns_agree_bitwise(name: str) -> None:
+    leaves = [t.detach().requires_grad_() for t in qkv(2, 8, 4, sq=1025, sk=1025, d=64)]
+    dout = random(2, 8, 1025, 64, seed=1).to(leaves[0])
+
+    def gradients() -> tuple[torch.Tensor, ...]:
+        options = {"enable_gqa": True, "backend": "hopper", "deterministic": True, "mask_mod": MASKS[name]}
+        return torch.autograd.grad(anyattn.flex_attention(*leaves, **options), leaves, dout)
+
+    first = gradients()
+    for _ in range(RERUNS):
+        assert all(torch.equal(a, b) for a, b in zip(first, gradients(), strict=True))
+
+
+@judging.on_the_gpu_alone
+def test_surroundings_are_neither_read_nor_written() -> None:
+    tensors = [judging.surrounded(t) for t in qkv(1, 4, 2, sq=130, sk=150, d=64)]
+    backed(tensors, meant=[t.clone() for t in tensors], mask=masks.causal())
+
+
+def test_the_plan_says_so() -> None:
+    if judging.MODE == "cpu":
+        pytest.skip("about the hopper backend")
+    leaves = [t.requires_grad_() for t in qkv(1, 4, 2)]
+    assert hardware.of(leaves[0].device.type).capability == (9, 0)
+    plan = anyattn.explain(*leaves, enable_gqa=True, backend="hopper").plan
+    assert plan.backward == "hopper"

@@ -1,0 +1,389 @@
+"""The machine that the backward roles run on: memory, copies, products and barriers with real numbers.
+
+The 128 threads of a warp group are the first axis of every register. Memory is addressed by rows and columns; how shared memory is swizzled
+is not modelled. What is asynchronous takes effect as late as it may: a product's operands, in registers or in shared memory, are read when
+it is waited for, a copy's source likewise, so that whatever is overwritten too early shows in the numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.support.hopper.schedule import Broken, MemoryBarrier, NamedBarrier, Schedule
+
+__all__ = ["Acc", "Block", "Box", "Group", "Mma", "Pipe", "Regs", "Shared", "View", "narrow"]
+
+LANES = np.arange(128, dtype=np.int32)
+ROW = LANES // 32 * 16 + LANES % 32 // 4  # of a wgmma accumulator's 64 rows, the first that a thread holds; the other lies 8 below
+COLUMN = LANES % 4 * 2  # and the first column; then the next one, and the same pair 8 further on
+
+
+def narrow(x: np.ndarray) -> np.ndarray:
+    """float32 numbers rounded to bfloat16."""
+    return torch.from_numpy(np.ascontiguousarray(x, dtype=np.float32)).bfloat16().float().numpy()
+
+
+class Values(np.ndarray):
+    """Numbers of registers, with the compiler's way of converting them."""
+
+    def to(self, dtype: Any) -> np.ndarray:
+        return narrow(np.asarray(self))
+
+
+class Acc:
+    """A fragment of 64 rows of a thread's two rows and its columns: (128, 2, columns), as ``rows_and_columns`` shows it."""
+
+    def __init__(self, columns: int):
+        self.values = np.full((128, 2, columns), np.nan, dtype=np.float32)
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, tuple) and len(key) == 3:  # what one instruction of a product reads of it as its first operand
+            return (self, key[2])
+        return self.values[:, key[0], key[1]]
+
+    def __setitem__(self, key: tuple[int, int], value: Any) -> None:
+        self.values[:, key[0], key[1]] = value
+
+    def fill(self, value: float) -> None:
+        self.values[:] = value
+
+    def load(self) -> Values:
+        return self.values.copy().view(Values)
+
+    def store(self, values: Any) -> None:
+        self.values[:] = values
+
+    def sizes(self) -> tuple[int, int, int]:
+        return (2, self.values.shape[2], self.values.shape[2] // 8)
+
+    def matrix(self) -> np.ndarray:
+        """The 64 rows that the threads hold together."""
+        columns = self.values.shape[2] // 2 * 8
+        found = np.empty((64, columns), dtype=np.float32)
+        for c in range(self.values.shape[2]):
+            for r in range(2):
+                found[ROW + 8 * r, COLUMN + c // 2 * 8 + c % 2] = self.values[:, r, c]
+        return found
+
+    def add(self, product: np.ndarray, from_zero: bool) -> None:
+        for c in range(self.values.shape[2]):
+            for r in range(2):
+                part = product[ROW + 8 * r, COLUMN + c // 2 * 8 + c % 2]
+                self.values[:, r, c] = part if from_zero else self.values[:, r, c] + part
+
+
+class Positions:
+    """Rows and columns of a tile that a thread's fragment stands for."""
+
+    def __init__(self, group: int, columns: int):
+        self.group, self.columns = group, columns
+
+    def sizes(self) -> tuple[int, int]:
+        return (2, self.columns // 4)
+
+    def __getitem__(self, key: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+        r, c = key
+        return 64 * self.group + ROW + 8 * r, COLUMN + c // 2 * 8 + c % 2
+
+
+class Regs:
+    """So many numbers of each thread."""
+
+    def __init__(self, count: int):
+        self.values = np.full((128, count), np.nan, dtype=np.float32)
+        self.iterator, self.start = self, 0
+
+    def __add__(self, offset: int) -> Regs:
+        found = Regs.__new__(Regs)
+        found.values, found.start = self.values[:, offset:], 0
+        found.iterator = found
+        return found
+
+    def __getitem__(self, i: int) -> np.ndarray:
+        return self.values[:, i].copy()
+
+    def __setitem__(self, i: int, value: Any) -> None:
+        self.values[:, i] = value
+
+    def sizes(self) -> tuple[int]:
+        return (self.values.shape[1],)
+
+
+class Shared:
+    """A tile in shared memory with a last axis for its stages."""
+
+    def __init__(self, block: Block, name: str, shape: tuple[int, ...]):
+        self.block, self.name = block, name
+        self.values = np.full(shape, np.nan, dtype=np.float32)
+        self.unfenced = set[int]()  # groups that have written and not ordered it before asynchronous reads
+        self.iterator, self.layout = self, "as stored"
+
+    def __getitem__(self, key: Any) -> View:
+        return View(self, key)
+
+
+class View:
+    """A part of shared memory."""
+
+    def __init__(self, of: Shared, key: Any, is_transposed: bool = False):
+        self.of, self.key, self.is_transposed = of, key, is_transposed
+        self.iterator = self
+
+    def index(self) -> tuple:
+        # a tile whose rows and columns are one mode has one index less
+        missing = self.of.values.ndim - len(self.key)
+        return (slice(None),) * missing + tuple(slice(None) if k is None else k for k in self.key)
+
+    def read(self, what: str, of_group: int | None = None) -> np.ndarray:
+        """of_group: whose part alone is read."""
+        if self.of.unfenced if of_group is None else of_group in self.of.unfenced:
+            raise Broken(f"{self.of.name} is read by {what} before the writes of groups {self.of.unfenced} are fenced")
+        found = self.of.values[self.index()]
+        return found.T if self.is_transposed else found
+
+    def write(self, values: Any) -> None:
+        self.of.values[self.index()] = values
+
+
+class Box:
+    """A tile of a tensor in global memory, (rows, columns), as the copy engine sees it."""
+
+    def __init__(self, of: np.ndarray, shape: tuple[int, int], place: tuple[int, int]):
+        self.of, self.shape = of, shape
+        self.rows, self.columns = (slice(p * n, (p + 1) * n) for p, n in zip(place, shape, strict=True))
+
+    def read(self) -> np.ndarray:
+        found = np.zeros(self.shape, dtype=np.float32)
+        part = self.of[self.rows, self.columns]
+        found[: part.shape[0], : part.shape[1]] = part
+        return found
+
+    def write(self, values: np.ndarray) -> None:
+        part = self.of[self.rows, self.columns]
+        part[:] = values[: part.shape[0], : part.shape[1]]
+
+
+class ByteBarrier(MemoryBarrier):
+    """An mbarrier that counts bytes."""
+
+    def came_bytes(self, count: int) -> None:
+        self.expected -= count
+        if self.expected < 0:
+            raise Broken(f"{self.name} is told of {-self.expected} bytes that it does not expect")
+        self._turn()
+
+
+class Pipe:
+    """``PipelineTmaAsync`` where ``size`` bytes fill a stage, ``PipelineAsync`` where it is 0."""
+
+    def __init__(self, block: Block, name: str, stages: int, groups: int, size: int):
+        self.block, self.size, self.name = block, size, name
+        self.full = [ByteBarrier(block.schedule, f"{name} {i} full", 1) for i in range(stages)]
+        self.empty = [MemoryBarrier(block.schedule, f"{name} {i} empty", groups) for i in range(stages)]
+        self.held = [set[int]() for _ in range(stages)]
+        self.sync_object_empty, self.sync_object_full = _Empty(self), _Full(self)
+
+    def producer_acquire(self, state: Any) -> None:
+        self.sync_object_empty.wait(state.index, state.phase)
+        if self.size:
+            self.sync_object_full.arrive(state.index, None)
+
+    def producer_commit(self, state: Any) -> None:
+        self.sync_object_full.arrive(state.index, None)
+
+    def producer_get_barrier(self, state: Any) -> ByteBarrier:
+        return self.full[state.index]
+
+    def producer_tail(self, state: Any) -> None:
+        for _ in self.full:
+            self.sync_object_empty.wait(state.index, state.phase)
+            state.advance()
+
+    def consumer_wait(self, state: Any) -> None:
+        self.full[state.index].wait(state.phase)
+        self.held[state.index].add(self.block.group.number)
+
+    def consumer_release(self, state: Any) -> None:
+        group = self.block.group
+        if group.number not in self.held[state.index]:
+            raise Broken(f"{self.name} {state.index} is given back by group {group.number}, which does not hold it")
+        if group.reads(self.name, state.index):
+            raise Broken(f"{self.name} {state.index} is given back while a product reads it")
+        self.held[state.index].discard(group.number)
+        self.empty[state.index].arrive()
+
+
+class _Empty:
+    def __init__(self, pipe: Pipe):
+        self.pipe = pipe
+
+    def wait(self, index: int, phase: int) -> None:
+        self.pipe.empty[index].wait(phase)
+
+
+class _Full:
+    def __init__(self, pipe: Pipe):
+        self.pipe = pipe
+
+    def arrive(self, index: int, _: None) -> None:
+        self.pipe.full[index].arrive(self.pipe.size)
+
+
+class Mma:
+    """A tiled product: of ``groups`` warp groups so many divide its rows, the others its columns."""
+
+    def __init__(self, block: Block, rows: int, columns: int, by_rows: int):
+        self.block, self.shape, self.by_rows, self.op = block, (rows, columns), by_rows, self
+        self.by_columns = block.groups // by_rows
+
+    def get_slice(self, thread: Any) -> Mma:
+        return self
+
+    def partition_A(self, tile: Any) -> tuple:
+        return tile, "rows", self
+
+    def partition_B(self, tile: Any) -> tuple:
+        return tile, "columns", self
+
+    def make_fragment_A(self, part: tuple) -> Operand:
+        return Operand(*part)
+
+    make_fragment_B = make_fragment_A
+
+    def partition_C(self, shape: tuple[int, int]) -> Positions:
+        if shape != self.shape or self.by_columns != 1:
+            raise Broken(f"positions of {shape} by a product of {self.shape}")
+        return Positions(self.block.group.number, shape[1])
+
+    def partition_shape_C(self, shape: tuple[int, int]) -> tuple[str, int]:
+        if shape != self.shape or shape[0] != 64 * self.by_rows:
+            raise Broken(f"an accumulator of {shape} by a product of {self.shape}")
+        return ("accumulator", shape[1] // self.by_columns // 4)
+
+    def part_of(self, side: str, size: int) -> slice:
+        """What this warp group multiplies of one side of a tile."""
+        number = self.block.group.number
+        count = self.by_rows if side == "rows" else self.by_columns
+        at = number % count if count > 1 else 0
+        return slice(at * size // count, (at + 1) * size // count)
+
+
+class Operand:
+    """Shared memory as an operand of a product, with a last index for the stage."""
+
+    def __init__(self, tile: Any, side: str, mma: Mma, stage: int | None = None):
+        self.tile, self.side, self.mma, self.stage = tile, side, mma, stage
+
+    def __getitem__(self, key: tuple) -> Any:
+        if len(key) == 4:
+            return Operand(self.tile, self.side, self.mma, key[3])
+        return (self, key[2])
+
+    @property
+    def of(self) -> Shared:
+        found: Shared = self.tile.of if isinstance(self.tile, View) else self.tile
+        return found
+
+    def sizes(self) -> tuple[int, int, int]:
+        return (0, 0, self._tile().shape[1] // 16)
+
+    def _tile(self) -> np.ndarray:
+        is_transposed = isinstance(self.tile, View) and self.tile.is_transposed
+        return View(self.of, (None, None, self.stage), is_transposed).read("a product")
+
+    def matrix(self) -> np.ndarray:
+        """(rows or columns of the product, what is summed over)."""
+        tile = self._tile()
+        return tile[self.mma.part_of(self.side, tile.shape[0])]
+
+
+class Group:
+    """A warp group, or a warp: its products and copies under way."""
+
+    def __init__(self, block: Block, number: int):
+        self.block, self.number = block, number
+        self.issued: list[tuple] = []
+        self.flying: list[list[tuple]] = []
+        self.copies: list[Any] = []  # not committed yet
+        self.sent: list[Any] = []
+
+    def commit(self) -> None:
+        self.block.schedule.step()
+        self.flying.append(self.issued)
+        self.issued = []
+
+    def reads(self, name: str, stage: int) -> bool:
+        return any(isinstance(x, Operand) and x.of.name == name and x.stage == stage for p in self.flying for part in p for x in part[1:3])
+
+    def wait(self, most: int) -> None:
+        self.block.schedule.step()
+        while len(self.flying) > most:
+            parts = self.flying.pop(0)
+            acc, a, b = parts[0][:3]
+            count = parts[0][1].sizes()[2]
+            if [(x[0] is acc, x[1] is a, x[2] is b, x[3]) for x in parts] != [(True, True, True, i) for i in range(count)]:
+                raise Broken("a product is not the sum of its parts")
+            if any(not adds for *_, adds in parts[1:]):
+                raise Broken("a part of a product does not add to the others")
+            left, right = (x.matrix() for x in (a, b))
+            with np.errstate(invalid="ignore", over="ignore"):
+                acc.add(left @ right.T, not parts[0][4])
+
+    def committed(self) -> None:
+        self.sent.append(self.copies)
+        self.copies = []
+
+    def wait_for_copies(self, most: int) -> None:
+        while len(self.sent) > most:
+            for copy in self.sent.pop(0):
+                copy()
+
+
+class Block:
+    """One thread block: its memory, pipelines and roles."""
+
+    def __init__(self, schedule: Schedule, config: Any, number: int, workers: int):
+        self.schedule, self.config, self.number, self.workers = schedule, config, number, workers
+        tiles, d, dv = config.tiles, config.head_dim, config.head_dim_v
+        self.groups, self.of_actor = tiles.warp_groups, dict[Any, Group]()
+        m, n, g = tiles.tile_m, tiles.tile_n, tiles.warp_groups
+        shapes = {
+            "q": (m, d, tiles.q_stages), "dout": (m, dv, tiles.do_stages), "k": (n, d, 1), "v": (n, dv, 1), "ds": (n, m, tiles.ds_stages),
+            "lse": (m, tiles.q_stages), "delta": (m, tiles.do_stages), "dq": (4, 128, m * d // (512 * g), g),
+        }  # fmt: skip
+        self.memory = {name: Shared(self, name, shape) for name, shape in shapes.items()}
+        self.pipes = tuple(
+            Pipe(self, name, stages, g, size)
+            for name, stages, size in (
+                ("q", tiles.q_stages, 2 * m * d + 4 * m), ("dout", tiles.do_stages, 2 * m * dv + 4 * m), ("k", 1, 2 * n * d),
+                ("v", 1, 2 * n * dv), ("work", 2, 0),
+            )
+        )  # fmt: skip
+        self.barriers = dict[int, NamedBarrier]()
+
+    @property
+    def group(self) -> Group:
+        return self.of_actor[self.schedule.now]
+
+    def barrier(self, number: int, threads: int, waits: bool) -> None:
+        found = self.barriers.setdefault(number, NamedBarrier(self.schedule, f"block {self.number}, barrier {number}", threads))
+        actor = self.group
+        # a warp of 32 beside warp groups of 128
+        size = 128 if 0 <= actor.number < self.groups else 32
+        self.schedule.step()
+        if threads != found.threads:
+            raise Broken(f"{found.name} is asked for {threads} threads and for {found.threads}")
+        mine = found.generation
+        found.arrived += size
+        found.waiting += waits
+        if found.arrived > found.threads:
+            raise Broken(f"{found.arrived} threads at {found.name}, which is for {found.threads}")
+        if found.arrived == found.threads:
+            if not found.waiting:
+                raise Broken(f"nobody waits at {found.name}")
+            found.arrived, found.waiting, found.generation = 0, 0, mine + 1
+        if waits:
+            self.schedule.until(lambda: found.generation != mine, f"waits at {found.name}")

@@ -1,0 +1,471 @@
+"""The text of the backward roles, run as Python on real numbers in the machine of ``backward_machine.py``: a thread that loads, one that
+adds, one for each warp group that multiplies. CuTe DSL is not needed: ``cute`` and the rest are stand-ins, the text is read from its files.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import contextlib
+import functools
+from pathlib import Path
+from types import CodeType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+import anyattn
+from anyattn.backends.hopper.config import sides, slots
+from tests.support.hopper.backward_machine import Acc, Block, Box, Group, Mma, Regs, Shared, View, narrow
+from tests.support.hopper.emitted import run_source
+from tests.support.hopper.protocol import State
+from tests.support.hopper.roles import Counter
+from tests.support.hopper.schedule import Broken, Schedule
+
+__all__ = ["MODULES", "Call", "run_grid"]
+
+_FOLDER = Path(anyattn.__file__).parent / "backends" / "hopper" / "kernel"
+MODULES = (
+    "softmax", "tile_scheduler", "producer", "backward_scheduler", "backward_producer", "backward_adder", "backward_scores",
+    "backward_epilogue", "backward_mma", "backward_rows",
+)  # fmt: skip
+_KEPT = ("typing", "anyattn.arithmetic", "anyattn.sequences")
+Changes = tuple[tuple[str, str, str], ...]  # (module, text, text that takes its place)
+
+
+@functools.lru_cache(maxsize=64)
+def compiled(changes: Changes = ()) -> tuple[list[CodeType], dict[str, list[str]]]:
+    """The modules, and their lines."""
+    found, lines = [], {}
+    for module in MODULES:
+        file = str(_FOLDER / f"{module}.py")
+        text = (_FOLDER / f"{module}.py").read_text()
+        for name, old, new in changes:
+            if name == module:
+                if old not in text:
+                    raise ValueError(f"a planted bug replaces {old!r}, which does not stand in {file}; wanted text of today's kernel")
+                text = text.replace(old, new)
+        lines[file] = text.splitlines()
+        tree = ast.parse(text)
+        tree.body = [n for n in tree.body if not isinstance(n, ast.Import) and not (isinstance(n, ast.ImportFrom) and not _is_kept(n))]
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef):
+                node.decorator_list, node.returns = [], None
+                for argument in node.args.args:
+                    argument.annotation = None
+        found.append(compile(ast.fix_missing_locations(tree), file, "exec"))
+    return found, lines
+
+
+def _is_kept(node: ast.ImportFrom) -> bool:
+    return str(node.module).startswith(_KEPT)
+
+
+class Call:
+    """Operands of one call on the CPU, float32 numbers that bfloat16 holds: q, k, v, dout (B, H, S, D), and what its kernels write.
+
+    lse, delta: (B, Hq, M, tile_m). counter: as the launch has it.
+    """
+
+    def __init__(self, config: Any, tensors: tuple[np.ndarray, ...], lse: np.ndarray, delta: np.ndarray, scale: float, lists: tuple = ()):
+        self.config, self.scale = config, scale
+        self.q, self.k, self.v, self.dout = tensors
+        tiles = config.tiles
+        self.batch, self.heads, self.kv_heads = self.q.shape[0], self.q.shape[1], self.k.shape[1]
+        self.rows, self.keys = self.q.shape[2], self.k.shape[2]
+        row_tiles = -(-self.rows // tiles.tile_m)
+        shape = (self.batch, self.heads, row_tiles, tiles.tile_m)
+        self.lse, self.delta = (np.full(shape, fill, dtype=np.float32) for fill in (np.inf, 0.0))
+        for own, given in ((self.lse, lse), (self.delta, delta)):
+            own.reshape(self.batch, self.heads, -1)[..., : self.rows] = given
+        self.sums = np.zeros((*shape[:3], tiles.tile_m * config.head_dim), dtype=np.float32)
+        self.turns = np.zeros(shape[:3], dtype=np.int32) if config.is_deterministic else None
+        self.dk, self.dv = (np.full_like(t, np.nan) for t in (self.k, self.v))
+        self.lists = lists or (None,) * 4
+
+
+class _Flat:
+    """Numbers of a row of global memory from some place on."""
+
+    def __init__(self, of: np.ndarray, at: int = 0):
+        self.of, self.at = of, at
+        self.iterator = self
+
+    def __add__(self, offset: int) -> _Flat:
+        return _Flat(self.of, self.at + int(offset))
+
+
+class _Global:
+    """A tensor in global memory; the last index None leaves a row."""
+
+    def __init__(self, values: np.ndarray):
+        self.values = values
+
+    def __getitem__(self, key: tuple) -> Any:
+        if key[-1] is None:
+            return _List(self.values[tuple(int(i) for i in key[:-1])])
+        if key[0] is None:  # (rows, columns, head, entry) of a tensor for the copy engine
+            return self.values[int(key[3]), int(key[2])]
+        return self.values[tuple(int(i) for i in key)]
+
+
+class _List(_Flat):
+    def __getitem__(self, i: int) -> int:
+        return int(self.of[i])
+
+
+class _Thread:
+    """The thread's number in a multiplying role: one object for all 128 of a warp group."""
+
+    def __init__(self, group: int):
+        self.group = group
+
+    def __floordiv__(self, by: int) -> Any:
+        return self.group if by == 128 else _First()
+
+    def __mod__(self, by: int) -> Any:
+        if by != 128:
+            raise Broken(f"a thread's number modulo {by}")
+        return _First()
+
+
+class _First:
+    """A warp's or a thread's number within its warp group, which the group's first has as 0."""
+
+    def __mod__(self, by: int) -> _First:
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        return other == 0
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _either(name: str) -> Any:
+    function, plain = getattr(np, f"{name}imum"), getattr(builtins, name)
+    return lambda a, b: function(a, b) if isinstance(a, np.ndarray) or isinstance(b, np.ndarray) else plain(a, b)
+
+
+class _Device:
+    """``cute``, ``cutlass``, ``pipeline``, ``warpgroup`` and the rest, for whichever actor runs."""
+
+    def __init__(self, schedule: Schedule, counter: Counter, workers: int):
+        self.schedule, self.counter, self.workers = schedule, counter, workers
+        self.blocks: dict[Any, Block] = {}  # by actor
+
+    @property
+    def block(self) -> Block:
+        return self.blocks[self.schedule.now]
+
+    @property
+    def group(self) -> Group:
+        return self.block.group
+
+    def names(self) -> dict[str, Any]:
+        arch = SimpleNamespace(
+            make_warp_uniform=lambda x: x, block_idx=lambda: (self.block.number, 0, 0), grid_dim=lambda: (self.workers, 1, 1),
+            lane_idx=lambda: 0, shuffle_sync=lambda x, lane: x, sync_warp=lambda: None, elect_one=contextlib.nullcontext,
+            barrier=lambda barrier_id, number_of_threads: self.block.barrier(barrier_id, number_of_threads, True),
+            barrier_arrive=lambda barrier_id, number_of_threads: self.block.barrier(barrier_id, number_of_threads, False),
+            fence_proxy=self.fence, fence_acq_rel_gpu=lambda: None, atomic_add=self.atomic_add, load=self.load,
+            cp_async_bulk_commit_group=lambda: self.group.committed(),
+            cp_async_bulk_wait_group=lambda most, read: self.group.wait_for_copies(most),
+            rcp_approx=lambda x: np.float32(1) / np.float32(x), fmin=np.fmin, fmax=np.fmax,
+        )  # fmt: skip
+        plain = ("exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt", "sin", "cos", "floor", "ceil", "trunc", "tanh", "sinh", "cosh")
+        functions: dict[str, Any] = {name: _unary(getattr(np, name)) for name in plain}
+        functions |= {"rsqrt": _unary(lambda x: 1 / np.sqrt(x)), "erf": None, "roundeven": _unary(np.rint), "absf": _unary(np.abs)}
+        functions |= {"copysign": np.copysign, "fma": _fma, "atan": _unary(np.arctan), "atan2": np.arctan2}
+        cute = SimpleNamespace(
+            arch=arch, math=SimpleNamespace(**functions), size=_size, make_rmem_tensor=_registers, copy=self.copy, autovec_copy=self.vector,
+            make_rmem_tensor_like=lambda x, dtype: Acc(x.values.shape[2]), make_layout=_layout,
+            make_identity_tensor=lambda shape: shape, make_tensor=_tensor, select=lambda x, mode: ("select", tuple(mode)),
+            make_copy_atom=lambda *x: None, make_tiled_copy_C=lambda atom, mma: _Store(), make_mma_atom=lambda mma: _Atom(),
+            gemm=self.gemm, local_tile=_tile_of, group_modes=lambda x, *_: x, logical_divide=lambda x, _: _Pairs(x),
+        )  # fmt: skip
+        cutlass = SimpleNamespace(
+            min=_either("min"), max=_either("max"), range=_range, range_constexpr=_range, select_=np.where, Constexpr=None
+        )
+        given = {
+            "cute": cute, "cutlass": cutlass, "Float32": _Number, "Int32": _Whole, "Int64": _Long, "Boolean": np.bool_,
+            "const_expr": lambda x: x, "dsl_user_op": lambda f: f, "call_native": None, "_rest": np.fmod,
+        }  # fmt: skip
+        below = run_source("codegen/device_math", given)
+        made = run_source("codegen/emit", given | {name: below[name] for name in below["__all__"]})
+        made["_UNARY"] |= {"tanh": functions["tanh"], "sigmoid": _unary(lambda x: 1 / (1 + np.exp(-x)))}
+        parity = SimpleNamespace(Producer=1, Consumer=0)
+        pipeline = SimpleNamespace(PipelineUserType=parity, make_pipeline_state=lambda who, n: State(n, 0, who))
+        warpgroup = SimpleNamespace(
+            fence=lambda: None, commit_group=lambda: self.group.commit(), wait_group=lambda n: self.group.wait(n),
+            Field=SimpleNamespace(ACCUMULATE=0),
+        )  # fmt: skip
+        return given | {
+            "emit": made["emit"], "emit_rows": made["emit_rows"], "select": below["select"], "slots": slots,
+            "rows_and_columns": lambda x: x,
+            "narrowed": _narrowed, "pipeline": pipeline, "warpgroup": warpgroup, "warp": SimpleNamespace(StMatrix8x8x16bOp=lambda *x: None),
+            "cpasync": SimpleNamespace(tma_partition=lambda atom, a, b, smem, gmem: (smem, gmem)), "load_bytes": self.load_bytes,
+            "add_floats": self.add_floats, "LANES": 32, "Facts": None,
+        }  # fmt: skip
+
+    def fence(self, *_: Any, **__: Any) -> None:
+        for memory in self.block.memory.values():
+            memory.unfenced.discard(self.group.number)
+
+    def atomic_add(self, at: Any, value: int, **_: Any) -> int:
+        self.schedule.step()
+        if isinstance(at, int):
+            return self.counter.add(at, value)
+        before = int(at.of[at.at])
+        at.of[at.at] += value
+        return before
+
+    def load(self, at: _Flat, dtype: Any, **_: Any) -> int:
+        self.schedule.until(lambda: True, "asks for its turn")
+        return int(at.of[at.at])
+
+    def gemm(self, atom: Any, acc: Acc, a: tuple, b: tuple, _: Acc) -> None:
+        self.group.issued.append((acc, a[0], b[0], a[1] if a[1] == b[1] else -1, atom.adds))
+
+    def load_bytes(self, target: View, source: _Flat, size: int, barrier: Any) -> None:
+        def come() -> None:
+            target.write(source.of[source.at : source.at + size // 4])
+            barrier.came_bytes(size)
+
+        self.schedule.under_way.append(come)
+
+    def add_floats(self, target: _Flat, source: View, size: int) -> None:
+        def add() -> None:
+            # chunk by chunk, thread by thread, 4 numbers each: the order of shared memory
+            values = source.read("the adding copy").transpose(2, 1, 0).reshape(-1)
+            if 4 * len(values) != size:
+                raise Broken(f"{size} bytes are added of {4 * len(values)}")
+            target.of[target.at : target.at + len(values)] += values
+
+        self.group.copies.append(add)
+
+    def copy(self, atom: Any, source: Any, target: Any, tma_bar_ptr: Any = None) -> None:
+        if tma_bar_ptr is not None:  # by the copy engine, from global memory
+
+            def come() -> None:
+                target.write(source.read())
+                tma_bar_ptr.came_bytes(2 * source.shape[0] * source.shape[1])
+
+            self.schedule.under_way.append(come)
+        elif isinstance(target, Box):  # to it, 64 rows of a tile
+            part, at = source
+            rows = slice(64 * at[0], 64 * (at[0] + 1))
+            self.group.copies.append(lambda: target.write(part.read("a copy to global memory", at[0])[rows]))
+        else:  # a warp group's 64 rows of an accumulator into shared memory
+            self.schedule.step()
+            number = self.group.number
+            values = target.of.values[target.index()]
+            matrix = source.matrix()
+            values[64 * number : 64 * (number + 1), : matrix.shape[1]] = matrix
+            target.of.unfenced.add(number)
+
+    def vector(self, source: Any, target: Any) -> None:
+        if isinstance(source, Regs) and isinstance(target, View):
+            _, _, chunk, group = target.key
+            target.of.values[:, :, chunk, group] = source.values.T
+            target.of.unfenced.add(self.group.number)
+        else:  # two numbers of a row's statistics
+            target.values[:, :2] = source
+
+
+def _size(x: Any, mode: list[int] | None = None) -> int:
+    sizes = x[0].sizes() if isinstance(x, tuple) else x.sizes()
+    return int(sizes[mode[0]]) if mode else int(np.prod(sizes))
+
+
+def _registers(shape: Any, dtype: Any) -> Any:
+    return Regs(shape) if isinstance(shape, int) else Acc(shape[1])
+
+
+def _tensor(iterator: Any, layout: Any) -> Any:
+    if isinstance(iterator, Shared):
+        return View(iterator, (None, None, None), is_transposed=layout == ("select", (1, 0, 2)))
+    return iterator
+
+
+class _Pairs:
+    """Statistics of rows in shared memory, pair by pair."""
+
+    def __init__(self, of: View):
+        self.of = of
+
+    def __getitem__(self, key: tuple) -> np.ndarray:
+        values = self.of.read("threads")
+        return np.stack([values[2 * key[1]], values[2 * key[1] + 1]], 1)
+
+
+class _Store:
+    def get_slice(self, thread: Any) -> _Store:
+        return self
+
+    def retile(self, x: Acc) -> Acc:
+        return x
+
+    def partition_D(self, target: View) -> View:
+        return target
+
+
+def _layout(size: Any, **_: Any) -> Any:
+    return _Layout(size) if isinstance(size, int) else size
+
+
+class _Layout(int):
+    """A layout of so many; of warp groups it names a group by itself."""
+
+    def __call__(self, group: int) -> int:
+        return group
+
+
+class _Atom:
+    adds = True
+
+    def set(self, _: Any, adds: bool) -> None:
+        self.adds = adds
+
+
+def _tile_of(x: Any, shape: tuple, place: tuple) -> Any:
+    return (x, place) if isinstance(x, View) else Box(x, shape, place)
+
+
+def _narrowed(x: Acc, dtype: Any) -> _Operand:
+    return _Operand(narrow(x.matrix()))
+
+
+class _Operand:
+    """The first operand of a product in registers."""
+
+    def __init__(self, values: np.ndarray):
+        self.values = values
+
+    def __getitem__(self, key: tuple) -> tuple:
+        return (self, key[2])
+
+    def sizes(self) -> tuple[int, int, int]:
+        return (0, 0, self.values.shape[1] // 16)
+
+    def matrix(self) -> np.ndarray:
+        return self.values
+
+
+def _unary(function: Any) -> Any:
+    return lambda x, fastmath=False: _quiet(function, np.asarray(x, dtype=np.float32))
+
+
+def _quiet(function: Any, x: Any) -> Any:
+    with np.errstate(all="ignore"):
+        return np.asarray(function(x), dtype=np.float32)[()]
+
+
+def _fma(a: Any, b: Any, c: Any) -> Any:
+    with np.errstate(all="ignore"):
+        return np.asarray(np.float64(a) * np.float64(b) + np.float64(c), dtype=np.float32)[()]
+
+
+class _Kind(type):
+    def __instancecheck__(cls, x: Any) -> bool:
+        return isinstance(x, (np.ndarray, np.generic)) and x.dtype == cls.dtype  # type: ignore[attr-defined]
+
+
+class _Number(metaclass=_Kind):
+    dtype, inf = np.dtype(np.float32), np.float32(np.inf)
+
+    def __new__(cls, x: Any) -> Any:
+        return np.asarray(x).astype(cls.dtype)[()]
+
+
+class _Whole(metaclass=_Kind):
+    dtype = np.dtype(np.int32)
+
+    def __new__(cls, x: Any) -> Any:
+        found = np.asarray(x).astype(cls.dtype)
+        return found if found.ndim else int(found)
+
+
+class _Long(_Whole):
+    dtype = np.dtype(np.int64)
+
+
+def _range(*args: Any, **_: Any) -> range:
+    return builtins.range(*(int(a) for a in args))
+
+
+def run_grid(call: Call, seed: int, workers: int, changes: Changes = (), scalars: tuple = (), tensors: tuple = ()) -> np.ndarray:
+    """Runs all thread blocks of a launch together; dk, dv and the sums of dq are left in ``call``. Returns dq as the last kernel has it."""
+    codes, lines = compiled(changes)
+    config, schedule = call.config, Schedule(seed, lines)
+    counter = Counter([], 0)
+    device = _Device(schedule, counter, workers)
+    names = device.names()
+    for code in codes:
+        exec(code, names)
+    roles = type("Roles", tuple(names[n] for n in ("VisitsRows", "LoadsRows", "MultipliesBack", "Scores", "Adds", "StoresKeys")), {})
+    kernel = roles()
+    kernel.config, kernel.dtype = config, "bfloat16"
+    at = 1 if config.score is not None else 0
+    kernel.band_sides = [(at + i, sides(band)) for i, band in enumerate(config.bands)]
+    asked = ((config.partial,) if config.partial else ()) + config.always
+    kernel.asked = [(at + len(config.bands) + i, ask) for i, ask in enumerate(asked)]
+    gmem = [_Global(t) for t in (call.q, call.dout, call.k, call.v)]
+    tables = names["KeyTables"](*(None if t is None else _Global(t) for t in call.lists))
+    key_tiles, spread = -(-call.keys // config.tiles.tile_n), call.batch * call.kv_heads
+    sizes = names["KeySizes"](key_tiles, spread, min(2, spread), call.kv_heads, call.heads // call.kv_heads)
+    captured = (scalars, tensors)
+    for number in range(workers):
+        block = Block(schedule, config, number, workers)
+        _add_roles(kernel, names, device, block, call, gmem, tables, counter, sizes, captured)
+    schedule.run()
+    if counter.values != [0, 0]:
+        raise Broken(f"the counter is left as {counter.values}")
+    return _after(names, call)
+
+
+def _add_roles(
+    kernel: Any, names: dict, device: _Device, block: Block, call: Call, gmem: list, tables: Any, counter: Any, sizes: Any, captured: Any
+) -> None:
+    schedule, config, memory = block.schedule, call.config, block.memory
+    tiles = config.tiles
+    smem = tuple(memory[name] for name in ("q", "dout", "k", "v", "ds"))
+    board = tuple(dict[Any, Any]() for _ in range(3))
+    statistics = _Global(call.lse), _Global(call.delta)
+    in_smem = memory["lse"], memory["delta"]
+    by_rows = tiles.tile_m // 64
+    mmas = (
+        Mma(block, tiles.tile_n, tiles.tile_m, block.groups), Mma(block, tiles.tile_n, config.head_dim_v, block.groups),
+        Mma(block, tiles.tile_n, config.head_dim, block.groups), Mma(block, tiles.tile_m, config.head_dim, by_rows),
+    )  # fmt: skip
+    turns = None if call.turns is None else _Global(call.turns)
+    keys = ((None, _Global(call.dk)), (None, _Global(call.dv)))
+    scales = (np.float32(call.scale), np.float32(call.scale * 1.4426950408889634))
+    lengths = (call.rows, call.keys)
+    copies = [(None, t) for t in gmem]
+
+    def load() -> None:
+        kernel.load(copies, smem, statistics, in_smem, block.pipes, board, tables, counter, lengths, sizes, captured)
+
+    bodies = [(-1, "loader", load), (-2, "adder", lambda: kernel.add(memory["dq"], board[2], _Global(call.sums), turns))]
+    for g in range(block.groups):
+        work = (mmas, smem, in_smem, memory["dq"], block.pipes, board, keys, scales, captured)
+        bodies.append((g, f"group {g}", lambda g=g, work=work: kernel.multiply(_Thread(g), *work)))  # type: ignore[misc]
+    for number, name, body in bodies:
+        schedule.add(f"block {block.number} {name}", body)
+        actor = schedule.actors[-1]
+        block.of_actor[actor], device.blocks[actor] = Group(block, number), block
+
+
+def _after(names: dict, call: Call) -> np.ndarray:
+    """dq by the places that the last kernel reads its numbers at."""
+    config = call.config
+    about = SimpleNamespace(head_dim=config.head_dim, head_dim_v=config.head_dim_v, is_bf16=True, tile_m=config.tiles.tile_m)
+    names |= {"BFloat16": None, "Float16": None}
+    rows = names["RowsAfter"](about)
+    found = np.full((*call.sums.shape[:3], config.tiles.tile_m, config.head_dim), np.nan, dtype=np.float32)
+    for piece in range(config.tiles.tile_m * config.head_dim // 16):
+        row, column, first = rows.place_of(piece)
+        for half in range(2):
+            for j in range(8):
+                found[..., row, column + 8 * half + j] = call.sums[..., first + j // 2 * 4 + 2 * half + j % 2]
+    return found.reshape(call.batch, call.heads, -1, config.head_dim)[:, :, : call.rows, : call.q.shape[3]] * np.float32(call.scale)

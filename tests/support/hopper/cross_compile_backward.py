@@ -1,0 +1,113 @@
+"""Cross-compiles backward kernels for sm_90a; prints {name: [bytes of local memory, whether a loop with products touches it]}.
+
+Arguments: folder, head_dim, head_dim_v, and perhaps how the wanted names begin. A process of its own, as ``cross_compile``.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from pathlib import Path
+
+warnings.simplefilter("ignore")
+
+import cutlass.cute as cute
+import torch
+from cutlass import Float32, Int32
+from cutlass.cute.runtime import make_fake_stream
+
+from anyattn import masks
+from anyattn.backends.hopper.backward_config import BackwardConfig, RowsConfig, backward_tiles_for
+from anyattn.backends.hopper.config import Ask, slots
+from anyattn.backends.hopper.kernel.backward import HopperBackward
+from anyattn.backends.hopper.kernel.backward_rows import RowsAfter, RowsBefore
+from anyattn.backends.hopper.make_backward_config import with_derivative
+from anyattn.mods.analysis.row_ranges import row_ranges
+from anyattn.mods.tracing.trace import trace
+from tests.support.hopper.cross_compile import TYPES, fake, frame_sizes, products_and_waits
+
+_CODE_BYTES = 16
+_LOCAL = (0x983, 0x387)  # LDL, STL
+_PRODUCTS = (0xDF0, 0x9F0)
+
+
+def local_memory_among_products(cubin: Path) -> int:
+    """Accesses of local memory between the first and the last instruction that multiplies: the loop over row tiles lies there."""
+    data = cubin.read_bytes()
+    codes = [int.from_bytes(data[at : at + 2], "little") & 0xFFF for at in range(0, len(data) - 15, _CODE_BYTES)]
+    at = [i for i, code in enumerate(codes) if code in _PRODUCTS]
+    return sum(code in _LOCAL for code in codes[at[0] : at[-1]])
+
+
+def compile_backward(config: BackwardConfig, mods: list, folder: Path) -> tuple[int, int]:  # type: ignore[type-arg]
+    kernel = HopperBackward(config)
+    big, statistics = [fake(kernel.dtype, 4, 8, 16) for _ in range(6)], [fake(Float32, 4) for _ in range(3)]
+    turns = fake(Int32, 3) if config.is_deterministic else None
+    lists = [fake(Int32, rank) for rank in (3, 4, 3, 4)] if config.lists else [None] * 4
+    scalars, tensors = [], []
+    for mod, expr in zip(mods, config.exprs, strict=True):
+        numbers, captured = slots(expr)
+        scalars += [Float32(1.0) if isinstance(x, float) else Int32(0) for x in mod.scalars[:numbers]]
+        tensors += [fake(TYPES[t.dtype], t.ndim, alignment=t.element_size()) for t in mod.tensors[:captured]]
+    numbers = (Float32(1.0), Float32(1.0), Int32(1), Int32(1), Int32(1), Int32(1))
+    given = (*big, *statistics, turns, *lists, fake(Int32, 1), *numbers, tuple(scalars), tuple(tensors), make_fake_stream())
+    folder.mkdir()
+    cute.compile(kernel, *given, options=f"--keep-cubin --dump-dir={folder}")
+    (cubin,) = folder.glob("*.cubin")
+    products, waits = products_and_waits(cubin)
+    assert waits < products, f"{config}: {products} products wait for one another {waits} times"
+    return max(frame_sizes(cubin)), local_memory_among_products(cubin)
+
+
+def compile_rows(config: RowsConfig, folder: Path) -> tuple[int, int]:
+    kernel = RowsAfter(config) if config.is_after else RowsBefore(config)
+    wide, floats = fake(kernel.dtype, 4, 8, 16), [fake(Float32, 4) for _ in range(3)]
+    if config.is_after:
+        given = (floats[0], wide, Float32(1.0))
+    else:
+        dlse = fake(Float32, 3) if config.has_dlse else None
+        given = (wide, fake(kernel.dtype, 4, 8, 16), fake(Float32, 3), dlse, *floats)
+    folder.mkdir()
+    cute.compile(kernel, *given, make_fake_stream(), options=f"--keep-cubin --dump-dir={folder}")
+    (cubin,) = folder.glob("*.cubin")
+    return max(frame_sizes(cubin)), 0
+
+
+def cases() -> dict[str, tuple[list, dict]]:  # type: ignore[type-arg]
+    """name: the mods in the order of ``BackwardConfig.exprs``, and the config's fields."""
+    slopes, table, ids = torch.rand(4), torch.rand(4, 100), torch.arange(10) // 3
+    capped = trace(lambda s, b, h, q, k: 30.0 * torch.tanh(s / 30.0), "score")
+    alibi = trace(lambda s, b, h, q, k: s - slopes[h] * (q - k).abs(), "score")
+    relative = trace(lambda s, b, h, q, k: s + table[h, torch.clamp(q - k, -49, 49) + 49], "score")
+    causal, window, sinks = (row_ranges(trace(m, "mask")) for m in (masks.causal(), masks.sliding_window(9, 0), masks.sink_window(4, 9)))
+    document = trace(masks.document(ids), "mask")
+    assert causal is not None and window is not None and sinks is not None
+    ends, lists = {"bands": (causal.expr,)}, {"lists": "dense", "list_cut": (2, 1)}
+    return {
+        "full": ([], {}),
+        "causal": ([causal], ends),
+        "capped": ([capped, causal], {"score": with_derivative(capped.expr), **ends}),
+        "window": ([window], {"bands": (window.expr,), "is_deterministic": True}),
+        "alibi": ([alibi, causal], {"score": with_derivative(alibi.expr), **ends}),
+        "relative": ([relative], {"score": with_derivative(relative.expr)}),
+        "document": ([document], {**lists, "partial": Ask(document.expr, False)}),
+        "sinks": ([sinks], {**lists, "partial": Ask(sinks.expr, True)}),
+        "document and causal": ([document, causal], {**lists, "partial": Ask(document.expr, False), "always": (Ask(causal.expr, True),)}),
+    }
+
+
+def main(folder: Path, head_dim: int, head_dim_v: int, *only: str) -> None:
+    result, tiles = {}, backward_tiles_for(head_dim, head_dim_v)
+    assert tiles is not None
+    for i, (name, (mods, fields)) in enumerate(cases().items()):
+        if not only or name in only:
+            result[name] = compile_backward(BackwardConfig(head_dim, head_dim_v, i % 2 == 0, tiles, **fields), mods, folder / str(i))
+    for is_after in (False, True):
+        config = RowsConfig(head_dim, head_dim_v, True, tiles.tile_m, is_after, has_dlse=not is_after)
+        result["after" if is_after else "before"] = compile_rows(config, folder / f"rows_{is_after}")
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])
