@@ -12,6 +12,7 @@ from torch import Tensor
 
 from anyattn.arithmetic import ceil_div
 from anyattn.backends.hopper.backward_config import HEAD_DIMS, TILE_N, BackwardConfig, backward_tiles_for
+from anyattn.backends.hopper.codegen.operations import WRITTEN
 from anyattn.backends.hopper.codegen.score_analysis import work_by_pair
 from anyattn.backends.hopper.config import TILE_M, Ask, sides, slots
 from anyattn.backends.hopper.make_config import tile_of
@@ -144,8 +145,6 @@ def reason_against_backward(problem: Problem) -> str | None:
 
 
 def _against_derivative(expr: Expr) -> str | None:
-    from anyattn.backends.hopper.plan import WRITTEN
-
     missing = sorted({n.op for n in expr.nodes} - WRITTEN)
     if missing:
         return f"the score mod's derivative uses {', '.join(missing)}, which this backend's emitter does not write yet"

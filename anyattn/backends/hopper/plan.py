@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from anyattn.backends.hopper.api import config_of, runs_documents
+from anyattn.backends.hopper.codegen.operations import WRITTEN
 from anyattn.backends.hopper.codegen.score_analysis import MOST_NUMBER, MOST_POSITIONS, work_by_pair
 from anyattn.backends.hopper.config import HEAD_DIMS, TILE_M
 from anyattn.backends.hopper.make_backward_config import VARIABLE, is_wanted, reason_against_backward
@@ -16,16 +17,8 @@ from anyattn.mods.tracing.trace import TracedMod
 from anyattn.plan import BY_DOCUMENT, Backward, Plan
 from anyattn.problem import Problem
 
-__all__ = ["WRITTEN", "against_own_backward", "plan_of", "reason_against"]
+__all__ = ["against_own_backward", "plan_of", "reason_against"]
 
-WRITTEN = frozenset(
-    [
-        "index", "score", "scalar", "const", "load", "cast", "where", "add", "sub", "mul", "div", "neg", "abs", "min", "max", "and", "or",
-        "not", "eq", "ne", "lt", "le", "gt", "ge", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sin", "cos", "tanh", "sigmoid", "erf",
-        "floor", "reciprocal", "ceil", "trunc", "round", "expm1", "log1p", "sign", "floordiv", "mod", "fmod", "pow", "xor", "shl", "shr",
-        "tan", "atan", "atan2", "sinh", "cosh", "erfinv", "hypot", "tensor", "native",
-    ]
-)  # fmt: skip
 _MOST_WORK = 64  # operations per pair: of twice as many a kernel takes 40 seconds to compile, and spills registers
 _UNKNOWN = frozenset((torch.uint16, torch.uint32))
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from anyattn.backends.hopper.codegen.operations import WRITTEN
 from anyattn.backends.hopper.codegen.score_analysis import bias, cases, is_even
-from anyattn.backends.hopper.plan import WRITTEN
 from anyattn.mods.analysis.evaluate import evaluate, run
 from anyattn.mods.ir.expr import OPS, Builder, Expr, category
 from anyattn.mods.tracing.trace import trace
