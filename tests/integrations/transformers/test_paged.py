@@ -16,6 +16,7 @@ import anyattn
 from anyattn.integrations import transformers as integration
 from anyattn.integrations.transformers import paged
 from tests.integrations.transformers.tiny_decoders import IS_4, KINDS, WINDOW, batched, decoder, one_by_one, prompts
+from tests.support.limits import HANG
 
 NEW = 12
 needs_5 = pytest.mark.skipif(IS_4, reason="Transformers 4.57 has no such thing")
@@ -162,12 +163,12 @@ def test_requests_that_come_later() -> None:
         for text in texts:  # the next is sent when the one before has begun to answer
             name = manager.add_request(text, streaming=True)
             while name not in found:
-                result = manager.get_result(timeout=5)
-                assert result is not None, "no answer in five seconds"
+                result = manager.get_result(timeout=HANG)
+                assert result is not None, "no answer"
                 found[result.request_id] = result
         while not all(result.is_finished() for result in found.values()):
-            result = manager.get_result(timeout=5)
-            assert result is not None, "no answer in five seconds"
+            result = manager.get_result(timeout=HANG)
+            assert result is not None, "no answer"
             found[result.request_id] = result
     assert [result.generated_tokens for result in found.values()] == expected
 
