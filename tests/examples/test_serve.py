@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -14,19 +12,15 @@ import torch
 from click.testing import CliRunner
 
 import anyattn
+from tests.support.examples import example
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "serve.py"
 VOCABULARY, HIDDEN, WANTED, END = 97, 48, 10, 3
 PROMPTS = (5, 40, 1, 23, 9)
 
 
 @pytest.fixture(scope="module")
 def serve() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("serve", EXAMPLE)
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return example("serve")
 
 
 @pytest.fixture(scope="module")

@@ -105,9 +105,9 @@ def _lists_of(problem: Problem, special: BackwardSpecial) -> tuple[Tensor | None
 
 
 def _tensors(lists: Any) -> tuple[Tensor | None, ...]:
-    turned = lists.transposed()
+    transposed = lists.transposed()
     names = ("mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx")
-    return tuple([None if (t := getattr(turned, name)) is None else t.contiguous() for name in names])
+    return tuple([None if (t := getattr(transposed, name)) is None else t.contiguous() for name in names])
 
 
 def _of_sink(problem: Problem, lse: Tensor, delta: Tensor) -> Tensor | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from anyattn.backends.hopper.config import Ask, sides
+from anyattn.backends.hopper.config import Ask, ModsOfConfig, sides
 from anyattn.mods.ir.expr import Expr
 
 __all__ = ["BackwardConfig", "BackwardTiles", "RowsConfig", "backward_tiles_for"]
@@ -42,7 +42,7 @@ class BackwardTiles:
 
 
 @dataclass(frozen=True)
-class BackwardConfig:
+class BackwardConfig(ModsOfConfig):
     """One kernel for dK, dV and the sums of dQ. Run-time numbers (lengths, strides, scales, captured values) are no part of it.
 
     head_dim, head_dim_v: as padded (``config.padded``). score: the score mod's value and derivative, two outputs, or None.
@@ -99,20 +99,6 @@ class BackwardConfig:
         rows = t.q_stages * t.tile_m * d + t.do_stages * t.tile_m * dv
         statistics = 4 * (t.q_stages + t.do_stages) * t.tile_m
         return 2 * (t.tile_n * (d + dv) + rows + t.ds_stages * t.tile_m * t.tile_n) + 4 * t.tile_m * d + statistics + 2048
-
-    @property
-    def has_left(self) -> bool:
-        return any(found[0] for band in self.bands if (found := sides(band)))
-
-    @property
-    def has_right(self) -> bool:
-        return any(found[1] for band in self.bands if (found := sides(band)))
-
-    @property
-    def exprs(self) -> tuple[Expr, ...]:
-        """All expressions, in the order in which their captured numbers and tensors are given: score, bands, partial, always."""
-        asked = ((self.partial,) if self.partial else ()) + self.always
-        return ((self.score,) if self.score else ()) + self.bands + tuple(ask.expr for ask in asked)
 
 
 @dataclass(frozen=True)

@@ -73,8 +73,31 @@ class Ask:
     by_row: bool
 
 
+class ModsOfConfig:
+    """What a config's mods, bands and predicates say of it; the configs of both passes have these fields."""
+
+    score: Expr | None
+    bands: tuple[Expr, ...]
+    partial: Ask | None
+    always: tuple[Ask, ...]
+
+    @property
+    def has_left(self) -> bool:
+        return any(found[0] for band in self.bands if (found := sides(band)))
+
+    @property
+    def has_right(self) -> bool:
+        return any(found[1] for band in self.bands if (found := sides(band)))
+
+    @property
+    def exprs(self) -> tuple[Expr, ...]:
+        """All expressions, in the order in which their captured numbers and tensors are given: score, bands, partial, always."""
+        asked = ((self.partial,) if self.partial else ()) + self.always
+        return ((self.score,) if self.score else ()) + self.bands + tuple(ask.expr for ask in asked)
+
+
 @dataclass(frozen=True)
-class Config:
+class Config(ModsOfConfig):
     """One kernel. Run-time numbers (lengths, strides, scales, window bounds, captured values) are no part of it.
 
     head_dim, head_dim_v: as padded. is_bf16: else float16. score: the score mod's expression or None.
@@ -182,20 +205,6 @@ class Config:
     def tile_q(self) -> int:
         """Query positions of a row tile."""
         return self.tiles.tile_m // self.heads_per_tile
-
-    @property
-    def has_left(self) -> bool:
-        return any(found[0] for band in self.bands if (found := sides(band)))
-
-    @property
-    def has_right(self) -> bool:
-        return any(found[1] for band in self.bands if (found := sides(band)))
-
-    @property
-    def exprs(self) -> tuple[Expr, ...]:
-        """All expressions, in the order in which their captured numbers and tensors are given: score, bands, partial, always."""
-        asked = ((self.partial,) if self.partial else ()) + self.always
-        return ((self.score,) if self.score else ()) + self.bands + tuple(ask.expr for ask in asked)
 
 
 @lru_cache(maxsize=1024)

@@ -35,7 +35,7 @@ def mask_of(visible: Tensor) -> Callable:
 
 
 def score_of(softcap: float | None, *added: Tensor | None) -> Callable | None:
-    """A score mod: the cap ``softcap * tanh(score / softcap)`` first, then each tensor (B, H, Sq, Sk); None if nothing is asked."""
+    """A score mod: the cap ``softcap * tanh(score / softcap)`` first, then each tensor (B, H, Sq, Sk); None without a cap and tensors."""
     terms = [t for t in added if t is not None]
     if softcap is None and not terms:
         return None

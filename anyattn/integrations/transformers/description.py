@@ -25,7 +25,7 @@ class Cached(NamedTuple):
     """Queries at the end of the rows in use: ``flash_attn_with_kvcache``.
 
     lengths: int32 (B,), rows of the keys in use, padding included; None is all of them. leftpad: int32 (B,), padding rows before. mask_mod:
-    what else is asked, over that call's positions.
+    a further mask over that call's positions.
     """
 
     lengths: Tensor | None

@@ -173,7 +173,7 @@ def _listed(sizes: _Sizes, form: Form, padding: Padding) -> Listed:
 
 
 def _way_in_a_graph(sizes: _Sizes, form: Form, mask_function: Callable, attention_mask: Tensor | None) -> Way:
-    """Inside ``torch.compile`` and ``torch.export`` nothing is read, and lists are the compiled call's own affair."""
+    """Inside ``torch.compile`` and ``torch.export`` nothing is read, and the compiled call makes its lists."""
     places_matter = form.depends_on_places
     if attention_mask is None and form.is_band:
         if sizes.is_aligned or not places_matter:

@@ -74,7 +74,7 @@ def paged(page_size: int, num_splits: int = 0) -> Callable[[Inputs], Callable[[]
 
 
 def append(inputs: Inputs) -> Callable[[], Any]:
-    """A whole step of decoding: the last key and value are appended, turned by their place, and attended to. On caches of its own."""
+    """A whole step of decoding: the last key and value are appended, rotated by their positions, and attended to. On caches of its own."""
     import anyattn
 
     q, k, v = inputs.bshd

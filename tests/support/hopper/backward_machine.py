@@ -373,17 +373,4 @@ class Block:
         actor = self.group
         # a warp of 32 beside warp groups of 128
         size = 128 if 0 <= actor.number < self.groups else 32
-        self.schedule.step()
-        if threads != found.threads:
-            raise Broken(f"{found.name} is asked for {threads} threads and for {found.threads}")
-        mine = found.generation
-        found.arrived += size
-        found.waiting += waits
-        if found.arrived > found.threads:
-            raise Broken(f"{found.arrived} threads at {found.name}, which is for {found.threads}")
-        if found.arrived == found.threads:
-            if not found.waiting:
-                raise Broken(f"nobody waits at {found.name}")
-            found.arrived, found.waiting, found.generation = 0, 0, mine + 1
-        if waits:
-            self.schedule.until(lambda: found.generation != mine, f"waits at {found.name}")
+        found.arrive(threads, waits, size)

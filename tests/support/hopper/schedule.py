@@ -172,19 +172,21 @@ class MemoryBarrier:
 
 
 class NamedBarrier:
-    """``bar.sync`` and ``bar.arrive``; a thread of the schedule stands for the 128 of a warp group."""
+    """``bar.sync`` and ``bar.arrive``; a thread of the schedule stands for the 128 of a warp group, or for ``size``."""
 
     def __init__(self, schedule: Schedule, name: str, threads: int):
         self.schedule, self.name, self.threads = schedule, name, threads
         self.arrived, self.waiting, self.generation = 0, 0, 0
 
-    def arrive(self, threads: int, waits: bool) -> None:
+    def arrive(self, threads: int, waits: bool, size: int = 128) -> None:
         self.schedule.step()
         if threads != self.threads:
             raise Broken(f"{self.name} is asked for {threads} threads and for {self.threads}")
         mine = self.generation
-        self.arrived += 128
+        self.arrived += size
         self.waiting += waits
+        if self.arrived > self.threads:
+            raise Broken(f"{self.arrived} threads at {self.name}, which is for {self.threads}")
         if self.arrived == self.threads:
             if not self.waiting:
                 raise Broken(f"nobody waits at {self.name}")
