@@ -22,6 +22,7 @@ from anyattn.tensors.strides import empty_in_order
 
 __all__ = ["backward"]
 
+_ROUNDS = 4  # tiles of keys for each multiprocessor among which the longest go first
 _of_lists: WeakKeyDictionary[Any, dict[tuple, tuple[Tensor | None, ...]]] = WeakKeyDictionary()
 
 
@@ -77,8 +78,13 @@ def _launch_products(problem: Problem, special: BackwardSpecial, dout: Tensor, d
     turns = torch.zeros(rows.lse.shape[:3], dtype=torch.int32, device=q.device) if config.is_deterministic else None
     # what the thread blocks of one head read and add to again and again: Q, dO and dQ's sums
     size = q.shape[2] * problem.qhead_per_kvhead * (2 * (q.shape[3] + dout.shape[3]) + 4 * config.head_dim)
-    section = min(spread, heads_side_by_side(size, 1, CACHE_FOR_KEYS))
-    workers = max(1, min(key_tiles * spread, multiprocessors(q.device)))
+    together = heads_side_by_side(size, 1, CACHE_FOR_KEYS)
+    processors = multiprocessors(q.device)
+    if config.lists is not None or config.has_left != config.has_right:
+        # tiles of keys that are seen by more rows than others come first: enough of them together that none is begun alone in the end
+        together = max(together, ceil_div(_ROUNDS * processors, key_tiles))
+    section = min(spread, together)
+    workers = max(1, min(key_tiles * spread, processors))
     launch(
         config,
         (

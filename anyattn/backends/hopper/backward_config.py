@@ -114,11 +114,12 @@ class RowsConfig:
     has_dlse: bool = False
 
 
-def backward_tiles_for(head_dim: int, head_dim_v: int) -> BackwardTiles | None:
+def backward_tiles_for(head_dim: int, head_dim_v: int, is_plain: bool = False) -> BackwardTiles | None:
     """The tiles for padded head dimensions, None where the accumulators of dK and dV are too large for the registers of two warp groups.
 
+    is_plain: neither a score mod nor a predicate is evaluated, whose numbers need the registers that rows 64 to 127 would take.
     ``tests/backends/hopper/test_backward_compile.py`` compiles them all and counts what spills.
     """
     if max(head_dim, head_dim_v) > 128:
         return None
-    return BackwardTiles(64, TILE_N)
+    return BackwardTiles(128 if is_plain and max(head_dim, head_dim_v) == 64 else 64, TILE_N)

@@ -76,7 +76,7 @@ def specialised_backward(problem: Problem) -> BackwardSpecial:
     sources = [] if score is None else [(-1, *slots(score))]
     sources += [(part.predicates[0], *slots(_ask(part).expr)) for part in (*plan.ranged, *partial, *plan.always)]
     d, dv = (next(n for n in HEAD_DIMS if given <= n) for given in (problem.q.shape[3], problem.v.shape[3]))
-    tiles = backward_tiles_for(d, dv)
+    tiles = backward_tiles_for(d, dv, is_plain=score is None and listed is None and not plan.always)
     assert tiles is not None
     flags: dict[str, Any] = {"always": tuple(_ask(part) for part in plan.always)}
     list_tile = None

@@ -118,7 +118,7 @@ class Shared:
     def __init__(self, block: Block, name: str, shape: tuple[int, ...]):
         self.block, self.name = block, name
         self.values = np.full(shape, np.nan, dtype=np.float32)
-        self.unfenced = set[int]()  # groups that have written and not ordered it before asynchronous reads
+        self.unfenced = set[tuple[int, Any]]()  # (group, stage) that have been written and not ordered before asynchronous reads
         self.iterator, self.layout = self, "as stored"
 
     def __getitem__(self, key: Any) -> View:
@@ -139,8 +139,9 @@ class View:
 
     def read(self, what: str, of_group: int | None = None) -> np.ndarray:
         """of_group: whose part alone is read."""
-        if self.of.unfenced if of_group is None else of_group in self.of.unfenced:
-            raise Broken(f"{self.of.name} is read by {what} before the writes of groups {self.of.unfenced} are fenced")
+        late = {group for group, stage in self.of.unfenced if stage == self.key[-1] and of_group in (None, group)}
+        if late:
+            raise Broken(f"{self.of.name} is read by {what} before the writes of groups {late} are fenced")
         found = self.of.values[self.index()]
         return found.T if self.is_transposed else found
 

@@ -209,7 +209,7 @@ class _Device:
 
     def fence(self, *_: Any, **__: Any) -> None:
         for memory in self.block.memory.values():
-            memory.unfenced.discard(self.group.number)
+            memory.unfenced = {(group, stage) for group, stage in memory.unfenced if group != self.group.number}
 
     def atomic_add(self, at: Any, value: int, **_: Any) -> int:
         self.schedule.step()
@@ -261,13 +261,13 @@ class _Device:
             values = target.of.values[target.index()]
             matrix = source.matrix()
             values[64 * number : 64 * (number + 1), : matrix.shape[1]] = matrix
-            target.of.unfenced.add(number)
+            target.of.unfenced.add((number, target.key[-1]))
 
     def vector(self, source: Any, target: Any) -> None:
         if isinstance(source, Regs) and isinstance(target, View):
             _, _, chunk, group = target.key
             target.of.values[:, :, chunk, group] = source.values.T
-            target.of.unfenced.add(self.group.number)
+            target.of.unfenced.add((self.group.number, group))
         else:  # two numbers of a row's statistics
             target.values[:, :2] = source
 
@@ -467,5 +467,5 @@ def _after(names: dict, call: Call) -> np.ndarray:
         row, column, first = rows.place_of(piece)
         for half in range(2):
             for j in range(8):
-                found[..., row, column + 8 * half + j] = call.sums[..., first + j // 2 * 4 + 2 * half + j % 2]
+                found[..., row + 8 * half, column + j] = call.sums[..., first + j // 2 * 4 + 2 * half + j % 2]
     return found.reshape(call.batch, call.heads, -1, config.head_dim)[:, :, : call.rows, : call.q.shape[3]] * np.float32(call.scale)

@@ -98,11 +98,14 @@ def cases() -> dict[str, tuple[list, dict]]:  # type: ignore[type-arg]
 
 
 def main(folder: Path, head_dim: int, head_dim_v: int, *only: str) -> None:
-    result, tiles = {}, backward_tiles_for(head_dim, head_dim_v)
-    assert tiles is not None
+    result = {}
     for i, (name, (mods, fields)) in enumerate(cases().items()):
         if not only or name in only:
+            tiles = backward_tiles_for(head_dim, head_dim_v, is_plain=not fields.keys() & {"score", "lists"})
+            assert tiles is not None
             result[name] = compile_backward(BackwardConfig(head_dim, head_dim_v, i % 2 == 0, tiles, **fields), mods, folder / str(i))
+    tiles = backward_tiles_for(head_dim, head_dim_v)
+    assert tiles is not None
     for is_after in (False, True):
         config = RowsConfig(head_dim, head_dim_v, True, tiles.tile_m, is_after, has_dlse=not is_after)
         result["after" if is_after else "before"] = compile_rows(config, folder / f"rows_{is_after}")

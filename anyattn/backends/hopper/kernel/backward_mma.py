@@ -57,7 +57,7 @@ class MultipliesBack:
     @cute.jit
     def _key_tiles(self, fixed, sums, in_smem, keys, scales, captured):
         """One after the other. dK and dV take the places of K and V, which are given back when they have left."""
-        mmas, _, _, _, pipes, board, group, thread, _, (_, _, dq_in_smem) = fixed
+        mmas, _, _, _, pipes, board, group, thread, _, _ = fixed
         consumer = pipeline.PipelineUserType.Consumer
         tiles = self.config.tiles
         q_state, do_state, key_state, work_state = (
@@ -85,7 +85,7 @@ class MultipliesBack:
                 key_state.advance()
             pipes[4].consumer_release(work_state)
             work_state.advance()
-        self._told(dq_in_smem, None, board[2], group, thread, None)
+        self._told(fixed, None, None)
 
     def said_of(self, said: Any) -> tuple[Visit, KeyFacts]:
         """What the board says of the visit and of the keys at work. said: the board and where it stands."""
@@ -108,8 +108,8 @@ class MultipliesBack:
         """What one row tile adds to dK and dV, and its part of dQ on its way. What the board says of it and of its keys is read where it is
         used rather than kept in registers."""
         q_state, do_state, work_state = states
-        mmas, operands, shapes, positions, pipes, board, group, thread, statistics, (store, ds_in_smem, dq_in_smem) = fixed
-        k, q, v, dout, dout_t, q_t, ds_t, k_t = operands
+        mmas, operands, shapes, positions, pipes, board, _, _, statistics, places = fixed
+        k, q, v, dout, dout_t, q_t, ds_in_smem, k_t = operands
         to_scores, to_v, to_k, to_q = mmas
         dk, dv = sums
         scores, dp = (cute.make_rmem_tensor(shapes[0], Float32) for _ in range(2))
@@ -123,58 +123,55 @@ class MultipliesBack:
             warpgroup.wait_group(1)
             self.probabilities(scores, lse, scales[1])
             self.hidden((scores,), positions, said, captured)
-            p = narrowed(scores, self.dtype)
-            self._product_of(to_v, dv, p, dout_t[None, None, None, do_state.index], False)
             delta = self.of_rows(statistics[1][None, do_state.index], positions)
-            warpgroup.wait_group(1)
+            warpgroup.wait_group(0)
             self.score_gradients(scores, dp, delta)
         else:
             delta = self.of_rows(statistics[1][None, do_state.index], positions)
             warpgroup.wait_group(0)
             self.modified(scores, dp, lse, delta, positions, said, scales[0], captured)
             self.hidden((scores, dp), positions, said, captured)
-            p = narrowed(scores, self.dtype)
-            self._product_of(to_v, dv, p, dout_t[None, None, None, do_state.index], False)
-        ds = narrowed(dp, self.dtype)
+        p, ds = narrowed(scores, self.dtype), narrowed(dp, self.dtype)
         if const_expr(self.config.tiles.ds_stages == 1):
             cute.arch.barrier(barrier_id=_EMPTIED, number_of_threads=128 * self.config.tiles.warp_groups)
-        self._exchanged(store, dp, ds_in_smem[None, None, stage])
+        self._stored(places, dp, stage)
+        self._product_of(to_v, dv, p, dout_t[None, None, None, do_state.index], False)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=_EXCHANGED, number_of_threads=128 * self.config.tiles.warp_groups)
         dq = cute.make_rmem_tensor(shapes[1], Float32)
-        self._product_of(to_q, dq, ds_t[None, None, None, stage], k_t[None, None, None, 0], True)
+        self._product_of(to_q, dq, ds_in_smem[None, None, None, stage], k_t[None, None, None, 0], True)
         self._product_of(to_k, dk, ds, q_t[None, None, None, q_state.index], False)
         warpgroup.wait_group(1)
         pipes[1].consumer_release(do_state)
-        self._told(dq_in_smem, dq, board[2], group, thread, said)
+        self._told(fixed, dq, said)
         warpgroup.wait_group(0)
         pipes[0].consumer_release(q_state)
 
     @cute.jit
-    def _exchanged(self, store, ds, target):
+    def _stored(self, places, ds, stage):
         """A warp group's keys of dS into shared memory, where all warp groups read them: dQ sums over all keys."""
+        store, target = places[0], places[1][None, None, stage]
         narrow = cute.make_rmem_tensor_like(ds, self.dtype)
         narrow.store(ds.load().to(self.dtype))
         cute.copy(store, store.retile(narrow), store.partition_D(target))
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.barrier(barrier_id=_EXCHANGED, number_of_threads=128 * self.config.tiles.warp_groups)
 
     @cute.jit
-    def _told(self, in_smem, dq, places, group, thread, said):
+    def _told(self, fixed, dq, said):
         """A warp group's part of dQ into shared memory, once what stood there has been read, and where it belongs; ``dq`` is None at the
-        end. By chunks of 4: two pairs of columns, 8 apart, of one row (``backward_rows`` puts them in order)."""
+        end. By chunks of 4 that lie side by side in registers: two columns of two rows, 8 apart (``backward_rows`` puts them in order)."""
+        places, group, thread, in_smem = fixed[5][2], fixed[6], fixed[7], fixed[9][2]
         cute.arch.barrier(barrier_id=FREE + group, number_of_threads=ADD_THREADS)
         if thread % 128 == 0:
             place = self._place(said)
             for i in cutlass.range_constexpr(4):
                 places[i, group] = place[i]
         if const_expr(dq is not None):
-            own = rows_and_columns(dq)
-            rows, columns = cute.size(own, mode=[0]), cute.size(own, mode=[1])
             chunk = cute.make_rmem_tensor(4, Float32)
-            for c in cutlass.range_constexpr(columns // 4):
-                for r in cutlass.range_constexpr(rows):
-                    for i in cutlass.range_constexpr(4):
-                        chunk[i] = own[r, 4 * c + i]
-                    cute.autovec_copy(chunk, in_smem[None, thread % 128, c * rows + r, group])
+            own = rows_and_columns(dq)
+            for c in cutlass.range_constexpr(cute.size(own, mode=[1]) // 2):
+                for i in cutlass.range_constexpr(4):
+                    chunk[i] = own[i // 2, 2 * c + i % 2]
+                cute.autovec_copy(chunk, in_smem[None, thread % 128, c, group])
             cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier_arrive(barrier_id=FILLED + group, number_of_threads=ADD_THREADS)
 

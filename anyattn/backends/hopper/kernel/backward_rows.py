@@ -108,23 +108,24 @@ class RowsAfter(_Rows):
         for i in cutlass.range_constexpr(cute.ceil_div(pieces, _THREADS)):
             row, column, first = self.place_of(i * _THREADS + thread)
             row += m * tile_m
-            if row < dq.shape[2]:
+            if (row < dq.shape[2]) & (column < dq.shape[3]):
                 found = cute.make_rmem_tensor(16, Float32)
                 cute.autovec_copy(cute.local_tile(own, (16,), (first // 16,)), found)
                 for half in cutlass.range_constexpr(2):
-                    if column + 8 * half < dq.shape[3]:
+                    if row + 8 * half < dq.shape[2]:
                         narrow = cute.make_rmem_tensor(_WIDE, self.dtype)
                         for j in cutlass.range_constexpr(_WIDE):
                             narrow[j] = self.dtype(found[j // 2 * 4 + 2 * half + j % 2] * scale)
-                        cute.autovec_copy(narrow, cute.local_tile(dq[entry, head, row, None], (_WIDE,), (column // 8 + half,)))
+                        cute.autovec_copy(narrow, cute.local_tile(dq[entry, head, row + 8 * half, None], (_WIDE,), (column // 8,)))
 
     def place_of(self, piece: Any) -> tuple[Any, Any, Any]:
-        """(row of the tile, column, first number in the sums) of a piece: 4 threads' chunks (``MultipliesBack._told``)."""
+        """(row of the tile, column, first number in the sums) of a piece: 4 threads' chunks of 8 columns of this row and of the one 8 below
+        (``MultipliesBack._told``)."""
         tile_m, head_dim = self.config.tile_m, self.config.head_dim
         chunks = tile_m * head_dim // 1024  # of a warp group's thread: 2 warp groups, 128 threads, 4 numbers
         quad, chunk, group = piece % 32, piece // 32 % chunks, piece // 32 // chunks
-        row = quad // 8 * 16 + quad % 8 + chunk % 2 * 8
-        column = chunk // 2 * 16
+        row = quad // 8 * 16 + quad % 8
+        column = chunk * 8
         if tile_m == 64:
             column = column + group * (head_dim // 2)
         else:
