@@ -114,7 +114,7 @@ def gradients(model: Any, implementation: str, keep: Tensor | None = None, **inp
     model.set_attn_implementation(implementation)
     model.zero_grad(set_to_none=True)
     out = model(**inputs)[0]
-    weights = torch.linspace(-1.0, 1.0, out.numel(), dtype=out.dtype).view(out.shape)
+    weights = torch.linspace(-1.0, 1.0, out.numel(), dtype=out.dtype, device=out.device).view(out.shape)
     if keep is not None:
         weights = weights * keep[..., None]
     (out * weights).sum().backward()
