@@ -98,7 +98,7 @@ def test_no_mask_is_made(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
         found = original(self, *args, **kwargs)
-        seen.append((self.attention_mask, found["attention_mask"], found["is_causal"]))
+        seen.append((self.attention_mask, found["attention_mask"], found.get("is_causal", True)))
         return found
 
     monkeypatch.setattr(input_outputs.ContinuousBatchingIOs, "get_model_kwargs", watched)
