@@ -7,12 +7,14 @@ compiled (``compiled``), of a Mistral with a window (``mistral``) and of a gpt-o
 uneven lengths, padded on the left; a training step over packed documents (``training``); continuous batching (``paged``).
 
 The implementations take turns within a round, in an order that changes, and ratios are taken within rounds. The cases run in a process of
-their own, each under a limit: one that takes longer is ended with its process, and the others go on in another. ``--tiny`` is for trying the
-script on a CPU.
+their own, each under a limit: one that takes longer is ended with its process, and the others go on in another. ``--tiny`` is for trying
+the script on a CPU.
 """
 
 from __future__ import annotations
 
+import gc
+import inspect
 import json
 import os
 import statistics
@@ -41,7 +43,8 @@ _START_S = 60  # what a fresh process may take for its imports and the device, b
 class Case:
     """model: the prefix of Transformers' class names. settings: of its config. window: of sliding layers. peers: other implementations.
 
-    batch, prompt, new: sequences, tokens of the longest prompt, tokens generated; of training: 1, tokens of a step, documents. limit: seconds.
+    batch, prompt, new: sequences, tokens of the longest prompt, tokens generated; of training: 1, tokens of a step, documents.
+    limit: seconds.
     """
 
     kind: str
@@ -164,8 +167,6 @@ def _training(case: Case, model: Any, device: torch.device) -> Callable[[str], f
 
 def _batching(case: Case, model: Any, device: torch.device) -> Callable[[str], float]:
     """Requests of uneven lengths, all there from the beginning."""
-    import inspect
-
     import transformers
 
     texts = [torch.randint(2, case.settings["vocab_size"], (n,)).tolist() for n in _lengths(case)]
@@ -255,8 +256,9 @@ def _serve(is_tiny: bool) -> None:
             except Exception as error:
                 traceback.print_exc()
                 found = {"rates": {}, "memory": {}, "errors": {"case": f"{type(error).__name__}: {error}"[:200]}}
+            torch.compiler.reset()
+            gc.collect()  # the model of a case that is over
             if device.type == "cuda":
-                torch.compiler.reset()
                 torch.cuda.empty_cache()
             print(ANSWER + json.dumps(found), file=answers, flush=True)
 

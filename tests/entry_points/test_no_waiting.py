@@ -21,6 +21,7 @@ if importlib.util.find_spec("cutlass") is None:
 
 H200 = Hardware("cuda", "an H200", 0, frozenset((torch.float16, torch.bfloat16, torch.float32)), (9, 0), 132)
 
+
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple]]:
     """CPU tensors are taken for a Hopper GPU's; launches are noted and not made."""

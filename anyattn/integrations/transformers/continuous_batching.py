@@ -78,8 +78,8 @@ def _with_block_tables(implementation: str, original: Callable) -> Callable:
             original(config, cb_config, user_requested)
         elif cb_config.max_blocks_per_request != 0 and not _all_have_block_tables(config):
             if user_requested:
-                asked = f"max_blocks_per_request={cb_config.max_blocks_per_request}"
-                warnings.warn(f"{asked}, but this model has layers for which Transformers makes no block tables; it is set to 0", stacklevel=2)
+                why = "this model has layers for which Transformers makes no block tables; it is set to 0"
+                warnings.warn(f"max_blocks_per_request={cb_config.max_blocks_per_request}, but {why}", stacklevel=2)
             cb_config.max_blocks_per_request = 0
 
     return ensure_decode_fast_path_is_available

@@ -134,7 +134,10 @@ def _without_remapping(form: Form) -> Form:
 
 
 def _are_documents_of(documents: Tensor, positions: Tensor) -> bool:
-    """Whether positions are consecutive inside every document; assumed on a GPU, where a read waits: ``create_causal_mask`` makes them so."""
+    """Whether positions are consecutive inside every document.
+
+    Assumed on a GPU, where a read waits: ``create_causal_mask`` makes them so.
+    """
     if documents.shape != positions.shape:
         return False
     if documents.device.type != "cpu":

@@ -11,10 +11,7 @@ import pytest
 import torch
 
 import anyattn
-from anyattn import hardware
 from anyattn.call_cache import attention
-from anyattn.hardware import Hardware
-from anyattn.validate import sequences
 from tests.support.limits import HANG
 from tests.support.no_reading import Waited, no_reading, noted_launches
 from tests.support.processes import in_the_interpreter
