@@ -215,7 +215,7 @@ def test_a_step_counts_positions_to_the_capacity(reads_captured):
 def test_a_step_clamps_what_is_read_from_a_tensor():
     table, places, far = torch.zeros(8), torch.zeros(300, dtype=torch.int64), torch.full((300,), 10**6)
     for given in (places, far):
-        assert clamps(step(lambda s, b, h, i, j: s + table[given[j]], [300, 40])) == 1
+        assert clamps(step(lambda s, b, h, i, j, given=given: s + table[given[j]], [300, 40])) == 1
 
 
 # ---- calls
