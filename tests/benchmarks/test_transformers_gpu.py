@@ -8,7 +8,9 @@ import click.testing
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
+
+import transformers
 
 from benchmarks import transformers_gpu
 from benchmarks.transformers_gpu import CASES, main
