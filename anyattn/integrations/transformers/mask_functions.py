@@ -134,10 +134,7 @@ def _without_remapping(form: Form) -> Form:
 
 
 def _are_documents_of(documents: Tensor, positions: Tensor) -> bool:
-    """Whether positions are consecutive inside every document.
-
-    Assumed on a GPU, where a read waits: ``create_causal_mask`` makes them so.
-    """
+    """Whether positions are consecutive inside every document; on a GPU, where a read waits, assumed: ``create_causal_mask`` makes them."""
     if documents.shape != positions.shape:
         return False
     if documents.device.type != "cpu":
