@@ -87,10 +87,10 @@ def _plan_of(name: str, problem: Problem, hardware: Hardware, reason: str, optio
 
         made = plan_of(problem, hardware, reason, options)
     elif name == "hopper":
-        from anyattn.backends.hopper.plan import against_own_backward
+        from anyattn.backends.hopper.make_backward_config import reason_against_backward
         from anyattn.backends.hopper.plan import plan_of as hopper_plan_of
 
-        against = against_own_backward(problem)
+        against = reason_against_backward(problem)
         backward = Backward("hopper") if against is None else _backward_of(problem, hardware)
         made = hopper_plan_of(problem, reason, options, backward, against)
     else:

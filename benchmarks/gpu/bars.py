@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from anyattn.testing.harness.case import OURS
 from benchmarks.bars import Bar, Found, one, probe, some, versus
-from benchmarks.gpu import bars_compiled, bars_triton
+from benchmarks.gpu import bars_backward, bars_compiled, bars_triton
 from benchmarks.gpu.cases import CAUSAL_SCORES, DENSE, FA3, FLASH_ATTENTION, MASK_VARIANTS, SCORE_VARIANTS
 
 __all__ = ["BARS"]
@@ -63,4 +63,4 @@ _HOPPER: list[Bar] = [
     probe("compilations over 1,000 random shapes", "compilations", "random_shapes", 2, ""),
     probe("compilations for a new closure", "compilations", "new_closure", 0, ""),
 ]
-BARS = [*_HOPPER, *bars_triton.BARS, *bars_compiled.BARS]
+BARS = [*_HOPPER, *bars_backward.BARS, *bars_triton.BARS, *bars_compiled.BARS]

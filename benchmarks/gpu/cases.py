@@ -23,6 +23,7 @@ __all__ = [
     "MASK_SIZES",
     "MASK_VARIANTS",
     "SCORE_VARIANTS",
+    "TRAINING",
     "chosen",
     "gpu_case",
 ]
@@ -100,6 +101,30 @@ GRADIENTS = [
     *(_gradients(name, _SQUARE) for name in ("head_bias", "t5_bias")),
     *(_gradients(name, Shape.square(4096, 16, 128, 2)) for name in ("pair_bias", "bucket_bias")),
 ]
+_TRITON_TOO = "anyattn-triton"
+_PARTIAL = ("neighbourhood", "strided", "random_blocks")
+
+
+def _training(group: str, kind: str, variant: str, shape: Shape, *peers: str) -> Case:
+    """A backward pass with backends of anyattn's own choice."""
+    return gpu_case(group, kind, variant, shape, (_TRITON_TOO, *peers), is_backward=True)
+
+
+TRAINING = [
+    *(replace(c, group="dense-backward", peers=(_TRITON_TOO, "cudnn", "fa4"), is_backward=True) for c in DENSE),
+    *(_training("dims-backward", "flash", "causal", Shape.square(_SEQLEN, 16, d, 2), "fa4") for d in (96, 80)),
+    _training("dims-backward", "flash", "causal", replace(Shape.square(_SEQLEN, 16, 192, 2), head_dim_v=128), "fa4"),
+    *(_training("variants-backward", "flex", v, _SQUARE, *_FLEX, "cudnn-fe") for v in (*MASK_VARIANTS, *SCORE_VARIANTS)),
+    _training("native-backward", "flash", "causal", _GROUPED, "fa4"),
+    _training("native-backward", "flash", "causal", Shape.square(512, 16, 128, 64), "fa4"),
+    _training("native-backward", "flash", "narrow_window", Shape(2, 64, 8, _SEQLEN, _SEQLEN, 64), "fa4"),
+    *(_training("packed-backward", "varlen", v, _SQUARE, "fa4") for v in ("document", "document-causal")),
+    *(_training("packed-backward", "varlen", f"many-{v}", Shape.square(65_536, 16, 128), "fa4") for v in ("documents", "documents-causal")),
+    *(
+        _training("partial-backward", "flex", v, Shape.square(_SEQLEN, 16, 128 if v == "random_blocks" else 64, 2), *_FLEX)
+        for v in _PARTIAL
+    ),
+]
 MASKS = [
     *(gpu_case("masks", "mask", v, Shape.square(s, 1, 64), ("flex-mask",)) for v in _BUILT for s in MASK_SIZES),
     *(gpu_case("masks", "mask", v, Shape.square(32_768, 1, 64), ("flex-mask",)) for v in ("sliding_window", "dilated")),
@@ -117,7 +142,7 @@ HOST = [
 ]
 
 # the most telling first, for runs that are cut off
-CASES: list[Case] = [*VARIANT_CASES, *BACKWARD, *DECODE, *FA2, *GRADIENTS, *NATIVE, *DENSE, *MASKS, *HOST]
+CASES: list[Case] = [*VARIANT_CASES, *BACKWARD, *DECODE, *FA2, *GRADIENTS, *TRAINING, *NATIVE, *DENSE, *MASKS, *HOST]
 GROUPS = list(dict.fromkeys(case.group for case in CASES))
 
 

@@ -375,6 +375,7 @@ def test_steps_go_from_what_tells_most_and_follow_the_order_asked_for() -> None:
     assert [(s.name.split("/")[0], s.peers) for s in only] == [
         ("variants", ("anyattn-triton", "flex-triton")),
         ("backward", ("flex-triton",)),
+        ("variants-backward", ("anyattn-triton", "flex-triton")),
     ]
 
 

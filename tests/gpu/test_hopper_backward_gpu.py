@@ -1,4 +1,4 @@
-"""The Hopper backward kernel on a GPU, opted into by its environment variable, judged by the budget against the fp64 oracle."""
+"""The Hopper backward kernel on a GPU, judged by the budget against the fp64 oracle."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 
 import anyattn
 from anyattn import hardware, masks
-from anyattn.backends.hopper.make_backward_config import VARIABLE
 from tests.support.gpu import judging
 from tests.support.gpu.judging import DEVICE, judge, qkv, random
 
@@ -40,8 +39,7 @@ SCORES: dict[str, Any] = {
 
 
 @pytest.fixture(autouse=True)
-def _opted_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv(VARIABLE, "1")
+def _finished() -> Iterator[None]:
     yield
     if judging.MODE == "gpu":
         torch.cuda.synchronize()
@@ -107,14 +105,12 @@ def test_sinks_and_scale() -> None:
 def test_gradients_of_the_sink_and_through_the_log_sum_exp() -> None:
     """Against Triton's, which the budget has judged: the same terms by another kernel."""
     found = []
-    for wanted in ("1", "0"):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv(VARIABLE, wanted)
-            leaves = [t.detach().requires_grad_() for t in qkv(1, 4, 2, sq=500, sk=500)]
-            sink = random(4).to(DEVICE).requires_grad_()
-            out, lse = anyattn.flex_attention(*leaves, sink=sink, return_lse=True, enable_gqa=True, backend="hopper")
-            given = random(*out.shape, seed=1).to(out), random(*lse.shape, seed=2).to(lse)
-            found.append([t.float() for t in torch.autograd.grad((out, lse), [*leaves, sink], given)])
+    for backend in ("hopper", "triton"):
+        leaves = [t.detach().requires_grad_() for t in qkv(1, 4, 2, sq=500, sk=500)]
+        sink = random(4).to(DEVICE).requires_grad_()
+        out, lse = anyattn.flex_attention(*leaves, sink=sink, return_lse=True, enable_gqa=True, backend=backend)
+        given = random(*out.shape, seed=1).to(out), random(*lse.shape, seed=2).to(lse)
+        found.append([t.float() for t in torch.autograd.grad((out, lse), [*leaves, sink], given)])
     for own, other in zip(*found, strict=True):
         assert (own - other).norm() <= 2**-7 * other.norm()
 

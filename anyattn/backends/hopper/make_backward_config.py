@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -22,17 +21,11 @@ from anyattn.mods.ir.expr import Builder, Expr
 from anyattn.mods.ir.grad import score_gradients
 from anyattn.problem import Problem
 
-__all__ = ["VARIABLE", "BackwardSpecial", "is_wanted", "reason_against_backward", "specialised_backward", "with_derivative"]
+__all__ = ["BackwardSpecial", "reason_against_backward", "specialised_backward", "with_derivative"]
 
-VARIABLE = "ANYATTN_HOPPER_BACKWARD"
 _ABILITIES = MaskAbilities(most_ranges=2, tiles_follow=lambda ranges: sides(ranges.expr) is not None)
 _MOST_WORK = 64  # operations per pair, of the mod and its derivative together; see ``plan``
 _ROWS = 64  # what a list's rows are joined to a multiple of
-
-
-def is_wanted() -> bool:
-    """Whether the environment asks for this backend's backward pass, which no device has run yet."""
-    return os.environ.get(VARIABLE, "0").strip().lower() in ("1", "on", "true", "yes")
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from anyattn.backends.hopper.api import config_of, runs_documents
 from anyattn.backends.hopper.codegen.operations import WRITTEN
 from anyattn.backends.hopper.codegen.score_analysis import MOST_NUMBER, MOST_POSITIONS, work_by_pair
 from anyattn.backends.hopper.config import HEAD_DIMS, TILE_M
-from anyattn.backends.hopper.make_backward_config import VARIABLE, is_wanted, reason_against_backward
 from anyattn.backends.hopper.make_config import list_tile_misfit, tile_of
 from anyattn.backends.hopper.pack_gqa import why_apart
 from anyattn.mods.ir.expr import category, is_weak
@@ -17,7 +16,7 @@ from anyattn.mods.tracing.trace import TracedMod
 from anyattn.plan import BY_DOCUMENT, Backward, Plan
 from anyattn.problem import Problem
 
-__all__ = ["against_own_backward", "plan_of", "reason_against"]
+__all__ = ["plan_of", "reason_against"]
 
 _MOST_WORK = 64  # operations per pair: of twice as many a kernel takes 40 seconds to compile, and spills registers
 _UNKNOWN = frozenset((torch.uint16, torch.uint32))
@@ -84,26 +83,15 @@ def _against_layout(problem: Problem) -> str | None:
     return None
 
 
-def against_own_backward(problem: Problem) -> str | None:
-    """Why this backend does not compute the gradients of a ``problem`` that it can run, for people; None if it does.
-
-    Its backward kernel is opted into by the environment variable ``ANYATTN_HOPPER_BACKWARD=1``, read whenever a plan is made: no device
-    has run it yet.
-    """
-    if not is_wanted():
-        return f"its backward kernel, which no device has run yet, is opted into by {VARIABLE}=1"
-    return reason_against_backward(problem)
-
-
 def plan_of(problem: Problem, reason: str, options: dict[str, int], backward: Backward, against: str | None) -> Plan:
     """The plan; does not read the mask's row ranges, which on a GPU would wait for them. options: ``validate.flex.kernel_options``.
-    against: why the backward pass is another backend's (``against_own_backward``)."""
+    against: why the backward pass is another backend's (``reason_against_backward``)."""
     packs = bool(options["pack_gqa"]) if "pack_gqa" in options else problem.packs
     config = config_of(problem, packs)
     tiles, packed = config.tiles, config.heads_per_tile
     against_triton = f"; for triton, {backward.against}" if backward.against else ""
-    why_backward = f"as {VARIABLE}=1 asks" if against is None else f"for hopper, {against}{against_triton}"
-    why = [f"hopper: {reason}", f"backward: {backward.backend}, {why_backward}"]
+    why_backward = "" if against is None else f", for hopper, {against}{against_triton}"
+    why = [f"hopper: {reason}", f"backward: {backward.backend}{why_backward}"]
     if packed == 1 and runs_documents(problem):
         why.append(BY_DOCUMENT)
     why += backward.why

@@ -14,8 +14,8 @@ OURS = "anyattn"
 KINDS = ("flex", "flash", "varlen", "decode", "mask")
 OTHER_FLOPS = ("anyattn-full",)  # contestants that compute other pairs than the case's
 LARGEST_DIFFERENCE = 2e-2  # relative RMS between two bfloat16 results that are taken for the same computation
-_FORWARD_PRODUCTS = 2
-_BACKWARD_PRODUCTS = 5  # the scores again, dV, dP, dQ, dK, as FlashAttention counts
+_FORWARD_PRODUCTS = (1, 1)  # as long as a row of q, and as a row of v
+_BACKWARD_PRODUCTS = (3, 2)  # the scores again, dQ, dK; dP, dV: as FlashAttention counts
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,11 @@ class Shape:
     seqlen_q: int = 4096
     seqlen_k: int = 4096
     head_dim: int = 64
+    head_dim_v: int | None = None  # None: as head_dim
+
+    @property
+    def value_dim(self) -> int:
+        return self.head_dim if self.head_dim_v is None else self.head_dim_v
 
     @classmethod
     def square(cls, seqlen: int, heads: int = 8, head_dim: int = 64, batch: int = 1) -> Shape:
@@ -34,7 +39,12 @@ class Shape:
     def __str__(self) -> str:
         heads = f"H{self.heads_q}" if self.heads_q == self.heads_kv else f"H{self.heads_q}/{self.heads_kv}"
         length = f"S{self.seqlen_q}" if self.seqlen_q == self.seqlen_k else f"S{self.seqlen_q}x{self.seqlen_k}"
-        return f"B{self.batch} {heads} {length} D{self.head_dim}"
+        return f"B{self.batch} {heads} {length} D{self.width}"
+
+    @property
+    def width(self) -> str:
+        """The head dimension, and v's where it is another."""
+        return str(self.head_dim) if self.value_dim == self.head_dim else f"{self.head_dim}-{self.head_dim_v}"
 
 
 @dataclass(frozen=True)
@@ -76,7 +86,7 @@ class Case:
             return "/".join(part for part in (self.group, self.variant, str(shape.seqlen_q), self.dtype) if part)
         if self.kind == "decode":
             return f"{self.group}/b{shape.batch}-h{shape.heads_q}-{shape.heads_kv}-s{shape.seqlen_k}"
-        width = f"d{shape.head_dim}/" if not (self.kind == "mask" or self.is_host_time) else ""
+        width = f"d{shape.width}/" if not (self.kind == "mask" or self.is_host_time) else ""
         heads = "-gqa" if shape.heads_q != shape.heads_kv and self.group != "gqa" else ""
         return f"{self.group}/{self.variant}{heads}/{width}{shape.seqlen_q}"
 
@@ -89,10 +99,10 @@ class Case:
         return getattr(torch, self.dtype)
 
     @property
-    def products(self) -> int:
-        """Matrix products per visible pair; 0 where it is not they that take the time."""
+    def products(self) -> tuple[int, int]:
+        """Matrix products per visible pair: with q's head dimension, and with v's; none where it is not they that take the time."""
         if self.kind == "mask" or self.is_host_time or self.bytes:
-            return 0
+            return 0, 0
         return _BACKWARD_PRODUCTS if self.is_backward else _FORWARD_PRODUCTS
 
     @property
@@ -105,7 +115,8 @@ class Case:
 
     def flops(self, pairs: int) -> int:
         """Of the matrix products over ``pairs`` visible (query, key) pairs of all batch entries and heads."""
-        return self.products * 2 * self.shape.head_dim * pairs
+        of_keys, of_values = self.products
+        return 2 * (of_keys * self.shape.head_dim + of_values * self.shape.value_dim) * pairs
 
 
 @dataclass(frozen=True)

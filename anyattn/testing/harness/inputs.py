@@ -34,10 +34,12 @@ class Inputs:
         if case.kind != "mask":
             device, dtype = self.device, case.torch_dtype
             random = torch.Generator(device).manual_seed(0)
-            sizes = ((shape.seqlen_q, shape.heads_q), (shape.seqlen_k, shape.heads_kv), (shape.seqlen_k, shape.heads_kv))
-            drawn = [torch.randn(shape.batch, s, h, shape.head_dim, generator=random, device=device, dtype=dtype) for s, h in sizes]
-            self.bshd = self._leaves(drawn)
-            self._gradient = torch.randn(self.bshd[0].shape, generator=random, device=device, dtype=dtype) if case.is_backward else None
+            rows, keys = (shape.batch, shape.seqlen_q, shape.heads_q), (shape.batch, shape.seqlen_k, shape.heads_kv)
+            sizes = [(*rows, shape.head_dim), (*keys, shape.head_dim), (*keys, shape.value_dim)]
+            sizes += [(*rows, shape.value_dim)] if case.is_backward else []
+            drawn = [torch.randn(size, generator=random, device=device, dtype=dtype) for size in sizes]
+            self.bshd = self._leaves(drawn[:3])
+            self._gradient = drawn[3] if case.is_backward else None
 
     def _leaves(self, tensors: Iterable[Tensor]) -> Three:
         q, k, v = (t.detach().requires_grad_(self.case.is_backward) for t in tensors)
@@ -105,7 +107,7 @@ class Inputs:
 
     def pairs(self) -> int:
         """Visible pairs of all batch entries and heads, counted on the mask itself."""
-        if not self.case.products:
+        if not any(self.case.products):
             return 0
         shape, (entries, heads, seqlen_q, seqlen_k) = self.case.shape, self.grid
         shown = [visible_pairs(self.mods.mask, seqlen_q, seqlen_k, self.device, (b, h)) for b in range(entries) for h in range(heads)]
@@ -130,7 +132,7 @@ class Inputs:
     def _as_bshd(self, t: Tensor, layout: str, like: Tensor) -> Tensor:
         if layout == "bhsd":
             return t.transpose(1, 2)
-        return t.reshape(like.shape) if layout == "packed" else t
+        return t.reshape(*like.shape[:3], -1) if layout == "packed" else t
 
 
 def visible_pairs(mask: Any, seqlen_q: int, seqlen_k: int, device: str, at: tuple[int, int] = (0, 0), rows_at_once: int = 1024) -> int:

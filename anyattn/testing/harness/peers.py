@@ -354,7 +354,7 @@ def _cudnn_frontend(inputs: Inputs) -> Entry:
         raise Unavailable("it has no score mods")
     shape, qkv = inputs.case.shape, inputs.bshd
     ends = intervals(inputs.mods.mask, shape.seqlen_q, shape.seqlen_k, inputs.device)
-    plan = flex.create_mask_plan(ends.repeat(1, shape.batch)[None].contiguous(), *qkv, build_backward=False)
+    plan = flex.create_mask_plan(ends.repeat(1, shape.batch)[None].contiguous(), *qkv, build_backward=inputs.case.is_backward)
     return lambda: flex.flex_attn_func(*qkv, mask_plan=plan), "bshd"
 
 

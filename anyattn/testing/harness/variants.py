@@ -25,6 +25,12 @@ _SINK = 64
 _SOFTCAP = 30.0
 _BUCKETS = 32
 _EQUAL_DOCUMENT = 1000  # tokens, in the masks that are only built
+_NARROW = 128
+_IMAGE_ROW = 128  # positions of a row of an image
+_NEIGHBOURS = 6  # rows and columns on each side
+_STRIDE, _STRIDE_WINDOW = 64, 128
+_RANDOM_BLOCK, _RANDOM_SHARE = 128, 0.1
+_MANY_DOCUMENTS = 256
 _CPU_WINDOW = 512
 _CPU_DOCUMENTS = 9
 
@@ -91,6 +97,33 @@ def _documents(setting: Setting) -> Mods:
     return Mods(masks.document(_ids(setting, document_lengths(setting.seqlen))))
 
 
+def _neighbourhood(setting: Setting) -> Mods:
+    """Pixels of an image at most six rows and six columns away."""
+
+    def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        rows, columns = q_idx // _IMAGE_ROW - kv_idx // _IMAGE_ROW, q_idx % _IMAGE_ROW - kv_idx % _IMAGE_ROW
+        return (rows.abs() <= _NEIGHBOURS) & (columns.abs() <= _NEIGHBOURS)
+
+    return Mods(mask)
+
+
+def _strided(setting: Setting) -> Mods:
+    """Causal: the last keys, and every 64th before them."""
+    return Mods(lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & ((q_idx - kv_idx < _STRIDE_WINDOW) | (kv_idx % _STRIDE == _STRIDE - 1)))
+
+
+def _random_blocks(setting: Setting) -> Mods:
+    """A tenth of the blocks, and those of the diagonal."""
+    blocks = -(-setting.seqlen // _RANDOM_BLOCK)
+    drawn = torch.rand(blocks, blocks, generator=torch.Generator().manual_seed(5)) < _RANDOM_SHARE
+    table = (drawn | torch.eye(blocks, dtype=torch.bool)).to(setting.device)
+    return Mods(lambda b, h, q_idx, kv_idx: table[q_idx // _RANDOM_BLOCK, kv_idx // _RANDOM_BLOCK])
+
+
+def _many_documents(seqlen: int) -> list[int]:
+    return document_lengths(seqlen, _MANY_DOCUMENTS)
+
+
 def _window_512(setting: Setting) -> Mods:
     return Mods(lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (q_idx - kv_idx < _CPU_WINDOW))
 
@@ -119,8 +152,14 @@ _CPU = {
 _CUDA = {
     **_BOTH,
     "sliding_window": Variant(lambda s: Mods(masks.sliding_window(left=WINDOW, right=0)), {"window_size": (WINDOW, 0)}),
+    "narrow_window": Variant(lambda s: Mods(masks.sliding_window(left=_NARROW, right=0)), {"window_size": (_NARROW, 0)}),
     "document": Variant(_documents, {}, document_lengths),
     "document-causal": Variant(lambda s: _causal_documents(_ids(s, document_lengths(s.seqlen))), {"causal": True}, document_lengths),
+    "many-documents": Variant(lambda s: Mods(masks.document(_ids(s, _many_documents(s.seqlen)))), {}, _many_documents),
+    "many-documents-causal": Variant(lambda s: _causal_documents(_ids(s, _many_documents(s.seqlen))), {"causal": True}, _many_documents),
+    "neighbourhood": Variant(_neighbourhood),
+    "strided": Variant(_strided),
+    "random_blocks": Variant(_random_blocks),
     "prefix": Variant(lambda s: Mods(masks.prefix_lm(_PREFIX))),
     "sink_window": Variant(lambda s: Mods(masks.sink_window(sink=_SINK, window=WINDOW))),
     "alibi": _GALLERY["alibi"],

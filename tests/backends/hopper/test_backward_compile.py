@@ -13,7 +13,7 @@ import torch
 import anyattn
 from anyattn import masks, planner
 from anyattn.backends.hopper.backward_config import BackwardConfig, BackwardTiles, backward_tiles_for
-from anyattn.backends.hopper.make_backward_config import VARIABLE, reason_against_backward, specialised_backward
+from anyattn.backends.hopper.make_backward_config import reason_against_backward, specialised_backward
 from anyattn.mods.tracing.trace import trace
 from anyattn.problem import Problem
 from tests.support.hopper.pretended import H200
@@ -52,14 +52,10 @@ def test_kernels_compile_without_spilling_in_their_loops(head_dim: int, names: t
     assert {name: accesses for name, (_, accesses) in found.items() if accesses > most.get(name, 0)} == {}
 
 
-def test_it_is_opted_into(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_names_the_backend_of_the_gradients() -> None:
     p = problem()
-    monkeypatch.delenv(VARIABLE, raising=False)
     plan = planner.choose(p, H200, "hopper")
-    assert plan.backward == "triton" and any(VARIABLE in why for why in plan.why)
-    monkeypatch.setenv(VARIABLE, "1")
-    plan = planner.choose(p, H200, "hopper")
-    assert plan.backward == "hopper" and f"backward: hopper, as {VARIABLE}=1 asks" in plan.why
+    assert plan.backward == "hopper" and "backward: hopper" in plan.why
     assert planner.for_backward(plan, p, H200).backend == "hopper"
     wide = dict.fromkeys("qkv", torch.randn(1, 2, 64, 256, dtype=torch.bfloat16))
     plan = planner.choose(problem(**wide), H200, "hopper")

@@ -26,7 +26,6 @@ from torch import Tensor
 
 import anyattn
 from anyattn import oracle
-from anyattn.backends.hopper.make_backward_config import is_wanted as hopper_backward_is_wanted
 from anyattn.testing import budget
 from anyattn.testing.rounding import Noise, rounding
 
@@ -201,7 +200,7 @@ def judge(
     score, mask: see ``both``. meant: what the oracle gets instead of ``qkv``. A block mask in ``options`` stands for the library's mask.
     """
     (score, exact_score), (mask, exact_mask) = both(score), both(mask)
-    leaves = [t.detach().requires_grad_(backward and (RUNS or hopper_backward_is_wanted())) for t in qkv]
+    leaves = [t.detach().requires_grad_(backward) for t in qkv]
     sink = None if sink is None else sink.to(DEVICE)
     out_bytes = 2 * leaves[0].numel() // leaves[0].shape[-1] * leaves[2].shape[-1]
     poisoned(out_bytes, 4 * out_bytes // (2 * leaves[2].shape[-1]))
@@ -212,7 +211,7 @@ def judge(
     if backward and RUNS:
         dout = random(*out.shape, seed=1).to(out.dtype).to(DEVICE)
         got |= dict(zip(("dq", "dk", "dv"), torch.autograd.grad(out, leaves, dout), strict=True))
-    if backward and not RUNS and hopper_backward_is_wanted():  # what it would launch is noted
+    if backward and not RUNS:  # what it would launch is noted
         torch.autograd.grad(out, leaves, torch.zeros_like(out))
     mods = {"score": exact_score, "mask": exact_mask, "sink": sink, "scale": scale}
     check(label, got, *(qkv if meant is None else meant), dout, **mods)

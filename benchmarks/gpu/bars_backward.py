@@ -1,0 +1,38 @@
+"""What the Hopper backward pass has to reach on an H200, as data."""
+
+from __future__ import annotations
+
+from benchmarks.bars import Bar, Found, one, some
+from benchmarks.gpu.cases import CAUSAL_SCORES, MASK_VARIANTS, SCORE_VARIANTS, TRAINING
+
+__all__ = ["BARS"]
+
+_FA4, _FLEX = ("fa4",), ("flex-triton", "flex-flash", "cudnn-fe")
+_TABLE = [v for v in (*MASK_VARIANTS, *SCORE_VARIANTS) if v != "head_bias"]  # the variants of the peers' table
+
+
+def _names(group: str) -> list[str]:
+    return [case.name for case in TRAINING if case.group == group]
+
+
+def _variant(name: str) -> str:
+    return f"variants-backward/{name}/d128/8192"
+
+
+def _share_of_causal(name: str) -> Bar:
+    def share(found: Found) -> float:
+        rates = [found.record(case).flops / found.seconds(case) for case in (_variant(name), _variant("causal"))]
+        return rates[0] / rates[1]
+
+    return Bar(f"backward, {name}: rate over causal's", 0.85, share, aim=0.95)
+
+
+BARS: list[Bar] = [
+    *some("dense backward vs the faster of FA4 and cuDNN", _names("dense-backward"), ("cudnn", *_FA4), 0.93, 1.0, 1.08),
+    *(one(f"backward, {name}, vs FA4", name, _FA4, 1.0, 1.1) for name in _names("dims-backward")),
+    *some("variants' backward vs the best flex", [_variant(v) for v in _TABLE], _FLEX, 1.0, 1.15, 1.3),
+    one("backward, T5 bias, vs the best flex", _variant("t5_bias"), _FLEX, 1.5),
+    *(_share_of_causal(v) for v in CAUSAL_SCORES),
+    *(one(f"backward, {name}, vs FA4", name, _FA4, 1.0, 1.15) for name in (*_names("native-backward"), *_names("packed-backward"))),
+    *(one(f"backward, {name}, vs the best flex", name, _FLEX, 1.0, 1.5) for name in _names("partial-backward")),
+]
