@@ -43,7 +43,7 @@ def ends(*numbers: int) -> torch.Tensor:
 
 
 SLOPES, BIAS = torch.rand(4), torch.rand(4, 2000)
-PADS, KINDS = torch.tensor([0, 7, 30]), torch.arange(600).view(3, 200) % 5 > 0
+PADS = torch.tensor([0, 7, 30])
 
 
 def calls() -> dict[str, dict[str, Any]]:
@@ -64,7 +64,7 @@ def calls() -> dict[str, dict[str, Any]]:
         "alibi and softcap": given | {"causal": True, "softcap": 20.0, "alibi_slopes": SLOPES},
         "alibi per entry": given | {"alibi_slopes": SLOPES.expand(3, 4).contiguous()},
         "score mod": given | {"score_mod": lambda s, b, h, i, j: s + BIAS[h, i - j + 999]},
-        "a mask read at places of a table": given | {"causal": True, "mask_mod": lambda b, h, i, j: KINDS[b, j + PADS[b]]},
+        "score mod at places of a table": given | {"causal": True, "score_mod": lambda s, b, h, i, j: s + BIAS[h, j + PADS[b]]},
         "nothing in it": given | {"cu_seqlens_q": ends(0, 0, 0, 0)},
         "lse": given | {"return_lse": True, "causal": True},
     }

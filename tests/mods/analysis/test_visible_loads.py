@@ -192,7 +192,7 @@ def step(score, lengths, **options):
     q, cache = torch.zeros(2, 1, 4, 16), torch.zeros(2, 300, 2, 16)
     with mock.patch.object(sequences, "skips_device_reads", lambda device, validate: True):
         found = cache_call(Given(q, cache, cache, cache_seqlens=torch.tensor(lengths)), Options(score_mod=score, **options))
-    return found.problem.score_mod
+    return found.problem.score
 
 
 def clamps(mod):
