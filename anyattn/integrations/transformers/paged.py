@@ -123,7 +123,8 @@ def _append_and_attend(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any], kwargs: dict[str, Any]
 ) -> Tensor:
     """(requests, Hq, D). One new token for each request; its page table says where the token goes and what it sees."""
-    pool = _pool_of(kwargs["cache"], module.layer_idx)
+    layer: Any = module.layer_idx
+    pool = _pool_of(kwargs["cache"], layer)
     requests = query.shape[2]
     ends = kwargs["cu_seq_lens_k"]
     if isinstance(ends, dict):

@@ -129,15 +129,17 @@ def unsettled(mod: TracedMod, B: int, H: int, end_q: int, seqlen_k: int, first_q
     sizes = {"b": B, "h": H, "q_idx": max(end_q, -first_q), "kv_idx": seqlen_k}  # a row before 0 counts from a tensor's end
     if min(sizes.values()) == 0:
         return Unsettled([], [])
-    by_contents, scored, by_positions = [], [], []
+    found = Unsettled([], [])
+    by_positions: list[tuple[int, int, int]] = []
     for load in _doubtful(mod, sizes):
         ops = {node.op for node in _index(mod, load[2]).nodes}
-        (scored if "score" in ops else by_contents if "load" in ops else by_positions).append(load)
+        # one computed from a score has no range at all, and is refused by whoever checks it
+        (found.by_positions if "score" in ops else found.by_contents if "load" in ops else by_positions).append(load)
     if by_positions:
         box = {name: (torch.zeros(1, dtype=torch.int64), torch.full((1,), n - 1)) for name, n in sizes.items()}
         box["q_idx"] = (torch.full((1,), first_q), torch.full((1,), end_q - 1))
-        by_positions = list(_still_doubtful(mod, by_positions, box))
-    return Unsettled(by_contents, scored + by_positions)
+        found.by_positions.extend(_still_doubtful(mod, by_positions, box))
+    return found
 
 
 def check_loads_ragged(mod: TracedMod, H: int, seqlens_q: Tensor, seqlens_k: Tensor, q_first: Tensor | None = None) -> None:
