@@ -276,7 +276,7 @@ def _rows(name: str, found: dict[str, Any]) -> list[tuple[str, ...]]:
             shown = [f"{f(ratios):.2f}" for f in (statistics.median, min, max)]
         memory = found["memory"].get(who, 0.0)
         rows.append((name, who, f"{statistics.median(rates):.0f}", *shown, f"{memory:.1f}" if memory else "", str(len(rates))))
-    return rows + [(name, who, error, "", "", "", "", "") for who, error in found["errors"].items()]
+    return rows
 
 
 @click.command()
@@ -296,20 +296,23 @@ def main(chosen: str, seconds: float, tiny: bool, serve: bool) -> None:
     command = [sys.executable, "-m", "benchmarks.transformers_gpu", "--serve", *(["--tiny"] if tiny else [])]
     log = sys.__stderr__ or sys.stderr  # the process's own, whatever stands for it in a test
     rows: list[tuple[str, ...]] = []
+    missing: list[str] = []
     child: Child | None = None
     for name in names:
         left = end - time.monotonic()
         if left < 5:
-            rows.append((name, "", f"not measured: {seconds:.0f} s are over", "", "", "", "", ""))
+            missing.append(f"{name}: not measured, {seconds:.0f} s are over")
             continue
         limit = min(CASES[name].limit, left)
         start = 0 if child is not None else min(_START_S, left - limit)
         console.print(f"{name}: at most {limit:.0f} s")
         child = child or Child(command, log, os.environ)
         try:
-            rows += _rows(name, child.ask([name, limit], limit + start))
+            found = child.ask([name, limit], limit + start)
+            rows += _rows(name, found)
+            missing += [f"{name}: {who}: {error}" for who, error in found["errors"].items()]
         except RuntimeError as error:
-            rows.append((name, "", f"ended after {limit:.0f} s: {error}", "", "", "", "", ""))
+            missing.append(f"{name}: ended, at most {limit:.0f} s: {error}")
             child.end()
             child = None
     if child is not None:
@@ -318,6 +321,8 @@ def main(chosen: str, seconds: float, tiny: bool, serve: bool) -> None:
     for row in rows:
         table.add_row(*row)
     console.print(table)
+    for line in missing:
+        console.print(line, markup=False)
 
 
 if __name__ == "__main__":
