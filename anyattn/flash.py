@@ -144,7 +144,8 @@ def flash_attn_varlen_func(
     nothing (on the CPU), False leaves out cu_seqlens. On a GPU, unless validate is True, no table is read on the host: the call does not
     wait, and a CUDA graph that has captured it reads the tables' contents at each replay. Wrong contents are not detected there: a row in
     two sequences gets one of its results, rows outside storage are left out; a page outside the pool, a greatest length that is too small
-    and block lists built for other lengths give undefined results.
+    and block lists built for other lengths give undefined results. An index of a mod that is read from a captured tensor is then clamped
+    instead of checked; for one computed from positions that could leave its tensor by the greatest lengths, the tables are read after all.
 
     Returns out, laid out as q with head_dim Dv, or ``(out, lse)``, lse (Hq, total_q), or (B, Hq, Sq) where q is not packed. Rows that
     are in no sequence give 0 and lse -inf. Gradients as in ``flash_attn_func``. Raises as ``flash_attn_func``, and ``ValueError`` naming
@@ -228,7 +229,8 @@ def flash_attn_with_kvcache(
     behind the last entry; False leaves out cu_seqlens_q. On a GPU, unless it is True, the Triton backend reads no table on the host: the
     call does not wait, and a CUDA graph that has captured it reads the tables' contents at each replay. Wrong contents are not detected
     there: new rows for which there is no room, or no page of the pool, are not written, and results of such an entry are undefined; rotary
-    tables that are too short give NaN; of two entries that append to one place either may win.
+    tables that are too short give NaN; of two entries that append to one place either may win. Indices of mods: as in
+    ``flash_attn_varlen_func``; positions may reach the cache's capacity.
     Mods see logical positions: keys counted behind the padding, and as q_idx the query's place among them, ``seqlen_k - seqlen_q + i``, so
     that a mod written for training decodes unchanged. The other options are those of ``flash_attn_func``.
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from anyattn.arithmetic import ceil_div
 from anyattn.kvcache.append import check_pages
 from anyattn.mods import masks, scores
-from anyattn.mods.analysis.load_bounds import plainly_inside
+from anyattn.mods.analysis.load_bounds import unsettled
 from anyattn.mods.analysis.row_ranges import check_positions
-from anyattn.mods.analysis.visible_loads import Dense, Ragged, check_call, held
+from anyattn.mods.analysis.visible_loads import Dense, Ragged, check_call, clamped
 from anyattn.mods.compose import chained
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.problem import Problem
@@ -249,19 +249,22 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences | None, opt
 def _inside(
     masks: list[TracedMod], scores: list[TracedMod], blocks: Any, bare: Problem, reads_captured: bool
 ) -> tuple[list[TracedMod], list[TracedMod]]:
-    """The masks and scores of a call, whose loads are proved to be in bounds, or clamped."""
-    if not reads_captured:
-        sizes = (bare.batch, bare.heads_q, bare.bound_q, bare.bound_k)
-        return [held(m, *sizes) for m in masks], [held(m, *sizes) for m in scores]
-    lists = flex.classes_of(blocks)
-    if bare.sequences is None:
-        return check_call(Dense(bare.batch, bare.heads_q, bare.seqlen_q, bare.seqlen_k), masks, scores, lists)
+    """The masks and scores of a call, whose loads are proved to be in bounds, or clamped.
+
+    Where the tables are not read, captured tensors are not either: an index that is read from another captured tensor is clamped. One that
+    is computed from positions is checked; only where it could leave its tensor by the greatest lengths, the tables are read for that.
+    """
     s = bare.sequences
-    # loads that are in bounds for all sequences of these sizes need no read of the tables
-    if s.is_unread:
-        first, end = s.position_bounds
-        if all(plainly_inside(m, s.batch, bare.heads_q, end, s.bound_k, first) for m in (*masks, *scores)):
-            return masks, scores
+    if not reads_captured or (s is not None and s.is_unread):
+        first, end = (0, bare.bound_q) if s is None else s.position_bounds
+        mods = (*masks, *scores)
+        left = [unsettled(m, bare.batch, bare.heads_q, end, bare.bound_k, first) for m in mods]
+        if not reads_captured or not any(loads.by_positions for loads in left):
+            found = [clamped(m, loads) for m, loads in zip(mods, left, strict=True)]
+            return found[: len(masks)], found[len(masks) :]
+    lists = flex.classes_of(blocks)
+    if s is None:
+        return check_call(Dense(bare.batch, bare.heads_q, bare.seqlen_q, bare.seqlen_k), masks, scores, lists)
     return check_call(Ragged(bare.heads_q, s.seqlens_q, s.seqlens_k, s.q_first), masks, scores, lists)
 
 

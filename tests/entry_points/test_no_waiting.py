@@ -2,90 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.util
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import anyattn
-from anyattn import hardware
 from anyattn.backends.hopper import api, tables
 from anyattn.call_cache import attention
 from anyattn.hardware import Hardware
-from anyattn.validate import flash, sequences
+from tests.support.no_reading import Waited, no_reading, pretend_unread
 
 if importlib.util.find_spec("cutlass") is None:
     pytest.skip("needs nvidia-cutlass-dsl", allow_module_level=True)
 
 H200 = Hardware("cuda", "an H200", 0, frozenset((torch.float16, torch.bfloat16, torch.float32)), (9, 0), 132)
-_METHODS = frozenset(
-    ("tolist", "item", "__bool__", "__int__", "__float__", "__index__", "__contains__", "numpy", "cpu", "equal", "nonzero")
-)
-_OPERATIONS = frozenset(
-    ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "unique_dim", "_unique2", "masked_select", "unique_consecutive", "item")
-)
-
-
-class Waited(AssertionError):
-    pass
-
-
-_may_read = False  # in code that is known to look at tensors of its own only
-
-
-class _NoReadingMethods(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if getattr(func, "__name__", "") in _METHODS and not _may_read:
-            raise Waited(func.__name__)
-        return func(*args, **(kwargs or {}))
-
-
-class _NoReadingOperations(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        name = func.overloadpacket.__name__
-        if (name in _OPERATIONS and not _may_read) or (name == "repeat_interleave" and (kwargs or {}).get("output_size") is None):
-            raise Waited(name)
-        return func(*args, **(kwargs or {}))
-
-
-@contextlib.contextmanager
-def no_reading(through_dispatch: bool = True) -> Iterator[None]:
-    """Each mode sees what the other does not: ``tolist`` of a CPU tensor is no operation. With a dispatch mode no call is recalled."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_NoReadingMethods())
-        if through_dispatch:
-            stack.enter_context(_NoReadingOperations())
-        yield
-
-
-def without_contents(function: Any) -> Any:
-    def call(mod: Any, *sizes: int) -> bool:
-        global _may_read
-        empty = replace(mod, tensors=tuple(t.to("meta") for t in mod.tensors))
-        _may_read = True
-        try:
-            return function(empty, *sizes)
-        finally:
-            _may_read = False
-
-    return call
 
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple]]:
     """CPU tensors are taken for a Hopper GPU's; launches are noted and not made."""
     notes: list[tuple] = []
-    monkeypatch.setattr(hardware, "of", lambda *a: H200)
-    monkeypatch.setattr(sequences, "skips_device_reads", lambda device, validate: validate is not True)
-    # mods' indices are settled on the CPU, from sizes: captured tensors without contents show that theirs are not asked for
-    monkeypatch.setattr(flash, "plainly_inside", without_contents(flash.plainly_inside))
+    pretend_unread(monkeypatch, H200)
     for module in (tables, api):
         monkeypatch.setattr(module, "launch", lambda config, arguments: notes.append((config, arguments)))
     attention.clear()
@@ -102,6 +43,7 @@ def ends(*numbers: int) -> torch.Tensor:
 
 
 SLOPES, BIAS = torch.rand(4), torch.rand(4, 2000)
+PADS = torch.tensor([0, 7, 30])
 
 
 def calls() -> dict[str, dict[str, Any]]:
@@ -122,6 +64,7 @@ def calls() -> dict[str, dict[str, Any]]:
         "alibi and softcap": given | {"causal": True, "softcap": 20.0, "alibi_slopes": SLOPES},
         "alibi per entry": given | {"alibi_slopes": SLOPES.expand(3, 4).contiguous()},
         "score mod": given | {"score_mod": lambda s, b, h, i, j: s + BIAS[h, i - j + 999]},
+        "score mod at places of a table": given | {"causal": True, "score_mod": lambda s, b, h, i, j: s + BIAS[h, j + PADS[b]]},
         "nothing in it": given | {"cu_seqlens_q": ends(0, 0, 0, 0)},
         "lse": given | {"return_lse": True, "causal": True},
     }

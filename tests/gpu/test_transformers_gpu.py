@@ -13,6 +13,8 @@ if not torch.cuda.is_available():
 pytest.importorskip("transformers")
 
 from anyattn.integrations.transformers import NAME, attention_forward, describe_mask
+from anyattn.mods.tracing.trace import trace
+from anyattn.testing.rounding import Noise, rounding
 from tests.support.gpu.waiting import no_waiting
 from tests.support.transformers_models import DECODERS, DEFINITION, check_attention, check_like_eager, decoder, gradients, padded, tokens
 
@@ -95,4 +97,5 @@ def test_a_decoding_step_does_not_wait(window: int | None, has_holes: bool, dtyp
     seen = torch.nn.functional.pad(mask, (0, 99)) & (at <= 200)
     if window is not None:
         seen = seen & (at > 200 - window)
-    check_attention(out, query, key, value, seen[:, None, None], scaling=0.2)
+    noise = rounding(query, key, value, mask=trace(lambda b, h, i, j: seen[b, j], "mask"), scale=0.2).out
+    check_attention(out, query, key, value, seen[:, None, None], Noise(*(t.transpose(1, 2) for t in noise)), scaling=0.2)

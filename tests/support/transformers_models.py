@@ -13,6 +13,7 @@ from transformers.masking_utils import sdpa_mask
 
 from anyattn.integrations.transformers import NAME, register
 from anyattn.testing import budget
+from anyattn.testing.rounding import Noise
 
 DEFINITION = "definition"
 VOCABULARY = 96
@@ -114,7 +115,7 @@ def gradients(model: Any, implementation: str, keep: Tensor | None = None, **inp
     model.set_attn_implementation(implementation)
     model.zero_grad(set_to_none=True)
     out = model(**inputs)[0]
-    weights = torch.linspace(-1.0, 1.0, out.numel(), dtype=out.dtype).view(out.shape)
+    weights = torch.linspace(-1.0, 1.0, out.numel(), dtype=out.dtype, device=out.device).view(out.shape)
     if keep is not None:
         weights = weights * keep[..., None]
     (out * weights).sum().backward()
@@ -166,11 +167,14 @@ def definition(
     return (weights @ value).transpose(1, 2), None
 
 
-def check_attention(got: Tensor, query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, **others: Any) -> None:
-    """Judges the output of one layer, (B, Sq, H, D), by the definition's. seen: bool (B or 1, H or 1, Sq, Sk)."""
+def check_attention(
+    got: Tensor, query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, noise: Noise | None = None, **others: Any
+) -> None:
+    """Judges the output of one layer, (B, Sq, H, D), by the definition's. seen: bool (B or 1, H or 1, Sq, Sk). noise: of the output, which
+    rows of few rounding errors need."""
     wide = {name: t.double() if isinstance(t, Tensor) else t for name, t in others.items()}
     expected = definition(None, query.double(), key.double(), value.double(), seen, **wide)[0]
-    budget.check("out", got, expected, definition(None, query, key, value, seen, **others)[0])
+    budget.check("out", got, expected, definition(None, query, key, value, seen, **others)[0], noise)
 
 
 def _dense_mask(**asked: Any) -> Tensor | None:

@@ -1,16 +1,17 @@
 """What Transformers' manager of continuous batching decides by the name of an attention implementation, told of anyattn's.
 
 The manager of Transformers 5.23 knows ``"paged|eager"``, ``"sdpa"`` and names with "flash" in them, refuses all others, and strips
-``"paged|"`` from them: there is no registry for this. ``accept`` wraps the functions that ask, so that for anyattn they answer as for
-FlashAttention: no mask tensors are allocated, CUDA graphs and asynchronous batching may be used, and steps of decoding alone get block
-tables, on any device. Functions that a release lacks are left out; 4.57 takes any registered name and needs only to be told that no mask
-is wanted.
+``"paged|"`` from them; that of 5.17 puts it before all others. There is no registry for this. ``accept`` wraps the functions that ask, so
+that for anyattn they answer as for FlashAttention: no mask tensors are allocated, CUDA graphs and asynchronous batching may be used, and
+steps of decoding alone get block tables, on any device. Functions that a release lacks are left out; 4.57 takes any registered name and
+needs only to be told that no mask is wanted.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -29,7 +30,7 @@ def accept(names: set[str], implementation: str) -> None:
     for module in (_module("initialization"), _module("cache")):
         _wrap(module, "is_flash_attention_requested", functools.partial(_counting_as_flash, implementation))
     initialization = _module("initialization")
-    _wrap(initialization, "ensure_decode_fast_path_is_available", functools.partial(_with_block_tables, implementation, initialization))
+    _wrap(initialization, "ensure_decode_fast_path_is_available", functools.partial(_with_block_tables, implementation))
     _wrap(getattr(api, "ContinuousBatchProcessor", None), "return_attention_mask", _without_masks)  # 4.57
 
 
@@ -71,14 +72,27 @@ def _counting_as_flash(implementation: str, original: Callable) -> Callable:
     return is_flash_attention_requested
 
 
-def _with_block_tables(implementation: str, initialization: Any, original: Callable) -> Callable:
+def _with_block_tables(implementation: str, original: Callable) -> Callable:
     def ensure_decode_fast_path_is_available(config: Any, cb_config: Any, user_requested: bool) -> None:
-        kinds = initialization.group_layers_by_attn_type(config)
-        allocators = [initialization.ATTN_TYPE_TO_ALLOCATOR[kind] for kind in kinds]
-        if config._attn_implementation != implementation or not all(a.supports_block_table for a in allocators):
+        if config._attn_implementation != implementation:
             original(config, cb_config, user_requested)
+        elif cb_config.max_blocks_per_request != 0 and not _all_have_block_tables(config):
+            if user_requested:
+                why = "this model has layers for which Transformers makes no block tables; it is set to 0"
+                warnings.warn(f"max_blocks_per_request={cb_config.max_blocks_per_request}, but {why}", stacklevel=2)
+            cb_config.max_blocks_per_request = 0
 
     return ensure_decode_fast_path_is_available
+
+
+def _all_have_block_tables(config: Any) -> bool:
+    """Whether Transformers makes block tables for layers of all of the model's types of attention."""
+    initialization = _module("initialization")
+    allocators = getattr(initialization, "ATTN_TYPE_TO_ALLOCATOR", None)
+    if allocators is not None:
+        return all(allocators[kind].supports_block_table for kind in initialization.group_layers_by_attn_type(config))
+    _, kinds = _module("cache").group_layers_by_attn_type(config)  # 5.17
+    return set(kinds) == {"full_attention"}
 
 
 def _without_masks(original: Callable) -> Callable:

@@ -10,7 +10,7 @@ table is read on the host.
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,12 +21,12 @@ __all__ = ["IMPLEMENTATION", "paged_attention", "register"]
 
 IMPLEMENTATION = "anyattn_paged"  # what a model is set to while a manager of continuous batching runs it
 
-# Transformers 4.57 calls them max_seqlen_q and max_seqlen_k.
+# Transformers before 5.23 calls them max_seqlen_q and max_seqlen_k.
 _LONGEST_QUERY = ("max_length_q", "max_seqlen_q")
 _LONGEST_KEY = ("max_length_k", "max_seqlen_k")
 _OLD_WINDOWS = (
     "continuous batching of Transformers 4.57 reads the wrong cached keys in sliding-window layers once a request is longer than the "
-    "window, with every attention implementation; use Transformers 5.23 or newer, or generate() in place of generate_batch()"
+    "window, with every attention implementation; use Transformers 5.17 or newer, or generate() in place of generate_batch()"
 )
 
 
@@ -100,7 +100,7 @@ def _update_and_attend(
     else:
         kind = "sliding_attention" if has_window else "full_attention"
         key, value = cache.update(key, value, layer, **{name: kwargs[name] for name in ("read_index", "write_index")})
-        if has_window:
+        if has_window and not hasattr(cache, "sentinel_index"):  # 4.57
             warnings.warn(_OLD_WINDOWS, stacklevel=2)
     cu_seqlens_k = kwargs["cu_seq_lens_k"]
     if isinstance(cu_seqlens_k, dict):
@@ -123,26 +123,50 @@ def _append_and_attend(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any], kwargs: dict[str, Any]
 ) -> Tensor:
     """(requests, Hq, D). One new token for each request; its page table says where the token goes and what it sees."""
-    allocator = kwargs["cache"].layer_to_allocator[module.layer_idx]
-    # Both views are of one buffer and hold the pages of all layers; the layer's own are those at multiples of `between`, and so are the
-    # numbers in the table, -1 where there is none.
-    between = allocator.block_physical_stride // allocator.tokens_per_page
-    k_cache, v_cache = (view[::between] for view in allocator.get_cache_for_block_table(module.layer_idx))
+    layer: Any = module.layer_idx
+    pool = _pool_of(kwargs["cache"], layer)
     requests = query.shape[2]
-    ends = kwargs["cu_seq_lens_k"][allocator.layer_type]
+    ends = kwargs["cu_seq_lens_k"]
+    if isinstance(ends, dict):
+        ends = ends[pool.kind]
     # A compiled step or a CUDA graph is filled up with requests of length 0 without pages, behind all others. They append to a page
     # that Transformers keeps for this.
     held = (ends[1 : requests + 1] - ends[:requests] - 1).clamp_min(0)
-    table = kwargs["block_table"][allocator.index][:requests]
-    pages = (table // between).masked_fill(table < 0, allocator.blocks_per_sector)
+    table = kwargs["block_table"][pool.row][:requests]
+    pages = (table // pool.between).masked_fill(table < 0, pool.spare)
     real = requests
     if query.device.type == "cpu":  # where reading costs nothing, and a row that is appended to twice is an error
         real = int((ends[1 : requests + 1] > ends[:requests]).sum())
     q, k, v = (x[0].transpose(0, 1)[:real, None] for x in (query, key, value))
-    out = anyattn.flash_attn_with_kvcache(q, k_cache, v_cache, k=k, v=v, cache_seqlens=held[:real], page_table=pages[:real], **options)[
-        :, 0
-    ]
+    out = anyattn.flash_attn_with_kvcache(q, pool.k, pool.v, k=k, v=v, cache_seqlens=held[:real], page_table=pages[:real], **options)
+    out = out[:, 0]
     return out if real == requests else torch.nn.functional.pad(out, (0, 0, 0, 0, 0, requests - real))
+
+
+class _Pool(NamedTuple):
+    """The pages of one layer. k, v: (pages, page_size, Hkv, D). kind: the layer's type of attention. row: its group's row of the block
+    tables, whose numbers are multiples of ``between``. spare: a page of this pool that no request has."""
+
+    k: Tensor
+    v: Tensor
+    kind: str
+    row: int
+    between: int
+    spare: int
+
+
+def _pool_of(cache: Any, layer: int) -> _Pool:
+    if hasattr(cache, "layer_to_allocator"):  # Transformers 5.23
+        allocator = cache.layer_to_allocator[layer]
+        # Both views are of one buffer and hold the pages of all layers; the layer's own are those at multiples of `between`, and so are the
+        # numbers in the table, -1 where there is none.
+        between = allocator.block_physical_stride // allocator.tokens_per_page
+        k, v = (view[::between] for view in allocator.get_cache_for_block_table(layer))
+        return _Pool(k, v, allocator.layer_type, allocator.index, between, allocator.blocks_per_sector)
+    group, place = cache.layer_index_to_group_indices[layer]
+    shape = (-1, cache.block_size, cache.num_key_value_heads, cache.head_dim)
+    k, v = (storage[place].view(shape) for storage in (cache.key_cache, cache.value_cache))
+    return _Pool(k, v, "full_attention", group, 1, cache.write_trash_index // cache.block_size)  # 5.17 has no tables for windows
 
 
 def _check(module: torch.nn.Module, dropout: float, is_causal: bool | None, kwargs: dict[str, Any]) -> None:

@@ -22,6 +22,7 @@ from anyattn.mods.tracing.trace import TracedMod
 __all__ = [
     "Doubt",
     "OutsideError",
+    "Unsettled",
     "check_loads",
     "check_loads_ragged",
     "doubt",
@@ -86,20 +87,8 @@ def check_loads(mod: TracedMod, B: int, H: int, seqlen_q: int, seqlen_k: int, *,
 
 
 def plainly_inside(mod: TracedMod, B: int, H: int, end_q: int, seqlen_k: int, first_q: int = 0) -> bool:
-    """Whether the sizes and the mod's numbers alone prove that every load is inside at all (b, h, q_idx, kv_idx) of these sizes.
-
-    first_q <= q_idx < end_q; first_q is 0 or negative. False where the proof would need the contents of captured tensors, which on a GPU
-    would have to be waited for.
-    """
-    sizes = {"b": B, "h": H, "q_idx": max(end_q, -first_q), "kv_idx": seqlen_k}  # a row before 0 counts from a tensor's end
-    if min(sizes.values()) == 0:
-        return True
-    doubtful = _doubtful(mod, sizes)
-    if any(node.op in ("load", "score") for _, _, arg in doubtful for node in _index(mod, arg).nodes):
-        return False
-    box = {name: (torch.zeros(1, dtype=torch.int64), torch.full((1,), n - 1)) for name, n in sizes.items()}
-    box["q_idx"] = (torch.full((1,), first_q), torch.full((1,), end_q - 1))
-    return not doubtful or next(_still_doubtful(mod, doubtful, box), None) is None
+    """Whether sizes and the mod's numbers alone prove that every load is inside; arguments as of ``unsettled``."""
+    return not any(unsettled(mod, B, H, end_q, seqlen_k, first_q))
 
 
 class Doubt(NamedTuple):
@@ -125,15 +114,32 @@ def hangs_on_masks(mod: TracedMod, B: int, H: int, seqlen_q: int, seqlen_k: int)
     return False
 
 
-def unsettled(mod: TracedMod, B: int, H: int, seqlen_q: int, seqlen_k: int) -> list[tuple[int, int, int]]:
-    """(slot, dimension, index's node) of the loads that sizes and the mod's numbers do not prove to be inside; reads no tensor."""
-    sizes = {"b": B, "h": H, "q_idx": seqlen_q, "kv_idx": seqlen_k}
+class Unsettled(NamedTuple):
+    """(slot, dimension, index's node) of loads. by_contents: the index is computed from what another load returns. by_positions: others."""
+
+    by_contents: list[tuple[int, int, int]]
+    by_positions: list[tuple[int, int, int]]
+
+
+def unsettled(mod: TracedMod, B: int, H: int, end_q: int, seqlen_k: int, first_q: int = 0) -> Unsettled:
+    """The loads that sizes and the mod's numbers do not prove to be inside at all (b, h, q_idx, kv_idx) of these sizes.
+
+    first_q <= q_idx < end_q; first_q is 0 or negative. Reads no tensor, so that nothing waits for a GPU.
+    """
+    sizes = {"b": B, "h": H, "q_idx": max(end_q, -first_q), "kv_idx": seqlen_k}  # a row before 0 counts from a tensor's end
     if min(sizes.values()) == 0:
-        return []
-    doubtful = _doubtful(mod, sizes)
-    by_values = [load for load in doubtful if any(node.op in ("load", "score") for node in _index(mod, load[2]).nodes)]
-    box = {name: (torch.zeros(1, dtype=torch.int64), torch.full((1,), n - 1)) for name, n in sizes.items()}
-    return [*by_values, *_still_doubtful(mod, [load for load in doubtful if load not in by_values], box)]
+        return Unsettled([], [])
+    found = Unsettled([], [])
+    by_positions: list[tuple[int, int, int]] = []
+    for load in _doubtful(mod, sizes):
+        ops = {node.op for node in _index(mod, load[2]).nodes}
+        # one computed from a score has no range at all, and is refused by whoever checks it
+        (found.by_positions if "score" in ops else found.by_contents if "load" in ops else by_positions).append(load)
+    if by_positions:
+        box = {name: (torch.zeros(1, dtype=torch.int64), torch.full((1,), n - 1)) for name, n in sizes.items()}
+        box["q_idx"] = (torch.full((1,), first_q), torch.full((1,), end_q - 1))
+        found.by_positions.extend(_still_doubtful(mod, by_positions, box))
+    return found
 
 
 def check_loads_ragged(mod: TracedMod, H: int, seqlens_q: Tensor, seqlens_k: Tensor, q_first: Tensor | None = None) -> None:

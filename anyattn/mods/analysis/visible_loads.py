@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from anyattn.mods.analysis.evaluate import evaluate
-from anyattn.mods.analysis.load_bounds import OutsideError, check_loads, check_loads_ragged, inside, message, unsettled
+from anyattn.mods.analysis.load_bounds import OutsideError, Unsettled, check_loads, check_loads_ragged, inside, message, unsettled
 from anyattn.mods.analysis.tile_classes import EMPTY, FULL, PARTIAL, classify
 from anyattn.mods.analysis.tile_classes_varlen import classify_ragged
 from anyattn.mods.analysis.varlen_grid import RaggedTiles
@@ -23,7 +23,7 @@ from anyattn.mods.compose import anded
 from anyattn.mods.ir.expr import Builder, Expr
 from anyattn.mods.tracing.trace import TracedMod
 
-__all__ = ["Dense", "Listed", "Ragged", "check_call", "held"]
+__all__ = ["Dense", "Listed", "Ragged", "check_call", "clamped", "held"]
 
 _TILE = (128, 128)
 
@@ -207,7 +207,12 @@ def _where(mod: TracedMod, bad: TracedMod, index: Expr, error: OutsideError, pla
 
 def held(mod: TracedMod, B: int, H: int, seqlen_q: int, seqlen_k: int) -> TracedMod:
     """The mod with every index clamped that is not proved to be inside its tensor: for calls that must not read captured tensors."""
-    doubtful = [(slot, dim, arg, mod.tensors[slot].shape[dim]) for slot, dim, arg in unsettled(mod, B, H, seqlen_q, seqlen_k)]
+    return clamped(mod, unsettled(mod, B, H, seqlen_q, seqlen_k))
+
+
+def clamped(mod: TracedMod, loads: Unsettled) -> TracedMod:
+    """The mod with the indices of these loads clamped to their tensors."""
+    doubtful = [(slot, dim, arg, mod.tensors[slot].shape[dim]) for slot, dim, arg in (*loads.by_contents, *loads.by_positions)]
     return replace(mod, expr=_clamped(mod.expr, tuple(doubtful))) if doubtful else mod
 
 

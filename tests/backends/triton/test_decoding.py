@@ -9,16 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import anyattn
-from anyattn import hardware
 from anyattn.call_cache import attention
-from anyattn.hardware import Hardware
-from anyattn.validate import sequences
 from tests.support.limits import HANG
+from tests.support.no_reading import Waited, no_reading, noted_launches
 from tests.support.processes import in_the_interpreter
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
@@ -102,16 +97,8 @@ POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Any:
     """CPU tensors are taken for a GPU's, of a capability to be named; launches of the forward kernel are noted and not made."""
-    from anyattn.backends.triton import api, launch_cache
-
-    fast = frozenset(POINTERS)
-    found = SimpleNamespace(capability=(9, 0), made=[])
-    monkeypatch.setattr(hardware, "of", lambda *a: Hardware("cuda", "a GPU", 0, fast, found.capability, 132))  # type: ignore[arg-type]
-    monkeypatch.setattr(sequences, "skips_device_reads", lambda device, validate: validate is not True)
-    monkeypatch.setattr(launch_cache, "run_entry", lambda *args: found.made.append(args))
-    monkeypatch.setattr(api, "merge", lambda *args: None)
     attention.clear()  # one device has one capability
-    yield found
+    yield noted_launches(monkeypatch, (9, 0))
     attention.clear()
 
 
@@ -156,32 +143,6 @@ def test_decoding_compiles_and_fits(name: str, capability: int, launches: Any) -
 # ---- nothing waits
 
 
-class Waited(AssertionError):
-    pass
-
-
-class NoReadingMethods(TorchFunctionMode):
-    NAMES = frozenset(
-        ("tolist", "item", "__bool__", "__int__", "__float__", "__index__", "__contains__", "numpy", "cpu", "equal", "nonzero")
-    )
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if getattr(func, "__name__", "") in self.NAMES:
-            raise Waited(func.__name__)
-        return func(*args, **(kwargs or {}))
-
-
-class NoReadingOperations(TorchDispatchMode):
-    NAMES = frozenset(("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "unique_dim", "_unique2", "masked_select", "item"))
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        name = func.overloadpacket.__name__
-        by_mask = name.startswith("index") and any(isinstance(t, torch.Tensor) and t.dtype is torch.bool for t in tree_leaves(args[1:2]))
-        if by_mask or name in self.NAMES or (name == "repeat_interleave" and (kwargs or {}).get("output_size") is None):
-            raise Waited(name)
-        return func(*args, **(kwargs or {}))
-
-
 ENDS = torch.tensor([0, 1, 1, 3, 7], dtype=torch.int32)
 STEPS: dict[str, dict[str, Any]] = {
     **DECODES,
@@ -190,8 +151,10 @@ STEPS: dict[str, dict[str, Any]] = {
     "packed": {"cu_seqlens_q": ENDS, "max_seqlen_q": 4, "causal": True},
     "packed, in pages": {"cu_seqlens_q": ENDS, "causal": True, "page": 16, "num_splits": 2},
     "a bias by row": {"causal": True, "score_mod": lambda s, b, h, i, j: s + BIAS[h, i]},
+    "a mask read at places of a table": {"causal": True, "mask_mod": lambda b, h, i, j: SEEN[b, j + PADS[b]]},
 }
 BIAS = torch.zeros(32, 1024)
+SEEN, PADS = torch.arange(4 * 1024).view(4, 1024) % 5 > 0, torch.tensor([0, 7, 30, 1])
 
 
 @pytest.mark.parametrize("appends", [False, True])
@@ -210,11 +173,11 @@ def test_a_step_reads_nothing(name: str, appends: bool, launches: Any, monkeypat
         angles = torch.zeros(2048, width // 2)
         options |= {"k": torch.zeros(*rows, heads, width, dtype=dtype), "v": torch.zeros(*rows, heads, width, dtype=dtype)}
         options |= {"rotary_cos": angles, "rotary_sin": angles}
-    with NoReadingMethods(), NoReadingOperations():
+    with no_reading():
         decode(**options)
     assert len(launches.made) == 1 and len(steps) == appends
     decode(**options)  # remembered, unless it has mods
-    with NoReadingMethods():
+    with no_reading(through_dispatch=False):
         decode(**options)
     first, second, third = [(grid, constants) for _, grid, *_, constants in launches.made]
     assert first == second == third and len(steps) == 3 * appends
@@ -231,7 +194,7 @@ def test_the_checkers_themselves() -> None:
         lambda: x.tolist(),
         lambda: x.repeat_interleave(x.long()),
     ):
-        with pytest.raises(Waited), NoReadingMethods(), NoReadingOperations():
+        with pytest.raises(Waited), no_reading():
             read()
 
 

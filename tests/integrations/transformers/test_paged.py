@@ -15,7 +15,7 @@ import transformers
 import anyattn
 from anyattn.integrations import transformers as integration
 from anyattn.integrations.transformers import paged
-from tests.integrations.transformers.tiny_decoders import IS_4, KINDS, WINDOW, batched, decoder, one_by_one, prompts
+from tests.integrations.transformers.tiny_decoders import IS_4, KINDS, WINDOW, batched, batching, decoder, one_by_one, prompts
 from tests.support.limits import HANG
 
 NEW = 12
@@ -98,7 +98,7 @@ def test_no_mask_is_made(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
         found = original(self, *args, **kwargs)
-        seen.append((self.attention_mask, found["attention_mask"], found["is_causal"]))
+        seen.append((self.attention_mask, found["attention_mask"], found.get("is_causal", True)))
         return found
 
     monkeypatch.setattr(input_outputs.ContinuousBatchingIOs, "get_model_kwargs", watched)
@@ -157,7 +157,7 @@ def test_requests_that_come_later() -> None:
     use(model, "anyattn")
     with model.continuous_batching_context_manager(
         generation_config=transformers.GenerationConfig(do_sample=False, max_new_tokens=NEW, eos_token_id=-1, pad_token_id=0),
-        continuous_batching_config=transformers.ContinuousBatchingConfig(page_size=8, num_blocks=64, max_batch_tokens=32),
+        continuous_batching_config=batching(page_size=8, num_blocks=64, max_batch_tokens=32),
     ) as manager:
         found = {}
         for text in texts:  # the next is sent when the one before has begun to answer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 from unittest import mock
 
@@ -60,7 +61,7 @@ def one_by_one(model: Any, texts: list[list[int]], new: int) -> list[list[int]]:
 
 
 def batched(model: Any, texts: list[list[int]], new: int, **options: Any) -> list[list[int]]:
-    """Greedy answers of ``generate_batch``. options: of the ContinuousBatchingConfig; 4.57 has some of them elsewhere, or not at all."""
+    """Greedy answers of ``generate_batch``. options: as of ``batching``; 4.57 has some of them elsewhere, or not at all."""
     greedy: dict[str, Any] = {"do_sample": False, "max_new_tokens": new, "eos_token_id": -1, "pad_token_id": 0}
     options = {"page_size": 8, "num_blocks": 64, "max_batch_tokens": 32} | options
     if IS_4:
@@ -72,11 +73,18 @@ def batched(model: Any, texts: list[list[int]], new: int, **options: Any) -> lis
         found = model.generate_batch(
             texts,
             generation_config=transformers.GenerationConfig(**greedy),
-            continuous_batching_config=transformers.ContinuousBatchingConfig(**options),
+            continuous_batching_config=batching(**options),
         )
         answers = list(found.values())
     assert [answer.error for answer in answers] == [None] * len(texts)
     return [answer.generated_tokens for answer in answers]
+
+
+def batching(page_size: int, **options: Any) -> Any:
+    """A ContinuousBatchingConfig by the names that 5.23 has; 5.17 calls a page a block."""
+    config = transformers.ContinuousBatchingConfig
+    name = "page_size" if "page_size" in inspect.signature(config).parameters else "block_size"
+    return config(**{name: page_size}, **options)
 
 
 def _memory_of_a_gpu() -> tuple[torch.device, int, int, int]:

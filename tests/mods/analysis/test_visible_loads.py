@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,9 @@ from anyattn.mods.analysis.evaluate import evaluate
 from anyattn.mods.analysis.load_bounds import check_loads, check_loads_ragged
 from anyattn.mods.analysis.visible_loads import Dense, Listed, Ragged, check_call, held
 from anyattn.mods.tracing.trace import trace
+from anyattn.validate import sequences
+from anyattn.validate.flash import Options
+from anyattn.validate.kvcache import Given, cache_call
 
 B, H, M, N = 2, 2, 40, 56
 FLAGS = torch.arange(200) % 3 != 0
@@ -181,6 +185,37 @@ def test_held_clamps_what_is_not_plainly_inside():
     found = held(mod, 1, 1, 20, 20)
     assert [n.op for n in found.expr.nodes].count("max") == 3  # the user's clamp is one
     check_loads(found, 1, 1, 20, 20)
+
+
+def step(score, lengths, **options):
+    """The checked score mod of a step of decoding whose tables are not read, as on a GPU: one query, a cache of 300 rows."""
+    q, cache = torch.zeros(2, 1, 4, 16), torch.zeros(2, 300, 2, 16)
+    with mock.patch.object(sequences, "skips_device_reads", lambda device, validate: True):
+        found = cache_call(Given(q, cache, cache, cache_seqlens=torch.tensor(lengths)), Options(score_mod=score, **options))
+    return found.problem.score
+
+
+def clamps(mod):
+    return [n.op for n in mod.expr.nodes].count("max")
+
+
+@pytest.mark.parametrize("reads_captured", [False, True])
+def test_a_step_counts_positions_to_the_capacity(reads_captured):
+    """A query's position is its place in the cache: the row after 299 others reads entry 299, though there is but one query."""
+    short, long = torch.zeros(100), torch.zeros(300)
+    assert clamps(step(lambda s, b, h, i, j: s + long[i], [300, 40], reads_captured=reads_captured)) == 0
+    if not reads_captured:
+        assert clamps(step(lambda s, b, h, i, j: s + short[i], [300, 40], reads_captured=False)) == 1
+        return
+    assert clamps(step(lambda s, b, h, i, j: s + short[i], [100, 40])) == 0, "by the lengths, which are read for this"
+    with pytest.raises(ValueError, match="reads dimension 0 of a captured tensor"):
+        step(lambda s, b, h, i, j: s + short[i], [101, 40])
+
+
+def test_a_step_clamps_what_is_read_from_a_tensor():
+    table, places, far = torch.zeros(8), torch.zeros(300, dtype=torch.int64), torch.full((300,), 10**6)
+    for given in (places, far):
+        assert clamps(step(lambda s, b, h, i, j, given=given: s + table[given[j]], [300, 40])) == 1
 
 
 # ---- calls
