@@ -44,7 +44,7 @@ _PROGRAMS = "backends.triton.codegen.programs"
 _DETERMINISTIC_SUM = "backends.triton.kernels.deterministic_sum"
 _PAGED_GRADIENTS = "backends.triton.kernels.paged_gradients"
 _HOST_PAGED_GRADIENTS = "backends.triton.paged_gradients"
-_PRIVATIZED_SUM = "backends.triton.privatized_sum"
+_PRIVATIZED_SUM = "tensors.privatized_sum"
 _DEVICE_MATH = "triton_tools.device_math"
 
 MUTANTS = by_name(

@@ -12,12 +12,13 @@ from anyattn.arithmetic import LOG2E, ceil_div
 from anyattn.backends.hopper.api import CACHE_FOR_KEYS, counter_of, multiprocessors
 from anyattn.backends.hopper.backward_config import RowsConfig
 from anyattn.backends.hopper.compile.launch import launch
-from anyattn.backends.hopper.make_backward_config import BackwardSpecial, specialised_backward
+from anyattn.backends.hopper.make_backward_config import BackwardSpecial, specialised_backward, wanted_slots
 from anyattn.backends.hopper.make_config import tile_of
 from anyattn.backends.hopper.tables import made_lists
 from anyattn.plan import Plan
 from anyattn.problem import Problem
 from anyattn.sequences.l2_groups import heads_side_by_side
+from anyattn.tensors import privatized_sum
 from anyattn.tensors.strides import empty_in_order
 
 __all__ = ["backward"]
@@ -36,21 +37,49 @@ class _Rows(NamedTuple):
 
 def backward(problem: Problem, plan: Plan, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     """Gradients of ``problem.grad_inputs`` in that order, None where none is needed. dout: any strides."""
-    special: BackwardSpecial | None = plan.prepared.get("hopper backward")
+    wanted = wanted_slots(problem)  # of the inputs whose gradients the forward pass promised a backward pass may want some
+    key = f"hopper backward {wanted}" if wanted else "hopper backward"
+    special: BackwardSpecial | None = plan.prepared.get(key)
     if special is None:
-        special = plan.prepared["hopper backward"] = specialised_backward(problem)
+        special = plan.prepared[key] = specialised_backward(problem)
     out, dout = _readable(out), _readable(dout)
     config, q = special.config, problem.q
     rows = _rows_of(problem, special)
     about = (config.head_dim, config.head_dim_v, config.is_bf16, config.tiles.tile_m)
     launch(RowsConfig(*about, is_after=False, has_dlse=dlse is not None), (out, dout, lse, dlse, *rows))
     dq, dk, dv = (empty_in_order(t) for t in (q, problem.k, problem.v))
-    _launch_products(problem, special, dout, dk, dv, rows)
+    totals = _totals(problem, special)
+    _launch_products(problem, special, dout, dk, dv, rows, totals)
     if q.requires_grad:
         launch(RowsConfig(*about, is_after=True), (rows.sums, dq, problem.scale))
     found = [d if t.requires_grad else None for d, t in zip((dq, dk, dv), (q, problem.k, problem.v), strict=True)]
-    captured = () if problem.score is None else (None,) * len(problem.score.tensors)
-    return *found, _of_sink(problem, lse, rows.delta), *captured
+    return *found, _of_sink(problem, lse, rows.delta), *_of_captured(problem, special, totals)
+
+
+def _totals(problem: Problem, special: BackwardSpecial) -> tuple[Tensor, ...]:
+    """Zeros for the gradients of captured tensors: float32, or the tensor's own dtype where nothing is summed."""
+    found = []
+    for i, slot in enumerate(special.wanted):
+        assert problem.score is not None
+        own, sums = problem.score.tensors[slot], [s for s in special.config.sums if s.total == i]
+        shape, is_alone = own.shape or (1,), any(s.kind == "alone" for s in sums)
+        if any(s.has_copies for s in sums):
+            found.append(privatized_sum.zeros(shape, torch.float32, own.device))
+        else:
+            dtype = own.dtype if is_alone and own.dtype.itemsize == 2 else torch.float32
+            found.append(torch.zeros(shape, dtype=dtype, device=own.device))
+    return tuple(found)
+
+
+def _of_captured(problem: Problem, special: BackwardSpecial, totals: tuple[Tensor, ...]) -> list[Tensor | None]:
+    """The gradients of the score mod's tensors."""
+    tensors = () if problem.score is None else problem.score.tensors
+    found: list[Tensor | None] = [None] * len(tensors)
+    for i, (slot, total) in enumerate(zip(special.wanted, totals, strict=True)):
+        has_copies = any(s.has_copies for s in special.config.sums if s.total == i)
+        own = tensors[slot]
+        found[slot] = (privatized_sum.read(total) if has_copies else total).reshape(own.shape).to(own.dtype)
+    return found
 
 
 def _readable(t: Tensor) -> Tensor:
@@ -71,7 +100,7 @@ def _rows_of(problem: Problem, special: BackwardSpecial) -> _Rows:
     return _Rows(empty(config.tiles.tile_m), empty(config.tiles.tile_m), empty(config.tiles.tile_m * config.head_dim))
 
 
-def _launch_products(problem: Problem, special: BackwardSpecial, dout: Tensor, dk: Tensor, dv: Tensor, rows: _Rows) -> None:
+def _launch_products(problem: Problem, special: BackwardSpecial, dout: Tensor, dk: Tensor, dv: Tensor, rows: _Rows, totals: tuple) -> None:
     config, q, k = special.config, problem.q, problem.k
     key_tiles = ceil_div(k.shape[2], config.tiles.tile_n)
     spread = problem.batch * problem.heads_kv
@@ -89,31 +118,38 @@ def _launch_products(problem: Problem, special: BackwardSpecial, dout: Tensor, d
         config,
         (
             q, k, problem.v, dout, dk, dv, *rows, turns, *_lists_of(problem, special), counter_of(q.device), problem.scale,
-            problem.scale * LOG2E, key_tiles, spread, section, workers, *special.captured(problem),
+            problem.scale * LOG2E, key_tiles, spread, section, workers, *special.captured(problem), totals,
         ),
     )  # fmt: skip
 
 
 def _lists_of(problem: Problem, special: BackwardSpecial) -> tuple[Tensor | None, ...]:
-    """The row tiles of each tile of keys: counts and indices of partial and of full ones. Of block lists they are kept with these."""
+    """``backward_scheduler.KeyTables``. Of block lists they are kept with these."""
     if special.listed is None:
-        return (None, None, None, None)
+        return (None,) * 5
     blocks, config = problem.blocks, special.config
     if blocks is None:
-        return _tensors(made_lists(problem, problem.predicates[special.listed], config.per_entry, config.per_head))
+        return _tensors(made_lists(problem, problem.predicates[special.listed], config.per_entry, config.per_head), config.has_ranks)
     assert special.list_tile is not None
     known = _of_lists.setdefault(blocks, {})
-    key = (special.list_tile, problem.q.shape[2], problem.k.shape[2])
+    key = (special.list_tile, problem.q.shape[2], problem.k.shape[2], config.has_ranks)
     if key not in known:
         fits = special.list_tile == tile_of(blocks)
-        known[key] = _tensors(blocks if fits else blocks.retile(*special.list_tile))
+        known[key] = _tensors(blocks if fits else blocks.retile(*special.list_tile), config.has_ranks)
     return known[key]
 
 
-def _tensors(lists: Any) -> tuple[Tensor | None, ...]:
+def _tensors(lists: Any, is_ranked: bool) -> tuple[Tensor | None, ...]:
     transposed = lists.transposed()
     names = ("mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx")
-    return tuple([None if (t := getattr(transposed, name)) is None else t.contiguous() for name in names])
+    found = [None if (t := getattr(transposed, name)) is None else t.contiguous() for name in names]
+    return *found, _ranks(transposed) if is_ranked else None
+
+
+def _ranks(transposed: Any) -> Tensor:
+    """How many tiles of keys before each one a row tile sees: (B, H, N, M), int32."""
+    is_listed = (transposed.classes() != 0).to(torch.int32)
+    return is_listed.cumsum(-2, dtype=torch.int32) - is_listed
 
 
 def _of_sink(problem: Problem, lse: Tensor, delta: Tensor) -> Tensor | None:

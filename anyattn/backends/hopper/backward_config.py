@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from anyattn.backends.hopper.captured_sums import CapturedSum, scratch_of_warp
 from anyattn.backends.hopper.config import Ask, ModsOfConfig, sides
 from anyattn.mods.ir.expr import Expr
 
@@ -49,7 +50,8 @@ class BackwardConfig(ModsOfConfig):
     bands: row ranges ``lo, hi`` that are bands around a row's position; the kernel derives its tiles from them. always: predicates that
     are evaluated in every tile. lists: None or "dense": row tiles of each key tile, (B, H, N, M). per_entry, per_head: the lists differ
     from batch entry to entry, from query head to head. list_cut: (rows, keys) of a list's tile in units of the kernel's. partial: what
-    decides inside listed partial tiles. is_deterministic: key tiles add to a row tile's dQ in their order.
+    decides inside listed partial tiles. is_deterministic: key tiles add to a row tile's dQ in their order. sums: of the gradients of
+    captured tensors; ``score`` then has another output for each of them whose factor reads the score.
     """
 
     head_dim: int
@@ -65,13 +67,18 @@ class BackwardConfig(ModsOfConfig):
     list_cut: tuple[int, int] = (1, 1)
     partial: Ask | None = None
     is_deterministic: bool = False
+    sums: tuple[CapturedSum, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("head_dim", "head_dim_v"):
             if getattr(self, name) not in HEAD_DIMS:
                 raise ValueError(f"{name}={getattr(self, name)}; wanted one of {', '.join(map(str, HEAD_DIMS))}")
-        if self.score is not None and len(self.score.outputs) != 2:
-            raise ValueError(f"score has {len(self.score.outputs)} outputs; wanted 2, the value and the derivative by the score")
+        count = 2 + sum(s.late is not None for s in self.sums)
+        if self.score is not None and len(self.score.outputs) != count:
+            given = len(self.score.outputs)
+            raise ValueError(f"score has {given} outputs; wanted {count}: the value, the derivative by the score and what sums ask for")
+        if self.sums and self.score is None:
+            raise ValueError("sums without score; wanted the score mod that reads the captured tensors")
         if self.lists not in (None, "dense"):
             raise ValueError(f"lists={self.lists!r}; wanted None or 'dense'")
         if any(sides(band) is None for band in self.bands):
@@ -94,11 +101,27 @@ class BackwardConfig(ModsOfConfig):
 
     @property
     def shared_memory(self) -> int:
-        """Bytes: 16-bit tiles of K, V, Q, dO and dS, one float32 tile of dQ, the rows' statistics; barriers and alignment beside them."""
+        """Bytes: 16-bit tiles of K, V, Q, dO and dS, float32 ones of dQ, the rows' statistics, diagonals; barriers and alignment beside."""
         t, (d, dv) = self.tiles, (self.head_dim, self.head_dim_v)
         rows = t.q_stages * t.tile_m * d + t.do_stages * t.tile_m * dv
         statistics = 4 * (t.q_stages + t.do_stages) * t.tile_m
-        return 2 * (t.tile_n * (d + dv) + rows + t.ds_stages * t.tile_m * t.tile_n) + 4 * t.tile_m * d + statistics + 2048
+        return 2 * (t.tile_n * (d + dv) + rows + t.ds_stages * t.tile_m * t.tile_n) + 4 * t.tile_m * d + statistics + self.scratch + 2048
+
+    @property
+    def sums_while_made(self) -> bool:
+        """Whether gradients of captured tensors are summed while those of the scores are made: then masks come first."""
+        return any(s.is_running for s in self.sums)
+
+    @property
+    def has_ranks(self) -> bool:
+        """Whether a table says in which order tiles of keys add to a row tile's dQ; else the bands do."""
+        return self.is_deterministic and self.lists is not None
+
+    @property
+    def scratch(self) -> int:
+        """Bytes in which the warps sum diagonals, where a gradient of a captured tensor is summed so."""
+        has_diagonals = any(s.kind == "diagonal" for s in self.sums)
+        return 4 * 4 * self.tiles.warp_groups * scratch_of_warp(self.tiles.tile_m) * has_diagonals
 
 
 @dataclass(frozen=True)

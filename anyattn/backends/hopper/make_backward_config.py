@@ -11,20 +11,23 @@ from torch import Tensor
 
 from anyattn.arithmetic import ceil_div
 from anyattn.backends.hopper.backward_config import HEAD_DIMS, TILE_N, BackwardConfig, backward_tiles_for
+from anyattn.backends.hopper.captured_sums import CapturedSum, with_derivatives
 from anyattn.backends.hopper.codegen.operations import WRITTEN
 from anyattn.backends.hopper.codegen.score_analysis import work_by_pair
 from anyattn.backends.hopper.config import TILE_M, Ask, sides, slots
 from anyattn.backends.hopper.make_config import tile_of
 from anyattn.mask_plan import MaskAbilities, MaskPart, mask_plan
+from anyattn.mods.analysis.captured_loads import slots_alone
 from anyattn.mods.ir.dependence import dependence
-from anyattn.mods.ir.expr import Builder, Expr
-from anyattn.mods.ir.grad import score_gradients
+from anyattn.mods.ir.expr import Expr
 from anyattn.problem import Problem
 
-__all__ = ["BackwardSpecial", "reason_against_backward", "specialised_backward", "with_derivative"]
+__all__ = ["BackwardSpecial", "reason_against_backward", "specialised_backward", "wanted_slots", "with_derivative"]
 
 _ABILITIES = MaskAbilities(most_ranges=2, tiles_follow=lambda ranges: sides(ranges.expr) is not None)
 _MOST_WORK = 64  # operations per pair, of the mod and its derivative together; see ``plan``
+_WIDEST_SUMS = 128  # head dimension of the kernels whose fragments sums are written for
+_MOST_SUMS = 4  # loads whose derivatives are summed
 _ROWS = 64  # what a list's rows are joined to a multiple of
 
 
@@ -33,13 +36,15 @@ class BackwardSpecial:
     """What calls of the same signature share.
 
     sources: for each of ``config.exprs`` the predicate whose numbers and tensors it captures (-1: the score mod), and how many.
-    listed: the predicate that the lists belong to, None without lists. list_tile: (query rows, keys) of the lists' tiles.
+    listed: the predicate that the lists belong to, None without lists. list_tile: (query rows, keys) of the lists' tiles. wanted: the
+    slots of captured tensors whose gradients are summed, in the order of the launch's totals.
     """
 
     config: BackwardConfig
     sources: tuple[tuple[int, int, int], ...]
     listed: int | None
     list_tile: tuple[int, int] | None
+    wanted: tuple[int, ...] = ()
 
     def captured(self, problem: Problem) -> tuple[tuple[int | float, ...], tuple[Tensor, ...]]:
         """The numbers and tensors of ``config.exprs``, one after the other."""
@@ -62,16 +67,14 @@ def with_derivative(expr: Expr) -> Expr:
     >>> [found.nodes[o].op for o in found.outputs]
     ['mul', 'add']
     """
-    builder, gradient = Builder(), score_gradients(expr).expr
-    value = builder.copy(expr, expr.outputs[0])
-    return builder.build(value, builder.copy(gradient, gradient.outputs[0]))
+    return with_derivatives(expr)[0]
 
 
 def specialised_backward(problem: Problem) -> BackwardSpecial:
     """What the backward kernel for ``problem`` is specialised for; reads no tensor."""
     plan = mask_plan(problem, _ABILITIES)
     listed = 0 if plan.uses_blocks else plan.listed[0].predicates[0] if plan.listed else None
-    score = None if problem.score is None else with_derivative(problem.score.expr)
+    score, sums = (None, ()) if problem.score is None else _score_and_sums(problem)
     partial = [part for part in (plan.of_blocks, *plan.listed) if part is not None]
     sources = [] if score is None else [(-1, *slots(score))]
     sources += [(part.predicates[0], *slots(_ask(part).expr)) for part in (*plan.ranged, *partial, *plan.always)]
@@ -87,8 +90,21 @@ def specialised_backward(problem: Problem) -> BackwardSpecial:
         cut = (list_tile[0] // tiles.tile_m, list_tile[1] // tiles.tile_n)
         flags |= {"partial": _ask(partial[0]) if partial else None, "lists": "dense", "list_cut": cut, **_differing(problem)}
     is_bf16 = problem.q.dtype is torch.bfloat16
-    config = BackwardConfig(d, dv, is_bf16, tiles, score, **flags, is_deterministic=problem.deterministic)
-    return BackwardSpecial(config, tuple(sources), listed, list_tile)
+    config = BackwardConfig(d, dv, is_bf16, tiles, score, **flags, is_deterministic=problem.deterministic, sums=sums)
+    return BackwardSpecial(config, tuple(sources), listed, list_tile, wanted_slots(problem))
+
+
+def wanted_slots(problem: Problem) -> tuple[int, ...]:
+    """The slots of captured tensors that get gradients."""
+    return () if problem.score is None else tuple(i for i, t in enumerate(problem.score.tensors) if t.requires_grad)
+
+
+def _score_and_sums(problem: Problem) -> tuple[Expr, tuple[CapturedSum, ...]]:
+    score, wanted = problem.score, wanted_slots(problem)
+    assert score is not None
+    sizes = problem.batch, problem.heads_q, problem.q.shape[2], problem.k.shape[2]
+    alone = slots_alone(score.expr, wanted, sizes, tuple([t.shape for t in score.tensors])) if wanted else ()
+    return with_derivatives(score.expr, wanted, alone)
 
 
 def _differing(problem: Problem) -> dict[str, bool]:
@@ -112,20 +128,17 @@ def _ask(part: MaskPart) -> Ask:
 def reason_against_backward(problem: Problem) -> str | None:
     """None if the backward kernel can run a ``problem`` whose forward pass this backend runs, else why not, for people."""
     widest = max(problem.q.shape[3], problem.v.shape[3])
+    if wanted_slots(problem) and (widest > _WIDEST_SUMS or problem.sequences is not None):
+        of_what = f"head dimensions above {_WIDEST_SUMS}" if widest > _WIDEST_SUMS else "packed, padded or paged sequences"
+        return f"its backward kernel sums no gradients of captured tensors for {of_what}"
     if widest > HEAD_DIMS[-1]:
         return f"head_dim is {problem.q.shape[3]} and v's {problem.v.shape[3]}; its backward kernel goes up to {HEAD_DIMS[-1]}"
     if problem.sequences is not None:
         return "its backward kernel takes no packed, padded or paged sequences yet"
-    score = problem.score
-    if score is not None:
-        if any(t.requires_grad for t in score.tensors):
-            return "its backward kernel sums no gradients of captured tensors yet"
-        against = _against_derivative(with_derivative(score.expr))
-        if against:
-            return against
+    against = None if problem.score is None else _against_sums(problem) or _against_score(problem)
+    if against:
+        return against
     plan = mask_plan(problem, _ABILITIES)
-    if problem.deterministic and plan.has_lists:
-        return "its backward kernel adds in no fixed order where lists say which tiles are visited"
     blocks = problem.blocks
     if plan.uses_blocks and blocks is not None:
         tile = tile_of(blocks)
@@ -137,10 +150,33 @@ def reason_against_backward(problem: Problem) -> str | None:
     return None
 
 
-def _against_derivative(expr: Expr) -> str | None:
-    missing = sorted({n.op for n in expr.nodes} - WRITTEN)
+def _against_sums(problem: Problem) -> str | None:
+    _, sums = _score_and_sums(problem)
+    if len(sums) > _MOST_SUMS:
+        return f"the score mod reads captured tensors that require grad {len(sums)} times; its backward kernel has room for {_MOST_SUMS}"
+    if any(s.place is not None and s.place.uses_score for s in sums):
+        return "the score mod reads a captured tensor that requires grad at an index that depends on the score"
+    if problem.deterministic and any(s.kind != "alone" for s in sums):
+        return "with deterministic=True it has no exact sums for the gradients of captured tensors"
+    if max(problem.q.shape[3], problem.v.shape[3]) > HEAD_DIMS[0] and any(s.late is not None and not s.is_running for s in sums):
+        return (
+            "a derivative of the score mod by what it reads at a query or a key depends on the score, and at head dimensions above "
+            f"{HEAD_DIMS[0]} its backward kernel has no registers for it"
+        )
+    return None
+
+
+def _against_score(problem: Problem) -> str | None:
+    score, sums = _score_and_sums(problem)
+    own = [score, *(s.factor for s in sums if s.factor is not None), *(s.place for s in sums if s.place is not None)]
+    missing = sorted({n.op for expr in own for n in expr.nodes} - WRITTEN)
     if missing:
         return f"the score mod's derivative uses {', '.join(missing)}, which this backend's emitter does not write yet"
-    if (work := work_by_pair(expr)) > _MOST_WORK:
+    by_pair = [
+        score,
+        *(s.factor for s in sums if s.factor is not None),
+        *(s.place for s in sums if s.place is not None and s.kind == "any"),
+    ]
+    if (work := sum(map(work_by_pair, by_pair))) > _MOST_WORK:
         return f"the score mod and its derivative take {work} operations for every pair; its backward kernel has room for {_MOST_WORK}"
     return None

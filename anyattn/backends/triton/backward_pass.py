@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from anyattn.arithmetic import ceil_div
-from anyattn.backends.triton import autotune, deterministic_sum, privatized_sum, tables, tile_config
+from anyattn.backends.triton import autotune, deterministic_sum, tables, tile_config
 from anyattn.backends.triton.codegen import assumptions
 from anyattn.backends.triton.codegen.assumptions import shape_of
 from anyattn.backends.triton.codegen.entry import Group, Signature
@@ -42,6 +42,7 @@ from anyattn.backends.triton.paged_gradients import add_to_pages, brought_togeth
 from anyattn.backends.triton.tile_config import Tiles, backward_tiles, fitting, heads_in_turn, padded
 from anyattn.plan import Plan
 from anyattn.problem import Problem
+from anyattn.tensors import privatized_sum
 from anyattn.tensors.strides import empty_in_order
 from anyattn.triton_tools.launch import strides_of
 

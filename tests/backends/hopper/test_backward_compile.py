@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,28 @@ import torch
 
 import anyattn
 from anyattn import masks, planner
+from anyattn.backends.hopper.backward import _of_captured, _ranks, _totals, backward
 from anyattn.backends.hopper.backward_config import BackwardConfig, BackwardTiles, backward_tiles_for
+from anyattn.backends.hopper.captured_sums import CapturedSum
 from anyattn.backends.hopper.make_backward_config import reason_against_backward, specialised_backward
 from anyattn.mods.tracing.trace import trace
 from anyattn.problem import Problem
+from anyattn.sequences.batch import Sequences
+from anyattn.sparsity.block_sparse import BlockSparseTensors
+from anyattn.sparsity.compute import tile_lists
 from tests.support.hopper.pretended import H200
 from tests.support.processes import python
 
 BIAS = torch.zeros(2)
+IDS = torch.arange(64) // 9
+LEARNED: dict[str, Any] = {  # by kind of sum
+    "head": lambda t: lambda s, b, h, i, j: s + t[h, 0],
+    "key": lambda t: lambda s, b, h, i, j: s + t[h, j],
+    "row": lambda t: lambda s, b, h, i, j: s + t[h, i],
+    "diagonal": lambda t: lambda s, b, h, i, j: s + t[h, torch.clamp(i - j, 0, 9)],
+    "pair": lambda t: lambda s, b, h, i, j: s + t[h, j] * t[0, i],
+    "any": lambda t: lambda s, b, h, i, j: s + t[IDS[i] % 2, IDS[j]],
+}
 
 
 def problem(**changes: Any) -> Problem:
@@ -35,8 +50,8 @@ def traced(*given: Any) -> tuple:
 @pytest.mark.parametrize(
     ("head_dim", "names"),
     [
-        (64, ("capped",)),
-        (128, ("full", "causal")),
+        (64, ("capped", "summed capped")),
+        (128, ("full", "causal", "summed by head", "summed by key")),
         pytest.param(64, (), marks=pytest.mark.slow),
         pytest.param(128, (), marks=pytest.mark.slow),
     ],
@@ -46,9 +61,13 @@ def test_kernels_compile_without_spilling_in_their_loops(head_dim: int, names: t
     done = python("-m", module, str(tmp_path), str(head_dim), str(head_dim), *names, CUTE_DSL_ARCH="sm_90a")
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert len(found) == (len(names) or 9) + 2
+    assert len(found) == (len(names) or {64: 21, 128: 20}[head_dim]) + 2
     # at head dimension 128 dK and dV take 128 registers of 240, and long mods leave a few numbers of a tile to local memory
-    most = {} if head_dim == 64 else {"capped": 3, "alibi": 7, "relative": 8, "document": 1, "document and causal": 9}
+    most = {"capped": 3, "alibi": 7, "relative": 8, "document": 1, "document and causal": 9, "deterministic lists": 1}
+    # without their sums these mods, which read something for every row or pair, leave 7, 23, 14 and 75 numbers there
+    most |= {"summed by row": 6, "summed distance": 10, "summed pairs": 18, "summed looked up": 24}
+    most |= {"summed each pair": 18, "summed buckets": 14, "summed factor": 3}
+    most = {} if head_dim == 64 else most
     assert {name: accesses for name, (_, accesses) in found.items() if accesses > most.get(name, 0)} == {}
 
 
@@ -66,13 +85,31 @@ def test_what_it_takes_and_why_not_the_rest() -> None:
     for mask in (masks.causal(), masks.sliding_window(9, 0), masks.prefix_lm(5), masks.dilated(3, 2)):
         assert reason_against_backward(problem(predicates=traced(mask))) is None
     assert reason_against_backward(problem(score=trace(lambda s, b, h, i, j: 30 * torch.tanh(s / 30), "score"))) is None
-    learned = trace(lambda s, b, h, i, j: s + BIAS[h], "score")
-    learned = type(learned).of_fields(vars(learned) | {"tensors": (BIAS.clone().requires_grad_(),)})
+    table = BIAS[:, None].repeat(1, 64).requires_grad_()
+    for learned in LEARNED.values():
+        assert reason_against_backward(problem(score=trace(learned(table), "score"))) is None
+    by_row, often = (
+        trace(m, "score")
+        for m in (lambda s, b, h, i, j: torch.tanh(s + table[h, i]), lambda s, b, h, i, j: s + sum(table[h, n] for n in range(5)))
+    )
+    few = dict.fromkeys("qkv", torch.randn(1, 2, 64, 64, dtype=torch.bfloat16))
+    assert reason_against_backward(problem(**few, score=by_row)) is None
+    by_head = trace(LEARNED["head"](table), "score")
+    by_score = trace(lambda s, b, h, i, j: s + table[h, torch.clamp(s.to(torch.int64), 0, 9)], "score")
+    wide = dict.fromkeys("qkv", torch.randn(1, 2, 64, 256, dtype=torch.bfloat16))
+    every = torch.zeros(1, 2, 64, 64, requires_grad=True)
+    by_pair = trace(lambda s, b, h, i, j: s + every[b, h, i, j], "score")
+    assert reason_against_backward(problem(score=by_pair, deterministic=True)) is None
+    assert reason_against_backward(problem(deterministic=True, predicates=traced(masks.prefix_lm(5)))) is None
     small = anyattn.compute_block_sparsity(48, 48, 1, 1, 64, 64, masks.causal(), device="cpu")
     for changes, words in (
-        ({"score": learned}, "captured tensors"),
+        ({"score": by_row}, "no registers"),
+        ({"score": by_score}, "depends on the score"),
+        ({"score": by_head, **wide}, "for head dimensions above 128"),
+        ({"score": by_head, "sequences": Sequences(*(torch.zeros(1, dtype=torch.int64) for _ in range(7)))}, "for packed"),
+        ({"score": often}, "5 times"),
+        ({"score": by_head, "deterministic": True}, "no exact sums"),
         ({"blocks": small, "predicates": traced(masks.causal())}, "tiles of 48 x 48"),
-        ({"deterministic": True, "predicates": traced(masks.prefix_lm(5))}, "no fixed order"),
     ):
         assert words in str(reason_against_backward(problem(**changes))), words
 
@@ -88,6 +125,84 @@ def test_what_a_problem_becomes() -> None:
     assert one.config == other.config and hash(one.config) == hash(other.config)
 
 
+@pytest.mark.parametrize("name", [name for name in LEARNED if name != "pair"])
+def test_which_sums_a_learned_tensor_has(name: str) -> None:
+    table = BIAS[:, None].repeat(1, 64).requires_grad_()
+    p = problem(score=trace(LEARNED[name](table), "score"))
+    special = specialised_backward(p)
+    assert p.score is not None and [p.score.tensors[slot].requires_grad for slot in special.wanted] == [True]
+    assert [(s.kind, s.total) for s in special.config.sums] == [(name, 0)]
+    assert (special.config.scratch > 0) == (name == "diagonal")
+    plan = planner.choose(p, H200, "hopper")
+    assert plan.backward == "hopper" and "backward: hopper" in plan.why
+
+
+def test_sums_of_pairs_and_their_factors() -> None:
+    every, shared = (torch.zeros(n, 2, 64, 64, requires_grad=True) for n in (1, 2))
+    mods = {
+        "alone": lambda s, b, h, i, j: s + every[b, h, i, j],
+        "pair": lambda s, b, h, i, j: s + shared[0, h, i, j],
+        "any": lambda s, b, h, i, j: s + shared[0, h, j, i],
+    }
+    for kind, mod in mods.items():
+        (found,) = specialised_backward(problem(score=trace(mod, "score"))).config.sums
+        assert (found.kind, found.factor, found.late, found.has_copies) == (kind, None, None, False)
+    halved, squared = (
+        specialised_backward(problem(score=trace(m, "score"))).config.sums[0]
+        for m in (lambda s, b, h, i, j: 2.0 * s + every[b, h, i, j], lambda s, b, h, i, j: s * s + every[0, h, 0, j])
+    )
+    assert halved.factor is not None and halved.late is None
+    assert squared.factor is None and squared.late == 2 and squared.is_running
+
+
+def test_gradients_of_captured_tensors_and_their_totals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a launch is given, what it may leave there, and what becomes of it."""
+    head, every, unread = (
+        torch.zeros(2).requires_grad_(),
+        torch.zeros(1, 2, 64, 64, dtype=torch.bfloat16).requires_grad_(),
+        torch.zeros(3).requires_grad_(),
+    )
+    mod = trace(lambda s, b, h, i, j: s + head[h] + every[b, h, i, j] + torch.where(unread[0] > 1, 1.0, 0.0), "score")
+    p = problem(score=mod)
+    special = specialised_backward(p)
+    totals = _totals(p, special)
+    named = {t.data_ptr(): total for t, total in zip((mod.tensors[i] for i in special.wanted), totals, strict=True)}
+    assert named[head.data_ptr()].shape == (2, 1024) and named[head.data_ptr()].dtype is torch.float32
+    assert named[every.data_ptr()].shape == every.shape and named[every.data_ptr()].dtype is torch.bfloat16
+    for total in totals:
+        assert not total.any()
+        total += 1.0
+    found = dict(zip([t.data_ptr() for t in mod.tensors], _of_captured(p, special, totals), strict=True))
+    assert found[head.data_ptr()].tolist() == [1024.0, 1024.0]
+    assert found[every.data_ptr()].dtype is torch.bfloat16 and found[every.data_ptr()].shape == every.shape
+
+
+def test_backward_passes_of_a_plan_may_want_other_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched, module = [], sys.modules["anyattn.backends.hopper.backward"]
+    monkeypatch.setattr(module, "launch", lambda config, arguments: launched.append((config, arguments)))
+    monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(module, "counter_of", lambda device: torch.zeros(2, dtype=torch.int32))
+    head = torch.zeros(2)
+    p = problem(score=trace(lambda s, b, h, i, j: s + head[h], "score"))
+    plan = planner.choose(p, H200, "hopper")
+    for is_wanted in (False, True, False):
+        head.requires_grad_(is_wanted)
+        launched.clear()
+        found = backward(p, plan, p.q, torch.zeros(1, 2, 64), p.q, None)
+        assert len(found) == 5 and (found[4] is not None) == is_wanted
+        config, arguments = launched[1]
+        assert len(config.sums) == is_wanted and len(arguments[-1]) == is_wanted
+
+
+def test_ranks_of_tiles_of_keys() -> None:
+    mask = trace(lambda b, h, i, j: (i + 3 * j) % 700 < 300, "mask")
+    lists = BlockSparseTensors(*tile_lists(mask, 1, 1, 300, 700, (128, 128), torch.device("cpu")), tile=(128, 128), lengths=(300, 700))
+    ranks, classes = _ranks(lists.transposed())[0, 0], lists.classes()[0, 0]
+    for m, row in enumerate(classes):
+        seen = [n for n, of in enumerate(row) if of]
+        assert [int(ranks[n, m]) for n in seen] == list(range(len(seen)))
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -96,6 +211,8 @@ def test_what_a_problem_becomes() -> None:
         (lambda: BackwardTiles(64, 128, 3), "q_stages=3"),
         (lambda: BackwardConfig(96, 96, True, BackwardTiles(64, 128)), "head_dim=96"),
         (lambda: BackwardConfig(128, 128, True, BackwardTiles(128, 128)), "bytes of shared memory"),
+        (lambda: BackwardConfig(64, 64, True, BackwardTiles(64, 128), sums=(CapturedSum(0, "head", None),)), "sums without score"),
+        (lambda: CapturedSum(0, "heads", None), "kind='heads'"),
     ],
 )
 def test_configs_judge_themselves(make: Any, words: str) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from tests.support.hopper.schedule import Broken, MemoryBarrier, NamedBarrier, Schedule
 
-__all__ = ["Acc", "Block", "Box", "Group", "Mma", "Pipe", "Regs", "Shared", "View", "narrow"]
+__all__ = ["LANES", "Acc", "Block", "Box", "Group", "Mma", "Pipe", "Regs", "Shared", "View", "narrow"]
 
 LANES = np.arange(128, dtype=np.int32)
 ROW = LANES // 32 * 16 + LANES % 32 // 4  # of a wgmma accumulator's 64 rows, the first that a thread holds; the other lies 8 below
@@ -35,6 +35,8 @@ class Values(np.ndarray):
 
 class Acc:
     """A fragment of 64 rows of a thread's two rows and its columns: (128, 2, columns), as ``rows_and_columns`` shows it."""
+
+    element_type = np.float32
 
     def __init__(self, columns: int):
         self.values = np.full((128, 2, columns), np.nan, dtype=np.float32)
@@ -92,8 +94,10 @@ class Positions:
 class Regs:
     """So many numbers of each thread."""
 
-    def __init__(self, count: int):
-        self.values = np.full((128, count), np.nan, dtype=np.float32)
+    def __init__(self, count: int, element_type: Any):
+        self.values, self.element_type = np.full((128, count), np.nan, dtype=np.float32), element_type
+        if element_type.dtype != np.float32:
+            self.values = np.zeros((128, count), dtype=element_type.dtype)
         self.iterator, self.start = self, 0
 
     def __add__(self, offset: int) -> Regs:
@@ -107,6 +111,9 @@ class Regs:
 
     def __setitem__(self, i: int, value: Any) -> None:
         self.values[:, i] = value
+
+    def fill(self, value: float) -> None:
+        self.values[:] = value
 
     def sizes(self) -> tuple[int]:
         return (self.values.shape[1],)
@@ -364,6 +371,7 @@ class Block:
             )
         )  # fmt: skip
         self.barriers = dict[int, NamedBarrier]()
+        self.scratch: Any = None  # for diagonals
 
     @property
     def group(self) -> Group:

@@ -16,7 +16,8 @@ import numpy as np
 
 import anyattn
 from anyattn.backends.hopper.config import sides, slots
-from tests.support.hopper.backward_machine import Acc, Block, Box, Group, Mma, Regs, Shared, View, narrow
+from tests.support.hopper.backward_machine import LANES, Acc, Block, Box, Group, Mma, Regs, Shared, View, narrow
+from tests.support.hopper.backward_totals import Scratch, across, add_to, always_add_to, index_of, moved, store_to
 from tests.support.hopper.emitted import run_source
 from tests.support.hopper.protocol import State
 from tests.support.hopper.roles import Counter
@@ -27,9 +28,9 @@ __all__ = ["MODULES", "Call", "run_grid"]
 _FOLDER = Path(anyattn.__file__).parent / "backends" / "hopper" / "kernel"
 MODULES = (
     "softmax", "tile_scheduler", "producer", "backward_scheduler", "backward_producer", "backward_adder", "backward_scores",
-    "backward_epilogue", "backward_mma", "backward_rows",
+    "backward_epilogue", "captured/sums", "backward_mma", "backward_rows",
 )  # fmt: skip
-_KEPT = ("typing", "anyattn.arithmetic", "anyattn.sequences")
+_KEPT = ("typing", "anyattn.arithmetic", "anyattn.sequences", "anyattn.backends.hopper.captured_sums", "collections")
 Changes = tuple[tuple[str, str, str], ...]  # (module, text, text that takes its place)
 
 
@@ -81,7 +82,7 @@ class Call:
         self.sums = np.zeros((*shape[:3], tiles.tile_m * config.head_dim), dtype=np.float32)
         self.turns = np.zeros(shape[:3], dtype=np.int32) if config.is_deterministic else None
         self.dk, self.dv = (np.full_like(t, np.nan) for t in (self.k, self.v))
-        self.lists = lists or (None,) * 4
+        self.lists = lists or (None,) * 5
 
 
 class _Flat:
@@ -161,10 +162,19 @@ class _Device:
     def group(self) -> Group:
         return self.block.group
 
+    @property
+    def multiplies(self) -> bool:
+        return 0 <= self.group.number < self.block.groups
+
+    def sync_warp(self) -> None:
+        if self.multiplies and self.block.scratch is not None:
+            self.block.scratch.met()
+
     def names(self) -> dict[str, Any]:
         arch = SimpleNamespace(
             make_warp_uniform=lambda x: x, block_idx=lambda: (self.block.number, 0, 0), grid_dim=lambda: (self.workers, 1, 1),
-            lane_idx=lambda: 0, shuffle_sync=lambda x, lane: x, sync_warp=lambda: None, elect_one=contextlib.nullcontext,
+            lane_idx=lambda: LANES % 32 if self.multiplies else 0, shuffle_sync=lambda x, lane: x, sync_warp=self.sync_warp,
+            warp_idx=lambda: 4 + 4 * self.group.number + LANES // 32, shuffle_sync_bfly=across, elect_one=contextlib.nullcontext,
             barrier=lambda barrier_id, number_of_threads: self.block.barrier(barrier_id, number_of_threads, True),
             barrier_arrive=lambda barrier_id, number_of_threads: self.block.barrier(barrier_id, number_of_threads, False),
             fence_proxy=self.fence, fence_acq_rel_gpu=lambda: None, atomic_add=self.atomic_add, load=self.load,
@@ -182,6 +192,7 @@ class _Device:
             make_identity_tensor=lambda shape: shape, make_tensor=_tensor, select=lambda x, mode: ("select", tuple(mode)),
             make_copy_atom=lambda *x: None, make_tiled_copy_C=lambda atom, mma: _Store(), make_mma_atom=lambda mma: _Atom(),
             gemm=self.gemm, local_tile=_tile_of, group_modes=lambda x, *_: x, logical_divide=lambda x, _: _Pairs(x),
+            crd2idx=index_of,
         )  # fmt: skip
         cutlass = SimpleNamespace(
             min=_either("min"), max=_either("max"), range=_range, range_constexpr=_range, select_=np.where, Constexpr=None
@@ -200,7 +211,9 @@ class _Device:
             Field=SimpleNamespace(ACCUMULATE=0),
         )  # fmt: skip
         return given | {
-            "emit": made["emit"], "emit_rows": made["emit_rows"], "select": below["select"], "slots": slots,
+            **{name: made[name] for name in ("emit", "emit_rows", "emit_at", "wrapped")},
+            "add_to": add_to, "always_add_to": always_add_to, "moved": moved, "store_to": store_to,
+            "select": below["select"], "slots": slots,
             "rows_and_columns": lambda x: x,
             "narrowed": _narrowed, "pipeline": pipeline, "warpgroup": warpgroup, "warp": SimpleNamespace(StMatrix8x8x16bOp=lambda *x: None),
             "cpasync": SimpleNamespace(tma_partition=lambda atom, a, b, smem, gmem: (smem, gmem)), "load_bytes": self.load_bytes,
@@ -278,7 +291,7 @@ def _size(x: Any, mode: list[int] | None = None) -> int:
 
 
 def _registers(shape: Any, dtype: Any) -> Any:
-    return Regs(shape) if isinstance(shape, int) else Acc(shape[1])
+    return Regs(shape, dtype) if isinstance(shape, int) else Acc(shape[1])
 
 
 def _tensor(iterator: Any, layout: Any) -> Any:
@@ -393,8 +406,11 @@ def _range(*args: Any, **_: Any) -> range:
     return builtins.range(*(int(a) for a in args))
 
 
-def run_grid(call: Call, seed: int, workers: int, changes: Changes = (), scalars: tuple = (), tensors: tuple = ()) -> np.ndarray:
-    """Runs all thread blocks of a launch together; dk, dv and the sums of dq are left in ``call``. Returns dq as the last kernel has it."""
+def run_grid(
+    call: Call, seed: int, workers: int, changes: Changes = (), scalars: tuple = (), tensors: tuple = (), totals: tuple = ()
+) -> np.ndarray:
+    """Runs all thread blocks of a launch together; dk, dv and the sums of dq are left in ``call``. totals: of captured tensors' gradients.
+    Returns dq as the last kernel has it."""
     codes, lines = compiled(changes)
     config, schedule = call.config, Schedule(seed, lines)
     counter = Counter([], 0)
@@ -402,7 +418,8 @@ def run_grid(call: Call, seed: int, workers: int, changes: Changes = (), scalars
     names = device.names()
     for code in codes:
         exec(code, names)
-    roles = type("Roles", tuple(names[n] for n in ("VisitsRows", "LoadsRows", "MultipliesBack", "Scores", "Adds", "StoresKeys")), {})
+    mixins = ("VisitsRows", "LoadsRows", "MultipliesBack", "Scores", "SumsCaptured", "Adds", "StoresKeys")
+    roles = type("Roles", tuple(names[n] for n in mixins), {})
     kernel = roles()
     kernel.config, kernel.dtype = config, "bfloat16"
     at = 1 if config.score is not None else 0
@@ -413,7 +430,7 @@ def run_grid(call: Call, seed: int, workers: int, changes: Changes = (), scalars
     tables = names["KeyTables"](*(None if t is None else _Global(t) for t in call.lists))
     key_tiles, spread = -(-call.keys // config.tiles.tile_n), call.batch * call.kv_heads
     sizes = names["KeySizes"](key_tiles, spread, min(2, spread), call.kv_heads, call.heads // call.kv_heads)
-    captured = (scalars, tensors)
+    captured = (scalars, tensors, totals)
     for number in range(workers):
         block = Block(schedule, config, number, workers)
         _add_roles(kernel, names, device, block, call, gmem, tables, counter, sizes, captured)
@@ -427,6 +444,8 @@ def _add_roles(
     kernel: Any, names: dict, device: _Device, block: Block, call: Call, gmem: list, tables: Any, counter: Any, sizes: Any, captured: Any
 ) -> None:
     schedule, config, memory = block.schedule, call.config, block.memory
+    if config.scratch:
+        block.scratch = Scratch(config.scratch // 4, lambda: block.group.number)
     tiles = config.tiles
     smem = tuple(memory[name] for name in ("q", "dout", "k", "v", "ds"))
     board = tuple(dict[Any, Any]() for _ in range(3))
@@ -448,7 +467,7 @@ def _add_roles(
 
     bodies = [(-1, "loader", load), (-2, "adder", lambda: kernel.add(memory["dq"], board[2], _Global(call.sums), turns))]
     for g in range(block.groups):
-        work = (mmas, smem, in_smem, memory["dq"], block.pipes, board, keys, scales, captured)
+        work = (mmas, smem, in_smem, memory["dq"], block.pipes, board, keys, scales, (*captured, block.scratch))
         bodies.append((g, f"group {g}", lambda g=g, work=work: kernel.multiply(_Thread(g), *work)))  # type: ignore[misc]
     for number, name, body in bodies:
         schedule.add(f"block {block.number} {name}", body)

@@ -17,8 +17,9 @@ import torch
 from cutlass import Float32, Int32
 from cutlass.cute.runtime import make_fake_stream
 
-from anyattn import masks
+from anyattn import masks, scores
 from anyattn.backends.hopper.backward_config import BackwardConfig, RowsConfig, backward_tiles_for
+from anyattn.backends.hopper.captured_sums import with_derivatives
 from anyattn.backends.hopper.config import Ask, slots
 from anyattn.backends.hopper.kernel.backward import HopperBackward
 from anyattn.backends.hopper.kernel.backward_rows import RowsAfter, RowsBefore
@@ -45,19 +46,27 @@ def compile_backward(config: BackwardConfig, mods: list, folder: Path) -> tuple[
     big, statistics = [fake(kernel.dtype, 4, 8, 16) for _ in range(6)], [fake(Float32, 4) for _ in range(3)]
     turns = fake(Int32, 3) if config.is_deterministic else None
     lists = [fake(Int32, rank) for rank in (3, 4, 3, 4)] if config.lists else [None] * 4
+    lists.append(fake(Int32, 4) if config.lists and config.is_deterministic else None)
     scalars, tensors = [], []
     for mod, expr in zip(mods, config.exprs, strict=True):
         numbers, captured = slots(expr)
         scalars += [Float32(1.0) if isinstance(x, float) else Int32(0) for x in mod.scalars[:numbers]]
         tensors += [fake(TYPES[t.dtype], t.ndim, alignment=t.element_size()) for t in mod.tensors[:captured]]
+    totals = tuple(fake(Float32, rank) for rank in _ranks(config))
     numbers = (Float32(1.0), Float32(1.0), Int32(1), Int32(1), Int32(1), Int32(1))
-    given = (*big, *statistics, turns, *lists, fake(Int32, 1), *numbers, tuple(scalars), tuple(tensors), make_fake_stream())
+    given = (*big, *statistics, turns, *lists, fake(Int32, 1), *numbers, tuple(scalars), tuple(tensors), totals, make_fake_stream())
     folder.mkdir()
     cute.compile(kernel, *given, options=f"--keep-cubin --dump-dir={folder}")
     (cubin,) = folder.glob("*.cubin")
     products, waits = products_and_waits(cubin)
     assert waits < products, f"{config}: {products} products wait for one another {waits} times"
     return max(frame_sizes(cubin)), local_memory_among_products(cubin)
+
+
+def _ranks(config: BackwardConfig) -> list[int]:
+    """The dimensions of the totals."""
+    found = {s.total: (1 if s.place is None else len(s.place.outputs)) + s.has_copies for s in config.sums}
+    return [found[i] for i in sorted(found)]
 
 
 def compile_rows(config: RowsConfig, folder: Path) -> tuple[int, int]:
@@ -74,7 +83,7 @@ def compile_rows(config: RowsConfig, folder: Path) -> tuple[int, int]:
     return max(frame_sizes(cubin)), 0
 
 
-def cases() -> dict[str, tuple[list, dict]]:  # type: ignore[type-arg]
+def cases(head_dim: int) -> dict[str, tuple[list, dict]]:  # type: ignore[type-arg]
     """name: the mods in the order of ``BackwardConfig.exprs``, and the config's fields."""
     slopes, table, ids = torch.rand(4), torch.rand(4, 100), torch.arange(10) // 3
     capped = trace(lambda s, b, h, q, k: 30.0 * torch.tanh(s / 30.0), "score")
@@ -94,12 +103,40 @@ def cases() -> dict[str, tuple[list, dict]]:  # type: ignore[type-arg]
         "document": ([document], {**lists, "partial": Ask(document.expr, False)}),
         "sinks": ([sinks], {**lists, "partial": Ask(sinks.expr, True)}),
         "document and causal": ([document, causal], {**lists, "partial": Ask(document.expr, False), "always": (Ask(causal.expr, True),)}),
+        "deterministic lists": ([document], {**lists, "partial": Ask(document.expr, False), "is_deterministic": True}),
+    } | summed(head_dim)
+
+
+def summed(head_dim: int) -> dict[str, tuple[list, dict]]:  # type: ignore[type-arg]
+    """Score mods whose captured tensors get gradients: one of each kind of sum that the kernel takes at the head dimension."""
+    flat, table, pairs = torch.rand(4), torch.rand(100, 100), torch.rand(2, 4, 9, 9)
+    ids = torch.arange(100) // 3
+    mods = {
+        "by head": lambda s, b, h, q, k: s + flat[h],
+        "by row": lambda s, b, h, q, k: s + table[h, q],
+        "by key": lambda s, b, h, q, k: s + table[h, k],
+        "slopes": lambda s, b, h, q, k: s + flat[h] * (q - k),
+        "distance": lambda s, b, h, q, k: s + table[h, torch.clamp(q - k, -49, 49) + 49],
+        "buckets": scores.t5_bias(table[:32, :4]),
+        "pairs": lambda s, b, h, q, k: s + pairs[0, h, q, k],
+        "each pair": lambda s, b, h, q, k: s + pairs[b, h, q, k],
+        "looked up": lambda s, b, h, q, k: s + table[ids[q], ids[k]],
+        "factor": lambda s, b, h, q, k: s * flat[h],
     }
+    if head_dim == 64:
+        mods["capped"] = lambda s, b, h, q, k: 30.0 * torch.tanh(s / 30.0) + table[h, q]
+    found = {}
+    for name, mod in mods.items():
+        own = trace(mod, "score")
+        wanted = tuple(i for i, t in enumerate(own.tensors) if t.is_floating_point())
+        score, sums = with_derivatives(own.expr, wanted, wanted if name == "each pair" else ())
+        found[f"summed {name}"] = ([own], {"score": score, "sums": sums})
+    return found
 
 
 def main(folder: Path, head_dim: int, head_dim_v: int, *only: str) -> None:
     result = {}
-    for i, (name, (mods, fields)) in enumerate(cases().items()):
+    for i, (name, (mods, fields)) in enumerate(cases(head_dim).items()):
         if not only or name in only:
             tiles = backward_tiles_for(head_dim, head_dim_v, is_plain=not fields.keys() & {"score", "lists"})
             assert tiles is not None

@@ -42,7 +42,7 @@ from anyattn.backends.hopper.codegen.score_analysis import is_near, is_wide, lin
 from anyattn.mods.ir.dependence import dependence
 from anyattn.mods.ir.expr import Expr, Node, category
 
-__all__ = ["emit", "emit_lines", "emit_rows", "holds", "select", "tanh"]
+__all__ = ["emit", "emit_at", "emit_lines", "emit_rows", "holds", "select", "tanh", "wrapped"]
 
 
 @dsl_user_op
@@ -224,6 +224,19 @@ def emit_rows(expr: Expr, scalars: Sequence[Any], tensors: Sequence[Any], b: Any
         values = _run(expr, scalars, tensors, "row", dict(once), {"q_idx": q})
         found.append(tuple(values[o] if not is_limit else limit(values[o], near) for o, is_limit, near in outputs))
     return found
+
+
+def emit_at(expr: Expr, scalars: Sequence[Any], tensors: Sequence[Any], b: Any, h: Any, q_idx: Any, kv_idx: Any) -> tuple[Any, ...]:
+    """The values of all outputs, which depend on no score, at one row and key."""
+    values: dict[int, Any] = {}
+    for stage, leaves in (("once", {"b": b, "h": h}), ("row", {"q_idx": q_idx}), ("col", {"kv_idx": kv_idx}), ("tile", {})):
+        values = _run(expr, scalars, tensors, stage, values, leaves)
+    return tuple(values[o] for o in expr.outputs)
+
+
+def wrapped(expr: Expr, values: Sequence[Any], tensor: Any) -> list[Any]:
+    """An expression's outputs as indices of a tensor's first dimensions; negative ones are counted from the end."""
+    return _wrapped(expr, expr.outputs, values, tensor)
 
 
 def _run(

@@ -6,7 +6,7 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as helpers
-from cutlass import BFloat16, Float16, Float32, Int32, pipeline
+from cutlass import BFloat16, Float16, Float32, Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import SmemAllocator
@@ -19,11 +19,12 @@ from anyattn.backends.hopper.kernel.backward_mma import MultipliesBack
 from anyattn.backends.hopper.kernel.backward_producer import LoadsRows
 from anyattn.backends.hopper.kernel.backward_scheduler import KEY_FACTS, VISIT_FACTS, KeySizes, KeyTables, VisitsRows
 from anyattn.backends.hopper.kernel.backward_scores import Scores
+from anyattn.backends.hopper.kernel.captured.sums import SumsCaptured
 
 __all__ = ["HopperBackward"]
 
 
-class HopperBackward(VisitsRows, LoadsRows, MultipliesBack, Scores, Adds, StoresKeys):
+class HopperBackward(VisitsRows, LoadsRows, MultipliesBack, Scores, SumsCaptured, Adds, StoresKeys):
     """Attention backward for one ``BackwardConfig``: dK, dV and the sums of dQ in float32.
 
     A thread block takes tiles of keys in turn and goes through the row tiles that see them. Source: FlashAttention-3 (Shah et al.,
@@ -55,6 +56,7 @@ class HopperBackward(VisitsRows, LoadsRows, MultipliesBack, Scores, Adds, Stores
         partial_index: cute.Tensor | None,
         full_count: cute.Tensor | None,
         full_index: cute.Tensor | None,
+        ranks: cute.Tensor | None,
         counter: cute.Tensor,
         scale: Float32,
         scale_log2: Float32,
@@ -64,6 +66,7 @@ class HopperBackward(VisitsRows, LoadsRows, MultipliesBack, Scores, Adds, Stores
         workers: Int32,
         scalars: tuple,
         tensors: tuple,
+        totals: tuple,
         stream: cuda.CUstream,
     ):
         """q, dout: (B, Hq, Sq, D), k, v, dk, dv: (B, Hkv, Sk, D), strides multiples of 16 bytes, the last 1.
@@ -71,9 +74,10 @@ class HopperBackward(VisitsRows, LoadsRows, MultipliesBack, Scores, Adds, Stores
         lse: (B, Hq, M, tile_m) float32, in base 2, infinite for a row that sees nothing and for one that does not exist; delta: likewise,
         what every score of a row loses. dq_sums: (B, Hq, M, tile_m * head_dim) float32, zeros, in the order of
         ``backward_rows``. turns: (B, Hq, M) int32 zeros, where the config is deterministic.
-        partial_count to full_index: see ``backward_scheduler.KeyTables``. counter: two zeros, int32, left as zeros. scale: the softmax
+        partial_count to ranks: see ``backward_scheduler.KeyTables``. counter: two zeros, int32, left as zeros. scale: the softmax
         scale; scale_log2: times log2(e). rows, spread, section: see ``backward_scheduler.KeySizes``. workers: thread blocks. scalars,
-        tensors: captured values, those of each of ``config.exprs`` in turn.
+        tensors: captured values, those of each of ``config.exprs`` in turn. totals: zeros, to which the gradients of captured tensors are
+        added, contiguous, with a last dimension for copies where they have some (``CapturedSum``).
         """
         tiles, d, dv_ = self.config.tiles, self.config.head_dim, self.config.head_dim_v
         tile_m, tile_n = tiles.tile_m, tiles.tile_n
@@ -97,8 +101,8 @@ class HopperBackward(VisitsRows, LoadsRows, MultipliesBack, Scores, Adds, Stores
         sizes = (rows, spread, section, k_heads, heads // k_heads)
         self.kernel(
             (q_atom, do_atom, k_atom, v_atom), (q, dout, k, v), (dk_atom, dv_atom), (dk, dv), (lse, delta, dq_sums, turns),
-            (scale, scale_log2), (partial_count, partial_index, full_count, full_index, counter), lengths, sizes,
-            (scalars, tensors), layouts, self._products(),
+            (scale, scale_log2), (partial_count, partial_index, full_count, full_index, ranks, counter), lengths, sizes,
+            (scalars, tensors, totals), layouts, self._products(),
         ).launch(
             grid=(workers, 1, 1),
             block=[128 * (tiles.warp_groups + 1), 1, 1],
@@ -151,6 +155,7 @@ class HopperBackward(VisitsRows, LoadsRows, MultipliesBack, Scores, Adds, Stores
             v: cute.struct.Align[cute.struct.MemRange[dtype, sizes[3]], 1024]
             ds: cute.struct.Align[cute.struct.MemRange[dtype, sizes[4]], 1024]
             dq: cute.struct.Align[cute.struct.MemRange[Float32, tiles.tile_m * self.config.head_dim], 128]
+            diagonals: cute.struct.MemRange[Float32, self.config.scratch // 4]
 
         return Storage
 
@@ -191,6 +196,8 @@ class HopperBackward(VisitsRows, LoadsRows, MultipliesBack, Scores, Adds, Stores
         # by chunks of 4 numbers of each of a warp group's threads: conflict-free, and one piece of global memory for each group
         chunks = tiles.tile_m * self.config.head_dim // (512 * tiles.warp_groups)
         dq = storage.dq.get_tensor(cute.make_layout((4, 128, chunks, tiles.warp_groups)))
+        diagonals = storage.diagonals.get_tensor(cute.make_layout(self.config.scratch // 4)) if const_expr(self.config.scratch) else None
+        captured = (*captured, diagonals)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         if warp < 4:

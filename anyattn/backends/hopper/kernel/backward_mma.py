@@ -7,8 +7,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import warp, warpgroup
 
+from anyattn.arithmetic import ceil_div
 from anyattn.backends.hopper.kernel.backward_adder import ADD_THREADS, FILLED, FREE
 from anyattn.backends.hopper.kernel.backward_scheduler import KeyFacts, Visit
+from anyattn.backends.hopper.kernel.backward_scores import Seen
 from anyattn.backends.hopper.kernel.fragment import narrowed, rows_and_columns
 
 __all__ = ["MultipliesBack"]
@@ -52,6 +54,8 @@ class MultipliesBack:
         dv_acc = cute.make_rmem_tensor(to_v.get_slice(thread).partition_shape_C((tiles.tile_n, dv)), Float32)
         store = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype), to_scores).get_slice(thread)
         fixed = (mmas, operands, shapes, positions, pipes, board, group, thread, statistics, (store, ds, dq_in_smem))
+        if const_expr(self.config.sums):
+            self.begin_scratch(captured)
         self._key_tiles(fixed, (dk, dv_acc), in_smem, keys, scales, captured)
 
     @cute.jit
@@ -90,7 +94,8 @@ class MultipliesBack:
     def said_of(self, said: Any) -> tuple[Visit, KeyFacts]:
         """What the board says of the visit and of the keys at work. said: the board and where it stands."""
         board, q_state, work_state = said
-        return Visit(*(board[1][i, q_state.index] for i in range(len(Visit._fields)))), self._key_facts(board[0], work_state)
+        count = len(Visit._fields) - (not self.config.has_ranks)  # the last one is the turn
+        return Visit(*(board[1][i, q_state.index] for i in range(count))), self._key_facts(board[0], work_state)
 
     def _place(self, said: Any) -> tuple[Any, ...]:
         """(row tile, head, entry, turn) for the adding warp; said is None at the end."""
@@ -129,13 +134,22 @@ class MultipliesBack:
         else:
             delta = self.of_rows(statistics[1][None, do_state.index], positions)
             warpgroup.wait_group(0)
-            self.modified(scores, dp, lse, delta, positions, said, scales[0], captured)
-            self.hidden((scores, dp), positions, said, captured)
+            late = self.late_parts(shapes[0])
+            if const_expr(self.config.sums_while_made):
+                words = cute.make_rmem_tensor(ceil_div(cute.size(scores), 32), Int32)
+                words.fill(-1)
+                self.hidden((words,), positions, said, captured)
+                self.modified(scores, dp, lse, delta, positions, said, scales[0], captured, self.late_views(late), Seen(words))
+            else:
+                self.modified(scores, dp, lse, delta, positions, said, scales[0], captured, self.late_views(late))
+                self.hidden((scores, dp, *late), positions, said, captured)
         p, ds = narrowed(scores, self.dtype), narrowed(dp, self.dtype)
         if const_expr(self.config.tiles.ds_stages == 1):
             cute.arch.barrier(barrier_id=_EMPTIED, number_of_threads=128 * self.config.tiles.warp_groups)
         self._stored(places, dp, stage)
         self._product_of(to_v, dv, p, dout_t[None, None, None, do_state.index], False)
+        if const_expr(self.config.sums):
+            self.add_sums(dp, late, positions, said, captured)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=_EXCHANGED, number_of_threads=128 * self.config.tiles.warp_groups)
         dq = cute.make_rmem_tensor(shapes[1], Float32)

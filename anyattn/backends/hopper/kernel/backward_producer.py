@@ -84,7 +84,8 @@ class LoadsRows:
         pipe.sync_object_empty.wait(state.index, state.phase)
         if const_expr(board is not None):
             for i in cutlass.range_constexpr(len(visit)):
-                board[i, state.index] = visit[i]
+                if const_expr(visit[i] is not None):
+                    board[i, state.index] = visit[i]
         pipe.sync_object_full.arrive(state.index, None)
         barrier = pipe.producer_get_barrier(state)
         cute.copy(atom, source, target[None, state.index], tma_bar_ptr=barrier)

@@ -17,7 +17,7 @@ from anyattn.backends.hopper.kernel.tile_scheduler import Visits
 __all__ = ["KEY_FACTS", "VISIT_FACTS", "KeyFacts", "KeySizes", "KeyTables", "Visit", "VisitsRows"]
 
 KEY_FACTS = 8  # numbers of one tile of keys on the board
-VISIT_FACTS = 6  # and of one visit
+VISIT_FACTS = 7  # and of one visit
 
 
 class KeyFacts(NamedTuple):
@@ -40,7 +40,8 @@ class Visit(NamedTuple):
     """One row tile that sees keys of the tile at work, as the producer posts it beside its Q: Int32 each.
 
     m_block, head: the row tile. is_masked: some row does not see all keys of the tile. asks: the partial predicate is evaluated.
-    left, right: row i sees keys ``i + left <= j < i + right``, as far as the config has these bounds.
+    left, right: row i sees keys ``i + left <= j < i + right``, as far as the config has these bounds. turn: how many tiles of keys add to
+    the row tile before this one, None where no lists say it.
     """
 
     m_block: Any
@@ -49,19 +50,22 @@ class Visit(NamedTuple):
     asks: Any
     left: Any
     right: Any
+    turn: Any = None
 
 
 class KeyTables(NamedTuple):
     """Tensors that say what to visit, None where the config has none; int32.
 
     partial_count, full_count: (B, H, N), partial_index, full_index: (B, H, N, M): the row tiles of each tile of keys, in the tiles of the
-    lists (``BackwardConfig.list_cut``); B and H may be 1.
+    lists (``BackwardConfig.list_cut``); B and H may be 1. ranks: (B, H, N, M): how many tiles of keys before this one a row tile sees,
+    where results are to be deterministic.
     """
 
     partial_count: Any
     partial_index: Any
     full_count: Any
     full_index: Any
+    ranks: Any = None
 
 
 class KeySizes(NamedTuple):
@@ -115,16 +119,18 @@ class VisitsRows:
         """Visit ``i`` of a query head."""
         plan, left, right = planned
         seqlen_q, seqlen_k = lengths
+        turn = None
         if const_expr(self.config.lists is None):
             m, is_masked = self.span_visit(i, plan)
             asks = Int32(0)
         else:
             m, asks = self.listed_visit(i, plan)
+            turn = self.listed_turn(m, n_block, plan)
             is_masked = asks
             tile_m, tile_n = self.config.tiles.tile_m, self.config.tiles.tile_n
             if ((m + 1) * tile_m > seqlen_q) | ((n_block + 1) * tile_n > seqlen_k):
                 is_masked = Int32(1)
-        return Visit(m, head, is_masked, asks, left, right)
+        return Visit(m, head, is_masked, asks, left, right, turn)
 
     @cute.jit
     def row_span(self, n_block, seqlen_q, seqlen_k, left, right):
@@ -160,15 +166,17 @@ class VisitsRows:
         _, cut_n = self.config.list_cut
         entry = entry if const_expr(self.config.per_entry) else Int32(0)
         head = head if const_expr(self.config.per_head) else Int32(0)
-        line, found = n_block // cut_n, []
+        line, found, ranks = n_block // cut_n, [], None
         for count, index in ((tables.partial_count, tables.partial_index), (tables.full_count, tables.full_index)):
             if const_expr(count is None):
                 found.append((Int32(0), found[0][1]))
             else:
                 entries = index[entry, head, line, None]
                 found.append((self.rows_listed(count[entry, head, line], entries, seqlen_q), entries))
+        if const_expr(tables.ranks is not None):
+            ranks = tables.ranks[entry, head, line, None]
         (partials, _), (fulls, _) = found
-        return partials + fulls, (partials, found[0][1], found[1][1])
+        return partials + fulls, (partials, found[0][1], found[1][1], ranks)
 
     @cute.jit
     def rows_listed(self, size, entries, seqlen_q):
@@ -185,7 +193,7 @@ class VisitsRows:
     def listed_visit(self, i, plan):
         """(row tile, whether the partial predicate is evaluated) of visit ``i``."""
         cut = self.config.list_cut[0]
-        partials, partial_list, full_list = plan
+        partials, partial_list, full_list, _ = plan
         m, asks = Int32(0), Int32(1)
         if i < partials:
             m = partial_list[i // cut] * cut + i % cut
@@ -194,10 +202,15 @@ class VisitsRows:
             m = full_list[(i - partials) // cut] * cut + (i - partials) % cut
         return m, asks
 
+    def listed_turn(self, m: Any, n_block: Any, plan: Any) -> Any:
+        """How many tiles of keys before this one have the row tile in their lists."""
+        cut_m, cut_n = self.config.list_cut
+        return None if plan[3] is None else plan[3][m // cut_m] * cut_n + n_block % cut_n
+
     @cute.jit
     def turn_of(self, n_block, visit):
-        """How many tiles of keys add to a row tile before this one: those from the first that its rows see on."""
-        turn = n_block
+        """How many tiles of keys add to a row tile before this one: those from the first that its rows see on, or those that lists name."""
+        turn = n_block if const_expr(self.config.lists is None) else visit.turn
         if const_expr(self.config.has_left):
             turn = n_block - cutlass.max(visit.m_block * self.config.tiles.tile_m + visit.left, 0) // self.config.tiles.tile_n
         return turn

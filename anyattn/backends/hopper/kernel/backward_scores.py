@@ -13,7 +13,7 @@ from anyattn.arithmetic import LOG2E
 from anyattn.backends.hopper.codegen.emit import emit, emit_rows, select
 from anyattn.backends.hopper.kernel.fragment import rows_and_columns
 
-__all__ = ["Scores"]
+__all__ = ["Scores", "Seen"]
 
 
 class Scores:
@@ -57,17 +57,24 @@ class Scores:
         said: Any,
         scale: Any,
         captured: Any,
+        late: tuple = (),
+        seen: Any = None,
     ) -> None:
-        """Both of these behind a score mod: its value makes the probability, its derivative is a factor of the gradient."""
+        """Both of these behind a score mod: its value makes the probability, its derivative is a factor of the gradient. late: for each of
+        the mod's further outputs what takes the products with it, by key and query row. seen: None, or which pairs are (``Seen``)."""
         s, grad = rows_and_columns(scores), rows_and_columns(dp)
         visit, facts = self.said_of(said)
 
         def read(r: int, c: int) -> Any:  # of the emitter's rows, which are query rows, and columns, which are keys
             return s[c, r] * scale
 
-        def store(r: int, c: int, value: Any, derivative: Any) -> None:
+        def store(r: int, c: int, value: Any, derivative: Any, *factors: Any) -> None:
             p = cute.math.exp2(cute.math.fma(Float32(value), Float32(LOG2E), -lse[r]), fastmath=True)
             ds = p * (grad[c, r] - delta[r])
+            if seen is not None:
+                p, ds = (select(seen.holds(c, r), x, Float32(0.0), "float") for x in (p, ds))
+            for f, factor in zip(late, factors, strict=True):
+                f[c, r] = select(p == 0.0, Float32(0.0), ds * Float32(factor), "float")
             if not (isinstance(derivative, (int, float)) and derivative == 1.0):
                 # where the probability is 0 the derivative may be anything
                 ds = select(p == 0.0, Float32(0.0), ds * Float32(derivative), "float")
@@ -96,7 +103,7 @@ class Scores:
 
     @cute.jit
     def hidden(self, fragments, positions, said, captured):
-        """Zeros in ``fragments`` where a row does not see a key. said: see ``MultipliesBack.said_of``."""
+        """Zeros in ``fragments`` where a row does not see a key; bits in words (``Seen``). said: see ``MultipliesBack.said_of``."""
         given = (positions, said, captured)
         visit, _ = self.said_of(said)
         if const_expr(self.config.always):
@@ -117,7 +124,7 @@ class Scores:
         visit, facts = self.said_of(said)
         apart, steps = self._offsets(positions)
         row, key = self._first(positions, visit, facts)
-        fragments = tuple(rows_and_columns(f) for f in fragments)
+        fragments = tuple(Seen(f) if f.element_type is Int32 else rows_and_columns(f) for f in fragments)
         places = self._places(positions, visit, facts)
         for c, a in enumerate(apart):
             limits = [_pairs(found) for found in self._limits(asked, places, c, captured)]
@@ -160,6 +167,28 @@ class Scores:
                 f[c, r] = select(seen, f[c, r], Float32(0.0), "float")
 
         emit(ask.expr, *self.captured(captured, at), places, None, store)
+
+
+class Seen:
+    """Which of a thread's pairs are seen, a bit each in words, as a fragment of ones and zeros."""
+
+    def __init__(self, words: Any):
+        self.words = words
+
+    def __getitem__(self, place: tuple[int, int]) -> Any:
+        return Float32(1.0)
+
+    def __setitem__(self, place: tuple[int, int], value: Any) -> None:
+        word, bit = self._bit(*place)
+        self.words[word] = select(value == 0.0, self.words[word] & ~bit, self.words[word], "int")
+
+    def holds(self, key: int, row: int) -> Any:
+        word, bit = self._bit(key, row)
+        return (self.words[word] & bit) != 0
+
+    def _bit(self, key: int, row: int) -> tuple[int, Any]:
+        at = 2 * row + key  # a thread has two keys
+        return at // 32, Int32((1 << at % 32) - (1 << 32) * (at % 32 == 31))
 
 
 def _pairs(limits: tuple) -> list[tuple[Any, Any]]:

@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from anyattn.backends.triton.codegen.row_families import Family
-from anyattn.mods.ir.dependence import Dep
 from anyattn.mods.ir.expr import Expr
 from anyattn.triton_tools.emit import LEAVES, Style, emit
 
-__all__ = ["Load", "contends", "scatter_source", "tells_apart"]
+__all__ = ["Load", "scatter_source"]
 
 
 class Load(NamedTuple):
@@ -36,25 +35,6 @@ class Load(NamedTuple):
     has_copies: bool = False
     may_be_one: bool = False
     family: Family | None = None
-
-
-def tells_apart(expr: Expr, at: int, deps: Sequence[Dep]) -> bool:
-    """Whether an index moves on with each position that it depends on, so that neighbours have entries of their own (two of them share
-    one where it is an absolute value): ``q_idx``, ``q_idx - kv_idx + 7``, not ``ids[q_idx]``."""
-    while expr.nodes[at].op in ("abs", "cast"):
-        (at,) = expr.nodes[at].args
-    return deps[at].slope not in (None, (0, 0))
-
-
-def contends(expr: Expr, places: Sequence[int], deps: Sequence[Dep], has_diagonals: bool) -> bool:
-    """Whether a tile's additions, after summing the pairs that provably share an entry, may still contend for few entries."""
-    apart = [deps[p] for p in places if tells_apart(expr, p, deps)]
-    by_row, by_key = not any(deps[p].kv for p in places), not any(deps[p].q for p in places)
-    if by_row and by_key:
-        return False
-    if by_row or by_key or has_diagonals:
-        return not apart
-    return not (any(d.q and not d.kv for d in apart) and any(d.kv and not d.q for d in apart))
 
 
 def scatter_source(name: str, loads: Sequence[Load], style: Style) -> str:

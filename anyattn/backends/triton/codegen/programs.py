@@ -7,7 +7,7 @@ before the loop over keys: ``NAME_rows(b, h, q_idx, scalars, tensors)``, whose t
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -17,11 +17,13 @@ from torch import Tensor
 
 from anyattn.arithmetic import LOG2E
 from anyattn.backends.triton.codegen.assumptions import has_pairs, style_of
-from anyattn.backends.triton.codegen.captured_gradients import Load, contends, scatter_source, tells_apart
+from anyattn.backends.triton.codegen.captured_gradients import Load, scatter_source
 from anyattn.backends.triton.codegen.row_families import Family, families
 from anyattn.mask_plan import MaskAbilities, MaskPart, MaskPlan, mask_plan
+from anyattn.mods.analysis import captured_loads
+from anyattn.mods.analysis.captured_loads import contends, moves_along_diagonals, tells_apart
 from anyattn.mods.analysis.row_ranges import ALL_KEYS, RowRanges, never_fall
-from anyattn.mods.ir.dependence import Dep, dependence
+from anyattn.mods.ir.dependence import dependence
 from anyattn.mods.ir.expr import Builder, Expr
 from anyattn.mods.ir.grad import Gradients, score_gradients
 from anyattn.mods.tracing.trace import TracedMod
@@ -179,15 +181,9 @@ def _slots_copied(expr: Expr, is_short: bool) -> tuple[int, ...]:
     deps, found = dependence(gradients.expr), set()
     for load in gradients.loads:
         places = [gradients.expr.outputs[i] for i in load.indices]
-        if contends(gradients.expr, places, deps, _has_diagonals(deps, places, is_short)):
+        if contends(gradients.expr, places, deps, is_short and moves_along_diagonals(deps, places)):
             found.add(load.slot)
     return tuple(sorted(found))
-
-
-def _has_diagonals(deps: Sequence[Dep], places: Sequence[int], is_short: bool) -> bool:
-    """Whether these indices tell a query and a key apart, and by their distance only, in inputs whose products are fast."""
-    moving = [deps[p] for p in places if deps[p].q or deps[p].kv]
-    return is_short and any(d.q for d in moving) and any(d.kv for d in moving) and all(d.diagonal for d in moving)
 
 
 def slots_alone(problem: Problem, wanted: tuple[int, ...]) -> tuple[int, ...]:
@@ -197,22 +193,7 @@ def slots_alone(problem: Problem, wanted: tuple[int, ...]) -> tuple[int, ...]:
     if score is None or not wanted or problem.sequences is not None:
         return ()
     extents = problem.batch, problem.heads_q, problem.q.shape[2], problem.k.shape[2]
-    return _slots_alone(score.expr, wanted, extents, tuple([t.shape for t in score.tensors]))
-
-
-@lru_cache(maxsize=1024)
-def _slots_alone(expr: Expr, wanted: tuple[int, ...], sizes: tuple[int, int, int, int], shapes: tuple[torch.Size, ...]) -> tuple[int, ...]:
-    extents = dict(zip(("b", "h", "q_idx", "kv_idx"), sizes, strict=True))
-    gradients = score_gradients(expr)
-    found = []
-    for slot in wanted:
-        loads = [load for load in gradients.loads if load.slot == slot]
-        nodes = [gradients.expr.nodes[gradients.expr.outputs[i]] for i in loads[0].indices]
-        names = [node.attr if node.op == "index" else None for node in nodes]
-        has_room = all(name is None or n >= extents[name] for name, n in zip(names, shapes[slot], strict=True))  # type: ignore[index]
-        if len(loads) == 1 and len(names) == 4 and extents.keys() == set(names) and names[-1] == "kv_idx" and has_room:
-            found.append(slot)
-    return tuple(found)
+    return captured_loads.slots_alone(score.expr, wanted, extents, tuple([t.shape for t in score.tensors]))
 
 
 @lru_cache(maxsize=1024)
@@ -232,7 +213,7 @@ def _gradient_part(
         indices = tuple(range(at + 1, len(outputs)))
         by_row, by_key = not any(deps[p].kv for p in places), not any(deps[p].q for p in places)
         diagonal = None
-        if _has_diagonals(deps, places, is_short):
+        if is_short and moves_along_diagonals(deps, places):
             of_places = Builder()
             diagonal = of_places.build(*(of_places.copy(gradients.expr, p) for p in places))
         flags = load.slot in alone, diagonal, load.slot in exact, load.slot in copied

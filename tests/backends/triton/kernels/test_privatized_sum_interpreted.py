@@ -12,10 +12,11 @@ import torch
 
 import anyattn
 from anyattn import masks
-from anyattn.backends.triton import backward_pass, privatized_sum
+from anyattn.backends.triton import backward_pass
 from anyattn.backends.triton.codegen.programs import gradient_part, slots_copied
 from anyattn.call_cache import attention
 from anyattn.documents.rewrite import DocumentTables
+from anyattn.tensors import privatized_sum
 from anyattn.testing import cases
 from anyattn.validate import flex
 from tests.entry_points import test_flash_varlen as varlen

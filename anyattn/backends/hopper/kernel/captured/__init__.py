@@ -1,0 +1,1 @@
+"""Gradients of captured tensors in the backward kernel."""
