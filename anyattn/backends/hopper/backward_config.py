@@ -16,7 +16,7 @@ TILE_N = 128  # keys of a tile, 64 for each warp group that multiplies
 SHARED_TILE_N = 64  # keys of a tile that the warp groups share: each one makes half the columns of dK, dV and dQ
 ACCUMULATORS = 128  # registers of a thread for dK and dV together
 REGISTERS = (240, 24)  # of a thread that multiplies and of one that loads or adds
-_HOLDING = 208  # what matrices may take of the first
+_HOLDING = 200  # what matrices may take of the first
 
 
 @dataclass(frozen=True)

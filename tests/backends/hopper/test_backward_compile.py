@@ -121,7 +121,7 @@ def test_configs_judge_themselves(make: Any, words: str) -> None:
 
 def test_tiles_of_head_dimensions() -> None:
     assert backward_tiles_for(64, 128) == BackwardTiles(64, 128)
-    assert backward_tiles_for(192, 128) == BackwardTiles(64, 64, holds_k=True, holds_v=True)
+    assert backward_tiles_for(192, 128) == BackwardTiles(64, 64, holds_k=True)
     assert backward_tiles_for(192, 192) == BackwardTiles(64, 64, holds_k=True)
     assert backward_tiles_for(256, 128) == BackwardTiles(64, 64, dq_steps=2, holds_v=True)
     assert backward_tiles_for(256, 256) == BackwardTiles(64, 64, do_stages=1, dq_steps=2)
