@@ -73,6 +73,51 @@ def test_head_dims(d: int, dv: int) -> None:
     backed(qkv(1, 4, 2, d=d, dv=dv), mask=masks.causal(33))
 
 
+WIDE = [(136, 136), (192, 128), (192, 192), (256, 256), (256, 64), (64, 256), (248, 40), (256, 192)]
+
+
+def test_first_one_wide_tile() -> None:
+    """The smallest wide cases: one tile of keys, one row tile; columns in whole patterns of 64, then in patterns of 32."""
+    for d, dv in ((256, 256), (192, 128)):
+        backed(qkv(1, 1, 1, sq=64, sk=64, d=d, dv=dv))
+
+
+@pytest.mark.parametrize(("d", "dv"), WIDE)
+@pytest.mark.parametrize("name", ["full", "causal"])
+def test_wide_heads(name: str, d: int, dv: int) -> None:
+    backed(qkv(2, 6, 2, sq=300, sk=333, d=d, dv=dv), mask=MASKS[name])
+
+
+@pytest.mark.parametrize("kind", judging.KINDS)
+@pytest.mark.parametrize(("d", "dv"), [(192, 128), (256, 256)])
+def test_wide_heads_in_float16(kind: str, d: int, dv: int) -> None:
+    backed(qkv(2, 4, 2, sq=300, sk=333, d=d, dv=dv, dtype=torch.float16, kind=kind), mask=masks.causal())
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_of_wide_heads(name: str) -> None:
+    backed(qkv(2, 4, 2, sq=600, sk=700, d=192, dv=128), mask=MASKS[name])
+
+
+@pytest.mark.parametrize(("d", "dv"), [(192, 128), (256, 256)])
+@pytest.mark.parametrize(("sq", "sk"), [(1, 1), (1, 400), (63, 65), (257, 31), (1025, 1025), (2048, 2048)])
+def test_lengths_of_wide_heads(sq: int, sk: int, d: int, dv: int) -> None:
+    backed(qkv(1, 4, 2, sq=sq, sk=sk, d=d, dv=dv), mask=masks.causal())
+
+
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize(("mask", "d", "dv"), [("causal", 256, 256), ("blind", 192, 128)])
+def test_score_mods_of_wide_heads(mask: str, d: int, dv: int, score: str) -> None:
+    backed(qkv(2, 4, 2, sq=300, sk=333, d=d, dv=dv), score=SCORES[score], mask=MASKS[mask])
+
+
+@pytest.mark.parametrize("tile", [64, 128, 256])
+def test_block_masks_of_wide_heads(tile: int) -> None:
+    mask = masks.prefix_lm(150)
+    block_mask = anyattn.create_block_mask(mask, None, None, 600, 700, device=DEVICE, BLOCK_SIZE=tile)
+    backed(qkv(2, 4, 2, sq=600, sk=700, d=192, dv=128), mask=mask, block_mask=block_mask)
+
+
 @pytest.mark.parametrize("ratio", [1, 3, 8])
 def test_grouped_heads(ratio: int) -> None:
     backed(qkv(2, 2 * ratio, 2, sq=500, sk=500), mask=masks.causal())
@@ -116,10 +161,11 @@ def test_gradients_of_the_sink_and_through_the_log_sum_exp() -> None:
 
 
 @judging.on_the_gpu_alone
+@pytest.mark.parametrize("d", [64, 192, 256])
 @pytest.mark.parametrize("name", ["full", "causal", "window"])
-def test_deterministic_reruns_agree_bitwise(name: str) -> None:
-    leaves = [t.detach().requires_grad_() for t in qkv(2, 8, 4, sq=1025, sk=1025, d=64)]
-    dout = random(2, 8, 1025, 64, seed=1).to(leaves[0])
+def test_deterministic_reruns_agree_bitwise(name: str, d: int) -> None:
+    leaves = [t.detach().requires_grad_() for t in qkv(2, 8, 4, sq=1025, sk=1025, d=d)]
+    dout = random(2, 8, 1025, d, seed=1).to(leaves[0])
 
     def gradients() -> tuple[torch.Tensor, ...]:
         options = {"enable_gqa": True, "backend": "hopper", "deterministic": True, "mask_mod": MASKS[name]}
@@ -131,15 +177,17 @@ def test_deterministic_reruns_agree_bitwise(name: str) -> None:
 
 
 @judging.on_the_gpu_alone
-def test_surroundings_are_neither_read_nor_written() -> None:
-    tensors = [judging.surrounded(t) for t in qkv(1, 4, 2, sq=130, sk=150, d=64)]
+@pytest.mark.parametrize(("d", "dv"), [(64, 64), (136, 136), (256, 192)])
+def test_surroundings_are_neither_read_nor_written(d: int, dv: int) -> None:
+    tensors = [judging.surrounded(t) for t in qkv(1, 4, 2, sq=130, sk=150, d=d, dv=dv)]
     backed(tensors, meant=[t.clone() for t in tensors], mask=masks.causal())
 
 
-def test_the_plan_says_so() -> None:
+@pytest.mark.parametrize("d", [64, 256])
+def test_the_plan_says_so(d: int) -> None:
     if judging.MODE == "cpu":
         pytest.skip("about the hopper backend")
-    leaves = [t.requires_grad_() for t in qkv(1, 4, 2)]
+    leaves = [t.requires_grad_() for t in qkv(1, 4, 2, d=d)]
     assert hardware.of(leaves[0].device.type).capability == (9, 0)
     plan = anyattn.explain(*leaves, enable_gqa=True, backend="hopper").plan
     assert plan.backward == "hopper"

@@ -2,44 +2,76 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from anyattn.backends.hopper.captured_sums import CapturedSum, scratch_of_warp
 from anyattn.backends.hopper.config import Ask, ModsOfConfig, sides
 from anyattn.mods.ir.expr import Expr
 
-__all__ = ["BackwardConfig", "BackwardTiles", "RowsConfig", "backward_tiles_for"]
+__all__ = ["BackwardConfig", "BackwardTiles", "RowsConfig", "backward_tiles_for", "bytes_of"]
 
 SHARED_MEMORY = 227 * 1024
-HEAD_DIMS = (64, 128)  # what a row is padded to, in shared memory only
+HEAD_DIMS = (64, 128, 192, 256)  # what a row is padded to, in shared memory only
 TILE_N = 128  # keys of a tile, 64 for each warp group that multiplies
+SHARED_TILE_N = 64  # keys of a tile that the warp groups share: each one makes half the columns of dK, dV and dQ
+ACCUMULATORS = 128  # registers of a thread for dK and dV together
 REGISTERS = (240, 24)  # of a thread that multiplies and of one that loads or adds
+_HOLDING = 200  # what matrices may take of the first
 
 
 @dataclass(frozen=True)
 class BackwardTiles:
-    """tile_m: query rows. tile_n: keys, 64 for each warp group. q_stages, do_stages: tiles of Q and dO in flight. ds_stages: of dS."""
+    """tile_m: query rows. tile_n: keys, 64 for each warp group or 64 that they share. q_stages, do_stages: tiles of Q and dO in flight.
+
+    ds_stages: of dS; where keys are shared, of P. dq_steps: in how many parts a warp group's dQ goes through shared memory.
+    holds_k, holds_v: where keys are shared, a warp group has all of K, of V in registers as the first operand of its scores.
+    """
 
     tile_m: int
     tile_n: int
     q_stages: int = 2
     do_stages: int = 2
     ds_stages: int = 2
+    dq_steps: int = 1
+    holds_k: bool = False
+    holds_v: bool = False
 
     def __post_init__(self) -> None:
         if self.tile_m not in (64, 128):
             raise ValueError(f"tile_m={self.tile_m}; wanted 64 or 128: dQ's rows are one or two times 64 (wgmma M)")
-        if self.tile_n != TILE_N:
-            raise ValueError(f"tile_n={self.tile_n}; wanted {TILE_N}: two warp groups of 64 keys (wgmma M)")
-        for name in ("q_stages", "do_stages", "ds_stages"):
+        if self.tile_n not in (TILE_N, SHARED_TILE_N):
+            raise ValueError(f"tile_n={self.tile_n}; wanted {TILE_N}, 64 keys (wgmma M) for each of two warp groups, or 64 that they share")
+        for name in ("q_stages", "do_stages", "ds_stages", "dq_steps"):
             if getattr(self, name) not in (1, 2):
                 raise ValueError(f"{name}={getattr(self, name)}; wanted 1 or 2")
+        if self.shares_keys and (self.tile_m, self.ds_stages) != (64, 2):
+            raise ValueError(f"tile_m={self.tile_m}, ds_stages={self.ds_stages} where warp groups share keys; wanted 64 and 2")
+        if not self.shares_keys and (self.holds_k or self.holds_v):
+            raise ValueError("holds_k and holds_v are for tiles whose keys the warp groups share")
 
     @property
     def warp_groups(self) -> int:
         """Warp groups that multiply; one more loads and adds."""
-        return self.tile_n // 64
+        return 2
+
+    @property
+    def shares_keys(self) -> bool:
+        """Whether each warp group has all keys of a tile: half the rows of its scores, half the columns of its gradients."""
+        return self.tile_n == SHARED_TILE_N
+
+    @property
+    def exchanged(self) -> int:
+        """Tiles of keys x rows in shared memory: the stages of dS, or those of P and behind them one of dS."""
+        return self.ds_stages + (1 if self.shares_keys else 0)
+
+
+def bytes_of(tiles: BackwardTiles, head_dim: int, head_dim_v: int) -> int:
+    """Shared memory: 16-bit tiles of K, V, Q, dO, P and dS, part of dQ in float32, the rows' statistics; barriers and alignment."""
+    t, (d, dv) = tiles, (head_dim, head_dim_v)
+    rows = t.q_stages * t.tile_m * d + t.do_stages * t.tile_m * dv
+    statistics = 4 * (t.q_stages + t.do_stages) * t.tile_m
+    return 2 * (t.tile_n * (d + dv) + rows + t.exchanged * t.tile_m * t.tile_n) + 4 * t.tile_m * d // t.dq_steps + statistics + 2048
 
 
 @dataclass(frozen=True)
@@ -87,6 +119,8 @@ class BackwardConfig(ModsOfConfig):
             raise ValueError("bands and lists are both given; with lists a band is one of the predicates that hold always")
         if self.partial is not None and self.lists is None:
             raise ValueError("partial without lists; wanted the predicate as always")
+        if (taken := self.tiles.tile_n * (self.head_dim + self.head_dim_v) // 256) > ACCUMULATORS:
+            raise ValueError(f"{self.tiles}: dK and dV take {taken} registers of a thread; wanted at most {ACCUMULATORS}")
         if self.shared_memory > SHARED_MEMORY:
             raise ValueError(
                 f"{self.tiles} at head_dim {self.head_dim} takes {self.shared_memory} bytes of shared memory; an SM has {SHARED_MEMORY}"
@@ -101,11 +135,12 @@ class BackwardConfig(ModsOfConfig):
 
     @property
     def shared_memory(self) -> int:
-        """Bytes: 16-bit tiles of K, V, Q, dO and dS, float32 ones of dQ, the rows' statistics, diagonals; barriers and alignment beside."""
-        t, (d, dv) = self.tiles, (self.head_dim, self.head_dim_v)
-        rows = t.q_stages * t.tile_m * d + t.do_stages * t.tile_m * dv
-        statistics = 4 * (t.q_stages + t.do_stages) * t.tile_m
-        return 2 * (t.tile_n * (d + dv) + rows + t.ds_stages * t.tile_m * t.tile_n) + 4 * t.tile_m * d + statistics + self.scratch + 2048
+        return bytes_of(self.tiles, self.head_dim, self.head_dim_v) + self.scratch
+
+    @property
+    def dq_numbers(self) -> int:
+        """float32 numbers of dQ that stand in shared memory at once."""
+        return self.tiles.tile_m * self.head_dim // self.tiles.dq_steps
 
     @property
     def sums_while_made(self) -> bool:
@@ -137,12 +172,18 @@ class RowsConfig:
     has_dlse: bool = False
 
 
-def backward_tiles_for(head_dim: int, head_dim_v: int, is_plain: bool = False) -> BackwardTiles | None:
-    """The tiles for padded head dimensions, None where the accumulators of dK and dV are too large for the registers of two warp groups.
+def backward_tiles_for(head_dim: int, head_dim_v: int, is_plain: bool = False) -> BackwardTiles:
+    """The tiles for padded head dimensions: of as many keys as the accumulators of dK and dV leave registers for.
 
     is_plain: neither a score mod nor a predicate is evaluated, whose numbers need the registers that rows 64 to 127 would take.
     ``tests/backends/hopper/test_backward_compile.py`` compiles them all and counts what spills.
     """
-    if max(head_dim, head_dim_v) > 128:
-        return None
-    return BackwardTiles(128 if is_plain and max(head_dim, head_dim_v) == 64 else 64, TILE_N)
+    if max(head_dim, head_dim_v) <= 128:
+        return BackwardTiles(128 if is_plain and max(head_dim, head_dim_v) == 64 else 64, TILE_N)
+    wide = [BackwardTiles(64, SHARED_TILE_N, do_stages=stages, dq_steps=steps) for stages, steps in ((2, 1), (2, 2), (1, 2))]
+    tiles = next(tiles for tiles in wide if bytes_of(tiles, head_dim, head_dim_v) <= SHARED_MEMORY)
+    # registers of a thread: dK and dV; S and dP, or dQ; then K and V
+    room = _HOLDING - (head_dim + head_dim_v) // 4 - max(32, head_dim // 4)
+    holds_k = head_dim // 4 <= room
+    room -= head_dim // 4 if holds_k else 0
+    return replace(tiles, holds_k=holds_k, holds_v=head_dim_v // 4 <= room)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from anyattn.arithmetic import ceil_div
-from anyattn.backends.hopper.backward_config import HEAD_DIMS, TILE_N, BackwardConfig, backward_tiles_for
+from anyattn.backends.hopper.backward_config import HEAD_DIMS, BackwardConfig, BackwardTiles, backward_tiles_for
 from anyattn.backends.hopper.captured_sums import CapturedSum, with_derivatives
 from anyattn.backends.hopper.codegen.operations import WRITTEN
 from anyattn.backends.hopper.codegen.score_analysis import work_by_pair
@@ -78,15 +78,14 @@ def specialised_backward(problem: Problem) -> BackwardSpecial:
     partial = [part for part in (plan.of_blocks, *plan.listed) if part is not None]
     sources = [] if score is None else [(-1, *slots(score))]
     sources += [(part.predicates[0], *slots(_ask(part).expr)) for part in (*plan.ranged, *partial, *plan.always)]
-    d, dv = (next(n for n in HEAD_DIMS if given <= n) for given in (problem.q.shape[3], problem.v.shape[3]))
+    d, dv = _padded(problem)
     tiles = backward_tiles_for(d, dv, is_plain=score is None and listed is None and not plan.always)
-    assert tiles is not None
     flags: dict[str, Any] = {"always": tuple(_ask(part) for part in plan.always)}
     list_tile = None
     if listed is None:
         flags["bands"] = tuple(_ask(part).expr for part in plan.ranged)
     else:
-        list_tile = (TILE_M, TILE_N) if problem.blocks is None else _joined(tile_of(problem.blocks))
+        list_tile = (TILE_M, TILE_M) if problem.blocks is None else _joined(tile_of(problem.blocks), tiles)
         cut = (list_tile[0] // tiles.tile_m, list_tile[1] // tiles.tile_n)
         flags |= {"partial": _ask(partial[0]) if partial else None, "lists": "dense", "list_cut": cut, **_differing(problem)}
     is_bf16 = problem.q.dtype is torch.bfloat16
@@ -116,9 +115,14 @@ def _differing(problem: Problem) -> dict[str, bool]:
     return {"per_entry": problem.batch > 1 and any(d.b for d in depends), "per_head": problem.heads_q > 1 and any(d.h for d in depends)}
 
 
-def _joined(tile: tuple[int, int]) -> tuple[int, int]:
+def _padded(problem: Problem) -> tuple[int, int]:
+    d, dv = (next(n for n in HEAD_DIMS if given <= n) for given in (problem.q.shape[3], problem.v.shape[3]))
+    return d, dv
+
+
+def _joined(tile: tuple[int, int], tiles: BackwardTiles) -> tuple[int, int]:
     """The tile in which lists in tiles of ``tile`` are read."""
-    return ceil_div(tile[0], _ROWS) * _ROWS, ceil_div(tile[1], TILE_N) * TILE_N
+    return ceil_div(tile[0], _ROWS) * _ROWS, ceil_div(tile[1], tiles.tile_n) * tiles.tile_n
 
 
 def _ask(part: MaskPart) -> Ask:
@@ -131,8 +135,6 @@ def reason_against_backward(problem: Problem) -> str | None:
     if wanted_slots(problem) and (widest > _WIDEST_SUMS or problem.sequences is not None):
         of_what = f"head dimensions above {_WIDEST_SUMS}" if widest > _WIDEST_SUMS else "packed, padded or paged sequences"
         return f"its backward kernel sums no gradients of captured tensors for {of_what}"
-    if widest > HEAD_DIMS[-1]:
-        return f"head_dim is {problem.q.shape[3]} and v's {problem.v.shape[3]}; its backward kernel goes up to {HEAD_DIMS[-1]}"
     if problem.sequences is not None:
         return "its backward kernel takes no packed, padded or paged sequences yet"
     against = None if problem.score is None else _against_sums(problem) or _against_score(problem)
@@ -142,10 +144,11 @@ def reason_against_backward(problem: Problem) -> str | None:
     blocks = problem.blocks
     if plan.uses_blocks and blocks is not None:
         tile = tile_of(blocks)
-        wanted = _joined(tile)
+        tiles = backward_tiles_for(*_padded(problem))
+        wanted = _joined(tile, tiles)
         joins = problem.blocks_follow and all(new % old == 0 for new, old in zip(wanted, tile, strict=True))
         if wanted != tile and not joins:
-            own, given = f"{_ROWS} rows x {TILE_N} keys", f"{tile[0]} x {tile[1]}"
+            own, given = f"{_ROWS} rows x {tiles.tile_n} keys", f"{tile[0]} x {tile[1]}"
             return f"its backward kernel has tiles of {own}, and these block lists are in tiles of {given}"
     return None
 

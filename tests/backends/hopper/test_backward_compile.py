@@ -14,7 +14,7 @@ import torch
 import anyattn
 from anyattn import masks, planner
 from anyattn.backends.hopper.backward import _of_captured, _ranks, _totals, backward
-from anyattn.backends.hopper.backward_config import BackwardConfig, BackwardTiles, backward_tiles_for
+from anyattn.backends.hopper.backward_config import HEAD_DIMS, SHARED_MEMORY, BackwardConfig, BackwardTiles, backward_tiles_for
 from anyattn.backends.hopper.captured_sums import CapturedSum
 from anyattn.backends.hopper.make_backward_config import reason_against_backward, specialised_backward
 from anyattn.mods.tracing.trace import trace
@@ -48,17 +48,21 @@ def traced(*given: Any) -> tuple:
 
 @pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="needs nvidia-cutlass-dsl")
 @pytest.mark.parametrize(
-    ("head_dim", "names"),
+    ("head_dim", "head_dim_v", "names"),
     [
-        (64, ("capped", "summed capped")),
-        (128, ("full", "causal", "summed by head", "summed by key")),
-        pytest.param(64, (), marks=pytest.mark.slow),
-        pytest.param(128, (), marks=pytest.mark.slow),
+        (64, 64, ("capped", "summed capped")),
+        (128, 128, ("full", "causal", "summed by head", "summed by key")),
+        (192, 128, ("full", "causal")),
+        (256, 256, ("full", "capped")),
+        *(
+            pytest.param(*dims, (), marks=pytest.mark.slow)
+            for dims in ((64, 64), (128, 128), (192, 128), (192, 192), (256, 256), (64, 256))
+        ),
     ],
 )
-def test_kernels_compile_without_spilling_in_their_loops(head_dim: int, names: tuple[str, ...], tmp_path: Path) -> None:
+def test_kernels_compile_without_spilling_in_their_loops(head_dim: int, head_dim_v: int, names: tuple[str, ...], tmp_path: Path) -> None:
     module = "tests.support.hopper.cross_compile_backward"
-    done = python("-m", module, str(tmp_path), str(head_dim), str(head_dim), *names, CUTE_DSL_ARCH="sm_90a")
+    done = python("-m", module, str(tmp_path), str(head_dim), str(head_dim_v), *names, CUTE_DSL_ARCH="sm_90a")
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert len(found) == (len(names) or {64: 21, 128: 20}[head_dim]) + 2
@@ -67,7 +71,7 @@ def test_kernels_compile_without_spilling_in_their_loops(head_dim: int, names: t
     # without their sums these mods, which read something for every row or pair, leave 7, 23, 14 and 75 numbers there
     most |= {"summed by row": 6, "summed distance": 10, "summed pairs": 18, "summed looked up": 24}
     most |= {"summed each pair": 18, "summed buckets": 14, "summed factor": 3}
-    most = {} if head_dim == 64 else most
+    most = most if head_dim == 128 else {}
     assert {name: accesses for name, (_, accesses) in found.items() if accesses > most.get(name, 0)} == {}
 
 
@@ -76,9 +80,9 @@ def test_a_plan_names_the_backend_of_the_gradients() -> None:
     plan = planner.choose(p, H200, "hopper")
     assert plan.backward == "hopper" and "backward: hopper" in plan.why
     assert planner.for_backward(plan, p, H200).backend == "hopper"
-    wide = dict.fromkeys("qkv", torch.randn(1, 2, 64, 256, dtype=torch.bfloat16))
-    plan = planner.choose(problem(**wide), H200, "hopper")
-    assert plan.backward == "triton" and any("goes up to 128" in why for why in plan.why)
+    for d in (136, 192, 256):
+        wide = dict.fromkeys("qkv", torch.randn(1, 2, 64, d, dtype=torch.bfloat16))
+        assert planner.choose(problem(**wide), H200, "hopper").backward == "hopper"
 
 
 def test_what_it_takes_and_why_not_the_rest() -> None:
@@ -121,6 +125,13 @@ def test_what_a_problem_becomes() -> None:
     assert (listed.config.lists, listed.list_tile, listed.config.list_cut) == ("dense", (128, 128), (2, 1))
     few = dict.fromkeys("qkv", torch.randn(1, 2, 64, 72, dtype=torch.bfloat16))
     assert specialised_backward(problem(**few)).config.head_dim == 128
+    q, v = (torch.randn(1, 2, 256, d, dtype=torch.bfloat16) for d in (136, 128))
+    wide = specialised_backward(problem(q=q, k=q, v=v, predicates=traced(masks.prefix_lm(5))))
+    assert (wide.config.head_dim, wide.config.head_dim_v, wide.config.tiles.tile_n) == (192, 128, 64)
+    assert (wide.list_tile, wide.config.list_cut) == ((128, 128), (2, 2))
+    blocks = anyattn.compute_block_sparsity(64, 64, 1, 1, 256, 256, masks.causal(), device="cpu")
+    wide = specialised_backward(problem(q=q, k=q, v=v, blocks=blocks, predicates=traced(masks.causal())))
+    assert (wide.list_tile, wide.config.list_cut) == ((64, 64), (1, 1))
     one, other = (specialised_backward(problem(predicates=traced(masks.sliding_window(n, 0)))) for n in (5, 500))
     assert one.config == other.config and hash(one.config) == hash(other.config)
 
@@ -207,7 +218,12 @@ def test_ranks_of_tiles_of_keys() -> None:
     ("make", "words"),
     [
         (lambda: BackwardTiles(96, 128), "tile_m=96; wanted 64 or 128"),
-        (lambda: BackwardTiles(64, 64), "tile_n=64; wanted 128"),
+        (lambda: BackwardTiles(64, 96), "tile_n=96; wanted 128"),
+        (lambda: BackwardTiles(64, 128, dq_steps=3), "dq_steps=3"),
+        (lambda: BackwardTiles(64, 128, holds_k=True), "keys the warp groups share"),
+        (lambda: BackwardTiles(128, 64), "tile_m=128, ds_stages=2 where warp groups share keys"),
+        (lambda: BackwardConfig(192, 128, True, BackwardTiles(64, 128)), "take 160 registers of a thread; wanted at most 128"),
+        (lambda: BackwardConfig(256, 256, True, BackwardTiles(64, 64)), "bytes of shared memory"),
         (lambda: BackwardTiles(64, 128, 3), "q_stages=3"),
         (lambda: BackwardConfig(96, 96, True, BackwardTiles(64, 128)), "head_dim=96"),
         (lambda: BackwardConfig(128, 128, True, BackwardTiles(128, 128)), "bytes of shared memory"),
@@ -222,4 +238,11 @@ def test_configs_judge_themselves(make: Any, words: str) -> None:
 
 def test_tiles_of_head_dimensions() -> None:
     assert backward_tiles_for(64, 128) == BackwardTiles(64, 128)
-    assert backward_tiles_for(256, 64) is None
+    assert backward_tiles_for(192, 128) == BackwardTiles(64, 64, holds_k=True)
+    assert backward_tiles_for(192, 192) == BackwardTiles(64, 64, holds_k=True)
+    assert backward_tiles_for(256, 128) == BackwardTiles(64, 64, dq_steps=2, holds_v=True)
+    assert backward_tiles_for(256, 256) == BackwardTiles(64, 64, do_stages=1, dq_steps=2)
+    for d in HEAD_DIMS:
+        for dv in HEAD_DIMS:  # whatever the planner chooses, the kernel takes
+            config = BackwardConfig(d, dv, True, backward_tiles_for(d, dv))
+            assert config.shared_memory <= SHARED_MEMORY and config.tiles.shares_keys == (max(d, dv) > 128)

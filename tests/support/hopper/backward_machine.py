@@ -14,7 +14,7 @@ import torch
 
 from tests.support.hopper.schedule import Broken, MemoryBarrier, NamedBarrier, Schedule
 
-__all__ = ["LANES", "Acc", "Block", "Box", "Group", "Mma", "Pipe", "Regs", "Shared", "View", "narrow"]
+__all__ = ["LANES", "Acc", "Block", "Box", "Group", "Held", "Mma", "Pipe", "Regs", "Shared", "View", "narrow"]
 
 LANES = np.arange(128, dtype=np.int32)
 ROW = LANES // 32 * 16 + LANES % 32 // 4  # of a wgmma accumulator's 64 rows, the first that a thread holds; the other lies 8 below
@@ -49,6 +49,12 @@ class Acc:
     def __setitem__(self, key: tuple[int, int], value: Any) -> None:
         self.values[:, key[0], key[1]] = value
 
+    def columns(self, part: int, parts: int) -> Acc:
+        """One of ``parts`` runs of columns."""
+        found, count = Acc.__new__(Acc), self.values.shape[2] // parts
+        found.values = self.values[:, :, part * count : (part + 1) * count]
+        return found
+
     def fill(self, value: float) -> None:
         self.values[:] = value
 
@@ -80,15 +86,15 @@ class Acc:
 class Positions:
     """Rows and columns of a tile that a thread's fragment stands for."""
 
-    def __init__(self, group: int, columns: int):
-        self.group, self.columns = group, columns
+    def __init__(self, rows: slice, columns: slice):
+        self.rows, self.columns = rows, columns
 
     def sizes(self) -> tuple[int, int]:
-        return (2, self.columns // 4)
+        return (2, (self.columns.stop - self.columns.start) // 4)
 
     def __getitem__(self, key: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
         r, c = key
-        return 64 * self.group + ROW + 8 * r, COLUMN + c // 2 * 8 + c % 2
+        return self.rows.start + ROW + 8 * r, self.columns.start + COLUMN + c // 2 * 8 + c % 2
 
 
 class Regs:
@@ -256,20 +262,27 @@ class Mma:
     def partition_B(self, tile: Any) -> tuple:
         return tile, "columns", self
 
-    def make_fragment_A(self, part: tuple) -> Operand:
-        return Operand(*part)
+    def partition_shape_A(self, shape: tuple[int, int]) -> tuple:
+        return (shape,)
+
+    def make_fragment_A(self, part: tuple) -> Any:
+        return Operand(*part) if len(part) == 3 else Held(*part)
 
     make_fragment_B = make_fragment_A
 
     def partition_C(self, shape: tuple[int, int]) -> Positions:
-        if shape != self.shape or self.by_columns != 1:
+        if shape != self.shape:
             raise Broken(f"positions of {shape} by a product of {self.shape}")
-        return Positions(self.block.group.number, shape[1])
+        return Positions(*self.part())
 
     def partition_shape_C(self, shape: tuple[int, int]) -> tuple[str, int]:
         if shape != self.shape or shape[0] != 64 * self.by_rows:
             raise Broken(f"an accumulator of {shape} by a product of {self.shape}")
         return ("accumulator", shape[1] // self.by_columns // 4)
+
+    def part(self) -> tuple[slice, slice]:
+        """The rows and columns that this warp group makes."""
+        return self.part_of("rows", self.shape[0]), self.part_of("columns", self.shape[1])
 
     def part_of(self, side: str, size: int) -> slice:
         """What this warp group multiplies of one side of a tile."""
@@ -306,6 +319,22 @@ class Operand:
         """(rows or columns of the product, what is summed over)."""
         tile = self._tile()
         return tile[self.mma.part_of(self.side, tile.shape[0])]
+
+
+class Held:
+    """A whole first operand in registers."""
+
+    def __init__(self, shape: tuple[int, int]):
+        self.values = np.full(shape, np.nan, dtype=np.float32)
+
+    def __getitem__(self, key: tuple) -> Any:
+        return (self, key[2])
+
+    def sizes(self) -> tuple[int, int, int]:
+        return (0, 0, self.values.shape[1] // 16)
+
+    def matrix(self) -> np.ndarray:
+        return self.values
 
 
 class Group:
@@ -359,8 +388,8 @@ class Block:
         self.groups, self.of_actor = tiles.warp_groups, dict[Any, Group]()
         m, n, g = tiles.tile_m, tiles.tile_n, tiles.warp_groups
         shapes = {
-            "q": (m, d, tiles.q_stages), "dout": (m, dv, tiles.do_stages), "k": (n, d, 1), "v": (n, dv, 1), "ds": (n, m, tiles.ds_stages),
-            "lse": (m, tiles.q_stages), "delta": (m, tiles.do_stages), "dq": (4, 128, m * d // (512 * g), g),
+            "q": (m, d, tiles.q_stages), "dout": (m, dv, tiles.do_stages), "k": (n, d, 1), "v": (n, dv, 1), "ds": (n, m, tiles.exchanged),
+            "lse": (m, tiles.q_stages), "delta": (m, tiles.do_stages), "dq": (4, 128, config.dq_numbers // (512 * g), g),
         }  # fmt: skip
         self.memory = {name: Shared(self, name, shape) for name, shape in shapes.items()}
         self.pipes = tuple(

@@ -16,7 +16,7 @@ import numpy as np
 
 import anyattn
 from anyattn.backends.hopper.config import sides, slots
-from tests.support.hopper.backward_machine import LANES, Acc, Block, Box, Group, Mma, Regs, Shared, View, narrow
+from tests.support.hopper.backward_machine import LANES, Acc, Block, Box, Group, Held, Mma, Regs, Shared, View, narrow
 from tests.support.hopper.backward_totals import Scratch, across, add_to, always_add_to, index_of, moved, store_to
 from tests.support.hopper.emitted import run_source
 from tests.support.hopper.protocol import State
@@ -28,7 +28,7 @@ __all__ = ["MODULES", "Call", "run_grid"]
 _FOLDER = Path(anyattn.__file__).parent / "backends" / "hopper" / "kernel"
 MODULES = (
     "softmax", "tile_scheduler", "producer", "backward_scheduler", "backward_producer", "backward_adder", "backward_scores",
-    "backward_epilogue", "captured/sums", "backward_mma", "backward_rows",
+    "backward_epilogue", "captured/sums", "backward_mma", "backward_wide_mma", "backward_rows",
 )  # fmt: skip
 _KEPT = ("typing", "anyattn.arithmetic", "anyattn.sequences", "anyattn.backends.hopper.captured_sums", "collections")
 Changes = tuple[tuple[str, str, str], ...]  # (module, text, text that takes its place)
@@ -190,7 +190,9 @@ class _Device:
             arch=arch, math=SimpleNamespace(**functions), size=_size, make_rmem_tensor=_registers, copy=self.copy, autovec_copy=self.vector,
             make_rmem_tensor_like=lambda x, dtype: Acc(x.values.shape[2]), make_layout=_layout,
             make_identity_tensor=lambda shape: shape, make_tensor=_tensor, select=lambda x, mode: ("select", tuple(mode)),
-            make_copy_atom=lambda *x: None, make_tiled_copy_C=lambda atom, mma: _Store(), make_mma_atom=lambda mma: _Atom(),
+            make_copy_atom=lambda *x: None,
+            make_tiled_copy_C=lambda atom, mma: _Threads(mma), make_tiled_copy_A=lambda atom, mma: _Threads(mma),
+            make_mma_atom=lambda mma: _Atom(),
             gemm=self.gemm, local_tile=_tile_of, group_modes=lambda x, *_: x, logical_divide=lambda x, _: _Pairs(x),
             crd2idx=index_of,
         )  # fmt: skip
@@ -214,8 +216,9 @@ class _Device:
             **{name: made[name] for name in ("emit", "emit_rows", "emit_at", "wrapped")},
             "add_to": add_to, "always_add_to": always_add_to, "moved": moved, "store_to": store_to,
             "select": below["select"], "slots": slots,
-            "rows_and_columns": lambda x: x,
-            "narrowed": _narrowed, "pipeline": pipeline, "warpgroup": warpgroup, "warp": SimpleNamespace(StMatrix8x8x16bOp=lambda *x: None),
+            "rows_and_columns": lambda x: x, "columns_of": Acc.columns,
+            "narrowed": _narrowed, "pipeline": pipeline, "warpgroup": warpgroup,
+            "warp": SimpleNamespace(StMatrix8x8x16bOp=lambda *x: None, LdMatrix8x8x16bOp=lambda *x: None),
             "cpasync": SimpleNamespace(tma_partition=lambda atom, a, b, smem, gmem: (smem, gmem)), "load_bytes": self.load_bytes,
             "add_floats": self.add_floats, "LANES": 32, "Facts": None,
         }  # fmt: skip
@@ -264,17 +267,18 @@ class _Device:
                 tma_bar_ptr.came_bytes(2 * source.shape[0] * source.shape[1])
 
             self.schedule.under_way.append(come)
+        elif isinstance(target, Held):
+            self.schedule.step()
+            target.values[:] = source.read("threads")
         elif isinstance(target, Box):  # to it, 64 rows of a tile
             part, at = source
             rows = slice(64 * at[0], 64 * (at[0] + 1))
-            self.group.copies.append(lambda: target.write(part.read("a copy to global memory", at[0])[rows]))
-        else:  # a warp group's 64 rows of an accumulator into shared memory
+            writer = None if self.block.config.tiles.shares_keys else at[0]
+            self.group.copies.append(lambda: target.write(part.read("a copy to global memory", writer)[rows]))
+        else:  # a warp group's part of an accumulator into shared memory
             self.schedule.step()
-            number = self.group.number
-            values = target.of.values[target.index()]
-            matrix = source.matrix()
-            values[64 * number : 64 * (number + 1), : matrix.shape[1]] = matrix
-            target.of.unfenced.add((number, target.key[-1]))
+            target.of.values[target.index()][atom.mma.part()] = source.matrix()
+            target.of.unfenced.add((self.group.number, target.key[-1]))
 
     def vector(self, source: Any, target: Any) -> None:
         if isinstance(source, Regs) and isinstance(target, View):
@@ -311,12 +315,20 @@ class _Pairs:
         return np.stack([values[2 * key[1]], values[2 * key[1] + 1]], 1)
 
 
-class _Store:
-    def get_slice(self, thread: Any) -> _Store:
+class _Threads:
+    """A copy between the threads of a product and shared memory."""
+
+    def __init__(self, mma: Mma):
+        self.mma = mma
+
+    def get_slice(self, thread: Any) -> _Threads:
         return self
 
-    def retile(self, x: Acc) -> Acc:
+    def retile(self, x: Any) -> Any:
         return x
+
+    def partition_S(self, source: View) -> View:
+        return source
 
     def partition_D(self, target: View) -> View:
         return target
@@ -418,10 +430,12 @@ def run_grid(
     names = device.names()
     for code in codes:
         exec(code, names)
-    mixins = ("VisitsRows", "LoadsRows", "MultipliesBack", "Scores", "SumsCaptured", "Adds", "StoresKeys")
+    multiplies = "MultipliesWide" if config.tiles.shares_keys else "MultipliesBack"
+    mixins = ("VisitsRows", "LoadsRows", multiplies, "Scores", "SumsCaptured", "Adds", "StoresKeys")
     roles = type("Roles", tuple(names[n] for n in mixins), {})
     kernel = roles()
     kernel.config, kernel.dtype = config, "bfloat16"
+    kernel.scores_from_registers = lambda: Mma(device.block, config.tiles.tile_n, config.tiles.tile_m, 1)
     at = 1 if config.score is not None else 0
     kernel.band_sides = [(at + i, sides(band)) for i, band in enumerate(config.bands)]
     asked = ((config.partial,) if config.partial else ()) + config.always
@@ -451,10 +465,10 @@ def _add_roles(
     board = tuple(dict[Any, Any]() for _ in range(3))
     statistics = _Global(call.lse), _Global(call.delta)
     in_smem = memory["lse"], memory["delta"]
-    by_rows = tiles.tile_m // 64
+    keys_apart, by_rows = tiles.tile_n // 64, tiles.tile_m // 64
     mmas = (
-        Mma(block, tiles.tile_n, tiles.tile_m, block.groups), Mma(block, tiles.tile_n, config.head_dim_v, block.groups),
-        Mma(block, tiles.tile_n, config.head_dim, block.groups), Mma(block, tiles.tile_m, config.head_dim, by_rows),
+        Mma(block, tiles.tile_n, tiles.tile_m, keys_apart), Mma(block, tiles.tile_n, config.head_dim_v, keys_apart),
+        Mma(block, tiles.tile_n, config.head_dim, keys_apart), Mma(block, tiles.tile_m, config.head_dim, by_rows),
     )  # fmt: skip
     turns = None if call.turns is None else _Global(call.turns)
     keys = ((None, _Global(call.dk)), (None, _Global(call.dv)))

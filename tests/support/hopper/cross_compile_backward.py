@@ -20,8 +20,8 @@ from cutlass.cute.runtime import make_fake_stream
 from anyattn import masks, scores
 from anyattn.backends.hopper.backward_config import BackwardConfig, RowsConfig, backward_tiles_for
 from anyattn.backends.hopper.captured_sums import with_derivatives
+from anyattn.backends.hopper.compile.build import kernel_of
 from anyattn.backends.hopper.config import Ask, slots
-from anyattn.backends.hopper.kernel.backward import HopperBackward
 from anyattn.backends.hopper.kernel.backward_rows import RowsAfter, RowsBefore
 from anyattn.backends.hopper.make_backward_config import with_derivative
 from anyattn.mods.analysis.row_ranges import row_ranges
@@ -42,7 +42,7 @@ def local_memory_among_products(cubin: Path) -> int:
 
 
 def compile_backward(config: BackwardConfig, mods: list, folder: Path) -> tuple[int, int]:  # type: ignore[type-arg]
-    kernel = HopperBackward(config)
+    kernel = kernel_of(config)
     big, statistics = [fake(kernel.dtype, 4, 8, 16) for _ in range(6)], [fake(Float32, 4) for _ in range(3)]
     turns = fake(Int32, 3) if config.is_deterministic else None
     lists = [fake(Int32, rank) for rank in (3, 4, 3, 4)] if config.lists else [None] * 4
@@ -135,14 +135,12 @@ def summed(head_dim: int) -> dict[str, tuple[list, dict]]:  # type: ignore[type-
 
 
 def main(folder: Path, head_dim: int, head_dim_v: int, *only: str) -> None:
-    result = {}
+    result: dict[str, tuple[int, int]] = {}
     for i, (name, (mods, fields)) in enumerate(cases(head_dim).items()):
         if not only or name in only:
             tiles = backward_tiles_for(head_dim, head_dim_v, is_plain=not fields.keys() & {"score", "lists"})
-            assert tiles is not None
             result[name] = compile_backward(BackwardConfig(head_dim, head_dim_v, i % 2 == 0, tiles, **fields), mods, folder / str(i))
     tiles = backward_tiles_for(head_dim, head_dim_v)
-    assert tiles is not None
     for is_after in (False, True):
         config = RowsConfig(head_dim, head_dim_v, True, tiles.tile_m, is_after, has_dlse=not is_after)
         result["after" if is_after else "before"] = compile_rows(config, folder / f"rows_{is_after}")

@@ -23,7 +23,18 @@ from anyattn.backends.hopper.compile.cache_key import ARCH
 from anyattn.backends.hopper.tables_config import TablesConfig
 from anyattn.disk_cache import Payload
 
-__all__ = ["compiled_object", "dlpack_function", "examples", "has_tvm_ffi", "is_loadable", "load", "make", "name_of", "wrapped"]
+__all__ = [
+    "compiled_object",
+    "dlpack_function",
+    "examples",
+    "has_tvm_ffi",
+    "is_loadable",
+    "kernel_of",
+    "load",
+    "make",
+    "name_of",
+    "wrapped",
+]
 
 _FUNCTION = "anyattn_hopper_forward"
 _ELF = b"\x7fELF"  # how object files and shared libraries begin
@@ -118,12 +129,14 @@ def _compiled(config: AnyConfig, kinds: tuple, through_tvm_ffi: bool) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of CuTe DSL's own deprecations
         # an exported kernel needs no execution engine, which would generate the machine code a second time
-        return cute.compile(_kernel(config), *examples(kinds), stream, options=options, no_jit_engine=through_tvm_ffi)
+        return cute.compile(kernel_of(config), *examples(kinds), stream, options=options, no_jit_engine=through_tvm_ffi)
 
 
-def _kernel(config: AnyConfig) -> Any:
+def kernel_of(config: AnyConfig) -> Any:
+    """The object that is compiled: its kernel is specialised for ``config``."""
     from anyattn.backends.hopper.kernel.backward import HopperBackward
     from anyattn.backends.hopper.kernel.backward_rows import RowsAfter, RowsBefore
+    from anyattn.backends.hopper.kernel.backward_wide import HopperWideBackward
     from anyattn.backends.hopper.kernel.forward import HopperForward
     from anyattn.backends.hopper.kernel.tile_order import SequenceTables
 
@@ -131,7 +144,9 @@ def _kernel(config: AnyConfig) -> Any:
         return SequenceTables(config)
     if isinstance(config, RowsConfig):
         return RowsAfter(config) if config.is_after else RowsBefore(config)
-    return HopperBackward(config) if isinstance(config, BackwardConfig) else HopperForward(config)
+    if isinstance(config, BackwardConfig):
+        return HopperWideBackward(config) if config.tiles.shares_keys else HopperBackward(config)
+    return HopperForward(config)
 
 
 def examples(kinds: tuple) -> list[Any]:

@@ -91,9 +91,7 @@ class HopperBackward(VisitsRows, LoadsRows, MultipliesBack, Scores, SumsCaptured
         k_atom, k = cpasync.make_tiled_tma_atom(read, k, one[2], (tile_n, d))
         v_atom, v = cpasync.make_tiled_tma_atom(read, v, one[3], (tile_n, dv_))
         # each warp group sends its own keys of dK and dV
-        part_k, part_v = (
-            cute.slice_(helpers.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (64, 64, n), self.dtype, 1), (None, None, 0)) for n in (d, dv_)
-        )
+        part_k, part_v = (cute.slice_(self._tile(64, n, 1), (None, None, 0)) for n in (d, dv_))
         dk_atom, dk = cpasync.make_tiled_tma_atom(write, dk, part_k, (64, d))
         dv_atom, dv = cpasync.make_tiled_tma_atom(write, dv, part_v, (64, dv_))
         self.bytes = [cute.size_in_bytes(self.dtype, layout) for layout in one[:4]]
@@ -115,9 +113,17 @@ class HopperBackward(VisitsRows, LoadsRows, MultipliesBack, Scores, SumsCaptured
         tiles, d, dv = self.config.tiles, self.config.head_dim, self.config.head_dim_v
         tile_m, tile_n = tiles.tile_m, tiles.tile_n
         shapes = (
-            (tile_m, d, tiles.q_stages), (tile_m, dv, tiles.do_stages), (tile_n, d, 1), (tile_n, dv, 1), (tile_n, tile_m, tiles.ds_stages),
+            (tile_m, d, tiles.q_stages), (tile_m, dv, tiles.do_stages), (tile_n, d, 1), (tile_n, dv, 1), (tile_n, tile_m, tiles.exchanged),
         )  # fmt: skip
-        return tuple(helpers.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (m, 64, k), self.dtype, stages) for m, k, stages in shapes)
+        return tuple(self._tile(*shape) for shape in shapes)
+
+    def _tile(self, rows: int, columns: int, stages: int) -> Any:
+        """A tile in shared memory. Half its columns are an operand (MN-major), which begins where the swizzle's pattern does or inside of
+        one: at 192 columns the pattern has 32 of them rather than 64."""
+        if columns != 192:
+            return helpers.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (rows, 64, columns), self.dtype, stages)
+        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW64, self.dtype)
+        return cute.tile_to_shape(atom, (rows, columns, stages), order=(0, 1, 2))
 
     def _products(self) -> tuple[Any, ...]:
         """S^T = K Q^T (and dP^T = V dO^T), dV += P^T dO, dK += dS^T Q, dQ = dS K. Where a row tile has 64 rows, each warp group makes
@@ -154,7 +160,7 @@ class HopperBackward(VisitsRows, LoadsRows, MultipliesBack, Scores, SumsCaptured
             k: cute.struct.Align[cute.struct.MemRange[dtype, sizes[2]], 1024]
             v: cute.struct.Align[cute.struct.MemRange[dtype, sizes[3]], 1024]
             ds: cute.struct.Align[cute.struct.MemRange[dtype, sizes[4]], 1024]
-            dq: cute.struct.Align[cute.struct.MemRange[Float32, tiles.tile_m * self.config.head_dim], 128]
+            dq: cute.struct.Align[cute.struct.MemRange[Float32, self.config.dq_numbers], 128]
             diagonals: cute.struct.MemRange[Float32, self.config.scratch // 4]
 
         return Storage
@@ -194,7 +200,7 @@ class HopperBackward(VisitsRows, LoadsRows, MultipliesBack, Scores, SumsCaptured
             storage.place.get_tensor(cute.make_layout((4, tiles.warp_groups))),
         )
         # by chunks of 4 numbers of each of a warp group's threads: conflict-free, and one piece of global memory for each group
-        chunks = tiles.tile_m * self.config.head_dim // (512 * tiles.warp_groups)
+        chunks = self.config.dq_numbers // (512 * tiles.warp_groups)
         dq = storage.dq.get_tensor(cute.make_layout((4, 128, chunks, tiles.warp_groups)))
         diagonals = storage.diagonals.get_tensor(cute.make_layout(self.config.scratch // 4)) if const_expr(self.config.scratch) else None
         captured = (*captured, diagonals)

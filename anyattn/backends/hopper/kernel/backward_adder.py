@@ -23,9 +23,9 @@ class Adds:
     @cute.jit
     def add(self, dq, board, sums, turns):
         """board: for each warp group (row tile or -1 at the end, head, entry, turn), which its first thread writes beside its part."""
-        groups = self.config.tiles.warp_groups
+        groups, steps = self.config.tiles.warp_groups, self.config.tiles.dq_steps
         size = self.config.tiles.tile_m * self.config.head_dim // groups
-        more = Int32(1)
+        more, step = Int32(1), Int32(0)
         for group in cutlass.range_constexpr(groups):
             cute.arch.barrier_arrive(barrier_id=FREE + group, number_of_threads=ADD_THREADS)
         while more != 0:
@@ -37,9 +37,9 @@ class Adds:
                 else:
                     if cute.arch.lane_idx() == 0:
                         if const_expr(turns is not None):
-                            self._await(turns[entry, head, None].iterator + m, turn * groups + group)
-                        target = sums[entry, head, m, None].iterator + group * size
-                        add_floats(target, dq[None, None, None, group].iterator, 4 * size)
+                            self._await(turns[entry, head, None].iterator + m, (turn * steps + step) * groups + group)
+                        target = sums[entry, head, m, None].iterator + group * size + step * (size // steps)
+                        add_floats(target, dq[None, None, None, group].iterator, 4 * size // steps)
                         cute.arch.cp_async_bulk_commit_group()
                         if const_expr(turns is not None):
                             self._pass_on(turns[entry, head, None].iterator + m)
@@ -47,6 +47,7 @@ class Adds:
                             cute.arch.cp_async_bulk_wait_group(0, read=True)
                     cute.arch.sync_warp()
                     cute.arch.barrier_arrive(barrier_id=FREE + group, number_of_threads=ADD_THREADS)
+            step = steps - 1 - step
         cute.arch.cp_async_bulk_wait_group(0, read=False)
 
     @cute.jit

@@ -5,10 +5,10 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import cpasync, warp
 
-__all__ = ["StoresKeys"]
+__all__ = ["READ", "STORED", "StoresKeys"]
 
-_READ = 10  # the named barrier at which all warp groups have read K for the last time
-_STORED = 11  # the first of those at which each warp group meets before its copies leave
+READ = 10  # the named barrier at which all warp groups have read K for the last time
+STORED = 11  # the first of those at which each warp group meets before its copies leave
 
 
 class StoresKeys:
@@ -24,11 +24,11 @@ class StoresKeys:
         dk, dv = sums
         dk.store(dk.load() * scale)
         # dQ of the last row tile may still be multiplied from another group's keys of K
-        cute.arch.barrier(barrier_id=_READ, number_of_threads=128 * self.config.tiles.warp_groups)
+        cute.arch.barrier(barrier_id=READ, number_of_threads=128 * self.config.tiles.warp_groups)
         self._into(dk, to_k, k[None, None, 0], thread)
         self._into(dv, to_v, v[None, None, 0], thread)
         cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.barrier(barrier_id=_STORED + group, number_of_threads=128)
+        cute.arch.barrier(barrier_id=STORED + group, number_of_threads=128)
         if cute.arch.make_warp_uniform(thread // 32) % 4 == 0:
             self._sent(keys[0], k[None, None, 0], self.config.head_dim, group, facts)
             self._sent(keys[1], v[None, None, 0], self.config.head_dim_v, group, facts)
@@ -43,8 +43,9 @@ class StoresKeys:
         cute.copy(copy, mine.retile(narrow), mine.partition_D(target))
 
     def _sent(self, copy: Any, source: Any, head_dim: int, group: Any, facts: Any) -> None:
+        """The ``group``-th 64 keys of the tile."""
         atom, tensor = copy
-        groups = self.config.tiles.warp_groups
+        groups = self.config.tiles.tile_n // 64
         goal = cute.local_tile(tensor[None, None, facts.kv_head, facts.entry], (64, head_dim), (facts.n_block * groups + group, 0))
         part = cute.local_tile(source, (64, head_dim), (group, 0))
         part, goal = cpasync.tma_partition(atom, 0, cute.make_layout(1), cute.group_modes(part, 0, 2), cute.group_modes(goal, 0, 2))

@@ -33,17 +33,8 @@ class MultipliesBack:
         group = cute.arch.make_warp_uniform(thread // 128)
         groups = cute.make_layout(tiles.warp_groups, stride=128)
         of_scores, of_v, of_k, of_q = (mma.get_slice(groups(group)) for mma in mmas)
-        q, dout, k, v, ds = in_smem
-        operands = (
-            of_scores.make_fragment_A(of_scores.partition_A(k)),
-            of_scores.make_fragment_B(of_scores.partition_B(q)),
-            of_scores.make_fragment_A(of_scores.partition_A(v)),
-            of_scores.make_fragment_B(of_scores.partition_B(dout)),
-            of_v.make_fragment_B(of_v.partition_B(_transposed(dout))),
-            of_k.make_fragment_B(of_k.partition_B(_transposed(q))),
-            of_q.make_fragment_A(of_q.partition_A(_transposed(ds))),
-            of_q.make_fragment_B(of_q.partition_B(_transposed(k))),
-        )
+        _, _, _, _, ds = in_smem
+        operands = self.operands((of_scores, of_v, of_k, of_q), in_smem)
         mine = to_scores.get_slice(thread)
         positions = rows_and_columns(mine.partition_C(cute.make_identity_tensor((tiles.tile_n, tiles.tile_m))))
         shapes = (
@@ -57,6 +48,21 @@ class MultipliesBack:
         if const_expr(self.config.sums):
             self.begin_scratch(captured)
         self._key_tiles(fixed, (dk, dv_acc), in_smem, keys, scales, captured)
+
+    def operands(self, slices: Any, in_smem: Any) -> tuple[Any, ...]:
+        """Of S^T, dP^T, dV, dK and dQ, those that lie in shared memory. slices: a warp group's parts of the products."""
+        of_scores, of_v, of_k, of_q = slices
+        q, dout, k, v, ds = in_smem
+        return (
+            of_scores.make_fragment_A(of_scores.partition_A(k)),
+            of_scores.make_fragment_B(of_scores.partition_B(q)),
+            of_scores.make_fragment_A(of_scores.partition_A(v)),
+            of_scores.make_fragment_B(of_scores.partition_B(dout)),
+            of_v.make_fragment_B(of_v.partition_B(_transposed(dout))),
+            of_k.make_fragment_B(of_k.partition_B(_transposed(q))),
+            of_q.make_fragment_A(of_q.partition_A(_transposed(ds))),
+            of_q.make_fragment_B(of_q.partition_B(_transposed(k))),
+        )
 
     @cute.jit
     def _key_tiles(self, fixed, sums, in_smem, keys, scales, captured):
@@ -77,6 +83,7 @@ class MultipliesBack:
                 sums[1].fill(0.0)
                 pipes[2].consumer_wait(key_state)
                 pipes[3].consumer_wait(key_state)
+                self.hold(fixed, in_smem)
                 for _ in cutlass.range(facts.total, unroll=1):
                     self._row_tile(fixed, sums, scales, captured, (q_state, do_state, work_state), stage)
                     q_state.advance()
@@ -90,6 +97,9 @@ class MultipliesBack:
             pipes[4].consumer_release(work_state)
             work_state.advance()
         self._told(fixed, None, None)
+
+    def hold(self, fixed: Any, in_smem: Any) -> None:
+        """Of a new tile of keys, what is to stay in registers: here nothing."""
 
     def said_of(self, said: Any) -> tuple[Visit, KeyFacts]:
         """What the board says of the visit and of the keys at work. said: the board and where it stands."""

@@ -7,7 +7,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, const_expr
 
-from anyattn.arithmetic import LOG2E
+from anyattn.arithmetic import LOG2E, next_power_of_2
 from anyattn.backends.hopper.backward_config import RowsConfig
 from anyattn.backends.hopper.codegen.emit import select
 
@@ -56,7 +56,7 @@ class RowsBefore(_Rows):
     def kernel(self, out, dout, natural_lse, dlse, lse, delta, sums):
         m, head, entry = self.tile(lse.shape[1], lse.shape[2])
         thread, _, _ = cute.arch.thread_idx()
-        tile_m, lanes = self.config.tile_m, self.config.head_dim_v // _WIDE
+        tile_m, lanes = self.config.tile_m, next_power_of_2(self.config.head_dim_v // _WIDE)
         at_once = _THREADS // lanes
         for i in cutlass.range_constexpr(tile_m // at_once):
             place = i * at_once + thread // lanes

@@ -9,7 +9,7 @@ from cutlass import BFloat16, Float32, Int32
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
-__all__ = ["narrowed", "narrowed_to", "rows_and_columns"]
+__all__ = ["columns_of", "narrowed", "narrowed_to", "rows_and_columns"]
 
 
 def rows_and_columns(x: Any) -> Any:
@@ -20,6 +20,13 @@ def rows_and_columns(x: Any) -> Any:
         stride=((stride[0][1], stride[1]), (stride[0][0], stride[0][2], stride[2])),
     )
     return cute.make_tensor(x.iterator, layout)
+
+
+def columns_of(x: Any, part: int, parts: int) -> Any:
+    """The ``part``-th of ``parts`` runs of columns of a 64 x n accumulator, as an accumulator."""
+    (pair, rows, eights), m, n = x.layout.shape
+    layout = cute.make_layout(((pair, rows, eights // parts), m, n), stride=x.layout.stride)
+    return cute.make_tensor(x.iterator + part * (eights // parts) * x.layout.stride[0][2], layout)
 
 
 def narrowed(x: Any, dtype: Any) -> Any:

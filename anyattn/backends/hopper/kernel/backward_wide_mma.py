@@ -1,0 +1,136 @@
+"""Backward MMA role for wide heads: warp groups share a tile's keys, divide its scores by rows and dV, dK and dQ by columns."""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, const_expr
+from cutlass.cute.nvgpu import warp, warpgroup
+
+from anyattn.backends.hopper.kernel.backward_epilogue import READ, STORED
+from anyattn.backends.hopper.kernel.backward_mma import MultipliesBack
+from anyattn.backends.hopper.kernel.fragment import columns_of
+
+__all__ = ["MultipliesWide"]
+
+_P_WRITTEN = 4  # the named barriers at which both warp groups have written their rows of P
+_DS_WRITTEN = 5  # and of dS
+
+
+class MultipliesWide(MultipliesBack):
+    """The multiplying role of ``HopperWideBackward``.
+
+    P and dS go through shared memory, where both warp groups read them whole. They meet twice in a row tile: when P is written, and when dS
+    is. A group that comes to the first of these has waited for all its products of the row tile before, so that dS, written behind it,
+    needs one stage; P is written before it and has two.
+    """
+
+    config: Any
+    dtype: Any
+    scores_from_registers: Any
+    _into: Any
+    _sent: Any
+
+    def operands(self, slices: Any, in_smem: Any) -> tuple[Any, ...]:
+        """Those of ``MultipliesBack``, then P^T and dS^T as the first operands of dV and dK."""
+        tiles = self.config.tiles
+        _, of_v, of_k, _ = slices
+        exchanged = in_smem[4]
+        firsts = (of_v.make_fragment_A(of_v.partition_A(exchanged)), of_k.make_fragment_A(of_k.partition_A(exchanged)))
+        found = list(MultipliesBack.operands(self, slices, in_smem))
+        for at, is_held, columns in ((0, tiles.holds_k, self.config.head_dim), (2, tiles.holds_v, self.config.head_dim_v)):
+            if is_held:
+                mma = self.scores_from_registers()
+                found[at] = mma.make_fragment_A(mma.partition_shape_A((tiles.tile_n, columns)))
+        return (*found, *firsts)
+
+    def hold(self, fixed: Any, in_smem: Any) -> None:
+        """Reads K and V, as far as they are held, out of shared memory, where K stays an operand of dQ."""
+        tiles, operands, thread = self.config.tiles, fixed[1], fixed[7]
+        for at, source, is_held in ((0, in_smem[2], tiles.holds_k), (2, in_smem[3], tiles.holds_v)):
+            if is_held:
+                copy = cute.make_tiled_copy_A(
+                    cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.dtype), self.scores_from_registers()
+                )
+                mine = copy.get_slice(thread)
+                cute.copy(copy, mine.partition_S(source[None, None, 0]), mine.retile(operands[at]))
+
+    def _scores(self, mma: Any, acc: Any, first: Any, second: Any, is_held: bool) -> None:
+        """S^T or dP^T by one product."""
+        if is_held:
+            self._product_of(self.scores_from_registers(), acc, first, second, True)
+        else:
+            self._product_of(mma, acc, first[None, None, None, 0], second, True)
+
+    @cute.jit
+    def _row_tile(self, fixed, sums, scales, captured, states, stage):
+        """As in ``MultipliesBack``; stage: of P."""
+        q_state, do_state, work_state = states
+        mmas, operands, shapes, positions, pipes, board, _, _, statistics, places = fixed
+        k, q, v, dout, dout_t, q_t, ds_t, k_t, p, ds = operands
+        to_scores, to_v, to_k, to_q = mmas
+        dk, dv = sums
+        of_ds = self.config.tiles.ds_stages
+        scores, dp = (cute.make_rmem_tensor(shapes[0], Float32) for _ in range(2))
+        pipes[0].consumer_wait(q_state)
+        said = (board, q_state, work_state)
+        self._scores(to_scores, scores, k, q[None, None, None, q_state.index], self.config.tiles.holds_k)
+        pipes[1].consumer_wait(do_state)
+        self._scores(to_scores, dp, v, dout[None, None, None, do_state.index], self.config.tiles.holds_v)
+        lse = self.of_rows(statistics[0][None, q_state.index], positions)
+        if const_expr(self.config.score is None):
+            warpgroup.wait_group(1)
+            self.probabilities(scores, lse, scales[1])
+            self.hidden((scores,), positions, said, captured)
+        else:
+            delta = self.of_rows(statistics[1][None, do_state.index], positions)
+            warpgroup.wait_group(0)
+            self.modified(scores, dp, lse, delta, positions, said, scales[0], captured)
+            self.hidden((scores, dp), positions, said, captured)
+        self._exchanged(places, scores, stage, _P_WRITTEN)
+        self._product_of(to_v, dv, p[None, None, None, stage], dout_t[None, None, None, do_state.index], False)
+        if const_expr(self.config.score is None):
+            delta = self.of_rows(statistics[1][None, do_state.index], positions)
+            warpgroup.wait_group(1)
+            self.score_gradients(scores, dp, delta)
+        self._exchanged(places, dp, of_ds, _DS_WRITTEN)
+        dq = cute.make_rmem_tensor(shapes[1], Float32)
+        self._product_of(to_q, dq, ds_t[None, None, None, of_ds], k_t[None, None, None, 0], True)
+        self._product_of(to_k, dk, ds[None, None, None, of_ds], q_t[None, None, None, q_state.index], False)
+        warpgroup.wait_group(2)
+        pipes[1].consumer_release(do_state)
+        warpgroup.wait_group(1)
+        steps = self.config.tiles.dq_steps
+        for step in cutlass.range_constexpr(steps):
+            self._told(fixed, columns_of(dq, step, steps), said)
+        warpgroup.wait_group(0)
+        pipes[0].consumer_release(q_state)
+
+    @cute.jit
+    def _exchanged(self, places, rows, stage, barrier: cutlass.Constexpr):
+        """A warp group's rows of P or dS into shared memory, where both groups multiply with them."""
+        self._stored(places, rows, stage)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=barrier, number_of_threads=128 * self.config.tiles.warp_groups)
+
+    @cute.jit
+    def stored_keys(self, sums, mmas, in_smem, keys, scale, group, thread, facts):
+        """Each warp group has half the columns of dK and of dV. The first one sends dK, the second dV."""
+        _, _, k, v, _ = in_smem
+        _, to_v, to_k, _ = mmas
+        dk, dv = sums
+        threads = 128 * self.config.tiles.warp_groups
+        dk.store(dk.load() * scale)
+        # dQ of the last row tile may still be multiplied from K by another group
+        cute.arch.barrier(barrier_id=READ, number_of_threads=threads)
+        self._into(dk, to_k, k[None, None, 0], thread)
+        self._into(dv, to_v, v[None, None, 0], thread)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=STORED, number_of_threads=threads)
+        if cute.arch.make_warp_uniform(thread // 32) % 4 == 0:
+            if group == 0:
+                self._sent(keys[0], k[None, None, 0], self.config.head_dim, 0, facts)
+            else:
+                self._sent(keys[1], v[None, None, 0], self.config.head_dim_v, 0, facts)
+            cute.arch.cp_async_bulk_commit_group()
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
