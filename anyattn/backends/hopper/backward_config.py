@@ -47,9 +47,11 @@ class BackwardConfig(ModsOfConfig):
 
     head_dim, head_dim_v: as padded (``config.padded``). score: the score mod's value and derivative, two outputs, or None.
     bands: row ranges ``lo, hi`` that are bands around a row's position; the kernel derives its tiles from them. always: predicates that
-    are evaluated in every tile. lists: None or "dense": row tiles of each key tile, (B, H, N, M). per_entry, per_head: the lists differ
+    are evaluated in every tile. lists: None, or the layout of the lists of row tiles of each key tile, "dense" (B, H, N, M), "ragged"
+    (H, total_n, max_m) or "flat" (H, total_m). per_entry, per_head: the lists differ
     from batch entry to entry, from query head to head. list_cut: (rows, keys) of a list's tile in units of the kernel's. partial: what
     decides inside listed partial tiles. is_deterministic: key tiles add to a row tile's dQ in their order.
+    has_entries: a table says where each batch entry's rows are, and another one which tiles of keys there are.
     """
 
     head_dim: int
@@ -65,6 +67,7 @@ class BackwardConfig(ModsOfConfig):
     list_cut: tuple[int, int] = (1, 1)
     partial: Ask | None = None
     is_deterministic: bool = False
+    has_entries: bool = False
 
     def __post_init__(self) -> None:
         for name in ("head_dim", "head_dim_v"):
@@ -72,8 +75,8 @@ class BackwardConfig(ModsOfConfig):
                 raise ValueError(f"{name}={getattr(self, name)}; wanted one of {', '.join(map(str, HEAD_DIMS))}")
         if self.score is not None and len(self.score.outputs) != 2:
             raise ValueError(f"score has {len(self.score.outputs)} outputs; wanted 2, the value and the derivative by the score")
-        if self.lists not in (None, "dense"):
-            raise ValueError(f"lists={self.lists!r}; wanted None or 'dense'")
+        if self.lists not in (None, "dense") and not (self.has_entries and self.lists in ("ragged", "flat")):
+            raise ValueError(f"lists={self.lists!r}; wanted None or 'dense', or with entries 'ragged' or 'flat'")
         if any(sides(band) is None for band in self.bands):
             raise ValueError("bands has row ranges that are no band around a row's place; wanted them as partial or always")
         if self.lists is not None and self.bands:
@@ -104,7 +107,7 @@ class BackwardConfig(ModsOfConfig):
 @dataclass(frozen=True)
 class RowsConfig:
     """One of the two kernels that go over all rows: before the backward kernel (their statistics, and zeros in the sums of dQ) or,
-    is_after, behind it (dQ from its sums). has_dlse: the log-sum-exp has a gradient."""
+    is_after, behind it (dQ from its sums). has_dlse: the log-sum-exp has a gradient. has_entries: see ``BackwardConfig``."""
 
     head_dim: int
     head_dim_v: int
@@ -112,6 +115,7 @@ class RowsConfig:
     tile_m: int
     is_after: bool
     has_dlse: bool = False
+    has_entries: bool = False
 
 
 def backward_tiles_for(head_dim: int, head_dim_v: int, is_plain: bool = False) -> BackwardTiles | None:

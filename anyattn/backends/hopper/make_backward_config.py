@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,13 +15,23 @@ from anyattn.backends.hopper.codegen.operations import WRITTEN
 from anyattn.backends.hopper.codegen.score_analysis import work_by_pair
 from anyattn.backends.hopper.config import TILE_M, Ask, sides, slots
 from anyattn.backends.hopper.make_config import tile_of
-from anyattn.mask_plan import MaskAbilities, MaskPart, mask_plan
+from anyattn.documents.dispatch import over_unknown_documents
+from anyattn.mask_plan import MaskAbilities, MaskPart, MaskPlan, mask_plan
+from anyattn.mods.analysis.document_masks import DocumentForm
 from anyattn.mods.ir.dependence import dependence
 from anyattn.mods.ir.expr import Builder, Expr
 from anyattn.mods.ir.grad import score_gradients
 from anyattn.problem import Problem
 
-__all__ = ["BackwardSpecial", "reason_against_backward", "specialised_backward", "with_derivative"]
+__all__ = [
+    "BackwardSpecial",
+    "BackwardWays",
+    "backward_ways",
+    "reason_against_backward",
+    "specialised_backward",
+    "with_derivative",
+]
+
 
 _ABILITIES = MaskAbilities(most_ranges=2, tiles_follow=lambda ranges: sides(ranges.expr) is not None)
 _MOST_WORK = 64  # operations per pair, of the mod and its derivative together; see ``plan``
@@ -69,7 +79,7 @@ def with_derivative(expr: Expr) -> Expr:
 
 def specialised_backward(problem: Problem) -> BackwardSpecial:
     """What the backward kernel for ``problem`` is specialised for; reads no tensor."""
-    plan = mask_plan(problem, _ABILITIES)
+    plan = _mask_plan(problem)
     listed = 0 if plan.uses_blocks else plan.listed[0].predicates[0] if plan.listed else None
     score = None if problem.score is None else with_derivative(problem.score.expr)
     partial = [part for part in (plan.of_blocks, *plan.listed) if part is not None]
@@ -78,21 +88,63 @@ def specialised_backward(problem: Problem) -> BackwardSpecial:
     d, dv = (next(n for n in HEAD_DIMS if given <= n) for given in (problem.q.shape[3], problem.v.shape[3]))
     tiles = backward_tiles_for(d, dv, is_plain=score is None and listed is None and not plan.always)
     assert tiles is not None
-    flags: dict[str, Any] = {"always": tuple(_ask(part) for part in plan.always)}
+    flags: dict[str, Any] = {"always": tuple(_ask(part) for part in plan.always), "has_entries": problem.sequences is not None}
     list_tile = None
     if listed is None:
         flags["bands"] = tuple(_ask(part).expr for part in plan.ranged)
     else:
         list_tile = (TILE_M, TILE_N) if problem.blocks is None else _joined(tile_of(problem.blocks))
         cut = (list_tile[0] // tiles.tile_m, list_tile[1] // tiles.tile_n)
-        flags |= {"partial": _ask(partial[0]) if partial else None, "lists": "dense", "list_cut": cut, **_differing(problem)}
+        kind = "dense" if problem.sequences is None else _layout(problem.blocks)
+        flags |= {"partial": _ask(partial[0]) if partial else None, "lists": kind, "list_cut": cut, **_differing(problem, listed)}
     is_bf16 = problem.q.dtype is torch.bfloat16
     config = BackwardConfig(d, dv, is_bf16, tiles, score, **flags, is_deterministic=problem.deterministic)
     return BackwardSpecial(config, tuple(sources), listed, list_tile)
 
 
-def _differing(problem: Problem) -> dict[str, bool]:
+class BackwardWays(NamedTuple):
+    """How calls of the same signature are launched. special: for the call as it is. form, within: of its mask, and for its documents as
+    sequences, if they can be run so and the ids turn out to be documents (``documents.dispatch``)."""
+
+    special: BackwardSpecial
+    form: DocumentForm | None = None
+    within: BackwardSpecial | None = None
+
+
+def backward_ways(problem: Problem) -> BackwardWays:
+    """The ways of ``problem``; reads no tensor."""
+    special = specialised_backward(problem)
+    if special.listed is None or problem.deterministic or (found := over_unknown_documents(problem)) is None:
+        return BackwardWays(special)
+    form, over_documents = found
+    within = specialised_backward(over_documents)
+    if within.listed is not None or within.config.always:
+        return BackwardWays(special)
+    return BackwardWays(special, form, within)
+
+
+def _mask_plan(problem: Problem) -> MaskPlan:
+    """``mask_plan``; over sequences a deterministic sum goes without lists: other predicates than bands are evaluated in every tile."""
+    plan = mask_plan(problem, _ABILITIES)
+    if problem.sequences is None or not problem.deterministic or not plan.listed:
+        return plan
+    parts = sorted((*plan.ranged, *plan.listed, *plan.always), key=lambda part: part.predicates)
+    is_band = [part.ranges is not None and sides(part.ranges.expr) is not None for part in parts]
+    ranged, others = (tuple(p for p, b in zip(parts, is_band, strict=True) if b is wanted) for wanted in (True, False))
+    return MaskPlan(ranged, always=others)
+
+
+def _layout(blocks: Any) -> str:
+    """Of the lists of a call over sequences; those that are made are flat."""
+    return "flat" if blocks is None or blocks.layout == "flat" else "ragged"
+
+
+def _differing(problem: Problem, listed: int) -> dict[str, bool]:
     """Whether lists differ from entry to entry and from head to head."""
+    if problem.sequences is not None:
+        if problem.blocks is not None:
+            return {"per_head": problem.blocks.mask_block_cnt.shape[0] > 1}
+        return {"per_head": any(d.h for d in dependence(problem.predicates[listed].expr))}
     if problem.blocks is not None:
         batch, heads = problem.blocks.mask_block_cnt.shape[:2]
         return {"per_entry": batch > 1, "per_head": heads > 1}
@@ -114,8 +166,8 @@ def reason_against_backward(problem: Problem) -> str | None:
     widest = max(problem.q.shape[3], problem.v.shape[3])
     if widest > HEAD_DIMS[-1]:
         return f"head_dim is {problem.q.shape[3]} and v's {problem.v.shape[3]}; its backward kernel goes up to {HEAD_DIMS[-1]}"
-    if problem.sequences is not None:
-        return "its backward kernel takes no packed, padded or paged sequences yet"
+    if problem.sequences is not None and (problem.sequences.page_table is not None or problem.sequences.is_cache):
+        return "its backward kernel takes no keys in pages and no caches that grow"
     score = problem.score
     if score is not None:
         if any(t.requires_grad for t in score.tensors):
@@ -123,14 +175,14 @@ def reason_against_backward(problem: Problem) -> str | None:
         against = _against_derivative(with_derivative(score.expr))
         if against:
             return against
-    plan = mask_plan(problem, _ABILITIES)
+    plan = _mask_plan(problem)
     if problem.deterministic and plan.has_lists:
         return "its backward kernel adds in no fixed order where lists say which tiles are visited"
     blocks = problem.blocks
     if plan.uses_blocks and blocks is not None:
         tile = tile_of(blocks)
         wanted = _joined(tile)
-        joins = problem.blocks_follow and all(new % old == 0 for new, old in zip(wanted, tile, strict=True))
+        joins = problem.sequences is None and problem.blocks_follow and all(new % old == 0 for new, old in zip(wanted, tile, strict=True))
         if wanted != tile and not joins:
             own, given = f"{_ROWS} rows x {TILE_N} keys", f"{tile[0]} x {tile[1]}"
             return f"its backward kernel has tiles of {own}, and these block lists are in tiles of {given}"

@@ -17,17 +17,18 @@ import numpy as np
 import anyattn
 from anyattn.backends.hopper.config import sides, slots
 from tests.support.hopper.backward_machine import Acc, Block, Box, Group, Mma, Regs, Shared, View, narrow
+from tests.support.hopper.backward_packed_roles import PackedCall, Rows, with_single_threads
 from tests.support.hopper.emitted import run_source
 from tests.support.hopper.protocol import State
 from tests.support.hopper.roles import Counter
 from tests.support.hopper.schedule import Broken, Schedule
 
-__all__ = ["MODULES", "Call", "run_grid"]
+__all__ = ["MODULES", "Call", "Table", "compiled", "run_grid"]
 
 _FOLDER = Path(anyattn.__file__).parent / "backends" / "hopper" / "kernel"
 MODULES = (
-    "softmax", "tile_scheduler", "producer", "backward_scheduler", "backward_producer", "backward_adder", "backward_scores",
-    "backward_epilogue", "backward_mma", "backward_rows",
+    "softmax", "tile_scheduler", "producer", "backward_scheduler", "backward_packed", "backward_producer", "backward_adder",
+    "backward_scores", "backward_epilogue", "backward_mma", "backward_rows",
 )  # fmt: skip
 _KEPT = ("typing", "anyattn.arithmetic", "anyattn.sequences")
 Changes = tuple[tuple[str, str, str], ...]  # (module, text, text that takes its place)
@@ -67,6 +68,8 @@ class Call:
     lse, delta: (B, Hq, M, tile_m). counter: as the launch has it.
     """
 
+    order = entries = None
+
     def __init__(self, config: Any, tensors: tuple[np.ndarray, ...], lse: np.ndarray, delta: np.ndarray, scale: float, lists: tuple = ()):
         self.config, self.scale = config, scale
         self.q, self.k, self.v, self.dout = tensors
@@ -83,6 +86,15 @@ class Call:
         self.dk, self.dv = (np.full_like(t, np.nan) for t in (self.k, self.v))
         self.lists = lists or (None,) * 4
 
+    @property
+    def work(self) -> tuple[int, int]:
+        """(tiles of keys, heads that share them)."""
+        return -(-self.keys // self.config.tiles.tile_n), self.batch * self.kv_heads
+
+    def gradients_of_rows(self, rows: Any, tiles: np.ndarray, table: Any) -> np.ndarray:
+        """dq from (B, Hq, M, tile_m, D)."""
+        return tiles.reshape(self.batch, self.heads, -1, tiles.shape[4])[:, :, : self.rows, : self.q.shape[3]]
+
 
 class _Flat:
     """Numbers of a row of global memory from some place on."""
@@ -95,23 +107,26 @@ class _Flat:
         return _Flat(self.of, self.at + int(offset))
 
 
-class _Global:
+class Table:
     """A tensor in global memory; the last index None leaves a row."""
 
     def __init__(self, values: np.ndarray):
-        self.values = values
+        self.values, self.shape = values, values.shape
+
+    def sizes(self) -> tuple[int, ...]:  # (rows, columns, heads, entries)
+        return tuple(self.shape[i] for i in (2, 3, 1, 0))
 
     def __getitem__(self, key: tuple) -> Any:
         if key[-1] is None:
             return _List(self.values[tuple(int(i) for i in key[:-1])])
         if key[0] is None:  # (rows, columns, head, entry) of a tensor for the copy engine
-            return self.values[int(key[3]), int(key[2])]
+            return Rows(self.values[int(key[3]), int(key[2])])
         return self.values[tuple(int(i) for i in key)]
 
 
 class _List(_Flat):
     def __getitem__(self, i: int) -> int:
-        return int(self.of[i])
+        return int(self.of[self.at + i])
 
 
 class _Thread:
@@ -181,7 +196,8 @@ class _Device:
             make_rmem_tensor_like=lambda x, dtype: Acc(x.values.shape[2]), make_layout=_layout,
             make_identity_tensor=lambda shape: shape, make_tensor=_tensor, select=lambda x, mode: ("select", tuple(mode)),
             make_copy_atom=lambda *x: None, make_tiled_copy_C=lambda atom, mma: _Store(), make_mma_atom=lambda mma: _Atom(),
-            gemm=self.gemm, local_tile=_tile_of, group_modes=lambda x, *_: x, logical_divide=lambda x, _: _Pairs(x),
+            gemm=self.gemm, local_tile=_tile_of, domain_offset=_moved,
+            group_modes=lambda x, *_: x, logical_divide=lambda x, _: _Pairs(x),
         )  # fmt: skip
         cutlass = SimpleNamespace(
             min=_either("min"), max=_either("max"), range=_range, range_constexpr=_range, select_=np.where, Constexpr=None
@@ -210,6 +226,7 @@ class _Device:
     def fence(self, *_: Any, **__: Any) -> None:
         for memory in self.block.memory.values():
             memory.unfenced = {(group, stage) for group, stage in memory.unfenced if group != self.group.number}
+            memory.unwiped.discard(self.group.number)
 
     def atomic_add(self, at: Any, value: int, **_: Any) -> int:
         self.schedule.step()
@@ -268,6 +285,9 @@ class _Device:
             _, _, chunk, group = target.key
             target.of.values[:, :, chunk, group] = source.values.T
             target.of.unfenced.add((self.group.number, group))
+        elif isinstance(source, Regs):  # two numbers of one thread, to a row in global memory
+            row, at = target
+            row.values[2 * at : 2 * at + 2] = source.values[0]
         else:  # two numbers of a row's statistics
             target.values[:, :2] = source
 
@@ -327,7 +347,14 @@ class _Atom:
         self.adds = adds
 
 
+def _moved(by: tuple, x: Any) -> Any:
+    """From an element of a row of global memory on, or from a row of a tensor on."""
+    return _List(x.of, x.at + by[0]) if isinstance(x, _List) else Rows(x.values, x.first + by[0])
+
+
 def _tile_of(x: Any, shape: tuple, place: tuple) -> Any:
+    if len(shape) == 1:  # of a row
+        return x, place[0]
     return (x, place) if isinstance(x, View) else Box(x, shape, place)
 
 
@@ -393,7 +420,9 @@ def _range(*args: Any, **_: Any) -> range:
     return builtins.range(*(int(a) for a in args))
 
 
-def run_grid(call: Call, seed: int, workers: int, changes: Changes = (), scalars: tuple = (), tensors: tuple = ()) -> np.ndarray:
+def run_grid(
+    call: Call | PackedCall, seed: int, workers: int, changes: Changes = (), scalars: tuple = (), tensors: tuple = ()
+) -> np.ndarray:
     """Runs all thread blocks of a launch together; dk, dv and the sums of dq are left in ``call``. Returns dq as the last kernel has it."""
     codes, lines = compiled(changes)
     config, schedule = call.config, Schedule(seed, lines)
@@ -402,16 +431,16 @@ def run_grid(call: Call, seed: int, workers: int, changes: Changes = (), scalars
     names = device.names()
     for code in codes:
         exec(code, names)
-    roles = type("Roles", tuple(names[n] for n in ("VisitsRows", "LoadsRows", "MultipliesBack", "Scores", "Adds", "StoresKeys")), {})
-    kernel = roles()
-    kernel.config, kernel.dtype = config, "bfloat16"
+    parts = ("VisitsRows", "LoadsRows", "MultipliesBack", "Scores", "Adds", "StoresKeys", "Packed")
+    kernel = with_single_threads(type("Roles", tuple(names[n] for n in parts), {}))()
+    kernel.config, kernel.dtype = config, lambda x: narrow(np.float32(x))
     at = 1 if config.score is not None else 0
     kernel.band_sides = [(at + i, sides(band)) for i, band in enumerate(config.bands)]
     asked = ((config.partial,) if config.partial else ()) + config.always
     kernel.asked = [(at + len(config.bands) + i, ask) for i, ask in enumerate(asked)]
-    gmem = [_Global(t) for t in (call.q, call.dout, call.k, call.v)]
-    tables = names["KeyTables"](*(None if t is None else _Global(t) for t in call.lists))
-    key_tiles, spread = -(-call.keys // config.tiles.tile_n), call.batch * call.kv_heads
+    gmem = [Table(t) for t in (call.q, call.dout, call.k, call.v)]
+    tables = names["KeyTables"](*(None if t is None else Table(t) for t in (*call.lists, call.order, call.entries)))
+    key_tiles, spread = call.work
     sizes = names["KeySizes"](key_tiles, spread, min(2, spread), call.kv_heads, call.heads // call.kv_heads)
     captured = (scalars, tensors)
     for number in range(workers):
@@ -424,21 +453,22 @@ def run_grid(call: Call, seed: int, workers: int, changes: Changes = (), scalars
 
 
 def _add_roles(
-    kernel: Any, names: dict, device: _Device, block: Block, call: Call, gmem: list, tables: Any, counter: Any, sizes: Any, captured: Any
+    kernel: Any, names: dict, device: _Device, block: Block, call: Any, gmem: list, tables: Any, counter: Any, sizes: Any, captured: Any
 ) -> None:
     schedule, config, memory = block.schedule, call.config, block.memory
     tiles = config.tiles
     smem = tuple(memory[name] for name in ("q", "dout", "k", "v", "ds"))
     board = tuple(dict[Any, Any]() for _ in range(3))
-    statistics = _Global(call.lse), _Global(call.delta)
+    statistics = Table(call.lse), Table(call.delta)
     in_smem = memory["lse"], memory["delta"]
     by_rows = tiles.tile_m // 64
     mmas = (
         Mma(block, tiles.tile_n, tiles.tile_m, block.groups), Mma(block, tiles.tile_n, config.head_dim_v, block.groups),
         Mma(block, tiles.tile_n, config.head_dim, block.groups), Mma(block, tiles.tile_m, config.head_dim, by_rows),
     )  # fmt: skip
-    turns = None if call.turns is None else _Global(call.turns)
-    keys = ((None, _Global(call.dk)), (None, _Global(call.dv)))
+    turns = None if call.turns is None else Table(call.turns)
+    plain = Table(call.dk), Table(call.dv)
+    keys = (*((None, t) for t in plain), *(plain if config.has_entries else ()))
     scales = (np.float32(call.scale), np.float32(call.scale * 1.4426950408889634))
     lengths = (call.rows, call.keys)
     copies = [(None, t) for t in gmem]
@@ -446,7 +476,7 @@ def _add_roles(
     def load() -> None:
         kernel.load(copies, smem, statistics, in_smem, block.pipes, board, tables, counter, lengths, sizes, captured)
 
-    bodies = [(-1, "loader", load), (-2, "adder", lambda: kernel.add(memory["dq"], board[2], _Global(call.sums), turns))]
+    bodies = [(-1, "loader", load), (-2, "adder", lambda: kernel.add(memory["dq"], board[2], Table(call.sums), turns))]
     for g in range(block.groups):
         work = (mmas, smem, in_smem, memory["dq"], block.pipes, board, keys, scales, captured)
         bodies.append((g, f"group {g}", lambda g=g, work=work: kernel.multiply(_Thread(g), *work)))  # type: ignore[misc]
@@ -456,7 +486,7 @@ def _add_roles(
         block.of_actor[actor], device.blocks[actor] = Group(block, number), block
 
 
-def _after(names: dict, call: Call) -> np.ndarray:
+def _after(names: dict, call: Call | PackedCall) -> np.ndarray:
     """dq by the places that the last kernel reads its numbers at."""
     config = call.config
     about = SimpleNamespace(head_dim=config.head_dim, head_dim_v=config.head_dim_v, is_bf16=True, tile_m=config.tiles.tile_m)
@@ -468,4 +498,5 @@ def _after(names: dict, call: Call) -> np.ndarray:
         for half in range(2):
             for j in range(8):
                 found[..., row + 8 * half, column + j] = call.sums[..., first + j // 2 * 4 + 2 * half + j % 2]
-    return found.reshape(call.batch, call.heads, -1, config.head_dim)[:, :, : call.rows, : call.q.shape[3]] * np.float32(call.scale)
+    table = None if call.entries is None else Table(call.entries)
+    return call.gradients_of_rows(rows, found, table) * np.float32(call.scale)
