@@ -10,6 +10,7 @@ from torch import Tensor
 
 import anyattn
 from anyattn import masks, planner
+from anyattn.arithmetic import ceil_div
 from anyattn.backends.hopper.backward_config import BackwardConfig, RowsConfig
 from anyattn.backends.hopper.backward_tables import order_where
 from anyattn.backends.hopper.compile import launch
@@ -66,8 +67,8 @@ def test_a_packed_call_launches_tables_rows_and_products(launched: list[Launch])
     (before, rows), (config, products), (after, last) = found[2:]
     assert config.has_entries and before.has_entries and after.has_entries and config.has_right and config.lists is None
     assert rows[5] is entries and last[2] is entries and products[15] is entries and products[14] is order
-    lse, delta, sums = products[6:9]
-    assert lse.shape == delta.shape == (1, 4, 200 // 64 + 1 + 4, 64) and sums.shape == (*lse.shape[:3], 64 * 64)
+    (lse, delta, sums), tile_m = products[6:9], config.tiles.tile_m
+    assert lse.shape == delta.shape == (1, 4, ceil_div(200, tile_m) + 4, tile_m) and sums.shape == (*lse.shape[:3], 64 * tile_m)
     assert rows[6:9] == (lse, delta, sums) and last[0] is sums
     assert products[4] is tables[6] and products[5] is tables[7] and last[1] is wiped[6]
     rows_, spread, section, workers = products[19:23]
@@ -78,7 +79,9 @@ def test_turns_follow_sequences_in_their_order(launched: list[Launch]) -> None:
     found = gradients_of(packed(causal=True, deterministic=True), launched)
     ((config, products),) = of_kind(found, BackwardConfig)
     assert config.is_deterministic and not found[0][0].is_sorted
-    assert products[9].shape == (1, 4, 200 // 64 + 1 + 4) and products[9].dtype is torch.int32 and not products[9].any()
+    assert (
+        products[9].shape == (1, 4, ceil_div(200, config.tiles.tile_m) + 4) and products[9].dtype is torch.int32 and not products[9].any()
+    )
 
 
 def test_rows_are_cleared_where_there_may_be_gaps(launched: list[Launch]) -> None:
