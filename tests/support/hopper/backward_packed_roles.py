@@ -14,7 +14,7 @@ from anyattn.sequences.batch import Sequences
 from tests.support.hopper.backward_machine import Acc, Mma, Positions, View
 from tests.support.hopper.schedule import Broken
 
-__all__ = ["PackedCall", "Rows", "with_single_threads"]
+__all__ = ["PackedCall", "Rows", "moved", "sequences_of", "with_single_threads"]
 
 
 class Rows:
@@ -28,6 +28,11 @@ class Rows:
         if rest is not None or not 0 <= row < len(self.values):
             raise Broken(f"row {row} of {len(self.values)}")
         return _Row(self.values[row])
+
+
+def moved(by: tuple, x: Any) -> Any:
+    """A tensor from row ``by`` on, or a list in global memory from element ``by`` on."""
+    return Rows(x.values, x.first + by[0]) if isinstance(x, Rows) else type(x)(x.of, x.at + by[0])
 
 
 class _Row:

@@ -17,7 +17,7 @@ import numpy as np
 import anyattn
 from anyattn.backends.hopper.config import sides, slots
 from tests.support.hopper.backward_machine import Acc, Block, Box, Group, Mma, Regs, Shared, View, narrow
-from tests.support.hopper.backward_packed_roles import PackedCall, Rows, with_single_threads
+from tests.support.hopper.backward_packed_roles import PackedCall, Rows, moved, with_single_threads
 from tests.support.hopper.emitted import run_source
 from tests.support.hopper.protocol import State
 from tests.support.hopper.roles import Counter
@@ -196,7 +196,7 @@ class _Device:
             make_rmem_tensor_like=lambda x, dtype: Acc(x.values.shape[2]), make_layout=_layout,
             make_identity_tensor=lambda shape: shape, make_tensor=_tensor, select=lambda x, mode: ("select", tuple(mode)),
             make_copy_atom=lambda *x: None, make_tiled_copy_C=lambda atom, mma: _Store(), make_mma_atom=lambda mma: _Atom(),
-            gemm=self.gemm, local_tile=_tile_of, domain_offset=_moved,
+            gemm=self.gemm, local_tile=_tile_of, domain_offset=moved,
             group_modes=lambda x, *_: x, logical_divide=lambda x, _: _Pairs(x),
         )  # fmt: skip
         cutlass = SimpleNamespace(
@@ -345,11 +345,6 @@ class _Atom:
 
     def set(self, _: Any, adds: bool) -> None:
         self.adds = adds
-
-
-def _moved(by: tuple, x: Any) -> Any:
-    """From an element of a row of global memory on, or from a row of a tensor on."""
-    return _List(x.of, x.at + by[0]) if isinstance(x, _List) else Rows(x.values, x.first + by[0])
 
 
 def _tile_of(x: Any, shape: tuple, place: tuple) -> Any:
