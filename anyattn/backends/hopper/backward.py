@@ -11,10 +11,12 @@ from torch import Tensor
 from anyattn.arithmetic import LOG2E, ceil_div
 from anyattn.backends.hopper.api import CACHE_FOR_KEYS, counter_of, multiprocessors
 from anyattn.backends.hopper.backward_config import RowsConfig
-from anyattn.backends.hopper.compile.launch import launch
-from anyattn.backends.hopper.make_backward_config import BackwardSpecial, specialised_backward, wanted_slots
+from anyattn.backends.hopper.backward_tables import KeyOrder, key_order, key_order_of_documents, order_where, ragged_lists_by_key, row_tiles
+from anyattn.backends.hopper.compile.launch import is_compiling, launch
+from anyattn.backends.hopper.make_backward_config import BackwardSpecial, BackwardWays, backward_ways, wanted_slots
 from anyattn.backends.hopper.make_config import tile_of
 from anyattn.backends.hopper.tables import made_lists
+from anyattn.documents.dispatch import dispatched
 from anyattn.plan import Plan
 from anyattn.problem import Problem
 from anyattn.sequences.l2_groups import heads_side_by_side
@@ -28,32 +30,90 @@ _of_lists: WeakKeyDictionary[Any, dict[tuple, tuple[Tensor | None, ...]]] = Weak
 
 
 class _Rows(NamedTuple):
-    """lse, in base 2, and delta: (B, Hq, M, tile_m); sums: (B, Hq, M, tile_m * head_dim); float32."""
+    """lse, in base 2, and delta: (B, Hq, M, tile_m); sums: (B, Hq, M, tile_m * head_dim); float32. Over sequences B is 1, and M counts the
+    row tiles of all."""
 
     lse: Tensor
     delta: Tensor
     sums: Tensor
 
 
+class _Results(NamedTuple):
+    """Of the forward pass, and their gradients. delta: (B, Hq, Sq) float32, to be written where somebody wants it."""
+
+    out: Tensor
+    lse: Tensor
+    dout: Tensor
+    dlse: Tensor | None
+    delta: Tensor | None
+
+
+_NO_LISTS: tuple[Tensor | None, ...] = (None,) * 5
+_Gradients = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv
+
+
 def backward(problem: Problem, plan: Plan, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     """Gradients of ``problem.grad_inputs`` in that order, None where none is needed. dout: any strides."""
     wanted = wanted_slots(problem)  # of the inputs whose gradients the forward pass promised a backward pass may want some
     key = f"hopper backward {wanted}" if wanted else "hopper backward"
-    special: BackwardSpecial | None = plan.prepared.get(key)
-    if special is None:
-        special = plan.prepared[key] = specialised_backward(problem)
-    out, dout = _readable(out), _readable(dout)
-    config, q = special.config, problem.q
-    rows = _rows_of(problem, special)
+    ways: BackwardWays | None = plan.prepared.get(key)
+    if ways is None:
+        ways = plan.prepared[key] = backward_ways(problem)
+    operands = (problem.q, problem.k, problem.v)
+    results = _Results(_readable(out), lse, _readable(dout), dlse, _delta_of_rows(problem))
+    gradients = empty_in_order(problem.q), empty_in_order(problem.k), empty_in_order(problem.v)
+    totals = _totals(problem, ways.special)
+    if ways.form is None or ways.within is None:
+        order = KeyOrder() if problem.sequences is None else key_order(problem, ways.special.config, *gradients)
+        _launch_all(problem, ways.special, order, results, gradients, totals=totals)
+    else:
+        _by_documents(problem, ways, results, gradients)
+    found = [d if t.requires_grad else None for d, t in zip(gradients, operands, strict=True)]
+    return *found, _of_sink(problem, results), *_of_captured(problem, ways.special, totals)
+
+
+def _by_documents(problem: Problem, ways: BackwardWays, results: _Results, gradients: _Gradients) -> None:
+    """The launches of ``documents.dispatch``, which write to the same gradients."""
+    assert ways.form is not None and ways.within is not None
+    call = dispatched(problem, ways.form, needs_cache=False, needs_both=is_compiling())
+    assert call is not None
+    if call.by_sequences:
+        order = key_order_of_documents(call.tables, ways.within.config)
+        _launch_all(call.over_sequences(), ways.within, order, results, gradients)
+    if call.by_lists:
+        guard = call.guard
+        key_tiles = ceil_div(problem.k.shape[2], ways.special.config.tiles.tile_n)
+        order = KeyOrder() if guard is None else order_where(key_tiles, guard)
+        _launch_all(problem, ways.special, order, results, gradients, guard)
+
+
+def _launch_all(
+    problem: Problem,
+    special: BackwardSpecial,
+    order: KeyOrder,
+    results: _Results,
+    gradients: _Gradients,
+    guard: Tensor | None = None,
+    totals: tuple[Tensor, ...] = (),
+) -> None:
+    """guard: int32 (1,), with 1 in it no gradient is written, and ``order`` has no tiles."""
+    config, (dq, dk, dv) = special.config, gradients
+    rows, lists = _rows_of(problem, special), _NO_LISTS
+    if special.listed is not None and problem.sequences is not None:
+        found, entries = ragged_lists_by_key(problem, special.listed)
+        lists = (*found, None)
+        order = order._replace(entries=entries)
+    elif special.listed is not None:
+        lists = _lists_of(problem, special)
     about = (config.head_dim, config.head_dim_v, config.is_bf16, config.tiles.tile_m)
-    launch(RowsConfig(*about, is_after=False, has_dlse=dlse is not None), (out, dout, lse, dlse, *rows))
-    dq, dk, dv = (empty_in_order(t) for t in (q, problem.k, problem.v))
-    totals = _totals(problem, special)
-    _launch_products(problem, special, dout, dk, dv, rows, totals)
-    if q.requires_grad:
-        launch(RowsConfig(*about, is_after=True), (rows.sums, dq, problem.scale))
-    found = [d if t.requires_grad else None for d, t in zip((dq, dk, dv), (q, problem.k, problem.v), strict=True)]
-    return *found, _of_sink(problem, lse, rows.delta), *_of_captured(problem, special, totals)
+    out, lse, dout, dlse, delta = results
+    before = RowsConfig(*about, is_after=False, has_dlse=dlse is not None, has_entries=config.has_entries)
+    launch(before, (out, dout, lse, dlse, delta, order.entries, *rows))
+    key_tiles = order.tiles(problem.k.shape[2], config.tiles.tile_n)
+    _launch_products(problem, special, (*lists, *order), key_tiles, dout, dk, dv, rows, totals)
+    if problem.q.requires_grad:
+        after = RowsConfig(*about, is_after=True, has_entries=config.has_entries)
+        launch(after, (rows.sums, dq, order.entries, guard, problem.scale))
 
 
 def _totals(problem: Problem, special: BackwardSpecial) -> tuple[Tensor, ...]:
@@ -91,8 +151,10 @@ def _readable(t: Tensor) -> Tensor:
 
 def _rows_of(problem: Problem, special: BackwardSpecial) -> _Rows:
     config, q = special.config, problem.q
-    tiles = ceil_div(q.shape[2], config.tiles.tile_m)
-    shape = (q.shape[0], q.shape[1], tiles)
+    if config.has_entries:
+        shape = (1, q.shape[1], row_tiles(problem, config.tiles.tile_m))
+    else:
+        shape = (*q.shape[:2], ceil_div(q.shape[2], config.tiles.tile_m))
 
     def empty(width: int) -> Tensor:
         return torch.empty((*shape, width), dtype=torch.float32, device=q.device)
@@ -100,10 +162,20 @@ def _rows_of(problem: Problem, special: BackwardSpecial) -> _Rows:
     return _Rows(empty(config.tiles.tile_m), empty(config.tiles.tile_m), empty(config.tiles.tile_m * config.head_dim))
 
 
-def _launch_products(problem: Problem, special: BackwardSpecial, dout: Tensor, dk: Tensor, dv: Tensor, rows: _Rows, totals: tuple) -> None:
+def _launch_products(
+    problem: Problem,
+    special: BackwardSpecial,
+    tables: tuple,
+    key_tiles: int,
+    dout: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    rows: _Rows,
+    totals: tuple[Tensor, ...],
+) -> None:
+    """tables: ``backward_scheduler.KeyTables``. key_tiles: that there is room for."""
     config, q, k = special.config, problem.q, problem.k
-    key_tiles = ceil_div(k.shape[2], config.tiles.tile_n)
-    spread = problem.batch * problem.heads_kv
+    spread = problem.heads_kv * (1 if config.has_entries else problem.batch)
     turns = torch.zeros(rows.lse.shape[:3], dtype=torch.int32, device=q.device) if config.is_deterministic else None
     # what the thread blocks of one head read and add to again and again: Q, dO and dQ's sums
     size = q.shape[2] * problem.qhead_per_kvhead * (2 * (q.shape[3] + dout.shape[3]) + 4 * config.head_dim)
@@ -117,17 +189,16 @@ def _launch_products(problem: Problem, special: BackwardSpecial, dout: Tensor, d
     launch(
         config,
         (
-            q, k, problem.v, dout, dk, dv, *rows, turns, *_lists_of(problem, special), counter_of(q.device), problem.scale,
+            q, k, problem.v, dout, dk, dv, *rows, turns, *tables, counter_of(q.device), problem.scale,
             problem.scale * LOG2E, key_tiles, spread, section, workers, *special.captured(problem), totals,
         ),
     )  # fmt: skip
 
 
 def _lists_of(problem: Problem, special: BackwardSpecial) -> tuple[Tensor | None, ...]:
-    """``backward_scheduler.KeyTables``. Of block lists they are kept with these."""
-    if special.listed is None:
-        return (None,) * 5
+    """The lists and ranks of ``backward_scheduler.KeyTables``. Of block lists they are kept with these."""
     blocks, config = problem.blocks, special.config
+    assert special.listed is not None
     if blocks is None:
         return _tensors(made_lists(problem, problem.predicates[special.listed], config.per_entry, config.per_head), config.has_ranks)
     assert special.list_tile is not None
@@ -152,11 +223,16 @@ def _ranks(transposed: Any) -> Tensor:
     return is_listed.cumsum(-2, dtype=torch.int32) - is_listed
 
 
-def _of_sink(problem: Problem, lse: Tensor, delta: Tensor) -> Tensor | None:
+def _delta_of_rows(problem: Problem) -> Tensor | None:
+    """(B, Hq, Sq) zeros, where a sink wants it."""
+    sink, q = problem.sink, problem.q
+    return torch.zeros(q.shape[:3], dtype=torch.float32, device=q.device) if sink is not None and sink.requires_grad else None
+
+
+def _of_sink(problem: Problem, results: _Results) -> Tensor | None:
     """The gradient of the sink's logits: minus the sink's probability times delta of each row, summed per head."""
-    sink = problem.sink
-    if sink is None or not sink.requires_grad:
+    sink, lse, delta = problem.sink, results.lse, results.delta
+    if sink is None or delta is None:
         return None
-    of_rows = delta.flatten(2)[..., : lse.shape[2]]
     share = torch.exp(sink.detach().float()[:, None] - lse)
-    return -(share * of_rows).masked_fill(torch.isneginf(lse), 0.0).sum((0, 2)).to(sink.dtype)
+    return -(share * delta).masked_fill(torch.isneginf(lse), 0.0).sum((0, 2)).to(sink.dtype)

@@ -80,10 +80,12 @@ class BackwardConfig(ModsOfConfig):
 
     head_dim, head_dim_v: as padded (``config.padded``). score: the score mod's value and derivative, two outputs, or None.
     bands: row ranges ``lo, hi`` that are bands around a row's position; the kernel derives its tiles from them. always: predicates that
-    are evaluated in every tile. lists: None or "dense": row tiles of each key tile, (B, H, N, M). per_entry, per_head: the lists differ
+    are evaluated in every tile. lists: None, or the layout of the lists of row tiles of each key tile, "dense" (B, H, N, M), "ragged"
+    (H, total_n, max_m) or "flat" (H, total_m). per_entry, per_head: the lists differ
     from batch entry to entry, from query head to head. list_cut: (rows, keys) of a list's tile in units of the kernel's. partial: what
     decides inside listed partial tiles. is_deterministic: key tiles add to a row tile's dQ in their order. sums: of the gradients of
     captured tensors; ``score`` then has another output for each of them whose factor reads the score.
+    has_entries: a table says where each batch entry's rows are, and another one which tiles of keys there are.
     """
 
     head_dim: int
@@ -100,6 +102,7 @@ class BackwardConfig(ModsOfConfig):
     partial: Ask | None = None
     is_deterministic: bool = False
     sums: tuple[CapturedSum, ...] = ()
+    has_entries: bool = False
 
     def __post_init__(self) -> None:
         for name in ("head_dim", "head_dim_v"):
@@ -111,8 +114,8 @@ class BackwardConfig(ModsOfConfig):
             raise ValueError(f"score has {given} outputs; wanted {count}: the value, the derivative by the score and what sums ask for")
         if self.sums and self.score is None:
             raise ValueError("sums without score; wanted the score mod that reads the captured tensors")
-        if self.lists not in (None, "dense"):
-            raise ValueError(f"lists={self.lists!r}; wanted None or 'dense'")
+        if self.lists not in (None, "dense") and not (self.has_entries and self.lists in ("ragged", "flat")):
+            raise ValueError(f"lists={self.lists!r}; wanted None or 'dense', or with entries 'ragged' or 'flat'")
         if any(sides(band) is None for band in self.bands):
             raise ValueError("bands has row ranges that are no band around a row's place; wanted them as partial or always")
         if self.lists is not None and self.bands:
@@ -162,7 +165,7 @@ class BackwardConfig(ModsOfConfig):
 @dataclass(frozen=True)
 class RowsConfig:
     """One of the two kernels that go over all rows: before the backward kernel (their statistics, and zeros in the sums of dQ) or,
-    is_after, behind it (dQ from its sums). has_dlse: the log-sum-exp has a gradient."""
+    is_after, behind it (dQ from its sums). has_dlse: the log-sum-exp has a gradient. has_entries: see ``BackwardConfig``."""
 
     head_dim: int
     head_dim_v: int
@@ -170,6 +173,7 @@ class RowsConfig:
     tile_m: int
     is_after: bool
     has_dlse: bool = False
+    has_entries: bool = False
 
 
 def backward_tiles_for(head_dim: int, head_dim_v: int, is_plain: bool = False) -> BackwardTiles:

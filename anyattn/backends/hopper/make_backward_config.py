@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,13 +16,24 @@ from anyattn.backends.hopper.codegen.operations import WRITTEN
 from anyattn.backends.hopper.codegen.score_analysis import work_by_pair
 from anyattn.backends.hopper.config import TILE_M, Ask, sides, slots
 from anyattn.backends.hopper.make_config import tile_of
-from anyattn.mask_plan import MaskAbilities, MaskPart, mask_plan
+from anyattn.documents.dispatch import over_unknown_documents
+from anyattn.mask_plan import MaskAbilities, MaskPart, MaskPlan, mask_plan
 from anyattn.mods.analysis.captured_loads import slots_alone
+from anyattn.mods.analysis.document_masks import DocumentForm
 from anyattn.mods.ir.dependence import dependence
 from anyattn.mods.ir.expr import Expr
 from anyattn.problem import Problem
 
-__all__ = ["BackwardSpecial", "reason_against_backward", "specialised_backward", "wanted_slots", "with_derivative"]
+__all__ = [
+    "BackwardSpecial",
+    "BackwardWays",
+    "backward_ways",
+    "reason_against_backward",
+    "specialised_backward",
+    "wanted_slots",
+    "with_derivative",
+]
+
 
 _ABILITIES = MaskAbilities(most_ranges=2, tiles_follow=lambda ranges: sides(ranges.expr) is not None)
 _MOST_WORK = 64  # operations per pair, of the mod and its derivative together; see ``plan``
@@ -72,7 +83,7 @@ def with_derivative(expr: Expr) -> Expr:
 
 def specialised_backward(problem: Problem) -> BackwardSpecial:
     """What the backward kernel for ``problem`` is specialised for; reads no tensor."""
-    plan = mask_plan(problem, _ABILITIES)
+    plan = _mask_plan(problem)
     listed = 0 if plan.uses_blocks else plan.listed[0].predicates[0] if plan.listed else None
     score, sums = (None, ()) if problem.score is None else _score_and_sums(problem)
     partial = [part for part in (plan.of_blocks, *plan.listed) if part is not None]
@@ -80,14 +91,15 @@ def specialised_backward(problem: Problem) -> BackwardSpecial:
     sources += [(part.predicates[0], *slots(_ask(part).expr)) for part in (*plan.ranged, *partial, *plan.always)]
     d, dv = _padded(problem)
     tiles = backward_tiles_for(d, dv, is_plain=score is None and listed is None and not plan.always)
-    flags: dict[str, Any] = {"always": tuple(_ask(part) for part in plan.always)}
+    flags: dict[str, Any] = {"always": tuple(_ask(part) for part in plan.always), "has_entries": problem.sequences is not None}
     list_tile = None
     if listed is None:
         flags["bands"] = tuple(_ask(part).expr for part in plan.ranged)
     else:
         list_tile = (TILE_M, TILE_M) if problem.blocks is None else _joined(tile_of(problem.blocks), tiles)
         cut = (list_tile[0] // tiles.tile_m, list_tile[1] // tiles.tile_n)
-        flags |= {"partial": _ask(partial[0]) if partial else None, "lists": "dense", "list_cut": cut, **_differing(problem)}
+        kind = "dense" if problem.sequences is None else _layout(problem.blocks)
+        flags |= {"partial": _ask(partial[0]) if partial else None, "lists": kind, "list_cut": cut, **_differing(problem, listed)}
     is_bf16 = problem.q.dtype is torch.bfloat16
     config = BackwardConfig(d, dv, is_bf16, tiles, score, **flags, is_deterministic=problem.deterministic, sums=sums)
     return BackwardSpecial(config, tuple(sources), listed, list_tile, wanted_slots(problem))
@@ -106,8 +118,50 @@ def _score_and_sums(problem: Problem) -> tuple[Expr, tuple[CapturedSum, ...]]:
     return with_derivatives(score.expr, wanted, alone)
 
 
-def _differing(problem: Problem) -> dict[str, bool]:
+class BackwardWays(NamedTuple):
+    """How calls of the same signature are launched. special: for the call as it is. form, within: of its mask, and for its documents as
+    sequences, if they can be run so and the ids turn out to be documents (``documents.dispatch``)."""
+
+    special: BackwardSpecial
+    form: DocumentForm | None = None
+    within: BackwardSpecial | None = None
+
+
+def backward_ways(problem: Problem) -> BackwardWays:
+    """The ways of ``problem``; reads no tensor."""
+    special = specialised_backward(problem)
+    as_sequences = not (problem.deterministic or special.wanted or special.config.tiles.shares_keys)
+    if special.listed is None or not as_sequences or (found := over_unknown_documents(problem)) is None:
+        return BackwardWays(special)
+    form, over_documents = found
+    within = specialised_backward(over_documents)
+    if within.listed is not None or within.config.always:
+        return BackwardWays(special)
+    return BackwardWays(special, form, within)
+
+
+def _mask_plan(problem: Problem) -> MaskPlan:
+    """``mask_plan``; over sequences a deterministic sum goes without lists: other predicates than bands are evaluated in every tile."""
+    plan = mask_plan(problem, _ABILITIES)
+    if problem.sequences is None or not problem.deterministic or not plan.listed:
+        return plan
+    parts = sorted((*plan.ranged, *plan.listed, *plan.always), key=lambda part: part.predicates)
+    is_band = [part.ranges is not None and sides(part.ranges.expr) is not None for part in parts]
+    ranged, others = (tuple(p for p, b in zip(parts, is_band, strict=True) if b is wanted) for wanted in (True, False))
+    return MaskPlan(ranged, always=others)
+
+
+def _layout(blocks: Any) -> str:
+    """Of the lists of a call over sequences; those that are made are flat."""
+    return "flat" if blocks is None or blocks.layout == "flat" else "ragged"
+
+
+def _differing(problem: Problem, listed: int) -> dict[str, bool]:
     """Whether lists differ from entry to entry and from head to head."""
+    if problem.sequences is not None:
+        if problem.blocks is not None:
+            return {"per_head": problem.blocks.mask_block_cnt.shape[0] > 1}
+        return {"per_head": any(d.h for d in dependence(problem.predicates[listed].expr))}
     if problem.blocks is not None:
         batch, heads = problem.blocks.mask_block_cnt.shape[:2]
         return {"per_entry": batch > 1, "per_head": heads > 1}
@@ -132,21 +186,26 @@ def _ask(part: MaskPart) -> Ask:
 def reason_against_backward(problem: Problem) -> str | None:
     """None if the backward kernel can run a ``problem`` whose forward pass this backend runs, else why not, for people."""
     widest = max(problem.q.shape[3], problem.v.shape[3])
-    if wanted_slots(problem) and (widest > _WIDEST_SUMS or problem.sequences is not None):
-        of_what = f"head dimensions above {_WIDEST_SUMS}" if widest > _WIDEST_SUMS else "packed, padded or paged sequences"
+    sequences, is_wide = problem.sequences, widest > _WIDEST_SUMS
+    if wanted_slots(problem) and (is_wide or sequences is not None):
+        of_what = f"head dimensions above {_WIDEST_SUMS}" if is_wide else "packed or padded sequences"
         return f"its backward kernel sums no gradients of captured tensors for {of_what}"
-    if problem.sequences is not None:
-        return "its backward kernel takes no packed, padded or paged sequences yet"
+    if sequences is not None and (sequences.page_table is not None or sequences.is_cache):
+        return "its backward kernel takes no keys in pages and no caches that grow"
+    if sequences is not None and is_wide:
+        return f"its backward kernel takes packed and padded sequences up to head dimension {_WIDEST_SUMS}"
     against = None if problem.score is None else _against_sums(problem) or _against_score(problem)
     if against:
         return against
-    plan = mask_plan(problem, _ABILITIES)
+    plan = _mask_plan(problem)
+    if sequences is not None and problem.deterministic and plan.has_lists:
+        return "its backward kernel adds in no fixed order where lists of packed sequences say which tiles are visited"
     blocks = problem.blocks
     if plan.uses_blocks and blocks is not None:
         tile = tile_of(blocks)
         tiles = backward_tiles_for(*_padded(problem))
         wanted = _joined(tile, tiles)
-        joins = problem.blocks_follow and all(new % old == 0 for new, old in zip(wanted, tile, strict=True))
+        joins = sequences is None and problem.blocks_follow and all(new % old == 0 for new, old in zip(wanted, tile, strict=True))
         if wanted != tile and not joins:
             own, given = f"{_ROWS} rows x {tiles.tile_n} keys", f"{tile[0]} x {tile[1]}"
             return f"its backward kernel has tiles of {own}, and these block lists are in tiles of {given}"

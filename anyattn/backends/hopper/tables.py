@@ -22,7 +22,7 @@ from anyattn.sequences.tile_order import counted, longest_first, most_tiles, mos
 from anyattn.sequences.unread_varlen import StoredSequences
 from anyattn.sequences.varlen_tables import entries_table
 
-__all__ = ["TablesOnHost", "made_lists", "visits_beside_documents", "visits_of", "visits_of_documents"]
+__all__ = ["TablesOnHost", "made_lists", "visits_beside_documents", "visits_of", "visits_of_documents", "wiping_blocks"]
 
 
 class TablesOnHost(NamedTuple):
@@ -159,8 +159,8 @@ def _prepared(s: StoredSequences, config: Config, most: int, results: Results) -
         entries = torch.empty((s.batch, 9), dtype=torch.int32, device=device)
     blocks, heads, wiped = 0 if is_large else 1, 1, (None, None, None)
     if s.tables.cu_seqlens_q is not None or s.tables.seqused_q is not None:
-        heads, wiped = out.shape[1], results  # type: ignore[assignment]
-        blocks += min(ceil_div(out.shape[0] * out.shape[2], _ROWS_AT_ONCE), max(1, _MOST_BLOCKS // heads))
+        wiping, heads = wiping_blocks(out)
+        blocks, wiped = blocks + wiping, results  # type: ignore[assignment]
     if blocks:
         bin_keys = ceil_div(s.bound_k + 1, THREADS)
         launch(
@@ -170,6 +170,12 @@ def _prepared(s: StoredSequences, config: Config, most: int, results: Results) -
     if order is None or entries is None:
         return _in_order(s, config, most)
     return order, entries
+
+
+def wiping_blocks(x: Tensor) -> tuple[int, int]:
+    """(thread blocks that wipe rows of a (rows of storage, heads, positions, D) tensor, heads for which they go side by side)."""
+    heads = x.shape[1]
+    return min(ceil_div(x.shape[0] * x.shape[2], _ROWS_AT_ONCE), max(1, _MOST_BLOCKS // heads)), heads
 
 
 def _in_order(s: Sequences, config: Config, most: int) -> tuple[Tensor, Tensor]:

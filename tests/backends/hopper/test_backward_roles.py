@@ -349,7 +349,7 @@ MUTANTS: dict[str, tuple[str, Changes]] = {
     "wide: dK leaves before both groups have written it": ("wide", ((WIDE, "        cute.arch.barrier(barrier_id=STORED, number_of_threads=threads)\n", ""),)),
     "wide: dK is not fenced": ("wide", ((WIDE, '        cute.arch.fence_proxy("async.shared", space="cta")\n        cute.arch.barrier(barrier_id=STORED', "        cute.arch.barrier(barrier_id=STORED"),)),
     "wide: both groups send dK": ("wide", ((WIDE, "if group == 0:", "if group >= 0:"),)),
-    "wide: dV is sent to the second 64 keys": ("wide", ((WIDE, "self.config.head_dim_v, 0, facts)", "self.config.head_dim_v, 1, facts)"),)),
+    "wide: dV is sent to the second 64 keys": ("wide", ((WIDE, "self.config.head_dim_v, 0, facts, place)", "self.config.head_dim_v, 1, facts, place)"),)),
     "wide: K is given back while dK leaves": ("wide", ((WIDE, "            cute.arch.cp_async_bulk_wait_group(0, read=True)\n", ""),)),
     "wide: dK is not scaled": ("wide", ((WIDE, "dk.load() * scale", "dk.load() * 1"),)),
 }  # fmt: skip

@@ -209,3 +209,30 @@ def judge(
     assert bool((out[rest] == 0).all()), f"{label}: a row of no sequence is not 0"
     assert bool((lse.transpose(-1, -2)[rest] == -torch.inf).all()), f"{label}: a row of no sequence has an lse"
     return out, lse
+
+
+def judge_gradients(
+    batch: list[list[Tensor]], stored: Stored, options: dict[str, Any], label: str = "", more: dict[str, Any] | None = None, **given: Any
+) -> None:
+    """Judges dq, dk and dv of every sequence; rows of none have gradients of 0, whatever gradient comes in there. more: as of ``judge``."""
+    leaves = [t.detach().requires_grad_() for t in (stored.q, stored.k, stored.v)]
+    out, _ = call(stored._replace(q=leaves[0], k=leaves[1], v=leaves[2]), **options, **given)
+    if not judging.RUNS:  # what it would launch is noted
+        torch.autograd.grad(out, leaves, torch.zeros_like(out))
+        return
+    dout = torch.full_like(out, NAN)
+    for b, at in enumerate(stored.q_at):
+        dout[at] = judging.random(*out[at].shape, seed=b).to(out)
+    judging.poisoned(*(2 * t.numel() for t in leaves), 4 * stored.q.numel(), 4 * stored.q.numel() // stored.q.shape[-1])
+    gradients = torch.autograd.grad(out, leaves, dout)
+    places = (stored.q_at, stored.k_at, stored.k_at)
+    exact = options | (more or {})
+    for b, parts in enumerate(batch):
+        got = {name: d[at[b]].transpose(0, 1)[None] for name, d, at in zip(("dq", "dk", "dv"), gradients, places, strict=True)}
+        heads_first = [t.transpose(0, 1)[None] for t in (*parts, dout[stored.q_at[b]])]
+        judging.check(f"{label} sequence {b}", got, *heads_first, **meant(exact, b, len(parts[0]), len(parts[1])))
+    for name, d, at in zip(("dq", "dk", "dv"), gradients, places, strict=True):
+        rest = torch.ones(d.shape[:-2], dtype=torch.bool, device=DEVICE)
+        for place in at:
+            rest[place] = False
+        assert bool((d[rest] == 0).all()), f"{label}: {name} of a row of no sequence is not 0"

@@ -132,6 +132,7 @@ class Shared:
         self.block, self.name = block, name
         self.values = np.full(shape, np.nan, dtype=np.float32)
         self.unfenced = set[tuple[int, Any]]()  # (group, stage) that have been written and not ordered before asynchronous reads
+        self.unwiped = set[int]()  # likewise, groups that have written zeros where all of them write zeros
         self.iterator, self.layout = self, "as stored"
 
     def __getitem__(self, key: Any) -> View:
@@ -155,6 +156,8 @@ class View:
         late = {group for group, stage in self.of.unfenced if stage == self.key[-1] and of_group in (None, group)}
         if late:
             raise Broken(f"{self.of.name} is read by {what} before the writes of groups {late} are fenced")
+        if self.of.block.group.number in self.of.unwiped:
+            raise Broken(f"{self.of.name} is read by {what} before the zeros of its own group are fenced")
         found = self.of.values[self.index()]
         return found.T if self.is_transposed else found
 
@@ -165,9 +168,12 @@ class View:
 class Box:
     """A tile of a tensor in global memory, (rows, columns), as the copy engine sees it."""
 
-    def __init__(self, of: np.ndarray, shape: tuple[int, int], place: tuple[int, int]):
-        self.of, self.shape = of, shape
-        self.rows, self.columns = (slice(p * n, (p + 1) * n) for p, n in zip(place, shape, strict=True))
+    def __init__(self, of: Any, shape: tuple[int, int], place: tuple[int, int]):
+        self.of, self.shape = of.values, shape
+        first, column = of.first + place[0] * shape[0], place[1] * shape[1]
+        if first < 0:
+            raise Broken(f"a tile begins at row {first}")
+        self.rows, self.columns = slice(first, first + shape[0]), slice(column, column + shape[1])
 
     def read(self) -> np.ndarray:
         found = np.zeros(self.shape, dtype=np.float32)

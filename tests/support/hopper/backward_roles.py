@@ -17,18 +17,20 @@ import numpy as np
 import anyattn
 from anyattn.backends.hopper.config import sides, slots
 from tests.support.hopper.backward_machine import LANES, Acc, Block, Box, Group, Held, Mma, Regs, Shared, View, narrow
+from tests.support.hopper.backward_packed_roles import PackedCall, Rows, with_single_threads
+from tests.support.hopper.backward_packed_roles import moved as moved_rows
 from tests.support.hopper.backward_totals import Scratch, across, add_to, always_add_to, index_of, moved, store_to
 from tests.support.hopper.emitted import run_source
 from tests.support.hopper.protocol import State
 from tests.support.hopper.roles import Counter
 from tests.support.hopper.schedule import Broken, Schedule
 
-__all__ = ["MODULES", "Call", "run_grid"]
+__all__ = ["MODULES", "Call", "Table", "compiled", "run_grid"]
 
 _FOLDER = Path(anyattn.__file__).parent / "backends" / "hopper" / "kernel"
 MODULES = (
-    "softmax", "tile_scheduler", "producer", "backward_scheduler", "backward_producer", "backward_adder", "backward_scores",
-    "backward_epilogue", "captured/sums", "backward_mma", "backward_wide_mma", "backward_rows",
+    "softmax", "tile_scheduler", "producer", "backward_scheduler", "backward_packed", "backward_producer", "backward_adder",
+    "backward_scores", "backward_epilogue", "captured/sums", "backward_mma", "backward_wide_mma", "backward_rows",
 )  # fmt: skip
 _KEPT = ("typing", "anyattn.arithmetic", "anyattn.sequences", "anyattn.backends.hopper.captured_sums", "collections")
 Changes = tuple[tuple[str, str, str], ...]  # (module, text, text that takes its place)
@@ -68,6 +70,8 @@ class Call:
     lse, delta: (B, Hq, M, tile_m). counter: as the launch has it.
     """
 
+    order = entries = None
+
     def __init__(self, config: Any, tensors: tuple[np.ndarray, ...], lse: np.ndarray, delta: np.ndarray, scale: float, lists: tuple = ()):
         self.config, self.scale = config, scale
         self.q, self.k, self.v, self.dout = tensors
@@ -84,6 +88,15 @@ class Call:
         self.dk, self.dv = (np.full_like(t, np.nan) for t in (self.k, self.v))
         self.lists = lists or (None,) * 5
 
+    @property
+    def work(self) -> tuple[int, int]:
+        """(tiles of keys, heads that share them)."""
+        return -(-self.keys // self.config.tiles.tile_n), self.batch * self.kv_heads
+
+    def gradients_of_rows(self, rows: Any, tiles: np.ndarray, table: Any) -> np.ndarray:
+        """dq from (B, Hq, M, tile_m, D)."""
+        return tiles.reshape(self.batch, self.heads, -1, tiles.shape[4])[:, :, : self.rows, : self.q.shape[3]]
+
 
 class _Flat:
     """Numbers of a row of global memory from some place on."""
@@ -96,23 +109,26 @@ class _Flat:
         return _Flat(self.of, self.at + int(offset))
 
 
-class _Global:
+class Table:
     """A tensor in global memory; the last index None leaves a row."""
 
     def __init__(self, values: np.ndarray):
-        self.values = values
+        self.values, self.shape = values, values.shape
+
+    def sizes(self) -> tuple[int, ...]:  # (rows, columns, heads, entries)
+        return tuple(self.shape[i] for i in (2, 3, 1, 0))
 
     def __getitem__(self, key: tuple) -> Any:
         if key[-1] is None:
             return _List(self.values[tuple(int(i) for i in key[:-1])])
         if key[0] is None:  # (rows, columns, head, entry) of a tensor for the copy engine
-            return self.values[int(key[3]), int(key[2])]
+            return Rows(self.values[int(key[3]), int(key[2])])
         return self.values[tuple(int(i) for i in key)]
 
 
 class _List(_Flat):
     def __getitem__(self, i: int) -> int:
-        return int(self.of[i])
+        return int(self.of[self.at + i])
 
 
 class _Thread:
@@ -194,7 +210,7 @@ class _Device:
             make_tiled_copy_C=lambda atom, mma: _Threads(mma), make_tiled_copy_A=lambda atom, mma: _Threads(mma),
             make_mma_atom=lambda mma: _Atom(),
             gemm=self.gemm, local_tile=_tile_of, group_modes=lambda x, *_: x, logical_divide=lambda x, _: _Pairs(x),
-            crd2idx=index_of,
+            crd2idx=index_of, domain_offset=moved_rows,
         )  # fmt: skip
         cutlass = SimpleNamespace(
             min=_either("min"), max=_either("max"), range=_range, range_constexpr=_range, select_=np.where, Constexpr=None
@@ -226,6 +242,7 @@ class _Device:
     def fence(self, *_: Any, **__: Any) -> None:
         for memory in self.block.memory.values():
             memory.unfenced = {(group, stage) for group, stage in memory.unfenced if group != self.group.number}
+            memory.unwiped.discard(self.group.number)
 
     def atomic_add(self, at: Any, value: int, **_: Any) -> int:
         self.schedule.step()
@@ -285,6 +302,9 @@ class _Device:
             _, _, chunk, group = target.key
             target.of.values[:, :, chunk, group] = source.values.T
             target.of.unfenced.add((self.group.number, group))
+        elif isinstance(source, Regs):  # two numbers of one thread, to a row in global memory
+            row, at = target
+            row.values[2 * at : 2 * at + 2] = source.values[0]
         else:  # two numbers of a row's statistics
             target.values[:, :2] = source
 
@@ -353,6 +373,8 @@ class _Atom:
 
 
 def _tile_of(x: Any, shape: tuple, place: tuple) -> Any:
+    if len(shape) == 1:  # of a row
+        return x, place[0]
     return (x, place) if isinstance(x, View) else Box(x, shape, place)
 
 
@@ -419,7 +441,7 @@ def _range(*args: Any, **_: Any) -> range:
 
 
 def run_grid(
-    call: Call, seed: int, workers: int, changes: Changes = (), scalars: tuple = (), tensors: tuple = (), totals: tuple = ()
+    call: Call | PackedCall, seed: int, workers: int, changes: Changes = (), scalars: tuple = (), tensors: tuple = (), totals: tuple = ()
 ) -> np.ndarray:
     """Runs all thread blocks of a launch together; dk, dv and the sums of dq are left in ``call``. totals: of captured tensors' gradients.
     Returns dq as the last kernel has it."""
@@ -431,18 +453,17 @@ def run_grid(
     for code in codes:
         exec(code, names)
     multiplies = "MultipliesWide" if config.tiles.shares_keys else "MultipliesBack"
-    mixins = ("VisitsRows", "LoadsRows", multiplies, "Scores", "SumsCaptured", "Adds", "StoresKeys")
-    roles = type("Roles", tuple(names[n] for n in mixins), {})
-    kernel = roles()
-    kernel.config, kernel.dtype = config, "bfloat16"
+    parts = ("VisitsRows", "LoadsRows", multiplies, "Scores", "SumsCaptured", "Adds", "StoresKeys", "Packed")
+    kernel = with_single_threads(type("Roles", tuple(names[n] for n in parts), {}))()
+    kernel.config, kernel.dtype = config, lambda x: narrow(np.float32(x))
     kernel.scores_from_registers = lambda: Mma(device.block, config.tiles.tile_n, config.tiles.tile_m, 1)
     at = 1 if config.score is not None else 0
     kernel.band_sides = [(at + i, sides(band)) for i, band in enumerate(config.bands)]
     asked = ((config.partial,) if config.partial else ()) + config.always
     kernel.asked = [(at + len(config.bands) + i, ask) for i, ask in enumerate(asked)]
-    gmem = [_Global(t) for t in (call.q, call.dout, call.k, call.v)]
-    tables = names["KeyTables"](*(None if t is None else _Global(t) for t in call.lists))
-    key_tiles, spread = -(-call.keys // config.tiles.tile_n), call.batch * call.kv_heads
+    gmem = [Table(t) for t in (call.q, call.dout, call.k, call.v)]
+    tables = names["KeyTables"](*(None if t is None else Table(t) for t in (*call.lists, call.order, call.entries)))
+    key_tiles, spread = call.work
     sizes = names["KeySizes"](key_tiles, spread, min(2, spread), call.kv_heads, call.heads // call.kv_heads)
     captured = (scalars, tensors, totals)
     for number in range(workers):
@@ -455,7 +476,7 @@ def run_grid(
 
 
 def _add_roles(
-    kernel: Any, names: dict, device: _Device, block: Block, call: Call, gmem: list, tables: Any, counter: Any, sizes: Any, captured: Any
+    kernel: Any, names: dict, device: _Device, block: Block, call: Any, gmem: list, tables: Any, counter: Any, sizes: Any, captured: Any
 ) -> None:
     schedule, config, memory = block.schedule, call.config, block.memory
     if config.scratch:
@@ -463,15 +484,16 @@ def _add_roles(
     tiles = config.tiles
     smem = tuple(memory[name] for name in ("q", "dout", "k", "v", "ds"))
     board = tuple(dict[Any, Any]() for _ in range(3))
-    statistics = _Global(call.lse), _Global(call.delta)
+    statistics = Table(call.lse), Table(call.delta)
     in_smem = memory["lse"], memory["delta"]
     keys_apart, by_rows = tiles.tile_n // 64, tiles.tile_m // 64
     mmas = (
         Mma(block, tiles.tile_n, tiles.tile_m, keys_apart), Mma(block, tiles.tile_n, config.head_dim_v, keys_apart),
         Mma(block, tiles.tile_n, config.head_dim, keys_apart), Mma(block, tiles.tile_m, config.head_dim, by_rows),
     )  # fmt: skip
-    turns = None if call.turns is None else _Global(call.turns)
-    keys = ((None, _Global(call.dk)), (None, _Global(call.dv)))
+    turns = None if call.turns is None else Table(call.turns)
+    plain = Table(call.dk), Table(call.dv)
+    keys = (*((None, t) for t in plain), *(plain if config.has_entries else ()))
     scales = (np.float32(call.scale), np.float32(call.scale * 1.4426950408889634))
     lengths = (call.rows, call.keys)
     copies = [(None, t) for t in gmem]
@@ -479,7 +501,7 @@ def _add_roles(
     def load() -> None:
         kernel.load(copies, smem, statistics, in_smem, block.pipes, board, tables, counter, lengths, sizes, captured)
 
-    bodies = [(-1, "loader", load), (-2, "adder", lambda: kernel.add(memory["dq"], board[2], _Global(call.sums), turns))]
+    bodies = [(-1, "loader", load), (-2, "adder", lambda: kernel.add(memory["dq"], board[2], Table(call.sums), turns))]
     for g in range(block.groups):
         work = (mmas, smem, in_smem, memory["dq"], block.pipes, board, keys, scales, (*captured, block.scratch))
         bodies.append((g, f"group {g}", lambda g=g, work=work: kernel.multiply(_Thread(g), *work)))  # type: ignore[misc]
@@ -489,7 +511,7 @@ def _add_roles(
         block.of_actor[actor], device.blocks[actor] = Group(block, number), block
 
 
-def _after(names: dict, call: Call) -> np.ndarray:
+def _after(names: dict, call: Call | PackedCall) -> np.ndarray:
     """dq by the places that the last kernel reads its numbers at."""
     config = call.config
     about = SimpleNamespace(head_dim=config.head_dim, head_dim_v=config.head_dim_v, is_bf16=True, tile_m=config.tiles.tile_m)
@@ -501,4 +523,5 @@ def _after(names: dict, call: Call) -> np.ndarray:
         for half in range(2):
             for j in range(8):
                 found[..., row + 8 * half, column + j] = call.sums[..., first + j // 2 * 4 + 2 * half + j % 2]
-    return found.reshape(call.batch, call.heads, -1, config.head_dim)[:, :, : call.rows, : call.q.shape[3]] * np.float32(call.scale)
+    table = None if call.entries is None else Table(call.entries)
+    return call.gradients_of_rows(rows, found, table) * np.float32(call.scale)

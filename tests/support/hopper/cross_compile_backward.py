@@ -6,6 +6,7 @@ Arguments: folder, head_dim, head_dim_v, and perhaps how the wanted names begin.
 from __future__ import annotations
 
 import json
+import struct
 import sys
 import warnings
 from pathlib import Path
@@ -29,6 +30,7 @@ from anyattn.mods.tracing.trace import trace
 from tests.support.hopper.cross_compile import TYPES, fake, frame_sizes, products_and_waits
 
 _CODE_BYTES = 16
+_EXECUTABLE = 4
 _LOCAL = (0x983, 0x387)  # LDL, STL
 _PRODUCTS = (0xDF0, 0x9F0)
 
@@ -36,17 +38,22 @@ _PRODUCTS = (0xDF0, 0x9F0)
 def local_memory_among_products(cubin: Path) -> int:
     """Accesses of local memory between the first and the last instruction that multiplies: the loop over row tiles lies there."""
     data = cubin.read_bytes()
-    codes = [int.from_bytes(data[at : at + 2], "little") & 0xFFF for at in range(0, len(data) - 15, _CODE_BYTES)]
+    start, (size, count) = struct.unpack_from("<Q", data, 40)[0], struct.unpack_from("<HH", data, 58)
+    sections = [struct.unpack_from("<IIQQQQ", data, start + size * i) for i in range(count)]
+    places = [at for _, _, flags, _, first, length in sections if flags & _EXECUTABLE for at in range(first, first + length, _CODE_BYTES)]
+    codes = [int.from_bytes(data[at : at + 2], "little") & 0xFFF for at in places]
     at = [i for i, code in enumerate(codes) if code in _PRODUCTS]
     return sum(code in _LOCAL for code in codes[at[0] : at[-1]])
 
 
-def compile_backward(config: BackwardConfig, mods: list, folder: Path) -> tuple[int, int]:  # type: ignore[type-arg]
+def compile_backward(config: BackwardConfig, mods: list, folder: Path, is_guarded: bool = False) -> tuple[int, int]:  # type: ignore[type-arg]
     kernel = kernel_of(config)
     big, statistics = [fake(kernel.dtype, 4, 8, 16) for _ in range(6)], [fake(Float32, 4) for _ in range(3)]
     turns = fake(Int32, 3) if config.is_deterministic else None
-    lists = [fake(Int32, rank) for rank in (3, 4, 3, 4)] if config.lists else [None] * 4
-    lists.append(fake(Int32, 4) if config.lists and config.is_deterministic else None)
+    ranks = {None: (), "dense": (3, 4, 3, 4), "ragged": (2, 3, 2, 3), "flat": (2, 2, 2, 2)}[config.lists]
+    lists = [fake(Int32, rank) for rank in ranks] or [None] * 4
+    lists.append(fake(Int32, 4) if config.has_ranks else None)
+    lists += [fake(Int32, 2), fake(Int32, 2)] if config.has_entries else [fake(Int32, 2) if is_guarded else None, None]
     scalars, tensors = [], []
     for mod, expr in zip(mods, config.exprs, strict=True):
         numbers, captured = slots(expr)
@@ -72,11 +79,12 @@ def _ranks(config: BackwardConfig) -> list[int]:
 def compile_rows(config: RowsConfig, folder: Path) -> tuple[int, int]:
     kernel = RowsAfter(config) if config.is_after else RowsBefore(config)
     wide, floats = fake(kernel.dtype, 4, 8, 16), [fake(Float32, 4) for _ in range(3)]
+    entries = fake(Int32, 2) if config.has_entries else None
     if config.is_after:
-        given = (floats[0], wide, Float32(1.0))
+        given = (floats[0], wide, entries, None if config.has_entries else fake(Int32, 1), Float32(1.0))
     else:
-        dlse = fake(Float32, 3) if config.has_dlse else None
-        given = (wide, fake(kernel.dtype, 4, 8, 16), fake(Float32, 3), dlse, *floats)
+        dlse, delta = (fake(Float32, 3) if config.has_dlse else None for _ in range(2))
+        given = (wide, fake(kernel.dtype, 4, 8, 16), fake(Float32, 3), dlse, delta, entries, *floats)
     folder.mkdir()
     cute.compile(kernel, *given, make_fake_stream(), options=f"--keep-cubin --dump-dir={folder}")
     (cubin,) = folder.glob("*.cubin")
@@ -92,7 +100,7 @@ def cases(head_dim: int) -> dict[str, tuple[list, dict]]:  # type: ignore[type-a
     causal, window, sinks = (row_ranges(trace(m, "mask")) for m in (masks.causal(), masks.sliding_window(9, 0), masks.sink_window(4, 9)))
     document = trace(masks.document(ids), "mask")
     assert causal is not None and window is not None and sinks is not None
-    ends, lists = {"bands": (causal.expr,)}, {"lists": "dense", "list_cut": (2, 1)}
+    ends, lists, packed = {"bands": (causal.expr,)}, {"lists": "dense", "list_cut": (2, 1)}, {"has_entries": True}
     return {
         "full": ([], {}),
         "causal": ([causal], ends),
@@ -103,6 +111,14 @@ def cases(head_dim: int) -> dict[str, tuple[list, dict]]:  # type: ignore[type-a
         "document": ([document], {**lists, "partial": Ask(document.expr, False)}),
         "sinks": ([sinks], {**lists, "partial": Ask(sinks.expr, True)}),
         "document and causal": ([document, causal], {**lists, "partial": Ask(document.expr, False), "always": (Ask(causal.expr, True),)}),
+        "packed": ([], packed),
+        "packed causal": ([causal], {**packed, **ends}),
+        "packed window": ([window], {**packed, "bands": (window.expr,), "is_deterministic": True}),
+        "packed capped": ([capped, causal], {**packed, "score": with_derivative(capped.expr), **ends}),
+        "packed alibi": ([alibi, causal], {**packed, "score": with_derivative(alibi.expr), **ends}),
+        "packed document": ([causal, document], {**packed, **ends, "always": (Ask(document.expr, False),)}),
+        "packed lists": ([document], {**packed, "lists": "flat", "list_cut": (2, 1), "partial": Ask(document.expr, False)}),
+        "packed sinks": ([sinks], {**packed, "always": (Ask(sinks.expr, True),)}),
         "deterministic lists": ([document], {**lists, "partial": Ask(document.expr, False), "is_deterministic": True}),
     } | summed(head_dim)
 
@@ -137,13 +153,18 @@ def summed(head_dim: int) -> dict[str, tuple[list, dict]]:  # type: ignore[type-
 def main(folder: Path, head_dim: int, head_dim_v: int, *only: str) -> None:
     result: dict[str, tuple[int, int]] = {}
     for i, (name, (mods, fields)) in enumerate(cases(head_dim).items()):
+        if head_dim > 128 and "has_entries" in fields:
+            continue
         if not only or name in only:
-            tiles = backward_tiles_for(head_dim, head_dim_v, is_plain=not fields.keys() & {"score", "lists"})
-            result[name] = compile_backward(BackwardConfig(head_dim, head_dim_v, i % 2 == 0, tiles, **fields), mods, folder / str(i))
+            tiles = backward_tiles_for(head_dim, head_dim_v, is_plain=not fields.keys() & {"score", "lists", "always"})
+            config = BackwardConfig(head_dim, head_dim_v, i % 2 == 0, tiles, **fields)
+            result[name] = compile_backward(config, mods, folder / str(i), is_guarded=name == "sinks")
     tiles = backward_tiles_for(head_dim, head_dim_v)
     for is_after in (False, True):
-        config = RowsConfig(head_dim, head_dim_v, True, tiles.tile_m, is_after, has_dlse=not is_after)
-        result["after" if is_after else "before"] = compile_rows(config, folder / f"rows_{is_after}")
+        for is_packed in (False, True):
+            config = RowsConfig(head_dim, head_dim_v, True, tiles.tile_m, is_after, not is_after, is_packed)
+            name = ("packed " if is_packed else "") + ("after" if is_after else "before")
+            result[name] = compile_rows(config, folder / name.replace(" ", "_"))
     print(json.dumps(result))
 
 

@@ -78,7 +78,7 @@ def name_of(config: AnyConfig) -> str:
     if isinstance(config, BackwardConfig):
         words = [f"score {config.score.key[:8]}"] if config.score is not None else []
         words += [f"mask {ask.expr.key[:8]}" for ask in (config.partial, *config.always) if ask is not None]
-        words += ["deterministic"] if config.is_deterministic else []
+        words += [word for word, has in (("ragged", config.has_entries), ("deterministic", config.is_deterministic)) if has]
         return " + ".join(["backward", "lists" if config.lists else band, *words])
     extras = [
         f"score {config.score.key[:8]}" if config.score is not None else "",

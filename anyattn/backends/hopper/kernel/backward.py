@@ -16,6 +16,7 @@ from anyattn.backends.hopper.config import sides
 from anyattn.backends.hopper.kernel.backward_adder import Adds
 from anyattn.backends.hopper.kernel.backward_epilogue import StoresKeys
 from anyattn.backends.hopper.kernel.backward_mma import MultipliesBack
+from anyattn.backends.hopper.kernel.backward_packed import PLACE_FACTS, Packed
 from anyattn.backends.hopper.kernel.backward_producer import LoadsRows
 from anyattn.backends.hopper.kernel.backward_scheduler import KEY_FACTS, VISIT_FACTS, KeySizes, KeyTables, VisitsRows
 from anyattn.backends.hopper.kernel.backward_scores import Scores
@@ -24,7 +25,7 @@ from anyattn.backends.hopper.kernel.captured.sums import SumsCaptured
 __all__ = ["HopperBackward"]
 
 
-class HopperBackward(VisitsRows, LoadsRows, MultipliesBack, Scores, SumsCaptured, Adds, StoresKeys):
+class HopperBackward(VisitsRows, LoadsRows, MultipliesBack, Scores, SumsCaptured, Adds, StoresKeys, Packed):
     """Attention backward for one ``BackwardConfig``: dK, dV and the sums of dQ in float32.
 
     A thread block takes tiles of keys in turn and goes through the row tiles that see them. Source: FlashAttention-3 (Shah et al.,
@@ -57,6 +58,8 @@ class HopperBackward(VisitsRows, LoadsRows, MultipliesBack, Scores, SumsCaptured
         full_count: cute.Tensor | None,
         full_index: cute.Tensor | None,
         ranks: cute.Tensor | None,
+        order: cute.Tensor | None,
+        entries: cute.Tensor | None,
         counter: cute.Tensor,
         scale: Float32,
         scale_log2: Float32,
@@ -74,10 +77,11 @@ class HopperBackward(VisitsRows, LoadsRows, MultipliesBack, Scores, SumsCaptured
         lse: (B, Hq, M, tile_m) float32, in base 2, infinite for a row that sees nothing and for one that does not exist; delta: likewise,
         what every score of a row loses. dq_sums: (B, Hq, M, tile_m * head_dim) float32, zeros, in the order of
         ``backward_rows``. turns: (B, Hq, M) int32 zeros, where the config is deterministic.
-        partial_count to ranks: see ``backward_scheduler.KeyTables``. counter: two zeros, int32, left as zeros. scale: the softmax
-        scale; scale_log2: times log2(e). rows, spread, section: see ``backward_scheduler.KeySizes``. workers: thread blocks. scalars,
-        tensors: captured values, those of each of ``config.exprs`` in turn. totals: zeros, to which the gradients of captured tensors are
-        added, contiguous, with a last dimension for copies where they have some (``CapturedSum``).
+        With ``entries`` B is what storage has, and lse to turns are (1, Hq, row tiles of all entries, ...), each entry's from
+        ``backward_packed.first_tile`` on. partial_count to entries: see ``backward_scheduler.KeyTables``. counter: two zeros, int32, left
+        as zeros. scale: the softmax scale; scale_log2: times log2(e). rows, spread, section: see ``backward_scheduler.KeySizes``. workers:
+        thread blocks. scalars, tensors: captured values, those of each of ``config.exprs`` in turn. totals: zeros, to which the gradients
+        of captured tensors are added, contiguous, with a last dimension for copies where they have some (``CapturedSum``).
         """
         tiles, d, dv_ = self.config.tiles, self.config.head_dim, self.config.head_dim_v
         tile_m, tile_n = tiles.tile_m, tiles.tile_n
@@ -91,6 +95,7 @@ class HopperBackward(VisitsRows, LoadsRows, MultipliesBack, Scores, SumsCaptured
         k_atom, k = cpasync.make_tiled_tma_atom(read, k, one[2], (tile_n, d))
         v_atom, v = cpasync.make_tiled_tma_atom(read, v, one[3], (tile_n, dv_))
         # each warp group sends its own keys of dK and dV
+        plain = (dk, dv) if const_expr(self.config.has_entries) else ()
         part_k, part_v = (cute.slice_(self._tile(64, n, 1), (None, None, 0)) for n in (d, dv_))
         dk_atom, dk = cpasync.make_tiled_tma_atom(write, dk, part_k, (64, d))
         dv_atom, dv = cpasync.make_tiled_tma_atom(write, dv, part_v, (64, dv_))
@@ -98,8 +103,8 @@ class HopperBackward(VisitsRows, LoadsRows, MultipliesBack, Scores, SumsCaptured
         self.storage_of_block = self._shared(layouts)
         sizes = (rows, spread, section, k_heads, heads // k_heads)
         self.kernel(
-            (q_atom, do_atom, k_atom, v_atom), (q, dout, k, v), (dk_atom, dv_atom), (dk, dv), (lse, delta, dq_sums, turns),
-            (scale, scale_log2), (partial_count, partial_index, full_count, full_index, ranks, counter), lengths, sizes,
+            (q_atom, do_atom, k_atom, v_atom), (q, dout, k, v), (dk_atom, dv_atom), (dk, dv), plain, (lse, delta, dq_sums, turns),
+            (scale, scale_log2), (partial_count, partial_index, full_count, full_index, ranks, order, entries, counter), lengths, sizes,
             (scalars, tensors, totals), layouts, self._products(),
         ).launch(
             grid=(workers, 1, 1),
@@ -141,7 +146,7 @@ class HopperBackward(VisitsRows, LoadsRows, MultipliesBack, Scores, SumsCaptured
 
     def _shared(self, layouts: tuple) -> Any:
         tiles, dtype = self.config.tiles, self.dtype
-        sizes = [cute.cosize(layout) for layout in layouts]
+        sizes, facts = [cute.cosize(layout) for layout in layouts], self._facts()
 
         @cute.struct
         class Storage:
@@ -150,7 +155,7 @@ class HopperBackward(VisitsRows, LoadsRows, MultipliesBack, Scores, SumsCaptured
             k_barriers: cute.struct.MemRange[cutlass.Int64, 2]
             v_barriers: cute.struct.MemRange[cutlass.Int64, 2]
             work_barriers: cute.struct.MemRange[cutlass.Int64, 4]
-            work: cute.struct.Align[cute.struct.MemRange[cutlass.Int32, 2 * KEY_FACTS], 16]
+            work: cute.struct.Align[cute.struct.MemRange[cutlass.Int32, 2 * facts], 16]
             visit: cute.struct.MemRange[cutlass.Int32, VISIT_FACTS * tiles.q_stages]
             place: cute.struct.MemRange[cutlass.Int32, 4 * tiles.warp_groups]
             lse: cute.struct.Align[cute.struct.MemRange[Float32, tiles.q_stages * tiles.tile_m], 128]
@@ -166,7 +171,7 @@ class HopperBackward(VisitsRows, LoadsRows, MultipliesBack, Scores, SumsCaptured
         return Storage
 
     @cute.kernel
-    def kernel(self, atoms, gmem, key_atoms, key_gmem, sums, scales, tables, lengths, sizes, captured, layouts, mmas):
+    def kernel(self, atoms, gmem, key_atoms, key_gmem, plain, sums, scales, tables, lengths, sizes, captured, layouts, mmas):
         tiles = self.config.tiles
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -195,7 +200,7 @@ class HopperBackward(VisitsRows, LoadsRows, MultipliesBack, Scores, SumsCaptured
             storage.delta.get_tensor(cute.make_layout((tiles.tile_m, tiles.do_stages))),
         )
         board = (
-            storage.work.get_tensor(cute.make_layout((KEY_FACTS, 2))),
+            storage.work.get_tensor(cute.make_layout((self._facts(), 2))),
             storage.visit.get_tensor(cute.make_layout((VISIT_FACTS, tiles.q_stages))),
             storage.place.get_tensor(cute.make_layout((4, tiles.warp_groups))),
         )
@@ -218,8 +223,12 @@ class HopperBackward(VisitsRows, LoadsRows, MultipliesBack, Scores, SumsCaptured
                 self.add(dq, board[2], sums[2], sums[3])
         else:
             cute.arch.setmaxregister_increase(REGISTERS[0])
-            keys = tuple(zip(key_atoms, key_gmem))
+            keys = (*zip(key_atoms, key_gmem), *plain)
             self.multiply(thread - 128, mmas, smem, statistics_in_smem, dq, pipes, board, keys, scales, captured)
+
+    def _facts(self) -> int:
+        """Numbers of a tile of keys on the board."""
+        return KEY_FACTS + PLACE_FACTS * self.config.has_entries
 
     def _pipe(self, barriers: Any, stages: int, transaction_bytes: int) -> Any:
         """One thread fills a stage; one of each multiplying warp gives it back."""

@@ -83,14 +83,19 @@ class MultipliesBack:
                 sums[1].fill(0.0)
                 pipes[2].consumer_wait(key_state)
                 pipes[3].consumer_wait(key_state)
+                if const_expr(self.config.has_entries):
+                    self.keys_wiped(in_smem, facts, group, thread)
                 self.hold(fixed, in_smem)
                 for _ in cutlass.range(facts.total, unroll=1):
+                    if const_expr(self.config.has_entries):
+                        self.rows_wiped(in_smem, pipes, (q_state, do_state), (board, q_state, work_state), group, thread)
                     self._row_tile(fixed, sums, scales, captured, (q_state, do_state, work_state), stage)
                     q_state.advance()
                     do_state.advance()
                     stage = tiles.ds_stages - 1 - stage
                 facts = self._key_facts(board[0], work_state)
-                self.stored_keys(sums, mmas, in_smem, keys, scales[0], group, thread, facts)
+                place = self.place_told(board[0], work_state, facts)
+                self.stored_keys(sums, mmas, in_smem, keys, scales[0], group, thread, facts, place)
                 pipes[2].consumer_release(key_state)
                 pipes[3].consumer_release(key_state)
                 key_state.advance()
@@ -113,7 +118,8 @@ class MultipliesBack:
             return Int32(-1), Int32(0), Int32(0), Int32(0)
         visit, facts = self.said_of(said)
         turn = self.turn_of(facts.n_block, visit) if self.config.is_deterministic else Int32(0)
-        return visit.m_block, visit.head, facts.entry, turn
+        entry, slot = self.tile_at(visit.m_block, self.place_told(said[0][0], said[2], facts))
+        return slot, visit.head, entry, turn
 
     def _key_facts(self, board: Any, state: Any) -> KeyFacts:
         return KeyFacts(*(board[i, state.index] for i in range(len(KeyFacts._fields))))

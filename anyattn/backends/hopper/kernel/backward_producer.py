@@ -30,26 +30,30 @@ class LoadsRows:
         )
         work, _, _ = cute.arch.block_idx()
         workers, _, _ = cute.arch.grid_dim()
+        sizes = self.counted_keys(tables, sizes)
         total = sizes.rows * sizes.spread
         while work < total:
             following = self._drawn(counter, total, workers)
             n_block, kv_head, entry = self.key_tile(work, tables, sizes)
+            seqlens, keys_place, rows_place = self.placed(entry, lengths, tables)
             visits = Int32(0)
             for which in cutlass.range(sizes.ratio, unroll=1):
-                of_head, _ = self.plan_of(n_block, kv_head * sizes.ratio + which, entry, lengths, tables, captured)
+                of_head, _ = self.plan_of(n_block, kv_head * sizes.ratio + which, entry, seqlens, tables, captured)
                 visits += of_head
-            self._post(board[0], pipes[4], work_state, KeyFacts(Int32(1), n_block, kv_head, entry, visits, *lengths))
+            facts = KeyFacts(Int32(1), n_block, kv_head, entry, visits, *seqlens)
+            self._post(board[0], pipes[4], work_state, (*facts, *self.posted(keys_place)))
             work_state.advance()
-            place = (n_block, kv_head, entry)
+            place = (n_block, kv_head, keys_place)
             self._keys(copies[2], in_smem[2], self.config.head_dim, pipes[2], key_state, place)
             self._keys(copies[3], in_smem[3], self.config.head_dim_v, pipes[3], key_state, place)
             key_state.advance()
             for which in cutlass.range(sizes.ratio, unroll=1):
                 head = kv_head * sizes.ratio + which
-                of_head, plan = self.plan_of(n_block, head, entry, lengths, tables, captured)
+                of_head, plan = self.plan_of(n_block, head, entry, seqlens, tables, captured)
                 for i in cutlass.range(of_head, unroll=1):
-                    visit = self.visit_of(i, n_block, head, lengths, plan)
-                    of_q, of_do = (entry, visit, q_state), (entry, visit, do_state)
+                    visit = self.visit_of(i, n_block, head, seqlens, plan)
+                    where = (rows_place, self.tile_at(visit.m_block, keys_place))
+                    of_q, of_do = (where, visit, q_state), (where, visit, do_state)
                     self._rows(copies[0], in_smem[0], statistics[0], statistics_in_smem[0], self.config.head_dim, pipes[0], of_q, board[1])
                     self._rows(copies[1], in_smem[1], statistics[1], statistics_in_smem[1], self.config.head_dim_v, pipes[1], of_do, None)
                     q_state.advance()
@@ -66,8 +70,8 @@ class LoadsRows:
     def _keys(self, copy, in_smem, head_dim: cutlass.Constexpr, pipe, state, place):
         """A tile of K or V; keys past the last are zeros."""
         atom, tensor = copy
-        n_block, head, entry = place
-        source = cute.local_tile(tensor[None, None, head, entry], (self.config.tiles.tile_n, head_dim), (n_block, 0))
+        n_block, head, where = place
+        source = cute.local_tile(self.rows_at(tensor, head, where), (self.config.tiles.tile_n, head_dim), (n_block, 0))
         source, target = self._partition(atom, in_smem, source)
         pipe.producer_acquire(state)
         cute.copy(atom, source, target[None, state.index], tma_bar_ptr=pipe.producer_get_barrier(state))
@@ -76,10 +80,10 @@ class LoadsRows:
     def _rows(self, copy, in_smem, statistic, statistic_in_smem, head_dim: cutlass.Constexpr, pipe, place, board):
         """A row tile of Q or dO with its statistic; which visit it is goes on the board before the stage is called full."""
         atom, tensor = copy
-        entry, visit, state = place
-        m, head = visit.m_block, visit.head
+        (where, (entry, slot)), visit, state = place
+        head = visit.head
         tile_m = self.config.tiles.tile_m
-        source = cute.local_tile(tensor[None, None, head, entry], (tile_m, head_dim), (m, 0))
+        source = cute.local_tile(self.rows_at(tensor, head, where), (tile_m, head_dim), (visit.m_block, 0))
         source, target = self._partition(atom, in_smem, source)
         pipe.sync_object_empty.wait(state.index, state.phase)
         if const_expr(board is not None):
@@ -90,4 +94,4 @@ class LoadsRows:
         barrier = pipe.producer_get_barrier(state)
         cute.copy(atom, source, target[None, state.index], tma_bar_ptr=barrier)
         with cute.arch.elect_one():
-            load_bytes(statistic_in_smem[None, state.index].iterator, statistic[entry, head, m, None].iterator, 4 * tile_m, barrier)
+            load_bytes(statistic_in_smem[None, state.index].iterator, statistic[entry, head, slot, None].iterator, 4 * tile_m, barrier)

@@ -5,11 +5,12 @@ from typing import Any
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float16, Float32, const_expr
+from cutlass import BFloat16, Float16, Float32, Int32, const_expr
 
-from anyattn.arithmetic import LOG2E, next_power_of_2
+from anyattn.arithmetic import LOG2E, ceil_div, next_power_of_2
 from anyattn.backends.hopper.backward_config import RowsConfig
 from anyattn.backends.hopper.codegen.emit import select
+from anyattn.backends.hopper.kernel.backward_packed import first_tile
 
 __all__ = ["RowsAfter", "RowsBefore"]
 
@@ -27,6 +28,24 @@ class _Rows:
         block, _, _ = cute.arch.block_idx()
         return block % tiles, block // tiles % heads, block // tiles // heads
 
+    @cute.jit
+    def located(self, slot, entries, length):
+        """(row of storage, its first row of the tile, rows of the sequence from there on) of row tile ``slot`` of all entries; the last is
+        0 or less where it is none. entries: see ``backward_scheduler.KeyTables``. length: rows of one row of storage."""
+        tile_m = self.config.tile_m
+        tiles = ceil_div(length, tile_m)
+        low, high = Int32(0), entries.shape[0] - 1  # the last entry whose tiles begin here or before
+        while low < high:
+            middle = (low + high + 1) // 2
+            if first_tile(entries[middle, 3], entries[middle, 4], middle, tile_m, tiles) <= slot:
+                low = middle
+            else:
+                high = middle - 1
+        row, start, seqlen_q = (entries[low, i] for i in range(3, 6))
+        before = (slot - first_tile(row, start, low, tile_m, tiles)) * tile_m
+        rest = seqlen_q - before if before >= 0 else Int32(0)
+        return row, start + before, rest
+
     def sums_of(self, sums: Any, entry: Any, head: Any, m: Any) -> Any:
         """A row tile's sums, which begin at a multiple of 16 bytes: the library allocates them."""
         start = sums[entry, head, m, None].iterator.align(16)
@@ -43,30 +62,49 @@ class RowsBefore(_Rows):
         dout: cute.Tensor,
         natural_lse: cute.Tensor,
         dlse: cute.Tensor | None,
+        natural_delta: cute.Tensor | None,
+        entries: cute.Tensor | None,
         lse: cute.Tensor,
         delta: cute.Tensor,
         sums: cute.Tensor,
         stream: cuda.CUstream,
     ):
-        """out, dout: (B, Hq, Sq, Dv). natural_lse, dlse: (B, Hq, Sq) float32. lse, delta, sums: see ``HopperBackward``."""
+        """out, dout: (B, Hq, Sq, Dv). natural_lse, dlse: (B, Hq, Sq) float32; natural_delta: likewise, delta for who wants it so.
+        entries, lse, delta, sums: see ``HopperBackward``."""
         blocks = lse.shape[0] * lse.shape[1] * lse.shape[2]
-        self.kernel(out, dout, natural_lse, dlse, lse, delta, sums).launch(grid=(blocks, 1, 1), block=[_THREADS, 1, 1], stream=stream)
+        self.kernel((out, dout, natural_lse, dlse), entries, natural_delta, (lse, delta, sums)).launch(
+            grid=(blocks, 1, 1), block=[_THREADS, 1, 1], stream=stream
+        )
 
     @cute.kernel
-    def kernel(self, out, dout, natural_lse, dlse, lse, delta, sums):
-        m, head, entry = self.tile(lse.shape[1], lse.shape[2])
+    def kernel(self, given, entries, natural_delta, found):
+        m, head, entry = self.tile(found[0].shape[1], found[0].shape[2])
+        length = given[0].shape[2]
+        if const_expr(self.config.has_entries):
+            row, first, rest = self.located(m, entries, length)
+            if rest > 0:
+                self.of_tile(given, natural_delta, found, (m, head, entry), (row, first, rest))
+        else:
+            first = m * self.config.tile_m
+            self.of_tile(given, natural_delta, found, (m, head, entry), (entry, first, length - first))
+
+    @cute.jit
+    def of_tile(self, given, natural_delta, found_of_rows, slot, where):
+        """slot: (row tile, head, entry) in the results. where: see ``located``."""
+        (out, dout, natural_lse, dlse), (lse, delta, sums) = given, found_of_rows
+        (m, head, entry), (storage, first, rest) = slot, where
         thread, _, _ = cute.arch.thread_idx()
         tile_m, lanes = self.config.tile_m, next_power_of_2(self.config.head_dim_v // _WIDE)
         at_once = _THREADS // lanes
         for i in cutlass.range_constexpr(tile_m // at_once):
             place = i * at_once + thread // lanes
-            row = m * tile_m + place
+            row = first + place
             total = Float32(0.0)
             column = thread % lanes * _WIDE
-            if (row < out.shape[2]) & (column < out.shape[3]):
+            if (place < rest) & (column < out.shape[3]):
                 of_out, of_dout = (cute.make_rmem_tensor(_WIDE, self.dtype) for _ in range(2))
                 for source, target in ((out, of_out), (dout, of_dout)):
-                    cute.autovec_copy(cute.local_tile(source[entry, head, row, None], (_WIDE,), (column // _WIDE,)), target)
+                    cute.autovec_copy(cute.local_tile(source[storage, head, row, None], (_WIDE,), (column // _WIDE,)), target)
                 for j in cutlass.range_constexpr(_WIDE):
                     x = Float32(of_out[j])
                     # a row that sees nothing has zeros, and its gradient may be anything
@@ -75,11 +113,13 @@ class RowsBefore(_Rows):
                 total += cute.arch.shuffle_sync_bfly(total, offset=1 << j)
             if thread % lanes == 0:
                 found = Float32.inf
-                if row < out.shape[2]:
-                    natural = natural_lse[entry, head, row]
+                if place < rest:
+                    natural = natural_lse[storage, head, row]
                     found = select(natural == -Float32.inf, Float32.inf, natural * Float32(LOG2E), "float")
                     if const_expr(dlse is not None):
-                        total -= Float32(dlse[entry, head, row])
+                        total -= Float32(dlse[storage, head, row])
+                    if const_expr(natural_delta is not None):
+                        natural_delta[storage, head, row] = total
                 lse[entry, head, m, place] = found
                 delta[entry, head, m, place] = total
         own = self.sums_of(sums, entry, head, m)
@@ -93,30 +133,57 @@ class RowsAfter(_Rows):
     """The kernel for one ``RowsConfig`` that runs behind the backward kernel: a block for each row tile."""
 
     @cute.jit
-    def __call__(self, sums: cute.Tensor, dq: cute.Tensor, scale: Float32, stream: cuda.CUstream):
-        """sums: see ``HopperBackward``. dq: (B, Hq, Sq, D), the sums times ``scale``."""
+    def __call__(
+        self,
+        sums: cute.Tensor,
+        dq: cute.Tensor,
+        entries: cute.Tensor | None,
+        guard: cute.Tensor | None,
+        scale: Float32,
+        stream: cuda.CUstream,
+    ):
+        """sums, entries: see ``HopperBackward``. dq: (B, Hq, Sq, D), the sums times ``scale``. guard: int32 (1,), with 1 in it nothing is
+        written."""
         blocks = sums.shape[0] * sums.shape[1] * sums.shape[2]
-        self.kernel(sums, dq, scale).launch(grid=(blocks, 1, 1), block=[_THREADS, 1, 1], stream=stream)
+        self.kernel(sums, dq, entries, guard, scale).launch(grid=(blocks, 1, 1), block=[_THREADS, 1, 1], stream=stream)
 
     @cute.kernel
-    def kernel(self, sums, dq, scale):
+    def kernel(self, sums, dq, entries, guard, scale):
         m, head, entry = self.tile(sums.shape[1], sums.shape[2])
+        length = dq.shape[2]
+        if const_expr(self.config.has_entries):
+            row, first, rest = self.located(m, entries, length)
+            if rest > 0:
+                self.of_tile(sums, dq, scale, (m, head, entry), (row, first, rest))
+        else:
+            first = m * self.config.tile_m
+            if const_expr(guard is not None):
+                if guard[0] == 0:
+                    self.of_tile(sums, dq, scale, (m, head, entry), (entry, first, length - first))
+            else:
+                self.of_tile(sums, dq, scale, (m, head, entry), (entry, first, length - first))
+
+    @cute.jit
+    def of_tile(self, sums, dq, scale, slot, where):
+        """slot: (row tile, head, entry) of the sums. where: see ``located``."""
+        (m, head, entry), (storage, before, rest) = slot, where
         thread, _, _ = cute.arch.thread_idx()
         tile_m, head_dim = self.config.tile_m, self.config.head_dim
         own = self.sums_of(sums, entry, head, m)
         pieces = tile_m * head_dim // 16  # of 16 numbers that follow one another in the sums, and of a row
         for i in cutlass.range_constexpr(cute.ceil_div(pieces, _THREADS)):
             row, column, first = self.place_of(i * _THREADS + thread)
-            row += m * tile_m
-            if (row < dq.shape[2]) & (column < dq.shape[3]):
+            if (row < rest) & (column < dq.shape[3]):
                 found = cute.make_rmem_tensor(16, Float32)
                 cute.autovec_copy(cute.local_tile(own, (16,), (first // 16,)), found)
                 for half in cutlass.range_constexpr(2):
-                    if row + 8 * half < dq.shape[2]:
+                    if row + 8 * half < rest:
                         narrow = cute.make_rmem_tensor(_WIDE, self.dtype)
                         for j in cutlass.range_constexpr(_WIDE):
                             narrow[j] = self.dtype(found[j // 2 * 4 + 2 * half + j % 2] * scale)
-                        cute.autovec_copy(narrow, cute.local_tile(dq[entry, head, row + 8 * half, None], (_WIDE,), (column // 8,)))
+                        cute.autovec_copy(
+                            narrow, cute.local_tile(dq[storage, head, before + row + 8 * half, None], (_WIDE,), (column // 8,))
+                        )
 
     def place_of(self, piece: Any) -> tuple[Any, Any, Any]:
         """(row of the tile, column, first number in the sums) of a piece: 4 threads' chunks of 8 columns of this row and of the one 8 below

@@ -57,15 +57,19 @@ class KeyTables(NamedTuple):
     """Tensors that say what to visit, None where the config has none; int32.
 
     partial_count, full_count: (B, H, N), partial_index, full_index: (B, H, N, M): the row tiles of each tile of keys, in the tiles of the
-    lists (``BackwardConfig.list_cut``); B and H may be 1. ranks: (B, H, N, M): how many tiles of keys before this one a row tile sees,
-    where results are to be deterministic.
+    lists (``BackwardConfig.list_cut``); B and H may be 1; over sequences see ``BackwardConfig.lists``. ranks: (B, H, N, M): how many tiles
+    of keys before this one a row tile sees, where results are to be deterministic. order: (rows + 1, 3), n_block, 0 and entry of each tile
+    of keys; the last row's first number says how many of them there are, and where storage says the rest it stands alone. entries: (B, 9),
+    k_row, k_start, seqlen_k, q_row, q_start, seqlen_q, 0 and an entry's place in ragged lists: its first tile of keys, its first index.
     """
 
     partial_count: Any
     partial_index: Any
     full_count: Any
     full_index: Any
-    ranks: Any = None
+    ranks: Any
+    order: Any
+    entries: Any
 
 
 class KeySizes(NamedTuple):
@@ -97,6 +101,8 @@ class VisitsRows:
         rest = work - before * rows
         inner = before + rest % at_once
         n_block = rest // at_once
+        if const_expr(self.config.has_entries):
+            return tables.order[n_block, 0], inner, tables.order[n_block, 2]
         if const_expr(self.config.has_left and not self.config.has_right and not self.config.is_deterministic):
             n_block = rows - 1 - n_block
         return n_block, inner % heads, inner // heads
@@ -163,20 +169,33 @@ class VisitsRows:
     @cute.jit
     def listed_rows(self, n_block, head, entry, seqlen_q, tables):
         """(visits, plan for ``listed_visit``) of a query head: partial tiles first, then full ones."""
-        _, cut_n = self.config.list_cut
-        entry = entry if const_expr(self.config.per_entry) else Int32(0)
         head = head if const_expr(self.config.per_head) else Int32(0)
-        line, found, ranks = n_block // cut_n, [], None
+        found, ranks = [], None
         for count, index in ((tables.partial_count, tables.partial_index), (tables.full_count, tables.full_index)):
             if const_expr(count is None):
                 found.append((Int32(0), found[0][1]))
             else:
-                entries = index[entry, head, line, None]
-                found.append((self.rows_listed(count[entry, head, line], entries, seqlen_q), entries))
+                size, entries = self.list_of(count, index, n_block, head, entry, seqlen_q, tables)
+                found.append((self.rows_listed(size, entries, seqlen_q), entries))
         if const_expr(tables.ranks is not None):
-            ranks = tables.ranks[entry, head, line, None]
+            per_entry = entry if const_expr(self.config.per_entry) else Int32(0)
+            ranks = tables.ranks[per_entry, head, n_block // self.config.list_cut[1], None]
         (partials, _), (fulls, _) = found
         return partials + fulls, (partials, found[0][1], found[1][1], ranks)
+
+    @cute.jit
+    def list_of(self, count, index, n_block, head, entry, seqlen_q, tables):
+        """(length, list) of the row tiles, in the lists' tiles, that a tile of keys is visited by."""
+        cut_m, cut_n = self.config.list_cut
+        line = n_block // cut_n
+        if const_expr(self.config.lists == "dense"):
+            entry = entry if const_expr(self.config.per_entry) else Int32(0)
+            return count[entry, head, line], index[entry, head, line, None]
+        at = tables.entries[entry, 7] + line
+        if const_expr(self.config.lists == "ragged"):
+            return count[head, at], index[head, at, None]
+        rows = ceil_div(seqlen_q, cut_m * self.config.tiles.tile_m)
+        return count[head, at], cute.domain_offset((tables.entries[entry, 8] + line * rows,), index[head, None])
 
     @cute.jit
     def rows_listed(self, size, entries, seqlen_q):

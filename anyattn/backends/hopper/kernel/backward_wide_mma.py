@@ -114,7 +114,7 @@ class MultipliesWide(MultipliesBack):
         cute.arch.barrier(barrier_id=barrier, number_of_threads=128 * self.config.tiles.warp_groups)
 
     @cute.jit
-    def stored_keys(self, sums, mmas, in_smem, keys, scale, group, thread, facts):
+    def stored_keys(self, sums, mmas, in_smem, keys, scale, group, thread, facts, place):
         """Each warp group has half the columns of dK and of dV. The first one sends dK, the second dV."""
         _, _, k, v, _ = in_smem
         _, to_v, to_k, _ = mmas
@@ -129,8 +129,8 @@ class MultipliesWide(MultipliesBack):
         cute.arch.barrier(barrier_id=STORED, number_of_threads=threads)
         if cute.arch.make_warp_uniform(thread // 32) % 4 == 0:
             if group == 0:
-                self._sent(keys[0], k[None, None, 0], self.config.head_dim, 0, facts)
+                self._sent(keys[0], k[None, None, 0], self.config.head_dim, 0, facts, place)
             else:
-                self._sent(keys[1], v[None, None, 0], self.config.head_dim_v, 0, facts)
+                self._sent(keys[1], v[None, None, 0], self.config.head_dim_v, 0, facts, place)
             cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0, read=True)

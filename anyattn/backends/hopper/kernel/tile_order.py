@@ -11,7 +11,7 @@ from cutlass.utils import SmemAllocator
 
 from anyattn.arithmetic import ceil_div
 from anyattn.backends.hopper.tables_config import THREADS, TablesConfig
-from anyattn.sequences.tile_order import keys_up_to
+from anyattn.sequences.tile_order import keys_up_to, rows_from
 
 __all__ = ["SequenceTables"]
 
@@ -61,7 +61,9 @@ class SequenceTables:
         stream: cuda.CUstream,
     ):
         """cu_seqlens: (B + 1,), seqused: (B,), int32 or int64, as far as the call has them. entries: (B, 9) and order: (rows, 3) int32,
-        see ``tile_scheduler.Tables``, or both None. out: (rows of storage, Hq, rows_q, Dv), lse, highest: the same without Dv, or all None.
+        see ``tile_scheduler.Tables``, or both None. out: (rows of storage, Hq, rows_q, Dv), lse, highest: the same without Dv, or with a
+        last dimension of their own and then zeros too, or all None. With ``TablesConfig.by_key`` queries and keys have changed places, and
+        order has one row more.
 
         bin_keys: keys that a bin of costs is wide. blocks: thread blocks. heads: those that wipe go side by side for so many heads.
         """
@@ -116,7 +118,8 @@ class SequenceTables:
             if first + i < given.batch:
                 ends[first + i] += before
         cute.arch.sync_threads()
-        total = cutlass.min(ends[given.batch - 1], order.shape[0])
+        room = order.shape[0] - 1 if const_expr(self.config.by_key) else order.shape[0]
+        total = cutlass.min(ends[given.batch - 1], room)
         rounds = ceil_div(total, THREADS)
         for i in cutlass.range(rounds, unroll=1):
             if i * THREADS + thread < total:
@@ -130,12 +133,17 @@ class SequenceTables:
         for i in cutlass.range(rounds, unroll=1):
             if i * THREADS + thread < total:
                 entry, m_block, place = self.located(i * THREADS + thread, given, ends, entries, bin_keys)
-                row = cute.arch.atomic_add(counts.iterator + place, Int32(1))
+                row = i * THREADS + thread
+                if const_expr(self.config.is_sorted):
+                    row = cute.arch.atomic_add(counts.iterator + place, Int32(1))
                 self.put(order, row, m_block, entry)
-        for i in cutlass.range(ceil_div(order.shape[0] - total, THREADS), unroll=1):
+        for i in cutlass.range(ceil_div(room - total, THREADS), unroll=1):
             row = total + i * THREADS + thread
-            if row < order.shape[0]:
+            if row < room:
                 self.put(order, row, Int32(-1), Int32(0))
+        if const_expr(self.config.by_key):
+            if thread == 0:
+                self.put(order, room, total, Int32(0))
 
     @cute.jit
     def put(self, order, row, m_block, entry):
@@ -205,7 +213,10 @@ class SequenceTables:
         m_block = number - before
         cost = entries[low, 5]
         if const_expr(self.config.ends_with_row):
-            cost = keys_up_to(m_block, self.config.tile_m, entries[low, 2], cost)
+            if const_expr(self.config.by_key):
+                cost = rows_from(m_block, self.config.tile_m, cost, entries[low, 2])
+            else:
+                cost = keys_up_to(m_block, self.config.tile_m, entries[low, 2], cost)
         return low, m_block, THREADS - 1 - cutlass.min(cutlass.max(cost, 0) // bin_keys, THREADS - 1)
 
     # ---- rows of no sequence
@@ -257,7 +268,10 @@ class SequenceTables:
     def clear(self, out, lse, highest, entry, head, row, lane):
         for i in cutlass.range(ceil_div(out.shape[3] - lane, 32), unroll=1):
             out[entry, head, row, lane + 32 * i] = out.element_type(0.0)
-        for statistic in (lse, highest):
-            if const_expr(statistic is not None):
+        for other in (lse, highest):
+            if const_expr(other is not None and len(other.shape) == 4):
+                for i in cutlass.range(ceil_div(other.shape[3] - lane, 32), unroll=1):
+                    other[entry, head, row, lane + 32 * i] = other.element_type(0.0)
+            elif const_expr(other is not None):
                 if lane == 0:
-                    statistic[entry, head, row] = -Float32.inf
+                    other[entry, head, row] = -Float32.inf

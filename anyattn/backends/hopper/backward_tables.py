@@ -1,0 +1,125 @@
+"""Device tables of the Hopper backward kernel: the order of a varlen batch's tiles of keys and its entries, made without host waits."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from anyattn.arithmetic import ceil_div
+from anyattn.backends.hopper.backward_config import TILE_N, BackwardConfig
+from anyattn.backends.hopper.compile.launch import launch
+from anyattn.backends.hopper.config import TILE_M
+from anyattn.backends.hopper.tables import wiping_blocks
+from anyattn.backends.hopper.tables_config import MOST_ENTRIES, THREADS, TablesConfig
+from anyattn.documents.rewrite import DocumentTables
+from anyattn.mods.compose import turned
+from anyattn.problem import Problem
+from anyattn.sequences.batch import Sequences
+from anyattn.sequences.tile_order import counted, longest_first, most_tiles, of_all_heads
+from anyattn.sequences.unread_varlen import StoredSequences
+from anyattn.sequences.varlen_tables import entries_table
+from anyattn.sparsity.lists import kept_transposed
+
+__all__ = ["KeyOrder", "key_order", "key_order_of_documents", "order_where", "ragged_lists_by_key", "row_tiles"]
+
+
+class KeyOrder(NamedTuple):
+    """``backward_scheduler.KeyTables.order`` and ``entries``, None where storage says what they would."""
+
+    order: Tensor | None = None
+    entries: Tensor | None = None
+
+    def tiles(self, keys: int, tile_n: int) -> int:
+        """Tiles of keys that there is room for. keys: of one row of storage."""
+        return ceil_div(keys, tile_n) if self.entries is None else len(self.order) - 1  # type: ignore[arg-type]
+
+
+_of_sequences: WeakKeyDictionary[Sequences, dict[int, KeyOrder]] = WeakKeyDictionary()
+
+
+def row_tiles(problem: Problem, tile_m: int) -> int:
+    """Room for the row tiles of all entries of a varlen batch (``backward_packed.first_tile``)."""
+    return problem.q.shape[0] * ceil_div(problem.q.shape[2], tile_m) + problem.batch
+
+
+def key_order(problem: Problem, config: BackwardConfig, dq: Tensor, dk: Tensor, dv: Tensor) -> KeyOrder:
+    """The tables of a call's sequences; rows of the gradients that belong to none of them are set to 0 on the way."""
+    s, k, tile = problem.sequences, problem.k, config.tiles.tile_n
+    assert s is not None
+    most = most_tiles(problem.batch, s.bound_k, k.shape[0] * k.shape[2], tile)
+    if isinstance(s, StoredSequences):
+        return _prepared(s, config, most, dq, dk, dv)
+    for gradient in (dq, dk, dv):
+        gradient.zero_()
+    known = _of_sequences.setdefault(s, {})
+    if tile not in known:
+        known[tile] = _in_order(s, config, most)
+    return known[tile]
+
+
+def key_order_of_documents(documents: DocumentTables, config: BackwardConfig) -> KeyOrder:
+    """The tables of documents as sequences, kept with them: no tiles where they are none."""
+    return KeyOrder(*documents.in_order(config.tiles.tile_n, False))
+
+
+def ragged_lists_by_key(problem: Problem, listed: int) -> tuple[tuple[Tensor | None, ...], Tensor]:
+    """(counts and indices of the row tiles that visit each tile of keys, ``KeyOrder.entries`` that says where each sequence's are), of the
+    lists that the call brought, or else of predicate ``listed``."""
+    from anyattn.sparsity.varlen_lists import RaggedLists, ragged_lists
+
+    assert problem.sequences is not None
+    sequences = problem.sequences.turned()
+    if problem.blocks is not None:
+        found = RaggedLists.of(kept_transposed(problem.blocks))
+    else:
+        found = ragged_lists(turned(problem.predicates[listed]), sequences, (TILE_M, TILE_N), problem.heads_q)
+    tensors = (found.mask_block_cnt, found.mask_block_idx, found.full_block_cnt, found.full_block_idx)
+    return tuple(None if t is None else t.contiguous() for t in tensors), found.entries(sequences)
+
+
+def order_where(tiles: int, guard: Tensor) -> KeyOrder:
+    """Of a dense call: ``tiles`` where ``guard`` is 0, none where it is 1."""
+    nothing = torch.empty((0, 3), dtype=torch.int32, device=guard.device)
+    return KeyOrder(counted(nothing, tiles * (1 - guard)))
+
+
+def _prepared(s: StoredSequences, config: BackwardConfig, most: int, dq: Tensor, dk: Tensor, dv: Tensor) -> KeyOrder:
+    """By one launch for the keys, and one that clears rows of dq."""
+    t, n = s.tables, s.sizes
+    by_key = (t.cu_seqlens_k, t.cu_seqlens_q, t.seqused_k, t.seqused_q)
+    is_large = s.batch > MOST_ENTRIES[-1]
+    order = entries = None
+    if not is_large:
+        order = torch.empty((most + 1, 3), dtype=torch.int32, device=dk.device)
+        entries = torch.empty((s.batch, 9), dtype=torch.int32, device=dk.device)
+    made = _tables_config(config, s.batch > MOST_ENTRIES[0])
+    has_gaps = t.cu_seqlens_k is not None or t.seqused_k is not None
+    blocks, heads = wiping_blocks(dk) if has_gaps else (0, 1)
+    blocks += not is_large
+    if blocks:
+        wiped = (dk, dv, None) if has_gaps else (None, None, None)
+        bin_rows = ceil_div(s.bound_q + 1, THREADS)
+        launch(made, (*by_key, entries, order, *wiped, s.batch, n.rows_k, n.rows_q, bin_rows, blocks, heads))
+    if t.cu_seqlens_q is not None or t.seqused_q is not None:
+        launch(made, (*t, None, None, dq, None, None, s.batch, n.rows_q, n.rows_k, 1, *wiping_blocks(dq)))
+    if order is None or entries is None:
+        return _in_order(s, config, most)
+    return KeyOrder(order, entries)
+
+
+def _in_order(s: Sequences, config: BackwardConfig, most: int) -> KeyOrder:
+    """The same by torch operations. Of a sequence's tiles the first comes first, as turns of a deterministic sum want it."""
+    by_key, tile = s.turned(), config.tiles.tile_n
+    order = longest_first(by_key, tile, most)
+    tiles = ceil_div(by_key.seqlens_q, tile).sum().clamp(max=most)
+    return KeyOrder(counted(of_all_heads(order), tiles), entries_table(by_key))
+
+
+@lru_cache(maxsize=256)
+def _tables_config(config: BackwardConfig, is_large: bool) -> TablesConfig:
+    ends_with_row = config.has_right and not config.is_deterministic
+    return TablesConfig(config.tiles.tile_n, ends_with_row, MOST_ENTRIES[is_large], by_key=True, is_sorted=not config.is_deterministic)

@@ -1,0 +1,146 @@
+"""Sequences of different lengths in the backward kernel: where their rows are, and what lies past their ends.
+
+Rows of other sequences, or of none, follow a sequence's last row. The copy engine brings them with a tile, so that they are replaced by
+zeros in shared memory; and a tile of dK or dV that a sequence's end cuts is written row by row.
+"""
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+
+from anyattn.arithmetic import ceil_div
+from anyattn.backends.hopper.kernel.fragment import rows_and_columns
+from anyattn.sequences.seqlen_info import aligned_offset
+
+__all__ = ["PLACE_FACTS", "Packed", "Place", "first_tile"]
+
+PLACE_FACTS = 4  # numbers of a tile of keys on the board behind those of ``KeyFacts``
+_CLEANED = 13  # the first of the named barriers at which each warp group meets after wiping
+_AT_ONCE = 8  # entries of a row that one instruction wipes: 16 bytes, which the swizzled layout keeps together
+
+
+class Place(NamedTuple):
+    """Where a batch entry's rows are, as the producer posts it behind ``KeyFacts``: Int32 each.
+
+    row, start: its keys are ``k[row, :, start:]``. first: its first row tile among those of all entries (``first_tile``).
+    """
+
+    row: Any
+    start: Any
+    first: Any
+
+
+def first_tile(row: Any, start: Any, entry: Any, tile_m: Any, tiles: Any) -> Any:
+    """Where an entry's row tiles begin in a buffer that gives every entry whole tiles: no two entries share one.
+
+    row, start: where its queries are. tiles: row tiles of one row of storage. ``batch`` tiles more than those of all storage are enough.
+    """
+    return row * tiles + aligned_offset(start, entry, tile_m) // tile_m
+
+
+class Packed:
+    """What ``HopperBackward`` does where the config has entries; without them it is what the storage's shape says."""
+
+    config: Any
+    dtype: Any
+    said_of: Any
+
+    @cute.jit
+    def counted_keys(self, tables, sizes):
+        """The sizes with as many tiles of keys as there are, which the order's last row holds."""
+        if const_expr(tables.order is not None):
+            return type(sizes)(tables.order[tables.order.shape[0] - 1, 0], *sizes[1:])
+        return sizes
+
+    @cute.jit
+    def placed(self, entry, lengths, tables):
+        """((queries, keys), ``Place``, (q_row, q_start)) of an entry, whose queries are ``q[q_row, :, q_start:]``; its number in place of
+        both where storage says it all."""
+        if const_expr(not self.config.has_entries):
+            return lengths, entry, entry
+        k_row, k_start, seqlen_k, q_row, q_start, seqlen_q = (tables.entries[entry, i] for i in range(6))
+        tile_m = self.config.tiles.tile_m
+        first = first_tile(q_row, q_start, entry, tile_m, ceil_div(lengths[0], tile_m))
+        return (seqlen_q, seqlen_k), Place(k_row, k_start, first), (q_row, q_start)
+
+    def posted(self, place: Any) -> tuple[Any, ...]:
+        """What goes on the board behind ``KeyFacts``."""
+        return tuple(place) if self.config.has_entries else ()
+
+    def place_told(self, board: Any, state: Any, facts: Any) -> Any:
+        """The same from the board."""
+        if not self.config.has_entries:
+            return facts.entry
+        return Place(*(board[len(facts) + i, state.index] for i in range(len(Place._fields))))
+
+    def rows_at(self, tensor: Any, head: Any, place: Any) -> Any:
+        """An entry's rows of a tensor, (positions, head dimension). place: (row of storage, first row in it, ...)."""
+        if not self.config.has_entries:
+            return tensor[None, None, head, place]
+        return cute.domain_offset((place[1], 0), tensor[None, None, head, place[0]])
+
+    def tile_at(self, m_block: Any, place: Any) -> tuple[Any, Any]:
+        """(entry, row tile) of a row tile in the statistics and in the sums of dQ."""
+        return (Int32(0), place.first + m_block) if self.config.has_entries else (place, m_block)
+
+    @cute.jit
+    def keys_wiped(self, in_smem, facts, group, thread):
+        """Zeros in K and V past the last key. They hold what came with the tile, NaN perhaps, and 0 x NaN is NaN."""
+        room = facts.seqlen_k - facts.n_block * self.config.tiles.tile_n
+        if room < self.config.tiles.tile_n:
+            self._wiped(in_smem[2][None, None, 0], room, self.config.tiles.tile_n, self.config.head_dim, thread)
+            self._wiped(in_smem[3][None, None, 0], room, self.config.tiles.tile_n, self.config.head_dim_v, thread)
+            self._cleaned(group)
+
+    @cute.jit
+    def rows_wiped(self, in_smem, pipes, states, said, group, thread):
+        """The same in Q and dO past the last row. said: see ``MultipliesBack.said_of``."""
+        q_state, do_state = states
+        tile_m = self.config.tiles.tile_m
+        pipes[0].consumer_wait(q_state)
+        visit, facts = self.said_of(said)
+        room = facts.seqlen_q - visit.m_block * tile_m
+        if room < tile_m:
+            pipes[1].consumer_wait(do_state)
+            self._wiped(in_smem[0][None, None, q_state.index], room, tile_m, self.config.head_dim, thread)
+            self._wiped(in_smem[1][None, None, do_state.index], room, tile_m, self.config.head_dim_v, thread)
+            self._cleaned(group)
+
+    @cute.jit
+    def _wiped(self, tile, room, rows: cutlass.Constexpr, head_dim: cutlass.Constexpr, thread):
+        """Each warp group wipes all rows, so that none has to wait for another."""
+        nothing = cute.make_rmem_tensor(_AT_ONCE, self.dtype)
+        nothing.fill(0.0)
+        lanes = head_dim // _AT_ONCE  # pieces of a row
+        for row in cutlass.range(room + thread % 128 // lanes, rows, 128 // lanes, unroll=1):
+            cute.autovec_copy(nothing, cute.local_tile(tile, (1, _AT_ONCE), (row, thread % lanes))[0, None])
+
+    def _cleaned(self, group: Any) -> None:
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=_CLEANED + group, number_of_threads=128)
+
+    @cute.jit
+    def is_cut(self, group, facts):
+        """Whether the last key lies before the end of a warp group's part of the tile."""
+        return facts.n_block * self.config.tiles.tile_n + (group + 1) * 64 > facts.seqlen_k
+
+    @cute.jit
+    def keys_stored(self, acc, mma, head_dim: cutlass.Constexpr, target, facts, place, thread):
+        """Rows of dK or dV up to the last key. head_dim: as padded."""
+        tile_n = self.config.tiles.tile_n
+        rows = rows_and_columns(acc)
+        positions = rows_and_columns(mma.get_slice(thread).partition_C(cute.make_identity_tensor((tile_n, head_dim))))
+        own, columns = self.rows_at(target, facts.kv_head, place), cute.size(target, mode=[1])
+        pair = cute.make_rmem_tensor(2, self.dtype)
+        for r in cutlass.range_constexpr(cute.size(rows, mode=[0])):
+            key = facts.n_block * tile_n + positions[r, 0][0]
+            if key < facts.seqlen_k:
+                row = own[key, None]
+                for c in cutlass.range_constexpr(0, cute.size(rows, mode=[1]), 2):
+                    column = positions[0, c][1]  # and the next one: the head dimension is even
+                    if column < columns:
+                        for i in cutlass.range_constexpr(2):
+                            pair[i] = self.dtype(rows[r, c + i])
+                        cute.autovec_copy(pair, cute.local_tile(row, (2,), (column // 2,)))

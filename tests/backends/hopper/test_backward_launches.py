@@ -1,0 +1,187 @@
+"""Launches of the Hopper backward pass over sequences and documents, without a GPU: which there are, and with which tables."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import anyattn
+from anyattn import masks, planner
+from anyattn.arithmetic import ceil_div
+from anyattn.backends.hopper.backward_config import BackwardConfig, RowsConfig
+from anyattn.backends.hopper.backward_tables import order_where
+from anyattn.backends.hopper.compile import launch
+from anyattn.backends.hopper.make_backward_config import backward_ways, reason_against_backward
+from anyattn.backends.hopper.tables_config import TablesConfig
+from anyattn.documents.rewrite import DocumentTables
+from anyattn.mods.tracing.trace import trace
+from anyattn.problem import Problem
+from anyattn.sequences.unread_varlen import LengthTables, StoredSequences, StoredSizes
+from anyattn.validate import sequences
+from tests.support.hopper.pretended import H200, Launch
+
+ENDS = torch.tensor([0, 5, 5, 70, 200], dtype=torch.int32)
+USED = torch.tensor([5, 0, 60, 100], dtype=torch.int32)
+IDS = torch.repeat_interleave(torch.arange(4), torch.tensor([1, 300, 128, 271]))
+
+
+def wanting(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.bfloat16).requires_grad_()
+
+
+def gradients_of(out: Tensor, launched: list[Launch]) -> list[Launch]:
+    """What the backward pass launches."""
+    launched.clear()
+    out.backward(torch.zeros_like(out))
+    return launched
+
+
+@pytest.fixture(autouse=True)
+def _unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sequences, "skips_device_reads", lambda device, validate: validate is not True)
+
+
+def packed(**options: Any) -> Tensor:
+    operands = wanting(200, 4, 64), wanting(200, 2, 64), wanting(200, 2, 64)
+    out: Tensor = anyattn.flash_attn_varlen_func(*operands, cu_seqlens_q=ENDS, cu_seqlens_k=ENDS, backend="hopper", **options)
+    return out
+
+
+def of_kind(found: list[Launch], kind: type) -> list[Launch]:
+    return [one for one in found if isinstance(one[0], kind)]
+
+
+def test_a_packed_call_launches_tables_rows_and_products(launched: list[Launch]) -> None:
+    found = gradients_of(packed(causal=True), launched)
+    assert [type(c) for c, _ in found] == [TablesConfig, TablesConfig, RowsConfig, BackwardConfig, RowsConfig]
+    (by_key, tables), (wipe, wiped) = found[:2]
+    order, entries = tables[5], tables[4]
+    assert by_key.by_key and by_key.ends_with_row and by_key.is_sorted and by_key.tile_m == 128
+    assert tables[0].equal(ENDS) and tables[:4] == (tables[0], tables[0], None, None)
+    assert order.shape == (200 // 128 + 4 + 1, 3) and entries.shape == (4, 9)
+    assert [t.shape for t in tables[6:8]] == [(1, 2, 200, 64)] * 2 and tables[8] is None
+    assert wiped[4] is wiped[5] is None and wiped[6].shape == (1, 4, 200, 64) and wipe is by_key
+    (before, rows), (config, products), (after, last) = found[2:]
+    assert config.has_entries and before.has_entries and after.has_entries and config.has_right and config.lists is None
+    assert rows[5] is entries and last[2] is entries and products[15] is entries and products[14] is order
+    (lse, delta, sums), tile_m = products[6:9], config.tiles.tile_m
+    assert lse.shape == delta.shape == (1, 4, ceil_div(200, tile_m) + 4, tile_m) and sums.shape == (*lse.shape[:3], 64 * tile_m)
+    assert rows[6:9] == (lse, delta, sums) and last[0] is sums
+    assert products[4] is tables[6] and products[5] is tables[7] and last[1] is wiped[6]
+    rows_, spread, section, workers = products[19:23]
+    assert (rows_, spread) == (len(order) - 1, 2) and 1 <= section <= 2 and workers == 1
+
+
+def test_turns_follow_sequences_in_their_order(launched: list[Launch]) -> None:
+    found = gradients_of(packed(causal=True, deterministic=True), launched)
+    ((config, products),) = of_kind(found, BackwardConfig)
+    assert config.is_deterministic and not found[0][0].is_sorted
+    assert (
+        products[9].shape == (1, 4, ceil_div(200, config.tiles.tile_m) + 4) and products[9].dtype is torch.int32 and not products[9].any()
+    )
+
+
+def test_rows_are_cleared_where_there_may_be_gaps(launched: list[Launch]) -> None:
+    q, k = wanting(4, 60, 4, 64), wanting(4, 100, 2, 64)
+    out = anyattn.flash_attn_varlen_func(q, k, k, seqused_k=USED, backend="hopper")
+    found = of_kind(gradients_of(out, launched), TablesConfig)
+    assert len(found) == 1 and [t.shape for t in found[0][1][6:8]] == [(4, 2, 100, 64)] * 2
+    out = anyattn.flash_attn_varlen_func(q, k, k, seqused_q=USED.clamp(max=60), backend="hopper")
+    found = of_kind(gradients_of(out, launched), TablesConfig)
+    assert [one[1][6] is None for one in found] == [True, False] and found[1][1][6].shape == (4, 4, 60, 64)
+
+
+def test_other_masks_than_bands_are_lists_or_asked_everywhere(launched: list[Launch]) -> None:
+    mask = masks.document(IDS)
+    ((config, products),) = of_kind(gradients_of(packed(mask_mod=mask, causal=True), launched), BackwardConfig)
+    assert (config.lists, config.list_cut, config.per_head) == ("flat", (2, 1), False)
+    assert config.partial is not None and len(config.always) == 1 and not config.bands
+    assert products[10].shape[0] == 1 and products[15][:, 7].tolist() == [0, 1, 1, 2]
+    ((config, products),) = of_kind(gradients_of(packed(mask_mod=mask, causal=True, deterministic=True), launched), BackwardConfig)
+    assert config.lists is None and len(config.always) == 1 and len(config.bands) == 1 and products[10] is None
+
+
+@pytest.mark.parametrize("layout", ["flat", "padded"])
+def test_lists_of_sequences_are_transposed(layout: str, launched: list[Launch]) -> None:
+    mask = masks.document(IDS)
+    lists = anyattn.compute_varlen_block_sparsity(128, 128, None, mask, layout=layout, device="cpu", cu_seqlens_q=ENDS, cu_seqlens_k=ENDS)
+    ((config, products),) = of_kind(gradients_of(packed(mask_mod=mask, block_sparse_tensors=lists), launched), BackwardConfig)
+    assert config.lists == ("flat" if layout == "flat" else "ragged") and config.partial is not None
+    turned = lists.transposed()
+    assert products[10].equal(turned.mask_block_cnt) and products[11].equal(turned.mask_block_idx)
+
+
+def by_documents(mask: Any, launched: list[Launch], lists: Any = None) -> list[Launch]:
+    operands = [wanting(2, 2, 700, 64) for _ in range(3)]
+    lists = anyattn.create_block_mask(mask, 2, None, 700, 700, device="cpu") if lists is None else lists
+    return list(gradients_of(anyattn.flex_attention(*operands, block_mask=lists, backend="hopper"), launched))
+
+
+def test_documents_are_sequences(launched: list[Launch]) -> None:
+    found = by_documents(masks.document(IDS) & masks.causal(), launched)
+    assert [type(c) for c, _ in found] == [RowsConfig, BackwardConfig, RowsConfig] and all(c.has_entries for c, _ in found)
+    config, products = found[1]
+    order, entries = products[14:16]
+    count = int(order[-1, 0])
+    assert count == 2 * (1 + 3 + 1 + 3) and config.has_right and config.lists is None and not config.always
+    assert entries[:4, :3].tolist() == [[0, 0, 1], [0, 1, 300], [0, 301, 128], [0, 429, 271]]
+    lengths = entries[:, 2].tolist()
+    assert all(n * 128 < lengths[b] for n, _, b in order[:count].tolist())
+    found = by_documents(masks.document(torch.arange(700) // 50 % 2), launched)
+    assert [c.has_entries for c, _ in found] == [False] * 3 and found[1][0].lists == "dense" and found[1][1][14] is None
+    assert found[2][1][3] is None
+
+
+@pytest.mark.parametrize("ids,held", [(IDS, True), (torch.arange(700) // 50 % 2, False)], ids=["documents", "others"])
+def test_both_are_launched_until_it_is_known(ids: Tensor, held: bool, launched: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DocumentTables, "answer", lambda self: None)
+    found = by_documents(masks.document(ids), launched)
+    assert [c.has_entries for c, _ in found] == [True] * 3 + [False] * 3
+    within, listed = found[1][1], found[4][1]
+    assert bool(within[14][-1, 0]) is held and listed[14].tolist() == [[0 if held else 6, 0, 0]]
+    assert within[4] is listed[4] and within[5] is listed[5] and found[2][1][1] is found[5][1][1]
+    assert found[2][1][3] is None and found[5][1][3].tolist() == [int(held)]
+
+
+def test_ahead_of_time_both_are_compiled(launched: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Any] = []
+    monkeypatch.setattr(launch, "warm", lambda config, kinds: found.append(config))
+    with launch.compiling_only():
+        by_documents(masks.document(IDS), launched)
+    assert [c.has_entries for c in found if isinstance(c, BackwardConfig)] == [True, False]
+
+
+def test_an_order_that_a_guard_empties() -> None:
+    for guard, tiles in ((0, 7), (1, 0)):
+        order, entries = order_where(7, torch.tensor([guard], dtype=torch.int32))
+        assert order is not None and order.tolist() == [[tiles, 0, 0]] and order.dtype is torch.int32 and entries is None
+
+
+def problem(page_table: Tensor | None = None, **changes: Any) -> Problem:
+    q = torch.zeros(1, 2, 200, 128, dtype=torch.bfloat16).requires_grad_()
+    stored = StoredSequences(LengthTables(ENDS, ENDS, None, None), StoredSizes(4, 200, 200, 200, 200), page_table, q.device)
+    return Problem(**({"q": q, "k": q, "v": q, "scale": 0.1, "sequences": stored} | changes))
+
+
+def test_plans_name_this_backend() -> None:
+    for mask in (masks.causal(), masks.sliding_window(9, 0), masks.prefix_lm(5), masks.document(IDS)):
+        p = problem(predicates=(trace(mask, "mask"),))
+        assert planner.choose(p, H200).backward == "hopper" and backward_ways(p).special.config.has_entries
+        assert reason_against_backward(problem(predicates=(trace(mask, "mask"),), deterministic=True)) is None
+    assert "pages" in str(reason_against_backward(problem(torch.zeros(4, 2, dtype=torch.int32))))
+
+
+def test_lists_in_other_tiles_are_refused(launched: list[Launch]) -> None:
+    lists = anyattn.compute_varlen_block_sparsity(128, 64, None, masks.causal(), device="cpu", cu_seqlens_q=ENDS, cu_seqlens_k=ENDS)
+    p = problem(predicates=(trace(masks.causal(), "mask"),), blocks=lists)
+    assert "64 rows x 128 keys" in str(reason_against_backward(p)) and planner.choose(p, H200).backward == "triton"
+
+
+def test_explain_names_this_backend(launched: list[Launch]) -> None:
+    operands = [wanting(2, 2, 700, 64) for _ in range(3)]
+    lists = anyattn.create_block_mask(masks.document(IDS), 2, None, 700, 700, device="cpu")
+    plan = anyattn.explain(*operands, block_mask=lists, backend="hopper").plan
+    assert plan.backward == "hopper" and any("each is run as a sequence" in line for line in plan.why)

@@ -1,0 +1,282 @@
+"""Sequences of different lengths in the backward kernel's text on the CPU: gradients against float64, and planted bugs are found."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from anyattn import masks
+from anyattn.arithmetic import LOG2E, ceil_div
+from anyattn.backends.hopper.backward_config import BackwardConfig, BackwardTiles
+from anyattn.backends.hopper.backward_tables import ragged_lists_by_key
+from anyattn.backends.hopper.config import Ask, slots
+from anyattn.backends.hopper.make_backward_config import with_derivative
+from anyattn.mods.analysis.evaluate import evaluate
+from anyattn.mods.analysis.row_ranges import row_ranges
+from anyattn.mods.tracing.trace import TracedMod, trace
+from anyattn.problem import Problem
+from anyattn.sequences.batch import Sequences
+from anyattn.sequences.varlen_tables import entries_table
+from anyattn.sparsity.varlen_block_sparse import VarlenBlockSparseTensors
+from anyattn.sparsity.varlen_lists import ragged_lists
+from tests.support.hopper.backward_packed_roles import PackedCall, sequences_of
+from tests.support.hopper.backward_roles import Changes, Table, run_grid
+from tests.support.hopper.backward_threads import rows_kernel, wiped_by_a_group
+from tests.support.hopper.emitted import Array
+from tests.support.hopper.schedule import Broken
+
+SCALE = 0.2
+MOST = 0.02  # of the greatest gradient, as in ``test_backward_roles``
+D = 64
+
+
+class Case(NamedTuple):
+    """lengths: queries and keys of each sequence. gaps: rows of storage behind each that nobody uses. kind: how the mask reaches the
+    kernel: as a band, as a predicate alone, or by lists, made for it or given in the padded layout."""
+
+    lengths: tuple[list[int], list[int]] = ([70, 0, 129, 1], [130, 5, 100, 64])
+    gaps: tuple[list[int], list[int]] = ([0] * 4, [0] * 4)
+    is_padded: bool = False
+    heads: tuple[int, int] = (2, 1)
+    mask: Any = None
+    kind: str = "band"
+    score: Any = None
+    tiles: BackwardTiles = BackwardTiles(64, 128)
+    is_deterministic: bool = False
+    workers: int = 1
+
+
+ENDS = torch.tensor([0, 60, 2, 30, 7])
+CASES = {
+    "packed": Case(),
+    "one": Case(([65], [129])),
+    "full tiles": Case(([64, 128], [128, 256])),
+    "no queries": Case(([0, 0, 3], [140, 128, 2])),
+    "no keys": Case(([70, 64, 3], [0, 0, 2])),
+    "several blocks": Case(heads=(4, 2), workers=3),
+    "gaps": Case(gaps=([3, 10, 70, 0], [9, 0, 3, 130])),
+    "padded": Case(gaps=([60, 130, 1, 129], [0, 125, 30, 66]), is_padded=True),
+    "causal": Case(([100, 70, 1], [100, 70, 1]), mask=masks.causal(), workers=2),
+    "window": Case(([100, 200], [150, 200]), gaps=([7, 0], [70, 0]), mask=lambda b, h, i, j: (j <= i + 5 + 40 * b) & (j > i - 60)),
+    "left": Case(([200, 64], [200, 63]), mask=masks.sliding_window(30, None)),
+    "deterministic": Case(([200, 70], [300, 200]), mask=masks.sliding_window(90, 100), is_deterministic=True, workers=2),
+    "a predicate": Case(mask=lambda b, h, i, j: (i + j + b) % 3 > 0, kind="always"),
+    "ranges": Case(mask=lambda b, h, i, j: (j < 20 + b) | (j > i), kind="always"),
+    "score": Case(score=lambda s, b, h, i, j: s * s * 0.3 + ENDS[b] * 0.01, mask=masks.causal()),
+    "flat lists": Case(([200, 0, 129, 1], [300, 5, 200, 64]), mask=masks.prefix_lm(70), kind="flat"),
+    "padded lists": Case(([200, 0, 129, 1], [300, 5, 200, 64]), gaps=([9, 0, 1, 0], [1, 2, 0, 3]), mask=masks.prefix_lm(70), kind="ragged"),
+    "lists by head": Case(([200, 70], [300, 200]), mask=lambda b, h, i, j: j < 20 + 150 * h + 10 * b, kind="flat"),
+    "large tiles": Case(tiles=BackwardTiles(128, 128, ds_stages=1), gaps=([3, 1, 2, 0], [0, 0, 0, 0])),
+    "one stage": Case(tiles=BackwardTiles(64, 128, 1, 1, 1), gaps=([3, 1, 2, 0], [1, 1, 1, 1])),
+}
+
+
+class _Sequence(NamedTuple):
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    dout: torch.Tensor
+    lse: np.ndarray
+    delta: np.ndarray
+    wanted: tuple[torch.Tensor, ...]
+
+
+def meant(case: Case, b: int, g: torch.Generator) -> _Sequence:
+    """A sequence, heads first, and its gradients."""
+    (heads, kv_heads), (rows, keys) = case.heads, (case.lengths[0][b], case.lengths[1][b])
+    shapes = ((heads, rows, D), *((kv_heads, keys, D),) * 2, (heads, rows, D))
+    q, k, v, dout = (torch.randn(shape, generator=g).bfloat16().double() for shape in shapes)
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    whole = [t.repeat_interleave(heads // kv_heads, 0) for t in leaves[1:]]
+    s = leaves[0] @ whole[0].transpose(-1, -2) * SCALE
+    place = [torch.tensor(b), *(torch.arange(n).view([-1 if a == at else 1 for a in range(3)]) for at, n in enumerate((heads, rows, keys)))]
+    if case.score is not None:
+        s = case.score(s, *place)
+    if case.mask is not None:
+        s = s.masked_fill(~torch.as_tensor(evaluate(trace(case.mask, "mask"), *place)).expand(s.shape), float("-inf"))
+    lse = s.logsumexp(-1)
+    out = torch.exp(s - lse.masked_fill(lse.isinf(), 0.0)[..., None]) @ whole[1]
+    wanted = torch.autograd.grad(out, leaves, dout)
+    base_2 = torch.where(lse.isinf(), float("inf"), lse * LOG2E).detach().float().numpy()
+    return _Sequence(q, k, v, dout, base_2, (out * dout).sum(-1).detach().float().numpy(), wanted)
+
+
+def stored(case: Case, parts: list[torch.Tensor], side: int) -> tuple[np.ndarray, list[Any]]:
+    """(rows of storage, heads, positions, D) with NaN wherever no sequence is, and where each sequence is."""
+    rooms = [n + gap for n, gap in zip(case.lengths[side], case.gaps[side], strict=False)]
+    heads = parts[0].shape[0]
+    shape = (len(parts), heads, max(rooms), D) if case.is_padded else (1, heads, sum(rooms), D)
+    whole, at = np.full(shape, np.nan, dtype=np.float32), []
+    for b, part in enumerate(parts):
+        start = 0 if case.is_padded else sum(rooms[:b])
+        at.append((b if case.is_padded else 0, slice(None), slice(start, start + part.shape[1])))
+        whole[at[-1]] = part.float().numpy()
+    return whole, at
+
+
+def run(case: Case, seed: int = 0, changes: Changes = ()) -> dict[str, float]:
+    """The errors of dq, dk and dv, in units of the greatest gradient; infinite where a row of no sequence is written."""
+    g = torch.Generator().manual_seed(seed)
+    batch = [meant(case, b, g) for b in range(len(case.lengths[0]))]
+    rooms = tuple([n + gap for n, gap in zip(*pair, strict=False)] for pair in zip(case.lengths, case.gaps, strict=True))
+    s = sequences_of(case.lengths, rooms, case.is_padded)  # type: ignore[arg-type]
+    (q, q_at), (dout, _) = (stored(case, [getattr(one, n) for one in batch], 0) for n in ("q", "dout"))
+    (k, k_at), (v, _) = (stored(case, [getattr(one, n) for one in batch], 1) for n in ("k", "v"))
+    mods, fields = [], {}
+    if case.mask is not None:
+        mods, ranges = [trace(case.mask, "mask")], row_ranges(trace(case.mask, "mask"))
+        ask = Ask(mods[0].expr, False) if ranges is None else Ask(ranges.expr, True)
+        fields = {"bands": (ask.expr,)} if case.kind == "band" else {"always": (ask,)}
+    lists = None
+    if case.kind in ("flat", "ragged"):
+        lists = listed(case, s, mods[0])
+        per_head = lists[0][0].shape[0] > 1
+        fields = {"lists": case.kind, "list_cut": (128 // case.tiles.tile_m, 1), "partial": ask, "per_head": per_head}
+    if case.score is not None:
+        mods.insert(0, trace(case.score, "score"))
+        fields["score"] = with_derivative(mods[0].expr)
+    config = BackwardConfig(D, D, True, case.tiles, is_deterministic=case.is_deterministic, has_entries=True, **fields)  # type: ignore[arg-type]
+    numbers, tensors = [], []
+    for mod, expr in zip(mods, config.exprs, strict=True):
+        count, tensor_count = slots(expr)
+        numbers += [int(x) if isinstance(x, int) else np.float32(x) for x in mod.scalars[:count]]
+        tensors += [Array(t) for t in mod.tensors[:tensor_count]]
+    call = PackedCall(config, s, (q, k, v, dout), [one.lse for one in batch], [one.delta for one in batch], SCALE, lists)
+    dq = run_grid(call, seed, case.workers, changes, tuple(numbers), tuple(tensors))
+    found = {}
+    for i, (name, got, at) in enumerate((("dq", dq, q_at), ("dk", call.dk, k_at), ("dv", call.dv, k_at))):
+        most = max(float(one.wanted[i].abs().max()) for one in batch if one.wanted[i].numel())
+        errors = [np.abs(got[place] - one.wanted[i].numpy()) for place, one in zip(at, batch, strict=True)]
+        found[name] = max(float(np.nan_to_num(e, nan=np.inf).max()) for e in errors if e.size) / most
+        rest = np.ones(got.shape, dtype=bool)
+        for place in at:
+            rest[place] = False
+        if not np.isnan(got[rest]).all():
+            found[name] = np.inf
+    return found
+
+
+def listed(case: Case, s: Sequences, mask: TracedMod) -> tuple[tuple[Any, ...], torch.Tensor]:
+    """The lists' tensors and the table of entries, as the host makes them for a launch."""
+    storage = torch.zeros(1, case.heads[0], 1, D)
+    blocks = None
+    if case.kind == "ragged":
+        made = ragged_lists(mask, s, (128, 128), case.heads[0])
+        tensors = (made.mask_block_cnt, made.mask_block_idx, made.full_block_cnt, made.full_block_idx)
+        blocks = VarlenBlockSparseTensors(*tensors, tile=(128, 128), seqlens_q=s.seqlens_q, seqlens_k=s.seqlens_k).to_padded()
+    problem = Problem(storage, storage, storage, 1.0, predicates=(mask,), sequences=s, blocks=blocks)  # type: ignore[arg-type]
+    return ragged_lists_by_key(problem, 0)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients(name: str) -> None:
+    for seed in range(1 + (CASES[name].workers > 1)):
+        errors = run(CASES[name], seed)
+        assert max(errors.values()) <= MOST, errors
+
+
+PACKED, LOADER, SCHEDULER, MMA, EPILOGUE, ROWS = (
+    "backward_packed", "backward_producer", "backward_scheduler", "backward_mma", "backward_epilogue", "backward_rows",
+)  # fmt: skip
+MUTANTS: dict[str, tuple[str, Changes]] = {
+    "sequences begin with storage": ("packed", ((PACKED, "cute.domain_offset((place[1], 0)", "cute.domain_offset((0, 0)"),)),
+    "every sequence is in the first row of storage": (
+        "padded",
+        ((PACKED, "tensor[None, None, head, place[0]])", "tensor[None, None, head, 0])"),),
+    ),
+    "keys past the last stay": ("gaps", ((MMA, "self.keys_wiped(in_smem, facts, group, thread)", "pass"),)),
+    "rows past the last stay": ("gaps", ((MMA, "self.rows_wiped(in_smem,", "(lambda *_: None)(in_smem,"),)),
+    "a key past the last stays": ("gaps", ((PACKED, "room = facts.seqlen_k -", "room = facts.seqlen_k + 1 -"),)),
+    "a row past the last stays": ("gaps", ((PACKED, "room = facts.seqlen_q -", "room = facts.seqlen_q + 1 -"),)),
+    "the last key is wiped": ("packed", ((PACKED, "room = facts.seqlen_k -", "room = facts.seqlen_k - 1 -"),)),
+    "the last row is wiped": ("packed", ((PACKED, "room = facts.seqlen_q -", "room = facts.seqlen_q - 1 -"),)),
+    "zeros are not fenced": ("packed", ((PACKED, '        cute.arch.fence_proxy("async.shared", space="cta")\n', ""),)),
+    "rows are wiped in the first stage": ("gaps", ((PACKED, "in_smem[0][None, None, q_state.index]", "in_smem[0][None, None, 0]"),)),
+    "dO is wiped before it came": ("gaps", ((PACKED, "pipes[1].consumer_wait(do_state)", "pass"),)),
+    "V is not wiped": ("gaps", ((PACKED, "self._wiped(in_smem[3][None", "(lambda *_: None)(in_smem[3][None"),)),
+    "cut tiles are sent whole": ("packed", ((EPILOGUE, "if self.is_cut(group, facts):", "if False:"),)),
+    "the second group's keys are not taken for cut": (
+        "packed",
+        ((PACKED, "(group + 1) * 64 > facts.seqlen_k", "group * 64 > facts.seqlen_k"),),
+    ),
+    "a key of the next sequence is written": ("packed", ((PACKED, "if key < facts.seqlen_k:", "if key <= facts.seqlen_k:"),)),
+    "the last key is not written": ("packed", ((PACKED, "if key < facts.seqlen_k:", "if key < facts.seqlen_k - 1:"),)),
+    "sequences share a row tile": ("packed", ((PACKED, "aligned_offset(start, entry, tile_m)", "aligned_offset(start, 0, tile_m)"),)),
+    "rows of storage share their row tiles": ("padded", ((PACKED, "return row * tiles +", "return"),)),
+    "tiles are taken that there are not": (
+        "packed",
+        ((PACKED, "type(sizes)(tables.order[tables.order.shape[0] - 1, 0],", "type(sizes)(sizes[0],"),),
+    ),
+    "every tile of keys is the first sequence's": ("packed", ((SCHEDULER, "tables.order[n_block, 2]", "tables.order[0, 2]"),)),
+    "dQ goes to the first sequence": ("packed", ((MMA, "return slot, visit.head", "return visit.m_block, visit.head"),)),
+    "statistics are the first sequence's": (
+        "packed",
+        ((LOADER, "statistic[entry, head, slot, None]", "statistic[entry, head, visit.m_block, None]"),),
+    ),
+    "row tiles are those of storage": ("packed", ((LOADER, "entry, seqlens, tables, captured", "entry, lengths, tables, captured"),)),
+    "lengths are those of storage": ("packed", ((LOADER, "visits, *seqlens", "visits, *lengths"),)),
+    "what the board says of the place is a number off": (
+        "packed",
+        ((PACKED, "board[len(facts) + i, state.index]", "board[len(facts) + (i + 1) % 3, state.index]"),),
+    ),
+    "dQ's first row tile is taken for the one before": ("packed", ((ROWS, "tile_m, tiles) <= slot", "tile_m, tiles) < slot"),)),
+    "dQ's row tiles are all the last sequence's": (
+        "packed",
+        ((ROWS, "high = middle - 1", "high = high - 1"), (ROWS, "<= slot:", "<= slot + 3:")),
+    ),
+    "dQ is written past the last row": ("packed", ((ROWS, "rest = seqlen_q - before", "rest = seqlen_q"),)),
+    "lists are the first sequence's": ("flat lists", ((SCHEDULER, "at = tables.entries[entry, 7] + line", "at = line"),)),
+    "flat lists begin with the first index": ("flat lists", ((SCHEDULER, "(tables.entries[entry, 8] + line * rows,)", "(line * rows,)"),)),
+    "flat lists have a row tile more": ("flat lists", ((SCHEDULER, "rows = ceil_div(seqlen_q,", "rows = 1 + ceil_div(seqlen_q,"),)),
+    "lists are the first head's": ("lists by head", ((SCHEDULER, "head = head if const_expr(", "head = Int32(0) if ("),)),
+    "dQ begins with storage": ("packed", ((ROWS, "return row, start + before, rest", "return row, before, rest"),)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_planted_bugs_are_found(name: str) -> None:
+    case, changes = MUTANTS[name]
+    for seed in range(8):
+        try:
+            if max(run(CASES[case], seed, changes).values()) > MOST:
+                return
+        except (Broken, IndexError):  # what the machine says, or numpy of a place outside
+            return
+    pytest.fail("not found")
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_warp_group_wipes_every_row_past_the_last_once(head_dim: int) -> None:
+    for rows in (64, 128):
+        for room in (1, 17, rows - 1, rows):
+            found = wiped_by_a_group(rows, head_dim, room)
+            assert sorted(found) == [(row, i) for row in range(room, rows) for i in range(head_dim)]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    rooms=st.lists(st.tuples(st.integers(0, 200), st.integers(0, 80)), min_size=1, max_size=9),
+    tile_m=st.sampled_from([64, 128]),
+    is_padded=st.booleans(),
+)
+def test_no_two_sequences_share_a_row_tile(rooms: list[tuple[int, int]], tile_m: int, is_padded: bool) -> None:
+    lengths = [n for n, _ in rooms]
+    s = sequences_of((lengths, lengths), ([sum(r) for r in rooms],) * 2, is_padded)
+    storage = max(sum(r) for r in rooms) if is_padded else sum(sum(r) for r in rooms)
+    tiles = ceil_div(storage, tile_m)
+    rows, first_tile = rows_kernel(tile_m)
+    table, owner = Table(entries_table(s.turned()).numpy()), {}
+    most = (len(rooms) if is_padded else 1) * tiles + len(rooms)
+    for b, (n, row, start) in enumerate(zip(lengths, s.q_row.tolist(), s.q_start.tolist(), strict=True)):
+        for m in range(ceil_div(n, tile_m)):
+            slot = first_tile(row, start, b, tile_m, tiles) + m
+            assert 0 <= slot < most and slot not in owner
+            owner[slot] = (row, start + m * tile_m, n - m * tile_m)
+    for slot in range(most):
+        found = rows.located(slot, table, storage)
+        assert found == owner[slot] if slot in owner else found[2] <= 0
