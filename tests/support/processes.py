@@ -27,7 +27,7 @@ def python(*arguments: str, seconds: float | None = HANG, **more: str) -> subpro
 
 def in_the_interpreter(file: str, *options: str, seconds: float | None = HANG, **more: str) -> str:
     """Runs a test file below ``tests`` by Triton's interpreter and returns pytest's report. Fails if any of its tests fails."""
-    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore", *options, str(TESTS / file)]
+    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:hypothesispytest", "-W", "ignore", *options, str(TESTS / file)]
     done = python(*command, seconds=seconds, TRITON_INTERPRET="1", OMP_NUM_THREADS="1", **more)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     return str(done.stdout)

@@ -1,0 +1,314 @@
+"""Faster paths of Triton's interpreter, which computes the same numbers with fewer steps in Python; part of ``interpreter.mend``.
+
+An operation on two tensors of one type goes straight to NumPy, which broadcasts by the same rule; all else (mixed types, bfloat16, int1
+beside integers) takes Triton's own way. Types of blocks, the language's patched functions, and functions rewritten for the interpreter are
+made once and kept. After a launch the whole storage behind a CPU tensor is not copied onto itself, nor are sums of integers computed three
+times for a check that only a GPU makes; reductions by our own functions halve a tile at each step instead of going through it number by
+number; Python gets one large stack chunk for a launch, where it allocates and frees one at each call that just exceeds what it has.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import linecache
+import math
+import threading
+from collections.abc import Callable, Set
+from functools import cache, lru_cache
+from types import CodeType
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = ["mend_launches", "mend_operations", "mend_reductions", "mend_rewriting", "mend_types"]
+
+_DEEP = 60_000  # entries of a frame, half a megabyte: Python then asks for a megabyte at once, which holds all that a kernel's calls take
+_INT32 = range(-(2**31), 2**31)
+_INTEGERS = {"int32", "int64"}
+_NUMPY = {
+    "fp16": np.float16, "fp32": np.float32, "fp64": np.float64, "int32": np.int32, "int64": np.int64,
+    "uint32": np.uint32, "uint64": np.uint64, "int1": np.bool_,
+}  # fmt: skip
+_NUMBERS = _NUMPY.keys() - {"int1"}
+_LONG_NAMES = {"fp16": "float16", "fp32": "float32", "fp64": "float64"}
+
+
+def mend_types() -> None:
+    """A block's shape and type are made once for all its values."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    block_init, numpy_kind, fits = tl.block_type.__init__, interpreter._get_np_dtype, interpreter._validate_np_data_size
+    unwrap, to_tensor = tl.core._unwrap_if_constexpr, interpreter.TritonSemantic.to_tensor
+    blocks: dict[tuple[Any, ...], dict[str, Any]] = {}
+    kinds_of_numpy: dict[str, Any] = {}
+    bytes_of = {name: max(tl.core.get_primitive_bitwidth(name) // 8, 1) for name in (*_NUMPY, "int8", "int16", "bf16")}
+    plain = {tl.tensor, int, float, bool, str, type(None), tl.dtype, tl.block_type}
+
+    @cache
+    def shape_of(lengths: tuple[int, ...]) -> tuple[Any, Any]:
+        return tl.tuple([tl.constexpr(n) for n in lengths]), tl.constexpr(math.prod(lengths))
+
+    def made_tensor(self: Any, handle: Any, kind: Any) -> None:
+        self.handle, self.type, self.dtype = handle, kind, kind.scalar
+        self.shape, self.numel = shape_of(tuple(kind.shape) if kind.is_block() else ())
+
+    def made_block(self: Any, kind: Any, lengths: Any) -> None:
+        at = kind.name, *(n.value if isinstance(n, tl.constexpr) else n for n in lengths)
+        if at not in blocks:
+            block_init(self, kind, lengths)
+            blocks[at] = dict(self.__dict__)
+        self.__dict__.update(blocks[at])
+
+    def kind_of(kind: Any) -> Any:
+        name = kind.scalar.name
+        if name not in kinds_of_numpy:
+            kinds_of_numpy[name] = numpy_kind(kind.scalar)
+        return kinds_of_numpy[name]
+
+    def has_room(data: Any, kind: Any) -> Any:
+        most = bytes_of.get(kind.name)
+        return fits(data, kind) if most is None else data.itemsize <= most
+
+    def unwrapped(value: Any) -> Any:
+        return value if type(value) in plain else unwrap(value)
+
+    def as_tensor(self: Any, value: Any, check_type: bool = True) -> Any:
+        return value if type(value) is tl.tensor else to_tensor(self, value, check_type)
+
+    tl.tensor.__init__, tl.block_type.__init__ = made_tensor, made_block
+    interpreter._get_np_dtype, interpreter._validate_np_data_size = kind_of, has_room
+    tl.core._unwrap_if_constexpr, interpreter.TritonSemantic.to_tensor = unwrapped, as_tensor
+
+
+def _computed(tl: Any, handle: Any) -> Callable[..., Any]:
+    """A function of NumPy as one of two tensors; None where their types, or a number's beside a tensor, need Triton's own rules."""
+    numpy_of = {name: np.dtype(kind) for name, kind in _NUMPY.items()}
+
+    @cache
+    def block(scalar: str, shape: tuple[int, ...]) -> Any:
+        return tl.block_type(getattr(tl.core, _LONG_NAMES.get(scalar, scalar)), list(shape))
+
+    def number(value: Any, name: str) -> Any:
+        kind = type(value)
+        if kind is int and value in _INT32 and (name in _INTEGERS or name == "fp32"):
+            return _NUMPY[name](value)
+        if kind is float and name == "fp32" and (2.0**-126 <= abs(value) < 2.0**127 or value == 0.0 or math.isinf(value)):
+            return np.float32(value)
+        return None
+
+    def computed(function: Any, a: Any, b: Any, names: Set[str], is_bool: bool, *condition: Any) -> Any:
+        if type(a) is not tl.tensor:
+            first, name, y = b, b.dtype.name, b.handle.data
+            x = number(a, name)
+            is_block = b.type.is_block()
+        elif type(b) is not tl.tensor:
+            first, name, x = a, a.dtype.name, a.handle.data
+            y = number(b, name)
+            is_block = a.type.is_block()
+        else:
+            first, name, other, x, y = a, a.dtype.name, b.dtype.name, a.handle.data, b.handle.data
+            is_block = a.type.is_block() or b.type.is_block()
+            if name != other:
+                if name not in _INTEGERS or other not in _INTEGERS or x.dtype != numpy_of[name] or y.dtype != numpy_of[other]:
+                    return None
+                first, name = (a if name == "int64" else b), "int64"
+            elif x.dtype != y.dtype:
+                return None
+        if name not in names or x is None or y is None or first.handle.data.dtype != numpy_of[name]:
+            return None
+        data = function(*condition, x, y)
+        if is_bool:
+            return tl.tensor(handle(data, tl.int1), block("int1", data.shape) if is_block else tl.int1)
+        return tl.tensor(handle(data, first.dtype), block(name, data.shape) if is_block else first.dtype)
+
+    return computed
+
+
+def mend_operations() -> None:
+    """Arithmetic, comparisons and choices among values of one type go straight to NumPy."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    semantic, computed = interpreter.TritonSemantic, _computed(tl, interpreter.TensorHandle)
+
+    def method(name: str, function: Any, names: Set[str], is_bool: bool = False) -> None:
+        slow = getattr(semantic, name)
+
+        def fast(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+            if type(a) is tl.tensor or type(b) is tl.tensor:
+                done = computed(function, a, b, names, is_bool)
+                if done is not None:
+                    return done
+            return slow(self, a, b, *rest)
+
+        setattr(semantic, name, fast)
+
+    for name, function in {"add": np.add, "sub": np.subtract, "mul": np.multiply, "minimum": np.minimum, "maximum": np.maximum}.items():
+        method(name, function, _NUMBERS)
+    method("truediv", np.divide, {"fp32", "fp64"})
+    method("and_", np.bitwise_and, _INTEGERS | {"int1"})
+    method("or_", np.bitwise_or, _INTEGERS | {"int1"})
+    for name, function in {
+        "less_than": np.less, "less_equal": np.less_equal, "greater_than": np.greater, "greater_equal": np.greater_equal,
+        "equal": np.equal, "not_equal": np.not_equal,
+    }.items():  # fmt: skip
+        method(name, function, _NUMBERS, is_bool=True)
+    add, where = semantic.add, semantic.where
+
+    def moved(self: Any, a: Any, b: Any, sanitize_overflow: bool) -> Any:
+        """Adds distances to pointers too."""
+        if type(a) is tl.tensor and type(b) is tl.tensor and a.dtype.is_ptr() and b.dtype.name in _INTEGERS:
+            width = max(1, a.dtype.element_ty.primitive_bitwidth // 8)
+            data = a.handle.data + width * b.handle.data.astype(np.uint64)
+            is_block = a.type.is_block() or b.type.is_block()
+            kind = tl.block_type(a.dtype, list(data.shape)) if is_block else a.dtype
+            return tl.tensor(interpreter.TensorHandle(data, a.handle.dtype), kind)
+        return add(self, a, b, sanitize_overflow)
+
+    def chosen(self: Any, condition: Any, a: Any, b: Any) -> Any:
+        shown = condition.handle.data
+        blocks = [x.handle.data for x in (a, b) if type(x) is tl.tensor and x.type.is_block()]
+        if shown.dtype == np.bool_ and any(x.shape == shown.shape for x in blocks):
+            done = computed(np.where, a, b, _NUMPY.keys(), False, shown)
+            if done is not None:
+                return done
+        return where(self, condition, a, b)
+
+    semantic.add, semantic.where = moved, chosen
+
+
+def _operators(tl: Any, semantic: Any) -> dict[str, Callable[..., Any]]:
+    """A tensor's operators that pass by the wrappers of the language, which only hand on who calls."""
+    unwrapped = tl.core._unwrap_if_constexpr
+
+    def arithmetic(name: str, *rest: Any) -> tuple[Any, Any]:
+        of = getattr(semantic, name)
+        return lambda a, b: of(a, unwrapped(b), *rest), lambda a, b: of(unwrapped(b), a, *rest)
+
+    def comparison(name: str) -> Callable[..., Any]:
+        of, as_tensor = getattr(semantic, name), semantic.to_tensor
+        return lambda a, b: of(a, as_tensor(b))
+
+    found = {
+        "__lt__": comparison("less_than"), "__le__": comparison("less_equal"), "__gt__": comparison("greater_than"),
+        "__ge__": comparison("greater_equal"), "__eq__": comparison("equal"), "__ne__": comparison("not_equal"),
+    }  # fmt: skip
+    for operator, name, *rest in (
+        ("add", "add", False), ("sub", "sub", False), ("mul", "mul", False), ("truediv", "truediv"), ("and", "and_"), ("or", "or_"),
+    ):  # fmt: skip
+        found[f"__{operator}__"], found[f"__r{operator}__"] = arithmetic(name, *rest)
+    return found
+
+
+def mend_rewriting() -> None:
+    """A function is rewritten for the interpreter once for its text, however often its module is imported anew."""
+    from triton.runtime import interpreter
+
+    rewriter = interpreter.FunctionRewriter
+    slow = rewriter.rewrite_ast
+
+    @lru_cache(maxsize=64)
+    def functions_of(text: str) -> dict[tuple[str, int], ast.FunctionDef]:
+        nodes = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef))
+        return {(node.name, min(x.lineno for x in (node, *node.decorator_list))): node for node in nodes}
+
+    @lru_cache(maxsize=4096)
+    def code_of(text: str, file: str, name: str, line: int) -> CodeType | None:
+        node = functions_of(text).get((name, line))
+        if node is None:
+            return None
+        node.decorator_list = []
+        module = ast.Module(body=[rewriter.ast_transformer.visit(node)], type_ignores=[])
+        return compile(ast.fix_missing_locations(module), file, "exec")
+
+    def rewritten(self: Any) -> Any:
+        code, space = self.fn.__code__, self.fn.__globals__
+        text = "".join(linecache.getlines(code.co_filename, space))
+        made = code_of(text, code.co_filename, code.co_name, code.co_firstlineno)
+        if made is None:
+            return slow(self)
+        local = dict(self.kwargs)
+        for key, value in vars(interpreter).items():
+            space.setdefault(key, value)
+        exec(made, space, local)
+        return local[code.co_name]
+
+    rewriter.rewrite_ast = rewritten
+
+
+def mend_launches() -> None:
+    """One launch at a time; the language is patched once for all functions of a kernel, by functions that are made once."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    executor, patch, patch_tensor = interpreter.GridExecutor, interpreter._patch_lang, interpreter._patch_lang_tensor
+    launch, restore, one_at_a_time = executor.__call__, executor._restore_args_dev, threading.RLock()
+    semantic = interpreter.interpreter_semantic
+    operators, wrapper = _operators(tl, semantic), tl.core.load.__code__
+
+    def patched_tensor(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.reshape(-1)[0]))
+        for name, operator in operators.items():
+            scope.set_attr(tensor, name, operator)
+
+    def told_who_calls(member: Any) -> Callable[..., Any]:
+        inner = member.__wrapped__ if getattr(member, "__code__", None) is wrapper else member
+
+        def called(*args: Any, **named: Any) -> Any:
+            named["_semantic"] = semantic
+            return inner(*args, **named)
+
+        return called
+
+    @cache
+    def members(package: Any) -> dict[str, Callable[..., Any]]:
+        return {name: told_who_calls(member) for name, member in inspect.getmembers(package) if tl.core.is_builtin(member)}
+
+    def patched_builtin(package: Any, builder: Any, scope: Any) -> None:
+        for name, member in members(package).items():
+            scope.set_attr(package, name, member)
+
+    @lru_cache(maxsize=4096)
+    def used_by(fn: Any) -> list[Any]:
+        return [m for m in (tl, tl.core) if any(value is m for value in fn.__globals__.values())]
+
+    def patched_language(fn: Any) -> Any:
+        return patch(fn) if any(tl.core.is_builtin(m.load) for m in used_by(fn)) else interpreter._LangPatchScope()
+
+    def restored(self: Any, args: Any, *rest: Any) -> None:
+        if any(isinstance(t, torch.Tensor) and t.device.type != "cpu" for t in torch.utils._pytree.tree_leaves(args)):
+            restore(self, args, *rest)
+
+    def launched(self: Any, *args: Any, **options: Any) -> None:
+        with one_at_a_time:
+            launch(self, *args, **options)
+
+    launched.__code__ = launched.__code__.replace(co_stacksize=_DEEP)
+    interpreter._patch_lang, interpreter._patch_lang_tensor, interpreter._patch_builtin = patched_language, patched_tensor, patched_builtin
+    executor._restore_args_dev, executor.__call__ = restored, launched
+
+
+def mend_reductions() -> None:
+    """By neighbours: half as many numbers each time. A dimension has a power of two of them, as all of Triton's."""
+    from triton.runtime import interpreter
+
+    def reduced(self: Any, given: Any) -> list[Any]:
+        parts, axis = self.unravel(given, self.axis)
+        data, kinds = [x.handle.data for x in parts], [x.dtype for x in parts]
+        while data[0].shape[axis] > 1:
+            pairs = [[np.take(x, range(i, x.shape[axis], 2), axis) for x in data] for i in (0, 1)]
+            sides = (self.to_tensor(x, kind) for side in pairs for x, kind in zip(side, kinds, strict=True))
+            found = self.combine_fn.fn(*sides)
+            data = [x.handle.data for x in (found if isinstance(found, tuple) else (found,))]
+        if not self.keep_dims:
+            data = [x.squeeze(axis) for x in data]
+        elif self.axis is None:
+            data = [x.reshape((1,) * given[0].handle.data.ndim) for x in data]
+        return [self.to_tensor(x, kind) for x, kind in zip(data, kinds, strict=True)]
+
+    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
+    interpreter.ReduceOps.generic_reduce = reduced
