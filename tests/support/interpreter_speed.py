@@ -51,15 +51,20 @@ def mend_types() -> None:
     def shape_of(lengths: tuple[int, ...]) -> tuple[Any, Any]:
         return tl.tuple([tl.constexpr(n) for n in lengths]), tl.constexpr(math.prod(lengths))
 
+    nothing = shape_of(())
+
     def made_tensor(self: Any, handle: Any, kind: Any) -> None:
-        self.handle, self.type, self.dtype = handle, kind, kind.scalar
-        self.shape, self.numel = shape_of(tuple(kind.shape) if kind.is_block() else ())
+        self.handle, self.type = handle, kind
+        if type(kind) is tl.block_type:
+            self.dtype, (self.shape, self.numel) = kind.scalar, kind.__dict__.get("sizes") or shape_of(tuple(kind.shape))
+        else:
+            self.dtype, (self.shape, self.numel) = kind.scalar, nothing
 
     def made_block(self: Any, kind: Any, lengths: Any) -> None:
         at = kind.name, *(n.value if isinstance(n, tl.constexpr) else n for n in lengths)
         if at not in blocks:
             block_init(self, kind, lengths)
-            blocks[at] = dict(self.__dict__)
+            blocks[at] = self.__dict__ | {"sizes": shape_of(at[1:])}
         self.__dict__.update(blocks[at])
 
     def kind_of(kind: Any) -> Any:
@@ -85,11 +90,12 @@ def mend_types() -> None:
 
 def _computed(tl: Any, handle: Any) -> Callable[..., Any]:
     """A function of NumPy as one of two tensors; None where their types, or a number's beside a tensor, need Triton's own rules."""
-    numpy_of = {name: np.dtype(kind) for name, kind in _NUMPY.items()}
+    numpy_of, new = {name: np.dtype(kind) for name, kind in _NUMPY.items()}, object.__new__
+    tensor, nothing = tl.tensor, tl.tensor(None, tl.int32)
 
     @cache
     def block(scalar: str, shape: tuple[int, ...]) -> Any:
-        return tl.block_type(getattr(tl.core, _LONG_NAMES.get(scalar, scalar)), list(shape))
+        return tl.tensor(None, tl.block_type(getattr(tl.core, _LONG_NAMES.get(scalar, scalar)), list(shape)))
 
     def number(value: Any, name: str) -> Any:
         kind = type(value)
@@ -100,17 +106,17 @@ def _computed(tl: Any, handle: Any) -> Callable[..., Any]:
         return None
 
     def computed(function: Any, a: Any, b: Any, names: Set[str], is_bool: bool, *condition: Any) -> Any:
-        if type(a) is not tl.tensor:
+        if type(a) is not tensor:
             first, name, y = b, b.dtype.name, b.handle.data
             x = number(a, name)
-            is_block = b.type.is_block()
-        elif type(b) is not tl.tensor:
+            is_block = b.type is not b.dtype
+        elif type(b) is not tensor:
             first, name, x = a, a.dtype.name, a.handle.data
             y = number(b, name)
-            is_block = a.type.is_block()
+            is_block = a.type is not a.dtype
         else:
             first, name, other, x, y = a, a.dtype.name, b.dtype.name, a.handle.data, b.handle.data
-            is_block = a.type.is_block() or b.type.is_block()
+            is_block = a.type is not a.dtype or b.type is not b.dtype
             if name != other:
                 if name not in _INTEGERS or other not in _INTEGERS or x.dtype != numpy_of[name] or y.dtype != numpy_of[other]:
                     return None
@@ -120,11 +126,20 @@ def _computed(tl: Any, handle: Any) -> Callable[..., Any]:
         if name not in names or x is None or y is None or first.handle.data.dtype != numpy_of[name]:
             return None
         data = function(*condition, x, y)
-        if is_bool:
-            return tl.tensor(handle(data, tl.int1), block("int1", data.shape) if is_block else tl.int1)
-        return tl.tensor(handle(data, first.dtype), block(name, data.shape) if is_block else first.dtype)
+        dtype = tl.int1 if is_bool else first.dtype
+        like = block("int1" if is_bool else name, data.shape) if is_block else nothing
+        held, made = new(handle), new(tensor)
+        held.data, held.dtype, held.attr = data, dtype, {}
+        made.handle, made.dtype, made.shape, made.numel = held, dtype, like.shape, like.numel
+        made.type = like.type if is_block else dtype
+        return made
 
     return computed
+
+
+def _quotient(x: Any, y: Any) -> Any:
+    """Rounded toward zero, as C's."""
+    return (x - np.fmod(x, y)) // y
 
 
 def mend_operations() -> None:
@@ -149,6 +164,8 @@ def mend_operations() -> None:
     for name, function in {"add": np.add, "sub": np.subtract, "mul": np.multiply, "minimum": np.minimum, "maximum": np.maximum}.items():
         method(name, function, _NUMBERS)
     method("truediv", np.divide, {"fp32", "fp64"})
+    method("floordiv", _quotient, _INTEGERS)
+    method("mod", np.fmod, _INTEGERS)
     method("and_", np.bitwise_and, _INTEGERS | {"int1"})
     method("or_", np.bitwise_or, _INTEGERS | {"int1"})
     for name, function in {
@@ -156,28 +173,42 @@ def mend_operations() -> None:
         "equal": np.equal, "not_equal": np.not_equal,
     }.items():  # fmt: skip
         method(name, function, _NUMBERS, is_bool=True)
-    add, where = semantic.add, semantic.where
+    add, where, cast = semantic.add, semantic.where, semantic.cast
 
     def moved(self: Any, a: Any, b: Any, sanitize_overflow: bool) -> Any:
         """Adds distances to pointers too."""
-        if type(a) is tl.tensor and type(b) is tl.tensor and a.dtype.is_ptr() and b.dtype.name in _INTEGERS:
+        if type(a) is tl.tensor and a.dtype.is_ptr():
             width = max(1, a.dtype.element_ty.primitive_bitwidth // 8)
-            data = a.handle.data + width * b.handle.data.astype(np.uint64)
-            is_block = a.type.is_block() or b.type.is_block()
-            kind = tl.block_type(a.dtype, list(data.shape)) if is_block else a.dtype
-            return tl.tensor(interpreter.TensorHandle(data, a.handle.dtype), kind)
+            if type(b) is tl.tensor and b.dtype.name in _INTEGERS:
+                data = a.handle.data + width * b.handle.data.astype(np.uint64)
+                is_block = a.type.is_block() or b.type.is_block()
+                kind = tl.block_type(a.dtype, list(data.shape)) if is_block else a.dtype
+                return tl.tensor(interpreter.TensorHandle(data, a.handle.dtype), kind)
+            if type(b) is int and 0 <= b < 2**31:
+                return tl.tensor(interpreter.TensorHandle(a.handle.data + np.uint64(width * b), a.handle.dtype), a.type)
         return add(self, a, b, sanitize_overflow)
 
     def chosen(self: Any, condition: Any, a: Any, b: Any) -> Any:
         shown = condition.handle.data
         blocks = [x.handle.data for x in (a, b) if type(x) is tl.tensor and x.type.is_block()]
-        if shown.dtype == np.bool_ and any(x.shape == shown.shape for x in blocks):
+        # where neither is a block the condition must not be one
+        is_alike = any(x.shape == shown.shape for x in blocks) or not (blocks or condition.type.is_block())
+        if is_alike and shown.dtype == np.bool_ and (type(a) is tl.tensor or type(b) is tl.tensor):
             done = computed(np.where, a, b, _NUMPY.keys(), False, shown)
             if done is not None:
                 return done
         return where(self, condition, a, b)
 
-    semantic.add, semantic.where = moved, chosen
+    def converted(self: Any, value: Any, kind: Any, fp_downcast_rounding: Any = None) -> Any:
+        source, target = value.dtype.name, kind.scalar.name
+        if source == target and source in _NUMPY:
+            return value
+        if source in _INTEGERS and target in _INTEGERS and fp_downcast_rounding is None:
+            target_kind = value.type.with_element_ty(kind.scalar) if value.type.is_block() else kind.scalar
+            return tl.tensor(interpreter.TensorHandle(value.handle.data.astype(_NUMPY[target]), kind.scalar), target_kind)
+        return cast(self, value, kind, fp_downcast_rounding)
+
+    semantic.add, semantic.where, semantic.cast = moved, chosen, converted
 
 
 def _operators(tl: Any, semantic: Any) -> dict[str, Callable[..., Any]]:
@@ -198,6 +229,7 @@ def _operators(tl: Any, semantic: Any) -> dict[str, Callable[..., Any]]:
     }  # fmt: skip
     for operator, name, *rest in (
         ("add", "add", False), ("sub", "sub", False), ("mul", "mul", False), ("truediv", "truediv"), ("and", "and_"), ("or", "or_"),
+        ("floordiv", "floordiv"), ("mod", "mod"),
     ):  # fmt: skip
         found[f"__{operator}__"], found[f"__r{operator}__"] = arithmetic(name, *rest)
     return found
