@@ -239,7 +239,16 @@ def mend_rewriting() -> None:
     """A function is rewritten for the interpreter once for its text, however often its module is imported anew."""
     from triton.runtime import interpreter
 
-    rewriter = interpreter.FunctionRewriter
+    class Transformer(interpreter.ASTTransformer):  # type: ignore[misc]
+        def visit_Assign(self, node: ast.Assign) -> Any:
+            """With the source's places for what is put in, so that nobody has to look for nodes without."""
+            made = super().visit_Assign(node)
+            call = made.value
+            for new in (call, call.func, call.func.value, *call.args[1:]):
+                ast.copy_location(new, node)
+            return made
+
+    rewriter, transformer = interpreter.FunctionRewriter, Transformer()
     slow = rewriter.rewrite_ast
 
     @lru_cache(maxsize=64)
@@ -253,8 +262,7 @@ def mend_rewriting() -> None:
         if node is None:
             return None
         node.decorator_list = []
-        module = ast.Module(body=[rewriter.ast_transformer.visit(node)], type_ignores=[])
-        return compile(ast.fix_missing_locations(module), file, "exec")
+        return compile(ast.Module(body=[transformer.visit(node)], type_ignores=[]), file, "exec")
 
     def rewritten(self: Any) -> Any:
         code, space = self.fn.__code__, self.fn.__globals__
@@ -271,6 +279,11 @@ def mend_rewriting() -> None:
     rewriter.rewrite_ast = rewritten
 
 
+class _Everything:
+    def __init__(self, language: Any) -> None:
+        self.__globals__ = {"tl": language, "core": language.core}
+
+
 def mend_launches() -> None:
     """One launch at a time; the language is patched once for all functions of a kernel, by functions that are made once."""
     import triton.language as tl
@@ -278,7 +291,7 @@ def mend_launches() -> None:
 
     executor, patch, patch_tensor = interpreter.GridExecutor, interpreter._patch_lang, interpreter._patch_lang_tensor
     launch, restore, one_at_a_time = executor.__call__, executor._restore_args_dev, threading.RLock()
-    semantic = interpreter.interpreter_semantic
+    semantic, by_index = interpreter.interpreter_semantic, tl.tensor.__getitem__
     operators, wrapper = _operators(tl, semantic), tl.core.load.__code__
 
     def patched_tensor(tensor: Any, scope: Any) -> None:
@@ -286,6 +299,7 @@ def mend_launches() -> None:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.reshape(-1)[0]))
         for name, operator in operators.items():
             scope.set_attr(tensor, name, operator)
+        scope.set_attr(tensor, "__getitem__", indexed)
 
     def told_who_calls(member: Any) -> Callable[..., Any]:
         inner = member.__wrapped__ if getattr(member, "__code__", None) is wrapper else member
@@ -304,12 +318,21 @@ def mend_launches() -> None:
         for name, member in members(package).items():
             scope.set_attr(package, name, member)
 
-    @lru_cache(maxsize=4096)
-    def used_by(fn: Any) -> list[Any]:
-        return [m for m in (tl, tl.core) if any(value is m for value in fn.__globals__.values())]
+    def indexed(self: Any, at: Any) -> Any:
+        """A row or a column of what has one dimension; Triton's own way for all else."""
+        data = self.handle.data
+        if type(at) is tuple and len(at) == 2 and data.ndim == 1 and slice(None) in at and None in at:
+            data = data[at]
+            return tl.tensor(interpreter.TensorHandle(data, self.handle.dtype), tl.block_type(self.dtype, list(data.shape)))
+        return by_index(self, at, _semantic=semantic)
 
     def patched_language(fn: Any) -> Any:
-        return patch(fn) if any(tl.core.is_builtin(m.load) for m in used_by(fn)) else interpreter._LangPatchScope()
+        """The language as a whole, whatever of it a kernel's module knows: what it calls knows more."""
+        return patch(_Everything(tl)) if tl.core.is_builtin(tl.core.load) else interpreter._LangPatchScope()
+
+    def called(self: Any, *args: Any, **named: Any) -> Any:
+        """A device function: in a launch, the language is patched. Errors are told once, by the launch."""
+        return self.rewrite()(*args, **named)
 
     def restored(self: Any, args: Any, *rest: Any) -> None:
         if any(isinstance(t, torch.Tensor) and t.device.type != "cpu" for t in torch.utils._pytree.tree_leaves(args)):
@@ -321,7 +344,7 @@ def mend_launches() -> None:
 
     launched.__code__ = launched.__code__.replace(co_stacksize=_DEEP)
     interpreter._patch_lang, interpreter._patch_lang_tensor, interpreter._patch_builtin = patched_language, patched_tensor, patched_builtin
-    executor._restore_args_dev, executor.__call__ = restored, launched
+    executor._restore_args_dev, executor.__call__, interpreter.InterpretedFunction.__call__ = restored, launched, called
 
 
 def mend_reductions() -> None:
