@@ -70,8 +70,9 @@ def _backend():
     from anyattn.call_cache import attention
 
     if os.environ.get("ANYATTN_TEST_FILL") == "1":
-        # torch then fills all memory that it hands out uninitialised, with NaN or the greatest number
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        # torch then fills all memory that it hands out uninitialised, with NaN or the greatest number. Its public function
+        # (torch.use_deterministic_algorithms) imports Inductor too
+        torch._C._set_deterministic_algorithms(True, warn_only=True)
     choose = planner.choose
     tiles = dict(zip(("tile_m", "tile_n"), map(int, os.environ.get("ANYATTN_TEST_TILES", "32x16").split("x"))))
 

@@ -95,9 +95,10 @@ class _Forward:
     q: Tensor  # (heads, Sq, D)
     k: Tensor  # (heads, Sk, D)
     v: Tensor  # (heads, Sk, Dv)
-    slope: Tensor  # (heads, Sq, Sk), derivative of the score mod by the score
+    slope: Tensor | None  # (heads, Sq, Sk), derivative of the score mod by the score; None for 1 everywhere
     pull: Callable[[Tensor], Sequence[Tensor | None]] | None  # a gradient by the modified scores back to the captured tensors
     p: Tensor  # (heads, Sq, Sk), probabilities
+    p2: Tensor  # their squares
     p_sink: Tensor | None  # (heads, Sq)
     score2: Tensor  # (heads, Sq, Sk), variance of the modified scores
     row2: Tensor  # (heads, Sq, 1), relative variance of a row's sum, its LSE's rounding included
@@ -140,7 +141,9 @@ class _Work:
         modified, slope, pull = self._modified(product, visible, b, h)
         scores = torch.where(visible, modified, -math.inf)
         seen = torch.isfinite(scores)
-        before = slope.square() * (w2 * terms + u2 * product.square())
+        before = w2 * terms + u2 * product.square()
+        if slope is not None:
+            before = slope.square() * before
         score2 = torch.where(seen, before + (u2 + w2) * torch.where(seen, modified, 0.0).square(), 0.0)
         p, lse, p_sink = _softmax(scores, None if call.sink is None else call.sink[h][:, None])
         p2, v2, out = p.square(), v.square(), p @ v
@@ -157,12 +160,12 @@ class _Work:
         self.lse2[b, h] = torch.where(lse == -math.inf, 0.0, row2[..., 0] + w2 * (lse.square() + _length(k.shape[1])))
         self.lse[b, h] = lse
         row2 = row2 + w2 * torch.where(lse == -math.inf, 0.0, lse).square()[..., None]
-        return _Forward(q, k, v, slope, pull, p, p_sink, score2, row2, tied2, out, out2 + shared)
+        return _Forward(q, k, v, slope, pull, p, p2, p_sink, score2, row2, tied2, out, out2 + shared)
 
     def _gradients(self, b: int, h: Tensor, f: _Forward, dout: Tensor, dlse: Tensor | None) -> None:
         u2, w2, scale2, kv = self.u2, self.w2, self.call.scale**2, self._kv_heads(h)
         seqlen_q, seqlen_k, deep = f.p.shape[1], f.p.shape[2], _depth(f.v.shape[-1])
-        p2, dout2, out_sq = f.p.square(), dout.square(), f.out.square()
+        p2, dout2, out_sq = f.p2, dout.square(), f.out.square()
         relative2 = f.score2 + f.row2 + u2  # of a recomputed probability
         weights = p2 * (relative2 + w2 * _depth(seqlen_q))
         # heads of equal queries err alike: their sum in dk and dv is as many times one error
@@ -176,20 +179,24 @@ class _Work:
         net = dp - delta if dlse is None else dp - delta + dlse[..., None]
         own = p2 * (net.square() * (relative2 + 2 * u2) + dp2)  # of dS, but for delta's error, which a row shares
         ds = f.p * net
-        self._captured(f, ds, own + p2 * delta2)
-        # a derivative such as 1 - tanh^2 is a difference of numbers near 1 or near the greatest derivative, whatever is left of them
-        bent2 = 0.0 if f.pull is None or not f.slope.numel() else 4 * w2 * max(1.0, float(f.slope.abs().max())) ** 2
-        common, ds = f.p * f.slope, ds * f.slope
-        own = own * f.slope.square() + bent2 * (p2 * net.square())
-        rows = own + w2 * _depth(seqlen_k) * ds.square()
+        common = f.p
+        if f.slope is not None:
+            if self.captured:
+                self._captured(f, ds, own + p2 * delta2)
+            # a derivative such as 1 - tanh^2 is a difference of numbers near 1 or near the greatest derivative, whatever is left of them
+            bent2 = 4 * w2 * max(1.0, float(f.slope.abs().max())) ** 2
+            common, ds = f.p * f.slope, ds * f.slope
+            own = own * f.slope.square() + bent2 * (p2 * net.square())
+        common2, ds2 = common.square(), ds.square()
+        rows = own + w2 * _depth(seqlen_k) * ds2
         shared = delta2 * (common @ f.k).square() + w2 * _length(seqlen_k) * (ds @ f.k).square()
         _accumulate(self.dq, b, h, scale2 * (rows @ f.k.square()), rows, scale2 * shared)
-        columns = (own + delta2 * common.square() + w2 * _depth(seqlen_q) * ds.square()).mT
+        columns = (own + delta2 * common2 + w2 * _depth(seqlen_q) * ds2).mT
         shared = w2 * _length(seqlen_q) * (ds.mT @ f.q).square()
         if seqlen_k:
             sees_one = 1 - f.p.amax(-1, keepdim=True) <= math.sqrt(u2)
-            unseen2 = torch.where(sees_one, (dp2 + delta2) * common.square(), 0.0)
-            shared = shared + unseen2.mT @ f.q.square()
+            unseen2 = torch.where(sees_one, (dp2 + delta2) * common2, 0.0) if sees_one.any() else None
+            shared = shared if unseen2 is None else shared + unseen2.mT @ f.q.square()
         variance = columns @ f.q.square()
         _accumulate(self.dk, b, kv, scale2 * variance, columns, scale2 * (shared + alike * variance))
         if f.p_sink is not None and self.call.sink is not None and self.dsink2 is not None:
@@ -199,8 +206,7 @@ class _Work:
 
     def _captured(self, f: _Forward, ds: Tensor, ds2: Tensor) -> None:
         """The variance of the captured tensors' gradients, from draws of dS with its variance: only the mod's derivative is known."""
-        if f.pull is None or not self.captured:
-            return
+        assert f.pull is not None
         size = ds[0].numel()
         sigma = (ds2 + self.w2 * _depth(size) * ds.square()).sqrt()
         for _ in range(_DRAWS):
@@ -224,10 +230,10 @@ class _Work:
 
     def _modified(
         self, product: Tensor, visible: Tensor, b: int, h: Tensor
-    ) -> tuple[Tensor, Tensor, Callable[[Tensor], Sequence[Tensor | None]] | None]:
-        """The mod's value, its derivative by the score, and a function that pulls a gradient back to the captured tensors."""
+    ) -> tuple[Tensor, Tensor | None, Callable[[Tensor], Sequence[Tensor | None]] | None]:
+        """The mod's value, its derivative by the score (None for 1), and a function that pulls a gradient back to the captured tensors."""
         if self.call.score is None or product.numel() == 0:
-            return product, torch.ones_like(product), None
+            return product, None, None
         at = visible.nonzero(as_tuple=True)
         score = product[at].requires_grad_()
         value = _apply(self.call.score, score, torch.full_like(at[0], b), h[at[0]], at[1], at[2]).to(score.dtype).expand(score.shape)

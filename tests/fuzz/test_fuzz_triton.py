@@ -33,7 +33,7 @@ def test_random_calls(name: str, shard: int) -> None:
     if FRESH:
         print(f"ANYATTN_FUZZ_SEED={FIRST_SEED} (shard {shard})", file=sys.stderr)
     in_the_interpreter(
-        "fuzz/test_fuzz_triton_interpreted.py", "-o", "timeout=0", "-k", name, seconds=None if FRESH else HANG,
+        "fuzz/test_fuzz_triton_interpreted.py", options=("-o", "timeout=0", "-k", name), seconds=None if FRESH else HANG,
         ANYATTN_TEST_BACKEND="triton", ANYATTN_TEST_TILES="32x16", ANYATTN_TEST_FILL="1",
         ANYATTN_FUZZ_SEED=str(seed), ANYATTN_FUZZ_EXAMPLES=str(examples), ANYATTN_FUZZ_SHRINKS=str(int(FRESH > 0)),
     )  # fmt: skip

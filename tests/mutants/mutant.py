@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 
 import anyattn
 from tests.mutants.syntax import edited
 
-__all__ = ["Mutant", "by_name", "changed", "package"]
+__all__ = ["Mutant", "by_name", "changed", "package", "unchanged"]
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Mutant:
         return self.where.partition(":")[0].replace(".", "/") + ".py"
 
     def edited(self, tree: ast.Module) -> ast.Module:
-        """The module with its bug. Raises LookupError if the function no longer has the fragment exactly once."""
+        """The module, changed in place, with its bug. Raises LookupError if the function no longer has the fragment exactly once."""
         try:
             found: ast.Module = edited(tree, self.scope, self.old, self.new)
         except LookupError as error:
@@ -61,3 +62,9 @@ def package() -> Path:
 def changed(mutant: Mutant) -> str:
     """The source of the module with its bug, for what reads a kernel from a file. Comments and layout are lost."""
     return ast.unparse(mutant.edited(ast.parse((package() / mutant.file).read_text()))) + "\n"
+
+
+@functools.cache
+def unchanged(file: str) -> str:
+    """The source of a module of the package as ``changed`` writes it, without a bug."""
+    return ast.unparse(ast.parse((package() / file).read_text())) + "\n"

@@ -24,11 +24,10 @@ Bindings = dict[str, ast.AST]
 
 
 def edited(tree: Any, scope: str, old: str, new: str) -> Any:
-    """A copy of ``tree`` in whose function or class ``scope`` (``Class.method``) the fragment ``old`` is replaced by ``new``.
+    """``tree``, changed in place: in its function or class ``scope`` (``Class.method``) the fragment ``old`` is replaced by ``new``.
 
     Raises LookupError if there is no such scope, or if ``old`` is not there exactly once.
     """
-    tree = copy.deepcopy(tree)
     within = scope_of(tree, scope)
     before, after = ast.parse(old).body, ast.parse(new).body
     if (texts := _text_of(before)) is not None:

@@ -2,31 +2,25 @@
 
 Tests, fuzzers and mutants that launch kernels call ``mend`` first; ``tests/conftest.py`` does so for all that pytest runs.
 
-Correctness: NumPy 2.4 no longer converts an array of one element to a loop's bound; float32 is truncated to bfloat16 where hardware rounds
-to nearest; products and most casts of bfloat16 use the numbers' bits; a comparison of scalars becomes a float when it is broadcast; an
-integer from 2^31 to 2^32 is computed with in 32 bits where 64 are annotated; threads that launch at once share one grid position.
-Speed: after a launch the whole storage behind a CPU tensor is copied onto itself, gigabytes for a small view; the language is patched again
-for every function that a kernel calls, a third of all time; sums of integers are computed three times, for a check that only a GPU makes,
-half of the rest; a block's shape and type are made anew for each of its values, a third of what is left; reductions by our own functions
-go through a tile number by number; Python allocates and frees a stack chunk at each call that just exceeds the one it has.
+NumPy 2.4 no longer converts an array of one element to a loop's bound; float32 is truncated to bfloat16 where hardware rounds to nearest;
+products and most casts of bfloat16 use the numbers' bits; a comparison of scalars becomes a float when it is broadcast; an integer
+from 2^31 to 2^32 is computed with in 32 bits where 64 are annotated; threads that launch at once share one grid position
+(``interpreter_speed``, which mends what is slow).
 Only a process that interprets is patched.
 """
 
 from __future__ import annotations
 
-import math
-import threading
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 
 from anyattn.triton_tools.interpreter import is_interpreting
+from tests.support import interpreter_speed
 
 __all__ = ["mend"]
-
-_DEEP = 60_000  # entries of a frame, half a megabyte: Python then asks for a megabyte at once, which holds all that a kernel's calls take
 
 
 @lru_cache(maxsize=1)
@@ -34,8 +28,11 @@ def mend() -> None:
     """Makes the interpreter compute like a GPU, once; without the interpreter does nothing."""
     if is_interpreting():
         _mend_numbers()
-        _mend_time()
-        _mend_launches()
+        interpreter_speed.mend_types()
+        interpreter_speed.mend_operations()
+        interpreter_speed.mend_reductions()
+        interpreter_speed.mend_rewriting()
+        interpreter_speed.mend_launches()
 
 
 def _mend_numbers() -> None:
@@ -78,84 +75,3 @@ def _mend_numbers() -> None:
 
     interpreter._convert_float, interpreter._implicit_cvt = rounded, argument
     builder.create_dot, builder.cast_impl, builder.create_splat = product, casted, spread
-
-
-def _mend_time() -> None:
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    block_init, numpy_kind = tl.block_type.__init__, interpreter._get_np_dtype
-    blocks: dict[tuple[Any, ...], dict[str, Any]] = {}
-    kinds_of_numpy: dict[str, Any] = {}
-
-    @cache
-    def shape_of(lengths: tuple[int, ...]) -> tuple[Any, Any]:
-        return tl.tuple([tl.constexpr(n) for n in lengths]), tl.constexpr(math.prod(lengths))
-
-    def made_tensor(self: Any, handle: Any, kind: Any) -> None:
-        self.handle, self.type, self.dtype = handle, kind, kind.scalar
-        self.shape, self.numel = shape_of(tuple(kind.shape) if kind.is_block() else ())
-
-    def made_block(self: Any, kind: Any, lengths: Any) -> None:
-        at = kind.name, *(n.value if isinstance(n, tl.constexpr) else n for n in lengths)
-        if at not in blocks:
-            block_init(self, kind, lengths)
-            blocks[at] = dict(self.__dict__)
-        self.__dict__.update(blocks[at])
-
-    def kind_of(kind: Any) -> Any:
-        name = kind.scalar.name
-        if name not in kinds_of_numpy:
-            kinds_of_numpy[name] = numpy_kind(kind.scalar)
-        return kinds_of_numpy[name]
-
-    def reduced(self: Any, given: Any) -> list[Any]:
-        """By neighbours: half as many numbers each time. A dimension has a power of two of them, as all of Triton's."""
-        parts, axis = self.unravel(given, self.axis)
-        data, kinds = [x.handle.data for x in parts], [x.dtype for x in parts]
-        while data[0].shape[axis] > 1:
-            pairs = [[np.take(x, range(i, x.shape[axis], 2), axis) for x in data] for i in (0, 1)]
-            sides = (self.to_tensor(x, kind) for side in pairs for x, kind in zip(side, kinds, strict=True))
-            found = self.combine_fn.fn(*sides)
-            data = [x.handle.data for x in (found if isinstance(found, tuple) else (found,))]
-        if not self.keep_dims:
-            data = [x.squeeze(axis) for x in data]
-        elif self.axis is None:
-            data = [x.reshape((1,) * given[0].handle.data.ndim) for x in data]
-        return [self.to_tensor(x, kind) for x, kind in zip(data, kinds, strict=True)]
-
-    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
-    interpreter.ReduceOps.generic_reduce = reduced
-    tl.tensor.__init__, tl.block_type.__init__ = made_tensor, made_block
-    interpreter._get_np_dtype = kind_of
-
-
-def _mend_launches() -> None:
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    executor, patch, patch_tensor = interpreter.GridExecutor, interpreter._patch_lang, interpreter._patch_lang_tensor
-    launch, restore, one_at_a_time = executor.__call__, executor._restore_args_dev, threading.RLock()
-
-    def patched_tensor(tensor: Any, scope: Any) -> None:
-        patch_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.reshape(-1)[0]))
-
-    @lru_cache(maxsize=4096)
-    def used_by(fn: Any) -> list[Any]:
-        return [m for m in (tl, tl.core) if any(value is m for value in fn.__globals__.values())]
-
-    def patched_language(fn: Any) -> Any:
-        return patch(fn) if any(tl.core.is_builtin(m.load) for m in used_by(fn)) else interpreter._LangPatchScope()
-
-    def restored(self: Any, args: Any, *rest: Any) -> None:
-        if any(isinstance(t, torch.Tensor) and t.device.type != "cpu" for t in torch.utils._pytree.tree_leaves(args)):
-            restore(self, args, *rest)
-
-    def launched(self: Any, *args: Any, **options: Any) -> None:
-        with one_at_a_time:
-            launch(self, *args, **options)
-
-    launched.__code__ = launched.__code__.replace(co_stacksize=_DEEP)
-    interpreter._patch_lang, interpreter._patch_lang_tensor = patched_language, patched_tensor
-    executor._restore_args_dev, executor.__call__ = restored, launched

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.support.limits import HANG
@@ -25,9 +26,10 @@ def python(*arguments: str, seconds: float | None = HANG, **more: str) -> subpro
     return subprocess.run(command, env=environment(**more), cwd=ROOT, capture_output=True, text=True, timeout=seconds)
 
 
-def in_the_interpreter(file: str, *options: str, seconds: float | None = HANG, **more: str) -> str:
-    """Runs a test file below ``tests`` by Triton's interpreter and returns pytest's report. Fails if any of its tests fails."""
-    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore", *options, str(TESTS / file)]
+def in_the_interpreter(*files: str, options: Sequence[str] = (), seconds: float | None = HANG, **more: str) -> str:
+    """Runs test files below ``tests`` by Triton's interpreter and returns pytest's report. Fails if any of their tests fails."""
+    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:hypothesispytest", "-W", "ignore", *options]
+    command += [str(TESTS / file) for file in files]
     done = python(*command, seconds=seconds, TRITON_INTERPRET="1", OMP_NUM_THREADS="1", **more)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     return str(done.stdout)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -102,6 +102,28 @@ class Meaning:
         return {"mask": mask, "score": score if changes else None, "sink": self.sink}
 
 
+class Wanted(NamedTuple):
+    """Of one sequence: the definition in float64 and in its own dtype, both with gradients or not, and the rounding that is allowed."""
+
+    forward: list[Any]
+    backward: list[Any]
+    noise: Any
+
+
+def wanted(batch: Ragged, meaning: Meaning, firsts: list[int] | None = None, backward: bool = True) -> list[Wanted]:
+    """What ``judge`` compares with, for tests that judge several calls of one meaning."""
+    found = []
+    for b, (q, k, v, dout) in enumerate(zip(batch.q, batch.k, batch.v, batch.dout, strict=True)):
+        mods = meaning.of(b, q.shape[1], k.shape[1], 0 if firsts is None else firsts[b])
+        one = (q[None], k[None], v[None])
+        forward, back = [oracle.attention(*one, **mods), oracle.same_dtype(*one, **mods)], []
+        if backward:
+            back = [f(*one, dout[None], **mods, captured=meaning.captured) for f in (oracle.gradients, oracle.same_dtype_gradients)]
+        noise = rounding(*one, dout[None] if backward else None, **mods, captured=meaning.captured)
+        found.append(Wanted(forward, back, noise))
+    return found
+
+
 def judge(
     got: dict[str, list[Tensor]],
     batch: Ragged,
@@ -109,26 +131,21 @@ def judge(
     firsts: list[int] | None = None,
     shared: dict[str, Tensor] | None = None,
     label: str = "",
+    want: list[Wanted] | None = None,
 ) -> None:
     """Judges every sequence's results by the budget. got: out, lse, dq, dk, dv as lists like ``batch.q``; absent names are not judged.
 
-    shared: gradients of the sink (``dsink``) and of ``meaning.captured`` (``captured0``, ...), summed over the sequences.
+    shared: gradients of the sink (``dsink``) and of ``meaning.captured`` (``captured0``, ...), summed over the sequences. want: of
+    ``wanted``, where it is known.
     """
     totals: dict[str, list] = {}
-    for b, (q, k, v, dout) in enumerate(zip(batch.q, batch.k, batch.v, batch.dout, strict=True)):
-        first = 0 if firsts is None else firsts[b]
-        mods = meaning.of(b, q.shape[1], k.shape[1], first)
-        one = (q[None], k[None], v[None])
-        want = [oracle.attention(*one, **mods), oracle.same_dtype(*one, **mods)]
-        noise = rounding(*one, dout[None], **mods, captured=meaning.captured)
-        back = []
-        if "dq" in got or shared:
-            back = [f(*one, dout[None], **mods, captured=meaning.captured) for f in (oracle.gradients, oracle.same_dtype_gradients)]
+    for b, one in enumerate(want or wanted(batch, meaning, firsts, bool("dq" in got or shared))):
+        noise = one.noise
         for name, values in got.items():
-            wanted = [getattr(t, name)[0] for t in (*(want if name in ("out", "lse") else back),)]
-            budget.check(f"{label} sequence {b} {name}", values[b], *wanted, type(noise.out)(*(t[0] for t in getattr(noise, name))))
+            exact = [getattr(t, name)[0] for t in (one.forward if name in ("out", "lse") else one.backward)]
+            budget.check(f"{label} sequence {b} {name}", values[b], *exact, type(noise.out)(*(t[0] for t in getattr(noise, name))))
         for name in shared or {}:
-            parts = [t.dsink if name == "dsink" else t.captured[int(name[8:])] for t in (*back, noise)]
+            parts = [t.dsink if name == "dsink" else t.captured[int(name[8:])] for t in (*one.backward, noise)]
             totals.setdefault(name, []).append(parts)
     for name, value in (shared or {}).items():
         exact, plain = (sum(parts[i] for parts in totals[name]) for i in (0, 1))

@@ -136,13 +136,10 @@ def test_what_the_compiler_makes_of_the_tiles(capability, at, backward) -> None:
 def test_gradients_of_pairs_and_distances_find_their_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """dq with what its scores send to two captured tensors, by entries and by diagonals: what most shared memory is taken for. Nothing is
     assembled: only the memory counts."""
-    from triton.backends.nvidia.compiler import CUDABackend
-
     from anyattn.backends.triton import tile_config
     from anyattn.backends.triton.codegen.assumptions import shape_of
 
-    monkeypatch.setattr(CUDABackend, "make_cubin", lambda *about: b"")
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # which nobody may find them in
+    ahead.only_measured(monkeypatch, tmp_path)
     table, pairs = torch.zeros(4, 600, requires_grad=True), torch.zeros(256, 256, requires_grad=True)
     score = lambda s, b, h, q, k: s + table[h, q - k + SHIFT] * pairs[q, k]
     for capability, dim in (((9, 0), 128), ((9, 0), 256), ((8, 6), 128), ((10, 0), 128)):

@@ -27,13 +27,13 @@ FILES = {
 @pytest.mark.parametrize("what", FILES)
 def test_in_the_interpreter(what: str) -> None:
     """The interpreter is chosen when Triton is imported, so it gets a process of its own."""
-    in_the_interpreter(f"backends/triton/{FILES[what]}", "-m", "not slow")
+    in_the_interpreter(f"backends/triton/{FILES[what]}", options=("-m", "not slow"))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(HANG * 4 + 600)
 def test_every_setting_in_the_interpreter() -> None:
-    in_the_interpreter(f"backends/triton/{FILES['decode']}", "-m", "slow", seconds=4 * HANG)
+    in_the_interpreter(f"backends/triton/{FILES['decode']}", options=("-m", "slow"), seconds=4 * HANG)
 
 
 # ---- compiled

@@ -17,10 +17,10 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 
 
 class Part(NamedTuple):
-    """files: below tests/. chosen: pytest's ``-k``. tiles: of calls that name none. fills: memory holds garbage first (not where a test
-    reserves gigabytes that it never touches)."""
+    """files: below tests/, of one process. chosen: pytest's ``-k``. tiles: of calls that name none. fills: memory holds garbage first (not
+    where a test reserves gigabytes that it never touches)."""
 
-    files: str
+    files: tuple[str, ...]
     chosen: str = ""
     tiles: str = "32x16"
     fills: bool = True
@@ -30,22 +30,23 @@ class Part(NamedTuple):
 EDGES = """test_01_everything or test_02 or (test_03 and float32) or test_04_window_of or test_04_an_empty or test_05 or test_06_expanded
     or test_06_gradients or test_06_dimensions or test_06_one or test_09_a_mask or test_09_lists or test_10 or test_11
     or (test_13 and float32-32) or test_16 or test_17 or test_18_a_new or test_gradient_through or test_only_the"""
+KERNELS = "backends/triton/kernels"
 PARTS = {
-    "mutants": Part("mutants/test_triton_mutants_interpreted.py"),
-    "documents": Part("backends/triton/kernels/test_documents_interpreted.py"),
-    "sequences": Part("backends/triton/kernels/test_sequences_interpreted.py"),
-    "variants": Part("backends/triton/kernels/test_every_variant_interpreted.py", "test_variant"),
-    "more of variants": Part("backends/triton/kernels/test_every_variant_interpreted.py", "not test_variant"),
-    "edges": Part("backends/triton/kernels/test_edge_cases_interpreted.py"),
-    "exact sums": Part("backends/triton/kernels/test_deterministic_sum_interpreted.py"),
-    "frozen": Part("backends/triton/kernels/test_unasked_gradients_interpreted.py"),
-    "copies": Part("backends/triton/kernels/test_privatized_sum_interpreted.py"),
-    "strides": Part("tensors/test_strides.py", "(test_flex and score_mod) or remembered or packed or pages or decoding"),
-    "operators": Part(
-        "custom_ops/test_strided_operators.py", "(test_attend and all) or pages or packed or decode or (gpt and flex and aot_eager)"
+    "mutants": Part(("mutants/test_triton_mutants_interpreted.py",)),
+    "variants": Part((f"{KERNELS}/test_every_variant_interpreted.py",)),
+    "documents, sequences, frozen": Part(
+        tuple(f"{KERNELS}/test_{name}_interpreted.py" for name in ("documents", "sequences", "unasked_gradients"))
     ),
-    "operations": Part("entry_points/test_operations.py", "test_float32 or (test_rows_of_64 and float32)"),
-    "edge cases": Part("entry_points/test_edge_cases.py", f"({' '.join(EDGES.split())}) and not float64", "64x32", fills=False),
+    "edges and sums": Part(
+        tuple(f"{KERNELS}/test_{name}_interpreted.py" for name in ("edge_cases", "deterministic_sum", "privatized_sum"))
+    ),
+    "strides": Part(("tensors/test_strides.py",), "(test_flex and score_mod) or remembered or packed or pages or decoding"),
+    "operators": Part(
+        ("custom_ops/test_strided_operators.py",),
+        "(test_attend and all) or pages or packed or decode or (gpt and flex and aot_eager)",
+    ),
+    "operations": Part(("entry_points/test_operations.py",), "test_float32 or (test_rows_of_64 and float32)"),
+    "edge cases": Part(("entry_points/test_edge_cases.py",), f"({' '.join(EDGES.split())}) and not float64", "64x32", fills=False),
 }
 
 
@@ -54,11 +55,11 @@ def test_part(name: str) -> None:
     part = PARTS[name]
     chosen = ["-k", part.chosen] if part.chosen else []
     report = in_the_interpreter(
-        part.files, "--durations=5", *chosen,
+        *part.files, options=("--durations=5", *chosen),
         ANYATTN_TEST_BACKEND="triton", ANYATTN_TEST_TILES=part.tiles, ANYATTN_TEST_FILL=str(int(part.fills)),
     )  # fmt: skip
     print(report[-800:])
 
 
 def test_forward_pipelines() -> None:
-    in_the_interpreter("backends/triton/kernels/test_forward_interpreted.py")
+    in_the_interpreter(f"{KERNELS}/test_forward_interpreted.py")

@@ -76,13 +76,10 @@ def test_tables_of_all_sizes_share_a_kernel(name: str) -> None:
 @pytest.mark.parametrize("name", ["buckets", "pairs"])
 def test_they_find_their_room(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is brought into another layout, and what sums a whole tile. Nothing is assembled: only the memory counts."""
-    from triton.backends.nvidia.compiler import CUDABackend
-
     from anyattn.backends.triton import tile_config
     from anyattn.backends.triton.codegen.assumptions import shape_of
 
-    monkeypatch.setattr(CUDABackend, "make_cubin", lambda *about: b"")
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # which nobody may find them in
+    ahead.only_measured(monkeypatch, tmp_path)
     shape, mod = MODS[name]
     score = mod(torch.zeros(shape, requires_grad=True))
     for gpu, dim, dtype in (

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
+import pytest
 import torch
 
 import anyattn
@@ -100,6 +101,20 @@ def compiled(launch: Launch, gpu: tuple[int, int] | str) -> Any:
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)
     options, signature, constants, attributes = kernel._pack_args(backend, launch.options, *bind(*launch.given, **launch.options))
     return triton.compile(ASTSource(kernel, signature, constants, attributes), target=target, options=options.__dict__)
+
+
+def only_measured(patch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Kernels are compiled until their shared memory is known, neither optimised by LLVM nor assembled, and kept in ``folder`` alone."""
+    from triton.backends.nvidia import compiler
+
+    def named(self: Any, source: Any, metadata: dict[str, Any], *about: Any) -> str:
+        metadata["name"] = "measured"
+        return "// not written"
+
+    patch.setattr(compiler.llvm, "optimize_module", lambda *about: None)
+    patch.setattr(compiler.CUDABackend, "make_ptx", named)
+    patch.setattr(compiler.CUDABackend, "make_cubin", lambda *about: b"")
+    patch.setenv("TRITON_CACHE_DIR", str(folder))
 
 
 def _tool(name: str, *arguments: str) -> str:

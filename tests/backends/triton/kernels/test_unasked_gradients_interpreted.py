@@ -27,11 +27,11 @@ Call = Callable[[dict[str, Tensor]], Tensor]
 
 def drawn(hidden: float = 0.0) -> dict[str, Tensor]:
     """hidden: what stands in the last five positions, which ``windowed`` and ``causal`` hide from all before them."""
-    q, k, v, _ = cases.inputs("normal", cases.Shape(1, 4, 2, 41, 41, 16, 16), torch.float32, 0)
+    q, k, v, _ = cases.inputs("normal", cases.Shape(1, 2, 1, 41, 41, 16, 16), torch.float32, 0)
     if hidden:
         for t in (q, k, v):
             t[:, :, -5:] = hidden
-    return {"q": q, "k": k, "v": v, "captured": torch.randn(4, 41, generator=torch.Generator().manual_seed(1))}
+    return {"q": q, "k": k, "v": v, "captured": torch.randn(2, 41, generator=torch.Generator().manual_seed(1))}
 
 
 def flex(mask: Any = None, score: bool = True, **more: Any) -> Call:
@@ -49,7 +49,7 @@ def packed(x: dict[str, Tensor]) -> Tensor:
 
 
 def paged(x: dict[str, Tensor]) -> Tensor:
-    k, v = (x[n][0, :, :40].transpose(0, 1).reshape(5, 8, 2, 16) for n in "kv")
+    k, v = (x[n][0, :, :40].transpose(0, 1).reshape(5, 8, 1, 16) for n in "kv")
     table, used = torch.tensor([[1, 0], [4, 2]], dtype=torch.int32), torch.tensor([13, 16], dtype=torch.int32)
     ends = torch.tensor([0, 20, 41], dtype=torch.int32)
     return anyattn.flash_attn_varlen_func(x["q"][0].transpose(0, 1), k, v, cu_seqlens_q=ends, seqused_k=used, page_table=table)

@@ -1,0 +1,369 @@
+"""Faster paths of Triton's interpreter, which computes the same numbers with fewer steps in Python; part of ``interpreter.mend``.
+
+An operation on two tensors of one type goes straight to NumPy, which broadcasts by the same rule; all else (mixed types, bfloat16, int1
+beside integers) takes Triton's own way. Types of blocks, the language's patched functions, and functions rewritten for the interpreter are
+made once and kept. After a launch the whole storage behind a CPU tensor is not copied onto itself, nor are sums of integers computed three
+times for a check that only a GPU makes; reductions by our own functions halve a tile at each step instead of going through it number by
+number; Python gets one large stack chunk for a launch, where it allocates and frees one at each call that just exceeds what it has.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import linecache
+import math
+import threading
+from collections.abc import Callable, Set
+from functools import cache, lru_cache
+from types import CodeType
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = ["mend_launches", "mend_operations", "mend_reductions", "mend_rewriting", "mend_types"]
+
+_DEEP = 60_000  # entries of a frame, half a megabyte: Python then asks for a megabyte at once, which holds all that a kernel's calls take
+_INT32 = range(-(2**31), 2**31)
+_INTEGERS = {"int32", "int64"}
+_NUMPY = {
+    "fp16": np.float16, "fp32": np.float32, "fp64": np.float64, "int32": np.int32, "int64": np.int64,
+    "uint32": np.uint32, "uint64": np.uint64, "int1": np.bool_,
+}  # fmt: skip
+_NUMBERS = _NUMPY.keys() - {"int1"}
+_LONG_NAMES = {"fp16": "float16", "fp32": "float32", "fp64": "float64"}
+
+
+def mend_types() -> None:
+    """A block's shape and type are made once for all its values."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    block_init, numpy_kind, fits = tl.block_type.__init__, interpreter._get_np_dtype, interpreter._validate_np_data_size
+    unwrap, to_tensor = tl.core._unwrap_if_constexpr, interpreter.TritonSemantic.to_tensor
+    blocks: dict[tuple[Any, ...], dict[str, Any]] = {}
+    kinds_of_numpy: dict[str, Any] = {}
+    bytes_of = {name: max(tl.core.get_primitive_bitwidth(name) // 8, 1) for name in (*_NUMPY, "int8", "int16", "bf16")}
+    plain = {tl.tensor, int, float, bool, str, type(None), tl.dtype, tl.block_type}
+
+    @cache
+    def shape_of(lengths: tuple[int, ...]) -> tuple[Any, Any]:
+        return tl.tuple([tl.constexpr(n) for n in lengths]), tl.constexpr(math.prod(lengths))
+
+    nothing = shape_of(())
+
+    def made_tensor(self: Any, handle: Any, kind: Any) -> None:
+        self.handle, self.type = handle, kind
+        if type(kind) is tl.block_type:
+            self.dtype, (self.shape, self.numel) = kind.scalar, kind.__dict__.get("sizes") or shape_of(tuple(kind.shape))
+        else:
+            self.dtype, (self.shape, self.numel) = kind.scalar, nothing
+
+    def made_block(self: Any, kind: Any, lengths: Any) -> None:
+        at = kind.name, *(n.value if isinstance(n, tl.constexpr) else n for n in lengths)
+        if at not in blocks:
+            block_init(self, kind, lengths)
+            blocks[at] = self.__dict__ | {"sizes": shape_of(at[1:])}
+        self.__dict__.update(blocks[at])
+
+    def kind_of(kind: Any) -> Any:
+        name = kind.scalar.name
+        if name not in kinds_of_numpy:
+            kinds_of_numpy[name] = numpy_kind(kind.scalar)
+        return kinds_of_numpy[name]
+
+    def has_room(data: Any, kind: Any) -> Any:
+        most = bytes_of.get(kind.name)
+        return fits(data, kind) if most is None else data.itemsize <= most
+
+    def unwrapped(value: Any) -> Any:
+        return value if type(value) in plain else unwrap(value)
+
+    def as_tensor(self: Any, value: Any, check_type: bool = True) -> Any:
+        return value if type(value) is tl.tensor else to_tensor(self, value, check_type)
+
+    tl.tensor.__init__, tl.block_type.__init__ = made_tensor, made_block
+    interpreter._get_np_dtype, interpreter._validate_np_data_size = kind_of, has_room
+    tl.core._unwrap_if_constexpr, interpreter.TritonSemantic.to_tensor = unwrapped, as_tensor
+
+
+def _computed(tl: Any, handle: Any) -> Callable[..., Any]:
+    """A function of NumPy as one of two tensors; None where their types, or a number's beside a tensor, need Triton's own rules."""
+    numpy_of, new = {name: np.dtype(kind) for name, kind in _NUMPY.items()}, object.__new__
+    tensor, nothing = tl.tensor, tl.tensor(None, tl.int32)
+
+    @cache
+    def block(scalar: str, shape: tuple[int, ...]) -> Any:
+        return tl.tensor(None, tl.block_type(getattr(tl.core, _LONG_NAMES.get(scalar, scalar)), list(shape)))
+
+    def number(value: Any, name: str) -> Any:
+        kind = type(value)
+        if kind is int and value in _INT32 and (name in _INTEGERS or name == "fp32"):
+            return _NUMPY[name](value)
+        if kind is float and name == "fp32" and (2.0**-126 <= abs(value) < 2.0**127 or value == 0.0 or math.isinf(value)):
+            return np.float32(value)
+        return None
+
+    def computed(function: Any, a: Any, b: Any, names: Set[str], is_bool: bool, *condition: Any) -> Any:
+        if type(a) is not tensor:
+            first, name, y = b, b.dtype.name, b.handle.data
+            x = number(a, name)
+            is_block = b.type is not b.dtype
+        elif type(b) is not tensor:
+            first, name, x = a, a.dtype.name, a.handle.data
+            y = number(b, name)
+            is_block = a.type is not a.dtype
+        else:
+            first, name, other, x, y = a, a.dtype.name, b.dtype.name, a.handle.data, b.handle.data
+            is_block = a.type is not a.dtype or b.type is not b.dtype
+            if name != other:
+                if name not in _INTEGERS or other not in _INTEGERS or x.dtype != numpy_of[name] or y.dtype != numpy_of[other]:
+                    return None
+                first, name = (a if name == "int64" else b), "int64"
+            elif x.dtype != y.dtype:
+                return None
+        if name not in names or x is None or y is None or first.handle.data.dtype != numpy_of[name]:
+            return None
+        data = function(*condition, x, y)
+        dtype = tl.int1 if is_bool else first.dtype
+        like = block("int1" if is_bool else name, data.shape) if is_block else nothing
+        held, made = new(handle), new(tensor)
+        held.data, held.dtype, held.attr = data, dtype, {}
+        made.handle, made.dtype, made.shape, made.numel = held, dtype, like.shape, like.numel
+        made.type = like.type if is_block else dtype
+        return made
+
+    return computed
+
+
+def _quotient(x: Any, y: Any) -> Any:
+    """Rounded toward zero, as C's."""
+    return (x - np.fmod(x, y)) // y
+
+
+def mend_operations() -> None:
+    """Arithmetic, comparisons and choices among values of one type go straight to NumPy."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    semantic, computed = interpreter.TritonSemantic, _computed(tl, interpreter.TensorHandle)
+
+    def method(name: str, function: Any, names: Set[str], is_bool: bool = False) -> None:
+        slow = getattr(semantic, name)
+
+        def fast(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+            if type(a) is tl.tensor or type(b) is tl.tensor:
+                done = computed(function, a, b, names, is_bool)
+                if done is not None:
+                    return done
+            return slow(self, a, b, *rest)
+
+        setattr(semantic, name, fast)
+
+    for name, function in {"add": np.add, "sub": np.subtract, "mul": np.multiply, "minimum": np.minimum, "maximum": np.maximum}.items():
+        method(name, function, _NUMBERS)
+    method("truediv", np.divide, {"fp32", "fp64"})
+    method("floordiv", _quotient, _INTEGERS)
+    method("mod", np.fmod, _INTEGERS)
+    method("and_", np.bitwise_and, _INTEGERS | {"int1"})
+    method("or_", np.bitwise_or, _INTEGERS | {"int1"})
+    for name, function in {
+        "less_than": np.less, "less_equal": np.less_equal, "greater_than": np.greater, "greater_equal": np.greater_equal,
+        "equal": np.equal, "not_equal": np.not_equal,
+    }.items():  # fmt: skip
+        method(name, function, _NUMBERS, is_bool=True)
+    add, where, cast = semantic.add, semantic.where, semantic.cast
+
+    def moved(self: Any, a: Any, b: Any, sanitize_overflow: bool) -> Any:
+        """Adds distances to pointers too."""
+        if type(a) is tl.tensor and a.dtype.is_ptr():
+            width = max(1, a.dtype.element_ty.primitive_bitwidth // 8)
+            if type(b) is tl.tensor and b.dtype.name in _INTEGERS:
+                data = a.handle.data + width * b.handle.data.astype(np.uint64)
+                is_block = a.type.is_block() or b.type.is_block()
+                kind = tl.block_type(a.dtype, list(data.shape)) if is_block else a.dtype
+                return tl.tensor(interpreter.TensorHandle(data, a.handle.dtype), kind)
+            if type(b) is int and 0 <= b < 2**31:
+                return tl.tensor(interpreter.TensorHandle(a.handle.data + np.uint64(width * b), a.handle.dtype), a.type)
+        return add(self, a, b, sanitize_overflow)
+
+    def chosen(self: Any, condition: Any, a: Any, b: Any) -> Any:
+        shown = condition.handle.data
+        blocks = [x.handle.data for x in (a, b) if type(x) is tl.tensor and x.type.is_block()]
+        # where neither is a block the condition must not be one
+        is_alike = any(x.shape == shown.shape for x in blocks) or not (blocks or condition.type.is_block())
+        if is_alike and shown.dtype == np.bool_ and (type(a) is tl.tensor or type(b) is tl.tensor):
+            done = computed(np.where, a, b, _NUMPY.keys(), False, shown)
+            if done is not None:
+                return done
+        return where(self, condition, a, b)
+
+    def converted(self: Any, value: Any, kind: Any, fp_downcast_rounding: Any = None) -> Any:
+        source, target = value.dtype.name, kind.scalar.name
+        if source == target and source in _NUMPY:
+            return value
+        if source in _INTEGERS and target in _INTEGERS and fp_downcast_rounding is None:
+            target_kind = value.type.with_element_ty(kind.scalar) if value.type.is_block() else kind.scalar
+            return tl.tensor(interpreter.TensorHandle(value.handle.data.astype(_NUMPY[target]), kind.scalar), target_kind)
+        return cast(self, value, kind, fp_downcast_rounding)
+
+    semantic.add, semantic.where, semantic.cast = moved, chosen, converted
+
+
+def _operators(tl: Any, semantic: Any) -> dict[str, Callable[..., Any]]:
+    """A tensor's operators that pass by the wrappers of the language, which only hand on who calls."""
+    unwrapped = tl.core._unwrap_if_constexpr
+
+    def arithmetic(name: str, *rest: Any) -> tuple[Any, Any]:
+        of = getattr(semantic, name)
+        return lambda a, b: of(a, unwrapped(b), *rest), lambda a, b: of(unwrapped(b), a, *rest)
+
+    def comparison(name: str) -> Callable[..., Any]:
+        of, as_tensor = getattr(semantic, name), semantic.to_tensor
+        return lambda a, b: of(a, as_tensor(b))
+
+    found = {
+        "__lt__": comparison("less_than"), "__le__": comparison("less_equal"), "__gt__": comparison("greater_than"),
+        "__ge__": comparison("greater_equal"), "__eq__": comparison("equal"), "__ne__": comparison("not_equal"),
+    }  # fmt: skip
+    for operator, name, *rest in (
+        ("add", "add", False), ("sub", "sub", False), ("mul", "mul", False), ("truediv", "truediv"), ("and", "and_"), ("or", "or_"),
+        ("floordiv", "floordiv"), ("mod", "mod"),
+    ):  # fmt: skip
+        found[f"__{operator}__"], found[f"__r{operator}__"] = arithmetic(name, *rest)
+    return found
+
+
+def mend_rewriting() -> None:
+    """A function is rewritten for the interpreter once for its text, however often its module is imported anew."""
+    from triton.runtime import interpreter
+
+    class Transformer(interpreter.ASTTransformer):  # type: ignore[misc]
+        def visit_Assign(self, node: ast.Assign) -> Any:
+            """With the source's places for what is put in, so that nobody has to look for nodes without."""
+            made = super().visit_Assign(node)
+            call = made.value
+            for new in (call, call.func, call.func.value, *call.args[1:]):
+                ast.copy_location(new, node)
+            return made
+
+    rewriter, transformer = interpreter.FunctionRewriter, Transformer()
+    slow = rewriter.rewrite_ast
+
+    @lru_cache(maxsize=64)
+    def functions_of(text: str) -> dict[tuple[str, int], ast.FunctionDef]:
+        nodes = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef))
+        return {(node.name, min(x.lineno for x in (node, *node.decorator_list))): node for node in nodes}
+
+    @lru_cache(maxsize=4096)
+    def code_of(text: str, file: str, name: str, line: int) -> CodeType | None:
+        node = functions_of(text).get((name, line))
+        if node is None:
+            return None
+        node.decorator_list = []
+        return compile(ast.Module(body=[transformer.visit(node)], type_ignores=[]), file, "exec")
+
+    def rewritten(self: Any) -> Any:
+        code, space = self.fn.__code__, self.fn.__globals__
+        text = "".join(linecache.getlines(code.co_filename, space))
+        made = code_of(text, code.co_filename, code.co_name, code.co_firstlineno)
+        if made is None:
+            return slow(self)
+        local = dict(self.kwargs)
+        for key, value in vars(interpreter).items():
+            space.setdefault(key, value)
+        exec(made, space, local)
+        return local[code.co_name]
+
+    rewriter.rewrite_ast = rewritten
+
+
+class _Everything:
+    def __init__(self, language: Any) -> None:
+        self.__globals__ = {"tl": language, "core": language.core}
+
+
+def mend_launches() -> None:
+    """One launch at a time; the language is patched once for all functions of a kernel, by functions that are made once."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    executor, patch, patch_tensor = interpreter.GridExecutor, interpreter._patch_lang, interpreter._patch_lang_tensor
+    launch, restore, one_at_a_time = executor.__call__, executor._restore_args_dev, threading.RLock()
+    semantic, by_index = interpreter.interpreter_semantic, tl.tensor.__getitem__
+    operators, wrapper = _operators(tl, semantic), tl.core.load.__code__
+
+    def patched_tensor(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.reshape(-1)[0]))
+        for name, operator in operators.items():
+            scope.set_attr(tensor, name, operator)
+        scope.set_attr(tensor, "__getitem__", indexed)
+
+    def told_who_calls(member: Any) -> Callable[..., Any]:
+        inner = member.__wrapped__ if getattr(member, "__code__", None) is wrapper else member
+
+        def called(*args: Any, **named: Any) -> Any:
+            named["_semantic"] = semantic
+            return inner(*args, **named)
+
+        return called
+
+    @cache
+    def members(package: Any) -> dict[str, Callable[..., Any]]:
+        return {name: told_who_calls(member) for name, member in inspect.getmembers(package) if tl.core.is_builtin(member)}
+
+    def patched_builtin(package: Any, builder: Any, scope: Any) -> None:
+        for name, member in members(package).items():
+            scope.set_attr(package, name, member)
+
+    def indexed(self: Any, at: Any) -> Any:
+        """A row or a column of what has one dimension; Triton's own way for all else."""
+        data = self.handle.data
+        if type(at) is tuple and len(at) == 2 and data.ndim == 1 and slice(None) in at and None in at:
+            data = data[at]
+            return tl.tensor(interpreter.TensorHandle(data, self.handle.dtype), tl.block_type(self.dtype, list(data.shape)))
+        return by_index(self, at, _semantic=semantic)
+
+    def patched_language(fn: Any) -> Any:
+        """The language as a whole, whatever of it a kernel's module knows: what it calls knows more."""
+        return patch(_Everything(tl)) if tl.core.is_builtin(tl.core.load) else interpreter._LangPatchScope()
+
+    def called(self: Any, *args: Any, **named: Any) -> Any:
+        """A device function: in a launch, the language is patched. Errors are told once, by the launch."""
+        return self.rewrite()(*args, **named)
+
+    def restored(self: Any, args: Any, *rest: Any) -> None:
+        if any(isinstance(t, torch.Tensor) and t.device.type != "cpu" for t in torch.utils._pytree.tree_leaves(args)):
+            restore(self, args, *rest)
+
+    def launched(self: Any, *args: Any, **options: Any) -> None:
+        with one_at_a_time:
+            launch(self, *args, **options)
+
+    launched.__code__ = launched.__code__.replace(co_stacksize=_DEEP)
+    interpreter._patch_lang, interpreter._patch_lang_tensor, interpreter._patch_builtin = patched_language, patched_tensor, patched_builtin
+    executor._restore_args_dev, executor.__call__, interpreter.InterpretedFunction.__call__ = restored, launched, called
+
+
+def mend_reductions() -> None:
+    """By neighbours: half as many numbers each time. A dimension has a power of two of them, as all of Triton's."""
+    from triton.runtime import interpreter
+
+    def reduced(self: Any, given: Any) -> list[Any]:
+        parts, axis = self.unravel(given, self.axis)
+        data, kinds = [x.handle.data for x in parts], [x.dtype for x in parts]
+        while data[0].shape[axis] > 1:
+            pairs = [[np.take(x, range(i, x.shape[axis], 2), axis) for x in data] for i in (0, 1)]
+            sides = (self.to_tensor(x, kind) for side in pairs for x, kind in zip(side, kinds, strict=True))
+            found = self.combine_fn.fn(*sides)
+            data = [x.handle.data for x in (found if isinstance(found, tuple) else (found,))]
+        if not self.keep_dims:
+            data = [x.squeeze(axis) for x in data]
+        elif self.axis is None:
+            data = [x.reshape((1,) * given[0].handle.data.ndim) for x in data]
+        return [self.to_tensor(x, kind) for x, kind in zip(data, kinds, strict=True)]
+
+    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
+    interpreter.ReduceOps.generic_reduce = reduced
