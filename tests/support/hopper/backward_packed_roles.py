@@ -75,7 +75,7 @@ class PackedCall:
         self.sums = np.zeros((*shape, tile_m * config.head_dim), dtype=np.float32)
         self.turns = np.zeros(shape, dtype=np.int32) if config.is_deterministic else None
         self.dk, self.dv = (np.full_like(t, np.nan) for t in (self.k, self.v))
-        self.lists = (None,) * 4 if lists is None else tuple(None if t is None else t.numpy() for t in lists[0])
+        self.lists = (None,) * 5 if lists is None else (*(None if t is None else t.numpy() for t in lists[0]), None)
         self.order, self.entries = (t.numpy() for t in _in_order(s, config, len(self.k) * (self.keys // 128) + s.batch))
         if lists is not None:
             self.entries = lists[1].numpy()
