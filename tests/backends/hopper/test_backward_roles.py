@@ -256,7 +256,7 @@ MUTANTS: dict[str, tuple[str, Changes]] = {
     "dQ is not fenced": ("full", ((MMA, '            cute.arch.fence_proxy("async.shared", space="cta")\n', ""),)),
     "dQ is added to the first group's part": ("full", ((ADDER, ".iterator + group * size", ".iterator"),)),
     "the adder is not told of the end": ("full", ((MMA, "return Int32(-1), Int32(0)", "return Int32(0), Int32(0)"),)),
-    "dQ goes to the first row tile": ("full", ((MMA, "return visit.m_block, visit.head", "return visit.m_block * 0, visit.head"),)),
+    "dQ goes to the first row tile": ("full", ((MMA, "return slot, visit.head", "return slot * 0, visit.head"),)),
     "dO is given back while it is being read": ("full", ((MMA, "        pipes[1].consumer_release(do_state)\n", ""), (MMA, "        dq = cute.make_rmem_tensor(", "        pipes[1].consumer_release(do_state)\n        dq = cute.make_rmem_tensor("))),
     "Q is not given back": ("full", ((MMA, "        pipes[0].consumer_release(q_state)\n", ""),)),
     "dP is not waited for": ("full", ((MMA, "            warpgroup.wait_group(0)\n            self.score_gradients", "            self.score_gradients"),)),
