@@ -17,7 +17,7 @@ from anyattn.backends.hopper.codegen.score_analysis import work_by_pair
 from anyattn.backends.hopper.config import TILE_M, Ask, sides, slots
 from anyattn.backends.hopper.make_config import tile_of
 from anyattn.documents.dispatch import over_unknown_documents
-from anyattn.mask_plan import MaskAbilities, MaskPart, MaskPlan, mask_plan
+from anyattn.mask_plan import MaskAbilities, MaskPart, mask_plan
 from anyattn.mods.analysis.captured_loads import slots_alone
 from anyattn.mods.analysis.document_masks import DocumentForm
 from anyattn.mods.ir.dependence import dependence
@@ -83,7 +83,7 @@ def with_derivative(expr: Expr) -> Expr:
 
 def specialised_backward(problem: Problem) -> BackwardSpecial:
     """What the backward kernel for ``problem`` is specialised for; reads no tensor."""
-    plan = _mask_plan(problem)
+    plan = mask_plan(problem, _ABILITIES)
     listed = 0 if plan.uses_blocks else plan.listed[0].predicates[0] if plan.listed else None
     score, sums = (None, ()) if problem.score is None else _score_and_sums(problem)
     partial = [part for part in (plan.of_blocks, *plan.listed) if part is not None]
@@ -140,17 +140,6 @@ def backward_ways(problem: Problem) -> BackwardWays:
     return BackwardWays(special, form, within)
 
 
-def _mask_plan(problem: Problem) -> MaskPlan:
-    """``mask_plan``; over sequences a deterministic sum goes without lists: other predicates than bands are evaluated in every tile."""
-    plan = mask_plan(problem, _ABILITIES)
-    if problem.sequences is None or not problem.deterministic or not plan.listed:
-        return plan
-    parts = sorted((*plan.ranged, *plan.listed, *plan.always), key=lambda part: part.predicates)
-    is_band = [part.ranges is not None and sides(part.ranges.expr) is not None for part in parts]
-    ranged, others = (tuple(p for p, b in zip(parts, is_band, strict=True) if b is wanted) for wanted in (True, False))
-    return MaskPlan(ranged, always=others)
-
-
 def _layout(blocks: Any) -> str:
     """Of the lists of a call over sequences; those that are made are flat."""
     return "flat" if blocks is None or blocks.layout == "flat" else "ragged"
@@ -197,7 +186,7 @@ def reason_against_backward(problem: Problem) -> str | None:
     against = None if problem.score is None else _against_sums(problem) or _against_score(problem)
     if against:
         return against
-    plan = _mask_plan(problem)
+    plan = mask_plan(problem, _ABILITIES)
     if sequences is not None and problem.deterministic and plan.has_lists:
         return "its backward kernel adds in no fixed order where lists of packed sequences say which tiles are visited"
     blocks = problem.blocks

@@ -116,7 +116,6 @@ def cases(head_dim: int) -> dict[str, tuple[list, dict]]:  # type: ignore[type-a
         "packed window": ([window], {**packed, "bands": (window.expr,), "is_deterministic": True}),
         "packed capped": ([capped, causal], {**packed, "score": with_derivative(capped.expr), **ends}),
         "packed alibi": ([alibi, causal], {**packed, "score": with_derivative(alibi.expr), **ends}),
-        "packed document": ([causal, document], {**packed, **ends, "always": (Ask(document.expr, False),)}),
         "packed lists": ([document], {**packed, "lists": "flat", "list_cut": (2, 1), "partial": Ask(document.expr, False)}),
         "packed sinks": ([sinks], {**packed, "always": (Ask(sinks.expr, True),)}),
         "deterministic lists": ([document], {**lists, "partial": Ask(document.expr, False), "is_deterministic": True}),
