@@ -66,12 +66,12 @@ def test_a_packed_call_launches_tables_rows_and_products(launched: list[Launch])
     assert wiped[4] is wiped[5] is None and wiped[6].shape == (1, 4, 200, 64) and wipe is by_key
     (before, rows), (config, products), (after, last) = found[2:]
     assert config.has_entries and before.has_entries and after.has_entries and config.has_right and config.lists is None
-    assert rows[5] is entries and last[2] is entries and products[15] is entries and products[14] is order
+    assert rows[5] is entries and last[2] is entries and products[16] is entries and products[15] is order
     (lse, delta, sums), tile_m = products[6:9], config.tiles.tile_m
     assert lse.shape == delta.shape == (1, 4, ceil_div(200, tile_m) + 4, tile_m) and sums.shape == (*lse.shape[:3], 64 * tile_m)
     assert rows[6:9] == (lse, delta, sums) and last[0] is sums
     assert products[4] is tables[6] and products[5] is tables[7] and last[1] is wiped[6]
-    rows_, spread, section, workers = products[19:23]
+    rows_, spread, section, workers = products[20:24]
     assert (rows_, spread) == (len(order) - 1, 2) and 1 <= section <= 2 and workers == 1
 
 
@@ -99,7 +99,7 @@ def test_other_masks_than_bands_are_lists(launched: list[Launch]) -> None:
     ((config, products),) = of_kind(gradients_of(packed(mask_mod=mask, causal=True), launched), BackwardConfig)
     assert (config.lists, config.list_cut, config.per_head) == ("flat", (2, 1), False)
     assert config.partial is not None and len(config.always) == 1 and not config.bands
-    assert products[10].shape[0] == 1 and products[15][:, 7].tolist() == [0, 1, 1, 2]
+    assert products[10].shape[0] == 1 and products[16][:, 7].tolist() == [0, 1, 1, 2]
 
 
 @pytest.mark.parametrize("layout", ["flat", "padded"])
@@ -129,7 +129,7 @@ def test_documents_are_sequences(launched: list[Launch]) -> None:
     lengths = entries[:, 2].tolist()
     assert all(n * 128 < lengths[b] for n, _, b in order[:count].tolist())
     found = by_documents(masks.document(torch.arange(700) // 50 % 2), launched)
-    assert [c.has_entries for c, _ in found] == [False] * 3 and found[1][0].lists == "dense" and found[1][1][14] is None
+    assert [c.has_entries for c, _ in found] == [False] * 3 and found[1][0].lists == "dense" and found[1][1][15] is None
     assert found[2][1][3] is None
 
 
@@ -139,7 +139,7 @@ def test_both_are_launched_until_it_is_known(ids: Tensor, held: bool, launched: 
     found = by_documents(masks.document(ids), launched)
     assert [c.has_entries for c, _ in found] == [True] * 3 + [False] * 3
     within, listed = found[1][1], found[4][1]
-    assert bool(within[14][-1, 0]) is held and listed[14].tolist() == [[0 if held else 6, 0, 0]]
+    assert bool(within[15][-1, 0]) is held and listed[15].tolist() == [[0 if held else 6, 0, 0]]
     assert within[4] is listed[4] and within[5] is listed[5] and found[2][1][1] is found[5][1][1]
     assert found[2][1][3] is None and found[5][1][3].tolist() == [int(held)]
 

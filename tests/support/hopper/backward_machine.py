@@ -102,7 +102,7 @@ class Regs:
 
     def __init__(self, count: int, element_type: Any):
         self.values, self.element_type = np.full((128, count), np.nan, dtype=np.float32), element_type
-        if element_type.dtype != np.float32:
+        if getattr(element_type, "dtype", np.float32) != np.float32:  # a kernel's own type is a function that rounds
             self.values = np.zeros((128, count), dtype=element_type.dtype)
         self.iterator, self.start = self, 0
 
