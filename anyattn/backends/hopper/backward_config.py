@@ -186,8 +186,8 @@ def backward_tiles_for(head_dim: int, head_dim_v: int, is_plain: bool = False) -
         return BackwardTiles(128 if is_plain and max(head_dim, head_dim_v) == 64 else 64, TILE_N)
     wide = [BackwardTiles(64, SHARED_TILE_N, do_stages=stages, dq_steps=steps) for stages, steps in ((2, 1), (2, 2), (1, 2))]
     tiles = next(tiles for tiles in wide if bytes_of(tiles, head_dim, head_dim_v) <= SHARED_MEMORY)
-    # registers of a thread: dK and dV; S and dP, or dQ; then K and V
-    room = _HOLDING - (head_dim + head_dim_v) // 4 - max(32, head_dim // 4)
+    # registers of a thread: dK and dV; S, dP and what a mod makes of them, or dQ; then K and V
+    room = _HOLDING - (head_dim + head_dim_v) // 4 - max(48, head_dim // 4)
     holds_k = head_dim // 4 <= room
     room -= head_dim // 4 if holds_k else 0
     return replace(tiles, holds_k=holds_k, holds_v=head_dim_v // 4 <= room)

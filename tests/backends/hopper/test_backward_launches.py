@@ -122,7 +122,7 @@ def test_documents_are_sequences(launched: list[Launch]) -> None:
     found = by_documents(masks.document(IDS) & masks.causal(), launched)
     assert [type(c) for c, _ in found] == [RowsConfig, BackwardConfig, RowsConfig] and all(c.has_entries for c, _ in found)
     config, products = found[1]
-    order, entries = products[14:16]
+    order, entries = products[15:17]
     count = int(order[-1, 0])
     assert count == 2 * (1 + 3 + 1 + 3) and config.has_right and config.lists is None and not config.always
     assert entries[:4, :3].tolist() == [[0, 0, 1], [0, 1, 300], [0, 301, 128], [0, 429, 271]]

@@ -344,7 +344,7 @@ def found_tile(p: Problem) -> int:
 @pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="needs nvidia-cutlass-dsl")
 def test_the_plan_chooses_it_on_hopper() -> None:
     chosen = planner.choose(problem(predicates=traced(masks.causal())), H200)
-    assert (chosen.backend, chosen.backward) == ("hopper", "triton") and "an H200 has it" in chosen.why[0]
+    assert (chosen.backend, chosen.backward) == ("hopper", "hopper") and "an H200 has it" in chosen.why[0]
     assert planner.choose(problem(predicates=traced(masks.causal())), H200, "torch").backend == "torch"
     far = 2**40
     other = problem(score=trace(lambda s, b, h, i, j: s + (i + far), "score"))
