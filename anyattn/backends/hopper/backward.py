@@ -173,7 +173,7 @@ def _launch_products(
     rows: _Rows,
     totals: tuple[Tensor, ...],
 ) -> None:
-    """tables: ``backward_scheduler.KeyTables``. key_tiles: that there is room for."""
+    """tables: ``backward.scheduler.KeyTables``. key_tiles: that there is room for."""
     config, q, k = special.config, problem.q, problem.k
     spread = problem.heads_kv * (1 if config.has_entries else problem.batch)
     turns = torch.zeros(rows.lse.shape[:3], dtype=torch.int32, device=q.device) if config.is_deterministic else None
@@ -196,7 +196,7 @@ def _launch_products(
 
 
 def _lists_of(problem: Problem, special: BackwardSpecial) -> tuple[Tensor | None, ...]:
-    """The lists and ranks of ``backward_scheduler.KeyTables``. Of block lists they are kept with these."""
+    """The lists and ranks of ``backward.scheduler.KeyTables``. Of block lists they are kept with these."""
     blocks, config = problem.blocks, special.config
     assert special.listed is not None
     if blocks is None:

@@ -28,7 +28,7 @@ __all__ = ["KeyOrder", "key_order", "key_order_of_documents", "order_where", "ra
 
 
 class KeyOrder(NamedTuple):
-    """``backward_scheduler.KeyTables.order`` and ``entries``, None where storage says what they would."""
+    """``backward.scheduler.KeyTables.order`` and ``entries``, None where storage says what they would."""
 
     order: Tensor | None = None
     entries: Tensor | None = None
@@ -42,7 +42,7 @@ _of_sequences: WeakKeyDictionary[Sequences, dict[int, KeyOrder]] = WeakKeyDictio
 
 
 def row_tiles(problem: Problem, tile_m: int) -> int:
-    """Room for the row tiles of all entries of a varlen batch (``backward_packed.first_tile``)."""
+    """Room for the row tiles of all entries of a varlen batch (``backward.packed.first_tile``)."""
     return problem.q.shape[0] * ceil_div(problem.q.shape[2], tile_m) + problem.batch
 
 

@@ -181,7 +181,7 @@ def test_gradients(name: str) -> None:
 
 
 PACKED, LOADER, SCHEDULER, MMA, EPILOGUE, ROWS = (
-    "backward_packed", "backward_producer", "backward_scheduler", "backward_mma", "backward_epilogue", "backward_rows",
+    "backward/packed", "backward/producer", "backward/scheduler", "backward/mma", "backward/epilogue", "backward/rows",
 )  # fmt: skip
 MUTANTS: dict[str, tuple[str, Changes]] = {
     "sequences begin with storage": ("packed", ((PACKED, "cute.domain_offset((place[1], 0)", "cute.domain_offset((0, 0)"),)),

@@ -238,8 +238,8 @@ def test_the_order_of_sums_is_fixed(name: str) -> None:
 
 
 MMA, ADDER, SCORES, SCHEDULER, LOADER, EPILOGUE, ROWS, CAPTURES, WIDE = (
-    "backward_mma", "backward_adder", "backward_scores", "backward_scheduler", "backward_producer", "backward_epilogue", "backward_rows",
-    "captured/sums", "backward_wide_mma",
+    "backward/mma", "backward/adder", "backward/scores", "backward/scheduler", "backward/producer", "backward/epilogue", "backward/rows",
+    "captured/sums", "backward/wide_mma",
 )  # fmt: skip
 MUTANTS: dict[str, tuple[str, Changes]] = {
     "dS is not exchanged": (

@@ -29,8 +29,8 @@ __all__ = ["MODULES", "Call", "Table", "compiled", "run_grid"]
 
 _FOLDER = Path(anyattn.__file__).parent / "backends" / "hopper" / "kernel"
 MODULES = (
-    "softmax", "tile_scheduler", "producer", "backward_scheduler", "backward_packed", "backward_producer", "backward_adder",
-    "backward_scores", "backward_epilogue", "captured/sums", "backward_mma", "backward_wide_mma", "backward_rows",
+    "softmax", "tile_scheduler", "producer", "backward/scheduler", "backward/packed", "backward/producer", "backward/adder",
+    "backward/scores", "backward/epilogue", "captured/sums", "backward/mma", "backward/wide_mma", "backward/rows",
 )  # fmt: skip
 _KEPT = ("typing", "anyattn.arithmetic", "anyattn.sequences", "anyattn.backends.hopper.captured_sums", "collections")
 Changes = tuple[tuple[str, str, str], ...]  # (module, text, text that takes its place)

@@ -30,7 +30,7 @@ def wiped_by_a_group(rows: int, head_dim: int, room: int) -> list[tuple[int, int
     cute = SimpleNamespace(
         local_tile=tile_of, autovec_copy=lambda *_: None, make_rmem_tensor=lambda *_: SimpleNamespace(fill=lambda _: None)
     )
-    kernel = _names(cute, "backward_packed")["Packed"]()
+    kernel = _names(cute, "backward/packed")["Packed"]()
     kernel.dtype = "dtype"
     for thread in range(128, 256):
         kernel._wiped("tile", room, rows, head_dim, thread)
@@ -39,6 +39,6 @@ def wiped_by_a_group(rows: int, head_dim: int, room: int) -> list[tuple[int, int
 
 def rows_kernel(tile_m: int) -> tuple[Any, Any]:
     """A row kernel for tiles of so many rows, and ``first_tile``."""
-    names = _names(None, "backward_packed", "backward_rows")
+    names = _names(None, "backward/packed", "backward/rows")
     about = SimpleNamespace(head_dim=64, head_dim_v=64, is_bf16=True, tile_m=tile_m)
     return names["RowsAfter"](about), names["first_tile"]

@@ -23,7 +23,7 @@ from anyattn.backends.hopper.backward_config import BackwardConfig, RowsConfig, 
 from anyattn.backends.hopper.captured_sums import with_derivatives
 from anyattn.backends.hopper.compile.build import kernel_of
 from anyattn.backends.hopper.config import Ask, slots
-from anyattn.backends.hopper.kernel.backward_rows import RowsAfter, RowsBefore
+from anyattn.backends.hopper.kernel.backward.rows import RowsAfter, RowsBefore
 from anyattn.backends.hopper.make_backward_config import with_derivative
 from anyattn.mods.analysis.row_ranges import row_ranges
 from anyattn.mods.tracing.trace import trace

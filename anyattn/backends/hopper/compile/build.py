@@ -134,9 +134,9 @@ def _compiled(config: AnyConfig, kinds: tuple, through_tvm_ffi: bool) -> Any:
 
 def kernel_of(config: AnyConfig) -> Any:
     """The object that is compiled: its kernel is specialised for ``config``."""
-    from anyattn.backends.hopper.kernel.backward import HopperBackward
-    from anyattn.backends.hopper.kernel.backward_rows import RowsAfter, RowsBefore
-    from anyattn.backends.hopper.kernel.backward_wide import HopperWideBackward
+    from anyattn.backends.hopper.kernel.backward.backward import HopperBackward
+    from anyattn.backends.hopper.kernel.backward.rows import RowsAfter, RowsBefore
+    from anyattn.backends.hopper.kernel.backward.wide import HopperWideBackward
     from anyattn.backends.hopper.kernel.forward import HopperForward
     from anyattn.backends.hopper.kernel.tile_order import SequenceTables
 

@@ -13,13 +13,13 @@ from cutlass.utils import SmemAllocator
 
 from anyattn.backends.hopper.backward_config import REGISTERS, BackwardConfig
 from anyattn.backends.hopper.config import sides
-from anyattn.backends.hopper.kernel.backward_adder import Adds
-from anyattn.backends.hopper.kernel.backward_epilogue import StoresKeys
-from anyattn.backends.hopper.kernel.backward_mma import MultipliesBack
-from anyattn.backends.hopper.kernel.backward_packed import PLACE_FACTS, Packed
-from anyattn.backends.hopper.kernel.backward_producer import LoadsRows
-from anyattn.backends.hopper.kernel.backward_scheduler import KEY_FACTS, VISIT_FACTS, KeySizes, KeyTables, VisitsRows
-from anyattn.backends.hopper.kernel.backward_scores import Scores
+from anyattn.backends.hopper.kernel.backward.adder import Adds
+from anyattn.backends.hopper.kernel.backward.epilogue import StoresKeys
+from anyattn.backends.hopper.kernel.backward.mma import MultipliesBack
+from anyattn.backends.hopper.kernel.backward.packed import PLACE_FACTS, Packed
+from anyattn.backends.hopper.kernel.backward.producer import LoadsRows
+from anyattn.backends.hopper.kernel.backward.scheduler import KEY_FACTS, VISIT_FACTS, KeySizes, KeyTables, VisitsRows
+from anyattn.backends.hopper.kernel.backward.scores import Scores
 from anyattn.backends.hopper.kernel.captured.sums import SumsCaptured
 
 __all__ = ["HopperBackward"]
@@ -76,10 +76,10 @@ class HopperBackward(VisitsRows, LoadsRows, MultipliesBack, Scores, SumsCaptured
 
         lse: (B, Hq, M, tile_m) float32, in base 2, infinite for a row that sees nothing and for one that does not exist; delta: likewise,
         what every score of a row loses. dq_sums: (B, Hq, M, tile_m * head_dim) float32, zeros, in the order of
-        ``backward_rows``. turns: (B, Hq, M) int32 zeros, where the config is deterministic.
+        ``backward.rows``. turns: (B, Hq, M) int32 zeros, where the config is deterministic.
         With ``entries`` B is what storage has, and lse to turns are (1, Hq, row tiles of all entries, ...), each entry's from
-        ``backward_packed.first_tile`` on. partial_count to entries: see ``backward_scheduler.KeyTables``. counter: two zeros, int32, left
-        as zeros. scale: the softmax scale; scale_log2: times log2(e). rows, spread, section: see ``backward_scheduler.KeySizes``. workers:
+        ``backward.packed.first_tile`` on. partial_count to entries: see ``backward.scheduler.KeyTables``. counter: two zeros, int32, left
+        as zeros. scale: the softmax scale; scale_log2: times log2(e). rows, spread, section: see ``backward.scheduler.KeySizes``. workers:
         thread blocks. scalars, tensors: captured values, those of each of ``config.exprs`` in turn. totals: zeros, to which the gradients
         of captured tensors are added, contiguous, with a last dimension for copies where they have some (``CapturedSum``).
         """

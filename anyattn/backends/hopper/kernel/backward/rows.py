@@ -10,7 +10,7 @@ from cutlass import BFloat16, Float16, Float32, Int32, const_expr
 from anyattn.arithmetic import LOG2E, ceil_div, next_power_of_2
 from anyattn.backends.hopper.backward_config import RowsConfig
 from anyattn.backends.hopper.codegen.emit import select
-from anyattn.backends.hopper.kernel.backward_packed import first_tile
+from anyattn.backends.hopper.kernel.backward.packed import first_tile
 
 __all__ = ["RowsAfter", "RowsBefore"]
 
@@ -31,7 +31,7 @@ class _Rows:
     @cute.jit
     def located(self, slot, entries, length):
         """(row of storage, its first row of the tile, rows of the sequence from there on) of row tile ``slot`` of all entries; the last is
-        0 or less where it is none. entries: see ``backward_scheduler.KeyTables``. length: rows of one row of storage."""
+        0 or less where it is none. entries: see ``backward.scheduler.KeyTables``. length: rows of one row of storage."""
         tile_m = self.config.tile_m
         tiles = ceil_div(length, tile_m)
         low, high = Int32(0), entries.shape[0] - 1  # the last entry whose tiles begin here or before

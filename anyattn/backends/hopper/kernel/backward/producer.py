@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr, pipeline
 
-from anyattn.backends.hopper.kernel.backward_scheduler import KeyFacts
+from anyattn.backends.hopper.kernel.backward.scheduler import KeyFacts
 from anyattn.backends.hopper.kernel.bulk_copy import load_bytes
 from anyattn.backends.hopper.kernel.producer import Loads
 

@@ -7,8 +7,8 @@ import cutlass.cute as cute
 from cutlass import Float32, const_expr
 from cutlass.cute.nvgpu import warp, warpgroup
 
-from anyattn.backends.hopper.kernel.backward_epilogue import READ, STORED
-from anyattn.backends.hopper.kernel.backward_mma import MultipliesBack
+from anyattn.backends.hopper.kernel.backward.epilogue import READ, STORED
+from anyattn.backends.hopper.kernel.backward.mma import MultipliesBack
 from anyattn.backends.hopper.kernel.fragment import columns_of
 
 __all__ = ["MultipliesWide"]

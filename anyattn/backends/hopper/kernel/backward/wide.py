@@ -6,8 +6,8 @@ import cutlass.utils.hopper_helpers as helpers
 from cutlass import Float32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
-from anyattn.backends.hopper.kernel.backward import HopperBackward
-from anyattn.backends.hopper.kernel.backward_wide_mma import MultipliesWide
+from anyattn.backends.hopper.kernel.backward.backward import HopperBackward
+from anyattn.backends.hopper.kernel.backward.wide_mma import MultipliesWide
 
 __all__ = ["HopperWideBackward"]
 

@@ -8,9 +8,9 @@ from cutlass import Float32, Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import warp, warpgroup
 
 from anyattn.arithmetic import ceil_div
-from anyattn.backends.hopper.kernel.backward_adder import ADD_THREADS, FILLED, FREE
-from anyattn.backends.hopper.kernel.backward_scheduler import KeyFacts, Visit
-from anyattn.backends.hopper.kernel.backward_scores import Seen
+from anyattn.backends.hopper.kernel.backward.adder import ADD_THREADS, FILLED, FREE
+from anyattn.backends.hopper.kernel.backward.scheduler import KeyFacts, Visit
+from anyattn.backends.hopper.kernel.backward.scores import Seen
 from anyattn.backends.hopper.kernel.fragment import narrowed, rows_and_columns
 
 __all__ = ["MultipliesBack"]
@@ -188,7 +188,7 @@ class MultipliesBack:
     @cute.jit
     def _told(self, fixed, dq, said):
         """A warp group's part of dQ into shared memory, once what stood there has been read, and where it belongs; ``dq`` is None at the
-        end. By chunks of 4 that lie side by side in registers: two columns of two rows, 8 apart (``backward_rows`` puts them in order)."""
+        end. By chunks of 4 that lie side by side in registers: two columns of two rows, 8 apart (``backward.rows`` puts them in order)."""
         places, group, thread, in_smem = fixed[5][2], fixed[6], fixed[7], fixed[9][2]
         cute.arch.barrier(barrier_id=FREE + group, number_of_threads=ADD_THREADS)
         if thread % 128 == 0:
