@@ -357,14 +357,10 @@ MUTANTS: dict[str, tuple[str, Changes]] = {
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_planted_bugs_are_found(name: str) -> None:
-    (case, changes), left = MUTANTS[name], list[np.ndarray]()
+    case, changes = MUTANTS[name]
     for seed in range(8):
         try:
-            if (CASES | CAPTURED)[case].is_deterministic:  # the same numbers whoever goes on when
-                run((CASES | CAPTURED)[case], 0, changes, seed, left)
-                if not np.array_equal(left[0], left[-1]):
-                    return
-            errors = run((CASES | CAPTURED)[case], seed, changes)
+            errors = run((CASES | CAPTURED)[case], seed, changes, orders=4)
             if any(error > (EXACT if of.startswith("captured") else MOST) for of, error in errors.items()):
                 return
         except Broken:
