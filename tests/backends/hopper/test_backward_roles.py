@@ -329,7 +329,7 @@ MUTANTS: dict[str, tuple[str, Changes]] = {
     "wide: dK is multiplied from P": ("wide", ((WIDE, "ds[None, None, None, of_ds], q_t", "ds[None, None, None, stage], q_t"),)),
     "wide: dQ is multiplied from P": ("wide", ((WIDE, "ds_t[None, None, None, of_ds]", "ds_t[None, None, None, stage]"),)),
     "wide: K is not read anew": ("wide", ((MMA, "                self.hold(fixed, in_smem)\n", "                self.hold(fixed, in_smem) if facts.n_block == 0 else None\n"),)),
-    "wide: V is held before it has come": ("wide keys alone", ((MMA, "                pipes[3].consumer_wait(key_state)\n                self.hold(fixed, in_smem)\n", "                self.hold(fixed, in_smem)\n                pipes[3].consumer_wait(key_state)\n"),)),
+    "wide: V is held before it has come": ("wide keys alone", ((MMA, "                self.hold(fixed, in_smem)\n", ""), (MMA, "                pipes[3].consumer_wait(key_state)\n", "                self.hold(fixed, in_smem)\n                pipes[3].consumer_wait(key_state)\n"))),
     "wide: K is never held": ("wide", ((WIDE, "((0, in_smem[2], tiles.holds_k)", "((0, in_smem[2], tiles.holds_k and False)"),)),
     "wide: S is not waited for": ("wide", ((WIDE, "            warpgroup.wait_group(1)\n            self.probabilities", "            self.probabilities"),)),
     "wide: dP is not waited for": ("wide", ((WIDE, "            warpgroup.wait_group(1)\n            self.score_gradients", "            self.score_gradients"),)),
