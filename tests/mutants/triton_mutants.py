@@ -25,6 +25,7 @@ __all__ = ["MUTANTS", "active"]
 # whatever reads Triton: imported anew around every mutant
 _PACKAGES = (
     "anyattn.backends.triton",
+    "anyattn.tensors.privatized_sum",
     "anyattn.triton_tools",
     "anyattn.sparsity.kernels",
     "anyattn.documents.device",

@@ -22,6 +22,7 @@ from anyattn.mods.analysis.captured_loads import slots_alone
 from anyattn.mods.analysis.document_masks import DocumentForm
 from anyattn.mods.ir.dependence import dependence
 from anyattn.mods.ir.expr import Expr
+from anyattn.mods.tracing.cute_mod import has_native
 from anyattn.problem import Problem
 
 __all__ = [
@@ -174,6 +175,8 @@ def _ask(part: MaskPart) -> Ask:
 
 def reason_against_backward(problem: Problem) -> str | None:
     """None if the backward kernel can run a ``problem`` whose forward pass this backend runs, else why not, for people."""
+    if has_native((problem.score, *problem.predicates)):
+        return "a CuTe function has no derivative"
     widest = max(problem.q.shape[3], problem.v.shape[3])
     sequences, is_wide = problem.sequences, widest > _WIDEST_SUMS
     if wanted_slots(problem) and (is_wide or sequences is not None):
