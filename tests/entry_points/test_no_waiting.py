@@ -166,8 +166,8 @@ def test_with_gradients_too(launched: list[tuple]) -> None:
 @pytest.mark.parametrize("name", ["causal", "pages", "score mod"])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_gradients_read_nothing(name: str, deterministic: bool, launched: list[tuple], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of Hopper's kernels, two of tables, one of products and two of rows; of Triton's, noted and not launched: three, what pages want
-    added up, and what exact sums come to."""
+    """Those of Hopper's kernels: two of tables, one of products, two of rows. Those of Triton's, noted and not launched: three, what pages
+    want added up, and what exact sums come to."""
     from tests.support.triton import ahead
 
     call = calls()[name]
