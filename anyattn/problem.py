@@ -141,6 +141,11 @@ class Problem(OfFields):
         return (self.q, self.k, self.v, self.sink, *(self.score.tensors if self.score else ()))
 
     @property
+    def wanted_slots(self) -> tuple[int, ...]:
+        """The slots of the score mod's tensors that get gradients."""
+        return () if self.score is None else tuple([i for i, t in enumerate(self.score.tensors) if t.requires_grad])
+
+    @property
     def needs_grad(self) -> bool:
         if not torch.is_grad_enabled():
             return False

@@ -13,7 +13,7 @@ from anyattn.backends.hopper.api import CACHE_FOR_KEYS, counter_of, multiprocess
 from anyattn.backends.hopper.backward_config import RowsConfig
 from anyattn.backends.hopper.backward_tables import KeyOrder, key_order, key_order_of_documents, order_where, ragged_lists_by_key, row_tiles
 from anyattn.backends.hopper.compile.launch import is_compiling, launch
-from anyattn.backends.hopper.make_backward_config import BackwardSpecial, BackwardWays, backward_ways, wanted_slots
+from anyattn.backends.hopper.make_backward_config import BackwardSpecial, BackwardWays, backward_ways
 from anyattn.backends.hopper.make_config import tile_of
 from anyattn.backends.hopper.tables import made_lists
 from anyattn.documents.dispatch import dispatched
@@ -54,7 +54,7 @@ _Gradients = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv
 
 def backward(problem: Problem, plan: Plan, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     """Gradients of ``problem.grad_inputs`` in that order, None where none is needed. dout: any strides."""
-    wanted = wanted_slots(problem)  # of the inputs whose gradients the forward pass promised a backward pass may want some
+    wanted = problem.wanted_slots  # of the inputs whose gradients the forward pass promised a backward pass may want some
     key = f"hopper backward {wanted}" if wanted else "hopper backward"
     ways: BackwardWays | None = plan.prepared.get(key)
     if ways is None:

@@ -151,6 +151,11 @@ class BackwardConfig(ModsOfConfig):
         return any(s.is_running for s in self.sums)
 
     @property
+    def gathers(self) -> bool:
+        """Whether threads copy keys out of pages, as ``Config.gathers``: pages are another backend's."""
+        return False
+
+    @property
     def has_ranks(self) -> bool:
         """Whether a table says in which order tiles of keys add to a row tile's dQ; else the bands do."""
         return self.is_deterministic and self.lists is not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -31,8 +30,6 @@ __all__ = [
     "backward_ways",
     "reason_against_backward",
     "specialised_backward",
-    "wanted_slots",
-    "with_derivative",
 ]
 
 
@@ -70,18 +67,6 @@ class BackwardSpecial:
         return tuple(numbers), tuple(tensors)
 
 
-@lru_cache(maxsize=256)
-def with_derivative(expr: Expr) -> Expr:
-    """A score mod's value and its derivative by the score, as two outputs; captured slots are the mod's.
-
-    >>> from anyattn.mods.tracing.trace import trace
-    >>> found = with_derivative(trace(lambda s, b, h, q, k: s * s, "score").expr)
-    >>> [found.nodes[o].op for o in found.outputs]
-    ['mul', 'add']
-    """
-    return with_derivatives(expr)[0]
-
-
 def specialised_backward(problem: Problem) -> BackwardSpecial:
     """What the backward kernel for ``problem`` is specialised for; reads no tensor."""
     plan = mask_plan(problem, _ABILITIES)
@@ -103,16 +88,11 @@ def specialised_backward(problem: Problem) -> BackwardSpecial:
         flags |= {"partial": _ask(partial[0]) if partial else None, "lists": kind, "list_cut": cut, **_differing(problem, listed)}
     is_bf16 = problem.q.dtype is torch.bfloat16
     config = BackwardConfig(d, dv, is_bf16, tiles, score, **flags, is_deterministic=problem.deterministic, sums=sums)
-    return BackwardSpecial(config, tuple(sources), listed, list_tile, wanted_slots(problem))
-
-
-def wanted_slots(problem: Problem) -> tuple[int, ...]:
-    """The slots of captured tensors that get gradients."""
-    return () if problem.score is None else tuple(i for i, t in enumerate(problem.score.tensors) if t.requires_grad)
+    return BackwardSpecial(config, tuple(sources), listed, list_tile, problem.wanted_slots)
 
 
 def _score_and_sums(problem: Problem) -> tuple[Expr, tuple[CapturedSum, ...]]:
-    score, wanted = problem.score, wanted_slots(problem)
+    score, wanted = problem.score, problem.wanted_slots
     assert score is not None
     sizes = problem.batch, problem.heads_q, problem.q.shape[2], problem.k.shape[2]
     alone = slots_alone(score.expr, wanted, sizes, tuple([t.shape for t in score.tensors])) if wanted else ()
@@ -179,7 +159,7 @@ def reason_against_backward(problem: Problem) -> str | None:
         return "a CuTe function has no derivative"
     widest = max(problem.q.shape[3], problem.v.shape[3])
     sequences, is_wide = problem.sequences, widest > _WIDEST_SUMS
-    if wanted_slots(problem) and (is_wide or sequences is not None):
+    if problem.wanted_slots and (is_wide or sequences is not None):
         of_what = f"head dimensions above {_WIDEST_SUMS}" if is_wide else "packed or padded sequences"
         return f"its backward kernel sums no gradients of captured tensors for {of_what}"
     if sequences is not None and (sequences.page_table is not None or sequences.is_cache):

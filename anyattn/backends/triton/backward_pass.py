@@ -142,7 +142,7 @@ def _words_of(name: str, problem: Problem) -> list[str]:
     if name == "dkdv":
         absent = [f"without {d}" for d, t in (("dk", problem.k), ("dv", problem.v)) if not t.requires_grad]
         return ["keys of several heads"] * (problem.qhead_per_kvhead > 1) + absent
-    wanted = _wanted(problem)
+    wanted = problem.wanted_slots
     sent = [f"gradients of captured {', '.join(map(str, wanted))}"] if wanted else []
     return sent + ["deterministic"] * bool(deterministic_sum.additions_of(problem, wanted)) + ["without dq"] * (not problem.q.requires_grad)
 
@@ -176,7 +176,7 @@ class _Prepared(NamedTuple):
 
 def _gradients(problem: Problem, forms: list[tuple[Form, _Passes]], results: _Results) -> tuple[Tensor | None, ...]:
     """forms: in which it is launched."""
-    wanted, score, totals, operands = _wanted(problem), problem.score, _totals(problem), (problem.q, problem.k, problem.v)
+    wanted, score, totals, operands = problem.wanted_slots, problem.score, _totals(problem), (problem.q, problem.k, problem.v)
     found = tuple([empty_in_order(t) if t.requires_grad else None for t in operands])
     if problem.sequences is not None:  # no program visits rows of no sequence
         for gradient in found:
@@ -197,7 +197,7 @@ def _gradients(problem: Problem, forms: list[tuple[Form, _Passes]], results: _Re
 
 def _kernels_of(problem: Problem) -> tuple[str, ...]:
     """The kernels that compute the needed gradients, in the order of their launches. dq's adds to captured tensors' gradients too."""
-    has_dq = problem.q.requires_grad or bool(_wanted(problem))
+    has_dq = problem.q.requires_grad or bool(problem.wanted_slots)
     return ("dq",) * has_dq + ("dkdv",) * (problem.k.requires_grad or problem.v.requires_grad)
 
 
@@ -208,15 +208,10 @@ def _read(total: Tensor, own: Tensor) -> Tensor:
     return (privatized_sum.read(total) if total.ndim > own.ndim else total).to(own.dtype)
 
 
-def _wanted(problem: Problem) -> tuple[int, ...]:
-    """The slots of captured tensors that get gradients."""
-    return tuple(i for i, t in enumerate(problem.score.tensors) if t.requires_grad) if problem.score else ()
-
-
 def _totals(problem: Problem) -> tuple[Tensor, ...]:
     """Buffers for the gradients of captured tensors: single values in the tensors' own dtype; sums, which may have a million terms, in a
     more exact dtype, privatized (``privatized_sum``) where many pairs add to few entries; or ``deterministic_sum``'s."""
-    wanted, score, device = _wanted(problem), problem.score, problem.q.device
+    wanted, score, device = problem.wanted_slots, problem.score, problem.q.device
     if score is None:
         return ()
     alone, additions = slots_alone(problem, wanted), deterministic_sum.additions_of(problem, wanted)
@@ -333,7 +328,7 @@ def _launch(
         found = found._replace(guard=form.guard)
     # ``BackwardTensors``
     tensors = (q, k, v, dout, prepared.lse, dq, dk, dv, found.entries, found.order, prepared.spans, found.guard, prepared.delta)
-    which = (dk is None, dv is None) if by_key else (dq is None, *_wanted(problem))
+    which = (dk is None, dv is None) if by_key else (dq is None, *problem.wanted_slots)
     key = (*facts_of(problem, found, *shared.filled[3:]), used, prepared.tile_m, *[t.dtype for t in totals], which)
     about = (problem, chosen, found, used, prepared.tile_m), by_key, shared, totals
     prepare(kept, key, problem, tensors, found.lists, _first, about, totals)
@@ -348,7 +343,7 @@ def _first(call: _Call, by_key: bool, shared: _Shared, totals: tuple[Tensor, ...
     aligned, strides = strides_of(*shared.filled)
     program, captured = chosen.program, list(captured_of(chosen))
     if problem.score is not None:
-        wanted = () if by_key else _wanted(problem)
+        wanted = () if by_key else problem.wanted_slots
         are_exact = tuple(s for s, total in zip(wanted, totals, strict=True) if deterministic_sum.is_exact(total))
         program = replace(program, score=gradient_part(problem, wanted, are_exact))
         captured[0] = Read(*captured[0][:2], totals)

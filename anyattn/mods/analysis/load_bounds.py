@@ -133,7 +133,7 @@ def unsettled(mod: TracedMod, B: int, H: int, end_q: int, seqlen_k: int, first_q
     by_positions: list[tuple[int, int, int]] = []
     for load in _doubtful(mod, sizes):
         ops = {node.op for node in _index(mod, load[2]).nodes}
-        # one computed from a score has no range at all, and is refused by whoever checks it
+        # an index computed from a score has no range: the check of the call refuses it
         (found.by_positions if "score" in ops else found.by_contents if "load" in ops else by_positions).append(load)
     if by_positions:
         box = {name: (torch.zeros(1, dtype=torch.int64), torch.full((1,), n - 1)) for name, n in sizes.items()}

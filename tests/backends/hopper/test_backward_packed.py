@@ -14,8 +14,8 @@ from anyattn import masks
 from anyattn.arithmetic import LOG2E, ceil_div
 from anyattn.backends.hopper.backward_config import BackwardConfig, BackwardTiles
 from anyattn.backends.hopper.backward_tables import ragged_lists_by_key
-from anyattn.backends.hopper.config import Ask, slots
-from anyattn.backends.hopper.make_backward_config import with_derivative
+from anyattn.backends.hopper.captured_sums import with_derivatives
+from anyattn.backends.hopper.config import Ask
 from anyattn.mods.analysis.evaluate import evaluate
 from anyattn.mods.analysis.row_ranges import row_ranges
 from anyattn.mods.tracing.trace import TracedMod, trace
@@ -25,9 +25,8 @@ from anyattn.sequences.varlen_tables import entries_table
 from anyattn.sparsity.varlen_block_sparse import VarlenBlockSparseTensors
 from anyattn.sparsity.varlen_lists import ragged_lists
 from tests.support.hopper.backward_packed_roles import PackedCall, sequences_of
-from tests.support.hopper.backward_roles import Changes, Table, run_grid
+from tests.support.hopper.backward_roles import Changes, Table, captured_of, run_grid
 from tests.support.hopper.backward_threads import rows_kernel, wiped_by_a_group
-from tests.support.hopper.emitted import Array
 from tests.support.hopper.schedule import Broken
 
 SCALE = 0.2
@@ -139,15 +138,11 @@ def run(case: Case, seed: int = 0, changes: Changes = ()) -> dict[str, float]:
         fields = {"lists": case.kind, "list_cut": (128 // case.tiles.tile_m, 1), "partial": ask, "per_head": per_head}
     if case.score is not None:
         mods.insert(0, trace(case.score, "score"))
-        fields["score"] = with_derivative(mods[0].expr)
+        fields["score"] = with_derivatives(mods[0].expr)[0]
     config = BackwardConfig(D, D, True, case.tiles, is_deterministic=case.is_deterministic, has_entries=True, **fields)  # type: ignore[arg-type]
-    numbers, tensors = [], []
-    for mod, expr in zip(mods, config.exprs, strict=True):
-        count, tensor_count = slots(expr)
-        numbers += [int(x) if isinstance(x, int) else np.float32(x) for x in mod.scalars[:count]]
-        tensors += [Array(t) for t in mod.tensors[:tensor_count]]
+    captured = captured_of(mods, config)
     call = PackedCall(config, s, (q, k, v, dout), [one.lse for one in batch], [one.delta for one in batch], SCALE, lists)
-    dq = run_grid(call, seed, case.workers, changes, tuple(numbers), tuple(tensors))
+    dq = run_grid(call, seed, case.workers, changes, *captured)
     found = {}
     for i, (name, got, at) in enumerate((("dq", dq, q_at), ("dk", call.dk, k_at), ("dv", call.dv, k_at))):
         most = max(float(one.wanted[i].abs().max()) for one in batch if one.wanted[i].numel())

@@ -13,16 +13,15 @@ from anyattn.arithmetic import LOG2E
 from anyattn.backends.hopper.backward import _ranks
 from anyattn.backends.hopper.backward_config import HEAD_DIMS, BackwardConfig, BackwardTiles, backward_tiles_for
 from anyattn.backends.hopper.captured_sums import CapturedSum, with_derivatives
-from anyattn.backends.hopper.config import Ask, slots
+from anyattn.backends.hopper.config import Ask
 from anyattn.mods.analysis.captured_loads import slots_alone
 from anyattn.mods.analysis.evaluate import evaluate
 from anyattn.mods.analysis.row_ranges import row_ranges
 from anyattn.mods.tracing.trace import trace
 from anyattn.sparsity.block_sparse import BlockSparseTensors
 from anyattn.sparsity.compute import tile_lists
-from tests.support.hopper.backward_roles import Call, Changes, run_grid
+from tests.support.hopper.backward_roles import Call, Changes, captured_of, run_grid
 from tests.support.hopper.backward_totals import Total
-from tests.support.hopper.emitted import Array
 from tests.support.hopper.schedule import Broken
 
 SCALE = 0.2
@@ -160,18 +159,14 @@ def run(case: Case, seed: int = 0, changes: Changes = (), orders: int = 2) -> di
         alone = slots_alone(score.expr, slots_wanted, (case.batch, heads, rows, keys), tuple(t.shape for t in score.tensors))
         fields["score"], fields["sums"] = with_derivatives(score.expr, slots_wanted, alone)
     config = BackwardConfig(*padded, True, tiles, is_deterministic=case.is_deterministic, **fields)
-    numbers, tensors = [], []
-    for mod, expr in zip(mods, config.exprs, strict=True):
-        count, tensor_count = slots(expr)
-        numbers += [int(x) if isinstance(x, int) else np.float32(x) for x in mod.scalars[:count]]
-        tensors += [Array(t.reshape(t.shape or (1,))) for t in mod.tensors[:tensor_count]]
+    captured = captured_of(mods, config)
     base_2 = torch.where(lse.isinf(), float("inf"), lse * LOG2E)
     given = [t.detach().float().numpy() for t in (q, k, v, dout, base_2, (out * dout).sum(-1))]
 
     def computed(schedule: int) -> list[np.ndarray]:
         call = Call(config, tuple(given[:4]), given[4], given[5], scale, _lists(case, mask))
         totals = tuple(_total(t.shape, [s for s in config.sums if s.total == i]) for i, t in enumerate(own))
-        dq = run_grid(call, schedule, case.workers, changes, tuple(numbers), tuple(tensors), totals)
+        dq = run_grid(call, schedule, case.workers, changes, *captured, totals)
         return [dq, call.dk, call.dv, *(t.values.reshape(*own[i].shape, -1).sum(-1) for i, t in enumerate(totals))]
 
     found = computed(seed)

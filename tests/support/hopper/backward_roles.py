@@ -20,7 +20,7 @@ from tests.support.hopper.backward_machine import LANES, Acc, Block, Box, Group,
 from tests.support.hopper.backward_packed_roles import PackedCall, Rows, with_single_threads
 from tests.support.hopper.backward_packed_roles import moved as moved_rows
 from tests.support.hopper.backward_totals import Scratch, across, add_to, always_add_to, index_of, moved, store_to
-from tests.support.hopper.emitted import run_source
+from tests.support.hopper.emitted import Array, run_source
 from tests.support.hopper.protocol import State
 from tests.support.hopper.roles import Counter
 from tests.support.hopper.schedule import Broken, Schedule
@@ -29,7 +29,7 @@ __all__ = ["MODULES", "Call", "Table", "compiled", "run_grid"]
 
 _FOLDER = Path(anyattn.__file__).parent / "backends" / "hopper" / "kernel"
 MODULES = (
-    "softmax", "tile_scheduler", "producer", "backward/scheduler", "backward/packed", "backward/producer", "backward/adder",
+    "softmax", "tile_scheduler", "producer", "mma", "backward/scheduler", "backward/packed", "backward/producer", "backward/adder",
     "backward/scores", "backward/epilogue", "captured/sums", "backward/mma", "backward/wide_mma", "backward/rows",
 )  # fmt: skip
 _KEPT = ("typing", "anyattn.arithmetic", "anyattn.sequences", "anyattn.backends.hopper.captured_sums", "collections")
@@ -96,6 +96,16 @@ class Call:
     def gradients_of_rows(self, rows: Any, tiles: np.ndarray, table: Any) -> np.ndarray:
         """dq from (B, Hq, M, tile_m, D)."""
         return tiles.reshape(self.batch, self.heads, -1, tiles.shape[4])[:, :, : self.rows, : self.q.shape[3]]
+
+
+def captured_of(mods: list, config: Any) -> tuple[tuple, tuple]:
+    """The numbers and tensors that the mods capture, as ``config.exprs`` take them, one after the other."""
+    numbers, tensors = [], []
+    for mod, expr in zip(mods, config.exprs, strict=True):
+        count, tensor_count = slots(expr)
+        numbers += [int(x) if isinstance(x, int) else np.float32(x) for x in mod.scalars[:count]]
+        tensors += [Array(t.reshape(t.shape or (1,))) for t in mod.tensors[:tensor_count]]
+    return tuple(numbers), tuple(tensors)
 
 
 class _Flat:

@@ -24,7 +24,6 @@ from anyattn.backends.hopper.captured_sums import with_derivatives
 from anyattn.backends.hopper.compile.build import kernel_of
 from anyattn.backends.hopper.config import Ask, slots
 from anyattn.backends.hopper.kernel.backward.rows import RowsAfter, RowsBefore
-from anyattn.backends.hopper.make_backward_config import with_derivative
 from anyattn.mods.analysis.row_ranges import row_ranges
 from anyattn.mods.tracing.trace import trace
 from tests.support.hopper.cross_compile import TYPES, fake, frame_sizes, products_and_waits
@@ -104,18 +103,18 @@ def cases(head_dim: int) -> dict[str, tuple[list, dict]]:  # type: ignore[type-a
     return {
         "full": ([], {}),
         "causal": ([causal], ends),
-        "capped": ([capped, causal], {"score": with_derivative(capped.expr), **ends}),
+        "capped": ([capped, causal], {"score": with_derivatives(capped.expr)[0], **ends}),
         "window": ([window], {"bands": (window.expr,), "is_deterministic": True}),
-        "alibi": ([alibi, causal], {"score": with_derivative(alibi.expr), **ends}),
-        "relative": ([relative], {"score": with_derivative(relative.expr)}),
+        "alibi": ([alibi, causal], {"score": with_derivatives(alibi.expr)[0], **ends}),
+        "relative": ([relative], {"score": with_derivatives(relative.expr)[0]}),
         "document": ([document], {**lists, "partial": Ask(document.expr, False)}),
         "sinks": ([sinks], {**lists, "partial": Ask(sinks.expr, True)}),
         "document and causal": ([document, causal], {**lists, "partial": Ask(document.expr, False), "always": (Ask(causal.expr, True),)}),
         "packed": ([], packed),
         "packed causal": ([causal], {**packed, **ends}),
         "packed window": ([window], {**packed, "bands": (window.expr,), "is_deterministic": True}),
-        "packed capped": ([capped, causal], {**packed, "score": with_derivative(capped.expr), **ends}),
-        "packed alibi": ([alibi, causal], {**packed, "score": with_derivative(alibi.expr), **ends}),
+        "packed capped": ([capped, causal], {**packed, "score": with_derivatives(capped.expr)[0], **ends}),
+        "packed alibi": ([alibi, causal], {**packed, "score": with_derivatives(alibi.expr)[0], **ends}),
         "packed lists": ([document], {**packed, "lists": "flat", "list_cut": (2, 1), "partial": Ask(document.expr, False)}),
         "packed sinks": ([sinks], {**packed, "always": (Ask(sinks.expr, True),)}),
         "deterministic lists": ([document], {**lists, "partial": Ask(document.expr, False), "is_deterministic": True}),

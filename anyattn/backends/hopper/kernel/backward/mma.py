@@ -12,6 +12,7 @@ from anyattn.backends.hopper.kernel.backward.adder import ADD_THREADS, FILLED, F
 from anyattn.backends.hopper.kernel.backward.scheduler import KeyFacts, Visit
 from anyattn.backends.hopper.kernel.backward.scores import Seen
 from anyattn.backends.hopper.kernel.fragment import narrowed, rows_and_columns
+from anyattn.backends.hopper.kernel.mma import Multiplies
 
 __all__ = ["MultipliesBack"]
 
@@ -23,6 +24,8 @@ class MultipliesBack:
     """The multiplying role of ``HopperBackward``."""
 
     config: Any
+
+    _product = Multiplies._product
 
     @cute.jit
     def multiply(self, thread, mmas, in_smem, statistics, dq_in_smem, pipes, board, keys, scales, captured):
@@ -136,9 +139,9 @@ class MultipliesBack:
         scores, dp = (cute.make_rmem_tensor(shapes[0], Float32) for _ in range(2))
         pipes[0].consumer_wait(q_state)
         said = (board, q_state, work_state)
-        self._product_of(to_scores, scores, k[None, None, None, 0], q[None, None, None, q_state.index], True)
+        self._product(to_scores, scores, k[None, None, None, 0], q[None, None, None, q_state.index], True)
         pipes[1].consumer_wait(do_state)
-        self._product_of(to_scores, dp, v[None, None, None, 0], dout[None, None, None, do_state.index], True)
+        self._product(to_scores, dp, v[None, None, None, 0], dout[None, None, None, do_state.index], True)
         lse = self.of_rows(statistics[0][None, q_state.index], positions)
         if const_expr(self.config.score is None):
             warpgroup.wait_group(1)
@@ -163,14 +166,14 @@ class MultipliesBack:
         if const_expr(self.config.tiles.ds_stages == 1):
             cute.arch.barrier(barrier_id=_EMPTIED, number_of_threads=128 * self.config.tiles.warp_groups)
         self._stored(places, dp, stage)
-        self._product_of(to_v, dv, p, dout_t[None, None, None, do_state.index], False)
+        self._product(to_v, dv, p, dout_t[None, None, None, do_state.index], False)
         if const_expr(self.config.sums):
             self.add_sums(dp, late, positions, said, captured)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=_EXCHANGED, number_of_threads=128 * self.config.tiles.warp_groups)
         dq = cute.make_rmem_tensor(shapes[1], Float32)
-        self._product_of(to_q, dq, ds_in_smem[None, None, None, stage], k_t[None, None, None, 0], True)
-        self._product_of(to_k, dk, ds, q_t[None, None, None, q_state.index], False)
+        self._product(to_q, dq, ds_in_smem[None, None, None, stage], k_t[None, None, None, 0], True)
+        self._product(to_k, dk, ds, q_t[None, None, None, q_state.index], False)
         warpgroup.wait_group(1)
         pipes[1].consumer_release(do_state)
         self._told(fixed, dq, said)
@@ -204,16 +207,6 @@ class MultipliesBack:
                 cute.autovec_copy(chunk, in_smem[None, thread % 128, c, group])
             cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier_arrive(barrier_id=FILLED + group, number_of_threads=ADD_THREADS)
-
-    @cute.jit
-    def _product_of(self, mma, acc, a, b, from_zero: cutlass.Constexpr):
-        warpgroup.fence()
-        atom = cute.make_mma_atom(mma.op)
-        atom.set(warpgroup.Field.ACCUMULATE, not from_zero)
-        for i in cutlass.range_constexpr(cute.size(a, mode=[2])):
-            cute.gemm(atom, acc, a[None, None, i], b[None, None, i], acc)
-            atom.set(warpgroup.Field.ACCUMULATE, True)
-        warpgroup.commit_group()
 
 
 def _transposed(x: Any) -> Any:

@@ -58,9 +58,9 @@ class MultipliesWide(MultipliesBack):
     def _scores(self, mma: Any, acc: Any, first: Any, second: Any, is_held: bool) -> None:
         """S^T or dP^T by one product."""
         if is_held:
-            self._product_of(self.scores_from_registers(), acc, first, second, True)
+            self._product(self.scores_from_registers(), acc, first, second, True)
         else:
-            self._product_of(mma, acc, first[None, None, None, 0], second, True)
+            self._product(mma, acc, first[None, None, None, 0], second, True)
 
     @cute.jit
     def _row_tile(self, fixed, sums, scales, captured, states, stage):
@@ -88,15 +88,15 @@ class MultipliesWide(MultipliesBack):
             self.modified(scores, dp, lse, delta, positions, said, scales[0], captured)
             self.hidden((scores, dp), positions, said, captured)
         self._exchanged(places, scores, stage, _P_WRITTEN)
-        self._product_of(to_v, dv, p[None, None, None, stage], dout_t[None, None, None, do_state.index], False)
+        self._product(to_v, dv, p[None, None, None, stage], dout_t[None, None, None, do_state.index], False)
         if const_expr(self.config.score is None):
             delta = self.of_rows(statistics[1][None, do_state.index], positions)
             warpgroup.wait_group(1)
             self.score_gradients(scores, dp, delta)
         self._exchanged(places, dp, of_ds, _DS_WRITTEN)
         dq = cute.make_rmem_tensor(shapes[1], Float32)
-        self._product_of(to_q, dq, ds_t[None, None, None, of_ds], k_t[None, None, None, 0], True)
-        self._product_of(to_k, dk, ds[None, None, None, of_ds], q_t[None, None, None, q_state.index], False)
+        self._product(to_q, dq, ds_t[None, None, None, of_ds], k_t[None, None, None, 0], True)
+        self._product(to_k, dk, ds[None, None, None, of_ds], q_t[None, None, None, q_state.index], False)
         warpgroup.wait_group(2)
         pipes[1].consumer_release(do_state)
         warpgroup.wait_group(1)
