@@ -25,7 +25,8 @@ from anyattn.tensors.strides import empty_in_order
 
 __all__ = ["backward"]
 
-_ROUNDS = 4  # tiles of keys for each multiprocessor among which the longest go first
+_ROUNDS = 2  # tiles of keys for each multiprocessor among which the longest go first
+_MANY_ROUNDS = 24  # of them in all: one that is begun late adds no more than 4 %
 _of_lists: WeakKeyDictionary[Any, dict[tuple, tuple[Tensor | None, ...]]] = WeakKeyDictionary()
 
 
@@ -182,8 +183,7 @@ def _launch_products(
     together = heads_side_by_side(size, 1, CACHE_FOR_KEYS)
     processors = multiprocessors(q.device)
     if config.lists is not None or config.has_left != config.has_right:
-        # tiles of keys that are seen by more rows than others come first: enough of them together that none is begun alone in the end
-        together = max(together, ceil_div(_ROUNDS * processors, key_tiles))
+        together = _heads_of_uneven_tiles(together, spread, key_tiles, processors)
     section = min(spread, together)
     workers = max(1, min(key_tiles * spread, processors))
     launch(
@@ -193,6 +193,20 @@ def _launch_products(
             problem.scale * LOG2E, key_tiles, spread, section, workers, *special.captured(problem), totals,
         ),
     )  # fmt: skip
+
+
+def _heads_of_uneven_tiles(together: int, heads: int, key_tiles: int, processors: int) -> int:
+    """How many heads go side by side where tiles of keys are seen by more rows than others, which then come first: so many that none of the
+    long ones is begun alone in the end, unless there is so much else to do that it makes no difference.
+
+    together: heads whose rows the L2 cache has room for.
+
+    >>> _heads_of_uneven_tiles(3, 32, 64, 132), _heads_of_uneven_tiles(61, 1024, 4, 132)
+    (8, 64)
+    """
+    rounds = 1 if key_tiles * heads >= _MANY_ROUNDS * processors else _ROUNDS
+    least = max(together, ceil_div(rounds * processors, key_tiles))
+    return min(range(least, 2 * least), key=lambda n: -heads % n)  # the last group is to be as large as the others
 
 
 def _lists_of(problem: Problem, special: BackwardSpecial) -> tuple[Tensor | None, ...]:

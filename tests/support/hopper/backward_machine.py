@@ -134,9 +134,15 @@ class Shared:
         self.unfenced = set[tuple[int, Any]]()  # (group, stage) that have been written and not ordered before asynchronous reads
         self.unwiped = set[int]()  # likewise, groups that have written zeros where all of them write zeros
         self.iterator, self.layout = self, "as stored"
+        self.same_place: Shared | None = None  # what else is stored there
 
     def __getitem__(self, key: Any) -> View:
         return View(self, key)
+
+    def written(self) -> None:
+        """Nothing is left of what else was stored there."""
+        if self.same_place is not None:
+            self.same_place.values[:] = np.nan
 
 
 class View:
@@ -380,6 +386,7 @@ class Group:
         self.copies = []
 
     def wait_for_copies(self, most: int) -> None:
+        self.block.schedule.step()
         while len(self.sent) > most:
             for copy in self.sent.pop(0):
                 copy()
@@ -395,9 +402,14 @@ class Block:
         m, n, g = tiles.tile_m, tiles.tile_n, tiles.warp_groups
         shapes = {
             "q": (m, d, tiles.q_stages), "dout": (m, dv, tiles.do_stages), "k": (n, d, 1), "v": (n, dv, 1), "ds": (n, m, tiles.exchanged),
-            "lse": (m, tiles.q_stages), "delta": (m, tiles.do_stages), "dq": (4, 128, config.dq_numbers // (512 * g), g),
+            "leaving k": (n, d, 1), "leaving v": (n, dv, 1), "lse": (m, tiles.q_stages), "delta": (m, tiles.do_stages),
+            "dq": (4, 128, config.dq_numbers // (512 * g), g),
         }  # fmt: skip
         self.memory = {name: Shared(self, name, shape) for name, shape in shapes.items()}
+        if config.frees_keys:  # dK leaves from the place of dQ, dV from that of dS
+            for names in (("leaving k", "dq"), ("leaving v", "ds")):
+                first, second = (self.memory[name] for name in names)
+                first.same_place, second.same_place = second, first
         self.pipes = tuple(
             Pipe(self, name, stages, g, size)
             for name, stages, size in (

@@ -306,12 +306,14 @@ class _Device:
             self.schedule.step()
             target.of.values[target.index()][atom.mma.part()] = source.matrix()
             target.of.unfenced.add((self.group.number, target.key[-1]))
+            target.of.written()
 
     def vector(self, source: Any, target: Any) -> None:
         if isinstance(source, Regs) and isinstance(target, View):
             _, _, chunk, group = target.key
             target.of.values[:, :, chunk, group] = source.values.T
             target.of.unfenced.add((self.group.number, group))
+            target.of.written()
         elif isinstance(source, Regs):  # two numbers of one thread, to a row in global memory
             row, at = target
             row.values[2 * at : 2 * at + 2] = source.values[0]
@@ -504,6 +506,7 @@ def _add_roles(
     turns = None if call.turns is None else Table(call.turns)
     plain = Table(call.dk), Table(call.dv)
     keys = (*((None, t) for t in plain), *(plain if config.has_entries else ()))
+    leaving = tuple(memory[name][None, None, 0] for name in (("leaving k", "leaving v") if config.frees_keys else ("k", "v")))
     scales = (np.float32(call.scale), np.float32(call.scale * 1.4426950408889634))
     lengths = (call.rows, call.keys)
     copies = [(None, t) for t in gmem]
@@ -511,9 +514,9 @@ def _add_roles(
     def load() -> None:
         kernel.load(copies, smem, statistics, in_smem, block.pipes, board, tables, counter, lengths, sizes, captured)
 
-    bodies = [(-1, "loader", load), (-2, "adder", lambda: kernel.add(memory["dq"], board[2], Table(call.sums), turns))]
+    bodies = [(-1, "loader", load), (-2, "adder", lambda: kernel.add(memory["dq"], board[2], Table(call.sums), turns, keys[:2], leaving))]
     for g in range(block.groups):
-        work = (mmas, smem, in_smem, memory["dq"], block.pipes, board, keys, scales, (*captured, block.scratch))
+        work = (mmas, smem, leaving, in_smem, memory["dq"], block.pipes, board, keys, scales, (*captured, block.scratch))
         bodies.append((g, f"group {g}", lambda g=g, work=work: kernel.multiply(_Thread(g), *work)))  # type: ignore[misc]
     for number, name, body in bodies:
         schedule.add(f"block {block.number} {name}", body)

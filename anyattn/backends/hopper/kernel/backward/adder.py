@@ -1,4 +1,4 @@
-"""Adding role: one warp that sends each warp group's part of dQ to the sums in global memory, in turns where results are deterministic."""
+"""Adding role: one warp that sends what the warp groups made: their parts of dQ, added to global memory, and finished dK and dV."""
 
 from typing import Any
 
@@ -8,33 +8,41 @@ from cutlass import Int32, const_expr
 
 from anyattn.backends.hopper.kernel.bulk_copy import add_floats
 
-__all__ = ["ADD_THREADS", "FILLED", "FREE", "Adds"]
+__all__ = ["ADD_THREADS", "END", "FILLED", "FREE", "KEYS", "KEYS_LEFT", "LEFT_THREADS", "NOTED", "Adds"]
 
-FILLED = 6  # the first of the named barriers at which a warp group's part of dQ is complete in shared memory
-FREE = 8  # and of those at which it has been read out of it
+KEYS_LEFT = 1  # the named barrier at which dV of the tile of keys before has been read out of the place of dS
+FILLED = 6  # the first of those at which a warp group's part of dQ, or of dK and dV, is complete in shared memory
+FREE = 8  # and of those at which it has been read out of the place of dQ
 ADD_THREADS = 160  # a warp group and the adding warp
+LEFT_THREADS = 288  # two warp groups and the adding warp
+NOTED = 6  # numbers that a warp group's first thread writes beside its part
+END, KEYS = -1, -2  # in place of a row tile: nothing comes any more; dK and dV of a tile of keys
 
 
 class Adds:
     """The adding role of ``HopperBackward``."""
 
     config: Any
+    sent_keys: Any
 
     @cute.jit
-    def add(self, dq, board, sums, turns):
-        """board: for each warp group (row tile or -1 at the end, head, entry, turn), which its first thread writes beside its part."""
+    def add(self, dq, board, sums, turns, keys, leaving):
+        """board: for each warp group (row tile, head, entry, turn), or (``KEYS``, head, entry or row of storage, whether they leave from
+        here, tile of keys, first row in storage). keys: (copy atom, tensor) of dK and dV. leaving: these in shared memory."""
         groups, steps = self.config.tiles.warp_groups, self.config.tiles.dq_steps
         size = self.config.tiles.tile_m * self.config.head_dim // groups
         more, step = Int32(1), Int32(0)
         for group in cutlass.range_constexpr(groups):
             cute.arch.barrier_arrive(barrier_id=FREE + group, number_of_threads=ADD_THREADS)
+        if const_expr(self.config.frees_keys):
+            cute.arch.barrier_arrive(barrier_id=KEYS_LEFT, number_of_threads=LEFT_THREADS)
         while more != 0:
             for group in cutlass.range_constexpr(groups):
                 cute.arch.barrier(barrier_id=FILLED + group, number_of_threads=ADD_THREADS)
                 m, head, entry, turn = (board[i, group] for i in range(4))
-                if m < 0:
+                if m == END:
                     more = Int32(0)
-                else:
+                if m >= 0:
                     if cute.arch.lane_idx() == 0:
                         if const_expr(turns is not None):
                             self._await(turns[entry, head, None].iterator + m, (turn * steps + step) * groups + group)
@@ -47,8 +55,26 @@ class Adds:
                             cute.arch.cp_async_bulk_wait_group(0, read=True)
                     cute.arch.sync_warp()
                     cute.arch.barrier_arrive(barrier_id=FREE + group, number_of_threads=ADD_THREADS)
+                if const_expr(group == groups - 1 and self.config.frees_keys):
+                    if m == KEYS:  # of all groups: each one has come here with the same
+                        self._keys_sent(board, keys, leaving)
             step = steps - 1 - step
         cute.arch.cp_async_bulk_wait_group(0, read=False)
+
+    @cute.jit
+    def _keys_sent(self, board, keys, leaving):
+        """dV first: its place is wanted first."""
+        self.sent_keys(board, keys[1], leaving[1], self.config.head_dim_v)
+        cute.arch.cp_async_bulk_commit_group()
+        self.sent_keys(board, keys[0], leaving[0], self.config.head_dim)
+        cute.arch.cp_async_bulk_commit_group()
+        cute.arch.cp_async_bulk_wait_group(1, read=True)
+        cute.arch.sync_warp()
+        cute.arch.barrier_arrive(barrier_id=KEYS_LEFT, number_of_threads=LEFT_THREADS)
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+        cute.arch.sync_warp()
+        for group in cutlass.range_constexpr(self.config.tiles.warp_groups):
+            cute.arch.barrier_arrive(barrier_id=FREE + group, number_of_threads=ADD_THREADS)
 
     @cute.jit
     def _await(self, turn_of_tile, turn):

@@ -13,7 +13,7 @@ from cutlass.utils import SmemAllocator
 
 from anyattn.backends.hopper.backward_config import REGISTERS, BackwardConfig
 from anyattn.backends.hopper.config import sides
-from anyattn.backends.hopper.kernel.backward.adder import Adds
+from anyattn.backends.hopper.kernel.backward.adder import NOTED, Adds
 from anyattn.backends.hopper.kernel.backward.epilogue import StoresKeys
 from anyattn.backends.hopper.kernel.backward.mma import MultipliesBack
 from anyattn.backends.hopper.kernel.backward.packed import PLACE_FACTS, Packed
@@ -130,6 +130,17 @@ class HopperBackward(VisitsRows, LoadsRows, MultipliesBack, Scores, SumsCaptured
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW64, self.dtype)
         return cute.tile_to_shape(atom, (rows, columns, stages), order=(0, 1, 2))
 
+    def leaving(self, storage: Any, smem: Any) -> tuple[Any, Any]:
+        """Where dK and dV of a finished tile of keys leave from: the places of K and V, or those of dQ and dS (``frees_keys``)."""
+        if not self.config.frees_keys:
+            return smem[2][None, None, 0], smem[3][None, None, 0]
+        n, d, dv = self.config.tiles.tile_n, self.config.head_dim, self.config.head_dim_v
+        of_k, of_v = (cute.slice_(self._tile(n, columns, 1), (None, None, 0)) for columns in (d, dv))
+        return (
+            storage.dq.get_tensor(of_k.outer, swizzle=of_k.inner, dtype=self.dtype),
+            storage.ds.get_tensor(of_v.outer, swizzle=of_v.inner),
+        )
+
     def _products(self) -> tuple[Any, ...]:
         """S^T = K Q^T (and dP^T = V dO^T), dV += P^T dO, dK += dS^T Q, dQ = dS K. Where a row tile has 64 rows, each warp group makes
         half the columns of dQ; else 64 of its rows."""
@@ -157,7 +168,7 @@ class HopperBackward(VisitsRows, LoadsRows, MultipliesBack, Scores, SumsCaptured
             work_barriers: cute.struct.MemRange[cutlass.Int64, 4]
             work: cute.struct.Align[cute.struct.MemRange[cutlass.Int32, 2 * facts], 16]
             visit: cute.struct.MemRange[cutlass.Int32, VISIT_FACTS * tiles.q_stages]
-            place: cute.struct.MemRange[cutlass.Int32, 4 * tiles.warp_groups]
+            place: cute.struct.MemRange[cutlass.Int32, NOTED * tiles.warp_groups]
             lse: cute.struct.Align[cute.struct.MemRange[Float32, tiles.q_stages * tiles.tile_m], 128]
             delta: cute.struct.Align[cute.struct.MemRange[Float32, tiles.do_stages * tiles.tile_m], 128]
             q: cute.struct.Align[cute.struct.MemRange[dtype, sizes[0]], 1024]
@@ -165,7 +176,7 @@ class HopperBackward(VisitsRows, LoadsRows, MultipliesBack, Scores, SumsCaptured
             k: cute.struct.Align[cute.struct.MemRange[dtype, sizes[2]], 1024]
             v: cute.struct.Align[cute.struct.MemRange[dtype, sizes[3]], 1024]
             ds: cute.struct.Align[cute.struct.MemRange[dtype, sizes[4]], 1024]
-            dq: cute.struct.Align[cute.struct.MemRange[Float32, self.config.dq_numbers], 128]
+            dq: cute.struct.Align[cute.struct.MemRange[Float32, self.config.dq_numbers], 1024]
             diagonals: cute.struct.MemRange[Float32, self.config.scratch // 4]
 
         return Storage
@@ -202,12 +213,13 @@ class HopperBackward(VisitsRows, LoadsRows, MultipliesBack, Scores, SumsCaptured
         board = (
             storage.work.get_tensor(cute.make_layout((self._facts(), 2))),
             storage.visit.get_tensor(cute.make_layout((VISIT_FACTS, tiles.q_stages))),
-            storage.place.get_tensor(cute.make_layout((4, tiles.warp_groups))),
+            storage.place.get_tensor(cute.make_layout((NOTED, tiles.warp_groups))),
         )
         # by chunks of 4 numbers of each of a warp group's threads: conflict-free, and one piece of global memory for each group
         chunks = self.config.dq_numbers // (512 * tiles.warp_groups)
         dq = storage.dq.get_tensor(cute.make_layout((4, 128, chunks, tiles.warp_groups)))
         diagonals = storage.diagonals.get_tensor(cute.make_layout(self.config.scratch // 4)) if const_expr(self.config.scratch) else None
+        leaving = self.leaving(storage, smem)
         captured = (*captured, diagonals)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
@@ -220,11 +232,11 @@ class HopperBackward(VisitsRows, LoadsRows, MultipliesBack, Scores, SumsCaptured
                     KeySizes(*sizes), captured,
                 )  # fmt: skip
             if warp == 1:
-                self.add(dq, board[2], sums[2], sums[3])
+                self.add(dq, board[2], sums[2], sums[3], tuple(zip(key_atoms, key_gmem)), leaving)
         else:
             cute.arch.setmaxregister_increase(REGISTERS[0])
             keys = (*zip(key_atoms, key_gmem), *plain)
-            self.multiply(thread - 128, mmas, smem, statistics_in_smem, dq, pipes, board, keys, scales, captured)
+            self.multiply(thread - 128, mmas, smem, leaving, statistics_in_smem, dq, pipes, board, keys, scales, captured)
 
     def _facts(self) -> int:
         """Numbers of a tile of keys on the board."""

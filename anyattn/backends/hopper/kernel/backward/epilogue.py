@@ -2,13 +2,16 @@
 
 from typing import Any
 
+import cutlass
 import cutlass.cute as cute
-from cutlass import const_expr
+from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warp
+
+from anyattn.backends.hopper.kernel.backward.adder import ADD_THREADS, FILLED, FREE, KEYS, KEYS_LEFT, LEFT_THREADS
 
 __all__ = ["READ", "STORED", "StoresKeys"]
 
-READ = 10  # the named barrier at which all warp groups have read K for the last time
+READ = 10  # the named barrier at which all warp groups have read K and dS for the last time
 STORED = 11  # the first of those at which each warp group meets before its copies leave
 
 
@@ -17,38 +20,80 @@ class StoresKeys:
 
     config: Any
 
-    @cute.jit
-    def stored_keys(self, sums, mmas, in_smem, keys, scale, group, thread, facts, place):
-        """keys: (copy atom, tensor) of dK and dV, and with entries dK and dV as they are. place: see ``Packed.place_told``."""
-        _, to_v, to_k, _ = mmas
-        dk, dv = sums
-        dk.store(dk.load() * scale)
-        # dQ of the last row tile may still be multiplied from another group's keys of K
-        cute.arch.barrier(barrier_id=READ, number_of_threads=128 * self.config.tiles.warp_groups)
-        if const_expr(self.config.has_entries):
-            if self.is_cut(group, facts):  # the next keys belong to another sequence
-                self.keys_stored(dk, to_k, self.config.head_dim, keys[2], facts, place, thread)
-                self.keys_stored(dv, to_v, self.config.head_dim_v, keys[3], facts, place, thread)
-            else:
-                self._tile_stored(sums, mmas, in_smem, keys, group, thread, facts, place)
-        else:
-            self._tile_stored(sums, mmas, in_smem, keys, group, thread, facts, place)
+    def keys_left(self) -> None:
+        """Waits until dV of the tile of keys before has left the place of dS."""
+        if self.config.frees_keys:
+            cute.arch.barrier(barrier_id=KEYS_LEFT, number_of_threads=LEFT_THREADS)
 
     @cute.jit
-    def _tile_stored(self, sums, mmas, in_smem, keys, group, thread, facts, place):
+    def stored_keys(self, sums, mmas, leaving, keys, scale, about, facts, place, held):
+        """keys: (copy atom, tensor) of dK and dV, and with entries dK and dV as they are. about: the warp group, the thread, and what the
+        adding warp is told (``Adds.add``). place: see ``Packed.place_told``. held: the pipelines, and the stage of K and V to give back.
+        """
+        pipes, key_state = held
+        sums[0].store(sums[0].load() * scale)
+        if const_expr(self.config.frees_keys):
+            pipes[2].consumer_release(key_state)
+            pipes[3].consumer_release(key_state)
+            self._keys_told(sums, mmas, leaving, keys, about, facts, place)
+        else:
+            self._tile_stored(sums, mmas, leaving, keys, about, facts, place)
+            pipes[2].consumer_release(key_state)
+            pipes[3].consumer_release(key_state)
+
+    @cute.jit
+    def _tile_stored(self, sums, mmas, leaving, keys, about, facts, place):
         """Each warp group sends its 64 keys; the copy engine leaves out those past the tensor's last one."""
-        _, _, k, v, _ = in_smem
         _, to_v, to_k, _ = mmas
-        dk, dv = sums
-        self._into(dk, to_k, k[None, None, 0], thread)
-        self._into(dv, to_v, v[None, None, 0], thread)
+        group, thread, _ = about
+        # dQ of the last row tile may still be multiplied from another group's keys of K
+        cute.arch.barrier(barrier_id=READ, number_of_threads=128 * self.config.tiles.warp_groups)
+        self._into(sums[0], to_k, leaving[0], thread)
+        self._into(sums[1], to_v, leaving[1], thread)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=STORED + group, number_of_threads=128)
         if cute.arch.make_warp_uniform(thread // 32) % 4 == 0:
-            self._sent(keys[0], k[None, None, 0], self.config.head_dim, group, facts, place)
-            self._sent(keys[1], v[None, None, 0], self.config.head_dim_v, group, facts, place)
+            self._sent(keys[0], leaving[0], self.config.head_dim, group, facts.kv_head, facts.n_block, place)
+            self._sent(keys[1], leaving[1], self.config.head_dim_v, group, facts.kv_head, facts.n_block, place)
             cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def _keys_told(self, sums, mmas, leaving, keys, about, facts, place):
+        """Into the places of dQ and dS, from which the adding warp sends them."""
+        _, to_v, to_k, _ = mmas
+        dk, dv = sums
+        group, thread, told = about
+        cute.arch.barrier(barrier_id=FREE + group, number_of_threads=ADD_THREADS)
+        # all of dQ has left, and dQ of the last row tile is multiplied
+        cute.arch.barrier(barrier_id=READ, number_of_threads=128 * self.config.tiles.warp_groups)
+        is_whole = Int32(1)
+        if const_expr(self.config.has_entries):
+            if self.is_cut(group, facts):  # the next keys belong to another sequence
+                is_whole = Int32(0)
+                self.keys_stored(dk, to_k, self.config.head_dim, keys[2], facts, place, thread)
+                self.keys_stored(dv, to_v, self.config.head_dim_v, keys[3], facts, place, thread)
+            else:
+                self._into(dk, to_k, leaving[0], thread)
+                self._into(dv, to_v, leaving[1], thread)
+        else:
+            self._into(dk, to_k, leaving[0], thread)
+            self._into(dv, to_v, leaving[1], thread)
+        if thread % 128 == 0:
+            where = (place.row, place.start) if const_expr(self.config.has_entries) else (place, Int32(0))
+            note = (Int32(KEYS), facts.kv_head, where[0], is_whole, facts.n_block, where[1])
+            for i in cutlass.range_constexpr(len(note)):
+                told[i, group] = note[i]
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier_arrive(barrier_id=FILLED + group, number_of_threads=ADD_THREADS)
+
+    @cute.jit
+    def sent_keys(self, told, copy, source, head_dim: cutlass.Constexpr):
+        """Each warp group's 64 keys of dK or dV, unless it has stored them itself."""
+        for group in cutlass.range_constexpr(self.config.tiles.warp_groups):
+            _, kv_head, row, is_whole, n_block, start = (told[i, group] for i in range(6))
+            if is_whole != 0:
+                self._sent(copy, source, head_dim, group, kv_head, n_block, (row, start) if const_expr(self.config.has_entries) else row)
 
     def _into(self, acc: Any, mma: Any, target: Any, thread: Any) -> None:
         narrow = cute.make_rmem_tensor_like(acc, self.dtype)
@@ -57,11 +102,11 @@ class StoresKeys:
         mine = copy.get_slice(thread)
         cute.copy(copy, mine.retile(narrow), mine.partition_D(target))
 
-    def _sent(self, copy: Any, source: Any, head_dim: int, group: Any, facts: Any, place: Any) -> None:
+    def _sent(self, copy: Any, source: Any, head_dim: int, group: Any, kv_head: Any, n_block: Any, place: Any) -> None:
         """The ``group``-th 64 keys of the tile."""
         atom, tensor = copy
         groups = self.config.tiles.tile_n // 64
-        goal = cute.local_tile(self.rows_at(tensor, facts.kv_head, place), (64, head_dim), (facts.n_block * groups + group, 0))
+        goal = cute.local_tile(self.rows_at(tensor, kv_head, place), (64, head_dim), (n_block * groups + group, 0))
         part = cute.local_tile(source, (64, head_dim), (group, 0))
         part, goal = cpasync.tma_partition(atom, 0, cute.make_layout(1), cute.group_modes(part, 0, 2), cute.group_modes(goal, 0, 2))
         cute.copy(atom, part, goal)

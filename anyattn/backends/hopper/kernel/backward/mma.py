@@ -8,7 +8,7 @@ from cutlass import Float32, Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import warp, warpgroup
 
 from anyattn.arithmetic import ceil_div
-from anyattn.backends.hopper.kernel.backward.adder import ADD_THREADS, FILLED, FREE
+from anyattn.backends.hopper.kernel.backward.adder import ADD_THREADS, END, FILLED, FREE
 from anyattn.backends.hopper.kernel.backward.scheduler import KeyFacts, Visit
 from anyattn.backends.hopper.kernel.backward.scores import Seen
 from anyattn.backends.hopper.kernel.fragment import narrowed, rows_and_columns
@@ -28,9 +28,9 @@ class MultipliesBack:
     _product = Multiplies._product
 
     @cute.jit
-    def multiply(self, thread, mmas, in_smem, statistics, dq_in_smem, pipes, board, keys, scales, captured):
-        """Tile after tile of keys, as the board says. in_smem: Q, dO, K, V and dS. statistics: lse and delta in shared memory. keys: (copy
-        atom, tensor) of dK and dV. scales: the softmax scale, and that times log2(e)."""
+    def multiply(self, thread, mmas, in_smem, leaving, statistics, dq_in_smem, pipes, board, keys, scales, captured):
+        """Tile after tile of keys, as the board says. in_smem: Q, dO, K, V and dS. leaving: dK and dV in shared memory. statistics: lse and
+        delta in shared memory. keys: (copy atom, tensor) of dK and dV. scales: the softmax scale, and that times log2(e)."""
         tiles, d, dv = self.config.tiles, self.config.head_dim, self.config.head_dim_v
         to_scores, to_v, to_k, to_q = mmas
         group = cute.arch.make_warp_uniform(thread // 128)
@@ -50,7 +50,7 @@ class MultipliesBack:
         fixed = (mmas, operands, shapes, positions, pipes, board, group, thread, statistics, (store, ds, dq_in_smem))
         if const_expr(self.config.sums):
             self.begin_scratch(captured)
-        self._key_tiles(fixed, (dk, dv_acc), in_smem, keys, scales, captured)
+        self._key_tiles(fixed, (dk, dv_acc), in_smem, leaving, keys, scales, captured)
 
     def operands(self, slices: Any, in_smem: Any) -> tuple[Any, ...]:
         """Of S^T, dP^T, dV, dK and dQ, those that lie in shared memory. slices: a warp group's parts of the products."""
@@ -68,8 +68,8 @@ class MultipliesBack:
         )
 
     @cute.jit
-    def _key_tiles(self, fixed, sums, in_smem, keys, scales, captured):
-        """One after the other. dK and dV take the places of K and V, which are given back when they have left."""
+    def _key_tiles(self, fixed, sums, in_smem, leaving, keys, scales, captured):
+        """One after the other."""
         mmas, _, _, _, pipes, board, group, thread, _, _ = fixed
         consumer = pipeline.PipelineUserType.Consumer
         tiles = self.config.tiles
@@ -88,6 +88,7 @@ class MultipliesBack:
                 pipes[3].consumer_wait(key_state)
                 if const_expr(self.config.has_entries):
                     self.keys_wiped(in_smem, facts, group, thread)
+                self.keys_left()
                 self.hold(fixed, in_smem)
                 for _ in cutlass.range(facts.total, unroll=1):
                     if const_expr(self.config.has_entries):
@@ -98,9 +99,7 @@ class MultipliesBack:
                     stage = tiles.ds_stages - 1 - stage
                 facts = self._key_facts(board[0], work_state)
                 place = self.place_told(board[0], work_state, facts)
-                self.stored_keys(sums, mmas, in_smem, keys, scales[0], group, thread, facts, place)
-                pipes[2].consumer_release(key_state)
-                pipes[3].consumer_release(key_state)
+                self.stored_keys(sums, mmas, leaving, keys, scales[0], (group, thread, board[2]), facts, place, (pipes, key_state))
                 key_state.advance()
             pipes[4].consumer_release(work_state)
             work_state.advance()
@@ -118,7 +117,7 @@ class MultipliesBack:
     def _place(self, said: Any) -> tuple[Any, ...]:
         """(row tile, head, entry, turn) for the adding warp; said is None at the end."""
         if said is None:
-            return Int32(-1), Int32(0), Int32(0), Int32(0)
+            return Int32(END), Int32(0), Int32(0), Int32(0)
         visit, facts = self.said_of(said)
         turn = self.turn_of(facts.n_block, visit) if self.config.is_deterministic else Int32(0)
         entry, slot = self.tile_at(visit.m_block, self.place_told(said[0][0], said[2], facts))

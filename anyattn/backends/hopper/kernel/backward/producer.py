@@ -33,7 +33,6 @@ class LoadsRows:
         sizes = self.counted_keys(tables, sizes)
         total = sizes.rows * sizes.spread
         while work < total:
-            following = self._drawn(counter, total, workers)
             n_block, kv_head, entry = self.key_tile(work, tables, sizes)
             seqlens, keys_place, rows_place = self.placed(entry, lengths, tables)
             visits = Int32(0)
@@ -58,7 +57,8 @@ class LoadsRows:
                     self._rows(copies[1], in_smem[1], statistics[1], statistics_in_smem[1], self.config.head_dim_v, pipes[1], of_do, None)
                     q_state.advance()
                     do_state.advance()
-            work = cute.arch.shuffle_sync(following, 0)
+            # drawn as late as can be: a tile drawn early waits for this one while other blocks run out of work
+            work = cute.arch.shuffle_sync(self._drawn(counter, total, workers), 0)
         self._post(board[0], pipes[4], work_state, KeyFacts(*(Int32(0) for _ in KeyFacts._fields)))
         work_state.advance()
         self._left(counter, total, workers)

@@ -24,8 +24,11 @@ class _Rows:
         self.dtype = BFloat16 if config.is_bf16 else Float16
 
     def tile(self, heads: Any, tiles: Any) -> tuple[Any, Any, Any]:
-        """(row tile, head, entry) of this block."""
+        """(row tile, head, entry) of this block. The last comes first: what the L2 cache holds of the sums is what the backward kernel
+        added to last, and the sums that it adds to first are to be there."""
+        blocks, _, _ = cute.arch.grid_dim()
         block, _, _ = cute.arch.block_idx()
+        block = blocks - 1 - block
         return block % tiles, block // tiles % heads, block // tiles // heads
 
     @cute.jit
@@ -96,19 +99,28 @@ class RowsBefore(_Rows):
         thread, _, _ = cute.arch.thread_idx()
         tile_m, lanes = self.config.tile_m, next_power_of_2(self.config.head_dim_v // _WIDE)
         at_once = _THREADS // lanes
-        for i in cutlass.range_constexpr(tile_m // at_once):
+        own = self.sums_of(sums, entry, head, m)
+        nothing = cute.make_rmem_tensor(4, Float32)
+        nothing.fill(0.0)
+        for i in cutlass.range_constexpr(tile_m * self.config.head_dim // (4 * _THREADS)):
+            cute.autovec_copy(nothing, cute.local_tile(own, (4,), (i * _THREADS + thread,)))
+        column = thread % lanes * _WIDE
+        loads = tile_m // at_once
+        of_out, of_dout = (cute.make_rmem_tensor((_WIDE, loads), self.dtype) for _ in range(2))
+        for i in cutlass.range_constexpr(loads):  # all before the first is used
+            row = first + i * at_once + thread // lanes
+            if (row - first < rest) & (column < out.shape[3]):
+                for source, target in ((out, of_out), (dout, of_dout)):
+                    cute.autovec_copy(cute.local_tile(source[storage, head, row, None], (_WIDE,), (column // _WIDE,)), target[None, i])
+        for i in cutlass.range_constexpr(loads):
             place = i * at_once + thread // lanes
             row = first + place
             total = Float32(0.0)
-            column = thread % lanes * _WIDE
             if (place < rest) & (column < out.shape[3]):
-                of_out, of_dout = (cute.make_rmem_tensor(_WIDE, self.dtype) for _ in range(2))
-                for source, target in ((out, of_out), (dout, of_dout)):
-                    cute.autovec_copy(cute.local_tile(source[storage, head, row, None], (_WIDE,), (column // _WIDE,)), target)
                 for j in cutlass.range_constexpr(_WIDE):
-                    x = Float32(of_out[j])
+                    x = Float32(of_out[j, i])
                     # a row that sees nothing has zeros, and its gradient may be anything
-                    total += select(x == 0.0, Float32(0.0), x * Float32(of_dout[j]), "float")
+                    total += select(x == 0.0, Float32(0.0), x * Float32(of_dout[j, i]), "float")
             for j in cutlass.range_constexpr(lanes.bit_length() - 1):
                 total += cute.arch.shuffle_sync_bfly(total, offset=1 << j)
             if thread % lanes == 0:
@@ -122,11 +134,6 @@ class RowsBefore(_Rows):
                         natural_delta[storage, head, row] = total
                 lse[entry, head, m, place] = found
                 delta[entry, head, m, place] = total
-        own = self.sums_of(sums, entry, head, m)
-        nothing = cute.make_rmem_tensor(4, Float32)
-        nothing.fill(0.0)
-        for i in cutlass.range_constexpr(tile_m * self.config.head_dim // (4 * _THREADS)):
-            cute.autovec_copy(nothing, cute.local_tile(own, (4,), (i * _THREADS + thread,)))
 
 
 class RowsAfter(_Rows):
@@ -171,16 +178,20 @@ class RowsAfter(_Rows):
         tile_m, head_dim = self.config.tile_m, self.config.head_dim
         own = self.sums_of(sums, entry, head, m)
         pieces = tile_m * head_dim // 16  # of 16 numbers that follow one another in the sums, and of a row
-        for i in cutlass.range_constexpr(cute.ceil_div(pieces, _THREADS)):
+        loads = cute.ceil_div(pieces, _THREADS)
+        found = cute.make_rmem_tensor((16, loads), Float32)
+        for i in cutlass.range_constexpr(loads):  # all before the first is used
             row, column, first = self.place_of(i * _THREADS + thread)
             if (row < rest) & (column < dq.shape[3]):
-                found = cute.make_rmem_tensor(16, Float32)
-                cute.autovec_copy(cute.local_tile(own, (16,), (first // 16,)), found)
+                cute.autovec_copy(cute.local_tile(own, (16,), (first // 16,)), found[None, i])
+        for i in cutlass.range_constexpr(loads):
+            row, column, _ = self.place_of(i * _THREADS + thread)
+            if (row < rest) & (column < dq.shape[3]):
                 for half in cutlass.range_constexpr(2):
                     if row + 8 * half < rest:
                         narrow = cute.make_rmem_tensor(_WIDE, self.dtype)
                         for j in cutlass.range_constexpr(_WIDE):
-                            narrow[j] = self.dtype(found[j // 2 * 4 + 2 * half + j % 2] * scale)
+                            narrow[j] = self.dtype(found[j // 2 * 4 + 2 * half + j % 2, i] * scale)
                         cute.autovec_copy(
                             narrow, cute.local_tile(dq[storage, head, before + row + 8 * half, None], (_WIDE,), (column // 8,))
                         )
@@ -190,7 +201,8 @@ class RowsAfter(_Rows):
         (``MultipliesBack._told``)."""
         tile_m, head_dim = self.config.tile_m, self.config.head_dim
         chunks = tile_m * head_dim // 1024  # of a warp group's thread: 2 warp groups, 128 threads, 4 numbers
-        quad, chunk, group = piece % 32, piece // 32 % chunks, piece // 32 // chunks
+        # neighbouring threads write to one row
+        chunk, quad, group = piece % chunks, piece // chunks % 32, piece // chunks // 32
         row = quad // 8 * 16 + quad % 8
         column = chunk * 8
         if tile_m == 64:

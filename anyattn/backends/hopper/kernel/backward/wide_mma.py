@@ -114,23 +114,21 @@ class MultipliesWide(MultipliesBack):
         cute.arch.barrier(barrier_id=barrier, number_of_threads=128 * self.config.tiles.warp_groups)
 
     @cute.jit
-    def stored_keys(self, sums, mmas, in_smem, keys, scale, group, thread, facts, place):
+    def _tile_stored(self, sums, mmas, leaving, keys, about, facts, place):
         """Each warp group has half the columns of dK and of dV. The first one sends dK, the second dV."""
-        _, _, k, v, _ = in_smem
         _, to_v, to_k, _ = mmas
-        dk, dv = sums
+        group, thread, _ = about
         threads = 128 * self.config.tiles.warp_groups
-        dk.store(dk.load() * scale)
         # dQ of the last row tile may still be multiplied from K by another group
         cute.arch.barrier(barrier_id=READ, number_of_threads=threads)
-        self._into(dk, to_k, k[None, None, 0], thread)
-        self._into(dv, to_v, v[None, None, 0], thread)
+        self._into(sums[0], to_k, leaving[0], thread)
+        self._into(sums[1], to_v, leaving[1], thread)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=STORED, number_of_threads=threads)
         if cute.arch.make_warp_uniform(thread // 32) % 4 == 0:
             if group == 0:
-                self._sent(keys[0], k[None, None, 0], self.config.head_dim, 0, facts, place)
+                self._sent(keys[0], leaving[0], self.config.head_dim, 0, facts.kv_head, facts.n_block, place)
             else:
-                self._sent(keys[1], v[None, None, 0], self.config.head_dim_v, 0, facts, place)
+                self._sent(keys[1], leaving[1], self.config.head_dim_v, 0, facts.kv_head, facts.n_block, place)
             cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0, read=True)
