@@ -358,6 +358,7 @@ class Group:
         self.flying: list[list[tuple]] = []
         self.copies: list[Any] = []  # not committed yet
         self.sent: list[Any] = []
+        self.has_tiles = False  # whether tiles are among them
 
     def commit(self) -> None:
         self.block.schedule.step()
@@ -386,10 +387,15 @@ class Group:
         self.copies = []
 
     def wait_for_copies(self, most: int) -> None:
-        self.block.schedule.step()
+        """They are made as late as can be, some of a whole tile long after that."""
+        schedule = self.block.schedule
+        if len(self.sent) > most and self.has_tiles:
+            for _ in range(schedule.random.choice((0, 0, 150))):
+                schedule.step()
         while len(self.sent) > most:
             for copy in self.sent.pop(0):
                 copy()
+        self.has_tiles &= bool(self.sent)
 
 
 class Block:

@@ -302,6 +302,7 @@ class _Device:
             rows = slice(64 * at[0], 64 * (at[0] + 1))
             writer = None if self.block.config.tiles.shares_keys else at[0]
             self.group.copies.append(lambda: target.write(part.read("a copy to global memory", writer)[rows]))
+            self.group.has_tiles = True
         else:  # a warp group's part of an accumulator into shared memory
             self.schedule.step()
             target.of.values[target.index()][atom.mma.part()] = source.matrix()
