@@ -9,10 +9,10 @@ from anyattn.backends.hopper.captured_sums import CapturedSum, scratch_of_warp
 from anyattn.backends.hopper.config import Ask, ModsOfConfig, sides
 from anyattn.mods.ir.expr import Expr
 
-__all__ = ["BackwardConfig", "BackwardTiles", "RowsConfig", "backward_tiles_for", "bytes_of"]
+__all__ = ["BackwardConfig", "BackwardTiles", "RowsConfig", "backward_tiles_for", "bytes_of", "padded_for_backward"]
 
 SHARED_MEMORY = 227 * 1024
-HEAD_DIMS = (64, 128, 192, 256)  # what a row is padded to, in shared memory only
+HEAD_DIMS = (64, 96, 128, 192, 256)  # what a row is padded to, in shared memory only (``padded_for_backward``)
 TILE_N = 128  # keys of a tile, 64 for each warp group that multiplies
 SHARED_TILE_N = 64  # keys of a tile that the warp groups share: each one makes half the columns of dK, dV and dQ
 ACCUMULATORS = 128  # registers of a thread for dK and dV together
@@ -122,6 +122,8 @@ class BackwardConfig(ModsOfConfig):
             raise ValueError("bands and lists are both given; with lists a band is one of the predicates that hold always")
         if self.partial is not None and self.lists is None:
             raise ValueError("partial without lists; wanted the predicate as always")
+        if self.tiles.shares_keys and 96 in (self.head_dim, self.head_dim_v):
+            raise ValueError("head dimension 96 where warp groups share keys; wanted 128: half of 96 columns is no multiple of 32")
         if (taken := self.tiles.tile_n * (self.head_dim + self.head_dim_v) // 256) > ACCUMULATORS:
             raise ValueError(f"{self.tiles}: dK and dV take {taken} registers of a thread; wanted at most {ACCUMULATORS}")
         if self.shared_memory > SHARED_MEMORY:
@@ -189,6 +191,18 @@ class RowsConfig:
     is_after: bool
     has_dlse: bool = False
     has_entries: bool = False
+
+
+def padded_for_backward(head_dim: int, head_dim_v: int) -> tuple[int, int]:
+    """What the head dimensions are padded to.
+
+    >>> padded_for_backward(80, 80), padded_for_backward(192, 96)
+    ((96, 96), (192, 128))
+    """
+    widest = max(head_dim, head_dim_v)
+    allowed = [n for n in HEAD_DIMS if n != 96 or widest <= 128]
+    d, dv = (next(n for n in allowed if given <= n) for given in (head_dim, head_dim_v))
+    return d, dv
 
 
 def backward_tiles_for(head_dim: int, head_dim_v: int, is_plain: bool = False) -> BackwardTiles:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from anyattn.arithmetic import ceil_div
-from anyattn.backends.hopper.backward_config import HEAD_DIMS, BackwardConfig, BackwardTiles, backward_tiles_for
+from anyattn.backends.hopper.backward_config import HEAD_DIMS, BackwardConfig, BackwardTiles, backward_tiles_for, padded_for_backward
 from anyattn.backends.hopper.captured_sums import CapturedSum, with_derivatives
 from anyattn.backends.hopper.codegen.operations import WRITTEN
 from anyattn.backends.hopper.codegen.score_analysis import work_by_pair
@@ -140,8 +140,7 @@ def _differing(problem: Problem, listed: int) -> dict[str, bool]:
 
 
 def _padded(problem: Problem) -> tuple[int, int]:
-    d, dv = (next(n for n in HEAD_DIMS if given <= n) for given in (problem.q.shape[3], problem.v.shape[3]))
-    return d, dv
+    return padded_for_backward(problem.q.shape[3], problem.v.shape[3])
 
 
 def _joined(tile: tuple[int, int], tiles: BackwardTiles) -> tuple[int, int]:

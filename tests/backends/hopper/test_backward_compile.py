@@ -14,7 +14,14 @@ import torch
 import anyattn
 from anyattn import masks, planner
 from anyattn.backends.hopper.backward import _of_captured, _ranks, _totals, backward
-from anyattn.backends.hopper.backward_config import HEAD_DIMS, SHARED_MEMORY, BackwardConfig, BackwardTiles, backward_tiles_for
+from anyattn.backends.hopper.backward_config import (
+    HEAD_DIMS,
+    SHARED_MEMORY,
+    BackwardConfig,
+    BackwardTiles,
+    backward_tiles_for,
+    padded_for_backward,
+)
 from anyattn.backends.hopper.captured_sums import CapturedSum
 from anyattn.backends.hopper.make_backward_config import reason_against_backward, specialised_backward
 from anyattn.mods.tracing.trace import trace
@@ -52,11 +59,12 @@ def traced(*given: Any) -> tuple:
     [
         (64, 64, ("capped", "summed capped")),
         (128, 128, ("full", "causal", "packed causal", "summed by head", "summed by key")),
+        (96, 96, ("full", "causal", "packed")),
         (192, 128, ("full", "causal")),
         (256, 256, ("full", "capped")),
         *(
             pytest.param(*dims, (), marks=pytest.mark.slow)
-            for dims in ((64, 64), (128, 128), (192, 128), (192, 192), (256, 256), (64, 256))
+            for dims in ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (64, 256))
         ),
     ],
 )
@@ -65,7 +73,7 @@ def test_kernels_compile_without_spilling_in_their_loops(head_dim: int, head_dim
     done = python("-m", module, str(tmp_path), str(head_dim), str(head_dim_v), *names, CUTE_DSL_ARCH="sm_90a")
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert len(found) == (len(names) or {64: 28, 128: 27}.get(head_dim, 9)) + 4
+    assert len(found) == (len(names) or {64: 28, 96: 27, 128: 27}.get(head_dim, 9)) + 4
     # at head dimension 128 dK and dV take 128 registers of 240, and long mods leave a few numbers of a tile to local memory
     most = {"capped": 3, "alibi": 7, "relative": 8, "document": 1, "document and causal": 9, "deterministic lists": 1}
     most |= {"packed alibi": 2, "packed capped": 7, "packed lists": 5}
@@ -125,7 +133,7 @@ def test_what_a_problem_becomes() -> None:
     listed = specialised_backward(problem(predicates=traced(masks.prefix_lm(5), masks.causal())))
     assert (listed.config.lists, listed.list_tile, listed.config.list_cut) == ("dense", (128, 128), (2, 1))
     few = dict.fromkeys("qkv", torch.randn(1, 2, 64, 72, dtype=torch.bfloat16))
-    assert specialised_backward(problem(**few)).config.head_dim == 128
+    assert specialised_backward(problem(**few)).config.head_dim == 96
     q, v = (torch.randn(1, 2, 256, d, dtype=torch.bfloat16) for d in (136, 128))
     wide = specialised_backward(problem(q=q, k=q, v=v, predicates=traced(masks.prefix_lm(5))))
     assert (wide.config.head_dim, wide.config.head_dim_v, wide.config.tiles.tile_n) == (192, 128, 64)
@@ -226,7 +234,7 @@ def test_ranks_of_tiles_of_keys() -> None:
         (lambda: BackwardConfig(192, 128, True, BackwardTiles(64, 128)), "take 160 registers of a thread; wanted at most 128"),
         (lambda: BackwardConfig(256, 256, True, BackwardTiles(64, 64)), "bytes of shared memory"),
         (lambda: BackwardTiles(64, 128, 3), "q_stages=3"),
-        (lambda: BackwardConfig(96, 96, True, BackwardTiles(64, 128)), "head_dim=96"),
+        (lambda: BackwardConfig(80, 80, True, BackwardTiles(64, 128)), "head_dim=80"),
         (lambda: BackwardConfig(128, 128, True, BackwardTiles(128, 128)), "bytes of shared memory"),
         (lambda: BackwardConfig(64, 64, True, BackwardTiles(64, 128), sums=(CapturedSum(0, "head", None),)), "sums without score"),
         (lambda: CapturedSum(0, "heads", None), "kind='heads'"),
@@ -243,7 +251,17 @@ def test_tiles_of_head_dimensions() -> None:
     assert backward_tiles_for(192, 192) == BackwardTiles(64, 64, holds_k=True)
     assert backward_tiles_for(256, 128) == BackwardTiles(64, 64, dq_steps=2, holds_v=True)
     assert backward_tiles_for(256, 256) == BackwardTiles(64, 64, do_stages=1, dq_steps=2)
+    assert [padded_for_backward(*dims) for dims in ((40, 80), (96, 72), (104, 96), (96, 136))] == [
+        (64, 96),
+        (96, 96),
+        (128, 96),
+        (128, 192),
+    ]
+    with pytest.raises(ValueError, match="wanted 128: half of 96"):
+        BackwardConfig(96, 192, True, backward_tiles_for(96, 192))
     for d in HEAD_DIMS:
         for dv in HEAD_DIMS:  # whatever the planner chooses, the kernel takes
+            if padded_for_backward(d, dv) != (d, dv):
+                continue
             config = BackwardConfig(d, dv, True, backward_tiles_for(d, dv))
             assert config.shared_memory <= SHARED_MEMORY and config.tiles.shares_keys == (max(d, dv) > 128)

@@ -11,7 +11,7 @@ import torch
 from anyattn import masks
 from anyattn.arithmetic import LOG2E
 from anyattn.backends.hopper.backward import _ranks
-from anyattn.backends.hopper.backward_config import HEAD_DIMS, BackwardConfig, BackwardTiles, backward_tiles_for
+from anyattn.backends.hopper.backward_config import BackwardConfig, BackwardTiles, backward_tiles_for, padded_for_backward
 from anyattn.backends.hopper.captured_sums import CapturedSum, with_derivatives
 from anyattn.backends.hopper.config import Ask
 from anyattn.mods.analysis.captured_loads import slots_alone
@@ -76,6 +76,8 @@ CASES = {
     ),
     "softcap": Case(score=lambda s, b, h, i, j: 3 * torch.tanh(s / 3)),
     "alibi": Case(score=lambda s, b, h, i, j: s + SLOPES[h] * (i - j), mask=masks.causal()),
+    "96 columns": Case((150, 200), mask=masks.causal(), dims=(80, 96)),
+    "96 columns of K": Case((150, 200), dims=(96, 128)),
     "wide": Case((150, 150), dims=(192, 128), workers=2),
     "widest": Case((150, 150), (4, 2), mask=masks.causal(), dims=(256, 256), workers=2),
     "odd and wide": Case((100, 100), dims=(136, 200), mask=masks.sliding_window(50, 9)),
@@ -150,7 +152,7 @@ def run(case: Case, seed: int = 0, changes: Changes = (), orders: int = 2) -> di
     p = torch.exp(s - lse.masked_fill(lse.isinf(), 0.0)[..., None])
     out = p @ whole_v
     wanted = torch.autograd.grad(out, [*leaves, *own], dout)
-    padded = [next(n for n in HEAD_DIMS if given <= n) for given in case.dims]
+    padded = padded_for_backward(*case.dims)
     tiles = case.tiles or backward_tiles_for(*padded)
     fields, mods = _masked(case, mask, tiles)
     if score is not None:

@@ -8,7 +8,6 @@ import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as helpers
 from cutlass import BFloat16, Float16, Float32, Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
-from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import SmemAllocator
 
 from anyattn.backends.hopper.backward_config import REGISTERS, BackwardConfig
@@ -96,7 +95,7 @@ class HopperBackward(VisitsRows, LoadsRows, MultipliesBack, Scores, SumsCaptured
         v_atom, v = cpasync.make_tiled_tma_atom(read, v, one[3], (tile_n, dv_))
         # each warp group sends its own keys of dK and dV
         plain = (dk, dv) if const_expr(self.config.has_entries) else ()
-        part_k, part_v = (cute.slice_(self._tile(64, n, 1), (None, None, 0)) for n in (d, dv_))
+        part_k, part_v = (cute.slice_(self._tile(64, n, 1, is_k), (None, None, 0)) for n, is_k in ((d, True), (dv_, False)))
         dk_atom, dk = cpasync.make_tiled_tma_atom(write, dk, part_k, (64, d))
         dv_atom, dv = cpasync.make_tiled_tma_atom(write, dv, part_v, (64, dv_))
         self.bytes = [cute.size_in_bytes(self.dtype, layout) for layout in one[:4]]
@@ -117,25 +116,24 @@ class HopperBackward(VisitsRows, LoadsRows, MultipliesBack, Scores, SumsCaptured
         """Of Q, dO, K, V and of dS, whose rows are keys, in shared memory: all as they are stored, with a last mode for the stage."""
         tiles, d, dv = self.config.tiles, self.config.head_dim, self.config.head_dim_v
         tile_m, tile_n = tiles.tile_m, tiles.tile_n
-        shapes = (
-            (tile_m, d, tiles.q_stages), (tile_m, dv, tiles.do_stages), (tile_n, d, 1), (tile_n, dv, 1), (tile_n, tile_m, tiles.exchanged),
-        )  # fmt: skip
-        return tuple(self._tile(*shape) for shape in shapes)
+        shapes = ((tile_m, d, tiles.q_stages), (tile_m, dv, tiles.do_stages))
+        of_keys = (self._tile(tile_n, d, 1, is_halved=True), self._tile(tile_n, dv, 1))
+        return *(self._tile(*shape) for shape in shapes), *of_keys, self._tile(tile_n, tile_m, tiles.exchanged)
 
-    def _tile(self, rows: int, columns: int, stages: int) -> Any:
-        """A tile in shared memory. Half its columns are an operand (MN-major), which begins where the swizzle's pattern does or inside of
-        one: at 192 columns the pattern has 32 of them rather than 64."""
-        if columns != 192:
-            return helpers.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (rows, 64, columns), self.dtype, stages)
-        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW64, self.dtype)
-        return cute.tile_to_shape(atom, (rows, columns, stages), order=(0, 1, 2))
+    def _tile(self, rows: int, columns: int, stages: int, is_halved: bool = False) -> Any:
+        """A tile in shared memory. Its columns are an operand (MN-major), and so are half of them where warp groups share keys or the tile
+        ``is_halved``: an operand begins where the swizzle's pattern does, or inside of one that holds all of it."""
+        widths = {64: 64, 128: 64, 256: 64, 192: 32, 96: 16 if is_halved else 32}
+        kinds = warpgroup.SmemLayoutAtomKind
+        kind = {64: kinds.K_SW128, 32: kinds.K_SW64, 16: kinds.K_SW32}[widths[columns]]
+        return cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, self.dtype), (rows, columns, stages), order=(0, 1, 2))
 
     def leaving(self, storage: Any, smem: Any) -> tuple[Any, Any]:
         """Where dK and dV of a finished tile of keys leave from: the places of K and V, or those of dQ and dS (``frees_keys``)."""
         if not self.config.frees_keys:
             return smem[2][None, None, 0], smem[3][None, None, 0]
         n, d, dv = self.config.tiles.tile_n, self.config.head_dim, self.config.head_dim_v
-        of_k, of_v = (cute.slice_(self._tile(n, columns, 1), (None, None, 0)) for columns in (d, dv))
+        of_k, of_v = (cute.slice_(self._tile(n, columns, 1, is_k), (None, None, 0)) for columns, is_k in ((d, True), (dv, False)))
         return (
             storage.dq.get_tensor(of_k.outer, swizzle=of_k.inner, dtype=self.dtype),
             storage.ds.get_tensor(of_v.outer, swizzle=of_v.inner),
