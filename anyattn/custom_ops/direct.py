@@ -43,7 +43,12 @@ def direct(operator: Any, arguments: Arguments, run: Callable[..., Any]) -> Call
 def _needs_dispatcher() -> bool:
     """Whether something sees torch's operators before they run."""
     return bool(
-        _are_transforms_active() or _count_modes() or _has_function_mode() or forward_ad._current_level >= 0 or _is_traced() or _is_profiled()
+        _are_transforms_active()
+        or _count_modes()
+        or _has_function_mode()
+        or forward_ad._current_level >= 0
+        or _is_traced()
+        or _is_profiled()
     )
 
 
