@@ -77,7 +77,7 @@ class Arguments:
         self._records: Callable[..., list[Any]] = eval(f"lambda {', '.join(self.names)}: [{made}]", scope)
 
     def _check_of_tensors(self) -> Callable[..., bool]:
-        """Whether all tensors among an operator's arguments are memory of the CPU or of a GPU: neither of a subclass nor negated on reading."""
+        """Whether all tensors of a call are memory of the CPU or of a GPU: neither of a subclass nor negated on reading."""
         checks = [f"({self.names[self._tensors[0]]}.is_cuda or {self.names[self._tensors[0]]}.is_cpu)"]
         for i, kind in enumerate(self._kinds):
             plain = "type({0}) in plain and not {0}.is_neg()"

@@ -1,9 +1,9 @@
 """Direct calls of the operators in Inductor's Python code: past torch's dispatcher, which takes longer than a warm call of attention does.
 
-Inductor writes ``torch.ops.anyattn.attend.default(...)`` into the code that it makes of a graph, and a call of that converts each argument
-to C++ and back. Its table of custom code for operators takes another line for it: ``direct`` of the operator, a Python function. Where a call
-needs the dispatcher (modes, transforms, subclasses, autograd, profilers), that function calls the operator. The table is semi-private:
-without it, and in C++ code (AOTInductor), the operator is called as ever.
+Inductor writes ``torch.ops.anyattn.attend.default(...)`` into the code that it makes of a graph, and a call of that converts each
+argument to C++ and back. Its table of custom code for operators takes another line for it: ``direct`` of the operator, a Python function.
+Where a call needs the dispatcher (modes, transforms, subclasses, autograd, profilers), that function calls the operator. The table is
+semi-private: without it, and in C++ code (AOTInductor), the operator is called as ever.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 
 from anyattn.custom_ops.arguments import Arguments
 
-__all__ = ["direct", "install"]
+__all__ = ["direct", "install", "needs_dispatcher"]
 
 _Below = torch._C._AutoDispatchBelowAutograd  # type: ignore[attr-defined]
 # looked up once: every call asks all of them
@@ -28,19 +28,26 @@ _any_requires_grad = torch._C._any_requires_grad  # type: ignore[attr-defined]
 
 
 def direct(operator: Any, arguments: Arguments, run: Callable[..., Any]) -> Callable[..., Any]:
-    """The function that gives the operator's results without the dispatcher, where that would come to ``run`` at once."""
+    """The function that gives the operator's results without the dispatcher, where that would come to ``run`` at once.
+
+    Its attribute ``may_pass`` says of a call's arguments whether it would, unless ``needs_dispatcher``.
+    """
     are_plain = arguments.are_plain
 
+    def may_pass(*given: Any) -> bool:
+        return are_plain(*given) and not (_is_grad_enabled() and _any_requires_grad(*given))
+
     def call(*given: Any) -> Any:
-        if _needs_dispatcher() or not are_plain(*given) or (_is_grad_enabled() and _any_requires_grad(*given)):
+        if needs_dispatcher() or not may_pass(*given):
             return operator(*given)
         with _Below():
             return run(*given)
 
+    call.may_pass = may_pass  # type: ignore[attr-defined]
     return call
 
 
-def _needs_dispatcher() -> bool:
+def needs_dispatcher() -> bool:
     """Whether something sees torch's operators before they run."""
     return bool(
         _are_transforms_active()

@@ -19,7 +19,7 @@ from anyattn import autograd
 from anyattn.call_cache import attention
 from anyattn.custom_ops import list_operands, warm_attend
 from anyattn.custom_ops.arguments import Masks, Results, Score
-from anyattn.custom_ops.define import operator
+from anyattn.custom_ops.define import opaque, operator
 from anyattn.custom_ops.gradients import called, differentiable
 from anyattn.mods.ir import codec
 from anyattn.mods.tracing.fingerprint import Pattern
@@ -177,6 +177,9 @@ def attend(given: Attend) -> tuple[Tensor, Tensor, Tensor]:
     problem, chosen = _call(given)
     result = autograd.forward(problem, chosen)
     return result.out, result.lse, result.max_scores if given.wants_max else result.lse.new_empty(0)
+
+
+attend.direct = opaque(warm_attend.direct(attend))
 
 
 def _fake_backward(given: Attend, results: Results) -> list[Tensor]:
