@@ -61,7 +61,7 @@ def operator(
         below_autograd = (lambda *given: counted(run, given)) if written else run
         _library.impl(name, opaque(without_gradients(made, arguments, below_autograd)), "Autograd", with_keyset=True)
         made.direct = opaque(direct(made, arguments, below_autograd))
-        install(made)
+        install(made, fn.__module__)
         return made
 
     return define

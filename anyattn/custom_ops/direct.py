@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,22 +60,28 @@ def needs_dispatcher() -> bool:
     )
 
 
-def install(operator: Any) -> bool:
-    """Has Inductor write direct calls of the operator; False where this torch has no table of custom code."""
+def install(operator: Any, module: str) -> bool:
+    """Has Inductor write direct calls of the operator of this module; False where this torch has no table of custom code."""
     with contextlib.suppress(ImportError, AttributeError, TypeError):
         from torch._inductor.codegen import custom_extern_kernel_codegen as table
 
-        table.CUSTOM_EXTERN_KERNEL_CODEGEN[f"torch.ops.{operator}"] = table.CustomCodegen(python=_write)
+        code = table.CustomCodegen(python=partial(_write, module))
+        table.CUSTOM_EXTERN_KERNEL_CODEGEN[f"torch.ops.{operator}"] = code
         return True
     return False
 
 
-def _write(node: Any, writeline: Callable[[Any], None]) -> None:
-    """Inductor's line of a ``FallbackKernel``, with another callee."""
+def _write(module: str, node: Any, writeline: Callable[[Any], None]) -> None:
+    """Inductor's line of a ``FallbackKernel``, with another callee, which is imported where the code begins."""
     from torch._inductor.codegen.wrapper import ExternKernelAllocLine
     from torch._inductor.virtualized import V
 
-    name = f"torch.ops.{node.op_overload}"
+    wrapper = V.graph.wrapper_code
+    whole = wrapper.get_root_graph() if hasattr(wrapper, "parent_wrapper") else wrapper
+    operator = node.op_overload._opname
+    name = f"anyattn_{operator}"
+    whole.add_import_once(f"from {module} import {operator} as {name}")
     # code from Inductor's cache may be run by an anyattn whose operators are without direct calls
-    node.python_kernel_name = f'getattr({name}, "direct", {name})'
-    writeline(ExternKernelAllocLine(V.graph.wrapper_code, node))
+    whole.add_import_once(f'{name} = getattr({name}, "direct", {name})')
+    node.python_kernel_name = name
+    writeline(ExternKernelAllocLine(wrapper, node))

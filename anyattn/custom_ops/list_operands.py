@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary, ref
 
@@ -53,13 +53,14 @@ def stand_in(tensors: list[Tensor], sizes: tuple, is_exact: bool) -> ListOperand
 class Known(NamedTuple):
     """Lists that came before as the same tensors, and were not written to. asked: block size and lengths; whether they are exact.
 
-    states: of each tensor, see ``_state``. facts: ``flex.lists_facts``. blocks: the lists as kernels read them, None if they were not read.
+    states: where each tensor's memory is, and how often it was written to. facts: stands for ``flex.lists_facts``.
+    blocks: the lists as kernels read them, None if they were not read.
     """
 
     tensors: tuple[ref[Tensor], ...]
     asked: tuple
     states: list[tuple]
-    facts: tuple
+    facts: object
     blocks: Any
     stands_for: ListOperands
 
@@ -72,24 +73,24 @@ def known(tensors: Sequence[Tensor], sizes: tuple, is_exact: bool) -> Known | No
     found = _by_object.get(id(tensors[0]))
     if found is None or found.asked != (sizes, is_exact) or len(found.tensors) != len(tensors):
         return None
-    for t, same, state in zip(tensors, found.tensors, found.states):
-        if same() is not t or _state(t) != state:
+    for t, same in zip(tensors, found.tensors):
+        if same() is not t:
             return None
-    return found
+    return found if [(t._version, t.data_ptr(), t.shape, t.stride()) for t in tensors] == found.states else None
 
 
-def _state(t: Tensor) -> tuple:
-    """Where a tensor's memory is, and how often it was written to."""
-    return t._version, t.data_ptr(), t.shape, t.stride()
+@lru_cache(maxsize=1024)
+def _standing_for(facts: tuple) -> object:
+    return object()
 
 
 def _seen_again(tensors: list[Tensor], asked: tuple, found: ListOperands) -> None:
     kept = flex.kept_lists(found)
     place = id(tensors[0])
     first = ref(tensors[0], partial(_forget, place))
-    _by_object[place] = Known(
-        (first, *map(ref, tensors[1:])), asked, [*map(_state, tensors)], flex.lists_facts(found), kept and kept.blocks, found
-    )
+    states = [(t._version, t.data_ptr(), t.shape, t.stride()) for t in tensors]
+    facts = _standing_for(flex.lists_facts(found))
+    _by_object[place] = Known((first, *map(ref, tensors[1:])), asked, states, facts, kept and kept.blocks, found)
 
 
 def _forget(place: int, gone: Any) -> None:

@@ -129,37 +129,34 @@ def remember(key: tuple, remembered: calls.RememberedCall, readers: tuple[Reader
 
 def direct(operator: Any) -> Callable[..., Any]:
     """The direct call of ``anyattn::attend`` (``direct.py``), with a short way for what came here before."""
-    first = operator.direct
-
-    def call(
-        q: Tensor, k: Tensor, v: Tensor, sink: Any, score_program: str, score_numbers: list[int], score_tensors: list[Tensor],
-        mask_programs: str, mask_numbers: list[int], mask_tensors: list[Tensor], block_lists: list[Tensor], block_size: list[int],
-        is_exact: bool, scale: float, wants_max: bool, deterministic: bool, options: str, backend: str,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        given = (
-            q, k, v, sink, score_program, score_numbers, score_tensors, mask_programs, mask_numbers, mask_tensors, block_lists, block_size,
-            is_exact, scale, wants_max, deterministic, options, backend,
-        )  # fmt: skip
-        if not _is_usable(scale) or needs_dispatcher():
-            return first(*given)  # type: ignore[no-any-return]
-        lists = None
-        if block_size[0]:
-            lists = list_operands.known(block_lists, (tuple(block_size), (q.shape[2], k.shape[2])), is_exact)
-            if lists is None:
-                return first(*given)  # type: ignore[no-any-return]
-        try:
-            key = _key(*given, lists)
-        except NotCacheable:
-            return first(*given)  # type: ignore[no-any-return]
-        again = _direct.get(key)
-        if again is None:
-            return _first_call(first, given, key)
-        warm, nothing = again
-        problem, plan = _filled(warm, q, k, v, sink, score_tensors, mask_tensors, scale, lists)
-        result = autograd.forward(problem, plan)
-        return result.out, result.lse, result.max_scores if wants_max else nothing
-
-    return call
+    source = f"""
+def call({_NAMES}):
+    if not (type(scale) is float and -FLOAT32_MAX <= scale <= FLOAT32_MAX) or needs_dispatcher():
+        return first({_NAMES})
+    lists = None
+    if block_size[0]:
+        lists = known_lists(block_lists, (tuple(block_size), (q.shape[2], k.shape[2])), is_exact)
+        if lists is None:
+            return first({_NAMES})
+    try:
+        key = {_KEY}
+    except NotCacheable:
+        return first({_NAMES})
+    again = get(key)
+    if again is None:
+        return first_call(first, ({_NAMES}), key)
+    warm, nothing = again
+    problem, plan = filled(warm, q, k, v, sink, score_tensors, mask_tensors, scale, lists)
+    result = forward(problem, plan)
+    return result.out, result.lse, result.max_scores if wants_max else nothing
+"""
+    scope = {
+        **_scope, "FLOAT32_MAX": FLOAT32_MAX, "NotCacheable": NotCacheable, "needs_dispatcher": needs_dispatcher, "filled": _filled,
+        "known_lists": list_operands.known, "get": _direct.get, "first": operator.direct, "first_call": _first_call,
+        "forward": autograd.forward,
+    }  # fmt: skip
+    exec(compile(source, "<direct call of attend>", "exec"), scope)
+    return scope["call"]  # type: ignore[no-any-return]
 
 
 def _first_call(first: Callable[..., Any], given: tuple, key: tuple) -> Any:
