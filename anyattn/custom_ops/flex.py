@@ -56,11 +56,13 @@ def operands_of(like: Tensor, *mods: TracedMod | None) -> tuple[str, list[int], 
 
 
 def never_empty(tensors: list[Tensor], like: Tensor) -> list[Tensor]:
-    """A list for an operator: AOTInductor hands over None for an empty one, so a tensor without entries stands in it.
+    """A list for an operator. AOTInductor hands over None for an empty one, so in an exported graph a tensor without entries stands in it.
 
     The operators know from their other arguments how many entries are meant, and take empty lists too.
     """
-    return tensors or [like if like.shape == (0,) else like.new_empty(0)]
+    if tensors or not torch.compiler.is_exporting():
+        return tensors
+    return [like if like.shape == (0,) else like.new_empty(0)]
 
 
 def mods_of_operands(kind: str, programs: str, numbers: list[int], tensors: list[Tensor]) -> list[TracedMod]:
