@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -47,7 +47,10 @@ def flex_calls() -> dict[str, tuple[Callable[..., Any], tuple]]:
     flex = anyattn.flex_attention
     return {
         "plain": (lambda q, k, v: flex(q, k, v), ()),
-        "score and sink": (lambda q, k, v, t, s: flex(q, k, v, score_mod=lambda x, b, h, i, j: x + t[h, i - j + S], sink=s), (table_of_bias, sink)),
+        "score and sink": (
+            lambda q, k, v, t, s: flex(q, k, v, score_mod=lambda x, b, h, i, j: x + t[h, i - j + S], sink=s),
+            (table_of_bias, sink),
+        ),
         "documents": (lambda q, k, v, d: flex(q, k, v, mask_mod=lambda b, h, i, j: d[i] == d[j]), (ids,)),
         "exact block mask": (lambda q, k, v, m: flex(q, k, v, block_mask=m), (listed,)),
         "block mask": (lambda q, k, v, m: flex(q, k, v, block_mask=m, score_mod=scores.softcap(2.0)), (odd,)),
@@ -189,14 +192,14 @@ def test_tensors_that_are_not_plain_memory() -> None:
         assert attend.direct(*metas)[0].is_meta
     with forward_ad.dual_level(), pytest.raises(NotImplementedError):
         attend.direct(forward_ad.make_dual(args[0], args[0]), *args[1:])
-    with pytest.raises(TypeError, match="torch.func"):
+    with pytest.raises(TypeError, match=r"torch\.func"):
         torch.func.vmap(lambda q: attend.direct(q, *args[1:])[0])(torch.stack([args[0]] * 2))
 
 
 class Wrapped(Tensor):
     """A subclass that dispatches."""
 
-    calls: list[str] = []
+    calls: ClassVar[list[str]] = []
 
     @classmethod
     def __torch_dispatch__(cls, fn: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
