@@ -76,8 +76,8 @@ def _write(module: str, node: Any, writeline: Callable[[Any], None]) -> None:
     from torch._inductor.codegen.wrapper import ExternKernelAllocLine
     from torch._inductor.virtualized import V
 
-    wrapper = V.graph.wrapper_code
-    whole = wrapper.get_root_graph() if hasattr(wrapper, "parent_wrapper") else wrapper
+    wrapper: Any = V.graph.wrapper_code
+    whole = wrapper.get_root_graph() if hasattr(wrapper, "get_root_graph") else wrapper  # of a subgraph, whose own imports are not written
     operator = node.op_overload._opname
     name = f"anyattn_{operator}"
     whole.add_import_once(f"from {module} import {operator} as {name}")

@@ -107,7 +107,8 @@ def found(key: tuple, given: Any, lists: Known | None) -> tuple[Problem, Plan] |
     warm = _warm.get(key)
     if warm is None:
         return None
-    return _filled(warm, *given[:4], given.score.score_tensors, given.masks.mask_tensors, given.scale, lists)
+    q, k, v, sink = given[:4]
+    return _filled(warm, q, k, v, sink, given.score.score_tensors, given.masks.mask_tensors, given.scale, lists)  # type: ignore[no-any-return]
 
 
 def _filled(warm: WarmCall, q: Tensor, k: Tensor, v: Tensor, sink: Any, score: Any, mask: Any, scale: float, lists: Any) -> Any:
