@@ -110,6 +110,19 @@ def test_other_operators_are_direct(name: str) -> None:
         assert not torch.equal(mine[1], given[1])
 
 
+@needs_compiler
+def test_calls_in_regions_that_are_compiled_once() -> None:
+    """Whose code is a function of its own in the graph's."""
+    torch._dynamo.reset()
+    region = torch.compiler.nested_compile_region(lambda q, k, v: anyattn.flex_attention(q, k, v, mask_mod=masks.causal()))
+    call = lambda q, k, v: region(region(q, k, v), k, v)
+    x = [made() for _ in range(3)]
+    with torch.no_grad():
+        found, text = with_code(lambda: torch.compile(call, fullgraph=True)(*x))
+        assert torch.equal(found, call(*x))
+    assert " = anyattn_attend(" in text
+
+
 class Seen(TorchDispatchMode):
     """The operators that the dispatcher comes by."""
 
