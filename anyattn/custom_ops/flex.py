@@ -141,18 +141,22 @@ class Attend(NamedTuple):
 def _call(given: Attend) -> tuple[Problem, Plan]:
     """The problem and the plan of an operator's call, from the caches where they know the call."""
     q, k, v, sink, of_score, of_masks, block_lists, block_size, is_exact, scale, wants_max, deterministic, options, backend = given
-    sizes = lists = None
+    blocks = lists = None
     if any(block_size):
-        sizes = tuple(block_size), (q.shape[2], k.shape[2])
-        lists = list_operands.known(block_lists, sizes, is_exact)
-    key = warm_attend.key_of(given, lists) if sizes is None or lists is not None else None
+        asked = block_lists, (tuple(block_size), (q.shape[2], k.shape[2])), is_exact
+        lists = list_operands.known(*asked)
+        if lists is None:
+            blocks = list_operands.stand_in(*asked)
+            lists = list_operands.known(*asked)  # where they came before as other tensors
+        if lists is not None:
+            blocks = lists.stands_for
+    key = warm_attend.key_of(given, lists) if blocks is None or lists is not None else None
     if key is not None and (warm := warm_attend.found(key, given, lists)) is not None:
         return warm
     score = next(iter(mods_of_operands("score", *of_score)), None)
     masks = mods_of_operands("mask", *of_masks)
-    blocks, listed = None, None
-    if sizes is not None:
-        blocks = list_operands.stand_in(block_lists, sizes, is_exact)
+    listed = None
+    if blocks is not None:
         listed, *masks = masks
     mask = masks[0] if masks else None
     call = attention.FlexCall(q, k, v, score, blocks, mask, None, scale, True, sink, True, wants_max, deterministic, listed)
