@@ -15,7 +15,7 @@ from anyattn.planner import for_backward
 from anyattn.problem import Problem
 from anyattn.tensors import autocast, kinds
 
-__all__ = ["backend_of", "backward", "compute", "refuse_second_derivative", "wanting"]
+__all__ = ["backend_of", "backward", "compute", "forward", "refuse_second_derivative", "wanting"]
 
 _GIVEN = "a gradient that backward was given"
 _are_transforms_active = torch._C._are_functorch_transforms_active  # type: ignore[attr-defined]
@@ -24,6 +24,14 @@ _are_transforms_active = torch._C._are_functorch_transforms_active  # type: igno
 def backend_of(plan: Plan) -> Any:
     """The module with ``forward`` of the plan's backend, imported when first used."""
     return backend_module(plan.backend)
+
+
+def forward(problem: Problem, plan: Plan) -> Any:
+    """The backend's result, outside autograd and autocast."""
+    if autocast.is_on():
+        with autocast.disabled():
+            return backend_of(plan).forward(problem, plan)
+    return backend_of(plan).forward(problem, plan)
 
 
 def backward(problem: Problem, plan: Plan, *results: Tensor | None) -> tuple[Tensor | None, ...]:

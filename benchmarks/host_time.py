@@ -1,4 +1,4 @@
-"""``python -m benchmarks.host_time``: microseconds of the host that a warm eager call takes.
+"""``python -m benchmarks.host_time``: microseconds of the host that a warm call takes.
 
 On a machine without the GPU the call is planned as if for a Hopper GPU, whose backend is replaced by one that returns tensors made
 beforehand: what is left is our own Python. ``--device cuda`` makes the calls for real, launches included, and does not wait for the
@@ -189,6 +189,23 @@ def _by_triton(device: str) -> dict[str, Callable[[], Any]]:
     }
 
 
+def _compiled(device: str) -> dict[str, Callable[[], Any]]:
+    """Calls inside graphs of Inductor's, and of one the operator and what Inductor's code calls in its place."""
+    attend = importlib.import_module("anyattn.custom_ops.flex").attend
+    q, k, v = _tensors(device)
+    causal = anyattn.create_block_mask(lambda b, h, q, k: q >= k, 1, 1, 128, 128, device=device)
+    plain = torch.compile(lambda q, k, v: anyattn.flex_attention(q, k, v), fullgraph=True)
+    masked = torch.compile(lambda q, k, v, mask: anyattn.flex_attention(q, k, v, block_mask=mask), fullgraph=True)
+    no_mod: Any = ("", [0], [])
+    operands = (q, k, v, None, *no_mod, *no_mod, [], [0, 0], False, 0.125, False, False, "", "")
+    return {
+        "flex, no mod, compiled": lambda: plain(q, k, v),
+        "flex, block mask, compiled": lambda: masked(q, k, v, causal),
+        "  the operator": lambda: attend(*operands),
+        "  called directly": lambda: attend.direct(*operands),
+    }
+
+
 def _peers(device: str) -> dict[str, Callable[[], Any]]:
     q, k, v = _tensors(device)
     return {"torch's SDPA, causal": lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)}
@@ -237,14 +254,14 @@ def measured(device: str) -> dict[str, float]:
 
 
 def _ours(device: str) -> dict[str, Callable[[], Any]]:
-    return {**_calls(device), **_by_triton(device), **_stages(device)}
+    return {**_calls(device), **_by_triton(device), **_compiled(device), **_stages(device)}
 
 
 @click.command()
 @click.option("--device", default="cpu", show_default=True, type=click.Choice(["cpu", "cuda"]), help="cpu: with a stand-in for the GPU.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a table.")
 def main(device: str, as_json: bool) -> None:
-    """Host time of warm eager calls."""
+    """Host time of warm calls, eager and compiled."""
     torch.set_num_threads(1)
     found = measured(device)
     if as_json:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from anyattn import hardware, planner
-from anyattn.call_cache.calls import clear, known, remember, size
-from anyattn.call_cache.signature import OPTIONS, Kind, fields, signature
+from anyattn.call_cache.calls import RememberedCall, clear, known, remember, size
+from anyattn.call_cache.signature import OPTIONS, Kind, Signature, fields, signature
 from anyattn.call_cache.varlen import Places, signature_of_varlen
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.plan import Plan
@@ -24,7 +24,7 @@ from anyattn.tensors import kinds
 from anyattn.validate import flash, flex
 from anyattn.validate.flash import Options
 
-__all__ = ["FlexCall", "Places", "clear", "flash_call", "flex_call", "size", "varlen_call"]
+__all__ = ["FlexCall", "Places", "clear", "flash_call", "flex_again", "flex_call", "known_flex", "size", "varlen_call"]
 
 
 class FlexCall(NamedTuple):
@@ -75,13 +75,24 @@ def flex_call(call: FlexCall, backend: str | None, options: Any, is_operator: bo
             score, shares_keys = None if call.score_mod is None else problem.score, call.key.shape[0] != call.query.shape[0]
             remember(found, again, problem, plan, score, has_lists=problem.blocks is not None, shares_keys=shares_keys)
         return problem, plan
-    key, value = call.key, call.value
+    return flex_again(warm, call.query, call.key, call.value, call.sink, call.scale, found, call.block_mask)
+
+
+def flex_again(
+    warm: RememberedCall, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, scale: float, found: Signature, block_mask: Any
+) -> tuple[Problem, Plan]:
+    """The problem and the plan of a warm ``flex_attention`` call."""
     if warm.shares_keys:
-        key, value = (t.expand(call.query.shape[0], *t.shape[1:]) for t in (key, value))
-    filled = warm.filled(call.query, key, value, call.sink, call.scale, found)
+        key, value = (t.expand(query.shape[0], *t.shape[1:]) for t in (key, value))
+    filled = warm.filled(query, key, value, sink, scale, found)
     if warm.has_lists:
-        filled["blocks"] = flex.read_lists(call.block_mask) if found.blocks is None else found.blocks
+        filled["blocks"] = flex.read_lists(block_mask) if found.blocks is None else found.blocks
     return Problem.of_fields(filled), warm.plan
+
+
+def known_flex(call: FlexCall, backend: str | None, options: Any) -> RememberedCall | None:
+    """What is remembered of a ``flex_attention`` call."""
+    return known(_signature_of_flex(call, backend, options))
 
 
 def _planned_flex(call: FlexCall, backend: str | None, options: Any, is_operator: bool) -> tuple[Problem, Plan]:

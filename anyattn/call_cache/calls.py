@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
+from weakref import WeakSet
 
 from anyattn.call_cache.rebind import Recipe, checks_hold
 from anyattn.call_cache.signature import NotCacheable, Signature
@@ -54,17 +55,25 @@ class RememberedCall(NamedTuple):
         return fields
 
 
-class TwoGenerationCache:
+_caches: WeakSet[TwoGenerationCache[Any]] = WeakSet()
+_Remembered = TypeVar("_Remembered")
+
+
+class TwoGenerationCache(Generic[_Remembered]):
     """The latest calls: a full ``young`` becomes ``old``; a hit in ``old`` is copied to ``young``.
 
     A key that cannot be hashed holds a wrong argument, and is never there.
     """
 
     def __init__(self) -> None:
-        self.young: dict[tuple, RememberedCall] = {}
-        self.old: dict[tuple, RememberedCall] = {}
+        self.young: dict[tuple, _Remembered] = {}
+        self.old: dict[tuple, _Remembered] = {}
+        _caches.add(self)
 
-    def get(self, key: tuple) -> RememberedCall | None:
+    def clear(self) -> None:
+        self.young, self.old = {}, {}
+
+    def get(self, key: tuple) -> _Remembered | None:
         try:
             found = self.young.get(key)
         except TypeError:
@@ -75,19 +84,20 @@ class TwoGenerationCache:
                 self.put(key, found)
         return found
 
-    def put(self, key: tuple, call: RememberedCall) -> None:
+    def put(self, key: tuple, call: _Remembered) -> None:
         if len(self.young) >= MOST:
             self.old, self.young = self.young, {}
         with contextlib.suppress(TypeError):
             self.young[key] = call
 
 
-_calls = TwoGenerationCache()
+_calls: TwoGenerationCache[RememberedCall] = TwoGenerationCache()
 
 
 def clear() -> None:
     """Forgets every call; for tests and measurements, which look at what a first call does."""
-    _calls.young, _calls.old = {}, {}
+    for cache in _caches:
+        cache.clear()
 
 
 def size() -> int:

@@ -24,7 +24,19 @@ from anyattn.mods.tracing.weak_captures import NEAR_NUMBER
 from anyattn.validate import flex
 from anyattn.validate.flash import Options
 
-__all__ = ["CANNOT_READ", "OPTIONS", "PLAIN", "Kind", "NotCacheable", "Signature", "fields", "signature"]
+__all__ = [
+    "CANNOT_READ",
+    "OPTIONS",
+    "PLAIN",
+    "Kind",
+    "NotCacheable",
+    "Signature",
+    "fields",
+    "identical",
+    "is_listened_to",
+    "signature",
+    "tensor_key",
+]
 
 
 class NotCacheable(Exception):
@@ -122,7 +134,7 @@ def signature(entry_point: str, **arguments: str | dict[str, str]) -> Callable[.
     parts = [kind.format(x=name) for name, kind in kinds.items() if kind]
     source = f"""
 def signature_of_call({", ".join(arguments)}):
-    if _is_listened_to():
+    if is_listened_to():
         return None
     found = Signature()
     try:
@@ -137,7 +149,7 @@ def signature_of_call({", ".join(arguments)}):
     return scope["signature_of_call"]  # type: ignore[no-any-return]
 
 
-def _is_listened_to() -> bool:
+def is_listened_to() -> bool:
     """Whether something sees torch's operations before they run; then they are all made, as on a first call."""
     return bool(_are_transforms_active() or _count_modes() or forward_ad._current_level >= 0 or _is_traced())
 
@@ -159,13 +171,13 @@ def _tensors(given: Any, found: Signature) -> tuple:
     if type(given) not in (list, tuple):
         raise NotCacheable
     found.aux = tuple(given)
-    return (*map(_tensor_key, given), _identical(given))
+    return (*map(tensor_key, given), identical(given))
 
 
-_tensor_key: Callable[[Any], tuple | None] = eval(f"lambda x: {Kind.TENSOR.format(x='x')}")
+tensor_key: Callable[[Any], tuple | None] = eval(f"lambda x: {Kind.TENSOR.format(x='x')}")
 
 
-def _identical(tensors: Any) -> tuple[int, ...]:
+def identical(tensors: Any) -> tuple[int, ...]:
     """Which of the tensors are the same one."""
     return tuple([next(j for j, u in enumerate(tensors) if u is t) for t in tensors]) if len(tensors) > 1 else ()
 
@@ -201,7 +213,7 @@ def _mod_key(reading: Reading, is_mask: bool) -> tuple:
                 break
     if not tensors:
         return pattern, settled
-    return pattern, settled, tuple([_tensor_key(t) for t in tensors]), _identical(tensors)
+    return pattern, settled, tuple([tensor_key(t) for t in tensors]), identical(tensors)
 
 
 def _block_mask(block_mask: Any, listed: TracedMod | None, found: Signature) -> tuple:

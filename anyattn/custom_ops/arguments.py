@@ -71,9 +71,26 @@ class Arguments:
         self._kinds = tuple(kind for _, kind in kinds)
         self._tensors = tuple(i for i, kind in enumerate(self._kinds) if kind in (Tensor, Tensor | None))
         self._lists = tuple(i for i, kind in enumerate(self._kinds) if kind == list[Tensor])
+        self.are_plain: Callable[..., bool] = self._check_of_tensors()
         scope: dict[str, Any] = {"made": tuple.__new__, "left_out": self._left_out}
         made = ", ".join([_constructed(record, self._left_out, scope) for record in records])
         self._records: Callable[..., list[Any]] = eval(f"lambda {', '.join(self.names)}: [{made}]", scope)
+
+    def _check_of_tensors(self) -> Callable[..., bool]:
+        """Whether all tensors of a call are memory of the CPU or of a GPU: neither of a subclass nor negated on reading."""
+        checks = [f"({self.names[self._tensors[0]]}.is_cuda or {self.names[self._tensors[0]]}.is_cpu)"]
+        for i, kind in enumerate(self._kinds):
+            plain = "type({0}) in plain and not {0}.is_neg()"
+            if kind == Tensor:
+                checks.append(plain.format(self.names[i]))
+            elif kind == Tensor | None:
+                checks.append(f"({self.names[i]} is None or {plain.format(self.names[i])})")
+            elif kind == list[Tensor]:
+                checks.append(f"plain.issuperset(map(type, {self.names[i]}))")
+        if "dout" in self.names:  # autograd may hand over zeros that are no memory
+            checks.append("not dout._is_zerotensor()")
+        scope = {"plain": frozenset((Tensor, torch.nn.Parameter))}
+        return eval(f"lambda {', '.join(self.names)}: {' and '.join(checks)}", scope)  # type: ignore[no-any-return]
 
     def schema(self, implementation: Callable, changed: Sequence[str] = ()) -> str:
         """The operator's schema behind its name; what it returns is what ``implementation`` says. changed: the tensors it writes to."""

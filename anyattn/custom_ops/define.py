@@ -14,6 +14,7 @@ import torch
 from torch._C._dynamo import eval_frame
 
 from anyattn.custom_ops.arguments import Arguments
+from anyattn.custom_ops.direct import direct, install
 from anyattn.custom_ops.gradients import without_gradients
 
 __all__ = ["opaque", "operator"]
@@ -30,7 +31,8 @@ def operator(
     """Decorates the implementation of ``anyattn::NAME``, on every device, NAME being the function's; the operator takes its place.
 
     records, left_out: its arguments, see ``Arguments``; the implementation and the fake one take the records. changed: the tensors among
-    them that it writes to. Its results are new memory. It has no derivative unless ``gradients.differentiable`` gives it one.
+    them that it writes to. Its results are new memory. It has no derivative unless ``gradients.differentiable`` gives it one. Its attribute
+    ``direct`` is what Inductor's code calls in its place, see ``direct.py``.
     """
     arguments = Arguments(*records, left_out=left_out)
 
@@ -56,8 +58,10 @@ def operator(
         made = getattr(torch.ops.anyattn, name).default
         if written:
             _library.impl(name, opaque(counting), "ADInplaceOrView", with_keyset=True)
-        at_autograd = without_gradients(made, arguments, (lambda *given: counted(run, given)) if written else run)
-        _library.impl(name, opaque(at_autograd), "Autograd", with_keyset=True)
+        below_autograd = (lambda *given: counted(run, given)) if written else run
+        _library.impl(name, opaque(without_gradients(made, arguments, below_autograd)), "Autograd", with_keyset=True)
+        made.direct = opaque(direct(made, arguments, below_autograd))
+        install(made, fn.__module__)
         return made
 
     return define

@@ -111,8 +111,7 @@ def _call(given: Flash) -> tuple[Problem, Plan]:
 
 
 def _results(problem: Problem, chosen: Plan, is_packed: bool) -> tuple[Tensor, Tensor]:
-    with autocast.disabled():
-        result = autograd.backend_of(chosen).forward(problem, chosen)
+    result = autograd.forward(problem, chosen)
     return _as_given(result.out, is_packed), result.lse.select(0, 0) if is_packed else result.lse
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from unittest import mock
 
 import pytest
 from click.testing import CliRunner
 
 from anyattn import autograd
+from anyattn.custom_ops import flex as operators
 from anyattn.validate import flash, flex
 from benchmarks import host_time
 
@@ -26,6 +28,18 @@ def test_calls_are_planned_for_hopper_and_remembered(monkeypatch):
             before = len(checked)
             call()
             assert (len(checked) == before) is not name.endswith("a new length each time"), name
+
+
+def test_compiled_calls_are_remembered(monkeypatch):
+    """Neither checks nor the operator's way through the call cache are in what is measured."""
+    with host_time.stubbed():
+        for name, call in host_time._compiled("cpu").items():
+            for _ in range(4):
+                call()
+            with monkeypatch.context() as patched:
+                for module, function in ((flex, "flex_problem"), (operators, "mods_of_operands")):
+                    patched.setattr(module, function, mock.Mock(side_effect=AssertionError(name)))
+                call()
 
 
 def test_another_backends_backward_pass_is_planned_once(monkeypatch):

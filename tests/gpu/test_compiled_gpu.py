@@ -46,6 +46,31 @@ def test_a_step_of_a_gpt(attention: Any, compiler: str) -> None:
     check_compiled_step(attention, compiler, sizes, HALF, DEVICE)
 
 
+TABLE = torch.linspace(-1, 1, H * 2 * S).view(H, 2 * S)
+MASKS = {"exact": lambda b, h, i, j: i >= j, "tiles": lambda b, h, i, j: (i // 64 + j // 64) % 3 != 1}
+
+
+@pytest.mark.parametrize("name", ["plain", "table", *MASKS])
+def test_direct_calls_are_as_eager(name: str) -> None:
+    """Inductor's code, with other tensors and lists in each step, and after the lists were written to."""
+    torch._dynamo.reset()
+    table = TABLE.to(DEVICE)
+    score = (lambda s, b, h, i, j: s + table[h, i - j + S]) if name == "table" else None
+    call = lambda q, k, v, blocks: anyattn.flex_attention(
+        q, k, v, score_mod=score, block_mask=blocks, enable_gqa=True, return_lse=True, backend=BACKEND
+    )
+    compiled = torch.compile(call, fullgraph=True)
+    for _ in range(3):
+        blocks = anyattn.create_block_mask(MASKS[name], 1, 1, S, S, device=DEVICE) if name in MASKS else None
+        for step in range(4):
+            if step == 3 and blocks is not None:  # the same lists, which now show less
+                blocks.full_kv_num_blocks.zero_()
+            x = made(EACH[0])
+            with torch.no_grad():
+                for found, wanted in zip(compiled(*x, blocks), call(*x, blocks), strict=True):
+                    assert torch.equal(found, wanted)
+
+
 @pytest.mark.parametrize("layouts", EACH, ids="-".join)
 def test_attend_is_as_its_fake(layouts: tuple[str, str, str]) -> None:
     sink = torch.randn(2 * H, device=DEVICE)[::2]

@@ -1,0 +1,87 @@
+"""Direct calls of the operators in Inductor's Python code: past torch's dispatcher, which takes longer than a warm call of attention does.
+
+Inductor writes ``torch.ops.anyattn.attend.default(...)`` into the code that it makes of a graph, and a call of that converts each
+argument to C++ and back. Its table of custom code for operators takes another line for it: ``direct`` of the operator, a Python function.
+Where a call needs the dispatcher (modes, transforms, subclasses, autograd, profilers), that function calls the operator. The table is
+semi-private: without it, and in C++ code (AOTInductor), the operator is called as ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from anyattn.custom_ops.arguments import Arguments
+
+__all__ = ["direct", "install", "needs_dispatcher"]
+
+_Below = torch._C._AutoDispatchBelowAutograd  # type: ignore[attr-defined]
+# looked up once: every call asks all of them
+_are_transforms_active, _count_modes = torch._C._are_functorch_transforms_active, torch._C._len_torch_dispatch_stack  # type: ignore
+_is_traced, _is_profiled = torch._C._is_tracing, torch._C._autograd._profiler_enabled  # type: ignore
+_has_function_mode, _is_grad_enabled = torch._C._is_torch_function_mode_enabled, torch._C.is_grad_enabled  # type: ignore
+_any_requires_grad = torch._C._any_requires_grad  # type: ignore[attr-defined]
+
+
+def direct(operator: Any, arguments: Arguments, run: Callable[..., Any]) -> Callable[..., Any]:
+    """The function that gives the operator's results without the dispatcher, where that would come to ``run`` at once.
+
+    Its attribute ``may_pass`` says of a call's arguments whether it would, unless ``needs_dispatcher``.
+    """
+    are_plain = arguments.are_plain
+
+    def may_pass(*given: Any) -> bool:
+        return are_plain(*given) and not (_is_grad_enabled() and _any_requires_grad(*given))
+
+    def call(*given: Any) -> Any:
+        if needs_dispatcher() or not may_pass(*given):
+            return operator(*given)
+        with _Below():
+            return run(*given)
+
+    call.may_pass = may_pass  # type: ignore[attr-defined]
+    return call
+
+
+def needs_dispatcher() -> bool:
+    """Whether something sees torch's operators before they run."""
+    return bool(
+        _are_transforms_active()
+        or _count_modes()
+        or _has_function_mode()
+        or forward_ad._current_level >= 0
+        or _is_traced()
+        or _is_profiled()
+    )
+
+
+def install(operator: Any, module: str) -> bool:
+    """Has Inductor write direct calls of the operator of this module; False where this torch has no table of custom code."""
+    with contextlib.suppress(ImportError, AttributeError, TypeError):
+        from torch._inductor.codegen import custom_extern_kernel_codegen as table
+
+        code = table.CustomCodegen(python=partial(_write, module))
+        table.CUSTOM_EXTERN_KERNEL_CODEGEN[f"torch.ops.{operator}"] = code
+        return True
+    return False
+
+
+def _write(module: str, node: Any, writeline: Callable[[Any], None]) -> None:
+    """Inductor's line of a ``FallbackKernel``, with another callee, which is imported where the code begins."""
+    from torch._inductor.codegen.wrapper import ExternKernelAllocLine
+    from torch._inductor.virtualized import V
+
+    wrapper: Any = V.graph.wrapper_code
+    whole = wrapper.get_root_graph() if hasattr(wrapper, "get_root_graph") else wrapper  # of a subgraph, whose own imports are not written
+    operator = node.op_overload._opname
+    name = f"anyattn_{operator}"
+    whole.add_import_once(f"from {module} import {operator} as {name}")
+    # code from Inductor's cache may be run by an anyattn whose operators are without direct calls
+    whole.add_import_once(f'{name} = getattr({name}, "direct", {name})')
+    node.python_kernel_name = name
+    writeline(ExternKernelAllocLine(wrapper, node))
