@@ -16,14 +16,14 @@ from anyattn.mods.ir.expr import Builder, Expr, Node, category
 from anyattn.mods.tracing.weak_captures import NEAR_NUMBER
 
 __all__ = [
-    "MOST_NUMBER", "MOST_POSITIONS", "Factored", "bias", "bound", "caps", "cases", "factored", "is_even", "is_foreseen", "is_near",
-    "is_special", "is_tanh", "is_wide", "lines", "reads", "reads_apart", "reads_straight", "shared", "stages", "straight", "work_by_pair",
-    "wraps",
+    "MOST_NUMBER", "MOST_POSITIONS", "NEAR_BOX", "Factored", "bias", "bound", "caps", "cases", "factored", "is_even", "is_foreseen",
+    "is_near", "is_special", "is_tanh", "is_wide", "lines", "reads", "reads_apart", "reads_straight", "shared", "stages", "straight",
+    "work_by_pair", "wraps",
 ]  # fmt: skip
 
 MOST_POSITIONS = 2**24  # sequences are shorter than this, and batches and heads fewer
 MOST_NUMBER = NEAR_NUMBER  # captured whole numbers are less
-_BOX = Box.of_sizes(MOST_POSITIONS, MOST_NUMBER)
+NEAR_BOX = Box.of_sizes(MOST_POSITIONS, MOST_NUMBER)  # what the kernel takes
 _MOST_STEP = 2**16  # by which straight whole numbers grow: then what a tile adds to one still has 32 bits
 _EXACT_BITS = 24  # of a whole number in float32
 
@@ -45,25 +45,25 @@ def stages(expr: Expr) -> tuple[str, ...]:
 @lru_cache(maxsize=256)
 def is_wide(expr: Expr) -> tuple[bool, ...]:
     """For each node whether it is a whole number that may take 64 bits, as torch's have; the others are computed in 32."""
-    return tuple(category(n.dtype) == "int" and not fits(e) for n, e in zip(expr.nodes, extents(expr, _BOX), strict=True))
+    return tuple(category(n.dtype) == "int" and not fits(e) for n, e in zip(expr.nodes, extents(expr, NEAR_BOX), strict=True))
 
 
 @lru_cache(maxsize=256)
 def is_near(expr: Expr) -> tuple[bool, ...]:
     """For each node whether it is a whole number of no more than 30 bits."""
-    return tuple(e is not None and bits_of(e) <= 30 for e in extents(expr, _BOX))
+    return tuple(e is not None and bits_of(e) <= 30 for e in extents(expr, NEAR_BOX))
 
 
 @lru_cache(maxsize=256)
 def wraps(expr: Expr) -> tuple[bool, ...]:
     """For each node whether it may leave the range of its dtype, and wrap around."""
-    return tuple(category(n.dtype) == "int" and not is_exact for n, is_exact in zip(expr.nodes, exact(expr, _BOX), strict=True))
+    return tuple(category(n.dtype) == "int" and not is_exact for n, is_exact in zip(expr.nodes, exact(expr, NEAR_BOX), strict=True))
 
 
 @lru_cache(maxsize=256)
 def straight(expr: Expr) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Nodes that go by a whole number that grows evenly from key to key: casts of it to float, and reads along a last dimension."""
-    due, deps, plain, sizes = stages(expr), dependence(expr), unwrapped(expr, _BOX), extents(expr, _BOX)
+    due, deps, plain, sizes = stages(expr), dependence(expr), unwrapped(expr, NEAR_BOX), extents(expr, NEAR_BOX)
     casts, reads = [], []
     for i, node in enumerate(expr.nodes):
         if due[i] != "tile" or not node.args:
