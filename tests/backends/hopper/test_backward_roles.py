@@ -260,7 +260,7 @@ MUTANTS: dict[str, tuple[str, Changes]] = {
     "dK is not scaled": ("full", ((EPILOGUE, "dk.load() * scale", "dk.load() * 1"),)),
     "K is overwritten while another group reads it": ("full", ((EPILOGUE, "        cute.arch.barrier(barrier_id=READ, number_of_threads=128 * self.config.tiles.warp_groups)\n", ""),)),
     "K is given back while dK leaves": ("several blocks", ((EPILOGUE, "            cute.arch.cp_async_bulk_wait_group(0, read=True)\n", ""),)),
-    "the band's right side is off by one": ("causal", ((SCORES, "< row + visit.right - key", "<= row + visit.right - key"),)),
+    "the band's right side is off by one": ("causal", ((SCORES, "apart - visit.right + 1", "apart - visit.right"),)),
     "masked tiles are taken for bare ones": ("causal", ((SCHEDULER, "        is_masked = Int32(1)\n        if (m >= bare_first)", "        is_masked = Int32(0)\n        if (m >= bare_first)"),)),
     "the first row tile is one too late": ("causal", ((SCHEDULER, "cutlass.max(start - right + 1, 0) // tile_m", "cutlass.max(start - right + 1, 0) // tile_m + 1"),)),
     "the last row tile is one too early": ("window", ((SCHEDULER, "ceil_div(cutlass.max(end - left, 0), tile_m)", "cutlass.max(end - left, 0) // tile_m"),)),

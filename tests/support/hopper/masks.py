@@ -11,7 +11,11 @@ from anyattn import masks
 
 __all__ = ["MASKS", "WHOLE"]
 
-LENGTHS, TABLE, VALID = torch.tensor([70, 130]), torch.rand(8, 8, generator=torch.Generator().manual_seed(0)) < 0.5, torch.arange(999) % 3 > 0
+LENGTHS, TABLE, VALID = (
+    torch.tensor([70, 130]),
+    torch.rand(8, 8, generator=torch.Generator().manual_seed(0)) < 0.5,
+    torch.arange(999) % 3 > 0,
+)
 
 
 def _image(width: int, reach: int) -> Callable[..., Any]:
@@ -49,7 +53,7 @@ MASKS: dict[str, Callable[..., Any]] = WHOLE | {
     "hashed": lambda b, h, q, k: ((q * 77 + k * 13) % 7 < 3) & (q >= k),
     "twice": lambda b, h, q, k: (2 * k <= q + 50) & (k < q + 9),
     "shifted image": lambda b, h, q, k: ((q + 3) // 128 == (k + 3) // 128) & (k <= q),
-    "between": lambda b, h, q, k: 30 >= torch.maximum(-(q - k).abs(), k - k - 200) + 60,
+    "between": lambda b, h, q, k: torch.maximum(-(q - k).abs(), k - k - 200) + 60 <= 30,
     "wrapping": lambda b, h, q, k: (q * 2**40 - k).to(torch.int32) + k.to(torch.int32) > 4,
     "floats": lambda b, h, q, k: (q - k) * 0.5 < 9.25,
 }

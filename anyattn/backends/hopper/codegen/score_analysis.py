@@ -23,7 +23,7 @@ __all__ = [
 
 MOST_POSITIONS = 2**24  # sequences are shorter than this, and batches and heads fewer
 MOST_NUMBER = NEAR_NUMBER  # captured whole numbers are less
-NEAR_BOX = Box.of_sizes(MOST_POSITIONS, MOST_NUMBER)  # what the kernel takes
+NEAR_BOX = Box.of_sizes(MOST_POSITIONS, MOST_NUMBER)._replace(by_zero=False)  # what the kernel takes
 _MOST_STEP = 2**16  # by which straight whole numbers grow: then what a tile adds to one still has 32 bits
 _EXACT_BITS = 24  # of a whole number in float32
 

@@ -9,10 +9,11 @@ from cutlass import Boolean, Float32, Int32, const_expr
 from anyattn.arithmetic import LOG2E
 from anyattn.backends.hopper.codegen.emit import emit, emit_lines, emit_rows, holds, select
 from anyattn.backends.hopper.codegen.mask_words import Line, at_least, below, emit_words, holds_at, in_ranges, parts_of
-from anyattn.backends.hopper.codegen.score_analysis import is_even
+from anyattn.backends.hopper.codegen.score_analysis import NEAR_BOX, is_even
 from anyattn.backends.hopper.config import slots
 from anyattn.backends.hopper.kernel.exp2_poly import exp2, exp2_of_product, sum_of
 from anyattn.backends.hopper.kernel.fragment import rows_and_columns
+from anyattn.mods.analysis.separated import separated
 
 __all__ = ["Softmax"]
 
@@ -298,7 +299,7 @@ class Softmax:
         def store(r: int, c: int, seen: Any) -> None:
             s[r, c] = select(Boolean(seen) if not isinstance(seen, bool) else seen, s[r, c], -Float32.inf, "float")
 
-        emit(expr, *self.captured(captured, at), places, None, store)
+        emit(separated(expr, NEAR_BOX), *self.captured(captured, at), places, None, store)
 
     @cute.jit
     def exponentials(self, scores, lifts, row_max, row_sum, row_scale, rate, is_first: cutlass.Constexpr, may_be_blind: cutlass.Constexpr):

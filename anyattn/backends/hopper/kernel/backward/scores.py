@@ -12,7 +12,9 @@ from cutlass import Boolean, Float32, Int32, const_expr
 from anyattn.arithmetic import LOG2E
 from anyattn.backends.hopper.codegen.emit import emit, emit_rows, select
 from anyattn.backends.hopper.codegen.mask_words import Line, alike, at_least, below, both, emit_words, holds_at, parts_of
+from anyattn.backends.hopper.codegen.score_analysis import NEAR_BOX
 from anyattn.backends.hopper.kernel.fragment import rows_and_columns
+from anyattn.mods.analysis.separated import separated
 
 __all__ = ["Scores", "Seen"]
 
@@ -189,7 +191,7 @@ class Scores:
             for f in fragments:
                 f[c, r] = select(seen, f[c, r], Float32(0.0), "float")
 
-        emit(expr, *self.captured(captured, at), places, None, store)
+        emit(separated(expr, NEAR_BOX), *self.captured(captured, at), places, None, store)
 
 
 class Seen:
