@@ -120,7 +120,8 @@ def _even(node: Node, expr: Expr, args: list[_Even | None], is_plain: bool, inde
         return None
     if node.op in ("add", "sub", "neg", "cast"):
         signs = (1, -1 if node.op == "sub" else 1) if len(args) == 2 else (-1 if node.op == "neg" else 1,)
-        return _Even(sum(s * a.slope for s, a in zip(signs, args, strict=True)), _rest(node, args, extent))  # type: ignore[union-attr]
+        slope = sum(s * a.slope for s, a in zip(signs, args, strict=True) if a is not None)
+        return _Even(slope, _rest(node, args, extent))
     literals = [expr.nodes[a].attr if expr.nodes[a].op == "const" else None for a in node.args]
     if node.op == "mul":
         for factor, other in ((literals[0], args[1]), (literals[1], args[0])):
@@ -260,7 +261,8 @@ def split(expr: Expr, index: str, extent: int, box: Box) -> tuple[Expr | None, E
     >>> [len(part.nodes) for part in split(e, "q_idx", 64, Box.of_sizes(2**20, None))]
     [3, 7]
     """
-    known, others = [], []
+    known: list[int] = []
+    others: list[int] = []
     for at in conjuncts(expr):
         builder = Builder()
         alone = builder.build(builder.copy(expr, at))

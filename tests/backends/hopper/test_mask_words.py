@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from anyattn.backends.hopper.config import Ask, slots
+from anyattn.backends.hopper.codegen.score_analysis import parts_of
+from anyattn.backends.hopper.config import slots
 from anyattn.mods.analysis.evaluate import evaluate
 from anyattn.mods.analysis.row_ranges import ranges_unread
 from anyattn.mods.tracing.trace import TracedMod, trace
@@ -61,7 +62,7 @@ def found_by(mod: TracedMod, index: str, start: int, other: int, extent: int) ->
     others = [np.minimum(other + ROW + 8 * r, last_other).astype(np.int32) for r in range(2)]
     along = [np.minimum(start + COLUMN + c // 2 * 8 + c % 2, last).astype(np.int32) for c in range(positions)]
     places = {"b": BATCH, "h": HEAD, index: along, "kv_idx" if is_q else "q_idx": others}
-    known, rest = made["parts_of"](Ask(mod.expr, False), line)
+    known, rest = parts_of(mod.expr, False, index, extent)
     if known is None:
         return np.ones((len(LANES), 2, positions), dtype=bool), rest
     words = made["emit_words"](known, *given(mod, known), places, line)
@@ -92,8 +93,7 @@ def test_row_ranges_are_words(name: str, index: str) -> None:
     mod = trace(MASKS[name], "mask")
     ranges = ranges_unread(mod)
     assert ranges is not None
-    line = names()["Line"](index, 0, COLUMN, 32, 128)
-    known, rest = names()["parts_of"](Ask(ranges.expr, True), line)
+    known, rest = parts_of(ranges.expr, True, index, 128)
     assert known is not None and rest is None
 
 

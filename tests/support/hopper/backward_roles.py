@@ -32,7 +32,10 @@ MODULES = (
     "softmax", "tile_scheduler", "producer", "mma", "backward/scheduler", "backward/packed", "backward/producer", "backward/adder",
     "backward/scores", "backward/epilogue", "captured/sums", "backward/mma", "backward/wide_mma", "backward/rows",
 )  # fmt: skip
-_KEPT = ("typing", "anyattn.arithmetic", "anyattn.sequences", "anyattn.backends.hopper.captured_sums", "collections")
+_KEPT = (
+    "typing", "anyattn.arithmetic", "anyattn.sequences", "anyattn.backends.hopper.captured_sums", "collections", "anyattn.mods.analysis",
+    "anyattn.backends.hopper.codegen.score_analysis",
+)  # fmt: skip
 Changes = tuple[tuple[str, str, str], ...]  # (module, text, text that takes its place)
 
 

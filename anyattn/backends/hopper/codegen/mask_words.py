@@ -17,12 +17,11 @@ from cutlass.cutlass_dsl import T, dsl_user_op
 from anyattn.backends.hopper.codegen.device_math import select
 from anyattn.backends.hopper.codegen.emit import run_stage
 from anyattn.backends.hopper.codegen.score_analysis import NEAR_BOX
-from anyattn.backends.hopper.config import Ask
-from anyattn.mods.analysis.row_ranges import NO_LIMIT, mask_of
-from anyattn.mods.analysis.tile_lines import All, Bits, Each, Limit, Not, Same, Sides, Some, Term, bits, split
+from anyattn.mods.analysis.row_ranges import NO_LIMIT
+from anyattn.mods.analysis.tile_lines import All, Bits, Each, Limit, Not, Same, Sides, Some, Term, bits
 from anyattn.mods.ir.expr import Expr
 
-__all__ = ["Line", "Words", "alike", "at_least", "below", "both", "emit_words", "holds_at", "in_ranges", "parts_of", "within"]
+__all__ = ["Line", "Words", "alike", "at_least", "below", "both", "emit_words", "holds_at", "in_ranges", "within"]
 
 _BITS = 32
 
@@ -32,11 +31,11 @@ Words = tuple[Any, ...]  # bit c % 32 of word c // 32 says what holds at a threa
 class Line(NamedTuple):
     """The index along which a thread has many positions.
 
-    index: "q_idx" or "kv_idx". origin: the tile's first position. first: how far the thread's first one lies from it. positions: how many
+    along: "q_idx" or "kv_idx". origin: the tile's first position. first: how far the thread's first one lies from it. positions: how many
     the thread has: pairs of neighbours, 8 apart. extent: the tile's positions, of which ``origin`` is a multiple.
     """
 
-    index: str
+    along: str
     origin: Any
     first: Any
     positions: int
@@ -127,20 +126,12 @@ def _most(a: Any, b: int) -> Any:
 # ---- masks
 
 
-def parts_of(ask: Ask, line: Line) -> tuple[Expr | None, Expr | None]:
-    """What of a predicate is a word of bits along the line, as a mask, and what is not: of row ranges all or nothing."""
-    if not ask.by_row:
-        return split(ask.expr, line.index, line.extent, NEAR_BOX)
-    mask = mask_of(ask.expr)
-    return (mask, None) if bits(mask, line.index, line.extent, NEAR_BOX) is not None else (None, mask)
-
-
 def emit_words(expr: Expr, scalars: Sequence[Any], tensors: Sequence[Any], places: dict[str, Any], line: Line) -> list[Words]:
     """The words of a mask all of which is known by ``tile_lines.bits``: one ``Words`` for each position of the other index.
 
     places: as ``emit`` takes them; those along the line are used where a part of the mask is asked of each position.
     """
-    tree = bits(expr, line.index, line.extent, NEAR_BOX)
+    tree = bits(expr, line.along, line.extent, NEAR_BOX)
     assert tree is not None, "a mask that is no word of bits"
     writer = _Writer(expr, scalars, tensors, places, line)
     return [tuple(_opaque(word) for word in writer.words(tree, y)) for y in range(len(writer.others))]
@@ -150,11 +141,11 @@ class _Writer:
     def __init__(self, expr: Expr, scalars: Sequence[Any], tensors: Sequence[Any], places: dict[str, Any], line: Line) -> None:
         self.expr, self.given, self.line = expr, (scalars, tensors), line
         self.leaves = {name: places[name] for name in ("b", "h")}
-        self.along, other = places[line.index], "q_idx" if line.index == "kv_idx" else "kv_idx"
+        self.along, other = places[line.along], "q_idx" if line.along == "kv_idx" else "kv_idx"
         self.others: list[Any] = places[other]
         self.known: list[dict[int, Any]] = [{} for _ in self.others]  # at the tile's first position
         self.alone: dict[int, Words] = {}  # of nodes that the other index does not change
-        self.positions = [{**self.leaves, line.index: line.origin, other: y} for y in self.others]
+        self.positions = [{**self.leaves, line.along: line.origin, other: y} for y in self.others]
 
     def words(self, tree: Bits, y: int) -> Words:
         found = self._made(tree, y)
@@ -216,7 +207,7 @@ class _Writer:
             words = [Int32(0)] * self.line.words
             needed = _needed(self.expr, node)
             for c, place in enumerate(self.along):
-                values = self._run({}, {**self.leaves, self.line.index: place}, needed)
+                values = self._run({}, {**self.leaves, self.line.along: place}, needed)
                 holds, at = _condition(values[node]), c % _BITS
                 bit = (1 << at) - (1 << _BITS) * (at == _BITS - 1)
                 words[c // _BITS] = words[c // _BITS] | select(holds, bit, 0, "int")

@@ -11,14 +11,16 @@ from anyattn.mods.analysis.additive_bias import additive_bias
 from anyattn.mods.analysis.evaluate import run
 from anyattn.mods.analysis.extents import Box, bits_of, exact, extents, fits, unwrapped
 from anyattn.mods.analysis.piecewise import Piece, pieces
+from anyattn.mods.analysis.row_ranges import mask_of
+from anyattn.mods.analysis.tile_lines import bits, split
 from anyattn.mods.ir.dependence import dependence
 from anyattn.mods.ir.expr import Builder, Expr, Node, category
 from anyattn.mods.tracing.weak_captures import NEAR_NUMBER
 
 __all__ = [
     "MOST_NUMBER", "MOST_POSITIONS", "NEAR_BOX", "Factored", "bias", "bound", "caps", "cases", "factored", "is_even", "is_foreseen",
-    "is_near", "is_special", "is_tanh", "is_wide", "lines", "reads", "reads_apart", "reads_straight", "shared", "stages", "straight",
-    "work_by_pair", "wraps",
+    "is_near", "is_special", "is_tanh", "is_wide", "lines", "parts_of", "reads", "reads_apart", "reads_straight", "shared", "stages",
+    "straight", "work_by_pair", "wraps",
 ]  # fmt: skip
 
 MOST_POSITIONS = 2**24  # sequences are shorter than this, and batches and heads fewer
@@ -269,6 +271,15 @@ def work_by_pair(expr: Expr) -> int:
     """Operations that are written out for every pair of a row and a key that a thread has; its two rows share a column's."""
     due = stages(expr)
     return due.count("tile") + due.count("col") // 2
+
+
+def parts_of(expr: Expr, is_by_row: bool, along: str, extent: int) -> tuple[Expr | None, Expr | None]:
+    """What of a predicate is words of bits along an index of a tile of ``extent`` positions (``tile_lines``), and what must be asked of
+    each pair, both as masks; None is nothing. is_by_row: ``expr`` has row ranges, which are all words or none."""
+    if not is_by_row:
+        return split(expr, along, extent, NEAR_BOX)
+    mask = mask_of(expr)
+    return (mask, None) if bits(mask, along, extent, NEAR_BOX) is not None else (None, mask)
 
 
 def _alone(expr: Expr, node: int) -> Expr:

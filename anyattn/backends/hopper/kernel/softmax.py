@@ -8,8 +8,8 @@ from cutlass import Boolean, Float32, Int32, const_expr
 
 from anyattn.arithmetic import LOG2E
 from anyattn.backends.hopper.codegen.emit import emit, emit_lines, emit_rows, holds, select
-from anyattn.backends.hopper.codegen.mask_words import Line, at_least, below, emit_words, holds_at, in_ranges, parts_of
-from anyattn.backends.hopper.codegen.score_analysis import NEAR_BOX, is_even
+from anyattn.backends.hopper.codegen.mask_words import Line, at_least, below, emit_words, holds_at, in_ranges
+from anyattn.backends.hopper.codegen.score_analysis import NEAR_BOX, is_even, parts_of
 from anyattn.backends.hopper.config import slots
 from anyattn.backends.hopper.kernel.exp2_poly import exp2, exp2_of_product, sum_of
 from anyattn.backends.hopper.kernel.fragment import rows_and_columns
@@ -288,7 +288,7 @@ class Softmax:
                 for r in range(cute.size(s, mode=[0])):
                     self._narrow(seen, r, in_ranges(limits[i][r], line), line)
                 continue
-            known, rest = parts_of(ask, line)
+            known, rest = parts_of(ask.expr, ask.by_row, line.along, line.extent)
             if known is not None:
                 for r, words in enumerate(emit_words(known, *self.captured(captured, at), places, line)):
                     self._narrow(seen, r, words, line)

@@ -11,8 +11,8 @@ from cutlass import Boolean, Float32, Int32, const_expr
 
 from anyattn.arithmetic import LOG2E
 from anyattn.backends.hopper.codegen.emit import emit, emit_rows, select
-from anyattn.backends.hopper.codegen.mask_words import Line, alike, at_least, below, both, emit_words, holds_at, parts_of
-from anyattn.backends.hopper.codegen.score_analysis import NEAR_BOX
+from anyattn.backends.hopper.codegen.mask_words import Line, alike, at_least, below, both, emit_words, holds_at
+from anyattn.backends.hopper.codegen.score_analysis import NEAR_BOX, parts_of
 from anyattn.backends.hopper.kernel.fragment import rows_and_columns
 from anyattn.mods.analysis.separated import separated
 
@@ -162,7 +162,7 @@ class Scores:
         for at, ask in self.asked:
             if (ask is self.config.partial) is not is_partial:
                 continue
-            known, rest = parts_of(ask, line)
+            known, rest = parts_of(ask.expr, ask.by_row, line.along, line.extent)
             if known is not None:
                 for r, words in enumerate(emit_words(known, *self.captured(captured, at), places, line)):
                     for i, word in enumerate(words):
