@@ -239,7 +239,7 @@ def _with_pages(tiles: list[int], page: int) -> int:
 
 
 def _reads_pairs(ask: Ask, has_whole_tiles: bool) -> bool:
-    """Whether a predicate reads a tensor for every pair. has_whole_tiles: a tile has 128 keys, in which a read may be one for all of them."""
+    """Whether a predicate reads a tensor for every pair. has_whole_tiles: a tile has 128 keys, and a read may be one for all of them."""
     rest = parts_of(ask.expr, ask.by_row, "kv_idx", TILE_M)[1] if has_whole_tiles else ask.expr
     return not ask.by_row and rest is not None and reads_apart(rest)
 

@@ -77,7 +77,7 @@ def specialised_backward(problem: Problem) -> BackwardSpecial:
     sources += [(part.predicates[0], *slots(_ask(part).expr)) for part in (*plan.ranged, *partial, *plan.always)]
     d, dv = _padded(problem)
     asked = tuple(_ask(part) for part in (*partial, *plan.always))
-    tiles = backward_tiles_for(d, dv, is_plain=score is None and (not asked and listed is None or _are_words(problem, asked)))
+    tiles = backward_tiles_for(d, dv, is_plain=score is None and ((not asked and listed is None) or _are_words(problem, asked)))
     flags: dict[str, Any] = {"always": tuple(_ask(part) for part in plan.always), "has_entries": problem.sequences is not None}
     list_tile = None
     if listed is None:

@@ -22,6 +22,7 @@ from anyattn.sparsity.block_sparse import BlockSparseTensors
 from anyattn.sparsity.compute import tile_lists
 from tests.support.hopper.backward_roles import Call, Changes, captured_of, run_grid
 from tests.support.hopper.backward_totals import Total
+from tests.support.hopper.masks import MASKS as WORDS
 from tests.support.hopper.schedule import Broken
 
 SCALE = 0.2
@@ -74,6 +75,14 @@ CASES = {
     "deterministic wide lists": Case(
         (300, 700), mask=lambda b, h, i, j: (i + 3 * j) % 900 < 300, kind="lists", is_deterministic=True, workers=3, list_tile=(256, 256)
     ),
+    "neighbourhood": Case((300, 300), mask=WORDS["neighbourhood"], kind="lists"),
+    "strided": Case((300, 500), (2, 1), mask=WORDS["strided"], kind="lists", workers=2),
+    "strided in large tiles": Case((300, 400), mask=WORDS["strided"], kind="lists", tiles=BackwardTiles(128, 128)),
+    "image of another size": Case((200, 300), mask=WORDS["odd image"], kind="lists"),
+    "words and pairs": Case((200, 300), mask=WORDS["hashed"], kind="always"),
+    "sinks": Case((200, 300), mask=masks.sink_window(4, 70), kind="lists"),
+    "valid keys": Case((150, 200), mask=WORDS["valid"], kind="always"),
+    "wide neighbourhood": Case((200, 200), mask=WORDS["neighbourhood"], kind="lists", dims=(192, 128)),
     "softcap": Case(score=lambda s, b, h, i, j: 3 * torch.tanh(s / 3)),
     "alibi": Case(score=lambda s, b, h, i, j: s + SLOPES[h] * (i - j), mask=masks.causal()),
     "wide": Case((150, 150), dims=(192, 128), workers=2),
@@ -261,6 +270,11 @@ MUTANTS: dict[str, tuple[str, Changes]] = {
     "K is overwritten while another group reads it": ("full", ((EPILOGUE, "        cute.arch.barrier(barrier_id=READ, number_of_threads=128 * self.config.tiles.warp_groups)\n", ""),)),
     "K is given back while dK leaves": ("several blocks", ((EPILOGUE, "            cute.arch.cp_async_bulk_wait_group(0, read=True)\n", ""),)),
     "the band's right side is off by one": ("causal", ((SCORES, "apart - visit.right + 1", "apart - visit.right"),)),
+    "the band's left side is off by one": ("left", ((SCORES, "apart - visit.left + 1", "apart - visit.left"),)),
+    "words begin at the first tile": ("strided", ((SCORES, "visit.m_block * tile_m, positions[0, 0][1], cute.size", "0, positions[0, 0][1], cute.size"),)),
+    "words are those of the other key": ("strided", ((SCORES, "words = tuple(seen[r * line.words + i]", "words = tuple(seen[(1 - r) * line.words + i]"),)),
+    "what is no word is not asked": ("words and pairs", ((SCORES, "self._ask_each(fragments, at, rest, places, captured)", "pass"),)),
+    "partial tiles are asked nothing": ("strided", ((SCORES, "            if visit.asks != 0:\n", "            if False:\n"),)),
     "masked tiles are taken for bare ones": ("causal", ((SCHEDULER, "        is_masked = Int32(1)\n        if (m >= bare_first)", "        is_masked = Int32(0)\n        if (m >= bare_first)"),)),
     "the first row tile is one too late": ("causal", ((SCHEDULER, "cutlass.max(start - right + 1, 0) // tile_m", "cutlass.max(start - right + 1, 0) // tile_m + 1"),)),
     "the last row tile is one too early": ("window", ((SCHEDULER, "ceil_div(cutlass.max(end - left, 0), tile_m)", "cutlass.max(end - left, 0) // tile_m"),)),
