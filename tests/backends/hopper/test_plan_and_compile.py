@@ -403,7 +403,7 @@ MOST_BYTES = {
     **dict.fromkeys(("window", "highest", "highest of alibi"), 8),
     **dict.fromkeys(("straight", "relative", "by_token", "rounded", "powers", "packed straight", "packed relative"), 32),
 }
-KERNELS, COVERED, QUICK = 32, 8, ((64, 64), (128, 128), (192, 128), (256, 256))
+KERNELS, COVERED, QUICK = 36, 8, ((64, 64), (128, 128), (192, 128), (256, 256))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="needs nvidia-cutlass-dsl")

@@ -145,7 +145,9 @@ class Scores:
 
     def _edges(self, seen: Any, line: Line, positions: Any, visit: Any, facts: Any) -> None:
         """Which rows and keys exist, and which keys are in a row's band, in place of what stands in ``seen``."""
-        ends = below(facts.seqlen_q - line.origin, line)
+        ends = alike(True, line)
+        if self.config.score is not None or self.config.has_entries:  # else rows past the last are zeros, of infinite log-sum-exp
+            ends = below(facts.seqlen_q - line.origin, line)
         _, key = self._first(positions, visit, facts)
         for r, step in enumerate(self._offsets(positions)[1]):
             words, apart = alike(key + step < facts.seqlen_k, line), key + step - line.origin
