@@ -2,7 +2,8 @@
 
 A thread of a matrix product has few rows and many keys of a tile, or few keys and many rows. What a mask shows along the index of which
 it has many is, for most masks, a word of bits made by a few comparisons with limits: ``bits_of`` finds which. Divisions fall away where
-the tile is aligned: ``q // 128`` is one number in a tile of 64 rows that begins at a multiple of 64, and ``q % 128`` grows by 1.
+the tile is aligned: ``q // 128`` is one number in a tile of 64 rows that begins at a multiple of 64, and ``q % 128`` grows by 1. Elsewhere
+they do so in a few pieces of the tile.
 """
 
 from __future__ import annotations
@@ -13,13 +14,18 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from anyattn.mods.analysis.extents import Box, extents, unwrapped
+from anyattn.mods.analysis.extents import Box, extents, fits, unwrapped
 from anyattn.mods.ir.dependence import dependence
 from anyattn.mods.ir.expr import Builder, Expr, Node, category
 
-__all__ = ["All", "Each", "Limit", "Not", "Same", "Sides", "Some", "Term", "bits", "conjuncts", "slopes", "split"]
+__all__ = [
+    "All", "Bits", "Cut", "Each", "Limit", "Not", "Pieces", "Same", "Sides", "Some", "Term", "bits", "conjuncts", "demanded",
+    "least_divisor", "slopes", "split",
+]  # fmt: skip
 
 _MOST_APART = 2**31 - 2**12  # sides of a comparison: limits counted from a position of the tile fit 32 bits
+_MOST_PIECES = 4
+_MOST_DIVISOR = 2**29  # a few of them fit 32 bits
 _MIRRORED = {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le", "eq": "eq", "ne": "ne"}
 
 
@@ -71,7 +77,23 @@ class Sides(NamedTuple):
     no: Bits
 
 
-Bits: TypeAlias = Same | Limit | Each | All | Some | Not | Sides
+class Cut(NamedTuple):
+    """A whole number ``dividend``, which grows by 1 along the line, divided by ``divisor``, which is one number above 0."""
+
+    dividend: int
+    divisor: int
+
+
+class Pieces(NamedTuple):
+    """``part`` in up to ``count`` pieces of the tile. In the n-th, from the n-th multiple of the divisor on that the dividend meets, the
+    quotient is n more than at the tile's first position, and the rest n divisors less than if it went on growing."""
+
+    cut: Cut
+    count: int
+    part: Bits
+
+
+Bits: TypeAlias = Same | Limit | Each | All | Some | Not | Sides | Pieces
 
 
 class _Even(NamedTuple):
@@ -83,9 +105,9 @@ class _Even(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def slopes(expr: Expr, index: str, extent: int, box: Box) -> tuple[int | None, ...]:
+def slopes(expr: Expr, index: str, extent: int, box: Box, cut: Cut | None = None) -> tuple[int | None, ...]:
     """For each node how much it grows from position to position of ``index`` in a tile of ``extent`` positions that begins at a multiple of
-    it, 0 of what is the same at all of them, None where that is not known.
+    it, 0 of what is the same at all of them, None where that is not known. cut: in one piece of it.
 
     >>> from anyattn.mods.tracing.trace import trace
     >>> e = trace(lambda b, h, q, k: q // 128 == k % 256, "mask").expr
@@ -98,8 +120,13 @@ def slopes(expr: Expr, index: str, extent: int, box: Box) -> tuple[int | None, .
     found: list[_Even | None] = []
     plain = unwrapped(expr, box)
     for i, node in enumerate(expr.nodes):
-        found.append(_even(node, expr, [found[a] for a in node.args], plain[i], index, extent))
+        even = _even(node, expr, [found[a] for a in node.args], plain[i], index, extent)
+        found.append(_Even(int(node.op == "mod"), None) if even is None and _is_cut(node, cut) else even)
     return tuple(None if even is None else even.slope for even in found)
+
+
+def _is_cut(node: Node, cut: Cut | None) -> bool:
+    return cut is not None and node.op in ("floordiv", "mod") and node.args == cut
 
 
 def _even(node: Node, expr: Expr, args: list[_Even | None], is_plain: bool, index: str, extent: int) -> _Even | None:
@@ -160,19 +187,58 @@ def _divided(op: str, of: _Even, by: object, extent: int) -> _Even | None:
 
 
 @lru_cache(maxsize=1024)
-def bits(expr: Expr, index: str, extent: int, box: Box) -> Bits | None:
+def bits(expr: Expr, index: str, extent: int, box: Box, least: int = 0) -> Bits | None:
     """What a mask is along ``index``, None where some part of it must be asked of each pair of positions.
+
+    least: captured divisors are at least so large (``demanded`` says which), 0: nothing is known of them.
 
     >>> from anyattn.mods.tracing.trace import trace
     >>> bits(trace(lambda b, h, q, k: (q >= k) & (k % 64 == 63), "mask").expr, "kv_idx", 128, Box.of_sizes(2**20, None))
     All(parts=(Limit(op='ge', left=Term(node=0, sign=1), right=Term(node=1, sign=1), slope=-1), Each(node=6)))
     """
-    return _Reader(expr, index, extent, box).read(expr.outputs[0])
+    whole = _Reader(expr, index, extent, box, None).read(expr.outputs[0])
+    if whole is not None:
+        return whole
+    for cut, count in _cuts(expr, index, extent, box, least):
+        part = _Reader(expr, index, extent, box, cut).read(expr.outputs[0])
+        if part is not None:
+            return Pieces(cut, count, part)
+    return None
+
+
+def _cuts(expr: Expr, index: str, extent: int, box: Box, least: int) -> list[tuple[Cut, int]]:
+    """The divisions along the line whose divisors leave few pieces, and how many."""
+    known, deps, sizes, plain = slopes(expr, index, extent, box), dependence(expr), extents(expr, box), unwrapped(expr, box)
+    found: dict[Cut, int] = {}
+    for i, node in enumerate(expr.nodes):
+        if node.op not in ("floordiv", "mod") or category(node.dtype) != "int" or not plain[i] or known[i] is not None:
+            continue
+        cut = Cut(*node.args)
+        divisor, size, of, room = expr.nodes[cut.divisor], sizes[cut.divisor], deps[cut.divisor], sizes[cut.dividend]
+        if known[cut.dividend] != 1 or of.q or of.kv or size is None or size.hi > _MOST_DIVISOR or room is None or not fits(room, 31):
+            continue
+        smallest = size.lo if divisor.op == "const" else least
+        if smallest > 0 and (count := (extent - 2) // smallest + 2) <= _MOST_PIECES:
+            found[cut] = count
+    return list(found.items())
+
+
+def least_divisor(extent: int) -> int:
+    """The least divisor whose multiples cut no tile into more pieces than are worth it."""
+    return (extent - 2) // (_MOST_PIECES - 1) + 1
+
+
+def demanded(expr: Expr, index: str, extent: int, box: Box, least: int) -> int | None:
+    """The node that must be at least ``least`` for ``bits`` to hold, None if there is none."""
+    found = bits(expr, index, extent, box, least)
+    divisor = found.cut.divisor if isinstance(found, Pieces) else None
+    return None if divisor is None or expr.nodes[divisor].op == "const" else divisor
 
 
 class _Reader:
-    def __init__(self, expr: Expr, index: str, extent: int, box: Box) -> None:
-        self.nodes, self.slopes = expr.nodes, slopes(expr, index, extent, box)
+    def __init__(self, expr: Expr, index: str, extent: int, box: Box, cut: Cut | None) -> None:
+        self.nodes, self.slopes = expr.nodes, slopes(expr, index, extent, box, cut)
+        self.reads_cut = _above(expr, [i for i, node in enumerate(expr.nodes) if _is_cut(node, cut)])
         self.sizes = tuple(None if e is None else max(abs(e.lo), abs(e.hi)) for e in extents(expr, box))
         self.plain = unwrapped(expr, box)
         other = "q" if index == "kv_idx" else "kv"
@@ -183,7 +249,7 @@ class _Reader:
         if self.slopes[at] == 0:
             return Same(at)
         found = self._structured(at, node)
-        if found is None and self.is_own[at] and node.op != "native":
+        if found is None and self.is_own[at] and node.op != "native" and at not in self.reads_cut:
             return Each(at)
         return found
 
@@ -232,6 +298,15 @@ class _Reader:
         return None if None in found else _joined(All if is_larger == (op in ("lt", "le")) else Some, found)  # type: ignore[arg-type]
 
 
+def _above(expr: Expr, some: list[int]) -> set[int]:
+    """These nodes and all that are computed from them."""
+    found = set(some)
+    for i, node in enumerate(expr.nodes):
+        if any(a in found for a in node.args):
+            found.add(i)
+    return found
+
+
 def _joined(kind: type[All] | type[Some], parts: Sequence[Bits]) -> Bits:
     """Nested ones as one."""
     return kind(tuple([inner for part in parts for inner in (part.parts if isinstance(part, kind) else (part,))]))
@@ -253,21 +328,24 @@ def conjuncts(expr: Expr) -> list[int]:
 
 
 @lru_cache(maxsize=1024)
-def split(expr: Expr, index: str, extent: int, box: Box) -> tuple[Expr | None, Expr | None]:
-    """A mask as (conjuncts of which ``bits`` are known, the others), None for none; the slots of both are the mask's.
+def split(expr: Expr, index: str, extent: int, box: Box, least: int = 0) -> tuple[tuple[Expr, ...], Expr | None]:
+    """A mask as (conjuncts of which ``bits`` are known, the conjunction of the others or None); the slots of all are the mask's.
 
     >>> from anyattn.mods.tracing.trace import trace
     >>> e = trace(lambda b, h, q, k: (q >= k) & (q * k % 7 < 3), "mask").expr
-    >>> [len(part.nodes) for part in split(e, "q_idx", 64, Box.of_sizes(2**20, None))]
-    [3, 7]
+    >>> known, rest = split(e, "q_idx", 64, Box.of_sizes(2**20, None))
+    >>> [part.output.op for part in known], len(rest.nodes)
+    (['ge'], 7)
     """
-    known: list[int] = []
+    whole: list[int] = []
+    pieces: list[int] = []
     others: list[int] = []
     for at in conjuncts(expr):
         builder = Builder()
-        alone = builder.build(builder.copy(expr, at))
-        (others if bits(alone, index, extent, box) is None else known).append(at)
-    return tuple(_anded(expr, some) for some in (known, others))  # type: ignore[return-value]
+        tree = bits(builder.build(builder.copy(expr, at)), index, extent, box, least)
+        (others if tree is None else pieces if isinstance(tree, Pieces) else whole).append(at)
+    known = [_anded(expr, whole), *(_anded(expr, [at]) for at in pieces)]
+    return tuple([part for part in known if part is not None]), _anded(expr, others)
 
 
 def _anded(expr: Expr, parts: list[int]) -> Expr | None:

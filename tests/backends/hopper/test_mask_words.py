@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from anyattn.backends.hopper.codegen.score_analysis import parts_of
+from anyattn.backends.hopper.codegen.score_analysis import parts_if_wide, parts_of
 from anyattn.backends.hopper.config import slots
 from anyattn.mods.analysis.evaluate import evaluate
 from anyattn.mods.analysis.row_ranges import ranges_unread
+from anyattn.mods.analysis.tile_lines import least_divisor
 from anyattn.mods.tracing.trace import TracedMod, trace
 from tests.support.hopper.backward_machine import COLUMN, LANES, ROW
 from tests.support.hopper.backward_roles import vectorised
@@ -63,10 +64,15 @@ def found_by(mod: TracedMod, index: str, start: int, other: int, extent: int) ->
     along = [np.minimum(start + COLUMN + c // 2 * 8 + c % 2, last).astype(np.int32) for c in range(positions)]
     places = {"b": BATCH, "h": HEAD, index: along, "kv_idx" if is_q else "q_idx": others}
     known, rest = parts_of(mod.expr, False, index, extent)
-    if known is None:
-        return np.ones((len(LANES), 2, positions), dtype=bool), rest
-    words = made["emit_words"](known, *given(mod, known), places, line)
-    return np.stack([np.stack([np.broadcast_to(made["holds_at"](w, c), 128) for c in range(positions)], 1) for w in words], 1), rest
+    if rest is not None and (wide := parts_if_wide(rest, index, extent))[0]:
+        is_wide = made["are_wide"](wide[0], *given(mod, rest), places, line)
+        assert is_wide == (mod.scalars[0] >= least_divisor(extent))
+        known, rest = ((*known, *wide[0]), wide[1]) if is_wide else (known, rest)
+    found = np.ones((len(LANES), 2, positions), dtype=bool)
+    for part in known:
+        words = made["emit_words"](part, *given(mod, part), places, line)
+        found &= np.stack([np.stack([np.broadcast_to(made["holds_at"](w, c), 128) for c in range(positions)], 1) for w in words], 1)
+    return found, rest
 
 
 @pytest.mark.parametrize("index", ["q_idx", "kv_idx"])
@@ -94,7 +100,7 @@ def test_row_ranges_are_words(name: str, index: str) -> None:
     ranges = ranges_unread(mod)
     assert ranges is not None
     known, rest = parts_of(ranges.expr, True, index, 128)
-    assert known is not None and rest is None
+    assert len(known) == 1 and rest is None
 
 
 def test_ranges_of_a_row() -> None:

@@ -12,12 +12,12 @@ from torch import Tensor
 from anyattn.mods.analysis.evaluate import evaluate, run
 from anyattn.mods.analysis.extents import Box
 from anyattn.mods.analysis.row_ranges import NO_LIMIT, mask_of, row_ranges
-from anyattn.mods.analysis.tile_lines import All, Each, Limit, Not, Same, Sides, Some, Term, bits, slopes, split
+from anyattn.mods.analysis.tile_lines import All, Each, Limit, Not, Pieces, Same, Sides, Some, Term, bits, least_divisor, slopes, split
 from anyattn.mods.ir.expr import Builder, Expr
 from anyattn.mods.tracing.trace import TracedMod, trace
-from tests.support.hopper.masks import MASKS, WHOLE
+from tests.support.hopper.masks import MASKS, WHOLE, WIDE
 
-BOX = Box.of_sizes(2**24, 2**29)
+BOX = Box.of_sizes(2**24, 2**29)._replace(by_zero=False)
 POSITIONS = 384
 OTHER = {"q_idx": "kv_idx", "kv_idx": "q_idx"}
 
@@ -30,11 +30,20 @@ class Line:
         self.here, self.others = torch.arange(start, start + extent), torch.arange(POSITIONS)[:, None]
         self.leaves = {"b": 1, "h": head, index: self.here, OTHER[index]: self.others}
         self.at_first = self.leaves | {index: torch.tensor(start)}
+        self.replaced: dict[int, Tensor] = {}
 
     def value(self, node: int, at_first: bool) -> Tensor:
         builder = Builder()
         alone = builder.build(builder.copy(self.mod.expr, node))
-        (found,) = run(alone, self.at_first if at_first else self.leaves, self.mod.scalars, self.mod.tensors)
+        if at_first and node in self.replaced:
+            return self.replaced[node]
+        if at_first and self.replaced:
+            builder, nodes = Builder(), self.mod.expr.nodes
+            stand_ins = {i: builder.add("load", dtype=torch.int64, attr=100 + n) for n, i in enumerate(self.replaced)}
+            alone = builder.build(builder.copy(self.mod.expr, node, stand_ins))
+            assert len(nodes) > node
+        values = [*self.mod.tensors, *[None] * (100 - len(self.mod.tensors)), *self.replaced.values()]
+        (found,) = run(alone, self.at_first if at_first else self.leaves, self.mod.scalars, values)
         return torch.as_tensor(found).expand(POSITIONS, 1 if at_first else self.extent)
 
     def term(self, term: Term) -> Tensor:
@@ -51,6 +60,8 @@ class Line:
             found = self.value(tree.node, False)
             assert bool((found == found[:1]).all()), "a part that the other index changes"
             return found
+        if isinstance(tree, Pieces):
+            return self.in_pieces(tree)
         if isinstance(tree, Not):
             return ~self.made(tree.part)
         if isinstance(tree, Sides):
@@ -58,6 +69,20 @@ class Line:
         assert isinstance(tree, All | Some)
         parts = torch.stack([self.made(part) for part in tree.parts])
         return parts.all(0) if isinstance(tree, All) else parts.any(0)
+
+    def in_pieces(self, tree: Pieces) -> Tensor:
+        dividend, divisor = (self.value(node, True) for node in tree.cut)
+        quotient, rest, place = dividend // divisor, dividend % divisor, torch.arange(self.extent)
+        total, pieces = torch.zeros(POSITIONS, self.extent, dtype=torch.bool), torch.zeros(POSITIONS, self.extent, dtype=torch.long)
+        for n in range(tree.count):
+            made = {"floordiv": quotient + n, "mod": rest - n * divisor}
+            nodes = enumerate(self.mod.expr.nodes)
+            self.replaced = {i: made[node.op] for i, node in nodes if node.op in made and node.args == tree.cut}
+            here = (place >= n * divisor - rest) & (place < (n + 1) * divisor - rest)
+            total, pieces = total | (here & self.made(tree.part)), pieces + here
+        self.replaced = {}
+        assert bool((pieces == 1).all()), "pieces that are not the tile"
+        return total
 
 
 def seen(expr: Expr, mod: TracedMod, line: Line) -> Tensor:
@@ -71,16 +96,17 @@ def test_bits_are_the_mask(name: str, index: str) -> None:
     """What is known and what is left over together are the mask, in tiles of several sizes and places."""
     mod = trace(MASKS[name], "mask")
     for extent in (64, 128, 48):
-        known, rest = split(mod.expr, index, extent, BOX)
-        if name in WHOLE and extent != 48:
+        least = least_divisor(extent) if name in WIDE else 0
+        known, rest = split(mod.expr, index, extent, BOX, least)
+        if name in WIDE or (name in WHOLE and extent != 48):
             assert rest is None
         for start, head in ((0, 0), (extent, 1), (2 * extent, 1)):
             line = Line(mod, index, start, extent, head)
             whole = torch.as_tensor(evaluate(mod, 1, head, *(line.leaves[i] for i in ("q_idx", "kv_idx")))).expand(POSITIONS, extent)
             found = torch.ones(POSITIONS, extent, dtype=torch.bool)
-            if known is not None:
-                alone = Line(TracedMod("mask", known, mod.scalars, mod.tensors, ""), index, start, extent, head)
-                tree = bits(known, index, extent, BOX)
+            for part in known:
+                alone = Line(TracedMod("mask", part, mod.scalars, mod.tensors, ""), index, start, extent, head)
+                tree = bits(part, index, extent, BOX, least)
                 assert tree is not None
                 found = found & alone.made(tree)
             if rest is not None:

@@ -9,7 +9,7 @@ import torch
 
 from anyattn import masks
 
-__all__ = ["MASKS", "WHOLE"]
+__all__ = ["MASKS", "WHOLE", "WIDE"]
 
 LENGTHS, TABLE, VALID = (
     torch.tensor([70, 130]),
@@ -50,6 +50,10 @@ WHOLE: dict[str, Callable[..., Any]] = {
 MASKS: dict[str, Callable[..., Any]] = WHOLE | {
     "odd image": _image(20, 6),
     "captured image": _image(128, 6),
+    "image of 100": _image(100, 3),
+    "image of 50": _image(50, 6),
+    "literal image": lambda b, h, q, k: ((q // 75 - k // 75).abs() <= 1) & ((q % 75 - k % 75).abs() <= 9) & (k % 90 < 70),
+    "distances in pieces": lambda b, h, q, k: ((q - k) % 100 < 20) & ((q - k) // 100 > -2),
     "hashed": lambda b, h, q, k: ((q * 77 + k * 13) % 7 < 3) & (q >= k),
     "twice": lambda b, h, q, k: (2 * k <= q + 50) & (k < q + 9),
     "shifted image": lambda b, h, q, k: ((q + 3) // 128 == (k + 3) // 128) & (k <= q),
@@ -57,3 +61,4 @@ MASKS: dict[str, Callable[..., Any]] = WHOLE | {
     "wrapping": lambda b, h, q, k: (q * 2**40 - k).to(torch.int32) + k.to(torch.int32) > 4,
     "floats": lambda b, h, q, k: (q - k) * 0.5 < 9.25,
 }
+WIDE = ("captured image", "image of 100", "image of 50", "literal image")  # whose captured divisors leave few pieces of a tile

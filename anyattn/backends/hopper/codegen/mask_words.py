@@ -14,14 +14,14 @@ from cutlass import Boolean, Int32
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
-from anyattn.backends.hopper.codegen.device_math import select
+from anyattn.backends.hopper.codegen.device_math import divided, select
 from anyattn.backends.hopper.codegen.emit import run_stage
 from anyattn.backends.hopper.codegen.score_analysis import NEAR_BOX
 from anyattn.mods.analysis.row_ranges import NO_LIMIT
-from anyattn.mods.analysis.tile_lines import All, Bits, Each, Limit, Not, Same, Sides, Some, Term, bits
+from anyattn.mods.analysis.tile_lines import All, Bits, Each, Limit, Not, Pieces, Same, Sides, Some, Term, bits, demanded, least_divisor
 from anyattn.mods.ir.expr import Expr
 
-__all__ = ["Line", "Words", "alike", "at_least", "below", "both", "emit_words", "holds_at", "in_ranges", "within"]
+__all__ = ["Line", "Words", "alike", "are_wide", "at_least", "below", "both", "emit_words", "holds_at", "in_ranges", "within"]
 
 _BITS = 32
 
@@ -131,10 +131,23 @@ def emit_words(expr: Expr, scalars: Sequence[Any], tensors: Sequence[Any], place
 
     places: as ``emit`` takes them; those along the line are used where a part of the mask is asked of each position.
     """
-    tree = bits(expr, line.along, line.extent, NEAR_BOX)
+    tree = bits(expr, line.along, line.extent, NEAR_BOX, least_divisor(line.extent))
     assert tree is not None, "a mask that is no word of bits"
     writer = _Writer(expr, scalars, tensors, places, line)
     return [tuple(_opaque(word) for word in writer.words(tree, y)) for y in range(len(writer.others))]
+
+
+def are_wide(parts: Sequence[Expr], scalars: Sequence[Any], tensors: Sequence[Any], places: dict[str, Any], line: Line) -> Any:
+    """Whether the captured divisors of masks are large enough for them to be words (``score_analysis.parts_if_wide``)."""
+    least, found = least_divisor(line.extent), None
+    for expr in parts:
+        divisor = demanded(expr, line.along, line.extent, NEAR_BOX, least)
+        if divisor is not None:
+            leaves, needed = {name: places[name] for name in ("b", "h")}, _needed(expr, divisor)
+            value = run_stage(expr, scalars, tensors, "once", {}, leaves, needed)[divisor]
+            found = value >= least if found is None else found & (value >= least)
+    assert found is not None, "masks that are words whatever is captured"
+    return found
 
 
 class _Writer:
@@ -162,6 +175,8 @@ class _Writer:
         if isinstance(tree, Not):
             part = self._made(tree.part, y)
             return _Alike(_not(part.holds)) if isinstance(part, _Alike) else tuple(~word for word in part)
+        if isinstance(tree, Pieces):
+            return self._in_pieces(tree, y)
         if isinstance(tree, Sides):
             condition, yes, no = (self.words(part, y) for part in tree)
             return tuple((c & a) | (~c & b) for c, a, b in zip(condition, yes, no, strict=True))
@@ -183,6 +198,25 @@ class _Writer:
         total = words[0]
         for more in words[1:]:
             total = tuple(a & b if is_all else a | b for a, b in zip(total, more, strict=True))
+        return total
+
+    def _in_pieces(self, tree: Pieces, y: int) -> Words:
+        """Piece after piece, with the quotient and the rest that the tile's first position would have in it."""
+        dividend, divisor = (self._value(node, y) for node in tree.cut)
+        divisor, dividend = divisor if isinstance(divisor, int) else Int32(divisor), Int32(dividend)
+        quotient = divided("floordiv", dividend, divisor, "int")
+        rest, outside, total = dividend - quotient * divisor, self.known[y], None
+        for n in range(tree.count):
+            shifted = {"floordiv": quotient + n, "mod": rest - divisor * n}
+            self.known[y] = {i: shifted[node.op] for i, node in enumerate(self.expr.nodes) if node.op in shifted and node.args == tree.cut}
+            words = self.words(tree.part, y)
+            if n > 0:
+                words = both(words, at_least(divisor * n - rest, self.line))
+            if n < tree.count - 1:
+                words = both(words, below(divisor * (n + 1) - rest, self.line))
+            total = words if total is None else tuple(a | b for a, b in zip(total, words, strict=True))
+        self.known[y] = outside
+        assert total is not None, "a tile of no pieces"
         return total
 
     def _limited(self, tree: Limit, y: int) -> Any:

@@ -12,15 +12,15 @@ from anyattn.mods.analysis.evaluate import run
 from anyattn.mods.analysis.extents import Box, bits_of, exact, extents, fits, unwrapped
 from anyattn.mods.analysis.piecewise import Piece, pieces
 from anyattn.mods.analysis.row_ranges import mask_of
-from anyattn.mods.analysis.tile_lines import bits, split
+from anyattn.mods.analysis.tile_lines import bits, least_divisor, split
 from anyattn.mods.ir.dependence import dependence
 from anyattn.mods.ir.expr import Builder, Expr, Node, category
 from anyattn.mods.tracing.weak_captures import NEAR_NUMBER
 
 __all__ = [
     "MOST_NUMBER", "MOST_POSITIONS", "NEAR_BOX", "Factored", "bias", "bound", "caps", "cases", "factored", "is_even", "is_foreseen",
-    "is_near", "is_special", "is_tanh", "is_wide", "lines", "parts_of", "reads", "reads_apart", "reads_straight", "shared", "stages",
-    "straight", "work_by_pair", "wraps",
+    "is_near", "is_special", "is_tanh", "is_wide", "lines", "parts_if_wide", "parts_of", "reads", "reads_apart", "reads_straight",
+    "shared", "stages", "straight", "work_by_pair", "wraps",
 ]  # fmt: skip
 
 MOST_POSITIONS = 2**24  # sequences are shorter than this, and batches and heads fewer
@@ -273,13 +273,18 @@ def work_by_pair(expr: Expr) -> int:
     return due.count("tile") + due.count("col") // 2
 
 
-def parts_of(expr: Expr, is_by_row: bool, along: str, extent: int) -> tuple[Expr | None, Expr | None]:
-    """What of a predicate is words of bits along an index of a tile of ``extent`` positions (``tile_lines``), and what must be asked of
-    each pair, both as masks; None is nothing. is_by_row: ``expr`` has row ranges, which are all words or none."""
+def parts_of(expr: Expr, is_by_row: bool, along: str, extent: int) -> tuple[tuple[Expr, ...], Expr | None]:
+    """What of a predicate is words of bits along an index of a tile of ``extent`` positions (``tile_lines``), as masks that all hold, and
+    what must be asked of each pair, None for nothing. is_by_row: ``expr`` has row ranges, which are all words or none."""
     if not is_by_row:
         return split(expr, along, extent, NEAR_BOX)
     mask = mask_of(expr)
-    return (mask, None) if bits(mask, along, extent, NEAR_BOX) is not None else (None, mask)
+    return ((mask,), None) if bits(mask, along, extent, NEAR_BOX) is not None else ((), mask)
+
+
+def parts_if_wide(expr: Expr, along: str, extent: int) -> tuple[tuple[Expr, ...], Expr | None]:
+    """The same of a mask where captured divisors are no less than ``least_divisor`` of the extent."""
+    return split(expr, along, extent, NEAR_BOX, least_divisor(extent))
 
 
 def _alone(expr: Expr, node: int) -> Expr:

@@ -8,8 +8,8 @@ from cutlass import Boolean, Float32, Int32, const_expr
 
 from anyattn.arithmetic import LOG2E
 from anyattn.backends.hopper.codegen.emit import emit, emit_lines, emit_rows, holds, select
-from anyattn.backends.hopper.codegen.mask_words import Line, at_least, below, emit_words, holds_at, in_ranges
-from anyattn.backends.hopper.codegen.score_analysis import NEAR_BOX, is_even, parts_of
+from anyattn.backends.hopper.codegen.mask_words import Line, are_wide, at_least, below, emit_words, holds_at, in_ranges
+from anyattn.backends.hopper.codegen.score_analysis import NEAR_BOX, is_even, parts_if_wide, parts_of
 from anyattn.backends.hopper.config import slots
 from anyattn.backends.hopper.kernel.exp2_poly import exp2, exp2_of_product, sum_of
 from anyattn.backends.hopper.kernel.fragment import rows_and_columns
@@ -289,11 +289,28 @@ class Softmax:
                     self._narrow(seen, r, in_ranges(limits[i][r], line), line)
                 continue
             known, rest = parts_of(ask.expr, ask.by_row, line.along, line.extent)
-            if known is not None:
-                for r, words in enumerate(emit_words(known, *self.captured(captured, at), places, line)):
-                    self._narrow(seen, r, words, line)
+            self._see_words(seen, known, at, line, places, captured)
             if rest is not None:
-                self._ask_each(s, at, rest, places, captured)
+                self._ask_rest(seen, s, rest, at, line, places, captured)
+
+    def _see_words(self, seen: Any, known: tuple, at: int, line: Line, places: dict[str, Any], captured: Any) -> None:
+        for expr in known:
+            for r, words in enumerate(emit_words(expr, *self.captured(captured, at), places, line)):
+                self._narrow(seen, r, words, line)
+
+    @cute.jit
+    def _ask_rest(self, seen, s, expr, at, line, places, captured):
+        """What is no word of bits, or one only where captured divisors are large."""
+        known, rest = parts_if_wide(expr, line.along, line.extent)
+        if const_expr(not known):
+            self._ask_each(s, at, expr, places, captured)
+        else:
+            if are_wide(known, *self.captured(captured, at), places, line):
+                self._see_words(seen, known, at, line, places, captured)
+                if const_expr(rest is not None):
+                    self._ask_each(s, at, rest, places, captured)
+            else:
+                self._ask_each(s, at, expr, places, captured)
 
     def _ask_each(self, s: Any, at: int, expr: Any, places: dict[str, Any], captured: Any) -> None:
         def store(r: int, c: int, seen: Any) -> None:

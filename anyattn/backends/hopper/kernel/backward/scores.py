@@ -11,8 +11,8 @@ from cutlass import Boolean, Float32, Int32, const_expr
 
 from anyattn.arithmetic import LOG2E
 from anyattn.backends.hopper.codegen.emit import emit, emit_rows, select
-from anyattn.backends.hopper.codegen.mask_words import Line, alike, at_least, below, both, emit_words, holds_at
-from anyattn.backends.hopper.codegen.score_analysis import NEAR_BOX, parts_of
+from anyattn.backends.hopper.codegen.mask_words import Line, alike, are_wide, at_least, below, both, emit_words, holds_at
+from anyattn.backends.hopper.codegen.score_analysis import NEAR_BOX, parts_if_wide, parts_of
 from anyattn.backends.hopper.kernel.fragment import rows_and_columns
 from anyattn.mods.analysis.separated import separated
 
@@ -165,14 +165,31 @@ class Scores:
             if (ask is self.config.partial) is not is_partial:
                 continue
             known, rest = parts_of(ask.expr, ask.by_row, line.along, line.extent)
-            if known is not None:
-                for r, words in enumerate(emit_words(known, *self.captured(captured, at), places, line)):
-                    for i, word in enumerate(words):
-                        seen[r * line.words + i] = seen[r * line.words + i] & word
+            self._see_words(seen, known, at, line, places, captured)
             if rest is not None and ask.by_row:
                 self._hide_by_row(fragments, at, ask, places, captured)
             elif rest is not None:
-                self._ask_each(fragments, at, rest, places, captured)
+                self._ask_rest(seen, fragments, rest, at, line, places, captured)
+
+    def _see_words(self, seen: Any, known: tuple, at: int, line: Line, places: dict[str, Any], captured: Any) -> None:
+        for expr in known:
+            for r, words in enumerate(emit_words(expr, *self.captured(captured, at), places, line)):
+                for i, word in enumerate(words):
+                    seen[r * line.words + i] = seen[r * line.words + i] & word
+
+    @cute.jit
+    def _ask_rest(self, seen, fragments, expr, at, line, places, captured):
+        """What is no word of bits, or one only where captured divisors are large."""
+        known, rest = parts_if_wide(expr, line.along, line.extent)
+        if const_expr(not known):
+            self._ask_each(fragments, at, expr, places, captured)
+        else:
+            if are_wide(known, *self.captured(captured, at), places, line):
+                self._see_words(seen, known, at, line, places, captured)
+                if const_expr(rest is not None):
+                    self._ask_each(fragments, at, rest, places, captured)
+            else:
+                self._ask_each(fragments, at, expr, places, captured)
 
     def _hide_by_row(self, fragments: tuple, at: int, ask: Any, places: dict[str, Any], captured: Any) -> None:
         """A predicate with row ranges: lo, hi, lo, hi, ... of the keys that each row sees."""
