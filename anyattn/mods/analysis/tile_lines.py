@@ -85,11 +85,11 @@ class Cut(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """``part`` in up to ``count`` pieces of the tile. In the n-th, from the n-th multiple of the divisor on that the dividend meets, the
+    """``part`` in up to ``most`` pieces of the tile. In the n-th, from the n-th multiple of the divisor on that the dividend meets, the
     quotient is n more than at the tile's first position, and the rest n divisors less than if it went on growing."""
 
     cut: Cut
-    count: int
+    most: int
     part: Bits
 
 

@@ -74,7 +74,7 @@ class Line:
         dividend, divisor = (self.value(node, True) for node in tree.cut)
         quotient, rest, place = dividend // divisor, dividend % divisor, torch.arange(self.extent)
         total, pieces = torch.zeros(POSITIONS, self.extent, dtype=torch.bool), torch.zeros(POSITIONS, self.extent, dtype=torch.long)
-        for n in range(tree.count):
+        for n in range(tree.most):
             made = {"floordiv": quotient + n, "mod": rest - n * divisor}
             nodes = enumerate(self.mod.expr.nodes)
             self.replaced = {i: made[node.op] for i, node in nodes if node.op in made and node.args == tree.cut}

@@ -206,13 +206,13 @@ class _Writer:
         divisor, dividend = divisor if isinstance(divisor, int) else Int32(divisor), Int32(dividend)
         quotient = divided("floordiv", dividend, divisor, "int")
         rest, outside, total = dividend - quotient * divisor, self.known[y], None
-        for n in range(tree.count):
+        for n in range(tree.most):
             shifted = {"floordiv": quotient + n, "mod": rest - divisor * n}
             self.known[y] = {i: shifted[node.op] for i, node in enumerate(self.expr.nodes) if node.op in shifted and node.args == tree.cut}
             words = self.words(tree.part, y)
             if n > 0:
                 words = both(words, at_least(divisor * n - rest, self.line))
-            if n < tree.count - 1:
+            if n < tree.most - 1:
                 words = both(words, below(divisor * (n + 1) - rest, self.line))
             total = words if total is None else tuple(a | b for a, b in zip(total, words, strict=True))
         self.known[y] = outside
