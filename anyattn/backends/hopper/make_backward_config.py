@@ -12,7 +12,7 @@ from anyattn.arithmetic import ceil_div
 from anyattn.backends.hopper.backward_config import HEAD_DIMS, BackwardConfig, BackwardTiles, backward_tiles_for
 from anyattn.backends.hopper.captured_sums import CapturedSum, with_derivatives
 from anyattn.backends.hopper.codegen.operations import WRITTEN
-from anyattn.backends.hopper.codegen.score_analysis import parts_of, work_by_pair
+from anyattn.backends.hopper.codegen.score_analysis import is_words, work_by_pair
 from anyattn.backends.hopper.config import TILE_M, Ask, sides, slots
 from anyattn.backends.hopper.make_config import tile_of
 from anyattn.documents.dispatch import over_unknown_documents
@@ -98,7 +98,7 @@ def _are_words(problem: Problem, asked: tuple[Ask, ...]) -> bool:
     blocks = problem.blocks
     if problem.sequences is not None or (blocks is not None and tile_of(blocks)[0] % TILE_M):
         return False
-    return all(parts_of(ask.expr, ask.by_row, "q_idx", TILE_M)[1] is None for ask in asked)
+    return all(is_words(ask.expr, ask.by_row, "q_idx", TILE_M) for ask in asked)
 
 
 def _score_and_sums(problem: Problem) -> tuple[Expr, tuple[CapturedSum, ...]]:

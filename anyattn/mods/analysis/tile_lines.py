@@ -19,7 +19,7 @@ from anyattn.mods.ir.dependence import dependence
 from anyattn.mods.ir.expr import Builder, Expr, Node, category
 
 __all__ = [
-    "All", "Bits", "Cut", "Each", "Limit", "Not", "Pieces", "Same", "Sides", "Some", "Term", "bits", "conjuncts", "demanded",
+    "All", "Bits", "Cut", "Each", "Limit", "Not", "Pieces", "Same", "Sides", "Some", "Term", "asks_each", "bits", "conjuncts", "demanded",
     "least_divisor", "slopes", "split",
 ]  # fmt: skip
 
@@ -233,6 +233,12 @@ def demanded(expr: Expr, index: str, extent: int, box: Box, least: int) -> int |
     found = bits(expr, index, extent, box, least)
     divisor = found.cut.divisor if isinstance(found, Pieces) else None
     return None if divisor is None or expr.nodes[divisor].op == "const" else divisor
+
+
+def asks_each(tree: Bits) -> bool:
+    """Whether some part of it is asked of each position."""
+    parts = getattr(tree, "parts", tree if isinstance(tree, Sides) else (getattr(tree, "part", None),))
+    return isinstance(tree, Each) or any(asks_each(part) for part in parts if part is not None)
 
 
 class _Reader:

@@ -22,6 +22,7 @@ from anyattn.problem import Problem
 from anyattn.sequences.batch import Sequences
 from anyattn.sparsity.block_sparse import BlockSparseTensors
 from anyattn.sparsity.compute import tile_lists
+from tests.support.hopper.masks import MASKS
 from tests.support.hopper.pretended import H200
 from tests.support.processes import python
 
@@ -135,6 +136,22 @@ def test_what_a_problem_becomes() -> None:
     assert (wide.list_tile, wide.config.list_cut) == ((64, 64), (1, 1))
     one, other = (specialised_backward(problem(predicates=traced(masks.sliding_window(n, 0)))) for n in (5, 500))
     assert one.config == other.config and hash(one.config) == hash(other.config)
+
+
+def test_tiles_of_masks_that_are_words() -> None:
+    """At head dimension 64 they are those of no mask, if the lists' tiles have as many rows."""
+    q = torch.randn(1, 2, 300, 64, dtype=torch.bfloat16)
+    wanted = {"neighbourhood": 128, "strided": 128, "random blocks": 128, "literal image": 128, "sinks": 128}
+    wanted |= {"valid": 64, "hashed": 64, "captured image": 64}
+    for name, rows in wanted.items():
+        config = specialised_backward(problem(q=q, k=q, v=q, predicates=traced(MASKS[name]))).config
+        assert (config.tiles.tile_m, config.list_cut) == (rows, (128 // rows, 1)), name
+    wide = specialised_backward(problem(predicates=traced(MASKS["strided"]))).config
+    assert wide.tiles.tile_m == 64
+    made = tile_lists(*traced(MASKS["strided"]), 1, 1, 300, 300, (64, 128), torch.device("cpu"))
+    lists = BlockSparseTensors(*made, tile=(64, 128), lengths=(300, 300))
+    narrow = specialised_backward(problem(q=q, k=q, v=q, predicates=traced(MASKS["strided"]), blocks=lists)).config
+    assert narrow.tiles.tile_m == 64
 
 
 @pytest.mark.parametrize("name", [name for name in LEARNED if name != "pair"])

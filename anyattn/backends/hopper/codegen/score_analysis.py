@@ -12,15 +12,15 @@ from anyattn.mods.analysis.evaluate import run
 from anyattn.mods.analysis.extents import Box, bits_of, exact, extents, fits, unwrapped
 from anyattn.mods.analysis.piecewise import Piece, pieces
 from anyattn.mods.analysis.row_ranges import mask_of
-from anyattn.mods.analysis.tile_lines import bits, least_divisor, split
+from anyattn.mods.analysis.tile_lines import asks_each, bits, least_divisor, split
 from anyattn.mods.ir.dependence import dependence
 from anyattn.mods.ir.expr import Builder, Expr, Node, category
 from anyattn.mods.tracing.weak_captures import NEAR_NUMBER
 
 __all__ = [
     "MOST_NUMBER", "MOST_POSITIONS", "NEAR_BOX", "Factored", "bias", "bound", "caps", "cases", "factored", "is_even", "is_foreseen",
-    "is_near", "is_special", "is_tanh", "is_wide", "lines", "parts_if_wide", "parts_of", "reads", "reads_apart", "reads_straight",
-    "shared", "stages", "straight", "work_by_pair", "wraps",
+    "is_near", "is_special", "is_tanh", "is_wide", "is_words", "lines", "parts_if_wide", "parts_of", "reads", "reads_apart",
+    "reads_straight", "shared", "stages", "straight", "work_by_pair", "wraps",
 ]  # fmt: skip
 
 MOST_POSITIONS = 2**24  # sequences are shorter than this, and batches and heads fewer
@@ -280,6 +280,13 @@ def parts_of(expr: Expr, is_by_row: bool, along: str, extent: int) -> tuple[tupl
         return split(expr, along, extent, NEAR_BOX)
     mask = mask_of(expr)
     return ((mask,), None) if bits(mask, along, extent, NEAR_BOX) is not None else ((), mask)
+
+
+def is_words(expr: Expr, is_by_row: bool, along: str, extent: int) -> bool:
+    """Whether all of a predicate is words of bits that comparisons with limits fill: it takes hardly any registers."""
+    known, rest = parts_of(expr, is_by_row, along, extent)
+    trees = [bits(part, along, extent, NEAR_BOX) for part in known]
+    return rest is None and not any(tree is None or asks_each(tree) for tree in trees)
 
 
 def parts_if_wide(expr: Expr, along: str, extent: int) -> tuple[tuple[Expr, ...], Expr | None]:
