@@ -48,7 +48,7 @@ WHOLE: dict[str, Callable[..., Any]] = {
     "all": lambda b, h, q, k: (q >= 0) | (k > q),
 }
 MASKS: dict[str, Callable[..., Any]] = WHOLE | {
-    "odd image": _image(20, 6),
+    "odd image": _image(12, 3),
     "captured image": _image(128, 6),
     "image of 100": _image(100, 3),
     "image of 50": _image(50, 6),
