@@ -25,8 +25,9 @@ class _NotSeparableError(Exception):
 
 
 @lru_cache(maxsize=1024)
-def separated(expr: Expr, box: Box) -> Expr:
+def separated(expr: Expr, box: Box, beside: str = "q_idx") -> Expr:
     """The same mask. box: what is known of its leaves; its rules hold where no number leaves its dtype's range, and 32 bits stay enough.
+    beside: on whose side what depends on neither goes, the index of which a kernel holds fewer positions.
 
     >>> from anyattn.mods.tracing.trace import trace
     >>> box = Box.of_sizes(2**20, 2**20)
@@ -34,11 +35,12 @@ def separated(expr: Expr, box: Box) -> Expr:
     >>> [n.op for n, d in zip(e.nodes, dependence(e)) if d.q and d.kv]
     ['le', 'le', 'and']
     """
-    return _Writer(expr, box).written()
+    return _Writer(expr, box, beside).written()
 
 
 class _Writer:
-    def __init__(self, expr: Expr, box: Box) -> None:
+    def __init__(self, expr: Expr, box: Box, beside: str) -> None:
+        self.is_beside_q = beside == "q_idx"
         self.expr, self.nodes, self.deps, self.box = expr, expr.nodes, dependence(expr), box
         self.plain = unwrapped(expr, box)
         self.out = Builder()
@@ -104,9 +106,10 @@ class _Writer:
         return found
 
     def _compare(self, op: str, terms: _Sum) -> int:
-        """``sum(terms) op 0`` as a comparison of what the key does not change with the rest."""
-        rows = [(sign, at) for sign, at in terms if not self.deps[at].kv]
-        keys = [(-sign, at) for sign, at in terms if self.deps[at].kv]
+        """``sum(terms) op 0`` as a comparison of the query's side with the key's."""
+        on_left = [not self.deps[at].kv if self.is_beside_q else self.deps[at].q for _, at in terms]
+        rows = [term for term, is_left in zip(terms, on_left, strict=True) if is_left]
+        keys = [(-sign, at) for (sign, at), is_left in zip(terms, on_left, strict=True) if not is_left]
         if not rows or not keys:
             raise _NotSeparableError
         sides = [self._total(side) for side in (rows, keys)]

@@ -42,13 +42,24 @@ def mixed(expr: Expr) -> set[str]:
     return {node.op for node, dep in zip(expr.nodes, dependence(expr), strict=True) if dep.q and dep.kv}
 
 
+@pytest.mark.parametrize("beside", ["q_idx", "kv_idx"])
 @pytest.mark.parametrize("name", [*MASKS, *COMPARED])
-def test_the_same_mask(name: str) -> None:
+def test_the_same_mask(name: str, beside: str) -> None:
     mod = trace((MASKS | COMPARED)[name], "mask")
-    made = separated(mod.expr, BOX)
+    made = separated(mod.expr, BOX, beside)
     assert torch.equal(seen(made, mod), seen(mod.expr, mod))
     if name in COMPARED and name not in ("size of sizes", "compared sizes"):
         assert mixed(made) <= {"lt", "le", "gt", "ge", "eq", "ne", "and", "or"}
+
+
+def test_the_side_of_what_depends_on_neither() -> None:
+    """A captured number is added to the position that it is wanted beside."""
+    for beside, alone in (("q_idx", "kv"), ("kv_idx", "q")):
+        mod = trace(lambda b, h, q, k, n=7: (q - k).abs() <= n, "mask")
+        made = separated(mod.expr, BOX, beside)
+        deps = dependence(made)
+        sums = [dep for node, dep in zip(made.nodes, deps, strict=True) if node.op in ("add", "sub")]
+        assert len(sums) == 2 and not any(getattr(dep, alone) for dep in sums)
 
 
 def test_what_may_wrap_around_stays_as_it_is() -> None:

@@ -227,11 +227,15 @@ class Softmax:
             seen.fill(-1)
             for r in cutlass.range_constexpr(rows):
                 self._see_band(seen, r, line, self._band(r, line.origin, positions, facts, is_edge))
-            self._ask(seen, s, False, line, places, captured, limits)
+            self._see(seen, False, line, places, captured, limits)
             if const_expr(self.config.partial is not None):
                 if is_partial != 0:
-                    self._ask(seen, s, True, line, places, captured, limits)
+                    self._see(seen, True, line, places, captured, limits)
             self._keep(s, seen, line)
+            self._ask(s, False, line, places, captured)
+            if const_expr(self.config.partial is not None):
+                if is_partial != 0:
+                    self._ask(s, True, line, places, captured)
 
     def _line(self, positions: Any, n: Any) -> Line:
         """The keys of a tile, of which a thread has many for each row."""
@@ -279,19 +283,21 @@ class Softmax:
         for i, word in enumerate(words):
             seen[r * line.words + i] = seen[r * line.words + i] & word
 
-    def _ask(self, seen: Any, s: Any, is_partial: bool, line: Line, places: dict[str, Any], captured: Any, limits: Any) -> None:
-        """Takes from ``seen`` what the partial predicate hides, or those that hold always; what is no word of bits is hidden at once."""
-        for i, (at, ask) in enumerate(self.asked):
-            if (ask is self.config.partial) is not is_partial:
-                continue
-            if ask.by_row:
-                for r in range(cute.size(s, mode=[0])):
-                    self._narrow(seen, r, in_ranges(limits[i][r], line), line)
-                continue
-            known, rest = parts_of(ask.expr, ask.by_row, line.along, line.extent)
+    def _parts(self, is_partial: bool, line: Line) -> list[tuple[int, tuple, Any]]:
+        """(place, what of it is words, what is asked of each pair) of the predicates without row ranges."""
+        chosen = [(at, ask) for at, ask in self.asked if (ask is self.config.partial) is is_partial and not ask.by_row]
+        return [(at, *parts_of(ask.expr, False, line.along, line.extent)) for at, ask in chosen]
+
+    def _see(self, seen: Any, is_partial: bool, line: Line, places: dict[str, Any], captured: Any, limits: Any) -> None:
+        """Takes from ``seen`` what the partial predicate hides, or those that hold always, as far as they are words."""
+        for i, (_, ask) in enumerate(self.asked):
+            if ask.by_row and (ask is self.config.partial) is is_partial:
+                for r, of_row in enumerate(limits[i]):
+                    self._narrow(seen, r, in_ranges(of_row, line), line)
+        for at, known, rest in self._parts(is_partial, line):
             self._see_words(seen, known, at, line, places, captured)
             if rest is not None:
-                self._ask_rest(seen, s, rest, at, line, places, captured)
+                self._see_if_wide(seen, rest, at, line, places, captured)
 
     def _see_words(self, seen: Any, known: tuple, at: int, line: Line, places: dict[str, Any], captured: Any) -> None:
         for expr in known:
@@ -299,14 +305,26 @@ class Softmax:
                 self._narrow(seen, r, words, line)
 
     @cute.jit
-    def _ask_rest(self, seen, s, expr, at, line, places, captured):
-        """What is no word of bits, or one only where captured divisors are large."""
+    def _see_if_wide(self, seen, expr, at, line, places, captured):
+        known, _ = parts_if_wide(expr, line.along, line.extent)
+        if const_expr(len(known) > 0):
+            if are_wide(known, *self.captured(captured, at), places, line):
+                self._see_words(seen, known, at, line, places, captured)
+
+    def _ask(self, s: Any, is_partial: bool, line: Line, places: dict[str, Any], captured: Any) -> None:
+        """Hides what predicates hide and no word says."""
+        for at, _, rest in self._parts(is_partial, line):
+            if rest is not None:
+                self._ask_rest(s, rest, at, line, places, captured)
+
+    @cute.jit
+    def _ask_rest(self, s, expr, at, line, places, captured):
+        """Asks each pair what is no word, or one only where captured divisors are large."""
         known, rest = parts_if_wide(expr, line.along, line.extent)
-        if const_expr(not known):
+        if const_expr(len(known) == 0):
             self._ask_each(s, at, expr, places, captured)
         else:
             if are_wide(known, *self.captured(captured, at), places, line):
-                self._see_words(seen, known, at, line, places, captured)
                 if const_expr(rest is not None):
                     self._ask_each(s, at, rest, places, captured)
             else:

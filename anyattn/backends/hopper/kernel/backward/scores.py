@@ -125,11 +125,15 @@ class Scores:
         line, places = self._line(positions, visit), self._places(positions, visit, facts)
         seen = cute.make_rmem_tensor(cute.size(positions, mode=[0]) * line.words, Int32)
         self._edges(seen, line, positions, visit, facts)
-        self._ask(seen, fragments, False, line, places, captured)
+        self._see(seen, False, line, places, captured)
         if const_expr(self.config.partial is not None):
             if visit.asks != 0:
-                self._ask(seen, fragments, True, line, places, captured)
+                self._see(seen, True, line, places, captured)
         self._keep(fragments, seen, line)
+        self._ask(fragments, False, line, places, captured)
+        if const_expr(self.config.partial is not None):
+            if visit.asks != 0:
+                self._ask(fragments, True, line, places, captured)
 
     def _keep(self, fragments: tuple, seen: Any, line: Line) -> None:
         for r in range(cute.size(seen) // line.words):
@@ -159,17 +163,17 @@ class Scores:
             for i, word in enumerate(words):
                 seen[r * line.words + i] = word
 
-    def _ask(self, seen: Any, fragments: tuple, is_partial: bool, line: Line, places: dict[str, Any], captured: Any) -> None:
-        """Takes from ``seen`` what the partial predicate hides, or those that hold always; what is no word of bits is hidden at once."""
-        for at, ask in self.asked:
-            if (ask is self.config.partial) is not is_partial:
-                continue
-            known, rest = parts_of(ask.expr, ask.by_row, line.along, line.extent)
+    def _parts(self, is_partial: bool, line: Line) -> list[tuple[int, Any, tuple, Any]]:
+        """(place, ask, what of it is words, what is asked of each pair) of the partial predicate, or of those that hold always."""
+        chosen = [(at, ask) for at, ask in self.asked if (ask is self.config.partial) is is_partial]
+        return [(at, ask, *parts_of(ask.expr, ask.by_row, line.along, line.extent)) for at, ask in chosen]
+
+    def _see(self, seen: Any, is_partial: bool, line: Line, places: dict[str, Any], captured: Any) -> None:
+        """Takes from ``seen`` what predicates hide, as far as they are words."""
+        for at, ask, known, rest in self._parts(is_partial, line):
             self._see_words(seen, known, at, line, places, captured)
-            if rest is not None and ask.by_row:
-                self._hide_by_row(fragments, at, ask, places, captured)
-            elif rest is not None:
-                self._ask_rest(seen, fragments, rest, at, line, places, captured)
+            if rest is not None and not ask.by_row:
+                self._see_if_wide(seen, rest, at, line, places, captured)
 
     def _see_words(self, seen: Any, known: tuple, at: int, line: Line, places: dict[str, Any], captured: Any) -> None:
         for expr in known:
@@ -178,14 +182,28 @@ class Scores:
                     seen[r * line.words + i] = seen[r * line.words + i] & word
 
     @cute.jit
-    def _ask_rest(self, seen, fragments, expr, at, line, places, captured):
-        """What is no word of bits, or one only where captured divisors are large."""
+    def _see_if_wide(self, seen, expr, at, line, places, captured):
+        known, _ = parts_if_wide(expr, line.along, line.extent)
+        if const_expr(len(known) > 0):
+            if are_wide(known, *self.captured(captured, at), places, line):
+                self._see_words(seen, known, at, line, places, captured)
+
+    def _ask(self, fragments: tuple, is_partial: bool, line: Line, places: dict[str, Any], captured: Any) -> None:
+        """Hides what predicates hide and no word says."""
+        for at, ask, _, rest in self._parts(is_partial, line):
+            if rest is not None and ask.by_row:
+                self._hide_by_row(fragments, at, ask, places, captured)
+            elif rest is not None:
+                self._ask_rest(fragments, rest, at, line, places, captured)
+
+    @cute.jit
+    def _ask_rest(self, fragments, expr, at, line, places, captured):
+        """Asks each pair what is no word, or one only where captured divisors are large."""
         known, rest = parts_if_wide(expr, line.along, line.extent)
-        if const_expr(not known):
+        if const_expr(len(known) == 0):
             self._ask_each(fragments, at, expr, places, captured)
         else:
             if are_wide(known, *self.captured(captured, at), places, line):
-                self._see_words(seen, known, at, line, places, captured)
                 if const_expr(rest is not None):
                     self._ask_each(fragments, at, rest, places, captured)
             else:
@@ -210,7 +228,7 @@ class Scores:
             for f in fragments:
                 f[c, r] = select(seen, f[c, r], Float32(0.0), "float")
 
-        emit(separated(expr, NEAR_BOX), *self.captured(captured, at), places, None, store)
+        emit(separated(expr, NEAR_BOX, "kv_idx"), *self.captured(captured, at), places, None, store)
 
 
 class Seen:
