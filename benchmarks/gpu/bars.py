@@ -7,7 +7,7 @@ from collections.abc import Callable
 from anyattn.testing.harness.case import OURS
 from benchmarks.bars import Bar, Found, one, probe, some, versus
 from benchmarks.gpu import bars_backward, bars_compiled, bars_triton
-from benchmarks.gpu.cases import CAUSAL_SCORES, DENSE, FA3, FLASH_ATTENTION, MASK_VARIANTS, SCORE_VARIANTS
+from benchmarks.gpu.cases import CAUSAL_SCORES, DENSE, FA3, FLASH_ATTENTION, MASK_VARIANTS, PARTIAL, SCORE_VARIANTS
 
 __all__ = ["BARS"]
 
@@ -56,6 +56,7 @@ _HOPPER: list[Bar] = [
     one("document-causal by block mask vs FA3 varlen", _variant("document-causal"), FA3, 0.95, 1.05),
     one("T5 bias vs flex FLASH", _variant("t5_bias"), ("flex-flash",), 1.3, 1.7),
     *_mask_bars(),
+    *(one(f"{case.variant} vs the faster flex", case.name, ("flex-triton", "flex-flash"), 1.0) for case in PARTIAL),
     Bar("host time of a call of flex_attention", 40, _microseconds(OURS), at_least=False, unit="us", aim=20),
     Bar("host time of a call of flash_attn_func", 40, _microseconds("anyattn-flash"), at_least=False, unit="us", aim=20),
     probe("first call, cold disk cache", "first-call", "cold_s", 5, "s", 2),

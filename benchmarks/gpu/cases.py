@@ -22,6 +22,7 @@ __all__ = [
     "GROUPS",
     "MASK_SIZES",
     "MASK_VARIANTS",
+    "PARTIAL",
     "SCORE_VARIANTS",
     "TRAINING",
     "chosen",
@@ -105,6 +106,10 @@ _TRITON_TOO = "anyattn-triton"
 _PARTIAL = ("neighbourhood", "strided", "random_blocks")
 
 
+def _partial(variant: str) -> Shape:
+    return Shape.square(_SEQLEN, 16, 128 if variant == "random_blocks" else 64, 2)
+
+
 def _training(group: str, kind: str, variant: str, shape: Shape, *peers: str) -> Case:
     """A backward pass with backends of anyattn's own choice."""
     return gpu_case(group, kind, variant, shape, (_TRITON_TOO, *peers), is_backward=True)
@@ -120,11 +125,9 @@ TRAINING = [
     _training("native-backward", "flash", "narrow_window", Shape(2, 64, 8, _SEQLEN, _SEQLEN, 64), "fa4"),
     *(_training("packed-backward", "varlen", v, _SQUARE, "fa4") for v in ("document", "document-causal")),
     *(_training("packed-backward", "varlen", f"many-{v}", Shape.square(65_536, 16, 128), "fa4") for v in ("documents", "documents-causal")),
-    *(
-        _training("partial-backward", "flex", v, Shape.square(_SEQLEN, 16, 128 if v == "random_blocks" else 64, 2), *_FLEX)
-        for v in _PARTIAL
-    ),
+    *(_training("partial-backward", "flex", v, _partial(v), *_FLEX) for v in _PARTIAL),
 ]
+PARTIAL = [gpu_case("partial", "flex", v, _partial(v), (_TRITON_TOO, *_FLEX)) for v in _PARTIAL]
 MASKS = [
     *(gpu_case("masks", "mask", v, Shape.square(s, 1, 64), ("flex-mask",)) for v in _BUILT for s in MASK_SIZES),
     *(gpu_case("masks", "mask", v, Shape.square(32_768, 1, 64), ("flex-mask",)) for v in ("sliding_window", "dilated")),
@@ -142,7 +145,7 @@ HOST = [
 ]
 
 # the most telling first, for runs that are cut off
-CASES: list[Case] = [*VARIANT_CASES, *BACKWARD, *DECODE, *FA2, *GRADIENTS, *TRAINING, *NATIVE, *DENSE, *MASKS, *HOST]
+CASES: list[Case] = [*VARIANT_CASES, *BACKWARD, *DECODE, *FA2, *GRADIENTS, *TRAINING, *PARTIAL, *NATIVE, *DENSE, *MASKS, *HOST]
 GROUPS = list(dict.fromkeys(case.group for case in CASES))
 
 

@@ -23,7 +23,7 @@ _TILE_SCHEDULER = "backends.hopper.kernel.tile_scheduler"
 
 MUTANTS = by_name(
     # what a row sees
-    Mutant("edge_not_masked", f"{_SOFTMAX}:Softmax.masked", "facts.seqlen_k - first", "facts.seqlen_k + 64 - first", "full"),
+    Mutant("edge_not_masked", f"{_SOFTMAX}:Softmax._band", "facts.seqlen_k - first", "facts.seqlen_k + 64 - first", "full"),
     Mutant("row_limit_off_by_one", f"{_TILE_SCHEDULER}:Visits.band", "Int32(high) + q_first", "Int32(high) + q_first + 1", "causal"),
     Mutant("left_limit_off_by_one", f"{_TILE_SCHEDULER}:Visits.band", "Int32(low) + q_first", "Int32(low) + q_first + 1", "window"),
     Mutant("last_tile_not_visited", f"{_TILE_SCHEDULER}:Visits.band_visits", "ceil_div(seqlen_k, tile_n)", "seqlen_k // tile_n", "full"),

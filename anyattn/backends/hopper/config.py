@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from anyattn.backends.hopper.codegen.score_analysis import cases, is_foreseen, is_special, reads_apart, reads_straight
+from anyattn.backends.hopper.codegen.score_analysis import cases, is_foreseen, is_special, parts_of, reads_apart, reads_straight
 from anyattn.mods.analysis.row_ranges import NO_LIMIT
 from anyattn.mods.ir.dependence import dependence
 from anyattn.mods.ir.expr import Expr
@@ -238,6 +238,12 @@ def _with_pages(tiles: list[int], page: int) -> int:
     return max(large, key=lambda n: (min(math.gcd(n, page), _SMALL), n))
 
 
+def _reads_pairs(ask: Ask, has_whole_tiles: bool) -> bool:
+    """Whether a predicate reads a tensor for every pair. has_whole_tiles: a tile has 128 keys, and a read may be one for all of them."""
+    rest = parts_of(ask.expr, ask.by_row, "kv_idx", TILE_M)[1] if has_whole_tiles else ask.expr
+    return not ask.by_row and rest is not None and reads_apart(rest)
+
+
 def tiles_for(
     head_dim: int,
     head_dim_v: int,
@@ -260,7 +266,8 @@ def tiles_for(
     widest = max(head_dim, head_dim_v)
     ahead = score is not None and is_foreseen(score)
     apart = score is not None and reads_apart(score) and not cases(score)
-    if any(reads_apart(ask.expr) for ask in asked if not ask.by_row) or (apart and not ahead):
+    has_whole_tiles = widest <= 128 and not page and (tile_n is None or tile_n % TILE_M == 0)
+    if any(_reads_pairs(ask, has_whole_tiles) for ask in asked) or (apart and not ahead):
         keys = 64 if widest <= 128 else 48
     elif score is not None and (apart or reads_straight(score)):
         keys = {192: 64 if apart else 96, 256: 64}.get(widest, 128)

@@ -12,7 +12,7 @@ from anyattn.arithmetic import ceil_div
 from anyattn.backends.hopper.backward_config import HEAD_DIMS, BackwardConfig, BackwardTiles, backward_tiles_for, padded_for_backward
 from anyattn.backends.hopper.captured_sums import CapturedSum, with_derivatives
 from anyattn.backends.hopper.codegen.operations import WRITTEN
-from anyattn.backends.hopper.codegen.score_analysis import work_by_pair
+from anyattn.backends.hopper.codegen.score_analysis import is_words, work_by_pair
 from anyattn.backends.hopper.config import TILE_M, Ask, sides, slots
 from anyattn.backends.hopper.make_config import tile_of
 from anyattn.documents.dispatch import over_unknown_documents
@@ -76,7 +76,8 @@ def specialised_backward(problem: Problem) -> BackwardSpecial:
     sources = [] if score is None else [(-1, *slots(score))]
     sources += [(part.predicates[0], *slots(_ask(part).expr)) for part in (*plan.ranged, *partial, *plan.always)]
     d, dv = _padded(problem)
-    tiles = backward_tiles_for(d, dv, is_plain=score is None and listed is None and not plan.always)
+    asked = tuple(_ask(part) for part in (*partial, *plan.always))
+    tiles = backward_tiles_for(d, dv, is_plain=score is None and ((not asked and listed is None) or _are_words(problem, asked)))
     flags: dict[str, Any] = {"always": tuple(_ask(part) for part in plan.always), "has_entries": problem.sequences is not None}
     list_tile = None
     if listed is None:
@@ -89,6 +90,15 @@ def specialised_backward(problem: Problem) -> BackwardSpecial:
     is_bf16 = problem.q.dtype is torch.bfloat16
     config = BackwardConfig(d, dv, is_bf16, tiles, score, **flags, is_deterministic=problem.deterministic, sums=sums)
     return BackwardSpecial(config, tuple(sources), listed, list_tile, problem.wanted_slots)
+
+
+def _are_words(problem: Problem, asked: tuple[Ask, ...]) -> bool:
+    """Whether predicates are words of bits in tiles of 128 rows, of which the lists' tiles consist: then they take no more registers than
+    none, and no row is visited that would not be in tiles of 64."""
+    blocks = problem.blocks
+    if problem.sequences is not None or (blocks is not None and tile_of(blocks)[0] % TILE_M):
+        return False
+    return all(is_words(ask.expr, ask.by_row, "q_idx", TILE_M) for ask in asked)
 
 
 def _score_and_sums(problem: Problem) -> tuple[Expr, tuple[CapturedSum, ...]]:

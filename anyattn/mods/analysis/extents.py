@@ -29,7 +29,8 @@ class Extent(NamedTuple):
 
 class Box(NamedTuple):
     """What is known of the leaves. scalars: one extent for all captured whole numbers (None: nothing is known), or one for each.
-    tensors: one for each captured tensor, None of those of which only the dtype is known; no entries, and that holds for all."""
+    tensors: one for each captured tensor, None of those of which only the dtype is known; no entries, and that holds for all.
+    by_zero: something may be divided by 0, of which nothing is known then; False where no one relies on what a division by 0 gives."""
 
     b: Extent
     h: Extent
@@ -37,6 +38,7 @@ class Box(NamedTuple):
     kv_idx: Extent
     scalars: Extent | tuple[Extent, ...] | None = None
     tensors: tuple[Extent | None, ...] = ()
+    by_zero: bool = True
 
     @classmethod
     def of_sizes(cls, positions: int, scalars: int | None) -> Box:
@@ -129,9 +131,16 @@ def extent_of(node: Node, dtypes: Sequence[DType], args: Sequence[Extent | None]
     stays = node.dtype is torch.bool or node.op in _INSIDE
     if rule is None or category(dtypes[-1]) == "float" or any(a is None for a in args):
         return whole, stays
-    made = rule(*args)
+    made = rule(*args) if box.by_zero or node.op not in _DIVISIONS else _divided(rule, *args)  # type: ignore[arg-type]
     is_inside = made is not None and whole.lo <= made.lo and made.hi <= whole.hi
     return made if is_inside else whole, stays or is_inside
+
+
+def _divided(rule: Callable[[Extent, Extent], Extent | None], a: Extent, b: Extent) -> Extent | None:
+    """By all divisors but 0: those below and those above."""
+    sides = [side for side in (Extent(b.lo, min(b.hi, -1)), Extent(max(b.lo, 1), b.hi)) if side.lo <= side.hi]
+    found = [made for side in sides if (made := rule(a, side)) is not None]
+    return Extent(min(e.lo for e in found), max(e.hi for e in found)) if found else None
 
 
 def _corners(rule: Callable[[int, int], int]) -> Callable[..., Extent]:
@@ -204,4 +213,5 @@ _RULES: dict[str, Callable[..., Any]] = {
     "fmod": _rest, "shl": _raised, "and": _common_bits, "or": _bits, "xor": _bits, "not": lambda a: Extent(~a.hi, ~a.lo), "shr": _shifted,
     "sign": lambda a: Extent(-1, 1), "cast": lambda a: a, "where": lambda c, x, y: Extent(min(x.lo, y.lo), max(x.hi, y.hi)),
 }  # fmt: skip
+_DIVISIONS = frozenset(("floordiv", "mod", "fmod"))
 _INSIDE = frozenset(("load", "min", "max", "and", "or", "xor", "shr", "sign", "mod", "fmod", "where"))  # never leave their operands' dtype

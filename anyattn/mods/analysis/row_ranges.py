@@ -32,6 +32,7 @@ __all__ = [
     "check_positions",
     "limits",
     "limits_of_rows",
+    "mask_of",
     "never_fall",
     "ranges_unread",
     "row_ranges",
@@ -78,6 +79,28 @@ class RowRanges:
 def _constant(lo: int, hi: int) -> RowRanges:
     builder = Builder()
     return RowRanges(builder.build(builder.const(lo, torch.int64), builder.const(hi, torch.int64)), (), ())
+
+
+@lru_cache(maxsize=1024)
+def mask_of(ranges: Expr) -> Expr:
+    """The mask whose row ranges these are: True where a key lies in one of them.
+
+    >>> ranges = RowRanges(_constant(0, 5).expr, (), ())
+    >>> [node.op for node in mask_of(ranges.expr).nodes]
+    ['index', 'const', 'lt']
+    """
+    builder, found = Builder(), None
+    key = builder.add("index", dtype=torch.int64, attr="kv_idx")
+    for lo, hi in zip(ranges.outputs[::2], ranges.outputs[1::2], strict=True):
+        inside = builder.const(True)
+        low, high = (ranges.nodes[at].attr if ranges.nodes[at].op == "const" else None for at in (lo, hi))
+        if low is None or low > 0:  # type: ignore[operator]
+            inside = builder.add("and", inside, builder.add("ge", key, builder.copy(ranges, lo)))
+        if high is None or high < NO_LIMIT:  # type: ignore[operator]
+            inside = builder.add("and", inside, builder.add("lt", key, builder.copy(ranges, hi)))
+        found = inside if found is None else builder.add("or", found, inside)
+    assert found is not None, "row ranges of no range"
+    return builder.build(found)
 
 
 ALL_KEYS, NO_KEYS = _constant(0, NO_LIMIT), _constant(0, 0)

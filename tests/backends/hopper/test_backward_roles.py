@@ -22,6 +22,7 @@ from anyattn.sparsity.block_sparse import BlockSparseTensors
 from anyattn.sparsity.compute import tile_lists
 from tests.support.hopper.backward_roles import Call, Changes, captured_of, run_grid
 from tests.support.hopper.backward_totals import Total
+from tests.support.hopper.masks import MASKS as WORDS
 from tests.support.hopper.schedule import Broken
 
 SCALE = 0.2
@@ -74,6 +75,15 @@ CASES = {
     "deterministic wide lists": Case(
         (300, 700), mask=lambda b, h, i, j: (i + 3 * j) % 900 < 300, kind="lists", is_deterministic=True, workers=3, list_tile=(256, 256)
     ),
+    "neighbourhood": Case((300, 300), mask=WORDS["neighbourhood"], kind="lists"),
+    "strided": Case((300, 500), (2, 1), mask=WORDS["strided"], kind="lists", workers=2),
+    "strided in large tiles": Case((300, 400), mask=WORDS["strided"], kind="lists", tiles=BackwardTiles(128, 128)),
+    "image of another size": Case((200, 300), mask=WORDS["odd image"], kind="lists"),
+    "image in pieces": Case((200, 300), mask=WORDS["image of 50"], kind="lists", workers=2),
+    "words and pairs": Case((200, 300), mask=WORDS["hashed"], kind="always"),
+    "sinks": Case((200, 300), mask=masks.sink_window(4, 70), kind="lists"),
+    "valid keys": Case((150, 200), mask=WORDS["valid"], kind="always"),
+    "wide neighbourhood": Case((200, 200), mask=WORDS["neighbourhood"], kind="lists", dims=(192, 128)),
     "softcap": Case(score=lambda s, b, h, i, j: 3 * torch.tanh(s / 3)),
     "alibi": Case(score=lambda s, b, h, i, j: s + SLOPES[h] * (i - j), mask=masks.causal()),
     "96 columns": Case((150, 200), mask=masks.causal(), dims=(80, 96)),
@@ -270,7 +280,14 @@ MUTANTS: dict[str, tuple[str, Changes]] = {
     "dK and dV leave before they are fenced": ("window", ((EPILOGUE, '        cute.arch.fence_proxy("async.shared", space="cta")\n        cute.arch.barrier_arrive', "        cute.arch.barrier_arrive"),)),
     "dK and dV are those of the first keys": ("window", ((EPILOGUE, "facts.n_block, where[1])", "facts.n_block * 0, where[1])"),)),
     "dK leaves when one group has written it": ("window", ((ADDER, "group == groups - 1 and", "group == 0 and"),)),
-    "the band's right side is off by one": ("causal", ((SCORES, "< row + visit.right - key", "<= row + visit.right - key"),)),
+    "the band's right side is off by one": ("causal", ((SCORES, "apart - visit.right + 1", "apart - visit.right"),)),
+    "the band's left side is off by one": ("left", ((SCORES, "apart - visit.left + 1", "apart - visit.left"),)),
+    "words begin at the first tile": ("strided", ((SCORES, "visit.m_block * tile_m, positions[0, 0][1], cute.size", "0, positions[0, 0][1], cute.size"),)),
+    "words are those of the other key": ("strided", ((SCORES, "words = tuple(seen[r * line.words + i]", "words = tuple(seen[(1 - r) * line.words + i]"),)),
+    "what is no word is not asked": ("words and pairs", ((SCORES, "self._ask_rest(fragments, rest, at, line, places, captured)", "pass"),)),
+    "partial tiles are asked nothing": ("strided", ((SCORES, "            if visit.asks != 0:\n                self._see", "            if False:\n                self._see"),)),
+    "small divisors are taken for large ones": ("image of another size", ((SCORES, "if are_wide(known, *self.captured(captured, at), places, line):", "if True:"),)),
+    "pieces are not seen": ("image in pieces", ((SCORES, "self._see_if_wide(seen, rest, at, line, places, captured)", "pass"),)),
     "masked tiles are taken for bare ones": ("causal", ((SCHEDULER, "        is_masked = Int32(1)\n        if (m >= bare_first)", "        is_masked = Int32(0)\n        if (m >= bare_first)"),)),
     "the first row tile is one too late": ("causal", ((SCHEDULER, "cutlass.max(start - right + 1, 0) // tile_m", "cutlass.max(start - right + 1, 0) // tile_m + 1"),)),
     "the last row tile is one too early": ("window", ((SCHEDULER, "ceil_div(cutlass.max(end - left, 0), tile_m)", "cutlass.max(end - left, 0) // tile_m"),)),

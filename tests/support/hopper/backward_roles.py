@@ -20,19 +20,22 @@ from tests.support.hopper.backward_machine import LANES, Acc, Block, Box, Group,
 from tests.support.hopper.backward_packed_roles import PackedCall, Rows, with_single_threads
 from tests.support.hopper.backward_packed_roles import moved as moved_rows
 from tests.support.hopper.backward_totals import Scratch, across, add_to, always_add_to, index_of, moved, store_to
-from tests.support.hopper.emitted import Array, run_source
+from tests.support.hopper.emitted import Array, mask_words, run_source
 from tests.support.hopper.protocol import State
 from tests.support.hopper.roles import Counter
 from tests.support.hopper.schedule import Broken, Schedule
 
-__all__ = ["MODULES", "Call", "Table", "compiled", "run_grid"]
+__all__ = ["MODULES", "Call", "Table", "compiled", "run_grid", "vectorised"]
 
 _FOLDER = Path(anyattn.__file__).parent / "backends" / "hopper" / "kernel"
 MODULES = (
     "softmax", "tile_scheduler", "producer", "mma", "backward/scheduler", "backward/packed", "backward/producer", "backward/adder",
     "backward/scores", "backward/epilogue", "captured/sums", "backward/mma", "backward/wide_mma", "backward/rows",
 )  # fmt: skip
-_KEPT = ("typing", "anyattn.arithmetic", "anyattn.sequences", "anyattn.backends.hopper.captured_sums", "collections")
+_KEPT = (
+    "typing", "anyattn.arithmetic", "anyattn.sequences", "anyattn.backends.hopper.captured_sums", "collections", "anyattn.mods.analysis",
+    "anyattn.backends.hopper.codegen.score_analysis",
+)  # fmt: skip
 Changes = tuple[tuple[str, str, str], ...]  # (module, text, text that takes its place)
 
 
@@ -232,6 +235,7 @@ class _Device:
         below = run_source("codegen/device_math", given)
         made = run_source("codegen/emit", given | {name: below[name] for name in below["__all__"]})
         made["_UNARY"] |= {"tanh": functions["tanh"], "sigmoid": _unary(lambda x: 1 / (1 + np.exp(-x)))}
+        words = mask_words(made)
         parity = SimpleNamespace(Producer=1, Consumer=0)
         pipeline = SimpleNamespace(PipelineUserType=parity, make_pipeline_state=lambda who, n: State(n, 0, who))
         warpgroup = SimpleNamespace(
@@ -240,6 +244,7 @@ class _Device:
         )  # fmt: skip
         return given | {
             **{name: made[name] for name in ("emit", "emit_rows", "emit_at", "wrapped")},
+            **{name: words[name] for name in words["__all__"]},
             "add_to": add_to, "always_add_to": always_add_to, "moved": moved, "store_to": store_to,
             "select": below["select"], "slots": slots,
             "rows_and_columns": lambda x: x, "columns_of": Acc.columns,
@@ -451,6 +456,11 @@ class _Long(_Whole):
 
 def _range(*args: Any, **_: Any) -> range:
     return builtins.range(*(int(a) for a in args))
+
+
+def vectorised() -> dict[str, Any]:
+    """The names that the roles' text is run with, outside of any launch: numbers may be a warp group's, one for each thread."""
+    return _Device(Schedule(0, {}), Counter([], 0), 1).names()
 
 
 def run_grid(

@@ -27,6 +27,7 @@ from anyattn.backends.hopper.kernel.backward.rows import RowsAfter, RowsBefore
 from anyattn.mods.analysis.row_ranges import row_ranges
 from anyattn.mods.tracing.trace import trace
 from tests.support.hopper.cross_compile import TYPES, fake, frame_sizes, products_and_waits
+from tests.support.hopper.masks import MASKS
 
 _CODE_BYTES = 16
 _EXECUTABLE = 4
@@ -97,7 +98,7 @@ def cases(head_dim: int) -> dict[str, tuple[list, dict]]:  # type: ignore[type-a
     alibi = trace(lambda s, b, h, q, k: s - slopes[h] * (q - k).abs(), "score")
     relative = trace(lambda s, b, h, q, k: s + table[h, torch.clamp(q - k, -49, 49) + 49], "score")
     causal, window, sinks = (row_ranges(trace(m, "mask")) for m in (masks.causal(), masks.sliding_window(9, 0), masks.sink_window(4, 9)))
-    document = trace(masks.document(ids), "mask")
+    document, strided, image = (trace(m, "mask") for m in (masks.document(ids), MASKS["strided"], MASKS["captured image"]))
     assert causal is not None and window is not None and sinks is not None
     ends, lists, packed = {"bands": (causal.expr,)}, {"lists": "dense", "list_cut": (2, 1)}, {"has_entries": True}
     return {
@@ -110,6 +111,8 @@ def cases(head_dim: int) -> dict[str, tuple[list, dict]]:  # type: ignore[type-a
         "document": ([document], {**lists, "partial": Ask(document.expr, False)}),
         "sinks": ([sinks], {**lists, "partial": Ask(sinks.expr, True)}),
         "document and causal": ([document, causal], {**lists, "partial": Ask(document.expr, False), "always": (Ask(causal.expr, True),)}),
+        "strided": ([strided], {"lists": "dense", "list_cut": (128 // _rows(head_dim), 1), "partial": Ask(strided.expr, False)}),
+        "image": ([image], {**lists, "partial": Ask(image.expr, False)}),
         "packed": ([], packed),
         "packed causal": ([causal], {**packed, **ends}),
         "packed window": ([window], {**packed, "bands": (window.expr,), "is_deterministic": True}),
@@ -119,6 +122,11 @@ def cases(head_dim: int) -> dict[str, tuple[list, dict]]:  # type: ignore[type-a
         "packed sinks": ([sinks], {**packed, "always": (Ask(sinks.expr, True),)}),
         "deterministic lists": ([document], {**lists, "partial": Ask(document.expr, False), "is_deterministic": True}),
     } | summed(head_dim)
+
+
+def _rows(head_dim: int) -> int:
+    """Of a tile where a predicate is words of bits."""
+    return backward_tiles_for(head_dim, head_dim, is_plain=True).tile_m
 
 
 def summed(head_dim: int) -> dict[str, tuple[list, dict]]:  # type: ignore[type-arg]
@@ -154,7 +162,7 @@ def main(folder: Path, head_dim: int, head_dim_v: int, *only: str) -> None:
         if head_dim > 128 and "has_entries" in fields:
             continue
         if not only or name in only:
-            tiles = backward_tiles_for(head_dim, head_dim_v, is_plain=not fields.keys() & {"score", "lists", "always"})
+            tiles = backward_tiles_for(head_dim, head_dim_v, is_plain=name == "strided" or not fields.keys() & {"score", "lists", "always"})
             config = BackwardConfig(head_dim, head_dim_v, i % 2 == 0, tiles, **fields)
             result[name] = compile_backward(config, mods, folder / str(i), is_guarded=name == "sinks")
     tiles = backward_tiles_for(head_dim, head_dim_v)

@@ -102,6 +102,15 @@ def emitter(sign: str) -> dict[str, Any]:
     return made
 
 
+def mask_words(made: dict[str, Any]) -> dict[str, Any]:
+    """The names of ``mask_words.py``, above those of an emitter; numbers may be a warp group's, one for each thread."""
+    names = {"dsl_user_op": lambda f: f, "T": None, "llvm": None, **made}
+    found = run_source("codegen/mask_words", names, (*OUTSIDE, "anyattn.backends.hopper.codegen.emit"))
+    ones = lambda place: np.where(place < 32, -1 << np.minimum(place, 31).astype(np.int64), 0).astype(np.int32)[()]
+    found["_ones_from"], found["_opaque"] = ones, lambda word: word
+    return found
+
+
 def run_source(module: str, given: dict[str, Any], outside: tuple[str, ...] = OUTSIDE) -> dict[str, Any]:
     """A module of the backend without its imports of CuTe DSL, for which ``given`` stands in."""
     tree = ast.parse((HOPPER / f"{module}.py").read_text())

@@ -42,7 +42,7 @@ from anyattn.backends.hopper.codegen.score_analysis import is_near, is_wide, lin
 from anyattn.mods.ir.dependence import dependence
 from anyattn.mods.ir.expr import Expr, Node, category
 
-__all__ = ["emit", "emit_at", "emit_lines", "emit_rows", "holds", "select", "tanh", "wrapped"]
+__all__ = ["emit", "emit_at", "emit_lines", "emit_rows", "holds", "run_stage", "select", "tanh", "wrapped"]
 
 
 @dsl_user_op
@@ -97,9 +97,9 @@ def emit(
     A value that is one along a diagonal is taken from the lowest row that it meets: of positions past the last, which are lowered to it,
     it may be another's, and they are not used.
     """
-    once = _run(expr, scalars, tensors, "once", {}, {"b": places["b"], "h": places["h"]})
-    rows = [_run(expr, scalars, tensors, "row", dict(once), {"q_idx": q}) for q in places["q_idx"]]
-    columns = [_run(expr, scalars, tensors, "col", dict(once), {"kv_idx": kv}) for kv in places["kv_idx"]]
+    once = run_stage(expr, scalars, tensors, "once", {}, {"b": places["b"], "h": places["h"]})
+    rows = [run_stage(expr, scalars, tensors, "row", dict(once), {"q_idx": q}) for q in places["q_idx"]]
+    columns = [run_stage(expr, scalars, tensors, "col", dict(once), {"kv_idx": kv}) for kv in places["kv_idx"]]
     along = _along_rows(expr, scalars, tensors, rows, columns[0], places["steps"], reads_ahead)
     seen: dict[int, dict[int, Any]] = {}  # by diagonal
     for c, column in enumerate(columns):
@@ -107,19 +107,19 @@ def emit(
             met = seen.setdefault(places["apart"][r] - places["steps"][c], {})
             known = {i: met[i] if i in met else at[r](c) for i, at in along.items()}
             leaves = {"score": None if score is None else score(r, c)}
-            values = _run(expr, scalars, tensors, "tile", {**row, **column, **met, **known}, leaves)
+            values = run_stage(expr, scalars, tensors, "tile", {**row, **column, **met, **known}, leaves)
             met.update((i, values[i]) for i in shared(expr))
             store(r, c, *(values[o] for o in expr.outputs))
 
 
 def emit_lines(expr: Expr, scalars: Sequence[Any], tensors: Sequence[Any], places: dict[str, Any]) -> list[tuple[Any, Any]]:
     """For each row (value at its first column, change by key) of what is even along it; the change may be a literal, 0.0 for none."""
-    once = _run(expr, scalars, tensors, "once", {}, {"b": places["b"], "h": places["h"]})
-    column = _run(expr, scalars, tensors, "col", dict(once), {"kv_idx": places["kv_idx"][0]})
+    once = run_stage(expr, scalars, tensors, "once", {}, {"b": places["b"], "h": places["h"]})
+    column = run_stage(expr, scalars, tensors, "col", dict(once), {"kv_idx": places["kv_idx"][0]})
     output = expr.outputs[0]
     result = []
     for q in places["q_idx"]:
-        row = _run(expr, scalars, tensors, "row", dict(once), {"q_idx": q})
+        row = run_stage(expr, scalars, tensors, "row", dict(once), {"q_idx": q})
         is_line = output in lines(expr)
         result.append(_slanted(expr, scalars, tensors, row, column, straight(expr)[0])[output] if is_line else (Float32(row[output]), 0.0))
     return result
@@ -129,11 +129,11 @@ def holds(conditions: Sequence[Expr], scalars: Sequence[Any], tensors: Sequence[
     """Whether conditions (``piecewise.Piece``) hold at all of a thread's rows and columns."""
     found = None
     for expr in conditions:
-        once = _run(expr, scalars, tensors, "once", {}, {"b": places["b"], "h": places["h"]})
-        column = _run(expr, scalars, tensors, "col", dict(once), {"kv_idx": places["kv_idx"][0]})
+        once = run_stage(expr, scalars, tensors, "once", {}, {"b": places["b"], "h": places["h"]})
+        column = run_stage(expr, scalars, tensors, "col", dict(once), {"kv_idx": places["kv_idx"][0]})
         output = expr.outputs[0]
         for q in places["q_idx"]:
-            row = _run(expr, scalars, tensors, "row", dict(once), {"q_idx": q})
+            row = run_stage(expr, scalars, tensors, "row", dict(once), {"q_idx": q})
             least = _reach(expr, output, places["steps"])[0] + _at_first(expr, scalars, tensors, output, row, column)
             found = least >= 0 if found is None else found & (least >= 0)
     return found
@@ -212,16 +212,16 @@ def _at_first(expr: Expr, scalars: Sequence[Any], tensors: Sequence[Any], node: 
         if at not in needed:
             needed.add(at)
             pending += expr.nodes[at].args
-    return whole(_run(expr, scalars, tensors, "tile", {**row, **first}, {}, needed)[node])
+    return whole(run_stage(expr, scalars, tensors, "tile", {**row, **first}, {}, needed)[node])
 
 
 def emit_rows(expr: Expr, scalars: Sequence[Any], tensors: Sequence[Any], b: Any, h: Any, q_idx: Sequence[Any]) -> list[tuple]:
     """For each row the values of all outputs, which depend on no key and no score; whole numbers are limits of its keys."""
     outputs = [(o, category(expr.nodes[o].dtype) == "int", is_near(expr)[o]) for o in expr.outputs]
-    once = _run(expr, scalars, tensors, "once", {}, {"b": b, "h": h})
+    once = run_stage(expr, scalars, tensors, "once", {}, {"b": b, "h": h})
     found = []
     for q in q_idx:
-        values = _run(expr, scalars, tensors, "row", dict(once), {"q_idx": q})
+        values = run_stage(expr, scalars, tensors, "row", dict(once), {"q_idx": q})
         found.append(tuple(values[o] if not is_limit else limit(values[o], near) for o, is_limit, near in outputs))
     return found
 
@@ -230,7 +230,7 @@ def emit_at(expr: Expr, scalars: Sequence[Any], tensors: Sequence[Any], b: Any, 
     """The values of all outputs, which depend on no score, at one row and key."""
     values: dict[int, Any] = {}
     for stage, leaves in (("once", {"b": b, "h": h}), ("row", {"q_idx": q_idx}), ("col", {"kv_idx": kv_idx}), ("tile", {})):
-        values = _run(expr, scalars, tensors, stage, values, leaves)
+        values = run_stage(expr, scalars, tensors, stage, values, leaves)
     return tuple(values[o] for o in expr.outputs)
 
 
@@ -239,7 +239,7 @@ def wrapped(expr: Expr, values: Sequence[Any], tensor: Any) -> list[Any]:
     return _wrapped(expr, expr.outputs, values, tensor)
 
 
-def _run(
+def run_stage(
     expr: Expr,
     scalars: Sequence[Any],
     tensors: Sequence[Any],

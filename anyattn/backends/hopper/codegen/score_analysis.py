@@ -11,19 +11,21 @@ from anyattn.mods.analysis.additive_bias import additive_bias
 from anyattn.mods.analysis.evaluate import run
 from anyattn.mods.analysis.extents import Box, bits_of, exact, extents, fits, unwrapped
 from anyattn.mods.analysis.piecewise import Piece, pieces
+from anyattn.mods.analysis.row_ranges import mask_of
+from anyattn.mods.analysis.tile_lines import asks_each, bits, least_divisor, split
 from anyattn.mods.ir.dependence import dependence
 from anyattn.mods.ir.expr import Builder, Expr, Node, category
 from anyattn.mods.tracing.weak_captures import NEAR_NUMBER
 
 __all__ = [
-    "MOST_NUMBER", "MOST_POSITIONS", "Factored", "bias", "bound", "caps", "cases", "factored", "is_even", "is_foreseen", "is_near",
-    "is_special", "is_tanh", "is_wide", "lines", "reads", "reads_apart", "reads_straight", "shared", "stages", "straight", "work_by_pair",
-    "wraps",
+    "MOST_NUMBER", "MOST_POSITIONS", "NEAR_BOX", "Factored", "bias", "bound", "caps", "cases", "factored", "is_even", "is_foreseen",
+    "is_near", "is_special", "is_tanh", "is_wide", "is_words", "lines", "parts_if_wide", "parts_of", "reads", "reads_apart",
+    "reads_straight", "shared", "stages", "straight", "work_by_pair", "wraps",
 ]  # fmt: skip
 
 MOST_POSITIONS = 2**24  # sequences are shorter than this, and batches and heads fewer
 MOST_NUMBER = NEAR_NUMBER  # captured whole numbers are less
-_BOX = Box.of_sizes(MOST_POSITIONS, MOST_NUMBER)
+NEAR_BOX = Box.of_sizes(MOST_POSITIONS, MOST_NUMBER)._replace(by_zero=False)  # what the kernel takes
 _MOST_STEP = 2**16  # by which straight whole numbers grow: then what a tile adds to one still has 32 bits
 _EXACT_BITS = 24  # of a whole number in float32
 
@@ -45,25 +47,25 @@ def stages(expr: Expr) -> tuple[str, ...]:
 @lru_cache(maxsize=256)
 def is_wide(expr: Expr) -> tuple[bool, ...]:
     """For each node whether it is a whole number that may take 64 bits, as torch's have; the others are computed in 32."""
-    return tuple(category(n.dtype) == "int" and not fits(e) for n, e in zip(expr.nodes, extents(expr, _BOX), strict=True))
+    return tuple(category(n.dtype) == "int" and not fits(e) for n, e in zip(expr.nodes, extents(expr, NEAR_BOX), strict=True))
 
 
 @lru_cache(maxsize=256)
 def is_near(expr: Expr) -> tuple[bool, ...]:
     """For each node whether it is a whole number of no more than 30 bits."""
-    return tuple(e is not None and bits_of(e) <= 30 for e in extents(expr, _BOX))
+    return tuple(e is not None and bits_of(e) <= 30 for e in extents(expr, NEAR_BOX))
 
 
 @lru_cache(maxsize=256)
 def wraps(expr: Expr) -> tuple[bool, ...]:
     """For each node whether it may leave the range of its dtype, and wrap around."""
-    return tuple(category(n.dtype) == "int" and not is_exact for n, is_exact in zip(expr.nodes, exact(expr, _BOX), strict=True))
+    return tuple(category(n.dtype) == "int" and not is_exact for n, is_exact in zip(expr.nodes, exact(expr, NEAR_BOX), strict=True))
 
 
 @lru_cache(maxsize=256)
 def straight(expr: Expr) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Nodes that go by a whole number that grows evenly from key to key: casts of it to float, and reads along a last dimension."""
-    due, deps, plain, sizes = stages(expr), dependence(expr), unwrapped(expr, _BOX), extents(expr, _BOX)
+    due, deps, plain, sizes = stages(expr), dependence(expr), unwrapped(expr, NEAR_BOX), extents(expr, NEAR_BOX)
     casts, reads = [], []
     for i, node in enumerate(expr.nodes):
         if due[i] != "tile" or not node.args:
@@ -269,6 +271,27 @@ def work_by_pair(expr: Expr) -> int:
     """Operations that are written out for every pair of a row and a key that a thread has; its two rows share a column's."""
     due = stages(expr)
     return due.count("tile") + due.count("col") // 2
+
+
+def parts_of(expr: Expr, is_by_row: bool, along: str, extent: int) -> tuple[tuple[Expr, ...], Expr | None]:
+    """What of a predicate is words of bits along an index of a tile of ``extent`` positions (``tile_lines``), as masks that all hold, and
+    what must be asked of each pair, None for nothing. is_by_row: ``expr`` has row ranges, which are all words or none."""
+    if not is_by_row:
+        return split(expr, along, extent, NEAR_BOX)
+    mask = mask_of(expr)
+    return ((mask,), None) if bits(mask, along, extent, NEAR_BOX) is not None else ((), mask)
+
+
+def is_words(expr: Expr, is_by_row: bool, along: str, extent: int) -> bool:
+    """Whether all of a predicate is words of bits that comparisons with limits fill: it takes hardly any registers."""
+    known, rest = parts_of(expr, is_by_row, along, extent)
+    trees = [bits(part, along, extent, NEAR_BOX) for part in known]
+    return rest is None and not any(tree is None or asks_each(tree) for tree in trees)
+
+
+def parts_if_wide(expr: Expr, along: str, extent: int) -> tuple[tuple[Expr, ...], Expr | None]:
+    """The same of a mask where captured divisors are no less than ``least_divisor`` of the extent."""
+    return split(expr, along, extent, NEAR_BOX, least_divisor(extent))
 
 
 def _alone(expr: Expr, node: int) -> Expr:

@@ -8,10 +8,12 @@ from cutlass import Boolean, Float32, Int32, const_expr
 
 from anyattn.arithmetic import LOG2E
 from anyattn.backends.hopper.codegen.emit import emit, emit_lines, emit_rows, holds, select
-from anyattn.backends.hopper.codegen.score_analysis import is_even
+from anyattn.backends.hopper.codegen.mask_words import Line, are_wide, at_least, below, emit_words, holds_at, in_ranges
+from anyattn.backends.hopper.codegen.score_analysis import NEAR_BOX, is_even, parts_if_wide, parts_of
 from anyattn.backends.hopper.config import slots
 from anyattn.backends.hopper.kernel.exp2_poly import exp2, exp2_of_product, sum_of
 from anyattn.backends.hopper.kernel.fragment import rows_and_columns
+from anyattn.mods.analysis.separated import separated
 
 __all__ = ["Softmax"]
 
@@ -212,62 +214,127 @@ class Softmax:
     @cute.jit
     def masked(self, scores, positions, n, facts, captured, limits, is_partial, is_edge: cutlass.Constexpr):
         """-inf for the keys of tile ``n`` that a row does not see. is_partial: whether the partial predicate is evaluated."""
-        config = self.config
         s = rows_and_columns(scores)
         rows = cute.size(s, mode=[0])
-        # columns are counted from the thread's first, so that what is compared is a literal
-        first = positions[0, 0][1] + n * config.tiles.tile_n
-        for r in cutlass.range_constexpr(rows):
-            row = self.first_row(positions, facts) + self.apart(r)
-            ranges = []
-            if const_expr(is_edge or config.has_right or config.has_left):
-                end = facts.seqlen_k - first
-                if const_expr(config.has_right):
-                    end = cutlass.min(end, row + facts.right - first) if const_expr(is_edge) else row + facts.right - first
-                ranges.append([(row + facts.left - first if const_expr(config.has_left) else None, end)])
-            for _, ask, rows_limits in self._asked_always(limits):
-                if const_expr(ask.by_row):
-                    ranges.append(_pairs(rows_limits[r], first))
-            self._hide(s, r, ranges)
-        for i, ask, _ in self._asked_always(limits):
-            if const_expr(not ask.by_row):
-                self._ask_each(s, i, positions, n, facts, captured, is_edge)
-        if const_expr(config.partial is not None):
-            if is_partial != 0:
-                if const_expr(config.partial.by_row):
-                    for r in cutlass.range_constexpr(rows):
-                        self._hide(s, r, [_pairs(limits[0][r], first)])
-                else:
-                    self._ask_each(s, 0, positions, n, facts, captured, is_edge)
+        if const_expr(not self.asked):
+            # columns are counted from the thread's first, so that what is compared is a literal
+            first = positions[0, 0][1] + n * self.config.tiles.tile_n
+            for r in cutlass.range_constexpr(rows):
+                self._hide(s, r, self._band(r, first, positions, facts, is_edge))
+        else:
+            line, places = self._line(positions, n), self._places(positions, n, facts, is_edge)
+            seen = cute.make_rmem_tensor(rows * line.words, Int32)
+            seen.fill(-1)
+            for r in cutlass.range_constexpr(rows):
+                self._see_band(seen, r, line, self._band(r, line.origin, positions, facts, is_edge))
+            self._see(seen, False, line, places, captured, limits)
+            if const_expr(self.config.partial is not None):
+                if is_partial != 0:
+                    self._see(seen, True, line, places, captured, limits)
+            self._keep(s, seen, line)
+            self._ask(s, False, line, places, captured)
+            if const_expr(self.config.partial is not None):
+                if is_partial != 0:
+                    self._ask(s, True, line, places, captured)
 
-    def _asked_always(self, limits: Any) -> list:
-        """(place in ``asked``, ask, its limits) of the predicates that hold always."""
-        return [(i, ask, limits[i]) for i, (_, ask) in enumerate(self.asked) if ask is not self.config.partial]
+    def _line(self, positions: Any, n: Any) -> Line:
+        """The keys of a tile, of which a thread has many for each row."""
+        tile_n = self.config.tiles.tile_n
+        return Line("kv_idx", n * tile_n, positions[0, 0][1], cute.size(positions, mode=[1]), tile_n)
 
-    def _hide(self, s: Any, r: int, ranges: list) -> None:
-        """-inf in row ``r`` but where, for every list of (lo, hi), a column lies in one of them; None is no bound."""
-        if not ranges:
+    def _band(self, r: int, first: Any, positions: Any, facts: Any, is_edge: bool) -> tuple[Any, Any]:
+        """(lo, hi) of the keys that row ``r`` sees, counted from key ``first``; None is no bound."""
+        row = self.first_row(positions, facts) + self.apart(r)
+        low = row + facts.left - first if self.config.has_left else None
+        high = facts.seqlen_k - first if is_edge else None
+        if self.config.has_right:
+            right = row + facts.right - first
+            high = right if high is None else cutlass.min(high, right)
+        return low, high
+
+    def _see_band(self, seen: Any, r: int, line: Line, band: tuple[Any, Any]) -> None:
+        low, high = band
+        if low is not None:
+            self._narrow(seen, r, at_least(low, line), line)
+        if high is not None:
+            self._narrow(seen, r, below(high, line), line)
+
+    def _hide(self, s: Any, r: int, band: tuple[Any, Any]) -> None:
+        """-inf in row ``r`` but where a column, counted from the thread's first, lies in the band."""
+        low, high = band
+        if low is None and high is None:
             return
         for c in range(cute.size(s, mode=[1])):
-            place = _column(c)
-            seen: Any = None
-            for pairs in ranges:
-                inside: Any = None
-                for low, high in pairs:
-                    here = Int32(place) < high
-                    here = here & (Int32(place) >= low) if low is not None else here
-                    inside = here if inside is None else inside | here
-                seen = inside if seen is None else seen & inside
+            place, seen = _column(c), None
+            if high is not None:
+                seen = Int32(place) < high
+            if low is not None:
+                seen = Int32(place) >= low if seen is None else seen & (Int32(place) >= low)
             s[r, c] = select(seen, s[r, c], -Float32.inf, "float")
 
-    def _ask_each(self, s: Any, i: int, positions: Any, n: Any, facts: Any, captured: Any, is_edge: bool) -> None:
-        at, ask = self.asked[i]
+    def _keep(self, s: Any, seen: Any, line: Line) -> None:
+        """-inf where a row does not see a column."""
+        for r in range(cute.size(s, mode=[0])):
+            words = tuple(seen[r * line.words + i] for i in range(line.words))
+            for c in range(line.positions):
+                s[r, c] = select(holds_at(words, c), s[r, c], -Float32.inf, "float")
 
+    def _narrow(self, seen: Any, r: int, words: Any, line: Line) -> None:
+        for i, word in enumerate(words):
+            seen[r * line.words + i] = seen[r * line.words + i] & word
+
+    def _parts(self, is_partial: bool, line: Line) -> list[tuple[int, tuple, Any]]:
+        """(place, what of it is words, what is asked of each pair) of the predicates without row ranges."""
+        chosen = [(at, ask) for at, ask in self.asked if (ask is self.config.partial) is is_partial and not ask.by_row]
+        return [(at, *parts_of(ask.expr, False, line.along, line.extent)) for at, ask in chosen]
+
+    def _see(self, seen: Any, is_partial: bool, line: Line, places: dict[str, Any], captured: Any, limits: Any) -> None:
+        """Takes from ``seen`` what the partial predicate hides, or those that hold always, as far as they are words."""
+        for i, (_, ask) in enumerate(self.asked):
+            if ask.by_row and (ask is self.config.partial) is is_partial:
+                for r, of_row in enumerate(limits[i]):
+                    self._narrow(seen, r, in_ranges(of_row, line), line)
+        for at, known, rest in self._parts(is_partial, line):
+            self._see_words(seen, known, at, line, places, captured)
+            if rest is not None:
+                self._see_if_wide(seen, rest, at, line, places, captured)
+
+    def _see_words(self, seen: Any, known: tuple, at: int, line: Line, places: dict[str, Any], captured: Any) -> None:
+        for expr in known:
+            for r, words in enumerate(emit_words(expr, *self.captured(captured, at), places, line)):
+                self._narrow(seen, r, words, line)
+
+    @cute.jit
+    def _see_if_wide(self, seen, expr, at, line, places, captured):
+        known, _ = parts_if_wide(expr, line.along, line.extent)
+        if const_expr(len(known) > 0):
+            if are_wide(known, *self.captured(captured, at), places, line):
+                self._see_words(seen, known, at, line, places, captured)
+
+    def _ask(self, s: Any, is_partial: bool, line: Line, places: dict[str, Any], captured: Any) -> None:
+        """Hides what predicates hide and no word says."""
+        for at, _, rest in self._parts(is_partial, line):
+            if rest is not None:
+                self._ask_rest(s, rest, at, line, places, captured)
+
+    @cute.jit
+    def _ask_rest(self, s, expr, at, line, places, captured):
+        """Asks each pair what is no word, or one only where captured divisors are large."""
+        known, rest = parts_if_wide(expr, line.along, line.extent)
+        if const_expr(len(known) == 0):
+            self._ask_each(s, at, expr, places, captured)
+        else:
+            if are_wide(known, *self.captured(captured, at), places, line):
+                if const_expr(rest is not None):
+                    self._ask_each(s, at, rest, places, captured)
+            else:
+                self._ask_each(s, at, expr, places, captured)
+
+    def _ask_each(self, s: Any, at: int, expr: Any, places: dict[str, Any], captured: Any) -> None:
         def store(r: int, c: int, seen: Any) -> None:
             s[r, c] = select(Boolean(seen) if not isinstance(seen, bool) else seen, s[r, c], -Float32.inf, "float")
 
-        places = self._places(positions, n, facts, is_edge)
-        emit(ask.expr, *self.captured(captured, at), places, None, store)
+        emit(separated(expr, NEAR_BOX), *self.captured(captured, at), places, None, store)
 
     @cute.jit
     def exponentials(self, scores, lifts, row_max, row_sum, row_scale, rate, is_first: cutlass.Constexpr, may_be_blind: cutlass.Constexpr):
@@ -349,12 +416,3 @@ def _diagonals(places: dict[str, Any]) -> dict[int, tuple[int, tuple[int, int]]]
         for r, apart in enumerate(places["apart"]):
             found.setdefault(apart - step, (len(found), (r, c)))
     return found
-
-
-def _pairs(row: tuple, first: Any) -> list[tuple]:
-    """(lo, hi) of each range, counted from column ``first``."""
-    return [(_after(low, first), _after(high, first)) for low, high in zip(row[0::2], row[1::2], strict=True)]
-
-
-def _after(limit: Any, first: Any) -> Any:
-    return Int32(limit) - first

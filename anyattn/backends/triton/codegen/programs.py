@@ -22,7 +22,9 @@ from anyattn.backends.triton.codegen.row_families import Family, families
 from anyattn.mask_plan import MaskAbilities, MaskPart, MaskPlan, mask_plan
 from anyattn.mods.analysis import captured_loads
 from anyattn.mods.analysis.captured_loads import contends, moves_along_diagonals, tells_apart
+from anyattn.mods.analysis.extents import MOST_INDEX_BITS, Box
 from anyattn.mods.analysis.row_ranges import ALL_KEYS, RowRanges, never_fall
+from anyattn.mods.analysis.separated import separated
 from anyattn.mods.ir.dependence import dependence
 from anyattn.mods.ir.expr import Builder, Expr
 from anyattn.mods.ir.grad import Gradients, score_gradients
@@ -35,6 +37,7 @@ __all__ = ["Part", "Program", "Read", "captured_of", "gradient_part", "masks_of"
 
 # A kernel keeps the limits of two ranges of a row. Where a cache's few rows have more, evaluating the mask is cheaper than listing tiles.
 _ABILITIES = MaskAbilities(most_ranges=2, joins=True, lists_caches=False)
+_ANY_NUMBERS = Box.of_sizes(2**MOST_INDEX_BITS, None)
 _SCALED = {**LEAVES, "score_2": "score_2"}
 
 
@@ -149,8 +152,11 @@ def _ranges_part(name: str, ranges: RowRanges, problem: Problem) -> Part:
 
 
 def _mask_part(name: str, part: MaskPart, problem: Problem) -> Part:
-    """Part of a program: row limits where the mask has few ranges, else its expression."""
-    return _part(name, part.mask, problem) if part.ranges is None else _ranges_part(name, part.ranges, problem)
+    """Part of a program: row limits where the mask has few ranges, else its expression, with what each pair is asked made short."""
+    if part.ranges is not None:
+        return _ranges_part(name, part.ranges, problem)
+    expr = separated(part.mask.expr, _ANY_NUMBERS)
+    return _part(name, part.mask, problem)._replace(expr=expr, style=style_of(part.mask, expr, problem))
 
 
 # ---- derivatives

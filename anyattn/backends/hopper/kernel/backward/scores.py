@@ -11,7 +11,10 @@ from cutlass import Boolean, Float32, Int32, const_expr
 
 from anyattn.arithmetic import LOG2E
 from anyattn.backends.hopper.codegen.emit import emit, emit_rows, select
+from anyattn.backends.hopper.codegen.mask_words import Line, alike, are_wide, at_least, below, both, emit_words, holds_at
+from anyattn.backends.hopper.codegen.score_analysis import NEAR_BOX, parts_if_wide, parts_of
 from anyattn.backends.hopper.kernel.fragment import rows_and_columns
+from anyattn.mods.analysis.separated import separated
 
 __all__ = ["Scores", "Seen"]
 
@@ -104,69 +107,128 @@ class Scores:
     @cute.jit
     def hidden(self, fragments, positions, said, captured):
         """Zeros in ``fragments`` where a row does not see a key; bits in words (``Seen``). said: see ``MultipliesBack.said_of``."""
-        given = (positions, said, captured)
         visit, _ = self.said_of(said)
         if const_expr(self.config.always):
-            self._hide(fragments, True, self._asked(False), *given)
+            self._hide(fragments, positions, said, captured)
+        elif const_expr(self.config.partial is not None):
+            if (visit.is_masked | visit.asks) != 0:
+                self._hide(fragments, positions, said, captured)
         else:
             if visit.is_masked != 0:
-                self._hide(fragments, True, (), *given)
+                self._hide(fragments, positions, said, captured)
+
+    @cute.jit
+    def _hide(self, fragments, positions, said, captured):
+        """What is hidden of each key's rows: by their edges and bands, by what holds always, by what decides in this tile."""
+        visit, facts = self.said_of(said)
+        fragments = tuple(Seen(f) if f.element_type is Int32 else rows_and_columns(f) for f in fragments)
+        line, places = self._line(positions, visit), self._places(positions, visit, facts)
+        seen = cute.make_rmem_tensor(cute.size(positions, mode=[0]) * line.words, Int32)
+        self._edges(seen, line, positions, visit, facts)
+        self._see(seen, False, line, places, captured)
         if const_expr(self.config.partial is not None):
             if visit.asks != 0:
-                self._hide(fragments, False, self._asked(True), *given)
+                self._see(seen, True, line, places, captured)
+        self._keep(fragments, seen, line)
+        self._ask(fragments, False, line, places, captured)
+        if const_expr(self.config.partial is not None):
+            if visit.asks != 0:
+                self._ask(fragments, True, line, places, captured)
 
-    def _asked(self, is_partial: bool) -> tuple:
-        """The partial predicate, or those that hold always."""
-        return tuple((at, ask) for at, ask in self.asked if (ask is self.config.partial) is is_partial)
+    def _keep(self, fragments: tuple, seen: Any, line: Line) -> None:
+        for r in range(cute.size(seen) // line.words):
+            words = tuple(seen[r * line.words + i] for i in range(line.words))
+            for c in range(line.positions):
+                for f in fragments:
+                    f[r, c] = select(holds_at(words, c), f[r, c], Float32(0.0), "float")
 
-    def _hide(self, fragments: tuple, has_edges: bool, asked: tuple, positions: Any, said: Any, captured: Any) -> None:
-        """has_edges: rows and keys past the last are hidden, and what is outside of a row's band."""
-        visit, facts = self.said_of(said)
-        apart, steps = self._offsets(positions)
-        row, key = self._first(positions, visit, facts)
-        fragments = tuple(Seen(f) if f.element_type is Int32 else rows_and_columns(f) for f in fragments)
-        places = self._places(positions, visit, facts)
-        for c, a in enumerate(apart):
-            limits = [_pairs(found) for found in self._limits(asked, places, c, captured)]
-            for r, s in enumerate(steps):
-                seen = self._within(row, key, a, s, visit, facts) if has_edges else None
-                for pairs in limits:
-                    inside: Any = None
-                    for low, high in pairs:
-                        here = (key + s >= low) & (key + s < high)
-                        inside = here if inside is None else inside | here
-                    seen = inside if seen is None else seen & inside
-                for f in fragments if seen is not None else ():
+    def _line(self, positions: Any, visit: Any) -> Line:
+        """The query rows of a tile, of which a thread has many for each key."""
+        tile_m = self.config.tiles.tile_m
+        return Line("q_idx", visit.m_block * tile_m, positions[0, 0][1], cute.size(positions, mode=[1]), tile_m)
+
+    def _edges(self, seen: Any, line: Line, positions: Any, visit: Any, facts: Any) -> None:
+        """Which rows and keys exist, and which keys are in a row's band, in place of what stands in ``seen``."""
+        ends = alike(True, line)
+        if self.config.score is not None or self.config.has_entries:  # else rows past the last are zeros, of infinite log-sum-exp
+            ends = below(facts.seqlen_q - line.origin, line)
+        _, key = self._first(positions, visit, facts)
+        for r, step in enumerate(self._offsets(positions)[1]):
+            words, apart = alike(key + step < facts.seqlen_k, line), key + step - line.origin
+            words = both(words, ends)
+            if self.config.has_right:  # key < row + right
+                words = both(words, at_least(apart - visit.right + 1, line))
+            if self.config.has_left:
+                words = both(words, below(apart - visit.left + 1, line))
+            for i, word in enumerate(words):
+                seen[r * line.words + i] = word
+
+    def _parts(self, is_partial: bool, line: Line) -> list[tuple[int, Any, tuple, Any]]:
+        """(place, ask, what of it is words, what is asked of each pair) of the partial predicate, or of those that hold always."""
+        chosen = [(at, ask) for at, ask in self.asked if (ask is self.config.partial) is is_partial]
+        return [(at, ask, *parts_of(ask.expr, ask.by_row, line.along, line.extent)) for at, ask in chosen]
+
+    def _see(self, seen: Any, is_partial: bool, line: Line, places: dict[str, Any], captured: Any) -> None:
+        """Takes from ``seen`` what predicates hide, as far as they are words."""
+        for at, ask, known, rest in self._parts(is_partial, line):
+            self._see_words(seen, known, at, line, places, captured)
+            if rest is not None and not ask.by_row:
+                self._see_if_wide(seen, rest, at, line, places, captured)
+
+    def _see_words(self, seen: Any, known: tuple, at: int, line: Line, places: dict[str, Any], captured: Any) -> None:
+        for expr in known:
+            for r, words in enumerate(emit_words(expr, *self.captured(captured, at), places, line)):
+                for i, word in enumerate(words):
+                    seen[r * line.words + i] = seen[r * line.words + i] & word
+
+    @cute.jit
+    def _see_if_wide(self, seen, expr, at, line, places, captured):
+        known, _ = parts_if_wide(expr, line.along, line.extent)
+        if const_expr(len(known) > 0):
+            if are_wide(known, *self.captured(captured, at), places, line):
+                self._see_words(seen, known, at, line, places, captured)
+
+    def _ask(self, fragments: tuple, is_partial: bool, line: Line, places: dict[str, Any], captured: Any) -> None:
+        """Hides what predicates hide and no word says."""
+        for at, ask, _, rest in self._parts(is_partial, line):
+            if rest is not None and ask.by_row:
+                self._hide_by_row(fragments, at, ask, places, captured)
+            elif rest is not None:
+                self._ask_rest(fragments, rest, at, line, places, captured)
+
+    @cute.jit
+    def _ask_rest(self, fragments, expr, at, line, places, captured):
+        """Asks each pair what is no word, or one only where captured divisors are large."""
+        known, rest = parts_if_wide(expr, line.along, line.extent)
+        if const_expr(len(known) == 0):
+            self._ask_each(fragments, at, expr, places, captured)
+        else:
+            if are_wide(known, *self.captured(captured, at), places, line):
+                if const_expr(rest is not None):
+                    self._ask_each(fragments, at, rest, places, captured)
+            else:
+                self._ask_each(fragments, at, expr, places, captured)
+
+    def _hide_by_row(self, fragments: tuple, at: int, ask: Any, places: dict[str, Any], captured: Any) -> None:
+        """A predicate with row ranges: lo, hi, lo, hi, ... of the keys that each row sees."""
+        numbers, tensors = self.captured(captured, at)
+        for c, q in enumerate(places["q_idx"]):
+            limits = emit_rows(ask.expr, numbers, tensors, places["b"], places["h"], [q])[0]
+            for r, key in enumerate(places["kv_idx"]):
+                seen: Any = None
+                for low, high in zip(limits[::2], limits[1::2], strict=True):
+                    inside = (key >= low) & (key < high)
+                    seen = inside if seen is None else seen | inside
+                for f in fragments:
                     f[r, c] = select(seen, f[r, c], Float32(0.0), "float")
-        for at, ask in asked:
-            if not ask.by_row:
-                self._ask_each(fragments, at, ask, places, captured)
 
-    def _within(self, row: Any, key: Any, a: int, s: int, visit: Any, facts: Any) -> Any:
-        """Whether a row and a key exist and the key is in the row's band; literals are compared with numbers of the tile."""
-        seen = (Int32(a) < facts.seqlen_q - row) & (Int32(s) < facts.seqlen_k - key)
-        if self.config.has_right:  # key < row + right
-            seen = seen & (Int32(s - a) < row + visit.right - key)
-        if self.config.has_left:
-            seen = seen & (Int32(s - a) >= row + visit.left - key)
-        return seen
-
-    def _limits(self, asked: tuple, places: dict[str, Any], c: int, captured: Any) -> list[tuple]:
-        """For each predicate with row ranges lo, hi, lo, hi, ... of the keys that row ``c`` sees."""
-        found = []
-        for at, ask in asked:
-            if ask.by_row:
-                numbers, tensors = self.captured(captured, at)
-                found.append(emit_rows(ask.expr, numbers, tensors, places["b"], places["h"], [places["q_idx"][c]])[0])
-        return found
-
-    def _ask_each(self, fragments: tuple, at: int, ask: Any, places: dict[str, Any], captured: Any) -> None:
+    def _ask_each(self, fragments: tuple, at: int, expr: Any, places: dict[str, Any], captured: Any) -> None:
         def store(r: int, c: int, seen: Any) -> None:
             seen = Boolean(seen) if not isinstance(seen, bool) else seen
             for f in fragments:
                 f[c, r] = select(seen, f[c, r], Float32(0.0), "float")
 
-        emit(ask.expr, *self.captured(captured, at), places, None, store)
+        emit(separated(expr, NEAR_BOX, "kv_idx"), *self.captured(captured, at), places, None, store)
 
 
 class Seen:
@@ -189,7 +251,3 @@ class Seen:
     def _bit(self, key: int, row: int) -> tuple[int, Any]:
         at = 2 * row + key  # a thread has two keys
         return at // 32, Int32((1 << at % 32) - (1 << 32) * (at % 32 == 31))
-
-
-def _pairs(limits: tuple) -> list[tuple[Any, Any]]:
-    return list(zip(limits[::2], limits[1::2], strict=True))

@@ -1,0 +1,284 @@
+"""Masks as words of bits: what each of a thread's few rows (or keys) shows of its many keys (or rows), a bit for each of them.
+
+A comparison with a limit fills a word in six instructions, whatever the number of positions; what is the same at all of them in one. Then a
+pair of positions costs the test of a bit. What a word cannot say (``tile_lines.split``) is asked of each pair.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from cutlass import Boolean, Int32
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import T, dsl_user_op
+
+from anyattn.backends.hopper.codegen.device_math import divided, select
+from anyattn.backends.hopper.codegen.emit import run_stage
+from anyattn.backends.hopper.codegen.score_analysis import NEAR_BOX
+from anyattn.mods.analysis.row_ranges import NO_LIMIT
+from anyattn.mods.analysis.tile_lines import All, Bits, Each, Limit, Not, Pieces, Same, Sides, Some, Term, bits, demanded, least_divisor
+from anyattn.mods.ir.expr import Expr
+
+__all__ = ["Line", "Words", "alike", "are_wide", "at_least", "below", "both", "emit_words", "holds_at", "in_ranges", "within"]
+
+_BITS = 32
+
+Words = tuple[Any, ...]  # bit c % 32 of word c // 32 says what holds at a thread's c-th position
+
+
+class Line(NamedTuple):
+    """The index along which a thread has many positions.
+
+    along: "q_idx" or "kv_idx". origin: the tile's first position. first: how far the thread's first one lies from it. positions: how many
+    the thread has: pairs of neighbours, 8 apart. extent: the tile's positions, of which ``origin`` is a multiple.
+    """
+
+    along: str
+    origin: Any
+    first: Any
+    positions: int
+    extent: int
+
+    @property
+    def words(self) -> int:
+        return -(-self.positions // _BITS)
+
+
+@dsl_user_op
+def _ones_from(place: Any, *, loc: Any = None, ip: Any = None) -> Any:
+    """A word of ones from bit ``place`` on, which is at least 0; none from 32 on (the device's shift by more bits than there are)."""
+    operands = [Int32(place).ir_value(loc=loc, ip=ip)]
+    text, dialect = "shl.b32 $0, -1, $1;", llvm.AsmDialect.AD_ATT
+    found = llvm.inline_asm(T.i32(), operands, text, "=r,r", has_side_effects=False, is_align_stack=False, asm_dialect=dialect)
+    return Int32(found)
+
+
+@dsl_user_op
+def _opaque(word: Any, *, loc: Any = None, ip: Any = None) -> Any:
+    """The word itself, which the compiler does not take apart again into the conditions that it was made of."""
+    operands = [Int32(word).ir_value(loc=loc, ip=ip)]
+    text, dialect = "mov.b32 $0, $1;", llvm.AsmDialect.AD_ATT
+    found = llvm.inline_asm(T.i32(), operands, text, "=r,r", has_side_effects=False, is_align_stack=False, asm_dialect=dialect)
+    return Int32(found)
+
+
+# ---- words
+
+
+def alike(condition: Any, line: Line) -> Words:
+    """All positions or none."""
+    if isinstance(condition, bool):
+        return (Int32(-1 if condition else 0),) * line.words
+    return (select(condition, -1, 0, "int"),) * line.words
+
+
+def at_least(limit: Any, line: Line) -> Words:
+    """The positions that lie ``limit`` or more after the tile's first."""
+    after = Int32(limit) - line.first
+    # positions before the limit: two of each eight, of the last eight one if it is the limit's neighbour
+    before = (after >> 3) * 2 + _least(after & 7, 2)
+    return tuple(_ones_from(_most(before - _BITS * i, 0)) for i in range(line.words))
+
+
+def below(limit: Any, line: Line) -> Words:
+    return tuple(~word for word in at_least(limit, line))
+
+
+def within(low: Any, high: Any, line: Line) -> Words:
+    """Those from ``low`` on and before ``high``, both counted from the tile's first position."""
+    return both(at_least(low, line), below(high, line))
+
+
+def in_ranges(limits: Sequence[Any], line: Line) -> Words:
+    """Those in one of the ranges lo, hi, lo, hi, ... of positions; literal limits that bound nothing cost nothing."""
+    found: Words | None = None
+    for low, high in zip(limits[::2], limits[1::2], strict=True):
+        words = alike(True, line)
+        if not (isinstance(low, int) and low <= 0):
+            words = both(words, at_least(low - line.origin, line))
+        if not (isinstance(high, int) and high >= NO_LIMIT):
+            words = both(words, below(high - line.origin, line))
+        found = words if found is None else tuple(a | b for a, b in zip(found, words, strict=True))
+    assert found is not None, "row ranges of no range"
+    return found
+
+
+def both(a: Words, b: Words) -> Words:
+    return tuple(x & y for x, y in zip(a, b, strict=True))
+
+
+def holds_at(words: Words, c: int) -> Any:
+    """Whether the bit of a thread's ``c``-th position is set."""
+    at = c % _BITS
+    return (words[c // _BITS] & Int32((1 << at) - (1 << _BITS) * (at == _BITS - 1))) != 0
+
+
+def _least(a: Any, b: int) -> Any:
+    return select(a < b, a, b, "int")
+
+
+def _most(a: Any, b: int) -> Any:
+    return select(a > b, a, b, "int")
+
+
+# ---- masks
+
+
+def emit_words(expr: Expr, scalars: Sequence[Any], tensors: Sequence[Any], places: dict[str, Any], line: Line) -> list[Words]:
+    """The words of a mask all of which is known by ``tile_lines.bits``: one ``Words`` for each position of the other index.
+
+    places: as ``emit`` takes them; those along the line are used where a part of the mask is asked of each position.
+    """
+    tree = bits(expr, line.along, line.extent, NEAR_BOX, least_divisor(line.extent))
+    assert tree is not None, "a mask that is no word of bits"
+    writer = _Writer(expr, scalars, tensors, places, line)
+    return [tuple(_opaque(word) for word in writer.words(tree, y)) for y in range(len(writer.others))]
+
+
+def are_wide(parts: Sequence[Expr], scalars: Sequence[Any], tensors: Sequence[Any], places: dict[str, Any], line: Line) -> Any:
+    """Whether the captured divisors of masks are large enough for them to be words (``score_analysis.parts_if_wide``)."""
+    least, found = least_divisor(line.extent), None
+    for expr in parts:
+        divisor = demanded(expr, line.along, line.extent, NEAR_BOX, least)
+        if divisor is not None:
+            leaves, needed = {name: places[name] for name in ("b", "h")}, _needed(expr, divisor)
+            value = run_stage(expr, scalars, tensors, "once", {}, leaves, needed)[divisor]
+            found = value >= least if found is None else found & (value >= least)
+    assert found is not None, "masks that are words whatever is captured"
+    return found
+
+
+class _Writer:
+    def __init__(self, expr: Expr, scalars: Sequence[Any], tensors: Sequence[Any], places: dict[str, Any], line: Line) -> None:
+        self.expr, self.given, self.line = expr, (scalars, tensors), line
+        self.leaves = {name: places[name] for name in ("b", "h")}
+        self.along, other = places[line.along], "q_idx" if line.along == "kv_idx" else "kv_idx"
+        self.others: list[Any] = places[other]
+        self.known: list[dict[int, Any]] = [{} for _ in self.others]  # at the tile's first position
+        self.alone: dict[int, Words] = {}  # of nodes that the other index does not change
+        self.positions = [{**self.leaves, line.along: line.origin, other: y} for y in self.others]
+
+    def words(self, tree: Bits, y: int) -> Words:
+        found = self._made(tree, y)
+        return alike(found.holds, self.line) if isinstance(found, _Alike) else found
+
+    def _made(self, tree: Bits, y: int) -> Any:
+        """Words, or one condition for all positions."""
+        if isinstance(tree, Same):
+            return _Alike(_condition(self._value(tree.node, y)))
+        if isinstance(tree, Limit):
+            return self._limited(tree, y)
+        if isinstance(tree, Each):
+            return self._each(tree.node)
+        if isinstance(tree, Not):
+            part = self._made(tree.part, y)
+            return _Alike(_not(part.holds)) if isinstance(part, _Alike) else tuple(~word for word in part)
+        if isinstance(tree, Pieces):
+            return self._in_pieces(tree, y)
+        if isinstance(tree, Sides):
+            condition, yes, no = (self.words(part, y) for part in tree)
+            return tuple((c & a) | (~c & b) for c, a, b in zip(condition, yes, no, strict=True))
+        return self._joined(tree, y)
+
+    def _joined(self, tree: All | Some, y: int) -> Any:
+        """Conditions first: two of them are joined without words."""
+        parts = [self._made(part, y) for part in tree.parts]
+        words = [p for p in parts if not isinstance(p, _Alike)]
+        is_all, condition = isinstance(tree, All), None
+        for part in parts:
+            if not isinstance(part, _Alike):
+                continue
+            condition = part.holds if condition is None else condition & part.holds if is_all else condition | part.holds
+        if condition is not None:
+            if not words:
+                return _Alike(condition)
+            words.append(alike(condition, self.line))
+        total = words[0]
+        for more in words[1:]:
+            total = tuple(a & b if is_all else a | b for a, b in zip(total, more, strict=True))
+        return total
+
+    def _in_pieces(self, tree: Pieces, y: int) -> Words:
+        """Piece after piece, with the quotient and the rest that the tile's first position would have in it."""
+        dividend, divisor = (self._value(node, y) for node in tree.cut)
+        divisor, dividend = divisor if isinstance(divisor, int) else Int32(divisor), Int32(dividend)
+        quotient = divided("floordiv", dividend, divisor, "int")
+        rest, outside, total = dividend - quotient * divisor, self.known[y], None
+        for n in range(tree.most):
+            shifted = {"floordiv": quotient + n, "mod": rest - divisor * n}
+            self.known[y] = {i: shifted[node.op] for i, node in enumerate(self.expr.nodes) if node.op in shifted and node.args == tree.cut}
+            words = self.words(tree.part, y)
+            if n > 0:
+                words = both(words, at_least(divisor * n - rest, self.line))
+            if n < tree.most - 1:
+                words = both(words, below(divisor * (n + 1) - rest, self.line))
+            total = words if total is None else tuple(a | b for a, b in zip(total, words, strict=True))
+        self.known[y] = outside
+        assert total is not None, "a tile of no pieces"
+        return total
+
+    def _limited(self, tree: Limit, y: int) -> Any:
+        apart = self._term(tree.left, y) - self._term(tree.right, y)  # at the tile's first position
+        if tree.slope == 0:
+            return _Alike(getattr(operator, tree.op)(apart, 0))
+        op, line, next_one = tree.op, self.line, int(tree.op in (("gt", "le") if tree.slope > 0 else ("ge", "lt")))
+        if op in ("eq", "ne"):
+            place = -apart if tree.slope > 0 else apart
+            one = within(place, place + 1, line)
+            return one if op == "eq" else tuple(~word for word in one)
+        if tree.slope > 0:  # apart + x >= 0
+            return (at_least if op in ("gt", "ge") else below)(next_one - apart, line)
+        return (below if op in ("gt", "ge") else at_least)(apart + next_one, line)
+
+    def _term(self, term: Term, y: int) -> Any:
+        value = Int32(self._value(term.node, y))
+        return value if term.sign > 0 else -value
+
+    def _each(self, node: int) -> Words:
+        if node not in self.alone:
+            words = [Int32(0)] * self.line.words
+            needed = _needed(self.expr, node)
+            for c, place in enumerate(self.along):
+                values = self._run({}, {**self.leaves, self.line.along: place}, needed)
+                holds, at = _condition(values[node]), c % _BITS
+                bit = (1 << at) - (1 << _BITS) * (at == _BITS - 1)
+                words[c // _BITS] = words[c // _BITS] | select(holds, bit, 0, "int")
+            self.alone[node] = tuple(_opaque(word) for word in words)
+        return self.alone[node]
+
+    def _value(self, node: int, y: int) -> Any:
+        """At the tile's first position."""
+        if node not in self.known[y]:
+            self._run(self.known[y], self.positions[y], _needed(self.expr, node))
+        return self.known[y][node]
+
+    def _run(self, values: dict[int, Any], leaves: dict[str, Any], needed: set[int]) -> dict[int, Any]:
+        for stage in ("once", "row", "col", "tile"):
+            run_stage(self.expr, *self.given, stage, values, leaves, needed)
+        return values
+
+
+class _Alike(NamedTuple):
+    """One condition for all positions."""
+
+    holds: Any
+
+
+def _condition(value: Any) -> Any:
+    return value if isinstance(value, bool) else Boolean(value)
+
+
+def _not(condition: Any) -> Any:
+    return select(condition, False, True, "bool")
+
+
+def _needed(expr: Expr, node: int) -> set[int]:
+    needed, pending = set(), [node]
+    while pending:
+        at = pending.pop()
+        if at not in needed:
+            needed.add(at)
+            pending += expr.nodes[at].args
+    return needed

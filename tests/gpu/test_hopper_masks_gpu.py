@@ -1,0 +1,58 @@
+"""Masks that the Hopper kernels read as words of bits, wholly or in part, on a GPU: both passes by the budget against the fp64 oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.gpu import judging
+from tests.support.gpu.judging import judge, qkv
+from tests.support.hopper import masks
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120, method="thread")]
+judging.needs_the_backend(only="hopper")
+
+CAPTURING = {
+    "random blocks": judging.Capturing(lambda to: (lambda t: lambda b, h, q, k: t[q // 128, k // 128])(to(masks.TABLE))),
+    "lengths": judging.Capturing(lambda to: (lambda n: lambda b, h, q, k: (k < n[b]) & ((q < k + 5) | (q < 12)))(to(masks.LENGTHS))),
+    "valid": judging.Capturing(lambda to: (lambda t: lambda b, h, q, k: t[k] & t[q] | (q == k))(to(masks.VALID))),
+}
+MASKS: dict[str, Any] = masks.MASKS | CAPTURING
+
+
+@pytest.fixture(autouse=True)
+def _finished() -> Iterator[None]:
+    yield
+    if judging.MODE == "gpu":
+        torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("name", MASKS)
+def test_masks(name: str, d: int) -> None:
+    judge(qkv(2, 4, 2, sq=600, sk=700, d=d), mask=MASKS[name], backward=True)
+
+
+@pytest.mark.parametrize("name", ["neighbourhood", "strided", "odd image", "random blocks"])
+def test_masks_of_wide_heads(name: str) -> None:
+    judge(qkv(1, 4, 2, sq=600, sk=700, d=192, dv=128), mask=MASKS[name], backward=True)
+
+
+@pytest.mark.parametrize("name", ["neighbourhood", "strided", "captured image"])
+def test_with_a_score_mod(name: str) -> None:
+    """Then what is hidden is taken from the gradient of scores too."""
+    judge(qkv(1, 4, 2, sq=300, sk=400), mask=MASKS[name], score=lambda s, b, h, q, k: 20 * torch.tanh(s / 20), backward=True)
+
+
+@pytest.mark.parametrize("name", ["neighbourhood", "strided"])
+def test_deterministic(name: str) -> None:
+    judge(qkv(1, 4, 2, sq=600, sk=700, d=64), mask=MASKS[name], backward=True, deterministic=True)
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_rows_and_keys_that_do_not_fill_tiles(d: int) -> None:
+    for sq, sk in ((1, 1), (65, 129), (129, 65), (257, 31)):
+        judge(qkv(1, 2, 1, sq=sq, sk=sk, d=d), mask=MASKS["strided"], backward=True)
