@@ -15,9 +15,10 @@ below the dtype's normal numbers is rounded to a multiple of the least subnormal
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from torch import Tensor
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.oracle import Mod, _apply, _Call, _chunks, _scale, _upcast, _upcast_mods, _visible
 
-__all__ = ["Noise", "Noises", "rounding"]
+__all__ = ["Later", "Noise", "Noises", "later", "rounding"]
 
 _DRAWS = 8
 
@@ -45,6 +46,20 @@ class Noises(NamedTuple):
     dv: Noise | None
     dsink: Noise | None
     captured: tuple[Noise | None, ...]
+
+
+class Later:
+    """The rounding noise of one call, computed when some of it is first asked for (``budget.check`` asks where it decides)."""
+
+    def __init__(self, found: Callable[[], Noises]):
+        self.found = functools.cache(found)
+
+    def of(self, name: str) -> Callable[[], Noise | None]:
+        """name: a field of ``Noises`` but ``captured``."""
+        return lambda: getattr(self.found(), name)
+
+    def of_captured(self, i: int) -> Callable[[], Noise | None]:
+        return lambda: self.found().captured[i]
 
 
 class _Sum:
@@ -86,6 +101,11 @@ def rounding(
     for b, h in _chunks(call):
         work.add(b, h, None if dout is None else dout[b, h].double(), None if dlse is None else dlse[b, h].double())
     return work.result(dout is not None, slots)
+
+
+def later(*args: Any, **named: Any) -> Later:
+    """``rounding`` of these arguments, when it is asked for."""
+    return Later(lambda: rounding(*args, **named))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
