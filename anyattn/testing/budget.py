@@ -28,9 +28,7 @@ _SHORTEST_ROW = 16  # rows of fewer elements are judged together with their neig
 _SIGMAS = 4.0
 
 
-def check(
-    name: str, got: Tensor, fp64: Tensor, same_dtype: Tensor, noise: Noise | Callable[[], Noise | None] | None = None
-) -> float:
+def check(name: str, got: Tensor, fp64: Tensor, same_dtype: Tensor, noise: Noise | Callable[[], Noise | None] | None = None) -> float:
     """Raises ``AssertionError`` naming the worst row and its share if ``got`` exceeds its budget, returns the share otherwise.
 
     got: the result under test. fp64: the oracle's. same_dtype: the plain formula's, in the dtype that sets eps. All of one shape.

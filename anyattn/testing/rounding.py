@@ -49,17 +49,19 @@ class Noises(NamedTuple):
 
 
 class Later:
-    """The rounding noise of one call, computed when some of it is first asked for (``budget.check`` asks where it decides)."""
+    """The rounding noise of one call, computed when some of it is first asked for (``budget.check`` asks where it decides), that of
+    captured tensors' gradients by itself: it takes nine derivatives of the mod."""
 
-    def __init__(self, found: Callable[[], Noises]):
+    def __init__(self, found: Callable[[bool], Noises]):
+        """found: the noise, with that of captured tensors or without."""
         self.found = functools.cache(found)
 
-    def of(self, name: str) -> Callable[[], Noise | None]:
-        """name: a field of ``Noises`` but ``captured``."""
-        return lambda: getattr(self.found(), name)
+    def of(self, name: str, taken: Callable[[Tensor], Tensor] = lambda t: t) -> Callable[[], Noise]:
+        """name: a field of ``Noises`` but ``captured``. taken: the part of it that is wanted."""
+        return lambda: Noise(*map(taken, getattr(self.found(False), name)))
 
-    def of_captured(self, i: int) -> Callable[[], Noise | None]:
-        return lambda: self.found().captured[i]
+    def of_captured(self, i: int) -> Callable[[], Noise]:
+        return lambda: self.found(True).captured[i]  # type: ignore[return-value]
 
 
 class _Sum:
@@ -87,8 +89,12 @@ def rounding(
     scale: float | None = None,
     sink: Tensor | None = None,
     captured: Sequence[Tensor] = (),
+    has_captured: bool = True,
 ) -> Noises:
-    """The rounding noise of every result of one call; arguments as in ``oracle.gradients``, in the dtype that is judged."""
+    """The rounding noise of every result of one call; arguments as in ``oracle.gradients``, in the dtype that is judged.
+
+    has_captured: False leaves out the noise of captured tensors' gradients.
+    """
     call = _Call(*_upcast(q, k, v, sink), *_upcast_mods(score, mask), _scale(q, scale))
     slots: list[int | None] = list(range(len(captured)))
     if isinstance(call.score, TracedMod):
@@ -97,6 +103,8 @@ def rounding(
         call = call._replace(score=dataclasses.replace(call.score, tensors=tensors))
         captured = [t for t, f in zip(tensors, floats) if f]
         slots = [sum(floats[:i]) if f else None for i, f in enumerate(floats)]
+    if not has_captured:
+        captured, slots = (), []
     work = _Work(call, q.dtype, captured)
     for b, h in _chunks(call):
         work.add(b, h, None if dout is None else dout[b, h].double(), None if dlse is None else dlse[b, h].double())
@@ -105,7 +113,7 @@ def rounding(
 
 def later(*args: Any, **named: Any) -> Later:
     """``rounding`` of these arguments, when it is asked for."""
-    return Later(lambda: rounding(*args, **named))
+    return Later(torch.enable_grad()(lambda has_captured: rounding(*args, **named, has_captured=has_captured)))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
