@@ -16,7 +16,7 @@ from torch import Tensor
 
 from anyattn import oracle
 from anyattn.testing import budget
-from anyattn.testing.rounding import Noise, rounding
+from anyattn.testing.rounding import Noise, later
 
 __all__ = ["CASES", "KINDS", "VARIANTS", "Case", "Expected", "Shape", "Variant", "expected", "inputs"]
 
@@ -219,7 +219,7 @@ class Expected(NamedTuple):
     """A case made concrete in one dtype, with what it must give.
 
     tensors: the captured tensors in the dtype that the library gets. results: by name (out, lse, dq, dk, dv, dsink, captured0, ...) the
-    oracle's value, the plain formula's and the rounding noise, as ``budget.check`` takes them.
+    oracle's value, the plain formula's and a function of the rounding noise, as ``budget.check`` takes them.
     """
 
     q: Tensor
@@ -229,7 +229,7 @@ class Expected(NamedTuple):
     dlse: Tensor | None
     sink: Tensor | None
     tensors: tuple[Tensor, ...]
-    results: dict[str, tuple[Tensor, Tensor, Noise]]
+    results: dict[str, tuple[Tensor, Tensor, Callable[[], Noise | None]]]
 
     def check(self, got: dict[str, Tensor], label: str = "") -> None:
         """Every result by the budget."""
@@ -266,20 +266,20 @@ def expected(
         return {**variant.mods(leaves, shape), "sink": sink, "captured": [t for t in leaves if t.is_floating_point()]}
 
     exact, plain = call(torch.float64), call(wide)
-    results: dict[str, tuple[Tensor, Tensor, Noise]] = {}
+    results: dict[str, tuple[Tensor, Tensor, Callable[[], Noise | None]]] = {}
     without = ({n: a for n, a in c.items() if n != "captured"} for c in (exact, plain))
     forward, by_hand = (f(q, k, v, **a) for f, a in zip((oracle.attention, oracle.same_dtype), without))
-    noise = rounding(q, k, v, dout if backward else None, dlse=dlse if backward else None, **exact)
-    results["out"] = (forward.out, by_hand.out, noise.out)
+    noise = later(q, k, v, dout if backward else None, dlse=dlse if backward else None, **exact)
+    results["out"] = (forward.out, by_hand.out, noise.of("out"))
     if with_lse:
-        results["lse"] = (forward.lse, by_hand.lse, noise.lse)
+        results["lse"] = (forward.lse, by_hand.lse, noise.of("lse"))
     if backward:
         true, hand = (f(q, k, v, dout, dlse=dlse, **a) for f, a in ((oracle.gradients, exact), (oracle.same_dtype_gradients, plain)))
         for name in ("dq", "dk", "dv", "dsink"):
             if getattr(true, name) is not None:
-                results[name] = (getattr(true, name), getattr(hand, name), getattr(noise, name))
-        for i, (a, b, n) in enumerate(zip(true.captured, hand.captured, noise.captured)):
-            results[f"captured{i}"] = (a, b.to(captured_dtype or wide), n)  # type: ignore[union-attr, assignment, arg-type]
+                results[name] = (getattr(true, name), getattr(hand, name), noise.of(name))
+        for i, (a, b) in enumerate(zip(true.captured, hand.captured)):
+            results[f"captured{i}"] = (a, b.to(captured_dtype or wide), noise.of_captured(i))  # type: ignore[union-attr, assignment]
     return Expected(q, k, v, dout, dlse, sink, tensors, results)
 
 

@@ -15,9 +15,10 @@ below the dtype's normal numbers is rounded to a multiple of the least subnormal
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from torch import Tensor
 from anyattn.mods.tracing.trace import TracedMod
 from anyattn.oracle import Mod, _apply, _Call, _chunks, _scale, _upcast, _upcast_mods, _visible
 
-__all__ = ["Noise", "Noises", "rounding"]
+__all__ = ["Later", "Noise", "Noises", "later", "rounding"]
 
 _DRAWS = 8
 
@@ -45,6 +46,22 @@ class Noises(NamedTuple):
     dv: Noise | None
     dsink: Noise | None
     captured: tuple[Noise | None, ...]
+
+
+class Later:
+    """The rounding noise of one call, computed when some of it is first asked for (``budget.check`` asks where it decides), that of
+    captured tensors' gradients by itself: it takes nine derivatives of the mod."""
+
+    def __init__(self, found: Callable[[bool], Noises]):
+        """found: the noise, with that of captured tensors or without."""
+        self.found = functools.cache(found)
+
+    def of(self, name: str, taken: Callable[[Tensor], Tensor] = lambda t: t) -> Callable[[], Noise]:
+        """name: a field of ``Noises`` but ``captured``. taken: the part of it that is wanted."""
+        return lambda: Noise(*map(taken, getattr(self.found(False), name)))
+
+    def of_captured(self, i: int) -> Callable[[], Noise]:
+        return lambda: self.found(True).captured[i]  # type: ignore[return-value]
 
 
 class _Sum:
@@ -72,8 +89,12 @@ def rounding(
     scale: float | None = None,
     sink: Tensor | None = None,
     captured: Sequence[Tensor] = (),
+    has_captured: bool = True,
 ) -> Noises:
-    """The rounding noise of every result of one call; arguments as in ``oracle.gradients``, in the dtype that is judged."""
+    """The rounding noise of every result of one call; arguments as in ``oracle.gradients``, in the dtype that is judged.
+
+    has_captured: False leaves out the noise of captured tensors' gradients.
+    """
     call = _Call(*_upcast(q, k, v, sink), *_upcast_mods(score, mask), _scale(q, scale))
     slots: list[int | None] = list(range(len(captured)))
     if isinstance(call.score, TracedMod):
@@ -82,10 +103,17 @@ def rounding(
         call = call._replace(score=dataclasses.replace(call.score, tensors=tensors))
         captured = [t for t, f in zip(tensors, floats) if f]
         slots = [sum(floats[:i]) if f else None for i, f in enumerate(floats)]
+    if not has_captured:
+        captured, slots = (), []
     work = _Work(call, q.dtype, captured)
     for b, h in _chunks(call):
         work.add(b, h, None if dout is None else dout[b, h].double(), None if dlse is None else dlse[b, h].double())
     return work.result(dout is not None, slots)
+
+
+def later(*args: Any, **named: Any) -> Later:
+    """``rounding`` of these arguments, when it is asked for."""
+    return Later(torch.enable_grad()(lambda has_captured: rounding(*args, **named, has_captured=has_captured)))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

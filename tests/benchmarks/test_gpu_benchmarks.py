@@ -123,7 +123,7 @@ def test_groups_and_patterns_choose_in_the_order_asked_for() -> None:
 def test_flops_count_each_visible_pair(variant: str) -> None:
     case = gpu_case("t", "flex", variant, Shape.square(80, 2, 16, 3), ())
     mask = VARIANTS[variant].mods(Setting(80, 2)).mask
-    seen = 80 * 80 if mask is None else sum(bool(mask(0, 0, torch.tensor(i), torch.tensor(j))) for i in range(80) for j in range(80))
+    seen = int(_seen(mask, 80).sum())
     assert Inputs(case, "cpu").pairs() == seen * 3 * 2
     assert case.flops(seen) == 4 * 16 * seen
 
@@ -157,13 +157,21 @@ def test_intervals_of_ragged_and_empty_rows() -> None:
     _check_intervals(ends, mask, 60)
 
 
+def _seen(mask: Any, seqlen: int) -> torch.Tensor:
+    """Which keys each query sees: bool (seqlen, seqlen)."""
+    at = torch.arange(seqlen)
+    seen = True if mask is None else mask(0, 0, at[:, None], at)
+    return torch.as_tensor(seen, dtype=torch.bool).expand(seqlen, seqlen)
+
+
 def _check_intervals(ends: torch.Tensor, mask: Any, seqlen: int) -> None:
     assert ends.dtype == torch.int32 and ends.shape[0] % 2 == 1 and ends.is_contiguous()
     assert bool((ends.diff(dim=0) >= 0).all()) and int(ends.min()) >= 0 and int(ends.max()) <= seqlen
+    visible = _seen(mask, seqlen).tolist()
     for i in range(seqlen):
         row = [0, *ends[:, i].tolist()]
         listed = {j for lo, hi in zip(row[::2], row[1::2]) for j in range(lo, hi)}
-        seen = {j for j in range(seqlen) if mask is None or bool(mask(0, 0, torch.tensor(i), torch.tensor(j)))}
+        seen = {j for j in range(seqlen) if visible[i][j]}
         assert listed == seen, i
 
 

@@ -6,7 +6,9 @@ they describe; ``judge`` compares a door's results, laid out as the door returns
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +16,7 @@ from torch import Tensor
 
 from anyattn import oracle
 from anyattn.testing import budget
-from anyattn.testing.rounding import Noise, rounding
+from anyattn.testing.rounding import Later, Noise, later
 
 Options = Callable[[dict[str, Tensor]], dict[str, Any]]
 """From the float tensors that are drawn for a call, in any precision, to the door's keyword arguments."""
@@ -232,18 +234,18 @@ def judge(
             forward = [f(*x, **m) for f, x, m in zip((oracle.attention, oracle.same_dtype), inputs, mods)]
         incoming = None if dout is None else dout[one.q_at].transpose(0, 1)[None]
         incoming_lse = None if dlse is None else _rows_first(dlse)[one.q_at].transpose(0, 1)[None]
-        noise = rounding(*inputs[0], incoming, dlse=incoming_lse, **mods[0], captured=captured[0])
+        noise = later(*inputs[0], incoming, dlse=incoming_lse, **mods[0], captured=captured[0])
         where = f"{label} sequence {b}"
         for name in ("out", "lse"):
             if name in got:
                 result = _results(got, name)[one.q_at].transpose(0, 1)[None]
-                budget.check(f"{where} {name}", result, *(getattr(f, name) for f in forward), getattr(noise, name))
+                budget.check(f"{where} {name}", result, *(getattr(f, name) for f in forward), noise.of(name))
         if incoming is not None:
             back = [
                 f(*x, incoming, dlse=incoming_lse, **m, captured=c)
                 for f, x, m, c in zip((oracle.gradients, oracle.same_dtype_gradients), inputs, mods, captured)
             ]
-            sums.add(one, [*back, noise], [n for n in tensors if n != "sink"])
+            sums.add(one, back, noise, [n for n in tensors if n != "sink"])
     sums.check(sequences, label)
     for name, rest in (("out", 0.0), ("lse", -torch.inf), ("dq", 0.0), ("dk", 0.0), ("dv", 0.0)):
         if name in got:
@@ -276,41 +278,58 @@ class _Sums:
 
     def __init__(self, got: dict[str, Tensor]) -> None:
         self.got = got
-        self.parts: dict[str, list[Tensor]] = {}  # exact, by hand, variance of an element, variance of a row
+        self.parts: dict[str, list[Tensor]] = {}  # exact, by hand
+        self.noises: dict[str, list[tuple[Callable[[], Noise], Any]]] = {}  # with the places that they are of
 
-    def add(self, one: One, results: list[Any], names: list[str]) -> None:
+    def add(self, one: One, results: list[Any], noise: Later, names: list[str]) -> None:
         for name in ("dq", "dk", "dv"):
             if name in self.got:
-                exact, plain, noise = (getattr(r, name) for r in results)
-                at = one.q_at if name == "dq" else one.k_at
-                self._add(name, (exact, plain, noise.sigma.square(), noise.row_sigma.square()), at)
+                self._add(name, [getattr(r, name) for r in results], noise.of(name), one.q_at if name == "dq" else one.k_at)
         if "dsink" in self.got:
-            self._add_whole("dsink", [r.dsink for r in results])
+            self._add("dsink", [r.dsink for r in results], noise.of("dsink"), None)
         for i, name in enumerate(names):
             if name in self.got:
-                self._add_whole(name, [r.captured[i] for r in results])
+                self._add(name, [r.captured[i] for r in results], noise.of_captured(i), None)
 
-    def _add_whole(self, name: str, found: list[Any]) -> None:
-        exact, plain, noise = found
-        self._add(name, (exact, plain, noise.sigma.square(), noise.row_sigma.square()), None)
-
-    def _add(self, name: str, values: tuple[Tensor, ...], at: tuple[Tensor, ...] | None) -> None:
+    def _add(self, name: str, values: list[Tensor], noise: Callable[[], Noise], at: tuple[Tensor, ...] | None) -> None:
         wide = torch.promote_types(values[1].dtype, torch.float32)
-        dtypes = (torch.float64, wide, torch.float64, torch.float64)
         if name not in self.parts:
-            self.parts[name] = [torch.zeros(self.got[name].shape, dtype=d) for d in dtypes]
+            self.parts[name] = [torch.zeros(self.got[name].shape, dtype=d) for d in (torch.float64, wide)]
             self.dtype = values[1].dtype
         for total, value in zip(self.parts[name], values):
-            if at is None:
-                total += value
-            else:
-                total.index_put_(at, value[0].transpose(0, 1).to(total.dtype), accumulate=True)
+            _add_at(total, value, at)
+        self.noises.setdefault(name, []).append((noise, at))
+
+    def _noise(self, name: str) -> Noise:
+        """That of the sums: variances add up."""
+        total = Noise(*(torch.zeros(self.got[name].shape, dtype=torch.float64) for _ in range(2)))
+        for noise, at in self.noises[name]:
+            for whole, part in zip(total, noise(), strict=True):
+                _add_at(whole, part.square(), at)
+        return Noise(*(t.sqrt() for t in total))
 
     def check(self, sequences: Sequence[One], label: str) -> None:
-        for name, (exact, plain, sigma2, row2) in self.parts.items():
+        for name, (exact, plain) in self.parts.items():
             is_rows = name in ("dq", "dk", "dv")
             plain = plain.to(self.dtype) if is_rows else plain
             places = [one.q_at if name == "dq" else one.k_at for one in sequences] if is_rows else [None]
+            noise = functools.cache(partial(self._noise, name))
             for b, at in enumerate(places):
-                got, *want = (t if at is None else t[at].transpose(0, 1)[None] for t in (self.got[name], exact, plain, sigma2, row2))
-                budget.check(f"{label} {f'sequence {b} ' if is_rows else ''}{name}", got, *want[:2], Noise(*(t.sqrt() for t in want[2:])))
+                got, *want = (_part(t, at) for t in (self.got[name], exact, plain))
+                of_noise = partial(_noise_at, noise, at)
+                budget.check(f"{label} {f'sequence {b} ' if is_rows else ''}{name}", got, *want, of_noise)
+
+
+def _add_at(total: Tensor, value: Tensor, at: tuple[Tensor, ...] | None) -> None:
+    if at is None:
+        total += value
+    else:
+        total.index_put_(at, value[0].transpose(0, 1).to(total.dtype), accumulate=True)
+
+
+def _part(t: Tensor, at: tuple[Tensor, ...] | None) -> Tensor:
+    return t if at is None else t[at].transpose(0, 1)[None]
+
+
+def _noise_at(noise: Callable[[], Noise], at: tuple[Tensor, ...] | None) -> Noise:
+    return Noise(*(_part(t, at) for t in noise()))

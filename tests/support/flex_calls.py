@@ -10,7 +10,7 @@ from torch import Tensor
 import anyattn
 from anyattn import oracle
 from anyattn.testing import budget, cases, poison
-from anyattn.testing.rounding import rounding
+from anyattn.testing.rounding import later
 
 flex = anyattn.flex_attention
 
@@ -77,18 +77,17 @@ def judge(
     mods = {"score": score, "mask": mask, "sink": sink, "scale": scale}
     want = {f.__name__: f(q, *keys, **mods) for f in (oracle.attention, oracle.same_dtype)}
     back = [f(q, *keys, dout, **mods, captured=captured) for f in (oracle.gradients, oracle.same_dtype_gradients)]
-    noise = rounding(q, *keys, dout, **mods, captured=captured)
+    noise = later(q, *keys, dout, **mods, captured=captured)
     for name, value in got.items():
         if name in ("out", "lse"):
-            reference = [getattr(want[f], name) for f in ("attention", "same_dtype")] + [getattr(noise, name)]
+            reference = [getattr(want[f], name) for f in ("attention", "same_dtype")] + [noise.of(name)]
         elif name.startswith("captured"):
-            reference = [t.captured[int(name[8:])] for t in (*back, noise)]
+            reference = [t.captured[int(name[8:])] for t in back] + [noise.of_captured(int(name[8:]))]
         else:
-            reference = [getattr(t, name) for t in (*back, noise)]
+            reference = [getattr(t, name) for t in back] + [noise.of(name)]
             if name in ("dk", "dv") and value.shape != reference[0].shape:  # a batch of 1 shared by all
-                reference = [t.sum(0, keepdim=True) for t in reference[:2]] + [
-                    type(noise.out)(*(t.square().sum(0, keepdim=True).sqrt() for t in reference[2]))
-                ]
+                of_all = noise.of(name, lambda t: t.square().sum(0, keepdim=True).sqrt())
+                reference = [*(t.sum(0, keepdim=True) for t in reference[:2]), of_all]
         budget.check(f"{label} {name}", value, *reference)
         if name in only:
             budget.check(f"{label} {name} without lse", only[name], *reference)

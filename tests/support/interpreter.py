@@ -5,7 +5,7 @@ Tests, fuzzers and mutants that launch kernels call ``mend`` first; ``tests/conf
 NumPy 2.4 no longer converts an array of one element to a loop's bound; float32 is truncated to bfloat16 where hardware rounds to nearest;
 products and most casts of bfloat16 use the numbers' bits; a comparison of scalars becomes a float when it is broadcast; an integer
 from 2^31 to 2^32 is computed with in 32 bits where 64 are annotated; threads that launch at once share one grid position
-(``interpreter_speed``, which mends what is slow).
+(``interpreter_speed`` and ``interpreter_blocks``, which mend what is slow).
 Only a process that interprets is patched.
 """
 
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from anyattn.triton_tools.interpreter import is_interpreting
-from tests.support import interpreter_speed
+from tests.support import interpreter_blocks, interpreter_speed
 
 __all__ = ["mend"]
 
@@ -30,6 +30,7 @@ def mend() -> None:
         _mend_numbers()
         interpreter_speed.mend_types()
         interpreter_speed.mend_operations()
+        interpreter_blocks.mend_blocks()
         interpreter_speed.mend_reductions()
         interpreter_speed.mend_rewriting()
         interpreter_speed.mend_launches()

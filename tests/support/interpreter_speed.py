@@ -174,6 +174,13 @@ def mend_operations() -> None:
     }.items():  # fmt: skip
         method(name, function, _NUMBERS, is_bool=True)
     add, where, cast = semantic.add, semantic.where, semantic.cast
+    types: dict[tuple[str, tuple[int, ...]], Any] = {}
+
+    def block_of(scalar: Any, shape: tuple[int, ...]) -> Any:
+        at = scalar.name, shape
+        if at not in types:
+            types[at] = tl.block_type(scalar, list(shape))
+        return types[at]
 
     def moved(self: Any, a: Any, b: Any, sanitize_overflow: bool) -> Any:
         """Adds distances to pointers too."""
@@ -182,7 +189,7 @@ def mend_operations() -> None:
             if type(b) is tl.tensor and b.dtype.name in _INTEGERS:
                 data = a.handle.data + width * b.handle.data.astype(np.uint64)
                 is_block = a.type.is_block() or b.type.is_block()
-                kind = tl.block_type(a.dtype, list(data.shape)) if is_block else a.dtype
+                kind = block_of(a.dtype, data.shape) if is_block else a.dtype
                 return tl.tensor(interpreter.TensorHandle(data, a.handle.dtype), kind)
             if type(b) is int and 0 <= b < 2**31:
                 return tl.tensor(interpreter.TensorHandle(a.handle.data + np.uint64(width * b), a.handle.dtype), a.type)
@@ -204,8 +211,9 @@ def mend_operations() -> None:
         if source == target and source in _NUMPY:
             return value
         if source in _INTEGERS and target in _INTEGERS and fp_downcast_rounding is None:
-            target_kind = value.type.with_element_ty(kind.scalar) if value.type.is_block() else kind.scalar
-            return tl.tensor(interpreter.TensorHandle(value.handle.data.astype(_NUMPY[target]), kind.scalar), target_kind)
+            data = value.handle.data.astype(_NUMPY[target])
+            target_kind = block_of(kind.scalar, data.shape) if value.type.is_block() else kind.scalar
+            return tl.tensor(interpreter.TensorHandle(data, kind.scalar), target_kind)
         return cast(self, value, kind, fp_downcast_rounding)
 
     semantic.add, semantic.where, semantic.cast = moved, chosen, converted

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from anyattn import oracle
 from anyattn.testing import budget
-from anyattn.testing.rounding import rounding
+from anyattn.testing.rounding import Later, Noise, later
 
 NAN = float("nan")
 
@@ -107,7 +108,7 @@ class Wanted(NamedTuple):
 
     forward: list[Any]
     backward: list[Any]
-    noise: Any
+    noise: Later
 
 
 def wanted(batch: Ragged, meaning: Meaning, firsts: list[int] | None = None, backward: bool = True) -> list[Wanted]:
@@ -119,7 +120,7 @@ def wanted(batch: Ragged, meaning: Meaning, firsts: list[int] | None = None, bac
         forward, back = [oracle.attention(*one, **mods), oracle.same_dtype(*one, **mods)], []
         if backward:
             back = [f(*one, dout[None], **mods, captured=meaning.captured) for f in (oracle.gradients, oracle.same_dtype_gradients)]
-        noise = rounding(*one, dout[None] if backward else None, **mods, captured=meaning.captured)
+        noise = later(*one, dout[None] if backward else None, **mods, captured=meaning.captured)
         found.append(Wanted(forward, back, noise))
     return found
 
@@ -143,14 +144,19 @@ def judge(
         noise = one.noise
         for name, values in got.items():
             exact = [getattr(t, name)[0] for t in (one.forward if name in ("out", "lse") else one.backward)]
-            budget.check(f"{label} sequence {b} {name}", values[b], *exact, type(noise.out)(*(t[0] for t in getattr(noise, name))))
+            budget.check(f"{label} sequence {b} {name}", values[b], *exact, noise.of(name, lambda t: t[0]))
         for name in shared or {}:
-            parts = [t.dsink if name == "dsink" else t.captured[int(name[8:])] for t in (*one.backward, noise)]
-            totals.setdefault(name, []).append(parts)
+            parts = [t.dsink if name == "dsink" else t.captured[int(name[8:])] for t in one.backward]
+            totals.setdefault(name, []).append([*parts, noise.of(name) if name == "dsink" else noise.of_captured(int(name[8:]))])
     for name, value in (shared or {}).items():
         exact, plain = (sum(parts[i] for parts in totals[name]) for i in (0, 1))
-        spread = type(noise.out)(*(torch.stack(list(t)).square().sum(0).sqrt() for t in zip(*(parts[2] for parts in totals[name]))))
+        spread = partial(_spread, [parts[2] for parts in totals[name]])
         budget.check(f"{label} {name}", value, exact, plain, spread)
+
+
+def _spread(parts: list[Callable[[], Noise]]) -> Noise:
+    """The noise of a sum."""
+    return Noise(*(torch.stack(list(t)).square().sum(0).sqrt() for t in zip(*(noise() for noise in parts), strict=True)))
 
 
 # ---- storage

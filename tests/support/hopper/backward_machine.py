@@ -7,6 +7,7 @@ it is waited for, a copy's source likewise, so that whatever is overwritten too 
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,13 @@ class Values(np.ndarray):
 
     def to(self, dtype: Any) -> np.ndarray:
         return narrow(np.asarray(self))
+
+
+@functools.lru_cache(maxsize=64)
+def _places(columns: int, width: int) -> np.ndarray:
+    """Where, in 64 rows of ``width`` numbers one after the other, each thread's two rows of so many columns lie: (128, 2, columns)."""
+    r, c = np.arange(2)[:, None], np.arange(columns)
+    return (ROW[:, None, None] + 8 * r) * width + COLUMN[:, None, None] + c // 2 * 8 + c % 2
 
 
 class Acc:
@@ -69,18 +77,14 @@ class Acc:
 
     def matrix(self) -> np.ndarray:
         """The 64 rows that the threads hold together."""
-        columns = self.values.shape[2] // 2 * 8
-        found = np.empty((64, columns), dtype=np.float32)
-        for c in range(self.values.shape[2]):
-            for r in range(2):
-                found[ROW + 8 * r, COLUMN + c // 2 * 8 + c % 2] = self.values[:, r, c]
+        columns = self.values.shape[2]
+        found = np.empty((64, columns * 4), dtype=np.float32)
+        found.reshape(-1)[_places(columns, columns * 4)] = self.values
         return found
 
     def add(self, product: np.ndarray, from_zero: bool) -> None:
-        for c in range(self.values.shape[2]):
-            for r in range(2):
-                part = product[ROW + 8 * r, COLUMN + c // 2 * 8 + c % 2]
-                self.values[:, r, c] = part if from_zero else self.values[:, r, c] + part
+        part = np.ascontiguousarray(product).reshape(-1)[_places(self.values.shape[2], product.shape[1])]
+        self.values[:] = part if from_zero else self.values + part
 
 
 class Positions:

@@ -52,15 +52,20 @@ def compiled(changes: Changes = ()) -> tuple[list[CodeType], dict[str, list[str]
                     raise ValueError(f"a planted bug replaces {old!r}, which does not stand in {file}; wanted text of today's kernel")
                 text = text.replace(old, new)
         lines[file] = text.splitlines()
-        tree = ast.parse(text)
-        tree.body = [n for n in tree.body if not isinstance(n, ast.Import) and not (isinstance(n, ast.ImportFrom) and not _is_kept(n))]
-        for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef):
-                node.decorator_list, node.returns = [], None
-                for argument in node.args.args:
-                    argument.annotation = None
-        found.append(compile(ast.fix_missing_locations(tree), file, "exec"))
+        found.append(_code(text, file))
     return found, lines
+
+
+@functools.lru_cache(maxsize=64)
+def _code(text: str, file: str) -> CodeType:
+    tree = ast.parse(text)
+    tree.body = [n for n in tree.body if not isinstance(n, ast.Import) and not (isinstance(n, ast.ImportFrom) and not _is_kept(n))]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            node.decorator_list, node.returns = [], None
+            for argument in node.args.args:
+                argument.annotation = None
+    return compile(ast.fix_missing_locations(tree), file, "exec")
 
 
 def _is_kept(node: ast.ImportFrom) -> bool:
@@ -542,10 +547,9 @@ def _after(names: dict, call: Call | PackedCall) -> np.ndarray:
     names |= {"BFloat16": None, "Float16": None}
     rows = names["RowsAfter"](about)
     found = np.full((*call.sums.shape[:3], config.tiles.tile_m, config.head_dim), np.nan, dtype=np.float32)
-    for piece in range(config.tiles.tile_m * config.head_dim // 16):
-        row, column, first = rows.place_of(piece)
-        for half in range(2):
-            for j in range(8):
-                found[..., row + 8 * half, column + j] = call.sums[..., first + j // 2 * 4 + 2 * half + j % 2]
+    row, column, first = (np.array(x) for x in zip(*map(rows.place_of, range(config.tiles.tile_m * config.head_dim // 16)), strict=True))
+    for half in range(2):
+        for j in range(8):
+            found[..., row + 8 * half, column + j] = call.sums[..., first + j // 2 * 4 + 2 * half + j % 2]
     table = None if call.entries is None else Table(call.entries)
     return call.gradients_of_rows(rows, found, table) * np.float32(call.scale)

@@ -93,28 +93,39 @@ def across(value: Any, bit: int) -> np.ndarray:
     return np.broadcast_to(np.asarray(value), LANES.shape)[LANES ^ bit]
 
 
+_NOBODY, _SEVERAL = -1, -2  # in place of a lane's number
+
+
 class Scratch:
     """Shared memory of warps: between two meetings of a warp no lane may touch what another one writes, nor ever another warp's."""
 
     def __init__(self, size: int, group_now: Callable[[], int]):
         self.values, self.owner = np.full(size, np.nan, dtype=np.float32), np.full(size, -1)
         self.group_now = group_now  # the number of the warp group that runs
-        self.readers: dict[int, set[int]] = {}  # by place, since the last meeting of its warp
-        self.writers: dict[int, set[int]] = {}
+        # the lane that has touched each place since the last meeting of its warp
+        self.reader, self.writer = (np.full(size, _NOBODY) for _ in range(2))
 
     def met(self) -> None:
         """``sync_warp`` of all warps of a group."""
-        for by in (self.readers, self.writers):
-            for at in [at for at in by if self.owner[at] // 4 == self.group_now()]:
-                del by[at]
+        mine = self.owner // 4 == self.group_now()
+        self.reader[mine] = self.writer[mine] = _NOBODY
 
     def __getitem__(self, place: Any) -> np.ndarray:
-        return self.values[self._noted(place, self.readers, (self.writers,))]
+        place = self._noted(place)
+        self._meets(place, self.writer)
+        self.reader[place] = np.where(_is_other(self.reader[place]), _SEVERAL, LANES)
+        self.reader[: place.max() + 1][np.bincount(place) > 1] = _SEVERAL
+        return self.values[place]
 
     def __setitem__(self, place: Any, value: Any) -> None:
-        self.values[self._noted(place, self.writers, (self.writers, self.readers))] = value
+        place = self._noted(place)
+        self._meets(place, self.writer)
+        self._meets(place, self.reader)
+        self.writer[place] = LANES
+        self._meets(place, self.writer)  # of lanes that write to one place the last has left its number
+        self.values[place] = value
 
-    def _noted(self, place: Any, by: dict[int, set[int]], others: tuple[dict[int, set[int]], ...]) -> np.ndarray:
+    def _noted(self, place: Any) -> np.ndarray:
         place = np.broadcast_to(np.asarray(place), LANES.shape)
         if (place < 0).any() or (place >= len(self.values)).any():
             raise Broken("outside of the memory for diagonals")
@@ -122,8 +133,12 @@ class Scratch:
         if ((self.owner[place] != -1) & (self.owner[place] != warps)).any():
             raise Broken("the memory of another warp")
         self.owner[place] = warps
-        for lane, at in zip(LANES.tolist(), place.tolist(), strict=True):
-            if any(other.get(at, set()) - {lane} for other in others):
-                raise Broken("lanes meet in shared memory before their warp does")
-            by.setdefault(at, set()).add(lane)
         return place
+
+    def _meets(self, place: np.ndarray, touched: np.ndarray) -> None:
+        if _is_other(touched[place]).any():
+            raise Broken("lanes meet in shared memory before their warp does")
+
+
+def _is_other(lane: np.ndarray) -> np.ndarray:
+    return (lane != _NOBODY) & (lane != LANES)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
+from types import CodeType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -113,11 +113,16 @@ def mask_words(made: dict[str, Any]) -> dict[str, Any]:
 
 def run_source(module: str, given: dict[str, Any], outside: tuple[str, ...] = OUTSIDE) -> dict[str, Any]:
     """A module of the backend without its imports of CuTe DSL, for which ``given`` stands in."""
+    names = {"__name__": module, **given}
+    exec(_code(module, outside), names)
+    return names
+
+
+@cache
+def _code(module: str, outside: tuple[str, ...]) -> CodeType:
     tree = ast.parse((HOPPER / f"{module}.py").read_text())
     tree.body = [n for n in tree.body if not any(name.startswith(outside) for name in _imported(n))]
-    names = {"__name__": module, **given}
-    exec(compile(ast.fix_missing_locations(_Rests().visit(tree)), str(HOPPER / f"{module}.py"), "exec"), names)
-    return names
+    return compile(ast.fix_missing_locations(_Rests().visit(tree)), str(HOPPER / f"{module}.py"), "exec")
 
 
 def _imported(node: ast.stmt) -> list[str]:

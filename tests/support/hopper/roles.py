@@ -46,13 +46,18 @@ def compiled(changes: Changes) -> tuple[list[CodeType], dict[str, list[str]]]:
     for module, file in zip(MODULES, _FILES, strict=True):
         text = dict(changes).get(module) or text_of(module)
         lines[file] = text.splitlines()
-        tree = ast.parse(text)
-        tree.body = [node for node in tree.body if not _is_stood_in(node)]
-        for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef):
-                _untyped(node)
-        found.append(compile(ast.fix_missing_locations(tree), file, "exec"))
+        found.append(_code(text, file))
     return found, lines
+
+
+@functools.lru_cache(maxsize=64)
+def _code(text: str, file: str) -> CodeType:
+    tree = ast.parse(text)
+    tree.body = [node for node in tree.body if not _is_stood_in(node)]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            _untyped(node)
+    return compile(ast.fix_missing_locations(tree), file, "exec")
 
 
 def signatures(module: str) -> dict[str, int]:
