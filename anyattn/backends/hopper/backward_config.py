@@ -208,7 +208,7 @@ def padded_for_backward(head_dim: int, head_dim_v: int) -> tuple[int, int]:
 def backward_tiles_for(head_dim: int, head_dim_v: int, is_plain: bool = False) -> BackwardTiles:
     """The tiles for padded head dimensions: of as many keys as the accumulators of dK and dV leave registers for.
 
-    is_plain: neither a score mod nor a predicate is evaluated, whose numbers need the registers that rows 64 to 127 would take.
+    is_plain: no score mod is evaluated, and no predicate but words of bits: others need the registers that rows 64 to 127 would take.
     ``tests/backends/hopper/test_backward_compile.py`` compiles them all and counts what spills.
     """
     if max(head_dim, head_dim_v) <= 128:
