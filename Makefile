@@ -60,8 +60,9 @@ format: $(STAMP)
 
 # One process per core and one torch thread in each: two suites of two threads on two cores only wait for one another. glibc keeps the memory
 # of freed tensors under 256 MB, whose pages the system would otherwise clear anew for each; the many processes that tests start find the
-# package's and the tests' bytecode, whatever the environment says of writing it.
-PYTEST := MALLOC_MMAP_THRESHOLD_=268435456 MALLOC_TRIM_THRESHOLD_=1073741824 PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
+# package's and the tests' bytecode, whatever the environment says of writing it. Inductor compiles in the process that asks: its pool of
+# others would import torch once more for each worker; threads that wait for one another leave the core to the other worker.
+PYTEST := TORCHINDUCTOR_COMPILE_THREADS=1 OMP_WAIT_POLICY=passive MALLOC_MMAP_THRESHOLD_=268435456 MALLOC_TRIM_THRESHOLD_=1073741824 PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
 
 test: lint
 	$(PYTEST) -m "not slow" $(ARGS)

@@ -11,6 +11,7 @@ other tests run them in a process that has it (``support/processes.py``).
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,18 @@ def pytest_configure() -> None:
         from tests.support.interpreter import mend
 
         mend()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    from tests.support.longest_first import in_order
+
+    items[:] = in_order(items)
+
+
+def pytest_collection_finish() -> None:
+    """All that is imported and collected stays to the end: the garbage collector need not go through it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")

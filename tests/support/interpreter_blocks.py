@@ -143,15 +143,16 @@ def _mend_loads(tl: Any, interpreter: Any, block: Callable[..., Any], spread: Ca
         scalar = pointer.dtype
         if not scalar.is_ptr() or boundary or padding or (mask is None and other is not None):
             return load(self, pointer, mask, other, boundary, padding, *rest)
-        kind, places = scalar.element_ty, pointer.handle.data
-        if kind.name not in _LOADED or type(pointer.type) is not block_type:
+        kind, places, is_block = scalar.element_ty, pointer.handle.data, type(pointer.type) is block_type
+        if kind.name not in _LOADED or not (is_block or all(x is None or type(x.type) is not block_type for x in (mask, other))):
             return load(self, pointer, mask, other, boundary, padding, *rest)
         shape, numpy_kind = places.shape, numpy_of(kind)
         shown = filled(shape, 1, np.bool_) if mask is None else shaped(mask, shape)
         behind = filled(shape, 0, numpy_kind) if other is None else shaped(self.cast(other, kind), shape)
         if shown is None or shown.dtype != np.bool_ or behind is None or behind.dtype != numpy_kind:
             return load(self, pointer, mask, other, boundary, padding, *rest)
-        return block(read(places, shown, behind, numpy_kind), kind)
+        found = read(places, shown, behind, numpy_kind)
+        return block(found, kind) if is_block else tl.tensor(interpreter.TensorHandle(found, kind), kind)
 
     semantic.load = loaded
 

@@ -335,11 +335,12 @@ def test_wrong_results_are_named_while_the_kernel_is_built(options: dict, words:
 # ---- compiling
 
 
-def test_kernels_compile_for_hopper_without_spilling(tmp_path: Path) -> None:
-    done = python("-m", "tests.support.hopper.cross_compile_cute_mods", str(tmp_path), CUTE_DSL_ARCH="sm_90a")
+@pytest.mark.parametrize(("which", "count"), [("", 7), pytest.param("all", 10, marks=pytest.mark.slow)], ids=["quick", "all"])
+def test_kernels_compile_for_hopper_without_spilling(which: str, count: int, tmp_path: Path) -> None:
+    done = python("-m", "tests.support.hopper.cross_compile_cute_mods", str(tmp_path), which, CUTE_DSL_ARCH="sm_90a")
     assert done.returncode == 0, done.stderr[-3000:]
     frames = json.loads(done.stdout.splitlines()[-1])
-    assert len(frames) == 10 and all(frames.values()), "a kernel left no cubin to look at"
+    assert len(frames) == count and all(frames.values()), "a kernel left no cubin to look at"
     # where a band and a sink, or a function of every score's own place, share the registers with a table, a few numbers that change once
     # a row tile lie in local memory; none is read or written in the loops over keys
     most = {"band and mask": 32, "relative": 48, "capped": 48, "ragged": 48}
