@@ -68,7 +68,7 @@ def test_lengths(name: str, sq: int, sk: int) -> None:
     backed(qkv(1, 4, 2, sq=sq, sk=sk, d=128), mask=MASKS[name])
 
 
-@pytest.mark.parametrize(("d", "dv"), [(8, 8), (40, 40), (72, 72), (96, 96), (128, 64), (64, 128), (120, 88)])
+@pytest.mark.parametrize(("d", "dv"), [(8, 8), (40, 40), (72, 72), (80, 80), (96, 96), (128, 64), (64, 128), (120, 88)])
 def test_head_dims(d: int, dv: int) -> None:
     backed(qkv(1, 4, 2, d=d, dv=dv), mask=masks.causal(33))
 

@@ -286,7 +286,7 @@ MUTANTS: dict[str, tuple[str, Changes]] = {
     "words are those of the other key": ("strided", ((SCORES, "words = tuple(seen[r * line.words + i]", "words = tuple(seen[(1 - r) * line.words + i]"),)),
     "what is no word is not asked": ("words and pairs", ((SCORES, "self._ask_rest(fragments, rest, at, line, places, captured)", "pass"),)),
     "partial tiles are asked nothing": ("strided", ((SCORES, "            if visit.asks != 0:\n                self._see", "            if False:\n                self._see"),)),
-    "small divisors are taken for large ones": ("image of another size", ((SCORES, "if are_wide(known, *self.captured(captured, at), places, line):", "if True:"),)),
+    "small divisors are taken for large ones": ("image of another size", (("softmax", "if are_wide(known, *self.captured(captured, at), places, line):", "if True:"),)),
     "pieces are not seen": ("image in pieces", ((SCORES, "self._see_if_wide(seen, rest, at, line, places, captured)", "pass"),)),
     "masked tiles are taken for bare ones": ("causal", ((SCHEDULER, "        is_masked = Int32(1)\n        if (m >= bare_first)", "        is_masked = Int32(0)\n        if (m >= bare_first)"),)),
     "the first row tile is one too late": ("causal", ((SCHEDULER, "cutlass.max(start - right + 1, 0) // tile_m", "cutlass.max(start - right + 1, 0) // tile_m + 1"),)),

@@ -11,9 +11,10 @@ from cutlass import Boolean, Float32, Int32, const_expr
 
 from anyattn.arithmetic import LOG2E
 from anyattn.backends.hopper.codegen.emit import emit, emit_rows, select
-from anyattn.backends.hopper.codegen.mask_words import Line, alike, are_wide, at_least, below, both, emit_words, holds_at
-from anyattn.backends.hopper.codegen.score_analysis import NEAR_BOX, parts_if_wide, parts_of
+from anyattn.backends.hopper.codegen.mask_words import Line, alike, at_least, below, both, holds_at
+from anyattn.backends.hopper.codegen.score_analysis import NEAR_BOX, parts_of
 from anyattn.backends.hopper.kernel.fragment import rows_and_columns
+from anyattn.backends.hopper.kernel.softmax import Softmax
 from anyattn.mods.analysis.separated import separated
 
 __all__ = ["Scores", "Seen"]
@@ -25,6 +26,8 @@ class Scores:
     config: Any
     asked: Any
     said_of: Any
+
+    _narrow, _see_words, _see_if_wide, _ask_rest = Softmax._narrow, Softmax._see_words, Softmax._see_if_wide, Softmax._ask_rest
 
     def of_rows(self, statistic: Any, positions: Any) -> Any:
         """The numbers of a thread's query rows, read in pairs: a thread's columns lie in pairs, 8 apart."""
@@ -175,19 +178,6 @@ class Scores:
             if rest is not None and not ask.by_row:
                 self._see_if_wide(seen, rest, at, line, places, captured)
 
-    def _see_words(self, seen: Any, known: tuple, at: int, line: Line, places: dict[str, Any], captured: Any) -> None:
-        for expr in known:
-            for r, words in enumerate(emit_words(expr, *self.captured(captured, at), places, line)):
-                for i, word in enumerate(words):
-                    seen[r * line.words + i] = seen[r * line.words + i] & word
-
-    @cute.jit
-    def _see_if_wide(self, seen, expr, at, line, places, captured):
-        known, _ = parts_if_wide(expr, line.along, line.extent)
-        if const_expr(len(known) > 0):
-            if are_wide(known, *self.captured(captured, at), places, line):
-                self._see_words(seen, known, at, line, places, captured)
-
     def _ask(self, fragments: tuple, is_partial: bool, line: Line, places: dict[str, Any], captured: Any) -> None:
         """Hides what predicates hide and no word says."""
         for at, ask, _, rest in self._parts(is_partial, line):
@@ -195,19 +185,6 @@ class Scores:
                 self._hide_by_row(fragments, at, ask, places, captured)
             elif rest is not None:
                 self._ask_rest(fragments, rest, at, line, places, captured)
-
-    @cute.jit
-    def _ask_rest(self, fragments, expr, at, line, places, captured):
-        """Asks each pair what is no word, or one only where captured divisors are large."""
-        known, rest = parts_if_wide(expr, line.along, line.extent)
-        if const_expr(len(known) == 0):
-            self._ask_each(fragments, at, expr, places, captured)
-        else:
-            if are_wide(known, *self.captured(captured, at), places, line):
-                if const_expr(rest is not None):
-                    self._ask_each(fragments, at, rest, places, captured)
-            else:
-                self._ask_each(fragments, at, expr, places, captured)
 
     def _hide_by_row(self, fragments: tuple, at: int, ask: Any, places: dict[str, Any], captured: Any) -> None:
         """A predicate with row ranges: lo, hi, lo, hi, ... of the keys that each row sees."""
