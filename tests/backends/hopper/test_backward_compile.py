@@ -251,6 +251,7 @@ def test_ranks_of_tiles_of_keys() -> None:
         (lambda: BackwardConfig(192, 128, True, BackwardTiles(64, 128)), "take 160 registers of a thread; wanted at most 128"),
         (lambda: BackwardConfig(256, 256, True, BackwardTiles(64, 64)), "bytes of shared memory"),
         (lambda: BackwardTiles(64, 128, 3), "q_stages=3"),
+        (lambda: BackwardConfig(64, 128, True, BackwardTiles(64, 128, ds_stages=1), has_entries=True), "wanted 2 stages of dS"),
         (lambda: BackwardConfig(80, 80, True, BackwardTiles(64, 128)), "head_dim=80"),
         (lambda: BackwardConfig(128, 128, True, BackwardTiles(128, 128)), "bytes of shared memory"),
         (lambda: BackwardConfig(64, 64, True, BackwardTiles(64, 128), sums=(CapturedSum(0, "head", None),)), "sums without score"),
