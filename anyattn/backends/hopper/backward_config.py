@@ -121,7 +121,7 @@ class BackwardConfig(ModsOfConfig):
         if self.lists is not None and self.bands:
             raise ValueError("bands and lists are both given; with lists a band is one of the predicates that hold always")
         if self.frees_keys and self.head_dim_v > (room := self.tiles.exchanged * self.tiles.tile_m):
-            raise ValueError(f"head_dim_v={self.head_dim_v}: dV leaves from the place of dS, which has room for {room}; wanted 2 stages of dS")
+            raise ValueError(f"head_dim_v={self.head_dim_v}: dV leaves from the place of dS, with room for {room}; wanted 2 stages of dS")
         if self.partial is not None and self.lists is None:
             raise ValueError("partial without lists; wanted the predicate as always")
         if self.tiles.shares_keys and 96 in (self.head_dim, self.head_dim_v):
