@@ -11,13 +11,15 @@ import sys
 
 import pytest
 
-from tests.support.fuzz.cute_checks import check_cute, check_cute_ranges
+from tests.support.fuzz.cute_checks import check_cute, check_cute_ranges, check_words
+from tests.support.fuzz.geometric_masks import geometric_masks
 from tests.support.fuzz.whole_number_checks import check_classes, check_evaluation, check_ranges, check_stages, traced
 from tests.support.fuzz.whole_numbers import FIRST_SEED, FRESH, programs
 from tests.support.processes import python
 
 SHARDS = 8 if FRESH else 2
 PATIENCE = 900
+PLACES = [(0, 0), (192, 130), (70, 128), (1024, 960), (70_000, 69_999)]  # rows and keys of tiles in which masks of geometry have edges
 
 
 def seeds_of(shard: int, fixed: int) -> tuple[int, int]:
@@ -33,7 +35,7 @@ def seeds_of(shard: int, fixed: int) -> tuple[int, int]:
 def test_readers(shard: int) -> None:
     """The evaluator, the torch backend's stages, classes of tiles, row ranges, and the text for CuTe by value."""
     first, count = seeds_of(shard, 300)
-    has_ranges = is_taken = asked = 0
+    has_ranges = is_taken = has_words = asked = 0
     for made in programs(count, first):
         mod = traced(made)
         if mod is None:
@@ -46,7 +48,31 @@ def test_readers(shard: int) -> None:
             check_classes(made, mod)
             has_ranges += check_ranges(made, mod)
             check_cute_ranges(made, mod)
+            has_words += check_words(made, mod)
     assert asked > 0.9 * count and has_ranges > 0.2 * count and is_taken > 0.6 * count
+    assert has_words > 0.05 * count
+
+
+@pytest.mark.timeout(0 if FRESH else PATIENCE)
+@pytest.mark.parametrize("shard", range(SHARDS))
+def test_readers_of_geometry(shard: int) -> None:
+    """The same, and words of bits along tiles, for masks of images, strides, blocks and windows."""
+    first, count = seeds_of(shard, 150)
+    has_ranges = has_words = asked = 0
+    for made in geometric_masks(count, first):
+        mod = traced(made)
+        if mod is None:
+            continue
+        asked += 1
+        check_evaluation(made, mod)
+        assert check_cute(made, mod)
+        check_stages(made, mod)
+        check_classes(made, mod)
+        has_ranges += check_ranges(made, mod)
+        check_cute_ranges(made, mod)
+        found = [check_words(made, mod, at) for at in ([(0, 0)] if made.reads_positions else PLACES)]
+        has_words += any(found)
+    assert asked > 0.9 * count and has_ranges > 0.1 * count and has_words > 0.2 * count
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
