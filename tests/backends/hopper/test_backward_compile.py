@@ -74,13 +74,12 @@ def test_kernels_compile_without_spilling_in_their_loops(head_dim: int, head_dim
     done = python("-m", module, str(tmp_path), str(head_dim), str(head_dim_v), *names, CUTE_DSL_ARCH="sm_90a")
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert len(found) == (len(names) or {64: 30, 96: 29, 128: 29}.get(head_dim, 11)) + 4
+    assert len(found) == (len(names) or (12 if max(head_dim, head_dim_v) > 128 else 30 if head_dim == 64 else 29)) + 4
     # at head dimension 128 dK and dV take 128 registers of 240, and long mods leave a few numbers of a tile to local memory
-    most = {"capped": 3, "alibi": 7, "relative": 8, "document and causal": 1, "image": 40}
-    most |= {"packed alibi": 2, "packed capped": 7, "packed lists": 3}
+    most = {"capped": 8, "relative": 8, "document and causal": 1, "image": 40, "packed capped": 6, "packed alibi": 1, "packed lists": 2}
     # without their sums these mods, which read something for every row or pair, leave 7, 23, 14 and 75 numbers there
-    most |= {"summed by row": 6, "summed distance": 10, "summed pairs": 18, "summed looked up": 24}
-    most |= {"summed each pair": 18, "summed buckets": 14, "summed factor": 3}
+    most |= {"summed by row": 5, "summed distance": 10, "summed pairs": 18, "summed looked up": 20}
+    most |= {"summed each pair": 16, "summed buckets": 14, "summed factor": 2}
     most = most if head_dim == 128 else {}
     assert {name: accesses for name, (_, accesses) in found.items() if accesses > most.get(name, 0)} == {}
 
