@@ -25,8 +25,8 @@ class ListOperands:
         self.BLOCK_SIZE, self.seq_lengths, self.is_exact = facts
 
 
-# While one lives the memory that it views is nobody else's. It lives as long as the tensor of counts that came first: a backward pass gets
-# another one of the same memory, with the same count of writes.
+# An entry keeps the memory that it views allocated, so that no other tensor gets the same address. It lives as long as the tensor of counts
+# that came first: a backward pass gets another one of the same memory, with the same count of writes.
 _by_place: WeakValueDictionary[tuple, ListOperands] = WeakValueDictionary()
 _by_counts: WeakIdKeyDictionary = WeakTensorKeyDictionary()
 
@@ -35,7 +35,7 @@ def stand_in(tensors: list[Tensor], sizes: tuple, is_exact: bool) -> ListOperand
     """The same one for the same lists: what is found out of a block mask is kept with it. sizes: block size and lengths."""
     places: list[Any] = [*sizes, is_exact]
     for t in tensors:
-        if t.is_inference():  # nobody counts writes to these
+        if t.is_inference():  # these have no count of writes
             return ListOperands(tensors, (*sizes, False))
         places += (t.data_ptr(), t._version, t.shape, t.stride(), t.dtype, t.device)
     key = tuple(places)
@@ -76,7 +76,11 @@ def known(tensors: Sequence[Tensor], sizes: tuple, is_exact: bool) -> Known | No
     for t, same in zip(tensors, found.tensors):
         if same() is not t:
             return None
-    return found if [(t._version, t.data_ptr(), t.shape, t.stride()) for t in tensors] == found.states else None
+    return found if _states(tensors) == found.states else None
+
+
+def _states(tensors: Sequence[Tensor]) -> list[tuple]:
+    return [(t._version, t.data_ptr(), t.shape, t.stride()) for t in tensors]
 
 
 @lru_cache(maxsize=1024)
@@ -88,9 +92,8 @@ def _seen_again(tensors: list[Tensor], asked: tuple, found: ListOperands) -> Non
     kept = flex.kept_lists(found)
     place = id(tensors[0])
     first = ref(tensors[0], partial(_forget, place))
-    states = [(t._version, t.data_ptr(), t.shape, t.stride()) for t in tensors]
     facts = _standing_for(flex.lists_facts(found))
-    _by_object[place] = Known((first, *map(ref, tensors[1:])), asked, states, facts, kept and kept.blocks, found)
+    _by_object[place] = Known((first, *map(ref, tensors[1:])), asked, _states(tensors), facts, kept and kept.blocks, found)
 
 
 def _forget(place: int, gone: Any) -> None:

@@ -50,7 +50,7 @@ class WarmCall(NamedTuple):
 
 
 _warm: calls.TwoGenerationCache[WarmCall] = calls.TwoGenerationCache()
-# Calls that may pass by the dispatcher, and what they return for maximal scores that nobody wants.
+# Calls that may skip the dispatcher, each with the empty tensor that it returns where max_scores is not wanted.
 _direct: calls.TwoGenerationCache[tuple[WarmCall, Tensor]] = calls.TwoGenerationCache()
 
 

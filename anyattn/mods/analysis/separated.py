@@ -12,11 +12,10 @@ import torch
 
 from anyattn.mods.analysis.extents import Box, extents, fits, unwrapped
 from anyattn.mods.ir.dependence import dependence
-from anyattn.mods.ir.expr import Builder, Expr, category
+from anyattn.mods.ir.expr import MIRRORED, Builder, Expr, category
 
 __all__ = ["separated"]
 
-_MIRRORED = {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le", "eq": "eq", "ne": "ne"}
 _Sum = list[tuple[int, int]]  # (sign, node) of its terms
 
 
@@ -49,7 +48,7 @@ class _Writer:
         """All comparisons rewritten that can be, each on its own."""
         done: dict[int, int] = {}
         for i, node in enumerate(self.nodes):
-            made = self._compared(i) if node.op in _MIRRORED and self._mixes(i) else None
+            made = self._compared(i) if node.op in MIRRORED and self._mixes(i) else None
             done[i] = self.out.add(node.op, *(done[a] for a in node.args), dtype=node.dtype, attr=node.attr) if made is None else made
         return self.out.build(*(done[o] for o in self.expr.outputs))
 
@@ -67,7 +66,7 @@ class _Writer:
 
     def _sides(self, op: str, left: _Sum, right: _Sum) -> int:
         """``sum(left) op sum(right)``; of two numbers of which the larger or the smaller one is a side, both are compared."""
-        for terms, others, own in ((left, right, op), (right, left, _MIRRORED[op])):
+        for terms, others, own in ((left, right, op), (right, left, MIRRORED[op])):
             if len(terms) != 1 or not self._is_mixed(terms[0][1]):
                 continue
             sign, at = terms[0]

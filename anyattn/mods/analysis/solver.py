@@ -20,7 +20,7 @@ from anyattn.mods.analysis import id_runs
 from anyattn.mods.analysis.evaluate import apply, run
 from anyattn.mods.analysis.extents import MOST_INDEX_BITS, Box, Extent, exact, extent_of, extents, unwrapped
 from anyattn.mods.ir.dependence import dependence
-from anyattn.mods.ir.expr import Builder, category
+from anyattn.mods.ir.expr import MIRRORED, Builder, category
 from anyattn.mods.tracing.trace import TracedMod
 
 __all__ = ["NO_LIMIT", "NotRangesError", "Range", "Ranges", "Solver"]
@@ -29,7 +29,6 @@ NO_LIMIT = 2**31 - 1  # the hi of a range that ends with the keys; no sequence i
 _MAX_INTERMEDIATE = 12
 _NEAR = 2**61  # sums of three such numbers, and products with few, still fit int64
 _OPPOSITE = {"eq": "ne", "ne": "eq", "lt": "ge", "ge": "lt", "gt": "le", "le": "gt"}
-_MIRRORED = {"eq": "eq", "ne": "ne", "lt": "gt", "gt": "lt", "le": "ge", "ge": "le"}
 
 Range = tuple[int | None, int | None]  # positions in the output builder; None is no limit on that side
 Ranges = list[Range]
@@ -296,7 +295,7 @@ class Solver:
             bound = rest[0][1]
         else:
             bound = self._sum(rest, -1 if factor > 0 else 1, abs(factor) * max(-extent.lo, extent.hi))
-        op = _MIRRORED[op] if factor < 0 else op
+        op = MIRRORED[op] if factor < 0 else op
         return self._solve_term(op, term, abs(factor), bound)
 
     def _solve_term(self, op: str, term: int, factor: int, bound: int) -> Ranges:

@@ -16,7 +16,7 @@ import torch
 
 from anyattn.mods.analysis.extents import Box, extents, fits, unwrapped
 from anyattn.mods.ir.dependence import dependence
-from anyattn.mods.ir.expr import Builder, Expr, Node, category
+from anyattn.mods.ir.expr import MIRRORED, Builder, Expr, Node, category
 
 __all__ = [
     "All", "Bits", "Cut", "Each", "Limit", "Not", "Pieces", "Same", "Sides", "Some", "Term", "asks_each", "bits", "conjuncts", "demanded",
@@ -26,7 +26,6 @@ __all__ = [
 _MOST_APART = 2**31 - 2**12  # sides of a comparison: limits counted from a position of the tile fit 32 bits
 _MOST_PIECES = 4
 _MOST_DIVISOR = 2**29  # a few of them fit 32 bits
-_MIRRORED = {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le", "eq": "eq", "ne": "ne"}
 
 
 class Term(NamedTuple):
@@ -141,7 +140,7 @@ def _even(node: Node, expr: Expr, args: list[_Even | None], is_plain: bool, inde
     are_whole = category(node.dtype) == "int" and all(category(expr.nodes[a].dtype) == "int" for a in node.args)
     if not is_plain or any(a is None for a in args):
         return None
-    if node.op in _COMPARISONS and all(category(expr.nodes[a].dtype) == "int" for a in node.args):
+    if node.op in MIRRORED and all(category(expr.nodes[a].dtype) == "int" for a in node.args):
         return _Even(0, None) if args[0].slope == args[1].slope else None  # type: ignore[union-attr]
     if not are_whole:
         return None
@@ -156,9 +155,6 @@ def _even(node: Node, expr: Expr, args: list[_Even | None], is_plain: bool, inde
                 return _Even(factor * other.slope, _rest(node, args, extent))  # type: ignore[union-attr]
         return None
     return _divided(node.op, args[0], literals[-1], extent)  # type: ignore[arg-type]
-
-
-_COMPARISONS = frozenset(_MIRRORED)
 
 
 def _rest(node: Node, args: Sequence[_Even | None], extent: int) -> int | None:
@@ -275,7 +271,7 @@ class _Reader:
             if a is None or b is None:
                 return None
             return Sides(a, Not(b), b) if node.op != "eq" else Sides(a, b, Not(b))
-        if node.op in _COMPARISONS and all(category(self.nodes[a].dtype) == "int" for a in node.args):
+        if node.op in MIRRORED and all(category(self.nodes[a].dtype) == "int" for a in node.args):
             return self._compared(node.op, *(Term(a, 1) for a in node.args))
         return None
 
@@ -283,7 +279,7 @@ class _Reader:
         if self.slopes[left.node] is None:
             return self._opened(op, left, right)
         if self.slopes[right.node] is None:
-            return self._opened(_MIRRORED[op], right, left)
+            return self._opened(MIRRORED[op], right, left)
         sides = (left.node, right.node)
         slope = left.sign * self.slopes[left.node] - right.sign * self.slopes[right.node]  # type: ignore[operator]
         if slope not in (1, -1, 0) or not all(self.plain[at] and self.sizes[at] is not None for at in sides):

@@ -26,10 +26,11 @@ import torch
 
 from anyattn.mods.ir.content_key import content_key
 
-__all__ = ["INDICES", "OPS", "Builder", "DType", "Expr", "Node", "category", "is_weak", "verify", "wrapped"]
+__all__ = ["INDICES", "MIRRORED", "OPS", "Builder", "DType", "Expr", "Node", "category", "is_weak", "verify", "wrapped"]
 
 DType = torch.dtype | type
 INDICES = ("b", "h", "q_idx", "kv_idx")
+MIRRORED = {"eq": "eq", "ne": "ne", "lt": "gt", "gt": "lt", "le": "ge", "ge": "le"}  # a comparison with its sides exchanged
 
 
 class Node(NamedTuple):

@@ -42,7 +42,7 @@ from anyattn.backends.hopper.codegen.score_analysis import is_near, is_wide, lin
 from anyattn.mods.ir.dependence import dependence
 from anyattn.mods.ir.expr import Expr, Node, category
 
-__all__ = ["emit", "emit_at", "emit_lines", "emit_rows", "holds", "run_stage", "select", "tanh", "wrapped"]
+__all__ = ["emit", "emit_at", "emit_lines", "emit_rows", "holds", "needed_for", "run_stage", "select", "tanh", "wrapped"]
 
 
 @dsl_user_op
@@ -206,13 +206,18 @@ def _reach(expr: Expr, index: int, steps: list[int]) -> tuple[int, int]:
 
 def _at_first(expr: Expr, scalars: Sequence[Any], tensors: Sequence[Any], node: int, row: dict, first: dict) -> Any:
     """A whole number's value at a row's first column."""
+    return whole(run_stage(expr, scalars, tensors, "tile", {**row, **first}, {}, needed_for(expr, node))[node])
+
+
+def needed_for(expr: Expr, node: int) -> set[int]:
+    """The node and all that it is computed from."""
     needed, pending = set(), [node]
     while pending:
         at = pending.pop()
         if at not in needed:
             needed.add(at)
             pending += expr.nodes[at].args
-    return whole(run_stage(expr, scalars, tensors, "tile", {**row, **first}, {}, needed)[node])
+    return needed
 
 
 def emit_rows(expr: Expr, scalars: Sequence[Any], tensors: Sequence[Any], b: Any, h: Any, q_idx: Sequence[Any]) -> list[tuple]:

@@ -1,7 +1,7 @@
 """Masks as words of bits: what each of a thread's few rows (or keys) shows of its many keys (or rows), a bit for each of them.
 
 A comparison with a limit fills a word in six instructions, whatever the number of positions; what is the same at all of them in one. Then a
-pair of positions costs the test of a bit. What a word cannot say (``tile_lines.split``) is asked of each pair.
+pair of positions costs the test of a bit. Parts of a mask that are no words (``tile_lines.split``) are evaluated for each pair.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
 from anyattn.backends.hopper.codegen.device_math import divided, select
-from anyattn.backends.hopper.codegen.emit import run_stage
+from anyattn.backends.hopper.codegen.emit import needed_for, run_stage
 from anyattn.backends.hopper.codegen.score_analysis import NEAR_BOX
 from anyattn.mods.analysis.row_ranges import NO_LIMIT
 from anyattn.mods.analysis.tile_lines import All, Bits, Each, Limit, Not, Pieces, Same, Sides, Some, Term, bits, demanded, least_divisor
 from anyattn.mods.ir.expr import Expr
 
-__all__ = ["Line", "Words", "alike", "are_wide", "at_least", "below", "both", "emit_words", "holds_at", "in_ranges", "within"]
+__all__ = ["Line", "Words", "alike", "are_wide", "at_least", "below", "bit_of", "both", "emit_words", "holds_at", "in_ranges", "within"]
 
 _BITS = 32
 
@@ -111,8 +111,13 @@ def both(a: Words, b: Words) -> Words:
 
 def holds_at(words: Words, c: int) -> Any:
     """Whether the bit of a thread's ``c``-th position is set."""
+    return (words[c // _BITS] & Int32(bit_of(c))) != 0
+
+
+def bit_of(c: int) -> int:
+    """The bit of position ``c`` in its word, as a signed number of 32 bits."""
     at = c % _BITS
-    return (words[c // _BITS] & Int32((1 << at) - (1 << _BITS) * (at == _BITS - 1))) != 0
+    return (1 << at) - (1 << _BITS) * (at == _BITS - 1)
 
 
 def _least(a: Any, b: int) -> Any:
@@ -143,7 +148,7 @@ def are_wide(parts: Sequence[Expr], scalars: Sequence[Any], tensors: Sequence[An
     for expr in parts:
         divisor = demanded(expr, line.along, line.extent, NEAR_BOX, least)
         if divisor is not None:
-            leaves, needed = {name: places[name] for name in ("b", "h")}, _needed(expr, divisor)
+            leaves, needed = {name: places[name] for name in ("b", "h")}, needed_for(expr, divisor)
             value = run_stage(expr, scalars, tensors, "once", {}, leaves, needed)[divisor]
             found = value >= least if found is None else found & (value >= least)
     assert found is not None, "masks that are words whatever is captured"
@@ -239,19 +244,17 @@ class _Writer:
     def _each(self, node: int) -> Words:
         if node not in self.alone:
             words = [Int32(0)] * self.line.words
-            needed = _needed(self.expr, node)
+            needed = needed_for(self.expr, node)
             for c, place in enumerate(self.along):
                 values = self._run({}, {**self.leaves, self.line.along: place}, needed)
-                holds, at = _condition(values[node]), c % _BITS
-                bit = (1 << at) - (1 << _BITS) * (at == _BITS - 1)
-                words[c // _BITS] = words[c // _BITS] | select(holds, bit, 0, "int")
+                words[c // _BITS] = words[c // _BITS] | select(_condition(values[node]), bit_of(c), 0, "int")
             self.alone[node] = tuple(_opaque(word) for word in words)
         return self.alone[node]
 
     def _value(self, node: int, y: int) -> Any:
         """At the tile's first position."""
         if node not in self.known[y]:
-            self._run(self.known[y], self.positions[y], _needed(self.expr, node))
+            self._run(self.known[y], self.positions[y], needed_for(self.expr, node))
         return self.known[y][node]
 
     def _run(self, values: dict[int, Any], leaves: dict[str, Any], needed: set[int]) -> dict[int, Any]:
@@ -272,13 +275,3 @@ def _condition(value: Any) -> Any:
 
 def _not(condition: Any) -> Any:
     return select(condition, False, True, "bool")
-
-
-def _needed(expr: Expr, node: int) -> set[int]:
-    needed, pending = set(), [node]
-    while pending:
-        at = pending.pop()
-        if at not in needed:
-            needed.add(at)
-            pending += expr.nodes[at].args
-    return needed

@@ -11,7 +11,7 @@ from cutlass import Boolean, Float32, Int32, const_expr
 
 from anyattn.arithmetic import LOG2E
 from anyattn.backends.hopper.codegen.emit import emit, emit_rows, select
-from anyattn.backends.hopper.codegen.mask_words import Line, alike, at_least, below, both, holds_at
+from anyattn.backends.hopper.codegen.mask_words import Line, alike, at_least, below, bit_of, both, holds_at
 from anyattn.backends.hopper.codegen.score_analysis import NEAR_BOX, parts_of
 from anyattn.backends.hopper.kernel.fragment import rows_and_columns
 from anyattn.backends.hopper.kernel.softmax import Softmax
@@ -227,4 +227,4 @@ class Seen:
 
     def _bit(self, key: int, row: int) -> tuple[int, Any]:
         at = 2 * row + key  # a thread has two keys
-        return at // 32, Int32((1 << at % 32) - (1 << 32) * (at % 32 == 31))
+        return at // 32, Int32(bit_of(at))
