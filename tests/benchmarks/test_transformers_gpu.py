@@ -26,9 +26,9 @@ def test_a_case(name: str) -> None:
     said: list[str] = []
     found = transformers_gpu._measured(case, torch.device("cpu"), said.append)
     assert found["errors"] == {}
-    assert {who: len(rates) for who, rates in found["rates"].items()} == dict.fromkeys(("anyattn", *case.peers), 2)
+    assert {who: len(rates) for who, rates in found["rates"].items()} == dict.fromkeys(("anyattn", *case.peers), 1)
     assert all(rate > 0 for rates in found["rates"].values() for rate in rates)
-    assert len(said) == 1 + 1 + len(case.peers) + 2, "the model, first runs, rounds"
+    assert len(said) == 1 + 1 + len(case.peers) + 1, "the model, first runs, a round"
     ours, peer = transformers_gpu._rows(name, found)
     assert ours[:2] == (name, "anyattn") and ours[3] == "" and peer[:2] == (name, case.peers[0]) and float(peer[3]) > 0
 

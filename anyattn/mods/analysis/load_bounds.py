@@ -99,10 +99,15 @@ class Doubt(NamedTuple):
 
 
 def doubt(mod: TracedMod, B: int, H: int, seqlen_q: int, seqlen_k: int) -> Doubt:
-    """What ``check_loads`` would have to check again for a mod with the same program and tensors of the same shapes."""
+    """What ``check_loads`` would have to check again for a mod with the same program and tensors of the same shapes.
+
+    Numbers in front of those that the mod's reading finds are limits, which the shapes settle.
+    """
     found = _doubtful(mod, {"b": B, "h": H, "q_idx": seqlen_q, "kv_idx": seqlen_k})
-    ops = {node.op for _, _, arg in found for node in _index(mod, arg).nodes}
-    return Doubt("scalar" in ops, "load" in ops or "score" in ops)
+    nodes = [node for _, _, arg in found for node in _index(mod, arg).nodes]
+    settled = 0 if mod.source is None else len(mod.scalars) - len(mod.source.scalars)
+    of_numbers = any(node.op == "scalar" and node.attr >= settled for node in nodes)  # type: ignore[operator]
+    return Doubt(of_numbers, any(node.op in ("load", "score") for node in nodes))
 
 
 def hangs_on_masks(mod: TracedMod, B: int, H: int, seqlen_q: int, seqlen_k: int) -> bool:

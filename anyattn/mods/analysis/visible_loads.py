@@ -135,7 +135,7 @@ def check_call(
             _refuse_seen(e, pairs, possible, lists, wants_full=number > 0)
         values = any(m.tensors and m.expr.tensor_slots for m in possible) or lists is not None
         examined = [e._replace(mod=_settled(e, values)) for e in examined]
-    held_masks = [replace(m, expr=e.mod.expr, source=e.mod.source) if e.outside else m for m, e in zip(masks, examined, strict=True)]
+    held_masks = [replace(e.mod, tensors=m.tensors) if e.outside else m for m, e in zip(masks, examined, strict=True)]
     found = []
     for score in scores:
         e = _examine(score, pairs, reads_values)
@@ -164,7 +164,7 @@ def _examine(mod: TracedMod, pairs: Pairs, reads_values: bool) -> _Examined:
             index = builder.build(builder.copy(mod.expr, error.arg))
             shown = inside(mod, error.slot, error.dim, index)
             found.append((replace(shown, expr=_negated(shown.expr)), index, error))
-            mod = replace(mod, expr=_clamped(mod.expr, ((error.slot, error.dim, error.arg, size),)))
+            mod = _with_limits(mod, ((error.slot, error.dim, error.arg, size),))
         else:
             if found and not reads_values:
                 mod = _without_values(mod)
@@ -192,7 +192,7 @@ def _refuse_seen(e: _Examined, pairs: Pairs, masks: Sequence[TracedMod], lists: 
             assert bad is not None
             tile, classes = (_TILE, None) if listed is None else (listed.tile, listed.classes)
             for place in pairs.shown(bad, tile, classes, wanted):
-                raise ValueError(_where(e.mod, bad, index, error, place)) from None
+                raise ValueError(_where(replace(e.mod, scalars=outside.scalars), bad, index, error, place)) from None
 
 
 def _where(mod: TracedMod, bad: TracedMod, index: Expr, error: OutsideError, place: Place) -> str:
@@ -213,25 +213,35 @@ def held(mod: TracedMod, B: int, H: int, seqlen_q: int, seqlen_k: int) -> Traced
 def clamped(mod: TracedMod, loads: Unsettled) -> TracedMod:
     """The mod with the indices of these loads clamped to their tensors."""
     doubtful = [(slot, dim, arg, mod.tensors[slot].shape[dim]) for slot, dim, arg in (*loads.by_contents, *loads.by_positions)]
-    return replace(mod, expr=_clamped(mod.expr, tuple(doubtful))) if doubtful else mod
+    return _with_limits(mod, tuple(doubtful)) if doubtful else mod
+
+
+def _with_limits(mod: TracedMod, loads: tuple[tuple[int, int, int, int], ...]) -> TracedMod:
+    """``_clamped`` of the mod. The limits are numbers in front of its own, so that tensors of all sizes have one program."""
+    sizes = tuple(dict.fromkeys(size for *_, size in loads))
+    numbered = tuple((slot, dim, arg, sizes.index(size)) for slot, dim, arg, size in loads)
+    limits = tuple(n for size in sizes for n in (-size, size - 1))
+    return replace(mod, expr=_clamped(mod.expr, numbered, len(limits)), scalars=limits + mod.scalars)
 
 
 # ---- expressions
 
 
 @lru_cache(maxsize=1024)
-def _clamped(expr: Expr, loads: tuple[tuple[int, int, int, int], ...]) -> Expr:
-    """``expr`` with an index kept from -size to size - 1. loads: (slot, dimension, index's node, size)."""
+def _clamped(expr: Expr, loads: tuple[tuple[int, int, int, int], ...], count: int) -> Expr:
+    """``expr`` with indices kept between two numbers each. loads: (slot, dimension, index's node, which pair of numbers). count: of the
+    numbers, which come first."""
     builder = Builder()
     new: list[int] = []
     for node in expr.nodes:
         args = [new[a] for a in node.args]
         if node.op == "load":
-            for slot, dim, arg, size in loads:
+            for slot, dim, arg, pair in loads:
                 if node.attr == slot and node.args[dim : dim + 1] == (arg,):
-                    least, most = (builder.const(n, torch.int64) for n in (-size, size - 1))
+                    least, most = (builder.cast(builder.add("scalar", dtype=int, attr=2 * pair + i), torch.int64) for i in range(2))
                     args[dim] = builder.add("max", builder.add("min", args[dim], most), least)
-        new.append(builder.add(node.op, *args, dtype=node.dtype, attr=node.attr))
+        attr = node.attr + count if node.op == "scalar" else node.attr  # type: ignore[operator]
+        new.append(builder.add(node.op, *args, dtype=node.dtype, attr=attr))
     return builder.build(*(new[o] for o in expr.outputs))
 
 

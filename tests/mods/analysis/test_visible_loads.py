@@ -313,3 +313,38 @@ def test_the_pages_of_torchs_paged_attention():
     out = anyattn.flex_attention(q, *stored, score_mod=pool.get_score_mod(score), block_mask=paged)
     wanted = anyattn.flex_attention(q, k, v, score_mod=score, mask_mod=causal)
     assert float((out - wanted).abs().max()) <= 32 * torch.finfo(out.dtype).eps * float(v.abs().max())
+
+
+def test_tensors_of_all_sizes_have_one_program():
+    """A clamp's limits are numbers of the mod, beside its own."""
+
+    def flags(size: int, by: int):
+        table = torch.arange(size) % 3 != 0
+        return lambda b, h, q, k: table[IDS[k] * 3 + by] & (q >= k + by)
+
+    found = [held(trace(flags(size, by), "mask"), B, H, M, N) for size, by in ((17, 2), (40, 2), (40, 3))]
+    assert len({mod.expr.key for mod in found}) == 1
+    for (size, by), mod in zip(((17, 2), (40, 2), (40, 3)), found, strict=True):
+        assert by in mod.scalars and size - 1 in mod.scalars
+        q, k = torch.arange(M)[:, None], torch.arange(N)
+        index = (IDS[k] * 3 + by).clamp(-size, size - 1)
+        assert torch.equal(at_all_pairs(mod)[0, 0], (torch.arange(size) % 3 != 0)[index] & (q >= k + by))
+
+
+def test_warm_calls_with_clamps_have_their_own_numbers():
+    q, k, v = (torch.randn(1, 2, length, 16, dtype=torch.float64) for length in (40, 56, 56))
+
+    def mods(by: int, size: int):
+        table = torch.linspace(-1, 1, size, dtype=torch.float64)
+        return (lambda s, b, h, i, j: s + table[i - j + by]), (lambda b, h, i, j: (i - j + by >= 0) & (i - j + by < 30))
+
+    for by, size in ((3, 30), (5, 30), (4, 30), (3, 45), (6, 45)):
+        score, mask = mods(by, size)
+        scores = q @ k.transpose(2, 3) / 4
+        i, j = torch.arange(40)[:, None], torch.arange(56)
+        seen = (i - j + by >= 0) & (i - j + by < 30)
+        bias = torch.linspace(-1, 1, size, dtype=torch.float64)[(i - j + by).clamp(0, size - 1)]
+        wanted = torch.softmax((scores + bias).masked_fill(~seen, -torch.inf), -1) @ v
+        found = anyattn.flex_attention(q, k, v, score, mask_mod=mask)
+        rows = seen.any(1)
+        assert torch.allclose(found[:, :, rows], wanted[:, :, rows], rtol=0, atol=1e-12)
