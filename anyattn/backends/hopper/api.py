@@ -26,7 +26,7 @@ from anyattn.sequences.l2_groups import heads_side_by_side
 from anyattn.sequences.unread_varlen import StoredSequences
 from anyattn.tensors.strides import empty_in_order
 
-__all__ = ["CACHE_FOR_KEYS", "config_of", "counter_of", "forward", "multiprocessors", "runs_documents"]
+__all__ = ["CACHE_FOR_KEYS", "config_of", "counter_of", "forward", "multiprocessors", "reads_lists", "runs_documents"]
 
 _NOTHING: Mapping[Config, Any] = {}
 CACHE_FOR_KEYS = 32 * 2**20  # bytes of the 50 MB L2 cache that K and V of the heads computed side by side may take
@@ -76,6 +76,12 @@ def forward(problem: Problem, plan: Plan) -> Result:
     if ready is not None and ready.known:
         return _again(problem, special, ready)
     return _first(problem, shared, config)
+
+
+def reads_lists(problem: Problem, plan: Plan) -> bool:
+    """Whether the forward pass of a problem with block lists reads them; the same for all calls of a plan."""
+    shared = _shared(problem, plan)
+    return shared.documents is not None or shared.special.listed is not None
 
 
 def _by_documents(problem: Problem, shared: _Shared, ways: ByDocument) -> Result:
