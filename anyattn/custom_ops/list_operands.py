@@ -18,8 +18,8 @@ __all__ = ["ListOperands", "are_counted_unwritten", "known", "known_by_now", "st
 class ListOperands:
     """Stands for the block mask whose lists an operator was given. Its tensors are views: it must not keep alive what it is kept by.
 
-    may_share: whether kernels may read the views as they are. The lists of an exact mask are ordered, and no operator reads what was made of
-    them once they are written to.
+    may_share: whether kernels may read the views as they are. The lists of an exact mask are ordered, and no operator reads what was made
+    of them once they are written to.
     """
 
     def __init__(self, tensors: Sequence[Tensor], facts: tuple):

@@ -57,10 +57,11 @@ class WarmCall(NamedTuple):
 class Repeated(NamedTuple):
     """A call that may skip the dispatcher, and what tells that another one of the same constants is of the same key.
 
-    nothing: the empty tensor that is returned where max_scores is not wanted. count, are_alike: the number of the call's tensors, and whether
-    others have their types, dtypes, devices, shapes, strides and dispatch keys, and require gradients as they do. captured: ``_captured`` of
-    those besides q, k and v, None if there are none. reads_lists: whether the forward pass reads block lists; sizes, facts: ``Known``'s. fields:
-    the problem's, None where mods have run-time values or k and v are expanded.
+    nothing: the empty tensor that is returned where max_scores is not wanted. count, are_alike: the number of the call's tensors, and
+    whether others have their types, dtypes, devices, shapes, strides and dispatch keys, and require gradients as they do. captured:
+    ``_captured`` of those besides q, k and v, None if there are none. reads_lists: whether the forward pass reads block lists; sizes,
+    facts: ``Known``'s. launch: the backend's ``repeater``. fields: the problem's. Both are None where mods have run-time values or k and v
+    are expanded.
     """
 
     warm: WarmCall
@@ -71,6 +72,7 @@ class Repeated(NamedTuple):
     reads_lists: bool
     sizes: tuple
     facts: object
+    launch: Callable[..., tuple | None] | None
     fields: dict[str, Any] | None
     plan: Plan
     backend: Any
@@ -194,6 +196,10 @@ def call({_NAMES}):
         if again is None:
             return first_call(first, ({_NAMES}), key, lists, constants, tensors)
         put_latest(constants, again)
+    if again.launch is not None and not is_autocast():
+        results = again.launch(q, k, v, sink)
+        if results is not None:
+            return results if wants_max else (results[0], results[1], again.nothing)
     if again.fields is None:
         problem, plan = filled(again.warm, q, k, v, sink, score_tensors, mask_tensors, scale, lists)
     else:
@@ -239,9 +245,11 @@ def _repeated(warm: WarmCall, given: tuple, lists: Known | None, tensors: tuple,
     problem, plan = _filled(warm, q, k, v, sink, score_tensors, mask_tensors, scale, lists)
     captured = None if sink is None and not score_tensors and not mask_tensors else _captured(sink, score_tensors, mask_tensors)
     is_fixed = not readers and not remembered.shares_keys
+    repeater = getattr(backend, "repeater", None) if is_fixed else None
     return Repeated(
         warm, nothing, len(tensors), _comparison(tensors), captured, remembered.has_lists and backend.reads_lists(problem, plan),
         () if lists is None else lists.sizes, None if lists is None else lists.facts,
+        None if repeater is None else repeater(problem, plan),
         remembered.filled(None, None, None, None, None, Signature()) if is_fixed else None, plan, backend,
     )  # fmt: skip
 
