@@ -57,7 +57,7 @@ class WarmCall(NamedTuple):
 class Repeated(NamedTuple):
     """A call that may skip the dispatcher, and what tells that another one of the same constants is of the same key.
 
-    nothing: the empty tensor that is returned where max_scores is not wanted. count, are_alike: the number of the call's tensors, and
+    nothing: the empty tensor that is returned where max_scores is not wanted. tensor_count, are_alike: the number of the call's tensors, and
     whether others have their types, dtypes, devices, shapes, strides and dispatch keys, and require gradients as they do. captured:
     ``_captured`` of those besides q, k and v, None if there are none. reads_lists: whether the forward pass reads block lists; sizes,
     facts: ``Known``'s. launch: the backend's ``repeater``. fields: the problem's. Both are None where mods have run-time values or k and v
@@ -66,7 +66,7 @@ class Repeated(NamedTuple):
 
     warm: WarmCall
     nothing: Tensor
-    count: int
+    tensor_count: int
     are_alike: Callable[..., bool]
     captured: tuple | None
     reads_lists: bool
@@ -174,7 +174,7 @@ def call({_NAMES}):
     constants, tensors, lists = {_CONSTANTS}, {_TENSORS}, None
     again = latest(constants)
     if (
-        again is None or len(tensors) != again.count or not again.are_alike(*tensors)
+        again is None or len(tensors) != again.tensor_count or not again.are_alike(*tensors)
         or (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15
         or (again.captured is not None and again.captured != captured(sink, score_tensors, mask_tensors))
         or (block_lists and not again.reads_lists and not are_counted_unwritten(block_lists))
@@ -259,6 +259,7 @@ def _comparison(tensors: tuple) -> Callable[..., bool]:
     with contextlib.suppress(ImportError, AttributeError, TypeError):
         from torch._C._dynamo.guards import TensorGuards
 
-        sizes, strides = [[*t.shape] for t in tensors], [[*t.stride()] for t in tensors]
+        sizes: Any = [[*t.shape] for t in tensors]
+        strides: Any = [[*t.stride()] for t in tensors]
         return TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check  # type: ignore[no-any-return]
     return lambda *_: False

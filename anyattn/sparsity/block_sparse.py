@@ -189,7 +189,8 @@ class BlockSparseTensors:
         grid = tuple(map(ceil_div, lengths, tile))
         if any(t is not None and t.dtype is not torch.int32 for t in fields) or fields[1].shape[2:] != grid or min(lengths) < 1:
             return None
-        return cls(*map(_readable, fields), tile=tuple(map(min, tile, lengths)), lengths=lengths)  # type: ignore[arg-type]
+        cnt, idx, full_cnt, full_idx = map(_readable, fields)
+        return cls(cnt, idx, full_cnt, full_idx, tuple(map(min, tile, lengths)), lengths)  # type: ignore[arg-type]
 
     def to_block_mask(self, mask_mod: Any = None, lengths: tuple[int, int] | None = None) -> Any:
         """The ``anyattn.BlockMask`` of these lists; ``mask_mod`` is what its partial tiles show (None: everything)."""
