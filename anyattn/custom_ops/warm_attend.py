@@ -60,8 +60,8 @@ class Repeated(NamedTuple):
     nothing: the empty tensor that is returned where max_scores is not wanted. tensor_count, are_alike: the number of the call's tensors, and
     whether others have their types, dtypes, devices, shapes, strides and dispatch keys, and require gradients as they do. captured:
     ``_captured`` of those besides q, k and v, None if there are none. reads_lists: whether the forward pass reads block lists; sizes,
-    facts: ``Known``'s. launch: the backend's ``repeater``. fields: the problem's. Both are None where mods have run-time values or k and v
-    are expanded.
+    facts: ``Known``'s. launch: the backend's ``repeater``. fields: the problem's. Both are None where mods capture tensors or k and v are
+    expanded.
     """
 
     warm: WarmCall
@@ -142,14 +142,19 @@ def found(key: tuple, given: Any, lists: Known | None) -> tuple[Problem, Plan] |
 
 def _filled(warm: WarmCall, q: Tensor, k: Tensor, v: Tensor, sink: Any, score: Any, mask: Any, scale: float, lists: Any) -> Any:
     remembered, readers = warm
-    signature = Signature()
-    if readers:
-        signature.readings = tuple([reader.read(score, mask) for reader in readers])
+    signature = _signature(readers, score, mask)
     if lists is None:
         return attention.flex_again(remembered, q, k, v, sink, scale, signature, None)
     if remembered.has_lists:
         signature.blocks = lists.read_blocks()
     return attention.flex_again(remembered, q, k, v, sink, scale, signature, lists.stands_for)
+
+
+def _signature(readers: tuple[Reader, ...], score: list[Tensor], mask: list[Tensor]) -> Signature:
+    signature = Signature()
+    if readers:
+        signature.readings = tuple([reader.read(score, mask) for reader in readers])
+    return signature
 
 
 def remember(key: tuple, remembered: calls.RememberedCall, readers: tuple[Reader, ...]) -> None:
@@ -244,13 +249,14 @@ def _repeated(warm: WarmCall, given: tuple, lists: Known | None, tensors: tuple,
     backend = autograd.backend_of(remembered.plan)
     problem, plan = _filled(warm, q, k, v, sink, score_tensors, mask_tensors, scale, lists)
     captured = None if sink is None and not score_tensors and not mask_tensors else _captured(sink, score_tensors, mask_tensors)
-    is_fixed = not readers and not remembered.shares_keys
-    repeater = getattr(backend, "repeater", None) if is_fixed else None
+    fields = repeater = None
+    if not remembered.shares_keys and all(r.start == r.stop for r in readers):  # the numbers that mods capture are among the constants
+        fields = remembered.filled(None, None, None, None, None, _signature(readers, score_tensors, mask_tensors))
+        repeater = getattr(backend, "repeater", None)
+    reads_lists = remembered.has_lists and (fields is None or backend.reads_lists(problem, plan))
     return Repeated(
-        warm, nothing, len(tensors), _comparison(tensors), captured, remembered.has_lists and backend.reads_lists(problem, plan),
-        () if lists is None else lists.sizes, None if lists is None else lists.facts,
-        None if repeater is None else repeater(problem, plan),
-        remembered.filled(None, None, None, None, None, Signature()) if is_fixed else None, plan, backend,
+        warm, nothing, len(tensors), _comparison(tensors), captured, reads_lists, () if lists is None else lists.sizes,
+        None if lists is None else lists.facts, None if repeater is None else repeater(problem, plan), fields, plan, backend,
     )  # fmt: skip
 
 

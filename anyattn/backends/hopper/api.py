@@ -132,7 +132,8 @@ def repeater(problem: Problem, plan: Plan) -> Callable[[Tensor, Tensor, Tensor, 
     if problem.sequences is not None or shared.documents is not None or shared.special.listed is not None:
         return None
     ready = shared.ready.get(shared.special.config_for(problem))
-    if ready is None or ready.captures:
+    numbers, captured = shared.special.captured(problem)
+    if ready is None or captured:
         return None
     kernel, known, dtype, device = ready.kernel, ready.known, problem.q.dtype, problem.q.device
     of_out, of_rows = (ready.shape, ready.strides), (ready.shape[:3], contiguous_strides(ready.shape[:3]))
@@ -145,7 +146,7 @@ def repeater(problem: Problem, plan: Plan) -> Callable[[Tensor, Tensor, Tensor, 
         lse = empty(*of_rows, torch.float32) if wants_lse else None
         highest = empty(*of_rows, torch.float32) if wants_max else None
         sink = None if sink is None else _float_sink(sink)
-        kernel(q, k, v, out, lse, highest, sink, *ready.visits, counter_of(device), scale, *ready.numbers, (), ())
+        kernel(q, k, v, out, lse, highest, sink, *ready.visits, counter_of(device), scale, *ready.numbers, numbers, ())
         return out, lse, highest
 
     return again
