@@ -262,7 +262,7 @@ def test_compact_lists_with_a_column_that_there_is_not_are_refused():
 
 @pytest.mark.parametrize("lengths", [(256, 256), (200, 330), (7, 40)])
 def test_ordered_lists_are_read_as_they_are(lengths: tuple[int, int]) -> None:
-    """What ``from_block_mask`` reads of lists that anyattn built, also of rows and crops; the memory is shared where kernels can read it."""
+    """What ``from_block_mask`` reads of lists that anyattn built, also of rows and crops; memory is shared where kernels can read it."""
     made = create_block_mask(lambda b, h, i, j: (i >= j) & ((i + h) % 64 > 3), 1, 2, *lengths, device="cpu", BLOCK_SIZE=32)
     odd = create_block_mask(lambda b, h, i, j: i >= j, 1, 1, *lengths, device="cpu", BLOCK_SIZE=32)
     odd.kv_indices = torch.cat((torch.zeros(1, dtype=torch.int32), odd.kv_indices.reshape(-1)))[1:].view(odd.kv_indices.shape)
