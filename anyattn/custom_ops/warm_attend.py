@@ -57,7 +57,7 @@ class WarmCall(NamedTuple):
 class Repeated(NamedTuple):
     """A call that may skip the dispatcher, and what tells that another one of the same constants is of the same key.
 
-    nothing: the empty tensor that is returned where max_scores is not wanted. tensor_count, are_alike: the number of the call's tensors, and
+    nothing: the empty tensor that is returned without max_scores. tensor_count, are_alike: the number of the call's tensors, and
     whether others have their types, dtypes, devices, shapes, strides and dispatch keys, and require gradients as they do. captured:
     ``_captured`` of those but q, k and v, None if there are none. reads_lists: whether the forward pass reads block lists; sizes,
     facts: ``Known``'s. launch: a backend's ``repeater``. fields: the problem's. Both are None where mods capture tensors or k and v are
